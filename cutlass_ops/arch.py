@@ -1,0 +1,102 @@
+"""The Tensor Core contract: what each target's hardware offers, in one table.
+
+Validation, tuning and offline generation read these values here and nowhere else.
+
+Sources: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability" (shared memory, registers,
+threads); PTX ISA, sections on ``mma.sync`` and ``wgmma.mma_async`` (instruction shapes) and ``cp.async`` (copy sizes).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+KIB = 1024
+
+
+@dataclass(frozen=True)
+class Target:
+    """One machine-code target.
+
+    Attributes
+    ----------
+    name : str
+        The name that nvcc gives it, ``"sm_90a"``.
+    capability : tuple of int
+        Compute capability of the devices that run its machine code.
+    shared_memory : int
+        Bytes of shared memory that one thread block may use.
+    shared_memory_per_sm : int
+        Bytes of shared memory on one multiprocessor, each resident block taking 1 KiB more than it asks for.
+    wgmma : bool
+        Whether warpgroup-wide matrix instructions, the bulk tensor copy engine and clusters are there.
+    mma_opcode, wgmma_opcode : str
+        SASS opcode that proves Tensor Core use for FP16/BF16 operands.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    shared_memory: int
+    shared_memory_per_sm: int
+    wgmma: bool = False
+    mma_opcode: str = "HMMA"
+    wgmma_opcode: str = "HGMMA"
+
+    @property
+    def gencode(self) -> str:
+        """The ``-gencode`` value for nvcc: this target's machine code and no PTX."""
+        return f"arch=compute_{self.name[3:]},code={self.name}"
+
+
+TARGETS: dict[str, Target] = {
+    t.name: t
+    for t in (
+        Target("sm_80", (8, 0), 163 * KIB, 164 * KIB),
+        Target("sm_86", (8, 6), 99 * KIB, 100 * KIB),
+        Target("sm_89", (8, 9), 99 * KIB, 100 * KIB),
+        Target("sm_90", (9, 0), 227 * KIB, 228 * KIB),
+        Target("sm_90a", (9, 0), 227 * KIB, 228 * KIB, wgmma=True),
+    )
+}
+
+MAX_THREADS = 1024
+REGISTERS_PER_SM = 64 * KIB
+MAX_REGISTERS_PER_THREAD = 255
+WARP = 32
+WARPGROUP = 128
+MAX_CLUSTER = 8  # 16 is a non-portable size: it needs an opt-in and may fail to be scheduled
+
+# mma.sync shapes (M, N, K) for each operand type, FP32 accumulation.
+MMA_SHAPES: dict[str, tuple[tuple[int, int, int], ...]] = {
+    "f16": ((16, 8, 16), (16, 8, 8)),
+    "bf16": ((16, 8, 16), (16, 8, 8)),
+}
+
+# wgmma: M is 64 for a warpgroup, N any multiple of 8 up to 256, K 32 bytes.
+WGMMA_M = 64
+WGMMA_N_STEP = 8
+WGMMA_N_MAX = 256
+WGMMA_K_BYTES = 32
+
+# cp.async copies 4, 8 or 16 bytes; narrower loads go through registers, which allows two stages only.
+CP_ASYNC_BYTES = (4, 8, 16)
+TMA_ALIGNMENT_BYTES = 16
+
+
+def target(name: str) -> Target:
+    """Look up a target by name.
+
+    Raises
+    ------
+    ValueError
+        If there is no such target; the message lists those there are.
+    """
+    try:
+        return TARGETS[name]
+    except KeyError:
+        raise ValueError(f"unknown target {name!r}: use one of {', '.join(TARGETS)}") from None
+
+
+def target_for(capability: tuple[int, int], *, wgmma: bool) -> Target | None:
+    """Return the target whose machine code runs on a device of this compute capability, or None."""
+    found = [t for t in TARGETS.values() if t.capability == capability and t.wgmma == wgmma]
+    return found[0] if found else None

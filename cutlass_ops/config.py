@@ -1,0 +1,205 @@
+"""Kernel configurations: tile shapes, pipeline and schedule, as frozen values.
+
+A configuration says how a kernel is built, a :class:`~cutlass_ops.spec.KernelSpec` what it computes. Whether the two
+fit together is decided in :mod:`cutlass_ops.legality`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, ClassVar, Literal
+
+from cutlass_ops.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ThreadblockShape:
+    """Tile of the (M, N, K) problem that one thread block (CTA) computes, in elements."""
+
+    m: int
+    n: int
+    k: int
+
+    def __str__(self) -> str:
+        return f"{self.m}x{self.n}x{self.k}"
+
+
+@dataclass(frozen=True)
+class WarpShape:
+    """Part of the threadblock tile that one warp computes (Sm80), in elements."""
+
+    m: int
+    n: int
+    k: int
+
+    def __str__(self) -> str:
+        return f"{self.m}x{self.n}x{self.k}"
+
+
+@dataclass(frozen=True)
+class InstructionShape:
+    """Shape of one ``mma.sync`` Tensor Core instruction (Sm80), in elements."""
+
+    m: int
+    n: int
+    k: int
+
+    def __str__(self) -> str:
+        return f"{self.m}x{self.n}x{self.k}"
+
+
+@dataclass(frozen=True)
+class ClusterShape:
+    """Thread blocks in a cluster along M and N (Sm90)."""
+
+    m: int = 1
+    n: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.m}x{self.n}"
+
+
+Schedule = Literal["pingpong", "cooperative", "warp_specialized"]
+TileScheduler = Literal["persistent", "stream_k"]
+Raster = Literal["heuristic", "along_m", "along_n"]
+
+
+@dataclass(frozen=True)
+class Sm80Config:
+    """A multistage ``mma.sync`` kernel (CUTLASS 2.x), for Sm80 and every later target.
+
+    Attributes
+    ----------
+    threadblock, warp, instruction
+        Tile shapes in elements.
+    stages : int
+        Shared-memory pipeline stages; 2 means loads through registers, 3 and more ``cp.async``.
+    swizzle : int
+        Tiles that neighbouring thread blocks cover along N before moving on along M: 1, 2, 4 or 8.
+    stream_k : bool
+        Split the work of the last wave along K over all multiprocessors.
+    """
+
+    threadblock: ThreadblockShape
+    warp: WarpShape
+    instruction: InstructionShape = InstructionShape(16, 8, 16)
+    stages: int = 3
+    swizzle: int = 1
+    stream_k: bool = False
+
+    arch: ClassVar[str] = "sm80"
+    default_target: ClassVar[str] = "sm_80"
+
+    @property
+    def warps(self) -> int:
+        """Warps in one thread block."""
+        t, w = self.threadblock, self.warp
+        return (t.m // w.m) * (t.n // w.n) * (t.k // w.k)
+
+    @property
+    def slug(self) -> str:
+        """Short readable name, unique among legal configurations."""
+        tail = "_streamk" if self.stream_k else ""
+        return f"sm80_{self.threadblock}_{self.warp}_{self.instruction}_s{self.stages}_sw{self.swizzle}{tail}"
+
+    def binary(self) -> Sm80Config:
+        """Return the configuration as far as it changes the compiled code: for Sm80, all of it."""
+        return self
+
+
+@dataclass(frozen=True)
+class Sm90Config:
+    """A warp-specialised TMA + ``wgmma`` kernel (CUTLASS 3.x), for sm_90a.
+
+    Attributes
+    ----------
+    threadblock : ThreadblockShape
+        The CTA tile in elements, in the kernel's own orientation: with ``swap_ab`` its M side runs along the
+        problem's N.
+    cluster : ClusterShape
+        Thread blocks that share operand tiles by multicast.
+    schedule : str
+        ``"pingpong"`` (two consumer warpgroups on two tiles), ``"cooperative"`` (two on one tile) or
+        ``"warp_specialized"`` (one, not persistent).
+    scheduler : str
+        ``"persistent"`` or ``"stream_k"``.
+    stages : int or None
+        Shared-memory pipeline stages; None means as many as fit.
+    swap_ab : bool
+        Compute D^T = B^T A^T, which puts N on the instruction's fixed 64-row side: for few rows.
+    raster, swizzle
+        Order in which tiles are visited. Launch arguments: they do not change the compiled code.
+    """
+
+    threadblock: ThreadblockShape
+    cluster: ClusterShape = ClusterShape(1, 1)
+    schedule: Schedule = "pingpong"
+    scheduler: TileScheduler = "persistent"
+    stages: int | None = None
+    swap_ab: bool = False
+    raster: Raster = "heuristic"
+    swizzle: int = 1
+
+    arch: ClassVar[str] = "sm90"
+    default_target: ClassVar[str] = "sm_90a"
+
+    @property
+    def slug(self) -> str:
+        """Short readable name, unique among legal configurations that differ in compiled code."""
+        schedule = {"pingpong": "pp", "cooperative": "coop", "warp_specialized": "ws"}[self.schedule]
+        tail = ("_streamk" if self.scheduler == "stream_k" else "") + ("_swap" if self.swap_ab else "")
+        stages = "" if self.stages is None else f"_s{self.stages}"
+        return f"sm90_{self.threadblock}_{self.cluster}_{schedule}{stages}{tail}"
+
+    def binary(self) -> Sm90Config:
+        """Return the configuration as far as it changes the compiled code: without the launch arguments."""
+        return replace(self, raster="heuristic", swizzle=1)
+
+
+Config = Sm80Config | Sm90Config
+
+_SHAPES = {
+    "threadblock": ThreadblockShape,
+    "warp": WarpShape,
+    "instruction": InstructionShape,
+    "cluster": ClusterShape,
+}
+
+
+def config_to_json(config: Config) -> dict[str, Any]:
+    """Return the canonical JSON form of a configuration."""
+    return {"arch": config.arch} | asdict(config)
+
+
+def config_from_json(data: dict[str, Any]) -> Config:
+    """Rebuild a configuration from :func:`config_to_json`'s value.
+
+    Raises
+    ------
+    ConfigError
+        If the architecture or a field is unknown, or a value has the wrong type.
+    """
+    kinds: dict[str, type[Config]] = {"sm80": Sm80Config, "sm90": Sm90Config}
+    arch = data.get("arch")
+    if arch not in kinds:
+        raise ConfigError(f"unknown configuration arch {arch!r}: use one of {', '.join(kinds)}")
+    cls = kinds[arch]
+    names = {f.name for f in fields(cls)}
+    values: dict[str, Any] = {}
+    for name, value in data.items():
+        if name == "arch":
+            continue
+        if name not in names:
+            raise ConfigError(f"unknown field {name!r} in an {arch} configuration: it has {', '.join(sorted(names))}")
+        if name in _SHAPES:
+            if not isinstance(value, dict) or not all(type(v) is int for v in value.values()):
+                raise ConfigError(f"{name} must be an object of integers, not {value!r}")
+            try:
+                value = _SHAPES[name](**value)
+            except TypeError as exc:
+                raise ConfigError(f"{name}: {exc}") from None
+        values[name] = value
+    try:
+        return cls(**values)
+    except TypeError as exc:
+        raise ConfigError(f"{arch} configuration: {exc}") from None

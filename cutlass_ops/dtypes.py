@@ -1,0 +1,72 @@
+"""The element types of operands, and what each is called in Python, in C++ and in DLPack."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# DLPack's type codes (dlpack.h, DLDataTypeCode).
+_DL_FLOAT = 2
+_DL_BFLOAT = 4
+
+
+@dataclass(frozen=True)
+class DType:
+    """One element type.
+
+    Attributes
+    ----------
+    name : str
+        Short name used in declarations: ``"f16"``, ``"bf16"``, ``"f32"``.
+    bits : int
+        Size of one element in bits.
+    cpp : str
+        The type's name in CUTLASS C++.
+    torch_name : str
+        Attribute of ``torch`` that holds the same type.
+    dl_code : int
+        DLPack type code, compared by the compiled kernel.
+    """
+
+    name: str
+    bits: int
+    cpp: str
+    torch_name: str
+    dl_code: int
+
+    @property
+    def bytes(self) -> int:
+        """Size of one element in bytes."""
+        return self.bits // 8
+
+    @property
+    def tma_alignment(self) -> int:
+        """Elements in 16 bytes: what the bulk tensor copy engine needs of a pointer and a leading dimension."""
+        return 128 // self.bits
+
+    def __str__(self) -> str:
+        return self.name
+
+
+f16 = DType("f16", 16, "cutlass::half_t", "float16", _DL_FLOAT)
+bf16 = DType("bf16", 16, "cutlass::bfloat16_t", "bfloat16", _DL_BFLOAT)
+f32 = DType("f32", 32, "float", "float32", _DL_FLOAT)
+
+ALL: tuple[DType, ...] = (f16, bf16, f32)
+_BY_NAME = {t.name: t for t in ALL} | {t.torch_name: t for t in ALL}
+
+
+def dtype(name: str | DType) -> DType:
+    """Look up an element type by its short name or by PyTorch's name.
+
+    Raises
+    ------
+    ValueError
+        If there is no such type; the message lists those there are.
+    """
+    if isinstance(name, DType):
+        return name
+    try:
+        return _BY_NAME[name]
+    except KeyError:
+        known = ", ".join(t.name for t in ALL)
+        raise ValueError(f"unknown dtype {name!r}: use one of {known}") from None

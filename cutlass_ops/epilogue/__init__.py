@@ -1,0 +1,1 @@
+"""Epilogues as plain Python functions: traced once into an immutable expression graph."""

@@ -1,0 +1,47 @@
+"""Every exception type that this library raises itself.
+
+Callers' mistakes are ``ValueError`` and ``TypeError``, as everywhere in Python. What remains derives from
+:class:`CutlassOpsError`, so that one ``except`` clause catches what this library alone can report.
+"""
+
+from __future__ import annotations
+
+
+class CutlassOpsError(Exception):
+    """Base of every error type that this library defines."""
+
+
+class EpilogueError(CutlassOpsError, ValueError):
+    """An epilogue function cannot be traced; the message shows the function, the file and the line."""
+
+
+class ConfigError(CutlassOpsError, ValueError):
+    """A declaration breaks the Tensor Cores' contract; ``check()`` lists the reasons."""
+
+
+class UnsupportedError(CutlassOpsError):
+    """The request is well formed, but no kernel of this library can serve it on this device."""
+
+
+class ToolchainError(CutlassOpsError):
+    """nvcc, the CUDA headers or the CUTLASS headers are missing or unusable."""
+
+
+class CompileError(CutlassOpsError):
+    """The CUDA compiler refused a rendered kernel; the message carries its first error and the source's path."""
+
+
+class StoreError(CutlassOpsError):
+    """The kernel store cannot be used: not private, not writable, not there."""
+
+
+class LoadError(CutlassOpsError):
+    """An artifact could not be loaded, or is not what its manifest says."""
+
+
+class MissingKernelError(CutlassOpsError):
+    """Compilation is switched off and no stored kernel matches the signature that the message names."""
+
+
+class NoDeviceError(CutlassOpsError):
+    """A kernel was asked to run, and this process sees no usable CUDA device."""
