@@ -1,15 +1,28 @@
 """The expression graph of an epilogue: immutable, hashable, and the same for every consumer.
 
 Tracing builds it, rendering and the PyTorch reference read it. It holds no Python objects of the traced function,
-so two functions with equal graphs are one kernel.
+so two functions with equal graphs are one kernel. A graph that exists is well formed and canonical: its constructor
+checks, and refuses anything else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
+
+from cutlass_ops import dtypes
+from cutlass_ops.epilogue.names import check_name
+from cutlass_ops.epilogue.ops import OPS, to_fp32
+from cutlass_ops.errors import ConfigError
+
+MAX_INPUTS = 16
+MAX_OUTPUTS = 8
+MAX_NODES = 512
+
+REDUCTIONS = ("sum", "sum_square", "max")
 
 
 class Kind(str, Enum):
@@ -41,7 +54,7 @@ class Input:
     kind: Kind
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Node:
     """One operation on FP32 values.
 
@@ -52,12 +65,22 @@ class Node:
     args : tuple of int
         Indices of earlier nodes.
     attr : str, float or None
-        The input's name for ``"input"``, the value for ``"const"``, the element type for ``"cast"``.
+        The input's name for ``"input"``, the value for ``"const"`` (an FP32 value), the element type for ``"cast"``.
     """
 
     op: str
     args: tuple[int, ...] = ()
     attr: str | float | None = None
+
+    # Constants are equal when their bits are: 0.0 and -0.0 are two kernels, and NaN equals itself.
+    def _key(self) -> tuple[object, ...]:
+        return self.op, self.args, self.attr.hex() if isinstance(self.attr, float) else self.attr
+
+    def __eq__(self, other: object) -> bool:
+        return self._key() == other._key() if isinstance(other, Node) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._key())
 
 
 @dataclass(frozen=True)
@@ -84,11 +107,20 @@ class Output:
 
 @dataclass(frozen=True)
 class Graph:
-    """A whole epilogue: inputs in declared order, nodes in topological order, outputs with D first."""
+    """A whole epilogue: inputs in declared order, nodes in canonical order, outputs with D first.
+
+    Raises
+    ------
+    ConfigError
+        If the parts are no well-formed canonical graph; see :func:`validate` and :func:`canonical`.
+    """
 
     inputs: tuple[Input, ...]
     nodes: tuple[Node, ...]
     outputs: tuple[Output, ...]
+
+    def __post_init__(self) -> None:
+        validate(self)
 
     def to_json(self) -> dict[str, Any]:
         """Return the canonical JSON form: equal graphs give equal values."""
@@ -100,14 +132,171 @@ class Graph:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Graph:
-        """Rebuild a graph from :meth:`to_json`'s value; :func:`validate` says whether it is well formed."""
+        """Rebuild a graph from :meth:`to_json`'s value, which need not be trusted.
+
+        Raises
+        ------
+        ConfigError
+            If the value is anything but a well-formed canonical graph.
+        """
+        if not isinstance(data, Mapping) or set(data) != {"inputs", "nodes", "outputs"}:
+            raise ConfigError("an epilogue graph is an object with the fields inputs, nodes and outputs")
         return cls(
-            inputs=tuple(Input(str(name), Kind(kind)) for name, kind in data["inputs"]),
+            inputs=tuple(Input(name, _kind(kind)) for name, kind in _rows(data, "inputs", 2)),
             nodes=tuple(
-                Node(str(op), tuple(int(a) for a in args), float.fromhex(attr) if op == "const" else attr)
-                for op, args, attr in data["nodes"]
+                Node(op, tuple(args) if isinstance(args, list) else args, _constant(attr) if op == "const" else attr)
+                for op, args, attr in _rows(data, "nodes", 3)
             ),
             outputs=tuple(
-                Output(str(name), int(node), Kind(kind), reduce) for name, node, kind, reduce in data["outputs"]
+                Output(name, node, _kind(kind), reduce) for name, node, kind, reduce in _rows(data, "outputs", 4)
             ),
         )
+
+
+def canonical(inputs: Sequence[Input], nodes: Sequence[Node], outputs: Sequence[Output]) -> Graph:
+    """Build the one graph that stands for an expression, however it was written down.
+
+    Equal nodes are merged, unused ones dropped, and the rest numbered in the order in which the outputs first need
+    them, arguments before their operation and from left to right.
+
+    Parameters
+    ----------
+    inputs, nodes, outputs
+        Parts of a graph; the nodes in any topological order, with duplicates and dead ones.
+
+    Raises
+    ------
+    ConfigError
+        If the result is malformed, too large, or leaves an input or the accumulator unused.
+    """
+    return Graph(tuple(inputs), *_renumber(nodes, outputs))
+
+
+def validate(graph: Graph) -> None:
+    """Refuse a graph that is malformed, not canonical, or beyond the limits.
+
+    Every :class:`Graph` has been through this. It trusts no field's type.
+
+    Raises
+    ------
+    ConfigError
+        With the reason.
+    """
+    for what, values, limit in (
+        ("inputs", graph.inputs, MAX_INPUTS),
+        ("nodes", graph.nodes, MAX_NODES),
+        ("outputs", graph.outputs, MAX_OUTPUTS),
+    ):
+        if len(values) > limit:
+            raise ConfigError(f"an epilogue has at most {limit} {what}, not {len(values)}")
+    _check_names(graph)
+    for index, node in enumerate(graph.nodes):
+        _check_node(node, index, graph)
+    for output in graph.outputs:
+        _check_output(output, graph)
+    if (graph.nodes, graph.outputs) != _renumber(graph.nodes, graph.outputs):
+        raise ConfigError(
+            "the epilogue graph is not canonical: each node stands once, is used, and they are in the order in which "
+            "the outputs first need them"
+        )
+    used = {node.attr for node in graph.nodes if node.op == "input"}
+    unused = [i.name for i in graph.inputs if i.name not in used]
+    if unused:
+        raise ConfigError(f"no output depends on the input {', '.join(unused)}: use it or remove it")
+    if not any(node.op == "acc" for node in graph.nodes):
+        raise ConfigError("no output depends on the accumulator, so there is nothing to multiply")
+
+
+def _renumber(nodes: Sequence[Node], outputs: Sequence[Output]) -> tuple[tuple[Node, ...], tuple[Output, ...]]:
+    order: dict[Node, int] = {}
+    placed: dict[int, int] = {}
+    for output in outputs:
+        stack = [output.node]
+        while stack:
+            node = nodes[stack[-1]]
+            missing = [a for a in node.args if a not in placed]
+            if missing:
+                stack.append(missing[0])
+                continue
+            node = replace(node, args=tuple(placed[a] for a in node.args))
+            placed[stack.pop()] = order.setdefault(node, len(order))
+    return tuple(order), tuple(replace(o, node=placed[o.node]) for o in outputs)
+
+
+def _check_names(graph: Graph) -> None:
+    if not graph.outputs or graph.outputs[0].name != "d":
+        raise ConfigError("an epilogue's first output is 'd'")
+    seen = {"d"}
+    named = [(i.name, "input") for i in graph.inputs] + [(o.name, "output") for o in graph.outputs[1:]]
+    for name, what in named:
+        check_name(name, what)
+        if name in seen:
+            raise ConfigError(f"{what} name {name!r} is taken: inputs and outputs need names of their own")
+        seen.add(name)
+    for given in graph.inputs:
+        if not isinstance(given.kind, Kind):
+            raise ConfigError(f"input {given.name!r} has no kind")
+
+
+def _check_node(node: Node, index: int, graph: Graph) -> None:
+    leaf = node.op in ("acc", "input", "const") if isinstance(node.op, str) else False
+    if not leaf and (not isinstance(node.op, str) or node.op not in OPS):
+        raise ConfigError(f"node {index}: unknown operation {reprlib.repr(node.op)}: use one of {', '.join(OPS)}")
+    arity = 0 if leaf else OPS[node.op].arity
+    if not isinstance(node.args, tuple) or len(node.args) != arity:
+        raise ConfigError(f"node {index}: {node.op} takes {arity} arguments")
+    if not all(type(a) is int and 0 <= a < index for a in node.args):
+        raise ConfigError(f"node {index}: the arguments of {node.op} must be indices of earlier nodes")
+    if not _attr_fits(node, graph):
+        raise ConfigError(f"node {index}: {reprlib.repr(node.attr)} is no attribute for {node.op}")
+
+
+def _attr_fits(node: Node, graph: Graph) -> bool:
+    if node.op == "input":
+        return isinstance(node.attr, str) and any(i.name == node.attr for i in graph.inputs)
+    if node.op == "const":
+        return type(node.attr) is float and to_fp32(node.attr).hex() == node.attr.hex()
+    if node.op == "cast":
+        # Values are FP32 already: a cast to that is nothing, and has no node.
+        return isinstance(node.attr, str) and any(t.name == node.attr for t in dtypes.ALL if t is not dtypes.f32)
+    return node.attr is None
+
+
+def _check_output(output: Output, graph: Graph) -> None:
+    if type(output.node) is not int or not 0 <= output.node < len(graph.nodes):
+        raise ConfigError(f"output {output.name!r}: {reprlib.repr(output.node)} is no node's index")
+    if output.reduce is None:
+        if output.kind is not Kind.TILE:
+            raise ConfigError(f"output {output.name!r} is not reduced, so it must be a tile")
+        return
+    if output.name == "d":
+        raise ConfigError("output 'd' is the (M, N) result and cannot be a reduction")
+    if not isinstance(output.reduce, str) or output.reduce not in REDUCTIONS:
+        raise ConfigError(f"output {output.name!r}: unknown reduction: use one of {', '.join(REDUCTIONS)}")
+    if output.kind not in (Kind.ROW, Kind.COL):
+        raise ConfigError(f"output {output.name!r} is a reduction, so it must be a row or a column")
+
+
+def _rows(data: Mapping[str, Any], field: str, width: int) -> list[list[Any]]:
+    rows = data[field]
+    if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) == width for row in rows):
+        raise ConfigError(f"{field} must be a list of lists of {width} values")
+    return rows
+
+
+def _kind(value: object) -> Kind:
+    for kind in Kind:
+        if isinstance(value, str) and value == kind.value:
+            return kind
+    raise ConfigError(f"unknown kind {reprlib.repr(value)}: use one of {', '.join(k.value for k in Kind)}")
+
+
+def _constant(value: object) -> float:
+    try:
+        number = float.fromhex(value) if isinstance(value, str) else None
+    except (ValueError, OverflowError):
+        number = None
+    # One spelling for each number, or equal graphs could have different JSON.
+    if number is None or number.hex() != value:
+        raise ConfigError(f"a constant is written as Python's float.hex() does, not {reprlib.repr(value)}")
+    return number

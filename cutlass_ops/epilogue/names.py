@@ -1,0 +1,76 @@
+"""Which names an epilogue's inputs and outputs may have: they become C++ identifiers and Python keyword arguments."""
+
+from __future__ import annotations
+
+import keyword
+import re
+import reprlib
+
+from cutlass_ops.errors import ConfigError
+
+MAX_LENGTH = 64
+
+# C++20's keywords, alternative tokens and literals (ISO/IEC 14882:2020, [lex.key]).
+CPP_KEYWORDS = frozenset(
+    """
+    alignas alignof and and_eq asm auto bitand bitor bool break case catch char char8_t char16_t char32_t class compl
+    concept const consteval constexpr constinit const_cast continue co_await co_return co_yield decltype default delete
+    do double dynamic_cast else enum explicit export extern false float for friend goto if inline int long mutable
+    namespace new noexcept not not_eq nullptr operator or or_eq private protected public register reinterpret_cast
+    requires return short signed sizeof static static_assert static_cast struct switch template this thread_local throw
+    true try typedef typeid typename union unsigned using virtual void volatile wchar_t while xor xor_eq
+    """.split()
+)
+
+# Names with another meaning where an input's name stands: in a rendered kernel, or as a keyword of gemm() and build().
+RESERVED = frozenset(
+    """
+    a b c d l m n k acc accumulator out inputs outputs args arguments params workspace stream device raster swizzle
+    stride shape alignment lda ldb ldc ldd epilogue config spec target kernel dtype gemm self
+    cutlass cute cutlass_ops std tvm cuda main
+    threadIdx blockIdx blockDim gridDim warpSize dim3 half
+    assert errno stdin stdout stderr linux unix major minor
+    """.split()
+)
+
+_IDENTIFIER = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+
+
+def check_name(name: object, what: str) -> None:
+    """Refuse a name that could not stand in C++ or at a call.
+
+    Parameters
+    ----------
+    name : object
+        The name, which may come from an untrusted file and be no string at all.
+    what : str
+        ``"input"`` or ``"output"``, for the message.
+
+    Raises
+    ------
+    ConfigError
+        If the name cannot be used; the message says why.
+    """
+    problem = _problem(name)
+    if problem:
+        raise ConfigError(f"{what} name {reprlib.repr(name)} {problem}: choose another name")
+
+
+def _problem(name: object) -> str | None:
+    if not isinstance(name, str):
+        return "is not a string"
+    if len(name) > MAX_LENGTH:
+        return f"has {len(name)} characters, more than {MAX_LENGTH}"
+    if not _IDENTIFIER.fullmatch(name):
+        return "must be ASCII letters, digits and underscores, starting with a letter"
+    if "__" in name:
+        return "holds a double underscore, which C++ reserves"
+    if len(name) > 1 and name.upper() == name:
+        return "has no lower-case letter, as C++ macros have"
+    if name in CPP_KEYWORDS:
+        return "is a C++ keyword"
+    if keyword.iskeyword(name):
+        return "is a Python keyword"
+    if name in RESERVED:
+        return "is reserved for the kernel's own use"
+    return None

@@ -1,0 +1,137 @@
+"""From an epilogue graph to the list that both templates render: what is loaded, computed and stored, in order.
+
+CUTLASS's visitors pass fragments from node to node. One visitor for each operation would be slow to compile and hard to
+read, so the elementwise part of a graph becomes as few C++ functions as the outputs allow: one for each value that is
+stored or reduced, and one for each subexpression that several of those share, so that nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import count
+
+from cutlass_ops.epilogue.graph import Graph, Node, Output
+from cutlass_ops.epilogue.ops import cpp_expression
+
+ACC = "acc"
+
+
+@dataclass(frozen=True)
+class Compute:
+    """One rendered C++ function on FP32 scalars.
+
+    Attributes
+    ----------
+    name : str
+        Name of the value, unique in the epilogue; the C++ struct is named after it.
+    args : tuple of str
+        Names of the leaves and of the earlier computes that are its parameters.
+    lines : tuple of str
+        Statements of the body, the last one a ``return``.
+    """
+
+    name: str
+    args: tuple[str, ...]
+    lines: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        """The name without its underscore, for the names of types."""
+        return self.name.rstrip("_")
+
+
+@dataclass(frozen=True)
+class Store:
+    """One output and the compute whose value it takes."""
+
+    output: Output
+    compute: str
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """An epilogue as loads, computes in topological order, and stores; D is the first store."""
+
+    leaves: tuple[str, ...]
+    computes: tuple[Compute, ...]
+    stores: tuple[Store, ...]
+
+
+def lower(graph: Graph) -> Lowered:
+    """Group the graph's operations into computes."""
+    owners = _owners(graph)
+    roots = sorted({root for nodes in owners.values() for root in nodes})
+    names = _names(graph, roots)
+    computes = tuple(_compute(graph, root, roots, names) for root in roots)
+    used = {arg for compute in computes for arg in compute.args}
+    leaves = tuple(name for name in (ACC, *(i.name for i in graph.inputs)) if name in used)
+    stores = tuple(Store(o, names[o.node]) for o in graph.outputs)
+    return Lowered(leaves, computes, stores)
+
+
+def _is_leaf(node: Node) -> bool:
+    return node.op in ("acc", "input")
+
+
+def _owners(graph: Graph) -> dict[int, set[int]]:
+    """For each node, the computes that need it; a node needed by several becomes a compute itself."""
+    outputs = {o.node for o in graph.outputs}
+    owners: dict[int, set[int]] = {index: {index} for index in outputs}
+    for index in reversed(range(len(graph.nodes))):
+        node = graph.nodes[index]
+        mine = owners.get(index, set())
+        if index not in outputs and len(mine) > 1 and not _is_leaf(node) and node.op != "const":
+            mine = owners[index] = {index}
+        for arg in node.args:
+            owners.setdefault(arg, set()).update(mine if arg not in outputs else {arg})
+    return owners
+
+
+def _names(graph: Graph, roots: list[int]) -> dict[int, str]:
+    """Name each compute after its output, a shared one by number.
+
+    The names end in an underscore, as local variables do; the names that users give cannot, so none collide.
+    """
+    taken = {o.name for o in graph.outputs}
+    numbered = (f"shared{i}" for i in count() if f"shared{i}" not in taken)
+    names: dict[int, str] = {}
+    for output in (*(o for o in graph.outputs if o.reduce is None), *graph.outputs):
+        names.setdefault(output.node, f"{output.name}_")
+    for root in roots:
+        if root not in names:
+            names[root] = f"{next(numbered)}_"
+    return names
+
+
+def _compute(graph: Graph, root: int, roots: list[int], names: dict[int, str]) -> Compute:
+    """Write the function that computes ``root`` from leaves and from other computes."""
+    args: list[str] = []
+    lines: list[str] = []
+    spelled: dict[int, str] = {}
+
+    def value(index: int) -> str:
+        if index in spelled:
+            return spelled[index]
+        node = graph.nodes[index]
+        if index != root and index in names:
+            spelled[index] = _parameter(names[index])
+        elif node.op == "acc":
+            spelled[index] = _parameter(ACC)
+        elif node.op == "input":
+            spelled[index] = _parameter(str(node.attr))
+        elif node.op == "const":
+            spelled[index] = cpp_expression(node, ())
+        else:
+            expression = cpp_expression(node, tuple(value(a) for a in node.args))
+            spelled[index] = f"v{len(lines)}_"
+            lines.append(f"float const {spelled[index]} = {expression};")
+        return spelled[index]
+
+    def _parameter(name: str) -> str:
+        if name not in args:
+            args.append(name)
+        return name
+
+    result = value(root)
+    lines.append(f"return {result};")
+    return Compute(names[root], tuple(args), tuple(lines))

@@ -1,0 +1,271 @@
+"""From a spec to the values that ``sm90_gemm.cu.j2`` renders: plain strings and numbers only.
+
+Names of the CUTLASS 3.x epilogue visitors: ``cutlass/epilogue/fusion/sm90_visitor_*.hpp``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cutlass_ops import arch, legality
+from cutlass_ops.config import Sm90Config
+from cutlass_ops.epilogue.graph import Kind, Output
+from cutlass_ops.lower import ACC, Compute, Lowered, lower
+from cutlass_ops.spec import KernelSpec, Operand
+
+_MAINLOOP = {
+    "pingpong": "KernelTmaWarpSpecializedPingpong",
+    "cooperative": "KernelTmaWarpSpecializedCooperative",
+    "warp_specialized": "KernelTmaWarpSpecialized",
+}
+_EPILOGUE = {
+    "pingpong": "TmaWarpSpecialized",
+    "cooperative": "TmaWarpSpecializedCooperative",
+    "warp_specialized": "TmaWarpSpecialized",
+}
+_SCHEDULER = {"persistent": "PersistentScheduler", "stream_k": "StreamKScheduler"}
+
+# For each reduction: the functor that folds a value in, the one that joins partial results, and the identity.
+_REDUCTIONS = {
+    "sum": ("cutlass_ops::Sum", "cutlass_ops::Sum", "0.0f"),
+    "sum_square": ("cutlass_ops::SumSquare", "cutlass_ops::Sum", "0.0f"),
+    "max": ("cutlass_ops::Max", "cutlass_ops::Max", "-cutlass::platform::numeric_limits<float>::infinity()"),
+}
+
+
+@dataclass(frozen=True)
+class Node:
+    """One visitor of the epilogue: its name, its C++ type, whose values it takes, and its launch arguments."""
+
+    name: str
+    type: str
+    arguments: str
+    edges: tuple[int, ...] = ()
+    aliases: tuple[str, ...] = ()
+
+
+def context(spec: KernelSpec) -> dict[str, Any]:
+    """Return the template's variables for a legal Sm90 spec."""
+    config = spec.config
+    assert isinstance(config, Sm90Config)
+    lowered = lower(spec.epilogue)
+    c_operand = legality.sm90_source(spec)
+    nodes, is_tree = _nodes(spec, lowered, c_operand)
+    tile, swap = config.threadblock, config.swap_ab
+    c_type = spec.inputs[_input_index(spec, c_operand)] if c_operand else None
+    return {
+        "a": _operand(spec.a),
+        "b": _operand(spec.b),
+        "d": _operand(spec.d),
+        "inputs": [
+            {"name": i.name, "element": t.dtype.cpp} for i, t in zip(spec.epilogue.inputs, spec.inputs, strict=True)
+        ],
+        "outputs": [
+            {"name": o.name, "element": t.dtype.cpp}
+            for o, t in zip(spec.epilogue.outputs[1:], spec.outputs, strict=True)
+        ],
+        "tile": {"m": tile.m, "n": tile.n, "k": tile.k},
+        "cluster": {"m": config.cluster.m, "n": config.cluster.n},
+        "mainloop_schedule": _MAINLOOP[config.schedule],
+        "epilogue_schedule": _EPILOGUE[config.schedule],
+        "tile_scheduler": _SCHEDULER[config.scheduler],
+        "stages": legality.sm90_stages(spec),
+        "swap_ab": swap,
+        "computes": [{"struct": struct(c), "params": list(c.args), "lines": list(c.lines)} for c in lowered.computes],
+        "element_c": f"Element_{c_operand}" if c_operand else "void",
+        "layout_c": _layout(_oriented(c_type or spec.d, swap)),
+        "alignment_c": (c_type or spec.d).alignment,
+        "layout_kernel_d": _layout(_oriented(spec.d, swap)),
+        "nodes": [
+            {"name": n.name, "type": n.type, "arguments": n.arguments, "edges": list(n.edges), "aliases": list(n.aliases)}
+            for n in nodes
+        ],
+        "is_tree": is_tree,
+        "store_d_by_tma": spec.d.aligned,
+        "shared_memory_limit": arch.target(spec.target).shared_memory,
+        "fields": _fields(spec),
+        "c_pointer": f"o.{c_operand}.ptr<Element_{c_operand}>()" if c_operand else "nullptr",
+        "c_stride": f"cutlass_ops::stride<typename GemmKernel::StrideC>(o.{c_operand})" if c_operand else "{}",
+    }
+
+
+def struct(compute: Compute) -> str:
+    """Name of the C++ struct that holds a compute's function."""
+    return f"Function_{compute.label}"
+
+
+def _operand(operand: Operand) -> dict[str, Any]:
+    return {
+        "element": operand.dtype.cpp,
+        "layout": _layout(operand),
+        "major": "kRow" if operand.major == "row" else "kCol",
+        "alignment": operand.alignment,
+    }
+
+
+def _layout(operand: Operand) -> str:
+    return "RowMajor" if operand.major == "row" else "ColumnMajor"
+
+
+def _oriented(operand: Operand, swap: bool) -> Operand:
+    return operand.transposed if swap else operand
+
+
+def _input_index(spec: KernelSpec, name: str) -> int:
+    return next(index for index, i in enumerate(spec.epilogue.inputs) if i.name == name)
+
+
+def _fields(spec: KernelSpec) -> list[dict[str, str]]:
+    """The launch arguments after A, B and D: their C++ type, and how the binding reads and checks them."""
+    fields = []
+    readers = {Kind.ROW: "row", Kind.COL: "col", Kind.TILE: "tile"}
+    for i, operand in zip(spec.epilogue.inputs, spec.inputs, strict=True):
+        element = f"Element_{i.name}"
+        if i.kind is Kind.SCALAR:
+            fields.append({"name": i.name, "type": f"cutlass_ops::Scalar<{element}>", "read": f"call.scalar<{element}>()"})
+        else:
+            fields.append(_field(i.name, i.kind, readers[i.kind], operand))
+    for o, operand in zip(spec.epilogue.outputs[1:], spec.outputs, strict=True):
+        fields.append(_field(o.name, o.kind, f"{readers[o.kind]}_output", operand))
+    return fields
+
+
+def _field(name: str, kind: Kind, reader: str, operand: Operand) -> dict[str, str]:
+    element = f"Element_{name}"
+    if kind is not Kind.TILE:
+        return {"name": name, "type": f"{element}*", "read": f"call.{reader}<{element}>(o.problem)"}
+    major = "kRow" if operand.major == "row" else "kCol"
+    arguments = f"{element}, cutlass_ops::Major::{major}, {operand.alignment}, false"
+    return {"name": name, "type": "cutlass_ops::Matrix", "read": f"call.{reader}<{arguments}>(o.problem)"}
+
+
+def _nodes(spec: KernelSpec, lowered: Lowered, c_operand: str | None) -> tuple[list[Node], bool]:
+    """List the visitors in topological order; the last one yields D. Also says whether they form a plain tree."""
+    nodes: list[Node] = []
+    at: dict[str, int] = {}
+
+    def add(key: str, node: Node) -> None:
+        at[key] = len(nodes)
+        nodes.append(node)
+
+    for leaf in lowered.leaves:
+        add(leaf, _load(spec, leaf, c_operand))
+    d_store, *others = lowered.stores
+    for compute in lowered.computes:
+        final = "ElementD" if compute.name == d_store.compute and spec.d.aligned and not _reused(lowered) else "ElementCompute"
+        add(
+            compute.name,
+            Node(
+                f"Compute_{compute.label}",
+                f"fusion::Sm90Compute<cutlass_ops::Elementwise<{struct(compute)}>::Fn, {final}, ElementCompute, Round>",
+                "{}",
+                tuple(at[a] for a in compute.args),
+            ),
+        )
+    for store in others:
+        nodes.append(_store(spec, store.output, at[store.compute]))
+    if not spec.d.aligned:
+        nodes.append(_direct_store("d", "ElementD", "LayoutKernelD", "AlignmentD", at[d_store.compute]))
+    elif others or lowered.computes[-1].name != d_store.compute:
+        nodes.append(
+            Node("Result", "fusion::Sm90Compute<cutlass::epilogue::thread::Identity, ElementD, ElementCompute, Round>",
+                 "{}", (at[d_store.compute],))
+        )
+    is_tree = len(lowered.computes) == 1 and not others and spec.d.aligned
+    return nodes, is_tree
+
+
+def _reused(lowered: Lowered) -> bool:
+    """Whether D's value goes anywhere but to D; it must then stay in FP32 until the end."""
+    d = lowered.stores[0].compute
+    return len(lowered.stores) > 1 or lowered.computes[-1].name != d
+
+
+def _load(spec: KernelSpec, leaf: str, c_operand: str | None) -> Node:
+    if leaf == ACC:
+        return Node("Accumulator", "fusion::Sm90AccFetch", "{}")
+    index = _input_index(spec, leaf)
+    kind, operand = spec.epilogue.inputs[index].kind, spec.inputs[index]
+    swap = bool(spec.sm90 and spec.sm90.swap_ab)
+    element = f"Element_{leaf}"
+    name = f"Load_{leaf}"
+    if kind is Kind.SCALAR:
+        scalar = f"fusion::Sm90ScalarBroadcast<{element}, cute::Stride<_0, _0, _0>>"
+        return Node(name, scalar, f"{{{{o.{leaf}.value}}, {{o.{leaf}.ptr}}, {{}}}}")
+    if kind is Kind.TILE:
+        return _tile_load(spec, leaf, operand, c_operand, swap)
+    along_n = (kind is Kind.ROW) != swap
+    visitor, stride = ("Sm90RowBroadcast", "_0, _1, _0") if along_n else ("Sm90ColBroadcast", "_1, _0, _0")
+    return Node(
+        name,
+        f"fusion::{visitor}<0, ThreadblockShape, {element}, ElementCompute, cute::Stride<{stride}>, "
+        f"{operand.dtype.tma_alignment}, false>",
+        f"{{o.{leaf}, {element}(0), {{}}}}",
+    )
+
+
+def _tile_load(spec: KernelSpec, leaf: str, operand: Operand, c_operand: str | None, swap: bool) -> Node:
+    element = f"Element_{leaf}"
+    name = f"Load_{leaf}"
+    if leaf == c_operand:
+        return Node(name, f"fusion::Sm90SrcFetch<{element}>", "{}")
+    layout = f"cutlass::layout::{_layout(_oriented(operand, swap))}"
+    arguments = f"{{o.{leaf}.ptr<{element}>(), {element}(0), cutlass_ops::stride<Stride_{leaf}>(o.{leaf})}}"
+    stride = f"using Stride_{leaf} = cutlass::detail::TagToStrideC_t<{layout}>;"
+    if operand.aligned:
+        descriptor = (
+            f"using Descriptor_{leaf} = cutlass::epilogue::collective::detail::AuxLoadDescriptor<"
+            f"EpilogueDescriptor, {layout}, {element}>;"
+        )
+        visitor = (
+            f"fusion::Sm90AuxLoad<Descriptor_{leaf}::Stages, typename Descriptor_{leaf}::EpilogueTile, {element}, "
+            f"Stride_{leaf}, typename Descriptor_{leaf}::SmemLayoutAtom, typename Descriptor_{leaf}::CopyOpS2R>"
+        )
+        return Node(name, visitor, arguments, aliases=(stride, descriptor))
+    visitor = f"fusion::Sm90AuxLoad<0, void, {element}, {layout}, void, void, {operand.alignment}, false>"
+    return Node(name, visitor, arguments, aliases=(stride,))
+
+
+def _store(spec: KernelSpec, output: Output, value: int) -> Node:
+    index = next(i for i, o in enumerate(spec.epilogue.outputs[1:]) if o.name == output.name)
+    operand = spec.outputs[index]
+    swap = bool(spec.sm90 and spec.sm90.swap_ab)
+    name, element = output.name, f"Element_{output.name}"
+    if output.reduce is not None:
+        fold, join, identity = _REDUCTIONS[output.reduce]
+        along_m = (output.kind is Kind.COL) != swap
+        visitor, stride = ("Sm90ColReduction", "_1, _0, _0") if along_m else ("Sm90RowReduction", "_0, _1, _0")
+        return Node(
+            f"Reduce_{name}",
+            f"fusion::{visitor}<{fold}, {join}, {join}, 0, ThreadblockShape, {element}, ElementCompute, Round, "
+            f"cute::Stride<{stride}>, {operand.dtype.tma_alignment}, false>",
+            f"{{o.{name}, {identity}, {{}}}}",
+            (value,),
+        )
+    layout = f"cutlass::layout::{_layout(_oriented(operand, swap))}"
+    if not operand.aligned:
+        return _direct_store(name, element, layout, str(operand.alignment), value)
+    descriptor = (
+        f"using Descriptor_{name} = cutlass::epilogue::collective::detail::AuxStoreDescriptor<"
+        f"EpilogueDescriptor, {layout}, {element}>;"
+    )
+    return Node(
+        f"Store_{name}",
+        f"fusion::Sm90AuxStore<Descriptor_{name}::Stages, typename Descriptor_{name}::EpilogueTile, {element}, Round, "
+        f"typename Descriptor_{name}::Stride, typename Descriptor_{name}::SmemLayoutAtom, "
+        f"typename Descriptor_{name}::CopyOpR2S>",
+        f"{{o.{name}.ptr<{element}>(), cutlass_ops::stride<typename Descriptor_{name}::Stride>(o.{name})}}",
+        (value,),
+        (descriptor,),
+    )
+
+
+def _direct_store(name: str, element: str, layout: str, alignment: str, value: int) -> Node:
+    """A store from registers, for tensors that the bulk copy engine cannot address."""
+    return Node(
+        f"Store_{name}",
+        f"fusion::Sm90AuxStore<0, void, {element}, Round, {layout}, void, void, {alignment}, false>",
+        f"{{o.{name}.ptr<{element}>(), cutlass_ops::stride<cutlass::detail::TagToStrideC_t<{layout}>>(o.{name})}}",
+        (value,),
+    )

@@ -1,0 +1,62 @@
+"""From a spec to readable C++ text; the only importer of jinja2.
+
+Templates name types, instantiate and bind. They receive plain values, and an undefined one is an error.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+
+from cutlass_ops import _resources, lower_sm80, lower_sm90
+from cutlass_ops.config import Sm90Config
+from cutlass_ops.spec import KernelSpec
+
+# Part of every kernel's identity: raise it when templates or headers change what a spec means.
+TEMPLATE_VERSION = 1
+
+_WIDTH = 110
+
+
+def render(spec: KernelSpec) -> str:
+    """Return the C++ source of a kernel, the same bytes for the same spec.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+        A legal declaration; :func:`cutlass_ops.legality.require_legal` says whether it is.
+
+    Returns
+    -------
+    str
+        A self-contained ``.cu`` file, but for the headers of CUTLASS, tvm-ffi and this library.
+    """
+    if isinstance(spec.config, Sm90Config):
+        name, values = "sm90_gemm.cu.j2", lower_sm90.context(spec)
+    else:
+        name, values = "sm80_gemm.cu.j2", lower_sm80.context(spec)
+    return _environment().get_template(name).render(values | _header(spec))
+
+
+def _header(spec: KernelSpec) -> dict[str, Any]:
+    canonical = json.dumps(spec.to_json(), sort_keys=True)
+    return {
+        "slug": spec.slug,
+        "canonical": [canonical[i : i + _WIDTH] for i in range(0, len(canonical), _WIDTH)],
+        "rebuild": "save the declaration as spec.json, then: python -m cutlass_ops build spec.json",
+    }
+
+
+@lru_cache(maxsize=1)
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_resources.templates()),
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,  # C++, not HTML; every name is validated before it gets here
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )

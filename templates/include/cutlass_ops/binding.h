@@ -1,0 +1,379 @@
+// What every kernel shares on the host: decoding one call's arguments, checking them against what the kernel was
+// compiled for, and the current stream. Only tvm-ffi's C interface is used, which keeps this header cheap to compile.
+//
+// A launch returns a status: 0 after a launch, else 16 * (position of the argument) + Reason. Nothing was launched
+// then, and the caller explains the reason in words. CUDA's own failures are raised as errors.
+
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+
+#include <cuda_runtime.h>
+#include <tvm/ffi/c_api.h>
+#include <tvm/ffi/extra/c_env_api.h>
+
+#include "cutlass/bfloat16.h"
+#include "cutlass/half.h"
+
+namespace cutlass_ops {
+
+enum class Major { kRow, kCol };
+
+// Numbered as in cutlass_ops/loader.py.
+enum class Reason : int {
+  kNone = 0,
+  kKind = 1,       // not a tensor, or not a number
+  kShape = 2,      // number of dimensions, or an extent that disagrees with the other arguments
+  kDtype = 3,
+  kDevice = 4,
+  kMajor = 5,      // not adjacent in memory along the expected dimension
+  kAlignment = 6,  // address, leading dimension or extent
+  kOverlap = 7,    // an output shares memory with another argument
+  kWorkspace = 8,  // too small
+  kCount = 9,      // number of arguments
+};
+
+struct Problem {
+  int m = 0;
+  int n = 0;
+  int k = 0;
+};
+
+// A two-dimensional operand; `ld` is the distance in elements between neighbours along the strided dimension.
+struct Matrix {
+  void* data = nullptr;
+  int64_t rows = 0;
+  int64_t cols = 0;
+  int64_t ld = 0;
+
+  template <class Element>
+  Element* ptr() const { return static_cast<Element*>(data); }
+};
+
+template <class Element>
+struct Scalar {
+  Element value = Element(0);
+  Element const* ptr = nullptr;  // on the device; if set, the value is read there
+};
+
+template <class Element>
+struct DataType;
+template <>
+struct DataType<float> { static constexpr int code = kDLFloat, bits = 32; };
+template <>
+struct DataType<cutlass::half_t> { static constexpr int code = kDLFloat, bits = 16; };
+template <>
+struct DataType<cutlass::bfloat16_t> { static constexpr int code = kDLBfloat, bits = 16; };
+
+// Bytes that an argument occupies: `rows` runs of `width` bytes, `pitch` bytes apart.
+struct Extent {
+  uintptr_t begin = 0;
+  uintptr_t width = 0;
+  uintptr_t pitch = 0;
+  uintptr_t rows = 0;
+  bool is_tile = false;  // an (M, N) input: may be overwritten in place by an output of the same layout
+
+  uintptr_t end() const { return begin + (rows - 1) * pitch + width; }
+  bool operator==(Extent const& o) const {
+    return begin == o.begin && width == o.width && pitch == o.pitch && rows == o.rows;
+  }
+};
+
+inline bool overlap(Extent const& x, Extent const& y) {
+  if (x.rows == 0 || y.rows == 0 || x.width == 0 || y.width == 0) return false;
+  if (x.end() <= y.begin || y.end() <= x.begin) return false;
+  // Column slices of one buffer interleave without sharing a byte.
+  if (x.pitch == y.pitch && x.rows > 1) {
+    uintptr_t const offset = (x.begin <= y.begin) ? (y.begin - x.begin) % x.pitch : (x.begin - y.begin) % x.pitch;
+    uintptr_t const first = (x.begin <= y.begin) ? x.width : y.width;
+    uintptr_t const second = (x.begin <= y.begin) ? y.width : x.width;
+    return !(offset >= first && offset + second <= x.pitch);
+  }
+  return true;
+}
+
+// One call's arguments, read in order. The first that breaks the contract sets the status; what is read after that is
+// empty, so that the caller checks once.
+class Call {
+ public:
+  static constexpr int kMaxArguments = 32;
+
+  Call(TVMFFIAny const* args, int32_t count) : args_(args), count_(count) {
+    if (count > kMaxArguments) fail(0, Reason::kCount);
+  }
+
+  template <class Element, Major kMajor, int kAlignment, bool kAlignedExtent>
+  Matrix input() { return matrix<Element, kMajor, kAlignment, kAlignedExtent>(next_++, -1, -1, false, false); }
+
+  // D: the output whose shape is the problem's.
+  template <class Element, Major kMajor, int kAlignment, bool kAlignedExtent>
+  Matrix result() { return matrix<Element, kMajor, kAlignment, kAlignedExtent>(next_++, -1, -1, true, false); }
+
+  Problem problem(Matrix const& a, Matrix const& b, Matrix const& d) {
+    constexpr int64_t kMax = INT32_MAX;
+    if (a.rows > kMax || a.cols > kMax) fail(0, Reason::kShape);
+    if (b.rows != a.cols || b.cols > kMax) fail(1, Reason::kShape);
+    if (d.rows != a.rows || d.cols != b.cols) fail(2, Reason::kShape);
+    return {int(a.rows), int(b.cols), int(a.cols)};
+  }
+
+  template <class Element, Major kMajor, int kAlignment, bool kAlignedExtent>
+  Matrix tile(Problem p) {
+    return matrix<Element, kMajor, kAlignment, kAlignedExtent>(next_++, p.m, p.n, false, true);
+  }
+
+  template <class Element, Major kMajor, int kAlignment, bool kAlignedExtent>
+  Matrix tile_output(Problem p) {
+    return matrix<Element, kMajor, kAlignment, kAlignedExtent>(next_++, p.m, p.n, true, false);
+  }
+
+  template <class Element>
+  Element* row(Problem p) { return vector<Element>(next_++, p.n, false); }
+  template <class Element>
+  Element* col(Problem p) { return vector<Element>(next_++, p.m, false); }
+  template <class Element>
+  Element* row_output(Problem p) { return vector<Element>(next_++, p.n, true); }
+  template <class Element>
+  Element* col_output(Problem p) { return vector<Element>(next_++, p.m, true); }
+
+  template <class Element>
+  Scalar<Element> scalar() {
+    int const at = next_++;
+    if (at >= count_) return fail(at, Reason::kCount), Scalar<Element>{};
+    TVMFFIAny const& arg = args_[at];
+    if (arg.type_index == kTVMFFIFloat) return {Element(float(arg.v_float64)), nullptr};
+    if (arg.type_index == kTVMFFIInt) return {Element(float(arg.v_int64)), nullptr};
+    DLTensor const* t = tensor<Element>(at);
+    if (t == nullptr) return {};
+    if (t->ndim != 0) return fail(at, Reason::kShape), Scalar<Element>{};
+    add({address(t), sizeof(Element), sizeof(Element), 1, false}, at, false);
+    return {Element(0), reinterpret_cast<Element const*>(address(t))};
+  }
+
+  // The declared workspace: None where none is needed, else a tensor of at least `bytes` bytes.
+  void* workspace(size_t bytes) {
+    int const at = next_++;
+    if (bytes == 0 || status_ != 0) return nullptr;
+    if (at >= count_) return fail(at, Reason::kCount), nullptr;
+    DLTensor const* t = as_tensor(args_[at]);
+    if (t == nullptr) return fail(at, Reason::kWorkspace), nullptr;
+    if (t->device.device_type != kDLCUDA || t->device.device_id != device_) return fail(at, Reason::kDevice), nullptr;
+    size_t size = (t->dtype.bits * t->dtype.lanes + 7) / 8;
+    for (int i = 0; i < t->ndim; ++i) size *= size_t(t->shape[i]);
+    if (size < bytes || address(t) % 256 != 0) return fail(at, Reason::kWorkspace), nullptr;
+    return reinterpret_cast<void*>(address(t));
+  }
+
+  int integer() {
+    int const at = next_++;
+    if (at >= count_) return fail(at, Reason::kCount), 0;
+    if (args_[at].type_index != kTVMFFIInt) return fail(at, Reason::kKind), 0;
+    return int(args_[at].v_int64);
+  }
+
+  // 0 if every argument read so far keeps the contract.
+  int status() {
+    if (status_ == 0) check_overlap();
+    return status_;
+  }
+
+  int device() const { return device_; }
+  cudaStream_t stream() const { return static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, device_)); }
+
+ private:
+  static uintptr_t address(DLTensor const* t) { return reinterpret_cast<uintptr_t>(t->data) + t->byte_offset; }
+
+  static DLTensor const* as_tensor(TVMFFIAny const& arg) {
+    if (arg.type_index == kTVMFFIDLTensorPtr) return static_cast<DLTensor const*>(arg.v_ptr);
+    if (arg.type_index == kTVMFFITensor) return TVMFFITensorGetDLTensorPtr(arg.v_obj);
+    return nullptr;
+  }
+
+  void fail(int at, Reason reason) {
+    if (status_ == 0) status_ = 16 * at + int(reason);
+  }
+
+  template <class Element>
+  DLTensor const* tensor(int at) {
+    if (status_ != 0) return nullptr;
+    if (at >= count_) return fail(at, Reason::kCount), nullptr;
+    DLTensor const* t = as_tensor(args_[at]);
+    if (t == nullptr) return fail(at, Reason::kKind), nullptr;
+    using Type = DataType<Element>;
+    if (t->dtype.code != Type::code || t->dtype.bits != Type::bits || t->dtype.lanes != 1) {
+      return fail(at, Reason::kDtype), nullptr;
+    }
+    if (t->device.device_type != kDLCUDA) return fail(at, Reason::kDevice), nullptr;
+    if (device_ < 0) device_ = t->device.device_id;
+    if (t->device.device_id != device_) return fail(at, Reason::kDevice), nullptr;
+    return t;
+  }
+
+  template <class Element, Major kMajor, int kAlignment, bool kAlignedExtent>
+  Matrix matrix(int at, int64_t rows, int64_t cols, bool output, bool is_tile) {
+    DLTensor const* t = tensor<Element>(at);
+    if (t == nullptr) return {};
+    if (t->ndim != 2) return fail(at, Reason::kShape), Matrix{};
+    Matrix const x = view<kMajor == Major::kRow>(t);
+    if ((rows >= 0 && x.rows != rows) || (cols >= 0 && x.cols != cols) || x.rows < 1 || x.cols < 1) {
+      return fail(at, Reason::kShape), Matrix{};
+    }
+    int const inner = (kMajor == Major::kRow) ? 1 : 0;
+    int64_t const runs = t->shape[1 - inner], length = t->shape[inner];
+    if ((length > 1 && t->strides[inner] != 1) || (runs > 1 && x.ld < length)) {
+      return fail(at, Reason::kMajor), Matrix{};
+    }
+    if (address(t) % (kAlignment * sizeof(Element)) != 0 || (runs > 1 && x.ld % kAlignment != 0) ||
+        (kAlignedExtent && length % kAlignment != 0)) {
+      return fail(at, Reason::kAlignment), Matrix{};
+    }
+    Matrix r = x;
+    // A single run has no leading dimension; give it one that every loader accepts.
+    if (runs == 1) r.ld = (length + kAlignment - 1) / kAlignment * kAlignment;
+    add({address(t), uintptr_t(length) * sizeof(Element), uintptr_t(r.ld) * sizeof(Element), uintptr_t(runs), is_tile},
+        at, output);
+    return r;
+  }
+
+  template <bool kRowMajor>
+  static Matrix view(DLTensor const* t) {
+    return {reinterpret_cast<void*>(address(t)), t->shape[0], t->shape[1], t->strides[kRowMajor ? 0 : 1]};
+  }
+
+  template <class Element>
+  Element* vector(int at, int64_t length, bool output) {
+    DLTensor const* t = tensor<Element>(at);
+    if (t == nullptr) return nullptr;
+    if (t->ndim != 1 || t->shape[0] != length) return fail(at, Reason::kShape), nullptr;
+    if (length > 1 && t->strides[0] != 1) return fail(at, Reason::kMajor), nullptr;
+    if (address(t) % sizeof(Element) != 0) return fail(at, Reason::kAlignment), nullptr;
+    uintptr_t const bytes = uintptr_t(length) * sizeof(Element);
+    add({address(t), bytes, bytes, 1, false}, at, output);
+    return reinterpret_cast<Element*>(address(t));
+  }
+
+  void add(Extent extent, int at, bool output) {
+    extents_[at] = extent;
+    if (output) outputs_ |= 1u << at;
+  }
+
+  void check_overlap() {
+    for (int at = 0; at < next_ && at < count_; ++at) {
+      if ((outputs_ >> at & 1u) == 0) continue;
+      for (int other = 0; other < next_ && other < count_; ++other) {
+        if (other == at || (other < at && (outputs_ >> other & 1u))) continue;
+        bool const in_place = extents_[other].is_tile && extents_[other] == extents_[at];
+        if (!in_place && overlap(extents_[at], extents_[other])) return fail(at, Reason::kOverlap);
+      }
+    }
+  }
+
+  TVMFFIAny const* args_;
+  int32_t count_;
+  int next_ = 0;
+  int status_ = 0;
+  int device_ = -1;
+  uint32_t outputs_ = 0;
+  Extent extents_[kMaxArguments] = {};
+};
+
+// Makes the operands' device current for the duration of a call.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    cudaGetDevice(&previous_);
+    changed_ = previous_ != device;
+    if (changed_) cudaSetDevice(device);
+  }
+  ~DeviceGuard() {
+    if (changed_) cudaSetDevice(previous_);
+  }
+  DeviceGuard(DeviceGuard const&) = delete;
+  DeviceGuard& operator=(DeviceGuard const&) = delete;
+
+ private:
+  int previous_ = 0;
+  bool changed_ = false;
+};
+
+inline int raise(char const* kind, char const* what) {
+  TVMFFIErrorSetRaisedFromCStr(kind, what);
+  return -1;
+}
+
+inline int raise_cuda(cudaError_t error, char const* kernel) {
+  char text[512];
+  std::snprintf(text, sizeof(text), "%s: launch failed: %s (%s)", kernel, cudaGetErrorString(error),
+                cudaGetErrorName(error));
+  return raise("RuntimeError", text);
+}
+
+inline void set_int(TVMFFIAny* result, int64_t value) {
+  result->type_index = kTVMFFIInt;
+  result->zero_padding = 0;
+  result->v_int64 = value;
+}
+
+inline int set_string(TVMFFIAny* result, char const* text, size_t size) {
+  TVMFFIByteArray const bytes{text, size};
+  return TVMFFIStringFromByteArray(&bytes, result);
+}
+
+// Numbers that a kernel reports of itself.
+struct Description {
+  int stages;
+  int threads;
+  int shared_memory;
+};
+
+// Exports a kernel under the three names that the loader looks up. `Kernel` offers
+//   static cudaError_t launch(Call&, int& status);
+//   static int64_t workspace_size(Problem);
+//   static Description describe();
+template <class Kernel>
+int export_launch(TVMFFIAny const* args, int32_t count, TVMFFIAny* result, char const* name) {
+  Call call(args, count);
+  int status = 0;
+  cudaError_t const error = Kernel::launch(call, status);
+  if (error != cudaSuccess) return raise_cuda(error, name);
+  set_int(result, status);
+  return 0;
+}
+
+template <class Kernel>
+int export_workspace_size(TVMFFIAny const* args, int32_t count, TVMFFIAny* result) {
+  Call call(args, count);
+  Problem p;
+  p.m = call.integer();
+  p.n = call.integer();
+  p.k = call.integer();
+  if (call.status() != 0) return raise("TypeError", "workspace_size takes three integers: M, N, K");
+  set_int(result, Kernel::workspace_size(p));
+  return 0;
+}
+
+template <class Kernel>
+int export_describe(TVMFFIAny* result) {
+  Description const d = Kernel::describe();
+  char text[160];
+  int const size = std::snprintf(text, sizeof(text), "{\"stages\": %d, \"threads\": %d, \"shared_memory\": %d}", d.stages,
+                                 d.threads, d.shared_memory);
+  return set_string(result, text, size_t(size));
+}
+
+}  // namespace cutlass_ops
+
+#define CUTLASS_OPS_EXPORT(Kernel, name)                                                                              \
+  extern "C" __attribute__((visibility("default"))) int __tvm_ffi_launch(void*, TVMFFIAny const* args, int32_t count, \
+                                                                         TVMFFIAny* result) {                         \
+    return cutlass_ops::export_launch<Kernel>(args, count, result, name);                                             \
+  }                                                                                                                   \
+  extern "C" __attribute__((visibility("default"))) int __tvm_ffi_workspace_size(void*, TVMFFIAny const* args,        \
+                                                                                 int32_t count, TVMFFIAny* result) {  \
+    return cutlass_ops::export_workspace_size<Kernel>(args, count, result);                                           \
+  }                                                                                                                   \
+  extern "C" __attribute__((visibility("default"))) int __tvm_ffi_describe(void*, TVMFFIAny const*, int32_t,          \
+                                                                           TVMFFIAny* result) {                       \
+    return cutlass_ops::export_describe<Kernel>(result);                                                              \
+  }

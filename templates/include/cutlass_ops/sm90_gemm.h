@@ -1,0 +1,177 @@
+// Host side and reduction functors of the Sm90 kernels. A rendered file names types; what runs is here.
+
+#pragma once
+
+#include <atomic>
+
+#include "cute/tensor.hpp"
+#include "cutlass/cutlass.h"
+#include "cutlass/device_kernel.h"
+#include "cutlass/epilogue/collective/collective_builder.hpp"
+#include "cutlass/gemm/collective/collective_builder.hpp"
+#include "cutlass/gemm/kernel/gemm_universal.hpp"
+#include "cutlass/gemm/kernel/tile_scheduler.hpp"
+
+#include "cutlass_ops/binding.h"
+#include "cutlass_ops/epilogue_math.h"
+
+namespace cutlass_ops {
+
+// ---- Reductions --------------------------------------------------------------------------------------------------
+
+// Element-wise on a scalar or on each element of an array, as CUTLASS's reduction visitors need both.
+template <class T, class Op>
+CUTLASS_DEVICE T elementwise(T const& x, T const& y, Op op) {
+  if constexpr (cute::is_same_v<T, float>) {
+    return op(x, y);
+  } else {
+    T result;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < int(T::kElements); ++i) result[i] = op(x[i], y[i]);
+    return result;
+  }
+}
+
+template <class T>
+struct Sum {
+  CUTLASS_DEVICE T operator()(T const& x, T const& y) const {
+    return elementwise(x, y, [](float p, float q) { return p + q; });
+  }
+};
+
+template <class T>
+struct SumSquare {
+  CUTLASS_DEVICE T operator()(T const& sum, T const& x) const {
+    return elementwise(sum, x, [](float p, float q) { return p + q * q; });
+  }
+};
+
+template <class T>
+struct Max {
+  CUTLASS_DEVICE T operator()(T const& x, T const& y) const {
+    return elementwise(x, y, [](float p, float q) { return maximum(p, q); });
+  }
+};
+
+// ---- Strides -----------------------------------------------------------------------------------------------------
+
+// A CUTLASS 3 stride with one run-time leading dimension and no batch.
+template <class Stride>
+Stride stride(Matrix const& x) {
+  Stride s{};
+  if constexpr (cute::is_static_v<cute::remove_cvref_t<decltype(cute::get<0>(s))>>) {
+    cute::get<1>(s) = x.ld;
+  } else {
+    cute::get<0>(s) = x.ld;
+  }
+  return s;
+}
+
+// ---- Launch ------------------------------------------------------------------------------------------------------
+
+constexpr int kMaxDevices = 64;
+
+inline int multiprocessors(int device) {
+  static std::atomic<int> counts[kMaxDevices];
+  int count = counts[device].load(std::memory_order_relaxed);
+  if (count == 0) {
+    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+    counts[device].store(count, std::memory_order_relaxed);
+  }
+  return count;
+}
+
+// Raster order and swizzle as the caller numbers them: 0 heuristic, 1 along M, 2 along N.
+template <class Arguments>
+Arguments scheduler_arguments(int raster, int swizzle) {
+  using Order = cute::remove_cvref_t<decltype(Arguments{}.raster_order)>;
+  Arguments scheduler{};
+  scheduler.max_swizzle_size = swizzle;
+  scheduler.raster_order = raster == 1 ? Order::AlongM : raster == 2 ? Order::AlongN : Order::Heuristic;
+  return scheduler;
+}
+
+// Large shared memory has to be asked for once a device.
+template <class GemmKernel>
+cudaError_t prepare(int device) {
+  static std::atomic<bool> done[kMaxDevices];
+  if (done[device].load(std::memory_order_acquire)) return cudaSuccess;
+  cudaError_t const error =
+      cudaFuncSetAttribute(reinterpret_cast<void const*>(&cutlass::device_kernel<GemmKernel>),
+                           cudaFuncAttributeMaxDynamicSharedMemorySize, GemmKernel::SharedStorageSize);
+  if (error == cudaSuccess) done[device].store(true, std::memory_order_release);
+  return error;
+}
+
+// `Gemm` is what a rendered file defines:
+//   GemmKernel; struct Operands { Problem problem; ... }; static Operands read(Call&);
+//   static typename GemmKernel::Arguments arguments(Operands const&, int raster, int swizzle);
+template <class Gemm>
+struct Sm90Entry {
+  using GemmKernel = typename Gemm::GemmKernel;
+  using Operands = typename Gemm::Operands;
+
+  static cudaError_t launch(Call& call, int& status) {
+    Operands const operands = Gemm::read(call);
+    status = call.status();
+    if (status != 0) return cudaSuccess;
+    DeviceGuard const guard(call.device());
+    auto arguments = Gemm::arguments(operands);
+    arguments.hw_info.device_id = call.device();
+    arguments.hw_info.sm_count = multiprocessors(call.device());
+
+    size_t const workspace_size = GemmKernel::get_workspace_size(arguments);
+    void* const workspace = call.workspace(workspace_size);
+    int const raster = call.integer();
+    int const swizzle = call.integer();
+    status = call.status();
+    if (status != 0) return cudaSuccess;
+    arguments.scheduler = scheduler_arguments<typename GemmKernel::TileSchedulerArguments>(raster, swizzle);
+
+    cudaStream_t const stream = call.stream();
+    if (workspace_size != 0 &&
+        GemmKernel::initialize_workspace(arguments, workspace, stream) != cutlass::Status::kSuccess) {
+      return cudaGetLastError();
+    }
+    if (cudaError_t const error = prepare<GemmKernel>(call.device()); error != cudaSuccess) return error;
+    return enqueue(GemmKernel::to_underlying_arguments(arguments, workspace), stream);
+  }
+
+  static int64_t workspace_size(Problem problem) {
+    Operands operands{};
+    operands.problem = problem;
+    auto arguments = Gemm::arguments(operands);
+    int device = 0;
+    cudaGetDevice(&device);
+    arguments.hw_info.device_id = device;
+    arguments.hw_info.sm_count = multiprocessors(device);
+    return int64_t(GemmKernel::get_workspace_size(arguments));
+  }
+
+  static Description describe() {
+    return {GemmKernel::CollectiveMainloop::DispatchPolicy::Stages, int(GemmKernel::MaxThreadsPerBlock),
+            int(GemmKernel::SharedStorageSize)};
+  }
+
+ private:
+  static cudaError_t enqueue(typename GemmKernel::Params params, cudaStream_t stream) {
+    using ClusterShape = typename GemmKernel::DispatchPolicy::ClusterShape;
+    cudaLaunchAttribute attributes[1];
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim.x = cute::size<0>(ClusterShape{});
+    attributes[0].val.clusterDim.y = cute::size<1>(ClusterShape{});
+    attributes[0].val.clusterDim.z = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = GemmKernel::get_grid_shape(params);
+    config.blockDim = GemmKernel::get_block_shape();
+    config.dynamicSmemBytes = GemmKernel::SharedStorageSize;
+    config.stream = stream;
+    config.attrs = attributes;
+    config.numAttrs = 1;
+    void* kernel_params[] = {&params};
+    return cudaLaunchKernelExC(&config, reinterpret_cast<void const*>(&cutlass::device_kernel<GemmKernel>),
+                               kernel_params);
+  }
+};
+
+}  // namespace cutlass_ops
