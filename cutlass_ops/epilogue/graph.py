@@ -20,7 +20,7 @@ from cutlass_ops.errors import ConfigError
 
 MAX_INPUTS = 16
 MAX_OUTPUTS = 8
-MAX_NODES = 512
+MAX_NODES = 256
 
 REDUCTIONS = ("sum", "sum_square", "max")
 
@@ -94,7 +94,8 @@ class Output:
     node : int
         Index of the node that holds its value.
     kind : Kind
-        ``TILE`` for an (M, N) tensor, ``COL`` for a reduction over each row (M,), ``ROW`` for one over each column (N,).
+        ``TILE`` for an (M, N) tensor, ``COL`` for a reduction over each row, shape (M,), ``ROW`` for one over each
+        column, shape (N,).
     reduce : str or None
         ``"sum"``, ``"sum_square"`` or ``"max"`` for a reduction, None for a tile.
     """
@@ -187,6 +188,8 @@ def validate(graph: Graph) -> None:
         ("nodes", graph.nodes, MAX_NODES),
         ("outputs", graph.outputs, MAX_OUTPUTS),
     ):
+        if not isinstance(values, tuple):
+            raise ConfigError(f"an epilogue's {what} are a tuple, not {type(values).__name__}")
         if len(values) > limit:
             raise ConfigError(f"an epilogue has at most {limit} {what}, not {len(values)}")
     _check_names(graph)

@@ -11,27 +11,25 @@ from cutlass_ops.errors import ConfigError
 MAX_LENGTH = 64
 
 # C++20's keywords, alternative tokens and literals (ISO/IEC 14882:2020, [lex.key]).
-CPP_KEYWORDS = frozenset(
-    """
-    alignas alignof and and_eq asm auto bitand bitor bool break case catch char char8_t char16_t char32_t class compl
-    concept const consteval constexpr constinit const_cast continue co_await co_return co_yield decltype default delete
-    do double dynamic_cast else enum explicit export extern false float for friend goto if inline int long mutable
-    namespace new noexcept not not_eq nullptr operator or or_eq private protected public register reinterpret_cast
-    requires return short signed sizeof static static_assert static_cast struct switch template this thread_local throw
-    true try typedef typeid typename union unsigned using virtual void volatile wchar_t while xor xor_eq
-    """.split()
-)
+_KEYWORDS = """
+alignas alignof and and_eq asm auto bitand bitor bool break case catch char char8_t char16_t char32_t class compl
+concept const consteval constexpr constinit const_cast continue co_await co_return co_yield decltype default delete
+do double dynamic_cast else enum explicit export extern false float for friend goto if inline int long mutable
+namespace new noexcept not not_eq nullptr operator or or_eq private protected public register reinterpret_cast
+requires return short signed sizeof static static_assert static_cast struct switch template this thread_local throw
+true try typedef typeid typename union unsigned using virtual void volatile wchar_t while xor xor_eq
+"""
+CPP_KEYWORDS = frozenset(_KEYWORDS.split())
 
 # Names with another meaning where an input's name stands: in a rendered kernel, or as a keyword of gemm() and build().
-RESERVED = frozenset(
-    """
-    a b c d l m n k acc accumulator out inputs outputs args arguments params workspace stream device raster swizzle
-    stride shape alignment lda ldb ldc ldd epilogue config spec target kernel dtype gemm self
-    cutlass cute cutlass_ops std tvm cuda main
-    threadIdx blockIdx blockDim gridDim warpSize dim3 half
-    assert errno stdin stdout stderr linux unix major minor
-    """.split()
-)
+_TAKEN = """
+a b c d l m n k acc accumulator out inputs outputs args arguments params problem workspace stream device raster swizzle
+stride shape alignment lda ldb ldc ldd epilogue config spec target kernel dtype gemm self
+cutlass cute cutlass_ops std tvm cuda main
+threadIdx blockIdx blockDim gridDim warpSize dim3 half
+assert errno stdin stdout stderr linux unix major minor
+"""
+RESERVED = frozenset(_TAKEN.split())
 
 _IDENTIFIER = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
@@ -63,8 +61,8 @@ def _problem(name: object) -> str | None:
         return f"has {len(name)} characters, more than {MAX_LENGTH}"
     if not _IDENTIFIER.fullmatch(name):
         return "must be ASCII letters, digits and underscores, starting with a letter"
-    if "__" in name:
-        return "holds a double underscore, which C++ reserves"
+    if "__" in name or name.endswith("_"):
+        return "holds a double underscore or ends in one, as names of the kernel's own do"
     if len(name) > 1 and name.upper() == name:
         return "has no lower-case letter, as C++ macros have"
     if name in CPP_KEYWORDS:

@@ -85,7 +85,7 @@ def float_literal(value: float) -> str:
         If the value is not exactly an FP32 value.
     """
     if math.isnan(value):
-        return "cutlass_ops::quiet_nan()"
+        return "cutlass_ops::nan()"
     if math.isinf(value):
         return "cutlass_ops::infinity()" if value > 0 else "(-cutlass_ops::infinity())"
     if to_fp32(value) != value:

@@ -1,0 +1,232 @@
+"""Tracing: run a Python function once on symbolic values and keep the expression graph that it builds.
+
+Nothing reads the function's source to understand it; source lines serve error messages only.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cutlass_ops.epilogue.graph import Graph, Input, Kind, Node, Output, canonical
+from cutlass_ops.epilogue.names import check_name
+from cutlass_ops.epilogue.values import ANNOTATIONS, TRACER, Reduction, Tracer, Value
+from cutlass_ops.errors import ConfigError, EpilogueError
+
+
+@dataclass(frozen=True, eq=False)
+class Epilogue:
+    """A traced epilogue function. Two are equal if their graphs are.
+
+    Attributes
+    ----------
+    name : str
+        The function's name.
+    doc : str
+        Its docstring, or an empty string.
+    graph : Graph
+        The expression that it computes.
+    function : function
+        The function itself.
+    """
+
+    name: str
+    doc: str
+    graph: Graph
+    function: Callable[..., Any]
+    _hash: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # Kernels are looked up by epilogue on every call: hash the graph once.
+        object.__setattr__(self, "_hash", hash(self.graph))
+
+    @property
+    def inputs(self) -> tuple[Input, ...]:
+        """The inputs in the order of the parameters, without the accumulator."""
+        return self.graph.inputs
+
+    @property
+    def outputs(self) -> tuple[Output, ...]:
+        """The outputs, D first."""
+        return self.graph.outputs
+
+    @property
+    def signature(self) -> inspect.Signature:
+        """The function's signature, the accumulator first."""
+        return inspect.signature(self.function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Inline the function into another epilogue that is being traced.
+
+        Raises
+        ------
+        TypeError
+            Outside of an epilogue function.
+        """
+        if TRACER.get() is None:
+            raise TypeError(f"{self.name} is an epilogue: apply it with gemm(a, b, epilogue={self.name}, ...)")
+        return self.function(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Epilogue):
+            return NotImplemented
+        return self is other or self.graph == other.graph
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        inputs = "".join(f", {i.name}: {i.kind.value.capitalize()}" for i in self.inputs)
+        return f"<epilogue {self.name}(acc{inputs}) -> {', '.join(o.name for o in self.outputs)}>"
+
+
+def epilogue(function: Callable[..., Any]) -> Epilogue:
+    """Turn a Python function into an epilogue, by tracing it once.
+
+    The first parameter is the FP32 accumulator; each further one is annotated :class:`Row`, :class:`Col`,
+    :class:`Tile` or :class:`Scalar`. The function returns D's value, or a dictionary with ``"d"`` and further
+    outputs: values, each an (M, N) tensor, and reductions.
+
+    Parameters
+    ----------
+    function : function
+        Defined with ``def``, without defaults. It runs once, now, and never again.
+
+    Returns
+    -------
+    Epilogue
+        Immutable, hashable, equal to any other with the same graph.
+
+    Raises
+    ------
+    EpilogueError
+        If the function cannot be traced; the message shows the line and says what to do instead.
+    """
+    if isinstance(function, Epilogue):
+        return function
+    if not isinstance(function, types.FunctionType):
+        raise EpilogueError(f"an epilogue is a function defined with def, not {type(function).__name__}")
+    tracer = Tracer(function)
+    inputs = _inputs(tracer)
+    args, kwargs = _arguments(tracer, inputs)
+    token = TRACER.set(tracer)
+    try:
+        result = function(*args, **kwargs)
+        outputs = _outputs(tracer, result)
+    finally:
+        TRACER.reset(token)
+    try:
+        graph = canonical(inputs, tracer.nodes, outputs)
+    except ConfigError as exc:
+        raise tracer.error_at_def(str(exc)) from None
+    return Epilogue(function.__name__, inspect.getdoc(function) or "", graph, function)
+
+
+def _inputs(tracer: Tracer) -> list[Input]:
+    function = tracer.function
+    if function.__name__ == "<lambda>":
+        raise tracer.error_at_def("a lambda cannot annotate its inputs: write the epilogue with def")
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise tracer.error_at_def("an epilogue is a plain function that returns its result, no generator or coroutine")
+    parameters = list(inspect.signature(function).parameters.values())
+    if not parameters:
+        raise tracer.error_at_def("the function needs a first parameter, the accumulator")
+    for parameter in parameters:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise tracer.error_at_def(f"{parameter} is not possible: declare each input by name")
+        if parameter.default is not parameter.empty:
+            raise tracer.error_at_def(
+                f"parameter {parameter.name} has a default: inputs are given at the call. Write a constant into the "
+                "function's body"
+            )
+    if _annotation(function, parameters[0].annotation) is not None:
+        raise tracer.error_at_def(
+            f"the first parameter is the accumulator, so {parameters[0].name} cannot be an input: put one before it"
+        )
+    inputs = []
+    for parameter in parameters[1:]:
+        kind = _annotation(function, parameter.annotation)
+        if kind is None:
+            given = "no annotation" if parameter.annotation is parameter.empty else f"annotation {parameter.annotation}"
+            raise tracer.error_at_def(
+                f"parameter {parameter.name} has {given}: annotate it co.Row (N,), co.Col (M,), co.Tile (M, N) or "
+                "co.Scalar"
+            )
+        try:
+            check_name(parameter.name, "input")
+        except ConfigError as exc:
+            raise tracer.error_at_def(str(exc)) from None
+        inputs.append(Input(parameter.name, kind))
+    return inputs
+
+
+def _annotation(function: types.FunctionType, annotation: object) -> Kind | None:
+    """Return the kind that an annotation names; None if it is not one of ours."""
+    if isinstance(annotation, str):
+        annotation = _resolve(function, annotation)
+    if isinstance(annotation, type) and annotation in ANNOTATIONS.values():
+        return ANNOTATIONS[annotation.__name__].kind
+    return None
+
+
+def _resolve(function: types.FunctionType, text: str) -> object:
+    """Look up a dotted name as the function would, for annotations that ``__future__`` made strings."""
+    first, *rest = text.strip("'\" ").split(".")
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    if first in cells:
+        found: object = cells[first].cell_contents
+    elif first in function.__globals__:
+        found = function.__globals__[first]
+    else:
+        # A local of the scope around, or an import for type checkers only: go by the last part of the name.
+        return ANNOTATIONS.get(rest[-1] if rest else first)
+    for name in rest:
+        found = getattr(found, name, None)
+    return found
+
+
+def _arguments(tracer: Tracer, inputs: Sequence[Input]) -> tuple[list[Value], dict[str, Value]]:
+    kinds = {t.kind: t for t in ANNOTATIONS.values()}
+    values = [Value(tracer, tracer.add(Node("acc")))]
+    values += [kinds[i.kind](tracer, tracer.add(Node("input", (), i.name))) for i in inputs]
+    parameters = inspect.signature(tracer.function).parameters.values()
+    pairs = list(zip(parameters, values, strict=True))
+    keywords = {p.name: v for p, v in pairs if p.kind is p.KEYWORD_ONLY}
+    return [v for p, v in pairs if p.name not in keywords], keywords
+
+
+def _outputs(tracer: Tracer, result: object) -> list[Output]:
+    if isinstance(result, Value):
+        result = {"d": result}
+    if isinstance(result, Reduction):
+        raise tracer.error_at_def('a reduction cannot be D: return {"d": value, "name": reduction}')
+    if result is None:
+        raise tracer.error_at_def("the function returns nothing: return D's value, or a dictionary with 'd' in it")
+    if not isinstance(result, dict):
+        raise tracer.error_at_def(
+            f"the function returns {type(result).__name__}: return D's value, or a dictionary "
+            '{"d": value, "name": value or reduction}'
+        )
+    if "d" not in result:
+        raise tracer.error_at_def("the returned dictionary lacks 'd', the value of D")
+    return [_output(tracer, name, result[name]) for name in ["d", *(k for k in result if k != "d")]]
+
+
+def _output(tracer: Tracer, name: str, value: object) -> Output:
+    if name != "d":
+        try:
+            check_name(name, "output")
+        except ConfigError as exc:
+            raise tracer.error_at_def(str(exc)) from None
+    if not isinstance(value, (Value, Reduction)):
+        raise tracer.error_at_def(f"output {name!r} is {type(value).__name__}: a traced value or a reduction is needed")
+    if value.tracer is not tracer:
+        raise tracer.error_at_def(f"output {name!r} belongs to another epilogue's tracing")
+    if isinstance(value, Value):
+        return Output(name, value.node)
+    if name == "d":
+        raise tracer.error_at_def("'d' is the (M, N) result and cannot be a reduction: give that another name")
+    return Output(name, value.node, value.kind, value.function)
