@@ -1,0 +1,259 @@
+// What every Sm80 kernel shares: block order, preparation of a device, launch. Multistage mma.sync kernels of CUTLASS
+// 2.x with an epilogue visitor tree; they run on Sm80 and everything later.
+
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <limits>
+#include <mutex>
+#include <type_traits>
+
+#include <cuda_runtime.h>
+
+#include "cutlass_ops/binding.h"
+#include "cutlass_ops/epilogue_math.h"
+#include "cutlass_ops/sm80_visitors.h"
+
+#include "cutlass/epilogue/threadblock/fusion/visitor_compute.hpp"
+#include "cutlass/epilogue/threadblock/fusion/visitor_load.hpp"
+#include "cutlass/gemm/kernel/default_gemm_universal_with_visitor.h"
+#include "cutlass/gemm/threadblock/threadblock_swizzle_streamk.h"
+
+namespace cutlass_ops {
+namespace sm80 {
+
+// The output type by which CUTLASS chooses how accumulators pass through shared memory; the visitors convert and store.
+// For half_t there is a way without bank conflicts, which serves every 16-bit type, but mixes columns up where a warp
+// is wider than 64 (TileIteratorTensorOpMixed picks one pointer for the whole warp there).
+template <class Element, class WarpShape>
+using ExchangeElement =
+    std::conditional_t<sizeof(Element) == 2,
+                       std::conditional_t<WarpShape::kN <= 64, cutlass::half_t, cutlass::bfloat16_t>, Element>;
+
+// Order of thread blocks: columns of `1 << log_tile` tiles along N are finished before the next ones, so that
+// neighbouring blocks share operand tiles in cache. CUTLASS's identity swizzle does the same with a width fixed at
+// compile time and with N on grid.y, which ends at 65535 tiles; here the width is a launch argument and N continues on
+// grid.z.
+struct ThreadblockSwizzle {
+  static constexpr int kMaxGridY = 65535;
+
+  CUTLASS_HOST_DEVICE static GemmCoord get_tiled_shape(GemmCoord problem, GemmCoord tile, int) {
+    return {(problem.m() + tile.m() - 1) / tile.m(), (problem.n() + tile.n() - 1) / tile.n(), 1};
+  }
+
+  CUTLASS_HOST_DEVICE static int get_log_tile(GemmCoord) { return 0; }  // set at launch
+
+  // The widest order up to `swizzle` that leaves at most a quarter of a column's blocks without a tile.
+  static int log_tile(GemmCoord tiles, int swizzle) {
+    int log = 0;
+    while (log < 3 && (2 << log) <= swizzle && 4 * int64_t(tiles.n()) >= 3 * (int64_t(2) << log)) ++log;
+    return log;
+  }
+
+  static dim3 grid(GemmCoord tiles, int log_tile) {
+    int const columns = (tiles.n() + (1 << log_tile) - 1) >> log_tile;
+    int const y = columns < kMaxGridY ? columns : kMaxGridY;
+    return dim3(unsigned(tiles.m()) << log_tile, y, (columns + y - 1) / y);
+  }
+
+  CUTLASS_DEVICE static GemmCoord get_tile_offset(int log_tile) {
+    int const x = int(blockIdx.x), column = int(blockIdx.y + blockIdx.z * gridDim.y);
+    return {x >> log_tile, (column << log_tile) + (x & ((1 << log_tile) - 1)), 0};
+  }
+};
+
+// CUTLASS's stream-K order. Where many blocks share a tile, each of several blocks may finish some rows of it: the
+// separate reduction. An epilogue with a RowReduction needs whole tiles, so there the peers add up in turn instead.
+// Either way the order of additions is fixed.
+template <bool SeparateReduction>
+struct StreamKSwizzle : cutlass::gemm::threadblock::ThreadblockSwizzleStreamK {
+  StreamKSwizzle() = default;
+
+  template <class... Args>
+  StreamKSwizzle(cutlass::gemm::GemmUniversalMode mode, GemmCoord problem, GemmCoord tile, Args... args)
+      : ThreadblockSwizzleStreamK(mode, problem, tile, args...) {
+    if (!SeparateReduction) reduction_blocks = 0;
+  }
+};
+
+template <class GemmKernel>
+inline constexpr bool is_stream_k = std::is_base_of<cutlass::gemm::threadblock::ThreadblockSwizzleStreamK,
+                                                    typename GemmKernel::ThreadblockSwizzle>::value;
+
+// CUTLASS's own entry for 2.x kernels states no launch bounds, and passes parameters so that taking their address, as
+// visitors do, may copy them to every thread's stack.
+template <class GemmKernel>
+__global__ void __launch_bounds__(GemmKernel::kThreadCount, 1)
+    gemm_kernel(__grid_constant__ typename GemmKernel::Params const params) {
+  extern __shared__ char shared_memory[];
+  GemmKernel::invoke(params, *reinterpret_cast<typename GemmKernel::SharedStorage*>(shared_memory));
+}
+
+// What a launch needs to know of a device; asked for once, since each question costs microseconds.
+struct Device {
+  cudaError_t error = cudaErrorInvalidDevice;
+  int multiprocessors = 0;
+  int blocks_per_multiprocessor = 0;
+};
+
+template <class GemmKernel>
+Device prepare(int ordinal) {
+  Device device{cudaSuccess};
+  void const* const kernel = reinterpret_cast<void const*>(&gemm_kernel<GemmKernel>);
+  constexpr int kSharedMemory = int(sizeof(typename GemmKernel::SharedStorage));
+  if (kSharedMemory > 48 * 1024) {
+    device.error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedMemory);
+  }
+  if (device.error == cudaSuccess) {
+    device.error = cudaDeviceGetAttribute(&device.multiprocessors, cudaDevAttrMultiProcessorCount, ordinal);
+  }
+  if (device.error == cudaSuccess) {
+    device.error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&device.blocks_per_multiprocessor, kernel,
+                                                                 GemmKernel::kThreadCount, kSharedMemory);
+  }
+  return device;
+}
+
+// The current device, which must be number `ordinal`, prepared for the kernel by whichever thread comes first.
+template <class GemmKernel>
+Device prepared(int ordinal) {
+  constexpr int kMaxDevices = 64;
+  static std::mutex mutex;
+  static std::atomic<bool> ready[kMaxDevices];
+  static Device devices[kMaxDevices];
+  if (ordinal < 0 || ordinal >= kMaxDevices) return {};
+  if (!ready[ordinal].load(std::memory_order_acquire)) {
+    std::lock_guard<std::mutex> const lock(mutex);
+    if (!ready[ordinal].load(std::memory_order_relaxed)) {
+      devices[ordinal] = prepare<GemmKernel>(ordinal);
+      if (devices[ordinal].error != cudaSuccess) return devices[ordinal];
+      ready[ordinal].store(true, std::memory_order_release);
+    }
+  }
+  return devices[ordinal];
+}
+
+// Coordinates are 32-bit, and those of the last tile's rows and columns reach past the problem's end.
+inline bool is_too_large(Problem p) {
+  constexpr int kMax = std::numeric_limits<int>::max() - 1024;
+  return p.m > kMax || p.n > kMax || p.k > kMax;
+}
+
+// The epilogue stores D itself, so the kernel's own C and D stay empty.
+template <class GemmKernel>
+typename GemmKernel::Arguments arguments(GemmCoord problem, Matrix const& a, Matrix const& b,
+                                         typename GemmKernel::FusionCallbacks::Arguments const& epilogue) {
+  return {cutlass::gemm::GemmUniversalMode::kGemm, problem, 1, epilogue, a.data, b.data, nullptr, nullptr, 0, 0, 0, 0,
+          a.ld, b.ld, int64_t(0), int64_t(0)};
+}
+
+// Hands out the declared workspace piece by piece, or, without one, measures how much is needed.
+class Workspace {
+ public:
+  explicit Workspace(void* base = nullptr) : base_(static_cast<char*>(base)) {}
+
+  void* take(int64_t bytes) {
+    void* const piece = base_ == nullptr ? nullptr : base_ + used_;
+    used_ += (bytes + 255) / 256 * 256;
+    return piece;
+  }
+
+  template <class Reduction>
+  float* partial(GemmCoord problem) {
+    return static_cast<float*>(take(int64_t(sizeof(float)) * Reduction::length(problem) * Reduction::parts(problem)));
+  }
+
+  int64_t used() const { return used_; }
+
+ private:
+  char* base_;
+  int64_t used_ = 0;
+};
+
+// Combines what the thread blocks left of one reduction.
+template <class Reduction, class Element>
+cudaError_t finish(float const* partial, Element* out, GemmCoord problem, cudaStream_t stream) {
+  return finish_reduction<typename Reduction::Reduce>(partial, out, Reduction::length(problem),
+                                                      Reduction::parts(problem), stream);
+}
+
+}  // namespace sm80
+
+// `Gemm` is what a rendered file defines:
+//   GemmKernel; kSwizzle; struct Operands { Problem problem; ... }; static Operands read(Call&);
+//   static GemmCoord problem(Operands const&);            in the kernel's orientation
+//   static void assign(Operands&, Workspace&);            gives each reduction its partial values' place
+//   static GemmKernel::Arguments arguments(Operands const&);
+//   static cudaError_t finish(Operands const&, cudaStream_t);  runs each reduction's second step
+template <class Gemm>
+struct Sm80Entry {
+  using GemmKernel = typename Gemm::GemmKernel;
+  using Operands = typename Gemm::Operands;
+  using Params = typename GemmKernel::Params;
+
+  static cudaError_t launch(Call& call, int& status) {
+    Operands operands = Gemm::read(call);
+    status = call.status();
+    if (status == 0 && sm80::is_too_large(operands.problem)) status = int(Reason::kShape);
+    if (status != 0) return cudaSuccess;
+    DeviceGuard const guard(call.device());
+    sm80::Device const device = sm80::prepared<GemmKernel>(call.device());
+    if (device.error != cudaSuccess) return device.error;
+
+    sm80::Workspace workspace(call.workspace(size_t(workspace_size(operands, device))));
+    call.integer();  // the raster order: along M always
+    int const swizzle = call.integer();
+    status = call.status();
+    if (status != 0) return cudaSuccess;
+
+    Gemm::assign(operands, workspace);
+    Params params = make_params(operands, device);
+    cudaStream_t const stream = call.stream();
+    dim3 grid;
+    if constexpr (sm80::is_stream_k<GemmKernel>) {
+      void* const partial_tiles = workspace.take(int64_t(params.get_workspace_size()));
+      if (params.init_workspace(partial_tiles, stream) != cutlass::Status::kSuccess) return cudaErrorInvalidValue;
+      grid = params.get_grid_dims();
+    } else {
+      params.swizzle_log_tile =
+          sm80::ThreadblockSwizzle::log_tile(params.grid_tiled_shape, swizzle > 0 ? swizzle : Gemm::kSwizzle);
+      grid = sm80::ThreadblockSwizzle::grid(params.grid_tiled_shape, params.swizzle_log_tile);
+    }
+    void* arguments[] = {&params};
+    cudaError_t const error =
+        cudaLaunchKernel(reinterpret_cast<void const*>(&sm80::gemm_kernel<GemmKernel>), grid,
+                         dim3(GemmKernel::kThreadCount), arguments, sizeof(typename GemmKernel::SharedStorage), stream);
+    return error == cudaSuccess ? Gemm::finish(operands, stream) : error;
+  }
+
+  // On the current device: stream-K's share depends on how many thread blocks that holds.
+  static int64_t workspace_size(Problem problem) {
+    if (problem.m < 1 || problem.n < 1 || problem.k < 1) return 0;
+    Operands operands{};
+    operands.problem = problem;
+    int ordinal = 0;
+    if (cudaGetDevice(&ordinal) != cudaSuccess) return 0;
+    return workspace_size(operands, sm80::prepared<GemmKernel>(ordinal));
+  }
+
+  static Description describe() {
+    return {GemmKernel::kStages, GemmKernel::kThreadCount, int(sizeof(typename GemmKernel::SharedStorage))};
+  }
+
+ private:
+  static Params make_params(Operands const& operands, sm80::Device const& device) {
+    return Params(Gemm::arguments(operands), device.multiprocessors, device.blocks_per_multiprocessor);
+  }
+
+  static int64_t workspace_size(Operands operands, sm80::Device const& device) {
+    sm80::Workspace workspace;
+    Gemm::assign(operands, workspace);
+    if constexpr (sm80::is_stream_k<GemmKernel>) {
+      if (device.error == cudaSuccess) workspace.take(int64_t(make_params(operands, device).get_workspace_size()));
+    }
+    return workspace.used();
+  }
+};
+
+}  // namespace cutlass_ops

@@ -1,0 +1,74 @@
+// Reductions of the (M, N) result to one value for each row or each column, in two steps that always give the same
+// bits: each thread block writes the partial value of its tile, and a second kernel combines those in a fixed order.
+// Atomic additions would need no second kernel, but an output initialised beforehand, and their order would be that in
+// which the thread blocks happen to finish.
+
+#pragma once
+
+#include <cstdint>
+
+#include <cuda_runtime.h>
+
+#include "cutlass/cutlass.h"
+#include "cutlass/numeric_conversion.h"
+
+#include "cutlass_ops/epilogue_math.h"
+
+namespace cutlass_ops {
+namespace sm80 {
+
+struct Sum {
+  CUTLASS_DEVICE static float identity() { return 0.0f; }
+  CUTLASS_DEVICE static float lift(float x) { return x; }
+  CUTLASS_DEVICE static float combine(float x, float y) { return x + y; }
+};
+
+struct SumSquare : Sum {
+  CUTLASS_DEVICE static float lift(float x) { return x * x; }
+};
+
+// NaN wins, as in torch.amax.
+struct Max {
+  CUTLASS_DEVICE static float identity() { return -infinity(); }
+  CUTLASS_DEVICE static float lift(float x) { return x; }
+  CUTLASS_DEVICE static float combine(float x, float y) { return maximum(x, y); }
+};
+
+constexpr int kFinishWidth = 32;   // results of one block: neighbours, so that reads coalesce
+constexpr int kFinishHeight = 16;  // threads that share a result's partial values
+
+// out[i] = combination over p of partial[p * length + i], a (parts, length) buffer.
+template <class Reduce, class Element>
+__global__ void __launch_bounds__(kFinishWidth* kFinishHeight)
+    finish_reduction_kernel(float const* partial, Element* out, int64_t length, int parts) {
+  __shared__ float shared[kFinishHeight][kFinishWidth];
+  int64_t const i = int64_t(blockIdx.x) * kFinishWidth + threadIdx.x;
+
+  float value = Reduce::identity();
+  if (i < length) {
+    for (int part = threadIdx.y; part < parts; part += kFinishHeight) {
+      value = Reduce::combine(value, partial[part * length + i]);
+    }
+  }
+  shared[threadIdx.y][threadIdx.x] = value;
+  __syncthreads();
+
+  if (threadIdx.y == 0 && i < length) {
+    for (int y = 1; y < kFinishHeight; ++y) {
+      value = Reduce::combine(value, shared[y][threadIdx.x]);
+    }
+    out[i] = cutlass::NumericConverter<Element, float>()(value);
+  }
+}
+
+template <class Reduce, class Element>
+cudaError_t finish_reduction(float const* partial, Element* out, int64_t length, int parts, cudaStream_t stream) {
+  dim3 const grid(unsigned((length + kFinishWidth - 1) / kFinishWidth));
+  dim3 const block(kFinishWidth, kFinishHeight);
+  void* arguments[] = {&partial, &out, &length, &parts};
+  return cudaLaunchKernel(reinterpret_cast<void const*>(&finish_reduction_kernel<Reduce, Element>), grid, block,
+                          arguments, 0, stream);
+}
+
+}  // namespace sm80
+}  // namespace cutlass_ops
