@@ -1,0 +1,164 @@
+"""Every environment variable that this library reads: typed, and read when it is needed, never at import."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable.
+
+    Attributes
+    ----------
+    name : str
+        Its name in the environment.
+    default : str
+        What holds while it is unset or empty, in words.
+    doc : str
+        What it decides.
+    """
+
+    name: str
+    default: str
+    doc: str
+
+    @property
+    def text(self) -> str | None:
+        """The raw value, or None while it is unset or empty."""
+        return os.environ.get(self.name) or None
+
+
+CACHE_DIR = Variable("CUTLASS_OPS_CACHE_DIR", "~/.cache/cutlass_ops", "folder of the kernel store")
+XDG_CACHE_HOME = Variable("XDG_CACHE_HOME", "~/.cache", "folder that holds the default kernel store's")
+JIT = Variable("CUTLASS_OPS_JIT", "1", "0: never compile, use only kernels that are there")
+NVCC = Variable("CUTLASS_OPS_NVCC", "looked for", "path of the nvcc to use before any other")
+CUDA_HOME = Variable("CUDA_HOME", "looked for", "CUDA toolkit whose bin/nvcc is used before that on PATH")
+CUDA_PATH = Variable("CUDA_PATH", "looked for", "the same as CUDA_HOME, which goes first")
+NVCC_CCBIN = Variable("NVCC_CCBIN", "g++ on PATH", "host compiler, or the folder of its g++")
+CUTLASS_DIR = Variable("CUTLASS_OPS_CUTLASS_DIR", "package nvidia-cutlass", "CUTLASS checkout to compile with")
+JOBS = Variable("CUTLASS_OPS_JOBS", "CPUs of this process", "kernels compiled at the same time")
+PROGRESS = Variable(
+    "CUTLASS_OPS_PROGRESS", "auto", "0: silent, 1: live line, auto: live line on a terminal, else plain lines"
+)
+
+VARIABLES = (CACHE_DIR, XDG_CACHE_HOME, JIT, NVCC, CUDA_HOME, CUDA_PATH, NVCC_CCBIN, CUTLASS_DIR, JOBS, PROGRESS)
+
+
+def cache_dir() -> Path:
+    """Return the kernel store's folder, which need not exist.
+
+    Raises
+    ------
+    ValueError
+        If ``CUTLASS_OPS_CACHE_DIR`` is relative, or unset where there is no home folder.
+    """
+    given = _path(CACHE_DIR)
+    if given is not None:
+        return given
+    xdg = XDG_CACHE_HOME.text
+    # The XDG specification has relative values ignored.
+    if xdg is not None and os.path.isabs(xdg):
+        return Path(xdg, "cutlass_ops")
+    try:
+        return Path.home() / ".cache" / "cutlass_ops"
+    except RuntimeError:
+        raise ValueError(
+            f"this user has no home folder: set {CACHE_DIR.name} to a folder for compiled kernels"
+        ) from None
+
+
+def jit_enabled() -> bool:
+    """Return whether kernels may be compiled.
+
+    Raises
+    ------
+    ValueError
+        If ``CUTLASS_OPS_JIT`` is neither 0 nor 1.
+    """
+    return _choice(JIT, {"0": False, "1": True}, True)
+
+
+def nvcc() -> Path | None:
+    """Return the nvcc that the user named, if any.
+
+    Raises
+    ------
+    ValueError
+        If ``CUTLASS_OPS_NVCC`` is a relative path.
+    """
+    return _path(NVCC)
+
+
+def cuda_homes() -> tuple[tuple[str, Path], ...]:
+    """Return the toolkit folders that the user named, with each variable's name, the first to use first."""
+    return tuple((v.name, Path(v.text).expanduser()) for v in (CUDA_HOME, CUDA_PATH) if v.text is not None)
+
+
+def host_compiler() -> str | None:
+    """Return the host compiler that the user named, if any: a command, a path or a folder."""
+    return NVCC_CCBIN.text
+
+
+def cutlass_dir() -> Path | None:
+    """Return the CUTLASS checkout that the user named, if any.
+
+    Raises
+    ------
+    ValueError
+        If ``CUTLASS_OPS_CUTLASS_DIR`` is a relative path.
+    """
+    return _path(CUTLASS_DIR)
+
+
+def jobs() -> int:
+    """Return how many kernels to compile at the same time.
+
+    Raises
+    ------
+    ValueError
+        If ``CUTLASS_OPS_JOBS`` is not a positive integer.
+    """
+    text = JOBS.text
+    if text is None:
+        return len(os.sched_getaffinity(0))
+    if not (text.isascii() and text.isdecimal() and int(text) > 0):
+        raise ValueError(f"{JOBS.name} must be a positive integer, not {text!r}")
+    return int(text)
+
+
+def progress() -> bool | None:
+    """Return whether progress is a live line (True), nothing (False), or what suits standard error (None).
+
+    Raises
+    ------
+    ValueError
+        If ``CUTLASS_OPS_PROGRESS`` is none of 0, 1 and auto.
+    """
+    return _choice(PROGRESS, {"0": False, "1": True, "auto": None}, None)
+
+
+def _choice(variable: Variable, choices: Mapping[str, T], default: T) -> T:
+    text = variable.text
+    if text is None:
+        return default
+    if text not in choices:
+        raise ValueError(f"{variable.name} must be one of {', '.join(choices)}, not {text!r}")
+    return choices[text]
+
+
+def _path(variable: Variable) -> Path | None:
+    text = variable.text
+    if text is None:
+        return None
+    path = Path(text).expanduser()
+    # A relative path would mean something else in every working folder.
+    if not path.is_absolute():
+        raise ValueError(f"{variable.name} must be an absolute path, not {text!r}")
+    return path
