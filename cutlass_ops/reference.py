@@ -6,6 +6,7 @@ what both are measured against.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -33,7 +34,8 @@ _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "sigmoid": torch.sigmoid,
     "relu": torch.relu,
     "leaky_relu": lambda x, slope: torch.where(x > 0, x, x * slope),
-    "gelu": F.gelu,
+    # F.gelu on the CPU gives NaN for infinity; and 1 + erf(x) = erfc(-x) without the cancellation at negative x.
+    "gelu": lambda x: 0.5 * x * torch.erfc(x * -math.sqrt(0.5)),
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "silu": F.silu,
     "hardswish": F.hardswish,

@@ -48,7 +48,7 @@ OPS: dict[str, OpInfo] = {
     "neg": OpInfo(1, "-", "−x", "torch.neg(x)"),
     "minimum": OpInfo(2, "cutlass_ops::minimum", "the lesser of x and y; NaN if either is", "torch.minimum(x, y)"),
     "maximum": OpInfo(2, "cutlass_ops::maximum", "the greater of x and y; NaN if either is", "torch.maximum(x, y)"),
-    "abs": OpInfo(1, "cutlass_ops::abs", "|x|", "torch.abs(x)"),
+    "abs": OpInfo(1, "cutlass_ops::abs", "x without its sign", "torch.abs(x)"),
     "square": OpInfo(1, "cutlass_ops::square", "x · x", "torch.square(x)"),
     "sqrt": OpInfo(1, "cutlass_ops::sqrt", "√x", "torch.sqrt(x)"),
     "rsqrt": OpInfo(1, "cutlass_ops::rsqrt", "1 / √x", "torch.rsqrt(x)"),

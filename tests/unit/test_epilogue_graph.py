@@ -1,0 +1,290 @@
+"""Graphs: canonical form, JSON, and what is refused from a file that nobody vouches for."""
+
+import copy
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cutlass_ops.epilogue.graph import (
+    MAX_INPUTS,
+    MAX_NODES,
+    MAX_OUTPUTS,
+    Graph,
+    Input,
+    Kind,
+    Node,
+    Output,
+    canonical,
+    validate,
+)
+from cutlass_ops.epilogue.names import CPP_KEYWORDS, RESERVED, check_name
+from cutlass_ops.errors import ConfigError
+from tests.strategies import epilogues
+
+BIAS_RELU = {
+    "inputs": [["bias", "row"]],
+    "nodes": [["acc", [], None], ["input", [], "bias"], ["add", [0, 1], None], ["relu", [2], None]],
+    "outputs": [["d", 3, "tile", None], ["total", 2, "col", "sum"]],
+}
+
+
+def changed(path, value):
+    data = copy.deepcopy(BIAS_RELU)
+    place = data
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    return data
+
+
+@given(epilogues())
+def test_json_round_trip(drawn):
+    graph = drawn.graph
+    data = json.loads(json.dumps(graph.to_json(), allow_nan=False))
+    again = Graph.from_json(data)
+    assert again == graph
+    assert hash(again) == hash(graph)
+    assert again.to_json() == graph.to_json()
+
+
+@given(epilogues(), st.randoms(use_true_random=False))
+def test_canonical_form_does_not_depend_on_the_order_of_nodes(drawn, random):
+    graph = drawn.graph
+    # Write the same expression down in another topological order, with every node twice.
+    order, place = [], {}
+    pending = [i for i in range(len(graph.nodes)) for _ in range(2)]
+    while pending:
+        ready = [i for i in pending if all(a in place for a in graph.nodes[i].args)]
+        index = random.choice(ready)
+        pending.remove(index)
+        node = graph.nodes[index]
+        order.append(Node(node.op, tuple(random.choice(place[a]) for a in node.args), node.attr))
+        place.setdefault(index, []).append(len(order) - 1)
+    outputs = [Output(o.name, random.choice(place[o.node]), o.kind, o.reduce) for o in graph.outputs]
+    assert canonical(graph.inputs, order, outputs) == graph
+
+
+def test_canonical_drops_what_no_output_needs():
+    nodes = [Node("acc"), Node("exp", (0,)), Node("relu", (0,))]
+    assert canonical([], nodes, [Output("d", 2)]).nodes == (Node("acc"), Node("relu", (0,)))
+
+
+def test_a_long_chain_is_no_recursion():
+    nodes = [Node("acc")] + [Node("neg", (i,)) for i in range(MAX_NODES - 1)]
+    assert len(canonical([], nodes, [Output("d", MAX_NODES - 1)]).nodes) == MAX_NODES
+
+
+@pytest.mark.parametrize(("left", "right", "equal"), [(0.0, -0.0, False), (math.nan, math.nan, True), (1.0, 1.0, True)])
+def test_constants_are_compared_by_their_bits(left, right, equal):
+    one, two = (
+        Graph((), (Node("acc"), Node("const", (), c), Node("mul", (0, 1))), (Output("d", 2),)) for c in (left, right)
+    )
+    assert (one == two) is equal
+    assert (one.to_json() == two.to_json()) is equal
+    assert len({one, two}) == (1 if equal else 2)
+
+
+def test_the_example_is_valid():
+    graph = Graph.from_json(BIAS_RELU)
+    assert graph.inputs == (Input("bias", Kind.ROW),)
+    assert graph.outputs == (Output("d", 3), Output("total", 2, Kind.COL, "sum"))
+    validate(graph)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "reason"),
+    [
+        (("nodes", 2, 0), "system", "unknown operation"),
+        (("nodes", 2, 0), None, "unknown operation"),
+        (("nodes", 2, 0), ["add"], "unknown operation"),
+        (("nodes", 2, 1), [0], "takes 2 arguments"),
+        (("nodes", 2, 1), [0, 1, 1], "takes 2 arguments"),
+        (("nodes", 2, 1), "01", "takes 2 arguments"),
+        (("nodes", 2, 1), None, "takes 2 arguments"),
+        (("nodes", 0, 1), [0], "takes 0 arguments"),
+        (("nodes", 2, 1), [0, 2], "earlier nodes"),
+        (("nodes", 2, 1), [0, 9], "earlier nodes"),
+        (("nodes", 2, 1), [0, -1], "earlier nodes"),
+        (("nodes", 2, 1), [0, True], "earlier nodes"),
+        (("nodes", 2, 1), [0, 1.0], "earlier nodes"),
+        (("nodes", 2, 1), [0, [1]], "earlier nodes"),
+        (("nodes", 2, 1), [0, 10**400], "earlier nodes"),
+        (("nodes", 2, 2), "bf16", "no attribute for add"),
+        (("nodes", 0, 2), 1, "no attribute for acc"),
+        (("nodes", 1, 2), "other", "no attribute for input"),
+        (("nodes", 1, 2), None, "no attribute for input"),
+        (("nodes", 3), ["cast", [2], None], "no attribute for cast"),
+        (("nodes", 3), ["cast", [2], "f32"], "no attribute for cast"),
+        (("nodes", 3), ["cast", [2], "float>(x); //"], "no attribute for cast"),
+        (("nodes", 1), ["const", [], 0.5], "float.hex"),
+        (("nodes", 1), ["const", [], "0.5"], "float.hex"),
+        (("nodes", 1), ["const", [], "0x1p-1"], "float.hex"),
+        (("nodes", 1), ["const", [], "NaN"], "float.hex"),
+        (("nodes", 1), ["const", [], "-nan"], "float.hex"),
+        (("nodes", 1), ["const", [], "0x1p+99999"], "float.hex"),
+        (("nodes", 1), ["const", [], "1" * 100_000], "float.hex"),
+        (("nodes", 1), ["const", [], (0.1).hex()], "no attribute for const"),
+        (("nodes", 1), ["const", [], (1e300).hex()], "no attribute for const"),
+        (("nodes", 1), ["const", [], (0.5).hex()], "does not depend|no output depends on the input bias"),
+        (("nodes", 3), ["relu", [2]], "lists of 3 values"),
+        (("nodes", 3), "relu", "lists of 3 values"),
+        (("nodes",), {"0": []}, "lists of 3 values"),
+        (("nodes",), [], "no node's index"),
+        (("nodes", 2, 1), [1, 0], "not canonical"),
+        (("nodes", 3), ["relu", [1], None], "not canonical"),
+        (("inputs",), [["bias", "row"], ["gate", "tile"]], "no output depends on the input gate"),
+        (("inputs",), [["bias", "row"], ["bias", "row"]], "taken"),
+        (("inputs", 0, 1), "diagonal", "unknown kind"),
+        (("inputs", 0, 1), ["row"], "unknown kind"),
+        (("inputs", 0, 1), "ROW", "unknown kind"),
+        (("inputs", 0, 0), "x; system()", "ASCII letters"),
+        (("inputs", 0, 0), 7, "not a string"),
+        (("inputs", 0, 0), None, "not a string"),
+        (("inputs", 0), ["bias", "row", 1], "lists of 2 values"),
+        (("outputs",), [], "first output is 'd'"),
+        (("outputs", 0, 0), "y", "first output is 'd'"),
+        (("outputs", 0, 0), ["d"], "first output is 'd'"),
+        (("outputs", 0, 1), 4, "no node's index"),
+        (("outputs", 0, 1), -1, "no node's index"),
+        (("outputs", 0, 1), True, "no node's index"),
+        (("outputs", 0, 2), "row", "must be a tile"),
+        (("outputs", 0), ["d", 3, "col", "sum"], "cannot be a reduction"),
+        (("outputs", 1, 0), "bias", "taken"),
+        (("outputs", 1, 0), "d", "reserved"),
+        (("outputs", 1, 2), "tile", "a row or a column"),
+        (("outputs", 1, 2), "scalar", "a row or a column"),
+        (("outputs", 1, 3), "mean", "unknown reduction"),
+        (("outputs", 1, 3), ["sum"], "unknown reduction"),
+        (("outputs", 1, 3), 0, "unknown reduction"),
+    ],
+)
+def test_malformed_graphs_are_refused(path, value, reason):
+    with pytest.raises(ConfigError, match=reason):
+        Graph.from_json(changed(path, value))
+
+
+@pytest.mark.parametrize("data", [None, [], "graph", 3, {}, {"inputs": [], "nodes": []}, BIAS_RELU | {"extra": 1}])
+def test_what_is_no_graph_at_all_is_refused(data):
+    with pytest.raises(ConfigError, match="fields inputs, nodes and outputs"):
+        Graph.from_json(data)
+
+
+def test_the_accumulator_must_be_used():
+    with pytest.raises(ConfigError, match="accumulator"):
+        Graph((Input("bias", Kind.ROW),), (Node("input", (), "bias"),), (Output("d", 0),))
+
+
+def test_a_graph_of_lists_is_refused():
+    with pytest.raises(ConfigError, match="nodes are a tuple"):
+        Graph((), [Node("acc")], (Output("d", 0),))  # type: ignore[arg-type]
+
+
+def test_limits():
+    chain = (Node("acc"), *(Node("neg", (i,)) for i in range(MAX_NODES)))
+    with pytest.raises(ConfigError, match=f"at most {MAX_NODES} nodes"):
+        Graph((), chain, (Output("d", MAX_NODES),))
+    with pytest.raises(ConfigError, match=f"at most {MAX_INPUTS} inputs"):
+        Graph(tuple(Input(f"x{i}", Kind.ROW) for i in range(MAX_INPUTS + 1)), (Node("acc"),), (Output("d", 0),))
+    with pytest.raises(ConfigError, match=f"at most {MAX_OUTPUTS} outputs"):
+        Graph((), (Node("acc"),), (Output("d", 0), *(Output(f"y{i}", 0) for i in range(MAX_OUTPUTS))))
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["acc", "input", "const", "add", "cast", "bf16", "nan", "row", "tile", "sum", "d", "bias"]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(epilogues(max_steps=5), st.data())
+def test_a_tampered_graph_is_refused_or_is_another_canonical_graph(drawn, data):
+    tampered = drawn.graph.to_json()
+    place, steps = tampered, []
+    # Walk to a random place and put something else there.
+    while True:
+        keys = sorted(place) if isinstance(place, dict) else list(range(len(place)))
+        if not keys:
+            break
+        key = data.draw(st.sampled_from(keys))
+        steps.append(key)
+        if not isinstance(place[key], list) or data.draw(st.booleans()):
+            place[key] = data.draw(JSON | st.integers(-2, 8))
+            break
+        place = place[key]
+    try:
+        graph = Graph.from_json(tampered)
+    except ConfigError:
+        return
+    assert graph.to_json() == tampered
+
+
+@given(JSON, JSON, JSON)
+def test_arbitrary_json_never_raises_anything_else(inputs, nodes, outputs):
+    with pytest.raises(ConfigError):
+        Graph.from_json({"inputs": inputs, "nodes": nodes, "outputs": outputs})
+
+
+def test_deeply_nested_json_is_refused():
+    nested: list = []
+    for _ in range(5000):
+        nested = [nested]
+    for path in (
+        ("nodes", 2, 1),
+        ("nodes", 2, 2),
+        ("nodes", 2, 0),
+        ("inputs", 0, 0),
+        ("inputs", 0, 1),
+        ("outputs", 0, 1),
+    ):
+        with pytest.raises(ConfigError):
+            Graph.from_json(changed(path, nested))
+
+
+@pytest.mark.parametrize("name", ["bias", "x", "W", "residual_2", "rowScale", "x" * 64, "relu", "exp"])
+def test_good_names(name):
+    check_name(name, "input")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("", "ASCII"),
+        ("2x", "ASCII"),
+        ("_x", "ASCII"),
+        ("größe", "ASCII"),
+        ("x y", "ASCII"),
+        ("x\n", "ASCII"),
+        ("x;", "ASCII"),
+        ("a__b", "underscore"),
+        ("bias_", "underscore"),
+        ("INFINITY", "macros"),
+        ("M_PI", "macros"),
+        ("float", r"C\+\+ keyword"),
+        ("xor", r"C\+\+ keyword"),
+        ("lambda", "Python keyword"),
+        ("None", "Python keyword"),
+        ("acc", "reserved"),
+        ("d", "reserved"),
+        ("stream", "reserved"),
+        ("threadIdx", "reserved"),
+        ("x" * 65, "65 characters"),
+        (b"bias", "not a string"),
+    ],
+)
+def test_bad_names(name, reason):
+    with pytest.raises(ConfigError, match=reason):
+        check_name(name, "input")
+
+
+@pytest.mark.parametrize("name", sorted(CPP_KEYWORDS | RESERVED))
+def test_every_keyword_and_reserved_name_is_refused(name):
+    with pytest.raises(ConfigError, match="choose another name"):
+        check_name(name, "output")

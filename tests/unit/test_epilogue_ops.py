@@ -1,0 +1,127 @@
+"""The table of operations and how constants and operations are spelled in C++."""
+
+import math
+import re
+import struct
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cutlass_ops.epilogue import functions
+from cutlass_ops.epilogue.graph import Node
+from cutlass_ops.epilogue.ops import OPS, cpp_expression, float_literal, to_fp32
+
+ROOT = Path(__file__).parents[2]
+
+
+def neighbours(value: float) -> tuple[Fraction, Fraction]:
+    """FP32 values below and above, the infinities as the next power of two."""
+    (bits,) = struct.unpack("<i", struct.pack("<f", abs(value)))
+    above = Fraction(2) ** 128 if bits == 0x7F7FFFFF else Fraction(struct.unpack("<f", struct.pack("<i", bits + 1))[0])
+    below = -above if bits == 0 else Fraction(struct.unpack("<f", struct.pack("<i", bits - 1))[0])
+    return (below, above) if value >= 0 else (-above, -below)
+
+
+def test_every_operation_has_a_function_in_the_language():
+    assert {name for name in OPS if not hasattr(functions, name)} == {"gelu_tanh"}
+
+
+def test_the_language_does_not_import_torch():
+    for path in (ROOT / "cutlass_ops/epilogue").glob("*.py"):
+        assert not re.search(r"^\s*(import|from) (torch|numpy)", path.read_text(encoding="utf-8"), re.MULTILINE), path
+
+
+def test_every_device_function_is_defined_in_the_header():
+    header = (ROOT / "templates/include/cutlass_ops/epilogue_math.h").read_text()
+    defined = set(re.findall(r"CUTLASS_DEVICE float (\w+)\(", header))
+    named = {info.cpp.removeprefix("cutlass_ops::") for info in OPS.values() if "::" in info.cpp}
+    assert named | {"infinity", "nan"} <= defined
+
+
+def test_every_operation_is_documented():
+    text = (ROOT / "docs/epilogues.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| .*? \| (.* \| .*) \|$", text, re.MULTILINE))
+    assert rows == {name: f"{info.formula} | `{info.torch}`" for name, info in OPS.items()}
+
+
+@given(st.floats(allow_nan=False))
+def test_to_fp32_rounds_as_pytorch_does(value):
+    assert to_fp32(value) == torch.tensor(value, dtype=torch.float64).to(torch.float32).item()
+
+
+def test_to_fp32_keeps_nan_and_the_sign_of_zero():
+    assert math.isnan(to_fp32(math.nan))
+    assert to_fp32(-0.0).hex() == "-0x0.0p+0"
+
+
+@given(st.floats(width=32, allow_nan=False, allow_infinity=False))
+def test_a_literal_is_read_back_exactly(value):
+    text = float_literal(value).strip("()")
+    assert re.fullmatch(r"-?\d+(\.\d+)?(e[+-]\d+)?f", text)
+    decimal = Fraction(text.removesuffix("f"))
+    below, above = neighbours(value)
+    # Strictly nearer than halfway to either neighbour, so any correct compiler reads this value.
+    assert (below + Fraction(value)) / 2 < decimal < (above + Fraction(value)) / 2
+    assert text.startswith("-") == (math.copysign(1, value) < 0)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0.0f"),
+        (-0.0, "(-0.0f)"),
+        (1.0, "1.0f"),
+        (-0.5, "(-0.5f)"),
+        (to_fp32(0.1), "0.1f"),
+        (to_fp32(0.044715), "0.044715f"),
+        (to_fp32(1 / 3), "0.33333334f"),
+        (16777216.0, "16777216.0f"),
+        (1e10, "1e+10f"),
+        (to_fp32(3.4028234663852886e38), "3.4028235e+38f"),
+        (2.0**-149, "1e-45f"),
+        (math.inf, "cutlass_ops::infinity()"),
+        (-math.inf, "(-cutlass_ops::infinity())"),
+        (math.nan, "cutlass_ops::nan()"),
+    ],
+)
+def test_literals(value, text):
+    assert float_literal(value) == text
+
+
+def test_a_literal_that_fp32_cannot_hold_is_refused():
+    with pytest.raises(ValueError, match="not an FP32 value"):
+        float_literal(0.1)
+
+
+@pytest.mark.parametrize(
+    ("node", "args", "text"),
+    [
+        (Node("add", (0, 1)), ("x", "y"), "(x + y)"),
+        (Node("sub", (0, 1)), ("x", "(-0.5f)"), "(x - (-0.5f))"),
+        (Node("neg", (0,)), ("x",), "(-x)"),
+        (Node("neg", (0,)), ("(-0.5f)",), "(-(-0.5f))"),
+        (Node("div", (0, 1)), ("1.0f", "x"), "(1.0f / x)"),
+        (Node("relu", (0,)), ("x",), "cutlass_ops::relu(x)"),
+        (Node("maximum", (0, 1)), ("x", "0.0f"), "cutlass_ops::maximum(x, 0.0f)"),
+        (Node("cast", (0,), "bf16"), ("x",), "cutlass_ops::cast<cutlass::bfloat16_t>(x)"),
+        (Node("cast", (0,), "f16"), ("x",), "cutlass_ops::cast<cutlass::half_t>(x)"),
+        (Node("const", (), 0.25), (), "0.25f"),
+    ],
+)
+def test_expressions(node, args, text):
+    assert cpp_expression(node, args) == text
+
+
+@pytest.mark.parametrize("name", ["acc", "input", "system", "x); //"])
+def test_what_is_no_operation_has_no_expression(name):
+    with pytest.raises(ValueError, match="no operation"):
+        cpp_expression(Node(name), ())
+
+
+def test_a_wrong_number_of_arguments_is_refused():
+    with pytest.raises(ValueError, match="add takes 2 arguments, not 1"):
+        cpp_expression(Node("add", (0, 1)), ("x",))

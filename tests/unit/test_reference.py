@@ -1,0 +1,403 @@
+"""The PyTorch reference against arithmetic that shares nothing with it."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cutlass_ops import reference
+from cutlass_ops.epilogue import functions
+from cutlass_ops.epilogue.ops import OPS
+from cutlass_ops.epilogue.trace import epilogue
+from cutlass_ops.epilogue.values import Col, Row, Scalar, Tile
+from cutlass_ops.reference import evaluate, gemm_reference
+from tests.strategies import programs
+
+NAN, INF = math.nan, math.inf
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x)) if x > -700 else 0.0
+
+
+# The formulas of docs/epilogues.md in Python's FP64 arithmetic.
+FORMULAS = {
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x - y,
+    "mul": lambda x, y: x * y,
+    "div": lambda x, y: x / y,
+    "neg": lambda x: -x,
+    "minimum": min,
+    "maximum": max,
+    "abs": abs,
+    "square": lambda x: x * x,
+    "sqrt": math.sqrt,
+    "rsqrt": lambda x: 1 / math.sqrt(x),
+    "exp": math.exp,
+    "tanh": math.tanh,
+    "sigmoid": sigmoid,
+    "relu": lambda x: max(x, 0.0),
+    "leaky_relu": lambda x, y: x if x > 0 else x * y,
+    "gelu": lambda x: x / 2 * (1 + math.erf(x / math.sqrt(2))),
+    "gelu_tanh": lambda x: x / 2 * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "silu": lambda x: x * sigmoid(x),
+    "hardswish": lambda x: x * min(max(x + 3, 0), 6) / 6,
+}
+POINTS = (-80.0, -6.5, -3.0, -2.9, -1.0, -0.3, 0.0, 1e-6, 0.5, 1.0, 2.5, 3.0, 3.1, 7.0, 80.0)
+
+
+def function_of(name):
+    return (lambda x: functions.gelu(x, approximate="tanh")) if name == "gelu_tanh" else getattr(functions, name)
+
+
+def unary(function):
+    """Trace a function of one value as an epilogue."""
+
+    def f(acc):
+        return function(acc)
+
+    return epilogue(f)
+
+
+def binary(function):
+    """Trace a function of two values as an epilogue of the accumulator and a tile."""
+
+    def f(acc, other: Tile):
+        return function(acc, other)
+
+    return epilogue(f)
+
+
+def apply(traced, x, other=None, dtype=torch.float32):
+    """Evaluate an epilogue on a list of accumulator values, as a row of D."""
+    inputs = {} if other is None else {"other": torch.tensor([other], dtype=dtype)}
+    return evaluate(traced.graph, torch.tensor([x], dtype=dtype), inputs, dtype)["d"][0].tolist()
+
+
+def test_the_table_is_complete():
+    assert set(reference._FUNCTIONS) | {"cast"} == set(OPS) == set(FORMULAS) | {"cast"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", sorted(FORMULAS))
+def test_operations_follow_their_formulas(name, dtype):
+    formula, function = FORMULAS[name], function_of(name)
+    points = [x for x in POINTS if x > 0] if name in ("sqrt", "rsqrt") else POINTS
+    if OPS[name].arity == 1:
+        found = apply(unary(function), points, dtype=dtype)
+        expected = [formula(x) for x in points]
+    else:
+        others = [1.5, -0.25, 2.0, -3.0, 0.125] * 3
+        found = apply(binary(function), points, others, dtype)
+        expected = [formula(x, y) for x, y in zip(points, others, strict=True)]
+    tolerance = {torch.float32: 4e-6, torch.float64: 1e-13}[dtype]
+    # The absolute part is for the cancellation in 1 + tanh and 1 + erf.
+    assert found == pytest.approx(expected, rel=tolerance, abs=tolerance / 10)
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_is_pytorchs(approximate):
+    x = torch.linspace(-12, 12, 4001, dtype=torch.float64)
+    graph = unary(lambda v: functions.gelu(v, approximate)).graph
+    expected = torch.nn.functional.gelu(x, approximate=approximate)
+    for dtype, tolerance in ((torch.float32, 2e-6), (torch.float64, 1e-15)):
+        found = evaluate(graph, x[None].to(dtype), {}, dtype)["d"][0]
+        torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance / 2)
+
+
+def test_fp64_is_really_fp64():
+    def f(acc, scale: Scalar):
+        return functions.exp(acc * scale) / 3.0
+
+    acc = torch.full((1, 1), 1.0, dtype=torch.float64)
+    found = evaluate(epilogue(f).graph, acc, {"scale": torch.tensor(0.7, dtype=torch.float64)}, torch.float64)["d"]
+    assert found.dtype == torch.float64
+    assert found.item() == pytest.approx(math.exp(0.7) / 3, rel=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("function", "x", "expected"),
+    [
+        (functions.relu, [NAN, INF, -INF], [NAN, INF, 0.0]),
+        (lambda x: functions.leaky_relu(x, 0.5), [NAN, INF, -INF, -4.0], [NAN, INF, -INF, -2.0]),
+        (lambda x: functions.clamp(x, -1, 2), [NAN, INF, -INF, 0.5], [NAN, 2.0, -1.0, 0.5]),
+        (lambda x: functions.clamp(x, min=0), [NAN, INF, -INF], [NAN, INF, 0.0]),
+        (lambda x: functions.clamp(x, max=0), [NAN, INF, -INF], [NAN, 0.0, -INF]),
+        (lambda x: functions.clamp(x, 2, -1), [NAN, 5.0, -5.0, 0.0], [NAN, -1.0, -1.0, -1.0]),
+        (lambda x: functions.clamp(x, NAN, 1), [0.0, INF], [NAN, NAN]),
+        (functions.abs, [NAN, INF, -INF], [NAN, INF, INF]),
+        (functions.sqrt, [NAN, INF, -1.0], [NAN, INF, NAN]),
+        (functions.rsqrt, [NAN, INF, 0.0, -1.0], [NAN, 0.0, INF, NAN]),
+        (functions.exp, [NAN, INF, -INF, 100.0], [NAN, INF, 0.0, INF]),
+        (functions.tanh, [NAN, INF, -INF], [NAN, 1.0, -1.0]),
+        (functions.sigmoid, [NAN, INF, -INF, -200.0], [NAN, 1.0, 0.0, 0.0]),
+        (functions.silu, [NAN, INF], [NAN, INF]),
+        (functions.gelu, [NAN, INF], [NAN, INF]),
+        (lambda x: functions.gelu(x, "tanh"), [NAN, INF], [NAN, INF]),
+        (functions.hardswish, [NAN, INF, -100.0], [NAN, INF, 0.0]),
+        (lambda x: functions.cast(x, "f16"), [NAN, INF, 7e4, 1e-9], [NAN, INF, INF, 0.0]),
+    ],
+)
+def test_nan_and_infinity_of_one_argument(function, x, expected):
+    assert apply(unary(function), x) == pytest.approx(expected, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (functions.maximum, [NAN, NAN, NAN, INF, 1.0]),
+        (functions.minimum, [NAN, NAN, NAN, 1.0, -INF]),
+        (functions.add, [NAN, NAN, NAN, INF, -INF]),
+    ],
+)
+def test_nan_and_infinity_of_two_arguments(function, expected):
+    left, right = [NAN, 1.0, NAN, INF, -INF], [1.0, NAN, NAN, 1.0, 1.0]
+    assert apply(binary(function), left, right) == pytest.approx(expected, nan_ok=True)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("f16", torch.float16)])
+def test_cast_rounds_to_nearest_even(name, dtype):
+    step = torch.finfo(dtype).eps
+    x = [1 + step / 2, 1 + 3 * step / 2, 1 + 0.51 * step, 1 + 0.49 * step, -1 - 0.51 * step]
+    expected = [1.0, 1 + 2 * step, 1 + step, 1.0, -1 - step]
+    assert apply(unary(lambda v: functions.cast(v, name)), x) == expected
+
+
+def test_broadcasting_of_each_kind():
+    def f(acc, row: Row, col: Col, tile: Tile, scalar: Scalar):
+        return acc + 10.0 * row + 100.0 * col + 1000.0 * tile + 10000.0 * scalar
+
+    # A square result, so that a row taken for a column would go unnoticed by shapes.
+    m = n = 3
+    acc = torch.arange(9.0).view(m, n)
+    row, col, tile = torch.tensor([1.0, 2, 3]), torch.tensor([4.0, 5, 6]), torch.arange(9.0).view(m, n).flip(0)
+    expected = [
+        [acc[i, j] + 10 * row[j] + 100 * col[i] + 1000 * tile[i, j] + 10000 * 2 for j in range(n)] for i in range(m)
+    ]
+    for scalar in (2, 2.0, torch.tensor(2.0), torch.tensor(2.0, dtype=torch.float16)):
+        inputs = {"row": row, "col": col.to(torch.bfloat16), "tile": tile.half(), "scalar": scalar}
+        assert evaluate(epilogue(f).graph, acc, inputs)["d"].tolist() == expected
+
+
+def test_a_python_scalar_is_rounded_to_fp32_as_at_a_launch():
+    def f(acc, scale: Scalar):
+        return acc * scale
+
+    one = torch.ones(1, 1, dtype=torch.float64)
+    assert evaluate(epilogue(f).graph, one, {"scale": 0.1}, torch.float64)["d"].item() == torch.tensor(0.1).item()
+
+
+def test_constants_are_those_of_fp32_at_every_precision():
+    one = torch.ones(1, 1, dtype=torch.float64)
+    assert evaluate(unary(lambda x: x * 0.1).graph, one, {}, torch.float64)["d"].item() == torch.tensor(0.1).item()
+
+
+REDUCTIONS = [
+    ("sum", lambda values: sum(values)),
+    ("sum_square", lambda values: sum(v * v for v in values)),
+    ("max", max),
+]
+
+
+@pytest.mark.parametrize(("name", "expected"), REDUCTIONS)
+def test_reductions(name, expected):
+    reduce = getattr(functions, name)
+
+    def f(acc):
+        return {"d": acc, "rows": reduce(acc, 1), "cols": reduce(acc, 0)}
+
+    acc = torch.tensor([[1.0, -2.0, 3.0], [-4.0, -5.0, -6.0]])
+    found = evaluate(epilogue(f).graph, acc, {})
+    assert found["rows"].tolist() == [expected(row) for row in acc.tolist()]
+    assert found["cols"].tolist() == [expected(col) for col in acc.T.tolist()]
+
+
+def test_reductions_of_a_broadcast_count_every_element():
+    def f(acc, bias: Row):
+        return {"d": acc, "rows": functions.sum(bias, 1), "cols": functions.sum(bias, 0)}
+
+    found = evaluate(epilogue(f).graph, torch.zeros(4, 2), {"bias": torch.tensor([1.0, 2.0])})
+    assert found["rows"].tolist() == [3.0] * 4
+    assert found["cols"].tolist() == [4.0, 8.0]
+
+
+def test_reductions_pass_nan_on():
+    def f(acc):
+        return {"d": acc, "rows": functions.max(acc, 1)}
+
+    assert math.isnan(evaluate(epilogue(f).graph, torch.tensor([[1.0, NAN, 2.0]]), {})["rows"].item())
+
+
+@pytest.mark.parametrize(("m", "n"), [(0, 3), (3, 0), (0, 0)])
+def test_empty_results(m, n):
+    def f(acc, bias: Row, gate: Col):
+        x = acc * gate + bias
+        outputs = {"d": x}
+        for name, _ in REDUCTIONS:
+            outputs[f"{name}_rows"] = getattr(functions, name)(x, 1)
+            outputs[f"{name}_cols"] = getattr(functions, name)(x, 0)
+        return outputs
+
+    found = evaluate(epilogue(f).graph, torch.empty(m, n), {"bias": torch.ones(n), "gate": torch.ones(m)})
+    assert found["d"].shape == (m, n)
+    for name, empty in (("sum", 0.0), ("sum_square", 0.0), ("max", -INF)):
+        assert found[f"{name}_rows"].tolist() == [empty] * m
+        assert found[f"{name}_cols"].tolist() == [empty] * n
+
+
+@given(programs(), st.integers(1, 5), st.integers(1, 5), st.integers(0, 2**31), st.booleans())
+@settings(deadline=None)
+def test_drawn_epilogues_equal_pytorch(program, m, n, seed, double):
+    dtype = torch.float64 if double else torch.float32
+    acc, inputs = program.tensors(m, n, seed, torch.bfloat16)
+    found = evaluate(program.epilogue().graph, acc, inputs, dtype)
+    expected = program.evaluate(acc, inputs, dtype)
+    assert list(found) == list(expected)
+    for name in found:
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0, equal_nan=True)
+
+
+@given(programs(tame=True), st.integers(0, 2**31))
+@settings(deadline=None)
+def test_tame_epilogues_are_well_conditioned(program, seed):
+    acc, inputs = program.tensors(4, 3, seed)
+    graph = program.epilogue().graph
+    single, double = evaluate(graph, acc, inputs), evaluate(graph, acc, inputs, torch.float64)
+    for name in single:
+        assert single[name].isfinite().all()
+        torch.testing.assert_close(single[name].double(), double[name], rtol=1e-5, atol=1e-5)
+
+
+def test_gemm_rounds_once():
+    def f(acc, bias: Row):
+        x = acc + bias
+        return {"d": x * 3.0, "pre": x, "total": functions.sum(x, 1)}
+
+    # x is no BF16 value and rounds to 1: rounding before the multiplication by 3 would give 3.
+    x = 1 + 3 * 2.0**-10
+    a, b = torch.tensor([[1.0, 3 * 2.0**-10]]).bfloat16(), torch.tensor([[1.0], [1.0]]).bfloat16()
+    inputs = {"bias": torch.tensor([0.0])}
+    found = gemm_reference(a, b, epilogue(f).graph, inputs, d_dtype=torch.bfloat16)
+    assert {name: t.dtype for name, t in found.items()} == {
+        "d": torch.bfloat16,
+        "pre": torch.bfloat16,
+        "total": torch.float32,
+    }
+    assert found["d"].item() == 3 + 2.0**-6
+    assert found["pre"].item() == 1
+    assert found["total"].item() == x
+    chosen = gemm_reference(
+        a,
+        b,
+        epilogue(f).graph,
+        inputs,
+        d_dtype=torch.float32,
+        output_dtypes={"pre": torch.float16, "total": torch.bfloat16},
+    )
+    assert [t.dtype for t in chosen.values()] == [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(5, 7, 3), (1, 1, 1), (4, 3, 0), (0, 3, 2), (3, 0, 2)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gemm_of_every_major_equals_pytorch(m, n, k, dtype):
+    def f(acc, bias: Row, residual: Tile):
+        return functions.relu(acc + bias) + residual
+
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(k, m, generator=generator).to(dtype).T
+    b = torch.randn(k, 2 * n, generator=generator).to(dtype)[:, ::2]
+    bias, residual = torch.randn(n, generator=generator), torch.randn(m, n, generator=generator)
+    inputs = {"bias": bias, "residual": residual}
+    found = gemm_reference(a, b, epilogue(f).graph, inputs, d_dtype=torch.float32)["d"]
+    exact = torch.relu(a.double() @ b.double() + bias) + residual
+    assert found.shape == (m, n)
+    assert found.is_contiguous()
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+    oracle = gemm_reference(a, b, epilogue(f).graph, inputs, d_dtype=torch.float64, compute_dtype=torch.float64)["d"]
+    torch.testing.assert_close(oracle, exact, rtol=1e-14, atol=1e-14)
+
+
+def test_outputs_never_share_memory_with_inputs():
+    def f(acc, residual: Tile, bias: Row):
+        return {"d": acc, "copy": residual, "wide": bias}
+
+    residual, bias = torch.ones(2, 3), torch.ones(3)
+    found = gemm_reference(
+        torch.ones(2, 1),
+        torch.ones(1, 3),
+        epilogue(f).graph,
+        {"residual": residual, "bias": bias},
+        d_dtype=torch.float32,
+    )
+    found["copy"].zero_()
+    found["wide"][0, 0] = 5.0
+    assert residual.sum() == 6
+    assert bias.sum() == 3
+    assert found["wide"][1, 0] == 1
+
+
+def test_gradients_flow():
+    a = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    b, bias = torch.randn(3, 4, dtype=torch.float64), torch.randn(4, dtype=torch.float64, requires_grad=True)
+
+    def f(acc, bias: Row):
+        return functions.gelu(acc + bias)
+
+    def run(a, bias):
+        return gemm_reference(
+            a, b, epilogue(f).graph, {"bias": bias}, d_dtype=torch.float64, compute_dtype=torch.float64
+        )["d"]
+
+    assert torch.autograd.gradcheck(run, (a, bias))
+
+
+class TestErrors:
+    @staticmethod
+    def graph():
+        def f(acc, bias: Row, gate: Col, residual: Tile, scale: Scalar):
+            return acc * scale * gate + bias + residual
+
+        return epilogue(f).graph
+
+    @pytest.mark.parametrize(
+        ("changes", "problem"),
+        [
+            ({"bias": None}, r"inputs are \(bias, gate, residual, scale\): the call lacks bias"),
+            ({"extra": torch.ones(3)}, "has no extra"),
+            (
+                {"bias": torch.ones(2)},
+                r"bias is a row and must have shape \(3,\) for .* \(2, 3\), not \(2,\)",
+            ),
+            ({"bias": torch.ones(1, 3)}, "bias is a row"),
+            ({"bias": 1.0}, "bias is a row"),
+            ({"gate": torch.ones(3)}, r"gate is a col and must have shape \(2,\)"),
+            ({"residual": torch.ones(3)}, r"residual is a tile and must have shape \(2, 3\)"),
+            ({"residual": torch.ones(3, 2)}, "residual is a tile"),
+            ({"scale": torch.ones(1)}, r"scale is a scalar and must have shape \(\)"),
+        ],
+    )
+    def test_inputs(self, changes, problem):
+        inputs = {"bias": torch.ones(3), "gate": torch.ones(2), "residual": torch.ones(2, 3), "scale": 1.0} | changes
+        inputs = {name: value for name, value in inputs.items() if value is not None}
+        with pytest.raises(ValueError, match=problem):
+            evaluate(self.graph(), torch.ones(2, 3), inputs)
+
+    def test_operands(self):
+        graph = unary(functions.relu).graph
+        with pytest.raises(ValueError, match=r"\(M, K\) and \(K, N\), not \(2, 3\) and \(2, 3\)"):
+            gemm_reference(torch.ones(2, 3), torch.ones(2, 3), graph, {}, d_dtype=torch.float32)
+        with pytest.raises(ValueError, match=r"\(M, K\) and \(K, N\)"):
+            gemm_reference(torch.ones(3), torch.ones(3, 2), graph, {}, d_dtype=torch.float32)
+        with pytest.raises(ValueError, match="two dimensions"):
+            evaluate(graph, torch.ones(3), {})
+        with pytest.raises(ValueError, match="output_dtypes names d, y"):
+            gemm_reference(
+                torch.ones(2, 3),
+                torch.ones(3, 2),
+                graph,
+                {},
+                d_dtype=torch.float32,
+                output_dtypes={"y": torch.float32, "d": torch.float32},
+            )
