@@ -1,0 +1,114 @@
+"""Proof from the machine code itself that a kernel uses the Tensor Cores.
+
+The opcodes are decoded here, from the artifact's own bytes. That always works: no toolkit needs to bring cuobjdump or
+nvdisasm (the minimal ones do not), nothing is started, and a deployed kernel can be examined where no toolkit is.
+It is possible because artifacts hold their machine code uncompressed, and because from sm_70 on every instruction
+has 16 bytes, of which the lowest 9 bits are the opcode without its operand form.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from cutlass_ops import arch
+from cutlass_ops.errors import CompileError
+from cutlass_ops.spec import KernelSpec
+
+# Read off nvdisasm 13.5's output for kernels by nvcc 13.0 and 13.5 for sm_80, sm_86, sm_89, sm_90 and sm_90a; no other
+# instruction in them shares these bits. tests/unit/test_sass.py compares with nvdisasm again, where there is one.
+OPCODES: dict[int, str] = {
+    0x037: "IMMA",
+    0x03C: "HMMA",
+    0x03F: "DMMA",
+    0x183: "LDL",
+    0x187: "STL",
+    0x1AE: "LDGSTS",
+    0x1B4: "UTMALDG",
+    0x1B5: "UTMASTG",
+    0x1B6: "UTMAREDG",
+    0x1BA: "UBLKCP",
+    0x1F0: "HGMMA",
+    0x1F1: "IGMMA",
+    0x1F3: "QGMMA",
+}
+
+_ELF = b"\x7fELF"
+_EM_CUDA = 190
+_SHF_EXECINSTR = 4
+_SECTION = struct.Struct("<IIQQQQ")  # name, type, flags, address, offset, size: the head of an ELF64 section header
+
+
+def cubins(library: bytes) -> Iterator[bytes]:
+    """Yield the machine-code images inside a shared library, each followed by whatever comes after it there."""
+    # The first header is the library's own.
+    at = library.find(_ELF, len(_ELF))
+    while at != -1:
+        if library[at + 18 : at + 20] == _EM_CUDA.to_bytes(2, "little"):
+            yield library[at:]
+        at = library.find(_ELF, at + len(_ELF))
+
+
+def count_opcodes(library: Path) -> dict[str, int]:
+    """Count the instructions of :data:`OPCODES` in a shared library.
+
+    Raises
+    ------
+    CompileError
+        If the library holds no readable machine code.
+    """
+    counts: Counter[str] = Counter()
+    sections = 0
+    try:
+        for image in cubins(library.read_bytes()):
+            for code in _code_sections(image):
+                sections += 1
+                counts.update(
+                    OPCODES[op] for low, _ in struct.iter_unpack("<QQ", code) if (op := low & 0x1FF) in OPCODES
+                )
+    except struct.error as exc:
+        raise CompileError(f"the machine code in {library} cannot be read: {exc}") from None
+    if not sections:
+        raise CompileError(f"{library} holds no uncompressed GPU machine code")
+    return dict(sorted(counts.items()))
+
+
+def _code_sections(image: bytes) -> Iterator[bytes]:
+    (table,) = struct.unpack_from("<Q", image, 0x28)
+    entry_size, entries = struct.unpack_from("<HH", image, 0x3A)
+    for index in range(entries):
+        _, _, flags, _, offset, size = _SECTION.unpack_from(image, table + index * entry_size)
+        if flags & _SHF_EXECINSTR:
+            code = image[offset : offset + size]
+            if len(code) != size:
+                raise struct.error("a code section ends beyond the file")
+            yield code
+
+
+def prove_tensor_cores(library: Path, spec: KernelSpec) -> dict[str, int]:
+    """Return a kernel's opcode counts, once they show the instructions that its declaration promises.
+
+    An Sm90 configuration promises ``wgmma`` (HGMMA), and bulk tensor copies (UTMALDG) of the operands that TMA can
+    address; an Sm80 configuration promises ``mma.sync`` (HMMA).
+
+    Raises
+    ------
+    CompileError
+        If an expected instruction is missing: the kernel would run, but not as declared.
+    """
+    counts = count_opcodes(library)
+    target = arch.target(spec.target)
+    if spec.sm90 is None:
+        expected = [target.mma_opcode]
+    else:
+        expected = [target.wgmma_opcode] + ["UTMALDG"] * (spec.a.aligned and spec.b.aligned)
+    missing = [op for op in expected if not counts.get(op)]
+    if missing:
+        found = ", ".join(f"{n} {op}" for op, n in counts.items()) or "none of the instructions looked for"
+        raise CompileError(
+            f"the machine code for {spec.target} holds no {' and no '.join(missing)} instruction, which a "
+            f"{spec.config.arch} configuration must use; it holds {found}"
+        )
+    return counts

@@ -1,0 +1,94 @@
+"""A compiler that takes no time, so that what surrounds a compilation can be tested thousands of times."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+from cutlass_ops import toolchain
+from cutlass_ops.config import Sm80Config, Sm90Config, ThreadblockShape, WarpShape
+from cutlass_ops.epilogue.graph import Graph, Kind, Node, Output
+from cutlass_ops.spec import KernelSpec
+from cutlass_ops.toolchain import Toolchain
+
+HMMA, HGMMA, UTMALDG, FFMA = 0x723C, 0x79F0, 0x75B4, 0x7223
+
+IDENTITY = Graph((), (Node("acc"),), (Output("d", 0, Kind.TILE),))
+
+_NVCC = """#!/bin/sh
+here=$(cd "$(dirname "$0")/.." && pwd)
+case " $* " in
+    *" --version "*) cat "$here/version"; exit $?;;
+    *" --dryrun "*) echo "#\\$ TOP=$here/bin/.."; exit 0;;
+esac
+while [ $# -gt 0 ]; do [ "$1" = -o ] && out=$2; last=$1; shift; done
+echo "$last" >> "$here/count"
+. "$here/behaviour"
+"""
+
+_GOOD = 'cat "$here/library" > "$out"; cat "$here/log"\n'
+
+LOG = """ptxas info    : 11 bytes gmem
+ptxas info    : Compiling entry function '_Z6kernelv' for 'sm_80'
+ptxas info    : Function properties for _Z6kernelv
+    8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 168 registers, used 2 barriers, 1024 bytes smem, 400 bytes cmem[0]
+ptxas info    : Compile time = 72.899 ms
+"""
+
+
+def elf(machine: int, code: bytes, tail: bytes = b"") -> bytes:
+    """An ELF64 file with one executable section, and ``tail`` behind it."""
+    header = struct.pack("<16sHHIQQQIHHHHHH", b"\x7fELF\x02\x01\x01", 1, machine, 1, 0, 0, 64, 0, 64, 0, 0, 64, 1, 0)
+    section = struct.pack("<IIQQQQIIQQ", 0, 1, 6, 0, 128, len(code), 0, 0, 16, 0)
+    return header + section + code + tail
+
+
+def library(*opcodes: int) -> bytes:
+    """Something like a kernel's shared library, as far as the store and the proof look at it."""
+    code = b"".join(struct.pack("<QQ", 0xABCD_0000 | op, 0) for op in opcodes)
+    return elf(62, b"", elf(190, code, b"tail"))
+
+
+class FakeToolkit:
+    """A toolkit folder whose nvcc does as told, and counts how often it compiled."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        for folder in ("bin", "include/nv", "lib"):
+            (root / folder).mkdir(parents=True)
+        for name in ("include/cuda_runtime.h", "include/nv/target", "lib/libcudart.so.13", "count"):
+            (root / name).touch()
+        self.nvcc = root / "bin" / "nvcc"
+        self.nvcc.write_text(_NVCC)
+        self.nvcc.chmod(0o755)
+        self.says_version("13.0.88")
+        self.makes(library(HMMA, FFMA, HMMA))
+
+    def says_version(self, version: str) -> None:
+        (self.root / "version").write_text(f"Cuda compilation tools, release 13.0, V{version}\n")
+
+    def makes(self, data: bytes, *, log: str = LOG, before: str = "") -> None:
+        (self.root / "library").write_bytes(data)
+        (self.root / "log").write_text(log)
+        self.does(before + _GOOD)
+
+    def does(self, script: str) -> None:
+        (self.root / "behaviour").write_text(script)
+
+    @property
+    def compilations(self) -> int:
+        return len((self.root / "count").read_text().splitlines())
+
+    def find(self) -> Toolchain:
+        return toolchain._examine(self.nvcc, "test", toolchain._find_host_compiler(), None)
+
+
+def sm80_spec(stages: int = 3, dtype: str = "bf16") -> KernelSpec:
+    config = Sm80Config(threadblock=ThreadblockShape(128, 128, 32), warp=WarpShape(64, 64, 32), stages=stages)
+    return KernelSpec(a=f"{dtype}.row", b=f"{dtype}.col", d=f"{dtype}.row", epilogue=IDENTITY, config=config)
+
+
+def sm90_spec(a: str = "bf16.row") -> KernelSpec:
+    config = Sm90Config(threadblock=ThreadblockShape(64, 128, 64))
+    return KernelSpec(a=a, b="bf16.col", d="bf16.row", epilogue=IDENTITY, config=config)

@@ -1,0 +1,269 @@
+import os
+import shlex
+import threading
+import time
+from concurrent.futures import CancelledError
+from pathlib import Path
+
+import pytest
+from fake_toolkit import FakeToolkit
+
+from cutlass_ops import _env, arch, toolchain
+from cutlass_ops.errors import CompileError, ToolchainError
+from cutlass_ops.toolchain import compile_flags, compile_kernel, find_toolchain
+
+SM80 = arch.target("sm_80")
+
+
+@pytest.fixture(autouse=True)
+def _bare(monkeypatch, tmp_path):
+    """A machine with a host compiler and nothing else."""
+    for variable in _env.VARIABLES:
+        monkeypatch.delenv(variable.name, raising=False)
+    host = tmp_path / "host"
+    host.mkdir()
+    for name in ("g++", "sh", "cat", "dirname", "sleep", "env"):
+        (host / name).symlink_to(toolchain.shutil.which(name))
+    monkeypatch.setenv("PATH", str(host))
+    monkeypatch.setattr(toolchain, "_wheel_bins", lambda: iter(()))
+
+
+@pytest.fixture
+def toolkit(tmp_path):
+    return FakeToolkit(tmp_path / "toolkit")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "kernel.cu").write_text("source")
+    return tmp_path / "work"
+
+
+def compile_(folder, toolkit, **more):
+    return compile_kernel(folder, "kernel.cu", "kernel.so", SM80, toolkit.find(), **more)
+
+
+def test_order(monkeypatch, tmp_path):
+    names = ("named", "home", "path", "on_path", "wheel")
+    kits = {name: FakeToolkit(tmp_path / name) for name in names}
+    monkeypatch.setattr(toolchain, "_wheel_bins", lambda: iter([kits["wheel"].nvcc.parent]))
+    monkeypatch.setenv("CUTLASS_OPS_NVCC", str(kits["named"].nvcc))
+    monkeypatch.setenv("CUDA_HOME", str(kits["home"].root))
+    monkeypatch.setenv("CUDA_PATH", str(kits["path"].root))
+    bare = os.environ["PATH"]
+    monkeypatch.setenv("PATH", f"{bare}:{kits['on_path'].nvcc.parent}")
+    found = []
+    for name in ("CUTLASS_OPS_NVCC", "CUDA_HOME", "CUDA_PATH", "PATH", None):
+        chain = find_toolchain()
+        found.append((chain.nvcc, chain.source))
+        if name == "PATH":
+            monkeypatch.setenv("PATH", bare)
+        elif name:
+            monkeypatch.delenv(name)
+    sources = ("CUTLASS_OPS_NVCC", "CUDA_HOME", "CUDA_PATH", "PATH", "PyPI wheels")
+    assert found == [(kits[name].nvcc, source) for name, source in zip(names, sources, strict=True)]
+
+
+def test_what_a_toolchain_says(toolkit, monkeypatch):
+    monkeypatch.setenv("CUDA_HOME", str(toolkit.root))
+    chain = find_toolchain()
+    assert chain.nvcc_version == "13.0.88"
+    assert chain.include_dirs == (toolkit.root / "include",)
+    assert chain.cudart == toolkit.root / "lib" / "libcudart.so.13"
+    assert chain.host_version.startswith("g++")
+    assert chain.cutlass_version == "4.2.0"
+    assert (chain.cutlass_dir / "tools" / "util" / "include" / "cutlass").is_dir()
+    assert (chain.tvm_ffi_dir / "include" / "tvm" / "ffi" / "c_api.h").is_file()
+    assert str(toolkit.root) not in str(chain.identity)
+
+
+def test_it_is_examined_once(toolkit, monkeypatch):
+    monkeypatch.setenv("CUDA_HOME", str(toolkit.root))
+    chain = find_toolchain()
+    monkeypatch.setattr(toolchain, "_output", None)
+    assert find_toolchain() is chain
+
+
+def test_nothing_found_names_the_command_that_installs(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "gone"))
+    with pytest.raises(ToolchainError, match=r'pip install "cutlass_ops\[toolkit\]"'):
+        find_toolchain()
+
+
+def test_a_named_nvcc_must_be_there(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUTLASS_OPS_NVCC", str(tmp_path / "nvcc"))
+    with pytest.raises(ToolchainError, match=r"CUTLASS_OPS_NVCC names .*not an executable"):
+        find_toolchain()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda kit: kit.says_version("11.8.89"), "version 11.8.89; 12.4 or later"),
+        (lambda kit: (kit.root / "version").write_text("hello"), "names no version"),
+        (lambda kit: (kit.root / "version").unlink(), "failed"),
+        (lambda kit: (kit.root / "include" / "nv" / "target").unlink(), "without the CUDA header nv/target"),
+        (lambda kit: kit.nvcc.write_text("not a program"), "cannot be run"),
+    ],
+)
+def test_unusable_toolkits(toolkit, monkeypatch, spoil, message):
+    spoil(toolkit)
+    monkeypatch.setenv("CUDA_HOME", str(toolkit.root))
+    with pytest.raises(ToolchainError, match=message):
+        find_toolchain()
+
+
+def test_host_compiler(toolkit, monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_HOME", str(toolkit.root))
+    monkeypatch.setenv("NVCC_CCBIN", str(tmp_path / "host"))
+    assert find_toolchain().host_compiler == tmp_path / "host" / "g++"
+    monkeypatch.setenv("NVCC_CCBIN", "no-such-compiler")
+    with pytest.raises(ToolchainError, match="NVCC_CCBIN names 'no-such-compiler'"):
+        find_toolchain()
+    monkeypatch.delenv("NVCC_CCBIN")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ToolchainError, match=r"apt-get install g\+\+"):
+        find_toolchain()
+
+
+def test_a_cutlass_checkout_is_part_of_the_identity(toolkit, monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_HOME", str(toolkit.root))
+    monkeypatch.setenv("CUTLASS_OPS_CUTLASS_DIR", str(tmp_path / "cutlass"))
+    with pytest.raises(ToolchainError, match=r"CUTLASS_OPS_CUTLASS_DIR names .*version\.h"):
+        find_toolchain()
+    header = tmp_path / "cutlass" / "include" / "cutlass" / "version.h"
+    header.parent.mkdir(parents=True)
+    header.write_text("#define CUTLASS_MAJOR 4\n#define CUTLASS_MINOR 9\n")
+    with pytest.raises(ToolchainError, match="names no version"):
+        find_toolchain()
+    header.write_text("#define CUTLASS_MAJOR 4\n#define CUTLASS_MINOR 9\n#define CUTLASS_PATCH 1\n")
+    first = find_toolchain().cutlass_version
+    assert first.startswith("4.9.1+")
+    (header.parent / "gemm.hpp").write_text("edited")
+    toolchain._examine.cache_clear()
+    assert find_toolchain().cutlass_version != first
+
+
+def test_flags_name_no_path_of_this_machine():
+    assert not [flag for flag in compile_flags(SM80) if "/" in flag and not flag.startswith("-Iinc/")]
+    assert "-gencode=arch=compute_80,code=sm_80" in compile_flags(SM80)
+
+
+def test_resources_are_read_from_the_log(folder, toolkit):
+    compiled = compile_(folder, toolkit)
+    assert compiled.seconds > 0
+    assert compiled.resources == (
+        {
+            "function": "_Z6kernelv",
+            "registers": 168,
+            "static_shared_memory": 1024,
+            "stack": 8,
+            "spill_stores": 4,
+            "spill_loads": 12,
+        },
+    )
+
+
+def test_the_compiler_sees_links_and_no_hidden_inputs(folder, toolkit, monkeypatch):
+    for name in toolchain._HIDDEN_INPUTS:
+        monkeypatch.setenv(name, "smuggled")
+    monkeypatch.setenv("NVCC_CCBIN", "g++")
+    toolkit.does(
+        "[ -f inc/cutlass/cutlass/cutlass.h ] && [ -f inc/tvm_ffi/tvm/ffi/c_api.h ] && [ -d inc/cutlass_ops ]"
+        ' && [ -f lib/libtvm_ffi.so ] && [ -f lib/libcudart.so ] && [ "$TMPDIR" = "$PWD/tmp" ] && [ -d "$TMPDIR" ]'
+        ' && ! env | grep smuggled && echo > "$out"'
+    )
+    (Path(os.environ["PATH"]) / "grep").symlink_to("/usr/bin/grep")
+    compile_(folder, toolkit)
+
+
+@pytest.mark.parametrize(
+    ("log", "first"),
+    [
+        (
+            "In file included from kernel.cu:2:\nkernel.cu:1:10: fatal error: nope.h: No such file or directory\nmore",
+            "kernel.cu:1:10: fatal error: nope.h: No such file or directory",
+        ),
+        (
+            'a.h(3): warning #177-D: unused\nb.hpp(94): error: static assertion failed with "Could not"\nc(1): error: x',
+            'b.hpp(94): error: static assertion failed with "Could not"',
+        ),
+        ("kernel.cu(1): error #20: identifier undefined", "kernel.cu(1): error #20: identifier undefined"),
+        ("ptxas fatal   : Unresolved extern function 'f'", "ptxas fatal   : Unresolved extern function 'f'"),
+        ("nvcc fatal   : Unsupported gpu", "nvcc fatal   : Unsupported gpu"),
+        ("/usr/bin/ld: cannot find -lcudart\ncollect2: error: ld returned 1", "/usr/bin/ld: cannot find -lcudart"),
+        ("x: No space left on device", "x: No space left on device"),
+        ("Killed", "nvcc failed with status 3: Killed"),
+        ("", "nvcc failed with status 3 and said nothing"),
+    ],
+)
+def test_the_first_real_error_is_shown(folder, toolkit, log, first):
+    toolkit.does(f"printf '%s' {shlex.quote(log)}; exit 3")
+    with pytest.raises(CompileError) as caught:
+        compile_(folder, toolkit)
+    shown, command = str(caught.value).split("\n")
+    assert shown == first
+    assert command.startswith(f"  command: cd {folder} && {toolkit.nvcc} ")
+
+
+@pytest.mark.parametrize("code", ["C7510", "C7508"])
+def test_slow_code_is_an_error(folder, toolkit, code):
+    notice = f"ptxas info    : ({code}) Potential Performance Loss: ..."
+    toolkit.does(f'echo > "$out"; echo "{notice}"')
+    with pytest.raises(CompileError, match=rf"\({code}\) Potential"):
+        compile_(folder, toolkit)
+
+
+def _ended(pid_file):
+    pid = int(pid_file.read_text())
+    for _ in range(100):
+        try:
+            # A killed child of a killed parent may wait for init to take notice of it.
+            if Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] == "Z":
+                return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_timeout_ends_the_compiler_and_its_children(folder, toolkit):
+    toolkit.does("(sleep 60 & echo $! > pid; wait)")
+    with pytest.raises(CompileError, match="ended after 0 s"):
+        compile_(folder, toolkit, timeout=0.2)
+    assert _ended(folder / "pid")
+
+
+def test_cancelling_ends_the_compiler(folder, toolkit):
+    toolkit.does("sleep 60 & echo $! > pid; wait")
+    cancel = threading.Event()
+    timer = threading.Timer(0.2, cancel.set)
+    timer.start()
+    with pytest.raises(CancelledError):
+        compile_(folder, toolkit, cancel=cancel)
+    timer.join()
+    assert _ended(folder / "pid")
+
+
+def test_an_interrupt_ends_the_compiler(folder, toolkit, monkeypatch):
+    toolkit.does("sleep 60 & echo $! > pid; wait")
+
+    def interrupt(_):
+        if (folder / "pid").exists() and (folder / "pid").read_text():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(toolchain.time, "sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        compile_(folder, toolkit)
+    monkeypatch.undo()
+    assert _ended(folder / "pid")
+
+
+def test_the_wheels_folder_is_found_without_importing(monkeypatch, tmp_path):
+    monkeypatch.undo()
+    for name in ("cu12", "cu13"):
+        (tmp_path / "nvidia" / name / "bin").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = list(toolchain._wheel_bins())
+    assert found.index(tmp_path / "nvidia" / "cu13" / "bin") < found.index(tmp_path / "nvidia" / "cu12" / "bin")
