@@ -78,7 +78,13 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "alignment_c": (c_type or spec.d).alignment,
         "layout_kernel_d": _layout(_oriented(spec.d, swap)),
         "nodes": [
-            {"name": n.name, "type": n.type, "arguments": n.arguments, "edges": list(n.edges), "aliases": list(n.aliases)}
+            {
+                "name": n.name,
+                "type": n.type,
+                "arguments": n.arguments,
+                "edges": list(n.edges),
+                "aliases": list(n.aliases),
+            }
             for n in nodes
         ],
         "is_tree": is_tree,
@@ -123,7 +129,9 @@ def _fields(spec: KernelSpec) -> list[dict[str, str]]:
     for i, operand in zip(spec.epilogue.inputs, spec.inputs, strict=True):
         element = f"Element_{i.name}"
         if i.kind is Kind.SCALAR:
-            fields.append({"name": i.name, "type": f"cutlass_ops::Scalar<{element}>", "read": f"call.scalar<{element}>()"})
+            fields.append(
+                {"name": i.name, "type": f"cutlass_ops::Scalar<{element}>", "read": f"call.scalar<{element}>()"}
+            )
         else:
             fields.append(_field(i.name, i.kind, readers[i.kind], operand))
     for o, operand in zip(spec.epilogue.outputs[1:], spec.outputs, strict=True):
@@ -136,7 +144,9 @@ def _field(name: str, kind: Kind, reader: str, operand: Operand) -> dict[str, st
     if kind is not Kind.TILE:
         return {"name": name, "type": f"{element}*", "read": f"call.{reader}<{element}>(o.problem)"}
     major = "kRow" if operand.major == "row" else "kCol"
-    arguments = f"{element}, cutlass_ops::Major::{major}, {operand.alignment}, false"
+    # A visitor predicates whole accesses of a misaligned tensor, so that these must divide its extent.
+    whole = "false" if operand.aligned else "true"
+    arguments = f"{element}, cutlass_ops::Major::{major}, {operand.alignment}, {whole}"
     return {"name": name, "type": "cutlass_ops::Matrix", "read": f"call.{reader}<{arguments}>(o.problem)"}
 
 
@@ -153,7 +163,11 @@ def _nodes(spec: KernelSpec, lowered: Lowered, c_operand: str | None) -> tuple[l
         add(leaf, _load(spec, leaf, c_operand))
     d_store, *others = lowered.stores
     for compute in lowered.computes:
-        final = "ElementD" if compute.name == d_store.compute and spec.d.aligned and not _reused(lowered) else "ElementCompute"
+        final = (
+            "ElementD"
+            if compute.name == d_store.compute and spec.d.aligned and not _reused(lowered)
+            else "ElementCompute"
+        )
         add(
             compute.name,
             Node(
@@ -169,8 +183,12 @@ def _nodes(spec: KernelSpec, lowered: Lowered, c_operand: str | None) -> tuple[l
         nodes.append(_direct_store("d", "ElementD", "LayoutKernelD", "AlignmentD", at[d_store.compute]))
     elif others or lowered.computes[-1].name != d_store.compute:
         nodes.append(
-            Node("Result", "fusion::Sm90Compute<cutlass::epilogue::thread::Identity, ElementD, ElementCompute, Round>",
-                 "{}", (at[d_store.compute],))
+            Node(
+                "Result",
+                "fusion::Sm90Compute<cutlass::epilogue::thread::Identity, ElementD, ElementCompute, Round>",
+                "{}",
+                (at[d_store.compute],),
+            )
         )
     is_tree = len(lowered.computes) == 1 and not others and spec.d.aligned
     return nodes, is_tree

@@ -6,14 +6,16 @@ Templates name types, instantiate and bind. They receive plain values, and an un
 from __future__ import annotations
 
 import json
+import textwrap
 from functools import lru_cache
-from typing import Any
-
-import jinja2
+from typing import TYPE_CHECKING, Any
 
 from cutlass_ops import _resources, lower_sm80, lower_sm90
 from cutlass_ops.config import Sm90Config
 from cutlass_ops.spec import KernelSpec
+
+if TYPE_CHECKING:
+    import jinja2
 
 # Part of every kernel's identity: raise it when templates or headers change what a spec means.
 TEMPLATE_VERSION = 1
@@ -45,13 +47,15 @@ def _header(spec: KernelSpec) -> dict[str, Any]:
     canonical = json.dumps(spec.to_json(), sort_keys=True)
     return {
         "slug": spec.slug,
-        "canonical": [canonical[i : i + _WIDTH] for i in range(0, len(canonical), _WIDTH)],
+        "canonical": textwrap.wrap(canonical, _WIDTH, break_long_words=False, break_on_hyphens=False),
         "rebuild": "save the declaration as spec.json, then: python -m cutlass_ops build spec.json",
     }
 
 
 @lru_cache(maxsize=1)
 def _environment() -> jinja2.Environment:
+    import jinja2  # not needed where kernels are only loaded
+
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(_resources.templates()),
         undefined=jinja2.StrictUndefined,

@@ -120,13 +120,13 @@ struct Sm90Entry {
     arguments.hw_info.device_id = call.device();
     arguments.hw_info.sm_count = multiprocessors(call.device());
 
-    size_t const workspace_size = GemmKernel::get_workspace_size(arguments);
-    void* const workspace = call.workspace(workspace_size);
     int const raster = call.integer();
     int const swizzle = call.integer();
+    arguments.scheduler = scheduler_arguments<typename GemmKernel::TileSchedulerArguments>(raster, swizzle);
+    size_t const workspace_size = GemmKernel::get_workspace_size(arguments);
+    void* const workspace = call.workspace(workspace_size);
     status = call.status();
     if (status != 0) return cudaSuccess;
-    arguments.scheduler = scheduler_arguments<typename GemmKernel::TileSchedulerArguments>(raster, swizzle);
 
     cudaStream_t const stream = call.stream();
     if (workspace_size != 0 &&

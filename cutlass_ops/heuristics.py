@@ -1,0 +1,168 @@
+"""A configuration for a shape, without measuring: a handful of kernels a signature, and a cost model that picks one.
+
+The model counts waves of tiles over the multiprocessors. Its constants are fits to one H100's times for bias + ReLU in
+BF16 (``benchmarks/results``); they rank configurations and are not promises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from cutlass_ops import legality
+from cutlass_ops.config import (
+    ClusterShape,
+    Config,
+    Sm80Config,
+    Sm90Config,
+    ThreadblockShape,
+    WarpShape,
+)
+from cutlass_ops.registry import OpSignature
+from cutlass_ops.spec import KernelSpec
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the choice needs to know of a device: compute capability and number of multiprocessors."""
+
+    capability: tuple[int, int]
+    multiprocessors: int
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration with the constants of its cost.
+
+    Attributes
+    ----------
+    config : Config
+        The configuration, launch arguments included.
+    step : float
+        Microseconds for one K step of one wave of tiles, at a sustained clock.
+    tile : float
+        Microseconds that a tile costs besides its K steps: prologue and epilogue that nothing hides.
+    beyond_l2 : float
+        Factor on the time once A and B are much larger than the L2 cache: small tiles read them more often.
+    """
+
+    config: Config
+    step: float
+    tile: float
+    beyond_l2: float = 1.0
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Tile extents along the problem's M, N and K."""
+        t = self.config.threadblock
+        swap = isinstance(self.config, Sm90Config) and self.config.swap_ab
+        return (t.n, t.m, t.k) if swap else (t.m, t.n, t.k)
+
+
+def _sm90(m: int, n: int, k: int, schedule: str, cluster_m: int = 1, swap_ab: bool = False) -> Sm90Config:
+    # With a cluster of two along M, walking along N in strips of two was within 2% of the best order at every shape.
+    return Sm90Config(
+        threadblock=ThreadblockShape(m, n, k),
+        cluster=ClusterShape(cluster_m, 1),
+        schedule=schedule,  # type: ignore[arg-type]
+        swap_ab=swap_ab,
+        raster="along_n" if cluster_m > 1 else "heuristic",
+        swizzle=2 if cluster_m > 1 else 1,
+    )
+
+
+SM90 = (
+    Candidate(_sm90(64, 16, 256, "warp_specialized", swap_ab=True), 0.736, 3.83),
+    Candidate(_sm90(64, 32, 256, "warp_specialized", swap_ab=True), 0.750, 3.87),
+    Candidate(_sm90(64, 64, 128, "warp_specialized", swap_ab=True), 0.413, 3.94),
+    Candidate(_sm90(64, 128, 64, "pingpong", cluster_m=2), 0.232, 4.30, 1.25),
+    Candidate(_sm90(128, 128, 64, "pingpong", cluster_m=2), 0.386, 1.24, 1.14),
+    Candidate(_sm90(128, 192, 64, "pingpong", cluster_m=2), 0.571, 1.99, 1.03),
+    Candidate(_sm90(128, 256, 64, "cooperative", cluster_m=2), 0.785, 1.98),
+)
+
+
+def _sm80(m: int, n: int, warp_m: int, warp_n: int, stages: int) -> Sm80Config:
+    return Sm80Config(
+        threadblock=ThreadblockShape(m, n, 32), warp=WarpShape(warp_m, warp_n, 32), stages=stages, swizzle=1
+    )
+
+
+SM80 = (
+    Candidate(_sm80(64, 64, 32, 32, 5), 0.13, 2.0, 1.3),
+    Candidate(_sm80(128, 128, 64, 64, 4), 0.36, 3.0),
+)
+# Operands aligned to less than 4 bytes cannot use cp.async: two stages, through registers.
+SM80_UNALIGNED = tuple(replace(c, config=replace(c.config, stages=2)) for c in SM80)
+
+_L2_BYTES = 50e6
+_BANDWIDTH = 2.9e6  # bytes a microsecond
+
+
+def specs(signature: OpSignature, device: Device) -> tuple[KernelSpec, ...]:
+    """Return every kernel that :func:`choose` may pick for a signature on a device."""
+    return tuple(_spec(signature, c, device) for c in candidates(signature, device))
+
+
+def choose(signature: OpSignature, device: Device, problem: tuple[int, int, int]) -> tuple[KernelSpec, Config]:
+    """Pick a kernel for a problem.
+
+    Parameters
+    ----------
+    signature : OpSignature
+        Epilogue and operand types.
+    device : Device
+        Where it runs.
+    problem : tuple of int
+        M, N and K.
+
+    Returns
+    -------
+    KernelSpec, Config
+        The kernel, and its configuration with the launch arguments.
+    """
+    best = min(candidates(signature, device), key=lambda c: cost(c, problem, device.multiprocessors))
+    return _spec(signature, best, device), best.config
+
+
+def cost(candidate: Candidate, problem: tuple[int, int, int], multiprocessors: int) -> float:
+    """Predict a time in microseconds, good for comparing candidates."""
+    m, n, k = problem
+    tile_m, tile_n, tile_k = candidate.shape
+    cluster = candidate.config.cluster.m if isinstance(candidate.config, Sm90Config) else 1
+    rows = _ceil(_ceil(m, tile_m), cluster) * cluster
+    waves = _ceil(rows * _ceil(n, tile_n), multiprocessors)
+    time = waves * (_ceil(k, tile_k) * candidate.step + candidate.tile)
+    operands = 2 * (m * k + k * n)
+    if operands > 4 * _L2_BYTES and waves > 1:
+        time *= candidate.beyond_l2
+    floor = (operands + 2 * m * n) / _BANDWIDTH + 3
+    # Among kernels that all wait for memory, the one with the least padding wins.
+    padding = 1 + 0.02 * (tile_m / min(m, tile_m) - 1)
+    return max(time, floor) * padding
+
+
+@lru_cache(maxsize=4096)
+def candidates(signature: OpSignature, device: Device) -> tuple[Candidate, ...]:
+    """Return the candidates that are legal for a signature on a device, without duplicates."""
+    if device.capability == (9, 0) and signature.a.aligned and signature.b.aligned:
+        legal = _legal(signature, SM90, device)
+        if legal:
+            return legal
+    narrow = min(signature.a.alignment, signature.b.alignment) == 1
+    return _legal(signature, SM80_UNALIGNED if narrow else SM80, device)
+
+
+def _legal(signature: OpSignature, pool: Iterable[Candidate], device: Device) -> tuple[Candidate, ...]:
+    return tuple(c for c in pool if not legality.check(_spec(signature, c, device)))
+
+
+def _spec(signature: OpSignature, candidate: Candidate, device: Device) -> KernelSpec:
+    major, minor = device.capability
+    target = None if isinstance(candidate.config, Sm90Config) else f"sm_{major}{minor}"
+    return signature.spec(candidate.config, target)
+
+
+def _ceil(x: int, y: int) -> int:
+    return -(-x // y)

@@ -1,0 +1,103 @@
+"""From an op's signature to loaded kernels. One function owns the look-up order: loaded, then store, then build."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from cutlass_ops import loader
+from cutlass_ops.build import build_many
+from cutlass_ops.config import Config
+from cutlass_ops.epilogue.graph import Graph
+from cutlass_ops.loader import LoadedKernel
+from cutlass_ops.spec import KernelSpec, Operand
+
+
+@dataclass(frozen=True)
+class OpSignature:
+    """What a call asks for, without how: the epilogue and the type of every operand.
+
+    Attributes
+    ----------
+    epilogue : Graph
+        The traced epilogue.
+    a, b, d : Operand
+        Types of A, B and D.
+    inputs, outputs : tuple of Operand
+        Types of the epilogue's inputs and further outputs, in order.
+    """
+
+    epilogue: Graph
+    a: Operand
+    b: Operand
+    d: Operand
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Operand, ...]
+
+    def spec(self, config: Config, target: str | None = None) -> KernelSpec:
+        """Return the kernel that serves this signature with a configuration."""
+        return KernelSpec(
+            a=self.a,
+            b=self.b,
+            d=self.d,
+            epilogue=self.epilogue,
+            inputs={i.name: t for i, t in zip(self.epilogue.inputs, self.inputs, strict=True)},
+            outputs={o.name: t for o, t in zip(self.epilogue.outputs[1:], self.outputs, strict=True)},
+            config=config,
+            target=target,
+        )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One kernel that this process has loaded."""
+
+    spec: KernelSpec
+    kernel: LoadedKernel
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry as plain values."""
+        return {"slug": self.spec.slug, "key": self.kernel.artifact.key, "spec": self.spec.to_json()}
+
+
+class Registry:
+    """The kernels of one process, by specification."""
+
+    def __init__(self) -> None:
+        self._entries: dict[KernelSpec, Entry] = {}
+        self._lock = threading.Lock()
+
+    def kernel(self, spec: KernelSpec) -> LoadedKernel:
+        """Return the kernel for a spec, building it if nothing else has it.
+
+        Raises
+        ------
+        ConfigError
+            If the spec is illegal.
+        MissingKernelError
+            If compilation is switched off and the kernel is neither loaded nor stored.
+        CompileError, ToolchainError, StoreError, LoadError
+            If it cannot be built, stored or loaded.
+        """
+        return self.kernels((spec,))[0]
+
+    def kernels(self, specs: Iterable[KernelSpec]) -> list[LoadedKernel]:
+        """Return the kernels for several specs, compiling those that are missing side by side."""
+        wanted = list(specs)
+        missing = [spec for spec in dict.fromkeys(wanted) if spec not in self._entries]
+        if missing:
+            for spec, artifact in zip(missing, build_many(missing), strict=True):
+                entry = Entry(spec, loader.load(artifact))
+                with self._lock:
+                    self._entries.setdefault(spec, entry)
+        return [self._entries[spec].kernel for spec in wanted]
+
+    def entries(self) -> tuple[Entry, ...]:
+        """List what is loaded."""
+        with self._lock:
+            return tuple(self._entries.values())
+
+
+REGISTRY = Registry()
