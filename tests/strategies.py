@@ -16,12 +16,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from cutlass_ops.epilogue import functions
 from cutlass_ops.epilogue.graph import Kind
 from cutlass_ops.epilogue.trace import Epilogue, epilogue
 from cutlass_ops.epilogue.values import Col, Row, Scalar, Tile
+
+# For tests on machines that do other things too.
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 ANNOTATIONS = {Kind.ROW: Row, Kind.COL: Col, Kind.TILE: Tile, Kind.SCALAR: Scalar}
 INPUT_NAMES = ("bias", "scale", "residual", "gate", "shift", "weight")

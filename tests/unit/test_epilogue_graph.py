@@ -22,7 +22,7 @@ from cutlass_ops.epilogue.graph import (
 )
 from cutlass_ops.epilogue.names import CPP_KEYWORDS, RESERVED, check_name
 from cutlass_ops.errors import ConfigError
-from tests.strategies import epilogues
+from tests.strategies import PATIENT, epilogues
 
 BIAS_RELU = {
     "inputs": [["bias", "row"]],
@@ -41,6 +41,7 @@ def changed(path, value):
 
 
 @given(epilogues())
+@PATIENT
 def test_json_round_trip(drawn):
     graph = drawn.graph
     data = json.loads(json.dumps(graph.to_json(), allow_nan=False))
@@ -51,6 +52,7 @@ def test_json_round_trip(drawn):
 
 
 @given(epilogues(), st.randoms(use_true_random=False))
+@PATIENT
 def test_canonical_form_does_not_depend_on_the_order_of_nodes(drawn, random):
     graph = drawn.graph
     # Write the same expression down in another topological order, with every node twice.
@@ -205,6 +207,7 @@ JSON = st.recursive(
 
 
 @given(epilogues(max_steps=5), st.data())
+@PATIENT
 def test_a_tampered_graph_is_refused_or_is_another_canonical_graph(drawn, data):
     tampered = drawn.graph.to_json()
     place, steps = tampered, []
@@ -227,6 +230,7 @@ def test_a_tampered_graph_is_refused_or_is_another_canonical_graph(drawn, data):
 
 
 @given(JSON, JSON, JSON)
+@PATIENT
 def test_arbitrary_json_never_raises_anything_else(inputs, nodes, outputs):
     with pytest.raises(ConfigError):
         Graph.from_json({"inputs": inputs, "nodes": nodes, "outputs": outputs})

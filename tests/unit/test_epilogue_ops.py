@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from cutlass_ops.epilogue import functions
 from cutlass_ops.epilogue.graph import Node
 from cutlass_ops.epilogue.ops import OPS, cpp_expression, float_literal, to_fp32
+from tests.strategies import PATIENT
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,6 +50,7 @@ def test_every_operation_is_documented():
 
 
 @given(st.floats(allow_nan=False))
+@PATIENT
 def test_to_fp32_rounds_as_pytorch_does(value):
     assert to_fp32(value) == torch.tensor(value, dtype=torch.float64).to(torch.float32).item()
 
@@ -59,6 +61,7 @@ def test_to_fp32_keeps_nan_and_the_sign_of_zero():
 
 
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False))
+@PATIENT
 def test_a_literal_is_read_back_exactly(value):
     text = float_literal(value).strip("()")
     assert re.fullmatch(r"-?\d+(\.\d+)?(e[+-]\d+)?f", text)

@@ -18,7 +18,7 @@ from cutlass_ops.epilogue.ops import OPS
 from cutlass_ops.epilogue.trace import Epilogue, epilogue
 from cutlass_ops.epilogue.values import Col, Reduction, Row, Scalar, Tile, Value
 from cutlass_ops.errors import EpilogueError
-from tests.strategies import programs
+from tests.strategies import PATIENT, programs
 
 # What the package exports, under the name that its users import it by.
 co = SimpleNamespace(
@@ -125,6 +125,7 @@ class TestGraph:
         assert [op for op, *_ in nodes(f)] == ["acc", "exp", "const", "mul", "add"]
 
     @given(programs())
+    @PATIENT
     def test_drawn_functions_are_canonical(self, program):
         first, second = program.epilogue("one"), program.epilogue("two")
         assert first.graph == second.graph
@@ -345,6 +346,17 @@ class TestAnnotations:
                         return acc + residual + bias + gate
 
                     return f
+
+
+                def closure():
+                    from cutlass_ops.epilogue.values import Row as Alias
+
+                    @trace.epilogue
+                    def f(acc, bias: Alias):
+                        assert isinstance(bias, Alias)
+                        return acc + bias
+
+                    return f
                 """
             )
         )
@@ -354,6 +366,7 @@ class TestAnnotations:
         del sys.modules["as_strings"]
         assert [i.kind for i in as_strings.module_level.inputs] == [Kind.ROW, Kind.COL, Kind.SCALAR]
         assert [i.kind for i in as_strings.local().inputs] == [Kind.TILE, Kind.ROW, Kind.COL]
+        assert [i.kind for i in as_strings.closure().inputs] == [Kind.ROW]
 
     def test_annotations_are_values_for_type_checkers(self):
         for kind in (Row, Col, Tile, Scalar):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cutlass_ops import reference
@@ -13,7 +13,7 @@ from cutlass_ops.epilogue.ops import OPS
 from cutlass_ops.epilogue.trace import epilogue
 from cutlass_ops.epilogue.values import Col, Row, Scalar, Tile
 from cutlass_ops.reference import evaluate, gemm_reference
-from tests.strategies import programs
+from tests.strategies import PATIENT, programs
 
 NAN, INF = math.nan, math.inf
 
@@ -248,7 +248,7 @@ def test_empty_results(m, n):
 
 
 @given(programs(), st.integers(1, 5), st.integers(1, 5), st.integers(0, 2**31), st.booleans())
-@settings(deadline=None)
+@PATIENT
 def test_drawn_epilogues_equal_pytorch(program, m, n, seed, double):
     dtype = torch.float64 if double else torch.float32
     acc, inputs = program.tensors(m, n, seed, torch.bfloat16)
@@ -260,7 +260,7 @@ def test_drawn_epilogues_equal_pytorch(program, m, n, seed, double):
 
 
 @given(programs(tame=True), st.integers(0, 2**31))
-@settings(deadline=None)
+@PATIENT
 def test_tame_epilogues_are_well_conditioned(program, seed):
     acc, inputs = program.tensors(4, 3, seed)
     graph = program.epilogue().graph
