@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-import cutlass_ops.epilogue as co
+import cutlass_ops as co
 from cutlass_ops.config import InstructionShape, Sm80Config, ThreadblockShape, WarpShape
 from cutlass_ops.lower_sm80 import context
 from cutlass_ops.render import render

@@ -208,8 +208,32 @@ struct Sm80Entry {
     if (status != 0) return cudaSuccess;
 
     Gemm::assign(operands, workspace);
+    cudaError_t const error = enqueue(operands, device, workspace, swizzle, call.stream());
+    return error == cudaSuccess ? Gemm::finish(operands, call.stream()) : error;
+  }
+
+  // Stream-K's share depends on how many thread blocks the current device holds; the rest needs no device.
+  static int64_t workspace_size(Problem problem) {
+    if (problem.m < 1 || problem.n < 1 || problem.k < 1) return 0;
+    Operands operands{};
+    operands.problem = problem;
+    sm80::Device device;
+    if constexpr (sm80::is_stream_k<GemmKernel>) {
+      int ordinal = 0;
+      device.error = cudaGetDevice(&ordinal);
+      if (device.error == cudaSuccess) device = sm80::prepared<GemmKernel>(ordinal);
+    }
+    return workspace_size(operands, device);
+  }
+
+  static Description describe() {
+    return {GemmKernel::kStages, GemmKernel::kThreadCount, int(sizeof(typename GemmKernel::SharedStorage))};
+  }
+
+ private:
+  static cudaError_t enqueue(Operands const& operands, sm80::Device const& device, sm80::Workspace& workspace,
+                             int swizzle, cudaStream_t stream) {
     Params params = make_params(operands, device);
-    cudaStream_t const stream = call.stream();
     dim3 grid;
     if constexpr (sm80::is_stream_k<GemmKernel>) {
       void* const partial_tiles = workspace.take(int64_t(params.get_workspace_size()));
@@ -221,27 +245,11 @@ struct Sm80Entry {
       grid = sm80::ThreadblockSwizzle::grid(params.grid_tiled_shape, params.swizzle_log_tile);
     }
     void* arguments[] = {&params};
-    cudaError_t const error =
-        cudaLaunchKernel(reinterpret_cast<void const*>(&sm80::gemm_kernel<GemmKernel>), grid,
-                         dim3(GemmKernel::kThreadCount), arguments, sizeof(typename GemmKernel::SharedStorage), stream);
-    return error == cudaSuccess ? Gemm::finish(operands, stream) : error;
+    return cudaLaunchKernel(reinterpret_cast<void const*>(&sm80::gemm_kernel<GemmKernel>), grid,
+                            dim3(GemmKernel::kThreadCount), arguments, sizeof(typename GemmKernel::SharedStorage),
+                            stream);
   }
 
-  // On the current device: stream-K's share depends on how many thread blocks that holds.
-  static int64_t workspace_size(Problem problem) {
-    if (problem.m < 1 || problem.n < 1 || problem.k < 1) return 0;
-    Operands operands{};
-    operands.problem = problem;
-    int ordinal = 0;
-    if (cudaGetDevice(&ordinal) != cudaSuccess) return 0;
-    return workspace_size(operands, sm80::prepared<GemmKernel>(ordinal));
-  }
-
-  static Description describe() {
-    return {GemmKernel::kStages, GemmKernel::kThreadCount, int(sizeof(typename GemmKernel::SharedStorage))};
-  }
-
- private:
   static Params make_params(Operands const& operands, sm80::Device const& device) {
     return Params(Gemm::arguments(operands), device.multiprocessors, device.blocks_per_multiprocessor);
   }
