@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutlass_ops import heuristics, operands, reference
+from cutlass_ops import builtin, heuristics, operands, reference
 from cutlass_ops.config import Sm90Config
 from cutlass_ops.dtypes import f32
-from cutlass_ops.epilogue import Epilogue, Row, Tile, epilogue, gelu, relu, silu
+from cutlass_ops.epilogue import Epilogue
 from cutlass_ops.epilogue.graph import Graph, Kind
 from cutlass_ops.errors import LoadError, NoDeviceError, UnsupportedError
 from cutlass_ops.heuristics import Device
@@ -476,63 +476,15 @@ def _docstring(epilogue: Epilogue) -> str:
 # ---- The ops -----------------------------------------------------------------------------------------------------
 
 
-@epilogue
-def _identity(acc):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """D = A @ B."""
-    return acc
+gemm_bias = Op("gemm_bias", builtin.bias)
+gemm_bias_relu = Op("gemm_bias_relu", builtin.bias_relu)
+gemm_bias_gelu = Op("gemm_bias_gelu", builtin.bias_gelu)
+gemm_bias_silu = Op("gemm_bias_silu", builtin.bias_silu)
+gemm_residual = Op("gemm_residual", builtin.residual)
+gemm_bias_residual = Op("gemm_bias_residual", builtin.bias_residual)
+gemm_bias_relu_residual = Op("gemm_bias_relu_residual", builtin.bias_relu_residual)
 
-
-@epilogue
-def _bias(acc, bias: Row):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """D = A @ B + bias."""
-    return acc + bias
-
-
-@epilogue
-def _bias_relu(acc, bias: Row):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """D = relu(A @ B + bias)."""
-    return relu(acc + bias)
-
-
-@epilogue
-def _bias_gelu(acc, bias: Row):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """D = gelu(A @ B + bias), the exact GELU (erf)."""
-    return gelu(acc + bias)
-
-
-@epilogue
-def _bias_silu(acc, bias: Row):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """D = silu(A @ B + bias)."""
-    return silu(acc + bias)
-
-
-@epilogue
-def _residual(acc, residual: Tile):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """D = A @ B + residual."""
-    return acc + residual
-
-
-@epilogue
-def _bias_residual(acc, bias: Row, residual: Tile):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """D = A @ B + bias + residual."""
-    return acc + bias + residual
-
-
-@epilogue
-def _bias_relu_residual(acc, bias: Row, residual: Tile):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """D = relu(A @ B + bias) + residual."""
-    return relu(acc + bias) + residual
-
-
-gemm_bias = Op("gemm_bias", _bias)
-gemm_bias_relu = Op("gemm_bias_relu", _bias_relu)
-gemm_bias_gelu = Op("gemm_bias_gelu", _bias_gelu)
-gemm_bias_silu = Op("gemm_bias_silu", _bias_silu)
-gemm_residual = Op("gemm_residual", _residual)
-gemm_bias_residual = Op("gemm_bias_residual", _bias_residual)
-gemm_bias_relu_residual = Op("gemm_bias_relu_residual", _bias_relu_residual)
-
-_plain = Op("gemm", _identity)
+_plain = Op("gemm", builtin.identity)
 
 NAMED: tuple[Op, ...] = (
     _plain,
