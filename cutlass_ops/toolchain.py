@@ -385,9 +385,8 @@ def compile_kernel(
     status = _run_compiler(command, folder, timeout, cancel)
     seconds = time.monotonic() - began
     log = (folder / LOG).read_text(errors="replace")
-    slow = _SLOW_CODE.search(log)
-    if status != 0 or slow:
-        reason = slow[0].strip() if slow and status == 0 else _first_error(log, status)
+    reason = _failure(folder / library, log, status)
+    if reason is not None:
         raise CompileError(f"{reason}\n  command: cd {folder} && {shlex.join(command)}")
     return Compiled(seconds, tuple(_resources_used(log)))
 
@@ -444,7 +443,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _first_error(log: str, status: int) -> str:
+def _failure(library: Path, log: str, status: int) -> str | None:
+    if status == 0:
+        slow = _SLOW_CODE.search(log)
+        return slow[0].strip() if slow else None if library.is_file() else f"nvcc made no {library.name}"
     match = _ERROR.search(log)
     if match is not None:
         return match[0].strip()[:1000]

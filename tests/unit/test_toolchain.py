@@ -186,7 +186,7 @@ def test_the_compiler_sees_links_and_no_hidden_inputs(folder, toolkit, monkeypat
             "kernel.cu:1:10: fatal error: nope.h: No such file or directory",
         ),
         (
-            'a.h(3): warning #177-D: unused\nb.hpp(94): error: static assertion failed with "Could not"\nc(1): error: x',
+            'a.h(3): warning #177-D: x\nb.hpp(94): error: static assertion failed with "Could not"\nc(1): error: x',
             'b.hpp(94): error: static assertion failed with "Could not"',
         ),
         ("kernel.cu(1): error #20: identifier undefined", "kernel.cu(1): error #20: identifier undefined"),

@@ -1,0 +1,256 @@
+"""From a declaration to an artifact in the store: looked up, or rendered, compiled, proved and published."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from cutlass_ops import _env, arch, legality, render
+from cutlass_ops.errors import CompileError, MissingKernelError
+from cutlass_ops.sass import prove_tensor_cores
+from cutlass_ops.spec import KernelSpec
+from cutlass_ops.store import LIBRARY, SOURCE, Artifact, KernelStore, identity_key, kernel_identity, source_identity
+from cutlass_ops.toolchain import LOG, Toolchain, compile_kernel, find_toolchain
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One kernel to build, with the place and the means."""
+
+    spec: KernelSpec
+    source: str
+    identity: Mapping[str, Any]
+    key: str
+    store: KernelStore
+    toolchain: Toolchain
+
+
+def build_artifact(
+    spec: KernelSpec,
+    *,
+    source: str | None = None,
+    store: KernelStore | None = None,
+    toolchain: Toolchain | None = None,
+    cancel: threading.Event | None = None,
+) -> Artifact:
+    """Return the compiled kernel for a declaration; compile it if the store has none.
+
+    Of all processes and threads that ask for one kernel at a time, one compiles and the others wait.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+        The declaration.
+    source : str, optional
+        Its rendering, if that is at hand.
+    store : KernelStore, optional
+        By default the user's own.
+    toolchain : Toolchain, optional
+        By default what :func:`cutlass_ops.toolchain.find_toolchain` finds.
+    cancel : threading.Event, optional
+        Ends a compilation, or the wait for one, when set.
+
+    Raises
+    ------
+    ConfigError
+        If the declaration is not legal.
+    MissingKernelError
+        If compilation is switched off (``CUTLASS_OPS_JIT=0``) and the store has no such kernel.
+    ToolchainError
+        If there is no usable compiler.
+    CompileError
+        If the compiler refuses the source, or the result does not use the Tensor Cores as declared.
+    StoreError
+        If the store is not private or cannot be written.
+    CancelledError
+        If ``cancel`` was set.
+    """
+    store = store or KernelStore.default()
+    if not _env.jit_enabled():
+        return _stored(spec, source, store)
+    job = _job(spec, source, store, toolchain or find_toolchain())
+    return store.lookup(job.key) or _build(job, cancel)
+
+
+def build_many(
+    specs: Iterable[KernelSpec],
+    *,
+    jobs: int | None = None,
+    store: KernelStore | None = None,
+    toolchain: Toolchain | None = None,
+) -> list[Artifact]:
+    """Build several kernels, some at the same time, and show progress on standard error.
+
+    A kernel that cannot be compiled does not stop the others. An interrupt ends all compilers; what was finished stays.
+
+    Parameters
+    ----------
+    specs : iterable of KernelSpec
+        The declarations.
+    jobs : int, optional
+        Kernels compiled at the same time; by default ``CUTLASS_OPS_JOBS``, else as many as there are CPUs.
+    store, toolchain
+        As for :func:`build_artifact`.
+
+    Returns
+    -------
+    list of Artifact
+        In the order of the declarations.
+
+    Raises
+    ------
+    CompileError
+        If any kernel failed; the message holds the first failure and names the others.
+    ConfigError, MissingKernelError, ToolchainError, StoreError
+        As for :func:`build_artifact`.
+    """
+    specs = list(specs)
+    store = store or KernelStore.default()
+    if not _env.jit_enabled():
+        return [_stored(spec, None, store) for spec in specs]
+    toolchain = toolchain or find_toolchain()
+    planned = {spec: _job(spec, None, store, toolchain) for spec in specs}
+    found = {spec: store.lookup(job.key) for spec, job in planned.items()}
+    missing = [job for spec, job in planned.items() if found[spec] is None]
+    built = _build_all(missing, jobs or _env.jobs()) if missing else {}
+    return [found[spec] or built[spec] for spec in specs]
+
+
+def _job(spec: KernelSpec, source: str | None, store: KernelStore, toolchain: Toolchain) -> _Job:
+    source = _source(spec, source)
+    identity = kernel_identity(spec, source, toolchain)
+    return _Job(spec, source, identity, identity_key(identity), store, toolchain)
+
+
+def _source(spec: KernelSpec, source: str | None) -> str:
+    legality.require_legal(spec)
+    return render.render(spec) if source is None else source
+
+
+def _stored(spec: KernelSpec, source: str | None, store: KernelStore) -> Artifact:
+    """Find a kernel without a compiler: any compiler's build of the same source will do."""
+    found = store.find(source_identity(spec, _source(spec, source)))
+    if found is None:
+        raise MissingKernelError(
+            f"compilation is switched off ({_env.JIT.name}=0) and {store.root} has no kernel {spec.slug}. "
+            f"Build it where a compiler is, with `python -m cutlass_ops build SPEC.json`, where SPEC.json holds: "
+            f"{spec.canonical()}"
+        )
+    return found
+
+
+def _build(job: _Job, cancel: threading.Event | None) -> Artifact:
+    with job.store.lock(job.key, cancel):
+        # Whoever held the lock before may have built it.
+        return job.store.lookup(job.key) or _compile(job, cancel)
+
+
+def _compile(job: _Job, cancel: threading.Event | None) -> Artifact:
+    folder = job.store.workspace(job.key, job.source)
+    try:
+        target = arch.target(job.spec.target)
+        compiled = compile_kernel(folder, SOURCE, LIBRARY, target, job.toolchain, cancel=cancel)
+        sass = prove_tensor_cores(folder / LIBRARY, job.spec)
+        return job.store.publish(folder, job.identity, sass, compiled)
+    except CompileError as exc:
+        raise _explained(job, folder, exc) from None
+    except BaseException:
+        with contextlib.suppress(OSError):
+            job.store.discard(folder)
+        raise
+
+
+def _explained(job: _Job, folder: Path, exc: CompileError) -> CompileError:
+    kept = job.store.keep_failed(folder)
+    # The message names files and the command in the folder that was just moved.
+    reason = str(exc).replace(str(folder), str(kept))
+    return CompileError(f"{job.spec.slug}: {reason}\n  source: {kept / SOURCE}\n  log: {kept / LOG}")
+
+
+def _build_all(jobs: list[_Job], workers: int) -> dict[KernelSpec, Artifact]:
+    cancel = threading.Event()
+    progress = _Progress(len(jobs), sys.stderr, _env.progress())
+    with ThreadPoolExecutor(workers, thread_name_prefix="cutlass_ops_build") as pool:
+        futures = {pool.submit(_build, job, cancel): job for job in jobs}
+        try:
+            _watch(futures, progress)
+        except BaseException:
+            cancel.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        finally:
+            progress.close()
+    return _results(futures)
+
+
+def _watch(futures: Mapping[Future[Artifact], _Job], progress: _Progress) -> None:
+    """Wait for all; stop at an error that would befall every kernel."""
+    pending = set(futures)
+    while pending:
+        progress.show()
+        done, pending = wait(pending, timeout=1.0, return_when=FIRST_COMPLETED)
+        for future in done:
+            error = future.exception()
+            if error is not None and not isinstance(error, CompileError):
+                raise error
+            progress.finished(futures[future].spec, failed=error is not None)
+
+
+def _results(futures: Mapping[Future[Artifact], _Job]) -> dict[KernelSpec, Artifact]:
+    failed = {job.spec.slug: error for future, job in futures.items() if (error := future.exception()) is not None}
+    if len(failed) == 1:
+        raise next(iter(failed.values()))
+    if failed:
+        first, *others = failed
+        raise CompileError(
+            f"{len(failed)} of {len(futures)} kernels cannot be compiled. The first: {failed[first]}\n"
+            f"The others: {', '.join(others)}"
+        )
+    return {job.spec: future.result() for future, job in futures.items()}
+
+
+class _Progress:
+    """How far a build is: one line that changes on a terminal, a line for each kernel elsewhere, or nothing."""
+
+    def __init__(self, total: int, stream: TextIO, live: bool | None) -> None:
+        self._total = total
+        self._stream = stream
+        self._live = stream.isatty() if live is None else live
+        self._plain = live is None and not self._live
+        self._began = time.monotonic()
+        self._done = 0
+        self._failed = 0
+
+    def show(self) -> None:
+        if self._live:
+            self._write(f"\r\x1b[K{self._state()}")
+
+    def finished(self, spec: KernelSpec, *, failed: bool) -> None:
+        self._done += not failed
+        self._failed += failed
+        if self._plain:
+            self._write(f"{self._state()}: {spec.slug}{' failed' if failed else ''}\n")
+
+    def close(self) -> None:
+        if self._live:
+            self._write(f"\r\x1b[K{self._state()}\n")
+
+    def _state(self) -> str:
+        failed = f", {self._failed} failed" if self._failed else ""
+        return f"cutlass_ops: {self._done} of {self._total} kernels compiled{failed}, {self._age()}"
+
+    def _age(self) -> str:
+        return f"{time.monotonic() - self._began:.0f} s"
+
+    def _write(self, text: str) -> None:
+        # A closed or full stream must not cost a kernel.
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(text)
+            self._stream.flush()

@@ -1,0 +1,372 @@
+import contextlib
+import errno
+import json
+import os
+import shutil
+import threading
+import time
+from concurrent.futures import CancelledError
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
+
+from cutlass_ops import _resources, render
+from cutlass_ops import store as store_module
+from cutlass_ops.errors import LoadError, StoreError
+from cutlass_ops.store import Artifact, KernelStore, identity_key, kernel_identity, kernel_key, open_entry
+from cutlass_ops.toolchain import Compiled
+
+SPEC = sm80_spec()
+COMPILED = Compiled(1.5, ({"function": "f", "registers": 1},))
+
+
+@pytest.fixture(scope="module")
+def toolchain(tmp_path_factory):
+    return FakeToolkit(tmp_path_factory.mktemp("kit") / "toolkit").find()
+
+
+@pytest.fixture
+def store(tmp_path):
+    return KernelStore(tmp_path / "store")
+
+
+@pytest.fixture
+def put(store, toolchain):
+    """Publish a kernel as a build would."""
+
+    def _put(spec=SPEC, source="source", data=None):
+        identity = kernel_identity(spec, source, toolchain)
+        key = identity_key(identity)
+        with store.lock(key):
+            folder = store.workspace(key, source)
+            (folder / "kernel.so").write_bytes(library(HMMA) if data is None else data)
+            (folder / "compile.log").touch()
+            (folder / "tmp").mkdir()
+            return store.publish(folder, identity, {"HMMA": 1}, COMPILED)
+
+    return _put
+
+
+# ---- Identity ----
+
+
+def test_the_key_is_the_same_wherever_things_lie(toolchain, tmp_path):
+    elsewhere = FakeToolkit(tmp_path / "elsewhere").find()
+    assert elsewhere.nvcc != toolchain.nvcc
+    assert kernel_key(SPEC, "source", elsewhere) == kernel_key(sm80_spec(), "source", toolchain)
+
+
+def test_the_key_changes_with_everything_that_changes_the_binary(toolchain, tmp_path, monkeypatch):
+    keys = [kernel_key(SPEC, "source", toolchain)]
+    keys.append(kernel_key(sm80_spec(stages=4), "source", toolchain))
+    keys.append(kernel_key(SPEC, "source2", toolchain))
+    parts = ("nvcc_version", "host_version", "cutlass_version", "tvm_ffi_version")
+    keys += [kernel_key(SPEC, "source", replace(toolchain, **{part: "other"})) for part in parts]
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module, "compile_flags", lambda target: ("-O1",))
+        keys.append(kernel_key(SPEC, "source", toolchain))
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module, "TEMPLATE_VERSION", render.TEMPLATE_VERSION + 1)
+        keys.append(kernel_key(SPEC, "source", toolchain))
+    for header, text in (("a.h", "1"), ("a.h", "2"), ("b.h", "2")):
+        shutil.rmtree(tmp_path / "include", ignore_errors=True)
+        (tmp_path / "include").mkdir()
+        (tmp_path / "include" / header).write_text(text)
+        with monkeypatch.context() as patch:
+            patch.setattr(_resources, "include", lambda: tmp_path / "include")
+            keys.append(kernel_key(SPEC, "source", toolchain))
+    assert len(set(keys)) == len(keys)
+
+
+def test_what_cannot_be_hashed_is_an_error(toolchain):
+    with pytest.raises(TypeError):
+        identity_key({"flags": {1, 2}})
+    with pytest.raises(ValueError, match="JSON"):
+        identity_key({"scale": float("nan")})
+
+
+# ---- Publishing and finding ----
+
+
+def test_nothing_is_created_by_looking(store):
+    assert store.lookup("0" * 64) is None
+    assert list(store.entries()) == []
+    assert store.clean() == 0
+    assert not store.root.exists()
+
+
+def test_publish_and_lookup(store, put):
+    artifact = put()
+    assert artifact == store.lookup(artifact.key)
+    assert list(store.entries()) == [artifact]
+    assert artifact.folder == store.root / "v1" / artifact.key[:2] / artifact.key
+    assert sorted(p.name for p in artifact.folder.iterdir()) == ["kernel.cu", "kernel.so", "manifest.json"]
+    assert artifact.library.read_bytes() == library(HMMA)
+    assert artifact.source.read_text() == "source"
+    assert artifact.spec == SPEC
+    assert artifact.target == "sm_80"
+    assert artifact.manifest["sass"] == {"HMMA": 1}
+    assert artifact.manifest["compile_seconds"] == 1.5
+    assert list((store.root / "tmp").iterdir()) == []
+
+
+def test_what_is_made_is_private_whatever_the_umask(store, put):
+    previous = os.umask(0)
+    try:
+        artifact = put()
+    finally:
+        os.umask(previous)
+    for path in (store.root, *store.root.rglob("*")):
+        assert path.stat().st_mode & 0o077 == 0, path
+    assert store.lookup(artifact.key)
+
+
+def test_a_key_is_a_hash_and_no_path(store):
+    for key in ("../../etc", "A" * 64, "", "0" * 63):
+        with pytest.raises(ValueError, match="SHA-256"):
+            store.lookup(key)
+
+
+def test_find_by_source_identity(store, put):
+    artifact = put()
+    put(sm80_spec(stages=4))
+    assert store.find(store_module.source_identity(SPEC, "source")) == artifact
+    assert store.find(store_module.source_identity(SPEC, "other source")) is None
+
+
+def test_clean(store, put):
+    artifact = put()
+    failed = store.keep_failed(store.workspace("a" * 64, "source"))
+    assert (failed / "kernel.cu").exists()
+    abandoned = store.workspace("b" * 64, "source")
+    with store.lock("c" * 64):
+        in_progress = store.workspace("c" * 64, "source")
+        assert not abandoned.exists()  # nobody holds its lock
+        assert store.clean() == 1
+        assert in_progress.exists()
+    assert not artifact.folder.exists()
+    assert not failed.exists()
+
+
+def test_a_new_failure_takes_the_place_of_the_last(store):
+    for text in ("one", "two"):
+        kept = store.keep_failed(store.workspace("a" * 64, text))
+    assert (kept / "kernel.cu").read_text() == "two"
+
+
+def test_default_store(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUTLASS_OPS_CACHE_DIR", str(tmp_path / "kernels"))
+    assert KernelStore.default().root == tmp_path / "kernels"
+
+
+# ---- Corruption: a miss, never a crash and never loaded ----
+
+
+def edit_manifest(artifact: Artifact, **changes):
+    path = artifact.folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def replace_by_link(path: Path):
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+def replace_by_pipe(path: Path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def replace_entry_by_file(a: Artifact):
+    shutil.rmtree(a.folder)
+    a.folder.touch()
+
+
+CORRUPTIONS = {
+    "library truncated": lambda a: os.truncate(a.library, 100),
+    "library empty": lambda a: os.truncate(a.library, 0),
+    "library longer": lambda a: a.library.write_bytes(a.library.read_bytes() + b"x"),
+    "library bit flipped": lambda a: a.library.write_bytes(b"\x7eELF" + a.library.read_bytes()[4:]),
+    "library missing": lambda a: a.library.unlink(),
+    "library a link": lambda a: replace_by_link(a.library),
+    "library a pipe": lambda a: replace_by_pipe(a.library),
+    "library a folder": lambda a: (a.library.unlink(), a.library.mkdir()),
+    "library writable by others": lambda a: a.library.chmod(0o602),
+    "source changed": lambda a: a.source.write_text("sourcf"),
+    "entry a link": lambda a: replace_by_link(a.folder),
+    "entry a file": replace_entry_by_file,
+    "entry a dangling link": lambda a: (shutil.rmtree(a.folder), a.folder.symlink_to("nowhere")),
+    "entry writable by others": lambda a: a.folder.chmod(0o770),
+    "entry empty": lambda a: [p.unlink() for p in a.folder.iterdir()],
+    "manifest missing": lambda a: (a.folder / "manifest.json").unlink(),
+    "manifest empty": lambda a: os.truncate(a.folder / "manifest.json", 0),
+    "manifest truncated": lambda a: os.truncate(a.folder / "manifest.json", 200),
+    "manifest no text": lambda a: (a.folder / "manifest.json").write_bytes(b"\xff\xfe\x00"),
+    "manifest no object": lambda a: (a.folder / "manifest.json").write_text("[1]"),
+    "manifest deep": lambda a: (a.folder / "manifest.json").write_text("[" * 100_000),
+    "manifest huge": lambda a: os.truncate(a.folder / "manifest.json", 1 << 30),
+    "manifest of a later format": lambda a: edit_manifest(a, format=2),
+    "manifest with another key": lambda a: edit_manifest(a, key="0" * 64),
+    "manifest with another identity": lambda a: edit_manifest(a, identity=dict(a.manifest["identity"], flags=[])),
+    "manifest without files": lambda a: edit_manifest(a, files={}),
+    "manifest with other files": lambda a: edit_manifest(a, files=dict(a.manifest["files"], x={"size": 0})),
+    "manifest files no object": lambda a: edit_manifest(a, files=["kernel.so", "kernel.cu"]),
+    "manifest size no number": lambda a: edit_manifest(
+        a, files={n: dict(f, size=str(f["size"])) for n, f in a.manifest["files"].items()}
+    ),
+    "manifest size negative": lambda a: edit_manifest(
+        a, files={n: dict(f, size=-1) for n, f in a.manifest["files"].items()}
+    ),
+}
+
+
+@pytest.mark.parametrize("corrupt", CORRUPTIONS.values(), ids=CORRUPTIONS.keys())
+def test_what_is_not_whole_is_a_miss_and_is_replaced(store, put, corrupt, caplog):
+    artifact = put()
+    corrupt(artifact)
+    assert store.lookup(artifact.key) is None
+    assert "ignored" in caplog.text
+    assert list(store.entries()) == []
+    assert put() == store.lookup(artifact.key)
+    assert list((store.root / "tmp").iterdir()) == []
+
+
+def test_another_kernels_entry_is_a_miss(store, put):
+    artifact, other = put(), put(sm80_spec(stages=4))
+    shutil.rmtree(artifact.folder)
+    shutil.copytree(other.folder, artifact.folder)
+    assert store.lookup(artifact.key) is None
+
+
+def test_every_truncation_of_a_manifest_is_a_miss(store, put):
+    artifact = put()
+    manifest = artifact.folder / "manifest.json"
+    whole = manifest.read_bytes()
+    for size in range(0, len(whole) - 2, 7):
+        manifest.write_bytes(whole[:size])
+        with pytest.raises(LoadError):
+            open_entry(artifact.folder)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.parametrize("which", ["folder", "library"])
+def test_what_belongs_to_another_user_is_a_miss(store, put, which):
+    artifact = put()
+    os.chown(getattr(artifact, which), 12345, 12345)
+    assert store.lookup(artifact.key) is None
+
+
+# ---- The root ----
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o720, 0o1777])
+def test_a_store_that_others_can_write_is_refused(store, put, mode):
+    key = put().key
+    store.root.chmod(mode)
+    for use in (lambda: store.lookup(key), put, store.clean, lambda: list(store.entries())):
+        with pytest.raises(StoreError, match=r"not private.*can be written by others.*CUTLASS_OPS_CACHE_DIR"):
+            use()
+
+
+def test_a_store_that_others_can_read_is_fine(store, put):
+    key = put().key
+    store.root.chmod(0o755)
+    assert store.lookup(key)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_a_store_of_another_user_is_refused(store, put):
+    key = put().key
+    os.chown(store.root, 12345, 12345)
+    with pytest.raises(StoreError, match="belongs to user 12345"):
+        store.lookup(key)
+
+
+def test_a_store_that_is_a_file(tmp_path, put, store):
+    store.root.touch(mode=0o600)
+    with pytest.raises(StoreError, match="cannot be used"):
+        put()
+
+
+@pytest.mark.parametrize("call", ["mkdir", "rename", "_sync"])
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (errno.ENOSPC, "no space is left.*CUTLASS_OPS_CACHE_DIR"),
+        (errno.EDQUOT, "no space is left"),
+        (errno.EROFS, "cannot be written.*built elsewhere"),
+        (errno.EIO, "cannot be used"),
+    ],
+)
+def test_a_disk_that_fails(store, put, monkeypatch, call, number, message):
+    def fail(*_args, **_more):
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module if call == "_sync" else Path, call, fail)
+        with pytest.raises(StoreError, match=message):
+            put()
+    assert list(store.entries()) == []
+    assert store.lookup(put().key)
+
+
+def test_a_store_that_vanishes_is_made_again(store, put):
+    first = put()
+    shutil.rmtree(store.root)
+    assert store.lookup(first.key) is None
+    assert store.lookup(put().key)
+
+
+# ---- The lock ----
+
+
+def test_one_holder_at_a_time_among_threads(store):
+    inside, most = 0, 0
+
+    def work():
+        nonlocal inside, most
+        with store.lock("a" * 64):
+            inside += 1
+            most = max(most, inside)
+            time.sleep(0.01)
+            inside -= 1
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == 1
+
+
+def test_keys_do_not_wait_for_each_other(store):
+    with store.lock("a" * 64), store.lock("b" * 64):
+        pass
+
+
+def test_waiting_can_be_cancelled(store):
+    cancel = threading.Event()
+    cancel.set()
+    with store.lock("a" * 64), pytest.raises(CancelledError), store.lock("a" * 64, cancel):
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_does_not_keep_the_lock(store):
+    read, write = os.pipe()
+    with store.lock("a" * 64):
+        pid = os.fork()
+        if pid == 0:
+            os.close(write)
+            os.read(read, 1)
+            os._exit(0)
+    try:
+        with store.lock("a" * 64):
+            pass
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(write)
+        os.close(read)
+        os.waitpid(pid, 0)
