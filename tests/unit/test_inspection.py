@@ -1,0 +1,64 @@
+import json
+
+import pytest
+from fake_toolkit import FakeToolkit, library, sm80_spec
+
+from cutlass_ops import inspection
+from cutlass_ops.build import build_artifact
+from cutlass_ops.errors import LoadError
+from cutlass_ops.inspection import inspect
+from cutlass_ops.store import KernelStore
+
+DESCRIBED = {"stages": 3, "threads": 128, "shared_memory": 49152}
+
+
+@pytest.fixture
+def artifact(tmp_path):
+    kit = FakeToolkit(tmp_path / "toolkit")
+    kit.makes(library(0x723C, 0x7387, 0x7983, 0x7983))
+    chain, store = kit.find(), KernelStore(tmp_path / "store")
+    return build_artifact(sm80_spec(), source="source", store=store, toolchain=chain)
+
+
+@pytest.fixture
+def _described(monkeypatch):
+    monkeypatch.setattr(inspection, "_describe", lambda artifact: DESCRIBED)
+    monkeypatch.setattr(inspection, "_find_device", lambda target: None)
+
+
+@pytest.mark.usefixtures("_described")
+def test_report_without_a_device(artifact):
+    report = inspect(artifact)
+    assert report.slug == sm80_spec().slug
+    assert report.sass == {"HMMA": 1, "LDL": 2, "STL": 1}
+    assert (report.registers, report.stack, report.spill_stores, report.spill_loads) == (168, 8, 4, 12)
+    assert (report.static_shared_memory, report.dynamic_shared_memory) == (1024, 49152)
+    assert (report.stages, report.threads) == (3, 128)
+    # Of 164 KiB three times 50; of 65536 registers three times 168 * 128.
+    assert (report.blocks_per_sm, report.device) == (3, None)
+    assert json.loads(json.dumps(report.to_json())) == report.to_json()
+
+
+@pytest.mark.usefixtures("_described")
+def test_by_path(artifact, monkeypatch):
+    assert inspect(artifact.folder) == inspect(artifact.library) == inspect(str(artifact.source)) == inspect(artifact)
+    monkeypatch.chdir(artifact.folder)
+    assert inspect("kernel.so") == inspect(artifact)
+    with pytest.raises(LoadError):
+        inspect(artifact.folder.parent)
+
+
+def test_what_cannot_be_loaded_is_still_reported(artifact):
+    report = inspect(artifact)
+    assert report.registers == 168
+    assert (report.stages, report.threads, report.dynamic_shared_memory, report.blocks_per_sm) == (None,) * 4
+
+
+@pytest.mark.usefixtures("_described")
+@pytest.mark.parametrize("error", [ImportError, RuntimeError])
+def test_no_driver_is_no_device(artifact, monkeypatch, error):
+    def fail(target):
+        raise error
+
+    monkeypatch.setattr(inspection, "_find_device", fail)
+    assert inspect(artifact).device is None

@@ -1,0 +1,249 @@
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
+
+from cutlass_ops import arch, loader
+from cutlass_ops.errors import LoadError, ToolchainError
+from cutlass_ops.loader import Reason, load, refusal
+from cutlass_ops.store import KernelStore, identity_key, kernel_identity
+from cutlass_ops.toolchain import Compiled, compile_kernel, find_toolchain
+
+# What templates/include/cutlass_ops/binding.h exports, without a kernel behind it.
+EXPORTS = r"""
+#include <tvm/ffi/c_api.h>
+#define EXPORT extern "C" __attribute__((visibility("default"))) int
+static int integer(TVMFFIAny* result, int64_t value) {
+  result->type_index = kTVMFFIInt;
+  result->v_int64 = value;
+  return 0;
+}
+EXPORT __tvm_ffi_launch(void*, TVMFFIAny const* args, int32_t count, TVMFFIAny* result) {
+  return integer(result, count == 1 ? 16 * args[0].v_int64 + 3 : 0);
+}
+EXPORT __tvm_ffi_workspace_size(void*, TVMFFIAny const* args, int32_t, TVMFFIAny* result) {
+  return integer(result, args[0].v_int64 * args[1].v_int64 + args[2].v_int64);
+}
+#ifndef NO_DESCRIBE
+EXPORT __tvm_ffi_describe(void*, TVMFFIAny const*, int32_t, TVMFFIAny* result) {
+  static char const text[] = "{\"stages\": 3, \"threads\": 128, \"shared_memory\": 49152}";
+  TVMFFIByteArray const bytes{text, sizeof(text) - 1};
+  return TVMFFIStringFromByteArray(&bytes, result);
+}
+#endif
+"""
+
+
+@pytest.fixture(scope="session")
+def toolchain(tmp_path_factory):
+    return FakeToolkit(tmp_path_factory.mktemp("kit") / "toolkit").find()
+
+
+@pytest.fixture(scope="session")
+def host_library(tmp_path_factory, toolchain):
+    """Compile the exports with the host compiler alone."""
+    made = {}
+
+    def make(*flags):
+        if flags not in made:
+            folder = tmp_path_factory.mktemp("host")
+            (folder / "kernel.cpp").write_text(EXPORTS)
+            include = toolchain.tvm_ffi_dir / "include"
+            links = [f"-L{toolchain.tvm_ffi_dir / 'lib'}", "-ltvm_ffi"]
+            command = ["g++", "-std=c++17", "-shared", "-fPIC", f"-I{include}", *flags, "-o", "out.so", "kernel.cpp"]
+            subprocess.run([*command, *links], cwd=folder, check=True)
+            made[flags] = (folder / "out.so").read_bytes()
+        return made[flags]
+
+    return make
+
+
+@pytest.fixture
+def put(tmp_path, toolchain):
+    def _put(data, stages=3):
+        store = KernelStore(tmp_path / "store")
+        # Every test loads a kernel of its own: what is loaded stays.
+        identity = kernel_identity(sm80_spec(stages), f"// {tmp_path}", toolchain)
+        folder = store.workspace(identity_key(identity), "source")
+        (folder / "kernel.so").write_bytes(data)
+        resources = ({"function": "f", "registers": 128, "static_shared_memory": 0},)
+        return store.publish(folder, identity, {"HMMA": 1}, Compiled(1.0, resources))
+
+    return _put
+
+
+@pytest.fixture
+def _cudart(monkeypatch):
+    """These libraries need no CUDA runtime, and this machine may have none."""
+    monkeypatch.setattr(loader, "_provide_cudart", lambda artifact: None)
+
+
+@pytest.mark.usefixtures("_cudart")
+def test_a_kernel_is_callable(put, host_library):
+    artifact = put(host_library())
+    kernel = load(artifact)
+    assert kernel.artifact == artifact
+    assert kernel.launch() == 0
+    assert refusal(kernel.launch(5)) == (5, Reason.DTYPE)
+    assert kernel.workspace_size(4, 5, 6) == 26
+    assert kernel.describe() == {"stages": 3, "threads": 128, "shared_memory": 49152}
+    assert load(artifact) is kernel
+
+
+@pytest.mark.usefixtures("_cudart")
+def test_kernels_do_not_get_mixed_up(put, host_library):
+    one, two = put(host_library()), put(host_library("-DNAME=2"), stages=4)
+    assert load(one) is not load(two)
+    assert [load(a).artifact for a in (one, two)] == [one, two]
+
+
+@pytest.mark.usefixtures("_cudart")
+def test_many_threads_load_one_kernel(put, host_library):
+    artifact = put(host_library())
+    with ThreadPoolExecutor(8) as pool:
+        assert len({id(kernel) for kernel in pool.map(load, [artifact] * 32)}) == 1
+
+
+@pytest.mark.usefixtures("_cudart")
+def test_it_stays_loaded_when_its_file_goes(put, host_library):
+    artifact = put(host_library())
+    kernel = load(artifact)
+    shutil.rmtree(artifact.folder)
+    assert load(artifact).launch() == 0
+    assert kernel.describe()["stages"] == 3
+
+
+def spoil_bytes(path):
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+
+
+def spoil_by_link(path):
+    path.rename(path.with_name("other"))
+    path.symlink_to("other")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (spoil_bytes, "changed since it was looked up"),
+        (lambda path: os.truncate(path, 10), "changed since it was looked up"),
+        (lambda path: path.write_bytes(path.read_bytes() + b"x"), "changed since it was looked up"),
+        (lambda path: path.unlink(), "cannot be read"),
+        (spoil_by_link, "cannot be read"),
+        (lambda path: path.chmod(0o666), "can be written by others"),
+    ],
+)
+def test_what_changed_after_the_lookup_is_never_opened(put, monkeypatch, spoil, message):
+    def never():
+        raise AssertionError("opened")
+
+    monkeypatch.setattr(loader, "_import_tvm_ffi", never)
+    artifact = put(library(HMMA))
+    spoil(artifact.library)
+    with pytest.raises(LoadError, match=message):
+        load(artifact)
+
+
+@pytest.mark.usefixtures("_cudart")
+def test_not_a_library(put):
+    with pytest.raises(LoadError, match="cannot be loaded"):
+        load(put(library(HMMA)))
+
+
+@pytest.mark.usefixtures("_cudart")
+def test_a_missing_function(put, host_library):
+    with pytest.raises(LoadError, match="describe"):
+        load(put(host_library("-DNO_DESCRIBE")))
+
+
+def test_cudart_is_looked_for(put, monkeypatch, tmp_path):
+    artifact = put(library(HMMA))
+    opened = []
+
+    def only(good):
+        def cdll(name):
+            opened.append(name)
+            if name != good:
+                raise OSError(name)
+
+        monkeypatch.setattr(loader.ctypes, "CDLL", cdll)
+
+    def no_toolchain():
+        raise ToolchainError("none")
+
+    monkeypatch.setattr(loader, "find_toolchain", no_toolchain)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    only("libcudart.so.13")  # PyTorch's own, already there
+    loader._provide_cudart(artifact)
+    assert opened == ["libcudart.so.13"]
+    only(str(tmp_path / "lib" / "libcudart.so.13"))
+    loader._provide_cudart(artifact)
+    only(None)
+    with pytest.raises(LoadError, match=r"needs libcudart\.so\.13"):
+        loader._provide_cudart(artifact)
+
+
+def test_loading_starts_no_program():
+    """PyTorch offers what tvm-ffi would otherwise compile; and nothing is imported before it is needed."""
+    script = """
+        import subprocess, os, sys
+        import torch
+        def refuse(*args, **more):
+            raise AssertionError(f"started {args}")
+        subprocess.Popen = os.posix_spawn = os.system = refuse
+        import cutlass_ops
+        from cutlass_ops import inspection, loader
+        assert "tvm_ffi" not in sys.modules
+        loader._import_tvm_ffi()
+        assert "tvm_ffi" in sys.modules and "torch_c_dlpack_ext" not in sys.modules
+    """
+    subprocess.run([sys.executable, "-W", "error", "-c", textwrap.dedent(script)], check=True)
+
+
+def test_an_older_pytorch_is_refused(monkeypatch):
+    import torch
+
+    monkeypatch.delattr(torch.Tensor, "__dlpack_c_exchange_api__")
+    with pytest.raises(LoadError, match=r"2\.10 or later is needed"):
+        loader._import_tvm_ffi()
+
+
+KERNEL = (
+    EXPORTS
+    + r"""
+#include <cstdint>
+__global__ void kernel(uint32_t* x) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
+               : "+r"(x[0]), "+r"(x[1]), "+r"(x[2]), "+r"(x[3]) : "r"(x[4]), "r"(x[5]), "r"(x[6]));
+}
+extern "C" void never() { kernel<<<1, 32>>>(nullptr); }
+"""
+)
+
+
+@pytest.mark.compile
+def test_nvcc_makes_equal_bytes_anywhere_and_they_load(tmp_path, put):
+    try:
+        toolchain = find_toolchain()
+    except ToolchainError as exc:
+        pytest.skip(str(exc))
+    made = []
+    for name in ("here", "some/where/else"):
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        (folder / "kernel.cu").write_text(KERNEL)
+        compiled = compile_kernel(folder, "kernel.cu", "kernel.so", arch.target("sm_80"), toolchain)
+        assert compiled.resources[0]["registers"] > 0
+        made.append((folder / "kernel.so").read_bytes())
+    assert made[0] == made[1]
+    # Nothing of this machine's is left in them.
+    for path in (str(tmp_path), str(toolchain.nvcc.parent), str(toolchain.tvm_ffi_dir), "tmpxft"):
+        assert path.encode() not in made[0]
+    kernel = load(put(made[0]))
+    assert kernel.describe()["threads"] == 128
+    assert refusal(kernel.launch(1)) == (1, Reason.DTYPE)
