@@ -8,6 +8,7 @@ Importing does no work: no file or folder is made, no device touched, no compile
 
 from __future__ import annotations
 
+from cutlass_ops._version import __version__
 from cutlass_ops.config import (
     ClusterShape,
     InstructionShape,
@@ -69,9 +70,8 @@ from cutlass_ops.ops import (
     gemm_residual,
 )
 from cutlass_ops.registry import REGISTRY as registry
+from cutlass_ops.render import render as source
 from cutlass_ops.spec import KernelSpec, Operand
-
-__version__ = "0.1.0"
 
 __all__ = [
     "ClusterShape",
@@ -99,6 +99,7 @@ __all__ = [
     "UnsupportedError",
     "Violation",
     "WarpShape",
+    "__version__",
     "abs",
     "build",
     "cast",
@@ -125,6 +126,7 @@ __all__ = [
     "rsqrt",
     "sigmoid",
     "silu",
+    "source",
     "sqrt",
     "square",
     "sum",

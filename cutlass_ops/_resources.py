@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from pathlib import Path
+
+from cutlass_ops._version import __version__
 
 _PACKAGE = Path(__file__).resolve().parent
 
 
 def library_version() -> str:
-    """Return this library's version; ``"unknown"`` where it runs without being installed."""
-    try:
-        return importlib.metadata.version("cutlass_ops")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+    """Return this library's version."""
+    return __version__
 
 
 def templates() -> Path:

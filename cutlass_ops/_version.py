@@ -1,0 +1,3 @@
+"""Version of the library; nothing else states it."""
+
+__version__ = "0.1.0"
