@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cutlass_ops import arch, legality
+from cutlass_ops import arch
 from cutlass_ops.config import Sm80Config
 from cutlass_ops.epilogue.graph import Kind, Output
 from cutlass_ops.lower import ACC, Compute, Lowered, lower
@@ -46,7 +46,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "instruction": f"{i.m}, {i.n}, {i.k}",
         "stages": config.stages,
         "swizzle": {"type": _swizzle(spec, config), "width": config.swizzle},
-        "swap_ab": legality.sm80_swaps(spec),
+        "swap_ab": _swaps(spec),
         "computes": [{"struct": _struct(c), "params": list(c.args), "lines": list(c.lines)} for c in lowered.computes],
         "nodes": [asdict(n) for n in _nodes(spec, lowered)],
         "fields": _fields(spec),
@@ -57,6 +57,11 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         ],
         "shared_memory_limit": arch.target(spec.target).shared_memory,
     }
+
+
+def _swaps(spec: KernelSpec) -> bool:
+    """Whether the kernel computes D^T = B^T A^T, because D is column-major and the epilogue writes rows."""
+    return spec.d.major == "col"
 
 
 def _swizzle(spec: KernelSpec, config: Sm80Config) -> str:
@@ -98,7 +103,7 @@ def _outputs(spec: KernelSpec) -> list[tuple[Output, Operand]]:
 
 def _along_n(kind: Kind, spec: KernelSpec) -> bool:
     """Whether a vector runs along N in the kernel's own orientation."""
-    return (kind is Kind.ROW) != legality.sm80_swaps(spec)
+    return (kind is Kind.ROW) != _swaps(spec)
 
 
 def _fields(spec: KernelSpec) -> list[dict[str, str]]:
@@ -162,5 +167,5 @@ def _store(spec: KernelSpec, output: Output, operand: Operand, value: int) -> No
 
 
 def _tile(visitor: str, element: str, operand: Operand, spec: KernelSpec) -> str:
-    layout = _layout(operand.transposed if legality.sm80_swaps(spec) else operand)
+    layout = _layout(operand.transposed if _swaps(spec) else operand)
     return f"sm80::{visitor}<ThreadMap, {element}, {layout}, {operand.alignment}>"
