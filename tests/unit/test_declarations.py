@@ -1,0 +1,356 @@
+"""Declarations as values: equality, JSON both ways, names, and what untrusted JSON can do."""
+
+import copy
+import json
+import pickle
+import re
+from dataclasses import FrozenInstanceError, fields, replace
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import cutlass_ops as co
+from cutlass_ops.config import (
+    ClusterShape,
+    InstructionShape,
+    Sm80Config,
+    Sm90Config,
+    ThreadblockShape,
+    WarpShape,
+    config_from_json,
+    config_to_json,
+)
+from cutlass_ops.dtypes import bf16, dtype, f16, f32
+from cutlass_ops.errors import ConfigError
+from cutlass_ops.legality import check
+from cutlass_ops.spec import KernelSpec, Operand
+from tests.strategies import PATIENT, epilogues
+
+SIDES = st.sampled_from((1, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384))
+
+
+def shapes(cls):
+    return st.builds(cls, *(SIDES for _ in fields(cls)))
+
+
+SM80 = st.builds(
+    Sm80Config,
+    threadblock=shapes(ThreadblockShape),
+    warp=shapes(WarpShape),
+    instruction=st.sampled_from((InstructionShape(16, 8, 16), InstructionShape(16, 8, 8), InstructionShape(8, 8, 4))),
+    stages=st.integers(0, 12),
+    swizzle=st.integers(1, 8),
+    stream_k=st.booleans(),
+)
+SM90 = st.builds(
+    Sm90Config,
+    threadblock=shapes(ThreadblockShape),
+    cluster=st.builds(ClusterShape, st.integers(1, 8), st.integers(1, 8)),
+    schedule=st.sampled_from(("pingpong", "cooperative", "warp_specialized")),
+    scheduler=st.sampled_from(("persistent", "stream_k")),
+    stages=st.none() | st.integers(0, 12),
+    swap_ab=st.booleans(),
+    raster=st.sampled_from(("heuristic", "along_m", "along_n")),
+    swizzle=st.integers(1, 8),
+)
+CONFIGS = SM80 | SM90
+OPERANDS = st.builds(
+    lambda t, major, alignment: f"{t}.{major}" + (f".align{alignment}" if alignment else ""),
+    st.sampled_from(("f16", "bf16", "f32")),
+    st.sampled_from(("row", "col")),
+    st.sampled_from((None, 1, 2, 4)),
+)
+
+
+@st.composite
+def specs(draw):
+    epilogue = draw(epilogues(max_steps=4))
+    inputs = {i.name: draw(OPERANDS) for i in epilogue.graph.inputs if draw(st.booleans())}
+    outputs = {o.name: draw(OPERANDS) for o in epilogue.graph.outputs[1:] if draw(st.booleans())}
+    return KernelSpec(
+        a=draw(OPERANDS),
+        b=draw(OPERANDS),
+        d=draw(OPERANDS),
+        epilogue=epilogue,
+        config=draw(CONFIGS),
+        inputs=inputs,
+        outputs=outputs,
+        target=draw(st.sampled_from((None, "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a"))),
+    )
+
+
+@co.epilogue
+def bias_relu(acc, bias: co.Row):
+    return co.relu(acc + bias)
+
+
+@co.epilogue
+def saved(acc, bias: co.Row, residual: co.Tile, scale: co.Scalar):
+    x = acc + bias
+    return {"d": co.relu(x) * scale + residual, "pre": x, "total": co.sum(x, dim=1)}
+
+
+def spec(**changes):
+    values = {
+        "a": "bf16.row",
+        "b": "bf16.col",
+        "d": "bf16.row",
+        "epilogue": bias_relu,
+        "config": Sm90Config(ThreadblockShape(128, 128, 64)),
+    }
+    return KernelSpec(**values | changes)
+
+
+# ---- JSON ----------------------------------------------------------------------------------------------------------
+
+
+@PATIENT
+@given(CONFIGS)
+def test_a_config_survives_json(config):
+    data = json.loads(json.dumps(config_to_json(config)))
+    assert config_from_json(data) == config
+    assert config_to_json(config_from_json(data)) == data
+
+
+@PATIENT
+@given(specs())
+def test_a_spec_survives_json(drawn):
+    text = drawn.canonical()
+    back = KernelSpec.from_json(json.loads(text))
+    assert back == drawn
+    assert hash(back) == hash(drawn)
+    assert back.canonical() == text
+    assert back.slug == drawn.slug
+
+
+@PATIENT
+@given(specs())
+def test_canonical_text_is_canonical(drawn):
+    shuffled = json.loads(drawn.canonical(), object_pairs_hook=lambda pairs: dict(reversed(pairs)))
+    assert KernelSpec.from_json(shuffled).canonical() == drawn.canonical()
+    assert "\n" not in drawn.canonical()
+    assert drawn.canonical().isascii()
+
+
+@PATIENT
+@given(specs(), specs())
+def test_equal_exactly_when_the_text_is(one, other):
+    assert (one == other) == (one.canonical() == other.canonical())
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def places(value, path=()):
+    """Yield the path to every part of a JSON value but the whole."""
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, child in children:
+        yield (*path, key)
+        yield from places(child, (*path, key))
+
+
+@PATIENT
+@given(st.data())
+def test_damaged_json_is_refused_or_a_declaration_that_check_can_judge(data):
+    value = json.loads(spec(epilogue=saved).canonical())
+    for _ in range(data.draw(st.integers(1, 2))):
+        *path, last = data.draw(st.sampled_from(list(places(value))))
+        parent = value
+        for key in path:
+            parent = parent[key]
+        if data.draw(st.booleans()):
+            parent[last] = data.draw(JSON)
+        elif isinstance(parent, dict):
+            parent[data.draw(st.text(max_size=8))] = parent.pop(last)
+        else:
+            del parent[last]
+    try:
+        found = KernelSpec.from_json(value)
+    except ConfigError:
+        return
+    check(found)
+
+
+@PATIENT
+@given(st.dictionaries(st.text(max_size=8), JSON, max_size=8))
+@example({})
+def test_foreign_json_is_refused(value):
+    with pytest.raises(ConfigError):
+        KernelSpec.from_json(value)
+
+
+def test_an_unknown_field_is_refused_by_name():
+    data = spec().to_json()
+    with pytest.raises(ConfigError, match="colour"):
+        KernelSpec.from_json(data | {"colour": "red"})
+    with pytest.raises(ConfigError, match=r"'warp'.*sm90 configuration"):
+        KernelSpec.from_json(data | {"config": data["config"] | {"warp": {"m": 64, "n": 64, "k": 32}}})
+    with pytest.raises(ConfigError, match="threadblock"):
+        config_from_json(config_to_json(spec().config) | {"threadblock": {"m": 128, "n": 128, "k": 64, "l": 1}})
+
+
+def test_a_missing_field_is_refused_by_name():
+    data = spec().to_json()
+    del data["target"]
+    with pytest.raises(ConfigError, match="target"):
+        KernelSpec.from_json(data)
+    with pytest.raises(ConfigError, match="threadblock"):
+        config_from_json({"arch": "sm90"})
+
+
+@pytest.mark.parametrize("arch", [None, "sm70", 90, ["sm90"]])
+def test_an_unknown_arch_is_refused(arch):
+    with pytest.raises((ConfigError, TypeError)):
+        config_from_json({"arch": arch, "threadblock": {"m": 128, "n": 128, "k": 64}})
+
+
+@pytest.mark.parametrize("side", [True, 128.0, "128", None])
+def test_a_tile_side_is_an_integer(side):
+    with pytest.raises(ConfigError, match="integers"):
+        config_from_json({"arch": "sm90", "threadblock": {"m": side, "n": 128, "k": 64}})
+
+
+# ---- Values --------------------------------------------------------------------------------------------------------
+
+
+def test_declarations_cannot_be_changed():
+    for value in (spec(), spec().config, spec().config.threadblock, spec().a):
+        with pytest.raises(FrozenInstanceError):
+            setattr(value, fields(value)[0].name, None)
+
+
+def test_declarations_are_keys_and_survive_copies():
+    table = {spec(): 1, spec(d="f32.row"): 2, spec(config=Sm90Config(ThreadblockShape(128, 256, 64))): 3}
+    assert table[spec()] == 1
+    assert table[copy.deepcopy(spec())] == 1
+    assert table[pickle.loads(pickle.dumps(spec()))] == 1
+    assert len(table) == 3
+
+
+def test_every_field_makes_another_kernel():
+    base = spec(epilogue=saved)
+    sm80 = Sm80Config(ThreadblockShape(128, 128, 32), WarpShape(64, 64, 32))
+    changed = [spec(epilogue=saved, **{name: "f16.col.align1"}) for name in ("a", "b", "d")] + [
+        spec(epilogue=bias_relu),
+        spec(epilogue=saved, inputs={"residual": "f32.row"}),
+        spec(epilogue=saved, inputs={"residual": "bf16.col"}),
+        spec(epilogue=saved, inputs={"scale": "bf16"}),
+        spec(epilogue=saved, outputs={"pre": "f32.row"}),
+        spec(epilogue=saved, outputs={"total": "bf16"}),
+        spec(epilogue=saved, target="sm_80"),
+        spec(epilogue=saved, config=sm80),
+    ]
+    for field, value in (
+        ("threadblock", ThreadblockShape(128, 64, 64)),
+        ("cluster", ClusterShape(2, 1)),
+        ("schedule", "cooperative"),
+        ("scheduler", "stream_k"),
+        ("stages", 4),
+        ("swap_ab", True),
+    ):
+        changed.append(spec(epilogue=saved, config=replace(base.config, **{field: value})))
+    for field, value in (
+        ("threadblock", ThreadblockShape(128, 64, 32)),
+        ("warp", WarpShape(32, 64, 32)),
+        ("instruction", InstructionShape(16, 8, 8)),
+        ("stages", 4),
+        ("stream_k", True),
+    ):
+        changed.append(spec(epilogue=saved, config=replace(sm80, **{field: value})))
+    every = [base, *changed]
+    assert len(set(every)) == len({s.canonical() for s in every}) == len({s.slug for s in every}) == len(every)
+
+
+@pytest.mark.parametrize("launch", [{"raster": "along_n"}, {"swizzle": 4}])
+def test_launch_arguments_are_no_part_of_a_kernel(launch):
+    config = spec().config
+    assert spec(config=replace(config, **launch)) == spec()
+    assert replace(config, **launch) != config
+
+
+def test_the_default_types_follow_d():
+    s = spec(epilogue=saved, d="f16.col")
+    bias, residual, scale = s.inputs
+    pre, total = s.outputs
+    assert (bias.dtype, residual, scale.dtype) == (f16, Operand.of("f16.col"), f32)
+    assert (pre, total.dtype) == (Operand.of("f16.col"), f32)
+
+
+def test_vectors_have_no_major_of_their_own():
+    assert spec(inputs={"bias": "f32.col"}) == spec(inputs={"bias": "f32"})
+
+
+def test_a_name_that_the_epilogue_lacks_is_refused():
+    with pytest.raises(ValueError, match="inputs names gate"):
+        spec(inputs={"gate": "bf16"})
+    with pytest.raises(ValueError, match="outputs names d"):
+        spec(outputs={"d": "bf16.row"})
+
+
+# ---- Names ---------------------------------------------------------------------------------------------------------
+
+
+@PATIENT
+@given(st.lists(specs(), min_size=2, max_size=4))
+def test_a_slug_is_a_file_name_and_an_identifier_of_one_kernel(drawn):
+    for s in drawn:
+        assert re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", s.slug)
+        assert len(s.slug) < 200
+    assert len({s.slug for s in drawn}) == len(set(drawn))
+
+
+@PATIENT
+@given(st.lists(CONFIGS, min_size=2, max_size=8))
+def test_a_config_slug_names_one_binary(drawn):
+    binaries = {c.binary() for c in drawn}
+    assert len({c.binary().slug for c in drawn}) == len(binaries)
+
+
+def test_a_slug_can_be_read():
+    config = Sm90Config(ThreadblockShape(64, 32, 128), ClusterShape(2, 1), "cooperative", "stream_k", 5, swap_ab=True)
+    assert config.slug == "sm90_64x32x128_2x1_coop_s5_streamk_swap"
+    assert spec(config=config).slug.startswith("gemm_bf16row_bf16col_bf16row_sm90_64x32x128_2x1_coop_s5_streamk_swap_")
+
+
+# ---- Operands ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "operand"),
+    [
+        ("bf16.row", Operand(bf16, "row", 8)),
+        ("f16.col.align2", Operand(f16, "col", 2)),
+        ("f32", Operand(f32, "row", 4)),
+        ("float16", Operand(f16, "row", 8)),
+        (bf16, Operand(bf16, "row", 8)),
+        (Operand(f32, "col", 1), Operand(f32, "col", 1)),
+    ],
+)
+def test_operands_are_parsed(text, operand):
+    assert Operand.of(text) == operand
+    assert Operand.of(str(operand)) == operand
+
+
+@pytest.mark.parametrize(
+    "text", ["", "bf16.", "bf16.rows", "BF16", "bf16.row.align", "bf16.row.align-1", "row", " f16"]
+)
+def test_other_text_is_no_operand(text):
+    with pytest.raises(ValueError, match=r"operand|dtype"):
+        Operand.of(text)
+
+
+def test_transposing_twice_changes_nothing():
+    operand = Operand.of("bf16.col.align2")
+    assert operand.transposed == Operand.of("bf16.row.align2")
+    assert operand.transposed.transposed == operand
+
+
+@pytest.mark.parametrize("name", ["f64", "", "int8"])
+def test_an_unknown_dtype_is_refused_with_those_there_are(name):
+    with pytest.raises(ValueError, match="f16, bf16, f32"):
+        dtype(name)
