@@ -113,7 +113,7 @@ def _violations(rules: tuple[Rule[AnyConfig], ...], spec: KernelSpec, config: An
 
 @dataclass(frozen=True)
 class _Side:
-    """One operand as the kernel sees it: name, side of the tile, whether K is adjacent in memory, extent of the side."""
+    """One operand as the kernel sees it: name, side of the tile, whether K is adjacent in memory, and extent."""
 
     name: str
     side: str
@@ -439,8 +439,8 @@ def _shared_memory(spec: KernelSpec, config: Config) -> Iterator[str]:
     )
     if needed > limit:
         yield (
-            f"{stages} stages of threadblock {config.threadblock} and the epilogue take {needed} bytes of shared memory, "
-            f"of which a thread block on {spec.target} has {limit}: use a smaller tile or fewer stages"
+            f"{stages} stages of threadblock {config.threadblock} and the epilogue take {needed} bytes of shared "
+            f"memory, and a thread block on {spec.target} has {limit}: use a smaller tile or fewer stages"
         )
 
 
@@ -473,8 +473,8 @@ def _sm90_tile_m(_: KernelSpec, config: Sm90Config) -> Iterator[str]:
     step = arch.WGMMA_M * (2 if config.schedule == "cooperative" else 1)
     if config.threadblock.m % step:
         yield (
-            f"threadblock.m is {config.threadblock.m}: with schedule {config.schedule!r} a tile's warpgroups cover rows "
-            f"in steps of {step}; use a multiple of that"
+            f"threadblock.m is {config.threadblock.m}: with schedule {config.schedule!r} a tile's warpgroups cover "
+            f"rows in steps of {step}; use a multiple of that"
         )
 
 
