@@ -328,10 +328,12 @@ def compile_flags(target: Target) -> tuple[str, ...]:
         "--expt-relaxed-constexpr",
         f"-gencode={target.gencode}",
         "-Xcompiler=-fPIC,-fvisibility=hidden",
+        "-Xcudafe=--orig_src_path_name,kernel.cu",  # a hash of it names what the source keeps to itself
         "-Xptxas=-v",
         "--no-compress",  # sass.py reads the code; a tenth larger, and loaded faster
         "-shared",
         "-cudart=shared",  # PyTorch brings the runtime along
+        "-cudadevrt=none",  # no kernel launches another, and some toolkits lack this library
         "-nodlink",  # there is nothing to link on the device, and the step would record this machine's paths
         "-Xlinker=-s",  # the names of nvcc's temporary files
         "-Iinc/cutlass_ops",

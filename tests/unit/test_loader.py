@@ -217,11 +217,15 @@ KERNEL = (
     EXPORTS
     + r"""
 #include <cstdint>
+namespace {
+struct Own {};
+}  // namespace
+template <class T>
 __global__ void kernel(uint32_t* x) {
   asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
                : "+r"(x[0]), "+r"(x[1]), "+r"(x[2]), "+r"(x[3]) : "r"(x[4]), "r"(x[5]), "r"(x[6]));
 }
-extern "C" void never() { kernel<<<1, 32>>>(nullptr); }
+extern "C" void never() { kernel<Own><<<1, 32>>>(nullptr); }
 """
 )
 
