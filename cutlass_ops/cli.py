@@ -59,11 +59,9 @@ def generate(
     """Render the default catalogue as C++ files and a manifest."""
     folder = out or _resources.generated()
     changed = catalog.stale(folder) if check else catalog.write(folder)
-    verb = "stale" if check else "wrote"
-    summary = f"{folder}: {len(catalog.default())} kernels, " + (
-        f"{len(changed)} files {verb}" if changed else "current"
-    )
-    _show(as_json, {"folder": str(folder), "changed": changed}, *(f"{verb} {name}" for name in changed), summary)
+    verb = "stale" if check else "updated"
+    summary = f"{folder}: {len(catalog.default())} kernels, {len(changed)} files {verb}"
+    _show(as_json, {"folder": str(folder), "changed": changed}, *(f"{verb}: {name}" for name in changed), summary)
     if check and changed:
         raise typer.Exit(1)
 

@@ -1,0 +1,70 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from cutlass_ops import builtin, catalog, legality, ops
+
+
+def test_every_named_op_is_there_for_both_architectures():
+    assert {op.name: op.epilogue for op in ops.NAMED} == builtin.BY_OP
+    shipped = {(e.op, e.spec.a.dtype.name, e.spec.target) for e in catalog.default()}
+    assert {(op, "bf16", target) for op in builtin.BY_OP for target in ("sm_80", "sm_90a")} <= shipped
+    assert {("gemm_bias_relu", "f16", target) for target in ("sm_80", "sm_90a")} <= shipped
+
+
+def test_every_kernel_is_legal_and_has_a_file_of_its_own():
+    entries = catalog.default()
+    assert [legality.check(e.spec) for e in entries] == [()] * len(entries)
+    assert len({e.file for e in entries}) == len({e.spec for e in entries}) == len(entries)
+
+
+def test_rendering_is_the_same_in_another_process():
+    code = (
+        "import hashlib; from cutlass_ops import catalog; "
+        "print(hashlib.sha256(repr(catalog.files()).encode()).hexdigest())"
+    )
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, check=True, capture_output=True, text=True
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(digests) == 1
+
+
+def test_write_brings_a_folder_up_to_date(tmp_path):
+    folder = tmp_path / "new"
+    wanted = catalog.files()
+    assert catalog.stale(folder) == sorted(wanted)
+    assert not folder.exists()
+    assert catalog.write(folder) == sorted(wanted)
+    assert catalog.stale(folder) == catalog.write(folder) == []
+    (folder / "sm_80" / "gemm_bf16.cu").write_text("edited")
+    assert catalog.stale(folder) == ["sm_80/gemm_bf16.cu"]
+    assert catalog.write(folder) == ["sm_80/gemm_bf16.cu"]
+    assert {p.relative_to(folder).as_posix(): p.read_text() for p in folder.rglob("*") if p.is_file()} == wanted
+
+
+def test_files_that_the_catalogue_dropped_are_removed_and_no_others(tmp_path):
+    catalog.write(tmp_path)
+    manifest = json.loads((tmp_path / catalog.MANIFEST).read_text())
+    outside = tmp_path.parent / "precious.cu"
+    (tmp_path / "sm_80" / "mine.cu").write_text("mine")
+    (tmp_path / "sm_80" / "old.cu").write_text("old")
+    outside.write_text("precious")
+    manifest["kernels"] += [
+        {"file": f} for f in ("sm_80/old.cu", "sm_80/../../precious.cu", str(outside), "sm_80/a.cu")
+    ]
+    (tmp_path / catalog.MANIFEST).write_text(json.dumps(manifest))
+    assert catalog.write(tmp_path) == [catalog.MANIFEST, "sm_80/old.cu"]
+    assert outside.exists()
+    assert (tmp_path / "sm_80" / "mine.cu").exists()
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"kernels": 3}', '{"kernels": [1]}', '{"kernels": [{}]}', "{"])
+def test_a_damaged_manifest_is_replaced(tmp_path, text):
+    catalog.write(tmp_path)
+    (tmp_path / catalog.MANIFEST).write_text(text)
+    assert catalog.write(tmp_path) == [catalog.MANIFEST]

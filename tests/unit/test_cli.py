@@ -1,0 +1,239 @@
+import json
+import re
+import sys
+
+import pytest
+import torch
+from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec, sm90_spec
+
+from cutlass_ops import __version__, _env, catalog, cli, toolchain
+
+
+@pytest.fixture
+def kit(tmp_path, monkeypatch):
+    """A machine with a compiler that takes no time, an empty store and no GPU."""
+    for variable in _env.VARIABLES:
+        monkeypatch.delenv(variable.name, raising=False)
+    kit = FakeToolkit(tmp_path / "toolkit")
+    monkeypatch.setenv("CUTLASS_OPS_NVCC", str(kit.nvcc))
+    monkeypatch.setenv("CUTLASS_OPS_CACHE_DIR", str(tmp_path / "store"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return kit
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run a command; return its exit code, and what it wrote to standard output and to standard error."""
+
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["cutlass-ops", *map(str, args)])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        out, err = capsys.readouterr()
+        return exit_.value.code or 0, out, err
+
+    return run
+
+
+@pytest.fixture
+def spec_file(tmp_path):
+    def write(spec, name="spec.json"):
+        path = tmp_path / name
+        path.write_text(json.dumps(spec.to_json()))
+        return path
+
+    return write
+
+
+# ---- doctor --------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_names_everything_that_it_found(kit, run):
+    code, out, _ = run("doctor")
+    assert code == 0
+    assert f"cutlass_ops {__version__}" in out
+    assert f"13.0.88, {kit.nvcc} (from CUTLASS_OPS_NVCC)" in out
+    assert "Can compile a kernel: yes. Can run one: no." in out
+    assert [v.name for v in _env.VARIABLES if v.name not in out] == []
+
+
+def test_doctor_as_json(kit, run):
+    code, out, _ = run("doctor", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["toolchain"]["nvcc"] == str(kit.nvcc)
+    assert found["environment"]["CUTLASS_OPS_NVCC"] == str(kit.nvcc)
+    assert found["environment"]["CUTLASS_OPS_JIT"] is None
+    assert found["can_compile"]
+    assert not found["can_run"]
+    assert found["gpus"] == found["problems"] == []
+
+
+def test_doctor_without_a_compiler(kit, run, monkeypatch, tmp_path):
+    monkeypatch.delenv("CUTLASS_OPS_NVCC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(toolchain, "_wheel_bins", lambda: iter(()))
+    code, out, _ = run("doctor")
+    assert code == 1
+    assert "no CUDA compiler" in out
+    assert "Can compile a kernel: no. Can run one: no." in out
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "problem"),
+    [
+        ("CUTLASS_OPS_JIT", "0", "compilation is switched off"),
+        ("CUTLASS_OPS_JIT", "maybe", "must be one of 0, 1"),
+        ("CUTLASS_OPS_NVCC", "/nowhere/nvcc", "names /nowhere/nvcc"),
+        ("CUTLASS_OPS_CACHE_DIR", "relative", "must be an absolute path"),
+    ],
+)
+def test_doctor_says_what_stands_in_the_way(kit, run, monkeypatch, variable, value, problem):
+    monkeypatch.setenv(variable, value)
+    code, out, _ = run("doctor")
+    assert code == 1
+    assert problem in out
+
+
+def test_doctor_refuses_a_store_that_others_may_write(kit, run, tmp_path):
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store").chmod(0o777)
+    code, out, _ = run("doctor")
+    assert code == 1
+    assert "unusable" in out
+
+
+class _Properties:
+    def __init__(self, name, major, minor):
+        self.name, self.major, self.minor = name, major, minor
+
+
+@pytest.mark.parametrize(
+    ("capability", "says", "code"),
+    [
+        ((9, 0), "compute capability 9.0: runs kernels for sm_90a", 0),
+        ((8, 6), "compute capability 8.6: runs kernels for sm_86", 0),
+        ((7, 0), "no kernel of this library runs on it", 1),
+    ],
+)
+def test_doctor_with_a_gpu_and_a_filled_store(kit, run, monkeypatch, spec_file, capability, says, code):
+    assert run("build", spec_file(sm80_spec()))[0] == 0
+    monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: _Properties("Some GPU", *capability))
+    found, out, _ = run("doctor")
+    assert found == code
+    assert f"Some GPU, {says}" in out or says in out
+    assert "1 kernels" in out
+
+
+# ---- generate ------------------------------------------------------------------------------------------------------
+
+
+def test_generate_writes_once(kit, run, tmp_path):
+    out_dir = tmp_path / "out"
+    assert run("generate", "--check", "--out", out_dir)[0] == 1
+    assert not out_dir.exists()
+    code, out, _ = run("generate", "--out", out_dir)
+    assert code == 0
+    assert "updated: sm_90a/gemm_bias_relu_bf16.cu" in out
+    assert run("generate", "--check", "--out", out_dir)[0] == 0
+    code, out, _ = run("generate", "--out", out_dir, "--json")
+    assert json.loads(out) == {"folder": str(out_dir), "changed": []}
+
+
+# ---- build, list, inspect, clean -----------------------------------------------------------------------------------
+
+
+def test_build_compiles_once_and_reports(kit, run, spec_file, tmp_path):
+    code, out, _ = run("build", spec_file(sm80_spec()))
+    assert code == 0
+    assert sm80_spec().slug in out
+    assert str(tmp_path / "store") in out
+    assert "2 HMMA" in out
+    assert "168 registers, 8 bytes of stack, spills: 4 bytes stored, 12 loaded" in out
+    code, out, _ = run("build", spec_file(sm80_spec()), "--json")
+    assert json.loads(out)[0]["sass"]["HMMA"] == 2
+    assert kit.compilations == 1
+
+
+def test_list_inspect_and_clean(kit, run, spec_file):
+    specs = [spec_file(sm80_spec(stages), f"{stages}.json") for stages in (3, 4)]
+    assert run("build", *specs)[0] == 0
+    rows = json.loads(run("list", "--json")[1])
+    assert {row["slug"] for row in rows} == {sm80_spec(3).slug, sm80_spec(4).slug}
+    assert re.search(r"2 kernels$", run("list")[1].strip())
+    for name in (rows[0]["folder"], rows[0]["folder"] + "/kernel.so", rows[0]["key"][:12], rows[0]["slug"]):
+        code, out, _ = run("inspect", name, "--json")
+        assert code == 0
+        assert json.loads(out)[0]["key"] == rows[0]["key"]
+    code, out, err = run("inspect", "gemm_")
+    assert code == 1
+    assert "names 2 kernels" in err
+    assert json.loads(run("clean", "--json")[1])["removed"] == 2
+    assert run("list")[1].strip().endswith("0 kernels")
+    code, _, err = run("inspect", "gemm_")
+    assert code == 1
+    assert "begins so" in err
+
+
+def test_a_kernel_declared_by_another_version_is_listed(kit, run, spec_file, monkeypatch):
+    assert run("build", spec_file(sm80_spec()))[0] == 0
+    monkeypatch.setattr(cli.KernelSpec, "from_json", _refuse)
+    code, out, _ = run("list")
+    assert code == 0
+    assert "declared by another version" in out
+
+
+def _refuse(*_):
+    raise cli.ConfigError("unknown field")
+
+
+# ---- Errors --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "spec.json: Expecting value"),
+        ("[]", "spec.json: a kernel spec is a JSON object"),
+        ("{}", "spec.json: a kernel spec has the fields"),
+        (None, "No such file"),
+    ],
+)
+def test_a_file_that_is_no_spec(kit, run, tmp_path, text, says):
+    path = tmp_path / "spec.json"
+    if text is not None:
+        path.write_text(text)
+    code, out, err = run("build", path)
+    assert (code, out) == (1, "")
+    assert err.startswith("error: ")
+    assert says in err
+
+
+def test_a_kernel_without_tensor_cores_is_an_error(kit, run, spec_file):
+    kit.makes(library(HMMA))
+    code, _, err = run("build", spec_file(sm90_spec()))
+    assert code == 1
+    assert "no HGMMA" in err
+
+
+@pytest.mark.parametrize("args", [["nothing"], ["build"], ["doctor", "--wrong"]])
+def test_wrong_usage(run, args):
+    code, out, err = run(*args)
+    assert (code, out) == (2, "")
+    assert err
+
+
+def test_help_names_the_commands(run):
+    code, out, _ = run("--help")
+    assert code == 0
+    for command in ("doctor", "generate", "build", "list", "inspect", "clean"):
+        assert command in out
+
+
+def test_the_catalogue_that_ships_is_generated_by_default(kit, run):
+    code, out, _ = run("generate", "--check", "--json")
+    assert json.loads(out)["folder"].endswith("generated")
+    assert code == bool(catalog.stale(cli._resources.generated()))

@@ -1,0 +1,33 @@
+"""The examples run on the CPU; the quick start, which compiles, is run by CI as README.md has it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def _run(name, *args):
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(EXAMPLES / name), *args]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_digits_mlp():
+    pytest.importorskip("sklearn")
+    assert "1797 of 1797 images" in _run("digits_mlp.py")
+
+
+def test_custom_epilogue():
+    assert "row_sum_square (256,) torch.float32" in _run("custom_epilogue.py")
+
+
+@pytest.mark.parametrize(("arch", "kernel"), [("sm80", "DefaultGemmWithVisitor"), ("sm90", "GemmUniversal")])
+def test_read_the_source(arch, kernel):
+    assert kernel in _run("read_the_source.py", arch)

@@ -1,0 +1,62 @@
+"""README.md, as far as it can be tested without installing anything; CI runs its two commands as they stand there."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import cutlass_ops as co
+from cutlass_ops import _env, errors, ops
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def _blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def test_it_opens_with_two_commands():
+    commands = _blocks("sh")
+    assert len(commands) == 2
+    assert all(len(command.splitlines()) == 1 for command in commands)
+    assert README.index(commands[1]) < README.index("\n## ")
+    assert commands[0].endswith("python examples/quickstart.py\n")
+    assert commands[1].endswith("pytest\n")
+
+
+def test_the_commands_name_what_is_there():
+    project = (ROOT / "pyproject.toml").read_text()
+    for command in _blocks("sh"):
+        for extra in re.search(r'"\.\[(.*?)\]"', command)[1].split(","):
+            assert f"\n{extra} = [" in project
+        for script in re.findall(r"python (\S+\.py)", command):
+            assert (ROOT / script).is_file()
+
+
+def test_the_code_runs_on_the_cpu(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    namespace = {}
+    for block in _blocks("python"):
+        exec(compile(block, "README.md", "exec"), namespace)
+    assert namespace["d"].shape == (256, 1024)
+    assert "CUTLASS_OPS_EXPORT" in capsys.readouterr().out
+
+
+def test_links_lead_somewhere():
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+    assert links
+    assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
+
+
+def test_it_names_every_op_and_every_error():
+    for op in ops.NAMED:
+        assert f"`{op.name}`" in README
+    ours = [e for e in vars(errors).values() if isinstance(e, type) and e is not co.CutlassOpsError]
+    assert [e.__name__ for e in ours if f"`{e.__name__}`" not in README] == []
+
+
+@pytest.mark.parametrize("name", re.findall(r"CUTLASS_OPS_\w+", README))
+def test_variables_exist(name):
+    assert name in {variable.name for variable in _env.VARIABLES}
