@@ -389,7 +389,7 @@ def compile_kernel(
     log = (folder / LOG).read_text(errors="replace")
     reason = _failure(folder / library, log, status)
     if reason is not None:
-        raise CompileError(f"{reason}\n  command: cd {folder} && {shlex.join(command)}")
+        raise CompileError(f"{reason}\n  command: cd {shlex.quote(str(folder))} && {shlex.join(command)}")
     return Compiled(seconds, tuple(_resources_used(log)))
 
 
