@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cutlass_ops import loader
-from cutlass_ops.build import build_many
+from cutlass_ops.builder import build_many
 from cutlass_ops.config import Config
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.loader import LoadedKernel

@@ -4,7 +4,7 @@ import pytest
 from fake_toolkit import FakeToolkit, library, sm80_spec
 
 from cutlass_ops import inspection
-from cutlass_ops.build import build_artifact
+from cutlass_ops.builder import build_artifact
 from cutlass_ops.errors import LoadError
 from cutlass_ops.inspection import inspect
 from cutlass_ops.store import KernelStore

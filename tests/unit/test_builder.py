@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 from fake_toolkit import FFMA, HMMA, FakeToolkit, library, sm80_spec, sm90_spec
 
+from cutlass_ops import builder as build_module
 from cutlass_ops import legality, render
-from cutlass_ops.build import build_artifact, build_many
+from cutlass_ops.builder import build_artifact, build_many
 from cutlass_ops.errors import CompileError, ConfigError, MissingKernelError, StoreError, ToolchainError
 from cutlass_ops.spec import KernelSpec
 from cutlass_ops.store import KernelStore, open_entry
 from cutlass_ops.toolchain import Toolchain
 
-build_module = sys.modules[build_many.__module__]  # cutlass_ops.build is the public function
 SPEC = sm80_spec()
 SPECS = [sm80_spec(stages) for stages in (2, 3, 4, 5)]
 
@@ -53,7 +53,7 @@ def store(tmp_path):
 def processes():
     """Fresh processes in no time, and not by forking this one, which has threads."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "test_build"])
+    context.set_forkserver_preload(["pytest", __name__])
     with pytest.MonkeyPatch.context() as patch:
         # The server does not take over sys.path, and would skip what it cannot import.
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
@@ -299,11 +299,17 @@ def test_killed_at_any_moment(store, toolkit, toolchain, processes):
     """After kill -9, whatever is visible is whole, and the next build succeeds."""
     halves = 'head -c 150 "$here/library" > "$out"; sleep 0.02; head -c 250 "$here/library" > "$out"; sleep 0.02; '
     toolkit.makes(library(*[HMMA] * 200), before=halves)
+    child = processes.Process(target=build_here, args=(SPEC, store.root, toolchain))
+    began = time.monotonic()
+    child.start()
+    child.join()
+    whole = time.monotonic() - began
+    store.clean()
     seen = set()
     for moment in range(40):
         child = processes.Process(target=build_here, args=(SPEC, store.root, toolchain))
         child.start()
-        time.sleep(0.005 * moment)
+        time.sleep(2 * whole * moment / 40)
         child.kill()
         child.join()
         published = [open_entry(folder) for folder in (store.root / "v1").glob("*/*")]

@@ -1,0 +1,137 @@
+"""Times a pool of Sm90 configurations over shapes: the raw data behind the heuristics' constants.
+
+    python benchmarks/sweep.py --pool decode --out benchmarks/results/sweep_decode_h100.json
+
+Bias + ReLU, BF16, A row-major and B column-major. Each row: {"m", "n", "k", "peer_ms", "times": {config: ms}}, where a
+config reads "<slug>|<raster>|<swizzle>" and the peer is cuBLASLt's fused bias + ReLU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import harness
+import torch
+from bench_gemm import make_inputs
+
+from cutlass_ops import ops
+from cutlass_ops.config import ClusterShape, Schedule, Sm90Config, ThreadblockShape
+from cutlass_ops.registry import REGISTRY
+from cutlass_ops.spec import KernelSpec
+
+RASTERS = {"along_m": 1, "along_n": 2}
+
+
+def config(m: int, n: int, k: int, schedule: Schedule, cluster: str = "1x1", swap_ab: bool = False) -> Sm90Config:
+    """Return a configuration from its usual spelling."""
+    along_m, along_n = map(int, cluster.split("x"))
+    return Sm90Config(ThreadblockShape(m, n, k), ClusterShape(along_m, along_n), schedule=schedule, swap_ab=swap_ab)
+
+
+def decode_pool() -> list[Sm90Config]:
+    """Few rows: swapped, narrow tiles, with and without sharing the weights' tile."""
+    swapped = "warp_specialized"
+    return [
+        *(config(64, n, 256, swapped, c, True) for n in (16, 32) for c in ("1x1", "2x1")),
+        *(config(64, 64, k, swapped, c, True) for k in (64, 128) for c in ("1x1", "1x2", "2x1")),
+        *(config(64, 128, 64, swapped, c, True) for c in ("1x1", "2x1")),
+        config(64, 64, 64, "pingpong", "1x2", True),
+    ]
+
+
+def short_pool() -> list[Sm90Config]:
+    """One wave of tiles or less: what 1024³ and 512 rows need."""
+    alone: list[tuple[int, int, int, str]] = [
+        (64, 128, 64, "1x1 2x1 1x2"), (64, 128, 128, "1x1 2x1"), (128, 64, 64, "1x1 1x2"), (128, 64, 128, "1x1 1x2"),
+        (64, 64, 128, "1x1 2x1"),
+    ]  # fmt: skip
+    return [
+        *(config(m, n, k, "warp_specialized", c) for m, n, k, clusters in alone for c in clusters.split()),
+        *(config(128, 64, k, "cooperative", c) for k in (64, 128) for c in ("1x1", "1x2")),
+        *(config(128, 128, 64, "cooperative", c) for c in ("2x1", "1x2")),
+        *(config(64, 128, 64, "pingpong", c) for c in ("2x1", "4x1")),
+        *(config(128, n, 64, "pingpong", "2x1") for n in (96, 128, 192)),
+    ]
+
+
+POOLS: dict[str, tuple[Callable[[], list[Sm90Config]], Sequence[tuple[int, int, int]]]] = {
+    "decode": (
+        decode_pool,
+        [
+            (m, n, k)
+            for n, k in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+            for m in (1, 16, 32, 64, 128)
+        ],
+    ),
+    "short": (
+        short_pool,
+        [(1024, 1024, 1024), (1536, 1536, 1536), (2048, 2048, 2048), (512, 2048, 2048), (256, 8192, 1024)]
+        + [(m, n, k) for n, k in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)) for m in (128, 256, 512)],
+    ),
+}
+
+
+def specs(pool: Sequence[Sm90Config]) -> list[KernelSpec]:
+    """Return the kernels of a pool."""
+    return [
+        KernelSpec(a="bf16.row", b="bf16.col", d="bf16.row", epilogue=ops.gemm_bias_relu.graph, config=c) for c in pool
+    ]
+
+
+def main() -> None:
+    """Build the pool, check each kernel, time it at each shape and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pool", choices=list(POOLS), required=True)
+    parser.add_argument("--swizzles", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--limit", type=float, default=1e9, help="stop after this many seconds")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    begin = time.monotonic()
+    make_pool, shapes = POOLS[args.pool]
+    wanted = specs(make_pool())
+    kernels = dict(zip((s.config.slug for s in wanted), REGISTRY.kernels(wanted), strict=True))
+    print(f"{len(kernels)} kernels after {time.monotonic() - begin:.0f} s", flush=True)
+    rows = []
+    for m, n, k in shapes:
+        if time.monotonic() - begin > args.limit:
+            print(f"stopped at the limit before {m}x{n}x{k}")
+            break
+        sets = make_inputs(m, n, k, torch.bfloat16)
+        exact = torch.relu(sets[0].a.double() @ sets[0].weight.t().double() + sets[0].bias.double())
+
+        def peer(index: int) -> object:
+            x = sets[index % len(sets)]
+            return torch._addmm_activation(x.bias, x.a, x.weight.t(), use_gelu=False)
+
+        variants: dict[str, Callable[[int], object]] = {"peer": peer}
+        for slug, kernel in kernels.items():
+            for raster, number in RASTERS.items():
+                for swizzle in args.swizzles:
+
+                    def run(index: int, launch=kernel.launch, number=number, swizzle=swizzle) -> object:  # noqa: ANN001
+                        x = sets[index % len(sets)]
+                        return launch(x.a, x.weight.t(), x.out, x.bias, number, swizzle, None)
+
+                    sets[0].out.fill_(float("nan"))
+                    status = run(0)
+                    error = float((sets[0].out.double() - exact).norm() / exact.norm())
+                    assert status == 0, f"{slug} refused {m}x{n}x{k}: {status}"
+                    assert error < 4e-3, f"{slug} is wrong at {m}x{n}x{k}: {error}"
+                    variants[f"{slug}|{raster}|{swizzle}"] = run
+        expected = max(2 * m * n * k / 6.5e11, 2 * (m * k + n * k + m * n) / 2.8e9) + 0.004
+        times = {name: round(t.median, 5) for name, t in harness.time_interleaved(variants, expected, rounds=9).items()}
+        peer_ms = times.pop("peer")
+        best = sorted(times, key=lambda name: times[name])
+        kinds = list(dict.fromkeys(name.split("|")[0] for name in best))[:5]
+        rows.append({"m": m, "n": n, "k": k, "peer_ms": peer_ms, "times": times})
+        firsts = [next(b for b in best if b.split("|")[0] == kind) for kind in kinds]
+        shown = " ".join(f"{b} {times[b] * 1e3:.1f}" for b in firsts)
+        print(f"{m}x{n}x{k}: peer {peer_ms * 1e3:.1f} us, {shown}", flush=True)
+        harness.save(args.out, {**harness.environment(), "pool": args.pool, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
