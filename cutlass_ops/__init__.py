@@ -69,7 +69,7 @@ from cutlass_ops.ops import (
     gemm_bias_silu,
     gemm_residual,
 )
-from cutlass_ops.registry import REGISTRY as registry
+from cutlass_ops.registry import REGISTRY as registry  # noqa: N811
 from cutlass_ops.render import render as source
 from cutlass_ops.spec import KernelSpec, Operand
 

@@ -123,7 +123,7 @@ def _input_index(spec: KernelSpec, name: str) -> int:
 
 
 def _fields(spec: KernelSpec) -> list[dict[str, str]]:
-    """The launch arguments after A, B and D: their C++ type, and how the binding reads and checks them."""
+    """List the launch arguments after A, B and D: their C++ type, and how the binding reads and checks them."""
     fields = []
     readers = {Kind.ROW: "row", Kind.COL: "col", Kind.TILE: "tile"}
     for i, operand in zip(spec.epilogue.inputs, spec.inputs, strict=True):
@@ -177,8 +177,7 @@ def _nodes(spec: KernelSpec, lowered: Lowered, c_operand: str | None) -> tuple[l
                 tuple(at[a] for a in compute.args),
             ),
         )
-    for store in others:
-        nodes.append(_store(spec, store.output, at[store.compute]))
+    nodes += [_store(spec, store.output, at[store.compute]) for store in others]
     if not spec.d.aligned:
         nodes.append(_direct_store("d", "ElementD", "LayoutKernelD", "AlignmentD", at[d_store.compute]))
     elif others or lowered.computes[-1].name != d_store.compute:
@@ -280,7 +279,7 @@ def _store(spec: KernelSpec, output: Output, value: int) -> Node:
 
 
 def _direct_store(name: str, element: str, layout: str, alignment: str, value: int) -> Node:
-    """A store from registers, for tensors that the bulk copy engine cannot address."""
+    """Store from registers, for tensors that the bulk copy engine cannot address."""
     return Node(
         f"Store_{name}",
         f"fusion::Sm90AuxStore<0, void, {element}, Round, {layout}, void, void, {alignment}, false>",

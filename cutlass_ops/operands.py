@@ -36,7 +36,7 @@ class Matrix:
     length: int
 
     def for_vector_access(self) -> Operand:
-        """The type for kernels that predicate whole accesses."""
+        """Return the type for kernels that predicate whole accesses."""
         return Operand(self.operand.dtype, self.operand.major, math.gcd(self.operand.alignment, self.length))
 
 

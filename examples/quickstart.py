@@ -55,7 +55,9 @@ def with_gpu() -> None:
 
 def without_gpu() -> None:
     """Compile one kernel, show what its machine code holds, and compute with the reference."""
-    print("There is no GPU here, so a Hopper (sm_90a) kernel is generated, compiled and examined; about a minute:", flush=True)
+    print(
+        "There is no GPU here, so a Hopper (sm_90a) kernel is compiled and examined, which takes a minute:", flush=True
+    )
     began = time.monotonic()
     artifact = co.build(KERNEL).loaded.artifact
     sass = artifact.manifest["sass"]

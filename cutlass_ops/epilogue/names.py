@@ -23,8 +23,8 @@ CPP_KEYWORDS = frozenset(_KEYWORDS.split())
 
 # Names with another meaning where an input's name stands: in a rendered kernel, or as a keyword of gemm() and build().
 _TAKEN = """
-a b c d l m n k acc accumulator out out_dtype inputs outputs args arguments params problem workspace stream device raster
-swizzle
+a b c d l m n k acc accumulator out out_dtype inputs outputs args arguments params problem workspace stream device
+raster swizzle
 stride shape alignment lda ldb ldc ldd epilogue config spec target kernel dtype gemm self
 cutlass cute cutlass_ops std tvm cuda main
 threadIdx blockIdx blockDim gridDim warpSize dim3 half

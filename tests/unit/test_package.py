@@ -50,8 +50,8 @@ def test_import_writes_starts_and_initialises_nothing_and_loads_no_other_package
 
 
 def test_import_takes_less_than_300_ms_beyond_torch():
-    # Processor time, because other programs run too; the least of several, because it only ever errs upwards.
-    assert min(float(_run(_TIME)) for _ in range(5)) < 0.3
+    # Processor time, because other programs run too; several tries, because it only ever errs upwards.
+    assert any(float(_run(_TIME)) < 0.3 for _ in range(5))
 
 
 def test_every_public_name_is_there():
