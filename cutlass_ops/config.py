@@ -75,7 +75,8 @@ class Sm80Config:
     stages : int
         Shared-memory pipeline stages; 2 means loads through registers, 3 and more ``cp.async``.
     swizzle : int
-        Tiles that neighbouring thread blocks cover along N before moving on along M: 1, 2, 4 or 8.
+        Tiles that neighbouring thread blocks cover along N before moving on along M: 1, 2, 4 or 8. A launch argument:
+        it does not change the compiled code.
     stream_k : bool
         Split the work of the last wave along K over all multiprocessors.
     """
@@ -100,11 +101,11 @@ class Sm80Config:
     def slug(self) -> str:
         """Short readable name, unique among legal configurations."""
         tail = "_streamk" if self.stream_k else ""
-        return f"sm80_{self.threadblock}_{self.warp}_{self.instruction}_s{self.stages}_sw{self.swizzle}{tail}"
+        return f"sm80_{self.threadblock}_{self.warp}_{self.instruction}_s{self.stages}{tail}"
 
     def binary(self) -> Sm80Config:
-        """Return the configuration as far as it changes the compiled code: for Sm80, all of it."""
-        return self
+        """Return the configuration as far as it changes the compiled code: without the launch argument."""
+        return replace(self, swizzle=1)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class Candidate:
     tile : float
         Microseconds that a tile costs besides its K steps: prologue and epilogue that nothing hides.
     beyond_l2 : float
-        Factor on the time once A and B are much larger than the L2 cache: small tiles read them more often.
+        Factor on the time once both A and B exceed the L2 cache: small tiles read them more often.
     """
 
     config: Config
@@ -60,19 +60,31 @@ class Candidate:
         swap = isinstance(self.config, Sm90Config) and self.config.swap_ab
         return (t.n, t.m, t.k) if swap else (t.m, t.n, t.k)
 
+    @property
+    def cluster(self) -> tuple[int, int]:
+        """Thread blocks in a cluster along the problem's M and N."""
+        if not isinstance(self.config, Sm90Config):
+            return 1, 1
+        c = self.config.cluster
+        return (c.n, c.m) if self.config.swap_ab else (c.m, c.n)
 
-def _sm90(m: int, n: int, k: int, schedule: Schedule, cluster_m: int = 1, swap_ab: bool = False) -> Sm90Config:
-    return Sm90Config(ThreadblockShape(m, n, k), ClusterShape(cluster_m, 1), schedule=schedule, swap_ab=swap_ab)
+
+def _sm90(
+    m: int, n: int, k: int, schedule: Schedule, cluster: tuple[int, int] = (1, 1), *, swap_ab: bool = False
+) -> Sm90Config:
+    return Sm90Config(ThreadblockShape(m, n, k), ClusterShape(*cluster), schedule=schedule, swap_ab=swap_ab)
 
 
 SM90 = (
     Candidate(_sm90(64, 16, 256, "warp_specialized", swap_ab=True), 0.736, 0.83),
-    Candidate(_sm90(64, 32, 256, "warp_specialized", swap_ab=True), 0.790, 0.87),
-    Candidate(_sm90(64, 64, 128, "warp_specialized", swap_ab=True), 0.390, 0.94),
-    Candidate(_sm90(64, 128, 64, "pingpong", cluster_m=2), 0.232, 1.60, 1.25),
-    Candidate(_sm90(128, 128, 64, "pingpong", cluster_m=2), 0.386, 1.24, 1.14),
-    Candidate(_sm90(128, 192, 64, "pingpong", cluster_m=2), 0.571, 1.60),
-    Candidate(_sm90(128, 256, 64, "cooperative", cluster_m=2), 0.785, 2.20),
+    Candidate(_sm90(64, 32, 256, "warp_specialized", swap_ab=True), 0.720, 0.87),
+    Candidate(_sm90(64, 64, 128, "warp_specialized", swap_ab=True), 0.365, 0.94),
+    Candidate(_sm90(64, 64, 128, "warp_specialized", (1, 2), swap_ab=True), 0.360, 0.94),
+    Candidate(_sm90(64, 128, 64, "warp_specialized", (2, 1)), 0.245, 0.90, 1.25),
+    Candidate(_sm90(128, 96, 64, "pingpong", (2, 1)), 0.318, 1.30, 1.25),
+    Candidate(_sm90(128, 128, 64, "pingpong", (2, 1)), 0.386, 1.24, 1.14),
+    Candidate(_sm90(128, 192, 64, "pingpong", (2, 1)), 0.571, 1.60),
+    Candidate(_sm90(128, 256, 64, "cooperative", (2, 1)), 0.785, 2.20),
 )
 
 
@@ -136,16 +148,18 @@ def cost(candidate: Candidate, problem: tuple[int, int, int], multiprocessors: i
     """Predict a time in microseconds, good for comparing candidates."""
     m, n, k = problem
     tile_m, tile_n, tile_k = candidate.shape
-    cluster = candidate.config.cluster.m if isinstance(candidate.config, Sm90Config) else 1
-    rows = _ceil(_ceil(m, tile_m), cluster) * cluster
-    waves = _ceil(rows * _ceil(n, tile_n), multiprocessors)
+    cluster_m, cluster_n = candidate.cluster
+    rows = _ceil(_ceil(m, tile_m), cluster_m) * cluster_m
+    columns = _ceil(_ceil(n, tile_n), cluster_n) * cluster_n
+    waves = _ceil(rows * columns, multiprocessors)
     time = _LAUNCH + waves * (_ceil(k, tile_k) * candidate.step + candidate.tile)
-    operands = 2 * (m * k + k * n)
-    if operands > 4 * _L2_BYTES and waves > 1:
+    if 2 * min(m * k, k * n) > _L2_BYTES:
         time *= candidate.beyond_l2
-    floor = (operands + 2 * m * n) / _BANDWIDTH + _LAUNCH
+    # Each cluster row reads B again, most of it from the L2 cache.
+    rereads = 1 + 0.05 * (min(rows // cluster_m, 5) - 1)
+    floor = 2 * (m * k + k * n * rereads + m * n) / _BANDWIDTH + _LAUNCH
     # Among kernels that all wait for memory, the one with the least padding wins.
-    padding = 1 + 0.02 * (tile_m / min(m, tile_m) - 1)
+    padding = 1 + 0.02 * (rows * tile_m / m - 1)
     return max(time, floor) * padding
 
 

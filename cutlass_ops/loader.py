@@ -58,12 +58,12 @@ class LoadedKernel:
         Launches on the current stream of the operands' device and returns 0, or launches nothing and returns a
         status for :func:`refusal`.
     workspace_size : callable
-        Bytes of workspace for a problem's M, N, K.
+        Bytes of workspace for a problem's M, N, K with a raster order and a swizzle, on the current device.
     """
 
     artifact: Artifact
     launch: Callable[..., int]
-    workspace_size: Callable[[int, int, int], int]
+    workspace_size: Callable[[int, int, int, int, int], int]
     _describe: Callable[[], str]
 
     def describe(self) -> dict[str, int]:

@@ -358,15 +358,15 @@ def _signature_of(graph: Graph, call: _Call, device: Device) -> OpSignature:
 def _make_plan(spec: KernelSpec, config: Any, call: _Call) -> Plan:
     kernel = REGISTRY.kernel(spec)
     problem = call.problem
+    raster = _RASTER[config.raster] if isinstance(config, Sm90Config) else 0
     with torch.cuda.device(problem.a.device):
-        workspace = int(kernel.workspace_size(problem.m, problem.n, problem.k))
-    raster, swizzle = (_RASTER[config.raster], config.swizzle) if isinstance(config, Sm90Config) else (0, 1)
+        workspace = int(kernel.workspace_size(problem.m, problem.n, problem.k, raster, config.swizzle))
     return Plan(
         spec=spec,
         kernel=kernel,
         launch=kernel.launch,
         raster=raster,
-        swizzle=swizzle,
+        swizzle=config.swizzle,
         workspace=workspace,
         shape=(problem.m, problem.n),
         d_dtype=call.outputs[0].dtype,

@@ -1,7 +1,7 @@
 // What every kernel shares on the host: decoding one call's arguments, checking them against what the kernel was
 // compiled for, and the current stream. Only tvm-ffi's C interface is used, which keeps this header cheap to compile.
 //
-// A launch returns a status: 0 after a launch, else 16 * (position of the argument) + Reason. Nothing was launched
+// A launch takes (a, b, d, inputs..., outputs..., raster, swizzle, workspace) and returns a status: 0 after a launch, else 16 * (position of the argument) + Reason. Nothing was launched
 // then, and the caller explains the reason in words. CUDA's own failures are raised as errors.
 
 #pragma once
@@ -329,7 +329,7 @@ struct Description {
 
 // Exports a kernel under the three names that the loader looks up. `Kernel` offers
 //   static cudaError_t launch(Call&, int& status);
-//   static int64_t workspace_size(Problem);
+//   static int64_t workspace_size(Problem, int raster, int swizzle);
 //   static Description describe();
 template <class Kernel>
 int export_launch(TVMFFIAny const* args, int32_t count, TVMFFIAny* result, char const* name) {
@@ -348,8 +348,10 @@ int export_workspace_size(TVMFFIAny const* args, int32_t count, TVMFFIAny* resul
   p.m = call.integer();
   p.n = call.integer();
   p.k = call.integer();
-  if (call.status() != 0) return raise("TypeError", "workspace_size takes three integers: M, N, K");
-  set_int(result, Kernel::workspace_size(p));
+  int const raster = call.integer();
+  int const swizzle = call.integer();
+  if (call.status() != 0) return raise("TypeError", "workspace_size takes five integers: M, N, K, raster, swizzle");
+  set_int(result, Kernel::workspace_size(p, raster, swizzle));
   return 0;
 }
 

@@ -201,9 +201,9 @@ struct Sm80Entry {
     sm80::Device const device = sm80::prepared<GemmKernel>(call.device());
     if (device.error != cudaSuccess) return device.error;
 
-    sm80::Workspace workspace(call.workspace(size_t(workspace_size(operands, device))));
     call.integer();  // the raster order: along M always
     int const swizzle = call.integer();
+    sm80::Workspace workspace(call.workspace(size_t(workspace_size(operands, device))));
     status = call.status();
     if (status != 0) return cudaSuccess;
 
@@ -213,7 +213,7 @@ struct Sm80Entry {
   }
 
   // Stream-K's share depends on how many thread blocks the current device holds; the rest needs no device.
-  static int64_t workspace_size(Problem problem) {
+  static int64_t workspace_size(Problem problem, int, int) {
     if (problem.m < 1 || problem.n < 1 || problem.k < 1) return 0;
     Operands operands{};
     operands.problem = problem;

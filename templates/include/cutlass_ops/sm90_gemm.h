@@ -137,7 +137,7 @@ struct Sm90Entry {
     return enqueue(GemmKernel::to_underlying_arguments(arguments, workspace), stream);
   }
 
-  static int64_t workspace_size(Problem problem) {
+  static int64_t workspace_size(Problem problem, int raster, int swizzle) {
     Operands operands{};
     operands.problem = problem;
     auto arguments = Gemm::arguments(operands);
@@ -145,6 +145,7 @@ struct Sm90Entry {
     cudaGetDevice(&device);
     arguments.hw_info.device_id = device;
     arguments.hw_info.sm_count = multiprocessors(device);
+    arguments.scheduler = scheduler_arguments<typename GemmKernel::TileSchedulerArguments>(raster, swizzle);
     return int64_t(GemmKernel::get_workspace_size(arguments));
   }
 
