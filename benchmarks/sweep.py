@@ -102,7 +102,7 @@ def main() -> None:
         sets = make_inputs(m, n, k, torch.bfloat16)
         exact = torch.relu(sets[0].a.double() @ sets[0].weight.t().double() + sets[0].bias.double())
 
-        def peer(index: int) -> object:
+        def peer(index: int, sets=sets) -> object:  # noqa: ANN001
             x = sets[index % len(sets)]
             return torch._addmm_activation(x.bias, x.a, x.weight.t(), use_gelu=False)
 
@@ -111,7 +111,7 @@ def main() -> None:
             for raster, number in RASTERS.items():
                 for swizzle in args.swizzles:
 
-                    def run(index: int, launch=kernel.launch, number=number, swizzle=swizzle) -> object:  # noqa: ANN001
+                    def run(index: int, sets=sets, launch=kernel.launch, number=number, swizzle=swizzle) -> object:  # noqa: ANN001
                         x = sets[index % len(sets)]
                         return launch(x.a, x.weight.t(), x.out, x.bias, number, swizzle, None)
 
