@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, cast
 
 from cutlass_ops import arch
@@ -115,6 +115,8 @@ class KernelSpec:
     outputs: tuple[Operand, ...]
     config: Config
     target: str
+    # The configuration as given, with launch arguments, which make no other kernel.
+    launch_config: Config = field(compare=False)
 
     def __init__(
         self,
@@ -148,6 +150,7 @@ class KernelSpec:
             ("inputs", input_types),
             ("outputs", output_types),
             ("config", config.binary()),
+            ("launch_config", config),
             ("target", arch.target(target or config.default_target).name),
         ):
             object.__setattr__(self, name, value)

@@ -1,0 +1,183 @@
+"""One checked call: the problem, its outputs, and the signature that a kernel must have to serve it.
+
+This is the slow path, taken once for a combination of shapes; a warm call goes straight to its plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutlass_ops import operands, reference
+from cutlass_ops.dtypes import f32
+from cutlass_ops.epilogue.graph import Graph, Kind
+from cutlass_ops.errors import NoDeviceError
+from cutlass_ops.heuristics import Device
+from cutlass_ops.operands import Problem
+from cutlass_ops.registry import OpSignature
+from cutlass_ops.spec import KernelSpec, Operand
+
+_OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A checked call.
+
+    Attributes
+    ----------
+    graph : Graph
+        The epilogue.
+    problem : Problem
+        Operands and inputs, brought to two dimensions.
+    outputs : tuple of Tensor
+        The outputs as the kernel sees them, D first: given by the caller or freshly allocated.
+    given : tuple of Tensor or None
+        What the caller gave for each.
+    """
+
+    graph: Graph
+    problem: Problem
+    outputs: tuple[Tensor, ...]
+    given: tuple[Tensor | None, ...]
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether PyTorch serves the call: tensors on the CPU, or an extent of 0, which no kernel takes."""
+        problem = self.problem
+        return problem.a.device.type == "cpu" or 0 in (problem.m, problem.n, problem.k)
+
+    def results(self) -> list[Tensor]:
+        """Return the outputs as the caller sees them."""
+        return [
+            given if given is not None else flat.view(self.problem.output_shape(output))
+            for output, given, flat in zip(self.graph.outputs, self.given, self.outputs, strict=True)
+        ]
+
+    def run_reference(self) -> None:
+        """Compute the outputs in PyTorch."""
+        values = reference.gemm_reference(
+            self.problem.a,
+            self.problem.b,
+            self.graph,
+            self.problem.inputs,
+            d_dtype=self.outputs[0].dtype,
+            output_dtypes={o.name: t.dtype for o, t in zip(self.graph.outputs[1:], self.outputs[1:], strict=True)},
+        )
+        for output, tensor in zip(self.graph.outputs, self.outputs, strict=True):
+            tensor.copy_(values[output.name])
+
+
+def check_call(
+    graph: Graph,
+    a: Any,
+    b: Any,
+    inputs: Mapping[str, Any],
+    out: Any,
+    out_dtype: torch.dtype | None,
+    spec: KernelSpec | None = None,
+) -> Call:
+    """Check a call's arguments and allocate the outputs that were not given.
+
+    Parameters
+    ----------
+    graph, a, b, inputs, out, out_dtype
+        The call.
+    spec : KernelSpec, optional
+        The kernel that is to serve it, if that is fixed; it decides the outputs' types.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; the message says which and why.
+    """
+    problem = operands.check_problem(graph, a, b, inputs)
+    if out_dtype is not None and out_dtype not in _OUT_DTYPES:
+        raise TypeError(f"out_dtype is {out_dtype}: use {', '.join(map(str, _OUT_DTYPES[:-1]))} or {_OUT_DTYPES[-1]}")
+    given = given_outputs(graph, out)
+    outputs = []
+    for position, (output, tensor) in enumerate(zip(graph.outputs, given, strict=True)):
+        if tensor is not None:
+            outputs.append(operands.check_out(problem, output, tensor, out_dtype if position == 0 else None))
+            continue
+        wanted = None if spec is None else (spec.d, *spec.outputs)[position]
+        default = torch.float32 if output.reduce else (out_dtype or problem.a.dtype)
+        dtype = default if wanted is None else getattr(torch, wanted.dtype.torch_name)
+        col_major = wanted is not None and output.kind is Kind.TILE and wanted.major == "col"
+        outputs.append(_allocate(problem.flat_shape(output), dtype, problem.a.device, col_major))
+    if any(t is not None for t in given):
+        operands.check_overlap(graph, problem, outputs)
+    return Call(graph, problem, tuple(outputs), given)
+
+
+def given_outputs(graph: Graph, out: Any) -> tuple[Any, ...]:
+    """Return what the caller gave for each output: one tensor is D, a mapping names them.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is neither, or names an output that there is not.
+    """
+    names = [o.name for o in graph.outputs]
+    if out is None:
+        return (None,) * len(names)
+    if isinstance(out, Tensor):
+        return (out, *(None for _ in names[1:]))
+    if isinstance(out, Mapping):
+        unknown = sorted(set(out) - set(names))
+        if unknown:
+            raise ValueError(f"out names {', '.join(unknown)}: the outputs are {', '.join(names)}")
+        return tuple(out.get(name) for name in names)
+    raise TypeError(f"out must be a tensor or a mapping of output names to tensors, not {type(out).__name__}")
+
+
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, col_major: bool) -> Tensor:
+    if col_major:
+        return torch.empty(shape[::-1], dtype=dtype, device=device).t()
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+@lru_cache(maxsize=64)
+def device_of(device: torch.device) -> Device:
+    """Return what the choice of a kernel needs to know of a CUDA device.
+
+    Raises
+    ------
+    NoDeviceError
+        If the device is no CUDA device.
+    """
+    if device.type != "cuda":
+        raise NoDeviceError(f"tensors are on {device}: kernels run on CUDA devices, the reference on the CPU")
+    properties = torch.cuda.get_device_properties(device)
+    return Device((properties.major, properties.minor), properties.multi_processor_count)
+
+
+def signature_of(call: Call, device: Device) -> OpSignature:
+    """Return the operand types that a kernel must have to serve a call."""
+    graph, problem = call.graph, call.problem
+    dtype = operands.element_type("a", problem.a)
+    a, b = operands.matrix("a", problem.a, dtype), operands.matrix("b", problem.b, dtype)
+    by_tma = device.capability == (9, 0) and a.operand.aligned and b.operand.aligned
+
+    def tile(name: str, tensor: Tensor) -> Operand:
+        found = operands.matrix(name, tensor, operands.element_type(name, tensor))
+        return found.operand if by_tma and found.operand.aligned else found.for_vector_access()
+
+    def typed(name: str, kind: Kind, value: Tensor | float) -> Operand:
+        if not isinstance(value, Tensor):
+            return Operand(f32, "row", 1)
+        return tile(name, value) if kind is Kind.TILE else Operand(operands.element_type(name, value), "row", 1)
+
+    return OpSignature(
+        epilogue=graph,
+        a=a.operand if by_tma else a.for_vector_access(),
+        b=b.operand if by_tma else b.for_vector_access(),
+        d=tile("out", call.outputs[0]),
+        inputs=tuple(typed(i.name, i.kind, problem.inputs[i.name]) for i in graph.inputs),
+        outputs=tuple(typed(o.name, o.kind, t) for o, t in zip(graph.outputs[1:], call.outputs[1:], strict=True)),
+    )

@@ -1,0 +1,171 @@
+"""How calls of one shape are served: a loaded kernel with its launch arguments, ready to run again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutlass_ops.call import Call
+from cutlass_ops.config import Config, Sm90Config
+from cutlass_ops.epilogue.graph import Kind
+from cutlass_ops.errors import LoadError
+from cutlass_ops.loader import LoadedKernel, Reason, refusal
+from cutlass_ops.registry import REGISTRY
+from cutlass_ops.spec import KernelSpec
+
+_RASTER = {"heuristic": 0, "along_m": 1, "along_n": 2}
+
+# Shape as the kernel sees it, shape as the caller does, and dtype of one output.
+_OutputType = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to serve calls of one shape.
+
+    Attributes
+    ----------
+    spec : KernelSpec
+        The kernel.
+    kernel : LoadedKernel
+        The same, loaded.
+    launch : callable
+        The kernel's own entry.
+    raster, swizzle : int
+        Order in which tiles are visited, as the kernel numbers it.
+    workspace : int
+        Bytes of workspace that a launch needs.
+    is_flat : bool
+        Whether operands and outputs are two-dimensional already, and D the only output.
+    shapes : tuple
+        For calls that are not: the kernel's shapes of A and of each input that is no scalar, by position.
+    outputs : tuple
+        Types of the outputs, D first.
+    """
+
+    spec: KernelSpec
+    kernel: LoadedKernel
+    launch: Callable[..., int]
+    raster: int
+    swizzle: int
+    workspace: int
+    is_flat: bool
+    shapes: tuple[tuple[int, ...] | None, ...]
+    outputs: tuple[_OutputType, ...]
+
+    def run(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], out: Tensor | None) -> tuple[Tensor, ...] | None:
+        """Launch on a warm call's arguments as they are.
+
+        Returns
+        -------
+        tuple of Tensor, or None
+            The outputs; None if the kernel refuses the arguments, so that they have to be looked at.
+        """
+        if not self.is_flat:
+            return self._run_folded(a, b, inputs, out)
+        shape, _, dtype = self.outputs[0]
+        d = a.new_empty(shape, dtype=dtype) if out is None else out
+        workspace = self._workspace(a) if self.workspace else None
+        return (d,) if self.launch(a, b, d, *inputs, self.raster, self.swizzle, workspace) == 0 else None
+
+    def _run_folded(
+        self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], out: Tensor | None
+    ) -> tuple[Tensor, ...] | None:
+        outputs = [a.new_empty(flat, dtype=dtype) for flat, _, dtype in self.outputs]
+        try:
+            flat_a, *flat_inputs = (
+                x if shape is None else x.view(shape) for x, shape in zip((a, *inputs), self.shapes, strict=True)
+            )
+            if out is not None:
+                outputs[0] = out.view(self.outputs[0][0])
+        except (RuntimeError, AttributeError):
+            return None
+        workspace = self._workspace(a) if self.workspace else None
+        d, *others = outputs
+        status = self.launch(flat_a, b, d, *flat_inputs, *others, self.raster, self.swizzle, workspace)
+        if status != 0:
+            return None
+        results = [x.view(shape) for x, (_, shape, _) in zip(outputs, self.outputs, strict=True)]
+        return (*([out] if out is not None else results[:1]), *results[1:])
+
+    def launch_call(self, call: Call) -> None:
+        """Launch on a checked call's arguments.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the kernel refuses an argument; the message says which and why.
+        """
+        problem = call.problem
+        workspace = self._workspace(problem.a) if self.workspace else None
+        arguments = (problem.a, problem.b, call.outputs[0], *problem.inputs.values(), *call.outputs[1:])
+        status = self.launch(*arguments, self.raster, self.swizzle, workspace)
+        if status != 0:
+            raise _explain(status, self.spec, arguments)
+
+    def _workspace(self, a: Tensor) -> Tensor:
+        return a.new_empty(self.workspace, dtype=torch.uint8)
+
+
+def make_plan(spec: KernelSpec, config: Config, call: Call) -> Plan:
+    """Plan calls like this one with a kernel.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+        The kernel; it is built if nothing has it.
+    config : Config
+        Its configuration with the launch arguments.
+    call : Call
+        The call.
+    """
+    kernel = REGISTRY.kernel(spec)
+    problem, graph = call.problem, call.graph
+    raster = _RASTER[config.raster] if isinstance(config, Sm90Config) else 0
+    with torch.cuda.device(problem.a.device):
+        workspace = int(kernel.workspace_size(problem.m, problem.n, problem.k, raster, config.swizzle))
+    flat = {Kind.ROW: (problem.n,), Kind.COL: (problem.m,), Kind.TILE: (problem.m, problem.n), Kind.SCALAR: None}
+    return Plan(
+        spec=spec,
+        kernel=kernel,
+        launch=kernel.launch,
+        raster=raster,
+        swizzle=config.swizzle,
+        workspace=workspace,
+        is_flat=len(problem.batch) == 1 and len(graph.outputs) == 1,
+        shapes=((problem.m, problem.k), *(flat[i.kind] for i in graph.inputs)),
+        outputs=tuple(
+            (problem.flat_shape(o), problem.output_shape(o), t.dtype)
+            for o, t in zip(graph.outputs, call.outputs, strict=True)
+        ),
+    )
+
+
+def _explain(status: int, spec: KernelSpec, arguments: Sequence[Any]) -> Exception:
+    """Put a kernel's refusal into words."""
+    position, reason = refusal(status)
+    inputs, outputs = spec.epilogue.inputs, spec.epilogue.outputs[1:]
+    names = ["a", "b", "out", *(i.name for i in inputs), *(f"out[{o.name!r}]" for o in outputs)]
+    types = [spec.a, spec.b, spec.d, *spec.inputs, *spec.outputs]
+    if position >= len(names):
+        return LoadError(f"{spec.slug} refused argument {position} ({reason.name}): a defect of this library")
+    name, wanted, value = names[position], types[position], arguments[position]
+    is_tensor = isinstance(value, Tensor)
+    found = f"{value.dtype}, shape {tuple(value.shape)}, strides {value.stride()}" if is_tensor else f"{value!r}"
+    what = {
+        Reason.KIND: f"must be a tensor of {wanted.dtype}",
+        Reason.SHAPE: "has a shape that disagrees with the other arguments",
+        Reason.DTYPE: f"must have dtype {wanted.dtype}",
+        Reason.DEVICE: "must be on the same CUDA device as a",
+        Reason.MAJOR: f"must be {wanted.major}-major: contiguous along "
+        f"{'the last' if wanted.major == 'row' else 'the first'} dimension",
+        Reason.ALIGNMENT: f"must be aligned to {wanted.alignment * wanted.dtype.bytes} bytes in address, leading "
+        "dimension and extent; declare a lower alignment, as in 'bf16.row.align2'",
+        Reason.OVERLAP: "shares memory with another argument",
+    }.get(reason, reason.name.lower())
+    error = TypeError if reason in (Reason.KIND, Reason.DTYPE) else ValueError
+    return error(f"{name} {what}; it is {found}. The kernel is {spec.slug}")
