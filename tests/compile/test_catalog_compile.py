@@ -1,0 +1,27 @@
+"""One kernel of the catalogue for each architecture goes through the real compiler."""
+
+import pytest
+
+from cutlass_ops import _resources, catalog
+from cutlass_ops.builder import build_artifact
+from cutlass_ops.inspection import inspect
+
+ENTRIES = {entry.file: entry for entry in catalog.default()}
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "opcodes", "stages"),
+    [
+        ("sm_80/gemm_bias_relu_residual_bf16.cu", {"HMMA", "LDGSTS"}, 4),
+        ("sm_90a/gemm_bias_relu_bf16.cu", {"HGMMA", "UTMALDG", "UTMASTG"}, 6),
+    ],
+)
+def test_a_kernel_compiles_to_what_it_declares(file, opcodes, stages):
+    artifact = build_artifact(ENTRIES[file].spec)
+    report = inspect(artifact)
+    assert artifact.source.read_text() == (_resources.generated() / file).read_text()
+    assert opcodes <= set(report.sass)
+    assert report.stages == stages
+    assert report.spill_stores == report.spill_loads == 0
