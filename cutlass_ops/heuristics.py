@@ -78,8 +78,9 @@ def _sm90(
 SM90 = (
     Candidate(_sm90(64, 16, 256, "warp_specialized", swap_ab=True), 0.736, 0.83),
     Candidate(_sm90(64, 32, 256, "warp_specialized", swap_ab=True), 0.720, 0.87),
-    Candidate(_sm90(64, 64, 128, "warp_specialized", swap_ab=True), 0.365, 0.94),
-    Candidate(_sm90(64, 64, 128, "warp_specialized", (1, 2), swap_ab=True), 0.360, 0.94),
+    Candidate(_sm90(64, 64, 128, "warp_specialized", swap_ab=True), 0.355, 0.94),
+    Candidate(_sm90(64, 64, 128, "warp_specialized", (1, 2), swap_ab=True), 0.350, 0.94),
+    Candidate(_sm90(64, 128, 128, "warp_specialized"), 0.530, 0.0, 1.25),
     Candidate(_sm90(64, 128, 64, "warp_specialized", (2, 1)), 0.245, 0.90, 1.25),
     Candidate(_sm90(128, 96, 64, "pingpong", (2, 1)), 0.318, 1.30, 1.25),
     Candidate(_sm90(128, 128, 64, "pingpong", (2, 1)), 0.386, 1.24, 1.14),
