@@ -11,16 +11,12 @@ from torch import Tensor
 
 from cutlass_ops.call import Call
 from cutlass_ops.config import Config, Sm90Config
-from cutlass_ops.epilogue.graph import Kind
 from cutlass_ops.errors import LoadError
 from cutlass_ops.loader import LoadedKernel, Reason, refusal
 from cutlass_ops.registry import REGISTRY
 from cutlass_ops.spec import KernelSpec
 
 _RASTER = {"heuristic": 0, "along_m": 1, "along_n": 2}
-
-# Shape as the kernel sees it, shape as the caller does, and dtype of one output.
-_OutputType = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -39,12 +35,8 @@ class Plan:
         Order in which tiles are visited, as the kernel numbers it.
     workspace : int
         Bytes of workspace that a launch needs.
-    is_flat : bool
-        Whether operands and outputs are two-dimensional already, and D the only output.
-    shapes : tuple
-        For calls that are not: the kernel's shapes of A and of each input that is no scalar, by position.
     outputs : tuple
-        Types of the outputs, D first.
+        Shape and dtype of each output as the caller sees it, D first. The kernel folds leading dimensions itself.
     """
 
     spec: KernelSpec
@@ -53,9 +45,7 @@ class Plan:
     raster: int
     swizzle: int
     workspace: int
-    is_flat: bool
-    shapes: tuple[tuple[int, ...] | None, ...]
-    outputs: tuple[_OutputType, ...]
+    outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
     def run(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], out: Tensor | None) -> tuple[Tensor, ...] | None:
         """Launch on a warm call's arguments as they are.
@@ -65,32 +55,14 @@ class Plan:
         tuple of Tensor, or None
             The outputs; None if the kernel refuses the arguments, so that they have to be looked at.
         """
-        if not self.is_flat:
-            return self._run_folded(a, b, inputs, out)
-        shape, _, dtype = self.outputs[0]
-        d = a.new_empty(shape, dtype=dtype) if out is None else out
         workspace = self._workspace(a) if self.workspace else None
-        return (d,) if self.launch(a, b, d, *inputs, self.raster, self.swizzle, workspace) == 0 else None
-
-    def _run_folded(
-        self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], out: Tensor | None
-    ) -> tuple[Tensor, ...] | None:
-        outputs = [a.new_empty(flat, dtype=dtype) for flat, _, dtype in self.outputs]
-        try:
-            flat_a, *flat_inputs = (
-                x if shape is None else x.view(shape) for x, shape in zip((a, *inputs), self.shapes, strict=True)
-            )
-            if out is not None:
-                outputs[0] = out.view(self.outputs[0][0])
-        except (RuntimeError, AttributeError):
-            return None
-        workspace = self._workspace(a) if self.workspace else None
-        d, *others = outputs
-        status = self.launch(flat_a, b, d, *flat_inputs, *others, self.raster, self.swizzle, workspace)
-        if status != 0:
-            return None
-        results = [x.view(shape) for x, (_, shape, _) in zip(outputs, self.outputs, strict=True)]
-        return (*([out] if out is not None else results[:1]), *results[1:])
+        if len(self.outputs) == 1:
+            d = a.new_empty(self.outputs[0][0], dtype=self.outputs[0][1]) if out is None else out
+            return (d,) if self.launch(a, b, d, *inputs, self.raster, self.swizzle, workspace) == 0 else None
+        results = tuple(a.new_empty(shape, dtype=dtype) for shape, dtype in self.outputs)
+        d, *others = results if out is None else (out, *results[1:])
+        status = self.launch(a, b, d, *inputs, *others, self.raster, self.swizzle, workspace)
+        return (d, *others) if status == 0 else None
 
     def launch_call(self, call: Call) -> None:
         """Launch on a checked call's arguments.
@@ -128,7 +100,6 @@ def make_plan(spec: KernelSpec, config: Config, call: Call) -> Plan:
     raster = _RASTER[config.raster] if isinstance(config, Sm90Config) else 0
     with torch.cuda.device(problem.a.device):
         workspace = int(kernel.workspace_size(problem.m, problem.n, problem.k, raster, config.swizzle))
-    flat = {Kind.ROW: (problem.n,), Kind.COL: (problem.m,), Kind.TILE: (problem.m, problem.n), Kind.SCALAR: None}
     return Plan(
         spec=spec,
         kernel=kernel,
@@ -136,12 +107,7 @@ def make_plan(spec: KernelSpec, config: Config, call: Call) -> Plan:
         raster=raster,
         swizzle=config.swizzle,
         workspace=workspace,
-        is_flat=len(problem.batch) == 1 and len(graph.outputs) == 1,
-        shapes=((problem.m, problem.k), *(flat[i.kind] for i in graph.inputs)),
-        outputs=tuple(
-            (problem.flat_shape(o), problem.output_shape(o), t.dtype)
-            for o, t in zip(graph.outputs, call.outputs, strict=True)
-        ),
+        outputs=tuple((problem.output_shape(o), t.dtype) for o, t in zip(graph.outputs, call.outputs, strict=True)),
     )
 
 

@@ -40,7 +40,7 @@ struct Problem {
   int k = 0;
 };
 
-// A two-dimensional operand; `ld` is the distance in elements between neighbours along the strided dimension.
+// An operand in two dimensions, leading ones folded into the first; `ld` is the distance in elements between neighbours along the strided dimension.
 struct Matrix {
   void* data = nullptr;
   int64_t rows = 0;
@@ -214,39 +214,56 @@ class Call {
   Matrix matrix(int at, int64_t rows, int64_t cols, bool output, bool is_tile) {
     DLTensor const* t = tensor<Element>(at);
     if (t == nullptr) return {};
-    if (t->ndim != 2) return fail(at, Reason::kShape), Matrix{};
-    Matrix const x = view<kMajor == Major::kRow>(t);
-    if ((rows >= 0 && x.rows != rows) || (cols >= 0 && x.cols != cols) || x.rows < 1 || x.cols < 1) {
+    if (t->ndim < 1) return fail(at, Reason::kShape), Matrix{};
+    Dimension const row = fold(t, t->ndim - 1), col = {t->shape[t->ndim - 1], t->strides[t->ndim - 1], true};
+    if ((rows >= 0 && row.extent != rows) || (cols >= 0 && col.extent != cols) || row.extent < 1 || col.extent < 1) {
       return fail(at, Reason::kShape), Matrix{};
     }
-    int const inner = (kMajor == Major::kRow) ? 1 : 0;
-    int64_t const runs = t->shape[1 - inner], length = t->shape[inner];
-    if ((length > 1 && t->strides[inner] != 1) || (runs > 1 && x.ld < length)) {
+    Dimension const inner = (kMajor == Major::kRow) ? col : row, outer = (kMajor == Major::kRow) ? row : col;
+    if (!row.uniform || (inner.extent > 1 && inner.stride != 1) || (outer.extent > 1 && outer.stride < inner.extent)) {
       return fail(at, Reason::kMajor), Matrix{};
     }
-    if (address(t) % (kAlignment * sizeof(Element)) != 0 || (runs > 1 && x.ld % kAlignment != 0) ||
+    int64_t const runs = outer.extent, length = inner.extent;
+    if (address(t) % (kAlignment * sizeof(Element)) != 0 || (runs > 1 && outer.stride % kAlignment != 0) ||
         (kAlignedExtent && length % kAlignment != 0)) {
       return fail(at, Reason::kAlignment), Matrix{};
     }
-    Matrix r = x;
     // A single run has no leading dimension; give it one that every loader accepts.
-    if (runs == 1) r.ld = (length + kAlignment - 1) / kAlignment * kAlignment;
+    int64_t const ld = (runs == 1) ? (length + kAlignment - 1) / kAlignment * kAlignment : outer.stride;
+    Matrix const r{reinterpret_cast<void*>(address(t)), row.extent, col.extent, ld};
     add({address(t), uintptr_t(length) * sizeof(Element), uintptr_t(r.ld) * sizeof(Element), uintptr_t(runs), is_tile},
         at, output);
     return r;
   }
 
-  template <bool kRowMajor>
-  static Matrix view(DLTensor const* t) {
-    return {reinterpret_cast<void*>(address(t)), t->shape[0], t->shape[1], t->strides[kRowMajor ? 0 : 1]};
+  struct Dimension {
+    int64_t extent;
+    int64_t stride;
+    bool uniform;  // whether one stride leads through all of it
+  };
+
+  // The first `count` dimensions seen as one: a batch folded into M, where its strides allow that.
+  static Dimension fold(DLTensor const* t, int count) {
+    Dimension d{1, 0, true};
+    for (int i = count - 1; i >= 0; --i) {
+      if (t->shape[i] == 1) continue;
+      if (d.extent == 1) {
+        d.stride = t->strides[i];
+      } else if (t->strides[i] != d.stride * d.extent) {
+        d.uniform = false;
+      }
+      d.extent *= t->shape[i];
+    }
+    return d;
   }
 
   template <class Element>
   Element* vector(int at, int64_t length, bool output) {
     DLTensor const* t = tensor<Element>(at);
     if (t == nullptr) return nullptr;
-    if (t->ndim != 1 || t->shape[0] != length) return fail(at, Reason::kShape), nullptr;
-    if (length > 1 && t->strides[0] != 1) return fail(at, Reason::kMajor), nullptr;
+    Dimension const d = fold(t, t->ndim);
+    if (t->ndim < 1 || d.extent != length) return fail(at, Reason::kShape), nullptr;
+    if (!d.uniform || (length > 1 && d.stride != 1)) return fail(at, Reason::kMajor), nullptr;
     if (address(t) % sizeof(Element) != 0) return fail(at, Reason::kAlignment), nullptr;
     uintptr_t const bytes = uintptr_t(length) * sizeof(Element);
     add({address(t), bytes, bytes, 1, false}, at, output);
