@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kernels():
+    """Compile everything once, side by side, before the first test."""
+    if torch.cuda.is_available():
+        from tests.gpu import kernels
+
+        kernels.build_all()
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)

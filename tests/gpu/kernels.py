@@ -1,0 +1,188 @@
+"""Every kernel that the GPU tests need, so that they are compiled side by side before the first test runs."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from hypothesis import given, settings
+
+import cutlass_ops as co
+from cutlass_ops import call, heuristics, ops
+from cutlass_ops.config import Config
+from cutlass_ops.epilogue.graph import Kind
+from cutlass_ops.registry import REGISTRY, OpSignature
+from cutlass_ops.spec import KernelSpec, Operand
+from tests.strategies import Program, programs
+
+DTYPES = ("bf16", "f16")
+MAJORS = (("row", "col"), ("row", "row"), ("col", "col"), ("col", "row"))
+OPS = {op.name: op for op in ops.NAMED}
+
+# Small tiles: quick to compile, and problems of a few hundred have edges in every direction.
+SM90 = co.Sm90Config(co.ThreadblockShape(64, 64, 64), schedule="warp_specialized")
+# Reductions need a kernel whose epilogue has a workspace.
+SM90_REDUCING = co.Sm90Config(co.ThreadblockShape(64, 64, 64), schedule="pingpong")
+SM80 = co.Sm80Config(co.ThreadblockShape(64, 64, 32), co.WarpShape(32, 32, 32), stages=2)
+
+
+@co.epilogue
+def everything(acc, bias: co.Row, scale: co.Col, residual: co.Tile, other: co.Tile, alpha: co.Scalar):
+    z = acc * scale + bias
+    d = co.silu(z) * alpha + residual - other
+    return {
+        "d": d,
+        "pre": z,
+        "row_sum": co.sum(d, dim=1),
+        "row_square": co.sum_square(z, dim=1),
+        "row_max": co.max(d, dim=1),
+        "col_sum": co.sum(z, dim=0),
+        "col_square": co.sum_square(d, dim=0),
+        "col_max": co.max(d, dim=0),
+    }
+
+
+@co.epilogue
+def scaled(acc, alpha: co.Scalar):
+    return co.relu(acc * alpha)
+
+
+def spec(
+    op: ops.Op, dtype: str, majors: tuple[str, str], config: Config, *, aligned: bool = True, d: str | None = None
+) -> KernelSpec:
+    """Return the kernel of an op for operands of one dtype; D and tiles are row-major."""
+    tail = "" if aligned else ".align1"
+    target = "sm_90" if isinstance(config, co.Sm80Config) else None
+    tiles = {i.name: f"{dtype}.row{tail}" for i in op.graph.inputs if i.kind is Kind.TILE}
+    vectors = {i.name: dtype for i in op.graph.inputs if i.kind in (Kind.ROW, Kind.COL)}
+    return KernelSpec(
+        a=f"{dtype}.{majors[0]}{tail}",
+        b=f"{dtype}.{majors[1]}{tail}",
+        d=f"{d or dtype}.row{tail}",
+        epilogue=op.graph,
+        inputs=tiles | vectors,
+        outputs={o.name: f"{dtype}.row{tail}" for o in op.graph.outputs[1:] if o.reduce is None},
+        config=config,
+        target=target,
+    )
+
+
+def matrix() -> dict[str, KernelSpec]:
+    """Every op, dtype and operand major, aligned (Sm90) and not (Sm80)."""
+    return {
+        f"{name}-{dtype}-{a}-{b}-{'tma' if aligned else 'unaligned'}": spec(
+            op, dtype, (a, b), SM90 if aligned else SM80, aligned=aligned
+        )
+        for name, op in OPS.items()
+        for dtype in DTYPES
+        for a, b in MAJORS
+        for aligned in (True, False)
+    }
+
+
+def configurations() -> dict[str, KernelSpec]:
+    """Schedules, clusters, schedulers, stages and alignments, on bias + ReLU."""
+    shape, cluster = co.ThreadblockShape, co.ClusterShape
+    sm90 = (
+        co.Sm90Config(shape(128, 128, 64), schedule="pingpong"),
+        co.Sm90Config(shape(64, 96, 64), cluster(2, 1), schedule="pingpong"),
+        co.Sm90Config(shape(128, 192, 64), cluster(2, 2), schedule="cooperative"),
+        co.Sm90Config(shape(256, 128, 64), cluster(1, 4), schedule="cooperative"),
+        co.Sm90Config(shape(128, 128, 64), schedule="cooperative", scheduler="stream_k"),
+        co.Sm90Config(shape(128, 64, 128), cluster(2, 1), schedule="cooperative", scheduler="stream_k", swap_ab=True),
+        co.Sm90Config(shape(64, 8, 64), schedule="warp_specialized", swap_ab=True),
+        co.Sm90Config(shape(64, 256, 32), schedule="warp_specialized", stages=2),
+    )
+    op = OPS["gemm_bias_relu"]
+    found = {c.slug: spec(op, "bf16", ("row", "col"), c) for c in sm90}
+    large = co.ThreadblockShape(128, 128, 32)
+    for alignment, stages, stream_k in ((8, 3, False), (4, 4, False), (2, 5, True), (1, 2, True)):
+        config = co.Sm80Config(large, co.WarpShape(64, 64, 32), stages=stages, stream_k=stream_k)
+        found[f"{config.slug}-align{alignment}"] = KernelSpec(
+            a=f"bf16.row.align{alignment}",
+            b=f"bf16.col.align{alignment}",
+            d=f"bf16.row.align{alignment}",
+            epilogue=op.graph,
+            config=config,
+            target="sm_90",
+        )
+    for d in ("f32", "bf16"):
+        found[f"{SM90.slug}-d-{d}-from-f16"] = spec(op, "f16", ("row", "col"), SM90, d=d)
+    for config in (SM90, SM80):
+        target = "sm_90" if config is SM80 else None
+        found[f"{config.slug}-col-major-d"] = KernelSpec(
+            a="bf16.row", b="bf16.col", d="bf16.col", epilogue=op.graph, config=config, target=target
+        )
+    return found
+
+
+def multi_output() -> dict[str, KernelSpec]:
+    """Five inputs, two tiles and six reductions in one kernel."""
+    shape = co.ThreadblockShape
+    configs: tuple[Config, ...] = (
+        SM90_REDUCING,
+        co.Sm90Config(shape(128, 128, 64), co.ClusterShape(2, 1), schedule="cooperative"),
+        co.Sm90Config(shape(64, 32, 64), schedule="pingpong", swap_ab=True),
+        SM80,
+    )
+    op = ops.op(everything)
+    found = {c.slug: spec(op, "bf16", ("row", "col"), c) for c in configs}
+    unaligned = spec(op, "f16", ("row", "col"), SM80, aligned=False)
+    return found | {f"{SM80.slug}-unaligned": unaligned}
+
+
+@lru_cache(maxsize=1)
+def drawn(count: int = 6) -> tuple[Program, ...]:
+    """Draw epilogues, the same ones every time."""
+    found: list[Program] = []
+
+    @settings(max_examples=4 * count, derandomize=True, database=None, deadline=None)
+    @given(programs(tame=True))
+    def collect(program: Program) -> None:
+        found.append(program)
+
+    collect()
+    unique = {p.epilogue().graph: p for p in found if len(p.epilogue().graph.nodes) > 3}
+    return tuple(list(unique.values())[-count:])
+
+
+def drawn_specs() -> dict[str, KernelSpec]:
+    """One kernel for each drawn epilogue."""
+    return {
+        f"drawn{number}": spec(ops.op(program.epilogue()), "bf16", ("row", "col"), SM90_REDUCING)
+        for number, program in enumerate(drawn())
+    }
+
+
+def signatures() -> dict[str, OpSignature]:
+    """The signatures that the dispatching ops are tested with."""
+
+    def of(op: ops.Op, dtype: str, *, d: str | None = None, tail: str = "") -> OpSignature:
+        s = spec(op, dtype, ("row", "col"), SM90, d=d)
+        if not tail:
+            return OpSignature(s.epilogue, s.a, s.b, s.d, s.inputs, s.outputs)
+        low = Operand.of(f"{dtype}.row{tail}")
+        return OpSignature(s.epilogue, low, low.transposed, low, s.inputs, s.outputs)
+
+    return {
+        "bias_relu": of(OPS["gemm_bias_relu"], "bf16"),
+        "bias_relu_residual": of(OPS["gemm_bias_relu_residual"], "bf16"),
+        "gemm_f16": of(OPS["gemm"], "f16"),
+        "bias_relu_unaligned": of(OPS["gemm_bias_relu"], "bf16", tail=".align1"),
+        "scaled": of(ops.op(scaled), "bf16"),
+    }
+
+
+def build_all() -> int:
+    """Compile and load all of them, as many at a time as there are processors."""
+    import torch
+
+    device = call.device_of(torch.device("cuda", 0))
+    dispatched = [s for signature in signatures().values() for s in heuristics.specs(signature, device)]
+    exact = [matrix(), configurations(), multi_output(), drawn_specs()]
+    wanted = list(dict.fromkeys([*dispatched, *(s for group in exact for s in group.values())]))
+    REGISTRY.kernels(wanted)
+    return len(wanted)
+
+
+if __name__ == "__main__":
+    print(build_all(), "kernels")

@@ -1,0 +1,168 @@
+"""Every op × dtype × operand major × alignment, every configuration, and drawn epilogues, over shapes with edges."""
+
+import pytest
+import torch
+
+import cutlass_ops as co
+from cutlass_ops.epilogue.graph import Kind
+from tests.gpu import kernels, oracle, tensors
+
+pytestmark = pytest.mark.gpu
+
+# Ones, primes, tile − 1, tile and tile + 1 of the 64×64×64 tile, more than one tile, more than one wave of K.
+SHAPES = [
+    (1, 1, 1),
+    (1, 130, 64),
+    (13, 7, 17),
+    (63, 65, 31),
+    (64, 64, 64),
+    (65, 63, 127),
+    (127, 129, 257),
+    (211, 307, 509),
+]
+
+
+def draw_inputs(spec, m, n, aligned):
+    values = {}
+    for i, operand in zip(spec.epilogue.inputs, spec.inputs, strict=True):
+        dtype = operand.dtype.name
+        if i.kind is Kind.TILE:
+            values[i.name] = tensors.matrix(m, n, dtype, operand.major, aligned=aligned)
+        elif i.kind is Kind.SCALAR:
+            values[i.name] = 0.75
+        else:
+            values[i.name] = tensors.vector(n if i.kind is Kind.ROW else m, dtype, offset=1)
+    return values
+
+
+def extents(shape, spec):
+    """Round up what a kernel's vector accesses need to divide: nothing where TMA or single elements are used."""
+    m, n, k = shape
+    steps = {"a": spec.a, "b": spec.b, "d": spec.d}
+    if isinstance(spec.config, co.Sm90Config):
+        return m, n, k
+    step = max(o.alignment for o in steps.values())
+    return tuple(-(-x // step) * step for x in (m, n, k))
+
+
+def run_and_check(spec, shape, eager=None):
+    m, n, k = extents(shape, spec)
+    aligned = spec.a.alignment > 1
+    dtype = spec.a.dtype.name
+    a = tensors.matrix(m, k, dtype, spec.a.major, aligned=aligned)
+    b = tensors.matrix(k, n, dtype, spec.b.major, aligned=aligned)
+    inputs = draw_inputs(spec, m, n, aligned)
+    framed = {"d": tensors.Framed(m, n, spec.d.dtype.name, spec.d.major, aligned=aligned)}
+    vectors = {}
+    for o, operand in zip(spec.epilogue.outputs[1:], spec.outputs, strict=True):
+        if o.kind is Kind.TILE:
+            framed[o.name] = tensors.Framed(m, n, operand.dtype.name, operand.major, aligned=aligned)
+        else:
+            length = n if o.kind is Kind.ROW else m
+            vectors[o.name] = torch.full((length,), float("nan"), device="cuda")
+    out = {name: f.out for name, f in framed.items()} | vectors
+    co.build(spec)(a, b, out=out, **inputs)
+    wanted = oracle.exact(spec.epilogue, a, b, inputs)
+    for name, tensor in out.items():
+        composed = eager(a, b, **inputs) if eager is not None and name == "d" else None
+        oracle.assert_close(tensor, wanted[name], composed)
+    for f in framed.values():
+        f.assert_frame_untouched()
+
+
+@pytest.mark.parametrize("name", list(kernels.matrix()))
+def test_named_ops(name):
+    spec = kernels.matrix()[name]
+    for shape in SHAPES:
+        run_and_check(spec, shape, oracle.EAGER[name.split("-")[0]])
+
+
+@pytest.mark.parametrize("name", list(kernels.configurations()))
+def test_configurations(name):
+    spec = kernels.configurations()[name]
+    for shape in [*SHAPES, (257, 385, 1025), (1000, 520, 72)]:
+        run_and_check(spec, shape)
+
+
+@pytest.mark.parametrize("name", list(kernels.multi_output()))
+def test_many_outputs_and_reductions(name):
+    spec = kernels.multi_output()[name]
+    for shape in SHAPES:
+        run_and_check(spec, shape)
+
+
+@pytest.mark.parametrize("number", range(len(kernels.drawn())))
+def test_drawn_epilogues(number):
+    program = kernels.drawn()[number]
+    spec = kernels.drawn_specs()[f"drawn{number}"]
+    for m, n, k in [(1, 8, 8), (65, 129, 72)]:
+        a, b = tensors.matrix(m, k, "bf16"), tensors.matrix(k, n, "bf16", "col")
+        _, inputs = program.tensors(m, n, seed=number, dtype=torch.bfloat16)
+        inputs = {name: x.float().cuda() if x.ndim == 0 else x.cuda() for name, x in inputs.items()}
+        padded = {name: pad(x) if x.ndim == 2 else x for name, x in inputs.items()}
+        out = {
+            o.name: tensors.Framed(m, n, "bf16").out if o.reduce is None else torch.full_like(
+                torch.empty(n if o.kind is Kind.ROW else m, device="cuda"), float("nan"))
+            for o in spec.epilogue.outputs
+        }  # fmt: skip
+        co.build(spec)(a, b, out=out, **padded)
+        wanted = program.evaluate(a.double() @ b.double(), inputs, torch.float64)
+        for name, tensor in out.items():
+            # `cast` in the epilogue may round the other way from a last-bit difference: one unit of the dtype.
+            found = oracle.error(tensor, wanted[name])
+            assert found <= 2 * torch.finfo(torch.bfloat16).eps, f"{name}: {found:.3e}"
+
+
+def pad(x):
+    buffer = torch.empty(x.shape[0], (x.shape[1] + 15) // 8 * 8, device="cuda", dtype=x.dtype)
+    buffer[:, : x.shape[1]] = x
+    return buffer[:, : x.shape[1]]
+
+
+@pytest.mark.parametrize("name", list(kernels.multi_output()))
+def test_reductions_are_deterministic_and_pass_nan(name):
+    spec = kernels.multi_output()[name]
+    m, n, k = 193, 257, 128
+    aligned = spec.a.alignment > 1
+    dtype = spec.a.dtype.name
+    a = tensors.matrix(m, k, dtype, aligned=aligned)
+    b = tensors.matrix(k, n, dtype, "col", aligned=aligned)
+    inputs = draw_inputs(spec, m, n, aligned)
+    out = {
+        "d": tensors.Framed(m, n, dtype, aligned=aligned).out,
+        "pre": tensors.Framed(m, n, dtype, aligned=aligned).out,
+    }
+    kernel = co.build(spec)
+    first = kernel(a, b, out=out, **inputs)
+    for _ in range(5):
+        again = kernel(a, b, out=out, **inputs)
+        for x, y in zip(first[2:], again[2:], strict=True):
+            assert torch.equal(x, y)
+    inputs["residual"][100, 200] = float("nan")
+    result = kernel(a, b, out=out, **inputs)
+    assert result.row_max[100].isnan()
+    assert result.col_max[200].isnan()
+    assert result.row_max.isnan().sum() == 1
+    assert result.col_max.isnan().sum() == 1
+
+
+@pytest.mark.parametrize("name", ["gemm_bias_relu-bf16-row-col-tma", "gemm_bias_relu-bf16-row-col-unaligned"])
+def test_relu_passes_nan_and_infinity(name):
+    spec = kernels.matrix()[name]
+    aligned = spec.a.alignment > 1
+    a, b = tensors.matrix(9, 16, "bf16", aligned=aligned), tensors.matrix(16, 11, "bf16", "col", aligned=aligned)
+    bias = torch.tensor([float("nan"), float("inf"), -float("inf"), *[0.0] * 8], device="cuda", dtype=torch.bfloat16)
+    out = tensors.Framed(9, 11, "bf16", aligned=aligned).out
+    co.build(spec)(a, b, bias, out=out)
+    assert out[:, 0].isnan().all()
+    assert (out[:, 1] == float("inf")).all()
+    assert (out[:, 2] == 0).all()
+    assert not out[:, 3:].isnan().any()
+
+
+def test_machine_code_uses_the_tensor_cores():
+    for name, spec in (kernels.matrix() | kernels.configurations()).items():
+        counts = co.build(spec).loaded.artifact.manifest["sass"]
+        expected = ("HGMMA", "UTMALDG") if isinstance(spec.config, co.Sm90Config) else ("HMMA",)
+        for opcode in expected:
+            assert counts.get(opcode, 0) > 0, f"{name}: {counts}"
