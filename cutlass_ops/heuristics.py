@@ -177,7 +177,16 @@ def candidates(signature: OpSignature, device: Device) -> tuple[Candidate, ...]:
 
 
 def _legal(signature: OpSignature, pool: Iterable[Candidate], device: Device) -> tuple[Candidate, ...]:
-    return tuple(c for c in pool if not legality.check(_spec(signature, c, device)))
+    variants = (_first_legal(signature, c, device) for c in pool)
+    return tuple(c for c in variants if c is not None)
+
+
+def _first_legal(signature: OpSignature, candidate: Candidate, device: Device) -> Candidate | None:
+    """Return a candidate if it is legal, else its pingpong form: reductions need a persistent kernel's workspace."""
+    tried = [candidate]
+    if isinstance(candidate.config, Sm90Config) and candidate.config.schedule == "warp_specialized":
+        tried.append(replace(candidate, config=replace(candidate.config, schedule="pingpong")))
+    return next((c for c in tried if not legality.check(_spec(signature, c, device))), None)
 
 
 def _spec(signature: OpSignature, candidate: Candidate, device: Device) -> KernelSpec:
