@@ -1,0 +1,417 @@
+"""From tensors to operand types: alignments and majors, folding of batches, outputs and their overlaps."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cutlass_ops as co
+from cutlass_ops import operands
+from cutlass_ops.call import check_call, given_outputs
+from cutlass_ops.dtypes import bf16, f16, f32
+from cutlass_ops.operands import check_overlap, check_problem, element_type, fold, matrix
+from tests.strategies import PATIENT
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+MISSING = object()
+
+
+@co.epilogue
+def full(acc, bias: co.Row, scale: co.Col, residual: co.Tile, alpha: co.Scalar):
+    pre = acc * scale + bias
+    return {"d": pre * alpha + residual, "pre": pre, "row": co.sum(pre, dim=1), "col": co.max(pre, dim=0)}
+
+
+def strided(shape, strides, offset=0, dtype=BF16):
+    """A view at an offset, in elements, from an address that is a multiple of 16 bytes."""
+    last = sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
+    memory = torch.zeros(offset + last + 1, dtype=dtype)
+    assert memory.data_ptr() % 16 == 0
+    return memory.as_strided(shape, strides, offset)
+
+
+# ---- Majors and alignments ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "offset", "dtype", "operand"),
+    [
+        ((64, 64), (64, 1), 0, BF16, "bf16.row"),
+        ((64, 64), (1, 64), 0, BF16, "bf16.col"),
+        ((64, 64), (72, 1), 0, F16, "f16.row"),
+        ((64, 64), (68, 1), 0, BF16, "bf16.row.align4"),
+        ((64, 64), (66, 1), 0, BF16, "bf16.row.align2"),
+        ((64, 63), (63, 1), 0, BF16, "bf16.row.align1"),
+        ((64, 64), (64, 1), 8, BF16, "bf16.row"),
+        ((64, 64), (64, 1), 4, BF16, "bf16.row.align4"),
+        ((64, 64), (64, 1), 2, BF16, "bf16.row.align2"),
+        ((64, 64), (64, 1), 1, BF16, "bf16.row.align1"),
+        ((64, 64), (1, 66), 0, BF16, "bf16.col.align2"),
+        ((64, 64), (64, 1), 0, F32, "f32.row"),
+        ((64, 64), (66, 1), 0, F32, "f32.row.align2"),
+        ((64, 64), (64, 1), 1, F32, "f32.row.align1"),
+        # A slice: its own extent does not count, only where its rows begin.
+        ((64, 63), (64, 1), 0, BF16, "bf16.row"),
+        # One row or one column can be read either way: the better aligned one.
+        ((1, 64), (64, 1), 0, BF16, "bf16.row"),
+        ((1, 63), (63, 1), 0, BF16, "bf16.row"),
+        ((64, 1), (1, 1), 0, BF16, "bf16.col"),
+        ((64, 1), (64, 1), 0, BF16, "bf16.row"),
+        ((1, 1), (1, 1), 0, BF16, "bf16.row"),
+        ((1, 1), (7, 3), 1, BF16, "bf16.row.align1"),
+    ],
+)
+def test_the_type_of_a_tensor(shape, strides, offset, dtype, operand):
+    x = strided(shape, strides, offset, dtype)
+    assert str(matrix("x", x, element_type("x", x)).operand) == str(co.Operand.of(operand))
+
+
+@PATIENT
+@given(
+    rows=st.integers(1, 33),
+    cols=st.integers(1, 33),
+    slack=st.integers(0, 17),
+    offset=st.integers(0, 17),
+    col_major=st.booleans(),
+    dtype=st.sampled_from([BF16, F32]),
+)
+def test_the_alignment_divides_every_address_that_a_kernel_computes(rows, cols, slack, offset, col_major, dtype):
+    runs, length = (cols, rows) if col_major else (rows, cols)
+    ld = length + slack
+    x = strided((rows, cols), (1, ld) if col_major else (ld, 1), offset, dtype)
+    found = matrix("x", x, element_type("x", x))
+    size = found.operand.alignment * x.element_size()
+    assert size in (2, 4, 8, 16)
+    outer = 0 if found.operand.major == "row" else 1
+    starts = [x.select(outer, i).data_ptr() for i in range(x.shape[outer])]
+    assert all(start % size == 0 for start in starts)
+    # The largest such power of two, of the two readings if both are possible.
+    if runs > 1 and length > 1:
+        assert found.operand.major == ("col" if col_major else "row")
+        assert size == 16 or any(start % (2 * size) for start in starts)
+    vector = found.for_vector_access()
+    assert x.shape[1 - outer] % vector.alignment == 0
+    assert vector.alignment <= found.operand.alignment
+    assert vector.alignment == math.gcd(found.operand.alignment, x.shape[1 - outer])
+    assert (vector.dtype, vector.major) == (found.operand.dtype, found.operand.major)
+
+
+@pytest.mark.parametrize(
+    "strides",
+    [(2, 2), (128, 2), (0, 1), (1, 0), (0, 0), (63, 1), (1, 63)],
+    ids=["both", "every other", "expanded rows", "expanded columns", "one value", "rows overlap", "columns overlap"],
+)
+def test_memory_that_no_kernel_can_address_is_refused(strides):
+    x = torch.zeros(64 * 128 + 128, dtype=BF16).as_strided((64, 64), strides)
+    with pytest.raises(ValueError, match=r"^weight has shape \(64, 64\) and strides .*weight\.contiguous\(\)"):
+        matrix("weight", x, bf16)
+
+
+@pytest.mark.parametrize(("dtype", "element"), [(F16, f16), (BF16, bf16), (F32, f32)])
+def test_element_types(dtype, element):
+    assert element_type("x", torch.zeros(1, dtype=dtype)) == element
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.int8, torch.bool, torch.complex64])
+def test_other_element_types_are_refused_by_name(dtype):
+    with pytest.raises(TypeError, match=rf"^bias is {dtype}: use one of torch.float16, torch.bfloat16, torch.float32$"):
+        element_type("bias", torch.zeros(1, dtype=dtype))
+    with pytest.raises(TypeError, match=r"^a is .*: use one of torch.float16, torch.bfloat16$"):
+        element_type("a", torch.zeros(1, dtype=dtype), ("f16", "bf16"))
+
+
+# ---- The problem --------------------------------------------------------------------------------------------------
+
+
+def arguments(m=6, n=10, k=8, batch=None, **changed):
+    lead = (m,) if batch is None else batch
+    values = {
+        "a": torch.zeros(*lead, k, dtype=BF16),
+        "b": torch.zeros(k, n, dtype=BF16),
+        "bias": torch.zeros(n, dtype=BF16),
+        "scale": torch.zeros(lead, dtype=F32),
+        "residual": torch.zeros(*lead, n, dtype=F16),
+        "alpha": 2,
+    } | changed
+    return {name: value for name, value in values.items() if value is not MISSING}
+
+
+def problem_of(**values):
+    a, b = values.pop("a"), values.pop("b")
+    return check_problem(full.graph, a, b, values)
+
+
+def test_a_problem_is_its_extents_and_flat_tensors():
+    found = problem_of(**arguments())
+    assert (found.m, found.n, found.k, found.batch) == (6, 10, 8, (6,))
+    assert found.inputs["alpha"] == 2.0
+    assert type(found.inputs["alpha"]) is float
+    assert [found.output_shape(o) for o in full.graph.outputs] == [(6, 10), (6, 10), (6,), (10,)]
+    assert [found.flat_shape(o) for o in full.graph.outputs] == [(6, 10), (6, 10), (6,), (10,)]
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3), (2, 1, 3), (0, 4), (1, 1)])
+def test_leading_dimensions_are_folded_into_m(batch):
+    values = arguments(batch=batch)
+    found = problem_of(**values)
+    m = math.prod(batch)
+    assert found.m == m
+    assert found.a.shape == (m, 8)
+    assert found.inputs["scale"].shape == (m,)
+    assert found.inputs["residual"].shape == (m, 10)
+    assert found.a.data_ptr() == values["a"].data_ptr()
+    assert [found.output_shape(o) for o in full.graph.outputs] == [(*batch, 10), (*batch, 10), batch, (10,)]
+    assert [found.flat_shape(o) for o in full.graph.outputs] == [(m, 10), (m, 10), (m,), (10,)]
+
+
+def test_inputs_may_already_be_flat():
+    found = problem_of(**arguments(batch=(2, 3), scale=torch.zeros(6), residual=torch.zeros(6, 10, dtype=BF16)))
+    assert found.inputs["residual"].shape == (6, 10)
+
+
+def test_a_scalar_on_the_cpu_becomes_a_number():
+    found = problem_of(**arguments(alpha=torch.tensor(0.5, dtype=F16)))
+    assert found.inputs["alpha"] == 0.5
+    assert type(found.inputs["alpha"]) is float
+
+
+META = torch.zeros(8, 10, dtype=BF16, device="meta")
+REFUSED = {
+    "a is no tensor": ({"a": [[1.0]]}, TypeError, r"^a must be a torch\.Tensor, not list"),
+    "b is no tensor": ({"b": None}, TypeError, r"^b must be a torch\.Tensor, not NoneType"),
+    "a in FP32": ({"a": torch.zeros(6, 8)}, TypeError, r"^a is torch\.float32: use one of torch\.float16"),
+    "b in FP32": ({"b": torch.zeros(8, 10)}, TypeError, r"^b is torch\.float32"),
+    "a and b differ": (
+        {"b": torch.zeros(8, 10, dtype=F16)},
+        TypeError,
+        r"^b is torch\.float16 and a is torch\.bfloat16",
+    ),
+    "K differs": ({"b": torch.zeros(7, 10, dtype=BF16)}, ValueError, r"^a \(6, 8\) and b \(7, 10\).*same K$"),
+    "b is a weight": ({"b": torch.zeros(10, 8, dtype=BF16)}, ValueError, r"b looks like a weight .*: pass b\.t\(\)"),
+    "b has a batch": ({"b": torch.zeros(2, 8, 10, dtype=BF16)}, ValueError, r"^a \(6, 8\) and b \(2, 8, 10\)"),
+    "a is 0-d": ({"a": torch.zeros((), dtype=BF16)}, ValueError, r"^a \(\) and b"),
+    "a is sparse": ({"a": torch.zeros(6, 8, dtype=BF16).to_sparse()}, TypeError, r"^a has layout .*a\.to_dense\(\)"),
+    "devices differ": ({"b": META}, ValueError, r"^b is on meta and a is on cpu"),
+    "bias on another device": ({"bias": META[0]}, ValueError, r"^bias is on meta and a is on cpu"),
+    "bias in FP64": ({"bias": torch.zeros(10, dtype=torch.float64)}, TypeError, r"^bias is torch\.float64"),
+    "bias of M": ({"bias": torch.zeros(6)}, ValueError, r"^bias has shape \(6,\): as a Row it must have shape \(10,\)"),
+    "bias as a matrix": ({"bias": torch.zeros(1, 10)}, ValueError, r"^bias has shape \(1, 10\): as a Row"),
+    "bias strided": ({"bias": torch.zeros(20)[::2]}, ValueError, r"^bias has stride 2: call bias\.contiguous\(\)"),
+    "bias expanded": ({"bias": torch.zeros(1).expand(10)}, ValueError, r"^bias has stride 0"),
+    "bias a number": ({"bias": 1.0}, TypeError, r"^bias must be a torch\.Tensor, not float"),
+    "scale of N": ({"scale": torch.zeros(10)}, ValueError, r"^scale has shape \(10,\): as a Col .* \(6,\)"),
+    "scale as a column": ({"scale": torch.zeros(6, 1)}, ValueError, r"^scale has shape \(6, 1\)"),
+    "residual as a row": ({"residual": torch.zeros(10)}, ValueError, r"^residual has shape \(10,\): as a Tile"),
+    "residual transposed": ({"residual": torch.zeros(10, 6)}, ValueError, r"^residual .* \(6, 10\) for a result"),
+    "alpha of one element": ({"alpha": torch.zeros(1)}, ValueError, r"^alpha has shape \(1,\): as a Scalar"),
+    "alpha a truth value": ({"alpha": True}, TypeError, r"^alpha must be a number or a 0-d tensor, not bool"),
+    "alpha a string": ({"alpha": "1"}, TypeError, r"^alpha must be a number or a 0-d tensor, not str"),
+    "alpha an integer tensor": ({"alpha": torch.tensor(1)}, TypeError, r"^alpha is torch\.int64"),
+    "bias missing": ({"bias": MISSING}, TypeError, r"bias is missing"),
+    "an unknown input": ({"gain": 1.0}, TypeError, r"gain is unknown"),
+}
+
+
+@pytest.mark.parametrize(("changed", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_arguments_that_do_not_fit_are_named(changed, error, message):
+    with pytest.raises(error, match=message):
+        problem_of(**arguments(**changed))
+
+
+@pytest.mark.parametrize("name", ["a", "b", "bias", "scale", "residual", "alpha"])
+def test_gradients_are_refused_by_name_unless_they_are_off(name):
+    values = arguments(alpha=torch.tensor(1.0))
+    values[name].requires_grad_()
+    with pytest.raises(ValueError, match=rf"^{name} requires grad.*torch\.no_grad\(\).*{name}\.detach\(\)"):
+        problem_of(**values)
+    with torch.no_grad():
+        assert problem_of(**values).m == 6
+
+
+def test_folding_needs_no_copy_or_is_refused():
+    x = torch.zeros(4, 3, 8, dtype=BF16)
+    assert fold("x", x, (12, 8)).data_ptr() == x.data_ptr()
+    assert fold("x", x[:, :, :5], (12, 5)).stride() == (8, 1)
+    with pytest.raises(ValueError, match=r"^x has shape \(3, 4, 8\) and strides \(8, 24, 1\).*x\.contiguous\(\)"):
+        fold("x", x.transpose(0, 1), (12, 8))
+    # A gap after each slice of three rows.
+    with pytest.raises(ValueError, match="cannot be viewed"):
+        fold("x", torch.zeros(4, 5, 8)[:, :3], (12, 8))
+
+
+# ---- Outputs ------------------------------------------------------------------------------------------------------
+
+
+def call_of(out=None, out_dtype=None, **changed):
+    values = arguments(**changed)
+    a, b = values.pop("a"), values.pop("b")
+    return check_call(full.graph, a, b, values, out, out_dtype)
+
+
+def test_outputs_are_allocated_in_their_types():
+    call = call_of(batch=(2, 3))
+    assert [(tuple(t.shape), t.dtype) for t in call.outputs] == [
+        ((6, 10), BF16),
+        ((6, 10), BF16),
+        ((6,), F32),
+        ((10,), F32),
+    ]
+    assert [tuple(t.shape) for t in call.results()] == [(2, 3, 10), (2, 3, 10), (2, 3), (10,)]
+    assert call_of(out_dtype=F32).outputs[0].dtype == F32
+
+
+def test_given_outputs_come_back_as_they_are():
+    d, row = torch.zeros(2, 3, 10, dtype=F32), torch.zeros(2, 3, dtype=BF16)
+    call = call_of({"d": d, "row": row}, batch=(2, 3))
+    results = call.results()
+    assert results[0] is d
+    assert results[2] is row
+    assert call.outputs[0].data_ptr() == d.data_ptr()
+    assert call.outputs[0].shape == (6, 10)
+
+
+BAD_OUT = {
+    "a list": ([torch.zeros(6, 10)], TypeError, r"^out must be a tensor or a mapping .*, not list"),
+    "an unknown name": ({"e": torch.zeros(6, 10)}, ValueError, r"^out names e: the outputs are d, pre, row, col"),
+    "wrong shape": (
+        torch.zeros(10, 6, dtype=BF16),
+        ValueError,
+        r"^out has shape \(10, 6\): it must have shape \(6, 10\)",
+    ),
+    "wrong dtype": (torch.zeros(6, 10, dtype=torch.float64), TypeError, r"^out is torch\.float64"),
+    "wrong device": (torch.zeros(6, 10, device="meta"), ValueError, r"^out is on meta and a is on cpu"),
+    "no tensor": ({"d": 3}, TypeError, r"^out must be a torch\.Tensor, not int"),
+    "a short row": ({"row": torch.zeros(5)}, ValueError, r"^out\['row'\] has shape \(5,\)"),
+    "a row for a column": ({"col": torch.zeros(6)}, ValueError, r"^out\['col'\] has shape \(6,\).* \(10,\)"),
+    "requires grad": (torch.zeros(6, 10, requires_grad=True), ValueError, r"^out requires grad"),
+}
+
+
+@pytest.mark.parametrize(("out", "error", "message"), BAD_OUT.values(), ids=BAD_OUT)
+def test_outputs_that_do_not_fit_are_named(out, error, message):
+    with pytest.raises(error, match=message):
+        call_of(out)
+
+
+def test_out_dtype_must_be_one_that_d_can_have_and_agree_with_out():
+    with pytest.raises(TypeError, match=r"^out_dtype is torch\.float64: use torch\.float16"):
+        call_of(out_dtype=torch.float64)
+    with pytest.raises(TypeError, match=r"^out is torch\.float32, and out_dtype asks for torch\.bfloat16"):
+        call_of(torch.zeros(6, 10), BF16)
+    assert call_of(torch.zeros(6, 10), F32).outputs[0].dtype == F32
+
+
+def test_one_tensor_is_d():
+    x = torch.zeros(1)
+    assert given_outputs(full.graph, None) == (None, None, None, None)
+    assert given_outputs(full.graph, x) == (x, None, None, None)
+    assert given_outputs(full.graph, {"col": x}) == (None, None, None, x)
+
+
+# ---- Overlaps -----------------------------------------------------------------------------------------------------
+
+
+def addresses(x):
+    """Every byte that a tensor occupies."""
+    ranges = (range(extent) for extent in x.shape)
+    starts = (
+        x.data_ptr() + x.element_size() * sum(i * s for i, s in zip(index, x.stride(), strict=True))
+        for index in itertools.product(*ranges)
+    )
+    return {start + byte for start in starts for byte in range(x.element_size())}
+
+
+@st.composite
+def windows(draw):
+    """A block of a row-major 12 by 16 buffer, perhaps of every other row, perhaps seen transposed."""
+    top, left = draw(st.integers(0, 11)), draw(st.integers(0, 15))
+    height, width = draw(st.integers(1, 12 - top)), draw(st.integers(1, 16 - left))
+    return (slice(top, top + height, draw(st.integers(1, 2))), slice(left, left + width)), draw(st.booleans())
+
+
+@PATIENT
+@given(windows(), windows())
+def test_sharing_an_element_is_always_found(first, second):
+    whole = torch.zeros(12, 16, dtype=BF16)
+    x, y = (whole[at].t() if transposed else whole[at] for at, transposed in (first, second))
+    if addresses(x) & addresses(y):
+        assert operands._overlap(x, y)
+        assert operands._overlap(y, x)
+
+
+@PATIENT
+@given(st.integers(1, 15), st.integers(0, 11), st.booleans(), st.booleans())
+def test_parts_of_one_buffer_that_share_nothing_are_told_apart(cut, top, transposed, swapped):
+    whole = torch.zeros(12, 16, dtype=BF16)
+    pairs = [(whole[:, :cut], whole[:, cut:]), (whole[0::2, :cut], whole[1::2, :cut])]
+    if top:
+        pairs.append((whole[:top], whole[top:]))
+    for x, y in pairs:
+        if transposed:
+            x, y = x.t(), y.t()
+        if swapped:
+            x, y = y, x
+        assert not addresses(x) & addresses(y)
+        assert not operands._overlap(x, y)
+
+
+def overlap_check(out, name="d", **changed):
+    values = arguments(n=8, residual=torch.zeros(6, 8, dtype=BF16)) | changed
+    a, b = values.pop("a"), values.pop("b")
+    problem = check_problem(full.graph, a, b, values)
+    fresh = [torch.zeros(problem.flat_shape(o), dtype=F32) for o in full.graph.outputs]
+    position = [o.name for o in full.graph.outputs].index(name)
+    fresh[position] = out
+    check_overlap(full.graph, problem, fresh)
+
+
+def test_an_output_of_its_own_is_accepted():
+    overlap_check(torch.zeros(6, 8, dtype=BF16))
+
+
+@pytest.mark.parametrize("name", ["a", "b", "bias", "scale"])
+def test_an_output_must_not_share_memory_with_an_input(name):
+    memory = torch.zeros(64, dtype=BF16)
+    views = {
+        "a": memory[:48].view(6, 8),
+        "b": memory.view(8, 8),
+        "bias": memory[40:48],
+        "scale": memory[40:46],
+    }
+    with pytest.raises(ValueError, match=rf"^out shares memory with {name}: give an output of its own$"):
+        overlap_check(memory[:48].view(6, 8), **{name: views[name]})
+
+
+def test_a_tile_may_be_overwritten_in_place_only():
+    memory = torch.zeros(7, 16, dtype=BF16)
+    tile = memory[:6, :8]
+    for name in ("d", "pre"):
+        overlap_check(tile, name, residual=tile)
+    for other in (memory[1:7, :8], memory[:6, 1:9], memory.view(-1)[:48].view(6, 8), tile.view(torch.float16)):
+        with pytest.raises(ValueError, match=r"^out shares memory with residual.*same strides and dtype"):
+            overlap_check(other, residual=tile)
+
+
+def test_outputs_must_not_share_memory_with_each_other():
+    d = torch.zeros(6, 8, dtype=BF16)
+    with pytest.raises(ValueError, match=r"^out\['pre'\] shares memory with out"):
+        call_of({"d": d, "pre": d}, n=8)
+    sums = torch.zeros(14)
+    with pytest.raises(ValueError, match=r"^out\['col'\] shares memory with out\['row'\]"):
+        call_of({"row": sums[:6], "col": sums[5:13]}, n=8)
+    assert call_of({"row": sums[:6], "col": sums[6:]}, n=8).outputs[3].shape == (8,)
+
+
+def test_one_buffer_can_hold_outputs_side_by_side():
+    both = torch.zeros(6, 20, dtype=BF16)
+    call = call_of({"d": both[:, :10], "pre": both[:, 10:]})
+    assert [t.stride() for t in call.outputs[:2]] == [(20, 1), (20, 1)]
+
+
+def test_empty_tensors_overlap_nothing():
+    empty = torch.zeros(0, 8, dtype=BF16)
+    assert not operands._overlap(empty, empty)
+    assert not operands._overlap(empty, torch.zeros(2, 8, dtype=BF16))
