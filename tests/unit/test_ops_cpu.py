@@ -1,0 +1,367 @@
+"""The public ops on CPU tensors, where PyTorch computes them: values, outputs, shapes, and errors in words."""
+
+import inspect
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+import cutlass_ops as co
+from cutlass_ops import ops
+from cutlass_ops.heuristics import Device
+
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+# What each named op is, written once more in PyTorch; in FP64 it is exact, in 16 bits it is what PyTorch would do.
+COMPOSED = {
+    co.gemm: lambda a, b: a @ b,
+    co.gemm_bias: lambda a, b, bias: a @ b + bias,
+    co.gemm_bias_relu: lambda a, b, bias: F.relu(a @ b + bias),
+    co.gemm_bias_gelu: lambda a, b, bias: F.gelu(a @ b + bias),
+    co.gemm_bias_silu: lambda a, b, bias: F.silu(a @ b + bias),
+    co.gemm_residual: lambda a, b, residual: a @ b + residual,
+    co.gemm_bias_residual: lambda a, b, bias, residual: a @ b + bias + residual,
+    co.gemm_bias_relu_residual: lambda a, b, bias, residual: F.relu(a @ b + bias) + residual,
+}
+NAMED = [pytest.param(op, id=op.__name__) for op in COMPOSED]
+MAJORS = [(a, b) for a in ("row", "col") for b in ("row", "col")]
+# Ones, primes, and the neighbours of a tile's side.
+SHAPES = [(1, 1, 1), (1, 64, 16), (7, 1, 31), (37, 101, 67), (63, 65, 129), (64, 128, 8), (129, 127, 1)]
+
+
+@co.epilogue
+def everything(acc, bias: co.Row, scale: co.Col, residual: co.Tile, alpha: co.Scalar):
+    """An activation that is saved before and measured after."""
+    pre = acc * scale + bias
+    d = co.relu(pre) * alpha + residual
+    return {"d": d, "pre": pre, "row_square": co.sum_square(d, dim=1), "col_max": co.max(pre, dim=0)}
+
+
+def matrix(rows, cols, dtype, major="row"):
+    x = torch.randn(rows, cols, dtype=F32) / math.sqrt(math.sqrt(max(rows, cols)))
+    return x.to(dtype) if major == "row" else x.t().contiguous().t().to(dtype)
+
+
+def arguments(op, shape, dtype=BF16, majors=("row", "row")):
+    m, n, k = shape
+    a, b = matrix(m, k, dtype, majors[0]), matrix(k, n, dtype, majors[1])
+    names = [p for p in inspect.signature(COMPOSED[op]).parameters if p not in ("a", "b")]
+    return a, b, {name: torch.randn(n).to(dtype) if name == "bias" else matrix(m, n, dtype) for name in names}
+
+
+def error(x, wanted):
+    return ((x.double() - wanted).norm() / wanted.norm().clamp_min(1e-30)).item()
+
+
+def assert_accurate(x, op, a, b, inputs):
+    """At most the error of one rounding; PyTorch's own composition rounds at every step."""
+    wanted = COMPOSED[op](a.double(), b.double(), **{k: v.double() for k, v in inputs.items()})
+    assert x.shape == wanted.shape
+    assert error(x, wanted) <= torch.finfo(x.dtype).eps / 2 + 1e-6
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+# ---- Values -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
+@pytest.mark.parametrize("op", NAMED)
+def test_every_op_rounds_once(op, dtype, shape):
+    a, b, inputs = arguments(op, shape, dtype)
+    d = op(a, b, **inputs)
+    assert d.dtype == dtype
+    assert d.is_contiguous()
+    assert_accurate(d, op, a, b, inputs)
+
+
+@pytest.mark.parametrize("majors", MAJORS, ids="-".join)
+@pytest.mark.parametrize("op", NAMED)
+def test_every_op_takes_either_major(op, majors):
+    a, b, inputs = arguments(op, (37, 101, 67), BF16, majors)
+    assert_accurate(op(a, b, **inputs), op, a, b, inputs)
+
+
+def test_whole_numbers_are_exact_until_the_one_rounding():
+    # Sums beyond BF16's eight bits, which a bias then brings back: rounding in between would show.
+    a, b = (torch.randint(-16, 17, s).to(BF16) for s in ((33, 257), (257, 65)))
+    acc = a.double() @ b.double()
+    residual = (-acc + torch.randint(-3, 4, acc.shape)).to(F32)
+    assert torch.equal(co.gemm_residual(a, b, residual), (acc + residual).to(BF16))
+    assert torch.equal(co.gemm(a, b, out_dtype=F32), acc.float())
+
+
+@pytest.mark.parametrize("out_dtype", [F16, BF16, F32])
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_d_in_any_dtype(dtype, out_dtype):
+    a, b, inputs = arguments(co.gemm_bias_gelu, (31, 33, 65), dtype)
+    inputs["bias"] = inputs["bias"].float()
+    d = co.gemm_bias_gelu(a, b, **inputs, out_dtype=out_dtype)
+    assert d.dtype == out_dtype
+    assert_accurate(d, co.gemm_bias_gelu, a, b, inputs)
+    out = torch.full_like(d, math.nan)
+    assert co.gemm_bias_gelu(a, b, **inputs, out=out) is out
+    assert torch.equal(out, d)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_comes_through_as_in_pytorch(value):
+    a, b, bias = matrix(5, 8, BF16), matrix(8, 6, BF16), torch.zeros(6, dtype=BF16)
+    bias[2], a[3, 1] = value, value
+    for op in (co.gemm_bias, co.gemm_bias_relu):
+        wanted = COMPOSED[op](a.float(), b.float(), bias.float()).to(BF16)
+        assert torch.equal(op(a, b, bias).nan_to_num(7.0), wanted.nan_to_num(7.0))
+        assert torch.equal(op(a, b, bias).isnan(), wanted.isnan())
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 7), (5, 0, 7), (5, 6, 0), (0, 0, 0)])
+def test_empty_extents(shape):
+    m, n, k = shape
+    a, b = torch.zeros(m, k, dtype=BF16), torch.zeros(k, n, dtype=BF16)
+    bias, residual = torch.randn(n).to(BF16), torch.randn(m, n).to(BF16)
+    d = co.gemm_bias_relu_residual(a, b, bias, residual)
+    assert d.shape == (m, n)
+    # With K = 0 the accumulator is zero, and its epilogue is not.
+    assert torch.equal(d, (bias.double().relu().expand(m, n) + residual.double()).to(BF16))
+    out = torch.full((m, n), math.nan, dtype=BF16)
+    assert torch.equal(co.gemm_bias_relu_residual(a, b, bias, residual, out=out), d)
+
+
+# ---- Epilogues of one's own ---------------------------------------------------------------------------------------
+
+
+def everything_inputs(m=9, n=14):
+    return {"bias": torch.randn(n), "scale": torch.randn(m), "residual": torch.randn(m, n).to(F16), "alpha": -0.75}
+
+
+def everything_exact(a, b, bias, scale, residual, alpha):
+    pre = (a.double() @ b.double()) * scale.double().reshape(*a.shape[:-1], 1) + bias.double()
+    d = pre.relu() * alpha + residual.double()
+    return {"d": d, "pre": pre, "row_square": d.square().sum(-1), "col_max": pre.flatten(0, -2).amax(0)}
+
+
+def test_an_epilogue_with_every_kind_of_input_and_output():
+    a, b, inputs = matrix(9, 20, BF16), matrix(20, 14, BF16), everything_inputs()
+    result = co.gemm(a, b, epilogue=everything, **inputs)
+    wanted = everything_exact(a, b, **inputs)
+    assert result._fields == ("d", "pre", "row_square", "col_max")
+    for name, dtype in {"d": BF16, "pre": BF16, "row_square": F32, "col_max": F32}.items():
+        found = getattr(result, name)
+        assert found.dtype == dtype
+        assert found.shape == wanted[name].shape
+        assert error(found, wanted[name]) <= torch.finfo(dtype).eps + 1e-6
+
+
+def test_all_outputs_can_be_given():
+    a, b, inputs = matrix(9, 20, BF16), matrix(20, 14, BF16), everything_inputs()
+    wanted = co.gemm(a, b, epilogue=everything, **inputs)
+    out = {name: torch.full_like(x, math.nan) for name, x in wanted._asdict().items()}
+    result = co.gemm(a, b, epilogue=everything, **inputs, out=out)
+    for given, found, x in zip(out.values(), result, wanted, strict=True):
+        assert found is given
+        assert torch.equal(found, x)
+    some = {"row_square": torch.full((9,), math.nan, dtype=F16)}
+    result = co.gemm(a, b, epilogue=everything, **inputs, out=some)
+    assert result.row_square is some["row_square"]
+    assert torch.equal(result.row_square, wanted.row_square.to(F16))
+    assert torch.equal(result.d, wanted.d)
+    assert torch.equal(co.gemm_bias(a, b, inputs["bias"], out={"d": out["d"]}), co.gemm_bias(a, b, inputs["bias"]))
+
+
+@pytest.mark.parametrize("alpha", [2, 0.5, torch.tensor(0.5), torch.tensor(0.5, dtype=F16)], ids=repr)
+def test_a_scalar_is_a_number_or_a_tensor_without_dimensions(alpha):
+    a, b, inputs = matrix(9, 20, BF16), matrix(20, 14, BF16), everything_inputs() | {"alpha": alpha}
+    wanted = everything_exact(a, b, **inputs | {"alpha": float(alpha)})["d"]
+    assert error(co.gemm(a, b, epilogue=everything, **inputs).d, wanted) <= torch.finfo(BF16).eps
+
+
+def test_equal_epilogues_are_one_op():
+    @co.epilogue
+    def again(x, bias: co.Row):
+        return co.relu(x + bias)
+
+    assert ops.op(again) is ops.op(again)
+    a, b, bias = matrix(4, 8, BF16), matrix(8, 6, BF16), torch.randn(6)
+    assert torch.equal(co.gemm(a, b, epilogue=again, bias=bias), co.gemm_bias_relu(a, b, bias))
+
+
+# ---- Shapes, slices, outputs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3), (2, 1, 3), (0, 3), (1,)])
+def test_leading_dimensions_are_folded_and_come_back(batch):
+    a, b = torch.randn(*batch, 20).to(BF16), matrix(20, 14, BF16)
+    inputs = {"bias": torch.randn(14), "scale": torch.randn(batch), "residual": torch.randn(*batch, 14), "alpha": 1.5}
+    result = co.gemm(a, b, epilogue=everything, **inputs)
+    assert result.d.shape == (*batch, 14)
+    assert result.row_square.shape == batch
+    assert result.col_max.shape == (14,)
+    if math.prod(batch):
+        wanted = everything_exact(a, b, **inputs) if batch else None
+        for name in wanted or ():
+            assert error(getattr(result, name), wanted[name]) <= torch.finfo(BF16).eps
+    out = torch.full((*batch, 14), math.nan, dtype=BF16)
+    assert co.gemm(a, b, epilogue=everything, **inputs, out=out).d is out
+    assert torch.equal(out, result.d)
+
+
+def test_slices_and_transposed_views_leave_their_surroundings_alone():
+    whole = torch.full((40, 50), math.nan, dtype=BF16)
+    memory = torch.full((30, 70), math.nan, dtype=BF16)
+    a, b, inputs = arguments(co.gemm_bias_relu, (12, 17, 23))
+    memory[3:15, 5:28] = a
+    wanted = co.gemm_bias_relu(a, b, **inputs)
+    for out in (whole[7:19, 11:28], whole[20:37, 30:42].t()):
+        assert co.gemm_bias_relu(memory[3:15, 5:28], b, **inputs, out=out) is out
+        assert torch.equal(out, wanted)
+    assert whole.isfinite().sum() == 2 * wanted.numel()
+
+
+def test_a_residual_may_be_overwritten_in_place():
+    a, b, inputs = arguments(co.gemm_bias_relu_residual, (12, 16, 8))
+    wanted = co.gemm_bias_relu_residual(a, b, **inputs)
+    residual = inputs["residual"]
+    assert co.gemm_bias_relu_residual(a, b, **inputs, out=residual) is residual
+    assert torch.equal(residual, wanted)
+
+
+def test_inputs_are_not_changed():
+    a, b, inputs = arguments(co.gemm_bias_relu_residual, (12, 16, 8))
+    before = [x.clone() for x in (a, b, *inputs.values())]
+    co.gemm_bias_relu_residual(a, b, **inputs)
+    assert all(torch.equal(x, y) for x, y in zip(before, (a, b, *inputs.values()), strict=True))
+
+
+def test_inputs_go_by_position_or_by_name():
+    a, b, inputs = arguments(co.gemm_bias_residual, (12, 16, 8))
+    bias, residual = inputs["bias"], inputs["residual"]
+    wanted = co.gemm_bias_residual(a, b, bias, residual)
+    assert torch.equal(co.gemm_bias_residual(a, b, residual=residual, bias=bias), wanted)
+    assert torch.equal(co.gemm_bias_residual(a, b, bias, residual=residual), wanted)
+    assert torch.equal(co.gemm_bias_residual(a=a, b=b, bias=bias, residual=residual), wanted)
+
+
+def test_results_carry_no_gradient_and_parameters_serve_under_no_grad():
+    a, weight, bias = matrix(3, 8, BF16), torch.nn.Parameter(matrix(6, 8, BF16)), torch.nn.Parameter(torch.zeros(6))
+    with torch.no_grad():
+        assert not co.gemm_bias(a, weight.t(), bias).requires_grad
+    with torch.inference_mode():
+        assert co.gemm_bias(a, weight.t(), bias).is_inference()
+
+
+# ---- Errors -------------------------------------------------------------------------------------------------------
+
+
+A, B, BIAS = torch.zeros(4, 8, dtype=BF16), torch.zeros(8, 6, dtype=BF16), torch.zeros(6, dtype=BF16)
+SQUARE, TILE = torch.zeros(8, 8, dtype=BF16), torch.zeros(4, 6, dtype=BF16)
+GRAD = torch.zeros(6, requires_grad=True)
+ERRORS = {
+    "nothing given": (lambda: co.gemm_bias(A, B), TypeError, r"^gemm_bias takes \(a, b, bias\): bias is missing$"),
+    "one too many": (lambda: co.gemm_bias(A, B, BIAS, TILE), TypeError, r"^gemm_bias takes .*: 4 were given$"),
+    "an unknown name": (lambda: co.gemm_bias(A, B, BIAS, beta=1), TypeError, r"beta is unknown$"),
+    "twice": (lambda: co.gemm_bias(A, B, BIAS, bias=BIAS), TypeError, r"bias is given twice$"),
+    "gemm with an input": (lambda: co.gemm(A, B, bias=BIAS), TypeError, r"^gemm takes \(a, b\): bias is unknown$"),
+    "not an epilogue": (lambda: co.gemm(A, B, epilogue=F.relu), TypeError, r"decorated with @cutlass_ops\.epilogue"),
+    "A in FP32": (lambda: co.gemm(A.float(), B.float()), TypeError, r"^a is torch\.float32"),
+    "A and B differ": (lambda: co.gemm(A, B.half()), TypeError, r"^b is torch\.float16 and a is torch\.bfloat16"),
+    "a weight": (lambda: co.gemm(A, torch.zeros(6, 8, dtype=BF16)), ValueError, r"pass b\.t\(\)$"),
+    "A as a list": (lambda: co.gemm([[1.0]], B), TypeError, r"^a must be a torch\.Tensor, not list"),
+    "B as NumPy": (lambda: co.gemm(A, A.float().numpy()), TypeError, r"^b must be a torch\.Tensor, not ndarray"),
+    "a bias of M": (lambda: co.gemm_bias(A, B, BIAS[:4]), ValueError, r"^bias has shape \(4,\): as a Row .* \(6,\)"),
+    "a strided bias": (lambda: co.gemm_bias(A, B, torch.zeros(12)[::2]), ValueError, r"^bias has stride 2"),
+    "a residual of (N, M)": (lambda: co.gemm_residual(A, B, TILE.t()), ValueError, r"^residual has shape \(6, 4\)"),
+    "a gradient": (lambda: co.gemm_bias(A, B, GRAD), ValueError, r"^bias requires grad.*no_grad"),
+    "out too small": (lambda: co.gemm(A, B, out=TILE[:3]), ValueError, r"^out has shape \(3, 6\): .* \(4, 6\)$"),
+    "out is A": (
+        lambda: co.gemm(A, B[:, :1].expand(8, 8).contiguous(), out=A),
+        ValueError,
+        r"^out shares memory with a",
+    ),
+    "out beside residual": (
+        lambda: co.gemm_residual(A, B, TILE, out=TILE.view(-1).view(F16).view(4, 6)),
+        ValueError,
+        r"^out shares memory with residual: .*same strides and dtype",
+    ),
+    "out in FP64": (lambda: co.gemm(A, B, out=torch.zeros(4, 6, dtype=F64)), TypeError, r"^out is torch\.float64"),
+    "out_dtype in FP64": (lambda: co.gemm(A, B, out_dtype=F64), TypeError, r"^out_dtype is torch\.float64"),
+    "out against out_dtype": (lambda: co.gemm(A, B, out=TILE, out_dtype=F32), TypeError, r"^out is .* asks for"),
+    "an unknown output": (lambda: co.gemm(A, B, out={"e": TILE}), ValueError, r"^out names e: the outputs are d$"),
+    "devices": (lambda: co.gemm(A, B.to("meta")), ValueError, r"^b is on meta and a is on cpu"),
+    "no such device": (lambda: co.gemm(A.to("meta"), B.to("meta")), co.NoDeviceError, r"^tensors are on meta"),
+}
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), ERRORS.values(), ids=ERRORS)
+def test_errors_name_the_argument_and_say_what_to_do(call, kind, message):
+    with pytest.raises(kind, match=message):
+        call()
+
+
+@pytest.mark.parametrize("alpha", [True, "1", None, [1.0], torch.zeros(1)], ids=repr)
+def test_a_scalar_of_the_wrong_kind_is_refused(alpha):
+    with pytest.raises((TypeError, ValueError), match=r"^alpha "):
+        co.gemm(A, B, epilogue=everything, **everything_inputs(4, 6) | {"alpha": alpha})
+
+
+@pytest.mark.xfail(strict=True, reason="a 0-d tensor on the CPU becomes a number before it is checked")
+@pytest.mark.parametrize("alpha", [torch.tensor(1.0, requires_grad=True), torch.tensor(1)], ids=["grad", "int64"])
+def test_a_scalar_tensor_is_checked_like_any_other(alpha):
+    with pytest.raises((TypeError, ValueError), match=r"^alpha (requires grad|is torch\.int64)"):
+        co.gemm(A, B, epilogue=everything, **everything_inputs(4, 6) | {"alpha": alpha})
+
+
+def test_a_refused_call_writes_nothing():
+    out = torch.full((4, 6), 7.0, dtype=BF16)
+    with pytest.raises(ValueError, match="bias"):
+        co.gemm_bias(A, B, BIAS[:5], out=out)
+    assert (out == 7).all()
+
+
+# ---- What ops say of themselves -----------------------------------------------------------------------------------
+
+
+def test_an_op_describes_itself():
+    assert repr(co.gemm_bias_relu_residual) == "<op gemm_bias_relu_residual(a, b, bias, residual)>"
+    assert list(inspect.signature(co.gemm_bias_residual).parameters) == [
+        "a",
+        "b",
+        "bias",
+        "residual",
+        "out",
+        "out_dtype",
+    ]
+    assert "D = relu(A @ B + bias)." in co.gemm_bias_relu.__doc__
+    for op in ops.NAMED:
+        for name in ("Parameters", "Returns", "Raises", *(i.name for i in op.graph.inputs)):
+            assert name in op.__doc__
+    assert {op.name for op in ops.NAMED} == {op.__name__ for op in COMPOSED}
+
+
+SPEC = co.KernelSpec(
+    a="bf16.row",
+    b="bf16.col",
+    d="f32.row",
+    epilogue=everything,
+    outputs={"pre": "bf16.col"},
+    config=co.Sm80Config(co.ThreadblockShape(64, 64, 32), co.WarpShape(32, 32, 32)),
+)
+
+
+def test_an_exact_kernel_needs_a_device():
+    kernel = ops.Kernel(SPEC, None)
+    with pytest.raises(co.NoDeviceError, match=r"runs on a CUDA device, and a is on cpu"):
+        kernel(matrix(9, 20, BF16), matrix(20, 14, BF16), **everything_inputs())
+    with pytest.raises(TypeError, match="alpha is missing"):
+        kernel(A, B, BIAS, BIAS, TILE)
+
+
+def test_a_device_that_no_kernel_serves_is_said_to_be_that(monkeypatch):
+    monkeypatch.setattr(ops, "device_of", lambda device: Device((9, 0), 132))
+    monkeypatch.setattr(ops.heuristics, "candidates", lambda signature, device: ())
+    with pytest.raises(co.UnsupportedError, match=r"no kernel serves gemm_bias with a bf16\.row.* capability 9\.0"):
+        co.gemm_bias.plan(A, B, BIAS)
