@@ -358,6 +358,15 @@ def test_parts_of_one_buffer_that_share_nothing_are_told_apart(cut, top, transpo
         assert not operands._overlap(x, y)
 
 
+def test_a_window_that_runs_into_the_next_row_is_found():
+    memory = torch.zeros(200, dtype=BF16)
+    x, y = memory.as_strided((6, 4), (16, 1)), memory.as_strided((6, 8), (16, 1), 12)
+    assert addresses(x) & addresses(y)
+    assert operands._overlap(x, y)
+    assert operands._overlap(y, x)
+    assert not operands._overlap(x, memory.as_strided((6, 8), (16, 1), 8))
+
+
 def overlap_check(out, name="d", **changed):
     values = arguments(n=8, residual=torch.zeros(6, 8, dtype=BF16)) | changed
     a, b = values.pop("a"), values.pop("b")

@@ -173,6 +173,14 @@ def test_all_outputs_can_be_given():
     assert torch.equal(co.gemm_bias(a, b, inputs["bias"], out={"d": out["d"]}), co.gemm_bias(a, b, inputs["bias"]))
 
 
+def test_d_of_an_epilogue_of_ones_own_in_another_dtype():
+    a, b, inputs = matrix(9, 20, BF16), matrix(20, 14, BF16), everything_inputs()
+    result = co.gemm(a, b, epilogue=everything, **inputs, out_dtype=F32)
+    # It is D's alone: what else is stored keeps the operands' dtype.
+    assert (result.d.dtype, result.pre.dtype) == (F32, BF16)
+    assert error(result.d, everything_exact(a, b, **inputs)["d"]) <= 1e-6
+
+
 @pytest.mark.parametrize("alpha", [2, 0.5, torch.tensor(0.5), torch.tensor(0.5, dtype=F16)], ids=repr)
 def test_a_scalar_is_a_number_or_a_tensor_without_dimensions(alpha):
     a, b, inputs = matrix(9, 20, BF16), matrix(20, 14, BF16), everything_inputs() | {"alpha": alpha}
