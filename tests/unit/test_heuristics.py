@@ -130,6 +130,19 @@ def test_more_work_is_never_predicted_to_be_much_faster(pool, side):
         assert all(later >= 0.95 * earlier for earlier, later in itertools.pairwise(times)), candidate.config
 
 
+@pytest.mark.xfail(strict=True, reason="the constant of 64x128x128 is below minus one step: K ≤ 256 is its own")
+def test_a_tile_is_never_predicted_to_cost_nothing():
+    assert all(c.step + c.tile > 0 for c in (*heuristics.SM90, *heuristics.SM80))
+
+
+@pytest.mark.xfail(strict=True, reason="kernels that are not persistent have a thread block a tile, with N on grid.y")
+@pytest.mark.parametrize("shape", [(64, 8_400_000, 64), (1, 16_800_000, 8), (8_388_608, 16, 1024)])
+def test_no_grid_is_larger_than_the_hardware_allows(shape):
+    config = chosen(shape)[1]
+    columns = shape[0] if config.swap_ab else shape[1]
+    assert config.schedule != "warp_specialized" or columns / config.threadblock.n <= 65535
+
+
 @pytest.mark.parametrize(("a", "b"), [(1, 8), (8, 1), (1, 1), (2, 8), (8, 4)])
 def test_operands_that_tma_cannot_address_go_to_mma_sync(a, b):
     specs = heuristics.specs(signature(a=a, b=b, d=1), H100)
