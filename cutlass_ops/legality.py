@@ -27,7 +27,7 @@ from cutlass_ops.config import (
     WarpShape,
 )
 from cutlass_ops.dtypes import bf16, f16, f32
-from cutlass_ops.epilogue.graph import Kind
+from cutlass_ops.epilogue.graph import Input, Kind, Output
 from cutlass_ops.errors import ConfigError
 from cutlass_ops.spec import KernelSpec, Operand
 
@@ -114,7 +114,7 @@ def _violations(rules: tuple[Rule[AnyConfig], ...], spec: KernelSpec, config: An
     return tuple(Violation(rule.name, message) for rule in rules for message in rule.broken(spec, config))
 
 
-# ---- Orientation ----------------------------------------------------------------------------------------------------
+# ---- What a kernel sees of a spec ----------------------------------------------------------------------------------
 
 # A kernel computes D, or D^T = B^T A^T; tiles are in its own orientation. What follows is in terms of that.
 
@@ -139,6 +139,15 @@ def _sides(spec: KernelSpec) -> tuple[_Side, _Side]:
     a, b = ("a", spec.a.major == "row"), ("b", spec.b.major == "col")
     first, second = (b, a) if _swapped(spec) else (a, b)
     return _Side(first[0], "m", first[1], tile.m), _Side(second[0], "n", second[1], tile.n)
+
+
+def _inputs(spec: KernelSpec) -> Iterator[tuple[Input, Operand]]:
+    return zip(spec.epilogue.inputs, spec.inputs, strict=True)
+
+
+def _outputs(spec: KernelSpec) -> Iterator[tuple[Output, Operand]]:
+    """Return the outputs after D and their types."""
+    return zip(spec.epilogue.outputs[1:], spec.outputs, strict=True)
 
 
 def _reduced_along_m(spec: KernelSpec) -> Iterator[str]:
@@ -204,10 +213,8 @@ def sm90_source(spec: KernelSpec) -> str | None:
 
     It is the first one aligned to 16 bytes. Further tile inputs are loaded by visitors of their own.
     """
-    names = (
-        i.name for i, t in zip(spec.epilogue.inputs, spec.inputs, strict=True) if i.kind is Kind.TILE and t.aligned
-    )
-    return next(names, None)
+    source = _sm90_source(spec)
+    return source and source[0].name
 
 
 def sm90_epilogue_tile(spec: KernelSpec) -> tuple[int, int]:
@@ -250,8 +257,9 @@ def sm90_stages(spec: KernelSpec) -> int:
     limit = arch.target(spec.target).shared_memory
     stage = (config.threadblock.m + config.threadblock.n) * config.threadblock.k * spec.a.dtype.bytes
     most = min(_MAX_STAGES, limit // stage)
-    fitting = (s for s in range(most, 0, -1) if _sm90_shared_memory(spec, config, s) <= limit)
-    return next((s for s in fitting if not list(_sm90_unsliceable(spec, config, s))), 0)
+    largest = next((s for s in range(most, 0, -1) if _sm90_shared_memory(spec, config, s) <= limit), 0)
+    # Some buffers need an even number of stages.
+    return next((s for s in (largest, largest - 1) if not list(_sm90_unsliceable(spec, config, s))), largest)
 
 
 def _sm90(spec: KernelSpec) -> Sm90Config:
@@ -260,19 +268,14 @@ def _sm90(spec: KernelSpec) -> Sm90Config:
     return spec.config
 
 
+def _sm90_source(spec: KernelSpec) -> tuple[Input, Operand] | None:
+    return next(((i, operand) for i, operand in _inputs(spec) if i.kind is Kind.TILE and operand.aligned), None)
+
+
 def _sm90_same_width(spec: KernelSpec) -> bool:
     """Whether C has D's width, so that D may take C's place in shared memory."""
-    source = _sm90_source_type(spec)
-    return source is not None and source.dtype.bits == spec.d.dtype.bits
-
-
-def _sm90_source_type(spec: KernelSpec) -> Operand | None:
-    name = sm90_source(spec)
-    return None if name is None else next(t for i, t in _inputs(spec) if i == name)
-
-
-def _inputs(spec: KernelSpec) -> Iterator[tuple[str, Operand]]:
-    return ((i.name, t) for i, t in zip(spec.epilogue.inputs, spec.inputs, strict=True))
+    source = _sm90_source(spec)
+    return source is not None and source[1].dtype.bits == spec.d.dtype.bits
 
 
 def _sm90_shared_memory(spec: KernelSpec, config: Sm90Config, stages: int) -> int:
@@ -295,15 +298,15 @@ def _sm90_shared_memory(spec: KernelSpec, config: Sm90Config, stages: int) -> in
 def _sm90_epilogue(spec: KernelSpec) -> _Block:
     """``TensorStorage`` in ``epilogue/collective/sm90_epilogue_tma_warpspecialized.hpp``."""
     stages_c, stages_d = sm90_epilogue_stages(spec)
-    source = _sm90_source_type(spec)
+    source = _sm90_source(spec)
     # Room for D is there even if visitors store D past shared memory, but then it cannot take C's place.
     d = _sm90_tiles(spec, spec.d, stages_d)
     if source is None:
         collective = d
     elif _sm90_same_width(spec) and spec.d.aligned:
-        collective = _union(_sm90_tiles(spec, source, stages_c), _sm90_tiles(spec, spec.d, stages_c))
+        collective = _union(_sm90_tiles(spec, source[1], stages_c), _sm90_tiles(spec, spec.d, stages_c))
     else:
-        collective = _struct(_sm90_tiles(spec, source, stages_c), d)
+        collective = _struct(_sm90_tiles(spec, source[1], stages_c), d)
     visitors = list(_sm90_visitors(spec))
     return _struct(collective, _struct(*visitors) if visitors else _Block(1, 1))
 
@@ -314,12 +317,12 @@ def _sm90_visitors(spec: KernelSpec) -> Iterator[_Block]:
     stages_c, stages_d = sm90_epilogue_stages(spec)
     source = sm90_source(spec)
     broadcast_along_n = Kind.COL if _swapped(spec) else Kind.ROW
-    for given, operand in zip(spec.epilogue.inputs, spec.inputs, strict=True):
+    for given, operand in _inputs(spec):
         if given.kind is Kind.TILE and operand.aligned and given.name != source:
             yield _sm90_tiles(spec, operand, stages_c)
         elif given.kind is broadcast_along_n:
             yield _Block(_round_up(config.threadblock.n * operand.dtype.bytes, _ARRAY_ALIGNMENT))
-    for output, operand in zip(spec.epilogue.outputs[1:], spec.outputs, strict=True):
+    for output, operand in _outputs(spec):
         if output.reduce is None and operand.aligned:
             yield _sm90_tiles(spec, operand, stages_d)
 
@@ -342,6 +345,7 @@ def _sm90_swizzle(contiguous_bytes: int) -> int:
 # ---- Sm80: derived values ------------------------------------------------------------------------------------------
 
 _SM80_ACCESS = 8  # 16-bit elements in one 16-byte access, how shared memory is always written
+_SM80_MAX_PREDICATES = 64  # transform/threadblock/predicated_tile_access_iterator.h: 4 words of 16
 
 
 def _sm80_shared_memory(spec: KernelSpec, config: Sm80Config) -> int:
@@ -356,7 +360,7 @@ def _sm80_epilogue(spec: KernelSpec, config: Sm80Config) -> _Block:
     """``EpilogueWithVisitorCallbacks::SharedStorage``: eight rows of accumulators a warp, and the visitors' own."""
     tile, warp = config.threadblock, config.warp
     # CUTLASS exchanges twice as many rows at once where D's accesses are 16 bytes (default_epilogue_tensor_op.h).
-    fragments = 2 if spec.d.aligned and spec.d.dtype in (f16, f32) else 1
+    fragments = 2 if spec.d.aligned else 1
     padding = 8
     rows = tile.m // warp.m * 8 * fragments
     accumulators = _Block(rows * (tile.n + padding) * f32.bytes)
@@ -365,7 +369,6 @@ def _sm80_epilogue(spec: KernelSpec, config: Sm80Config) -> _Block:
 
 
 # ---- Rules: fields that mean something -----------------------------------------------------------------------------
-
 
 _SHAPES = {
     "threadblock": ThreadblockShape,
@@ -436,10 +439,10 @@ def _alignment(spec: KernelSpec, _: Config) -> Iterator[str]:
 
 def _matrices(spec: KernelSpec) -> Iterator[tuple[str, Operand]]:
     yield from (("a", spec.a), ("b", spec.b), ("d", spec.d))
-    for given, operand in zip(spec.epilogue.inputs, spec.inputs, strict=True):
+    for given, operand in _inputs(spec):
         if given.kind is Kind.TILE:
             yield f"input {given.name}", operand
-    for output, operand in zip(spec.epilogue.outputs[1:], spec.outputs, strict=True):
+    for output, operand in _outputs(spec):
         if output.reduce is None:
             yield f"output {output.name}", operand
 
@@ -470,8 +473,8 @@ COMMON: tuple[Rule[Config], ...] = (
 # ---- Rules: Sm90 ---------------------------------------------------------------------------------------------------
 
 # Accumulator registers that a thread may have. Consumer threads get 240 registers (MmaRegisterRequirement in
-# gemm/kernel/sm90_gemm_tma_warpspecialized_{pingpong,cooperative}.hpp), those of the third kernel what the compiler
-# takes. One wgmma step of N more spilled 700 bytes a thread (nvcc 13.0, bf16, bias + ReLU).
+# gemm/kernel/sm90_gemm_tma_warpspecialized_{pingpong,cooperative}.hpp), those of the third kernel what it
+# needs of 255. Sixteen more spill: 700 bytes a thread at 224 with the first two (nvcc 13.0, bf16, bias + ReLU).
 _SM90_MAX_ACCUMULATORS = {"pingpong": 208, "cooperative": 208, "warp_specialized": 224}
 _SM90_MAX_SIDE = 256
 
@@ -667,7 +670,7 @@ def _sm80_instruction(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
     i = config.instruction
     if (i.m, i.n, i.k) not in shapes:
         known = ", ".join("x".join(map(str, shape)) for shape in shapes)
-        yield f"instruction is {i}: mma.sync for {spec.a.dtype} operands is one of {known}"
+        yield f"instruction is {i}: mma.sync for {spec.a.dtype} operands has {known}; use one of these"
 
 
 def _sm80_warp_tile(_: KernelSpec, config: Sm80Config) -> Iterator[str]:
@@ -749,6 +752,18 @@ def _sm80_covers(contiguous: int, strided: int, warps: int, k_major: bool) -> bo
     )
 
 
+def _sm80_load_predicates(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
+    threads = max(config.warps, 1) * arch.WARP
+    for operand in _sides(spec):
+        alignment = (spec.a if operand.name == "a" else spec.b).alignment
+        accesses = operand.extent * config.threadblock.k // alignment // threads
+        if accesses > _SM80_MAX_PREDICATES:
+            yield (
+                f"each of {threads} threads makes {accesses} accesses to {operand.name}'s tile, and CUTLASS has "
+                f"predicates for {_SM80_MAX_PREDICATES}: use a smaller tile, more warps, or a wider alignment"
+            )
+
+
 def _sm80_k_extent(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
     limit = 128 // spec.a.dtype.bytes
     for operand in _sides(spec):
@@ -806,6 +821,7 @@ SM80: tuple[Rule[Sm80Config], ...] = (
     Rule("warp_accumulators", "policy", _sm80_accumulators),
     Rule("k_extent", "compiler", _sm80_k_extent),
     Rule("load_map", "policy", _sm80_load_map),
+    Rule("load_predicates", "compiler", _sm80_load_predicates),
     Rule("store_map", "compiler", _sm80_store_map),
     Rule("cp_async", "hardware", _sm80_cp_async),
 )

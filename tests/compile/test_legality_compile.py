@@ -1,0 +1,228 @@
+"""What :func:`cutlass_ops.legality.check` says against what the compiler says.
+
+A few kernels always, and a random sample of the whole space on request::
+
+    CUTLASS_OPS_LEGALITY_SAMPLE=100 pytest tests/compile/test_legality_compile.py -k sample -s
+"""
+
+import os
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+import cutlass_ops as co
+from cutlass_ops import arch, legality
+from cutlass_ops.builder import build_artifact
+from cutlass_ops.config import (
+    ClusterShape,
+    InstructionShape,
+    Sm80Config,
+    Sm90Config,
+    ThreadblockShape,
+    WarpShape,
+)
+from cutlass_ops.errors import CompileError
+from cutlass_ops.inspection import inspect
+from cutlass_ops.legality import check, shared_memory
+from cutlass_ops.render import render
+from cutlass_ops.spec import KernelSpec
+from cutlass_ops.toolchain import compile_kernel, find_toolchain
+
+pytestmark = [pytest.mark.compile, pytest.mark.slow]
+
+SAMPLE = int(os.environ.get("CUTLASS_OPS_LEGALITY_SAMPLE", "0"))
+SEED = int(os.environ.get("CUTLASS_OPS_LEGALITY_SEED", "0"))
+GROUNDS = {r.name: r.ground for r in (*legality.VALUES, *legality.COMMON, *legality.SM90, *legality.SM80)}
+
+
+@co.epilogue
+def plain(acc):
+    return acc
+
+
+@co.epilogue
+def bias_relu(acc, bias: co.Row):
+    return co.relu(acc + bias)
+
+
+@co.epilogue
+def scaled(acc, scale: co.Col, alpha: co.Scalar):
+    return acc * scale * alpha
+
+
+@co.epilogue
+def residual(acc, r: co.Tile):
+    return acc + r
+
+
+@co.epilogue
+def gated(acc, bias: co.Row, r: co.Tile, gate: co.Tile, alpha: co.Scalar):
+    return co.silu(acc + bias) * alpha + r * gate
+
+
+@co.epilogue
+def saved(acc, bias: co.Row):
+    x = acc + bias
+    return {"d": co.gelu(x), "pre": x}
+
+
+@co.epilogue
+def column_sum(acc, r: co.Tile):
+    x = acc + r
+    return {"d": x, "total": co.sum(x, dim=0)}
+
+
+@co.epilogue
+def row_sums(acc, bias: co.Row):
+    x = acc + bias
+    return {"d": x, "squares": co.sum_square(x, dim=1), "largest": co.max(x, dim=1)}
+
+
+@co.epilogue
+def everything(acc, bias: co.Row, scale: co.Col, r: co.Tile, gate: co.Tile, alpha: co.Scalar):
+    x = acc * scale + bias
+    y = co.silu(x) * alpha + r * gate
+    return {"d": y, "pre": x, "squares": co.sum_square(y, dim=1), "total": co.sum(y, dim=0)}
+
+
+EPILOGUES = (plain, bias_relu, scaled, residual, gated, saved, column_sum, row_sums, everything)
+
+
+def first_error(spec):
+    """Compile a spec, legal or not, and with it the claim about its shared memory; return the first error or None."""
+    size = "sizeof(typename Gemm::GemmKernel::SharedStorage)"
+    claim = f'static_assert({size} == {shared_memory(spec)}, "legality.shared_memory is wrong");\n'
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "kernel.cu").write_text(render(spec) + claim)
+        try:
+            compile_kernel(folder, "kernel.cu", "kernel.so", arch.target(spec.target), find_toolchain())
+        except CompileError as exc:
+            return str(exc).partition("\n")[0]
+    return None
+
+
+def sm90(m, n, k, **changes):
+    types = {name: changes.pop(name) for name in ("a", "b", "d", "epilogue") if name in changes}
+    defaults = {"a": "bf16.row", "b": "bf16.col", "d": "bf16.row", "epilogue": bias_relu}
+    return KernelSpec(**defaults | types, config=Sm90Config(ThreadblockShape(m, n, k), **changes))
+
+
+def sm80(threadblock, warp, **changes):
+    types = {name: changes.pop(name) for name in ("a", "b", "d", "epilogue") if name in changes}
+    defaults = {"a": "bf16.row", "b": "bf16.col", "d": "bf16.row", "epilogue": bias_relu}
+    config = Sm80Config(ThreadblockShape(*threadblock), WarpShape(*warp), **changes)
+    return KernelSpec(**defaults | types, config=config)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        sm90(128, 48, 64, schedule="cooperative", epilogue=everything, swap_ab=True, d="f32.row"),
+        sm80((64, 256, 32), (32, 64, 32), epilogue=everything, d="f32.col", stages=2),
+    ],
+    ids=["sm90", "sm80"],
+)
+def test_what_is_accepted_compiles_and_takes_the_memory_that_was_foretold(spec):
+    assert check(spec) == ()
+    report = inspect(build_artifact(spec))
+    assert report.dynamic_shared_memory == shared_memory(spec)
+    assert report.stages == (legality.sm90_stages(spec) if spec.sm90 else spec.config.stages)
+
+
+@pytest.mark.parametrize(
+    ("spec", "rule", "error"),
+    [
+        (sm90(64, 40, 64), "k_major_tile", "Divisibility Condition"),
+        (sm80((128, 96, 32), (64, 48, 32)), "store_map", "every lane has accesses of its own"),
+    ],
+    ids=["sm90", "sm80"],
+)
+def test_what_is_refused_on_the_compilers_behalf_does_not_compile(spec, rule, error):
+    assert rule in [v.rule for v in check(spec)]
+    assert error in first_error(spec)
+
+
+# ---- A sample ------------------------------------------------------------------------------------------------------
+
+
+def draw_operand(rng, dtypes, misaligned):
+    alignment = f".align{rng.choice((1, 2))}" if rng.random() < misaligned else ""
+    return f"{rng.choice(dtypes)}.{rng.choice(('row', 'col'))}{alignment}"
+
+
+def draw_sm90(rng):
+    return Sm90Config(
+        ThreadblockShape(
+            rng.choice((64, 64, 128, 128, 128, 192, 256, 96)),
+            rng.choice((*range(8, 257, 8), 16, 32, 32, 64, 64, 96, 128, 128, 192, 256, 12)),
+            rng.choice((16, 32, 48, 64, 64, 64, 64, 96, 128, 128, 256, 40)),
+        ),
+        ClusterShape(*rng.choice(((1, 1), (1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 8), (4, 4), (3, 1)))),
+        schedule=rng.choice(("pingpong", "cooperative", "warp_specialized")),
+        scheduler=rng.choice(("persistent", "persistent", "stream_k")),
+        stages=rng.choice((None, None, None, 2, 3, 4, 5)),
+        swap_ab=rng.random() < 0.5,
+    )
+
+
+def draw_sm80(rng):
+    sides = (16, 32, 32, 64, 64, 64, 128, 48, 96)
+    warp = WarpShape(rng.choice(sides), rng.choice((8, *sides)), rng.choice((16, 32, 32, 32, 64, 64, 128)))
+    return Sm80Config(
+        ThreadblockShape(
+            warp.m * rng.choice((1, 2, 2, 4, 3)),
+            warp.n * rng.choice((1, 2, 2, 4, 3)),
+            warp.k * rng.choice((1, 1, 1, 2)),
+        ),
+        warp,
+        InstructionShape(16, 8, rng.choice((16, 16, 16, 8, 4))),
+        stages=rng.choice((2, 3, 3, 4, 5)),
+        stream_k=rng.random() < 0.2,
+    )
+
+
+def draw_spec(rng, sm, legal):
+    """Draw until one is legal, or breaks a single rule that is not about the operands alone."""
+    while True:
+        epilogue = rng.choice(EPILOGUES)
+        dtype = rng.choice(("f16", "bf16"))
+        anything = ("f16", "bf16", "f32")
+        tiles = {i.name: draw_operand(rng, anything, 0.3) for i in epilogue.graph.inputs}
+        outputs = {o.name: draw_operand(rng, anything, 0.3) for o in epilogue.graph.outputs[1:]}
+        spec = KernelSpec(
+            a=draw_operand(rng, (dtype,), 0.1 if sm == 90 else 0.4),
+            b=draw_operand(rng, (dtype,), 0.0 if sm == 90 else 0.4),
+            d=draw_operand(rng, anything, 0.25),
+            epilogue=epilogue,
+            config=draw_sm90(rng) if sm == 90 else draw_sm80(rng),
+            inputs=tiles,
+            outputs=outputs,
+            target=None if sm == 90 else rng.choice(("sm_80", "sm_86", "sm_90")),
+        )
+        broken = {v.rule for v in check(spec)}
+        if not broken if legal else len(broken) == 1:
+            return spec
+
+
+def judge(spec):
+    """Compare both verdicts; return a line for the log and whether they agree."""
+    broken = [v.rule for v in check(spec)]
+    error = first_error(spec)
+    agree = error is None if not broken else error is not None or GROUNDS[broken[0]] != "compiler"
+    return f"{'' if agree else 'DISAGREE '}{spec.canonical()} check: {broken} compiler: {error or 'ok'}", agree
+
+
+@pytest.mark.skipif(not SAMPLE, reason="set CUTLASS_OPS_LEGALITY_SAMPLE to the number of kernels")
+def test_a_sample_of_the_space_agrees_with_the_compiler():
+    rng = random.Random(SEED)
+    specs = [draw_spec(rng, 90 if i % 2 else 80, legal=i % 4 < 2) for i in range(SAMPLE)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        verdicts = []
+        for line, agree in pool.map(judge, specs):
+            print(line, flush=True)
+            verdicts.append((line, agree))
+    assert [line for line, agree in verdicts if not agree] == []

@@ -1,0 +1,318 @@
+"""The rules of legality: each with an accepted and a refused neighbour, and what a kernel's shared memory will be."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cutlass_ops as co
+from cutlass_ops import arch, legality
+from cutlass_ops.config import (
+    ClusterShape,
+    InstructionShape,
+    Sm80Config,
+    Sm90Config,
+    ThreadblockShape,
+    WarpShape,
+)
+from cutlass_ops.errors import ConfigError
+from cutlass_ops.legality import check, require_legal, shared_memory, sm90_source, sm90_stages
+from cutlass_ops.spec import KernelSpec
+from tests.strategies import PATIENT
+from tests.unit.test_declarations import specs
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "legality.md"
+RULES = {r.name: r for r in (*legality.VALUES, *legality.COMMON, *legality.SM90, *legality.SM80)}
+
+
+@co.epilogue
+def bias_relu(acc, bias: co.Row):
+    return co.relu(acc + bias)
+
+
+@co.epilogue
+def gated(acc, bias: co.Row, r: co.Tile, gate: co.Tile):
+    return co.silu(acc + bias) * gate + r
+
+
+@co.epilogue
+def column_sum(acc):
+    return {"d": acc, "total": co.sum(acc, dim=0)}
+
+
+@co.epilogue
+def row_sum(acc):
+    return {"d": acc, "total": co.sum(acc, dim=1)}
+
+
+@co.epilogue
+def everything(acc, bias: co.Row, scale: co.Col, r: co.Tile, gate: co.Tile, alpha: co.Scalar):
+    x = acc * scale + bias
+    y = co.silu(x) * alpha + r * gate
+    return {"d": y, "pre": x, "squares": co.sum_square(y, dim=1), "total": co.sum(y, dim=0)}
+
+
+TYPES = ("a", "b", "d", "epilogue", "inputs", "outputs", "target")
+
+
+def spec(config, changes):
+    types = {"a": "bf16.row", "b": "bf16.col", "d": "bf16.row", "epilogue": bias_relu}
+    return KernelSpec(config=config, **types | {k: v for k, v in changes.items() if k in TYPES})
+
+
+def rest(changes):
+    return {k: v for k, v in changes.items() if k not in TYPES}
+
+
+def sm90(m=128, n=128, k=64, **changes):
+    return spec(Sm90Config(ThreadblockShape(m, n, k), **rest(changes)), changes)
+
+
+def sm80(threadblock=(128, 128, 32), warp=(64, 64, 32), **changes):
+    return spec(Sm80Config(ThreadblockShape(*threadblock), WarpShape(*warp), **rest(changes)), changes)
+
+
+def cluster(m, n):
+    return {"cluster": ClusterShape(m, n)}
+
+
+MN_MAJOR = {"a": "bf16.col", "b": "bf16.row"}
+WS, COOP = {"schedule": "warp_specialized"}, {"schedule": "cooperative"}
+
+# Rule, a declaration that keeps it, and a neighbour that breaks it and nothing else.
+NEIGHBOURS = [
+    ("field_values", sm90(), sm90(-128)),
+    ("field_values", sm90(stages=2), sm90(stages=1)),
+    ("field_values", sm90(), sm90(stages=4.0)),
+    ("field_values", sm90(), sm90(schedule="auto")),
+    ("field_values", sm90(swap_ab=True), sm90(swap_ab=1)),
+    ("field_values", sm90(raster="along_m"), sm90(raster="along_k")),
+    ("field_values", sm90(swizzle=8), sm90(swizzle=3)),
+    ("field_values", sm90(), sm90(cluster=(1, 1))),
+    ("field_values", sm80(stages=2), sm80(stages=None)),
+    ("field_values", sm80(swizzle=8), sm80(swizzle=16)),
+    ("target", sm90(target="sm_90a"), sm90(target="sm_90")),
+    ("target", sm80(target="sm_90"), sm80(target="sm_90a")),
+    ("operand_dtypes", sm90(a="f16.row", b="f16.col"), sm90(a="f16.row", b="bf16.col")),
+    ("operand_dtypes", sm90(d="f32.row"), sm90(a="f32.row", b="f32.col")),
+    ("alignment", sm90(d="bf16.row.align4"), sm90(d="bf16.row.align3")),
+    ("alignment", sm80(d="bf16.row.align8"), sm80(d="bf16.row.align16")),
+    ("alignment", sm90(epilogue=gated), sm90(epilogue=gated, inputs={"r": "f32.row.align8"})),
+    ("shared_memory", sm90(stages=6), sm90(stages=7)),
+    ("shared_memory", sm90(128, 256, 128, **COOP), sm90(256, 128, 256, **COOP)),
+    ("shared_memory", sm80(stages=6, target="sm_89"), sm80(stages=7, target="sm_89")),
+    ("tma_alignment", sm90(), sm90(a="bf16.row.align4")),
+    ("tma_alignment", sm90(d="bf16.row.align1"), sm90(b="bf16.col.align1")),
+    ("tile_m", sm90(192), sm90(96)),
+    ("tile_m", sm90(256, **COOP), sm90(192, **COOP)),
+    ("tile_n", sm90(64, 256), sm90(64, 272)),
+    ("tile_n", sm90(n=40, **MN_MAJOR), sm90(n=44, **MN_MAJOR)),
+    ("tile_k", sm90(k=48), sm90(k=40)),
+    ("tile_size", sm90(256, 64), sm90(320, 64)),
+    ("tile_size", sm90(64, 64, 256), sm90(64, 64, 272)),
+    ("k_major_tile", sm90(n=48), sm90(n=40)),
+    ("k_major_tile", sm90(n=40, **MN_MAJOR), sm90(n=40, a="bf16.col")),
+    ("k_major_tile", sm90(n=8, stages=4), sm90(n=8, stages=5)),
+    ("k_major_tile", sm90(n=8, k=128, stages=5), sm90(n=8, k=192, stages=2)),
+    ("k_major_tile", sm90(n=8, swap_ab=True, a="bf16.col", stages=5), sm90(n=8, swap_ab=True, stages=5)),
+    ("epilogue_step", sm90(n=16, **MN_MAJOR), sm90(n=24, **MN_MAJOR)),
+    ("accumulators", sm90(128, 208), sm90(128, 224)),
+    ("accumulators", sm90(128, 224, **WS), sm90(128, 240, **WS)),
+    ("accumulators", sm90(256, 208, **COOP), sm90(256, 224, **COOP)),
+    ("scheduler", sm90(scheduler="stream_k", **COOP), sm90(scheduler="stream_k")),
+    ("cluster_size", sm90(**cluster(2, 4)), sm90(**cluster(4, 4))),
+    ("cluster_shape", sm90(**cluster(2, 1)), sm90(n=96, **cluster(3, 1))),
+    ("multicast", sm90(n=8, k=16, stages=4, **cluster(2, 1)), sm90(n=8, k=16, stages=4, **cluster(4, 1))),
+    ("multicast", sm90(n=40, k=16, **MN_MAJOR, **cluster(2, 1)), sm90(n=40, k=16, **MN_MAJOR, **cluster(4, 1))),
+    ("reduction_schedule", sm90(epilogue=row_sum), sm90(epilogue=row_sum, **WS)),
+    ("reduction_tile", sm90(n=48, epilogue=column_sum), sm90(n=96, epilogue=column_sum)),
+    ("reduction_tile", sm90(n=96, epilogue=row_sum), sm90(n=96, epilogue=row_sum, swap_ab=True)),
+    ("reduction_tile", sm90(n=128, epilogue=column_sum), sm90(n=160, epilogue=column_sum)),
+    ("instruction", sm80(), sm80(instruction=InstructionShape(16, 8, 4))),
+    ("warp_tile", sm80((128, 64, 32), (64, 32, 32)), sm80((128, 64, 32), (64, 36, 32))),
+    ("sliced_k", sm80((128, 128, 64), (64, 64, 64)), sm80((128, 128, 64), (64, 64, 32))),
+    (
+        "k_steps",
+        sm80((128, 128, 16), (64, 64, 16), instruction=InstructionShape(16, 8, 8)),
+        sm80((128, 128, 16), (64, 64, 16)),
+    ),
+    ("warp_accumulators", sm80((256, 128, 32), (64, 64, 32)), sm80((256, 128, 32), (128, 64, 32))),
+    ("warp_accumulators", sm80((256, 128, 32), (64, 64, 32)), sm80((256, 256, 32), (64, 64, 32))),
+    ("k_extent", sm80((64, 64, 64), (32, 32, 64)), sm80((64, 64, 128), (32, 32, 128))),
+    ("k_extent", sm80((64, 64, 128), (32, 32, 128), **MN_MAJOR), sm80((64, 64, 128), (32, 32, 128), a="bf16.col")),
+    ("load_map", sm80((64, 128, 32), (64, 32, 32)), sm80((48, 128, 32), (48, 32, 32))),
+    ("load_map", sm80((128, 128, 32), (32, 64, 32)), sm80((192, 128, 32), (64, 64, 32))),
+    (
+        "load_predicates",
+        sm80((128, 128, 64), (64, 64, 64), a="bf16.row.align1", stages=2),
+        sm80((128, 64, 64), (64, 64, 64), a="bf16.row.align1", stages=2),
+    ),
+    ("store_map", sm80((64, 256, 32), (32, 64, 32)), sm80((64, 256, 32), (64, 32, 32))),
+    ("store_map", sm80((128, 64, 32), (64, 32, 32)), sm80((128, 96, 32), (64, 48, 32))),
+    ("store_map", sm80((128, 192, 32), (32, 96, 32), d="f32.row"), sm80((128, 192, 32), (32, 96, 32))),
+    ("cp_async", sm80(a="bf16.row.align2", stages=3), sm80(a="bf16.row.align1", stages=3)),
+    ("cp_async", sm80(b="bf16.col.align1", stages=2), sm80(b="bf16.col.align1", stages=4)),
+]
+
+
+@pytest.mark.parametrize(("rule", "kept", "broken"), NEIGHBOURS)
+def test_each_rule_accepts_one_neighbour_and_refuses_the_other(rule, kept, broken):
+    assert check(kept) == ()
+    assert {v.rule for v in check(broken)} == {rule}
+
+
+# Rules that none can break alone, and what else the broken neighbour breaks.
+COMPANIONS = [
+    (
+        "reduction_buffer",
+        sm90(64, 56, epilogue=column_sum, **MN_MAJOR),
+        sm90(64, 72, epilogue=column_sum, **MN_MAJOR),
+        {"reduction_tile"},
+    ),
+    (
+        "warps",
+        sm80((128, 128, 32), (32, 32, 32)),
+        sm80((512, 128, 32), (16, 64, 32), stages=2, d="bf16.row.align4"),
+        {"load_map", "warp_accumulators"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "kept", "broken", "others"), COMPANIONS)
+def test_a_rule_that_is_never_broken_alone(rule, kept, broken, others):
+    assert rule not in {v.rule for v in check(kept)}
+    assert {v.rule for v in check(broken)} == {rule} | others
+
+
+def test_every_rule_has_neighbours():
+    assert {n[0] for n in (*NEIGHBOURS, *COMPANIONS)} == set(RULES)
+
+
+def test_every_rule_is_documented_with_its_ground():
+    rows = dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", DOCUMENT.read_text(), re.MULTILINE))
+    assert rows == {name: rule.ground for name, rule in RULES.items()}
+
+
+@pytest.mark.parametrize("broken", [n[2] for n in NEIGHBOURS], ids=[n[0] for n in NEIGHBOURS])
+def test_a_message_says_what_it_is_and_what_to_do(broken):
+    for violation in check(broken):
+        assert re.search(r"\buse\b|\bgive\b|\bconvert\b", violation.message)
+        assert not violation.message.endswith(".")
+        assert len(violation.message) < 300
+        assert str(violation) == f"{violation.rule}: {violation.message}"
+
+
+def test_every_reason_is_reported_at_once():
+    config = {"schedule": "pingpong", "scheduler": "stream_k", "cluster": ClusterShape(4, 4)}
+    found = [v.rule for v in check(sm90(96, 128, 40, a="bf16.row.align1", **config))]
+    assert found == ["tma_alignment", "tile_m", "tile_k", "scheduler", "cluster_size"]
+
+
+def test_meaningless_fields_are_reported_alone():
+    assert [v.rule for v in check(sm90(0, 44, 40, stages=0))] == ["field_values", "field_values"]
+
+
+def test_require_legal_lists_all_reasons():
+    require_legal(sm90())
+    with pytest.raises(ConfigError) as caught:
+        require_legal(sm90(96, 128, 40))
+    assert "illegal for sm_90a" in str(caught.value)
+    assert "tile_m: threadblock.m is 96" in str(caught.value)
+    assert "tile_k: threadblock.k is 40" in str(caught.value)
+
+
+@PATIENT
+@given(specs())
+def test_no_declaration_makes_check_raise(drawn):
+    found = check(drawn)
+    assert all(v.rule in RULES for v in found)
+    assert check(drawn) == found
+
+
+@PATIENT
+@given(
+    st.integers(-(2**70), 2**70) | st.none() | st.text(),
+    st.integers(-(2**70), 2**70),
+    st.sampled_from((sm90, sm80)),
+    st.sampled_from((bias_relu, everything)),
+)
+def test_no_number_makes_check_raise(stages, side, make, epilogue):
+    tile = (side, side, side) if make is sm90 else ((side, 64, side), (side, 32, side))
+    assert check(make(*tile, stages=stages, epilogue=epilogue)) is not None
+
+
+# ---- Derived values ------------------------------------------------------------------------------------------------
+
+MISALIGNED = {"d": "bf16.row.align1", "inputs": {"r": "bf16.row.align1", "gate": "bf16.row.align4"}}
+
+# Bytes that nvcc 13.0 gave for sizeof(GemmKernel::SharedStorage) with CUTLASS 4.2.
+MEASURED = [
+    (sm90(), 6, 205824),
+    (sm90(stages=4), 4, 140288),
+    (sm90(128, 256, 64, **COOP, **cluster(2, 1)), 4, 214016),
+    (sm90(256, 128, 64, **COOP, d="bf16.col"), 4, 215040),
+    (sm90(64, 32, 128, swap_ab=True), 9, 227328),
+    (sm90(64, 32, 256, swap_ab=True, **WS), 4, 197632),
+    (sm90(64, 8, 64, swap_ab=True), 24, 224256),
+    (sm90(128, 128, 64, epilogue=gated, inputs={"gate": "f32.row", "r": "f16.col"}), 5, 215040),
+    (sm90(epilogue=gated, **MISALIGNED), 6, 205824),
+    (sm80(stages=4), 4, 65536),
+    (sm80((16, 128, 64), (16, 32, 64), d="f32.row"), 3, 55296),
+    (sm80((128, 128, 16), (64, 64, 16), instruction=InstructionShape(16, 8, 8), stages=2), 2, 17424),
+    (
+        sm80((128, 128, 16), (64, 64, 16), instruction=InstructionShape(16, 8, 8), stages=2, d="bf16.row.align4"),
+        2,
+        16384,
+    ),
+]
+
+
+@pytest.mark.parametrize(("kernel", "stages", "size"), MEASURED)
+def test_shared_memory_is_what_the_compiler_measured(kernel, stages, size):
+    assert shared_memory(kernel) == size
+    assert (sm90_stages(kernel) if kernel.sm90 else kernel.config.stages) == stages
+
+
+@PATIENT
+@given(specs())
+def test_open_stages_are_as_many_as_fit(drawn):
+    if drawn.sm90 is None or drawn.sm90.stages is not None or check(drawn):
+        return
+    limit, stages = arch.target(drawn.target).shared_memory, sm90_stages(drawn)
+    assert shared_memory(drawn) <= limit
+    one_more = KernelSpec.from_json(drawn.to_json() | {"config": drawn.to_json()["config"] | {"stages": stages + 1}})
+    assert stages == 64 or {v.rule for v in check(one_more)} <= {"shared_memory", "k_major_tile"} != set()
+
+
+def test_a_thin_k_major_tile_gets_an_even_number_of_stages():
+    thin = sm90(128, 8, 64)
+    assert sm90_stages(thin) % 2 == 0
+    assert check(thin) == ()
+
+
+def test_the_first_aligned_tile_is_the_source():
+    assert sm90_source(sm90()) is None
+    assert sm90_source(sm90(epilogue=gated)) == "r"
+    assert sm90_source(sm90(epilogue=gated, inputs={"r": "bf16.row.align4"})) == "gate"
+    assert sm90_source(sm90(epilogue=gated, **MISALIGNED)) is None
+
+
+def test_the_epilogue_keeps_tiles_and_broadcasts():
+    tile, row = 64 * 32 * 2, 128 * 2
+    sizes = {
+        "one row vector": legality.sm90_epilogue_smem(sm90()),
+        "which is a column of D^T": legality.sm90_epilogue_smem(sm90(swap_ab=True, d="bf16.col")),
+        "two tiles": legality.sm90_epilogue_smem(sm90(epilogue=gated)),
+    }
+    assert sizes == {
+        "one row vector": 2 * tile + 2 * row,  # rounded up to the period of the tiles' swizzle
+        "which is a column of D^T": 2 * tile + 2 * row,
+        "two tiles": 4 * tile + 4 * tile + 2 * row,
+    }
+
+
+def test_sm90_helpers_want_an_sm90_configuration():
+    with pytest.raises(TypeError):
+        sm90_stages(sm80())
