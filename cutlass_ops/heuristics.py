@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import inf
 
-from cutlass_ops import legality
+from cutlass_ops import arch, legality
 from cutlass_ops.config import (
     ClusterShape,
     Config,
@@ -81,7 +82,7 @@ SM90 = (
     Candidate(_sm90(64, 32, 256, "warp_specialized", swap_ab=True), 0.720, 0.87),
     Candidate(_sm90(64, 64, 128, "warp_specialized", swap_ab=True), 0.355, 0.94),
     Candidate(_sm90(64, 64, 128, "warp_specialized", (1, 2), swap_ab=True), 0.350, 0.94),
-    Candidate(_sm90(64, 128, 128, "warp_specialized"), 0.700, -1.40, 1.25),
+    Candidate(_sm90(64, 128, 128, "warp_specialized"), 0.620, -0.60, 1.25),
     Candidate(_sm90(64, 128, 64, "warp_specialized", (2, 1)), 0.245, 0.90, 1.25),
     Candidate(_sm90(128, 96, 64, "pingpong", (2, 1)), 0.318, 1.30, 1.25),
     Candidate(_sm90(128, 128, 64, "pingpong", (2, 1)), 0.386, 1.24, 1.14),
@@ -147,12 +148,14 @@ def with_order(config: Config, problem: tuple[int, int, int]) -> Config:
 
 
 def cost(candidate: Candidate, problem: tuple[int, int, int], multiprocessors: int) -> float:
-    """Predict a time in microseconds, good for comparing candidates."""
+    """Predict a time in microseconds, good for comparing candidates; infinite if the kernel cannot be launched."""
     m, n, k = problem
     tile_m, tile_n, tile_k = candidate.shape
     cluster_m, cluster_n = candidate.cluster
     rows = _ceil(_ceil(m, tile_m), cluster_m) * cluster_m
     columns = _ceil(_ceil(n, tile_n), cluster_n) * cluster_n
+    if _grid_y(candidate.config, rows, columns) > arch.MAX_GRID_Y:
+        return inf
     waves = _ceil(rows * columns, multiprocessors)
     time = _LAUNCH + waves * (_ceil(k, tile_k) * candidate.step + candidate.tile)
     if 2 * min(m * k, k * n) > _L2_BYTES:
@@ -165,6 +168,13 @@ def cost(candidate: Candidate, problem: tuple[int, int, int], multiprocessors: i
     return max(time, floor) * padding
 
 
+def _grid_y(config: Config, rows: int, columns: int) -> int:
+    """Return the grid's second extent: a kernel that is not persistent has a thread block for each tile."""
+    if not isinstance(config, Sm90Config) or config.schedule != "warp_specialized":
+        return 1
+    return rows if config.swap_ab else columns
+
+
 @lru_cache(maxsize=4096)
 def candidates(signature: OpSignature, device: Device) -> tuple[Candidate, ...]:
     """Return the candidates that are legal for a signature on a device, without duplicates."""
@@ -172,6 +182,8 @@ def candidates(signature: OpSignature, device: Device) -> tuple[Candidate, ...]:
         legal = _legal(signature, SM90, device)
         if legal:
             return legal
+    if arch.target_for(device.capability, wgmma=False) is None:
+        return ()
     narrow = min(signature.a.alignment, signature.b.alignment) == 1
     return _legal(signature, SM80_UNALIGNED if narrow else SM80, device)
 
