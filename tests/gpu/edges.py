@@ -1,0 +1,120 @@
+"""Kernels for what the matrix of named ops leaves out: mixed types and alignments, every function, stream-K sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+import cutlass_ops as co
+from cutlass_ops import ops
+from cutlass_ops.epilogue import functions
+from cutlass_ops.epilogue.trace import Epilogue
+from cutlass_ops.spec import KernelSpec
+from tests.gpu import kernels
+
+_shape = co.ThreadblockShape
+
+SM90_SWAPPED = co.Sm90Config(_shape(64, 32, 64), co.ClusterShape(2, 1), schedule="pingpong", swap_ab=True)
+SM90_COOPERATIVE = co.Sm90Config(_shape(128, 64, 64), schedule="cooperative")
+SM90_STREAM_K = co.Sm90Config(_shape(128, 64, 64), schedule="cooperative", scheduler="stream_k")
+SM80_STREAM_K = co.Sm80Config(_shape(64, 64, 32), co.WarpShape(32, 32, 32), stages=3, stream_k=True)
+
+# Every function of the language, in the language and in PyTorch.
+FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., torch.Tensor]]] = {
+    "exp": (functions.exp, torch.exp),
+    "sqrt": (functions.sqrt, torch.sqrt),
+    "rsqrt": (functions.rsqrt, torch.rsqrt),
+    "square": (functions.square, torch.square),
+    "magnitude": (functions.abs, torch.abs),
+    "negated": (functions.neg, torch.neg),
+    "inverse": (lambda x: 1.0 / x, torch.reciprocal),
+    "tanh": (functions.tanh, torch.tanh),
+    "sigmoid": (functions.sigmoid, torch.sigmoid),
+    "silu": (functions.silu, F.silu),
+    "relu": (functions.relu, torch.relu),
+    "leaky": (lambda x: functions.leaky_relu(x, 0.125), lambda x: F.leaky_relu(x, 0.125)),
+    "hardswish": (functions.hardswish, F.hardswish),
+    "clamped": (lambda x: functions.clamp(x, -1.5, 2.0), lambda x: x.clamp(-1.5, 2.0)),
+    "greater": (lambda x: functions.maximum(x, -x), lambda x: torch.maximum(x, -x)),
+    "lesser": (lambda x: functions.minimum(x, 0.5), lambda x: torch.minimum(x, torch.full_like(x, 0.5))),
+    "gelu": (functions.gelu, F.gelu),
+    "gelu_tanh": (
+        lambda x: functions.gelu(x, approximate="tanh"),
+        lambda x: F.gelu(x, approximate="tanh"),
+    ),
+    "to_bf16": (lambda x: functions.cast(x, "bf16"), lambda x: x.to(torch.bfloat16).to(x.dtype)),
+    "to_f16": (lambda x: functions.cast(x, "f16"), lambda x: x.to(torch.float16).to(x.dtype)),
+    "shifted": (lambda x: 2.0 - x, lambda x: 2.0 - x),
+}
+_OUTPUTS = 7  # besides D
+
+
+def function_groups() -> dict[str, tuple[str, ...]]:
+    """Split the functions into as many as one kernel can store."""
+    names = list(FUNCTIONS)
+    parts = (names[at : at + _OUTPUTS] for at in range(0, len(names), _OUTPUTS))
+    return {f"functions-{part[0]}-to-{part[-1]}": tuple(part) for part in parts}
+
+
+def _functions(names: tuple[str, ...]) -> Epilogue:
+    @co.epilogue
+    def table(acc, value: co.Tile):
+        x = acc + value
+        return {"d": x} | {name: FUNCTIONS[name][0](x) for name in names}
+
+    return table
+
+
+def functions_specs() -> dict[str, KernelSpec]:
+    return {
+        name: KernelSpec(
+            a="bf16.row",
+            b="bf16.col",
+            d="f32.row",
+            epilogue=_functions(names),
+            config=kernels.SM80,
+            target="sm_90",
+        )
+        for name, names in function_groups().items()
+    }
+
+
+def mixed() -> dict[str, KernelSpec]:
+    """Inputs and D of different dtypes and alignments; D that TMA cannot store beside operands that it loads."""
+    epilogue = kernels.OPS["gemm_bias_relu_residual"].graph
+
+    def of(name: str, config: Any, a: str, d: str, bias: str, residual: str) -> tuple[str, KernelSpec]:
+        target = "sm_90" if isinstance(config, co.Sm80Config) else None
+        tail = ".align2" if isinstance(config, co.Sm80Config) else ""
+        return f"{name}-{config.slug}", KernelSpec(
+            a=f"{a}.row{tail}",
+            b=f"{a}.col{tail}",
+            d=d,
+            epilogue=epilogue,
+            inputs={"bias": bias, "residual": residual},
+            config=config,
+            target=target,
+        )
+
+    return dict(
+        (
+            of("d-and-residual-odd", kernels.SM90, "f16", "f16.row.align1", "f32", "f16.row.align1"),
+            of("d-f32-odd", SM90_SWAPPED, "bf16", "f32.row.align1", "f16", "bf16.row"),
+            of("residual-f32-odd", SM90_COOPERATIVE, "bf16", "bf16.row", "bf16", "f32.row.align1"),
+            of("d-f32-residual-odd", kernels.SM80, "f16", "f32.row.align2", "bf16", "bf16.row.align1"),
+        )
+    )
+
+
+def stream_k_sums() -> dict[str, KernelSpec]:
+    """Reductions of tiles that several thread blocks share."""
+    op = ops.op(kernels.everything)
+    return {c.slug: kernels.spec(op, "bf16", ("row", "col"), c) for c in (SM90_STREAM_K, SM80_STREAM_K)}
+
+
+def specs() -> dict[str, KernelSpec]:
+    """Every kernel of this module."""
+    return functions_specs() | mixed() | stream_k_sums()
