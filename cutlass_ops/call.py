@@ -164,20 +164,27 @@ def signature_of(call: Call, device: Device) -> OpSignature:
     a, b = operands.matrix("a", problem.a, dtype), operands.matrix("b", problem.b, dtype)
     by_tma = device.capability == (9, 0) and a.operand.aligned and b.operand.aligned
 
-    def tile(name: str, tensor: Tensor) -> Operand:
+    def tile(name: str, tensor: Tensor, *, is_output: bool) -> Operand:
         found = operands.matrix(name, tensor, operands.element_type(name, tensor))
-        return found.operand if by_tma and found.operand.aligned else found.for_vector_access()
+        # The bulk copy engine fills what it reads beyond an extent with zeros, but it writes whole 16 bytes.
+        if by_tma and found.operand.aligned and not is_output:
+            return found.operand
+        return found.for_vector_access()
 
-    def typed(name: str, kind: Kind, value: Tensor | float) -> Operand:
+    def typed(name: str, kind: Kind, value: Tensor | float, *, is_output: bool = False) -> Operand:
         if not isinstance(value, Tensor):
             return Operand(f32, "row", 1)
-        return tile(name, value) if kind is Kind.TILE else Operand(operands.element_type(name, value), "row", 1)
+        if kind is Kind.TILE:
+            return tile(name, value, is_output=is_output)
+        return Operand(operands.element_type(name, value), "row", 1)
 
     return OpSignature(
         epilogue=graph,
         a=a.operand if by_tma else a.for_vector_access(),
         b=b.operand if by_tma else b.for_vector_access(),
-        d=tile("out", call.outputs[0]),
+        d=tile("out", call.outputs[0], is_output=True),
         inputs=tuple(typed(i.name, i.kind, problem.inputs[i.name]) for i in graph.inputs),
-        outputs=tuple(typed(o.name, o.kind, t) for o, t in zip(graph.outputs[1:], call.outputs[1:], strict=True)),
+        outputs=tuple(
+            typed(o.name, o.kind, t, is_output=True) for o, t in zip(graph.outputs[1:], call.outputs[1:], strict=True)
+        ),
     )

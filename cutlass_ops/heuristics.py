@@ -44,8 +44,7 @@ class Candidate:
     step : float
         Microseconds for one K step of one wave of tiles, at a sustained clock.
     tile : float
-        Microseconds that a tile costs besides its K steps: prologue and epilogue that nothing hides, less what the
-        first stages of a short K hide.
+        Microseconds that a tile costs besides its K steps: prologue and epilogue that nothing hides.
     beyond_l2 : float
         Factor on the time once both A and B exceed the L2 cache: small tiles read them more often.
     """
@@ -82,7 +81,7 @@ SM90 = (
     Candidate(_sm90(64, 32, 256, "warp_specialized", swap_ab=True), 0.720, 0.87),
     Candidate(_sm90(64, 64, 128, "warp_specialized", swap_ab=True), 0.355, 0.94),
     Candidate(_sm90(64, 64, 128, "warp_specialized", (1, 2), swap_ab=True), 0.350, 0.94),
-    Candidate(_sm90(64, 128, 128, "warp_specialized"), 0.620, -0.60, 1.25),
+    Candidate(_sm90(64, 128, 128, "warp_specialized"), 0.550, 0.40, 1.25),
     Candidate(_sm90(64, 128, 64, "warp_specialized", (2, 1)), 0.245, 0.90, 1.25),
     Candidate(_sm90(128, 96, 64, "pingpong", (2, 1)), 0.318, 1.30, 1.25),
     Candidate(_sm90(128, 128, 64, "pingpong", (2, 1)), 0.386, 1.24, 1.14),
@@ -109,9 +108,21 @@ _BANDWIDTH = 2.9e6  # bytes a microsecond
 _LAUNCH = 3.0  # microseconds from one kernel to the next, with the first loads
 
 
+# Row counts at which the choice is asked in advance; beyond, the largest tiles stay the choice.
+_ROWS = (*range(1, 257), *range(272, 16385, 16))
+
+
 def specs(signature: OpSignature, device: Device) -> tuple[KernelSpec, ...]:
     """Return every kernel that :func:`choose` may pick for a signature on a device."""
     return tuple(_spec(signature, c, device) for c in candidates(signature, device))
+
+
+def specs_for(signature: OpSignature, device: Device, n: int, k: int) -> tuple[KernelSpec, ...]:
+    """Return the kernels that :func:`choose` may pick for any number of rows of A, given B's extents.
+
+    A service's weights are fixed and its batch is not: once these are there, nothing is compiled for any M.
+    """
+    return tuple(_spec(signature, c, device) for c in _reachable(signature, device, n, k))
 
 
 def choose(signature: OpSignature, device: Device, problem: tuple[int, int, int]) -> tuple[KernelSpec, Config]:
@@ -131,8 +142,16 @@ def choose(signature: OpSignature, device: Device, problem: tuple[int, int, int]
     KernelSpec, Config
         The kernel, and its configuration with the launch arguments.
     """
-    best = min(candidates(signature, device), key=lambda c: cost(c, problem, device.multiprocessors))
+    _, n, k = problem
+    best = min(_reachable(signature, device, n, k), key=lambda c: cost(c, problem, device.multiprocessors))
     return _spec(signature, best, device), with_order(best.config, problem)
+
+
+@lru_cache(maxsize=4096)
+def _reachable(signature: OpSignature, device: Device, n: int, k: int) -> tuple[Candidate, ...]:
+    pool = candidates(signature, device)
+    best = {min(pool, key=lambda c: cost(c, (m, n, k), device.multiprocessors)) for m in _ROWS}
+    return tuple(c for c in pool if c in best)
 
 
 def with_order(config: Config, problem: tuple[int, int, int]) -> Config:

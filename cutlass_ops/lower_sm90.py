@@ -144,8 +144,9 @@ def _field(name: str, kind: Kind, reader: str, operand: Operand) -> dict[str, st
     if kind is not Kind.TILE:
         return {"name": name, "type": f"{element}*", "read": f"call.{reader}<{element}>(o.problem)"}
     major = "kRow" if operand.major == "row" else "kCol"
-    # A visitor predicates whole accesses of a misaligned tensor, so that these must divide its extent.
-    whole = "false" if operand.aligned else "true"
+    # The bulk copy engine fills what it reads beyond an extent with zeros. What it writes, and what a visitor moves of
+    # a misaligned tensor, are whole accesses, which must divide the extent.
+    whole = "false" if operand.aligned and reader == "tile" else "true"
     arguments = f"{element}, cutlass_ops::Major::{major}, {operand.alignment}, {whole}"
     return {"name": name, "type": "cutlass_ops::Matrix", "read": f"call.{reader}<{arguments}>(o.problem)"}
 

@@ -28,8 +28,8 @@ _OPERAND_DTYPES = ("f16", "bf16")
 class Matrix:
     """A two-dimensional tensor's type, with its alignment with and without regard to its extent.
 
-    Kernels that load by the bulk copy engine need an aligned address and leading dimension only; the others also need
-    the extent along the contiguous dimension to be a multiple of what one access moves.
+    What the bulk copy engine loads needs an aligned address and leading dimension only. Whatever else moves whole
+    accesses, its stores among it, also needs the extent along the contiguous dimension to be a multiple of one.
     """
 
     operand: Operand

@@ -128,8 +128,8 @@ class Op:
                 f"no kernel serves {self.name} with a {signature.a}, b {signature.b} and d {signature.d} on compute "
                 f"capability {major}.{minor}"
             )
-        # All kernels of the signature at once: no later shape compiles anything.
-        REGISTRY.kernels(heuristics.specs(signature, device))
+        # All kernels that any number of rows may need, at once: no later batch compiles anything.
+        REGISTRY.kernels(heuristics.specs_for(signature, device, problem.n, problem.k))
         spec, config = heuristics.choose(signature, device, (problem.m, problem.n, problem.k))
         return make_plan(spec, config, call)
 
@@ -150,8 +150,10 @@ def _is_plain(out: Any, out_dtype: torch.dtype | None) -> bool:
 
 
 def _on_host(value: Any) -> Any:
-    """Return a 0-d tensor on the CPU as a number; anything else as it is."""
-    return float(value) if isinstance(value, Tensor) and value.ndim == 0 and value.device.type == "cpu" else value
+    """Return a scalar that lies on the CPU as a number; anything else, and what has to be refused, as it is."""
+    if isinstance(value, Tensor) and value.ndim == 0 and value.device.type == "cpu":
+        return value if value.requires_grad or not value.is_floating_point() else float(value)
+    return value
 
 
 def _needs_grad(a: Tensor, b: Tensor, inputs: tuple[Any, ...]) -> bool:

@@ -105,7 +105,7 @@ struct Gemm {
     Operands o{};
     o.a = call.input<ElementA, MajorA, AlignmentA, false>();
     o.b = call.input<ElementB, MajorB, AlignmentB, false>();
-    o.d = call.result<ElementD, MajorD, AlignmentD, false>();
+    o.d = call.result<ElementD, MajorD, AlignmentD, true>();
     o.problem = call.problem(o.a, o.b, o.d);
     o.bias = call.row<Element_bias>(o.problem);
     o.residual = call.tile<Element_residual, cutlass_ops::Major::kRow, 8, false>(o.problem);

@@ -47,16 +47,24 @@ def scaled(acc, alpha: co.Scalar):
 
 
 def spec(
-    op: ops.Op, dtype: str, majors: tuple[str, str], config: Config, *, aligned: bool = True, d: str | None = None
+    op: ops.Op,
+    dtype: str,
+    majors: tuple[str, str],
+    config: Config,
+    *,
+    aligned: bool = True,
+    d_aligned: bool | None = None,
+    d: str | None = None,
 ) -> KernelSpec:
     """Return the kernel of an op for operands of one dtype; D and tiles are row-major."""
-    tail = "" if aligned else ".align1"
+    operand_tail = "" if aligned else ".align1"
+    tail = "" if (aligned if d_aligned is None else d_aligned) else ".align1"
     target = "sm_90" if isinstance(config, co.Sm80Config) else None
     tiles = {i.name: f"{dtype}.row{tail}" for i in op.graph.inputs if i.kind is Kind.TILE}
     vectors = {i.name: dtype for i in op.graph.inputs if i.kind in (Kind.ROW, Kind.COL)}
     return KernelSpec(
-        a=f"{dtype}.{majors[0]}{tail}",
-        b=f"{dtype}.{majors[1]}{tail}",
+        a=f"{dtype}.{majors[0]}{operand_tail}",
+        b=f"{dtype}.{majors[1]}{operand_tail}",
         d=f"{d or dtype}.row{tail}",
         epilogue=op.graph,
         inputs=tiles | vectors,
@@ -67,8 +75,13 @@ def spec(
 
 
 def matrix() -> dict[str, KernelSpec]:
-    """Every op, dtype and operand major, aligned (Sm90) and not (Sm80)."""
-    return {
+    """Every op, dtype and operand major, aligned (Sm90) and not (Sm80); on Sm90 an odd number of columns as well."""
+    odd = {
+        f"{name}-{dtype}-row-col-tma_odd": spec(op, dtype, ("row", "col"), SM90, d_aligned=False)
+        for name, op in OPS.items()
+        for dtype in DTYPES
+    }
+    return odd | {
         f"{name}-{dtype}-{a}-{b}-{'tma' if aligned else 'unaligned'}": spec(
             op, dtype, (a, b), SM90 if aligned else SM80, aligned=aligned
         )

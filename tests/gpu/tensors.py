@@ -36,11 +36,15 @@ class Framed:
         self.out = window if major == "row" else window.t()
         self._window = window
 
-    def assert_frame_untouched(self) -> None:
+    def assert_frame_untouched(self, what: str = "") -> None:
         """Require NaN everywhere outside of the output."""
         outside = torch.ones_like(self.buffer, dtype=torch.bool)
         rows, cols = self._window.shape
         offset = (self._window.data_ptr() - self.buffer.data_ptr()) // self.buffer.element_size()
         top, left = divmod(offset, self.buffer.shape[1])
         outside[top : top + rows, left : left + cols] = False
-        assert self.buffer[outside].isnan().all(), "the kernel wrote outside of its output"
+        stray = (outside & ~self.buffer.isnan()).nonzero()
+        assert not len(stray), (
+            f"the kernel wrote outside of its output {what}: {len(stray)} elements, the first at {stray[0].tolist()} "
+            f"where the output begins at {[top, left]}"
+        )

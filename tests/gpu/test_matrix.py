@@ -22,12 +22,12 @@ SHAPES = [
 ]
 
 
-def draw_inputs(spec, m, n, aligned):
+def draw_inputs(spec, m, n):
     values = {}
     for i, operand in zip(spec.epilogue.inputs, spec.inputs, strict=True):
         dtype = operand.dtype.name
         if i.kind is Kind.TILE:
-            values[i.name] = tensors.matrix(m, n, dtype, operand.major, aligned=aligned)
+            values[i.name] = tensors.matrix(m, n, dtype, operand.major, aligned=operand.alignment > 1)
         elif i.kind is Kind.SCALAR:
             values[i.name] = 0.75
         else:
@@ -35,39 +35,46 @@ def draw_inputs(spec, m, n, aligned):
     return values
 
 
+def draw_outputs(spec, m, n):
+    """Return framed tiles and NaN vectors by name."""
+    framed, vectors = {}, {}
+    for o, operand in zip(spec.epilogue.outputs, (spec.d, *spec.outputs), strict=True):
+        if o.kind is Kind.TILE:
+            framed[o.name] = tensors.Framed(m, n, operand.dtype.name, operand.major, aligned=operand.alignment > 1)
+        else:
+            vectors[o.name] = torch.full((n if o.kind is Kind.ROW else m,), float("nan"), device="cuda")
+    return framed, vectors
+
+
 def extents(shape, spec):
-    """Round up what a kernel's vector accesses need to divide: nothing where TMA or single elements are used."""
+    """Round up what whole accesses need to divide: where TMA loads, that is D's contiguous extent alone."""
     m, n, k = shape
-    steps = {"a": spec.a, "b": spec.b, "d": spec.d}
+
+    def up(x, operand):
+        return -(-x // operand.alignment) * operand.alignment
+
+    m, n = (m, up(n, spec.d)) if spec.d.major == "row" else (up(m, spec.d), n)
     if isinstance(spec.config, co.Sm90Config):
         return m, n, k
-    step = max(o.alignment for o in steps.values())
-    return tuple(-(-x // step) * step for x in (m, n, k))
+    step = max(spec.a, spec.b, key=lambda o: o.alignment)
+    return up(m, step), up(n, step), up(k, step)
 
 
 def run_and_check(spec, shape, eager=None):
     m, n, k = extents(shape, spec)
-    aligned = spec.a.alignment > 1
-    dtype = spec.a.dtype.name
+    aligned, dtype = spec.a.alignment > 1, spec.a.dtype.name
     a = tensors.matrix(m, k, dtype, spec.a.major, aligned=aligned)
     b = tensors.matrix(k, n, dtype, spec.b.major, aligned=aligned)
-    inputs = draw_inputs(spec, m, n, aligned)
-    framed = {"d": tensors.Framed(m, n, spec.d.dtype.name, spec.d.major, aligned=aligned)}
-    vectors = {}
-    for o, operand in zip(spec.epilogue.outputs[1:], spec.outputs, strict=True):
-        if o.kind is Kind.TILE:
-            framed[o.name] = tensors.Framed(m, n, operand.dtype.name, operand.major, aligned=aligned)
-        else:
-            length = n if o.kind is Kind.ROW else m
-            vectors[o.name] = torch.full((length,), float("nan"), device="cuda")
+    inputs = draw_inputs(spec, m, n)
+    framed, vectors = draw_outputs(spec, m, n)
     out = {name: f.out for name, f in framed.items()} | vectors
     co.build(spec)(a, b, out=out, **inputs)
     wanted = oracle.exact(spec.epilogue, a, b, inputs)
     for name, tensor in out.items():
         composed = eager(a, b, **inputs) if eager is not None and name == "d" else None
         oracle.assert_close(tensor, wanted[name], composed)
-    for f in framed.values():
-        f.assert_frame_untouched()
+    for name, f in framed.items():
+        f.assert_frame_untouched(f"{name} at {(m, n, k)}")
 
 
 @pytest.mark.parametrize("name", list(kernels.matrix()))
@@ -95,7 +102,7 @@ def test_many_outputs_and_reductions(name):
 def test_drawn_epilogues(number):
     program = kernels.drawn()[number]
     spec = kernels.drawn_specs()[f"drawn{number}"]
-    for m, n, k in [(1, 8, 8), (65, 129, 72)]:
+    for m, n, k in [(1, 8, 8), (65, 136, 72)]:
         a, b = tensors.matrix(m, k, "bf16"), tensors.matrix(k, n, "bf16", "col")
         _, inputs = program.tensors(m, n, seed=number, dtype=torch.bfloat16)
         inputs = {name: x.float().cuda() if x.ndim == 0 else x.cuda() for name, x in inputs.items()}
@@ -150,9 +157,9 @@ def test_reductions_are_deterministic_and_pass_nan(name):
 def test_relu_passes_nan_and_infinity(name):
     spec = kernels.matrix()[name]
     aligned = spec.a.alignment > 1
-    a, b = tensors.matrix(9, 16, "bf16", aligned=aligned), tensors.matrix(16, 11, "bf16", "col", aligned=aligned)
-    bias = torch.tensor([float("nan"), float("inf"), -float("inf"), *[0.0] * 8], device="cuda", dtype=torch.bfloat16)
-    out = tensors.Framed(9, 11, "bf16", aligned=aligned).out
+    a, b = tensors.matrix(9, 16, "bf16", aligned=aligned), tensors.matrix(16, 16, "bf16", "col", aligned=aligned)
+    bias = torch.tensor([float("nan"), float("inf"), -float("inf"), *[0.0] * 13], device="cuda", dtype=torch.bfloat16)
+    out = tensors.Framed(9, 16, "bf16", aligned=aligned).out
     co.build(spec)(a, b, bias, out=out)
     assert out[:, 0].isnan().all()
     assert (out[:, 1] == float("inf")).all()

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 import cutlass_ops as co
 from cutlass_ops import operands
-from cutlass_ops.call import check_call, given_outputs
+from cutlass_ops.call import check_call, given_outputs, signature_of
 from cutlass_ops.dtypes import bf16, f16, f32
+from cutlass_ops.heuristics import Device
 from cutlass_ops.operands import check_overlap, check_problem, element_type, fold, matrix
 from tests.strategies import PATIENT
 
@@ -309,6 +310,60 @@ def test_one_tensor_is_d():
     assert given_outputs(full.graph, None) == (None, None, None, None)
     assert given_outputs(full.graph, x) == (x, None, None, None)
     assert given_outputs(full.graph, {"col": x}) == (None, None, None, x)
+
+
+# ---- Signatures ---------------------------------------------------------------------------------------------------
+
+H100, A100 = Device((9, 0), 132), Device((8, 0), 108)
+
+
+def signature(device=H100, *, m=64, n=64, k=64, out=None, **changed):
+    """The operand types of a call, each as text; A is row-major, B a transposed weight, every pointer aligned."""
+    values = arguments(m, n, k, b=torch.zeros(n, k, dtype=BF16).t()) | changed
+    a, b = values.pop("a"), values.pop("b")
+    found = signature_of(check_call(full.graph, a, b, values, out, None), device)
+    names = [i.name for i in full.graph.inputs] + [o.name for o in full.graph.outputs[1:]]
+    types = {"a": found.a, "b": found.b, "d": found.d} | dict(zip(names, (*found.inputs, *found.outputs), strict=True))
+    return {name: str(operand) for name, operand in types.items()}
+
+
+def test_a_signature_holds_every_type():
+    vector = {"bias": "bf16.row.align1", "scale": "f32.row.align1", "alpha": "f32.row.align1"}
+    reductions = {"row": "f32.row.align1", "col": "f32.row.align1"}
+    matrices = {"a": "bf16.row", "b": "bf16.col", "d": "bf16.row", "residual": "f16.row", "pre": "bf16.row"}
+    assert signature() == matrices | vector | reductions
+    assert signature(A100) == matrices | vector | reductions
+
+
+@pytest.mark.parametrize("width", [63, 62, 60])
+def test_what_tma_loads_may_end_anywhere_and_what_it_stores_may_not(width):
+    # All rows begin at multiples of 16 bytes; those of D and of the residual end in between.
+    whole = torch.zeros(64, 128, dtype=BF16)
+    step = math.gcd(width, 8)
+    found = signature(n=width, residual=whole[:, 64 : 64 + width], out=whole[:, :width])
+    assert (found["a"], found["b"], found["residual"]) == ("bf16.row", "bf16.col", "bf16.row")
+    assert found["d"] == f"bf16.row.align{step}"
+    assert found["pre"] == f"bf16.row.align{step}"
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_one_misaligned_operand_makes_all_of_them_vector_accesses(name):
+    odd = torch.zeros(64 * 72 + 1, dtype=BF16)[1:].view(64, 72)
+    operand = odd[:, :64] if name == "a" else odd[:, :64].t()
+    other = "b" if name == "a" else "a"
+    found = signature(n=62, k=64, **{name: operand[:, :62] if name == "b" else operand})
+    assert found[name].endswith(".align1")
+    assert not found[other].endswith(".align1")
+    # On the other path a residual's accesses are whole ones as well.
+    assert found["residual"] == "f16.row.align2"
+
+
+def test_on_older_devices_extents_count_for_every_operand():
+    a = torch.zeros(64, 72, dtype=BF16)[:, :66]
+    b = torch.zeros(64, 72, dtype=BF16)[:, :66].t()
+    assert signature(k=66, a=a, b=b)["a"] == "bf16.row"
+    assert signature(A100, k=66, a=a, b=b)["a"] == "bf16.row.align2"
+    assert signature(A100, k=66, a=a, b=b)["b"] == "bf16.col.align2"
 
 
 # ---- Overlaps -----------------------------------------------------------------------------------------------------

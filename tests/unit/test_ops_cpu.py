@@ -316,7 +316,6 @@ def test_a_scalar_of_the_wrong_kind_is_refused(alpha):
         co.gemm(A, B, epilogue=everything, **everything_inputs(4, 6) | {"alpha": alpha})
 
 
-@pytest.mark.xfail(strict=True, reason="a 0-d tensor on the CPU becomes a number before it is checked")
 @pytest.mark.parametrize("alpha", [torch.tensor(1.0, requires_grad=True), torch.tensor(1)], ids=["grad", "int64"])
 def test_a_scalar_tensor_is_checked_like_any_other(alpha):
     with pytest.raises((TypeError, ValueError), match=r"^alpha (requires grad|is torch\.int64)"):
