@@ -1,0 +1,78 @@
+import pytest
+import torch
+
+import cutlass_ops as co
+from cutlass_ops import builtin
+from cutlass_ops.call import check_call, signature_of
+from cutlass_ops.heuristics import Device
+
+H100, A100 = Device((9, 0), 132), Device((8, 0), 108)
+
+
+def matrix(rows, cols, *, ld=None):
+    """Return a 16-byte aligned BF16 matrix with a leading dimension."""
+    buffer = torch.zeros(rows * (ld or cols) + 8, dtype=torch.bfloat16)
+    start = -(buffer.data_ptr() // 2) % 8
+    return buffer[start : start + rows * (ld or cols)].view(rows, ld or cols)[:, :cols]
+
+
+def signature(m, n, k, device=H100, *, out=None, residual=None):
+    inputs = {"bias": torch.zeros(n, dtype=torch.bfloat16)}
+    graph = builtin.bias_relu.graph
+    if residual is not None:
+        graph, inputs["residual"] = builtin.bias_relu_residual.graph, residual
+    call = check_call(graph, matrix(m, k), matrix(n, k).t(), inputs, out, None)
+    return signature_of(call, device)
+
+
+def test_aligned_operands_are_all_for_tma():
+    found = signature(64, 128, 256, out=matrix(64, 128), residual=matrix(64, 128))
+    assert [str(t) for t in (found.a, found.b, found.d)] == ["bf16.row", "bf16.col", "bf16.row"]
+    assert found.inputs[1].aligned
+
+
+def test_an_odd_extent_stops_what_is_written_by_tma_but_not_what_is_read():
+    out, residual = matrix(64, 127, ld=136), matrix(64, 127, ld=136)
+    found = signature(64, 127, 256, out=out, residual=residual)
+    assert found.a.aligned
+    assert found.b.aligned
+    assert found.inputs[1].aligned
+    assert found.d.alignment == 1
+    even = signature(64, 124, 256, out=matrix(64, 124, ld=136))
+    assert even.d.alignment == 4
+
+
+def test_an_odd_k_with_padded_rows_is_read_by_tma():
+    call = check_call(
+        builtin.identity.graph, matrix(64, 255, ld=256), matrix(128, 255, ld=256).t(), {}, matrix(64, 128), None
+    )
+    found = signature_of(call, H100)
+    assert found.a.aligned
+    assert found.b.aligned
+    assert not signature_of(call, A100).a.aligned  # there, whole accesses must divide the extent
+
+
+def test_one_misaligned_operand_takes_tma_from_all():
+    call = check_call(builtin.identity.graph, matrix(64, 255), matrix(128, 255, ld=256).t(), {}, None, None)
+    found = signature_of(call, H100)
+    assert found.a.alignment == 1
+    assert found.b.alignment == 1
+
+
+@pytest.mark.parametrize(("m", "expected"), [(64, "col"), (63, "col.align1")])
+def test_a_column_major_output(m, expected):
+    out = matrix(128, m, ld=72).t()
+    found = signature(m, 128, 256, out=out)
+    assert str(found.d) == f"bf16.{expected}"
+
+
+def test_launch_order_is_kept_by_a_spec_but_makes_no_other_kernel():
+    shape = co.ThreadblockShape(128, 128, 64)
+    plain, ordered = co.Sm90Config(shape), co.Sm90Config(shape, raster="along_n", swizzle=4)
+    specs = [
+        co.KernelSpec(a="bf16.row", b="bf16.col", d="bf16.row", epilogue=builtin.identity, config=c)
+        for c in (plain, ordered)
+    ]
+    assert specs[0] == specs[1]
+    assert specs[1].launch_config.swizzle == 4
+    assert specs[1].config.swizzle == 1
