@@ -204,6 +204,11 @@ def test_a_message_says_what_it_is_and_what_to_do(broken):
         assert str(violation) == f"{violation.rule}: {violation.message}"
 
 
+def test_the_package_exports_check():
+    assert co.check is check
+    assert co.Violation is legality.Violation
+
+
 def test_every_reason_is_reported_at_once():
     config = {"schedule": "pingpong", "scheduler": "stream_k", "cluster": ClusterShape(4, 4)}
     found = [v.rule for v in check(sm90(96, 128, 40, a="bf16.row.align1", **config))]
