@@ -106,7 +106,8 @@ def check_call(
             outputs.append(operands.check_out(problem, output, tensor, out_dtype if position == 0 else None))
             continue
         wanted = None if spec is None else (spec.d, *spec.outputs)[position]
-        default = torch.float32 if output.reduce else (out_dtype or problem.a.dtype)
+        d_dtype = outputs[0].dtype if outputs else (out_dtype or problem.a.dtype)
+        default = torch.float32 if output.reduce else d_dtype
         dtype = default if wanted is None else getattr(torch, wanted.dtype.torch_name)
         col_major = wanted is not None and output.kind is Kind.TILE and wanted.major == "col"
         outputs.append(_allocate(problem.flat_shape(output), dtype, problem.a.device, col_major))
@@ -178,13 +179,26 @@ def signature_of(call: Call, device: Device) -> OpSignature:
             return tile(name, value, is_output=is_output)
         return Operand(operands.element_type(name, value), "row", 1)
 
-    return OpSignature(
-        epilogue=graph,
-        a=a.operand if by_tma else a.for_vector_access(),
-        b=b.operand if by_tma else b.for_vector_access(),
-        d=tile("out", call.outputs[0], is_output=True),
-        inputs=tuple(typed(i.name, i.kind, problem.inputs[i.name]) for i in graph.inputs),
-        outputs=tuple(
-            typed(o.name, o.kind, t, is_output=True) for o, t in zip(graph.outputs[1:], call.outputs[1:], strict=True)
+    load_a, load_b = (a.operand, b.operand) if by_tma else _alike((a.for_vector_access(), b.for_vector_access()))
+    d, *others = _alike(
+        (
+            tile("out", call.outputs[0], is_output=True),
+            *(typed(i.name, i.kind, problem.inputs[i.name]) for i in graph.inputs),
+            *(
+                typed(o.name, o.kind, t, is_output=True)
+                for o, t in zip(graph.outputs[1:], call.outputs[1:], strict=True)
+            ),
         ),
+        [True, *(i.kind is Kind.TILE for i in graph.inputs), *(o.kind is Kind.TILE for o in graph.outputs[1:])],
+    )
+    count = len(graph.inputs)
+    return OpSignature(graph, load_a, load_b, d, tuple(others[:count]), tuple(others[count:]))
+
+
+def _alike(found: tuple[Operand, ...], is_tile: list[bool] | None = None) -> tuple[Operand, ...]:
+    """Give all misaligned matrices the lowest alignment among them: fewer kernels, and hardly a slower one."""
+    tiles = is_tile or [True] * len(found)
+    lowest = min((t.alignment for t, tile in zip(found, tiles, strict=True) if tile and not t.aligned), default=0)
+    return tuple(
+        Operand(t.dtype, t.major, lowest) if tile and not t.aligned else t for t, tile in zip(found, tiles, strict=True)
     )

@@ -189,9 +189,11 @@ def build_all() -> int:
     """Compile and load all of them, as many at a time as there are processors."""
     import torch
 
+    from tests.gpu import edges
+
     device = call.device_of(torch.device("cuda", 0))
     dispatched = [s for signature in signatures().values() for s in heuristics.specs(signature, device)]
-    exact = [matrix(), configurations(), multi_output(), drawn_specs()]
+    exact = [matrix(), configurations(), multi_output(), drawn_specs(), edges.specs()]
     wanted = list(dict.fromkeys([*dispatched, *(s for group in exact for s in group.values())]))
     REGISTRY.kernels(wanted)
     return len(wanted)

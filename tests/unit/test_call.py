@@ -76,3 +76,25 @@ def test_launch_order_is_kept_by_a_spec_but_makes_no_other_kernel():
     assert specs[0] == specs[1]
     assert specs[1].launch_config.swizzle == 4
     assert specs[1].config.swizzle == 1
+
+
+def test_misaligned_tensors_of_one_call_share_an_alignment():
+    out, residual = matrix(64, 126, ld=130), matrix(64, 126, ld=132)
+    found = signature(64, 126, 256, out=out, residual=residual)
+    assert found.d.alignment == 2
+    assert found.inputs[1].alignment == 2
+    assert found.inputs[0].alignment == 1  # a vector has none
+    call = check_call(builtin.identity.graph, matrix(64, 254), matrix(128, 254, ld=255).t(), {}, None, None)
+    found = signature_of(call, H100)
+    assert (found.a.alignment, found.b.alignment) == (1, 1)
+    assert found.d.aligned
+
+
+def test_further_tiles_take_the_dtype_of_a_given_d():
+    @co.epilogue
+    def saved(acc):
+        return {"d": co.relu(acc), "pre": acc}
+
+    out = torch.empty(64, 128)
+    call = check_call(saved.graph, matrix(64, 256), matrix(256, 128), {}, out, None)
+    assert [t.dtype for t in call.outputs] == [torch.float32, torch.float32]
