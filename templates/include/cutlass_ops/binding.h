@@ -98,6 +98,7 @@ inline bool overlap(Extent const& x, Extent const& y) {
 class Call {
  public:
   static constexpr int kMaxArguments = 32;
+  static constexpr int kAnyDimensions = 0;
 
   Call(TVMFFIAny const* args, int32_t count) : args_(args), count_(count) {
     if (count > kMaxArguments) fail(0, Reason::kCount);
@@ -129,13 +130,13 @@ class Call {
   }
 
   template <class Element>
-  Element* row(Problem p) { return vector<Element>(next_++, p.n, false); }
+  Element* row(Problem p) { return vector<Element>(next_++, p.n, 1, false); }
   template <class Element>
-  Element* col(Problem p) { return vector<Element>(next_++, p.m, false); }
+  Element* col(Problem p) { return vector<Element>(next_++, p.m, kAnyDimensions, false); }
   template <class Element>
-  Element* row_output(Problem p) { return vector<Element>(next_++, p.n, true); }
+  Element* row_output(Problem p) { return vector<Element>(next_++, p.n, 1, true); }
   template <class Element>
-  Element* col_output(Problem p) { return vector<Element>(next_++, p.m, true); }
+  Element* col_output(Problem p) { return vector<Element>(next_++, p.m, kAnyDimensions, true); }
 
   template <class Element>
   Scalar<Element> scalar() {
@@ -258,11 +259,13 @@ class Call {
   }
 
   template <class Element>
-  Element* vector(int at, int64_t length, bool output) {
+  Element* vector(int at, int64_t length, int dimensions, bool output) {
     DLTensor const* t = tensor<Element>(at);
     if (t == nullptr) return nullptr;
     Dimension const d = fold(t, t->ndim);
-    if (t->ndim < 1 || d.extent != length) return fail(at, Reason::kShape), nullptr;
+    if (t->ndim < 1 || (dimensions != kAnyDimensions && t->ndim != dimensions) || d.extent != length) {
+      return fail(at, Reason::kShape), nullptr;
+    }
     if (!d.uniform || (length > 1 && d.stride != 1)) return fail(at, Reason::kMajor), nullptr;
     if (address(t) % sizeof(Element) != 0) return fail(at, Reason::kAlignment), nullptr;
     uintptr_t const bytes = uintptr_t(length) * sizeof(Element);
