@@ -1,4 +1,4 @@
-"""From an epilogue graph to the list that both templates render: what is loaded, computed and stored, in order.
+"""What both templates render alike: operand types, launch arguments, and the epilogue as loads, computes and stores.
 
 CUTLASS's visitors pass fragments from node to node. One visitor for each operation would be slow to compile and hard to
 read, so the elementwise part of a graph becomes as few C++ functions as the outputs allow: one for each value that is
@@ -7,11 +7,14 @@ stored or reduced, and one for each subexpression that several of those share, s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
-from cutlass_ops.epilogue.graph import Graph, Node, Output
+from cutlass_ops.epilogue.graph import Graph, Kind, Node, Output
 from cutlass_ops.epilogue.ops import cpp_expression
+from cutlass_ops.spec import KernelSpec, Operand
 
 ACC = "acc"
 
@@ -38,6 +41,11 @@ class Compute:
     def label(self) -> str:
         """The name without its underscore, for the names of types."""
         return self.name.rstrip("_")
+
+    @property
+    def struct(self) -> str:
+        """Name of the C++ struct that holds the function."""
+        return f"Function_{self.label}"
 
 
 @dataclass(frozen=True)
@@ -135,3 +143,75 @@ def _compute(graph: Graph, root: int, roots: list[int], names: dict[int, str]) -
     result = value(root)
     lines.append(f"return {result};")
     return Compute(names[root], tuple(args), tuple(lines))
+
+
+# ---- Operands and launch arguments -----------------------------------------------------------------------------------
+
+_READERS = {Kind.ROW: "row", Kind.COL: "col", Kind.TILE: "tile", Kind.SCALAR: "scalar"}
+
+
+def types(spec: KernelSpec, lowered: Lowered) -> dict[str, Any]:
+    """Return the template variables that say what the kernel computes on."""
+    return {
+        "a": _operand(spec.a),
+        "b": _operand(spec.b),
+        "d": _operand(spec.d),
+        "inputs": [{"name": name, "element": operand.dtype.cpp} for name, _, operand in inputs(spec)],
+        "outputs": [{"name": o.name, "element": operand.dtype.cpp} for o, operand in outputs(spec)],
+        "computes": [{"struct": c.struct, "params": list(c.args), "lines": list(c.lines)} for c in lowered.computes],
+    }
+
+
+def inputs(spec: KernelSpec) -> list[tuple[str, Kind, Operand]]:
+    """List the epilogue's inputs with their types."""
+    return [(i.name, i.kind, operand) for i, operand in zip(spec.epilogue.inputs, spec.inputs, strict=True)]
+
+
+def outputs(spec: KernelSpec) -> list[tuple[Output, Operand]]:
+    """Pair the outputs after D with their types."""
+    return list(zip(spec.epilogue.outputs[1:], spec.outputs, strict=True))
+
+
+def layout_of(operand: Operand) -> str:
+    """Return CUTLASS's name of a layout."""
+    return "RowMajor" if operand.major == "row" else "ColumnMajor"
+
+
+def fields(spec: KernelSpec, whole_accesses: Callable[[Operand, bool], bool]) -> list[dict[str, str]]:
+    """List the launch arguments after A, B and D: their C++ type, and how the binding reads and checks them.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+        The kernel.
+    whole_accesses : callable
+        Whether the kernel moves an (M, N) tensor, given its type and whether it is an output, in whole accesses that
+        must divide its extent.
+    """
+    found = [_field(name, kind, operand, whole_accesses(operand, False)) for name, kind, operand in inputs(spec)]
+    return found + [
+        _field(o.name, o.kind, operand, whole_accesses(operand, True), "_output") for o, operand in outputs(spec)
+    ]
+
+
+def _field(name: str, kind: Kind, operand: Operand, whole: bool, suffix: str = "") -> dict[str, str]:
+    element, reader = f"Element_{name}", _READERS[kind] + suffix
+    if kind is Kind.SCALAR:
+        return {"name": name, "type": f"cutlass_ops::Scalar<{element}>", "read": f"call.{reader}<{element}>()"}
+    if kind is not Kind.TILE:
+        return {"name": name, "type": f"{element}*", "read": f"call.{reader}<{element}>(o.problem)"}
+    arguments = f"{element}, cutlass_ops::Major::{_major(operand)}, {operand.alignment}, {str(whole).lower()}"
+    return {"name": name, "type": "cutlass_ops::Matrix", "read": f"call.{reader}<{arguments}>(o.problem)"}
+
+
+def _operand(operand: Operand) -> dict[str, Any]:
+    return {
+        "element": operand.dtype.cpp,
+        "layout": layout_of(operand),
+        "major": _major(operand),
+        "alignment": operand.alignment,
+    }
+
+
+def _major(operand: Operand) -> str:
+    return f"k{operand.major.capitalize()}"

@@ -12,11 +12,10 @@ from typing import Any
 from cutlass_ops import arch
 from cutlass_ops.config import Sm80Config
 from cutlass_ops.epilogue.graph import Kind, Output
-from cutlass_ops.lower import ACC, Compute, Lowered, lower
+from cutlass_ops.lower import ACC, Lowered, fields, inputs, layout_of, lower, outputs, types
 from cutlass_ops.spec import KernelSpec, Operand
 
 _REDUCTIONS = {"sum": "Sum", "sum_square": "SumSquare", "max": "Max"}
-_READERS = {Kind.ROW: "row", Kind.COL: "col", Kind.TILE: "tile", Kind.SCALAR: "scalar"}
 
 
 @dataclass(frozen=True)
@@ -35,24 +34,19 @@ def context(spec: KernelSpec) -> dict[str, Any]:
     assert isinstance(config, Sm80Config)
     lowered = lower(spec.epilogue)
     t, w, i = config.threadblock, config.warp, config.instruction
-    return {
-        "a": _operand(spec.a),
-        "b": _operand(spec.b),
-        "d": _operand(spec.d),
-        "inputs": [{"name": name, "element": operand.dtype.cpp} for name, _, operand in _inputs(spec)],
-        "outputs": [{"name": o.name, "element": operand.dtype.cpp} for o, operand in _outputs(spec)],
+    return types(spec, lowered) | {
         "threadblock": f"{t.m}, {t.n}, {t.k}",
         "warp": f"{w.m}, {w.n}, {w.k}",
         "instruction": f"{i.m}, {i.n}, {i.k}",
         "stages": config.stages,
         "swizzle": {"type": _swizzle(spec, config), "width": config.swizzle},
         "swap_ab": _swaps(spec),
-        "computes": [{"struct": _struct(c), "params": list(c.args), "lines": list(c.lines)} for c in lowered.computes],
         "nodes": [asdict(n) for n in _nodes(spec, lowered)],
-        "fields": _fields(spec),
+        # No access of the epilogue is wider than D's, and D's extent is a multiple of that.
+        "fields": fields(spec, lambda operand, is_output: False),
         "reductions": [
             {"output": o.name, "node": f"Reduce_{o.name}", "partial": _partial(o)}
-            for o, _ in _outputs(spec)
+            for o, _ in outputs(spec)
             if o.reduce is not None
         ],
         "shared_memory_limit": arch.target(spec.target).shared_memory,
@@ -67,61 +61,17 @@ def _swaps(spec: KernelSpec) -> bool:
 def _swizzle(spec: KernelSpec, config: Sm80Config) -> str:
     if not config.stream_k:
         return "sm80::ThreadblockSwizzle"
-    whole_tiles = any(o.reduce is not None and _along_n(o.kind, spec) for o, _ in _outputs(spec))
+    whole_tiles = any(o.reduce is not None and _along_n(o.kind, spec) for o, _ in outputs(spec))
     return f"sm80::StreamKSwizzle<{'false' if whole_tiles else 'true'}>"
-
-
-def _operand(operand: Operand) -> dict[str, Any]:
-    return {
-        "element": operand.dtype.cpp,
-        "layout": _layout(operand),
-        "major": f"k{operand.major.capitalize()}",
-        "alignment": operand.alignment,
-    }
-
-
-def _layout(operand: Operand) -> str:
-    return "RowMajor" if operand.major == "row" else "ColumnMajor"
-
-
-def _struct(compute: Compute) -> str:
-    return f"Function_{compute.label}"
 
 
 def _partial(output: Output) -> str:
     return f"partial_{output.name}_"  # the underscore keeps it apart from names that users give
 
 
-def _inputs(spec: KernelSpec) -> list[tuple[str, Kind, Operand]]:
-    return [(i.name, i.kind, operand) for i, operand in zip(spec.epilogue.inputs, spec.inputs, strict=True)]
-
-
-def _outputs(spec: KernelSpec) -> list[tuple[Output, Operand]]:
-    """Pair the outputs after D with their types."""
-    return list(zip(spec.epilogue.outputs[1:], spec.outputs, strict=True))
-
-
 def _along_n(kind: Kind, spec: KernelSpec) -> bool:
     """Whether a vector runs along N in the kernel's own orientation."""
     return (kind is Kind.ROW) != _swaps(spec)
-
-
-def _fields(spec: KernelSpec) -> list[dict[str, str]]:
-    """List the launch arguments after A, B and D: their C++ type, and how the binding reads and checks them."""
-    inputs = [_field(name, kind, _READERS[kind], operand) for name, kind, operand in _inputs(spec)]
-    return inputs + [_field(o.name, o.kind, f"{_READERS[o.kind]}_output", operand) for o, operand in _outputs(spec)]
-
-
-def _field(name: str, kind: Kind, reader: str, operand: Operand) -> dict[str, str]:
-    element = f"Element_{name}"
-    if kind is Kind.SCALAR:
-        return {"name": name, "type": f"cutlass_ops::Scalar<{element}>", "read": f"call.{reader}<{element}>()"}
-    if kind is not Kind.TILE:
-        return {"name": name, "type": f"{element}*", "read": f"call.{reader}<{element}>(o.problem)"}
-    major = f"cutlass_ops::Major::k{operand.major.capitalize()}"
-    # No access is wider than D's, and D's extent is a multiple of that.
-    read = f"call.{reader}<{element}, {major}, {operand.alignment}, false>(o.problem)"
-    return {"name": name, "type": "cutlass_ops::Matrix", "read": read}
 
 
 def _nodes(spec: KernelSpec, lowered: Lowered) -> list[Node]:
@@ -133,11 +83,11 @@ def _nodes(spec: KernelSpec, lowered: Lowered) -> list[Node]:
         nodes.append(_load(spec, leaf))
     for compute in lowered.computes:
         at[compute.name] = len(nodes)
-        function = f"cutlass_ops::Elementwise<{_struct(compute)}>::Fn"
+        function = f"cutlass_ops::Elementwise<{compute.struct}>::Fn"
         visitor = f"threadblock::VisitorCompute<{function}, ElementCompute, ElementCompute, Round>"
         nodes.append(Node(f"Compute_{compute.label}", visitor, "{}", tuple(at[a] for a in compute.args)))
     d, *others = lowered.stores
-    operands = {o.name: operand for o, operand in _outputs(spec)}
+    operands = {o.name: operand for o, operand in outputs(spec)}
     nodes += [_store(spec, s.output, operands[s.output.name], at[s.compute]) for s in others]
     nodes.append(Node("Store_d", _tile("AuxStore", "ElementD", spec.d, spec), "o.d", (at[d.compute],)))
     return nodes
@@ -146,7 +96,7 @@ def _nodes(spec: KernelSpec, lowered: Lowered) -> list[Node]:
 def _load(spec: KernelSpec, leaf: str) -> Node:
     if leaf == ACC:
         return Node("Accumulator", "threadblock::VisitorAccFetch", "{}")
-    kind, operand = next((kind, operand) for name, kind, operand in _inputs(spec) if name == leaf)
+    kind, operand = next((kind, operand) for name, kind, operand in inputs(spec) if name == leaf)
     element = f"Element_{leaf}"
     if kind is Kind.SCALAR:
         visitor = f"sm80::ScalarBroadcast<{element}>"
@@ -167,5 +117,5 @@ def _store(spec: KernelSpec, output: Output, operand: Operand, value: int) -> No
 
 
 def _tile(visitor: str, element: str, operand: Operand, spec: KernelSpec) -> str:
-    layout = _layout(operand.transposed if _swaps(spec) else operand)
+    layout = layout_of(operand.transposed if _swaps(spec) else operand)
     return f"sm80::{visitor}<ThreadMap, {element}, {layout}, {operand.alignment}>"

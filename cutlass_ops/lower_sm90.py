@@ -11,7 +11,7 @@ from typing import Any
 from cutlass_ops import arch, legality
 from cutlass_ops.config import Sm90Config
 from cutlass_ops.epilogue.graph import Kind, Output
-from cutlass_ops.lower import ACC, Compute, Lowered, lower
+from cutlass_ops.lower import ACC, Lowered, fields, layout_of, lower, types
 from cutlass_ops.spec import KernelSpec, Operand
 
 _MAINLOOP = {
@@ -54,17 +54,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
     nodes, is_tree = _nodes(spec, lowered, c_operand)
     tile, swap = config.threadblock, config.swap_ab
     c_type = spec.inputs[_input_index(spec, c_operand)] if c_operand else None
-    return {
-        "a": _operand(spec.a),
-        "b": _operand(spec.b),
-        "d": _operand(spec.d),
-        "inputs": [
-            {"name": i.name, "element": t.dtype.cpp} for i, t in zip(spec.epilogue.inputs, spec.inputs, strict=True)
-        ],
-        "outputs": [
-            {"name": o.name, "element": t.dtype.cpp}
-            for o, t in zip(spec.epilogue.outputs[1:], spec.outputs, strict=True)
-        ],
+    return types(spec, lowered) | {
         "tile": {"m": tile.m, "n": tile.n, "k": tile.k},
         "cluster": {"m": config.cluster.m, "n": config.cluster.n},
         "mainloop_schedule": _MAINLOOP[config.schedule],
@@ -72,11 +62,10 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "tile_scheduler": _SCHEDULER[config.scheduler],
         "stages": legality.sm90_stages(spec),
         "swap_ab": swap,
-        "computes": [{"struct": struct(c), "params": list(c.args), "lines": list(c.lines)} for c in lowered.computes],
         "element_c": f"Element_{c_operand}" if c_operand else "void",
-        "layout_c": _layout(_oriented(c_type or spec.d, swap)),
+        "layout_c": layout_of(_oriented(c_type or spec.d, swap)),
         "alignment_c": (c_type or spec.d).alignment,
-        "layout_kernel_d": _layout(_oriented(spec.d, swap)),
+        "layout_kernel_d": layout_of(_oriented(spec.d, swap)),
         "nodes": [
             {
                 "name": n.name,
@@ -90,28 +79,10 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "is_tree": is_tree,
         "store_d_by_tma": spec.d.aligned,
         "shared_memory_limit": arch.target(spec.target).shared_memory,
-        "fields": _fields(spec),
+        "fields": fields(spec, _in_whole_accesses),
         "c_pointer": f"o.{c_operand}.ptr<Element_{c_operand}>()" if c_operand else "nullptr",
         "c_stride": f"cutlass_ops::stride<typename GemmKernel::StrideC>(o.{c_operand})" if c_operand else "{}",
     }
-
-
-def struct(compute: Compute) -> str:
-    """Name of the C++ struct that holds a compute's function."""
-    return f"Function_{compute.label}"
-
-
-def _operand(operand: Operand) -> dict[str, Any]:
-    return {
-        "element": operand.dtype.cpp,
-        "layout": _layout(operand),
-        "major": "kRow" if operand.major == "row" else "kCol",
-        "alignment": operand.alignment,
-    }
-
-
-def _layout(operand: Operand) -> str:
-    return "RowMajor" if operand.major == "row" else "ColumnMajor"
 
 
 def _oriented(operand: Operand, swap: bool) -> Operand:
@@ -122,33 +93,9 @@ def _input_index(spec: KernelSpec, name: str) -> int:
     return next(index for index, i in enumerate(spec.epilogue.inputs) if i.name == name)
 
 
-def _fields(spec: KernelSpec) -> list[dict[str, str]]:
-    """List the launch arguments after A, B and D: their C++ type, and how the binding reads and checks them."""
-    fields = []
-    readers = {Kind.ROW: "row", Kind.COL: "col", Kind.TILE: "tile"}
-    for i, operand in zip(spec.epilogue.inputs, spec.inputs, strict=True):
-        element = f"Element_{i.name}"
-        if i.kind is Kind.SCALAR:
-            fields.append(
-                {"name": i.name, "type": f"cutlass_ops::Scalar<{element}>", "read": f"call.scalar<{element}>()"}
-            )
-        else:
-            fields.append(_field(i.name, i.kind, readers[i.kind], operand))
-    for o, operand in zip(spec.epilogue.outputs[1:], spec.outputs, strict=True):
-        fields.append(_field(o.name, o.kind, f"{readers[o.kind]}_output", operand))
-    return fields
-
-
-def _field(name: str, kind: Kind, reader: str, operand: Operand) -> dict[str, str]:
-    element = f"Element_{name}"
-    if kind is not Kind.TILE:
-        return {"name": name, "type": f"{element}*", "read": f"call.{reader}<{element}>(o.problem)"}
-    major = "kRow" if operand.major == "row" else "kCol"
-    # The bulk copy engine fills what it reads beyond an extent with zeros. What it writes, and what a visitor moves of
-    # a misaligned tensor, are whole accesses, which must divide the extent.
-    whole = "false" if operand.aligned and reader == "tile" else "true"
-    arguments = f"{element}, cutlass_ops::Major::{major}, {operand.alignment}, {whole}"
-    return {"name": name, "type": "cutlass_ops::Matrix", "read": f"call.{reader}<{arguments}>(o.problem)"}
+def _in_whole_accesses(operand: Operand, is_output: bool) -> bool:
+    """Whether accesses must divide the extent: not where the bulk copy engine reads and fills up with zeros."""
+    return is_output or not operand.aligned
 
 
 def _nodes(spec: KernelSpec, lowered: Lowered, c_operand: str | None) -> tuple[list[Node], bool]:
@@ -173,7 +120,7 @@ def _nodes(spec: KernelSpec, lowered: Lowered, c_operand: str | None) -> tuple[l
             compute.name,
             Node(
                 f"Compute_{compute.label}",
-                f"fusion::Sm90Compute<cutlass_ops::Elementwise<{struct(compute)}>::Fn, {final}, ElementCompute, Round>",
+                f"fusion::Sm90Compute<cutlass_ops::Elementwise<{compute.struct}>::Fn, {final}, ElementCompute, Round>",
                 "{}",
                 tuple(at[a] for a in compute.args),
             ),
@@ -228,7 +175,7 @@ def _tile_load(spec: KernelSpec, leaf: str, operand: Operand, c_operand: str | N
     name = f"Load_{leaf}"
     if leaf == c_operand:
         return Node(name, f"fusion::Sm90SrcFetch<{element}>", "{}")
-    layout = f"cutlass::layout::{_layout(_oriented(operand, swap))}"
+    layout = f"cutlass::layout::{layout_of(_oriented(operand, swap))}"
     arguments = f"{{o.{leaf}.ptr<{element}>(), {element}(0), cutlass_ops::stride<Stride_{leaf}>(o.{leaf})}}"
     stride = f"using Stride_{leaf} = cutlass::detail::TagToStrideC_t<{layout}>;"
     if operand.aligned:
@@ -261,7 +208,7 @@ def _store(spec: KernelSpec, output: Output, value: int) -> Node:
             f"{{o.{name}, {identity}, {{}}}}",
             (value,),
         )
-    layout = f"cutlass::layout::{_layout(_oriented(operand, swap))}"
+    layout = f"cutlass::layout::{layout_of(_oriented(operand, swap))}"
     if not operand.aligned:
         return _direct_store(name, element, layout, str(operand.alignment), value)
     descriptor = (
