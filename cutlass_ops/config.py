@@ -7,7 +7,7 @@ fit together is decided in :mod:`cutlass_ops.legality`.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from cutlass_ops.errors import ConfigError
 
@@ -172,6 +172,30 @@ def config_to_json(config: Config) -> dict[str, Any]:
     return {"arch": config.arch} | asdict(config)
 
 
+# What a field of JSON may hold besides shapes; legality says which numbers make sense.
+_PLAIN: dict[str, tuple[str | int | bool | None, ...] | type] = {
+    "schedule": get_args(Schedule),
+    "scheduler": get_args(TileScheduler),
+    "raster": get_args(Raster),
+    "swizzle": int,
+    "swap_ab": bool,
+    "stream_k": bool,
+}
+
+
+def _check_plain(name: str, value: Any) -> None:
+    if name == "stages":
+        if value is not None and type(value) is not int:
+            raise ConfigError(f"stages must be an integer or null, not {value!r}")
+        return
+    allowed = _PLAIN[name]
+    if isinstance(allowed, tuple):
+        if value not in allowed:
+            raise ConfigError(f"{name} must be one of {', '.join(map(str, allowed))}, not {value!r}")
+    elif type(value) is not allowed:
+        raise ConfigError(f"{name} must be of type {allowed.__name__}, not {value!r}")
+
+
 def config_from_json(data: dict[str, Any]) -> Config:
     """Rebuild a configuration from :func:`config_to_json`'s value.
 
@@ -199,6 +223,8 @@ def config_from_json(data: dict[str, Any]) -> Config:
                 value = _SHAPES[name](**value)
             except TypeError as exc:
                 raise ConfigError(f"{name}: {exc}") from None
+        else:
+            _check_plain(name, value)
         values[name] = value
     try:
         return cls(**values)

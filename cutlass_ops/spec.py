@@ -182,10 +182,11 @@ class KernelSpec:
             If a field is missing, unknown or of the wrong type.
         """
         fields = {"a", "b", "d", "epilogue", "inputs", "outputs", "config", "target"}
+        if not isinstance(data, Mapping):
+            raise ConfigError(f"a kernel spec is a JSON object, not {type(data).__name__}")
         if set(data) != fields:
-            raise ConfigError(
-                f"a kernel spec has the fields {', '.join(sorted(fields))}, not {', '.join(sorted(data))}"
-            )
+            found = ", ".join(sorted(map(str, data)))
+            raise ConfigError(f"a kernel spec has the fields {', '.join(sorted(fields))}, not {found}")
         try:
             return cls(
                 a=data["a"],

@@ -354,3 +354,29 @@ def test_transposing_twice_changes_nothing():
 def test_an_unknown_dtype_is_refused_with_those_there_are(name):
     with pytest.raises(ValueError, match="f16, bf16, f32"):
         dtype(name)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("schedule", "fast"),
+        ("schedule", ["pingpong"]),
+        ("scheduler", 1),
+        ("raster", None),
+        ("swizzle", "2"),
+        ("swizzle", True),
+        ("swap_ab", 1),
+        ("stages", 3.0),
+        ("stages", True),
+    ],
+)
+def test_a_configuration_from_json_is_checked_field_by_field(field, value):
+    data = config_to_json(Sm90Config(ThreadblockShape(128, 128, 64)))
+    with pytest.raises(ConfigError, match=f"^{field} must be"):
+        config_from_json(data | {field: value})
+
+
+@pytest.mark.parametrize("data", [[], [[]], "spec", None, {1: 2}])
+def test_a_spec_is_a_json_object(data):
+    with pytest.raises(ConfigError):
+        KernelSpec.from_json(data)
