@@ -167,7 +167,8 @@ def signature_of(call: Call, device: Device) -> OpSignature:
 
     def tile(name: str, tensor: Tensor, *, is_output: bool) -> Operand:
         found = operands.matrix(name, tensor, operands.element_type(name, tensor))
-        # The bulk copy engine fills what it reads beyond an extent with zeros, but it writes whole 16 bytes.
+        # The bulk copy engine fills what it reads beyond an extent with zeros. Its stores were seen to reach beyond one
+        # that 16 bytes do not divide (benchmarks/NOTES.md).
         if by_tma and found.operand.aligned and not is_output:
             return found.operand
         return found.for_vector_access()
