@@ -158,7 +158,8 @@ def with_order(config: Config, problem: tuple[int, int, int]) -> Config:
     """Set the order in which tiles are visited.
 
     With a cluster of two along M, walking along N in strips of two cluster rows was on average within 2% of the best
-    order (benchmarks/NOTES.md). An odd strip at the end would leave multiprocessors without a tile, which only many rows hide.
+    order (benchmarks/NOTES.md). An odd strip at the end would leave multiprocessors without a tile, which only many
+    rows hide.
     """
     if not isinstance(config, Sm90Config) or config.cluster.m == 1:
         return config
