@@ -2,6 +2,7 @@
 
     python benchmarks/bench_gemm.py --out benchmarks/results/gemm_h100.json
     python benchmarks/bench_gemm.py --ops bias_relu --dtypes bf16 --peers cublaslt eager --out /tmp/r.json
+    python benchmarks/bench_gemm.py --resume /tmp/r.json --out /tmp/all.json    # the rows that are not there yet
 
 Each row: {"op", "dtype", "m", "n", "k", "ours_ms", "peers": {name: ms}, "ratio_to_best_peer", "ratio_range", "kernel"}.
 """
@@ -9,6 +10,7 @@ Each row: {"op", "dtype", "m", "n", "k", "ours_ms", "peers": {name: ms}, "ratio_
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from typing import Any
 
 import harness
 import torch
+import torch._inductor.config
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
@@ -158,6 +161,8 @@ def _peer(bench: Benchmark, name: str) -> Callable[..., Tensor]:
     if name == "eager":
         return bench.eager
     torch._dynamo.reset()
+    # Threads, since autotuning compiles again what worker processes compiled: 8 s a shape instead of 1.
+    torch._inductor.config.compile_threads = 1
     return torch.compile(bench.eager, mode="max-autotune-no-cudagraphs", dynamic=False)
 
 
@@ -184,6 +189,24 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return result
 
 
+def measured(paths: list[Path], environment: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of earlier results.
+
+    Raises
+    ------
+    SystemExit
+        If a result belongs to another chip, date or version: one table never mixes them.
+    """
+    rows: list[dict[str, Any]] = []
+    for path in paths:
+        result = json.loads(path.read_text())
+        differs = {key: (result.get(key), value) for key, value in environment.items() if result.get(key) != value}
+        if differs:
+            raise SystemExit(f"{path} was measured elsewhere: {differs}; measure it again")
+        rows += result["rows"]
+    return rows
+
+
 def main() -> None:
     """Run the grid and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -192,13 +215,16 @@ def main() -> None:
     parser.add_argument("--peers", nargs="+", default=["cublaslt", "eager", "compile"])
     parser.add_argument("--rows", nargs="+", type=int, default=None, help="only these M")
     parser.add_argument("--limit", type=float, default=1e9, help="stop after this many seconds")
+    parser.add_argument("--resume", nargs="+", type=Path, default=[], help="results whose rows need no repetition")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    begin, rows = time.monotonic(), []
+    environment = harness.environment()
+    begin, rows = time.monotonic(), measured(args.resume, environment)
+    done = {(r["op"], r["dtype"], r["m"], r["n"], r["k"]) for r in rows}
     for op in args.ops:
         for dtype in args.dtypes:
             for m, n, k in shapes():
-                if args.rows is not None and m not in args.rows:
+                if (args.rows is not None and m not in args.rows) or (op, dtype, m, n, k) in done:
                     continue
                 if time.monotonic() - begin > args.limit:
                     print(f"stopped at the limit before {op} {dtype} {m}x{n}x{k}")
@@ -211,7 +237,7 @@ def main() -> None:
                     f"ratio {row['ratio_to_best_peer']:.3f} {row['ratio_range']} {row['kernel']}",
                     flush=True,
                 )
-                harness.save(args.out, {**harness.environment(), "summary": summary(rows), "rows": rows})
+                harness.save(args.out, {**environment, "summary": summary(rows), "rows": rows})
     print(summary(rows))
 
 

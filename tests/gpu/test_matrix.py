@@ -134,7 +134,7 @@ def test_reductions_are_deterministic_and_pass_nan(name):
     dtype = spec.a.dtype.name
     a = tensors.matrix(m, k, dtype, aligned=aligned)
     b = tensors.matrix(k, n, dtype, "col", aligned=aligned)
-    inputs = draw_inputs(spec, m, n, aligned)
+    inputs = draw_inputs(spec, m, n)
     out = {
         "d": tensors.Framed(m, n, dtype, aligned=aligned).out,
         "pre": tensors.Framed(m, n, dtype, aligned=aligned).out,
