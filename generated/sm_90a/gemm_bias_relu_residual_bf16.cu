@@ -82,12 +82,8 @@ using CollectiveEpilogue = typename cutlass::epilogue::collective::CollectiveBui
 
 // ---- Main loop and kernel ----
 
-using CollectiveMainloop = typename cutlass::gemm::collective::CollectiveBuilder<
-    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp,
-    ElementA, LayoutA, AlignmentA,
-    ElementB, LayoutB, AlignmentB,
-    ElementAccumulator, ThreadblockShape, ClusterShape,
-    cutlass::gemm::collective::StageCount<Stages>, MainloopSchedule>::CollectiveOp;
+using CollectiveMainloop = typename cutlass_ops::Sm90Mainloop<
+    ElementA, LayoutA, ElementB, LayoutB, ThreadblockShape, ClusterShape, Stages, MainloopSchedule>::CollectiveOp;
 
 struct Gemm {
   using GemmKernel = cutlass::gemm::kernel::GemmUniversal<

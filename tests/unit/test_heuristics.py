@@ -19,7 +19,7 @@ from tests.strategies import PATIENT
 H100 = Device((9, 0), 132)
 A100 = Device((8, 0), 108)
 MAJORS = [(a, b) for a in ("row", "col") for b in ("row", "col")]
-MAX_KERNELS = 12
+MAX_KERNELS = 16
 
 
 @co.epilogue

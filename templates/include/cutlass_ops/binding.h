@@ -149,6 +149,7 @@ class Call {
     if (t == nullptr) return {};
     if (t->ndim != 0) return fail(at, Reason::kShape), Scalar<Element>{};
     add({address(t), sizeof(Element), sizeof(Element), 1, false}, at, false);
+    reads_device_scalars_ = true;
     return {Element(0), reinterpret_cast<Element const*>(address(t))};
   }
 
@@ -178,6 +179,9 @@ class Call {
     if (status_ == 0) check_overlap();
     return status_;
   }
+
+  // Whether a scalar read so far lies in device memory.
+  bool reads_device_scalars() const { return reads_device_scalars_; }
 
   int device() const { return device_; }
   cudaStream_t stream() const { return static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, device_)); }
@@ -294,6 +298,7 @@ class Call {
   int next_ = 0;
   int status_ = 0;
   int device_ = -1;
+  bool reads_device_scalars_ = false;
   uint32_t outputs_ = 0;
   Extent extents_[kMaxArguments] = {};
 };

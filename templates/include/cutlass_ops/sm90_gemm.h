@@ -2,6 +2,9 @@
 
 #pragma once
 
+// Programmatic dependent launch: the kernels wait for what runs before them themselves, see enqueue.
+#define CUTLASS_ENABLE_GDC_FOR_SM90
+
 #include <atomic>
 
 #include "cute/tensor.hpp"
@@ -14,6 +17,7 @@
 
 #include "cutlass_ops/binding.h"
 #include "cutlass_ops/epilogue_math.h"
+#include "cutlass_ops/wgmma.h"
 
 namespace cutlass_ops {
 
@@ -66,6 +70,36 @@ Stride stride(Matrix const& x) {
   }
   return s;
 }
+
+// ---- Main loop ---------------------------------------------------------------------------------------------------
+
+// What CUTLASS's builder assembles for operands loaded by TMA, with one wgmma of the tile's whole N.
+template <class ElementA, class LayoutA, class ElementB, class LayoutB, class Tile, class Cluster, int kStages,
+          class Schedule>
+struct Sm90Mainloop {
+  static constexpr auto kMajorA = cutlass::gemm::collective::detail::gmma_ss_tag_to_major_A<ElementA, LayoutA>();
+  static constexpr auto kMajorB = cutlass::gemm::collective::detail::gmma_ss_tag_to_major_B<ElementB, LayoutB>();
+  static constexpr bool kCooperative =
+      cute::is_same_v<Schedule, cutlass::gemm::KernelTmaWarpSpecializedCooperative>;
+  using TileM = decltype(cute::get<0>(Tile{}));
+  using TileN = decltype(cute::get<1>(Tile{}));
+  using TileK = decltype(cute::get<2>(Tile{}));
+  using Warpgroups = cute::Layout<cute::Shape<cute::Int<kCooperative ? 2 : 1>, cute::_1, cute::_1>>;
+  using Instruction = Wgmma<TileN::value, ElementA, kMajorA, kMajorB>;
+  using TiledMma = decltype(cute::make_tiled_mma(Instruction{}, Warpgroups{}));
+  template <class Blocks>
+  using Load = cute::conditional_t<Blocks::value == 1, cute::SM90_TMA_LOAD, cute::SM90_TMA_LOAD_MULTICAST>;
+
+  using CollectiveOp = cutlass::gemm::collective::CollectiveMma<
+      cutlass::gemm::MainloopSm90TmaGmmaWarpSpecialized<kStages, Cluster, Schedule>, Tile,
+      ElementA, cutlass::gemm::TagToStrideA_t<LayoutA>, ElementB, cutlass::gemm::TagToStrideB_t<LayoutB>, TiledMma,
+      Load<decltype(cute::get<1>(Cluster{}))>,
+      decltype(cutlass::gemm::collective::detail::ss_smem_selector<kMajorA, ElementA, TileM, TileK>()),
+      void, cute::identity,
+      Load<decltype(cute::get<0>(Cluster{}))>,
+      decltype(cutlass::gemm::collective::detail::ss_smem_selector<kMajorB, ElementB, TileN, TileK>()),
+      void, cute::identity>;
+};
 
 // ---- Launch ------------------------------------------------------------------------------------------------------
 
@@ -134,7 +168,8 @@ struct Sm90Entry {
       return cudaGetLastError();
     }
     if (cudaError_t const error = prepare<GemmKernel>(call.device()); error != cudaSuccess) return error;
-    return enqueue(GemmKernel::to_underlying_arguments(arguments, workspace), stream);
+    bool const overlap = workspace_size == 0 && !call.reads_device_scalars();
+    return enqueue(GemmKernel::to_underlying_arguments(arguments, workspace), stream, overlap);
   }
 
   static int64_t workspace_size(Problem problem, int raster, int swizzle) {
@@ -155,20 +190,26 @@ struct Sm90Entry {
   }
 
  private:
-  static cudaError_t enqueue(typename GemmKernel::Params params, cudaStream_t stream) {
+  // With `overlap`, thread blocks start while the kernel before in the stream is still ending (programmatic dependent
+  // launch). Each waits for the end of that kernel before its first load, and nothing is written but what depends on a
+  // load. Two cases must not overlap: scalars on the device are read before the wait, and a workspace is cleared by a
+  // memset that this launch has to follow.
+  static cudaError_t enqueue(typename GemmKernel::Params params, cudaStream_t stream, bool overlap) {
     using ClusterShape = typename GemmKernel::DispatchPolicy::ClusterShape;
-    cudaLaunchAttribute attributes[1];
+    cudaLaunchAttribute attributes[2];
     attributes[0].id = cudaLaunchAttributeClusterDimension;
     attributes[0].val.clusterDim.x = cute::size<0>(ClusterShape{});
     attributes[0].val.clusterDim.y = cute::size<1>(ClusterShape{});
     attributes[0].val.clusterDim.z = 1;
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
     config.gridDim = GemmKernel::get_grid_shape(params);
     config.blockDim = GemmKernel::get_block_shape();
     config.dynamicSmemBytes = GemmKernel::SharedStorageSize;
     config.stream = stream;
     config.attrs = attributes;
-    config.numAttrs = 1;
+    config.numAttrs = overlap ? 2 : 1;
     void* kernel_params[] = {&params};
     return cudaLaunchKernelExC(&config, reinterpret_cast<void const*>(&cutlass::device_kernel<GemmKernel>),
                                kernel_params);

@@ -1,0 +1,184 @@
+// wgmma.mma_async with both operands in shared memory, for every N that the hardware has (PTX ISA, wgmma.mma_async). CuTe
+// has them as well, but all types and forms of them at once, which doubles the time that a kernel takes to compile.
+
+#pragma once
+
+#include <cstdint>
+
+#include "cute/atom/mma_traits_sm90_gmma.hpp"
+#include "cute/tensor.hpp"
+#include "cutlass/bfloat16.h"
+#include "cutlass/half.h"
+
+namespace cutlass_ops {
+
+// D (64, N) += A (64, 16) B (16, N), FP32 accumulators, issued by one warpgroup.
+template <int N>
+struct WgmmaIssue;
+
+// Names and operands of the accumulator's registers, four of a thread's for eight columns.
+#define CUTLASS_OPS_REGISTERS_8 "%0, %1, %2, %3"
+#define CUTLASS_OPS_REGISTERS_16 CUTLASS_OPS_REGISTERS_8 ", %4, %5, %6, %7"
+#define CUTLASS_OPS_REGISTERS_24 CUTLASS_OPS_REGISTERS_16 ", %8, %9, %10, %11"
+#define CUTLASS_OPS_REGISTERS_32 CUTLASS_OPS_REGISTERS_24 ", %12, %13, %14, %15"
+#define CUTLASS_OPS_REGISTERS_40 CUTLASS_OPS_REGISTERS_32 ", %16, %17, %18, %19"
+#define CUTLASS_OPS_REGISTERS_48 CUTLASS_OPS_REGISTERS_40 ", %20, %21, %22, %23"
+#define CUTLASS_OPS_REGISTERS_56 CUTLASS_OPS_REGISTERS_48 ", %24, %25, %26, %27"
+#define CUTLASS_OPS_REGISTERS_64 CUTLASS_OPS_REGISTERS_56 ", %28, %29, %30, %31"
+#define CUTLASS_OPS_REGISTERS_72 CUTLASS_OPS_REGISTERS_64 ", %32, %33, %34, %35"
+#define CUTLASS_OPS_REGISTERS_80 CUTLASS_OPS_REGISTERS_72 ", %36, %37, %38, %39"
+#define CUTLASS_OPS_REGISTERS_88 CUTLASS_OPS_REGISTERS_80 ", %40, %41, %42, %43"
+#define CUTLASS_OPS_REGISTERS_96 CUTLASS_OPS_REGISTERS_88 ", %44, %45, %46, %47"
+#define CUTLASS_OPS_REGISTERS_104 CUTLASS_OPS_REGISTERS_96 ", %48, %49, %50, %51"
+#define CUTLASS_OPS_REGISTERS_112 CUTLASS_OPS_REGISTERS_104 ", %52, %53, %54, %55"
+#define CUTLASS_OPS_REGISTERS_120 CUTLASS_OPS_REGISTERS_112 ", %56, %57, %58, %59"
+#define CUTLASS_OPS_REGISTERS_128 CUTLASS_OPS_REGISTERS_120 ", %60, %61, %62, %63"
+#define CUTLASS_OPS_REGISTERS_136 CUTLASS_OPS_REGISTERS_128 ", %64, %65, %66, %67"
+#define CUTLASS_OPS_REGISTERS_144 CUTLASS_OPS_REGISTERS_136 ", %68, %69, %70, %71"
+#define CUTLASS_OPS_REGISTERS_152 CUTLASS_OPS_REGISTERS_144 ", %72, %73, %74, %75"
+#define CUTLASS_OPS_REGISTERS_160 CUTLASS_OPS_REGISTERS_152 ", %76, %77, %78, %79"
+#define CUTLASS_OPS_REGISTERS_168 CUTLASS_OPS_REGISTERS_160 ", %80, %81, %82, %83"
+#define CUTLASS_OPS_REGISTERS_176 CUTLASS_OPS_REGISTERS_168 ", %84, %85, %86, %87"
+#define CUTLASS_OPS_REGISTERS_184 CUTLASS_OPS_REGISTERS_176 ", %88, %89, %90, %91"
+#define CUTLASS_OPS_REGISTERS_192 CUTLASS_OPS_REGISTERS_184 ", %92, %93, %94, %95"
+#define CUTLASS_OPS_REGISTERS_200 CUTLASS_OPS_REGISTERS_192 ", %96, %97, %98, %99"
+#define CUTLASS_OPS_REGISTERS_208 CUTLASS_OPS_REGISTERS_200 ", %100, %101, %102, %103"
+#define CUTLASS_OPS_REGISTERS_216 CUTLASS_OPS_REGISTERS_208 ", %104, %105, %106, %107"
+#define CUTLASS_OPS_REGISTERS_224 CUTLASS_OPS_REGISTERS_216 ", %108, %109, %110, %111"
+#define CUTLASS_OPS_REGISTERS_232 CUTLASS_OPS_REGISTERS_224 ", %112, %113, %114, %115"
+#define CUTLASS_OPS_REGISTERS_240 CUTLASS_OPS_REGISTERS_232 ", %116, %117, %118, %119"
+#define CUTLASS_OPS_REGISTERS_248 CUTLASS_OPS_REGISTERS_240 ", %120, %121, %122, %123"
+#define CUTLASS_OPS_REGISTERS_256 CUTLASS_OPS_REGISTERS_248 ", %124, %125, %126, %127"
+
+#define CUTLASS_OPS_OPERANDS_8 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+#define CUTLASS_OPS_OPERANDS_16 CUTLASS_OPS_OPERANDS_8, "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+#define CUTLASS_OPS_OPERANDS_24 CUTLASS_OPS_OPERANDS_16, "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
+#define CUTLASS_OPS_OPERANDS_32 CUTLASS_OPS_OPERANDS_24, "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+#define CUTLASS_OPS_OPERANDS_40 CUTLASS_OPS_OPERANDS_32, "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19])
+#define CUTLASS_OPS_OPERANDS_48 CUTLASS_OPS_OPERANDS_40, "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
+#define CUTLASS_OPS_OPERANDS_56 CUTLASS_OPS_OPERANDS_48, "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27])
+#define CUTLASS_OPS_OPERANDS_64 CUTLASS_OPS_OPERANDS_56, "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+#define CUTLASS_OPS_OPERANDS_72 CUTLASS_OPS_OPERANDS_64, "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35])
+#define CUTLASS_OPS_OPERANDS_80 CUTLASS_OPS_OPERANDS_72, "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
+#define CUTLASS_OPS_OPERANDS_88 CUTLASS_OPS_OPERANDS_80, "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43])
+#define CUTLASS_OPS_OPERANDS_96 CUTLASS_OPS_OPERANDS_88, "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
+#define CUTLASS_OPS_OPERANDS_104 CUTLASS_OPS_OPERANDS_96, "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51])
+#define CUTLASS_OPS_OPERANDS_112 CUTLASS_OPS_OPERANDS_104, "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55])
+#define CUTLASS_OPS_OPERANDS_120 CUTLASS_OPS_OPERANDS_112, "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59])
+#define CUTLASS_OPS_OPERANDS_128 CUTLASS_OPS_OPERANDS_120, "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+#define CUTLASS_OPS_OPERANDS_136 CUTLASS_OPS_OPERANDS_128, "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67])
+#define CUTLASS_OPS_OPERANDS_144 CUTLASS_OPS_OPERANDS_136, "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71])
+#define CUTLASS_OPS_OPERANDS_152 CUTLASS_OPS_OPERANDS_144, "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75])
+#define CUTLASS_OPS_OPERANDS_160 CUTLASS_OPS_OPERANDS_152, "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79])
+#define CUTLASS_OPS_OPERANDS_168 CUTLASS_OPS_OPERANDS_160, "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83])
+#define CUTLASS_OPS_OPERANDS_176 CUTLASS_OPS_OPERANDS_168, "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87])
+#define CUTLASS_OPS_OPERANDS_184 CUTLASS_OPS_OPERANDS_176, "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91])
+#define CUTLASS_OPS_OPERANDS_192 CUTLASS_OPS_OPERANDS_184, "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
+#define CUTLASS_OPS_OPERANDS_200 CUTLASS_OPS_OPERANDS_192, "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99])
+#define CUTLASS_OPS_OPERANDS_208 CUTLASS_OPS_OPERANDS_200, "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103])
+#define CUTLASS_OPS_OPERANDS_216 CUTLASS_OPS_OPERANDS_208, "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107])
+#define CUTLASS_OPS_OPERANDS_224 CUTLASS_OPS_OPERANDS_216, "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111])
+#define CUTLASS_OPS_OPERANDS_232 CUTLASS_OPS_OPERANDS_224, "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115])
+#define CUTLASS_OPS_OPERANDS_240 CUTLASS_OPS_OPERANDS_232, "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119])
+#define CUTLASS_OPS_OPERANDS_248 CUTLASS_OPS_OPERANDS_240, "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123])
+#define CUTLASS_OPS_OPERANDS_256 CUTLASS_OPS_OPERANDS_248, "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+
+// N, then the numbers of the operands that follow the accumulators: both descriptors, whether to accumulate, and whether
+// each operand is adjacent in memory along its free dimension instead of along K.
+#define CUTLASS_OPS_WGMMA_ASM(N, A, B, P, TA, TB, type)                                                      \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N          \
+               "k16.f32." type "." type " {" CUTLASS_OPS_REGISTERS_##N "}, %" #A ", %" #B ", p, 1, 1, %" #TA   \
+               ", %" #TB ";\n}\n"                                                                            \
+               : CUTLASS_OPS_OPERANDS_##N                                                                    \
+               : "l"(a), "l"(b), "r"(accumulate), "n"(kFreeA), "n"(kFreeB))
+
+#define CUTLASS_OPS_WGMMA(N, A, B, P, TA, TB)                                                               \
+  template <>                                                                                               \
+  struct WgmmaIssue<N> {                                                                                    \
+    template <class Element, int kFreeA, int kFreeB>                                                        \
+    CUTE_DEVICE static void issue(float* d, uint64_t a, uint64_t b, int accumulate) {                       \
+      if constexpr (cute::is_same_v<Element, cutlass::bfloat16_t>) {                                        \
+        CUTLASS_OPS_WGMMA_ASM(N, A, B, P, TA, TB, "bf16");                                                  \
+      } else {                                                                                              \
+        static_assert(cute::is_same_v<Element, cutlass::half_t>, "operands are FP16 or BF16");              \
+        CUTLASS_OPS_WGMMA_ASM(N, A, B, P, TA, TB, "f16");                                                   \
+      }                                                                                                     \
+    }                                                                                                       \
+  };
+
+CUTLASS_OPS_WGMMA(8, 4, 5, 6, 7, 8)
+CUTLASS_OPS_WGMMA(16, 8, 9, 10, 11, 12)
+CUTLASS_OPS_WGMMA(24, 12, 13, 14, 15, 16)
+CUTLASS_OPS_WGMMA(32, 16, 17, 18, 19, 20)
+CUTLASS_OPS_WGMMA(40, 20, 21, 22, 23, 24)
+CUTLASS_OPS_WGMMA(48, 24, 25, 26, 27, 28)
+CUTLASS_OPS_WGMMA(56, 28, 29, 30, 31, 32)
+CUTLASS_OPS_WGMMA(64, 32, 33, 34, 35, 36)
+CUTLASS_OPS_WGMMA(72, 36, 37, 38, 39, 40)
+CUTLASS_OPS_WGMMA(80, 40, 41, 42, 43, 44)
+CUTLASS_OPS_WGMMA(88, 44, 45, 46, 47, 48)
+CUTLASS_OPS_WGMMA(96, 48, 49, 50, 51, 52)
+CUTLASS_OPS_WGMMA(104, 52, 53, 54, 55, 56)
+CUTLASS_OPS_WGMMA(112, 56, 57, 58, 59, 60)
+CUTLASS_OPS_WGMMA(120, 60, 61, 62, 63, 64)
+CUTLASS_OPS_WGMMA(128, 64, 65, 66, 67, 68)
+CUTLASS_OPS_WGMMA(136, 68, 69, 70, 71, 72)
+CUTLASS_OPS_WGMMA(144, 72, 73, 74, 75, 76)
+CUTLASS_OPS_WGMMA(152, 76, 77, 78, 79, 80)
+CUTLASS_OPS_WGMMA(160, 80, 81, 82, 83, 84)
+CUTLASS_OPS_WGMMA(168, 84, 85, 86, 87, 88)
+CUTLASS_OPS_WGMMA(176, 88, 89, 90, 91, 92)
+CUTLASS_OPS_WGMMA(184, 92, 93, 94, 95, 96)
+CUTLASS_OPS_WGMMA(192, 96, 97, 98, 99, 100)
+CUTLASS_OPS_WGMMA(200, 100, 101, 102, 103, 104)
+CUTLASS_OPS_WGMMA(208, 104, 105, 106, 107, 108)
+CUTLASS_OPS_WGMMA(216, 108, 109, 110, 111, 112)
+CUTLASS_OPS_WGMMA(224, 112, 113, 114, 115, 116)
+CUTLASS_OPS_WGMMA(232, 116, 117, 118, 119, 120)
+CUTLASS_OPS_WGMMA(240, 120, 121, 122, 123, 124)
+CUTLASS_OPS_WGMMA(248, 124, 125, 126, 127, 128)
+CUTLASS_OPS_WGMMA(256, 128, 129, 130, 131, 132)
+
+#undef CUTLASS_OPS_WGMMA
+#undef CUTLASS_OPS_WGMMA_ASM
+
+// The instruction as CuTe's MMA operation.
+template <int N, class Element, cute::GMMA::Major kMajorA, cute::GMMA::Major kMajorB>
+struct Wgmma {
+  CUTE_DEVICE static void fma(float* d, uint64_t a, uint64_t b, cute::GMMA::ScaleOut scale) {
+    WgmmaIssue<N>::template issue<Element, int(kMajorA), int(kMajorB)>(d, a, b, int(scale));
+  }
+};
+
+// Found by CuTe through its arguments; hands the accumulators over as one array.
+template <int N, class Element, cute::GMMA::Major kMajorA, cute::GMMA::Major kMajorB, class TD, class LayoutD, class TA,
+          class LayoutA, class TB, class LayoutB, class TC, class LayoutC>
+CUTE_DEVICE void mma_unpack(cute::MMA_Traits<Wgmma<N, Element, kMajorA, kMajorB>> const& traits,
+                            cute::Tensor<TD, LayoutD>& d, cute::Tensor<TA, LayoutA> const& a,
+                            cute::Tensor<TB, LayoutB> const& b, cute::Tensor<TC, LayoutC> const&) {
+  static_assert(cute::is_rmem<TD>::value, "accumulators lie in registers");
+  CUTE_STATIC_ASSERT_V(cute::size(d) == cute::Int<N / 2>{});
+  auto const descriptors_a = cute::recast<uint64_t>(a);
+  auto const descriptors_b = cute::recast<uint64_t>(b);
+  Wgmma<N, Element, kMajorA, kMajorB>::fma(cute::raw_pointer_cast(d.data()), descriptors_a[0], descriptors_b[0],
+                                           traits.accumulate_);
+}
+
+}  // namespace cutlass_ops
+
+template <int N, class Element, cute::GMMA::Major kMajorA, cute::GMMA::Major kMajorB>
+struct cute::MMA_Traits<cutlass_ops::Wgmma<N, Element, kMajorA, kMajorB>> {
+  using ValTypeD = float;
+  using ValTypeA = Element;
+  using ValTypeB = Element;
+  using ValTypeC = float;
+  using FrgTypeA = cute::GMMA::smem_desc<kMajorA>;
+  using FrgTypeB = cute::GMMA::smem_desc<kMajorB>;
+  using Shape_MNK = cute::Shape<cute::_64, cute::Int<N>, cute::_16>;
+  using ThrID = cute::Layout<cute::_128>;
+  using ALayout = cute::GMMA::ABLayout<64, 16>;
+  using BLayout = cute::GMMA::ABLayout<N, 16>;
+  using CLayout = cute::GMMA::CLayout_64xN<N>;
+
+  cute::GMMA::ScaleOut accumulate_ = cute::GMMA::ScaleOut::One;
+};

@@ -1,0 +1,176 @@
+"""A launch that overlaps the end of the kernel before it still sees all of its results, and spoils none of its reads.
+
+Every chain is run as fast as the stream takes it, and with a synchronisation after each operation. The results must
+agree to the bit.
+"""
+
+import pytest
+import torch
+
+import cutlass_ops as co
+from tests.gpu import kernels, tensors
+
+pytestmark = pytest.mark.gpu
+
+STEPS = 60
+
+
+def run(step, state, *, wait):
+    """Run a chain of operations; return what is left in its tensors."""
+    state = {name: value.clone() for name, value in state.items()}
+
+    def after():
+        if wait:
+            torch.cuda.synchronize()
+
+    for number in range(STEPS):
+        step(state, number, after)
+    torch.cuda.synchronize()
+    return state
+
+
+def same(step, state):
+    exact = run(step, state, wait=True)
+    for _ in range(3):
+        found = run(step, state, wait=False)
+        for name, value in exact.items():
+            torch.testing.assert_close(
+                found[name], value, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+def square(size):
+    return {
+        "x": tensors.matrix(size, size, "bf16"),
+        "y": torch.zeros(size, size, device="cuda", dtype=torch.bfloat16),
+        "w": torch.randn(size, size, device="cuda", dtype=torch.bfloat16) * (2 / size) ** 0.5,
+        "bias": torch.randn(size, device="cuda", dtype=torch.bfloat16),
+    }
+
+
+@pytest.mark.parametrize("size", [128, 1024, 2048])
+def test_layers_that_feed_each_other(size):
+    def step(s, number, after):
+        co.gemm_bias_relu(s["x"], s["w"].t(), s["bias"], out=s["y"])
+        after()
+        co.gemm_bias_relu(s["y"], s["w"].t(), s["bias"], out=s["x"])
+        after()
+
+    same(step, square(size))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        co.Sm90Config(co.ThreadblockShape(64, 128, 128), schedule="warp_specialized"),
+        co.Sm90Config(co.ThreadblockShape(128, 128, 64), co.ClusterShape(2, 1), schedule="pingpong"),
+        co.Sm90Config(co.ThreadblockShape(128, 256, 64), co.ClusterShape(2, 1), schedule="cooperative"),
+    ],
+    ids=lambda config: config.slug,
+)
+@pytest.mark.parametrize("size", [64, 2048])
+def test_every_schedule(config, size):
+    kernel = co.build(kernels.spec(kernels.OPS["gemm_bias_relu"], "bf16", ("row", "col"), config))
+
+    def step(s, number, after):
+        kernel(s["x"], s["w"].t(), s["bias"], out=s["y"])
+        after()
+        s["w"].copy_(s["w"].roll(1, 0))
+        after()
+        kernel(s["y"], s["w"].t(), s["bias"], out=s["x"])
+        after()
+
+    same(step, square(size))
+
+
+@pytest.mark.parametrize("size", [128, 1024])
+def test_every_input_is_written_just_before(size):
+    def step(s, number, after):
+        for name in ("x", "w", "bias"):
+            s[name].mul_(-0.99)
+            after()
+        co.gemm_bias_relu(s["x"], s["w"].t(), s["bias"], out=s["y"])
+        after()
+        s["bias"].add_(s["y"][0], alpha=0.01)
+        after()
+        s["x"].copy_(s["y"])
+        after()
+
+    same(step, square(size))
+
+
+def test_a_tile_and_an_output_in_place():
+    op = co.gemm_bias_relu_residual
+
+    def step(s, number, after):
+        op(s["x"], s["w"].t(), s["bias"], s["y"], out=s["y"])
+        after()
+        s["x"].copy_(s["y"].clamp(-2, 2))
+        after()
+
+    same(step, square(1024))
+
+
+def test_an_output_that_the_kernel_before_still_reads():
+    state = square(1024) | {"sums": torch.zeros(STEPS, 1024, device="cuda")}
+
+    def step(s, number, after):
+        co.gemm_bias_relu(s["x"], s["w"].t(), s["bias"], out=s["y"])
+        after()
+        torch.sum(s["y"].float(), dim=0, out=s["sums"][number])
+        after()
+        s["x"].copy_(s["y"])
+        after()
+
+    same(step, state)
+
+
+def test_a_scalar_written_just_before():
+    state = square(1024) | {"alpha": torch.tensor(1.0, device="cuda")}
+
+    def step(s, number, after):
+        s["alpha"].add_(0.25).fmod_(1.7)
+        after()
+        co.gemm(s["x"], s["w"].t(), epilogue=kernels.scaled, alpha=s["alpha"], out=s["y"])
+        after()
+        s["x"].copy_(s["y"])
+        after()
+
+    same(step, state)
+
+
+def test_inside_a_graph_with_memsets_and_other_streams():
+    s = square(1024)
+    exact = run(_with_a_branch, s, wait=True)
+    captured = {name: value.clone() for name, value in s.items()}
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        _with_a_branch({name: value.clone() for name, value in s.items()}, 0, lambda: None)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for number in range(STEPS):
+            _with_a_branch(captured, number, lambda: None)
+    for _ in range(3):
+        for name, value in s.items():
+            captured[name].copy_(value)
+        graph.replay()
+        torch.cuda.synchronize()
+        for name, value in exact.items():
+            assert torch.equal(captured[name], value), name
+
+
+def _with_a_branch(s, number, after):
+    s["y"].zero_()
+    after()
+    co.gemm_bias_relu(s["x"], s["w"].t(), s["bias"], out=s["y"])
+    after()
+    main, other = torch.cuda.current_stream(), torch.cuda.Stream()
+    other.wait_stream(main)
+    with torch.cuda.stream(other):
+        s["bias"].mul_(0.999)
+    after()
+    main.wait_stream(other)
+    co.gemm_bias_relu(s["y"], s["w"].t(), s["bias"], out=s["x"])
+    after()
