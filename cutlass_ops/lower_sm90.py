@@ -60,6 +60,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "mainloop_schedule": _MAINLOOP[config.schedule],
         "epilogue_schedule": _EPILOGUE[config.schedule],
         "tile_scheduler": _SCHEDULER[config.scheduler],
+        "overlaps": config.scheduler != "stream_k",
         "stages": legality.sm90_stages(spec),
         "swap_ab": swap,
         "element_c": f"Element_{c_operand}" if c_operand else "void",

@@ -9,6 +9,8 @@
 //   "bf16.row.align1", "residual": "bf16.row"}, "outputs": {}, "target": "sm_90a"}
 // Rebuild: save the declaration as spec.json, then: python -m cutlass_ops build spec.json
 
+// The kernel may start while the one before it ends: programmatic dependent launch.
+#define CUTLASS_ENABLE_GDC_FOR_SM90
 #include "cutlass_ops/sm90_gemm.h"
 
 namespace {

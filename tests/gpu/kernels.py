@@ -104,9 +104,15 @@ def configurations() -> dict[str, KernelSpec]:
         co.Sm90Config(shape(128, 64, 128), cluster(2, 1), schedule="cooperative", scheduler="stream_k", swap_ab=True),
         co.Sm90Config(shape(64, 8, 64), schedule="warp_specialized", swap_ab=True),
         co.Sm90Config(shape(64, 256, 32), schedule="warp_specialized", stages=2),
+        co.Sm90Config(shape(64, 48, 128), schedule="warp_specialized"),
+        co.Sm90Config(shape(128, 112, 64), cluster(2, 1), schedule="pingpong"),
+        co.Sm90Config(shape(256, 208, 64), cluster(2, 1), schedule="cooperative"),
+        co.Sm90Config(shape(64, 80, 64), schedule="warp_specialized", swap_ab=True),
     )
     op = OPS["gemm_bias_relu"]
     found = {c.slug: spec(op, "bf16", ("row", "col"), c) for c in sm90}
+    wide = co.Sm90Config(shape(64, 176, 64), schedule="pingpong")
+    found[f"{wide.slug}-f16-col-row"] = spec(op, "f16", ("col", "row"), wide)
     large = co.ThreadblockShape(128, 128, 32)
     for alignment, stages, stream_k in ((8, 3, False), (4, 4, False), (2, 5, True), (1, 2, True)):
         config = co.Sm80Config(large, co.WarpShape(64, 64, 32), stages=stages, stream_k=stream_k)

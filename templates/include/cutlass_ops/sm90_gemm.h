@@ -2,9 +2,6 @@
 
 #pragma once
 
-// Programmatic dependent launch: the kernels wait for what runs before them themselves, see enqueue.
-#define CUTLASS_ENABLE_GDC_FOR_SM90
-
 #include <atomic>
 
 #include "cute/tensor.hpp"
@@ -137,6 +134,14 @@ cudaError_t prepare(int device) {
   return error;
 }
 
+// Whether the kernel itself waits for the end of what runs before it. A rendered file asks CUTLASS for that before any
+// include; its stream-K scheduler does not compile so.
+#if defined(CUTLASS_ENABLE_GDC_FOR_SM90)
+constexpr bool kWaits = true;
+#else
+constexpr bool kWaits = false;
+#endif
+
 // `Gemm` is what a rendered file defines:
 //   GemmKernel; struct Operands { Problem problem; ... }; static Operands read(Call&);
 //   static typename GemmKernel::Arguments arguments(Operands const&, int raster, int swizzle);
@@ -168,7 +173,7 @@ struct Sm90Entry {
       return cudaGetLastError();
     }
     if (cudaError_t const error = prepare<GemmKernel>(call.device()); error != cudaSuccess) return error;
-    bool const overlap = workspace_size == 0 && !call.reads_device_scalars();
+    bool const overlap = kWaits && workspace_size == 0 && !call.reads_device_scalars();
     return enqueue(GemmKernel::to_underlying_arguments(arguments, workspace), stream, overlap);
   }
 
