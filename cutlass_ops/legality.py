@@ -27,7 +27,7 @@ from cutlass_ops.config import (
     WarpShape,
 )
 from cutlass_ops.dtypes import bf16, f16, f32
-from cutlass_ops.epilogue.graph import Input, Kind, Output
+from cutlass_ops.epilogue.graph import Input, Kind
 from cutlass_ops.errors import ConfigError
 from cutlass_ops.spec import KernelSpec, Operand
 
@@ -139,15 +139,6 @@ def _sides(spec: KernelSpec) -> tuple[_Side, _Side]:
     a, b = ("a", spec.a.major == "row"), ("b", spec.b.major == "col")
     first, second = (b, a) if _swapped(spec) else (a, b)
     return _Side(first[0], "m", first[1], tile.m), _Side(second[0], "n", second[1], tile.n)
-
-
-def _inputs(spec: KernelSpec) -> Iterator[tuple[Input, Operand]]:
-    return zip(spec.epilogue.inputs, spec.inputs, strict=True)
-
-
-def _outputs(spec: KernelSpec) -> Iterator[tuple[Output, Operand]]:
-    """Return the outputs after D and their types."""
-    return zip(spec.epilogue.outputs[1:], spec.outputs, strict=True)
 
 
 def _reduced_along_m(spec: KernelSpec) -> Iterator[str]:
@@ -269,7 +260,7 @@ def _sm90(spec: KernelSpec) -> Sm90Config:
 
 
 def _sm90_source(spec: KernelSpec) -> tuple[Input, Operand] | None:
-    return next(((i, operand) for i, operand in _inputs(spec) if i.kind is Kind.TILE and operand.aligned), None)
+    return next(((i, operand) for i, operand in spec.typed_inputs if i.kind is Kind.TILE and operand.aligned), None)
 
 
 def _sm90_same_width(spec: KernelSpec) -> bool:
@@ -317,12 +308,12 @@ def _sm90_visitors(spec: KernelSpec) -> Iterator[_Block]:
     stages_c, stages_d = sm90_epilogue_stages(spec)
     source = sm90_source(spec)
     broadcast_along_n = Kind.COL if _swapped(spec) else Kind.ROW
-    for given, operand in _inputs(spec):
+    for given, operand in spec.typed_inputs:
         if given.kind is Kind.TILE and operand.aligned and given.name != source:
             yield _sm90_tiles(spec, operand, stages_c)
         elif given.kind is broadcast_along_n:
             yield _Block(_round_up(config.threadblock.n * operand.dtype.bytes, _ARRAY_ALIGNMENT))
-    for output, operand in _outputs(spec):
+    for output, operand in spec.typed_outputs:
         if output.reduce is None and operand.aligned:
             yield _sm90_tiles(spec, operand, stages_d)
 
@@ -439,10 +430,10 @@ def _alignment(spec: KernelSpec, _: Config) -> Iterator[str]:
 
 def _matrices(spec: KernelSpec) -> Iterator[tuple[str, Operand]]:
     yield from (("a", spec.a), ("b", spec.b), ("d", spec.d))
-    for given, operand in _inputs(spec):
+    for given, operand in spec.typed_inputs:
         if given.kind is Kind.TILE:
             yield f"input {given.name}", operand
-    for output, operand in _outputs(spec):
+    for output, operand in spec.typed_outputs:
         if output.reduce is None:
             yield f"output {output.name}", operand
 

@@ -156,20 +156,10 @@ def types(spec: KernelSpec, lowered: Lowered) -> dict[str, Any]:
         "a": _operand(spec.a),
         "b": _operand(spec.b),
         "d": _operand(spec.d),
-        "inputs": [{"name": name, "element": operand.dtype.cpp} for name, _, operand in inputs(spec)],
-        "outputs": [{"name": o.name, "element": operand.dtype.cpp} for o, operand in outputs(spec)],
+        "inputs": [{"name": i.name, "element": operand.dtype.cpp} for i, operand in spec.typed_inputs],
+        "outputs": [{"name": o.name, "element": operand.dtype.cpp} for o, operand in spec.typed_outputs],
         "computes": [{"struct": c.struct, "params": list(c.args), "lines": list(c.lines)} for c in lowered.computes],
     }
-
-
-def inputs(spec: KernelSpec) -> list[tuple[str, Kind, Operand]]:
-    """List the epilogue's inputs with their types."""
-    return [(i.name, i.kind, operand) for i, operand in zip(spec.epilogue.inputs, spec.inputs, strict=True)]
-
-
-def outputs(spec: KernelSpec) -> list[tuple[Output, Operand]]:
-    """Pair the outputs after D with their types."""
-    return list(zip(spec.epilogue.outputs[1:], spec.outputs, strict=True))
 
 
 def layout_of(operand: Operand) -> str:
@@ -188,9 +178,9 @@ def fields(spec: KernelSpec, whole_accesses: Callable[[Operand, bool], bool]) ->
         Whether the kernel moves an (M, N) tensor, given its type and whether it is an output, in whole accesses that
         must divide its extent.
     """
-    found = [_field(name, kind, operand, whole_accesses(operand, False)) for name, kind, operand in inputs(spec)]
+    found = [_field(i.name, i.kind, operand, whole_accesses(operand, False)) for i, operand in spec.typed_inputs]
     return found + [
-        _field(o.name, o.kind, operand, whole_accesses(operand, True), "_output") for o, operand in outputs(spec)
+        _field(o.name, o.kind, operand, whole_accesses(operand, True), "_output") for o, operand in spec.typed_outputs
     ]
 
 

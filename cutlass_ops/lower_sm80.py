@@ -12,7 +12,7 @@ from typing import Any
 from cutlass_ops import arch
 from cutlass_ops.config import Sm80Config
 from cutlass_ops.epilogue.graph import Kind, Output
-from cutlass_ops.lower import ACC, Lowered, fields, inputs, layout_of, lower, outputs, types
+from cutlass_ops.lower import ACC, Lowered, fields, layout_of, lower, types
 from cutlass_ops.spec import KernelSpec, Operand
 
 _REDUCTIONS = {"sum": "Sum", "sum_square": "SumSquare", "max": "Max"}
@@ -46,7 +46,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "fields": fields(spec, lambda operand, is_output: False),
         "reductions": [
             {"output": o.name, "node": f"Reduce_{o.name}", "partial": _partial(o)}
-            for o, _ in outputs(spec)
+            for o, _ in spec.typed_outputs
             if o.reduce is not None
         ],
         "shared_memory_limit": arch.target(spec.target).shared_memory,
@@ -61,7 +61,7 @@ def _swaps(spec: KernelSpec) -> bool:
 def _swizzle(spec: KernelSpec, config: Sm80Config) -> str:
     if not config.stream_k:
         return "sm80::ThreadblockSwizzle"
-    whole_tiles = any(o.reduce is not None and _along_n(o.kind, spec) for o, _ in outputs(spec))
+    whole_tiles = any(o.reduce is not None and _along_n(o.kind, spec) for o, _ in spec.typed_outputs)
     return f"sm80::StreamKSwizzle<{'false' if whole_tiles else 'true'}>"
 
 
@@ -87,7 +87,7 @@ def _nodes(spec: KernelSpec, lowered: Lowered) -> list[Node]:
         visitor = f"threadblock::VisitorCompute<{function}, ElementCompute, ElementCompute, Round>"
         nodes.append(Node(f"Compute_{compute.label}", visitor, "{}", tuple(at[a] for a in compute.args)))
     d, *others = lowered.stores
-    operands = {o.name: operand for o, operand in outputs(spec)}
+    operands = {o.name: operand for o, operand in spec.typed_outputs}
     nodes += [_store(spec, s.output, operands[s.output.name], at[s.compute]) for s in others]
     nodes.append(Node("Store_d", _tile("AuxStore", "ElementD", spec.d, spec), "o.d", (at[d.compute],)))
     return nodes
@@ -96,7 +96,7 @@ def _nodes(spec: KernelSpec, lowered: Lowered) -> list[Node]:
 def _load(spec: KernelSpec, leaf: str) -> Node:
     if leaf == ACC:
         return Node("Accumulator", "threadblock::VisitorAccFetch", "{}")
-    kind, operand = next((kind, operand) for name, kind, operand in inputs(spec) if name == leaf)
+    kind, operand = next((i.kind, operand) for i, operand in spec.typed_inputs if i.name == leaf)
     element = f"Element_{leaf}"
     if kind is Kind.SCALAR:
         visitor = f"sm80::ScalarBroadcast<{element}>"

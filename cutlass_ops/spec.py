@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, cast
 from cutlass_ops import arch
 from cutlass_ops.config import Config, Sm80Config, Sm90Config, config_from_json, config_to_json
 from cutlass_ops.dtypes import DType, dtype, f32
-from cutlass_ops.epilogue.graph import Graph, Kind
+from cutlass_ops.epilogue.graph import Graph, Input, Kind, Output
 from cutlass_ops.errors import ConfigError
 
 Major = Literal["row", "col"]
@@ -162,8 +162,8 @@ class KernelSpec:
             "b": str(self.b),
             "d": str(self.d),
             "epilogue": self.epilogue.to_json(),
-            "inputs": {i.name: str(t) for i, t in zip(self.epilogue.inputs, self.inputs, strict=True)},
-            "outputs": {o.name: str(t) for o, t in zip(self.epilogue.outputs[1:], self.outputs, strict=True)},
+            "inputs": {i.name: str(t) for i, t in self.typed_inputs},
+            "outputs": {o.name: str(t) for o, t in self.typed_outputs},
             "config": config_to_json(self.config),
             "target": self.target,
         }
@@ -207,6 +207,16 @@ class KernelSpec:
         digest = hashlib.sha256(self.canonical().encode()).hexdigest()[:12]
         types = "_".join(str(t).replace(".", "") for t in (self.a, self.b, self.d))
         return f"gemm_{types}_{self.config.slug}_{self.target}_{digest}"
+
+    @property
+    def typed_inputs(self) -> tuple[tuple[Input, Operand], ...]:
+        """The epilogue's inputs with their types."""
+        return tuple(zip(self.epilogue.inputs, self.inputs, strict=True))
+
+    @property
+    def typed_outputs(self) -> tuple[tuple[Output, Operand], ...]:
+        """The outputs after D with their types."""
+        return tuple(zip(self.epilogue.outputs[1:], self.outputs, strict=True))
 
     @property
     def sm90(self) -> Sm90Config | None:
