@@ -29,6 +29,7 @@ from cutlass_ops.config import (
 from cutlass_ops.dtypes import bf16, f16, f32
 from cutlass_ops.epilogue.graph import Input, Kind
 from cutlass_ops.errors import ConfigError
+from cutlass_ops.orientation import along_n, oriented, reduced_along_m, sides
 from cutlass_ops.spec import KernelSpec, Operand
 
 Ground = Literal["hardware", "compiler", "policy"]
@@ -112,39 +113,6 @@ def _arch_violations(spec: KernelSpec) -> tuple[Violation, ...]:
 
 def _violations(rules: tuple[Rule[AnyConfig], ...], spec: KernelSpec, config: AnyConfig) -> tuple[Violation, ...]:
     return tuple(Violation(rule.name, message) for rule in rules for message in rule.broken(spec, config))
-
-
-# ---- What a kernel sees of a spec ----------------------------------------------------------------------------------
-
-# A kernel computes D, or D^T = B^T A^T; tiles are in its own orientation. What follows is in terms of that.
-
-
-@dataclass(frozen=True)
-class _Side:
-    """One operand as the kernel sees it: name, side of the tile, whether K is adjacent in memory, and extent."""
-
-    name: str
-    side: str
-    k_major: bool
-    extent: int
-
-
-def _swapped(spec: KernelSpec) -> bool:
-    """Whether the kernel computes D^T: as Sm90's configuration says; on Sm80 because the epilogue writes rows of D."""
-    return spec.config.swap_ab if isinstance(spec.config, Sm90Config) else spec.d.major == "col"
-
-
-def _sides(spec: KernelSpec) -> tuple[_Side, _Side]:
-    tile = spec.config.threadblock
-    a, b = ("a", spec.a.major == "row"), ("b", spec.b.major == "col")
-    first, second = (b, a) if _swapped(spec) else (a, b)
-    return _Side(first[0], "m", first[1], tile.m), _Side(second[0], "n", second[1], tile.n)
-
-
-def _reduced_along_m(spec: KernelSpec) -> Iterator[str]:
-    """Names of the outputs that have one value for each of the kernel's columns."""
-    kind = Kind.COL if _swapped(spec) else Kind.ROW
-    return (o.name for o in spec.epilogue.outputs if o.reduce is not None and o.kind is kind)
 
 
 # ---- Shared memory: what both architectures need -------------------------------------------------------------------
@@ -307,11 +275,10 @@ def _sm90_visitors(spec: KernelSpec) -> Iterator[_Block]:
     config = _sm90(spec)
     stages_c, stages_d = sm90_epilogue_stages(spec)
     source = sm90_source(spec)
-    broadcast_along_n = Kind.COL if _swapped(spec) else Kind.ROW
     for given, operand in spec.typed_inputs:
         if given.kind is Kind.TILE and operand.aligned and given.name != source:
             yield _sm90_tiles(spec, operand, stages_c)
-        elif given.kind is broadcast_along_n:
+        elif along_n(spec, given.kind):
             yield _Block(_round_up(config.threadblock.n * operand.dtype.bytes, _ARRAY_ALIGNMENT))
     for output, operand in spec.typed_outputs:
         if output.reduce is None and operand.aligned:
@@ -321,7 +288,7 @@ def _sm90_visitors(spec: KernelSpec) -> Iterator[_Block]:
 def _sm90_tiles(spec: KernelSpec, operand: Operand, stages: int) -> _Block:
     """Epilogue tiles of one tensor, aligned to the period of their swizzle (``cutlass/detail/layout.hpp``)."""
     epi_m, epi_n = sm90_epilogue_tile(spec)
-    contiguous = epi_n if (operand.major == "row") != _swapped(spec) else epi_m
+    contiguous = epi_n if oriented(spec, operand).major == "row" else epi_m
     swizzle = _sm90_swizzle(contiguous * operand.dtype.bytes)
     size = epi_m * epi_n * stages * operand.dtype.bytes
     alignment = max(128, 8 * swizzle)
@@ -355,7 +322,7 @@ def _sm80_epilogue(spec: KernelSpec, config: Sm80Config) -> _Block:
     padding = 8
     rows = tile.m // warp.m * 8 * fragments
     accumulators = _Block(rows * (tile.n + padding) * f32.bytes)
-    reductions = [_Block(config.warps * tile.n * f32.bytes, f32.bytes) for _ in _reduced_along_m(spec)]
+    reductions = [_Block(config.warps * tile.n * f32.bytes, f32.bytes) for _ in reduced_along_m(spec)]
     return _struct(accumulators, _struct(*reductions) if reductions else _Block(1, 1))
 
 
@@ -532,7 +499,7 @@ def _sm90_unsliceable(spec: KernelSpec, config: Sm90Config, stages: int) -> Iter
     An atom is 8 rows of the swizzle's width, a period two atoms (``SmemLayoutA{}(_,_,0)`` in
     ``gemm/collective/sm90_mma_tma_gmma_ss_warpspecialized.hpp``).
     """
-    for operand in _sides(spec):
+    for operand in sides(spec):
         if not operand.k_major or operand.extent % 16 == 0:
             continue
         side = f"threadblock.{operand.side}"
@@ -582,7 +549,7 @@ def _sm90_cluster_shape(_: KernelSpec, config: Sm90Config) -> Iterator[str]:
 def _sm90_multicast(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
     # Thread blocks side by side along N each load a part of A's tile for all of them, and so for B's along M.
     peers = {"m": config.cluster.n, "n": config.cluster.m}
-    for operand in _sides(spec):
+    for operand in sides(spec):
         sharing = peers[operand.side]
         tile_bytes = operand.extent * config.threadblock.k * spec.a.dtype.bytes
         if tile_bytes % (sharing * _TMA_SMEM_ALIGNMENT):
@@ -610,7 +577,7 @@ def _sm90_reduction_tile(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
     # From 8 pairs on it takes for granted that each lane is left with the same number of them.
     n = config.threadblock.n
     if n > 64 and n % 64:
-        for name in _reduced_along_m(spec):
+        for name in reduced_along_m(spec):
             yield (
                 f"threadblock.n is {n} and output {name} is reduced along the kernel's M: CUTLASS's shuffles then drop "
                 f"values; use at most 64 or a multiple of 64"
@@ -622,7 +589,7 @@ def _sm90_reduction_buffer(spec: KernelSpec, config: Sm90Config) -> Iterator[str
     warps = 8 if config.schedule == "cooperative" else 4
     needed, there = warps * config.threadblock.n * f32.bytes, epi_m * epi_n * spec.d.dtype.bytes
     if needed > there:
-        for name in _reduced_along_m(spec):
+        for name in reduced_along_m(spec):
             yield (
                 f"threadblock.n is {config.threadblock.n} and output {name} is reduced along the kernel's M: that "
                 f"needs {needed} bytes, and the epilogue's buffer of {epi_m}x{epi_n} elements of d has {there}; use a "
@@ -709,7 +676,7 @@ def _sm80_accumulators(_: KernelSpec, config: Sm80Config) -> Iterator[str]:
 
 def _sm80_load_map(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
     k = config.threadblock.k
-    for operand in _sides(spec):
+    for operand in sides(spec):
         contiguous, strided = (k, operand.extent) if operand.k_major else (operand.extent, k)
         if not _sm80_covers(contiguous, strided, config.warps, operand.k_major):
             yield (
@@ -745,7 +712,7 @@ def _sm80_covers(contiguous: int, strided: int, warps: int, k_major: bool) -> bo
 
 def _sm80_load_predicates(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
     threads = max(config.warps, 1) * arch.WARP
-    for operand in _sides(spec):
+    for operand in sides(spec):
         alignment = (spec.a if operand.name == "a" else spec.b).alignment
         accesses = operand.extent * config.threadblock.k // alignment // threads
         if accesses > _SM80_MAX_PREDICATES:
@@ -757,7 +724,7 @@ def _sm80_load_predicates(spec: KernelSpec, config: Sm80Config) -> Iterator[str]
 
 def _sm80_k_extent(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
     limit = 128 // spec.a.dtype.bytes
-    for operand in _sides(spec):
+    for operand in sides(spec):
         if operand.k_major and config.threadblock.k > limit:
             yield (
                 f"threadblock.k is {config.threadblock.k} and {operand.name} has K adjacent in memory: CUTLASS's "

@@ -13,6 +13,7 @@ from cutlass_ops import arch
 from cutlass_ops.config import Sm80Config
 from cutlass_ops.epilogue.graph import Kind, Output
 from cutlass_ops.lower import ACC, Lowered, fields, layout_of, lower, types
+from cutlass_ops.orientation import along_n, oriented, reduced_along_m, swapped
 from cutlass_ops.spec import KernelSpec, Operand
 
 _REDUCTIONS = {"sum": "Sum", "sum_square": "SumSquare", "max": "Max"}
@@ -40,7 +41,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "instruction": f"{i.m}, {i.n}, {i.k}",
         "stages": config.stages,
         "swizzle": {"type": _swizzle(spec, config), "width": config.swizzle},
-        "swap_ab": _swaps(spec),
+        "swap_ab": swapped(spec),
         "nodes": [asdict(n) for n in _nodes(spec, lowered)],
         # No access of the epilogue is wider than D's, and D's extent is a multiple of that.
         "fields": fields(spec, lambda operand, is_output: False),
@@ -53,25 +54,15 @@ def context(spec: KernelSpec) -> dict[str, Any]:
     }
 
 
-def _swaps(spec: KernelSpec) -> bool:
-    """Whether the kernel computes D^T = B^T A^T, because D is column-major and the epilogue writes rows."""
-    return spec.d.major == "col"
-
-
 def _swizzle(spec: KernelSpec, config: Sm80Config) -> str:
     if not config.stream_k:
         return "sm80::ThreadblockSwizzle"
-    whole_tiles = any(o.reduce is not None and _along_n(o.kind, spec) for o, _ in spec.typed_outputs)
+    whole_tiles = any(reduced_along_m(spec))
     return f"sm80::StreamKSwizzle<{'false' if whole_tiles else 'true'}>"
 
 
 def _partial(output: Output) -> str:
     return f"partial_{output.name}_"  # the underscore keeps it apart from names that users give
-
-
-def _along_n(kind: Kind, spec: KernelSpec) -> bool:
-    """Whether a vector runs along N in the kernel's own orientation."""
-    return (kind is Kind.ROW) != _swaps(spec)
 
 
 def _nodes(spec: KernelSpec, lowered: Lowered) -> list[Node]:
@@ -103,7 +94,7 @@ def _load(spec: KernelSpec, leaf: str) -> Node:
     elif kind is Kind.TILE:
         visitor = _tile("AuxLoad", element, operand, spec)
     else:
-        visitor = f"sm80::{'Row' if _along_n(kind, spec) else 'Col'}Broadcast<ThreadMap, {element}>"
+        visitor = f"sm80::{'Row' if along_n(spec, kind) else 'Col'}Broadcast<ThreadMap, {element}>"
     return Node(f"Load_{leaf}", visitor, f"o.{leaf}")
 
 
@@ -111,11 +102,11 @@ def _store(spec: KernelSpec, output: Output, operand: Operand, value: int) -> No
     if output.reduce is None:
         visitor = _tile("AuxStore", f"Element_{output.name}", operand, spec)
         return Node(f"Store_{output.name}", visitor, f"o.{output.name}", (value,))
-    side = "Row" if _along_n(output.kind, spec) else "Col"
+    side = "Row" if along_n(spec, output.kind) else "Col"
     visitor = f"sm80::{side}Reduction<sm80::{_REDUCTIONS[output.reduce]}, ThreadMap>"
     return Node(f"Reduce_{output.name}", visitor, f"o.{_partial(output)}", (value,))
 
 
 def _tile(visitor: str, element: str, operand: Operand, spec: KernelSpec) -> str:
-    layout = layout_of(operand.transposed if _swaps(spec) else operand)
+    layout = layout_of(oriented(spec, operand))
     return f"sm80::{visitor}<ThreadMap, {element}, {layout}, {operand.alignment}>"

@@ -12,6 +12,7 @@ from cutlass_ops import arch, legality
 from cutlass_ops.config import Sm90Config
 from cutlass_ops.epilogue.graph import Kind, Output
 from cutlass_ops.lower import ACC, Lowered, fields, layout_of, lower, types
+from cutlass_ops.orientation import along_n, oriented, swapped
 from cutlass_ops.spec import KernelSpec, Operand
 
 _MAINLOOP = {
@@ -52,7 +53,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
     lowered = lower(spec.epilogue)
     c_operand = legality.sm90_source(spec)
     nodes, is_tree = _nodes(spec, lowered, c_operand)
-    tile, swap = config.threadblock, config.swap_ab
+    tile = config.threadblock
     c_type = spec.inputs[_input_index(spec, c_operand)] if c_operand else None
     return types(spec, lowered) | {
         "tile": {"m": tile.m, "n": tile.n, "k": tile.k},
@@ -62,11 +63,11 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "tile_scheduler": _SCHEDULER[config.scheduler],
         "overlaps": config.scheduler != "stream_k",
         "stages": legality.sm90_stages(spec),
-        "swap_ab": swap,
+        "swap_ab": swapped(spec),
         "element_c": f"Element_{c_operand}" if c_operand else "void",
-        "layout_c": layout_of(_oriented(c_type or spec.d, swap)),
+        "layout_c": layout_of(oriented(spec, c_type or spec.d)),
         "alignment_c": (c_type or spec.d).alignment,
-        "layout_kernel_d": layout_of(_oriented(spec.d, swap)),
+        "layout_kernel_d": layout_of(oriented(spec, spec.d)),
         "nodes": [
             {
                 "name": n.name,
@@ -84,10 +85,6 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "c_pointer": f"o.{c_operand}.ptr<Element_{c_operand}>()" if c_operand else "nullptr",
         "c_stride": f"cutlass_ops::stride<typename GemmKernel::StrideC>(o.{c_operand})" if c_operand else "{}",
     }
-
-
-def _oriented(operand: Operand, swap: bool) -> Operand:
-    return operand.transposed if swap else operand
 
 
 def _input_index(spec: KernelSpec, name: str) -> int:
@@ -153,16 +150,14 @@ def _load(spec: KernelSpec, leaf: str, c_operand: str | None) -> Node:
         return Node("Accumulator", "fusion::Sm90AccFetch", "{}")
     index = _input_index(spec, leaf)
     kind, operand = spec.epilogue.inputs[index].kind, spec.inputs[index]
-    swap = bool(spec.sm90 and spec.sm90.swap_ab)
     element = f"Element_{leaf}"
     name = f"Load_{leaf}"
     if kind is Kind.SCALAR:
         scalar = f"fusion::Sm90ScalarBroadcast<{element}, cute::Stride<_0, _0, _0>>"
         return Node(name, scalar, f"{{{{o.{leaf}.value}}, {{o.{leaf}.ptr}}, {{}}}}")
     if kind is Kind.TILE:
-        return _tile_load(spec, leaf, operand, c_operand, swap)
-    along_n = (kind is Kind.ROW) != swap
-    visitor, stride = ("Sm90RowBroadcast", "_0, _1, _0") if along_n else ("Sm90ColBroadcast", "_1, _0, _0")
+        return _tile_load(spec, leaf, operand, c_operand)
+    visitor, stride = ("Sm90RowBroadcast", "_0, _1, _0") if along_n(spec, kind) else ("Sm90ColBroadcast", "_1, _0, _0")
     return Node(
         name,
         f"fusion::{visitor}<0, ThreadblockShape, {element}, ElementCompute, cute::Stride<{stride}>, "
@@ -171,12 +166,12 @@ def _load(spec: KernelSpec, leaf: str, c_operand: str | None) -> Node:
     )
 
 
-def _tile_load(spec: KernelSpec, leaf: str, operand: Operand, c_operand: str | None, swap: bool) -> Node:
+def _tile_load(spec: KernelSpec, leaf: str, operand: Operand, c_operand: str | None) -> Node:
     element = f"Element_{leaf}"
     name = f"Load_{leaf}"
     if leaf == c_operand:
         return Node(name, f"fusion::Sm90SrcFetch<{element}>", "{}")
-    layout = f"cutlass::layout::{layout_of(_oriented(operand, swap))}"
+    layout = f"cutlass::layout::{layout_of(oriented(spec, operand))}"
     arguments = f"{{o.{leaf}.ptr<{element}>(), {element}(0), cutlass_ops::stride<Stride_{leaf}>(o.{leaf})}}"
     stride = f"using Stride_{leaf} = cutlass::detail::TagToStrideC_t<{layout}>;"
     if operand.aligned:
@@ -196,12 +191,11 @@ def _tile_load(spec: KernelSpec, leaf: str, operand: Operand, c_operand: str | N
 def _store(spec: KernelSpec, output: Output, value: int) -> Node:
     index = next(i for i, o in enumerate(spec.epilogue.outputs[1:]) if o.name == output.name)
     operand = spec.outputs[index]
-    swap = bool(spec.sm90 and spec.sm90.swap_ab)
     name, element = output.name, f"Element_{output.name}"
     if output.reduce is not None:
         fold, join, identity = _REDUCTIONS[output.reduce]
-        along_m = (output.kind is Kind.COL) != swap
-        visitor, stride = ("Sm90ColReduction", "_1, _0, _0") if along_m else ("Sm90RowReduction", "_0, _1, _0")
+        by_columns = along_n(spec, output.kind)
+        visitor, stride = ("Sm90RowReduction", "_0, _1, _0") if by_columns else ("Sm90ColReduction", "_1, _0, _0")
         return Node(
             f"Reduce_{name}",
             f"fusion::{visitor}<{fold}, {join}, {join}, 0, ThreadblockShape, {element}, ElementCompute, Round, "
@@ -209,7 +203,7 @@ def _store(spec: KernelSpec, output: Output, value: int) -> Node:
             f"{{o.{name}, {identity}, {{}}}}",
             (value,),
         )
-    layout = f"cutlass::layout::{layout_of(_oriented(operand, swap))}"
+    layout = f"cutlass::layout::{layout_of(oriented(spec, operand))}"
     if not operand.aligned:
         return _direct_store(name, element, layout, str(operand.alignment), value)
     descriptor = (

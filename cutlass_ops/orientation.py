@@ -1,0 +1,65 @@
+"""How a kernel sees the problem: which way round it computes, and what then runs along its own M and N.
+
+A kernel computes D, or D^T = B^T A^T. Tiles, clusters and the epilogue's visitors are in its own orientation; operands,
+inputs and outputs are declared in the problem's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from cutlass_ops.config import Sm90Config
+from cutlass_ops.epilogue.graph import Kind
+from cutlass_ops.spec import KernelSpec, Operand
+
+
+@dataclass(frozen=True)
+class Side:
+    """A or B as one side of the kernel's tile.
+
+    Attributes
+    ----------
+    name : str
+        ``"a"`` or ``"b"``: the operand's name in the spec.
+    side : str
+        ``"m"`` or ``"n"``: what the operand has besides K.
+    k_major : bool
+        Whether neighbours along K are adjacent in memory.
+    extent : int
+        The tile's extent along that side, in elements.
+    """
+
+    name: str
+    side: Literal["m", "n"]
+    k_major: bool
+    extent: int
+
+
+def swapped(spec: KernelSpec) -> bool:
+    """Whether the kernel computes D^T: as Sm90's configuration says; on Sm80 because the epilogue writes rows of D."""
+    return spec.config.swap_ab if isinstance(spec.config, Sm90Config) else spec.d.major == "col"
+
+
+def oriented(spec: KernelSpec, operand: Operand) -> Operand:
+    """Return the type of an (M, N) tensor as the kernel sees it."""
+    return operand.transposed if swapped(spec) else operand
+
+
+def sides(spec: KernelSpec) -> tuple[Side, Side]:
+    """Return the operand along the kernel's M and the one along its N."""
+    tile = spec.config.threadblock
+    a, b = ("a", spec.a.major == "row"), ("b", spec.b.major == "col")
+    first, second = (b, a) if swapped(spec) else (a, b)
+    return Side(first[0], "m", first[1], tile.m), Side(second[0], "n", second[1], tile.n)
+
+
+def along_n(spec: KernelSpec, kind: Kind) -> bool:
+    """Whether an input or output of this kind is a vector with one value for each of the kernel's columns."""
+    return kind is (Kind.COL if swapped(spec) else Kind.ROW)
+
+
+def reduced_along_m(spec: KernelSpec) -> Iterator[str]:
+    """Yield the names of the outputs that reduce each of the kernel's columns to one value."""
+    return (o.name for o in spec.epilogue.outputs if o.reduce is not None and along_n(spec, o.kind))
