@@ -1,19 +1,17 @@
-"""Why a kernel declaration cannot be built, before any compiler runs, and what shared memory the kernel will take.
+"""Why a kernel declaration cannot be built, before any compiler runs.
 
 Each rule is one small function in a table: :data:`VALUES`, :data:`COMMON`, :data:`SM90` or :data:`SM80`. It stands on
 one of three grounds: the hardware cannot do it, CUTLASS does not compile it, or this library refuses it because it
 would be wrong, slow or untested. ``docs/legality.md`` lists them all.
 
 Sources: the headers of CUTLASS 4.2, named at each formula relative to ``cutlass/``; PTX ISA, ``wgmma.mma_async``,
-``cp.async.bulk.tensor`` and ``cp.async``. The formulas of shared memory give ``sizeof(GemmKernel::SharedStorage)`` to
-the byte; ``tests/compile/test_legality_compile.py`` compares them with the compiler's.
+``cp.async.bulk.tensor`` and ``cp.async``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from math import gcd
 from typing import Generic, Literal, TypeGuard, TypeVar
 
 from cutlass_ops import arch
@@ -27,9 +25,17 @@ from cutlass_ops.config import (
     WarpShape,
 )
 from cutlass_ops.dtypes import bf16, f16, f32
-from cutlass_ops.epilogue.graph import Input, Kind
+from cutlass_ops.epilogue.graph import Kind
 from cutlass_ops.errors import ConfigError
-from cutlass_ops.orientation import along_n, oriented, reduced_along_m, sides
+from cutlass_ops.footprint import (
+    MAX_STAGES,
+    MIN_STAGES,
+    shared_memory,
+    sm90_epilogue_tile,
+    sm90_slicing_obstacle,
+    sm90_stages,
+)
+from cutlass_ops.orientation import reduced_along_m, sides
 from cutlass_ops.spec import KernelSpec, Operand
 
 Ground = Literal["hardware", "compiler", "policy"]
@@ -115,217 +121,6 @@ def _violations(rules: tuple[Rule[AnyConfig], ...], spec: KernelSpec, config: An
     return tuple(Violation(rule.name, message) for rule in rules for message in rule.broken(spec, config))
 
 
-# ---- Shared memory: what both architectures need -------------------------------------------------------------------
-
-# CUTLASS's default alignment of an array in shared memory (cutlass/array.h, cute/container/array_aligned.hpp).
-_ARRAY_ALIGNMENT = 16
-_MBARRIER_BYTES = 8
-
-
-@dataclass(frozen=True)
-class _Block:
-    """Size and alignment of a C++ object in bytes."""
-
-    size: int
-    alignment: int = _ARRAY_ALIGNMENT
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-def _struct(*members: _Block, alignment: int = 1) -> _Block:
-    """Lay members out one after the other as C++ does; ``alignment`` is the least that the struct itself has."""
-    offset = 0
-    for member in members:
-        offset = _round_up(offset, member.alignment) + member.size
-        alignment = max(alignment, member.alignment)
-    return _Block(_round_up(offset, alignment), alignment)
-
-
-def _union(*members: _Block) -> _Block:
-    alignment = max(m.alignment for m in members)
-    return _Block(_round_up(max(m.size for m in members), alignment), alignment)
-
-
-def shared_memory(spec: KernelSpec) -> int:
-    """Return the bytes of shared memory that one thread block of the kernel takes.
-
-    Parameters
-    ----------
-    spec : KernelSpec
-        A declaration whose fields have a meaning; where the configuration leaves the stages open, with as many as fit.
-    """
-    if isinstance(spec.config, Sm90Config):
-        return _sm90_shared_memory(spec, spec.config, sm90_stages(spec))
-    return _sm80_shared_memory(spec, spec.config)
-
-
-# ---- Sm90: derived values ------------------------------------------------------------------------------------------
-
-_SWIZZLE_BYTES = (128, 64, 32)  # widths of the swizzled layouts that TMA and wgmma share, the widest first
-_MIN_STAGES, _MAX_STAGES = 2, 64  # no tile is so small that it needs more
-
-
-def sm90_source(spec: KernelSpec) -> str | None:
-    """Return the name of the tile input that TMA loads as the collective epilogue's C, or None if there is none.
-
-    It is the first one aligned to 16 bytes. Further tile inputs are loaded by visitors of their own.
-    """
-    source = _sm90_source(spec)
-    return source and source[0].name
-
-
-def sm90_epilogue_tile(spec: KernelSpec) -> tuple[int, int]:
-    """Return the (M, N) part of the CTA tile that one step of the epilogue handles, in elements.
-
-    ``sm90_compute_tile_shape_or_override`` in ``epilogue/collective/builders/sm90_builder.inl``, for 16 and 32 bits.
-    """
-    config = _sm90(spec)
-    tile = config.threadblock
-    rows = 128 if config.schedule == "cooperative" else 64
-    return min(rows, tile.m), gcd(min(32, tile.n), tile.n)
-
-
-def sm90_epilogue_stages(spec: KernelSpec) -> tuple[int, int]:
-    """Return how many epilogue tiles of C and of D shared memory holds.
-
-    ``sm90_get_tma_dispatch_policy`` in ``epilogue/collective/builders/sm90_builder.inl``.
-    """
-    tile, (epi_m, epi_n) = _sm90(spec).threadblock, sm90_epilogue_tile(spec)
-    steps = -(-tile.m // epi_m) * -(-tile.n // epi_n)
-    stages_d = min(steps, 2)
-    stages_c = max(min(steps, 4), stages_d + 1) if _sm90_same_width(spec) else min(steps, 4)
-    return stages_c, stages_d
-
-
-def sm90_epilogue_smem(spec: KernelSpec) -> int:
-    """Return the bytes of shared memory that the epilogue takes: tiles of C and D, and what its visitors keep."""
-    return _sm90_epilogue(spec).size
-
-
-def sm90_stages(spec: KernelSpec) -> int:
-    """Return the stages of the main loop's pipeline that the kernel really has.
-
-    The configuration's own number, or else the largest with which the kernel fits into the target's shared memory. It
-    is less than two if not even that fits, which :func:`check` reports.
-    """
-    config = _sm90(spec)
-    if config.stages is not None:
-        return config.stages
-    limit = arch.target(spec.target).shared_memory
-    stage = (config.threadblock.m + config.threadblock.n) * config.threadblock.k * spec.a.dtype.bytes
-    most = min(_MAX_STAGES, limit // stage)
-    largest = next((s for s in range(most, 0, -1) if _sm90_shared_memory(spec, config, s) <= limit), 0)
-    # Some buffers need an even number of stages.
-    return next((s for s in (largest, largest - 1) if not list(_sm90_unsliceable(spec, config, s))), largest)
-
-
-def _sm90(spec: KernelSpec) -> Sm90Config:
-    if not isinstance(spec.config, Sm90Config):
-        raise TypeError("an Sm90Config is needed")
-    return spec.config
-
-
-def _sm90_source(spec: KernelSpec) -> tuple[Input, Operand] | None:
-    return next(((i, operand) for i, operand in spec.typed_inputs if i.kind is Kind.TILE and operand.aligned), None)
-
-
-def _sm90_same_width(spec: KernelSpec) -> bool:
-    """Whether C has D's width, so that D may take C's place in shared memory."""
-    source = _sm90_source(spec)
-    return source is not None and source[1].dtype.bits == spec.d.dtype.bits
-
-
-def _sm90_shared_memory(spec: KernelSpec, config: Sm90Config, stages: int) -> int:
-    """``GemmKernel::SharedStorage`` in ``gemm/kernel/sm90_gemm_tma_warpspecialized*.hpp``."""
-    tile = config.threadblock
-    row_bytes = tile.k * stages * spec.a.dtype.bytes
-    mainloop = _struct(_Block(tile.m * row_bytes), _Block(tile.n * row_bytes), alignment=128)
-    epilogue = _sm90_epilogue(spec)
-    full_and_empty = 2 * _MBARRIER_BYTES
-    barriers = [_Block(stages * full_and_empty), _Block(sm90_epilogue_stages(spec)[0] * full_and_empty)]
-    if config.schedule == "warp_specialized":  # not persistent: the epilogue begins when the main loop has ended
-        return _struct(_union(mainloop, epilogue), _struct(*barriers, alignment=16)).size
-    if config.schedule == "pingpong":
-        barriers.append(_Block(2 * full_and_empty))  # which warpgroup's turn it is, in main loop and epilogue
-    barriers.append(_Block(full_and_empty))  # which producer's turn it is
-    tensors = _struct(epilogue, mainloop, alignment=128)
-    return _struct(_struct(*barriers, alignment=16), _Block(1), tensors).size
-
-
-def _sm90_epilogue(spec: KernelSpec) -> _Block:
-    """``TensorStorage`` in ``epilogue/collective/sm90_epilogue_tma_warpspecialized.hpp``."""
-    stages_c, stages_d = sm90_epilogue_stages(spec)
-    source = _sm90_source(spec)
-    # Room for D is there even if visitors store D past shared memory, but then it cannot take C's place.
-    d = _sm90_tiles(spec, spec.d, stages_d)
-    if source is None:
-        collective = d
-    elif _sm90_same_width(spec) and spec.d.aligned:
-        collective = _union(_sm90_tiles(spec, source[1], stages_c), _sm90_tiles(spec, spec.d, stages_c))
-    else:
-        collective = _struct(_sm90_tiles(spec, source[1], stages_c), d)
-    visitors = list(_sm90_visitors(spec))
-    return _struct(collective, _struct(*visitors) if visitors else _Block(1, 1))
-
-
-def _sm90_visitors(spec: KernelSpec) -> Iterator[_Block]:
-    """``SharedStorage`` of the visitors that have any, in ``epilogue/fusion/sm90_visitor_{load,store}_*.hpp``."""
-    config = _sm90(spec)
-    stages_c, stages_d = sm90_epilogue_stages(spec)
-    source = sm90_source(spec)
-    for given, operand in spec.typed_inputs:
-        if given.kind is Kind.TILE and operand.aligned and given.name != source:
-            yield _sm90_tiles(spec, operand, stages_c)
-        elif along_n(spec, given.kind):
-            yield _Block(_round_up(config.threadblock.n * operand.dtype.bytes, _ARRAY_ALIGNMENT))
-    for output, operand in spec.typed_outputs:
-        if output.reduce is None and operand.aligned:
-            yield _sm90_tiles(spec, operand, stages_d)
-
-
-def _sm90_tiles(spec: KernelSpec, operand: Operand, stages: int) -> _Block:
-    """Epilogue tiles of one tensor, aligned to the period of their swizzle (``cutlass/detail/layout.hpp``)."""
-    epi_m, epi_n = sm90_epilogue_tile(spec)
-    contiguous = epi_n if oriented(spec, operand).major == "row" else epi_m
-    swizzle = _sm90_swizzle(contiguous * operand.dtype.bytes)
-    size = epi_m * epi_n * stages * operand.dtype.bytes
-    alignment = max(128, 8 * swizzle)
-    return _Block(_round_up(size, alignment), alignment)
-
-
-def _sm90_swizzle(contiguous_bytes: int) -> int:
-    """Width in bytes of the swizzle that CUTLASS picks, 0 for none (``gemm/collective/builders/sm90_common.inl``)."""
-    return next((width for width in _SWIZZLE_BYTES if contiguous_bytes % width == 0), 0)
-
-
-# ---- Sm80: derived values ------------------------------------------------------------------------------------------
-
-_SM80_ACCESS = 8  # 16-bit elements in one 16-byte access, how shared memory is always written
-_SM80_MAX_PREDICATES = 64  # transform/threadblock/predicated_tile_access_iterator.h: 4 words of 16
-
-
-def _sm80_shared_memory(spec: KernelSpec, config: Sm80Config) -> int:
-    """``SharedStorage`` in ``gemm/kernel/gemm_universal.h``: main loop and epilogue use the same memory in turn."""
-    tile = config.threadblock
-    row_bytes = tile.k * config.stages * spec.a.dtype.bytes
-    mainloop = _struct(_Block(tile.m * row_bytes), _Block(tile.n * row_bytes))
-    return _union(mainloop, _sm80_epilogue(spec, config)).size
-
-
-def _sm80_epilogue(spec: KernelSpec, config: Sm80Config) -> _Block:
-    """``EpilogueWithVisitorCallbacks::SharedStorage``: eight rows of accumulators a warp, and the visitors' own."""
-    tile, warp = config.threadblock, config.warp
-    # CUTLASS exchanges twice as many rows at once where D's accesses are 16 bytes (default_epilogue_tensor_op.h).
-    fragments = 2 if spec.d.aligned else 1
-    padding = 8
-    rows = tile.m // warp.m * 8 * fragments
-    accumulators = _Block(rows * (tile.n + padding) * f32.bytes)
-    reductions = [_Block(config.warps * tile.n * f32.bytes, f32.bytes) for _ in reduced_along_m(spec)]
-    return _struct(accumulators, _struct(*reductions) if reductions else _Block(1, 1))
-
-
 # ---- Rules: fields that mean something -----------------------------------------------------------------------------
 
 _SHAPES = {
@@ -348,8 +143,8 @@ def _field_values(spec: KernelSpec, config: Config) -> Iterator[str]:
             yield f"{name} is {value!r}: use {' or '.join(map(repr, allowed))}"
     if config.stages is None and isinstance(config, Sm90Config):
         return
-    if not _positive(config.stages) or not _MIN_STAGES <= config.stages <= _MAX_STAGES:
-        yield f"stages is {config.stages!r}: use {_MIN_STAGES} to {_MAX_STAGES}, since one is filled while one is used"
+    if not _positive(config.stages) or not MIN_STAGES <= config.stages <= MAX_STAGES:
+        yield f"stages is {config.stages!r}: use {MIN_STAGES} to {MAX_STAGES}, since one is filled while one is used"
 
 
 def _positive(value: object) -> TypeGuard[int]:
@@ -407,12 +202,8 @@ def _matrices(spec: KernelSpec) -> Iterator[tuple[str, Operand]]:
 
 def _shared_memory(spec: KernelSpec, config: Config) -> Iterator[str]:
     limit = arch.target(spec.target).shared_memory
-    stages = config.stages if config.stages is not None else _MIN_STAGES
-    needed = (
-        _sm90_shared_memory(spec, config, stages)
-        if isinstance(config, Sm90Config)
-        else _sm80_shared_memory(spec, config)
-    )
+    stages = config.stages if config.stages is not None else MIN_STAGES
+    needed = shared_memory(spec, stages)
     if needed > limit:
         yield (
             f"{stages} stages of threadblock {config.threadblock} and the epilogue take {needed} bytes of shared "
@@ -490,27 +281,16 @@ def _sm90_epilogue_step(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
 
 
 def _sm90_k_major_tile(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
-    yield from _sm90_unsliceable(spec, config, sm90_stages(spec))
-
-
-def _sm90_unsliceable(spec: KernelSpec, config: Sm90Config, stages: int) -> Iterator[str]:
-    """CuTe can take one stage out of a swizzled K-major buffer only where the stage is whole periods of the swizzle.
-
-    An atom is 8 rows of the swizzle's width, a period two atoms (``SmemLayoutA{}(_,_,0)`` in
-    ``gemm/collective/sm90_mma_tma_gmma_ss_warpspecialized.hpp``).
-    """
+    k, stages = config.threadblock.k, sm90_stages(spec)
     for operand in sides(spec):
-        if not operand.k_major or operand.extent % 16 == 0:
-            continue
         side = f"threadblock.{operand.side}"
         where = f"{side} is {operand.extent} and {operand.name} has K adjacent in memory, which CuTe cannot slice"
-        k = config.threadblock.k
-        atoms = k * spec.a.dtype.bytes // (_sm90_swizzle(k * spec.a.dtype.bytes) or 16)
-        if operand.extent != 8:
+        obstacle = sm90_slicing_obstacle(spec, operand, stages)
+        if obstacle == "side":
             yield f"{where}: use 8 or a multiple of 16 for {side}"
-        elif atoms % 2 and atoms != 1:
+        elif obstacle == "k":
             yield f"{where} with threadblock.k {k}: use a power of two for threadblock.k"
-        elif atoms == 1 and stages % 2:
+        elif obstacle == "stages":
             yield f"{where} with {stages} stages of threadblock.k {k}: use an even number of stages"
 
 
@@ -620,6 +400,8 @@ SM90: tuple[Rule[Sm90Config], ...] = (
 
 # Accumulator registers a thread may have, as a share of those there are: operands and epilogue need the rest.
 _SM80_MAX_ACCUMULATOR_SHARE = 2
+_SM80_ACCESS = 8  # 16-bit elements in one 16-byte access, how shared memory is always written
+_SM80_MAX_PREDICATES = 64  # transform/threadblock/predicated_tile_access_iterator.h: 4 words of 16
 _EPILOGUE_ROWS = 8
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cutlass_ops import arch, legality
+from cutlass_ops import arch, footprint
 from cutlass_ops.config import Sm90Config
 from cutlass_ops.epilogue.graph import Kind, Output
 from cutlass_ops.lower import ACC, Lowered, fields, layout_of, lower, types
@@ -51,7 +51,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
     config = spec.config
     assert isinstance(config, Sm90Config)
     lowered = lower(spec.epilogue)
-    c_operand = legality.sm90_source(spec)
+    c_operand = footprint.sm90_source(spec)
     nodes, is_tree = _nodes(spec, lowered, c_operand)
     tile = config.threadblock
     c_type = spec.inputs[_input_index(spec, c_operand)] if c_operand else None
@@ -62,7 +62,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "epilogue_schedule": _EPILOGUE[config.schedule],
         "tile_scheduler": _SCHEDULER[config.scheduler],
         "overlaps": config.scheduler != "stream_k",
-        "stages": legality.sm90_stages(spec),
+        "stages": footprint.sm90_stages(spec),
         "swap_ab": swapped(spec),
         "element_c": f"Element_{c_operand}" if c_operand else "void",
         "layout_c": layout_of(oriented(spec, c_type or spec.d)),

@@ -25,8 +25,9 @@ from cutlass_ops.config import (
     WarpShape,
 )
 from cutlass_ops.errors import CompileError
+from cutlass_ops.footprint import shared_memory, sm90_stages
 from cutlass_ops.inspection import inspect
-from cutlass_ops.legality import check, shared_memory
+from cutlass_ops.legality import check
 from cutlass_ops.render import render
 from cutlass_ops.spec import KernelSpec
 from cutlass_ops.toolchain import compile_kernel, find_toolchain
@@ -94,7 +95,7 @@ EPILOGUES = (plain, bias_relu, scaled, residual, gated, saved, column_sum, row_s
 def first_error(spec):
     """Compile a spec, legal or not, and with it the claim about its shared memory; return the first error or None."""
     size = "sizeof(typename Gemm::GemmKernel::SharedStorage)"
-    claim = f'static_assert({size} == {shared_memory(spec)}, "legality.shared_memory is wrong");\n'
+    claim = f'static_assert({size} == {shared_memory(spec)}, "footprint.shared_memory is wrong");\n'
     with TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "kernel.cu").write_text(render(spec) + claim)
@@ -130,7 +131,7 @@ def test_what_is_accepted_compiles_and_takes_the_memory_that_was_foretold(spec):
     assert check(spec) == ()
     report = inspect(build_artifact(spec))
     assert report.dynamic_shared_memory == shared_memory(spec)
-    assert report.stages == (legality.sm90_stages(spec) if spec.sm90 else spec.config.stages)
+    assert report.stages == (sm90_stages(spec) if spec.sm90 else spec.config.stages)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The rules of legality: each with an accepted and a refused neighbour, and what a kernel's shared memory will be."""
+"""The rules of legality: each with an accepted and a refused neighbour."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cutlass_ops as co
-from cutlass_ops import arch, legality
+from cutlass_ops import legality
 from cutlass_ops.config import (
     ClusterShape,
     InstructionShape,
@@ -18,7 +18,7 @@ from cutlass_ops.config import (
     WarpShape,
 )
 from cutlass_ops.errors import ConfigError
-from cutlass_ops.legality import check, require_legal, shared_memory, sm90_source, sm90_stages
+from cutlass_ops.legality import check, require_legal
 from cutlass_ops.spec import KernelSpec
 from tests.strategies import PATIENT
 from tests.unit.test_declarations import specs
@@ -246,78 +246,3 @@ def test_no_declaration_makes_check_raise(drawn):
 def test_no_number_makes_check_raise(stages, side, make, epilogue):
     tile = (side, side, side) if make is sm90 else ((side, 64, side), (side, 32, side))
     assert check(make(*tile, stages=stages, epilogue=epilogue)) is not None
-
-
-# ---- Derived values ------------------------------------------------------------------------------------------------
-
-MISALIGNED = {"d": "bf16.row.align1", "inputs": {"r": "bf16.row.align1", "gate": "bf16.row.align4"}}
-
-# Bytes that nvcc 13.0 gave for sizeof(GemmKernel::SharedStorage) with CUTLASS 4.2.
-MEASURED = [
-    (sm90(), 6, 205824),
-    (sm90(stages=4), 4, 140288),
-    (sm90(128, 256, 64, **COOP, **cluster(2, 1)), 4, 214016),
-    (sm90(256, 128, 64, **COOP, d="bf16.col"), 4, 215040),
-    (sm90(64, 32, 128, swap_ab=True), 9, 227328),
-    (sm90(64, 32, 256, swap_ab=True, **WS), 4, 197632),
-    (sm90(64, 8, 64, swap_ab=True), 24, 224256),
-    (sm90(128, 128, 64, epilogue=gated, inputs={"gate": "f32.row", "r": "f16.col"}), 5, 215040),
-    (sm90(epilogue=gated, **MISALIGNED), 6, 205824),
-    (sm80(stages=4), 4, 65536),
-    (sm80((16, 128, 64), (16, 32, 64), d="f32.row"), 3, 55296),
-    (sm80((128, 128, 16), (64, 64, 16), instruction=InstructionShape(16, 8, 8), stages=2), 2, 17424),
-    (
-        sm80((128, 128, 16), (64, 64, 16), instruction=InstructionShape(16, 8, 8), stages=2, d="bf16.row.align4"),
-        2,
-        16384,
-    ),
-]
-
-
-@pytest.mark.parametrize(("kernel", "stages", "size"), MEASURED)
-def test_shared_memory_is_what_the_compiler_measured(kernel, stages, size):
-    assert shared_memory(kernel) == size
-    assert (sm90_stages(kernel) if kernel.sm90 else kernel.config.stages) == stages
-
-
-@PATIENT
-@given(specs())
-def test_open_stages_are_as_many_as_fit(drawn):
-    if drawn.sm90 is None or drawn.sm90.stages is not None or check(drawn):
-        return
-    limit, stages = arch.target(drawn.target).shared_memory, sm90_stages(drawn)
-    assert shared_memory(drawn) <= limit
-    one_more = KernelSpec.from_json(drawn.to_json() | {"config": drawn.to_json()["config"] | {"stages": stages + 1}})
-    assert stages == 64 or {v.rule for v in check(one_more)} <= {"shared_memory", "k_major_tile"} != set()
-
-
-def test_a_thin_k_major_tile_gets_an_even_number_of_stages():
-    thin = sm90(128, 8, 64)
-    assert sm90_stages(thin) % 2 == 0
-    assert check(thin) == ()
-
-
-def test_the_first_aligned_tile_is_the_source():
-    assert sm90_source(sm90()) is None
-    assert sm90_source(sm90(epilogue=gated)) == "r"
-    assert sm90_source(sm90(epilogue=gated, inputs={"r": "bf16.row.align4"})) == "gate"
-    assert sm90_source(sm90(epilogue=gated, **MISALIGNED)) is None
-
-
-def test_the_epilogue_keeps_tiles_and_broadcasts():
-    tile, row = 64 * 32 * 2, 128 * 2
-    sizes = {
-        "one row vector": legality.sm90_epilogue_smem(sm90()),
-        "which is a column of D^T": legality.sm90_epilogue_smem(sm90(swap_ab=True, d="bf16.col")),
-        "two tiles": legality.sm90_epilogue_smem(sm90(epilogue=gated)),
-    }
-    assert sizes == {
-        "one row vector": 2 * tile + 2 * row,  # rounded up to the period of the tiles' swizzle
-        "which is a column of D^T": 2 * tile + 2 * row,
-        "two tiles": 4 * tile + 4 * tile + 2 * row,
-    }
-
-
-def test_sm90_helpers_want_an_sm90_configuration():
-    with pytest.raises(TypeError):
-        sm90_stages(sm80())

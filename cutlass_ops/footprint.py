@@ -1,0 +1,262 @@
+"""What a kernel takes: its shared memory to the byte, and the pipeline stages and epilogue tiles that lie there.
+
+The formulas compute as CUTLASS's headers do and give ``sizeof(GemmKernel::SharedStorage)``;
+``tests/compile/test_legality_compile.py`` compares them with the compiler's. They take any declaration whose fields
+have a meaning, legal or not.
+
+Sources: the headers of CUTLASS 4.2, named at each formula relative to ``cutlass/``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import gcd
+from typing import Literal
+
+from cutlass_ops import arch
+from cutlass_ops.config import Sm80Config, Sm90Config
+from cutlass_ops.dtypes import f32
+from cutlass_ops.epilogue.graph import Input, Kind
+from cutlass_ops.orientation import Side, along_n, oriented, reduced_along_m, sides
+from cutlass_ops.spec import KernelSpec, Operand
+
+# One stage is filled while one is used; no tile is so small that it needs more than the most.
+MIN_STAGES, MAX_STAGES = 2, 64
+
+
+def shared_memory(spec: KernelSpec, stages: int | None = None) -> int:
+    """Return the bytes of shared memory that one thread block of the kernel takes.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+        A declaration whose fields have a meaning.
+    stages : int, optional
+        Stages of the main loop's pipeline, by default the configuration's; if it leaves them open, as many as fit.
+    """
+    if isinstance(spec.config, Sm90Config):
+        return _sm90_shared_memory(spec, spec.config, sm90_stages(spec) if stages is None else stages)
+    return _sm80_shared_memory(spec, spec.config, spec.config.stages if stages is None else stages)
+
+
+# ---- Sm90 ----------------------------------------------------------------------------------------------------------
+
+_SWIZZLE_BYTES = (128, 64, 32)  # widths of the swizzled layouts that TMA and wgmma share, the widest first
+_MBARRIER_BYTES = 8
+
+
+def sm90_source(spec: KernelSpec) -> str | None:
+    """Return the name of the tile input that TMA loads as the collective epilogue's C, or None if there is none.
+
+    It is the first one aligned to 16 bytes. Further tile inputs are loaded by visitors of their own.
+    """
+    source = _sm90_source(spec)
+    return source and source[0].name
+
+
+def sm90_epilogue_tile(spec: KernelSpec) -> tuple[int, int]:
+    """Return the (M, N) part of the CTA tile that one step of the epilogue handles, in elements.
+
+    ``sm90_compute_tile_shape_or_override`` in ``epilogue/collective/builders/sm90_builder.inl``, for 16 and 32 bits.
+    """
+    config = _sm90(spec)
+    tile = config.threadblock
+    rows = 128 if config.schedule == "cooperative" else 64
+    return min(rows, tile.m), gcd(min(32, tile.n), tile.n)
+
+
+def sm90_epilogue_stages(spec: KernelSpec) -> tuple[int, int]:
+    """Return how many epilogue tiles of C and of D shared memory holds.
+
+    ``sm90_get_tma_dispatch_policy`` in ``epilogue/collective/builders/sm90_builder.inl``.
+    """
+    tile, (epi_m, epi_n) = _sm90(spec).threadblock, sm90_epilogue_tile(spec)
+    steps = -(-tile.m // epi_m) * -(-tile.n // epi_n)
+    stages_d = min(steps, 2)
+    stages_c = max(min(steps, 4), stages_d + 1) if _sm90_same_width(spec) else min(steps, 4)
+    return stages_c, stages_d
+
+
+def sm90_epilogue_smem(spec: KernelSpec) -> int:
+    """Return the bytes of shared memory that the epilogue takes: tiles of C and D, and what its visitors keep."""
+    return _sm90_epilogue(spec).size
+
+
+def sm90_stages(spec: KernelSpec) -> int:
+    """Return the stages of the main loop's pipeline that the kernel really has.
+
+    The configuration's own number, or else the largest with which the kernel fits into the target's shared memory. It
+    is less than two if not even that fits.
+    """
+    config = _sm90(spec)
+    if config.stages is not None:
+        return config.stages
+    limit = arch.target(spec.target).shared_memory
+    stage = (config.threadblock.m + config.threadblock.n) * config.threadblock.k * spec.a.dtype.bytes
+    most = min(MAX_STAGES, limit // stage)
+    largest = next((s for s in range(most, 0, -1) if _sm90_shared_memory(spec, config, s) <= limit), 0)
+    # Some buffers need an even number of stages.
+    return next((s for s in (largest, largest - 1) if _sm90_sliceable(spec, s)), largest)
+
+
+def sm90_slicing_obstacle(spec: KernelSpec, operand: Side, stages: int) -> Literal["side", "k", "stages"] | None:
+    """Return what keeps CuTe from taking one stage out of an operand's buffer, or None if nothing does.
+
+    It can where a stage of a swizzled K-major buffer is whole periods of the swizzle. An atom is 8 rows of the
+    swizzle's width, a period two atoms (``SmemLayoutA{}(_,_,0)`` in
+    ``gemm/collective/sm90_mma_tma_gmma_ss_warpspecialized.hpp``).
+
+    Returns
+    -------
+    str or None
+        ``"side"`` for the tile's extent along the operand's own side, ``"k"`` for the one along K, ``"stages"`` for
+        the number of stages.
+    """
+    if not operand.k_major or operand.extent % 16 == 0:
+        return None
+    if operand.extent != 8:
+        return "side"
+    k_bytes = spec.config.threadblock.k * spec.a.dtype.bytes
+    atoms = k_bytes // (_sm90_swizzle(k_bytes) or 16)
+    if atoms == 1:
+        return "stages" if stages % 2 else None
+    return "k" if atoms % 2 else None
+
+
+def _sm90(spec: KernelSpec) -> Sm90Config:
+    if not isinstance(spec.config, Sm90Config):
+        raise TypeError("an Sm90Config is needed")
+    return spec.config
+
+
+def _sm90_sliceable(spec: KernelSpec, stages: int) -> bool:
+    return all(sm90_slicing_obstacle(spec, operand, stages) is None for operand in sides(spec))
+
+
+def _sm90_source(spec: KernelSpec) -> tuple[Input, Operand] | None:
+    return next(((i, operand) for i, operand in spec.typed_inputs if i.kind is Kind.TILE and operand.aligned), None)
+
+
+def _sm90_same_width(spec: KernelSpec) -> bool:
+    """Whether C has D's width, so that D may take C's place in shared memory."""
+    source = _sm90_source(spec)
+    return source is not None and source[1].dtype.bits == spec.d.dtype.bits
+
+
+def _sm90_shared_memory(spec: KernelSpec, config: Sm90Config, stages: int) -> int:
+    """``GemmKernel::SharedStorage`` in ``gemm/kernel/sm90_gemm_tma_warpspecialized*.hpp``."""
+    tile = config.threadblock
+    row_bytes = tile.k * stages * spec.a.dtype.bytes
+    mainloop = _struct(_Block(tile.m * row_bytes), _Block(tile.n * row_bytes), alignment=128)
+    epilogue = _sm90_epilogue(spec)
+    full_and_empty = 2 * _MBARRIER_BYTES
+    barriers = [_Block(stages * full_and_empty), _Block(sm90_epilogue_stages(spec)[0] * full_and_empty)]
+    if config.schedule == "warp_specialized":  # not persistent: the epilogue begins when the main loop has ended
+        return _struct(_union(mainloop, epilogue), _struct(*barriers, alignment=16)).size
+    if config.schedule == "pingpong":
+        barriers.append(_Block(2 * full_and_empty))  # which warpgroup's turn it is, in main loop and epilogue
+    barriers.append(_Block(full_and_empty))  # which producer's turn it is
+    tensors = _struct(epilogue, mainloop, alignment=128)
+    return _struct(_struct(*barriers, alignment=16), _Block(1), tensors).size
+
+
+def _sm90_epilogue(spec: KernelSpec) -> _Block:
+    """``TensorStorage`` in ``epilogue/collective/sm90_epilogue_tma_warpspecialized.hpp``."""
+    stages_c, stages_d = sm90_epilogue_stages(spec)
+    source = _sm90_source(spec)
+    # Room for D is there even if visitors store D past shared memory, but then it cannot take C's place.
+    d = _sm90_tiles(spec, spec.d, stages_d)
+    if source is None:
+        collective = d
+    elif _sm90_same_width(spec) and spec.d.aligned:
+        collective = _union(_sm90_tiles(spec, source[1], stages_c), _sm90_tiles(spec, spec.d, stages_c))
+    else:
+        collective = _struct(_sm90_tiles(spec, source[1], stages_c), d)
+    visitors = list(_sm90_visitors(spec))
+    return _struct(collective, _struct(*visitors) if visitors else _Block(1, 1))
+
+
+def _sm90_visitors(spec: KernelSpec) -> Iterator[_Block]:
+    """``SharedStorage`` of the visitors that have any, in ``epilogue/fusion/sm90_visitor_{load,store}_*.hpp``."""
+    config = _sm90(spec)
+    stages_c, stages_d = sm90_epilogue_stages(spec)
+    source = sm90_source(spec)
+    for given, operand in spec.typed_inputs:
+        if given.kind is Kind.TILE and operand.aligned and given.name != source:
+            yield _sm90_tiles(spec, operand, stages_c)
+        elif along_n(spec, given.kind):
+            yield _Block(_round_up(config.threadblock.n * operand.dtype.bytes, _ARRAY_ALIGNMENT))
+    for output, operand in spec.typed_outputs:
+        if output.reduce is None and operand.aligned:
+            yield _sm90_tiles(spec, operand, stages_d)
+
+
+def _sm90_tiles(spec: KernelSpec, operand: Operand, stages: int) -> _Block:
+    """Epilogue tiles of one tensor, aligned to the period of their swizzle (``cutlass/detail/layout.hpp``)."""
+    epi_m, epi_n = sm90_epilogue_tile(spec)
+    contiguous = epi_n if oriented(spec, operand).major == "row" else epi_m
+    swizzle = _sm90_swizzle(contiguous * operand.dtype.bytes)
+    size = epi_m * epi_n * stages * operand.dtype.bytes
+    alignment = max(128, 8 * swizzle)
+    return _Block(_round_up(size, alignment), alignment)
+
+
+def _sm90_swizzle(contiguous_bytes: int) -> int:
+    """Width in bytes of the swizzle that CUTLASS picks, 0 for none (``gemm/collective/builders/sm90_common.inl``)."""
+    return next((width for width in _SWIZZLE_BYTES if contiguous_bytes % width == 0), 0)
+
+
+# ---- Sm80 ----------------------------------------------------------------------------------------------------------
+
+
+def _sm80_shared_memory(spec: KernelSpec, config: Sm80Config, stages: int) -> int:
+    """``SharedStorage`` in ``gemm/kernel/gemm_universal.h``: main loop and epilogue use the same memory in turn."""
+    tile = config.threadblock
+    row_bytes = tile.k * stages * spec.a.dtype.bytes
+    mainloop = _struct(_Block(tile.m * row_bytes), _Block(tile.n * row_bytes))
+    return _union(mainloop, _sm80_epilogue(spec, config)).size
+
+
+def _sm80_epilogue(spec: KernelSpec, config: Sm80Config) -> _Block:
+    """``EpilogueWithVisitorCallbacks::SharedStorage``: eight rows of accumulators a warp, and the visitors' own."""
+    tile, warp = config.threadblock, config.warp
+    # CUTLASS exchanges twice as many rows at once where D's accesses are 16 bytes (default_epilogue_tensor_op.h).
+    fragments = 2 if spec.d.aligned else 1
+    padding = 8
+    rows = tile.m // warp.m * 8 * fragments
+    accumulators = _Block(rows * (tile.n + padding) * f32.bytes)
+    reductions = [_Block(config.warps * tile.n * f32.bytes, f32.bytes) for _ in reduced_along_m(spec)]
+    return _struct(accumulators, _struct(*reductions) if reductions else _Block(1, 1))
+
+
+# ---- How C++ lays objects out --------------------------------------------------------------------------------------
+
+# CUTLASS's default alignment of an array in shared memory (cutlass/array.h, cute/container/array_aligned.hpp).
+_ARRAY_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Size and alignment of a C++ object in bytes."""
+
+    size: int
+    alignment: int = _ARRAY_ALIGNMENT
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _struct(*members: _Block, alignment: int = 1) -> _Block:
+    """Lay members out one after the other as C++ does; ``alignment`` is the least that the struct itself has."""
+    offset = 0
+    for member in members:
+        offset = _round_up(offset, member.alignment) + member.size
+        alignment = max(alignment, member.alignment)
+    return _Block(_round_up(offset, alignment), alignment)
+
+
+def _union(*members: _Block) -> _Block:
+    alignment = max(m.alignment for m in members)
+    return _Block(_round_up(max(m.size for m in members), alignment), alignment)
