@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 import cutlass_ops as co
-from cutlass_ops import arch, legality
+from cutlass_ops import arch
 from cutlass_ops.builder import build_artifact
 from cutlass_ops.config import (
     ClusterShape,
@@ -29,6 +29,9 @@ from cutlass_ops.footprint import shared_memory, sm90_stages
 from cutlass_ops.inspection import inspect
 from cutlass_ops.legality import check
 from cutlass_ops.render import render
+from cutlass_ops.rules import COMMON, VALUES
+from cutlass_ops.rules_sm80 import SM80
+from cutlass_ops.rules_sm90 import SM90
 from cutlass_ops.spec import KernelSpec
 from cutlass_ops.toolchain import compile_kernel, find_toolchain
 
@@ -36,7 +39,7 @@ pytestmark = [pytest.mark.compile, pytest.mark.slow]
 
 SAMPLE = int(os.environ.get("CUTLASS_OPS_LEGALITY_SAMPLE", "0"))
 SEED = int(os.environ.get("CUTLASS_OPS_LEGALITY_SEED", "0"))
-GROUNDS = {r.name: r.ground for r in (*legality.VALUES, *legality.COMMON, *legality.SM90, *legality.SM80)}
+GROUNDS = {r.name: r.ground for r in (*VALUES, *COMMON, *SM90, *SM80)}
 
 
 @co.epilogue

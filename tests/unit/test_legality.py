@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cutlass_ops as co
-from cutlass_ops import legality
 from cutlass_ops.config import (
     ClusterShape,
     InstructionShape,
@@ -18,13 +17,16 @@ from cutlass_ops.config import (
     WarpShape,
 )
 from cutlass_ops.errors import ConfigError
-from cutlass_ops.legality import check, require_legal
+from cutlass_ops.legality import Violation, check, require_legal
+from cutlass_ops.rules import COMMON, VALUES
+from cutlass_ops.rules_sm80 import SM80
+from cutlass_ops.rules_sm90 import SM90
 from cutlass_ops.spec import KernelSpec
 from tests.strategies import PATIENT
 from tests.unit.test_declarations import specs
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "legality.md"
-RULES = {r.name: r for r in (*legality.VALUES, *legality.COMMON, *legality.SM90, *legality.SM80)}
+RULES = {r.name: r for r in (*VALUES, *COMMON, *SM90, *SM80)}
 
 
 @co.epilogue
@@ -206,7 +208,7 @@ def test_a_message_says_what_it_is_and_what_to_do(broken):
 
 def test_the_package_exports_check():
     assert co.check is check
-    assert co.Violation is legality.Violation
+    assert co.Violation is Violation
 
 
 def test_every_reason_is_reported_at_once():

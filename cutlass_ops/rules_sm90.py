@@ -1,0 +1,189 @@
+"""The rules of legality for Sm90: TMA, ``wgmma``, clusters, and CUTLASS 3.x's kernels and epilogue.
+
+Sources: the headers of CUTLASS 4.2, named relative to ``cutlass/``; PTX ISA, ``wgmma.mma_async`` and
+``cp.async.bulk.tensor``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cutlass_ops import arch
+from cutlass_ops.config import Sm90Config
+from cutlass_ops.dtypes import f32
+from cutlass_ops.footprint import sm90_epilogue_tile, sm90_slicing_obstacle, sm90_stages
+from cutlass_ops.orientation import reduced_along_m, sides
+from cutlass_ops.rules import Rule
+from cutlass_ops.spec import KernelSpec
+
+# Accumulator registers that a thread may have. Consumer threads get 240 registers (MmaRegisterRequirement in
+# gemm/kernel/sm90_gemm_tma_warpspecialized_{pingpong,cooperative}.hpp), those of the third kernel what it
+# needs of 255. Sixteen more spill: 700 bytes a thread at 224 with the first two (nvcc 13.0, bf16, bias + ReLU).
+_MAX_ACCUMULATORS = {"pingpong": 208, "cooperative": 208, "warp_specialized": 224}
+_MAX_SIDE = 256  # elements along a side of a TMA box (cuTensorMapEncodeTiled)
+_TMA_SMEM_ALIGNMENT = 128  # PTX ISA, cp.async.bulk.tensor: alignment of the address in shared memory
+
+
+def _tma_alignment(spec: KernelSpec, _: Sm90Config) -> Iterator[str]:
+    for name, operand in (("a", spec.a), ("b", spec.b)):
+        if not operand.aligned:
+            yield (
+                f"{name} is {operand}, and the bulk tensor copy engine needs {arch.TMA_ALIGNMENT_BYTES} bytes, "
+                f"{operand.dtype.tma_alignment} elements: use an Sm80Config, or pad {name}'s leading dimension"
+            )
+
+
+def _tile_m(_: KernelSpec, config: Sm90Config) -> Iterator[str]:
+    step = arch.WGMMA_M * (2 if config.schedule == "cooperative" else 1)
+    if config.threadblock.m % step:
+        yield (
+            f"threadblock.m is {config.threadblock.m}: with schedule {config.schedule!r} a tile's warpgroups cover "
+            f"rows in steps of {step}; use a multiple of that"
+        )
+
+
+def _tile_n(_: KernelSpec, config: Sm90Config) -> Iterator[str]:
+    n = config.threadblock.n
+    if n % arch.WGMMA_N_STEP or n > arch.WGMMA_N_MAX:
+        yield (
+            f"threadblock.n is {n}: wgmma has N from {arch.WGMMA_N_STEP} to {arch.WGMMA_N_MAX} in steps of "
+            f"{arch.WGMMA_N_STEP}; use one of these"
+        )
+
+
+def _tile_k(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
+    step = arch.WGMMA_K_BYTES // spec.a.dtype.bytes
+    if config.threadblock.k % step:
+        yield f"threadblock.k is {config.threadblock.k}: wgmma takes {step} elements along K; use a multiple of that"
+
+
+def _tile_size(_: KernelSpec, config: Sm90Config) -> Iterator[str]:
+    for side in ("m", "k"):
+        extent = getattr(config.threadblock, side)
+        if extent > _MAX_SIDE:
+            yield (
+                f"threadblock.{side} is {extent}: a box of the bulk tensor copy engine has at most {_MAX_SIDE} "
+                f"elements a side, and tiles of several boxes are not tested; use {_MAX_SIDE} or less"
+            )
+
+
+def _epilogue_step(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
+    epi_n = sm90_epilogue_tile(spec)[1]
+    if epi_n % arch.WGMMA_N_STEP == 0 and epi_n & (epi_n - 1):
+        yield (
+            f"threadblock.n is {config.threadblock.n}: CUTLASS's epilogue would take {epi_n} columns a step, which its "
+            f"wgmma of another width does not divide; use 16 or 32"
+        )
+
+
+def _k_major_tile(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
+    k, stages = config.threadblock.k, sm90_stages(spec)
+    for operand in sides(spec):
+        side = f"threadblock.{operand.side}"
+        where = f"{side} is {operand.extent} and {operand.name} has K adjacent in memory, which CuTe cannot slice"
+        obstacle = sm90_slicing_obstacle(spec, operand, stages)
+        if obstacle == "side":
+            yield f"{where}: use 8 or a multiple of 16 for {side}"
+        elif obstacle == "k":
+            yield f"{where} with threadblock.k {k}: use a power of two for threadblock.k"
+        elif obstacle == "stages":
+            yield f"{where} with {stages} stages of threadblock.k {k}: use an even number of stages"
+
+
+def _accumulators(_: KernelSpec, config: Sm90Config) -> Iterator[str]:
+    tile, limit = config.threadblock, _MAX_ACCUMULATORS[config.schedule]
+    threads = arch.WARPGROUP * (2 if config.schedule == "cooperative" else 1)
+    registers = tile.m * tile.n // threads
+    if registers > limit:
+        advice = "" if config.schedule == "cooperative" else ", or schedule 'cooperative'"
+        yield (
+            f"threadblock {tile} with schedule {config.schedule!r} takes {registers} accumulator registers a thread, "
+            f"and more than {limit} spill: use a smaller tile{advice}"
+        )
+
+
+def _scheduler(_: KernelSpec, config: Sm90Config) -> Iterator[str]:
+    if config.scheduler == "stream_k" and config.schedule != "cooperative":
+        yield f"scheduler 'stream_k' with schedule {config.schedule!r}: CUTLASS has it for 'cooperative' only; use that"
+
+
+def _cluster_size(_: KernelSpec, config: Sm90Config) -> Iterator[str]:
+    cluster = config.cluster
+    if cluster.m * cluster.n > arch.MAX_CLUSTER:
+        yield (
+            f"cluster is {cluster}: {cluster.m * cluster.n} thread blocks, and more than {arch.MAX_CLUSTER} are not "
+            f"portable; use a smaller one"
+        )
+
+
+def _cluster_shape(_: KernelSpec, config: Sm90Config) -> Iterator[str]:
+    cluster = config.cluster
+    if any(side & (side - 1) for side in (cluster.m, cluster.n)):
+        yield f"cluster is {cluster}: CUTLASS's tile schedulers divide by its sides with shifts; use powers of two"
+
+
+def _multicast(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
+    # Thread blocks side by side along N each load a part of A's tile for all of them, and so for B's along M.
+    peers = {"m": config.cluster.n, "n": config.cluster.m}
+    for operand in sides(spec):
+        sharing = peers[operand.side]
+        tile_bytes = operand.extent * config.threadblock.k * spec.a.dtype.bytes
+        if tile_bytes % (sharing * _TMA_SMEM_ALIGNMENT):
+            yield (
+                f"cluster is {config.cluster}: {sharing} thread blocks share {operand.name}'s tile of {tile_bytes} "
+                f"bytes, and the part that each loads must be a multiple of {_TMA_SMEM_ALIGNMENT} bytes; use a smaller "
+                f"cluster or a larger threadblock.{operand.side}"
+            )
+
+
+def _reduction_schedule(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
+    for output in spec.epilogue.outputs:
+        if output.reduce is not None and config.schedule == "warp_specialized":
+            yield (
+                f"output {output.name} is a reduction, and CUTLASS's 'warp_specialized' kernel gives an epilogue no "
+                f"workspace for partial results: use schedule 'pingpong' or 'cooperative'"
+            )
+
+
+def _reduction_tile(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
+    # Sm90RowReduction halves, in shuffles between the 8 lanes of a column, what a thread holds for n / 8 column pairs.
+    # From 8 pairs on it takes for granted that each lane is left with the same number of them.
+    n = config.threadblock.n
+    if n > 64 and n % 64:
+        for name in reduced_along_m(spec):
+            yield (
+                f"threadblock.n is {n} and output {name} is reduced along the kernel's M: CUTLASS's shuffles then drop "
+                f"values; use at most 64 or a multiple of 64"
+            )
+
+
+def _reduction_buffer(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
+    epi_m, epi_n = sm90_epilogue_tile(spec)
+    warps = 8 if config.schedule == "cooperative" else 4
+    needed, there = warps * config.threadblock.n * f32.bytes, epi_m * epi_n * spec.d.dtype.bytes
+    if needed > there:
+        for name in reduced_along_m(spec):
+            yield (
+                f"threadblock.n is {config.threadblock.n} and output {name} is reduced along the kernel's M: that "
+                f"needs {needed} bytes, and the epilogue's buffer of {epi_m}x{epi_n} elements of d has {there}; use a "
+                f"smaller threadblock.n, or a multiple of 32"
+            )
+
+
+SM90: tuple[Rule[Sm90Config], ...] = (
+    Rule("tma_alignment", "hardware", _tma_alignment),
+    Rule("tile_m", "compiler", _tile_m),
+    Rule("tile_n", "hardware", _tile_n),
+    Rule("tile_k", "hardware", _tile_k),
+    Rule("tile_size", "policy", _tile_size),
+    Rule("k_major_tile", "compiler", _k_major_tile),
+    Rule("epilogue_step", "compiler", _epilogue_step),
+    Rule("accumulators", "policy", _accumulators),
+    Rule("scheduler", "compiler", _scheduler),
+    Rule("cluster_size", "policy", _cluster_size),
+    Rule("cluster_shape", "policy", _cluster_shape),
+    Rule("multicast", "hardware", _multicast),
+    Rule("reduction_schedule", "policy", _reduction_schedule),
+    Rule("reduction_tile", "policy", _reduction_tile),
+    Rule("reduction_buffer", "compiler", _reduction_buffer),
+)
