@@ -1,0 +1,197 @@
+"""How long an Sm90 kernel takes, from its configuration and a chip's few numbers.
+
+The model ranks configurations before any of them is compiled: of those that it puts first, eight a shape nearly always
+hold the fastest (``tests/unit/test_model.py`` says how nearly, over the sweeps in ``benchmarks/results``). Its numbers
+are a fit to those sweeps by ``benchmarks/fit_model.py``; a predicted time is no promise. It is blind to two things that
+the sweeps show little of: the K extent of a tile, and the orientation of a large one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import exp
+
+from cutlass_ops import arch
+from cutlass_ops.config import Schedule, Sm90Config
+
+# A soft maximum: limits that are nearly reached together cost more than either.
+_SHARPNESS = 8
+
+# What bounds an instruction's clocks: its products, or reading both operands from shared memory.
+_PRODUCTS_PER_CLOCK = 2048
+_SHARED_BYTES_PER_CLOCK = 128
+
+
+@dataclass(frozen=True)
+class PerSchedule:
+    """A number for each schedule."""
+
+    warp_specialized: float
+    pingpong: float
+    cooperative: float
+
+    def of(self, schedule: Schedule) -> float:
+        """Return a schedule's number."""
+        return float(getattr(self, schedule))
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What the model knows of a chip.
+
+    Attributes
+    ----------
+    multiprocessors : int
+        How many there are.
+    multiprocessors_in_fours : int
+        How many clusters of four and more can use at once: they do not span processing clusters.
+    clock : float
+        Tensor Cores' clock under a short load, in GHz.
+    fill : float
+        Bytes a nanosecond that one multiprocessor takes into shared memory.
+    l2 : float
+        Bytes a nanosecond that all of them read from the L2 cache.
+    dram : float
+        Bytes a nanosecond from device memory.
+    launch : float
+        Microseconds from one kernel to the next, with its first loads.
+    cluster : float
+        Microseconds that blocks of a cluster wait for each other at their start.
+    throttle : float
+        By what part a long kernel is slower than a short one: power and heat lower the clock.
+    throttle_after : float
+        Microseconds in which most of that shows.
+    reread : float
+        Part of B that each further row of tiles reads from device memory again.
+    serial : float
+        By what part each further wave of a kernel that is not persistent is slower: its tiles have no order.
+    efficiency : PerSchedule
+        Factor on the Tensor Cores' time.
+    epilogue : PerSchedule
+        Microseconds for an epilogue of 128 x 128 that nothing hides.
+    """
+
+    multiprocessors: int
+    multiprocessors_in_fours: int
+    clock: float
+    fill: float
+    l2: float
+    dram: float
+    launch: float
+    cluster: float
+    throttle: float
+    throttle_after: float
+    reread: float
+    serial: float
+    efficiency: PerSchedule
+    epilogue: PerSchedule
+
+
+H100 = Chip(
+    multiprocessors=132,
+    multiprocessors_in_fours=120,
+    clock=1.66,
+    fill=121.0,
+    l2=11280.0,
+    dram=2733.0,
+    launch=1.82,
+    cluster=0.38,
+    throttle=0.207,
+    throttle_after=150.0,
+    reread=0.126,
+    serial=0.0177,
+    efficiency=PerSchedule(warp_specialized=0.879, pingpong=1.031, cooperative=1.061),
+    epilogue=PerSchedule(warp_specialized=1.68, pingpong=1.11, cooperative=0.80),
+)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How a configuration covers a problem.
+
+    Attributes
+    ----------
+    rows, columns : int
+        Tiles along the problem's M and N, whole clusters.
+    steps : int
+        K steps of a tile.
+    waves : int
+        How often the multiprocessors take a tile.
+    active : int
+        How many of them take one in a full wave.
+    """
+
+    rows: int
+    columns: int
+    steps: int
+    waves: int
+    active: int
+
+
+def grid(config: Sm90Config, problem: tuple[int, int, int], chip: Chip) -> Grid:
+    """Return how a configuration covers a problem of M, N and K."""
+    (tile_m, tile_n), (cluster_m, cluster_n) = _along_problem(config)
+    m, n, k = problem
+    rows = _ceil(_ceil(m, tile_m), cluster_m) * cluster_m
+    columns = _ceil(_ceil(n, tile_n), cluster_n) * cluster_n
+    slots = chip.multiprocessors if cluster_m * cluster_n <= 2 else chip.multiprocessors_in_fours
+    return Grid(rows, columns, _ceil(k, config.threadblock.k), _ceil(rows * columns, slots), min(rows * columns, slots))
+
+
+def predict(config: Sm90Config, problem: tuple[int, int, int], chip: Chip = H100, element_bytes: int = 2) -> float:
+    """Return a kernel's time in microseconds.
+
+    Parameters
+    ----------
+    config : Sm90Config
+        A legal configuration.
+    problem : tuple of int
+        M, N and K, each at least 1.
+    chip : Chip
+        Where it runs.
+    element_bytes : int
+        Width of an operand's element.
+    """
+    m, n, k = problem
+    (tile_m, tile_n), (cluster_m, cluster_n) = _along_problem(config)
+    shape, schedule, cover = config.threadblock, config.schedule, grid(config, problem, chip)
+
+    # One K step of one tile, in microseconds.
+    instructions = shape.m / arch.WGMMA_M * shape.k * element_bytes / arch.WGMMA_K_BYTES
+    products = 64 * shape.n * 16 / _PRODUCTS_PER_CLOCK
+    operands = (64 + shape.n) * arch.WGMMA_K_BYTES / _SHARED_BYTES_PER_CLOCK
+    compute = instructions * max(products, operands) * chip.efficiency.of(schedule) / (chip.clock * 1e3)
+    row_bytes = shape.k * element_bytes
+    fill = (tile_m + tile_n) * row_bytes / (chip.fill * 1e3)
+    # A tile of A is read once for the blocks of a cluster along N, one of B for those along M.
+    shared = (tile_m / cluster_n + tile_n / cluster_m) * row_bytes * cover.active / (chip.l2 * 1e3)
+    step = _soft_max(compute, fill, shared)
+    if schedule == "warp_specialized":
+        step *= 1 + chip.serial * min(cover.waves - 1, 6)
+
+    exposed = 1 if schedule == "pingpong" else cover.waves
+    busy = cover.waves * cover.steps * step + exposed * chip.epilogue.of(schedule) * shape.m * shape.n / 128**2
+    busy *= 1 + chip.throttle * (1 - exp(-busy / chip.throttle_after))
+
+    rereads = 1 + chip.reread * min(cover.rows / cluster_m - 1, 5)
+    memory = element_bytes * (m * k + k * n * rereads + m * n) / (chip.dram * 1e3)
+    # Among kernels that all wait for memory, the one with the least padding wins.
+    padding = 1 + 0.01 * (min(cover.rows * tile_m / m, 4) - 1)
+    start = chip.launch + (chip.cluster if cluster_m * cluster_n > 1 else 0.0)
+    return (_soft_max(busy, memory) + start) * padding
+
+
+def _along_problem(config: Sm90Config) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return extents of tile and cluster along the problem's M and N."""
+    tile, cluster = config.threadblock, config.cluster
+    if config.swap_ab:
+        return (tile.n, tile.m), (cluster.n, cluster.m)
+    return (tile.m, tile.n), (cluster.m, cluster.n)
+
+
+def _soft_max(*values: float) -> float:
+    return float(sum(v**_SHARPNESS for v in values) ** (1 / _SHARPNESS))
+
+
+def _ceil(x: int, y: int) -> int:
+    return -(-x // y)

@@ -1,0 +1,89 @@
+"""Every Sm90 configuration that is legal for a signature, and those worth compiling for a problem."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from heapq import nsmallest
+from itertools import product
+
+from cutlass_ops import arch, legality, model
+from cutlass_ops.config import ClusterShape, Schedule, Sm90Config, ThreadblockShape
+from cutlass_ops.registry import OpSignature
+
+_TILES_M: dict[Schedule, tuple[int, ...]] = {
+    "warp_specialized": (64, 128),
+    "pingpong": (64, 128),
+    "cooperative": (128, 256),
+}
+_TILES_N = (8, *range(16, arch.WGMMA_N_MAX + 1, 16))
+_TILES_K = (32, 64, 128, 256)
+_STAGE_BYTES = 48 * 1024
+_CLUSTERS = ((1, 1), (2, 1), (1, 2), (4, 1), (1, 4), (2, 2))
+
+
+@lru_cache(maxsize=64)
+def configurations(signature: OpSignature) -> tuple[Sm90Config, ...]:
+    """Return every legal configuration: schedules, tiles, clusters and both orientations.
+
+    Stages are the most that fit. Raster order and swizzle are launch arguments and no part of it.
+    """
+    return tuple(c for c in _all() if not legality.check(signature.spec(c, None)))
+
+
+def _all() -> Iterator[Sm90Config]:
+    for schedule, rows in _TILES_M.items():
+        for m, n, k, cluster, swap in product(rows, _TILES_N, _TILES_K, _CLUSTERS, (False, True)):
+            yield Sm90Config(ThreadblockShape(m, n, k), ClusterShape(*cluster), schedule=schedule, swap_ab=swap)
+
+
+def ranked(
+    signature: OpSignature, problem: tuple[int, int, int], limit: int, chip: model.Chip = model.H100
+) -> list[Sm90Config]:
+    """Return the configurations that the model puts first for a problem, fastest first.
+
+    The model does not see what a tile's K extent does, nor the orientation of a large tile: of those that differ in
+    nothing else, the usual one stands for all. :func:`variants` has the others.
+
+    Parameters
+    ----------
+    signature : OpSignature
+        Epilogue and operand types.
+    problem : tuple of int
+        M, N and K, each at least 1.
+    limit : int
+        How many.
+    chip : model.Chip
+        Where they run.
+    """
+    width = signature.a.dtype.bytes
+    worth = (c for c in configurations(signature) if _usual(c, width) and _fits_grid(c, problem, chip))
+    return nsmallest(limit, worth, key=lambda c: model.predict(c, problem, chip, width))
+
+
+def variants(signature: OpSignature, config: Sm90Config) -> list[Sm90Config]:
+    """Return the legal configurations that differ from one only in what the model is blind to."""
+
+    def covered(c: Sm90Config) -> object:
+        tile, cluster = (c.threadblock.m, c.threadblock.n), (c.cluster.m, c.cluster.n)
+        return (c.schedule, tile[::-1], cluster[::-1]) if c.swap_ab else (c.schedule, tile, cluster)
+
+    return [c for c in configurations(signature) if c != config and covered(c) == covered(config)]
+
+
+def _usual(config: Sm90Config, element_bytes: int) -> bool:
+    """Whether a tile has the usual K extent and orientation.
+
+    K as long as a stage stays below 48 KiB, for the fewest barriers with enough stages left; B's columns on the wgmma's
+    fixed side only where the rows then have a narrower one.
+    """
+    tile = config.threadblock
+    extents = [k for k in _TILES_K if k == 64 or (k > 64 and (tile.m + tile.n) * k * element_bytes <= _STAGE_BYTES)]
+    return tile.k == extents[-1] and (not config.swap_ab or tile.n <= arch.WGMMA_M)
+
+
+def _fits_grid(config: Sm90Config, problem: tuple[int, int, int], chip: model.Chip) -> bool:
+    """Whether the grid's second extent can be launched: one that is not persistent has a thread block for each tile."""
+    cover = model.grid(config, problem, chip)
+    second = cover.rows if config.swap_ab else cover.columns
+    return config.schedule != "warp_specialized" or second <= arch.MAX_GRID_Y
