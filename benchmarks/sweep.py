@@ -9,17 +9,18 @@ config reads "<slug>|<raster>|<swizzle>" and the peer is cuBLASLt's fused bias +
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import bench_gemm
 import harness
 import torch
-from bench_gemm import make_inputs
 
-from cutlass_ops import ops
+from cutlass_ops import model, ops, space
 from cutlass_ops.config import ClusterShape, Schedule, Sm90Config, ThreadblockShape
-from cutlass_ops.registry import REGISTRY
+from cutlass_ops.registry import REGISTRY, OpSignature
 from cutlass_ops.spec import KernelSpec
 
 RASTERS = {"along_m": 1, "along_n": 2}
@@ -67,29 +68,30 @@ def short_pool() -> list[Sm90Config]:
     ]
 
 
-POOLS: dict[str, tuple[Callable[[], list[Sm90Config]], Sequence[tuple[int, int, int]]]] = {
-    "decode": (
-        decode_pool,
-        [(m, n, k) for n, k in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)) for m in (1, 16, 64, 128)],
-    ),
-    "short": (
-        short_pool,
-        [(1024, 1024, 1024), (1536, 1536, 1536), (2048, 2048, 2048), (512, 2048, 2048), (256, 8192, 1024)]
-        + [(8192, 8192, 8192)]
-        + [
-            (m, n, k)
-            for n, k in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
-            for m in (256, 512, 1024, 2048, 4096)
-        ],
-    ),
+def ranked_pool() -> list[Sm90Config]:
+    """Return what the cost model puts first at any shape of the benchmark."""
+    first = [c for shape in SHAPES["ranked"] for c in space.ranked(SIGNATURE, shape, RANKED)]
+    return list(dict.fromkeys(first))
+
+
+WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+SHORT = ((1024, 1024, 1024), (1536, 1536, 1536), (2048, 2048, 2048), (512, 2048, 2048), (256, 8192, 1024))
+RANKED = 6  # configurations a shape
+POOLS: dict[str, Callable[[], list[Sm90Config]]] = {"decode": decode_pool, "short": short_pool, "ranked": ranked_pool}
+SHAPES: dict[str, Sequence[tuple[int, int, int]]] = {
+    "decode": [(m, n, k) for n, k in WEIGHTS for m in (1, 16, 64, 128)],
+    "short": [*SHORT, (8192, 8192, 8192)] + [(m, n, k) for n, k in WEIGHTS for m in (256, 512, 1024, 2048, 4096)],
+    "ranked": [*SHORT, (8192, 8192, 8192)] + [(m, n, k) for n, k in WEIGHTS for m in bench_gemm.ROWS],
 }
 
 
-def specs(pool: Sequence[Sm90Config]) -> list[KernelSpec]:
-    """Return the kernels of a pool."""
-    return [
-        KernelSpec(a="bf16.row", b="bf16.col", d="bf16.row", epilogue=ops.gemm_bias_relu.graph, config=c) for c in pool
-    ]
+def spec_of(config: Sm90Config) -> KernelSpec:
+    """Return the kernel of a configuration."""
+    return KernelSpec(a="bf16.row", b="bf16.col", d="bf16.row", epilogue=ops.gemm_bias_relu.graph, config=config)
+
+
+_ANY = spec_of(config(128, 128, 64, "pingpong"))
+SIGNATURE = OpSignature(_ANY.epilogue, _ANY.a, _ANY.b, _ANY.d, _ANY.inputs, _ANY.outputs)
 
 
 def main() -> None:
@@ -97,20 +99,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pool", choices=list(POOLS), required=True)
     parser.add_argument("--swizzles", nargs="+", type=int, default=[1, 2])
+    parser.add_argument(
+        "--within",
+        type=float,
+        default=math.inf,
+        help="leave out what the model predicts slower than this, over the best",
+    )
     parser.add_argument("--limit", type=float, default=1e9, help="stop after this many seconds")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     begin = time.monotonic()
-    make_pool, shapes = POOLS[args.pool]
-    wanted = specs(make_pool())
-    kernels = dict(zip((s.config.slug for s in wanted), REGISTRY.kernels(wanted), strict=True))
+    pool = POOLS[args.pool]()
+    kernels = dict(zip(pool, REGISTRY.kernels([spec_of(c) for c in pool]), strict=True))
     print(f"{len(kernels)} kernels after {time.monotonic() - begin:.0f} s", flush=True)
     rows = []
-    for m, n, k in shapes:
+    for m, n, k in SHAPES[args.pool]:
         if time.monotonic() - begin > args.limit:
             print(f"stopped at the limit before {m}x{n}x{k}")
             break
-        sets = make_inputs(m, n, k, torch.bfloat16)
+        sets = bench_gemm.make_inputs(m, n, k, torch.bfloat16)
         exact = torch.relu(sets[0].a.double() @ sets[0].weight.t().double() + sets[0].bias.double())
 
         def peer(index: int, sets=sets) -> object:  # noqa: ANN001
@@ -118,10 +125,14 @@ def main() -> None:
             return torch._addmm_activation(x.bias, x.a, x.weight.t(), use_gelu=False)
 
         variants: dict[str, Callable[[int], object]] = {"peer": peer}
-        for slug, kernel in kernels.items():
+        predicted = {c: model.predict(c, (m, n, k)) for c in kernels}
+        for configuration, kernel in kernels.items():
+            if predicted[configuration] > args.within * min(predicted.values()):
+                continue
+            slug = configuration.slug
             for raster, number in RASTERS.items():
                 for swizzle in args.swizzles:
-                    if slug.split("_")[4:5] == ["ws"] and (number, swizzle) != (1, 1):
+                    if configuration.schedule == "warp_specialized" and (number, swizzle) != (1, 1):
                         continue  # the grid itself is the order
 
                     def run(index: int, sets=sets, launch=kernel.launch, number=number, swizzle=swizzle) -> object:  # noqa: ANN001
