@@ -71,8 +71,8 @@ def _epilogue_step(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
     epi_n = sm90_epilogue_tile(spec)[1]
     if epi_n % arch.WGMMA_N_STEP == 0 and epi_n & (epi_n - 1):
         yield (
-            f"threadblock.n is {config.threadblock.n}: CUTLASS's epilogue would take {epi_n} columns a step, which its "
-            f"wgmma of another width does not divide; use 16 or 32"
+            f"threadblock.n is {config.threadblock.n}: CUTLASS's epilogue would take {epi_n} columns a step, which no "
+            f"test has run; use 16 or 32"
         )
 
 
@@ -177,7 +177,7 @@ SM90: tuple[Rule[Sm90Config], ...] = (
     Rule("tile_k", "hardware", _tile_k),
     Rule("tile_size", "policy", _tile_size),
     Rule("k_major_tile", "compiler", _k_major_tile),
-    Rule("epilogue_step", "compiler", _epilogue_step),
+    Rule("epilogue_step", "policy", _epilogue_step),
     Rule("accumulators", "policy", _accumulators),
     Rule("scheduler", "compiler", _scheduler),
     Rule("cluster_size", "policy", _cluster_size),

@@ -126,9 +126,10 @@ def sm80(threadblock, warp, **changes):
     "spec",
     [
         sm90(128, 48, 64, schedule="cooperative", epilogue=everything, swap_ab=True, d="f32.row"),
+        sm90(128, 112, 64, schedule="cooperative", scheduler="stream_k", a="f16.col", b="f16.row", d="f16.row"),
         sm80((64, 256, 32), (32, 64, 32), epilogue=everything, d="f32.col", stages=2),
     ],
-    ids=["sm90", "sm80"],
+    ids=["sm90", "sm90-stream_k", "sm80"],
 )
 def test_what_is_accepted_compiles_and_takes_the_memory_that_was_foretold(spec):
     assert check(spec) == ()
