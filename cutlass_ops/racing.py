@@ -1,0 +1,104 @@
+"""A race: which of several kernels is the fastest, when every single timing is noisy and the chip's clock drifts.
+
+All entrants run once a round, in a fresh random order, so that drift reaches all of them alike. What counts is the ratio
+to the leader's time of the same round. Whoever is clearly behind leaves early; the rounds go to those still close.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Entrant = TypeVar("Entrant", bound=Hashable)
+
+# After so many rounds, whoever is slower than the leader by more than this part in all but the luckiest quarter of its
+# rounds leaves.
+_LIMITS = ((2, 0.25), (3, 0.10), (5, 0.05), (8, 0.03))
+
+
+@dataclass(frozen=True)
+class Standing(Generic[Entrant]):
+    """How an entrant came in.
+
+    Attributes
+    ----------
+    entrant : Entrant
+        Whose standing it is.
+    times : tuple of float
+        Its time in each round that it ran, in the unit of what was measured.
+    behind : float
+        Median over these rounds of its time over the winner's, minus one: 0 for the winner, 0.02 for 2% slower.
+    """
+
+    entrant: Entrant
+    times: tuple[float, ...]
+    behind: float
+
+    @property
+    def median(self) -> float:
+        """The median of its times."""
+        return statistics.median(self.times)
+
+
+def race(
+    entrants: Sequence[Entrant], measure: Callable[[Entrant], float], *, rounds: int = 15, seed: int = 0
+) -> list[Standing[Entrant]]:
+    """Run a race.
+
+    Parameters
+    ----------
+    entrants : sequence
+        Distinct and hashable.
+    measure : callable
+        Runs an entrant once and returns how long it took, more than 0.
+    rounds : int
+        How often those that stay run.
+    seed : int
+        Of the random orders.
+
+    Returns
+    -------
+    list of Standing
+        Everyone, the fastest first: those that stayed longer before those that left.
+
+    Raises
+    ------
+    ValueError
+        If there is no entrant, one is there twice, or there are no rounds.
+    """
+    if not entrants or len(set(entrants)) != len(entrants):
+        raise ValueError(f"a race needs distinct entrants, and at least one: {list(entrants)}")
+    if rounds < 1:
+        raise ValueError(f"rounds is {rounds}: use at least 1")
+    rng = random.Random(seed)
+    times: dict[Entrant, list[float]] = {e: [] for e in entrants}
+    running = list(entrants)
+    for number in range(1, rounds + 1):
+        rng.shuffle(running)
+        for entrant in running:
+            times[entrant].append(measure(entrant))
+        leader = _leader(times, running)
+        running = [e for e in running if not _hopeless(_ratios(times[e], times[leader]), number)]
+    winner = _leader(times, running)
+    standings = [Standing(e, tuple(t), statistics.median(_ratios(t, times[winner])) - 1) for e, t in times.items()]
+    return sorted(standings, key=lambda s: (-len(s.times), s.behind))
+
+
+def _leader(times: dict[Entrant, list[float]], running: Sequence[Entrant]) -> Entrant:
+    """Return who is ahead: the smallest median of ratios to each round's fastest among those still running."""
+    fastest = [min(each) for each in zip(*(times[e] for e in running), strict=True)]
+    return min(running, key=lambda e: statistics.median(_ratios(times[e], fastest)))
+
+
+def _ratios(own: Sequence[float], other: Sequence[float]) -> list[float]:
+    """Return ratios round by round, as far as both ran."""
+    return [a / b for a, b in zip(own, other, strict=False)]
+
+
+def _hopeless(ratios: Sequence[float], number: int) -> bool:
+    limit = next((part for after, part in reversed(_LIMITS) if number >= after), None)
+    lucky = sorted(ratios)[len(ratios) // 4]
+    return limit is not None and lucky > 1 + limit

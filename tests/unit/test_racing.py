@@ -1,0 +1,84 @@
+"""The race finds the fastest through noise and drift, and spends its rounds on those that are close."""
+
+import random
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cutlass_ops.racing import race
+from tests.strategies import PATIENT
+
+
+class Chip:
+    """Times that drift together, jitter alone, and are now and then far off, as on a chip that others use too."""
+
+    def __init__(self, times, seed, jitter=0.015):
+        self.times, self.rng, self.jitter = times, random.Random(seed), jitter
+        self.clock, self.runs = 1.0, 0
+
+    def __call__(self, entrant):
+        self.runs += 1
+        self.clock = min(1.07, max(0.93, self.clock + self.rng.gauss(0, 0.002)))
+        outlier = 1.5 if self.rng.random() < 0.02 else 1.0
+        return self.times[entrant] * self.clock * outlier * (1 + abs(self.rng.gauss(0, self.jitter)))
+
+
+def field(seed, size=24):
+    rng = random.Random(seed)
+    return {f"kernel{i}": 20 * (1 + rng.random() ** 2) for i in range(size)}
+
+
+def test_the_winner_is_hardly_slower_than_the_fastest():
+    losses = []
+    for seed in range(60):
+        times = field(seed)
+        winner = race(list(times), Chip(times, seed), seed=seed)[0].entrant
+        losses.append(times[winner] / min(times.values()) - 1)
+    assert statistics.mean(losses) < 0.003
+    assert max(losses) < 0.02
+
+
+def test_most_of_the_field_leaves_early():
+    used = []
+    for seed in range(20):
+        times = field(seed)
+        chip = Chip(times, seed)
+        race(list(times), chip, seed=seed)
+        used.append(chip.runs / (15 * len(times)))
+    assert statistics.mean(used) < 0.45
+
+
+def test_close_ones_stay_to_the_end_and_are_ranked():
+    times = {"a": 10.0, "b": 10.05, "c": 14.0}
+    standings = race(list(times), Chip(times, 1, jitter=0.004))
+    assert {s.entrant for s in standings if len(s.times) == 15} == {"a", "b"}
+    assert standings[-1].entrant == "c"
+    assert standings[0].behind == 0
+    assert 0.2 < standings[-1].behind < 0.6
+
+
+@PATIENT
+@given(st.dictionaries(st.integers(), st.floats(1e-3, 1e3), min_size=1, max_size=12), st.integers(1, 20))
+def test_without_noise_the_fastest_wins_and_nobody_is_lost(times, rounds):
+    standings = race(list(times), times.__getitem__, rounds=rounds)
+    assert {s.entrant for s in standings} == set(times)
+    assert times[standings[0].entrant] == min(times.values())
+    assert len(standings[0].times) == rounds
+    assert standings[0].behind == 0
+
+
+def test_drift_alone_decides_nothing():
+    """The same kernel under many names: nobody leaves, whatever the clock does in between."""
+    clock = iter(1 + 0.2 * (i // 8 % 5) for i in range(10_000))
+    entrants = list(range(8))
+    standings = race(entrants, lambda _: 10 * next(clock), rounds=10)
+    assert all(len(s.times) == 10 for s in standings)
+    assert all(s.behind == 0 for s in standings)
+
+
+@pytest.mark.parametrize(("entrants", "rounds"), [([], 5), (["a", "a"], 5), (["a"], 0)])
+def test_what_is_no_race(entrants, rounds):
+    with pytest.raises(ValueError, match=r"distinct entrants|at least 1"):
+        race(entrants, lambda _: 1.0, rounds=rounds)
