@@ -1,7 +1,8 @@
 """A race: which of several kernels is the fastest, when every single timing is noisy and the chip's clock drifts.
 
 All entrants run once a round, in a fresh random order, so that drift reaches all of them alike. What counts is the
-ratio to the leader's time of the same round. Whoever is clearly behind leaves early; the rounds go to those still close.
+ratio to the leader's time of the same round. Whoever is clearly behind leaves early, and the rounds go to those that
+are still close.
 """
 
 from __future__ import annotations
