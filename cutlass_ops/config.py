@@ -196,7 +196,7 @@ def _check_plain(name: str, value: Any) -> None:
         raise ConfigError(f"{name} must be of type {allowed.__name__}, not {value!r}")
 
 
-def config_from_json(data: dict[str, Any]) -> Config:
+def config_from_json(data: object) -> Config:
     """Rebuild a configuration from :func:`config_to_json`'s value.
 
     Raises
@@ -205,8 +205,10 @@ def config_from_json(data: dict[str, Any]) -> Config:
         If the architecture or a field is unknown, or a value has the wrong type.
     """
     kinds: dict[str, type[Config]] = {"sm80": Sm80Config, "sm90": Sm90Config}
+    if not isinstance(data, dict):
+        raise ConfigError(f"a configuration is a JSON object, not {type(data).__name__}")
     arch = data.get("arch")
-    if arch not in kinds:
+    if not isinstance(arch, str) or arch not in kinds:
         raise ConfigError(f"unknown configuration arch {arch!r}: use one of {', '.join(kinds)}")
     cls = kinds[arch]
     names = {f.name for f in fields(cls)}

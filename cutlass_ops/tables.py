@@ -1,0 +1,321 @@
+"""What was measured: for one signature on one kind of device, how fast which configuration is at which problem.
+
+A table is plain JSON, so that it can be kept, merged, shipped and read. Reading one runs nothing, and believes nothing
+that :func:`cutlass_ops.legality.check` refuses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cutlass_ops import legality
+from cutlass_ops.config import Config, Sm90Config, ThreadblockShape, config_from_json, config_to_json
+from cutlass_ops.errors import ConfigError
+from cutlass_ops.registry import OpSignature
+from cutlass_ops.spec import KernelSpec
+
+FORMAT = 1
+MAX_KERNELS = 16
+
+Problem = tuple[int, int, int]
+
+_MAX_EXTENT = 1 << 40
+_DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
+_ANY_CONFIG = Sm90Config(ThreadblockShape(128, 128, 64))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One configuration's time at a problem.
+
+    Attributes
+    ----------
+    config : Config
+        With the order of its tiles.
+    microseconds : float
+        Median over the rounds.
+    behind : float
+        Median over the rounds of its time over the fastest's of the same round, minus one.
+    """
+
+    config: Config
+    microseconds: float
+    behind: float
+
+
+@dataclass(frozen=True)
+class Point:
+    """One problem, measured in one session.
+
+    Attributes
+    ----------
+    problem : tuple of int
+        M, N and K.
+    date : str
+        Day of the session, such as ``"2026-11-21"``.
+    measured : tuple of Measured
+        The fastest first.
+    peers : tuple of (str, float)
+        Microseconds of others, by name.
+    """
+
+    problem: Problem
+    date: str
+    measured: tuple[Measured, ...]
+    peers: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Table:
+    """All points of a signature on a kind of device.
+
+    Attributes
+    ----------
+    device : str
+        Its name, as the driver gives it.
+    multiprocessors : int
+        How many it has.
+    signature : OpSignature
+        Epilogue and operand types.
+    points : tuple of Point
+        One for each problem, in the order of their problems.
+    """
+
+    device: str
+    multiprocessors: int
+    signature: OpSignature
+    points: tuple[Point, ...] = ()
+
+    def __post_init__(self) -> None:
+        ordered = tuple(sorted(self.points, key=lambda p: p.problem))
+        if len({p.problem for p in ordered}) != len(ordered):
+            raise ConfigError("a table has one point for each problem")
+        object.__setattr__(self, "points", ordered)
+
+    def merged(self, other: Table) -> Table:
+        """Return the points of both; where both have a problem, those of the later day, or of `other` on the same day.
+
+        Raises
+        ------
+        ConfigError
+            If they are about different devices or signatures.
+        """
+        for name in ("device", "multiprocessors", "signature"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                raise ConfigError(f"tables of different {name} cannot be merged: {mine} and {theirs}")
+        points = {p.problem: p for p in self.points}
+        for point in other.points:
+            known = points.get(point.problem)
+            if known is None or known.date <= point.date:
+                points[point.problem] = point
+        return replace(self, points=tuple(points.values()))
+
+    def kernels(self, limit: int = MAX_KERNELS) -> tuple[Config, ...]:
+        """Return the few kernels that together lose least, over all points, to each point's best.
+
+        Greedy: the next one is always that which helps most. A kernel that was not measured at a point, or left its
+        race early, counts there with what is known of it, or as twice as slow.
+        """
+        losses = [_losses(p) for p in self.points if p.measured]
+        candidates = list(dict.fromkeys(c for loss in losses for c in loss))
+        chosen: list[Config] = []
+        reached = [math.log(2.0)] * len(losses)
+        while candidates and len(chosen) < limit:
+            after = {c: [min(r, loss.get(c, r)) for r, loss in zip(reached, losses, strict=True)] for c in candidates}
+            best = min(candidates, key=lambda c: sum(after[c]))
+            if sum(after[best]) >= sum(reached):
+                break
+            chosen.append(best)
+            candidates.remove(best)
+            reached = after[best]
+        return tuple(chosen)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the table as plain values; each configuration once, referred to by its place."""
+        configs = list(dict.fromkeys(m.config for p in self.points for m in p.measured))
+        places = {c: i for i, c in enumerate(configs)}
+        return {
+            "format": FORMAT,
+            "device": self.device,
+            "multiprocessors": self.multiprocessors,
+            "signature": _signature_to_json(self.signature),
+            "configs": [config_to_json(c) for c in configs],
+            "points": [
+                {
+                    "problem": list(p.problem),
+                    "date": p.date,
+                    "measured": [[places[m.config], round(m.microseconds, 3), round(m.behind, 4)] for m in p.measured],
+                    "peers": {name: round(us, 3) for name, us in p.peers},
+                }
+                for p in self.points
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, data: object) -> Table:
+        """Rebuild a table from :meth:`to_json`'s value.
+
+        Raises
+        ------
+        ConfigError
+            If anything is missing, unknown, of the wrong type or out of range, or a configuration is illegal for the
+            signature; the message names the field.
+        """
+        fields = _object(data, "a tuning table", "format device multiprocessors signature configs points")
+        if fields["format"] != FORMAT:
+            raise ConfigError(f"format is {fields['format']!r}: this version reads {FORMAT}; tune again")
+        signature = _signature_from_json(fields["signature"])
+        configs = [_legal(config_from_json(c), signature) for c in _list(fields["configs"], "configs")]
+        return cls(
+            device=_text(fields["device"], "device"),
+            multiprocessors=_integer(fields["multiprocessors"], "multiprocessors", 1, 1 << 16),
+            signature=signature,
+            points=tuple(_point(p, configs) for p in _list(fields["points"], "points")),
+        )
+
+
+def load(path: Path) -> Table:
+    """Read a table.
+
+    Raises
+    ------
+    ConfigError
+        If the file is no table; the message names it.
+    OSError
+        If it cannot be read.
+    """
+    try:
+        return Table.from_json(json.loads(path.read_bytes()))
+    except (ConfigError, ValueError, RecursionError) as exc:
+        raise ConfigError(f"{path} is no tuning table: {exc}") from None
+
+
+def update(path: Path, table: Table) -> Table:
+    """Merge a table into the file, which is made if it is not there, and return what it then holds.
+
+    Other processes that do so at the same time lose nothing, and a reader sees the file before or after, never between.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with _locked(path):
+        merged = load(path).merged(table) if path.exists() else table
+        text = json.dumps(merged.to_json(), separators=(",", ":"), allow_nan=False)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            try:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(file.name, path)
+            except BaseException:
+                Path(file.name).unlink(missing_ok=True)
+                raise
+    return merged
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.with_name(f".{path.name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _losses(point: Point) -> dict[Config, float]:
+    """Return for each kernel of a point how much it loses to the best there, as a logarithm."""
+    found: dict[Config, float] = {}
+    for m in point.measured:
+        kernel = m.config.binary()
+        found[kernel] = min(found.get(kernel, math.inf), math.log1p(max(m.behind, 0.0)))
+    return found
+
+
+def _signature_to_json(signature: OpSignature) -> dict[str, Any]:
+    spec = signature.spec(_ANY_CONFIG).to_json()
+    return {name: value for name, value in spec.items() if name not in ("config", "target")}
+
+
+def _signature_from_json(data: object) -> OpSignature:
+    if not isinstance(data, dict):
+        raise ConfigError(f"signature is an object, not {type(data).__name__}")
+    spec = KernelSpec.from_json({**data, "config": config_to_json(_ANY_CONFIG), "target": _ANY_CONFIG.default_target})
+    return OpSignature(spec.epilogue, spec.a, spec.b, spec.d, spec.inputs, spec.outputs)
+
+
+def _legal(config: Config, signature: OpSignature) -> Config:
+    # An Sm80 kernel's target is the device's, which the rules of its configuration do not depend on.
+    target = None if isinstance(config, Sm90Config) else "sm_80"
+    violations = legality.check(signature.spec(config, target))
+    if violations:
+        raise ConfigError(f"configuration {config.slug} is illegal: {violations[0]}")
+    return config
+
+
+def _point(data: object, configs: Sequence[Config]) -> Point:
+    fields = _object(data, "a point", "problem date measured peers")
+    extents = _list(fields["problem"], "problem")
+    if len(extents) != 3:
+        raise ConfigError(f"problem has {len(extents)} extents: it has M, N and K")
+    m, n, k = (_integer(e, "problem", 1, _MAX_EXTENT) for e in extents)
+    date = _text(fields["date"], "date")
+    if not _DATE.fullmatch(date):
+        raise ConfigError(f"date is {date!r}: it reads like 2026-11-21")
+    measured = []
+    for row in _list(fields["measured"], "measured"):
+        place, microseconds, behind = _row(row)
+        if place >= len(configs):
+            raise ConfigError(f"measured refers to configuration {place} of {len(configs)}")
+        measured.append(Measured(configs[place], microseconds, behind))
+    peers = _object(fields["peers"], "peers", None)
+    return Point((m, n, k), date, tuple(measured), tuple((n, _positive(us, "peers")) for n, us in peers.items()))
+
+
+def _row(row: object) -> tuple[int, float, float]:
+    values = _list(row, "measured")
+    if len(values) != 3:
+        raise ConfigError(f"measured has rows of {len(values)}: they have a place, microseconds and a part")
+    place = _integer(values[0], "measured", 0, 1 << 20)
+    behind = values[2]
+    if type(behind) not in (int, float) or not math.isfinite(behind):
+        raise ConfigError(f"measured holds {behind!r}: a finite number is needed")
+    return place, _positive(values[1], "measured"), float(behind)
+
+
+def _object(data: object, what: str, names: str | None) -> Mapping[str, Any]:
+    if not isinstance(data, dict):
+        raise ConfigError(f"{what} is an object, not {type(data).__name__}")
+    if names is not None and set(data) != set(names.split()):
+        raise ConfigError(f"{what} has the fields {names}, not {' '.join(sorted(map(str, data)))}")
+    return data
+
+
+def _list(data: object, what: str) -> list[Any]:
+    if not isinstance(data, list):
+        raise ConfigError(f"{what} is a list, not {type(data).__name__}")
+    return data
+
+
+def _text(data: object, what: str) -> str:
+    if not isinstance(data, str) or not data.isprintable() or not 0 < len(data) <= 100:
+        raise ConfigError(f"{what} is {data!r}: a short printable text is needed")
+    return data
+
+
+def _integer(data: object, what: str, low: int, high: int) -> int:
+    if type(data) is not int or not low <= data <= high:
+        raise ConfigError(f"{what} holds {data!r}: an integer from {low} to {high} is needed")
+    return data
+
+
+def _positive(data: object, what: str) -> float:
+    if type(data) not in (int, float) or not isinstance(data, int | float) or not 0 < data < math.inf:
+        raise ConfigError(f"{what} holds {data!r}: a finite number above 0 is needed")
+    return float(data)

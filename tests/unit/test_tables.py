@@ -1,0 +1,165 @@
+"""Tables of measurements: whole after any number of writers, and believed only where they are legal."""
+
+import copy
+import json
+import math
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cutlass_ops import builtin, tables
+from cutlass_ops.config import Sm80Config, Sm90Config, ThreadblockShape, WarpShape
+from cutlass_ops.errors import ConfigError
+from cutlass_ops.tables import Measured, Point, Table
+from tests.strategies import PATIENT
+from tests.unit.test_heuristics import signature
+from tests.unit.test_model import sweeps
+
+SMALL = Sm90Config(ThreadblockShape(64, 128, 64), schedule="warp_specialized")
+LARGE = Sm90Config(ThreadblockShape(128, 192, 64), raster="along_n", swizzle=2)
+OLD = Sm80Config(ThreadblockShape(64, 64, 32), WarpShape(32, 32, 32), stages=4)
+
+
+def point(m, date="2026-11-21", first=SMALL, second=LARGE):
+    return Point(
+        (m, 4096, 4096), date, (Measured(first, 10.0, 0.0), Measured(second, 11.0, 0.1)), (("cublaslt", 10.5),)
+    )
+
+
+def table(*points, **changes):
+    return replace(Table("NVIDIA H100 80GB HBM3", 132, signature(), tuple(points)), **changes)
+
+
+def test_a_table_reads_back_as_it_was_written():
+    whole = table(point(512), point(1), point(64, first=OLD))
+    text = json.dumps(whole.to_json())
+    assert Table.from_json(json.loads(text)) == whole
+    assert [p.problem[0] for p in whole.points] == [1, 64, 512]
+    assert len(whole.to_json()["configs"]) == 3
+
+
+def test_the_later_day_wins_where_both_have_a_problem():
+    old, new = point(1, "2026-11-20", SMALL, LARGE), point(1, "2026-11-22", LARGE, SMALL)
+    for merged in (table(old, point(2)).merged(table(new)), table(new).merged(table(old, point(2)))):
+        assert merged == table(new, point(2))
+    same_day = point(1, "2026-11-22", SMALL, LARGE)
+    assert table(new).merged(table(same_day)).points == (same_day,)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"device": "NVIDIA H200"}, "device"),
+        ({"multiprocessors": 114}, "multiprocessors"),
+        ({"signature": signature(builtin.bias_gelu)}, "signature"),
+    ],
+)
+def test_tables_about_different_things_are_not_merged(change, named):
+    with pytest.raises(ConfigError, match=f"different {named}"):
+        table(point(1)).merged(table(point(2), **change))
+
+
+def swept():
+    """Return the committed sweeps as a table."""
+    points = []
+    for problem, times in sweeps().items():
+        best = min(times.values())
+        measured = tuple(Measured(c, ms * 1e3, ms / best - 1) for c, ms in sorted(times.items(), key=lambda x: x[1]))
+        points.append(Point(problem, "2026-11-21", measured))
+    return table(*points)
+
+
+def test_sixteen_kernels_of_a_hundred_lose_almost_nothing():
+    whole = swept()
+    assert len({m.config for p in whole.points for m in p.measured}) > 90
+    kept = set(whole.kernels())
+    assert len(kept) <= 16
+    losses = [min(m.behind for m in p.measured if m.config in kept) for p in whole.points]
+    assert math.prod(1 + loss for loss in losses) ** (1 / len(losses)) < 1.005
+    assert max(losses) < 0.03
+    # Fewer kernels lose more, and what helps most comes first.
+    assert whole.kernels(4) == whole.kernels()[:4]
+
+
+def test_the_order_of_tiles_makes_no_further_kernel():
+    assert table(point(1, second=replace(LARGE, raster="along_m")), point(2)).kernels() == (SMALL,)
+    both = table(point(1), point(2, first=LARGE, second=SMALL)).kernels()
+    assert set(both) == {SMALL, LARGE.binary()}
+
+
+def test_an_empty_table_has_no_kernels():
+    assert table().kernels() == ()
+
+
+def add(path, m):
+    tables.update(path, table(point(m)))
+
+
+def test_writers_at_the_same_time_lose_nothing(tmp_path):
+    path = tmp_path / "tuning" / "table.json"
+    with ProcessPoolExecutor(4) as pool:
+        list(pool.map(add, [path] * 24, range(1, 25)))
+    assert [p.problem[0] for p in tables.load(path).points] == list(range(1, 25))
+    assert [p.name for p in path.parent.iterdir() if not p.name.startswith(".")] == ["table.json"]
+
+
+def test_a_file_that_is_no_table_is_named_and_kept(tmp_path):
+    path = tmp_path / "table.json"
+    path.write_text("{")
+    with pytest.raises(ConfigError, match=r"table\.json is no tuning table"):
+        tables.update(path, table(point(1)))
+    assert path.read_text() == "{"
+
+
+WHOLE = table(point(1), point(2, first=OLD)).to_json()
+
+
+def places(value, path=()):
+    """Yield the path of every value inside a JSON value."""
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from places(inner, (*path, key))
+
+
+ODD = st.sampled_from(
+    [None, True, -1, 0, 1 << 70, 1e308, float("nan"), "", "x" * 200, "\n#include", [], {}, [[]], {"a": 1}]
+)
+
+
+@PATIENT
+@given(
+    st.sampled_from(sorted(filter(None, places(WHOLE)), key=str)), ODD, st.sampled_from(["replace", "remove", "repeat"])
+)
+def test_whatever_is_wrong_with_a_table_gets_an_error_that_says_so(path, odd, how):
+    data = copy.deepcopy(WHOLE)
+    parent = data
+    for key in path[:-1]:
+        parent = parent[key]
+    if how == "replace":
+        parent[path[-1]] = odd
+    elif how == "remove":
+        del parent[path[-1]]
+    elif isinstance(parent, list):
+        parent.append(parent[path[-1]])
+    try:
+        read = Table.from_json(data)
+    except ConfigError:
+        return
+    # What is still a table is one through and through.
+    assert Table.from_json(read.to_json()) == read
+
+
+def test_an_illegal_configuration_is_refused():
+    data = copy.deepcopy(WHOLE)
+    data["configs"][0]["threadblock"]["n"] = 12
+    with pytest.raises(ConfigError, match="illegal"):
+        Table.from_json(data)
+
+
+def test_another_format_is_refused():
+    with pytest.raises(ConfigError, match="tune again"):
+        Table.from_json({**WHOLE, "format": 2})
