@@ -67,7 +67,7 @@ def swept():
     points = []
     for problem, times in sweeps().items():
         best = min(times.values())
-        measured = tuple(Measured(c, ms * 1e3, ms / best - 1) for c, ms in sorted(times.items(), key=lambda x: x[1]))
+        measured = tuple(Measured(c, us, us / best - 1) for c, us in sorted(times.items(), key=lambda x: x[1]))
         points.append(Point(problem, "2026-11-21", measured))
     return table(*points)
 
