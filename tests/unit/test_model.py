@@ -103,3 +103,11 @@ def test_what_won_a_sweep_is_within_reach(measured):
         best = min(times, key=times.get)
         near = space.ranked(signature(), shape, REACH)
         assert best in near or any(best in space.variants(signature(), c) for c in near), shape
+
+
+@pytest.mark.parametrize("shape", [(64, 16_800_000, 64), (16_800_000, 16, 64)])
+def test_no_ranked_grid_is_larger_than_the_hardware_allows(shape):
+    for of in space.ranked(signature(), shape, 400):
+        cover = model.grid(of, shape, model.H100)
+        second = cover.rows if of.swap_ab else cover.columns
+        assert of.schedule != "warp_specialized" or second <= 65535

@@ -82,3 +82,10 @@ def test_drift_alone_decides_nothing():
 def test_what_is_no_race(entrants, rounds):
     with pytest.raises(ValueError, match=r"distinct entrants|at least 1"):
         race(entrants, lambda _: 1.0, rounds=rounds)
+
+
+def test_every_round_has_an_order_of_its_own():
+    """In a fixed order the one that follows a pause would always meet the cooler chip."""
+    calls = []
+    race(list(range(6)), lambda e: calls.append(e) or 1.0, rounds=10)
+    assert len({tuple(calls[i : i + 6]) for i in range(0, 60, 6)}) > 5
