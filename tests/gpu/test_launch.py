@@ -18,6 +18,7 @@ from tests.gpu.placement import whole
 pytestmark = pytest.mark.gpu
 
 BF16, F32 = torch.bfloat16, torch.float32
+DTYPES = {"bf16": BF16, "f16": torch.float16}
 NAN = float("nan")
 # Long enough for the host to notice, short enough for a test: 0.1 to 0.3 s.
 LONG = 300_000_000
@@ -37,9 +38,15 @@ def _seed():
     torch.manual_seed(0)
 
 
-def problem(m, n, k):
-    """Draw a whole-numbered bias + ReLU in BF16 for every configuration: A row-major, B column-major."""
-    return whole(m, k).to(BF16), whole(n, k).to(BF16).t(), whole(n, largest=200).to(BF16)
+def problem(m, n, k, spec=None):
+    """Draw a whole-numbered bias + ReLU with a kernel's operands, or BF16 with A row-major and B column-major."""
+    dtype = DTYPES[spec.a.dtype] if spec else BF16
+    a, b = whole(m, k).to(dtype), whole(n, k).to(dtype).t()
+    if spec and spec.a.major == "col":
+        a = a.t().contiguous().t()
+    if spec and spec.b.major == "row":
+        b = b.contiguous()
+    return a, b, whole(n, largest=200).to(dtype)
 
 
 def exact(a, b, bias, dtype=BF16):
@@ -84,11 +91,11 @@ def launch(kernel, a, b, d, bias, raster, swizzle):
 @pytest.mark.parametrize("name", ORDERED)
 def test_every_order_of_tiles_gives_the_same(name):
     kernel = co.build(CONFIGURATIONS[name])
-    a, b, bias = problem(1093, 1136, 136)
-    wanted = exact(a, b, bias)
+    a, b, bias = problem(1096, 1136, 136, CONFIGURATIONS[name])
+    wanted = exact(a, b, bias, a.dtype)
     for raster in (0, 1, 2):
         for swizzle in (1, 2, 4, 8):
-            d = nan_like(1093, 1136)
+            d = nan_like(1096, 1136, dtype=a.dtype)
             assert launch(kernel, a, b, d, bias, raster, swizzle) == 0
             assert torch.equal(d, wanted), f"raster {raster}, swizzle {swizzle}"
 
