@@ -48,7 +48,21 @@ PROGRESS = Variable(
     "CUTLASS_OPS_PROGRESS", "auto", "0: silent, 1: live line, auto: live line on a terminal, else plain lines"
 )
 
-VARIABLES = (CACHE_DIR, XDG_CACHE_HOME, JIT, NVCC, CUDA_HOME, CUDA_PATH, NVCC_CCBIN, CUTLASS_DIR, JOBS, PROGRESS)
+TUNING_DIR = Variable("CUTLASS_OPS_TUNING_DIR", "tuning/ in the cache folder", "folder of the user's tuning tables")
+
+VARIABLES = (
+    CACHE_DIR,
+    TUNING_DIR,
+    XDG_CACHE_HOME,
+    JIT,
+    NVCC,
+    CUDA_HOME,
+    CUDA_PATH,
+    NVCC_CCBIN,
+    CUTLASS_DIR,
+    JOBS,
+    PROGRESS,
+)
 
 
 def cache_dir() -> Path:
@@ -72,6 +86,17 @@ def cache_dir() -> Path:
         raise ValueError(
             f"this user has no home folder: set {CACHE_DIR.name} to a folder for compiled kernels"
         ) from None
+
+
+def tuning_dir() -> Path:
+    """Return the folder of the user's tuning tables, which need not exist.
+
+    Raises
+    ------
+    ValueError
+        As for :func:`cache_dir`.
+    """
+    return _path(TUNING_DIR) or cache_dir() / "tuning"
 
 
 def jit_enabled() -> bool:

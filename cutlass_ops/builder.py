@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,6 +121,28 @@ def build_many(
     missing = [job for spec, job in planned.items() if found[spec] is None]
     built = _build_all(missing, jobs or _env.jobs()) if missing else {}
     return [found[spec] or built[spec] for spec in specs]
+
+
+@contextlib.contextmanager
+def building(specs: Iterable[KernelSpec], *, jobs: int | None = None) -> Iterator[dict[KernelSpec, Future[Artifact]]]:
+    """Build kernels in the background, in this order, for as long as the context lasts.
+
+    Yields a future for each; what is not finished at the end of the context is given up.
+
+    Parameters
+    ----------
+    specs : iterable of KernelSpec
+        The declarations.
+    jobs : int, optional
+        Kernels compiled at the same time, as for :func:`build_many`.
+    """
+    cancel = threading.Event()
+    pool = ThreadPoolExecutor(jobs or _env.jobs(), thread_name_prefix="cutlass_ops_build")
+    try:
+        yield {spec: pool.submit(build_artifact, spec, cancel=cancel) for spec in specs}
+    finally:
+        cancel.set()
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _job(spec: KernelSpec, source: str | None, store: KernelStore, toolchain: Toolchain) -> _Job:

@@ -45,3 +45,7 @@ class MissingKernelError(CutlassOpsError):
 
 class NoDeviceError(CutlassOpsError):
     """A kernel was asked to run, and this process sees no usable CUDA device."""
+
+
+class MeasuringError(CutlassOpsError):
+    """Nothing could be measured, for a reason that is no single kernel's fault."""

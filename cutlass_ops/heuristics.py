@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
 
-from cutlass_ops import arch, legality
+from cutlass_ops import arch, legality, model
 from cutlass_ops.config import (
     ClusterShape,
     Config,
@@ -121,7 +121,7 @@ _ROWS = (*range(1, 257), *range(272, 16385, 16))
 
 def specs(signature: OpSignature, device: Device) -> tuple[KernelSpec, ...]:
     """Return every kernel that :func:`choose` may pick for a signature on a device."""
-    return tuple(_spec(signature, c, device) for c in candidates(signature, device))
+    return tuple(spec(signature, c.config, device) for c in candidates(signature, device))
 
 
 def specs_for(signature: OpSignature, device: Device, n: int, k: int) -> tuple[KernelSpec, ...]:
@@ -129,7 +129,7 @@ def specs_for(signature: OpSignature, device: Device, n: int, k: int) -> tuple[K
 
     A service's weights are fixed and its batch is not: once these are there, nothing is compiled for any M.
     """
-    return tuple(_spec(signature, c, device) for c in _reachable(signature, device, n, k))
+    return tuple(spec(signature, c.config, device) for c in _reachable(signature, device, n, k))
 
 
 def choose(signature: OpSignature, device: Device, problem: tuple[int, int, int]) -> tuple[KernelSpec, Config]:
@@ -151,7 +151,7 @@ def choose(signature: OpSignature, device: Device, problem: tuple[int, int, int]
     """
     _, n, k = problem
     best = min(_reachable(signature, device, n, k), key=lambda c: cost(c, problem, device.multiprocessors))
-    return _spec(signature, best, device), with_order(best.config, problem)
+    return spec(signature, best.config, device), with_order(best.config, problem)
 
 
 @lru_cache(maxsize=4096)
@@ -227,13 +227,22 @@ def _first_legal(signature: OpSignature, candidate: Candidate, device: Device) -
     tried = [candidate]
     if isinstance(candidate.config, Sm90Config) and candidate.config.schedule == "warp_specialized":
         tried.append(replace(candidate, config=replace(candidate.config, schedule="pingpong")))
-    return next((c for c in tried if not legality.check(_spec(signature, c, device))), None)
+    return next((c for c in tried if not legality.check(spec(signature, c.config, device))), None)
 
 
-def _spec(signature: OpSignature, candidate: Candidate, device: Device) -> KernelSpec:
+def spec(signature: OpSignature, config: Config, device: Device) -> KernelSpec:
+    """Return the kernel that serves a signature on a device with a configuration."""
     major, minor = device.capability
-    target = None if isinstance(candidate.config, Sm90Config) else f"sm_{major}{minor}"
-    return signature.spec(candidate.config, target)
+    target = None if isinstance(config, Sm90Config) else f"sm_{major}{minor}"
+    return signature.spec(config, target)
+
+
+def predict(config: Config, problem: tuple[int, int, int], device: Device) -> float:
+    """Return a configuration's time in microseconds, predicted."""
+    if isinstance(config, Sm90Config):
+        return model.predict(config, problem, replace(model.H100, multiprocessors=device.multiprocessors))
+    known = {c.config: c for c in (*SM80, *SM80_UNALIGNED)}
+    return cost(known[config], problem, device.multiprocessors)
 
 
 def _ceil(x: int, y: int) -> int:

@@ -16,7 +16,7 @@ from cutlass_ops.loader import LoadedKernel, Reason, refusal
 from cutlass_ops.registry import REGISTRY
 from cutlass_ops.spec import KernelSpec
 
-_RASTER = {"heuristic": 0, "along_m": 1, "along_n": 2}
+RASTER = {"heuristic": 0, "along_m": 1, "along_n": 2}
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def make_plan(spec: KernelSpec, config: Config, call: Call) -> Plan:
     """
     kernel = REGISTRY.kernel(spec)
     problem, graph = call.problem, call.graph
-    raster = _RASTER[config.raster] if isinstance(config, Sm90Config) else 0
+    raster = RASTER[config.raster] if isinstance(config, Sm90Config) else 0
     with torch.cuda.device(problem.a.device):
         workspace = int(kernel.workspace_size(problem.m, problem.n, problem.k, raster, config.swizzle))
     return Plan(

@@ -45,7 +45,11 @@ class Standing(Generic[Entrant]):
 
 
 def race(
-    entrants: Sequence[Entrant], measure: Callable[[Entrant], float], *, rounds: int = 15, seed: int = 0
+    entrants: Sequence[Entrant],
+    measure: Callable[[Sequence[Entrant]], Sequence[float]],
+    *,
+    rounds: int = 15,
+    seed: int = 0,
 ) -> list[Standing[Entrant]]:
     """Run a race.
 
@@ -54,7 +58,7 @@ def race(
     entrants : sequence
         Distinct and hashable.
     measure : callable
-        Runs an entrant once and returns how long it took, more than 0.
+        Runs entrants once in the given order and returns how long each took, more than 0.
     rounds : int
         How often those that stay run.
     seed : int
@@ -79,8 +83,8 @@ def race(
     running = list(entrants)
     for number in range(1, rounds + 1):
         rng.shuffle(running)
-        for entrant in running:
-            times[entrant].append(measure(entrant))
+        for entrant, time in zip(running, measure(running), strict=True):
+            times[entrant].append(time)
         leader = _leader(times, running)
         running = [e for e in running if not _hopeless(_ratios(times[e], times[leader]), number)]
     winner = _leader(times, running)

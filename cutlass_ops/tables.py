@@ -149,7 +149,7 @@ class Table:
             "format": FORMAT,
             "device": self.device,
             "multiprocessors": self.multiprocessors,
-            "signature": _signature_to_json(self.signature),
+            "signature": signature_to_json(self.signature),
             "configs": [config_to_json(c) for c in configs],
             "points": [
                 {
@@ -175,7 +175,7 @@ class Table:
         fields = _object(data, "a tuning table", "format device multiprocessors signature configs points")
         if fields["format"] != FORMAT:
             raise ConfigError(f"format is {fields['format']!r}: this version reads {FORMAT}; tune again")
-        signature = _signature_from_json(fields["signature"])
+        signature = signature_from_json(fields["signature"])
         configs = [_legal(config_from_json(c), signature) for c in _list(fields["configs"], "configs")]
         return cls(
             device=_text(fields["device"], "device"),
@@ -238,12 +238,20 @@ def _losses(point: Point) -> dict[Config, float]:
     return found
 
 
-def _signature_to_json(signature: OpSignature) -> dict[str, Any]:
+def signature_to_json(signature: OpSignature) -> dict[str, Any]:
+    """Return a signature as plain values."""
     spec = signature.spec(_ANY_CONFIG).to_json()
     return {name: value for name, value in spec.items() if name not in ("config", "target")}
 
 
-def _signature_from_json(data: object) -> OpSignature:
+def signature_from_json(data: object) -> OpSignature:
+    """Rebuild a signature from :func:`signature_to_json`'s value.
+
+    Raises
+    ------
+    ConfigError
+        If it is none.
+    """
     if not isinstance(data, dict):
         raise ConfigError(f"signature is an object, not {type(data).__name__}")
     spec = KernelSpec.from_json({**data, "config": config_to_json(_ANY_CONFIG), "target": _ANY_CONFIG.default_target})

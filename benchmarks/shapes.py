@@ -1,0 +1,43 @@
+"""The problems that are measured, and those that the shipped tables are tuned on.
+
+``GRID`` is what results are reported over: four weights of an 8B model with 1 to 8192 rows, and squares. ``TUNING`` has
+these and the weights of other models, so that dispatch has something to go by nearly everywhere.
+"""
+
+from __future__ import annotations
+
+Shape = tuple[int, int, int]
+
+ROWS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+SQUARES = (1024, 2048, 4096, 8192)
+
+# (N, K) of linear layers, small to large: encoders, 1B to 70B decoders, vocabularies.
+OTHER_WEIGHTS = (
+    *((768, 768), (3072, 768), (768, 3072), (1024, 1024), (4096, 1024), (1024, 4096)),
+    *((2048, 2048), (8192, 2048), (2048, 8192), (3072, 3072), (16384, 3072), (3072, 8192)),
+    *((5120, 5120), (13824, 5120), (5120, 13824), (10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)),
+    *((32000, 4096), (128256, 4096), (1536, 8960), (11008, 4096), (4096, 11008)),
+)
+OTHER_ROWS = (1, 8, 32, 64, 96, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 6144)
+
+
+def _grid() -> tuple[Shape, ...]:
+    weights = [(m, n, k) for n, k in WEIGHTS for m in ROWS]
+    return tuple(dict.fromkeys([*weights, *((s, s, s) for s in SQUARES)]))
+
+
+def _tuning() -> tuple[Shape, ...]:
+    # Three row counts in five of each weight, other ones for each, so that neighbours complete each other.
+    others = [
+        (m, n, k)
+        for at, (n, k) in enumerate(OTHER_WEIGHTS)
+        for number, m in enumerate(OTHER_ROWS)
+        if (number + at) % 5 in (0, 2, 3)
+    ]
+    between = [(m, n, k) for n, k in WEIGHTS for m in (32, 96, 192, 384, 768, 1536, 3072)]
+    return tuple(dict.fromkeys([*GRID, *between, *others]))
+
+
+GRID = _grid()
+TUNING = _tuning()

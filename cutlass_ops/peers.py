@@ -1,0 +1,39 @@
+"""The same computation as others would run it: what a kernel has to be faster than."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutlass_ops import builtin, reference
+from cutlass_ops.epilogue.graph import Graph
+
+Peer = Callable[[Tensor, Tensor, Sequence[Any]], object]
+
+
+def peers(graph: Graph) -> Mapping[str, Peer]:
+    """Return PyTorch's ways to compute an epilogue, by name.
+
+    ``eager`` is torch.mm with one elementwise kernel for each operation behind it. ``cublaslt`` is cuBLASLt's fused
+    epilogue, for the few that it has.
+    """
+    names = [i.name for i in graph.inputs]
+
+    def eager(a: Tensor, b: Tensor, inputs: Sequence[Any]) -> object:
+        return reference.evaluate(graph, torch.mm(a, b), dict(zip(names, inputs, strict=True)), a.dtype)
+
+    found: dict[str, Peer] = {"eager": eager}
+    fused = _FUSED.get(graph)
+    if fused is not None:
+        found["cublaslt"] = fused
+    return found
+
+
+_FUSED: Mapping[Graph, Peer] = {
+    builtin.identity.graph: lambda a, b, inputs: torch.mm(a, b),
+    builtin.bias.graph: lambda a, b, inputs: torch.addmm(inputs[0], a, b),
+    builtin.bias_relu.graph: lambda a, b, inputs: torch._addmm_activation(inputs[0], a, b, use_gelu=False),
+}

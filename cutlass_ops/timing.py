@@ -1,0 +1,76 @@
+"""Timing on a CUDA device that can be trusted: inputs rotated, host cost left out, all variants alike.
+
+Every variant is captured in a CUDA graph of several launches over rotated inputs, so that host cost and a warm L2 cache
+stay out. In a round all graphs are replayed once with nothing between them: a variant that follows a pause would meet a
+cooler chip.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+
+Run = Callable[[int], object]
+
+_L2_BYTES = 50e6
+# A replay long enough for an event's resolution, short enough for many rounds.
+_REPLAY_US = 1500.0
+_MAX_LAUNCHES = 32
+
+
+def rotation(bytes_touched: float) -> int:
+    """Return how many sets of inputs to rotate so that none is still in the L2 cache when its turn comes."""
+    return max(2, min(12, math.ceil(3 * _L2_BYTES / bytes_touched)))
+
+
+def expected_us(m: int, n: int, k: int, element_bytes: int = 2) -> float:
+    """Return roughly how many microseconds a GEMM takes: good for deciding how often to repeat it, and nothing else."""
+    return max(2 * m * n * k / 6.5e8, element_bytes * (m * k + n * k + m * n) / 2.8e6) + 4.0
+
+
+class Stopwatch:
+    """Variants captured in graphs, timed round by round.
+
+    Parameters
+    ----------
+    expected : float
+        Rough time of one call in microseconds, which sets how many a replay holds.
+    """
+
+    def __init__(self, expected: float) -> None:
+        self._launches = max(3, min(_MAX_LAUNCHES, round(_REPLAY_US / expected)))
+        self._graphs: dict[object, torch.cuda.CUDAGraph] = {}
+
+    def add(self, name: object, run: Run) -> None:
+        """Capture a variant, called with a launch index from which it picks its inputs."""
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for index in range(3):
+                run(index)
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for index in range(self._launches):
+                run(index)
+        self._graphs[name] = graph
+
+    def round(self, names: Sequence[object]) -> list[float]:
+        """Replay variants in this order and return the microseconds of one call of each."""
+        # The first in the order must not follow a pause.
+        self._graphs[names[-1]].replay()
+        events = [_event() for _ in range(len(names) + 1)]
+        events[0].record()
+        for name, end in zip(names, events[1:], strict=True):
+            self._graphs[name].replay()
+            end.record()
+        torch.cuda.synchronize()
+        return [begin.elapsed_time(end) * 1e3 / self._launches for begin, end in pairwise(events)]
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

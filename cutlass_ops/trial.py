@@ -1,0 +1,242 @@
+"""One problem on one device: kernels are checked against FP64, and those that are right race each other and PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from cutlass_ops import racing, reference
+from cutlass_ops.config import Config, Raster, Sm90Config
+from cutlass_ops.epilogue.graph import Kind
+from cutlass_ops.loader import LoadedKernel, refusal
+from cutlass_ops.peers import Peer, peers
+from cutlass_ops.plan import RASTER
+from cutlass_ops.racing import Standing
+from cutlass_ops.registry import OpSignature
+from cutlass_ops.spec import Operand
+from cutlass_ops.tables import Measured, Problem
+from cutlass_ops.timing import Run, Stopwatch, expected_us, rotation
+
+# Orders of tiles that a persistent kernel is tried with, and how many kernels are.
+_ORDERS: tuple[tuple[Raster, int], ...] = (
+    *(("along_m", 1), ("along_m", 2)),
+    *(("along_n", 1), ("along_n", 2), ("along_n", 4)),
+)
+_FINALISTS = 3
+
+# A kernel's error may be twice that of rounding the exact result to the output's type, besides that of FP32 sums.
+_ROUNDING = 2.0
+_SUMS = 1e-4
+
+_SCALAR = 0.5
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    """One set of a problem's tensors."""
+
+    a: Tensor
+    b: Tensor
+    inputs: tuple[Tensor | float, ...]
+    outputs: tuple[Tensor, ...]
+
+
+class Trial:
+    """Kernels of one signature at one problem.
+
+    Parameters
+    ----------
+    signature : OpSignature
+        Epilogue and operand types.
+    problem : tuple of int
+        M, N and K.
+    device : torch.device
+        A CUDA device, with its index.
+    seed : int
+        Of the inputs, which are normal: A and B such that the accumulator's variance is 1. Scalars are 0.5.
+    """
+
+    def __init__(self, signature: OpSignature, problem: Problem, device: torch.device, seed: int = 0) -> None:
+        self._signature = signature
+        self._problem = problem
+        self._device = device
+        self._generator = torch.Generator(device).manual_seed(seed)
+        m, n, k = problem
+        width = signature.a.dtype.bytes
+        self._sets = [self._draw() for _ in range(rotation(width * (m * k + n * k + m * n)))]
+        self._wanted = self._exact(self._sets[0])
+        self._watch = Stopwatch(expected_us(m, n, k, width))
+        self._kernels: dict[Config, LoadedKernel] = {}
+        self._peers: list[str] = []
+
+    def admit(self, config: Config, kernel: LoadedKernel) -> str | None:
+        """Enter a kernel for the race if it is right; return what is wrong if it is not.
+
+        Parameters
+        ----------
+        config : Config
+            Its configuration with the order of its tiles.
+        kernel : LoadedKernel
+            The kernel.
+        """
+        run = self._run(config, kernel)
+        for output in self._sets[0].outputs:
+            output.fill_(float("nan"))
+        status = run(0)
+        torch.cuda.synchronize(self._device)
+        if status != 0:
+            position, reason = refusal(status)
+            return f"it refused argument {position}: {reason.name.lower()}"
+        wrong = self._wrong()
+        if wrong is None:
+            self._kernels[config] = kernel
+            self._watch.add(config, run)
+        return wrong
+
+    def admit_peers(self) -> None:
+        """Enter PyTorch's ways to compute the same."""
+        for name, peer in peers(self._signature.epilogue).items():
+            self._watch.add(name, self._run_peer(peer))
+            self._peers.append(name)
+
+    def race(
+        self, rounds: int, on_round: Callable[[], None]
+    ) -> tuple[tuple[Measured, ...], tuple[tuple[str, float], ...]]:
+        """Race all that entered, then the orders of tiles of the best.
+
+        Parameters
+        ----------
+        rounds : int
+            How often those that stay run.
+        on_round : callable
+            Called before each round.
+
+        Returns
+        -------
+        tuple of Measured, tuple of (str, float)
+            The kernels, the fastest first; and the peers' microseconds.
+        """
+
+        def measure(order: Sequence[Config | str]) -> list[float]:
+            on_round()
+            return self._watch.round(order)
+
+        entrants: list[Config | str] = [*self._kernels, *self._peers]
+        if not self._kernels:
+            return (), ()
+        standings = racing.race(entrants, measure, rounds=rounds)
+        kernels = [_measured(s) for s in standings if not isinstance(s.entrant, str)]
+        others = tuple((str(s.entrant), s.median) for s in standings if isinstance(s.entrant, str))
+        # A peer may have won; what counts among kernels is the distance to the best of them.
+        kernels = _behind(kernels, 1 / (1 + kernels[0].behind))
+        further = self._further([m.config for m in kernels[:_FINALISTS]])
+        if further:
+            best = kernels[0].config
+            field: list[Config | str] = [best, *further]
+            found = [_measured(s) for s in racing.race(field, measure, rounds=rounds)]
+            again = next(m for m in found if m.config == best)
+            kernels = sorted([*found, *_behind(kernels[1:], 1 + again.behind)], key=lambda m: m.behind)
+        return tuple(kernels), others
+
+    def _further(self, finalists: Sequence[Config]) -> list[Config]:
+        """Enter other orders of tiles of some kernels."""
+        entered: list[Config] = []
+        for config in finalists:
+            if not isinstance(config, Sm90Config) or config.schedule == "warp_specialized":
+                continue
+            for raster, swizzle in _ORDERS:
+                ordered = replace(config, raster=raster, swizzle=swizzle)
+                if ordered not in self._kernels:
+                    self._watch.add(ordered, self._run(ordered, self._kernels[config]))
+                    entered.append(ordered)
+        return entered
+
+    def _run(self, config: Config, kernel: LoadedKernel) -> Callable[[int], int]:
+        m, n, k = self._problem
+        raster = RASTER[config.raster] if isinstance(config, Sm90Config) else 0
+        with torch.cuda.device(self._device):
+            size = int(kernel.workspace_size(m, n, k, raster, config.swizzle))
+        workspace = torch.empty(size, dtype=torch.uint8, device=self._device) if size else None
+
+        def run(index: int) -> int:
+            x = self._sets[index % len(self._sets)]
+            d, *others = x.outputs
+            return kernel.launch(x.a, x.b, d, *x.inputs, *others, raster, config.swizzle, workspace)
+
+        return run
+
+    def _run_peer(self, peer: Peer) -> Run:
+        def run(index: int) -> object:
+            x = self._sets[index % len(self._sets)]
+            return peer(x.a, x.b, x.inputs)
+
+        return run
+
+    # ---- Tensors -------------------------------------------------------------------------------------------------
+
+    def _draw(self) -> _Tensors:
+        signature, (m, n, k) = self._signature, self._problem
+        extents = {Kind.ROW: (n,), Kind.COL: (m,), Kind.TILE: (m, n)}
+        graph = signature.epilogue
+        inputs = tuple(
+            _SCALAR if i.kind is Kind.SCALAR else self._normal(extents[i.kind], o)
+            for i, o in zip(graph.inputs, signature.inputs, strict=True)
+        )
+        types = (signature.d, *signature.outputs)
+        outputs = tuple(_empty(extents[o.kind], t, self._device) for o, t in zip(graph.outputs, types, strict=True))
+        return _Tensors(
+            self._normal((m, k), signature.a, k**-0.25), self._normal((k, n), signature.b, k**-0.25), inputs, outputs
+        )
+
+    def _normal(self, shape: tuple[int, ...], operand: Operand, scale: float = 1.0) -> Tensor:
+        tensor = _empty(shape, operand, self._device)
+        return tensor.normal_(0, scale, generator=self._generator)
+
+    def _exact(self, x: _Tensors) -> list[Tensor]:
+        graph = self._signature.epilogue
+        inputs = {
+            i.name: v.double() if isinstance(v, Tensor) else v for i, v in zip(graph.inputs, x.inputs, strict=True)
+        }
+        values = reference.evaluate(graph, x.a.double() @ x.b.double(), inputs, torch.float64)
+        return [values[o.name] for o in graph.outputs]
+
+    def _wrong(self) -> str | None:
+        outputs = self._signature.epilogue.outputs
+        for output, found, wanted in zip(outputs, self._sets[0].outputs, self._wanted, strict=True):
+            exact = found.double()
+            if not torch.equal(exact.isnan(), wanted.isnan()):
+                return f"{output.name} has NaN where it should not, or parts of it were not written"
+            finite = wanted.isfinite()
+            exact, wanted = exact[finite], wanted[finite]
+            scale = float(wanted.norm()) or 1.0
+            rounding = float((wanted.to(found.dtype).double() - wanted).norm()) / scale
+            error = float((exact - wanted).norm()) / scale
+            if not error <= _ROUNDING * rounding + _SUMS:
+                return f"{output.name} is wrong: its relative error is {error:.2g}, and {rounding:.2g} is rounding"
+        return None
+
+
+def _empty(shape: tuple[int, ...], operand: Operand, device: torch.device) -> Tensor:
+    """Return a tensor that has an operand's type and no better alignment."""
+    dtype = getattr(torch, operand.dtype.torch_name)
+    if len(shape) == 1:
+        return torch.empty(shape, dtype=dtype, device=device)
+    outer, inner = shape if operand.major == "row" else shape[::-1]
+    units = -(-inner // operand.alignment)
+    if not operand.aligned and units % 2 == 0:
+        units += 1  # a leading dimension that no wider access divides
+    matrix = torch.empty(outer, units * operand.alignment, dtype=dtype, device=device)[:, :inner]
+    return matrix if operand.major == "row" else matrix.t()
+
+
+def _measured(standing: Standing[Config | str]) -> Measured:
+    assert not isinstance(standing.entrant, str)
+    return Measured(standing.entrant, standing.median, standing.behind)
+
+
+def _behind(measured: Sequence[Measured], factor: float) -> list[Measured]:
+    """Restate how far kernels are behind, given how much slower their leader is than the new one."""
+    return [replace(m, behind=(1 + m.behind) * factor - 1) for m in measured]

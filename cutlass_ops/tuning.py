@@ -1,0 +1,433 @@
+"""Measures which kernels are the fastest, compiling them meanwhile, and keeps what it finds.
+
+For each problem the model names the configurations that may win; a few kernels that cover all problems are compiled;
+each is checked against FP64 and raced at the problems where it may win. Every finished problem is written at once, so
+that a run that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cutlass_ops import _env, heuristics, space, tables
+from cutlass_ops.builder import building
+from cutlass_ops.call import check_call, device_of, signature_of
+from cutlass_ops.config import Config, Sm90Config
+from cutlass_ops.dtypes import dtype as operand
+from cutlass_ops.epilogue.graph import Graph, Kind
+from cutlass_ops.errors import CompileError, MeasuringError, NoDeviceError, UnsupportedError
+from cutlass_ops.heuristics import Device
+from cutlass_ops.measuring import Measurer, Outcome
+from cutlass_ops.registry import OpSignature
+from cutlass_ops.spec import HasGraph, KernelSpec, Major
+from cutlass_ops.store import Artifact
+from cutlass_ops.tables import Point, Problem, Table
+
+# What the model predicts slower than this, over its first choice, is not measured: it errs by 3% (benchmarks/NOTES.md),
+# seldom by 15%.
+_WITHIN = 1.15
+# Among how many the few that cover all problems are sought.
+_CONSIDERED = 40
+
+
+@dataclass(frozen=True)
+class Task:
+    """One problem and the configurations that may win there, the likeliest first."""
+
+    signature: OpSignature
+    problem: Problem
+    configs: tuple[Config, ...]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much a run may take.
+
+    Attributes
+    ----------
+    kernels : int
+        How many are compiled at most, for each signature.
+    candidates : int
+        How many are raced at a problem at most.
+    rounds : int
+        Of each race.
+    seconds : float
+        After which no further problem is begun.
+    """
+
+    kernels: int = 48
+    candidates: int = 12
+    rounds: int = 11
+    seconds: float = math.inf
+
+
+@dataclass
+class Report:
+    """What a run did.
+
+    Attributes
+    ----------
+    tables : dict of OpSignature to Table
+        All that is known now.
+    measured, known, left : int
+        Problems measured by this run, measured before, and left for the next.
+    failed : dict of str to str
+        Kernels that cannot be used and problems that cannot be measured, by name, with the reason.
+    """
+
+    tables: dict[OpSignature, Table] = field(default_factory=dict)
+    measured: int = 0
+    known: int = 0
+    left: int = 0
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+def plan(problems: Mapping[OpSignature, Iterable[Problem]], device: Device, effort: Effort) -> list[Task]:
+    """Choose what to measure.
+
+    Parameters
+    ----------
+    problems : mapping of OpSignature to problems
+        What to tune for.
+    device : Device
+        Where it will run.
+    effort : Effort
+        The limits.
+
+    Returns
+    -------
+    list of Task
+        Signature by signature. The kernels of one are chosen together: those that the model says help most over all its
+        problems, and what the library would use untuned.
+    """
+    return [task for signature, each in problems.items() for task in _plan(signature, list(each), device, effort)]
+
+
+def _plan(signature: OpSignature, problems: Sequence[Problem], device: Device, effort: Effort) -> list[Task]:
+    usual = [c.config for c in heuristics.candidates(signature, device)]
+    predicted = {
+        p: {c: heuristics.predict(c, p, device) for c in _considered(signature, p, usual, device)} for p in problems
+    }
+    kept = set(_cover(predicted, effort.kernels))
+    tasks = []
+    for problem, times in predicted.items():
+        ranked = sorted(kept & times.keys(), key=times.__getitem__)
+        near = [c for c in ranked if times[c] <= _WITHIN * times[ranked[0]]][: effort.candidates]
+        tasks.append(Task(signature, problem, tuple(heuristics.with_order(c, problem) for c in near)))
+    return tasks
+
+
+def _considered(signature: OpSignature, problem: Problem, usual: Sequence[Config], device: Device) -> list[Config]:
+    if not any(isinstance(c, Sm90Config) for c in usual):
+        return list(usual)
+    return list(dict.fromkeys([*space.ranked(signature, problem, _CONSIDERED), *usual]))
+
+
+def _cover(predicted: Mapping[Problem, Mapping[Config, float]], limit: int) -> list[Config]:
+    """Return the kernels that together are predicted to lose least; the next one is always that which helps most."""
+    losses = [{c: math.log(t / min(times.values())) for c, t in times.items()} for times in predicted.values()]
+    candidates = list(dict.fromkeys(c for loss in losses for c in loss))
+    reached = [math.log(2.0)] * len(losses)
+    chosen: list[Config] = []
+    while candidates and len(chosen) < limit:
+        # What is already covered still counts a little: the model errs, and the second best may be the best.
+        after = {c: [min(r, loss.get(c, r)) for r, loss in zip(reached, losses, strict=True)] for c in candidates}
+        second = {c: sum(max(0.0, 0.05 - loss.get(c, 1.0)) for loss in losses) for c in candidates}
+        best = min(candidates, key=lambda c: sum(after[c]) - 0.1 * second[c])
+        chosen.append(best)
+        candidates.remove(best)
+        reached = after[best]
+    return chosen
+
+
+Measure = Callable[[OpSignature, Problem, Mapping[Config, Path]], Outcome]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run takes place, and where it keeps what it finds.
+
+    Attributes
+    ----------
+    name : str
+        The device's name, as the driver gives it.
+    device : Device
+        What the choice of kernels needs to know of it.
+    folder : Path
+        Of the tables.
+    """
+
+    name: str
+    device: Device
+    folder: Path
+
+    def path(self, signature: OpSignature) -> Path:
+        """Return where a signature's table lies."""
+        text = json.dumps([self.name, tables.signature_to_json(signature)], sort_keys=True)
+        return self.folder / f"{_slug(self.name)}_{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+    def table(self, signature: OpSignature) -> Table:
+        """Return what is known of a signature."""
+        path = self.path(signature)
+        if path.exists():
+            return tables.load(path)
+        return Table(self.name, self.device.multiprocessors, signature)
+
+
+def run(
+    tasks: Sequence[Task],
+    place: Place,
+    effort: Effort,
+    *,
+    measure: Measure,
+    again: bool = False,
+    show: Callable[[str], None] = lambda _: None,
+) -> Report:
+    """Compile, measure and record.
+
+    Parameters
+    ----------
+    tasks : sequence of Task
+        What to measure.
+    place : Place
+        Where it runs and where results are kept.
+    effort : Effort
+        The limits.
+    measure : callable
+        Checks and races kernels, given their artifacts' folders.
+    again : bool
+        Whether to measure what a table has already.
+    show : callable
+        Takes a line of progress.
+
+    Raises
+    ------
+    ConfigError
+        If a file in the folder is no table.
+    ToolchainError, StoreError
+        If no kernel can be compiled or stored.
+    """
+    began = time.monotonic()
+    report = Report({task.signature: place.table(task.signature) for task in tasks})
+    known = {s: {p.problem for p in t.points} for s, t in report.tables.items()}
+    todo = [task for task in tasks if again or task.problem not in known[task.signature]]
+    report.known = len(tasks) - len(todo)
+    specs = [[heuristics.spec(task.signature, c.binary(), place.device) for c in task.configs] for task in todo]
+    with building(dict.fromkeys(spec for each in specs for spec in each)) as builds:
+        jobs = [_Job(t, tuple(each), tuple(builds[s] for s in each)) for t, each in zip(todo, specs, strict=True)]
+        while jobs and time.monotonic() - began < effort.seconds:
+            job = _next(jobs)
+            jobs.remove(job)
+            try:
+                point = _measure(job, measure, report)
+            except MeasuringError as exc:
+                report.failed[_name(job.task.problem)] = str(exc)
+                continue
+            if point is None:
+                report.failed[_name(job.task.problem)] = "none of its kernels can be used"
+                continue
+            signature = job.task.signature
+            table = Table(place.name, place.device.multiprocessors, signature, (point,))
+            report.tables[signature] = tables.update(place.path(signature), table)
+            report.measured += 1
+            show(_line(point, report.measured, len(jobs), time.monotonic() - began))
+    report.left = len(jobs)
+    return report
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """A task with its kernels, which are there or on their way."""
+
+    task: Task
+    specs: tuple[KernelSpec, ...]
+    builds: tuple[Future[Artifact], ...]
+
+    @property
+    def ready(self) -> bool:
+        return all(build.done() for build in self.builds)
+
+
+def _next(jobs: Sequence[_Job]) -> _Job:
+    """Return a job whose kernels are all there, waiting for the first if there is none."""
+    while (ready := next((job for job in jobs if job.ready), None)) is None:
+        wait([build for build in jobs[0].builds if not build.done()], return_when=FIRST_COMPLETED)
+    return ready
+
+
+def _measure(job: _Job, measure: Measure, report: Report) -> Point | None:
+    task, folders, slugs = job.task, {}, {}
+    for config, spec, build in zip(task.configs, job.specs, job.builds, strict=True):
+        error = build.exception()
+        slugs[config] = spec.slug
+        if error is None:
+            folders[config] = build.result().folder
+        elif isinstance(error, CompileError):
+            report.failed[spec.slug] = str(error)
+        else:
+            raise error
+    if not folders:
+        return None
+    outcome = measure(task.signature, task.problem, folders)
+    report.failed.update({slugs[config]: why for config, why in outcome.failed.items()})
+    if not outcome.measured:
+        return None
+    today = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
+    return Point(task.problem, today, outcome.measured, tuple(outcome.peers.items()))
+
+
+def _line(point: Point, done: int, left: int, seconds: float) -> str:
+    best = point.measured[0]
+    peer = min(point.peers, key=lambda p: p[1], default=None)
+    against = f", {peer[0]} {peer[1]:.1f} us, ratio {peer[1] / best.microseconds:.3f}" if peer else ""
+    remaining = seconds / done * left
+    order = f" {best.config.raster} {best.config.swizzle}" if isinstance(best.config, Sm90Config) else ""
+    return (
+        f"{_name(point.problem)}: {best.microseconds:.1f} us{against}, {best.config.slug}{order}; "
+        f"{left} problems left, about {remaining:.0f} s"
+    )
+
+
+def tune(
+    op: HasGraph,
+    shapes: Iterable[Problem],
+    *,
+    dtypes: Sequence[str] = ("bf16",),
+    a: Major = "row",
+    b: Major = "col",
+    out_dtype: torch.dtype | None = None,
+    device: int = 0,
+    effort: Effort | None = None,
+    folder: Path | None = None,
+    again: bool = False,
+    silence: float = 60.0,
+    show: Callable[[str], None] | None = None,
+) -> Report:
+    """Find the fastest kernels for an op at some shapes, and remember them for this user and kind of device.
+
+    Parameters
+    ----------
+    op : Op or Epilogue
+        A named op such as ``cutlass_ops.gemm_bias_relu``, or a function decorated with :func:`cutlass_ops.epilogue`.
+    shapes : iterable of (M, N, K)
+        Problems. Calls of other shapes profit too: the choice goes by what was measured nearby.
+    dtypes : sequence of str
+        Of A and B, which the epilogue's inputs and outputs have as well: ``"bf16"``, ``"f16"``.
+    a, b : {"row", "col"}
+        Majors of A (M, K) and B (K, N). ``weight.t()`` of a weight (N, K) is ``"col"``.
+    out_dtype : torch.dtype, optional
+        D's dtype; by default that of A.
+    device : int
+        Index of the CUDA device.
+    effort : Effort, optional
+        How much to compile and measure.
+    folder : Path, optional
+        Where to keep the tables; by default ``CUTLASS_OPS_TUNING_DIR``, where calls look for them.
+    again : bool
+        Whether to measure what was measured before.
+    silence : float
+        Seconds after which a kernel that does not end is given up.
+    show : callable, optional
+        Takes each line of progress; by default they go to standard error, unless ``CUTLASS_OPS_PROGRESS`` is 0.
+
+    Returns
+    -------
+    Report
+        The tables, and what could not be compiled or measured, with reasons.
+
+    Raises
+    ------
+    NoDeviceError
+        If there is no such device.
+    ValueError
+        If a shape or dtype is none.
+    UnsupportedError
+        If no kernel serves the op there.
+    ConfigError
+        If a file in the folder is no table.
+    ToolchainError, StoreError
+        If kernels cannot be compiled or stored.
+    """
+    effort = effort or Effort()
+    place = _place(device, folder)
+    problems: dict[OpSignature, list[Problem]] = {}
+    wanted = [_problem(shape) for shape in shapes]
+    for dtype in dtypes:
+        for problem in wanted:
+            signature = signature_at(op.graph, problem, dtype, a, b, out_dtype, place.device)
+            problems.setdefault(signature, []).append(problem)
+    for signature in problems:
+        if not heuristics.candidates(signature, place.device):
+            raise UnsupportedError(
+                f"no kernel serves a {signature.a}, b {signature.b}, d {signature.d} on {place.name}"
+            )
+    tasks = plan(problems, place.device, effort)
+    with Measurer(device, silence) as measurer:
+
+        def measure(signature: OpSignature, problem: Problem, kernels: Mapping[Config, Path]) -> Outcome:
+            return measurer.measure(signature, problem, kernels, rounds=effort.rounds)
+
+        return run(tasks, place, effort, measure=measure, again=again, show=show or _to_stderr)
+
+
+def signature_at(
+    graph: Graph, problem: Problem, dtype: str, a: Major, b: Major, out_dtype: torch.dtype | None, device: Device
+) -> OpSignature:
+    """Return the signature of a call with contiguous tensors of these extents."""
+    m, n, k = problem
+
+    def empty(rows: int, columns: int, major: Major) -> torch.Tensor:
+        element = getattr(torch, operand(dtype).torch_name)
+        if major == "row":
+            return torch.empty(rows, columns, dtype=element, device="meta")
+        return torch.empty(columns, rows, dtype=element, device="meta").t()
+
+    shapes = {Kind.ROW: (1, n), Kind.COL: (1, m), Kind.TILE: (m, n)}
+    inputs: dict[str, Any] = {}
+    for i in graph.inputs:
+        if i.kind is Kind.SCALAR:
+            inputs[i.name] = 1.0
+        else:
+            tensor = empty(*shapes[i.kind], "row")
+            inputs[i.name] = tensor if i.kind is Kind.TILE else tensor[0]
+    call = check_call(graph, empty(m, k, a), empty(k, n, b), inputs, None, out_dtype)
+    return signature_of(call, device)
+
+
+def _place(device: int, folder: Path | None) -> Place:
+    if not torch.cuda.is_available():
+        raise NoDeviceError("tuning measures on a CUDA device, and this process sees none: tune on a machine with one")
+    name = torch.cuda.get_device_name(device)
+    return Place(name, device_of(torch.device("cuda", device)), folder or _env.tuning_dir())
+
+
+def _problem(shape: object) -> Problem:
+    if not isinstance(shape, Sequence) or len(shape) != 3 or not all(type(x) is int and x > 0 for x in shape):
+        raise ValueError(f"{shape} is no shape: it is (M, N, K), positive integers")
+    m, n, k = shape
+    return m, n, k
+
+
+def _to_stderr(line: str) -> None:
+    if _env.progress() is not False:
+        print(f"cutlass_ops: {line}", file=sys.stderr, flush=True)
+
+
+def _name(problem: Problem) -> str:
+    return "x".join(map(str, problem))
+
+
+def _slug(text: str) -> str:
+    return "-".join("".join(c if c.isalnum() else " " for c in text.lower()).split())

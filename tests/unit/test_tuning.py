@@ -1,0 +1,201 @@
+"""The tuner compiles what may win, measures all it can, keeps every result, and goes on where it stopped."""
+
+import random
+from concurrent.futures import Future
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from cutlass_ops import builtin, heuristics, model, tables, tuning
+from cutlass_ops.config import Sm80Config, Sm90Config
+from cutlass_ops.errors import CompileError, MeasuringError, ToolchainError
+from cutlass_ops.heuristics import Device
+from cutlass_ops.measuring import Outcome
+from cutlass_ops.spec import Operand
+from cutlass_ops.tables import Measured
+from cutlass_ops.tuning import Effort, Place, plan, run, signature_at
+from tests.unit.test_heuristics import signature
+
+H100 = Device((9, 0), 132)
+PROBLEMS = [(1, 4096, 4096), (64, 4096, 4096), (512, 6144, 4096), (2048, 4096, 4096), (8192, 8192, 8192)]
+SMALL = Effort(kernels=10, candidates=4, rounds=3)
+
+
+@pytest.fixture
+def place(tmp_path):
+    return Place("NVIDIA H100 80GB HBM3", H100, tmp_path / "tuning")
+
+
+class Chip:
+    """Builds and measures as told."""
+
+    def __init__(self, seed=0):
+        self.rng = random.Random(seed)
+        self.built, self.measured = [], []
+        self.refuse, self.fail, self.wrong = (), (), ()
+
+    @contextmanager
+    def building(self, specs):
+        futures = {}
+        for spec in specs:
+            self.built.append(spec)
+            futures[spec] = Future()
+            if spec.config in self.refuse:
+                futures[spec].set_exception(CompileError(f"{spec.slug}: error: too complex"))
+            else:
+                futures[spec].set_result(SimpleNamespace(folder=spec.slug))
+        yield futures
+
+    def measure(self, signature, problem, kernels):
+        self.measured.append(problem)
+        if problem in self.fail:
+            raise MeasuringError("it does not end")
+        failed = {c: "D is wrong" for c in kernels if c.binary() in self.wrong}
+        right = [c for c in kernels if c not in failed]
+        times = {c: model.predict(c, problem) * self.rng.uniform(1, 1.05) for c in right}
+        order = sorted(right, key=times.__getitem__)
+        best = times[order[0]] if order else 0
+        return Outcome(tuple(Measured(c, times[c], times[c] / best - 1) for c in order), {"eager": 99.0}, failed)
+
+
+@pytest.fixture
+def chip(monkeypatch):
+    chip = Chip()
+    monkeypatch.setattr(tuning, "building", chip.building)
+    return chip
+
+
+def tasks(effort=SMALL, problems=PROBLEMS):
+    return plan({signature(): problems}, H100, effort)
+
+
+def test_few_kernels_cover_every_problem_and_the_likeliest_race():
+    planned = tasks()
+    assert [t.problem for t in planned] == PROBLEMS
+    assert len({c.binary() for t in planned for c in t.configs}) <= 10
+    for task in planned:
+        assert 1 <= len(task.configs) <= 4
+        times = [model.predict(c, task.problem) for c in task.configs]
+        assert times == sorted(times)
+        assert times[0] <= 1.1 * model.predict(best_of_all(task.problem), task.problem)
+
+
+def best_of_all(problem):
+    from cutlass_ops import space
+
+    return space.ranked(signature(), problem, 1)[0]
+
+
+def test_more_kernels_cover_better():
+    def loss(effort):
+        return sum(model.predict(t.configs[0], t.problem) for t in tasks(effort))
+
+    assert loss(Effort(kernels=12)) <= loss(Effort(kernels=3))
+
+
+def test_operands_that_tma_cannot_load_are_tuned_among_sm80_kernels():
+    odd = signature_at(builtin.bias_relu.graph, (64, 4097, 4097), "bf16", "row", "col", None, H100)
+    assert odd.a == Operand.of("bf16.row.align1")
+    configs = {type(c) for t in plan({odd: [(64, 4097, 4097)]}, H100, SMALL) for c in t.configs}
+    assert configs == {Sm80Config}
+
+
+def test_what_was_measured_is_kept_and_not_measured_again(place, chip):
+    report = run(tasks(), place, SMALL, measure=chip.measure)
+    assert (report.measured, report.known, report.left, report.failed) == (5, 0, 0, {})
+    table = tables.load(place.path(signature()))
+    assert [p.problem for p in table.points] == sorted(PROBLEMS)
+    assert [p.problem for p in report.tables[signature()].points] == sorted(PROBLEMS)
+    assert table.points[0].peers == (("eager", 99.0),)
+
+    chip.built.clear()
+    again = run(tasks(problems=[*PROBLEMS, (3, 4096, 4096)]), place, SMALL, measure=chip.measure)
+    assert (again.measured, again.known) == (1, 5)
+    assert chip.measured[5:] == [(3, 4096, 4096)]
+    # Only what the new problem needs was compiled.
+    assert len(chip.built) <= SMALL.candidates
+    assert run(tasks(), place, SMALL, measure=chip.measure, again=True).measured == 5
+
+
+def test_a_run_that_is_interrupted_keeps_what_it_has(place, chip):
+    def measure(*args):
+        if len(chip.measured) == 2:
+            raise KeyboardInterrupt
+        return chip.measure(*args)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tasks(), place, SMALL, measure=measure)
+    assert len(tables.load(place.path(signature())).points) == 2
+    assert run(tasks(), place, SMALL, measure=chip.measure).known == 2
+
+
+def test_time_is_up(place, chip):
+    report = run(tasks(), place, Effort(seconds=0.0), measure=chip.measure)
+    assert (report.measured, report.left) == (0, 5)
+
+
+def test_a_kernel_that_cannot_be_compiled_or_is_wrong_leaves_the_others(place, chip):
+    planned = tasks()
+    refused, wrong = planned[0].configs[0].binary(), planned[0].configs[1].binary()
+    chip.refuse, chip.wrong = {refused}, {wrong}
+    report = run(planned, place, SMALL, measure=chip.measure)
+    assert report.measured == 5
+    first = tables.load(place.path(signature())).points[0]
+    assert not {refused, wrong} & {m.config.binary() for m in first.measured}
+    reasons = {heuristics.spec(signature(), c, H100).slug for c in (refused,)}
+    assert reasons <= set(report.failed)
+    assert any("too complex" in why for why in report.failed.values())
+    assert any("D is wrong" in why for why in report.failed.values())
+
+
+def test_a_problem_that_cannot_be_measured_is_reported(place, chip):
+    chip.fail = {PROBLEMS[1]}
+    report = run(tasks(), place, SMALL, measure=chip.measure)
+    assert report.measured == 4
+    assert report.failed == {"64x4096x4096": "it does not end"}
+
+
+def test_without_a_compiler_nothing_is_tuned(place, chip, monkeypatch):
+    @contextmanager
+    def building(specs):
+        futures = {spec: Future() for spec in specs}
+        for future in futures.values():
+            future.set_exception(ToolchainError("no nvcc"))
+        yield futures
+
+    monkeypatch.setattr(tuning, "building", building)
+    with pytest.raises(ToolchainError, match="no nvcc"):
+        run(tasks(), place, SMALL, measure=chip.measure)
+
+
+def test_problems_are_measured_in_the_order_in_which_their_kernels_are_there(place, chip, monkeypatch):
+    planned = tasks(Effort(kernels=40, candidates=2))
+    last = planned[-1]
+
+    @contextmanager
+    def building(specs):
+        futures = {spec: Future() for spec in specs}
+        wanted = {heuristics.spec(signature(), c.binary(), H100) for c in last.configs}
+        for spec, future in sorted(futures.items(), key=lambda item: item[0] not in wanted):
+            if spec in wanted:
+                future.set_result(SimpleNamespace(folder=spec.slug))
+        yield futures
+        assert chip.measured[0] == last.problem
+
+    def measure(signature, problem, kernels):
+        chip.measured.append(problem)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tuning, "building", building)
+    with pytest.raises(KeyboardInterrupt):
+        run(planned, place, SMALL, measure=measure)
+    assert chip.measured == [last.problem]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_a_signature_is_that_of_a_call(dtype):
+    found = signature_at(builtin.bias_relu_residual.graph, (512, 4096, 4096), dtype, "row", "col", None, H100)
+    assert (str(found.a), str(found.b), str(found.d)) == (f"{dtype}.row", f"{dtype}.col", f"{dtype}.row")
+    assert [str(i.dtype) for i in found.inputs] == [dtype, dtype]
+    assert Sm90Config in {type(c.config) for c in heuristics.candidates(found, H100)}
