@@ -16,6 +16,7 @@ _TILES_M: dict[Schedule, tuple[int, ...]] = {
     "pingpong": (64, 128),
     "cooperative": (128, 256),
 }
+_SIDES = {m for each in _TILES_M.values() for m in each}
 _TILES_N = (8, *range(16, arch.WGMMA_N_MAX + 1, 16))
 _TILES_K = (32, 64, 128, 256)
 _STAGE_BYTES = 48 * 1024
@@ -75,11 +76,11 @@ def _usual(config: Sm90Config, element_bytes: int) -> bool:
     """Whether a tile has the usual K extent and orientation.
 
     K as long as a stage stays below 48 KiB, for the fewest barriers with enough stages left; B's columns on the wgmma's
-    fixed side only where the rows then have a narrower one.
+    fixed side only where the rows then have a narrower one, or an extent that the fixed side cannot have.
     """
     tile = config.threadblock
     extents = [k for k in _TILES_K if k == 64 or (k > 64 and (tile.m + tile.n) * k * element_bytes <= _STAGE_BYTES)]
-    return tile.k == extents[-1] and (not config.swap_ab or tile.n <= arch.WGMMA_M)
+    return tile.k == extents[-1] and (not config.swap_ab or tile.n <= arch.WGMMA_M or tile.n not in _SIDES)
 
 
 def _fits_grid(config: Sm90Config, problem: tuple[int, int, int], chip: model.Chip) -> bool:

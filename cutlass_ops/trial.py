@@ -124,22 +124,23 @@ class Trial:
             on_round()
             return self._watch.round(order)
 
-        entrants: list[Config | str] = [*self._kernels, *self._peers]
         if not self._kernels:
             return (), ()
-        standings = racing.race(entrants, measure, rounds=rounds)
-        kernels = [_measured(s) for s in standings if not isinstance(s.entrant, str)]
-        others = tuple((str(s.entrant), s.median) for s in standings if isinstance(s.entrant, str))
-        # A peer may have won; what counts among kernels is the distance to the best of them.
-        kernels = _behind(kernels, 1 / (1 + kernels[0].behind))
-        further = self._further([m.config for m in kernels[:_FINALISTS]])
-        if further:
-            best = kernels[0].config
-            field: list[Config | str] = [best, *further]
-            found = [_measured(s) for s in racing.race(field, measure, rounds=rounds)]
-            again = next(m for m in found if m.config == best)
-            kernels = sorted([*found, *_behind(kernels[1:], 1 + again.behind)], key=lambda m: m.behind)
-        return tuple(kernels), others
+        field: list[Config | str] = [*self._kernels, *self._peers]
+        standings = racing.race(field, measure, rounds=rounds)
+        finalists = [s.entrant for s in standings if not isinstance(s.entrant, str)][:_FINALISTS]
+        further = self._further(finalists)
+        second = racing.race([finalists[0], *further, *self._peers], measure, rounds=rounds) if further else []
+        ratios = _combined(standings, second, finalists[0])
+        # Medians over different rounds cannot be compared, since the chip's clock moves; ratios within a round can.
+        best = min((c for c in ratios if not isinstance(c, str)), key=ratios.__getitem__)
+        unit = next(s.median for s in [*second, *standings] if s.entrant == best) / ratios[best]
+        measured = [
+            Measured(c, unit * r, r / ratios[best] - 1)
+            for c, r in sorted(ratios.items(), key=lambda item: item[1])
+            if not isinstance(c, str)
+        ]
+        return tuple(measured), tuple((name, unit * ratios[name]) for name in self._peers)
 
     def _further(self, finalists: Sequence[Config]) -> list[Config]:
         """Enter other orders of tiles of some kernels."""
@@ -232,11 +233,12 @@ def _empty(shape: tuple[int, ...], operand: Operand, device: torch.device) -> Te
     return matrix if operand.major == "row" else matrix.t()
 
 
-def _measured(standing: Standing[Config | str]) -> Measured:
-    assert not isinstance(standing.entrant, str)
-    return Measured(standing.entrant, standing.median, standing.behind)
-
-
-def _behind(measured: Sequence[Measured], factor: float) -> list[Measured]:
-    """Restate how far kernels are behind, given how much slower their leader is than the new one."""
-    return [replace(m, behind=(1 + m.behind) * factor - 1) for m in measured]
+def _combined(
+    first: Sequence[Standing[Config | str]], second: Sequence[Standing[Config | str]], anchor: Config
+) -> dict[Config | str, float]:
+    """Return everyone's time over the anchor's, who ran in both races; where both know it, the second does."""
+    found: dict[Config | str, float] = {}
+    for standings in (first, second):
+        unit = next((1 + s.behind for s in standings if s.entrant == anchor), 1.0)
+        found |= {s.entrant: (1 + s.behind) / unit for s in standings}
+    return found

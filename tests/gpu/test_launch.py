@@ -40,7 +40,7 @@ def _seed():
 
 def problem(m, n, k, spec=None):
     """Draw a whole-numbered bias + ReLU with a kernel's operands, or BF16 with A row-major and B column-major."""
-    dtype = DTYPES[spec.a.dtype] if spec else BF16
+    dtype = DTYPES[spec.a.dtype.name] if spec else BF16
     a, b = whole(m, k).to(dtype), whole(n, k).to(dtype).t()
     if spec and spec.a.major == "col":
         a = a.t().contiguous().t()
