@@ -1,6 +1,8 @@
-"""Fits the cost model's numbers of a chip to sweeps, and says how well the model ranks.
+"""Fits the cost model's numbers of a chip to measurements, and says how well the model ranks.
 
-    python benchmarks/fit_model.py benchmarks/results/sweep_*_h100.json
+    python benchmarks/fit_model.py cutlass_ops/tuned/*.json benchmarks/results/sweep_*_h100.json
+
+Reads tuning tables and the results of sweep.py.
 
 Prints the fitted :class:`cutlass_ops.model.Chip`, to be copied into ``cutlass_ops/model.py`` by hand.
 """
@@ -16,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from cutlass_ops import model
+from cutlass_ops import model, tables
 from cutlass_ops.config import ClusterShape, Schedule, Sm90Config, ThreadblockShape
 
 Shape = tuple[int, int, int]
@@ -33,12 +35,27 @@ def read(paths: Sequence[Path]) -> Sweep:
     """Return for each shape the best time, in microseconds, of each configuration over the orders of its tiles."""
     found: Sweep = {}
     for path in paths:
-        for row in json.loads(path.read_text())["rows"]:
+        data = json.loads(path.read_text())
+        if "points" in data:
+            _read_table(tables.Table.from_json(data), found)
+            continue
+        for row in data["rows"]:
             times = found.setdefault((row["m"], row["n"], row["k"]), {})
             for name, ms in row["times"].items():
                 config = parse(name.split("|")[0])
                 times[config] = min(times.get(config, math.inf), ms * 1e3)
     return found
+
+
+def _read_table(table: tables.Table, found: Sweep) -> None:
+    for point in table.points:
+        times = found.setdefault(point.problem, {})
+        for m in point.measured:
+            config = m.config.binary()
+            if isinstance(config, Sm90Config):
+                # Medians of a race that ended early are of a cooler chip; ratios are not.
+                time = point.measured[0].microseconds * (1 + m.behind)
+                times[config] = min(times.get(config, math.inf), time)
 
 
 def parse(slug: str) -> Sm90Config:

@@ -1,4 +1,4 @@
-"""Times a pool of Sm90 configurations over shapes: the raw data behind the heuristics' constants.
+"""Times a pool of Sm90 configurations over shapes: raw data for the cost model.
 
     python benchmarks/sweep.py --pool decode --out benchmarks/results/sweep_decode_h100.json
 
@@ -20,6 +20,7 @@ import torch
 
 from cutlass_ops import model, ops, space
 from cutlass_ops.config import ClusterShape, Schedule, Sm90Config, ThreadblockShape
+from cutlass_ops.heuristics import Device
 from cutlass_ops.registry import REGISTRY, OpSignature
 from cutlass_ops.spec import KernelSpec
 
@@ -70,13 +71,14 @@ def short_pool() -> list[Sm90Config]:
 
 def ranked_pool() -> list[Sm90Config]:
     """Return what the cost model puts first at any shape of the benchmark."""
-    first = [c for shape in SHAPES["ranked"] for c in space.ranked(SIGNATURE, shape, RANKED)]
+    first = [c for shape in SHAPES["ranked"] for c in space.ranked(SIGNATURE, shape, RANKED, H100)]
     return list(dict.fromkeys(first))
 
 
 WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 SHORT = ((1024, 1024, 1024), (1536, 1536, 1536), (2048, 2048, 2048), (512, 2048, 2048), (256, 8192, 1024))
 RANKED = 6  # configurations a shape
+H100 = Device((9, 0), 132)
 POOLS: dict[str, Callable[[], list[Sm90Config]]] = {"decode": decode_pool, "short": short_pool, "ranked": ranked_pool}
 SHAPES: dict[str, Sequence[tuple[int, int, int]]] = {
     "decode": [(m, n, k) for n, k in WEIGHTS for m in (1, 16, 64, 128)],

@@ -57,12 +57,14 @@ from cutlass_ops.errors import (
     CutlassOpsError,
     EpilogueError,
     LoadError,
+    MeasuringError,
     MissingKernelError,
     NoDeviceError,
     StoreError,
     ToolchainError,
     UnsupportedError,
 )
+from cutlass_ops.explaining import Explanation, explain
 from cutlass_ops.legality import Violation, check
 from cutlass_ops.ops import (
     Kernel,
@@ -79,6 +81,7 @@ from cutlass_ops.ops import (
 from cutlass_ops.registry import REGISTRY as registry  # noqa: N811
 from cutlass_ops.render import render as source
 from cutlass_ops.spec import KernelSpec, Operand
+from cutlass_ops.tuning import Effort, tune
 
 __all__ = [
     "ClusterShape",
@@ -86,12 +89,15 @@ __all__ = [
     "CompileError",
     "ConfigError",
     "CutlassOpsError",
+    "Effort",
     "Epilogue",
     "EpilogueError",
+    "Explanation",
     "InstructionShape",
     "Kernel",
     "KernelSpec",
     "LoadError",
+    "MeasuringError",
     "MissingKernelError",
     "NoDeviceError",
     "Operand",
@@ -118,6 +124,7 @@ __all__ = [
     "div",
     "epilogue",
     "exp",
+    "explain",
     "gelu",
     "gemm",
     "gemm_bias",
@@ -146,4 +153,5 @@ __all__ = [
     "sum",
     "sum_square",
     "tanh",
+    "tune",
 ]

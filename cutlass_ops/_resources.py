@@ -47,6 +47,11 @@ def generated() -> Path:
     return _find("generated")
 
 
+def tuned() -> Path:
+    """Return the folder of the tuning tables that ship with the library, a part of the package itself."""
+    return _PACKAGE / "tuned"
+
+
 def _find(name: str) -> Path:
     installed = _PACKAGE / "_data" / name
     if installed.is_dir():

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from cutlass_ops import operands, reference
+from cutlass_ops.dtypes import dtype as element_named
 from cutlass_ops.dtypes import f32
 from cutlass_ops.epilogue.graph import Graph, Kind
 from cutlass_ops.errors import NoDeviceError
 from cutlass_ops.heuristics import Device
 from cutlass_ops.operands import Problem
 from cutlass_ops.registry import OpSignature
-from cutlass_ops.spec import KernelSpec, Operand
+from cutlass_ops.spec import KernelSpec, Major, Operand
 
 _OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -116,6 +117,42 @@ def check_call(
     return Call(graph, problem, tuple(outputs), given)
 
 
+def call_at(
+    graph: Graph, problem: tuple[int, int, int], dtype: str, a: Major, b: Major, out_dtype: torch.dtype | None = None
+) -> Call:
+    """Return a call with contiguous tensors of these extents, which have no data.
+
+    Parameters
+    ----------
+    graph : Graph
+        The epilogue.
+    problem : tuple of int
+        M, N and K.
+    dtype : str
+        Of A, B and the epilogue's inputs: ``"bf16"`` or ``"f16"``.
+    a, b : {"row", "col"}
+        Majors of A and B.
+    out_dtype : torch.dtype, optional
+        D's dtype; by default that of A.
+    """
+    m, n, k = problem
+    element = getattr(torch, element_named(dtype).torch_name)
+
+    def empty(rows: int, columns: int, major: Major) -> Tensor:
+        shape = (rows, columns) if major == "row" else (columns, rows)
+        tensor = torch.empty(shape, dtype=element, device="meta")
+        return tensor if major == "row" else tensor.t()
+
+    vectors = {Kind.ROW: n, Kind.COL: m}
+    inputs: dict[str, Tensor | float] = {}
+    for i in graph.inputs:
+        if i.kind is Kind.SCALAR:
+            inputs[i.name] = 1.0
+        else:
+            inputs[i.name] = empty(m, n, "row") if i.kind is Kind.TILE else empty(1, vectors[i.kind], "row")[0]
+    return check_call(graph, empty(m, k, a), empty(k, n, b), inputs, None, out_dtype)
+
+
 def given_outputs(graph: Graph, out: Any) -> tuple[Any, ...]:
     """Return what the caller gave for each output: one tensor is D, a mapping names them.
 
@@ -155,7 +192,7 @@ def device_of(device: torch.device) -> Device:
     if device.type != "cuda":
         raise NoDeviceError(f"tensors are on {device}: kernels run on CUDA devices, the reference on the CPU")
     properties = torch.cuda.get_device_properties(device)
-    return Device((properties.major, properties.minor), properties.multi_processor_count)
+    return Device((properties.major, properties.minor), properties.multi_processor_count, properties.name)
 
 
 def signature_of(call: Call, device: Device) -> OpSignature:

@@ -5,21 +5,29 @@ Exit codes: 0 done, 1 an error or a negative answer, 2 wrong usage.
 
 from __future__ import annotations
 
+import importlib
 import json
+import math
+import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast, get_args
 
 import typer
 
-from cutlass_ops import _resources, catalog
+from cutlass_ops import _resources, catalog, ops, tuning
 from cutlass_ops.builder import build_many
+from cutlass_ops.call import call_at, device_of
 from cutlass_ops.doctor import diagnose
+from cutlass_ops.epilogue import Epilogue
 from cutlass_ops.errors import ConfigError, CutlassOpsError, LoadError
+from cutlass_ops.explaining import explain_call
+from cutlass_ops.heuristics import Device
 from cutlass_ops.inspection import KernelReport
 from cutlass_ops.inspection import inspect as inspect_kernel
-from cutlass_ops.spec import KernelSpec
+from cutlass_ops.spec import HasGraph, KernelSpec, Major
 from cutlass_ops.store import Artifact, KernelStore, open_entry
+from cutlass_ops.tuning import Effort
 
 app = typer.Typer(
     name="cutlass-ops",
@@ -28,6 +36,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+# What `explain` goes by where there is no GPU.
+H100 = Device((9, 0), 132, "NVIDIA H100 80GB HBM3")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value instead of lines.")]
 
@@ -76,6 +87,69 @@ def build(
     _show_reports(as_json, [(artifact, inspect_kernel(artifact)) for artifact in artifacts])
 
 
+Problems = Annotated[
+    list[str],
+    typer.Argument(metavar="MxNxK...", help="Problems; extents may be lists, such as 1,16,64x4096x4096."),
+]
+OpName = Annotated[
+    str, typer.Argument(metavar="OP", help="A named op such as gemm_bias_relu, or MODULE:NAME of an epilogue.")
+]
+Dtypes = Annotated[list[str], typer.Option("--dtype", help="Of A and B: bf16 or f16; may be repeated.")]
+MajorOf = Annotated[str, typer.Option(help="row or col; a weight (N, K) passed as weight.t() is col.")]
+
+
+@app.command()
+def tune(
+    op: OpName,
+    problems: Problems,
+    dtypes: Dtypes = ["bf16"],  # noqa: B006
+    a: MajorOf = "row",
+    b: MajorOf = "col",
+    kernels: Annotated[int, typer.Option(min=1, help="Compile at most so many kernels.")] = Effort.kernels,
+    candidates: Annotated[int, typer.Option(min=1, help="Race at most so many at a problem.")] = Effort.candidates,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each race.")] = Effort.rounds,
+    seconds: Annotated[float, typer.Option(help="Begin no further problem after so long.")] = math.inf,
+    folder: Annotated[Path | None, typer.Option(help="Of the tables; by default where calls look for them.")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure also what was measured before.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Measure which kernels are the fastest for some problems and keep the result; stopped, it goes on where it was.
+
+    Exit code 1 if a problem could not be measured or time was up.
+    """
+    effort = Effort(kernels=kernels, candidates=candidates, rounds=rounds, seconds=seconds)
+    report = tuning.tune(
+        _op(op), _problems(problems), dtypes=dtypes, a=_major(a), b=_major(b), effort=effort,
+        folder=folder.absolute() if folder else None, again=again,
+    )  # fmt: skip
+    counts = {"measured": report.measured, "known": report.known, "left": report.left}
+    lines = [f"failed: {name}: {why}" for name, why in report.failed.items()]
+    summary = f"{report.measured} problems measured, {report.known} known before, {report.left} left"
+    _show(as_json, counts | {"failed": report.failed}, *lines, summary)
+    if report.measured + report.known < len(_problems(problems)) * len(dtypes):
+        raise typer.Exit(1)
+
+
+@app.command()
+def explain(
+    op: OpName,
+    problems: Problems,
+    dtype: Annotated[str, typer.Option(help="Of A and B: bf16 or f16.")] = "bf16",
+    a: MajorOf = "row",
+    b: MajorOf = "col",
+    as_json: Json = False,
+) -> None:
+    """Say which kernel serves a problem and why; without a GPU, as an H100 would."""
+    import torch
+
+    here = torch.cuda.is_available()
+    device = device_of(torch.device("cuda", torch.cuda.current_device())) if here else H100
+    graph = _op(op).graph
+    found = [explain_call(op, call_at(graph, p, dtype, _major(a), _major(b)), device) for p in _problems(problems)]
+    note = [] if here else [f"no CUDA device here: as on {device.name}"]
+    _show(as_json, [{"device": device.name, **e.to_json()} for e in found], *note, *map(str, found))
+
+
 @app.command(name="list")
 def list_kernels(as_json: Json = False) -> None:
     """List the kernels in the store."""
@@ -108,6 +182,41 @@ def clean(as_json: Json = False) -> None:
 def _show(as_json: bool, value: Any, *lines: str) -> None:
     for line in [json.dumps(value, indent=1)] if as_json else lines:
         typer.echo(line)
+
+
+def _op(name: str) -> HasGraph:
+    """Return a named op, or the epilogue that an import path names."""
+    named = {op.name: op for op in ops.NAMED}
+    if name in named:
+        return named[name]
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        raise ValueError(f"{name} is no op: use {', '.join(named)}, or MODULE:NAME of an epilogue")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as exc:
+        raise ValueError(f"{name} cannot be imported: {exc}") from None
+    if not isinstance(found, Epilogue | ops.Op):
+        raise ValueError(f"{name} is a {type(found).__name__}: it must be decorated with @cutlass_ops.epilogue")
+    return found
+
+
+def _problems(texts: list[str]) -> list[tuple[int, int, int]]:
+    """Read problems such as ``1,16x4096x4096``, every combination of listed extents."""
+    found: list[tuple[int, int, int]] = []
+    for text in texts:
+        if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*(x[1-9]\d*(,[1-9]\d*)*){2}", text, re.ASCII):
+            raise ValueError(f"{text} is no problem: write MxNxK, positive integers, such as 512x4096x4096")
+        rows, columns, depths = ([int(e) for e in side.split(",")] for side in text.split("x"))
+        found += [(m, n, k) for m in rows for n in columns for k in depths]
+    return found
+
+
+def _major(text: str) -> Major:
+    if text not in get_args(Major):
+        raise ValueError(f"{text} is no major: use row or col")
+    return cast(Major, text)
 
 
 def _read_spec(path: Path) -> KernelSpec:

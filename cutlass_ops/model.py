@@ -105,6 +105,54 @@ H100 = Chip(
 )
 
 
+# Dense FP16 or BF16 products of one multiprocessor, and an H100's highest clock in GHz: 989 TFLOP/s with 132 of them.
+_FLOP_PER_CLOCK = 4096
+_BOOST = 1.83
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """What a problem takes at least, whatever the kernel, in microseconds.
+
+    Attributes
+    ----------
+    compute : float
+        Its products at the Tensor Cores' peak.
+    memory : float
+        Its operands and D once through device memory, at the bandwidth that copies reach.
+    launch : float
+        From one kernel to the next.
+    """
+
+    compute: float
+    memory: float
+    launch: float
+
+    @property
+    def bound(self) -> str:
+        """What weighs most: ``"compute"``, ``"memory"`` or ``"launch"``."""
+        return max(("compute", "memory", "launch"), key=lambda name: float(getattr(self, name)))
+
+
+def roofline(problem: tuple[int, int, int], chip: Chip, operand_bytes: int, moved_bytes: int) -> Roofline:
+    """Return what a problem takes at least.
+
+    Parameters
+    ----------
+    problem : tuple of int
+        M, N and K.
+    chip : Chip
+        Where it runs.
+    operand_bytes : int
+        Width of an operand's element: 2.
+    moved_bytes : int
+        Bytes of all operands, inputs and outputs.
+    """
+    m, n, k = problem
+    peak = chip.multiprocessors * _FLOP_PER_CLOCK * _BOOST * 1e3 * 2 / operand_bytes
+    return Roofline(2 * m * n * k / peak, moved_bytes / (chip.dram * 1e3), chip.launch)
+
+
 @dataclass(frozen=True)
 class Grid:
     """How a configuration covers a problem.

@@ -16,14 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutlass_ops import builtin, heuristics
+from cutlass_ops import _env, builtin, dispatch
+from cutlass_ops.background import BACKGROUND
 from cutlass_ops.call import Call, check_call, device_of, signature_of
 from cutlass_ops.epilogue import Epilogue
 from cutlass_ops.epilogue.graph import Graph, Kind
 from cutlass_ops.errors import NoDeviceError, UnsupportedError
+from cutlass_ops.heuristics import Device
 from cutlass_ops.loader import LoadedKernel
 from cutlass_ops.plan import Plan, make_plan
-from cutlass_ops.registry import REGISTRY
+from cutlass_ops.registry import REGISTRY, OpSignature
 from cutlass_ops.spec import KernelSpec
 
 # Shapes that an op remembers; a service with every M up to 8192 for a few weights stays well below.
@@ -108,6 +110,37 @@ class Op:
         values = dict(zip(self._names, self.positional(inputs, named), strict=True))
         return self._plan(check_call(self.graph, a, b, values, None, out_dtype))
 
+    def warm_up(self, a: Tensor, b: Tensor, *inputs: Any, out_dtype: torch.dtype | None = None, **named: Any) -> int:
+        """Compile and load every kernel that calls with this weight may need, whatever the number of rows.
+
+        The first call compiles the kernel that it needs and leaves the others to background threads; after this,
+        nothing is left to compile.
+
+        Parameters
+        ----------
+        a, b, *inputs, out_dtype, **named
+            Arguments of a call. Extents of ``a`` other than K do not matter.
+
+        Returns
+        -------
+        int
+            How many kernels there are; 0 on the CPU.
+
+        Raises
+        ------
+        TypeError, ValueError, UnsupportedError
+            As the call itself would.
+        MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
+            If a kernel cannot be had.
+        """
+        values = dict(zip(self._names, self.positional(inputs, named), strict=True))
+        call = check_call(self.graph, a, b, values, None, out_dtype)
+        if call.is_reference:
+            return 0
+        signature, device = self._signature_of(call)
+        specs = dispatch.specs_for(signature, device, call.problem.n, call.problem.k)
+        return len(REGISTRY.kernels(specs))
+
     def _call_cold(self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None) -> Any:
         call = check_call(self.graph, a, b, dict(zip(self._names, inputs, strict=True)), out, out_dtype)
         if call.is_reference:
@@ -119,19 +152,25 @@ class Op:
         return self.wrap(call)
 
     def _plan(self, call: Call) -> Plan:
-        device = device_of(call.problem.a.device)
         problem = call.problem
+        signature, device = self._signature_of(call)
+        spec, config = dispatch.choose(signature, device, (problem.m, problem.n, problem.k))
+        plan = make_plan(spec, config, call)
+        # What other numbers of rows may need is compiled meanwhile, so that no later batch has to wait for it.
+        if _env.jit_enabled():
+            BACKGROUND.add(dispatch.specs_for(signature, device, problem.n, problem.k))
+        return plan
+
+    def _signature_of(self, call: Call) -> tuple[OpSignature, Device]:
+        device = device_of(call.problem.a.device)
         signature = signature_of(call, device)
-        if not heuristics.candidates(signature, device):
+        if not dispatch.specs(signature, device):
             major, minor = device.capability
             raise UnsupportedError(
                 f"no kernel serves {self.name} with a {signature.a}, b {signature.b} and d {signature.d} on compute "
                 f"capability {major}.{minor}"
             )
-        # All kernels that any number of rows may need, at once: no later batch compiles anything.
-        REGISTRY.kernels(heuristics.specs_for(signature, device, problem.n, problem.k))
-        spec, config = heuristics.choose(signature, device, (problem.m, problem.n, problem.k))
-        return make_plan(spec, config, call)
+        return signature, device
 
     def _remember(self, plan: Plan, key: tuple[Any, ...]) -> None:
         if len(self._plans) >= _MAX_PLANS:
@@ -348,10 +387,21 @@ def gemm(
     MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
         If the kernel cannot be had.
     """
+    return op_of(epilogue)(a, b, out=out, out_dtype=out_dtype, **inputs)
+
+
+def op_of(epilogue: Epilogue | None) -> Op:
+    """Return the op that :func:`gemm` runs for an epilogue.
+
+    Raises
+    ------
+    TypeError
+        If it is none.
+    """
     if epilogue is None:
-        return _plain(a, b, out=out, out_dtype=out_dtype, **inputs)
+        return _plain
     if not isinstance(epilogue, Epilogue):
         raise TypeError(
             f"epilogue must be a function decorated with @cutlass_ops.epilogue, not {type(epilogue).__name__}"
         )
-    return op(epilogue)(a, b, out=out, out_dtype=out_dtype, **inputs)
+    return op(epilogue)

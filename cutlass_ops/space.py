@@ -7,8 +7,9 @@ from functools import lru_cache
 from heapq import nsmallest
 from itertools import product
 
-from cutlass_ops import arch, legality, model
+from cutlass_ops import arch, heuristics, legality
 from cutlass_ops.config import ClusterShape, Schedule, Sm90Config, ThreadblockShape
+from cutlass_ops.heuristics import Device, Problem
 from cutlass_ops.registry import OpSignature
 
 _TILES_M: dict[Schedule, tuple[int, ...]] = {
@@ -38,9 +39,7 @@ def _all() -> Iterator[Sm90Config]:
             yield Sm90Config(ThreadblockShape(m, n, k), ClusterShape(*cluster), schedule=schedule, swap_ab=swap)
 
 
-def ranked(
-    signature: OpSignature, problem: tuple[int, int, int], limit: int, chip: model.Chip = model.H100
-) -> list[Sm90Config]:
+def ranked(signature: OpSignature, problem: Problem, limit: int, device: Device) -> list[Sm90Config]:
     """Return the configurations that the model puts first for a problem, fastest first.
 
     The model does not see what a tile's K extent does, nor the orientation of a large tile: of those that differ in
@@ -54,12 +53,11 @@ def ranked(
         M, N and K, each at least 1.
     limit : int
         How many.
-    chip : model.Chip
+    device : Device
         Where they run.
     """
-    width = signature.a.dtype.bytes
-    worth = (c for c in configurations(signature) if _usual(c, width) and _fits_grid(c, problem, chip))
-    return nsmallest(limit, worth, key=lambda c: model.predict(c, problem, chip, width))
+    worth = (c for c in configurations(signature) if _usual(c, signature.a.dtype.bytes))
+    return nsmallest(limit, worth, key=lambda c: heuristics.predict(c, problem, device))
 
 
 def variants(signature: OpSignature, config: Sm90Config) -> list[Sm90Config]:
@@ -81,10 +79,3 @@ def _usual(config: Sm90Config, element_bytes: int) -> bool:
     tile = config.threadblock
     extents = [k for k in _TILES_K if k == 64 or (k > 64 and (tile.m + tile.n) * k * element_bytes <= _STAGE_BYTES)]
     return tile.k == extents[-1] and (not config.swap_ab or tile.n <= arch.WGMMA_M or tile.n not in _SIDES)
-
-
-def _fits_grid(config: Sm90Config, problem: tuple[int, int, int], chip: model.Chip) -> bool:
-    """Whether the grid's second extent can be launched: one that is not persistent has a thread block for each tile."""
-    cover = model.grid(config, problem, chip)
-    second = cover.rows if config.swap_ab else cover.columns
-    return config.schedule != "warp_specialized" or second <= arch.MAX_GRID_Y

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import math
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,9 @@ from cutlass_ops.registry import OpSignature
 from cutlass_ops.spec import KernelSpec
 
 FORMAT = 1
+# Kernels of a signature: so many for the problems that matter most, and so many in all.
 MAX_KERNELS = 16
+MOST_KERNELS = 32
 
 Problem = tuple[int, int, int]
 
@@ -89,12 +92,15 @@ class Table:
         Epilogue and operand types.
     points : tuple of Point
         One for each problem, in the order of their problems.
+    kernels : tuple of Config
+        The few that are worth compiling, the most useful first, as :meth:`select` found them.
     """
 
     device: str
     multiprocessors: int
     signature: OpSignature
     points: tuple[Point, ...] = ()
+    kernels: tuple[Config, ...] = ()
 
     def __post_init__(self) -> None:
         ordered = tuple(sorted(self.points, key=lambda p: p.problem))
@@ -119,31 +125,30 @@ class Table:
             known = points.get(point.problem)
             if known is None or known.date <= point.date:
                 points[point.problem] = point
-        return replace(self, points=tuple(points.values()))
+        return replace(self, points=tuple(points.values()), kernels=other.kernels or self.kernels)
 
-    def kernels(self, limit: int = MAX_KERNELS) -> tuple[Config, ...]:
-        """Return the few kernels that together lose least, over all points, to each point's best.
+    def select(self, first: Iterable[Problem] = (), few: int = MAX_KERNELS, most: int = MOST_KERNELS) -> Table:
+        """Return the table with the few kernels that together lose least to each point's best.
 
-        Greedy: the next one is always that which helps most. A kernel that was not measured at a point, or left its
-        race early, counts there with what is known of it, or as twice as slow.
+        Greedy: the next one is always that which helps most. A kernel that was not measured at a point counts there as
+        twice as slow.
+
+        Parameters
+        ----------
+        first : iterable of (M, N, K)
+            Problems for which alone the first `few` are chosen; by default all.
+        few, most : int
+            How many kernels are for these, and how many there are in all.
         """
-        losses = [_losses(p) for p in self.points if p.measured]
-        candidates = list(dict.fromkeys(c for loss in losses for c in loss))
-        chosen: list[Config] = []
-        reached = [math.log(2.0)] * len(losses)
-        while candidates and len(chosen) < limit:
-            after = {c: [min(r, loss.get(c, r)) for r, loss in zip(reached, losses, strict=True)] for c in candidates}
-            best = min(candidates, key=lambda c: sum(after[c]))
-            if sum(after[best]) >= sum(reached):
-                break
-            chosen.append(best)
-            candidates.remove(best)
-            reached = after[best]
-        return tuple(chosen)
+        wanted = set(first)
+        points = [p for p in self.points if p.measured]
+        preferred = [p for p in points if p.problem in wanted]
+        chosen = _greedy(preferred or points, (), few)
+        return replace(self, kernels=_greedy(points, chosen, most))
 
     def to_json(self) -> dict[str, Any]:
         """Return the table as plain values; each configuration once, referred to by its place."""
-        configs = list(dict.fromkeys(m.config for p in self.points for m in p.measured))
+        configs = list(dict.fromkeys([*self.kernels, *(m.config for p in self.points for m in p.measured)]))
         places = {c: i for i, c in enumerate(configs)}
         return {
             "format": FORMAT,
@@ -151,6 +156,7 @@ class Table:
             "multiprocessors": self.multiprocessors,
             "signature": signature_to_json(self.signature),
             "configs": [config_to_json(c) for c in configs],
+            "kernels": [places[c] for c in self.kernels],
             "points": [
                 {
                     "problem": list(p.problem),
@@ -172,7 +178,7 @@ class Table:
             If anything is missing, unknown, of the wrong type or out of range, or a configuration is illegal for the
             signature; the message names the field.
         """
-        fields = _object(data, "a tuning table", "format device multiprocessors signature configs points")
+        fields = _object(data, "a tuning table", "format device multiprocessors signature configs kernels points")
         if fields["format"] != FORMAT:
             raise ConfigError(f"format is {fields['format']!r}: this version reads {FORMAT}; tune again")
         signature = signature_from_json(fields["signature"])
@@ -182,7 +188,14 @@ class Table:
             multiprocessors=_integer(fields["multiprocessors"], "multiprocessors", 1, 1 << 16),
             signature=signature,
             points=tuple(_point(p, configs) for p in _list(fields["points"], "points")),
+            kernels=tuple(_place(p, configs) for p in _list(fields["kernels"], "kernels")),
         )
+
+
+def path_of(folder: Path, device: str, signature: OpSignature) -> Path:
+    """Return where a signature's table for a kind of device lies in a folder of tables."""
+    text = json.dumps([device, signature_to_json(signature)], sort_keys=True)
+    return folder / f"{_slug(device)}_{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
 def load(path: Path) -> Table:
@@ -227,6 +240,23 @@ def _locked(path: Path) -> Iterator[None]:
     with path.with_name(f".{path.name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def _greedy(points: Sequence[Point], chosen: Sequence[Config], limit: int) -> tuple[Config, ...]:
+    """Add kernels to those chosen, the most helpful first."""
+    losses = [_losses(p) for p in points]
+    kept = list(chosen)
+    candidates = [c for c in dict.fromkeys(c for loss in losses for c in loss) if c not in kept]
+    reached = [min([math.log(2.0), *(loss[c] for c in kept if c in loss)]) for loss in losses]
+    while candidates and len(kept) < limit:
+        after = {c: [min(r, loss.get(c, r)) for r, loss in zip(reached, losses, strict=True)] for c in candidates}
+        best = min(candidates, key=lambda c: sum(after[c]))
+        if sum(after[best]) >= sum(reached):
+            break
+        kept.append(best)
+        candidates.remove(best)
+        reached = after[best]
+    return tuple(kept)
 
 
 def _losses(point: Point) -> dict[Config, float]:
@@ -279,22 +309,26 @@ def _point(data: object, configs: Sequence[Config]) -> Point:
     measured = []
     for row in _list(fields["measured"], "measured"):
         place, microseconds, behind = _row(row)
-        if place >= len(configs):
-            raise ConfigError(f"measured refers to configuration {place} of {len(configs)}")
-        measured.append(Measured(configs[place], microseconds, behind))
+        measured.append(Measured(_place(place, configs), microseconds, behind))
     peers = _object(fields["peers"], "peers", None)
     return Point((m, n, k), date, tuple(measured), tuple((n, _positive(us, "peers")) for n, us in peers.items()))
 
 
-def _row(row: object) -> tuple[int, float, float]:
+def _place(value: object, configs: Sequence[Config]) -> Config:
+    place = _integer(value, "a configuration's place", 0, 1 << 20)
+    if place >= len(configs):
+        raise ConfigError(f"the table refers to configuration {place} of {len(configs)}")
+    return configs[place]
+
+
+def _row(row: object) -> tuple[object, float, float]:
     values = _list(row, "measured")
     if len(values) != 3:
         raise ConfigError(f"measured has rows of {len(values)}: they have a place, microseconds and a part")
-    place = _integer(values[0], "measured", 0, 1 << 20)
     behind = values[2]
     if type(behind) not in (int, float) or not math.isfinite(behind):
         raise ConfigError(f"measured holds {behind!r}: a finite number is needed")
-    return place, _positive(values[1], "measured"), float(behind)
+    return values[0], _positive(values[1], "measured"), float(behind)
 
 
 def _object(data: object, what: str, names: str | None) -> Mapping[str, Any]:
@@ -327,3 +361,7 @@ def _positive(data: object, what: str) -> float:
     if type(data) not in (int, float) or not isinstance(data, int | float) or not 0 < data < math.inf:
         raise ConfigError(f"{what} holds {data!r}: a finite number above 0 is needed")
     return float(data)
+
+
+def _slug(text: str) -> str:
+    return "-".join("".join(c if c.isalnum() else " " for c in text.lower()).split())

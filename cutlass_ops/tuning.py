@@ -8,8 +8,6 @@ that a run that was stopped goes on where it was.
 from __future__ import annotations
 
 import datetime
-import hashlib
-import json
 import math
 import sys
 import time
@@ -17,16 +15,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from cutlass_ops import _env, heuristics, space, tables
+from cutlass_ops import _env, dispatch, heuristics, space, tables
 from cutlass_ops.builder import building
-from cutlass_ops.call import check_call, device_of, signature_of
+from cutlass_ops.call import call_at, device_of, signature_of
 from cutlass_ops.config import Config, Sm90Config
-from cutlass_ops.dtypes import dtype as operand
-from cutlass_ops.epilogue.graph import Graph, Kind
+from cutlass_ops.dispatch import Policy
+from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.errors import CompileError, MeasuringError, NoDeviceError, UnsupportedError
 from cutlass_ops.heuristics import Device
 from cutlass_ops.measuring import Measurer, Outcome
@@ -116,10 +113,8 @@ def plan(problems: Mapping[OpSignature, Iterable[Problem]], device: Device, effo
 
 
 def _plan(signature: OpSignature, problems: Sequence[Problem], device: Device, effort: Effort) -> list[Task]:
-    usual = [c.config for c in heuristics.candidates(signature, device)]
-    predicted = {
-        p: {c: heuristics.predict(c, p, device) for c in _considered(signature, p, usual, device)} for p in problems
-    }
+    policy = dispatch.policy(signature, device)
+    predicted = {p: {c: policy.candidate(c, p).microseconds for c in _considered(policy, p, device)} for p in problems}
     kept = set(_cover(predicted, effort.kernels))
     tasks = []
     for problem, times in predicted.items():
@@ -129,10 +124,12 @@ def _plan(signature: OpSignature, problems: Sequence[Problem], device: Device, e
     return tasks
 
 
-def _considered(signature: OpSignature, problem: Problem, usual: Sequence[Config], device: Device) -> list[Config]:
+def _considered(policy: Policy, problem: Problem, device: Device) -> list[Config]:
+    """Return what the model puts first, and what would be picked now."""
+    usual = policy.kernels
     if not any(isinstance(c, Sm90Config) for c in usual):
         return list(usual)
-    return list(dict.fromkeys([*space.ranked(signature, problem, _CONSIDERED), *usual]))
+    return list(dict.fromkeys([*space.ranked(policy.signature, problem, _CONSIDERED, device), *usual]))
 
 
 def _cover(predicted: Mapping[Problem, Mapping[Config, float]], limit: int) -> list[Config]:
@@ -175,8 +172,7 @@ class Place:
 
     def path(self, signature: OpSignature) -> Path:
         """Return where a signature's table lies."""
-        text = json.dumps([self.name, tables.signature_to_json(signature)], sort_keys=True)
-        return self.folder / f"{_slug(self.name)}_{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+        return tables.path_of(self.folder, self.name, signature)
 
     def table(self, signature: OpSignature) -> Table:
         """Return what is known of a signature."""
@@ -244,6 +240,10 @@ def run(
             report.measured += 1
             show(_line(point, report.measured, len(jobs), time.monotonic() - began))
     report.left = len(jobs)
+    for signature, table in report.tables.items():
+        if report.measured and table.points:
+            report.tables[signature] = tables.update(place.path(signature), table.select())
+    dispatch.forget()
     return report
 
 
@@ -369,7 +369,7 @@ def tune(
             signature = signature_at(op.graph, problem, dtype, a, b, out_dtype, place.device)
             problems.setdefault(signature, []).append(problem)
     for signature in problems:
-        if not heuristics.candidates(signature, place.device):
+        if not dispatch.specs(signature, place.device):
             raise UnsupportedError(
                 f"no kernel serves a {signature.a}, b {signature.b}, d {signature.d} on {place.name}"
             )
@@ -386,24 +386,7 @@ def signature_at(
     graph: Graph, problem: Problem, dtype: str, a: Major, b: Major, out_dtype: torch.dtype | None, device: Device
 ) -> OpSignature:
     """Return the signature of a call with contiguous tensors of these extents."""
-    m, n, k = problem
-
-    def empty(rows: int, columns: int, major: Major) -> torch.Tensor:
-        element = getattr(torch, operand(dtype).torch_name)
-        if major == "row":
-            return torch.empty(rows, columns, dtype=element, device="meta")
-        return torch.empty(columns, rows, dtype=element, device="meta").t()
-
-    shapes = {Kind.ROW: (1, n), Kind.COL: (1, m), Kind.TILE: (m, n)}
-    inputs: dict[str, Any] = {}
-    for i in graph.inputs:
-        if i.kind is Kind.SCALAR:
-            inputs[i.name] = 1.0
-        else:
-            tensor = empty(*shapes[i.kind], "row")
-            inputs[i.name] = tensor if i.kind is Kind.TILE else tensor[0]
-    call = check_call(graph, empty(m, k, a), empty(k, n, b), inputs, None, out_dtype)
-    return signature_of(call, device)
+    return signature_of(call_at(graph, problem, dtype, a, b, out_dtype), device)
 
 
 def _place(device: int, folder: Path | None) -> Place:
@@ -427,7 +410,3 @@ def _to_stderr(line: str) -> None:
 
 def _name(problem: Problem) -> str:
     return "x".join(map(str, problem))
-
-
-def _slug(text: str) -> str:
-    return "-".join("".join(c if c.isalnum() else " " for c in text.lower()).split())

@@ -7,7 +7,7 @@ from functools import lru_cache
 from hypothesis import given, settings
 
 import cutlass_ops as co
-from cutlass_ops import call, heuristics, ops
+from cutlass_ops import call, dispatch, ops
 from cutlass_ops.config import Config
 from cutlass_ops.epilogue.graph import Kind
 from cutlass_ops.registry import REGISTRY, OpSignature
@@ -198,7 +198,7 @@ def build_all() -> int:
     from tests.gpu import edges
 
     device = call.device_of(torch.device("cuda", 0))
-    dispatched = [s for signature in signatures().values() for s in heuristics.specs(signature, device)]
+    dispatched = [s for signature in signatures().values() for s in dispatch.specs(signature, device)]
     exact = [matrix(), configurations(), multi_output(), drawn_specs(), edges.specs()]
     wanted = list(dict.fromkeys([*dispatched, *(s for group in exact for s in group.values())]))
     REGISTRY.kernels(wanted)

@@ -237,3 +237,79 @@ def test_the_catalogue_that_ships_is_generated_by_default(kit, run):
     code, out, _ = run("generate", "--check", "--json")
     assert json.loads(out)["folder"].endswith("generated")
     assert code == bool(catalog.stale(cli._resources.generated()))
+
+
+# ---- tune and explain ----------------------------------------------------------------------------------------------
+
+
+def test_explain_reads_every_combination_of_extents(kit, run):
+    code, out, _ = run("explain", "gemm_bias_relu", "1,512x4096x4096,1024", "64x64x64")
+    assert code == 0
+    assert "no CUDA device here: as on NVIDIA H100 80GB HBM3" in out
+    assert re.findall(r"M=(\d+) N=(\d+) K=(\d+)", out) == [
+        *(("1", "4096", "4096"), ("1", "4096", "1024"), ("512", "4096", "4096"), ("512", "4096", "1024")),
+        ("64", "64", "64"),
+    ]
+
+
+def test_explain_as_json_of_a_users_epilogue(kit, run, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        'import cutlass_ops as co\n\n@co.epilogue\ndef twice(acc):\n    """D = 2 A @ B."""\n    return acc * 2\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = run("explain", "mine:twice", "64x128x256", "--dtype", "f16", "--b", "row", "--json")
+    assert code == 0
+    (found,) = json.loads(out)
+    assert found["problem"] == [64, 128, 256]
+    assert found["contract"]["a, b"].startswith("f16.row and f16.row")
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        (["gemm_bias_rule", "1x1x1"], "gemm_bias_rule is no op"),
+        (["no_such_module:f", "1x1x1"], "cannot be imported"),
+        (["json:dumps", "1x1x1"], "must be decorated"),
+        (["gemm", "1x1"], "1x1 is no problem: write MxNxK"),
+        (["gemm", "1x0x1"], "is no problem"),
+        (["gemm", "1xax1"], "is no problem"),
+        (["gemm", "1x1x1", "--b", "diagonal"], "diagonal is no major"),
+        (["gemm", "1x1x1", "--dtype", "f64"], "f64"),
+    ],
+)
+def test_explain_refuses_what_it_cannot_read(kit, run, args, why):
+    code, _, err = run("explain", *args)
+    assert code == 1
+    assert why in err
+    assert err.startswith("error: ")
+
+
+def test_tune_needs_a_device(kit, run):
+    code, _, err = run("tune", "gemm_bias_relu", "512x4096x4096")
+    assert code == 1
+    assert "tune on a machine with one" in err
+
+
+def test_tune_passes_on_what_it_was_told_and_says_what_came_of_it(kit, run, monkeypatch, tmp_path):
+    calls = []
+
+    def tune(op, problems, **options):
+        calls.append((op, problems, options))
+        return cli.tuning.Report(measured=1, known=0, left=1, failed={"1x2x3": "it does not end"})
+
+    monkeypatch.setattr(cli.tuning, "tune", tune)
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = run(
+        *("tune", "gemm", "1,4x2x3", "--dtype", "f16", "--kernels", "5", "--seconds", "9", "--folder", "t", "--again")
+    )
+    assert code == 1  # one problem is left
+    assert "failed: 1x2x3: it does not end" in out
+    assert "1 problems measured, 0 known before, 1 left" in out
+    ((op, problems, options),) = calls
+    assert op.name == "gemm"
+    assert problems == [(1, 2, 3), (4, 2, 3)]
+    assert (options["dtypes"], options["again"], options["folder"]) == (["f16"], True, tmp_path / "t")
+    assert (options["effort"].kernels, options["effort"].seconds) == (5, 9.0)
+    code, out, _ = run("tune", "gemm", "1x2x3", "--json")
+    assert code == 0
+    assert json.loads(out) == {"measured": 1, "known": 0, "left": 1, "failed": {"1x2x3": "it does not end"}}

@@ -7,11 +7,11 @@ import sys
 import time
 
 import pytest
+from signatures import signature
 
 from cutlass_ops.config import Sm90Config, ThreadblockShape
 from cutlass_ops.errors import MeasuringError
 from cutlass_ops.measuring import Measurer
-from tests.unit.test_heuristics import signature
 
 WORKER = """
 import json, sys, time

@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from signatures import signature
 
 from cutlass_ops import builtin, tables
 from cutlass_ops.config import Sm80Config, Sm90Config, ThreadblockShape, WarpShape
 from cutlass_ops.errors import ConfigError
 from cutlass_ops.tables import Measured, Point, Table
 from tests.strategies import PATIENT
-from tests.unit.test_heuristics import signature
 from tests.unit.test_model import sweeps
 
 SMALL = Sm90Config(ThreadblockShape(64, 128, 64), schedule="warp_specialized")
@@ -72,26 +72,59 @@ def swept():
     return table(*points)
 
 
+def losses(whole, kept):
+    return [min((m.behind for m in p.measured if m.config.binary() in kept), default=1.0) for p in whole.points]
+
+
 def test_sixteen_kernels_of_a_hundred_lose_almost_nothing():
     whole = swept()
     assert len({m.config for p in whole.points for m in p.measured}) > 90
-    kept = set(whole.kernels())
-    assert len(kept) <= 16
-    losses = [min(m.behind for m in p.measured if m.config in kept) for p in whole.points]
-    assert math.prod(1 + loss for loss in losses) ** (1 / len(losses)) < 1.005
-    assert max(losses) < 0.03
+    kept = whole.select().kernels
+    assert 16 < len(kept) <= 32
+    found = losses(whole, kept[:16])
+    assert math.prod(1 + loss for loss in found) ** (1 / len(found)) < 1.005
+    assert max(found) < 0.03
+    assert sum(losses(whole, kept)) < sum(found)
     # Fewer kernels lose more, and what helps most comes first.
-    assert whole.kernels(4) == whole.kernels()[:4]
+    assert whole.select(few=4, most=4).kernels == kept[:4]
+
+
+def test_the_first_kernels_are_for_the_problems_that_matter_most():
+    whole = swept()
+    first = [p.problem for p in whole.points if p.problem[0] <= 64]
+    kept = whole.select(first, few=3, most=8).kernels
+    alone = replace(whole, points=tuple(p for p in whole.points if p.problem in first))
+    assert kept[:3] == alone.select(few=3, most=3).kernels
+    assert len(kept) == 8
+    assert sum(losses(whole, kept)) < sum(losses(whole, kept[:3]))
 
 
 def test_the_order_of_tiles_makes_no_further_kernel():
-    assert table(point(1, second=replace(LARGE, raster="along_m")), point(2)).kernels() == (SMALL,)
-    both = table(point(1), point(2, first=LARGE, second=SMALL)).kernels()
+    assert table(point(1, second=replace(LARGE, raster="along_m")), point(2)).select().kernels == (SMALL,)
+    both = table(point(1), point(2, first=LARGE, second=SMALL)).select().kernels
     assert set(both) == {SMALL, LARGE.binary()}
 
 
 def test_an_empty_table_has_no_kernels():
-    assert table().kernels() == ()
+    assert table().select().kernels == ()
+
+
+def test_kernels_are_kept_with_the_table(tmp_path):
+    path = tmp_path / "table.json"
+    tables.update(path, table(point(1), point(2, first=LARGE, second=SMALL)).select())
+    assert set(tables.load(path).kernels) == {SMALL, LARGE.binary()}
+    tables.update(path, table(point(3)))
+    assert len(tables.load(path).kernels) == 2
+
+
+def test_each_device_and_signature_has_a_file_of_its_own(tmp_path):
+    names = {
+        tables.path_of(tmp_path, device, of).name
+        for device in ("NVIDIA H100 80GB HBM3", "NVIDIA H200")
+        for of in (signature(), signature(builtin.bias_gelu), signature(dtype="f16"))
+    }
+    assert len(names) == 6
+    assert all(name.startswith("nvidia-h") and name.endswith(".json") for name in names)
 
 
 def add(path, m):

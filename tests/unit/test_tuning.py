@@ -6,18 +6,16 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
+from signatures import H100, signature
 
-from cutlass_ops import builtin, heuristics, model, tables, tuning
+from cutlass_ops import builtin, dispatch, heuristics, model, space, tables, tuning
 from cutlass_ops.config import Sm80Config, Sm90Config
 from cutlass_ops.errors import CompileError, MeasuringError, ToolchainError
-from cutlass_ops.heuristics import Device
 from cutlass_ops.measuring import Outcome
 from cutlass_ops.spec import Operand
 from cutlass_ops.tables import Measured
 from cutlass_ops.tuning import Effort, Place, plan, run, signature_at
-from tests.unit.test_heuristics import signature
 
-H100 = Device((9, 0), 132)
 PROBLEMS = [(1, 4096, 4096), (64, 4096, 4096), (512, 6144, 4096), (2048, 4096, 4096), (8192, 8192, 8192)]
 SMALL = Effort(kernels=10, candidates=4, rounds=3)
 
@@ -76,20 +74,19 @@ def test_few_kernels_cover_every_problem_and_the_likeliest_race():
     assert len({c.binary() for t in planned for c in t.configs}) <= 10
     for task in planned:
         assert 1 <= len(task.configs) <= 4
-        times = [model.predict(c, task.problem) for c in task.configs]
+        times = [expected(c, task.problem) for c in task.configs]
         assert times == sorted(times)
-        assert times[0] <= 1.1 * model.predict(best_of_all(task.problem), task.problem)
+        (best,) = space.ranked(signature(), task.problem, 1, H100)
+        assert times[0] <= 1.1 * expected(best, task.problem)
 
 
-def best_of_all(problem):
-    from cutlass_ops import space
-
-    return space.ranked(signature(), problem, 1)[0]
+def expected(config, problem):
+    return dispatch.policy(signature(), H100).candidate(config.binary(), problem).microseconds
 
 
 def test_more_kernels_cover_better():
     def loss(effort):
-        return sum(model.predict(t.configs[0], t.problem) for t in tasks(effort))
+        return sum(expected(t.configs[0], t.problem) for t in tasks(effort))
 
     assert loss(Effort(kernels=12)) <= loss(Effort(kernels=3))
 
@@ -137,10 +134,12 @@ def test_time_is_up(place, chip):
 
 def test_a_kernel_that_cannot_be_compiled_or_is_wrong_leaves_the_others(place, chip):
     planned = tasks()
-    refused, wrong = planned[0].configs[0].binary(), planned[0].configs[1].binary()
+    task = next(t for t in planned if len(t.configs) >= 4)
+    refused, wrong = task.configs[0].binary(), task.configs[1].binary()
+    planned = [task]
     chip.refuse, chip.wrong = {refused}, {wrong}
     report = run(planned, place, SMALL, measure=chip.measure)
-    assert report.measured == 5
+    assert report.measured == 1
     first = tables.load(place.path(signature())).points[0]
     assert not {refused, wrong} & {m.config.binary() for m in first.measured}
     reasons = {heuristics.spec(signature(), c, H100).slug for c in (refused,)}
@@ -198,4 +197,4 @@ def test_a_signature_is_that_of_a_call(dtype):
     found = signature_at(builtin.bias_relu_residual.graph, (512, 4096, 4096), dtype, "row", "col", None, H100)
     assert (str(found.a), str(found.b), str(found.d)) == (f"{dtype}.row", f"{dtype}.col", f"{dtype}.row")
     assert [str(i.dtype) for i in found.inputs] == [dtype, dtype]
-    assert Sm90Config in {type(c.config) for c in heuristics.candidates(found, H100)}
+    assert Sm90Config in {type(c) for c in dispatch.policy(found, H100).kernels}

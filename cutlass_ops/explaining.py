@@ -1,0 +1,232 @@
+"""Why a call is served as it is: what its tensors allow, which kernels were considered, how near the limit it is."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from cutlass_ops import dispatch, heuristics
+from cutlass_ops.call import Call, check_call, device_of, signature_of
+from cutlass_ops.config import Sm90Config
+from cutlass_ops.dispatch import Candidate, Policy
+from cutlass_ops.heuristics import Device
+from cutlass_ops.model import Roofline, roofline
+from cutlass_ops.ops import Op, op_of
+from cutlass_ops.ops import gemm as _gemm
+from cutlass_ops.registry import OpSignature
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One part of the Tensor Cores' contract, and how the call's tensors fulfil it."""
+
+    name: str
+    says: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How a call is served, and why.
+
+    Attributes
+    ----------
+    op : str
+        The op's name.
+    problem : tuple of int
+        M, N and K.
+    served_by : str
+        Slug of the kernel's specification, or ``"PyTorch"``.
+    why : str
+        The reason, in a sentence.
+    contract : tuple of Finding
+        What the tensors' types, layouts and addresses lead to.
+    candidates : tuple of Candidate
+        The kernels considered, the best first; the first is taken.
+    roofline : Roofline or None
+        What the problem takes at least.
+    peers : dict of str to float
+        Microseconds of PyTorch's ways to compute the same, where the tuner measured them.
+    """
+
+    op: str
+    problem: tuple[int, int, int]
+    served_by: str
+    why: str
+    contract: tuple[Finding, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
+    roofline: Roofline | None = None
+    peers: dict[str, float] | None = None
+
+    @property
+    def achieved(self) -> float | None:
+        """The roofline over the kernel's time: 1 is as fast as the chip allows. None if nothing is known."""
+        if self.roofline is None or not self.candidates:
+            return None
+        return max(self.roofline.compute, self.roofline.memory) / self.candidates[0].microseconds
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the explanation as plain values."""
+        return {
+            "op": self.op,
+            "problem": list(self.problem),
+            "served_by": self.served_by,
+            "why": self.why,
+            "contract": {f.name: f.says for f in self.contract},
+            "candidates": [
+                {
+                    "config": c.config.slug,
+                    **_order(c),
+                    "microseconds": round(c.microseconds, 2),
+                    "source": c.source,
+                }
+                for c in self.candidates
+            ],
+            "roofline": None if self.roofline is None else {**asdict(self.roofline), "bound": self.roofline.bound},
+            "achieved": self.achieved,
+            "peers": self.peers,
+        }
+
+    def __str__(self) -> str:
+        """Return the explanation as lines of text."""
+        m, n, k = self.problem
+        lines = [f"{self.op}, M={m} N={n} K={k}: {self.served_by}", f"  {self.why}", *self._limit()]
+        lines += [f"  {f.name:<10} {f.says}" for f in self.contract]
+        for at, c in enumerate(self.candidates):
+            order = "".join(f", {name} {value}" for name, value in _order(c).items())
+            mark = "->" if at == 0 else "  "
+            lines.append(f"  {mark} {c.microseconds:8.1f} us {c.source:<12} {c.config.slug}{order}")
+        lines += [f"     {us:8.1f} us measured     {name}" for name, us in (self.peers or {}).items()]
+        return "\n".join(lines)
+
+    def _limit(self) -> list[str]:
+        roof, achieved = self.roofline, self.achieved
+        if roof is None or achieved is None:
+            return []
+        return [
+            f"  at least {roof.compute:.1f} us of compute, {roof.memory:.1f} of memory, {roof.launch:.1f} of launch: "
+            f"bound by {roof.bound}; the kernel reaches {100 * achieved:.0f}% of the roofline"
+        ]
+
+
+def explain(op: Any, a: Tensor, b: Tensor, *inputs: Any, out: Any = None, **named: Any) -> Explanation:
+    """Say how a call would be served, and why, without running or compiling anything.
+
+    Parameters
+    ----------
+    op : Op or callable
+        A named op such as ``cutlass_ops.gemm_bias_relu``, or ``cutlass_ops.gemm`` with its ``epilogue=``.
+    a, b : Tensor
+        A (..., M, K) and B (K, N).
+    *inputs, **named
+        The epilogue's inputs, ``epilogue`` and ``out_dtype``, as for the call itself.
+    out : Tensor or mapping of str to Tensor, optional
+        As for the call itself.
+
+    Returns
+    -------
+    Explanation
+        Readable as text, and as plain values with ``to_json()``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit, as the call itself would.
+    """
+    op = _op(op, named.pop("epilogue", None))
+    out_dtype = named.pop("out_dtype", None)
+    names = [i.name for i in op.graph.inputs]
+    values = dict(zip(names, op.positional(inputs, named), strict=True))
+    call = check_call(op.graph, a, b, values, out, out_dtype)
+    if call.is_reference:
+        problem = (call.problem.m, call.problem.n, call.problem.k)
+        where = "an extent is 0" if 0 in problem else "the tensors are on the CPU"
+        return Explanation(op.name, problem, "PyTorch", f"{where}: computed by the reference implementation")
+    return explain_call(op.name, call, device_of(a.device))
+
+
+def explain_call(name: str, call: Call, device: Device) -> Explanation:
+    """Say how a checked call would be served on a device.
+
+    Parameters
+    ----------
+    name : str
+        The op's name.
+    call : Call
+        The call; its tensors need no data.
+    device : Device
+        Where it would run.
+    """
+    problem = (call.problem.m, call.problem.n, call.problem.k)
+    signature = signature_of(call, device)
+    policy = dispatch.policy(signature, device)
+    if not policy.kernels:
+        why = f"no kernel serves these types on compute capability {'.'.join(map(str, device.capability))}"
+        return Explanation(name, problem, "nothing", why, _contract(call, signature, device))
+    kept = dispatch.kept(policy, *problem[1:])
+    ranked = policy.ranked(problem, kept)
+    spec = heuristics.spec(signature, ranked[0].config.binary(), device)
+    moved = sum(t.numel() * t.element_size() for t in _tensors(call))
+    return Explanation(
+        name,
+        problem,
+        spec.slug,
+        _why(policy, ranked[0], len(kept)),
+        _contract(call, signature, device),
+        tuple(ranked),
+        roofline(problem, device.chip, signature.a.dtype.bytes, moved),
+        dict(policy.peers(problem)),
+    )
+
+
+def _op(given: Any, epilogue: Any) -> Op:
+    if isinstance(given, Op):
+        return given
+    if given is _gemm:
+        return op_of(epilogue)
+    raise TypeError(f"op is {given!r}: pass cutlass_ops.gemm, or a named op such as cutlass_ops.gemm_bias_relu")
+
+
+def _tensors(call: Call) -> list[Tensor]:
+    inputs = [x for x in call.problem.inputs.values() if isinstance(x, Tensor)]
+    return [call.problem.a, call.problem.b, *inputs, *call.outputs]
+
+
+def _why(policy: Policy, best: Candidate, count: int) -> str:
+    whose = "another epilogue, element type or device" if policy.borrowed else "this epilogue on this kind of device"
+    how = {
+        "measured": f"the fastest at exactly this shape, as measured for {whose}",
+        "interpolated": f"predicted by the cost model, corrected by measurements at similar shapes for {whose}",
+        "model": "predicted by the cost model: nothing similar was measured; cutlass_ops.tune() would",
+    }[best.source]
+    return f"{how}; one of {count} kernels kept for this weight"
+
+
+def _contract(call: Call, signature: OpSignature, device: Device) -> tuple[Finding, ...]:
+    major, minor = device.capability
+    by_tma = (major, minor) == (9, 0) and signature.a.aligned and signature.b.aligned
+    instruction = "wgmma, operands loaded by TMA" if by_tma else "mma.sync, operands loaded by cp.async or registers"
+    reason = "" if by_tma or (major, minor) != (9, 0) else f": {_misaligned(signature)}"
+    stored = "by TMA or whole vectors" if signature.d.aligned else f"{signature.d.alignment} elements at a time"
+    return (
+        Finding("device", f"compute capability {major}.{minor}, {device.multiprocessors} multiprocessors"),
+        Finding("a, b", f"{signature.a} and {signature.b}, accumulated in FP32"),
+        Finding("d", f"{signature.d}, stored {stored}"),
+        Finding("unit", f"{instruction}{reason}"),
+    )
+
+
+def _misaligned(signature: OpSignature) -> str:
+    names = [n for n, o in (("a", signature.a), ("b", signature.b)) if not o.aligned]
+    return (
+        f"{' and '.join(names)} not aligned to 16 bytes in address and leading dimension, which TMA needs; "
+        "pad the leading dimension to a multiple of 8 elements"
+    )
+
+
+def _order(candidate: Candidate) -> dict[str, Any]:
+    config = candidate.config
+    if not isinstance(config, Sm90Config) or config.schedule == "warp_specialized":
+        return {}
+    return {"raster": config.raster, "swizzle": config.swizzle}

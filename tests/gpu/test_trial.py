@@ -1,0 +1,107 @@
+"""What the tuner measures on a device: right kernels race, wrong ones are found out first."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import cutlass_ops as co
+from cutlass_ops.measuring import Measurer
+from cutlass_ops.registry import REGISTRY, OpSignature
+from cutlass_ops.trial import Trial
+from cutlass_ops.tuning import Effort, tune
+from tests.gpu import kernels
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda", 0)
+PROBLEM = (264, 520, 136)
+EXACT = {**kernels.configurations(), **kernels.multi_output(), **kernels.drawn_specs()}
+
+
+def signature_of(spec):
+    return OpSignature(spec.epilogue, spec.a, spec.b, spec.d, spec.inputs, spec.outputs)
+
+
+@pytest.fixture(scope="module")
+def spec():
+    return next(s for s in kernels.configurations().values() if s.sm90 and s.sm90.schedule == "pingpong")
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_every_right_kernel_passes_whatever_its_operands_and_outputs(name):
+    spec = EXACT[name]
+    trial = Trial(signature_of(spec), PROBLEM, DEVICE)
+    assert trial.admit(spec.config, REGISTRY.kernel(spec)) is None
+
+
+def test_a_race_has_kernels_in_several_orders_and_peers(spec):
+    trial, rounds = Trial(signature_of(spec), PROBLEM, DEVICE), []
+    assert trial.admit(spec.config, REGISTRY.kernel(spec)) is None
+    trial.admit_peers()
+    measured, peers = trial.race(3, lambda: rounds.append(1))
+    assert {m.config.binary() for m in measured} == {spec.config}
+    assert len({(m.config.raster, m.config.swizzle) for m in measured}) == 6
+    assert [m.behind for m in measured] == sorted(m.behind for m in measured)
+    assert measured[0].behind == 0
+    assert all(1 < m.microseconds < 1000 for m in measured)
+    assert {name for name, _ in peers} == {"eager", "cublaslt"}
+    assert all(1 < us < 1000 for _, us in peers)
+    assert len(rounds) == 6
+
+
+def fake(spec, after=None, run=True):
+    """A kernel with something wrong about it."""
+    real = REGISTRY.kernel(spec)
+
+    def launch(a, b, d, *others):
+        status = real.launch(a, b, d, *others) if run else 0
+        if after:
+            after(d)
+        return status
+
+    return SimpleNamespace(launch=launch, workspace_size=real.workspace_size)
+
+
+@pytest.mark.parametrize(
+    ("after", "run", "why"),
+    [
+        (None, False, "not written"),
+        (lambda d: d[-1, -1].fill_(float("nan")), True, "has NaN"),
+        (lambda d: d.mul_(1.02), True, "is wrong"),
+        (lambda d: d[:8, :8].zero_(), True, "is wrong"),
+    ],
+)
+def test_a_wrong_kernel_does_not_race(spec, after, run, why):
+    trial = Trial(signature_of(spec), PROBLEM, DEVICE)
+    assert why in trial.admit(spec.config, fake(spec, after, run))
+    assert trial.race(3, lambda: None) == ((), ())
+
+
+def test_a_kernel_that_refuses_its_arguments(spec):
+    other = next(s for s in kernels.configurations().values() if s.a.dtype.name == "f16" and s.a.major == "col")
+    trial = Trial(signature_of(spec), PROBLEM, DEVICE)
+    assert "refused argument 0" in trial.admit(other.config, REGISTRY.kernel(other))
+
+
+def test_in_a_process_of_its_own(spec):
+    folder = REGISTRY.kernel(spec).artifact.folder
+    with Measurer(0) as measurer:
+        outcome = measurer.measure(signature_of(spec), PROBLEM, {spec.config: folder}, rounds=3)
+    assert {m.config.binary() for m in outcome.measured} == {spec.config}
+    assert set(outcome.peers) == {"eager", "cublaslt"}
+    assert outcome.failed == {}
+
+
+def test_tuning_from_end_to_end(tmp_path):
+    lines = []
+    effort = Effort(kernels=2, candidates=2, rounds=3)
+    report = tune(
+        co.gemm_bias_relu, [(64, 1024, 1024), (64, 1024, 1032)], effort=effort, folder=tmp_path, show=lines.append
+    )
+    assert (report.measured, report.failed) == (2, {})
+    assert len(lines) == 2
+    (table,) = report.tables.values()
+    assert table.device == torch.cuda.get_device_name(0)
+    assert [p.problem for p in table.points] == [(64, 1024, 1024), (64, 1024, 1032)]
+    assert [path.suffix for path in tmp_path.iterdir() if not path.name.startswith(".")] == [".json"]

@@ -1,0 +1,108 @@
+"""Kernels are compiled behind the caller's back: each once, failures left to whoever needs them, nothing at the end."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from fake_toolkit import sm80_spec
+
+from cutlass_ops.background import Background
+
+SPECS = [sm80_spec(stages) for stages in (2, 3, 4, 5)]
+
+
+@pytest.fixture
+def built():
+    return []
+
+
+@pytest.fixture
+def background(built, monkeypatch):
+    monkeypatch.setenv("CUTLASS_OPS_JOBS", "2")
+    lock = threading.Lock()
+
+    def build(spec, cancel):
+        with lock:
+            built.append((spec, threading.current_thread().name))
+        time.sleep(0.01)
+        if spec == SPECS[1]:
+            raise RuntimeError("this one cannot be built")
+
+    return Background(build)
+
+
+def test_each_is_built_once_and_a_failure_stops_nothing(background, built):
+    background.add(SPECS)
+    background.add(SPECS[::-1])
+    background.wait()
+    assert sorted(s.slug for s, _ in built) == sorted(s.slug for s in SPECS)
+    assert {name for _, name in built} == {"cutlass_ops_background"}
+    background.add([sm80_spec(2, "f16")])
+    background.wait()
+    assert len(built) == 5
+
+
+def test_the_caller_does_not_wait():
+    go = threading.Event()
+    background = Background(lambda spec, cancel: go.wait(10))
+    began = time.monotonic()
+    background.add(SPECS)
+    assert time.monotonic() - began < 5
+    go.set()
+    background.wait()
+
+
+def test_closing_cancels_what_runs_and_drops_what_waits():
+    seen = []
+
+    def build(spec, cancel):
+        seen.append(spec)
+        cancel.wait(10)
+
+    background = Background(build)
+    background.add(SPECS * 1)
+    while not seen:
+        time.sleep(0.001)
+    began = time.monotonic()
+    background.close()
+    assert time.monotonic() - began < 4
+    background.add([sm80_spec(2, "f16")])
+    background.wait()
+    assert sm80_spec(2, "f16") not in seen
+
+
+def test_the_interpreter_ends_at_once():
+    code = """
+import sys, time
+sys.path.insert(0, "tests/unit")
+from fake_toolkit import sm80_spec
+from cutlass_ops.background import Background
+background = Background(lambda spec, cancel: cancel.wait(60))
+background.add([sm80_spec(2), sm80_spec(3)])
+"""
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=50)
+    assert time.monotonic() - began < 30
+
+
+def test_a_forked_process_has_threads_of_its_own(tmp_path):
+    code = """
+import os, sys
+sys.path.insert(0, "tests/unit")
+from fake_toolkit import sm80_spec
+from cutlass_ops.background import Background
+built = []
+background = Background(lambda spec, cancel: built.append(spec))
+background.add([sm80_spec(2)])
+background.wait()
+child = os.fork()
+if child == 0:
+    background.add([sm80_spec(3)])
+    background.wait()
+    os._exit(0 if built[-1] == sm80_spec(3) else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=50, env={**os.environ})

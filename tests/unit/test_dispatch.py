@@ -1,0 +1,266 @@
+"""The choice of a kernel: by measurement where there is one, few and legal kernels, the right kind for the shape."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from signatures import A100, H100, signature, statistics
+
+from cutlass_ops import _resources, builtin, dispatch, heuristics, legality, tables
+from cutlass_ops.config import ClusterShape, Sm80Config, Sm90Config, ThreadblockShape
+from cutlass_ops.heuristics import Device
+from cutlass_ops.tables import Measured, Point, Table
+from tests.strategies import PATIENT
+from tests.unit.test_model import _script
+
+SHAPES = _script("shapes")
+MAJORS = [(a, b) for a in ("row", "col") for b in ("row", "col")]
+MOST = tables.MOST_KERNELS
+
+
+@pytest.fixture(autouse=True)
+def _no_tables_of_the_user(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUTLASS_OPS_TUNING_DIR", str(tmp_path / "tuning"))
+    dispatch.forget()
+    yield
+    dispatch.forget()
+
+
+def chosen(shape, of=None, device=H100):
+    return dispatch.choose(of or signature(), device, shape)
+
+
+def shipped():
+    return tables.load(tables.path_of(_resources.tuned(), H100.name, signature()))
+
+
+# ---- What ships --------------------------------------------------------------------------------------------------
+
+
+def test_every_table_that_ships_is_whole_and_where_it_is_looked_for():
+    found = sorted(_resources.tuned().glob("*.json"))
+    assert found
+    for path in found:
+        table = tables.load(path)
+        assert path == tables.path_of(path.parent, table.device, table.signature)
+        assert 0 < len(table.kernels) <= MOST
+        assert {p.problem for p in table.points} >= set(SHAPES.GRID)
+
+
+def loss(table, problem, config):
+    point = next(p for p in table.points if p.problem == problem)
+    return next(m.behind for m in point.measured if m.config.binary() == config)
+
+
+def test_the_grid_needs_few_kernels_and_loses_little():
+    table = shipped()
+    picked = {p: chosen(p)[0].config for p in SHAPES.GRID}
+    assert len(set(picked.values())) <= tables.MAX_KERNELS
+    losses = [loss(table, p, c) for p, c in picked.items()]
+    assert math.prod(1 + x for x in losses) ** (1 / len(losses)) < 1.01
+    assert max(losses) < 0.05
+
+
+def without(table, problems):
+    return replace(table, points=tuple(p for p in table.points if p.problem not in problems))
+
+
+def test_problems_that_were_not_measured_lose_little_either(tmp_path):
+    """Half of the problems decide for the other half, and the other way round."""
+    table, losses = shipped(), []
+    problems = [p.problem for p in table.points]
+    for parity in (0, 1):
+        left_out = set(problems[parity::2])
+        policy = dispatch.Policy.of(without(table, left_out), signature(), H100, table.kernels)
+        for point in table.points:
+            measured = {m.config.binary(): m.behind for m in point.measured}
+            if point.problem in left_out and measured.keys() & set(policy.kernels):
+                best = policy.ranked(point.problem, measured.keys() & set(policy.kernels))[0].config.binary()
+                losses.append(measured[best])
+    assert len(losses) > 250
+    assert math.prod(1 + x for x in losses) ** (1 / len(losses)) < 1.04
+
+
+# ---- What is measured decides ------------------------------------------------------------------------------------
+
+SLOW = Sm90Config(ThreadblockShape(64, 64, 64), schedule="pingpong")
+FAST = Sm90Config(ThreadblockShape(128, 192, 64), ClusterShape(2, 1), raster="along_m", swizzle=4)
+ODD = (640, 4224, 4032)
+
+
+def user_table(*measured, problem=ODD, of=None, device=H100.name):
+    of = of or signature()
+    table = Table(device, 132, of, (Point(problem, "2026-11-21", measured),)).select()
+    tables.update(tables.path_of(dispatch._env.tuning_dir(), device, of), table)
+    dispatch.forget()
+
+
+def test_what_the_user_measured_is_taken_with_its_order_of_tiles():
+    for fast, slow in ((FAST, SLOW), (SLOW, FAST)):
+        user_table(Measured(fast, 10.0, 0.0), Measured(slow, 20.0, 1.0))
+        spec, config = chosen(ODD)
+        assert (spec.config, config) == (fast.binary(), fast)
+        found = dispatch.policy(signature(), H100).choose(ODD)
+        assert (found.source, found.microseconds) == ("measured", 10.0)
+
+
+def test_what_was_measured_speaks_for_its_neighbours():
+    user_table(Measured(SLOW, 1.0, 0.0), Measured(FAST, 10.0, 9.0))
+    policy = dispatch.policy(signature(), H100)
+    near, far = policy.candidate(SLOW, (648, 4224, 4032)), policy.candidate(SLOW, (8192, 8192, 8192))
+    assert near.source == "interpolated"
+    assert near.microseconds < 2
+    assert far.source == "model"
+    assert far.microseconds == pytest.approx(heuristics.predict(SLOW, (8192, 8192, 8192), H100), rel=0.1)
+
+
+def test_another_device_or_signature_has_its_own_measurements():
+    user_table(Measured(SLOW, 10.0, 0.0), device="NVIDIA H200")
+    assert chosen(ODD)[0].config != SLOW
+    assert chosen(ODD, device=replace(H100, name="NVIDIA H200"))[0].config == SLOW
+
+
+def test_an_epilogue_that_was_not_measured_borrows():
+    policy = dispatch.policy(signature(builtin.bias_gelu, "f16"), H100)
+    assert policy.borrowed
+    assert not dispatch.policy(signature(), H100).borrowed
+    assert policy.choose((4096, 4096, 4096)).source == "measured"
+
+
+def test_a_user_table_of_sm80_kernels():
+    of = signature(a=1, b=1, d=1)
+    small, large = heuristics.SM80_UNALIGNED
+    problem = (4096, 4097, 4097)
+    assert chosen(problem, of)[0].config == large
+    user_table(Measured(small, 10.0, 0.0), Measured(large, 11.0, 0.1), problem=problem, of=of)
+    assert chosen(problem, of)[0].config == small
+
+
+# ---- Any shape ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (28672, 8192), (4096, 14336), (136, 72), (50257, 768)])
+def test_every_number_of_rows_is_served_by_the_kernels_of_its_weight(n, k):
+    of = signature(d=8 if n % 8 == 0 else 1)
+    built = dispatch.specs_for(of, H100, n, k)
+    rows = sorted({*range(1, 257), *range(257, 8193, 61), 16384, 1 << 20})
+    used = {dispatch.choose(of, H100, (m, n, k))[0] for m in rows}
+    assert used <= set(built)
+    assert len(built) <= 20
+    assert set(built) <= set(dispatch.specs(of, H100))
+
+
+@PATIENT
+@given(m=st.integers(1, 1 << 26), n=st.integers(1, 1 << 20), k=st.integers(1, 1 << 16))
+@pytest.mark.parametrize("device", [H100, A100, Device((8, 9), 142)])
+def test_any_shape_gets_a_legal_kernel_of_its_signature(device, m, n, k):
+    of = signature()
+    spec, config = chosen((m, n, k), of, device)
+    assert spec in dispatch.specs(of, device)
+    assert not legality.check(spec)
+    # The configuration is the kernel's own, with the order of tiles for this shape.
+    assert config.binary() == spec.config.binary()
+
+
+@pytest.mark.parametrize("majors", MAJORS, ids="-".join)
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("epilogue", [*builtin.BY_OP.values(), statistics], ids=lambda e: e.name)
+def test_every_signature_has_kernels_for_few_rows_and_for_many(epilogue, dtype, majors):
+    of = signature(epilogue, dtype, majors)
+    for capability in [(9, 0), (8, 0), (8, 6), (8, 9)]:
+        specs = dispatch.specs(of, Device(capability, 100))
+        assert len(set(specs)) == len(specs)
+        assert 2 <= len(specs) <= MOST
+        assert not any(legality.check(s) for s in specs)
+    assert {type(s.config) for s in dispatch.specs(of, H100)} == {Sm90Config}
+
+
+@pytest.mark.parametrize("d_dtype", ["f16", "bf16", "f32"])
+@pytest.mark.parametrize("d", [1, 2, 4, 8])
+def test_any_alignment_and_dtype_of_d_can_be_served_by_tma(d, d_dtype):
+    of = signature(builtin.bias_relu_residual, d=d, d_dtype=d_dtype)
+    assert {type(s.config) for s in dispatch.specs(of, H100)} == {Sm90Config}
+
+
+@pytest.mark.parametrize("m", [1, 2, 8, 16, 32])
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (6144, 4096)])
+def test_few_rows_go_on_the_narrow_side_of_the_instruction(m, n, k):
+    spec, config = chosen((m, n, k))
+    assert config.swap_ab
+    # A much wider tile would multiply rows that are not there.
+    assert spec.config.threadblock.n <= max(16, 2 * m)
+
+
+@pytest.mark.parametrize("m", [512, 4096, 8192])
+def test_many_rows_use_large_tiles(m):
+    tile = chosen((m, 8192, 8192))[0].config.threadblock
+    assert tile.m * tile.n >= 128 * 96
+
+
+@pytest.mark.parametrize("config", [*heuristics.SM80, *heuristics.SM80_UNALIGNED, *shipped().kernels])
+@pytest.mark.parametrize("side", [0, 1, 2])
+def test_more_work_is_never_predicted_to_be_much_faster(config, side):
+    times = []
+    for extent in (512, 1024, 4096, 16384):
+        shape = [4096, 4096, 4096]
+        shape[side] = extent
+        times.append(heuristics.predict(config, tuple(shape), H100))
+    assert all(later >= 0.95 * earlier for earlier, later in itertools.pairwise(times))
+
+
+@pytest.mark.parametrize("shape", [(64, 8_400_000, 64), (1, 16_800_000, 8), (8_388_608, 16, 1024)])
+def test_no_grid_is_larger_than_the_hardware_allows(shape):
+    config = chosen(shape)[1]
+    columns = shape[0] if config.swap_ab else shape[1]
+    assert config.schedule != "warp_specialized" or columns / config.threadblock.n <= 65535
+
+
+@pytest.mark.parametrize(("a", "b"), [(1, 8), (8, 1), (1, 1), (2, 8), (8, 4)])
+def test_operands_that_tma_cannot_address_go_to_mma_sync(a, b):
+    specs = dispatch.specs(signature(a=a, b=b, d=1), H100)
+    assert specs
+    assert {type(s.config) for s in specs} == {Sm80Config}
+    # sm_80 machine code does not run on Hopper.
+    assert {s.target for s in specs} == {"sm_90"}
+    for spec in specs:
+        # cp.async copies 4 bytes and more; narrower loads leave two stages.
+        assert spec.config.stages == 2 if min(a, b) == 1 else spec.config.stages > 2
+        assert not legality.check(spec)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9)])
+def test_older_devices_get_kernels_for_their_own_target(capability):
+    specs = dispatch.specs(signature(), Device(capability, 100))
+    assert {s.target for s in specs} == {f"sm_{capability[0]}{capability[1]}"}
+    assert {type(s.config) for s in specs} == {Sm80Config}
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (10, 0), (12, 0)])
+def test_a_device_without_a_target_has_no_candidates(capability):
+    assert dispatch.specs(signature(), Device(capability, 100)) == ()
+
+
+CLUSTERED = Sm90Config(ThreadblockShape(128, 192, 64), ClusterShape(2, 1))
+
+
+def test_the_order_of_tiles_covers_an_odd_strip_at_the_end():
+    swizzles = [heuristics.with_order(CLUSTERED, (strips * 256, 4096, 4096)).swizzle for strips in (3, 4, 11)]
+    assert swizzles == [1, 2, 2]
+    # The other way round, the problem's N lies along the kernel's M.
+    swapped = replace(CLUSTERED, swap_ab=True)
+    assert heuristics.with_order(swapped, (4096, 3 * 256, 4096)).swizzle == 1
+    assert heuristics.with_order(swapped, (4096, 4 * 256, 4096)).swizzle == 2
+
+
+def test_a_weight_beyond_the_cache_is_read_once_where_the_rows_stay_in_it():
+    assert heuristics.with_order(CLUSTERED, (768, 28672, 4096)).raster == "along_m"
+    assert heuristics.with_order(CLUSTERED, (8192, 28672, 4096)).raster == "along_n"
+
+
+def test_the_order_of_tiles_is_no_part_of_the_kernel():
+    shapes = [(m, n, 4096) for m in range(64, 8192, 191) for n in (4096, 8192, 28672)]
+    found = [chosen(shape) for shape in shapes]
+    assert len({config for _, config in found}) > len({spec for spec, _ in found})

@@ -1,0 +1,102 @@
+"""An explanation says what serves a call and why, and agrees with what would really be done."""
+
+import json
+
+import pytest
+import torch
+from signatures import A100, H100
+
+import cutlass_ops as co
+from cutlass_ops import dispatch, ops
+from cutlass_ops.call import call_at, signature_of
+from cutlass_ops.explaining import explain_call
+from cutlass_ops.heuristics import Device
+
+
+@pytest.fixture(autouse=True)
+def _no_tables_of_the_user(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUTLASS_OPS_TUNING_DIR", str(tmp_path))
+    dispatch.forget()
+    yield
+    dispatch.forget()
+
+
+def explained(problem=(512, 4096, 4096), op=ops.gemm_bias_relu, device=H100, dtype="bf16", majors=("row", "col")):
+    return explain_call(op.name, call_at(op.graph, problem, dtype, *majors), device)
+
+
+@pytest.mark.parametrize("problem", [(512, 4096, 4096), (500, 4096, 4096), (3, 777, 512), (64, 4097, 4097)])
+def test_it_agrees_with_the_choice(problem):
+    found = explained(problem)
+    signature = signature_of(call_at(ops.gemm_bias_relu.graph, problem, "bf16", "row", "col"), H100)
+    spec, config = dispatch.choose(signature, H100, problem)
+    assert found.served_by == spec.slug
+    assert found.candidates[0].config == config
+    times = [c.microseconds for c in found.candidates]
+    assert len(set(found.candidates)) == len(times)
+    assert json.loads(json.dumps(found.to_json()))["problem"] == list(problem)
+
+
+def test_it_says_what_was_measured_and_what_was_not():
+    here = explained()
+    assert here.candidates[0].source == "measured"
+    assert "for this epilogue on this kind of device" in here.why
+    assert here.peers["cublaslt"] > 0
+    assert "measured     cublaslt" in str(here)
+    other = explained(op=ops.gemm_bias_gelu)
+    assert "another epilogue" in other.why
+    assert other.peers == {}
+    assert "cutlass_ops.tune() would" in explained((64, 4097, 4097)).why
+
+
+@pytest.mark.parametrize(
+    ("problem", "bound"), [((8192, 8192, 8192), "compute"), ((1, 8192, 8192), "memory"), ((16, 64, 64), "launch")]
+)
+def test_the_bound(problem, bound):
+    found = explained(problem)
+    assert found.roofline.bound == bound
+    assert f"bound by {bound}" in str(found)
+    assert 0 < found.achieved <= 1.05
+
+
+def test_misaligned_operands_get_the_reason_and_the_remedy():
+    says = {f.name: f.says for f in explained((64, 4096, 4097)).contract}
+    assert "mma.sync" in says["unit"]
+    assert "a and b not aligned to 16 bytes" in says["unit"]
+    assert "pad the leading dimension" in says["unit"]
+    assert "wgmma" in {f.name: f.says for f in explained().contract}["unit"]
+    assert "mma.sync" in {f.name: f.says for f in explained(device=A100).contract}["unit"]
+
+
+def test_a_device_that_no_kernel_serves():
+    found = explained(device=Device((7, 5), 40, "Tesla T4"))
+    assert found.served_by == "nothing"
+    assert "7.5" in found.why
+    assert found.achieved is None
+    assert str(found)
+
+
+def test_tensors_on_the_cpu_and_every_way_to_name_an_op():
+    a, b, bias = torch.zeros(4, 8), torch.zeros(8, 16), torch.zeros(16)
+    a, b, bias = (x.bfloat16() for x in (a, b, bias))
+    for found in (co.explain(co.gemm_bias_relu, a, b, bias), co.explain(co.gemm_bias_relu, a, b, bias=bias)):
+        assert (found.served_by, found.problem) == ("PyTorch", (4, 16, 8))
+        assert "on the CPU" in found.why
+    assert co.explain(co.gemm, a, b).op == "gemm"
+    assert "extent is 0" in co.explain(co.gemm, a[:0], b).why
+
+    @co.epilogue
+    def doubled(acc):
+        """D = 2 A @ B."""
+        return acc * 2
+
+    assert co.explain(co.gemm, a, b, epilogue=doubled, out_dtype=torch.float32).op == "doubled"
+    with pytest.raises(TypeError, match="pass cutlass_ops.gemm, or a named op"):
+        co.explain(torch.mm, a, b)
+    with pytest.raises(TypeError, match="bias is missing"):
+        co.explain(co.gemm_bias_relu, a, b)
+
+
+def test_warming_up_on_the_cpu_is_nothing():
+    a, b = torch.zeros(4, 8, dtype=torch.bfloat16), torch.zeros(8, 16, dtype=torch.bfloat16)
+    assert ops.op_of(None).warm_up(a, b) == 0
