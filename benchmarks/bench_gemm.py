@@ -12,12 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import harness
+import shapes
 import torch
 import torch._inductor.config
 import torch.nn.functional as F  # noqa: N812
@@ -25,10 +26,8 @@ from torch import Tensor
 
 import cutlass_ops as co
 from cutlass_ops import ops
+from cutlass_ops.timing import expected_us, rotation
 
-ROWS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
-SQUARES = (1024, 2048, 4096, 8192)
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 
 
@@ -79,23 +78,13 @@ BENCHMARKS = {
 }  # fmt: skip
 
 
-def shapes() -> Iterator[tuple[int, int, int]]:
-    """Yield every (M, N, K) of the grid."""
-    for n, k in WEIGHTS:
-        for m in ROWS:
-            yield m, n, k
-    for size in SQUARES:
-        if (size, size) != (4096, 4096):  # there already
-            yield size, size, size
-
-
 def make_inputs(m: int, n: int, k: int, dtype: torch.dtype) -> list[Inputs]:
     """Draw as many sets of inputs as rotation needs."""
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, device="cuda", dtype=dtype)
 
-    count = harness.rotation(2 * (m * k + n * k + 2 * m * n))
+    count = rotation(2 * (m * k + n * k + 2 * m * n))
     return [
         Inputs(draw(m, k), draw(n, k) / k**0.5, draw(n), draw(m, n), torch.empty(m, n, device="cuda", dtype=dtype))
         for _ in range(count)
@@ -138,8 +127,7 @@ def run_case(name: str, dtype: str, m: int, n: int, k: int, peers: list[str]) ->
         for peer in peers:
             function = _peer(bench, peer)
             variants[peer] = lambda index, f=function: f(*_eager_arguments(sets[index % len(sets)]))
-        expected = max(2 * m * n * k / 6.5e11, 2 * (m * k + n * k + m * n) / 2.8e9) + 0.004
-        times = harness.time_interleaved(variants, expected)
+        times = harness.time_interleaved(variants, expected_us(m, n, k))
     mine = times.pop("ours")
     best = min(times, key=lambda p: times[p].median)
     ratio = harness.ratios(mine, times[best])
@@ -223,7 +211,7 @@ def main() -> None:
     done = {(r["op"], r["dtype"], r["m"], r["n"], r["k"]) for r in rows}
     for op in args.ops:
         for dtype in args.dtypes:
-            for m, n, k in shapes():
+            for m, n, k in shapes.GRID:
                 if (args.rows is not None and m not in args.rows) or (op, dtype, m, n, k) in done:
                     continue
                 if time.monotonic() - begin > args.limit:

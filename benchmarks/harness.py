@@ -1,8 +1,7 @@
-"""Timing that can be trusted: correct first, inputs rotated, variants interleaved in random order, ratios per round.
+"""Variants timed against each other with :mod:`cutlass_ops.timing`, ratios per round, and results as files.
 
-Every variant of a case is captured in a CUDA graph of several launches over rotated inputs, so that host cost and a
-warm L2 cache stay out. In each round all graphs are replayed once, in a fresh random order: a fixed order would give
-the variant that follows the pause a cooler chip. A ratio is formed within a round, then the median over rounds.
+In each round every variant runs once, in a fresh random order: a fixed order would give the one that follows a pause a
+cooler chip. A ratio is formed within a round, then the median over rounds.
 """
 
 from __future__ import annotations
@@ -14,16 +13,15 @@ import platform
 import random
 import statistics
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-Run = Callable[[int], object]
+from cutlass_ops.timing import Run, Stopwatch
 
-L2_BYTES = 50e6
 ROUNDS = 15
 
 
@@ -39,56 +37,28 @@ class Timing:
         return statistics.median(self.rounds)
 
 
-def rotation(bytes_touched: float) -> int:
-    """Return how many sets of inputs to rotate so that none is still in the L2 cache when its turn comes."""
-    return max(2, min(12, math.ceil(3 * L2_BYTES / bytes_touched)))
-
-
-def time_interleaved(variants: Mapping[str, Run], expected_ms: float, rounds: int = ROUNDS) -> dict[str, Timing]:
+def time_interleaved(variants: Mapping[str, Run], expected_us: float, rounds: int = ROUNDS) -> dict[str, Timing]:
     """Time variants against each other.
 
     Parameters
     ----------
     variants : mapping of str to callable
         Each is called with a launch index, from which it picks its inputs.
-    expected_ms : float
-        Rough time of one call, which sets how many fit in a replay of about two milliseconds.
+    expected_us : float
+        Rough time of one call, which sets how many fit in a replay.
     rounds : int
         Rounds that count; one more warms up.
     """
-    launches = max(3, min(32, round(2.0 / expected_ms)))
-    graphs = {name: _capture(run, launches) for name, run in variants.items()}
-    names = list(graphs)
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in names}
+    watch = Stopwatch(expected_us)
+    for name, run in variants.items():
+        watch.add(name, run)
+    names = list(variants)
+    times: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds + 1):
         random.Random(number).shuffle(names)
-        graphs[names[-1]].replay()  # the first in the order must not follow a pause
-        for name in names:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graphs[name].replay()
-            end.record()
-            events[name].append((begin, end))
-        torch.cuda.synchronize()
-    return {
-        name: Timing(tuple(begin.elapsed_time(end) / launches for begin, end in pairs[1:]))
-        for name, pairs in events.items()
-    }
-
-
-def _capture(run: Run, launches: int) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for index in range(3):
-            run(index)
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for index in range(launches):
-            run(index)
-    return graph
+        for name, microseconds in zip(names, watch.round(names), strict=True):
+            times[name].append(microseconds / 1e3)
+    return {name: Timing(tuple(each[1:])) for name, each in times.items()}
 
 
 def ratios(ours: Timing, peer: Timing) -> dict[str, float]:

@@ -9,20 +9,20 @@ config reads "<slug>|<raster>|<swizzle>" and the peer is cuBLASLt's fused bias +
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import bench_gemm
 import harness
+import shapes
 import torch
 
-from cutlass_ops import model, ops, space
+from cutlass_ops import ops
 from cutlass_ops.config import ClusterShape, Schedule, Sm90Config, ThreadblockShape
-from cutlass_ops.heuristics import Device
 from cutlass_ops.registry import REGISTRY, OpSignature
 from cutlass_ops.spec import KernelSpec
+from cutlass_ops.timing import expected_us
 
 RASTERS = {"along_m": 1, "along_n": 2}
 
@@ -69,21 +69,12 @@ def short_pool() -> list[Sm90Config]:
     ]
 
 
-def ranked_pool() -> list[Sm90Config]:
-    """Return what the cost model puts first at any shape of the benchmark."""
-    first = [c for shape in SHAPES["ranked"] for c in space.ranked(SIGNATURE, shape, RANKED, H100)]
-    return list(dict.fromkeys(first))
-
-
-WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 SHORT = ((1024, 1024, 1024), (1536, 1536, 1536), (2048, 2048, 2048), (512, 2048, 2048), (256, 8192, 1024))
-RANKED = 6  # configurations a shape
-H100 = Device((9, 0), 132)
-POOLS: dict[str, Callable[[], list[Sm90Config]]] = {"decode": decode_pool, "short": short_pool, "ranked": ranked_pool}
+POOLS: dict[str, Callable[[], list[Sm90Config]]] = {"decode": decode_pool, "short": short_pool}
 SHAPES: dict[str, Sequence[tuple[int, int, int]]] = {
-    "decode": [(m, n, k) for n, k in WEIGHTS for m in (1, 16, 64, 128)],
-    "short": [*SHORT, (8192, 8192, 8192)] + [(m, n, k) for n, k in WEIGHTS for m in (256, 512, 1024, 2048, 4096)],
-    "ranked": [*SHORT, (8192, 8192, 8192)] + [(m, n, k) for n, k in WEIGHTS for m in bench_gemm.ROWS],
+    "decode": [(m, n, k) for n, k in shapes.WEIGHTS for m in (1, 16, 64, 128)],
+    "short": [*SHORT, (8192, 8192, 8192)]
+    + [(m, n, k) for n, k in shapes.WEIGHTS for m in (256, 512, 1024, 2048, 4096)],
 }
 
 
@@ -101,12 +92,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pool", choices=list(POOLS), required=True)
     parser.add_argument("--swizzles", nargs="+", type=int, default=[1, 2])
-    parser.add_argument(
-        "--within",
-        type=float,
-        default=math.inf,
-        help="leave out what the model predicts slower than this, over the best",
-    )
     parser.add_argument("--limit", type=float, default=1e9, help="stop after this many seconds")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -127,10 +112,7 @@ def main() -> None:
             return torch._addmm_activation(x.bias, x.a, x.weight.t(), use_gelu=False)
 
         variants: dict[str, Callable[[int], object]] = {"peer": peer}
-        predicted = {c: model.predict(c, (m, n, k)) for c in kernels}
         for configuration, kernel in kernels.items():
-            if predicted[configuration] > args.within * min(predicted.values()):
-                continue
             slug = configuration.slug
             for raster, number in RASTERS.items():
                 for swizzle in args.swizzles:
@@ -147,8 +129,8 @@ def main() -> None:
                     assert status == 0, f"{slug} refused {m}x{n}x{k}: {status}"
                     assert error < 4e-3, f"{slug} is wrong at {m}x{n}x{k}: {error}"
                     variants[f"{slug}|{raster}|{swizzle}"] = run
-        expected = max(2 * m * n * k / 6.5e11, 2 * (m * k + n * k + m * n) / 2.8e9) + 0.004
-        times = {name: round(t.median, 5) for name, t in harness.time_interleaved(variants, expected, rounds=9).items()}
+        timed = harness.time_interleaved(variants, expected_us(m, n, k), rounds=9)
+        times = {name: round(t.median, 5) for name, t in timed.items()}
         peer_ms = times.pop("peer")
         best = sorted(times, key=lambda name: times[name])
         kinds = list(dict.fromkeys(name.split("|")[0] for name in best))[:5]
