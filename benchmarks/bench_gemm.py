@@ -4,7 +4,12 @@
     python benchmarks/bench_gemm.py --ops bias_relu --dtypes bf16 --peers cublaslt eager --out /tmp/r.json
     python benchmarks/bench_gemm.py --resume /tmp/r.json --out /tmp/all.json    # the rows that are not there yet
 
-Each row: {"op", "dtype", "m", "n", "k", "ours_ms", "peers": {name: ms}, "ratio_to_best_peer", "ratio_range", "kernel"}.
+    python benchmarks/bench_gemm.py --set decode --ops gemm --peers eager --out benchmarks/results/gemm_decode_h100.json
+    python benchmarks/bench_gemm.py --layouts row-row col-col --rows 1024 --out /tmp/majors.json
+
+Each row: {"set", "op", "dtype", "layout", "m", "n", "k", "ours_ms", "peers": {name: ms}, "best_peer",
+"ratio_to_best_peer", "ratio_range", "error_over_eager", "bandwidth", "kernel"}. A layout names the majors of A and B.
+The bandwidth is that of operands and D, each once, over that of a device-to-device copy of 1 GiB.
 """
 
 from __future__ import annotations
@@ -13,7 +18,8 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,59 +45,62 @@ def bias_gelu_residual(acc, bias: co.Row, residual: co.Tile):  # noqa: ANN001, A
 
 @dataclass(frozen=True)
 class Inputs:
-    """One set of a case's tensors; the weight is (N, K), as in torch.nn.Linear."""
+    """One set of a case's tensors: A (M, K), B (K, N) and what an epilogue may take."""
 
     a: Tensor
-    weight: Tensor
+    b: Tensor
     bias: Tensor
     residual: Tensor
     out: Tensor
 
 
-def _relu(x: Tensor, w: Tensor, b: Tensor, r: Tensor) -> Tensor:
-    return F.relu(F.linear(x, w, b))
-
-
-def _gelu_residual(x: Tensor, w: Tensor, b: Tensor, r: Tensor) -> Tensor:
-    return F.gelu(F.linear(x, w, b), approximate="tanh") + r
+def _linear(x: Inputs) -> Tensor:
+    return F.linear(x.a, x.b.t(), x.bias)
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """An op, its composition in PyTorch, and the nearest that cuBLASLt offers."""
+    """An op, its composition in PyTorch, and the same with an epilogue of cuBLASLt, if it has a fitting one."""
 
     op: ops.Op
     inputs: tuple[str, ...]
-    eager: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-    cublaslt: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    eager: Callable[[Inputs], Tensor]
+    cublaslt: Callable[[Inputs], Tensor] | None = None
 
 
 BENCHMARKS = {
+    "gemm": Benchmark(ops.op_of(None), (), lambda x: torch.mm(x.a, x.b)),
     "bias_relu": Benchmark(
-        ops.gemm_bias_relu, ("bias",), _relu,
-        lambda x, w, b, r: torch._addmm_activation(b, x, w.t(), use_gelu=False),
+        ops.gemm_bias_relu, ("bias",), lambda x: F.relu(_linear(x)),
+        lambda x: torch._addmm_activation(x.bias, x.a, x.b, use_gelu=False),
     ),
+    "bias_silu": Benchmark(ops.gemm_bias_silu, ("bias",), lambda x: F.silu(_linear(x))),
     "bias_gelu_residual": Benchmark(
-        ops.op(bias_gelu_residual), ("bias", "residual"), _gelu_residual,
-        lambda x, w, b, r: torch._addmm_activation(b, x, w.t(), use_gelu=True) + r,
+        ops.op(bias_gelu_residual), ("bias", "residual"),
+        lambda x: F.gelu(_linear(x), approximate="tanh") + x.residual,
+        lambda x: torch._addmm_activation(x.bias, x.a, x.b, use_gelu=True) + x.residual,
     ),
 }  # fmt: skip
+LAYOUTS = ("row-col", "row-row", "col-row", "col-col")
 
 
-def make_inputs(m: int, n: int, k: int, dtype: torch.dtype) -> list[Inputs]:
+def make_inputs(m: int, n: int, k: int, dtype: torch.dtype, layout: str = "row-col") -> list[Inputs]:
     """Draw as many sets of inputs as rotation needs."""
+    major_a, major_b = layout.split("-")
 
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, device="cuda", dtype=dtype)
+    def draw(rows: int, columns: int, major: str = "row") -> Tensor:
+        if major == "col":
+            return torch.randn(columns, rows, device="cuda", dtype=dtype).t()
+        return torch.randn(rows, columns, device="cuda", dtype=dtype)
 
     count = rotation(2 * (m * k + n * k + 2 * m * n))
     return [
-        Inputs(draw(m, k), draw(n, k) / k**0.5, draw(n), draw(m, n), torch.empty(m, n, device="cuda", dtype=dtype))
+        Inputs(draw(m, k, major_a), draw(k, n, major_b).div_(k**0.5), draw(1, n)[0], draw(m, n), draw(m, n))
         for _ in range(count)
     ]
 
 
-def check(bench: Benchmark, x: Inputs, k: int) -> float:
+def check(bench: Benchmark, x: Inputs) -> float:
     """Compare sampled rows with float64; return our error over eager's.
 
     Raises
@@ -100,69 +109,102 @@ def check(bench: Benchmark, x: Inputs, k: int) -> float:
         If the error is more than twice eager PyTorch's, or anything was left unwritten.
     """
     x.out.fill_(float("nan"))
-    bench.op(x.a, x.weight.t(), *(getattr(x, name) for name in bench.inputs), out=x.out)
+    bench.op(x.a, x.b, *(getattr(x, name) for name in bench.inputs), out=x.out)
     rows = torch.randint(x.a.shape[0], (64,), device="cuda")
-    exact = bench.eager(x.a[rows].double(), x.weight.double(), x.bias.double(), x.residual[rows].double())
-    eager = bench.eager(x.a, x.weight, x.bias, x.residual)[rows]
-    ours_error, eager_error = ((v.double() - exact).norm() / exact.norm() for v in (x.out[rows], eager))
+    sampled = Inputs(x.a[rows].double(), x.b.double(), x.bias.double(), x.residual[rows].double(), x.out[rows])
+    exact, eager = bench.eager(sampled), bench.eager(x)[rows]
+    ours_error, eager_error = ((v.double() - exact).norm() / exact.norm() for v in (sampled.out, eager))
     assert not x.out.isnan().any(), "output left unwritten"
     ratio = float(ours_error / eager_error)
     assert ratio <= 2, f"error is {ratio:.2f} times eager's"
     return ratio
 
 
-def run_case(name: str, dtype: str, m: int, n: int, k: int, peers: list[str]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Case:
+    """What a row is about."""
+
+    set: str
+    op: str
+    dtype: str
+    layout: str
+    m: int
+    n: int
+    k: int
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.dtype} {self.layout} {self.m}x{self.n}x{self.k}"
+
+
+def run_case(case: Case, peers: list[str], copy_bandwidth: float) -> dict[str, Any]:
     """Check and time one case."""
-    bench = BENCHMARKS[name]
-    sets = make_inputs(m, n, k, DTYPES[dtype])
+    bench, m, n, k = BENCHMARKS[case.op], case.m, case.n, case.k
+    sets = make_inputs(m, n, k, DTYPES[case.dtype], case.layout)
     with torch.no_grad():
-        error = check(bench, sets[0], k)
-        plan = bench.op.plan(sets[0].a, sets[0].weight.t(), *(getattr(sets[0], i) for i in bench.inputs))
+        error = check(bench, sets[0])
+        plan = bench.op.plan(sets[0].a, sets[0].b, *(getattr(sets[0], i) for i in bench.inputs))
 
         def ours(index: int) -> object:
             x = sets[index % len(sets)]
-            return bench.op(x.a, x.weight.t(), *(getattr(x, i) for i in bench.inputs), out=x.out)
+            return bench.op(x.a, x.b, *(getattr(x, i) for i in bench.inputs), out=x.out)
 
         variants: dict[str, Callable[[int], object]] = {"ours": ours}
-        for peer in peers:
-            function = _peer(bench, peer)
-            variants[peer] = lambda index, f=function: f(*_eager_arguments(sets[index % len(sets)]))
+        for name, function in _peers(bench, peers).items():
+            variants[name] = lambda index, f=function: f(sets[index % len(sets)])
         times = harness.time_interleaved(variants, expected_us(m, n, k))
     mine = times.pop("ours")
     best = min(times, key=lambda p: times[p].median)
     ratio = harness.ratios(mine, times[best])
+    moved = 2 * (m * k + k * n + m * n)
     return {
-        "op": name, "dtype": dtype, "m": m, "n": n, "k": k,
+        **asdict(case),
         "ours_ms": round(mine.median, 5),
         "peers": {p: round(t.median, 5) for p, t in times.items()},
         "best_peer": best,
         "ratio_to_best_peer": ratio["median"],
         "ratio_range": [ratio["min"], ratio["max"]],
         "error_over_eager": round(error, 3),
+        "bandwidth": round(moved / (mine.median * 1e-3) / copy_bandwidth, 4),
         "kernel": plan.spec.config.slug,
-    }  # fmt: skip
+    }
 
 
-def _peer(bench: Benchmark, name: str) -> Callable[..., Tensor]:
-    if name == "cublaslt":
-        return bench.cublaslt
-    if name == "eager":
-        return bench.eager
+def _peers(bench: Benchmark, names: list[str]) -> dict[str, Callable[[Inputs], Tensor]]:
+    found: dict[str, Callable[[Inputs], Tensor]] = {}
+    if "eager" in names:
+        found["eager"] = bench.eager
+    if "cublaslt" in names and bench.cublaslt is not None:
+        found["cublaslt"] = bench.cublaslt
+    if "compile" in names:
+        found["compile"] = _compiled(bench)
+    return found
+
+
+def _compiled(bench: Benchmark) -> Callable[[Inputs], Tensor]:
     torch._dynamo.reset()
     # Threads, since autotuning compiles again what worker processes compiled: 8 s a shape instead of 1.
     torch._inductor.config.compile_threads = 1
-    return torch.compile(bench.eager, mode="max-autotune-no-cudagraphs", dynamic=False)
+
+    def function(*tensors: Tensor) -> Tensor:
+        return bench.eager(Inputs(*tensors))
+
+    compiled = torch.compile(function, mode="max-autotune-no-cudagraphs", dynamic=False)
+    return lambda x: compiled(x.a, x.b, x.bias, x.residual, x.out)
 
 
-def _eager_arguments(x: Inputs) -> tuple[Tensor, ...]:
-    return x.a, x.weight, x.bias, x.residual
+def copy_bandwidth() -> float:
+    """Return bytes a second, read and written, of a device-to-device copy of 1 GiB."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    times = harness.time_interleaved({"copy": lambda _: target.copy_(source)}, 700.0)
+    return 2 * source.numel() / (times["copy"].median * 1e-3)
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Summarise the ratios, for each op and dtype and over all."""
     groups: dict[str, list[dict[str, Any]]] = {"all": rows}
     for row in rows:
-        groups.setdefault(f"{row['op']} {row['dtype']}", []).append(row)
+        groups.setdefault(" ".join(row[name] for name in ("set", "op", "dtype", "layout")), []).append(row)
     result = {}
     for name, members in groups.items():
         worst = min(members, key=lambda r: r["ratio_to_best_peer"])
@@ -172,6 +214,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
             "worst": worst["ratio_to_best_peer"],
             "worst_shape": [worst["m"], worst["n"], worst["k"]],
             "worst_from_m_128": min(large, default=None),
+            "bandwidth": round(harness.geomean([r["bandwidth"] for r in members]), 4),
             "shapes": len(members),
         }
     return result
@@ -198,8 +241,10 @@ def measured(paths: list[Path], environment: dict[str, Any]) -> list[dict[str, A
 def main() -> None:
     """Run the grid and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ops", nargs="+", default=list(BENCHMARKS), choices=list(BENCHMARKS))
+    parser.add_argument("--set", choices=list(shapes.SETS), default="grid")
+    parser.add_argument("--ops", nargs="+", default=["bias_relu", "bias_gelu_residual"], choices=list(BENCHMARKS))
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
+    parser.add_argument("--layouts", nargs="+", default=["row-col"], choices=LAYOUTS, help="majors of A and B")
     parser.add_argument("--peers", nargs="+", default=["cublaslt", "eager", "compile"])
     parser.add_argument("--rows", nargs="+", type=int, default=None, help="only these M")
     parser.add_argument("--limit", type=float, default=1e9, help="stop after this many seconds")
@@ -208,24 +253,25 @@ def main() -> None:
     args = parser.parse_args()
     environment = harness.environment()
     begin, rows = time.monotonic(), measured(args.resume, environment)
-    done = {(r["op"], r["dtype"], r["m"], r["n"], r["k"]) for r in rows}
-    for op in args.ops:
-        for dtype in args.dtypes:
-            for m, n, k in shapes.GRID:
-                if (args.rows is not None and m not in args.rows) or (op, dtype, m, n, k) in done:
-                    continue
-                if time.monotonic() - begin > args.limit:
-                    print(f"stopped at the limit before {op} {dtype} {m}x{n}x{k}")
-                    break
-                row = run_case(op, dtype, m, n, k, args.peers)
-                rows.append(row)
-                peers = " ".join(f"{p} {t * 1e3:.1f}" for p, t in row["peers"].items())
-                print(
-                    f"{op} {dtype} {m}x{n}x{k}: ours {row['ours_ms'] * 1e3:.1f} us, {peers}, "
-                    f"ratio {row['ratio_to_best_peer']:.3f} {row['ratio_range']} {row['kernel']}",
-                    flush=True,
-                )
-                harness.save(args.out, {**environment, "summary": summary(rows), "rows": rows})
+    done = {tuple(r[name] for name in Case.__dataclass_fields__) for r in rows}
+    bandwidth = copy_bandwidth()
+    head = {**environment, "copy_gb_per_s": round(bandwidth / 1e9, 1)}
+    for op, dtype, layout, (m, n, k) in product(args.ops, args.dtypes, args.layouts, shapes.SETS[args.set]):
+        case = Case(args.set, op, dtype, layout, m, n, k)
+        if (args.rows is not None and m not in args.rows) or astuple(case) in done:
+            continue
+        if time.monotonic() - begin > args.limit:
+            print(f"stopped at the limit before {case}")
+            break
+        row = run_case(case, args.peers, bandwidth)
+        rows.append(row)
+        peers = " ".join(f"{p} {t * 1e3:.1f}" for p, t in row["peers"].items())
+        print(
+            f"{case}: ours {row['ours_ms'] * 1e3:.1f} us, {peers}, ratio {row['ratio_to_best_peer']:.3f} "
+            f"{row['ratio_range']} bandwidth {row['bandwidth']:.2f} {row['kernel']}",
+            flush=True,
+        )
+        harness.save(args.out, {**head, "summary": summary(rows), "rows": rows})
     print(summary(rows))
 
 

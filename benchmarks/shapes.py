@@ -39,5 +39,29 @@ def _tuning() -> tuple[Shape, ...]:
     return tuple(dict.fromkeys([*GRID, *between, *others]))
 
 
+def _unseen() -> tuple[Shape, ...]:
+    weights = ((5632, 2048), (2560, 2560), (8192, 3072), (12288, 4096), (3584, 18944), (7168, 7168))
+    rows = (1, 7, 24, 50, 100, 200, 333, 600, 1000, 1300, 2500, 5000)
+    return tuple((m, n, k) for n, k in weights for m in rows)
+
+
 GRID = _grid()
 TUNING = _tuning()
+# Other weights and other numbers of rows than any that was tuned.
+UNSEEN = _unseen()
+# N or K that 16 bytes do not divide, and N = 1000 and K = 1000, which they do.
+MISALIGNED: tuple[Shape, ...] = tuple(
+    (m, n, k)
+    for n, k in ((4097, 4096), (4096, 4097), (4097, 4097), (1000, 4096), (4096, 1000), (50257, 768), (50257, 4096))
+    for m in (16, 128, 1024, 4096)
+)
+# Weights of 200 MB and more, which one token after the other reads whole.
+DECODE: tuple[Shape, ...] = tuple(
+    (m, n, k) for n, k in ((28672, 4096), (32000, 4096), (128256, 4096), (57344, 8192)) for m in (1, 8, 16, 32, 64)
+)
+SETS: dict[str, tuple[Shape, ...]] = {
+    "grid": GRID,
+    "unseen": UNSEEN,
+    "misaligned": MISALIGNED,
+    "decode": DECODE,
+}

@@ -20,7 +20,7 @@ import torch
 
 from cutlass_ops import ops
 from cutlass_ops.config import ClusterShape, Schedule, Sm90Config, ThreadblockShape
-from cutlass_ops.registry import REGISTRY, OpSignature
+from cutlass_ops.registry import REGISTRY
 from cutlass_ops.spec import KernelSpec
 from cutlass_ops.timing import expected_us
 
@@ -83,10 +83,6 @@ def spec_of(config: Sm90Config) -> KernelSpec:
     return KernelSpec(a="bf16.row", b="bf16.col", d="bf16.row", epilogue=ops.gemm_bias_relu.graph, config=config)
 
 
-_ANY = spec_of(config(128, 128, 64, "pingpong"))
-SIGNATURE = OpSignature(_ANY.epilogue, _ANY.a, _ANY.b, _ANY.d, _ANY.inputs, _ANY.outputs)
-
-
 def main() -> None:
     """Build the pool, check each kernel, time it at each shape and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -105,11 +101,11 @@ def main() -> None:
             print(f"stopped at the limit before {m}x{n}x{k}")
             break
         sets = bench_gemm.make_inputs(m, n, k, torch.bfloat16)
-        exact = torch.relu(sets[0].a.double() @ sets[0].weight.t().double() + sets[0].bias.double())
+        exact = torch.relu(sets[0].a.double() @ sets[0].b.double() + sets[0].bias.double())
 
         def peer(index: int, sets=sets) -> object:  # noqa: ANN001
             x = sets[index % len(sets)]
-            return torch._addmm_activation(x.bias, x.a, x.weight.t(), use_gelu=False)
+            return torch._addmm_activation(x.bias, x.a, x.b, use_gelu=False)
 
         variants: dict[str, Callable[[int], object]] = {"peer": peer}
         for configuration, kernel in kernels.items():
@@ -121,7 +117,7 @@ def main() -> None:
 
                     def run(index: int, sets=sets, launch=kernel.launch, number=number, swizzle=swizzle) -> object:  # noqa: ANN001
                         x = sets[index % len(sets)]
-                        return launch(x.a, x.weight.t(), x.out, x.bias, number, swizzle, None)
+                        return launch(x.a, x.b, x.out, x.bias, number, swizzle, None)
 
                     sets[0].out.fill_(float("nan"))
                     status = run(0)
