@@ -9,6 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 
 import cutlass_ops as co
 from cutlass_ops import ops
+from cutlass_ops.background import BACKGROUND
 from cutlass_ops.loader import Reason, refusal
 from tests.gpu import kernels, oracle, tensors
 
@@ -236,14 +237,27 @@ def test_another_device_than_the_current_one():
     oracle.assert_close(result, bias_relu_exact(a, b, bias))
 
 
-def test_nothing_is_compiled_after_the_first_call(monkeypatch):
+def rows_without_a_compiler(op, b, bias, exact):
+    for m in range(1, 1200, 7):
+        x = torch.randn(m, b.shape[0], device="cuda", dtype=torch.bfloat16)
+        oracle.assert_close(op(x, b, bias), exact(x, b, bias))
+
+
+def test_nothing_is_compiled_after_warming_up(monkeypatch):
     a, b, bias = problem(8, 256, 512)
-    co.gemm_bias_relu(a, b, bias)
+    assert co.gemm_bias_relu.warm_up(a, b, bias) > 1
     monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
     monkeypatch.setenv("CUTLASS_OPS_CACHE_DIR", "/nonexistent")
-    for m in range(1, 1200, 7):
-        x = torch.randn(m, 512, device="cuda", dtype=torch.bfloat16)
-        oracle.assert_close(co.gemm_bias_relu(x, b, bias), bias_relu_exact(x, b, bias))
+    rows_without_a_compiler(co.gemm_bias_relu, b, bias, bias_relu_exact)
+
+
+@pytest.mark.background
+def test_the_first_call_leaves_other_rows_to_the_background(monkeypatch):
+    a, b, bias = problem(8, 256, 512)
+    co.gemm_bias_silu(a, b, bias)
+    BACKGROUND.wait()
+    monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
+    rows_without_a_compiler(co.gemm_bias_silu, b, bias, lambda x, w, v: F.silu(x.double() @ w.double() + v.double()))
 
 
 def test_errors_name_the_argument():
