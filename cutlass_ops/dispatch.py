@@ -7,13 +7,16 @@ after they are compiled nothing is, whatever the batch.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Literal
 
 from cutlass_ops import _env, _resources, arch, builtin, heuristics, legality, tables
 from cutlass_ops.config import Config, Sm90Config
+from cutlass_ops.errors import ConfigError
 from cutlass_ops.heuristics import Device, Problem
 from cutlass_ops.registry import OpSignature
 from cutlass_ops.spec import KernelSpec, Operand
@@ -223,7 +226,7 @@ def choose(signature: OpSignature, device: Device, problem: Problem) -> tuple[Ke
 
 def forget() -> None:
     """Read tables anew from now on."""
-    for cache in (policy, kept, _reference):
+    for cache in (policy, kept, _shipped):
         cache.cache_clear()
 
 
@@ -247,26 +250,44 @@ def policy(signature: OpSignature, device: Device) -> Policy:
 
 
 def _own(signature: OpSignature, device: Device) -> Table | None:
-    found: Table | None = None
-    for folder in (_resources.tuned(), _env.tuning_dir()):
-        path = tables.path_of(folder, device.name, signature)
-        if path.is_file():
-            table = tables.load(path)
-            table = table if table.kernels else table.select()
-            found = table if found is None else replace(found.merged(table), kernels=_both(table, found))
-    return found
+    """Return what was measured for a signature on a device, the user's own results before those that ship."""
+    found = _shipped(device.name, signature)
+    mine = _users(tables.path_of(_env.tuning_dir(), device.name, signature))
+    if mine is None:
+        return found
+    mine = mine if mine.kernels else mine.select()
+    return mine if found is None else replace(found.merged(mine), kernels=_both(mine, found))
+
+
+def _users(path: Path) -> Table | None:
+    if not path.is_file():
+        return None
+    try:
+        return tables.load(path)
+    except (ConfigError, OSError) as exc:
+        # It costs speed, not results: no reason to fail a call, and none to say nothing.
+        warnings.warn(f"a tuning table is left out: {exc}. Remove it, or tune again", RuntimeWarning, stacklevel=2)
+        return None
 
 
 def _both(first: Table, second: Table) -> tuple[Config, ...]:
     return tuple(dict.fromkeys([*first.kernels, *second.kernels]))
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=256)
+def _shipped(device: str, signature: OpSignature) -> Table | None:
+    path = tables.path_of(_resources.tuned(), device, signature)
+    return tables.load(path) if path.is_file() else None
+
+
 def _reference() -> Table:
     """Return the table that stands in where there is no better: bias + ReLU in BF16 on an H100."""
     operand, bias = Operand.of("bf16.row"), Operand.of("bf16.row.align1")
     signature = OpSignature(builtin.bias_relu.graph, operand, operand.transposed, operand, (bias,), ())
-    return tables.load(tables.path_of(_resources.tuned(), "NVIDIA H100 80GB HBM3", signature))
+    table = _shipped("NVIDIA H100 80GB HBM3", signature)
+    if table is None:
+        raise FileNotFoundError(f"cutlass_ops is incomplete: {_resources.tuned()} has no table; reinstall the package")
+    return table
 
 
 def _legal(signature: OpSignature, config: Config, device: Device) -> Config | None:

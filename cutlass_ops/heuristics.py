@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from cutlass_ops import arch, model
 from cutlass_ops.config import Config, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
@@ -30,7 +31,7 @@ class Device:
     multiprocessors: int
     name: str = ""
 
-    @property
+    @cached_property
     def chip(self) -> model.Chip:
         """What the cost model goes by: an H100 with as many multiprocessors."""
         fours = round(model.H100.multiprocessors_in_fours * self.multiprocessors / model.H100.multiprocessors)

@@ -72,14 +72,14 @@ def _positive(value: object) -> TypeGuard[int]:
     return type(value) is int and value > 0
 
 
-_SWIZZLES = (1, 2, 4, 8)
-_SM80_CHOICES: dict[str, tuple[object, ...]] = {"stream_k": (False, True), "swizzle": _SWIZZLES}
+SWIZZLES = (1, 2, 4, 8)
+_SM80_CHOICES: dict[str, tuple[object, ...]] = {"stream_k": (False, True), "swizzle": SWIZZLES}
 _SM90_CHOICES: dict[str, tuple[object, ...]] = {
     "schedule": ("pingpong", "cooperative", "warp_specialized"),
     "scheduler": ("persistent", "stream_k"),
     "swap_ab": (False, True),
     "raster": ("heuristic", "along_m", "along_n"),
-    "swizzle": _SWIZZLES,
+    "swizzle": SWIZZLES,
 }
 
 

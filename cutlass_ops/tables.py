@@ -23,6 +23,7 @@ from cutlass_ops import legality
 from cutlass_ops.config import Config, Sm90Config, ThreadblockShape, config_from_json, config_to_json
 from cutlass_ops.errors import ConfigError
 from cutlass_ops.registry import OpSignature
+from cutlass_ops.rules import SWIZZLES
 from cutlass_ops.spec import KernelSpec
 
 FORMAT = 1
@@ -182,7 +183,13 @@ class Table:
         if fields["format"] != FORMAT:
             raise ConfigError(f"format is {fields['format']!r}: this version reads {FORMAT}; tune again")
         signature = signature_from_json(fields["signature"])
-        configs = [_legal(config_from_json(c), signature) for c in _list(fields["configs"], "configs")]
+        configs = [config_from_json(c) for c in _list(fields["configs"], "configs")]
+        for config in configs:
+            if config.swizzle not in SWIZZLES:
+                raise ConfigError(f"configuration {config.slug} is illegal: its swizzle is {config.swizzle}")
+        # The order of tiles apart, many are one kernel, and a check takes a while.
+        for kernel in dict.fromkeys(c.binary() for c in configs):
+            _require_legal(kernel, signature)
         return cls(
             device=_text(fields["device"], "device"),
             multiprocessors=_integer(fields["multiprocessors"], "multiprocessors", 1, 1 << 16),
@@ -288,13 +295,12 @@ def signature_from_json(data: object) -> OpSignature:
     return OpSignature(spec.epilogue, spec.a, spec.b, spec.d, spec.inputs, spec.outputs)
 
 
-def _legal(config: Config, signature: OpSignature) -> Config:
+def _require_legal(config: Config, signature: OpSignature) -> None:
     # An Sm80 kernel's target is the device's, which the rules of its configuration do not depend on.
     target = None if isinstance(config, Sm90Config) else "sm_80"
     violations = legality.check(signature.spec(config, target))
     if violations:
         raise ConfigError(f"configuration {config.slug} is illegal: {violations[0]}")
-    return config
 
 
 def _point(data: object, configs: Sequence[Config]) -> Point:

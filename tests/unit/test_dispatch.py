@@ -123,6 +123,14 @@ def test_another_device_or_signature_has_its_own_measurements():
     assert chosen(ODD, device=replace(H100, name="NVIDIA H200"))[0].config == SLOW
 
 
+def test_a_users_table_that_is_none_is_left_out_and_said_to_be():
+    user_table(Measured(SLOW, 10.0, 0.0))
+    tables.path_of(dispatch._env.tuning_dir(), H100.name, signature()).write_text("{")
+    dispatch.forget()
+    with pytest.warns(RuntimeWarning, match=r"left out: .*is no tuning table.* tune again"):
+        assert chosen(ODD)[0].config != SLOW
+
+
 def test_an_epilogue_that_was_not_measured_borrows():
     policy = dispatch.policy(signature(builtin.bias_gelu, "f16"), H100)
     assert policy.borrowed

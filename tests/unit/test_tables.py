@@ -109,6 +109,14 @@ def test_an_empty_table_has_no_kernels():
     assert table().select().kernels == ()
 
 
+@pytest.mark.parametrize(
+    "config", [replace(LARGE, swizzle=3), replace(LARGE, threadblock=ThreadblockShape(128, 200, 64))]
+)
+def test_an_illegal_kernel_or_order_is_refused(config):
+    with pytest.raises(ConfigError, match=r"configuration sm90_128x.* is illegal"):
+        Table.from_json(table(point(1, second=config)).to_json())
+
+
 def test_kernels_are_kept_with_the_table(tmp_path):
     path = tmp_path / "table.json"
     tables.update(path, table(point(1), point(2, first=LARGE, second=SMALL)).select())
