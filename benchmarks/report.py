@@ -1,0 +1,502 @@
+"""Writes docs/performance.md and its plots from the raw results, so that no number there is typed by hand.
+
+    python benchmarks/report.py                                        # all of benchmarks/results
+    python benchmarks/report.py /tmp/gemm_a.json --host --out /tmp/report.md    # one file, no host results
+
+Needs Python 3.11 or later (tomllib), matplotlib for the plots, and no GPU. Causes of losses come from causes.toml.
+A row's ratio is the peer's time over ours: above 1, ours is faster. Rows of bench_gemm.py may lack "layout" and "set".
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import os
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tomllib
+
+from cutlass_ops import model
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+CAUSES = ROOT / "benchmarks" / "causes.toml"
+OUT = ROOT / "docs" / "performance.md"
+
+UNKNOWN = "cause unknown"
+ELEMENT_BYTES = {"bf16": 2, "f16": 2}
+
+Row = dict[str, Any]
+Problem = tuple[int, int, int]
+
+_DEFAULTS = {"set": "grid", "layout": "row-col"}
+_EXACT = ("result", "set", "op", "dtype", "layout", "m", "n", "k", "kernel")
+
+INTRODUCTION = """\
+# Performance
+
+<!-- Written by benchmarks/report.py from benchmarks/results. Do not edit: change those, and run it again. -->
+
+GEMMs with a fused epilogue are timed at the shapes of [shapes.py](../benchmarks/shapes.py) against the same computation
+by others. Each call is captured in a CUDA graph over inputs in rotation, so that host time and a warm L2 cache stay
+out, and each round replays ours and all peers in a random order. **A ratio is the peer's time over ours: above 1, ours
+is faster.** It is formed within a round, against the peer with the lowest median time at that shape; given are the
+median over the rounds and their range, so it is not exactly the quotient of the two median times beside it.
+
+Peers: `cublaslt` is `torch._addmm_activation`, which runs cuBLASLt's epilogue of bias and activation (a residual is
+added by another kernel); `eager` is one PyTorch operation after another; `compile` is `torch.compile` of these with
+max-autotune.
+
+```bash
+python benchmarks/bench_gemm.py --out benchmarks/results/gemm_h100.json  # on a GPU; --help lists what can be chosen
+python benchmarks/bench_host.py --out benchmarks/results/host_h100.json  # on a GPU
+python benchmarks/report.py  # this document, without one
+```
+
+What was tried, and what came out, is in [NOTES.md](../benchmarks/NOTES.md).
+"""
+
+
+class Case(NamedTuple):
+    """What a table has in common; its shapes are M, N and K."""
+
+    set: str
+    op: str
+    dtype: str
+    layout: str
+
+    def __str__(self) -> str:
+        return f"{self.op}, {self.dtype}, {self.layout}, {self.set}"
+
+
+class Result(NamedTuple):
+    """One file of GEMM results: its path, its top level without the rows, and the rows with all fields."""
+
+    path: Path
+    head: dict[str, Any]
+    rows: list[Row]
+
+    @property
+    def name(self) -> str:
+        """The file's name without its ending, as causes.toml and the plots use it."""
+        return self.path.stem
+
+    def cases(self) -> dict[Case, list[Row]]:
+        """Return the rows of each case, in the file's order."""
+        found: dict[Case, list[Row]] = {}
+        for row in self.rows:
+            found.setdefault(case(row), []).append(row)
+        return found
+
+
+class Figure(NamedTuple):
+    """A plot as plain data, so that a test can tell a stale one without matplotlib."""
+
+    name: str
+    kind: str
+    title: str
+    series: dict[str, list[tuple[float, float]]]
+    ceilings: tuple[float, float] | None = None
+
+    def digest(self) -> str:
+        """Return a hash of all that is plotted; it is written into the SVG."""
+        return hashlib.sha256(json.dumps(self).encode()).hexdigest()
+
+
+# ---- reading
+
+
+def read(path: Path) -> Result:
+    """Read a file of GEMM results and complete its rows.
+
+    Raises
+    ------
+    SystemExit
+        If a case has a shape twice: a matrix would show one of them and hide the other.
+    """
+    data = json.loads(path.read_text())
+    rows = [{**_DEFAULTS, **row} for row in data.pop("rows")]
+    seen = set()
+    for row in rows:
+        if (key := (case(row), problem(row))) in seen:
+            raise SystemExit(f"{path} has {key[0]}, {shape(row)} twice")
+        seen.add(key)
+    return Result(path, data, rows)
+
+
+def read_causes(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return the entries of causes.toml, under "about" and "cause".
+
+    Raises
+    ------
+    SystemExit
+        If a key is unknown: misspelt, a condition would not count, and the entry would match too much.
+    """
+    entries = {"about": [], "cause": [], **tomllib.loads(path.read_text())}
+    keys = {"about": {"result", "geomean", "text"}, "cause": {*_EXACT, "ratio", "text"}}
+    for kind, members in entries.items():
+        for entry in members:
+            if unknown := set(entry) - keys.get(kind, set()):
+                raise SystemExit(f"{path}: unknown {', '.join(sorted(unknown))} in [[{kind}]]")
+    return entries
+
+
+def case(row: Row) -> Case:
+    """Return the case that a row belongs to."""
+    return Case(row["set"], row["op"], row["dtype"], row["layout"])
+
+
+def problem(row: Row) -> Problem:
+    """Return M, N and K."""
+    return row["m"], row["n"], row["k"]
+
+
+def shape(row: Row) -> str:
+    """Return M, N and K as text."""
+    return "×".join(map(str, problem(row)))
+
+
+# ---- summaries and losses
+
+
+def ratios(rows: Iterable[Row]) -> list[float]:
+    """Return the rows' ratios."""
+    return [row["ratio_to_best_peer"] for row in rows]
+
+
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return the number of shapes, geometric mean, worst row, and how many ratios are at least 1 and 0.99."""
+    each = ratios(rows)
+    return {
+        "shapes": len(rows),
+        "geomean": statistics.geometric_mean(each),
+        "worst": min(rows, key=lambda row: row["ratio_to_best_peer"]),
+        "from_1": sum(ratio >= 1 for ratio in each),
+        "from_0.99": sum(ratio >= 0.99 for ratio in each),
+    }
+
+
+def losses(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows with a ratio below 1, worst first."""
+    return sorted((row for row in rows if row["ratio_to_best_peer"] < 1), key=lambda row: row["ratio_to_best_peer"])
+
+
+def matches(entry: dict[str, Any], name: str, row: Row) -> bool:
+    """Whether a cause's conditions hold for a row of the result of this name."""
+    facts = {**row, "result": name}
+    low, high = entry.get("ratio", (0.0, 1.0))
+    return low <= row["ratio_to_best_peer"] <= high and all(facts[key] == entry[key] for key in _EXACT if key in entry)
+
+
+def cause(entries: Sequence[dict[str, Any]], name: str, row: Row) -> str:
+    """Return the text of the first cause that matches a loss, or that there is none."""
+    return next((entry["text"].strip() for entry in entries if matches(entry, name, row)), UNKNOWN)
+
+
+def about(entries: Sequence[dict[str, Any]], result: Result) -> str | None:
+    """Return what is to be said of a result's circumstances, if anything."""
+    geomean = round(statistics.geometric_mean(ratios(result.rows)), 3)
+    texts = [e["text"].strip() for e in entries if e["result"] == result.name and e["geomean"] == geomean]
+    return texts[0] if texts else None
+
+
+# ---- Markdown
+
+
+def table(header: Sequence[object], rows: Iterable[Sequence[object]], text: Sequence[str]) -> str:
+    """Return a Markdown table; the columns named in ``text`` are aligned to the left, numbers to the right."""
+    rule = ["---" if name in text else "---:" for name in header]
+    return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in [header, rule, *rows])
+
+
+def share(part: int, whole: int) -> str:
+    """Return a part in numbers and per cent."""
+    return f"{part} of {whole} ({100 * part / whole:.0f}%)"
+
+
+def microseconds(ms: float | None) -> str:
+    """Return a time as text; a peer that was not measured has none."""
+    return "–" if ms is None else f"{ms * 1e3:.2f}"
+
+
+def environment(head: dict[str, Any]) -> str:
+    """Return where and with what a result was measured, as far as the file says."""
+    keys = ("driver", "power_limit", "python", "torch", "cuda", "cutlass_ops")
+    parts = [f"`{key}` {head[key]}" for key in keys if key in head]
+    return ", ".join([head["chip"], f"measured on {head['date']}", *parts])
+
+
+def summary_table(cases: dict[Case, list[Row]]) -> str:
+    """Return one line for each case."""
+    lines = []
+    for of, rows in cases.items():
+        found = summary(rows)
+        count, worst = found["shapes"], found["worst"]
+        ones = (share(found[key], count) for key in ("from_1", "from_0.99"))
+        worst_text = f"{worst['ratio_to_best_peer']:.4f} at {shape(worst)}"
+        lines.append((of.set, of.op, of.dtype, of.layout, count, f"{found['geomean']:.4f}", worst_text, *ones))
+    header = ("set", "op", "dtype", "layout", "shapes", "geometric mean", "worst ratio", "≥ 1.0", "≥ 0.99")
+    return table(header, lines, text=header[:4])
+
+
+def matrix(rows: Sequence[Row]) -> str:
+    """Return the ratios of each weight over M, losses in bold."""
+    found = {problem(row): row["ratio_to_best_peer"] for row in rows}
+    columns = sorted({row["m"] for row in rows})
+
+    def cell(key: Problem) -> str:
+        if key not in found:
+            return ""
+        # All digits of the file: 0.9999 is a loss, and must not read 1.000.
+        return f"**{found[key]:.4f}**" if found[key] < 1 else f"{found[key]:.4f}"
+
+    lines = [(f"{n}×{k}", *(cell((m, n, k)) for m in columns)) for n, k in weights(rows)]
+    corner = "N×K \\ M"
+    return table((corner, *columns), lines, text=[corner])
+
+
+def weights(rows: Iterable[Row]) -> list[tuple[int, int]]:
+    """Return each (N, K) once, in order."""
+    return list(dict.fromkeys((row["n"], row["k"]) for row in rows))
+
+
+def peers(rows: Iterable[Row]) -> list[str]:
+    """Return each peer's name once, in order."""
+    return list(dict.fromkeys(name for row in rows for name in row["peers"]))
+
+
+def times_table(rows: Sequence[Row]) -> str:
+    """Return kernels and times of all shapes, folded away."""
+    names = peers(rows)
+    lines = [
+        (f"`{row['kernel']}`", *problem(row), *map(microseconds, (row["ours_ms"], *map(row["peers"].get, names))))
+        for row in rows
+    ]
+    header = ("kernel", "M", "N", "K", "ours, µs", *(f"{name}, µs" for name in names))
+    folded = table(header, lines, text=["kernel"])
+    return f"<details><summary>Kernels and times</summary>\n\n{folded}\n\n</details>"
+
+
+def loss_table(result: Result, entries: Sequence[dict[str, Any]]) -> str:
+    """Return every loss with its cause."""
+    lines = []
+    for row in losses(result.rows):
+        low, high = row["ratio_range"]
+        times = microseconds(row["ours_ms"]), microseconds(row["peers"][row["best_peer"]])
+        ratio = f"{row['ratio_to_best_peer']:.4f}", f"{low:.4f} to {high:.4f}"
+        why = cause(entries, result.name, row)
+        lines.append((case(row), shape(row), row["best_peer"], *times, *ratio, why))
+    header = ("case", "M×N×K", "peer", "ours, µs", "peer's, µs", "ratio", "range over the rounds", "cause")
+    return table(header, lines, text=["case", "M×N×K", "peer", "cause"])
+
+
+def link(target: Path, out: Path) -> str:
+    """Return a file's address in a document."""
+    return Path(os.path.relpath(target, out.parent)).as_posix()
+
+
+def image(figure: Figure, out: Path) -> str:
+    """Return the Markdown that shows a figure."""
+    return f"![{figure.title}]({link(plot_path(figure, out), out)})"
+
+
+def section(result: Result, causes: dict[str, list[dict[str, Any]]], out: Path) -> list[str]:
+    """Return the paragraphs of one file of results."""
+    count = len(losses(result.rows))
+    text = about(causes["about"], result)
+    parts = [
+        f"## {result.name}: {result.head['chip']}, {result.head['date']}",
+        f"{environment(result.head)}. Raw results: [{result.path.name}]({link(result.path, out)}).",
+        *([text] if text else []),
+        summary_table(result.cases()),
+        f"### Losses of {result.name}",
+        f"Ratio below 1, worst first: {share(count, len(result.rows))}.",
+        *([loss_table(result, causes["cause"])] if count else []),
+        f"### Roofline of {result.name}",
+        roofline_text(result),
+        image(roofline_figure(result), out),
+    ]
+    for of, rows in result.cases().items():
+        parts += [f"### {result.name}: {of}", "Ratio of each weight over M; losses are bold.", matrix(rows)]
+        parts += [image(ratio_figure(result, of, rows), out), times_table(rows)]
+    return parts
+
+
+def host_section(path: Path, out: Path) -> list[str]:
+    """Return the paragraphs of one file of bench_host.py."""
+    data = json.loads(path.read_text())
+    ratio_lines = (
+        ("gemm_bias_relu(out=) over F.linear", data["out_over_linear"]),
+        ("gemm_bias_relu over F.relu(F.linear)", data["no_out_over_linear_relu"]),
+        ("gemm_bias_relu over F.linear", data["no_out_over_linear"]),
+    )
+    lines = [(r["name"], f"{r['us']:.2f}", f"{r['range'][0]:.2f} to {r['range'][1]:.2f}") for r in data["rows"]]
+    return [
+        f"## Host time: {data['chip']}, {data['date']}",
+        f"{environment(data)}. Raw results: [{path.name}]({link(path, out)}).",
+        "Time of enqueueing one warm call, median over the rounds and their range. Here a ratio is our time over the "
+        "other's, formed within a round: below 1, our call costs less.",
+        table(("call", "µs", "range"), lines, text=["call"]),
+        table(("ratio", "median"), [(name, f"{value:.3f}") for name, value in ratio_lines], text=["ratio"]),
+        f"Importing the library and one call of an op raise the peak of the process's host memory by "
+        f"{data['host_memory_mib']} MiB, with PyTorch and CUDA running already and the kernel in the store.",
+    ]
+
+
+def document(
+    results: Sequence[Result], hosts: Sequence[Path], causes: dict[str, list[dict[str, Any]]], out: Path
+) -> str:
+    """Return the whole document, as it stands at ``out``."""
+    parts = [INTRODUCTION.strip()]
+    for result in results:
+        parts += section(result, causes, out)
+    for path in hosts:
+        parts += host_section(path, out)
+    return "\n\n".join(parts) + "\n"
+
+
+# ---- plots
+
+
+def moved_bytes(row: Row) -> int:
+    """Return the bytes of operands, inputs and D, each once. D is of the operands' type, as bench_gemm.py has it."""
+    m, n, k = problem(row)
+    elements = m * k + n * k + m * n
+    # An op's name lists its inputs.
+    elements += n if "bias" in row["op"] else 0
+    elements += m * n if "residual" in row["op"] else 0
+    return elements * ELEMENT_BYTES[row["dtype"]]
+
+
+def roofline_point(row: Row) -> tuple[float, float]:
+    """Return FLOP per byte and achieved TFLOP/s."""
+    m, n, k = problem(row)
+    flop = 2 * m * n * k
+    return flop / moved_bytes(row), flop / row["ours_ms"] / 1e9
+
+
+def ceilings(head: dict[str, Any]) -> tuple[float, float] | None:
+    """Return TFLOP/s of the Tensor Cores and TB/s of device memory, or None for a chip that the model does not know."""
+    if "H100" not in head["chip"] or head.get("multiprocessors") != model.H100.multiprocessors:
+        return None
+    m, n, k = 1000, 1000, 1000
+    roof = model.roofline((m, n, k), model.H100, operand_bytes=2, moved_bytes=10**6)
+    return 2 * m * n * k / roof.compute / 1e6, 1 / roof.memory
+
+
+def roofline_text(result: Result) -> str:
+    """Return what the roofline plot shows."""
+    text = "TFLOP/s of ours over arithmetic intensity: operands, inputs and D are counted once."
+    if (found := ceilings(result.head)) is None:
+        return f"{text} Ceilings of this chip are not known to `cutlass_ops/model.py`."
+    compute, memory = found
+    points = [roofline_point(row) for row in result.rows]
+    above = share(sum(achieved > intensity * memory for intensity, achieved in points), len(points))
+    return (
+        f"{text} Ceilings are those of `cutlass_ops/model.py`: {compute:.0f} TFLOP/s, the peak of the Tensor Cores at "
+        f"their highest clock, and {memory:.2f} TB/s of device memory, a fitted number: {above} are above it."
+    )
+
+
+def roofline_figure(result: Result) -> Figure:
+    """Return the roofline plot of a file."""
+    series = {str(of): [roofline_point(row) for row in rows] for of, rows in result.cases().items()}
+    title = f"Roofline: {result.head['chip']}, {result.name}"
+    return Figure(f"{result.name}_roofline", "roofline", title, series, ceilings(result.head))
+
+
+def ratio_figure(result: Result, of: Case, rows: Sequence[Row]) -> Figure:
+    """Return the plot of a case's ratios over M, one line for each weight."""
+    series = {
+        f"{n}×{k}": sorted((row["m"], row["ratio_to_best_peer"]) for row in rows if (row["n"], row["k"]) == (n, k))
+        for n, k in weights(rows)
+    }
+    return Figure("_".join((result.name, *of)), "ratio", f"Peer's time / ours: {of}", series)
+
+
+def figures(results: Iterable[Result]) -> list[Figure]:
+    """Return all plots of a document."""
+    found = []
+    for result in results:
+        found.append(roofline_figure(result))
+        found += [ratio_figure(result, of, rows) for of, rows in result.cases().items()]
+    return found
+
+
+def plot_path(figure: Figure, out: Path) -> Path:
+    """Return where a document's plot lies: in a folder named as the document."""
+    return out.with_suffix("") / f"{figure.name}.svg"
+
+
+def draw(figure: Figure, path: Path) -> None:
+    """Draw a figure as SVG: the same bytes from the same data and version of matplotlib."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure as Canvas
+
+    with mpl.rc_context({"svg.hashsalt": "cutlass_ops", "svg.fonttype": "none"}):
+        canvas = Canvas(figsize=(9, 5), layout="constrained")
+        axes = canvas.add_subplot()
+        painters: dict[str, Callable[[Any, Figure], None]] = {"ratio": _draw_ratios, "roofline": _draw_roofline}
+        painters[figure.kind](axes, figure)
+        axes.set_title(figure.title)
+        axes.grid(alpha=0.3)
+        canvas.legend(loc="outside right upper", fontsize="small")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        canvas.savefig(path, format="svg", metadata={"Date": None, "Creator": None, "Description": figure.digest()})
+
+
+def _draw_ratios(axes: Any, figure: Figure) -> None:
+    # Thirty lines that can be told apart.
+    styles = itertools.cycle((f"C{colour}", style) for style in ("-", "--", ":") for colour in range(10))
+    for (name, points), (colour, style) in zip(figure.series.items(), styles, strict=False):
+        axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, marker="o", markersize=4, label=name)
+    axes.axhline(1, color="black", linewidth=1)
+    axes.set_xscale("log", base=2)
+    largest = int(max(m for points in figure.series.values() for m, _ in points))
+    powers = [2**p for p in range((largest - 1).bit_length() + 1)]
+    axes.set_xticks(powers, labels=map(str, powers))
+    axes.set(xlabel="M", ylabel="ratio, above 1 ours is faster")
+
+
+def _draw_roofline(axes: Any, figure: Figure) -> None:
+    for name, points in figure.series.items():
+        axes.scatter(*zip(*points, strict=True), s=12, alpha=0.7, label=name)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    if figure.ceilings is not None:
+        compute, memory = figure.ceilings
+        low = min(x for points in figure.series.values() for x, _ in points)
+        high = max(x for points in figure.series.values() for x, _ in points)
+        ridge = compute / memory
+        axes.plot([low, ridge], [low * memory, compute], color="black", label=f"{memory:.2f} TB/s")
+        axes.plot(
+            [ridge, max(high, ridge)], [compute, compute], color="black", linestyle="--", label=f"{compute:.0f} TFLOP/s"
+        )
+    axes.set(xlabel="arithmetic intensity, FLOP/byte", ylabel="TFLOP/s")
+
+
+# ---- the command
+
+
+def main() -> None:
+    """Write the document and its plots."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", nargs="*", type=Path, default=sorted(RESULTS.glob("gemm*.json")))
+    parser.add_argument("--host", nargs="*", type=Path, default=sorted(RESULTS.glob("host*.json")))
+    parser.add_argument("--causes", type=Path, default=CAUSES)
+    parser.add_argument("--out", type=Path, default=OUT)
+    args = parser.parse_args()
+    results = [read(path) for path in args.results]
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(document(results, args.host, read_causes(args.causes), args.out))
+    for figure in figures(results):
+        draw(figure, plot_path(figure, args.out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""docs/performance.md says what the raw results say, and its losses and summaries are counted right."""
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tomllib", reason="the report needs Python 3.11")
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+AGAIN = "run python benchmarks/report.py"
+
+
+def _script(name):
+    """Return a benchmark's script as a module."""
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+report = _script("report")
+NO_CAUSES = {"about": [], "cause": []}
+
+
+def row(m, ratio, **other):
+    """Return a row as bench_gemm.py wrote them before "layout" and "set"."""
+    return {
+        "op": "bias_relu", "dtype": "bf16", "m": m, "n": 512, "k": 256,
+        "ours_ms": 0.01, "peers": {"cublaslt": round(0.01 * ratio, 5), "eager": 0.03}, "best_peer": "cublaslt",
+        "ratio_to_best_peer": ratio, "ratio_range": [ratio - 0.01, ratio + 0.02], "error_over_eager": 1.0,
+        "kernel": "sm90_128x128x64_2x1_pp", **other,
+    }  # fmt: skip
+
+
+def result(folder, rows, name="gemm_made_up", chip="NVIDIA H100 80GB HBM3"):
+    """Write rows as a file of results and read it as the report does."""
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps({"chip": chip, "multiprocessors": 132, "date": "2026-01-02", "rows": rows}))
+    return report.read(path)
+
+
+@pytest.fixture(scope="module")
+def committed():
+    return [report.read(path) for path in sorted(report.RESULTS.glob("gemm*.json"))]
+
+
+# ---- what is committed
+
+
+def test_the_document_is_up_to_date(committed):
+    hosts = sorted(report.RESULTS.glob("host*.json"))
+    text = report.document(committed, hosts, report.read_causes(report.CAUSES), report.OUT)
+    assert report.OUT.read_text() == text, AGAIN
+
+
+def test_the_plots_are_up_to_date(committed):
+    expected = {report.plot_path(figure, report.OUT): figure.digest() for figure in report.figures(committed)}
+    assert set(report.OUT.with_suffix("").iterdir()) == set(expected), AGAIN
+    assert [path.name for path, digest in expected.items() if digest not in path.read_text()] == [], AGAIN
+
+
+def test_its_links_lead_somewhere():
+    targets = [part.split(")")[0] for part in report.OUT.read_text().split("](")[1:]]
+    assert [target for target in targets if not (report.OUT.parent / target).exists()] == []
+
+
+def test_the_document_needs_no_matplotlib(tmp_path):
+    """In a process of its own: another test may have imported it here."""
+    code = """
+import importlib.util, sys
+sys.modules["matplotlib"] = None
+spec = importlib.util.spec_from_file_location("report", sys.argv[1])
+report = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(report)
+result = report.read(report.RESULTS / "gemm_h100.json")
+report.document([result], [], report.read_causes(report.CAUSES), report.OUT)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code, BENCHMARKS / "report.py"], check=True, env=environment)
+
+
+def test_no_cause_is_stale(committed):
+    """An entry that matches no loss speaks of results that are gone."""
+    entries = report.read_causes(report.CAUSES)
+    lost = [(r.name, row) for r in committed for row in report.losses(r.rows)]
+    # The first match is printed, so an entry that only later ones would need is stale as well.
+    printed = {report.cause(entries["cause"], name, row) for name, row in lost}
+    assert [e for e in entries["cause"] if e["text"].strip() not in printed] == []
+    assert [e for e in entries["cause"] if not any(report.matches(e, name, row) for name, row in lost)] == []
+    texts = [report.about(entries["about"], r) for r in committed]
+    assert [e for e in entries["about"] if e["text"].strip() not in texts] == []
+
+
+# ---- made-up rows
+
+
+def test_a_summary():
+    rows = [row(1, 2.0), row(2, 1.0), row(4, 0.995), row(8, 0.5)]
+    found = report.summary(rows)
+    assert found["shapes"] == 4
+    assert math.isclose(found["geomean"], (2.0 * 0.995 * 0.5) ** 0.25)
+    assert found["worst"] is rows[3]
+    assert (found["from_1"], found["from_0.99"]) == (2, 3)
+
+
+def test_rows_without_optional_fields_have_the_defaults(tmp_path):
+    made = result(tmp_path, [row(1, 1.1), row(1, 1.2, layout="col-row"), row(1, 1.3, set="decode")])
+    assert list(made.cases()) == [
+        ("grid", "bias_relu", "bf16", "row-col"),
+        ("grid", "bias_relu", "bf16", "col-row"),
+        ("decode", "bias_relu", "bf16", "row-col"),
+    ]
+    text = report.document([made], [], NO_CAUSES, tmp_path / "report.md")
+    assert "| grid | bias_relu | bf16 | row-col | 1 | 1.1000 | 1.1000 at 1×512×256 | 1 of 1 (100%) |" in text
+    assert text.count("![") == 1 + 3
+    assert "0 of 3 (0%)" in text
+
+
+def test_every_loss_is_listed_with_its_cause_or_none(tmp_path):
+    made = result(tmp_path, [row(1, 0.9), row(2, 1.0), row(4, 0.9999), row(8, 0.7)])
+    entries = [{"m": 1, "ratio": [0.8, 0.95], "text": "A made-up cause.\n"}, {"m": 1, "text": "A later one."}]
+    lines = report.loss_table(made, entries).splitlines()[2:]
+    assert [line.split(" | ")[1] for line in lines] == ["8×512×256", "1×512×256", "4×512×256"]
+    case = "| bias_relu, bf16, row-col, grid | "
+    assert lines[0] == case + "8×512×256 | cublaslt | 10.00 | 7.00 | 0.7000 | 0.6900 to 0.7200 | cause unknown |"
+    assert lines[1].endswith("| 0.9000 | 0.8900 to 0.9200 | A made-up cause. |")
+    assert lines[2].endswith("| cause unknown |")
+
+
+@pytest.mark.parametrize(
+    ("condition", "holds"),
+    [
+        ({}, True),
+        ({"m": 1, "n": 512, "k": 256, "op": "bias_relu", "dtype": "bf16"}, True),
+        ({"result": "gemm_made_up", "set": "grid", "layout": "row-col"}, True),
+        ({"ratio": [0.9, 0.9]}, True),
+        ({"m": 2}, False),
+        ({"result": "gemm_other"}, False),
+        ({"kernel": "sm90_64x128x64_2x1_ws"}, False),
+        ({"ratio": [0.91, 1.0]}, False),
+        ({"ratio": [0.8, 0.89]}, False),
+    ],
+)
+def test_a_cause_matches_by_all_of_its_keys(tmp_path, condition, holds):
+    made = result(tmp_path, [row(1, 0.9)])
+    assert report.matches({"text": "", **condition}, made.name, made.rows[0]) is holds
+
+
+def test_a_misspelt_key_of_a_cause_is_refused(tmp_path):
+    path = tmp_path / "causes.toml"
+    path.write_text('[[cause]]\nshape = [1, 2, 3]\ntext = "It would match everything."\n')
+    with pytest.raises(SystemExit, match=r"unknown shape in \[\[cause\]\]"):
+        report.read_causes(path)
+
+
+def test_what_is_said_of_a_result_ends_when_it_is_measured_again(tmp_path):
+    entries = [{"result": "gemm_made_up", "geomean": 1.1, "text": "Before a change."}]
+    assert report.about(entries, result(tmp_path, [row(1, 1.1)])) == "Before a change."
+    assert report.about(entries, result(tmp_path, [row(1, 1.2)])) is None
+
+
+def test_a_shape_that_is_there_twice_is_refused(tmp_path):
+    with pytest.raises(SystemExit, match="1×512×256 twice"):
+        result(tmp_path, [row(1, 1.1), row(1, 1.2)])
+
+
+def test_a_matrix_has_each_weight_over_m_and_losses_in_bold():
+    rows = [row(16, 0.9999), row(1, 1.2), row(1, 1.0, n=64)]
+    assert report.matrix(rows).splitlines()[0] == "| N×K \\ M | 1 | 16 |"
+    assert report.matrix(rows).splitlines()[2:] == [
+        "| 512×256 | 1.2000 | **0.9999** |",
+        "| 64×256 | 1.0000 |  |",
+    ]
+
+
+def test_a_peer_that_was_not_measured_has_no_time():
+    rows = [row(1, 1.2), row(2, 1.2, peers={"cublaslt": 0.012, "compile": 0.02})]
+    lines = [line for line in report.times_table(rows).splitlines() if line.startswith("| `sm90")]
+    assert lines[0].endswith("| 1 | 512 | 256 | 10.00 | 12.00 | 30.00 | – |")
+    assert lines[1].endswith("| 2 | 512 | 256 | 10.00 | 12.00 | – | 20.00 |")
+
+
+@pytest.mark.parametrize(("op", "elements"), [("bias_relu", 64), ("bias_gelu_residual", 64 + 128 * 64), ("relu", 0)])
+def test_the_inputs_of_an_op_count_for_the_roofline(op, elements):
+    of = row(128, 1.0, n=64, k=32, op=op)
+    moved = 2 * (128 * 32 + 64 * 32 + 128 * 64 + elements)
+    intensity, tflops = report.roofline_point(of)
+    assert math.isclose(intensity, 2 * 128 * 64 * 32 / moved)
+    assert math.isclose(tflops, 2 * 128 * 64 * 32 / 10e-6 / 1e12)
+
+
+def test_ceilings_are_only_those_of_a_chip_that_the_model_knows(tmp_path):
+    compute, memory = report.ceilings({"chip": "NVIDIA H100 80GB HBM3", "multiprocessors": 132})
+    assert math.isclose(compute, 989, rel_tol=1e-3)
+    assert math.isclose(memory, report.model.H100.dram / 1e3)
+    assert report.ceilings({"chip": "NVIDIA H100 PCIe", "multiprocessors": 114}) is None
+    other = result(tmp_path, [row(1, 1.1)], chip="NVIDIA H200")
+    assert "not known" in report.roofline_text(other)
+    assert report.roofline_figure(other).ceilings is None
+
+
+def test_a_figure_with_other_points_has_another_digest(tmp_path):
+    digests = {
+        figure.digest() for ratio in (1.1, 1.2) for figure in report.figures([result(tmp_path, [row(1, ratio)])])
+    }
+    # Two plots of ratios, and one roofline: our time is the same in both.
+    assert len(digests) == 3
