@@ -395,11 +395,9 @@ def roofline_text(result: Result) -> str:
     if (found := ceilings(result.head)) is None:
         return f"{text} Ceilings of this chip are not known to `cutlass_ops/model.py`."
     compute, memory = found
-    points = [roofline_point(row) for row in result.rows]
-    above = share(sum(achieved > intensity * memory for intensity, achieved in points), len(points))
     return (
         f"{text} Ceilings are those of `cutlass_ops/model.py`: {compute:.0f} TFLOP/s, the peak of the Tensor Cores at "
-        f"their highest clock, and {memory:.2f} TB/s of device memory, a fitted number: {above} are above it."
+        f"their highest clock, and {memory:.2f} TB/s, the peak of device memory."
     )
 
 

@@ -52,7 +52,9 @@ class Chip:
     l2 : float
         Bytes a nanosecond that all of them read from the L2 cache.
     dram : float
-        Bytes a nanosecond from device memory.
+        Bytes a nanosecond from device memory, as kernels reach it.
+    dram_peak : float
+        The same by the memory's clock and width: no kernel reaches it.
     launch : float
         Microseconds from one kernel to the next, with its first loads.
     cluster : float
@@ -77,6 +79,7 @@ class Chip:
     fill: float
     l2: float
     dram: float
+    dram_peak: float
     launch: float
     cluster: float
     throttle: float
@@ -94,6 +97,7 @@ H100 = Chip(
     fill=121.0,
     l2=11280.0,
     dram=2733.0,
+    dram_peak=3352.0,
     launch=1.82,
     cluster=0.38,
     throttle=0.207,
@@ -119,7 +123,7 @@ class Roofline:
     compute : float
         Its products at the Tensor Cores' peak.
     memory : float
-        Its operands and D once through device memory, at the bandwidth that copies reach.
+        Its operands and D once through device memory, at the memory's peak.
     launch : float
         From one kernel to the next.
     """
@@ -150,7 +154,7 @@ def roofline(problem: tuple[int, int, int], chip: Chip, operand_bytes: int, move
     """
     m, n, k = problem
     peak = chip.multiprocessors * _FLOP_PER_CLOCK * _BOOST * 1e3 * 2 / operand_bytes
-    return Roofline(2 * m * n * k / peak, moved_bytes / (chip.dram * 1e3), chip.launch)
+    return Roofline(2 * m * n * k / peak, moved_bytes / (chip.dram_peak * 1e3), chip.launch)
 
 
 @dataclass(frozen=True)

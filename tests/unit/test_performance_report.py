@@ -199,7 +199,7 @@ def test_the_inputs_of_an_op_count_for_the_roofline(op, elements):
 def test_ceilings_are_only_those_of_a_chip_that_the_model_knows(tmp_path):
     compute, memory = report.ceilings({"chip": "NVIDIA H100 80GB HBM3", "multiprocessors": 132})
     assert math.isclose(compute, 989, rel_tol=1e-3)
-    assert math.isclose(memory, report.model.H100.dram / 1e3)
+    assert math.isclose(memory, report.model.H100.dram_peak / 1e3)
     assert report.ceilings({"chip": "NVIDIA H100 PCIe", "multiprocessors": 114}) is None
     other = result(tmp_path, [row(1, 1.1)], chip="NVIDIA H200")
     assert "not known" in report.roofline_text(other)
