@@ -48,6 +48,7 @@ def race(
     entrants: Sequence[Entrant],
     measure: Callable[[Sequence[Entrant]], Sequence[float]],
     *,
+    guests: Sequence[Entrant] = (),
     rounds: int = 15,
     seed: int = 0,
 ) -> list[Standing[Entrant]]:
@@ -59,6 +60,8 @@ def race(
         Distinct and hashable.
     measure : callable
         Runs entrants once in the given order and returns how long each took, more than 0.
+    guests : sequence
+        Run in every round as well, but compete with nobody: they neither lead nor leave.
     rounds : int
         How often those that stay run.
     seed : int
@@ -67,29 +70,32 @@ def race(
     Returns
     -------
     list of Standing
-        Everyone, the fastest first: those that stayed longer before those that left.
+        Everyone, the fastest first: those that stayed longer before those that left; then the guests.
 
     Raises
     ------
     ValueError
         If there is no entrant, one is there twice, or there are no rounds.
     """
-    if not entrants or len(set(entrants)) != len(entrants):
-        raise ValueError(f"a race needs distinct entrants, and at least one: {list(entrants)}")
+    everyone = [*entrants, *guests]
+    if not entrants or len(set(everyone)) != len(everyone):
+        raise ValueError(f"a race needs distinct entrants, and at least one: {everyone}")
     if rounds < 1:
         raise ValueError(f"rounds is {rounds}: use at least 1")
     rng = random.Random(seed)
-    times: dict[Entrant, list[float]] = {e: [] for e in entrants}
+    times: dict[Entrant, list[float]] = {e: [] for e in everyone}
     running = list(entrants)
     for number in range(1, rounds + 1):
-        rng.shuffle(running)
-        for entrant, time in zip(running, measure(running), strict=True):
+        order = [*running, *guests]
+        rng.shuffle(order)
+        for entrant, time in zip(order, measure(order), strict=True):
             times[entrant].append(time)
         leader = _leader(times, running)
         running = [e for e in running if not _hopeless(_ratios(times[e], times[leader]), number)]
     winner = _leader(times, running)
     standings = [Standing(e, tuple(t), statistics.median(_ratios(t, times[winner])) - 1) for e, t in times.items()]
-    return sorted(standings, key=lambda s: (-len(s.times), s.behind))
+    invited = set(guests)
+    return sorted(standings, key=lambda s: (s.entrant in invited, -len(s.times), s.behind))
 
 
 def _leader(times: dict[Entrant, list[float]], running: Sequence[Entrant]) -> Entrant:

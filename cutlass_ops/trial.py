@@ -126,11 +126,11 @@ class Trial:
 
         if not self._kernels:
             return (), ()
-        field: list[Config | str] = [*self._kernels, *self._peers]
-        standings = racing.race(field, measure, rounds=rounds)
+        # A peer that is ahead must not cost the kernels their rounds.
+        standings = racing.race([*self._kernels], measure, guests=self._peers, rounds=rounds)
         finalists = [s.entrant for s in standings if not isinstance(s.entrant, str)][:_FINALISTS]
         further = self._further(finalists)
-        second = racing.race([finalists[0], *further, *self._peers], measure, rounds=rounds) if further else []
+        second = racing.race([finalists[0], *further], measure, guests=self._peers, rounds=rounds) if further else []
         ratios = _combined(standings, second, finalists[0])
         # Medians over different rounds cannot be compared, since the chip's clock moves; ratios within a round can.
         best = min((c for c in ratios if not isinstance(c, str)), key=ratios.__getitem__)

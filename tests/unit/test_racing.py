@@ -81,6 +81,18 @@ def test_drift_alone_decides_nothing():
     assert all(s.behind == 0 for s in standings)
 
 
+@pytest.mark.parametrize("pace", [1.0, 40.0])
+def test_a_guest_runs_to_the_end_and_sends_nobody_home(pace):
+    times = {"a": 10.0, "b": 10.1, "guest": pace}
+    standings = race(["a", "b"], lambda order: [times[e] for e in order], guests=["guest"], rounds=10)
+    assert [s.entrant for s in standings] == ["a", "b", "guest"]
+    assert all(len(s.times) == 10 for s in standings)
+    assert standings[0].behind == 0
+    assert standings[-1].behind == pytest.approx(pace / 10 - 1)
+    with pytest.raises(ValueError, match="distinct"):
+        race(["a"], lambda order: [1.0] * len(order), guests=["a"])
+
+
 @pytest.mark.parametrize(("entrants", "rounds"), [([], 5), (["a", "a"], 5), (["a"], 0)])
 def test_what_is_no_race(entrants, rounds):
     with pytest.raises(ValueError, match=r"distinct entrants|at least 1"):
