@@ -111,6 +111,9 @@ def tune(
     seconds: Annotated[float, typer.Option(help="Begin no further problem after so long.")] = math.inf,
     folder: Annotated[Path | None, typer.Option(help="Of the tables; by default where calls look for them.")] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure also what was measured before.")] = False,
+    allow_fallback: Annotated[
+        bool, typer.Option("--allow-fallback", help="Let PyTorch serve calls where it was faster.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Measure which kernels are the fastest for some problems and keep the result; stopped, it goes on where it was.
@@ -121,6 +124,7 @@ def tune(
     report = tuning.tune(
         _op(op), _problems(problems), dtypes=dtypes, a=_major(a), b=_major(b), effort=effort,
         folder=folder.absolute() if folder else None, again=again,
+        allow_fallback=allow_fallback,
     )  # fmt: skip
     counts = {"measured": report.measured, "known": report.known, "left": report.left}
     lines = [f"failed: {name}: {why}" for name, why in report.failed.items()]

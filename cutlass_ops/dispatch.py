@@ -39,6 +39,9 @@ _SLACK = {"measured": 0.015, "interpolated": 0.04, "model": 0.06}
 # A kernel beyond a table's first few is chosen where it is clearly better: weights then share kernels.
 _FURTHER = 1.015
 
+# A peer is faster where it takes less than this part of the best kernel's time.
+_CLEARLY = 0.99
+
 # How far a measurement reaches: standard deviation in powers of two of M and of the number of tiles, and how much the
 # model's own word weighs against it. Fitted by leaving weights out of the H100's table (benchmarks/NOTES.md).
 _REACH = 0.3
@@ -153,6 +156,16 @@ class Policy:
         if self.table is None or self.borrowed:
             return {}
         return dict(next((p.peers for p in self.table.points if p.problem == problem), ()))
+
+    def fallback(self, problem: Problem) -> str | None:
+        """Return the peer that was measured to be faster than every kernel, if the user allowed to take it."""
+        if self.table is None or not self.table.fallback or self.borrowed:
+            return None
+        point = next((p for p in self.table.points if p.problem == problem), None)
+        if point is None or not point.peers:
+            return None
+        name, microseconds = min(point.peers, key=lambda peer: peer[1])
+        return name if microseconds < _CLEARLY * point.measured[0].microseconds else None
 
     def choose(self, problem: Problem) -> Candidate:
         """Pick a kernel among those that are kept for the problem's weight."""

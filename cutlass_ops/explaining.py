@@ -15,6 +15,7 @@ from cutlass_ops.heuristics import Device
 from cutlass_ops.model import Roofline, roofline
 from cutlass_ops.ops import Op, op_of
 from cutlass_ops.ops import gemm as _gemm
+from cutlass_ops.plan import can_fall_back
 from cutlass_ops.registry import OpSignature
 
 
@@ -37,7 +38,7 @@ class Explanation:
     problem : tuple of int
         M, N and K.
     served_by : str
-        Slug of the kernel's specification, or ``"PyTorch"``.
+        Slug of the kernel's specification, or ``"PyTorch"``, with the peer's name where tuning allowed it.
     why : str
         The reason, in a sentence.
     contract : tuple of Finding
@@ -167,12 +168,17 @@ def explain_call(name: str, call: Call, device: Device) -> Explanation:
     kept = dispatch.kept(policy, *problem[1:])
     ranked = policy.ranked(problem, kept)
     spec = heuristics.spec(signature, ranked[0].config.binary(), device)
+    peer = policy.fallback(problem) if can_fall_back(call) else None
+    served_by, why = spec.slug, _why(policy, ranked[0], len(kept))
+    if peer is not None:
+        served_by = f"PyTorch ({peer})"
+        why = "measured to be faster than every kernel here, and tuning was told to allow it"
     moved = sum(t.numel() * t.element_size() for t in _tensors(call))
     return Explanation(
         name,
         problem,
-        spec.slug,
-        _why(policy, ranked[0], len(kept)),
+        served_by,
+        why,
         _contract(call, signature, device),
         tuple(ranked),
         roofline(problem, device.chip, signature.a.dtype.bytes, moved),

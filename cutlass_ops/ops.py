@@ -24,7 +24,7 @@ from cutlass_ops.epilogue.graph import Graph, Kind
 from cutlass_ops.errors import NoDeviceError, UnsupportedError
 from cutlass_ops.heuristics import Device
 from cutlass_ops.loader import LoadedKernel
-from cutlass_ops.plan import Plan, make_plan
+from cutlass_ops.plan import PeerPlan, Plan, can_fall_back, make_peer_plan, make_plan
 from cutlass_ops.registry import REGISTRY, OpSignature
 from cutlass_ops.spec import KernelSpec
 
@@ -53,7 +53,7 @@ class Op:
         self._names = tuple(i.name for i in self.graph.inputs)
         self._scalars = tuple(at for at, i in enumerate(self.graph.inputs) if i.kind is Kind.SCALAR)
         self._result = _result_type(self.graph)
-        self._plans: dict[tuple[Any, ...], tuple[Plan, ...]] = {}
+        self._plans: dict[tuple[Any, ...], tuple[Plan | PeerPlan, ...]] = {}
         self.__signature__ = _signature(self._names)
 
     def __repr__(self) -> str:
@@ -105,7 +105,9 @@ class Op:
         results = call.results()
         return results[0] if self._result is None else self._result(*results)
 
-    def plan(self, a: Tensor, b: Tensor, *inputs: Any, out_dtype: torch.dtype | None = None, **named: Any) -> Plan:
+    def plan(
+        self, a: Tensor, b: Tensor, *inputs: Any, out_dtype: torch.dtype | None = None, **named: Any
+    ) -> Plan | PeerPlan:
         """Return how a call with these arguments would be served, without running it."""
         values = dict(zip(self._names, self.positional(inputs, named), strict=True))
         return self._plan(check_call(self.graph, a, b, values, None, out_dtype))
@@ -151,10 +153,14 @@ class Op:
             self._remember(plan, _key(a, b, call.given[0], out_dtype))
         return self.wrap(call)
 
-    def _plan(self, call: Call) -> Plan:
+    def _plan(self, call: Call) -> Plan | PeerPlan:
         problem = call.problem
         signature, device = self._signature_of(call)
-        spec, config = dispatch.choose(signature, device, (problem.m, problem.n, problem.k))
+        extents = (problem.m, problem.n, problem.k)
+        peer = dispatch.policy(signature, device).fallback(extents)
+        if peer is not None and can_fall_back(call):
+            return make_peer_plan(peer, call)
+        spec, config = dispatch.choose(signature, device, extents)
         plan = make_plan(spec, config, call)
         # What other numbers of rows may need is compiled meanwhile, so that no later batch has to wait for it.
         if _env.jit_enabled():
@@ -172,10 +178,10 @@ class Op:
             )
         return signature, device
 
-    def _remember(self, plan: Plan, key: tuple[Any, ...]) -> None:
+    def _remember(self, plan: Plan | PeerPlan, key: tuple[Any, ...]) -> None:
         if len(self._plans) >= _MAX_PLANS:
             self._plans.clear()
-        others = (p for p in self._plans.get(key, ()) if p.spec != plan.spec)
+        others = (p for p in self._plans.get(key, ()) if not p.same_as(plan))
         self._plans[key] = (plan, *others)[:_PLANS_A_SHAPE]
 
 

@@ -11,19 +11,20 @@ from torch import Tensor
 from cutlass_ops import builtin, reference
 from cutlass_ops.epilogue.graph import Graph
 
-Peer = Callable[[Tensor, Tensor, Sequence[Any]], object]
+Peer = Callable[[Tensor, Tensor, Sequence[Any]], Any]
 
 
 def peers(graph: Graph) -> Mapping[str, Peer]:
-    """Return PyTorch's ways to compute an epilogue, by name.
+    """Return PyTorch's ways to compute an epilogue, by name: D, or all outputs by name where there are several.
 
     ``eager`` is torch.mm with one elementwise kernel for each operation behind it. ``cublaslt`` is cuBLASLt's fused
     epilogue, for the few that it has.
     """
     names = [i.name for i in graph.inputs]
 
-    def eager(a: Tensor, b: Tensor, inputs: Sequence[Any]) -> object:
-        return reference.evaluate(graph, torch.mm(a, b), dict(zip(names, inputs, strict=True)), a.dtype)
+    def eager(a: Tensor, b: Tensor, inputs: Sequence[Any]) -> Any:
+        values = reference.evaluate(graph, torch.mm(a, b), dict(zip(names, inputs, strict=True)), a.dtype)
+        return values if len(graph.outputs) > 1 else values[graph.outputs[0].name]
 
     found: dict[str, Peer] = {"eager": eager}
     fused = _FUSED.get(graph)

@@ -13,6 +13,7 @@ from cutlass_ops.call import Call
 from cutlass_ops.config import Config, Sm90Config
 from cutlass_ops.errors import LoadError
 from cutlass_ops.loader import LoadedKernel, Reason, refusal
+from cutlass_ops.peers import Peer, peers
 from cutlass_ops.registry import REGISTRY
 from cutlass_ops.spec import KernelSpec
 
@@ -79,8 +80,78 @@ class Plan:
         if status != 0:
             raise _explain(status, self.spec, arguments)
 
+    def same_as(self, other: Plan | PeerPlan) -> bool:
+        """Whether another plan for the same shape would serve the same calls."""
+        return isinstance(other, Plan) and other.spec == self.spec
+
     def _workspace(self, a: Tensor) -> Tensor:
         return a.new_empty(self.workspace, dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class PeerPlan:
+    """Calls of one shape served by PyTorch, since it was faster there and the user allowed it.
+
+    Attributes
+    ----------
+    name : str
+        Which of :func:`cutlass_ops.peers.peers`.
+    peer : callable
+        The same.
+    inputs : tuple
+        Shape, dtype and device of each input of the epilogue that is a tensor; None for a number.
+    shape : tuple of int
+        D's shape as the caller sees it.
+    """
+
+    name: str
+    peer: Peer
+    inputs: tuple[tuple[tuple[int, ...], torch.dtype, torch.device] | None, ...]
+    shape: tuple[int, ...]
+
+    def run(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], out: Tensor | None) -> tuple[Tensor, ...] | None:
+        """Compute a warm call; None if its inputs are not those that were planned for.
+
+        PyTorch would broadcast what a kernel refuses, so that they have to be compared.
+        """
+        if tuple(map(_described, inputs)) != self.inputs or b.device != a.device:
+            return None
+        if out is not None and (out.shape != self.shape or out.device != a.device):
+            return None
+        d = self.peer(a, b, inputs)
+        return (d,) if out is None else (out.copy_(d),)
+
+    def same_as(self, other: Plan | PeerPlan) -> bool:
+        """Whether another plan for the same shape would serve the same calls."""
+        return isinstance(other, PeerPlan) and other.inputs == self.inputs
+
+    def launch_call(self, call: Call) -> None:
+        """Compute a checked call."""
+        call.outputs[0].copy_(self.peer(call.problem.a, call.problem.b, list(call.problem.inputs.values())))
+
+
+def can_fall_back(call: Call) -> bool:
+    """Whether :class:`PeerPlan` can serve a call: no batch, and nothing but D in A's dtype."""
+    problem = call.problem
+    return len(problem.batch) == 1 and len(call.outputs) == 1 and call.outputs[0].dtype == problem.a.dtype
+
+
+def make_peer_plan(name: str, call: Call) -> PeerPlan:
+    """Plan calls like this one with PyTorch.
+
+    Parameters
+    ----------
+    name : str
+        Which of :func:`cutlass_ops.peers.peers`.
+    call : Call
+        The call. Its A has two dimensions, and it has one output, of A's dtype.
+    """
+    inputs = tuple(map(_described, call.problem.inputs.values()))
+    return PeerPlan(name, peers(call.graph)[name], inputs, (call.problem.m, call.problem.n))
+
+
+def _described(value: Tensor | float) -> tuple[tuple[int, ...], torch.dtype, torch.device] | None:
+    return (tuple(value.shape), value.dtype, value.device) if isinstance(value, Tensor) else None
 
 
 def make_plan(spec: KernelSpec, config: Config, call: Call) -> Plan:

@@ -33,6 +33,7 @@ MOST_KERNELS = 32
 
 Problem = tuple[int, int, int]
 
+_FIELDS = "format device multiprocessors signature fallback configs kernels points"
 _MAX_EXTENT = 1 << 40
 _DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 _ANY_CONFIG = Sm90Config(ThreadblockShape(128, 128, 64))
@@ -95,6 +96,8 @@ class Table:
         One for each problem, in the order of their problems.
     kernels : tuple of Config
         The few that are worth compiling, the most useful first, as :meth:`select` found them.
+    fallback : bool
+        Whether calls may be served by a peer at problems where it was faster than every kernel.
     """
 
     device: str
@@ -102,6 +105,7 @@ class Table:
     signature: OpSignature
     points: tuple[Point, ...] = ()
     kernels: tuple[Config, ...] = ()
+    fallback: bool = False
 
     def __post_init__(self) -> None:
         ordered = tuple(sorted(self.points, key=lambda p: p.problem))
@@ -126,7 +130,8 @@ class Table:
             known = points.get(point.problem)
             if known is None or known.date <= point.date:
                 points[point.problem] = point
-        return replace(self, points=tuple(points.values()), kernels=other.kernels or self.kernels)
+        kernels = other.kernels or self.kernels
+        return replace(self, points=tuple(points.values()), kernels=kernels, fallback=other.fallback)
 
     def select(self, first: Iterable[Problem] = (), few: int = MAX_KERNELS, most: int = MOST_KERNELS) -> Table:
         """Return the table with the few kernels that together lose least to each point's best.
@@ -156,6 +161,7 @@ class Table:
             "device": self.device,
             "multiprocessors": self.multiprocessors,
             "signature": signature_to_json(self.signature),
+            "fallback": self.fallback,
             "configs": [config_to_json(c) for c in configs],
             "kernels": [places[c] for c in self.kernels],
             "points": [
@@ -179,9 +185,13 @@ class Table:
             If anything is missing, unknown, of the wrong type or out of range, or a configuration is illegal for the
             signature; the message names the field.
         """
-        fields = _object(data, "a tuning table", "format device multiprocessors signature configs kernels points")
+        fields = _object(
+            data, "a tuning table", "format device multiprocessors signature fallback configs kernels points"
+        )
         if fields["format"] != FORMAT:
             raise ConfigError(f"format is {fields['format']!r}: this version reads {FORMAT}; tune again")
+        if type(fields["fallback"]) is not bool:
+            raise ConfigError(f"fallback is {fields['fallback']!r}: true or false is needed")
         signature = signature_from_json(fields["signature"])
         configs = [config_from_json(c) for c in _list(fields["configs"], "configs")]
         for config in configs:
@@ -196,6 +206,7 @@ class Table:
             signature=signature,
             points=tuple(_point(p, configs) for p in _list(fields["points"], "points")),
             kernels=tuple(_place(p, configs) for p in _list(fields["kernels"], "kernels")),
+            fallback=fields["fallback"],
         )
 
 

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -189,6 +189,7 @@ def run(
     *,
     measure: Measure,
     again: bool = False,
+    allow_fallback: bool = False,
     show: Callable[[str], None] = lambda _: None,
 ) -> Report:
     """Compile, measure and record.
@@ -205,6 +206,8 @@ def run(
         Checks and races kernels, given their artifacts' folders.
     again : bool
         Whether to measure what a table has already.
+    allow_fallback : bool
+        Whether calls may then be served by PyTorch where that was faster.
     show : callable
         Takes a line of progress.
 
@@ -235,14 +238,15 @@ def run(
                 report.failed[_name(job.task.problem)] = "none of its kernels can be used"
                 continue
             signature = job.task.signature
-            table = Table(place.name, place.device.multiprocessors, signature, (point,))
+            table = Table(place.name, place.device.multiprocessors, signature, (point,), fallback=allow_fallback)
             report.tables[signature] = tables.update(place.path(signature), table)
             report.measured += 1
             show(_line(point, report.measured, len(jobs), time.monotonic() - began))
     report.left = len(jobs)
     for signature, table in report.tables.items():
-        if report.measured and table.points:
-            report.tables[signature] = tables.update(place.path(signature), table.select())
+        if table.points and (report.measured or table.fallback != allow_fallback):
+            chosen = replace(table.select(), fallback=allow_fallback)
+            report.tables[signature] = tables.update(place.path(signature), chosen)
     dispatch.forget()
     return report
 
@@ -312,6 +316,7 @@ def tune(
     effort: Effort | None = None,
     folder: Path | None = None,
     again: bool = False,
+    allow_fallback: bool = False,
     silence: float = 60.0,
     show: Callable[[str], None] | None = None,
 ) -> Report:
@@ -337,6 +342,10 @@ def tune(
         Where to keep the tables; by default ``CUTLASS_OPS_TUNING_DIR``, where calls look for them.
     again : bool
         Whether to measure what was measured before.
+    allow_fallback : bool
+        Whether calls of these signatures may be served by PyTorch (cuBLASLt, with elementwise kernels behind it where
+        it has no fitting epilogue) at exactly the shapes where that was faster than every kernel. ``explain`` says so
+        where it is. Without it, a kernel of this library serves every call.
     silence : float
         Seconds after which a kernel that does not end is given up.
     show : callable, optional
@@ -379,7 +388,9 @@ def tune(
         def measure(signature: OpSignature, problem: Problem, kernels: Mapping[Config, Path]) -> Outcome:
             return measurer.measure(signature, problem, kernels, rounds=effort.rounds)
 
-        return run(tasks, place, effort, measure=measure, again=again, show=show or _to_stderr)
+        return run(
+            tasks, place, effort, measure=measure, again=again, allow_fallback=allow_fallback, show=show or _to_stderr
+        )
 
 
 def signature_at(

@@ -107,6 +107,20 @@ def test_what_the_user_measured_is_taken_with_its_order_of_tiles():
         assert (found.source, found.microseconds) == ("measured", 10.0)
 
 
+@pytest.mark.parametrize(
+    ("allowed", "peer", "expected"), [(True, 9.0, "eager"), (True, 9.95, None), (True, 11.0, None), (False, 5.0, None)]
+)
+def test_a_peer_is_taken_only_where_it_was_clearly_faster_and_that_is_allowed(allowed, peer, expected):
+    point = Point(ODD, "2026-11-21", (Measured(FAST, 10.0, 0.0),), (("cublaslt", 20.0), ("eager", peer)))
+    table = Table(H100.name, 132, signature(), (point,), fallback=allowed).select()
+    tables.update(tables.path_of(dispatch._env.tuning_dir(), H100.name, signature()), table)
+    dispatch.forget()
+    policy = dispatch.policy(signature(), H100)
+    assert policy.fallback(ODD) == expected
+    assert policy.fallback((641, *ODD[1:])) is None
+    assert dispatch.policy(signature(builtin.bias_gelu), H100).fallback(ODD) is None
+
+
 def test_what_was_measured_speaks_for_its_neighbours():
     user_table(Measured(SLOW, 1.0, 0.0), Measured(FAST, 10.0, 9.0))
     policy = dispatch.policy(signature(), H100)

@@ -1,0 +1,100 @@
+"""PyTorch as a peer: the same results as the reference, and as careful with its arguments as a kernel."""
+
+import pytest
+import torch
+from signatures import H100
+
+import cutlass_ops as co
+from cutlass_ops import builtin, dispatch, ops, tables
+from cutlass_ops.call import check_call, signature_of
+from cutlass_ops.peers import peers
+from cutlass_ops.plan import PeerPlan, can_fall_back, make_peer_plan
+from cutlass_ops.tables import Measured, Point, Table
+
+M, N, K = 24, 40, 16
+
+
+def tensors():
+    a, b = torch.randn(M, K).bfloat16(), torch.randn(N, K).bfloat16().t()
+    return a, b, {"bias": torch.randn(N).bfloat16(), "residual": torch.randn(M, N).bfloat16()}
+
+
+def call_of(epilogue, out=None, out_dtype=None, a=None):
+    first, b, inputs = tensors()
+    names = [i.name for i in epilogue.graph.inputs]
+    return check_call(epilogue.graph, first if a is None else a, b, {n: inputs[n] for n in names}, out, out_dtype)
+
+
+@pytest.mark.parametrize("epilogue", builtin.BY_OP.values(), ids=lambda e: e.name)
+def test_every_peer_computes_the_epilogue(epilogue):
+    call = call_of(epilogue)
+    problem = call.problem
+    wanted = co.gemm(problem.a.double().bfloat16(), problem.b, epilogue=epilogue, **problem.inputs).double()
+    found = peers(epilogue.graph)
+    assert "eager" in found
+    for peer in found.values():
+        d = peer(problem.a, problem.b, list(problem.inputs.values()))
+        assert (d.shape, d.dtype) == ((M, N), torch.bfloat16)
+        torch.testing.assert_close(d.double(), wanted, rtol=0.03, atol=0.1)
+
+
+def test_a_peers_plan_serves_cold_and_warm_calls():
+    call = call_of(builtin.bias_relu_residual)
+    plan = make_peer_plan("eager", call)
+    plan.launch_call(call)
+    a, b, inputs = call.problem.a, call.problem.b, tuple(call.problem.inputs.values())
+    (warm,) = plan.run(a, b, inputs, None)
+    assert torch.equal(warm, call.outputs[0])
+    out = torch.full((M, N), float("nan"), dtype=torch.bfloat16)
+    assert plan.run(a, b, inputs, out)[0] is out
+    assert torch.equal(out, warm)
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        (torch.zeros(1).bfloat16(), torch.zeros(M, N).bfloat16()),  # what PyTorch would broadcast
+        (torch.zeros(N).bfloat16(), torch.zeros(1, N).bfloat16()),
+        (torch.zeros(N), torch.zeros(M, N).bfloat16()),
+        (torch.zeros(N).bfloat16(), 1.0),
+    ],
+)
+def test_a_peers_plan_refuses_other_inputs(inputs):
+    call = call_of(builtin.bias_relu_residual)
+    plan = make_peer_plan("eager", call)
+    assert plan.run(call.problem.a, call.problem.b, inputs, None) is None
+    right = tuple(call.problem.inputs.values())
+    assert plan.run(call.problem.a, call.problem.b, right, torch.empty(M, N + 1).bfloat16()) is None
+
+
+def test_which_calls_a_peer_can_serve():
+    @co.epilogue
+    def two(acc):
+        """D, and what it was before."""
+        return {"d": co.relu(acc), "pre": acc}
+
+    assert can_fall_back(call_of(builtin.bias_relu))
+    assert not can_fall_back(call_of(builtin.bias_relu, out_dtype=torch.float32))
+    assert not can_fall_back(call_of(two))
+    assert not can_fall_back(call_of(builtin.bias_relu, a=torch.randn(2, 3, K).bfloat16()))
+
+
+def test_an_op_takes_the_peer_that_tuning_allowed(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUTLASS_OPS_TUNING_DIR", str(tmp_path))
+    monkeypatch.setattr(ops, "device_of", lambda device: H100)
+    call = call_of(builtin.bias_relu)
+    signature = signature_of(call, H100)
+    (kernel, *_) = dispatch.policy(signature, H100).kernels
+    point = Point((M, N, K), "2026-11-21", (Measured(kernel, 10.0, 0.0),), (("cublaslt", 8.0),))
+    table = Table(H100.name, 132, signature, (point,), fallback=True).select()
+    tables.update(tables.path_of(tmp_path, H100.name, signature), table)
+    dispatch.forget()
+    try:
+        plan = ops.gemm_bias_relu._plan(call)
+        assert isinstance(plan, PeerPlan)
+        assert plan.name == "cublaslt"
+        found = co.explaining.explain_call("gemm_bias_relu", call, H100)
+        assert found.served_by == "PyTorch (cublaslt)"
+        assert "told to allow it" in found.why
+    finally:
+        dispatch.forget()
