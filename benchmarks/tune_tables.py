@@ -27,9 +27,10 @@ def main() -> None:
     parser.add_argument("--candidates", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing new after so long")
     parser.add_argument("--again", action="store_true", help="measure again what was measured before")
+    parser.add_argument("--refine", action="store_true", help="look around what was measured to be the best")
     parser.add_argument("--folder", type=Path, required=True)
     args = parser.parse_args()
-    effort = Effort(kernels=args.kernels, candidates=args.candidates, seconds=args.seconds)
+    effort = Effort(kernels=args.kernels, candidates=args.candidates, refine=args.refine, seconds=args.seconds)
     wanted = shapes.GRID if args.shapes == "grid" else shapes.TUNING
     report = tune(
         named[args.op], wanted, dtypes=args.dtypes, effort=effort, folder=args.folder.absolute(), again=args.again,

@@ -111,6 +111,7 @@ def tune(
     seconds: Annotated[float, typer.Option(help="Begin no further problem after so long.")] = math.inf,
     folder: Annotated[Path | None, typer.Option(help="Of the tables; by default where calls look for them.")] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure also what was measured before.")] = False,
+    refine: Annotated[bool, typer.Option("--refine", help="Look around what was measured to be the best.")] = False,
     allow_fallback: Annotated[
         bool, typer.Option("--allow-fallback", help="Let PyTorch serve calls where it was faster.")
     ] = False,
@@ -120,7 +121,7 @@ def tune(
 
     Exit code 1 if a problem could not be measured or time was up.
     """
-    effort = Effort(kernels=kernels, candidates=candidates, rounds=rounds, seconds=seconds)
+    effort = Effort(kernels=kernels, candidates=candidates, rounds=rounds, refine=refine, seconds=seconds)
     report = tuning.tune(
         _op(op), _problems(problems), dtypes=dtypes, a=_major(a), b=_major(b), effort=effort,
         folder=folder.absolute() if folder else None, again=again,

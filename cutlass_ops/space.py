@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from heapq import nsmallest
 from itertools import product
@@ -21,7 +22,7 @@ _SIDES = {m for each in _TILES_M.values() for m in each}
 _TILES_N = (8, *range(16, arch.WGMMA_N_MAX + 1, 16))
 _TILES_K = (32, 64, 128, 256)
 _STAGE_BYTES = 48 * 1024
-_CLUSTERS = ((1, 1), (2, 1), (1, 2), (4, 1), (1, 4), (2, 2))
+_CLUSTERS = ((1, 1), (2, 1), (1, 2), (4, 1), (1, 4), (2, 2), (4, 2), (2, 4))
 
 
 @lru_cache(maxsize=64)
@@ -68,6 +69,27 @@ def variants(signature: OpSignature, config: Sm90Config) -> list[Sm90Config]:
         return (c.schedule, tile[::-1], cluster[::-1]) if c.swap_ab else (c.schedule, tile, cluster)
 
     return [c for c in configurations(signature) if c != config and covered(c) == covered(config)]
+
+
+def neighbours(signature: OpSignature, config: Sm90Config) -> list[Sm90Config]:
+    """Return the legal configurations one step away: another K extent, cluster, schedule or orientation, or N ± 16."""
+
+    def covered(c: Sm90Config) -> tuple[tuple[int, int], tuple[int, int]]:
+        tile, cluster = (c.threadblock.m, c.threadblock.n), (c.cluster.m, c.cluster.n)
+        return (tile[::-1], cluster[::-1]) if c.swap_ab else (tile, cluster)
+
+    mine = config.threadblock
+    tile, cluster = covered(config)
+
+    def near(c: Sm90Config) -> bool:
+        its = c.threadblock
+        if replace(c, threadblock=replace(its, n=mine.n)) == config:
+            return abs(mine.n - its.n) <= 16
+        its_tile, its_cluster = covered(c)
+        changes = (its.k != mine.k) + (c.schedule != config.schedule) + (its_cluster != cluster)
+        return its_tile == tile and changes <= 1
+
+    return [c for c in configurations(signature) if c != config and near(c)]
 
 
 def _usual(config: Sm90Config, element_bytes: int) -> bool:

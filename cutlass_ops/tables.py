@@ -79,6 +79,28 @@ class Point:
     measured: tuple[Measured, ...]
     peers: tuple[tuple[str, float], ...] = ()
 
+    def joined(self, older: Point) -> Point:
+        """Return the point with what an older one knows besides, restated by a kernel that both have.
+
+        Without such a kernel nothing can be compared, and the older one's measurements are dropped.
+        """
+        before = {m.config.binary(): m for m in reversed(older.measured)}
+        anchor = next((m for m in self.measured if m.config.binary() in before), None)
+        if anchor is None:
+            return self
+        factor = (1 + anchor.behind) / (1 + before[anchor.config.binary()].behind)
+        best = self.measured[0].microseconds
+        known = {m.config.binary() for m in self.measured}
+        further = [
+            Measured(m.config, best * (1 + m.behind) * factor, (1 + m.behind) * factor - 1)
+            for m in older.measured
+            if m.config.binary() not in known
+        ]
+        # An estimate must not displace what was measured to be the fastest.
+        further = [replace(m, behind=max(m.behind, 0.0), microseconds=max(m.microseconds, best)) for m in further]
+        measured = tuple(sorted([*self.measured, *further], key=lambda m: m.behind))
+        return replace(self, measured=measured, peers=self.peers or older.peers)
+
 
 @dataclass(frozen=True)
 class Table:
@@ -114,7 +136,9 @@ class Table:
         object.__setattr__(self, "points", ordered)
 
     def merged(self, other: Table) -> Table:
-        """Return the points of both; where both have a problem, those of the later day, or of `other` on the same day.
+        """Return the points of both.
+
+        Where both have a problem, the later day's is joined with the older one's; on the same day, `other`'s is later.
 
         Raises
         ------
@@ -128,8 +152,11 @@ class Table:
         points = {p.problem: p for p in self.points}
         for point in other.points:
             known = points.get(point.problem)
-            if known is None or known.date <= point.date:
+            if known is None:
                 points[point.problem] = point
+            else:
+                later, older = (point, known) if known.date <= point.date else (known, point)
+                points[point.problem] = later.joined(older)
         kernels = other.kernels or self.kernels
         return replace(self, points=tuple(points.values()), kernels=kernels, fallback=other.fallback)
 

@@ -37,6 +37,8 @@ from cutlass_ops.tables import Point, Problem, Table
 _WITHIN = 1.15
 # Among how many the few that cover all problems are sought.
 _CONSIDERED = 40
+# Around how many of the best a refinement looks.
+_CENTRES = 2
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class Effort:
         How many are raced at a problem at most.
     rounds : int
         Of each race.
+    refine : bool
+        Whether to look around what was measured to be the best before, in place of what the model puts first.
     seconds : float
         After which no further problem is begun.
     """
@@ -67,6 +71,7 @@ class Effort:
     kernels: int = 48
     candidates: int = 12
     rounds: int = 11
+    refine: bool = False
     seconds: float = math.inf
 
 
@@ -91,7 +96,12 @@ class Report:
     failed: dict[str, str] = field(default_factory=dict)
 
 
-def plan(problems: Mapping[OpSignature, Iterable[Problem]], device: Device, effort: Effort) -> list[Task]:
+def plan(
+    problems: Mapping[OpSignature, Iterable[Problem]],
+    device: Device,
+    effort: Effort,
+    known: Mapping[OpSignature, Table] | None = None,
+) -> list[Task]:
     """Choose what to measure.
 
     Parameters
@@ -102,6 +112,8 @@ def plan(problems: Mapping[OpSignature, Iterable[Problem]], device: Device, effo
         Where it will run.
     effort : Effort
         The limits.
+    known : mapping of OpSignature to Table, optional
+        What was measured before, around which a refinement looks.
 
     Returns
     -------
@@ -109,27 +121,48 @@ def plan(problems: Mapping[OpSignature, Iterable[Problem]], device: Device, effo
         Signature by signature. The kernels of one are chosen together: those that the model says help most over all its
         problems, and what the library would use untuned.
     """
-    return [task for signature, each in problems.items() for task in _plan(signature, list(each), device, effort)]
+    tasks: list[Task] = []
+    for signature, each in problems.items():
+        table = (known or {}).get(signature) if effort.refine else None
+        best = {p.problem: [m.config.binary() for m in p.measured] for p in table.points} if table else {}
+        tasks += _plan(signature, {p: _centres(best.get(p, ())) for p in each}, device, effort)
+    return tasks
 
 
-def _plan(signature: OpSignature, problems: Sequence[Problem], device: Device, effort: Effort) -> list[Task]:
+def _centres(measured: Sequence[Config]) -> list[Sm90Config]:
+    kernels = [c for c in dict.fromkeys(measured) if isinstance(c, Sm90Config)]
+    return kernels[:_CENTRES]
+
+
+def _plan(
+    signature: OpSignature, problems: Mapping[Problem, Sequence[Sm90Config]], device: Device, effort: Effort
+) -> list[Task]:
+    """Plan for one signature, given the configurations around which to look at each problem."""
     policy = dispatch.policy(signature, device)
-    predicted = {p: {c: policy.candidate(c, p).microseconds for c in _considered(policy, p, device)} for p in problems}
+    predicted = {
+        p: {c: policy.candidate(c, p).microseconds for c in _considered(policy, p, centres, device)}
+        for p, centres in problems.items()
+    }
     kept = set(_cover(predicted, effort.kernels))
     tasks = []
     for problem, times in predicted.items():
         ranked = sorted(kept & times.keys(), key=times.__getitem__)
         near = [c for c in ranked if times[c] <= _WITHIN * times[ranked[0]]][: effort.candidates]
+        # What was the best is what the others have to beat, and what their times can be compared by.
+        near = list(dict.fromkeys([*problems[problem][:1], *near]))
         tasks.append(Task(signature, problem, tuple(heuristics.with_order(c, problem) for c in near)))
     return tasks
 
 
-def _considered(policy: Policy, problem: Problem, device: Device) -> list[Config]:
-    """Return what the model puts first, and what would be picked now."""
+def _considered(policy: Policy, problem: Problem, centres: Sequence[Sm90Config], device: Device) -> list[Config]:
+    """Return what may be worth measuring at a problem, and what would be picked now."""
     usual = policy.kernels
     if not any(isinstance(c, Sm90Config) for c in usual):
         return list(usual)
-    return list(dict.fromkeys([*space.ranked(policy.signature, problem, _CONSIDERED, device), *usual]))
+    if not centres:
+        return list(dict.fromkeys([*space.ranked(policy.signature, problem, _CONSIDERED, device), *usual]))
+    around = [c for centre in centres for c in (centre, *space.neighbours(policy.signature, centre))]
+    return list(dict.fromkeys([*around, *usual]))
 
 
 def _cover(predicted: Mapping[Problem, Mapping[Config, float]], limit: int) -> list[Config]:
@@ -221,7 +254,7 @@ def run(
     began = time.monotonic()
     report = Report({task.signature: place.table(task.signature) for task in tasks})
     known = {s: {p.problem for p in t.points} for s, t in report.tables.items()}
-    todo = [task for task in tasks if again or task.problem not in known[task.signature]]
+    todo = [task for task in tasks if again or effort.refine or task.problem not in known[task.signature]]
     report.known = len(tasks) - len(todo)
     specs = [[heuristics.spec(task.signature, c.binary(), place.device) for c in task.configs] for task in todo]
     with building(dict.fromkeys(spec for each in specs for spec in each)) as builds:
@@ -382,7 +415,7 @@ def tune(
             raise UnsupportedError(
                 f"no kernel serves a {signature.a}, b {signature.b}, d {signature.d} on {place.name}"
             )
-    tasks = plan(problems, place.device, effort)
+    tasks = plan(problems, place.device, effort, {s: place.table(s) for s in problems})
     with Measurer(device, silence) as measurer:
 
         def measure(signature: OpSignature, problem: Problem, kernels: Mapping[Config, Path]) -> Outcome:

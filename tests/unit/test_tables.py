@@ -49,6 +49,27 @@ def test_the_later_day_wins_where_both_have_a_problem():
     assert table(new).merged(table(same_day)).points == (same_day,)
 
 
+def test_what_only_the_older_measurement_knows_is_restated_by_what_both_know():
+    old = Point((1, 64, 64), "2026-11-20", (Measured(SMALL, 10.0, 0.0), Measured(OLD, 12.0, 0.2)), (("eager", 9.0),))
+    new = Point((1, 64, 64), "2026-11-21", (Measured(LARGE, 20.0, 0.0), Measured(SMALL, 25.0, 0.25)))
+    (found,) = table(old).merged(table(new)).points
+    assert [m.config for m in found.measured] == [LARGE, SMALL, OLD]
+    assert found.measured[2].behind == pytest.approx(1.25 * 1.2 - 1)
+    assert found.measured[2].microseconds == pytest.approx(20 * 1.25 * 1.2)
+    assert (found.date, found.peers) == ("2026-11-21", (("eager", 9.0),))
+    # Nothing that both have: nothing can be said about the older one's.
+    alone = Point((1, 64, 64), "2026-11-21", (Measured(LARGE, 20.0, 0.0),))
+    assert table(old).merged(table(alone)).points == (alone,)
+
+
+def test_what_was_measured_to_be_the_fastest_stays_so():
+    old = Point((1, 64, 64), "2026-11-20", (Measured(OLD, 8.0, 0.0), Measured(SMALL, 10.0, 0.25)))
+    new = Point((1, 64, 64), "2026-11-21", (Measured(SMALL, 10.0, 0.0), Measured(LARGE, 11.0, 0.1)))
+    (found,) = table(old).merged(table(new)).points
+    assert found.measured[0].config == SMALL
+    assert all(m.behind >= 0 and m.microseconds >= 10 for m in found.measured)
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [

@@ -3,13 +3,14 @@
 import random
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from signatures import H100, signature
 
 from cutlass_ops import builtin, dispatch, heuristics, model, space, tables, tuning
-from cutlass_ops.config import Sm80Config, Sm90Config
+from cutlass_ops.config import ClusterShape, Sm80Config, Sm90Config, ThreadblockShape
 from cutlass_ops.errors import CompileError, MeasuringError, ToolchainError
 from cutlass_ops.measuring import Outcome
 from cutlass_ops.spec import Operand
@@ -89,6 +90,37 @@ def test_more_kernels_cover_better():
         return sum(expected(t.configs[0], t.problem) for t in tasks(effort))
 
     assert loss(Effort(kernels=12)) <= loss(Effort(kernels=3))
+
+
+def test_a_refinement_looks_around_what_was_best(place, chip):
+    run(tasks(), place, SMALL, measure=chip.measure)
+    before = tables.load(place.path(signature()))
+    effort = Effort(kernels=20, candidates=6, rounds=3, refine=True)
+    refined = plan({signature(): PROBLEMS}, H100, effort, {signature(): before})
+    for task in refined:
+        best = next(p for p in before.points if p.problem == task.problem).measured[0].config.binary()
+        assert task.configs[0].binary() == best
+    new = {c.binary() for t in refined for c in t.configs} - {
+        m.config.binary() for p in before.points for m in p.measured
+    }
+    assert new
+    report = run(refined, place, effort, measure=chip.measure)
+    assert report.measured == len(PROBLEMS)
+    after = tables.load(place.path(signature()))
+    for old, now in zip(before.points, after.points, strict=True):
+        assert {m.config.binary() for m in now.measured} >= {m.config.binary() for m in old.measured}
+
+
+def test_neighbours_are_one_step_away():
+    centre = Sm90Config(ThreadblockShape(128, 128, 64), ClusterShape(2, 1))
+    found = space.neighbours(signature(), centre)
+    assert replace(centre, threadblock=ThreadblockShape(128, 144, 64)) in found
+    assert replace(centre, threadblock=ThreadblockShape(128, 128, 128)) in found
+    assert replace(centre, schedule="cooperative") in found
+    assert replace(centre, cluster=ClusterShape(1, 1)) in found
+    assert replace(centre, cluster=ClusterShape(1, 2), swap_ab=True) in found  # the same tiles, the other way round
+    assert replace(centre, threadblock=ThreadblockShape(64, 256, 64)) not in found
+    assert centre not in found
 
 
 def test_operands_that_tma_cannot_load_are_tuned_among_sm80_kernels():
