@@ -36,8 +36,6 @@ _ROWS = (
 )
 # Kernels are kept for a weight until no number of rows would be so much faster with another.
 _SLACK = {"measured": 0.015, "interpolated": 0.04, "model": 0.06}
-# A kernel beyond a table's first few is chosen where it is clearly better: weights then share kernels.
-_FURTHER = 1.015
 
 # A peer is faster where it takes less than this part of the best kernel's time.
 _CLEARLY = 0.99
@@ -149,7 +147,7 @@ class Policy:
         """Return candidates for a problem, the best first; where kernels were measured, only these."""
         found = [self.candidate(c, problem) for c in (self.kernels if among is None else among)]
         measured = [c for c in found if c.source == "measured"]
-        return sorted(measured or found, key=self._cost)
+        return sorted(measured or found, key=lambda c: c.microseconds)
 
     def peers(self, problem: Problem) -> Mapping[str, float]:
         """Return what others took for a problem, in microseconds by name, if that was measured here."""
@@ -172,19 +170,6 @@ class Policy:
         _, n, k = problem
         return self.ranked(problem, kept(self, n, k))[0]
 
-    def _cost(self, candidate: Candidate) -> float:
-        first = self._rank[candidate.config.binary()] < tables.MAX_KERNELS
-        return candidate.microseconds * (1.0 if first else _FURTHER)
-
-    @property
-    def _rank(self) -> Mapping[Config, int]:
-        return _ranks(self.kernels)
-
-
-@lru_cache(maxsize=256)
-def _ranks(kernels: tuple[Config, ...]) -> Mapping[Config, int]:
-    return {c: i for i, c in enumerate(kernels)}
-
 
 @lru_cache(maxsize=4096)
 def kept(policy: Policy, n: int, k: int) -> tuple[Config, ...]:
@@ -197,8 +182,8 @@ def kept(policy: Policy, n: int, k: int) -> tuple[Config, ...]:
     slack: list[float] = []
     for m in sorted({*_ROWS, *tuned}):
         ranked = policy.ranked((m, n, k))
-        best = policy._cost(ranked[0])
-        losses.append({c.config.binary(): math.log(policy._cost(c) / best) for c in ranked})
+        best = ranked[0].microseconds
+        losses.append({c.config.binary(): math.log(c.microseconds / best) for c in ranked})
         slack.append(_SLACK[ranked[0].source])
     chosen: list[Config] = []
     reached = [math.log(2.0)] * len(losses)
