@@ -156,8 +156,10 @@ class Measurer:
         if self._process is not None:
             return
         self._events = queue.SimpleQueue()
+        # An interrupt from the terminal is for this process, which ends the worker; if this process is killed, the
+        # worker's standard input ends, and so does the worker.
         self._process = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, start_new_session=True
         )
         assert self._process.stdout is not None
         threading.Thread(target=_forward, args=(self._process.stdout, self._events), daemon=True).start()

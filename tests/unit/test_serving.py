@@ -1,0 +1,96 @@
+"""A service as the library sees it: weights that stay, batches that do not. The device and its kernels are made up."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from signatures import H100
+
+import cutlass_ops as co
+from cutlass_ops import call, dispatch, ops, plan
+from cutlass_ops.background import Background
+
+N, K = 520, 264
+
+
+class Registry:
+    """Kernels that compute in PyTorch and count their launches; compiling is switched off once it is closed."""
+
+    def __init__(self):
+        self.loaded, self.launches, self.closed = {}, 0, False
+
+    def kernel(self, spec):
+        return self.kernels([spec])[0]
+
+    def kernels(self, specs):
+        for spec in specs:
+            if spec not in self.loaded:
+                assert not self.closed, f"{spec.slug} would have to be compiled"
+                self.loaded[spec] = SimpleNamespace(launch=self.launch, workspace_size=lambda *_: 0)
+        return [self.loaded[spec] for spec in specs]
+
+    def launch(self, a, b, d, bias, raster, swizzle, workspace):
+        self.launches += 1
+        d.copy_(torch.relu(a.float() @ b.float() + bias.float()).to(d.dtype))
+        return 0
+
+
+@pytest.fixture
+def service(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUTLASS_OPS_TUNING_DIR", str(tmp_path))
+    dispatch.forget()
+    registry, queued = Registry(), []
+    background = Background(lambda spec, cancel: registry.kernel(spec))
+    monkeypatch.setattr(background, "add", lambda specs: queued.extend(specs))
+    monkeypatch.setattr(call.Call, "is_reference", False)
+    monkeypatch.setattr(ops, "device_of", lambda device: H100)
+    monkeypatch.setattr(ops, "REGISTRY", registry)
+    monkeypatch.setattr(plan, "REGISTRY", registry)
+    monkeypatch.setattr(ops, "BACKGROUND", background)
+    monkeypatch.setattr(plan.torch.cuda, "device", lambda device: contextlib.nullcontext())
+    # Plans that other tests made hold other kernels.
+    op = ops.Op("service", co.gemm_bias_relu.epilogue)
+    yield SimpleNamespace(registry=registry, queued=queued, op=op)
+    dispatch.forget()
+
+
+@pytest.fixture
+def weight():
+    return torch.randn(N, K).bfloat16().t() / 16, torch.randn(N).bfloat16()
+
+
+def rows(m):
+    return torch.ones(m, K, dtype=torch.bfloat16)
+
+
+def test_the_first_call_compiles_its_kernel_and_queues_the_others(service, weight):
+    b, bias = weight
+    d = service.op(rows(48), b, bias)
+    torch.testing.assert_close(d, torch.relu(rows(48).float() @ b.float() + bias.float()).bfloat16())
+    assert len(service.registry.loaded) == 1
+    assert set(service.registry.loaded) < set(service.queued)
+    # Warm: no further kernel, no further look.
+    queued = len(service.queued)
+    assert torch.equal(service.op(rows(48), b, bias), d)
+    assert (len(service.registry.loaded), len(service.queued), service.registry.launches) == (1, queued, 2)
+
+
+@pytest.mark.parametrize("how", ["warm_up", "background"])
+def test_after_warming_up_no_number_of_rows_compiles_anything(service, weight, how):
+    b, bias = weight
+    if how == "warm_up":
+        assert service.op.warm_up(rows(1), b, bias) == len(service.registry.loaded)
+    else:
+        service.op(rows(1), b, bias)
+        service.registry.kernels(service.queued)
+    service.registry.closed = True
+    for m in [*range(1, 300), *range(300, 8193, 37), 8192]:
+        service.op.plan(rows(m), b, bias)
+    assert 1 < len(service.registry.loaded) <= 32
+
+
+def test_nothing_is_queued_where_compilation_is_switched_off(service, weight, monkeypatch):
+    monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
+    service.op(rows(48), *weight)
+    assert service.queued == []
