@@ -401,7 +401,7 @@ def test_empty_extents_with_out_and_residual(shape):
 
 def test_m_does_not_grow_the_registry():
     _, b, bias = problem(1, 256, 128)
-    co.gemm_bias_relu(whole(1, 128).to(BF16), b, bias)
+    co.gemm_bias_relu.warm_up(whole(1, 128).to(BF16), b, bias)
     loaded = len(REGISTRY.entries())
     kernels_used = set()
     for m in [*range(1, 300), 511, 777, 1024, 4097, 8192]:
