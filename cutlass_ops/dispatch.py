@@ -41,7 +41,7 @@ _SLACK = {"measured": 0.015, "interpolated": 0.04, "model": 0.06}
 _CLEARLY = 0.99
 
 # How far a measurement reaches: standard deviation in powers of two of M and of the number of tiles, and how much the
-# model's own word weighs against it. Fitted by leaving weights out of the H100's table (benchmarks/NOTES.md).
+# model's own word weighs against it. `benchmarks/evaluate_dispatch.py` says how well that does.
 _REACH = 0.3
 _PRIOR = 0.05
 

@@ -121,8 +121,8 @@ def tiles(config: Config, problem: Problem, device: Device) -> int:
 def with_order(config: Config, problem: Problem) -> Config:
     """Set the order in which tiles are visited.
 
-    With a cluster of two along M, walking along N in strips of two cluster rows is within half a percent of the best
-    order (geometric mean, benchmarks/NOTES.md). There are two exceptions. An odd strip at the end would leave
+    With a cluster of two along M, walking along N in strips of two cluster rows was on average within 2% of the best
+    order (benchmarks/NOTES.md). There are two exceptions. An odd strip at the end would leave
     multiprocessors without a tile, which only many rows hide. And where A stays in the L2 cache and B does not, a walk
     along M reads B once.
     """

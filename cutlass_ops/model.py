@@ -182,7 +182,7 @@ class Grid:
 
 def grid(config: Sm90Config, problem: tuple[int, int, int], chip: Chip) -> Grid:
     """Return how a configuration covers a problem of M, N and K."""
-    (tile_m, tile_n), (cluster_m, cluster_n) = _along_problem(config)
+    (tile_m, tile_n), (cluster_m, cluster_n) = along_problem(config)
     m, n, k = problem
     rows = _ceil(_ceil(m, tile_m), cluster_m) * cluster_m
     columns = _ceil(_ceil(n, tile_n), cluster_n) * cluster_n
@@ -205,7 +205,7 @@ def predict(config: Sm90Config, problem: tuple[int, int, int], chip: Chip = H100
         Width of an operand's element.
     """
     m, n, k = problem
-    (tile_m, tile_n), (cluster_m, cluster_n) = _along_problem(config)
+    (tile_m, tile_n), (cluster_m, cluster_n) = along_problem(config)
     shape, schedule, cover = config.threadblock, config.schedule, grid(config, problem, chip)
 
     # One K step of one tile, in microseconds.
@@ -233,7 +233,7 @@ def predict(config: Sm90Config, problem: tuple[int, int, int], chip: Chip = H100
     return (_soft_max(busy, memory) + start) * padding
 
 
-def _along_problem(config: Sm90Config) -> tuple[tuple[int, int], tuple[int, int]]:
+def along_problem(config: Sm90Config) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return extents of tile and cluster along the problem's M and N."""
     tile, cluster = config.threadblock, config.cluster
     if config.swap_ab:

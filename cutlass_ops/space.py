@@ -8,7 +8,7 @@ from functools import lru_cache
 from heapq import nsmallest
 from itertools import product
 
-from cutlass_ops import arch, heuristics, legality
+from cutlass_ops import arch, heuristics, legality, model
 from cutlass_ops.config import ClusterShape, Schedule, Sm90Config, ThreadblockShape
 from cutlass_ops.heuristics import Device, Problem
 from cutlass_ops.registry import OpSignature
@@ -44,7 +44,7 @@ def ranked(signature: OpSignature, problem: Problem, limit: int, device: Device)
     """Return the configurations that the model puts first for a problem, fastest first.
 
     The model does not see what a tile's K extent does, nor the orientation of a large tile: of those that differ in
-    nothing else, the usual one stands for all. :func:`variants` has the others.
+    nothing else, the usual one stands for all. :func:`neighbours` has the others.
 
     Parameters
     ----------
@@ -61,31 +61,16 @@ def ranked(signature: OpSignature, problem: Problem, limit: int, device: Device)
     return nsmallest(limit, worth, key=lambda c: heuristics.predict(c, problem, device))
 
 
-def variants(signature: OpSignature, config: Sm90Config) -> list[Sm90Config]:
-    """Return the legal configurations that differ from one only in what the model is blind to."""
-
-    def covered(c: Sm90Config) -> object:
-        tile, cluster = (c.threadblock.m, c.threadblock.n), (c.cluster.m, c.cluster.n)
-        return (c.schedule, tile[::-1], cluster[::-1]) if c.swap_ab else (c.schedule, tile, cluster)
-
-    return [c for c in configurations(signature) if c != config and covered(c) == covered(config)]
-
-
 def neighbours(signature: OpSignature, config: Sm90Config) -> list[Sm90Config]:
     """Return the legal configurations one step away: another K extent, cluster, schedule or orientation, or N ± 16."""
-
-    def covered(c: Sm90Config) -> tuple[tuple[int, int], tuple[int, int]]:
-        tile, cluster = (c.threadblock.m, c.threadblock.n), (c.cluster.m, c.cluster.n)
-        return (tile[::-1], cluster[::-1]) if c.swap_ab else (tile, cluster)
-
     mine = config.threadblock
-    tile, cluster = covered(config)
+    tile, cluster = model.along_problem(config)
 
     def near(c: Sm90Config) -> bool:
         its = c.threadblock
         if replace(c, threadblock=replace(its, n=mine.n)) == config:
             return abs(mine.n - its.n) <= 16
-        its_tile, its_cluster = covered(c)
+        its_tile, its_cluster = model.along_problem(c)
         changes = (its.k != mine.k) + (c.schedule != config.schedule) + (its_cluster != cluster)
         return its_tile == tile and changes <= 1
 

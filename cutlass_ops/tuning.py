@@ -259,29 +259,43 @@ def run(
     specs = [[heuristics.spec(task.signature, c.binary(), place.device) for c in task.configs] for task in todo]
     with building(dict.fromkeys(spec for each in specs for spec in each)) as builds:
         jobs = [_Job(t, tuple(each), tuple(builds[s] for s in each)) for t, each in zip(todo, specs, strict=True)]
-        while jobs and time.monotonic() - began < effort.seconds:
-            job = _next(jobs)
-            jobs.remove(job)
-            try:
-                point = _measure(job, measure, report)
-            except MeasuringError as exc:
-                report.failed[_name(job.task.problem)] = str(exc)
-                continue
-            if point is None:
-                report.failed[_name(job.task.problem)] = "none of its kernels can be used"
-                continue
-            signature = job.task.signature
-            table = Table(place.name, place.device.multiprocessors, signature, (point,), fallback=allow_fallback)
-            report.tables[signature] = tables.update(place.path(signature), table)
-            report.measured += 1
-            show(_line(point, report.measured, len(jobs), time.monotonic() - began))
-    report.left = len(jobs)
-    for signature, table in report.tables.items():
-        if table.points and (report.measured or table.fallback != allow_fallback):
-            chosen = replace(table.select(), fallback=allow_fallback)
-            report.tables[signature] = tables.update(place.path(signature), chosen)
-    dispatch.forget()
+        report.left = len(jobs)
+        try:
+            while jobs and time.monotonic() - began < effort.seconds:
+                job = _next(jobs)
+                jobs.remove(job)
+                report.left = len(jobs)
+                point = _attempt(job, measure, report)
+                if point is not None:
+                    _keep(point, job.task.signature, place, report, allow_fallback)
+                    show(_line(point, report.measured, report.left, time.monotonic() - began))
+        finally:
+            # An interrupted run's results count as well.
+            for signature, table in report.tables.items():
+                if table.points and (report.measured or table.fallback != allow_fallback):
+                    chosen = replace(table.select(), fallback=allow_fallback)
+                    report.tables[signature] = tables.update(place.path(signature), chosen)
+            dispatch.forget()
     return report
+
+
+def _attempt(job: _Job, measure: Measure, report: Report) -> Point | None:
+    """Measure a job's problem; what went wrong is in the report."""
+    name = _name(job.task.problem)
+    try:
+        point = _measure(job, measure, report)
+    except MeasuringError as exc:
+        report.failed[name] = str(exc)
+        return None
+    if point is None:
+        report.failed[name] = "none of its kernels can be used"
+    return point
+
+
+def _keep(point: Point, signature: OpSignature, place: Place, report: Report, fallback: bool) -> None:
+    table = Table(place.name, place.device.multiprocessors, signature, (point,), fallback=fallback)
+    report.tables[signature] = tables.update(place.path(signature), table)
+    report.measured += 1
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,72 @@
+"""Says how much dispatch loses to the best of everything measured, at shapes that its table has and at others.
+
+    python benchmarks/evaluate_dispatch.py cutlass_ops/tuned/*.json
+
+Needs no GPU: the table's own measurements are the truth. A kernel that was not measured at a shape counts as twice as
+slow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import shapes
+
+from cutlass_ops import dispatch, tables
+from cutlass_ops.config import Config
+from cutlass_ops.heuristics import Device
+from cutlass_ops.tables import Point, Problem, Table
+
+
+def summary(losses: Iterable[float]) -> str:
+    """Return the geometric mean, the worst and the number of losses."""
+    each = list(losses)
+    mean = math.prod(1 + x for x in each) ** (1 / len(each)) - 1
+    return f"{mean:.2%} on average, {max(each):.1%} at worst, {len(each)} shapes"
+
+
+def loss(point: Point, kernels: Iterable[Config]) -> float:
+    """Return what the best of some kernels loses; 1 if none of them was measured."""
+    kept = set(kernels)
+    return min((m.behind for m in point.measured if m.config.binary() in kept), default=1.0)
+
+
+def left_out(table: Table, device: Device, group: Callable[[Problem], object]) -> Iterable[float]:
+    """Yield what is lost where all problems of one group after the other are decided by those of the others."""
+    for name in dict.fromkeys(group(p.problem) for p in table.points):
+        others = tuple(p for p in table.points if group(p.problem) != name)
+        policy = dispatch.Policy.of(replace(table, points=others), table.signature, device, table.kernels)
+        for point in table.points:
+            known = {m.config.binary() for m in point.measured} & set(policy.kernels)
+            if group(point.problem) == name and known:
+                yield loss(point, [policy.ranked(point.problem, known)[0].config.binary()])
+
+
+def main() -> None:
+    """Print the losses of each table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", nargs="+", type=Path)
+    for path in parser.parse_args().tables:
+        table = tables.load(path)
+        device = Device((9, 0), table.multiprocessors, table.device)
+        grid = [p for p in table.points if p.problem in set(shapes.GRID)]
+        print(f"{table.device}, {len(table.points)} shapes, {len(table.kernels)} kernels")
+        few = table.kernels[: tables.MAX_KERNELS]
+        print(f"  best of the first {len(few)} at the grid: {summary(loss(p, few) for p in grid)}")
+        print(f"  best of the first {len(few)}: {summary(loss(p, few) for p in table.points)}")
+        print(f"  best of all: {summary(loss(p, table.kernels) for p in table.points)}")
+        print(f"  chosen, weights left out: {summary(left_out(table, device, lambda p: p[1:]))}")
+        print(f"  chosen, every other shape left out: {summary(left_out(table, device, _parity(table)))}")
+
+
+def _parity(table: Table) -> Callable[[Problem], object]:
+    places = {p.problem: at % 2 for at, p in enumerate(table.points)}
+    return places.__getitem__
+
+
+if __name__ == "__main__":
+    main()
