@@ -129,7 +129,12 @@ class Sm90Config:
     swap_ab : bool
         Compute D^T = B^T A^T, which puts N on the instruction's fixed 64-row side: for few rows.
     raster, swizzle
-        Order in which tiles are visited. Launch arguments: they do not change the compiled code.
+        Order in which tiles are visited: strips of ``swizzle`` clusters, along M or N of the kernel's orientation.
+        Launch arguments: they do not change the compiled code.
+    by_gpc : bool
+        Whether each GPC (graphics processing cluster) takes a run of tiles that follow each other in that order: its
+        multiprocessors' reads of one line are merged on their way to the L2 cache. For problems of few waves, where
+        that traffic is the limit; such a launch does not overlap with the kernel before it. A launch argument.
     """
 
     threadblock: ThreadblockShape
@@ -140,9 +145,20 @@ class Sm90Config:
     swap_ab: bool = False
     raster: Raster = "heuristic"
     swizzle: int = 1
+    by_gpc: bool = False
 
     arch: ClassVar[str] = "sm90"
     default_target: ClassVar[str] = "sm_90a"
+
+    @property
+    def ordered(self) -> bool:
+        """Whether its tiles have an order that a launch may choose: a persistent kernel that does not split K."""
+        return self.schedule != "warp_specialized" and self.scheduler == "persistent"
+
+    @property
+    def order(self) -> str:
+        """Short readable name of the order of its tiles."""
+        return f"{self.raster} {self.swizzle}" + (" by gpc" if self.by_gpc else "")
 
     @property
     def slug(self) -> str:
@@ -154,7 +170,7 @@ class Sm90Config:
 
     def binary(self) -> Sm90Config:
         """Return the configuration as far as it changes the compiled code: without the launch arguments."""
-        return replace(self, raster="heuristic", swizzle=1)
+        return replace(self, raster="heuristic", swizzle=1, by_gpc=False)
 
 
 Config = Sm80Config | Sm90Config
@@ -179,6 +195,7 @@ _PLAIN: dict[str, tuple[str | int | bool | None, ...] | type] = {
     "raster": get_args(Raster),
     "swizzle": int,
     "swap_ab": bool,
+    "by_gpc": bool,
     "stream_k": bool,
 }
 

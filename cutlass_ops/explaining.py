@@ -233,6 +233,6 @@ def _misaligned(signature: OpSignature) -> str:
 
 def _order(candidate: Candidate) -> dict[str, Any]:
     config = candidate.config
-    if not isinstance(config, Sm90Config) or config.schedule == "warp_specialized":
+    if not isinstance(config, Sm90Config) or not config.ordered:
         return {}
-    return {"raster": config.raster, "swizzle": config.swizzle}
+    return {"raster": config.raster, "swizzle": config.swizzle, "by_gpc": config.by_gpc}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from cutlass_ops import arch, model
-from cutlass_ops.config import Config, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
+from cutlass_ops.config import Config, Raster, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
 from cutlass_ops.registry import OpSignature
 from cutlass_ops.spec import KernelSpec
 
@@ -118,15 +118,18 @@ def tiles(config: Config, problem: Problem, device: Device) -> int:
 # ---- Order of tiles ----------------------------------------------------------------------------------------------
 
 
+_ORDERS: dict[Raster, tuple[int, ...]] = {"along_m": (1, 2), "along_n": (1, 2, 4)}
+_SWIZZLES_BY_GPC = (1, 2, 4)
+_WAVES_BY_GPC = 2
+
+
 def with_order(config: Config, problem: Problem) -> Config:
     """Set the order in which tiles are visited.
 
     With a cluster of two along M, walking along N in strips of two cluster rows was on average within 2% of the best
-    order (benchmarks/NOTES.md). There are two exceptions. An odd strip at the end would leave
-    multiprocessors without a tile, which only many rows hide. And where A stays in the L2 cache and B does not, a walk
-    along M reads B once.
+    order (benchmarks/NOTES.md). But where A stays in the L2 cache and B does not, a walk along M reads B once.
     """
-    if not isinstance(config, Sm90Config) or config.schedule == "warp_specialized":
+    if not isinstance(config, Sm90Config) or not config.ordered:
         return config
     cluster = config.cluster
     if cluster.m == 1:
@@ -135,7 +138,33 @@ def with_order(config: Config, problem: Problem) -> Config:
     strips = _ceil(m, config.threadblock.m * cluster.m)
     if strips <= 8 and 2 * m * k < _L2_BYTES / 2 and 2 * n * k > 0.8 * _L2_BYTES:
         return replace(config, raster="along_m")
-    return replace(config, raster="along_n", swizzle=2 if strips % 2 == 0 or strips > 8 else 1)
+    return replace(config, raster="along_n", swizzle=2)
+
+
+def orders(config: Config, problem: Problem, device: Device) -> list[Config]:
+    """Return a configuration with every order of its tiles that is worth measuring at a problem.
+
+    Within a GPC only reads that are not multicast merge, so runs of tiles share the operand that the cluster does not.
+    More than a few waves drift apart in time, and their reads with them.
+    """
+    if not isinstance(config, Sm90Config) or not config.ordered:
+        return []
+    found: list[Config] = [
+        replace(config, raster=raster, swizzle=swizzle, by_gpc=False)
+        for raster, swizzles in _ORDERS.items()
+        for swizzle in swizzles
+    ]
+    if model.grid(config, problem, device.chip).waves <= _WAVES_BY_GPC:
+        cluster = config.cluster
+        rasters: tuple[Raster, ...] = ("along_n",) if cluster.m > cluster.n else ("along_m",)
+        if cluster.m == cluster.n:
+            rasters = ("along_m", "along_n")
+        found += [
+            replace(config, raster=raster, swizzle=swizzle, by_gpc=True)
+            for raster in rasters
+            for swizzle in _SWIZZLES_BY_GPC
+        ]
+    return found
 
 
 def _ceil(x: int, y: int) -> int:

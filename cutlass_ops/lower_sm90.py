@@ -25,7 +25,6 @@ _EPILOGUE = {
     "cooperative": "TmaWarpSpecializedCooperative",
     "warp_specialized": "TmaWarpSpecialized",
 }
-_SCHEDULER = {"persistent": "PersistentScheduler", "stream_k": "StreamKScheduler"}
 
 # For each reduction: the functor that folds a value in, the one that joins partial results, and the identity.
 _REDUCTIONS = {
@@ -60,7 +59,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "cluster": {"m": config.cluster.m, "n": config.cluster.n},
         "mainloop_schedule": _MAINLOOP[config.schedule],
         "epilogue_schedule": _EPILOGUE[config.schedule],
-        "tile_scheduler": _SCHEDULER[config.scheduler],
+        "tile_scheduler": _scheduler(config),
         "overlaps": config.scheduler != "stream_k",
         "stages": footprint.sm90_stages(spec),
         "swap_ab": swapped(spec),
@@ -85,6 +84,13 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "c_pointer": f"o.{c_operand}.ptr<Element_{c_operand}>()" if c_operand else "nullptr",
         "c_stride": f"cutlass_ops::stride<typename GemmKernel::StrideC>(o.{c_operand})" if c_operand else "{}",
     }
+
+
+def _scheduler(config: Sm90Config) -> str:
+    if config.scheduler == "stream_k":
+        return "cutlass::gemm::StreamKScheduler"
+    # CUTLASS's third kernel is not persistent: each thread block takes the tile of its own index.
+    return "cutlass_ops::OrderedScheduler" if config.ordered else "cutlass::gemm::PersistentScheduler"
 
 
 def _input_index(spec: KernelSpec, name: str) -> int:

@@ -17,7 +17,8 @@ from cutlass_ops.peers import Peer, peers
 from cutlass_ops.registry import REGISTRY
 from cutlass_ops.spec import KernelSpec
 
-RASTER = {"heuristic": 0, "along_m": 1, "along_n": 2}
+_RASTER = {"heuristic": 0, "along_m": 1, "along_n": 2}
+_BY_GPC = 4
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Plan:
     launch : callable
         The kernel's own entry.
     raster, swizzle : int
-        Order in which tiles are visited, as the kernel numbers it.
+        Order in which tiles are visited, as :func:`order` numbers it.
     workspace : int
         Bytes of workspace that a launch needs.
     outputs : tuple
@@ -154,6 +155,13 @@ def _described(value: Tensor | float) -> tuple[tuple[int, ...], torch.dtype, tor
     return (tuple(value.shape), value.dtype, value.device) if isinstance(value, Tensor) else None
 
 
+def order(config: Config) -> tuple[int, int]:
+    """Return a configuration's order of tiles as kernels number it: raster order, by GPC or not, and swizzle."""
+    if not isinstance(config, Sm90Config):
+        return 0, config.swizzle
+    return _RASTER[config.raster] + (_BY_GPC if config.by_gpc else 0), config.swizzle
+
+
 def make_plan(spec: KernelSpec, config: Config, call: Call) -> Plan:
     """Plan calls like this one with a kernel.
 
@@ -168,15 +176,15 @@ def make_plan(spec: KernelSpec, config: Config, call: Call) -> Plan:
     """
     kernel = REGISTRY.kernel(spec)
     problem, graph = call.problem, call.graph
-    raster = RASTER[config.raster] if isinstance(config, Sm90Config) else 0
+    raster, swizzle = order(config)
     with torch.cuda.device(problem.a.device):
-        workspace = int(kernel.workspace_size(problem.m, problem.n, problem.k, raster, config.swizzle))
+        workspace = int(kernel.workspace_size(problem.m, problem.n, problem.k, raster, swizzle))
     return Plan(
         spec=spec,
         kernel=kernel,
         launch=kernel.launch,
         raster=raster,
-        swizzle=config.swizzle,
+        swizzle=swizzle,
         workspace=workspace,
         outputs=tuple((problem.output_shape(o), t.dtype) for o, t in zip(graph.outputs, call.outputs, strict=True)),
     )

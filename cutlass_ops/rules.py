@@ -80,6 +80,7 @@ _SM90_CHOICES: dict[str, tuple[object, ...]] = {
     "swap_ab": (False, True),
     "raster": ("heuristic", "along_m", "along_n"),
     "swizzle": SWIZZLES,
+    "by_gpc": (False, True),
 }
 
 

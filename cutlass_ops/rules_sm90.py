@@ -107,6 +107,15 @@ def _scheduler(_: KernelSpec, config: Sm90Config) -> Iterator[str]:
         yield f"scheduler 'stream_k' with schedule {config.schedule!r}: CUTLASS has it for 'cooperative' only; use that"
 
 
+def _by_gpc(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
+    launch = spec.launch_config
+    if isinstance(launch, Sm90Config) and launch.by_gpc and not config.ordered:
+        yield (
+            f"by_gpc with schedule {config.schedule!r} and scheduler {config.scheduler!r}: the order of tiles is "
+            f"CUTLASS's there; use schedule 'pingpong' or 'cooperative' with scheduler 'persistent'"
+        )
+
+
 def _cluster_size(_: KernelSpec, config: Sm90Config) -> Iterator[str]:
     cluster = config.cluster
     if cluster.m * cluster.n > arch.MAX_CLUSTER:
@@ -180,6 +189,7 @@ SM90: tuple[Rule[Sm90Config], ...] = (
     Rule("epilogue_step", "policy", _epilogue_step),
     Rule("accumulators", "policy", _accumulators),
     Rule("scheduler", "compiler", _scheduler),
+    Rule("by_gpc", "policy", _by_gpc),
     Rule("cluster_size", "policy", _cluster_size),
     Rule("cluster_shape", "policy", _cluster_shape),
     Rule("multicast", "hardware", _multicast),

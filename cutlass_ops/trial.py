@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from cutlass_ops import racing, reference
-from cutlass_ops.config import Config, Raster, Sm90Config
+from cutlass_ops import heuristics, racing, reference
+from cutlass_ops.call import device_of
+from cutlass_ops.config import Config
 from cutlass_ops.epilogue.graph import Kind
 from cutlass_ops.loader import LoadedKernel, refusal
 from cutlass_ops.peers import Peer, peers
-from cutlass_ops.plan import RASTER
+from cutlass_ops.plan import order
 from cutlass_ops.racing import Standing
 from cutlass_ops.registry import OpSignature
 from cutlass_ops.spec import Operand
 from cutlass_ops.tables import Measured, Problem
 from cutlass_ops.timing import Run, Stopwatch, expected_us, rotation
 
-# Orders of tiles that a persistent kernel is tried with, and how many kernels are.
-_ORDERS: tuple[tuple[Raster, int], ...] = (
-    *(("along_m", 1), ("along_m", 2)),
-    *(("along_n", 1), ("along_n", 2), ("along_n", 4)),
-)
+# How many kernels are tried with every order of tiles.
 _FINALISTS = 3
 
 # A kernel's error may be twice that of rounding the exact result to the output's type, besides that of FP32 sums.
@@ -146,10 +143,7 @@ class Trial:
         """Enter other orders of tiles of some kernels."""
         entered: list[Config] = []
         for config in finalists:
-            if not isinstance(config, Sm90Config) or config.schedule == "warp_specialized":
-                continue
-            for raster, swizzle in _ORDERS:
-                ordered = replace(config, raster=raster, swizzle=swizzle)
+            for ordered in heuristics.orders(config, self._problem, device_of(self._device)):
                 if ordered not in self._kernels:
                     self._watch.add(ordered, self._run(ordered, self._kernels[config]))
                     entered.append(ordered)
@@ -157,15 +151,15 @@ class Trial:
 
     def _run(self, config: Config, kernel: LoadedKernel) -> Callable[[int], int]:
         m, n, k = self._problem
-        raster = RASTER[config.raster] if isinstance(config, Sm90Config) else 0
+        raster, swizzle = order(config)
         with torch.cuda.device(self._device):
-            size = int(kernel.workspace_size(m, n, k, raster, config.swizzle))
+            size = int(kernel.workspace_size(m, n, k, raster, swizzle))
         workspace = torch.empty(size, dtype=torch.uint8, device=self._device) if size else None
 
         def run(index: int) -> int:
             x = self._sets[index % len(self._sets)]
             d, *others = x.outputs
-            return kernel.launch(x.a, x.b, d, *x.inputs, *others, raster, config.swizzle, workspace)
+            return kernel.launch(x.a, x.b, d, *x.inputs, *others, raster, swizzle, workspace)
 
         return run
 

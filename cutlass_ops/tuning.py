@@ -150,8 +150,15 @@ def _plan(
         near = [c for c in ranked if times[c] <= _WITHIN * times[ranked[0]]][: effort.candidates]
         # What was the best is what the others have to beat, and what their times can be compared by.
         near = list(dict.fromkeys([*problems[problem][:1], *near]))
-        tasks.append(Task(signature, problem, tuple(heuristics.with_order(c, problem) for c in near)))
+        entrants = [o for c in near for o in _orders(c, problem, device)]
+        tasks.append(Task(signature, problem, tuple(entrants)))
     return tasks
+
+
+def _orders(config: Config, problem: Problem, device: Device) -> list[Config]:
+    """Return a kernel as it enters a race: in the usual order of tiles, and by GPC where that may be worth much."""
+    by_gpc = [o for o in heuristics.orders(config, problem, device) if isinstance(o, Sm90Config) and o.by_gpc]
+    return [heuristics.with_order(config, problem), *by_gpc[:1]]
 
 
 def _considered(policy: Policy, problem: Problem, centres: Sequence[Sm90Config], device: Device) -> list[Config]:
@@ -344,7 +351,7 @@ def _line(point: Point, done: int, left: int, seconds: float) -> str:
     peer = min(point.peers, key=lambda p: p[1], default=None)
     against = f", {peer[0]} {peer[1]:.1f} us, ratio {peer[1] / best.microseconds:.3f}" if peer else ""
     remaining = seconds / done * left
-    order = f" {best.config.raster} {best.config.swizzle}" if isinstance(best.config, Sm90Config) else ""
+    order = f" {best.config.order}" if isinstance(best.config, Sm90Config) and best.config.ordered else ""
     return (
         f"{_name(point.problem)}: {best.microseconds:.1f} us{against}, {best.config.slug}{order}; "
         f"{left} problems left, about {remaining:.0f} s"

@@ -88,14 +88,16 @@ def launch(kernel, a, b, d, bias, raster, swizzle):
     return kernel.loaded.launch(a, b, d, bias, raster, swizzle, workspace)
 
 
+@pytest.mark.parametrize("extents", [(1096, 1136), (712, 200), (8, 8)], ids=["waves", "part of one", "one tile"])
 @pytest.mark.parametrize("name", ORDERED)
-def test_every_order_of_tiles_gives_the_same(name):
+def test_every_order_of_tiles_gives_the_same(name, extents):
     kernel = co.build(CONFIGURATIONS[name])
-    a, b, bias = problem(1096, 1136, 136, CONFIGURATIONS[name])
+    m, n = extents
+    a, b, bias = problem(m, n, 136, CONFIGURATIONS[name])
     wanted = exact(a, b, bias, a.dtype)
-    for raster in (0, 1, 2):
+    for raster in (0, 1, 2, 4, 5, 6):  # from 4 on by GPC
         for swizzle in (1, 2, 4, 8):
-            d = nan_like(1096, 1136, dtype=a.dtype)
+            d = nan_like(m, n, dtype=a.dtype)
             assert launch(kernel, a, b, d, bias, raster, swizzle) == 0
             assert torch.equal(d, wanted), f"raster {raster}, swizzle {swizzle}"
 

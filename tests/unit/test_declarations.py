@@ -52,6 +52,7 @@ SM90 = st.builds(
     stages=st.none() | st.integers(0, 12),
     swap_ab=st.booleans(),
     raster=st.sampled_from(("heuristic", "along_m", "along_n")),
+    by_gpc=st.booleans(),
     swizzle=st.integers(1, 8),
 )
 CONFIGS = SM80 | SM90
@@ -266,7 +267,7 @@ def test_every_field_makes_another_kernel():
     assert len(set(every)) == len({s.canonical() for s in every}) == len({s.slug for s in every}) == len(every)
 
 
-@pytest.mark.parametrize("launch", [{"raster": "along_n"}, {"swizzle": 4}])
+@pytest.mark.parametrize("launch", [{"raster": "along_n"}, {"swizzle": 4}, {"by_gpc": True}])
 def test_launch_arguments_are_no_part_of_a_kernel(launch):
     config = spec().config
     assert spec(config=replace(config, **launch)) == spec()
@@ -364,6 +365,7 @@ def test_an_unknown_dtype_is_refused_with_those_there_are(name):
         ("scheduler", 1),
         ("raster", None),
         ("swizzle", "2"),
+        ("by_gpc", 1),
         ("swizzle", True),
         ("swap_ab", 1),
         ("stages", 3.0),

@@ -269,13 +269,25 @@ def test_a_device_without_a_target_has_no_candidates(capability):
 CLUSTERED = Sm90Config(ThreadblockShape(128, 192, 64), ClusterShape(2, 1))
 
 
-def test_the_order_of_tiles_covers_an_odd_strip_at_the_end():
-    swizzles = [heuristics.with_order(CLUSTERED, (strips * 256, 4096, 4096)).swizzle for strips in (3, 4, 11)]
-    assert swizzles == [1, 2, 2]
-    # The other way round, the problem's N lies along the kernel's M.
-    swapped = replace(CLUSTERED, swap_ab=True)
-    assert heuristics.with_order(swapped, (4096, 3 * 256, 4096)).swizzle == 1
-    assert heuristics.with_order(swapped, (4096, 4 * 256, 4096)).swizzle == 2
+@pytest.mark.parametrize(
+    ("cluster", "rasters"),
+    [((2, 1), {"along_n"}), ((1, 2), {"along_m"}), ((1, 1), {"along_m", "along_n"}), ((2, 2), {"along_m", "along_n"})],
+)
+def test_runs_of_tiles_of_a_gpc_share_the_operand_that_is_not_multicast(cluster, rasters):
+    config = replace(CLUSTERED, cluster=ClusterShape(*cluster))
+    one_wave = heuristics.orders(config, (1024, 1024, 4096), H100)
+    assert {c.raster for c in one_wave if c.by_gpc} == rasters
+    assert {c.raster for c in one_wave if not c.by_gpc} == {"along_m", "along_n"}
+    assert len(set(one_wave)) == len(one_wave)
+
+
+def test_long_problems_are_not_tried_by_gpc():
+    assert not any(c.by_gpc for c in heuristics.orders(CLUSTERED, (8192, 8192, 8192), H100))
+
+
+def test_a_kernel_without_an_order_of_tiles_is_tried_in_none():
+    single = replace(CLUSTERED, threadblock=ThreadblockShape(64, 128, 64), schedule="warp_specialized")
+    assert heuristics.orders(single, (1024, 1024, 4096), H100) == []
 
 
 def test_a_weight_beyond_the_cache_is_read_once_where_the_rows_stay_in_it():

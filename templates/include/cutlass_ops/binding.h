@@ -1,8 +1,9 @@
 // What every kernel shares on the host: decoding one call's arguments, checking them against what the kernel was
 // compiled for, and the current stream. Only tvm-ffi's C interface is used, which keeps this header cheap to compile.
 //
-// A launch takes (a, b, d, inputs..., outputs..., raster, swizzle, workspace) and returns a status: 0 after a launch, else 16 * (position of the argument) + Reason. Nothing was launched
-// then, and the caller explains the reason in words. CUDA's own failures are raised as errors.
+// A launch takes (a, b, d, inputs..., outputs..., raster, swizzle, workspace) and returns a status: 0 after a launch, else
+// 16 * (position of the argument) + Reason. Nothing was launched then, and the caller explains the reason in words. CUDA's
+// own failures are raised as errors.
 
 #pragma once
 
@@ -17,6 +18,8 @@
 #include "cutlass/half.h"
 
 namespace cutlass_ops {
+
+constexpr int kMaxDevices = 64;
 
 enum class Major { kRow, kCol };
 

@@ -118,7 +118,6 @@ Device prepare(int ordinal) {
 // The current device, which must be number `ordinal`, prepared for the kernel by whichever thread comes first.
 template <class GemmKernel>
 Device prepared(int ordinal) {
-  constexpr int kMaxDevices = 64;
   static std::mutex mutex;
   static std::atomic<bool> ready[kMaxDevices];
   static Device devices[kMaxDevices];

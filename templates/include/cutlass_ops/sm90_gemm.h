@@ -2,18 +2,32 @@
 
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 
 #include "cute/tensor.hpp"
 #include "cutlass/cutlass.h"
 #include "cutlass/device_kernel.h"
 #include "cutlass/epilogue/collective/collective_builder.hpp"
-#include "cutlass/gemm/collective/collective_builder.hpp"
-#include "cutlass/gemm/kernel/gemm_universal.hpp"
+#include "cutlass/gemm/collective/builders/sm90_common.inl"
+#include "cutlass/gemm/collective/collective_mma_decl.hpp"
+#include "cutlass/gemm/collective/sm90_mma_tma_gmma_ss_warpspecialized.hpp"
+#include "cutlass/gemm/kernel/gemm_universal_decl.h"
 #include "cutlass/gemm/kernel/tile_scheduler.hpp"
+
+// Of CUTLASS's kernels only the three that are used: gemm_universal.hpp, which has all and this trait, costs seconds.
+namespace cutlass::gemm::kernel {
+template <class ProblemShape, class = void>
+struct IsCutlass3ArrayKernel : cute::false_type {};
+}  // namespace cutlass::gemm::kernel
+#include "cutlass/gemm/kernel/sm90_gemm_tma_warpspecialized.hpp"
+#include "cutlass/gemm/kernel/sm90_gemm_tma_warpspecialized_cooperative.hpp"
+#include "cutlass/gemm/kernel/sm90_gemm_tma_warpspecialized_pingpong.hpp"
 
 #include "cutlass_ops/binding.h"
 #include "cutlass_ops/epilogue_math.h"
+#include "cutlass_ops/placement.h"
+#include "cutlass_ops/tile_order.h"
 #include "cutlass_ops/wgmma.h"
 
 namespace cutlass_ops {
@@ -100,8 +114,6 @@ struct Sm90Mainloop {
 
 // ---- Launch ------------------------------------------------------------------------------------------------------
 
-constexpr int kMaxDevices = 64;
-
 inline int multiprocessors(int device) {
   static std::atomic<int> counts[kMaxDevices];
   int count = counts[device].load(std::memory_order_relaxed);
@@ -112,26 +124,18 @@ inline int multiprocessors(int device) {
   return count;
 }
 
-// Raster order and swizzle as the caller numbers them: 0 heuristic, 1 along M, 2 along N.
+// Order of tiles as the caller numbers it: 0 heuristic, 1 along M, 2 along N; 4 more where runs of tiles go to one GPC
+// each.
+constexpr int kByGpc = 4;
+
 template <class Arguments>
 Arguments scheduler_arguments(int raster, int swizzle) {
   using Order = cute::remove_cvref_t<decltype(Arguments{}.raster_order)>;
   Arguments scheduler{};
   scheduler.max_swizzle_size = swizzle;
+  raster &= kByGpc - 1;
   scheduler.raster_order = raster == 1 ? Order::AlongM : raster == 2 ? Order::AlongN : Order::Heuristic;
   return scheduler;
-}
-
-// Large shared memory has to be asked for once a device.
-template <class GemmKernel>
-cudaError_t prepare(int device) {
-  static std::atomic<bool> done[kMaxDevices];
-  if (done[device].load(std::memory_order_acquire)) return cudaSuccess;
-  cudaError_t const error =
-      cudaFuncSetAttribute(reinterpret_cast<void const*>(&cutlass::device_kernel<GemmKernel>),
-                           cudaFuncAttributeMaxDynamicSharedMemorySize, GemmKernel::SharedStorageSize);
-  if (error == cudaSuccess) done[device].store(true, std::memory_order_release);
-  return error;
 }
 
 // Whether the kernel itself waits for the end of what runs before it. A rendered file asks CUTLASS for that before any
@@ -144,20 +148,24 @@ constexpr bool kWaits = false;
 
 // `Gemm` is what a rendered file defines:
 //   GemmKernel; struct Operands { Problem problem; ... }; static Operands read(Call&);
-//   static typename GemmKernel::Arguments arguments(Operands const&, int raster, int swizzle);
+//   static typename GemmKernel::Arguments arguments(Operands const&);
 template <class Gemm>
 struct Sm90Entry {
   using GemmKernel = typename Gemm::GemmKernel;
   using Operands = typename Gemm::Operands;
+  using Scheduler = typename GemmKernel::TileScheduler;
+  using ClusterShape = typename GemmKernel::DispatchPolicy::ClusterShape;
+  static constexpr bool kOrdered = cute::is_same_v<Scheduler, OrderedTileScheduler>;
+  static constexpr int kCluster = cute::size(ClusterShape{});
 
   static cudaError_t launch(Call& call, int& status) {
     Operands const operands = Gemm::read(call);
     status = call.status();
     if (status != 0) return cudaSuccess;
-    DeviceGuard const guard(call.device());
+    int const device = call.device();
+    DeviceGuard const guard(device);
     auto arguments = Gemm::arguments(operands);
-    arguments.hw_info.device_id = call.device();
-    arguments.hw_info.sm_count = multiprocessors(call.device());
+    if (cudaError_t const error = prepare(device, arguments.hw_info); error != cudaSuccess) return error;
 
     int const raster = call.integer();
     int const swizzle = call.integer();
@@ -167,13 +175,17 @@ struct Sm90Entry {
     status = call.status();
     if (status != 0) return cudaSuccess;
 
+    bool const by_gpc = kOrdered && (raster & kByGpc) != 0;
+    if constexpr (kOrdered) {
+      if (by_gpc) arguments.scheduler.places = placement::of<kCluster>(device);
+    }
     cudaStream_t const stream = call.stream();
     if (workspace_size != 0 &&
         GemmKernel::initialize_workspace(arguments, workspace, stream) != cutlass::Status::kSuccess) {
       return cudaGetLastError();
     }
-    if (cudaError_t const error = prepare<GemmKernel>(call.device()); error != cudaSuccess) return error;
-    bool const overlap = kWaits && workspace_size == 0 && !call.reads_device_scalars();
+    // Blocks that start as others end land anywhere, so an order by GPC wants the device empty.
+    bool const overlap = kWaits && !by_gpc && workspace_size == 0 && !call.reads_device_scalars();
     return enqueue(GemmKernel::to_underlying_arguments(arguments, workspace), stream, overlap);
   }
 
@@ -183,8 +195,7 @@ struct Sm90Entry {
     auto arguments = Gemm::arguments(operands);
     int device = 0;
     cudaGetDevice(&device);
-    arguments.hw_info.device_id = device;
-    arguments.hw_info.sm_count = multiprocessors(device);
+    (void)prepare(device, arguments.hw_info);  // a launch reports what fails here
     arguments.scheduler = scheduler_arguments<typename GemmKernel::TileSchedulerArguments>(raster, swizzle);
     return int64_t(GemmKernel::get_workspace_size(arguments));
   }
@@ -195,29 +206,67 @@ struct Sm90Entry {
   }
 
  private:
+  static void const* kernel() { return reinterpret_cast<void const*>(&cutlass::device_kernel<GemmKernel>); }
+
+  // Attributes: the cluster, and whether thread blocks start while the kernel before in the stream is still ending.
+  struct Launch {
+    cudaLaunchConfig_t config{};
+    cudaLaunchAttribute attributes[2];
+
+    Launch(dim3 grid, bool overlap) {
+      attributes[0].id = cudaLaunchAttributeClusterDimension;
+      attributes[0].val.clusterDim.x = cute::size<0>(ClusterShape{});
+      attributes[0].val.clusterDim.y = cute::size<1>(ClusterShape{});
+      attributes[0].val.clusterDim.z = 1;
+      attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attributes[1].val.programmaticStreamSerializationAllowed = 1;
+      config.gridDim = grid;
+      config.blockDim = GemmKernel::get_block_shape();
+      config.dynamicSmemBytes = GemmKernel::SharedStorageSize;
+      config.attrs = attributes;
+      config.numAttrs = overlap ? 2 : 1;
+    }
+    Launch(Launch const&) = delete;
+  };
+
+  // Done once a device: large shared memory has to be asked for, and only the driver knows how many clusters fit.
+  static cudaError_t prepare(int device, cutlass::KernelHardwareInfo& hardware) {
+    static std::atomic<int> clusters[kMaxDevices];
+    int active = clusters[device].load(std::memory_order_acquire);
+    hardware.device_id = device;
+    hardware.sm_count = multiprocessors(device);
+    if (active == 0) {
+      cudaError_t error =
+          cudaFuncSetAttribute(kernel(), cudaFuncAttributeMaxDynamicSharedMemorySize, GemmKernel::SharedStorageSize);
+      if (error != cudaSuccess) return error;
+      Launch launch(dim3(cute::size<0>(ClusterShape{}), cute::size<1>(ClusterShape{})), false);
+      error = cudaOccupancyMaxActiveClusters(&active, kernel(), &launch.config);
+      if (error != cudaSuccess) return error;
+      // One block on a multiprocessor, even where two would fit.
+      active = std::max(1, std::min(active, hardware.sm_count / kCluster));
+      clusters[device].store(active, std::memory_order_release);
+    }
+    hardware.max_active_clusters = active;
+    return cudaSuccess;
+  }
+
   // With `overlap`, thread blocks start while the kernel before in the stream is still ending (programmatic dependent
   // launch). Each waits for the end of that kernel before its first load, and nothing is written but what depends on a
   // load. Two cases must not overlap: scalars on the device are read before the wait, and a workspace is cleared by a
   // memset that this launch has to follow.
   static cudaError_t enqueue(typename GemmKernel::Params params, cudaStream_t stream, bool overlap) {
-    using ClusterShape = typename GemmKernel::DispatchPolicy::ClusterShape;
-    cudaLaunchAttribute attributes[2];
-    attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim.x = cute::size<0>(ClusterShape{});
-    attributes[0].val.clusterDim.y = cute::size<1>(ClusterShape{});
-    attributes[0].val.clusterDim.z = 1;
-    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[1].val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = GemmKernel::get_grid_shape(params);
-    config.blockDim = GemmKernel::get_block_shape();
-    config.dynamicSmemBytes = GemmKernel::SharedStorageSize;
-    config.stream = stream;
-    config.attrs = attributes;
-    config.numAttrs = overlap ? 2 : 1;
+    Launch launch(grid(params), overlap);
+    launch.config.stream = stream;
     void* kernel_params[] = {&params};
-    return cudaLaunchKernelExC(&config, reinterpret_cast<void const*>(&cutlass::device_kernel<GemmKernel>),
-                               kernel_params);
+    return cudaLaunchKernelExC(&launch.config, kernel(), kernel_params);
+  }
+
+  static dim3 grid(typename GemmKernel::Params const& params) {
+    if constexpr (kOrdered) {
+      return Scheduler::grid(params.scheduler, ClusterShape{});
+    } else {
+      return GemmKernel::get_grid_shape(params);
+    }
   }
 };
 

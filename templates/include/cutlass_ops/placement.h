@@ -1,0 +1,186 @@
+// Which of a device's GPCs (graphics processing clusters) a launch's thread block clusters land on.
+//
+// Reads of one line by several multiprocessors of a GPC are merged before the L2 cache if they come at nearly the same
+// time; across GPCs they are not (benchmarks/NOTES.md). The runtime has no name for a GPC, but thread block clusters
+// never span two: those that large clusters connect belong together. What is found here decides how fast a kernel is,
+// never what it computes.
+
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <mutex>
+#include <numeric>
+#include <optional>
+#include <vector>
+
+#include <cuda_runtime.h>
+
+#include "cutlass_ops/binding.h"
+
+namespace cutlass_ops {
+namespace placement {
+
+constexpr int kMaxMultiprocessors = 1024;
+constexpr int kResident = 20'000;  // nanoseconds within which all blocks of a launch start
+constexpr int kAttempts = 8;       // launches after which a device that was always busy is let alone
+constexpr auto kPatience = std::chrono::milliseconds(20);  // for one observation
+
+// Each block reports its multiprocessor and stays until all have started.
+static __global__ void report(int* multiprocessors) {
+  unsigned id;
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(id));
+  if (threadIdx.x == 0) multiprocessors[blockIdx.x] = int(id);
+  uint64_t start, now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
+  do {
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  } while (now - start < kResident);
+}
+
+// Launches `report` on a stream of its own. Whatever fails is no error: nothing is known then.
+class Observer {
+ public:
+  explicit Observer(int device) {
+    cudaDeviceGetAttribute(&shared_memory_, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    auto const kernel = reinterpret_cast<void const*>(&report);
+    ready_ = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess &&
+             cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_memory_) == cudaSuccess &&
+             cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking) == cudaSuccess &&
+             cudaHostAlloc(&reported_, kMaxMultiprocessors * sizeof(int), cudaHostAllocMapped) == cudaSuccess;
+  }
+
+  // The multiprocessor of each block, cluster by cluster, with one block on each multiprocessor.
+  std::optional<std::vector<int>> observe(int cluster) {
+    if (!ready_ || cudaStreamQuery(stream_) != cudaSuccess) return std::nullopt;
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {unsigned(cluster), 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(cluster);
+    config.blockDim = dim3(32);
+    config.dynamicSmemBytes = shared_memory_;
+    config.stream = stream_;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    int clusters = 0;
+    if (cudaOccupancyMaxActiveClusters(&clusters, report, &config) != cudaSuccess || clusters == 0) return std::nullopt;
+    int const blocks = std::min(clusters * cluster, kMaxMultiprocessors);
+    config.gridDim = dim3(blocks);
+    if (cudaLaunchKernelEx(&config, report, reported_) != cudaSuccess || !finished()) return std::nullopt;
+    std::vector<int> found(reported_, reported_ + blocks), sorted = found;
+    std::sort(sorted.begin(), sorted.end());
+    bool const alone = std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end();
+    bool const known = sorted.front() >= 0 && sorted.back() < kMaxMultiprocessors;
+    return alone && known ? std::optional(found) : std::nullopt;
+  }
+
+ private:
+  // Another kernel may hold the device for ever, waiting for this very thread: so this waits a while and no longer.
+  bool finished() {
+    auto const deadline = std::chrono::steady_clock::now() + kPatience;
+    cudaError_t state;
+    while ((state = cudaStreamQuery(stream_)) == cudaErrorNotReady) {
+      if (std::chrono::steady_clock::now() > deadline) return false;
+    }
+    return state == cudaSuccess;
+  }
+
+  bool ready_ = false;
+  int shared_memory_ = 0;
+  cudaStream_t stream_ = nullptr;
+  int* reported_ = nullptr;
+};
+
+// The GPC of each multiprocessor, numbered from 0.
+inline std::optional<std::vector<int>> gpcs(Observer& observer) {
+  std::vector<int> parent(kMaxMultiprocessors);
+  std::iota(parent.begin(), parent.end(), 0);
+  auto const root = [&](int x) {
+    while (parent[x] != x) x = parent[x] = parent[parent[x]];
+    return x;
+  };
+  // Sizes that do not divide a GPC alike connect all of it.
+  std::vector<bool> connected(kMaxMultiprocessors, false), present(kMaxMultiprocessors, false);
+  for (int cluster : {16, 8, 4, 1}) {
+    for (int repetition = 0; repetition < (cluster == 1 ? 1 : 3); ++repetition) {
+      auto const found = observer.observe(cluster);
+      if (!found) {
+        if (cluster == 16) break;  // larger than portable ones: some devices have none
+        return std::nullopt;
+      }
+      for (size_t i = 0; i < found->size(); ++i) {
+        present[(*found)[i]] = true;
+        if (cluster == 1) continue;
+        connected[(*found)[i]] = true;
+        parent[root((*found)[i])] = root((*found)[i - i % cluster]);
+      }
+    }
+  }
+  std::vector<int> group(kMaxMultiprocessors, -1), size;
+  for (int i = 0; i < kMaxMultiprocessors; ++i) {
+    if (!connected[i]) continue;
+    int& number = group[root(i)];
+    if (number < 0) {
+      number = int(size.size());
+      size.push_back(0);
+    }
+    ++size[number];
+    group[i] = number;
+  }
+  if (size.empty() || size.size() > 255) return std::nullopt;
+  // An H100 has ten multiprocessors that no cluster of four takes. Their reads merge with those of the smallest GPC.
+  int const smallest = int(std::min_element(size.begin(), size.end()) - size.begin());
+  for (int i = 0; i < kMaxMultiprocessors; ++i) {
+    if (present[i] && group[i] < 0) group[i] = smallest;
+  }
+  return group;
+}
+
+// The GPC on which each cluster of a launch lands that finds the device empty.
+inline std::optional<std::vector<uint8_t>> find(Observer& observer, int cluster) {
+  auto const gpc = gpcs(observer);
+  if (!gpc) return std::nullopt;
+  std::vector<uint8_t> previous;
+  for (int repetition = 0; repetition < 4; ++repetition) {
+    auto const found = observer.observe(cluster);
+    if (!found) return std::nullopt;
+    std::vector<uint8_t> places;
+    for (size_t i = 0; i < found->size(); i += cluster) places.push_back(uint8_t((*gpc)[(*found)[i]]));
+    // Kernels on other streams would show as differences. A few clusters differ even on an idle device.
+    int same = 0;
+    for (size_t i = 0; i < previous.size(); ++i) same += previous[i] == places[i];
+    if (!previous.empty() && same * 10 >= int(places.size()) * 8) return places;
+    previous = places;
+  }
+  return std::nullopt;
+}
+
+// As above, found once a device. Null while nothing is known.
+template <int kCluster>
+uint8_t const* of(int device) {
+  static std::mutex mutex;
+  static std::atomic<uint8_t const*> known[kMaxDevices];
+  static int attempts[kMaxDevices];
+  if (uint8_t const* there = known[device].load(std::memory_order_acquire)) return there;
+  std::lock_guard<std::mutex> const lock(mutex);
+  if (known[device].load(std::memory_order_relaxed) == nullptr && attempts[device] < kAttempts) {
+    ++attempts[device];
+    // The thread may be capturing a graph, in which these calls have no part.
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    cudaThreadExchangeStreamCaptureMode(&mode);
+    static Observer* observers[kMaxDevices];  // kept: to free what a late report may still use would be to wait for it
+    if (observers[device] == nullptr) observers[device] = new Observer(device);
+    if (auto const found = find(*observers[device], kCluster)) {
+      known[device].store((new std::vector<uint8_t>(*found))->data(), std::memory_order_release);
+    }
+    cudaThreadExchangeStreamCaptureMode(&mode);
+    cudaGetLastError();  // what failed here is no failure of the launch
+  }
+  return known[device].load(std::memory_order_relaxed);
+}
+
+}  // namespace placement
+}  // namespace cutlass_ops
