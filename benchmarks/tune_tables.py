@@ -12,7 +12,9 @@ from pathlib import Path
 
 import shapes
 
-from cutlass_ops import ops
+from cutlass_ops import ops, tables
+from cutlass_ops.epilogue.graph import Graph
+from cutlass_ops.tables import Problem
 from cutlass_ops.tuning import Effort, tune
 
 
@@ -28,10 +30,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing new after so long")
     parser.add_argument("--again", action="store_true", help="measure again what was measured before")
     parser.add_argument("--refine", action="store_true", help="look around what was measured to be the best")
+    parser.add_argument("--below", type=float, help="only where the best peer's time over ours was less, or unknown")
     parser.add_argument("--folder", type=Path, required=True)
     args = parser.parse_args()
     effort = Effort(kernels=args.kernels, candidates=args.candidates, refine=args.refine, seconds=args.seconds)
     wanted = shapes.GRID if args.shapes == "grid" else shapes.TUNING
+    if args.below is not None:
+        done = _at_least(args.below, args.folder, named[args.op].graph)
+        wanted = tuple(shape for shape in wanted if shape not in done)
     report = tune(
         named[args.op], wanted, dtypes=args.dtypes, effort=effort, folder=args.folder.absolute(), again=args.again,
         show=print,
@@ -39,6 +45,18 @@ def main() -> None:
     print(f"{report.measured} measured, {report.known} known before, {report.left} left")
     for name, why in report.failed.items():
         print(f"failed: {name}: {why}")
+
+
+def _at_least(ratio: float, folder: Path, epilogue: Graph) -> set[Problem]:
+    """Return the problems at which tables of an epilogue have no peer that is faster by more than a ratio."""
+    return {
+        point.problem
+        for table in map(tables.load, folder.glob("*.json"))
+        for point in table.points
+        if table.signature.epilogue == epilogue
+        and point.peers
+        and min(time for _, time in point.peers) >= ratio * point.measured[0].microseconds
+    }
 
 
 if __name__ == "__main__":

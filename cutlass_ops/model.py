@@ -65,6 +65,10 @@ class Chip:
         Microseconds in which most of that shows.
     reread : float
         Part of B that each further row of tiles reads from device memory again.
+    merge : float
+        How many reads of one operand become one where a GPC takes a run of tiles.
+    alone : float
+        Microseconds more for a launch that does not overlap with the kernel before it.
     serial : float
         By what part each further wave of a kernel that is not persistent is slower: its tiles have no order.
     efficiency : PerSchedule
@@ -85,6 +89,8 @@ class Chip:
     throttle: float
     throttle_after: float
     reread: float
+    merge: float
+    alone: float
     serial: float
     efficiency: PerSchedule
     epilogue: PerSchedule
@@ -103,6 +109,8 @@ H100 = Chip(
     throttle=0.207,
     throttle_after=150.0,
     reread=0.126,
+    merge=2.0,
+    alone=1.0,
     serial=0.0177,
     efficiency=PerSchedule(warp_specialized=0.879, pingpong=1.031, cooperative=1.061),
     epilogue=PerSchedule(warp_specialized=1.68, pingpong=1.11, cooperative=0.80),
@@ -215,8 +223,12 @@ def predict(config: Sm90Config, problem: tuple[int, int, int], chip: Chip = H100
     compute = instructions * max(products, operands) * chip.efficiency.of(schedule) / (chip.clock * 1e3)
     row_bytes = shape.k * element_bytes
     fill = (tile_m + tile_n) * row_bytes / (chip.fill * 1e3)
-    # A tile of A is read once for the blocks of a cluster along N, one of B for those along M.
-    shared = (tile_m / cluster_n + tile_n / cluster_m) * row_bytes * cover.active / (chip.l2 * 1e3)
+    # A tile of A is read once for the blocks of a cluster along N, one of B for those along M. Without such a
+    # multicast, a GPC that takes a run of tiles reads it once for several.
+    merge = chip.merge if config.by_gpc else 1.0
+    reads_a = tile_m / (cluster_n if cluster_n > 1 else merge)
+    reads_b = tile_n / (cluster_m if cluster_m > 1 else merge)
+    shared = (reads_a + reads_b) * row_bytes * cover.active / (chip.l2 * 1e3)
     step = _soft_max(compute, fill, shared)
     if schedule == "warp_specialized":
         step *= 1 + chip.serial * min(cover.waves - 1, 6)
@@ -229,7 +241,7 @@ def predict(config: Sm90Config, problem: tuple[int, int, int], chip: Chip = H100
     memory = element_bytes * (m * k + k * n * rereads + m * n) / (chip.dram * 1e3)
     # Among kernels that all wait for memory, the one with the least padding wins.
     padding = 1 + 0.01 * (min(cover.rows * tile_m / m, 4) - 1)
-    start = chip.launch + (chip.cluster if cluster_m * cluster_n > 1 else 0.0)
+    start = chip.launch + (chip.cluster if cluster_m * cluster_n > 1 else 0.0) + (chip.alone if config.by_gpc else 0.0)
     return (_soft_max(busy, memory) + start) * padding
 
 

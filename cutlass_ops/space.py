@@ -58,7 +58,13 @@ def ranked(signature: OpSignature, problem: Problem, limit: int, device: Device)
         Where they run.
     """
     worth = (c for c in configurations(signature) if _usual(c, signature.a.dtype.bytes))
-    return nsmallest(limit, worth, key=lambda c: heuristics.predict(c, problem, device))
+    return nsmallest(limit, worth, key=lambda c: _at_best(c, problem, device))
+
+
+def _at_best(config: Sm90Config, problem: Problem, device: Device) -> float:
+    """Return the time that is predicted for the better of two orders of tiles."""
+    orders = [config, *heuristics.orders(config, problem, device)[-1:]]
+    return min(heuristics.predict(o, problem, device) for o in orders)
 
 
 def neighbours(signature: OpSignature, config: Sm90Config) -> list[Sm90Config]:

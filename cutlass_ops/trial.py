@@ -125,7 +125,9 @@ class Trial:
             return (), ()
         # A peer that is ahead must not cost the kernels their rounds.
         standings = racing.race([*self._kernels], measure, guests=self._peers, rounds=rounds)
-        finalists = [s.entrant for s in standings if not isinstance(s.entrant, str)][:_FINALISTS]
+        ranked = [s.entrant for s in standings if not isinstance(s.entrant, str)]
+        # A kernel may have entered in several orders of tiles: the best of each.
+        finalists = list({c.binary(): c for c in reversed(ranked)}.values())[::-1][:_FINALISTS]
         further = self._further(finalists)
         second = racing.race([finalists[0], *further], measure, guests=self._peers, rounds=rounds) if further else []
         ratios = _combined(standings, second, finalists[0])
@@ -140,7 +142,7 @@ class Trial:
         return tuple(measured), tuple((name, unit * ratios[name]) for name in self._peers)
 
     def _further(self, finalists: Sequence[Config]) -> list[Config]:
-        """Enter other orders of tiles of some kernels."""
+        """Enter other orders of tiles of some kernels, which differ."""
         entered: list[Config] = []
         for config in finalists:
             for ordered in heuristics.orders(config, self._problem, device_of(self._device)):

@@ -53,6 +53,16 @@ def test_a_race_has_kernels_in_several_orders_and_peers(spec):
     assert len(rounds) == 6
 
 
+def test_a_kernel_may_enter_in_several_orders(spec):
+    trial = Trial(signature_of(spec), PROBLEM, DEVICE)
+    orders = heuristics.orders(spec.config, PROBLEM, device_of(DEVICE))
+    for config in (spec.config, orders[0], orders[-1]):
+        assert trial.admit(config, REGISTRY.kernel(spec)) is None
+    measured, _ = trial.race(3, lambda: None)
+    assert [m.config for m in measured].count(orders[0]) == 1
+    assert {m.config.order for m in measured} == {"heuristic 1"} | {o.order for o in orders}
+
+
 def fake(spec, after=None, run=True):
     """A kernel with something wrong about it."""
     real = REGISTRY.kernel(spec)
