@@ -20,6 +20,15 @@ OTHER_WEIGHTS = (
     *((32000, 4096), (128256, 4096), (1536, 8960), (11008, 4096), (4096, 11008)),
 )
 OTHER_ROWS = (1, 8, 32, 64, 96, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 6144)
+# Weights and numbers of rows that powers of two divide less often.
+IRREGULAR_WEIGHTS = (
+    *((3584, 3584), (18944, 3584), (4608, 3584), (2560, 9728)),
+    *((9728, 2560), (6144, 2048), (4096, 12288), (5120, 17408)),
+)
+IRREGULAR_ROWS = (
+    *(4, 20, 40, 56, 80, 112, 144, 160, 224, 288, 320, 448),
+    *(576, 640, 704, 896, 1152, 1280, 1408, 1664, 1920, 2304, 2816, 4608),
+)
 
 
 def _grid() -> tuple[Shape, ...]:
@@ -34,6 +43,12 @@ def _tuning() -> tuple[Shape, ...]:
         for at, (n, k) in enumerate(OTHER_WEIGHTS)
         for number, m in enumerate(OTHER_ROWS)
         if (number + at) % 5 in (0, 2, 3)
+    ]
+    others += [
+        (m, n, k)
+        for at, (n, k) in enumerate(IRREGULAR_WEIGHTS)
+        for number, m in enumerate(IRREGULAR_ROWS)
+        if (number + at) % 8 in (0, 3, 5)
     ]
     between = [(m, n, k) for n, k in WEIGHTS for m in (32, 96, 192, 384, 768, 1536, 3072)]
     return tuple(dict.fromkeys([*GRID, *between, *others]))

@@ -69,6 +69,8 @@ class Chip:
         How many reads of one operand become one where a GPC takes a run of tiles.
     alone : float
         Microseconds more for a launch that does not overlap with the kernel before it.
+    split : float
+        Microseconds for clearing a workspace and adding up the parts of tiles that are split along K.
     serial : float
         By what part each further wave of a kernel that is not persistent is slower: its tiles have no order.
     efficiency : PerSchedule
@@ -91,6 +93,7 @@ class Chip:
     reread: float
     merge: float
     alone: float
+    split: float
     serial: float
     efficiency: PerSchedule
     epilogue: PerSchedule
@@ -111,6 +114,7 @@ H100 = Chip(
     reread=0.126,
     merge=2.0,
     alone=1.0,
+    split=5.0,
     serial=0.0177,
     efficiency=PerSchedule(warp_specialized=0.879, pingpong=1.031, cooperative=1.061),
     epilogue=PerSchedule(warp_specialized=1.68, pingpong=1.11, cooperative=0.80),
@@ -228,21 +232,39 @@ def predict(config: Sm90Config, problem: tuple[int, int, int], chip: Chip = H100
     merge = chip.merge if config.by_gpc else 1.0
     reads_a = tile_m / (cluster_n if cluster_n > 1 else merge)
     reads_b = tile_n / (cluster_m if cluster_m > 1 else merge)
-    shared = (reads_a + reads_b) * row_bytes * cover.active / (chip.l2 * 1e3)
+    active = chip.multiprocessors if config.scheduler == "stream_k" else cover.active
+    shared = (reads_a + reads_b) * row_bytes * active / (chip.l2 * 1e3)
     step = _soft_max(compute, fill, shared)
     if schedule == "warp_specialized":
         step *= 1 + chip.serial * min(cover.waves - 1, 6)
 
     exposed = 1 if schedule == "pingpong" else cover.waves
-    busy = cover.waves * cover.steps * step + exposed * chip.epilogue.of(schedule) * shape.m * shape.n / 128**2
+    waves = _split_waves(config, cover, chip) if config.scheduler == "stream_k" else cover.waves
+    busy = waves * cover.steps * step + exposed * chip.epilogue.of(schedule) * shape.m * shape.n / 128**2
     busy *= 1 + chip.throttle * (1 - exp(-busy / chip.throttle_after))
 
     rereads = 1 + chip.reread * min(cover.rows / cluster_m - 1, 5)
     memory = element_bytes * (m * k + k * n * rereads + m * n) / (chip.dram * 1e3)
     # Among kernels that all wait for memory, the one with the least padding wins.
     padding = 1 + 0.01 * (min(cover.rows * tile_m / m, 4) - 1)
-    start = chip.launch + (chip.cluster if cluster_m * cluster_n > 1 else 0.0) + (chip.alone if config.by_gpc else 0.0)
+    start = chip.launch + (chip.cluster if cluster_m * cluster_n > 1 else 0.0)
+    if config.by_gpc or config.scheduler == "stream_k":
+        start += chip.alone
+    if config.scheduler == "stream_k":
+        start += chip.split
     return (_soft_max(busy, memory) + start) * padding
+
+
+# CUTLASS gives no thread block fewer K steps of a split tile than these (min_iters_per_sk_unit_).
+_LEAST_STEPS = 8
+
+
+def _split_waves(config: Sm90Config, cover: Grid, chip: Chip) -> float:
+    """Return how many tiles' K steps each multiprocessor takes where tiles are split evenly."""
+    cluster = config.cluster.m * config.cluster.n
+    slots = chip.multiprocessors if cluster <= 2 else chip.multiprocessors_in_fours
+    tiles = cover.rows * cover.columns
+    return max(tiles / slots, min(1.0, _LEAST_STEPS / cover.steps))
 
 
 def along_problem(config: Sm90Config) -> tuple[tuple[int, int], tuple[int, int]]:

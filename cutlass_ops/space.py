@@ -22,12 +22,13 @@ _SIDES = {m for each in _TILES_M.values() for m in each}
 _TILES_N = (8, *range(16, arch.WGMMA_N_MAX + 1, 16))
 _TILES_K = (32, 64, 128, 256)
 _STAGE_BYTES = 48 * 1024
+_SPLIT_CLUSTERS = ((1, 1), (2, 1), (1, 2))
 _CLUSTERS = ((1, 1), (2, 1), (1, 2), (4, 1), (1, 4), (2, 2), (4, 2), (2, 4))
 
 
 @lru_cache(maxsize=64)
 def configurations(signature: OpSignature) -> tuple[Sm90Config, ...]:
-    """Return every legal configuration: schedules, tiles, clusters and both orientations.
+    """Return every legal configuration: schedules, tiles, clusters, both orientations, whole tiles and split ones.
 
     Stages are the most that fit. Raster order and swizzle are launch arguments and no part of it.
     """
@@ -37,7 +38,10 @@ def configurations(signature: OpSignature) -> tuple[Sm90Config, ...]:
 def _all() -> Iterator[Sm90Config]:
     for schedule, rows in _TILES_M.items():
         for m, n, k, cluster, swap in product(rows, _TILES_N, _TILES_K, _CLUSTERS, (False, True)):
-            yield Sm90Config(ThreadblockShape(m, n, k), ClusterShape(*cluster), schedule=schedule, swap_ab=swap)
+            config = Sm90Config(ThreadblockShape(m, n, k), ClusterShape(*cluster), schedule=schedule, swap_ab=swap)
+            yield config
+            if schedule == "cooperative" and cluster in _SPLIT_CLUSTERS:
+                yield replace(config, scheduler="stream_k")
 
 
 def ranked(signature: OpSignature, problem: Problem, limit: int, device: Device) -> list[Sm90Config]:
@@ -77,7 +81,8 @@ def neighbours(signature: OpSignature, config: Sm90Config) -> list[Sm90Config]:
         if replace(c, threadblock=replace(its, n=mine.n)) == config:
             return abs(mine.n - its.n) <= 16
         its_tile, its_cluster = model.along_problem(c)
-        changes = (its.k != mine.k) + (c.schedule != config.schedule) + (its_cluster != cluster)
+        kind = (c.schedule, c.scheduler) != (config.schedule, config.scheduler)
+        changes = (its.k != mine.k) + kind + (its_cluster != cluster)
         return its_tile == tile and changes <= 1
 
     return [c for c in configurations(signature) if c != config and near(c)]
