@@ -2,8 +2,9 @@
 
     python benchmarks/ship_table.py TABLE cutlass_ops/tuned
 
-At each shape the best order of tiles of each kernel stays. Kernels are chosen so that the grid's shapes are served by
-at most sixteen and all shapes by few more (`evaluate_dispatch.py` says what that loses).
+At each shape the best order of tiles of each kernel stays; a shape at which all kernels lost clearly to a peer goes, as
+the right one did not race there. Kernels are chosen so that the grid's shapes are served by at most sixteen
+(`evaluate_dispatch.py` says what that loses).
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from cutlass_ops import tables
 from cutlass_ops.tables import Measured, Point
 
 # How many kernels are chosen for the grid, and how many there are in all.
-FEW, MOST = 13, 28
+FEW, MOST = 14, 38
+# A peer's time over the winner's, below which a shape says nothing.
+WORTH = 0.85
 
 
 def best_orders(point: Point) -> Point:
@@ -30,6 +33,11 @@ def best_orders(point: Point) -> Point:
     return replace(point, measured=tuple(best.values()))
 
 
+def ratio(point: Point) -> float:
+    """Return the best peer's time over the winner's."""
+    return min(time for _, time in point.peers) / point.measured[0].microseconds
+
+
 def main() -> None:
     """Choose, and write the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -37,7 +45,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     args = parser.parse_args()
     table = tables.load(args.table)
-    points = tuple(best_orders(p) for p in table.points)
+    points = tuple(best_orders(p) for p in table.points if ratio(p) >= WORTH)
     chosen = replace(table, points=points).select(first=shapes.GRID, few=FEW, most=MOST)
     path = tables.path_of(args.folder, table.device, table.signature)
     path.write_text(json.dumps(chosen.to_json()) + "\n")

@@ -73,6 +73,7 @@ SM80_UNALIGNED = tuple(replace(c, stages=2) for c in SM80)
 
 _SM80_COSTS = {_SMALL.threadblock: _Sm80Costs(0.13, 2.0, 1.3), _LARGE.threadblock: _Sm80Costs(0.36, 3.0)}
 _L2_BYTES = 50e6
+_KEPT_BYTES = 40e6  # an operand up to this size stays in the L2 cache while another streams by
 _BANDWIDTH = 2.9e6  # bytes a microsecond
 _LAUNCH = 3.0  # microseconds from one kernel to the next, with the first loads
 
@@ -126,19 +127,25 @@ _WAVES_BY_GPC = 2
 def with_order(config: Config, problem: Problem) -> Config:
     """Set the order in which tiles are visited.
 
-    With a cluster of two along M, walking along N in strips of two cluster rows was on average within 2% of the best
-    order (benchmarks/NOTES.md). But where A stays in the L2 cache and B does not, a walk along M reads B once.
+    An operand that does not stay in the L2 cache is read from device memory once for each strip of tiles that crosses
+    it: the order with the fewest such reads comes first, then the one in which neighbours share the operand that the
+    cluster's multicast does not. Over the shipped table that is within 1% of the best order (benchmarks/NOTES.md).
     """
     if not isinstance(config, Sm90Config) or not config.ordered:
         return config
-    cluster = config.cluster
-    if cluster.m == 1:
-        return replace(config, raster="along_m") if cluster.n > 1 else config
     m, n, k = (problem[1], problem[0], problem[2]) if config.swap_ab else problem
-    strips = _ceil(m, config.threadblock.m * cluster.m)
-    if strips <= 8 and 2 * m * k < _L2_BYTES / 2 and 2 * n * k > 0.8 * _L2_BYTES:
-        return replace(config, raster="along_m")
-    return replace(config, raster="along_n", swizzle=2)
+    tile, cluster = config.threadblock, config.cluster
+    rows, columns = _ceil(m, tile.m * cluster.m), _ceil(n, tile.n * cluster.n)
+    by_m, by_n = _reads_again(m * k, columns), _reads_again(n * k, rows)
+    along_n = by_n <= by_m if cluster.m >= cluster.n else by_n < by_m
+    strips = rows if along_n else columns
+    return replace(config, raster="along_n" if along_n else "along_m", swizzle=2 if strips >= 8 else 1)
+
+
+def _reads_again(elements: int, strips: int) -> float:
+    """Return the bytes that an operand is read again from device memory, walked along once for each strip."""
+    size = 2.0 * elements
+    return size * (strips - 1) if size > _KEPT_BYTES else 0.0
 
 
 def orders(config: Config, problem: Problem, device: Device) -> list[Config]:

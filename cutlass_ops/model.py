@@ -70,7 +70,7 @@ class Chip:
     alone : float
         Microseconds more for a launch that does not overlap with the kernel before it.
     split : float
-        Microseconds for clearing a workspace and adding up the parts of tiles that are split along K.
+        Microseconds for adding up the parts of a tile of 128 x 128 that stream-K has split.
     serial : float
         By what part each further wave of a kernel that is not persistent is slower: its tiles have no order.
     efficiency : PerSchedule
@@ -114,7 +114,7 @@ H100 = Chip(
     reread=0.126,
     merge=2.0,
     alone=1.0,
-    split=5.0,
+    split=9.0,
     serial=0.0177,
     efficiency=PerSchedule(warp_specialized=0.879, pingpong=1.031, cooperative=1.061),
     epilogue=PerSchedule(warp_specialized=1.68, pingpong=1.11, cooperative=0.80),
@@ -239,8 +239,8 @@ def predict(config: Sm90Config, problem: tuple[int, int, int], chip: Chip = H100
         step *= 1 + chip.serial * min(cover.waves - 1, 6)
 
     exposed = 1 if schedule == "pingpong" else cover.waves
-    waves = _split_waves(config, cover, chip) if config.scheduler == "stream_k" else cover.waves
-    busy = waves * cover.steps * step + exposed * chip.epilogue.of(schedule) * shape.m * shape.n / 128**2
+    waves, split = (float(cover.waves), 0.0) if config.scheduler == "persistent" else _split(config, cover, chip)
+    busy = waves * cover.steps * step + exposed * chip.epilogue.of(schedule) * shape.m * shape.n / 128**2 + split
     busy *= 1 + chip.throttle * (1 - exp(-busy / chip.throttle_after))
 
     rereads = 1 + chip.reread * min(cover.rows / cluster_m - 1, 5)
@@ -250,21 +250,18 @@ def predict(config: Sm90Config, problem: tuple[int, int, int], chip: Chip = H100
     start = chip.launch + (chip.cluster if cluster_m * cluster_n > 1 else 0.0)
     if config.by_gpc or config.scheduler == "stream_k":
         start += chip.alone
-    if config.scheduler == "stream_k":
-        start += chip.split
     return (_soft_max(busy, memory) + start) * padding
 
 
-# CUTLASS gives no thread block fewer K steps of a split tile than these (min_iters_per_sk_unit_).
-_LEAST_STEPS = 8
+def _split(config: Sm90Config, cover: Grid, chip: Chip) -> tuple[float, float]:
+    """Return how many tiles' K steps each multiprocessor takes with stream-K, and the microseconds for adding up.
 
-
-def _split_waves(config: Sm90Config, cover: Grid, chip: Chip) -> float:
-    """Return how many tiles' K steps each multiprocessor takes where tiles are split evenly."""
-    cluster = config.cluster.m * config.cluster.n
-    slots = chip.multiprocessors if cluster <= 2 else chip.multiprocessors_in_fours
-    tiles = cover.rows * cover.columns
-    return max(tiles / slots, min(1.0, _LEAST_STEPS / cover.steps))
+    CUTLASS splits no tile where there are fewer than a wave and more than half of one.
+    """
+    waves = cover.rows * cover.columns / chip.multiprocessors
+    if 0.5 < waves <= 1:
+        return 1.0, 0.0
+    return waves, chip.split * config.threadblock.m * config.threadblock.n / 128**2
 
 
 def along_problem(config: Sm90Config) -> tuple[tuple[int, int], tuple[int, int]]:

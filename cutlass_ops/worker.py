@@ -54,8 +54,11 @@ def _serve(job: dict[str, Any], device: Any, emit: Emit) -> None:
         return
     for number, kernel in enumerate(job["kernels"]):
         emit("checking", kernel=number)
-        wrong = trial.admit(config_from_json(kernel["config"]), loader.load(open_entry(Path(kernel["folder"]))))
-        if wrong is not None:
+        config = config_from_json(kernel["config"])
+        wrong = trial.admit(config, loader.load(open_entry(Path(kernel["folder"]))))
+        if wrong is None:
+            trial.rehearse(config)
+        else:
             emit("wrong", kernel=number, why=wrong)
     emit("peers")
     trial.admit_peers()
