@@ -18,6 +18,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import stat
 import threading
@@ -70,7 +71,7 @@ def source_identity(spec: KernelSpec, source: str) -> dict[str, Any]:
         "templates": TEMPLATE_VERSION,
         "spec": spec.to_json(),
         "source": _sha256(source.encode()),
-        "headers": _headers_digest(),
+        "headers": _headers_digest(source),
         "flags": list(compile_flags(arch.target(spec.target))),
         "target": spec.target,
     }
@@ -104,11 +105,24 @@ def identity_key(identity: Mapping[str, Any]) -> str:
     return _sha256(text.encode())
 
 
-def _headers_digest() -> str:
+_INCLUDE = re.compile(r'^\s*#\s*include\s*["<](cutlass_ops/[^">]+)[">]', re.MULTILINE)
+
+
+def _headers_digest(source: str) -> str:
+    """Return the digest of those of this library's headers that a source includes, directly or not."""
     root = _resources.include()
+    texts: dict[str, bytes] = {}
+    left = _INCLUDE.findall(source)
+    while left:
+        name = left.pop()
+        path = root / name
+        # The compiler says what is wrong with a header that is not there.
+        if name not in texts and path.is_file():
+            texts[name] = path.read_bytes()
+            left += _INCLUDE.findall(texts[name].decode())
     digest = hashlib.sha256()
-    for path in sorted(p for p in root.rglob("*") if p.is_file()):
-        digest.update(f"{path.relative_to(root).as_posix()}\0{path.stat().st_size}\0".encode() + path.read_bytes())
+    for name, text in sorted(texts.items()):
+        digest.update(f"{name}\0{len(text)}\0".encode() + text)
     return digest.hexdigest()
 
 

@@ -70,14 +70,33 @@ def test_the_key_changes_with_everything_that_changes_the_binary(toolchain, tmp_
     with monkeypatch.context() as patch:
         patch.setattr(store_module, "TEMPLATE_VERSION", render.TEMPLATE_VERSION + 1)
         keys.append(kernel_key(SPEC, "source", toolchain))
-    for header, text in (("a.h", "1"), ("a.h", "2"), ("b.h", "2")):
-        shutil.rmtree(tmp_path / "include", ignore_errors=True)
-        (tmp_path / "include").mkdir()
-        (tmp_path / "include" / header).write_text(text)
-        with monkeypatch.context() as patch:
-            patch.setattr(_resources, "include", lambda: tmp_path / "include")
-            keys.append(kernel_key(SPEC, "source", toolchain))
     assert len(set(keys)) == len(keys)
+
+
+def test_the_key_changes_with_the_headers_that_a_source_includes(toolchain, tmp_path, monkeypatch):
+    monkeypatch.setattr(_resources, "include", lambda: tmp_path)
+    (tmp_path / "cutlass_ops").mkdir()
+
+    def key(**headers):
+        for name, text in headers.items():
+            (tmp_path / "cutlass_ops" / f"{name}.h").write_text(text)
+        return kernel_key(SPEC, '#include "cutlass_ops/a.h"\nint x;', toolchain)
+
+    nested = "#pragma once\n#  include <cutlass_ops/b.h>\n"
+    keys = [key(), key(a="1"), key(a="2"), key(a=nested, b="1"), key(b="2")]
+    assert len(set(keys)) == len(keys)
+    # Kernels of the other architecture stay what they are.
+    assert key(unrelated="1") == keys[-1]
+    assert key(b='#include "cutlass_ops/a.h"') != keys[-1]
+
+
+@pytest.mark.parametrize("template", ["sm80_gemm.cu.j2", "sm90_gemm.cu.j2"])
+def test_templates_include_headers_in_the_form_that_the_key_reads(template):
+    text = (_resources.templates() / template).read_text()
+    found = store_module._INCLUDE.findall(text)
+    assert found
+    assert all((_resources.include() / name).is_file() for name in found)
+    assert len(found) == text.count("cutlass_ops/") - text.count("python -m cutlass_ops")
 
 
 def test_what_cannot_be_hashed_is_an_error(toolchain):
