@@ -128,6 +128,10 @@ class Sm90Config:
         Shared-memory pipeline stages; None means as many as fit.
     swap_ab : bool
         Compute D^T = B^T A^T, which puts N on the instruction's fixed 64-row side: for few rows.
+    split_k : int
+        Thread blocks of a cluster that share one tile, each with a part of K; they add the parts up through distributed
+        shared memory, always in the same order. For few tiles with a long K. Such a kernel is not persistent, and its
+        cluster has no other blocks.
     raster, swizzle
         Order in which tiles are visited: strips of ``swizzle`` clusters, along M or N of the kernel's orientation.
         Launch arguments: they do not change the compiled code.
@@ -143,6 +147,7 @@ class Sm90Config:
     scheduler: TileScheduler = "persistent"
     stages: int | None = None
     swap_ab: bool = False
+    split_k: int = 1
     raster: Raster = "heuristic"
     swizzle: int = 1
     by_gpc: bool = False
@@ -153,7 +158,12 @@ class Sm90Config:
     @property
     def ordered(self) -> bool:
         """Whether its tiles have an order that a launch may choose: a persistent kernel that does not split K."""
-        return self.schedule != "warp_specialized" and self.scheduler == "persistent"
+        return self.schedule != "warp_specialized" and self.scheduler == "persistent" and self.split_k == 1
+
+    @property
+    def part(self) -> ThreadblockShape:
+        """The part of a tile that one thread block finishes: all of it, unless blocks split K and then its columns."""
+        return replace(self.threadblock, n=max(1, self.threadblock.n // self.split_k))
 
     @property
     def order(self) -> str:
@@ -164,7 +174,8 @@ class Sm90Config:
     def slug(self) -> str:
         """Short readable name, unique among legal configurations that differ in compiled code."""
         schedule = {"pingpong": "pp", "cooperative": "coop", "warp_specialized": "ws"}[self.schedule]
-        tail = ("_streamk" if self.scheduler == "stream_k" else "") + ("_swap" if self.swap_ab else "")
+        split = "_streamk" if self.scheduler == "stream_k" else f"_split{self.split_k}" if self.split_k != 1 else ""
+        tail = split + ("_swap" if self.swap_ab else "")
         stages = "" if self.stages is None else f"_s{self.stages}"
         return f"sm90_{self.threadblock}_{self.cluster}_{schedule}{stages}{tail}"
 
@@ -184,8 +195,11 @@ _SHAPES = {
 
 
 def config_to_json(config: Config) -> dict[str, Any]:
-    """Return the canonical JSON form of a configuration."""
-    return {"arch": config.arch} | asdict(config)
+    """Return the canonical JSON form of a configuration. What came later is left out where it says nothing."""
+    values = {"arch": config.arch} | asdict(config)
+    if values.get("split_k") == 1:
+        del values["split_k"]
+    return values
 
 
 # What a field of JSON may hold besides shapes; legality says which numbers make sense.
@@ -195,6 +209,7 @@ _PLAIN: dict[str, tuple[str | int | bool | None, ...] | type] = {
     "raster": get_args(Raster),
     "swizzle": int,
     "swap_ab": bool,
+    "split_k": int,
     "by_gpc": bool,
     "stream_k": bool,
 }

@@ -61,7 +61,7 @@ def sm90_epilogue_tile(spec: KernelSpec) -> tuple[int, int]:
     ``sm90_compute_tile_shape_or_override`` in ``epilogue/collective/builders/sm90_builder.inl``, for 16 and 32 bits.
     """
     config = _sm90(spec)
-    tile = config.threadblock
+    tile = config.part
     rows = 128 if config.schedule == "cooperative" else 64
     return min(rows, tile.m), gcd(min(32, tile.n), tile.n)
 
@@ -71,7 +71,7 @@ def sm90_epilogue_stages(spec: KernelSpec) -> tuple[int, int]:
 
     ``sm90_get_tma_dispatch_policy`` in ``epilogue/collective/builders/sm90_builder.inl``.
     """
-    tile, (epi_m, epi_n) = _sm90(spec).threadblock, sm90_epilogue_tile(spec)
+    tile, (epi_m, epi_n) = _sm90(spec).part, sm90_epilogue_tile(spec)
     steps = -(-tile.m // epi_m) * -(-tile.n // epi_n)
     stages_d = min(steps, 2)
     stages_c = max(min(steps, 4), stages_d + 1) if _sm90_same_width(spec) else min(steps, 4)
@@ -98,6 +98,17 @@ def sm90_stages(spec: KernelSpec) -> int:
     largest = next((s for s in range(most, 0, -1) if _sm90_shared_memory(spec, config, s) <= limit), 0)
     # Some buffers need an even number of stages.
     return next((s for s in (largest, largest - 1) if _sm90_sliceable(spec, s)), largest)
+
+
+def sm90_mainloop_smem(spec: KernelSpec, stages: int) -> int:
+    """Return the bytes of shared memory that the operands' tiles of some stages take."""
+    return _sm90_mainloop(spec, _sm90(spec), stages).size
+
+
+def split_exchange(config: Sm90Config) -> int:
+    """Return the bytes that a block gets from those that split K with it: FP32 accumulators of its part of the tile."""
+    part = config.part
+    return (config.split_k - 1) * part.m * part.n * f32.bytes
 
 
 def sm90_slicing_obstacle(spec: KernelSpec, operand: Side, stages: int) -> Literal["side", "k", "stages"] | None:
@@ -146,12 +157,14 @@ def _sm90_same_width(spec: KernelSpec) -> bool:
 
 def _sm90_shared_memory(spec: KernelSpec, config: Sm90Config, stages: int) -> int:
     """``GemmKernel::SharedStorage`` in ``gemm/kernel/sm90_gemm_tma_warpspecialized*.hpp``."""
-    tile = config.threadblock
-    row_bytes = tile.k * stages * spec.a.dtype.bytes
-    mainloop = _struct(_Block(tile.m * row_bytes), _Block(tile.n * row_bytes), alignment=128)
+    mainloop = _sm90_mainloop(spec, config, stages)
     epilogue = _sm90_epilogue(spec)
     full_and_empty = 2 * _MBARRIER_BYTES
     barriers = [_Block(stages * full_and_empty), _Block(sm90_epilogue_stages(spec)[0] * full_and_empty)]
+    if config.split_k > 1:  # templates/include/cutlass_ops/split_k.h
+        each = _Block(stages * _MBARRIER_BYTES)
+        split = _struct(each, each, barriers[1], alignment=16)
+        return _struct(split, _struct(epilogue, mainloop, alignment=128)).size
     if config.schedule == "warp_specialized":  # not persistent: the epilogue begins when the main loop has ended
         return _struct(_union(mainloop, epilogue), _struct(*barriers, alignment=16)).size
     if config.schedule == "pingpong":
@@ -159,6 +172,12 @@ def _sm90_shared_memory(spec: KernelSpec, config: Sm90Config, stages: int) -> in
     barriers.append(_Block(full_and_empty))  # which producer's turn it is
     tensors = _struct(epilogue, mainloop, alignment=128)
     return _struct(_struct(*barriers, alignment=16), _Block(1), tensors).size
+
+
+def _sm90_mainloop(spec: KernelSpec, config: Sm90Config, stages: int) -> _Block:
+    tile = config.threadblock
+    row_bytes = tile.k * stages * spec.a.dtype.bytes
+    return _struct(_Block(tile.m * row_bytes), _Block(tile.n * row_bytes), alignment=128)
 
 
 def _sm90_epilogue(spec: KernelSpec) -> _Block:
@@ -186,7 +205,7 @@ def _sm90_visitors(spec: KernelSpec) -> Iterator[_Block]:
         if given.kind is Kind.TILE and operand.aligned and given.name != source:
             yield _sm90_tiles(spec, operand, stages_c)
         elif along_n(spec, given.kind):
-            yield _Block(_round_up(config.threadblock.n * operand.dtype.bytes, _ARRAY_ALIGNMENT))
+            yield _Block(_round_up(config.part.n * operand.dtype.bytes, _ARRAY_ALIGNMENT))
     for output, operand in spec.typed_outputs:
         if output.reduce is None and operand.aligned:
             yield _sm90_tiles(spec, operand, stages_d)

@@ -104,7 +104,9 @@ def _predict_sm80(config: Sm80Config, problem: Problem, multiprocessors: int) ->
 def fits_grid(config: Sm90Config, problem: Problem, device: Device) -> bool:
     """Whether the grid's second extent can be launched: one that is not persistent has a thread block for each tile."""
     cover = model.grid(config, problem, device.chip)
-    second = cover.rows if config.swap_ab else cover.columns
+    first, second = (cover.columns, cover.rows) if config.swap_ab else (cover.rows, cover.columns)
+    if config.split_k > 1:
+        return max(first, second) <= arch.MAX_GRID_Y
     return config.schedule != "warp_specialized" or second <= arch.MAX_GRID_Y
 
 

@@ -47,8 +47,7 @@ class Node:
 
 def context(spec: KernelSpec) -> dict[str, Any]:
     """Return the template's variables for a legal Sm90 spec."""
-    config = spec.config
-    assert isinstance(config, Sm90Config)
+    config = _config(spec)
     lowered = lower(spec.epilogue)
     c_operand = footprint.sm90_source(spec)
     nodes, is_tree = _nodes(spec, lowered, c_operand)
@@ -60,6 +59,10 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "mainloop_schedule": _MAINLOOP[config.schedule],
         "epilogue_schedule": _EPILOGUE[config.schedule],
         "tile_scheduler": _scheduler(config),
+        "split_k": config.split_k,
+        "part_shape": _part_shape(config),
+        "part_n": config.part.n,
+        "warpgroups": 2 if config.schedule == "cooperative" else 1,
         "overlaps": config.scheduler != "stream_k",
         "stages": footprint.sm90_stages(spec),
         "swap_ab": swapped(spec),
@@ -86,11 +89,21 @@ def context(spec: KernelSpec) -> dict[str, Any]:
     }
 
 
+def _part_shape(config: Sm90Config) -> str:
+    """Name the tile of one thread block's epilogue."""
+    return "ThreadblockShape" if config.split_k == 1 else "PartShape"
+
+
 def _scheduler(config: Sm90Config) -> str:
     if config.scheduler == "stream_k":
         return "cutlass::gemm::StreamKScheduler"
     # CUTLASS's third kernel is not persistent: each thread block takes the tile of its own index.
     return "cutlass_ops::OrderedScheduler" if config.ordered else "cutlass::gemm::PersistentScheduler"
+
+
+def _config(spec: KernelSpec) -> Sm90Config:
+    assert isinstance(spec.config, Sm90Config)
+    return spec.config
 
 
 def _input_index(spec: KernelSpec, name: str) -> int:
@@ -166,7 +179,7 @@ def _load(spec: KernelSpec, leaf: str, c_operand: str | None) -> Node:
     visitor, stride = ("Sm90RowBroadcast", "_0, _1, _0") if along_n(spec, kind) else ("Sm90ColBroadcast", "_1, _0, _0")
     return Node(
         name,
-        f"fusion::{visitor}<0, ThreadblockShape, {element}, ElementCompute, cute::Stride<{stride}>, "
+        f"fusion::{visitor}<0, {_part_shape(_config(spec))}, {element}, ElementCompute, cute::Stride<{stride}>, "
         f"{operand.dtype.tma_alignment}, false>",
         f"{{o.{leaf}, {element}(0), {{}}}}",
     )

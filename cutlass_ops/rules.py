@@ -78,6 +78,7 @@ _SM90_CHOICES: dict[str, tuple[object, ...]] = {
     "schedule": ("pingpong", "cooperative", "warp_specialized"),
     "scheduler": ("persistent", "stream_k"),
     "swap_ab": (False, True),
+    "split_k": (1, 2, 4, 8),
     "raster": ("heuristic", "along_m", "along_n"),
     "swizzle": SWIZZLES,
     "by_gpc": (False, True),

@@ -11,7 +11,13 @@ from collections.abc import Iterator
 from cutlass_ops import arch
 from cutlass_ops.config import Sm90Config
 from cutlass_ops.dtypes import f32
-from cutlass_ops.footprint import sm90_epilogue_tile, sm90_slicing_obstacle, sm90_stages
+from cutlass_ops.footprint import (
+    sm90_epilogue_tile,
+    sm90_mainloop_smem,
+    sm90_slicing_obstacle,
+    sm90_stages,
+    split_exchange,
+)
 from cutlass_ops.orientation import reduced_along_m, sides
 from cutlass_ops.rules import Rule
 from cutlass_ops.spec import KernelSpec
@@ -71,8 +77,8 @@ def _epilogue_step(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
     epi_n = sm90_epilogue_tile(spec)[1]
     if epi_n % arch.WGMMA_N_STEP == 0 and epi_n & (epi_n - 1):
         yield (
-            f"threadblock.n is {config.threadblock.n}: CUTLASS's epilogue would take {epi_n} columns a step, which no "
-            f"test has run; use 16 or 32"
+            f"threadblock.n is {config.part.n} for a block: CUTLASS's epilogue would take {epi_n} columns a step, "
+            f"which no test has run; use 16 or 32"
         )
 
 
@@ -105,6 +111,31 @@ def _accumulators(_: KernelSpec, config: Sm90Config) -> Iterator[str]:
 def _scheduler(_: KernelSpec, config: Sm90Config) -> Iterator[str]:
     if config.scheduler == "stream_k" and config.schedule != "cooperative":
         yield f"scheduler 'stream_k' with schedule {config.schedule!r}: CUTLASS has it for 'cooperative' only; use that"
+
+
+def _split_k(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
+    if config.split_k == 1:
+        return
+    what = f"split_k is {config.split_k}"
+    if config.schedule == "pingpong" or config.scheduler != "persistent":
+        yield (
+            f"{what} with schedule {config.schedule!r} and scheduler {config.scheduler!r}: blocks that split K work on "
+            f"one tile; use schedule 'cooperative' or 'warp_specialized' with scheduler 'persistent'"
+        )
+    if config.cluster.m * config.cluster.n != 1:
+        yield f"{what} with cluster {config.cluster}: the blocks that split K are the cluster; use 1x1"
+    step = arch.WGMMA_N_STEP * config.split_k
+    if config.threadblock.n % step:
+        yield f"{what}: each block finishes a part of the tile's columns; use a multiple of {step} for threadblock.n"
+    needed, there = split_exchange(config), sm90_mainloop_smem(spec, max(2, sm90_stages(spec)))
+    if needed > there:
+        yield (
+            f"{what}: the other blocks' parts take {needed} bytes, and the operands' buffer, where they go, has "
+            f"{there}; use more stages or a smaller threadblock"
+        )
+    for output in spec.epilogue.outputs:
+        if output.reduce is not None:
+            yield f"{what} and output {output.name} is a reduction, which these kernels do not have; use split_k 1"
 
 
 def _by_gpc(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
@@ -189,6 +220,7 @@ SM90: tuple[Rule[Sm90Config], ...] = (
     Rule("epilogue_step", "policy", _epilogue_step),
     Rule("accumulators", "policy", _accumulators),
     Rule("scheduler", "compiler", _scheduler),
+    Rule("split_k", "policy", _split_k),
     Rule("by_gpc", "policy", _by_gpc),
     Rule("cluster_size", "policy", _cluster_size),
     Rule("cluster_shape", "policy", _cluster_shape),

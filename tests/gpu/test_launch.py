@@ -25,6 +25,7 @@ LONG = 300_000_000
 
 CONFIGURATIONS = kernels.configurations()
 STREAM_K = [name for name in CONFIGURATIONS if "streamk" in name]
+SPLIT = [name for name in CONFIGURATIONS if "_split" in name]
 ORDERED = [name for name, spec in CONFIGURATIONS.items() if spec.sm90 and spec.sm90.schedule != "warp_specialized"]
 
 
@@ -100,6 +101,31 @@ def test_every_order_of_tiles_gives_the_same(name, extents):
             d = nan_like(m, n, dtype=a.dtype)
             assert launch(kernel, a, b, d, bias, raster, swizzle) == 0
             assert torch.equal(d, wanted), f"raster {raster}, swizzle {swizzle}"
+
+
+@pytest.mark.parametrize("extents", [(1096, 1136), (131, 264), (8, 8)], ids=["many", "few", "one"])
+@pytest.mark.parametrize("k", [8, 64, 72, 520, 1000, 4104])  # some blocks have nothing, or a part of a tile
+@pytest.mark.parametrize("name", SPLIT)
+def test_blocks_that_split_k_add_up_to_the_whole(name, k, extents):
+    kernel = co.build(CONFIGURATIONS[name])
+    a, b, bias = problem(*extents, k, CONFIGURATIONS[name])
+    wanted = exact(a, b, bias, a.dtype)
+    for _ in range(3):
+        d = nan_like(*extents, dtype=a.dtype)
+        assert launch(kernel, a, b, d, bias, 0, 1) == 0
+        assert torch.equal(d, wanted)
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_blocks_that_split_k_round_the_same_every_time(name):
+    kernel = co.build(CONFIGURATIONS[name])
+    a, b = (torch.randn(e, 4096, device=placement.DEVICE, dtype=BF16) for e in (200, 264))
+    bias = torch.randn(264, device=placement.DEVICE, dtype=BF16)
+    first, again = nan_like(200, 264), nan_like(200, 264)
+    assert launch(kernel, a, b.t(), first, bias, 0, 1) == 0
+    for _ in range(20):
+        assert launch(kernel, a, b.t(), again.fill_(NAN), bias, 0, 1) == 0
+        assert torch.equal(first, again)
 
 
 @pytest.mark.parametrize("swizzle", [1, 2, 4, 8])

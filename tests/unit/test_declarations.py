@@ -53,6 +53,7 @@ SM90 = st.builds(
     swap_ab=st.booleans(),
     raster=st.sampled_from(("heuristic", "along_m", "along_n")),
     by_gpc=st.booleans(),
+    split_k=st.sampled_from((1, 2, 4)),
     swizzle=st.integers(1, 8),
 )
 CONFIGS = SM80 | SM90
@@ -366,6 +367,7 @@ def test_an_unknown_dtype_is_refused_with_those_there_are(name):
         ("raster", None),
         ("swizzle", "2"),
         ("by_gpc", 1),
+        ("split_k", True),
         ("swizzle", True),
         ("swap_ab", 1),
         ("stages", 3.0),

@@ -1,0 +1,283 @@
+// A kernel whose thread blocks share one tile: each block of a cluster takes a part of K, and the parts are added up
+// through distributed shared memory. For problems with few tiles and a long K.
+
+#pragma once
+
+#include "cutlass_ops/sm90_gemm.h"
+
+namespace cutlass_ops {
+
+// `Mainloop` names CUTLASS's collective (for its TMA descriptors and shared memory), `Epilogue` the collective epilogue of
+// the part of a tile that one block finishes: all rows and 1 / kSplits of the columns.
+template <class Mainloop, class Epilogue, int kWarpgroups, int kSplits>
+class SplitKernel {
+ public:
+  using ProblemShape = cute::Shape<int, int, int, int>;
+  using CollectiveMainloop = Mainloop;
+  using CollectiveEpilogue = Epilogue;
+  using TileShape = typename Mainloop::TileShape;
+  using TiledMma = typename Mainloop::TiledMma;
+  using StrideA = typename Mainloop::StrideA;
+  using StrideB = typename Mainloop::StrideB;
+  using StrideC = typename Epilogue::StrideC;
+  using StrideD = typename Epilogue::StrideD;
+  using TileScheduler = cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90;
+  using TileSchedulerArguments = TileScheduler::Arguments;
+  struct DispatchPolicy {
+    using ClusterShape = cute::Shape<cute::Int<kSplits>, cute::_1, cute::_1>;
+  };
+
+  static constexpr int kTileM = cute::size<0>(TileShape{});
+  static constexpr int kTileN = cute::size<1>(TileShape{});
+  static constexpr int kStages = Mainloop::DispatchPolicy::Stages;
+  static constexpr int kConsumers = cute::size(TiledMma{});
+  // How a block's part lies in the registers of its threads: as one narrower wgmma would leave it.
+  using PartMma = decltype(cute::make_tiled_mma(
+      Wgmma<kTileN / kSplits, typename Mainloop::ElementA, cute::GMMA::Major::K, cute::GMMA::Major::K>{},
+      cute::Layout<cute::Shape<cute::Int<kWarpgroups>, cute::_1, cute::_1>>{}));
+  static_assert(kConsumers == 128 * kWarpgroups);
+  static constexpr int kPart = kTileM * kTileN / kConsumers / kSplits;  // accumulators of a thread that one block finishes
+  static constexpr uint32_t MaxThreadsPerBlock = 128 + kConsumers;
+  static constexpr uint32_t MinBlocksPerMultiprocessor = 1;
+  static_assert(kPart % 4 == 0, "parts are exchanged four values at a time");
+  using PartShape = cute::Shape<cute::Int<kTileM>, cute::Int<kTileN / kSplits>, decltype(cute::get<2>(TileShape{}))>;
+
+  struct SharedStorage {
+    struct Barriers {
+      alignas(16) cutlass::arch::ClusterTransactionBarrier full[kStages];
+      alignas(16) cutlass::arch::ClusterBarrier empty[kStages];
+      alignas(16) typename Epilogue::PipelineStorage epilogue;
+    } barriers;
+    struct Tensors : cute::aligned_struct<128, cute::_1> {
+      typename Epilogue::TensorStorage epilogue;
+      typename Mainloop::TensorStorage mainloop;  // afterwards, what the other blocks have for this one
+    } tensors;
+  };
+  static constexpr int SharedStorageSize = sizeof(SharedStorage);
+  static_assert((kSplits - 1) * kPart * kConsumers * sizeof(float) <= sizeof(typename Mainloop::TensorStorage),
+                "the parts of a tile do not fit where its operands were");
+
+  struct Arguments {
+    cutlass::gemm::GemmUniversalMode mode{};
+    ProblemShape problem_shape{};
+    typename Mainloop::Arguments mainloop{};
+    typename Epilogue::Arguments epilogue{};
+    cutlass::KernelHardwareInfo hw_info{};
+    TileSchedulerArguments scheduler{};
+  };
+
+  struct Params {
+    ProblemShape problem_shape{};
+    typename Mainloop::Params mainloop{};
+    typename Epilogue::Params epilogue{};
+  };
+
+  static Params to_underlying_arguments(Arguments const& args, void*) {
+    return {args.problem_shape, Mainloop::to_underlying_arguments(args.problem_shape, args.mainloop, nullptr),
+            Epilogue::to_underlying_arguments(args.problem_shape, args.epilogue, nullptr)};
+  }
+  static size_t get_workspace_size(Arguments const&) { return 0; }
+  static cutlass::Status initialize_workspace(Arguments const&, void*, cudaStream_t) {
+    return cutlass::Status::kSuccess;
+  }
+  static dim3 get_block_shape() { return dim3(MaxThreadsPerBlock); }
+  static dim3 get_grid_shape(Params const& params) {
+    return {unsigned(kSplits), unsigned(cute::ceil_div(cute::get<0>(params.problem_shape), kTileM)),
+            unsigned(cute::ceil_div(cute::get<1>(params.problem_shape), kTileN))};
+  }
+
+  CUTLASS_DEVICE void operator()(Params const& params, char* memory) {
+    using namespace cute;
+    auto& storage = *reinterpret_cast<SharedStorage*>(memory);
+    int const warp = cutlass::canonical_warp_idx_sync();
+    int const group = cutlass::canonical_warp_group_idx();
+    int const rank = int(cute::block_rank_in_cluster());
+    bool const loads = warp == 0, loads_c = warp == 2;
+
+    if (loads && cute::elect_one_sync()) {
+      Mainloop::prefetch_tma_descriptors(params.mainloop);
+      Epilogue::prefetch_tma_descriptors(params.epilogue);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kStages; ++i) {
+        storage.barriers.full[i].init(1);
+        storage.barriers.empty[i].init(kConsumers / 128);
+      }
+    }
+    using LoadC = typename Epilogue::LoadPipeline;
+    typename LoadC::Params load_c_params;
+    if (loads_c) load_c_params.role = LoadC::ThreadCategory::Producer;
+    if (group > 0) load_c_params.role = LoadC::ThreadCategory::Consumer;
+    load_c_params.dst_blockid = uint32_t(rank);
+    load_c_params.producer_arv_count = cutlass::NumThreadsPerWarp;
+    load_c_params.consumer_arv_count = kConsumers;
+    if constexpr (Epilogue::RequiresTransactionBytes) {
+      load_c_params.transaction_bytes = params.epilogue.tma_transaction_bytes;
+    }
+    LoadC load_c(storage.barriers.epilogue, load_c_params);
+    using StoreD = typename Epilogue::StorePipeline;
+    typename StoreD::Params store_d_params;
+    store_d_params.always_wait = true;
+    StoreD store_d(store_d_params);
+    cutlass::arch::fence_barrier_init();
+    __syncthreads();
+
+    auto const problem = params.problem_shape;
+    int const steps = cute::ceil_div(get<2>(problem), int(size<2>(TileShape{})));
+    int const begin = int(int64_t(steps) * rank / kSplits), end = int(int64_t(steps) * (rank + 1) / kSplits);
+    auto const coord = make_coord(int(blockIdx.y), int(blockIdx.z) * kSplits + rank, _, 0);
+    Epilogue epilogue(params.epilogue, storage.tensors.epilogue);
+
+    if (group == 0) {
+      cutlass::arch::warpgroup_reg_dealloc<40>();
+      if (loads) load(params, storage, begin, end);
+      __syncwarp();
+      exchange_barrier();
+      exchange_barrier();
+      if (loads_c && epilogue.is_producer_load_needed()) {
+        cutlass::arch::wait_on_dependent_grids();
+        auto state = cutlass::make_producer_start_state<LoadC>();
+        state = epilogue.load(load_c, state, problem, PartShape{}, coord, PartMma{}, cutlass::canonical_lane_idx(),
+                              storage.tensors.epilogue);
+        epilogue.load_tail(load_c, state);
+      }
+      return;
+    }
+
+    cutlass::arch::warpgroup_reg_alloc<232>();
+    int const thread = int(threadIdx.x) - 128;
+    auto sums = partition_fragment_C(TiledMma{}, take<0, 2>(TileShape{}));
+    multiply(storage, sums, thread, end - begin);
+    cutlass::arch::launch_dependent_grids();
+    auto part = partition_fragment_C(PartMma{}, take<0, 2>(PartShape{}));
+    static_assert(decltype(size(part))::value == kPart);
+    add_up(storage, sums, part, thread, rank);
+
+    typename Epilogue::LoadPipelineState load_state;
+    auto store_state = cutlass::make_producer_start_state<StoreD>();
+    auto [loaded, stored] = epilogue.store(load_c, load_state, store_d, store_state, problem, PartShape{}, coord, part,
+                                           PartMma{}, thread, storage.tensors.epilogue);
+    epilogue.store_tail(load_c, loaded, store_d, stored);
+  }
+
+ private:
+  using State = cutlass::PipelineState<kStages>;
+
+  CUTLASS_DEVICE static void exchange_barrier() {
+    cute::cluster_arrive();
+    cute::cluster_wait();
+  }
+
+  // One thread fills stage after stage.
+  CUTLASS_DEVICE static void load(Params const& params, SharedStorage& storage, int begin, int end) {
+    using namespace cute;
+    cutlass::arch::wait_on_dependent_grids();
+    if (!cute::elect_one_sync()) return;
+    Mainloop const mainloop;
+    auto const tensors = mainloop.load_init(params.problem_shape, params.mainloop);
+    auto const block_a = params.mainloop.tma_load_a.get_slice(0), block_b = params.mainloop.tma_load_b.get_slice(0);
+    auto const from_a = block_a.partition_S(get<0>(tensors)(_, _, int(blockIdx.y), _, 0));
+    auto const from_b = block_b.partition_S(get<1>(tensors)(_, _, int(blockIdx.z), _, 0));
+    auto to_a = block_a.partition_D(
+        make_tensor(make_smem_ptr(storage.tensors.mainloop.smem_A.data()), typename Mainloop::SmemLayoutA{}));
+    auto to_b = block_b.partition_D(
+        make_tensor(make_smem_ptr(storage.tensors.mainloop.smem_B.data()), typename Mainloop::SmemLayoutB{}));
+    State state{0, 1, 0};  // all stages are empty
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int k = begin; k < end; ++k, ++state) {
+      int const stage = state.index();
+      storage.barriers.empty[stage].wait(state.phase());
+      auto& full = storage.barriers.full[stage];
+      full.arrive_and_expect_tx(Mainloop::TmaTransactionBytes);
+      auto& barrier = reinterpret_cast<uint64_t&>(full);
+      copy(params.mainloop.tma_load_a.with(barrier, 0), from_a(_, _, _, k), to_a(_, _, _, stage));
+      copy(params.mainloop.tma_load_b.with(barrier, 0), from_b(_, _, _, k), to_b(_, _, _, stage));
+    }
+  }
+
+  // A warpgroup's products over this block's part of K.
+  template <class Sums>
+  CUTLASS_DEVICE static void multiply(SharedStorage& storage, Sums& sums, int thread, int steps) {
+    using namespace cute;
+    TiledMma mma;
+    auto const slice = mma.get_slice(__shfl_sync(0xffffffff, thread / 128, 0) * 128);
+    auto const a = slice.make_fragment_A(slice.partition_A(
+        make_tensor(make_smem_ptr(storage.tensors.mainloop.smem_A.data()), typename Mainloop::SmemLayoutA{})));
+    auto const b = slice.make_fragment_B(slice.partition_B(
+        make_tensor(make_smem_ptr(storage.tensors.mainloop.smem_B.data()), typename Mainloop::SmemLayoutB{})));
+    if (steps == 0) {
+      clear(sums);
+      return;
+    }
+    mma.accumulate_ = GMMA::ScaleOut::Zero;
+    bool const signals = thread % 128 == 0;
+    State state, release;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int step = 0; step < steps; ++step, ++state) {
+      int const stage = state.index();
+      storage.barriers.full[stage].wait(state.phase());
+      warpgroup_fence_operand(sums);
+      warpgroup_arrive();
+      CUTLASS_PRAGMA_UNROLL
+      for (int k = 0; k < size<2>(a); ++k) {
+        cute::gemm(mma, a(_, _, k, stage), b(_, _, k, stage), sums);
+        mma.accumulate_ = GMMA::ScaleOut::One;
+      }
+      warpgroup_commit_batch();
+      if (step > 0) {
+        warpgroup_wait<1>();  // the step before: its stage is free
+        if (signals) storage.barriers.empty[release.index()].arrive();
+        ++release;
+      }
+      warpgroup_fence_operand(sums);
+    }
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(sums);
+  }
+
+  // Sends the parts that other blocks finish to them, and adds theirs to the own one, always in the same order.
+  template <class Sums, class Part>
+  CUTLASS_DEVICE static void add_up(SharedStorage& storage, Sums const& sums, Part& part, int thread, int rank) {
+    auto* const mailbox = reinterpret_cast<float4*>(&storage.tensors.mainloop) + thread;
+    exchange_barrier();  // no block reads operands any more
+    CUTLASS_PRAGMA_UNROLL
+    for (int to = 0; to < kSplits; ++to) {
+      if (to == rank) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kPart; ++i) part(i) = sums(to * kPart + i);
+        continue;
+      }
+      int const slot = rank < to ? rank : rank - 1;
+      uint32_t const local = cute::cast_smem_ptr_to_uint(mailbox + slot * (kPart / 4) * kConsumers);
+      uint32_t remote;
+      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(to));
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kPart; i += 4) {
+        asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(remote + i / 4 * kConsumers * 16),
+                     "f"(sums(to * kPart + i)), "f"(sums(to * kPart + i + 1)), "f"(sums(to * kPart + i + 2)),
+                     "f"(sums(to * kPart + i + 3))
+                     : "memory");
+      }
+    }
+    exchange_barrier();  // all parts are there
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kPart; i += 4) {
+      float4 total = make_float4(0, 0, 0, 0);
+      CUTLASS_PRAGMA_UNROLL
+      for (int from = 0; from < kSplits; ++from) {
+        float4 const value = from == rank
+                                 ? make_float4(part(i), part(i + 1), part(i + 2), part(i + 3))
+                                 : mailbox[((from < rank ? from : from - 1) * (kPart / 4) + i / 4) * kConsumers];
+        total.x += value.x;
+        total.y += value.y;
+        total.z += value.z;
+        total.w += value.w;
+      }
+      part(i) = total.x;
+      part(i + 1) = total.y;
+      part(i + 2) = total.z;
+      part(i + 3) = total.w;
+    }
+  }
+};
+
+}  // namespace cutlass_ops
