@@ -71,6 +71,8 @@ class Chip:
         Microseconds more for a launch that does not overlap with the kernel before it.
     split : float
         Microseconds for adding up the parts of a tile of 128 x 128 that stream-K has split.
+    exchange : float
+        Microseconds in which the blocks of a cluster that split K add up their parts: reckoned, not fitted yet.
     serial : float
         By what part each further wave of a kernel that is not persistent is slower: its tiles have no order.
     efficiency : PerSchedule
@@ -94,6 +96,7 @@ class Chip:
     merge: float
     alone: float
     split: float
+    exchange: float
     serial: float
     efficiency: PerSchedule
     epilogue: PerSchedule
@@ -115,6 +118,7 @@ H100 = Chip(
     merge=2.0,
     alone=1.0,
     split=9.0,
+    exchange=1.5,
     serial=0.0177,
     efficiency=PerSchedule(warp_specialized=0.879, pingpong=1.031, cooperative=1.061),
     epilogue=PerSchedule(warp_specialized=1.68, pingpong=1.11, cooperative=0.80),
@@ -178,7 +182,7 @@ class Grid:
     rows, columns : int
         Tiles along the problem's M and N, whole clusters.
     steps : int
-        K steps of a tile.
+        K steps of a thread block at a tile.
     waves : int
         How often the multiprocessors take a tile.
     active : int
@@ -198,8 +202,10 @@ def grid(config: Sm90Config, problem: tuple[int, int, int], chip: Chip) -> Grid:
     m, n, k = problem
     rows = _ceil(_ceil(m, tile_m), cluster_m) * cluster_m
     columns = _ceil(_ceil(n, tile_n), cluster_n) * cluster_n
-    slots = chip.multiprocessors if cluster_m * cluster_n <= 2 else chip.multiprocessors_in_fours
-    return Grid(rows, columns, _ceil(k, config.threadblock.k), _ceil(rows * columns, slots), min(rows * columns, slots))
+    slots = chip.multiprocessors if cluster_m * cluster_n * config.split_k <= 2 else chip.multiprocessors_in_fours
+    blocks = rows * columns * config.split_k
+    steps = _ceil(_ceil(k, config.threadblock.k), config.split_k)
+    return Grid(rows, columns, steps, _ceil(blocks, slots), min(blocks, slots))
 
 
 def predict(config: Sm90Config, problem: tuple[int, int, int], chip: Chip = H100, element_bytes: int = 2) -> float:
@@ -240,14 +246,17 @@ def predict(config: Sm90Config, problem: tuple[int, int, int], chip: Chip = H100
 
     exposed = 1 if schedule == "pingpong" else cover.waves
     waves, split = (float(cover.waves), 0.0) if config.scheduler == "persistent" else _split(config, cover, chip)
-    busy = waves * cover.steps * step + exposed * chip.epilogue.of(schedule) * shape.m * shape.n / 128**2 + split
+    part = config.part
+    busy = waves * cover.steps * step + exposed * chip.epilogue.of(schedule) * part.m * part.n / 128**2 + split
     busy *= 1 + chip.throttle * (1 - exp(-busy / chip.throttle_after))
 
     rereads = 1 + chip.reread * min(cover.rows / cluster_m - 1, 5)
     memory = element_bytes * (m * k + k * n * rereads + m * n) / (chip.dram * 1e3)
     # Among kernels that all wait for memory, the one with the least padding wins.
     padding = 1 + 0.01 * (min(cover.rows * tile_m / m, 4) - 1)
-    start = chip.launch + (chip.cluster if cluster_m * cluster_n > 1 else 0.0)
+    start = chip.launch + (chip.cluster if cluster_m * cluster_n * config.split_k > 1 else 0.0)
+    if config.split_k > 1:
+        start += chip.exchange
     if config.by_gpc or config.scheduler == "stream_k":
         start += chip.alone
     return (_soft_max(busy, memory) + start) * padding

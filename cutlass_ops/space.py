@@ -22,6 +22,7 @@ _SIDES = {m for each in _TILES_M.values() for m in each}
 _TILES_N = (8, *range(16, arch.WGMMA_N_MAX + 1, 16))
 _TILES_K = (32, 64, 128, 256)
 _STAGE_BYTES = 48 * 1024
+_SPLITS = (2, 4, 8)
 _SPLIT_CLUSTERS = ((1, 1), (2, 1), (1, 2))
 _CLUSTERS = ((1, 1), (2, 1), (1, 2), (4, 1), (1, 4), (2, 2), (4, 2), (2, 4))
 
@@ -42,6 +43,8 @@ def _all() -> Iterator[Sm90Config]:
             yield config
             if schedule == "cooperative" and cluster in _SPLIT_CLUSTERS:
                 yield replace(config, scheduler="stream_k")
+            if schedule != "pingpong" and cluster == (1, 1):
+                yield from (replace(config, split_k=blocks) for blocks in _SPLITS)
 
 
 def ranked(signature: OpSignature, problem: Problem, limit: int, device: Device) -> list[Sm90Config]:
@@ -81,7 +84,7 @@ def neighbours(signature: OpSignature, config: Sm90Config) -> list[Sm90Config]:
         if replace(c, threadblock=replace(its, n=mine.n)) == config:
             return abs(mine.n - its.n) <= 16
         its_tile, its_cluster = model.along_problem(c)
-        kind = (c.schedule, c.scheduler) != (config.schedule, config.scheduler)
+        kind = (c.schedule, c.scheduler, c.split_k) != (config.schedule, config.scheduler, config.split_k)
         changes = (its.k != mine.k) + kind + (its_cluster != cluster)
         return its_tile == tile and changes <= 1
 

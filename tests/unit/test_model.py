@@ -82,7 +82,7 @@ def unseen(of):
     """Return the configurations that differ from one only in what the model is blind to."""
 
     def seen(c):
-        return c.schedule, c.scheduler, model.along_problem(c)
+        return c.schedule, c.scheduler, c.split_k, model.along_problem(c)
 
     return [c for c in space.configurations(signature()) if c != of and seen(c) == seen(of)]
 

@@ -174,7 +174,8 @@ class SplitKernel {
     if (!cute::elect_one_sync()) return;
     Mainloop const mainloop;
     auto const tensors = mainloop.load_init(params.problem_shape, params.mainloop);
-    auto const block_a = params.mainloop.tma_load_a.get_slice(0), block_b = params.mainloop.tma_load_b.get_slice(0);
+    auto const block_a = params.mainloop.tma_load_a.get_slice(0);
+    auto const block_b = params.mainloop.tma_load_b.get_slice(0);
     auto const from_a = block_a.partition_S(get<0>(tensors)(_, _, int(blockIdx.y), _, 0));
     auto const from_b = block_b.partition_S(get<1>(tensors)(_, _, int(blockIdx.z), _, 0));
     auto to_a = block_a.partition_D(
