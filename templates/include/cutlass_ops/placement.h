@@ -21,6 +21,13 @@
 #include "cutlass_ops/binding.h"
 
 namespace cutlass_ops {
+
+// To which group each of a launch's clusters belongs.
+struct Groups {
+  uint8_t const* of = nullptr;
+  int count = 0;
+};
+
 namespace placement {
 
 constexpr int kMaxMultiprocessors = 1024;
@@ -158,13 +165,16 @@ inline std::optional<std::vector<uint8_t>> find(Observer& observer, int cluster)
   return std::nullopt;
 }
 
-// As above, found once a device. Null while nothing is known.
+// As above, found once a device. None while nothing is known.
 template <int kCluster>
-uint8_t const* of(int device) {
+Groups of(int device) {
   static std::mutex mutex;
-  static std::atomic<uint8_t const*> known[kMaxDevices];
+  static std::atomic<std::vector<uint8_t> const*> known[kMaxDevices];
   static int attempts[kMaxDevices];
-  if (uint8_t const* there = known[device].load(std::memory_order_acquire)) return there;
+  auto const groups = [](std::vector<uint8_t> const* found) {
+    return found == nullptr ? Groups{} : Groups{found->data(), int(found->size())};
+  };
+  if (auto const* there = known[device].load(std::memory_order_acquire)) return groups(there);
   std::lock_guard<std::mutex> const lock(mutex);
   if (known[device].load(std::memory_order_relaxed) == nullptr && attempts[device] < kAttempts) {
     ++attempts[device];
@@ -174,12 +184,12 @@ uint8_t const* of(int device) {
     static Observer* observers[kMaxDevices];  // kept: to free what a late report may still use would be to wait for it
     if (observers[device] == nullptr) observers[device] = new Observer(device);
     if (auto const found = find(*observers[device], kCluster)) {
-      known[device].store((new std::vector<uint8_t>(*found))->data(), std::memory_order_release);
+      known[device].store(new std::vector<uint8_t>(*found), std::memory_order_release);
     }
     cudaThreadExchangeStreamCaptureMode(&mode);
     cudaGetLastError();  // what failed here is no failure of the launch
   }
-  return known[device].load(std::memory_order_relaxed);
+  return groups(known[device].load(std::memory_order_relaxed));
 }
 
 }  // namespace placement

@@ -177,7 +177,7 @@ struct Sm90Entry {
 
     bool const by_gpc = kOrdered && (raster & kByGpc) != 0;
     if constexpr (kOrdered) {
-      if (by_gpc) arguments.scheduler.places = placement::of<kCluster>(device);
+      if (by_gpc) arguments.scheduler.groups = placement::of<kCluster>(device);
     }
     cudaStream_t const stream = call.stream();
     if (workspace_size != 0 &&

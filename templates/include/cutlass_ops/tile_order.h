@@ -9,6 +9,8 @@
 #include "cutlass/fast_math.h"
 #include "cutlass/gemm/kernel/tile_scheduler.hpp"
 
+#include "cutlass_ops/placement.h"
+
 namespace cutlass_ops {
 
 constexpr int kMaxPlaces = 192;  // clusters of one wave, at most, that can be told apart
@@ -37,7 +39,7 @@ class OrderedTileScheduler : public cutlass::gemm::kernel::detail::PersistentTil
 
  public:
   struct Arguments : Base::Arguments {
-    uint8_t const* places = nullptr;  // on the host, for as many clusters as run at once; null: their own numbers
+    Groups groups;  // on the host; where fewer clusters are known than run, they keep their own numbers
   };
 
   struct Params {
@@ -63,16 +65,16 @@ class OrderedTileScheduler : public cutlass::gemm::kernel::detail::PersistentTil
 
     Params params;
     Order& order = params.order;
-    order.strip = cutlass::FastDivmod(width * along);
+    order.strip = cutlass::FastDivmod(std::max(1, width * along));
     order.width = cutlass::FastDivmod(width);
     order.last = cutlass::FastDivmod(std::max(1, across % width));
     order.whole_strips = across / width;
     order.clusters = rows * columns;
     order.active = std::min(order.clusters, std::max(1, int(hardware.max_active_clusters)));
     order.along_n = along_n;
-    if (arguments.places != nullptr && order.active <= kMaxPlaces) {
+    if (order.active <= std::min(arguments.groups.count, kMaxPlaces)) {
       params.placed = true;
-      place(arguments.places, order.active, params.places);
+      place(arguments.groups.of, order.active, params.places);
     }
     return params;
   }
