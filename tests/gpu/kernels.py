@@ -110,8 +110,9 @@ def configurations() -> dict[str, KernelSpec]:
         co.Sm90Config(shape(256, 208, 64), cluster(2, 1), schedule="cooperative"),
         co.Sm90Config(shape(64, 80, 64), schedule="warp_specialized", swap_ab=True),
         co.Sm90Config(shape(128, 128, 64), schedule="cooperative", split_k=2),
-        co.Sm90Config(shape(64, 96, 128), schedule="warp_specialized", split_k=4, swap_ab=True),
-        co.Sm90Config(shape(64, 128, 64), schedule="warp_specialized", split_k=8),
+        co.Sm90Config(shape(64, 64, 128), schedule="warp_specialized", split_k=4, swap_ab=True),
+        co.Sm90Config(shape(128, 64, 64), schedule="warp_specialized", split_k=8),
+        co.Sm90Config(shape(256, 96, 64), schedule="cooperative", split_k=2, swap_ab=True),
     )
     op = OPS["gemm_bias_relu"]
     found = {c.slug: spec(op, "bf16", ("row", "col"), c) for c in sm90}

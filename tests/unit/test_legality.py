@@ -22,6 +22,7 @@ from cutlass_ops.rules import COMMON, VALUES
 from cutlass_ops.rules_sm80 import SM80
 from cutlass_ops.rules_sm90 import SM90
 from cutlass_ops.spec import KernelSpec
+from tests.gpu import kernels
 from tests.strategies import PATIENT
 from tests.unit.test_declarations import specs
 
@@ -257,3 +258,8 @@ def test_no_declaration_makes_check_raise(drawn):
 def test_no_number_makes_check_raise(stages, side, make, epilogue):
     tile = (side, side, side) if make is sm90 else ((side, 64, side), (side, 32, side))
     assert check(make(*tile, stages=stages, epilogue=epilogue)) is not None
+
+
+def test_the_kernels_that_the_gpu_tests_build_are_legal():
+    groups = (kernels.matrix(), kernels.configurations(), kernels.multi_output(), kernels.drawn_specs())
+    assert {name: check(spec) for group in groups for name, spec in group.items() if check(spec)} == {}

@@ -39,7 +39,9 @@ class SplitKernel {
   static constexpr int kPart = kTileM * kTileN / kConsumers / kSplits;  // accumulators of a thread that one block finishes
   static constexpr uint32_t MaxThreadsPerBlock = 128 + kConsumers;
   static constexpr uint32_t MinBlocksPerMultiprocessor = 1;
-  static_assert(kPart % 4 == 0, "parts are exchanged four values at a time");
+  // A thread's accumulators are those of one wgmma after the other, and each has all of the tile's columns.
+  static constexpr int kColumns = kTileN / 2, kSlice = kColumns / kSplits;
+  static_assert(kSlice % 4 == 0, "parts are exchanged four values at a time");
   using PartShape = cute::Shape<cute::Int<kTileM>, cute::Int<kTileN / kSplits>, decltype(cute::get<2>(TileShape{}))>;
 
   struct SharedStorage {
@@ -235,6 +237,11 @@ class SplitKernel {
     warpgroup_fence_operand(sums);
   }
 
+  // Which accumulator is the i-th of the part that block `to` finishes.
+  CUTLASS_DEVICE static constexpr int accumulator(int to, int i) {
+    return i / kSlice * kColumns + to * kSlice + i % kSlice;
+  }
+
   // Sends the parts that other blocks finish to them, and adds theirs to the own one, always in the same order.
   template <class Sums, class Part>
   CUTLASS_DEVICE static void add_up(SharedStorage& storage, Sums const& sums, Part& part, int thread, int rank) {
@@ -244,7 +251,7 @@ class SplitKernel {
     for (int to = 0; to < kSplits; ++to) {
       if (to == rank) {
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kPart; ++i) part(i) = sums(to * kPart + i);
+        for (int i = 0; i < kPart; ++i) part(i) = sums(accumulator(to, i));
         continue;
       }
       int const slot = rank < to ? rank : rank - 1;
@@ -254,8 +261,8 @@ class SplitKernel {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kPart; i += 4) {
         asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(remote + i / 4 * kConsumers * 16),
-                     "f"(sums(to * kPart + i)), "f"(sums(to * kPart + i + 1)), "f"(sums(to * kPart + i + 2)),
-                     "f"(sums(to * kPart + i + 3))
+                     "f"(sums(accumulator(to, i))), "f"(sums(accumulator(to, i + 1))),
+                     "f"(sums(accumulator(to, i + 2))), "f"(sums(accumulator(to, i + 3)))
                      : "memory");
       }
     }
