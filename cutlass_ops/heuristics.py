@@ -151,29 +151,36 @@ def _reads_again(elements: int, strips: int) -> float:
 
 
 def orders(config: Config, problem: Problem, device: Device) -> list[Config]:
-    """Return a configuration with every order of its tiles that is worth measuring at a problem.
+    """Return a configuration with every order of its tiles that is worth measuring at a problem."""
+    if not isinstance(config, Sm90Config) or not config.ordered:
+        return []
+    usual = [
+        replace(config, raster=raster, swizzle=swizzle, by_gpc=False)
+        for raster, swizzles in _ORDERS.items()
+        for swizzle in swizzles
+    ]
+    return [*usual, *orders_by_gpc(config, problem, device)]
+
+
+def orders_by_gpc(config: Config, problem: Problem, device: Device) -> list[Config]:
+    """Return a configuration with the orders by GPC that are worth measuring at a problem, the likeliest first.
 
     Within a GPC only reads that are not multicast merge, so runs of tiles share the operand that the cluster does not.
     More than a few waves drift apart in time, and their reads with them.
     """
     if not isinstance(config, Sm90Config) or not config.ordered:
         return []
-    found: list[Config] = [
-        replace(config, raster=raster, swizzle=swizzle, by_gpc=False)
-        for raster, swizzles in _ORDERS.items()
-        for swizzle in swizzles
+    if model.grid(config, problem, device.chip).waves > _WAVES_BY_GPC:
+        return []
+    cluster = config.cluster
+    rasters: tuple[Raster, ...] = ("along_m", "along_n")
+    if cluster.m != cluster.n:
+        rasters = ("along_n",) if cluster.m > cluster.n else ("along_m",)
+    return [
+        replace(config, raster=raster, swizzle=swizzle, by_gpc=True)
+        for raster in rasters
+        for swizzle in _SWIZZLES_BY_GPC
     ]
-    if model.grid(config, problem, device.chip).waves <= _WAVES_BY_GPC:
-        cluster = config.cluster
-        rasters: tuple[Raster, ...] = ("along_n",) if cluster.m > cluster.n else ("along_m",)
-        if cluster.m == cluster.n:
-            rasters = ("along_m", "along_n")
-        found += [
-            replace(config, raster=raster, swizzle=swizzle, by_gpc=True)
-            for raster in rasters
-            for swizzle in _SWIZZLES_BY_GPC
-        ]
-    return found
 
 
 def _ceil(x: int, y: int) -> int:

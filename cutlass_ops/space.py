@@ -69,9 +69,9 @@ def ranked(signature: OpSignature, problem: Problem, limit: int, device: Device)
 
 
 def _at_best(config: Sm90Config, problem: Problem, device: Device) -> float:
-    """Return the time that is predicted for the better of two orders of tiles."""
-    orders = [config, *heuristics.orders(config, problem, device)[-1:]]
-    return min(heuristics.predict(o, problem, device) for o in orders)
+    """Return the time that is predicted for the better of two orders of tiles, the usual one and one by GPC."""
+    by_gpc = heuristics.orders_by_gpc(config, problem, device)[:1]
+    return min(heuristics.predict(o, problem, device) for o in (config, *by_gpc))
 
 
 def neighbours(signature: OpSignature, config: Sm90Config) -> list[Sm90Config]:

@@ -157,8 +157,7 @@ def _plan(
 
 def _orders(config: Config, problem: Problem, device: Device) -> list[Config]:
     """Return a kernel as it enters a race: in the usual order of tiles, and by GPC where that may be worth much."""
-    by_gpc = [o for o in heuristics.orders(config, problem, device) if isinstance(o, Sm90Config) and o.by_gpc]
-    return [heuristics.with_order(config, problem), *by_gpc[:1]]
+    return [heuristics.with_order(config, problem), *heuristics.orders_by_gpc(config, problem, device)[:1]]
 
 
 def _considered(policy: Policy, problem: Problem, centres: Sequence[Sm90Config], device: Device) -> list[Config]:
