@@ -131,7 +131,7 @@ def with_order(config: Config, problem: Problem) -> Config:
 
     An operand that does not stay in the L2 cache is read from device memory once for each strip of tiles that crosses
     it: the order with the fewest such reads comes first, then the one in which neighbours share the operand that the
-    cluster's multicast does not. Over the shipped table that is within 1% of the best order (benchmarks/NOTES.md).
+    cluster's multicast does not (benchmarks/NOTES.md).
     """
     if not isinstance(config, Sm90Config) or not config.ordered:
         return config

@@ -130,8 +130,7 @@ class Trial:
         # A peer that is ahead must not cost the kernels their rounds.
         standings = racing.race([*self._kernels], measure, guests=self._peers, rounds=rounds)
         ranked = [s.entrant for s in standings if not isinstance(s.entrant, str)]
-        # A kernel may have entered in several orders of tiles: the best of each.
-        finalists = list({c.binary(): c for c in reversed(ranked)}.values())[::-1][:_FINALISTS]
+        finalists = _best_orders(ranked)[:_FINALISTS]
         further = self._further(finalists)
         second = racing.race([finalists[0], *further], measure, guests=self._peers, rounds=rounds) if further else []
         ratios = _combined(standings, second, finalists[0])
@@ -231,6 +230,14 @@ def _empty(shape: tuple[int, ...], operand: Operand, device: torch.device) -> Te
         units += 1  # a leading dimension that no wider access divides
     matrix = torch.empty(outer, units * operand.alignment, dtype=dtype, device=device)[:, :inner]
     return matrix if operand.major == "row" else matrix.t()
+
+
+def _best_orders(ranked: Sequence[Config]) -> list[Config]:
+    """Return each kernel once, in the first of the orders of tiles in which it is there."""
+    best: dict[Config, Config] = {}
+    for config in ranked:
+        best.setdefault(config.binary(), config)
+    return list(best.values())
 
 
 def _combined(

@@ -1,0 +1,28 @@
+"""What a trial decides without a device; tests/gpu/test_trial.py has the rest."""
+
+from dataclasses import replace
+
+import pytest
+
+from cutlass_ops import plan, trial
+from cutlass_ops.config import InstructionShape, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
+
+FIRST, SECOND = (Sm90Config(ThreadblockShape(128, n, 64)) for n in (128, 192))
+
+
+def test_a_kernel_is_a_finalist_once_and_as_early_as_its_best_order():
+    by_gpc = replace(FIRST, raster="along_m", by_gpc=True)
+    assert trial._best_orders([by_gpc, SECOND, FIRST]) == [by_gpc, SECOND]
+    assert trial._best_orders([SECOND, FIRST, by_gpc]) == [SECOND, FIRST]
+
+
+@pytest.mark.parametrize("by_gpc", [False, True])
+def test_every_order_of_tiles_has_a_number_of_its_own(by_gpc):
+    rasters = ("heuristic", "along_m", "along_n")
+    numbers = [plan.order(replace(FIRST, raster=r, swizzle=4, by_gpc=by_gpc)) for r in rasters]
+    assert numbers == [(n + (4 if by_gpc else 0), 4) for n in range(3)]  # as templates/include/cutlass_ops/sm90_gemm.h
+
+
+def test_an_sm80_kernel_has_a_swizzle_only():
+    config = Sm80Config(ThreadblockShape(64, 64, 32), WarpShape(32, 32, 32), InstructionShape(16, 8, 16), swizzle=8)
+    assert plan.order(config) == (0, 8)
