@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from hypothesis import given, settings
+from torch import Tensor
 
 import cutlass_ops as co
 from cutlass_ops import call, dispatch, ops
@@ -139,6 +141,17 @@ def configurations() -> dict[str, KernelSpec]:
     return found
 
 
+def overlapping() -> dict[str, KernelSpec]:
+    """Return a kernel of every schedule for chains of launches."""
+    shape, cluster = co.ThreadblockShape, co.ClusterShape
+    configs = (
+        co.Sm90Config(shape(64, 128, 128), schedule="warp_specialized"),
+        co.Sm90Config(shape(128, 128, 64), cluster(2, 1), schedule="pingpong"),
+        co.Sm90Config(shape(128, 256, 64), cluster(2, 1), schedule="cooperative"),
+    )
+    return {c.slug: spec(OPS["gemm_bias_relu"], "bf16", ("row", "col"), c) for c in configs}
+
+
 def multi_output() -> dict[str, KernelSpec]:
     """Five inputs, two tiles and six reductions in one kernel."""
     shape = co.ThreadblockShape
@@ -214,6 +227,33 @@ def dispatched(device: Device) -> list[KernelSpec]:
     return found
 
 
+def called(device: Device) -> list[KernelSpec]:
+    """Return the kernels of the calls whose operands have a signature of their own: odd extents and addresses."""
+    import torch
+
+    from tests.gpu import tensors
+
+    def shifted(matrix: Tensor) -> Tensor:
+        """Place a matrix one element after an aligned address."""
+        return torch.cat([matrix.new_zeros(1), matrix.flatten()])[1:].view(matrix.shape)
+
+    op, found = OPS["gemm_bias_relu"], []
+    operands = [
+        (tensors.matrix(1, 1, "bf16", aligned=False), tensors.matrix(1, 1, "bf16", aligned=False)),
+        (shifted(tensors.matrix(65, 128, "bf16", aligned=False)), shifted(tensors.matrix(72, 128, "bf16")[:, :128])),
+        (tensors.matrix(65, 512, "bf16"), tensors.matrix(1001, 512, "bf16")),
+    ]
+    for a, w in operands:
+        (m, k), n = a.shape, w.shape[0]
+        bias = tensors.vector(n, "bf16")
+        signature = call.signature_of(call.check_call(op.graph, a, w.t(), {"bias": bias}, None, None), device)
+        found.append(dispatch.choose(signature, device, (m, n, k))[0])
+    # One weight's whole set, for the test of the background.
+    signature = replace(signatures()["bias_relu"], epilogue=OPS["gemm_bias_silu"].graph)
+    found += dispatch.specs_for(signature, device, 256, 512)
+    return found
+
+
 def build_all() -> int:
     """Compile and load all of them, as many at a time as there are processors."""
     import torch
@@ -221,8 +261,10 @@ def build_all() -> int:
     from tests.gpu import edges
 
     device = call.device_of(torch.device("cuda", 0))
-    exact = [matrix(), configurations(), multi_output(), drawn_specs(), edges.specs()]
-    wanted = list(dict.fromkeys([*dispatched(device), *(s for group in exact for s in group.values())]))
+    exact = [matrix(), configurations(), multi_output(), drawn_specs(), edges.specs(), overlapping()]
+    wanted = list(
+        dict.fromkeys([*dispatched(device), *called(device), *(s for group in exact for s in group.values())])
+    )
     REGISTRY.kernels(wanted)
     return len(wanted)
 

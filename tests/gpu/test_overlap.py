@@ -75,18 +75,10 @@ def test_layers_that_feed_each_other(size):
     same(step, square(size))
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        co.Sm90Config(co.ThreadblockShape(64, 128, 128), schedule="warp_specialized"),
-        co.Sm90Config(co.ThreadblockShape(128, 128, 64), co.ClusterShape(2, 1), schedule="pingpong"),
-        co.Sm90Config(co.ThreadblockShape(128, 256, 64), co.ClusterShape(2, 1), schedule="cooperative"),
-    ],
-    ids=lambda config: config.slug,
-)
+@pytest.mark.parametrize("name", kernels.overlapping())
 @pytest.mark.parametrize("size", [64, 2048])
-def test_every_schedule(config, size):
-    kernel = co.build(kernels.spec(kernels.OPS["gemm_bias_relu"], "bf16", ("row", "col"), config))
+def test_every_schedule(name, size):
+    kernel = co.build(kernels.overlapping()[name])
 
     def step(s, number, after):
         # Nothing between the two, so that each begins while the other ends.
