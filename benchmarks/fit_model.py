@@ -15,8 +15,11 @@ import math
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from cutlass_ops import model, tables
 from cutlass_ops.config import ClusterShape, Schedule, Sm90Config, ThreadblockShape
@@ -32,7 +35,10 @@ RELEVANT = 0.15
 
 
 def read(paths: Sequence[Path]) -> Sweep:
-    """Return for each shape the best time, in microseconds, of each configuration over the orders of its tiles."""
+    """Return for each shape the best time, in microseconds, of each configuration.
+
+    Over the orders of its tiles, except that orders by GPC count as a configuration of their own, as to the model.
+    """
     found: Sweep = {}
     for path in paths:
         data = json.loads(path.read_text())
@@ -51,8 +57,8 @@ def _read_table(table: tables.Table, found: Sweep) -> None:
     for point in table.points:
         times = found.setdefault(point.problem, {})
         for m in point.measured:
-            config = m.config.binary()
-            if isinstance(config, Sm90Config):
+            if isinstance(m.config, Sm90Config):
+                config = replace(m.config.binary(), by_gpc=m.config.by_gpc)
                 # Medians of a race that ended early are of a cooler chip; ratios are not.
                 time = point.measured[0].microseconds * (1 + m.behind)
                 times[config] = min(times.get(config, math.inf), time)
@@ -73,35 +79,57 @@ def parse(slug: str) -> Sm90Config:
     return config
 
 
-def loss(sweep: Sweep, chip: model.Chip) -> float:
-    """Return the mean squared logarithm of predicted over measured, near each shape's best."""
-    total = weights = 0.0
-    for shape, times in sweep.items():
-        best = min(times.values())
-        for config, time in times.items():
-            weight = math.exp(-(time / best - 1) / RELEVANT)
-            total += weight * math.log(model.predict(config, shape, chip) / time) ** 2
-            weights += weight
-    return total / weights
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """A sweep as a matrix of shape (problems, configurations): microseconds, NaN where nothing was measured."""
+
+    problems: tuple[Shape, ...]
+    batch: model.Batch
+    times: Tensor
+
+    @classmethod
+    def of(cls, sweep: Sweep) -> Measured:
+        """Return a sweep as a matrix."""
+        configs = tuple(dict.fromkeys(c for times in sweep.values() for c in times))
+        rows = [[times.get(c, math.nan) for c in configs] for times in sweep.values()]
+        return cls(tuple(sweep), model.Batch(configs), torch.tensor(rows, dtype=torch.float64))
+
+    @property
+    def behind(self) -> Tensor:
+        """By what part each is slower than the best of its problem."""
+        return self.times / self.times.nan_to_num(math.inf).min(1, keepdim=True).values - 1
 
 
-def regret(sweep: Sweep, chip: model.Chip, count: int) -> tuple[float, float]:
+def loss(measured: Measured, chip: model.Chip) -> float:
+    """Return the mean squared logarithm of predicted over measured, near each shape's best.
+
+    What all of a shape's predictions have in common does no harm to a choice, and counts a quarter.
+    """
+    errors = (model.times(measured.batch, measured.problems, chip) / measured.times).log()
+    weights = torch.exp(-measured.behind / RELEVANT).nan_to_num(0)
+    errors = errors.nan_to_num(0)
+    common = (weights * errors).sum(1, keepdim=True) / weights.sum(1, keepdim=True)
+    within, all_of_it = (weights * (errors - common) ** 2).sum(), (weights * errors**2).sum()
+    return float((within + 0.25 * all_of_it) / weights.sum())
+
+
+def regret(measured: Measured, chip: model.Chip, count: int) -> tuple[float, float]:
     """Return the time of the best of the model's first `count` over the best of all: geometric mean and worst."""
-    ratios = []
-    for shape, times in sweep.items():
-        first = sorted(times, key=lambda c: model.predict(c, shape, chip))[:count]
-        ratios.append(min(times[c] for c in first) / min(times.values()))
-    return math.exp(sum(map(math.log, ratios)) / len(ratios)), max(ratios)
+    unknown = measured.times.isnan()
+    predicted = model.times(measured.batch, measured.problems, chip).masked_fill(unknown, math.inf)
+    first = predicted.argsort(1)[:, :count]
+    ratios = 1 + measured.behind.nan_to_num(math.inf).gather(1, first).min(1).values
+    return float(ratios.log().mean().exp()), float(ratios.max())
 
 
-def fit(sweep: Sweep, chip: model.Chip, rounds: int) -> model.Chip:
+def fit(measured: Measured, chip: model.Chip, rounds: int) -> model.Chip:
     """Improve a chip's numbers by random steps along one or two of them."""
-    rng, best, width = random.Random(0), loss(sweep, chip), 0.2
+    rng, best, width = random.Random(0), loss(measured, chip), 0.2
     for _ in range(rounds):
         tried = chip
         for _ in range(rng.choice((1, 2))):
             tried = _moved(tried, rng, width)
-        value = loss(sweep, tried)
+        value = loss(measured, tried)
         if value < best:
             chip, best = tried, value
         else:
@@ -109,8 +137,11 @@ def fit(sweep: Sweep, chip: model.Chip, rounds: int) -> model.Chip:
     return chip
 
 
-FITTED = ("clock", "fill", "l2", "dram", "launch", "cluster", "throttle", "reread", "serial")
-PER_SCHEDULE = ("efficiency", "epilogue")
+FITTED = (
+    *("clock", "fill", "l2", "dram", "overlap", "cluster", "throttle", "throttle_after"),
+    *("reread", "multicast", "merge", "alone", "split", "exchange"),
+)
+PER_SCHEDULE = ("launch", "epilogue")
 
 
 def _moved(chip: model.Chip, rng: random.Random, width: float) -> model.Chip:
@@ -129,12 +160,12 @@ def main() -> None:
     parser.add_argument("sweeps", nargs="+", type=Path)
     parser.add_argument("--rounds", type=int, default=2000)
     args = parser.parse_args()
-    sweep = read(args.sweeps)
-    print(f"{len(sweep)} shapes, {sum(map(len, sweep.values()))} times")
-    for title, chip in (("before", model.H100), ("after", fit(sweep, model.H100, args.rounds))):
-        print(f"{title}: error {math.sqrt(loss(sweep, chip)):.3f}")
+    measured = Measured.of(read(args.sweeps))
+    print(f"{len(measured.problems)} shapes, {int((~measured.times.isnan()).sum())} times")
+    for title, chip in (("before", model.H100), ("after", fit(measured, model.H100, args.rounds))):
+        print(f"{title}: error {math.sqrt(loss(measured, chip)):.3f}")
         for count in (1, 8, 16):
-            mean, worst = regret(sweep, chip, count)
+            mean, worst = regret(measured, chip, count)
             print(f"  best of the first {count}: {mean:.4f} times the best of all, at worst {worst:.3f}")
     print(chip)
 

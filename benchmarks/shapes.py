@@ -6,6 +6,8 @@ these and the weights of other models, so that dispatch has something to go by n
 
 from __future__ import annotations
 
+import random
+
 Shape = tuple[int, int, int]
 
 ROWS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -36,6 +38,17 @@ def _grid() -> tuple[Shape, ...]:
     return tuple(dict.fromkeys([*weights, *((s, s, s) for s in SQUARES)]))
 
 
+def drawn(seed: int, count: int) -> tuple[Shape, ...]:
+    """Draw problems of all sizes: weights that 64 to 512 divide and any number of rows, each scale as likely."""
+    rng = random.Random(seed)
+
+    def extent(largest: float) -> int:
+        unit = rng.choice((64, 128, 256, 512))
+        return max(1, round(2 ** rng.uniform(9, largest) / unit)) * unit
+
+    return tuple((round(2 ** rng.uniform(0, 13)), extent(14.9), extent(14.6)) for _ in range(count))
+
+
 def _tuning() -> tuple[Shape, ...]:
     # Three row counts in five of each weight, other ones for each, so that neighbours complete each other.
     others = [
@@ -51,13 +64,13 @@ def _tuning() -> tuple[Shape, ...]:
         if (number + at) % 8 in (0, 3, 5)
     ]
     between = [(m, n, k) for n, k in WEIGHTS for m in (32, 96, 192, 384, 768, 1536, 3072)]
-    return tuple(dict.fromkeys([*GRID, *between, *others]))
+    return tuple(dict.fromkeys([*GRID, *between, *others, *drawn(seed=1, count=120)]))
 
 
 def _unseen() -> tuple[Shape, ...]:
     weights = ((5632, 2048), (2560, 2560), (8192, 3072), (12288, 4096), (3584, 18944), (7168, 7168))
     rows = (1, 7, 24, 50, 100, 200, 333, 600, 1000, 1300, 2500, 5000)
-    return tuple((m, n, k) for n, k in weights for m in rows)
+    return (*((m, n, k) for n, k in weights for m in rows), *drawn(seed=2, count=48))
 
 
 GRID = _grid()

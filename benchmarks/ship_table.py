@@ -1,36 +1,49 @@
-"""Makes the table that ships with the library out of one that tune_tables.py filled.
+"""Makes the table that ships with the library out of those that tune_tables.py filled, the oldest first.
 
-    python benchmarks/ship_table.py TABLE cutlass_ops/tuned
+    python benchmarks/ship_table.py TABLE... cutlass_ops/tuned --pool pool.json
 
-At each shape the best order of tiles of each kernel stays; a shape at which all kernels lost clearly to a peer goes, as
-the right one did not race there. Kernels are chosen so that the grid's shapes are served by at most sixteen
-(`evaluate_dispatch.py` says what that loses).
+At each shape the best order of tiles of each kernel stays, of the kernels of a pool if one is given; a shape at which
+all kernels lost clearly to a peer goes, as the right one did not race there. The grid's shapes have the measurements of
+sixteen kernels only, which therefore serve them (`evaluate_dispatch.py` says what that loses).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Collection
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 
 import shapes
 
 from cutlass_ops import tables
-from cutlass_ops.tables import Measured, Point
+from cutlass_ops.config import Config, config_from_json
+from cutlass_ops.tables import Measured, Point, Table
 
 # How many kernels are chosen for the grid, and how many there are in all.
-FEW, MOST = 14, 38
+FEW, MOST = 16, 96
 # A peer's time over the winner's, below which a shape says nothing.
 WORTH = 0.85
 
 
-def best_orders(point: Point) -> Point:
-    """Return a point without the orders of tiles that were not a kernel's best."""
-    best: dict[object, Measured] = {}
+def best_orders(point: Point, pool: Collection[Config]) -> Point:
+    """Return a point with a pool's kernels only, each in its best order of tiles."""
+    best: dict[Config, Measured] = {}
     for measured in point.measured:
-        best.setdefault(measured.config.binary(), measured)
-    return replace(point, measured=tuple(best.values()))
+        if not pool or measured.config.binary() in pool:
+            best.setdefault(measured.config.binary(), measured)
+    if not best:
+        return replace(point, measured=())
+    unit = next(iter(best.values()))
+    scale = point.measured[0].microseconds
+    return replace(
+        point,
+        measured=tuple(
+            Measured(m.config, scale * (1 + m.behind), (1 + m.behind) / (1 + unit.behind) - 1) for m in best.values()
+        ),
+    )
 
 
 def ratio(point: Point) -> float:
@@ -41,15 +54,24 @@ def ratio(point: Point) -> float:
 def main() -> None:
     """Choose, and write the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", type=Path)
+    parser.add_argument("tables", type=Path, nargs="+")
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--pool", type=Path, help="the kernels to choose among, from choose_pool.py")
     args = parser.parse_args()
-    table = tables.load(args.table)
-    points = tuple(best_orders(p) for p in table.points if ratio(p) >= WORTH)
+    table = reduce(Table.merged, map(tables.load, args.tables))
+    pool = set(map(config_from_json, json.loads(args.pool.read_text()))) if args.pool else set()
+    points = tuple(best_orders(p, pool) for p in table.points)
+    points = tuple(p for p in points if p.measured and ratio(p) >= WORTH)
     chosen = replace(table, points=points).select(first=shapes.GRID, few=FEW, most=MOST)
+    few = set(chosen.kernels[:FEW])
+    before = chosen.points
+    points = tuple(best_orders(p, few) if p.problem in shapes.GRID else p for p in before)
+    chosen = replace(chosen, points=points)
     path = tables.path_of(args.folder, table.device, table.signature)
     path.write_text(json.dumps(chosen.to_json()) + "\n")
+    lost = [min(m.behind for m in p.measured if m.config.binary() in few) for p in before if p.problem in shapes.GRID]
     print(f"{path}: {len(chosen.points)} shapes, {len(chosen.kernels)} kernels")
+    print(f"{len(few)} kernels lose {sum(lost) / len(lost):.2%} on average and {max(lost):.1%} at worst at the grid")
 
 
 if __name__ == "__main__":

@@ -8,11 +8,13 @@ Stopped and started again, it goes on where it was.
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import shapes
 
 from cutlass_ops import ops, tables
+from cutlass_ops.config import config_from_json
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.tables import Problem
 from cutlass_ops.tuning import Effort, tune
@@ -31,13 +33,22 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="measure again what was measured before")
     parser.add_argument("--refine", action="store_true", help="look around what was measured to be the best")
     parser.add_argument("--below", type=float, help="only where the best peer's time over ours was less, or unknown")
+    parser.add_argument("--pool", type=Path, help="the only kernels to measure, from choose_pool.py")
+    parser.add_argument("--part", default="0/1", help="2/3: the last third of the shapes, taken at regular distances")
     parser.add_argument("--folder", type=Path, required=True)
     args = parser.parse_args()
-    effort = Effort(kernels=args.kernels, candidates=args.candidates, refine=args.refine, seconds=args.seconds)
+    pool = tuple(map(config_from_json, json.loads(args.pool.read_text()))) if args.pool else ()
+    effort = Effort(
+        kernels=max(args.kernels, len(pool)), candidates=args.candidates, refine=args.refine, seconds=args.seconds,
+        pool=pool,
+    )  # fmt: skip
     wanted = shapes.GRID if args.shapes == "grid" else shapes.TUNING
     if args.below is not None:
         done = _at_least(args.below, args.folder, named[args.op].graph)
         wanted = tuple(shape for shape in wanted if shape not in done)
+    first, step = map(int, args.part.split("/"))
+    # The grid is what results are reported over: no part goes without it.
+    wanted = tuple(s for at, s in enumerate(wanted) if at % step == first or s in shapes.GRID)
     report = tune(
         named[args.op], wanted, dtypes=args.dtypes, effort=effort, folder=args.folder.absolute(), again=args.again,
         show=print,

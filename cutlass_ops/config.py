@@ -174,7 +174,8 @@ class Sm90Config:
     def slug(self) -> str:
         """Short readable name, unique among legal configurations that differ in compiled code."""
         schedule = {"pingpong": "pp", "cooperative": "coop", "warp_specialized": "ws"}[self.schedule]
-        split = "_streamk" if self.scheduler == "stream_k" else f"_split{self.split_k}" if self.split_k != 1 else ""
+        split = "_streamk" if self.scheduler == "stream_k" else ""
+        split += f"_split{self.split_k}" if self.split_k != 1 else ""
         tail = split + ("_swap" if self.swap_ab else "")
         stages = "" if self.stages is None else f"_s{self.stages}"
         return f"sm90_{self.threadblock}_{self.cluster}_{schedule}{stages}{tail}"

@@ -10,19 +10,23 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Literal
+
+import torch
+from torch import Tensor
 
 from cutlass_ops import _env, _resources, arch, builtin, heuristics, legality, tables
 from cutlass_ops.config import Config, Sm90Config
 from cutlass_ops.errors import ConfigError
-from cutlass_ops.heuristics import Device, Problem
+from cutlass_ops.heuristics import Device, Pool, Problem
 from cutlass_ops.registry import OpSignature
 from cutlass_ops.spec import KernelSpec, Operand
 from cutlass_ops.tables import Table
 
-Source = Literal["measured", "interpolated", "model"]
+Source = Literal["model", "interpolated", "measured"]
+SOURCES: tuple[Source, ...] = ("model", "interpolated", "measured")
 
 # Rows of A at which the choice for a weight is made in advance.
 _ROWS = (
@@ -44,6 +48,8 @@ _CLEARLY = 0.99
 # model's own word weighs against it. `benchmarks/evaluate_dispatch.py` says how well that does.
 _REACH = 0.3
 _PRIOR = 0.05
+# How much must have been measured nearby for a time to be more than the model's word.
+_NEAR = 0.5
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ class Candidate:
         Its configuration with the order of its tiles.
     microseconds : float
         Measured or predicted time.
-    source : {"measured", "interpolated", "model"}
+    source : {"model", "interpolated", "measured"}
         Where the time comes from.
     """
 
@@ -65,13 +71,28 @@ class Candidate:
     source: Source
 
 
-@dataclass(frozen=True)
-class _Note:
-    """By how much the model was off for a kernel at a problem: logarithm of measured over predicted."""
+@dataclass(frozen=True, eq=False)
+class _Notes:
+    """By how much the model was off where kernels were measured. Tensors of shape (configurations, most notes of one).
 
-    rows: float
-    tiles: float
-    error: float
+    Attributes
+    ----------
+    rows, tiles : Tensor
+        Powers of two of M and of the number of tiles; infinite where there are fewer notes.
+    error : Tensor
+        Logarithm of measured over predicted.
+    """
+
+    rows: Tensor
+    tiles: Tensor
+    error: Tensor
+
+    def near(self, rows: Tensor, tiles: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the error to expect at problems, and how much was measured nearby: (problems, configurations) each."""
+        away = (rows[:, None, None] - self.rows) ** 2 + (tiles[:, :, None] - self.tiles) ** 2
+        weights = torch.exp(-away / (2 * _REACH**2))
+        total = weights.sum(2)
+        return (weights * self.error).sum(2) / (total + _PRIOR), total
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,8 +115,9 @@ class Policy:
     device: Device
     kernels: tuple[Config, ...]
     table: Table | None
+    _pool: Pool = field(repr=False)
     _measured: Mapping[Problem, Mapping[Config, Candidate]] = field(repr=False)
-    _notes: Mapping[Config, Sequence[_Note]] = field(repr=False)
+    _notes: _Notes = field(repr=False)
 
     @classmethod
     def of(cls, table: Table | None, signature: OpSignature, device: Device, pool: Iterable[Config]) -> Policy:
@@ -116,8 +138,9 @@ class Policy:
         kernels = tuple(dict.fromkeys(c for c in legal.values() if c is not None))
         # What was measured counts for a kernel itself, not for the form of it that had to be taken instead.
         same = {c for c, found in legal.items() if found == c}
-        measured, notes = _knowledge(table, same, device) if table is not None else ({}, {})
-        return cls(signature, device, kernels, table, measured, notes)
+        measured = _measurements(table, same) if table is not None else {}
+        mine = Pool(kernels)
+        return cls(signature, device, kernels, table, mine, measured, _notes(measured, mine, device))
 
     @property
     def borrowed(self) -> bool:
@@ -127,27 +150,52 @@ class Policy:
             self.device.name,
         )
 
-    def candidate(self, config: Config, problem: Problem) -> Candidate:
-        """Return what is known of a kernel at a problem."""
-        known = self._measured.get(problem, {}).get(config)
-        if known is not None:
-            return known
-        ordered = heuristics.with_order(config, problem)
-        time = heuristics.predict(config, problem, self.device)
-        notes = self._notes.get(config, ())
-        if not notes or math.isinf(time):
-            return Candidate(ordered, time, "model")
-        rows, tiles = _place(config, problem, self.device)
-        weights = [math.exp(-((rows - n.rows) ** 2 + (tiles - n.tiles) ** 2) / (2 * _REACH**2)) for n in notes]
-        total = sum(weights)
-        error = sum(w * n.error for w, n in zip(weights, notes, strict=True)) / (total + _PRIOR)
-        return Candidate(ordered, time * math.exp(error), "interpolated" if total > 0.5 else "model")
+    def expected(self, problems: Sequence[Problem]) -> tuple[Tensor, Tensor]:
+        """Return what is known of every kernel at some problems.
+
+        Returns
+        -------
+        Tensor, Tensor
+            Microseconds, and where they come from, as places in :data:`SOURCES`: of shape (problems, kernels) each.
+        """
+        rows = torch.tensor([p[0] for p in problems], dtype=torch.float64).log2()
+        error, weight = self._notes.near(rows, self._pool.tiles(problems, self.device).log2())
+        times = self._pool.times(problems, self.device) * error.exp()
+        sources = torch.where(weight > _NEAR, SOURCES.index("interpolated"), SOURCES.index("model"))
+        for at, problem in enumerate(problems):
+            for config, candidate in self._measured.get(problem, {}).items():
+                place = self._places[config]
+                times[at, place], sources[at, place] = candidate.microseconds, SOURCES.index("measured")
+        return times, sources
+
+    def decisive(self, problems: Sequence[Problem]) -> tuple[Tensor, Tensor]:
+        """Return the same, except that where kernels were measured no other counts: its time is infinite."""
+        times, sources = self.expected(problems)
+        measured = sources == SOURCES.index("measured")
+        return torch.where(measured.any(1, keepdim=True) & ~measured, torch.inf, times), sources
 
     def ranked(self, problem: Problem, among: Iterable[Config] | None = None) -> list[Candidate]:
-        """Return candidates for a problem, the best first; where kernels were measured, only these."""
-        found = [self.candidate(c, problem) for c in (self.kernels if among is None else among)]
-        measured = [c for c in found if c.source == "measured"]
-        return sorted(measured or found, key=lambda c: c.microseconds)
+        """Return candidates for a problem, the best first; where some of them were measured, only these."""
+        places = [self._places[c] for c in (self.kernels if among is None else among)]
+        times, sources = (x[0, places] for x in self.expected([problem]))
+        measured = sources == SOURCES.index("measured")
+        wanted = measured.nonzero()[:, 0] if bool(measured.any()) else torch.arange(len(places))
+        wanted = wanted[times[wanted].argsort(stable=True)]
+        by_gpc = self._pool.by_gpc([problem], self.device)[0, places]
+        return [
+            self._candidate(problem, self.kernels[places[at]], float(times[at]), int(sources[at]), bool(by_gpc[at]))
+            for at in wanted.tolist()
+        ]
+
+    def _candidate(self, problem: Problem, config: Config, time: float, source: int, by_gpc: bool) -> Candidate:
+        if SOURCES[source] == "measured":
+            return self._measured[problem][config]
+        orders = heuristics.orders_by_gpc(config, problem, self.device) if by_gpc else ()
+        return Candidate(orders[0] if orders else heuristics.with_order(config, problem), time, SOURCES[source])
+
+    @cached_property
+    def _places(self) -> dict[Config, int]:
+        return {c: at for at, c in enumerate(self.kernels)}
 
     def peers(self, problem: Problem) -> Mapping[str, float]:
         """Return what others took for a problem, in microseconds by name, if that was measured here."""
@@ -178,26 +226,20 @@ def kept(policy: Policy, n: int, k: int) -> tuple[Config, ...]:
     Greedy: the next kernel is always that which helps most over all numbers of rows, until none helps much.
     """
     tuned = (p.problem[0] for p in policy.table.points if p.problem[1:] == (n, k)) if policy.table else ()
-    losses: list[dict[Config, float]] = []
-    slack: list[float] = []
-    for m in sorted({*_ROWS, *tuned}):
-        ranked = policy.ranked((m, n, k))
-        best = ranked[0].microseconds
-        losses.append({c.config.binary(): math.log(c.microseconds / best) for c in ranked})
-        slack.append(_SLACK[ranked[0].source])
-    chosen: list[Config] = []
-    reached = [math.log(2.0)] * len(losses)
-    while any(r > s for r, s in zip(reached, slack, strict=True)):
-        after = {
-            c: [min(r, loss.get(c, r)) for r, loss in zip(reached, losses, strict=True)]
-            for c in policy.kernels
-            if c not in chosen
-        }
-        gains = {c: sum(max(r - s, 0.0) for r, s in zip(a, slack, strict=True)) for c, a in after.items()}
-        best_config = min(gains, key=gains.__getitem__)
-        chosen.append(best_config)
-        reached = after[best_config]
-    return tuple(chosen)
+    problems = [(m, n, k) for m in sorted({*_ROWS, *tuned})]
+    times, sources = policy.decisive(problems)
+    best, fastest = times.min(1)
+    slack = torch.tensor([_SLACK[SOURCES[s]] for s in sources.gather(1, fastest[:, None])[:, 0].tolist()])
+    losses = (times / best[:, None]).log()
+    chosen: list[int] = []
+    reached = torch.full_like(best, math.log(2.0))
+    while bool((reached > slack).any()):
+        after = torch.minimum(reached[:, None], losses)
+        left = (after - slack[:, None]).clamp(min=0).sum(0)
+        left[chosen] = torch.inf
+        chosen.append(int(left.argmin()))
+        reached = after[:, chosen[-1]]
+    return tuple(policy.kernels[at] for at in chosen)
 
 
 def specs(signature: OpSignature, device: Device) -> tuple[KernelSpec, ...]:
@@ -296,24 +338,28 @@ def _legal(signature: OpSignature, config: Config, device: Device) -> Config | N
     return next((c for c in tried if not legality.check(heuristics.spec(signature, c, device))), None)
 
 
-def _knowledge(
-    table: Table, kernels: set[Config], device: Device
-) -> tuple[dict[Problem, dict[Config, Candidate]], dict[Config, list[_Note]]]:
-    measured: dict[Problem, dict[Config, Candidate]] = {}
-    notes: dict[Config, list[_Note]] = {}
+def _measurements(table: Table, kernels: set[Config]) -> dict[Problem, dict[Config, Candidate]]:
+    """Return what was measured of some kernels, each in its best order of tiles."""
+    found: dict[Problem, dict[Config, Candidate]] = {}
     for point in table.points:
         for m in point.measured:
             kernel = m.config.binary()
-            here = measured.setdefault(point.problem, {})
-            if kernel not in kernels or kernel in here:
-                continue
-            # Medians of a race that was left early are of a cooler chip; ratios within a round are not.
-            time = point.measured[0].microseconds * (1 + m.behind)
-            here[kernel] = Candidate(m.config, time, "measured")
-            error = math.log(time / heuristics.predict(kernel, point.problem, device))
-            notes.setdefault(kernel, []).append(_Note(*_place(kernel, point.problem, device), error))
-    return measured, notes
+            here = found.setdefault(point.problem, {})
+            if kernel in kernels and kernel not in here:
+                # Medians of a race that was left early are of a cooler chip; ratios within a round are not.
+                here[kernel] = Candidate(m.config, point.measured[0].microseconds * (1 + m.behind), "measured")
+    return found
 
 
-def _place(config: Config, problem: Problem, device: Device) -> tuple[float, float]:
-    return math.log2(problem[0]), math.log2(heuristics.tiles(config, problem, device))
+def _notes(measured: Mapping[Problem, Mapping[Config, Candidate]], pool: Pool, device: Device) -> _Notes:
+    """Return where and by how much the model is off for the kernels of a pool."""
+    problems, places = list(measured), {c: at for at, c in enumerate(pool.configs)}
+    predicted, tiles = pool.times(problems, device).tolist(), pool.tiles(problems, device).log2().tolist()
+    each: list[list[tuple[float, float, float]]] = [[] for _ in places]
+    for (m, _, _), known, times, along in zip(problems, measured.values(), predicted, tiles, strict=True):
+        for config, candidate in known.items():
+            at = places[config]
+            each[at].append((math.log2(m), along[at], math.log(candidate.microseconds / times[at])))
+    most = max(map(len, each), default=0)
+    padded = [notes + [(math.inf, math.inf, 0.0)] * (most - len(notes)) for notes in each]
+    return _Notes(*torch.tensor(padded, dtype=torch.float64).reshape(len(each), most, 3).unbind(2))

@@ -106,9 +106,9 @@ def sm90_mainloop_smem(spec: KernelSpec, stages: int) -> int:
 
 
 def split_exchange(config: Sm90Config) -> int:
-    """Return the bytes that a block gets from those that split K with it: FP32 accumulators of its part of the tile."""
+    """Return the bytes that a block sends to those that split K with it and gets from them: FP32 accumulators."""
     part = config.part
-    return (config.split_k - 1) * part.m * part.n * f32.bytes
+    return 2 * (config.split_k - 1) * part.m * part.n * f32.bytes
 
 
 def sm90_slicing_obstacle(spec: KernelSpec, operand: Side, stages: int) -> Literal["side", "k", "stages"] | None:
@@ -163,7 +163,7 @@ def _sm90_shared_memory(spec: KernelSpec, config: Sm90Config, stages: int) -> in
     barriers = [_Block(stages * full_and_empty), _Block(sm90_epilogue_stages(spec)[0] * full_and_empty)]
     if config.split_k > 1:  # templates/include/cutlass_ops/split_k.h
         each = _Block(stages * _MBARRIER_BYTES)
-        split = _struct(each, each, barriers[1], alignment=16)
+        split = _struct(each, each, barriers[1], _Block(_MBARRIER_BYTES), alignment=16)
         return _struct(split, _struct(epilogue, mainloop, alignment=128)).size
     if config.schedule == "warp_specialized":  # not persistent: the epilogue begins when the main loop has ended
         return _struct(_union(mainloop, epilogue), _struct(*barriers, alignment=16)).size

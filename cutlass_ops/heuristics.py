@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+
+import torch
+from torch import Tensor
 
 from cutlass_ops import arch, model
 from cutlass_ops.config import Config, Raster, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
@@ -34,8 +38,13 @@ class Device:
     @cached_property
     def chip(self) -> model.Chip:
         """What the cost model goes by: an H100 with as many multiprocessors."""
-        fours = round(model.H100.multiprocessors_in_fours * self.multiprocessors / model.H100.multiprocessors)
-        return replace(model.H100, multiprocessors=self.multiprocessors, multiprocessors_in_fours=fours)
+        like = self.multiprocessors / model.H100.multiprocessors
+        return replace(
+            model.H100,
+            multiprocessors=self.multiprocessors,
+            multiprocessors_in_fours=round(model.H100.multiprocessors_in_fours * like),
+            multiprocessors_in_eights=round(model.H100.multiprocessors_in_eights * like),
+        )
 
 
 def spec(signature: OpSignature, config: Config, device: Device) -> KernelSpec:
@@ -78,11 +87,80 @@ _BANDWIDTH = 2.9e6  # bytes a microsecond
 _LAUNCH = 3.0  # microseconds from one kernel to the next, with the first loads
 
 
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """Configurations of one kind that are compared with each other.
+
+    Attributes
+    ----------
+    configs : tuple of Config
+        All Sm90 or all Sm80.
+    """
+
+    configs: tuple[Config, ...]
+
+    @cached_property
+    def _sm90(self) -> model.Batch:
+        return model.Batch(tuple(c for c in self.configs if isinstance(c, Sm90Config)))
+
+    @cached_property
+    def _by_gpc(self) -> model.Batch:
+        return model.Batch(tuple(replace(c, by_gpc=True) for c in self._sm90.configs))
+
+    @cached_property
+    def _ordered(self) -> Tensor:
+        return self._sm90.numbers(lambda c: c.ordered) > 0
+
+    def times(self, problems: Sequence[Problem], device: Device) -> Tensor:
+        """Return times in microseconds, good for comparing, of shape (problems, configurations).
+
+        Sm90 kernels are taken in the better of two orders of tiles, the usual one and one by GPC. Infinite where a
+        kernel cannot be launched.
+        """
+        if not self._sm90.configs:
+            sm80 = [c for c in self.configs if isinstance(c, Sm80Config)]
+            found = [[_predict_sm80(c, p, device.multiprocessors) for c in sm80] for p in problems]
+            return torch.tensor(found, dtype=torch.float64).reshape(len(problems), len(sm80))
+        usual, by_gpc = self._times_by_order(problems, device)
+        return torch.minimum(usual, by_gpc)
+
+    def by_gpc(self, problems: Sequence[Problem], device: Device) -> Tensor:
+        """Return where orders by GPC are predicted to be faster than the usual one."""
+        if not self._sm90.configs:
+            return torch.zeros(len(problems), len(self.configs), dtype=torch.bool)
+        usual, by_gpc = self._times_by_order(problems, device)
+        return by_gpc < usual
+
+    def tiles(self, problems: Sequence[Problem], device: Device) -> Tensor:
+        """Return how many tiles cover problems, whole clusters, of shape (problems, configurations)."""
+        if self._sm90.configs:
+            cover = model.grid(self._sm90, problems, device.chip)
+            return cover.rows * cover.columns
+        sides = [c.threadblock for c in self.configs]
+        found = [[_ceil(m, s.m) * _ceil(n, s.n) for s in sides] for m, n, _ in problems]
+        return torch.tensor(found, dtype=torch.float64).reshape(len(problems), len(sides))
+
+    def _times_by_order(self, problems: Sequence[Problem], device: Device) -> tuple[Tensor, Tensor]:
+        never = torch.tensor(torch.inf, dtype=torch.float64)
+        cover = model.grid(self._sm90, problems, device.chip)
+        usual = torch.where(self._launchable(cover), model.times(self._sm90, problems, device.chip), never)
+        worth = self._ordered & (cover.waves <= _WAVES_BY_GPC)
+        return usual, torch.where(worth, model.times(self._by_gpc, problems, device.chip), never)
+
+    def _launchable(self, cover: model.Grid) -> Tensor:
+        """Whether the grid's second extent can be: a kernel that is not persistent has thread blocks for each tile."""
+        batch = self._sm90
+        swapped = batch.numbers(lambda c: c.swap_ab) > 0
+        persistent = batch.numbers(lambda c: c.schedule != "warp_specialized" and c.split_k == 1) > 0
+        second = torch.where(swapped, cover.rows, cover.columns)
+        # Blocks that split K take the first extent, and both of the tiles' follow.
+        second = torch.where(batch.split_k > 1, torch.maximum(cover.rows, cover.columns), second)
+        return persistent | (second <= arch.MAX_GRID_Y)
+
+
 def predict(config: Config, problem: Problem, device: Device) -> float:
-    """Return a configuration's time in microseconds, good for comparing; infinite if it cannot be launched."""
-    if isinstance(config, Sm90Config):
-        return model.predict(config, problem, device.chip) if fits_grid(config, problem, device) else float("inf")
-    return _predict_sm80(config, problem, device.multiprocessors)
+    """Return one configuration's time in microseconds, as :meth:`Pool.times` does."""
+    return float(Pool((config,)).times([problem], device))
 
 
 def _predict_sm80(config: Sm80Config, problem: Problem, multiprocessors: int) -> float:
@@ -99,23 +177,6 @@ def _predict_sm80(config: Sm80Config, problem: Problem, multiprocessors: int) ->
     floor = 2 * (m * k + k * n * rereads + m * n) / _BANDWIDTH + _LAUNCH
     # Among kernels that all wait for memory, the one with the least padding wins.
     return max(time, floor) * (1 + 0.02 * (rows * tile.m / m - 1))
-
-
-def fits_grid(config: Sm90Config, problem: Problem, device: Device) -> bool:
-    """Whether the grid's second extent can be launched: one that is not persistent has a thread block for each tile."""
-    cover = model.grid(config, problem, device.chip)
-    first, second = (cover.columns, cover.rows) if config.swap_ab else (cover.rows, cover.columns)
-    if config.split_k > 1:
-        return max(first, second) <= arch.MAX_GRID_Y
-    return config.schedule != "warp_specialized" or second <= arch.MAX_GRID_Y
-
-
-def tiles(config: Config, problem: Problem, device: Device) -> int:
-    """Return how many tiles cover a problem, whole clusters."""
-    if isinstance(config, Sm90Config):
-        cover = model.grid(config, problem, device.chip)
-        return cover.rows * cover.columns
-    return _ceil(problem[0], config.threadblock.m) * _ceil(problem[1], config.threadblock.n)
 
 
 # ---- Order of tiles ----------------------------------------------------------------------------------------------
@@ -170,7 +231,7 @@ def orders_by_gpc(config: Config, problem: Problem, device: Device) -> list[Conf
     """
     if not isinstance(config, Sm90Config) or not config.ordered:
         return []
-    if model.grid(config, problem, device.chip).waves > _WAVES_BY_GPC:
+    if model.grid(model.Batch((config,)), [problem], device.chip).waves.item() > _WAVES_BY_GPC:
         return []
     cluster = config.cluster
     rasters: tuple[Raster, ...] = ("along_m", "along_n")

@@ -8,18 +8,25 @@ the sweeps show little of: the K extent of a tile, and the orientation of a larg
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import exp
+from functools import cached_property
+
+import torch
+from torch import Tensor
 
 from cutlass_ops import arch
 from cutlass_ops.config import Schedule, Sm90Config
 
-# A soft maximum: limits that are nearly reached together cost more than either.
+# Soft maxima: limits that are nearly reached together cost more than either. Tensor Cores, shared memory and L2 cache
+# within a K step; and a kernel's work against device memory, which overlap less well.
 _SHARPNESS = 8
 
 # What bounds an instruction's clocks: its products, or reading both operands from shared memory.
 _PRODUCTS_PER_CLOCK = 2048
 _SHARED_BYTES_PER_CLOCK = 128
+
+SCHEDULES: tuple[Schedule, ...] = ("warp_specialized", "pingpong", "cooperative")
 
 
 @dataclass(frozen=True)
@@ -43,10 +50,11 @@ class Chip:
     ----------
     multiprocessors : int
         How many there are.
-    multiprocessors_in_fours : int
-        How many clusters of four and more can use at once: they do not span processing clusters.
+    multiprocessors_in_fours, multiprocessors_in_eights : int
+        How many clusters of more than two and of more than four can use at once: they do not span processing
+        clusters.
     clock : float
-        Tensor Cores' clock under a short load, in GHz.
+        Clock in GHz at which the Tensor Cores would take as long at their peak as they do under a short load.
     fill : float
         Bytes a nanosecond that one multiprocessor takes into shared memory.
     l2 : float
@@ -55,7 +63,9 @@ class Chip:
         Bytes a nanosecond from device memory, as kernels reach it.
     dram_peak : float
         The same by the memory's clock and width: no kernel reaches it.
-    launch : float
+    overlap : float
+        How well work and device memory's transfers overlap: the sharpness of their soft maximum.
+    launch : PerSchedule
         Microseconds from one kernel to the next, with its first loads.
     cluster : float
         Microseconds that blocks of a cluster wait for each other at their start.
@@ -65,6 +75,8 @@ class Chip:
         Microseconds in which most of that shows.
     reread : float
         Part of B that each further row of tiles reads from device memory again.
+    multicast : float
+        Power of the number of blocks that a multicast serves by which it relieves the L2 cache: 1 if it were read once.
     merge : float
         How many reads of one operand become one where a GPC takes a run of tiles.
     alone : float
@@ -72,56 +84,54 @@ class Chip:
     split : float
         Microseconds for adding up the parts of a tile of 128 x 128 that stream-K has split.
     exchange : float
-        Microseconds in which the blocks of a cluster that split K add up their parts: reckoned, not fitted yet.
-    serial : float
-        By what part each further wave of a kernel that is not persistent is slower: its tiles have no order.
-    efficiency : PerSchedule
-        Factor on the Tensor Cores' time.
+        Microseconds in which a block sends all of a tile of 128 x 128 to others that split K with it.
     epilogue : PerSchedule
         Microseconds for an epilogue of 128 x 128 that nothing hides.
     """
 
     multiprocessors: int
     multiprocessors_in_fours: int
+    multiprocessors_in_eights: int
     clock: float
     fill: float
     l2: float
     dram: float
     dram_peak: float
-    launch: float
+    overlap: float
+    launch: PerSchedule
     cluster: float
     throttle: float
     throttle_after: float
     reread: float
+    multicast: float
     merge: float
     alone: float
     split: float
     exchange: float
-    serial: float
-    efficiency: PerSchedule
     epilogue: PerSchedule
 
 
 H100 = Chip(
     multiprocessors=132,
     multiprocessors_in_fours=120,
-    clock=1.66,
-    fill=121.0,
-    l2=11280.0,
-    dram=2733.0,
+    multiprocessors_in_eights=112,
+    clock=1.661,
+    fill=170.5,
+    l2=12996.0,
+    dram=2958.0,
     dram_peak=3352.0,
-    launch=1.82,
-    cluster=0.38,
-    throttle=0.207,
-    throttle_after=150.0,
-    reread=0.126,
-    merge=2.0,
-    alone=1.0,
-    split=9.0,
-    exchange=1.5,
-    serial=0.0177,
-    efficiency=PerSchedule(warp_specialized=0.879, pingpong=1.031, cooperative=1.061),
-    epilogue=PerSchedule(warp_specialized=1.68, pingpong=1.11, cooperative=0.80),
+    overlap=3.02,
+    launch=PerSchedule(warp_specialized=2.04, pingpong=2.12, cooperative=2.56),
+    cluster=0.156,
+    throttle=0.2285,
+    throttle_after=160.0,
+    reread=0.108,
+    multicast=0.385,
+    merge=1.403,
+    alone=1.166,
+    split=5.9,
+    exchange=3.0,
+    epilogue=PerSchedule(warp_specialized=1.993, pingpong=1.744, cooperative=1.397),
 )
 
 
@@ -170,107 +180,201 @@ def roofline(problem: tuple[int, int, int], chip: Chip, operand_bytes: int, move
     """
     m, n, k = problem
     peak = chip.multiprocessors * _FLOP_PER_CLOCK * _BOOST * 1e3 * 2 / operand_bytes
-    return Roofline(2 * m * n * k / peak, moved_bytes / (chip.dram_peak * 1e3), chip.launch)
+    return Roofline(2 * m * n * k / peak, moved_bytes / (chip.dram_peak * 1e3), chip.launch.pingpong)
 
 
-@dataclass(frozen=True)
-class Grid:
-    """How a configuration covers a problem.
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Configurations side by side, so that the times of thousands take milliseconds.
 
     Attributes
     ----------
-    rows, columns : int
+    configs : tuple of Sm90Config
+        The configurations.
+    """
+
+    configs: tuple[Sm90Config, ...]
+
+    def __len__(self) -> int:
+        return len(self.configs)
+
+    def numbers(self, of: Callable[[Sm90Config], float]) -> Tensor:
+        """Return a number of each configuration, of shape (1, configurations)."""
+        return torch.tensor([[of(c) for c in self.configs]], dtype=torch.float64)
+
+    @cached_property
+    def tile_m(self) -> Tensor:
+        """Extent of a tile along the problem's M."""
+        return self.numbers(lambda c: along_problem(c)[0][0])
+
+    @cached_property
+    def tile_n(self) -> Tensor:
+        """Extent of a tile along the problem's N."""
+        return self.numbers(lambda c: along_problem(c)[0][1])
+
+    @cached_property
+    def cluster_m(self) -> Tensor:
+        """Blocks of a cluster along the problem's M."""
+        return self.numbers(lambda c: along_problem(c)[1][0])
+
+    @cached_property
+    def cluster_n(self) -> Tensor:
+        """Blocks of a cluster along the problem's N."""
+        return self.numbers(lambda c: along_problem(c)[1][1])
+
+    @cached_property
+    def wgmma_m(self) -> Tensor:
+        """Rows of a tile in the kernel's own orientation."""
+        return self.numbers(lambda c: c.threadblock.m)
+
+    @cached_property
+    def wgmma_n(self) -> Tensor:
+        """Columns of a tile in the kernel's own orientation."""
+        return self.numbers(lambda c: c.threadblock.n)
+
+    @cached_property
+    def tile_k(self) -> Tensor:
+        """K extent of a tile."""
+        return self.numbers(lambda c: c.threadblock.k)
+
+    @cached_property
+    def part(self) -> Tensor:
+        """What one block's epilogue handles, in tiles of 128 x 128."""
+        return self.numbers(lambda c: c.part.m * c.part.n / 128**2)
+
+    @cached_property
+    def split_k(self) -> Tensor:
+        """Blocks that share a tile's K."""
+        return self.numbers(lambda c: c.split_k)
+
+    @cached_property
+    def schedule(self) -> Tensor:
+        """Place of the schedule in :data:`SCHEDULES`."""
+        return self.numbers(lambda c: SCHEDULES.index(c.schedule)).long()
+
+    @cached_property
+    def stream_k(self) -> Tensor:
+        """Whether tiles are split where they do not fill a wave."""
+        return self.numbers(lambda c: c.scheduler == "stream_k") > 0
+
+    @cached_property
+    def by_gpc(self) -> Tensor:
+        """Whether each GPC takes a run of tiles."""
+        return self.numbers(lambda c: c.by_gpc) > 0
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """How configurations cover problems. All tensors have the shape (problems, configurations).
+
+    Attributes
+    ----------
+    rows, columns : Tensor
         Tiles along the problem's M and N, whole clusters.
-    steps : int
+    steps : Tensor
         K steps of a thread block at a tile.
-    waves : int
+    waves : Tensor
         How often the multiprocessors take a tile.
-    active : int
+    active : Tensor
         How many of them take one in a full wave.
     """
 
-    rows: int
-    columns: int
-    steps: int
-    waves: int
-    active: int
+    rows: Tensor
+    columns: Tensor
+    steps: Tensor
+    waves: Tensor
+    active: Tensor
 
 
-def grid(config: Sm90Config, problem: tuple[int, int, int], chip: Chip) -> Grid:
-    """Return how a configuration covers a problem of M, N and K."""
-    (tile_m, tile_n), (cluster_m, cluster_n) = along_problem(config)
-    m, n, k = problem
-    rows = _ceil(_ceil(m, tile_m), cluster_m) * cluster_m
-    columns = _ceil(_ceil(n, tile_n), cluster_n) * cluster_n
-    slots = chip.multiprocessors if cluster_m * cluster_n * config.split_k <= 2 else chip.multiprocessors_in_fours
-    blocks = rows * columns * config.split_k
-    steps = _ceil(_ceil(k, config.threadblock.k), config.split_k)
-    return Grid(rows, columns, steps, _ceil(blocks, slots), min(blocks, slots))
+def grid(batch: Batch, problems: Sequence[tuple[int, int, int]], chip: Chip) -> Grid:
+    """Return how configurations cover problems of M, N and K."""
+    m, n, k = _extents(problems)
+    rows = _ceil(_ceil(m, batch.tile_m), batch.cluster_m) * batch.cluster_m
+    columns = _ceil(_ceil(n, batch.tile_n), batch.cluster_n) * batch.cluster_n
+    together = batch.cluster_m * batch.cluster_n * batch.split_k
+    slots = torch.where(together <= 4, float(chip.multiprocessors_in_fours), float(chip.multiprocessors_in_eights))
+    slots = torch.where(together <= 2, float(chip.multiprocessors), slots)
+    blocks = rows * columns * batch.split_k
+    steps = _ceil(_ceil(k, batch.tile_k), batch.split_k)
+    return Grid(rows, columns, steps, _ceil(blocks, slots), torch.minimum(blocks, slots))
 
 
-def predict(config: Sm90Config, problem: tuple[int, int, int], chip: Chip = H100, element_bytes: int = 2) -> float:
-    """Return a kernel's time in microseconds.
+def times(batch: Batch, problems: Sequence[tuple[int, int, int]], chip: Chip = H100, element_bytes: int = 2) -> Tensor:
+    """Return kernels' times in microseconds.
 
     Parameters
     ----------
-    config : Sm90Config
-        A legal configuration.
-    problem : tuple of int
-        M, N and K, each at least 1.
+    batch : Batch
+        Legal configurations.
+    problems : sequence of (M, N, K)
+        Each extent at least 1.
     chip : Chip
-        Where it runs.
+        Where they run.
     element_bytes : int
         Width of an operand's element.
+
+    Returns
+    -------
+    Tensor
+        Of shape (problems, configurations), FP64.
     """
-    m, n, k = problem
-    (tile_m, tile_n), (cluster_m, cluster_n) = along_problem(config)
-    shape, schedule, cover = config.threadblock, config.schedule, grid(config, problem, chip)
+    m, n, k = _extents(problems)
+    cover = grid(batch, problems, chip)
 
     # One K step of one tile, in microseconds.
-    instructions = shape.m / arch.WGMMA_M * shape.k * element_bytes / arch.WGMMA_K_BYTES
-    products = 64 * shape.n * 16 / _PRODUCTS_PER_CLOCK
-    operands = (64 + shape.n) * arch.WGMMA_K_BYTES / _SHARED_BYTES_PER_CLOCK
-    compute = instructions * max(products, operands) * chip.efficiency.of(schedule) / (chip.clock * 1e3)
-    row_bytes = shape.k * element_bytes
-    fill = (tile_m + tile_n) * row_bytes / (chip.fill * 1e3)
-    # A tile of A is read once for the blocks of a cluster along N, one of B for those along M. Without such a
-    # multicast, a GPC that takes a run of tiles reads it once for several.
-    merge = chip.merge if config.by_gpc else 1.0
-    reads_a = tile_m / (cluster_n if cluster_n > 1 else merge)
-    reads_b = tile_n / (cluster_m if cluster_m > 1 else merge)
-    active = chip.multiprocessors if config.scheduler == "stream_k" else cover.active
+    instructions = batch.wgmma_m / arch.WGMMA_M * batch.tile_k * element_bytes / arch.WGMMA_K_BYTES
+    products = 64 * batch.wgmma_n * 16 / _PRODUCTS_PER_CLOCK
+    operands = (64 + batch.wgmma_n) * arch.WGMMA_K_BYTES / _SHARED_BYTES_PER_CLOCK
+    compute = instructions * torch.maximum(products, operands) / (chip.clock * 1e3)
+    row_bytes = batch.tile_k * element_bytes
+    fill = (batch.tile_m + batch.tile_n) * row_bytes / (chip.fill * 1e3)
+    # A tile of A is multicast to the blocks of a cluster along N, one of B to those along M. Without a multicast, a GPC
+    # that takes a run of tiles reads it once for several.
+    merge = torch.where(batch.by_gpc, chip.merge, 1.0)
+    reads_a = batch.tile_m / torch.where(batch.cluster_n > 1, batch.cluster_n**chip.multicast, merge)
+    reads_b = batch.tile_n / torch.where(batch.cluster_m > 1, batch.cluster_m**chip.multicast, merge)
+    active = torch.where(batch.stream_k, float(chip.multiprocessors), cover.active)
     shared = (reads_a + reads_b) * row_bytes * active / (chip.l2 * 1e3)
     step = _soft_max(compute, fill, shared)
-    if schedule == "warp_specialized":
-        step *= 1 + chip.serial * min(cover.waves - 1, 6)
 
-    exposed = 1 if schedule == "pingpong" else cover.waves
-    waves, split = (float(cover.waves), 0.0) if config.scheduler == "persistent" else _split(config, cover, chip)
-    part = config.part
-    busy = waves * cover.steps * step + exposed * chip.epilogue.of(schedule) * part.m * part.n / 128**2 + split
-    busy *= 1 + chip.throttle * (1 - exp(-busy / chip.throttle_after))
+    # Of a pingpong kernel, one warp group's epilogue hides behind the other's products.
+    exposed = torch.where(batch.schedule == SCHEDULES.index("pingpong"), 1.0, cover.waves)
+    waves, adding_up = _split(batch, cover, chip)
+    sent = batch.part * (batch.split_k - 1)
+    finish = _per_schedule(batch, chip.epilogue) * batch.part + chip.exchange * sent
+    busy = waves * cover.steps * step + exposed * finish + adding_up
+    busy = busy * (1 + chip.throttle * (1 - torch.exp(-busy / chip.throttle_after)))
 
-    rereads = 1 + chip.reread * min(cover.rows / cluster_m - 1, 5)
+    rereads = 1 + chip.reread * (cover.rows / batch.cluster_m - 1).clamp(max=5)
     memory = element_bytes * (m * k + k * n * rereads + m * n) / (chip.dram * 1e3)
     # Among kernels that all wait for memory, the one with the least padding wins.
-    padding = 1 + 0.01 * (min(cover.rows * tile_m / m, 4) - 1)
-    start = chip.launch + (chip.cluster if cluster_m * cluster_n * config.split_k > 1 else 0.0)
-    if config.split_k > 1:
-        start += chip.exchange
-    if config.by_gpc or config.scheduler == "stream_k":
-        start += chip.alone
-    return (_soft_max(busy, memory) + start) * padding
+    padding = 1 + 0.01 * ((cover.rows * batch.tile_m / m).clamp(max=4) - 1)
+    start = _per_schedule(batch, chip.launch)
+    start = start + torch.where(batch.cluster_m * batch.cluster_n * batch.split_k > 1, chip.cluster, 0.0)
+    start = start + torch.where(batch.by_gpc | batch.stream_k, chip.alone, 0.0)
+    return (_soft_max(busy, memory, sharpness=chip.overlap) + start) * padding
 
 
-def _split(config: Sm90Config, cover: Grid, chip: Chip) -> tuple[float, float]:
-    """Return how many tiles' K steps each multiprocessor takes with stream-K, and the microseconds for adding up.
+def predict(config: Sm90Config, problem: tuple[int, int, int], chip: Chip = H100, element_bytes: int = 2) -> float:
+    """Return one kernel's time in microseconds; :func:`times` for one configuration and problem."""
+    return float(times(Batch((config,)), [problem], chip, element_bytes))
+
+
+def _split(batch: Batch, cover: Grid, chip: Chip) -> tuple[Tensor, Tensor]:
+    """Return how many tiles' K steps each multiprocessor takes, and stream-K's microseconds for adding up.
 
     CUTLASS splits no tile where there are fewer than a wave and more than half of one.
     """
-    waves = cover.rows * cover.columns / chip.multiprocessors
-    if 0.5 < waves <= 1:
-        return 1.0, 0.0
-    return waves, chip.split * config.threadblock.m * config.threadblock.n / 128**2
+    filled = cover.rows * cover.columns / chip.multiprocessors
+    splits = batch.stream_k & ((filled <= 0.5) | (filled > 1))
+    whole = torch.where(batch.stream_k, 1.0, cover.waves)
+    # Many parts of a tile wait for each other.
+    adding_up = chip.split * batch.wgmma_m * batch.wgmma_n / 128**2 * (1 / filled).clamp(min=1).sqrt()
+    return torch.where(splits, filled, whole), torch.where(splits, adding_up, 0.0)
+
+
+def _per_schedule(batch: Batch, each: PerSchedule) -> Tensor:
+    return torch.tensor([each.of(s) for s in SCHEDULES], dtype=torch.float64)[batch.schedule]
 
 
 def along_problem(config: Sm90Config) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -281,9 +385,18 @@ def along_problem(config: Sm90Config) -> tuple[tuple[int, int], tuple[int, int]]
     return (tile.m, tile.n), (cluster.m, cluster.n)
 
 
-def _soft_max(*values: float) -> float:
-    return float(sum(v**_SHARPNESS for v in values) ** (1 / _SHARPNESS))
+def _extents(problems: Sequence[tuple[int, int, int]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return M, N and K, each of shape (problems, 1)."""
+    m, n, k = torch.tensor(problems, dtype=torch.float64).reshape(-1, 3).unsqueeze(2).unbind(1)
+    return m, n, k
 
 
-def _ceil(x: int, y: int) -> int:
-    return -(-x // y)
+def _soft_max(*values: Tensor, sharpness: float = _SHARPNESS) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64)
+    for value in values:
+        total = total + value**sharpness
+    return total ** (1 / sharpness)
+
+
+def _ceil(x: Tensor, y: Tensor) -> Tensor:
+    return torch.ceil(x / y)

@@ -130,7 +130,7 @@ def _split_k(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
     needed, there = split_exchange(config), sm90_mainloop_smem(spec, max(2, sm90_stages(spec)))
     if needed > there:
         yield (
-            f"{what}: the other blocks' parts take {needed} bytes, and the operands' buffer, where they go, has "
+            f"{what}: what blocks send each other takes {needed} bytes, and the operands' buffer, where it lies, has "
             f"{there}; use more stages or a smaller threadblock"
         )
     for output in spec.epilogue.outputs:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
-from heapq import nsmallest
 from itertools import product
 
-from cutlass_ops import arch, heuristics, legality, model
+from cutlass_ops import arch, legality, model
 from cutlass_ops.config import ClusterShape, Schedule, Sm90Config, ThreadblockShape
-from cutlass_ops.heuristics import Device, Problem
+from cutlass_ops.heuristics import Device, Pool, Problem
 from cutlass_ops.registry import OpSignature
 
 _TILES_M: dict[Schedule, tuple[int, ...]] = {
@@ -64,14 +63,15 @@ def ranked(signature: OpSignature, problem: Problem, limit: int, device: Device)
     device : Device
         Where they run.
     """
-    worth = (c for c in configurations(signature) if _usual(c, signature.a.dtype.bytes))
-    return nsmallest(limit, worth, key=lambda c: _at_best(c, problem, device))
+    pool = usual(signature)
+    times = pool.times([problem], device)[0]
+    return [pool.configs[at] for at in times.argsort(stable=True)[:limit] if times[at].isfinite()]
 
 
-def _at_best(config: Sm90Config, problem: Problem, device: Device) -> float:
-    """Return the time that is predicted for the better of two orders of tiles, the usual one and one by GPC."""
-    by_gpc = heuristics.orders_by_gpc(config, problem, device)[:1]
-    return min(heuristics.predict(o, problem, device) for o in (config, *by_gpc))
+@lru_cache(maxsize=64)
+def usual(signature: OpSignature) -> Pool:
+    """Return the configurations that the model can tell apart, each with the K extent and orientation that is usual."""
+    return Pool(tuple(c for c in configurations(signature) if _is_usual(c, signature.a.dtype.bytes)))
 
 
 def neighbours(signature: OpSignature, config: Sm90Config) -> list[Sm90Config]:
@@ -91,7 +91,7 @@ def neighbours(signature: OpSignature, config: Sm90Config) -> list[Sm90Config]:
     return [c for c in configurations(signature) if c != config and near(c)]
 
 
-def _usual(config: Sm90Config, element_bytes: int) -> bool:
+def _is_usual(config: Sm90Config, element_bytes: int) -> bool:
     """Whether a tile has the usual K extent and orientation.
 
     K as long as a stage stays below 48 KiB, for the fewest barriers with enough stages left; B's columns on the wgmma's

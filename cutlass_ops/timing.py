@@ -42,7 +42,8 @@ class Stopwatch:
 
     def __init__(self, expected: float) -> None:
         self._launches = max(3, min(_MAX_LAUNCHES, round(_REPLAY_US / expected)))
-        self._graphs: dict[object, torch.cuda.CUDAGraph] = {}
+        # A graph does not own the memory that its launches were given: what was captured stays with it.
+        self._graphs: dict[object, tuple[torch.cuda.CUDAGraph, Run]] = {}
 
     def add(self, name: object, run: Run) -> None:
         """Capture a variant, called with a launch index from which it picks its inputs."""
@@ -57,19 +58,23 @@ class Stopwatch:
         with torch.cuda.graph(graph):
             for index in range(self._launches):
                 run(index)
-        self._graphs[name] = graph
+        self._graphs[name] = graph, run
 
     def round(self, names: Sequence[object]) -> list[float]:
         """Replay variants in this order and return the microseconds of one call of each."""
         # The first in the order must not follow a pause.
-        self._graphs[names[-1]].replay()
+        self._replay(names[-1])
         events = [_event() for _ in range(len(names) + 1)]
         events[0].record()
         for name, end in zip(names, events[1:], strict=True):
-            self._graphs[name].replay()
+            self._replay(name)
             end.record()
         torch.cuda.synchronize()
         return [begin.elapsed_time(end) * 1e3 / self._launches for begin, end in pairwise(events)]
+
+    def _replay(self, name: object) -> None:
+        graph, _ = self._graphs[name]
+        graph.replay()
 
 
 def _event() -> torch.cuda.Event:

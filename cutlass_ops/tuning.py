@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from cutlass_ops import _env, dispatch, heuristics, space, tables
+from cutlass_ops import _env, dispatch, heuristics, legality, space, tables
 from cutlass_ops.builder import building
 from cutlass_ops.call import call_at, device_of, signature_of
 from cutlass_ops.config import Config, Sm90Config
@@ -35,6 +35,8 @@ from cutlass_ops.tables import Point, Problem, Table
 # What the model predicts slower than this, over its first choice, is not measured: it errs by 3% (benchmarks/NOTES.md),
 # seldom by 15%.
 _WITHIN = 1.15
+# At least so many are measured all the same: what it puts far ahead of all others is often what it errs on.
+_AT_LEAST = 4
 # Among how many the few that cover all problems are sought.
 _CONSIDERED = 40
 # Around how many of the best a refinement looks.
@@ -66,6 +68,8 @@ class Effort:
         Whether to look around what was measured to be the best before, in place of what the model puts first.
     seconds : float
         After which no further problem is begun.
+    pool : tuple of Config
+        The only kernels to choose among, if there are any; else the model seeks them in the whole space.
     """
 
     kernels: int = 48
@@ -73,6 +77,7 @@ class Effort:
     rounds: int = 11
     refine: bool = False
     seconds: float = math.inf
+    pool: tuple[Config, ...] = ()
 
 
 @dataclass
@@ -139,20 +144,29 @@ def _plan(
 ) -> list[Task]:
     """Plan for one signature, given the configurations around which to look at each problem."""
     policy = dispatch.policy(signature, device)
+    pool = [c for c in effort.pool if not legality.check(heuristics.spec(signature, c, device))]
     predicted = {
-        p: {c: policy.candidate(c, p).microseconds for c in _considered(policy, p, centres, device)}
+        p: _predicted(policy, p, pool or _considered(policy, p, centres, device), device)
         for p, centres in problems.items()
     }
     kept = set(_cover(predicted, effort.kernels))
     tasks = []
     for problem, times in predicted.items():
         ranked = sorted(kept & times.keys(), key=times.__getitem__)
-        near = [c for c in ranked if times[c] <= _WITHIN * times[ranked[0]]][: effort.candidates]
+        close = sum(times[c] <= _WITHIN * times[ranked[0]] for c in ranked)
+        near = ranked[: min(max(close, _AT_LEAST), effort.candidates)]
         # What was the best is what the others have to beat, and what their times can be compared by.
         near = list(dict.fromkeys([*problems[problem][:1], *near]))
         entrants = [o for c in near for o in _orders(c, problem, device)]
         tasks.append(Task(signature, problem, tuple(entrants)))
     return tasks
+
+
+def _predicted(policy: Policy, problem: Problem, configs: Sequence[Config], device: Device) -> dict[Config, float]:
+    """Return configurations' times: by the model, corrected for those that were measured at similar problems."""
+    times = dict(zip(configs, heuristics.Pool(tuple(configs)).times([problem], device)[0].tolist(), strict=True))
+    corrected = dict(zip(policy.kernels, policy.expected([problem])[0][0].tolist(), strict=True))
+    return {c: corrected.get(c, time) for c, time in times.items()}
 
 
 def _orders(config: Config, problem: Problem, device: Device) -> list[Config]:
@@ -175,6 +189,8 @@ def _cover(predicted: Mapping[Problem, Mapping[Config, float]], limit: int) -> l
     """Return the kernels that together are predicted to lose least; the next one is always that which helps most."""
     losses = [{c: math.log(t / min(times.values())) for c, t in times.items()} for times in predicted.values()]
     candidates = list(dict.fromkeys(c for loss in losses for c in loss))
+    if len(candidates) <= limit:
+        return candidates
     reached = [math.log(2.0)] * len(losses)
     chosen: list[Config] = []
     while candidates and len(chosen) < limit:

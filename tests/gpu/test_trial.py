@@ -64,6 +64,19 @@ def test_a_kernel_may_enter_in_several_orders(spec):
     assert {m.config.order for m in measured} == {"heuristic 1"} | {o.order for o in orders}
 
 
+def test_a_workspace_lives_as_long_as_the_graph_that_uses_it():
+    spec = next(s for name, s in kernels.configurations().items() if "streamk" in name)
+    problem = (640, 640, 8192)
+    kernel, trial = REGISTRY.kernel(spec), Trial(signature_of(spec), problem, DEVICE)
+    size = kernel.workspace_size(*problem, 0, 1)
+    assert size > 1 << 20
+    before = torch.cuda.memory_allocated()
+    assert trial.admit(spec.config, kernel) is None
+    assert torch.cuda.memory_allocated() - before >= size
+    torch.cuda.empty_cache()
+    trial.rehearse(spec.config)
+
+
 def fake(spec, after=None, run=True):
     """A kernel with something wrong about it."""
     real = REGISTRY.kernel(spec)

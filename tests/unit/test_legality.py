@@ -130,7 +130,7 @@ NEIGHBOURS = [
     ("split_k", sm90(split_k=2, **COOP), sm90(split_k=2)),
     ("split_k", sm90(split_k=2, **WS), sm90(split_k=2, **WS, **cluster(2, 1))),
     ("split_k", sm90(n=64, split_k=8, **WS), sm90(n=80, split_k=8, **WS, **MN_MAJOR)),
-    ("split_k", sm90(stages=4, k=32, split_k=4, **COOP), sm90(stages=2, k=16, split_k=4, **COOP)),
+    ("split_k", sm90(stages=6, k=32, split_k=4, **COOP), sm90(stages=4, k=32, split_k=4, **COOP)),
     ("split_k", sm90(epilogue=row_sum, **COOP), sm90(epilogue=row_sum, split_k=2, **COOP)),
     ("by_gpc", sm90(by_gpc=True), sm90(by_gpc=True, **WS)),
     ("by_gpc", sm90(by_gpc=True, **COOP), sm90(by_gpc=True, scheduler="stream_k", **COOP)),

@@ -1,6 +1,5 @@
 """docs/performance.md says what the raw results say, and its losses and summaries are counted right."""
 
-import importlib.util
 import json
 import math
 import os
@@ -10,22 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.scripts import BENCHMARKS, script
+
 pytest.importorskip("tomllib", reason="the report needs Python 3.11")
 
 ROOT = Path(__file__).resolve().parents[2]
-BENCHMARKS = ROOT / "benchmarks"
 AGAIN = "run python benchmarks/report.py"
 
 
-def _script(name):
-    """Return a benchmark's script as a module."""
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-report = _script("report")
+report = script("report")
 NO_CAUSES = {"about": [], "cause": []}
 
 

@@ -49,14 +49,17 @@ class SplitKernel {
       alignas(16) cutlass::arch::ClusterTransactionBarrier full[kStages];
       alignas(16) cutlass::arch::ClusterBarrier empty[kStages];
       alignas(16) typename Epilogue::PipelineStorage epilogue;
+      alignas(16) cutlass::arch::ClusterTransactionBarrier parts;
     } barriers;
     struct Tensors : cute::aligned_struct<128, cute::_1> {
       typename Epilogue::TensorStorage epilogue;
-      typename Mainloop::TensorStorage mainloop;  // afterwards, what the other blocks have for this one
+      typename Mainloop::TensorStorage mainloop;  // afterwards, what the blocks have for each other
     } tensors;
   };
   static constexpr int SharedStorageSize = sizeof(SharedStorage);
-  static_assert((kSplits - 1) * kPart * kConsumers * sizeof(float) <= sizeof(typename Mainloop::TensorStorage),
+  // Of the buffer for operands: first this block's sums for each other one, then what the others sent.
+  static constexpr uint32_t kSlotBytes = kPart * kConsumers * sizeof(float), kSlots = kSplits - 1;
+  static_assert(2 * kSlots * kSlotBytes <= sizeof(typename Mainloop::TensorStorage),
                 "the parts of a tile do not fit where its operands were");
 
   struct Arguments {
@@ -104,6 +107,8 @@ class SplitKernel {
         storage.barriers.full[i].init(1);
         storage.barriers.empty[i].init(kConsumers / 128);
       }
+      storage.barriers.parts.init(1);
+      storage.barriers.parts.arrive_and_expect_tx(kSlots * kSlotBytes);
     }
     using LoadC = typename Epilogue::LoadPipeline;
     typename LoadC::Params load_c_params;
@@ -133,8 +138,9 @@ class SplitKernel {
       cutlass::arch::warpgroup_reg_dealloc<40>();
       if (loads) load(params, storage, begin, end);
       __syncwarp();
-      exchange_barrier();
-      exchange_barrier();
+      cluster_arrive();
+      cluster_wait();
+      cluster_arrive();
       if (loads_c && epilogue.is_producer_load_needed()) {
         cutlass::arch::wait_on_dependent_grids();
         auto state = cutlass::make_producer_start_state<LoadC>();
@@ -142,6 +148,7 @@ class SplitKernel {
                               storage.tensors.epilogue);
         epilogue.load_tail(load_c, state);
       }
+      cluster_wait();
       return;
     }
 
@@ -159,15 +166,11 @@ class SplitKernel {
     auto [loaded, stored] = epilogue.store(load_c, load_state, store_d, store_state, problem, PartShape{}, coord, part,
                                            PartMma{}, thread, storage.tensors.epilogue);
     epilogue.store_tail(load_c, loaded, store_d, stored);
+    cluster_wait();  // what this block sent was read from its memory
   }
 
  private:
   using State = cutlass::PipelineState<kStages>;
-
-  CUTLASS_DEVICE static void exchange_barrier() {
-    cute::cluster_arrive();
-    cute::cluster_wait();
-  }
 
   // One thread fills stage after stage.
   CUTLASS_DEVICE static void load(Params const& params, SharedStorage& storage, int begin, int end) {
@@ -242,49 +245,70 @@ class SplitKernel {
     return i / kSlice * kColumns + to * kSlice + i % kSlice;
   }
 
-  // Sends the parts that other blocks finish to them, and adds theirs to the own one, always in the same order.
+  // Sends the parts that other blocks finish to them, and adds theirs to the own one, always in the same order. Whole
+  // parts go by bulk copy: stores of single threads to another block's memory are several times slower.
   template <class Sums, class Part>
   CUTLASS_DEVICE static void add_up(SharedStorage& storage, Sums const& sums, Part& part, int thread, int rank) {
-    auto* const mailbox = reinterpret_cast<float4*>(&storage.tensors.mainloop) + thread;
-    exchange_barrier();  // no block reads operands any more
+    auto* const outgoing = reinterpret_cast<float4*>(&storage.tensors.mainloop) + thread;
+    auto* const incoming = outgoing + kSlots * kSlotBytes / sizeof(float4);
+    auto const value = [&](int slot, int i) { return (slot * (kPart / 4) + i / 4) * kConsumers; };
+    cutlass::arch::NamedBarrier::sync(kConsumers, 0);
+    cute::cluster_arrive();  // this block reads no operands any more
     CUTLASS_PRAGMA_UNROLL
     for (int to = 0; to < kSplits; ++to) {
-      if (to == rank) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kPart; ++i) part(i) = sums(accumulator(to, i));
-        continue;
-      }
-      int const slot = rank < to ? rank : rank - 1;
-      uint32_t const local = cute::cast_smem_ptr_to_uint(mailbox + slot * (kPart / 4) * kConsumers);
-      uint32_t remote;
-      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(to));
+      int const slot = to < rank ? to : to - 1;
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kPart; i += 4) {
-        asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(remote + i / 4 * kConsumers * 16),
-                     "f"(sums(accumulator(to, i))), "f"(sums(accumulator(to, i + 1))),
-                     "f"(sums(accumulator(to, i + 2))), "f"(sums(accumulator(to, i + 3)))
-                     : "memory");
+        if (to == rank) {
+          CUTLASS_PRAGMA_UNROLL
+          for (int j = 0; j < 4; ++j) part(i + j) = sums(accumulator(to, i + j));
+        } else {
+          outgoing[value(slot, i)] = make_float4(sums(accumulator(to, i)), sums(accumulator(to, i + 1)),
+                                                 sums(accumulator(to, i + 2)), sums(accumulator(to, i + 3)));
+        }
       }
     }
-    exchange_barrier();  // all parts are there
+    cutlass::arch::fence_view_async_shared();
+    cutlass::arch::NamedBarrier::sync(kConsumers, 0);
+    cute::cluster_wait();
+    if (thread < kSplits && thread != rank) send(storage, rank, thread);
+    storage.barriers.parts.wait(0);
+    cute::cluster_arrive();  // whatever was sent here has been read
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kPart; i += 4) {
       float4 total = make_float4(0, 0, 0, 0);
       CUTLASS_PRAGMA_UNROLL
       for (int from = 0; from < kSplits; ++from) {
-        float4 const value = from == rank
-                                 ? make_float4(part(i), part(i + 1), part(i + 2), part(i + 3))
-                                 : mailbox[((from < rank ? from : from - 1) * (kPart / 4) + i / 4) * kConsumers];
-        total.x += value.x;
-        total.y += value.y;
-        total.z += value.z;
-        total.w += value.w;
+        float4 const term = from == rank ? make_float4(part(i), part(i + 1), part(i + 2), part(i + 3))
+                                         : incoming[value(from < rank ? from : from - 1, i)];
+        total.x += term.x;
+        total.y += term.y;
+        total.z += term.z;
+        total.w += term.w;
       }
       part(i) = total.x;
       part(i + 1) = total.y;
       part(i + 2) = total.z;
       part(i + 3) = total.w;
     }
+  }
+
+  CUTLASS_DEVICE static void send(SharedStorage& storage, int rank, int to) {
+    uint32_t const base = cute::cast_smem_ptr_to_uint(&storage.tensors.mainloop);
+    uint32_t const from = base + (to < rank ? to : to - 1) * kSlotBytes;
+    uint32_t const there = there_of(base + (kSlots + (rank < to ? rank : rank - 1)) * kSlotBytes, to);
+    uint32_t const barrier = there_of(cute::cast_smem_ptr_to_uint(&storage.barriers.parts), to);
+    asm volatile(
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(there),
+        "r"(from), "r"(kSlotBytes), "r"(barrier)
+        : "memory");
+  }
+
+  // An address of this block's shared memory, as it is in another block of the cluster.
+  CUTLASS_DEVICE static uint32_t there_of(uint32_t address, int block) {
+    uint32_t there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
+    return there;
   }
 };
 
