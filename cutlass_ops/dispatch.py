@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -28,26 +28,29 @@ from cutlass_ops.tables import Table
 Source = Literal["model", "interpolated", "measured"]
 SOURCES: tuple[Source, ...] = ("model", "interpolated", "measured")
 
+
 # Rows of A at which the choice for a weight is made in advance.
-_ROWS = (
-    *(1, 8),
-    *range(16, 257, 16),
-    *range(288, 513, 32),
-    *range(576, 1025, 64),
-    *range(1152, 2049, 128),
-    *range(2304, 4097, 256),
-    *(5120, 6144, 8192, 16384, 1 << 26),
-)
+def _rows() -> Iterator[int]:
+    """Yield numbers of rows: eight more than the one before, or at most a sixteenth of it."""
+    yield 1
+    rows = 8
+    while rows <= 16384:
+        yield rows
+        rows += max(8, (1 << rows.bit_length()) >> 5)
+    yield 1 << 26
+
+
+_ROWS = tuple(_rows())
 # Kernels are kept for a weight until no number of rows would be so much faster with another.
-_SLACK = {"measured": 0.015, "interpolated": 0.04, "model": 0.06}
+_SLACK = {"measured": 0.015, "interpolated": 0.03, "model": 0.03}
 
 # A peer is faster where it takes less than this part of the best kernel's time.
 _CLEARLY = 0.99
 
-# How far a measurement reaches: standard deviation in powers of two of M and of the number of tiles, and how much the
-# model's own word weighs against it. `benchmarks/evaluate_dispatch.py` says how well that does.
-_REACH = 0.3
-_PRIOR = 0.05
+# How far a measurement reaches: standard deviation in powers of two of M, of the number of tiles and of K, and how much
+# the model's own word weighs against it. `benchmarks/evaluate_dispatch.py` says how well that does.
+_REACH = (0.6, 0.6, 1.3)
+_PRIOR = 1.0
 # How much must have been measured nearby for a time to be more than the model's word.
 _NEAR = 0.5
 
@@ -77,22 +80,30 @@ class _Notes:
 
     Attributes
     ----------
-    rows, tiles : Tensor
-        Powers of two of M and of the number of tiles; infinite where there are fewer notes.
+    places : Tensor
+        Powers of two of M, of the number of tiles and of K, in a last dimension; infinite where there are fewer notes.
     error : Tensor
         Logarithm of measured over predicted.
     """
 
-    rows: Tensor
-    tiles: Tensor
+    places: Tensor
     error: Tensor
 
-    def near(self, rows: Tensor, tiles: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the error to expect at problems, and how much was measured nearby: (problems, configurations) each."""
-        away = (rows[:, None, None] - self.rows) ** 2 + (tiles[:, :, None] - self.tiles) ** 2
-        weights = torch.exp(-away / (2 * _REACH**2))
+    def near(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the error to expect at places (problems, configurations, 3), and how much was measured nearby."""
+        away = torch.zeros(())
+        for mine, its, reach in zip(places.unbind(2), self.places.unbind(2), _REACH, strict=True):
+            away = away + ((mine[:, :, None] - its) / reach).square_()
+        weights = torch.exp(away / -2)
         total = weights.sum(2)
         return (weights * self.error).sum(2) / (total + _PRIOR), total
+
+
+def _places(problems: Sequence[Problem], pool: Pool, device: Device) -> Tensor:
+    """Return where problems lie for each kernel of a pool, as notes are compared by it."""
+    m, _, k = torch.tensor(problems, dtype=torch.float64).reshape(-1, 3, 1).unbind(1)
+    tiles = pool.tiles(problems, device)
+    return torch.stack([m.expand_as(tiles), tiles, k.expand_as(tiles)], 2).log2().float()
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,8 +169,7 @@ class Policy:
         Tensor, Tensor
             Microseconds, and where they come from, as places in :data:`SOURCES`: of shape (problems, kernels) each.
         """
-        rows = torch.tensor([p[0] for p in problems], dtype=torch.float64).log2()
-        error, weight = self._notes.near(rows, self._pool.tiles(problems, self.device).log2())
+        error, weight = self._notes.near(_places(problems, self._pool, self.device))
         times = self._pool.times(problems, self.device) * error.exp()
         sources = torch.where(weight > _NEAR, SOURCES.index("interpolated"), SOURCES.index("model"))
         for at, problem in enumerate(problems):
@@ -353,13 +363,15 @@ def _measurements(table: Table, kernels: set[Config]) -> dict[Problem, dict[Conf
 
 def _notes(measured: Mapping[Problem, Mapping[Config, Candidate]], pool: Pool, device: Device) -> _Notes:
     """Return where and by how much the model is off for the kernels of a pool."""
-    problems, places = list(measured), {c: at for at, c in enumerate(pool.configs)}
-    predicted, tiles = pool.times(problems, device).tolist(), pool.tiles(problems, device).log2().tolist()
-    each: list[list[tuple[float, float, float]]] = [[] for _ in places]
-    for (m, _, _), known, times, along in zip(problems, measured.values(), predicted, tiles, strict=True):
+    problems, index = list(measured), {c: at for at, c in enumerate(pool.configs)}
+    predicted, places = pool.times(problems, device).tolist(), _places(problems, pool, device).tolist()
+    each: list[list[tuple[float, ...]]] = [[] for _ in index]
+    for known, times, here in zip(measured.values(), predicted, places, strict=True):
         for config, candidate in known.items():
-            at = places[config]
-            each[at].append((math.log2(m), along[at], math.log(candidate.microseconds / times[at])))
+            at = index[config]
+            each[at].append((*here[at], math.log(candidate.microseconds / times[at])))
     most = max(map(len, each), default=0)
-    padded = [notes + [(math.inf, math.inf, 0.0)] * (most - len(notes)) for notes in each]
-    return _Notes(*torch.tensor(padded, dtype=torch.float64).reshape(len(each), most, 3).unbind(2))
+    nowhere = (math.inf, math.inf, math.inf, 0.0)
+    padded = [notes + [nowhere] * (most - len(notes)) for notes in each]
+    every = torch.tensor(padded, dtype=torch.float32).reshape(len(each), most, 4)
+    return _Notes(every[:, :, :3], every[:, :, 3])

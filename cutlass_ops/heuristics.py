@@ -38,13 +38,8 @@ class Device:
     @cached_property
     def chip(self) -> model.Chip:
         """What the cost model goes by: an H100 with as many multiprocessors."""
-        like = self.multiprocessors / model.H100.multiprocessors
-        return replace(
-            model.H100,
-            multiprocessors=self.multiprocessors,
-            multiprocessors_in_fours=round(model.H100.multiprocessors_in_fours * like),
-            multiprocessors_in_eights=round(model.H100.multiprocessors_in_eights * like),
-        )
+        fours = round(model.H100.multiprocessors_in_fours * self.multiprocessors / model.H100.multiprocessors)
+        return replace(model.H100, multiprocessors=self.multiprocessors, multiprocessors_in_fours=fours)
 
 
 def spec(signature: OpSignature, config: Config, device: Device) -> KernelSpec:

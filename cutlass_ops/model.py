@@ -50,9 +50,8 @@ class Chip:
     ----------
     multiprocessors : int
         How many there are.
-    multiprocessors_in_fours, multiprocessors_in_eights : int
-        How many clusters of more than two and of more than four can use at once: they do not span processing
-        clusters.
+    multiprocessors_in_fours : int
+        How many clusters of four and more can use at once: they do not span processing clusters.
     clock : float
         Clock in GHz at which the Tensor Cores would take as long at their peak as they do under a short load.
     fill : float
@@ -83,6 +82,8 @@ class Chip:
         Microseconds more for a launch that does not overlap with the kernel before it.
     split : float
         Microseconds for adding up the parts of a tile of 128 x 128 that stream-K has split.
+    meet : float
+        Microseconds that blocks that split K wait for each other.
     exchange : float
         Microseconds in which a block sends all of a tile of 128 x 128 to others that split K with it.
     epilogue : PerSchedule
@@ -91,7 +92,6 @@ class Chip:
 
     multiprocessors: int
     multiprocessors_in_fours: int
-    multiprocessors_in_eights: int
     clock: float
     fill: float
     l2: float
@@ -107,6 +107,7 @@ class Chip:
     merge: float
     alone: float
     split: float
+    meet: float
     exchange: float
     epilogue: PerSchedule
 
@@ -114,24 +115,24 @@ class Chip:
 H100 = Chip(
     multiprocessors=132,
     multiprocessors_in_fours=120,
-    multiprocessors_in_eights=112,
-    clock=1.661,
-    fill=170.5,
-    l2=12996.0,
-    dram=2958.0,
+    clock=1.662,
+    fill=156.1,
+    l2=13500.0,
+    dram=2949.0,
     dram_peak=3352.0,
-    overlap=3.02,
-    launch=PerSchedule(warp_specialized=2.04, pingpong=2.12, cooperative=2.56),
-    cluster=0.156,
-    throttle=0.2285,
-    throttle_after=160.0,
-    reread=0.108,
-    multicast=0.385,
-    merge=1.403,
-    alone=1.166,
-    split=5.9,
-    exchange=3.0,
-    epilogue=PerSchedule(warp_specialized=1.993, pingpong=1.744, cooperative=1.397),
+    overlap=3.3,
+    launch=PerSchedule(warp_specialized=2.05, pingpong=2.1, cooperative=2.52),
+    cluster=0.096,
+    throttle=0.2257,
+    throttle_after=114.4,
+    reread=0.106,
+    multicast=0.245,
+    merge=1.444,
+    alone=1.151,
+    split=4.35,
+    meet=1.1,
+    exchange=6.94,
+    epilogue=PerSchedule(warp_specialized=2.049, pingpong=1.741, cooperative=1.415),
 )
 
 
@@ -292,8 +293,7 @@ def grid(batch: Batch, problems: Sequence[tuple[int, int, int]], chip: Chip) -> 
     rows = _ceil(_ceil(m, batch.tile_m), batch.cluster_m) * batch.cluster_m
     columns = _ceil(_ceil(n, batch.tile_n), batch.cluster_n) * batch.cluster_n
     together = batch.cluster_m * batch.cluster_n * batch.split_k
-    slots = torch.where(together <= 4, float(chip.multiprocessors_in_fours), float(chip.multiprocessors_in_eights))
-    slots = torch.where(together <= 2, float(chip.multiprocessors), slots)
+    slots = torch.where(together <= 2, float(chip.multiprocessors), float(chip.multiprocessors_in_fours))
     blocks = rows * columns * batch.split_k
     steps = _ceil(_ceil(k, batch.tile_k), batch.split_k)
     return Grid(rows, columns, steps, _ceil(blocks, slots), torch.minimum(blocks, slots))
@@ -351,6 +351,7 @@ def times(batch: Batch, problems: Sequence[tuple[int, int, int]], chip: Chip = H
     padding = 1 + 0.01 * ((cover.rows * batch.tile_m / m).clamp(max=4) - 1)
     start = _per_schedule(batch, chip.launch)
     start = start + torch.where(batch.cluster_m * batch.cluster_n * batch.split_k > 1, chip.cluster, 0.0)
+    start = start + torch.where(batch.split_k > 1, chip.meet, 0.0)
     start = start + torch.where(batch.by_gpc | batch.stream_k, chip.alone, 0.0)
     return (_soft_max(busy, memory, sharpness=chip.overlap) + start) * padding
 
@@ -369,7 +370,7 @@ def _split(batch: Batch, cover: Grid, chip: Chip) -> tuple[Tensor, Tensor]:
     splits = batch.stream_k & ((filled <= 0.5) | (filled > 1))
     whole = torch.where(batch.stream_k, 1.0, cover.waves)
     # Many parts of a tile wait for each other.
-    adding_up = chip.split * batch.wgmma_m * batch.wgmma_n / 128**2 * (1 / filled).clamp(min=1).sqrt()
+    adding_up = chip.split * batch.wgmma_m * batch.wgmma_n / 128**2 * (1 / filled).clamp(min=1)
     return torch.where(splits, filled, whole), torch.where(splits, adding_up, 0.0)
 
 

@@ -160,17 +160,22 @@ class Trial:
         with torch.cuda.device(self._device):
             size = int(kernel.workspace_size(m, n, k, raster, swizzle))
         workspace = torch.empty(size, dtype=torch.uint8, device=self._device) if size else None
+        # The stopwatch keeps what it captured, and no trial: a cycle with graphs in it would be collected at any time,
+        # and a graph that goes while another is captured spoils that one.
+        sets = self._sets
 
         def run(index: int) -> int:
-            x = self._sets[index % len(self._sets)]
+            x = sets[index % len(sets)]
             d, *others = x.outputs
             return kernel.launch(x.a, x.b, d, *x.inputs, *others, raster, swizzle, workspace)
 
         return run
 
     def _run_peer(self, peer: Peer) -> Run:
+        sets = self._sets
+
         def run(index: int) -> object:
-            x = self._sets[index % len(self._sets)]
+            x = sets[index % len(sets)]
             return peer(x.a, x.b, x.inputs)
 
         return run

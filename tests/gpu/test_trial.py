@@ -1,5 +1,7 @@
 """What the tuner measures on a device: right kernels race, wrong ones are found out first."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -75,6 +77,21 @@ def test_a_workspace_lives_as_long_as_the_graph_that_uses_it():
     assert torch.cuda.memory_allocated() - before >= size
     torch.cuda.empty_cache()
     trial.rehearse(spec.config)
+
+
+def test_a_trial_goes_without_the_garbage_collector(spec):
+    trial = Trial(signature_of(spec), PROBLEM, DEVICE)
+    assert trial.admit(spec.config, REGISTRY.kernel(spec)) is None
+    trial.admit_peers()
+    trial.race(3, lambda: None)
+    seen, enabled = weakref.ref(trial), gc.isenabled()
+    gc.disable()
+    try:
+        del trial
+        assert seen() is None
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def fake(spec, after=None, run=True):

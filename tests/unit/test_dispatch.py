@@ -123,11 +123,13 @@ def test_a_peer_is_taken_only_where_it_was_clearly_faster_and_that_is_allowed(al
 
 
 def test_what_was_measured_speaks_for_its_neighbours():
-    user_table(Measured(SLOW, 1.0, 0.0), Measured(FAST, 10.0, 9.0))
+    for rows in (624, 632, 640):  # one measurement does not outweigh the model
+        user_table(Measured(SLOW, 1.0, 0.0), Measured(FAST, 10.0, 9.0), problem=(rows, *ODD[1:]))
     policy = dispatch.policy(signature(), H100)
     (near,), (far,) = policy.ranked((648, 4224, 4032), [SLOW]), policy.ranked((8192, 8192, 8192), [SLOW])
     assert near.source == "interpolated"
-    assert near.microseconds < 2
+    model = heuristics.predict(SLOW, (648, 4224, 4032), H100)
+    assert near.microseconds < model / 4
     assert far.source == "model"
     assert far.microseconds == pytest.approx(heuristics.predict(SLOW, (8192, 8192, 8192), H100), rel=0.1)
 
