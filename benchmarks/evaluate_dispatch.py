@@ -46,6 +46,20 @@ def left_out(table: Table, device: Device, group: Callable[[Problem], object]) -
                 yield loss(point, [policy.ranked(point.problem, known)[0].config.binary()])
 
 
+def keeping(table: Table, device: Device, weights: Iterable[tuple[int, int]]) -> tuple[list[int], list[float]]:
+    """Return how many kernels weights keep, and what is lost by that: by prediction, over rows that nobody chose."""
+    policy = dispatch.Policy.of(table, table.signature, device, table.kernels)
+    rows = sorted({m for m, _, _ in shapes.drawn(seed=5, count=400)})
+    counts, losses = [], []
+    for n, k in weights:
+        kept = dispatch.kept(policy, n, k)
+        times, _ = policy.decisive([(m, n, k) for m in rows])
+        few = times[:, [policy.kernels.index(c) for c in kept]]
+        counts.append(len(kept))
+        losses += (few.min(1).values / times.min(1).values - 1).tolist()
+    return counts, losses
+
+
 def main() -> None:
     """Print the losses of each table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -55,12 +69,12 @@ def main() -> None:
         device = Device((9, 0), table.multiprocessors, table.device)
         grid = [p for p in table.points if p.problem in set(shapes.GRID)]
         print(f"{table.device}, {len(table.points)} shapes, {len(table.kernels)} kernels")
-        few = table.kernels[: tables.MAX_KERNELS]
-        print(f"  best of the first {len(few)} at the grid: {summary(loss(p, few) for p in grid)}")
-        print(f"  best of the first {len(few)}: {summary(loss(p, few) for p in table.points)}")
+        print(f"  best of all at the grid: {summary(loss(p, table.kernels) for p in grid)}")
         print(f"  best of all: {summary(loss(p, table.kernels) for p in table.points)}")
         print(f"  chosen, weights left out: {summary(left_out(table, device, lambda p: p[1:]))}")
         print(f"  chosen, every other shape left out: {summary(left_out(table, device, _parity(table)))}")
+        counts, losses = keeping(table, device, sorted({p[1:] for p in shapes.UNSEEN}))
+        print(f"  a weight keeps {min(counts)} to {max(counts)} kernels, which loses by prediction: {summary(losses)}")
 
 
 def _parity(table: Table) -> Callable[[Problem], object]:
