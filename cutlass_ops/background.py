@@ -15,6 +15,8 @@ from cutlass_ops.spec import KernelSpec
 
 # How long the interpreter's end waits for compilers to be gone.
 _PATIENCE = 5.0
+# Nice value of the compilers: a kernel that a call waits for is compiled first.
+_NICE = 10
 
 
 class Background:
@@ -68,6 +70,9 @@ class Background:
 
     def _work(self) -> None:
         work, cancel = self._queue, self._cancel
+        # On Linux a thread has a priority of its own, and the processes that it starts inherit it.
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while True:
             spec = work.get()
             try:

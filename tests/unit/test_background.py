@@ -45,6 +45,17 @@ def test_each_is_built_once_and_a_failure_stops_nothing(background, built):
     assert len(built) == 5
 
 
+def test_compilers_give_way_to_those_that_a_call_waits_for():
+    ask = [sys.executable, "-c", "import os; print(os.nice(0))"]
+    found = []
+    background = Background(lambda spec, cancel: found.append(int(subprocess.check_output(ask))))
+    before = int(subprocess.check_output(ask))
+    background.add(SPECS[:1])
+    background.wait()
+    assert found == [min(19, max(before, 10))]
+    assert int(subprocess.check_output(ask)) == before
+
+
 def test_the_caller_does_not_wait():
     go = threading.Event()
     background = Background(lambda spec, cancel: go.wait(10))
