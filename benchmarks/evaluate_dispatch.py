@@ -53,7 +53,7 @@ def keeping(table: Table, device: Device, weights: Iterable[tuple[int, int]]) ->
     counts, losses = [], []
     for n, k in weights:
         kept = dispatch.kept(policy, n, k)
-        times, _ = policy.decisive([(m, n, k) for m in rows])
+        times = policy.expected([(m, n, k) for m in rows]).decisive()
         few = times[:, [policy.kernels.index(c) for c in kept]]
         counts.append(len(kept))
         losses += (few.min(1).values / times.min(1).values - 1).tolist()

@@ -163,7 +163,8 @@ class Sm90Config:
     @property
     def part(self) -> ThreadblockShape:
         """The part of a tile that one thread block finishes: all of it, unless blocks split K and then its columns."""
-        return replace(self.threadblock, n=max(1, self.threadblock.n // self.split_k))
+        tile = self.threadblock
+        return tile if self.split_k == 1 else replace(tile, n=max(1, tile.n // self.split_k))
 
     @property
     def order(self) -> str:

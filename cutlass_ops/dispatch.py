@@ -75,6 +75,30 @@ class Candidate:
 
 
 @dataclass(frozen=True, eq=False)
+class Expected:
+    """What is known of kernels at problems. Tensors of shape (problems, kernels).
+
+    Attributes
+    ----------
+    times : Tensor
+        Microseconds.
+    sources : Tensor
+        Where they come from, as places in :data:`SOURCES`.
+    by_gpc : Tensor
+        Where the model would have an order of tiles by GPC.
+    """
+
+    times: Tensor
+    sources: Tensor
+    by_gpc: Tensor
+
+    def decisive(self) -> Tensor:
+        """Return the times, infinite for what was not measured where others were."""
+        measured = self.sources == SOURCES.index("measured")
+        return torch.where(measured.any(1, keepdim=True) & ~measured, torch.inf, self.times)
+
+
+@dataclass(frozen=True, eq=False)
 class _Notes:
     """By how much the model was off where kernels were measured. Tensors of shape (configurations, most notes of one).
 
@@ -91,12 +115,16 @@ class _Notes:
 
     def near(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """Return the error to expect at places (problems, configurations, 3), and how much was measured nearby."""
-        away = torch.zeros(())
-        for mine, its, reach in zip(places.unbind(2), self.places.unbind(2), _REACH, strict=True):
-            away = away + ((mine[:, :, None] - its) / reach).square_()
-        weights = torch.exp(away / -2)
-        total = weights.sum(2)
-        return (weights * self.error).sum(2) / (total + _PRIOR), total
+        errors, totals = torch.zeros(places.shape[:2]), torch.zeros(places.shape[:2])
+        # One problem after the other: PyTorch shares larger work among threads, and these wait on a busy host.
+        for at, place in enumerate(places):
+            away = torch.zeros(())
+            for mine, its, reach in zip(place.unbind(1), self.places.unbind(2), _REACH, strict=True):
+                away = away + ((mine[:, None] - its) / reach).square_()
+            weights = torch.exp(away / -2)
+            totals[at] = weights.sum(1)
+            errors[at] = (weights * self.error).sum(1) / (totals[at] + _PRIOR)
+        return errors, totals
 
 
 def _places(problems: Sequence[Problem], pool: Pool, device: Device) -> Tensor:
@@ -161,39 +189,32 @@ class Policy:
             self.device.name,
         )
 
-    def expected(self, problems: Sequence[Problem]) -> tuple[Tensor, Tensor]:
-        """Return what is known of every kernel at some problems.
-
-        Returns
-        -------
-        Tensor, Tensor
-            Microseconds, and where they come from, as places in :data:`SOURCES`: of shape (problems, kernels) each.
-        """
+    def expected(self, problems: Sequence[Problem]) -> Expected:
+        """Return what is known of every kernel at some problems."""
         error, weight = self._notes.near(_places(problems, self._pool, self.device))
-        times = self._pool.times(problems, self.device) * error.exp()
+        model, by_gpc = self._pool.times_and_order(problems, self.device)
+        times = model * error.exp()
         sources = torch.where(weight > _NEAR, SOURCES.index("interpolated"), SOURCES.index("model"))
         for at, problem in enumerate(problems):
             for config, candidate in self._measured.get(problem, {}).items():
                 place = self._places[config]
                 times[at, place], sources[at, place] = candidate.microseconds, SOURCES.index("measured")
-        return times, sources
+        return Expected(times, sources, by_gpc)
 
-    def decisive(self, problems: Sequence[Problem]) -> tuple[Tensor, Tensor]:
-        """Return the same, except that where kernels were measured no other counts: its time is infinite."""
-        times, sources = self.expected(problems)
-        measured = sources == SOURCES.index("measured")
-        return torch.where(measured.any(1, keepdim=True) & ~measured, torch.inf, times), sources
-
-    def ranked(self, problem: Problem, among: Iterable[Config] | None = None) -> list[Candidate]:
-        """Return candidates for a problem, the best first; where some of them were measured, only these."""
+    def ranked(
+        self, problem: Problem, among: Iterable[Config] | None = None, count: int | None = None
+    ) -> list[Candidate]:
+        """Return the first candidates for a problem, the best first; where some of them were measured, only these."""
         places = [self._places[c] for c in (self.kernels if among is None else among)]
-        times, sources = (x[0, places] for x in self.expected([problem]))
+        known = self.expected([problem])
+        times, sources = known.times[0, places], known.sources[0, places]
         measured = sources == SOURCES.index("measured")
         wanted = measured.nonzero()[:, 0] if bool(measured.any()) else torch.arange(len(places))
-        wanted = wanted[times[wanted].argsort(stable=True)]
-        by_gpc = self._pool.by_gpc([problem], self.device)[0, places]
+        wanted = wanted[times[wanted].argsort(stable=True)][:count]
         return [
-            self._candidate(problem, self.kernels[places[at]], float(times[at]), int(sources[at]), bool(by_gpc[at]))
+            self._candidate(
+                problem, self.kernels[places[at]], float(times[at]), int(sources[at]), bool(known.by_gpc[0, places[at]])
+            )
             for at in wanted.tolist()
         ]
 
@@ -226,7 +247,7 @@ class Policy:
     def choose(self, problem: Problem) -> Candidate:
         """Pick a kernel among those that are kept for the problem's weight."""
         _, n, k = problem
-        return self.ranked(problem, kept(self, n, k))[0]
+        return self.ranked(problem, kept(self, n, k), count=1)[0]
 
 
 @lru_cache(maxsize=4096)
@@ -237,9 +258,10 @@ def kept(policy: Policy, n: int, k: int) -> tuple[Config, ...]:
     """
     tuned = (p.problem[0] for p in policy.table.points if p.problem[1:] == (n, k)) if policy.table else ()
     problems = [(m, n, k) for m in sorted({*_ROWS, *tuned})]
-    times, sources = policy.decisive(problems)
+    known = policy.expected(problems)
+    times = known.decisive()
     best, fastest = times.min(1)
-    slack = torch.tensor([_SLACK[SOURCES[s]] for s in sources.gather(1, fastest[:, None])[:, 0].tolist()])
+    slack = torch.tensor([_SLACK[SOURCES[s]] for s in known.sources.gather(1, fastest[:, None])[:, 0].tolist()])
     losses = (times / best[:, None]).log()
     chosen: list[int] = []
     reached = torch.full_like(best, math.log(2.0))
@@ -275,8 +297,8 @@ def choose(signature: OpSignature, device: Device, problem: Problem) -> tuple[Ke
 
 
 def forget() -> None:
-    """Read tables anew from now on."""
-    for cache in (policy, kept, _shipped):
+    """Read the user's tables anew from now on."""
+    for cache in (policy, kept):
         cache.cache_clear()
 
 
@@ -351,11 +373,15 @@ def _legal(signature: OpSignature, config: Config, device: Device) -> Config | N
 def _measurements(table: Table, kernels: set[Config]) -> dict[Problem, dict[Config, Candidate]]:
     """Return what was measured of some kernels, each in its best order of tiles."""
     found: dict[Problem, dict[Config, Candidate]] = {}
+    # A table's points share their configurations; to compare objects is enough, and much faster.
+    configs = {id(m.config): m.config for point in table.points for m in point.measured}
+    binaries = {at: config.binary() for at, config in configs.items()}
+    mine = {at: kernel for at, kernel in binaries.items() if kernel in kernels}
     for point in table.points:
+        here = found.setdefault(point.problem, {})
         for m in point.measured:
-            kernel = m.config.binary()
-            here = found.setdefault(point.problem, {})
-            if kernel in kernels and kernel not in here:
+            kernel = mine.get(id(m.config))
+            if kernel is not None and kernel not in here:
                 # Medians of a race that was left early are of a cooler chip; ratios within a round are not.
                 here[kernel] = Candidate(m.config, point.measured[0].microseconds * (1 + m.behind), "measured")
     return found
@@ -363,15 +389,21 @@ def _measurements(table: Table, kernels: set[Config]) -> dict[Problem, dict[Conf
 
 def _notes(measured: Mapping[Problem, Mapping[Config, Candidate]], pool: Pool, device: Device) -> _Notes:
     """Return where and by how much the model is off for the kernels of a pool."""
-    problems, index = list(measured), {c: at for at, c in enumerate(pool.configs)}
-    predicted, places = pool.times(problems, device).tolist(), _places(problems, pool, device).tolist()
-    each: list[list[tuple[float, ...]]] = [[] for _ in index]
-    for known, times, here in zip(measured.values(), predicted, places, strict=True):
+    index = {c: at for at, c in enumerate(pool.configs)}
+    counts = [0] * len(index)
+    entries: list[tuple[int, int, int]] = []  # problem, kernel, and which of the kernel's notes it is
+    times: list[float] = []
+    for problem, known in enumerate(measured.values()):
         for config, candidate in known.items():
             at = index[config]
-            each[at].append((*here[at], math.log(candidate.microseconds / times[at])))
-    most = max(map(len, each), default=0)
-    nowhere = (math.inf, math.inf, math.inf, 0.0)
-    padded = [notes + [nowhere] * (most - len(notes)) for notes in each]
-    every = torch.tensor(padded, dtype=torch.float32).reshape(len(each), most, 4)
-    return _Notes(every[:, :, :3], every[:, :, 3])
+            entries.append((problem, at, counts[at]))
+            times.append(candidate.microseconds)
+            counts[at] += 1
+    problems, most = list(measured), max(counts, default=0)
+    places, errors = torch.full((len(index), most, 3), torch.inf), torch.zeros(len(index), most)
+    if entries:
+        row, kernel, note = torch.tensor(entries).unbind(1)
+        predicted = pool.times(problems, device)[row, kernel]
+        places[kernel, note] = _places(problems, pool, device)[row, kernel]
+        errors[kernel, note] = (torch.tensor(times, dtype=torch.float64) / predicted).log().float()
+    return _Notes(places, errors)

@@ -112,19 +112,17 @@ class Pool:
         Sm90 kernels are taken in the better of two orders of tiles, the usual one and one by GPC. Infinite where a
         kernel cannot be launched.
         """
-        if not self._sm90.configs:
-            sm80 = [c for c in self.configs if isinstance(c, Sm80Config)]
-            found = [[_predict_sm80(c, p, device.multiprocessors) for c in sm80] for p in problems]
-            return torch.tensor(found, dtype=torch.float64).reshape(len(problems), len(sm80))
-        usual, by_gpc = self._times_by_order(problems, device)
-        return torch.minimum(usual, by_gpc)
+        return self.times_and_order(problems, device)[0]
 
-    def by_gpc(self, problems: Sequence[Problem], device: Device) -> Tensor:
-        """Return where orders by GPC are predicted to be faster than the usual one."""
-        if not self._sm90.configs:
-            return torch.zeros(len(problems), len(self.configs), dtype=torch.bool)
-        usual, by_gpc = self._times_by_order(problems, device)
-        return by_gpc < usual
+    def times_and_order(self, problems: Sequence[Problem], device: Device) -> tuple[Tensor, Tensor]:
+        """Return the times, and where it is an order by GPC that takes so long."""
+        if self._sm90.configs:
+            usual, by_gpc = self._times_by_order(problems, device)
+            return torch.minimum(usual, by_gpc), by_gpc < usual
+        sm80 = [c for c in self.configs if isinstance(c, Sm80Config)]
+        found = [[_predict_sm80(c, p, device.multiprocessors) for c in sm80] for p in problems]
+        times = torch.tensor(found, dtype=torch.float64).reshape(len(problems), len(sm80))
+        return times, torch.zeros_like(times, dtype=torch.bool)
 
     def tiles(self, problems: Sequence[Problem], device: Device) -> Tensor:
         """Return how many tiles cover problems, whole clusters, of shape (problems, configurations)."""

@@ -84,7 +84,7 @@ def test_few_kernels_cover_every_problem_and_the_likeliest_race():
 
 def expected(config, problem):
     policy = dispatch.policy(signature(), H100)
-    known = dict(zip(policy.kernels, policy.expected([problem])[0][0].tolist(), strict=True))
+    known = dict(zip(policy.kernels, policy.expected([problem]).times[0].tolist(), strict=True))
     return known.get(config.binary()) or heuristics.predict(config.binary(), problem, H100)
 
 
