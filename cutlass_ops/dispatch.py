@@ -10,23 +10,19 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
-from typing import Literal
 
 import torch
-from torch import Tensor
 
 from cutlass_ops import _env, _resources, arch, builtin, heuristics, legality, tables
 from cutlass_ops.config import Config, Sm90Config
 from cutlass_ops.errors import ConfigError
 from cutlass_ops.heuristics import Device, Pool, Problem
+from cutlass_ops.knowledge import SOURCES, Candidate, Expected, Knowledge
 from cutlass_ops.registry import OpSignature
 from cutlass_ops.spec import KernelSpec, Operand
 from cutlass_ops.tables import Table
-
-Source = Literal["model", "interpolated", "measured"]
-SOURCES: tuple[Source, ...] = ("model", "interpolated", "measured")
 
 
 # Rows of A at which the choice for a weight is made in advance.
@@ -46,92 +42,6 @@ _SLACK = {"measured": 0.015, "interpolated": 0.03, "model": 0.03}
 
 # A peer is faster where it takes less than this part of the best kernel's time.
 _CLEARLY = 0.99
-
-# How far a measurement reaches: standard deviation in powers of two of M, of the number of tiles and of K, and how much
-# the model's own word weighs against it. `benchmarks/evaluate_dispatch.py` says how well that does.
-_REACH = (0.6, 0.6, 1.3)
-_PRIOR = 1.0
-# How much must have been measured nearby for a time to be more than the model's word.
-_NEAR = 0.5
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A kernel at a problem.
-
-    Attributes
-    ----------
-    config : Config
-        Its configuration with the order of its tiles.
-    microseconds : float
-        Measured or predicted time.
-    source : {"model", "interpolated", "measured"}
-        Where the time comes from.
-    """
-
-    config: Config
-    microseconds: float
-    source: Source
-
-
-@dataclass(frozen=True, eq=False)
-class Expected:
-    """What is known of kernels at problems. Tensors of shape (problems, kernels).
-
-    Attributes
-    ----------
-    times : Tensor
-        Microseconds.
-    sources : Tensor
-        Where they come from, as places in :data:`SOURCES`.
-    by_gpc : Tensor
-        Where the model would have an order of tiles by GPC.
-    """
-
-    times: Tensor
-    sources: Tensor
-    by_gpc: Tensor
-
-    def decisive(self) -> Tensor:
-        """Return the times, infinite for what was not measured where others were."""
-        measured = self.sources == SOURCES.index("measured")
-        return torch.where(measured.any(1, keepdim=True) & ~measured, torch.inf, self.times)
-
-
-@dataclass(frozen=True, eq=False)
-class _Notes:
-    """By how much the model was off where kernels were measured. Tensors of shape (configurations, most notes of one).
-
-    Attributes
-    ----------
-    places : Tensor
-        Powers of two of M, of the number of tiles and of K, in a last dimension; infinite where there are fewer notes.
-    error : Tensor
-        Logarithm of measured over predicted.
-    """
-
-    places: Tensor
-    error: Tensor
-
-    def near(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the error to expect at places (problems, configurations, 3), and how much was measured nearby."""
-        errors, totals = torch.zeros(places.shape[:2]), torch.zeros(places.shape[:2])
-        # One problem after the other: PyTorch shares larger work among threads, and these wait on a busy host.
-        for at, place in enumerate(places):
-            away = torch.zeros(())
-            for mine, its, reach in zip(place.unbind(1), self.places.unbind(2), _REACH, strict=True):
-                away = away + ((mine[:, None] - its) / reach).square_()
-            weights = torch.exp(away / -2)
-            totals[at] = weights.sum(1)
-            errors[at] = (weights * self.error).sum(1) / (totals[at] + _PRIOR)
-        return errors, totals
-
-
-def _places(problems: Sequence[Problem], pool: Pool, device: Device) -> Tensor:
-    """Return where problems lie for each kernel of a pool, as notes are compared by it."""
-    m, _, k = torch.tensor(problems, dtype=torch.float64).reshape(-1, 3, 1).unbind(1)
-    tiles = pool.tiles(problems, device)
-    return torch.stack([m.expand_as(tiles), tiles, k.expand_as(tiles)], 2).log2().float()
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,9 +64,7 @@ class Policy:
     device: Device
     kernels: tuple[Config, ...]
     table: Table | None
-    _pool: Pool = field(repr=False)
-    _measured: Mapping[Problem, Mapping[Config, Candidate]] = field(repr=False)
-    _notes: _Notes = field(repr=False)
+    _knowledge: Knowledge = field(repr=False)
 
     @classmethod
     def of(cls, table: Table | None, signature: OpSignature, device: Device, pool: Iterable[Config]) -> Policy:
@@ -177,9 +85,7 @@ class Policy:
         kernels = tuple(dict.fromkeys(c for c in legal.values() if c is not None))
         # What was measured counts for a kernel itself, not for the form of it that had to be taken instead.
         same = {c for c, found in legal.items() if found == c}
-        measured = _measurements(table, same) if table is not None else {}
-        mine = Pool(kernels)
-        return cls(signature, device, kernels, table, mine, measured, _notes(measured, mine, device))
+        return cls(signature, device, kernels, table, Knowledge.of(table, same, Pool(kernels), device))
 
     @property
     def borrowed(self) -> bool:
@@ -191,42 +97,13 @@ class Policy:
 
     def expected(self, problems: Sequence[Problem]) -> Expected:
         """Return what is known of every kernel at some problems."""
-        error, weight = self._notes.near(_places(problems, self._pool, self.device))
-        model, by_gpc = self._pool.times_and_order(problems, self.device)
-        times = model * error.exp()
-        sources = torch.where(weight > _NEAR, SOURCES.index("interpolated"), SOURCES.index("model"))
-        for at, problem in enumerate(problems):
-            for config, candidate in self._measured.get(problem, {}).items():
-                place = self._places[config]
-                times[at, place], sources[at, place] = candidate.microseconds, SOURCES.index("measured")
-        return Expected(times, sources, by_gpc)
+        return self._knowledge.expected(problems)
 
     def ranked(
         self, problem: Problem, among: Iterable[Config] | None = None, count: int | None = None
     ) -> list[Candidate]:
         """Return the first candidates for a problem, the best first; where some of them were measured, only these."""
-        places = [self._places[c] for c in (self.kernels if among is None else among)]
-        known = self.expected([problem])
-        times, sources = known.times[0, places], known.sources[0, places]
-        measured = sources == SOURCES.index("measured")
-        wanted = measured.nonzero()[:, 0] if bool(measured.any()) else torch.arange(len(places))
-        wanted = wanted[times[wanted].argsort(stable=True)][:count]
-        return [
-            self._candidate(
-                problem, self.kernels[places[at]], float(times[at]), int(sources[at]), bool(known.by_gpc[0, places[at]])
-            )
-            for at in wanted.tolist()
-        ]
-
-    def _candidate(self, problem: Problem, config: Config, time: float, source: int, by_gpc: bool) -> Candidate:
-        if SOURCES[source] == "measured":
-            return self._measured[problem][config]
-        orders = heuristics.orders_by_gpc(config, problem, self.device) if by_gpc else ()
-        return Candidate(orders[0] if orders else heuristics.with_order(config, problem), time, SOURCES[source])
-
-    @cached_property
-    def _places(self) -> dict[Config, int]:
-        return {c: at for at, c in enumerate(self.kernels)}
+        return self._knowledge.ranked(problem, self.kernels if among is None else among, count)
 
     def peers(self, problem: Problem) -> Mapping[str, float]:
         """Return what others took for a problem, in microseconds by name, if that was measured here."""
@@ -368,42 +245,3 @@ def _legal(signature: OpSignature, config: Config, device: Device) -> Config | N
     if isinstance(config, Sm90Config) and config.schedule == "warp_specialized":
         tried.append(replace(config, schedule="pingpong"))
     return next((c for c in tried if not legality.check(heuristics.spec(signature, c, device))), None)
-
-
-def _measurements(table: Table, kernels: set[Config]) -> dict[Problem, dict[Config, Candidate]]:
-    """Return what was measured of some kernels, each in its best order of tiles."""
-    found: dict[Problem, dict[Config, Candidate]] = {}
-    # A table's points share their configurations; to compare objects is enough, and much faster.
-    configs = {id(m.config): m.config for point in table.points for m in point.measured}
-    binaries = {at: config.binary() for at, config in configs.items()}
-    mine = {at: kernel for at, kernel in binaries.items() if kernel in kernels}
-    for point in table.points:
-        here = found.setdefault(point.problem, {})
-        for m in point.measured:
-            kernel = mine.get(id(m.config))
-            if kernel is not None and kernel not in here:
-                # Medians of a race that was left early are of a cooler chip; ratios within a round are not.
-                here[kernel] = Candidate(m.config, point.measured[0].microseconds * (1 + m.behind), "measured")
-    return found
-
-
-def _notes(measured: Mapping[Problem, Mapping[Config, Candidate]], pool: Pool, device: Device) -> _Notes:
-    """Return where and by how much the model is off for the kernels of a pool."""
-    index = {c: at for at, c in enumerate(pool.configs)}
-    counts = [0] * len(index)
-    entries: list[tuple[int, int, int]] = []  # problem, kernel, and which of the kernel's notes it is
-    times: list[float] = []
-    for problem, known in enumerate(measured.values()):
-        for config, candidate in known.items():
-            at = index[config]
-            entries.append((problem, at, counts[at]))
-            times.append(candidate.microseconds)
-            counts[at] += 1
-    problems, most = list(measured), max(counts, default=0)
-    places, errors = torch.full((len(index), most, 3), torch.inf), torch.zeros(len(index), most)
-    if entries:
-        row, kernel, note = torch.tensor(entries).unbind(1)
-        predicted = pool.times(problems, device)[row, kernel]
-        places[kernel, note] = _places(problems, pool, device)[row, kernel]
-        errors[kernel, note] = (torch.tensor(times, dtype=torch.float64) / predicted).log().float()
-    return _Notes(places, errors)

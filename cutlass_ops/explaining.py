@@ -10,8 +10,9 @@ from torch import Tensor
 from cutlass_ops import dispatch, heuristics
 from cutlass_ops.call import Call, check_call, device_of, signature_of
 from cutlass_ops.config import Sm90Config
-from cutlass_ops.dispatch import Candidate, Policy
+from cutlass_ops.dispatch import Policy
 from cutlass_ops.heuristics import Device
+from cutlass_ops.knowledge import Candidate
 from cutlass_ops.model import Roofline, roofline
 from cutlass_ops.ops import Op, op_of
 from cutlass_ops.ops import gemm as _gemm

@@ -1,0 +1,206 @@
+"""What is known of kernels at a problem: measured times, else the model's, corrected by what was measured nearby."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from cutlass_ops import heuristics
+from cutlass_ops.config import Config
+from cutlass_ops.heuristics import Device, Pool, Problem
+from cutlass_ops.tables import Table
+
+Source = Literal["model", "interpolated", "measured"]
+SOURCES: tuple[Source, ...] = ("model", "interpolated", "measured")
+
+# How far a measurement reaches: standard deviation in powers of two of M, of the number of tiles and of K, and how much
+# the model's own word weighs against it. `benchmarks/evaluate_dispatch.py` says how well that does.
+_REACH = (0.6, 0.6, 1.3)
+_PRIOR = 1.0
+# How much must have been measured nearby for a time to be more than the model's word.
+_NEAR = 0.5
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A kernel at a problem.
+
+    Attributes
+    ----------
+    config : Config
+        Its configuration with the order of its tiles.
+    microseconds : float
+        Measured or predicted time.
+    source : {"model", "interpolated", "measured"}
+        Where the time comes from.
+    """
+
+    config: Config
+    microseconds: float
+    source: Source
+
+
+@dataclass(frozen=True, eq=False)
+class Expected:
+    """What is known of kernels at problems. Tensors of shape (problems, kernels).
+
+    Attributes
+    ----------
+    times : Tensor
+        Microseconds.
+    sources : Tensor
+        Where they come from, as places in :data:`SOURCES`.
+    by_gpc : Tensor
+        Where the model would have an order of tiles by GPC.
+    """
+
+    times: Tensor
+    sources: Tensor
+    by_gpc: Tensor
+
+    def decisive(self) -> Tensor:
+        """Return the times, infinite for what was not measured where others were."""
+        measured = self.sources == SOURCES.index("measured")
+        return torch.where(measured.any(1, keepdim=True) & ~measured, torch.inf, self.times)
+
+
+@dataclass(frozen=True, eq=False)
+class Notes:
+    """By how much the model was off where kernels were measured. Tensors of shape (configurations, most notes of one).
+
+    Attributes
+    ----------
+    places : Tensor
+        Powers of two of M, of the number of tiles and of K, in a last dimension; infinite where there are fewer notes.
+    error : Tensor
+        Logarithm of measured over predicted.
+    """
+
+    places: Tensor
+    error: Tensor
+
+    def near(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the error to expect at places (problems, configurations, 3), and how much was measured nearby."""
+        errors, totals = torch.zeros(places.shape[:2]), torch.zeros(places.shape[:2])
+        # One problem after the other: PyTorch shares larger work among threads, and these wait on a busy host.
+        for at, place in enumerate(places):
+            away = torch.zeros(())
+            for mine, its, reach in zip(place.unbind(1), self.places.unbind(2), _REACH, strict=True):
+                away = away + ((mine[:, None] - its) / reach).square_()
+            weights = torch.exp(away / -2)
+            totals[at] = weights.sum(1)
+            errors[at] = (weights * self.error).sum(1) / (totals[at] + _PRIOR)
+        return errors, totals
+
+
+def _places(problems: Sequence[Problem], pool: Pool, device: Device) -> Tensor:
+    """Return where problems lie for each kernel of a pool, as notes are compared by it."""
+    m, _, k = torch.tensor(problems, dtype=torch.float64).reshape(-1, 3, 1).unbind(1)
+    tiles = pool.tiles(problems, device)
+    return torch.stack([m.expand_as(tiles), tiles, k.expand_as(tiles)], 2).log2().float()
+
+
+@dataclass(frozen=True, eq=False)
+class Knowledge:
+    """What is known of a pool of kernels on a device.
+
+    Attributes
+    ----------
+    pool : Pool
+        The kernels.
+    device : Device
+        Where they run.
+    measured : mapping of problem to mapping of Config to Candidate
+        Each kernel in its best order of tiles.
+    notes : Notes
+        Where the model was off.
+    """
+
+    pool: Pool
+    device: Device
+    measured: Mapping[Problem, Mapping[Config, Candidate]]
+    notes: Notes
+
+    @classmethod
+    def of(cls, table: Table | None, kernels: Collection[Config], pool: Pool, device: Device) -> Knowledge:
+        """Return what a table says of those kernels of a pool that it is about."""
+        measured = _measurements(table, kernels) if table is not None else {}
+        return cls(pool, device, measured, _notes(measured, pool, device))
+
+    def expected(self, problems: Sequence[Problem]) -> Expected:
+        """Return what is known of every kernel at some problems."""
+        error, weight = self.notes.near(_places(problems, self.pool, self.device))
+        model, by_gpc = self.pool.times_and_order(problems, self.device)
+        times = model * error.exp()
+        sources = torch.where(weight > _NEAR, SOURCES.index("interpolated"), SOURCES.index("model"))
+        for at, problem in enumerate(problems):
+            for config, candidate in self.measured.get(problem, {}).items():
+                place = self._index[config]
+                times[at, place], sources[at, place] = candidate.microseconds, SOURCES.index("measured")
+        return Expected(times, sources, by_gpc)
+
+    def ranked(self, problem: Problem, among: Iterable[Config], count: int | None = None) -> list[Candidate]:
+        """Return the first candidates for a problem, the best first; where some of them were measured, only these."""
+        places = [self._index[c] for c in among]
+        known = self.expected([problem])
+        times, sources = known.times[0, places], known.sources[0, places]
+        measured = sources == SOURCES.index("measured")
+        wanted = measured.nonzero()[:, 0] if bool(measured.any()) else torch.arange(len(places))
+        wanted = wanted[times[wanted].argsort(stable=True)][:count]
+        return [self._candidate(problem, places[at], known) for at in wanted.tolist()]
+
+    def _candidate(self, problem: Problem, place: int, known: Expected) -> Candidate:
+        config, source = self.pool.configs[place], SOURCES[int(known.sources[0, place])]
+        if source == "measured":
+            return self.measured[problem][config]
+        orders = heuristics.orders_by_gpc(config, problem, self.device) if bool(known.by_gpc[0, place]) else ()
+        ordered = orders[0] if orders else heuristics.with_order(config, problem)
+        return Candidate(ordered, float(known.times[0, place]), source)
+
+    @cached_property
+    def _index(self) -> dict[Config, int]:
+        return {c: at for at, c in enumerate(self.pool.configs)}
+
+
+def _measurements(table: Table, kernels: Collection[Config]) -> dict[Problem, dict[Config, Candidate]]:
+    """Return what was measured of some kernels, each in its best order of tiles."""
+    found: dict[Problem, dict[Config, Candidate]] = {}
+    # A table's points share their configurations; to compare objects is enough, and much faster.
+    configs = {id(m.config): m.config for point in table.points for m in point.measured}
+    binaries = {at: config.binary() for at, config in configs.items()}
+    mine = {at: kernel for at, kernel in binaries.items() if kernel in kernels}
+    for point in table.points:
+        here = found.setdefault(point.problem, {})
+        for m in point.measured:
+            kernel = mine.get(id(m.config))
+            if kernel is not None and kernel not in here:
+                # Medians of a race that was left early are of a cooler chip; ratios within a round are not.
+                here[kernel] = Candidate(m.config, point.measured[0].microseconds * (1 + m.behind), "measured")
+    return found
+
+
+def _notes(measured: Mapping[Problem, Mapping[Config, Candidate]], pool: Pool, device: Device) -> Notes:
+    """Return where and by how much the model is off for the kernels of a pool."""
+    index = {c: at for at, c in enumerate(pool.configs)}
+    counts = [0] * len(index)
+    entries: list[tuple[int, int, int]] = []  # problem, kernel, and which of the kernel's notes it is
+    times: list[float] = []
+    for problem, known in enumerate(measured.values()):
+        for config, candidate in known.items():
+            at = index[config]
+            entries.append((problem, at, counts[at]))
+            times.append(candidate.microseconds)
+            counts[at] += 1
+    problems, most = list(measured), max(counts, default=0)
+    places, errors = torch.full((len(index), most, 3), torch.inf), torch.zeros(len(index), most)
+    if entries:
+        row, kernel, note = torch.tensor(entries).unbind(1)
+        predicted = pool.times(problems, device)[row, kernel]
+        places[kernel, note] = _places(problems, pool, device)[row, kernel]
+        errors[kernel, note] = (torch.tensor(times, dtype=torch.float64) / predicted).log().float()
+    return Notes(places, errors)
