@@ -6,7 +6,6 @@ after they are compiled nothing is, whatever the batch.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -139,9 +138,9 @@ def kept(policy: Policy, n: int, k: int) -> tuple[Config, ...]:
     times = known.decisive()
     best, fastest = times.min(1)
     slack = torch.tensor([_SLACK[SOURCES[s]] for s in known.sources.gather(1, fastest[:, None])[:, 0].tolist()])
-    losses = (times / best[:, None]).log()
+    losses = times / best[:, None] - 1
     chosen: list[int] = []
-    reached = torch.full_like(best, math.log(2.0))
+    reached = torch.ones_like(best)
     while bool((reached > slack).any()):
         after = torch.minimum(reached[:, None], losses)
         left = (after - slack[:, None]).clamp(min=0).sum(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +23,7 @@ SOURCES: tuple[Source, ...] = ("model", "interpolated", "measured")
 # the model's own word weighs against it. `benchmarks/evaluate_dispatch.py` says how well that does.
 _REACH = (0.6, 0.6, 1.3)
 _PRIOR = 1.0
+_EXPONENT = -0.5 / math.log(2)  # of a normal distribution, to the base 2
 # How much must have been measured nearby for a time to be more than the model's word.
 _NEAR = 0.5
 
@@ -78,7 +80,7 @@ class Notes:
     places : Tensor
         Powers of two of M, of the number of tiles and of K, in a last dimension; infinite where there are fewer notes.
     error : Tensor
-        Logarithm of measured over predicted.
+        Measured over predicted, as a power of two.
     """
 
     places: Tensor
@@ -87,12 +89,13 @@ class Notes:
     def near(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """Return the error to expect at places (problems, configurations, 3), and how much was measured nearby."""
         errors, totals = torch.zeros(places.shape[:2]), torch.zeros(places.shape[:2])
-        # One problem after the other: PyTorch shares larger work among threads, and these wait on a busy host.
+        # One problem after the other, and exp2: PyTorch shares larger work, and any exp, among threads, and on a busy
+        # host these wait for each other, a thousand times as long as the work takes.
         for at, place in enumerate(places):
             away = torch.zeros(())
             for mine, its, reach in zip(place.unbind(1), self.places.unbind(2), _REACH, strict=True):
                 away = away + ((mine[:, None] - its) / reach).square_()
-            weights = torch.exp(away / -2)
+            weights = torch.exp2(away * _EXPONENT)
             totals[at] = weights.sum(1)
             errors[at] = (weights * self.error).sum(1) / (totals[at] + _PRIOR)
         return errors, totals
@@ -136,7 +139,7 @@ class Knowledge:
         """Return what is known of every kernel at some problems."""
         error, weight = self.notes.near(_places(problems, self.pool, self.device))
         model, by_gpc = self.pool.times_and_order(problems, self.device)
-        times = model * error.exp()
+        times = model * torch.exp2(error)
         sources = torch.where(weight > _NEAR, SOURCES.index("interpolated"), SOURCES.index("model"))
         for at, problem in enumerate(problems):
             for config, candidate in self.measured.get(problem, {}).items():
@@ -202,5 +205,5 @@ def _notes(measured: Mapping[Problem, Mapping[Config, Candidate]], pool: Pool, d
         row, kernel, note = torch.tensor(entries).unbind(1)
         predicted = pool.times(problems, device)[row, kernel]
         places[kernel, note] = _places(problems, pool, device)[row, kernel]
-        errors[kernel, note] = (torch.tensor(times, dtype=torch.float64) / predicted).log().float()
+        errors[kernel, note] = (torch.tensor(times, dtype=torch.float64) / predicted).log2().float()
     return Notes(places, errors)

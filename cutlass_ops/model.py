@@ -8,6 +8,7 @@ the sweeps show little of: the K extent of a tile, and the orientation of a larg
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -343,7 +344,7 @@ def times(batch: Batch, problems: Sequence[tuple[int, int, int]], chip: Chip = H
     sent = batch.part * (batch.split_k - 1)
     finish = _per_schedule(batch, chip.epilogue) * batch.part + chip.exchange * sent
     busy = waves * cover.steps * step + exposed * finish + adding_up
-    busy = busy * (1 + chip.throttle * (1 - torch.exp(-busy / chip.throttle_after)))
+    busy = busy * (1 + chip.throttle * (1 - torch.exp2(-busy / (chip.throttle_after * math.log(2)))))
 
     rereads = 1 + chip.reread * (cover.rows / batch.cluster_m - 1).clamp(max=5)
     memory = element_bytes * (m * k + k * n * rereads + m * n) / (chip.dram * 1e3)
