@@ -92,7 +92,7 @@ class Measured:
         """Return a sweep as a matrix."""
         configs = tuple(dict.fromkeys(c for times in sweep.values() for c in times))
         rows = [[times.get(c, math.nan) for c in configs] for times in sweep.values()]
-        return cls(tuple(sweep), model.Batch(configs), torch.tensor(rows, dtype=torch.float64))
+        return cls(tuple(sweep), model.Batch.of(configs), torch.tensor(rows, dtype=torch.float64))
 
     @property
     def behind(self) -> Tensor:

@@ -96,15 +96,19 @@ class Pool:
 
     @cached_property
     def _sm90(self) -> model.Batch:
-        return model.Batch(tuple(c for c in self.configs if isinstance(c, Sm90Config)))
+        return model.Batch.of(c for c in self.configs if isinstance(c, Sm90Config))
 
     @cached_property
     def _by_gpc(self) -> model.Batch:
-        return model.Batch(tuple(replace(c, by_gpc=True) for c in self._sm90.configs))
+        return model.Batch.of(replace(c, by_gpc=True) for c in self._sm90.configs)
 
     @cached_property
     def _ordered(self) -> Tensor:
-        return self._sm90.numbers(lambda c: c.ordered) > 0
+        return torch.tensor([[c.ordered for c in self._sm90.configs]])
+
+    @cached_property
+    def _swapped(self) -> Tensor:
+        return torch.tensor([[c.swap_ab for c in self._sm90.configs]])
 
     def times(self, problems: Sequence[Problem], device: Device) -> Tensor:
         """Return times in microseconds, good for comparing, of shape (problems, configurations).
@@ -143,11 +147,10 @@ class Pool:
     def _launchable(self, cover: model.Grid) -> Tensor:
         """Whether the grid's second extent can be: a kernel that is not persistent has thread blocks for each tile."""
         batch = self._sm90
-        swapped = batch.numbers(lambda c: c.swap_ab) > 0
-        persistent = batch.numbers(lambda c: c.schedule != "warp_specialized" and c.split_k == 1) > 0
-        second = torch.where(swapped, cover.rows, cover.columns)
+        second = torch.where(self._swapped, cover.rows, cover.columns)
         # Blocks that split K take the first extent, and both of the tiles' follow.
         second = torch.where(batch.split_k > 1, torch.maximum(cover.rows, cover.columns), second)
+        persistent = (batch.schedule != model.SCHEDULES.index("warp_specialized")) & (batch.split_k == 1)
         return persistent | (second <= arch.MAX_GRID_Y)
 
 
@@ -224,7 +227,7 @@ def orders_by_gpc(config: Config, problem: Problem, device: Device) -> list[Conf
     """
     if not isinstance(config, Sm90Config) or not config.ordered:
         return []
-    if model.grid(model.Batch((config,)), [problem], device.chip).waves.item() > _WAVES_BY_GPC:
+    if model.grid(model.Batch.of([config]), [problem], device.chip).waves.item() > _WAVES_BY_GPC:
         return []
     cluster = config.cluster
     rasters: tuple[Raster, ...] = ("along_m", "along_n")

@@ -9,9 +9,8 @@ the sweeps show little of: the K extent of a tile, and the orientation of a larg
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -192,77 +191,52 @@ class Batch:
     Attributes
     ----------
     configs : tuple of Sm90Config
-        The configurations.
+        The configurations. All else are tensors of shape (1, configurations).
+    tile_m, tile_n, cluster_m, cluster_n : Tensor
+        Extents along the problem's M and N.
+    wgmma_m, wgmma_n, tile_k : Tensor
+        A tile's extents in the kernel's own orientation.
+    part : Tensor
+        What one block's epilogue handles, in tiles of 128 x 128.
+    split_k : Tensor
+        Blocks that share a tile's K.
+    schedule : Tensor
+        Place of the schedule in :data:`SCHEDULES`.
+    stream_k, by_gpc : Tensor
+        Whether tiles are split where they do not fill a wave, and whether each GPC takes a run of them.
     """
 
     configs: tuple[Sm90Config, ...]
+    tile_m: Tensor
+    tile_n: Tensor
+    cluster_m: Tensor
+    cluster_n: Tensor
+    wgmma_m: Tensor
+    wgmma_n: Tensor
+    tile_k: Tensor
+    part: Tensor
+    split_k: Tensor
+    schedule: Tensor
+    stream_k: Tensor
+    by_gpc: Tensor
 
-    def __len__(self) -> int:
-        return len(self.configs)
+    @classmethod
+    def of(cls, configs: Iterable[Sm90Config]) -> Batch:
+        """Return configurations side by side."""
+        configs = tuple(configs)
+        numbers = torch.tensor([_numbers(c) for c in configs], dtype=torch.float64).reshape(-1, len(fields(cls)) - 1)
+        *extents, schedule, stream_k, by_gpc = numbers.T.unsqueeze(1).unbind(0)
+        return cls(configs, *[*extents, schedule.long(), stream_k > 0, by_gpc > 0])
 
-    def numbers(self, of: Callable[[Sm90Config], float]) -> Tensor:
-        """Return a number of each configuration, of shape (1, configurations)."""
-        return torch.tensor([[of(c) for c in self.configs]], dtype=torch.float64)
 
-    @cached_property
-    def tile_m(self) -> Tensor:
-        """Extent of a tile along the problem's M."""
-        return self.numbers(lambda c: along_problem(c)[0][0])
-
-    @cached_property
-    def tile_n(self) -> Tensor:
-        """Extent of a tile along the problem's N."""
-        return self.numbers(lambda c: along_problem(c)[0][1])
-
-    @cached_property
-    def cluster_m(self) -> Tensor:
-        """Blocks of a cluster along the problem's M."""
-        return self.numbers(lambda c: along_problem(c)[1][0])
-
-    @cached_property
-    def cluster_n(self) -> Tensor:
-        """Blocks of a cluster along the problem's N."""
-        return self.numbers(lambda c: along_problem(c)[1][1])
-
-    @cached_property
-    def wgmma_m(self) -> Tensor:
-        """Rows of a tile in the kernel's own orientation."""
-        return self.numbers(lambda c: c.threadblock.m)
-
-    @cached_property
-    def wgmma_n(self) -> Tensor:
-        """Columns of a tile in the kernel's own orientation."""
-        return self.numbers(lambda c: c.threadblock.n)
-
-    @cached_property
-    def tile_k(self) -> Tensor:
-        """K extent of a tile."""
-        return self.numbers(lambda c: c.threadblock.k)
-
-    @cached_property
-    def part(self) -> Tensor:
-        """What one block's epilogue handles, in tiles of 128 x 128."""
-        return self.numbers(lambda c: c.part.m * c.part.n / 128**2)
-
-    @cached_property
-    def split_k(self) -> Tensor:
-        """Blocks that share a tile's K."""
-        return self.numbers(lambda c: c.split_k)
-
-    @cached_property
-    def schedule(self) -> Tensor:
-        """Place of the schedule in :data:`SCHEDULES`."""
-        return self.numbers(lambda c: SCHEDULES.index(c.schedule)).long()
-
-    @cached_property
-    def stream_k(self) -> Tensor:
-        """Whether tiles are split where they do not fill a wave."""
-        return self.numbers(lambda c: c.scheduler == "stream_k") > 0
-
-    @cached_property
-    def by_gpc(self) -> Tensor:
-        """Whether each GPC takes a run of tiles."""
-        return self.numbers(lambda c: c.by_gpc) > 0
+def _numbers(config: Sm90Config) -> tuple[float, ...]:
+    """Return a configuration's numbers in the order of :class:`Batch`."""
+    own, part = config.threadblock, config.part
+    tile, cluster = along_problem(config)
+    schedule = SCHEDULES.index(config.schedule)
+    stream_k = config.scheduler == "stream_k"
+    size = part.m * part.n / 128**2
+    return (*tile, *cluster, own.m, own.n, own.k, size, config.split_k, schedule, stream_k, config.by_gpc)
 
 
 @dataclass(frozen=True, eq=False)
@@ -359,7 +333,7 @@ def times(batch: Batch, problems: Sequence[tuple[int, int, int]], chip: Chip = H
 
 def predict(config: Sm90Config, problem: tuple[int, int, int], chip: Chip = H100, element_bytes: int = 2) -> float:
     """Return one kernel's time in microseconds; :func:`times` for one configuration and problem."""
-    return float(times(Batch((config,)), [problem], chip, element_bytes))
+    return float(times(Batch.of([config]), [problem], chip, element_bytes))
 
 
 def _split(batch: Batch, cover: Grid, chip: Chip) -> tuple[Tensor, Tensor]:

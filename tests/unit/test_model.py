@@ -57,7 +57,7 @@ def test_a_predicted_time_is_near_the_measured_one_where_the_choice_is_made(meas
 def test_many_at_once_are_predicted_as_one_by_one():
     configs = space.configurations(signature())[::293]
     shapes = [(1, 4096, 4096), (333, 12288, 4096), (4096, 4096, 14336), (200, 3584, 18944)]
-    together = model.times(model.Batch(configs), shapes)
+    together = model.times(model.Batch.of(configs), shapes)
     assert together.shape == (len(shapes), len(configs))
     for i, shape in enumerate(shapes):
         for j, of in enumerate(configs):
@@ -95,7 +95,7 @@ def unseen(of):
 
 
 def rows(of, shape):
-    return model.grid(model.Batch((of,)), [shape], model.H100).rows.item()
+    return model.grid(model.Batch.of([of]), [shape], model.H100).rows.item()
 
 
 def test_the_space_is_legal_and_large_and_its_parts_are_whole():

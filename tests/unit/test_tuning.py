@@ -82,6 +82,29 @@ def test_few_kernels_cover_every_problem_and_the_likeliest_race():
         assert times[0] <= 1.1 * expected(best, task.problem)
 
 
+def test_a_pool_is_all_there_is_to_choose_from():
+    pool = tuple(space.ranked(signature(), PROBLEMS[0], 3, H100))
+    planned = tasks(Effort(kernels=10, candidates=4, pool=pool))
+    assert {c.binary() for t in planned for c in t.configs} == set(pool)
+
+
+def test_what_the_model_puts_far_ahead_does_not_race_alone():
+    """On few rows tiles of 256 rows are far behind, and yet some race."""
+    narrow = Sm90Config(ThreadblockShape(64, 16, 256), schedule="warp_specialized", swap_ab=True)
+    wide = [
+        Sm90Config(ThreadblockShape(256, n, 64), schedule="cooperative", swap_ab=swap)
+        for n in (128, 192)
+        for swap in (False, True)
+    ]
+    assert min(heuristics.predict(c, (8, 4096, 14336), H100) for c in wide) > 1.15 * heuristics.predict(
+        narrow, (8, 4096, 14336), H100
+    )
+    (task,) = tasks(Effort(kernels=10, candidates=12, pool=(narrow, *wide)), [(8, 4096, 14336)])
+    raced = list(dict.fromkeys(c.binary() for c in task.configs))
+    assert raced[0] == narrow
+    assert len(raced) == 4
+
+
 def expected(config, problem):
     policy = dispatch.policy(signature(), H100)
     known = dict(zip(policy.kernels, policy.expected([problem]).times[0].tolist(), strict=True))
