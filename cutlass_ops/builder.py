@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from cutlass_ops import _env, arch, legality, render
+from cutlass_ops.compiler import LOG, compile_kernel
 from cutlass_ops.errors import CompileError, MissingKernelError
+from cutlass_ops.halves import prove_halves_agree
 from cutlass_ops.sass import prove_tensor_cores
 from cutlass_ops.spec import KernelSpec
 from cutlass_ops.store import LIBRARY, SOURCE, Artifact, KernelStore, identity_key, kernel_identity, source_identity
-from cutlass_ops.toolchain import LOG, Toolchain, compile_kernel, find_toolchain
+from cutlass_ops.toolchain import Toolchain, find_toolchain
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,7 @@ def _compile(job: _Job, cancel: threading.Event | None) -> Artifact:
     try:
         target = arch.target(job.spec.target)
         compiled = compile_kernel(folder, SOURCE, LIBRARY, target, job.toolchain, cancel=cancel)
+        prove_halves_agree(folder / LIBRARY)
         sass = prove_tensor_cores(folder / LIBRARY, job.spec)
         return job.store.publish(folder, job.identity, sass, compiled)
     except CompileError as exc:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cutlass_ops import arch
+from cutlass_ops import arch, elf
 from cutlass_ops.arch import Target
 from cutlass_ops.errors import LoadError
 from cutlass_ops.loader import load
-from cutlass_ops.sass import count_opcodes, cubins
+from cutlass_ops.sass import count_opcodes
 from cutlass_ops.store import Artifact, open_entry
 
 _REGISTER_UNIT = 8  # registers for each thread come in multiples of it
@@ -181,7 +181,7 @@ def _blocks_per_sm(device: Any, artifact: Artifact, function: str, described: di
     context = _cuda("cuDevicePrimaryCtxRetain", device)
     _cuda("cuCtxPushCurrent", context)
     try:
-        module = _cuda("cuModuleLoadData", next(cubins(artifact.library.read_bytes())))
+        module = _cuda("cuModuleLoadData", next(elf.gpu_images(artifact.library.read_bytes())))
         try:
             kernel = _cuda("cuModuleGetFunction", module, function.encode())
             shared = described["shared_memory"]

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
-from cutlass_ops import arch
+from cutlass_ops import arch, elf
 from cutlass_ops.errors import CompileError
 from cutlass_ops.spec import KernelSpec
 
@@ -35,21 +34,6 @@ OPCODES: dict[int, str] = {
     0x1F3: "QGMMA",
 }
 
-_ELF = b"\x7fELF"
-_EM_CUDA = 190
-_SHF_EXECINSTR = 4
-_SECTION = struct.Struct("<IIQQQQ")  # name, type, flags, address, offset, size: the head of an ELF64 section header
-
-
-def cubins(library: bytes) -> Iterator[bytes]:
-    """Yield the machine-code images inside a shared library, each followed by whatever comes after it there."""
-    # The first header is the library's own.
-    at = library.find(_ELF, len(_ELF))
-    while at != -1:
-        if library[at + 18 : at + 20] == _EM_CUDA.to_bytes(2, "little"):
-            yield library[at:]
-        at = library.find(_ELF, at + len(_ELF))
-
 
 def count_opcodes(library: Path) -> dict[str, int]:
     """Count the instructions of :data:`OPCODES` in a shared library.
@@ -62,8 +46,8 @@ def count_opcodes(library: Path) -> dict[str, int]:
     counts: Counter[str] = Counter()
     sections = 0
     try:
-        for image in cubins(library.read_bytes()):
-            for code in _code_sections(image):
+        for image in elf.gpu_images(library.read_bytes()):
+            for code in (s.data for s in elf.sections(image) if s.executable):
                 sections += 1
                 counts.update(
                     OPCODES[op] for low, _ in struct.iter_unpack("<QQ", code) if (op := low & 0x1FF) in OPCODES
@@ -73,18 +57,6 @@ def count_opcodes(library: Path) -> dict[str, int]:
     if not sections:
         raise CompileError(f"{library} holds no uncompressed GPU machine code")
     return dict(sorted(counts.items()))
-
-
-def _code_sections(image: bytes) -> Iterator[bytes]:
-    (table,) = struct.unpack_from("<Q", image, 0x28)
-    entry_size, entries = struct.unpack_from("<HH", image, 0x3A)
-    for index in range(entries):
-        _, _, flags, _, offset, size = _SECTION.unpack_from(image, table + index * entry_size)
-        if flags & _SHF_EXECINSTR:
-            code = image[offset : offset + size]
-            if len(code) != size:
-                raise struct.error("a code section ends beyond the file")
-            yield code
 
 
 def prove_tensor_cores(library: Path, spec: KernelSpec) -> dict[str, int]:

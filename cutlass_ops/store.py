@@ -32,10 +32,11 @@ from pathlib import Path
 from typing import Any
 
 from cutlass_ops import _env, _resources, arch
+from cutlass_ops.compiler import IMAGE, Compiled, compile_flags
 from cutlass_ops.errors import LoadError, StoreError
 from cutlass_ops.render import TEMPLATE_VERSION
 from cutlass_ops.spec import KernelSpec
-from cutlass_ops.toolchain import Compiled, Toolchain, compile_flags
+from cutlass_ops.toolchain import Toolchain
 
 FORMAT = 1  # of the manifest
 
@@ -72,7 +73,7 @@ def source_identity(spec: KernelSpec, source: str) -> dict[str, Any]:
         "spec": spec.to_json(),
         "source": _sha256(source.encode()),
         "headers": _headers_digest(source),
-        "flags": list(compile_flags(arch.target(spec.target))),
+        "flags": {step: list(flags) for step, flags in compile_flags(arch.target(spec.target)).items()},
         "target": spec.target,
     }
 
@@ -109,10 +110,10 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s*["<](cutlass_ops/[^">]+)[">]', re.MULT
 
 
 def _headers_digest(source: str) -> str:
-    """Return the digest of those of this library's headers that a source includes, directly or not."""
+    """Return the digest of those of this library's headers that go into a kernel: all that its source includes."""
     root = _resources.include()
     texts: dict[str, bytes] = {}
-    left = _INCLUDE.findall(source)
+    left = [IMAGE, *_INCLUDE.findall(source)]
     while left:
         name = left.pop()
         path = root / name

@@ -1,4 +1,4 @@
-"""The CUDA compiler: which one is used and why, and one run of it. Only this module starts other programs."""
+"""The CUDA compiler and all that goes with it: which ones are used, and why."""
 
 from __future__ import annotations
 
@@ -10,25 +10,16 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
-import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from pathlib import Path
 
-from cutlass_ops import _env, _resources
-from cutlass_ops.arch import Target
-from cutlass_ops.errors import CompileError, ToolchainError
+from cutlass_ops import _env
+from cutlass_ops.errors import ToolchainError
 
-# sm_90a's instructions, C++17 in device code and -nodlink; 13.0 and 13.5 are what is tested.
+# sm_90a's instructions and C++17 in device code; 13.0 and 13.5 are what is tested.
 MIN_NVCC = (12, 4)
-COMPILE_TIMEOUT = 1800.0  # seconds; a kernel takes about one minute
-LOG = "compile.log"
-
-_POLL = 0.02  # seconds
 
 _INSTALL = 'pip install "cutlass_ops[toolkit]"'
 
@@ -42,16 +33,6 @@ _HIDDEN_INPUTS = (
     "CPLUS_INCLUDE_PATH",
     "LIBRARY_PATH",
 )
-
-# ptxas announces these as information, but they cost most of a kernel's speed: serialised wgmma, ignored setmaxnreg.
-_SLOW_CODE = re.compile(r"^.*\(C75(?:10|08)\).*$", re.MULTILINE)
-_ERROR = re.compile(r"^.*(?:\b(?:error|fatal)\b[^:\n]{0,12}:|undefined reference|/ld: |No space left).*$", re.MULTILINE)
-_RESOURCES = re.compile(
-    r"Function properties for (?P<function>\S+)\n"
-    r"\s*(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads\n"
-    r".*?Used (?P<registers>\d+) registers(?P<rest>[^\n]*)"
-)
-_SHARED = re.compile(r"(\d+) bytes smem")
 
 
 @dataclass(frozen=True)
@@ -110,23 +91,6 @@ class Toolchain:
             "cutlass": self.cutlass_version,
             "tvm_ffi": self.tvm_ffi_version,
         }
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """Outcome of one compilation.
-
-    Attributes
-    ----------
-    seconds : float
-        Time it took.
-    resources : tuple of dict
-        For each ``__global__`` function: name, registers for each thread, and in bytes its static shared memory,
-        stack, spill stores and spill loads.
-    """
-
-    seconds: float
-    resources: tuple[dict[str, str | int], ...]
 
 
 def find_toolchain() -> Toolchain:
@@ -298,7 +262,7 @@ def _output(command: Sequence[str]) -> str:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=_environment(),
+            env=environment(),
             encoding="utf-8",
             errors="replace",
             timeout=60,
@@ -311,159 +275,6 @@ def _output(command: Sequence[str]) -> str:
     return done.stdout
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """Return the environment that compilers run in."""
     return {k: v for k, v in os.environ.items() if k not in _HIDDEN_INPUTS} | {"LC_ALL": "C"}
-
-
-def compile_flags(target: Target) -> tuple[str, ...]:
-    """Return nvcc's flags for a target.
-
-    They are the same on every machine: folders are named through links that :func:`compile_kernel` makes beside the
-    source. Neither they nor the artifact name a path of this machine, so equal inputs give equal bytes anywhere.
-    """
-    return (
-        "-std=c++17",
-        "-O3",
-        "-DNDEBUG",  # with assertions in, ptxas serialises every wgmma
-        "--expt-relaxed-constexpr",
-        f"-gencode={target.gencode}",
-        "-Xcompiler=-fPIC,-fvisibility=hidden",
-        "-Xcudafe=--orig_src_path_name,kernel.cu",  # a hash of it names what the source keeps to itself
-        "-Xptxas=-v",
-        "--no-compress",  # sass.py reads the code; a tenth larger, and loaded faster
-        "-shared",
-        "-cudart=shared",  # PyTorch brings the runtime along
-        "-cudadevrt=none",  # no kernel launches another, and some toolkits lack this library
-        "-nodlink",  # there is nothing to link on the device, and the step would record this machine's paths
-        "-Xlinker=-s",  # the names of nvcc's temporary files
-        "-Iinc/cutlass_ops",
-        "-Iinc/cutlass",
-        "-Iinc/cutlass_tools",
-        "-Iinc/tvm_ffi",
-        "-Llib",
-        "-ltvm_ffi",
-    )
-
-
-def compile_kernel(
-    folder: Path,
-    source: str,
-    library: str,
-    target: Target,
-    toolchain: Toolchain,
-    *,
-    timeout: float = COMPILE_TIMEOUT,
-    cancel: threading.Event | None = None,
-) -> Compiled:
-    """Compile one rendered kernel into a shared library.
-
-    Parameters
-    ----------
-    folder : Path
-        Folder to work in. Beside the library it gets the log, the links ``inc`` and ``lib`` through which the printed
-        command can be run again, and ``tmp``.
-    source, library : str
-        Names of the source and of the result in that folder.
-    target : Target
-        Machine-code target.
-    toolchain : Toolchain
-        From :func:`find_toolchain`.
-    timeout : float
-        Seconds after which the compiler is ended.
-    cancel : threading.Event, optional
-        Ends the compiler when set.
-
-    Raises
-    ------
-    CompileError
-        If nvcc fails, takes too long, or had to give up what makes the kernel fast; the message holds its first error
-        and the command.
-    CancelledError
-        If ``cancel`` was set.
-    """
-    _link_inputs(folder, toolchain)
-    command = [str(toolchain.nvcc), f"-ccbin={toolchain.host_compiler}", *compile_flags(target), "-o", library, source]
-    began = time.monotonic()
-    status = _run_compiler(command, folder, timeout, cancel)
-    seconds = time.monotonic() - began
-    log = (folder / LOG).read_text(errors="replace")
-    reason = _failure(folder / library, log, status)
-    if reason is not None:
-        raise CompileError(f"{reason}\n  command: cd {shlex.quote(str(folder))} && {shlex.join(command)}")
-    return Compiled(seconds, tuple(_resources_used(log)))
-
-
-def _link_inputs(folder: Path, toolchain: Toolchain) -> None:
-    links = {
-        "inc/cutlass_ops": _resources.include(),
-        "inc/cutlass": toolchain.cutlass_dir / "include",
-        "inc/cutlass_tools": toolchain.cutlass_dir / "tools" / "util" / "include",
-        "inc/tvm_ffi": toolchain.tvm_ffi_dir / "include",
-        "lib/libtvm_ffi.so": toolchain.tvm_ffi_dir / "lib" / "libtvm_ffi.so",
-    }
-    if toolchain.cudart is not None:
-        links["lib/libcudart.so"] = toolchain.cudart
-    for name in ("inc", "lib", "tmp"):
-        (folder / name).mkdir()
-    for name, where in links.items():
-        (folder / name).symlink_to(where)
-
-
-def _run_compiler(command: Sequence[str], folder: Path, timeout: float, cancel: threading.Event | None) -> int:
-    # The compiler's own temporary files lie in the folder, so that they go with it however this process ends.
-    environment = _environment() | {"TMPDIR": str(folder / "tmp")}
-    deadline = time.monotonic() + timeout
-    with (folder / LOG).open("wb") as log:
-        try:
-            process = subprocess.Popen(
-                command,
-                cwd=folder,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        except OSError as exc:
-            raise ToolchainError(f"{command[0]} cannot be run: {exc}") from None
-        try:
-            while process.poll() is None:
-                if cancel is not None and cancel.is_set():
-                    raise CancelledError
-                if time.monotonic() > deadline:
-                    raise CompileError(f"nvcc was ended after {timeout:.0f} s: {shlex.join(command)}")
-                time.sleep(_POLL)
-        finally:
-            _end(process)
-    return process.returncode
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        # nvcc's children do the work, and outlive it.
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _failure(library: Path, log: str, status: int) -> str | None:
-    if status == 0:
-        slow = _SLOW_CODE.search(log)
-        return slow[0].strip() if slow else None if library.is_file() else f"nvcc made no {library.name}"
-    match = _ERROR.search(log)
-    if match is not None:
-        return match[0].strip()[:1000]
-    last = log.strip().rpartition("\n")[2]
-    return f"nvcc failed with status {status}" + (f": {last[:1000]}" if last else " and said nothing")
-
-
-def _resources_used(log: str) -> Iterator[dict[str, str | int]]:
-    for match in _RESOURCES.finditer(log):
-        shared = _SHARED.search(match["rest"])
-        yield {
-            "function": match["function"],
-            "registers": int(match["registers"]),
-            "static_shared_memory": int(shared[1]) if shared else 0,
-            "stack": int(match["stack"]),
-            "spill_stores": int(match["stores"]),
-            "spill_loads": int(match["loads"]),
-        }

@@ -70,17 +70,29 @@ using EpilogueVisitor = threadblock::Sm80TopologicalVisitor<
 
 // ---- Main loop and kernel ----
 
+using GemmKernel = typename cutlass::gemm::kernel::DefaultGemmWithVisitor<
+    ElementA, LayoutA, cutlass::ComplexTransform::kNone, AlignmentA,
+    ElementB, LayoutB, cutlass::ComplexTransform::kNone, AlignmentB,
+    sm80::ExchangeElement<ElementD, WarpShape>, RowMajor, AlignmentD, ElementAccumulator, ElementCompute,
+    cutlass::arch::OpClassTensorOp, cutlass::arch::Sm80,
+    ThreadblockShape, WarpShape, InstructionShape,
+    EpilogueVisitor, ThreadblockSwizzle, Stages, cutlass::arch::OpMultiplyAdd>::GemmKernel;
+static_assert(sizeof(typename GemmKernel::SharedStorage) <= 166912,
+              "more shared memory than the target has");
+
+}  // namespace
+
+CUTLASS_OPS_KERNEL(gemm_bf16row_bf16col_bf16row_sm80_128x128x32_64x64x32_16x8x16_s4_sm_80_a77428798785, cutlass_ops::sm80::Kernel<GemmKernel>)
+
+// ---- Host --------------------------------------------------------------------------------------------------------
+
+#if CUTLASS_OPS_HOST
+namespace {
+
 struct Gemm {
+  using GemmKernel = ::GemmKernel;
   static constexpr int kSwizzle = 1;  // where the launch names none
-  using GemmKernel = typename cutlass::gemm::kernel::DefaultGemmWithVisitor<
-      ElementA, LayoutA, cutlass::ComplexTransform::kNone, AlignmentA,
-      ElementB, LayoutB, cutlass::ComplexTransform::kNone, AlignmentB,
-      sm80::ExchangeElement<ElementD, WarpShape>, RowMajor, AlignmentD, ElementAccumulator, ElementCompute,
-      cutlass::arch::OpClassTensorOp, cutlass::arch::Sm80,
-      ThreadblockShape, WarpShape, InstructionShape,
-      EpilogueVisitor, ThreadblockSwizzle, Stages, cutlass::arch::OpMultiplyAdd>::GemmKernel;
-  static_assert(sizeof(typename GemmKernel::SharedStorage) <= 166912,
-                "more shared memory than the target has");
+  static void const* kernel() { return cutlass_ops::handle(&gemm_bf16row_bf16col_bf16row_sm80_128x128x32_64x64x32_16x8x16_s4_sm_80_a77428798785); }
 
   struct Operands {
     cutlass_ops::Problem problem;
@@ -119,4 +131,5 @@ struct Gemm {
 
 }  // namespace
 
-CUTLASS_OPS_EXPORT(cutlass_ops::Sm80Entry<Gemm>, "gemm_bf16row_bf16col_bf16row_sm80_128x128x32_64x64x32_16x8x16_s4_sm_80_a77428798785")
+CUTLASS_OPS_EXPORT(gemm_bf16row_bf16col_bf16row_sm80_128x128x32_64x64x32_16x8x16_s4_sm_80_a77428798785, cutlass_ops::Sm80Entry<Gemm>)
+#endif

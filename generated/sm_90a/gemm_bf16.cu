@@ -79,10 +79,22 @@ using CollectiveEpilogue = typename cutlass::epilogue::collective::CollectiveBui
 using CollectiveMainloop = typename cutlass_ops::Sm90Mainloop<
     ElementA, LayoutA, ElementB, LayoutB, ThreadblockShape, ClusterShape, Stages, MainloopSchedule>::CollectiveOp;
 
+using GemmKernel = cutlass::gemm::kernel::GemmUniversal<
+    cute::Shape<int, int, int, int>, CollectiveMainloop, CollectiveEpilogue, TileScheduler>;
+static_assert(GemmKernel::SharedStorageSize <= 232448, "more shared memory than the target has");
+
+}  // namespace
+
+CUTLASS_OPS_KERNEL(gemm_bf16row_bf16col_bf16row_sm90_128x128x64_2x1_pp_sm_90a_a3311a8f974a, cutlass_ops::Sm90Kernel<GemmKernel>)
+
+// ---- Host --------------------------------------------------------------------------------------------------------
+
+#if CUTLASS_OPS_HOST
+namespace {
+
 struct Gemm {
-  using GemmKernel = cutlass::gemm::kernel::GemmUniversal<
-      cute::Shape<int, int, int, int>, CollectiveMainloop, CollectiveEpilogue, TileScheduler>;
-  static_assert(GemmKernel::SharedStorageSize <= 232448, "more shared memory than the target has");
+  using GemmKernel = ::GemmKernel;
+  static void const* kernel() { return cutlass_ops::handle(&gemm_bf16row_bf16col_bf16row_sm90_128x128x64_2x1_pp_sm_90a_a3311a8f974a); }
 
   struct Operands {
     cutlass_ops::Problem problem;
@@ -116,4 +128,5 @@ struct Gemm {
 
 }  // namespace
 
-CUTLASS_OPS_EXPORT(cutlass_ops::Sm90Entry<Gemm>, "gemm_bf16row_bf16col_bf16row_sm90_128x128x64_2x1_pp_sm_90a_a3311a8f974a")
+CUTLASS_OPS_EXPORT(gemm_bf16row_bf16col_bf16row_sm90_128x128x64_2x1_pp_sm_90a_a3311a8f974a, cutlass_ops::Sm90Entry<Gemm>)
+#endif

@@ -84,10 +84,22 @@ using CollectiveEpilogue = typename cutlass::epilogue::collective::CollectiveBui
 using CollectiveMainloop = typename cutlass_ops::Sm90Mainloop<
     ElementA, LayoutA, ElementB, LayoutB, ThreadblockShape, ClusterShape, Stages, MainloopSchedule>::CollectiveOp;
 
+using GemmKernel = cutlass::gemm::kernel::GemmUniversal<
+    cute::Shape<int, int, int, int>, CollectiveMainloop, CollectiveEpilogue, TileScheduler>;
+static_assert(GemmKernel::SharedStorageSize <= 232448, "more shared memory than the target has");
+
+}  // namespace
+
+CUTLASS_OPS_KERNEL(gemm_bf16row_bf16col_bf16row_sm90_128x128x64_2x1_pp_sm_90a_f83d80e47a60, cutlass_ops::Sm90Kernel<GemmKernel>)
+
+// ---- Host --------------------------------------------------------------------------------------------------------
+
+#if CUTLASS_OPS_HOST
+namespace {
+
 struct Gemm {
-  using GemmKernel = cutlass::gemm::kernel::GemmUniversal<
-      cute::Shape<int, int, int, int>, CollectiveMainloop, CollectiveEpilogue, TileScheduler>;
-  static_assert(GemmKernel::SharedStorageSize <= 232448, "more shared memory than the target has");
+  using GemmKernel = ::GemmKernel;
+  static void const* kernel() { return cutlass_ops::handle(&gemm_bf16row_bf16col_bf16row_sm90_128x128x64_2x1_pp_sm_90a_f83d80e47a60); }
 
   struct Operands {
     cutlass_ops::Problem problem;
@@ -124,4 +136,5 @@ struct Gemm {
 
 }  // namespace
 
-CUTLASS_OPS_EXPORT(cutlass_ops::Sm90Entry<Gemm>, "gemm_bf16row_bf16col_bf16row_sm90_128x128x64_2x1_pp_sm_90a_f83d80e47a60")
+CUTLASS_OPS_EXPORT(gemm_bf16row_bf16col_bf16row_sm90_128x128x64_2x1_pp_sm_90a_f83d80e47a60, cutlass_ops::Sm90Entry<Gemm>)
+#endif

@@ -16,6 +16,7 @@ import pytest
 import cutlass_ops as co
 from cutlass_ops import arch
 from cutlass_ops.builder import build_artifact
+from cutlass_ops.compiler import compile_kernel
 from cutlass_ops.config import (
     ClusterShape,
     InstructionShape,
@@ -33,7 +34,7 @@ from cutlass_ops.rules import COMMON, VALUES
 from cutlass_ops.rules_sm80 import SM80
 from cutlass_ops.rules_sm90 import SM90
 from cutlass_ops.spec import KernelSpec
-from cutlass_ops.toolchain import compile_kernel, find_toolchain
+from cutlass_ops.toolchain import find_toolchain
 
 pytestmark = [pytest.mark.compile, pytest.mark.slow]
 

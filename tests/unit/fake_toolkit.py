@@ -26,6 +26,16 @@ echo "$last" >> "$here/count"
 . "$here/behaviour"
 """
 
+_HOST = """#!/bin/sh
+case " $* " in
+    *" --version "*) echo "g++ 1.0"; exit 0;;
+esac
+link=
+while [ $# -gt 0 ]; do [ "$1" = -o ] && out=$2; [ "$1" = -shared ] && link=1; shift; done
+[ -n "$link" ] && exec cat kernel.fatbin > "$out"
+. "$(dirname "$0")/../host_behaviour"
+"""
+
 _GOOD = 'cat "$here/library" > "$out"; cat "$here/log"\n'
 
 LOG = """ptxas info    : 11 bytes gmem
@@ -37,21 +47,37 @@ ptxas info    : Compile time = 72.899 ms
 """
 
 
-def elf(machine: int, code: bytes, tail: bytes = b"") -> bytes:
-    """An ELF64 file with one executable section, and ``tail`` behind it."""
-    header = struct.pack("<16sHHIQQQIHHHHHH", b"\x7fELF\x02\x01\x01", 1, machine, 1, 0, 0, 64, 0, 64, 0, 0, 64, 1, 0)
-    section = struct.pack("<IIQQQQIIQQ", 0, 1, 6, 0, 128, len(code), 0, 0, 16, 0)
-    return header + section + code + tail
+def elf(machine: int, sections: dict[str, bytes], tail: bytes = b"") -> bytes:
+    """An ELF64 file with these sections, those named ``.text`` executable, and ``tail`` behind it."""
+    names = b"\0" + b"".join(name.encode() + b"\0" for name in (*sections, ".names"))
+    count, body, headers = len(sections) + 1, b"", b""
+    for name, data in (*sections.items(), (".names", names)):
+        at, place = names.index(b"\0" + name.encode() + b"\0") + 1, 64 + 64 * count + len(body)
+        flags = 6 if name.startswith(".text") else 2
+        headers += struct.pack("<IIQQQQIIQQ", at, 1, flags, 0, place, len(data), 0, 0, 1, 0)
+        body += data
+    ident = b"\x7fELF\x02\x01\x01"
+    header = struct.pack("<16sHHIQQQIHHHHHH", ident, 1, machine, 1, 0, 0, 64, 0, 64, 0, 0, 64, count, count - 1)
+    return header + headers + body + tail
 
 
-def library(*opcodes: int) -> bytes:
-    """Something like a kernel's shared library, as far as the store and the proof look at it."""
+def parameter(size: int) -> bytes:
+    """What machine code says of a kernel whose only parameter has this many bytes."""
+    registers = struct.pack("<BBHII", 4, 0x2F, 8, 1, 168)
+    return (
+        registers + struct.pack("<BBH", 3, 0x19, 640) + struct.pack("<BBHIII", 4, 0x17, 12, 0, 0, size << 18 | 0x1F000)
+    )
+
+
+def library(*opcodes: int, host: int = 528, device: int = 528) -> bytes:
+    """Something like a kernel's shared library, as far as the store and the proofs look at it."""
     code = b"".join(struct.pack("<QQ", 0xABCD_0000 | op, 0) for op in opcodes)
-    return elf(62, b"", elf(190, code, b"tail"))
+    image = elf(190, {".text.kernel": code, ".nv.info.kernel": parameter(device)}, b"tail")
+    return elf(62, {".text": b"", ".cutlass_ops.kernel": struct.pack("<I", host)}, image)
 
 
 class FakeToolkit:
-    """A toolkit folder whose nvcc does as told, and counts how often it compiled."""
+    """A toolkit folder whose nvcc and g++ do as told; nvcc counts how often it compiled."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -62,6 +88,11 @@ class FakeToolkit:
         self.nvcc = root / "bin" / "nvcc"
         self.nvcc.write_text(_NVCC)
         self.nvcc.chmod(0o755)
+        self.host = root / "host" / "g++"
+        self.host.parent.mkdir()
+        self.host.write_text(_HOST)
+        self.host.chmod(0o755)
+        self.host_does('echo > "$out"')
         self.says_version("13.0.88")
         self.makes(library(HMMA, FFMA, HMMA))
 
@@ -76,12 +107,15 @@ class FakeToolkit:
     def does(self, script: str) -> None:
         (self.root / "behaviour").write_text(script)
 
+    def host_does(self, script: str) -> None:
+        (self.root / "host_behaviour").write_text(script)
+
     @property
     def compilations(self) -> int:
         return len((self.root / "count").read_text().splitlines())
 
     def find(self) -> Toolchain:
-        return toolchain._examine(self.nvcc, "test", toolchain._find_host_compiler(), None)
+        return toolchain._examine(self.nvcc, "test", self.host, None)
 
 
 def sm80_spec(stages: int = 3, dtype: str = "bf16") -> KernelSpec:

@@ -86,6 +86,7 @@ def test_a_kernel_is_compiled_once(store, toolkit, toolchain):
 def test_defaults(store, toolkit, monkeypatch):
     monkeypatch.setenv("CUTLASS_OPS_CACHE_DIR", str(store.root))
     monkeypatch.setenv("CUTLASS_OPS_NVCC", str(toolkit.nvcc))
+    monkeypatch.setenv("NVCC_CCBIN", str(toolkit.host))
     artifact = build_artifact(SPEC)
     assert store.lookup(artifact.key) == artifact
     assert build_many([SPEC]) == [artifact]
@@ -130,7 +131,7 @@ def test_a_kernel_without_tensor_cores_is_not_published(store, toolkit, toolchai
 
 def test_a_compiler_that_makes_nothing(store, toolkit, toolchain):
     toolkit.does("exit 0")
-    with pytest.raises(CompileError, match=r"no kernel\.so"):
+    with pytest.raises(CompileError, match=r"nvcc made no kernel\.fatbin"):
         build_artifact(SPEC, store=store, toolchain=toolchain)
 
 

@@ -16,6 +16,7 @@ def kit(tmp_path, monkeypatch):
         monkeypatch.delenv(variable.name, raising=False)
     kit = FakeToolkit(tmp_path / "toolkit")
     monkeypatch.setenv("CUTLASS_OPS_NVCC", str(kit.nvcc))
+    monkeypatch.setenv("NVCC_CCBIN", str(kit.host))
     monkeypatch.setenv("CUTLASS_OPS_CACHE_DIR", str(tmp_path / "store"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return kit

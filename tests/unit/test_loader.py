@@ -9,10 +9,11 @@ import pytest
 from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
 
 from cutlass_ops import arch, loader
+from cutlass_ops.compiler import Compiled, compile_kernel
 from cutlass_ops.errors import LoadError, ToolchainError
 from cutlass_ops.loader import Reason, load, refusal
 from cutlass_ops.store import KernelStore, identity_key, kernel_identity
-from cutlass_ops.toolchain import Compiled, compile_kernel, find_toolchain
+from cutlass_ops.toolchain import find_toolchain
 
 # What templates/include/cutlass_ops/binding.h exports, without a kernel behind it.
 EXPORTS = r"""

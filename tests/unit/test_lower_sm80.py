@@ -124,7 +124,10 @@ def test_reductions_have_partial_values_and_a_second_step():
     assert found["Reduce_column_max"]["type"] == "sm80::RowReduction<sm80::Max, ThreadMap>"
     assert found["Reduce_row_squares"]["arguments"] == "o.partial_row_squares_"
     source = render(s)
-    assert "sm80::finish<Reduce_row_squares>(o.partial_row_squares_, o.row_squares, problem(o), stream)" in source
+    assert f"void const* const kernel = cutlass_ops::handle(&{s.slug}_row_squares);" in source
+    assert "finish<Reduce_row_squares>(kernel, o.partial_row_squares_, o.row_squares, problem(o), stream)" in source
+    finish = "cutlass_ops::sm80::Finish<Reduce_column_max::Reduce, Element_column_max>"
+    assert f"CUTLASS_OPS_KERNEL({s.slug}_column_max, {finish})" in source
     assert "workspace.partial<Reduce_column_max>(problem(o))" in source
     assert "o.row_squares = call.col_output<Element_row_squares>(o.problem);" in source
 

@@ -6,9 +6,10 @@ import pytest
 from fake_toolkit import FFMA, HGMMA, HMMA, UTMALDG, library, sm80_spec, sm90_spec
 
 from cutlass_ops import arch
+from cutlass_ops.compiler import compile_kernel
 from cutlass_ops.errors import CompileError, ToolchainError
 from cutlass_ops.sass import OPCODES, count_opcodes, prove_tensor_cores
-from cutlass_ops.toolchain import compile_kernel, find_toolchain
+from cutlass_ops.toolchain import find_toolchain
 
 
 @pytest.fixture
@@ -61,6 +62,7 @@ def test_truncated_machine_code_is_an_error_and_no_crash(write):
 
 
 PROBE = r"""
+#if defined(__CUDACC__)
 #include <cstdint>
 __global__ void probe(uint32_t* o, const void* g, int n) {
   uint32_t d[4] = {o[0], o[1], o[2], o[3]}, a[4] = {o[4], o[5], o[6], o[7]}, b[2] = {o[8], o[9]};
@@ -104,6 +106,7 @@ __global__ void probe(uint32_t* o, const void* g, int n) {
 #endif
   for (int i = 0; i < 4; ++i) o[i] = d[i] + uint32_t(x) + uint32_t(y) + s[n].x + local[n + i];
 }
+#endif
 """
 
 

@@ -14,9 +14,9 @@ from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
 
 from cutlass_ops import _resources, render
 from cutlass_ops import store as store_module
+from cutlass_ops.compiler import Compiled
 from cutlass_ops.errors import LoadError, StoreError
 from cutlass_ops.store import Artifact, KernelStore, identity_key, kernel_identity, kernel_key, open_entry
-from cutlass_ops.toolchain import Compiled
 
 SPEC = sm80_spec()
 COMPILED = Compiled(1.5, ({"function": "f", "registers": 1},))
@@ -65,7 +65,7 @@ def test_the_key_changes_with_everything_that_changes_the_binary(toolchain, tmp_
     parts = ("nvcc_version", "host_version", "cutlass_version", "tvm_ffi_version")
     keys += [kernel_key(SPEC, "source", replace(toolchain, **{part: "other"})) for part in parts]
     with monkeypatch.context() as patch:
-        patch.setattr(store_module, "compile_flags", lambda target: ("-O1",))
+        patch.setattr(store_module, "compile_flags", lambda target: {"device": ("-O1",)})
         keys.append(kernel_key(SPEC, "source", toolchain))
     with monkeypatch.context() as patch:
         patch.setattr(store_module, "TEMPLATE_VERSION", render.TEMPLATE_VERSION + 1)

@@ -10,7 +10,8 @@
 #include <cstdint>
 #include <cstdio>
 
-#include <cuda_runtime.h>
+#include "cutlass_ops/halves.h"
+
 #include <tvm/ffi/c_api.h>
 #include <tvm/ffi/extra/c_env_api.h>
 
@@ -355,21 +356,21 @@ struct Description {
   int shared_memory;
 };
 
-// Exports a kernel under the three names that the loader looks up. `Kernel` offers
+// Exports a kernel under the three names that the loader looks up. `Entry` offers
 //   static cudaError_t launch(Call&, int& status);
 //   static int64_t workspace_size(Problem, int raster, int swizzle);
 //   static Description describe();
-template <class Kernel>
+template <class Entry>
 int export_launch(TVMFFIAny const* args, int32_t count, TVMFFIAny* result, char const* name) {
   Call call(args, count);
   int status = 0;
-  cudaError_t const error = Kernel::launch(call, status);
+  cudaError_t const error = Entry::launch(call, status);
   if (error != cudaSuccess) return raise_cuda(error, name);
   set_int(result, status);
   return 0;
 }
 
-template <class Kernel>
+template <class Entry>
 int export_workspace_size(TVMFFIAny const* args, int32_t count, TVMFFIAny* result) {
   Call call(args, count);
   Problem p;
@@ -379,13 +380,13 @@ int export_workspace_size(TVMFFIAny const* args, int32_t count, TVMFFIAny* resul
   int const raster = call.integer();
   int const swizzle = call.integer();
   if (call.status() != 0) return raise("TypeError", "workspace_size takes five integers: M, N, K, raster, swizzle");
-  set_int(result, Kernel::workspace_size(p, raster, swizzle));
+  set_int(result, Entry::workspace_size(p, raster, swizzle));
   return 0;
 }
 
-template <class Kernel>
+template <class Entry>
 int export_describe(TVMFFIAny* result) {
-  Description const d = Kernel::describe();
+  Description const d = Entry::describe();
   char text[160];
   int const size = std::snprintf(text, sizeof(text), "{\"stages\": %d, \"threads\": %d, \"shared_memory\": %d}", d.stages,
                                  d.threads, d.shared_memory);
@@ -394,16 +395,17 @@ int export_describe(TVMFFIAny* result) {
 
 }  // namespace cutlass_ops
 
-#define CUTLASS_OPS_EXPORT(Kernel, name)                                                                              \
+#define CUTLASS_OPS_EXPORT(name, Entry)                                                                               \
+  CUTLASS_OPS_COMPLETE_IMAGE()                                                                                        \
   extern "C" __attribute__((visibility("default"))) int __tvm_ffi_launch(void*, TVMFFIAny const* args, int32_t count, \
                                                                          TVMFFIAny* result) {                         \
-    return cutlass_ops::export_launch<Kernel>(args, count, result, name);                                             \
+    return cutlass_ops::export_launch<Entry>(args, count, result, #name);                                             \
   }                                                                                                                   \
   extern "C" __attribute__((visibility("default"))) int __tvm_ffi_workspace_size(void*, TVMFFIAny const* args,        \
                                                                                  int32_t count, TVMFFIAny* result) {  \
-    return cutlass_ops::export_workspace_size<Kernel>(args, count, result);                                           \
+    return cutlass_ops::export_workspace_size<Entry>(args, count, result);                                           \
   }                                                                                                                   \
   extern "C" __attribute__((visibility("default"))) int __tvm_ffi_describe(void*, TVMFFIAny const*, int32_t,          \
                                                                            TVMFFIAny* result) {                       \
-    return cutlass_ops::export_describe<Kernel>(result);                                                              \
+    return cutlass_ops::export_describe<Entry>(result);                                                              \
   }

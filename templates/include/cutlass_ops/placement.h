@@ -16,9 +16,8 @@
 #include <optional>
 #include <vector>
 
-#include <cuda_runtime.h>
-
 #include "cutlass_ops/binding.h"
+#include "cutlass_ops/halves.h"
 
 namespace cutlass_ops {
 
@@ -36,25 +35,40 @@ constexpr int kAttempts = 8;       // launches after which a device that was alw
 constexpr auto kPatience = std::chrono::milliseconds(20);  // for one observation
 
 // Each block reports its multiprocessor and stays until all have started.
-static __global__ void report(int* multiprocessors) {
-  unsigned id;
-  asm volatile("mov.u32 %0, %%smid;" : "=r"(id));
-  if (threadIdx.x == 0) multiprocessors[blockIdx.x] = int(id);
-  uint64_t start, now;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
-  do {
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-  } while (now - start < kResident);
-}
+struct Report {
+  struct Params {
+    int* multiprocessors;
+  };
+  static constexpr int kThreads = 32;
 
-// Launches `report` on a stream of its own. Whatever fails is no error: nothing is known then.
+  CUTLASS_DEVICE static void run(Params const& params) {
+    unsigned id;
+    asm volatile("mov.u32 %0, %%smid;" : "=r"(id));
+    if (threadIdx.x == 0) params.multiprocessors[blockIdx.x] = int(id);
+    uint64_t start, now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
+    do {
+      asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    } while (now - start < kResident);
+  }
+};
+
+}  // namespace placement
+}  // namespace cutlass_ops
+
+CUTLASS_OPS_KERNEL(cutlass_ops_placement, cutlass_ops::placement::Report)
+
+#if CUTLASS_OPS_HOST
+namespace cutlass_ops {
+namespace placement {
+
+// Launches that kernel on a stream of its own. Whatever fails is no error: nothing is known then.
 class Observer {
  public:
   explicit Observer(int device) {
     cudaDeviceGetAttribute(&shared_memory_, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    auto const kernel = reinterpret_cast<void const*>(&report);
-    ready_ = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess &&
-             cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_memory_) == cudaSuccess &&
+    ready_ = cudaFuncSetAttribute(kernel(), cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess &&
+             cudaFuncSetAttribute(kernel(), cudaFuncAttributeMaxDynamicSharedMemorySize, shared_memory_) == cudaSuccess &&
              cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking) == cudaSuccess &&
              cudaHostAlloc(&reported_, kMaxMultiprocessors * sizeof(int), cudaHostAllocMapped) == cudaSuccess;
   }
@@ -67,16 +81,18 @@ class Observer {
     attribute.val.clusterDim = {unsigned(cluster), 1, 1};
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(cluster);
-    config.blockDim = dim3(32);
+    config.blockDim = dim3(Report::kThreads);
     config.dynamicSmemBytes = shared_memory_;
     config.stream = stream_;
     config.attrs = &attribute;
     config.numAttrs = 1;
     int clusters = 0;
-    if (cudaOccupancyMaxActiveClusters(&clusters, report, &config) != cudaSuccess || clusters == 0) return std::nullopt;
+    if (cudaOccupancyMaxActiveClusters(&clusters, kernel(), &config) != cudaSuccess || clusters == 0) return std::nullopt;
     int const blocks = std::min(clusters * cluster, kMaxMultiprocessors);
     config.gridDim = dim3(blocks);
-    if (cudaLaunchKernelEx(&config, report, reported_) != cudaSuccess || !finished()) return std::nullopt;
+    Report::Params params{reported_};
+    void* arguments[] = {&params};
+    if (cudaLaunchKernelExC(&config, kernel(), arguments) != cudaSuccess || !finished()) return std::nullopt;
     std::vector<int> found(reported_, reported_ + blocks), sorted = found;
     std::sort(sorted.begin(), sorted.end());
     bool const alone = std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end();
@@ -85,6 +101,8 @@ class Observer {
   }
 
  private:
+  static void const* kernel() { return handle(&cutlass_ops_placement); }
+
   // Another kernel may hold the device for ever, waiting for this very thread: so this waits a while and no longer.
   bool finished() {
     auto const deadline = std::chrono::steady_clock::now() + kPatience;
@@ -194,3 +212,4 @@ Groups of(int device) {
 
 }  // namespace placement
 }  // namespace cutlass_ops
+#endif  // CUTLASS_OPS_HOST

@@ -9,7 +9,7 @@
 #include <mutex>
 #include <type_traits>
 
-#include <cuda_runtime.h>
+#include "cutlass_ops/halves.h"
 
 #include "cutlass_ops/binding.h"
 #include "cutlass_ops/epilogue_math.h"
@@ -84,11 +84,20 @@ inline constexpr bool is_stream_k = std::is_base_of<cutlass::gemm::threadblock::
 // CUTLASS's own entry for 2.x kernels states no launch bounds, and passes parameters so that taking their address, as
 // visitors do, may copy them to every thread's stack.
 template <class GemmKernel>
-__global__ void __launch_bounds__(GemmKernel::kThreadCount, 1)
-    gemm_kernel(__grid_constant__ typename GemmKernel::Params const params) {
-  extern __shared__ char shared_memory[];
-  GemmKernel::invoke(params, *reinterpret_cast<typename GemmKernel::SharedStorage*>(shared_memory));
-}
+struct Kernel {
+  using Params = typename GemmKernel::Params;
+  static constexpr int kThreads = GemmKernel::kThreadCount;
+
+  CUTLASS_DEVICE static void run(Params const& params) {
+    extern __shared__ char shared_memory[];
+    GemmKernel::invoke(params, *reinterpret_cast<typename GemmKernel::SharedStorage*>(shared_memory));
+  }
+};
+
+}  // namespace sm80
+
+#if CUTLASS_OPS_HOST
+namespace sm80 {
 
 // What a launch needs to know of a device; asked for once, since each question costs microseconds.
 struct Device {
@@ -98,9 +107,8 @@ struct Device {
 };
 
 template <class GemmKernel>
-Device prepare(int ordinal) {
+Device prepare(void const* kernel, int ordinal) {
   Device device{cudaSuccess};
-  void const* const kernel = reinterpret_cast<void const*>(&gemm_kernel<GemmKernel>);
   constexpr int kSharedMemory = int(sizeof(typename GemmKernel::SharedStorage));
   if (kSharedMemory > 48 * 1024) {
     device.error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedMemory);
@@ -117,7 +125,7 @@ Device prepare(int ordinal) {
 
 // The current device, which must be number `ordinal`, prepared for the kernel by whichever thread comes first.
 template <class GemmKernel>
-Device prepared(int ordinal) {
+Device prepared(void const* kernel, int ordinal) {
   static std::mutex mutex;
   static std::atomic<bool> ready[kMaxDevices];
   static Device devices[kMaxDevices];
@@ -125,7 +133,7 @@ Device prepared(int ordinal) {
   if (!ready[ordinal].load(std::memory_order_acquire)) {
     std::lock_guard<std::mutex> const lock(mutex);
     if (!ready[ordinal].load(std::memory_order_relaxed)) {
-      devices[ordinal] = prepare<GemmKernel>(ordinal);
+      devices[ordinal] = prepare<GemmKernel>(kernel, ordinal);
       if (devices[ordinal].error != cudaSuccess) return devices[ordinal];
       ready[ordinal].store(true, std::memory_order_release);
     }
@@ -172,15 +180,15 @@ class Workspace {
 
 // Combines what the thread blocks left of one reduction.
 template <class Reduction, class Element>
-cudaError_t finish(float const* partial, Element* out, GemmCoord problem, cudaStream_t stream) {
-  return finish_reduction<typename Reduction::Reduce>(partial, out, Reduction::length(problem),
-                                                      Reduction::parts(problem), stream);
+cudaError_t finish(void const* kernel, float const* partial, Element* out, GemmCoord problem, cudaStream_t stream) {
+  using Params = typename Finish<typename Reduction::Reduce, Element>::Params;
+  return finish_reduction(kernel, Params{partial, out, Reduction::length(problem), Reduction::parts(problem)}, stream);
 }
 
 }  // namespace sm80
 
 // `Gemm` is what a rendered file defines:
-//   GemmKernel; kSwizzle; struct Operands { Problem problem; ... }; static Operands read(Call&);
+//   GemmKernel; kSwizzle; static void const* kernel(); struct Operands { Problem problem; ... }; static Operands read(Call&);
 //   static GemmCoord problem(Operands const&);            in the kernel's orientation
 //   static void assign(Operands&, Workspace&);            gives each reduction its partial values' place
 //   static GemmKernel::Arguments arguments(Operands const&);
@@ -197,7 +205,7 @@ struct Sm80Entry {
     if (status == 0 && sm80::is_too_large(operands.problem)) status = int(Reason::kShape);
     if (status != 0) return cudaSuccess;
     DeviceGuard const guard(call.device());
-    sm80::Device const device = sm80::prepared<GemmKernel>(call.device());
+    sm80::Device const device = sm80::prepared<GemmKernel>(Gemm::kernel(), call.device());
     if (device.error != cudaSuccess) return device.error;
 
     call.integer();  // the raster order: along M always
@@ -220,7 +228,7 @@ struct Sm80Entry {
     if constexpr (sm80::is_stream_k<GemmKernel>) {
       int ordinal = 0;
       device.error = cudaGetDevice(&ordinal);
-      if (device.error == cudaSuccess) device = sm80::prepared<GemmKernel>(ordinal);
+      if (device.error == cudaSuccess) device = sm80::prepared<GemmKernel>(Gemm::kernel(), ordinal);
     }
     return workspace_size(operands, device);
   }
@@ -244,9 +252,8 @@ struct Sm80Entry {
       grid = sm80::ThreadblockSwizzle::grid(params.grid_tiled_shape, params.swizzle_log_tile);
     }
     void* arguments[] = {&params};
-    return cudaLaunchKernel(reinterpret_cast<void const*>(&sm80::gemm_kernel<GemmKernel>), grid,
-                            dim3(GemmKernel::kThreadCount), arguments, sizeof(typename GemmKernel::SharedStorage),
-                            stream);
+    return cudaLaunchKernel(Gemm::kernel(), grid, dim3(GemmKernel::kThreadCount), arguments,
+                            sizeof(typename GemmKernel::SharedStorage), stream);
   }
 
   static Params make_params(Operands const& operands, sm80::Device const& device) {
@@ -262,5 +269,7 @@ struct Sm80Entry {
     return workspace.used();
   }
 };
+
+#endif  // CUTLASS_OPS_HOST
 
 }  // namespace cutlass_ops

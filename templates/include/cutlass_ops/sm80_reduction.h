@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include <cuda_runtime.h>
+#include "cutlass_ops/halves.h"
 
 #include "cutlass/cutlass.h"
 #include "cutlass/numeric_conversion.h"
@@ -39,35 +39,43 @@ constexpr int kFinishHeight = 16;  // threads that share a result's partial valu
 
 // out[i] = combination over p of partial[p * length + i], a (parts, length) buffer.
 template <class Reduce, class Element>
-__global__ void __launch_bounds__(kFinishWidth* kFinishHeight)
-    finish_reduction_kernel(float const* partial, Element* out, int64_t length, int parts) {
-  __shared__ float shared[kFinishHeight][kFinishWidth];
-  int64_t const i = int64_t(blockIdx.x) * kFinishWidth + threadIdx.x;
+struct Finish {
+  struct Params {
+    float const* partial;
+    Element* out;
+    int64_t length;
+    int parts;
+  };
+  static constexpr int kThreads = kFinishWidth * kFinishHeight;
 
-  float value = Reduce::identity();
-  if (i < length) {
-    for (int part = threadIdx.y; part < parts; part += kFinishHeight) {
-      value = Reduce::combine(value, partial[part * length + i]);
+  CUTLASS_DEVICE static void run(Params const& params) {
+    __shared__ float shared[kFinishHeight][kFinishWidth];
+    int64_t const i = int64_t(blockIdx.x) * kFinishWidth + threadIdx.x;
+
+    float value = Reduce::identity();
+    if (i < params.length) {
+      for (int part = threadIdx.y; part < params.parts; part += kFinishHeight) {
+        value = Reduce::combine(value, params.partial[part * params.length + i]);
+      }
+    }
+    shared[threadIdx.y][threadIdx.x] = value;
+    __syncthreads();
+
+    if (threadIdx.y == 0 && i < params.length) {
+      for (int y = 1; y < kFinishHeight; ++y) {
+        value = Reduce::combine(value, shared[y][threadIdx.x]);
+      }
+      params.out[i] = cutlass::NumericConverter<Element, float>()(value);
     }
   }
-  shared[threadIdx.y][threadIdx.x] = value;
-  __syncthreads();
+};
 
-  if (threadIdx.y == 0 && i < length) {
-    for (int y = 1; y < kFinishHeight; ++y) {
-      value = Reduce::combine(value, shared[y][threadIdx.x]);
-    }
-    out[i] = cutlass::NumericConverter<Element, float>()(value);
-  }
-}
-
-template <class Reduce, class Element>
-cudaError_t finish_reduction(float const* partial, Element* out, int64_t length, int parts, cudaStream_t stream) {
-  dim3 const grid(unsigned((length + kFinishWidth - 1) / kFinishWidth));
-  dim3 const block(kFinishWidth, kFinishHeight);
-  void* arguments[] = {&partial, &out, &length, &parts};
-  return cudaLaunchKernel(reinterpret_cast<void const*>(&finish_reduction_kernel<Reduce, Element>), grid, block,
-                          arguments, 0, stream);
+// Launches a `Finish` kernel, whose handle is `kernel`.
+template <class Params>
+cudaError_t finish_reduction(void const* kernel, Params params, cudaStream_t stream) {
+  dim3 const grid(unsigned((params.length + kFinishWidth - 1) / kFinishWidth));
+  void* arguments[] = {&params};
+  return cudaLaunchKernel(kernel, grid, dim3(kFinishWidth, kFinishHeight), arguments, 0, stream);
 }
 
 }  // namespace sm80

@@ -5,9 +5,10 @@
 #include <algorithm>
 #include <atomic>
 
+#include "cutlass_ops/halves.h"
+
 #include "cute/tensor.hpp"
 #include "cutlass/cutlass.h"
-#include "cutlass/device_kernel.h"
 #include "cutlass/epilogue/collective/collective_builder.hpp"
 #include "cutlass/gemm/collective/builders/sm90_common.inl"
 #include "cutlass/gemm/collective/collective_mma_decl.hpp"
@@ -112,7 +113,23 @@ struct Sm90Mainloop {
       void, cute::identity>;
 };
 
+// ---- Kernel ------------------------------------------------------------------------------------------------------
+
+template <class GemmKernel>
+struct Sm90Kernel {
+  using Params = typename GemmKernel::Params;
+  static constexpr int kThreads = GemmKernel::MaxThreadsPerBlock;
+
+  CUTLASS_DEVICE static void run(Params const& params) {
+    extern __shared__ char shared_memory[];
+    GemmKernel kernel;
+    kernel(params, shared_memory);
+  }
+};
+
 // ---- Launch ------------------------------------------------------------------------------------------------------
+
+#if CUTLASS_OPS_HOST
 
 inline int multiprocessors(int device) {
   static std::atomic<int> counts[kMaxDevices];
@@ -147,7 +164,8 @@ constexpr bool kWaits = false;
 #endif
 
 // `Gemm` is what a rendered file defines:
-//   GemmKernel; struct Operands { Problem problem; ... }; static Operands read(Call&);
+//   GemmKernel; static void const* kernel();
+//   struct Operands { Problem problem; ... }; static Operands read(Call&);
 //   static typename GemmKernel::Arguments arguments(Operands const&);
 template <class Gemm>
 struct Sm90Entry {
@@ -206,8 +224,6 @@ struct Sm90Entry {
   }
 
  private:
-  static void const* kernel() { return reinterpret_cast<void const*>(&cutlass::device_kernel<GemmKernel>); }
-
   // Attributes: the cluster, and whether thread blocks start while the kernel before in the stream is still ending.
   struct Launch {
     cudaLaunchConfig_t config{};
@@ -237,10 +253,10 @@ struct Sm90Entry {
     hardware.sm_count = multiprocessors(device);
     if (active == 0) {
       cudaError_t error =
-          cudaFuncSetAttribute(kernel(), cudaFuncAttributeMaxDynamicSharedMemorySize, GemmKernel::SharedStorageSize);
+          cudaFuncSetAttribute(Gemm::kernel(), cudaFuncAttributeMaxDynamicSharedMemorySize, GemmKernel::SharedStorageSize);
       if (error != cudaSuccess) return error;
       Launch launch(dim3(cute::size<0>(ClusterShape{}), cute::size<1>(ClusterShape{})), false);
-      error = cudaOccupancyMaxActiveClusters(&active, kernel(), &launch.config);
+      error = cudaOccupancyMaxActiveClusters(&active, Gemm::kernel(), &launch.config);
       if (error != cudaSuccess) return error;
       // One block on a multiprocessor, even where two would fit.
       active = std::max(1, std::min(active, hardware.sm_count / kCluster));
@@ -257,8 +273,8 @@ struct Sm90Entry {
   static cudaError_t enqueue(typename GemmKernel::Params params, cudaStream_t stream, bool overlap) {
     Launch launch(grid(params), overlap);
     launch.config.stream = stream;
-    void* kernel_params[] = {&params};
-    return cudaLaunchKernelExC(&launch.config, kernel(), kernel_params);
+    void* arguments[] = {&params};
+    return cudaLaunchKernelExC(&launch.config, Gemm::kernel(), arguments);
   }
 
   static dim3 grid(typename GemmKernel::Params const& params) {
@@ -269,5 +285,7 @@ struct Sm90Entry {
     }
   }
 };
+
+#endif  // CUTLASS_OPS_HOST
 
 }  // namespace cutlass_ops

@@ -138,9 +138,9 @@ class SplitKernel {
       cutlass::arch::warpgroup_reg_dealloc<40>();
       if (loads) load(params, storage, begin, end);
       __syncwarp();
-      cluster_arrive();
+      cluster_arrive_relaxed();
       cluster_wait();
-      cluster_arrive();
+      cluster_arrive_relaxed();
       if (loads_c && epilogue.is_producer_load_needed()) {
         cutlass::arch::wait_on_dependent_grids();
         auto state = cutlass::make_producer_start_state<LoadC>();
@@ -246,14 +246,15 @@ class SplitKernel {
   }
 
   // Sends the parts that other blocks finish to them, and adds theirs to the own one, always in the same order. Whole
-  // parts go by bulk copy: stores of single threads to another block's memory are several times slower.
+  // parts go by bulk copy: stores of single threads to another block's memory are slower. Blocks meet without ordering
+  // memory, which would cost a microsecond: before they meet they only read, and have what they read.
   template <class Sums, class Part>
   CUTLASS_DEVICE static void add_up(SharedStorage& storage, Sums const& sums, Part& part, int thread, int rank) {
     auto* const outgoing = reinterpret_cast<float4*>(&storage.tensors.mainloop) + thread;
     auto* const incoming = outgoing + kSlots * kSlotBytes / sizeof(float4);
     auto const value = [&](int slot, int i) { return (slot * (kPart / 4) + i / 4) * kConsumers; };
     cutlass::arch::NamedBarrier::sync(kConsumers, 0);
-    cute::cluster_arrive();  // this block reads no operands any more
+    cute::cluster_arrive_relaxed();  // this block reads no operands any more
     CUTLASS_PRAGMA_UNROLL
     for (int to = 0; to < kSplits; ++to) {
       int const slot = to < rank ? to : to - 1;
@@ -271,9 +272,10 @@ class SplitKernel {
     cutlass::arch::fence_view_async_shared();
     cutlass::arch::NamedBarrier::sync(kConsumers, 0);
     cute::cluster_wait();
-    if (thread < kSplits && thread != rank) send(storage, rank, thread);
+    // Each begins with its neighbour, so that no block's memory is written by all others at once.
+    if (thread < kSlots) send(storage, rank, (rank + 1 + thread) % kSplits);
     storage.barriers.parts.wait(0);
-    cute::cluster_arrive();  // whatever was sent here has been read
+    cute::cluster_arrive_relaxed();  // whatever was sent to this block has arrived
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kPart; i += 4) {
       float4 total = make_float4(0, 0, 0, 0);
