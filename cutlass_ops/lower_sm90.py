@@ -50,7 +50,8 @@ def context(spec: KernelSpec) -> dict[str, Any]:
     config = _config(spec)
     lowered = lower(spec.epilogue)
     c_operand = footprint.sm90_source(spec)
-    nodes, is_tree = _nodes(spec, lowered, c_operand)
+    own = _is_plain(spec, c_operand)
+    nodes, is_tree = _nodes(spec, lowered, c_operand, own)
     tile = config.threadblock
     c_type = spec.inputs[_input_index(spec, c_operand)] if c_operand else None
     return types(spec, lowered) | {
@@ -60,6 +61,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "epilogue_schedule": _EPILOGUE[config.schedule],
         "tile_scheduler": _scheduler(config),
         "split_k": config.split_k,
+        "own_epilogue": own,
         "part_shape": _part_shape(config),
         "part_n": config.part.n,
         "warpgroups": 2 if config.schedule == "cooperative" else 1,
@@ -89,6 +91,12 @@ def context(spec: KernelSpec) -> dict[str, Any]:
     }
 
 
+def _is_plain(spec: KernelSpec, c_operand: str | None) -> bool:
+    """Whether ``epilogue.h`` serves an epilogue: D by TMA, and no tensor of D's size but that and what CUTLASS calls C."""
+    tiles = [i.name for i in spec.epilogue.inputs if i.kind is Kind.TILE]
+    return spec.d.aligned and not spec.outputs and all(name == c_operand for name in tiles)
+
+
 def _part_shape(config: Sm90Config) -> str:
     """Name the tile of one thread block's epilogue."""
     return "ThreadblockShape" if config.split_k == 1 else "PartShape"
@@ -115,8 +123,11 @@ def _in_whole_accesses(operand: Operand, is_output: bool) -> bool:
     return is_output or not operand.aligned
 
 
-def _nodes(spec: KernelSpec, lowered: Lowered, c_operand: str | None) -> tuple[list[Node], bool]:
-    """List the visitors in topological order; the last one yields D. Also says whether they form a plain tree."""
+def _nodes(spec: KernelSpec, lowered: Lowered, c_operand: str | None, own: bool) -> tuple[list[Node], bool]:
+    """List the visitors in topological order; the last one yields D. Also says whether they form a plain tree.
+
+    With ``own``, rows and columns are read by the visitors of ``epilogue.h``.
+    """
     nodes: list[Node] = []
     at: dict[str, int] = {}
 
@@ -125,7 +136,7 @@ def _nodes(spec: KernelSpec, lowered: Lowered, c_operand: str | None) -> tuple[l
         nodes.append(node)
 
     for leaf in lowered.leaves:
-        add(leaf, _load(spec, leaf, c_operand))
+        add(leaf, _load(spec, leaf, c_operand, own))
     d_store, *others = lowered.stores
     for compute in lowered.computes:
         final = (
@@ -164,7 +175,7 @@ def _reused(lowered: Lowered) -> bool:
     return len(lowered.stores) > 1 or lowered.computes[-1].name != d
 
 
-def _load(spec: KernelSpec, leaf: str, c_operand: str | None) -> Node:
+def _load(spec: KernelSpec, leaf: str, c_operand: str | None, own: bool) -> Node:
     if leaf == ACC:
         return Node("Accumulator", "fusion::Sm90AccFetch", "{}")
     index = _input_index(spec, leaf)
@@ -176,6 +187,11 @@ def _load(spec: KernelSpec, leaf: str, c_operand: str | None) -> Node:
         return Node(name, scalar, f"{{{{o.{leaf}.value}}, {{o.{leaf}.ptr}}, {{}}}}")
     if kind is Kind.TILE:
         return _tile_load(spec, leaf, operand, c_operand)
+    if own:
+        visitor = "RowInput" if along_n(spec, kind) else "ColInput"
+        shape = _part_shape(_config(spec))
+        arguments = f"{shape}, EpilogueDescriptor::EpilogueTile, {element}"
+        return Node(name, f"cutlass_ops::{visitor}<{arguments}>", f"{{o.{leaf}}}")
     visitor, stride = ("Sm90RowBroadcast", "_0, _1, _0") if along_n(spec, kind) else ("Sm90ColBroadcast", "_1, _0, _0")
     return Node(
         name,

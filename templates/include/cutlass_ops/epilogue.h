@@ -1,0 +1,392 @@
+// From accumulators to D: the epilogue of Sm90 kernels whose D is stored by TMA and whose inputs are rows, columns,
+// scalars and at most one tile. It takes CUTLASS's place where thread blocks spend time: CUTLASS's own does the same for
+// any operation, and derives where every value lies through a dozen tiled copies, which is half of a kernel's compilation.
+// Here each thread computes where its own values lie. The tree of visitors, the loads and all types are still CUTLASS's.
+
+#pragma once
+
+#include "cutlass_ops/halves.h"
+
+#include "cute/tensor.hpp"
+#include "cutlass/epilogue/collective/collective_builder.hpp"
+
+namespace cutlass_ops {
+
+// Where the values of one wgmma lie, whatever its number of columns: value i of a thread is in row `row + 8 * (i / 2 % 2)`
+// and column `column + 8 * (i / 4) + i % 2` of the rows of all warpgroups, of which each has 64.
+struct Fragment {
+  int row;
+  int column;
+
+  CUTLASS_DEVICE explicit Fragment(int thread)
+      : row(thread / 32 * 16 + thread % 32 / 4), column(thread % 4 * 2) {}
+};
+
+// ---- Inputs: visitors, leaves of CUTLASS's tree -------------------------------------------------------------------
+
+// What CUTLASS asks of a visitor, for one that needs no workspace.
+template <class Arguments_>
+struct Input : cutlass::epilogue::fusion::Sm90VisitorImpl<> {
+  using Arguments = Arguments_;
+  using Params = Arguments_;
+
+  template <class Problem>
+  static constexpr Params to_underlying_arguments(Problem const&, Arguments const& arguments, void*) {
+    return arguments;
+  }
+  template <class Problem>
+  static bool can_implement(Problem const&, Arguments const&) {
+    return true;
+  }
+  template <class Problem>
+  static size_t get_workspace_size(Problem const&, Arguments const&) {
+    return 0;
+  }
+  template <class Problem>
+  static cutlass::Status initialize_workspace(Problem const&, Arguments const&, void*, cudaStream_t,
+                                              cutlass::CudaHostAdapter* = nullptr) {
+    return cutlass::Status::kSuccess;
+  }
+};
+
+template <class Element>
+struct Vector {
+  Element const* values = nullptr;
+};
+
+// One value for each column: the tile's go to shared memory first, since every thread needs a quarter of them.
+template <class Tile, class EpilogueTile, class Element>
+struct RowInput : Input<Vector<Element>> {
+  static constexpr int kColumns = cute::size<1>(Tile{}), kPart = cute::size<1>(EpilogueTile{});
+  struct SharedStorage {
+    alignas(16) Element values[kColumns];
+  };
+
+  CUTLASS_HOST_DEVICE RowInput() {}
+  CUTLASS_HOST_DEVICE RowInput(Vector<Element> const& params, SharedStorage const& storage)
+      : params_(&params), shared_(const_cast<Element*>(storage.values)) {}
+
+  struct Callbacks : cutlass::epilogue::fusion::EmptyConsumerStoreCallbacks {
+    Element const* values;
+    Element* shared;
+    int count, thread, threads;
+    float part[kPart / 4];
+
+    CUTLASS_DEVICE Callbacks(Element const* values, Element* shared, int count, int thread, int threads)
+        : values(values), shared(shared), count(count), thread(thread), threads(threads) {}
+
+    CUTLASS_DEVICE void begin() {
+      for (int i = thread; i < kColumns; i += threads) shared[i] = i < count ? values[i] : Element(0);
+    }
+    CUTLASS_DEVICE bool begin_sync_needed() const { return true; }
+    CUTLASS_DEVICE void begin_loop(int epi_m, int epi_n) {
+      if (epi_m != 0) return;
+      Element const* const mine = shared + epi_n * kPart + Fragment(thread).column;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kPart / 4; ++i) part[i] = float(mine[i / 2 * 8 + i % 2]);
+    }
+    template <class Accumulator, int kSize>
+    CUTLASS_DEVICE cutlass::Array<float, kSize> visit(cutlass::Array<Accumulator, kSize> const&, int, int, int) {
+      cutlass::Array<float, kSize> result;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kSize; ++i) result[i] = part[i / 4 * 2 + i % 2];
+      return result;
+    }
+  };
+
+  template <bool, class... Args>
+  CUTLASS_DEVICE auto get_consumer_store_callbacks(
+      cutlass::epilogue::fusion::detail::ConsumerStoreArgs<Args...> const& args) {
+    int const first = cute::get<1>(args.tile_coord_mnkl) * kColumns;
+    return Callbacks(params_->values + first, shared_, cute::get<1>(args.problem_shape_mnkl) - first, args.thread_idx,
+                     cute::size(args.tiled_mma));
+  }
+
+ private:
+  Vector<Element> const* params_;
+  Element* shared_;
+};
+
+// One value for each row: a thread has two in every part of the tile.
+template <class Tile, class EpilogueTile, class Element>
+struct ColInput : Input<Vector<Element>> {
+  static constexpr int kRows = cute::size<0>(Tile{}), kPart = cute::size<0>(EpilogueTile{});
+  struct SharedStorage {};
+
+  CUTLASS_HOST_DEVICE ColInput() {}
+  CUTLASS_HOST_DEVICE ColInput(Vector<Element> const& params, SharedStorage const&) : params_(&params) {}
+
+  struct Callbacks : cutlass::epilogue::fusion::EmptyConsumerStoreCallbacks {
+    Element const* values;
+    int count;
+    float mine[kRows / kPart][2];
+
+    CUTLASS_DEVICE Callbacks(Element const* values, int count) : values(values), count(count) {}
+
+    CUTLASS_DEVICE void begin() {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kRows / kPart * 2; ++i) {
+        int const row = i / 2 * kPart + i % 2 * 8;
+        mine[i / 2][i % 2] = row < count ? float(values[row]) : 0.0f;
+      }
+    }
+    template <class Accumulator, int kSize>
+    CUTLASS_DEVICE cutlass::Array<float, kSize> visit(cutlass::Array<Accumulator, kSize> const&, int, int epi_m, int) {
+      cutlass::Array<float, kSize> result;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kSize; ++i) result[i] = mine[epi_m][i / 2 % 2];
+      return result;
+    }
+  };
+
+  template <bool, class... Args>
+  CUTLASS_DEVICE auto get_consumer_store_callbacks(
+      cutlass::epilogue::fusion::detail::ConsumerStoreArgs<Args...> const& args) {
+    int const first = cute::get<0>(args.tile_coord_mnkl) * kRows + Fragment(args.thread_idx).row;
+    return Callbacks(params_->values + first, cute::get<0>(args.problem_shape_mnkl) - first);
+  }
+
+ private:
+  Vector<Element> const* params_;
+};
+
+// ---- Shared memory -----------------------------------------------------------------------------------------------
+
+// A part of the tile in shared memory: `Shared` is a tensor of its rows and columns.
+template <class Element, bool kColumnMajor, class Shared>
+struct Part {
+  static constexpr bool kMatrices = sizeof(Element) == 2;  // 8 by 8 values at a time, by a quarter of a warp each
+
+  Shared const& shared;
+  int thread;
+
+  // Values 8 * i to 8 * i + 7 of each thread: 16 rows of a warp, and 16 columns, or 8 where no more are left.
+  template <int kValues>
+  CUTLASS_DEVICE void put(cutlass::Array<Element, kValues> const& values) const {
+    if constexpr (kMatrices) {
+      auto const* const words = reinterpret_cast<uint32_t const*>(&values);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i + 3 < kValues / 2; i += 4) {
+        uint32_t const at = matrix(i * 4);
+        if constexpr (kColumnMajor) {
+          asm volatile("stmatrix.sync.aligned.x4.trans.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(words[i]),
+                       "r"(words[i + 1]), "r"(words[i + 2]), "r"(words[i + 3]) : "memory");
+        } else {
+          asm volatile("stmatrix.sync.aligned.x4.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(words[i]),
+                       "r"(words[i + 1]), "r"(words[i + 2]), "r"(words[i + 3]) : "memory");
+        }
+      }
+      if constexpr (kValues % 8 != 0) {
+        constexpr int i = kValues / 2 - 2;
+        uint32_t const at = matrix(i * 4);
+        if constexpr (kColumnMajor) {
+          asm volatile("stmatrix.sync.aligned.x2.trans.m8n8.shared.b16 [%0], {%1, %2};" ::"r"(at), "r"(words[i]),
+                       "r"(words[i + 1]) : "memory");
+        } else {
+          asm volatile("stmatrix.sync.aligned.x2.m8n8.shared.b16 [%0], {%1, %2};" ::"r"(at), "r"(words[i]),
+                       "r"(words[i + 1]) : "memory");
+        }
+      }
+    } else {
+      each<kValues>([&](int i, Element* at) { *at = values[i]; });
+    }
+  }
+
+  template <int kValues>
+  CUTLASS_DEVICE void get(cutlass::Array<Element, kValues>& values) const {
+    if constexpr (kMatrices) {
+      auto* const words = reinterpret_cast<uint32_t*>(&values);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i + 3 < kValues / 2; i += 4) {
+        uint32_t const at = matrix(i * 4);
+        if constexpr (kColumnMajor) {
+          asm volatile("ldmatrix.sync.aligned.x4.trans.m8n8.shared.b16 {%0, %1, %2, %3}, [%4];"
+                       : "=r"(words[i]), "=r"(words[i + 1]), "=r"(words[i + 2]), "=r"(words[i + 3]) : "r"(at) : "memory");
+        } else {
+          asm volatile("ldmatrix.sync.aligned.x4.m8n8.shared.b16 {%0, %1, %2, %3}, [%4];"
+                       : "=r"(words[i]), "=r"(words[i + 1]), "=r"(words[i + 2]), "=r"(words[i + 3]) : "r"(at) : "memory");
+        }
+      }
+      if constexpr (kValues % 8 != 0) {
+        constexpr int i = kValues / 2 - 2;
+        uint32_t const at = matrix(i * 4);
+        if constexpr (kColumnMajor) {
+          asm volatile("ldmatrix.sync.aligned.x2.trans.m8n8.shared.b16 {%0, %1}, [%2];"
+                       : "=r"(words[i]), "=r"(words[i + 1]) : "r"(at) : "memory");
+        } else {
+          asm volatile("ldmatrix.sync.aligned.x2.m8n8.shared.b16 {%0, %1}, [%2];"
+                       : "=r"(words[i]), "=r"(words[i + 1]) : "r"(at) : "memory");
+        }
+      }
+    } else {
+      each<kValues>([&](int i, Element* at) { values[i] = *at; });
+    }
+  }
+
+ private:
+  // Where this lane's eight values of a matrix begin, for the matrices whose first column is `column`: matrices are those
+  // of rows 0 to 7, of rows 8 to 15, and of the next eight columns the same.
+  CUTLASS_DEVICE uint32_t matrix(int column) const {
+    int const lane = thread % 32, rows = thread / 32 * 16;
+    int const row = rows + (kColumnMajor ? lane / 8 % 2 * 8 : lane % 16);
+    int const first = lane / 16 * 8 + (kColumnMajor ? lane % 8 : 0);
+    return cute::cast_smem_ptr_to_uint(cute::raw_pointer_cast(&shared(row, column + first)));
+  }
+
+  template <int kValues, class Use>
+  CUTLASS_DEVICE void each(Use const& use) const {
+    Fragment const mine(thread);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kValues; ++i) {
+      use(i, cute::raw_pointer_cast(&shared(mine.row + i / 2 % 2 * 8, mine.column + i / 4 * 8 + i % 2)));
+    }
+  }
+};
+
+// ---- Collective --------------------------------------------------------------------------------------------------
+
+// `Base` is CUTLASS's collective epilogue, of which all is kept but the stores.
+template <class Base>
+class Epilogue : public Base {
+ public:
+  using typename Base::LoadPipeline;
+  using typename Base::LoadPipelineState;
+  using typename Base::Params;
+  using typename Base::StorePipeline;
+  using typename Base::StorePipelineState;
+  using typename Base::TensorStorage;
+
+  CUTLASS_DEVICE Epilogue(Params const& params, TensorStorage& storage)
+      : Base(params, storage), params_(params), fusion_(params.thread, storage.thread) {}
+
+  template <class Problem, class Tile, class Coord, class Engine, class Layout, class TiledMma>
+  CUTLASS_DEVICE auto store(LoadPipeline load_pipeline, LoadPipelineState loaded, StorePipeline store_pipeline,
+                            StorePipelineState stored, Problem problem, Tile, Coord coord,
+                            cute::Tensor<Engine, Layout> const& accumulators, TiledMma mma, int thread,
+                            TensorStorage& storage, int = -1) {
+    using namespace cute;
+    constexpr int kThreads = size(TiledMma{}), kValues = kPartM * kPartN / kThreads;
+    static_assert(size(Layout{}) == kPartsM * kPartsN * kValues);
+    auto const synchronize = [] {
+      cutlass::arch::NamedBarrier::sync(kThreads, cutlass::arch::ReservedNamedBarriers::EpilogueBarrier);
+    };
+    auto const [m_extent, n_extent, k_extent, l_extent] = problem;
+    auto const [m, n, k, l] = coord;
+    Tensor const whole = params_.tma_store_d.get_tma_tensor(make_shape(m_extent, n_extent, l_extent));
+    Tensor const tile = local_tile(whole, take<0, 2>(CtaTile{}), make_coord(m, n, l));
+    auto const block = params_.tma_store_d.get_slice(Int<0>{});
+    Tensor const to = block.partition_D(flat_divide(tile, EpilogueTile_{}));
+    Tensor const shared_d = make_tensor(make_smem_ptr(storage.collective.smem_D.begin()), SharedD{});
+    Tensor const from = block.partition_S(shared_d);
+    bool const issues = thread / 32 == 0;
+
+    // The tile that the producer loads, if there is one; where it lies, D will.
+    cutlass::Array<ElementC_, kValues> source;
+    Tensor source_tensor = make_tensor(make_rmem_ptr(source.data()), Shape<Int<kValues>>{});
+    int const unused = 0;
+    auto callbacks = fusion_.template get_consumer_store_callbacks<true>(
+        cutlass::epilogue::fusion::detail::ConsumerStoreArgs(problem, CtaTile{}, coord, mma, EpilogueTile_{}, unused, unused,
+                                                             unused, unused, unused, source_tensor, thread));
+    bool const waits = fusion_.is_producer_load_needed();
+    LoadPipelineState waited = loaded;
+    if constexpr (kReuse) {
+      waited = stored;
+      waited.phase_ ^= 1;
+    }
+
+    auto const send = [&](int epi_m, int epi_n) {
+      cutlass::arch::fence_view_async_shared();
+      synchronize();
+      if (issues) {
+        copy(params_.tma_store_d, from(_, _, _, stored.index()), to(_, _, _, epi_m, epi_n));
+        store_pipeline.producer_commit(stored);
+      }
+      ++stored;
+      ++issued_;
+      if (issues) store_pipeline.producer_acquire(stored);
+      synchronize();
+      if constexpr (kReuse) {
+        // The memory of the store before the last ones is free again.
+        if (issued_ > int(StorePipeline::UnacquiredStages)) {
+          if (waits) load_pipeline.consumer_release(loaded);
+          ++loaded;
+        }
+      }
+    };
+
+    callbacks.begin();
+    if (callbacks.begin_sync_needed()) synchronize();
+    CUTLASS_PRAGMA_UNROLL
+    for (int part = 0; part < kPartsM * kPartsN; ++part) {
+      int const epi_m = part % kPartsM, epi_n = part / kPartsM;
+      callbacks.begin_loop(epi_m, epi_n);
+      if constexpr (kHasSource) {
+        if (waits) {
+          load_pipeline.consumer_wait(waited);
+          Tensor const shared_c = make_tensor(make_smem_ptr(storage.collective.smem_C.begin()), SharedC{});
+          auto const stage = shared_c(_, _, waited.index());
+          Part<ElementC_, kColumnMajorC, decltype(stage)>{stage, thread}.get(source);
+          if constexpr (kReuse && !is_same_v<SharedC, SharedD>) synchronize();
+        }
+      }
+      callbacks.previsit(epi_m, epi_n, waited.count(), waits);
+      if (waits) {
+        if constexpr (!kReuse) {
+          cutlass::arch::fence_view_async_shared();
+          load_pipeline.consumer_release(loaded);
+          ++loaded;
+        }
+        ++waited;
+      }
+
+      cutlass::Array<float, kValues> values;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kValues; ++i) values[i] = accumulators((epi_m * kPartsN + epi_n) * kValues + i);
+      auto const result = callbacks.visit(values, 0, epi_m, epi_n);
+      // A store is issued as late as the next part allows, unless memory must be given back to the producer.
+      if (kDelay && part > 0) send((part - 1) % kPartsM, (part - 1) / kPartsM);
+      cutlass::NumericArrayConverter<ElementD_, typename decltype(result)::Element, kValues> const convert;
+      auto const stage = shared_d(_, _, stored.index());
+      Part<ElementD_, kColumnMajorD, decltype(stage)>{stage, thread}.put(convert(result));
+      if (!kDelay) send(epi_m, epi_n);
+      callbacks.end_loop(epi_m, epi_n);
+    }
+    if (kDelay) send(kPartsM - 1, kPartsN - 1);
+    callbacks.end();
+    return make_tuple(loaded, stored);
+  }
+
+  CUTLASS_DEVICE auto store_tail(LoadPipeline load_pipeline, LoadPipelineState loaded, StorePipeline store_pipeline,
+                                 StorePipelineState stored) {
+    issued_ = 0;
+    return Base::store_tail(load_pipeline, loaded, store_pipeline, stored);
+  }
+
+ private:
+  using Fusion = typename Base::FusionCallbacks;
+  using Policy = typename Base::DispatchPolicy;
+  using CtaTile = typename Base::CtaTileMNK;
+  using EpilogueTile_ = typename Base::EpilogueTile;
+  using ElementD_ = typename Base::ElementD;
+  static constexpr bool kHasSource = !cute::is_void_v<typename Base::ElementC>;
+  using ElementC_ = cute::conditional_t<kHasSource, typename Base::ElementC, ElementD_>;
+  static constexpr bool kReuse = Policy::ReuseSmemC, kDelay = Policy::DelayTmaStore;
+  static constexpr bool kColumnMajorC = cutlass::epilogue::collective::detail::is_m_major<typename Base::StrideC>();
+  static constexpr bool kColumnMajorD = cutlass::epilogue::collective::detail::is_m_major<typename Base::StrideD>();
+  static constexpr int kPartM = cute::size<0>(EpilogueTile_{}), kPartN = cute::size<1>(EpilogueTile_{});
+  static constexpr int kPartsM = cute::size<0>(CtaTile{}) / kPartM, kPartsN = cute::size<1>(CtaTile{}) / kPartN;
+
+  template <class Atom, int kStages, bool kColumnMajor>
+  using SharedLayout = decltype(cute::tile_to_shape(
+      Atom{}, cute::Shape<cute::Int<kPartM>, cute::Int<kPartN>, cute::Int<kStages>>{},
+      cute::conditional_t<kColumnMajor, cute::Step<cute::_2, cute::_1, cute::_3>,
+                          cute::Step<cute::_1, cute::_2, cute::_3>>{}));
+  using SharedC = SharedLayout<typename Base::SmemLayoutAtomC, Policy::StagesC, kColumnMajorC>;
+  using SharedD = SharedLayout<typename Base::SmemLayoutAtomD, kReuse ? Policy::StagesC : Policy::StagesD, kColumnMajorD>;
+
+  Params const& params_;
+  Fusion fusion_;
+  int issued_ = 0;
+};
+
+}  // namespace cutlass_ops
