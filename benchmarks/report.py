@@ -1,7 +1,7 @@
 """Writes docs/performance.md and its plots from the raw results, so that no number there is typed by hand.
 
     python benchmarks/report.py                                        # all of benchmarks/results
-    python benchmarks/report.py /tmp/gemm_a.json --host --out /tmp/report.md    # one file, no host results
+    python benchmarks/report.py /tmp/gemm_a.json --host --compile --out /tmp/report.md    # one file and nothing else
 
 Needs Python 3.11 or later (tomllib), matplotlib for the plots, and no GPU. Causes of losses come from causes.toml.
 A row's ratio is the peer's time over ours: above 1, ours is faster. Rows of bench_gemm.py may lack "layout" and "set".
@@ -55,6 +55,7 @@ max-autotune.
 ```bash
 python benchmarks/bench_gemm.py --out benchmarks/results/gemm_h100.json  # on a GPU; --help lists what can be chosen
 python benchmarks/bench_host.py --out benchmarks/results/host_h100.json  # on a GPU
+python benchmarks/bench_compile.py --out benchmarks/results/compile_2_processors.json  # without one
 python benchmarks/report.py  # this document, without one
 ```
 
@@ -348,8 +349,28 @@ def host_section(path: Path, out: Path) -> list[str]:
     ]
 
 
+def compile_section(path: Path, out: Path) -> list[str]:
+    """Return the paragraphs of one file of bench_compile.py."""
+    data = json.loads(path.read_text())
+    lines = [
+        (f"`{r['kernel']}`", f"{r['ours_s']:.1f}", f"{r['nvcc_s']:.1f}", f"{r['ratio']:.2f}") for r in data["rows"]
+    ]
+    return [
+        f"## Compile time: {data['processors']} processors, {data['date']}",
+        f"nvcc {data['nvcc']}, {data['host_compiler']}, CUTLASS {data['cutlass']}, "
+        f"`cutlass_ops` {data['cutlass_ops']}. Raw results: [{path.name}]({link(path, out)}).",
+        "One kernel on an idle machine, in seconds: ours is all that a first call waits for, into an empty store; the "
+        "other is one nvcc that makes a shared library of the same source. The ratio is ours over nvcc's.",
+        table(("kernel", "ours, s", "nvcc, s", "ratio"), lines, text=["kernel"]),
+    ]
+
+
 def document(
-    results: Sequence[Result], hosts: Sequence[Path], causes: dict[str, list[dict[str, Any]]], out: Path
+    results: Sequence[Result],
+    hosts: Sequence[Path],
+    compiles: Sequence[Path],
+    causes: dict[str, list[dict[str, Any]]],
+    out: Path,
 ) -> str:
     """Return the whole document, as it stands at ``out``."""
     parts = [INTRODUCTION.strip()]
@@ -357,6 +378,8 @@ def document(
         parts += section(result, causes, out)
     for path in hosts:
         parts += host_section(path, out)
+    for path in compiles:
+        parts += compile_section(path, out)
     return "\n\n".join(parts) + "\n"
 
 
@@ -486,12 +509,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", nargs="*", type=Path, default=sorted(RESULTS.glob("gemm*.json")))
     parser.add_argument("--host", nargs="*", type=Path, default=sorted(RESULTS.glob("host*.json")))
+    parser.add_argument("--compile", nargs="*", type=Path, default=sorted(RESULTS.glob("compile*.json")))
     parser.add_argument("--causes", type=Path, default=CAUSES)
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     results = [read(path) for path in args.results]
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(document(results, args.host, read_causes(args.causes), args.out))
+    args.out.write_text(document(results, args.host, args.compile, read_causes(args.causes), args.out))
     for figure in figures(results):
         draw(figure, plot_path(figure, args.out))
 

@@ -92,7 +92,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
 
 
 def _is_plain(spec: KernelSpec, c_operand: str | None) -> bool:
-    """Whether ``epilogue.h`` serves an epilogue: D by TMA, and no tensor of D's size but that and what CUTLASS calls C."""
+    """Whether ``epilogue.h`` serves an epilogue: D by TMA, and no tensor of its size but that and CUTLASS's C."""
     tiles = [i.name for i in spec.epilogue.inputs if i.kind is Kind.TILE]
     return spec.d.aligned and not spec.outputs and all(name == c_operand for name in tiles)
 

@@ -12,6 +12,7 @@
 // The kernel may start while the one before it ends: programmatic dependent launch.
 #define CUTLASS_ENABLE_GDC_FOR_SM90
 #include "cutlass_ops/sm90_gemm.h"
+#include "cutlass_ops/epilogue.h"
 
 namespace {
 
@@ -70,17 +71,17 @@ using LayoutKernelD = cutlass::layout::RowMajor;
 using EpilogueDescriptor = cutlass::epilogue::collective::detail::EpilogueDescriptor<
     ThreadblockShape, cutlass::epilogue::collective::EpilogueTileAuto, ElementC, ElementD, EpilogueSchedule>;
 using Accumulator = fusion::Sm90AccFetch;
-using Load_bias = fusion::Sm90RowBroadcast<0, ThreadblockShape, Element_bias, ElementCompute, cute::Stride<_0, _1, _0>, 8, false>;
+using Load_bias = cutlass_ops::RowInput<ThreadblockShape, EpilogueDescriptor::EpilogueTile, Element_bias>;
 using Load_residual = fusion::Sm90SrcFetch<Element_residual>;
 using Compute_d = fusion::Sm90Compute<cutlass_ops::Elementwise<Function_d>::Fn, ElementD, ElementCompute, Round>;
 using EpilogueVisitor = fusion::Sm90EVT<Compute_d, Accumulator, Load_bias, Load_residual>;
 using EpilogueCallbacks = EpilogueVisitor;
 
-using CollectiveEpilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
+using CollectiveEpilogue = cutlass_ops::Epilogue<typename cutlass::epilogue::collective::CollectiveBuilder<
     cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, ThreadblockShape, ClusterShape,
     cutlass::epilogue::collective::EpilogueTileAuto, ElementAccumulator, ElementCompute,
     ElementC, LayoutC, AlignmentC, ElementD, LayoutKernelD, AlignmentD,
-    EpilogueSchedule, EpilogueCallbacks>::CollectiveOp;
+    EpilogueSchedule, EpilogueCallbacks>::CollectiveOp>;
 
 // ---- Main loop and kernel ----
 
@@ -125,7 +126,7 @@ struct Gemm {
   static typename GemmKernel::Arguments arguments(Operands const& o) {
     typename EpilogueCallbacks::Arguments const epilogue{
         {},  // Accumulator
-        {o.bias, Element_bias(0), {}},  // Load_bias
+        {o.bias},  // Load_bias
         {},  // Load_residual
         {},  // Compute_d
     };

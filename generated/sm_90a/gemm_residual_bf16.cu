@@ -11,6 +11,7 @@
 // The kernel may start while the one before it ends: programmatic dependent launch.
 #define CUTLASS_ENABLE_GDC_FOR_SM90
 #include "cutlass_ops/sm90_gemm.h"
+#include "cutlass_ops/epilogue.h"
 
 namespace {
 
@@ -71,11 +72,11 @@ using Compute_d = fusion::Sm90Compute<cutlass_ops::Elementwise<Function_d>::Fn, 
 using EpilogueVisitor = fusion::Sm90EVT<Compute_d, Accumulator, Load_residual>;
 using EpilogueCallbacks = EpilogueVisitor;
 
-using CollectiveEpilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
+using CollectiveEpilogue = cutlass_ops::Epilogue<typename cutlass::epilogue::collective::CollectiveBuilder<
     cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, ThreadblockShape, ClusterShape,
     cutlass::epilogue::collective::EpilogueTileAuto, ElementAccumulator, ElementCompute,
     ElementC, LayoutC, AlignmentC, ElementD, LayoutKernelD, AlignmentD,
-    EpilogueSchedule, EpilogueCallbacks>::CollectiveOp;
+    EpilogueSchedule, EpilogueCallbacks>::CollectiveOp>;
 
 // ---- Main loop and kernel ----
 

@@ -1,5 +1,7 @@
 import re
 
+import pytest
+
 import cutlass_ops as co
 
 
@@ -41,3 +43,54 @@ def test_stream_k_kernels_do_not_overlap_the_kernel_before():
     assert source.index(asks) < source.index("#include")
     assert asks in rendered(schedule="cooperative")
     assert asks not in rendered(schedule="cooperative", scheduler="stream_k")
+
+
+@co.epilogue
+def plain(acc, bias: co.Row, scale: co.Col, factor: co.Scalar, residual: co.Tile):
+    return co.relu(acc * scale + bias) * factor + residual
+
+
+@co.epilogue
+def two_tiles(acc, gate: co.Tile, residual: co.Tile):
+    return acc * gate + residual
+
+
+@co.epilogue
+def reducing(acc, bias: co.Row):
+    return {"d": acc + bias, "norm": co.sum_square(acc, dim=1)}
+
+
+def of(epilogue, *, swap_ab=False, d="bf16.row", split_k=1):
+    schedule = "warp_specialized" if split_k > 1 else "pingpong"
+    config = co.Sm90Config(co.ThreadblockShape(128, 128, 64), schedule=schedule, swap_ab=swap_ab, split_k=split_k)
+    return co.source(co.KernelSpec(a="bf16.row", b="bf16.col", d=d, epilogue=epilogue, config=config))
+
+
+@pytest.mark.parametrize(("swap_ab", "bias", "scale"), [(False, "Row", "Col"), (True, "Col", "Row")])
+def test_plain_epilogues_have_a_store_of_their_own(swap_ab, bias, scale):
+    source = of(plain, swap_ab=swap_ab)
+    assert '#include "cutlass_ops/epilogue.h"' in source
+    assert "using CollectiveEpilogue = cutlass_ops::Epilogue<typename cutlass::" in source
+    inputs = "ThreadblockShape, EpilogueDescriptor::EpilogueTile, Element"
+    assert f"using Load_bias = cutlass_ops::{bias}Input<{inputs}_bias>;" in source
+    assert f"using Load_scale = cutlass_ops::{scale}Input<{inputs}_scale>;" in source
+    assert "using Load_residual = fusion::Sm90SrcFetch<Element_residual>;" in source
+    assert "{o.bias},  // Load_bias" in source
+
+
+def test_blocks_that_split_k_read_their_part_of_a_row():
+    inputs = "PartShape, EpilogueDescriptor::EpilogueTile, Element_bias"
+    assert f"cutlass_ops::RowInput<{inputs}>" in of(co.gemm_bias_relu.epilogue, split_k=4)
+
+
+@pytest.mark.parametrize("epilogue", [two_tiles, reducing, saved])
+def test_other_epilogues_have_cutlass_s(epilogue):
+    source = of(epilogue)
+    assert "epilogue.h" not in source
+    assert "using CollectiveEpilogue = typename cutlass::" in source
+    assert "Input<" not in source
+
+
+def test_what_tma_cannot_store_has_cutlass_s():
+    assert "cutlass_ops::Epilogue" not in of(plain, d="bf16.row.align2")
+    assert "cutlass_ops::Epilogue" in of(plain, d="f32.row")

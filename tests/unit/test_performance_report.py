@@ -48,7 +48,8 @@ def committed():
 
 def test_the_document_is_up_to_date(committed):
     hosts = sorted(report.RESULTS.glob("host*.json"))
-    text = report.document(committed, hosts, report.read_causes(report.CAUSES), report.OUT)
+    compiles = sorted(report.RESULTS.glob("compile*.json"))
+    text = report.document(committed, hosts, compiles, report.read_causes(report.CAUSES), report.OUT)
     assert report.OUT.read_text() == text, AGAIN
 
 
@@ -72,7 +73,7 @@ spec = importlib.util.spec_from_file_location("report", sys.argv[1])
 report = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(report)
 result = report.read(report.RESULTS / "gemm_h100.json")
-report.document([result], [], report.read_causes(report.CAUSES), report.OUT)
+report.document([result], [], [], report.read_causes(report.CAUSES), report.OUT)
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", code, BENCHMARKS / "report.py"], check=True, env=environment)
@@ -109,7 +110,7 @@ def test_rows_without_optional_fields_have_the_defaults(tmp_path):
         ("grid", "bias_relu", "bf16", "col-row"),
         ("decode", "bias_relu", "bf16", "row-col"),
     ]
-    text = report.document([made], [], NO_CAUSES, tmp_path / "report.md")
+    text = report.document([made], [], [], NO_CAUSES, tmp_path / "report.md")
     assert "| grid | bias_relu | bf16 | row-col | 1 | 1.1000 | 1.1000 at 1×512×256 | 1 of 1 (100%) |" in text
     assert text.count("![") == 1 + 3
     assert "0 of 3 (0%)" in text
