@@ -98,7 +98,7 @@ EPILOGUES = (plain, bias_relu, scaled, residual, gated, saved, column_sum, row_s
 
 def first_error(spec):
     """Compile a spec, legal or not, and with it the claim about its shared memory; return the first error or None."""
-    size = "sizeof(typename Gemm::GemmKernel::SharedStorage)"
+    size = "sizeof(GemmKernel::SharedStorage)"
     claim = f'static_assert({size} == {shared_memory(spec)}, "footprint.shared_memory is wrong");\n'
     with TemporaryDirectory() as name:
         folder = Path(name)

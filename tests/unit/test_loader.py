@@ -11,7 +11,9 @@ from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
 from cutlass_ops import arch, loader
 from cutlass_ops.compiler import Compiled, compile_kernel
 from cutlass_ops.errors import LoadError, ToolchainError
+from cutlass_ops.halves import prove_halves_agree
 from cutlass_ops.loader import Reason, load, refusal
+from cutlass_ops.sass import count_opcodes
 from cutlass_ops.store import KernelStore, identity_key, kernel_identity
 from cutlass_ops.toolchain import find_toolchain
 
@@ -214,20 +216,30 @@ def test_an_older_pytorch_is_refused(monkeypatch):
         loader._import_tvm_ffi()
 
 
+# A kernel as a rendered file has it, with a type that nvcc names after the file.
 KERNEL = (
-    EXPORTS
-    + r"""
+    r"""
+#include "cutlass_ops/halves.h"
 #include <cstdint>
 namespace {
+template <class T>
+struct Multiply {
+  struct Params { uint32_t* x; };
+  static constexpr int kThreads = 32;
+  __device__ static void run(Params const& params) {
+    uint32_t* const x = params.x;
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
+                 : "+r"(x[0]), "+r"(x[1]), "+r"(x[2]), "+r"(x[3]) : "r"(x[4]), "r"(x[5]), "r"(x[6]));
+  }
+};
 struct Own {};
 }  // namespace
-template <class T>
-__global__ void kernel(uint32_t* x) {
-  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
-               : "+r"(x[0]), "+r"(x[1]), "+r"(x[2]), "+r"(x[3]) : "r"(x[4]), "r"(x[5]), "r"(x[6]));
-}
-extern "C" void never() { kernel<Own><<<1, 32>>>(nullptr); }
+CUTLASS_OPS_KERNEL(kernel, Multiply<Own>)
+#if CUTLASS_OPS_HOST
+CUTLASS_OPS_COMPLETE_IMAGE()
 """
+    + EXPORTS
+    + "#endif\n"
 )
 
 
@@ -243,7 +255,9 @@ def test_nvcc_makes_equal_bytes_anywhere_and_they_load(tmp_path, put):
         folder.mkdir(parents=True)
         (folder / "kernel.cu").write_text(KERNEL)
         compiled = compile_kernel(folder, "kernel.cu", "kernel.so", arch.target("sm_80"), toolchain)
-        assert compiled.resources[0]["registers"] > 0
+        assert compiled.resources[0]["function"] == "kernel"
+        prove_halves_agree(folder / "kernel.so")
+        assert count_opcodes(folder / "kernel.so")["HMMA"] == 1
         made.append((folder / "kernel.so").read_bytes())
     assert made[0] == made[1]
     # Nothing of this machine's is left in them.
