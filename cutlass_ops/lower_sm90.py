@@ -50,7 +50,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
     config = _config(spec)
     lowered = lower(spec.epilogue)
     c_operand = footprint.sm90_source(spec)
-    own = _is_plain(spec, c_operand)
+    own = footprint.sm90_plain_epilogue(spec)
     nodes, is_tree = _nodes(spec, lowered, c_operand, own)
     tile = config.threadblock
     c_type = spec.inputs[_input_index(spec, c_operand)] if c_operand else None
@@ -89,12 +89,6 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "c_pointer": f"o.{c_operand}.ptr<Element_{c_operand}>()" if c_operand else "nullptr",
         "c_stride": f"cutlass_ops::stride<typename GemmKernel::StrideC>(o.{c_operand})" if c_operand else "{}",
     }
-
-
-def _is_plain(spec: KernelSpec, c_operand: str | None) -> bool:
-    """Whether ``epilogue.h`` serves an epilogue: D by TMA, and no tensor of its size but that and CUTLASS's C."""
-    tiles = [i.name for i in spec.epilogue.inputs if i.kind is Kind.TILE]
-    return spec.d.aligned and not spec.outputs and all(name == c_operand for name in tiles)
 
 
 def _part_shape(config: Sm90Config) -> str:

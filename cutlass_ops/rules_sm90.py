@@ -14,7 +14,6 @@ from cutlass_ops.dtypes import f32
 from cutlass_ops.footprint import (
     sm90_epilogue_tile,
     sm90_mainloop_smem,
-    sm90_slicing_obstacle,
     sm90_stages,
     split_exchange,
 )
@@ -80,20 +79,6 @@ def _epilogue_step(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
             f"threadblock.n is {config.part.n} for a block: CUTLASS's epilogue would take {epi_n} columns a step, "
             f"which no test has run; use 16 or 32"
         )
-
-
-def _k_major_tile(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
-    k, stages = config.threadblock.k, sm90_stages(spec)
-    for operand in sides(spec):
-        side = f"threadblock.{operand.side}"
-        where = f"{side} is {operand.extent} and {operand.name} has K adjacent in memory, which CuTe cannot slice"
-        obstacle = sm90_slicing_obstacle(spec, operand, stages)
-        if obstacle == "side":
-            yield f"{where}: use 8 or a multiple of 16 for {side}"
-        elif obstacle == "k":
-            yield f"{where} with threadblock.k {k}: use a power of two for threadblock.k"
-        elif obstacle == "stages":
-            yield f"{where} with {stages} stages of threadblock.k {k}: use an even number of stages"
 
 
 def _accumulators(_: KernelSpec, config: Sm90Config) -> Iterator[str]:
@@ -216,7 +201,6 @@ SM90: tuple[Rule[Sm90Config], ...] = (
     Rule("tile_n", "hardware", _tile_n),
     Rule("tile_k", "hardware", _tile_k),
     Rule("tile_size", "policy", _tile_size),
-    Rule("k_major_tile", "compiler", _k_major_tile),
     Rule("epilogue_step", "policy", _epilogue_step),
     Rule("accumulators", "policy", _accumulators),
     Rule("scheduler", "compiler", _scheduler),

@@ -84,8 +84,8 @@ using CollectiveEpilogue = cutlass_ops::Epilogue<typename cutlass::epilogue::col
 
 // ---- Main loop and kernel ----
 
-using CollectiveMainloop = typename cutlass_ops::Sm90Mainloop<
-    ElementA, LayoutA, ElementB, LayoutB, ThreadblockShape, ClusterShape, Stages, MainloopSchedule>::CollectiveOp;
+using CollectiveMainloop = cutlass_ops::Mainloop<
+    ElementA, LayoutA, ElementB, LayoutB, ThreadblockShape, ClusterShape, Stages, MainloopSchedule>;
 
 using GemmKernel = cutlass::gemm::kernel::GemmUniversal<
     cute::Shape<int, int, int, int>, CollectiveMainloop, CollectiveEpilogue, TileScheduler>;

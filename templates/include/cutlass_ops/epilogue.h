@@ -22,6 +22,10 @@ struct Fragment {
       : row(thread / 32 * 16 + thread % 32 / 4), column(thread % 4 * 2) {}
 };
 
+// Columns that go to memory at a time. Parts of the tile are narrower where it does not divide by so many; then several go
+// together.
+constexpr int kStepColumns = 32;
+
 // ---- Inputs: visitors, leaves of CUTLASS's tree -------------------------------------------------------------------
 
 // What CUTLASS asks of a visitor, for one that needs no workspace.
@@ -80,7 +84,7 @@ struct RowInput : Input<Vector<Element>> {
     }
     CUTLASS_DEVICE bool begin_sync_needed() const { return true; }
     CUTLASS_DEVICE void begin_loop(int epi_m, int epi_n) {
-      if (epi_m != 0) return;
+      if (epi_m != 0 && kPart == kStepColumns) return;  // the same columns as just before
       Element const* const mine = shared + epi_n * kPart + Fragment(thread).column;
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kPart / 4; ++i) part[i] = float(mine[i / 2 * 8 + i % 2]);
@@ -245,9 +249,25 @@ struct Part {
 
 // ---- Collective --------------------------------------------------------------------------------------------------
 
-// `Base` is CUTLASS's collective epilogue, of which all is kept but the stores.
-template <class Base>
-class Epilogue : public Base {
+// CUTLASS's collective epilogue with room for two steps of a D that has no source.
+template <class Collective>
+struct WithRoom {
+  using Type = Collective;
+};
+template <int kStagesC, int kStagesD, int kFragment, bool kReuse, class Tile, class EpilogueTile, class... More>
+struct WithRoom<cutlass::epilogue::collective::CollectiveEpilogue<
+    cutlass::epilogue::Sm90TmaWarpSpecialized<kStagesC, kStagesD, kFragment, kReuse, true>, Tile, EpilogueTile, More...>> {
+  static constexpr int kRoom = 2 * cute::min(int(kStepColumns / cute::size<1>(EpilogueTile{})),
+                                             int(cute::size<1>(Tile{}) / cute::size<1>(EpilogueTile{})));
+  using Type = cutlass::epilogue::collective::CollectiveEpilogue<
+      cutlass::epilogue::Sm90TmaWarpSpecialized<kStagesC, kRoom, kFragment, kReuse, true>, Tile, EpilogueTile, More...>;
+};
+
+// `Collective` is CUTLASS's epilogue, of which all is kept but the stores.
+template <class Collective>
+class Epilogue : public WithRoom<Collective>::Type {
+  using Base = typename WithRoom<Collective>::Type;
+
  public:
   using typename Base::LoadPipeline;
   using typename Base::LoadPipelineState;
@@ -287,71 +307,102 @@ class Epilogue : public Base {
     auto callbacks = fusion_.template get_consumer_store_callbacks<true>(
         cutlass::epilogue::fusion::detail::ConsumerStoreArgs(problem, CtaTile{}, coord, mma, EpilogueTile_{}, unused, unused,
                                                              unused, unused, unused, source_tensor, thread));
-    bool const waits = fusion_.is_producer_load_needed();
-    LoadPipelineState waited = loaded;
-    if constexpr (kReuse) {
-      waited = stored;
-      waited.phase_ ^= 1;
-    }
-
-    auto const send = [&](int epi_m, int epi_n) {
-      cutlass::arch::fence_view_async_shared();
-      synchronize();
-      if (issues) {
-        copy(params_.tma_store_d, from(_, _, _, stored.index()), to(_, _, _, epi_m, epi_n));
-        store_pipeline.producer_commit(stored);
-      }
-      ++stored;
-      ++issued_;
-      if (issues) store_pipeline.producer_acquire(stored);
-      synchronize();
-      if constexpr (kReuse) {
-        // The memory of the store before the last ones is free again.
-        if (issued_ > int(StorePipeline::UnacquiredStages)) {
-          if (waits) load_pipeline.consumer_release(loaded);
-          ++loaded;
-        }
-      }
-    };
-
-    callbacks.begin();
-    if (callbacks.begin_sync_needed()) synchronize();
-    CUTLASS_PRAGMA_UNROLL
-    for (int part = 0; part < kPartsM * kPartsN; ++part) {
-      int const epi_m = part % kPartsM, epi_n = part / kPartsM;
-      callbacks.begin_loop(epi_m, epi_n);
-      if constexpr (kHasSource) {
-        if (waits) {
-          load_pipeline.consumer_wait(waited);
-          Tensor const shared_c = make_tensor(make_smem_ptr(storage.collective.smem_C.begin()), SharedC{});
-          auto const stage = shared_c(_, _, waited.index());
-          Part<ElementC_, kColumnMajorC, decltype(stage)>{stage, thread}.get(source);
-          if constexpr (kReuse && !is_same_v<SharedC, SharedD>) synchronize();
-        }
-      }
-      callbacks.previsit(epi_m, epi_n, waited.count(), waits);
-      if (waits) {
-        if constexpr (!kReuse) {
-          cutlass::arch::fence_view_async_shared();
-          load_pipeline.consumer_release(loaded);
-          ++loaded;
-        }
-        ++waited;
-      }
-
+    auto const results = [&](int epi_m, int epi_n) {
       cutlass::Array<float, kValues> values;
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kValues; ++i) values[i] = accumulators((epi_m * kPartsN + epi_n) * kValues + i);
       auto const result = callbacks.visit(values, 0, epi_m, epi_n);
-      // A store is issued as late as the next part allows, unless memory must be given back to the producer.
-      if (kDelay && part > 0) send((part - 1) % kPartsM, (part - 1) / kPartsM);
-      cutlass::NumericArrayConverter<ElementD_, typename decltype(result)::Element, kValues> const convert;
-      auto const stage = shared_d(_, _, stored.index());
-      Part<ElementD_, kColumnMajorD, decltype(stage)>{stage, thread}.put(convert(result));
-      if (!kDelay) send(epi_m, epi_n);
-      callbacks.end_loop(epi_m, epi_n);
+      return cutlass::NumericArrayConverter<ElementD_, typename decltype(result)::Element, kValues>{}(result);
+    };
+    auto const put = [&](auto const& result, int at) {
+      auto const place = shared_d(_, _, at);
+      Part<ElementD_, kColumnMajorD, decltype(place)>{place, thread}.put(result);
+    };
+
+    callbacks.begin();
+    if (callbacks.begin_sync_needed()) synchronize();
+    if constexpr (kHasSource) {
+      bool const waits = fusion_.is_producer_load_needed();
+      LoadPipelineState waited = loaded;
+      if constexpr (kReuse) {
+        waited = stored;
+        waited.phase_ ^= 1;
+      }
+      Tensor const shared_c = make_tensor(make_smem_ptr(storage.collective.smem_C.begin()), SharedC{});
+      CUTLASS_PRAGMA_UNROLL
+      for (int part = 0; part < kPartsM * kPartsN; ++part) {
+        int const epi_m = part % kPartsM, epi_n = part / kPartsM;
+        callbacks.begin_loop(epi_m, epi_n);
+        if (waits) {
+          load_pipeline.consumer_wait(waited);
+          auto const place = shared_c(_, _, waited.index());
+          Part<ElementC_, kColumnMajorC, decltype(place)>{place, thread}.get(source);
+          if constexpr (kReuse && !is_same_v<SharedC, SharedD>) synchronize();
+        }
+        callbacks.previsit(epi_m, epi_n, waited.count(), waits);
+        if (waits) {
+          if constexpr (!kReuse) {
+            cutlass::arch::fence_view_async_shared();
+            load_pipeline.consumer_release(loaded);
+            ++loaded;
+          }
+          ++waited;
+        }
+        put(results(epi_m, epi_n), stored.index());
+        cutlass::arch::fence_view_async_shared();
+        synchronize();
+        if (issues) {
+          copy(params_.tma_store_d, from(_, _, _, stored.index()), to(_, _, _, epi_m, epi_n));
+          store_pipeline.producer_commit(stored);
+        }
+        ++stored;
+        ++issued_;
+        if (issues) store_pipeline.producer_acquire(stored);
+        synchronize();
+        if constexpr (kReuse) {
+          // The memory of the store before the last ones is free again.
+          if (issued_ > int(StorePipeline::UnacquiredStages)) {
+            if (waits) load_pipeline.consumer_release(loaded);
+            ++loaded;
+          }
+        }
+        callbacks.end_loop(epi_m, epi_n);
+      }
+    } else {
+      // Steps of several parts go to the halves of D's memory in turn, each as late as the next one allows.
+      constexpr int kSteps = kPartsM * ((kPartsN + kGroup - 1) / kGroup);
+      auto const send = [&](int step) {
+        cutlass::arch::fence_view_async_shared();
+        synchronize();
+        if (issues) {
+          int const first = step / kPartsM * kGroup;
+          CUTLASS_PRAGMA_UNROLL
+          for (int i = 0; i < kGroup; ++i) {
+            if (first + i >= kPartsN) break;
+            copy(params_.tma_store_d, from(_, _, _, half_ * kGroup + i), to(_, _, _, step % kPartsM, first + i));
+          }
+          tma_store_arrive();
+          tma_store_wait<1>();
+        }
+        half_ ^= 1;
+        synchronize();
+      };
+      CUTLASS_PRAGMA_UNROLL
+      for (int step = 0; step < kSteps; ++step) {
+        int const epi_m = step % kPartsM, first = step / kPartsM * kGroup;
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kGroup; ++i) {
+          if (first + i >= kPartsN) break;
+          callbacks.begin_loop(epi_m, first + i);
+          callbacks.previsit(epi_m, first + i, 0, false);
+          auto const result = results(epi_m, first + i);
+          if (i == 0 && step > 0) send(step - 1);
+          put(result, half_ * kGroup + i);
+          callbacks.end_loop(epi_m, first + i);
+        }
+      }
+      send(kSteps - 1);
     }
-    if (kDelay) send(kPartsM - 1, kPartsN - 1);
     callbacks.end();
     return make_tuple(loaded, stored);
   }
@@ -370,11 +421,13 @@ class Epilogue : public Base {
   using ElementD_ = typename Base::ElementD;
   static constexpr bool kHasSource = !cute::is_void_v<typename Base::ElementC>;
   using ElementC_ = cute::conditional_t<kHasSource, typename Base::ElementC, ElementD_>;
-  static constexpr bool kReuse = Policy::ReuseSmemC, kDelay = Policy::DelayTmaStore;
+  static constexpr bool kReuse = Policy::ReuseSmemC;
+  static_assert(kHasSource != Policy::DelayTmaStore);
   static constexpr bool kColumnMajorC = cutlass::epilogue::collective::detail::is_m_major<typename Base::StrideC>();
   static constexpr bool kColumnMajorD = cutlass::epilogue::collective::detail::is_m_major<typename Base::StrideD>();
   static constexpr int kPartM = cute::size<0>(EpilogueTile_{}), kPartN = cute::size<1>(EpilogueTile_{});
   static constexpr int kPartsM = cute::size<0>(CtaTile{}) / kPartM, kPartsN = cute::size<1>(CtaTile{}) / kPartN;
+  static constexpr int kGroup = kHasSource ? 1 : Policy::StagesD / 2;  // parts of a step
 
   template <class Atom, int kStages, bool kColumnMajor>
   using SharedLayout = decltype(cute::tile_to_shape(
@@ -387,6 +440,7 @@ class Epilogue : public Base {
   Params const& params_;
   Fusion fusion_;
   int issued_ = 0;
+  int half_ = 0;
 };
 
 }  // namespace cutlass_ops
