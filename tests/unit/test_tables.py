@@ -131,7 +131,7 @@ def test_an_empty_table_has_no_kernels():
 
 
 @pytest.mark.parametrize(
-    "config", [replace(LARGE, swizzle=3), replace(LARGE, threadblock=ThreadblockShape(128, 200, 64))]
+    "config", [replace(LARGE, swizzle=3), replace(LARGE, threadblock=ThreadblockShape(128, 204, 64))]
 )
 def test_an_illegal_kernel_or_order_is_refused(config):
     with pytest.raises(ConfigError, match=r"configuration sm90_128x.* is illegal"):
