@@ -161,6 +161,11 @@ class Sm90Config:
         return self.schedule != "warp_specialized" and self.scheduler == "persistent" and self.split_k == 1
 
     @property
+    def side_by_side(self) -> bool:
+        """Whether the two warpgroups of a cooperative tile share its columns: where it has an odd number of 64 rows."""
+        return self.schedule == "cooperative" and self.threadblock.m % 128 != 0
+
+    @property
     def part(self) -> ThreadblockShape:
         """The part of a tile that one thread block finishes: all of it, unless blocks split K and then its columns."""
         tile = self.threadblock

@@ -68,6 +68,8 @@ def sm90_epilogue_tile(spec: KernelSpec) -> tuple[int, int]:
     """
     config = _sm90(spec)
     tile = config.part
+    if config.side_by_side:
+        return 64, gcd(_STEP_COLUMNS, tile.n // 2)
     rows = 128 if config.schedule == "cooperative" else 64
     return min(rows, tile.m), gcd(min(32, tile.n), tile.n)
 
@@ -83,7 +85,8 @@ def sm90_epilogue_stages(spec: KernelSpec) -> tuple[int, int]:
     stages_d = min(steps, 2)
     if sm90_plain_epilogue(spec) and sm90_source(spec) is None:
         # epilogue.h: two steps of 32 columns, or of all where a tile has fewer.
-        stages_d = 2 * min(_STEP_COLUMNS // epi_n, tile.n // epi_n)
+        across = 2 if _sm90(spec).side_by_side else 1
+        stages_d = 2 * across * min(_STEP_COLUMNS // epi_n, tile.n // across // epi_n)
     stages_c = max(min(steps, 4), stages_d + 1) if _sm90_same_width(spec) else min(steps, 4)
     return stages_c, stages_d
 

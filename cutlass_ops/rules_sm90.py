@@ -14,6 +14,8 @@ from cutlass_ops.dtypes import f32
 from cutlass_ops.footprint import (
     sm90_epilogue_tile,
     sm90_mainloop_smem,
+    sm90_plain_epilogue,
+    sm90_source,
     sm90_stages,
     split_exchange,
 )
@@ -39,12 +41,26 @@ def _tma_alignment(spec: KernelSpec, _: Sm90Config) -> Iterator[str]:
 
 
 def _tile_m(_: KernelSpec, config: Sm90Config) -> Iterator[str]:
-    step = arch.WGMMA_M * (2 if config.schedule == "cooperative" else 1)
-    if config.threadblock.m % step:
+    m, step = config.threadblock.m, arch.WGMMA_M
+    if m % step or (config.schedule == "cooperative" and m == step):
+        least = f", from {2 * step}" if config.schedule == "cooperative" else ""
         yield (
-            f"threadblock.m is {config.threadblock.m}: with schedule {config.schedule!r} a tile's warpgroups cover "
-            f"rows in steps of {step}; use a multiple of that"
+            f"threadblock.m is {m}: with schedule {config.schedule!r} a tile's warpgroups cover rows in steps of "
+            f"{step}{least}; use a multiple of that"
         )
+
+
+def _side_by_side(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
+    if not config.side_by_side:
+        return
+    where = f"threadblock.m is {config.threadblock.m} with schedule 'cooperative', whose warpgroups then share columns"
+    step = 2 * arch.WGMMA_N_STEP
+    if config.threadblock.n % step:
+        yield f"{where}: use a multiple of {step} for threadblock.n"
+    if config.scheduler == "stream_k" or config.split_k > 1:
+        yield f"{where}: whole tiles only; use scheduler 'persistent' and split_k 1, or a multiple of 128 rows"
+    if not sm90_plain_epilogue(spec) or sm90_source(spec) is not None:
+        yield f"{where}: the epilogue may read no tile and give D alone, aligned; use a multiple of 128 rows"
 
 
 def _tile_n(_: KernelSpec, config: Sm90Config) -> Iterator[str]:
@@ -198,6 +214,7 @@ def _reduction_buffer(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
 SM90: tuple[Rule[Sm90Config], ...] = (
     Rule("tma_alignment", "hardware", _tma_alignment),
     Rule("tile_m", "compiler", _tile_m),
+    Rule("side_by_side", "compiler", _side_by_side),
     Rule("tile_n", "hardware", _tile_n),
     Rule("tile_k", "hardware", _tile_k),
     Rule("tile_size", "policy", _tile_size),

@@ -15,7 +15,7 @@ from cutlass_ops.registry import OpSignature
 _TILES_M: dict[Schedule, tuple[int, ...]] = {
     "warp_specialized": (64, 128),
     "pingpong": (64, 128),
-    "cooperative": (128, 256),
+    "cooperative": (128, 192, 256),
 }
 _SIDES = {m for each in _TILES_M.values() for m in each}
 _TILES_N = range(arch.WGMMA_N_STEP, arch.WGMMA_N_MAX + 1, arch.WGMMA_N_STEP)

@@ -8,7 +8,10 @@
 #include "cutlass_ops/halves.h"
 
 #include "cute/tensor.hpp"
-#include "cutlass/epilogue/collective/collective_builder.hpp"
+#include "cutlass/epilogue/collective/collective_epilogue.hpp"
+#include "cutlass/epilogue/dispatch_policy.hpp"
+#include "cutlass/epilogue/fusion/sm90_callbacks_tma_warpspecialized.hpp"
+#include "cutlass/gemm/collective/builders/sm90_common.inl"
 
 namespace cutlass_ops {
 
@@ -25,6 +28,10 @@ struct Fragment {
 // Columns that go to memory at a time. Parts of the tile are narrower where it does not divide by so many; then several go
 // together.
 constexpr int kStepColumns = 32;
+
+// Warpgroups side by side: each has all rows of the tile and its own columns.
+template <class TiledMma>
+constexpr int kAcross = cute::size<2>(typename TiledMma::ThrLayoutVMNK{});
 
 // ---- Inputs: visitors, leaves of CUTLASS's tree -------------------------------------------------------------------
 
@@ -146,7 +153,9 @@ struct ColInput : Input<Vector<Element>> {
   template <bool, class... Args>
   CUTLASS_DEVICE auto get_consumer_store_callbacks(
       cutlass::epilogue::fusion::detail::ConsumerStoreArgs<Args...> const& args) {
-    int const first = cute::get<0>(args.tile_coord_mnkl) * kRows + Fragment(args.thread_idx).row;
+    constexpr int kSide = kAcross<cute::remove_cvref_t<decltype(args.tiled_mma)>>;
+    int const thread = kSide == 1 ? args.thread_idx : args.thread_idx % 128;
+    int const first = cute::get<0>(args.tile_coord_mnkl) * kRows + Fragment(thread).row;
     return Callbacks(params_->values + first, cute::get<0>(args.problem_shape_mnkl) - first);
   }
 
@@ -249,24 +258,31 @@ struct Part {
 
 // ---- Collective --------------------------------------------------------------------------------------------------
 
-// CUTLASS's collective epilogue with room for two steps of a D that has no source.
-template <class Collective>
-struct WithRoom {
-  using Type = Collective;
-};
-template <int kStagesC, int kStagesD, int kFragment, bool kReuse, class Tile, class EpilogueTile, class... More>
-struct WithRoom<cutlass::epilogue::collective::CollectiveEpilogue<
-    cutlass::epilogue::Sm90TmaWarpSpecialized<kStagesC, kStagesD, kFragment, kReuse, true>, Tile, EpilogueTile, More...>> {
-  static constexpr int kRoom = 2 * cute::min(int(kStepColumns / cute::size<1>(EpilogueTile{})),
-                                             int(cute::size<1>(Tile{}) / cute::size<1>(EpilogueTile{})));
+// What CUTLASS's builder would assemble, for parts of the tile and numbers of stages of our choice. The copies that it
+// names are those of its own stores.
+template <class Tile, class EpilogueTile, class ElementC, class LayoutC, class ElementD, class LayoutD, int kStagesC,
+          int kStagesD, class Callbacks>
+struct Collective {
+  static constexpr bool kHasSource = !cute::is_void_v<ElementC>;
+  static constexpr bool kReuse = kHasSource && cutlass::sizeof_bits_v<ElementC> == cutlass::sizeof_bits_v<ElementD>;
+  using StrideC = cutlass::detail::TagToStrideC_t<cute::conditional_t<kHasSource, LayoutC, LayoutD>>;
+  using StrideD = cutlass::detail::TagToStrideC_t<LayoutD>;
+  template <class Element, class Stride>
+  using Atom = decltype(cutlass::gemm::collective::detail::ss_smem_selector<
+                        cutlass::gemm::detail::is_major<0, Stride>() ? cute::GMMA::Major::MN : cute::GMMA::Major::K,
+                        Element, cute::remove_cvref_t<decltype(cute::get<0>(EpilogueTile{}))>,
+                        cute::remove_cvref_t<decltype(cute::get<1>(EpilogueTile{}))>>());
   using Type = cutlass::epilogue::collective::CollectiveEpilogue<
-      cutlass::epilogue::Sm90TmaWarpSpecialized<kStagesC, kRoom, kFragment, kReuse, true>, Tile, EpilogueTile, More...>;
+      cutlass::epilogue::Sm90TmaWarpSpecialized<kStagesC, kStagesD, 1, kReuse, !kHasSource>, Tile, EpilogueTile, ElementC,
+      StrideC, ElementD, StrideD, Callbacks, cute::SM90_TMA_LOAD,
+      Atom<cute::conditional_t<kHasSource, ElementC, ElementD>, StrideC>, void, cute::SM90_TMA_STORE,
+      Atom<ElementD, StrideD>, void, void, void>;
 };
 
-// `Collective` is CUTLASS's epilogue, of which all is kept but the stores.
+// CUTLASS's collective epilogue, of which all is kept but the stores.
 template <class Collective>
-class Epilogue : public WithRoom<Collective>::Type {
-  using Base = typename WithRoom<Collective>::Type;
+class Epilogue : public Collective::Type {
+  using Base = typename Collective::Type;
 
  public:
   using typename Base::LoadPipeline;
@@ -285,8 +301,11 @@ class Epilogue : public WithRoom<Collective>::Type {
                             cute::Tensor<Engine, Layout> const& accumulators, TiledMma mma, int thread,
                             TensorStorage& storage, int = -1) {
     using namespace cute;
-    constexpr int kThreads = size(TiledMma{}), kValues = kPartM * kPartN / kThreads;
-    static_assert(size(Layout{}) == kPartsM * kPartsN * kValues);
+    constexpr int kThreads = size(TiledMma{}), kSide = kAcross<TiledMma>, kValues = kPartM * kPartN / (kThreads / kSide);
+    constexpr int kParts = kPartsN / kSide;  // of a warpgroup's columns
+    static_assert(size(Layout{}) == kPartsM * kParts * kValues && kPartsN % kSide == 0);
+    static_assert(kSide == 1 || !kHasSource, "the producer loads parts for all warpgroups in turn");
+    int const side = kSide == 1 ? 0 : thread / 128, own_thread = kSide == 1 ? thread : thread % 128;
     auto const synchronize = [] {
       cutlass::arch::NamedBarrier::sync(kThreads, cutlass::arch::ReservedNamedBarriers::EpilogueBarrier);
     };
@@ -298,7 +317,7 @@ class Epilogue : public WithRoom<Collective>::Type {
     Tensor const to = block.partition_D(flat_divide(tile, EpilogueTile_{}));
     Tensor const shared_d = make_tensor(make_smem_ptr(storage.collective.smem_D.begin()), SharedD{});
     Tensor const from = block.partition_S(shared_d);
-    bool const issues = thread / 32 == 0;
+    bool const issues = own_thread / 32 == 0;
 
     // The tile that the producer loads, if there is one; where it lies, D will.
     cutlass::Array<ElementC_, kValues> source;
@@ -307,16 +326,16 @@ class Epilogue : public WithRoom<Collective>::Type {
     auto callbacks = fusion_.template get_consumer_store_callbacks<true>(
         cutlass::epilogue::fusion::detail::ConsumerStoreArgs(problem, CtaTile{}, coord, mma, EpilogueTile_{}, unused, unused,
                                                              unused, unused, unused, source_tensor, thread));
-    auto const results = [&](int epi_m, int epi_n) {
+    auto const results = [&](int epi_m, int own_n) {
       cutlass::Array<float, kValues> values;
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kValues; ++i) values[i] = accumulators((epi_m * kPartsN + epi_n) * kValues + i);
-      auto const result = callbacks.visit(values, 0, epi_m, epi_n);
+      for (int i = 0; i < kValues; ++i) values[i] = accumulators((epi_m * kParts + own_n) * kValues + i);
+      auto const result = callbacks.visit(values, 0, epi_m, side * kParts + own_n);
       return cutlass::NumericArrayConverter<ElementD_, typename decltype(result)::Element, kValues>{}(result);
     };
     auto const put = [&](auto const& result, int at) {
       auto const place = shared_d(_, _, at);
-      Part<ElementD_, kColumnMajorD, decltype(place)>{place, thread}.put(result);
+      Part<ElementD_, kColumnMajorD, decltype(place)>{place, own_thread}.put(result);
     };
 
     callbacks.begin();
@@ -370,7 +389,9 @@ class Epilogue : public WithRoom<Collective>::Type {
       }
     } else {
       // Steps of several parts go to the halves of D's memory in turn, each as late as the next one allows.
-      constexpr int kSteps = kPartsM * ((kPartsN + kGroup - 1) / kGroup);
+      constexpr int kGroup = Policy::StagesD / 2 / kSide;  // parts of a warpgroup's step
+      constexpr int kSteps = kPartsM * ((kParts + kGroup - 1) / kGroup);
+      auto const place_of = [&](int i) { return (half_ * kSide + side) * kGroup + i; };
       auto const send = [&](int step) {
         cutlass::arch::fence_view_async_shared();
         synchronize();
@@ -378,8 +399,8 @@ class Epilogue : public WithRoom<Collective>::Type {
           int const first = step / kPartsM * kGroup;
           CUTLASS_PRAGMA_UNROLL
           for (int i = 0; i < kGroup; ++i) {
-            if (first + i >= kPartsN) break;
-            copy(params_.tma_store_d, from(_, _, _, half_ * kGroup + i), to(_, _, _, step % kPartsM, first + i));
+            if (first + i >= kParts) break;
+            copy(params_.tma_store_d, from(_, _, _, place_of(i)), to(_, _, _, step % kPartsM, side * kParts + first + i));
           }
           tma_store_arrive();
           tma_store_wait<1>();
@@ -392,13 +413,13 @@ class Epilogue : public WithRoom<Collective>::Type {
         int const epi_m = step % kPartsM, first = step / kPartsM * kGroup;
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kGroup; ++i) {
-          if (first + i >= kPartsN) break;
-          callbacks.begin_loop(epi_m, first + i);
-          callbacks.previsit(epi_m, first + i, 0, false);
+          if (first + i >= kParts) break;
+          callbacks.begin_loop(epi_m, side * kParts + first + i);
+          callbacks.previsit(epi_m, side * kParts + first + i, 0, false);
           auto const result = results(epi_m, first + i);
           if (i == 0 && step > 0) send(step - 1);
-          put(result, half_ * kGroup + i);
-          callbacks.end_loop(epi_m, first + i);
+          put(result, place_of(i));
+          callbacks.end_loop(epi_m, side * kParts + first + i);
         }
       }
       send(kSteps - 1);
@@ -427,7 +448,6 @@ class Epilogue : public WithRoom<Collective>::Type {
   static constexpr bool kColumnMajorD = cutlass::epilogue::collective::detail::is_m_major<typename Base::StrideD>();
   static constexpr int kPartM = cute::size<0>(EpilogueTile_{}), kPartN = cute::size<1>(EpilogueTile_{});
   static constexpr int kPartsM = cute::size<0>(CtaTile{}) / kPartM, kPartsN = cute::size<1>(CtaTile{}) / kPartN;
-  static constexpr int kGroup = kHasSource ? 1 : Policy::StagesD / 2;  // parts of a step
 
   template <class Atom, int kStages, bool kColumnMajor>
   using SharedLayout = decltype(cute::tile_to_shape(

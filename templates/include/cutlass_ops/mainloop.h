@@ -44,9 +44,11 @@ class Mainloop {
   static constexpr auto kMajorB = cutlass::gemm::collective::detail::gmma_ss_tag_to_major_B<ElementB_, LayoutB>();
   static constexpr bool kCooperative =
       cute::is_same_v<Schedule, cutlass::gemm::KernelTmaWarpSpecializedCooperative>;
-  static constexpr int kWarpgroups = kCooperative ? 2 : 1;
   template <int kSide>
   using Extent = cute::remove_cvref_t<decltype(cute::get<kSide>(Tile{}))>;
+  // Two warpgroups share the tile's rows, or its columns where it has an odd number of 64 rows.
+  static constexpr bool kSideBySide = kCooperative && Extent<0>::value % 128 != 0;
+  static constexpr int kAcross = kSideBySide ? 2 : 1, kDown = kCooperative && !kSideBySide ? 2 : 1;
 
  public:
   using DispatchPolicy = cutlass::gemm::MainloopSm90TmaGmmaWarpSpecialized<kStages, Cluster, Schedule>;
@@ -58,8 +60,8 @@ class Mainloop {
   using StrideA = cutlass::gemm::TagToStrideA_t<LayoutA>;
   using StrideB = cutlass::gemm::TagToStrideB_t<LayoutB>;
   using TiledMma = decltype(cute::make_tiled_mma(
-      Wgmma<Extent<1>::value, ElementA, kMajorA, kMajorB>{},
-      cute::Layout<cute::Shape<cute::Int<kWarpgroups>, cute::_1, cute::_1>>{}));
+      Wgmma<Extent<1>::value / kAcross, ElementA, kMajorA, kMajorB>{},
+      cute::Layout<cute::Shape<cute::Int<kDown>, cute::Int<kAcross>, cute::_1>>{}));
   // Blocks of a cluster in a row share A's tile, those in a column B's.
   using A = Operand<ElementA, kMajorA, Extent<0>, Extent<2>, kStages, cute::remove_cvref_t<decltype(cute::get<1>(Cluster{}))>>;
   using B = Operand<ElementB, kMajorB, Extent<1>, Extent<2>, kStages, cute::remove_cvref_t<decltype(cute::get<0>(Cluster{}))>>;
