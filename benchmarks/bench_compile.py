@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
+from bench_gemm import BENCHMARKS
 
 import cutlass_ops as co
 from cutlass_ops import arch, compiler, ops, render
@@ -29,12 +30,6 @@ from cutlass_ops.registry import OpSignature
 from cutlass_ops.spec import KernelSpec, Operand
 from cutlass_ops.store import KernelStore
 from cutlass_ops.toolchain import Toolchain, environment, find_toolchain
-
-
-@co.epilogue
-def bias_gelu_residual(acc, bias: co.Row, residual: co.Tile):  # noqa: ANN001, ANN201
-    """D = gelu(A @ B + bias) + residual, GELU by tanh."""
-    return co.gelu(acc + bias, approximate="tanh") + residual
 
 
 def kernels() -> list[KernelSpec]:
@@ -46,8 +41,8 @@ def kernels() -> list[KernelSpec]:
         co.Sm90Config(tile(64, 16, 256), schedule="warp_specialized", swap_ab=True),
         co.Sm80Config(tile(128, 128, 32), co.WarpShape(64, 64, 32), stages=4),
     ]
-    specs = [_signature(ops.gemm_bias_relu, 1).spec(config) for config in configs]
-    return [*specs, _signature(ops.op(bias_gelu_residual), 2).spec(configs[0])]
+    specs = [_signature(BENCHMARKS["bias_relu"].op, 1).spec(config) for config in configs]
+    return [*specs, _signature(BENCHMARKS["bias_gelu_residual"].op, 2).spec(configs[0])]
 
 
 def _signature(op: ops.Op, inputs: int) -> OpSignature:

@@ -1,7 +1,7 @@
 """From a rendered source to a shared library: its two halves are compiled at the same time, and linked.
 
 nvcc makes the device's half, the host compiler the host's (``templates/include/cutlass_ops/halves.h`` says how it reads
-CUDA). nvcc alone would compile one half after the other, and takes more than twice as long for the host's.
+CUDA). nvcc alone would compile one half after the other, and takes longer for the host's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cutlass_ops.arch import Target
 from cutlass_ops.errors import CompileError, ToolchainError
 from cutlass_ops.toolchain import Toolchain, environment
 
-COMPILE_TIMEOUT = 1800.0  # seconds; a kernel takes about half a minute
+COMPILE_TIMEOUT = 1800.0  # seconds; a kernel takes well under a minute
 LOG = "compile.log"
 
 _POLL = 0.02  # seconds

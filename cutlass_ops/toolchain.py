@@ -167,7 +167,7 @@ def _examine(nvcc: Path, source: str, host: Path, cutlass: Path | None) -> Toolc
         lib_dirs=lib_dirs,
         cudart=_find_cudart(lib_dirs),
         host_compiler=host,
-        host_version=_output([str(host), "--version"]).partition("\n")[0],
+        host_version=_host_version(host),
         cutlass_dir=cutlass_dir,
         cutlass_version=cutlass_version,
         tvm_ffi_dir=tvm_ffi_dir,
@@ -175,6 +175,17 @@ def _examine(nvcc: Path, source: str, host: Path, cutlass: Path | None) -> Toolc
         cuobjdump=_find_tool("cuobjdump", top),
         nvdisasm=_find_tool("nvdisasm", top),
     )
+
+
+def _host_version(host: Path) -> str:
+    text = _output([str(host), "--version"])
+    # It reads CUTLASS's device code as host code, which takes GCC's -fpermissive.
+    if "Free Software Foundation" not in text:
+        raise ToolchainError(
+            f"{host} is not GCC, but {text.partition(chr(10))[0].strip()!r}: name a g++ in {_env.NVCC_CCBIN.name}, or "
+            f"unset it where g++ is on PATH"
+        )
+    return text.partition("\n")[0]
 
 
 def _nvcc_version(nvcc: Path) -> str:

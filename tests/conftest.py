@@ -2,6 +2,18 @@ import pytest
 import torch
 
 
+@pytest.fixture
+def write(tmp_path):
+    """Write bytes as a kernel's library; return its path."""
+
+    def _write(data):
+        path = tmp_path / "kernel.so"
+        path.write_bytes(data)
+        return path
+
+    return _write
+
+
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
         return

@@ -28,7 +28,7 @@ echo "$last" >> "$here/count"
 
 _HOST = """#!/bin/sh
 case " $* " in
-    *" --version "*) echo "g++ 1.0"; exit 0;;
+    *" --version "*) echo "g++ 1.0"; echo "Copyright (C) Free Software Foundation, Inc."; exit 0;;
 esac
 link=
 while [ $# -gt 0 ]; do [ "$1" = -o ] && out=$2; [ "$1" = -shared ] && link=1; shift; done

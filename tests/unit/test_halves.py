@@ -8,16 +8,6 @@ from cutlass_ops.halves import prove_halves_agree
 from cutlass_ops.store import KernelStore
 
 
-@pytest.fixture
-def write(tmp_path):
-    def _write(data):
-        path = tmp_path / "kernel.so"
-        path.write_bytes(data)
-        return path
-
-    return _write
-
-
 def test_halves_that_agree(write):
     prove_halves_agree(write(library(HMMA)))
 

@@ -12,16 +12,6 @@ from cutlass_ops.sass import OPCODES, count_opcodes, prove_tensor_cores
 from cutlass_ops.toolchain import find_toolchain
 
 
-@pytest.fixture
-def write(tmp_path):
-    def _write(data):
-        path = tmp_path / "kernel.so"
-        path.write_bytes(data)
-        return path
-
-    return _write
-
-
 def test_counts_every_operand_form_and_nothing_else(write):
     assert count_opcodes(write(library(HMMA, FFMA, HMMA, 0x7DF0, HGMMA))) == {"HGMMA": 2, "HMMA": 2}
 

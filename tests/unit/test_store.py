@@ -88,6 +88,10 @@ def test_the_key_changes_with_the_headers_that_a_source_includes(toolchain, tmp_
     # Kernels of the other architecture stay what they are.
     assert key(unrelated="1") == keys[-1]
     assert key(b='#include "cutlass_ops/a.h"') != keys[-1]
+    # What every library is linked with is named by none of them.
+    before = key()
+    (tmp_path / "cutlass_ops" / "image.S").write_text("changed")
+    assert key() != before
 
 
 @pytest.mark.parametrize("template", ["sm80_gemm.cu.j2", "sm90_gemm.cu.j2"])

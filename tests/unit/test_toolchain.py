@@ -111,6 +111,16 @@ def test_host_compiler(toolkit, monkeypatch, tmp_path):
         find_toolchain()
 
 
+def test_another_host_compiler_than_gcc_is_refused(toolkit, monkeypatch, tmp_path):
+    clang = tmp_path / "clang++"
+    clang.write_text("#!/bin/sh\necho 'Debian clang version 14.0.6'\necho 'Target: x86_64-pc-linux-gnu'\n")
+    clang.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(toolkit.root))
+    monkeypatch.setenv("NVCC_CCBIN", str(clang))
+    with pytest.raises(ToolchainError, match=r"clang\+\+ is not GCC, but 'Debian clang version 14.0.6': name a g\+\+"):
+        find_toolchain()
+
+
 def test_a_cutlass_checkout_is_part_of_the_identity(toolkit, monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_HOME", str(toolkit.root))
     monkeypatch.setenv("CUTLASS_OPS_CUTLASS_DIR", str(tmp_path / "cutlass"))
