@@ -224,4 +224,4 @@ def test_an_illegal_configuration_is_refused():
 
 def test_another_format_is_refused():
     with pytest.raises(ConfigError, match="tune again"):
-        Table.from_json({**WHOLE, "format": 2})
+        Table.from_json({**WHOLE, "format": 1})
