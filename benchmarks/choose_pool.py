@@ -15,6 +15,7 @@ from pathlib import Path
 
 import shapes
 import torch
+from torch import Tensor
 
 from cutlass_ops import space, tables
 from cutlass_ops.config import config_to_json
@@ -22,6 +23,33 @@ from cutlass_ops.heuristics import Device, Pool
 
 # A kernel that is nearly as fast as the best counts as well, as the model errs by so much.
 NEARLY = 0.05
+
+
+def choose(losses: Tensor, first: int, count: int) -> list[int]:
+    """Return the kernels that together lose least, each the one that helps most besides those before it.
+
+    Parameters
+    ----------
+    losses : Tensor
+        Of shape (problems, kernels): logarithms of times over the fastest's.
+    first : int
+        How many kernels are chosen whatever they lose: the first ones, in their order.
+    count : int
+        How many are chosen in all, at most.
+    """
+    nearly = (NEARLY - losses).clamp(min=0).sum(0)
+    chosen = list(range(min(first, count)))
+    while len(chosen) < min(count, losses.shape[1]):
+        gains = (reached(losses, chosen)[:, None] - losses).clamp(min=0).sum(0) + NEARLY * nearly
+        gains[chosen] = -1
+        chosen.append(int(gains.argmax()))
+    return chosen
+
+
+def reached(losses: Tensor, chosen: list[int]) -> Tensor:
+    """Return what is lost at each problem with some kernels only; without any, a half of the speed."""
+    nothing = torch.full((len(losses), 1), math.log(2.0), dtype=losses.dtype)
+    return torch.cat([nothing, losses[:, chosen]], 1).min(1).values
 
 
 def main() -> None:
@@ -38,18 +66,10 @@ def main() -> None:
     problems = [*shapes.TUNING, *shapes.drawn(seed=3, count=args.drawn)]
     times = Pool(configs).times(problems, device)
     losses = (times / times.min(1, keepdim=True).values).log()
-    nearly = (NEARLY - losses).clamp(min=0).sum(0)
-    chosen: list[int] = []
-    reached = torch.full((len(problems),), math.log(2.0), dtype=torch.float64)
-    for place in range(args.count):
-        gains = (reached[:, None] - losses).clamp(min=0).sum(0) + NEARLY * nearly
-        gains[chosen] = -1
-        chosen.append(place if place < len(table.kernels) else int(gains.argmax()))
-        reached = torch.minimum(reached, losses[:, chosen[-1]])
-        if len(chosen) % 16 == 0 or len(chosen) == len(table.kernels):
-            print(
-                f"{len(chosen)} kernels: {reached.mean():.2%} on average, {reached.quantile(0.95):.1%} in the worst 5%"
-            )
+    chosen = choose(losses, len(table.kernels), args.count)
+    for count in sorted({*range(16, len(chosen) + 1, 16), len(table.kernels), len(chosen)}):
+        lost = reached(losses, chosen[:count])
+        print(f"{count} kernels: {lost.mean():.2%} on average, {lost.quantile(0.95):.1%} in the worst 5%")
     args.pool.write_text(json.dumps([config_to_json(configs[at]) for at in chosen]) + "\n")
 
 

@@ -115,6 +115,9 @@ def tune(
     allow_fallback: Annotated[
         bool, typer.Option("--allow-fallback", help="Let PyTorch serve calls where it was faster.")
     ] = False,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Use only kernels of which none changes a bit of another's result.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Measure which kernels are the fastest for some problems and keep the result; stopped, it goes on where it was.
@@ -125,7 +128,7 @@ def tune(
     report = tuning.tune(
         _op(op), _problems(problems), dtypes=dtypes, a=_major(a), b=_major(b), effort=effort,
         folder=folder.absolute() if folder else None, again=again,
-        allow_fallback=allow_fallback,
+        allow_fallback=allow_fallback, deterministic=deterministic,
     )  # fmt: skip
     counts = {"measured": report.measured, "known": report.known, "left": report.left}
     lines = [f"failed: {name}: {why}" for name, why in report.failed.items()]

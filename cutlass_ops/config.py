@@ -103,6 +103,11 @@ class Sm80Config:
         tail = "_streamk" if self.stream_k else ""
         return f"sm80_{self.threadblock}_{self.warp}_{self.instruction}_s{self.stages}{tail}"
 
+    @property
+    def whole_k(self) -> bool:
+        """Whether one thread block adds up all of a tile's K, first to last. All such kernels round alike."""
+        return not self.stream_k
+
     def binary(self) -> Sm80Config:
         """Return the configuration as far as it changes the compiled code: without the launch argument."""
         return replace(self, swizzle=1)
@@ -158,7 +163,17 @@ class Sm90Config:
     @property
     def ordered(self) -> bool:
         """Whether its tiles have an order that a launch may choose: a persistent kernel that does not split K."""
-        return self.schedule != "warp_specialized" and self.scheduler == "persistent" and self.split_k == 1
+        return self.schedule != "warp_specialized" and self.whole_k
+
+    @property
+    def whole_k(self) -> bool:
+        """Whether one thread block adds up all of a tile's K, first to last. All such kernels round alike."""
+        return self.scheduler == "persistent" and self.split_k == 1
+
+    @property
+    def side_by_side(self) -> bool:
+        """Whether the two warpgroups of a cooperative tile share its columns: where it has an odd number of 64 rows."""
+        return self.schedule == "cooperative" and self.threadblock.m % 128 != 0
 
     @property
     def part(self) -> ThreadblockShape:

@@ -188,13 +188,18 @@ def policy(signature: OpSignature, device: Device) -> Policy:
     if arch.target_for(device.capability, wgmma=False) is None:
         return Policy.of(None, signature, device, ())
     own = _own(signature, device)
+
+    def allowed(pool: Iterable[Config]) -> Iterator[Config]:
+        return (c for c in pool if own is None or own.allows(c))
+
     if device.capability == (9, 0) and signature.a.aligned and signature.b.aligned:
         reference = _reference()
-        found = Policy.of(own or reference, signature, device, [*(own.kernels if own else ()), *reference.kernels])
+        pool = allowed([*(own.kernels if own else ()), *reference.kernels])
+        found = Policy.of(own or reference, signature, device, pool)
         if found.kernels:
             return found
     narrow = min(signature.a.alignment, signature.b.alignment) == 1
-    return Policy.of(own, signature, device, heuristics.SM80_UNALIGNED if narrow else heuristics.SM80)
+    return Policy.of(own, signature, device, allowed(heuristics.SM80_UNALIGNED if narrow else heuristics.SM80))
 
 
 def _own(signature: OpSignature, device: Device) -> Table | None:

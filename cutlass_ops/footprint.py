@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd
-from typing import Literal
 
 from cutlass_ops import arch
 from cutlass_ops.config import Sm80Config, Sm90Config
 from cutlass_ops.dtypes import f32
 from cutlass_ops.epilogue.graph import Input, Kind
-from cutlass_ops.orientation import Side, along_n, oriented, reduced_along_m, sides
+from cutlass_ops.orientation import along_n, oriented, reduced_along_m
 from cutlass_ops.spec import KernelSpec, Operand
 
 # One stage is filled while one is used; no tile is so small that it needs more than the most.
@@ -44,6 +43,7 @@ def shared_memory(spec: KernelSpec, stages: int | None = None) -> int:
 
 _SWIZZLE_BYTES = (128, 64, 32)  # widths of the swizzled layouts that TMA and wgmma share, the widest first
 _MBARRIER_BYTES = 8
+_STEP_COLUMNS = 32  # kStepColumns in epilogue.h
 
 
 def sm90_source(spec: KernelSpec) -> str | None:
@@ -55,6 +55,12 @@ def sm90_source(spec: KernelSpec) -> str | None:
     return source and source[0].name
 
 
+def sm90_plain_epilogue(spec: KernelSpec) -> bool:
+    """Whether ``epilogue.h`` stores D: where TMA can, and no tensor has D's size but it and CUTLASS's C."""
+    tiles = [i.name for i in spec.epilogue.inputs if i.kind is Kind.TILE]
+    return spec.d.aligned and not spec.outputs and all(name == sm90_source(spec) for name in tiles)
+
+
 def sm90_epilogue_tile(spec: KernelSpec) -> tuple[int, int]:
     """Return the (M, N) part of the CTA tile that one step of the epilogue handles, in elements.
 
@@ -62,6 +68,8 @@ def sm90_epilogue_tile(spec: KernelSpec) -> tuple[int, int]:
     """
     config = _sm90(spec)
     tile = config.part
+    if config.side_by_side:
+        return 64, gcd(_STEP_COLUMNS, tile.n // 2)
     rows = 128 if config.schedule == "cooperative" else 64
     return min(rows, tile.m), gcd(min(32, tile.n), tile.n)
 
@@ -69,11 +77,16 @@ def sm90_epilogue_tile(spec: KernelSpec) -> tuple[int, int]:
 def sm90_epilogue_stages(spec: KernelSpec) -> tuple[int, int]:
     """Return how many epilogue tiles of C and of D shared memory holds.
 
-    ``sm90_get_tma_dispatch_policy`` in ``epilogue/collective/builders/sm90_builder.inl``.
+    ``sm90_get_tma_dispatch_policy`` in ``epilogue/collective/builders/sm90_builder.inl``, or ``WithRoom`` in
+    ``epilogue.h``.
     """
     tile, (epi_m, epi_n) = _sm90(spec).part, sm90_epilogue_tile(spec)
     steps = -(-tile.m // epi_m) * -(-tile.n // epi_n)
     stages_d = min(steps, 2)
+    if sm90_plain_epilogue(spec) and sm90_source(spec) is None:
+        # epilogue.h: two steps of 32 columns, or of all where a tile has fewer.
+        across = 2 if _sm90(spec).side_by_side else 1
+        stages_d = 2 * across * min(_STEP_COLUMNS // epi_n, tile.n // across // epi_n)
     stages_c = max(min(steps, 4), stages_d + 1) if _sm90_same_width(spec) else min(steps, 4)
     return stages_c, stages_d
 
@@ -95,9 +108,7 @@ def sm90_stages(spec: KernelSpec) -> int:
     limit = arch.target(spec.target).shared_memory
     stage = (config.threadblock.m + config.threadblock.n) * config.threadblock.k * spec.a.dtype.bytes
     most = min(MAX_STAGES, limit // stage)
-    largest = next((s for s in range(most, 0, -1) if _sm90_shared_memory(spec, config, s) <= limit), 0)
-    # Some buffers need an even number of stages.
-    return next((s for s in (largest, largest - 1) if _sm90_sliceable(spec, s)), largest)
+    return next((s for s in range(most, 0, -1) if _sm90_shared_memory(spec, config, s) <= limit), 0)
 
 
 def sm90_mainloop_smem(spec: KernelSpec, stages: int) -> int:
@@ -111,38 +122,10 @@ def split_exchange(config: Sm90Config) -> int:
     return 2 * (config.split_k - 1) * part.m * part.n * f32.bytes
 
 
-def sm90_slicing_obstacle(spec: KernelSpec, operand: Side, stages: int) -> Literal["side", "k", "stages"] | None:
-    """Return what keeps CuTe from taking one stage out of an operand's buffer, or None if nothing does.
-
-    It can where a stage of a swizzled K-major buffer is whole periods of the swizzle. An atom is 8 rows of the
-    swizzle's width, a period two atoms (``SmemLayoutA{}(_,_,0)`` in
-    ``gemm/collective/sm90_mma_tma_gmma_ss_warpspecialized.hpp``).
-
-    Returns
-    -------
-    str or None
-        ``"side"`` for the tile's extent along the operand's own side, ``"k"`` for the one along K, ``"stages"`` for
-        the number of stages.
-    """
-    if not operand.k_major or operand.extent % 16 == 0:
-        return None
-    if operand.extent != 8:
-        return "side"
-    k_bytes = spec.config.threadblock.k * spec.a.dtype.bytes
-    atoms = k_bytes // (_sm90_swizzle(k_bytes) or 16)
-    if atoms == 1:
-        return "stages" if stages % 2 else None
-    return "k" if atoms % 2 else None
-
-
 def _sm90(spec: KernelSpec) -> Sm90Config:
     if not isinstance(spec.config, Sm90Config):
         raise TypeError("an Sm90Config is needed")
     return spec.config
-
-
-def _sm90_sliceable(spec: KernelSpec, stages: int) -> bool:
-    return all(sm90_slicing_obstacle(spec, operand, stages) is None for operand in sides(spec))
 
 
 def _sm90_source(spec: KernelSpec) -> tuple[Input, Operand] | None:

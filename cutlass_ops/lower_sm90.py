@@ -50,8 +50,8 @@ def context(spec: KernelSpec) -> dict[str, Any]:
     config = _config(spec)
     lowered = lower(spec.epilogue)
     c_operand = footprint.sm90_source(spec)
-    own = _is_plain(spec, c_operand)
-    nodes, is_tree = _nodes(spec, lowered, c_operand, own)
+    plain = footprint.sm90_plain_epilogue(spec)
+    nodes, is_tree = _nodes(spec, lowered, c_operand, plain)
     tile = config.threadblock
     c_type = spec.inputs[_input_index(spec, c_operand)] if c_operand else None
     return types(spec, lowered) | {
@@ -61,7 +61,9 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "epilogue_schedule": _EPILOGUE[config.schedule],
         "tile_scheduler": _scheduler(config),
         "split_k": config.split_k,
-        "own_epilogue": own,
+        "plain_epilogue": plain,
+        "epilogue_tile": footprint.sm90_epilogue_tile(spec),
+        "epilogue_stages": footprint.sm90_epilogue_stages(spec),
         "part_shape": _part_shape(config),
         "part_n": config.part.n,
         "warpgroups": 2 if config.schedule == "cooperative" else 1,
@@ -91,12 +93,6 @@ def context(spec: KernelSpec) -> dict[str, Any]:
     }
 
 
-def _is_plain(spec: KernelSpec, c_operand: str | None) -> bool:
-    """Whether ``epilogue.h`` serves an epilogue: D by TMA, and no tensor of its size but that and CUTLASS's C."""
-    tiles = [i.name for i in spec.epilogue.inputs if i.kind is Kind.TILE]
-    return spec.d.aligned and not spec.outputs and all(name == c_operand for name in tiles)
-
-
 def _part_shape(config: Sm90Config) -> str:
     """Name the tile of one thread block's epilogue."""
     return "ThreadblockShape" if config.split_k == 1 else "PartShape"
@@ -123,10 +119,10 @@ def _in_whole_accesses(operand: Operand, is_output: bool) -> bool:
     return is_output or not operand.aligned
 
 
-def _nodes(spec: KernelSpec, lowered: Lowered, c_operand: str | None, own: bool) -> tuple[list[Node], bool]:
+def _nodes(spec: KernelSpec, lowered: Lowered, c_operand: str | None, plain: bool) -> tuple[list[Node], bool]:
     """List the visitors in topological order; the last one yields D. Also says whether they form a plain tree.
 
-    With ``own``, rows and columns are read by the visitors of ``epilogue.h``.
+    With ``plain``, rows and columns are read by the visitors of ``epilogue.h``.
     """
     nodes: list[Node] = []
     at: dict[str, int] = {}
@@ -136,7 +132,7 @@ def _nodes(spec: KernelSpec, lowered: Lowered, c_operand: str | None, own: bool)
         nodes.append(node)
 
     for leaf in lowered.leaves:
-        add(leaf, _load(spec, leaf, c_operand, own))
+        add(leaf, _load(spec, leaf, c_operand, plain))
     d_store, *others = lowered.stores
     for compute in lowered.computes:
         final = (
@@ -175,7 +171,7 @@ def _reused(lowered: Lowered) -> bool:
     return len(lowered.stores) > 1 or lowered.computes[-1].name != d
 
 
-def _load(spec: KernelSpec, leaf: str, c_operand: str | None, own: bool) -> Node:
+def _load(spec: KernelSpec, leaf: str, c_operand: str | None, plain: bool) -> Node:
     if leaf == ACC:
         return Node("Accumulator", "fusion::Sm90AccFetch", "{}")
     index = _input_index(spec, leaf)
@@ -187,10 +183,10 @@ def _load(spec: KernelSpec, leaf: str, c_operand: str | None, own: bool) -> Node
         return Node(name, scalar, f"{{{{o.{leaf}.value}}, {{o.{leaf}.ptr}}, {{}}}}")
     if kind is Kind.TILE:
         return _tile_load(spec, leaf, operand, c_operand)
-    if own:
+    if plain:
         visitor = "RowInput" if along_n(spec, kind) else "ColInput"
         shape = _part_shape(_config(spec))
-        arguments = f"{shape}, EpilogueDescriptor::EpilogueTile, {element}"
+        arguments = f"{shape}, EpilogueTile, {element}"
         return Node(name, f"cutlass_ops::{visitor}<{arguments}>", f"{{o.{leaf}}}")
     visitor, stride = ("Sm90RowBroadcast", "_0, _1, _0") if along_n(spec, kind) else ("Sm90ColBroadcast", "_1, _0, _0")
     return Node(

@@ -131,7 +131,7 @@ H100 = Chip(
     alone=1.151,
     split=4.35,
     meet=1.1,
-    exchange=6.94,
+    exchange=2.4,
     epilogue=PerSchedule(warp_specialized=2.049, pingpong=1.741, cooperative=1.415),
 )
 

@@ -14,7 +14,8 @@ from cutlass_ops.dtypes import f32
 from cutlass_ops.footprint import (
     sm90_epilogue_tile,
     sm90_mainloop_smem,
-    sm90_slicing_obstacle,
+    sm90_plain_epilogue,
+    sm90_source,
     sm90_stages,
     split_exchange,
 )
@@ -40,12 +41,26 @@ def _tma_alignment(spec: KernelSpec, _: Sm90Config) -> Iterator[str]:
 
 
 def _tile_m(_: KernelSpec, config: Sm90Config) -> Iterator[str]:
-    step = arch.WGMMA_M * (2 if config.schedule == "cooperative" else 1)
-    if config.threadblock.m % step:
+    m, step = config.threadblock.m, arch.WGMMA_M
+    if m % step or (config.schedule == "cooperative" and m == step):
+        least = f", from {2 * step}" if config.schedule == "cooperative" else ""
         yield (
-            f"threadblock.m is {config.threadblock.m}: with schedule {config.schedule!r} a tile's warpgroups cover "
-            f"rows in steps of {step}; use a multiple of that"
+            f"threadblock.m is {m}: with schedule {config.schedule!r} a tile's warpgroups cover rows in steps of "
+            f"{step}{least}; use a multiple of that"
         )
+
+
+def _side_by_side(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
+    if not config.side_by_side:
+        return
+    where = f"threadblock.m is {config.threadblock.m} with schedule 'cooperative', whose warpgroups then share columns"
+    step = 2 * arch.WGMMA_N_STEP
+    if config.threadblock.n % step:
+        yield f"{where}: use a multiple of {step} for threadblock.n"
+    if config.scheduler == "stream_k" or config.split_k > 1:
+        yield f"{where}: whole tiles only; use scheduler 'persistent' and split_k 1, or a multiple of 128 rows"
+    if not sm90_plain_epilogue(spec) or sm90_source(spec) is not None:
+        yield f"{where}: the epilogue may read no tile and give D alone, aligned; use a multiple of 128 rows"
 
 
 def _tile_n(_: KernelSpec, config: Sm90Config) -> Iterator[str]:
@@ -80,20 +95,6 @@ def _epilogue_step(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
             f"threadblock.n is {config.part.n} for a block: CUTLASS's epilogue would take {epi_n} columns a step, "
             f"which no test has run; use 16 or 32"
         )
-
-
-def _k_major_tile(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
-    k, stages = config.threadblock.k, sm90_stages(spec)
-    for operand in sides(spec):
-        side = f"threadblock.{operand.side}"
-        where = f"{side} is {operand.extent} and {operand.name} has K adjacent in memory, which CuTe cannot slice"
-        obstacle = sm90_slicing_obstacle(spec, operand, stages)
-        if obstacle == "side":
-            yield f"{where}: use 8 or a multiple of 16 for {side}"
-        elif obstacle == "k":
-            yield f"{where} with threadblock.k {k}: use a power of two for threadblock.k"
-        elif obstacle == "stages":
-            yield f"{where} with {stages} stages of threadblock.k {k}: use an even number of stages"
 
 
 def _accumulators(_: KernelSpec, config: Sm90Config) -> Iterator[str]:
@@ -213,10 +214,10 @@ def _reduction_buffer(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
 SM90: tuple[Rule[Sm90Config], ...] = (
     Rule("tma_alignment", "hardware", _tma_alignment),
     Rule("tile_m", "compiler", _tile_m),
+    Rule("side_by_side", "compiler", _side_by_side),
     Rule("tile_n", "hardware", _tile_n),
     Rule("tile_k", "hardware", _tile_k),
     Rule("tile_size", "policy", _tile_size),
-    Rule("k_major_tile", "compiler", _k_major_tile),
     Rule("epilogue_step", "policy", _epilogue_step),
     Rule("accumulators", "policy", _accumulators),
     Rule("scheduler", "compiler", _scheduler),

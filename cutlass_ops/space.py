@@ -15,10 +15,10 @@ from cutlass_ops.registry import OpSignature
 _TILES_M: dict[Schedule, tuple[int, ...]] = {
     "warp_specialized": (64, 128),
     "pingpong": (64, 128),
-    "cooperative": (128, 256),
+    "cooperative": (128, 192, 256),
 }
 _SIDES = {m for each in _TILES_M.values() for m in each}
-_TILES_N = (8, *range(16, arch.WGMMA_N_MAX + 1, 16))
+_TILES_N = range(arch.WGMMA_N_STEP, arch.WGMMA_N_MAX + 1, arch.WGMMA_N_STEP)
 _TILES_K = (32, 64, 128, 256)
 _STAGE_BYTES = 48 * 1024
 _SPLITS = (2, 4, 8)
@@ -38,6 +38,9 @@ def configurations(signature: OpSignature) -> tuple[Sm90Config, ...]:
 def _all() -> Iterator[Sm90Config]:
     for schedule, rows in _TILES_M.items():
         for m, n, k, cluster, swap in product(rows, _TILES_N, _TILES_K, _CLUSTERS, (False, True)):
+            # Stores of eight columns of D are pieces of 16 bytes, unless the columns are rows of D^T.
+            if n % 16 and n != 8 and not swap:
+                continue
             config = Sm90Config(ThreadblockShape(m, n, k), ClusterShape(*cluster), schedule=schedule, swap_ab=swap)
             yield config
             if schedule == "cooperative" and cluster in _SPLIT_CLUSTERS:

@@ -26,14 +26,14 @@ from cutlass_ops.registry import OpSignature
 from cutlass_ops.rules import SWIZZLES
 from cutlass_ops.spec import KernelSpec
 
-FORMAT = 1
+FORMAT = 2
 # Kernels of a signature: so many for the problems that matter most, and so many in all.
 MAX_KERNELS = 16
 MOST_KERNELS = 96
 
 Problem = tuple[int, int, int]
 
-_FIELDS = "format device multiprocessors signature fallback configs kernels points"
+_FIELDS = "format device multiprocessors signature fallback deterministic configs kernels points"
 _MAX_EXTENT = 1 << 40
 _DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 _ANY_CONFIG = Sm90Config(ThreadblockShape(128, 128, 64))
@@ -120,6 +120,8 @@ class Table:
         The few that are worth compiling, the most useful first, as :meth:`select` found them.
     fallback : bool
         Whether calls may be served by a peer at problems where it was faster than every kernel.
+    deterministic : bool
+        Whether only kernels may serve that add up a tile's K as a whole, so that no choice among them changes a bit.
     """
 
     device: str
@@ -128,12 +130,17 @@ class Table:
     points: tuple[Point, ...] = ()
     kernels: tuple[Config, ...] = ()
     fallback: bool = False
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         ordered = tuple(sorted(self.points, key=lambda p: p.problem))
         if len({p.problem for p in ordered}) != len(ordered):
             raise ConfigError("a table has one point for each problem")
         object.__setattr__(self, "points", ordered)
+
+    def allows(self, config: Config) -> bool:
+        """Whether a kernel may serve."""
+        return config.whole_k or not self.deterministic
 
     def merged(self, other: Table) -> Table:
         """Return the points of both.
@@ -158,7 +165,10 @@ class Table:
                 later, older = (point, known) if known.date <= point.date else (known, point)
                 points[point.problem] = later.joined(older)
         kernels = other.kernels or self.kernels
-        return replace(self, points=tuple(points.values()), kernels=kernels, fallback=other.fallback)
+        return replace(
+            self, points=tuple(points.values()), kernels=kernels, fallback=other.fallback,
+            deterministic=other.deterministic,
+        )  # fmt: skip
 
     def select(self, first: Iterable[Problem] = (), few: int = MAX_KERNELS, most: int = MOST_KERNELS) -> Table:
         """Return the table with the few kernels that together lose least to each point's best.
@@ -174,7 +184,8 @@ class Table:
             How many kernels are for these, and how many there are in all.
         """
         wanted = set(first)
-        points = [p for p in self.points if p.measured]
+        usable = (replace(p, measured=tuple(m for m in p.measured if self.allows(m.config))) for p in self.points)
+        points = [p for p in usable if p.measured]
         preferred = [p for p in points if p.problem in wanted]
         chosen = _greedy(preferred or points, (), few)
         return replace(self, kernels=_greedy(points, chosen, most))
@@ -189,6 +200,7 @@ class Table:
             "multiprocessors": self.multiprocessors,
             "signature": signature_to_json(self.signature),
             "fallback": self.fallback,
+            "deterministic": self.deterministic,
             "configs": [config_to_json(c) for c in configs],
             "kernels": [places[c] for c in self.kernels],
             "points": [
@@ -212,13 +224,12 @@ class Table:
             If anything is missing, unknown, of the wrong type or out of range, or a configuration is illegal for the
             signature; the message names the field.
         """
-        fields = _object(
-            data, "a tuning table", "format device multiprocessors signature fallback configs kernels points"
-        )
+        fields = _object(data, "a tuning table", _FIELDS)
         if fields["format"] != FORMAT:
             raise ConfigError(f"format is {fields['format']!r}: this version reads {FORMAT}; tune again")
-        if type(fields["fallback"]) is not bool:
-            raise ConfigError(f"fallback is {fields['fallback']!r}: true or false is needed")
+        for name in ("fallback", "deterministic"):
+            if type(fields[name]) is not bool:
+                raise ConfigError(f"{name} is {fields[name]!r}: true or false is needed")
         signature = signature_from_json(fields["signature"])
         configs = [config_from_json(c) for c in _list(fields["configs"], "configs")]
         for config in configs:
@@ -234,6 +245,7 @@ class Table:
             points=tuple(_point(p, configs) for p in _list(fields["points"], "points")),
             kernels=tuple(_place(p, configs) for p in _list(fields["kernels"], "kernels")),
             fallback=fields["fallback"],
+            deterministic=fields["deterministic"],
         )
 
 
@@ -305,12 +317,13 @@ def _greedy(points: Sequence[Point], chosen: Sequence[Config], limit: int) -> tu
 
 
 def _losses(point: Point) -> dict[Config, float]:
-    """Return for each kernel of a point how much it loses to the best there, as a logarithm."""
+    """Return for each kernel of a point how much it loses to the best of them there, as a logarithm."""
     found: dict[Config, float] = {}
     for m in point.measured:
         kernel = m.config.binary()
         found[kernel] = min(found.get(kernel, math.inf), math.log1p(max(m.behind, 0.0)))
-    return found
+    best = min(found.values())
+    return {kernel: loss - best for kernel, loss in found.items()}
 
 
 def signature_to_json(signature: OpSignature) -> dict[str, Any]:

@@ -106,6 +106,8 @@ def plan(
     device: Device,
     effort: Effort,
     known: Mapping[OpSignature, Table] | None = None,
+    *,
+    deterministic: bool = False,
 ) -> list[Task]:
     """Choose what to measure.
 
@@ -119,6 +121,8 @@ def plan(
         The limits.
     known : mapping of OpSignature to Table, optional
         What was measured before, around which a refinement looks.
+    deterministic : bool
+        Whether to measure only kernels that add up a tile's K as a whole.
 
     Returns
     -------
@@ -130,7 +134,7 @@ def plan(
     for signature, each in problems.items():
         table = (known or {}).get(signature) if effort.refine else None
         best = {p.problem: [m.config.binary() for m in p.measured] for p in table.points} if table else {}
-        tasks += _plan(signature, {p: _centres(best.get(p, ())) for p in each}, device, effort)
+        tasks += _plan(signature, {p: _centres(best.get(p, ())) for p in each}, device, effort, deterministic)
     return tasks
 
 
@@ -140,15 +144,20 @@ def _centres(measured: Sequence[Config]) -> list[Sm90Config]:
 
 
 def _plan(
-    signature: OpSignature, problems: Mapping[Problem, Sequence[Sm90Config]], device: Device, effort: Effort
+    signature: OpSignature,
+    problems: Mapping[Problem, Sequence[Sm90Config]],
+    device: Device,
+    effort: Effort,
+    deterministic: bool,
 ) -> list[Task]:
     """Plan for one signature, given the configurations around which to look at each problem."""
     policy = dispatch.policy(signature, device)
     pool = [c for c in effort.pool if not legality.check(heuristics.spec(signature, c, device))]
-    predicted = {
-        p: _predicted(policy, p, pool or _considered(policy, p, centres, device), device)
-        for p, centres in problems.items()
-    }
+    predicted = {}
+    for problem, centres in problems.items():
+        configs = pool or _considered(policy, problem, centres, device)
+        allowed = [c for c in configs if c.whole_k or not deterministic]
+        predicted[problem] = _predicted(policy, problem, allowed, device)
     kept = set(_cover(predicted, effort.kernels))
     tasks = []
     for problem, times in predicted.items():
@@ -156,7 +165,8 @@ def _plan(
         close = sum(times[c] <= _WITHIN * times[ranked[0]] for c in ranked)
         near = ranked[: min(max(close, _AT_LEAST), effort.candidates)]
         # What was the best is what the others have to beat, and what their times can be compared by.
-        near = list(dict.fromkeys([*problems[problem][:1], *near]))
+        before = [c for c in problems[problem][:1] if c in times]
+        near = list(dict.fromkeys([*before, *near]))
         entrants = [o for c in near for o in _orders(c, problem, device)]
         tasks.append(Task(signature, problem, tuple(entrants)))
     return tasks
@@ -245,6 +255,7 @@ def run(
     measure: Measure,
     again: bool = False,
     allow_fallback: bool = False,
+    deterministic: bool = False,
     show: Callable[[str], None] = lambda _: None,
 ) -> Report:
     """Compile, measure and record.
@@ -263,6 +274,8 @@ def run(
         Whether to measure what a table has already.
     allow_fallback : bool
         Whether calls may then be served by PyTorch where that was faster.
+    deterministic : bool
+        Whether calls may then be served only by kernels that add up a tile's K as a whole.
     show : callable
         Takes a line of progress.
 
@@ -275,7 +288,11 @@ def run(
     """
     began = time.monotonic()
     report = Report({task.signature: place.table(task.signature) for task in tasks})
-    known = {s: {p.problem for p in t.points} for s, t in report.tables.items()}
+    known = {s: _known(t, deterministic) for s, t in report.tables.items()}
+
+    def flagged(table: Table) -> Table:
+        return replace(table, fallback=allow_fallback, deterministic=deterministic)
+
     todo = [task for task in tasks if again or effort.refine or task.problem not in known[task.signature]]
     report.known = len(tasks) - len(todo)
     specs = [[heuristics.spec(task.signature, c.binary(), place.device) for c in task.configs] for task in todo]
@@ -289,14 +306,13 @@ def run(
                 report.left = len(jobs)
                 point = _attempt(job, measure, report)
                 if point is not None:
-                    _keep(point, job.task.signature, place, report, allow_fallback)
+                    _keep(point, job.task.signature, place, report, flagged)
                     show(_line(point, report.measured, report.left, time.monotonic() - began))
         finally:
             # An interrupted run's results count as well.
             for signature, table in report.tables.items():
-                if table.points and (report.measured or table.fallback != allow_fallback):
-                    chosen = replace(table.select(), fallback=allow_fallback)
-                    report.tables[signature] = tables.update(place.path(signature), chosen)
+                if table.points and (report.measured or table != flagged(table)):
+                    report.tables[signature] = tables.update(place.path(signature), flagged(table).select())
             dispatch.forget()
     return report
 
@@ -314,9 +330,16 @@ def _attempt(job: _Job, measure: Measure, report: Report) -> Point | None:
     return point
 
 
-def _keep(point: Point, signature: OpSignature, place: Place, report: Report, fallback: bool) -> None:
-    table = Table(place.name, place.device.multiprocessors, signature, (point,), fallback=fallback)
-    report.tables[signature] = tables.update(place.path(signature), table)
+def _known(table: Table, deterministic: bool) -> set[Problem]:
+    """Return the problems that need no measurement: where a kernel won that may not serve, the others raced little."""
+    return {p.problem for p in table.points if not deterministic or p.measured[0].config.whole_k}
+
+
+def _keep(
+    point: Point, signature: OpSignature, place: Place, report: Report, flagged: Callable[[Table], Table]
+) -> None:
+    table = Table(place.name, place.device.multiprocessors, signature, (point,))
+    report.tables[signature] = tables.update(place.path(signature), flagged(table))
     report.measured += 1
 
 
@@ -386,6 +409,7 @@ def tune(
     folder: Path | None = None,
     again: bool = False,
     allow_fallback: bool = False,
+    deterministic: bool = False,
     silence: float = 60.0,
     show: Callable[[str], None] | None = None,
 ) -> Report:
@@ -415,6 +439,10 @@ def tune(
         Whether calls of these signatures may be served by PyTorch (cuBLASLt, with elementwise kernels behind it where
         it has no fitting epilogue) at exactly the shapes where that was faster than every kernel. ``explain`` says so
         where it is. Without it, a kernel of this library serves every call.
+    deterministic : bool
+        Whether calls of these signatures may be served only by kernels that add up a tile's K as a whole: then no
+        number of rows and no choice of kernel changes a bit of a row's result. Every kernel gives the same bits at
+        every call; those that split K (split-K, stream-K) may differ from the others in the last one.
     silence : float
         Seconds after which a kernel that does not end is given up.
     show : callable, optional
@@ -430,7 +458,7 @@ def tune(
     NoDeviceError
         If there is no such device.
     ValueError
-        If a shape or dtype is none.
+        If a shape or dtype is none, or both `allow_fallback` and `deterministic` are given.
     UnsupportedError
         If no kernel serves the op there.
     ConfigError
@@ -438,6 +466,8 @@ def tune(
     ToolchainError, StoreError
         If kernels cannot be compiled or stored.
     """
+    if allow_fallback and deterministic:
+        raise ValueError("allow_fallback and deterministic exclude each other: PyTorch's kernels give other bits")
     effort = effort or Effort()
     place = _place(device, folder)
     problems: dict[OpSignature, list[Problem]] = {}
@@ -451,15 +481,17 @@ def tune(
             raise UnsupportedError(
                 f"no kernel serves a {signature.a}, b {signature.b}, d {signature.d} on {place.name}"
             )
-    tasks = plan(problems, place.device, effort, {s: place.table(s) for s in problems})
+    known = {s: place.table(s) for s in problems}
+    tasks = plan(problems, place.device, effort, known, deterministic=deterministic)
     with Measurer(device, silence) as measurer:
 
         def measure(signature: OpSignature, problem: Problem, kernels: Mapping[Config, Path]) -> Outcome:
             return measurer.measure(signature, problem, kernels, rounds=effort.rounds)
 
         return run(
-            tasks, place, effort, measure=measure, again=again, allow_fallback=allow_fallback, show=show or _to_stderr
-        )
+            tasks, place, effort, measure=measure, again=again, allow_fallback=allow_fallback,
+            deterministic=deterministic, show=show or _to_stderr,
+        )  # fmt: skip
 
 
 def signature_at(

@@ -62,23 +62,20 @@ using ElementC = void;
 using LayoutC = cutlass::layout::RowMajor;
 constexpr int AlignmentC = 8;
 using LayoutKernelD = cutlass::layout::RowMajor;
-using EpilogueDescriptor = cutlass::epilogue::collective::detail::EpilogueDescriptor<
-    ThreadblockShape, cutlass::epilogue::collective::EpilogueTileAuto, ElementC, ElementD, EpilogueSchedule>;
+using EpilogueTile = cute::Shape<cute::_64, cute::Int<32>>;
+constexpr int StagesC = 4, StagesD = 2;
 using Accumulator = fusion::Sm90AccFetch;
 using Compute_d = fusion::Sm90Compute<cutlass_ops::Elementwise<Function_d>::Fn, ElementD, ElementCompute, Round>;
 using EpilogueVisitor = fusion::Sm90EVT<Compute_d, Accumulator>;
 using EpilogueCallbacks = EpilogueVisitor;
 
-using CollectiveEpilogue = cutlass_ops::Epilogue<typename cutlass::epilogue::collective::CollectiveBuilder<
-    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, ThreadblockShape, ClusterShape,
-    cutlass::epilogue::collective::EpilogueTileAuto, ElementAccumulator, ElementCompute,
-    ElementC, LayoutC, AlignmentC, ElementD, LayoutKernelD, AlignmentD,
-    EpilogueSchedule, EpilogueCallbacks>::CollectiveOp>;
+using CollectiveEpilogue = cutlass_ops::Epilogue<cutlass_ops::Collective<
+    ThreadblockShape, EpilogueTile, ElementC, LayoutC, ElementD, LayoutKernelD, StagesC, StagesD, EpilogueCallbacks>>;
 
 // ---- Main loop and kernel ----
 
-using CollectiveMainloop = typename cutlass_ops::Sm90Mainloop<
-    ElementA, LayoutA, ElementB, LayoutB, ThreadblockShape, ClusterShape, Stages, MainloopSchedule>::CollectiveOp;
+using CollectiveMainloop = cutlass_ops::Mainloop<
+    ElementA, LayoutA, ElementB, LayoutB, ThreadblockShape, ClusterShape, Stages, MainloopSchedule>;
 
 using GemmKernel = cutlass::gemm::kernel::GemmUniversal<
     cute::Shape<int, int, int, int>, CollectiveMainloop, CollectiveEpilogue, TileScheduler>;

@@ -67,25 +67,22 @@ using ElementC = Element_residual;
 using LayoutC = cutlass::layout::RowMajor;
 constexpr int AlignmentC = 8;
 using LayoutKernelD = cutlass::layout::RowMajor;
-using EpilogueDescriptor = cutlass::epilogue::collective::detail::EpilogueDescriptor<
-    ThreadblockShape, cutlass::epilogue::collective::EpilogueTileAuto, ElementC, ElementD, EpilogueSchedule>;
+using EpilogueTile = cute::Shape<cute::_64, cute::Int<32>>;
+constexpr int StagesC = 4, StagesD = 2;
 using Accumulator = fusion::Sm90AccFetch;
-using Load_bias = cutlass_ops::RowInput<ThreadblockShape, EpilogueDescriptor::EpilogueTile, Element_bias>;
+using Load_bias = cutlass_ops::RowInput<ThreadblockShape, EpilogueTile, Element_bias>;
 using Load_residual = fusion::Sm90SrcFetch<Element_residual>;
 using Compute_d = fusion::Sm90Compute<cutlass_ops::Elementwise<Function_d>::Fn, ElementD, ElementCompute, Round>;
 using EpilogueVisitor = fusion::Sm90EVT<Compute_d, Accumulator, Load_bias, Load_residual>;
 using EpilogueCallbacks = EpilogueVisitor;
 
-using CollectiveEpilogue = cutlass_ops::Epilogue<typename cutlass::epilogue::collective::CollectiveBuilder<
-    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, ThreadblockShape, ClusterShape,
-    cutlass::epilogue::collective::EpilogueTileAuto, ElementAccumulator, ElementCompute,
-    ElementC, LayoutC, AlignmentC, ElementD, LayoutKernelD, AlignmentD,
-    EpilogueSchedule, EpilogueCallbacks>::CollectiveOp>;
+using CollectiveEpilogue = cutlass_ops::Epilogue<cutlass_ops::Collective<
+    ThreadblockShape, EpilogueTile, ElementC, LayoutC, ElementD, LayoutKernelD, StagesC, StagesD, EpilogueCallbacks>>;
 
 // ---- Main loop and kernel ----
 
-using CollectiveMainloop = typename cutlass_ops::Sm90Mainloop<
-    ElementA, LayoutA, ElementB, LayoutB, ThreadblockShape, ClusterShape, Stages, MainloopSchedule>::CollectiveOp;
+using CollectiveMainloop = cutlass_ops::Mainloop<
+    ElementA, LayoutA, ElementB, LayoutB, ThreadblockShape, ClusterShape, Stages, MainloopSchedule>;
 
 using GemmKernel = cutlass::gemm::kernel::GemmUniversal<
     cute::Shape<int, int, int, int>, CollectiveMainloop, CollectiveEpilogue, TileScheduler>;

@@ -115,6 +115,13 @@ def configurations() -> dict[str, KernelSpec]:
         co.Sm90Config(shape(64, 64, 128), schedule="warp_specialized", split_k=4, swap_ab=True),
         co.Sm90Config(shape(128, 64, 64), schedule="warp_specialized", split_k=8),
         co.Sm90Config(shape(256, 96, 64), schedule="cooperative", split_k=2, swap_ab=True),
+        # Sides that 16 does not divide, parts of the epilogue of 8 columns, and warpgroups side by side.
+        co.Sm90Config(shape(128, 104, 64), schedule="pingpong", swap_ab=True),
+        co.Sm90Config(shape(64, 72, 64), cluster(4, 1), schedule="warp_specialized", swap_ab=True),
+        co.Sm90Config(shape(256, 152, 64), cluster(1, 2), schedule="cooperative", swap_ab=True),
+        co.Sm90Config(shape(64, 40, 128), schedule="pingpong"),
+        co.Sm90Config(shape(192, 176, 64), cluster(1, 2), schedule="cooperative", swap_ab=True),
+        co.Sm90Config(shape(192, 192, 64), cluster(2, 1), schedule="cooperative"),
     )
     op = OPS["gemm_bias_relu"]
     found = {c.slug: spec(op, "bf16", ("row", "col"), c) for c in sm90}

@@ -81,6 +81,24 @@ def test_configurations(name):
         check_exact(kernels.configurations()[name], shape)
 
 
+@pytest.mark.parametrize("arch", ["sm90", "sm80"])
+def test_kernels_that_take_all_of_k_round_alike(arch):
+    """What deterministic tuning promises: whichever of them serves, and with however many rows, no bit changes."""
+    types = ["bf16.row", "bf16.col", "bf16.row"]
+    specs = [
+        s
+        for s in kernels.configurations().values()
+        if (s.config.arch, s.config.whole_k) == (arch, True)
+        and [f"{o.dtype.name}.{o.major}" for o in (s.a, s.b, s.d)] == types
+    ]
+    assert len(specs) > 1
+    m, n, k = 333, 264, 4136
+    a, b, bias = (torch.randn(*e, device=placement.DEVICE, dtype=torch.bfloat16) for e in ((m, k), (n, k), (n,)))
+    results = [co.build(s)(a, b.t(), bias) for s in specs]
+    assert all(torch.equal(results[0], r) for r in results[1:])
+    assert all(torch.equal(co.build(s)(a[5:6], b.t(), bias), results[0][5:6]) for s in specs)
+
+
 @pytest.mark.parametrize("name", list(edges.mixed()))
 def test_mixed_dtypes_and_alignments(name):
     for shape in [*SHAPES, MANY_TILES]:

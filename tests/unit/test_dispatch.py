@@ -122,6 +122,20 @@ def test_a_peer_is_taken_only_where_it_was_clearly_faster_and_that_is_allowed(al
     assert dispatch.Policy.of(table, signature(builtin.bias_gelu), H100, table.kernels).fallback(ODD) is None
 
 
+def test_after_deterministic_tuning_no_kernel_splits_k_at_any_shape():
+    of, other = signature(), signature(builtin.bias_gelu)
+    split = Sm90Config(ThreadblockShape(64, 64, 64), schedule="warp_specialized", split_k=8)
+    points = (Point(ODD, "2026-11-21", (Measured(split, 10.0, 0.0), Measured(SLOW, 20.0, 1.0))),)
+    table = Table(H100.name, 132, of, points, deterministic=True).select()
+    assert table.kernels == (SLOW,)
+    tables.update(tables.path_of(dispatch._env.tuning_dir(), H100.name, of), table)
+    dispatch.forget()
+    assert dispatch.policy(of, H100).choose(ODD).config == SLOW
+    assert all(c.whole_k for c in dispatch.policy(of, H100).kernels)
+    assert len(dispatch.policy(of, H100).kernels) > 40
+    assert not all(c.whole_k for c in dispatch.policy(other, H100).kernels)
+
+
 def test_what_was_measured_speaks_for_its_neighbours():
     for rows in (624, 632, 640):  # one measurement does not outweigh the model
         user_table(Measured(SLOW, 1.0, 0.0), Measured(FAST, 10.0, 9.0), problem=(rows, *ODD[1:]))

@@ -70,8 +70,8 @@ def of(epilogue, *, swap_ab=False, d="bf16.row", split_k=1):
 def test_plain_epilogues_have_a_store_of_their_own(swap_ab, bias, scale):
     source = of(plain, swap_ab=swap_ab)
     assert '#include "cutlass_ops/epilogue.h"' in source
-    assert "using CollectiveEpilogue = cutlass_ops::Epilogue<typename cutlass::" in source
-    inputs = "ThreadblockShape, EpilogueDescriptor::EpilogueTile, Element"
+    assert "using CollectiveEpilogue = cutlass_ops::Epilogue<cutlass_ops::Collective<" in source
+    inputs = "ThreadblockShape, EpilogueTile, Element"
     assert f"using Load_bias = cutlass_ops::{bias}Input<{inputs}_bias>;" in source
     assert f"using Load_scale = cutlass_ops::{scale}Input<{inputs}_scale>;" in source
     assert "using Load_residual = fusion::Sm90SrcFetch<Element_residual>;" in source
@@ -79,7 +79,7 @@ def test_plain_epilogues_have_a_store_of_their_own(swap_ab, bias, scale):
 
 
 def test_blocks_that_split_k_read_their_part_of_a_row():
-    inputs = "PartShape, EpilogueDescriptor::EpilogueTile, Element_bias"
+    inputs = "PartShape, EpilogueTile, Element_bias"
     assert f"cutlass_ops::RowInput<{inputs}>" in of(co.gemm_bias_relu.epilogue, split_k=4)
 
 

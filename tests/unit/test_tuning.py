@@ -259,3 +259,49 @@ def test_a_signature_is_that_of_a_call(dtype):
     assert (str(found.a), str(found.b), str(found.d)) == (f"{dtype}.row", f"{dtype}.col", f"{dtype}.row")
     assert [str(i.dtype) for i in found.inputs] == [dtype, dtype]
     assert Sm90Config in {type(c) for c in dispatch.policy(found, H100).kernels}
+
+
+# ---- Deterministic -----------------------------------------------------------------------------------------------
+
+# Few tiles and much K: whoever may split K does.
+LONG = (64, 512, 28672)
+
+
+def raced(planned):
+    return [c for task in planned for c in task.configs]
+
+
+def test_only_kernels_that_take_all_of_k_race_where_results_must_not_depend_on_the_choice(place, chip):
+    effort = Effort(kernels=40, candidates=12, rounds=3)
+    free = plan({signature(): [LONG]}, H100, effort)
+    assert not free[0].configs[0].whole_k
+    assert run(free, place, effort, measure=chip.measure).measured == 1
+
+    bound = plan({signature(): [LONG]}, H100, effort, {signature(): place.table(signature())}, deterministic=True)
+    assert raced(bound)
+    assert all(c.whole_k for c in raced(bound))
+    # What won before may not serve, so the problem is measured again, but not a third time.
+    report = run(bound, place, effort, measure=chip.measure, deterministic=True)
+    assert (report.measured, report.known) == (1, 0)
+    assert run(bound, place, effort, measure=chip.measure, deterministic=True).known == 1
+    table = tables.load(place.path(signature()))
+    assert table.deterministic
+    assert table.kernels
+    assert all(c.whole_k for c in table.kernels)
+
+    run(free, place, effort, measure=chip.measure)
+    table = tables.load(place.path(signature()))
+    assert not table.deterministic
+
+
+def test_a_refinement_looks_around_no_kernel_that_may_not_serve(place, chip):
+    effort = Effort(kernels=40, candidates=12, rounds=3, refine=True)
+    run(plan({signature(): [LONG]}, H100, effort), place, effort, measure=chip.measure)
+    known = {signature(): place.table(signature())}
+    assert any(not c.whole_k for c in raced(plan({signature(): [LONG]}, H100, effort, known)))
+    assert all(c.whole_k for c in raced(plan({signature(): [LONG]}, H100, effort, known, deterministic=True)))
+
+
+def test_pytorch_and_one_order_of_additions_exclude_each_other():
+    with pytest.raises(ValueError, match="exclude each other"):
+        tuning.tune(builtin.bias_relu, [LONG], allow_fallback=True, deterministic=True)

@@ -8,7 +8,10 @@
 #include "cutlass_ops/halves.h"
 
 #include "cute/tensor.hpp"
-#include "cutlass/epilogue/collective/collective_builder.hpp"
+#include "cutlass/epilogue/collective/collective_epilogue.hpp"
+#include "cutlass/epilogue/dispatch_policy.hpp"
+#include "cutlass/epilogue/fusion/sm90_callbacks_tma_warpspecialized.hpp"
+#include "cutlass/gemm/collective/builders/sm90_common.inl"
 
 namespace cutlass_ops {
 
@@ -21,6 +24,14 @@ struct Fragment {
   CUTLASS_DEVICE explicit Fragment(int thread)
       : row(thread / 32 * 16 + thread % 32 / 4), column(thread % 4 * 2) {}
 };
+
+// Columns that go to memory at a time. Parts of the tile are narrower where it does not divide by so many; then several go
+// together.
+constexpr int kStepColumns = 32;
+
+// Warpgroups side by side: each has all rows of the tile and its own columns.
+template <class TiledMma>
+constexpr int kAcross = cute::size<2>(typename TiledMma::ThrLayoutVMNK{});
 
 // ---- Inputs: visitors, leaves of CUTLASS's tree -------------------------------------------------------------------
 
@@ -80,7 +91,7 @@ struct RowInput : Input<Vector<Element>> {
     }
     CUTLASS_DEVICE bool begin_sync_needed() const { return true; }
     CUTLASS_DEVICE void begin_loop(int epi_m, int epi_n) {
-      if (epi_m != 0) return;
+      if (epi_m != 0 && kPart == kStepColumns) return;  // the same columns as just before
       Element const* const mine = shared + epi_n * kPart + Fragment(thread).column;
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kPart / 4; ++i) part[i] = float(mine[i / 2 * 8 + i % 2]);
@@ -142,7 +153,9 @@ struct ColInput : Input<Vector<Element>> {
   template <bool, class... Args>
   CUTLASS_DEVICE auto get_consumer_store_callbacks(
       cutlass::epilogue::fusion::detail::ConsumerStoreArgs<Args...> const& args) {
-    int const first = cute::get<0>(args.tile_coord_mnkl) * kRows + Fragment(args.thread_idx).row;
+    constexpr int kSide = kAcross<cute::remove_cvref_t<decltype(args.tiled_mma)>>;
+    int const thread = kSide == 1 ? args.thread_idx : args.thread_idx % 128;
+    int const first = cute::get<0>(args.tile_coord_mnkl) * kRows + Fragment(thread).row;
     return Callbacks(params_->values + first, cute::get<0>(args.problem_shape_mnkl) - first);
   }
 
@@ -245,9 +258,32 @@ struct Part {
 
 // ---- Collective --------------------------------------------------------------------------------------------------
 
-// `Base` is CUTLASS's collective epilogue, of which all is kept but the stores.
-template <class Base>
-class Epilogue : public Base {
+// What CUTLASS's builder would assemble, for parts of the tile and numbers of stages of our choice. The copies that it
+// names are those of its own stores.
+template <class Tile, class EpilogueTile, class ElementC, class LayoutC, class ElementD, class LayoutD, int kStagesC,
+          int kStagesD, class Callbacks>
+struct Collective {
+  static constexpr bool kHasSource = !cute::is_void_v<ElementC>;
+  static constexpr bool kReuse = kHasSource && cutlass::sizeof_bits_v<ElementC> == cutlass::sizeof_bits_v<ElementD>;
+  using StrideC = cutlass::detail::TagToStrideC_t<cute::conditional_t<kHasSource, LayoutC, LayoutD>>;
+  using StrideD = cutlass::detail::TagToStrideC_t<LayoutD>;
+  template <class Element, class Stride>
+  using Atom = decltype(cutlass::gemm::collective::detail::ss_smem_selector<
+                        cutlass::gemm::detail::is_major<0, Stride>() ? cute::GMMA::Major::MN : cute::GMMA::Major::K,
+                        Element, cute::remove_cvref_t<decltype(cute::get<0>(EpilogueTile{}))>,
+                        cute::remove_cvref_t<decltype(cute::get<1>(EpilogueTile{}))>>());
+  using Type = cutlass::epilogue::collective::CollectiveEpilogue<
+      cutlass::epilogue::Sm90TmaWarpSpecialized<kStagesC, kStagesD, 1, kReuse, !kHasSource>, Tile, EpilogueTile, ElementC,
+      StrideC, ElementD, StrideD, Callbacks, cute::SM90_TMA_LOAD,
+      Atom<cute::conditional_t<kHasSource, ElementC, ElementD>, StrideC>, void, cute::SM90_TMA_STORE,
+      Atom<ElementD, StrideD>, void, void, void>;
+};
+
+// CUTLASS's collective epilogue, of which all is kept but the stores.
+template <class Collective>
+class Epilogue : public Collective::Type {
+  using Base = typename Collective::Type;
+
  public:
   using typename Base::LoadPipeline;
   using typename Base::LoadPipelineState;
@@ -265,8 +301,11 @@ class Epilogue : public Base {
                             cute::Tensor<Engine, Layout> const& accumulators, TiledMma mma, int thread,
                             TensorStorage& storage, int = -1) {
     using namespace cute;
-    constexpr int kThreads = size(TiledMma{}), kValues = kPartM * kPartN / kThreads;
-    static_assert(size(Layout{}) == kPartsM * kPartsN * kValues);
+    constexpr int kThreads = size(TiledMma{}), kSide = kAcross<TiledMma>, kValues = kPartM * kPartN / (kThreads / kSide);
+    constexpr int kParts = kPartsN / kSide;  // of a warpgroup's columns
+    static_assert(size(Layout{}) == kPartsM * kParts * kValues && kPartsN % kSide == 0);
+    static_assert(kSide == 1 || !kHasSource, "the producer loads parts for all warpgroups in turn");
+    int const side = kSide == 1 ? 0 : thread / 128, own_thread = kSide == 1 ? thread : thread % 128;
     auto const synchronize = [] {
       cutlass::arch::NamedBarrier::sync(kThreads, cutlass::arch::ReservedNamedBarriers::EpilogueBarrier);
     };
@@ -278,7 +317,7 @@ class Epilogue : public Base {
     Tensor const to = block.partition_D(flat_divide(tile, EpilogueTile_{}));
     Tensor const shared_d = make_tensor(make_smem_ptr(storage.collective.smem_D.begin()), SharedD{});
     Tensor const from = block.partition_S(shared_d);
-    bool const issues = thread / 32 == 0;
+    bool const issues = own_thread / 32 == 0;
 
     // The tile that the producer loads, if there is one; where it lies, D will.
     cutlass::Array<ElementC_, kValues> source;
@@ -287,71 +326,104 @@ class Epilogue : public Base {
     auto callbacks = fusion_.template get_consumer_store_callbacks<true>(
         cutlass::epilogue::fusion::detail::ConsumerStoreArgs(problem, CtaTile{}, coord, mma, EpilogueTile_{}, unused, unused,
                                                              unused, unused, unused, source_tensor, thread));
-    bool const waits = fusion_.is_producer_load_needed();
-    LoadPipelineState waited = loaded;
-    if constexpr (kReuse) {
-      waited = stored;
-      waited.phase_ ^= 1;
-    }
-
-    auto const send = [&](int epi_m, int epi_n) {
-      cutlass::arch::fence_view_async_shared();
-      synchronize();
-      if (issues) {
-        copy(params_.tma_store_d, from(_, _, _, stored.index()), to(_, _, _, epi_m, epi_n));
-        store_pipeline.producer_commit(stored);
-      }
-      ++stored;
-      ++issued_;
-      if (issues) store_pipeline.producer_acquire(stored);
-      synchronize();
-      if constexpr (kReuse) {
-        // The memory of the store before the last ones is free again.
-        if (issued_ > int(StorePipeline::UnacquiredStages)) {
-          if (waits) load_pipeline.consumer_release(loaded);
-          ++loaded;
-        }
-      }
+    auto const results = [&](int epi_m, int own_n) {
+      cutlass::Array<float, kValues> values;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kValues; ++i) values[i] = accumulators((epi_m * kParts + own_n) * kValues + i);
+      auto const result = callbacks.visit(values, 0, epi_m, side * kParts + own_n);
+      return cutlass::NumericArrayConverter<ElementD_, typename decltype(result)::Element, kValues>{}(result);
+    };
+    auto const put = [&](auto const& result, int at) {
+      auto const place = shared_d(_, _, at);
+      Part<ElementD_, kColumnMajorD, decltype(place)>{place, own_thread}.put(result);
     };
 
     callbacks.begin();
     if (callbacks.begin_sync_needed()) synchronize();
-    CUTLASS_PRAGMA_UNROLL
-    for (int part = 0; part < kPartsM * kPartsN; ++part) {
-      int const epi_m = part % kPartsM, epi_n = part / kPartsM;
-      callbacks.begin_loop(epi_m, epi_n);
-      if constexpr (kHasSource) {
+    if constexpr (kHasSource) {
+      bool const waits = fusion_.is_producer_load_needed();
+      LoadPipelineState waited = loaded;
+      if constexpr (kReuse) {
+        waited = stored;
+        waited.phase_ ^= 1;
+      }
+      Tensor const shared_c = make_tensor(make_smem_ptr(storage.collective.smem_C.begin()), SharedC{});
+      CUTLASS_PRAGMA_UNROLL
+      for (int part = 0; part < kPartsM * kPartsN; ++part) {
+        int const epi_m = part % kPartsM, epi_n = part / kPartsM;
+        callbacks.begin_loop(epi_m, epi_n);
         if (waits) {
           load_pipeline.consumer_wait(waited);
-          Tensor const shared_c = make_tensor(make_smem_ptr(storage.collective.smem_C.begin()), SharedC{});
-          auto const stage = shared_c(_, _, waited.index());
-          Part<ElementC_, kColumnMajorC, decltype(stage)>{stage, thread}.get(source);
+          auto const place = shared_c(_, _, waited.index());
+          Part<ElementC_, kColumnMajorC, decltype(place)>{place, thread}.get(source);
           if constexpr (kReuse && !is_same_v<SharedC, SharedD>) synchronize();
         }
-      }
-      callbacks.previsit(epi_m, epi_n, waited.count(), waits);
-      if (waits) {
-        if constexpr (!kReuse) {
-          cutlass::arch::fence_view_async_shared();
-          load_pipeline.consumer_release(loaded);
-          ++loaded;
+        callbacks.previsit(epi_m, epi_n, waited.count(), waits);
+        if (waits) {
+          if constexpr (!kReuse) {
+            cutlass::arch::fence_view_async_shared();
+            load_pipeline.consumer_release(loaded);
+            ++loaded;
+          }
+          ++waited;
         }
-        ++waited;
+        put(results(epi_m, epi_n), stored.index());
+        cutlass::arch::fence_view_async_shared();
+        synchronize();
+        if (issues) {
+          copy(params_.tma_store_d, from(_, _, _, stored.index()), to(_, _, _, epi_m, epi_n));
+          store_pipeline.producer_commit(stored);
+        }
+        ++stored;
+        ++issued_;
+        if (issues) store_pipeline.producer_acquire(stored);
+        synchronize();
+        if constexpr (kReuse) {
+          // The memory of the store before the last ones is free again.
+          if (issued_ > int(StorePipeline::UnacquiredStages)) {
+            if (waits) load_pipeline.consumer_release(loaded);
+            ++loaded;
+          }
+        }
+        callbacks.end_loop(epi_m, epi_n);
       }
-
-      cutlass::Array<float, kValues> values;
+    } else {
+      // Steps of several parts go to the halves of D's memory in turn, each as late as the next one allows.
+      constexpr int kGroup = Policy::StagesD / 2 / kSide;  // parts of a warpgroup's step
+      constexpr int kSteps = kPartsM * ((kParts + kGroup - 1) / kGroup);
+      auto const place_of = [&](int i) { return (half_ * kSide + side) * kGroup + i; };
+      auto const send = [&](int step) {
+        cutlass::arch::fence_view_async_shared();
+        synchronize();
+        if (issues) {
+          int const first = step / kPartsM * kGroup;
+          CUTLASS_PRAGMA_UNROLL
+          for (int i = 0; i < kGroup; ++i) {
+            if (first + i >= kParts) break;
+            copy(params_.tma_store_d, from(_, _, _, place_of(i)), to(_, _, _, step % kPartsM, side * kParts + first + i));
+          }
+          tma_store_arrive();
+          tma_store_wait<1>();
+        }
+        half_ ^= 1;
+        synchronize();
+      };
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kValues; ++i) values[i] = accumulators((epi_m * kPartsN + epi_n) * kValues + i);
-      auto const result = callbacks.visit(values, 0, epi_m, epi_n);
-      // A store is issued as late as the next part allows, unless memory must be given back to the producer.
-      if (kDelay && part > 0) send((part - 1) % kPartsM, (part - 1) / kPartsM);
-      cutlass::NumericArrayConverter<ElementD_, typename decltype(result)::Element, kValues> const convert;
-      auto const stage = shared_d(_, _, stored.index());
-      Part<ElementD_, kColumnMajorD, decltype(stage)>{stage, thread}.put(convert(result));
-      if (!kDelay) send(epi_m, epi_n);
-      callbacks.end_loop(epi_m, epi_n);
+      for (int step = 0; step < kSteps; ++step) {
+        int const epi_m = step % kPartsM, first = step / kPartsM * kGroup;
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kGroup; ++i) {
+          if (first + i >= kParts) break;
+          callbacks.begin_loop(epi_m, side * kParts + first + i);
+          callbacks.previsit(epi_m, side * kParts + first + i, 0, false);
+          auto const result = results(epi_m, first + i);
+          if (i == 0 && step > 0) send(step - 1);
+          put(result, place_of(i));
+          callbacks.end_loop(epi_m, side * kParts + first + i);
+        }
+      }
+      send(kSteps - 1);
     }
-    if (kDelay) send(kPartsM - 1, kPartsN - 1);
     callbacks.end();
     return make_tuple(loaded, stored);
   }
@@ -370,7 +442,8 @@ class Epilogue : public Base {
   using ElementD_ = typename Base::ElementD;
   static constexpr bool kHasSource = !cute::is_void_v<typename Base::ElementC>;
   using ElementC_ = cute::conditional_t<kHasSource, typename Base::ElementC, ElementD_>;
-  static constexpr bool kReuse = Policy::ReuseSmemC, kDelay = Policy::DelayTmaStore;
+  static constexpr bool kReuse = Policy::ReuseSmemC;
+  static_assert(kHasSource != Policy::DelayTmaStore);
   static constexpr bool kColumnMajorC = cutlass::epilogue::collective::detail::is_m_major<typename Base::StrideC>();
   static constexpr bool kColumnMajorD = cutlass::epilogue::collective::detail::is_m_major<typename Base::StrideD>();
   static constexpr int kPartM = cute::size<0>(EpilogueTile_{}), kPartN = cute::size<1>(EpilogueTile_{});
@@ -387,6 +460,7 @@ class Epilogue : public Base {
   Params const& params_;
   Fusion fusion_;
   int issued_ = 0;
+  int half_ = 0;
 };
 
 }  // namespace cutlass_ops

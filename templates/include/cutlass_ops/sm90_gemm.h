@@ -9,10 +9,6 @@
 
 #include "cute/tensor.hpp"
 #include "cutlass/cutlass.h"
-#include "cutlass/epilogue/collective/collective_builder.hpp"
-#include "cutlass/gemm/collective/builders/sm90_common.inl"
-#include "cutlass/gemm/collective/collective_mma_decl.hpp"
-#include "cutlass/gemm/collective/sm90_mma_tma_gmma_ss_warpspecialized.hpp"
 #include "cutlass/gemm/kernel/gemm_universal_decl.h"
 #include "cutlass/gemm/kernel/tile_scheduler.hpp"
 
@@ -27,9 +23,9 @@ struct IsCutlass3ArrayKernel : cute::false_type {};
 
 #include "cutlass_ops/binding.h"
 #include "cutlass_ops/epilogue_math.h"
+#include "cutlass_ops/mainloop.h"
 #include "cutlass_ops/placement.h"
 #include "cutlass_ops/tile_order.h"
-#include "cutlass_ops/wgmma.h"
 
 namespace cutlass_ops {
 
@@ -82,36 +78,6 @@ Stride stride(Matrix const& x) {
   }
   return s;
 }
-
-// ---- Main loop ---------------------------------------------------------------------------------------------------
-
-// What CUTLASS's builder assembles for operands loaded by TMA, with one wgmma of the tile's whole N.
-template <class ElementA, class LayoutA, class ElementB, class LayoutB, class Tile, class Cluster, int kStages,
-          class Schedule>
-struct Sm90Mainloop {
-  static constexpr auto kMajorA = cutlass::gemm::collective::detail::gmma_ss_tag_to_major_A<ElementA, LayoutA>();
-  static constexpr auto kMajorB = cutlass::gemm::collective::detail::gmma_ss_tag_to_major_B<ElementB, LayoutB>();
-  static constexpr bool kCooperative =
-      cute::is_same_v<Schedule, cutlass::gemm::KernelTmaWarpSpecializedCooperative>;
-  using TileM = decltype(cute::get<0>(Tile{}));
-  using TileN = decltype(cute::get<1>(Tile{}));
-  using TileK = decltype(cute::get<2>(Tile{}));
-  using Warpgroups = cute::Layout<cute::Shape<cute::Int<kCooperative ? 2 : 1>, cute::_1, cute::_1>>;
-  using Instruction = Wgmma<TileN::value, ElementA, kMajorA, kMajorB>;
-  using TiledMma = decltype(cute::make_tiled_mma(Instruction{}, Warpgroups{}));
-  template <class Blocks>
-  using Load = cute::conditional_t<Blocks::value == 1, cute::SM90_TMA_LOAD, cute::SM90_TMA_LOAD_MULTICAST>;
-
-  using CollectiveOp = cutlass::gemm::collective::CollectiveMma<
-      cutlass::gemm::MainloopSm90TmaGmmaWarpSpecialized<kStages, Cluster, Schedule>, Tile,
-      ElementA, cutlass::gemm::TagToStrideA_t<LayoutA>, ElementB, cutlass::gemm::TagToStrideB_t<LayoutB>, TiledMma,
-      Load<decltype(cute::get<1>(Cluster{}))>,
-      decltype(cutlass::gemm::collective::detail::ss_smem_selector<kMajorA, ElementA, TileM, TileK>()),
-      void, cute::identity,
-      Load<decltype(cute::get<0>(Cluster{}))>,
-      decltype(cutlass::gemm::collective::detail::ss_smem_selector<kMajorB, ElementB, TileN, TileK>()),
-      void, cute::identity>;
-};
 
 // ---- Kernel ------------------------------------------------------------------------------------------------------
 

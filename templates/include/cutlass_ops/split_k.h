@@ -177,16 +177,9 @@ class SplitKernel {
     using namespace cute;
     cutlass::arch::wait_on_dependent_grids();
     if (!cute::elect_one_sync()) return;
-    Mainloop const mainloop;
-    auto const tensors = mainloop.load_init(params.problem_shape, params.mainloop);
-    auto const block_a = params.mainloop.tma_load_a.get_slice(0);
-    auto const block_b = params.mainloop.tma_load_b.get_slice(0);
-    auto const from_a = block_a.partition_S(get<0>(tensors)(_, _, int(blockIdx.y), _, 0));
-    auto const from_b = block_b.partition_S(get<1>(tensors)(_, _, int(blockIdx.z), _, 0));
-    auto to_a = block_a.partition_D(
-        make_tensor(make_smem_ptr(storage.tensors.mainloop.smem_A.data()), typename Mainloop::SmemLayoutA{}));
-    auto to_b = block_b.partition_D(
-        make_tensor(make_smem_ptr(storage.tensors.mainloop.smem_B.data()), typename Mainloop::SmemLayoutB{}));
+    auto const tensors = Mainloop{}.load_init(params.problem_shape, params.mainloop);
+    auto const fill = Mainloop::filler(params.mainloop, tensors, int(blockIdx.y), int(blockIdx.z), 0,
+                                       storage.tensors.mainloop);
     State state{0, 1, 0};  // all stages are empty
     CUTLASS_PRAGMA_NO_UNROLL
     for (int k = begin; k < end; ++k, ++state) {
@@ -194,9 +187,7 @@ class SplitKernel {
       storage.barriers.empty[stage].wait(state.phase());
       auto& full = storage.barriers.full[stage];
       full.arrive_and_expect_tx(Mainloop::TmaTransactionBytes);
-      auto& barrier = reinterpret_cast<uint64_t&>(full);
-      copy(params.mainloop.tma_load_a.with(barrier, 0), from_a(_, _, _, k), to_a(_, _, _, stage));
-      copy(params.mainloop.tma_load_b.with(barrier, 0), from_b(_, _, _, k), to_b(_, _, _, stage));
+      fill(reinterpret_cast<uint64_t&>(full), k, stage);
     }
   }
 
@@ -204,17 +195,11 @@ class SplitKernel {
   template <class Sums>
   CUTLASS_DEVICE static void multiply(SharedStorage& storage, Sums& sums, int thread, int steps) {
     using namespace cute;
-    TiledMma mma;
-    auto const slice = mma.get_slice(__shfl_sync(0xffffffff, thread / 128, 0) * 128);
-    auto const a = slice.make_fragment_A(slice.partition_A(
-        make_tensor(make_smem_ptr(storage.tensors.mainloop.smem_A.data()), typename Mainloop::SmemLayoutA{})));
-    auto const b = slice.make_fragment_B(slice.partition_B(
-        make_tensor(make_smem_ptr(storage.tensors.mainloop.smem_B.data()), typename Mainloop::SmemLayoutB{})));
+    auto const add_product = Mainloop::multiplier(storage.tensors.mainloop, thread);
     if (steps == 0) {
       clear(sums);
       return;
     }
-    mma.accumulate_ = GMMA::ScaleOut::Zero;
     bool const signals = thread % 128 == 0;
     State state, release;
     CUTLASS_PRAGMA_NO_UNROLL
@@ -223,11 +208,7 @@ class SplitKernel {
       storage.barriers.full[stage].wait(state.phase());
       warpgroup_fence_operand(sums);
       warpgroup_arrive();
-      CUTLASS_PRAGMA_UNROLL
-      for (int k = 0; k < size<2>(a); ++k) {
-        cute::gemm(mma, a(_, _, k, stage), b(_, _, k, stage), sums);
-        mma.accumulate_ = GMMA::ScaleOut::One;
-      }
+      add_product(sums, stage, step == 0);
       warpgroup_commit_batch();
       if (step > 0) {
         warpgroup_wait<1>();  // the step before: its stage is free

@@ -1,0 +1,231 @@
+// The main loop of Sm90 kernels: both operands by TMA into shared memory, from there by wgmma. It is what CUTLASS's
+// CollectiveMma for MainloopSm90TmaGmmaWarpSpecialized is to CUTLASS's kernels, with two differences. A stage of an operand
+// is a layout of its own, at a multiple of its size: CuTe cannot take a stage out of a layout of all of them where rows are
+// not a multiple of 16. And one wgmma covers the tile's whole N, for any multiple of 8.
+
+#pragma once
+
+#include "cutlass_ops/halves.h"
+
+#include "cute/tensor.hpp"
+#include "cutlass/arch/mma_sm90.h"
+#include "cutlass/gemm/collective/builders/sm90_common.inl"
+#include "cutlass/gemm/dispatch_policy.hpp"
+#include "cutlass/pipeline/pipeline.hpp"
+
+#include "cutlass_ops/wgmma.h"
+
+namespace cutlass_ops {
+
+// One operand: its tile has `Rows` along the problem's M or N, and `Columns` along K.
+template <class Element, cute::GMMA::Major kMajor, class Rows, class Columns, int kStages, class Blocks>
+struct Operand {
+  // One stage; TMA boxes are as large as the layout allows.
+  using Stage = decltype(cute::tile_to_shape(
+      cutlass::gemm::collective::detail::ss_smem_selector<kMajor, Element, Rows, Columns>(),
+      cute::Shape<Rows, Columns>{},
+      cute::conditional_t<kMajor == cute::GMMA::Major::MN, cute::Step<cute::_2, cute::_1>,
+                          cute::Step<cute::_1, cute::_2>>{}));
+  static constexpr int kElements = cute::cosize_v<Stage>;  // of a stage
+  static constexpr uint32_t kBytes = kElements * sizeof(Element);
+  static constexpr bool kMulticast = Blocks::value > 1;
+  using Load = cute::conditional_t<kMulticast, cute::SM90_TMA_LOAD_MULTICAST, cute::SM90_TMA_LOAD>;
+  using Storage = cute::array_aligned<Element, kStages * kElements>;
+
+  CUTLASS_DEVICE static auto stage(Storage& storage, int index) {
+    return cute::make_tensor(cute::make_smem_ptr(storage.data() + index * kElements), Stage{});
+  }
+};
+
+template <class ElementA_, class LayoutA, class ElementB_, class LayoutB, class Tile, class Cluster, int kStages,
+          class Schedule>
+class Mainloop {
+  static constexpr auto kMajorA = cutlass::gemm::collective::detail::gmma_ss_tag_to_major_A<ElementA_, LayoutA>();
+  static constexpr auto kMajorB = cutlass::gemm::collective::detail::gmma_ss_tag_to_major_B<ElementB_, LayoutB>();
+  static constexpr bool kCooperative =
+      cute::is_same_v<Schedule, cutlass::gemm::KernelTmaWarpSpecializedCooperative>;
+  template <int kSide>
+  using Extent = cute::remove_cvref_t<decltype(cute::get<kSide>(Tile{}))>;
+  // Two warpgroups share the tile's rows, or its columns where it has an odd number of 64 rows.
+  static constexpr bool kSideBySide = kCooperative && Extent<0>::value % 128 != 0;
+  static constexpr int kAcross = kSideBySide ? 2 : 1, kDown = kCooperative && !kSideBySide ? 2 : 1;
+
+ public:
+  using DispatchPolicy = cutlass::gemm::MainloopSm90TmaGmmaWarpSpecialized<kStages, Cluster, Schedule>;
+  using ArchTag = cutlass::arch::Sm90;
+  using TileShape = Tile;
+  using ElementA = ElementA_;
+  using ElementB = ElementB_;
+  using ElementAccumulator = float;
+  using StrideA = cutlass::gemm::TagToStrideA_t<LayoutA>;
+  using StrideB = cutlass::gemm::TagToStrideB_t<LayoutB>;
+  using TiledMma = decltype(cute::make_tiled_mma(
+      Wgmma<Extent<1>::value / kAcross, ElementA, kMajorA, kMajorB>{},
+      cute::Layout<cute::Shape<cute::Int<kDown>, cute::Int<kAcross>, cute::_1>>{}));
+  // Blocks of a cluster in a row share A's tile, those in a column B's.
+  using A = Operand<ElementA, kMajorA, Extent<0>, Extent<2>, kStages, cute::remove_cvref_t<decltype(cute::get<1>(Cluster{}))>>;
+  using B = Operand<ElementB, kMajorB, Extent<1>, Extent<2>, kStages, cute::remove_cvref_t<decltype(cute::get<0>(Cluster{}))>>;
+
+  using MainloopPipeline = cutlass::PipelineTmaAsync<kStages>;
+  using PipelineState = cutlass::PipelineState<kStages>;
+  using PipelineStorage = typename MainloopPipeline::SharedStorage;
+  static constexpr int NumProducerThreadEvents = 1;
+  static constexpr uint32_t TmaTransactionBytes = A::kBytes + B::kBytes;
+
+  struct TensorStorage : cute::aligned_struct<128, cute::_0> {
+    typename A::Storage smem_A;
+    typename B::Storage smem_B;
+  };
+  struct SharedStorage {
+    TensorStorage tensors;
+    PipelineStorage pipeline;
+  };
+
+  struct Arguments {
+    ElementA const* ptr_A;
+    StrideA dA;
+    ElementB const* ptr_B;
+    StrideB dB;
+  };
+
+  struct Params {
+    using TMA_A = decltype(cute::make_tma_copy_A_sm90(
+        typename A::Load{}, cute::make_tensor(static_cast<uint16_t const*>(nullptr), cute::repeat_like(StrideA{}, 0), StrideA{}),
+        typename A::Stage{}, Tile{}, Cluster{}));
+    using TMA_B = decltype(cute::make_tma_copy_B_sm90(
+        typename B::Load{}, cute::make_tensor(static_cast<uint16_t const*>(nullptr), cute::repeat_like(StrideB{}, 0), StrideB{}),
+        typename B::Stage{}, Tile{}, Cluster{}));
+    TMA_A tma_load_a;
+    TMA_B tma_load_b;
+    uint32_t tma_transaction_bytes = TmaTransactionBytes;
+  };
+
+  template <class Problem>
+  static Params to_underlying_arguments(Problem const& problem, Arguments const& arguments, void*) {
+    using namespace cute;
+    static_assert(sizeof(ElementA) == 2 && sizeof(ElementB) == 2);
+    auto const [m, n, k, l] = problem;
+    auto const a = make_tensor(reinterpret_cast<uint16_t const*>(arguments.ptr_A), make_shape(m, k, l), arguments.dA);
+    auto const b = make_tensor(reinterpret_cast<uint16_t const*>(arguments.ptr_B), make_shape(n, k, l), arguments.dB);
+    return {make_tma_copy_A_sm90(typename A::Load{}, a, typename A::Stage{}, Tile{}, Cluster{}),
+            make_tma_copy_B_sm90(typename B::Load{}, b, typename B::Stage{}, Tile{}, Cluster{})};
+  }
+
+  CUTLASS_DEVICE static void prefetch_tma_descriptors(Params const& params) {
+    cute::prefetch_tma_descriptor(params.tma_load_a.get_tma_descriptor());
+    cute::prefetch_tma_descriptor(params.tma_load_b.get_tma_descriptor());
+  }
+
+  // ---- Producer ----
+
+  // A and B as TMA addresses them, in tiles: (rows, K of a tile, tile's row, tile along K, batch).
+  template <class Problem>
+  CUTLASS_DEVICE auto load_init(Problem const& problem, Params const& params) const {
+    using namespace cute;
+    auto const [m, n, k, l] = problem;
+    auto const a = params.tma_load_a.get_tma_tensor(make_shape(m, k, l));
+    auto const b = params.tma_load_b.get_tma_tensor(make_shape(n, k, l));
+    return make_tuple(local_tile(a, Tile{}, make_coord(_, _, _), Step<_1, Underscore, _1>{}),
+                      local_tile(b, Tile{}, make_coord(_, _, _), Step<Underscore, _1, _1>{}));
+  }
+
+  // Returns what fills a stage with a step along K and counts it at a barrier: called by one thread.
+  template <class Tensors>
+  CUTLASS_DEVICE static auto filler(Params const& params, Tensors const& tensors, int block_m, int block_n,
+                                    uint32_t rank, TensorStorage& storage) {
+    using namespace cute;
+    constexpr uint32_t kClusterM = size<0>(Cluster{}), kClusterN = size<1>(Cluster{});
+    uint32_t const x = rank % kClusterM, y = rank / kClusterM;
+    auto const part_a = params.tma_load_a.get_slice(y);
+    auto const part_b = params.tma_load_b.get_slice(x);
+    auto const from_a = part_a.partition_S(get<0>(tensors)(_, _, block_m, _, 0));
+    auto const from_b = part_b.partition_S(get<1>(tensors)(_, _, block_n, _, 0));
+    auto const to_a = part_a.partition_D(A::stage(storage.smem_A, 0));
+    auto const to_b = part_b.partition_D(B::stage(storage.smem_B, 0));
+    uint16_t mask_a = 0, mask_b = 0;
+    if constexpr (A::kMulticast) {
+      for (uint32_t i = 0; i < kClusterN; ++i) mask_a |= uint16_t(1u << (x + i * kClusterM));
+    }
+    if constexpr (B::kMulticast) {
+      for (uint32_t i = 0; i < kClusterM; ++i) mask_b |= uint16_t(1u << (i + y * kClusterM));
+    }
+    return [=, &params](uint64_t& barrier, int k, int stage) {
+      auto at_a = make_tensor(to_a.data() + stage * A::kElements, to_a.layout());
+      auto at_b = make_tensor(to_b.data() + stage * B::kElements, to_b.layout());
+      copy(params.tma_load_a.with(barrier, mask_a), from_a(_, _, _, k), at_a);
+      copy(params.tma_load_b.with(barrier, mask_b), from_b(_, _, _, k), at_b);
+    };
+  }
+
+  template <class Tensors, class Coord, class Steps>
+  CUTLASS_DEVICE void load(Params const& params, MainloopPipeline pipeline, PipelineState state, Tensors const& tensors,
+                           Coord const& coord, Steps step, int count, int, uint32_t rank, TensorStorage& storage) {
+    if (!cute::elect_one_sync()) return;
+    auto const fill = filler(params, tensors, cute::get<0>(coord), cute::get<1>(coord), rank, storage);
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (; count > 0; --count, ++step, ++state) {
+      pipeline.producer_acquire(state);
+      fill(*pipeline.producer_get_barrier(state), *step, state.index());
+    }
+  }
+
+  // Other blocks of the cluster may still signal this one's barriers: it stays until they have.
+  CUTLASS_DEVICE void load_tail(MainloopPipeline pipeline, PipelineState state) {
+    if (cute::elect_one_sync()) pipeline.producer_tail(state);
+  }
+
+  // ---- Consumers ----
+
+  // Returns what adds a stage's product to a warpgroup's sums, or sets them to it.
+  CUTLASS_DEVICE static auto multiplier(TensorStorage& storage, int thread) {
+    using namespace cute;
+    auto const slice = TiledMma{}.get_slice(__shfl_sync(0xffffffff, thread / 128, 0) * 128);
+    auto const a = slice.make_fragment_A(slice.partition_A(A::stage(storage.smem_A, 0)));
+    auto const b = slice.make_fragment_B(slice.partition_B(B::stage(storage.smem_B, 0)));
+    return [=](auto& sums, int stage, bool first) {
+      constexpr int kDescriptorUnit = 16;  // bytes
+      auto const stage_a = make_tensor(a.data() + stage * int(A::kBytes / kDescriptorUnit), a.layout());
+      auto const stage_b = make_tensor(b.data() + stage * int(B::kBytes / kDescriptorUnit), b.layout());
+      TiledMma mma;
+      mma.accumulate_ = first ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
+      CUTLASS_PRAGMA_UNROLL
+      for (int k = 0; k < size<2>(a); ++k) {
+        cute::gemm(mma, stage_a(_, _, k), stage_b(_, _, k), sums);
+        mma.accumulate_ = GMMA::ScaleOut::One;
+      }
+    };
+  }
+
+  // Leaves the last step's products unfinished and its stage unreleased: mma_tail waits for them.
+  template <class Sums>
+  CUTLASS_DEVICE void mma(MainloopPipeline pipeline, PipelineState state, Sums& sums, int steps, int thread,
+                          TensorStorage& storage, Params const&) {
+    auto const multiply = multiplier(storage, thread);
+    PipelineState release = state;
+    auto const step = [&](bool first) {
+      pipeline.consumer_wait(state, pipeline.consumer_try_wait(state));
+      cute::warpgroup_fence_operand(sums);
+      cute::warpgroup_arrive();
+      multiply(sums, state.index(), first);
+      cute::warpgroup_commit_batch();
+      ++state;
+    };
+    step(true);
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (; steps > 1; --steps, ++release) {
+      step(false);
+      cute::warpgroup_wait<1>();
+      cute::warpgroup_fence_operand(sums);
+      pipeline.consumer_release(release);
+    }
+    cute::warpgroup_fence_operand(sums);
+  }
+
+  CUTLASS_DEVICE void mma_tail(MainloopPipeline pipeline, PipelineState release, int steps) {
+    release.advance(steps - 1);
+    cute::warpgroup_wait<0>();
+    pipeline.consumer_release(release);
+  }
+};
+
+}  // namespace cutlass_ops

@@ -1,0 +1,64 @@
+"""The scripts that choose kernels and shapes for the tables that ship."""
+
+import math
+
+import torch
+
+from cutlass_ops.config import Sm90Config, ThreadblockShape
+from cutlass_ops.tables import Measured, Point
+from tests.scripts import script
+
+choose_pool = script("choose_pool")
+ship_table = script("ship_table")
+
+
+def losses(*rows):
+    return torch.tensor(rows, dtype=torch.float64).log()
+
+
+def test_the_next_kernel_is_the_one_that_helps_most():
+    # Kernel 0 is good at the first problem, 1 at the second, 2 nearly as good at both.
+    times = losses((1.0, 1.9, 1.1), (1.9, 1.0, 1.1), (1.9, 1.0, 1.1))
+    assert choose_pool.choose(times, 0, 1) == [2]
+    assert choose_pool.choose(times, 0, 2) == [2, 1]
+    assert choose_pool.choose(times, 0, 9) == [2, 1, 0]
+
+
+def test_the_first_kernels_stay_whatever_they_lose():
+    times = losses((2.0, 1.0, 1.5), (2.0, 1.5, 1.0))
+    assert choose_pool.choose(times, 1, 2) in ([0, 1], [0, 2])
+    assert choose_pool.choose(times, 2, 1) == [0]
+
+
+def test_what_is_lost_is_what_the_best_of_those_chosen_loses():
+    times = losses((1.0, 1.2), (1.5, 1.1), (9.0, 9.0))
+    assert torch.allclose(choose_pool.reached(times, [0]), losses((1.0, 1.5, 2.0))[0])
+    assert torch.allclose(choose_pool.reached(times, [0, 1]), losses((1.0, 1.1, 2.0))[0])
+    assert choose_pool.reached(times, []).tolist() == [math.log(2.0)] * 3
+
+
+A, B = (Sm90Config(ThreadblockShape(128, n, 64)) for n in (64, 128))
+TURNED = Sm90Config(ThreadblockShape(128, 64, 64), raster="along_m", swizzle=4)
+
+
+def point(*measured, peers=(("eager", 30.0), ("cublaslt", 12.0))):
+    return Point((64, 4096, 4096), "2026-11-21", tuple(measured), peers)
+
+
+def test_of_each_kernel_the_best_order_stays():
+    best = ship_table.best_orders(
+        point(Measured(TURNED, 10.0, 0.0), Measured(A, 11.0, 0.1), Measured(B, 12.0, 0.2)), ()
+    )
+    assert [m.config for m in best.measured] == [TURNED, B]
+
+
+def test_without_the_fastest_the_others_are_told_from_the_best_of_them():
+    kept = ship_table.best_orders(point(Measured(A, 10.0, 0.0), Measured(B, 12.0, 0.2)), {B})
+    (only,) = kept.measured
+    assert (only.config, only.behind) == (B, 0.0)
+    assert only.microseconds == 12.0
+    assert ship_table.best_orders(point(Measured(A, 10.0, 0.0)), {B}).measured == ()
+
+
+def test_a_point_is_worth_what_the_best_peer_took_for_what_we_did():
+    assert ship_table.ratio(point(Measured(A, 10.0, 0.0))) == 1.2
