@@ -139,7 +139,7 @@ def fit(measured: Measured, chip: model.Chip, rounds: int) -> model.Chip:
 
 FITTED = (
     *("clock", "fill", "l2", "dram", "overlap", "cluster", "throttle", "throttle_after"),
-    *("reread", "multicast", "merge", "alone", "split", "meet", "exchange"),
+    *("reread", "straddle", "multicast", "merge", "alone", "split", "meet", "exchange"),
 )
 PER_SCHEDULE = ("launch", "epilogue")
 

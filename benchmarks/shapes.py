@@ -27,6 +27,9 @@ IRREGULAR_WEIGHTS = (
     *((3584, 3584), (18944, 3584), (4608, 3584), (2560, 9728)),
     *((9728, 2560), (6144, 2048), (4096, 12288), (5120, 17408)),
 )
+# Lines in memory that begin between the L2 cache's.
+ODD_WEIGHTS = ((4096, 1000), (1000, 4096), (2728, 1032), (1064, 2728), (5000, 11000))
+ODD_ROWS = (16, 48, 128, 256, 512, 1024, 2048, 4096)
 IRREGULAR_ROWS = (
     *(4, 20, 40, 56, 80, 112, 144, 160, 224, 288, 320, 448),
     *(576, 640, 704, 896, 1152, 1280, 1408, 1664, 1920, 2304, 2816, 4608),
@@ -62,6 +65,12 @@ def _tuning() -> tuple[Shape, ...]:
         for at, (n, k) in enumerate(IRREGULAR_WEIGHTS)
         for number, m in enumerate(IRREGULAR_ROWS)
         if (number + at) % 8 in (0, 3, 5)
+    ]
+    others += [
+        (m, n, k)
+        for at, (n, k) in enumerate(ODD_WEIGHTS)
+        for number, m in enumerate(ODD_ROWS)
+        if (number + at) % 2 == 0
     ]
     between = [(m, n, k) for n, k in WEIGHTS for m in (32, 96, 192, 384, 768, 1536, 3072)]
     return tuple(dict.fromkeys([*GRID, *between, *others, *drawn(seed=1, count=120)]))

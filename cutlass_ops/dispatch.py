@@ -84,7 +84,9 @@ class Policy:
         kernels = tuple(dict.fromkeys(c for c in legal.values() if c is not None))
         # What was measured counts for a kernel itself, not for the form of it that had to be taken instead.
         same = {c for c, found in legal.items() if found == c}
-        return cls(signature, device, kernels, table, Knowledge.of(table, same, Pool(kernels), device))
+        return cls(
+            signature, device, kernels, table, Knowledge.of(table, same, Pool(kernels, signature.majors), device)
+        )
 
     @property
     def borrowed(self) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from cutlass_ops import arch, model
 from cutlass_ops.config import Config, Raster, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
 from cutlass_ops.registry import OpSignature
-from cutlass_ops.spec import KernelSpec
+from cutlass_ops.spec import KernelSpec, Major
 
 Problem = tuple[int, int, int]
 
@@ -90,9 +90,17 @@ class Pool:
     ----------
     configs : tuple of Config
         All Sm90 or all Sm80.
+    majors : tuple of {"row", "col"}
+        Those of A and B.
     """
 
     configs: tuple[Config, ...]
+    majors: tuple[Major, Major] = ("row", "col")
+
+    @property
+    def _lines(self) -> tuple[model.Extent, model.Extent]:
+        a, b = self.majors
+        return ("k" if a == "row" else "m"), ("k" if b == "col" else "n")
 
     @cached_property
     def _sm90(self) -> model.Batch:
@@ -140,9 +148,11 @@ class Pool:
     def _times_by_order(self, problems: Sequence[Problem], device: Device) -> tuple[Tensor, Tensor]:
         never = torch.tensor(torch.inf, dtype=torch.float64)
         cover = model.grid(self._sm90, problems, device.chip)
-        usual = torch.where(self._launchable(cover), model.times(self._sm90, problems, device.chip), never)
+        usual = torch.where(
+            self._launchable(cover), model.times(self._sm90, problems, device.chip, lines=self._lines), never
+        )
         worth = self._ordered & (cover.waves <= _WAVES_BY_GPC)
-        return usual, torch.where(worth, model.times(self._by_gpc, problems, device.chip), never)
+        return usual, torch.where(worth, model.times(self._by_gpc, problems, device.chip, lines=self._lines), never)
 
     def _launchable(self, cover: model.Grid) -> Tensor:
         """Whether the grid's second extent can be: a kernel that is not persistent has thread blocks for each tile."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -132,8 +132,12 @@ class Knowledge:
     @classmethod
     def of(cls, table: Table | None, kernels: Collection[Config], pool: Pool, device: Device) -> Knowledge:
         """Return what a table says of those kernels of a pool that it is about."""
-        measured = _measurements(table, kernels) if table is not None else {}
-        return cls(pool, device, measured, _notes(measured, pool, device))
+        if table is None:
+            return cls(pool, device, {}, _notes({}, pool, device))
+        measured = _measurements(table, kernels)
+        # The model was off by so much for the operands that were measured, whose lines in memory may be others.
+        there = replace(pool, majors=table.signature.majors)
+        return cls(pool, device, measured, _notes(measured, there, device))
 
     def expected(self, problems: Sequence[Problem]) -> Expected:
         """Return what is known of every kernel at some problems."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ _SHARPNESS = 8
 # What bounds an instruction's clocks: its products, or reading both operands from shared memory.
 _PRODUCTS_PER_CLOCK = 2048
 _SHARED_BYTES_PER_CLOCK = 128
+
+Extent = Literal["m", "n", "k"]
 
 SCHEDULES: tuple[Schedule, ...] = ("warp_specialized", "pingpong", "cooperative")
 
@@ -74,6 +77,9 @@ class Chip:
         Microseconds in which most of that shows.
     reread : float
         Part of B that each further row of tiles reads from device memory again.
+    straddle : float
+        What a read costs of an operand whose lines in memory begin anywhere: each 128 bytes of a tile's row then lie in
+        two lines of the L2 cache.
     multicast : float
         Power of the number of blocks that a multicast serves by which it relieves the L2 cache: 1 if it were read once.
     merge : float
@@ -103,6 +109,7 @@ class Chip:
     throttle: float
     throttle_after: float
     reread: float
+    straddle: float
     multicast: float
     merge: float
     alone: float
@@ -115,24 +122,25 @@ class Chip:
 H100 = Chip(
     multiprocessors=132,
     multiprocessors_in_fours=120,
-    clock=1.662,
-    fill=156.1,
-    l2=13500.0,
-    dram=2949.0,
+    clock=1.663,
+    fill=159.4,
+    l2=13240.0,
+    dram=2935.0,
     dram_peak=3352.0,
-    overlap=3.3,
-    launch=PerSchedule(warp_specialized=2.05, pingpong=2.1, cooperative=2.52),
-    cluster=0.096,
-    throttle=0.2257,
-    throttle_after=114.4,
-    reread=0.106,
-    multicast=0.245,
-    merge=1.444,
-    alone=1.151,
-    split=4.35,
-    meet=1.1,
-    exchange=2.4,
-    epilogue=PerSchedule(warp_specialized=2.049, pingpong=1.741, cooperative=1.415),
+    overlap=3.45,
+    launch=PerSchedule(warp_specialized=2.04, pingpong=2.1, cooperative=2.27),
+    cluster=0.124,
+    throttle=0.214,
+    throttle_after=108.0,
+    reread=0.1115,
+    straddle=1.8,
+    multicast=0.332,
+    merge=1.324,
+    alone=1.011,
+    split=5.51,
+    meet=0.305,
+    exchange=7.07,
+    epilogue=PerSchedule(warp_specialized=1.517, pingpong=1.486, cooperative=1.304),
 )
 
 
@@ -274,7 +282,13 @@ def grid(batch: Batch, problems: Sequence[tuple[int, int, int]], chip: Chip) -> 
     return Grid(rows, columns, steps, _ceil(blocks, slots), torch.minimum(blocks, slots))
 
 
-def times(batch: Batch, problems: Sequence[tuple[int, int, int]], chip: Chip = H100, element_bytes: int = 2) -> Tensor:
+def times(
+    batch: Batch,
+    problems: Sequence[tuple[int, int, int]],
+    chip: Chip = H100,
+    element_bytes: int = 2,
+    lines: tuple[Extent, Extent] = ("k", "k"),
+) -> Tensor:
     """Return kernels' times in microseconds.
 
     Parameters
@@ -287,6 +301,8 @@ def times(batch: Batch, problems: Sequence[tuple[int, int, int]], chip: Chip = H
         Where they run.
     element_bytes : int
         Width of an operand's element.
+    lines : tuple of {"m", "n", "k"}
+        Which extent lines of A and of B in memory have: K, unless A is column-major or B row-major.
 
     Returns
     -------
@@ -308,6 +324,11 @@ def times(batch: Batch, problems: Sequence[tuple[int, int, int]], chip: Chip = H
     merge = torch.where(batch.by_gpc, chip.merge, 1.0)
     reads_a = batch.tile_m / torch.where(batch.cluster_n > 1, batch.cluster_n**chip.multicast, merge)
     reads_b = batch.tile_n / torch.where(batch.cluster_m > 1, batch.cluster_m**chip.multicast, merge)
+    extents = {"m": m, "n": n, "k": k}
+    reads_a, reads_b = (
+        reads * _straddling(extents[line], element_bytes, chip)
+        for reads, line in zip((reads_a, reads_b), lines, strict=True)
+    )
     active = torch.where(batch.stream_k, float(chip.multiprocessors), cover.active)
     shared = (reads_a + reads_b) * row_bytes * active / (chip.l2 * 1e3)
     step = _soft_max(compute, fill, shared)
@@ -329,6 +350,11 @@ def times(batch: Batch, problems: Sequence[tuple[int, int, int]], chip: Chip = H
     start = start + torch.where(batch.split_k > 1, chip.meet, 0.0)
     start = start + torch.where(batch.by_gpc | batch.stream_k, chip.alone, 0.0)
     return (_soft_max(busy, memory, sharpness=chip.overlap) + start) * padding
+
+
+def _straddling(line: Tensor, element_bytes: int, chip: Chip) -> Tensor:
+    """Return what a read costs where lines of so many elements follow each other in memory."""
+    return torch.where(line * element_bytes % arch.CACHE_LINE_BYTES == 0, 1.0, chip.straddle)
 
 
 def predict(config: Sm90Config, problem: tuple[int, int, int], chip: Chip = H100, element_bytes: int = 2) -> float:

@@ -12,7 +12,7 @@ from cutlass_ops.builder import build_many
 from cutlass_ops.config import Config
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.loader import LoadedKernel
-from cutlass_ops.spec import KernelSpec, Operand
+from cutlass_ops.spec import KernelSpec, Major, Operand
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,11 @@ class OpSignature:
     d: Operand
     inputs: tuple[Operand, ...]
     outputs: tuple[Operand, ...]
+
+    @property
+    def majors(self) -> tuple[Major, Major]:
+        """Those of A and B."""
+        return self.a.major, self.b.major
 
     def spec(self, config: Config, target: str | None = None) -> KernelSpec:
         """Return the kernel that serves this signature with a configuration."""

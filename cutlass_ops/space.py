@@ -74,7 +74,8 @@ def ranked(signature: OpSignature, problem: Problem, limit: int, device: Device)
 @lru_cache(maxsize=64)
 def usual(signature: OpSignature) -> Pool:
     """Return the configurations that the model can tell apart, each with the K extent and orientation that is usual."""
-    return Pool(tuple(c for c in configurations(signature) if _is_usual(c, signature.a.dtype.bytes)))
+    configs = tuple(c for c in configurations(signature) if _is_usual(c, signature.a.dtype.bytes))
+    return Pool(configs, signature.majors)
 
 
 def neighbours(signature: OpSignature, config: Sm90Config) -> list[Sm90Config]:

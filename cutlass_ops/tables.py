@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cutlass_ops import legality
+from cutlass_ops import legality, selection
 from cutlass_ops.config import Config, Sm90Config, ThreadblockShape, config_from_json, config_to_json
 from cutlass_ops.errors import ConfigError
 from cutlass_ops.registry import OpSignature
@@ -32,6 +32,9 @@ MAX_KERNELS = 16
 MOST_KERNELS = 96
 
 Problem = tuple[int, int, int]
+
+# How many times what a kernel loses to a peer counts besides what it loses to the best kernel.
+_TO_A_PEER = 3.0
 
 _FIELDS = "format device multiprocessors signature fallback deterministic configs kernels points"
 _MAX_EXTENT = 1 << 40
@@ -173,8 +176,8 @@ class Table:
     def select(self, first: Iterable[Problem] = (), few: int = MAX_KERNELS, most: int = MOST_KERNELS) -> Table:
         """Return the table with the few kernels that together lose least to each point's best.
 
-        Greedy: the next one is always that which helps most. A kernel that was not measured at a point counts there as
-        twice as slow.
+        The first few are such that to exchange one of them would not help; after them, the next one is always the one
+        that helps most. A kernel that was not measured at a point counts there as twice as slow.
 
         Parameters
         ----------
@@ -187,8 +190,8 @@ class Table:
         usable = (replace(p, measured=tuple(m for m in p.measured if self.allows(m.config))) for p in self.points)
         points = [p for p in usable if p.measured]
         preferred = [p for p in points if p.problem in wanted]
-        chosen = _greedy(preferred or points, (), few)
-        return replace(self, kernels=_greedy(points, chosen, most))
+        chosen = selection.chosen([_losses(p) for p in preferred or points], few)
+        return replace(self, kernels=selection.extended([_losses(p) for p in points], chosen, most))
 
     def to_json(self) -> dict[str, Any]:
         """Return the table as plain values; each configuration once, referred to by its place."""
@@ -299,31 +302,19 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _greedy(points: Sequence[Point], chosen: Sequence[Config], limit: int) -> tuple[Config, ...]:
-    """Add kernels to those chosen, the most helpful first."""
-    losses = [_losses(p) for p in points]
-    kept = list(chosen)
-    candidates = [c for c in dict.fromkeys(c for loss in losses for c in loss) if c not in kept]
-    reached = [min([math.log(2.0), *(loss[c] for c in kept if c in loss)]) for loss in losses]
-    while candidates and len(kept) < limit:
-        after = {c: [min(r, loss.get(c, r)) for r, loss in zip(reached, losses, strict=True)] for c in candidates}
-        best = min(candidates, key=lambda c: sum(after[c]))
-        if sum(after[best]) >= sum(reached):
-            break
-        kept.append(best)
-        candidates.remove(best)
-        reached = after[best]
-    return tuple(kept)
-
-
 def _losses(point: Point) -> dict[Config, float]:
-    """Return for each kernel of a point how much it loses to the best of them there, as a logarithm."""
+    """Return for each kernel of a point what it loses to the best of them there, as a logarithm.
+
+    What it loses to a peer counts several times.
+    """
     found: dict[Config, float] = {}
     for m in point.measured:
         kernel = m.config.binary()
         found[kernel] = min(found.get(kernel, math.inf), math.log1p(max(m.behind, 0.0)))
     best = min(found.values())
-    return {kernel: loss - best for kernel, loss in found.items()}
+    peer = min((time for _, time in point.peers), default=math.inf)
+    lead = max(0.0, math.log(peer / point.measured[0].microseconds))
+    return {c: loss - best + _TO_A_PEER * max(0.0, loss - lead) for c, loss in found.items()}
 
 
 def signature_to_json(signature: OpSignature) -> dict[str, Any]:

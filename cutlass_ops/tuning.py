@@ -174,7 +174,8 @@ def _plan(
 
 def _predicted(policy: Policy, problem: Problem, configs: Sequence[Config], device: Device) -> dict[Config, float]:
     """Return configurations' times: by the model, corrected for those that were measured at similar problems."""
-    times = dict(zip(configs, heuristics.Pool(tuple(configs)).times([problem], device)[0].tolist(), strict=True))
+    pool = heuristics.Pool(tuple(configs), policy.signature.majors)
+    times = dict(zip(configs, pool.times([problem], device)[0].tolist(), strict=True))
     corrected = dict(zip(policy.kernels, policy.expected([problem]).times[0].tolist(), strict=True))
     return {c: corrected.get(c, time) for c, time in times.items()}
 
