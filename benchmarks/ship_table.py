@@ -4,14 +4,16 @@
 
 At each shape the best order of tiles of each kernel stays, of the kernels of a pool if one is given; a shape at which
 all kernels lost clearly to a peer goes, as the right one did not race there. The grid's shapes have the measurements of
-sixteen kernels only, which therefore serve them (`evaluate_dispatch.py` says what that loses).
+sixteen kernels only, which therefore serve them (`evaluate_dispatch.py` says what that loses). All kernels are for
+other shapes, where one may win that never did where it was measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -22,8 +24,8 @@ from cutlass_ops import tables
 from cutlass_ops.config import Config, config_from_json
 from cutlass_ops.tables import Measured, Point, Table
 
-# How many kernels are chosen for the grid, and how many there are in all.
-FEW, MOST = 16, 96
+# How many kernels are chosen for the grid.
+FEW = 16
 # A peer's time over the winner's, below which a shape says nothing.
 WORTH = 0.85
 
@@ -46,6 +48,12 @@ def best_orders(point: Point, pool: Collection[Config]) -> Point:
     )
 
 
+def _by_use(points: Iterable[Point]) -> list[Config]:
+    """Return all kernels, that which was measured most often first."""
+    uses = Counter(m.config.binary() for p in points for m in p.measured)
+    return [config for config, _ in uses.most_common()]
+
+
 def ratio(point: Point) -> float:
     """Return the best peer's time over the winner's."""
     return min(time for _, time in point.peers) / point.measured[0].microseconds
@@ -62,7 +70,9 @@ def main() -> None:
     pool = set(map(config_from_json, json.loads(args.pool.read_text()))) if args.pool else set()
     points = tuple(best_orders(p, pool) for p in table.points)
     points = tuple(p for p in points if p.measured and ratio(p) >= WORTH)
-    chosen = replace(table, points=points).select(first=shapes.GRID, few=FEW, most=MOST)
+    everything = {m.config.binary() for p in points for m in p.measured}
+    chosen = replace(table, points=points).select(first=shapes.GRID, few=FEW, most=len(everything))
+    chosen = replace(chosen, kernels=tuple(dict.fromkeys([*chosen.kernels, *_by_use(points)])))
     few = set(chosen.kernels[:FEW])
     before = chosen.points
     points = tuple(best_orders(p, few) if p.problem in shapes.GRID else p for p in before)

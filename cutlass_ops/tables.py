@@ -29,7 +29,7 @@ from cutlass_ops.spec import KernelSpec
 FORMAT = 2
 # Kernels of a signature: so many for the problems that matter most, and so many in all.
 MAX_KERNELS = 16
-MOST_KERNELS = 96
+MOST_KERNELS = 192
 
 Problem = tuple[int, int, int]
 

@@ -153,11 +153,13 @@ def _plan(
     """Plan for one signature, given the configurations around which to look at each problem."""
     policy = dispatch.policy(signature, device)
     pool = [c for c in effort.pool if not legality.check(heuristics.spec(signature, c, device))]
-    predicted = {}
+    among: dict[tuple[Config, ...], list[Problem]] = {}
     for problem, centres in problems.items():
         configs = pool or _considered(policy, problem, centres, device)
-        allowed = [c for c in configs if c.whole_k or not deterministic]
-        predicted[problem] = _predicted(policy, problem, allowed, device)
+        among.setdefault(tuple(c for c in configs if c.whole_k or not deterministic), []).append(problem)
+    predicted: dict[Problem, dict[Config, float]] = {}
+    for allowed, each in among.items():
+        predicted |= _predicted(policy, each, allowed, device)
     kept = set(_cover(predicted, effort.kernels))
     tasks = []
     for problem, times in predicted.items():
@@ -172,12 +174,16 @@ def _plan(
     return tasks
 
 
-def _predicted(policy: Policy, problem: Problem, configs: Sequence[Config], device: Device) -> dict[Config, float]:
+def _predicted(
+    policy: Policy, problems: Sequence[Problem], configs: tuple[Config, ...], device: Device
+) -> dict[Problem, dict[Config, float]]:
     """Return configurations' times: by the model, corrected for those that were measured at similar problems."""
-    pool = heuristics.Pool(tuple(configs), policy.signature.majors)
-    times = dict(zip(configs, pool.times([problem], device)[0].tolist(), strict=True))
-    corrected = dict(zip(policy.kernels, policy.expected([problem]).times[0].tolist(), strict=True))
-    return {c: corrected.get(c, time) for c, time in times.items()}
+    times = heuristics.Pool(configs, policy.signature.majors).times(problems, device)
+    places = {c: at for at, c in enumerate(policy.kernels)}
+    known = [at for at, c in enumerate(configs) if c in places]
+    if known:
+        times[:, known] = policy.expected(problems).times[:, [places[configs[at]] for at in known]]
+    return {p: dict(zip(configs, row, strict=True)) for p, row in zip(problems, times.tolist(), strict=True)}
 
 
 def _orders(config: Config, problem: Problem, device: Device) -> list[Config]:
