@@ -247,7 +247,7 @@ def test_more_work_is_never_predicted_to_be_much_faster(config, side):
         shape = [4096, 4096, 4096]
         shape[side] = extent
         times.append(heuristics.predict(config, tuple(shape), H100))
-    assert all(later >= 0.95 * earlier for earlier, later in itertools.pairwise(times))
+    assert all(later >= 0.9 * earlier for earlier, later in itertools.pairwise(times))
 
 
 @pytest.mark.parametrize("shape", [(64, 8_400_000, 64), (1, 16_800_000, 8), (8_388_608, 16, 1024)])
