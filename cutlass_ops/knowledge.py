@@ -24,6 +24,8 @@ SOURCES: tuple[Source, ...] = ("model", "interpolated", "measured")
 _REACH = (0.6, 0.6, 1.3)
 _PRIOR = 1.0
 _EXPONENT = -0.5 / math.log(2)  # of a normal distribution, to the base 2
+# Measurements that are no further apart say nothing: what differs is noise.
+_NOISE = 0.005
 # How much must have been measured nearby for a time to be more than the model's word.
 _NEAR = 0.5
 
@@ -152,14 +154,22 @@ class Knowledge:
         return Expected(times, sources, by_gpc)
 
     def ranked(self, problem: Problem, among: Iterable[Config], count: int | None = None) -> list[Candidate]:
-        """Return the first candidates for a problem, the best first; where some of them were measured, only these."""
+        """Return the first candidates for a problem, the best first; where some of them were measured, only these.
+
+        Of long kernels that were measured to be equally fast, the one with the largest tile comes first: it reads least
+        for each product and so draws least power, which is what then sets the clock.
+        """
         places = [self._index[c] for c in among]
         known = self.expected([problem])
         times, sources = known.times[0, places], known.sources[0, places]
         measured = sources == SOURCES.index("measured")
         wanted = measured.nonzero()[:, 0] if bool(measured.any()) else torch.arange(len(places))
-        wanted = wanted[times[wanted].argsort(stable=True)][:count]
-        return [self._candidate(problem, places[at], known) for at in wanted.tolist()]
+        wanted = wanted[times[wanted].argsort(stable=True)]
+        if bool(measured.any()) and times[wanted[0]] > self.device.chip.throttle_after:
+            equal = int((times[wanted] <= times[wanted[0]] * (1 + _NOISE)).sum())
+            reads = torch.tensor([_reads(self.pool.configs[places[at]]) for at in wanted[:equal].tolist()])
+            wanted = torch.cat([wanted[:equal][reads.argsort(stable=True)], wanted[equal:]])
+        return [self._candidate(problem, places[at], known) for at in wanted[:count].tolist()]
 
     def _candidate(self, problem: Problem, place: int, known: Expected) -> Candidate:
         config, source = self.pool.configs[place], SOURCES[int(known.sources[0, place])]
@@ -172,6 +182,12 @@ class Knowledge:
     @cached_property
     def _index(self) -> dict[Config, int]:
         return {c: at for at, c in enumerate(self.pool.configs)}
+
+
+def _reads(config: Config) -> float:
+    """Return the elements of A and B that a tile reads for each product."""
+    tile = config.threadblock
+    return 1 / tile.m + 1 / tile.n
 
 
 def _measurements(table: Table, kernels: Collection[Config]) -> dict[Problem, dict[Config, Candidate]]:

@@ -108,6 +108,14 @@ def test_what_the_user_measured_is_taken_with_its_order_of_tiles():
 
 
 @pytest.mark.parametrize(
+    ("microseconds", "behind", "first"), [(200.0, 0.004, FAST), (200.0, 0.006, SLOW), (20.0, 0.004, SLOW)]
+)
+def test_of_long_kernels_that_are_equally_fast_the_one_with_the_largest_tile_is_taken(microseconds, behind, first):
+    user_table(Measured(SLOW, microseconds, 0.0), Measured(FAST, microseconds * (1 + behind), behind))
+    assert dispatch.policy(signature(), H100).choose(ODD).config.binary() == first.binary()
+
+
+@pytest.mark.parametrize(
     ("allowed", "peer", "expected"), [(True, 9.0, "eager"), (True, 9.95, None), (True, 11.0, None), (False, 5.0, None)]
 )
 def test_a_peer_is_taken_only_where_it_was_clearly_faster_and_that_is_allowed(allowed, peer, expected):
