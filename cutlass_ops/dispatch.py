@@ -39,6 +39,8 @@ _ROWS = tuple(_rows())
 # Kernels are kept for a weight until no number of rows would be so much faster with another.
 _SLACK = {"measured": 0.015, "interpolated": 0.03, "model": 0.03}
 
+_LEAST = 1e-3
+
 # A peer is faster where it takes less than this part of the best kernel's time.
 _CLEARLY = 0.99
 
@@ -145,7 +147,8 @@ def kept(policy: Policy, n: int, k: int) -> tuple[Config, ...]:
     reached = torch.ones_like(best)
     while bool((reached > slack).any()):
         after = torch.minimum(reached[:, None], losses)
-        left = (after - slack[:, None]).clamp(min=0).sum(0)
+        # Among kernels that leave nothing to be desired, the faster one.
+        left = (after - slack[:, None]).clamp(min=0).sum(0) + _LEAST * after.sum(0)
         left[chosen] = torch.inf
         chosen.append(int(left.argmin()))
         reached = after[:, chosen[-1]]

@@ -136,7 +136,7 @@ class Knowledge:
         """Return what a table says of those kernels of a pool that it is about."""
         if table is None:
             return cls(pool, device, {}, _notes({}, pool, device))
-        measured = _measurements(table, kernels)
+        measured = {p: _ranked(found, device) for p, found in _measurements(table, kernels).items()}
         # The model was off by so much for the operands that were measured, whose lines in memory may be others.
         there = replace(pool, majors=table.signature.majors)
         return cls(pool, device, measured, _notes(measured, there, device))
@@ -154,22 +154,14 @@ class Knowledge:
         return Expected(times, sources, by_gpc)
 
     def ranked(self, problem: Problem, among: Iterable[Config], count: int | None = None) -> list[Candidate]:
-        """Return the first candidates for a problem, the best first; where some of them were measured, only these.
-
-        Of long kernels that were measured to be equally fast, the one with the largest tile comes first: it reads least
-        for each product and so draws least power, which is what then sets the clock.
-        """
+        """Return the first candidates for a problem, the best first; where some of them were measured, only these."""
         places = [self._index[c] for c in among]
         known = self.expected([problem])
         times, sources = known.times[0, places], known.sources[0, places]
         measured = sources == SOURCES.index("measured")
         wanted = measured.nonzero()[:, 0] if bool(measured.any()) else torch.arange(len(places))
-        wanted = wanted[times[wanted].argsort(stable=True)]
-        if bool(measured.any()) and times[wanted[0]] > self.device.chip.throttle_after:
-            equal = int((times[wanted] <= times[wanted[0]] * (1 + _NOISE)).sum())
-            reads = torch.tensor([_reads(self.pool.configs[places[at]]) for at in wanted[:equal].tolist()])
-            wanted = torch.cat([wanted[:equal][reads.argsort(stable=True)], wanted[equal:]])
-        return [self._candidate(problem, places[at], known) for at in wanted[:count].tolist()]
+        wanted = wanted[times[wanted].argsort(stable=True)][:count]
+        return [self._candidate(problem, places[at], known) for at in wanted.tolist()]
 
     def _candidate(self, problem: Problem, place: int, known: Expected) -> Candidate:
         config, source = self.pool.configs[place], SOURCES[int(known.sources[0, place])]
@@ -205,6 +197,19 @@ def _measurements(table: Table, kernels: Collection[Config]) -> dict[Problem, di
                 # Medians of a race that was left early are of a cooler chip; ratios within a round are not.
                 here[kernel] = Candidate(m.config, point.measured[0].microseconds * (1 + m.behind), "measured")
     return found
+
+
+def _ranked(measured: Mapping[Config, Candidate], device: Device) -> dict[Config, Candidate]:
+    """Return measurements such that of long kernels that are equally fast the one with the largest tile comes first.
+
+    It reads least for each product and so draws least power, which sets the clock of long kernels. They exchange times.
+    """
+    times = sorted(c.microseconds for c in measured.values())
+    if not times or times[0] <= device.chip.throttle_after:
+        return dict(measured)
+    equal = [kernel for kernel, c in measured.items() if c.microseconds <= times[0] * (1 + _NOISE)]
+    equal.sort(key=_reads)
+    return {**measured, **{k: replace(measured[k], microseconds=us) for k, us in zip(equal, times, strict=False)}}
 
 
 def _notes(measured: Mapping[Problem, Mapping[Config, Candidate]], pool: Pool, device: Device) -> Notes:
