@@ -64,7 +64,7 @@ def main() -> None:
     device = Device((9, 0), table.multiprocessors, table.device)
     configs = tuple(dict.fromkeys([*table.kernels, *space.usual(table.signature).configs]))
     problems = [*shapes.TUNING, *shapes.drawn(seed=3, count=args.drawn)]
-    times = Pool(configs, table.signature.majors).times(problems, device)
+    times = Pool.of(configs, table.signature).times(problems, device)
     losses = (times / times.min(1, keepdim=True).values).log()
     chosen = choose(losses, len(table.kernels), args.count)
     for count in sorted({*range(16, len(chosen) + 1, 16), len(table.kernels), len(chosen)}):

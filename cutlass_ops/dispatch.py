@@ -86,9 +86,7 @@ class Policy:
         kernels = tuple(dict.fromkeys(c for c in legal.values() if c is not None))
         # What was measured counts for a kernel itself, not for the form of it that had to be taken instead.
         same = {c for c, found in legal.items() if found == c}
-        return cls(
-            signature, device, kernels, table, Knowledge.of(table, same, Pool(kernels, signature.majors), device)
-        )
+        return cls(signature, device, kernels, table, Knowledge.of(table, same, Pool.of(kernels, signature), device))
 
     @property
     def borrowed(self) -> bool:
@@ -204,7 +202,8 @@ def policy(signature: OpSignature, device: Device) -> Policy:
         if found.kernels:
             return found
     narrow = min(signature.a.alignment, signature.b.alignment) == 1
-    return Policy.of(own, signature, device, allowed(heuristics.SM80_UNALIGNED if narrow else heuristics.SM80))
+    usual = heuristics.SM80_UNALIGNED if narrow else heuristics.SM80
+    return Policy.of(own, signature, device, allowed([*(own.kernels if own else ()), *usual]))
 
 
 def _own(signature: OpSignature, device: Device) -> Table | None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from cutlass_ops import arch, model
+from cutlass_ops import arch, model, model_sm80
 from cutlass_ops.config import Config, Raster, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
 from cutlass_ops.registry import OpSignature
+from cutlass_ops.rules import SWIZZLES
 from cutlass_ops.spec import KernelSpec, Major
 
 Problem = tuple[int, int, int]
@@ -52,34 +53,26 @@ def spec(signature: OpSignature, config: Config, device: Device) -> KernelSpec:
 # ---- Time --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Sm80Costs:
-    """Constants of an Sm80 configuration: microseconds for a K step of a wave of tiles, and for a tile besides.
-
-    Once both A and B exceed the L2 cache, small tiles read them more often: a factor on the time.
-    """
-
-    step: float
-    tile: float
-    beyond_l2: float = 1.0
+def _sm80(m: int, n: int, k: int, warp_m: int, warp_n: int, stages: int, stream_k: bool = False) -> Sm80Config:
+    warp = WarpShape(warp_m, warp_n, k)
+    return Sm80Config(ThreadblockShape(m, n, k), warp, stages=stages, stream_k=stream_k)
 
 
-def _sm80(m: int, n: int, warp_m: int, warp_n: int, stages: int) -> Sm80Config:
-    return Sm80Config(
-        threadblock=ThreadblockShape(m, n, 32), warp=WarpShape(warp_m, warp_n, 32), stages=stages, swizzle=1
-    )
-
-
-_SMALL, _LARGE = _sm80(64, 64, 32, 32, 5), _sm80(128, 128, 64, 64, 4)
-SM80 = (_SMALL, _LARGE)
+# What is chosen from where nothing was tuned, small tiles to large ones.
+SM80 = (
+    *(_sm80(64, 32, 64, 32, 32, 5), _sm80(32, 128, 64, 32, 32, 3), _sm80(64, 64, 64, 32, 32, 5)),
+    *(_sm80(64, 128, 32, 32, 64, 5), _sm80(128, 64, 32, 64, 32, 5), _sm80(128, 128, 32, 64, 64, 4)),
+    *(_sm80(128, 256, 32, 64, 64, 3), _sm80(256, 128, 32, 64, 64, 3)),
+    *(_sm80(128, 128, 32, 64, 64, 3, True), _sm80(256, 128, 32, 64, 64, 3, True)),
+)
 # Operands aligned to less than 4 bytes cannot use cp.async: two stages, through registers.
-SM80_UNALIGNED = tuple(replace(c, stages=2) for c in SM80)
+SM80_UNALIGNED = (
+    *(_sm80(64, 64, 64, 32, 32, 2), _sm80(32, 128, 64, 32, 32, 2), _sm80(64, 64, 32, 32, 32, 2)),
+    *(_sm80(128, 128, 64, 64, 32, 2), _sm80(128, 128, 32, 64, 64, 2), _sm80(256, 128, 32, 64, 64, 2)),
+    *(_sm80(128, 128, 32, 64, 64, 2, True), _sm80(256, 128, 32, 64, 64, 2, True)),
+)
 
-_SM80_COSTS = {_SMALL.threadblock: _Sm80Costs(0.13, 2.0, 1.3), _LARGE.threadblock: _Sm80Costs(0.36, 3.0)}
-_L2_BYTES = 50e6
 _KEPT_BYTES = 40e6  # an operand up to this size stays in the L2 cache while another streams by
-_BANDWIDTH = 2.9e6  # bytes a microsecond
-_LAUNCH = 3.0  # microseconds from one kernel to the next, with the first loads
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,10 +85,18 @@ class Pool:
         All Sm90 or all Sm80.
     majors : tuple of {"row", "col"}
         Those of A and B.
+    alignment : int
+        Elements to which their lines are aligned.
     """
 
     configs: tuple[Config, ...]
     majors: tuple[Major, Major] = ("row", "col")
+    alignment: int = 8
+
+    @classmethod
+    def of(cls, configs: Iterable[Config], signature: OpSignature) -> Pool:
+        """Return configurations that serve a signature."""
+        return cls(tuple(configs), signature.majors, min(signature.a.alignment, signature.b.alignment))
 
     @property
     def _lines(self) -> tuple[model.Extent, model.Extent]:
@@ -132,7 +133,8 @@ class Pool:
             usual, by_gpc = self._times_by_order(problems, device)
             return torch.minimum(usual, by_gpc), by_gpc < usual
         sm80 = [c for c in self.configs if isinstance(c, Sm80Config)]
-        found = [[_predict_sm80(c, p, device.multiprocessors) for c in sm80] for p in problems]
+        many = device.multiprocessors
+        found = [[model_sm80.predict(c, p, many, self.alignment) for c in sm80] for p in problems]
         times = torch.tensor(found, dtype=torch.float64).reshape(len(problems), len(sm80))
         return times, torch.zeros_like(times, dtype=torch.bool)
 
@@ -169,22 +171,6 @@ def predict(config: Config, problem: Problem, device: Device) -> float:
     return float(Pool((config,)).times([problem], device))
 
 
-def _predict_sm80(config: Sm80Config, problem: Problem, multiprocessors: int) -> float:
-    m, n, k = problem
-    tile = config.threadblock
-    costs = _SM80_COSTS[tile]
-    rows, columns = _ceil(m, tile.m), _ceil(n, tile.n)
-    waves = _ceil(rows * columns, multiprocessors)
-    time = _LAUNCH + waves * (_ceil(k, tile.k) * costs.step + costs.tile)
-    if 2 * min(m * k, k * n) > _L2_BYTES:
-        time *= costs.beyond_l2
-    # Each row of tiles reads B again, most of it from the L2 cache.
-    rereads = 1 + 0.05 * (min(rows, 5) - 1)
-    floor = 2 * (m * k + k * n * rereads + m * n) / _BANDWIDTH + _LAUNCH
-    # Among kernels that all wait for memory, the one with the least padding wins.
-    return max(time, floor) * (1 + 0.02 * (rows * tile.m / m - 1))
-
-
 # ---- Order of tiles ----------------------------------------------------------------------------------------------
 
 
@@ -219,6 +205,8 @@ def _reads_again(elements: int, strips: int) -> float:
 
 def orders(config: Config, problem: Problem, device: Device) -> list[Config]:
     """Return a configuration with every order of its tiles that is worth measuring at a problem."""
+    if isinstance(config, Sm80Config) and not config.stream_k:
+        return [replace(config, swizzle=swizzle) for swizzle in SWIZZLES]
     if not isinstance(config, Sm90Config) or not config.ordered:
         return []
     usual = [

@@ -137,9 +137,10 @@ class Knowledge:
         if table is None:
             return cls(pool, device, {}, _notes({}, pool, device))
         measured = {p: _ranked(found, device) for p, found in _measurements(table, kernels).items()}
-        # The model was off by so much for the operands that were measured, whose lines in memory may be others.
+        # Operands of other majors take other times, but the model is off by as much.
         there = replace(pool, majors=table.signature.majors)
-        return cls(pool, device, measured, _notes(measured, there, device))
+        same = table.signature.majors == pool.majors
+        return cls(pool, device, measured if same else {}, _notes(measured, there, device))
 
     def expected(self, problems: Sequence[Problem]) -> Expected:
         """Return what is known of every kernel at some problems."""

@@ -318,7 +318,9 @@ def times(
     operands = (64 + batch.wgmma_n) * arch.WGMMA_K_BYTES / _SHARED_BYTES_PER_CLOCK
     compute = instructions * torch.maximum(products, operands) / (chip.clock * 1e3)
     row_bytes = batch.tile_k * element_bytes
-    fill = (batch.tile_m + batch.tile_n) * row_bytes / (chip.fill * 1e3)
+    rows_a = batch.tile_m * _rows(batch.tile_m, lines[0], element_bytes)
+    rows_b = batch.tile_n * _rows(batch.tile_n, lines[1], element_bytes)
+    fill = (rows_a + rows_b) * row_bytes / (chip.fill * 1e3)
     # A tile of A is multicast to the blocks of a cluster along N, one of B to those along M. Without a multicast, a GPC
     # that takes a run of tiles reads it once for several.
     merge = torch.where(batch.by_gpc, chip.merge, 1.0)
@@ -350,6 +352,19 @@ def times(
     start = start + torch.where(batch.split_k > 1, chip.meet, 0.0)
     start = start + torch.where(batch.by_gpc | batch.stream_k, chip.alone, 0.0)
     return (_soft_max(busy, memory, sharpness=chip.overlap) + start) * padding
+
+
+def _rows(extent: Tensor, line: Extent, element_bytes: int) -> Tensor:
+    """Return how many times more rows an operand's tile is copied in than in rows of 128 bytes.
+
+    Where its lines in memory have its own extent and not K, a row is as wide as a swizzled layout that divides it: a
+    tile of 176 columns goes in rows of 16.
+    """
+    if line == "k":
+        return torch.ones_like(extent)
+    widest = arch.SWIZZLE_BYTES / element_bytes
+    narrower = [torch.where(extent % (widest / times) == 0, times, math.inf) for times in (1.0, 2.0, 4.0, 8.0)]
+    return torch.stack(narrower).min(0).values
 
 
 def _straddling(line: Tensor, element_bytes: int, chip: Chip) -> Tensor:

@@ -1,4 +1,4 @@
-"""Every Sm90 configuration that is legal for a signature, and those worth compiling for a problem."""
+"""Every configuration that is legal for a signature, and those worth compiling for a problem."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from functools import lru_cache
 from itertools import product
 
 from cutlass_ops import arch, legality, model
-from cutlass_ops.config import ClusterShape, Schedule, Sm90Config, ThreadblockShape
-from cutlass_ops.heuristics import Device, Pool, Problem
+from cutlass_ops.config import ClusterShape, Config, Schedule, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
+from cutlass_ops.heuristics import Device, Pool, Problem, spec
 from cutlass_ops.registry import OpSignature
 
 _TILES_M: dict[Schedule, tuple[int, ...]] = {
     "warp_specialized": (64, 128),
-    "pingpong": (64, 128),
+    "pingpong": (64, 128, 192),
     "cooperative": (128, 192, 256),
 }
 _SIDES = {m for each in _TILES_M.values() for m in each}
@@ -25,10 +25,16 @@ _SPLITS = (2, 4, 8)
 _SPLIT_CLUSTERS = ((1, 1), (2, 1), (1, 2))
 _CLUSTERS = ((1, 1), (2, 1), (1, 2), (4, 1), (1, 4), (2, 2), (4, 2), (2, 4))
 
+_SM80_SIDES = (32, 64, 128, 256)
+_SM80_TILES_K = (32, 64)
+_SM80_WARP_SIDES = (32, 64)
+_SM80_STAGES = (2, 3, 4, 5, 6)
+_SM80_WARPS = (1, 2, 4, 8)
+
 
 @lru_cache(maxsize=64)
 def configurations(signature: OpSignature) -> tuple[Sm90Config, ...]:
-    """Return every legal configuration: schedules, tiles, clusters, both orientations, whole tiles and split ones.
+    """Return every legal configuration of Sm90: schedules, tiles, clusters, both orientations, whole and split tiles.
 
     Stages are the most that fit. Raster order and swizzle are launch arguments and no part of it.
     """
@@ -49,7 +55,25 @@ def _all() -> Iterator[Sm90Config]:
                 yield from (replace(config, split_k=blocks) for blocks in _SPLITS)
 
 
-def ranked(signature: OpSignature, problem: Problem, limit: int, device: Device) -> list[Sm90Config]:
+@lru_cache(maxsize=64)
+def sm80_configurations(signature: OpSignature, device: Device) -> tuple[Sm80Config, ...]:
+    """Return every legal configuration of Sm80: tiles, warps' tiles, stages, whole tiles and stream-K.
+
+    The swizzle is a launch argument and no part of it.
+    """
+    return tuple(c for c in _all_sm80() if not legality.check(spec(signature, c, device)))
+
+
+def _all_sm80() -> Iterator[Sm80Config]:
+    for m, n, k, stages in product(_SM80_SIDES, _SM80_SIDES, _SM80_TILES_K, _SM80_STAGES):
+        for warp_m, warp_n in product(_SM80_WARP_SIDES, _SM80_WARP_SIDES):
+            config = Sm80Config(ThreadblockShape(m, n, k), WarpShape(warp_m, warp_n, k), stages=stages)
+            if config.warps in _SM80_WARPS:
+                yield config
+                yield replace(config, stream_k=True)
+
+
+def ranked(signature: OpSignature, problem: Problem, limit: int, device: Device) -> list[Config]:
     """Return the configurations that the model puts first for a problem, fastest first.
 
     The model does not see what a tile's K extent does, nor the orientation of a large tile: of those that differ in
@@ -66,33 +90,53 @@ def ranked(signature: OpSignature, problem: Problem, limit: int, device: Device)
     device : Device
         Where they run.
     """
-    pool = usual(signature)
+    pool = _pool(signature, device)
     times = pool.times([problem], device)[0]
     return [pool.configs[at] for at in times.argsort(stable=True)[:limit] if times[at].isfinite()]
 
 
 @lru_cache(maxsize=64)
+def _pool(signature: OpSignature, device: Device) -> Pool:
+    """Return what serves a signature on a device: kernels of Sm90, if there are any."""
+    if device.capability == (9, 0) and signature.a.aligned and signature.b.aligned:
+        pool = usual(signature)
+        if pool.configs:
+            return pool
+    return Pool.of(sm80_configurations(signature, device), signature)
+
+
+@lru_cache(maxsize=64)
 def usual(signature: OpSignature) -> Pool:
-    """Return the configurations that the model can tell apart, each with the K extent and orientation that is usual."""
-    configs = tuple(c for c in configurations(signature) if _is_usual(c, signature.a.dtype.bytes))
-    return Pool(configs, signature.majors)
+    """Return the configurations of Sm90 that the model can tell apart, each with the usual K extent and orientation."""
+    return Pool.of((c for c in configurations(signature) if _is_usual(c, signature.a.dtype.bytes)), signature)
 
 
-def neighbours(signature: OpSignature, config: Sm90Config) -> list[Sm90Config]:
-    """Return the legal configurations one step away: another K extent, cluster, schedule or orientation, or N ± 16."""
-    mine = config.threadblock
-    tile, cluster = model.along_problem(config)
+def neighbours(signature: OpSignature, config: Config, device: Device) -> list[Config]:
+    """Return the legal configurations one step away.
 
-    def near(c: Sm90Config) -> bool:
-        its = c.threadblock
-        if replace(c, threadblock=replace(its, n=mine.n)) == config:
-            return abs(mine.n - its.n) <= 16
-        its_tile, its_cluster = model.along_problem(c)
-        kind = (c.schedule, c.scheduler, c.split_k) != (config.schedule, config.scheduler, config.split_k)
-        changes = (its.k != mine.k) + kind + (its_cluster != cluster)
-        return its_tile == tile and changes <= 1
+    Of Sm90: another K extent, cluster, schedule or orientation, or N ± 16. Of Sm80: another side of the tile, its K
+    extent, the warps' tile, stages, or stream-K.
+    """
+    if isinstance(config, Sm80Config):
+        return [c for c in sm80_configurations(signature, device) if c != config and _near_sm80(c, config)]
+    return [c for c in configurations(signature) if c != config and _near(c, config)]
 
-    return [c for c in configurations(signature) if c != config and near(c)]
+
+def _near(one: Sm90Config, other: Sm90Config) -> bool:
+    its, mine = one.threadblock, other.threadblock
+    if replace(one, threadblock=replace(its, n=mine.n)) == other:
+        return abs(mine.n - its.n) <= 16
+    tiles, clusters = zip(model.along_problem(one), model.along_problem(other), strict=True)
+    kinds = ((c.schedule, c.scheduler, c.split_k) for c in (one, other))
+    changes = (its.k != mine.k) + (len(set(kinds)) > 1) + (len(set(clusters)) > 1)
+    return len(set(tiles)) == 1 and changes <= 1
+
+
+def _near_sm80(one: Sm80Config, other: Sm80Config) -> bool:
+    def features(c: Sm80Config) -> tuple[object, ...]:
+        return c.threadblock.m, c.threadblock.n, c.threadblock.k, (c.warp.m, c.warp.n), c.stages, c.stream_k
+
+    return sum(x != y for x, y in zip(features(one), features(other), strict=True)) == 1
 
 
 def _is_usual(config: Sm90Config, element_bytes: int) -> bool:

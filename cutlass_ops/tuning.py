@@ -138,14 +138,13 @@ def plan(
     return tasks
 
 
-def _centres(measured: Sequence[Config]) -> list[Sm90Config]:
-    kernels = [c for c in dict.fromkeys(measured) if isinstance(c, Sm90Config)]
-    return kernels[:_CENTRES]
+def _centres(measured: Sequence[Config]) -> list[Config]:
+    return list(dict.fromkeys(measured))[:_CENTRES]
 
 
 def _plan(
     signature: OpSignature,
-    problems: Mapping[Problem, Sequence[Sm90Config]],
+    problems: Mapping[Problem, Sequence[Config]],
     device: Device,
     effort: Effort,
     deterministic: bool,
@@ -178,7 +177,7 @@ def _predicted(
     policy: Policy, problems: Sequence[Problem], configs: tuple[Config, ...], device: Device
 ) -> dict[Problem, dict[Config, float]]:
     """Return configurations' times: by the model, corrected for those that were measured at similar problems."""
-    times = heuristics.Pool(configs, policy.signature.majors).times(problems, device)
+    times = heuristics.Pool.of(configs, policy.signature).times(problems, device)
     places = {c: at for at, c in enumerate(policy.kernels)}
     known = [at for at, c in enumerate(configs) if c in places]
     if known:
@@ -191,14 +190,12 @@ def _orders(config: Config, problem: Problem, device: Device) -> list[Config]:
     return [heuristics.with_order(config, problem), *heuristics.orders_by_gpc(config, problem, device)[:1]]
 
 
-def _considered(policy: Policy, problem: Problem, centres: Sequence[Sm90Config], device: Device) -> list[Config]:
+def _considered(policy: Policy, problem: Problem, centres: Sequence[Config], device: Device) -> list[Config]:
     """Return what may be worth measuring at a problem, and what would be picked now."""
     usual = policy.kernels
-    if not any(isinstance(c, Sm90Config) for c in usual):
-        return list(usual)
     if not centres:
         return list(dict.fromkeys([*space.ranked(policy.signature, problem, _CONSIDERED, device), *usual]))
-    around = [c for centre in centres for c in (centre, *space.neighbours(policy.signature, centre))]
+    around = [c for centre in centres for c in (centre, *space.neighbours(policy.signature, centre, device))]
     return list(dict.fromkeys([*around, *usual]))
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from signatures import A100, H100, signature, statistics
 
-from cutlass_ops import _resources, builtin, dispatch, heuristics, legality, tables
+from cutlass_ops import _resources, builtin, dispatch, heuristics, legality, model, tables
 from cutlass_ops.config import ClusterShape, Sm80Config, Sm90Config, ThreadblockShape
 from cutlass_ops.heuristics import Device
 from cutlass_ops.tables import Measured, Point, Table
@@ -240,6 +240,17 @@ def test_few_rows_go_on_the_narrow_side_of_the_instruction(m, n, k):
     assert config.swap_ab
     # A much wider tile would multiply rows that are not there.
     assert spec.config.threadblock.n <= max(16, 2 * m)
+
+
+@pytest.mark.parametrize(("a", "b"), MAJORS)
+@pytest.mark.parametrize("shape", [(8192, 4096, 4096), (4096, 28672, 4096), (256, 4096, 14336), (64, 4096, 14336)])
+def test_tiles_whose_adjacent_elements_are_many_are_copied_in_wide_rows(a, b, shape):
+    """Even where they were measured for other majors, tiles of 144, 176 or 200 would be copied in rows of 16 or 8."""
+    tile, _ = model.along_problem(chosen(shape, signature(majors=(a, b)))[0].config)
+    if a == "col" and shape[0] > 64:
+        assert tile[0] % 32 == 0
+    if b == "row":
+        assert tile[1] % 32 == 0
 
 
 @pytest.mark.parametrize("m", [512, 4096, 8192])

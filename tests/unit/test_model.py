@@ -133,3 +133,28 @@ def test_no_ranked_grid_is_larger_than_the_hardware_allows(shape):
         tile, cluster = model.along_problem(of)
         extents = [-(-extent // (t * c)) * c for extent, t, c in zip(shape, tile, cluster, strict=False)]
         assert of.schedule != "warp_specialized" or extents[not of.swap_ab] <= 65535
+
+
+# ---- Operands' lines in memory -----------------------------------------------------------------------------------
+
+
+def time_of(slug, problem, a="k", b="k"):
+    return model.times(model.Batch.of([config(slug)]), [problem], lines=(a, b)).item()
+
+
+@pytest.mark.parametrize(("columns", "times"), [(192, 1.0), (160, 1.0), (176, 1.3), (200, 1.5)])
+def test_a_tile_is_copied_in_rows_as_wide_as_divide_it_where_its_columns_are_adjacent(columns, times):
+    """Measured: 128x176 takes 1.45 times as long with a row-major B, and 128x200 2.2 times (benchmarks/NOTES.md)."""
+    slug, problem = f"sm90_128x{columns}x64_2x1_pp", (4096, 28672, 4096)
+    ratio = time_of(slug, problem, b="n") / time_of(slug, problem)
+    assert ratio == pytest.approx(1.0, abs=0.07) if times == 1.0 else ratio > times
+    # Swapped, it is the rows of A that lie there.
+    assert time_of(f"{slug}_swap", problem, a="m") / time_of(f"{slug}_swap", problem) == pytest.approx(ratio, rel=0.1)
+
+
+def test_lines_that_begin_between_the_caches_lines_cost_most_where_least_is_read_twice():
+    narrow, wide = "sm90_64x256x64_1x1_pp", "sm90_256x128x64_1x2_coop_swap"
+    losses = [time_of(s, (1024, 4096, 1000)) / time_of(s, (1024, 4096, 1024)) for s in (narrow, wide)]
+    assert losses[0] > 1.3 > 1.2 > losses[1]
+    # Lines along N: it is N that counts.
+    assert time_of(narrow, (1024, 4096, 1000), "m", "n") < 1.05 * time_of(narrow, (1024, 4096, 1024), "m", "n")

@@ -139,7 +139,7 @@ def test_a_refinement_looks_around_what_was_best(place, chip):
 
 def test_neighbours_are_one_step_away():
     centre = Sm90Config(ThreadblockShape(128, 128, 64), ClusterShape(2, 1))
-    found = space.neighbours(signature(), centre)
+    found = space.neighbours(signature(), centre, H100)
     assert replace(centre, threadblock=ThreadblockShape(128, 144, 64)) in found
     assert replace(centre, threadblock=ThreadblockShape(128, 128, 128)) in found
     assert replace(centre, schedule="cooperative") in found
