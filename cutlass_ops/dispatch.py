@@ -37,7 +37,7 @@ def _rows() -> Iterator[int]:
 
 _ROWS = tuple(_rows())
 # Kernels are kept for a weight until no number of rows would be so much faster with another.
-_SLACK = {"measured": 0.015, "interpolated": 0.03, "model": 0.03}
+_SLACK = {"measured": 0.004, "interpolated": 0.03, "model": 0.03}
 
 _LEAST = 1e-3
 

@@ -1,0 +1,110 @@
+"""Times Sm80 kernels at problems that TMA cannot load: raw data for their cost model.
+
+    python benchmarks/sweep_sm80.py --out benchmarks/results/sweep_sm80_h100.json
+
+Bias + ReLU, BF16, A row-major and B column-major, lines of 4097 elements (aligned to one) and of 4098 (to two). Each
+row: {"alignment", "m", "n", "k", "peer_ms", "times": {slug: ms}}; the peer is cuBLASLt's fused bias + ReLU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import bench_gemm
+import harness
+import torch
+
+from cutlass_ops import heuristics, legality, ops
+from cutlass_ops.call import device_of
+from cutlass_ops.config import Sm80Config, ThreadblockShape, WarpShape
+from cutlass_ops.heuristics import Device
+from cutlass_ops.registry import REGISTRY, OpSignature
+from cutlass_ops.timing import expected_us
+from cutlass_ops.tuning import signature_at
+
+# M, N and K of the tile, then M and N of the warps' tiles.
+TILES = (
+    *((32, 32, 64, 32, 32), (32, 64, 64, 32, 32), (32, 128, 64, 32, 32), (32, 256, 32, 32, 64)),
+    *((64, 32, 64, 32, 32), (64, 64, 32, 32, 32), (64, 64, 64, 32, 32), (64, 64, 64, 64, 32)),
+    *((64, 128, 32, 32, 64), (64, 128, 64, 32, 64), (64, 256, 32, 32, 64), (64, 256, 64, 32, 64)),
+    *((128, 64, 32, 64, 32), (128, 64, 64, 64, 32), (128, 64, 64, 32, 32)),
+    *((128, 128, 32, 64, 64), (128, 128, 32, 64, 32), (128, 128, 64, 64, 32), (128, 128, 64, 64, 64)),
+    *((128, 256, 32, 64, 64), (128, 256, 64, 64, 64), (256, 128, 32, 64, 64), (256, 128, 64, 64, 64)),
+    *((256, 64, 32, 64, 64), (256, 64, 64, 64, 32)),
+)
+# Of these, stream-K is tried as well.
+STREAM_K = ((32, 128, 64), (32, 256, 32), (64, 256, 64), (128, 128, 32), (128, 256, 32), (256, 128, 32))
+STAGES = {1: (2,), 2: (3, 5)}
+LINES = {1: 4097, 2: 4098}
+ROWS = (1, 16, 64, 128, 256, 512, 1024, 4096)
+COLUMNS = (4096, 11008)
+
+
+def pool(signature: OpSignature, device: Device, alignment: int) -> list[Sm80Config]:
+    """Return the legal ones of the configurations for an alignment."""
+    found = []
+    for m, n, k, warp_m, warp_n in TILES:
+        for stages in STAGES[alignment]:
+            for stream_k in (False, True) if (m, n, k) in STREAM_K and stages == STAGES[alignment][0] else (False,):
+                tile, warp = ThreadblockShape(m, n, k), WarpShape(warp_m, warp_n, k)
+                config = Sm80Config(tile, warp, stages=stages, stream_k=stream_k)
+                if not legality.check(heuristics.spec(signature, config, device)):
+                    found.append(config)
+    return found
+
+
+def main() -> None:
+    """Build the pools, check each kernel, time it at each problem and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--limit", type=float, default=1e9, help="stop after this many seconds")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    begin, rows = time.monotonic(), []
+    device = device_of(torch.device("cuda", 0))
+    graph = ops.gemm_bias_relu.graph
+    for alignment, k in LINES.items():
+        signature = signature_at(graph, (64, COLUMNS[0], k), "bf16", "row", "col", None, device)
+        configs = pool(signature, device, alignment)
+        kernels = REGISTRY.kernels([heuristics.spec(signature, c, device) for c in configs])
+        print(f"{len(kernels)} kernels after {time.monotonic() - begin:.0f} s", flush=True)
+        for n in COLUMNS:
+            for m in ROWS:
+                if time.monotonic() - begin > args.limit:
+                    print(f"stopped at the limit before {m}x{n}x{k}")
+                    return
+                sets = bench_gemm.make_inputs(m, n, k, torch.bfloat16)
+                exact = torch.relu(sets[0].a.double() @ sets[0].b.double() + sets[0].bias.double())
+
+                def peer(index: int, sets=sets) -> object:  # noqa: ANN001
+                    x = sets[index % len(sets)]
+                    return torch._addmm_activation(x.bias, x.a, x.b, use_gelu=False)
+
+                variants: dict[str, Callable[[int], object]] = {"peer": peer}
+                for config, kernel in zip(configs, kernels, strict=True):
+                    size = int(kernel.workspace_size(m, n, k, 0, 1))
+                    workspace = torch.empty(size, dtype=torch.uint8, device="cuda") if size else None
+
+                    def run(index: int, sets=sets, launch=kernel.launch, workspace=workspace) -> object:  # noqa: ANN001
+                        x = sets[index % len(sets)]
+                        return launch(x.a, x.b, x.out, x.bias, 0, 1, workspace)
+
+                    sets[0].out.fill_(float("nan"))
+                    status = run(0)
+                    error = float((sets[0].out.double() - exact).norm() / exact.norm())
+                    assert status == 0, f"{config.slug} refused {m}x{n}x{k}: {status}"
+                    assert error < 4e-3, f"{config.slug} is wrong at {m}x{n}x{k}: {error}"
+                    variants[config.slug] = run
+                timed = harness.time_interleaved(variants, 2 * expected_us(m, n, k), rounds=7)
+                times = {name: round(t.median, 5) for name, t in timed.items()}
+                peer_ms = times.pop("peer")
+                rows.append({"alignment": alignment, "m": m, "n": n, "k": k, "peer_ms": peer_ms, "times": times})
+                best = min(times, key=lambda name: times[name])
+                print(f"{m}x{n}x{k}: peer {peer_ms * 1e3:.1f} us, {best} {times[best] * 1e3:.1f}", flush=True)
+                harness.save(args.out, {**harness.environment(), "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
