@@ -145,6 +145,17 @@ def test_after_deterministic_tuning_no_kernel_splits_k_at_any_shape():
     assert not all(c.whole_k for c in dispatch.policy(other, H100).kernels)
 
 
+@pytest.mark.parametrize("alignment", [1, 2])
+def test_after_deterministic_tuning_no_sm80_kernel_splits_k_either(alignment):
+    of = signature(a=alignment, b=alignment, d=alignment)
+    assert not all(c.whole_k for c in dispatch.policy(of, H100).kernels)
+    table = Table(H100.name, 132, of, deterministic=True)
+    tables.update(tables.path_of(dispatch._env.tuning_dir(), H100.name, of), table)
+    dispatch.forget()
+    assert dispatch.policy(of, H100).kernels
+    assert all(c.whole_k for c in dispatch.policy(of, H100).kernels)
+
+
 def test_what_was_measured_speaks_for_its_neighbours():
     for rows in (624, 632, 640):  # one measurement does not outweigh the model
         user_table(Measured(SLOW, 1.0, 0.0), Measured(FAST, 10.0, 9.0), problem=(rows, *ODD[1:]))

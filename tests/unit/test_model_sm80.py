@@ -1,0 +1,90 @@
+"""The cost model of Sm80 kernels against its sweep, and the space that it ranks."""
+
+import math
+
+import pytest
+from signatures import A100, H100, signature
+
+from cutlass_ops import heuristics, legality, model_sm80, space
+from cutlass_ops.config import Sm80Config, Sm90Config, ThreadblockShape, WarpShape
+from tests.scripts import BENCHMARKS, script
+
+fit_sm80 = script("fit_sm80")
+
+ODD = (64, 4096, 4097)
+
+
+def odd(alignment=1):
+    return signature(a=alignment, b=alignment, d=alignment)
+
+
+@pytest.fixture(scope="module")
+def sweep():
+    return fit_sm80.read(BENCHMARKS / "results" / "sweep_sm80_h100.json")
+
+
+@pytest.mark.parametrize(("count", "mean", "worst"), [(3, 1.04, 1.25), (8, 1.005, 1.06)])
+def test_the_first_ones_hold_the_fastest(sweep, count, mean, worst):
+    assert len(sweep) >= 30
+    found_mean, found_worst = fit_sm80.regret(sweep, model_sm80.H100, count)
+    assert found_mean <= mean
+    assert found_worst <= worst
+
+
+@pytest.mark.parametrize(("alignment", "kernels"), [(1, heuristics.SM80_UNALIGNED), (2, heuristics.SM80)])
+def test_the_kernels_of_choice_serve_nearly_as_well_as_all(sweep, alignment, kernels):
+    losses = [
+        math.log(min(times[c] for c in kernels if c in times) / min(times.values()))
+        for (its, _), times in sweep.items()
+        if its == alignment
+    ]
+    assert len(losses) >= 16
+    assert sum(losses) / len(losses) < 0.01
+
+
+@pytest.mark.parametrize("alignment", [1, 2, 4, 8])
+@pytest.mark.parametrize("config", [*heuristics.SM80_UNALIGNED, *heuristics.SM80])
+def test_no_time_is_below_what_memory_allows(config, alignment):
+    for m, n, k in ((1, 1, 1), (1, 4096, 4097), (4096, 11008, 4097)):
+        time = model_sm80.predict(config, (m, n, k), 132, alignment)
+        assert time >= 2 * (m * k + k * n + m * n) / (model_sm80.H100.dram * 1e3)
+
+
+def test_wider_accesses_are_never_slower():
+    for config in heuristics.SM80_UNALIGNED:
+        times = [model_sm80.predict(config, (512, 4096, 4096), 132, alignment) for alignment in (1, 2, 4, 8)]
+        assert times == sorted(times, reverse=True)
+
+
+@pytest.mark.parametrize(("of", "device"), [(odd(1), H100), (odd(2), H100), (signature(), A100)])
+def test_what_tma_cannot_load_or_has_no_wgmma_is_sought_among_sm80_kernels(of, device):
+    found = space.ranked(of, ODD, 40, device)
+    assert len(set(found)) == 40
+    for config in found:
+        assert isinstance(config, Sm80Config)
+        assert not legality.check(heuristics.spec(of, config, device))
+    assert {c.stream_k for c in space.sm80_configurations(of, device)} == {False, True}
+    times = [model_sm80.predict(c, ODD, device.multiprocessors, of.a.alignment) for c in found]
+    assert times == sorted(times)
+
+
+def test_what_tma_can_load_is_sought_among_sm90_kernels():
+    assert {type(c) for c in space.ranked(signature(), ODD, 40, H100)} == {Sm90Config}
+
+
+def test_neighbours_differ_in_one_thing():
+    centre = Sm80Config(ThreadblockShape(64, 64, 64), WarpShape(32, 32, 64), stages=2)
+    near = space.neighbours(odd(), centre, H100)
+    assert centre not in near
+    assert Sm80Config(ThreadblockShape(64, 64, 64), WarpShape(32, 32, 64), stages=2, stream_k=True) in near
+    assert Sm80Config(ThreadblockShape(128, 64, 64), WarpShape(32, 32, 64), stages=2) in near
+    assert Sm80Config(ThreadblockShape(64, 64, 32), WarpShape(32, 32, 32), stages=2) in near
+    assert Sm80Config(ThreadblockShape(128, 128, 64), WarpShape(32, 32, 64), stages=2) not in near
+    assert 3 <= len(near) <= 12
+
+
+def test_every_swizzle_is_an_order_of_tiles():
+    config = heuristics.SM80_UNALIGNED[3]
+    assert not config.stream_k
+    assert [c.swizzle for c in heuristics.orders(config, ODD, H100)] == [1, 2, 4, 8]
+    assert heuristics.orders(heuristics.SM80_UNALIGNED[0], ODD, H100) == []
