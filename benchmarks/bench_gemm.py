@@ -31,8 +31,13 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops import ops
+from cutlass_ops import dispatch, ops
+from cutlass_ops.builder import build_many
+from cutlass_ops.call import device_of
+from cutlass_ops.heuristics import Device
+from cutlass_ops.spec import KernelSpec
 from cutlass_ops.timing import expected_us, rotation
+from cutlass_ops.tuning import signature_at
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 
@@ -134,6 +139,16 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.op} {self.dtype} {self.layout} {self.m}x{self.n}x{self.k}"
+
+
+def kernels_of(cases: list[Case], device: Device) -> list[KernelSpec]:
+    """Return the kernels that serve cases, each once."""
+    specs = {}
+    for case in cases:
+        problem, (a, b) = (case.m, case.n, case.k), case.layout.split("-")
+        signature = signature_at(BENCHMARKS[case.op].op.graph, problem, case.dtype, a, b, None, device)
+        specs[dispatch.choose(signature, device, problem)[0]] = None
+    return list(specs)
 
 
 def run_case(case: Case, peers: list[str], copy_bandwidth: float) -> dict[str, Any]:
@@ -256,10 +271,11 @@ def main() -> None:
     done = {tuple(r[name] for name in Case.__dataclass_fields__) for r in rows}
     bandwidth = copy_bandwidth()
     head = {**environment, "copy_gb_per_s": round(bandwidth / 1e9, 1)}
-    for op, dtype, layout, (m, n, k) in product(args.ops, args.dtypes, args.layouts, shapes.SETS[args.set]):
-        case = Case(args.set, op, dtype, layout, m, n, k)
-        if (args.rows is not None and m not in args.rows) or astuple(case) in done:
-            continue
+    wanted = product(args.ops, args.dtypes, args.layouts, shapes.SETS[args.set])
+    cases = [Case(args.set, *kind, m, n, k) for *kind, (m, n, k) in wanted if args.rows is None or m in args.rows]
+    cases = [case for case in cases if astuple(case) not in done]
+    build_many(kernels_of(cases, device_of(torch.device("cuda", 0))))
+    for case in cases:
         if time.monotonic() - begin > args.limit:
             print(f"stopped at the limit before {case}")
             break

@@ -207,7 +207,9 @@ def _why(policy: Policy, best: Candidate, count: int) -> str:
         "interpolated": f"predicted by the cost model, corrected by measurements at similar shapes for {whose}",
         "model": "predicted by the cost model: nothing similar was measured; cutlass_ops.tune() would",
     }[best.source]
-    return f"{how}; one of {count} kernels kept for this weight"
+    bound = policy.table is not None and policy.table.deterministic and not policy.borrowed
+    only = ", all of which add up K as a whole (deterministic tuning)" if bound else ""
+    return f"{how}; one of {count} kernels kept for this weight{only}"
 
 
 def _contract(call: Call, signature: OpSignature, device: Device) -> tuple[Finding, ...]:

@@ -7,10 +7,11 @@ import torch
 from signatures import A100, H100
 
 import cutlass_ops as co
-from cutlass_ops import dispatch, ops
+from cutlass_ops import dispatch, ops, tables
 from cutlass_ops.call import call_at, signature_of
 from cutlass_ops.explaining import explain_call
 from cutlass_ops.heuristics import Device
+from cutlass_ops.tables import Table
 
 
 @pytest.fixture(autouse=True)
@@ -100,3 +101,15 @@ def test_tensors_on_the_cpu_and_every_way_to_name_an_op():
 def test_warming_up_on_the_cpu_is_nothing():
     a, b = torch.zeros(4, 8, dtype=torch.bfloat16), torch.zeros(8, 16, dtype=torch.bfloat16)
     assert ops.op_of(None).warm_up(a, b) == 0
+
+
+def test_it_says_that_tuning_was_deterministic():
+    assert "deterministic" not in explained().why
+    of = signature_of(call_at(ops.gemm_bias_relu.graph, (512, 4096, 4096), "bf16", "row", "col"), H100)
+    table = Table(H100.name, 132, of, deterministic=True)
+    tables.update(tables.path_of(dispatch._env.tuning_dir(), H100.name, of), table)
+    dispatch.forget()
+    found = explained()
+    assert "all of which add up K as a whole (deterministic tuning)" in found.why
+    assert all(c.config.whole_k for c in found.candidates)
+    assert "deterministic" not in explained(dtype="f16").why
