@@ -37,9 +37,10 @@ def _rows() -> Iterator[int]:
 
 _ROWS = tuple(_rows())
 # Kernels are kept for a weight until no number of rows would be so much faster with another.
-_SLACK = {"measured": 0.004, "interpolated": 0.03, "model": 0.03}
+_SLACK = {"measured": 0.004, "interpolated": 0.02, "model": 0.02}
+# What is lost beyond that counts so many times more: it has to be mended by some kernel, and one may mend it for many.
+_MISSED = 4.0
 
-_LEAST = 1e-3
 
 # A peer is faster where it takes less than this part of the best kernel's time.
 _CLEARLY = 0.99
@@ -145,8 +146,7 @@ def kept(policy: Policy, n: int, k: int) -> tuple[Config, ...]:
     reached = torch.ones_like(best)
     while bool((reached > slack).any()):
         after = torch.minimum(reached[:, None], losses)
-        # Among kernels that leave nothing to be desired, the faster one.
-        left = (after - slack[:, None]).clamp(min=0).sum(0) + _LEAST * after.sum(0)
+        left = (_MISSED * (after - slack[:, None]).clamp(min=0) + after).sum(0)
         left[chosen] = torch.inf
         chosen.append(int(left.argmin()))
         reached = after[:, chosen[-1]]

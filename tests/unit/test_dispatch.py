@@ -211,7 +211,7 @@ def test_every_number_of_rows_is_served_by_the_kernels_of_its_weight(n, k):
     rows = sorted({*range(1, 257, 5), *range(257, 8193, 127), 16384, 1 << 20})
     used = {dispatch.choose(of, H100, (m, n, k))[0] for m in rows}
     assert used <= set(built)
-    assert len(built) <= 36
+    assert len(built) <= 40
     assert set(built) <= set(dispatch.specs(of, H100))
 
 
