@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import bench_gemm
 import harness
 import shapes
 import torch
+from torch import Tensor
 
 from cutlass_ops import ops
 from cutlass_ops.config import ClusterShape, Schedule, Sm90Config, ThreadblockShape
+from cutlass_ops.loader import LoadedKernel
 from cutlass_ops.registry import REGISTRY
 from cutlass_ops.spec import KernelSpec
 from cutlass_ops.timing import expected_us
@@ -83,6 +85,62 @@ def spec_of(config: Sm90Config) -> KernelSpec:
     return KernelSpec(a="bf16.row", b="bf16.col", d="bf16.row", epilogue=ops.gemm_bias_relu.graph, config=config)
 
 
+# Runs a kernel over a set of inputs and returns its status.
+Launch = Callable[[bench_gemm.Inputs], int]
+
+
+def launching(kernel: LoadedKernel, raster: int, swizzle: int, workspace: Tensor | None = None) -> Launch:
+    """Return what launches a kernel with an order of tiles."""
+    return lambda x: kernel.launch(x.a, x.b, x.out, x.bias, raster, swizzle, workspace)
+
+
+def measure(
+    problem: tuple[int, int, int], launches: Mapping[str, Launch], expected: float, rounds: int
+) -> tuple[float, dict[str, float]]:
+    """Check kernels of bias + ReLU in BF16 at a problem, then time them against cuBLASLt.
+
+    Parameters
+    ----------
+    problem : tuple of int
+        M, N and K.
+    launches : mapping of str to callable
+        The kernels by name.
+    expected : float
+        Rough time of one call in microseconds.
+    rounds : int
+        How often each is timed.
+
+    Returns
+    -------
+    float, dict of str to float
+        Milliseconds of cuBLASLt's fused bias + ReLU, and of each kernel.
+
+    Raises
+    ------
+    AssertionError
+        If a kernel refuses the problem or is wrong.
+    """
+    sets = bench_gemm.make_inputs(*problem, torch.bfloat16)
+    exact = torch.relu(sets[0].a.double() @ sets[0].b.double() + sets[0].bias.double())
+    for name, launch in launches.items():
+        sets[0].out.fill_(float("nan"))
+        status = launch(sets[0])
+        error = float((sets[0].out.double() - exact).norm() / exact.norm())
+        assert status == 0, f"{name} refused {problem}: {status}"
+        assert error < 4e-3, f"{name} is wrong at {problem}: {error}"
+
+    def peer(x: bench_gemm.Inputs) -> object:
+        return torch._addmm_activation(x.bias, x.a, x.b, use_gelu=False)
+
+    def rotating(run: Callable[[bench_gemm.Inputs], object]) -> Callable[[int], object]:
+        return lambda index: run(sets[index % len(sets)])
+
+    variants = {name: rotating(run) for name, run in {"peer": peer, **launches}.items()}
+    timed = harness.time_interleaved(variants, expected, rounds=rounds)
+    times = {name: round(t.median, 5) for name, t in timed.items()}
+    return times.pop("peer"), times
+
+
 def main() -> None:
     """Build the pool, check each kernel, time it at each shape and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -100,34 +158,15 @@ def main() -> None:
         if time.monotonic() - begin > args.limit:
             print(f"stopped at the limit before {m}x{n}x{k}")
             break
-        sets = bench_gemm.make_inputs(m, n, k, torch.bfloat16)
-        exact = torch.relu(sets[0].a.double() @ sets[0].b.double() + sets[0].bias.double())
-
-        def peer(index: int, sets=sets) -> object:  # noqa: ANN001
-            x = sets[index % len(sets)]
-            return torch._addmm_activation(x.bias, x.a, x.b, use_gelu=False)
-
-        variants: dict[str, Callable[[int], object]] = {"peer": peer}
+        launches: dict[str, Launch] = {}
         for configuration, kernel in kernels.items():
-            slug = configuration.slug
             for raster, number in RASTERS.items():
                 for swizzle in args.swizzles:
                     if configuration.schedule == "warp_specialized" and (number, swizzle) != (1, 1):
                         continue  # the grid itself is the order
-
-                    def run(index: int, sets=sets, launch=kernel.launch, number=number, swizzle=swizzle) -> object:  # noqa: ANN001
-                        x = sets[index % len(sets)]
-                        return launch(x.a, x.b, x.out, x.bias, number, swizzle, None)
-
-                    sets[0].out.fill_(float("nan"))
-                    status = run(0)
-                    error = float((sets[0].out.double() - exact).norm() / exact.norm())
-                    assert status == 0, f"{slug} refused {m}x{n}x{k}: {status}"
-                    assert error < 4e-3, f"{slug} is wrong at {m}x{n}x{k}: {error}"
-                    variants[f"{slug}|{raster}|{swizzle}"] = run
-        timed = harness.time_interleaved(variants, expected_us(m, n, k), rounds=9)
-        times = {name: round(t.median, 5) for name, t in timed.items()}
-        peer_ms = times.pop("peer")
+                    name = f"{configuration.slug}|{raster}|{swizzle}"
+                    launches[name] = launching(kernel, number, swizzle)
+        peer_ms, times = measure((m, n, k), launches, expected_us(m, n, k), rounds=9)
         best = sorted(times, key=lambda name: times[name])
         kinds = list(dict.fromkeys(name.split("|")[0] for name in best))[:5]
         rows.append({"m": m, "n": n, "k": k, "peer_ms": peer_ms, "times": times})

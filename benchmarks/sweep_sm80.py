@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-import bench_gemm
 import harness
+import sweep
 import torch
 
 from cutlass_ops import heuristics, legality, ops
@@ -75,31 +74,12 @@ def main() -> None:
                 if time.monotonic() - begin > args.limit:
                     print(f"stopped at the limit before {m}x{n}x{k}")
                     return
-                sets = bench_gemm.make_inputs(m, n, k, torch.bfloat16)
-                exact = torch.relu(sets[0].a.double() @ sets[0].b.double() + sets[0].bias.double())
-
-                def peer(index: int, sets=sets) -> object:  # noqa: ANN001
-                    x = sets[index % len(sets)]
-                    return torch._addmm_activation(x.bias, x.a, x.b, use_gelu=False)
-
-                variants: dict[str, Callable[[int], object]] = {"peer": peer}
+                launches = {}
                 for config, kernel in zip(configs, kernels, strict=True):
                     size = int(kernel.workspace_size(m, n, k, 0, 1))
                     workspace = torch.empty(size, dtype=torch.uint8, device="cuda") if size else None
-
-                    def run(index: int, sets=sets, launch=kernel.launch, workspace=workspace) -> object:  # noqa: ANN001
-                        x = sets[index % len(sets)]
-                        return launch(x.a, x.b, x.out, x.bias, 0, 1, workspace)
-
-                    sets[0].out.fill_(float("nan"))
-                    status = run(0)
-                    error = float((sets[0].out.double() - exact).norm() / exact.norm())
-                    assert status == 0, f"{config.slug} refused {m}x{n}x{k}: {status}"
-                    assert error < 4e-3, f"{config.slug} is wrong at {m}x{n}x{k}: {error}"
-                    variants[config.slug] = run
-                timed = harness.time_interleaved(variants, 2 * expected_us(m, n, k), rounds=7)
-                times = {name: round(t.median, 5) for name, t in timed.items()}
-                peer_ms = times.pop("peer")
+                    launches[config.slug] = sweep.launching(kernel, 0, 1, workspace)
+                peer_ms, times = sweep.measure((m, n, k), launches, 2 * expected_us(m, n, k), rounds=7)
                 rows.append({"alignment": alignment, "m": m, "n": n, "k": k, "peer_ms": peer_ms, "times": times})
                 best = min(times, key=lambda name: times[name])
                 print(f"{m}x{n}x{k}: peer {peer_ms * 1e3:.1f} us, {best} {times[best] * 1e3:.1f}", flush=True)

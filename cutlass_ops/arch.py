@@ -65,7 +65,8 @@ MAX_REGISTERS_PER_THREAD = 255
 WARP = 32
 WARPGROUP = 128
 CACHE_LINE_BYTES = 128
-SWIZZLE_BYTES = 128  # the widest rows of a tile that TMA copies and wgmma reads
+SWIZZLE_BYTES = (128, 64, 32)  # widths of the swizzled layouts that TMA and wgmma share, the widest first
+UNSWIZZLED_BYTES = 16  # of the layout that serves every other extent
 MAX_CLUSTER = 8  # 16 is a non-portable size: it needs an opt-in and may fail to be scheduled
 
 # mma.sync shapes (M, N, K) for each operand type, FP32 accumulation.

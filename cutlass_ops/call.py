@@ -200,7 +200,7 @@ def signature_of(call: Call, device: Device) -> OpSignature:
     graph, problem = call.graph, call.problem
     dtype = operands.element_type("a", problem.a)
     a, b = operands.matrix("a", problem.a, dtype), operands.matrix("b", problem.b, dtype)
-    by_tma = device.capability == (9, 0) and a.operand.aligned and b.operand.aligned
+    by_tma = device.loads_by_tma(a.operand, b.operand)
 
     def tile(name: str, tensor: Tensor, *, is_output: bool) -> Operand:
         found = operands.matrix(name, tensor, operands.element_type(name, tensor))

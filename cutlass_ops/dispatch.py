@@ -195,7 +195,7 @@ def policy(signature: OpSignature, device: Device) -> Policy:
     def allowed(pool: Iterable[Config]) -> Iterator[Config]:
         return (c for c in pool if own is None or own.allows(c))
 
-    if device.capability == (9, 0) and signature.a.aligned and signature.b.aligned:
+    if device.loads_by_tma(signature.a, signature.b):
         reference = _reference()
         pool = allowed([*(own.kernels if own else ()), *reference.kernels])
         found = Policy.of(own or reference, signature, device, pool)

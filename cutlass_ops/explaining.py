@@ -214,7 +214,7 @@ def _why(policy: Policy, best: Candidate, count: int) -> str:
 
 def _contract(call: Call, signature: OpSignature, device: Device) -> tuple[Finding, ...]:
     major, minor = device.capability
-    by_tma = (major, minor) == (9, 0) and signature.a.aligned and signature.b.aligned
+    by_tma = device.loads_by_tma(signature.a, signature.b)
     instruction = "wgmma, operands loaded by TMA" if by_tma else "mma.sync, operands loaded by cp.async or registers"
     reason = "" if by_tma or (major, minor) != (9, 0) else f": {_misaligned(signature)}"
     stored = "by TMA or whole vectors" if signature.d.aligned else f"{signature.d.alignment} elements at a time"

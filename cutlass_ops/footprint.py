@@ -41,7 +41,6 @@ def shared_memory(spec: KernelSpec, stages: int | None = None) -> int:
 
 # ---- Sm90 ----------------------------------------------------------------------------------------------------------
 
-_SWIZZLE_BYTES = (128, 64, 32)  # widths of the swizzled layouts that TMA and wgmma share, the widest first
 _MBARRIER_BYTES = 8
 _STEP_COLUMNS = 32  # kStepColumns in epilogue.h
 
@@ -77,8 +76,8 @@ def sm90_epilogue_tile(spec: KernelSpec) -> tuple[int, int]:
 def sm90_epilogue_stages(spec: KernelSpec) -> tuple[int, int]:
     """Return how many epilogue tiles of C and of D shared memory holds.
 
-    ``sm90_get_tma_dispatch_policy`` in ``epilogue/collective/builders/sm90_builder.inl``, or ``WithRoom`` in
-    ``epilogue.h``.
+    ``sm90_get_tma_dispatch_policy`` in ``epilogue/collective/builders/sm90_builder.inl``, except D's where
+    ``epilogue.h`` stores it.
     """
     tile, (epi_m, epi_n) = _sm90(spec).part, sm90_epilogue_tile(spec)
     steps = -(-tile.m // epi_m) * -(-tile.n // epi_n)
@@ -206,7 +205,7 @@ def _sm90_tiles(spec: KernelSpec, operand: Operand, stages: int) -> _Block:
 
 def _sm90_swizzle(contiguous_bytes: int) -> int:
     """Width in bytes of the swizzle that CUTLASS picks, 0 for none (``gemm/collective/builders/sm90_common.inl``)."""
-    return next((width for width in _SWIZZLE_BYTES if contiguous_bytes % width == 0), 0)
+    return next((width for width in arch.SWIZZLE_BYTES if contiguous_bytes % width == 0), 0)
 
 
 # ---- Sm80 ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from cutlass_ops import arch, model, model_sm80
 from cutlass_ops.config import Config, Raster, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
 from cutlass_ops.registry import OpSignature
 from cutlass_ops.rules import SWIZZLES
-from cutlass_ops.spec import KernelSpec, Major
+from cutlass_ops.spec import KernelSpec, Major, Operand
 
 Problem = tuple[int, int, int]
 
@@ -35,6 +35,10 @@ class Device:
     capability: tuple[int, int]
     multiprocessors: int
     name: str = ""
+
+    def loads_by_tma(self, a: Operand, b: Operand) -> bool:
+        """Whether A and B may go through TMA to wgmma: there is both, and their addresses and lines are aligned."""
+        return self.capability == (9, 0) and a.aligned and b.aligned
 
     @cached_property
     def chip(self) -> model.Chip:

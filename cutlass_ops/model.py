@@ -362,9 +362,11 @@ def _rows(extent: Tensor, line: Extent, element_bytes: int) -> Tensor:
     """
     if line == "k":
         return torch.ones_like(extent)
-    widest = arch.SWIZZLE_BYTES / element_bytes
-    narrower = [torch.where(extent % (widest / times) == 0, times, math.inf) for times in (1.0, 2.0, 4.0, 8.0)]
-    return torch.stack(narrower).min(0).values
+    widest = arch.SWIZZLE_BYTES[0]
+    rows = torch.full_like(extent, widest / arch.UNSWIZZLED_BYTES)
+    for width in reversed(arch.SWIZZLE_BYTES):
+        rows = torch.where(extent * element_bytes % width == 0, widest / width, rows)
+    return rows
 
 
 def _straddling(line: Tensor, element_bytes: int, chip: Chip) -> Tensor:

@@ -98,7 +98,7 @@ def ranked(signature: OpSignature, problem: Problem, limit: int, device: Device)
 @lru_cache(maxsize=64)
 def _pool(signature: OpSignature, device: Device) -> Pool:
     """Return what serves a signature on a device: kernels of Sm90, if there are any."""
-    if device.capability == (9, 0) and signature.a.aligned and signature.b.aligned:
+    if device.loads_by_tma(signature.a, signature.b):
         pool = usual(signature)
         if pool.configs:
             return pool
