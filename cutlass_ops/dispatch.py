@@ -58,24 +58,25 @@ class Policy:
         Where it runs.
     kernels : tuple of Config
         All that may be chosen, the most useful first.
-    table : Table or None
-        What was measured. It may be that of another epilogue, whose times are close.
+    tables : tuple of Table
+        What was measured, at a problem that several have by the first. They may be of another epilogue, element type or
+        device, where times are close.
     """
 
     signature: OpSignature
     device: Device
     kernels: tuple[Config, ...]
-    table: Table | None
+    tables: tuple[Table, ...]
     _knowledge: Knowledge = field(repr=False)
 
     @classmethod
-    def of(cls, table: Table | None, signature: OpSignature, device: Device, pool: Iterable[Config]) -> Policy:
-        """Return what follows from a table, for kernels of a pool as far as they are legal.
+    def of(cls, known: Iterable[Table], signature: OpSignature, device: Device, pool: Iterable[Config]) -> Policy:
+        """Return what follows from tables, for kernels of a pool as far as they are legal.
 
         Parameters
         ----------
-        table : Table or None
-            What was measured.
+        known : iterable of Table
+            What was measured, that which counts first before the others.
         signature : OpSignature
             Epilogue and operand types.
         device : Device
@@ -87,15 +88,13 @@ class Policy:
         kernels = tuple(dict.fromkeys(c for c in legal.values() if c is not None))
         # What was measured counts for a kernel itself, not for the form of it that had to be taken instead.
         same = {c for c, found in legal.items() if found == c}
-        return cls(signature, device, kernels, table, Knowledge.of(table, same, Pool.of(kernels, signature), device))
+        known = tuple(known)
+        return cls(signature, device, kernels, known, Knowledge.of(known, same, Pool.of(kernels, signature), device))
 
     @property
-    def borrowed(self) -> bool:
-        """Whether the measurements are those of another epilogue, element type or device."""
-        return self.table is not None and (self.table.signature, self.table.device) != (
-            self.signature,
-            self.device.name,
-        )
+    def own(self) -> Table | None:
+        """What was measured of this signature on this kind of device."""
+        return next((t for t in self.tables if t.is_about(self.signature, self.device.name)), None)
 
     def expected(self, problems: Sequence[Problem]) -> Expected:
         """Return what is known of every kernel at some problems."""
@@ -109,15 +108,12 @@ class Policy:
 
     def peers(self, problem: Problem) -> Mapping[str, float]:
         """Return what others took for a problem, in microseconds by name, if that was measured here."""
-        if self.table is None or self.borrowed:
-            return {}
-        return dict(next((p.peers for p in self.table.points if p.problem == problem), ()))
+        point = self.own.at(problem) if self.own else None
+        return dict(point.peers) if point else {}
 
     def fallback(self, problem: Problem) -> str | None:
         """Return the peer that was measured to be faster than every kernel, if the user allowed to take it."""
-        if self.table is None or not self.table.fallback or self.borrowed:
-            return None
-        point = next((p for p in self.table.points if p.problem == problem), None)
+        point = self.own.at(problem) if self.own and self.own.fallback else None
         if point is None or not point.peers:
             return None
         name, microseconds = min(point.peers, key=lambda peer: peer[1])
@@ -135,7 +131,7 @@ def kept(policy: Policy, n: int, k: int) -> tuple[Config, ...]:
 
     Greedy: the next kernel is always that which helps most over all numbers of rows, until none helps much.
     """
-    tuned = (p.problem[0] for p in policy.table.points if p.problem[1:] == (n, k)) if policy.table else ()
+    tuned = (p.problem[0] for table in policy.tables for p in table.points if p.problem[1:] == (n, k))
     problems = [(m, n, k) for m in sorted({*_ROWS, *tuned})]
     known = policy.expected(problems)
     times = known.decisive()
@@ -185,25 +181,27 @@ def forget() -> None:
 def policy(signature: OpSignature, device: Device) -> Policy:
     """Return what decides for a signature on a device.
 
-    Measurements are looked for in the user's folder and in the package, for this signature and device; then, for the
-    same kind of kernels, in the package's table of another epilogue.
+    Measurements are looked for in the user's folder and in the package, for this signature and device; for kernels of
+    Sm90 the package's table of another epilogue says what these do not.
     """
     if arch.target_for(device.capability, wgmma=False) is None:
-        return Policy.of(None, signature, device, ())
+        return Policy.of((), signature, device, ())
     own = _own(signature, device)
+    mine = (own,) if own else ()
 
     def allowed(pool: Iterable[Config]) -> Iterator[Config]:
         return (c for c in pool if own is None or own.allows(c))
 
     if device.loads_by_tma(signature.a, signature.b):
         reference = _reference()
-        pool = allowed([*(own.kernels if own else ()), *reference.kernels])
-        found = Policy.of(own or reference, signature, device, pool)
+        # A table of the reference's own kind has all that the reference has.
+        known = mine if own and own.is_about(reference.signature, reference.device) else (*mine, reference)
+        found = Policy.of(known, signature, device, allowed(c for table in known for c in table.kernels))
         if found.kernels:
             return found
     narrow = min(signature.a.alignment, signature.b.alignment) == 1
     usual = heuristics.SM80_UNALIGNED if narrow else heuristics.SM80
-    return Policy.of(own, signature, device, allowed([*(own.kernels if own else ()), *usual]))
+    return Policy.of(mine, signature, device, allowed([*(c for table in mine for c in table.kernels), *usual]))
 
 
 def _own(signature: OpSignature, device: Device) -> Table | None:

@@ -11,7 +11,7 @@ from cutlass_ops import dispatch, heuristics
 from cutlass_ops.call import Call, check_call, device_of, signature_of
 from cutlass_ops.config import Sm90Config
 from cutlass_ops.dispatch import Policy
-from cutlass_ops.heuristics import Device
+from cutlass_ops.heuristics import Device, Problem
 from cutlass_ops.knowledge import Candidate
 from cutlass_ops.model import Roofline, roofline
 from cutlass_ops.ops import Op, op_of
@@ -170,7 +170,7 @@ def explain_call(name: str, call: Call, device: Device) -> Explanation:
     ranked = policy.ranked(problem, kept)
     spec = heuristics.spec(signature, ranked[0].config.binary(), device)
     peer = policy.fallback(problem) if can_fall_back(call) else None
-    served_by, why = spec.slug, _why(policy, ranked[0], len(kept))
+    served_by, why = spec.slug, _why(policy, problem, ranked[0], len(kept))
     if peer is not None:
         served_by = f"PyTorch ({peer})"
         why = "measured to be faster than every kernel here, and tuning was told to allow it"
@@ -200,14 +200,16 @@ def _tensors(call: Call) -> list[Tensor]:
     return [call.problem.a, call.problem.b, *inputs, *call.outputs]
 
 
-def _why(policy: Policy, best: Candidate, count: int) -> str:
-    whose = "another epilogue, element type or device" if policy.borrowed else "this epilogue on this kind of device"
+def _why(policy: Policy, problem: Problem, best: Candidate, count: int) -> str:
+    mine, others = "this epilogue on this kind of device", "another epilogue, element type or device"
+    measured_for = mine if policy.own and policy.own.at(problem) else others
+    corrected_for = " and ".join(dict.fromkeys(mine if table is policy.own else others for table in policy.tables))
     how = {
-        "measured": f"the fastest at exactly this shape, as measured for {whose}",
-        "interpolated": f"predicted by the cost model, corrected by measurements at similar shapes for {whose}",
+        "measured": f"the fastest at exactly this shape, as measured for {measured_for}",
+        "interpolated": f"predicted by the cost model, corrected by measurements at similar shapes for {corrected_for}",
         "model": "predicted by the cost model: nothing similar was measured; cutlass_ops.tune() would",
     }[best.source]
-    bound = policy.table is not None and policy.table.deterministic and not policy.borrowed
+    bound = policy.own is not None and policy.own.deterministic
     only = ", all of which add up K as a whole (deterministic tuning)" if bound else ""
     return f"{how}; one of {count} kernels kept for this weight{only}"
 

@@ -74,6 +74,15 @@ class Expected:
 
 
 @dataclass(frozen=True, eq=False)
+class _Errors:
+    """By how much the model was off, a measurement after the other: which kernel's, where, and as a power of two."""
+
+    kernels: Tensor
+    places: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class Notes:
     """By how much the model was off where kernels were measured. Tensors of shape (configurations, most notes of one).
 
@@ -87,6 +96,21 @@ class Notes:
 
     places: Tensor
     error: Tensor
+
+    @classmethod
+    def of(cls, found: Sequence[_Errors], kernels: int) -> Notes:
+        """Return measurements by kernel."""
+        none = _Errors(torch.zeros(0, dtype=torch.int64), torch.zeros(0, 3), torch.zeros(0))
+        kernel = torch.cat([e.kernels for e in (none, *found)])
+        order = kernel.argsort(stable=True)
+        counts = kernel.bincount(minlength=kernels)
+        places = torch.full((kernels, max(counts.tolist(), default=0), 3), torch.inf)
+        errors = torch.zeros(places.shape[:2])
+        # Which of its kernel's notes each one is.
+        note = torch.arange(len(kernel)) - (counts.cumsum(0) - counts)[kernel[order]]
+        places[kernel[order], note] = torch.cat([e.places for e in (none, *found)])[order]
+        errors[kernel[order], note] = torch.cat([e.values for e in (none, *found)])[order]
+        return cls(places, errors)
 
     def near(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """Return the error to expect at places (problems, configurations, 3), and how much was measured nearby."""
@@ -132,15 +156,17 @@ class Knowledge:
     notes: Notes
 
     @classmethod
-    def of(cls, table: Table | None, kernels: Collection[Config], pool: Pool, device: Device) -> Knowledge:
-        """Return what a table says of those kernels of a pool that it is about."""
-        if table is None:
-            return cls(pool, device, {}, _notes({}, pool, device))
-        measured = {p: _ranked(found, device) for p, found in _measurements(table, kernels).items()}
-        # Operands of other majors take other times, but the model is off by as much.
-        there = replace(pool, majors=table.signature.majors)
-        same = table.signature.majors == pool.majors
-        return cls(pool, device, measured if same else {}, _notes(measured, there, device))
+    def of(cls, tables: Sequence[Table], kernels: Collection[Config], pool: Pool, device: Device) -> Knowledge:
+        """Return what tables say of those kernels of a pool that they are about; at a problem the first has its say."""
+        measured: dict[Problem, Mapping[Config, Candidate]] = {}
+        errors: list[_Errors] = []
+        for table in tables:
+            found = {p: _ranked(times, device) for p, times in _measurements(table, kernels).items()}
+            # Operands of other majors take other times, but the model is off by as much.
+            errors.append(_errors(found, replace(pool, majors=table.signature.majors), device))
+            if table.signature.majors == pool.majors:
+                measured = found | measured
+        return cls(pool, device, measured, Notes.of(errors, len(pool.configs)))
 
     def expected(self, problems: Sequence[Problem]) -> Expected:
         """Return what is known of every kernel at some problems."""
@@ -213,23 +239,12 @@ def _ranked(measured: Mapping[Config, Candidate], device: Device) -> dict[Config
     return {**measured, **{k: replace(measured[k], microseconds=us) for k, us in zip(equal, times, strict=False)}}
 
 
-def _notes(measured: Mapping[Problem, Mapping[Config, Candidate]], pool: Pool, device: Device) -> Notes:
+def _errors(measured: Mapping[Problem, Mapping[Config, Candidate]], pool: Pool, device: Device) -> _Errors:
     """Return where and by how much the model is off for the kernels of a pool."""
     index = {c: at for at, c in enumerate(pool.configs)}
-    counts = [0] * len(index)
-    entries: list[tuple[int, int, int]] = []  # problem, kernel, and which of the kernel's notes it is
-    times: list[float] = []
-    for problem, known in enumerate(measured.values()):
-        for config, candidate in known.items():
-            at = index[config]
-            entries.append((problem, at, counts[at]))
-            times.append(candidate.microseconds)
-            counts[at] += 1
-    problems, most = list(measured), max(counts, default=0)
-    places, errors = torch.full((len(index), most, 3), torch.inf), torch.zeros(len(index), most)
-    if entries:
-        row, kernel, note = torch.tensor(entries).unbind(1)
-        predicted = pool.times(problems, device)[row, kernel]
-        places[kernel, note] = _places(problems, pool, device)[row, kernel]
-        errors[kernel, note] = (torch.tensor(times, dtype=torch.float64) / predicted).log2().float()
-    return Notes(places, errors)
+    entries = [(row, index[c], x.microseconds) for row, known in enumerate(measured.values()) for c, x in known.items()]
+    rows, kernels = torch.tensor([e[:2] for e in entries], dtype=torch.int64).reshape(-1, 2).unbind(1)
+    times = torch.tensor([e[2] for e in entries], dtype=torch.float64)
+    problems = list(measured)
+    predicted = pool.times(problems, device)[rows, kernels]
+    return _Errors(kernels, _places(problems, pool, device)[rows, kernels], (times / predicted).log2().float())

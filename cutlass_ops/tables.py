@@ -141,6 +141,14 @@ class Table:
             raise ConfigError("a table has one point for each problem")
         object.__setattr__(self, "points", ordered)
 
+    def is_about(self, signature: OpSignature, device: str) -> bool:
+        """Whether a signature was measured on a kind of device, given by its name."""
+        return (self.signature, self.device) == (signature, device)
+
+    def at(self, problem: Problem) -> Point | None:
+        """Return what was measured at a problem, if anything was."""
+        return next((p for p in self.points if p.problem == problem), None)
+
     def allows(self, config: Config) -> bool:
         """Whether a kernel may serve."""
         return config.whole_k or not self.deterministic

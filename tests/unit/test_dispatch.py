@@ -74,7 +74,7 @@ def test_problems_that_were_not_measured_lose_little_either(tmp_path):
     problems = [p.problem for p in table.points]
     for parity in (0, 1):
         left_out = set(problems[parity::2])
-        policy = dispatch.Policy.of(without(table, left_out), signature(), H100, table.kernels)
+        policy = dispatch.Policy.of([without(table, left_out)], signature(), H100, table.kernels)
         for point in table.points:
             measured = {m.config.binary(): m.behind for m in point.measured}
             if point.problem in left_out and measured.keys() & set(policy.kernels):
@@ -128,7 +128,7 @@ def test_a_peer_is_taken_only_where_it_was_clearly_faster_and_that_is_allowed(al
     assert policy.fallback(ODD) == expected
     assert policy.fallback((641, *ODD[1:])) is None
     # For another epilogue the same peer says nothing.
-    assert dispatch.Policy.of(table, signature(builtin.bias_gelu), H100, table.kernels).fallback(ODD) is None
+    assert dispatch.Policy.of([table], signature(builtin.bias_gelu), H100, table.kernels).fallback(ODD) is None
 
 
 def test_after_deterministic_tuning_no_kernel_splits_k_at_any_shape():
@@ -184,9 +184,21 @@ def test_a_users_table_that_is_none_is_left_out_and_said_to_be():
 
 def test_an_epilogue_that_was_not_measured_borrows():
     policy = dispatch.policy(signature(builtin.bias_gelu, "f16"), H100)
-    assert policy.borrowed
-    assert not dispatch.policy(signature(), H100).borrowed
+    assert policy.own is None
+    assert dispatch.policy(signature(), H100).own
     assert policy.choose((4096, 4096, 4096)).source == "measured"
+
+
+def test_what_an_epilogue_was_tuned_for_takes_nothing_from_what_it_borrows_elsewhere():
+    of, problem = signature(builtin.bias_gelu), (4096, 4096, 4096)
+    elsewhere = [*SHAPES.GRID, (640, 5120, 4096)]
+    before = {p: chosen(p, of) for p in elsewhere if p != problem}
+    assert chosen(problem, of)[0].config != SLOW
+    user_table(Measured(SLOW, 10.0, 0.0), problem=problem, of=of)
+    assert chosen(problem, of)[0].config == SLOW
+    assert {p: chosen(p, of) for p in before} == before
+    assert dispatch.policy(of, H100).peers(problem) == {}
+    assert chosen(problem)[0].config != SLOW
 
 
 def test_a_user_table_of_sm80_kernels():
@@ -302,6 +314,15 @@ def test_operands_that_tma_cannot_address_go_to_mma_sync(a, b):
         # cp.async copies 4 bytes and more; narrower loads leave two stages.
         assert spec.config.stages == 2 if min(a, b) == 1 else spec.config.stages > 2
         assert not legality.check(spec)
+
+
+@pytest.mark.parametrize(
+    ("capability", "a", "b", "expected"),
+    [((9, 0), 8, 8, True), ((9, 0), 4, 8, False), ((9, 0), 8, 4, False), ((8, 0), 8, 8, False), ((10, 0), 8, 8, False)],
+)
+def test_tma_takes_both_operands_aligned_and_a_hopper(capability, a, b, expected):
+    of = signature(a=a, b=b)
+    assert Device(capability, 100).loads_by_tma(of.a, of.b) is expected
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9)])

@@ -117,6 +117,16 @@ def test_the_space_is_legal_and_large_and_its_parts_are_whole():
     assert any(o.threadblock.k != of.threadblock.k for of in first for o in unseen(of))
 
 
+def test_the_space_has_every_schedule_with_every_tile_that_it_can_have():
+    """192 rows are two warpgroups side by side, each with half of the columns, or one after the other."""
+    found = {(c.schedule, c.threadblock.m) for c in space.configurations(signature())}
+    assert found == {
+        *(("warp_specialized", m) for m in (64, 128)),
+        *(("pingpong", m) for m in (64, 128, 192)),
+        *(("cooperative", m) for m in (128, 192, 256)),
+    }
+
+
 def test_what_won_a_sweep_is_within_reach(measured):
     """The first of thousands hold the measured best, or one that the model cannot tell from it."""
     for shape, times in measured.items():

@@ -81,6 +81,20 @@ def test_drift_alone_decides_nothing():
     assert all(s.behind == 0 for s in standings)
 
 
+def test_a_kernel_that_is_ahead_at_one_clock_and_far_behind_at_another_does_not_win():
+    """Slightly ahead in most rounds: by the median it would."""
+
+    def measure(order):
+        number = next(rounds)
+        times = {"steady": 1.0, "fickle": 0.985 if number % 20 < 11 else 1.08}
+        return [times[e] for e in order]
+
+    rounds = iter(range(100))
+    first, second = race(["steady", "fickle"], measure, rounds=40)
+    assert (first.entrant, second.entrant) == ("steady", "fickle")
+    assert 0.01 < second.behind < 0.05
+
+
 @pytest.mark.parametrize("pace", [1.0, 40.0])
 def test_a_guest_runs_to_the_end_and_sends_nobody_home(pace):
     times = {"a": 10.0, "b": 10.1, "guest": pace}
