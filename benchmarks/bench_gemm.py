@@ -6,6 +6,7 @@
 
     python benchmarks/bench_gemm.py --set decode --ops gemm --peers eager --out benchmarks/results/gemm_decode_h100.json
     python benchmarks/bench_gemm.py --layouts row-row col-col --rows 1024 --out /tmp/majors.json
+    python benchmarks/bench_gemm.py --held-out --ops bias_relu --out /tmp/held_out.json    # as if tuned on the others
 
 Each row: {"set", "op", "dtype", "layout", "m", "n", "k", "ours_ms", "peers": {name: ms}, "best_peer",
 "ratio_to_best_peer", "ratio_range", "error_over_eager", "bandwidth", "kernel"}. A layout names the majors of A and B.
@@ -17,8 +18,9 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
-from dataclasses import asdict, astuple, dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, astuple, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,9 @@ from cutlass_ops import dispatch, ops
 from cutlass_ops.builder import build_many
 from cutlass_ops.call import device_of
 from cutlass_ops.heuristics import Device
+from cutlass_ops.registry import OpSignature
 from cutlass_ops.spec import KernelSpec
+from cutlass_ops.tables import Problem, Table
 from cutlass_ops.timing import expected_us, rotation
 from cutlass_ops.tuning import signature_at
 
@@ -139,6 +143,46 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.op} {self.dtype} {self.layout} {self.m}x{self.n}x{self.k}"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Cases that go together, and what counts as tuned while they run: at some weights, a few problems only."""
+
+    cases: list[Case]
+    weights: frozenset[tuple[int, int]] = frozenset()
+    tuned: frozenset[Problem] = frozenset()
+
+    @contextmanager
+    def known(self) -> Iterator[None]:
+        """Have kernels chosen as if of what ships nothing else had been measured at these weights."""
+        shipped = dispatch._shipped
+
+        def less(device: str, signature: OpSignature) -> Table | None:
+            table = shipped(device, signature)
+            return table and replace(table, points=tuple(p for p in table.points if self._counts(p.problem)))
+
+        dispatch._shipped = less
+        dispatch.forget()
+        try:
+            yield
+        finally:
+            dispatch._shipped = shipped
+            dispatch.forget()
+
+    def _counts(self, problem: Problem) -> bool:
+        return problem[1:] not in self.weights or problem in self.tuned
+
+
+def halves(cases: list[Case]) -> list[Part]:
+    """Return every other problem's cases, with the other problems as what was tuned, and the reverse."""
+    of = {case: (case.m, case.n, case.k) for case in cases}
+    problems = list(dict.fromkeys(of.values()))
+    weights = frozenset((n, k) for _, n, k in problems)
+    found = []
+    for mine, others in ((problems[::2], problems[1::2]), (problems[1::2], problems[::2])):
+        found.append(Part([case for case in cases if of[case] in mine], weights, frozenset(others)))
+    return found
 
 
 def kernels_of(cases: list[Case], device: Device) -> list[KernelSpec]:
@@ -253,6 +297,14 @@ def measured(paths: list[Path], environment: dict[str, Any]) -> list[dict[str, A
     return rows
 
 
+def _line(case: Case, row: dict[str, Any]) -> str:
+    peers = " ".join(f"{p} {t * 1e3:.1f}" for p, t in row["peers"].items())
+    return (
+        f"{case}: ours {row['ours_ms'] * 1e3:.1f} us, {peers}, ratio {row['ratio_to_best_peer']:.3f} "
+        f"{row['ratio_range']} bandwidth {row['bandwidth']:.2f} {row['kernel']}"
+    )
+
+
 def main() -> None:
     """Run the grid and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -261,6 +313,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     parser.add_argument("--layouts", nargs="+", default=["row-col"], choices=LAYOUTS, help="majors of A and B")
     parser.add_argument("--peers", nargs="+", default=["cublaslt", "eager", "compile"])
+    parser.add_argument("--held-out", action="store_true", help="each half of the set as if tuned on the other alone")
     parser.add_argument("--rows", nargs="+", type=int, default=None, help="only these M")
     parser.add_argument("--limit", type=float, default=1e9, help="stop after this many seconds")
     parser.add_argument("--resume", nargs="+", type=Path, default=[], help="results whose rows need no repetition")
@@ -272,22 +325,19 @@ def main() -> None:
     bandwidth = copy_bandwidth()
     head = {**environment, "copy_gb_per_s": round(bandwidth / 1e9, 1)}
     wanted = product(args.ops, args.dtypes, args.layouts, shapes.SETS[args.set])
-    cases = [Case(args.set, *kind, m, n, k) for *kind, (m, n, k) in wanted if args.rows is None or m in args.rows]
-    cases = [case for case in cases if astuple(case) not in done]
-    build_many(kernels_of(cases, device_of(torch.device("cuda", 0))))
-    for case in cases:
-        if time.monotonic() - begin > args.limit:
-            print(f"stopped at the limit before {case}")
-            break
-        row = run_case(case, args.peers, bandwidth)
-        rows.append(row)
-        peers = " ".join(f"{p} {t * 1e3:.1f}" for p, t in row["peers"].items())
-        print(
-            f"{case}: ours {row['ours_ms'] * 1e3:.1f} us, {peers}, ratio {row['ratio_to_best_peer']:.3f} "
-            f"{row['ratio_range']} bandwidth {row['bandwidth']:.2f} {row['kernel']}",
-            flush=True,
-        )
-        harness.save(args.out, {**head, "summary": summary(rows), "rows": rows})
+    name = f"{args.set}, held out" if args.held_out else args.set
+    cases = [Case(name, *kind, m, n, k) for *kind, (m, n, k) in wanted if args.rows is None or m in args.rows]
+    for part in halves(cases) if args.held_out else [Part(cases)]:
+        with part.known():
+            left = [case for case in part.cases if astuple(case) not in done]
+            build_many(kernels_of(left, device_of(torch.device("cuda", 0))))
+            for case in left:
+                if time.monotonic() - begin > args.limit:
+                    print(f"stopped at the limit before {case}")
+                    return
+                rows.append(run_case(case, args.peers, bandwidth))
+                print(_line(case, rows[-1]), flush=True)
+                harness.save(args.out, {**head, "summary": summary(rows), "rows": rows})
     print(summary(rows))
 
 

@@ -22,7 +22,7 @@ import torch
 
 from cutlass_ops.timing import Run, Stopwatch
 
-ROUNDS = 15
+ROUNDS = 25
 
 
 @dataclass(frozen=True)
