@@ -1,9 +1,12 @@
 """Makes the table that ships with the library out of those that tune_tables.py filled, the oldest first.
 
     python benchmarks/ship_table.py TABLE... cutlass_ops/tuned --pool pool.json
+    python benchmarks/ship_table.py SILU... cutlass_ops/tuned --pool pool.json --like RELU...
 
 At each shape the best order of tiles of each kernel stays, of the kernels of a pool if one is given; a shape at which
-all kernels lost clearly to a peer goes, as the right one did not race there. The grid's shapes have the measurements of
+all kernels lost clearly to a peer goes, as the right one did not race there. Kernels that did not race at a shape may
+have done so with another epilogue or element type: the tables given by --like say how far behind they were there of one
+that did, and so far behind they count. The grid's shapes have the measurements of
 sixteen kernels only, which therefore serve them (`evaluate_dispatch.py` says what that loses). All kernels are for
 other shapes, where one may win that never did where it was measured.
 """
@@ -48,6 +51,12 @@ def best_orders(point: Point, pool: Collection[Config]) -> Point:
     )
 
 
+def completed(table: Table, other: Table) -> Table:
+    """Return a table with what another signature's knows besides at the same problems."""
+    points = ((point, other.at(point.problem)) for point in table.points)
+    return replace(table, points=tuple(mine.joined(its) if its else mine for mine, its in points))
+
+
 def _by_use(points: Iterable[Point]) -> list[Config]:
     """Return all kernels, that which was measured most often first."""
     uses = Counter(m.config.binary() for p in points for m in p.measured)
@@ -65,8 +74,11 @@ def main() -> None:
     parser.add_argument("tables", type=Path, nargs="+")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--pool", type=Path, help="the kernels to choose among, from choose_pool.py")
+    parser.add_argument("--like", type=Path, nargs="+", default=[], help="another signature's tables, the oldest first")
     args = parser.parse_args()
     table = reduce(Table.merged, map(tables.load, args.tables))
+    if args.like:
+        table = completed(table, reduce(Table.merged, map(tables.load, args.like)))
     pool = set(map(config_from_json, json.loads(args.pool.read_text()))) if args.pool else set()
     points = tuple(best_orders(p, pool) for p in table.points)
     points = tuple(p for p in points if p.measured and ratio(p) >= WORTH)

@@ -3,9 +3,11 @@
 import math
 
 import torch
+from signatures import signature
 
+from cutlass_ops import builtin
 from cutlass_ops.config import Sm90Config, ThreadblockShape
-from cutlass_ops.tables import Measured, Point
+from cutlass_ops.tables import Measured, Point, Table
 from tests.scripts import script
 
 choose_pool = script("choose_pool")
@@ -62,3 +64,16 @@ def test_without_the_fastest_the_others_are_told_from_the_best_of_them():
 
 def test_a_point_is_worth_what_the_best_peer_took_for_what_we_did():
     assert ship_table.ratio(point(Measured(A, 10.0, 0.0))) == 1.2
+
+
+def test_what_did_not_race_counts_as_far_behind_as_with_another_epilogue():
+    mine = Table("H100", 132, signature(builtin.bias_silu), (point(Measured(A, 10.0, 0.0)),))
+    other = Table("H100", 132, signature(), (point(Measured(B, 7.0, 0.0), Measured(A, 8.4, 0.2)),))
+    (whole,) = ship_table.completed(mine, other).points
+    assert [(m.config, m.behind) for m in whole.measured] == [(A, 0.0), (B, 0.0)]
+    slower = Table("H100", 132, signature(), (point(Measured(A, 8.0, 0.0), Measured(B, 12.0, 0.5)),))
+    (whole,) = ship_table.completed(mine, slower).points
+    assert [(m.config, m.behind) for m in whole.measured] == [(A, 0.0), (B, 0.5)]
+    assert whole.measured[1].microseconds == 15.0
+    elsewhere = Table("H100", 132, signature())
+    assert ship_table.completed(mine, elsewhere) == mine
