@@ -11,7 +11,7 @@ from cutlass_ops import dispatch, ops, tables
 from cutlass_ops.call import call_at, signature_of
 from cutlass_ops.explaining import explain_call
 from cutlass_ops.heuristics import Device
-from cutlass_ops.tables import Table
+from cutlass_ops.tables import Measured, Point, Table
 
 
 @pytest.fixture(autouse=True)
@@ -113,3 +113,20 @@ def test_it_says_that_tuning_was_deterministic():
     assert "all of which add up K as a whole (deterministic tuning)" in found.why
     assert all(c.config.whole_k for c in found.candidates)
     assert "deterministic" not in explained(dtype="f16").why
+
+
+def test_it_says_for_what_a_time_was_measured():
+    """A signature's own table speaks for its shapes; elsewhere what is borrowed does."""
+    problem, elsewhere = (640, 5120, 4096), (4096, 4096, 4096)
+    op = ops.gemm_bias_gelu
+    of = signature_of(call_at(op.graph, problem, "bf16", "row", "col"), H100)
+    config = dispatch.policy(of, H100).kernels[0]
+    point = Point(problem, "2026-11-21", (Measured(config, 10.0, 0.0),))
+    tables.update(tables.path_of(dispatch._env.tuning_dir(), H100.name, of), Table(H100.name, 132, of, (point,)).select())
+    dispatch.forget()
+
+    def why(shape):
+        return explain_call("op", call_at(op.graph, shape, "bf16", "row", "col"), H100).why
+
+    assert "measured for this epilogue on this kind of device;" in why(problem)
+    assert "measured for another epilogue, element type or device;" in why(elsewhere)
