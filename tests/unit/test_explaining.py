@@ -122,7 +122,8 @@ def test_it_says_for_what_a_time_was_measured():
     of = signature_of(call_at(op.graph, problem, "bf16", "row", "col"), H100)
     config = dispatch.policy(of, H100).kernels[0]
     point = Point(problem, "2026-11-21", (Measured(config, 10.0, 0.0),))
-    tables.update(tables.path_of(dispatch._env.tuning_dir(), H100.name, of), Table(H100.name, 132, of, (point,)).select())
+    path = tables.path_of(dispatch._env.tuning_dir(), H100.name, of)
+    tables.update(path, Table(H100.name, 132, of, (point,)).select())
     dispatch.forget()
 
     def why(shape):
