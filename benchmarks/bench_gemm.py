@@ -185,6 +185,15 @@ def halves(cases: list[Case]) -> list[Part]:
     return found
 
 
+def in_order(parts: list[Part], done: set[tuple[Any, ...]], device: Device) -> Iterator[Case]:
+    """Yield the cases that are not done, those of each part with what counts as tuned there and all kernels built."""
+    for part in parts:
+        with part.known():
+            left = [case for case in part.cases if astuple(case) not in done]
+            build_many(kernels_of(left, device))
+            yield from left
+
+
 def kernels_of(cases: list[Case], device: Device) -> list[KernelSpec]:
     """Return the kernels that serve cases, each once."""
     specs = {}
@@ -327,17 +336,14 @@ def main() -> None:
     wanted = product(args.ops, args.dtypes, args.layouts, shapes.SETS[args.set])
     name = f"{args.set}, held out" if args.held_out else args.set
     cases = [Case(name, *kind, m, n, k) for *kind, (m, n, k) in wanted if args.rows is None or m in args.rows]
-    for part in halves(cases) if args.held_out else [Part(cases)]:
-        with part.known():
-            left = [case for case in part.cases if astuple(case) not in done]
-            build_many(kernels_of(left, device_of(torch.device("cuda", 0))))
-            for case in left:
-                if time.monotonic() - begin > args.limit:
-                    print(f"stopped at the limit before {case}")
-                    return
-                rows.append(run_case(case, args.peers, bandwidth))
-                print(_line(case, rows[-1]), flush=True)
-                harness.save(args.out, {**head, "summary": summary(rows), "rows": rows})
+    parts = halves(cases) if args.held_out else [Part(cases)]
+    for case in in_order(parts, done, device_of(torch.device("cuda", 0))):
+        if time.monotonic() - begin > args.limit:
+            print(f"stopped at the limit before {case}")
+            break
+        rows.append(run_case(case, args.peers, bandwidth))
+        print(_line(case, rows[-1]), flush=True)
+        harness.save(args.out, {**head, "summary": summary(rows), "rows": rows})
     print(summary(rows))
 
 

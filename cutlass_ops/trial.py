@@ -132,8 +132,7 @@ class Trial:
 
         if not self._kernels:
             return (), ()
-        if expected_us(*self._problem) > _HEATING_US:
-            rounds *= _MORE_ROUNDS
+        rounds = _rounds_at(self._problem, rounds)
         # A peer that is ahead must not cost the kernels their rounds.
         standings = racing.race([*self._kernels], measure, guests=self._peers, rounds=rounds)
         ranked = [s.entrant for s in standings if not isinstance(s.entrant, str)]
@@ -229,6 +228,11 @@ class Trial:
             if not error <= _ROUNDING * rounding + _SUMS:
                 return f"{output.name} is wrong: its relative error is {error:.2g}, and {rounding:.2g} is rounding"
         return None
+
+
+def _rounds_at(problem: Problem, rounds: int) -> int:
+    """Return the rounds of a race at a problem, given those of one between short kernels."""
+    return rounds * (_MORE_ROUNDS if expected_us(*problem) > _HEATING_US else 1)
 
 
 def _empty(shape: tuple[int, ...], operand: Operand, device: torch.device) -> Tensor:

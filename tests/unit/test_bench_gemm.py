@@ -10,12 +10,7 @@ BENCH, SHAPES = script("bench_gemm"), script("shapes")
 CASES = [BENCH.Case("grid", "bias_relu", "bf16", "row-col", *problem) for problem in SHAPES.GRID]
 
 
-@pytest.fixture(autouse=True)
-def _no_tables_of_the_user(tmp_path, monkeypatch):
-    monkeypatch.setenv("CUTLASS_OPS_TUNING_DIR", str(tmp_path))
-    dispatch.forget()
-    yield
-    dispatch.forget()
+pytestmark = pytest.mark.usefixtures("no_user_tables")
 
 
 def tuned(problems):

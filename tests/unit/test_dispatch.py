@@ -21,12 +21,7 @@ MAJORS = [(a, b) for a in ("row", "col") for b in ("row", "col")]
 MOST = tables.MOST_KERNELS
 
 
-@pytest.fixture(autouse=True)
-def _no_tables_of_the_user(tmp_path, monkeypatch):
-    monkeypatch.setenv("CUTLASS_OPS_TUNING_DIR", str(tmp_path / "tuning"))
-    dispatch.forget()
-    yield
-    dispatch.forget()
+pytestmark = pytest.mark.usefixtures("no_user_tables")
 
 
 def chosen(shape, of=None, device=H100):

@@ -13,13 +13,7 @@ from cutlass_ops.explaining import explain_call
 from cutlass_ops.heuristics import Device
 from cutlass_ops.tables import Measured, Point, Table
 
-
-@pytest.fixture(autouse=True)
-def _no_tables_of_the_user(tmp_path, monkeypatch):
-    monkeypatch.setenv("CUTLASS_OPS_TUNING_DIR", str(tmp_path))
-    dispatch.forget()
-    yield
-    dispatch.forget()
+pytestmark = pytest.mark.usefixtures("no_user_tables")
 
 
 def explained(problem=(512, 4096, 4096), op=ops.gemm_bias_relu, device=H100, dtype="bf16", majors=("row", "col")):

@@ -16,6 +16,11 @@ def test_a_kernel_is_a_finalist_once_and_as_early_as_its_best_order():
     assert trial._best_orders([SECOND, FIRST, by_gpc]) == [SECOND, FIRST]
 
 
+def test_kernels_that_heat_the_chip_race_longer():
+    assert trial._rounds_at((1, 4096, 4096), 11) == trial._rounds_at((512, 4096, 4096), 11) == 11
+    assert trial._rounds_at((1024, 4096, 4096), 11) == trial._rounds_at((8192, 8192, 8192), 11) == 33
+
+
 @pytest.mark.parametrize("by_gpc", [False, True])
 def test_every_order_of_tiles_has_a_number_of_its_own(by_gpc):
     rasters = ("heuristic", "along_m", "along_n")
