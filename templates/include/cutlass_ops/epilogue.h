@@ -1,6 +1,6 @@
 // From accumulators to D: the epilogue of Sm90 kernels whose D is stored by TMA and whose inputs are rows, columns,
 // scalars and at most one tile. It takes CUTLASS's place where thread blocks spend time: CUTLASS's own does the same for
-// any operation, and derives where every value lies through a dozen tiled copies, which is half of a kernel's compilation.
+// any operation, and derives where every value lies through a dozen tiled copies, which is a large part of compilation.
 // Here each thread computes where its own values lie. The tree of visitors, the loads and all types are still CUTLASS's.
 
 #pragma once
