@@ -4,8 +4,6 @@
     python benchmarks/bench_gemm.py --ops bias_relu --dtypes bf16 --peers cublaslt eager --out /tmp/r.json
     python benchmarks/bench_gemm.py --resume /tmp/r.json --out /tmp/all.json    # the rows that are not there yet
 
-    python benchmarks/compile_ahead.py; python benchmarks/bench_gemm.py ...    # torch.compile in a sixth of the time
-
     python benchmarks/bench_gemm.py --set decode --ops gemm --peers eager --out benchmarks/results/gemm_decode_h100.json
     python benchmarks/bench_gemm.py --layouts row-row col-col --rows 1024 --out /tmp/majors.json
     python benchmarks/bench_gemm.py --held-out --ops bias_relu --out /tmp/held_out.json    # as if tuned on the others
@@ -95,10 +93,8 @@ BENCHMARKS = {
 LAYOUTS = ("row-col", "row-row", "col-row", "col-col")
 
 
-def make_inputs(
-    m: int, n: int, k: int, dtype: torch.dtype, layout: str = "row-col", count: int | None = None
-) -> list[Inputs]:
-    """Draw sets of inputs, by default as many as rotation needs."""
+def make_inputs(m: int, n: int, k: int, dtype: torch.dtype, layout: str = "row-col") -> list[Inputs]:
+    """Draw as many sets of inputs as rotation needs."""
     major_a, major_b = layout.split("-")
 
     def draw(rows: int, columns: int, major: str = "row") -> Tensor:
@@ -106,10 +102,10 @@ def make_inputs(
             return torch.randn(columns, rows, device="cuda", dtype=dtype).t()
         return torch.randn(rows, columns, device="cuda", dtype=dtype)
 
-    sets = count or rotation(2 * (m * k + n * k + 2 * m * n))
+    count = rotation(2 * (m * k + n * k + 2 * m * n))
     return [
         Inputs(draw(m, k, major_a), draw(k, n, major_b).div_(k**0.5), draw(1, n)[0], draw(m, n), draw(m, n))
-        for _ in range(sets)
+        for _ in range(count)
     ]
 
 
@@ -248,12 +244,11 @@ def _peers(bench: Benchmark, names: list[str]) -> dict[str, Callable[[Inputs], T
     if "cublaslt" in names and bench.cublaslt is not None:
         found["cublaslt"] = bench.cublaslt
     if "compile" in names:
-        found["compile"] = compiled(bench)
+        found["compile"] = _compiled(bench)
     return found
 
 
-def compiled(bench: Benchmark) -> Callable[[Inputs], Tensor]:
-    """Return torch.compile of a benchmark's composition, autotuned when it first runs."""
+def _compiled(bench: Benchmark) -> Callable[[Inputs], Tensor]:
     torch._dynamo.reset()
     # Threads, since autotuning compiles again what worker processes compiled: 8 s a shape instead of 1.
     torch._inductor.config.compile_threads = 1
@@ -261,8 +256,8 @@ def compiled(bench: Benchmark) -> Callable[[Inputs], Tensor]:
     def function(*tensors: Tensor) -> Tensor:
         return bench.eager(Inputs(*tensors))
 
-    tuned = torch.compile(function, mode="max-autotune-no-cudagraphs", dynamic=False)
-    return lambda x: tuned(x.a, x.b, x.bias, x.residual, x.out)
+    compiled = torch.compile(function, mode="max-autotune-no-cudagraphs", dynamic=False)
+    return lambda x: compiled(x.a, x.b, x.bias, x.residual, x.out)
 
 
 def copy_bandwidth() -> float:
