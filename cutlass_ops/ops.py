@@ -305,7 +305,13 @@ def _signature(names: Sequence[str]) -> inspect.Signature:
     return inspect.Signature([*positional, *keyword])
 
 
-_SHAPES = {Kind.ROW: "(N,)", Kind.COL: "(M,)", Kind.TILE: "(M, N)", Kind.SCALAR: "number or 0-d"}
+_SHAPES = {
+    Kind.ROW: "(N,)",
+    Kind.COL: "(M,)",
+    Kind.TILE: "(M, N)",
+    Kind.SCALAR: "number or 0-d",
+    Kind.PRODUCT: "(K, N), the same dtype and major as b",
+}
 
 
 def _docstring(epilogue: Epilogue) -> str:
@@ -377,7 +383,8 @@ def gemm(
     out_dtype : torch.dtype, optional
         D's dtype, FP16, BF16 or FP32; by default that of ``a``.
     **inputs
-        The epilogue's inputs by name: Row (N,), Col (M,), Tile (M, N), Scalar a number or 0-d tensor.
+        The epilogue's inputs by name: Row (N,), Col (M,), Tile (M, N), Scalar a number or 0-d tensor, Product (K, N) of
+        ``b``'s dtype and major.
 
     Returns
     -------
