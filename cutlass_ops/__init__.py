@@ -68,7 +68,19 @@ from cutlass_ops.errors import (
     UnsupportedError,
 )
 from cutlass_ops.explaining import Explanation, explain
+from cutlass_ops.gated import gemm_swiglu
 from cutlass_ops.legality import Violation, check
+from cutlass_ops.norms import (
+    PreparedLayerNormWeight,
+    PreparedWeight,
+    ResidualRms,
+    RowStatistic,
+    gemm_residual_rms,
+    layernorm_gemm,
+    prepare,
+    prepare_layernorm,
+    rmsnorm_gemm,
+)
 from cutlass_ops.ops import (
     Kernel,
     build,
@@ -104,9 +116,13 @@ __all__ = [
     "MissingKernelError",
     "NoDeviceError",
     "Operand",
+    "PreparedLayerNormWeight",
+    "PreparedWeight",
     "Product",
     "Reduction",
+    "ResidualRms",
     "Row",
+    "RowStatistic",
     "Scalar",
     "Sm80Config",
     "Sm90Config",
@@ -138,7 +154,10 @@ __all__ = [
     "gemm_bias_residual",
     "gemm_bias_silu",
     "gemm_residual",
+    "gemm_residual_rms",
+    "gemm_swiglu",
     "hardswish",
+    "layernorm_gemm",
     "leaky_relu",
     "max",
     "maximum",
@@ -147,8 +166,11 @@ __all__ = [
     "minimum",
     "mul",
     "neg",
+    "prepare",
+    "prepare_layernorm",
     "registry",
     "relu",
+    "rmsnorm_gemm",
     "rsqrt",
     "sigmoid",
     "silu",
