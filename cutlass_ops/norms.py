@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -159,17 +159,22 @@ def rmsnorm_gemm(
     return op(x, _weight(w, gamma, "w"), *values, out=out, out_dtype=out_dtype, **inputs)
 
 
-def rmsnorm_op(epilogue: Epilogue | None = None) -> Op:
-    """Return the op behind :func:`rmsnorm_gemm` without `rstd`, for ``warm_up``, ``plan``, ``explain`` and ``tune``.
+_GIVEN = {None: builtin.rms_norm, "sums": builtin.rms_norm_of_sums, "rstd": builtin.rms_norm_of_rstd}
 
-    It takes (a, b, eps, *inputs), b with gamma folded in.
+
+def rmsnorm_op(epilogue: Epilogue | None = None, *, given: Literal["sums", "rstd"] | None = None) -> Op:
+    """Return the op behind :func:`rmsnorm_gemm`, for ``warm_up``, ``plan``, ``explain`` and ``tune``.
+
+    It takes (a, b, eps, *inputs), b with gamma folded in, and gathers from a. Given ``"sums"``, as in a
+    :class:`RowStatistic`, it is another one and takes (a, b, row_sum_square, inverse_count, eps, *inputs); given
+    ``"rstd"``, a tensor, (a, b, rstd, *inputs).
 
     Raises
     ------
     TypeError, ValueError
         If the epilogue is none, or cannot follow a norm.
     """
-    return _composed("rmsnorm_gemm", builtin.rms_norm, epilogue)
+    return _composed("rmsnorm_gemm", _GIVEN[given], epilogue)
 
 
 def gemm_residual_rms(
@@ -219,9 +224,21 @@ def gemm_residual_rms(
     operands.require_tensor("a", a)
     if out is not None and out.dtype != a.dtype:
         raise TypeError(f"out is {out.dtype} and a is {a.dtype}: y has a's dtype, which its statistic is of")
-    op = _residual_op(builtin.residual_rms_f16 if a.dtype == torch.float16 else builtin.residual_rms_bf16, epilogue)
-    y, sums = op(a, b, residual=residual, out=out, **inputs)
+    y, sums = residual_rms_op(a.dtype, epilogue)(a, b, residual=residual, out=out, **inputs)
     return ResidualRms(y, RowStatistic(sums, y.shape[-1], eps))
+
+
+def residual_rms_op(dtype: torch.dtype, epilogue: Epilogue | None = None) -> Op:
+    """Return the op behind :func:`gemm_residual_rms`, for ``warm_up``, ``plan``, ``explain`` and ``tune``.
+
+    It takes (a, b, *inputs, residual) of this dtype and returns (d, row_sum_square).
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the epilogue is none, or has further outputs.
+    """
+    return _residual_op(builtin.residual_rms_f16 if dtype == torch.float16 else builtin.residual_rms_bf16, epilogue)
 
 
 # ---- LayerNorm ---------------------------------------------------------------------------------------------------

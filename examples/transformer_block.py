@@ -7,6 +7,7 @@ a GPU the layer has the size of Llama-3.1-8B's, on the CPU it is smaller and com
 
 from __future__ import annotations
 
+import copy
 import sys
 from dataclasses import dataclass
 
@@ -46,6 +47,12 @@ class Cache:
     def __init__(self, batch: int, length: int, config: LlamaConfig, device: str) -> None:
         shape = (batch, config.num_key_value_heads, length, config.head_dim)
         self._keys, self._values = (torch.randn(shape, device=device, dtype=DTYPE) for _ in range(2))
+
+    def double(self) -> Cache:
+        """Return a copy in FP64."""
+        other = copy.copy(self)
+        other._keys, other._values = self._keys.double(), self._values.double()
+        return other
 
     def update(self, keys: Tensor, values: Tensor, layer: int = 0, **_: object) -> tuple[Tensor, Tensor]:
         """Write the new positions and return all; transformers' layer calls its cache alike."""

@@ -158,6 +158,9 @@ def test_any_epilogue_follows_the_norm():
     assert_accurate(found.d, wanted, eager)
     assert error(found.row, wanted.sum(1)) <= 2e-3
     assert norms.rmsnorm_op(bias_gelu) is norms.rmsnorm_op(bias_gelu)
+    names = {None: ["eps"], "sums": ["row_sum_square", "inverse_count", "eps"], "rstd": ["rstd"]}
+    for given, first in names.items():
+        assert [i.name for i in norms.rmsnorm_op(bias_gelu, given=given).graph.inputs] == [*first, "bias", "residual"]
     assert norms.rmsnorm_op(bias_gelu).graph == builtin.rms_norm.graph.then(bias_gelu.graph)
     assert norms.rmsnorm_op(bias_gelu).positional((EPS,), inputs) == (EPS, *inputs.values())
 
@@ -210,6 +213,9 @@ def test_an_epilogue_before_the_residual():
     bias, residual = torch.randn(48).to(BF16), torch.randn(5, 48)
     y, statistic = co.gemm_residual_rms(a, b, residual, eps=EPS, epilogue=builtin.bias_relu, bias=bias)
     assert error(y, F.relu(a.double() @ b.double() + bias.double()) + residual.double()) <= torch.finfo(BF16).eps
+    op = norms.residual_rms_op(BF16, builtin.bias_relu)
+    assert torch.equal(op(a, b, bias, residual).row_sum_square, statistic.sum_square)
+    assert op != norms.residual_rms_op(F16, builtin.bias_relu)
     torch.testing.assert_close(statistic.sum_square, y.float().square().sum(-1))
 
 
