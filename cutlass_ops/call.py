@@ -118,7 +118,13 @@ def check_call(
 
 
 def call_at(
-    graph: Graph, problem: tuple[int, int, int], dtype: str, a: Major, b: Major, out_dtype: torch.dtype | None = None
+    graph: Graph,
+    problem: tuple[int, int, int],
+    dtype: str,
+    a: Major,
+    b: Major,
+    out_dtype: torch.dtype | None = None,
+    input_dtypes: Mapping[str, str] | None = None,
 ) -> Call:
     """Return a call with contiguous tensors of these extents, which have no data.
 
@@ -134,23 +140,34 @@ def call_at(
         Majors of A and B; a product's matrix has B's.
     out_dtype : torch.dtype, optional
         D's dtype; by default that of A.
+    input_dtypes : mapping of str to str, optional
+        Dtypes of some of the epilogue's inputs by name, where they are not A's.
+
+    Raises
+    ------
+    ValueError
+        If `input_dtypes` names an input that there is not, or no dtype.
     """
     m, n, k = problem
-    element = getattr(torch, element_named(dtype).torch_name)
+    others = dict(input_dtypes or {})
+    unknown = sorted(set(others) - {i.name for i in graph.inputs})
+    if unknown:
+        raise ValueError(f"input_dtypes names {', '.join(unknown)}, which the epilogue does not have")
 
-    def empty(rows: int, columns: int, major: Major) -> Tensor:
+    def empty(rows: int, columns: int, major: Major, name: str = "") -> Tensor:
         shape = (rows, columns) if major == "row" else (columns, rows)
+        element = getattr(torch, element_named(others.get(name, dtype)).torch_name)
         tensor = torch.empty(shape, dtype=element, device="meta")
         return tensor if major == "row" else tensor.t()
 
-    drawn: dict[Kind, Callable[[], Tensor | float]] = {
-        Kind.ROW: lambda: empty(1, n, "row")[0],
-        Kind.COL: lambda: empty(1, m, "row")[0],
-        Kind.TILE: lambda: empty(m, n, "row"),
-        Kind.SCALAR: lambda: 1.0,
-        Kind.PRODUCT: lambda: empty(k, n, b),
+    drawn: dict[Kind, Callable[[str], Tensor | float]] = {
+        Kind.ROW: lambda name: empty(1, n, "row", name)[0],
+        Kind.COL: lambda name: empty(1, m, "row", name)[0],
+        Kind.TILE: lambda name: empty(m, n, "row", name),
+        Kind.SCALAR: lambda name: 1.0,
+        Kind.PRODUCT: lambda name: empty(k, n, b, name),
     }
-    inputs = {i.name: drawn[i.kind]() for i in graph.inputs}
+    inputs = {i.name: drawn[i.kind](i.name) for i in graph.inputs}
     return check_call(graph, empty(m, k, a), empty(k, n, b), inputs, None, out_dtype)
 
 
