@@ -174,6 +174,8 @@ def rmsnorm_op(epilogue: Epilogue | None = None, *, given: Literal["sums", "rstd
     TypeError, ValueError
         If the epilogue is none, or cannot follow a norm.
     """
+    if given not in _GIVEN:
+        raise ValueError(f'given is {given!r}: use "sums", "rstd" or None')
     return _composed("rmsnorm_gemm", _GIVEN[given], epilogue)
 
 

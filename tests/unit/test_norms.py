@@ -408,6 +408,7 @@ ERRORS = {
     "two outputs before the residual": (
         lambda: co.gemm_residual_rms(X, W, TILE, eps=EPS, epilogue=bias_gelu), ValueError, "D as its only output",
     ),
+    "an op given something else": (lambda: norms.rmsnorm_op(given="sum"), ValueError, '^given is .sum.: use "sums"'),
     "no eps for a layernorm": (lambda: co.layernorm_gemm(X, W), TypeError, "needs eps, or mean and rstd"),
     "mean alone": (lambda: co.layernorm_gemm(X, W, mean=torch.ones(4)), TypeError, "mean and rstd go together"),
     "moments and eps": (
