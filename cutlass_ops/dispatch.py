@@ -14,14 +14,14 @@ from pathlib import Path
 
 import torch
 
-from cutlass_ops import _env, _resources, arch, builtin, heuristics, legality, tables
+from cutlass_ops import _env, _resources, arch, builtin, heuristics, legality, model, tables
 from cutlass_ops.config import Config, Sm90Config
 from cutlass_ops.errors import ConfigError
 from cutlass_ops.heuristics import Device, Pool, Problem
 from cutlass_ops.knowledge import SOURCES, Candidate, Expected, Knowledge
 from cutlass_ops.registry import OpSignature
 from cutlass_ops.spec import KernelSpec, Operand
-from cutlass_ops.tables import Table
+from cutlass_ops.tables import Measured, Point, Table
 
 
 # Rows of A at which the choice for a weight is made in advance.
@@ -193,7 +193,7 @@ def policy(signature: OpSignature, device: Device) -> Policy:
         return (c for c in pool if own is None or own.allows(c))
 
     if device.loads_by_tma(signature.a, signature.b):
-        reference = _reference()
+        reference = _as_if_about(_reference(), signature, device)
         # A table of the reference's own kind has all that the reference has.
         known = mine if own and own.is_about(reference.signature, reference.device) else (*mine, reference)
         found = Policy.of(known, signature, device, allowed(c for table in known for c in table.kernels))
@@ -245,9 +245,57 @@ def _reference() -> Table:
     return table
 
 
+def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
+    """Return another signature's table as if it were about this one, which may take more of A and multiply it by more.
+
+    Kernels stand for the form of them that serves; one that has means of A's rows taken ahead counts as longer by that.
+    Two weights of N columns are what one of 2N was.
+    """
+    gathered, weights = signature.epilogue.gathered, heuristics.weights_of(signature)
+    if not gathered and weights == 1:
+        return table
+    forms: dict[Config, Config | None] = {}
+
+    def form(config: Config) -> Config | None:
+        binary = config.binary()
+        if binary not in forms:
+            forms[binary] = _legal(signature, binary, device)
+        found = forms[binary]
+        if not isinstance(config, Sm90Config) or not isinstance(found, Sm90Config):
+            return None
+        return replace(config, schedule=found.schedule, means_ahead=found.means_ahead)
+
+    def restated(point: Point) -> Point:
+        m, n, k = point.problem
+        ahead, best = float(model.means_ahead([point.problem])), point.measured[0].microseconds
+        times = [
+            (best * (1 + measured.behind) + (ahead if _takes_means_ahead(config) else 0.0), config)
+            for measured in point.measured
+            if (config := form(measured.config)) is not None
+        ]
+        times.sort(key=lambda time: time[0])
+        ranked = tuple(Measured(config, us, us / times[0][0] - 1) for us, config in times)
+        return replace(point, problem=(m, n // weights, k), measured=ranked, peers=())
+
+    points = (restated(p) for p in table.points if p.problem[1] % weights == 0)
+    kernels = (form(c) for c in table.kernels)
+    return replace(
+        table, points=tuple(p for p in points if p.measured), kernels=tuple(c for c in kernels if c is not None)
+    )
+
+
+def _takes_means_ahead(config: Config) -> bool:
+    return isinstance(config, Sm90Config) and config.means_ahead
+
+
 def _legal(signature: OpSignature, config: Config, device: Device) -> Config | None:
-    """Return a configuration if it is legal, else its pingpong form: reductions need a persistent workspace."""
+    """Return a configuration if it is legal, else the form of it that is.
+
+    That is one whose means of A's rows are taken ahead, or its pingpong form: reductions need a persistent workspace.
+    """
     tried: list[Config] = [config]
+    if isinstance(config, Sm90Config) and signature.epilogue.gathered:
+        tried.append(replace(config, means_ahead=True))
     if isinstance(config, Sm90Config) and config.schedule == "warp_specialized":
-        tried.append(replace(config, schedule="pingpong"))
+        tried += [replace(c, schedule="pingpong") for c in tried if isinstance(c, Sm90Config)]
     return next((c for c in tried if not legality.check(heuristics.spec(signature, c, device))), None)

@@ -174,6 +174,7 @@ def explain_call(name: str, call: Call, device: Device) -> Explanation:
     if peer is not None:
         served_by = f"PyTorch ({peer})"
         why = "measured to be faster than every kernel here, and tuning was told to allow it"
+    whole = (call.problem.m, call.problem.n * heuristics.weights_of(signature), call.problem.k)
     moved = sum(t.numel() * t.element_size() for t in _tensors(call))
     return Explanation(
         name,
@@ -182,7 +183,7 @@ def explain_call(name: str, call: Call, device: Device) -> Explanation:
         why,
         _contract(call, signature, device),
         tuple(ranked),
-        roofline(problem, device.chip, signature.a.dtype.bytes, moved),
+        roofline(whole, device.chip, signature.a.dtype.bytes, moved),
         dict(policy.peers(problem)),
     )
 

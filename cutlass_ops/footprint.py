@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from math import gcd
 
 from cutlass_ops import arch
-from cutlass_ops.config import Sm80Config, Sm90Config
+from cutlass_ops.config import Sm80Config, Sm90Config, ThreadblockShape
 from cutlass_ops.dtypes import f32
 from cutlass_ops.epilogue.graph import Input, Kind
-from cutlass_ops.orientation import along_n, oriented, reduced_along_m
+from cutlass_ops.orientation import along_n, halved, oriented, reduced_along_m, sides, swapped
 from cutlass_ops.spec import KernelSpec, Operand
 
 # One stage is filled while one is used; no tile is so small that it needs more than the most.
@@ -43,6 +43,7 @@ def shared_memory(spec: KernelSpec, stages: int | None = None) -> int:
 
 _MBARRIER_BYTES = 8
 _STEP_COLUMNS = 32  # kStepColumns in epilogue.h
+_MEANS_ALIGNMENT = 1024  # TileMeans::kAlignment in gather.h
 
 
 def sm90_source(spec: KernelSpec) -> str | None:
@@ -60,13 +61,41 @@ def sm90_plain_epilogue(spec: KernelSpec) -> bool:
     return spec.d.aligned and not spec.outputs and all(name == sm90_source(spec) for name in tiles)
 
 
+def sm90_output_tile(spec: KernelSpec) -> ThreadblockShape:
+    """Return the part of D, as the kernel sees it, that one thread block finishes at a time."""
+    return halved(spec, _sm90(spec).part)
+
+
+def sm90_gathers(spec: KernelSpec) -> bool:
+    """Whether the main loop gathers values of A's rows: where the epilogue takes any, and no kernel before does."""
+    return bool(spec.epilogue.gathered) and not _sm90(spec).means_ahead
+
+
+def sm90_gathered_tiles(spec: KernelSpec) -> int:
+    """Return of how many tiles a thread block keeps the means at the same time: a pingpong kernel has two under way."""
+    return 1 if _sm90(spec).schedule == "cooperative" else 2
+
+
+def sm90_gathered_rows(spec: KernelSpec) -> int:
+    """Return how many rows of A a tile has."""
+    return sides(spec)[1 if swapped(spec) else 0].extent
+
+
+def sm90_means_smem(spec: KernelSpec) -> int:
+    """Return the bytes of shared memory for means gathered in the main loop: ``TileMeans`` in ``gather.h``."""
+    if not sm90_gathers(spec):
+        return 0
+    count = sm90_gathered_tiles(spec) * len(spec.epilogue.gathered) * sm90_gathered_rows(spec)
+    return _round_up(count * f32.bytes, _MEANS_ALIGNMENT)
+
+
 def sm90_epilogue_tile(spec: KernelSpec) -> tuple[int, int]:
     """Return the (M, N) part of the CTA tile that one step of the epilogue handles, in elements.
 
     ``sm90_compute_tile_shape_or_override`` in ``epilogue/collective/builders/sm90_builder.inl``, for 16 and 32 bits.
     """
     config = _sm90(spec)
-    tile = config.part
+    tile = sm90_output_tile(spec)
     if config.side_by_side:
         return 64, gcd(_STEP_COLUMNS, tile.n // 2)
     rows = 128 if config.schedule == "cooperative" else 64
@@ -79,7 +108,7 @@ def sm90_epilogue_stages(spec: KernelSpec) -> tuple[int, int]:
     ``sm90_get_tma_dispatch_policy`` in ``epilogue/collective/builders/sm90_builder.inl``, except D's where
     ``epilogue.h`` stores it.
     """
-    tile, (epi_m, epi_n) = _sm90(spec).part, sm90_epilogue_tile(spec)
+    tile, (epi_m, epi_n) = sm90_output_tile(spec), sm90_epilogue_tile(spec)
     steps = -(-tile.m // epi_m) * -(-tile.n // epi_n)
     stages_d = min(steps, 2)
     if sm90_plain_epilogue(spec) and sm90_source(spec) is None:
@@ -138,6 +167,10 @@ def _sm90_same_width(spec: KernelSpec) -> bool:
 
 
 def _sm90_shared_memory(spec: KernelSpec, config: Sm90Config, stages: int) -> int:
+    return sm90_means_smem(spec) + _sm90_shared_storage(spec, config, stages)
+
+
+def _sm90_shared_storage(spec: KernelSpec, config: Sm90Config, stages: int) -> int:
     """``GemmKernel::SharedStorage`` in ``gemm/kernel/sm90_gemm_tma_warpspecialized*.hpp``."""
     mainloop = _sm90_mainloop(spec, config, stages)
     epilogue = _sm90_epilogue(spec)
@@ -180,14 +213,13 @@ def _sm90_epilogue(spec: KernelSpec) -> _Block:
 
 def _sm90_visitors(spec: KernelSpec) -> Iterator[_Block]:
     """``SharedStorage`` of the visitors that have any, in ``epilogue/fusion/sm90_visitor_{load,store}_*.hpp``."""
-    config = _sm90(spec)
     stages_c, stages_d = sm90_epilogue_stages(spec)
     source = sm90_source(spec)
     for given, operand in spec.typed_inputs:
         if given.kind is Kind.TILE and operand.aligned and given.name != source:
             yield _sm90_tiles(spec, operand, stages_c)
         elif along_n(spec, given.kind):
-            yield _Block(_round_up(config.part.n * operand.dtype.bytes, _ARRAY_ALIGNMENT))
+            yield _Block(_round_up(sm90_output_tile(spec).n * operand.dtype.bytes, _ARRAY_ALIGNMENT))
     for output, operand in spec.typed_outputs:
         if output.reduce is None and operand.aligned:
             yield _sm90_tiles(spec, operand, stages_d)

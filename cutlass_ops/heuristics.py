@@ -54,6 +54,11 @@ def spec(signature: OpSignature, config: Config, device: Device) -> KernelSpec:
     return signature.spec(config, target)
 
 
+def weights_of(signature: OpSignature) -> int:
+    """Return how many matrices a signature multiplies by A."""
+    return 1 + len(signature.epilogue.products)
+
+
 # ---- Time --------------------------------------------------------------------------------------------------------
 
 
@@ -91,16 +96,25 @@ class Pool:
         Those of A and B.
     alignment : int
         Elements to which their lines are aligned.
+    weights : int
+        How many matrices are multiplied by A. Problems count the columns of one of them.
     """
 
     configs: tuple[Config, ...]
     majors: tuple[Major, Major] = ("row", "col")
     alignment: int = 8
+    weights: int = 1
 
     @classmethod
     def of(cls, configs: Iterable[Config], signature: OpSignature) -> Pool:
         """Return configurations that serve a signature."""
-        return cls(tuple(configs), signature.majors, min(signature.a.alignment, signature.b.alignment))
+        alignment = min(signature.a.alignment, signature.b.alignment)
+        return cls(tuple(configs), signature.majors, alignment, weights_of(signature))
+
+    def whole(self, problem: Problem) -> Problem:
+        """Return a problem with the columns of all weights."""
+        m, n, k = problem
+        return m, n * self.weights, k
 
     @property
     def _lines(self) -> tuple[model.Extent, model.Extent]:
@@ -120,6 +134,10 @@ class Pool:
         return torch.tensor([[c.ordered for c in self._sm90.configs]])
 
     @cached_property
+    def _means_ahead(self) -> Tensor:
+        return torch.tensor([[float(c.means_ahead) for c in self._sm90.configs]], dtype=torch.float64)
+
+    @cached_property
     def _swapped(self) -> Tensor:
         return torch.tensor([[c.swap_ab for c in self._sm90.configs]])
 
@@ -133,9 +151,10 @@ class Pool:
 
     def times_and_order(self, problems: Sequence[Problem], device: Device) -> tuple[Tensor, Tensor]:
         """Return the times, and where it is an order by GPC that takes so long."""
+        problems = [self.whole(p) for p in problems]
         if self._sm90.configs:
             usual, by_gpc = self._times_by_order(problems, device)
-            return torch.minimum(usual, by_gpc), by_gpc < usual
+            return torch.minimum(usual, by_gpc) + self._means_ahead * model.means_ahead(problems), by_gpc < usual
         sm80 = [c for c in self.configs if isinstance(c, Sm80Config)]
         many = device.multiprocessors
         found = [[model_sm80.predict(c, p, many, self.alignment) for c in sm80] for p in problems]
@@ -144,6 +163,7 @@ class Pool:
 
     def tiles(self, problems: Sequence[Problem], device: Device) -> Tensor:
         """Return how many tiles cover problems, whole clusters, of shape (problems, configurations)."""
+        problems = [self.whole(p) for p in problems]
         if self._sm90.configs:
             cover = model.grid(self._sm90, problems, device.chip)
             return cover.rows * cover.columns

@@ -194,8 +194,9 @@ class Knowledge:
         config, source = self.pool.configs[place], SOURCES[int(known.sources[0, place])]
         if source == "measured":
             return self.measured[problem][config]
-        orders = heuristics.orders_by_gpc(config, problem, self.device) if bool(known.by_gpc[0, place]) else ()
-        ordered = orders[0] if orders else heuristics.with_order(config, problem)
+        whole = self.pool.whole(problem)
+        orders = heuristics.orders_by_gpc(config, whole, self.device) if bool(known.by_gpc[0, place]) else ()
+        ordered = orders[0] if orders else heuristics.with_order(config, whole)
         return Candidate(ordered, float(known.times[0, place]), source)
 
     @cached_property

@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any
 
 from cutlass_ops.epilogue.graph import Graph, Kind, Node, Output
-from cutlass_ops.epilogue.ops import cpp_expression
+from cutlass_ops.epilogue.ops import GATHERED, cpp_expression
 from cutlass_ops.spec import KernelSpec, Operand
 
 ACC = "acc"
@@ -72,13 +72,13 @@ def lower(graph: Graph) -> Lowered:
     names = _names(graph, roots)
     computes = tuple(_compute(graph, root, roots, names) for root in roots)
     used = {arg for compute in computes for arg in compute.args}
-    leaves = tuple(name for name in (ACC, *(i.name for i in graph.inputs)) if name in used)
+    leaves = tuple(name for name in (ACC, *graph.gathered, *(i.name for i in graph.inputs)) if name in used)
     stores = tuple(Store(o, names[o.node]) for o in graph.outputs)
     return Lowered(leaves, computes, stores)
 
 
 def _is_leaf(node: Node) -> bool:
-    return node.op in ("acc", "input")
+    return node.op in ("acc", "input", *GATHERED)
 
 
 def _owners(graph: Graph) -> dict[int, set[int]]:
@@ -123,8 +123,8 @@ def _compute(graph: Graph, root: int, roots: list[int], names: dict[int, str]) -
         node = graph.nodes[index]
         if index != root and index in names:
             spelled[index] = _parameter(names[index])
-        elif node.op == "acc":
-            spelled[index] = _parameter(ACC)
+        elif node.op == "acc" or node.op in GATHERED:
+            spelled[index] = _parameter(node.op)
         elif node.op == "input":
             spelled[index] = _parameter(str(node.attr))
         elif node.op == "const":
@@ -147,7 +147,7 @@ def _compute(graph: Graph, root: int, roots: list[int], names: dict[int, str]) -
 
 # ---- Operands and launch arguments -----------------------------------------------------------------------------------
 
-_READERS = {Kind.ROW: "row", Kind.COL: "col", Kind.TILE: "tile", Kind.SCALAR: "scalar"}
+_READERS = {Kind.ROW: "row", Kind.COL: "col", Kind.TILE: "tile", Kind.SCALAR: "scalar", Kind.PRODUCT: "second"}
 
 
 def types(spec: KernelSpec, lowered: Lowered) -> dict[str, Any]:
@@ -188,6 +188,12 @@ def _field(name: str, kind: Kind, operand: Operand, whole: bool, suffix: str = "
     element, reader = f"Element_{name}", _READERS[kind] + suffix
     if kind is Kind.SCALAR:
         return {"name": name, "type": f"cutlass_ops::Scalar<{element}>", "read": f"call.{reader}<{element}>()"}
+    if kind is Kind.PRODUCT:
+        return {
+            "name": name,
+            "type": "cutlass_ops::Matrix",
+            "read": "call.second<ElementB, MajorB, AlignmentB>(o.problem)",
+        }
     if kind is not Kind.TILE:
         return {"name": name, "type": f"{element}*", "read": f"call.{reader}<{element}>(o.problem)"}
     arguments = f"{element}, cutlass_ops::Major::{_major(operand)}, {operand.alignment}, {str(whole).lower()}"

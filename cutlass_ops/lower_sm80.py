@@ -12,6 +12,7 @@ from typing import Any
 from cutlass_ops import arch
 from cutlass_ops.config import Sm80Config
 from cutlass_ops.epilogue.graph import Kind, Output
+from cutlass_ops.epilogue.ops import GATHERED
 from cutlass_ops.lower import ACC, Lowered, fields, layout_of, lower, types
 from cutlass_ops.orientation import along_n, oriented, reduced_along_m, swapped
 from cutlass_ops.spec import KernelSpec, Operand
@@ -50,6 +51,12 @@ def context(spec: KernelSpec) -> dict[str, Any]:
             for o, _ in spec.typed_outputs
             if o.reduce is not None
         ],
+        "gathers": {
+            "mean": str("mean_of_a" in spec.epilogue.gathered).lower(),
+            "mean_square": str("mean_square_of_a" in spec.epilogue.gathered).lower(),
+        }
+        if spec.epilogue.gathered
+        else None,
         "shared_memory_limit": arch.target(spec.target).shared_memory,
     }
 
@@ -87,6 +94,11 @@ def _nodes(spec: KernelSpec, lowered: Lowered) -> list[Node]:
 def _load(spec: KernelSpec, leaf: str) -> Node:
     if leaf == ACC:
         return Node("Accumulator", "threadblock::VisitorAccFetch", "{}")
+    if leaf in GATHERED:
+        side = "Row" if along_n(spec, Kind.COL) else "Col"
+        first = spec.epilogue.gathered.index(leaf)
+        pointer = f"o.means + {first} * int64_t(o.problem.m)" if first else "o.means"
+        return Node(f"Load_{leaf}", f"sm80::{side}Broadcast<ThreadMap, float>", pointer)
     kind, operand = next((i.kind, operand) for i, operand in spec.typed_inputs if i.name == leaf)
     element = f"Element_{leaf}"
     if kind is Kind.SCALAR:

@@ -10,7 +10,9 @@ from typing import Any
 
 from cutlass_ops import arch, footprint
 from cutlass_ops.config import Sm90Config
+from cutlass_ops.dtypes import DType, f32
 from cutlass_ops.epilogue.graph import Kind, Output
+from cutlass_ops.epilogue.ops import GATHERED
 from cutlass_ops.lower import ACC, Lowered, fields, layout_of, lower, types
 from cutlass_ops.orientation import along_n, oriented, swapped
 from cutlass_ops.spec import KernelSpec, Operand
@@ -64,8 +66,17 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "plain_epilogue": plain,
         "epilogue_tile": footprint.sm90_epilogue_tile(spec),
         "epilogue_stages": footprint.sm90_epilogue_stages(spec),
-        "part_shape": _part_shape(config),
+        "part_shape": _part_shape(spec),
         "part_n": config.part.n,
+        "gathers": _gathers(spec),
+        "means_ahead": _means_ahead(spec),
+        "waits_late": _means_ahead(spec) and plain and config.scheduler != "stream_k",
+        "products": 1 + len(spec.epilogue.products),
+        "second_weight": "".join(spec.epilogue.products),
+        "output_tile": [footprint.sm90_output_tile(spec).m, footprint.sm90_output_tile(spec).n],
+        "mainloop_options": _mainloop_options(spec),
+        "columns": "2 * o.problem.n" if spec.epilogue.products else "o.problem.n",
+        "second_arguments": _second_arguments(spec),
         "warpgroups": 2 if config.schedule == "cooperative" else 1,
         "overlaps": config.scheduler != "stream_k",
         "stages": footprint.sm90_stages(spec),
@@ -86,16 +97,53 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         ],
         "is_tree": is_tree,
         "store_d_by_tma": spec.d.aligned,
-        "shared_memory_limit": arch.target(spec.target).shared_memory,
+        "shared_memory_limit": arch.target(spec.target).shared_memory - footprint.sm90_means_smem(spec),
         "fields": fields(spec, _in_whole_accesses),
         "c_pointer": f"o.{c_operand}.ptr<Element_{c_operand}>()" if c_operand else "nullptr",
         "c_stride": f"cutlass_ops::stride<typename GemmKernel::StrideC>(o.{c_operand})" if c_operand else "{}",
     }
 
 
-def _part_shape(config: Sm90Config) -> str:
+def _part_shape(spec: KernelSpec) -> str:
     """Name the tile of one thread block's epilogue."""
-    return "ThreadblockShape" if config.split_k == 1 else "PartShape"
+    if spec.epilogue.products:
+        return "OutputShape"
+    return "ThreadblockShape" if _config(spec).split_k == 1 else "PartShape"
+
+
+def _means_ahead(spec: KernelSpec) -> bool:
+    return bool(spec.epilogue.gathered) and _config(spec).means_ahead
+
+
+def _gathers(spec: KernelSpec) -> dict[str, Any] | None:
+    """Say what the epilogue takes of A's rows, and of how many rows and tiles the main loop would keep it."""
+    gathered = spec.epilogue.gathered
+    if not gathered:
+        return None
+    return {
+        "mean": str("mean_of_a" in gathered).lower(),
+        "mean_square": str("mean_square_of_a" in gathered).lower(),
+        "rows": footprint.sm90_gathered_rows(spec),
+        "tiles": footprint.sm90_gathered_tiles(spec),
+    }
+
+
+def _mainloop_options(spec: KernelSpec) -> str:
+    """Spell the main loop's further template arguments, none for the usual one."""
+    gathers = footprint.sm90_gathers(spec)
+    if not gathers and not spec.epilogue.products:
+        return ""
+    options = [str(swapped(spec)).lower(), str(1 + len(spec.epilogue.products)), *(["Means"] if gathers else [])]
+    return "".join(f", {option}" for option in options)
+
+
+def _second_arguments(spec: KernelSpec) -> str:
+    """Spell the main loop's arguments for the second weight."""
+    side = "A" if swapped(spec) else "B"
+    return "".join(
+        f",\n         o.{name}.ptr<ElementB>(), cutlass_ops::stride<typename GemmKernel::Stride{side}>(o.{name})"
+        for name in spec.epilogue.products
+    )
 
 
 def _scheduler(config: Sm90Config) -> str:
@@ -174,6 +222,10 @@ def _reused(lowered: Lowered) -> bool:
 def _load(spec: KernelSpec, leaf: str, c_operand: str | None, plain: bool) -> Node:
     if leaf == ACC:
         return Node("Accumulator", "fusion::Sm90AccFetch", "{}")
+    if leaf in GATHERED:
+        return _gathered_load(spec, leaf, plain)
+    if leaf in spec.epilogue.products:
+        return Node(f"Load_{leaf}", "cutlass_ops::ProductInput", "{}")
     index = _input_index(spec, leaf)
     kind, operand = spec.epilogue.inputs[index].kind, spec.inputs[index]
     element = f"Element_{leaf}"
@@ -183,18 +235,35 @@ def _load(spec: KernelSpec, leaf: str, c_operand: str | None, plain: bool) -> No
         return Node(name, scalar, f"{{{{o.{leaf}.value}}, {{o.{leaf}.ptr}}, {{}}}}")
     if kind is Kind.TILE:
         return _tile_load(spec, leaf, operand, c_operand)
+    return _vector_load(spec, kind, name, element, f"o.{leaf}", operand.dtype, plain)
+
+
+def _vector_load(
+    spec: KernelSpec, kind: Kind, name: str, element: str, pointer: str, dtype: DType, plain: bool
+) -> Node:
+    shape = _part_shape(spec)
     if plain:
         visitor = "RowInput" if along_n(spec, kind) else "ColInput"
-        shape = _part_shape(_config(spec))
-        arguments = f"{shape}, EpilogueTile, {element}"
-        return Node(name, f"cutlass_ops::{visitor}<{arguments}>", f"{{o.{leaf}}}")
+        return Node(name, f"cutlass_ops::{visitor}<{shape}, EpilogueTile, {element}>", f"{{{pointer}}}")
     visitor, stride = ("Sm90RowBroadcast", "_0, _1, _0") if along_n(spec, kind) else ("Sm90ColBroadcast", "_1, _0, _0")
     return Node(
         name,
-        f"fusion::{visitor}<0, {_part_shape(_config(spec))}, {element}, ElementCompute, cute::Stride<{stride}>, "
-        f"{operand.dtype.tma_alignment}, false>",
-        f"{{o.{leaf}, {element}(0), {{}}}}",
+        f"fusion::{visitor}<0, {shape}, {element}, ElementCompute, cute::Stride<{stride}>, "
+        f"{dtype.tma_alignment}, false>",
+        f"{{{pointer}, {element}(0), {{}}}}",
     )
+
+
+def _gathered_load(spec: KernelSpec, leaf: str, plain: bool) -> Node:
+    """Load what is known of A's rows: from where the main loop left it, or from what the kernel before wrote."""
+    name = f"Load_{leaf}"
+    if _config(spec).means_ahead:
+        first = spec.epilogue.gathered.index(leaf)
+        pointer = f"o.means + {first} * int64_t(o.problem.m)" if first else "o.means"
+        return _vector_load(spec, Kind.COL, name, "float", pointer, f32, plain)
+    visitor = "RowGathered" if along_n(spec, Kind.COL) else "ColGathered"
+    values = {"mean_of_a": "MeanOfRows", "mean_square_of_a": "MeanSquareOfRows"}[leaf]
+    return Node(name, f"cutlass_ops::{visitor}<{_part_shape(spec)}, EpilogueTile, cutlass_ops::{values}<Means>>", "{}")
 
 
 def _tile_load(spec: KernelSpec, leaf: str, operand: Operand, c_operand: str | None) -> Node:

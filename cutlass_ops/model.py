@@ -23,6 +23,8 @@ from cutlass_ops.config import Schedule, Sm90Config
 # within a K step; and a kernel's work against device memory, which overlap less well.
 _SHARPNESS = 8
 
+# A kernel before the GEMM that reads A: microseconds to start it, and its GB/s. Set, not fitted.
+_MEANS_LAUNCH, _MEANS_BANDWIDTH = 1.5, 2500.0
 # What bounds an instruction's clocks: its products, or reading both operands from shared memory.
 _PRODUCTS_PER_CLOCK = 2048
 _SHARED_BYTES_PER_CLOCK = 128
@@ -352,6 +354,15 @@ def times(
     start = start + torch.where(batch.split_k > 1, chip.meet, 0.0)
     start = start + torch.where(batch.by_gpc | batch.stream_k, chip.alone, 0.0)
     return (_soft_max(busy, memory, sharpness=chip.overlap) + start) * padding
+
+
+def means_ahead(problems: Sequence[tuple[int, int, int]], element_bytes: int = 2) -> Tensor:
+    """Return by how many microseconds a GEMM is later for a kernel that takes means of A's rows before it.
+
+    Of shape (problems, 1). That kernel reads A once, while multiprocessors that it leaves free start the GEMM.
+    """
+    m, _, k = _extents(problems)
+    return _MEANS_LAUNCH + element_bytes * m * k / (_MEANS_BANDWIDTH * 1e3)
 
 
 def _rows(extent: Tensor, line: Extent, element_bytes: int) -> Tensor:

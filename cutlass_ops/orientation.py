@@ -7,10 +7,10 @@ inputs and outputs are declared in the problem's.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from cutlass_ops.config import Sm90Config
+from cutlass_ops.config import Sm90Config, ThreadblockShape
 from cutlass_ops.epilogue.graph import Kind
 from cutlass_ops.spec import KernelSpec, Operand
 
@@ -53,6 +53,13 @@ def sides(spec: KernelSpec) -> tuple[Side, Side]:
     a, b = ("a", spec.a.major == "row"), ("b", spec.b.major == "col")
     first, second = (b, a) if swapped(spec) else (a, b)
     return Side(first[0], "m", first[1], tile.m), Side(second[0], "n", second[1], tile.n)
+
+
+def halved(spec: KernelSpec, tile: ThreadblockShape) -> ThreadblockShape:
+    """Return the part of D that a tile gives: half of it where half of the weight's tile is another weight's."""
+    if not spec.epilogue.products:
+        return tile
+    return replace(tile, m=tile.m // 2) if swapped(spec) else replace(tile, n=tile.n // 2)
 
 
 def along_n(spec: KernelSpec, kind: Kind) -> bool:

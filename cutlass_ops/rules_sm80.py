@@ -167,6 +167,11 @@ def _stores_exactly(n: int, warps_n: int, d: Operand) -> bool:
     )
 
 
+def _second_weight(spec: KernelSpec, _: Sm80Config) -> Iterator[str]:
+    for name in spec.epilogue.products:
+        yield f"input {name} is a second weight, and kernels of Sm80 have one: use an Sm90Config, or two GEMMs"
+
+
 SM80: tuple[Rule[Sm80Config], ...] = (
     Rule("instruction", "hardware", _instruction),
     Rule("warp_tile", "compiler", _warp_tile),
@@ -179,4 +184,5 @@ SM80: tuple[Rule[Sm80Config], ...] = (
     Rule("load_predicates", "compiler", _load_predicates),
     Rule("store_map", "compiler", _store_map),
     Rule("cp_async", "hardware", _cp_async),
+    Rule("second_weight", "policy", _second_weight),
 )

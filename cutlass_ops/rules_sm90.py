@@ -13,13 +13,14 @@ from cutlass_ops.config import Sm90Config
 from cutlass_ops.dtypes import f32
 from cutlass_ops.footprint import (
     sm90_epilogue_tile,
+    sm90_gathers,
     sm90_mainloop_smem,
     sm90_plain_epilogue,
     sm90_source,
     sm90_stages,
     split_exchange,
 )
-from cutlass_ops.orientation import reduced_along_m, sides
+from cutlass_ops.orientation import reduced_along_m, sides, swapped
 from cutlass_ops.rules import Rule
 from cutlass_ops.spec import KernelSpec
 
@@ -28,6 +29,7 @@ from cutlass_ops.spec import KernelSpec
 # needs of 255. Sixteen more spill: 700 bytes a thread at 224 with the first two (nvcc 13.0, bf16, bias + ReLU).
 _MAX_ACCUMULATORS = {"pingpong": 208, "cooperative": 208, "warp_specialized": 224}
 _MAX_SIDE = 256  # elements along a side of a TMA box (cuTensorMapEncodeTiled)
+_GATHERED_COLUMNS = 64  # of A, read by eight lanes at a time (gather.h)
 _TMA_SMEM_ALIGNMENT = 128  # PTX ISA, cp.async.bulk.tensor: alignment of the address in shared memory
 
 
@@ -168,13 +170,61 @@ def _multicast(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
     peers = {"m": config.cluster.n, "n": config.cluster.m}
     for operand in sides(spec):
         sharing = peers[operand.side]
-        tile_bytes = operand.extent * config.threadblock.k * spec.a.dtype.bytes
+        matrices = 1 + len(spec.epilogue.products) if operand.name == "b" else 1
+        tile_bytes = operand.extent // matrices * config.threadblock.k * spec.a.dtype.bytes
         if tile_bytes % (sharing * _TMA_SMEM_ALIGNMENT):
             yield (
                 f"cluster is {config.cluster}: {sharing} thread blocks share {operand.name}'s tile of {tile_bytes} "
                 f"bytes, and the part that each loads must be a multiple of {_TMA_SMEM_ALIGNMENT} bytes; use a smaller "
                 f"cluster or a larger threadblock.{operand.side}"
             )
+
+
+def _gathered(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
+    if not sm90_gathers(spec):
+        return
+    where = f"the main loop gathers {', '.join(spec.epilogue.gathered)}"
+    if spec.a.major != "row":
+        yield f"{where} along rows of A in shared memory, and a is {spec.a}: use means_ahead, or a row-major A"
+    if config.threadblock.k % _GATHERED_COLUMNS:
+        yield (
+            f"{where} in lines of {_GATHERED_COLUMNS} elements, and threadblock.k is {config.threadblock.k}: use a "
+            f"multiple of that, or means_ahead"
+        )
+    if not config.whole_k:
+        yield f"{where} where one block sees all of K: use means_ahead, or split_k 1 with scheduler 'persistent'"
+    if not sm90_plain_epilogue(spec):
+        yield (
+            f"{where}, and the epilogue that reads it gives an aligned D alone and reads one aligned tile at most: use "
+            f"means_ahead"
+        )
+
+
+def _means_ahead(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
+    if config.means_ahead and not spec.epilogue.gathered:
+        yield "means_ahead is True, and the epilogue takes nothing of A's rows: use False"
+
+
+def _second_weight(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
+    if not spec.epilogue.products:
+        return
+    where = f"half of the weight's tile is {spec.epilogue.products[0]}'s"
+    if not config.whole_k or config.side_by_side:
+        yield (
+            f"{where}: whole tiles only, whose columns no two warpgroups share; use split_k 1, scheduler 'persistent' "
+            f"and a multiple of 128 rows for 'cooperative'"
+        )
+    if spec.b.major != "col":
+        yield f"{where}, which lies beside b's K along each line: b is {spec.b}; use a column-major one"
+    if not sm90_plain_epilogue(spec) or sm90_source(spec) is not None:
+        yield f"{where}: the epilogue may read no tile and give D alone, aligned; use two GEMMs"
+    tile = config.threadblock
+    if swapped(spec):
+        step = 2 * arch.WGMMA_M * (2 if config.schedule == "cooperative" else 1)
+        if tile.m % step:
+            yield f"{where}, and threadblock.m is {tile.m}: use a multiple of {step}, for whole rows of each"
+    elif tile.n % (2 * arch.WGMMA_N_STEP):
+        yield f"{where}, and threadblock.n is {tile.n}: use a multiple of {2 * arch.WGMMA_N_STEP}"
 
 
 def _reduction_schedule(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
@@ -226,6 +276,9 @@ SM90: tuple[Rule[Sm90Config], ...] = (
     Rule("cluster_size", "policy", _cluster_size),
     Rule("cluster_shape", "policy", _cluster_shape),
     Rule("multicast", "hardware", _multicast),
+    Rule("gathered", "policy", _gathered),
+    Rule("means_ahead", "policy", _means_ahead),
+    Rule("second_weight", "policy", _second_weight),
     Rule("reduction_schedule", "policy", _reduction_schedule),
     Rule("reduction_tile", "policy", _reduction_tile),
     Rule("reduction_buffer", "compiler", _reduction_buffer),

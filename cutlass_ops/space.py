@@ -38,7 +38,9 @@ def configurations(signature: OpSignature) -> tuple[Sm90Config, ...]:
 
     Stages are the most that fit. Raster order and swizzle are launch arguments and no part of it.
     """
-    return tuple(c for c in _all() if not legality.check(signature.spec(c, None)))
+    forms = (False, True) if signature.epilogue.gathered else (False,)
+    every = (replace(c, means_ahead=ahead) for c in _all() for ahead in forms)
+    return tuple(c for c in every if not legality.check(signature.spec(c, None)))
 
 
 def _all() -> Iterator[Sm90Config]:
@@ -114,8 +116,8 @@ def usual(signature: OpSignature) -> Pool:
 def neighbours(signature: OpSignature, config: Config, device: Device) -> list[Config]:
     """Return the legal configurations one step away.
 
-    Of Sm90: another K extent, cluster, schedule or orientation, or N ± 16. Of Sm80: another side of the tile, its K
-    extent, the warps' tile, stages, or stream-K.
+    Of Sm90: another K extent, cluster, schedule or orientation, N ± 16, or means of A's rows taken the other way. Of
+    Sm80: another side of the tile, its K extent, the warps' tile, stages, or stream-K.
     """
     if isinstance(config, Sm80Config):
         return [c for c in sm80_configurations(signature, device) if c != config and _near_sm80(c, config)]
@@ -129,6 +131,7 @@ def _near(one: Sm90Config, other: Sm90Config) -> bool:
     tiles, clusters = zip(model.along_problem(one), model.along_problem(other), strict=True)
     kinds = ((c.schedule, c.scheduler, c.split_k) for c in (one, other))
     changes = (its.k != mine.k) + (len(set(kinds)) > 1) + (len(set(clusters)) > 1)
+    changes += one.means_ahead != other.means_ahead
     return len(set(tiles)) == 1 and changes <= 1
 
 

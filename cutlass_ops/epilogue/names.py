@@ -28,6 +28,7 @@ raster swizzle
 stride shape alignment lda ldb ldc ldd epilogue config spec target kernel dtype gemm self
 cutlass cute cutlass_ops std tvm cuda main
 threadIdx blockIdx blockDim gridDim warpSize dim3 half
+mean_of_a mean_square_of_a means
 assert errno stdin stdout stderr linux unix major minor
 """
 RESERVED = frozenset(_TAKEN.split())

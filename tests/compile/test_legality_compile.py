@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 import cutlass_ops as co
-from cutlass_ops import arch
+from cutlass_ops import arch, builtin
 from cutlass_ops.builder import build_artifact
 from cutlass_ops.compiler import compile_kernel
 from cutlass_ops.config import (
@@ -26,7 +26,7 @@ from cutlass_ops.config import (
     WarpShape,
 )
 from cutlass_ops.errors import CompileError
-from cutlass_ops.footprint import shared_memory, sm90_stages
+from cutlass_ops.footprint import shared_memory, sm90_means_smem, sm90_stages
 from cutlass_ops.inspection import inspect
 from cutlass_ops.legality import check
 from cutlass_ops.render import render
@@ -93,13 +93,16 @@ def everything(acc, bias: co.Row, scale: co.Col, r: co.Tile, gate: co.Tile, alph
     return {"d": y, "pre": x, "squares": co.sum_square(y, dim=1), "total": co.sum(y, dim=0)}
 
 
-EPILOGUES = (plain, bias_relu, scaled, residual, gated, saved, column_sum, row_sums, everything)
+norm, centred, swiglu = builtin.rms_norm, builtin.layer_norm, builtin.swiglu
+
+EPILOGUES = (plain, bias_relu, scaled, residual, gated, saved, column_sum, row_sums, everything, norm, centred, swiglu)
 
 
 def first_error(spec):
     """Compile a spec, legal or not, and with it the claim about its shared memory; return the first error or None."""
     size = "sizeof(GemmKernel::SharedStorage)"
-    claim = f'static_assert({size} == {shared_memory(spec)}, "footprint.shared_memory is wrong");\n'
+    claimed = shared_memory(spec) - (sm90_means_smem(spec) if spec.sm90 else 0)
+    claim = f'static_assert({size} == {claimed}, "footprint.shared_memory is wrong");\n'
     with TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "kernel.cu").write_text(render(spec) + claim)
@@ -130,14 +133,21 @@ def sm80(threadblock, warp, **changes):
         sm90(128, 112, 64, schedule="cooperative", scheduler="stream_k", a="f16.col", b="f16.row", d="f16.row"),
         sm90(128, 64, 64, schedule="cooperative", split_k=4, epilogue=gated, swap_ab=True),
         sm90(128, 104, 64, swap_ab=True),
+        sm90(64, 24, 256, schedule="warp_specialized", epilogue=centred, swap_ab=True),
+        sm90(128, 128, 64, epilogue=norm, means_ahead=True, a="f16.row", b="f16.col", d="f16.row"),
+        sm90(256, 64, 128, schedule="cooperative", epilogue=swiglu, swap_ab=True, cluster=ClusterShape(2, 1)),
         sm80((64, 256, 32), (32, 64, 32), epilogue=everything, d="f32.col", stages=2),
+        sm80((64, 64, 32), (32, 32, 32), epilogue=norm, a="bf16.col"),
     ],
-    ids=["sm90", "sm90-stream_k", "sm90-split_k", "sm90-multiple_of_8", "sm80"],
+    ids=[
+        *("sm90", "sm90-stream_k", "sm90-split_k", "sm90-multiple_of_8", "sm90-gathered", "sm90-means_ahead"),
+        *("sm90-second_weight", "sm80", "sm80-means"),
+    ],
 )
 def test_what_is_accepted_compiles_and_takes_the_memory_that_was_foretold(spec):
     assert check(spec) == ()
     report = inspect(build_artifact(spec))
-    assert report.dynamic_shared_memory == shared_memory(spec)
+    assert report.static_shared_memory + report.dynamic_shared_memory == shared_memory(spec)
     assert report.stages == (sm90_stages(spec) if spec.sm90 else spec.config.stages)
 
 
@@ -173,6 +183,7 @@ def draw_sm90(rng):
         scheduler=rng.choice(("persistent", "persistent", "stream_k")),
         stages=rng.choice((None, None, None, 2, 3, 4, 5)),
         swap_ab=rng.random() < 0.5,
+        means_ahead=rng.random() < 0.1,
     )
 
 

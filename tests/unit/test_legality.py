@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cutlass_ops as co
+from cutlass_ops import builtin
 from cutlass_ops.config import (
     ClusterShape,
     InstructionShape,
@@ -56,6 +57,8 @@ def everything(acc, bias: co.Row, scale: co.Col, r: co.Tile, gate: co.Tile, alph
     y = co.silu(x) * alpha + r * gate
     return {"d": y, "pre": x, "squares": co.sum_square(y, dim=1), "total": co.sum(y, dim=0)}
 
+
+rms, swiglu = builtin.rms_norm, builtin.swiglu
 
 TYPES = ("a", "b", "d", "epilogue", "inputs", "outputs", "target")
 
@@ -137,6 +140,19 @@ NEIGHBOURS = [
     ("cluster_shape", sm90(**cluster(2, 1)), sm90(n=96, **cluster(3, 1))),
     ("multicast", sm90(n=8, k=16, stages=4, **cluster(2, 1)), sm90(n=8, k=16, stages=4, **cluster(4, 1))),
     ("multicast", sm90(n=40, k=16, **MN_MAJOR, **cluster(2, 1)), sm90(n=40, k=16, **MN_MAJOR, **cluster(4, 1))),
+    ("field_values", sm90(epilogue=rms, means_ahead=True), sm90(epilogue=rms, means_ahead=1)),
+    ("gathered", sm90(epilogue=rms), sm90(epilogue=rms, k=32)),
+    ("gathered", sm90(epilogue=rms, a="bf16.col", means_ahead=True), sm90(epilogue=rms, a="bf16.col")),
+    ("gathered", sm90(epilogue=rms, split_k=2, means_ahead=True, **COOP), sm90(epilogue=rms, split_k=2, **COOP)),
+    ("gathered", sm90(epilogue=rms, d="bf16.row.align2", means_ahead=True), sm90(epilogue=rms, d="bf16.row.align2")),
+    ("means_ahead", sm90(epilogue=rms, means_ahead=True), sm90(means_ahead=True)),
+    ("second_weight", sm90(epilogue=swiglu), sm90(epilogue=swiglu, b="bf16.row")),
+    ("second_weight", sm90(epilogue=swiglu, n=208), sm90(epilogue=swiglu, n=200)),
+    ("second_weight", sm90(epilogue=swiglu, swap_ab=True), sm90(64, epilogue=swiglu, swap_ab=True)),
+    ("second_weight", sm90(256, epilogue=swiglu, swap_ab=True, **COOP), sm90(epilogue=swiglu, swap_ab=True, **COOP)),
+    ("second_weight", sm90(epilogue=swiglu), sm90(epilogue=swiglu, d="bf16.row.align2")),
+    ("second_weight", sm90(epilogue=swiglu, **COOP), sm90(epilogue=swiglu, scheduler="stream_k", **COOP)),
+    ("second_weight", sm80(), sm80(epilogue=swiglu)),
     ("reduction_schedule", sm90(epilogue=row_sum), sm90(epilogue=row_sum, **WS)),
     ("reduction_tile", sm90(n=48, epilogue=column_sum), sm90(n=96, epilogue=column_sum)),
     ("reduction_tile", sm90(n=96, epilogue=row_sum), sm90(n=96, epilogue=row_sum, swap_ab=True)),

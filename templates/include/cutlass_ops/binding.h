@@ -111,6 +111,13 @@ class Call {
   template <class Element, Major kMajor, int kAlignment, bool kAlignedExtent>
   Matrix input() { return matrix<Element, kMajor, kAlignment, kAlignedExtent>(next_++, -1, -1, false, false); }
 
+  // A second B, of the first one's shape.
+  template <class Element, Major kMajor, int kAlignment>
+  Matrix second(Problem p) {
+    if (p.n > INT32_MAX / 2) fail(next_, Reason::kShape);  // both together are counted in 32 bits
+    return matrix<Element, kMajor, kAlignment, false>(next_++, p.k, p.n, false, false);
+  }
+
   // D: the output whose shape is the problem's.
   template <class Element, Major kMajor, int kAlignment, bool kAlignedExtent>
   Matrix result() { return matrix<Element, kMajor, kAlignment, kAlignedExtent>(next_++, -1, -1, true, false); }

@@ -1,5 +1,5 @@
 // From accumulators to D: the epilogue of Sm90 kernels whose D is stored by TMA and whose inputs are rows, columns,
-// scalars and at most one tile. It takes CUTLASS's place where thread blocks spend time: CUTLASS's own does the same for
+// scalars, at most one tile, and a second product. It takes CUTLASS's place where thread blocks spend time: CUTLASS's own does the same for
 // any operation, and derives where every value lies through a dozen tiled copies, which is a large part of compilation.
 // Here each thread computes where its own values lie. The tree of visitors, the loads and all types are still CUTLASS's.
 
@@ -59,6 +59,8 @@ struct Input : cutlass::epilogue::fusion::Sm90VisitorImpl<> {
     return cutlass::Status::kSuccess;
   }
 };
+
+struct NoArguments {};
 
 template <class Element>
 struct Vector {
@@ -161,6 +163,110 @@ struct ColInput : Input<Vector<Element>> {
 
  private:
   Vector<Element> const* params_;
+};
+
+// What the main loop gathered of the problem's rows: one value for each of the kernel's rows. `Values` says where they lie;
+// they are there when the threads that work on the tile have met.
+template <class Tile, class EpilogueTile, class Values>
+struct ColGathered : Input<NoArguments> {
+  static constexpr int kPart = cute::size<0>(EpilogueTile{});
+  struct SharedStorage {};
+
+  CUTLASS_HOST_DEVICE ColGathered() {}
+  CUTLASS_HOST_DEVICE ColGathered(NoArguments const&, SharedStorage const&) {}
+
+  struct Callbacks : cutlass::epilogue::fusion::EmptyConsumerStoreCallbacks {
+    float const* values;
+    float mine[2];
+
+    CUTLASS_DEVICE explicit Callbacks(float const* values) : values(values) {}
+
+    CUTLASS_DEVICE bool begin_sync_needed() const { return true; }
+    CUTLASS_DEVICE void begin_loop(int epi_m, int) {
+      mine[0] = values[epi_m * kPart];
+      mine[1] = values[epi_m * kPart + 8];
+    }
+    template <class Accumulator, int kSize>
+    CUTLASS_DEVICE cutlass::Array<float, kSize> visit(cutlass::Array<Accumulator, kSize> const&, int, int, int) {
+      cutlass::Array<float, kSize> result;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kSize; ++i) result[i] = mine[i / 2 % 2];
+      return result;
+    }
+  };
+
+  template <bool, class... Args>
+  CUTLASS_DEVICE auto get_consumer_store_callbacks(
+      cutlass::epilogue::fusion::detail::ConsumerStoreArgs<Args...> const& args) {
+    constexpr int kSide = kAcross<cute::remove_cvref_t<decltype(args.tiled_mma)>>;
+    int const thread = kSide == 1 ? args.thread_idx : args.thread_idx % 128;
+    return Callbacks(Values::values() + Fragment(thread).row);
+  }
+};
+
+// The same for each of the kernel's columns, which are the problem's rows where it computes the transposed problem.
+template <class Tile, class EpilogueTile, class Values>
+struct RowGathered : Input<NoArguments> {
+  static constexpr int kPart = cute::size<1>(EpilogueTile{});
+  struct SharedStorage {};
+
+  CUTLASS_HOST_DEVICE RowGathered() {}
+  CUTLASS_HOST_DEVICE RowGathered(NoArguments const&, SharedStorage const&) {}
+
+  struct Callbacks : cutlass::epilogue::fusion::EmptyConsumerStoreCallbacks {
+    float const* values;
+    float part[kPart / 4];
+
+    CUTLASS_DEVICE explicit Callbacks(float const* values) : values(values) {}
+
+    CUTLASS_DEVICE bool begin_sync_needed() const { return true; }
+    CUTLASS_DEVICE void begin_loop(int, int epi_n) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kPart / 4; ++i) part[i] = values[epi_n * kPart + i / 2 * 8 + i % 2];
+    }
+    template <class Accumulator, int kSize>
+    CUTLASS_DEVICE cutlass::Array<float, kSize> visit(cutlass::Array<Accumulator, kSize> const&, int, int, int) {
+      cutlass::Array<float, kSize> result;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kSize; ++i) result[i] = part[i / 4 * 2 + i % 2];
+      return result;
+    }
+  };
+
+  template <bool, class... Args>
+  CUTLASS_DEVICE auto get_consumer_store_callbacks(
+      cutlass::epilogue::fusion::detail::ConsumerStoreArgs<Args...> const& args) {
+    return Callbacks(Values::values() + Fragment(args.thread_idx).column);
+  }
+};
+
+// The second product: the epilogue below puts it where CUTLASS's own has a part of C.
+struct ProductInput : Input<NoArguments> {
+  struct SharedStorage {};
+
+  CUTLASS_HOST_DEVICE ProductInput() {}
+  CUTLASS_HOST_DEVICE ProductInput(NoArguments const&, SharedStorage const&) {}
+
+  template <class Product>
+  struct Callbacks : cutlass::epilogue::fusion::EmptyConsumerStoreCallbacks {
+    Product const& product;
+
+    CUTLASS_DEVICE explicit Callbacks(Product const& product) : product(product) {}
+
+    template <class Accumulator, int kSize>
+    CUTLASS_DEVICE cutlass::Array<float, kSize> visit(cutlass::Array<Accumulator, kSize> const&, int, int, int) {
+      cutlass::Array<float, kSize> result;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kSize; ++i) result[i] = product(i);
+      return result;
+    }
+  };
+
+  template <bool, class... Args>
+  CUTLASS_DEVICE auto get_consumer_store_callbacks(
+      cutlass::epilogue::fusion::detail::ConsumerStoreArgs<Args...> const& args) {
+    return Callbacks<cute::remove_cvref_t<decltype(args.tCrC)>>(args.tCrC);
+  }
 };
 
 // ---- Shared memory -----------------------------------------------------------------------------------------------
@@ -279,12 +385,28 @@ struct Collective {
       Atom<ElementD, StrideD>, void, void, void>;
 };
 
-// CUTLASS's collective epilogue, of which all is kept but the stores.
-template <class Collective>
+// Whether the kernel waits for the one before it only here: for means of rows that this one took ahead (row_means.h).
+#if defined(CUTLASS_OPS_WAITS_LATE)
+constexpr bool kWaitsLate = true;
+#else
+constexpr bool kWaitsLate = false;
+#endif
+
+// CUTLASS's collective epilogue, of which all is kept but the stores. With two products the accumulators have twice D's columns,
+// or its rows where the kernel computes the transposed problem: those of one product, then those of the other.
+template <class Collective, int kProducts = 1, bool kSwapped = false>
 class Epilogue : public Collective::Type {
   using Base = typename Collective::Type;
 
+  // The problem as D has it.
+  template <class Problem>
+  CUTLASS_HOST_DEVICE static Problem of_output(Problem problem) {
+    cute::get<kSwapped ? 0 : 1>(problem) /= kProducts;
+    return problem;
+  }
+
  public:
+  using typename Base::Arguments;
   using typename Base::LoadPipeline;
   using typename Base::LoadPipelineState;
   using typename Base::Params;
@@ -292,19 +414,35 @@ class Epilogue : public Collective::Type {
   using typename Base::StorePipelineState;
   using typename Base::TensorStorage;
 
+  template <class Problem>
+  static Params to_underlying_arguments(Problem const& problem, Arguments const& arguments, void* workspace) {
+    return Base::to_underlying_arguments(of_output(problem), arguments, workspace);
+  }
+  template <class Problem>
+  static size_t get_workspace_size(Problem const& problem, Arguments const& arguments) {
+    return Base::get_workspace_size(of_output(problem), arguments);
+  }
+  template <class Problem>
+  static cutlass::Status initialize_workspace(Problem const& problem, Arguments const& arguments, void* workspace,
+                                              cudaStream_t stream, cutlass::CudaHostAdapter* adapter = nullptr) {
+    return Base::initialize_workspace(of_output(problem), arguments, workspace, stream, adapter);
+  }
+
   CUTLASS_DEVICE Epilogue(Params const& params, TensorStorage& storage)
       : Base(params, storage), params_(params), fusion_(params.thread, storage.thread) {}
 
   template <class Problem, class Tile, class Coord, class Engine, class Layout, class TiledMma>
   CUTLASS_DEVICE auto store(LoadPipeline load_pipeline, LoadPipelineState loaded, StorePipeline store_pipeline,
-                            StorePipelineState stored, Problem problem, Tile, Coord coord,
+                            StorePipelineState stored, Problem whole_problem, Tile, Coord coord,
                             cute::Tensor<Engine, Layout> const& accumulators, TiledMma mma, int thread,
                             TensorStorage& storage, int = -1) {
     using namespace cute;
     constexpr int kThreads = size(TiledMma{}), kSide = kAcross<TiledMma>, kValues = kPartM * kPartN / (kThreads / kSide);
     constexpr int kParts = kPartsN / kSide;  // of a warpgroup's columns
-    static_assert(size(Layout{}) == kPartsM * kParts * kValues && kPartsN % kSide == 0);
+    static_assert(size(Layout{}) == kProducts * kPartsM * kParts * kValues && kPartsN % kSide == 0);
     static_assert(kSide == 1 || !kHasSource, "the producer loads parts for all warpgroups in turn");
+    static_assert(kProducts == 1 || (kSide == 1 && !kHasSource), "products are halves of all columns, and C's place is taken");
+    auto const problem = of_output(whole_problem);
     int const side = kSide == 1 ? 0 : thread / 128, own_thread = kSide == 1 ? thread : thread % 128;
     auto const synchronize = [] {
       cutlass::arch::NamedBarrier::sync(kThreads, cutlass::arch::ReservedNamedBarriers::EpilogueBarrier);
@@ -319,17 +457,24 @@ class Epilogue : public Collective::Type {
     Tensor const from = block.partition_S(shared_d);
     bool const issues = own_thread / 32 == 0;
 
-    // The tile that the producer loads, if there is one; where it lies, D will.
-    cutlass::Array<ElementC_, kValues> source;
+    // The tile that the producer loads, if there is one, where D will lie then; or the second product.
+    cutlass::Array<cute::conditional_t<kProducts == 1, ElementC_, float>, kValues> source;
     Tensor source_tensor = make_tensor(make_rmem_ptr(source.data()), Shape<Int<kValues>>{});
     int const unused = 0;
     auto callbacks = fusion_.template get_consumer_store_callbacks<true>(
         cutlass::epilogue::fusion::detail::ConsumerStoreArgs(problem, CtaTile{}, coord, mma, EpilogueTile_{}, unused, unused,
                                                              unused, unused, unused, source_tensor, thread));
     auto const results = [&](int epi_m, int own_n) {
+      // Accumulators of 64 rows after those of 64 rows before, each of all columns of the kernel's tile.
+      constexpr int kAcrossTile = kSwapped ? kParts : kProducts * kParts;
+      constexpr int kNext = (kSwapped ? kPartsM * kParts : kParts) * kValues;
+      int const first = (epi_m * kAcrossTile + own_n) * kValues;
       cutlass::Array<float, kValues> values;
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kValues; ++i) values[i] = accumulators((epi_m * kParts + own_n) * kValues + i);
+      for (int i = 0; i < kValues; ++i) {
+        values[i] = accumulators(first + i);
+        if constexpr (kProducts == 2) source[i] = accumulators(first + kNext + i);
+      }
       auto const result = callbacks.visit(values, 0, epi_m, side * kParts + own_n);
       return cutlass::NumericArrayConverter<ElementD_, typename decltype(result)::Element, kValues>{}(result);
     };
@@ -338,6 +483,10 @@ class Epilogue : public Collective::Type {
       Part<ElementD_, kColumnMajorD, decltype(place)>{place, own_thread}.put(result);
     };
 
+    if constexpr (kWaitsLate) {
+      asm volatile("griddepcontrol.wait;" ::: "memory");
+      asm volatile("griddepcontrol.launch_dependents;");
+    }
     callbacks.begin();
     if (callbacks.begin_sync_needed()) synchronize();
     if constexpr (kHasSource) {

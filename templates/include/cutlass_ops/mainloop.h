@@ -2,6 +2,10 @@
 // CollectiveMma for MainloopSm90TmaGmmaWarpSpecialized is to CUTLASS's kernels, with two differences. A stage of an operand
 // is a layout of its own, at a multiple of its size: CuTe cannot take a stage out of a layout of all of them where rows are
 // not a multiple of 16. And one wgmma covers the tile's whole N, for any multiple of 8.
+//
+// Two things more, where an epilogue asks for them. A tile of the weight may be half one matrix and half another: its two
+// products with A then lie in one thread, a fixed number of registers apart. And the rows of the problem's A can be
+// gathered (gather.h).
 
 #pragma once
 
@@ -13,12 +17,13 @@
 #include "cutlass/gemm/dispatch_policy.hpp"
 #include "cutlass/pipeline/pipeline.hpp"
 
+#include "cutlass_ops/gather.h"
 #include "cutlass_ops/wgmma.h"
 
 namespace cutlass_ops {
 
-// One operand: its tile has `Rows` along the problem's M or N, and `Columns` along K.
-template <class Element, cute::GMMA::Major kMajor, class Rows, class Columns, int kStages, class Blocks>
+// One operand: its tile has `Rows` along the problem's M or N, and `Columns` along K; as many for each of several matrices.
+template <class Element, cute::GMMA::Major kMajor, class Rows, class Columns, int kStages, class Blocks, int kMatrices>
 struct Operand {
   // One stage; TMA boxes are as large as the layout allows.
   using Stage = decltype(cute::tile_to_shape(
@@ -35,10 +40,28 @@ struct Operand {
   CUTLASS_DEVICE static auto stage(Storage& storage, int index) {
     return cute::make_tensor(cute::make_smem_ptr(storage.data() + index * kElements), Stage{});
   }
+
+  // One matrix's rows of a stage. Those of the next begin where whole blocks of its swizzle end.
+  using Part = cute::conditional_t<
+      kMatrices == 1, Stage,
+      decltype(cute::composition(
+          Stage{}, cute::make_tile(cute::Int<Rows::value / kMatrices>{}, cute::Int<Columns::value>{})))>;
+  static_assert(kMatrices == 1 || (kMajor == cute::GMMA::Major::K && Rows::value % (8 * kMatrices) == 0));
+
+  CUTLASS_DEVICE static auto part(Storage& storage, int matrix) {
+    constexpr int kNext = kMatrices == 1 ? 0 : int(Stage{}(Rows::value / kMatrices % Rows::value, 0));
+    return cute::make_tensor(cute::make_smem_ptr(storage.data() + matrix * kNext), Part{});
+  }
 };
 
+// No second matrix.
+struct NoCopy {};
+
+// With `kProducts` of 2, the weight's tile is half of a second matrix; the problem's M or N counts both. The weight is B, or A
+// in a kernel that computes the transposed problem, `kSwapped`. `Means` says what is gathered of the other operand's rows and
+// where it goes; void, nothing is.
 template <class ElementA_, class LayoutA, class ElementB_, class LayoutB, class Tile, class Cluster, int kStages,
-          class Schedule>
+          class Schedule, bool kSwapped = false, int kProducts = 1, class Means = void>
 class Mainloop {
   static constexpr auto kMajorA = cutlass::gemm::collective::detail::gmma_ss_tag_to_major_A<ElementA_, LayoutA>();
   static constexpr auto kMajorB = cutlass::gemm::collective::detail::gmma_ss_tag_to_major_B<ElementB_, LayoutB>();
@@ -62,9 +85,18 @@ class Mainloop {
   using TiledMma = decltype(cute::make_tiled_mma(
       Wgmma<Extent<1>::value / kAcross, ElementA, kMajorA, kMajorB>{},
       cute::Layout<cute::Shape<cute::Int<kDown>, cute::Int<kAcross>, cute::_1>>{}));
+  static constexpr int kMatricesA = kSwapped ? kProducts : 1, kMatricesB = kSwapped ? 1 : kProducts;
   // Blocks of a cluster in a row share A's tile, those in a column B's.
-  using A = Operand<ElementA, kMajorA, Extent<0>, Extent<2>, kStages, cute::remove_cvref_t<decltype(cute::get<1>(Cluster{}))>>;
-  using B = Operand<ElementB, kMajorB, Extent<1>, Extent<2>, kStages, cute::remove_cvref_t<decltype(cute::get<0>(Cluster{}))>>;
+  using A = Operand<ElementA, kMajorA, Extent<0>, Extent<2>, kStages, cute::remove_cvref_t<decltype(cute::get<1>(Cluster{}))>,
+                    kMatricesA>;
+  using B = Operand<ElementB, kMajorB, Extent<1>, Extent<2>, kStages, cute::remove_cvref_t<decltype(cute::get<0>(Cluster{}))>,
+                    kMatricesB>;
+  // What one load of an operand brings, of one matrix.
+  using Part = cute::Shape<cute::Int<Extent<0>::value / kMatricesA>, cute::Int<Extent<1>::value / kMatricesB>, Extent<2>>;
+  // Rows are gathered from shared memory as they lie there, K along each.
+  static_assert(cute::is_void_v<Means> || (kSwapped ? kMajorB : kMajorA) == cute::GMMA::Major::K);
+  using RowGather = typename SelectGather<
+      Means, ElementA, typename cute::conditional_t<kSwapped, B, A>::Stage, kCooperative ? 2 : 1>::Type;
 
   using MainloopPipeline = cutlass::PipelineTmaAsync<kStages>;
   using PipelineState = cutlass::PipelineState<kStages>;
@@ -86,18 +118,22 @@ class Mainloop {
     StrideA dA;
     ElementB const* ptr_B;
     StrideB dB;
+    ElementA const* ptr_second;  // the weight's second matrix, if there is one
+    cute::conditional_t<kSwapped, StrideA, StrideB> d_second;
   };
 
   struct Params {
     using TMA_A = decltype(cute::make_tma_copy_A_sm90(
         typename A::Load{}, cute::make_tensor(static_cast<uint16_t const*>(nullptr), cute::repeat_like(StrideA{}, 0), StrideA{}),
-        typename A::Stage{}, Tile{}, Cluster{}));
+        typename A::Part{}, Part{}, Cluster{}));
     using TMA_B = decltype(cute::make_tma_copy_B_sm90(
         typename B::Load{}, cute::make_tensor(static_cast<uint16_t const*>(nullptr), cute::repeat_like(StrideB{}, 0), StrideB{}),
-        typename B::Stage{}, Tile{}, Cluster{}));
+        typename B::Part{}, Part{}, Cluster{}));
     TMA_A tma_load_a;
     TMA_B tma_load_b;
+    cute::conditional_t<kProducts == 1, NoCopy, cute::conditional_t<kSwapped, TMA_A, TMA_B>> tma_load_second;
     uint32_t tma_transaction_bytes = TmaTransactionBytes;
+    float inverse_k = 0.0f;
   };
 
   template <class Problem>
@@ -105,28 +141,39 @@ class Mainloop {
     using namespace cute;
     static_assert(sizeof(ElementA) == 2 && sizeof(ElementB) == 2);
     auto const [m, n, k, l] = problem;
-    auto const a = make_tensor(reinterpret_cast<uint16_t const*>(arguments.ptr_A), make_shape(m, k, l), arguments.dA);
-    auto const b = make_tensor(reinterpret_cast<uint16_t const*>(arguments.ptr_B), make_shape(n, k, l), arguments.dB);
-    return {make_tma_copy_A_sm90(typename A::Load{}, a, typename A::Stage{}, Tile{}, Cluster{}),
-            make_tma_copy_B_sm90(typename B::Load{}, b, typename B::Stage{}, Tile{}, Cluster{})};
+    auto const copy_a = [&](ElementA const* data, StrideA const& stride) {
+      auto const a = make_tensor(reinterpret_cast<uint16_t const*>(data), make_shape(m / kMatricesA, k, l), stride);
+      return make_tma_copy_A_sm90(typename A::Load{}, a, typename A::Part{}, Part{}, Cluster{});
+    };
+    auto const copy_b = [&](ElementB const* data, StrideB const& stride) {
+      auto const b = make_tensor(reinterpret_cast<uint16_t const*>(data), make_shape(n / kMatricesB, k, l), stride);
+      return make_tma_copy_B_sm90(typename B::Load{}, b, typename B::Part{}, Part{}, Cluster{});
+    };
+    Params params{copy_a(arguments.ptr_A, arguments.dA), copy_b(arguments.ptr_B, arguments.dB)};
+    if constexpr (kProducts == 2 && kSwapped) params.tma_load_second = copy_a(arguments.ptr_second, arguments.d_second);
+    if constexpr (kProducts == 2 && !kSwapped) params.tma_load_second = copy_b(arguments.ptr_second, arguments.d_second);
+    params.inverse_k = 1.0f / float(k);
+    return params;
   }
 
   CUTLASS_DEVICE static void prefetch_tma_descriptors(Params const& params) {
     cute::prefetch_tma_descriptor(params.tma_load_a.get_tma_descriptor());
     cute::prefetch_tma_descriptor(params.tma_load_b.get_tma_descriptor());
+    if constexpr (kProducts == 2) cute::prefetch_tma_descriptor(params.tma_load_second.get_tma_descriptor());
   }
 
   // ---- Producer ----
 
-  // A and B as TMA addresses them, in tiles: (rows, K of a tile, tile's row, tile along K, batch).
+  // A and B as TMA addresses them, in tiles: (rows, K of a tile, tile's row, tile along K, batch). The weight's second
+  // matrix has the coordinates of the first.
   template <class Problem>
   CUTLASS_DEVICE auto load_init(Problem const& problem, Params const& params) const {
     using namespace cute;
     auto const [m, n, k, l] = problem;
-    auto const a = params.tma_load_a.get_tma_tensor(make_shape(m, k, l));
-    auto const b = params.tma_load_b.get_tma_tensor(make_shape(n, k, l));
-    return make_tuple(local_tile(a, Tile{}, make_coord(_, _, _), Step<_1, Underscore, _1>{}),
-                      local_tile(b, Tile{}, make_coord(_, _, _), Step<Underscore, _1, _1>{}));
+    auto const a = params.tma_load_a.get_tma_tensor(make_shape(m / kMatricesA, k, l));
+    auto const b = params.tma_load_b.get_tma_tensor(make_shape(n / kMatricesB, k, l));
+    return make_tuple(local_tile(a, Part{}, make_coord(_, _, _), Step<_1, Underscore, _1>{}),
+                      local_tile(b, Part{}, make_coord(_, _, _), Step<Underscore, _1, _1>{}));
   }
 
   // Returns what fills a stage with a step along K and counts it at a barrier: called by one thread.
@@ -140,8 +187,8 @@ class Mainloop {
     auto const part_b = params.tma_load_b.get_slice(x);
     auto const from_a = part_a.partition_S(get<0>(tensors)(_, _, block_m, _, 0));
     auto const from_b = part_b.partition_S(get<1>(tensors)(_, _, block_n, _, 0));
-    auto const to_a = part_a.partition_D(A::stage(storage.smem_A, 0));
-    auto const to_b = part_b.partition_D(B::stage(storage.smem_B, 0));
+    auto const to_a = part_a.partition_D(A::part(storage.smem_A, 0));
+    auto const to_b = part_b.partition_D(B::part(storage.smem_B, 0));
     uint16_t mask_a = 0, mask_b = 0;
     if constexpr (A::kMulticast) {
       for (uint32_t i = 0; i < kClusterN; ++i) mask_a |= uint16_t(1u << (x + i * kClusterM));
@@ -149,11 +196,28 @@ class Mainloop {
     if constexpr (B::kMulticast) {
       for (uint32_t i = 0; i < kClusterM; ++i) mask_b |= uint16_t(1u << (i + y * kClusterM));
     }
+    auto const to_second = [&] {
+      if constexpr (kSwapped) {
+        return part_a.partition_D(A::part(storage.smem_A, kMatricesA - 1));
+      } else {
+        return part_b.partition_D(B::part(storage.smem_B, kMatricesB - 1));
+      }
+    }();
     return [=, &params](uint64_t& barrier, int k, int stage) {
       auto at_a = make_tensor(to_a.data() + stage * A::kElements, to_a.layout());
       auto at_b = make_tensor(to_b.data() + stage * B::kElements, to_b.layout());
       copy(params.tma_load_a.with(barrier, mask_a), from_a(_, _, _, k), at_a);
       copy(params.tma_load_b.with(barrier, mask_b), from_b(_, _, _, k), at_b);
+      if constexpr (kProducts == 2) {
+        constexpr int kElements = kSwapped ? A::kElements : B::kElements;
+        auto at_second = make_tensor(to_second.data() + stage * kElements, to_second.layout());
+        auto const load = params.tma_load_second.with(barrier, kSwapped ? mask_a : mask_b);
+        if constexpr (kSwapped) {
+          copy(load, from_a(_, _, _, k), at_second);
+        } else {
+          copy(load, from_b(_, _, _, k), at_second);
+        }
+      }
     };
   }
 
@@ -199,8 +263,9 @@ class Mainloop {
   // Leaves the last step's products unfinished and its stage unreleased: mma_tail waits for them.
   template <class Sums>
   CUTLASS_DEVICE void mma(MainloopPipeline pipeline, PipelineState state, Sums& sums, int steps, int thread,
-                          TensorStorage& storage, Params const&) {
+                          TensorStorage& storage, Params const& params) {
     auto const multiply = multiplier(storage, thread);
+    RowGather gather(of_rows(storage));
     PipelineState release = state;
     auto const step = [&](bool first) {
       pipeline.consumer_wait(state, pipeline.consumer_try_wait(state));
@@ -208,6 +273,8 @@ class Mainloop {
       cute::warpgroup_arrive();
       multiply(sums, state.index(), first);
       cute::warpgroup_commit_batch();
+      gather.meet();
+      gather.add(state.index());
       ++state;
     };
     step(true);
@@ -218,6 +285,7 @@ class Mainloop {
       cute::warpgroup_fence_operand(sums);
       pipeline.consumer_release(release);
     }
+    gather.finish(params.inverse_k);
     cute::warpgroup_fence_operand(sums);
   }
 
@@ -225,6 +293,16 @@ class Mainloop {
     release.advance(steps - 1);
     cute::warpgroup_wait<0>();
     pipeline.consumer_release(release);
+  }
+
+ private:
+  // The problem's A.
+  CUTLASS_DEVICE static auto& of_rows(TensorStorage& storage) {
+    if constexpr (kSwapped) {
+      return storage.smem_B;
+    } else {
+      return storage.smem_A;
+    }
   }
 };
 

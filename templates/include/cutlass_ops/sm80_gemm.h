@@ -190,7 +190,8 @@ cudaError_t finish(void const* kernel, float const* partial, Element* out, GemmC
 // `Gemm` is what a rendered file defines:
 //   GemmKernel; kSwizzle; static void const* kernel(); struct Operands { Problem problem; ... }; static Operands read(Call&);
 //   static GemmCoord problem(Operands const&);            in the kernel's orientation
-//   static void assign(Operands&, Workspace&);            gives each reduction its partial values' place
+//   static void assign(Operands&, Workspace&);            gives partial values of reductions, and means, their place
+//   static cudaError_t begin(Operands const&, cudaStream_t);   takes means of A's rows
 //   static GemmKernel::Arguments arguments(Operands const&);
 //   static cudaError_t finish(Operands const&, cudaStream_t);  runs each reduction's second step
 template <class Gemm>
@@ -215,7 +216,8 @@ struct Sm80Entry {
     if (status != 0) return cudaSuccess;
 
     Gemm::assign(operands, workspace);
-    cudaError_t const error = enqueue(operands, device, workspace, swizzle, call.stream());
+    cudaError_t error = Gemm::begin(operands, call.stream());
+    if (error == cudaSuccess) error = enqueue(operands, device, workspace, swizzle, call.stream());
     return error == cudaSuccess ? Gemm::finish(operands, call.stream()) : error;
   }
 

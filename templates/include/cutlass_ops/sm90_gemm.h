@@ -25,6 +25,7 @@ struct IsCutlass3ArrayKernel : cute::false_type {};
 #include "cutlass_ops/epilogue_math.h"
 #include "cutlass_ops/mainloop.h"
 #include "cutlass_ops/placement.h"
+#include "cutlass_ops/row_means.h"
 #include "cutlass_ops/tile_order.h"
 
 namespace cutlass_ops {
@@ -121,9 +122,9 @@ Arguments scheduler_arguments(int raster, int swizzle) {
   return scheduler;
 }
 
-// Whether the kernel itself waits for the end of what runs before it. A rendered file asks CUTLASS for that before any
-// include; its stream-K scheduler does not compile so.
-#if defined(CUTLASS_ENABLE_GDC_FOR_SM90)
+// Whether the kernel itself waits for the end of what runs before it. A rendered file asks CUTLASS, or our epilogue, for that
+// before any include; CUTLASS's stream-K scheduler does not compile so.
+#if defined(CUTLASS_ENABLE_GDC_FOR_SM90) || defined(CUTLASS_OPS_WAITS_LATE)
 constexpr bool kWaits = true;
 #else
 constexpr bool kWaits = false;
@@ -133,6 +134,8 @@ constexpr bool kWaits = false;
 //   GemmKernel; static void const* kernel();
 //   struct Operands { Problem problem; ... }; static Operands read(Call&);
 //   static typename GemmKernel::Arguments arguments(Operands const&);
+//   static int64_t means_bytes(Problem);                of workspace, before the kernel's own, for means taken ahead
+//   static cudaError_t take_means(Operands&, void* workspace, cudaStream_t, bool overlap);
 template <class Gemm>
 struct Sm90Entry {
   using GemmKernel = typename Gemm::GemmKernel;
@@ -143,7 +146,7 @@ struct Sm90Entry {
   static constexpr int kCluster = cute::size(ClusterShape{});
 
   static cudaError_t launch(Call& call, int& status) {
-    Operands const operands = Gemm::read(call);
+    Operands operands = Gemm::read(call);
     status = call.status();
     if (status != 0) return cudaSuccess;
     int const device = call.device();
@@ -154,8 +157,10 @@ struct Sm90Entry {
     int const raster = call.integer();
     int const swizzle = call.integer();
     arguments.scheduler = scheduler_arguments<typename GemmKernel::TileSchedulerArguments>(raster, swizzle);
+    int64_t const means_bytes = Gemm::means_bytes(operands.problem);
     size_t const workspace_size = GemmKernel::get_workspace_size(arguments);
-    void* const workspace = call.workspace(workspace_size);
+    char* const workspace = static_cast<char*>(call.workspace(size_t(means_bytes) + workspace_size));
+    void* const own_workspace = workspace_size == 0 ? nullptr : workspace + means_bytes;
     status = call.status();
     if (status != 0) return cudaSuccess;
 
@@ -165,12 +170,19 @@ struct Sm90Entry {
     }
     cudaStream_t const stream = call.stream();
     if (workspace_size != 0 &&
-        GemmKernel::initialize_workspace(arguments, workspace, stream) != cutlass::Status::kSuccess) {
+        GemmKernel::initialize_workspace(arguments, own_workspace, stream) != cutlass::Status::kSuccess) {
       return cudaGetLastError();
     }
     // Blocks that start as others end land anywhere, so an order by GPC wants the device empty.
-    bool const overlap = kWaits && !by_gpc && workspace_size == 0 && !call.reads_device_scalars();
-    return enqueue(GemmKernel::to_underlying_arguments(arguments, workspace), stream, overlap);
+    bool const follows = workspace_size == 0 && !call.reads_device_scalars();
+    bool const overlap = kWaits && !by_gpc && follows;
+    if (means_bytes != 0) {
+      if (cudaError_t const error = Gemm::take_means(operands, workspace, stream, follows); error != cudaSuccess) {
+        return error;
+      }
+      arguments.epilogue = Gemm::arguments(operands).epilogue;
+    }
+    return enqueue(GemmKernel::to_underlying_arguments(arguments, own_workspace), stream, overlap);
   }
 
   static int64_t workspace_size(Problem problem, int raster, int swizzle) {
@@ -181,7 +193,7 @@ struct Sm90Entry {
     cudaGetDevice(&device);
     (void)prepare(device, arguments.hw_info);  // a launch reports what fails here
     arguments.scheduler = scheduler_arguments<typename GemmKernel::TileSchedulerArguments>(raster, swizzle);
-    return int64_t(GemmKernel::get_workspace_size(arguments));
+    return Gemm::means_bytes(problem) + int64_t(GemmKernel::get_workspace_size(arguments));
   }
 
   static Description describe() {

@@ -1,0 +1,183 @@
+// Values of A's rows gathered while the Tensor Cores multiply them: the sum of a row's elements, and of their squares. The
+// threads that issue wgmma read each stage of A from shared memory as well, between issuing one step and waiting for the
+// one before.
+//
+// A row's elements are added up in one order, whatever the tile: eight lanes share a row, each takes every eighth piece of
+// eight elements, and the eight sums are added up in a tree.
+
+#pragma once
+
+#include "cutlass_ops/halves.h"
+
+#include "cute/tensor.hpp"
+#include "cutlass/arch/barrier.h"
+#include "cutlass/bfloat16.h"
+#include "cutlass/cutlass.h"
+#include "cutlass/half.h"
+
+namespace cutlass_ops {
+
+// What rows are gathered for an epilogue: their mean, the mean of their squares.
+template <bool kMean_, bool kMeanSquare_>
+struct OfRows {
+  static constexpr bool kMean = kMean_, kMeanSquare = kMeanSquare_;
+  static constexpr int kCount = int(kMean) + int(kMeanSquare);
+};
+
+// Two neighbouring elements as FP32.
+template <class Element>
+CUTLASS_DEVICE float2 unpack(uint32_t pair) {
+  return {float(Element::bitcast(uint16_t(pair))), float(Element::bitcast(uint16_t(pair >> 16)))};
+}
+
+// Sums of one row, or of a part of it.
+template <class What>
+struct RowSums {
+  float sum = 0.0f, squares = 0.0f;
+
+  CUTLASS_DEVICE void add(float x) {
+    if constexpr (What::kMean) sum += x;
+    if constexpr (What::kMeanSquare) squares += x * x;
+  }
+
+  template <class Element>
+  CUTLASS_DEVICE void add(uint4 const& piece) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      float2 const x = unpack<Element>((&piece.x)[i]);
+      add(x.x);
+      add(x.y);
+    }
+  }
+
+  // The sums of eight neighbouring lanes, in each of them.
+  CUTLASS_DEVICE void share() {
+    CUTLASS_PRAGMA_UNROLL
+    for (int distance = 1; distance < 8; distance *= 2) {
+      if constexpr (What::kMean) sum += __shfl_xor_sync(0xffffffff, sum, distance);
+      if constexpr (What::kMeanSquare) squares += __shfl_xor_sync(0xffffffff, squares, distance);
+    }
+  }
+};
+
+// Warpgroups are counted from the first that multiplies.
+CUTLASS_DEVICE int consumer_group() { return cutlass::canonical_warp_group_idx() - 1; }
+
+// Where the means of a tile's rows lie until its epilogue reads them, for as many tiles as are under way in a thread block.
+// Main loop and epilogue both know the type and so the address, which CUTLASS's kernels have no way to pass on. The size
+// keeps the shared memory behind it, where TMA writes, aligned.
+template <class What_, int kRows_, int kTiles>
+struct TileMeans {
+  using What = What_;
+  static constexpr int kRows = kRows_, kAlignment = 1024;
+  static constexpr int kBytes = (kTiles * What::kCount * kRows * int(sizeof(float)) + kAlignment - 1) / kAlignment * kAlignment;
+
+  CUTLASS_DEVICE static float* mean() { return of(consumer_group()); }
+  CUTLASS_DEVICE static float* mean_square() { return of(consumer_group()) + (What::kMean ? kRows : 0); }
+
+ private:
+  CUTLASS_DEVICE static float* of(int group) {
+    alignas(kAlignment) __shared__ float means[kBytes / sizeof(float)];
+    return means + (kTiles == 1 ? 0 : group) * (What::kCount * kRows);
+  }
+};
+
+// One of the two, for a visitor.
+template <class Means>
+struct MeanOfRows {
+  CUTLASS_DEVICE static float const* values() { return Means::mean(); }
+};
+template <class Means>
+struct MeanSquareOfRows {
+  CUTLASS_DEVICE static float const* values() { return Means::mean_square(); }
+};
+
+// One warpgroup's share of the rows. `Stage` is the layout of one step's tile of A, with K along each row of memory, and
+// `kSharing` warpgroups have a tile in common.
+template <class Means, class Element, class Stage, int kSharing>
+class Gather {
+  using What = typename Means::What;
+  static constexpr int kRows = cute::size<0>(Stage{}), kColumns = cute::size<1>(Stage{});
+  static constexpr int kPiece = 8, kLanes = 8, kPieces = kColumns / (kPiece * kLanes);
+  static constexpr int kTogether = 16 * kSharing;  // rows that are read at a time
+  static constexpr int kRounds = (kRows + kTogether - 1) / kTogether;
+  static_assert(kColumns % (kPiece * kLanes) == 0, "whole lines of 128 bytes");
+  static_assert(kRows % 8 == 0 && kRows == Means::kRows);
+  static constexpr int kMeeting = 4;  // of the barriers that CUTLASS leaves to others
+
+ public:
+  template <class Storage>
+  CUTLASS_DEVICE explicit Gather(Storage& storage)
+      : group_(consumer_group()), row_((kSharing == 1 ? 0 : group_) * 16 + int(threadIdx.x) % 128 / kLanes) {
+    auto const tile = cute::make_tensor(cute::make_smem_ptr(storage.data()), Stage{});
+    first_ = cute::cast_smem_ptr_to_uint(cute::raw_pointer_cast(&tile(row_ % kRows, int(threadIdx.x) % kLanes * kPiece)));
+  }
+
+  // Waits until all of the warpgroup have read the stage before: it may be released then.
+  CUTLASS_DEVICE void meet() const { cutlass::arch::NamedBarrier::sync(128, uint32_t(kMeeting + group_)); }
+
+  // Adds a stage, which must have arrived.
+  CUTLASS_DEVICE void add(int stage) {
+    uint32_t const from = first_ + uint32_t(stage * cute::cosize_v<Stage> * sizeof(Element));
+    CUTLASS_PRAGMA_UNROLL
+    for (int round = 0; round < kRounds; ++round) {
+      if (kRows % kTogether != 0 && row_ + round * kTogether >= kRows) break;
+      CUTLASS_PRAGMA_UNROLL
+      for (int piece = 0; piece < kPieces; ++piece) {
+        // Rows 8 apart and pieces 64 apart are in another block of 8 by 64 elements, at the same place.
+        constexpr auto kBlock = [](int row, int column) { return int(Stage{}(row, column)); };
+        sums_[round].template add<Element>(
+            read(from + uint32_t(kBlock(round * kTogether, piece * kPiece * kLanes) * sizeof(Element))));
+      }
+    }
+  }
+
+  // Leaves the means where the epilogue finds them once the threads that work on the tile have met.
+  CUTLASS_DEVICE void finish(float inverse_k) {
+    meet();
+    CUTLASS_PRAGMA_UNROLL
+    for (int round = 0; round < kRounds; ++round) {
+      sums_[round].share();
+      int const row = row_ + round * kTogether;
+      if (int(threadIdx.x) % kLanes != 0 || row >= kRows) continue;
+      if constexpr (What::kMean) Means::mean()[row] = sums_[round].sum * inverse_k;
+      if constexpr (What::kMeanSquare) Means::mean_square()[row] = sums_[round].squares * inverse_k;
+    }
+  }
+
+ private:
+  CUTLASS_DEVICE static uint4 read(uint32_t address) {
+    uint4 piece;
+    // Volatile keeps it behind the wait for the stage.
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(piece.x), "=r"(piece.y), "=r"(piece.z), "=r"(piece.w)
+                 : "r"(address)
+                 : "memory");
+    return piece;
+  }
+
+  int group_;
+  int row_;
+  uint32_t first_;
+  RowSums<What> sums_[kRounds];
+};
+
+// In a kernel that gathers nothing.
+struct NoGather {
+  template <class Storage>
+  CUTLASS_DEVICE explicit NoGather(Storage&) {}
+  CUTLASS_DEVICE void meet() const {}
+  CUTLASS_DEVICE void add(int) {}
+  CUTLASS_DEVICE void finish(float) {}
+};
+
+template <class Means, class Element, class Stage, int kSharing>
+struct SelectGather {
+  using Type = Gather<Means, Element, Stage, kSharing>;
+};
+template <class Element, class Stage, int kSharing>
+struct SelectGather<void, Element, Stage, kSharing> {
+  using Type = NoGather;
+};
+
+}  // namespace cutlass_ops
