@@ -15,6 +15,7 @@ from cutlass_ops.footprint import (
     sm90_epilogue_tile,
     sm90_gathers,
     sm90_mainloop_smem,
+    sm90_output_tile,
     sm90_plain_epilogue,
     sm90_source,
     sm90_stages,
@@ -94,8 +95,8 @@ def _epilogue_step(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
     epi_n = sm90_epilogue_tile(spec)[1]
     if epi_n % arch.WGMMA_N_STEP == 0 and epi_n & (epi_n - 1):
         yield (
-            f"threadblock.n is {config.part.n} for a block: CUTLASS's epilogue would take {epi_n} columns a step, "
-            f"which no test has run; use 16 or 32"
+            f"threadblock is {config.threadblock}, and a block's part of D has {sm90_output_tile(spec).n} columns: "
+            f"CUTLASS's epilogue would take {epi_n} of them a step, which no test has run; use 16 or 32"
         )
 
 

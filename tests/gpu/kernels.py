@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops import call, dispatch, ops
+from cutlass_ops import builtin, call, dispatch, norms, ops
 from cutlass_ops.config import Config
 from cutlass_ops.epilogue.graph import Kind
 from cutlass_ops.heuristics import Device
@@ -148,6 +148,53 @@ def configurations() -> dict[str, KernelSpec]:
     return found
 
 
+def gathering() -> dict[str, KernelSpec]:
+    """Kernels that take means of A's rows, each way in each schedule and orientation, and kernels with two weights."""
+    shape, cluster = co.ThreadblockShape, co.ClusterShape
+    whole = (
+        co.Sm90Config(shape(128, 128, 64), cluster(2, 1), schedule="pingpong"),
+        co.Sm90Config(shape(64, 96, 128), schedule="pingpong"),
+        co.Sm90Config(shape(256, 128, 64), cluster(1, 2), schedule="cooperative"),
+        co.Sm90Config(shape(192, 176, 64), cluster(2, 1), schedule="cooperative"),
+        co.Sm90Config(shape(64, 64, 128), schedule="warp_specialized"),
+        co.Sm90Config(shape(64, 8, 256), schedule="warp_specialized", swap_ab=True),
+        co.Sm90Config(shape(128, 72, 64), cluster(4, 2), schedule="pingpong", swap_ab=True),
+        co.Sm90Config(shape(256, 104, 64), cluster(1, 2), schedule="cooperative", swap_ab=True),
+        co.Sm90Config(shape(192, 192, 64), cluster(1, 2), schedule="cooperative", swap_ab=True),
+    )
+    split = (
+        co.Sm90Config(shape(128, 128, 64), schedule="cooperative", scheduler="stream_k"),
+        co.Sm90Config(shape(64, 64, 128), schedule="warp_specialized", split_k=4, swap_ab=True),
+    )
+    norm, centred, gate = (ops.op(e) for e in (builtin.rms_norm, builtin.layer_norm, builtin.swiglu))
+    normed_gate = norms.rmsnorm_op(builtin.swiglu)
+    found = {f"norm-{c.slug}": spec(norm, "bf16", ("row", "col"), c) for c in whole}
+    for c in (*whole[:3], whole[6], *split):
+        ahead = replace(c, means_ahead=True)
+        found[f"norm-{ahead.slug}"] = spec(norm, "bf16", ("row", "col"), ahead)
+    for c in (whole[0], whole[5], replace(whole[2], means_ahead=True), SM80):
+        found[f"centred-{c.slug}"] = spec(centred, "f16", ("row", "col"), c)
+    # D and A as the main loop's gathering does not have them.
+    late = co.Sm90Config(shape(64, 64, 64), schedule="pingpong", means_ahead=True)
+    found["norm-odd_d"] = spec(norm, "bf16", ("row", "col"), late, d_aligned=False)
+    found["norm-column_major_a"] = spec(norm, "f16", ("col", "col"), late)
+    found["norm-unaligned"] = spec(norm, "bf16", ("row", "col"), SM80, aligned=False)
+    found["centred-column_major_unaligned"] = spec(centred, "f16", ("col", "row"), SM80, aligned=False)
+    gates = (
+        co.Sm90Config(shape(128, 128, 64), cluster(2, 1), schedule="pingpong"),
+        co.Sm90Config(shape(128, 208, 64), cluster(1, 2), schedule="pingpong"),
+        co.Sm90Config(shape(256, 128, 64), cluster(2, 1), schedule="cooperative"),
+        co.Sm90Config(shape(64, 64, 128), schedule="warp_specialized"),
+        co.Sm90Config(shape(128, 16, 256), cluster(1, 2), schedule="warp_specialized", swap_ab=True),
+        co.Sm90Config(shape(128, 104, 64), cluster(2, 2), schedule="pingpong", swap_ab=True),
+        co.Sm90Config(shape(256, 72, 64), schedule="cooperative", swap_ab=True),
+    )
+    found |= {f"gate-{c.slug}": spec(gate, "bf16", ("row", "col"), c) for c in gates}
+    for c in (gates[0], gates[4], replace(gates[2], means_ahead=True)):
+        found[f"normed_gate-{c.slug}"] = spec(normed_gate, "f16", ("row", "col"), c)
+    return found
+
+
 def overlapping() -> dict[str, KernelSpec]:
     """Return a kernel of every schedule for chains of launches."""
     shape, cluster = co.ThreadblockShape, co.ClusterShape
@@ -268,7 +315,10 @@ def build_all() -> int:
     from tests.gpu import edges
 
     device = call.device_of(torch.device("cuda", 0))
-    exact = [matrix(), configurations(), multi_output(), drawn_specs(), edges.specs(), overlapping()]
+    exact = [
+        *(matrix(), configurations(), multi_output(), drawn_specs(), edges.specs(), overlapping()),
+        gathering(),
+    ]
     wanted = list(
         dict.fromkeys([*dispatched(device), *called(device), *(s for group in exact for s in group.values())])
     )

@@ -22,12 +22,14 @@ SHAPES = [
 ]
 
 
-def draw_inputs(spec, m, n):
+def draw_inputs(spec, m, n, k):
     values = {}
     for i, operand in zip(spec.epilogue.inputs, spec.inputs, strict=True):
         dtype = operand.dtype.name
         if i.kind is Kind.TILE:
             values[i.name] = tensors.matrix(m, n, dtype, operand.major, aligned=operand.alignment > 1)
+        elif i.kind is Kind.PRODUCT:
+            values[i.name] = tensors.matrix(k, n, dtype, operand.major, aligned=operand.alignment > 1)
         elif i.kind is Kind.SCALAR:
             values[i.name] = 0.75
         else:
@@ -65,7 +67,7 @@ def run_and_check(spec, shape, eager=None):
     aligned, dtype = spec.a.alignment > 1, spec.a.dtype.name
     a = tensors.matrix(m, k, dtype, spec.a.major, aligned=aligned)
     b = tensors.matrix(k, n, dtype, spec.b.major, aligned=aligned)
-    inputs = draw_inputs(spec, m, n)
+    inputs = draw_inputs(spec, m, n, k)
     framed, vectors = draw_outputs(spec, m, n)
     out = {name: f.out for name, f in framed.items()} | vectors
     co.build(spec)(a, b, out=out, **inputs)
@@ -134,7 +136,7 @@ def test_reductions_are_deterministic_and_pass_nan(name):
     dtype = spec.a.dtype.name
     a = tensors.matrix(m, k, dtype, aligned=aligned)
     b = tensors.matrix(k, n, dtype, "col", aligned=aligned)
-    inputs = draw_inputs(spec, m, n)
+    inputs = draw_inputs(spec, m, n, k)
     out = {
         "d": tensors.Framed(m, n, dtype, aligned=aligned).out,
         "pre": tensors.Framed(m, n, dtype, aligned=aligned).out,

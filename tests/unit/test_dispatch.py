@@ -12,7 +12,9 @@ from signatures import A100, H100, signature, statistics
 from cutlass_ops import _resources, builtin, dispatch, heuristics, legality, model, tables
 from cutlass_ops.config import ClusterShape, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
 from cutlass_ops.heuristics import Device
+from cutlass_ops.spec import Operand
 from cutlass_ops.tables import Measured, Point, Table
+from cutlass_ops.tuning import signature_at
 from tests.scripts import script
 from tests.strategies import PATIENT
 
@@ -365,3 +367,59 @@ def test_the_order_of_tiles_is_no_part_of_the_kernel():
     shapes = [(m, n, 4096) for m in range(64, 8192, 191) for n in (4096, 8192, 28672)]
     found = [chosen(shape) for shape in shapes]
     assert len({config for _, config in found}) > len({spec for spec, _ in found})
+
+
+# ---- Values of A's rows, and a second weight ----------------------------------------------------------------------
+
+
+def signature_of_graph(graph, problem, **changes):
+    found = signature_at(graph, problem, "bf16", "row", "col", None, H100)
+    return replace(found, **changes)
+
+
+def test_kernels_that_gather_have_the_times_of_those_that_do_not():
+    problem = (1024, 4096, 4096)
+    usual = dispatch.policy(signature_of_graph(builtin.bias_relu.graph, problem), H100)
+    norm = dispatch.policy(signature_of_graph(builtin.rms_norm.graph, problem), H100)
+    best, again = usual.ranked(problem, count=1)[0], norm.ranked(problem, count=1)[0]
+    assert (best.config, best.source) == (again.config, "measured")
+    assert not any(c.means_ahead for c in norm.kernels if c.whole_k)
+    assert norm.own is None
+    assert not norm.peers(problem)
+
+
+def test_where_the_main_loop_cannot_gather_a_kernel_before_does_and_counts():
+    problem = (1024, 4096, 4096)
+    misaligned = signature_of_graph(builtin.rms_norm.graph, problem, d=Operand.of("bf16.row.align1"))
+    policy = dispatch.policy(misaligned, H100)
+    assert policy.kernels
+    assert all(c.means_ahead for c in policy.kernels)
+    ahead = policy.ranked(problem, count=1)[0]
+    gathered = dispatch.policy(signature_of_graph(builtin.rms_norm.graph, problem), H100).ranked(problem, count=1)[0]
+    assert ahead.microseconds > gathered.microseconds + 1
+
+
+def test_two_weights_take_as_long_as_one_of_twice_the_columns():
+    one, two = (1024, 28672, 4096), (1024, 14336, 4096)
+    gate = dispatch.policy(signature_of_graph(builtin.swiglu.graph, two), H100)
+    usual = dispatch.policy(signature_of_graph(builtin.bias_relu.graph, one), H100)
+    best = gate.ranked(two, count=1)[0]
+    known = {c.config.binary(): c.microseconds for c in usual.ranked(one)}
+    assert best.source == "measured"
+    assert best.microseconds == known[best.config.binary()]
+    assert not any(legality.check(heuristics.spec(gate.signature, c, H100)) for c in gate.kernels)
+
+
+def test_two_weights_between_measured_shapes_are_predicted_as_one_twice_as_wide():
+    policy = dispatch.policy(signature_of_graph(builtin.swiglu.graph, (300, 5000, 4096)), H100)
+    wide = policy.ranked((300, 5000, 4096), count=1)[0].microseconds
+    half = policy.ranked((300, 2504, 4096), count=1)[0].microseconds
+    assert 1.5 * half < wide < 2.6 * half
+
+
+def test_sm80_serves_norms_and_refuses_two_weights():
+    problem = (256, 1024, 1024)
+    norm = signature_at(builtin.rms_norm.graph, problem, "bf16", "row", "col", None, A100)
+    assert dispatch.specs(norm, A100)
+    gate = signature_at(builtin.swiglu.graph, problem, "bf16", "row", "col", None, A100)
+    assert not dispatch.specs(gate, A100)

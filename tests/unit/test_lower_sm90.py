@@ -3,6 +3,7 @@ import re
 import pytest
 
 import cutlass_ops as co
+from cutlass_ops import builtin
 
 
 @co.epilogue
@@ -94,3 +95,73 @@ def test_other_epilogues_have_cutlass_s(epilogue):
 def test_what_tma_cannot_store_has_cutlass_s():
     assert "cutlass_ops::Epilogue" not in of(plain, d="bf16.row.align2")
     assert "cutlass_ops::Epilogue" in of(plain, d="f32.row")
+
+
+# ---- Values of A's rows, and a second weight ----------------------------------------------------------------------
+
+
+def source(epilogue, *, d="bf16.row", tile=(128, 128, 64), **config):
+    operands = {"a": "bf16.row", "b": "bf16.col", "d": d}
+    return co.source(
+        co.KernelSpec(**operands, epilogue=epilogue, config=co.Sm90Config(co.ThreadblockShape(*tile), **config))
+    )
+
+
+@co.epilogue
+def both_means(acc, bias: co.Row):
+    return (acc - co.mean_of_a()) * co.rsqrt(co.mean_square_of_a()) + bias
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows", "tiles", "visitor"),
+    [
+        ({}, 128, 2, "ColGathered"),
+        ({"schedule": "cooperative"}, 128, 1, "ColGathered"),
+        ({"tile": (64, 24 * 3, 64), "swap_ab": True}, 72, 2, "RowGathered"),
+    ],
+)
+def test_the_main_loop_leaves_means_where_the_epilogue_reads_them(changes, rows, tiles, visitor):
+    text = source(both_means, **changes)
+    assert f"TileMeans<OfRows, {rows}, {tiles}>" in text
+    assert "OfRows<true, true>" in text
+    assert re.search(
+        rf"Load_mean_of_a = cutlass_ops::{visitor}<ThreadblockShape, EpilogueTile, \S*MeanOfRows<Means>", text
+    )
+    assert re.search(rf"Load_mean_square_of_a = cutlass_ops::{visitor}<.*MeanSquareOfRows<Means>", text)
+    swapped = str(changes.get("swap_ab", False)).lower()
+    assert f"MainloopSchedule, {swapped}, 1, Means>" in text
+    assert "MeansAhead" not in text
+
+
+def test_means_taken_ahead_are_vectors_of_the_workspace_and_waited_for_late():
+    text = source(both_means, means_ahead=True)
+    assert text.index("#define CUTLASS_OPS_WAITS_LATE") < text.index("#include")
+    assert "CUTLASS_ENABLE_GDC_FOR_SM90" not in text
+    assert "Load_mean_of_a = cutlass_ops::ColInput<ThreadblockShape, EpilogueTile, float>" in text
+    assert "{o.means + 1 * int64_t(o.problem.m)},  // Load_mean_square_of_a" in text
+    assert "_means, MeansAhead)" in text
+    assert "TileMeans" not in text
+    # CUTLASS's own epilogue waits for nothing: there the whole kernel waits, as usual.
+    text = source(both_means, means_ahead=True, d="bf16.row.align2")
+    assert "CUTLASS_ENABLE_GDC_FOR_SM90" in text
+    assert "WAITS_LATE" not in text
+
+
+@pytest.mark.parametrize(
+    ("swap", "shape", "stride"), [(False, "128, cute::Int<64>", "B"), (True, "64, cute::Int<128>", "A")]
+)
+def test_a_second_weight_has_half_of_the_tile(swap, shape, stride):
+    text = source(builtin.swiglu, swap_ab=swap)
+    assert f"using OutputShape = cute::Shape<cute::_{shape}, cute::Int<64>>;" in text
+    assert "Collective<\n    OutputShape," in text
+    assert f"EpilogueCallbacks>, 2, {str(swap).lower()}>;" in text
+    assert f"MainloopSchedule, {str(swap).lower()}, 2>" in text
+    assert f"o.up.ptr<ElementB>(), cutlass_ops::stride<typename GemmKernel::Stride{stride}>(o.up)" in text
+    assert text.count("2 * o.problem.n") == 1
+    assert "o.up = call.second<ElementB, MajorB, AlignmentB>(o.problem);" in text
+
+
+def test_a_kernel_without_either_is_as_it_was():
+    text = source(builtin.bias_relu)
+    assert not re.search("Means<|OfRows|OutputShape|, 2>", text)
+    assert "int64_t means_bytes(cutlass_ops::Problem) { return 0; }" in text

@@ -1,0 +1,68 @@
+"""Kernels that take means of A's rows, and kernels with two weights: each form against float64, and all alike."""
+
+import pytest
+import torch
+
+import cutlass_ops as co
+from cutlass_ops.config import Sm90Config
+from tests.gpu import kernels, tensors
+from tests.gpu.test_matrix import SHAPES, run_and_check
+
+pytestmark = pytest.mark.gpu
+
+# K of a few whole steps and of a part of one, and tiles enough for several in a thread block.
+LARGER = [(200, 264, 1000), (1500, 2056, 520), (3, 4096, 4096)]
+WHOLE = {
+    name: spec
+    for name, spec in kernels.gathering().items()
+    if name.startswith("norm-sm90") and isinstance(spec.config, Sm90Config) and spec.config.whole_k
+}
+
+
+@pytest.mark.parametrize("name", list(kernels.gathering()))
+def test_agrees_with_float64(name):
+    for shape in (*SHAPES, *LARGER):
+        run_and_check(kernels.gathering()[name], shape)
+
+
+@pytest.mark.parametrize("shape", [(70, 136, 328), (1030, 1000, 1024)], ids=str)
+def test_every_way_gives_the_same_bits(shape):
+    m, n, k = shape
+    x, weight = tensors.matrix(m, k, "bf16"), tensors.matrix(n, k, "bf16")
+    found = {name: co.build(spec)(x, weight.t(), eps=1e-5) for name, spec in WHOLE.items()}
+    first = next(iter(found.values()))
+    assert [name for name, d in found.items() if not torch.equal(d, first)] == []
+
+
+@pytest.mark.parametrize("name", [name for name in kernels.gathering() if "ahead" in name or "unaligned" in name])
+def test_means_ahead_follow_what_was_written_just_before(name):
+    """The kernel that takes them may start early, and the GEMM after it as well: neither may read A too soon."""
+    spec = kernels.gathering()[name]
+    if spec.epilogue.products or len(spec.epilogue.inputs) > 1:
+        pytest.skip("one input more than this test draws")
+    kernel, aligned = co.build(spec), spec.a.alignment > 1
+    source = tensors.matrix(300, 512, spec.a.dtype.name, aligned=aligned)
+    weight = tensors.matrix(512, 512, spec.a.dtype.name, aligned=aligned).t()
+    x, found = torch.empty_like(source), []
+    for step in range(20):
+        torch.mul(source, 1 + step % 3, out=x)  # of another size each time, and so of other means
+        found.append(kernel(x, weight, eps=0.5))
+    for step, d in enumerate(found):
+        torch.mul(source, 1 + step % 3, out=x)
+        torch.cuda.synchronize()
+        assert torch.equal(d, kernel(x, weight, eps=0.5)), f"launch {step} differs"
+
+
+def test_captured_in_a_graph():
+    spec = kernels.gathering()[next(name for name in kernels.gathering() if "pp_ahead" in name)]
+    kernel = co.build(spec)
+    x, weight = tensors.matrix(300, 512, "bf16"), tensors.matrix(512, 512, "bf16").t()
+    d = torch.empty(300, 512, device="cuda", dtype=torch.bfloat16)
+    kernel(x, weight, eps=0.5, out=d)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel(x, weight, eps=0.5, out=d)
+    x.mul_(3)
+    d.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(d, kernel(x, weight, eps=0.5))
