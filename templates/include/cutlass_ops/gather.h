@@ -124,10 +124,9 @@ class Gather {
       if (kRows % kTogether != 0 && row_ + round * kTogether >= kRows) break;
       CUTLASS_PRAGMA_UNROLL
       for (int piece = 0; piece < kPieces; ++piece) {
-        // Rows 8 apart and pieces 64 apart are in another block of 8 by 64 elements, at the same place.
-        constexpr auto kBlock = [](int row, int column) { return int(Stage{}(row, column)); };
-        sums_[round].template add<Element>(
-            read(from + uint32_t(kBlock(round * kTogether, piece * kPiece * kLanes) * sizeof(Element))));
+        // In another block of 8 by 64 elements, of 1024 bytes, at the same place: swizzled alike.
+        int const block = Stage{}.layout_b()(round * kTogether, piece * kPiece * kLanes);
+        sums_[round].template add<Element>(read(from + uint32_t(block * sizeof(Element))));
       }
     }
   }

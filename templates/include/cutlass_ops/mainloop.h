@@ -49,7 +49,7 @@ struct Operand {
   static_assert(kMatrices == 1 || (kMajor == cute::GMMA::Major::K && Rows::value % (8 * kMatrices) == 0));
 
   CUTLASS_DEVICE static auto part(Storage& storage, int matrix) {
-    constexpr int kNext = kMatrices == 1 ? 0 : int(Stage{}(Rows::value / kMatrices % Rows::value, 0));
+    constexpr int kNext = kMatrices == 1 ? 0 : int(Stage{}.layout_b()(Rows::value / kMatrices % Rows::value, 0));
     return cute::make_tensor(cute::make_smem_ptr(storage.data() + matrix * kNext), Part{});
   }
 };
