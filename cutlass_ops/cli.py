@@ -242,7 +242,7 @@ def _row(artifact: Artifact) -> dict[str, Any]:
         "key": artifact.key,
         "slug": _slug(artifact),
         "target": artifact.target,
-        "bytes": artifact.library.stat().st_size,
+        "bytes": artifact.size,
         "created": artifact.manifest.get("created"),
         "folder": str(artifact.folder),
     }

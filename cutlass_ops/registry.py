@@ -9,50 +9,9 @@ from typing import Any
 
 from cutlass_ops import loader
 from cutlass_ops.builder import build_many
-from cutlass_ops.config import Config
-from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.loader import LoadedKernel
-from cutlass_ops.spec import KernelSpec, Major, Operand
-
-
-@dataclass(frozen=True)
-class OpSignature:
-    """What a call asks for, without how: the epilogue and the type of every operand.
-
-    Attributes
-    ----------
-    epilogue : Graph
-        The traced epilogue.
-    a, b, d : Operand
-        Types of A, B and D.
-    inputs, outputs : tuple of Operand
-        Types of the epilogue's inputs and further outputs, in order.
-    """
-
-    epilogue: Graph
-    a: Operand
-    b: Operand
-    d: Operand
-    inputs: tuple[Operand, ...]
-    outputs: tuple[Operand, ...]
-
-    @property
-    def majors(self) -> tuple[Major, Major]:
-        """Those of A and B."""
-        return self.a.major, self.b.major
-
-    def spec(self, config: Config, target: str | None = None) -> KernelSpec:
-        """Return the kernel that serves this signature with a configuration."""
-        return KernelSpec(
-            a=self.a,
-            b=self.b,
-            d=self.d,
-            epilogue=self.epilogue,
-            inputs={i.name: t for i, t in zip(self.epilogue.inputs, self.inputs, strict=True)},
-            outputs={o.name: t for o, t in zip(self.epilogue.outputs[1:], self.outputs, strict=True)},
-            config=config,
-            target=target,
-        )
+from cutlass_ops.signature import OpSignature as OpSignature
+from cutlass_ops.spec import KernelSpec
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from cutlass_ops import legality, selection
-from cutlass_ops.config import Config, Sm90Config, ThreadblockShape, config_from_json, config_to_json
+from cutlass_ops.config import Config, Sm90Config, config_from_json, config_to_json
 from cutlass_ops.errors import ConfigError
-from cutlass_ops.registry import OpSignature
 from cutlass_ops.rules import SWIZZLES
-from cutlass_ops.spec import KernelSpec
+from cutlass_ops.signature import OpSignature
+from cutlass_ops.signature import signature_from_json as signature_from_json
+from cutlass_ops.signature import signature_to_json as signature_to_json
 
 FORMAT = 2
 # Kernels of a signature: so many for the problems that matter most, and so many in all.
@@ -39,7 +40,6 @@ _TO_A_PEER = 3.0
 _FIELDS = "format device multiprocessors signature fallback deterministic configs kernels points"
 _MAX_EXTENT = 1 << 40
 _DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
-_ANY_CONFIG = Sm90Config(ThreadblockShape(128, 128, 64))
 
 
 @dataclass(frozen=True)
@@ -323,26 +323,6 @@ def _losses(point: Point) -> dict[Config, float]:
     peer = min((time for _, time in point.peers), default=math.inf)
     lead = max(0.0, math.log(peer / point.measured[0].microseconds))
     return {c: loss - best + _TO_A_PEER * max(0.0, loss - lead) for c, loss in found.items()}
-
-
-def signature_to_json(signature: OpSignature) -> dict[str, Any]:
-    """Return a signature as plain values."""
-    spec = signature.spec(_ANY_CONFIG).to_json()
-    return {name: value for name, value in spec.items() if name not in ("config", "target")}
-
-
-def signature_from_json(data: object) -> OpSignature:
-    """Rebuild a signature from :func:`signature_to_json`'s value.
-
-    Raises
-    ------
-    ConfigError
-        If it is none.
-    """
-    if not isinstance(data, dict):
-        raise ConfigError(f"signature is an object, not {type(data).__name__}")
-    spec = KernelSpec.from_json({**data, "config": config_to_json(_ANY_CONFIG), "target": _ANY_CONFIG.default_target})
-    return OpSignature(spec.epilogue, spec.a, spec.b, spec.d, spec.inputs, spec.outputs)
 
 
 def _require_legal(config: Config, signature: OpSignature) -> None:
