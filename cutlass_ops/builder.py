@@ -269,10 +269,17 @@ class _Progress:
 
     def _state(self) -> str:
         failed = f", {self._failed} failed" if self._failed else ""
-        return f"cutlass_ops: {self._done} of {self._total} kernels compiled{failed}, {self._age()}"
+        return f"cutlass_ops: {self._done} of {self._total} kernels compiled{failed}, {self._age()}{self._ahead()}"
 
     def _age(self) -> str:
         return f"{time.monotonic() - self._began:.0f} s"
+
+    def _ahead(self) -> str:
+        """Say how long the rest will take at this pace, once there is one."""
+        done = self._done + self._failed
+        if not done or done == self._total:
+            return ""
+        return f", about {(time.monotonic() - self._began) / done * (self._total - done):.0f} s left"
 
     def _write(self, text: str) -> None:
         # A closed or full stream must not cost a kernel.

@@ -216,7 +216,7 @@ def test_a_file_that_is_no_spec(kit, run, tmp_path, text, says):
 def test_a_kernel_without_tensor_cores_is_an_error(kit, run, spec_file):
     kit.makes(library(HMMA))
     code, _, err = run("build", spec_file(sm90_spec()))
-    assert code == 1
+    assert code == 3
     assert "no HGMMA" in err
 
 
