@@ -7,6 +7,7 @@ names of files follow from keys and digests.
 from __future__ import annotations
 
 import bisect
+import hashlib
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +31,7 @@ _MAX_TABLES = 256
 _MAX_FUNCTIONS = 64
 _MAX_EXTENT = 1 << 40
 
-_FIELDS = "format abi templates library_version toolchain flags signatures tables"
+_FIELDS = "format abi templates library_version toolchain flags signatures tables sha256"
 _TOOLCHAIN = "nvcc host_compiler cutlass tvm_ffi"
 _STEPS = "device host link"
 _RESOURCES = "registers stack spill_stores spill_loads static_shared_memory"
@@ -215,7 +216,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return the manifest's text, the same for equal contents."""
-        return plain.canonical(
+        return sealed(
             {
                 "format": FORMAT,
                 "abi": self.abi,
@@ -243,7 +244,9 @@ class Manifest:
             raise BundleError(f"the manifest is wrong: {exc}") from None
         # One spelling for each content: nothing stands in it twice, in another order, or unread.
         if manifest.to_bytes() != text:
-            raise BundleError("the manifest is wrong: its text is not the canonical one of what it says")
+            raise BundleError(
+                "the manifest is wrong: its text is not the canonical one of what it says, or was changed"
+            )
         return manifest
 
     @classmethod
@@ -270,6 +273,12 @@ class Manifest:
         if set(manifest.targets) != set(manifest.flags):
             raise ConfigError("flags must name the targets of its kernels, and no others")
         return manifest
+
+
+def sealed(fields: Mapping[str, Any]) -> bytes:
+    """Return the canonical text of a manifest's fields with their own SHA-256: a change by accident is seen."""
+    digest = hashlib.sha256(plain.canonical(fields)).hexdigest()
+    return plain.canonical({**fields, "sha256": digest})
 
 
 def table_name(table: File) -> str:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
 
 from cutlass_ops import packing, shipping
+from cutlass_ops.manifest import Manifest, sealed
 from cutlass_ops.store import KernelStore
 
 SPECS = (sm80_spec(3), sm80_spec(4), sm80_spec(3, "f16"))
-
-
-def use(kit: FakeToolkit, store: Path, monkeypatch) -> None:
-    """Have this process compile with a fake compiler, into a store of its own."""
-    monkeypatch.setenv("CUTLASS_OPS_NVCC", str(kit.nvcc))
-    monkeypatch.setenv("NVCC_CCBIN", str(kit.host))
-    monkeypatch.setenv("CUTLASS_OPS_CACHE_DIR", str(store))
-    for name in ("CUDA_HOME", "CUDA_PATH", "CUTLASS_OPS_JIT", "CUTLASS_OPS_BUNDLES", "CUTLASS_OPS_BUNDLE_KEY"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def packed(root: Path, specs=SPECS, data: bytes | None = None) -> packing.Packed:
@@ -29,3 +23,11 @@ def packed(root: Path, specs=SPECS, data: bytes | None = None) -> packing.Packed
     wanted = shipping.Catalogue(specs=tuple(specs))
     store = KernelStore(root / f"store{len(os.listdir(root))}")
     return packing.pack(wanted, store=store, toolchain=kit.find())
+
+
+def changed(manifest: Manifest, change: Callable[[dict], object]) -> bytes:
+    """A manifest's text as somebody changes it who knows the format."""
+    data = json.loads(manifest.to_bytes())
+    del data["sha256"]
+    change(data)
+    return sealed(data)

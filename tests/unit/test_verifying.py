@@ -1,5 +1,5 @@
 import pytest
-from bundles import SPECS, packed
+from bundles import SPECS, changed, packed
 from fake_toolkit import EXPORTS, HGMMA, HMMA, NEEDED, elf, library, sm80_spec
 
 from cutlass_ops import container, plain
@@ -35,10 +35,9 @@ def test_a_library_that_is_no_kernel_for_the_target(tmp_path, data, why):
 def _changed(tmp_path, change):
     """A bundle whose files were changed, with a manifest that goes along."""
     contents = packed(tmp_path, SPECS[:1])
-    data = plain.parsed(contents.manifest.to_bytes(), "it")
     files = dict(contents.files)
-    change(data["signatures"][0]["kernels"][0], files)
-    container.write(tmp_path / "a", {**files, "manifest.json": plain.canonical(data)})
+    text = changed(contents.manifest, lambda data: change(data["signatures"][0]["kernels"][0], files))
+    container.write(tmp_path / "a", {**files, "manifest.json": text})
     return verify(tmp_path / "a").problems
 
 
