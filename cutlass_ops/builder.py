@@ -180,9 +180,10 @@ def _compile(job: _Job, cancel: threading.Event | None) -> Artifact:
     folder = job.store.workspace(job.key, job.source)
     try:
         target = arch.target(job.spec.target)
-        compiled = compile_kernel(folder, SOURCE, LIBRARY, target, job.toolchain, cancel=cancel)
-        prove_halves_agree(folder / LIBRARY)
-        sass = prove_tensor_cores(folder / LIBRARY, job.spec)
+        with job.store.writing():
+            compiled = compile_kernel(folder, SOURCE, LIBRARY, target, job.toolchain, cancel=cancel)
+            prove_halves_agree(folder / LIBRARY)
+            sass = prove_tensor_cores(folder / LIBRARY, job.spec)
         return job.store.publish(folder, job.identity, sass, compiled)
     except CompileError as exc:
         raise _explained(job, folder, exc) from None

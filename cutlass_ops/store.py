@@ -336,7 +336,7 @@ class KernelStore:
         """
         descriptor = self._open_lock(key)
         try:
-            with self._writing():
+            with self.writing():
                 while not _try_lock(descriptor):
                     if cancel is not None and cancel.is_set():
                         raise CancelledError
@@ -353,7 +353,7 @@ class KernelStore:
         StoreError
             If the store cannot be written.
         """
-        with self._writing():
+        with self.writing():
             folder = self._folder("tmp") / key
             self.discard(folder)
             self._sweep(held=key)
@@ -395,7 +395,7 @@ class KernelStore:
             "compile_seconds": round(compiled.seconds, 3),
             "library_version": _resources.library_version(),
         }
-        with self._writing():
+        with self.writing():
             (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
             _keep_only(folder, (LIBRARY, SOURCE, MANIFEST))
             entry = self._entry(key)
@@ -414,7 +414,7 @@ class KernelStore:
         StoreError
             If the store cannot be written.
         """
-        with self._writing():
+        with self.writing():
             kept = self._folder("failed") / folder.name
             self.discard(kept)
             shutil.rmtree(folder / "tmp", ignore_errors=True)
@@ -448,7 +448,7 @@ class KernelStore:
             return 0
         self._require_private_root()
         entries = list((self.root / f"v{FORMAT}").glob("*/*"))
-        with self._writing():
+        with self.writing():
             for folder in (*entries, *(self.root / "failed").glob("*")):
                 self.discard(folder)
             self._sweep()
@@ -483,7 +483,7 @@ class KernelStore:
         return folder
 
     def _open_lock(self, key: str) -> int:
-        with self._writing():
+        with self.writing():
             path = self._folder("locks") / self._entry(key).name
             return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
@@ -502,7 +502,14 @@ class KernelStore:
                 _unlock(descriptor)
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
+    def writing(self) -> Iterator[None]:
+        """Put what goes wrong with files of the store into words.
+
+        Raises
+        ------
+        StoreError
+            In place of any OSError.
+        """
         try:
             yield
         except OSError as exc:
