@@ -160,7 +160,7 @@ def fallback(signature: OpSignature, device: Device, problem: Problem) -> str | 
 
     What was chosen when a bundle was made holds before that.
     """
-    if _chosen(signature, device, problem) is not None:
+    if chosen_in_bundle(signature, device, problem) is not None:
         return None
     return policy(signature, device).fallback(problem)
 
@@ -172,7 +172,7 @@ def specs(signature: OpSignature, device: Device) -> tuple[KernelSpec, ...]:
 
 def specs_for(signature: OpSignature, device: Device, n: int, k: int) -> tuple[KernelSpec, ...]:
     """Return the kernels that may be picked for any number of rows of A, given B's extents."""
-    if _chosen(signature, device, (1, n, k)) is not None:
+    if chosen_in_bundle(signature, device, (1, n, k)) is not None:
         return tuple(heuristics.spec(signature, c, device) for c in _bundled(signature, device))
     return tuple(heuristics.spec(signature, c, device) for c in kept(policy(signature, device), n, k))
 
@@ -185,7 +185,7 @@ def choose(signature: OpSignature, device: Device, problem: Problem) -> tuple[Ke
     KernelSpec, Config
         The kernel, and its configuration with the launch arguments.
     """
-    config = _chosen(signature, device, problem) or policy(signature, device).choose(problem).config
+    config = chosen_in_bundle(signature, device, problem) or policy(signature, device).choose(problem).config
     return heuristics.spec(signature, config.binary(), device), config
 
 
@@ -196,8 +196,11 @@ def _bundled(signature: OpSignature, device: Device) -> tuple[Config, ...]:
     return wgmma or found
 
 
-def _chosen(signature: OpSignature, device: Device, problem: Problem) -> Config | None:
-    """Return what a bundle says about a problem, or its only kernel; neither a table nor the model is looked at."""
+def chosen_in_bundle(signature: OpSignature, device: Device, problem: Problem) -> Config | None:
+    """Return what a loaded bundle says about a problem, or its only kernel; None if no bundle says anything.
+
+    Neither a table nor the model is looked at.
+    """
     configs = _bundled(signature, device)
     if len(configs) == 1:
         return heuristics.with_order(configs[0], problem)

@@ -20,6 +20,7 @@ import torch
 
 from cutlass_ops import _env, dispatch, heuristics, legality, space, tables
 from cutlass_ops.builder import building
+from cutlass_ops.bundles import BUNDLES
 from cutlass_ops.call import call_at, device_of, signature_of
 from cutlass_ops.config import Config, Sm90Config
 from cutlass_ops.dispatch import Policy
@@ -400,6 +401,7 @@ def _line(point: Point, done: int, left: int, seconds: float) -> str:
     )
 
 
+@BUNDLES.aside()
 def tune(
     op: HasGraph,
     shapes: Iterable[Problem],

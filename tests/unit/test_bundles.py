@@ -18,6 +18,7 @@ from cutlass_ops import background, builtin, bundles, dispatch, loader, ops, pac
 from cutlass_ops.bundles import BUNDLES
 from cutlass_ops.call import call_at
 from cutlass_ops.errors import BundleError, MissingKernelError, ToolchainError
+from cutlass_ops.explaining import explain_call
 from cutlass_ops.ops import Op
 from cutlass_ops.registry import Registry
 from cutlass_ops.spec import KernelSpec
@@ -191,6 +192,16 @@ def test_at_the_catalogues_shapes_the_choice_is_that_of_a_machine_with_every_ker
     usual = [dispatch.choose(signature(), A100, p)[0] for p in problems]
     co.load_bundle(path)
     assert [dispatch.choose(signature(), A100, p)[0] for p in problems] == usual
+
+
+@pytest.mark.parametrize("problem", [(16, 4096, 4096), (100, 4096, 4096), (100, 4096, 5000)])
+def test_an_explanation_agrees_with_the_choice(linear, problem):
+    co.load_bundle(linear[0])
+    found = explain_call("it", call_at(builtin.bias_relu.graph, problem, "bf16", "row", "col"), A100)
+    spec, config = dispatch.choose(signature(), A100, problem)
+    assert found.served_by == spec.slug
+    assert found.candidates[0].config == config
+    assert ("the loaded bundle" in found.why) == (problem[2] == 4096)
 
 
 def test_at_a_known_weight_no_table_and_no_model_is_needed(linear, monkeypatch):

@@ -447,3 +447,22 @@ def test_an_interrupt_ends_the_compilers_and_leaves_nothing_half_written(kit, ca
     assert not list((tmp_path / "store" / "tmp").iterdir())
     with pytest.raises(ProcessLookupError):
         os.kill(int((kit.root / "pid").read_text()), 0)
+
+
+def test_doctor_counts_bundles(kit, run, catalogue, tmp_path, monkeypatch):
+    assert run("bundle", catalogue, "--out", tmp_path / "a.bundle")[0] == 0
+    assert run("clean")[0] == 0
+    monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: _Properties("Some GPU", 8, 0))
+    assert run("doctor")[0] == 1
+    monkeypatch.setenv("CUTLASS_OPS_BUNDLES", str(tmp_path / "a.bundle"))
+    code, out, _ = run("doctor")
+    assert code == 0
+    assert re.search(r"a\.bundle: \d+ kernels for sm_80", out)
+    assert "Can compile a kernel: no. Can run one: yes." in out
+    monkeypatch.setenv("CUTLASS_OPS_BUNDLES", str(tmp_path / "none"))
+    code, out, _ = run("doctor")
+    assert code == 1
+    assert "none cannot be read" in out
