@@ -13,13 +13,19 @@ import platform
 import random
 import statistics
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.config
+from torch import Tensor
 
+from cutlass_ops import dispatch
+from cutlass_ops.builder import build_many
+from cutlass_ops.call import check_call, device_of, signature_of
+from cutlass_ops.ops import Op
 from cutlass_ops.timing import Run, Stopwatch
 
 ROUNDS = 25
@@ -65,6 +71,50 @@ def ratios(ours: Timing, peer: Timing) -> dict[str, float]:
     """Return peer / ours: the median over the rounds, and the range."""
     each = sorted(p / o for o, p in zip(ours.rounds, peer.rounds, strict=True))
     return {"median": round(statistics.median(each), 4), "min": round(each[0], 4), "max": round(each[-1], 4)}
+
+
+def compare(variants: Mapping[str, Run], expected_us: float) -> dict[str, Any]:
+    """Time variants against each other; return milliseconds, and every other one's time over that of the first."""
+    times = time_interleaved(variants, expected_us)
+    ours, *others = variants
+    return {
+        "ms": {name: round(times[name].median, 5) for name in variants},
+        "over_ours": {name: ratios(times[ours], times[name]) for name in others},
+    }
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function as torch.compile makes it with max-autotune, for one shape."""
+    torch._dynamo.reset()
+    # Threads, since autotuning compiles again what worker processes compiled: 8 s a shape instead of 1.
+    torch._inductor.config.compile_threads = 1
+    return torch.compile(function, mode="max-autotune-no-cudagraphs", dynamic=False)
+
+
+def build_ahead(calls: Iterable[tuple[Op, Sequence[Any]]]) -> None:
+    """Compile side by side the kernels of calls: each an op and its arguments, tensors on the device "meta"."""
+    device = device_of(torch.device("cuda", 0))
+    specs = {}
+    for op, (a, b, *inputs) in calls:
+        call = check_call(op.graph, a, b, dict(zip((i.name for i in op.graph.inputs), inputs, strict=True)), None, None)
+        problem = (call.problem.m, call.problem.n, call.problem.k)
+        specs[dispatch.choose(signature_of(call, device), device, problem)[0]] = None
+    build_many(list(specs))
+
+
+def check(found: Tensor, exact: Tensor, eager: Tensor) -> float:
+    """Return a result's error over PyTorch's own.
+
+    Raises
+    ------
+    AssertionError
+        If the error is more than twice eager PyTorch's, or anything was left unwritten.
+    """
+    assert not found.isnan().any(), "output left unwritten"
+    ours, theirs = ((x.double() - exact).norm() / exact.norm() for x in (found, eager))
+    ratio = float(ours / theirs)
+    assert ratio <= 2, f"error is {ratio:.2f} times eager's"
+    return ratio
 
 
 def geomean(values: list[float]) -> float:

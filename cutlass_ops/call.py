@@ -5,7 +5,7 @@ This is the slow path, taken once for a combination of shapes; a warm call goes 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -118,7 +118,13 @@ def check_call(
 
 
 def call_at(
-    graph: Graph, problem: tuple[int, int, int], dtype: str, a: Major, b: Major, out_dtype: torch.dtype | None = None
+    graph: Graph,
+    problem: tuple[int, int, int],
+    dtype: str,
+    a: Major,
+    b: Major,
+    out_dtype: torch.dtype | None = None,
+    input_dtypes: Mapping[str, str] | None = None,
 ) -> Call:
     """Return a call with contiguous tensors of these extents, which have no data.
 
@@ -131,25 +137,37 @@ def call_at(
     dtype : str
         Of A, B and the epilogue's inputs: ``"bf16"`` or ``"f16"``.
     a, b : {"row", "col"}
-        Majors of A and B.
+        Majors of A and B; a product's matrix has B's.
     out_dtype : torch.dtype, optional
         D's dtype; by default that of A.
+    input_dtypes : mapping of str to str, optional
+        Dtypes of some of the epilogue's inputs by name, where they are not A's.
+
+    Raises
+    ------
+    ValueError
+        If `input_dtypes` names an input that there is not, or no dtype.
     """
     m, n, k = problem
-    element = getattr(torch, element_named(dtype).torch_name)
+    others = dict(input_dtypes or {})
+    unknown = sorted(set(others) - {i.name for i in graph.inputs})
+    if unknown:
+        raise ValueError(f"input_dtypes names {', '.join(unknown)}, which the epilogue does not have")
 
-    def empty(rows: int, columns: int, major: Major) -> Tensor:
+    def empty(rows: int, columns: int, major: Major, name: str = "") -> Tensor:
         shape = (rows, columns) if major == "row" else (columns, rows)
+        element = getattr(torch, element_named(others.get(name, dtype)).torch_name)
         tensor = torch.empty(shape, dtype=element, device="meta")
         return tensor if major == "row" else tensor.t()
 
-    vectors = {Kind.ROW: n, Kind.COL: m}
-    inputs: dict[str, Tensor | float] = {}
-    for i in graph.inputs:
-        if i.kind is Kind.SCALAR:
-            inputs[i.name] = 1.0
-        else:
-            inputs[i.name] = empty(m, n, "row") if i.kind is Kind.TILE else empty(1, vectors[i.kind], "row")[0]
+    drawn: dict[Kind, Callable[[str], Tensor | float]] = {
+        Kind.ROW: lambda name: empty(1, n, "row", name)[0],
+        Kind.COL: lambda name: empty(1, m, "row", name)[0],
+        Kind.TILE: lambda name: empty(m, n, "row", name),
+        Kind.SCALAR: lambda name: 1.0,
+        Kind.PRODUCT: lambda name: empty(k, n, b, name),
+    }
+    inputs = {i.name: drawn[i.kind](i.name) for i in graph.inputs}
     return check_call(graph, empty(m, k, a), empty(k, n, b), inputs, None, out_dtype)
 
 
@@ -196,10 +214,18 @@ def device_of(device: torch.device) -> Device:
 
 
 def signature_of(call: Call, device: Device) -> OpSignature:
-    """Return the operand types that a kernel must have to serve a call."""
+    """Return the operand types that a kernel must have to serve a call.
+
+    Raises
+    ------
+    ValueError
+        If a matrix has no major that a kernel can address, or B and a product's matrix have none in common.
+    """
     graph, problem = call.graph, call.problem
     dtype = operands.element_type("a", problem.a)
-    a, b = operands.matrix("a", problem.a, dtype), operands.matrix("b", problem.b, dtype)
+    a = operands.matrix("a", problem.a, dtype)
+    products = {n: t for n in graph.products if isinstance(t := problem.inputs[n], Tensor)}
+    b, *_ = operands.weights(problem.b, products, dtype)
     by_tma = device.loads_by_tma(a.operand, b.operand)
 
     def tile(name: str, tensor: Tensor, *, is_output: bool) -> Operand:
@@ -215,6 +241,8 @@ def signature_of(call: Call, device: Device) -> OpSignature:
             return Operand(f32, "row", 1)
         if kind is Kind.TILE:
             return tile(name, value, is_output=is_output)
+        if kind is Kind.PRODUCT:
+            return load_b
         return Operand(operands.element_type(name, value), "row", 1)
 
     load_a, load_b = (a.operand, b.operand) if by_tma else _alike((a.for_vector_access(), b.for_vector_access()))

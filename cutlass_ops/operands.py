@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,11 +17,12 @@ from torch import Tensor
 from cutlass_ops import arch
 from cutlass_ops.dtypes import ALL, DType
 from cutlass_ops.epilogue.graph import Graph, Input, Kind, Output
-from cutlass_ops.spec import Operand
+from cutlass_ops.spec import Major, Operand
 
 _DTYPES: dict[torch.dtype, DType] = {getattr(torch, t.torch_name): t for t in ALL}
 _ANY = tuple(t.name for t in ALL)
 _OPERAND_DTYPES = ("f16", "bf16")
+MAJORS: tuple[Major, ...] = ("row", "col")
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,41 @@ def matrix(name: str, tensor: Tensor, dtype: DType) -> Matrix:
     ValueError
         If neither dimension is contiguous, or rows overlap in memory.
     """
+    # Where a dimension of extent 1 leaves both readings open, the better aligned one; row-major if they are equal.
+    return max(_readings(name, tensor, dtype), key=lambda m: m.operand.alignment)
+
+
+def weights(b: Tensor, products: Mapping[str, Tensor], dtype: DType) -> tuple[Matrix, ...]:
+    """Return the types of B and of further matrices that A is multiplied by: of one major and one alignment.
+
+    Raises
+    ------
+    ValueError
+        If they have no major in common, or one is no matrix that a kernel can address.
+    """
+    named = {"b": b} | dict(products)
+    readings = {n: {m.operand.major: m for m in _readings(n, t, dtype)} for n, t in named.items()}
+    common = [major for major in MAJORS if all(major in by for by in readings.values())]
+    alike = [[by[major] for by in readings.values()] for major in common]
+    if not alike:
+        found = ", ".join(f"{name} is {'- or '.join(by)}-major" for name, by in readings.items())
+        raise ValueError(
+            f"{found}: both weights need the same major, since one load serves both. Where one is weight.t(), pass the "
+            "other as a transpose as well"
+        )
+    lowest = [min(m.operand.alignment for m in matrices) for matrices in alike]
+    best = lowest.index(max(lowest))
+    return tuple(replace(m, operand=replace(m.operand, alignment=lowest[best])) for m in alike[best])
+
+
+def _readings(name: str, tensor: Tensor, dtype: DType) -> list[Matrix]:
     found = [m for inner in (1, 0) if (m := _as_major(tensor, inner, dtype)) is not None]
     if not found:
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}: one dimension must have stride 1, "
             f"and the other a stride of at least its extent. Call {name}.contiguous() first"
         )
-    # Where a dimension of extent 1 leaves both readings open, the better aligned one; row-major if they are equal.
-    return max(found, key=lambda m: m.operand.alignment)
+    return found
 
 
 def _as_major(tensor: Tensor, inner: int, dtype: DType) -> Matrix | None:
@@ -97,7 +125,7 @@ class Problem:
     a, b : Tensor
         A (M, K) and B (K, N).
     inputs : mapping of str to Tensor or float
-        The epilogue's inputs by name: (N,), (M,), (M, N), or a scalar.
+        The epilogue's inputs by name: (N,), (M,), (M, N), a product's (K, N), or a scalar.
     """
 
     m: int
@@ -129,8 +157,8 @@ def check_problem(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any]) -> Pr
     ValueError
         If shapes disagree, devices differ, or a tensor requires grad.
     """
-    _require_tensor("a", a)
-    _require_tensor("b", b)
+    require_tensor("a", a)
+    require_tensor("b", b)
     dtype = element_type("a", a, _OPERAND_DTYPES)
     if element_type("b", b, _OPERAND_DTYPES) != dtype:
         raise TypeError(f"b is {b.dtype} and a is {a.dtype}: A and B must have the same dtype")
@@ -144,32 +172,45 @@ def check_problem(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any]) -> Pr
     batch, (k, n) = tuple(a.shape[:-1]), b.shape
     m = math.prod(batch)
     flat_a = fold("a", a, (m, k))
-    return Problem(m, n, k, batch, flat_a, b, _check_inputs(graph, inputs, a, batch, n))
+    return Problem(m, n, k, batch, flat_a, b, _check_inputs(graph, inputs, a, n))
 
 
-def _check_inputs(
-    graph: Graph, inputs: Mapping[str, Any], a: Tensor, batch: tuple[int, ...], n: int
-) -> dict[str, Tensor | float]:
+def _check_inputs(graph: Graph, inputs: Mapping[str, Any], a: Tensor, n: int) -> dict[str, Tensor | float]:
     declared = {i.name: i for i in graph.inputs}
     missing = [name for name in declared if name not in inputs]
     unknown = [name for name in inputs if name not in declared]
     if missing or unknown:
         wrong = [f"{name} is missing" for name in missing] + [f"{name} is unknown" for name in unknown]
         raise TypeError(f"the epilogue takes ({', '.join(declared)}): {', '.join(wrong)}")
-    return {name: _check_input(i, inputs[name], a, batch, n) for name, i in declared.items()}
+    return {name: _check_input(i, inputs[name], a, n) for name, i in declared.items()}
 
 
-def _check_input(declared: Input, value: Any, a: Tensor, batch: tuple[int, ...], n: int) -> Tensor | float:
+def _check_input(declared: Input, value: Any, a: Tensor, n: int) -> Tensor | float:
     if declared.kind is Kind.SCALAR and not isinstance(value, Tensor):
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"{declared.name} must be a number or a 0-d tensor, not {type(value).__name__}")
         return float(value)
-    _require_tensor(declared.name, value)
-    return _check_input_tensor(declared, value, a, batch, n)
+    require_tensor(declared.name, value)
+    if declared.kind is Kind.PRODUCT:
+        return _check_product(declared.name, value, a, n)
+    return _check_input_tensor(declared, value, a, n)
 
 
-def _check_input_tensor(declared: Input, value: Tensor, a: Tensor, batch: tuple[int, ...], n: int) -> Tensor | float:
-    name = declared.name
+def _check_product(name: str, value: Tensor, a: Tensor, n: int) -> Tensor:
+    if value.dtype != a.dtype:
+        raise TypeError(f"{name} is {value.dtype} and a is {a.dtype}: what A is multiplied by has A's dtype")
+    k = a.shape[-1]
+    if tuple(value.shape) != (k, n):
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)}: as a Product it must have b's shape (K, N), {(k, n)}"
+            + (f". It looks like a weight of shape (N, K): pass {name}.t()" if tuple(value.shape) == (n, k) else "")
+        )
+    _require_same_device(name, value, a)
+    return value
+
+
+def _check_input_tensor(declared: Input, value: Tensor, a: Tensor, n: int) -> Tensor | float:
+    name, batch = declared.name, tuple(a.shape[:-1])
     element_type(name, value)
     m = math.prod(batch)
     shapes = {Kind.ROW: (n,), Kind.COL: batch, Kind.TILE: (*batch, n), Kind.SCALAR: ()}
@@ -220,7 +261,7 @@ def check_out(problem: Problem, output: Output, out: Any, dtype: torch.dtype | N
         If it is no tensor, or has the wrong dtype, shape or device.
     """
     name = "out" if output.name == "d" else f"out[{output.name!r}]"
-    _require_tensor(name, out)
+    require_tensor(name, out)
     element_type(name, out)
     if dtype is not None and out.dtype != dtype:
         raise TypeError(f"{name} is {out.dtype}, and out_dtype asks for {dtype}")
@@ -282,7 +323,14 @@ def _bytes(tensor: Tensor) -> tuple[int, int]:
     return begin, begin + (last + 1) * tensor.element_size()
 
 
-def _require_tensor(name: str, value: Any) -> None:
+def require_tensor(name: str, value: Any) -> None:
+    """Refuse what is no dense tensor, or one that requires grad.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is; the message says what to do.
+    """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
     if value.layout != torch.strided:

@@ -223,7 +223,7 @@ class Kernel:
     def __init__(self, spec: KernelSpec, loaded: LoadedKernel) -> None:
         self.spec = spec
         self.loaded = loaded
-        self._op = Op(spec.slug, Epilogue(spec.slug, "", spec.epilogue, _no_function))
+        self._op = graph_op(spec.slug, spec.epilogue)
 
     def __repr__(self) -> str:
         return f"<kernel {self.spec.slug}>"
@@ -289,8 +289,13 @@ def build(spec: KernelSpec) -> Kernel:
 # ---- Construction ------------------------------------------------------------------------------------------------
 
 
+def graph_op(name: str, graph: Graph, doc: str = "") -> Op:
+    """Return the op of a graph that was not traced from one function."""
+    return Op(name, Epilogue(name, doc, graph, _no_function))
+
+
 def _no_function(*_: Any) -> None:
-    raise TypeError("a kernel's epilogue is its graph")
+    raise TypeError("this epilogue is a graph, and no function that another one could call")
 
 
 def _result_type(graph: Graph) -> Any:
@@ -305,7 +310,13 @@ def _signature(names: Sequence[str]) -> inspect.Signature:
     return inspect.Signature([*positional, *keyword])
 
 
-_SHAPES = {Kind.ROW: "(N,)", Kind.COL: "(M,)", Kind.TILE: "(M, N)", Kind.SCALAR: "number or 0-d"}
+_SHAPES = {
+    Kind.ROW: "(N,)",
+    Kind.COL: "(M,)",
+    Kind.TILE: "(M, N)",
+    Kind.SCALAR: "number or 0-d",
+    Kind.PRODUCT: "(K, N), the same dtype and major as b",
+}
 
 
 def _docstring(epilogue: Epilogue) -> str:
@@ -377,7 +388,8 @@ def gemm(
     out_dtype : torch.dtype, optional
         D's dtype, FP16, BF16 or FP32; by default that of ``a``.
     **inputs
-        The epilogue's inputs by name: Row (N,), Col (M,), Tile (M, N), Scalar a number or 0-d tensor.
+        The epilogue's inputs by name: Row (N,), Col (M,), Tile (M, N), Scalar a number or 0-d tensor, Product (K, N) of
+        ``b``'s dtype and major.
 
     Returns
     -------

@@ -15,6 +15,10 @@ from torch import Tensor
 
 from cutlass_ops.dtypes import dtype
 from cutlass_ops.epilogue.graph import Graph, Input, Kind, Node, Output
+from cutlass_ops.epilogue.ops import GATHERED
+
+# One entry for each of cutlass_ops.epilogue.ops.GATHERED: a row's terms, whose mean it is.
+_TERMS: dict[str, Callable[[Tensor], Tensor]] = {"mean_of_a": lambda a: a, "mean_square_of_a": torch.square}
 
 # One entry for each operation of cutlass_ops.epilogue.ops.OPS; ``cast`` takes its dtype from the node.
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
@@ -47,6 +51,8 @@ def evaluate(
     acc: Tensor,
     inputs: Mapping[str, Tensor | float],
     compute_dtype: torch.dtype = torch.float32,
+    *,
+    a: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Evaluate an epilogue in PyTorch.
 
@@ -57,10 +63,13 @@ def evaluate(
     acc : Tensor
         The accumulator, A @ B, shape (M, N), any float dtype.
     inputs : mapping of str to Tensor or float
-        The inputs by name: (N,) for a row, (M,) for a column, (M, N) for a tile, a number or a 0-d tensor for a
-        scalar, in any float dtype. A Python number is rounded to FP32 first, as a kernel's launch does.
+        The inputs by name: (N,) for a row, (M,) for a column, (M, N) for a tile, (K, N) for a product, a number or a
+        0-d tensor for a scalar, in any float dtype. A Python number is rounded to FP32 first, as a kernel's launch
+        does.
     compute_dtype : torch.dtype
         Precision of the arithmetic, ``torch.float32`` as in a kernel or ``torch.float64`` as an oracle.
+    a : Tensor, optional
+        A, shape (M, K), any float dtype: needed where the epilogue has a product of it or gathers values of its rows.
 
     Returns
     -------
@@ -71,11 +80,15 @@ def evaluate(
     Raises
     ------
     ValueError
-        If an input is missing, unknown, or has the wrong shape.
+        If an input is missing, unknown, or has the wrong shape, or A is needed and missing.
     """
     if acc.ndim != 2:
         raise ValueError(f"acc must have two dimensions (M, N), not shape {tuple(acc.shape)}")
-    _check_inputs(graph, acc, inputs)
+    of_a = (*graph.gathered, *graph.products)
+    if of_a and (a is None or a.ndim != 2 or a.shape[0] != acc.shape[0]):
+        given = "none" if a is None else f"one of shape {tuple(a.shape)}"
+        raise ValueError(f"the epilogue takes {', '.join(of_a)} of A: pass a=, of shape (M, K), not {given}")
+    _check_inputs(graph, acc, inputs, a)
     kinds = {i.name: i.kind for i in graph.inputs}
     values: list[Tensor] = []
     for node in graph.nodes:
@@ -83,9 +96,14 @@ def evaluate(
             values.append(acc.to(compute_dtype))
         elif node.op == "input":
             name = str(node.attr)
-            values.append(_broadcastable(kinds[name], inputs[name], acc.device).to(compute_dtype))
+            value = _broadcastable(kinds[name], inputs[name], acc.device).to(compute_dtype)
+            values.append(value if a is None or kinds[name] is not Kind.PRODUCT else a.to(compute_dtype) @ value)
         elif node.op == "const":
             values.append(torch.tensor(node.attr, dtype=compute_dtype, device=acc.device))
+        elif node.op in GATHERED and a is not None:
+            # The mean over nothing is 0, as in a kernel: K is no more than a number to divide by.
+            sums = _TERMS[node.op](a.to(compute_dtype)).sum(1, keepdim=True)
+            values.append(sums / max(a.shape[1], 1))
         else:
             values.append(_apply(node, [values[a] for a in node.args]))
     return {o.name: _output(o, values[o.node].expand(acc.shape)) for o in graph.outputs}
@@ -132,7 +150,7 @@ def gemm_reference(
     unknown = set(given) - {o.name for o in graph.outputs[1:]}
     if unknown:
         raise ValueError(f"output_dtypes names {', '.join(sorted(unknown))}, which the epilogue does not have")
-    values = evaluate(graph, a.to(compute_dtype) @ b.to(compute_dtype), inputs, compute_dtype)
+    values = evaluate(graph, a.to(compute_dtype) @ b.to(compute_dtype), inputs, compute_dtype, a=a)
     default = {o.name: torch.float32 if o.reduce else d_dtype for o in graph.outputs}
     # Always fresh row-major tensors: an output may be a broadcast or an input as it is.
     return {
@@ -141,19 +159,20 @@ def gemm_reference(
     }
 
 
-def _check_inputs(graph: Graph, acc: Tensor, inputs: Mapping[str, Tensor | float]) -> None:
+def _check_inputs(graph: Graph, acc: Tensor, inputs: Mapping[str, Tensor | float], a: Tensor | None) -> None:
     names = [i.name for i in graph.inputs]
     missing, unknown = [n for n in names if n not in inputs], sorted(set(inputs) - set(names))
     if missing or unknown:
         wrong = [f"lacks {n}" for n in missing] + [f"has no {n}" for n in unknown]
         raise ValueError(f"the epilogue's inputs are ({', '.join(names)}): the call {', '.join(wrong)}")
     for declared in graph.inputs:
-        _check_shape(declared, inputs[declared.name], acc)
+        _check_shape(declared, inputs[declared.name], acc, 0 if a is None else a.shape[1])
 
 
-def _check_shape(declared: Input, value: Tensor | float, acc: Tensor) -> None:
+def _check_shape(declared: Input, value: Tensor | float, acc: Tensor, k: int) -> None:
     m, n = acc.shape
-    wanted = {Kind.ROW: (n,), Kind.COL: (m,), Kind.TILE: (m, n), Kind.SCALAR: ()}[declared.kind]
+    shapes = {Kind.ROW: (n,), Kind.COL: (m,), Kind.TILE: (m, n), Kind.SCALAR: (), Kind.PRODUCT: (k, n)}
+    wanted = shapes[declared.kind]
     shape = tuple(value.shape) if isinstance(value, Tensor) else ()
     if shape != wanted:
         raise ValueError(

@@ -46,6 +46,7 @@ DEVICES = {
     "sm_90a": Device((9, 0), 132, "NVIDIA H100 80GB HBM3"),
 }
 
+_DTYPES = ("bf16", "f16", "f32")
 _EXTENTS = re.compile(r"[1-9][0-9]{0,9}(,[1-9][0-9]{0,9})*")
 # Rows of A where a weight is given alone: any that TMA can address.
 _ALIGNED = 1024
@@ -68,6 +69,8 @@ class Kernels:
         Majors of A and B, ``"row,col"`` for a weight (N, K) passed as ``weight.t()``.
     out_dtypes : tuple of str
         Of D; by default that of A.
+    input_dtypes : tuple of (str, str)
+        Dtypes of the epilogue's inputs by name, where they are not that of A, such as ``("mean_square", "f32")``.
     shapes : tuple of str
         Problems ``"MxNxK"``; extents may be lists, as in ``"1,16x4096x4096"``. Their alignments follow from them.
     weights : tuple of str
@@ -79,6 +82,7 @@ class Kernels:
     dtypes: tuple[str, ...] = ("bf16",)
     layouts: tuple[str, ...] = ("row,col",)
     out_dtypes: tuple[str, ...] = ()
+    input_dtypes: tuple[tuple[str, str], ...] = ()
     shapes: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()
 
@@ -90,7 +94,8 @@ class Kernels:
             raise ConfigError("neither shapes nor weights are given: say for which problems kernels are needed")
         _require_known(self.archs, "archs", DEVICES)
         _require_known(self.dtypes, "dtypes", ("bf16", "f16"))
-        _require_known(self.out_dtypes, "out_dtypes", ("bf16", "f16", "f32"))
+        _require_known(self.out_dtypes, "out_dtypes", _DTYPES)
+        _require_known((dtype for _, dtype in self.input_dtypes), "input_dtypes", _DTYPES)
         majors = get_args(Major)
         _require_known(self.layouts, "layouts", [f"{a},{b}" for a in majors for b in majors])
         for op in self.ops:
@@ -252,6 +257,7 @@ def _calls(kernels: Kernels) -> Iterator[tuple[OpSignature, Device, Problem, boo
     """Yield signature, device and problem of every call that an entry means, and whether for any number of rows."""
     problems = [(p, False) for text in kernels.shapes for p in problems_of(text)]
     problems += [((_ALIGNED, n, k), True) for text in kernels.weights for n, k in _weights(text)]
+    inputs = dict(kernels.input_dtypes)
     for op in kernels.ops:
         for dtype in kernels.dtypes:
             for layout in kernels.layouts:
@@ -259,7 +265,9 @@ def _calls(kernels: Kernels) -> Iterator[tuple[OpSignature, Device, Problem, boo
                 for out in kernels.out_dtypes or (dtype,):
                     for target in kernels.archs:
                         for problem, whole in problems:
-                            call = call_at(_graph(op), problem, dtype, cast(Major, a), cast(Major, b), _torch(out))
+                            call = call_at(
+                                _graph(op), problem, dtype, cast(Major, a), cast(Major, b), _torch(out), inputs
+                            )
                             yield signature_of(call, DEVICES[target]), DEVICES[target], problem, whole
 
 
@@ -338,9 +346,13 @@ def _said_of(what: str) -> Iterator[None]:
 
 
 def _kernels(entry: Mapping[str, Any]) -> Kernels:
-    names = ("dtypes", "layouts", "out_dtypes", "shapes", "weights")
+    names = ("dtypes", "layouts", "out_dtypes", "input_dtypes", "shapes", "weights")
     _require_fields(entry, "it", required=("ops", "archs"), optional=names)
-    return Kernels(**{name: tuple(_texts(value, name)) for name, value in entry.items()})
+    lists = {name: tuple(_texts(value, name)) for name, value in entry.items() if name != "input_dtypes"}
+    inputs = entry.get("input_dtypes", {})
+    if not isinstance(inputs, dict) or not all(isinstance(dtype, str) for dtype in inputs.values()):
+        raise ConfigError(f'input_dtypes is {inputs!r}: write {{ NAME = "f32" }}')
+    return Kernels(**lists, input_dtypes=tuple(inputs.items()))
 
 
 def _tuned(entry: Mapping[str, Any], folder: Path) -> Tuned:

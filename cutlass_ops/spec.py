@@ -96,8 +96,8 @@ class KernelSpec:
     config : Sm80Config or Sm90Config
         Tile shapes and schedule.
     inputs, outputs : mapping of str to str or Operand, optional
-        Types of the epilogue's inputs and further outputs by name. By default inputs have D's dtype (scalars FP32),
-        further tiles D's type, and reductions FP32.
+        Types of the epilogue's inputs and further outputs by name. By default inputs have D's dtype (scalars FP32,
+        a product B's type), further tiles D's type, and reductions FP32.
     target : str, optional
         Machine-code target; by default sm_80 for an :class:`Sm80Config` and sm_90a for an :class:`Sm90Config`.
 
@@ -133,8 +133,9 @@ class KernelSpec:
         graph = epilogue if isinstance(epilogue, Graph) else epilogue.graph
         d_type = Operand.of(d)
         given_inputs, given_outputs = dict(inputs or {}), dict(outputs or {})
+        default: dict[Kind, DType | Operand] = {Kind.SCALAR: f32, Kind.PRODUCT: Operand.of(b)}
         input_types = tuple(
-            _normal(i.kind, given_inputs.pop(i.name, f32 if i.kind is Kind.SCALAR else d_type)) for i in graph.inputs
+            _normal(i.kind, given_inputs.pop(i.name, default.get(i.kind, d_type))) for i in graph.inputs
         )
         output_types = tuple(
             _normal(o.kind, given_outputs.pop(o.name, f32 if o.reduce else d_type)) for o in graph.outputs[1:]
@@ -232,4 +233,4 @@ class KernelSpec:
 def _normal(kind: Kind, given: str | DType | Operand) -> Operand:
     """Vectors and scalars have neither major nor a wider alignment than their element's."""
     operand = Operand.of(given)
-    return operand if kind is Kind.TILE else Operand(operand.dtype, "row", 1)
+    return operand if kind in (Kind.TILE, Kind.PRODUCT) else Operand(operand.dtype, "row", 1)

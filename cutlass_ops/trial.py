@@ -58,7 +58,8 @@ class Trial:
     device : torch.device
         A CUDA device, with its index.
     seed : int
-        Of the inputs, which are normal: A and B such that the accumulator's variance is 1. Scalars are 0.5.
+        Of the inputs, which are normal: A and B such that the accumulator's variance is 1, and a further product's as
+        well. Scalars are 0.5.
     """
 
     def __init__(self, signature: OpSignature, problem: Problem, device: torch.device, seed: int = 0) -> None:
@@ -190,10 +191,11 @@ class Trial:
 
     def _draw(self) -> _Tensors:
         signature, (m, n, k) = self._signature, self._problem
-        extents = {Kind.ROW: (n,), Kind.COL: (m,), Kind.TILE: (m, n)}
+        extents = {Kind.ROW: (n,), Kind.COL: (m,), Kind.TILE: (m, n), Kind.PRODUCT: (k, n)}
+        scales = {Kind.PRODUCT: k**-0.25}
         graph = signature.epilogue
         inputs = tuple(
-            _SCALAR if i.kind is Kind.SCALAR else self._normal(extents[i.kind], o)
+            _SCALAR if i.kind is Kind.SCALAR else self._normal(extents[i.kind], o, scales.get(i.kind, 1.0))
             for i, o in zip(graph.inputs, signature.inputs, strict=True)
         )
         types = (signature.d, *signature.outputs)
@@ -211,7 +213,7 @@ class Trial:
         inputs = {
             i.name: v.double() if isinstance(v, Tensor) else v for i, v in zip(graph.inputs, x.inputs, strict=True)
         }
-        values = reference.evaluate(graph, x.a.double() @ x.b.double(), inputs, torch.float64)
+        values = reference.evaluate(graph, x.a.double() @ x.b.double(), inputs, torch.float64, a=x.a)
         return [values[o.name] for o in graph.outputs]
 
     def _wrong(self) -> str | None:

@@ -410,6 +410,7 @@ def tune(
     a: Major = "row",
     b: Major = "col",
     out_dtype: torch.dtype | None = None,
+    input_dtypes: Mapping[str, str] | None = None,
     device: int = 0,
     effort: Effort | None = None,
     folder: Path | None = None,
@@ -428,11 +429,14 @@ def tune(
     shapes : iterable of (M, N, K)
         Problems. Calls of other shapes profit too: the choice goes by what was measured nearby.
     dtypes : sequence of str
-        Of A and B, which the epilogue's inputs and outputs have as well: ``"bf16"``, ``"f16"``.
+        Of A and B, which the epilogue's inputs and outputs have as well: ``"bf16"``, ``"f16"``. Kernels are tuned for
+        the types that calls have: where these differ, say so.
     a, b : {"row", "col"}
         Majors of A (M, K) and B (K, N). ``weight.t()`` of a weight (N, K) is ``"col"``.
     out_dtype : torch.dtype, optional
         D's dtype; by default that of A.
+    input_dtypes : mapping of str to str, optional
+        Dtypes of some of the epilogue's inputs by name: ``{"scale": "f32"}``.
     device : int
         Index of the CUDA device.
     effort : Effort, optional
@@ -464,7 +468,7 @@ def tune(
     NoDeviceError
         If there is no such device.
     ValueError
-        If a shape or dtype is none, or both `allow_fallback` and `deterministic` are given.
+        If a shape, dtype or input is none, or both `allow_fallback` and `deterministic` are given.
     UnsupportedError
         If no kernel serves the op there.
     ConfigError
@@ -480,7 +484,7 @@ def tune(
     wanted = [_problem(shape) for shape in shapes]
     for dtype in dtypes:
         for problem in wanted:
-            signature = signature_at(op.graph, problem, dtype, a, b, out_dtype, place.device)
+            signature = signature_at(op.graph, problem, dtype, a, b, out_dtype, place.device, input_dtypes)
             problems.setdefault(signature, []).append(problem)
     for signature in problems:
         if not dispatch.specs(signature, place.device):
@@ -501,10 +505,17 @@ def tune(
 
 
 def signature_at(
-    graph: Graph, problem: Problem, dtype: str, a: Major, b: Major, out_dtype: torch.dtype | None, device: Device
+    graph: Graph,
+    problem: Problem,
+    dtype: str,
+    a: Major,
+    b: Major,
+    out_dtype: torch.dtype | None,
+    device: Device,
+    input_dtypes: Mapping[str, str] | None = None,
 ) -> OpSignature:
-    """Return the signature of a call with contiguous tensors of these extents."""
-    return signature_of(call_at(graph, problem, dtype, a, b, out_dtype), device)
+    """Return the signature of a call with contiguous tensors of these extents; see :func:`call_at`."""
+    return signature_of(call_at(graph, problem, dtype, a, b, out_dtype, input_dtypes), device)
 
 
 def _place(device: int, folder: Path | None) -> Place:

@@ -27,6 +27,7 @@ from cutlass_ops.epilogue.values import Col, Row, Scalar, Tile
 # For tests on machines that do other things too.
 PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
+# Those whose values are there before the GEMM: what a program takes of A itself has tests of its own.
 ANNOTATIONS = {Kind.ROW: Row, Kind.COL: Col, Kind.TILE: Tile, Kind.SCALAR: Scalar}
 INPUT_NAMES = ("bias", "scale", "residual", "gate", "shift", "weight")
 OUTPUT_NAMES = ("pre", "saved", "stat", "norm")
@@ -190,7 +191,7 @@ class Program:
 def programs(
     draw: st.DrawFn, *, tame: bool = False, max_inputs: int = 4, max_steps: int = 10, max_outputs: int = 3
 ) -> Program:
-    """Draw epilogues with inputs of all four kinds, shared values, further tiles and reductions.
+    """Draw epilogues with inputs of the four kinds of ANNOTATIONS, shared values, further tiles and reductions.
 
     Parameters
     ----------
@@ -200,7 +201,7 @@ def programs(
         Limits; the outputs include D.
     """
     unary, binary = (TAME_UNARY, TAME_BINARY) if tame else (WILD_UNARY, WILD_BINARY)
-    kinds = draw(st.lists(st.sampled_from(Kind), max_size=max_inputs))
+    kinds = draw(st.lists(st.sampled_from(tuple(ANNOTATIONS)), max_size=max_inputs))
     declared = list(zip(INPUT_NAMES, kinds, strict=False))
     values: list[Argument] = ["acc", *(name for name, _ in declared)]
     numbers = st.floats(-2, 2, width=32)

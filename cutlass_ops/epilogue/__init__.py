@@ -14,6 +14,8 @@ from cutlass_ops.epilogue.functions import (
     leaky_relu,
     max,
     maximum,
+    mean_of_a,
+    mean_square_of_a,
     minimum,
     mul,
     neg,
@@ -30,7 +32,7 @@ from cutlass_ops.epilogue.functions import (
 )
 from cutlass_ops.epilogue.graph import Graph, Input, Kind, Node, Output, canonical, validate
 from cutlass_ops.epilogue.trace import Epilogue, epilogue
-from cutlass_ops.epilogue.values import Col, Reduction, Row, Scalar, Tile, Value
+from cutlass_ops.epilogue.values import Col, Product, Reduction, Row, Scalar, Tile, Value
 
 __all__ = [
     "Col",
@@ -40,6 +42,7 @@ __all__ = [
     "Kind",
     "Node",
     "Output",
+    "Product",
     "Reduction",
     "Row",
     "Scalar",
@@ -58,6 +61,8 @@ __all__ = [
     "leaky_relu",
     "max",
     "maximum",
+    "mean_of_a",
+    "mean_square_of_a",
     "minimum",
     "mul",
     "neg",

@@ -138,6 +138,16 @@ def hardswish(x: Value | float) -> Value:
     return apply("hardswish", x)
 
 
+def mean_of_a() -> Value:
+    """Return the mean over K of A's row: one FP32 value for each row of D, gathered by the kernel."""
+    return apply("mean_of_a")
+
+
+def mean_square_of_a() -> Value:
+    """Return the mean over K of the squares of A's row: one FP32 value for each row of D, gathered by the kernel."""
+    return apply("mean_square_of_a")
+
+
 def cast(x: Value | float, dtype: str | DType) -> Value:
     """Return x rounded to a dtype, ``"bf16"`` or ``"f16"``, to nearest even; arithmetic goes on in FP32.
 

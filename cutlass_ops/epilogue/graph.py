@@ -15,27 +15,32 @@ from typing import Any
 
 from cutlass_ops import dtypes
 from cutlass_ops.epilogue.names import check_name
-from cutlass_ops.epilogue.ops import OPS, to_fp32
+from cutlass_ops.epilogue.ops import GATHERED, OPS, to_fp32
 from cutlass_ops.errors import ConfigError
 
 MAX_INPUTS = 16
 MAX_OUTPUTS = 8
+MAX_PRODUCTS = 1
 MAX_NODES = 256
 
 REDUCTIONS = ("sum", "sum_square", "max")
+
+_LEAVES = frozenset(("acc", "input", "const", *GATHERED))
 
 
 class Kind(str, Enum):
     """How an input or an output spans the (M, N) result.
 
     ``ROW`` is one value for each column of D, shape (N,); ``COL`` one value for each row of D, shape (M,);
-    ``TILE`` one value for each element, shape (M, N); ``SCALAR`` a single value.
+    ``TILE`` one value for each element, shape (M, N); ``SCALAR`` a single value. ``PRODUCT`` is an input of shape
+    (K, N) whose product with A has one value for each element: that value is what the epilogue computes with.
     """
 
     ROW = "row"
     COL = "col"
     TILE = "tile"
     SCALAR = "scalar"
+    PRODUCT = "product"
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,8 @@ class Node:
     Attributes
     ----------
     op : str
-        ``"acc"``, ``"input"``, ``"const"`` or a name in :data:`cutlass_ops.epilogue.ops.OPS`.
+        ``"acc"``, ``"input"``, ``"const"``, a name in :data:`cutlass_ops.epilogue.ops.GATHERED` or one in
+        :data:`cutlass_ops.epilogue.ops.OPS`.
     args : tuple of int
         Indices of earlier nodes.
     attr : str, float or None
@@ -123,6 +129,50 @@ class Graph:
     def __post_init__(self) -> None:
         validate(self)
 
+    @property
+    def gathered(self) -> tuple[str, ...]:
+        """What it takes of A's rows, in the order of :data:`cutlass_ops.epilogue.ops.GATHERED`."""
+        used = {node.op for node in self.nodes}
+        return tuple(name for name in GATHERED if name in used)
+
+    @property
+    def products(self) -> tuple[str, ...]:
+        """Names of the inputs that are multiplied by A: one at most."""
+        return tuple(i.name for i in self.inputs if i.kind is Kind.PRODUCT)
+
+    def then(self, other: Graph, *, products: bool = False) -> Graph:
+        """Return the graph that feeds this one's D into another's accumulator.
+
+        Parameters
+        ----------
+        other : Graph
+            What follows. Its inputs come after this one's, and its outputs are the result's.
+        products : bool
+            Whether the other's products of A pass through this graph as its accumulator does: right where this graph
+            stands for an operation on the rows of A.
+
+        Raises
+        ------
+        ConfigError
+            If this graph has further outputs, a name stands in both, or the result is beyond the limits.
+        """
+        if len(self.outputs) != 1:
+            further = ", ".join(o.name for o in self.outputs[1:])
+            raise ConfigError(f"an epilogue that another follows has D as its only output, and this one has {further}")
+        mine = {i.name for i in self.inputs}
+        taken = [name for name in (*(i.name for i in other.inputs), *(o.name for o in other.outputs)) if name in mine]
+        if taken:
+            raise ConfigError(f"both epilogues have the name {', '.join(taken)}: rename it in one of them")
+        nodes: list[Node] = []
+        fed = {Node("acc"): _place(self, nodes, {})[self.outputs[0].node]}
+        for name in other.products if products else ():
+            product = Node("input", (), name)
+            nodes.append(product)
+            fed[product] = _place(self, nodes, {Node("acc"): len(nodes) - 1})[self.outputs[0].node]
+        at = _place(other, nodes, fed)
+        outputs = [replace(o, node=at[o.node]) for o in other.outputs]
+        return canonical((*self.inputs, *other.inputs), nodes, outputs)
+
     def to_json(self) -> dict[str, Any]:
         """Return the canonical JSON form: equal graphs give equal values."""
         return {
@@ -171,6 +221,16 @@ def canonical(inputs: Sequence[Input], nodes: Sequence[Node], outputs: Sequence[
         If the result is malformed, too large, or leaves an input or the accumulator unused.
     """
     return Graph(tuple(inputs), *_renumber(nodes, outputs))
+
+
+def _place(graph: Graph, nodes: list[Node], given: Mapping[Node, int]) -> list[int]:
+    """Append a graph's nodes to others, but for leaves that are given; return where each of them is."""
+    at: list[int] = []
+    for node in graph.nodes:
+        if node not in given:
+            nodes.append(replace(node, args=tuple(at[a] for a in node.args)))
+        at.append(given.get(node, len(nodes) - 1))
+    return at
 
 
 def validate(graph: Graph) -> None:
@@ -239,10 +299,15 @@ def _check_names(graph: Graph) -> None:
     for given in graph.inputs:
         if not isinstance(given.kind, Kind):
             raise ConfigError(f"input {given.name!r} has no kind")
+    if len(graph.products) > MAX_PRODUCTS:
+        raise ConfigError(
+            f"an epilogue has one product of A besides the accumulator, not {len(graph.products)} "
+            f"({', '.join(graph.products)}): compute the others by a GEMM of their own and pass them as tiles"
+        )
 
 
 def _check_node(node: Node, index: int, graph: Graph) -> None:
-    leaf = node.op in ("acc", "input", "const") if isinstance(node.op, str) else False
+    leaf = isinstance(node.op, str) and node.op in _LEAVES
     if not leaf and (not isinstance(node.op, str) or node.op not in OPS):
         raise ConfigError(f"node {index}: unknown operation {reprlib.repr(node.op)}: use one of {', '.join(OPS)}")
     arity = 0 if leaf else OPS[node.op].arity

@@ -1,6 +1,6 @@
-"""The operations of an epilogue, in one table, and how each is spelled in C++.
+"""The operations of an epilogue and what it may gather from A, in tables, and how operations are spelled in C++.
 
-All of them take and give FP32 values. The functions in namespace ``cutlass_ops`` are defined in
+Operations take and give FP32 values. The functions in namespace ``cutlass_ops`` are defined in
 ``templates/include/cutlass_ops/epilogue_math.h``; :mod:`cutlass_ops.reference` holds the same table for PyTorch.
 """
 
@@ -67,6 +67,29 @@ OPS: dict[str, OpInfo] = {
 }
 
 
+@dataclass(frozen=True)
+class GatheredInfo:
+    """One value for each row of D that a kernel gathers from A.
+
+    Attributes
+    ----------
+    formula : str
+        What it is, of A's row a.
+    torch : str
+        The equivalent PyTorch expression.
+    """
+
+    formula: str
+    torch: str
+
+
+# Leaves of a graph, as the accumulator is: FP32, and 0 where K is 0.
+GATHERED: dict[str, GatheredInfo] = {
+    "mean_of_a": GatheredInfo("Σ a / K over A's row", "a.float().mean(1)"),
+    "mean_square_of_a": GatheredInfo("Σ a · a / K over A's row", "a.float().square().mean(1)"),
+}
+
+
 def to_fp32(value: float) -> float:
     """Round to the nearest FP32 value, ties to even; beyond FP32's range that is an infinity."""
     try:
@@ -109,7 +132,7 @@ def cpp_expression(node: Node, arg_names: Sequence[str]) -> str:
     Parameters
     ----------
     node : Node
-        A constant or an operation of :data:`OPS`; the accumulator and inputs are the renderer's to name.
+        A constant or an operation of :data:`OPS`; the other leaves are the renderer's to name.
     arg_names : sequence of str
         C++ expressions of the arguments, each an identifier or bracketed.
 

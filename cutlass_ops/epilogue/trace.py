@@ -87,8 +87,8 @@ def epilogue(function: Callable[..., Any]) -> Epilogue:
     """Turn a Python function into an epilogue, by tracing it once.
 
     The first parameter is the FP32 accumulator; each further one is annotated :class:`Row`, :class:`Col`,
-    :class:`Tile` or :class:`Scalar`. The function returns D's value, or a dictionary with ``"d"`` and further
-    outputs: values, each an (M, N) tensor, and reductions.
+    :class:`Tile`, :class:`Scalar` or :class:`Product`. The function returns D's value, or a dictionary with ``"d"`` and
+    further outputs: values, each an (M, N) tensor, and reductions.
 
     Parameters
     ----------
@@ -152,8 +152,8 @@ def _inputs(tracer: Tracer) -> list[Input]:
         if kind is None:
             given = "no annotation" if parameter.annotation is parameter.empty else f"annotation {parameter.annotation}"
             raise tracer.error_at_def(
-                f"parameter {parameter.name} has {given}: annotate it co.Row (N,), co.Col (M,), co.Tile (M, N) or "
-                "co.Scalar"
+                f"parameter {parameter.name} has {given}: annotate it co.Row (N,), co.Col (M,), co.Tile (M, N), "
+                "co.Scalar or co.Product (K, N)"
             )
         try:
             check_name(parameter.name, "input")

@@ -325,11 +325,23 @@ class Scalar(Value):
     kind: ClassVar[Kind] = Kind.SCALAR
 
 
-ANNOTATIONS: dict[str, type[Row | Col | Tile | Scalar]] = {t.__name__: t for t in (Row, Col, Tile, Scalar)}
+class Product(Value):
+    """Annotation of a second product of A: a call takes a matrix (K, N), and the function sees A @ matrix in FP32.
+
+    There is one at most. The matrix has A's dtype and B's major.
+    """
+
+    __slots__ = ()
+    kind: ClassVar[Kind] = Kind.PRODUCT
+
+
+ANNOTATIONS: dict[str, type[Row | Col | Tile | Scalar | Product]] = {
+    t.__name__: t for t in (Row, Col, Tile, Scalar, Product)
+}
 
 
 def apply(op: str, *args: object) -> Value:
-    """Apply an operation of the table to values and numbers, inside an epilogue function.
+    """Apply an operation of the tables to values and numbers, inside an epilogue function.
 
     Raises
     ------

@@ -26,6 +26,12 @@ def test_digits_mlp():
     assert "1797 of 1797 images" in _run("digits_mlp.py")
 
 
+@pytest.mark.slow
+def test_transformer_block():
+    pytest.importorskip("transformers")
+    assert "error against float64" in _run("transformer_block.py")
+
+
 def test_custom_epilogue():
     assert "row_sum_square (256,) torch.float32" in _run("custom_epilogue.py")
 

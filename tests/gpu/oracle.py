@@ -27,7 +27,7 @@ EAGER: dict[str, Callable[..., Tensor]] = {
 def exact(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Tensor | float]) -> dict[str, Tensor]:
     """Return every output in float64."""
     acc = a.double() @ b.double()
-    return reference.evaluate(graph, acc, inputs, torch.float64)
+    return reference.evaluate(graph, acc, inputs, torch.float64, a=a)
 
 
 def error(x: Tensor, wanted: Tensor) -> float:

@@ -3,7 +3,7 @@ import torch
 
 import cutlass_ops as co
 from cutlass_ops import builtin
-from cutlass_ops.call import check_call, signature_of
+from cutlass_ops.call import call_at, check_call, signature_of
 from cutlass_ops.heuristics import Device
 
 H100, A100 = Device((9, 0), 132), Device((8, 0), 108)
@@ -98,3 +98,59 @@ def test_further_tiles_take_the_dtype_of_a_given_d():
     out = torch.empty(64, 128)
     call = check_call(saved.graph, matrix(64, 256), matrix(256, 128), {}, out, None)
     assert [t.dtype for t in call.outputs] == [torch.float32, torch.float32]
+
+
+# ---- A second product of A ------------------------------------------------------------------------------------------
+
+
+def gated_signature(b, up, k, device=H100):
+    return signature_of(check_call(builtin.swiglu.graph, matrix(64, k), b, {"up": up}, None, None), device)
+
+
+def test_a_product_is_typed_as_b_is():
+    found = gated_signature(matrix(128, 256).t(), matrix(128, 256, ld=264).t(), 256)
+    assert str(found.b) == "bf16.col"
+    assert found.inputs == (found.b,)
+    assert gated_signature(matrix(256, 128), matrix(256, 128), 256).inputs[0].major == "row"
+    spec = found.spec(co.Sm90Config(co.ThreadblockShape(64, 64, 64)))
+    assert spec.inputs == (spec.b,)
+
+
+@pytest.mark.parametrize("device", [H100, A100])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_of_b_and_a_product_the_lower_alignment_counts_for_both(device, swapped):
+    weights = [matrix(128, 256).t(), matrix(128, 256, ld=258).t()]
+    found = gated_signature(*(weights[::-1] if swapped else weights), 256, device)
+    assert found.b.alignment == 2
+    assert found.inputs == (found.b,)
+    assert found.a.alignment == 8  # its accesses are its own
+
+
+def test_weights_of_different_majors_are_refused():
+    with pytest.raises(ValueError, match=r"b is col-major, up is row-major: both weights need the same major"):
+        gated_signature(matrix(128, 256).t(), matrix(256, 128), 256)
+
+
+def test_weights_that_can_be_read_either_way_take_the_major_of_the_other():
+    # One column: its memory is a column or 256 rows of one element.
+    either, rows = matrix(256, 1), matrix(256, 1, ld=8)
+    assert str(gated_signature(either, rows, 256).b) == "bf16.row.align1"
+    assert str(gated_signature(either, either, 256).b) == "bf16.col"
+
+
+def test_a_spec_types_a_product_as_b_unless_told_otherwise():
+    config = co.Sm90Config(co.ThreadblockShape(64, 64, 64))
+    declared = {"a": "bf16.row", "b": "bf16.col", "d": "f32.row", "epilogue": builtin.swiglu, "config": config}
+    spec = co.KernelSpec(**declared)
+    assert [str(t) for t in spec.inputs] == ["bf16.col"]
+    assert co.KernelSpec.from_json(spec.to_json()) == spec
+    other = co.KernelSpec(**declared, inputs={"up": "bf16.row.align2"})
+    assert [str(t) for t in other.inputs] == ["bf16.row.align2"]
+
+
+@pytest.mark.parametrize("major", ["row", "col"])
+def test_a_call_without_data_has_a_product_of_bs_major(major):
+    call = call_at(builtin.swiglu.graph, (64, 128, 256), "bf16", "row", major)
+    assert call.problem.inputs["up"].shape == (256, 128)
+    assert call.problem.inputs["up"].stride() == call.problem.b.stride()
+    assert signature_of(call, H100).inputs[0].major == major

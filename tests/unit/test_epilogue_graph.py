@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cutlass_ops.epilogue import functions
 from cutlass_ops.epilogue.graph import (
     MAX_INPUTS,
     MAX_NODES,
@@ -21,6 +22,9 @@ from cutlass_ops.epilogue.graph import (
     validate,
 )
 from cutlass_ops.epilogue.names import CPP_KEYWORDS, RESERVED, check_name
+from cutlass_ops.epilogue.ops import GATHERED
+from cutlass_ops.epilogue.trace import epilogue
+from cutlass_ops.epilogue.values import Product, Row, Scalar
 from cutlass_ops.errors import ConfigError
 from tests.strategies import PATIENT, epilogues
 
@@ -172,6 +176,120 @@ def test_malformed_graphs_are_refused(path, value, reason):
 def test_what_is_no_graph_at_all_is_refused(data):
     with pytest.raises(ConfigError, match="fields inputs, nodes and outputs"):
         Graph.from_json(data)
+
+
+# ---- What a graph takes of A itself ---------------------------------------------------------------------------------
+
+
+def traced(function):
+    return epilogue(function).graph
+
+
+def scaled(acc, eps: Scalar):
+    return acc * functions.rsqrt(functions.mean_square_of_a() + eps)
+
+
+def gated(acc, up: Product):
+    return functions.silu(acc) * up
+
+
+def with_bias(acc, bias: Row):
+    return {"d": functions.relu(acc + bias), "pre": acc + bias, "row": functions.sum(acc, 1)}
+
+
+def test_gathered_values_are_leaves_named_in_the_tables_order():
+    def moments(acc):
+        square, mean = functions.mean_square_of_a(), functions.mean_of_a()
+        return acc * (square - mean * mean) - functions.mean_of_a()
+
+    graph = traced(moments)
+    assert graph.gathered == ("mean_of_a", "mean_square_of_a") == tuple(GATHERED)
+    assert [n for n in graph.nodes if n.op in GATHERED] == [Node("mean_square_of_a"), Node("mean_of_a")]
+    assert traced(scaled).gathered == ("mean_square_of_a",)
+    assert traced(with_bias).gathered == ()
+    assert Graph.from_json(json.loads(json.dumps(graph.to_json()))) == graph
+    assert ["mean_of_a", [], None] in graph.to_json()["nodes"]
+
+
+@pytest.mark.parametrize(
+    ("node", "reason"),
+    [
+        (["mean_of_a", [0], None], "takes 0 arguments"),
+        (["mean_square_of_a", [], "bias"], "no attribute for mean_square_of_a"),
+        (["mean_cube_of_a", [], None], "unknown operation"),
+    ],
+)
+def test_malformed_leaves_are_refused(node, reason):
+    with pytest.raises(ConfigError, match=reason):
+        Graph.from_json(changed(("nodes", 1), node))
+
+
+def test_a_product_is_an_input_and_there_is_one_at_most():
+    graph = traced(gated)
+    assert graph.inputs == (Input("up", Kind.PRODUCT),)
+    assert graph.products == ("up",)
+    assert graph.to_json()["inputs"] == [["up", "product"]]
+    assert Graph.from_json(graph.to_json()) == graph
+    assert traced(with_bias).products == ()
+    inputs = (Input("up", Kind.PRODUCT), Input("left", Kind.PRODUCT))
+    nodes = (
+        Node("acc"), Node("input", (), "up"), Node("mul", (0, 1)), Node("input", (), "left"), Node("mul", (2, 3)),
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"one product of A besides the accumulator, not 2 \(up, left\).*tiles"):
+        Graph(inputs, nodes, (Output("d", 4),))
+
+
+def test_then_is_the_function_that_calls_the_other_with_its_result():
+    def together(acc, eps: Scalar, bias: Row):
+        x = acc * functions.rsqrt(functions.mean_square_of_a() + eps)
+        return {"d": functions.relu(x + bias), "pre": x + bias, "row": functions.sum(x, 1)}
+
+    assert traced(scaled).then(traced(with_bias)) == traced(together)
+
+
+@given(epilogues(max_inputs=2, max_outputs=1), epilogues(max_inputs=0))
+@PATIENT
+def test_then_is_substitution_for_any_two(first, second):
+    def together(*values):
+        return second.function(first.function(*values)["d"])
+
+    together.__signature__ = first.signature
+    assert first.graph.then(second.graph) == epilogue(together).graph
+
+
+def test_products_pass_through_the_first_graph_only_if_asked():
+    def only_acc(acc, eps: Scalar, up: Product):
+        return functions.silu(acc * functions.rsqrt(functions.mean_square_of_a() + eps)) * up
+
+    def both(acc, eps: Scalar, up: Product):
+        scale = functions.rsqrt(functions.mean_square_of_a() + eps)
+        return functions.silu(acc * scale) * (up * scale)
+
+    assert traced(scaled).then(traced(gated)) == traced(only_acc)
+    assert traced(scaled).then(traced(gated), products=True) == traced(both)
+    # A product in the first graph stays what it is.
+    assert traced(gated).then(traced(scaled)).products == ("up",)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "reason"),
+    [
+        (with_bias, scaled, "has D as its only output, and this one has pre, row"),
+        (scaled, scaled, "both epilogues have the name eps: rename it"),
+        (gated, gated, "both epilogues have the name up"),
+    ],
+)
+def test_graphs_that_cannot_follow_each_other(first, second, reason):
+    with pytest.raises(ConfigError, match=reason):
+        traced(first).then(traced(second))
+
+
+def test_an_input_named_as_an_output_of_what_follows_is_refused():
+    def offset(acc, pre: Row):
+        return acc + pre
+
+    with pytest.raises(ConfigError, match="both epilogues have the name pre"):
+        traced(offset).then(traced(with_bias))
 
 
 def test_the_accumulator_must_be_used():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cutlass_ops.epilogue import functions
 from cutlass_ops.epilogue.graph import Node
-from cutlass_ops.epilogue.ops import OPS, cpp_expression, float_literal, to_fp32
+from cutlass_ops.epilogue.ops import GATHERED, OPS, cpp_expression, float_literal, to_fp32
 from tests.strategies import PATIENT
 
 ROOT = Path(__file__).parents[2]
@@ -27,8 +27,8 @@ def neighbours(value: float) -> tuple[Fraction, Fraction]:
     return (below, above) if value >= 0 else (-above, -below)
 
 
-def test_every_operation_has_a_function_in_the_language():
-    assert {name for name in OPS if not hasattr(functions, name)} == {"gelu_tanh"}
+def test_every_operation_and_gathered_value_has_a_function_in_the_language():
+    assert {name for name in (*OPS, *GATHERED) if not hasattr(functions, name)} == {"gelu_tanh"}
 
 
 def test_the_language_does_not_import_torch():
@@ -46,7 +46,7 @@ def test_every_device_function_is_defined_in_the_header():
 def test_every_operation_is_documented():
     text = (ROOT / "docs/epilogues.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `(\w+)` \| .*? \| (.* \| .*) \|$", text, re.MULTILINE))
-    assert rows == {name: f"{info.formula} | `{info.torch}`" for name, info in OPS.items()}
+    assert rows == {name: f"{info.formula} | `{info.torch}`" for name, info in (OPS | GATHERED).items()}
 
 
 @given(st.floats(allow_nan=False))
@@ -119,7 +119,7 @@ def test_expressions(node, args, text):
     assert cpp_expression(node, args) == text
 
 
-@pytest.mark.parametrize("name", ["acc", "input", "system", "x); //"])
+@pytest.mark.parametrize("name", ["acc", "input", "mean_of_a", "system", "x); //"])
 def test_what_is_no_operation_has_no_expression(name):
     with pytest.raises(ValueError, match="no operation"):
         cpp_expression(Node(name), ())

@@ -124,6 +124,32 @@ def test_other_element_types_are_refused_by_name(dtype):
         element_type("a", torch.zeros(1, dtype=dtype), ("f16", "bf16"))
 
 
+# ---- B and a product's matrix ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("b", "up", "operand"),
+    [
+        (((64, 1), 0), ((64, 1), 0), "bf16.row"),
+        (((1, 64), 0), ((1, 72), 0), "bf16.col"),
+        (((64, 1), 0), ((66, 1), 0), "bf16.row.align2"),
+        (((64, 1), 4), ((66, 1), 0), "bf16.row.align2"),
+        (((64, 1), 1), ((64, 1), 0), "bf16.row.align1"),
+    ],
+)
+def test_weights_share_major_and_alignment(b, up, operand):
+    for one, two in ((b, up), (up, b)):
+        tensors = [strided((64, 64), *x) for x in (one, two)]
+        found = operands.weights(tensors[0], {"up": tensors[1]}, bf16)
+        assert [str(m.operand) for m in found] == [operand] * 2
+    assert operands.weights(tensors[0], {}, bf16) == (matrix("b", tensors[0], bf16),)
+
+
+def test_a_products_matrix_that_no_kernel_can_address_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"^up has shape \(64, 64\) and strides .*up\.contiguous\(\)"):
+        operands.weights(strided((64, 64), (64, 1)), {"up": strided((64, 64), (128, 2))}, bf16)
+
+
 # ---- The problem --------------------------------------------------------------------------------------------------
 
 
@@ -479,3 +505,50 @@ def test_empty_tensors_overlap_nothing():
     empty = torch.zeros(0, 8, dtype=BF16)
     assert not operands._overlap(empty, empty)
     assert not operands._overlap(empty, torch.zeros(2, 8, dtype=BF16))
+
+
+# ---- A product among the inputs -----------------------------------------------------------------------------------
+
+
+@co.epilogue
+def gated(acc, bias: co.Row, up: co.Product):
+    return co.silu(acc + bias) * up
+
+
+def gated_problem(**changed):
+    values = {
+        "a": torch.zeros(2, 3, 8, dtype=BF16), "b": torch.zeros(8, 10, dtype=BF16),
+        "bias": torch.zeros(10), "up": torch.zeros(8, 10, dtype=BF16),
+    } | changed  # fmt: skip
+    a, b = values.pop("a"), values.pop("b")
+    return check_problem(gated.graph, a, b, values)
+
+
+def test_a_products_matrix_is_taken_as_it_is():
+    up = torch.zeros(10, 8, dtype=BF16).t()
+    assert gated_problem(up=up).inputs["up"] is up
+
+
+@pytest.mark.parametrize(
+    ("up", "error", "message"),
+    [
+        (torch.zeros(8, 10), TypeError, "^up is torch.float32 and a is torch.bfloat16: what A is multiplied by"),
+        (torch.zeros(8, 9, dtype=BF16), ValueError, r"^up has shape \(8, 9\): .* b's shape \(K, N\), \(8, 10\)$"),
+        (torch.zeros(10, 8, dtype=BF16), ValueError, r"^up has shape \(10, 8\): .* pass up\.t\(\)$"),
+        (torch.zeros(8, 10, dtype=BF16, device="meta"), ValueError, "^up is on meta and a is on cpu"),
+        (torch.zeros(8, 10, dtype=BF16, requires_grad=True), ValueError, "^up requires grad"),
+        (1.0, TypeError, "^up must be a torch.Tensor, not float"),
+    ],
+    ids=["dtype", "shape", "transposed", "device", "grad", "number"],
+)
+def test_a_products_matrix_that_does_not_fit_is_refused(up, error, message):
+    with pytest.raises(error, match=message):
+        gated_problem(up=up)
+
+
+def test_no_output_may_lie_in_a_products_matrix():
+    # As an (M, N) input could be overwritten, this one cannot: every tile of D reads all of its rows.
+    square = torch.zeros(8, 8, dtype=BF16)
+    values = {"bias": torch.zeros(8), "up": square}
+    with pytest.raises(ValueError, match=r"^out shares memory with up: give an output of its own$"):
+        check_call(gated.graph, torch.zeros(8, 8, dtype=BF16), torch.zeros(8, 8, dtype=BF16), values, square, None)

@@ -188,6 +188,26 @@ def test_a_scalar_is_a_number_or_a_tensor_without_dimensions(alpha):
     assert error(co.gemm(a, b, epilogue=everything, **inputs).d, wanted) <= torch.finfo(BF16).eps
 
 
+@co.epilogue
+def normed_gate(acc, eps: co.Scalar, up: co.Product, bias: co.Row):
+    """A gate behind a norm, and the mean that it took."""
+    scale = co.rsqrt(co.mean_square_of_a() + eps)
+    return {"d": co.silu(acc * scale + bias) * (up * scale), "mean": co.sum(co.mean_of_a() + acc * 0.0, dim=1)}
+
+
+@pytest.mark.parametrize("majors", MAJORS, ids="-".join)
+def test_values_gathered_from_a_and_a_second_product(majors):
+    a, b, up = matrix(12, 20, BF16, majors[0]), matrix(20, 14, BF16, majors[1]), matrix(20, 14, BF16, majors[1])
+    bias = torch.randn(14)
+    result = co.gemm(a.view(3, 4, 20) if majors[0] == "row" else a, b, epilogue=normed_gate, eps=1e-5, up=up, bias=bias)
+    x = a.double()
+    scale = (x.square().mean(1, keepdim=True) + 1e-5).rsqrt()
+    wanted = F.silu(x @ b.double() * scale + bias.double()) * (x @ up.double() * scale)
+    assert error(result.d.reshape(12, 14), wanted) <= torch.finfo(BF16).eps
+    assert error(result.mean.flatten(), x.mean(1) * 14) <= 1e-5
+    assert "up : (K, N)" in ops.op(normed_gate).__doc__
+
+
 def test_equal_epilogues_are_one_op():
     @co.epilogue
     def again(x, bias: co.Row):

@@ -98,3 +98,25 @@ def test_an_op_takes_the_peer_that_tuning_allowed(tmp_path, monkeypatch):
         assert "told to allow it" in found.why
     finally:
         dispatch.forget()
+
+
+@pytest.mark.parametrize("eps", [1e-6, 0.5])
+def test_peers_of_norms_normalise_before_they_round(eps):
+    # Rows whose product with B is beyond FP16's range until they are scaled.
+    a, b = (torch.randn(M, K) * 1e4).half(), torch.randn(K, N).half() * 4
+    residual, columns = torch.randn(M, N).half(), b.float().sum(0)
+    x = a.double()
+    rms = x * (x.square().mean(1, keepdim=True) + eps).rsqrt() @ b.double()
+    centred = x - x.mean(1, keepdim=True)
+    layer = centred * (centred.square().mean(1, keepdim=True) + eps).rsqrt() @ b.double()
+    assert (a @ b).isinf().any()
+    followed = builtin.rms_norm.graph.then(builtin.residual.graph)
+    for graph, inputs, wanted in (
+        (builtin.rms_norm.graph, [eps], rms),
+        (builtin.layer_norm.graph, [columns, eps], layer),
+        (followed, [eps, residual], rms + residual.double()),
+    ):
+        for peer in peers(graph).values():
+            d = peer(a, b, inputs)
+            assert d.dtype == torch.float16
+            assert (d.double() - wanted).norm() <= 2e-3 * wanted.norm()

@@ -72,7 +72,7 @@ sys.modules["matplotlib"] = None
 spec = importlib.util.spec_from_file_location("report", sys.argv[1])
 report = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(report)
-result = report.read(report.RESULTS / "gemm_h100.json")
+result = report.read(report.RESULTS / "gemm_bf16_h100.json")
 report.document([result], [], [], report.read_causes(report.CAUSES), report.OUT)
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

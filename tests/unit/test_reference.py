@@ -11,7 +11,7 @@ from cutlass_ops import reference
 from cutlass_ops.epilogue import functions
 from cutlass_ops.epilogue.ops import OPS
 from cutlass_ops.epilogue.trace import epilogue
-from cutlass_ops.epilogue.values import Col, Row, Scalar, Tile
+from cutlass_ops.epilogue.values import Col, Product, Row, Scalar, Tile
 from cutlass_ops.reference import evaluate, gemm_reference
 from tests.strategies import PATIENT, programs
 
@@ -351,6 +351,57 @@ def test_gradients_flow():
         )["d"]
 
     assert torch.autograd.gradcheck(run, (a, bias))
+
+
+# ---- What is taken of A itself -------------------------------------------------------------------------------------
+
+
+def normed(acc, eps: Scalar, gate: Product):
+    scale = functions.rsqrt(functions.mean_square_of_a() + eps)
+    return (acc - functions.mean_of_a()) * scale * (gate * scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gathered_values_and_products_are_those_of_a(dtype):
+    a, b, gate = (torch.randn(shape).to(dtype) for shape in ((5, 64), (64, 7), (64, 7)))
+    inputs = {"eps": 0.5, "gate": gate}
+    x, scale = a.double(), (a.double().square().mean(1, keepdim=True) + 0.5).rsqrt()
+    exact = (x @ b.double() - x.mean(1, keepdim=True)) * scale * (x @ gate.double() * scale)
+    graph = epilogue(normed).graph
+    oracle = gemm_reference(a, b, graph, inputs, d_dtype=torch.float64, compute_dtype=torch.float64)["d"]
+    torch.testing.assert_close(oracle, exact, rtol=1e-12, atol=1e-12)
+    found = gemm_reference(a, b, graph, inputs, d_dtype=torch.float32)["d"]
+    torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)
+    direct = evaluate(graph, a.float() @ b.float(), inputs, a=a)["d"]
+    assert torch.equal(direct, found)
+
+
+def test_squares_beyond_fp16_are_gathered_in_fp32():
+    def only_square(acc):
+        return acc * 0.0 + functions.mean_square_of_a()
+
+    a = torch.full((2, 32), 60000.0, dtype=torch.float16)
+    found = gemm_reference(a, torch.zeros(32, 1).half(), epilogue(only_square).graph, {}, d_dtype=torch.float32)["d"]
+    torch.testing.assert_close(found, a[:, :1].float().square())
+
+
+def test_the_mean_of_a_row_without_elements_is_zero():
+    inputs = {"eps": 4.0, "gate": torch.ones(0, 2)}
+    graph = epilogue(normed).graph
+    found = gemm_reference(torch.ones(3, 0), torch.ones(0, 2), graph, inputs, d_dtype=torch.float32)["d"]
+    assert torch.equal(found, torch.zeros(3, 2))
+
+
+@pytest.mark.parametrize("a", [None, torch.ones(3, 8), torch.ones(8)])
+def test_a_must_be_given_where_it_is_needed(a):
+    inputs = {"eps": 1.0, "gate": torch.ones(8, 2)}
+    with pytest.raises(ValueError, match=r"takes mean_of_a, mean_square_of_a, gate of A: pass a=, of shape \(M, K\)"):
+        evaluate(epilogue(normed).graph, torch.ones(2, 2), inputs, a=a)
+
+
+def test_a_products_matrix_must_fit():
+    with pytest.raises(ValueError, match=r"gate is a product and must have shape \(8, 2\)"):
+        evaluate(epilogue(normed).graph, torch.ones(2, 2), {"eps": 1.0, "gate": torch.ones(2, 8)}, a=torch.ones(2, 8))
 
 
 class TestErrors:

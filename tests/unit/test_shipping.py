@@ -65,6 +65,19 @@ def test_every_combination():
     }
 
 
+def test_dtypes_of_inputs(toml):
+    found = toml("""
+        format = 1
+        [[kernels]]
+        ops = ["gemm_bias_relu"]
+        archs = ["sm_80"]
+        input_dtypes = { bias = "f32" }
+        shapes = ["16x64x64"]
+    """)
+    (spec,) = shipment(found).specs
+    assert [str(t.dtype) for t in spec.inputs] == ["f32"]
+
+
 def test_alignments_follow_from_shapes():
     found = shipment(Catalogue(kernels=(kernels(archs=("sm_80", "sm_90a"), shapes=("16x4096x4095",)),)))
     assert {s.target for s in found.specs} == {"sm_80", "sm_90"}
@@ -179,6 +192,8 @@ def test_a_toml_catalogue(toml, tmp_path):
             "layouts has 'row': use row,row",
         ),
         ('K archs = ["sm_80"]\nops = ["gemm"]\nshapes = ["1x1x1"]\nshape = 1', "it has no field 'shape'"),
+        ('K archs = ["sm_80"]\nops = ["gemm"]\nshapes = ["1x1x1"]\ninput_dtypes = ["f32"]', "input_dtypes is ['f32']"),
+        ('K archs = ["sm_80"]\nops = ["gemm"]\nshapes = ["1x1x1"]\ninput_dtypes = {x = "f64"}', "has 'f64'"),
         ('format = 1\n[[tables]]\npath = "none.json"\narch = "sm_80"', "none.json cannot be read: No such file"),
         ('format = 1\n[[tables]]\npath = 3\narch = "sm_80"', "path is 3: a text is needed"),
         ('format = 1\n[[tables]]\npath = "catalogue.toml"\narch = "sm_80"', "is no tuning table"),

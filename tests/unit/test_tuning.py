@@ -7,9 +7,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from signatures import H100, signature
 
-from cutlass_ops import builtin, dispatch, heuristics, model, space, tables, tuning
+from cutlass_ops import builtin, dispatch, heuristics, model, norms, space, tables, tuning
+from cutlass_ops.call import check_call, signature_of
 from cutlass_ops.config import ClusterShape, Sm80Config, Sm90Config, ThreadblockShape
 from cutlass_ops.errors import CompileError, MeasuringError, ToolchainError
 from cutlass_ops.measuring import Outcome
@@ -259,6 +261,20 @@ def test_a_signature_is_that_of_a_call(dtype):
     assert (str(found.a), str(found.b), str(found.d)) == (f"{dtype}.row", f"{dtype}.col", f"{dtype}.row")
     assert [str(i.dtype) for i in found.inputs] == [dtype, dtype]
     assert Sm90Config in {type(c) for c in dispatch.policy(found, H100).kernels}
+
+
+def test_inputs_may_have_dtypes_of_their_own():
+    graph = norms.rmsnorm_op(given="sums").graph
+    x, w = torch.empty(64, 256, dtype=torch.bfloat16), torch.empty(128, 256, dtype=torch.bfloat16)
+    values = {"row_sum_square": torch.empty(64), "inverse_count": 1 / 256, "eps": 1e-5}
+    called = signature_of(check_call(graph, x, w.t(), values, None, None), H100)
+    arguments = (graph, (64, 128, 256), "bf16", "row", "col", None, H100)
+    assert signature_at(*arguments, {"row_sum_square": "f32"}) == called
+    assert signature_at(*arguments) != called
+    with pytest.raises(ValueError, match="input_dtypes names sums, which the epilogue does not have"):
+        signature_at(*arguments, {"sums": "f32"})
+    with pytest.raises(ValueError, match="f64"):
+        signature_at(*arguments, {"eps": "f32", "row_sum_square": "f64"})
 
 
 # ---- Deterministic -----------------------------------------------------------------------------------------------

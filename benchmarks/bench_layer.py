@@ -1,0 +1,94 @@
+"""A Llama-3.1-8B decoder layer on fused GEMMs, against transformers' layer, eager and with torch.compile.
+
+    python benchmarks/bench_layer.py --out benchmarks/results/layer_h100.json
+    python benchmarks/bench_layer.py --phases decode --cache 4096 --skip compile --out /tmp/r.json
+
+The layer is that of examples/transformer_block.py; the statistic of its input is given, as the layer before leaves it.
+Prefill is one sequence of M positions; decoding is M sequences of one position each, over a cache of keys and values.
+Each row: {"phase", "m", "cache", "error_over_eager", "ms": {name: ms}, "over_ours": {name: ratio and range}}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+from torch import Tensor
+
+import cutlass_ops as co
+from cutlass_ops.timing import expected_us
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import transformer_block as block
+
+PREFILL, DECODE = (1024, 4096), (1, 16, 64)
+PEERS = ("eager", "compile")
+# Columns that all of the layer's weights would have side by side, at K = 4096.
+_COLUMNS = 6144 + 4096 + 3 * 14336
+
+
+def run_case(phase: str, m: int, length: int, peers: list[str]) -> dict[str, Any]:
+    """Check and time the layer at one number of rows."""
+    config = block.configuration(block.EIGHT_B)
+    layer = block.random_layer(config, "cuda")
+    fused = block.FusedLayer.of(layer, config)
+    batch, sequence = (1, m) if phase == "prefill" else (m, 1)
+    cache = None if phase == "prefill" else block.Cache(batch, length, config, "cuda")
+    x = torch.randn(batch, sequence, config.hidden_size, device="cuda", dtype=block.DTYPE)
+    first = 0 if cache is None else length - 1
+    positions = torch.arange(first, first + sequence, device="cuda")[None]
+    rope = block.LlamaRotaryEmbedding(config).to("cuda")(x, positions)
+    statistic = co.RowStatistic(x.float().square().sum(-1), config.hidden_size, config.rms_norm_eps)
+
+    def eager(x: Tensor, rope: tuple[Tensor, Tensor], cache: Any = cache) -> Tensor:
+        return layer(x, position_embeddings=rope, past_key_values=cache)
+
+    found, theirs = fused(x, rope, statistic, cache).y, eager(x, rope)
+    exact = exact_output(layer, x, rope, cache)
+    error = harness.check(found, exact, theirs)
+    compiled = harness.compiled(eager) if "compile" in peers else eager
+    known = {
+        "ours": lambda _: fused(x, rope, statistic, cache),
+        "eager": lambda _: eager(x, rope),
+        "compile": lambda _: compiled(x, rope),
+    }
+    return {
+        "phase": phase, "m": m, "cache": length if cache is not None else 0,
+        "error_over_eager": round(error, 3),
+        **harness.compare({name: known[name] for name in ("ours", *peers)}, expected_us(m, _COLUMNS, 4096)),
+    }  # fmt: skip
+
+
+def exact_output(layer: torch.nn.Module, x: Tensor, rope: tuple[Tensor, Tensor], cache: Any) -> Tensor:
+    """Return the layer's output in FP64, computed on what the cache holds."""
+    wide = copy.deepcopy(layer).double()
+    doubled = None if cache is None else cache.double()
+    cosines, sines = (t.double() for t in rope)
+    return wide(x.double(), position_embeddings=(cosines, sines), past_key_values=doubled)
+
+
+def main() -> None:
+    """Run both phases and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--phases", nargs="+", default=["prefill", "decode"], choices=["prefill", "decode"])
+    parser.add_argument("--cache", type=int, default=1024, help="positions of the cache, the new one included")
+    parser.add_argument("--skip", nargs="+", default=[], choices=PEERS, help="variants to leave out")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    head, rows = harness.environment(), []
+    cases = [(phase, m) for phase in args.phases for m in (PREFILL if phase == "prefill" else DECODE)]
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for phase, m in cases:
+            rows.append(run_case(phase, m, args.cache, [p for p in PEERS if p not in args.skip]))
+            print(rows[-1], flush=True)
+            harness.save(args.out, {**head, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""RMSNorm fused with the GEMM that follows, against the GEMM alone, eager PyTorch and torch.compile.
+
+    python benchmarks/bench_rmsnorm.py --out benchmarks/results/rmsnorm_h100.json
+    python benchmarks/bench_rmsnorm.py --rows 16 4096 --dtypes bf16 --skip compile --out /tmp/r.json
+
+Each row: {"dtype", "m", "n", "k", "error_over_eager", "kernel", "ms": {name: ms}, "over_ours": {name: ratio, range}}.
+`ours` gathers the statistic from x, `statistic` is given the sums of squares that the GEMM before would have left, and
+`gemm` is this library's GEMM without a norm: what the fused kernel can at best be as fast as.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+import cutlass_ops as co
+from cutlass_ops import norms, ops
+from cutlass_ops.timing import expected_us, rotation
+
+ROWS = (1, 16, 64, 256, 1024, 2048, 4096, 8192)
+WEIGHTS = ((6144, 4096), (28672, 4096))
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
+PEERS = ("statistic", "gemm", "eager", "compile")
+EPS = 1e-5
+
+
+def eager(x: Tensor, weight: Tensor, gamma: Tensor) -> Tensor:
+    """Compute the same in PyTorch."""
+    return F.linear(F.rms_norm(x, x.shape[-1:], gamma, EPS), weight)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One set of a shape's tensors."""
+
+    x: Tensor
+    weight: Tensor
+    gamma: Tensor
+    out: Tensor
+    prepared: co.PreparedWeight
+    statistic: co.RowStatistic
+
+    @classmethod
+    def draw(cls, m: int, n: int, k: int, dtype: torch.dtype) -> Inputs:
+        """Draw x (M, K), weight (N, K) and gamma (K,)."""
+        draw = {"device": "cuda", "dtype": dtype}
+        x, weight = torch.randn(m, k, **draw), torch.randn(n, k, **draw).div_(k**0.5)
+        gamma = torch.randn(k, **draw).mul_(0.2).add_(1)
+        statistic = co.RowStatistic(x.float().square().sum(1), k, EPS)
+        return cls(x, weight, gamma, torch.empty(m, n, **draw), co.prepare(weight.t(), gamma), statistic)
+
+
+VARIANTS: dict[str, Callable[[Inputs], Tensor]] = {
+    "ours": lambda t: co.rmsnorm_gemm(t.x, t.prepared, eps=EPS, out=t.out),
+    "statistic": lambda t: co.rmsnorm_gemm(t.x, t.prepared, rstd=t.statistic, out=t.out),
+    "gemm": lambda t: co.gemm(t.x, t.prepared.matrix, out=t.out),
+    "eager": lambda t: eager(t.x, t.weight, t.gamma),
+}
+
+
+def build_ahead(dtypes: list[str], rows: list[int]) -> None:
+    """Compile all kernels side by side."""
+    calls: list[tuple[ops.Op, tuple[Any, ...]]] = []
+    for dtype, m, (n, k) in product(dtypes, rows, WEIGHTS):
+        a, w = (torch.empty(shape, device="meta", dtype=DTYPES[dtype]) for shape in ((m, k), (n, k)))
+        sums = torch.empty(m, device="meta")
+        calls += [
+            (norms.rmsnorm_op(), (a, w.t(), EPS)),
+            (norms.rmsnorm_op(given="sums"), (a, w.t(), sums, 1 / k, EPS)),
+            (ops.op_of(None), (a, w.t())),
+        ]
+    harness.build_ahead(calls)
+
+
+def check(t: Inputs) -> float:
+    """Compare sampled rows of both ways with float64; return the larger error over eager's."""
+    sampled = torch.randint(t.x.shape[0], (64,), device=t.x.device)
+    exact = eager(t.x[sampled].double(), t.weight.double(), t.gamma.double())
+    theirs, found = eager(t.x, t.weight, t.gamma)[sampled], []
+    for name in ("ours", "statistic"):
+        t.out.fill_(float("nan"))
+        VARIANTS[name](t)
+        assert not t.out.isnan().any(), "output left unwritten"
+        found.append(harness.check(t.out[sampled], exact, theirs))
+    return max(found)
+
+
+def run_case(dtype: str, m: int, n: int, k: int, peers: list[str]) -> dict[str, Any]:
+    """Check and time one shape."""
+    sets = [Inputs.draw(m, n, k, DTYPES[dtype]) for _ in range(rotation(2 * (m * k + n * k + m * n)))]
+    error, known = check(sets[0]), dict(VARIANTS)
+    if "compile" in peers:
+        compiled = harness.compiled(eager)
+        known["compile"] = lambda t: compiled(t.x, t.weight, t.gamma)
+    variants = {name: lambda i, f=known[name]: f(sets[i % len(sets)]) for name in ("ours", *peers)}
+    plan = norms.rmsnorm_op().plan(sets[0].x, sets[0].prepared.matrix, EPS)
+    return {
+        "dtype": dtype, "m": m, "n": n, "k": k,
+        "error_over_eager": round(error, 3),
+        "kernel": plan.spec.config.slug,
+        **harness.compare(variants, expected_us(m, n, k)),
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Run the grid and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
+    parser.add_argument("--dtypes", nargs="+", default=["bf16"], choices=list(DTYPES))
+    parser.add_argument("--skip", nargs="+", default=[], choices=PEERS, help="variants to leave out")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    head, rows = harness.environment(), []
+    build_ahead(args.dtypes, args.rows)
+    with torch.no_grad():
+        for dtype, m, (n, k) in product(args.dtypes, args.rows, WEIGHTS):
+            rows.append(run_case(dtype, m, n, k, [p for p in PEERS if p not in args.skip]))
+            print(rows[-1], flush=True)
+            harness.save(args.out, {**head, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

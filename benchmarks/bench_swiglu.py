@@ -1,0 +1,121 @@
+"""SwiGLU as one kernel, against two GEMMs, eager PyTorch and torch.compile.
+
+    python benchmarks/bench_swiglu.py --out benchmarks/results/swiglu_h100.json
+    python benchmarks/bench_swiglu.py --rows 16 4096 --skip compile --out /tmp/r.json
+
+Each row: {"dtype", "m", "n", "k", "error_over_eager", "kernel", "ms": {name: ms}, "over_ours": {name: ratio, range}};
+N is the number of columns that are written. `two_gemms` are this library's, the second with the first one's result as a
+tile; `eager_one_linear` multiplies by both weights at once, as serving engines keep them, and then gates.
+"""
+
+from __future__ import annotations
+
+import argparse
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+import cutlass_ops as co
+from cutlass_ops import builtin, ops
+from cutlass_ops.timing import expected_us, rotation
+
+ROWS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+N, K = 14336, 4096
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
+PEERS = ("two_gemms", "eager", "eager_one_linear", "compile")
+
+
+def eager(x: Tensor, both: Tensor) -> Tensor:
+    """Compute the same in PyTorch, from both weights (2 N, K), the gate's first."""
+    gate, up = both.chunk(2)
+    return F.silu(F.linear(x, gate)) * F.linear(x, up)
+
+
+def one_linear(x: Tensor, both: Tensor) -> Tensor:
+    """Compute the same with one product."""
+    gate, up = F.linear(x, both).chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def two_gemms(x: Tensor, both: Tensor, out: Tensor) -> Tensor:
+    """Compute the same as :func:`cutlass_ops.gemm_swiglu` does where no kernel takes both weights."""
+    gate, up = both.chunk(2)
+    gated = co.gemm(x, gate.t(), epilogue=builtin.swiglu_gate)
+    return co.gemm(x, up.t(), epilogue=builtin.swiglu_up, gate=gated, out=out)
+
+
+def build_ahead(dtypes: list[str], rows: list[int]) -> None:
+    """Compile all kernels side by side."""
+    calls: list[tuple[ops.Op, tuple[Any, ...]]] = []
+    for dtype, m in product(dtypes, rows):
+        x, w, gate = (torch.empty(s, device="meta", dtype=DTYPES[dtype]) for s in ((m, K), (N, K), (m, N)))
+        calls += [
+            (ops.op(builtin.swiglu), (x, w.t(), w.t())),
+            (ops.op(builtin.swiglu_gate), (x, w.t())),
+            (ops.op(builtin.swiglu_up), (x, w.t(), gate)),
+        ]
+    harness.build_ahead(calls)
+
+
+def run_case(dtype: str, m: int, peers: list[str]) -> dict[str, Any]:
+    """Check and time one number of rows."""
+    count = rotation(2 * (m * K + 2 * N * K + m * N))
+    draw = {"device": "cuda", "dtype": DTYPES[dtype]}
+    sets = [
+        (torch.randn(m, K, **draw), torch.randn(2 * N, K, **draw).div_(K**0.5), torch.empty(m, N, **draw))
+        for _ in range(count)
+    ]
+
+    def ours(index: int) -> Tensor:
+        x, both, out = sets[index % count]
+        gate, up = both.chunk(2)
+        return co.gemm_swiglu(x, gate.t(), up.t(), out=out)
+
+    x, both, out = sets[0]
+    out.fill_(float("nan"))
+    found, sampled = ours(0), torch.randint(m, (64,), device="cuda")
+    assert not found.isnan().any(), "output left unwritten"
+    error = harness.check(found[sampled], eager(x[sampled].double(), both.double()), eager(x, both)[sampled])
+    compiled = harness.compiled(one_linear) if "compile" in peers else one_linear
+    known = {
+        "ours": ours,
+        "two_gemms": lambda i: two_gemms(*sets[i % count]),
+        "eager": lambda i: eager(*sets[i % count][:2]),
+        "eager_one_linear": lambda i: one_linear(*sets[i % count][:2]),
+        "compile": lambda i: compiled(*sets[i % count][:2]),
+    }
+    variants = {name: known[name] for name in ("ours", *peers)}
+    gate, up = both.chunk(2)
+    plan = ops.op(builtin.swiglu).plan(x, gate.t(), up.t())
+    return {
+        "dtype": dtype, "m": m, "n": N, "k": K,
+        "error_over_eager": round(error, 3),
+        "kernel": plan.spec.config.slug,
+        **harness.compare(variants, expected_us(m, 2 * N, K)),
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Run the numbers of rows and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
+    parser.add_argument("--dtypes", nargs="+", default=["bf16"], choices=list(DTYPES))
+    parser.add_argument("--skip", nargs="+", default=[], choices=PEERS, help="variants to leave out")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    head, rows = harness.environment(), []
+    build_ahead(args.dtypes, args.rows)
+    with torch.no_grad():
+        for dtype, m in product(args.dtypes, args.rows):
+            rows.append(run_case(dtype, m, [p for p in PEERS if p not in args.skip]))
+            print(rows[-1], flush=True)
+            harness.save(args.out, {**head, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""A Llama decoder layer on fused GEMMs, compared with the one in Hugging Face's transformers.
+
+Four kernels beside attention: RMSNorm → QKV; O + residual, which also writes the sum of squares of each row; RMSNorm
+by that sum → gate and up, multiplied in the same kernel; down + residual, which writes the sums for the next layer. On
+a GPU the layer has the size of Llama-3.1-8B's, on the CPU it is smaller and computed by the reference implementation.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+import cutlass_ops as co
+
+DTYPE = torch.bfloat16
+EIGHT_B = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+SMALL = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 8, "num_key_value_heads": 2}
+
+
+def configuration(sizes: dict[str, int]) -> LlamaConfig:
+    """Return Llama-3.1's configuration with these sizes; its attention is PyTorch's."""
+    rope = {"rope_type": "default", "rope_theta": 500000.0}
+    return LlamaConfig(**sizes, rms_norm_eps=1e-5, rope_parameters=rope, attn_implementation="sdpa")
+
+
+def random_layer(config: LlamaConfig, device: str) -> LlamaDecoderLayer:
+    """Return transformers' layer with random weights, norms included, of the size that training leaves them at."""
+    layer = LlamaDecoderLayer(config, 0).to(device, DTYPE).eval().requires_grad_(False)
+    for name, parameter in layer.named_parameters():
+        if "layernorm" in name:
+            parameter.normal_(1.0, 0.2)
+        else:
+            parameter.normal_(0.0, parameter.shape[1] ** -0.5)
+    return layer
+
+
+class Cache:
+    """Keys and values of a fixed number of positions, the last of which are overwritten at each call."""
+
+    def __init__(self, batch: int, length: int, config: LlamaConfig, device: str) -> None:
+        shape = (batch, config.num_key_value_heads, length, config.head_dim)
+        self._keys, self._values = (torch.randn(shape, device=device, dtype=DTYPE) for _ in range(2))
+
+    def double(self) -> Cache:
+        """Return a copy in FP64."""
+        other = copy.copy(self)
+        other._keys, other._values = self._keys.double(), self._values.double()
+        return other
+
+    def update(self, keys: Tensor, values: Tensor, layer: int = 0, **_: object) -> tuple[Tensor, Tensor]:
+        """Write the new positions and return all; transformers' layer calls its cache alike."""
+        new = keys.shape[2]
+        self._keys[:, :, -new:], self._values[:, :, -new:] = keys, values
+        return self._keys, self._values
+
+
+@dataclass(frozen=True, eq=False)
+class FusedLayer:
+    """The same layer's weights, prepared: each norm's gamma is folded into the weights that follow it."""
+
+    config: LlamaConfig
+    qkv: co.PreparedWeight
+    o: Tensor
+    gate: co.PreparedWeight
+    up: co.PreparedWeight
+    down: Tensor
+
+    @classmethod
+    def of(cls, layer: LlamaDecoderLayer, config: LlamaConfig) -> FusedLayer:
+        """Prepare a layer of transformers. Its weights are (N, K): B is their transpose."""
+        attention, mlp = layer.self_attn, layer.mlp
+        qkv = torch.cat([p.weight for p in (attention.q_proj, attention.k_proj, attention.v_proj)])
+        before, after = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
+        return cls(
+            config,
+            co.prepare(qkv.t(), before),
+            attention.o_proj.weight.t(),
+            co.prepare(mlp.gate_proj.weight.t(), after),
+            co.prepare(mlp.up_proj.weight.t(), after),
+            mlp.down_proj.weight.t(),
+        )
+
+    def __call__(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        statistic: co.RowStatistic | None = None,
+        cache: Cache | None = None,
+    ) -> co.ResidualRms:
+        """Run the layer.
+
+        Parameters
+        ----------
+        x : Tensor
+            (batch, sequence, hidden).
+        rope : tuple of Tensor
+            Cosines and sines of the positions.
+        statistic : RowStatistic, optional
+            That of x, from the layer before; without it the first kernel gathers it from x.
+        cache : Cache, optional
+            Earlier keys and values, for a sequence of one position.
+
+        Returns
+        -------
+        ResidualRms
+            The layer's output, and its statistic for the next layer.
+        """
+        eps = self.config.rms_norm_eps
+        known = {"eps": eps} if statistic is None else {"rstd": statistic}
+        attended = self._attention(co.rmsnorm_gemm(x, self.qkv, **known), rope, cache)
+        y, rstd = co.gemm_residual_rms(attended, self.o, x, eps=eps)
+        hidden = co.gemm_swiglu(y, self.gate, self.up, rstd=rstd)
+        return co.gemm_residual_rms(hidden, self.down, y, eps=eps)
+
+    def _attention(self, qkv: Tensor, rope: tuple[Tensor, Tensor], cache: Cache | None) -> Tensor:
+        config, (batch, sequence, _) = self.config, qkv.shape
+        heads, groups = config.num_attention_heads, config.num_key_value_heads
+        query, keys, values = (
+            part.view(batch, sequence, -1, config.head_dim).transpose(1, 2)
+            for part in qkv.split([heads * config.head_dim, *[groups * config.head_dim] * 2], dim=-1)
+        )
+        query, keys = apply_rotary_pos_emb(query, keys, *rope)
+        if cache is not None:
+            keys, values = cache.update(keys, values)
+        attended = F.scaled_dot_product_attention(
+            query, keys, values, is_causal=sequence > 1, enable_gqa=heads != groups
+        )
+        return attended.transpose(1, 2).reshape(batch, sequence, -1)
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    """Return the relative error in the Frobenius norm."""
+    return ((found.double() - exact).norm() / exact.norm()).item()
+
+
+def main() -> None:
+    """Run two layers both ways, the second on the first one's statistic, and compare them with FP64."""
+    torch.manual_seed(0)
+    device, sizes = ("cuda", EIGHT_B) if torch.cuda.is_available() else ("cpu", SMALL)
+    config = configuration(sizes)
+    layers = [random_layer(config, device) for _ in range(2)]
+    fused = [FusedLayer.of(layer, config) for layer in layers]
+    x = torch.randn(2, 64, config.hidden_size, device=device, dtype=DTYPE)
+    rotary, positions = LlamaRotaryEmbedding(config).to(device), torch.arange(64, device=device)[None]
+    rope, exact_rope = rotary(x, positions), rotary(x.double(), positions)
+    with torch.inference_mode():
+        theirs, ours, statistic = x, x, None
+        for theirs_of, ours_of in zip(layers, fused, strict=True):
+            theirs = theirs_of(theirs, position_embeddings=rope)
+            ours, statistic = ours_of(ours, rope, statistic)
+        exact = x.double()
+        for layer in layers:
+            exact = layer.double()(exact, position_embeddings=exact_rope)
+    our_error, their_error = error(ours, exact), error(theirs, exact)
+    print(f"two decoder layers, hidden size {config.hidden_size}, {DTYPE}, on {device}")
+    print(f"error against float64: {our_error:.2e}; transformers' LlamaDecoderLayer: {their_error:.2e}")
+    if not our_error <= 2 * their_error:
+        sys.exit("the result is wrong")
+
+
+if __name__ == "__main__":
+    main()

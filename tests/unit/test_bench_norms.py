@@ -1,0 +1,63 @@
+"""The benchmarks of norms and gates, as far as they run without a device: that their variants compute the same."""
+
+import sys
+
+import pytest
+import torch
+
+from tests.scripts import script
+
+BF16 = torch.bfloat16
+
+
+def test_the_rmsnorms_variants_agree(monkeypatch):
+    bench = script("bench_rmsnorm")
+    draw = torch.randn
+    monkeypatch.setattr(bench.torch, "randn", lambda *shape, device, dtype: draw(*shape, dtype=dtype))
+    empty = torch.empty
+    monkeypatch.setattr(bench.torch, "empty", lambda *shape, device, dtype: empty(*shape, dtype=dtype))
+    tensors = bench.Inputs.draw(9, 24, 64, BF16)
+    assert bench.check(tensors) <= 2
+    exact = bench.eager(*(t.double() for t in (tensors.x, tensors.weight, tensors.gamma)))
+    for name in ("ours", "statistic", "eager"):
+        found = bench.VARIANTS[name](tensors).double()
+        assert (found - exact).norm() <= 0.01 * exact.norm(), name
+    assert set(bench.PEERS) == set(bench.VARIANTS) - {"ours"} | {"compile"}
+
+
+def test_swiglus_variants_agree():
+    bench = script("bench_swiglu")
+    x, both = torch.randn(9, 64).to(BF16), (torch.randn(48, 64) / 8).to(BF16)
+    exact = bench.eager(x.double(), both.double())
+    out = torch.empty(9, 24, dtype=BF16)
+    for found in (bench.eager(x, both), bench.one_linear(x, both), bench.two_gemms(x, both, out)):
+        assert (found.double() - exact).norm() <= 0.01 * exact.norm()
+
+
+def test_the_accuracy_of_norms_is_measured_and_holds():
+    rows = list(script("accuracy_rmsnorm").measure((16, 48, 512), "cpu"))
+    assert len({(r["op"], r["case"], r["dtype"], r["way"]) for r in rows}) == len(rows) == (2 + 4) * 2 * 9
+    for row in rows:
+        far = row["case"].startswith("mean") and int(row["case"].split()[1])
+        allowed = far <= (50 if row["dtype"] == "f16" else 200) or row["op"] == "rmsnorm_gemm"
+        assert not allowed or row["ratio"] <= 2, row
+    assert max(r["ratio"] for r in rows) > 2  # it can tell: one pass at a mean of 1000
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_the_layer_agrees_with_transformers(phase, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the script adds the examples' folder
+    bench = script("bench_layer")
+    block = bench.block
+    config = block.configuration(block.SMALL)
+    layer = block.random_layer(config, "cpu")
+    batch, sequence = (1, 12) if phase == "prefill" else (3, 1)
+    cache = None if phase == "prefill" else block.Cache(batch, 12, config, "cpu")
+    x, first = torch.randn(batch, sequence, 256).to(BF16), 12 - sequence
+    rope = block.LlamaRotaryEmbedding(config)(x, torch.arange(first, 12)[None])
+    with torch.no_grad():
+        theirs = layer(x, position_embeddings=rope, past_key_values=cache)
+        exact = bench.exact_output(layer, x, rope, cache)
+        ours = block.FusedLayer.of(layer, config)(x, rope, None, cache).y
+    assert bench.harness.check(ours, exact, theirs) <= 2

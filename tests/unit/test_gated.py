@@ -1,0 +1,136 @@
+"""Gated activations on CPU tensors: in one op, behind a norm, and as the two GEMMs that stand for it."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+import cutlass_ops as co
+from cutlass_ops import builtin, norms, ops
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+M, N, K, EPS = 19, 48, 256, 1e-5
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def tensors(dtype):
+    """Return x (M, K), two weights (N, K) and gamma."""
+    weights = [(torch.randn(N, K) / math.sqrt(K)).to(dtype) for _ in range(2)]
+    return torch.randn(M, K).to(dtype), *weights, (1 + 0.3 * torch.randn(K)).to(dtype)
+
+
+def swiglu(x, gate, up):
+    return F.silu(F.linear(x, gate)) * F.linear(x, up)
+
+
+def error(found, wanted):
+    return ((found.double() - wanted).norm() / wanted.norm()).item()
+
+
+@pytest.fixture(params=["one kernel", "two GEMMs"])
+def kernels(request, monkeypatch):
+    """Serve the gate by its op, or refuse that as a device does for which no kernel has a second product."""
+    calls = []
+    run = ops.Op.__call__
+
+    def counted(op, *args, **kwargs):
+        calls.append(op)
+        if op.graph.products and request.param == "two GEMMs":
+            raise co.UnsupportedError("no kernel serves it")
+        return run(op, *args, **kwargs)
+
+    monkeypatch.setattr(ops.Op, "__call__", counted)
+    yield calls
+    tried = 1 if request.param == "one kernel" else 3
+    assert len(calls) % tried == 0
+    assert [bool(op.graph.products) for op in calls[:tried]] == [True, False, False][:tried]
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_swiglu_is_as_accurate_as_pytorchs(dtype, transposed):
+    x, gate, up, _ = tensors(dtype)
+    given = [w.t() if transposed else w.t().contiguous() for w in (gate, up)]
+    found = co.gemm_swiglu(x, *given)
+    wanted = swiglu(x.double(), gate.double(), up.double())
+    assert (found.shape, found.dtype) == ((M, N), dtype)
+    assert error(found, wanted) <= 2 * error(swiglu(x, gate, up), wanted)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("how", ["eps", "gamma", "prepared", "statistic", "rstd"])
+def test_behind_a_norm(how):
+    x, gate, up, gamma = tensors(BF16)
+    x[:, ::31] *= 1000
+    used = gamma if how in ("gamma", "prepared") else None
+    weights = [co.prepare(w.t(), gamma) if how == "prepared" else w.t() for w in (gate, up)]
+    statistic = co.RowStatistic(x.float().square().sum(1), K, EPS)
+    arguments = {"statistic": {"rstd": statistic}, "rstd": {"rstd": statistic.rstd}}.get(how, {"eps": EPS})
+    if how == "gamma":
+        arguments["gamma"] = gamma
+    found = co.gemm_swiglu(x, *weights, **arguments)
+    normed = F.rms_norm(x.double(), (K,), None if used is None else used.double(), EPS)
+    wanted, eager = swiglu(normed, gate.double(), up.double()), swiglu(F.rms_norm(x, (K,), used, EPS), gate, up)
+    assert error(found, wanted) <= 2 * error(eager, wanted)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("out_dtype", [None, F32])
+def test_leading_dimensions_and_outputs(out_dtype):
+    x, gate, up, _ = tensors(BF16)
+    x = x[:18].view(3, 6, K)
+    out = torch.full((3, 6, N), math.nan, dtype=out_dtype or BF16)
+    found = co.gemm_swiglu(x, gate.t(), up.t(), out=out)
+    assert found is out
+    again = co.gemm_swiglu(x, gate.t(), up.t(), out_dtype=out_dtype)
+    assert again.dtype == out.dtype
+    assert torch.equal(again, out)
+    assert error(out, swiglu(x.double(), gate.double(), up.double())) <= torch.finfo(BF16).eps
+
+
+def test_it_is_the_op_of_one_epilogue():
+    assert builtin.swiglu.graph.products == ("up",)
+    assert ops.op(builtin.swiglu) is ops.op_of(builtin.swiglu)
+    both = norms.rmsnorm_op(builtin.swiglu).graph
+    assert both == builtin.rms_norm.graph.then(builtin.swiglu.graph, products=True)
+    assert both != builtin.rms_norm.graph.then(builtin.swiglu.graph)
+
+
+def test_another_error_is_not_taken_for_a_missing_kernel(monkeypatch):
+    x, gate, up, _ = tensors(BF16)
+
+    def broken(*_, **__):
+        raise co.CompileError("nvcc refused it")
+
+    monkeypatch.setattr(ops.Op, "__call__", broken)
+    with pytest.raises(co.CompileError, match="nvcc refused it"):
+        co.gemm_swiglu(x, gate.t(), up.t())
+
+
+X, W, GAMMA = torch.ones(4, 8, dtype=BF16), torch.ones(8, 6, dtype=BF16), torch.ones(8, dtype=BF16)
+ERRORS = {
+    "gamma without a norm": (lambda: co.gemm_swiglu(X, W, W, GAMMA), TypeError, "^gamma belongs to a norm"),
+    "a prepared weight without a norm": (
+        lambda: co.gemm_swiglu(X, W, co.prepare(W, GAMMA)), TypeError, "without eps or rstd: pass one of them$",
+    ),
+    "weights of two shapes": (
+        lambda: co.gemm_swiglu(X, W, W[:, :5]), ValueError, r"^up has shape \(8, 5\): as a Product",
+    ),
+    "a weight (N, K)": (lambda: co.gemm_swiglu(X, W, W.t()), ValueError, r"pass up\.t\(\)$"),
+    "weights of two dtypes": (lambda: co.gemm_swiglu(X, W, W.half()), TypeError, r"^up is torch\.float16 and a is"),
+    "one weight prepared": (
+        lambda: co.gemm_swiglu(X, W, co.prepare(W, GAMMA), eps=EPS), TypeError, "^up is prepared and w is not",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), ERRORS.values(), ids=ERRORS)
+def test_errors_name_the_argument_and_say_what_to_do(call, kind, message):
+    with pytest.raises(kind, match=message):
+        call()
