@@ -6,6 +6,7 @@ or a kernel that is needed is not there or not usable, 5 a bundle is not what it
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import json
@@ -13,12 +14,13 @@ import math
 import signal
 import sys
 from collections.abc import Iterable
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, cast, get_args
 
 import typer
 
-from cutlass_ops import _resources, catalog, ops, packing, shipping, tuning, verifying
+from cutlass_ops import _resources, catalog, executors, ops, packing, shipping, tuning, verifying
 from cutlass_ops.builder import build_many
 from cutlass_ops.bundle import Bundle, open_bundle
 from cutlass_ops.call import call_at, device_of
@@ -130,17 +132,25 @@ Jobs = Annotated[
 ]
 
 
+Where = Annotated[
+    str | None,
+    typer.Option("--executor", metavar="EXECUTOR", help=f"What compiles, by default this process: {executors.FORMS}."),
+]
+
+
 @app.command()
 def build(
     names: Annotated[
         list[str], typer.Argument(metavar="SPEC.json|CATALOGUE...", help="Declarations of kernels, or catalogues.")
     ],
     jobs: Jobs = None,
+    executor: Where = None,
     as_json: Json = False,
 ) -> None:
     """Compile kernels into the store; those that are there already are not compiled again."""
     specs = dict.fromkeys(spec for name in names for spec in _specs(name))
-    artifacts = build_many(specs, jobs=jobs)
+    with _executor(executor) as pool:
+        artifacts = build_many(specs, jobs=jobs, executor=pool)
     _show_reports(as_json, [(artifact, inspect_kernel(artifact)) for artifact in artifacts])
 
 
@@ -155,13 +165,16 @@ def bundle(
     ] = None,
     wheel_version: Annotated[str | None, typer.Option(help="Version of the wheel.")] = None,
     jobs: Jobs = None,
+    executor: Where = None,
     as_json: Json = False,
 ) -> None:
     """Build all kernels of a catalogue, without a GPU, and pack them with sources, choices and tuning tables."""
     if wheel is not None and folder:
         raise ValueError("--wheel and --folder exclude each other: a wheel holds one file")
     wanted = shipping.default() if catalogue is None else shipping.load(catalogue)
-    made = packing.pack(wanted, jobs=jobs).write(out, private_key=sign, folder=folder)
+    with _executor(executor) as pool:
+        contents = packing.pack(wanted, jobs=jobs, executor=pool)
+    made = contents.write(out, private_key=sign, folder=folder)
     packed = None if wheel is None else packing.write_wheel(out, out.absolute().parent, wheel, wheel_version)
     about = _about(made) | {"signed": sign is not None, "wheel": None if packed is None else str(packed)}
     lines = [_about_line(about), *([f"wheel: {packed}"] if packed else [])]
@@ -219,6 +232,7 @@ def tune(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="Use only kernels of which none changes a bit of another's result.")
     ] = False,
+    executor: Where = None,
     as_json: Json = False,
 ) -> None:
     """Measure which kernels are the fastest for some problems and keep the result; stopped, it goes on where it was.
@@ -226,11 +240,12 @@ def tune(
     Exit code 1 if a problem could not be measured or time was up.
     """
     effort = Effort(kernels=kernels, candidates=candidates, rounds=rounds, refine=refine, seconds=seconds)
-    report = tuning.tune(
-        _op(op), _problems(problems), dtypes=dtypes, a=_major(a), b=_major(b), effort=effort,
-        folder=folder.absolute() if folder else None, again=again,
-        allow_fallback=allow_fallback, deterministic=deterministic,
-    )  # fmt: skip
+    with _executor(executor) as pool:
+        report = tuning.tune(
+            _op(op), _problems(problems), dtypes=dtypes, a=_major(a), b=_major(b), effort=effort,
+            folder=folder.absolute() if folder else None, again=again,
+            allow_fallback=allow_fallback, deterministic=deterministic, executor=pool,
+        )  # fmt: skip
     counts = {"measured": report.measured, "known": report.known, "left": report.left}
     lines = [f"failed: {name}: {why}" for name, why in report.failed.items()]
     summary = f"{report.measured} problems measured, {report.known} known before, {report.left} left"
@@ -290,6 +305,10 @@ def clean(as_json: Json = False) -> None:
     store = KernelStore.default()
     removed = store.clean()
     _show(as_json, {"store": str(store.root), "removed": removed}, f"{store.root}: {removed} kernels removed")
+
+
+def _executor(name: str | None) -> contextlib.AbstractContextManager[Executor | None]:
+    return contextlib.nullcontext() if name is None else executors.named(name)
 
 
 def _show(as_json: bool, value: Any, *lines: str) -> None:

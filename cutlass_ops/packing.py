@@ -11,6 +11,7 @@ import re
 import uuid
 import zipfile
 from collections.abc import Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,6 +74,7 @@ def pack(
     jobs: int | None = None,
     store: KernelStore | None = None,
     toolchain: Toolchain | None = None,
+    executor: Executor | None = None,
 ) -> Packed:
     """Build everything in a catalogue, no GPU needed, and pack it.
 
@@ -80,7 +82,7 @@ def pack(
     ----------
     catalogue : Catalogue
         What to ship.
-    jobs, store, toolchain
+    jobs, store, toolchain, executor
         As for :func:`cutlass_ops.builder.build_many`.
 
     Raises
@@ -93,7 +95,7 @@ def pack(
         If a kernel cannot be built.
     """
     wanted = shipment(catalogue)
-    artifacts = build_many(wanted.specs, jobs=jobs, store=store, toolchain=toolchain)
+    artifacts = build_many(wanted.specs, jobs=jobs, store=store, toolchain=toolchain, executor=executor)
     tables = [plain.canonical(table.to_json()) for table in wanted.tables]
     manifest = manifest_of(artifacts, wanted.choices, tables)
     sources = {artifact.key: artifact.source.read_bytes() for artifact in artifacts}
