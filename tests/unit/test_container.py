@@ -1,6 +1,8 @@
 import os
 import struct
+import tempfile
 import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -95,17 +97,20 @@ def test_others_may_not_write_it(made):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-def test_another_users_is_refused(made, tmp_path):
-    os.chown(made, 12345, -1)
-    # The folders above belong to root alone.
-    for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        folder.chmod(0o755)
-    os.seteuid(54321)
-    try:
-        with pytest.raises(BundleError, match="belongs to user 12345, not to this one"):
-            open_container(made)
-    finally:
-        os.seteuid(0)
+def test_another_users_is_refused():
+    # Pytest's own temporary folders cannot be entered by others.
+    with tempfile.TemporaryDirectory() as root:
+        os.chmod(root, 0o755)
+        for folder in (False, True):
+            path = Path(root, str(folder))
+            write(path, FILES, folder=folder)
+            os.chown(path, 12345, -1)
+            os.seteuid(54321)
+            try:
+                with pytest.raises(BundleError, match="belongs to user 12345, not to this one"):
+                    open_container(path)
+            finally:
+                os.seteuid(0)
 
 
 def test_what_is_not_there(tmp_path):
