@@ -9,6 +9,8 @@ Importing does no work: no file or folder is made, no device touched, no compile
 from __future__ import annotations
 
 from cutlass_ops._version import __version__
+from cutlass_ops.bundle import Bundle
+from cutlass_ops.bundles import load_bundle
 from cutlass_ops.config import (
     ClusterShape,
     InstructionShape,
@@ -55,6 +57,7 @@ from cutlass_ops.epilogue import (
     tanh,
 )
 from cutlass_ops.errors import (
+    BundleError,
     CompileError,
     ConfigError,
     CutlassOpsError,
@@ -99,6 +102,8 @@ from cutlass_ops.spec import KernelSpec, Operand
 from cutlass_ops.tuning import Effort, tune
 
 __all__ = [
+    "Bundle",
+    "BundleError",
     "ClusterShape",
     "Col",
     "CompileError",
@@ -159,6 +164,7 @@ __all__ = [
     "hardswish",
     "layernorm_gemm",
     "leaky_relu",
+    "load_bundle",
     "max",
     "maximum",
     "mean_of_a",

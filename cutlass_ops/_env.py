@@ -50,9 +50,18 @@ PROGRESS = Variable(
 
 TUNING_DIR = Variable("CUTLASS_OPS_TUNING_DIR", "tuning/ in the cache folder", "folder of the user's tuning tables")
 
+BUNDLES = Variable(
+    "CUTLASS_OPS_BUNDLES", "none", "bundles of compiled kernels, the first to look in first, parted by ':'"
+)
+BUNDLE_KEY = Variable(
+    "CUTLASS_OPS_BUNDLE_KEY", "none", "PEM file of the Ed25519 key with which every bundle must be signed"
+)
+
 VARIABLES = (
     CACHE_DIR,
     TUNING_DIR,
+    BUNDLES,
+    BUNDLE_KEY,
     XDG_CACHE_HOME,
     JIT,
     NVCC,
@@ -97,6 +106,29 @@ def tuning_dir() -> Path:
         As for :func:`cache_dir`.
     """
     return _path(TUNING_DIR) or cache_dir() / "tuning"
+
+
+def bundles() -> tuple[Path, ...]:
+    """Return the bundles that the user named, the first to look in first.
+
+    Raises
+    ------
+    ValueError
+        If ``CUTLASS_OPS_BUNDLES`` holds a relative path.
+    """
+    parts = (part for part in (BUNDLES.text or "").split(os.pathsep) if part)
+    return tuple(_absolute(BUNDLES, part) for part in parts)
+
+
+def bundle_key() -> Path | None:
+    """Return the key with which bundles must be signed, if the user named one.
+
+    Raises
+    ------
+    ValueError
+        If ``CUTLASS_OPS_BUNDLE_KEY`` is a relative path.
+    """
+    return _path(BUNDLE_KEY)
 
 
 def jit_enabled() -> bool:
@@ -180,8 +212,10 @@ def _choice(variable: Variable, choices: Mapping[str, T], default: T) -> T:
 
 def _path(variable: Variable) -> Path | None:
     text = variable.text
-    if text is None:
-        return None
+    return None if text is None else _absolute(variable, text)
+
+
+def _absolute(variable: Variable, text: str) -> Path:
     path = Path(text).expanduser()
     # A relative path would mean something else in every working folder.
     if not path.is_absolute():

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 
 from cutlass_ops import _env
 from cutlass_ops.builder import build_artifact
+from cutlass_ops.bundles import BUNDLES
 from cutlass_ops.spec import KernelSpec
 
 # How long the interpreter's end waits for compilers to be gone.
@@ -83,4 +84,4 @@ class Background:
                 work.task_done()
 
 
-BACKGROUND = Background(lambda spec, cancel: build_artifact(spec, cancel=cancel))
+BACKGROUND = Background(lambda spec, cancel: BUNDLES.find(spec) or build_artifact(spec, cancel=cancel))

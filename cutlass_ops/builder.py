@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from cutlass_ops import _env, arch, legality, render
-from cutlass_ops.compiler import LOG, compile_kernel
-from cutlass_ops.errors import CompileError, MissingKernelError
+from cutlass_ops import _env, arch, legality, remote, render
+from cutlass_ops.compiler import LOG, Compiled, compile_kernel
+from cutlass_ops.errors import CompileError, CutlassOpsError, MissingKernelError
 from cutlass_ops.halves import prove_halves_agree
 from cutlass_ops.sass import prove_tensor_cores
 from cutlass_ops.spec import KernelSpec
 from cutlass_ops.store import LIBRARY, SOURCE, Artifact, KernelStore, identity_key, kernel_identity, source_identity
 from cutlass_ops.toolchain import Toolchain, find_toolchain
+
+_log = logging.getLogger("cutlass_ops")
+
+_POLL = 0.05  # seconds
+# Threads that wait for an executor at the same time.
+_WAITING = 256
 
 
 @dataclass(frozen=True)
@@ -32,6 +40,7 @@ class _Job:
     key: str
     store: KernelStore
     toolchain: Toolchain
+    executor: Executor | None = None
 
 
 def build_artifact(
@@ -41,6 +50,7 @@ def build_artifact(
     store: KernelStore | None = None,
     toolchain: Toolchain | None = None,
     cancel: threading.Event | None = None,
+    executor: Executor | None = None,
 ) -> Artifact:
     """Return the compiled kernel for a declaration; compile it if the store has none.
 
@@ -58,6 +68,8 @@ def build_artifact(
         By default what :func:`cutlass_ops.toolchain.find_toolchain` finds.
     cancel : threading.Event, optional
         Ends a compilation, or the wait for one, when set.
+    executor : concurrent.futures.Executor, optional
+        Compiles, where it has the same compilers; by default this process does. The store stays here.
 
     Raises
     ------
@@ -77,7 +89,7 @@ def build_artifact(
     store = store or KernelStore.default()
     if not _env.jit_enabled():
         return _stored(spec, source, store)
-    job = _job(spec, source, store, toolchain or find_toolchain())
+    job = _job(spec, source, store, toolchain or find_toolchain(), executor)
     return store.lookup(job.key) or _build(job, cancel)
 
 
@@ -87,6 +99,7 @@ def build_many(
     jobs: int | None = None,
     store: KernelStore | None = None,
     toolchain: Toolchain | None = None,
+    executor: Executor | None = None,
 ) -> list[Artifact]:
     """Build several kernels, some at the same time, and show progress on standard error.
 
@@ -97,8 +110,9 @@ def build_many(
     specs : iterable of KernelSpec
         The declarations.
     jobs : int, optional
-        Kernels compiled at the same time; by default ``CUTLASS_OPS_JOBS``, else as many as there are CPUs.
-    store, toolchain
+        Kernels compiled at the same time; by default ``CUTLASS_OPS_JOBS``, else as many as there are CPUs, and with an
+        executor all that it takes.
+    store, toolchain, executor
         As for :func:`build_artifact`.
 
     Returns
@@ -118,15 +132,17 @@ def build_many(
     if not _env.jit_enabled():
         return [_stored(spec, None, store) for spec in specs]
     toolchain = toolchain or find_toolchain()
-    planned = {spec: _job(spec, None, store, toolchain) for spec in specs}
+    planned = {spec: _job(spec, None, store, toolchain, executor) for spec in specs}
     found = {spec: store.lookup(job.key) for spec, job in planned.items()}
     missing = [job for spec, job in planned.items() if found[spec] is None]
-    built = _build_all(missing, jobs or _env.jobs()) if missing else {}
+    built = _build_all(missing, jobs or _at_once(executor)) if missing else {}
     return [found[spec] or built[spec] for spec in specs]
 
 
 @contextlib.contextmanager
-def building(specs: Iterable[KernelSpec], *, jobs: int | None = None) -> Iterator[dict[KernelSpec, Future[Artifact]]]:
+def building(
+    specs: Iterable[KernelSpec], *, jobs: int | None = None, executor: Executor | None = None
+) -> Iterator[dict[KernelSpec, Future[Artifact]]]:
     """Build kernels in the background, in this order, for as long as the context lasts.
 
     Yields a future for each; what is not finished at the end of the context is given up.
@@ -135,22 +151,29 @@ def building(specs: Iterable[KernelSpec], *, jobs: int | None = None) -> Iterato
     ----------
     specs : iterable of KernelSpec
         The declarations.
-    jobs : int, optional
-        Kernels compiled at the same time, as for :func:`build_many`.
+    jobs, executor
+        As for :func:`build_many`.
     """
     cancel = threading.Event()
-    pool = ThreadPoolExecutor(jobs or _env.jobs(), thread_name_prefix="cutlass_ops_build")
+    pool = ThreadPoolExecutor(jobs or _at_once(executor), thread_name_prefix="cutlass_ops_build")
     try:
-        yield {spec: pool.submit(build_artifact, spec, cancel=cancel) for spec in specs}
+        yield {spec: pool.submit(build_artifact, spec, cancel=cancel, executor=executor) for spec in specs}
     finally:
         cancel.set()
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _job(spec: KernelSpec, source: str | None, store: KernelStore, toolchain: Toolchain) -> _Job:
+def _at_once(executor: Executor | None) -> int:
+    # The threads of this process only wait for an executor, which knows how much it can do at once.
+    return _env.jobs() if executor is None else _WAITING
+
+
+def _job(
+    spec: KernelSpec, source: str | None, store: KernelStore, toolchain: Toolchain, executor: Executor | None
+) -> _Job:
     source = _source(spec, source)
     identity = kernel_identity(spec, source, toolchain)
-    return _Job(spec, source, identity, identity_key(identity), store, toolchain)
+    return _Job(spec, source, identity, identity_key(identity), store, toolchain, executor)
 
 
 def _source(spec: KernelSpec, source: str | None) -> str:
@@ -180,9 +203,13 @@ def _compile(job: _Job, cancel: threading.Event | None) -> Artifact:
     folder = job.store.workspace(job.key, job.source)
     try:
         target = arch.target(job.spec.target)
-        compiled = compile_kernel(folder, SOURCE, LIBRARY, target, job.toolchain, cancel=cancel)
-        prove_halves_agree(folder / LIBRARY)
-        sass = prove_tensor_cores(folder / LIBRARY, job.spec)
+        with job.store.writing():
+            compiled = _compiled_elsewhere(job, folder, cancel)
+            if compiled is None:
+                with _turns() if job.executor else contextlib.nullcontext():
+                    compiled = compile_kernel(folder, SOURCE, LIBRARY, target, job.toolchain, cancel=cancel)
+            prove_halves_agree(folder / LIBRARY)
+            sass = prove_tensor_cores(folder / LIBRARY, job.spec)
         return job.store.publish(folder, job.identity, sass, compiled)
     except CompileError as exc:
         raise _explained(job, folder, exc) from None
@@ -192,11 +219,43 @@ def _compile(job: _Job, cancel: threading.Event | None) -> Artifact:
         raise
 
 
+@functools.cache
+def _turns() -> threading.Semaphore:
+    """Return what holds back the many threads that waited for an executor, once that is lost."""
+    return threading.Semaphore(_env.jobs())
+
+
+def _compiled_elsewhere(job: _Job, folder: Path, cancel: threading.Event | None) -> Compiled | None:
+    """Have the job's executor compile into a folder; None if there is none, or it can compile nothing any more."""
+    if job.executor is None:
+        return None
+    try:
+        future = job.executor.submit(remote.compile_source, job.spec.to_json(), job.source, dict(job.identity))
+        while not wait([future], timeout=_POLL).done:
+            if cancel is not None and cancel.is_set():
+                future.cancel()
+                raise CancelledError
+        product = future.result()
+    except CutlassOpsError:
+        raise
+    except CancelledError:
+        if cancel is not None and cancel.is_set():
+            raise
+        return None
+    except Exception as exc:
+        # A worker that died took others' work along, or all workers are gone: what is lost is compiled here.
+        _log.warning("%s is compiled here, since the executor lost it: %r", job.spec.slug, exc)
+        return None
+    (folder / LIBRARY).write_bytes(product.library)
+    return product.compiled
+
+
 def _explained(job: _Job, folder: Path, exc: CompileError) -> CompileError:
     kept = job.store.keep_failed(folder)
     # The message names files and the command in the folder that was just moved.
     reason = str(exc).replace(str(folder), str(kept))
-    return CompileError(f"{job.spec.slug}: {reason}\n  source: {kept / SOURCE}\n  log: {kept / LOG}")
+    log = f"\n  log: {kept / LOG}" if (kept / LOG).exists() else ""
+    return CompileError(f"{job.spec.slug}: {reason}\n  source: {kept / SOURCE}{log}")
 
 
 def _build_all(jobs: list[_Job], workers: int) -> dict[KernelSpec, Artifact]:
@@ -269,10 +328,17 @@ class _Progress:
 
     def _state(self) -> str:
         failed = f", {self._failed} failed" if self._failed else ""
-        return f"cutlass_ops: {self._done} of {self._total} kernels compiled{failed}, {self._age()}"
+        return f"cutlass_ops: {self._done} of {self._total} kernels compiled{failed}, {self._age()}{self._ahead()}"
 
     def _age(self) -> str:
         return f"{time.monotonic() - self._began:.0f} s"
+
+    def _ahead(self) -> str:
+        """Say how long the rest will take at this pace, once there is one."""
+        done = self._done + self._failed
+        if not done or done == self._total:
+            return ""
+        return f", about {(time.monotonic() - self._began) / done * (self._total - done):.0f} s left"
 
     def _write(self, text: str) -> None:
         # A closed or full stream must not cost a kernel.

@@ -10,6 +10,7 @@ import hashlib
 import importlib.metadata
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +38,7 @@ class Entry:
     Attributes
     ----------
     op : str
-        The named op that it serves.
+        The named op that it serves, or the kernel's own name.
     spec : KernelSpec
         The declaration.
     """
@@ -60,8 +61,13 @@ def default() -> tuple[Entry, ...]:
     )
 
 
-def files() -> dict[str, str]:
-    """Render the default catalogue.
+def files(entries: Sequence[Entry] | None = None) -> dict[str, str]:
+    """Render a catalogue.
+
+    Parameters
+    ----------
+    entries : sequence of Entry, optional
+        By default those of :func:`default`.
 
     Returns
     -------
@@ -69,7 +75,8 @@ def files() -> dict[str, str]:
         Text by path in the catalogue's folder, the same bytes every time: the sources, and a manifest that names
         versions, declarations and SHA-256 of each.
     """
-    sources = {entry.file: render.render(entry.spec) for entry in default()}
+    entries = default() if entries is None else entries
+    sources = {entry.file: render.render(entry.spec) for entry in entries}
     head = {
         "cutlass_ops": _resources.library_version(),
         "nvidia-cutlass": importlib.metadata.version("nvidia-cutlass"),
@@ -82,7 +89,7 @@ def files() -> dict[str, str]:
             "sha256": hashlib.sha256(sources[entry.file].encode()).hexdigest(),
             "spec": entry.spec.to_json(),
         }
-        for entry in default()
+        for entry in entries
     ]
     return sources | {MANIFEST: _manifest(head, kernels)}
 
@@ -94,18 +101,21 @@ def _manifest(head: dict[str, object], kernels: list[dict[str, object]]) -> str:
     return "\n".join(["{", *lines, ' "kernels": [', rows, " ]", "}", ""])
 
 
-def stale(folder: Path) -> list[str]:
+def stale(folder: Path, entries: Sequence[Entry] | None = None) -> list[str]:
     """Return the paths that :func:`write` would write or remove in a folder, sorted."""
-    return sorted(_differing(folder, files()) | _abandoned(folder))
+    wanted = files(entries)
+    return sorted(_differing(folder, wanted) | _abandoned(folder, wanted))
 
 
-def write(folder: Path) -> list[str]:
-    """Bring a folder up to date with the default catalogue.
+def write(folder: Path, entries: Sequence[Entry] | None = None) -> list[str]:
+    """Bring a folder up to date with a catalogue.
 
     Parameters
     ----------
     folder : Path
         Made if it is not there. Files that no manifest of a catalogue names are left alone.
+    entries : sequence of Entry, optional
+        By default those of :func:`default`.
 
     Returns
     -------
@@ -117,8 +127,8 @@ def write(folder: Path) -> list[str]:
     OSError
         If the folder cannot be written.
     """
-    wanted = files()
-    changed, abandoned = _differing(folder, wanted), _abandoned(folder)
+    wanted = files(entries)
+    changed, abandoned = _differing(folder, wanted), _abandoned(folder, wanted)
     for name in changed:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,14 +142,14 @@ def _differing(folder: Path, wanted: dict[str, str]) -> set[str]:
     return {name for name, text in wanted.items() if _read(folder / name) != text.encode()}
 
 
-def _abandoned(folder: Path) -> set[str]:
+def _abandoned(folder: Path, wanted: dict[str, str]) -> set[str]:
     """Return the files that the folder's manifest names and the catalogue no longer has."""
     try:
         named = {str(kernel["file"]) for kernel in json.loads(_read(folder / MANIFEST) or b"{}")["kernels"]}
     except (ValueError, KeyError, TypeError):
         return set()
     # The manifest may be anybody's: only names like the catalogue's own count.
-    unwanted = named - {entry.file for entry in default()}
+    unwanted = named - wanted.keys()
     return {name for name in unwanted if _FILE.fullmatch(name) and (folder / name).is_file()}
 
 

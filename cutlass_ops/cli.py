@@ -1,26 +1,41 @@
 """The command line: ``python -m cutlass_ops``, or ``cutlass-ops``.
 
-Exit codes: 0 done, 1 an error or a negative answer, 2 wrong usage.
+Exit codes: 0 done, 1 an error or a negative answer, 2 wrong usage, 3 a kernel cannot be compiled, 4 a compiler, a store
+or a kernel that is needed is not there or not usable, 5 a bundle is not what it should be, 130 interrupted.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import importlib
 import json
 import math
-import re
+import signal
 import sys
+from collections.abc import Iterable
+from concurrent.futures import Executor
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, Any, NoReturn, cast, get_args
 
 import typer
 
-from cutlass_ops import _resources, catalog, ops, tuning
+from cutlass_ops import _resources, catalog, executors, ops, packing, shipping, tuning, verifying
 from cutlass_ops.builder import build_many
+from cutlass_ops.bundle import Bundle, open_bundle
 from cutlass_ops.call import call_at, device_of
 from cutlass_ops.doctor import diagnose
 from cutlass_ops.epilogue import Epilogue
-from cutlass_ops.errors import ConfigError, CutlassOpsError, LoadError
+from cutlass_ops.errors import (
+    BundleError,
+    CompileError,
+    ConfigError,
+    CutlassOpsError,
+    LoadError,
+    MissingKernelError,
+    StoreError,
+    ToolchainError,
+)
 from cutlass_ops.explaining import explain_call
 from cutlass_ops.heuristics import Device
 from cutlass_ops.inspection import KernelReport
@@ -43,13 +58,38 @@ H100 = Device((9, 0), 132, "NVIDIA H100 80GB HBM3")
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value instead of lines.")]
 
 
+_EXIT_CODES: dict[type[Exception], int] = {
+    CompileError: 3,
+    ToolchainError: 4,
+    StoreError: 4,
+    MissingKernelError: 4,
+    BundleError: 5,
+}
+_INTERRUPTED = 130
+
+
 def main() -> None:
-    """Run the command line; errors of this library become one message and exit code 1."""
+    """Run the command line; errors of this library become one message and an exit code."""
+    # To be told to end is the same as to be interrupted: compilers are ended, and nothing is left half-written.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         app()
     except (CutlassOpsError, ValueError, OSError) as exc:
         typer.echo(f"error: {exc}", err=True)
-        sys.exit(1)
+        if "--json" in sys.argv:
+            typer.echo(json.dumps({"error": {"kind": type(exc).__name__, "message": str(exc)}}))
+        sys.exit(next((code for kind, code in _EXIT_CODES.items() if isinstance(exc, kind)), 1))
+    except KeyboardInterrupt:
+        _end_interrupted()
+    except SystemExit as exc:
+        if exc.code == _INTERRUPTED:
+            _end_interrupted()
+        raise
+
+
+def _end_interrupted() -> NoReturn:
+    typer.echo("interrupted: finished kernels stay in the store, and nothing is half-written", err=True)
+    sys.exit(_INTERRUPTED)
 
 
 @app.command()
@@ -61,30 +101,104 @@ def doctor(as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
+CatalogueName = Annotated[
+    str | None,
+    typer.Argument(metavar="[CATALOGUE]", help="A TOML or Python file, or MODULE:NAME; by default the library's own."),
+]
+
+
 @app.command()
 def generate(
+    catalogue: CatalogueName = None,
     out: Annotated[Path | None, typer.Option(help="Folder; by default generated/ of this installation.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit code 1 if anything is stale.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Render the default catalogue as C++ files and a manifest."""
+    """Render a catalogue as C++ files and a manifest."""
+    if catalogue is not None and out is None:
+        raise ValueError("--out is missing: name the folder for the sources of this catalogue")
     folder = out or _resources.generated()
-    changed = catalog.stale(folder) if check else catalog.write(folder)
+    entries = catalog.default() if catalogue is None else _entries(catalogue)
+    changed = catalog.stale(folder, entries) if check else catalog.write(folder, entries)
     verb = "stale" if check else "updated"
-    summary = f"{folder}: {len(catalog.default())} kernels, {len(changed)} files {verb}"
+    summary = f"{folder}: {len(entries)} kernels, {len(changed)} files {verb}"
     _show(as_json, {"folder": str(folder), "changed": changed}, *(f"{verb}: {name}" for name in changed), summary)
     if check and changed:
         raise typer.Exit(1)
 
 
+Jobs = Annotated[
+    int | None, typer.Option(min=1, help="Kernels compiled at the same time; by default as many as there are CPUs.")
+]
+
+
+Where = Annotated[
+    str | None,
+    typer.Option("--executor", metavar="EXECUTOR", help=f"What compiles, by default this process: {executors.FORMS}."),
+]
+
+
 @app.command()
 def build(
-    specs: Annotated[list[Path], typer.Argument(metavar="SPEC.json...", help="Declarations of kernels.")],
+    names: Annotated[
+        list[str], typer.Argument(metavar="SPEC.json|CATALOGUE...", help="Declarations of kernels, or catalogues.")
+    ],
+    jobs: Jobs = None,
+    executor: Where = None,
     as_json: Json = False,
 ) -> None:
     """Compile kernels into the store; those that are there already are not compiled again."""
-    artifacts = build_many([_read_spec(path) for path in specs])
+    specs = dict.fromkeys(spec for name in names for spec in _specs(name))
+    with _executor(executor) as pool:
+        artifacts = build_many(specs, jobs=jobs, executor=pool)
     _show_reports(as_json, [(artifact, inspect_kernel(artifact)) for artifact in artifacts])
+
+
+@app.command()
+def bundle(
+    catalogue: CatalogueName = None,
+    out: Annotated[Path, typer.Option(help="The bundle to write.")] = Path("kernels.bundle"),
+    folder: Annotated[bool, typer.Option("--folder", help="Write a folder, and not one file.")] = False,
+    sign: Annotated[Path | None, typer.Option(help="PEM file of the Ed25519 private key to sign with.")] = None,
+    wheel: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Write a wheel of this name as well, beside the bundle.")
+    ] = None,
+    wheel_version: Annotated[str | None, typer.Option(help="Version of the wheel.")] = None,
+    jobs: Jobs = None,
+    executor: Where = None,
+    as_json: Json = False,
+) -> None:
+    """Build all kernels of a catalogue, without a GPU, and pack them with sources, choices and tuning tables."""
+    if wheel is not None and folder:
+        raise ValueError("--wheel and --folder exclude each other: a wheel holds one file")
+    wanted = shipping.default() if catalogue is None else shipping.load(catalogue)
+    with _executor(executor) as pool:
+        contents = packing.pack(wanted, jobs=jobs, executor=pool)
+    made = contents.write(out, private_key=sign, folder=folder)
+    packed = None if wheel is None else packing.write_wheel(out, out.absolute().parent, wheel, wheel_version)
+    about = _about(made) | {"signed": sign is not None, "wheel": None if packed is None else str(packed)}
+    lines = [_about_line(about), *([f"wheel: {packed}"] if packed else [])]
+    _show(as_json, about, *lines)
+
+
+@app.command()
+def verify(
+    path: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A bundle: a file or a folder.")],
+    key: Annotated[Path | None, typer.Option(help="PEM file of the Ed25519 public key that must have signed.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Check a bundle's hashes, keys, targets, symbols, instructions and signature; exit code 5 if anything is wrong."""
+    found = verifying.verify(path, key)
+    signed = f"signed by {key}" if found.signed else "no signature was asked for"
+    good = f"{found.path}: {found.kernels} kernels for {', '.join(found.targets)} are what the manifest says; {signed}"
+    _show(
+        as_json,
+        found.to_json(),
+        *(f"wrong: {problem}" for problem in found.problems),
+        *([] if found.problems else [good]),
+    )
+    if found.problems:
+        raise typer.Exit(_EXIT_CODES[BundleError])
 
 
 Problems = Annotated[
@@ -118,6 +232,7 @@ def tune(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="Use only kernels of which none changes a bit of another's result.")
     ] = False,
+    executor: Where = None,
     as_json: Json = False,
 ) -> None:
     """Measure which kernels are the fastest for some problems and keep the result; stopped, it goes on where it was.
@@ -125,11 +240,12 @@ def tune(
     Exit code 1 if a problem could not be measured or time was up.
     """
     effort = Effort(kernels=kernels, candidates=candidates, rounds=rounds, refine=refine, seconds=seconds)
-    report = tuning.tune(
-        _op(op), _problems(problems), dtypes=dtypes, a=_major(a), b=_major(b), effort=effort,
-        folder=folder.absolute() if folder else None, again=again,
-        allow_fallback=allow_fallback, deterministic=deterministic,
-    )  # fmt: skip
+    with _executor(executor) as pool:
+        report = tuning.tune(
+            _op(op), _problems(problems), dtypes=dtypes, a=_major(a), b=_major(b), effort=effort,
+            folder=folder.absolute() if folder else None, again=again,
+            allow_fallback=allow_fallback, deterministic=deterministic, executor=pool,
+        )  # fmt: skip
     counts = {"measured": report.measured, "known": report.known, "left": report.left}
     lines = [f"failed: {name}: {why}" for name, why in report.failed.items()]
     summary = f"{report.measured} problems measured, {report.known} known before, {report.left} left"
@@ -158,13 +274,16 @@ def explain(
     _show(as_json, [{"device": device.name, **e.to_json()} for e in found], *note, *map(str, found))
 
 
+FromBundle = Annotated[Path | None, typer.Option("--bundle", help="Look in this bundle, and not in the store.")]
+
+
 @app.command(name="list")
-def list_kernels(as_json: Json = False) -> None:
-    """List the kernels in the store."""
-    store = KernelStore.default()
-    rows = [_row(artifact) for artifact in store.entries()]
-    lines = [f"{row['key'][:12]}  {row['bytes']:>9,} bytes  {row['created']}  {row['slug']}" for row in rows]
-    _show(as_json, rows, *lines, f"{store.root}: {len(rows)} kernels")
+def list_kernels(in_bundle: FromBundle = None, as_json: Json = False) -> None:
+    """List the kernels in the store, or in a bundle."""
+    where, artifacts = _kernels(in_bundle)
+    rows = [_row(artifact) for artifact in artifacts]
+    lines = [f"{row['key'][:12]}  {row['bytes']:>9,} bytes  {row['created'] or ''}  {row['slug']}" for row in rows]
+    _show(as_json, rows, *lines, f"{where}: {len(rows)} kernels")
 
 
 @app.command()
@@ -172,10 +291,11 @@ def inspect(
     kernels: Annotated[
         list[str], typer.Argument(metavar="KERNEL...", help="A kernel's folder, or how its key or slug begins.")
     ],
+    in_bundle: FromBundle = None,
     as_json: Json = False,
 ) -> None:
     """Show a kernel's Tensor Core instructions, registers, shared memory, spills and occupancy."""
-    artifacts = [_find(text) for text in kernels]
+    artifacts = [_find(text, in_bundle) for text in kernels]
     _show_reports(as_json, [(artifact, inspect_kernel(artifact)) for artifact in artifacts])
 
 
@@ -185,6 +305,10 @@ def clean(as_json: Json = False) -> None:
     store = KernelStore.default()
     removed = store.clean()
     _show(as_json, {"store": str(store.root), "removed": removed}, f"{store.root}: {removed} kernels removed")
+
+
+def _executor(name: str | None) -> contextlib.AbstractContextManager[Executor | None]:
+    return contextlib.nullcontext() if name is None else executors.named(name)
 
 
 def _show(as_json: bool, value: Any, *lines: str) -> None:
@@ -211,14 +335,7 @@ def _op(name: str) -> HasGraph:
 
 
 def _problems(texts: list[str]) -> list[tuple[int, int, int]]:
-    """Read problems such as ``1,16x4096x4096``, every combination of listed extents."""
-    found: list[tuple[int, int, int]] = []
-    for text in texts:
-        if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*(x[1-9]\d*(,[1-9]\d*)*){2}", text, re.ASCII):
-            raise ValueError(f"{text} is no problem: write MxNxK, positive integers, such as 512x4096x4096")
-        rows, columns, depths = ([int(e) for e in side.split(",")] for side in text.split("x"))
-        found += [(m, n, k) for m in rows for n in columns for k in depths]
-    return found
+    return [problem for text in texts for problem in shipping.problems_of(text)]
 
 
 def _major(text: str) -> Major:
@@ -227,14 +344,45 @@ def _major(text: str) -> Major:
     return cast(Major, text)
 
 
-def _read_spec(path: Path) -> KernelSpec:
-    try:
-        data = json.loads(path.read_bytes())
-        if not isinstance(data, dict):
-            raise ConfigError("a kernel spec is a JSON object")
-        return KernelSpec.from_json(data)
-    except ValueError as exc:
-        raise ConfigError(f"{path}: {exc}") from None
+def _specs(name: str) -> list[KernelSpec]:
+    """Return the kernels of one argument: a declaration, or a catalogue."""
+    if name.endswith(".json"):
+        return [shipping.read_spec(Path(name))]
+    return list(shipping.shipment(shipping.load(name)).specs)
+
+
+def _entries(catalogue: str) -> list[catalog.Entry]:
+    return [catalog.Entry(spec.slug, spec) for spec in _specs(catalogue)]
+
+
+def _about(bundle: Bundle) -> dict[str, Any]:
+    manifest, kernels = bundle.manifest, bundle.manifest.kernels
+    return {
+        "path": str(bundle.path),
+        "kernels": len(kernels),
+        "targets": list(manifest.targets),
+        "library_bytes": sum(record.library.size for record in kernels),
+        "largest_library": max(record.library.size for record in kernels),
+        "tables": len(manifest.tables),
+        "manifest_sha256": hashlib.sha256(manifest.to_bytes()).hexdigest(),
+        "toolchain": dict(manifest.toolchain),
+    }
+
+
+def _about_line(about: dict[str, Any]) -> str:
+    signed = "signed" if about["signed"] else "not signed"
+    return (
+        f"{about['path']}: {about['kernels']} kernels for {', '.join(about['targets'])}, {about['library_bytes']:,} "
+        f"bytes of libraries, the largest {about['largest_library']:,}; {signed}"
+    )
+
+
+def _kernels(in_bundle: Path | None) -> tuple[str, Iterable[Artifact]]:
+    """Return where kernels are looked for, and those there."""
+    if in_bundle is not None:
+        return str(in_bundle), open_bundle(in_bundle).kernels()
+    store = KernelStore.default()
+    return str(store.root), store.entries()
 
 
 def _row(artifact: Artifact) -> dict[str, Any]:
@@ -242,7 +390,7 @@ def _row(artifact: Artifact) -> dict[str, Any]:
         "key": artifact.key,
         "slug": _slug(artifact),
         "target": artifact.target,
-        "bytes": artifact.library.stat().st_size,
+        "bytes": artifact.size,
         "created": artifact.manifest.get("created"),
         "folder": str(artifact.folder),
     }
@@ -255,18 +403,18 @@ def _slug(artifact: Artifact) -> str:
         return "(declared by another version of this library)"
 
 
-def _find(text: str) -> Artifact:
-    """Find a kernel by its folder, or in the store by the beginning of its key or slug."""
+def _find(text: str, in_bundle: Path | None) -> Artifact:
+    """Find a kernel by its folder, or in the store or a bundle by the beginning of its key or slug."""
     path = Path(text).absolute()
-    if path.exists():
+    if in_bundle is None and path.exists():
         return open_entry(path if path.is_dir() else path.parent)
-    store = KernelStore.default()
-    found = [a for a in store.entries() if a.key.startswith(text) or _slug(a).startswith(text)]
+    where, artifacts = _kernels(in_bundle)
+    found = [a for a in artifacts if a.key.startswith(text) or _slug(a).startswith(text)]
     if len(found) == 1:
         return found[0]
     if found:
         raise LoadError(f"{text} names {len(found)} kernels: {', '.join(a.key[:12] for a in found)}")
-    raise LoadError(f"{text} is no folder, and no key or slug in {store.root} begins so: `list` shows what is there")
+    raise LoadError(f"{text} is no folder, and no key or slug in {where} begins so: `list` shows what is there")
 
 
 def _show_reports(as_json: bool, reports: list[tuple[Artifact, KernelReport]]) -> None:
@@ -285,7 +433,7 @@ def _report_lines(artifact: Artifact, report: KernelReport) -> list[str]:
     known = ", ".join(f"{number:,} {what}" for what, number in block.items() if number is not None)
     return [
         report.slug,
-        f"  {artifact.folder}",
+        f"  {artifact.where}",
         f"  library   {report.library_bytes:,} bytes for {report.target}",
         f"  SASS      {sass}",
         f"  thread    {report.registers} registers, {report.stack} bytes of stack, "

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from cutlass_ops import _env, _resources, arch, builtin, heuristics, legality, model, tables
+from cutlass_ops.bundles import BUNDLES
 from cutlass_ops.config import Config, Sm90Config
 from cutlass_ops.errors import ConfigError
 from cutlass_ops.heuristics import Device, Pool, Problem
@@ -35,7 +36,7 @@ def _rows() -> Iterator[int]:
     yield 1 << 26
 
 
-_ROWS = tuple(_rows())
+ROWS = tuple(_rows())
 # Kernels are kept for a weight until no number of rows would be so much faster with another.
 _SLACK = {"measured": 0.004, "interpolated": 0.02, "model": 0.02}
 # What is lost beyond that counts so many times more: it has to be mended by some kernel, and one may mend it for many.
@@ -132,7 +133,7 @@ def kept(policy: Policy, n: int, k: int) -> tuple[Config, ...]:
     Greedy: the next kernel is always that which helps most over all numbers of rows, until none helps much.
     """
     tuned = (p.problem[0] for table in policy.tables for p in table.points if p.problem[1:] == (n, k))
-    problems = [(m, n, k) for m in sorted({*_ROWS, *tuned})]
+    problems = [(m, n, k) for m in sorted({*ROWS, *tuned})]
     known = policy.expected(problems)
     times = known.decisive()
     best, fastest = times.min(1)
@@ -149,6 +150,21 @@ def kept(policy: Policy, n: int, k: int) -> tuple[Config, ...]:
     return tuple(policy.kernels[at] for at in chosen)
 
 
+def serves(signature: OpSignature, device: Device) -> bool:
+    """Whether any kernel serves a signature on a device."""
+    return bool(_bundled(signature, device) or policy(signature, device).kernels)
+
+
+def fallback(signature: OpSignature, device: Device, problem: Problem) -> str | None:
+    """Return the peer that serves a problem in place of every kernel, if the user allowed it where they tuned.
+
+    What was chosen when a bundle was made holds before that.
+    """
+    if chosen_in_bundle(signature, device, problem) is not None:
+        return None
+    return policy(signature, device).fallback(problem)
+
+
 def specs(signature: OpSignature, device: Device) -> tuple[KernelSpec, ...]:
     """Return every kernel that may be picked for a signature on a device; none if none serves it."""
     return tuple(heuristics.spec(signature, c, device) for c in policy(signature, device).kernels)
@@ -156,6 +172,8 @@ def specs(signature: OpSignature, device: Device) -> tuple[KernelSpec, ...]:
 
 def specs_for(signature: OpSignature, device: Device, n: int, k: int) -> tuple[KernelSpec, ...]:
     """Return the kernels that may be picked for any number of rows of A, given B's extents."""
+    if chosen_in_bundle(signature, device, (1, n, k)) is not None:
+        return tuple(heuristics.spec(signature, c, device) for c in _bundled(signature, device))
     return tuple(heuristics.spec(signature, c, device) for c in kept(policy(signature, device), n, k))
 
 
@@ -167,23 +185,46 @@ def choose(signature: OpSignature, device: Device, problem: Problem) -> tuple[Ke
     KernelSpec, Config
         The kernel, and its configuration with the launch arguments.
     """
-    config = policy(signature, device).choose(problem).config
+    config = chosen_in_bundle(signature, device, problem) or policy(signature, device).choose(problem).config
     return heuristics.spec(signature, config.binary(), device), config
+
+
+def _bundled(signature: OpSignature, device: Device) -> tuple[Config, ...]:
+    """Return the configurations that loaded bundles have for a signature: of one kind, wgmma before mma.sync."""
+    found = BUNDLES.configs(signature, device.capability)
+    wgmma = tuple(c for c in found if isinstance(c, Sm90Config))
+    return wgmma or found
+
+
+def chosen_in_bundle(signature: OpSignature, device: Device, problem: Problem) -> Config | None:
+    """Return what a loaded bundle says about a problem, or its only kernel; None if no bundle says anything.
+
+    Neither a table nor the model is looked at.
+    """
+    configs = _bundled(signature, device)
+    if len(configs) == 1:
+        return heuristics.with_order(configs[0], problem)
+    return BUNDLES.choice(signature, device.capability, problem) if configs else None
 
 
 def forget() -> None:
     """Read the user's tables anew from now on."""
-    for cache in (policy, kept):
+    for cache in (_policy, kept):
         cache.cache_clear()
 
 
-@lru_cache(maxsize=256)
 def policy(signature: OpSignature, device: Device) -> Policy:
     """Return what decides for a signature on a device.
 
-    Measurements are looked for in the user's folder and in the package, for this signature and device; for kernels of
-    Sm90 the package's table of another epilogue says what these do not.
+    Where loaded bundles have kernels for it, only these may be picked. Measurements are looked for in the bundles, in
+    the user's folder and in the package, for this signature and device; for kernels of Sm90 the package's table of
+    another epilogue says what these do not.
     """
+    return _policy(signature, device, _bundled(signature, device), BUNDLES.generation)
+
+
+@lru_cache(maxsize=256)
+def _policy(signature: OpSignature, device: Device, bundled: tuple[Config, ...], generation: int) -> Policy:
     if arch.target_for(device.capability, wgmma=False) is None:
         return Policy.of((), signature, device, ())
     own = _own(signature, device)
@@ -192,10 +233,12 @@ def policy(signature: OpSignature, device: Device) -> Policy:
     def allowed(pool: Iterable[Config]) -> Iterator[Config]:
         return (c for c in pool if own is None or own.allows(c))
 
+    if bundled:
+        known = (*mine, *_borrowed(own, signature, device)) if isinstance(bundled[0], Sm90Config) else mine
+        return Policy.of(known, signature, device, allowed(bundled))
+
     if device.loads_by_tma(signature.a, signature.b):
-        reference = _as_if_about(_reference(), signature, device)
-        # A table of the reference's own kind has all that the reference has.
-        known = mine if own and own.is_about(reference.signature, reference.device) else (*mine, reference)
+        known = (*mine, *_borrowed(own, signature, device))
         found = Policy.of(known, signature, device, allowed(c for table in known for c in table.kernels))
         if found.kernels:
             return found
@@ -205,8 +248,11 @@ def policy(signature: OpSignature, device: Device) -> Policy:
 
 
 def _own(signature: OpSignature, device: Device) -> Table | None:
-    """Return what was measured for a signature on a device, the user's own results before those that ship."""
-    found = _shipped(device.name, signature)
+    """Return what was measured for a signature on a device, the user's own results first.
+
+    After them comes a bundle's table, and only without one that which ships.
+    """
+    found = _from_bundle(device.name, signature) or _shipped(device.name, signature)
     mine = _users(tables.path_of(_env.tuning_dir(), device.name, signature))
     if mine is None:
         return found
@@ -225,6 +271,14 @@ def _users(path: Path) -> Table | None:
         return None
 
 
+def _from_bundle(device: str, signature: OpSignature) -> Table | None:
+    for path, text in BUNDLES.tables():
+        table = tables.parse(text, f"a table in {path}")
+        if table.is_about(signature, device):
+            return table
+    return None
+
+
 def _both(first: Table, second: Table) -> tuple[Config, ...]:
     return tuple(dict.fromkeys([*first.kernels, *second.kernels]))
 
@@ -233,6 +287,14 @@ def _both(first: Table, second: Table) -> tuple[Config, ...]:
 def _shipped(device: str, signature: OpSignature) -> Table | None:
     path = tables.path_of(_resources.tuned(), device, signature)
     return tables.load(path) if path.is_file() else None
+
+
+def _borrowed(own: Table | None, signature: OpSignature, device: Device) -> tuple[Table, ...]:
+    """Return what another epilogue's table says of kernels of Sm90, unless a signature's own has all of that."""
+    reference = _reference()
+    if own is not None and own.is_about(reference.signature, reference.device):
+        return ()
+    return (_as_if_about(reference, signature, device),)
 
 
 def _reference() -> Table:

@@ -1,4 +1,4 @@
-"""What this installation can do, and why: the compiler, the GPUs, the store, and every environment variable."""
+"""What this installation can do, and why: compiler, GPUs, store, bundles, and every environment variable."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from cutlass_ops import _env, _resources, arch
-from cutlass_ops.errors import StoreError, ToolchainError
+from cutlass_ops.bundles import BUNDLES
+from cutlass_ops.errors import BundleError, StoreError, ToolchainError
 from cutlass_ops.store import KernelStore
 from cutlass_ops.toolchain import Toolchain, find_toolchain
 
@@ -37,6 +38,15 @@ class Store:
 
 
 @dataclass(frozen=True)
+class Bundled:
+    """One bundle that calls are served from: how many kernels it holds, and for which targets."""
+
+    path: str
+    kernels: int
+    targets: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Diagnosis:
     """What was found.
 
@@ -50,6 +60,8 @@ class Diagnosis:
         The devices that PyTorch sees.
     store : Store or None
         Where compiled kernels are kept.
+    bundles : tuple of Bundled
+        Loaded, named by the environment or installed, the first to look in first.
     can_compile, can_run : bool
         Whether a kernel can be compiled, and whether one can be had and run.
     problems : tuple of str
@@ -62,6 +74,7 @@ class Diagnosis:
     toolchain: Toolchain | None
     gpus: tuple[Gpu, ...]
     store: Store | None
+    bundles: tuple[Bundled, ...]
     can_compile: bool
     can_run: bool
     problems: tuple[str, ...]
@@ -86,6 +99,8 @@ class Diagnosis:
         yield from _section("GPU", [_gpu_line(gpu) for gpu in self.gpus] or ["none that PyTorch sees"])
         store = [f"{self.store.path}: {self.store.kernels} kernels, {self.store.bytes:,} bytes"] if self.store else []
         yield from _section("Store", store or ["unusable"])
+        bundles = [f"{b.path}: {b.kernels} kernels for {', '.join(b.targets)}" for b in self.bundles]
+        yield from _section("Bundles", bundles or ["none"])
         yield from _section("Environment", [_variable_line(v, self.environment[v.name]) for v in _env.VARIABLES])
         if self.problems:
             yield from _section("Problems", list(self.problems))
@@ -114,6 +129,7 @@ def diagnose() -> Diagnosis:
     toolchain = _toolchain(problems)
     store = _store(problems)
     gpus = _gpus()
+    bundles = _bundles(problems)
     jit = _jit(problems)
     can_compile = toolchain is not None and store is not None and jit
     usable = any(gpu.target is not None for gpu in gpus)
@@ -126,8 +142,9 @@ def diagnose() -> Diagnosis:
         toolchain=toolchain,
         gpus=gpus,
         store=store,
+        bundles=bundles,
         can_compile=can_compile,
-        can_run=usable and (can_compile or (store is not None and store.kernels > 0)),
+        can_run=usable and (can_compile or bool(bundles) or (store is not None and store.kernels > 0)),
         problems=tuple(problems),
         environment={variable.name: variable.text for variable in _env.VARIABLES},
     )
@@ -152,6 +169,15 @@ def _store(problems: list[str]) -> Store | None:
         return None
     size = sum(path.stat().st_size for artifact in artifacts for path in artifact.folder.iterdir())
     return Store(str(store.root), len(artifacts), size)
+
+
+def _bundles(problems: list[str]) -> tuple[Bundled, ...]:
+    try:
+        found = [(str(b.path), b.manifest) for b in BUNDLES.all()]
+    except (BundleError, ValueError, OSError) as exc:
+        problems.append(str(exc))
+        return ()
+    return tuple(Bundled(path, len(manifest.kernels), manifest.targets) for path, manifest in found)
 
 
 def _jit(problems: list[str]) -> bool:

@@ -8,6 +8,11 @@ from dataclasses import dataclass
 
 _MAGIC = b"\x7fELF"
 _EM_CUDA = 190
+_ABI_MOVED = 8
+_DT_NEEDED = 1
+_BINDINGS = (1, 2)  # global and weak
+_SYMBOL = struct.Struct("<IBBHQQ")  # name, binding and type, visibility, section, value, size
+_DYNAMIC = struct.Struct("<QQ")
 _SHF_EXECINSTR = 4
 _SECTION = struct.Struct("<IIQQQQ")  # name, type, flags, address, offset, size: the head of a section's header
 
@@ -41,6 +46,51 @@ def gpu_images(library: bytes) -> Iterator[bytes]:
         at = library.find(_MAGIC, at + len(_MAGIC))
 
 
+def sm_version(image: bytes) -> int:
+    """Return the compute capability that a machine-code image is for, as two digits: 90 for sm_90 and sm_90a.
+
+    Raises
+    ------
+    struct.error
+        If the image ends before it says so.
+    """
+    flags: int = struct.unpack_from("<I", image, 0x30)[0]
+    # From this version of the format on, which CUDA 13 writes, the number has moved.
+    return flags >> 8 & 0xFF if image[8] >= _ABI_MOVED else flags & 0xFF
+
+
+def exports(library: bytes) -> set[str]:
+    """Return the names that a shared library defines for others.
+
+    Raises
+    ------
+    struct.error
+        If it ends before its sections do.
+    """
+    found = {section.name: section.data for section in sections(library)}
+    symbols, names = found.get(".dynsym", b""), found.get(".dynstr", b"")
+    rows = _SYMBOL.iter_unpack(symbols[: len(symbols) // _SYMBOL.size * _SYMBOL.size])
+    return {_name(names, name) for name, info, _, where, _, _ in rows if where and info >> 4 in _BINDINGS}
+
+
+def needed(library: bytes) -> list[str]:
+    """Return the libraries that a shared library has the dynamic linker load.
+
+    Raises
+    ------
+    struct.error
+        If it ends before its sections do.
+    """
+    found = {section.name: section.data for section in sections(library)}
+    dynamic, names = found.get(".dynamic", b""), found.get(".dynstr", b"")
+    rows = _DYNAMIC.iter_unpack(dynamic[: len(dynamic) // _DYNAMIC.size * _DYNAMIC.size])
+    return [_name(names, value) for tag, value in rows if tag == _DT_NEEDED]
+
+
+def _name(names: bytes, at: int) -> str:
+    return names[at:].partition(b"\0")[0].decode(errors="replace")
+
+
 def sections(image: bytes) -> Iterator[Section]:
     """Yield the sections of an image.
 
@@ -54,8 +104,7 @@ def sections(image: bytes) -> Iterator[Section]:
     headers = [_SECTION.unpack_from(image, table + index * entry_size) for index in range(entries)]
     names = _contents(image, headers[names_at]) if names_at < entries else b""
     for header in headers:
-        name = names[header[0] :].partition(b"\0")[0].decode(errors="replace")
-        yield Section(name, bool(header[2] & _SHF_EXECINSTR), _contents(image, header))
+        yield Section(_name(names, header[0]), bool(header[2] & _SHF_EXECINSTR), _contents(image, header))
 
 
 def _contents(image: bytes, header: tuple[int, ...]) -> bytes:

@@ -39,8 +39,12 @@ class LoadError(CutlassOpsError):
     """An artifact could not be loaded, or is not what its manifest says."""
 
 
+class BundleError(LoadError):
+    """A bundle is not safe, not whole, not of this version's format, or not signed as it should be."""
+
+
 class MissingKernelError(CutlassOpsError):
-    """Compilation is switched off and no stored kernel matches the signature that the message names."""
+    """Nothing can be compiled here, and no bundle and no store has the kernel that the message names."""
 
 
 class NoDeviceError(CutlassOpsError):

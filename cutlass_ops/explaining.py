@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from cutlass_ops import dispatch, heuristics
 from cutlass_ops.call import Call, check_call, device_of, signature_of
-from cutlass_ops.config import Sm90Config
+from cutlass_ops.config import Config, Sm90Config
 from cutlass_ops.dispatch import Policy
 from cutlass_ops.heuristics import Device, Problem
 from cutlass_ops.knowledge import Candidate
@@ -166,11 +166,15 @@ def explain_call(name: str, call: Call, device: Device) -> Explanation:
     if not policy.kernels:
         why = f"no kernel serves these types on compute capability {'.'.join(map(str, device.capability))}"
         return Explanation(name, problem, "nothing", why, _contract(call, signature, device))
-    kept = dispatch.kept(policy, *problem[1:])
+    chosen = dispatch.chosen_in_bundle(signature, device, problem)
+    kept = dispatch.kept(policy, *problem[1:]) if chosen is None else policy.kernels
     ranked = policy.ranked(problem, kept)
+    if chosen is not None:
+        ranked = _first(chosen, ranked, policy.ranked(problem, [chosen.binary()]))
     spec = heuristics.spec(signature, ranked[0].config.binary(), device)
-    peer = policy.fallback(problem) if can_fall_back(call) else None
-    served_by, why = spec.slug, _why(policy, problem, ranked[0], len(kept))
+    peer = dispatch.fallback(signature, device, problem) if can_fall_back(call) else None
+    why = _BUNDLED.format(len(kept)) if chosen else _why(policy, problem, ranked[0], len(kept))
+    served_by = spec.slug
     if peer is not None:
         served_by = f"PyTorch ({peer})"
         why = "measured to be faster than every kernel here, and tuning was told to allow it"
@@ -186,6 +190,15 @@ def explain_call(name: str, call: Call, device: Device) -> Explanation:
         roofline(whole, device.chip, signature.a.dtype.bytes, moved),
         dict(policy.peers(problem)),
     )
+
+
+_BUNDLED = "chosen when the loaded bundle was made; one of {} kernels that bundles have for this signature"
+
+
+def _first(chosen: Config, ranked: list[Candidate], itself: list[Candidate]) -> list[Candidate]:
+    """Put what a bundle chose before all others, in its own order of tiles."""
+    others = (c for c in ranked if c.config.binary() != chosen.binary())
+    return [replace(itself[0], config=chosen), *others]
 
 
 def _op(given: Any, epilogue: Any) -> Op:

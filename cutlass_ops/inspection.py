@@ -12,7 +12,7 @@ from cutlass_ops import arch, elf
 from cutlass_ops.arch import Target
 from cutlass_ops.errors import LoadError
 from cutlass_ops.loader import load
-from cutlass_ops.sass import count_opcodes
+from cutlass_ops.sass import opcodes
 from cutlass_ops.store import Artifact, open_entry
 
 _REGISTER_UNIT = 8  # registers for each thread come in multiples of it
@@ -89,8 +89,8 @@ def inspect(kernel: Artifact | str | os.PathLike[str]) -> KernelReport:
         slug=artifact.spec.slug,
         key=artifact.key,
         target=artifact.target,
-        library_bytes=artifact.library.stat().st_size,
-        sass=count_opcodes(artifact.library),
+        library_bytes=artifact.size,
+        sass=opcodes(artifact.read_library(), artifact.where),
         registers=resources["registers"],
         stack=resources["stack"],
         spill_stores=resources["spill_stores"],
@@ -113,7 +113,7 @@ def _main_function(artifact: Artifact) -> dict[str, Any]:
     """Return what ptxas said of the GEMM itself; a final reduction, say, is smaller."""
     functions = artifact.manifest["resources"]
     if not functions:
-        raise LoadError(f"the manifest in {artifact.folder} says nothing about resources")
+        raise LoadError(f"the manifest of {artifact.where} says nothing about resources")
     return dict(max(functions, key=lambda f: f["registers"]))
 
 
@@ -181,7 +181,7 @@ def _blocks_per_sm(device: Any, artifact: Artifact, function: str, described: di
     context = _cuda("cuDevicePrimaryCtxRetain", device)
     _cuda("cuCtxPushCurrent", context)
     try:
-        module = _cuda("cuModuleLoadData", next(elf.gpu_images(artifact.library.read_bytes())))
+        module = _cuda("cuModuleLoadData", next(elf.gpu_images(artifact.read_library())))
         try:
             kernel = _cuda("cuModuleGetFunction", module, function.encode())
             shared = described["shared_memory"]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
+import fcntl
 import importlib.util
+import itertools
 import json
+import os
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,8 +19,12 @@ from types import ModuleType
 
 from cutlass_ops import _env
 from cutlass_ops.errors import LoadError, ToolchainError
-from cutlass_ops.store import Artifact, read_private
+from cutlass_ops.store import Artifact
 from cutlass_ops.toolchain import find_toolchain
+
+# What a kernel's library is to this module: raise it when the arguments or results of these functions change.
+ABI = 1
+SYMBOLS = ("launch", "workspace_size", "describe")
 
 
 class Reason(IntEnum):
@@ -91,31 +98,72 @@ def load(artifact: Artifact) -> LoadedKernel:
 
 
 def _load(artifact: Artifact) -> LoadedKernel:
-    _verify(artifact)
+    data = artifact.read_library()
     tvm_ffi = _import_tvm_ffi()
     _provide_cudart(artifact)
     try:
-        module = tvm_ffi.load_module(str(artifact.library))
-        functions = [module.get_function(name) for name in ("launch", "workspace_size", "describe")]
+        # load_module goes by the file's ending, and descriptors have none.
+        open_library = tvm_ffi.get_global_func("ffi.Module.load_from_file.so")
+        with _mappable(data) as path:
+            module = open_library(path, "so")
+        functions = [module.get_function(name) for name in SYMBOLS]
     except (OSError, RuntimeError, AttributeError) as exc:
-        raise LoadError(f"{artifact.library} cannot be loaded: {exc}") from None
+        raise LoadError(f"{artifact.where} cannot be loaded: {exc}") from None
     return LoadedKernel(artifact, *functions)
 
 
-def _verify(artifact: Artifact) -> None:
-    """Hash the library right before it is mapped.
+@contextlib.contextmanager
+def _mappable(data: bytes) -> Iterator[str]:
+    """Yield a path under which the dynamic linker finds exactly these bytes, which nobody can exchange any more.
 
-    It is then opened again by its name, and not as ``/proc/self/fd/N``: the dynamic linker knows libraries by the name
-    that they were opened under, and would return another kernel once that number is used again. Between the two
-    only this user and root can exchange the file, since nobody else can write the store.
+    That is memory where it can be, sealed, so that nothing is written to a disk. Some systems forbid to execute it;
+    there a file in a private folder stands in, and is gone as soon as it is mapped.
     """
-    size = artifact.manifest["files"][artifact.library.name]["size"]
     try:
-        data = read_private(artifact.library, limit=size)
-    except OSError as exc:
-        raise LoadError(f"{artifact.library} cannot be read: {exc}") from None
-    if hashlib.sha256(data).hexdigest() != artifact.sha256:
-        raise LoadError(f"{artifact.library} changed since it was looked up: its SHA-256 is not the manifest's")
+        descriptor = _sealed(data)
+    except OSError:
+        with tempfile.TemporaryDirectory(prefix="cutlass_ops.") as folder:
+            path = Path(folder, "kernel.so")
+            path.write_bytes(data)
+            yield str(path)
+        return
+    try:
+        yield _unique(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sealed(data: bytes) -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        descriptor = os.memfd_create("cutlass_ops", flags | _MFD_EXEC)
+    except OSError:
+        # Before Linux 6.3 there is no such flag, and no need of it.
+        descriptor = os.memfd_create("cutlass_ops", flags)
+    try:
+        left = memoryview(data)
+        while left:
+            left = left[os.write(descriptor, left) :]
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+_MFD_EXEC = 0x10
+_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_serials = itertools.count()
+
+
+def _unique(descriptor: int) -> str:
+    """Return a name of a descriptor that this process has not used before.
+
+    The dynamic linker knows libraries by the name that they were opened under, and would return an older kernel where a
+    number is used again. To the system one slash is as good as many.
+    """
+    high, low = divmod(next(_serials), 256)
+    return f"/proc{'/' * (1 + high)}self{'/' * (1 + low)}fd/{descriptor}"
 
 
 def _import_tvm_ffi() -> ModuleType:
@@ -143,7 +191,7 @@ def _provide_cudart(artifact: Artifact) -> None:
             continue
         return
     raise LoadError(
-        f"{artifact.library} needs {name}, which is neither loaded nor on the library path, in CUDA_HOME or in the "
+        f"{artifact.where} needs {name}, which is neither loaded nor on the library path, in CUDA_HOME or in the "
         f'PyPI wheels: pip install "cutlass_ops[toolkit]" brings it'
     )
 

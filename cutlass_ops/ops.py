@@ -157,7 +157,7 @@ class Op:
         problem = call.problem
         signature, device = self._signature_of(call)
         extents = (problem.m, problem.n, problem.k)
-        peer = dispatch.policy(signature, device).fallback(extents)
+        peer = dispatch.fallback(signature, device, extents)
         if peer is not None and can_fall_back(call):
             return make_peer_plan(peer, call)
         spec, config = dispatch.choose(signature, device, extents)
@@ -170,7 +170,7 @@ class Op:
     def _signature_of(self, call: Call) -> tuple[OpSignature, Device]:
         device = device_of(call.problem.a.device)
         signature = signature_of(call, device)
-        if not dispatch.specs(signature, device):
+        if not dispatch.serves(signature, device):
             major, minor = device.capability
             raise UnsupportedError(
                 f"no kernel serves {self.name} with a {signature.a}, b {signature.b} and d {signature.d} on compute "

@@ -1,58 +1,20 @@
-"""From an op's signature to loaded kernels. One function owns the look-up order: loaded, then store, then build."""
+"""From an op's signature to loaded kernels. One function owns the look-up order: loaded, bundle, store, build."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cutlass_ops import loader
 from cutlass_ops.builder import build_many
-from cutlass_ops.config import Config
-from cutlass_ops.epilogue.graph import Graph
+from cutlass_ops.bundles import BUNDLES
+from cutlass_ops.errors import MissingKernelError, ToolchainError
 from cutlass_ops.loader import LoadedKernel
-from cutlass_ops.spec import KernelSpec, Major, Operand
-
-
-@dataclass(frozen=True)
-class OpSignature:
-    """What a call asks for, without how: the epilogue and the type of every operand.
-
-    Attributes
-    ----------
-    epilogue : Graph
-        The traced epilogue.
-    a, b, d : Operand
-        Types of A, B and D.
-    inputs, outputs : tuple of Operand
-        Types of the epilogue's inputs and further outputs, in order.
-    """
-
-    epilogue: Graph
-    a: Operand
-    b: Operand
-    d: Operand
-    inputs: tuple[Operand, ...]
-    outputs: tuple[Operand, ...]
-
-    @property
-    def majors(self) -> tuple[Major, Major]:
-        """Those of A and B."""
-        return self.a.major, self.b.major
-
-    def spec(self, config: Config, target: str | None = None) -> KernelSpec:
-        """Return the kernel that serves this signature with a configuration."""
-        return KernelSpec(
-            a=self.a,
-            b=self.b,
-            d=self.d,
-            epilogue=self.epilogue,
-            inputs={i.name: t for i, t in zip(self.epilogue.inputs, self.inputs, strict=True)},
-            outputs={o.name: t for o, t in zip(self.epilogue.outputs[1:], self.outputs, strict=True)},
-            config=config,
-            target=target,
-        )
+from cutlass_ops.signature import OpSignature as OpSignature
+from cutlass_ops.spec import KernelSpec
+from cutlass_ops.store import Artifact
 
 
 @dataclass(frozen=True)
@@ -82,7 +44,7 @@ class Registry:
         ConfigError
             If the spec is illegal.
         MissingKernelError
-            If compilation is switched off and the kernel is neither loaded nor stored.
+            If nothing can be compiled here and the kernel is neither loaded, nor in a bundle or the store.
         CompileError, ToolchainError, StoreError, LoadError
             If it cannot be built, stored or loaded.
         """
@@ -93,7 +55,7 @@ class Registry:
         wanted = list(specs)
         missing = [spec for spec in dict.fromkeys(wanted) if spec not in self._entries]
         if missing:
-            for spec, artifact in zip(missing, build_many(missing), strict=True):
+            for spec, artifact in _found(missing).items():
                 entry = Entry(spec, loader.load(artifact))
                 with self._lock:
                     self._entries.setdefault(spec, entry)
@@ -103,6 +65,18 @@ class Registry:
         """List what is loaded."""
         with self._lock:
             return tuple(self._entries.values())
+
+
+def _found(specs: Sequence[KernelSpec]) -> dict[KernelSpec, Artifact]:
+    bundled = {spec: BUNDLES.find(spec) for spec in specs}
+    others = [spec for spec, kernel in bundled.items() if kernel is None]
+    try:
+        built = dict(zip(others, build_many(others), strict=True)) if others else {}
+    except (ToolchainError, MissingKernelError) as exc:
+        if not BUNDLES.all():
+            raise
+        raise MissingKernelError(f"{exc}. {BUNDLES.missing(others)}") from exc
+    return {spec: bundled[spec] or built[spec] for spec in specs}
 
 
 REGISTRY = Registry()

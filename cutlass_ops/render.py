@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from cutlass_ops import _resources, lower_sm80, lower_sm90
 from cutlass_ops.config import Sm90Config
+from cutlass_ops.errors import ToolchainError
 from cutlass_ops.spec import KernelSpec
 
 if TYPE_CHECKING:
@@ -54,7 +55,12 @@ def _header(spec: KernelSpec) -> dict[str, Any]:
 
 @lru_cache(maxsize=1)
 def _environment() -> jinja2.Environment:
-    import jinja2  # not needed where kernels are only loaded
+    try:
+        import jinja2  # not needed where kernels are only loaded
+    except ImportError:
+        raise ToolchainError(
+            'a kernel cannot be rendered without the package jinja2: pip install "cutlass_ops[build]"'
+        ) from None
 
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(_resources.templates()),

@@ -36,7 +36,19 @@ OPCODES: dict[int, str] = {
 
 
 def count_opcodes(library: Path) -> dict[str, int]:
-    """Count the instructions of :data:`OPCODES` in a shared library.
+    """Count the instructions of :data:`OPCODES` in a shared library, as :func:`opcodes` does."""
+    return opcodes(library.read_bytes(), str(library))
+
+
+def opcodes(library: bytes, where: str) -> dict[str, int]:
+    """Count the instructions of :data:`OPCODES` in a shared library's bytes.
+
+    Parameters
+    ----------
+    library : bytes
+        What the file holds.
+    where : str
+        Where it lies, for messages.
 
     Raises
     ------
@@ -46,31 +58,45 @@ def count_opcodes(library: Path) -> dict[str, int]:
     counts: Counter[str] = Counter()
     sections = 0
     try:
-        for image in elf.gpu_images(library.read_bytes()):
+        for image in elf.gpu_images(library):
             for code in (s.data for s in elf.sections(image) if s.executable):
                 sections += 1
                 counts.update(
                     OPCODES[op] for low, _ in struct.iter_unpack("<QQ", code) if (op := low & 0x1FF) in OPCODES
                 )
     except struct.error as exc:
-        raise CompileError(f"the machine code in {library} cannot be read: {exc}") from None
+        raise CompileError(f"the machine code in {where} cannot be read: {exc}") from None
     if not sections:
-        raise CompileError(f"{library} holds no uncompressed GPU machine code")
+        raise CompileError(f"{where} holds no uncompressed GPU machine code")
     return dict(sorted(counts.items()))
 
 
 def prove_tensor_cores(library: Path, spec: KernelSpec) -> dict[str, int]:
+    """Return the opcode counts of a library on disk, as :func:`proved` does."""
+    return proved(library.read_bytes(), str(library), spec)
+
+
+def proved(library: bytes, where: str, spec: KernelSpec) -> dict[str, int]:
     """Return a kernel's opcode counts, once they show the instructions that its declaration promises.
 
     An Sm90 configuration promises ``wgmma`` (HGMMA), and bulk tensor copies (UTMALDG) of the operands that TMA can
     address; an Sm80 configuration promises ``mma.sync`` (HMMA).
+
+    Parameters
+    ----------
+    library : bytes
+        What the file holds.
+    where : str
+        Where it lies, for messages.
+    spec : KernelSpec
+        The declaration.
 
     Raises
     ------
     CompileError
         If an expected instruction is missing: the kernel would run, but not as declared.
     """
-    counts = count_opcodes(library)
+    counts = opcodes(library, where)
     target = arch.target(spec.target)
     if spec.sm90 is None:
         expected = [target.mma_opcode]

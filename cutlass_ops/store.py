@@ -34,6 +34,7 @@ from typing import Any
 from cutlass_ops import _env, _resources, arch
 from cutlass_ops.compiler import IMAGE, Compiled, compile_flags
 from cutlass_ops.errors import LoadError, StoreError
+from cutlass_ops.private import read_private, require_private
 from cutlass_ops.render import TEMPLATE_VERSION
 from cutlass_ops.spec import KernelSpec
 from cutlass_ops.toolchain import Toolchain
@@ -159,6 +160,32 @@ class Artifact:
         return self.folder / LIBRARY
 
     @property
+    def where(self) -> str:
+        """Where the library lies, in words."""
+        return str(self.library)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the library."""
+        return int(self.manifest["files"][LIBRARY]["size"])
+
+    def read_library(self) -> bytes:
+        """Read the library, and check again that it is what the manifest says.
+
+        Raises
+        ------
+        LoadError
+            If it is not.
+        """
+        try:
+            data = read_private(self.library, limit=self.size)
+        except OSError as exc:
+            raise LoadError(f"{self.where} cannot be read: {exc}") from None
+        if _sha256(data) != self.sha256:
+            raise LoadError(f"{self.where} changed since it was looked up: its SHA-256 is not the manifest's")
+        return data
+
+    @property
     def source(self) -> Path:
         """The C++ source that it was compiled from."""
         return self.folder / SOURCE
@@ -192,7 +219,7 @@ def open_entry(folder: Path) -> Artifact:
         info = folder.lstat()
         if not stat.S_ISDIR(info.st_mode):
             raise LoadError(f"{folder} is not a folder of its own")
-        _require_private(info, folder)
+        require_private(info, folder)
         manifest = _read_manifest(folder)
         for name in (LIBRARY, SOURCE):
             expected = manifest["files"][name]
@@ -202,34 +229,6 @@ def open_entry(folder: Path) -> Artifact:
     except OSError as exc:
         raise LoadError(f"{folder} cannot be read: {exc}") from None
     return Artifact(folder.name, folder, manifest["files"][LIBRARY]["sha256"], manifest)
-
-
-def read_private(path: Path, limit: int) -> bytes:
-    """Read a file that nobody but this user (or root) can have written, up to one byte more than ``limit``.
-
-    Raises
-    ------
-    LoadError
-        If it is no regular file, or others may write it.
-    OSError
-        If it cannot be opened, or is a link.
-    """
-    # O_NONBLOCK: opening a pipe that somebody put there must not wait for a writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    with open(descriptor, "rb") as file:
-        info = os.fstat(descriptor)
-        if not stat.S_ISREG(info.st_mode):
-            raise LoadError(f"{path} is not a regular file")
-        _require_private(info, path)
-        return file.read(limit + 1)
-
-
-def _require_private(info: os.stat_result, path: Path) -> None:
-    # Root could do anything anyway; read-only stores are often installed by it.
-    if info.st_uid not in (os.geteuid(), 0):
-        raise LoadError(f"{path} belongs to user {info.st_uid}, not to this one ({os.geteuid()})")
-    if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise LoadError(f"{path} can be written by others (mode {stat.S_IMODE(info.st_mode):03o})")
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -337,7 +336,7 @@ class KernelStore:
         """
         descriptor = self._open_lock(key)
         try:
-            with self._writing():
+            with self.writing():
                 while not _try_lock(descriptor):
                     if cancel is not None and cancel.is_set():
                         raise CancelledError
@@ -354,7 +353,7 @@ class KernelStore:
         StoreError
             If the store cannot be written.
         """
-        with self._writing():
+        with self.writing():
             folder = self._folder("tmp") / key
             self.discard(folder)
             self._sweep(held=key)
@@ -396,7 +395,7 @@ class KernelStore:
             "compile_seconds": round(compiled.seconds, 3),
             "library_version": _resources.library_version(),
         }
-        with self._writing():
+        with self.writing():
             (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
             _keep_only(folder, (LIBRARY, SOURCE, MANIFEST))
             entry = self._entry(key)
@@ -415,7 +414,7 @@ class KernelStore:
         StoreError
             If the store cannot be written.
         """
-        with self._writing():
+        with self.writing():
             kept = self._folder("failed") / folder.name
             self.discard(kept)
             shutil.rmtree(folder / "tmp", ignore_errors=True)
@@ -449,7 +448,7 @@ class KernelStore:
             return 0
         self._require_private_root()
         entries = list((self.root / f"v{FORMAT}").glob("*/*"))
-        with self._writing():
+        with self.writing():
             for folder in (*entries, *(self.root / "failed").glob("*")):
                 self.discard(folder)
             self._sweep()
@@ -462,7 +461,7 @@ class KernelStore:
 
     def _require_private_root(self) -> None:
         try:
-            _require_private(self.root.stat(), self.root)
+            require_private(self.root.stat(), self.root)
         except FileNotFoundError:
             return
         except OSError as exc:
@@ -484,7 +483,7 @@ class KernelStore:
         return folder
 
     def _open_lock(self, key: str) -> int:
-        with self._writing():
+        with self.writing():
             path = self._folder("locks") / self._entry(key).name
             return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
@@ -503,7 +502,14 @@ class KernelStore:
                 _unlock(descriptor)
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
+    def writing(self) -> Iterator[None]:
+        """Put what goes wrong with files of the store into words.
+
+        Raises
+        ------
+        StoreError
+            In place of any OSError.
+        """
         try:
             yield
         except OSError as exc:

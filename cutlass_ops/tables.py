@@ -14,17 +14,18 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cutlass_ops import legality, selection
-from cutlass_ops.config import Config, Sm90Config, ThreadblockShape, config_from_json, config_to_json
+from cutlass_ops import legality, plain, selection
+from cutlass_ops.config import Config, Sm90Config, config_from_json, config_to_json
 from cutlass_ops.errors import ConfigError
-from cutlass_ops.registry import OpSignature
 from cutlass_ops.rules import SWIZZLES
-from cutlass_ops.spec import KernelSpec
+from cutlass_ops.signature import OpSignature
+from cutlass_ops.signature import signature_from_json as signature_from_json
+from cutlass_ops.signature import signature_to_json as signature_to_json
 
 FORMAT = 2
 # Kernels of a signature: so many for the problems that matter most, and so many in all.
@@ -39,7 +40,6 @@ _TO_A_PEER = 3.0
 _FIELDS = "format device multiprocessors signature fallback deterministic configs kernels points"
 _MAX_EXTENT = 1 << 40
 _DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
-_ANY_CONFIG = Sm90Config(ThreadblockShape(128, 128, 64))
 
 
 @dataclass(frozen=True)
@@ -235,14 +235,14 @@ class Table:
             If anything is missing, unknown, of the wrong type or out of range, or a configuration is illegal for the
             signature; the message names the field.
         """
-        fields = _object(data, "a tuning table", _FIELDS)
+        fields = plain.mapping(data, "a tuning table", _FIELDS)
         if fields["format"] != FORMAT:
             raise ConfigError(f"format is {fields['format']!r}: this version reads {FORMAT}; tune again")
         for name in ("fallback", "deterministic"):
             if type(fields[name]) is not bool:
                 raise ConfigError(f"{name} is {fields[name]!r}: true or false is needed")
         signature = signature_from_json(fields["signature"])
-        configs = [config_from_json(c) for c in _list(fields["configs"], "configs")]
+        configs = [config_from_json(c) for c in plain.sequence(fields["configs"], "configs")]
         for config in configs:
             if config.swizzle not in SWIZZLES:
                 raise ConfigError(f"configuration {config.slug} is illegal: its swizzle is {config.swizzle}")
@@ -250,11 +250,11 @@ class Table:
         for kernel in dict.fromkeys(c.binary() for c in configs):
             _require_legal(kernel, signature)
         return cls(
-            device=_text(fields["device"], "device"),
-            multiprocessors=_integer(fields["multiprocessors"], "multiprocessors", 1, 1 << 16),
+            device=plain.text(fields["device"], "device"),
+            multiprocessors=plain.integer(fields["multiprocessors"], "multiprocessors", 1, 1 << 16),
             signature=signature,
-            points=tuple(_point(p, configs) for p in _list(fields["points"], "points")),
-            kernels=tuple(_place(p, configs) for p in _list(fields["kernels"], "kernels")),
+            points=tuple(_point(p, configs) for p in plain.sequence(fields["points"], "points")),
+            kernels=tuple(_place(p, configs) for p in plain.sequence(fields["kernels"], "kernels")),
             fallback=fields["fallback"],
             deterministic=fields["deterministic"],
         )
@@ -276,10 +276,21 @@ def load(path: Path) -> Table:
     OSError
         If it cannot be read.
     """
+    return parse(path.read_bytes(), str(path))
+
+
+def parse(text: bytes, where: str) -> Table:
+    """Read a table from its JSON.
+
+    Raises
+    ------
+    ConfigError
+        If it is none; the message says where it stands.
+    """
     try:
-        return Table.from_json(json.loads(path.read_bytes()))
+        return Table.from_json(json.loads(text))
     except (ConfigError, ValueError, RecursionError) as exc:
-        raise ConfigError(f"{path} is no tuning table: {exc}") from None
+        raise ConfigError(f"{where} is no tuning table: {exc}") from None
 
 
 def update(path: Path, table: Table) -> Table:
@@ -325,26 +336,6 @@ def _losses(point: Point) -> dict[Config, float]:
     return {c: loss - best + _TO_A_PEER * max(0.0, loss - lead) for c, loss in found.items()}
 
 
-def signature_to_json(signature: OpSignature) -> dict[str, Any]:
-    """Return a signature as plain values."""
-    spec = signature.spec(_ANY_CONFIG).to_json()
-    return {name: value for name, value in spec.items() if name not in ("config", "target")}
-
-
-def signature_from_json(data: object) -> OpSignature:
-    """Rebuild a signature from :func:`signature_to_json`'s value.
-
-    Raises
-    ------
-    ConfigError
-        If it is none.
-    """
-    if not isinstance(data, dict):
-        raise ConfigError(f"signature is an object, not {type(data).__name__}")
-    spec = KernelSpec.from_json({**data, "config": config_to_json(_ANY_CONFIG), "target": _ANY_CONFIG.default_target})
-    return OpSignature(spec.epilogue, spec.a, spec.b, spec.d, spec.inputs, spec.outputs)
-
-
 def _require_legal(config: Config, signature: OpSignature) -> None:
     # An Sm80 kernel's target is the device's, which the rules of its configuration do not depend on.
     target = None if isinstance(config, Sm90Config) else "sm_80"
@@ -354,69 +345,37 @@ def _require_legal(config: Config, signature: OpSignature) -> None:
 
 
 def _point(data: object, configs: Sequence[Config]) -> Point:
-    fields = _object(data, "a point", "problem date measured peers")
-    extents = _list(fields["problem"], "problem")
+    fields = plain.mapping(data, "a point", "problem date measured peers")
+    extents = plain.sequence(fields["problem"], "problem")
     if len(extents) != 3:
         raise ConfigError(f"problem has {len(extents)} extents: it has M, N and K")
-    m, n, k = (_integer(e, "problem", 1, _MAX_EXTENT) for e in extents)
-    date = _text(fields["date"], "date")
+    m, n, k = (plain.integer(e, "problem", 1, _MAX_EXTENT) for e in extents)
+    date = plain.text(fields["date"], "date")
     if not _DATE.fullmatch(date):
         raise ConfigError(f"date is {date!r}: it reads like 2026-11-21")
     measured = []
-    for row in _list(fields["measured"], "measured"):
+    for row in plain.sequence(fields["measured"], "measured"):
         place, microseconds, behind = _row(row)
         measured.append(Measured(_place(place, configs), microseconds, behind))
-    peers = _object(fields["peers"], "peers", None)
-    return Point((m, n, k), date, tuple(measured), tuple((n, _positive(us, "peers")) for n, us in peers.items()))
+    peers = plain.mapping(fields["peers"], "peers", None)
+    return Point((m, n, k), date, tuple(measured), tuple((n, plain.positive(us, "peers")) for n, us in peers.items()))
 
 
 def _place(value: object, configs: Sequence[Config]) -> Config:
-    place = _integer(value, "a configuration's place", 0, 1 << 20)
+    place = plain.integer(value, "a configuration's place", 0, 1 << 20)
     if place >= len(configs):
         raise ConfigError(f"the table refers to configuration {place} of {len(configs)}")
     return configs[place]
 
 
 def _row(row: object) -> tuple[object, float, float]:
-    values = _list(row, "measured")
+    values = plain.sequence(row, "measured")
     if len(values) != 3:
         raise ConfigError(f"measured has rows of {len(values)}: they have a place, microseconds and a part")
     behind = values[2]
     if type(behind) not in (int, float) or not math.isfinite(behind):
         raise ConfigError(f"measured holds {behind!r}: a finite number is needed")
-    return values[0], _positive(values[1], "measured"), float(behind)
-
-
-def _object(data: object, what: str, names: str | None) -> Mapping[str, Any]:
-    if not isinstance(data, dict):
-        raise ConfigError(f"{what} is an object, not {type(data).__name__}")
-    if names is not None and set(data) != set(names.split()):
-        raise ConfigError(f"{what} has the fields {names}, not {' '.join(sorted(map(str, data)))}")
-    return data
-
-
-def _list(data: object, what: str) -> list[Any]:
-    if not isinstance(data, list):
-        raise ConfigError(f"{what} is a list, not {type(data).__name__}")
-    return data
-
-
-def _text(data: object, what: str) -> str:
-    if not isinstance(data, str) or not data.isprintable() or not 0 < len(data) <= 100:
-        raise ConfigError(f"{what} is {data!r}: a short printable text is needed")
-    return data
-
-
-def _integer(data: object, what: str, low: int, high: int) -> int:
-    if type(data) is not int or not low <= data <= high:
-        raise ConfigError(f"{what} holds {data!r}: an integer from {low} to {high} is needed")
-    return data
-
-
-def _positive(data: object, what: str) -> float:
-    if type(data) not in (int, float) or not isinstance(data, int | float) or not 0 < data < math.inf:
-        raise ConfigError(f"{what} holds {data!r}: a finite number above 0 is needed")
-    return float(data)
+    return values[0], plain.positive(values[1], "measured"), float(behind)
 
 
 def _slug(text: str) -> str:

@@ -12,7 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ import torch
 
 from cutlass_ops import _env, dispatch, heuristics, legality, space, tables
 from cutlass_ops.builder import building
+from cutlass_ops.bundles import BUNDLES
 from cutlass_ops.call import call_at, device_of, signature_of
 from cutlass_ops.config import Config, Sm90Config
 from cutlass_ops.dispatch import Policy
@@ -260,6 +261,7 @@ def run(
     again: bool = False,
     allow_fallback: bool = False,
     deterministic: bool = False,
+    executor: Executor | None = None,
     show: Callable[[str], None] = lambda _: None,
 ) -> Report:
     """Compile, measure and record.
@@ -280,6 +282,8 @@ def run(
         Whether calls may then be served by PyTorch where that was faster.
     deterministic : bool
         Whether calls may then be served only by kernels that add up a tile's K as a whole.
+    executor : concurrent.futures.Executor, optional
+        Compiles the kernels; by default this process does.
     show : callable
         Takes a line of progress.
 
@@ -300,7 +304,7 @@ def run(
     todo = [task for task in tasks if again or effort.refine or task.problem not in known[task.signature]]
     report.known = len(tasks) - len(todo)
     specs = [[heuristics.spec(task.signature, c.binary(), place.device) for c in task.configs] for task in todo]
-    with building(dict.fromkeys(spec for each in specs for spec in each)) as builds:
+    with building(dict.fromkeys(spec for each in specs for spec in each), executor=executor) as builds:
         jobs = [_Job(t, tuple(each), tuple(builds[s] for s in each)) for t, each in zip(todo, specs, strict=True)]
         report.left = len(jobs)
         try:
@@ -400,6 +404,7 @@ def _line(point: Point, done: int, left: int, seconds: float) -> str:
     )
 
 
+@BUNDLES.aside()
 def tune(
     op: HasGraph,
     shapes: Iterable[Problem],
@@ -415,6 +420,7 @@ def tune(
     again: bool = False,
     allow_fallback: bool = False,
     deterministic: bool = False,
+    executor: Executor | None = None,
     silence: float = 60.0,
     show: Callable[[str], None] | None = None,
 ) -> Report:
@@ -451,6 +457,8 @@ def tune(
         Whether calls of these signatures may be served only by kernels that add up a tile's K as a whole: then no
         number of rows and no choice of kernel changes a bit of a row's result. Every kernel gives the same bits at
         every call; those that split K (split-K, stream-K) may differ from the others in the last one.
+    executor : concurrent.futures.Executor, optional
+        Compiles the kernels, where it has the same compilers; by default this process does. They are measured here.
     silence : float
         Seconds after which a kernel that does not end is given up.
     show : callable, optional
@@ -498,7 +506,7 @@ def tune(
 
         return run(
             tasks, place, effort, measure=measure, again=again, allow_fallback=allow_fallback,
-            deterministic=deterministic, show=show or _to_stderr,
+            deterministic=deterministic, executor=executor, show=show or _to_stderr,
         )  # fmt: skip
 
 

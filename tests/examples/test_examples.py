@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from cutlass_ops import shipping
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
@@ -37,3 +39,10 @@ def test_custom_epilogue():
 @pytest.mark.parametrize(("arch", "kernel"), [("sm80", "DefaultGemmWithVisitor"), ("sm90", "GemmUniversal")])
 def test_read_the_source(arch, kernel):
     assert kernel in _run("read_the_source.py", arch)
+
+
+def test_deploy_declares_what_it_ships():
+    catalogue = shipping.load(str(EXAMPLES / "deploy" / "catalogue.toml"))
+    found = shipping.shipment(catalogue)
+    assert {spec.target for spec in found.specs} == {"sm_80", "sm_90a"}
+    assert len(found.choices) == 2

@@ -47,17 +47,17 @@ ptxas info    : Compile time = 72.899 ms
 """
 
 
-def elf(machine: int, sections: dict[str, bytes], tail: bytes = b"") -> bytes:
+def elf(machine: int, sections: dict[str, bytes], tail: bytes = b"", flags: int = 0) -> bytes:
     """An ELF64 file with these sections, those named ``.text`` executable, and ``tail`` behind it."""
     names = b"\0" + b"".join(name.encode() + b"\0" for name in (*sections, ".names"))
     count, body, headers = len(sections) + 1, b"", b""
     for name, data in (*sections.items(), (".names", names)):
         at, place = names.index(b"\0" + name.encode() + b"\0") + 1, 64 + 64 * count + len(body)
-        flags = 6 if name.startswith(".text") else 2
-        headers += struct.pack("<IIQQQQIIQQ", at, 1, flags, 0, place, len(data), 0, 0, 1, 0)
+        kind = 6 if name.startswith(".text") else 2
+        headers += struct.pack("<IIQQQQIIQQ", at, 1, kind, 0, place, len(data), 0, 0, 1, 0)
         body += data
     ident = b"\x7fELF\x02\x01\x01"
-    header = struct.pack("<16sHHIQQQIHHHHHH", ident, 1, machine, 1, 0, 0, 64, 0, 64, 0, 0, 64, count, count - 1)
+    header = struct.pack("<16sHHIQQQIHHHHHH", ident, 1, machine, 1, 0, 0, 64, flags, 64, 0, 0, 64, count, count - 1)
     return header + headers + body + tail
 
 
@@ -69,11 +69,34 @@ def parameter(size: int) -> bytes:
     )
 
 
-def library(*opcodes: int, host: int = 528, device: int = 528) -> bytes:
+def linkage(exports: tuple[str, ...], needed: tuple[str, ...]) -> dict[str, bytes]:
+    """Sections that say what a shared library defines and what it needs."""
+    names, at = b"\0", {}
+    for name in (*exports, *needed):
+        at[name] = len(names)
+        names += name.encode() + b"\0"
+    symbols = b"".join(struct.pack("<IBBHQQ", at[name], 0x12, 0, 1, 0, 0) for name in exports)
+    entries = b"".join(struct.pack("<QQ", 1, at[name]) for name in needed)
+    return {".dynsym": bytes(24) + symbols, ".dynstr": names, ".dynamic": entries + bytes(16)}
+
+
+EXPORTS = ("__tvm_ffi_launch", "__tvm_ffi_workspace_size", "__tvm_ffi_describe")
+NEEDED = ("libcudart.so.13", "libtvm_ffi.so", "libstdc++.so.6", "libc.so.6")
+
+
+def library(
+    *opcodes: int,
+    host: int = 528,
+    device: int = 528,
+    sm: int = 80,
+    exports: tuple[str, ...] = EXPORTS,
+    needed: tuple[str, ...] = NEEDED,
+) -> bytes:
     """Something like a kernel's shared library, as far as the store and the proofs look at it."""
     code = b"".join(struct.pack("<QQ", 0xABCD_0000 | op, 0) for op in opcodes)
-    image = elf(190, {".text.kernel": code, ".nv.info.kernel": parameter(device)}, b"tail")
-    return elf(62, {".text": b"", ".cutlass_ops.kernel": struct.pack("<I", host)}, image)
+    image = elf(190, {".text.kernel": code, ".nv.info.kernel": parameter(device)}, b"tail", sm)
+    own = {".text": b"", ".cutlass_ops.kernel": struct.pack("<I", host), **linkage(exports, needed)}
+    return elf(62, own, image)
 
 
 class FakeToolkit:

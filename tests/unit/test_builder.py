@@ -20,7 +20,7 @@ from cutlass_ops import legality, render
 from cutlass_ops.builder import build_artifact, build_many
 from cutlass_ops.errors import CompileError, ConfigError, MissingKernelError, StoreError, ToolchainError
 from cutlass_ops.spec import KernelSpec
-from cutlass_ops.store import KernelStore, open_entry
+from cutlass_ops.store import KernelStore
 from cutlass_ops.toolchain import Toolchain
 
 SPEC = sm80_spec()
@@ -277,14 +277,6 @@ def test_a_closed_stream_costs_no_kernel(store, toolchain, monkeypatch):
 # ---- Many processes ----
 
 
-def test_sixteen_processes_compile_once(store, toolkit, toolchain, processes):
-    toolkit.makes(library(HMMA), before="sleep 0.5\n")
-    with ProcessPoolExecutor(16, mp_context=processes) as pool:
-        futures = [pool.submit(build_here, SPEC, store.root, toolchain) for _ in range(16)]
-        assert len({f.result() for f in futures}) == 1
-    assert toolkit.compilations == 1
-
-
 def test_threads_compile_once(store, toolkit, toolchain):
     toolkit.makes(library(HMMA), before="sleep 0.2\n")
     threads = [threading.Thread(target=build_here, args=(SPEC, store.root, toolchain)) for _ in range(8)]
@@ -294,37 +286,6 @@ def test_threads_compile_once(store, toolkit, toolchain):
         thread.join()
     assert toolkit.compilations == 1
     assert len(list(store.entries())) == 1
-
-
-def test_killed_at_any_moment(store, toolkit, toolchain, processes):
-    """After kill -9, whatever is visible is whole, and the next build succeeds."""
-    halves = 'head -c 150 "$here/library" > "$out"; sleep 0.02; head -c 250 "$here/library" > "$out"; sleep 0.02; '
-    toolkit.makes(library(*[HMMA] * 200), before=halves)
-    child = processes.Process(target=build_here, args=(SPEC, store.root, toolchain))
-    began = time.monotonic()
-    child.start()
-    child.join()
-    whole = time.monotonic() - began
-    store.clean()
-    seen = set()
-    for moment in range(40):
-        child = processes.Process(target=build_here, args=(SPEC, store.root, toolchain))
-        child.start()
-        time.sleep(2 * whole * moment / 40)
-        child.kill()
-        child.join()
-        published = [open_entry(folder) for folder in (store.root / "v1").glob("*/*")]
-        seen.add(len(published))
-        for artifact in published:
-            shutil.rmtree(artifact.folder)
-        if moment % 8 == 7:
-            artifact = build_artifact(SPEC, source="source", store=store, toolchain=toolchain)
-            assert artifact.library.read_bytes() == library(*[HMMA] * 200)
-            shutil.rmtree(artifact.folder)
-    assert seen == {0, 1}  # some were killed too early and some too late
-    time.sleep(0.2)  # for the compilers whose builders were killed
-    build_artifact(SPEC, source="source", store=store, toolchain=toolchain)
-    assert left_over(store) == []
 
 
 def test_who_waits_for_a_killed_builder_builds(store, toolkit, toolchain, processes):

@@ -1,6 +1,10 @@
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -216,7 +220,7 @@ def test_a_file_that_is_no_spec(kit, run, tmp_path, text, says):
 def test_a_kernel_without_tensor_cores_is_an_error(kit, run, spec_file):
     kit.makes(library(HMMA))
     code, _, err = run("build", spec_file(sm90_spec()))
-    assert code == 1
+    assert code == 3
     assert "no HGMMA" in err
 
 
@@ -230,7 +234,7 @@ def test_wrong_usage(run, args):
 def test_help_names_the_commands(run):
     code, out, _ = run("--help")
     assert code == 0
-    for command in ("doctor", "generate", "build", "list", "inspect", "clean"):
+    for command in ("doctor", "generate", "build", "bundle", "verify", "list", "inspect", "clean", "tune", "explain"):
         assert command in out
 
 
@@ -314,3 +318,151 @@ def test_tune_passes_on_what_it_was_told_and_says_what_came_of_it(kit, run, monk
     code, out, _ = run("tune", "gemm", "1x2x3", "--json")
     assert code == 0
     assert json.loads(out) == {"measured": 1, "known": 0, "left": 1, "failed": {"1x2x3": "it does not end"}}
+
+
+# ---- Catalogues and bundles ----------------------------------------------------------------------------------------
+
+CATALOGUE = """
+format = 1
+[[kernels]]
+ops = ["gemm_bias_relu", "gemm"]
+archs = ["sm_80"]
+shapes = ["16,512x4096x4096"]
+"""
+
+
+@pytest.fixture
+def catalogue(tmp_path):
+    (tmp_path / "catalogue.toml").write_text(CATALOGUE)
+    return tmp_path / "catalogue.toml"
+
+
+def test_from_a_catalogue_to_a_verified_bundle(kit, run, catalogue, tmp_path):
+    code, out, _ = run("generate", catalogue, "--out", tmp_path / "sources")
+    assert code == 0
+    sources = list((tmp_path / "sources").rglob("*.cu"))
+    assert all("CUTLASS_OPS_EXPORT" in path.read_text() for path in sources)
+    code, out, _ = run("build", catalogue, "--json")
+    assert code == 0
+    assert len(json.loads(out)) == len(sources) == kit.compilations
+    target = tmp_path / "kernels.bundle"
+    code, out, _ = run("bundle", catalogue, "--out", target, "--json")
+    assert code == 0
+    about = json.loads(out)
+    assert (about["kernels"], about["targets"], about["signed"]) == (len(sources), ["sm_80"], False)
+    assert kit.compilations == len(sources)
+    code, out, _ = run("verify", target)
+    assert code == 0
+    assert f"{len(sources)} kernels for sm_80 are what the manifest says; no signature was asked for" in out
+    code, out, _ = run("list", "--bundle", target, "--json")
+    rows = json.loads(out)
+    assert len(rows) == len(sources)
+    code, out, _ = run("inspect", rows[0]["slug"], "--bundle", target)
+    assert code == 0
+    assert f"kernels/{rows[0]['key']}.so" in out
+    assert "2 HMMA" in out
+
+
+def test_bundle_says_what_it_made_and_makes_a_wheel(kit, run, catalogue, tmp_path):
+    code, out, _ = run("bundle", catalogue, "--out", tmp_path / "a.bundle", "--wheel", "my-kernels")
+    assert code == 0
+    assert re.search(
+        r"a\.bundle: \d+ kernels for sm_80, [\d,]+ bytes of libraries, the largest [\d,]+; not signed", out
+    )
+    (wheel,) = tmp_path.glob("my_kernels-*.whl")
+    assert f"wheel: {wheel}" in out
+    code, _, err = run("bundle", catalogue, "--folder", "--wheel", "x")
+    assert code == 1
+    assert "exclude each other" in err
+
+
+def test_a_folder(kit, run, catalogue, tmp_path):
+    assert run("bundle", catalogue, "--folder", "--out", tmp_path / "a")[0] == 0
+    assert run("verify", tmp_path / "a")[0] == 0
+    code, _, err = run("bundle", catalogue, "--folder", "--out", tmp_path / "a")
+    assert code == 1
+    assert "is there already" in err
+
+
+def test_what_is_wrong_with_a_bundle_is_exit_code_5(kit, run, catalogue, tmp_path):
+    target = tmp_path / "a.bundle"
+    assert run("bundle", catalogue, "--out", target)[0] == 0
+    data = bytearray(target.read_bytes())
+    data[data.index(b"\x7fELF") + 100] ^= 1
+    target.write_bytes(data)
+    code, out, _ = run("verify", target)
+    assert code == 5
+    assert re.search(r"wrong: kernels/.*its SHA-256 is another", out)
+    code, out, _ = run("verify", target, "--json")
+    assert code == 5
+    assert len(json.loads(out)["problems"]) == 1
+    code, _, err = run("list", "--bundle", tmp_path / "none")
+    assert code == 5
+    assert "cannot be read" in err
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "kind"),
+    [
+        (["bundle", "none.toml"], 1, "FileNotFoundError"),
+        (["bundle", "json:dumps"], 1, "ConfigError"),
+        (["generate", "catalogue.toml"], 1, "ValueError"),
+        (["list", "--bundle", "none"], 5, "BundleError"),
+        (["build", "catalogue.toml"], 4, "ToolchainError"),
+    ],
+)
+def test_errors_as_json(kit, run, catalogue, monkeypatch, tmp_path, args, code, kind):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUTLASS_OPS_NVCC", "/nowhere/nvcc")
+    found, out, err = run(*args, "--json")
+    assert found == code
+    assert json.loads(out)["error"]["kind"] == kind
+    assert json.loads(out)["error"]["message"] in err
+
+
+def test_a_kernel_that_cannot_be_compiled_is_exit_code_3(kit, run, catalogue, tmp_path):
+    kit.does("echo 'kernel.cu(1): error: no'; exit 1")
+    code, out, _ = run("bundle", catalogue, "--out", tmp_path / "a.bundle", "--json")
+    assert code == 3
+    assert json.loads(out)["error"]["kind"] == "CompileError"
+    assert not (tmp_path / "a.bundle").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_the_compilers_and_leaves_nothing_half_written(kit, catalogue, tmp_path, number):
+    kit.does('echo $$ > "$here/pid.new"; mv "$here/pid.new" "$here/pid"; exec sleep 60')
+    command = [sys.executable, "-m", "cutlass_ops", "bundle", catalogue, "--out", tmp_path / "a.bundle"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (kit.root / "pid").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "interrupted: finished kernels stay in the store, and nothing is half-written" in err
+    left = [p.name for p in tmp_path.iterdir()]
+    assert sorted(left) == ["catalogue.toml", "store", "toolkit"]
+    assert not list((tmp_path / "store").rglob("kernel.so"))
+    assert not list((tmp_path / "store" / "tmp").iterdir())
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((kit.root / "pid").read_text()), 0)
+
+
+def test_doctor_counts_bundles(kit, run, catalogue, tmp_path, monkeypatch):
+    assert run("bundle", catalogue, "--out", tmp_path / "a.bundle")[0] == 0
+    assert run("clean")[0] == 0
+    monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: _Properties("Some GPU", 8, 0))
+    assert run("doctor")[0] == 1
+    monkeypatch.setenv("CUTLASS_OPS_BUNDLES", str(tmp_path / "a.bundle"))
+    code, out, _ = run("doctor")
+    assert code == 0
+    assert re.search(r"a\.bundle: \d+ kernels for sm_80", out)
+    assert "Can compile a kernel: no. Can run one: yes." in out
+    monkeypatch.setenv("CUTLASS_OPS_BUNDLES", str(tmp_path / "none"))
+    code, out, _ = run("doctor")
+    assert code == 1
+    assert "none cannot be read" in out

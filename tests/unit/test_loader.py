@@ -2,8 +2,10 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
@@ -266,3 +268,32 @@ def test_nvcc_makes_equal_bytes_anywhere_and_they_load(tmp_path, put):
     kernel = load(put(made[0]))
     assert kernel.describe()["threads"] == 128
     assert refusal(kernel.launch(1)) == (1, Reason.DTYPE)
+
+
+@pytest.mark.usefixtures("_cudart")
+def test_a_kernel_is_mapped_from_sealed_memory_and_leaves_no_descriptor(put, host_library):
+    before = set(os.listdir("/proc/self/fd"))
+    for number in range(3):
+        kernel = load(put(host_library(f"-DNAME={10 + number}"), stages=10 + number))
+        assert kernel.launch() == 0
+    assert set(os.listdir("/proc/self/fd")) == before
+    assert "memfd:cutlass_ops" in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.usefixtures("_cudart")
+def test_where_memory_cannot_be_mapped_a_private_file_stands_in(put, host_library, monkeypatch, tmp_path):
+    def refuse(*_):
+        raise PermissionError("memfd_noexec")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = set(tmp_path.iterdir())
+    kernel = load(put(host_library("-DNAME=20"), stages=20))
+    assert kernel.launch() == 0
+    assert {p.name for p in set(tmp_path.iterdir()) - before} <= {"store"}
+
+
+def test_names_of_descriptors_are_never_used_twice():
+    names = [loader._unique(7) for _ in range(600)]
+    assert len(set(names)) == len(names)
+    assert {os.path.normpath(name) for name in names} == {"/proc/self/fd/7"}

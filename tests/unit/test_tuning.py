@@ -37,7 +37,7 @@ class Chip:
         self.refuse, self.fail, self.wrong = (), (), ()
 
     @contextmanager
-    def building(self, specs):
+    def building(self, specs, *, executor=None):
         futures = {}
         for spec in specs:
             self.built.append(spec)
@@ -220,7 +220,7 @@ def test_a_problem_that_cannot_be_measured_is_reported(place, chip):
 
 def test_without_a_compiler_nothing_is_tuned(place, chip, monkeypatch):
     @contextmanager
-    def building(specs):
+    def building(specs, *, executor=None):
         futures = {spec: Future() for spec in specs}
         for future in futures.values():
             future.set_exception(ToolchainError("no nvcc"))
@@ -236,7 +236,7 @@ def test_problems_are_measured_in_the_order_in_which_their_kernels_are_there(pla
     last = planned[-1]
 
     @contextmanager
-    def building(specs):
+    def building(specs, *, executor=None):
         futures = {spec: Future() for spec in specs}
         wanted = {heuristics.spec(signature(), c.binary(), H100) for c in last.configs}
         for spec, future in sorted(futures.items(), key=lambda item: item[0] not in wanted):

@@ -1,0 +1,164 @@
+"""The bundles of a process: those that it loaded, that its environment names, and that are installed as packages."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from cutlass_ops import _env
+from cutlass_ops.bundle import Bundle, BundledKernel, open_bundle
+from cutlass_ops.config import Config
+from cutlass_ops.signature import OpSignature
+from cutlass_ops.spec import KernelSpec
+
+# The namespace in which packages of bundles lie (:func:`cutlass_ops.packing.write_wheel`).
+NAMESPACE = "cutlass_ops_bundles"
+
+
+def _installed() -> list[Path]:
+    spec = importlib.util.find_spec(NAMESPACE)
+    folders = (spec.submodule_search_locations or ()) if spec else ()
+    return sorted((path for folder in folders for path in Path(folder).glob("*.bundle")), key=lambda path: path.name)
+
+
+class Bundles:
+    """Bundles in the order of their precedence.
+
+    The last loaded comes first, then those of the environment as it names them, then those that are installed, in the
+    order of their names. A kernel comes from the first that has it. Environment and installation are looked at when a
+    kernel is first asked for.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._loaded: tuple[Bundle, ...] = ()
+        self._named: tuple[Bundle, ...] | None = None
+        self._text: tuple[str | None, ...] = ()
+        self._local = threading.local()
+        self.generation = 0
+
+    def load(self, path: str | os.PathLike[str], public_key: str | os.PathLike[str] | None = None) -> Bundle:
+        """Open a bundle and put it before all others.
+
+        Raises
+        ------
+        BundleError
+            If it cannot be used.
+        ValueError, OSError
+            If the public key cannot be read.
+        """
+        bundle = open_bundle(path, public_key or _env.bundle_key())
+        with self._lock:
+            others = tuple(b for b in self._loaded if b.path != bundle.path)
+            self._loaded = (bundle, *others)
+            self.generation += 1
+        return bundle
+
+    def all(self) -> tuple[Bundle, ...]:
+        """Return all bundles, the first to look in first.
+
+        Raises
+        ------
+        BundleError
+            If one that the environment names cannot be used.
+        ValueError, OSError
+            If a variable or the public key cannot be read.
+        """
+        if getattr(self._local, "aside", False):
+            return ()
+        text = (_env.BUNDLES.text, _env.BUNDLE_KEY.text)
+        with self._lock:
+            if self._named is None or text != self._text:
+                key = _env.bundle_key()
+                self._named = tuple(open_bundle(path, key) for path in (*_env.bundles(), *_installed()))
+                self._text = text
+                self.generation += 1
+            return self._loaded + self._named
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Have this thread find nothing in any bundle for as long as the context lasts."""
+        self._local.aside = True
+        try:
+            yield
+        finally:
+            self._local.aside = False
+
+    def forget(self) -> None:
+        """Leave all bundles out from now on; what is loaded of them stays loaded."""
+        with self._lock:
+            self._loaded, self._named = (), None
+            self.generation += 1
+
+    def find(self, spec: KernelSpec) -> BundledKernel | None:
+        """Return a kernel from the first bundle that has it."""
+        found = (bundle.find(spec) for bundle in self.all())
+        return next((kernel for kernel in found if kernel is not None), None)
+
+    def configs(self, signature: OpSignature, capability: tuple[int, int]) -> tuple[Config, ...]:
+        """Return all configurations in which there are kernels for calls on a device."""
+        return tuple(dict.fromkeys(c for bundle in self.all() for c in bundle.configs(signature, capability)))
+
+    def choice(
+        self, signature: OpSignature, capability: tuple[int, int], problem: tuple[int, int, int]
+    ) -> Config | None:
+        """Return what the first bundle with this signature chose for a problem when it was made, if it did."""
+        m, n, k = problem
+        for bundle in self.all():
+            if bundle.configs(signature, capability):
+                chosen = bundle.choice(signature, capability, n, k)
+                return None if chosen is None else chosen.at(m)
+        return None
+
+    def tables(self) -> Iterator[tuple[Path, bytes]]:
+        """Yield every tuning table, with the path of its bundle."""
+        for bundle in self.all():
+            for table in bundle.manifest.tables:
+                yield bundle.path, bundle.read_table(table)
+
+    def missing(self, specs: Iterable[KernelSpec]) -> str:
+        """Say in words that no bundle has kernels, and what there is instead."""
+        wanted, bundles = next(iter(specs)), self.all()
+        specs_there = (record.spec for bundle in bundles for record in bundle.manifest.kernels)
+        near = {f"a {s.a}, b {s.b}, d {s.d} on {s.target}" for s in specs_there if s.epilogue == wanted.epilogue}
+        there = f"with this epilogue they have {'; '.join(sorted(near))}" if near else "none has this epilogue"
+        return (
+            f"The loaded bundles ({', '.join(str(b.path) for b in bundles)}) have no kernel for a {wanted.a}, "
+            f"b {wanted.b}, d {wanted.d} on {wanted.target}: {there}. Add it to their catalogue and make them again"
+        )
+
+
+BUNDLES = Bundles()
+
+
+def load_bundle(path: str | os.PathLike[str], *, public_key: str | os.PathLike[str] | None = None) -> Bundle:
+    """Have calls served by a bundle's kernels: for the signatures that it has, these and no others are picked.
+
+    Nothing is loaded into the process yet; each kernel's SHA-256 is checked before it is. Of several bundles the last
+    loaded comes first, and those of ``CUTLASS_OPS_BUNDLES`` after all of them, in their order.
+
+    Parameters
+    ----------
+    path : path
+        The archive or the folder that ``cutlass-ops bundle`` made.
+    public_key : path, optional
+        PEM file of the Ed25519 key with which it must have been signed; by default ``CUTLASS_OPS_BUNDLE_KEY``, and
+        without that no signature is asked for.
+
+    Returns
+    -------
+    Bundle
+        What was opened.
+
+    Raises
+    ------
+    BundleError
+        If it is not safe to read, not whole, not signed as it should be, or made for another version.
+    ValueError, OSError
+        If the public key cannot be read.
+    """
+    return BUNDLES.load(path, public_key)

@@ -1,0 +1,62 @@
+"""Executors that the command line names. Only this module imports distributed."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import re
+from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
+from typing import cast
+
+from cutlass_ops import _env
+from cutlass_ops.errors import ToolchainError
+
+_PATIENCE = 10  # seconds
+FORMS = "processes, processes:N, or dask://HOST:PORT of a scheduler"
+
+_PROCESSES = re.compile(r"processes(:([1-9][0-9]{0,3}))?")
+_DASK = re.compile(r"dask://([^/\s]+:[0-9]+)")
+
+
+@contextlib.contextmanager
+def named(text: str) -> Iterator[Executor]:
+    """Yield the executor that a text names, for as long as the context lasts.
+
+    Parameters
+    ----------
+    text : str
+        ``"processes"`` or ``"processes:N"`` for processes of this machine, ``"dask://HOST:PORT"`` for the scheduler of
+        a Dask cluster, whose workers have this library and the compilers.
+
+    Raises
+    ------
+    ValueError
+        If it names none.
+    ToolchainError
+        If the package distributed is not installed, or no scheduler answers.
+    """
+    processes, dask = _PROCESSES.fullmatch(text), _DASK.fullmatch(text)
+    if processes:
+        count = int(processes[2]) if processes[2] else _env.jobs()
+        with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
+            yield pool
+    elif dask:
+        with _dask(dask[1]) as executor:
+            yield executor
+    else:
+        raise ValueError(f"{text} is no executor: write {FORMS}")
+
+
+@contextlib.contextmanager
+def _dask(address: str) -> Iterator[Executor]:
+    try:
+        from distributed import Client
+    except ImportError:
+        raise ToolchainError('dask:// needs the package distributed: pip install "cutlass_ops[dask]"') from None
+    try:
+        client = Client(f"tcp://{address}", timeout=_PATIENCE)
+    except OSError as exc:
+        raise ToolchainError(f"no Dask scheduler answers at {address}: {exc}") from None
+    with client:
+        yield cast(Executor, client.get_executor())

@@ -1,0 +1,395 @@
+"""What a bundle says of itself: canonical JSON, signed as it stands, and believed only as far as it can be checked.
+
+Kernels are grouped by signature, so that a dispatcher sees at once what there is for a call. No field is a path: the
+names of files follow from keys and digests.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from cutlass_ops import arch, plain, rules, sass
+from cutlass_ops.config import Config, Sm90Config, config_from_json, config_to_json
+from cutlass_ops.container import MAX_FILE
+from cutlass_ops.errors import BundleError, ConfigError
+from cutlass_ops.signature import OpSignature, signature_from_json, signature_to_json
+from cutlass_ops.spec import KernelSpec
+
+FORMAT = "cutlass_ops.bundle/1"
+MAX_BYTES = 16 << 20
+
+_MAX_KERNELS = 8_000
+_MAX_CHOICES = 4_096
+_MAX_ROWS = 1_024
+_MAX_TABLES = 256
+_MAX_FUNCTIONS = 64
+_MAX_EXTENT = 1 << 40
+
+_FIELDS = "format abi templates library_version toolchain flags signatures tables sha256"
+_TOOLCHAIN = "nvcc host_compiler cutlass tvm_ffi"
+_STEPS = "device host link"
+_RESOURCES = "registers stack spill_stores spill_loads static_shared_memory"
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class File:
+    """A file's digest (SHA-256) and size in bytes."""
+
+    sha256: str
+    size: int
+
+
+@dataclass(frozen=True)
+class KernelRecord:
+    """One kernel.
+
+    Attributes
+    ----------
+    spec : KernelSpec
+        Its declaration.
+    key : str
+        Hash of everything that changes the binary.
+    headers : str
+        Digest of this library's headers that went into it.
+    library, source : File
+        The shared library and the C++ source.
+    opcodes : dict
+        Instructions in its machine code.
+    resources : tuple of dict
+        What ptxas said of each function.
+    """
+
+    spec: KernelSpec
+    key: str
+    headers: str
+    library: File
+    source: File
+    opcodes: Mapping[str, int] = field(compare=False)
+    resources: tuple[Mapping[str, Any], ...] = field(compare=False)
+
+    @property
+    def library_name(self) -> str:
+        """The library's name in the bundle."""
+        return f"kernels/{self.key}.so"
+
+    @property
+    def source_name(self) -> str:
+        """The source's name in the bundle."""
+        return f"sources/{self.key}.cu"
+
+    def runs_on(self, capability: tuple[int, int]) -> bool:
+        """Whether a device of this compute capability takes the kernel."""
+        found = arch.target_for(capability, wgmma=isinstance(self.spec.config, Sm90Config))
+        return found is not None and found.name == self.spec.target
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record as plain values, without what its group says."""
+        return {
+            "config": config_to_json(self.spec.config),
+            "target": self.spec.target,
+            "key": self.key,
+            "headers": self.headers,
+            "library": asdict(self.library),
+            "source": asdict(self.source),
+            "sass": dict(self.opcodes),
+            "resources": [dict(r) for r in self.resources],
+        }
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which kernel serves which number of rows of A, for one weight: chosen when the bundle was made.
+
+    Attributes
+    ----------
+    capability : tuple of int
+        Compute capability of the devices that it is for.
+    n, k : int
+        B's extents.
+    rows : tuple of (int, Config)
+        Up to how many rows which configuration serves, with the order of its tiles; the last for all beyond.
+    """
+
+    capability: tuple[int, int]
+    n: int
+    k: int
+    rows: tuple[tuple[int, Config], ...]
+
+    def at(self, m: int) -> Config:
+        """Return the configuration for a number of rows."""
+        place = bisect.bisect_left(self.rows, m, key=lambda row: row[0])
+        return self.rows[min(place, len(self.rows) - 1)][1]
+
+
+@dataclass(frozen=True)
+class Group:
+    """All kernels of a signature, and the choices among them."""
+
+    signature: OpSignature
+    kernels: tuple[KernelRecord, ...]
+    choices: tuple[Choice, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the group as plain values."""
+        places = {(r.spec.config, r.spec.target): at for at, r in enumerate(self.kernels)}
+
+        def row(choice: Choice, most: int, config: Config) -> list[Any]:
+            target = arch.target_for(choice.capability, wgmma=isinstance(config, Sm90Config))
+            return [most, places[config.binary(), target.name if target else ""], _order(config)]
+
+        return {
+            "signature": signature_to_json(self.signature),
+            "kernels": [r.to_json() for r in self.kernels],
+            "choices": [
+                {"capability": list(c.capability), "n": c.n, "k": c.k, "rows": [row(c, *r) for r in c.rows]}
+                for c in self.choices
+            ],
+        }
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything that a bundle says of itself.
+
+    Attributes
+    ----------
+    abi, templates : int
+        What its kernels expect of the library that loads them, and what their declarations mean.
+    library_version : str
+        Of the library that made it.
+    toolchain : dict
+        Versions of nvcc, host compiler, CUTLASS and tvm-ffi.
+    flags : dict
+        Compiler flags of each target and step.
+    groups : tuple of Group
+        Kernels by signature.
+    tables : tuple of File
+        Tuning tables.
+    """
+
+    abi: int
+    templates: int
+    library_version: str
+    toolchain: Mapping[str, str]
+    flags: Mapping[str, Mapping[str, Sequence[str]]]
+    groups: tuple[Group, ...]
+    tables: tuple[File, ...] = ()
+
+    @property
+    def kernels(self) -> tuple[KernelRecord, ...]:
+        """All kernels."""
+        return tuple(record for group in self.groups for record in group.kernels)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The machine-code targets of its kernels."""
+        return tuple(sorted({record.spec.target for record in self.kernels}))
+
+    @property
+    def files(self) -> dict[str, File]:
+        """Every file that the bundle has besides manifest and signature, by name."""
+        kernels = self.kernels
+        return (
+            {record.library_name: record.library for record in kernels}
+            | {record.source_name: record.source for record in kernels}
+            | {table_name(table): table for table in self.tables}
+        )
+
+    def identity(self, record: KernelRecord) -> dict[str, Any]:
+        """Return what a kernel's key hashes, as :func:`cutlass_ops.store.kernel_identity` does."""
+        return {
+            "templates": self.templates,
+            "spec": record.spec.to_json(),
+            "source": record.source.sha256,
+            "headers": record.headers,
+            "flags": {step: list(flags) for step, flags in self.flags[record.spec.target].items()},
+            "target": record.spec.target,
+            "toolchain": dict(self.toolchain),
+        }
+
+    def to_bytes(self) -> bytes:
+        """Return the manifest's text, the same for equal contents."""
+        return sealed(
+            {
+                "format": FORMAT,
+                "abi": self.abi,
+                "templates": self.templates,
+                "library_version": self.library_version,
+                "toolchain": dict(self.toolchain),
+                "flags": {target: {s: list(f) for s, f in steps.items()} for target, steps in self.flags.items()},
+                "signatures": [group.to_json() for group in self.groups],
+                "tables": [asdict(table) for table in self.tables],
+            }
+        )
+
+    @classmethod
+    def from_bytes(cls, text: bytes) -> Manifest:
+        """Read a manifest, which need not be trusted.
+
+        Raises
+        ------
+        BundleError
+            If it is not the text that :meth:`to_bytes` gives for a manifest of this format; the message says why.
+        """
+        try:
+            manifest = cls._of(plain.parsed(text, "the manifest"))
+        except ConfigError as exc:
+            raise BundleError(f"the manifest is wrong: {exc}") from None
+        # One spelling for each content: nothing stands in it twice, in another order, or unread.
+        if manifest.to_bytes() != text:
+            raise BundleError(
+                "the manifest is wrong: its text is not the canonical one of what it says, or was changed"
+            )
+        return manifest
+
+    @classmethod
+    def _of(cls, data: object) -> Manifest:
+        found = data.get("format") if isinstance(data, dict) else None
+        if found != FORMAT:
+            raise ConfigError(f"its format is {found!r:.80}: this version reads {FORMAT!r}; make the bundle again")
+        fields = plain.mapping(data, "it", _FIELDS)
+        toolchain = plain.mapping(fields["toolchain"], "toolchain", _TOOLCHAIN)
+        manifest = cls(
+            abi=plain.integer(fields["abi"], "abi", 1, 1 << 16),
+            templates=plain.integer(fields["templates"], "templates", 1, 1 << 16),
+            library_version=plain.text(fields["library_version"], "library_version"),
+            toolchain={name: plain.text(value, name, 300) for name, value in toolchain.items()},
+            flags=_flags(fields["flags"]),
+            groups=tuple(map(_group, plain.sequence(fields["signatures"], "signatures", _MAX_KERNELS))),
+            tables=tuple(_file(t, "a table") for t in plain.sequence(fields["tables"], "tables", _MAX_TABLES)),
+        )
+        _require_unique([group.signature for group in manifest.groups], "a signature")
+        _require_unique([record.key for record in manifest.kernels], "a kernel's key")
+        _require_unique([table.sha256 for table in manifest.tables], "a table")
+        if len(manifest.kernels) > _MAX_KERNELS:
+            raise ConfigError(f"it has {len(manifest.kernels)} kernels: at most {_MAX_KERNELS} are allowed")
+        if set(manifest.targets) != set(manifest.flags):
+            raise ConfigError("flags must name the targets of its kernels, and no others")
+        return manifest
+
+
+def sealed(fields: Mapping[str, Any]) -> bytes:
+    """Return the canonical text of a manifest's fields with their own SHA-256: a change by accident is seen."""
+    digest = hashlib.sha256(plain.canonical(fields)).hexdigest()
+    return plain.canonical({**fields, "sha256": digest})
+
+
+def table_name(table: File) -> str:
+    """Return a tuning table's name in the bundle."""
+    return f"tables/{table.sha256}.json"
+
+
+def _order(config: Config) -> dict[str, Any]:
+    """Return the launch arguments of a configuration: the order of its tiles."""
+    values, usual = config_to_json(config), config_to_json(config.binary())
+    return {name: value for name, value in values.items() if value != usual[name]}
+
+
+# ---- Reading -----------------------------------------------------------------------------------------------------
+
+
+def _group(data: object) -> Group:
+    fields = plain.mapping(data, "a signature's entry", "signature kernels choices")
+    signature = signature_from_json(fields["signature"])
+    kernels = tuple(_kernel(k, signature) for k in plain.sequence(fields["kernels"], "kernels", _MAX_KERNELS))
+    if not kernels:
+        raise ConfigError("a signature has no kernels")
+    _require_unique([record.spec for record in kernels], "a kernel")
+    choices = tuple(_choice(c, kernels) for c in plain.sequence(fields["choices"], "choices", _MAX_CHOICES))
+    _require_unique([(c.capability, c.n, c.k) for c in choices], "a choice")
+    return Group(signature, kernels, choices)
+
+
+def _kernel(data: object, signature: OpSignature) -> KernelRecord:
+    fields = plain.mapping(data, "a kernel", "config target key headers library source sass resources")
+    target = plain.text(fields["target"], "target")
+    if target not in arch.TARGETS:
+        raise ConfigError(f"target is {target!r}: use one of {', '.join(arch.TARGETS)}")
+    config = config_from_json(fields["config"])
+    if config != config.binary():
+        raise ConfigError(f"configuration {config.slug} says how tiles are ordered, which is no part of a kernel")
+    opcodes = plain.mapping(fields["sass"], "sass", None)
+    if not set(opcodes) <= set(sass.OPCODES.values()):
+        raise ConfigError("sass names an unknown instruction")
+    functions = plain.sequence(fields["resources"], "resources", _MAX_FUNCTIONS)
+    return KernelRecord(
+        spec=signature.spec(config, target),
+        key=_digest(fields["key"], "key"),
+        headers=_digest(fields["headers"], "headers"),
+        library=_file(fields["library"], "library"),
+        source=_file(fields["source"], "source"),
+        opcodes={name: plain.integer(count, "sass", 0, MAX_FILE) for name, count in opcodes.items()},
+        resources=tuple(map(_resources_of, functions)),
+    )
+
+
+def _resources_of(data: object) -> dict[str, Any]:
+    fields = plain.mapping(data, "resources", f"function {_RESOURCES}")
+    numbers = {name: plain.integer(fields[name], name, 0, 1 << 32) for name in _RESOURCES.split()}
+    return {"function": plain.text(fields["function"], "function", 1 << 16), **numbers}
+
+
+def _choice(data: object, kernels: Sequence[KernelRecord]) -> Choice:
+    fields = plain.mapping(data, "a choice", "capability n k rows")
+    pair = plain.sequence(fields["capability"], "capability", 2)
+    if len(pair) != 2:
+        raise ConfigError("capability has a major and a minor number")
+    capability = (plain.integer(pair[0], "capability", 1, 99), plain.integer(pair[1], "capability", 0, 99))
+    rows = tuple(_row(r, kernels, capability) for r in plain.sequence(fields["rows"], "rows", _MAX_ROWS))
+    if not rows or any(row[0] >= after[0] for row, after in itertools.pairwise(rows)):
+        raise ConfigError("rows of a choice are in increasing order, and there is at least one")
+    n, k = (plain.integer(fields[name], name, 1, _MAX_EXTENT) for name in ("n", "k"))
+    return Choice(capability, n, k, rows)
+
+
+def _row(data: object, kernels: Sequence[KernelRecord], capability: tuple[int, int]) -> tuple[int, Config]:
+    row = plain.sequence(data, "a row of a choice", 3)
+    if len(row) != 3:
+        raise ConfigError("a row of a choice has a number of rows, a kernel and an order of tiles")
+    most = plain.integer(row[0], "rows", 1, _MAX_EXTENT)
+    record = kernels[plain.integer(row[1], "rows", 0, len(kernels) - 1)]
+    order = plain.mapping(row[2], "an order of tiles", None)
+    config = config_from_json({**config_to_json(record.spec.config), **order})
+    if config.binary() != record.spec.config or config.swizzle not in rules.SWIZZLES:
+        raise ConfigError("an order of tiles changes the kernel, or is none that it has")
+    if not record.runs_on(capability):
+        raise ConfigError(f"a choice for compute capability {capability} names a kernel for {record.spec.target}")
+    return most, config
+
+
+def _flags(data: object) -> dict[str, dict[str, tuple[str, ...]]]:
+    targets = plain.mapping(data, "flags", None)
+    found: dict[str, dict[str, tuple[str, ...]]] = {}
+    for target, value in targets.items():
+        steps = plain.mapping(value, "flags of a target", _STEPS)
+        found[target] = {
+            step: tuple(plain.text(flag, "a flag") for flag in plain.sequence(flags, "flags", 100))
+            for step, flags in steps.items()
+        }
+    return found
+
+
+def _file(data: object, what: str) -> File:
+    fields = plain.mapping(data, what, "sha256 size")
+    return File(_digest(fields["sha256"], what), plain.integer(fields["size"], what, 0, MAX_FILE))
+
+
+def _digest(data: object, what: str) -> str:
+    if not isinstance(data, str) or not _DIGEST.fullmatch(data):
+        raise ConfigError(f"{what} is no SHA-256 in lower-case hexadecimal")
+    return data
+
+
+def _require_unique(values: Iterable[object], what: str) -> None:
+    seen = set()
+    for value in values:
+        if value in seen:
+            raise ConfigError(f"{what} stands twice")
+        seen.add(value)

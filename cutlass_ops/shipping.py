@@ -1,0 +1,481 @@
+"""What to ship: a catalogue, declared in TOML or in Python, and the kernels, choices and tables that it means."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import re
+import runpy
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import torch
+
+from cutlass_ops import builtin, catalog, dispatch, dtypes, heuristics, legality, tables
+from cutlass_ops.bundles import BUNDLES
+from cutlass_ops.call import call_at, signature_of
+from cutlass_ops.config import Config
+from cutlass_ops.dispatch import ROWS, Policy
+from cutlass_ops.epilogue.graph import Graph
+from cutlass_ops.errors import ConfigError
+from cutlass_ops.heuristics import Device
+from cutlass_ops.manifest import Choice
+from cutlass_ops.signature import OpSignature
+from cutlass_ops.spec import HasGraph, KernelSpec, Major
+from cutlass_ops.tables import Table
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+Problem = tuple[int, int, int]
+
+FORMAT = 1
+
+# For which device kernels are chosen, by the target that stands for it; others of its compute capability run them too.
+DEVICES = {
+    "sm_80": Device((8, 0), 108, "NVIDIA A100-SXM4-80GB"),
+    "sm_86": Device((8, 6), 84, "NVIDIA RTX A6000"),
+    "sm_89": Device((8, 9), 142, "NVIDIA L40S"),
+    "sm_90a": Device((9, 0), 132, "NVIDIA H100 80GB HBM3"),
+}
+
+_DTYPES = ("bf16", "f16", "f32")
+_EXTENTS = re.compile(r"[1-9][0-9]{0,9}(,[1-9][0-9]{0,9})*")
+# Rows of A where a weight is given alone: any that TMA can address.
+_ALIGNED = 1024
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Kernels for some ops and problems.
+
+    Attributes
+    ----------
+    ops : tuple of str or Epilogue
+        Named ops such as ``"gemm_bias_relu"``, epilogues, or import paths ``"MODULE:NAME"`` of such.
+    archs : tuple of str
+        Targets that stand for devices: sm_80, sm_86, sm_89, sm_90a. On sm_90a, operands that TMA cannot address get
+        kernels for sm_90.
+    dtypes : tuple of str
+        Of A and B.
+    layouts : tuple of str
+        Majors of A and B, ``"row,col"`` for a weight (N, K) passed as ``weight.t()``.
+    out_dtypes : tuple of str
+        Of D; by default that of A.
+    input_dtypes : tuple of (str, str)
+        Dtypes of the epilogue's inputs by name, where they are not that of A, such as ``("mean_square", "f32")``.
+    shapes : tuple of str
+        Problems ``"MxNxK"``; extents may be lists, as in ``"1,16x4096x4096"``. Their alignments follow from them.
+    weights : tuple of str
+        B's extents ``"NxK"``, for every number of rows.
+    """
+
+    ops: tuple[str | HasGraph, ...]
+    archs: tuple[str, ...]
+    dtypes: tuple[str, ...] = ("bf16",)
+    layouts: tuple[str, ...] = ("row,col",)
+    out_dtypes: tuple[str, ...] = ()
+    input_dtypes: tuple[tuple[str, str], ...] = ()
+    shapes: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("ops", "archs", "dtypes", "layouts"):
+            if not getattr(self, name):
+                raise ConfigError(f"{name} is empty: at least one is needed")
+        if not self.shapes and not self.weights:
+            raise ConfigError("neither shapes nor weights are given: say for which problems kernels are needed")
+        _require_known(self.archs, "archs", DEVICES)
+        _require_known(self.dtypes, "dtypes", ("bf16", "f16"))
+        _require_known(self.out_dtypes, "out_dtypes", _DTYPES)
+        _require_known((dtype for _, dtype in self.input_dtypes), "input_dtypes", _DTYPES)
+        majors = get_args(Major)
+        _require_known(self.layouts, "layouts", [f"{a},{b}" for a in majors for b in majors])
+        for op in self.ops:
+            _graph(op)
+        for text in self.shapes:
+            problems_of(text)
+        for text in self.weights:
+            _weights(text)
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """Kernels that a tuning table names, and the table.
+
+    Attributes
+    ----------
+    table : Table
+        From ``cutlass-ops tune --folder``.
+    arch : str
+        Target that stands for the device it was measured on.
+    kernels : int
+        How many of its kernels, the most useful first.
+    """
+
+    table: Table
+    arch: str
+    kernels: int = tables.MAX_KERNELS
+
+    def __post_init__(self) -> None:
+        _require_known((self.arch,), "arch", DEVICES)
+        if type(self.kernels) is not int or self.kernels < 1:
+            raise ConfigError(f"kernels is {self.kernels!r}: a positive integer is needed")
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """What to ship.
+
+    Attributes
+    ----------
+    kernels : tuple of Kernels
+        By ops and problems.
+    tuned : tuple of Tuned
+        By tuning tables.
+    specs : tuple of KernelSpec
+        Exact declarations.
+
+    Raises
+    ------
+    ConfigError
+        If it is empty, or a declaration is illegal.
+    """
+
+    kernels: tuple[Kernels, ...] = ()
+    tuned: tuple[Tuned, ...] = ()
+    specs: tuple[KernelSpec, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not (self.kernels or self.tuned or self.specs):
+            raise ConfigError("the catalogue is empty: it has no [[kernels]], no [[tables]] and no specs")
+        for spec in self.specs:
+            legality.require_legal(spec)
+
+
+@dataclass
+class Shipment:
+    """What a catalogue means.
+
+    Attributes
+    ----------
+    specs : dict of KernelSpec to None
+        All kernels, in the order in which the catalogue needs them first.
+    choices : dict of OpSignature to tuple of Choice
+        Which of them serve which problems.
+    tables : tuple of Table
+        What travels along.
+    """
+
+    specs: dict[KernelSpec, None] = field(default_factory=dict)
+    choices: dict[OpSignature, tuple[Choice, ...]] = field(default_factory=dict)
+    tables: tuple[Table, ...] = ()
+
+
+def default() -> Catalogue:
+    """Return the default catalogue: one kernel for each named op, element type and target, as in ``generated/``."""
+    return Catalogue(specs=tuple(entry.spec for entry in catalog.default()))
+
+
+def shipment(catalogue: Catalogue) -> Shipment:
+    """Return the kernels that a catalogue means, and which of them serves what; nothing is compiled.
+
+    Raises
+    ------
+    ConfigError
+        If no kernel serves an entry of it.
+    """
+    found = Shipment(dict.fromkeys(catalogue.specs), tables=tuple(t.table for t in catalogue.tuned))
+    needs: dict[tuple[OpSignature, Device], _Need] = {}
+    # What is shipped must not depend on bundles that are loaded here.
+    with BUNDLES.aside():
+        for kernels in catalogue.kernels:
+            for signature, device, problem, whole in _calls(kernels):
+                need = needs.setdefault((signature, device), _Need(dispatch.policy(signature, device)))
+                need.add(problem, whole)
+        for tuned in catalogue.tuned:
+            device = Device(DEVICES[tuned.arch].capability, tuned.table.multiprocessors, tuned.table.device)
+            need = needs.setdefault((tuned.table.signature, device), _Need(_policy(tuned.table, device)))
+            need.add_table(tuned)
+        for (signature, device), need in needs.items():
+            found.specs |= {heuristics.spec(signature, config, device): None for config in need.configs}
+            found.choices[signature] = (*found.choices.get(signature, ()), *need.choices())
+    return found
+
+
+class _Need:
+    """What a catalogue needs for one signature on one kind of device."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.configs: dict[Config, None] = {}
+        self._rows: dict[tuple[int, int], set[int]] = {}
+
+    def add(self, problem: Problem, whole: bool) -> None:
+        m, n, k = problem
+        policy = self._policy
+        if not policy.kernels:
+            raise ConfigError(
+                f"no kernel serves a {policy.signature.a}, b {policy.signature.b}, d {policy.signature.d} on "
+                f"{policy.device.name}"
+            )
+        chosen = dispatch.kept(policy, n, k) if whole else (policy.choose(problem).config.binary(),)
+        self.configs |= dict.fromkeys(chosen)
+        self._rows.setdefault((n, k), set()).add(m)
+
+    def add_table(self, tuned: Tuned) -> None:
+        table = tuned.table if tuned.table.kernels else tuned.table.select()
+        self.configs |= dict.fromkeys(c.binary() for c in table.kernels[: tuned.kernels])
+        for point in table.points:
+            self._rows.setdefault(point.problem[1:], set()).add(point.problem[0])
+
+    def choices(self) -> Iterator[Choice]:
+        """Yield what is chosen for each weight among the kernels that are shipped."""
+        before = self._policy
+        policy = Policy.of(before.tables, before.signature, before.device, self.configs)
+        for (n, k), rows in self._rows.items():
+            found = [(m, policy.choose((m, n, k)).config) for m in sorted({*ROWS, *rows})]
+            # Of numbers of rows that follow each other and get the same, the last one stands for all.
+            last = [row for row, after in itertools.pairwise(found) if row[1] != after[1]]
+            yield Choice(policy.device.capability, n, k, (*last, found[-1]))
+
+
+def _policy(table: Table, device: Device) -> Policy:
+    signature = table.signature
+    usual = dispatch.policy(signature, device)
+    return Policy.of((table, *usual.tables), signature, device, (*table.kernels, *usual.kernels))
+
+
+def _calls(kernels: Kernels) -> Iterator[tuple[OpSignature, Device, Problem, bool]]:
+    """Yield signature, device and problem of every call that an entry means, and whether for any number of rows."""
+    problems = [(p, False) for text in kernels.shapes for p in problems_of(text)]
+    problems += [((_ALIGNED, n, k), True) for text in kernels.weights for n, k in _weights(text)]
+    inputs = dict(kernels.input_dtypes)
+    for op in kernels.ops:
+        for dtype in kernels.dtypes:
+            for layout in kernels.layouts:
+                a, _, b = layout.partition(",")
+                for out in kernels.out_dtypes or (dtype,):
+                    for target in kernels.archs:
+                        for problem, whole in problems:
+                            call = call_at(
+                                _graph(op), problem, dtype, cast(Major, a), cast(Major, b), _torch(out), inputs
+                            )
+                            yield signature_of(call, DEVICES[target]), DEVICES[target], problem, whole
+
+
+def _torch(name: str) -> torch.dtype:
+    return cast(torch.dtype, getattr(torch, dtypes.dtype(name).torch_name))
+
+
+# ---- Reading -----------------------------------------------------------------------------------------------------
+
+
+def load(name: str) -> Catalogue:
+    """Read a catalogue.
+
+    Parameters
+    ----------
+    name : str
+        A TOML file, a Python file that defines ``catalogue``, or an import path ``MODULE:NAME`` of a
+        :class:`Catalogue`. Import paths and files within a file are looked for in its folder first.
+
+    Raises
+    ------
+    ConfigError
+        If it is none; the message says where and why.
+    OSError
+        If the file cannot be read.
+    """
+    path = Path(name)
+    if path.suffix == ".toml":
+        return _from_toml(path.absolute())
+    if path.suffix == ".py":
+        with _importing_from(path.absolute().parent):
+            found = runpy.run_path(name).get("catalogue")
+    else:
+        with _importing_from(Path.cwd()):
+            found = import_object(name, "a TOML file, a Python file, or MODULE:NAME of a catalogue")
+    if not isinstance(found, Catalogue):
+        raise ConfigError(f"{name} is no cutlass_ops.shipping.Catalogue: it is {type(found).__name__}")
+    return found
+
+
+def _from_toml(path: Path) -> Catalogue:
+    try:
+        data = tomllib.loads(path.read_text())
+        with _importing_from(path.parent):
+            return _catalogue(data, path.parent)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, ConfigError) as exc:
+        raise ConfigError(f"{path}: {exc}") from None
+
+
+def _catalogue(data: Mapping[str, Any], folder: Path) -> Catalogue:
+    _require_fields(data, "the catalogue", required=("format",), optional=("kernels", "tables", "specs"))
+    if data["format"] != FORMAT:
+        raise ConfigError(f"format is {data['format']!r}: this version reads {FORMAT}")
+    return Catalogue(
+        kernels=tuple(_each(data, "kernels", _kernels)),
+        tuned=tuple(_each(data, "tables", lambda entry: _tuned(entry, folder))),
+        specs=tuple(read_spec(folder / name) for name in _texts(data.get("specs", []), "specs")),
+    )
+
+
+def _each(data: Mapping[str, Any], name: str, read: Callable[[Mapping[str, Any]], Any]) -> Iterator[Any]:
+    entries = data.get(name, [])
+    if not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
+        raise ConfigError(f"{name} are tables of their own: write [[{name}]] before each")
+    for number, entry in enumerate(entries, 1):
+        with _said_of(f"[[{name}]] number {number}"):
+            yield read(entry)
+
+
+@contextmanager
+def _said_of(what: str) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as exc:
+        raise ConfigError(f"{what}: {exc}") from None
+
+
+def _kernels(entry: Mapping[str, Any]) -> Kernels:
+    names = ("dtypes", "layouts", "out_dtypes", "input_dtypes", "shapes", "weights")
+    _require_fields(entry, "it", required=("ops", "archs"), optional=names)
+    lists = {name: tuple(_texts(value, name)) for name, value in entry.items() if name != "input_dtypes"}
+    inputs = entry.get("input_dtypes", {})
+    if not isinstance(inputs, dict) or not all(isinstance(dtype, str) for dtype in inputs.values()):
+        raise ConfigError(f'input_dtypes is {inputs!r}: write {{ NAME = "f32" }}')
+    return Kernels(**lists, input_dtypes=tuple(inputs.items()))
+
+
+def _tuned(entry: Mapping[str, Any], folder: Path) -> Tuned:
+    _require_fields(entry, "it", required=("path", "arch"), optional=("kernels",))
+    for name in ("path", "arch"):
+        if not isinstance(entry[name], str):
+            raise ConfigError(f"{name} is {entry[name]!r}: a text is needed")
+    try:
+        table = tables.load(folder / entry["path"])
+    except OSError as exc:
+        raise ConfigError(f"{entry['path']} cannot be read: {exc.strerror}") from None
+    return Tuned(table, entry["arch"], entry.get("kernels", tables.MAX_KERNELS))
+
+
+def read_spec(path: Path) -> KernelSpec:
+    """Read a declaration from a JSON file.
+
+    Raises
+    ------
+    ConfigError
+        If it is none; the message names the file.
+    OSError
+        If it cannot be read.
+    """
+    try:
+        data = json.loads(path.read_bytes())
+        if not isinstance(data, dict):
+            raise ConfigError("a kernel spec is a JSON object")
+        return KernelSpec.from_json(data)
+    except (ValueError, RecursionError) as exc:
+        raise ConfigError(f"{path}: {exc}") from None
+
+
+def problems_of(text: str) -> list[Problem]:
+    """Return the problems of a text such as ``"1,16x4096x4096"``: every combination of listed extents.
+
+    Raises
+    ------
+    ConfigError
+        If it is not of that form.
+    """
+    sides = [_extents(side) for side in text.split("x")]
+    if len(sides) != 3 or not all(sides):
+        raise ConfigError(f"{text} is no problem: write MxNxK, positive integers, such as 512x4096x4096")
+    return [(m, n, k) for m in sides[0] for n in sides[1] for k in sides[2]]
+
+
+def _weights(text: str) -> list[tuple[int, int]]:
+    sides = [_extents(side) for side in text.split("x")]
+    if len(sides) != 2 or not all(sides):
+        raise ConfigError(f"{text} is no weight: write NxK, positive integers, such as 4096x4096")
+    return [(n, k) for n in sides[0] for k in sides[1]]
+
+
+def _extents(text: str) -> list[int]:
+    return [int(e) for e in text.split(",")] if _EXTENTS.fullmatch(text) else []
+
+
+def graph_named(name: str) -> HasGraph:
+    """Return a named op's epilogue, or what an import path names.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such op, or the path leads to no epilogue.
+    """
+    if name in builtin.BY_OP:
+        return builtin.BY_OP[name]
+    found = import_object(name, f"{', '.join(builtin.BY_OP)}, or MODULE:NAME of an epilogue")
+    if not isinstance(getattr(found, "graph", None), Graph):
+        raise ConfigError(f"{name} is a {type(found).__name__}: it must be decorated with @cutlass_ops.epilogue")
+    return cast(HasGraph, found)
+
+
+def import_object(name: str, instead: str) -> object:
+    """Return what an import path ``MODULE:NAME`` names.
+
+    Raises
+    ------
+    ConfigError
+        If it names nothing; ``instead`` says what else could stand there.
+    """
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        raise ConfigError(f"{name} is none that is known: use {instead}")
+    try:
+        return cast(object, getattr(importlib.import_module(module), attribute))
+    except (ImportError, AttributeError, ValueError) as exc:
+        raise ConfigError(f"{name} cannot be imported: {exc}") from None
+
+
+def _graph(op: str | HasGraph) -> Graph:
+    return (graph_named(op) if isinstance(op, str) else op).graph
+
+
+@contextmanager
+def _importing_from(folder: Path) -> Iterator[None]:
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        if str(folder) in sys.path:
+            sys.path.remove(str(folder))
+
+
+def _require_fields(
+    data: Mapping[str, Any], what: str, *, required: Iterable[str], optional: Iterable[str] = ()
+) -> None:
+    missing = sorted(set(required) - set(data))
+    unknown = sorted(set(data) - set(required) - set(optional))
+    if missing:
+        raise ConfigError(f"{what} has no {', '.join(missing)}")
+    if unknown:
+        raise ConfigError(f"{what} has no field {unknown[0]!r}: use {', '.join((*required, *optional))}")
+
+
+def _texts(value: object, name: str) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+        raise ConfigError(f'{name} is {value!r}: a list of texts is needed, such as ["..."]')
+    return value
+
+
+def _require_known(values: Iterable[str], name: str, known: Iterable[str]) -> None:
+    unknown = [value for value in values if value not in known]
+    if unknown:
+        raise ConfigError(f"{name} has {unknown[0]!r}: use {', '.join(known)}")

@@ -1,0 +1,136 @@
+"""Whether a bundle is what it says: every hash, key, target, symbol, instruction, and the signature."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from cutlass_ops import arch, elf, legality, sass, tables
+from cutlass_ops.bundle import Bundle, key_of, open_bundle
+from cutlass_ops.errors import BundleError, CompileError, CutlassOpsError
+from cutlass_ops.loader import SYMBOLS
+from cutlass_ops.manifest import KernelRecord
+
+_PREFIX = "__tvm_ffi_"
+# What a kernel may ask the dynamic linker for: the C and C++ runtimes, tvm-ffi and the CUDA runtime.
+_LIBRARIES = ("libtvm_ffi.so", "libcudart.so.", "libstdc++.so.", "libgcc_s.so.", "libm.so.", "libc.so.", "ld-linux-")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found out about a bundle.
+
+    Attributes
+    ----------
+    path : str
+        The bundle.
+    kernels, tables : int
+        How many were checked.
+    targets : tuple of str
+        Machines that they are for.
+    signed : bool
+        Whether the manifest was signed with the key that was given; False if none was given.
+    problems : tuple of str
+        What is wrong, each with the file's name. The bundle is good if there are none.
+    """
+
+    path: str
+    kernels: int
+    tables: int
+    targets: tuple[str, ...]
+    signed: bool
+    problems: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the verdict as JSON values."""
+        return {**vars(self), "targets": list(self.targets), "problems": list(self.problems)}
+
+
+def verify(path: str | os.PathLike[str], public_key: str | os.PathLike[str] | None = None) -> Verdict:
+    """Check all of a bundle; nothing in it is run or loaded.
+
+    Parameters
+    ----------
+    path : path
+        The archive or the folder.
+    public_key : path, optional
+        PEM file of the Ed25519 key with which it must have been signed.
+
+    Raises
+    ------
+    ValueError, OSError
+        If the public key cannot be read.
+    """
+    try:
+        bundle = open_bundle(path, public_key)
+    except BundleError as exc:
+        return Verdict(os.fspath(path), 0, 0, (), False, (str(exc),))
+    manifest = bundle.manifest
+    problems = [p for record in manifest.kernels for p in _of_kernel(bundle, record)]
+    problems += [p for table in manifest.tables for p in _said(f"tables/{table.sha256}", _check_table, bundle, table)]
+    return Verdict(
+        str(bundle.path), len(manifest.kernels), len(manifest.tables), manifest.targets,
+        public_key is not None, tuple(problems),
+    )  # fmt: skip
+
+
+def _of_kernel(bundle: Bundle, record: KernelRecord) -> Iterator[str]:
+    for check in (_check_key, _check_source, _check_library, _check_spec):
+        yield from _said(record.library_name, check, bundle, record)
+
+
+def _said(where: str, check: Callable[..., None], *arguments: Any) -> Iterator[str]:
+    try:
+        check(*arguments)
+    except CutlassOpsError as exc:
+        yield f"{where}: {exc}"
+
+
+def _check_key(bundle: Bundle, record: KernelRecord) -> None:
+    if key_of(bundle.manifest, record) != record.key:
+        raise BundleError("its key is not that of what the manifest says of it")
+
+
+def _check_source(bundle: Bundle, record: KernelRecord) -> None:
+    bundle.read_source(record)
+
+
+def _check_spec(_: Bundle, record: KernelRecord) -> None:
+    legality.require_legal(record.spec)
+
+
+def _check_table(bundle: Bundle, table: Any) -> None:
+    tables.parse(bundle.read_table(table), "it")
+
+
+def _check_library(bundle: Bundle, record: KernelRecord) -> None:
+    data = bundle.kernel(record).read_library()
+    found = sass.proved(data, "it", record.spec)
+    if found != record.opcodes:
+        raise BundleError("its machine code does not hold the instructions that the manifest counts")
+    try:
+        _require_targets(data, record.spec.target)
+        _require_linkage(data)
+    except (struct.error, IndexError, UnicodeDecodeError) as exc:
+        raise CompileError(f"it is no shared library: {exc}") from None
+
+
+def _require_targets(data: bytes, target: str) -> None:
+    found = {elf.sm_version(image) for image in elf.gpu_images(data)}
+    major, minor = arch.target(target).capability
+    if found != {10 * major + minor}:
+        names = ", ".join(f"sm_{version}" for version in sorted(found))
+        raise BundleError(f"its machine code is for {names or 'no GPU'}, and the manifest says {target}")
+
+
+def _require_linkage(data: bytes) -> None:
+    exported, needed = elf.exports(data), elf.needed(data)
+    missing = [name for name in SYMBOLS if _PREFIX + name not in exported]
+    if missing:
+        raise BundleError(f"it does not export {', '.join(_PREFIX + name for name in missing)}")
+    foreign = [name for name in needed if not name.startswith(_LIBRARIES)]
+    if foreign:
+        raise BundleError(f"it needs {', '.join(foreign)}, which no kernel does")

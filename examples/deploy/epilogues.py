@@ -1,0 +1,9 @@
+"""The epilogues of the service; the build machine and the container both import them."""
+
+import cutlass_ops as co
+
+
+@co.epilogue
+def scaled_swish(acc, bias: co.Row, scale: co.Scalar):  # noqa: ANN001, ANN201
+    """D = silu(A @ B + bias) * scale."""
+    return co.silu(acc + bias) * scale

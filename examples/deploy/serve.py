@@ -1,0 +1,57 @@
+"""What runs in the container: load the bundle, run a layer, say how long that took.
+
+python examples/deploy/serve.py BUNDLE [PUBLIC_KEY]
+
+With a GPU, the layer runs on the bundle's kernels. Without one, ops compute in PyTorch, and an exact kernel says why it
+cannot run.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+def main() -> None:
+    """Serve one layer."""
+    path, key = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = torch.randn(512, 1024, device=device, dtype=torch.bfloat16)
+    weight = torch.randn(1024, 1024, device=device, dtype=torch.bfloat16)
+    bias = torch.randn(1024, device=device, dtype=torch.bfloat16)
+    expected = torch.relu(torch.nn.functional.linear(x.double(), weight.double(), bias.double()))
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+    # From here on it is this library that takes time: its import, the bundle, the first result.
+    began = time.perf_counter()
+    import cutlass_ops as co
+
+    bundle = co.load_bundle(path, public_key=key)
+    d = co.gemm_bias_relu(x, weight.t(), bias)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    took = time.perf_counter() - began
+
+    from epilogues import scaled_swish
+
+    swish = co.gemm(x, weight.t(), epilogue=scaled_swish, bias=bias, scale=0.5)
+    error = float((d.double() - expected).abs().max() / expected.abs().max())
+    print(f"{len(bundle.kernels())} kernels for {', '.join(bundle.manifest.targets)} in {Path(path).name}")
+    print(f"first result on {device} after {1000 * took:.0f} ms; largest error {error:.1e} of the largest value")
+    print(f"mean of the second layer: {float(swish.mean()):.4f}")
+    if device == "cpu":
+        spec = next(kernel.spec for kernel in bundle.kernels() if kernel.spec.epilogue == co.gemm_bias_relu.graph)
+        try:
+            co.build(spec)(x, weight.t(), bias)
+        except co.NoDeviceError as exc:
+            print(f"no GPU: {exc}")
+    if error > 2**-7:
+        sys.exit(f"the error is too large: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Processes that build kernels with a compiler that takes no time, started by the hundred and killed at will."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from multiprocessing import forkserver
+from pathlib import Path
+
+import pytest
+from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
+
+from cutlass_ops.builder import build_artifact, build_many
+from cutlass_ops.store import KernelStore, open_entry
+from cutlass_ops.toolchain import Toolchain
+
+LIBRARY = library(*[HMMA] * 200)
+SPECS = tuple(sm80_spec(stages) for stages in (2, 3, 4))
+
+# Written in three parts, so that there is something half-written to be found.
+SLOWLY = 'head -c 150 "$here/library" > "$out"; sleep 0.02; head -c 250 "$here/library" > "$out"; sleep 0.02; '
+
+
+def context() -> multiprocessing.context.ForkServerContext:
+    """Fresh processes in no time, and not by forking this one, which has threads."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(["pytest", "crowd"])
+    with pytest.MonkeyPatch.context() as patch:
+        # The server does not take over sys.path, and would skip what it cannot import.
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
+        forkserver.ensure_running()
+    return found
+
+
+def build_one(root: Path, toolchain: Toolchain) -> str:
+    return build_artifact(SPECS[0], source="source", store=KernelStore(root), toolchain=toolchain).sha256
+
+
+def build_all(root: Path, toolchain: Toolchain) -> None:
+    os.environ["CUTLASS_OPS_PROGRESS"] = "0"
+    build_many(SPECS, jobs=2, store=KernelStore(root), toolchain=toolchain)
+
+
+def build_all_in_a_session_of_its_own(root: Path, toolchain: Toolchain) -> None:
+    os.setsid()
+    build_all(root, toolchain)
+
+
+def slow_kit(root: Path) -> FakeToolkit:
+    kit = FakeToolkit(root)
+    kit.makes(LIBRARY, before=SLOWLY)
+    return kit
+
+
+def visible(store: KernelStore) -> list[bytes]:
+    """The libraries of all entries; a single one that is not whole is an error."""
+    return [open_entry(folder).read_library() for folder in (store.root / "v1").glob("*/*")]
+
+
+def left_over(store: KernelStore) -> list[str]:
+    return [p.name for folder in ("tmp", "failed") for p in (store.root / folder).glob("*")]

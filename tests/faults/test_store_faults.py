@@ -1,0 +1,247 @@
+"""What a store is after the worst: killed builders, full disks, crowds, other versions, wrong clocks."""
+
+import contextlib
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import crowd
+import pytest
+from crowd import LIBRARY, SPECS, left_over, visible
+from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
+
+from cutlass_ops import store as store_module
+from cutlass_ops.builder import build_artifact, build_many
+from cutlass_ops.errors import CompileError, LoadError, StoreError
+from cutlass_ops.store import KernelStore
+from cutlass_ops.toolchain import find_toolchain
+
+KILLS = 200
+
+
+# ---- Killed --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_killed_at_200_random_moments(tmp_path, store, processes):
+    """After kill -9, whatever is visible is whole, and the next call has all kernels."""
+    kit = crowd.slow_kit(tmp_path / "kit")
+    toolchain = kit.find()
+    rng = random.Random(1)
+    # The second time nothing has to be imported first.
+    for _ in range(2):
+        store.clean()
+        child = processes.Process(target=crowd.build_all, args=(store.root, toolchain))
+        began = time.monotonic()
+        child.start()
+        child.join()
+        whole = time.monotonic() - began
+        assert len(visible(store)) == len(SPECS)
+    store.clean()
+    seen = set()
+    for kill in range(KILLS):
+        # Every other time the compilers die with their builder; else they go on writing into a folder that is nobody's.
+        group = kill % 2 == 0
+        target = crowd.build_all_in_a_session_of_its_own if group else crowd.build_all
+        child = processes.Process(target=target, args=(store.root, toolchain))
+        child.start()
+        time.sleep(rng.uniform(0, 1.2 * whole))
+        if group and child.is_alive() and os.getpgid(child.pid) == child.pid:
+            os.killpg(child.pid, signal.SIGKILL)
+        child.kill()
+        child.join()
+        found = visible(store)
+        assert set(found) <= {LIBRARY}
+        seen.add(len(found))
+        if len(found) == len(SPECS):
+            store.clean()
+        if kill % 20 == 19:
+            made = build_many(SPECS, store=store, toolchain=toolchain)
+            assert [artifact.read_library() for artifact in made] == [LIBRARY] * len(SPECS)
+            store.clean()
+    assert {0, len(SPECS)} <= seen  # some were killed too early and some too late
+    time.sleep(0.3)  # for the compilers whose builders were killed
+    build_many(SPECS, store=store, toolchain=toolchain)
+    assert visible(store) == [LIBRARY] * len(SPECS)
+    assert left_over(store) == []
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+def test_killed_while_nvcc_compiles(store, processes):
+    toolchain = find_toolchain()
+    for seconds in (1.0, 4.0):
+        child = processes.Process(target=crowd.build_one, args=(store.root, toolchain))
+        child.start()
+        time.sleep(seconds)
+        child.kill()
+        child.join()
+        assert visible(store) == []
+    artifact = build_artifact(sm80_spec(3), store=store, toolchain=toolchain)
+    assert [artifact.read_library()] == visible(store)
+
+
+# ---- Crowds --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_64_processes_compile_once(store, toolkit, processes):
+    toolkit.makes(library(HMMA), before="sleep 1\n")
+    toolchain = toolkit.find()
+    with ProcessPoolExecutor(64, mp_context=processes) as pool:
+        futures = [pool.submit(crowd.build_one, store.root, toolchain) for _ in range(64)]
+        assert len({f.result() for f in futures}) == 1
+    assert toolkit.compilations == 1
+    assert left_over(store) == []
+
+
+def test_a_clean_while_kernels_are_built_costs_nothing_but_time(store, toolkit):
+    toolkit.makes(library(HMMA), before="sleep 0.05\n")
+    toolchain = toolkit.find()
+    stop = threading.Event()
+
+    def keep_cleaning():
+        while not stop.is_set():
+            KernelStore(store.root).clean()
+            time.sleep(0.01)
+
+    cleaner = threading.Thread(target=keep_cleaning)
+    cleaner.start()
+    try:
+        for _ in range(5):
+            # An entry may be cleaned away right after it was published: that is an error, and never half a kernel.
+            with contextlib.suppress(LoadError):
+                assert build_artifact(sm80_spec(), source="source", store=store, toolchain=toolchain).size
+    finally:
+        stop.set()
+        cleaner.join()
+    assert build_artifact(sm80_spec(), source="source", store=store, toolchain=toolchain).read_library()
+
+
+# ---- Disks ---------------------------------------------------------------------------------------------------------
+
+_FULL = """
+import sys
+from pathlib import Path
+from crowd import SPECS
+from cutlass_ops.builder import build_many
+from cutlass_ops.errors import CutlassOpsError
+from cutlass_ops.store import KernelStore
+from cutlass_ops.toolchain import _examine
+
+kit, store = Path(sys.argv[1]), KernelStore(Path(sys.argv[2]) / "store")
+toolchain = _examine(kit / "bin" / "nvcc", "test", kit / "host" / "g++", None)
+(first,) = build_many(SPECS[:1], store=store, toolchain=toolchain)
+filler = Path(sys.argv[2], "filler")
+try:
+    with filler.open("wb") as file:
+        while True:
+            file.write(bytes(1024))
+            file.flush()
+except OSError:
+    pass
+try:
+    build_many(SPECS, store=store, toolchain=toolchain)
+except CutlassOpsError as exc:
+    print(type(exc).__name__, str(exc).replace(chr(10), " "))
+print(len(list(store.entries())), list(store.entries()) == [first])
+filler.unlink()
+print(len(build_many(SPECS, store=store, toolchain=toolchain)))
+"""
+
+
+def _may_mount():
+    command = ["unshare", "--user", "--map-root-user", "--mount", "mount", "-t", "tmpfs", "none", "/mnt"]
+    return shutil.which("unshare") is not None and subprocess.run(command, capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not _may_mount(), reason="no file system may be mounted here")
+def test_a_disk_that_is_full(tmp_path):
+    kit = FakeToolkit(tmp_path / "kit")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    script = f'mount -t tmpfs -o size=256k none "$1" && exec "$0" -c "$2" "{kit.root}" "$1"'
+    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, sys.executable, disk, _FULL]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    error, entries, after = done.stdout.splitlines()
+    assert error.startswith(("StoreError", "CompileError"))
+    assert "space" in error
+    assert entries == "1 True"
+    assert after == str(len(SPECS))
+
+
+def test_a_folder_that_vanishes_while_a_kernel_is_built(store, toolkit):
+    toolchain = toolkit.find()
+    toolkit.makes(library(HMMA), before=f'rm -rf "{store.root}"\n')
+    with pytest.raises((StoreError, CompileError), match=re.escape(str(store.root))):
+        build_artifact(sm80_spec(), source="source", store=store, toolchain=toolchain)
+    toolkit.makes(library(HMMA))
+    assert build_artifact(sm80_spec(), source="source", store=store, toolchain=toolchain).read_library()
+    assert left_over(store) == []
+
+
+# ---- Clocks --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("year", [1970, 2100])
+def test_a_clock_that_jumps_changes_nothing(store, toolkit, year, monkeypatch):
+    toolchain = toolkit.find()
+    first = build_artifact(sm80_spec(3), source="source", store=store, toolchain=toolchain)
+    seconds = (year - 1970) * 365.25 * 86400
+    for path in (store.root, *store.root.rglob("*")):
+        os.utime(path, (seconds, seconds))
+
+    class Clock(store_module.datetime):
+        @classmethod
+        def now(cls, zone=None):
+            return cls(year, 1, 1, tzinfo=zone)
+
+    monkeypatch.setattr(store_module, "datetime", Clock)
+    monkeypatch.setattr(time, "time", lambda: seconds)
+    second = build_artifact(sm80_spec(4), source="source", store=store, toolchain=toolchain)
+    assert second.manifest["created"].startswith(str(year))
+    assert set(store.entries()) == {first, second}
+    assert build_artifact(sm80_spec(3), source="source", store=store, toolchain=toolchain) == first
+    assert toolkit.compilations == 2
+
+
+# ---- Versions ------------------------------------------------------------------------------------------------------
+
+
+def test_two_versions_of_the_templates_share_a_store(store, toolkit, monkeypatch):
+    toolchain = toolkit.find()
+    ours = build_artifact(sm80_spec(), source="source", store=store, toolchain=toolchain)
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module, "TEMPLATE_VERSION", 99)
+        theirs = build_artifact(sm80_spec(), source="source", store=store, toolchain=toolchain)
+    assert theirs.key != ours.key
+    assert set(store.entries()) == {ours, theirs}
+    assert build_artifact(sm80_spec(), source="source", store=store, toolchain=toolchain) == ours
+    assert toolkit.compilations == 2
+
+
+def test_two_formats_of_the_store_share_a_folder(store, toolkit, monkeypatch):
+    """Neither sees, changes or removes what is the other's."""
+    toolchain = toolkit.find()
+    ours = build_artifact(sm80_spec(), source="source", store=store, toolchain=toolchain)
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module, "FORMAT", 99)
+        assert list(store.entries()) == []
+        theirs = build_artifact(sm80_spec(), source="source", store=store, toolchain=toolchain)
+        assert theirs.folder.parts[-3] == "v99"
+    assert list(store.entries()) == [ours]
+    assert store.clean() == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module, "FORMAT", 99)
+        assert list(store.entries()) == [theirs]
+        assert theirs.read_library()

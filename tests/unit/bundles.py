@@ -1,0 +1,33 @@
+"""Bundles of kernels that a compiler made that takes no time."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
+
+from cutlass_ops import packing, shipping
+from cutlass_ops.manifest import Manifest, sealed
+from cutlass_ops.store import KernelStore
+
+SPECS = (sm80_spec(3), sm80_spec(4), sm80_spec(3, "f16"))
+
+
+def packed(root: Path, specs=SPECS, data: bytes | None = None) -> packing.Packed:
+    """Contents of a bundle of some declarations, compiled in a folder."""
+    kit = FakeToolkit(root / f"toolkit{len(os.listdir(root)) if root.exists() else 0}")
+    kit.makes(data or library(HMMA))
+    wanted = shipping.Catalogue(specs=tuple(specs))
+    store = KernelStore(root / f"store{len(os.listdir(root))}")
+    return packing.pack(wanted, store=store, toolchain=kit.find())
+
+
+def changed(manifest: Manifest, change: Callable[[dict], object]) -> bytes:
+    """A manifest's text as somebody changes it who knows the format."""
+    data = json.loads(manifest.to_bytes())
+    del data["sha256"]
+    change(data)
+    return sealed(data)

@@ -1,0 +1,358 @@
+"""Calls served by bundles: which come first, what is picked, and what is said where there is no kernel."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from bundles import packed
+from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
+from signatures import A100, signature
+
+import cutlass_ops as co
+from cutlass_ops import background, builtin, bundles, dispatch, loader, ops, packing, shipping, tables
+from cutlass_ops.bundles import BUNDLES
+from cutlass_ops.call import call_at
+from cutlass_ops.errors import BundleError, MissingKernelError, ToolchainError
+from cutlass_ops.explaining import explain_call
+from cutlass_ops.ops import Op
+from cutlass_ops.registry import Registry
+from cutlass_ops.spec import KernelSpec
+from cutlass_ops.store import KernelStore
+from cutlass_ops.tables import Measured, Point, Table
+
+LINEAR = shipping.Kernels(ops=("gemm_bias_relu",), archs=("sm_80",), shapes=("16,512x4096x4096", "64x4100x4096"))
+
+
+@pytest.fixture(autouse=True)
+def no_bundles(monkeypatch):
+    monkeypatch.delenv("CUTLASS_OPS_BUNDLES", raising=False)
+    monkeypatch.delenv("CUTLASS_OPS_BUNDLE_KEY", raising=False)
+    monkeypatch.setattr(bundles, "_installed", list)
+    BUNDLES.forget()
+    yield
+    BUNDLES.forget()
+
+
+@pytest.fixture
+def no_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUTLASS_OPS_NVCC", str(tmp_path / "no nvcc"))
+    monkeypatch.setenv("CUTLASS_OPS_CACHE_DIR", str(tmp_path / "no store"))
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """What a registry was asked to load; no library is."""
+    seen = []
+    monkeypatch.setattr(loader, "load", lambda artifact: seen.append(artifact) or artifact)
+    return seen
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(name, *stages, data=None):
+        path = tmp_path / name
+        packed(tmp_path, [sm80_spec(s) for s in stages], data).write(path)
+        return path
+
+    return write
+
+
+# ---- Look-up order -------------------------------------------------------------------------------------------------
+
+
+def test_loaded_then_bundle_then_store_then_build(write, loads, tmp_path, monkeypatch):
+    kit = FakeToolkit(tmp_path / "kit")
+    monkeypatch.setenv("CUTLASS_OPS_NVCC", str(kit.nvcc))
+    monkeypatch.setenv("NVCC_CCBIN", str(kit.host))
+    monkeypatch.setenv("CUTLASS_OPS_CACHE_DIR", str(tmp_path / "own store"))
+    kernels = Registry()
+    co.load_bundle(write("a", 3))
+    kernels.kernels([sm80_spec(3), sm80_spec(4)])
+    assert [type(a).__name__ for a in loads] == ["BundledKernel", "Artifact"]
+    assert kit.compilations == 1
+    kernels.kernels([sm80_spec(3), sm80_spec(4)])
+    assert len(loads) == 2
+    Registry().kernels([sm80_spec(4)])
+    assert kit.compilations == 1
+
+
+def test_the_last_loaded_comes_first_then_the_environment_in_its_order(write, monkeypatch):
+    paths = [write(name, 3, *more, data=library(*[HMMA] * count)) for name, more, count in (
+        ("env1", [4], 1), ("env2", [4, 5], 2), ("first", [], 3), ("last", [], 4)
+    )]  # fmt: skip
+    monkeypatch.setenv("CUTLASS_OPS_BUNDLES", os.pathsep.join(map(str, paths[:2])))
+    for path in paths[2:]:
+        co.load_bundle(path)
+    assert [b.path.name for b in BUNDLES.all()] == ["last", "first", "env1", "env2"]
+    for stages, count in ((3, 4), (4, 1), (5, 2)):
+        assert BUNDLES.find(sm80_spec(stages)).manifest["sass"] == {"HMMA": count}
+    co.load_bundle(paths[2])
+    assert BUNDLES.find(sm80_spec(3)).manifest["sass"] == {"HMMA": 3}
+    assert len(BUNDLES.all()) == 4
+
+
+def test_installed_bundles_come_last(write, monkeypatch):
+    paths = [write(name, 3) for name in ("installed", "env")]
+    monkeypatch.setattr(bundles, "_installed", lambda: [paths[0]])
+    monkeypatch.setenv("CUTLASS_OPS_BUNDLES", str(paths[1]))
+    assert [b.path for b in BUNDLES.all()] == [paths[1], paths[0]]
+
+
+def test_a_bad_path_in_the_environment_is_an_error_when_a_kernel_is_asked_for(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUTLASS_OPS_BUNDLES", str(tmp_path / "none"))
+    with pytest.raises(BundleError, match="none cannot be read"):
+        BUNDLES.find(sm80_spec())
+    monkeypatch.setenv("CUTLASS_OPS_BUNDLES", "relative.bundle")
+    with pytest.raises(ValueError, match="must be an absolute path"):
+        BUNDLES.find(sm80_spec())
+
+
+def test_nothing_in_a_bundle_is_compiled_in_the_background(write, no_compiler):
+    co.load_bundle(write("a", 3))
+    assert background.BACKGROUND._build(sm80_spec(3), None).spec == sm80_spec(3)
+    with pytest.raises(ToolchainError):
+        background.BACKGROUND._build(sm80_spec(4), None)
+
+
+# ---- What is said --------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_kernel_names_what_there_is(write, no_compiler, loads):
+    co.load_bundle(write("a", 3))
+    wanted = KernelSpec(a="f16.row", b="f16.col", d="f16.row", epilogue=sm80_spec().epilogue, config=sm80_spec().config)
+    with pytest.raises(MissingKernelError) as error:
+        Registry().kernel(wanted)
+    text = str(error.value)
+    assert "have no kernel for a f16.row, b f16.col, d f16.row on sm_80" in text
+    assert "with this epilogue they have a bf16.row, b bf16.col, d bf16.row on sm_80" in text
+    assert "Add it to their catalogue" in text
+    other = KernelSpec(
+        a="f16.row", b="f16.col", d="f16.row", epilogue=builtin.bias_relu.graph, config=sm80_spec().config
+    )
+    with pytest.raises(MissingKernelError, match="none has this epilogue"):
+        Registry().kernel(other)
+
+
+def test_without_bundles_the_compilers_own_error_stands(no_compiler):
+    with pytest.raises(ToolchainError):
+        Registry().kernel(sm80_spec())
+
+
+def test_with_compilation_switched_off(write, monkeypatch, tmp_path, loads):
+    co.load_bundle(write("a", 3))
+    monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
+    monkeypatch.setenv("CUTLASS_OPS_CACHE_DIR", str(tmp_path / "none"))
+    Registry().kernel(sm80_spec(3))
+    with pytest.raises(MissingKernelError, match="compilation is switched off"):
+        Registry().kernel(sm80_spec(4))
+    assert not (tmp_path / "none").exists()
+
+
+# ---- Which kernel --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def linear(tmp_path, no_user_tables):
+    """A bundle for bias + ReLU on sm_80."""
+    kit = FakeToolkit(tmp_path / "kit")
+    contents = shipping.shipment(shipping.Catalogue(kernels=(LINEAR,)))
+    made = packing.pack(
+        shipping.Catalogue(kernels=(LINEAR,)), store=KernelStore(tmp_path / "made"), toolchain=kit.find()
+    )
+    made.write(tmp_path / "linear.bundle")
+    return tmp_path / "linear.bundle", contents
+
+
+def test_only_kernels_in_the_bundle_are_picked(linear):
+    path, contents = linear
+    usual = dispatch.specs(signature(), A100)
+    co.load_bundle(path)
+    shipped = set(contents.specs)
+    assert set(dispatch.specs(signature(), A100)) <= shipped
+    assert len(shipped) < len(usual)
+    for problem in ((1, 4096, 4096), (512, 4096, 4096), (7, 1000, 64), (8192, 8192, 8192)):
+        spec, config = dispatch.choose(signature(), A100, problem)
+        assert spec in shipped
+        assert config.binary() == spec.config
+    assert set(dispatch.specs_for(signature(), A100, 4096, 4096)) <= shipped
+    # Another signature has none in the bundle: what is picked is as without it.
+    assert set(dispatch.specs(signature(dtype="f16"), A100)).isdisjoint(shipped)
+    BUNDLES.forget()
+    assert dispatch.specs(signature(), A100) == usual
+
+
+def test_at_the_catalogues_shapes_the_choice_is_that_of_a_machine_with_every_kernel(linear):
+    path, _ = linear
+    problems = [(16, 4096, 4096), (512, 4096, 4096)]
+    usual = [dispatch.choose(signature(), A100, p)[0] for p in problems]
+    co.load_bundle(path)
+    assert [dispatch.choose(signature(), A100, p)[0] for p in problems] == usual
+
+
+@pytest.mark.parametrize("problem", [(16, 4096, 4096), (100, 4096, 4096), (100, 4096, 5000)])
+def test_an_explanation_agrees_with_the_choice(linear, problem):
+    co.load_bundle(linear[0])
+    found = explain_call("it", call_at(builtin.bias_relu.graph, problem, "bf16", "row", "col"), A100)
+    spec, config = dispatch.choose(signature(), A100, problem)
+    assert found.served_by == spec.slug
+    assert found.candidates[0].config == config
+    assert ("the loaded bundle" in found.why) == (problem[2] == 4096)
+
+
+def test_at_a_known_weight_no_table_and_no_model_is_needed(linear, monkeypatch):
+    path, _ = linear
+    co.load_bundle(path)
+
+    def refuse(*_):
+        raise AssertionError("the model was asked")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dispatch, "_policy", refuse)
+        assert dispatch.serves(signature(), A100)
+        assert dispatch.fallback(signature(), A100, (100, 4096, 4096)) is None
+        assert dispatch.choose(signature(), A100, (100, 4096, 4096))
+        with pytest.raises(AssertionError, match="the model was asked"):
+            dispatch.choose(signature(), A100, (100, 4096, 5000))
+
+
+def test_a_single_kernel_needs_no_choice(tmp_path, monkeypatch, no_user_tables):
+    spec = _with_bias_relu(sm80_spec())
+    packed(tmp_path, [spec]).write(tmp_path / "a")
+    co.load_bundle(tmp_path / "a")
+    with monkeypatch.context() as patch:
+        patch.setattr(dispatch, "_policy", None)
+        assert dispatch.choose(signature(), A100, (100, 300, 500)) == (spec, spec.config)
+
+
+def _with_bias_relu(spec):
+    return KernelSpec(a=spec.a, b=spec.b, d=spec.d, epilogue=builtin.bias_relu.graph, config=spec.config)
+
+
+def test_a_table_travels_along(tmp_path, no_user_tables):
+    """With a bundle's table the choice is by its measurements."""
+    of = signature(builtin.bias_gelu)
+    usual = dispatch.policy(of, A100).kernels
+    slow, fast = usual[0], usual[-1]
+    point = Point((300, 400, 512), "2026-01-01", (Measured(fast, 1.0, 0.0), Measured(slow, 9.0, 8.0)))
+    table = Table(A100.name, A100.multiprocessors, of, (point,), kernels=(slow, fast))
+    wanted = shipping.Catalogue(tuned=(shipping.Tuned(table, "sm_80"),))
+    kit = FakeToolkit(tmp_path / "kit")
+    made = packing.pack(wanted, store=KernelStore(tmp_path / "made"), toolchain=kit.find()).write(tmp_path / "a")
+    assert len(made.manifest.tables) == 1
+    assert tables.parse(made.read_table(made.manifest.tables[0]), "it") == table
+    co.load_bundle(tmp_path / "a")
+    assert dispatch.policy(of, A100).own == table
+    assert dispatch.choose(of, A100, (300, 400, 512))[1] == fast
+    assert set(dispatch.policy(of, A100).kernels) == {slow, fast}
+
+
+def test_an_op_is_planned_from_a_bundle(linear, monkeypatch, no_compiler):
+    """The whole way of a call, up to the launch."""
+    path, contents = linear
+    co.load_bundle(path)
+    asked = []
+    monkeypatch.setattr(ops, "device_of", lambda _: A100)
+    monkeypatch.setattr(ops, "make_plan", lambda spec, config, call: asked.append((spec, config)) or asked)
+    op = Op("gemm_bias_relu", builtin.bias_relu)
+    assert op._plan(call_at(op.graph, (16, 4096, 4096), "bf16", "row", "col", torch.bfloat16)) is asked
+    ((spec, _),) = asked
+    assert spec in contents.specs
+    assert BUNDLES.find(spec)
+
+
+def test_a_choice_is_for_the_first_bundle_with_the_signature(linear, tmp_path):
+    path, _ = linear
+    first = co.load_bundle(path)
+    group = first.manifest.groups[0]
+    found = BUNDLES.choice(group.signature, (8, 0), (16, group.choices[0].n, group.choices[0].k))
+    assert found == group.choices[0].at(16)
+    assert BUNDLES.choice(group.signature, (8, 0), (16, 1, 1)) is None
+
+
+# ---- Where there is nothing but Python, PyTorch and tvm-ffi --------------------------------------------------------
+
+_BARE = """
+import builtins, sys
+
+FORBIDDEN = {"jinja2", "cutlass_library", "cuda", "typer", "rich", "cryptography"}
+
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in FORBIDDEN:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+import torch
+
+seen = []
+sys.meta_path.insert(0, Absent())
+sys.addaudithook(
+    lambda event, args: seen.append((event, args))
+    if event in ("subprocess.Popen", "os.system", "os.posix_spawn", "os.mkdir", "os.rename", "os.fork")
+    or event == "open" and isinstance(args[2], int) and args[2] & 0x43
+    else None
+)
+import cutlass_ops as co
+from cutlass_ops import loader
+
+loader._provide_cudart = lambda artifact: None
+loaded = co.load_bundle(sys.argv[1])
+(kernel,) = loaded.kernels()
+print(co.registry.kernel(kernel.spec).describe()["threads"])
+try:
+    spec = kernel.spec
+    co.build(co.KernelSpec(a="f16.row", b="f16.col", d="f16.row", epilogue=spec.epilogue, config=spec.config))
+except co.MissingKernelError as exc:
+    print("no kernel for a f16.row" in str(exc))
+x = torch.ones(4, 8, dtype=torch.bfloat16)
+print(float(co.gemm(x, x.t()).sum()))
+spec = kernel.spec
+try:
+    co.build(spec)(x, x.t())
+except co.NoDeviceError as exc:
+    print(exc)
+print(seen)
+"""
+
+
+@pytest.mark.slow
+def test_a_bundle_loads_where_nothing_is_installed_that_compiles(tmp_path):
+    """Neither jinja2 nor CUTLASS nor a compiler; nothing is started and nothing written."""
+    folder = Path(__file__).parent
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("CUDA", "CUTLASS_OPS", "NVCC"))}
+    make = textwrap.dedent("""
+        import subprocess, sys
+        from pathlib import Path
+        import tvm_ffi
+        from bundles import packed
+        from fake_toolkit import sm80_spec
+        from test_loader import EXPORTS
+
+        root = Path(sys.argv[1])
+        size = '__attribute__((section(".cutlass_ops.kernel"), used)) static unsigned const size = 528;'
+        (root / "kernel.cpp").write_text(EXPORTS + size)
+        package = Path(tvm_ffi.__file__).parent
+        command = ["g++", "-std=c++17", "-shared", "-fPIC", f"-I{package}/include", "-o", "out.so", "kernel.cpp"]
+        subprocess.run([*command, f"-L{package}/lib", "-ltvm_ffi"], cwd=root, check=True)
+        from fake_toolkit import HMMA, library
+        data = (root / "out.so").read_bytes()
+        made = packed(root, [sm80_spec()], data + library(HMMA))
+        made.write(root / "a.bundle")
+    """)
+    paths = os.pathsep.join([str(folder), str(folder.parents[1])])
+    run = {"check": True, "capture_output": True, "text": True}
+    subprocess.run([sys.executable, "-c", make, tmp_path], env=environment | {"PYTHONPATH": paths}, **run)
+    bare = environment | {"PYTHONPATH": str(folder.parents[1]), "PATH": "/nowhere", "HOME": "/nowhere"}
+    done = subprocess.run([sys.executable, "-B", "-c", _BARE, tmp_path / "a.bundle"], env=bare, **run)
+    threads, missing, total, device, seen = done.stdout.splitlines()
+    assert threads == "128"
+    assert missing == "True"
+    assert float(total) == 4 * 4 * 8
+    assert "runs on a CUDA device" in device
+    assert json.loads(seen.replace("'", '"')) == []

@@ -1,0 +1,71 @@
+import os
+import subprocess
+import sys
+import zipfile
+
+import pytest
+from bundles import SPECS, packed
+from fake_toolkit import FakeToolkit
+
+from cutlass_ops import __version__, bundles, shipping
+from cutlass_ops.bundle import manifest_of, open_bundle
+from cutlass_ops.packing import pack, write_wheel
+from cutlass_ops.store import KernelStore
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    root = tmp_path_factory.mktemp("wheel")
+    packed(root).write(root / "kernels.bundle")
+    return root / "kernels.bundle"
+
+
+def test_every_kernel_is_compiled_once(tmp_path):
+    kit = FakeToolkit(tmp_path / "kit")
+    wanted = shipping.Catalogue(specs=SPECS)
+    for _ in range(2):
+        made = pack(wanted, store=KernelStore(tmp_path / "store"), toolchain=kit.find())
+    assert kit.compilations == len(SPECS)
+    assert {record.spec for record in made.manifest.kernels} == set(SPECS)
+
+
+def test_kernels_of_a_bundle_are_packed_again_to_the_same_bytes(bundle):
+    found = open_bundle(bundle)
+    assert manifest_of(found.kernels(), {}, []).to_bytes() == found.manifest.to_bytes()
+
+
+def test_a_wheel_is_installed_by_pip_and_found(tmp_path, bundle):
+    wheel = write_wheel(bundle, tmp_path, "my-kernels", "1.2")
+    assert wheel.name == "my_kernels-1.2-py3-none-linux_x86_64.whl"
+    site = tmp_path / "site"
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", site, wheel]
+    subprocess.run(install, check=True, capture_output=True)
+    look = (
+        "from cutlass_ops.bundles import BUNDLES\n"
+        "(found,) = BUNDLES.all()\n"
+        "print(found.path.name, len(found.kernels()))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(site), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", look], env=environment, check=True, capture_output=True, text=True)
+    assert done.stdout == "my_kernels.bundle 3\n"
+
+
+def test_a_wheel_is_reproducible_and_whole(tmp_path, bundle):
+    wheels = [write_wheel(bundle, tmp_path / name, "my.kernels") for name in "ab"]
+    assert wheels[0].read_bytes() == wheels[1].read_bytes()
+    assert wheels[0].name.startswith(f"my_kernels-{__version__}+")
+    with zipfile.ZipFile(wheels[0]) as archive:
+        assert archive.testzip() is None
+        assert archive.read("cutlass_ops_bundles/my_kernels.bundle") == bundle.read_bytes()
+        (record,) = (n for n in archive.namelist() if n.endswith("RECORD"))
+        assert len(archive.read(record).splitlines()) == len(archive.namelist())
+
+
+@pytest.mark.parametrize(("name", "version"), [("../x", "1"), ("a\n", "1"), ("", "1"), ("a", "x"), ("a", "1\nName: b")])
+def test_names_and_versions_are_checked(tmp_path, bundle, name, version):
+    with pytest.raises(ValueError, match=r"is no (name|version)"):
+        write_wheel(bundle, tmp_path, name, version)
+
+
+def test_nothing_is_installed_by_default():
+    assert bundles._installed() == []

@@ -1,0 +1,259 @@
+import json
+import re
+
+import pytest
+from bundles import packed
+from fake_toolkit import sm80_spec
+from signatures import A100, H100, signature
+
+import cutlass_ops as co
+from cutlass_ops import catalog, dispatch, shipping
+from cutlass_ops.bundles import BUNDLES
+from cutlass_ops.config import Sm80Config, Sm90Config
+from cutlass_ops.errors import ConfigError
+from cutlass_ops.shipping import Catalogue, Kernels, shipment
+from cutlass_ops.tables import Measured, Point, Table
+
+pytestmark = pytest.mark.usefixtures("no_user_tables")
+
+MINE = 'import cutlass_ops as co\n\n@co.epilogue\ndef twice(acc):\n    """D = 2 A @ B."""\n    return acc * 2\n'
+
+
+@pytest.fixture
+def toml(tmp_path):
+    def write(text):
+        path = tmp_path / "catalogue.toml"
+        path.write_text(text)
+        return shipping.load(str(path))
+
+    return write
+
+
+def kernels(**fields):
+    return Kernels(**({"ops": ("gemm_bias_relu",), "archs": ("sm_80",), "shapes": ("512x4096x4096",)} | fields))
+
+
+# ---- What it means -------------------------------------------------------------------------------------------------
+
+
+def test_a_shape_is_the_kernel_that_serves_it():
+    found = shipment(Catalogue(kernels=(kernels(),)))
+    assert list(found.specs) == [dispatch.choose(signature(), A100, (512, 4096, 4096))[0]]
+    ((of, (choice,)),) = found.choices.items()
+    assert of == signature()
+    assert (choice.capability, choice.n, choice.k) == ((8, 0), 4096, 4096)
+
+
+def test_a_weight_is_every_kernel_that_some_number_of_rows_needs():
+    found = shipment(Catalogue(kernels=(kernels(shapes=(), weights=("4096x1024",)),)))
+    assert set(found.specs) == set(dispatch.specs_for(signature(), A100, 4096, 1024))
+    ((choice,),) = found.choices.values()
+    chosen = {choice.at(m).binary() for m in dispatch.ROWS}
+    assert chosen <= {spec.config for spec in found.specs}
+    assert len(chosen) > 1
+
+
+def test_every_combination():
+    wanted = kernels(
+        ops=("gemm", "gemm_bias_relu"), dtypes=("bf16", "f16"), layouts=("row,col", "row,row"), out_dtypes=("f32",)
+    )
+    found = shipment(Catalogue(kernels=(wanted,)))
+    assert len(found.choices) == 8
+    assert {str(s.d) for s in found.specs} == {"f32.row"}
+    assert {(str(s.a), str(s.b)) for s in found.specs} == {
+        (f"{t}.row", f"{t}.{b}") for t in ("bf16", "f16") for b in ("row", "col")
+    }
+
+
+def test_dtypes_of_inputs(toml):
+    found = toml("""
+        format = 1
+        [[kernels]]
+        ops = ["gemm_bias_relu"]
+        archs = ["sm_80"]
+        input_dtypes = { bias = "f32" }
+        shapes = ["16x64x64"]
+    """)
+    (spec,) = shipment(found).specs
+    assert [str(t.dtype) for t in spec.inputs] == ["f32"]
+
+
+def test_alignments_follow_from_shapes():
+    found = shipment(Catalogue(kernels=(kernels(archs=("sm_80", "sm_90a"), shapes=("16x4096x4095",)),)))
+    assert {s.target for s in found.specs} == {"sm_80", "sm_90"}
+    assert {type(s.config) for s in found.specs} == {Sm80Config}
+    assert {s.a.alignment for s in found.specs} == {1}
+
+
+def test_hopper_gets_its_own_kernels():
+    found = shipment(Catalogue(kernels=(kernels(archs=("sm_90a",)),)))
+    assert list(found.specs) == [dispatch.choose(signature(), H100, (512, 4096, 4096))[0]]
+    assert {type(s.config) for s in found.specs} == {Sm90Config}
+
+
+def test_a_users_own_epilogue():
+    @co.epilogue
+    def thrice(acc):
+        return acc * 3
+
+    (spec,) = shipment(Catalogue(kernels=(kernels(ops=(thrice,)),))).specs
+    assert spec.epilogue == thrice.graph
+
+
+def test_exact_declarations_and_the_default():
+    assert list(shipment(Catalogue(specs=(sm80_spec(4),))).specs) == [sm80_spec(4)]
+    assert list(shipment(shipping.default()).specs) == [entry.spec for entry in catalog.default()]
+
+
+def test_the_same_kernel_is_shipped_once():
+    assert len(shipment(Catalogue(kernels=(kernels(), kernels()))).specs) == 1
+
+
+def test_a_table_is_its_most_useful_kernels():
+    usual = dispatch.policy(signature(), A100).kernels
+    points = (Point((300, 400, 512), "2026-01-01", tuple(Measured(c, 1.0 + i, i) for i, c in enumerate(usual))),)
+    table = Table(A100.name, A100.multiprocessors, signature(), points, kernels=usual[:3])
+    found = shipment(Catalogue(tuned=(shipping.Tuned(table, "sm_80", kernels=2),)))
+    assert [spec.config for spec in found.specs] == list(usual[:2])
+    assert found.tables == (table,)
+    ((choice,),) = found.choices.values()
+    assert choice.at(300).binary() == usual[0]
+    assert (choice.n, choice.k) == (400, 512)
+
+
+# ---- TOML ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_toml_catalogue(toml, tmp_path):
+    (tmp_path / "mine_for_toml.py").write_text(MINE)
+    (tmp_path / "spec.json").write_text(json.dumps(sm80_spec(5).to_json()))
+    table = Table(A100.name, A100.multiprocessors, signature(), kernels=dispatch.policy(signature(), A100).kernels[:1])
+    (tmp_path / "table.json").write_text(json.dumps(table.to_json()))
+    found = toml("""
+        format = 1
+        specs = ["spec.json"]
+
+        [[kernels]]
+        ops = ["gemm_bias_relu", "mine_for_toml:twice"]
+        archs = ["sm_80"]
+        dtypes = ["f16"]
+        shapes = ["1,16x4096x4096"]
+
+        [[kernels]]
+        ops = ["gemm"]
+        archs = ["sm_80", "sm_90a"]
+        weights = ["4096x4096"]
+
+        [[tables]]
+        path = "table.json"
+        arch = "sm_80"
+        kernels = 3
+    """)
+    assert found.specs == (sm80_spec(5),)
+    assert found.kernels[0] == Kernels(
+        ops=("gemm_bias_relu", "mine_for_toml:twice"), archs=("sm_80",), dtypes=("f16",), shapes=("1,16x4096x4096",)
+    )
+    assert found.kernels[1].weights == ("4096x4096",)
+    assert found.tuned == (shipping.Tuned(table, "sm_80", 3),)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "the catalogue has no format"),
+        ("format = 2", "format is 2: this version reads 1"),
+        ("format = 1", "the catalogue is empty"),
+        ("format = ", "Invalid value"),
+        ("format = 1\nkernel = []", "the catalogue has no field 'kernel': use format, kernels, tables, specs"),
+        ("format = 1\nkernels = 3", "write [[kernels]] before each"),
+        ("format = 1\n[[kernels]]", "[[kernels]] number 1: it has no archs, ops"),
+        ('K archs = ["sm_80"]\nops = "gemm"\nshapes = ["1x1x1"]', "ops is 'gemm': a list of texts is needed"),
+        ('K archs = ["sm_80"]\nops = []\nshapes = ["1x1x1"]', "ops is empty"),
+        ('K archs = ["sm_80"]\nops = ["gemm"]', "neither shapes nor weights"),
+        (
+            'K archs = ["sm_75"]\nops = ["gemm"]\nshapes = ["1x1x1"]',
+            "archs has 'sm_75': use sm_80, sm_86, sm_89, sm_90a",
+        ),
+        ('K archs = ["sm_80"]\nops = ["gem"]\nshapes = ["1x1x1"]', "gem is none that is known: use gemm, gemm_bias"),
+        ('K archs = ["sm_80"]\nops = ["a:b"]\nshapes = ["1x1x1"]', "a:b cannot be imported"),
+        (
+            'K archs = ["sm_80"]\nops = ["json:dumps"]\nshapes = ["1x1x1"]',
+            "must be decorated with @cutlass_ops.epilogue",
+        ),
+        ('K archs = ["sm_80"]\nops = ["gemm"]\nshapes = ["1x1"]', "1x1 is no problem: write MxNxK"),
+        ('K archs = ["sm_80"]\nops = ["gemm"]\nshapes = ["1x0x1"]', "is no problem"),
+        ('K archs = ["sm_80"]\nops = ["gemm"]\nweights = ["1x1x1"]', "is no weight: write NxK"),
+        (
+            'K archs = ["sm_80"]\nops = ["gemm"]\nshapes = ["1x1x1"]\ndtypes = ["f64"]',
+            "dtypes has 'f64': use bf16, f16",
+        ),
+        (
+            'K archs = ["sm_80"]\nops = ["gemm"]\nshapes = ["1x1x1"]\nlayouts = ["row"]',
+            "layouts has 'row': use row,row",
+        ),
+        ('K archs = ["sm_80"]\nops = ["gemm"]\nshapes = ["1x1x1"]\nshape = 1', "it has no field 'shape'"),
+        ('K archs = ["sm_80"]\nops = ["gemm"]\nshapes = ["1x1x1"]\ninput_dtypes = ["f32"]', "input_dtypes is ['f32']"),
+        ('K archs = ["sm_80"]\nops = ["gemm"]\nshapes = ["1x1x1"]\ninput_dtypes = {x = "f64"}', "has 'f64'"),
+        ('format = 1\n[[tables]]\npath = "none.json"\narch = "sm_80"', "none.json cannot be read: No such file"),
+        ('format = 1\n[[tables]]\npath = 3\narch = "sm_80"', "path is 3: a text is needed"),
+        ('format = 1\n[[tables]]\npath = "catalogue.toml"\narch = "sm_80"', "is no tuning table"),
+    ],
+)
+def test_mistakes_are_named(toml, text, why):
+    text = text.replace("K ", "format = 1\n[[kernels]]\n")
+    with pytest.raises(ConfigError, match=re.escape(why)) as error:
+        toml(text)
+    assert "catalogue.toml: " in str(error.value)
+
+
+def test_a_spec_that_is_none(toml, tmp_path):
+    (tmp_path / "spec.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"spec\.json: a kernel spec has the fields"):
+        toml('format = 1\nspecs = ["spec.json"]')
+
+
+def test_an_illegal_spec():
+    with pytest.raises(ConfigError, match="stages"):
+        Catalogue(specs=(sm80_spec(90),))
+
+
+# ---- Python --------------------------------------------------------------------------------------------------------
+
+
+def test_a_python_catalogue(tmp_path, monkeypatch):
+    text = MINE + (
+        "\nfrom cutlass_ops.shipping import Catalogue, Kernels\n"
+        'catalogue = Catalogue(kernels=(Kernels(ops=(twice,), archs=("sm_80",), shapes=("1x64x64",)),))\n'
+    )
+    (tmp_path / "mine_in_python.py").write_text(text)
+    by_path = shipping.load(str(tmp_path / "mine_in_python.py"))
+    monkeypatch.chdir(tmp_path)
+    by_name = shipping.load("mine_in_python:catalogue")
+    assert [len(shipment(c).specs) for c in (by_path, by_name)] == [1, 1]
+    assert list(shipment(by_path).specs) == list(shipment(by_name).specs)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("catalogue", "catalogue is none that is known: use a TOML file, a Python file, or MODULE:NAME"),
+        ("json:dumps", "json:dumps is no cutlass_ops.shipping.Catalogue: it is function"),
+        ("no_such_module:catalogue", "cannot be imported"),
+    ],
+)
+def test_what_is_no_catalogue(name, why):
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        shipping.load(name)
+
+
+def test_a_loaded_bundle_changes_nothing(tmp_path):
+    wanted = Catalogue(kernels=(kernels(),))
+    usual = list(shipment(wanted).specs)
+    other = next(s for s in dispatch.specs(signature(), A100) if s not in usual)
+    packed(tmp_path, [other]).write(tmp_path / "a")
+    try:
+        co.load_bundle(tmp_path / "a")
+        assert dispatch.specs(signature(), A100) == (other,)
+        assert list(shipment(wanted).specs) == usual
+    finally:
+        BUNDLES.forget()

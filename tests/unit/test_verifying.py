@@ -1,0 +1,83 @@
+import pytest
+from bundles import SPECS, changed, packed
+from fake_toolkit import EXPORTS, HGMMA, HMMA, NEEDED, elf, library, sm80_spec
+
+from cutlass_ops import container, plain
+from cutlass_ops.elf import exports, gpu_images, needed, sm_version
+from cutlass_ops.verifying import verify
+
+
+def test_a_good_bundle(tmp_path):
+    packed(tmp_path).write(tmp_path / "a")
+    found = verify(tmp_path / "a")
+    assert found.problems == ()
+    assert (found.kernels, found.tables, found.targets, found.signed) == (3, 0, ("sm_80",), False)
+    assert plain.canonical(found.to_json())
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (library(HMMA, sm=90), "its machine code is for sm_90, and the manifest says sm_80"),
+        (library(HMMA, exports=EXPORTS[:2]), "it does not export __tvm_ffi_describe"),
+        (library(HMMA, exports=("launch", "main")), "it does not export __tvm_ffi_launch, "),
+        (library(HMMA, needed=(*NEEDED, "libevil.so")), "it needs libevil.so, which no kernel does"),
+        (library(HMMA) + elf(190, {".text": b""}, flags=90), "its machine code is for sm_80, sm_90"),
+    ],
+)
+def test_a_library_that_is_no_kernel_for_the_target(tmp_path, data, why):
+    packed(tmp_path, [sm80_spec()], data).write(tmp_path / "a")
+    (problem,) = verify(tmp_path / "a").problems
+    assert why in problem
+    assert problem.startswith("kernels/")
+
+
+def _changed(tmp_path, change):
+    """A bundle whose files were changed, with a manifest that goes along."""
+    contents = packed(tmp_path, SPECS[:1])
+    files = dict(contents.files)
+    text = changed(contents.manifest, lambda data: change(data["signatures"][0]["kernels"][0], files))
+    container.write(tmp_path / "a", {**files, "manifest.json": text})
+    return verify(tmp_path / "a").problems
+
+
+def test_a_key_that_is_not_the_contents_own(tmp_path):
+    (problem,) = _changed(tmp_path, lambda kernel, _: kernel.update(headers="0" * 64))
+    assert "its key is not that of what the manifest says" in problem
+
+
+def test_opcodes_that_are_not_there(tmp_path):
+    (problem,) = _changed(tmp_path, lambda kernel, _: kernel.update(sass={"HMMA": 7}))
+    assert "does not hold the instructions" in problem
+
+
+def test_contents_that_were_changed(tmp_path):
+    def change(_, files):
+        for name, data in files.items():
+            files[name] = data[:-1] + bytes([data[-1] ^ 1])
+
+    problems = _changed(tmp_path, change)
+    assert len(problems) == 2
+    assert all("is not what the manifest says: its SHA-256 is another" in p for p in problems)
+
+
+def test_an_illegal_declaration(tmp_path):
+    problems = _changed(tmp_path, lambda kernel, _: kernel["config"].update(stages=90))
+    assert any("stages" in p for p in problems)
+
+
+def test_what_is_no_bundle(tmp_path):
+    (tmp_path / "a").write_bytes(b"junk" * 100)
+    (problem,) = verify(tmp_path / "a").problems
+    assert "is no bundle as this library writes it" in problem
+
+
+def test_machine_code_says_for_which_device_it_is():
+    (image,) = gpu_images(library(HGMMA, sm=90))
+    assert sm_version(image) == 90
+    # As CUDA 13 writes it for sm_90a.
+    moved = bytearray(image)
+    moved[8], moved[0x30:0x34] = 8, (0x6005A04).to_bytes(4, "little")
+    assert sm_version(bytes(moved)) == 90
+    assert exports(library(HMMA)) == set(EXPORTS)
+    assert needed(library(HMMA)) == list(NEEDED)
