@@ -22,7 +22,7 @@ def test_the_rmsnorms_variants_agree(monkeypatch):
     for name in ("ours", "statistic", "eager"):
         found = bench.VARIANTS[name](tensors).double()
         assert (found - exact).norm() <= 0.01 * exact.norm(), name
-    assert set(bench.PEERS) == set(bench.VARIANTS) - {"ours"} | {"compile"}
+    assert set(bench.PEERS) == set(bench.VARIANTS) - {"ours"} | {"compile", "ahead"}
 
 
 def test_swiglus_variants_agree():
