@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import shapes
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
@@ -30,8 +31,8 @@ from cutlass_ops.call import check_call, device_of, signature_of
 from cutlass_ops.spec import KernelSpec
 from cutlass_ops.timing import expected_us, rotation
 
-ROWS = (1, 16, 64, 256, 1024, 2048, 4096, 8192)
-WEIGHTS = ((6144, 4096), (28672, 4096))
+ROWS = tuple(dict.fromkeys(m for m, _, _ in shapes.NORMS))
+WEIGHTS = tuple(dict.fromkeys((n, k) for _, n, k in shapes.NORMS))
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 PEERS = ("ahead", "statistic", "gemm", "eager", "compile")
 EPS = 1e-5

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import shapes
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
@@ -24,8 +25,8 @@ import cutlass_ops as co
 from cutlass_ops import builtin, ops
 from cutlass_ops.timing import expected_us, rotation
 
-ROWS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-N, K = 14336, 4096
+ROWS = tuple(m for m, _, _ in shapes.GATES)
+(N, K) = shapes.GATES[0][1:]
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 PEERS = ("two_gemms", "eager", "eager_one_linear", "compile")
 

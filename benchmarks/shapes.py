@@ -96,6 +96,11 @@ MISALIGNED: tuple[Shape, ...] = tuple(
 DECODE: tuple[Shape, ...] = tuple(
     (m, n, k) for n, k in ((28672, 4096), (32000, 4096), (128256, 4096), (57344, 8192)) for m in (1, 8, 16, 32, 64)
 )
+# A decoder's GEMMs behind a norm: queries, keys and values together, and gate and up side by side; or as two weights.
+NORMS: tuple[Shape, ...] = tuple(
+    (m, n, k) for n, k in ((6144, 4096), (28672, 4096)) for m in (1, 16, 64, 256, 1024, 2048, 4096, 8192)
+)
+GATES: tuple[Shape, ...] = tuple((m, 14336, 4096) for m in (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192))
 SETS: dict[str, tuple[Shape, ...]] = {
     "grid": GRID,
     "unseen": UNSEEN,

@@ -13,20 +13,28 @@ from pathlib import Path
 
 import shapes
 
-from cutlass_ops import ops, tables
+from cutlass_ops import builtin, norms, ops, tables
 from cutlass_ops.config import config_from_json
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.tables import Problem
 from cutlass_ops.tuning import Effort, tune
 
 
+SHAPES = {"grid": shapes.GRID, "tuning": shapes.TUNING, "norms": shapes.NORMS, "gates": shapes.GATES}
+
+
 def main() -> None:
     """Tune, and say what failed."""
     named = {op.name: op for op in ops.NAMED}
+    named |= {
+        "rmsnorm": norms.rmsnorm_op(),
+        "swiglu": ops.op(builtin.swiglu),
+        "rmsnorm_swiglu": norms.rmsnorm_op(builtin.swiglu),
+    }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--op", choices=list(named), default="gemm_bias_relu")
     parser.add_argument("--dtypes", nargs="+", default=["bf16"])
-    parser.add_argument("--shapes", choices=("grid", "tuning"), default="tuning")
+    parser.add_argument("--shapes", choices=list(SHAPES), default="tuning")
     parser.add_argument("--kernels", type=int, default=96)
     parser.add_argument("--candidates", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing new after so long")
@@ -42,7 +50,7 @@ def main() -> None:
         kernels=max(args.kernels, len(pool)), candidates=args.candidates, refine=args.refine, seconds=args.seconds,
         pool=pool,
     )  # fmt: skip
-    wanted = shapes.GRID if args.shapes == "grid" else shapes.TUNING
+    wanted = SHAPES[args.shapes]
     if args.below is not None:
         done = _at_least(args.below, args.folder, named[args.op].graph)
         wanted = tuple(shape for shape in wanted if shape not in done)

@@ -59,7 +59,8 @@ def halved(spec: KernelSpec, tile: ThreadblockShape) -> ThreadblockShape:
     """Return the part of D that a tile gives: half of it where half of the weight's tile is another weight's."""
     if not spec.epilogue.products:
         return tile
-    return replace(tile, m=tile.m // 2) if swapped(spec) else replace(tile, n=tile.n // 2)
+    # At least 1: no declaration is so wrong that its memory cannot be reckoned.
+    return replace(tile, m=max(1, tile.m // 2)) if swapped(spec) else replace(tile, n=max(1, tile.n // 2))
 
 
 def along_n(spec: KernelSpec, kind: Kind) -> bool:

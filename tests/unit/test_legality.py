@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cutlass_ops as co
-from cutlass_ops import builtin
+from cutlass_ops import builtin, space
 from cutlass_ops.config import (
     ClusterShape,
     InstructionShape,
@@ -22,6 +22,7 @@ from cutlass_ops.legality import Violation, check, require_legal
 from cutlass_ops.rules import COMMON, VALUES
 from cutlass_ops.rules_sm80 import SM80
 from cutlass_ops.rules_sm90 import SM90
+from cutlass_ops.signature import OpSignature
 from cutlass_ops.spec import KernelSpec
 from tests.gpu import kernels
 from tests.strategies import PATIENT
@@ -268,11 +269,22 @@ def test_no_declaration_makes_check_raise(drawn):
     st.integers(-(2**70), 2**70) | st.none() | st.text(),
     st.integers(-(2**70), 2**70),
     st.sampled_from((sm90, sm80)),
-    st.sampled_from((bias_relu, everything)),
+    st.sampled_from((bias_relu, everything, rms, swiglu)),
+    st.booleans(),
 )
-def test_no_number_makes_check_raise(stages, side, make, epilogue):
+def test_no_number_makes_check_raise(stages, side, make, epilogue, swap):
     tile = (side, side, side) if make is sm90 else ((side, 64, side), (side, 32, side))
-    assert check(make(*tile, stages=stages, epilogue=epilogue)) is not None
+    swapped = {"swap_ab": swap, "split_k": 8} if make is sm90 else {}
+    assert check(make(*tile, stages=stages, epilogue=epilogue, **swapped)) is not None
+
+
+@pytest.mark.parametrize("epilogue", [rms, swiglu])
+def test_the_whole_space_of_norms_and_gates_can_be_checked(epilogue):
+    one = spec(Sm90Config(ThreadblockShape(64, 64, 64)), {"epilogue": epilogue})
+    signature = OpSignature(one.epilogue, one.a, one.b, one.d, one.inputs, one.outputs)
+    found = space.configurations(signature)
+    assert len(found) > 2000
+    assert {c.means_ahead for c in found} == ({False, True} if epilogue is rms else {False})
 
 
 def test_the_kernels_that_the_gpu_tests_build_are_legal():
