@@ -19,7 +19,6 @@ from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.tables import Problem
 from cutlass_ops.tuning import Effort, tune
 
-
 SHAPES = {"grid": shapes.GRID, "tuning": shapes.TUNING, "norms": shapes.NORMS, "gates": shapes.GATES}
 
 
