@@ -49,6 +49,9 @@ def test_sections_have_their_names():
     assert [(s.name, s.executable) for s in elf.sections(data)] == [
         (".text", True),
         (".cutlass_ops.kernel", False),
+        (".dynsym", False),
+        (".dynstr", False),
+        (".dynamic", False),
         (".names", False),
     ]
     (image,) = elf.gpu_images(data)
