@@ -36,6 +36,17 @@ def include() -> Path:
     return templates() / "include"
 
 
+def cmake() -> Path:
+    """Return the folder of the CMake package with which C++ programs open bundles.
+
+    Raises
+    ------
+    FileNotFoundError
+        If the installation is incomplete.
+    """
+    return _find("cpp")
+
+
 def generated() -> Path:
     """Return the folder of the default catalogue, rendered.
 

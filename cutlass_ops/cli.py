@@ -307,6 +307,13 @@ def clean(as_json: Json = False) -> None:
     _show(as_json, {"store": str(store.root), "removed": removed}, f"{store.root}: {removed} kernels removed")
 
 
+@app.command()
+def cmakedir(as_json: Json = False) -> None:
+    """Print the folder of the CMake package with which C++ programs open bundles."""
+    folder = _resources.cmake()
+    _show(as_json, {"folder": str(folder)}, str(folder))
+
+
 def _executor(name: str | None) -> contextlib.AbstractContextManager[Executor | None]:
     return contextlib.nullcontext() if name is None else executors.named(name)
 

@@ -41,6 +41,12 @@ def test_read_the_source(arch, kernel):
     assert kernel in _run("read_the_source.py", arch)
 
 
+def test_cpp_declares_one_kernel():
+    catalogue = shipping.load(str(EXAMPLES / "cpp" / "catalogue.toml"))
+    (spec,) = shipping.shipment(catalogue).specs
+    assert (spec.target, str(spec.a), str(spec.b), str(spec.d)) == ("sm_90a", "bf16.row", "bf16.col", "bf16.row")
+
+
 def test_deploy_declares_what_it_ships():
     catalogue = shipping.load(str(EXAMPLES / "deploy" / "catalogue.toml"))
     found = shipping.shipment(catalogue)

@@ -236,6 +236,7 @@ def test_help_names_the_commands(run):
     assert code == 0
     for command in ("doctor", "generate", "build", "bundle", "verify", "list", "inspect", "clean", "tune", "explain"):
         assert command in out
+    assert "cmakedir" in out
 
 
 def test_the_catalogue_that_ships_is_generated_by_default(kit, run):
