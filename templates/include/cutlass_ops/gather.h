@@ -60,7 +60,7 @@ struct RowSums {
   }
 };
 
-// Warpgroups are counted from the first that multiplies.
+// Warpgroups are counted from the first that multiplies. To be called by whole warps.
 CUTLASS_DEVICE int consumer_group() { return cutlass::canonical_warp_group_idx() - 1; }
 
 // Where the means of a tile's rows lie until its epilogue reads them, for as many tiles as are under way in a thread block.
@@ -72,8 +72,9 @@ struct TileMeans {
   static constexpr int kRows = kRows_, kAlignment = 1024;
   static constexpr int kBytes = (kTiles * What::kCount * kRows * int(sizeof(float)) + kAlignment - 1) / kAlignment * kAlignment;
 
-  CUTLASS_DEVICE static float* mean() { return of(consumer_group()); }
-  CUTLASS_DEVICE static float* mean_square() { return of(consumer_group()) + (What::kMean ? kRows : 0); }
+  // Of the tile that a warpgroup works on.
+  CUTLASS_DEVICE static float* mean(int group) { return of(group); }
+  CUTLASS_DEVICE static float* mean_square(int group) { return of(group) + (What::kMean ? kRows : 0); }
 
  private:
   CUTLASS_DEVICE static float* of(int group) {
@@ -85,11 +86,11 @@ struct TileMeans {
 // One of the two, for a visitor.
 template <class Means>
 struct MeanOfRows {
-  CUTLASS_DEVICE static float const* values() { return Means::mean(); }
+  CUTLASS_DEVICE static float const* values() { return Means::mean(consumer_group()); }
 };
 template <class Means>
 struct MeanSquareOfRows {
-  CUTLASS_DEVICE static float const* values() { return Means::mean_square(); }
+  CUTLASS_DEVICE static float const* values() { return Means::mean_square(consumer_group()); }
 };
 
 // One warpgroup's share of the rows. `Stage` is the layout of one step's tile of A, with K along each row of memory, and
@@ -139,8 +140,8 @@ class Gather {
       sums_[round].share();
       int const row = row_ + round * kTogether;
       if (int(threadIdx.x) % kLanes != 0 || row >= kRows) continue;
-      if constexpr (What::kMean) Means::mean()[row] = sums_[round].sum * inverse_k;
-      if constexpr (What::kMeanSquare) Means::mean_square()[row] = sums_[round].squares * inverse_k;
+      if constexpr (What::kMean) Means::mean(group_)[row] = sums_[round].sum * inverse_k;
+      if constexpr (What::kMeanSquare) Means::mean_square(group_)[row] = sums_[round].squares * inverse_k;
     }
   }
 
