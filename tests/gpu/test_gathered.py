@@ -17,11 +17,11 @@ WHOLE = {
     for name, spec in kernels.gathering().items()
     if name.startswith("norm-sm90") and isinstance(spec.config, Sm90Config) and spec.config.whole_k
 }
-# With a kernel before the GEMM, and no input but eps.
+# With a kernel before the GEMM, a row-major A, and no input but eps.
 AHEAD = [
     name
     for name, spec in kernels.gathering().items()
-    if name.startswith("norm-") and (spec.sm80 or spec.config.means_ahead)
+    if name.startswith("norm-") and spec.a.major == "row" and (spec.sm80 or spec.config.means_ahead)
 ]
 
 
