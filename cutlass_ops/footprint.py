@@ -215,6 +215,9 @@ def _sm90_visitors(spec: KernelSpec) -> Iterator[_Block]:
     """``SharedStorage`` of the visitors that have any, in ``epilogue/fusion/sm90_visitor_{load,store}_*.hpp``."""
     stages_c, stages_d = sm90_epilogue_stages(spec)
     source = sm90_source(spec)
+    if _sm90(spec).means_ahead and along_n(spec, Kind.COL):
+        for _ in spec.epilogue.gathered:
+            yield _Block(_round_up(sm90_output_tile(spec).n * f32.bytes, _ARRAY_ALIGNMENT))
     for given, operand in spec.typed_inputs:
         if given.kind is Kind.TILE and operand.aligned and given.name != source:
             yield _sm90_tiles(spec, operand, stages_c)

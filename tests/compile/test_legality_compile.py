@@ -134,7 +134,7 @@ def sm80(threadblock, warp, **changes):
         sm90(128, 64, 64, schedule="cooperative", split_k=4, epilogue=gated, swap_ab=True),
         sm90(128, 104, 64, swap_ab=True),
         sm90(64, 40, 256, schedule="warp_specialized", epilogue=centred, swap_ab=True),
-        sm90(128, 128, 64, epilogue=norm, means_ahead=True, a="f16.row", b="f16.col", d="f16.row"),
+        sm90(128, 104, 64, epilogue=norm, means_ahead=True, swap_ab=True, a="f16.row", b="f16.col", d="f16.row"),
         sm90(256, 64, 128, schedule="cooperative", epilogue=swiglu, swap_ab=True, cluster=ClusterShape(2, 1)),
         sm80((64, 256, 32), (32, 64, 32), epilogue=everything, d="f32.col", stages=2),
         sm80((64, 64, 32), (32, 32, 32), epilogue=norm, a="bf16.col"),

@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from signatures import A100, H100, signature, statistics
@@ -415,6 +416,16 @@ def test_two_weights_between_measured_shapes_are_predicted_as_one_twice_as_wide(
     wide = policy.ranked((300, 5000, 4096), count=1)[0].microseconds
     half = policy.ranked((300, 2504, 4096), count=1)[0].microseconds
     assert 1.5 * half < wide < 2.6 * half
+
+
+def test_a_pool_for_two_weights_counts_the_columns_of_both():
+    one, two = (1000, 5008, 4096), (1000, 2504, 4096)
+    gate = dispatch.policy(signature_of_graph(builtin.swiglu.graph, two), H100)
+    both = heuristics.Pool.of(gate.kernels, gate.signature)
+    single = replace(both, weights=1)
+    assert both.weights == 2
+    assert torch.equal(both.times([two], H100), single.times([one], H100))
+    assert torch.equal(both.tiles([two], H100), single.tiles([one], H100))
 
 
 def test_sm80_serves_norms_and_refuses_two_weights():

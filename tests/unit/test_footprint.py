@@ -3,14 +3,28 @@
 import pytest
 from hypothesis import given
 
-from cutlass_ops import arch
+import cutlass_ops as co
+from cutlass_ops import arch, builtin
 from cutlass_ops.config import InstructionShape
-from cutlass_ops.footprint import shared_memory, sm90_epilogue_smem, sm90_epilogue_stages, sm90_source, sm90_stages
+from cutlass_ops.footprint import (
+    shared_memory,
+    sm90_epilogue_smem,
+    sm90_epilogue_stages,
+    sm90_means_smem,
+    sm90_source,
+    sm90_stages,
+)
 from cutlass_ops.legality import check
 from cutlass_ops.spec import KernelSpec
 from tests.strategies import PATIENT
 from tests.unit.test_declarations import specs
-from tests.unit.test_legality import COOP, WS, cluster, gated, sm80, sm90
+from tests.unit.test_legality import COOP, WS, cluster, gated, rms, sm80, sm90
+
+
+@co.epilogue
+def scaled(acc, alpha: co.Scalar):
+    return acc * alpha
+
 
 MISALIGNED = {"d": "bf16.row.align1", "inputs": {"r": "bf16.row.align1", "gate": "bf16.row.align4"}}
 
@@ -34,6 +48,23 @@ MEASURED = [
         16384,
     ),
 ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "kib"),
+    [
+        ({}, 1),
+        ({"n": 136, "swap_ab": True}, 2),
+        ({**COOP, "m": 256}, 1),
+        ({**WS, "n": 8, "k": 256, "swap_ab": True}, 1),
+    ],
+)
+def test_what_the_main_loop_gathers_takes_whole_kib_besides(changes, kib):
+    gathers, ahead = (sm90(epilogue=rms, stages=2, means_ahead=means, **changes) for means in (False, True))
+    assert sm90_means_smem(gathers) == kib * arch.KIB
+    assert sm90_means_smem(ahead) == 0
+    without = sm90(epilogue=scaled, stages=2, **changes)
+    assert shared_memory(gathers) == shared_memory(without) + kib * arch.KIB
 
 
 @pytest.mark.parametrize(("kernel", "stages", "size"), MEASURED)
@@ -88,3 +119,12 @@ def test_the_epilogue_keeps_tiles_and_broadcasts():
 def test_sm90_helpers_want_an_sm90_configuration():
     with pytest.raises(TypeError):
         sm90_stages(sm80())
+
+
+def test_means_taken_ahead_lie_in_shared_memory_along_the_kernels_columns():
+    """As a given column does, which the compiler was asked about (tests/compile)."""
+    for changes in ({"n": 208, "swap_ab": True}, {"n": 208}):
+        ahead = sm90(epilogue=builtin.layer_norm, stages=2, means_ahead=True, **changes)
+        moments = {"mean": "f32", "rstd": "f32"}
+        given = sm90(epilogue=builtin.layer_norm_of_moments, inputs=moments, stages=2, **changes)
+        assert sm90_epilogue_smem(ahead) == sm90_epilogue_smem(given)

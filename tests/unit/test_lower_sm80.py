@@ -6,6 +6,7 @@ import re
 import pytest
 
 import cutlass_ops as co
+from cutlass_ops import builtin
 from cutlass_ops.config import InstructionShape, Sm80Config, ThreadblockShape, WarpShape
 from cutlass_ops.lower_sm80 import context
 from cutlass_ops.render import render
@@ -157,3 +158,16 @@ def test_targets_differ_only_in_their_limit():
     first, second = (context(spec(target=t)) for t in ("sm_80", "sm_90"))
     assert first.pop("shared_memory_limit") < second.pop("shared_memory_limit")
     assert first == second
+
+
+@pytest.mark.parametrize(("d", "side"), [("bf16.row", "Col"), ("bf16.col", "Row")])
+def test_means_of_rows_are_vectors_that_a_kernel_before_writes(d, side):
+    s = spec(d=d, epilogue=builtin.layer_norm)
+    found = nodes(s)
+    assert found["Load_mean_of_a"]["type"] == f"sm80::{side}Broadcast<ThreadMap, float>"
+    assert found["Load_mean_of_a"]["arguments"] == "o.means"
+    assert found["Load_mean_square_of_a"]["arguments"] == "o.means + 1 * int64_t(o.problem.m)"
+    text = render(s)
+    assert "OfRows<true, true>" in text
+    assert "_means, MeansAhead)" in text
+    assert text.index("take_means_ahead") > text.index("workspace.take(cutlass_ops::means_bytes<OfRows>(o.problem))")
