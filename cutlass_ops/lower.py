@@ -28,7 +28,8 @@ class Compute:
     name : str
         Name of the value, unique in the epilogue; the C++ struct is named after it.
     args : tuple of str
-        Names of the leaves and of the earlier computes that are its parameters.
+        Names of the leaves and of the earlier computes that are its parameters: first leaves, in the order in which
+        they are loaded, since a tree of visitors passes its children's values by position.
     lines : tuple of str
         Statements of the body, the last one a ``return``.
     """
@@ -72,9 +73,14 @@ def lower(graph: Graph) -> Lowered:
     names = _names(graph, roots)
     computes = tuple(_compute(graph, root, roots, names) for root in roots)
     used = {arg for compute in computes for arg in compute.args}
-    leaves = tuple(name for name in (ACC, *graph.gathered, *(i.name for i in graph.inputs)) if name in used)
+    leaves = tuple(name for name in _leaves(graph) if name in used)
     stores = tuple(Store(o, names[o.node]) for o in graph.outputs)
     return Lowered(leaves, computes, stores)
+
+
+def _leaves(graph: Graph) -> tuple[str, ...]:
+    """Name everything that the epilogue may load, in the order that parameters have everywhere."""
+    return (ACC, *graph.gathered, *(i.name for i in graph.inputs))
 
 
 def _is_leaf(node: Node) -> bool:
@@ -142,7 +148,8 @@ def _compute(graph: Graph, root: int, roots: list[int], names: dict[int, str]) -
 
     result = value(root)
     lines.append(f"return {result};")
-    return Compute(names[root], tuple(args), tuple(lines))
+    leaves = [name for name in _leaves(graph) if name in args]
+    return Compute(names[root], (*leaves, *(name for name in args if name not in leaves)), tuple(lines))
 
 
 # ---- Operands and launch arguments -----------------------------------------------------------------------------------

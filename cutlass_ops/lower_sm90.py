@@ -210,6 +210,8 @@ def _nodes(spec: KernelSpec, lowered: Lowered, c_operand: str | None, plain: boo
             )
         )
     is_tree = len(lowered.computes) == 1 and not others and spec.d.aligned
+    # A tree has no names: the function's parameters are the leaves by position.
+    assert not is_tree or nodes[-1].edges == tuple(range(len(nodes) - 1))
     return nodes, is_tree
 
 

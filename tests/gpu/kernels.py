@@ -45,6 +45,12 @@ def everything(acc, bias: co.Row, scale: co.Col, residual: co.Tile, other: co.Ti
 
 
 @co.epilogue
+def out_of_order(acc, bias: co.Row, scale: co.Col, residual: co.Tile, alpha: co.Scalar):
+    """Inputs used in another order than they are declared in, where it matters."""
+    return (residual - alpha * acc) / (2 + scale * scale) - bias
+
+
+@co.epilogue
 def scaled(acc, alpha: co.Scalar):
     return co.relu(acc * alpha)
 
@@ -207,7 +213,7 @@ def overlapping() -> dict[str, KernelSpec]:
 
 
 def multi_output() -> dict[str, KernelSpec]:
-    """Five inputs, two tiles and six reductions in one kernel."""
+    """Five inputs, two tiles and six reductions in one kernel; inputs used in another order than they have."""
     shape = co.ThreadblockShape
     configs: tuple[Config, ...] = (
         SM90_REDUCING,
@@ -217,8 +223,10 @@ def multi_output() -> dict[str, KernelSpec]:
     )
     op = ops.op(everything)
     found = {c.slug: spec(op, "bf16", ("row", "col"), c) for c in configs}
-    unaligned = spec(op, "f16", ("row", "col"), SM80, aligned=False)
-    return found | {f"{SM80.slug}-unaligned": unaligned}
+    found[f"{SM80.slug}-unaligned"] = spec(op, "f16", ("row", "col"), SM80, aligned=False)
+    for config in (SM90, SM90_REDUCING, SM80):
+        found[f"out_of_order-{config.slug}"] = spec(ops.op(out_of_order), "bf16", ("row", "col"), config)
+    return found
 
 
 @lru_cache(maxsize=1)

@@ -1,9 +1,11 @@
 import re
 
 import pytest
+from hypothesis import given, settings
 
 import cutlass_ops as co
 from cutlass_ops import builtin
+from tests.strategies import epilogues
 
 
 @co.epilogue
@@ -165,3 +167,27 @@ def test_a_kernel_without_either_is_as_it_was():
     text = source(builtin.bias_relu)
     assert not re.search("Means<|OfRows|OutputShape|, 2>", text)
     assert "int64_t means_bytes(cutlass_ops::Problem) { return 0; }" in text
+
+
+@settings(max_examples=60, deadline=None)
+@given(epilogues(max_outputs=1))
+def test_a_functions_parameters_are_the_visitors_whose_values_it_is_passed(drawn):
+    """A tree of visitors passes values by position: in another order than the function's, the result is wrong."""
+    _parameters_are_visitors(drawn)
+
+
+@pytest.mark.parametrize("epilogue", [builtin.layer_norm, builtin.swiglu], ids=str)
+def test_gathered_means_and_products_are_passed_in_order(epilogue):
+    _parameters_are_visitors(epilogue)
+
+
+def _parameters_are_visitors(epilogue):
+    config = co.Sm90Config(co.ThreadblockShape(128, 128, 64), schedule="pingpong")
+    source = co.source(co.KernelSpec(a="bf16.row", b="bf16.col", d="bf16.row", epilogue=epilogue, config=config))
+    tree = re.search(r"using EpilogueVisitor = fusion::Sm90EVT<Compute_d, (.*)>;", source)
+    if tree is None:  # nothing is computed
+        assert "Function_" not in source
+        return
+    (parameters,) = re.findall(r"struct Function_d \{\s*CUTLASS_DEVICE static float apply\((.*)\) \{", source)
+    visitors = [name.removeprefix("Load_").replace("Accumulator", "acc") for name in tree[1].split(", ")]
+    assert [parameter.removeprefix("float ") for parameter in parameters.split(", ")] == visitors
