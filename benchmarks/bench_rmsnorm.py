@@ -4,9 +4,9 @@
     python benchmarks/bench_rmsnorm.py --rows 16 4096 --dtypes bf16 --skip compile --out /tmp/r.json
 
 Each row: {"dtype", "m", "n", "k", "error_over_eager", "kernel", "ms": {name: ms}, "over_ours": {name: ratio, range}}.
-`ours` gathers the statistic from x, `ahead` has a kernel before it take it, with the same tiles, `statistic` is given
-the sums of squares that the GEMM before would have left, and `gemm` is this library's GEMM without a norm: what the
-fused kernel can at best be as fast as.
+`ours` is what dispatch chooses; `gathered`, `beside` and `ahead` are the ways to take the statistic from x with the
+same tiles, where they are legal (`Sm90Config.means`); `statistic` is given the sums of squares that the GEMM before
+would have left; `gemm` is this library's GEMM without a norm: what the fused kernel can at best be as fast as.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import harness
 import shapes
@@ -25,16 +25,17 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops import dispatch, norms, ops
+from cutlass_ops import dispatch, legality, norms, ops
 from cutlass_ops.builder import build_many
 from cutlass_ops.call import check_call, device_of, signature_of
+from cutlass_ops.config import Means, Sm90Config
 from cutlass_ops.spec import KernelSpec
 from cutlass_ops.timing import expected_us, rotation
 
 ROWS = tuple(dict.fromkeys(m for m, _, _ in shapes.NORMS))
 WEIGHTS = tuple(dict.fromkeys((n, k) for _, n, k in shapes.NORMS))
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
-PEERS = ("ahead", "statistic", "gemm", "eager", "compile")
+PEERS = ("ways", "statistic", "gemm", "eager", "compile")
 EPS = 1e-5
 
 
@@ -72,13 +73,15 @@ VARIANTS: dict[str, Callable[[Inputs], Tensor]] = {
 }
 
 
-def taken_ahead(x: Tensor, w: Tensor) -> KernelSpec:
-    """Return the kernel that serves `ours` for x (M, K) and w (K, N), with the means taken by a kernel before it."""
+def ways(x: Tensor, w: Tensor) -> dict[str, KernelSpec]:
+    """Return the kernel that serves `ours` for x (M, K) and w (K, N), in the other ways to take the means."""
     graph, device = norms.rmsnorm_op().graph, device_of(torch.device("cuda", 0))
     call = check_call(graph, x, w, {"eps": EPS}, None, None)
     signature = signature_of(call, device)
     _, config = dispatch.choose(signature, device, (call.problem.m, call.problem.n, call.problem.k))
-    return signature.spec(replace(config, means_ahead=True))
+    assert isinstance(config, Sm90Config)
+    others = {way: signature.spec(replace(config, means=way)) for way in get_args(Means) if way != config.means}
+    return {way: spec for way, spec in others.items() if not legality.check(spec)}
 
 
 def build_ahead(dtypes: list[str], rows: list[int]) -> None:
@@ -93,7 +96,7 @@ def build_ahead(dtypes: list[str], rows: list[int]) -> None:
             (norms.rmsnorm_op(given="sums"), (a, w.t(), sums, 1 / k, EPS)),
             (ops.op_of(None), (a, w.t())),
         ]
-        further[taken_ahead(a, w.t())] = None
+        further |= dict.fromkeys(ways(a, w.t()).values())
     harness.build_ahead(calls)
     build_many(further)
 
@@ -118,10 +121,11 @@ def run_case(dtype: str, m: int, n: int, k: int, peers: list[str]) -> dict[str, 
     if "compile" in peers:
         compiled = harness.compiled(eager)
         known["compile"] = lambda t: compiled(t.x, t.weight, t.gamma)
-    if "ahead" in peers:
-        ahead = co.build(taken_ahead(sets[0].x, sets[0].prepared.matrix))
-        known["ahead"] = lambda t: ahead(t.x, t.prepared.matrix, EPS, out=t.out)
-    variants = {name: lambda i, f=known[name]: f(sets[i % len(sets)]) for name in ("ours", *peers)}
+    for way, spec in ways(sets[0].x, sets[0].prepared.matrix).items() if "ways" in peers else ():
+        kernel = co.build(spec)
+        known[way] = lambda t, kernel=kernel: kernel(t.x, t.prepared.matrix, EPS, out=t.out)
+    wanted = [name for name in known if name in ("ours", *peers, *get_args(Means))]
+    variants = {name: lambda i, f=known[name]: f(sets[i % len(sets)]) for name in wanted}
     plan = norms.rmsnorm_op().plan(sets[0].x, sets[0].prepared.matrix, EPS)
     return {
         "dtype": dtype, "m": m, "n": n, "k": k,

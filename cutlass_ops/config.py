@@ -62,6 +62,7 @@ class ClusterShape:
 Schedule = Literal["pingpong", "cooperative", "warp_specialized"]
 TileScheduler = Literal["persistent", "stream_k"]
 Raster = Literal["heuristic", "along_m", "along_n"]
+Means = Literal["gathered", "beside", "ahead"]
 
 
 @dataclass(frozen=True)
@@ -137,9 +138,11 @@ class Sm90Config:
         Thread blocks of a cluster that share one tile, each with a part of K; they add the parts up through distributed
         shared memory, always in the same order. For few tiles with a long K. Such a kernel is not persistent, and its
         cluster has no other blocks.
-    means_ahead : bool
-        Where an epilogue takes means of A's rows: whether a small kernel takes them, whose end the epilogue waits for,
-        instead of the main loop, which reads each tile of A once more for that.
+    means : str
+        Where means of A's rows are from, if an epilogue takes any. ``"gathered"``: the main loop reads each tile of A
+        once more for them, which is free for few rows. ``"beside"``: idle warps of the kernel read each row once while
+        the others multiply, and an epilogue waits for the rows of its tile. ``"ahead"``: a small kernel takes them
+        before, and the epilogue waits for its end.
     raster, swizzle
         Order in which tiles are visited: strips of ``swizzle`` clusters, along M or N of the kernel's orientation.
         Launch arguments: they do not change the compiled code.
@@ -156,7 +159,7 @@ class Sm90Config:
     stages: int | None = None
     swap_ab: bool = False
     split_k: int = 1
-    means_ahead: bool = False
+    means: Means = "gathered"
     raster: Raster = "heuristic"
     swizzle: int = 1
     by_gpc: bool = False
@@ -196,7 +199,7 @@ class Sm90Config:
         schedule = {"pingpong": "pp", "cooperative": "coop", "warp_specialized": "ws"}[self.schedule]
         split = "_streamk" if self.scheduler == "stream_k" else ""
         split += f"_split{self.split_k}" if self.split_k != 1 else ""
-        tail = split + ("_swap" if self.swap_ab else "") + ("_ahead" if self.means_ahead else "")
+        tail = split + ("_swap" if self.swap_ab else "") + ("" if self.means == "gathered" else f"_{self.means}")
         stages = "" if self.stages is None else f"_s{self.stages}"
         return f"sm90_{self.threadblock}_{self.cluster}_{schedule}{stages}{tail}"
 
@@ -218,7 +221,7 @@ _SHAPES = {
 def config_to_json(config: Config) -> dict[str, Any]:
     """Return the canonical JSON form of a configuration. What came later is left out where it says nothing."""
     values = {"arch": config.arch} | asdict(config)
-    for name, says_nothing in (("split_k", 1), ("means_ahead", False)):
+    for name, says_nothing in (("split_k", 1), ("means", "gathered")):
         if values.get(name) == says_nothing:
             del values[name]
     return values
@@ -232,7 +235,7 @@ _PLAIN: dict[str, tuple[str | int | bool | None, ...] | type] = {
     "swizzle": int,
     "swap_ab": bool,
     "split_k": int,
-    "means_ahead": bool,
+    "means": get_args(Means),
     "by_gpc": bool,
     "stream_k": bool,
 }

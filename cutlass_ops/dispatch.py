@@ -11,12 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import get_args
 
 import torch
 
 from cutlass_ops import _env, _resources, arch, builtin, heuristics, legality, model, tables
 from cutlass_ops.bundles import BUNDLES
-from cutlass_ops.config import Config, Sm90Config
+from cutlass_ops.config import Config, Means, Sm90Config
 from cutlass_ops.errors import ConfigError
 from cutlass_ops.heuristics import Device, Pool, Problem
 from cutlass_ops.knowledge import SOURCES, Candidate, Expected, Knowledge
@@ -310,7 +311,7 @@ def _reference() -> Table:
 def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
     """Return another signature's table as if it were about this one, which may take more of A and multiply it by more.
 
-    Kernels stand for the form of them that serves; one that has means of A's rows taken ahead counts as longer by that.
+    Kernels stand for the form of them that serves; what it takes to have means of A's rows counts.
     Two weights of N columns are what one of 2N was.
     """
     gathered, weights = signature.epilogue.gathered, heuristics.weights_of(signature)
@@ -318,20 +319,20 @@ def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
         return table
     forms: dict[Config, Config | None] = {}
 
-    def form(config: Config) -> Config | None:
+    def form(config: Config) -> Sm90Config | None:
         binary = config.binary()
         if binary not in forms:
             forms[binary] = _legal(signature, binary, device)
         found = forms[binary]
         if not isinstance(config, Sm90Config) or not isinstance(found, Sm90Config):
             return None
-        return replace(config, schedule=found.schedule, means_ahead=found.means_ahead)
+        return replace(config, schedule=found.schedule, means=found.means)
 
     def restated(point: Point) -> Point:
         m, n, k = point.problem
-        ahead, best = float(model.means_ahead([point.problem])), point.measured[0].microseconds
+        best = point.measured[0].microseconds
         times = [
-            (best * (1 + measured.behind) + (ahead if _takes_means_ahead(config) else 0.0), config)
+            (best * (1 + measured.behind) + float(model.means(config.means, [point.problem])), config)
             for measured in point.measured
             if (config := form(measured.config)) is not None
         ]
@@ -346,18 +347,14 @@ def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
     )
 
 
-def _takes_means_ahead(config: Config) -> bool:
-    return isinstance(config, Sm90Config) and config.means_ahead
-
-
 def _legal(signature: OpSignature, config: Config, device: Device) -> Config | None:
     """Return a configuration if it is legal, else the form of it that is.
 
-    That is one whose means of A's rows are taken ahead, or its pingpong form: reductions need a persistent workspace.
+    That is one that has means of A's rows from elsewhere, or its pingpong form: reductions need a persistent workspace.
     """
     tried: list[Config] = [config]
     if isinstance(config, Sm90Config) and signature.epilogue.gathered:
-        tried.append(replace(config, means_ahead=True))
+        tried += [replace(config, means=way) for way in get_args(Means) if way != config.means]
     if isinstance(config, Sm90Config) and config.schedule == "warp_specialized":
         tried += [replace(c, schedule="pingpong") for c in tried if isinstance(c, Sm90Config)]
     return next((c for c in tried if not legality.check(heuristics.spec(signature, c, device))), None)

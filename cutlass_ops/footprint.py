@@ -67,8 +67,8 @@ def sm90_output_tile(spec: KernelSpec) -> ThreadblockShape:
 
 
 def sm90_gathers(spec: KernelSpec) -> bool:
-    """Whether the main loop gathers values of A's rows: where the epilogue takes any, and no kernel before does."""
-    return bool(spec.epilogue.gathered) and not _sm90(spec).means_ahead
+    """Whether the main loop gathers values of A's rows: where the epilogue takes any, and nothing else does."""
+    return bool(spec.epilogue.gathered) and _sm90(spec).means == "gathered"
 
 
 def sm90_gathered_tiles(spec: KernelSpec) -> int:
@@ -215,7 +215,7 @@ def _sm90_visitors(spec: KernelSpec) -> Iterator[_Block]:
     """``SharedStorage`` of the visitors that have any, in ``epilogue/fusion/sm90_visitor_{load,store}_*.hpp``."""
     stages_c, stages_d = sm90_epilogue_stages(spec)
     source = sm90_source(spec)
-    if _sm90(spec).means_ahead and along_n(spec, Kind.COL):
+    if _sm90(spec).means != "gathered" and along_n(spec, Kind.COL):
         for _ in spec.epilogue.gathered:
             yield _Block(_round_up(sm90_output_tile(spec).n * f32.bytes, _ARRAY_ALIGNMENT))
     for given, operand in spec.typed_inputs:

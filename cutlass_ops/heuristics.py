@@ -133,9 +133,10 @@ class Pool:
     def _ordered(self) -> Tensor:
         return torch.tensor([[c.ordered for c in self._sm90.configs]])
 
-    @cached_property
-    def _means_ahead(self) -> Tensor:
-        return torch.tensor([[float(c.means_ahead) for c in self._sm90.configs]], dtype=torch.float64)
+    def _means(self, problems: Sequence[Problem]) -> Tensor:
+        ways = [c.means for c in self._sm90.configs]
+        times = {way: model.means(way, problems) for way in set(ways)}
+        return torch.cat([times[way] for way in ways], dim=1)
 
     @cached_property
     def _swapped(self) -> Tensor:
@@ -154,7 +155,7 @@ class Pool:
         problems = [self.whole(p) for p in problems]
         if self._sm90.configs:
             usual, by_gpc = self._times_by_order(problems, device)
-            return torch.minimum(usual, by_gpc) + self._means_ahead * model.means_ahead(problems), by_gpc < usual
+            return torch.minimum(usual, by_gpc) + self._means(problems), by_gpc < usual
         sm80 = [c for c in self.configs if isinstance(c, Sm80Config)]
         many = device.multiprocessors
         found = [[model_sm80.predict(c, p, many, self.alignment) for c in sm80] for p in problems]

@@ -97,7 +97,7 @@ def _load(spec: KernelSpec, leaf: str) -> Node:
     if leaf in GATHERED:
         side = "Row" if along_n(spec, Kind.COL) else "Col"
         first = spec.epilogue.gathered.index(leaf)
-        pointer = f"o.means + {first} * int64_t(o.problem.m)" if first else "o.means"
+        pointer = f"o.rows.means + {first} * int64_t(o.problem.m)" if first else "o.rows.means"
         return Node(f"Load_{leaf}", f"sm80::{side}Broadcast<ThreadMap, float>", pointer)
     kind, operand = next((i.kind, operand) for i, operand in spec.typed_inputs if i.name == leaf)
     element = f"Element_{leaf}"

@@ -69,14 +69,14 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "part_shape": _part_shape(spec),
         "part_n": config.part.n,
         "gathers": _gathers(spec),
-        "means_ahead": _means_ahead(spec),
-        "waits_late": _means_ahead(spec) and plain and config.scheduler != "stream_k",
+        "before_gemm": _before_gemm(spec),
+        "waits_late": bool(_before_gemm(spec)) and plain and config.scheduler != "stream_k",
         "products": 1 + len(spec.epilogue.products),
         "second_weight": "".join(spec.epilogue.products),
         "output_tile": [footprint.sm90_output_tile(spec).m, footprint.sm90_output_tile(spec).n],
         "mainloop_options": _mainloop_options(spec),
         "columns": "2 * o.problem.n" if spec.epilogue.products else "o.problem.n",
-        "second_arguments": _second_arguments(spec),
+        "mainloop_arguments": _mainloop_arguments(spec),
         "warpgroups": 2 if config.schedule == "cooperative" else 1,
         "overlaps": config.scheduler != "stream_k",
         "stages": footprint.sm90_stages(spec),
@@ -111,8 +111,10 @@ def _part_shape(spec: KernelSpec) -> str:
     return "ThreadblockShape" if _config(spec).split_k == 1 else "PartShape"
 
 
-def _means_ahead(spec: KernelSpec) -> bool:
-    return bool(spec.epilogue.gathered) and _config(spec).means_ahead
+def _before_gemm(spec: KernelSpec) -> str | None:
+    """Name the kernel that runs before this one, if one has to do with means of A's rows."""
+    ways = {"ahead": "MeansAhead", "beside": "NoMeansYet"}
+    return ways.get(_config(spec).means) if spec.epilogue.gathered else None
 
 
 def _gathers(spec: KernelSpec) -> dict[str, Any] | None:
@@ -120,7 +122,13 @@ def _gathers(spec: KernelSpec) -> dict[str, Any] | None:
     gathered = spec.epilogue.gathered
     if not gathered:
         return None
+    how = {
+        "gathered": "the main loop gathers them",
+        "ahead": "a kernel before this one takes them",
+        "beside": "idle warps take them beside the main loop",
+    }
     return {
+        "how": how[_config(spec).means],
         "mean": str("mean_of_a" in gathered).lower(),
         "mean_square": str("mean_square_of_a" in gathered).lower(),
         "rows": footprint.sm90_gathered_rows(spec),
@@ -130,20 +138,24 @@ def _gathers(spec: KernelSpec) -> dict[str, Any] | None:
 
 def _mainloop_options(spec: KernelSpec) -> str:
     """Spell the main loop's further template arguments, none for the usual one."""
-    gathers = footprint.sm90_gathers(spec)
-    if not gathers and not spec.epilogue.products:
+    beside = bool(spec.epilogue.gathered) and _config(spec).means == "beside"
+    means = ["Means"] if footprint.sm90_gathers(spec) else ["void", "Rows"] if beside else []
+    if not means and not spec.epilogue.products:
         return ""
-    options = [str(swapped(spec)).lower(), str(1 + len(spec.epilogue.products)), *(["Means"] if gathers else [])]
+    options = [str(swapped(spec)).lower(), str(1 + len(spec.epilogue.products)), *means]
     return "".join(f", {option}" for option in options)
 
 
-def _second_arguments(spec: KernelSpec) -> str:
-    """Spell the main loop's arguments for the second weight."""
+def _mainloop_arguments(spec: KernelSpec) -> str:
+    """Spell the main loop's arguments for the second weight, and for what is taken of A's rows beside it."""
     side = "A" if swapped(spec) else "B"
-    return "".join(
-        f",\n         o.{name}.ptr<ElementB>(), cutlass_ops::stride<typename GemmKernel::Stride{side}>(o.{name})"
+    spelled = [
+        f"o.{name}.ptr<ElementB>(), cutlass_ops::stride<typename GemmKernel::Stride{side}>(o.{name})"
         for name in spec.epilogue.products
-    )
+    ]
+    if spec.epilogue.gathered and _config(spec).means == "beside":
+        spelled += ["o.rows"] if spelled else ["nullptr, {}, o.rows"]
+    return "".join(f",\n         {arguments}" for arguments in spelled)
 
 
 def _scheduler(config: Sm90Config) -> str:
@@ -259,10 +271,14 @@ def _vector_load(
 def _gathered_load(spec: KernelSpec, leaf: str, plain: bool) -> Node:
     """Load what is known of A's rows: from where the main loop left it, or from what the kernel before wrote."""
     name = f"Load_{leaf}"
-    if _config(spec).means_ahead:
+    means = _config(spec).means
+    if means != "gathered":
         first = spec.epilogue.gathered.index(leaf)
-        pointer = f"o.means + {first} * int64_t(o.problem.m)" if first else "o.means"
-        return _vector_load(spec, Kind.COL, name, "float", pointer, f32, plain)
+        pointer = f"o.rows.means + {first} * int64_t(o.problem.m)" if first else "o.rows.means"
+        if means == "ahead":
+            return _vector_load(spec, Kind.COL, name, "float", pointer, f32, plain)
+        awaited = f"cutlass_ops::awaited({pointer})"
+        return _vector_load(spec, Kind.COL, name, "cutlass_ops::Awaited", awaited, f32, plain)
     visitor = "RowGathered" if along_n(spec, Kind.COL) else "ColGathered"
     values = {"mean_of_a": "MeanOfRows", "mean_square_of_a": "MeanSquareOfRows"}[leaf]
     return Node(name, f"cutlass_ops::{visitor}<{_part_shape(spec)}, EpilogueTile, cutlass_ops::{values}<Means>>", "{}")

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from cutlass_ops import arch
-from cutlass_ops.config import Schedule, Sm90Config
+from cutlass_ops.config import Means, Schedule, Sm90Config
 
 # Soft maxima: limits that are nearly reached together cost more than either. Tensor Cores, shared memory and L2 cache
 # within a K step; and a kernel's work against device memory, which overlap less well.
 _SHARPNESS = 8
 
 # A kernel before the GEMM that reads A: microseconds to start it, and its GB/s. Set, not fitted.
-_MEANS_LAUNCH, _MEANS_BANDWIDTH = 1.5, 2500.0
+_MEANS_LAUNCH, _MEANS_BANDWIDTH = 1.2, 2500.0
 # What bounds an instruction's clocks: its products, or reading both operands from shared memory.
 _PRODUCTS_PER_CLOCK = 2048
 _SHARED_BYTES_PER_CLOCK = 128
@@ -356,13 +356,14 @@ def times(
     return (_soft_max(busy, memory, sharpness=chip.overlap) + start) * padding
 
 
-def means_ahead(problems: Sequence[tuple[int, int, int]], element_bytes: int = 2) -> Tensor:
-    """Return by how many microseconds a GEMM is later for a kernel that takes means of A's rows before it.
+def means(way: Means, problems: Sequence[tuple[int, int, int]], element_bytes: int = 2) -> Tensor:
+    """Return by how many microseconds a GEMM is later for means of A's rows, of shape (problems, 1).
 
-    Of shape (problems, 1). That kernel reads A once, while multiprocessors that it leaves free start the GEMM.
+    A kernel before it reads A once, or only prepares for warps beside the main loop to do so.
     """
     m, _, k = _extents(problems)
-    return _MEANS_LAUNCH + element_bytes * m * k / (_MEANS_BANDWIDTH * 1e3)
+    launch = torch.full_like(m, 0.0 if way == "gathered" else _MEANS_LAUNCH)
+    return launch + element_bytes * m * k / (_MEANS_BANDWIDTH * 1e3) if way == "ahead" else launch
 
 
 def _rows(extent: Tensor, line: Extent, element_bytes: int) -> Tensor:

@@ -79,7 +79,7 @@ _SM90_CHOICES: dict[str, tuple[object, ...]] = {
     "scheduler": ("persistent", "stream_k"),
     "swap_ab": (False, True),
     "split_k": (1, 2, 4, 8),
-    "means_ahead": (False, True),
+    "means": ("gathered", "beside", "ahead"),
     "raster": ("heuristic", "along_m", "along_n"),
     "swizzle": SWIZZLES,
     "by_gpc": (False, True),

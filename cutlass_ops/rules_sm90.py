@@ -13,6 +13,7 @@ from cutlass_ops.config import Sm90Config
 from cutlass_ops.dtypes import f32
 from cutlass_ops.footprint import (
     sm90_epilogue_tile,
+    sm90_gathered_rows,
     sm90_gathers,
     sm90_mainloop_smem,
     sm90_output_tile,
@@ -31,6 +32,7 @@ from cutlass_ops.spec import KernelSpec
 _MAX_ACCUMULATORS = {"pingpong": 208, "cooperative": 208, "warp_specialized": 224}
 _MAX_SIDE = 256  # elements along a side of a TMA box (cuTensorMapEncodeTiled)
 _GATHERED_COLUMNS = 64  # of A, read by eight lanes at a time (gather.h)
+_GATHERED_ROWS = 64  # more of them take longer to read than to multiply (docs/rmsnorm.md)
 _TMA_SMEM_ALIGNMENT = 128  # PTX ISA, cp.async.bulk.tensor: alignment of the address in shared memory
 
 
@@ -181,29 +183,39 @@ def _multicast(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
             )
 
 
+def _means(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
+    if not spec.epilogue.gathered:
+        if config.means != "gathered":
+            yield f"means is {config.means!r}, and the epilogue takes nothing of A's rows: leave it out"
+        return
+    if config.means == "ahead":
+        return
+    where = f"means is {config.means!r}: {', '.join(spec.epilogue.gathered)} of rows"
+    if spec.a.major != "row":
+        yield f"{where} that lie one after the other, and a is {spec.a}: use means 'ahead', or a row-major A"
+    if not config.whole_k:
+        yield f"{where} of which a block sees all of K: use means 'ahead', or split_k 1 with scheduler 'persistent'"
+    if not sm90_plain_epilogue(spec):
+        yield (
+            f"{where}, and the epilogue that reads them gives an aligned D alone and reads one aligned tile at most: "
+            f"use means 'ahead'"
+        )
+
+
 def _gathered(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
     if not sm90_gathers(spec):
         return
-    where = f"the main loop gathers {', '.join(spec.epilogue.gathered)}"
-    if spec.a.major != "row":
-        yield f"{where} along rows of A in shared memory, and a is {spec.a}: use means_ahead, or a row-major A"
     if config.threadblock.k % _GATHERED_COLUMNS:
         yield (
-            f"{where} in lines of {_GATHERED_COLUMNS} elements, and threadblock.k is {config.threadblock.k}: use a "
-            f"multiple of that, or means_ahead"
+            f"the main loop gathers in lines of {_GATHERED_COLUMNS} elements, and threadblock.k is "
+            f"{config.threadblock.k}: use a multiple of that, or means 'beside'"
         )
-    if not config.whole_k:
-        yield f"{where} where one block sees all of K: use means_ahead, or split_k 1 with scheduler 'persistent'"
-    if not sm90_plain_epilogue(spec):
+    rows = sm90_gathered_rows(spec)
+    if rows > _GATHERED_ROWS:
         yield (
-            f"{where}, and the epilogue that reads it gives an aligned D alone and reads one aligned tile at most: use "
-            f"means_ahead"
+            f"the main loop gathers from tiles of {rows} rows of A, and from more than {_GATHERED_ROWS} it is slower "
+            f"than multiplying them: use means 'beside'"
         )
-
-
-def _means_ahead(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
-    if config.means_ahead and not spec.epilogue.gathered:
-        yield "means_ahead is True, and the epilogue takes nothing of A's rows: use False"
 
 
 def _second_weight(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
@@ -277,8 +289,8 @@ SM90: tuple[Rule[Sm90Config], ...] = (
     Rule("cluster_size", "policy", _cluster_size),
     Rule("cluster_shape", "policy", _cluster_shape),
     Rule("multicast", "hardware", _multicast),
+    Rule("means", "policy", _means),
     Rule("gathered", "policy", _gathered),
-    Rule("means_ahead", "policy", _means_ahead),
     Rule("second_weight", "policy", _second_weight),
     Rule("reduction_schedule", "policy", _reduction_schedule),
     Rule("reduction_tile", "policy", _reduction_tile),

@@ -6,9 +6,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
+from typing import get_args
 
 from cutlass_ops import arch, legality, model
-from cutlass_ops.config import ClusterShape, Config, Schedule, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
+from cutlass_ops.config import (
+    ClusterShape,
+    Config,
+    Means,
+    Schedule,
+    Sm80Config,
+    Sm90Config,
+    ThreadblockShape,
+    WarpShape,
+)
 from cutlass_ops.heuristics import Device, Pool, Problem, spec
 from cutlass_ops.registry import OpSignature
 
@@ -38,8 +48,8 @@ def configurations(signature: OpSignature) -> tuple[Sm90Config, ...]:
 
     Stages are the most that fit. Raster order and swizzle are launch arguments and no part of it.
     """
-    forms = (False, True) if signature.epilogue.gathered else (False,)
-    every = (replace(c, means_ahead=ahead) for c in _all() for ahead in forms)
+    forms = get_args(Means) if signature.epilogue.gathered else ("gathered",)
+    every = (replace(c, means=means) for c in _all() for means in forms)
     return tuple(c for c in every if not legality.check(signature.spec(c, None)))
 
 
@@ -131,7 +141,7 @@ def _near(one: Sm90Config, other: Sm90Config) -> bool:
     tiles, clusters = zip(model.along_problem(one), model.along_problem(other), strict=True)
     kinds = ((c.schedule, c.scheduler, c.split_k) for c in (one, other))
     changes = (its.k != mine.k) + (len(set(kinds)) > 1) + (len(set(clusters)) > 1)
-    changes += one.means_ahead != other.means_ahead
+    changes += one.means != other.means
     return len(set(tiles)) == 1 and changes <= 1
 
 

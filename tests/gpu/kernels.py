@@ -157,16 +157,23 @@ def configurations() -> dict[str, KernelSpec]:
 def gathering() -> dict[str, KernelSpec]:
     """Kernels that take means of A's rows, each way in each schedule and orientation, and kernels with two weights."""
     shape, cluster = co.ThreadblockShape, co.ClusterShape
-    whole = (
-        co.Sm90Config(shape(128, 128, 64), cluster(2, 1), schedule="pingpong"),
+    gathered = (
         co.Sm90Config(shape(64, 96, 128), schedule="pingpong"),
-        co.Sm90Config(shape(256, 128, 64), cluster(1, 2), schedule="cooperative"),
-        co.Sm90Config(shape(192, 176, 64), cluster(2, 1), schedule="cooperative"),
+        co.Sm90Config(shape(64, 128, 64), cluster(2, 2), schedule="pingpong"),
         co.Sm90Config(shape(64, 64, 128), schedule="warp_specialized"),
         co.Sm90Config(shape(64, 8, 256), schedule="warp_specialized", swap_ab=True),
+        co.Sm90Config(shape(128, 40, 64), cluster(4, 1), schedule="pingpong", swap_ab=True),
+        co.Sm90Config(shape(256, 56, 64), cluster(1, 2), schedule="cooperative", swap_ab=True),
+        co.Sm90Config(shape(192, 64, 64), cluster(1, 2), schedule="cooperative", swap_ab=True),
+    )
+    whole = (
+        co.Sm90Config(shape(128, 128, 64), cluster(2, 1), schedule="pingpong"),
+        co.Sm90Config(shape(256, 128, 64), cluster(1, 2), schedule="cooperative"),
+        co.Sm90Config(shape(192, 176, 64), cluster(2, 1), schedule="cooperative"),
+        co.Sm90Config(shape(64, 64, 32), schedule="warp_specialized"),
         co.Sm90Config(shape(128, 72, 64), cluster(4, 2), schedule="pingpong", swap_ab=True),
-        co.Sm90Config(shape(256, 104, 64), cluster(1, 2), schedule="cooperative", swap_ab=True),
-        co.Sm90Config(shape(192, 192, 64), cluster(1, 2), schedule="cooperative", swap_ab=True),
+        co.Sm90Config(shape(256, 208, 64), cluster(1, 2), schedule="cooperative", swap_ab=True),
+        co.Sm90Config(shape(64, 8, 256), schedule="warp_specialized", swap_ab=True),
     )
     split = (
         co.Sm90Config(shape(128, 128, 64), schedule="cooperative", scheduler="stream_k"),
@@ -174,14 +181,13 @@ def gathering() -> dict[str, KernelSpec]:
     )
     norm, centred, gate = (ops.op(e) for e in (builtin.rms_norm, builtin.layer_norm, builtin.swiglu))
     normed_gate = norms.rmsnorm_op(builtin.swiglu)
-    found = {f"norm-{c.slug}": spec(norm, "bf16", ("row", "col"), c) for c in whole}
-    for c in (*whole[:3], whole[6], *split):
-        ahead = replace(c, means_ahead=True)
-        found[f"norm-{ahead.slug}"] = spec(norm, "bf16", ("row", "col"), ahead)
-    for c in (whole[0], whole[5], replace(whole[2], means_ahead=True), SM80):
+    beside = tuple(replace(c, means="beside") for c in whole)
+    ahead = tuple(replace(c, means="ahead") for c in (*whole[:2], whole[4], *split))
+    found = {f"norm-{c.slug}": spec(norm, "bf16", ("row", "col"), c) for c in (*gathered, *beside, *ahead)}
+    for c in (gathered[0], gathered[3], beside[0], beside[5], ahead[1], SM80):
         found[f"centred-{c.slug}"] = spec(centred, "f16", ("row", "col"), c)
     # D and A as the main loop's gathering does not have them.
-    late = co.Sm90Config(shape(64, 64, 64), schedule="pingpong", means_ahead=True)
+    late = co.Sm90Config(shape(64, 64, 64), schedule="pingpong", means="ahead")
     found["norm-odd_d"] = spec(norm, "bf16", ("row", "col"), late, d_aligned=False)
     found["norm-column_major_a"] = spec(norm, "f16", ("col", "col"), late)
     found["norm-unaligned"] = spec(norm, "bf16", ("row", "col"), SM80, aligned=False)
@@ -196,7 +202,8 @@ def gathering() -> dict[str, KernelSpec]:
         co.Sm90Config(shape(256, 72, 64), schedule="cooperative", swap_ab=True),
     )
     found |= {f"gate-{c.slug}": spec(gate, "bf16", ("row", "col"), c) for c in gates}
-    for c in (gates[0], gates[4], replace(gates[2], means_ahead=True)):
+    normed = (gates[4], replace(gates[0], means="beside"), replace(gates[6], means="beside"))
+    for c in (*normed, replace(gates[2], means="ahead")):
         found[f"normed_gate-{c.slug}"] = spec(normed_gate, "f16", ("row", "col"), c)
     return found
 

@@ -13,6 +13,8 @@
 #include "cutlass/epilogue/fusion/sm90_callbacks_tma_warpspecialized.hpp"
 #include "cutlass/gemm/collective/builders/sm90_common.inl"
 
+#include "cutlass_ops/row_means.h"
+
 namespace cutlass_ops {
 
 // Where the values of one wgmma lie, whatever its number of columns: value i of a thread is in row `row + 8 * (i / 2 % 2)`
@@ -67,6 +69,20 @@ struct Vector {
   Element const* values = nullptr;
 };
 
+// Reading a value takes two steps, so that several are on their way at once: one may have to be waited for (row_means.h).
+template <class Element>
+CUTLASS_DEVICE Element peek(Element const* at) {
+  if constexpr (cute::is_same_v<Element, Awaited>) {
+    return Awaited::peek(at);
+  } else {
+    return *at;
+  }
+}
+template <class Element>
+CUTLASS_DEVICE void settle(Element& found, Element const* at) {
+  if constexpr (cute::is_same_v<Element, Awaited>) Awaited::settle(found, at);
+}
+
 // One value for each column: the tile's go to shared memory first, since every thread needs a quarter of them.
 template <class Tile, class EpilogueTile, class Element>
 struct RowInput : Input<Vector<Element>> {
@@ -89,7 +105,20 @@ struct RowInput : Input<Vector<Element>> {
         : values(values), shared(shared), count(count), thread(thread), threads(threads) {}
 
     CUTLASS_DEVICE void begin() {
-      for (int i = thread; i < kColumns; i += threads) shared[i] = i < count ? values[i] : Element(0);
+      constexpr int kEach = (kColumns + 127) / 128;
+      Element found[kEach];
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kEach; ++i) {
+        int const column = thread + i * threads;
+        found[i] = column < kColumns && column < count ? peek(values + column) : Element(0.0f);
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kEach; ++i) {
+        int const column = thread + i * threads;
+        if (column >= kColumns) break;
+        if (column < count) settle(found[i], values + column);
+        shared[column] = found[i];
+      }
     }
     CUTLASS_DEVICE bool begin_sync_needed() const { return true; }
     CUTLASS_DEVICE void begin_loop(int epi_m, int epi_n) {
@@ -137,10 +166,15 @@ struct ColInput : Input<Vector<Element>> {
     CUTLASS_DEVICE Callbacks(Element const* values, int count) : values(values), count(count) {}
 
     CUTLASS_DEVICE void begin() {
+      constexpr int kEach = kRows / kPart * 2;
+      Element found[kEach];
+      auto const row = [](int i) { return i / 2 * kPart + i % 2 * 8; };
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kRows / kPart * 2; ++i) {
-        int const row = i / 2 * kPart + i % 2 * 8;
-        mine[i / 2][i % 2] = row < count ? float(values[row]) : 0.0f;
+      for (int i = 0; i < kEach; ++i) found[i] = row(i) < count ? peek(values + row(i)) : Element(0.0f);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kEach; ++i) {
+        if (row(i) < count) settle(found[i], values + row(i));
+        mine[i / 2][i % 2] = float(found[i]);
       }
     }
     template <class Accumulator, int kSize>
@@ -385,7 +419,7 @@ struct Collective {
       Atom<ElementD, StrideD>, void, void, void>;
 };
 
-// Whether the kernel waits for the one before it only here: for means of rows that this one took ahead (row_means.h).
+// Whether the kernel waits for the one before it only here: where a small kernel before it has to do with means of rows (row_means.h).
 #if defined(CUTLASS_OPS_WAITS_LATE)
 constexpr bool kWaitsLate = true;
 #else

@@ -57,11 +57,16 @@ struct Operand {
 // No second matrix.
 struct NoCopy {};
 
+// Nothing is taken of A's rows.
+struct NoRows {
+  struct Params {};
+};
+
 // With `kProducts` of 2, the weight's tile is half of a second matrix; the problem's M or N counts both. The weight is B, or A
 // in a kernel that computes the transposed problem, `kSwapped`. `Means` says what is gathered of the other operand's rows and
-// where it goes; void, nothing is.
+// where it goes; void, nothing is. `Rows` says what idle warps take of A's rows beside the main loop (row_means.h).
 template <class ElementA_, class LayoutA, class ElementB_, class LayoutB, class Tile, class Cluster, int kStages,
-          class Schedule, bool kSwapped = false, int kProducts = 1, class Means = void>
+          class Schedule, bool kSwapped = false, int kProducts = 1, class Means = void, class Rows = NoRows>
 class Mainloop {
   static constexpr auto kMajorA = cutlass::gemm::collective::detail::gmma_ss_tag_to_major_A<ElementA_, LayoutA>();
   static constexpr auto kMajorB = cutlass::gemm::collective::detail::gmma_ss_tag_to_major_B<ElementB_, LayoutB>();
@@ -103,6 +108,7 @@ class Mainloop {
   using PipelineStorage = typename MainloopPipeline::SharedStorage;
   static constexpr int NumProducerThreadEvents = 1;
   static constexpr uint32_t TmaTransactionBytes = A::kBytes + B::kBytes;
+  using RowsBeside = Rows;
 
   struct TensorStorage : cute::aligned_struct<128, cute::_0> {
     typename A::Storage smem_A;
@@ -120,6 +126,7 @@ class Mainloop {
     StrideB dB;
     ElementA const* ptr_second;  // the weight's second matrix, if there is one
     cute::conditional_t<kSwapped, StrideA, StrideB> d_second;
+    typename Rows::Params rows;
   };
 
   struct Params {
@@ -134,6 +141,7 @@ class Mainloop {
     cute::conditional_t<kProducts == 1, NoCopy, cute::conditional_t<kSwapped, TMA_A, TMA_B>> tma_load_second;
     uint32_t tma_transaction_bytes = TmaTransactionBytes;
     float inverse_k = 0.0f;
+    typename Rows::Params rows;
   };
 
   template <class Problem>
@@ -153,6 +161,7 @@ class Mainloop {
     if constexpr (kProducts == 2 && kSwapped) params.tma_load_second = copy_a(arguments.ptr_second, arguments.d_second);
     if constexpr (kProducts == 2 && !kSwapped) params.tma_load_second = copy_b(arguments.ptr_second, arguments.d_second);
     params.inverse_k = 1.0f / float(k);
+    params.rows = arguments.rows;
     return params;
   }
 

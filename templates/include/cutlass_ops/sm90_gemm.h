@@ -91,6 +91,12 @@ struct Sm90Kernel {
     extern __shared__ char shared_memory[];
     GemmKernel kernel;
     kernel(params, shared_memory);
+    // CUTLASS's kernels have nothing to do for the second and the fourth warp.
+    using Rows = typename GemmKernel::CollectiveMainloop::RowsBeside;
+    if constexpr (!cute::is_same_v<Rows, NoRows>) {
+      int const warp = cutlass::canonical_warp_idx_sync();
+      if (warp == 1 || warp == 3) take_means_beside<Rows>(params.mainloop.rows);
+    }
   }
 };
 
@@ -134,8 +140,8 @@ constexpr bool kWaits = false;
 //   GemmKernel; static void const* kernel();
 //   struct Operands { Problem problem; ... }; static Operands read(Call&);
 //   static typename GemmKernel::Arguments arguments(Operands const&);
-//   static int64_t means_bytes(Problem);                of workspace, before the kernel's own, for means taken ahead
-//   static cudaError_t take_means(Operands&, void* workspace, cudaStream_t, bool overlap);
+//   static int64_t means_bytes(Problem);                of workspace, before the kernel's own, for means of A's rows
+//   static cudaError_t take_means(Operands&, void* workspace, cudaStream_t, bool overlap);   what runs before the kernel
 template <class Gemm>
 struct Sm90Entry {
   using GemmKernel = typename Gemm::GemmKernel;
@@ -180,7 +186,9 @@ struct Sm90Entry {
       if (cudaError_t const error = Gemm::take_means(operands, workspace, stream, follows); error != cudaSuccess) {
         return error;
       }
-      arguments.epilogue = Gemm::arguments(operands).epilogue;
+      auto const complete = Gemm::arguments(operands);
+      arguments.mainloop = complete.mainloop;
+      arguments.epilogue = complete.epilogue;
     }
     return enqueue(GemmKernel::to_underlying_arguments(arguments, own_workspace), stream, overlap);
   }
