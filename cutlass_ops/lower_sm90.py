@@ -69,8 +69,11 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "part_shape": _part_shape(spec),
         "part_n": config.part.n,
         "gathers": _gathers(spec),
-        "before_gemm": _before_gemm(spec),
-        "waits_late": bool(_before_gemm(spec)) and plain and config.scheduler != "stream_k",
+        "means": config.means if spec.epilogue.gathered else None,
+        "waits_late": bool(spec.epilogue.gathered)
+        and config.means == "ahead"
+        and plain
+        and config.scheduler != "stream_k",
         "products": 1 + len(spec.epilogue.products),
         "second_weight": "".join(spec.epilogue.products),
         "output_tile": [footprint.sm90_output_tile(spec).m, footprint.sm90_output_tile(spec).n],
@@ -109,12 +112,6 @@ def _part_shape(spec: KernelSpec) -> str:
     if spec.epilogue.products:
         return "OutputShape"
     return "ThreadblockShape" if _config(spec).split_k == 1 else "PartShape"
-
-
-def _before_gemm(spec: KernelSpec) -> str | None:
-    """Name the kernel that runs before this one, if one has to do with means of A's rows."""
-    ways = {"ahead": "MeansAhead", "beside": "NoMeansYet"}
-    return ways.get(_config(spec).means) if spec.epilogue.gathered else None
 
 
 def _gathers(spec: KernelSpec) -> dict[str, Any] | None:
@@ -271,13 +268,12 @@ def _vector_load(
 def _gathered_load(spec: KernelSpec, leaf: str, plain: bool) -> Node:
     """Load what is known of A's rows: from where the main loop left it, or from what the kernel before wrote."""
     name = f"Load_{leaf}"
-    means = _config(spec).means
-    if means != "gathered":
-        first = spec.epilogue.gathered.index(leaf)
-        pointer = f"o.rows.means + {first} * int64_t(o.problem.m)" if first else "o.rows.means"
-        if means == "ahead":
-            return _vector_load(spec, Kind.COL, name, "float", pointer, f32, plain)
-        awaited = f"cutlass_ops::awaited({pointer})"
+    means, index = _config(spec).means, spec.epilogue.gathered.index(leaf)
+    if means == "ahead":
+        pointer = f"o.rows.means + {index} * int64_t(o.problem.m)" if index else "o.rows.means"
+        return _vector_load(spec, Kind.COL, name, "float", pointer, f32, plain)
+    if means == "beside":
+        awaited = f"cutlass_ops::awaited(o.rows, {index})"
         return _vector_load(spec, Kind.COL, name, "cutlass_ops::Awaited", awaited, f32, plain)
     visitor = "RowGathered" if along_n(spec, Kind.COL) else "ColGathered"
     values = {"mean_of_a": "MeanOfRows", "mean_square_of_a": "MeanSquareOfRows"}[leaf]

@@ -69,6 +69,9 @@ struct Vector {
   Element const* values = nullptr;
 };
 
+template <>
+struct Vector<Awaited> : AwaitedMeans {};
+
 // Reading a value takes two steps, so that several are on their way at once: one may have to be waited for (row_means.h).
 template <class Element>
 CUTLASS_DEVICE Element peek(Element const* at) {
@@ -82,6 +85,24 @@ template <class Element>
 CUTLASS_DEVICE void settle(Element& found, Element const* at) {
   if constexpr (cute::is_same_v<Element, Awaited>) Awaited::settle(found, at);
 }
+
+// What follows when a tile has been read: nothing, but for means that may have been the last to be.
+template <class Element>
+struct AfterReading {
+  CUTLASS_DEVICE AfterReading(Vector<Element> const&, int, int, int) {}
+  CUTLASS_DEVICE void operator()(int) const {}
+};
+template <>
+struct AfterReading<Awaited> {
+  AwaitedMeans const& means;
+  int tile, rows, left;
+
+  CUTLASS_DEVICE AfterReading(AwaitedMeans const& means, int tile, int rows, int extent)
+      : means(means), tile(tile), rows(rows), left(extent - tile * rows) {}
+  CUTLASS_DEVICE void operator()(int thread) const {
+    if (thread < 32) means.forget(tile, tile * rows, cute::min(rows, left), thread);
+  }
+};
 
 // One value for each column: the tile's go to shared memory first, since every thread needs a quarter of them.
 template <class Tile, class EpilogueTile, class Element>
@@ -99,10 +120,12 @@ struct RowInput : Input<Vector<Element>> {
     Element const* values;
     Element* shared;
     int count, thread, threads;
+    AfterReading<Element> after;
     float part[kPart / 4];
 
-    CUTLASS_DEVICE Callbacks(Element const* values, Element* shared, int count, int thread, int threads)
-        : values(values), shared(shared), count(count), thread(thread), threads(threads) {}
+    CUTLASS_DEVICE Callbacks(Element const* values, Element* shared, int count, int thread, int threads,
+                             AfterReading<Element> const& after)
+        : values(values), shared(shared), count(count), thread(thread), threads(threads), after(after) {}
 
     CUTLASS_DEVICE void begin() {
       constexpr int kEach = (kColumns + 127) / 128;
@@ -134,14 +157,16 @@ struct RowInput : Input<Vector<Element>> {
       for (int i = 0; i < kSize; ++i) result[i] = part[i / 4 * 2 + i % 2];
       return result;
     }
+    CUTLASS_DEVICE void end() { after(thread); }
   };
 
   template <bool, class... Args>
   CUTLASS_DEVICE auto get_consumer_store_callbacks(
       cutlass::epilogue::fusion::detail::ConsumerStoreArgs<Args...> const& args) {
-    int const first = cute::get<1>(args.tile_coord_mnkl) * kColumns;
-    return Callbacks(params_->values + first, shared_, cute::get<1>(args.problem_shape_mnkl) - first, args.thread_idx,
-                     cute::size(args.tiled_mma));
+    int const tile = cute::get<1>(args.tile_coord_mnkl), extent = cute::get<1>(args.problem_shape_mnkl);
+    int const first = tile * kColumns;
+    return Callbacks(params_->values + first, shared_, extent - first, args.thread_idx, cute::size(args.tiled_mma),
+                     AfterReading<Element>(*params_, tile, kColumns, extent));
   }
 
  private:
@@ -160,10 +185,12 @@ struct ColInput : Input<Vector<Element>> {
 
   struct Callbacks : cutlass::epilogue::fusion::EmptyConsumerStoreCallbacks {
     Element const* values;
-    int count;
+    int count, thread;
+    AfterReading<Element> after;
     float mine[kRows / kPart][2];
 
-    CUTLASS_DEVICE Callbacks(Element const* values, int count) : values(values), count(count) {}
+    CUTLASS_DEVICE Callbacks(Element const* values, int count, int thread, AfterReading<Element> const& after)
+        : values(values), count(count), thread(thread), after(after) {}
 
     CUTLASS_DEVICE void begin() {
       constexpr int kEach = kRows / kPart * 2;
@@ -184,6 +211,7 @@ struct ColInput : Input<Vector<Element>> {
       for (int i = 0; i < kSize; ++i) result[i] = mine[epi_m][i / 2 % 2];
       return result;
     }
+    CUTLASS_DEVICE void end() { after(thread); }
   };
 
   template <bool, class... Args>
@@ -191,8 +219,10 @@ struct ColInput : Input<Vector<Element>> {
       cutlass::epilogue::fusion::detail::ConsumerStoreArgs<Args...> const& args) {
     constexpr int kSide = kAcross<cute::remove_cvref_t<decltype(args.tiled_mma)>>;
     int const thread = kSide == 1 ? args.thread_idx : args.thread_idx % 128;
-    int const first = cute::get<0>(args.tile_coord_mnkl) * kRows + Fragment(thread).row;
-    return Callbacks(params_->values + first, cute::get<0>(args.problem_shape_mnkl) - first);
+    int const tile = cute::get<0>(args.tile_coord_mnkl), extent = cute::get<0>(args.problem_shape_mnkl);
+    int const first = tile * kRows + Fragment(thread).row;
+    return Callbacks(params_->values + first, extent - first, args.thread_idx,
+                     AfterReading<Element>(*params_, tile, kRows, extent));
   }
 
  private:
@@ -419,7 +449,7 @@ struct Collective {
       Atom<ElementD, StrideD>, void, void, void>;
 };
 
-// Whether the kernel waits for the one before it only here: where a small kernel before it has to do with means of rows (row_means.h).
+// Whether the kernel waits for the one before it only here: for means of rows that this one took ahead (row_means.h).
 #if defined(CUTLASS_OPS_WAITS_LATE)
 constexpr bool kWaitsLate = true;
 #else

@@ -109,6 +109,7 @@ class Mainloop {
   static constexpr int NumProducerThreadEvents = 1;
   static constexpr uint32_t TmaTransactionBytes = A::kBytes + B::kBytes;
   using RowsBeside = Rows;
+  static constexpr bool kTransposed = kSwapped;
 
   struct TensorStorage : cute::aligned_struct<128, cute::_0> {
     typename A::Storage smem_A;

@@ -1,7 +1,7 @@
 // Means of A's rows read from global memory, where the main loop does not gather them (gather.h): the same sums in the same
-// order. Either a small kernel takes them ahead of the GEMM. Or, on Sm90, warps of the GEMM that would be idle take them
-// beside its main loop, each row once in the whole grid; then the small kernel only marks all of them as missing. On Sm90
-// the GEMM starts while the small kernel runs, and its epilogue waits for what it needs.
+// order. Either a small kernel takes them ahead of the GEMM; on Sm90 the GEMM starts while it runs, and waits for it before
+// its first epilogue only. Or, on Sm90, warps of the GEMM that would be idle take them beside its main loop, each row once in
+// the whole grid, and an epilogue waits for the rows of its tile.
 
 #pragma once
 
@@ -9,8 +9,17 @@
 
 #include "cutlass_ops/binding.h"
 #include "cutlass_ops/gather.h"
+#include "cutlass_ops/standing.h"
 
 namespace cutlass_ops {
+
+// How the blocks of a grid share the rows and their means beside the main loop. All is zero before a kernel, and after it.
+struct Sharing {
+  unsigned* claimed;  // groups of rows that warps have taken, and a last one for each warp, of which there is none
+  unsigned* seen;     // for each tile of rows and each of the means: by how many tiles of D
+  int tiles;          // of rows
+  int readers;        // tiles of D that a tile of rows has
+};
 
 // Means of all rows come first in the result, then means of squares, of those that `What` has.
 template <class What_, class Element_, Major kMajor, int kAlignment>
@@ -24,7 +33,7 @@ struct MeansOfRows {
     int k;
     float inverse_k;
     float* means;
-    int* claimed;  // by the warps beside the main loop; every row before is somebody's
+    Sharing beside;
   };
   static constexpr int kLanes = 8, kPiece = 8;  // threads that share a row, and elements that one of them reads at once
 
@@ -46,8 +55,9 @@ struct MeansOfRows {
     return result;
   }
 
-  // Means are whole words, so nobody sees a part of one: no order of memory is needed but their own.
-  CUTLASS_DEVICE static void publish(Params const& params, int64_t row, RowSums<What> const& sums) {
+  // Stores a row's means, as `store` does.
+  template <class Store>
+  CUTLASS_DEVICE static void publish(Params const& params, int64_t row, RowSums<What> const& sums, Store store) {
     if constexpr (What::kMean) store(params.means + row, sums.sum * params.inverse_k);
     if constexpr (What::kMeanSquare) {
       store(params.means + row + (What::kMean ? int64_t(params.rows) : 0), sums.squares * params.inverse_k);
@@ -55,8 +65,6 @@ struct MeansOfRows {
   }
 
  private:
-  CUTLASS_DEVICE static void store(float* at, float value) { *static_cast<float volatile*>(at) = value; }
-
   // Eight elements of a row, with zeros beyond its end.
   CUTLASS_DEVICE static uint4 piece(Params const& params, int64_t row, int64_t k) {
     uint4 result{0, 0, 0, 0};
@@ -71,14 +79,6 @@ struct MeansOfRows {
   }
 };
 
-// What wrote A has ended then, for the GEMM as well, which starts after this.
-CUTLASS_DEVICE void begin_before_gemm() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-
 // ---- Ahead -------------------------------------------------------------------------------------------------------
 
 template <class Rows>
@@ -87,115 +87,148 @@ struct MeansAhead {
   static constexpr int kThreads = 128, kRows = kThreads / Rows::kLanes;
   static constexpr int kAtOnce = 16;  // threads would else wait for memory most of the time
 
-  static int64_t blocks(Problem problem, int64_t) { return (int64_t(problem.m) + kRows - 1) / kRows; }
-
   CUTLASS_DEVICE static void run(Params const& params) {
-    begin_before_gemm();
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    // What wrote A has ended then, for the GEMM as well, which starts after this.
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
     int64_t const row = int64_t(blockIdx.x) * kRows + int(threadIdx.x) / Rows::kLanes;
     int const lane = int(threadIdx.x) % Rows::kLanes;
     auto const sums = Rows::template sums<kAtOnce>(params, row, lane);
-    if (row < params.rows && lane == 0) Rows::publish(params, row, sums);
+    if (row < params.rows && lane == 0) {
+      Rows::publish(params, row, sums, [](float* at, float mean) { *at = mean; });
+    }
   }
 };
 
 // ---- Beside ------------------------------------------------------------------------------------------------------
 
-// A mean that may not be there yet: no sum of squares or of elements has these bits, for NaN has others where it is computed.
+// A mean, or nothing yet: zero. Means are whole words, so nobody sees a part of one, and no other memory depends on them.
 struct Awaited {
-  static constexpr uint32_t kMissing = 0xffffffff;
   uint32_t bits;
 
   Awaited() = default;
-  CUTLASS_HOST_DEVICE explicit Awaited(float value) : bits(__builtin_bit_cast(uint32_t, value)) {}
-  CUTLASS_HOST_DEVICE explicit operator float() const { return __builtin_bit_cast(float, bits); }
+  CUTLASS_HOST_DEVICE explicit Awaited(float mean) : bits(~__builtin_bit_cast(uint32_t, mean)) {}
+  CUTLASS_HOST_DEVICE explicit operator float() const { return __builtin_bit_cast(float, ~bits); }
 
   CUTLASS_DEVICE static Awaited peek(Awaited const* at) {
     Awaited found;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(found.bits) : "l"(at) : "memory");
     return found;
   }
-  // Whoever took the row is running, and waits for nobody.
+  // Whoever claimed the row is running, and waits for nobody.
   CUTLASS_DEVICE static void settle(Awaited& found, Awaited const* at) {
-    while (found.bits == kMissing) {
+    while (found.bits == 0) {
       asm volatile("nanosleep.u32 20;");
       found = peek(at);
     }
   }
-};
-
-// Marks all means as missing, and all rows as nobody's: the number before the first is claimed.
-template <class Rows>
-struct NoMeansYet {
-  using Params = typename Rows::Params;
-  static constexpr int kThreads = 128, kBytes = kThreads * int(sizeof(uint4));
-
-  static int64_t blocks(Problem, int64_t bytes) { return (bytes + kBytes - 1) / kBytes; }
-
-  CUTLASS_DEVICE static void run(Params const& params) {
-    begin_before_gemm();
-    int64_t const at = int64_t(blockIdx.x) * kThreads + int(threadIdx.x);
-    // The counter and the means, each beginning at a whole number of these.
-    int64_t const words = int64_t(params.rows) * Rows::What::kCount + (params.means - reinterpret_cast<float*>(params.claimed));
-    if (at * 4 < words) reinterpret_cast<uint4*>(params.claimed)[at] = {~0u, ~0u, ~0u, ~0u};
+  // NaN comes out of arithmetic with other bits than those that mean nothing; if it should not, it does here.
+  CUTLASS_DEVICE static void store(float* at, float mean) {
+    uint32_t const bits = Awaited(mean).bits;
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(bits == 0 ? 0x80000000u : bits) : "memory");
   }
 };
 
-// The work of idle warps, whichever run: they claim a few rows at a time in the order of the rows, and so does whoever comes
-// later. None waits for another, so all rows are taken even if parts of the grid have yet to start.
-template <class Rows>
+// Means of one kind as an epilogue reads them.
+struct AwaitedMeans {
+  Awaited* values = nullptr;
+  unsigned* seen = nullptr;
+  int readers = 0;
+
+  // Called when a tile has been read, by a warp: the last reader leaves all as it was found.
+  CUTLASS_DEVICE void forget(int tile, int first, int rows, int lane) const {
+#if defined(__CUDACC__)
+    unsigned before = 0;
+    if (lane == 0) before = atomicAdd(seen + tile, 1u);
+    if (__shfl_sync(0xffffffff, before, 0) != unsigned(readers) - 1) return;
+    for (int i = lane; i < rows; i += 32) values[first + i].bits = 0;
+    if (lane == 0) seen[tile] = 0;
+#endif
+  }
+};
+
+// The work of idle warps, `kWarps` of each thread block: they claim a few rows at a time in the order of the rows, and so does
+// whoever comes later. None waits for another, so all rows are taken even if parts of the grid have yet to start.
+template <class Rows, int kWarps>
 CUTLASS_DEVICE void take_means_beside(typename Rows::Params const& params) {
   constexpr int kRows = 32 / Rows::kLanes;  // of a warp
   constexpr int kAtOnce = 4;                // no more fit in these warps' registers
   asm volatile("griddepcontrol.wait;" ::: "memory");
+  unsigned const groups = unsigned((int64_t(params.rows) + kRows - 1) / kRows);
   int const lane = int(threadIdx.x) % 32;
-  auto const claim = [&] { return lane == 0 ? atomicAdd(params.claimed, 1) + 1 : 0; };
-  for (int next = claim();;) {
-    int64_t const first = int64_t(__shfl_sync(0xffffffff, next, 0)) * kRows;
-    if (first >= params.rows) return;
+  auto const claim = [&] { return lane == 0 ? atomicAdd(params.beside.claimed, 1u) : 0; };
+  unsigned next = claim();
+  for (;;) {
+    unsigned const group = __shfl_sync(0xffffffff, next, 0);
+    if (group >= groups) {
+      // Each warp of the grid comes here once: the last one has made the last claim.
+      if (lane == 0 && group == groups + kWarps * gridDim.x * gridDim.y - 1) *params.beside.claimed = 0;
+      return;
+    }
     next = claim();
-    int64_t const row = first + lane / Rows::kLanes;
+    int64_t const row = int64_t(group) * kRows + lane / Rows::kLanes;
     auto const sums = Rows::template sums<kAtOnce>(params, row, lane % Rows::kLanes);
-    if (row < params.rows && lane % Rows::kLanes == 0) Rows::publish(params, row, sums);
+    if (row < params.rows && lane % Rows::kLanes == 0) Rows::publish(params, row, sums, Awaited::store);
   }
 }
 
 #if CUTLASS_OPS_HOST
 
-inline Awaited const* awaited(float const* means) { return reinterpret_cast<Awaited const*>(means); }
+template <class Rows>
+typename Rows::Params rows_of(Matrix const& a, Problem problem) {
+  return {a.ptr<typename Rows::Element>(), a.ld, problem.m, problem.k, 1.0f / float(problem.k), nullptr, {}};
+}
 
-// Bytes before the means, for the counter.
-constexpr int64_t kClaimedBytes = 256;
+// ---- Ahead ----
 
-// Bytes of all, rounded up so that what follows in a workspace is aligned.
+// Bytes of the means, rounded up so that what follows in a workspace is aligned.
 template <class What>
 int64_t means_bytes(Problem problem) {
   constexpr int64_t kAlignment = 256;
-  int64_t const bytes = int64_t(problem.m) * What::kCount * int64_t(sizeof(float));
-  return kClaimedBytes + (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  return (int64_t(problem.m) * What::kCount * int64_t(sizeof(float)) + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-template <class Rows>
-typename Rows::Params means_params(Matrix const& a, Problem problem, void* workspace) {
-  auto* const claimed = static_cast<int*>(workspace);
-  auto* const means = reinterpret_cast<float*>(static_cast<char*>(workspace) + kClaimedBytes);
-  return {a.ptr<typename Rows::Element>(), a.ld, problem.m, problem.k, 1.0f / float(problem.k), means, claimed};
-}
-
-// Launches what comes before the GEMM; `overlap` lets it start while the kernel before it in the stream is still ending.
+// `overlap` lets it start while the kernel before it in the stream is still ending.
 template <class Kernel>
-cudaError_t launch_means(void const* kernel, Problem problem, typename Kernel::Params params, int64_t bytes,
-                         cudaStream_t stream, bool overlap) {
+cudaError_t launch_means_ahead(void const* kernel, typename Kernel::Params params, cudaStream_t stream, bool overlap) {
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(Kernel::blocks(problem, bytes)));
+  config.gridDim = dim3(unsigned((int64_t(params.rows) + Kernel::kRows - 1) / Kernel::kRows));
   config.blockDim = dim3(Kernel::kThreads);
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = overlap ? 1 : 0;
   void* arguments[] = {&params};
   return cudaLaunchKernelExC(&config, kernel, arguments);
+}
+
+// ---- Beside ----
+
+// Finds memory for a launch: `tiles` of rows, each of which so many `readers` read.
+template <class Rows>
+cudaError_t share_rows(typename Rows::Params& params, int tiles, int readers, int device, cudaStream_t stream) {
+  constexpr int64_t kWord = sizeof(unsigned), kAlignment = 256 / kWord;
+  auto const aligned = [](int64_t words) { return (words + kAlignment - 1) / kAlignment * kAlignment; };
+  int64_t const seen = aligned(1), means = seen + aligned(int64_t(tiles) * Rows::What::kCount);
+  void* start;
+  int64_t const words = means + int64_t(params.rows) * Rows::What::kCount;
+  if (cudaError_t const error = Standing::of(device, stream, words * kWord, &start); error != cudaSuccess) return error;
+  auto* const first = static_cast<unsigned*>(start);
+  params.beside = {first, first + seen, tiles, readers};
+  params.means = reinterpret_cast<float*>(first + means);
+  return cudaSuccess;
+}
+
+// The first or the second of the means.
+template <class Params>
+AwaitedMeans awaited(Params const& params, int index) {
+  auto* const all = reinterpret_cast<Awaited*>(params.means);
+  return {all + int64_t(index) * params.rows, params.beside.seen + int64_t(index) * params.beside.tiles,
+          params.beside.readers};
 }
 
 #endif  // CUTLASS_OPS_HOST

@@ -95,7 +95,7 @@ struct Sm90Kernel {
     using Rows = typename GemmKernel::CollectiveMainloop::RowsBeside;
     if constexpr (!cute::is_same_v<Rows, NoRows>) {
       int const warp = cutlass::canonical_warp_idx_sync();
-      if (warp == 1 || warp == 3) take_means_beside<Rows>(params.mainloop.rows);
+      if (warp == 1 || warp == 3) take_means_beside<Rows, 2>(params.mainloop.rows);
     }
   }
 };
@@ -103,6 +103,21 @@ struct Sm90Kernel {
 // ---- Launch ------------------------------------------------------------------------------------------------------
 
 #if CUTLASS_OPS_HOST
+
+// Prepares a launch whose idle warps take means of A's rows. Each tile of rows is read by as many tiles of D as there are
+// along the other side, which clusters fill up.
+template <class GemmKernel, class Rows>
+cudaError_t share_rows(typename Rows::Params& rows, typename GemmKernel::Arguments const& arguments, int device,
+                       cudaStream_t stream) {
+  constexpr bool kTransposed = GemmKernel::CollectiveMainloop::kTransposed;
+  auto const tiles = [&](auto side) {
+    using Cluster = typename GemmKernel::DispatchPolicy::ClusterShape;
+    constexpr int kTile = cute::get<side>(typename GemmKernel::TileShape{}), kBlocks = cute::get<side>(Cluster{});
+    return cute::ceil_div(cute::ceil_div(cute::get<side>(arguments.problem_shape), kTile), kBlocks) * kBlocks;
+  };
+  int const down = tiles(cute::Int<0>{}), across = tiles(cute::Int<1>{});
+  return share_rows<Rows>(rows, kTransposed ? across : down, kTransposed ? down : across, device, stream);
+}
 
 inline int multiprocessors(int device) {
   static std::atomic<int> counts[kMaxDevices];
@@ -141,7 +156,7 @@ constexpr bool kWaits = false;
 //   struct Operands { Problem problem; ... }; static Operands read(Call&);
 //   static typename GemmKernel::Arguments arguments(Operands const&);
 //   static int64_t means_bytes(Problem);                of workspace, before the kernel's own, for means of A's rows
-//   static cudaError_t take_means(Operands&, void* workspace, cudaStream_t, bool overlap);   what runs before the kernel
+//   static cudaError_t take_means(Operands&, int device, void* workspace, cudaStream_t, bool overlap);
 template <class Gemm>
 struct Sm90Entry {
   using GemmKernel = typename Gemm::GemmKernel;
@@ -182,10 +197,9 @@ struct Sm90Entry {
     // Blocks that start as others end land anywhere, so an order by GPC wants the device empty.
     bool const follows = workspace_size == 0 && !call.reads_device_scalars();
     bool const overlap = kWaits && !by_gpc && follows;
-    if (means_bytes != 0) {
-      if (cudaError_t const error = Gemm::take_means(operands, workspace, stream, follows); error != cudaSuccess) {
-        return error;
-      }
+    if constexpr (Gemm::kTakesMeans) {
+      cudaError_t const error = Gemm::take_means(operands, device, workspace, stream, follows);
+      if (error != cudaSuccess) return error;
       auto const complete = Gemm::arguments(operands);
       arguments.mainloop = complete.mainloop;
       arguments.epilogue = complete.epilogue;
