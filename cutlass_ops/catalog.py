@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import os
 import re
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,7 +110,7 @@ def stale(folder: Path, entries: Sequence[Entry] | None = None) -> list[str]:
 
 
 def write(folder: Path, entries: Sequence[Entry] | None = None) -> list[str]:
-    """Bring a folder up to date with a catalogue.
+    """Bring a folder up to date with a catalogue; a run that is stopped leaves whole files, and the next one goes on.
 
     Parameters
     ----------
@@ -129,13 +131,24 @@ def write(folder: Path, entries: Sequence[Entry] | None = None) -> list[str]:
     """
     wanted = files(entries)
     changed, abandoned = _differing(folder, wanted), _abandoned(folder, wanted)
-    for name in changed:
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(wanted[name].encode())
+    for name in sorted(changed - {MANIFEST}):
+        _replace(folder / name, wanted[name].encode())
     for name in abandoned:
         (folder / name).unlink()
+    # Last: until then, the old one names what there is to remove.
+    if MANIFEST in changed:
+        _replace(folder / MANIFEST, wanted[MANIFEST].encode())
     return sorted(changed | abandoned)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        aside.write_bytes(data)
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def _differing(folder: Path, wanted: dict[str, str]) -> set[str]:
