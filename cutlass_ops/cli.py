@@ -13,14 +13,15 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, cast, get_args
 
 import typer
 
-from cutlass_ops import _resources, catalog, executors, ops, packing, shipping, signing, tuning, verifying
+from cutlass_ops import _env, _resources, catalog, executors, ops, packing, shipping, signing, tables, tuning, verifying
 from cutlass_ops.builder import build_many
 from cutlass_ops.bundle import Bundle, open_bundle
 from cutlass_ops.call import call_at, device_of
@@ -212,12 +213,14 @@ def bundle(
 ) -> None:
     """Build all kernels of a catalogue, without a GPU, and pack them with sources, choices and tuning tables."""
     _require_writable(out, folder, sign, wheel, wheel_version)
+    began = time.monotonic()
     wanted = shipping.default() if catalogue is None else shipping.load(catalogue)
     with _executor(executor) as pool:
         contents = packing.pack(wanted, jobs=jobs, executor=pool)
     made = contents.write(out, private_key=sign, folder=folder)
     packed = None if wheel is None else packing.write_wheel(out, out.absolute().parent, wheel, wheel_version)
     about = _about(made) | {"signed": sign is not None, "wheel": None if packed is None else str(packed)}
+    about |= {"bytes": _bytes(out), "seconds": round(time.monotonic() - began, 1)}
     lines = [_about_line(about), *([f"wheel: {packed}"] if packed else [])]
     _show(as_json, about, *lines)
 
@@ -303,8 +306,11 @@ def tune(
             folder=folder.absolute() if folder else None, again=again,
             allow_fallback=allow_fallback, deterministic=deterministic, executor=pool,
         )  # fmt: skip
-    counts = {"measured": report.measured, "known": report.known, "left": report.left}
+    where = folder.absolute() if folder else _env.tuning_dir()
+    files = [str(tables.path_of(where, t.device, s)) for s, t in report.tables.items() if t.points]
+    counts = {"measured": report.measured, "known": report.known, "left": report.left, "tables": files}
     lines = [f"failed: {name}: {why}" for name, why in report.failed.items()]
+    lines += [f"table: {file}" for file in files]
     summary = f"{report.measured} problems measured, {report.known} known before, {report.left} left"
     _show(as_json, counts | {"failed": report.failed}, *lines, summary)
     if report.measured + report.known < len(_problems(problems)) * len(dtypes):
@@ -371,8 +377,17 @@ def cmakedir(as_json: Json = False) -> None:
     _show(as_json, {"folder": str(folder)}, str(folder))
 
 
-def _executor(name: str | None) -> contextlib.AbstractContextManager[Executor | None]:
-    return contextlib.nullcontext() if name is None else executors.named(name)
+@contextlib.contextmanager
+def _executor(name: str | None) -> Iterator[Executor | None]:
+    if name is None:
+        yield None
+        return
+    with executors.named(name) as pool:
+        try:
+            yield pool
+        except KeyboardInterrupt:
+            typer.echo("interrupted: workers finish what they have in hand", err=True)
+            raise
 
 
 def _show(as_json: bool, value: Any, *lines: str) -> None:
@@ -429,11 +444,17 @@ def _about(bundle: Bundle) -> dict[str, Any]:
     }
 
 
+def _bytes(bundle: Path) -> int:
+    files = [bundle] if bundle.is_file() else bundle.rglob("*")
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
 def _about_line(about: dict[str, Any]) -> str:
     signed = "signed" if about["signed"] else "not signed"
     return (
         f"{about['path']}: {about['kernels']} kernels for {', '.join(about['targets'])}, {about['library_bytes']:,} "
-        f"bytes of libraries, the largest {about['largest_library']:,}; {signed}"
+        f"bytes of libraries, the largest {about['largest_library']:,}, {about['bytes']:,} in all; {signed}; "
+        f"{about['seconds']} s"
     )
 
 

@@ -9,8 +9,10 @@ import time
 import pytest
 import torch
 from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec, sm90_spec
+from signatures import H100, signature
 
-from cutlass_ops import __version__, _env, catalog, cli, toolchain
+from cutlass_ops import __version__, _env, catalog, cli, dispatch, tables, toolchain
+from cutlass_ops.tables import Measured, Point, Table
 
 
 @pytest.fixture
@@ -337,10 +339,13 @@ def test_tune_needs_a_device(kit, run):
 
 def test_tune_passes_on_what_it_was_told_and_says_what_came_of_it(kit, run, monkeypatch, tmp_path):
     calls = []
+    config = dispatch.policy(signature(), H100).kernels[0]
+    found = Table(H100.name, 132, signature(), (Point((1, 2, 3), "2026-01-01", (Measured(config, 1.0, 0.0),)),))
 
     def tune(op, problems, **options):
         calls.append((op, problems, options))
-        return cli.tuning.Report(measured=1, known=0, left=1, failed={"1x2x3": "it does not end"})
+        measured = {found.signature: found}
+        return cli.tuning.Report(measured, measured=1, known=0, left=1, failed={"1x2x3": "it does not end"})
 
     monkeypatch.setattr(cli.tuning, "tune", tune)
     monkeypatch.chdir(tmp_path)
@@ -350,6 +355,7 @@ def test_tune_passes_on_what_it_was_told_and_says_what_came_of_it(kit, run, monk
     assert code == 1  # one problem is left
     assert "failed: 1x2x3: it does not end" in out
     assert "1 problems measured, 0 known before, 1 left" in out
+    assert f"table: {tmp_path}/t/nvidia-h100" in out
     ((op, problems, options),) = calls
     assert op.name == "gemm"
     assert problems == [(1, 2, 3), (4, 2, 3)]
@@ -357,7 +363,11 @@ def test_tune_passes_on_what_it_was_told_and_says_what_came_of_it(kit, run, monk
     assert (options["effort"].kernels, options["effort"].seconds) == (5, 9.0)
     code, out, _ = run("tune", "gemm", "1x2x3", "--json")
     assert code == 0
-    assert json.loads(out) == {"measured": 1, "known": 0, "left": 1, "failed": {"1x2x3": "it does not end"}}
+    (file,) = json.loads(out)["tables"]
+    assert file == str(tables.path_of(_env.tuning_dir(), found.device, found.signature))
+    assert json.loads(out) == {
+        "measured": 1, "known": 0, "left": 1, "tables": [file], "failed": {"1x2x3": "it does not end"}
+    }  # fmt: skip
 
 
 # ---- Catalogues and bundles ----------------------------------------------------------------------------------------
@@ -390,6 +400,8 @@ def test_from_a_catalogue_to_a_verified_bundle(kit, run, catalogue, tmp_path):
     assert code == 0
     about = json.loads(out)
     assert (about["kernels"], about["targets"], about["signed"]) == (len(sources), ["sm_80"], False)
+    assert about["bytes"] == target.stat().st_size
+    assert 0 < about["seconds"] < 60
     assert kit.compilations == len(sources)
     code, out, _ = run("verify", target)
     assert code == 0
@@ -407,7 +419,8 @@ def test_bundle_says_what_it_made_and_makes_a_wheel(kit, run, catalogue, tmp_pat
     code, out, _ = run("bundle", catalogue, "--out", tmp_path / "a.bundle", "--wheel", "my-kernels")
     assert code == 0
     assert re.search(
-        r"a\.bundle: \d+ kernels for sm_80, [\d,]+ bytes of libraries, the largest [\d,]+; not signed", out
+        r"a\.bundle: \d+ kernels for sm_80, [\d,]+ bytes of libraries, the largest [\d,]+, [\d,]+ in all; not signed",
+        out,
     )
     (wheel,) = tmp_path.glob("my_kernels-*.whl")
     assert f"wheel: {wheel}" in out
