@@ -18,6 +18,7 @@ from pathlib import Path
 
 from cutlass_ops import _resources, builtin, render
 from cutlass_ops.config import ClusterShape, Config, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
+from cutlass_ops.errors import ToolchainError
 from cutlass_ops.spec import KernelSpec
 
 MANIFEST = "manifest.json"
@@ -76,12 +77,17 @@ def files(entries: Sequence[Entry] | None = None) -> dict[str, str]:
     dict of str to str
         Text by path in the catalogue's folder, the same bytes every time: the sources, and a manifest that names
         versions, declarations and SHA-256 of each.
+
+    Raises
+    ------
+    ToolchainError
+        If what makes kernels, ``cutlass_ops[build]``, is not installed.
     """
     entries = default() if entries is None else entries
     sources = {entry.file: render.render(entry.spec) for entry in entries}
     head = {
         "cutlass_ops": _resources.library_version(),
-        "nvidia-cutlass": importlib.metadata.version("nvidia-cutlass"),
+        "nvidia-cutlass": _cutlass_version(),
         "templates": render.TEMPLATE_VERSION,
     }
     kernels: list[dict[str, object]] = [
@@ -94,6 +100,15 @@ def files(entries: Sequence[Entry] | None = None) -> dict[str, str]:
         for entry in entries
     ]
     return sources | {MANIFEST: _manifest(head, kernels)}
+
+
+def _cutlass_version() -> str:
+    try:
+        return importlib.metadata.version("nvidia-cutlass")
+    except importlib.metadata.PackageNotFoundError:
+        raise ToolchainError(
+            'sources are for a version of the package nvidia-cutlass, which is not here: pip install "cutlass_ops[build]"'
+        ) from None
 
 
 def _manifest(head: dict[str, object], kernels: list[dict[str, object]]) -> str:
@@ -126,6 +141,8 @@ def write(folder: Path, entries: Sequence[Entry] | None = None) -> list[str]:
 
     Raises
     ------
+    ToolchainError
+        As for :func:`files`.
     OSError
         If the folder cannot be written.
     """

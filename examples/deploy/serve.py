@@ -30,18 +30,26 @@ def main() -> None:
     began = time.perf_counter()
     import cutlass_ops as co
 
+    imported = time.perf_counter()
     bundle = co.load_bundle(path, public_key=key)
+    opened = time.perf_counter()
     d = co.gemm_bias_relu(x, weight.t(), bias)
     if device == "cuda":
         torch.cuda.synchronize()
-    took = time.perf_counter() - began
+    ended = time.perf_counter()
 
     from epilogues import scaled_swish
 
     swish = co.gemm(x, weight.t(), epilogue=scaled_swish, bias=bias, scale=0.5)
     error = float((d.double() - expected).abs().max() / expected.abs().max())
     print(f"{len(bundle.kernels())} kernels for {', '.join(bundle.manifest.targets)} in {Path(path).name}")
-    print(f"first result on {device} after {1000 * took:.0f} ms; largest error {error:.1e} of the largest value")
+    print(
+        f"first result on {device} after {1000 * (ended - began):.0f} ms: {1000 * (imported - began):.0f} ms to import"
+    )
+    print(
+        f"the library, {1000 * (opened - imported):.0f} to open the bundle, {1000 * (ended - opened):.0f} for the call"
+    )
+    print(f"largest error: {error:.1e} of the largest value")
     print(f"mean of the second layer: {float(swish.mean()):.4f}")
     if device == "cpu":
         spec = next(kernel.spec for kernel in bundle.kernels() if kernel.spec.epilogue == co.gemm_bias_relu.graph)

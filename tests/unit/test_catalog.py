@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from cutlass_ops import builtin, catalog, legality, ops
+from cutlass_ops.errors import ToolchainError
 
 
 def test_every_named_op_is_there_for_both_architectures():
@@ -33,6 +34,16 @@ def test_rendering_is_the_same_in_another_process():
         for seed in ("1", "2")
     }
     assert len(digests) == 1
+
+
+def test_without_cutlass_the_package_is_named(tmp_path, monkeypatch):
+    def absent(name):
+        raise catalog.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(catalog.importlib.metadata, "version", absent)
+    with pytest.raises(ToolchainError, match=r"nvidia-cutlass.*pip install \"cutlass_ops\[build\]\""):
+        catalog.write(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_write_brings_a_folder_up_to_date(tmp_path):
