@@ -107,7 +107,8 @@ def _cutlass_version() -> str:
         return importlib.metadata.version("nvidia-cutlass")
     except importlib.metadata.PackageNotFoundError:
         raise ToolchainError(
-            'sources are for a version of the package nvidia-cutlass, which is not here: pip install "cutlass_ops[build]"'
+            "sources name the version of the package nvidia-cutlass, and it is not here: "
+            'pip install "cutlass_ops[build]"'
         ) from None
 
 
