@@ -216,10 +216,11 @@ def shipment(catalogue: Catalogue) -> Shipment:
     needs: dict[tuple[OpSignature, Device], _Need] = {}
     # What is shipped must not depend on bundles that are loaded here.
     with BUNDLES.aside():
-        for kernels in catalogue.kernels:
-            for signature, device, problem, whole in _calls(kernels):
-                need = needs.setdefault((signature, device), _Need(dispatch.policy(signature, device)))
-                need.add(problem, whole)
+        for kernels, op in ((each, op) for each in catalogue.kernels for op in each.ops):
+            with _said_of(op if isinstance(op, str) else getattr(op, "name", repr(op))):
+                for signature, device, problem, whole in _calls(kernels, op):
+                    need = needs.setdefault((signature, device), _Need(dispatch.policy(signature, device)))
+                    need.add(problem, whole)
         for tuned in catalogue.tuned:
             device = Device(DEVICES[tuned.arch].capability, tuned.table.multiprocessors, tuned.table.device)
             need = needs.setdefault((tuned.table.signature, device), _Need(_policy(tuned.table, device)))
@@ -273,22 +274,19 @@ def _policy(table: Table, device: Device) -> Policy:
     return Policy.of((table, *usual.tables), signature, device, (*table.kernels, *usual.kernels))
 
 
-def _calls(kernels: Kernels) -> Iterator[tuple[OpSignature, Device, Problem, bool]]:
-    """Yield signature, device and problem of every call that an entry means, and whether for any number of rows."""
+def _calls(kernels: Kernels, op: str | HasGraph) -> Iterator[tuple[OpSignature, Device, Problem, bool]]:
+    """Yield signature, device and problem of an op's calls that an entry means, and whether for any number of rows."""
     problems = [(p, False) for text in kernels.shapes for p in problems_of(text)]
     problems += [((_ALIGNED, n, k), True) for text in kernels.weights for n, k in _weights(text)]
     inputs = dict(kernels.input_dtypes)
-    for op in kernels.ops:
-        for dtype in kernels.dtypes:
-            for layout in kernels.layouts:
-                a, _, b = layout.partition(",")
-                for out in kernels.out_dtypes or (dtype,):
-                    for target in kernels.archs:
-                        for problem, whole in problems:
-                            call = call_at(
-                                _graph(op), problem, dtype, cast(Major, a), cast(Major, b), _torch(out), inputs
-                            )
-                            yield signature_of(call, DEVICES[target]), DEVICES[target], problem, whole
+    for dtype in kernels.dtypes:
+        for layout in kernels.layouts:
+            a, _, b = layout.partition(",")
+            for out in kernels.out_dtypes or (dtype,):
+                for target in kernels.archs:
+                    for problem, whole in problems:
+                        call = call_at(_graph(op), problem, dtype, cast(Major, a), cast(Major, b), _torch(out), inputs)
+                        yield signature_of(call, DEVICES[target]), DEVICES[target], problem, whole
 
 
 def _torch(name: str) -> torch.dtype:

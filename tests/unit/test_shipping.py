@@ -7,7 +7,7 @@ from fake_toolkit import sm80_spec
 from signatures import A100, H100, signature
 
 import cutlass_ops as co
-from cutlass_ops import catalog, dispatch, shipping
+from cutlass_ops import builtin, catalog, dispatch, norms, shipping
 from cutlass_ops.bundles import BUNDLES
 from cutlass_ops.config import Sm80Config, Sm90Config
 from cutlass_ops.errors import ConfigError
@@ -120,6 +120,23 @@ def test_mistakes_in_python_are_named(fields, why):
 def test_a_catalogue_of_something_else(fields):
     with pytest.raises(ConfigError, match=r"a tuple of \w+ is needed"):
         Catalogue(**fields)
+
+
+def test_norms_and_gates():
+    normed = norms.rmsnorm_op(builtin.swiglu, given="sums")
+    wanted = kernels(
+        ops=(normed,), archs=("sm_90a",), input_dtypes=(("row_sum_square", "f32"),), shapes=("512x4096x4096",)
+    )
+    (spec,) = shipment(Catalogue(kernels=(wanted,))).specs
+    assert spec.epilogue == normed.graph
+    assert [str(t.dtype) for t in spec.inputs] == ["f32", "f32", "f32", "bf16"]  # scalars are FP32
+
+
+def test_what_no_kernel_serves_is_named():
+    with pytest.raises(
+        ConfigError, match=r"^cutlass_ops\.builtin:swiglu: no kernel serves a bf16\.row, .* on NVIDIA A100"
+    ):
+        shipment(Catalogue(kernels=(kernels(ops=("gemm", "cutlass_ops.builtin:swiglu")),)))
 
 
 def test_exact_declarations_and_the_default():
