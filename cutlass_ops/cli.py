@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, cast, get_args
@@ -377,17 +377,8 @@ def cmakedir(as_json: Json = False) -> None:
     _show(as_json, {"folder": str(folder)}, str(folder))
 
 
-@contextlib.contextmanager
-def _executor(name: str | None) -> Iterator[Executor | None]:
-    if name is None:
-        yield None
-        return
-    with executors.named(name) as pool:
-        try:
-            yield pool
-        except KeyboardInterrupt:
-            typer.echo("interrupted: workers finish what they have in hand", err=True)
-            raise
+def _executor(name: str | None) -> contextlib.AbstractContextManager[Executor | None]:
+    return contextlib.nullcontext() if name is None else executors.named(name)
 
 
 def _show(as_json: bool, value: Any, *lines: str) -> None:
