@@ -44,9 +44,7 @@ CUDA_PATH = Variable("CUDA_PATH", "looked for", "the same as CUDA_HOME, which go
 NVCC_CCBIN = Variable("NVCC_CCBIN", "g++ on PATH", "host compiler, or the folder of its g++")
 CUTLASS_DIR = Variable("CUTLASS_OPS_CUTLASS_DIR", "package nvidia-cutlass", "CUTLASS checkout to compile with")
 JOBS = Variable("CUTLASS_OPS_JOBS", "CPUs of this process", "kernels compiled at the same time")
-PROGRESS = Variable(
-    "CUTLASS_OPS_PROGRESS", "auto", "0: silent, 1: live line, auto: live line on a terminal, else plain lines"
-)
+PROGRESS = Variable("CUTLASS_OPS_PROGRESS", "auto", "0: silent, 1: a bar, auto: a bar on a terminal, else plain lines")
 
 TUNING_DIR = Variable("CUTLASS_OPS_TUNING_DIR", "tuning/ in the cache folder", "folder of the user's tuning tables")
 
@@ -191,7 +189,7 @@ def jobs() -> int:
 
 
 def progress() -> bool | None:
-    """Return whether progress is a live line (True), nothing (False), or what suits standard error (None).
+    """Return whether progress is a bar (True), nothing (False), or what suits standard error (None).
 
     Raises
     ------

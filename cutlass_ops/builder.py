@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import sys
 import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from cutlass_ops import _env, arch, legality, remote, render
 from cutlass_ops.compiler import LOG, Compiled, compile_kernel
 from cutlass_ops.errors import CompileError, CutlassOpsError, MissingKernelError
 from cutlass_ops.halves import prove_halves_agree
+from cutlass_ops.progress import Progress, progress
 from cutlass_ops.sass import prove_tensor_cores
 from cutlass_ops.spec import KernelSpec
 from cutlass_ops.store import LIBRARY, SOURCE, Artifact, KernelStore, identity_key, kernel_identity, source_identity
@@ -260,31 +259,30 @@ def _explained(job: _Job, folder: Path, exc: CompileError) -> CompileError:
 
 def _build_all(jobs: list[_Job], workers: int) -> dict[KernelSpec, Artifact]:
     cancel = threading.Event()
-    progress = _Progress(len(jobs), sys.stderr, _env.progress())
-    with ThreadPoolExecutor(workers, thread_name_prefix="cutlass_ops_build") as pool:
+    with (
+        ThreadPoolExecutor(workers, thread_name_prefix="cutlass_ops_build") as pool,
+        progress(len(jobs), "kernels compiled") as steps,
+    ):
         futures = {pool.submit(_build, job, cancel): job for job in jobs}
         try:
-            _watch(futures, progress)
+            _watch(futures, steps)
         except BaseException:
             cancel.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-        finally:
-            progress.close()
     return _results(futures)
 
 
-def _watch(futures: Mapping[Future[Artifact], _Job], progress: _Progress) -> None:
+def _watch(futures: Mapping[Future[Artifact], _Job], steps: Progress) -> None:
     """Wait for all; stop at an error that would befall every kernel."""
     pending = set(futures)
     while pending:
-        progress.show()
-        done, pending = wait(pending, timeout=1.0, return_when=FIRST_COMPLETED)
+        done, pending = wait(pending, return_when=FIRST_COMPLETED)
         for future in done:
             error = future.exception()
             if error is not None and not isinstance(error, CompileError):
                 raise error
-            progress.finished(futures[future].spec, failed=error is not None)
+            steps.finished(futures[future].spec.slug, failed=error is not None)
 
 
 def _results(futures: Mapping[Future[Artifact], _Job]) -> dict[KernelSpec, Artifact]:
@@ -298,50 +296,3 @@ def _results(futures: Mapping[Future[Artifact], _Job]) -> dict[KernelSpec, Artif
             f"The others: {', '.join(others)}"
         )
     return {job.spec: future.result() for future, job in futures.items()}
-
-
-class _Progress:
-    """How far a build is: one line that changes on a terminal, a line for each kernel elsewhere, or nothing."""
-
-    def __init__(self, total: int, stream: TextIO, live: bool | None) -> None:
-        self._total = total
-        self._stream = stream
-        self._live = stream.isatty() if live is None else live
-        self._plain = live is None and not self._live
-        self._began = time.monotonic()
-        self._done = 0
-        self._failed = 0
-
-    def show(self) -> None:
-        if self._live:
-            self._write(f"\r\x1b[K{self._state()}")
-
-    def finished(self, spec: KernelSpec, *, failed: bool) -> None:
-        self._done += not failed
-        self._failed += failed
-        if self._plain:
-            self._write(f"{self._state()}: {spec.slug}{' failed' if failed else ''}\n")
-
-    def close(self) -> None:
-        if self._live:
-            self._write(f"\r\x1b[K{self._state()}\n")
-
-    def _state(self) -> str:
-        failed = f", {self._failed} failed" if self._failed else ""
-        return f"cutlass_ops: {self._done} of {self._total} kernels compiled{failed}, {self._age()}{self._ahead()}"
-
-    def _age(self) -> str:
-        return f"{time.monotonic() - self._began:.0f} s"
-
-    def _ahead(self) -> str:
-        """Say how long the rest will take at this pace, once there is one."""
-        done = self._done + self._failed
-        if not done or done == self._total:
-            return ""
-        return f", about {(time.monotonic() - self._began) / done * (self._total - done):.0f} s left"
-
-    def _write(self, text: str) -> None:
-        # A closed or full stream must not cost a kernel.
-        with contextlib.suppress(OSError, ValueError):
-            self._stream.write(text)
-            self._stream.flush()

@@ -9,13 +9,16 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import os
 import re
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cutlass_ops import _resources, builtin, render
 from cutlass_ops.config import ClusterShape, Config, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
+from cutlass_ops.errors import ToolchainError
 from cutlass_ops.spec import KernelSpec
 
 MANIFEST = "manifest.json"
@@ -74,12 +77,17 @@ def files(entries: Sequence[Entry] | None = None) -> dict[str, str]:
     dict of str to str
         Text by path in the catalogue's folder, the same bytes every time: the sources, and a manifest that names
         versions, declarations and SHA-256 of each.
+
+    Raises
+    ------
+    ToolchainError
+        If what makes kernels, ``cutlass_ops[build]``, is not installed.
     """
     entries = default() if entries is None else entries
     sources = {entry.file: render.render(entry.spec) for entry in entries}
     head = {
         "cutlass_ops": _resources.library_version(),
-        "nvidia-cutlass": importlib.metadata.version("nvidia-cutlass"),
+        "nvidia-cutlass": _cutlass_version(),
         "templates": render.TEMPLATE_VERSION,
     }
     kernels: list[dict[str, object]] = [
@@ -92,6 +100,16 @@ def files(entries: Sequence[Entry] | None = None) -> dict[str, str]:
         for entry in entries
     ]
     return sources | {MANIFEST: _manifest(head, kernels)}
+
+
+def _cutlass_version() -> str:
+    try:
+        return importlib.metadata.version("nvidia-cutlass")
+    except importlib.metadata.PackageNotFoundError:
+        raise ToolchainError(
+            "sources name the version of the package nvidia-cutlass, and it is not here: "
+            'pip install "cutlass_ops[build]"'
+        ) from None
 
 
 def _manifest(head: dict[str, object], kernels: list[dict[str, object]]) -> str:
@@ -108,7 +126,7 @@ def stale(folder: Path, entries: Sequence[Entry] | None = None) -> list[str]:
 
 
 def write(folder: Path, entries: Sequence[Entry] | None = None) -> list[str]:
-    """Bring a folder up to date with a catalogue.
+    """Bring a folder up to date with a catalogue; a run that is stopped leaves whole files, and the next one goes on.
 
     Parameters
     ----------
@@ -124,18 +142,31 @@ def write(folder: Path, entries: Sequence[Entry] | None = None) -> list[str]:
 
     Raises
     ------
+    ToolchainError
+        As for :func:`files`.
     OSError
         If the folder cannot be written.
     """
     wanted = files(entries)
     changed, abandoned = _differing(folder, wanted), _abandoned(folder, wanted)
-    for name in changed:
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(wanted[name].encode())
+    for name in sorted(changed - {MANIFEST}):
+        _replace(folder / name, wanted[name].encode())
     for name in abandoned:
         (folder / name).unlink()
+    # Last: until then, the old one names what there is to remove.
+    if MANIFEST in changed:
+        _replace(folder / MANIFEST, wanted[MANIFEST].encode())
     return sorted(changed | abandoned)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        aside.write_bytes(data)
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def _differing(folder: Path, wanted: dict[str, str]) -> set[str]:

@@ -1,18 +1,19 @@
 """The command line: ``python -m cutlass_ops``, or ``cutlass-ops``.
 
-Exit codes: 0 done, 1 an error or a negative answer, 2 wrong usage, 3 a kernel cannot be compiled, 4 a compiler, a store
-or a kernel that is needed is not there or not usable, 5 a bundle is not what it should be, 130 interrupted.
+Exit codes: 0 done, 1 an error or a negative answer, 2 wrong usage, 3 a kernel cannot be compiled, 4 a compiler, a GPU,
+a store or a kernel that is needed is not there or not usable, 5 a bundle is not what it should be, 130 interrupted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
 import json
 import math
+import os
 import signal
 import sys
+import time
 from collections.abc import Iterable
 from concurrent.futures import Executor
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Annotated, Any, NoReturn, cast, get_args
 
 import typer
 
-from cutlass_ops import _resources, catalog, executors, ops, packing, shipping, tuning, verifying
+from cutlass_ops import _env, _resources, catalog, executors, ops, packing, shipping, signing, tables, tuning, verifying
 from cutlass_ops.builder import build_many
 from cutlass_ops.bundle import Bundle, open_bundle
 from cutlass_ops.call import call_at, device_of
@@ -33,6 +34,7 @@ from cutlass_ops.errors import (
     CutlassOpsError,
     LoadError,
     MissingKernelError,
+    NoDeviceError,
     StoreError,
     ToolchainError,
 )
@@ -63,33 +65,74 @@ _EXIT_CODES: dict[type[Exception], int] = {
     ToolchainError: 4,
     StoreError: 4,
     MissingKernelError: 4,
+    NoDeviceError: 4,
     BundleError: 5,
+    LoadError: 4,  # other than of a bundle
 }
+_WRONG_USAGE = 2
 _INTERRUPTED = 130
 
 
 def main() -> None:
-    """Run the command line; errors of this library become one message and an exit code."""
+    """Run the command line; errors become one message and an exit code."""
     # To be told to end is the same as to be interrupted: compilers are ended, and nothing is left half-written.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         app()
     except (CutlassOpsError, ValueError, OSError) as exc:
-        typer.echo(f"error: {exc}", err=True)
-        if "--json" in sys.argv:
-            typer.echo(json.dumps({"error": {"kind": type(exc).__name__, "message": str(exc)}}))
+        message = _message(exc)
+        typer.echo(f"error: {message}", err=True)
+        _say_error(type(exc).__name__, message)
         sys.exit(next((code for kind, code in _EXIT_CODES.items() if isinstance(exc, kind)), 1))
     except KeyboardInterrupt:
         _end_interrupted()
     except SystemExit as exc:
         if exc.code == _INTERRUPTED:
             _end_interrupted()
+        if exc.code == _WRONG_USAGE:
+            # Typer has said on standard error what is wrong, and keeps it in the exception that it ended with.
+            said = getattr(exc.__context__, "format_message", lambda: "see standard error")
+            _say_error("UsageError", said())
+        raise
+    except Exception as exc:
+        # A mistake in this library: what calls it by machine gets its answer, and a person the traceback.
+        _say_error(type(exc).__name__, str(exc))
         raise
 
 
+def _message(exc: Exception) -> str:
+    if isinstance(exc, OSError) and exc.filename is not None:
+        return f"{exc.filename} cannot be used: {exc.strerror}"
+    return str(exc)
+
+
+def _say_error(kind: str, message: str) -> None:
+    if "--json" in sys.argv:
+        # If it is standard output that failed, nobody reads this either.
+        with contextlib.suppress(OSError):
+            typer.echo(json.dumps({"error": {"kind": kind, "message": message}}))
+
+
 def _end_interrupted() -> NoReturn:
-    typer.echo("interrupted: finished kernels stay in the store, and nothing is half-written", err=True)
+    message = "finished kernels stay in the store, and nothing is half-written"
+    typer.echo(f"interrupted: {message}", err=True)
+    _say_error("KeyboardInterrupt", message)
     sys.exit(_INTERRUPTED)
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"cutlass_ops {_resources.library_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -169,16 +212,33 @@ def bundle(
     as_json: Json = False,
 ) -> None:
     """Build all kernels of a catalogue, without a GPU, and pack them with sources, choices and tuning tables."""
-    if wheel is not None and folder:
-        raise ValueError("--wheel and --folder exclude each other: a wheel holds one file")
+    _require_writable(out, folder, sign, wheel, wheel_version)
+    began = time.monotonic()
     wanted = shipping.default() if catalogue is None else shipping.load(catalogue)
     with _executor(executor) as pool:
         contents = packing.pack(wanted, jobs=jobs, executor=pool)
     made = contents.write(out, private_key=sign, folder=folder)
     packed = None if wheel is None else packing.write_wheel(out, out.absolute().parent, wheel, wheel_version)
     about = _about(made) | {"signed": sign is not None, "wheel": None if packed is None else str(packed)}
+    about |= {"bytes": _bytes(out), "seconds": round(time.monotonic() - began, 1)}
     lines = [_about_line(about), *([f"wheel: {packed}"] if packed else [])]
     _show(as_json, about, *lines)
+
+
+def _require_writable(out: Path, folder: bool, sign: Path | None, wheel: str | None, wheel_version: str | None) -> None:
+    """Refuse what would fail once all kernels are compiled, before the first one is."""
+    if wheel is not None and folder:
+        raise ValueError("--wheel and --folder exclude each other: a wheel holds one file")
+    if wheel_version is not None and wheel is None:
+        raise ValueError("--wheel-version is the version of a wheel: name one with --wheel")
+    if wheel is not None:
+        packing.require_wheel(wheel, wheel_version)
+    if folder and os.path.lexists(out):
+        raise ValueError(f"{out} is there already: remove it, or name another folder")
+    if not folder and out.is_dir():
+        raise ValueError(f"{out} is a folder: name a file, or a new folder with --folder")
+    if sign is not None:
+        signing.require_private_key(sign)
 
 
 @app.command()
@@ -246,8 +306,11 @@ def tune(
             folder=folder.absolute() if folder else None, again=again,
             allow_fallback=allow_fallback, deterministic=deterministic, executor=pool,
         )  # fmt: skip
-    counts = {"measured": report.measured, "known": report.known, "left": report.left}
+    where = folder.absolute() if folder else _env.tuning_dir()
+    files = [str(tables.path_of(where, t.device, s)) for s, t in report.tables.items() if t.points]
+    counts = {"measured": report.measured, "known": report.known, "left": report.left, "tables": files}
     lines = [f"failed: {name}: {why}" for name, why in report.failed.items()]
+    lines += [f"table: {file}" for file in files]
     summary = f"{report.measured} problems measured, {report.known} known before, {report.left} left"
     _show(as_json, counts | {"failed": report.failed}, *lines, summary)
     if report.measured + report.known < len(_problems(problems)) * len(dtypes):
@@ -328,14 +391,10 @@ def _op(name: str) -> HasGraph:
     named = {op.name: op for op in ops.NAMED}
     if name in named:
         return named[name]
-    module, colon, attribute = name.partition(":")
-    if not colon:
+    if ":" not in name:
         raise ValueError(f"{name} is no op: use {', '.join(named)}, or MODULE:NAME of an epilogue")
     sys.path.insert(0, str(Path.cwd()))
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as exc:
-        raise ValueError(f"{name} cannot be imported: {exc}") from None
+    found = shipping.import_object(name, "MODULE:NAME of an epilogue")
     if not isinstance(found, Epilogue | ops.Op):
         raise ValueError(f"{name} is a {type(found).__name__}: it must be decorated with @cutlass_ops.epilogue")
     return found
@@ -376,11 +435,17 @@ def _about(bundle: Bundle) -> dict[str, Any]:
     }
 
 
+def _bytes(bundle: Path) -> int:
+    files = [bundle] if bundle.is_file() else bundle.rglob("*")
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
 def _about_line(about: dict[str, Any]) -> str:
     signed = "signed" if about["signed"] else "not signed"
     return (
         f"{about['path']}: {about['kernels']} kernels for {', '.join(about['targets'])}, {about['library_bytes']:,} "
-        f"bytes of libraries, the largest {about['largest_library']:,}; {signed}"
+        f"bytes of libraries, the largest {about['largest_library']:,}, {about['bytes']:,} in all; {signed}; "
+        f"{about['seconds']} s"
     )
 
 
@@ -420,7 +485,7 @@ def _find(text: str, in_bundle: Path | None) -> Artifact:
     if len(found) == 1:
         return found[0]
     if found:
-        raise LoadError(f"{text} names {len(found)} kernels: {', '.join(a.key[:12] for a in found)}")
+        raise ValueError(f"{text} names {len(found)} kernels: {', '.join(a.key[:12] for a in found)}")
     raise LoadError(f"{text} is no folder, and no key or slug in {where} begins so: `list` shows what is there")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import re
+import signal
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from typing import cast
@@ -13,6 +14,7 @@ from cutlass_ops import _env
 from cutlass_ops.errors import ToolchainError
 
 _PATIENCE = 10  # seconds
+_PAUSE = 0.5  # seconds, in which a job's compilers are ended and its folder is removed
 FORMS = "processes, processes:N, or dask://HOST:PORT of a scheduler"
 
 _PROCESSES = re.compile(r"processes(:([1-9][0-9]{0,3}))?")
@@ -38,14 +40,43 @@ def named(text: str) -> Iterator[Executor]:
     """
     processes, dask = _PROCESSES.fullmatch(text), _DASK.fullmatch(text)
     if processes:
-        count = int(processes[2]) if processes[2] else _env.jobs()
-        with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
+        with _processes(int(processes[2]) if processes[2] else _env.jobs()) as pool:
             yield pool
     elif dask:
         with _dask(dask[1]) as executor:
             yield executor
     else:
         raise ValueError(f"{text} is no executor: write {FORMS}")
+
+
+@contextlib.contextmanager
+def _processes(count: int) -> Iterator[Executor]:
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"), initializer=_obey)
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        workers = set(multiprocessing.active_children()) - others
+        # The pool takes the end of a job for its result, and begins the next one that it has queued.
+        while workers:
+            for worker in workers:
+                worker.terminate()
+            next(iter(workers)).join(_PAUSE)
+            workers = {worker for worker in workers if worker.is_alive()}
+        raise
+    finally:
+        pool.shutdown()
+
+
+def _obey() -> None:
+    """Have a worker end its job, and the job's compilers, when it is told by its starter, and only then."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _quit)
+
+
+def _quit(*_: object) -> None:
+    raise SystemExit
 
 
 @contextlib.contextmanager

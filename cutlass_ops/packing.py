@@ -133,12 +133,9 @@ def write_wheel(bundle: Path, folder: Path, name: str, version: str | None = Non
     OSError
         If it cannot be written.
     """
+    require_wheel(name, version)
     data = bundle.read_bytes()
     version = version or f"{_resources.library_version()}+{hashlib.sha256(data).hexdigest()[:12]}"
-    if not _NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is no name for a package: use letters, digits, '-', '_' and '.'")
-    if not _VERSION.fullmatch(version):
-        raise ValueError(f"{version!r} is no version of a package, such as 1.2 or 1.2.post1")
     stem = re.sub(r"[-_.]+", "_", name).lower()
     info = f"{stem}-{version}.dist-info"
     metadata = (
@@ -154,6 +151,20 @@ def write_wheel(bundle: Path, folder: Path, name: str, version: str | None = Non
     path = folder / f"{stem}-{version}-{_TAG}.whl"
     _write_zip(path, files)
     return path
+
+
+def require_wheel(name: str, version: str | None) -> None:
+    """Refuse a name or a version that no package can have.
+
+    Raises
+    ------
+    ValueError
+        With the reason.
+    """
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is no name for a package: use letters, digits, '-', '_' and '.'")
+    if version is not None and not _VERSION.fullmatch(version):
+        raise ValueError(f"{version!r} is no version of a package, such as 1.2 or 1.2.post1")
 
 
 def _record(files: Mapping[str, bytes], own: str) -> bytes:

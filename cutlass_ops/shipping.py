@@ -8,6 +8,7 @@ import json
 import re
 import runpy
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from cutlass_ops.call import call_at, signature_of
 from cutlass_ops.config import Config
 from cutlass_ops.dispatch import ROWS, Policy
 from cutlass_ops.epilogue.graph import Graph
-from cutlass_ops.errors import ConfigError
+from cutlass_ops.errors import ConfigError, CutlassOpsError
 from cutlass_ops.heuristics import Device
 from cutlass_ops.manifest import Choice
 from cutlass_ops.signature import OpSignature
@@ -48,6 +49,8 @@ DEVICES = {
 
 _DTYPES = ("bf16", "f16", "f32")
 _EXTENTS = re.compile(r"[1-9][0-9]{0,9}(,[1-9][0-9]{0,9})*")
+# Elements of a matrix: more than any memory holds, and few enough to count bytes in 64 bits.
+_MOST = 1 << 48
 # Rows of A where a weight is given alone: any that TMA can address.
 _ALIGNED = 1024
 
@@ -87,6 +90,13 @@ class Kernels:
     weights: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("archs", "dtypes", "layouts", "out_dtypes", "shapes", "weights"):
+            _require_tuple(getattr(self, name), name, str, "texts")
+        _require_tuple(self.ops, "ops", object, "names and epilogues")
+        _require_tuple(self.input_dtypes, "input_dtypes", tuple, "pairs of texts")
+        for pair in self.input_dtypes:
+            if len(pair) != 2:
+                raise ConfigError(f"input_dtypes has {pair!r}: pairs of name and dtype are needed")
         for name in ("ops", "archs", "dtypes", "layouts"):
             if not getattr(self, name):
                 raise ConfigError(f"{name} is empty: at least one is needed")
@@ -99,7 +109,12 @@ class Kernels:
         majors = get_args(Major)
         _require_known(self.layouts, "layouts", [f"{a},{b}" for a in majors for b in majors])
         for op in self.ops:
-            _graph(op)
+            named = [i.name for i in _graph(op).inputs]
+            unknown = [name for name, _ in self.input_dtypes if name not in named]
+            if unknown:
+                raise ConfigError(
+                    f"input_dtypes has {unknown[0]!r}: the inputs of {op} are {', '.join(named) or 'none'}"
+                )
         for text in self.shapes:
             problems_of(text)
         for text in self.weights:
@@ -125,6 +140,8 @@ class Tuned:
     kernels: int = tables.MAX_KERNELS
 
     def __post_init__(self) -> None:
+        if not isinstance(self.table, Table):
+            raise ConfigError(f"table is {self.table!r}: load one with cutlass_ops.tables.load")
         _require_known((self.arch,), "arch", DEVICES)
         if type(self.kernels) is not int or self.kernels < 1:
             raise ConfigError(f"kernels is {self.kernels!r}: a positive integer is needed")
@@ -154,6 +171,9 @@ class Catalogue:
     specs: tuple[KernelSpec, ...] = ()
 
     def __post_init__(self) -> None:
+        _require_tuple(self.kernels, "kernels", Kernels, "Kernels")
+        _require_tuple(self.tuned, "tuned", Tuned, "Tuned")
+        _require_tuple(self.specs, "specs", KernelSpec, "KernelSpec")
         if not (self.kernels or self.tuned or self.specs):
             raise ConfigError("the catalogue is empty: it has no [[kernels]], no [[tables]] and no specs")
         for spec in self.specs:
@@ -196,10 +216,11 @@ def shipment(catalogue: Catalogue) -> Shipment:
     needs: dict[tuple[OpSignature, Device], _Need] = {}
     # What is shipped must not depend on bundles that are loaded here.
     with BUNDLES.aside():
-        for kernels in catalogue.kernels:
-            for signature, device, problem, whole in _calls(kernels):
-                need = needs.setdefault((signature, device), _Need(dispatch.policy(signature, device)))
-                need.add(problem, whole)
+        for kernels, op in ((each, op) for each in catalogue.kernels for op in each.ops):
+            with _said_of(op if isinstance(op, str) else getattr(op, "name", repr(op))):
+                for signature, device, problem, whole in _calls(kernels, op):
+                    need = needs.setdefault((signature, device), _Need(dispatch.policy(signature, device)))
+                    need.add(problem, whole)
         for tuned in catalogue.tuned:
             device = Device(DEVICES[tuned.arch].capability, tuned.table.multiprocessors, tuned.table.device)
             need = needs.setdefault((tuned.table.signature, device), _Need(_policy(tuned.table, device)))
@@ -253,22 +274,19 @@ def _policy(table: Table, device: Device) -> Policy:
     return Policy.of((table, *usual.tables), signature, device, (*table.kernels, *usual.kernels))
 
 
-def _calls(kernels: Kernels) -> Iterator[tuple[OpSignature, Device, Problem, bool]]:
-    """Yield signature, device and problem of every call that an entry means, and whether for any number of rows."""
+def _calls(kernels: Kernels, op: str | HasGraph) -> Iterator[tuple[OpSignature, Device, Problem, bool]]:
+    """Yield signature, device and problem of an op's calls that an entry means, and whether for any number of rows."""
     problems = [(p, False) for text in kernels.shapes for p in problems_of(text)]
     problems += [((_ALIGNED, n, k), True) for text in kernels.weights for n, k in _weights(text)]
     inputs = dict(kernels.input_dtypes)
-    for op in kernels.ops:
-        for dtype in kernels.dtypes:
-            for layout in kernels.layouts:
-                a, _, b = layout.partition(",")
-                for out in kernels.out_dtypes or (dtype,):
-                    for target in kernels.archs:
-                        for problem, whole in problems:
-                            call = call_at(
-                                _graph(op), problem, dtype, cast(Major, a), cast(Major, b), _torch(out), inputs
-                            )
-                            yield signature_of(call, DEVICES[target]), DEVICES[target], problem, whole
+    for dtype in kernels.dtypes:
+        for layout in kernels.layouts:
+            a, _, b = layout.partition(",")
+            for out in kernels.out_dtypes or (dtype,):
+                for target in kernels.archs:
+                    for problem, whole in problems:
+                        call = call_at(_graph(op), problem, dtype, cast(Major, a), cast(Major, b), _torch(out), inputs)
+                        yield signature_of(call, DEVICES[target]), DEVICES[target], problem, whole
 
 
 def _torch(name: str) -> torch.dtype:
@@ -298,7 +316,8 @@ def load(name: str) -> Catalogue:
     if path.suffix == ".toml":
         return _from_toml(path.absolute())
     if path.suffix == ".py":
-        with _importing_from(path.absolute().parent):
+        path.open("rb").close()  # that it cannot be read is no error in it
+        with _importing_from(path.absolute().parent), _foreign(name):
             found = runpy.run_path(name).get("catalogue")
     else:
         with _importing_from(Path.cwd()):
@@ -319,7 +338,7 @@ def _from_toml(path: Path) -> Catalogue:
 
 def _catalogue(data: Mapping[str, Any], folder: Path) -> Catalogue:
     _require_fields(data, "the catalogue", required=("format",), optional=("kernels", "tables", "specs"))
-    if data["format"] != FORMAT:
+    if type(data["format"]) is not int or data["format"] != FORMAT:
         raise ConfigError(f"format is {data['format']!r}: this version reads {FORMAT}")
     return Catalogue(
         kernels=tuple(_each(data, "kernels", _kernels)),
@@ -397,6 +416,9 @@ def problems_of(text: str) -> list[Problem]:
     sides = [_extents(side) for side in text.split("x")]
     if len(sides) != 3 or not all(sides):
         raise ConfigError(f"{text} is no problem: write MxNxK, positive integers, such as 512x4096x4096")
+    m, n, k = map(max, sides)
+    if max(m * n, n * k, m * k) > _MOST:
+        raise ConfigError(f"{text} is no problem: it has a matrix of more than {_MOST:,} elements")
     return [(m, n, k) for m in sides[0] for n in sides[1] for k in sides[2]]
 
 
@@ -404,6 +426,8 @@ def _weights(text: str) -> list[tuple[int, int]]:
     sides = [_extents(side) for side in text.split("x")]
     if len(sides) != 2 or not all(sides):
         raise ConfigError(f"{text} is no weight: write NxK, positive integers, such as 4096x4096")
+    if max(sides[0]) * max(sides[1]) > _MOST or _ALIGNED * max(*sides[0], *sides[1]) > _MOST:
+        raise ConfigError(f"{text} is no weight: it has more than {_MOST:,} elements")
     return [(n, k) for n in sides[0] for k in sides[1]]
 
 
@@ -422,6 +446,10 @@ def graph_named(name: str) -> HasGraph:
     if name in builtin.BY_OP:
         return builtin.BY_OP[name]
     found = import_object(name, f"{', '.join(builtin.BY_OP)}, or MODULE:NAME of an epilogue")
+    return _epilogue(found, name)
+
+
+def _epilogue(found: object, name: object) -> HasGraph:
     if not isinstance(getattr(found, "graph", None), Graph):
         raise ConfigError(f"{name} is a {type(found).__name__}: it must be decorated with @cutlass_ops.epilogue")
     return cast(HasGraph, found)
@@ -438,14 +466,25 @@ def import_object(name: str, instead: str) -> object:
     module, colon, attribute = name.partition(":")
     if not colon:
         raise ConfigError(f"{name} is none that is known: use {instead}")
-    try:
+    with _foreign(name):
         return cast(object, getattr(importlib.import_module(module), attribute))
-    except (ImportError, AttributeError, ValueError) as exc:
-        raise ConfigError(f"{name} cannot be imported: {exc}") from None
+
+
+@contextmanager
+def _foreign(name: str) -> Iterator[None]:
+    """Have whatever a user's own module raises, which may be anything, end in one message with its place."""
+    try:
+        yield
+    except (CutlassOpsError, ImportError, AttributeError) as exc:
+        raise ConfigError(f"{name} cannot be imported: {exc}") from exc
+    except (Exception, SystemExit) as exc:
+        last = traceback.extract_tb(exc.__traceback__)[-1]
+        where = "" if isinstance(exc, SyntaxError) else f" ({last.filename}, line {last.lineno})"
+        raise ConfigError(f"{name} cannot be imported: {type(exc).__name__}: {exc}{where}") from exc
 
 
 def _graph(op: str | HasGraph) -> Graph:
-    return (graph_named(op) if isinstance(op, str) else op).graph
+    return (graph_named(op) if isinstance(op, str) else _epilogue(op, repr(op))).graph
 
 
 @contextmanager
@@ -473,6 +512,11 @@ def _texts(value: object, name: str) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
         raise ConfigError(f'{name} is {value!r}: a list of texts is needed, such as ["..."]')
     return value
+
+
+def _require_tuple(values: object, name: str, kind: type, words: str) -> None:
+    if not isinstance(values, tuple) or not all(isinstance(v, kind) for v in values):
+        raise ConfigError(f"{name} is {values!r}: a tuple of {words} is needed")
 
 
 def _require_known(values: Iterable[str], name: str, known: Iterable[str]) -> None:

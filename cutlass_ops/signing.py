@@ -32,15 +32,30 @@ def sign(message: bytes, private_key: Path) -> bytes:
     OSError
         If the file cannot be read.
     """
+    return bytes(_private(private_key).sign(message))
+
+
+def require_private_key(path: Path) -> None:
+    """Refuse a file with which nothing can be signed, before much is done for what is to be signed.
+
+    Raises
+    ------
+    ValueError, BundleError, OSError
+        As for :func:`sign`.
+    """
+    _private(path)
+
+
+def _private(path: Path) -> Any:
     serialization, ed25519, errors = _cryptography()
-    data = private_key.read_bytes()
+    data = path.read_bytes()
     try:
         key = serialization.load_pem_private_key(data, password=None)
     except (ValueError, TypeError, errors.UnsupportedAlgorithm) as exc:
-        raise ValueError(f"{private_key} holds no private key that can be used: {exc}") from None
+        raise ValueError(f"{path} holds no private key that can be used: {exc}") from None
     if not isinstance(key, ed25519.Ed25519PrivateKey):
-        raise ValueError(f"{private_key} holds another kind of key: make one with openssl genpkey -algorithm ed25519")
-    return bytes(key.sign(message))
+        raise ValueError(f"{path} holds another kind of key: make one with openssl genpkey -algorithm ed25519")
+    return key
 
 
 def require_signature(message: bytes, signature: bytes, public_key: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
@@ -28,6 +27,7 @@ from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.errors import CompileError, MeasuringError, NoDeviceError, UnsupportedError
 from cutlass_ops.heuristics import Device
 from cutlass_ops.measuring import Measurer, Outcome
+from cutlass_ops.progress import progress
 from cutlass_ops.registry import OpSignature
 from cutlass_ops.spec import HasGraph, KernelSpec, Major
 from cutlass_ops.store import Artifact
@@ -262,7 +262,7 @@ def run(
     allow_fallback: bool = False,
     deterministic: bool = False,
     executor: Executor | None = None,
-    show: Callable[[str], None] = lambda _: None,
+    show: Callable[[str], None] | None = None,
 ) -> Report:
     """Compile, measure and record.
 
@@ -284,8 +284,8 @@ def run(
         Whether calls may then be served only by kernels that add up a tile's K as a whole.
     executor : concurrent.futures.Executor, optional
         Compiles the kernels; by default this process does.
-    show : callable
-        Takes a line of progress.
+    show : callable, optional
+        Takes each line of progress; by default as :func:`cutlass_ops.progress.progress` has it.
 
     Raises
     ------
@@ -304,7 +304,10 @@ def run(
     todo = [task for task in tasks if again or effort.refine or task.problem not in known[task.signature]]
     report.known = len(tasks) - len(todo)
     specs = [[heuristics.spec(task.signature, c.binary(), place.device) for c in task.configs] for task in todo]
-    with building(dict.fromkeys(spec for each in specs for spec in each), executor=executor) as builds:
+    with (
+        building(dict.fromkeys(spec for each in specs for spec in each), executor=executor) as builds,
+        progress(len(todo), "problems measured", show) as steps,
+    ):
         jobs = [_Job(t, tuple(each), tuple(builds[s] for s in each)) for t, each in zip(todo, specs, strict=True)]
         report.left = len(jobs)
         try:
@@ -315,7 +318,7 @@ def run(
                 point = _attempt(job, measure, report)
                 if point is not None:
                     _keep(point, job.task.signature, place, report, flagged)
-                    show(_line(point, report.measured, report.left, time.monotonic() - began))
+                steps.finished(_line(job.task.problem, point), failed=point is None, keep=True)
         finally:
             # An interrupted run's results count as well.
             for signature, table in report.tables.items():
@@ -392,16 +395,14 @@ def _measure(job: _Job, measure: Measure, report: Report) -> Point | None:
     return Point(task.problem, today, outcome.measured, tuple(outcome.peers.items()))
 
 
-def _line(point: Point, done: int, left: int, seconds: float) -> str:
+def _line(problem: Problem, point: Point | None) -> str:
+    if point is None:
+        return _name(problem)
     best = point.measured[0]
     peer = min(point.peers, key=lambda p: p[1], default=None)
     against = f", {peer[0]} {peer[1]:.1f} us, ratio {peer[1] / best.microseconds:.3f}" if peer else ""
-    remaining = seconds / done * left
     order = f" {best.config.order}" if isinstance(best.config, Sm90Config) and best.config.ordered else ""
-    return (
-        f"{_name(point.problem)}: {best.microseconds:.1f} us{against}, {best.config.slug}{order}; "
-        f"{left} problems left, about {remaining:.0f} s"
-    )
+    return f"{_name(problem)}: {best.microseconds:.1f} us{against}, {best.config.slug}{order}"
 
 
 @BUNDLES.aside()
@@ -462,7 +463,7 @@ def tune(
     silence : float
         Seconds after which a kernel that does not end is given up.
     show : callable, optional
-        Takes each line of progress; by default they go to standard error, unless ``CUTLASS_OPS_PROGRESS`` is 0.
+        Takes each line of progress; by default a bar or lines go to standard error, as ``CUTLASS_OPS_PROGRESS`` says.
 
     Returns
     -------
@@ -506,7 +507,7 @@ def tune(
 
         return run(
             tasks, place, effort, measure=measure, again=again, allow_fallback=allow_fallback,
-            deterministic=deterministic, executor=executor, show=show or _to_stderr,
+            deterministic=deterministic, executor=executor, show=show,
         )  # fmt: skip
 
 
@@ -536,11 +537,6 @@ def _problem(shape: object) -> Problem:
         raise ValueError(f"{shape} is no shape: it is (M, N, K), positive integers")
     m, n, k = shape
     return m, n, k
-
-
-def _to_stderr(line: str) -> None:
-    if _env.progress() is not False:
-        print(f"cutlass_ops: {line}", file=sys.stderr, flush=True)
 
 
 def _name(problem: Problem) -> str:

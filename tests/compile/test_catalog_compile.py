@@ -25,3 +25,4 @@ def test_a_kernel_compiles_to_what_it_declares(file, opcodes, stages):
     assert opcodes <= set(report.sass)
     assert report.stages == stages
     assert report.spill_stores == report.spill_loads == 0
+    assert artifact.size <= 300_000

@@ -174,6 +174,30 @@ def test_processes_by_name(kit, store):
     assert builder._at_once(None) >= 1
 
 
+def test_an_interrupt_ends_local_processes_and_their_compilers(kit, store, tmp_path, monkeypatch):
+    """Whatever is queued: no compiler goes on, and no folder of a worker stays."""
+    kit.does('echo $$ >> "$here/pids"; exec sleep 60')
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    main, pids = threading.main_thread().ident, kit.root / "pids"
+
+    def interrupt():
+        while not pids.exists() or len(pids.read_text().split()) < 2:
+            time.sleep(0.02)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt), executors.named("processes:2") as pool:
+        build_many(SPECS, store=store, executor=pool)
+    thread.join()
+    for pid in pids.read_text().split():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
+    assert [path for path in (tmp_path / "tmp").iterdir() if path.name.startswith("cutlass_ops.")] == []
+    assert list(store.entries()) == []
+
+
 def test_no_scheduler_is_an_error_in_words(monkeypatch):
     with pytest.raises(ToolchainError, match="no Dask scheduler answers at 127"), executors.named("dask://127.0.0.1:1"):
         pass

@@ -238,32 +238,19 @@ def test_an_interrupt_ends_everything_at_once(store, toolkit, toolchain):
     assert left_over(store) == []
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-@pytest.mark.parametrize(
-    ("stream", "setting", "live", "lines"),
-    [
-        (io.StringIO, "auto", False, 4),
-        (io.StringIO, "1", True, 1),
-        (io.StringIO, "0", False, 0),
-        (Terminal, "auto", True, 1),
-        (Terminal, "0", False, 0),
-    ],
-)
-def test_progress(store, toolchain, monkeypatch, stream, setting, live, lines):
-    monkeypatch.setenv("CUTLASS_OPS_PROGRESS", setting)
-    monkeypatch.setattr("sys.stderr", stream())
-    build_many(SPECS, jobs=1, store=store, toolchain=toolchain)
-    text = sys.stderr.getvalue()
-    assert ("\r" in text) is live
-    assert text.count("\n") == lines
-    assert ("4 of 4 kernels compiled, " in text) is (lines > 0)
-    monkeypatch.setattr("sys.stderr", stream())
-    build_many(SPECS, store=store, toolchain=toolchain)
-    assert sys.stderr.getvalue() == ""  # nothing to compile, nothing to say
+def test_progress(store, toolkit, toolchain, monkeypatch, capsys):
+    monkeypatch.setenv("CUTLASS_OPS_PROGRESS", "auto")
+    toolkit.makes(library(HMMA), before=f'if grep -q {SPECS[1].slug} kernel.cu; then echo "x: error: y"; exit 1; fi\n')
+    with pytest.raises(CompileError):
+        build_many(SPECS, jobs=1, store=store, toolchain=toolchain)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.startswith("cutlass_ops: ") for line in lines] == [True] * 4
+    assert "1 of 4 kernels compiled, " in lines[0]
+    assert f"{SPECS[1].slug} failed" in lines[1]
+    assert "3 of 4 kernels compiled, 1 failed, " in lines[3]
+    (built,) = build_many(SPECS[:1], store=store, toolchain=toolchain)
+    assert built.spec == SPECS[0]
+    assert capsys.readouterr().err == ""  # nothing to compile, nothing to say
 
 
 def test_a_closed_stream_costs_no_kernel(store, toolchain, monkeypatch):

@@ -9,8 +9,10 @@ import time
 import pytest
 import torch
 from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec, sm90_spec
+from signatures import H100, signature
 
-from cutlass_ops import __version__, _env, catalog, cli, toolchain
+from cutlass_ops import __version__, _env, catalog, cli, dispatch, tables, toolchain
+from cutlass_ops.tables import Measured, Point, Table
 
 
 @pytest.fixture
@@ -179,7 +181,7 @@ def test_list_inspect_and_clean(kit, run, spec_file):
     assert json.loads(run("clean", "--json")[1])["removed"] == 2
     assert run("list")[1].strip().endswith("0 kernels")
     code, _, err = run("inspect", "gemm_")
-    assert code == 1
+    assert code == 4
     assert "begins so" in err
 
 
@@ -204,7 +206,7 @@ def _refuse(*_):
         ("", "spec.json: Expecting value"),
         ("[]", "spec.json: a kernel spec is a JSON object"),
         ("{}", "spec.json: a kernel spec has the fields"),
-        (None, "No such file"),
+        (None, "spec.json cannot be used: No such file"),
     ],
 )
 def test_a_file_that_is_no_spec(kit, run, tmp_path, text, says):
@@ -224,11 +226,50 @@ def test_a_kernel_without_tensor_cores_is_an_error(kit, run, spec_file):
     assert "no HGMMA" in err
 
 
-@pytest.mark.parametrize("args", [["nothing"], ["build"], ["doctor", "--wrong"]])
-def test_wrong_usage(run, args):
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["nothing"], "No such command 'nothing'"),
+        (["build"], "Missing argument"),
+        (["doctor", "--wrong"], "No such option"),
+        (["build", "x.json", "--jobs", "0"], "--jobs"),
+    ],
+)
+def test_wrong_usage(run, args, says):
     code, out, err = run(*args)
     assert (code, out) == (2, "")
     assert err
+    code, out, _ = run(*args, "--json")
+    assert code == 2
+    error = json.loads(out)["error"]
+    assert error["kind"] == "UsageError"
+    assert says in error["message"]
+
+
+def test_version(run):
+    code, out, _ = run("--version")
+    assert (code, out) == (0, f"cutlass_ops {__version__}\n")
+
+
+def test_a_mistake_of_this_library_is_json_too(kit, monkeypatch, capsys):
+    def fail():
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr(cli, "diagnose", fail)
+    monkeypatch.setattr(sys, "argv", ["cutlass-ops", "doctor", "--json"])
+    with pytest.raises(RuntimeError, match="a mistake"):
+        cli.main()
+    assert json.loads(capsys.readouterr().out)["error"] == {"kind": "RuntimeError", "message": "a mistake"}
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["list"], ["doctor", "--json"]])
+def test_a_full_disk_behind_standard_output(kit, command):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "cutlass_ops", *command], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    assert done.stderr == "error: [Errno 28] No space left on device\n"
 
 
 def test_help_names_the_commands(run):
@@ -292,16 +333,19 @@ def test_explain_refuses_what_it_cannot_read(kit, run, args, why):
 
 def test_tune_needs_a_device(kit, run):
     code, _, err = run("tune", "gemm_bias_relu", "512x4096x4096")
-    assert code == 1
+    assert code == 4
     assert "tune on a machine with one" in err
 
 
 def test_tune_passes_on_what_it_was_told_and_says_what_came_of_it(kit, run, monkeypatch, tmp_path):
     calls = []
+    config = dispatch.policy(signature(), H100).kernels[0]
+    found = Table(H100.name, 132, signature(), (Point((1, 2, 3), "2026-01-01", (Measured(config, 1.0, 0.0),)),))
 
     def tune(op, problems, **options):
         calls.append((op, problems, options))
-        return cli.tuning.Report(measured=1, known=0, left=1, failed={"1x2x3": "it does not end"})
+        measured = {found.signature: found}
+        return cli.tuning.Report(measured, measured=1, known=0, left=1, failed={"1x2x3": "it does not end"})
 
     monkeypatch.setattr(cli.tuning, "tune", tune)
     monkeypatch.chdir(tmp_path)
@@ -311,6 +355,7 @@ def test_tune_passes_on_what_it_was_told_and_says_what_came_of_it(kit, run, monk
     assert code == 1  # one problem is left
     assert "failed: 1x2x3: it does not end" in out
     assert "1 problems measured, 0 known before, 1 left" in out
+    assert f"table: {tmp_path}/t/nvidia-h100" in out
     ((op, problems, options),) = calls
     assert op.name == "gemm"
     assert problems == [(1, 2, 3), (4, 2, 3)]
@@ -318,7 +363,11 @@ def test_tune_passes_on_what_it_was_told_and_says_what_came_of_it(kit, run, monk
     assert (options["effort"].kernels, options["effort"].seconds) == (5, 9.0)
     code, out, _ = run("tune", "gemm", "1x2x3", "--json")
     assert code == 0
-    assert json.loads(out) == {"measured": 1, "known": 0, "left": 1, "failed": {"1x2x3": "it does not end"}}
+    (file,) = json.loads(out)["tables"]
+    assert file == str(tables.path_of(_env.tuning_dir(), found.device, found.signature))
+    assert json.loads(out) == {
+        "measured": 1, "known": 0, "left": 1, "tables": [file], "failed": {"1x2x3": "it does not end"}
+    }  # fmt: skip
 
 
 # ---- Catalogues and bundles ----------------------------------------------------------------------------------------
@@ -351,6 +400,8 @@ def test_from_a_catalogue_to_a_verified_bundle(kit, run, catalogue, tmp_path):
     assert code == 0
     about = json.loads(out)
     assert (about["kernels"], about["targets"], about["signed"]) == (len(sources), ["sm_80"], False)
+    assert about["bytes"] == target.stat().st_size
+    assert 0 < about["seconds"] < 60
     assert kit.compilations == len(sources)
     code, out, _ = run("verify", target)
     assert code == 0
@@ -368,7 +419,8 @@ def test_bundle_says_what_it_made_and_makes_a_wheel(kit, run, catalogue, tmp_pat
     code, out, _ = run("bundle", catalogue, "--out", tmp_path / "a.bundle", "--wheel", "my-kernels")
     assert code == 0
     assert re.search(
-        r"a\.bundle: \d+ kernels for sm_80, [\d,]+ bytes of libraries, the largest [\d,]+; not signed", out
+        r"a\.bundle: \d+ kernels for sm_80, [\d,]+ bytes of libraries, the largest [\d,]+, [\d,]+ in all; not signed",
+        out,
     )
     (wheel,) = tmp_path.glob("my_kernels-*.whl")
     assert f"wheel: {wheel}" in out
@@ -406,7 +458,21 @@ def test_what_is_wrong_with_a_bundle_is_exit_code_5(kit, run, catalogue, tmp_pat
     ("args", "code", "kind"),
     [
         (["bundle", "none.toml"], 1, "FileNotFoundError"),
+        (["bundle", "none.py"], 1, "FileNotFoundError"),
         (["bundle", "json:dumps"], 1, "ConfigError"),
+        (["inspect", "none"], 4, "LoadError"),
+        (["tune", "gemm", "1x1x1"], 4, "NoDeviceError"),
+        (["explain", "gemm", "9999999999x9999999999x9999999999"], 1, "ConfigError"),
+        (["build", "catalogue.toml", "--executor", "threads"], 1, "ValueError"),
+        (["bundle", "--wheel", "x", "--folder"], 1, "ValueError"),
+        (["bundle", "--wheel", "no/name"], 1, "ValueError"),
+        (["bundle", "--wheel", "x", "--wheel-version", "one"], 1, "ValueError"),
+        (["bundle", "--wheel-version", "1.0"], 1, "ValueError"),
+        (["bundle", "--out", "."], 1, "ValueError"),
+        (["bundle", "--folder", "--out", "."], 1, "ValueError"),
+        (["bundle", "--sign", "none.pem"], 1, "FileNotFoundError"),
+        (["bundle", "--sign", "catalogue.toml"], 1, "ValueError"),
+        (["verify", "none", "--key", "none.pem"], 5, None),
         (["generate", "catalogue.toml"], 1, "ValueError"),
         (["list", "--bundle", "none"], 5, "BundleError"),
         (["build", "catalogue.toml"], 4, "ToolchainError"),
@@ -417,6 +483,9 @@ def test_errors_as_json(kit, run, catalogue, monkeypatch, tmp_path, args, code, 
     monkeypatch.setenv("CUTLASS_OPS_NVCC", "/nowhere/nvcc")
     found, out, err = run(*args, "--json")
     assert found == code
+    if kind is None:  # the answer itself says what is wrong
+        assert "cannot be read" in json.loads(out)["problems"][0]
+        return
     assert json.loads(out)["error"]["kind"] == kind
     assert json.loads(out)["error"]["message"] in err
 
@@ -432,15 +501,16 @@ def test_a_kernel_that_cannot_be_compiled_is_exit_code_3(kit, run, catalogue, tm
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_the_compilers_and_leaves_nothing_half_written(kit, catalogue, tmp_path, number):
     kit.does('echo $$ > "$here/pid.new"; mv "$here/pid.new" "$here/pid"; exec sleep 60')
-    command = [sys.executable, "-m", "cutlass_ops", "bundle", catalogue, "--out", tmp_path / "a.bundle"]
+    command = [sys.executable, "-m", "cutlass_ops", "bundle", catalogue, "--json", "--out", tmp_path / "a.bundle"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while not (kit.root / "pid").exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(number)
-    _, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=30)
     assert process.returncode == 130
+    assert json.loads(out)["error"]["kind"] == "KeyboardInterrupt"
     assert "interrupted: finished kernels stay in the store, and nothing is half-written" in err
     left = [p.name for p in tmp_path.iterdir()]
     assert sorted(left) == ["catalogue.toml", "store", "toolkit"]

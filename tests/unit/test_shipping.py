@@ -7,7 +7,7 @@ from fake_toolkit import sm80_spec
 from signatures import A100, H100, signature
 
 import cutlass_ops as co
-from cutlass_ops import catalog, dispatch, shipping
+from cutlass_ops import builtin, catalog, dispatch, norms, shipping
 from cutlass_ops.bundles import BUNDLES
 from cutlass_ops.config import Sm80Config, Sm90Config
 from cutlass_ops.errors import ConfigError
@@ -100,6 +100,45 @@ def test_a_users_own_epilogue():
     assert spec.epilogue == thrice.graph
 
 
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"ops": "gemm"}, "ops is 'gemm': a tuple of names and epilogues is needed"),
+        ({"ops": (3,)}, "3 is a int: it must be decorated"),
+        ({"shapes": "1x1x1"}, "shapes is '1x1x1': a tuple of texts is needed"),
+        ({"weights": (3,)}, "weights is (3,): a tuple of texts is needed"),
+        ({"input_dtypes": {"bias": "f32"}}, "input_dtypes is {'bias': 'f32'}: a tuple of pairs"),
+        ({"input_dtypes": (("bias",),)}, "pairs of name and dtype are needed"),
+    ],
+)
+def test_mistakes_in_python_are_named(fields, why):
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        kernels(**fields)
+
+
+@pytest.mark.parametrize("fields", [{"kernels": kernels()}, {"kernels": (3,)}, {"tuned": (3,)}, {"specs": (3,)}])
+def test_a_catalogue_of_something_else(fields):
+    with pytest.raises(ConfigError, match=r"a tuple of \w+ is needed"):
+        Catalogue(**fields)
+
+
+def test_norms_and_gates():
+    normed = norms.rmsnorm_op(builtin.swiglu, given="sums")
+    wanted = kernels(
+        ops=(normed,), archs=("sm_90a",), input_dtypes=(("row_sum_square", "f32"),), shapes=("512x4096x4096",)
+    )
+    (spec,) = shipment(Catalogue(kernels=(wanted,))).specs
+    assert spec.epilogue == normed.graph
+    assert [str(t.dtype) for t in spec.inputs] == ["f32", "f32", "f32", "bf16"]  # scalars are FP32
+
+
+def test_what_no_kernel_serves_is_named():
+    with pytest.raises(
+        ConfigError, match=r"^cutlass_ops\.builtin:swiglu: no kernel serves a bf16\.row, .* on NVIDIA A100"
+    ):
+        shipment(Catalogue(kernels=(kernels(ops=("gemm", "cutlass_ops.builtin:swiglu")),)))
+
+
 def test_exact_declarations_and_the_default():
     assert list(shipment(Catalogue(specs=(sm80_spec(4),))).specs) == [sm80_spec(4)]
     assert list(shipment(shipping.default()).specs) == [entry.spec for entry in catalog.default()]
@@ -162,6 +201,7 @@ def test_a_toml_catalogue(toml, tmp_path):
     [
         ("", "the catalogue has no format"),
         ("format = 2", "format is 2: this version reads 1"),
+        ("format = true", "format is True: this version reads 1"),
         ("format = 1", "the catalogue is empty"),
         ("format = ", "Invalid value"),
         ("format = 1\nkernel = []", "the catalogue has no field 'kernel': use format, kernels, tables, specs"),
@@ -194,6 +234,12 @@ def test_a_toml_catalogue(toml, tmp_path):
         ('K archs = ["sm_80"]\nops = ["gemm"]\nshapes = ["1x1x1"]\nshape = 1', "it has no field 'shape'"),
         ('K archs = ["sm_80"]\nops = ["gemm"]\nshapes = ["1x1x1"]\ninput_dtypes = ["f32"]', "input_dtypes is ['f32']"),
         ('K archs = ["sm_80"]\nops = ["gemm"]\nshapes = ["1x1x1"]\ninput_dtypes = {x = "f64"}', "has 'f64'"),
+        (
+            'K archs = ["sm_80"]\nops = ["gemm_bias"]\nshapes = ["1x1x1"]\ninput_dtypes = {x = "f32"}',
+            "[[kernels]] number 1: input_dtypes has 'x': the inputs of gemm_bias are bias",
+        ),
+        ('K archs = ["sm_80"]\nops = ["gemm"]\nshapes = ["9999999999x1x9999999999"]', "it has a matrix of more than"),
+        ('K archs = ["sm_80"]\nops = ["gemm"]\nweights = ["9999999999x9999999999"]', "it has more than"),
         ('format = 1\n[[tables]]\npath = "none.json"\narch = "sm_80"', "none.json cannot be read: No such file"),
         ('format = 1\n[[tables]]\npath = 3\narch = "sm_80"', "path is 3: a text is needed"),
         ('format = 1\n[[tables]]\npath = "catalogue.toml"\narch = "sm_80"', "is no tuning table"),
@@ -215,6 +261,27 @@ def test_a_spec_that_is_none(toml, tmp_path):
 def test_an_illegal_spec():
     with pytest.raises(ConfigError, match="stages"):
         Catalogue(specs=(sm80_spec(90),))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("def (\n", r"cannot be imported: SyntaxError: invalid syntax \(broken_module\.py, line 1\)"),
+        ("\n1 / 0\n", r"cannot be imported: ZeroDivisionError: division by zero \(.*broken_module\.py, line 2\)"),
+        ("import sys\nsys.exit(3)\n", "cannot be imported: SystemExit: 3"),
+        ("import no_such_module\n", "cannot be imported: No module named 'no_such_module'"),
+        (
+            "import cutlass_ops as co\n@co.epilogue\ndef f(acc):\n    return acc.nothing\n",
+            "cannot be imported: .*nothing",
+        ),
+    ],
+)
+def test_a_users_module_that_fails(toml, tmp_path, text, why):
+    (tmp_path / "broken_module.py").write_text(text)
+    with pytest.raises(ConfigError, match=rf"catalogue\.toml: \[\[kernels\]\] number 1: broken_module:f {why}"):
+        toml('format = 1\n[[kernels]]\narchs = ["sm_80"]\nops = ["broken_module:f"]\nshapes = ["1x1x1"]')
+    with pytest.raises(ConfigError, match=rf"broken_module\.py {why}"):
+        shipping.load(str(tmp_path / "broken_module.py"))
 
 
 # ---- Python --------------------------------------------------------------------------------------------------------
