@@ -183,7 +183,8 @@ def _check_shape(declared: Input, value: Tensor | float, acc: Tensor, k: int) ->
 
 def _broadcastable(kind: Kind, value: Tensor | float, device: torch.device) -> Tensor:
     if not isinstance(value, Tensor):
-        return torch.tensor(value, dtype=torch.float32, device=device)
+        # Filled on the device: a number that is copied there cannot be part of a CUDA graph.
+        return torch.full((), float(value), dtype=torch.float32, device=device)
     return value[:, None] if kind is Kind.COL else value
 
 
