@@ -31,7 +31,7 @@ def test_agrees_with_float64(name):
         run_and_check(kernels.gathering()[name], shape)
 
 
-@pytest.mark.parametrize("shape", [(70, 136, 328), (1030, 1000, 1024)], ids=str)
+@pytest.mark.parametrize("shape", [(70, 136, 328), (1030, 1000, 1024), (130, 136, 9000)], ids=str)
 def test_every_way_gives_the_same_bits(shape):
     m, n, k = shape
     x, weight = tensors.matrix(m, k, "bf16"), tensors.matrix(n, k, "bf16")

@@ -3,7 +3,7 @@
 // one before.
 //
 // A row's elements are added up in one order, whatever the tile: eight lanes share a row, each takes every eighth piece of
-// eight elements, and the eight sums are added up in a tree.
+// eight elements, segment after segment, and the eight sums are added up in a tree.
 
 #pragma once
 
@@ -30,6 +30,8 @@ CUTLASS_DEVICE float2 unpack(uint32_t pair) {
   return {float(Element::bitcast(uint16_t(pair))), float(Element::bitcast(uint16_t(pair >> 16)))};
 }
 
+constexpr int kSegment = 1024;  // elements of a row that are added up by themselves
+
 // Sums of one row, or of a part of it.
 template <class What>
 struct RowSums {
@@ -48,6 +50,19 @@ struct RowSums {
       add(x.x);
       add(x.y);
     }
+  }
+
+  CUTLASS_DEVICE void add(RowSums const& other) {
+    if constexpr (What::kMean) sum += other.sum;
+    if constexpr (What::kMeanSquare) squares += other.squares;
+  }
+
+  // Another lane's.
+  CUTLASS_DEVICE RowSums of_lane(int lane) const {
+    RowSums result;
+    if constexpr (What::kMean) result.sum = __shfl_sync(0xffffffff, sum, lane);
+    if constexpr (What::kMeanSquare) result.squares = __shfl_sync(0xffffffff, squares, lane);
+    return result;
   }
 
   // The sums of eight neighbouring lanes, in each of them.
@@ -102,7 +117,7 @@ class Gather {
   static constexpr int kPiece = 8, kLanes = 8, kPieces = kColumns / (kPiece * kLanes);
   static constexpr int kTogether = 16 * kSharing;  // rows that are read at a time
   static constexpr int kRounds = (kRows + kTogether - 1) / kTogether;
-  static_assert(kColumns % (kPiece * kLanes) == 0, "whole lines of 128 bytes");
+  static_assert(kColumns % (kPiece * kLanes) == 0 && kSegment % kColumns == 0, "whole lines of 128 bytes");
   static_assert(kRows % 8 == 0 && kRows == Means::kRows);
   static constexpr int kMeeting = 4;  // of the barriers that CUTLASS leaves to others
 
@@ -127,14 +142,17 @@ class Gather {
       for (int piece = 0; piece < kPieces; ++piece) {
         // In another block of 8 by 64 elements, of 1024 bytes, at the same place: swizzled alike.
         int const block = Stage{}.layout_b()(round * kTogether, piece * kPiece * kLanes);
-        sums_[round].template add<Element>(read(from + uint32_t(block * sizeof(Element))));
+        segment_[round].template add<Element>(read(from + uint32_t(block * sizeof(Element))));
       }
     }
+    columns_ += kColumns;
+    if (columns_ % kSegment == 0) end_segment();
   }
 
   // Leaves the means where the epilogue finds them once the threads that work on the tile have met.
   CUTLASS_DEVICE void finish(float inverse_k) {
     meet();
+    end_segment();
     CUTLASS_PRAGMA_UNROLL
     for (int round = 0; round < kRounds; ++round) {
       sums_[round].share();
@@ -146,6 +164,14 @@ class Gather {
   }
 
  private:
+  CUTLASS_DEVICE void end_segment() {
+    CUTLASS_PRAGMA_UNROLL
+    for (int round = 0; round < kRounds; ++round) {
+      sums_[round].add(segment_[round]);
+      segment_[round] = {};
+    }
+  }
+
   CUTLASS_DEVICE static uint4 read(uint32_t address) {
     uint4 piece;
     // Volatile keeps it behind the wait for the stage.
@@ -159,7 +185,8 @@ class Gather {
   int group_;
   int row_;
   uint32_t first_;
-  RowSums<What> sums_[kRounds];
+  int columns_ = 0;
+  RowSums<What> segment_[kRounds], sums_[kRounds];
 };
 
 // In a kernel that gathers nothing.

@@ -15,7 +15,7 @@ namespace cutlass_ops {
 
 // How the blocks of a grid share the rows and their means beside the main loop. All is zero before a kernel, and after it.
 struct Sharing {
-  unsigned* claimed;  // groups of rows that warps have taken, and a last one for each warp, of which there is none
+  unsigned* claimed;  // rows that warps have taken, and one for each warp that there is not
   unsigned* seen;     // for each tile of rows and each of the means: by how many tiles of D
   int tiles;          // of rows
   int readers;        // tiles of D that a tile of rows has
@@ -35,21 +35,27 @@ struct MeansOfRows {
     float* means;
     Sharing beside;
   };
-  static constexpr int kLanes = 8, kPiece = 8;  // threads that share a row, and elements that one of them reads at once
 
-  // The sums of a row for eight neighbouring lanes, which read so many pieces before they add the first. For whole warps.
+  // The sums of a row, one warp's: each eight lanes of it have segments of their own, and read so many pieces before they
+  // add the first.
   template <int kAtOnce>
-  CUTLASS_DEVICE static RowSums<What> sums(Params const& params, int64_t row, int lane) {
+  CUTLASS_DEVICE static RowSums<What> sums(Params const& params, int64_t row) {
+    int const lane = int(threadIdx.x) % 32;
     RowSums<What> result;
-    if (row < params.rows) {
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int64_t first = 0; first < params.k; first += kSegments * kSegment) {
+      RowSums<What> segment;
+      int64_t const begin = first + lane / kLanes * kSegment;
       CUTLASS_PRAGMA_NO_UNROLL
-      for (int64_t k = lane * kPiece; k < params.k; k += kAtOnce * kLanes * kPiece) {
+      for (int64_t k = begin; k < cute::min(begin + kSegment, int64_t(params.k)); k += kAtOnce * kLanes * kPiece) {
         uint4 pieces[kAtOnce];
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kAtOnce; ++i) pieces[i] = piece(params, row, k + i * kLanes * kPiece);
+        for (int i = 0; i < kAtOnce; ++i) pieces[i] = piece(params, row, k + (i * kLanes + lane % kLanes) * kPiece);
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kAtOnce; ++i) result.template add<Element>(pieces[i]);
+        for (int i = 0; i < kAtOnce; ++i) segment.template add<Element>(pieces[i]);
       }
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kSegments; ++i) result.add(segment.of_lane(i * kLanes + lane % kLanes));
     }
     result.share();
     return result;
@@ -65,6 +71,9 @@ struct MeansOfRows {
   }
 
  private:
+  static constexpr int kLanes = 8, kPiece = 8;  // threads that share a segment, and elements that one of them reads at once
+  static constexpr int kSegments = 32 / kLanes;
+
   // Eight elements of a row, with zeros beyond its end.
   CUTLASS_DEVICE static uint4 piece(Params const& params, int64_t row, int64_t k) {
     uint4 result{0, 0, 0, 0};
@@ -84,8 +93,8 @@ struct MeansOfRows {
 template <class Rows>
 struct MeansAhead {
   using Params = typename Rows::Params;
-  static constexpr int kThreads = 128, kRows = kThreads / Rows::kLanes;
-  static constexpr int kAtOnce = 16;  // threads would else wait for memory most of the time
+  static constexpr int kThreads = 128, kRows = kThreads / 32;
+  static constexpr int kAtOnce = 16;  // a whole segment: threads would else wait for memory most of the time
 
   CUTLASS_DEVICE static void run(Params const& params) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -93,12 +102,10 @@ struct MeansAhead {
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
-    int64_t const row = int64_t(blockIdx.x) * kRows + int(threadIdx.x) / Rows::kLanes;
-    int const lane = int(threadIdx.x) % Rows::kLanes;
-    auto const sums = Rows::template sums<kAtOnce>(params, row, lane);
-    if (row < params.rows && lane == 0) {
-      Rows::publish(params, row, sums, [](float* at, float mean) { *at = mean; });
-    }
+    int64_t const row = int64_t(blockIdx.x) * kRows + int(threadIdx.x) / 32;
+    if (row >= params.rows) return;
+    auto const sums = Rows::template sums<kAtOnce>(params, row);
+    if (threadIdx.x % 32 == 0) Rows::publish(params, row, sums, [](float* at, float mean) { *at = mean; });
   }
 };
 
@@ -149,28 +156,26 @@ struct AwaitedMeans {
   }
 };
 
-// The work of idle warps, `kWarps` of each thread block: they claim a few rows at a time in the order of the rows, and so does
-// whoever comes later. None waits for another, so all rows are taken even if parts of the grid have yet to start.
+// The work of idle warps, `kWarps` of each thread block: they claim row after row, and so does whoever comes later. None waits
+// for another, so all rows are taken even if parts of the grid have yet to start.
 template <class Rows, int kWarps>
 CUTLASS_DEVICE void take_means_beside(typename Rows::Params const& params) {
-  constexpr int kRows = 32 / Rows::kLanes;  // of a warp
-  constexpr int kAtOnce = 4;                // no more fit in these warps' registers
+  constexpr int kAtOnce = 4;  // no more fit in these warps' registers
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  unsigned const groups = unsigned((int64_t(params.rows) + kRows - 1) / kRows);
+  auto const rows = unsigned(params.rows);
   int const lane = int(threadIdx.x) % 32;
   auto const claim = [&] { return lane == 0 ? atomicAdd(params.beside.claimed, 1u) : 0; };
   unsigned next = claim();
   for (;;) {
-    unsigned const group = __shfl_sync(0xffffffff, next, 0);
-    if (group >= groups) {
+    unsigned const row = __shfl_sync(0xffffffff, next, 0);
+    if (row >= rows) {
       // Each warp of the grid comes here once: the last one has made the last claim.
-      if (lane == 0 && group == groups + kWarps * gridDim.x * gridDim.y - 1) *params.beside.claimed = 0;
+      if (lane == 0 && row == rows + kWarps * gridDim.x * gridDim.y - 1) *params.beside.claimed = 0;
       return;
     }
     next = claim();
-    int64_t const row = int64_t(group) * kRows + lane / Rows::kLanes;
-    auto const sums = Rows::template sums<kAtOnce>(params, row, lane % Rows::kLanes);
-    if (row < params.rows && lane % Rows::kLanes == 0) Rows::publish(params, row, sums, Awaited::store);
+    auto const sums = Rows::template sums<kAtOnce>(params, row);
+    if (lane == 0) Rows::publish(params, row, sums, Awaited::store);
   }
 }
 
