@@ -266,7 +266,7 @@ def _vector_load(
 
 
 def _gathered_load(spec: KernelSpec, leaf: str, plain: bool) -> Node:
-    """Load what is known of A's rows: from where the main loop left it, or from what the kernel before wrote."""
+    """Load means of A's rows: where the main loop left them, the kernel before wrote them, or idle warps will have."""
     name = f"Load_{leaf}"
     means, index = _config(spec).means, spec.epilogue.gathered.index(leaf)
     if means == "ahead":

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cutlass_ops.dtypes import dtype
 from cutlass_ops.epilogue.graph import Graph, Input, Kind, Node, Output
-from cutlass_ops.epilogue.ops import GATHERED
+from cutlass_ops.epilogue.ops import GATHERED, to_fp32
 
 # One entry for each of cutlass_ops.epilogue.ops.GATHERED: a row's terms, whose mean it is.
 _TERMS: dict[str, Callable[[Tensor], Tensor]] = {"mean_of_a": lambda a: a, "mean_square_of_a": torch.square}
@@ -98,8 +98,8 @@ def evaluate(
             name = str(node.attr)
             value = _broadcastable(kinds[name], inputs[name], acc.device).to(compute_dtype)
             values.append(value if a is None or kinds[name] is not Kind.PRODUCT else a.to(compute_dtype) @ value)
-        elif node.op == "const":
-            values.append(torch.tensor(node.attr, dtype=compute_dtype, device=acc.device))
+        elif node.op == "const" and isinstance(node.attr, float):
+            values.append(_number(node.attr, acc.device).to(compute_dtype))
         elif node.op in GATHERED and a is not None:
             # The mean over nothing is 0, as in a kernel: K is no more than a number to divide by.
             sums = _TERMS[node.op](a.to(compute_dtype)).sum(1, keepdim=True)
@@ -183,9 +183,13 @@ def _check_shape(declared: Input, value: Tensor | float, acc: Tensor, k: int) ->
 
 def _broadcastable(kind: Kind, value: Tensor | float, device: torch.device) -> Tensor:
     if not isinstance(value, Tensor):
-        # Filled on the device: a number that is copied there cannot be part of a CUDA graph.
-        return torch.full((), float(value), dtype=torch.float32, device=device)
+        return _number(value, device)
     return value[:, None] if kind is Kind.COL else value
+
+
+def _number(value: float, device: torch.device) -> Tensor:
+    # Filled on the device: a number that is copied there cannot be part of a CUDA graph.
+    return torch.full((), to_fp32(value), dtype=torch.float32, device=device)
 
 
 def _apply(node: Node, args: list[Tensor]) -> Tensor:

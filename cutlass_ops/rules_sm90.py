@@ -186,7 +186,7 @@ def _multicast(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
 def _means(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
     if not spec.epilogue.gathered:
         if config.means != "gathered":
-            yield f"means is {config.means!r}, and the epilogue takes nothing of A's rows: leave it out"
+            yield f"means is {config.means!r}, and the epilogue takes nothing of A's rows: use 'gathered'"
         return
     if config.means == "ahead":
         return

@@ -126,7 +126,7 @@ def usual(signature: OpSignature) -> Pool:
 def neighbours(signature: OpSignature, config: Config, device: Device) -> list[Config]:
     """Return the legal configurations one step away.
 
-    Of Sm90: another K extent, cluster, schedule or orientation, N ± 16, or means of A's rows taken the other way. Of
+    Of Sm90: another K extent, cluster, schedule or orientation, N ± 16, or means of A's rows taken another way. Of
     Sm80: another side of the tile, its K extent, the warps' tile, stages, or stream-K.
     """
     if isinstance(config, Sm80Config):

@@ -134,14 +134,16 @@ def sm80(threadblock, warp, **changes):
         sm90(128, 64, 64, schedule="cooperative", split_k=4, epilogue=gated, swap_ab=True),
         sm90(128, 104, 64, swap_ab=True),
         sm90(64, 40, 256, schedule="warp_specialized", epilogue=centred, swap_ab=True),
-        sm90(128, 104, 64, epilogue=norm, means_ahead=True, swap_ab=True, a="f16.row", b="f16.col", d="f16.row"),
+        sm90(256, 208, 64, schedule="cooperative", epilogue=centred, swap_ab=True, means="beside"),
+        sm90(128, 64, 32, epilogue=norm, means="beside", a="f16.row", b="f16.col", d="f16.row"),
+        sm90(128, 104, 64, epilogue=norm, means="ahead", swap_ab=True, a="f16.row", b="f16.col", d="f16.row"),
         sm90(256, 64, 128, schedule="cooperative", epilogue=swiglu, swap_ab=True, cluster=ClusterShape(2, 1)),
         sm80((64, 256, 32), (32, 64, 32), epilogue=everything, d="f32.col", stages=2),
         sm80((64, 64, 32), (32, 32, 32), epilogue=norm, a="bf16.col"),
     ],
     ids=[
-        *("sm90", "sm90-stream_k", "sm90-split_k", "sm90-multiple_of_8", "sm90-gathered", "sm90-means_ahead"),
-        *("sm90-second_weight", "sm80", "sm80-means"),
+        *("sm90", "sm90-stream_k", "sm90-split_k", "sm90-multiple_of_8", "sm90-gathered", "sm90-beside-swapped"),
+        *("sm90-beside", "sm90-ahead", "sm90-second_weight", "sm80", "sm80-means"),
     ],
 )
 def test_what_is_accepted_compiles_and_takes_the_memory_that_was_foretold(spec):
@@ -183,7 +185,7 @@ def draw_sm90(rng):
         scheduler=rng.choice(("persistent", "persistent", "stream_k")),
         stages=rng.choice((None, None, None, 2, 3, 4, 5)),
         swap_ab=rng.random() < 0.5,
-        means_ahead=rng.random() < 0.1,
+        means=rng.choice(("gathered",) * 8 + ("beside", "ahead")),
     )
 
 

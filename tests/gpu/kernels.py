@@ -174,6 +174,7 @@ def gathering() -> dict[str, KernelSpec]:
         co.Sm90Config(shape(128, 72, 64), cluster(4, 2), schedule="pingpong", swap_ab=True),
         co.Sm90Config(shape(256, 208, 64), cluster(1, 2), schedule="cooperative", swap_ab=True),
         co.Sm90Config(shape(64, 8, 256), schedule="warp_specialized", swap_ab=True),
+        co.Sm90Config(shape(128, 80, 64), cluster(2, 1), schedule="warp_specialized", swap_ab=True),
     )
     split = (
         co.Sm90Config(shape(128, 128, 64), schedule="cooperative", scheduler="stream_k"),

@@ -1,10 +1,13 @@
 """The benchmarks of norms and gates, as far as they run without a device: that their variants compute the same."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
+from signatures import H100, signature
 
+from cutlass_ops import builtin
 from tests.scripts import script
 
 BF16 = torch.bfloat16
@@ -22,7 +25,20 @@ def test_the_rmsnorms_variants_agree(monkeypatch):
     for name in ("ours", "statistic", "eager"):
         found = bench.VARIANTS[name](tensors).double()
         assert (found - exact).norm() <= 0.01 * exact.norm(), name
-    assert set(bench.PEERS) == set(bench.VARIANTS) - {"ours"} | {"compile", "ahead"}
+    assert set(bench.PEERS) == set(bench.VARIANTS) - {"ours"} | {"compile", "ways"}
+
+
+@pytest.mark.parametrize(("m", "ours", "others"), [(16, "gathered", {"beside", "ahead"}), (4096, "beside", {"ahead"})])
+def test_the_rmsnorm_is_timed_in_every_legal_way_with_the_same_tiles(m, ours, others, monkeypatch, no_user_tables):
+    bench = script("bench_rmsnorm")
+    monkeypatch.setattr(bench, "device_of", lambda device: H100)
+    x, w = (torch.empty(shape, device="meta", dtype=BF16) for shape in ((m, 4096), (4096, 4096)))
+    found = bench.ways(x, w.t())
+    chosen, _ = bench.dispatch.choose(signature(builtin.rms_norm), H100, (m, 4096, 4096))
+    assert chosen.config.means == ours
+    assert {way: spec.config for way, spec in found.items()} == {
+        way: replace(chosen.config, means=way) for way in others
+    }
 
 
 def test_swiglus_variants_agree():

@@ -5,6 +5,7 @@ import json
 import pickle
 import re
 from dataclasses import FrozenInstanceError, fields, replace
+from typing import get_args
 
 import pytest
 from hypothesis import example, given
@@ -14,6 +15,7 @@ import cutlass_ops as co
 from cutlass_ops.config import (
     ClusterShape,
     InstructionShape,
+    Means,
     Sm80Config,
     Sm90Config,
     ThreadblockShape,
@@ -54,6 +56,7 @@ SM90 = st.builds(
     raster=st.sampled_from(("heuristic", "along_m", "along_n")),
     by_gpc=st.booleans(),
     split_k=st.sampled_from((1, 2, 4)),
+    means=st.sampled_from(get_args(Means)),
     swizzle=st.integers(1, 8),
 )
 CONFIGS = SM80 | SM90
@@ -254,6 +257,8 @@ def test_every_field_makes_another_kernel():
         ("scheduler", "stream_k"),
         ("stages", 4),
         ("swap_ab", True),
+        ("means", "beside"),
+        ("means", "ahead"),
     ):
         changed.append(spec(epilogue=saved, config=replace(base.config, **{field: value})))
     for field, value in (
@@ -313,6 +318,17 @@ def test_a_config_slug_names_one_binary(drawn):
     assert len({c.binary().slug for c in drawn}) == len(binaries)
 
 
+@pytest.mark.parametrize(("means", "tail"), [("gathered", ""), ("beside", "_beside"), ("ahead", "_ahead")])
+def test_the_usual_way_to_means_is_not_spelled_out(means, tail):
+    """So that kernels and tables of before keep their names."""
+    config = Sm90Config(ThreadblockShape(64, 32, 128), schedule="warp_specialized", swap_ab=True, means=means)
+    assert config.slug == f"sm90_64x32x128_1x1_ws_swap{tail}"
+    data = config_to_json(config)
+    assert data.get("means") == (means if tail else None)
+    assert ("means" in data) == bool(tail)
+    assert config_from_json(data) == config
+
+
 def test_a_slug_can_be_read():
     config = Sm90Config(ThreadblockShape(64, 32, 128), ClusterShape(2, 1), "cooperative", "stream_k", 5, swap_ab=True)
     assert config.slug == "sm90_64x32x128_2x1_coop_s5_streamk_swap"
@@ -370,6 +386,10 @@ def test_an_unknown_dtype_is_refused_with_those_there_are(name):
         ("split_k", True),
         ("swizzle", True),
         ("swap_ab", 1),
+        ("means", "before"),
+        ("means", False),
+        ("means", None),
+        ("means", ["beside"]),
         ("stages", 3.0),
         ("stages", True),
     ],

@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from signatures import A100, H100, signature, statistics
 
 from cutlass_ops import _resources, builtin, dispatch, heuristics, legality, model, tables
-from cutlass_ops.config import ClusterShape, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
+from cutlass_ops.config import ClusterShape, Means, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
 from cutlass_ops.heuristics import Device
 from cutlass_ops.spec import Operand
 from cutlass_ops.tables import Measured, Point, Table
@@ -378,26 +379,59 @@ def signature_of_graph(graph, problem, **changes):
     return replace(found, **changes)
 
 
-def test_kernels_that_gather_have_the_times_of_those_that_do_not():
-    problem = (1024, 4096, 4096)
+def rows_of_a(config):
+    return config.threadblock.n if config.swap_ab else config.threadblock.m
+
+
+@pytest.mark.parametrize(("m", "means"), [(16, "gathered"), (1024, "beside"), (4096, "beside")])
+def test_kernels_with_a_norm_have_the_times_of_those_without_and_what_means_take(m, means):
+    problem = (m, 4096, 4096)
     usual = dispatch.policy(signature_of_graph(builtin.bias_relu.graph, problem), H100)
     norm = dispatch.policy(signature_of_graph(builtin.rms_norm.graph, problem), H100)
     best, again = usual.ranked(problem, count=1)[0], norm.ranked(problem, count=1)[0]
-    assert (best.config, best.source) == (again.config, "measured")
-    assert not any(c.means_ahead for c in norm.kernels if c.whole_k)
+    assert (again.config, again.source) == (replace(best.config, means=means), "measured")
+    assert again.microseconds == pytest.approx(best.microseconds + float(model.means(means, [problem])))
     assert norm.own is None
     assert not norm.peers(problem)
 
 
-def test_where_the_main_loop_cannot_gather_a_kernel_before_does_and_counts():
+def test_measured_kernels_take_means_in_the_first_way_that_is_legal():
+    signature = signature_of_graph(builtin.rms_norm.graph, (1024, 4096, 4096))
+    policy = dispatch.policy(signature, H100)
+    assert {c.means for c in policy.kernels} == {"gathered", "beside", "ahead"}
+    for config in policy.kernels:
+        if not config.whole_k:
+            assert config.means == "ahead"
+        else:
+            assert config.means == ("gathered" if rows_of_a(config) <= 64 else "beside"), config.slug
+        assert not legality.check(heuristics.spec(signature, config, H100))
+    assert any(rows_of_a(c) == 64 for c in policy.kernels)
+    assert any(c.means == "beside" and rows_of_a(c) < 128 for c in policy.kernels)
+
+
+@pytest.mark.parametrize("means", get_args(Means))
+def test_a_table_about_a_norm_itself_is_taken_at_its_word(means):
+    """Any way that was the fastest serves, at the time that was measured and no other."""
+    of = signature(builtin.rms_norm)
+    ways = [replace(SLOW, means=means), *(replace(SLOW, means=way) for way in get_args(Means) if way != means)]
+    times = [Measured(config, 10.0 + i, i / 10) for i, config in enumerate(ways)]
+    user_table(*times, of=of)
+    spec, config = chosen(ODD, of)
+    assert spec.config == config == ways[0]
+    best, *_ = dispatch.policy(of, H100).ranked(ODD, count=3)
+    assert (best.config, best.microseconds, best.source) == (ways[0], 10.0, "measured")
+
+
+def test_where_neither_main_loop_nor_idle_warps_can_a_kernel_before_does_and_counts():
     problem = (1024, 4096, 4096)
     misaligned = signature_of_graph(builtin.rms_norm.graph, problem, d=Operand.of("bf16.row.align1"))
     policy = dispatch.policy(misaligned, H100)
     assert policy.kernels
-    assert all(c.means_ahead for c in policy.kernels)
+    assert {c.means for c in policy.kernels} == {"ahead"}
     ahead = policy.ranked(problem, count=1)[0]
-    gathered = dispatch.policy(signature_of_graph(builtin.rms_norm.graph, problem), H100).ranked(problem, count=1)[0]
-    assert ahead.microseconds > gathered.microseconds + 1
+    usual = dispatch.policy(signature_of_graph(builtin.rms_norm.graph, problem), H100).ranked(problem, count=1)[0]
+    assert usual.config.means == "beside"
+    assert ahead.microseconds > usual.microseconds + 1
 
 
 def test_two_weights_take_as_long_as_one_of_twice_the_columns():

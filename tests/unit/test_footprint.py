@@ -1,11 +1,13 @@
 """What a kernel takes of shared memory, against what the compiler measured and what the target has."""
 
+from typing import get_args
+
 import pytest
 from hypothesis import given
 
 import cutlass_ops as co
 from cutlass_ops import arch, builtin
-from cutlass_ops.config import InstructionShape
+from cutlass_ops.config import InstructionShape, Means
 from cutlass_ops.footprint import (
     shared_memory,
     sm90_epilogue_smem,
@@ -53,18 +55,23 @@ MEASURED = [
 @pytest.mark.parametrize(
     ("changes", "kib"),
     [
-        ({}, 1),
-        ({"n": 136, "swap_ab": True}, 2),
-        ({**COOP, "m": 256}, 1),
+        ({"m": 64}, 1),
+        ({"n": 136, "swap_ab": True}, 2),  # more rows than are legal
+        ({**COOP, "m": 256, "n": 64, "swap_ab": True}, 1),
         ({**WS, "n": 8, "k": 256, "swap_ab": True}, 1),
     ],
 )
 def test_what_the_main_loop_gathers_takes_whole_kib_besides(changes, kib):
-    gathers, ahead = (sm90(epilogue=rms, stages=2, means_ahead=means, **changes) for means in (False, True))
-    assert sm90_means_smem(gathers) == kib * arch.KIB
-    assert sm90_means_smem(ahead) == 0
+    ways = {means: sm90(epilogue=rms, stages=2, means=means, **changes) for means in get_args(Means)}
+    assert {means: sm90_means_smem(way) for means, way in ways.items()} == {
+        "gathered": kib * arch.KIB,
+        "beside": 0,
+        "ahead": 0,
+    }
     without = sm90(epilogue=scaled, stages=2, **changes)
-    assert shared_memory(gathers) == shared_memory(without) + kib * arch.KIB
+    assert shared_memory(ways["gathered"]) == shared_memory(without) + kib * arch.KIB
+    if not ways["beside"].config.swap_ab:  # each thread has the means of its own rows in registers
+        assert shared_memory(ways["beside"]) == shared_memory(ways["ahead"]) == shared_memory(without)
 
 
 @pytest.mark.parametrize(("kernel", "stages", "size"), MEASURED)
@@ -121,10 +128,16 @@ def test_sm90_helpers_want_an_sm90_configuration():
         sm90_stages(sm80())
 
 
-def test_means_taken_ahead_lie_in_shared_memory_along_the_kernels_columns():
+@pytest.mark.parametrize("means", ["beside", "ahead"])
+def test_means_from_elsewhere_lie_in_shared_memory_along_the_kernels_columns(means):
     """As a given column does, which the compiler was asked about (tests/compile)."""
+    sizes = {}
     for changes in ({"n": 208, "swap_ab": True}, {"n": 208}):
-        ahead = sm90(epilogue=builtin.layer_norm, stages=2, means_ahead=True, **changes)
+        gathered = sm90(epilogue=builtin.layer_norm, stages=2, **changes)
+        taken = sm90(epilogue=builtin.layer_norm, stages=2, means=means, **changes)
         moments = {"mean": "f32", "rstd": "f32"}
         given = sm90(epilogue=builtin.layer_norm_of_moments, inputs=moments, stages=2, **changes)
-        assert sm90_epilogue_smem(ahead) == sm90_epilogue_smem(given)
+        assert sm90_epilogue_smem(taken) == sm90_epilogue_smem(given)
+        sizes[taken.config.swap_ab] = sm90_epilogue_smem(taken) - sm90_epilogue_smem(gathered)
+    # Two of 832 bytes, in whole KiB; one KiB is there anyhow.
+    assert sizes == {True: arch.KIB, False: 0}

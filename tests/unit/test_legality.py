@@ -77,6 +77,10 @@ def sm90(m=128, n=128, k=64, **changes):
     return spec(Sm90Config(ThreadblockShape(m, n, k), **rest(changes)), changes)
 
 
+def norm(m=128, n=128, k=64, **changes):
+    return sm90(m, n, k, epilogue=rms, **changes)
+
+
 def sm80(threadblock=(128, 128, 32), warp=(64, 64, 32), **changes):
     return spec(Sm80Config(ThreadblockShape(*threadblock), WarpShape(*warp), **rest(changes)), changes)
 
@@ -141,12 +145,22 @@ NEIGHBOURS = [
     ("cluster_shape", sm90(**cluster(2, 1)), sm90(n=96, **cluster(3, 1))),
     ("multicast", sm90(n=8, k=16, stages=4, **cluster(2, 1)), sm90(n=8, k=16, stages=4, **cluster(4, 1))),
     ("multicast", sm90(n=40, k=16, **MN_MAJOR, **cluster(2, 1)), sm90(n=40, k=16, **MN_MAJOR, **cluster(4, 1))),
-    ("field_values", sm90(epilogue=rms, means_ahead=True), sm90(epilogue=rms, means_ahead=1)),
-    ("gathered", sm90(epilogue=rms), sm90(epilogue=rms, k=32)),
-    ("gathered", sm90(epilogue=rms, a="bf16.col", means_ahead=True), sm90(epilogue=rms, a="bf16.col")),
-    ("gathered", sm90(epilogue=rms, split_k=2, means_ahead=True, **COOP), sm90(epilogue=rms, split_k=2, **COOP)),
-    ("gathered", sm90(epilogue=rms, d="bf16.row.align2", means_ahead=True), sm90(epilogue=rms, d="bf16.row.align2")),
-    ("means_ahead", sm90(epilogue=rms, means_ahead=True), sm90(means_ahead=True)),
+    ("field_values", norm(means="ahead"), norm(means=True)),
+    ("field_values", norm(means="beside"), norm(means="before")),
+    ("means", norm(means="ahead"), sm90(means="ahead")),
+    ("means", norm(means="beside"), sm90(means="beside")),
+    ("means", norm(64, a="bf16.col", means="ahead"), norm(64, a="bf16.col")),
+    ("means", norm(a="bf16.col", means="ahead"), norm(a="bf16.col", means="beside")),
+    ("means", norm(n=64, swap_ab=True, split_k=2, means="ahead", **WS), norm(n=64, swap_ab=True, split_k=2, **WS)),
+    ("means", norm(split_k=2, means="ahead", **COOP), norm(split_k=2, means="beside", **COOP)),
+    ("means", norm(means="beside", **COOP), norm(means="beside", scheduler="stream_k", **COOP)),
+    ("means", norm(64, d="bf16.row.align2", means="ahead"), norm(64, d="bf16.row.align2")),
+    ("means", norm(d="bf16.row.align2", means="ahead"), norm(d="bf16.row.align2", means="beside")),
+    ("gathered", norm(64), norm(64, k=32)),
+    ("gathered", norm(64, k=96, means="beside"), norm(64, k=96)),
+    ("gathered", norm(64), norm(128)),
+    ("gathered", norm(256, means="beside", **COOP), norm(256, **COOP)),
+    ("gathered", norm(n=64, swap_ab=True), norm(n=72, swap_ab=True)),
     ("second_weight", sm90(epilogue=swiglu), sm90(epilogue=swiglu, b="bf16.row")),
     ("second_weight", sm90(epilogue=swiglu, n=208), sm90(epilogue=swiglu, n=200)),
     ("second_weight", sm90(epilogue=swiglu, swap_ab=True), sm90(64, epilogue=swiglu, swap_ab=True)),
@@ -232,6 +246,46 @@ def test_a_message_says_what_it_is_and_what_to_do(broken):
         assert str(violation) == f"{violation.rule}: {violation.message}"
 
 
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (sm90(means="ahead"), "means is 'ahead', and the epilogue takes nothing of A's rows: use 'gathered'"),
+        (
+            norm(a="bf16.col", means="beside"),
+            "means is 'beside': mean_square_of_a of rows that lie one after the other, and a is bf16.col: use means "
+            "'ahead', or a row-major A",
+        ),
+        (
+            norm(split_k=2, means="beside", **COOP),
+            "means is 'beside': mean_square_of_a of rows of which a block sees all of K: use means 'ahead', or split_k "
+            "1 with scheduler 'persistent'",
+        ),
+        (
+            sm90(64, epilogue=builtin.layer_norm, d="bf16.row.align2"),
+            "means is 'gathered': mean_of_a, mean_square_of_a of rows, and the epilogue that reads them gives an "
+            "aligned D alone and reads one aligned tile at most: use means 'ahead'",
+        ),
+        (
+            norm(64, k=96),
+            "the main loop gathers in lines of 64 elements, and threadblock.k is 96: use a multiple of that, or means "
+            "'beside'",
+        ),
+        (
+            norm(n=72, swap_ab=True),
+            "the main loop gathers from tiles of 72 rows of A, and from more than 64 it is slower than multiplying "
+            "them: use means 'beside'",
+        ),
+    ],
+)
+def test_what_is_said_of_means_of_rows(broken, message):
+    (violation,) = check(broken)
+    assert violation.message == message
+
+
+def test_both_of_gathering_s_limits_are_reported():
+    assert [v.rule for v in check(norm(128, k=96))] == ["gathered", "gathered"]
+
+
 def test_the_package_exports_check():
     assert co.check is check
     assert co.Violation is Violation
@@ -284,9 +338,12 @@ def test_the_whole_space_of_norms_and_gates_can_be_checked(epilogue):
     signature = OpSignature(one.epilogue, one.a, one.b, one.d, one.inputs, one.outputs)
     found = space.configurations(signature)
     assert len(found) > 2000
-    assert {c.means_ahead for c in found} == ({False, True} if epilogue is rms else {False})
+    assert {c.means for c in found} == ({"gathered", "beside", "ahead"} if epilogue is rms else {"gathered"})
 
 
 def test_the_kernels_that_the_gpu_tests_build_are_legal():
-    groups = (kernels.matrix(), kernels.configurations(), kernels.multi_output(), kernels.drawn_specs())
+    groups = (
+        *(kernels.matrix(), kernels.configurations(), kernels.multi_output(), kernels.drawn_specs()),
+        kernels.gathering(),
+    )
     assert {name: check(spec) for group in groups for name, spec in group.items() if check(spec)} == {}

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 
 import cutlass_ops as co
-from cutlass_ops import builtin
+from cutlass_ops import builtin, norms
 from tests.strategies import epilogues
 
 
@@ -114,12 +114,15 @@ def both_means(acc, bias: co.Row):
     return (acc - co.mean_of_a()) * co.rsqrt(co.mean_square_of_a()) + bias
 
 
+normed_gate = norms.rmsnorm_op(builtin.swiglu).epilogue
+
+
 @pytest.mark.parametrize(
     ("changes", "rows", "tiles", "visitor"),
     [
-        ({}, 128, 2, "ColGathered"),
-        ({"schedule": "cooperative"}, 128, 1, "ColGathered"),
-        ({"tile": (64, 24 * 3, 64), "swap_ab": True}, 72, 2, "RowGathered"),
+        ({"tile": (64, 128, 64)}, 64, 2, "ColGathered"),
+        ({"tile": (256, 64, 64), "schedule": "cooperative", "swap_ab": True}, 64, 1, "RowGathered"),
+        ({"tile": (64, 56, 64), "swap_ab": True}, 56, 2, "RowGathered"),
     ],
 )
 def test_the_main_loop_leaves_means_where_the_epilogue_reads_them(changes, rows, tiles, visitor):
@@ -132,19 +135,72 @@ def test_the_main_loop_leaves_means_where_the_epilogue_reads_them(changes, rows,
     assert re.search(rf"Load_mean_square_of_a = cutlass_ops::{visitor}<.*MeanSquareOfRows<Means>", text)
     swapped = str(changes.get("swap_ab", False)).lower()
     assert f"MainloopSchedule, {swapped}, 1, Means>" in text
+    assert "// Of A's rows, for the epilogue: the main loop gathers them." in text
+    assert not re.search("MeansAhead|MeansOfRows|Awaited|o.rows", text)
+    assert takes_means(text) == (False, None)
+
+
+def takes_means(text):
+    """Return whether something is done for means before a launch, and how many bytes of workspace they take, if any."""
+    (takes,) = re.findall(r"constexpr bool kTakesMeans = (true|false);", text)
+    (size,) = re.findall(r"int64_t means_bytes\(cutlass_ops::Problem(?: problem)?\) { return (.*); }", text)
+    assert text.count("cudaError_t take_means(") == (takes == "true")
+    return takes == "true", None if size == "0" else size
+
+
+@pytest.mark.parametrize(
+    ("swap", "epilogue", "input_visitor", "options", "arguments"),
+    [
+        (False, both_means, "ColInput", "false, 1, void, Rows", ",\n         nullptr, {}, o.rows}"),
+        (True, both_means, "RowInput", "true, 1, void, Rows", ",\n         nullptr, {}, o.rows}"),
+        (False, normed_gate, "ColInput", "false, 2, void, Rows", "StrideB>(o.up),\n         o.rows}"),
+        (True, normed_gate, "RowInput", "true, 2, void, Rows", "StrideA>(o.up),\n         o.rows}"),
+    ],
+)
+def test_means_taken_beside_are_awaited_and_need_neither_a_kernel_nor_workspace(
+    swap, epilogue, input_visitor, options, arguments
+):
+    text = source(epilogue, means="beside", swap_ab=swap)
+    assert text.count("CUTLASS_OPS_KERNEL(") == 1
     assert "MeansAhead" not in text
+    assert takes_means(text) == (True, None)
+    assert "cutlass_ops::share_rows<GemmKernel, Rows>(o.rows, arguments(o), device, stream)" in text
+    shape = "OutputShape" if epilogue is normed_gate else "ThreadblockShape"
+    for index, name in enumerate(epilogue.graph.gathered):
+        assert f"Load_{name} = cutlass_ops::{input_visitor}<{shape}, EpilogueTile, cutlass_ops::Awaited>;" in text
+        assert f"{{cutlass_ops::awaited(o.rows, {index})}},  // Load_{name}" in text
+    assert "// Of A's rows, for the epilogue: idle warps take them beside the main loop." in text
+    assert "using Rows = cutlass_ops::MeansOfRows<OfRows, ElementA, MajorA, AlignmentA>;" in text
+    assert "TileMeans" not in text
+    assert f"MainloopSchedule, {options}>" in text
+    assert arguments in text
+    # The whole kernel waits for the one before, idle warps included.
+    assert "#define CUTLASS_ENABLE_GDC_FOR_SM90" in text
+    assert "WAITS_LATE" not in text
+
+
+def test_the_two_means_are_numbered_as_they_are_stored():
+    """Means first, then means of squares, of those that there are (row_means.h)."""
+    assert both_means.graph.gathered == ("mean_of_a", "mean_square_of_a")
+    text = source(builtin.rms_norm, means="beside")
+    assert "OfRows<false, true>" in text
+    assert "awaited(o.rows, 0)},  // Load_mean_square_of_a" in text
+    assert "awaited(o.rows, 1)" not in text
 
 
 def test_means_taken_ahead_are_vectors_of_the_workspace_and_waited_for_late():
-    text = source(both_means, means_ahead=True)
+    text = source(both_means, means="ahead")
+    assert takes_means(text) == (True, "cutlass_ops::means_bytes<OfRows>(problem)")
+    assert text.count("CUTLASS_OPS_KERNEL(") == 2
     assert text.index("#define CUTLASS_OPS_WAITS_LATE") < text.index("#include")
     assert "CUTLASS_ENABLE_GDC_FOR_SM90" not in text
     assert "Load_mean_of_a = cutlass_ops::ColInput<ThreadblockShape, EpilogueTile, float>" in text
-    assert "{o.means + 1 * int64_t(o.problem.m)},  // Load_mean_square_of_a" in text
+    assert "{o.rows.means},  // Load_mean_of_a" in text
+    assert "{o.rows.means + 1 * int64_t(o.problem.m)},  // Load_mean_square_of_a" in text
     assert "_means, MeansAhead)" in text
     assert "TileMeans" not in text
     # CUTLASS's own epilogue waits for nothing: there the whole kernel waits, as usual.
-    text = source(both_means, means_ahead=True, d="bf16.row.align2")
+    text = source(both_means, means="ahead", d="bf16.row.align2")
     assert "CUTLASS_ENABLE_GDC_FOR_SM90" in text
     assert "WAITS_LATE" not in text
 
@@ -165,8 +221,8 @@ def test_a_second_weight_has_half_of_the_tile(swap, shape, stride):
 
 def test_a_kernel_without_either_is_as_it_was():
     text = source(builtin.bias_relu)
-    assert not re.search("Means<|OfRows|OutputShape|, 2>", text)
-    assert "int64_t means_bytes(cutlass_ops::Problem) { return 0; }" in text
+    assert not re.search("Means<|OfRows|OutputShape|, 2>|o.rows", text)
+    assert takes_means(text) == (False, None)
 
 
 @settings(max_examples=60, deadline=None)
@@ -182,7 +238,7 @@ def test_gathered_means_and_products_are_passed_in_order(epilogue):
 
 
 def _parameters_are_visitors(epilogue):
-    config = co.Sm90Config(co.ThreadblockShape(128, 128, 64), schedule="pingpong")
+    config = co.Sm90Config(co.ThreadblockShape(64, 128, 64), schedule="pingpong")
     source = co.source(co.KernelSpec(a="bf16.row", b="bf16.col", d="bf16.row", epilogue=epilogue, config=config))
     tree = re.search(r"using EpilogueVisitor = fusion::Sm90EVT<Compute_d, (.*)>;", source)
     if tree is None:  # nothing is computed

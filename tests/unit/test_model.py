@@ -2,13 +2,17 @@
 
 import itertools
 import math
+from dataclasses import replace
+from typing import get_args
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from signatures import H100, signature
 
-from cutlass_ops import _resources, heuristics, model, space
+from cutlass_ops import _resources, builtin, heuristics, model, space
+from cutlass_ops.config import Means, Sm90Config, ThreadblockShape
 from tests.scripts import BENCHMARKS, script
 from tests.strategies import PATIENT
 
@@ -77,6 +81,30 @@ def test_no_time_is_below_what_memory_and_tensor_cores_allow(m, n, k):
         assert time >= 2 * m * n * k / 989e6  # peak of an H100, in FLOP a microsecond
 
 
+def test_means_gathered_are_free_beside_cost_their_preparation_and_ahead_reading_a_as_well():
+    shapes = [(16, 4096, 4096), (4096, 4096, 4096), (4096, 512, 8192)]
+    gathered, beside, ahead = (model.means(way, shapes) for way in ("gathered", "beside", "ahead"))
+    assert gathered.shape == beside.shape == ahead.shape == (len(shapes), 1)
+    assert gathered.tolist() == [[0.0]] * 3
+    assert len(set(beside.flatten().tolist())) == 1
+    assert 0 < beside[0] < 5
+    assert (ahead > beside).all()
+    read = (ahead - beside).flatten().tolist()
+    assert read == pytest.approx([read[0] * m * k / (16 * 4096) for m, _, k in shapes])  # N does not matter
+
+
+def test_a_pool_counts_what_means_take():
+    ways = [
+        config("sm90_64x64x64_1x1_pp"),
+        *(Sm90Config(ThreadblockShape(64, 64, 64), means=w) for w in ("beside", "ahead")),
+    ]
+    of = signature(builtin.rms_norm)
+    problems = [(64, 4096, 4096), (4096, 4096, 4096)]
+    times = heuristics.Pool.of(ways, of).times(problems, H100)
+    taken = torch.cat([model.means(c.means, problems) for c in ways], dim=1)
+    assert torch.allclose(times - times[:, :1], taken)
+
+
 def test_more_work_is_not_predicted_to_be_faster():
     of = config("sm90_128x128x64_2x1_pp")
     for side in range(3):
@@ -115,6 +143,17 @@ def test_the_space_is_legal_and_large_and_its_parts_are_whole():
         assert not set(others) & set(first)
         assert {rows(o, shape) for o in others} <= {rows(of, shape)}
     assert any(o.threadblock.k != of.threadblock.k for of in first for o in unseen(of))
+
+
+def test_the_space_has_every_way_to_means_for_norms_and_the_usual_one_else():
+    """Each kernel of a norm that gathers can take means in both other ways, and each with idle warps ahead."""
+    assert {c.means for c in space.configurations(signature())} == {"gathered"}
+    assert {c.means for c in space.configurations(signature(builtin.swiglu))} == {"gathered"}
+    norm = space.configurations(signature(builtin.rms_norm))
+    found = {way: {replace(c, means="gathered") for c in norm if c.means == way} for way in get_args(Means)}
+    assert set() < found["gathered"] < found["beside"] < found["ahead"]
+    assert any(c.swap_ab for c in found["gathered"])
+    assert all(not c.whole_k for c in found["ahead"] - found["beside"])
 
 
 def test_the_space_has_every_schedule_with_every_tile_that_it_can_have():

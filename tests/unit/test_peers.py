@@ -1,8 +1,12 @@
 """PyTorch as a peer: the same results as the reference, and as careful with its arguments as a kernel."""
 
+import math
+
 import pytest
 import torch
 from signatures import H100
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cutlass_ops as co
 from cutlass_ops import builtin, dispatch, ops, tables
@@ -120,3 +124,50 @@ def test_peers_of_norms_normalise_before_they_round(eps):
             d = peer(a, b, inputs)
             assert d.dtype == torch.float16
             assert (d.double() - wanted).norm() <= 2e-3 * wanted.norm()
+
+
+class Crossings(TorchDispatchMode):
+    """Notes the operations that take a tensor to another device, which no CUDA graph can hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        tensors = [x for x in (*args, result) if isinstance(x, torch.Tensor)]
+        if len({x.device for x in tensors}) > 1:
+            self.found.append(str(func))
+        return result
+
+
+@co.epilogue
+def numbers(acc, bias: co.Row, alpha: co.Scalar):
+    """A number that is given, and constants."""
+    return co.maximum(acc * alpha + 0.25, -1e30) + bias
+
+
+@co.epilogue
+def scaled_rows(acc, alpha: co.Scalar):
+    return acc * co.rsqrt(co.mean_square_of_a() + alpha)
+
+
+@pytest.mark.parametrize("epilogue", [numbers, scaled_rows, builtin.rms_norm, builtin.layer_norm], ids=str)
+def test_peers_can_be_captured_with_numbers_among_their_inputs(epilogue):
+    with FakeTensorMode(), Crossings() as crossings:
+        half = {"device": "cuda", "dtype": torch.float16}
+        inputs = [torch.empty(N, **half) if i.kind.value == "row" else 0.5 for i in epilogue.graph.inputs]
+        for peer in peers(epilogue.graph).values():
+            d = peer(torch.empty(M, K, **half), torch.empty(K, N, **half), inputs)
+            assert (d.shape, d.dtype, d.device.type) == ((M, N), torch.float16, "cuda")
+        assert not crossings.found
+        torch.tensor(0.5, device="cuda")
+        assert crossings.found  # it can tell
+
+
+def test_numbers_beyond_fp32_and_fp16_are_infinite():
+    a, b, inputs = tensors()
+    (eager,) = peers(numbers.graph).values()
+    d = eager(a.half(), b.half(), [inputs["bias"].half(), math.copysign(1e300, -1)])
+    assert d.isfinite().logical_or(d.isinf()).all()
+    assert d.isinf().any()

@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from signatures import H100, signature
 
 from cutlass_ops import builtin, dispatch, heuristics, model, norms, space, tables, tuning
 from cutlass_ops.call import check_call, signature_of
-from cutlass_ops.config import ClusterShape, Sm80Config, Sm90Config, ThreadblockShape
+from cutlass_ops.config import ClusterShape, Means, Sm80Config, Sm90Config, ThreadblockShape
 from cutlass_ops.errors import CompileError, MeasuringError, ToolchainError
 from cutlass_ops.measuring import Outcome
 from cutlass_ops.spec import Operand
@@ -149,6 +150,26 @@ def test_neighbours_are_one_step_away():
     assert replace(centre, cluster=ClusterShape(1, 2), swap_ab=True) in found  # the same tiles, the other way round
     assert replace(centre, threadblock=ThreadblockShape(64, 256, 64)) not in found
     assert centre not in found
+
+
+@pytest.mark.parametrize("means", get_args(Means))
+def test_the_other_ways_to_means_are_one_step_away(means):
+    norm = signature(builtin.rms_norm)
+    centre = Sm90Config(ThreadblockShape(64, 128, 64), ClusterShape(2, 1), means=means)
+    found = space.neighbours(norm, centre, H100)
+    others = [way for way in get_args(Means) if way != means]
+    for way in others:
+        assert replace(centre, means=way) in found
+        assert replace(centre, means=way, cluster=ClusterShape(1, 1)) not in found  # two steps
+    assert replace(centre, cluster=ClusterShape(1, 1)) in found
+    assert replace(centre, threadblock=ThreadblockShape(64, 144, 64)) in found
+    assert not any(replace(centre, means=way, threadblock=ThreadblockShape(64, 144, 64)) in found for way in others)
+
+
+def test_ways_that_are_illegal_are_no_neighbours():
+    norm = signature(builtin.rms_norm)
+    centre = Sm90Config(ThreadblockShape(128, 128, 64), means="beside")
+    assert {c.means for c in space.neighbours(norm, centre, H100)} == {"beside", "ahead"}
 
 
 def test_operands_that_tma_cannot_load_are_tuned_among_sm80_kernels():

@@ -144,8 +144,9 @@ class Kernel {
   // Bytes of workspace, aligned to 256, that a launch needs on the current device.
   int64_t workspace_size(int64_t m, int64_t n, int64_t k, Order order = {}) const;
 
-  // Launches on a stream (a cudaStream_t) of the operands' device. It does not wait, and allocates no device memory.
-  // M, N and K follow from the shapes.
+  // Launches on a stream (a cudaStream_t) of the operands' device. M, N and K follow from the shapes. It does not wait, and
+  // allocates no device memory, but for kernels whose idle warps take means of A's rows (docs/rmsnorm.md): these do both where
+  // they need more memory than they have.
   void launch(std::vector<Argument> const& arguments, Order order, Workspace workspace, void* stream) const;
 
  private:
