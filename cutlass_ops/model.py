@@ -23,8 +23,10 @@ from cutlass_ops.config import Means, Schedule, Sm90Config
 # within a K step; and a kernel's work against device memory, which overlap less well.
 _SHARPNESS = 8
 
-# A kernel before the GEMM that reads A: microseconds to start it, and its GB/s. Set, not fitted.
-_MEANS_LAUNCH, _MEANS_BANDWIDTH = 1.2, 2500.0
+# Microseconds that means of A's rows take whatever their number, and the GB/s of a kernel before the GEMM that reads A.
+# Set, not fitted.
+_MEANS_START: dict[Means, float] = {"gathered": 0.0, "beside": 0.5, "ahead": 1.2}
+_MEANS_BANDWIDTH = 2500.0
 # What bounds an instruction's clocks: its products, or reading both operands from shared memory.
 _PRODUCTS_PER_CLOCK = 2048
 _SHARED_BYTES_PER_CLOCK = 128
@@ -359,11 +361,11 @@ def times(
 def means(way: Means, problems: Sequence[tuple[int, int, int]], element_bytes: int = 2) -> Tensor:
     """Return by how many microseconds a GEMM is later for means of A's rows, of shape (problems, 1).
 
-    A kernel before it reads A once, or only prepares for warps beside the main loop to do so.
+    A kernel before it reads A once; warps beside the main loop do so while the others multiply.
     """
     m, _, k = _extents(problems)
-    launch = torch.full_like(m, 0.0 if way == "gathered" else _MEANS_LAUNCH)
-    return launch + element_bytes * m * k / (_MEANS_BANDWIDTH * 1e3) if way == "ahead" else launch
+    start = torch.full_like(m, _MEANS_START[way])
+    return start + element_bytes * m * k / (_MEANS_BANDWIDTH * 1e3) if way == "ahead" else start
 
 
 def _rows(extent: Tensor, line: Extent, element_bytes: int) -> Tensor:

@@ -89,8 +89,8 @@ def test_means_gathered_are_free_beside_cost_their_preparation_and_ahead_reading
     assert len(set(beside.flatten().tolist())) == 1
     assert 0 < beside[0] < 5
     assert (ahead > beside).all()
-    read = (ahead - beside).flatten().tolist()
-    assert read == pytest.approx([read[0] * m * k / (16 * 4096) for m, _, k in shapes])  # N does not matter
+    read = (ahead - model.means("ahead", [(1, 1, 1)])).flatten().tolist()
+    assert read == pytest.approx([read[0] * m * k / (16 * 4096) for m, _, k in shapes], rel=1e-3)  # N does not matter
 
 
 def test_a_pool_counts_what_means_take():

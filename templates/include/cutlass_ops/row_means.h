@@ -158,9 +158,8 @@ struct AwaitedMeans {
 
 // The work of idle warps, `kWarps` of each thread block: they claim row after row, and so does whoever comes later. None waits
 // for another, so all rows are taken even if parts of the grid have yet to start.
-template <class Rows, int kWarps>
+template <class Rows, int kWarps, int kAtOnce>
 CUTLASS_DEVICE void take_means_beside(typename Rows::Params const& params) {
-  constexpr int kAtOnce = 4;  // no more fit in these warps' registers
   asm volatile("griddepcontrol.wait;" ::: "memory");
   auto const rows = unsigned(params.rows);
   int const lane = int(threadIdx.x) % 32;
