@@ -5,12 +5,14 @@ import torch
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _kernels():
-    """Compile everything once, side by side, before the first test."""
+def _kernels(request):
+    """Compile what the tests of this run need, once and side by side, before the first one."""
     if torch.cuda.is_available():
         from tests.gpu import kernels
 
-        kernels.build_all()
+        items = [item for item in request.session.items if "gpu" in item.keywords]
+        parameters = [p for item in items if hasattr(item, "callspec") for p in item.callspec.params.values()]
+        kernels.build([p for p in parameters if isinstance(p, str)], [item.path.stem for item in items])
 
 
 @pytest.fixture(autouse=True)

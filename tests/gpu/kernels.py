@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -221,7 +222,7 @@ def overlapping() -> dict[str, KernelSpec]:
 
 
 def multi_output() -> dict[str, KernelSpec]:
-    """Five inputs, two tiles and six reductions in one kernel; inputs used in another order than they have."""
+    """Five inputs, two tiles and six reductions in one kernel."""
     shape = co.ThreadblockShape
     configs: tuple[Config, ...] = (
         SM90_REDUCING,
@@ -231,10 +232,14 @@ def multi_output() -> dict[str, KernelSpec]:
     )
     op = ops.op(everything)
     found = {c.slug: spec(op, "bf16", ("row", "col"), c) for c in configs}
-    found[f"{SM80.slug}-unaligned"] = spec(op, "f16", ("row", "col"), SM80, aligned=False)
-    for config in (SM90, SM90_REDUCING, SM80):
-        found[f"out_of_order-{config.slug}"] = spec(ops.op(out_of_order), "bf16", ("row", "col"), config)
-    return found
+    unaligned = spec(op, "f16", ("row", "col"), SM80, aligned=False)
+    return found | {f"{SM80.slug}-unaligned": unaligned}
+
+
+def unordered() -> dict[str, KernelSpec]:
+    """Inputs that are used in another order than they are declared in."""
+    op = ops.op(out_of_order)
+    return {f"unordered-{c.slug}": spec(op, "bf16", ("row", "col"), c) for c in (SM90, SM90_REDUCING, SM80)}
 
 
 @lru_cache(maxsize=1)
@@ -324,23 +329,37 @@ def called(device: Device) -> list[KernelSpec]:
     return found
 
 
-def build_all() -> int:
-    """Compile and load all of them, as many at a time as there are processors."""
-    import torch
-
+def named() -> dict[str, list[KernelSpec]]:
+    """Return all kernels that tests know by name; several may have one."""
     from tests.gpu import edges
 
-    device = call.device_of(torch.device("cuda", 0))
-    exact = [
-        *(matrix(), configurations(), multi_output(), drawn_specs(), edges.specs(), overlapping()),
-        gathering(),
-    ]
-    wanted = list(
-        dict.fromkeys([*dispatched(device), *called(device), *(s for group in exact for s in group.values())])
-    )
-    REGISTRY.kernels(wanted)
-    return len(wanted)
+    groups = (matrix(), configurations(), multi_output(), unordered(), drawn_specs(), overlapping(), gathering())
+    found: dict[str, list[KernelSpec]] = {}
+    for group in (*groups, edges.specs()):
+        for name, wanted in group.items():
+            found.setdefault(name, []).append(wanted)
+    return found
+
+
+# Tests of these modules call kernels that dispatch chooses.
+DISPATCHING = {"test_calls", "test_launch", "test_overlap", "test_trial"}
+
+
+def build(names: Iterable[str], modules: Iterable[str]) -> int:
+    """Compile and load what tests of some modules need, as many kernels at a time as there are processors.
+
+    Names that are no kernel's are passed over. What a test needs besides is compiled when it runs.
+    """
+    import torch
+
+    known = named()
+    wanted = [s for name in names for s in known.get(name, ())]
+    if DISPATCHING & set(modules):
+        device = call.device_of(torch.device("cuda", 0))
+        wanted += [*dispatched(device), *called(device)]
+    REGISTRY.kernels(dict.fromkeys(wanted))
+    return len(set(wanted))
 
 
 if __name__ == "__main__":
-    print(build_all(), "kernels")
+    print(build(named(), DISPATCHING), "kernels")
