@@ -104,6 +104,39 @@ struct AfterReading<Awaited> {
   }
 };
 
+// What a thread holds of one value for each column: those of a part of the tile.
+template <int kPart>
+struct OfColumns : cutlass::epilogue::fusion::EmptyConsumerStoreCallbacks {
+  float part[kPart / 4];
+
+  template <class Element>
+  CUTLASS_DEVICE void load(Element const* first) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kPart / 4; ++i) part[i] = float(first[i / 2 * 8 + i % 2]);
+  }
+  template <class Accumulator, int kSize>
+  CUTLASS_DEVICE cutlass::Array<float, kSize> visit(cutlass::Array<Accumulator, kSize> const&, int, int, int) {
+    cutlass::Array<float, kSize> result;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kSize; ++i) result[i] = part[i / 4 * 2 + i % 2];
+    return result;
+  }
+};
+
+// And of one value for each row: two in every part of the tile.
+template <int kParts>
+struct OfRowsOfTile : cutlass::epilogue::fusion::EmptyConsumerStoreCallbacks {
+  float mine[kParts][2];
+
+  template <class Accumulator, int kSize>
+  CUTLASS_DEVICE cutlass::Array<float, kSize> visit(cutlass::Array<Accumulator, kSize> const&, int, int epi_m, int) {
+    cutlass::Array<float, kSize> result;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kSize; ++i) result[i] = mine[epi_m][i / 2 % 2];
+    return result;
+  }
+};
+
 // One value for each column: the tile's go to shared memory first, since every thread needs a quarter of them.
 template <class Tile, class EpilogueTile, class Element>
 struct RowInput : Input<Vector<Element>> {
@@ -116,12 +149,11 @@ struct RowInput : Input<Vector<Element>> {
   CUTLASS_HOST_DEVICE RowInput(Vector<Element> const& params, SharedStorage const& storage)
       : params_(&params), shared_(const_cast<Element*>(storage.values)) {}
 
-  struct Callbacks : cutlass::epilogue::fusion::EmptyConsumerStoreCallbacks {
+  struct Callbacks : OfColumns<kPart> {
     Element const* values;
     Element* shared;
     int count, thread, threads;
     AfterReading<Element> after;
-    float part[kPart / 4];
 
     CUTLASS_DEVICE Callbacks(Element const* values, Element* shared, int count, int thread, int threads,
                              AfterReading<Element> const& after)
@@ -146,16 +178,7 @@ struct RowInput : Input<Vector<Element>> {
     CUTLASS_DEVICE bool begin_sync_needed() const { return true; }
     CUTLASS_DEVICE void begin_loop(int epi_m, int epi_n) {
       if (epi_m != 0 && kPart == kStepColumns) return;  // the same columns as just before
-      Element const* const mine = shared + epi_n * kPart + Fragment(thread).column;
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kPart / 4; ++i) part[i] = float(mine[i / 2 * 8 + i % 2]);
-    }
-    template <class Accumulator, int kSize>
-    CUTLASS_DEVICE cutlass::Array<float, kSize> visit(cutlass::Array<Accumulator, kSize> const&, int, int, int) {
-      cutlass::Array<float, kSize> result;
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kSize; ++i) result[i] = part[i / 4 * 2 + i % 2];
-      return result;
+      this->load(shared + epi_n * kPart + Fragment(thread).column);
     }
     CUTLASS_DEVICE void end() { after(thread); }
   };
@@ -183,11 +206,10 @@ struct ColInput : Input<Vector<Element>> {
   CUTLASS_HOST_DEVICE ColInput() {}
   CUTLASS_HOST_DEVICE ColInput(Vector<Element> const& params, SharedStorage const&) : params_(&params) {}
 
-  struct Callbacks : cutlass::epilogue::fusion::EmptyConsumerStoreCallbacks {
+  struct Callbacks : OfRowsOfTile<kRows / kPart> {
     Element const* values;
     int count, thread;
     AfterReading<Element> after;
-    float mine[kRows / kPart][2];
 
     CUTLASS_DEVICE Callbacks(Element const* values, int count, int thread, AfterReading<Element> const& after)
         : values(values), count(count), thread(thread), after(after) {}
@@ -201,15 +223,8 @@ struct ColInput : Input<Vector<Element>> {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kEach; ++i) {
         if (row(i) < count) settle(found[i], values + row(i));
-        mine[i / 2][i % 2] = float(found[i]);
+        this->mine[i / 2][i % 2] = float(found[i]);
       }
-    }
-    template <class Accumulator, int kSize>
-    CUTLASS_DEVICE cutlass::Array<float, kSize> visit(cutlass::Array<Accumulator, kSize> const&, int, int epi_m, int) {
-      cutlass::Array<float, kSize> result;
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kSize; ++i) result[i] = mine[epi_m][i / 2 % 2];
-      return result;
     }
     CUTLASS_DEVICE void end() { after(thread); }
   };
@@ -233,29 +248,21 @@ struct ColInput : Input<Vector<Element>> {
 // they are there when the threads that work on the tile have met.
 template <class Tile, class EpilogueTile, class Values>
 struct ColGathered : Input<NoArguments> {
-  static constexpr int kPart = cute::size<0>(EpilogueTile{});
+  static constexpr int kPart = cute::size<0>(EpilogueTile{}), kParts = cute::size<0>(Tile{}) / kPart;
   struct SharedStorage {};
 
   CUTLASS_HOST_DEVICE ColGathered() {}
   CUTLASS_HOST_DEVICE ColGathered(NoArguments const&, SharedStorage const&) {}
 
-  struct Callbacks : cutlass::epilogue::fusion::EmptyConsumerStoreCallbacks {
+  struct Callbacks : OfRowsOfTile<kParts> {
     float const* values;
-    float mine[2];
 
     CUTLASS_DEVICE explicit Callbacks(float const* values) : values(values) {}
 
     CUTLASS_DEVICE bool begin_sync_needed() const { return true; }
     CUTLASS_DEVICE void begin_loop(int epi_m, int) {
-      mine[0] = values[epi_m * kPart];
-      mine[1] = values[epi_m * kPart + 8];
-    }
-    template <class Accumulator, int kSize>
-    CUTLASS_DEVICE cutlass::Array<float, kSize> visit(cutlass::Array<Accumulator, kSize> const&, int, int, int) {
-      cutlass::Array<float, kSize> result;
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kSize; ++i) result[i] = mine[i / 2 % 2];
-      return result;
+      for (int i = 0; i < 2; ++i) this->mine[epi_m][i] = values[epi_m * kPart + i * 8];
     }
   };
 
@@ -277,24 +284,13 @@ struct RowGathered : Input<NoArguments> {
   CUTLASS_HOST_DEVICE RowGathered() {}
   CUTLASS_HOST_DEVICE RowGathered(NoArguments const&, SharedStorage const&) {}
 
-  struct Callbacks : cutlass::epilogue::fusion::EmptyConsumerStoreCallbacks {
+  struct Callbacks : OfColumns<kPart> {
     float const* values;
-    float part[kPart / 4];
 
     CUTLASS_DEVICE explicit Callbacks(float const* values) : values(values) {}
 
     CUTLASS_DEVICE bool begin_sync_needed() const { return true; }
-    CUTLASS_DEVICE void begin_loop(int, int epi_n) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kPart / 4; ++i) part[i] = values[epi_n * kPart + i / 2 * 8 + i % 2];
-    }
-    template <class Accumulator, int kSize>
-    CUTLASS_DEVICE cutlass::Array<float, kSize> visit(cutlass::Array<Accumulator, kSize> const&, int, int, int) {
-      cutlass::Array<float, kSize> result;
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kSize; ++i) result[i] = part[i / 4 * 2 + i % 2];
-      return result;
-    }
+    CUTLASS_DEVICE void begin_loop(int, int epi_n) { this->load(values + epi_n * kPart); }
   };
 
   template <bool, class... Args>
