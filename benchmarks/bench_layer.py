@@ -4,7 +4,8 @@
     python benchmarks/bench_layer.py --phases decode --cache 4096 --skip compile --out /tmp/r.json
 
 The layer is that of examples/transformer_block.py. In `ours` each norm's kernel takes the statistic of its rows itself,
-in `passed` it is given, that of the layer's input as well, as the layer before leaves it.
+in `passed` it is given, that of the layer's input as well, as the layer before leaves it. Both leave the rotation of
+queries and keys to torch.compile; in `plain` it is one PyTorch operation after another.
 Prefill is one sequence of M positions; decoding is M sequences of one position each, over a cache of keys and values.
 Each row: {"phase", "m", "cache", "error_over_eager", "ms": {name: ms}, "over_ours": {name: ratio and range}}.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import copy
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import transformer_block as block
 
 PREFILL, DECODE = (1024, 4096), (1, 16, 64)
-PEERS = ("passed", "eager", "compile")
+PEERS = ("passed", "plain", "eager", "compile")
 # Columns that all of the layer's weights would have side by side, at K = 4096.
 _COLUMNS = 6144 + 4096 + 3 * 14336
 
@@ -37,8 +39,15 @@ def run_case(phase: str, m: int, length: int, peers: list[str]) -> dict[str, Any
     """Check and time the layer at one number of rows."""
     config = block.configuration(block.EIGHT_B)
     layer = block.random_layer(config, "cuda")
-    fused = {way: block.FusedLayer.of(layer, config, way) for way in block.Statistic}
-    taken, passed = fused[block.Statistic.TAKEN], fused[block.Statistic.PASSED]
+
+    def eager(x: Tensor, rope: tuple[Tensor, Tensor], cache: Any = None) -> Tensor:
+        return layer(x, position_embeddings=rope, past_key_values=cache)
+
+    # First, since it forgets what was compiled before.
+    compiled = harness.compiled(eager) if "compile" in peers else eager
+    rotate = torch.compile(block.rotated, dynamic=False)
+    taken, passed = (block.FusedLayer.of(layer, config, way, rotate) for way in block.Statistic)
+    plain = replace(taken, rotate=block.rotated)
     batch, sequence = (1, m) if phase == "prefill" else (m, 1)
     cache = None if phase == "prefill" else block.Cache(batch, length, config, "cuda")
     x = torch.randn(batch, sequence, config.hidden_size, device="cuda", dtype=block.DTYPE)
@@ -46,19 +55,15 @@ def run_case(phase: str, m: int, length: int, peers: list[str]) -> dict[str, Any
     positions = torch.arange(first, first + sequence, device="cuda")[None]
     rope = block.LlamaRotaryEmbedding(config).to("cuda")(x, positions)
     statistic = co.RowStatistic(x.float().square().sum(-1), config.hidden_size, config.rms_norm_eps)
-
-    def eager(x: Tensor, rope: tuple[Tensor, Tensor], cache: Any = cache) -> Tensor:
-        return layer(x, position_embeddings=rope, past_key_values=cache)
-
     found = [taken(x, rope, None, cache)[0], passed(x, rope, statistic, cache)[0]]
-    theirs, exact = eager(x, rope), exact_output(layer, x, rope, cache)
+    theirs, exact = eager(x, rope, cache), exact_output(layer, x, rope, cache)
     error = max(harness.check(each, exact, theirs) for each in found)
-    compiled = harness.compiled(eager) if "compile" in peers else eager
     known = {
         "ours": lambda _: taken(x, rope, None, cache),
         "passed": lambda _: passed(x, rope, statistic, cache),
-        "eager": lambda _: eager(x, rope),
-        "compile": lambda _: compiled(x, rope),
+        "plain": lambda _: plain(x, rope, None, cache),
+        "eager": lambda _: eager(x, rope, cache),
+        "compile": lambda _: compiled(x, rope, cache),
     }
     return {
         "phase": phase, "m": m, "cache": length if cache is not None else 0,

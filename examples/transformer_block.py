@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -18,9 +19,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 import cutlass_ops as co
+
+Rotate = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 DTYPE = torch.bfloat16
 EIGHT_B = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -64,6 +67,20 @@ class Cache:
         return self._keys, self._values
 
 
+def rotated(qkv: Tensor, cosines: Tensor, sines: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values (batch, heads or groups, sequence, dimension), the first two rotated.
+
+    Queries and keys lie side by side in qkv (batch, sequence, columns), so they are rotated at once. All this is
+    elementwise: torch.compile makes one kernel of it.
+    """
+    batch, sequence, _ = qkv.shape
+    every = qkv.view(batch, sequence, heads + 2 * groups, -1).transpose(1, 2)
+    turning, values = every[:, : heads + groups], every[:, heads + groups :]
+    first, second = turning.chunk(2, dim=-1)
+    turned = turning * cosines[:, None] + torch.cat((-second, first), dim=-1) * sines[:, None]
+    return turned[:, :heads], turned[:, heads:], values
+
+
 class Statistic(Enum):
     """Where a norm's statistic of its rows is from."""
 
@@ -77,6 +94,7 @@ class FusedLayer:
 
     config: LlamaConfig
     statistic: Statistic
+    rotate: Rotate
     qkv: co.PreparedWeight
     o: Tensor
     gate: co.PreparedWeight
@@ -84,7 +102,13 @@ class FusedLayer:
     down: Tensor
 
     @classmethod
-    def of(cls, layer: LlamaDecoderLayer, config: LlamaConfig, statistic: Statistic = Statistic.TAKEN) -> FusedLayer:
+    def of(
+        cls,
+        layer: LlamaDecoderLayer,
+        config: LlamaConfig,
+        statistic: Statistic = Statistic.TAKEN,
+        rotate: Rotate = rotated,
+    ) -> FusedLayer:
         """Prepare a layer of transformers. Its weights are (N, K): B is their transpose."""
         attention, mlp = layer.self_attn, layer.mlp
         qkv = torch.cat([p.weight for p in (attention.q_proj, attention.k_proj, attention.v_proj)])
@@ -92,6 +116,7 @@ class FusedLayer:
         return cls(
             config,
             statistic,
+            rotate,
             co.prepare(qkv.t(), before),
             attention.o_proj.weight.t(),
             co.prepare(mlp.gate_proj.weight.t(), after),
@@ -138,13 +163,9 @@ class FusedLayer:
         return co.gemm_residual(x, w, residual), None
 
     def _attention(self, qkv: Tensor, rope: tuple[Tensor, Tensor], cache: Cache | None) -> Tensor:
-        config, (batch, sequence, _) = self.config, qkv.shape
-        heads, groups = config.num_attention_heads, config.num_key_value_heads
-        query, keys, values = (
-            part.view(batch, sequence, -1, config.head_dim).transpose(1, 2)
-            for part in qkv.split([heads * config.head_dim, *[groups * config.head_dim] * 2], dim=-1)
-        )
-        query, keys = apply_rotary_pos_emb(query, keys, *rope)
+        batch, sequence, _ = qkv.shape
+        heads, groups = self.config.num_attention_heads, self.config.num_key_value_heads
+        query, keys, values = self.rotate(qkv, *rope, heads, groups)
         if cache is not None:
             keys, values = cache.update(keys, values)
         attended = F.scaled_dot_product_attention(

@@ -29,7 +29,7 @@ def test_digits_mlp():
 @pytest.mark.slow
 def test_transformer_block():
     pytest.importorskip("transformers")
-    assert "error against float64" in _run("transformer_block.py")
+    assert "errors against float64" in _run("transformer_block.py")
 
 
 def test_custom_epilogue():
