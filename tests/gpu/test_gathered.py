@@ -71,3 +71,78 @@ def test_captured_in_a_graph(way):
     d.fill_(float("nan"))
     graph.replay()
     assert torch.equal(d, kernel(x, weight, eps=0.5))
+
+
+# Kernels that share memory between launches, which each launch leaves as it found it.
+BESIDE = [name for name, spec in kernels.gathering().items() if spec.sm90 and spec.sm90.means == "beside"]
+
+
+def beside(name):
+    """Return a kernel, and what calls it with x (M, 512) and one weight."""
+    spec = kernels.gathering()[name]
+    kernel, dtype = co.build(spec), spec.a.dtype.name
+    weight = tensors.matrix(264, 512, dtype).t()
+    values = {"eps": 0.5}
+    if "up" in spec.epilogue.products:
+        values["up"] = tensors.matrix(264, 512, dtype).t()
+    if any(i.name == "column_sum" for i in spec.epilogue.inputs):
+        values["column_sum"] = tensors.vector(264, dtype)
+    return dtype, lambda x, **out: kernel(x, weight, **values, **out)
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_launches_of_any_number_of_rows_follow_each_other(name):
+    dtype, call = beside(name)
+    rows = (1, 700, 3, 129, 2500, 64, 2501, 1)  # memory grows, and serves fewer rows afterwards
+    inputs = [tensors.matrix(m, 512, dtype) for m in rows]
+    wanted = []
+    for x in inputs:
+        wanted.append(call(x))
+        torch.cuda.synchronize()
+    for _ in range(20):
+        found = [call(x) for x in inputs]  # nothing waits in between
+        assert [m for m, d, right in zip(rows, found, wanted, strict=True) if not torch.equal(d, right)] == []
+
+
+@pytest.mark.parametrize("name", BESIDE[:3])
+def test_streams_share_nothing(name):
+    dtype, call = beside(name)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    inputs = [tensors.matrix(m, 512, dtype) for m in (300, 1100, 40)]
+    wanted = [call(x) for x in inputs]
+    torch.cuda.synchronize()
+    found = [[] for _ in streams]
+    for _ in range(50):
+        for stream, x, results in zip(streams, inputs, found, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(call(x))
+    torch.cuda.synchronize()
+    for results, right in zip(found, wanted, strict=True):
+        assert all(torch.equal(d, right) for d in results)
+
+
+@pytest.mark.parametrize("name", BESIDE[:3])
+def test_graphs_share_nothing_with_each_other_nor_with_calls(name):
+    dtype, call = beside(name)
+    inputs = [tensors.matrix(m, 512, dtype) for m in (300, 1100)]
+    wanted = [call(x) for x in inputs]
+    graphs, found, stream = [], [], torch.cuda.Stream()
+    for x in inputs:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            found.append([call(x) for _ in range(3)])
+        graphs.append(graph)
+    others = [torch.cuda.Stream() for _ in graphs]
+    for _ in range(20):
+        for results in found:
+            for d in results:
+                d.fill_(float("nan"))
+        torch.cuda.synchronize()
+        for graph, other in zip(graphs, others, strict=True):
+            with torch.cuda.stream(other):
+                graph.replay()
+        with torch.cuda.stream(stream):
+            called = [call(x) for x in inputs]
+        torch.cuda.synchronize()
+        for results, d, right in zip(found, called, wanted, strict=True):
+            assert all(torch.equal(each, right) for each in (*results, d))
