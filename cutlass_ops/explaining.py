@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cutlass_ops import dispatch, heuristics
 from cutlass_ops.call import Call, check_call, device_of, signature_of
-from cutlass_ops.config import Config, Sm90Config
+from cutlass_ops.config import Config, Means, Sm90Config
 from cutlass_ops.dispatch import Policy
 from cutlass_ops.heuristics import Device, Problem
 from cutlass_ops.knowledge import Candidate
@@ -185,7 +185,7 @@ def explain_call(name: str, call: Call, device: Device) -> Explanation:
         problem,
         served_by,
         why,
-        _contract(call, signature, device),
+        (*_contract(call, signature, device), *_means(signature, ranked[0].config)),
         tuple(ranked),
         roofline(whole, device.chip, signature.a.dtype.bytes, moved),
         dict(policy.peers(problem)),
@@ -240,6 +240,20 @@ def _contract(call: Call, signature: OpSignature, device: Device) -> tuple[Findi
         Finding("d", f"{signature.d}, stored {stored}"),
         Finding("unit", f"{instruction}{reason}"),
     )
+
+
+_WAYS: dict[Means, str] = {
+    "gathered": "gathered by the main loop from the tiles that it multiplies",
+    "beside": "taken by idle warps beside the main loop, each row once",
+    "ahead": "taken by a small kernel ahead of the GEMM",
+}
+
+
+def _means(signature: OpSignature, config: Config) -> tuple[Finding, ...]:
+    """Say where means of A's rows are from, if the epilogue takes any."""
+    if not signature.epilogue.gathered:
+        return ()
+    return (Finding("rows of a", _WAYS[config.means if isinstance(config, Sm90Config) else "ahead"]),)
 
 
 def _misaligned(signature: OpSignature) -> str:

@@ -7,7 +7,7 @@ import torch
 from signatures import A100, H100
 
 import cutlass_ops as co
-from cutlass_ops import dispatch, ops, tables
+from cutlass_ops import dispatch, norms, ops, tables
 from cutlass_ops.call import call_at, signature_of
 from cutlass_ops.explaining import explain_call
 from cutlass_ops.heuristics import Device
@@ -125,3 +125,17 @@ def test_it_says_for_what_a_time_was_measured():
 
     assert "measured for this epilogue on this kind of device;" in why(problem)
     assert "measured for another epilogue, element type or device;" in why(elsewhere)
+
+
+@pytest.mark.parametrize(
+    ("problem", "says"),
+    [
+        ((16, 6144, 4096), "gathered by the main loop"),
+        ((4096, 6144, 4096), "idle warps beside the main loop"),
+        ((64, 4096, 4097), "small kernel ahead"),
+    ],
+)
+def test_where_means_of_rows_are_from(problem, says):
+    norm = norms.rmsnorm_op()
+    assert any(f.name == "rows of a" and says in f.says for f in explained(problem, norm).contract)
+    assert not any(f.name == "rows of a" for f in explained(problem).contract)
