@@ -46,7 +46,8 @@ def test_every_table_that_ships_is_whole_and_where_it_is_looked_for():
         table = tables.load(path)
         assert path == tables.path_of(path.parent, table.device, table.signature)
         assert 0 < len(table.kernels) <= MOST
-        assert {p.problem for p in table.points} >= set(SHAPES.GRID)
+        wanted = SHAPES.NORMS if table.signature.epilogue.gathered else SHAPES.GRID
+        assert {p.problem for p in table.points} >= set(wanted)
 
 
 def loss(table, problem, config):
@@ -387,7 +388,7 @@ def rows_of_a(config):
 def test_kernels_with_a_norm_have_the_times_of_those_without_and_what_means_take(m, means):
     problem = (m, 4096, 4096)
     usual = dispatch.policy(signature_of_graph(builtin.bias_relu.graph, problem), H100)
-    norm = dispatch.policy(signature_of_graph(builtin.rms_norm.graph, problem), H100)
+    norm = dispatch.policy(signature_of_graph(builtin.layer_norm.graph, problem), H100)
     best, again = usual.ranked(problem, count=1)[0], norm.ranked(problem, count=1)[0]
     assert (again.config, again.source) == (replace(best.config, means=means), "measured")
     assert again.microseconds == pytest.approx(best.microseconds + float(model.means(means, [problem])))
@@ -396,7 +397,7 @@ def test_kernels_with_a_norm_have_the_times_of_those_without_and_what_means_take
 
 
 def test_measured_kernels_take_means_in_the_first_way_that_is_legal():
-    signature = signature_of_graph(builtin.rms_norm.graph, (1024, 4096, 4096))
+    signature = signature_of_graph(builtin.layer_norm.graph, (1024, 4096, 4096))
     policy = dispatch.policy(signature, H100)
     assert {c.means for c in policy.kernels} == {"gathered", "beside", "ahead"}
     for config in policy.kernels:
