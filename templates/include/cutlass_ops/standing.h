@@ -17,7 +17,7 @@
 namespace cutlass_ops {
 
 // One stream's launches follow each other and share a block. A captured launch has one of its own for good, since its graph
-// may run beside anything. Nothing is ever freed.
+// may run beside anything. Nothing is freed that a launch was given.
 class Standing {
  public:
   // At least `bytes` for a launch on a stream of the current device.
@@ -70,11 +70,13 @@ class Standing {
     auto mode = cudaStreamCaptureModeRelaxed;
     if (cudaError_t const error = cudaThreadExchangeStreamCaptureMode(&mode); error != cudaSuccess) return error;
     cudaStream_t stream = nullptr;
+    *result = nullptr;
     cudaError_t error = cudaMalloc(reinterpret_cast<void**>(result), size_t(bytes));
     if (error == cudaSuccess) error = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
     if (error == cudaSuccess) error = cudaMemsetAsync(*result, 0, size_t(bytes), stream);
     if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
     if (stream != nullptr) (void)cudaStreamDestroy(stream);
+    if (error != cudaSuccess) (void)cudaFree(*result);
     (void)cudaThreadExchangeStreamCaptureMode(&mode);
     return error;
   }
