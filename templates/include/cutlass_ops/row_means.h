@@ -40,22 +40,32 @@ struct MeansOfRows {
   // add the first.
   template <int kAtOnce>
   CUTLASS_DEVICE static RowSums<What> sums(Params const& params, int64_t row) {
-    int const lane = int(threadIdx.x) % 32;
+    int const own = int(threadIdx.x) % kLanes, group = int(threadIdx.x) % 32 / kLanes;
+    auto const k_end = unsigned(params.k);
     RowSums<What> result;
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int64_t first = 0; first < params.k; first += kSegments * kSegment) {
+    for (unsigned first = 0; first < k_end; first += kSegments * kSegment) {
       RowSums<What> segment;
-      int64_t const begin = first + lane / kLanes * kSegment;
+      unsigned const begin = first + group * kSegment, end = cute::min(begin + kSegment, k_end);
+      unsigned k = begin + own * kPiece;
       CUTLASS_PRAGMA_NO_UNROLL
-      for (int64_t k = begin; k < cute::min(begin + kSegment, int64_t(params.k)); k += kAtOnce * kLanes * kPiece) {
+      for (; k < end; k += kAtOnce * kStep) {
         uint4 pieces[kAtOnce];
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kAtOnce; ++i) pieces[i] = piece(params, row, k + (i * kLanes + lane % kLanes) * kPiece);
+        for (int i = 0; i < kAtOnce; ++i) pieces[i] = piece(params, row, k + i * kStep);
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kAtOnce; ++i) segment.template add<Element>(pieces[i]);
       }
+      if constexpr (kWhole) {
+        // The last elements are a part of some lane's last piece. Read one by one they cost the others no registers.
+        unsigned const rest = k_end - k_end % kPiece;
+        if (rest - begin < unsigned(kSegment) && rest / kPiece % kLanes == unsigned(own)) {
+          CUTLASS_PRAGMA_NO_UNROLL
+          for (unsigned at = rest; at < k_end; ++at) segment.add(float(params.a[row * params.ld + at]));
+        }
+      }
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kSegments; ++i) result.add(segment.of_lane(i * kLanes + lane % kLanes));
+      for (int i = 0; i < kSegments; ++i) result.add(segment.of_lane(i * kLanes + own));
     }
     result.share();
     return result;
@@ -72,17 +82,19 @@ struct MeansOfRows {
 
  private:
   static constexpr int kLanes = 8, kPiece = 8;  // threads that share a segment, and elements that one of them reads at once
-  static constexpr int kSegments = 32 / kLanes;
+  static constexpr int kSegments = 32 / kLanes, kStep = kLanes * kPiece;
+  static constexpr bool kWhole = kMajor == Major::kRow && kAlignment == kPiece;
 
-  // Eight elements of a row, with zeros beyond its end.
-  CUTLASS_DEVICE static uint4 piece(Params const& params, int64_t row, int64_t k) {
+  // Eight elements of a row, with zeros beyond its end. Where they are read as a whole, a part of them is nothing.
+  CUTLASS_DEVICE static uint4 piece(Params const& params, int64_t row, unsigned k) {
     uint4 result{0, 0, 0, 0};
-    if constexpr (kMajor == Major::kRow && kAlignment == kPiece) {
-      if (k + kPiece <= params.k) return *reinterpret_cast<uint4 const*>(params.a + row * params.ld + k);
-    }
-    auto* const elements = reinterpret_cast<Element*>(&result);
-    for (int i = 0; i < kPiece && k + i < params.k; ++i) {
-      elements[i] = params.a[kMajor == Major::kRow ? row * params.ld + k + i : row + (k + i) * params.ld];
+    if constexpr (kWhole) {
+      if (k + kPiece <= unsigned(params.k)) result = *reinterpret_cast<uint4 const*>(params.a + row * params.ld + k);
+    } else {
+      auto* const elements = reinterpret_cast<Element*>(&result);
+      for (int i = 0; i < kPiece && k + i < unsigned(params.k); ++i) {
+        elements[i] = params.a[kMajor == Major::kRow ? row * params.ld + k + i : row + int64_t(k + i) * params.ld];
+      }
     }
     return result;
   }

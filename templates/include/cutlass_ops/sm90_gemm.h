@@ -94,11 +94,19 @@ struct Sm90Kernel {
     // CUTLASS's kernels have nothing to do for the second and the fourth warp.
     using Rows = typename GemmKernel::CollectiveMainloop::RowsBeside;
     if constexpr (!cute::is_same_v<Rows, NoRows>) {
-      // In kernels that give the loading warps' registers away, no more than four loads fit in what is left.
-      using Schedule = typename GemmKernel::DispatchPolicy::Schedule;
-      constexpr int kAtOnce = cute::is_same_v<Schedule, cutlass::gemm::KernelTmaWarpSpecialized> ? 16 : 4;
       int const warp = cutlass::canonical_warp_idx_sync();
-      if (warp == 1 || warp == 3) take_means_beside<Rows, 2, kAtOnce>(params.mainloop.rows);
+      if (warp == 1 || warp == 3) take_means_beside<Rows, 2, pieces_at_once()>(params.mainloop.rows);
+    }
+  }
+
+ private:
+  // Persistent kernels give most of these warps' registers away: what they read at once has to fit in the rest.
+  static constexpr int pieces_at_once() {
+    using Schedule = typename GemmKernel::DispatchPolicy::Schedule;
+    if constexpr (cute::is_same_v<Schedule, cutlass::gemm::KernelTmaWarpSpecialized>) {
+      return 16;
+    } else {
+      return GemmKernel::LoadRegisterRequirement < 40 ? 2 : 4;
     }
   }
 };
