@@ -151,6 +151,8 @@ def test_what_is_accepted_compiles_and_takes_the_memory_that_was_foretold(spec):
     report = inspect(build_artifact(spec))
     assert report.static_shared_memory + report.dynamic_shared_memory == shared_memory(spec)
     assert report.stages == (sm90_stages(spec) if spec.sm90 else spec.config.stages)
+    if spec.epilogue.gathered:  # who reads rows may have 24 registers: a few words go elsewhere, and no more
+        assert report.spill_stores <= (64 if spec.sm90 and spec.sm90.means == "beside" else 0)
 
 
 @pytest.mark.parametrize(
