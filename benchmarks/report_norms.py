@@ -140,7 +140,8 @@ PARTS: Sequence[tuple[str, str, str, Callable[[Row], str]]] = (
     (
         "RMSNorm + GEMM",
         "rmsnorm_h100.json",
-        "`rmsnorm_gemm(x, prepared, eps=...)` in BF16. *Over own GEMM* is our time with the norm over that without.",
+        "`rmsnorm_gemm(x, prepared, eps=...)` in BF16. *Over own GEMM* is our time with the norm over that without.\n"
+        "What reads the rows has changed since, and has not run on a GPU yet (see the notes in benchmarks/NOTES.md).",
         rmsnorm,
     ),
     (
