@@ -9,9 +9,8 @@
 
 #pragma once
 
-#include "cutlass_ops/halves.h"
+#include "cutlass_ops/tma.h"
 
-#include "cute/tensor.hpp"
 #include "cutlass/arch/mma_sm90.h"
 #include "cutlass/gemm/collective/builders/sm90_common.inl"
 #include "cutlass/gemm/dispatch_policy.hpp"

@@ -5,9 +5,8 @@
 #include <algorithm>
 #include <atomic>
 
-#include "cutlass_ops/halves.h"
+#include "cutlass_ops/tma.h"
 
-#include "cute/tensor.hpp"
 #include "cutlass/cutlass.h"
 #include "cutlass/gemm/kernel/gemm_universal_decl.h"
 #include "cutlass/gemm/kernel/tile_scheduler.hpp"
