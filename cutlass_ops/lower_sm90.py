@@ -70,6 +70,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "part_n": config.part.n,
         "gathers": _gathers(spec),
         "means": config.means if spec.epilogue.gathered else None,
+        "takes_means": bool(spec.epilogue.gathered) and config.means != "gathered",
         "waits_late": bool(spec.epilogue.gathered)
         and config.means == "ahead"
         and plain

@@ -168,6 +168,6 @@ def test_means_of_rows_are_vectors_that_a_kernel_before_writes(d, side):
     assert found["Load_mean_of_a"]["arguments"] == "o.rows.means"
     assert found["Load_mean_square_of_a"]["arguments"] == "o.rows.means + 1 * int64_t(o.problem.m)"
     text = render(s)
-    assert "OfRows<true, true>" in text
+    assert "WhichMeans<true, true>" in text
     assert "_means, MeansAhead)" in text
-    assert text.index("launch_means_ahead") > text.index("workspace.take(cutlass_ops::means_bytes<OfRows>(o.problem))")
+    assert text.index("launch_means_ahead") > text.index("workspace.take(cutlass_ops::means_bytes<WhichMeans>(o.problem))")

@@ -127,8 +127,8 @@ normed_gate = norms.rmsnorm_op(builtin.swiglu).epilogue
 )
 def test_the_main_loop_leaves_means_where_the_epilogue_reads_them(changes, rows, tiles, visitor):
     text = source(both_means, **changes)
-    assert f"TileMeans<OfRows, {rows}, {tiles}>" in text
-    assert "OfRows<true, true>" in text
+    assert f"TileMeans<WhichMeans, {rows}, {tiles}>" in text
+    assert "WhichMeans<true, true>" in text
     assert re.search(
         rf"Load_mean_of_a = cutlass_ops::{visitor}<ThreadblockShape, EpilogueTile, \S*MeanOfRows<Means>", text
     )
@@ -136,7 +136,7 @@ def test_the_main_loop_leaves_means_where_the_epilogue_reads_them(changes, rows,
     swapped = str(changes.get("swap_ab", False)).lower()
     assert f"MainloopSchedule, {swapped}, 1, Means>" in text
     assert "// Of A's rows, for the epilogue: the main loop gathers them." in text
-    assert not re.search("MeansAhead|MeansOfRows|Awaited|o.rows", text)
+    assert not re.search("MeansAhead|RowReader|Awaited|o.rows", text)
     assert takes_means(text) == (False, None)
 
 
@@ -164,13 +164,13 @@ def test_means_taken_beside_are_awaited_and_need_neither_a_kernel_nor_workspace(
     assert text.count("CUTLASS_OPS_KERNEL(") == 1
     assert "MeansAhead" not in text
     assert takes_means(text) == (True, None)
-    assert "cutlass_ops::share_rows<GemmKernel, Rows>(o.rows, arguments(o), device, stream)" in text
+    assert "cutlass_ops::share_rows<GemmKernel, Rows>(o.rows, arguments, taking)" in text
     shape = "OutputShape" if epilogue is normed_gate else "ThreadblockShape"
     for index, name in enumerate(epilogue.graph.gathered):
         assert f"Load_{name} = cutlass_ops::{input_visitor}<{shape}, EpilogueTile, cutlass_ops::Awaited>;" in text
         assert f"{{cutlass_ops::awaited(o.rows, {index})}},  // Load_{name}" in text
     assert "// Of A's rows, for the epilogue: idle warps take them beside the main loop." in text
-    assert "using Rows = cutlass_ops::MeansOfRows<OfRows, ElementA, MajorA, AlignmentA>;" in text
+    assert "using Rows = cutlass_ops::RowReader<WhichMeans, ElementA, MajorA, AlignmentA>;" in text
     assert "TileMeans" not in text
     assert f"MainloopSchedule, {options}>" in text
     assert arguments in text
@@ -183,14 +183,14 @@ def test_the_two_means_are_numbered_as_they_are_stored():
     """Means first, then means of squares, of those that there are (row_means.h)."""
     assert both_means.graph.gathered == ("mean_of_a", "mean_square_of_a")
     text = source(builtin.rms_norm, means="beside")
-    assert "OfRows<false, true>" in text
+    assert "WhichMeans<false, true>" in text
     assert "awaited(o.rows, 0)},  // Load_mean_square_of_a" in text
     assert "awaited(o.rows, 1)" not in text
 
 
 def test_means_taken_ahead_are_vectors_of_the_workspace_and_waited_for_late():
     text = source(both_means, means="ahead")
-    assert takes_means(text) == (True, "cutlass_ops::means_bytes<OfRows>(problem)")
+    assert takes_means(text) == (True, "cutlass_ops::means_bytes<WhichMeans>(problem)")
     assert text.count("CUTLASS_OPS_KERNEL(") == 2
     assert text.index("#define CUTLASS_OPS_WAITS_LATE") < text.index("#include")
     assert "CUTLASS_ENABLE_GDC_FOR_SM90" not in text
@@ -221,7 +221,7 @@ def test_a_second_weight_has_half_of_the_tile(swap, shape, stride):
 
 def test_a_kernel_without_either_is_as_it_was():
     text = source(builtin.bias_relu)
-    assert not re.search("Means<|OfRows|OutputShape|, 2>|o.rows", text)
+    assert not re.search("Means<|WhichMeans|OutputShape|, 2>|o.rows", text)
     assert takes_means(text) == (False, None)
 
 

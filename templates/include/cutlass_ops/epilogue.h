@@ -106,7 +106,7 @@ struct AfterReading<Awaited> {
 
 // What a thread holds of one value for each column: those of a part of the tile.
 template <int kPart>
-struct OfColumns : cutlass::epilogue::fusion::EmptyConsumerStoreCallbacks {
+struct PerColumn : cutlass::epilogue::fusion::EmptyConsumerStoreCallbacks {
   float part[kPart / 4];
 
   template <class Element>
@@ -125,7 +125,7 @@ struct OfColumns : cutlass::epilogue::fusion::EmptyConsumerStoreCallbacks {
 
 // And of one value for each row: two in every part of the tile.
 template <int kParts>
-struct OfRowsOfTile : cutlass::epilogue::fusion::EmptyConsumerStoreCallbacks {
+struct PerRow : cutlass::epilogue::fusion::EmptyConsumerStoreCallbacks {
   float mine[kParts][2];
 
   template <class Accumulator, int kSize>
@@ -149,7 +149,7 @@ struct RowInput : Input<Vector<Element>> {
   CUTLASS_HOST_DEVICE RowInput(Vector<Element> const& params, SharedStorage const& storage)
       : params_(&params), shared_(const_cast<Element*>(storage.values)) {}
 
-  struct Callbacks : OfColumns<kPart> {
+  struct Callbacks : PerColumn<kPart> {
     Element const* values;
     Element* shared;
     int count, thread, threads;
@@ -206,7 +206,7 @@ struct ColInput : Input<Vector<Element>> {
   CUTLASS_HOST_DEVICE ColInput() {}
   CUTLASS_HOST_DEVICE ColInput(Vector<Element> const& params, SharedStorage const&) : params_(&params) {}
 
-  struct Callbacks : OfRowsOfTile<kRows / kPart> {
+  struct Callbacks : PerRow<kRows / kPart> {
     Element const* values;
     int count, thread;
     AfterReading<Element> after;
@@ -254,7 +254,7 @@ struct ColGathered : Input<NoArguments> {
   CUTLASS_HOST_DEVICE ColGathered() {}
   CUTLASS_HOST_DEVICE ColGathered(NoArguments const&, SharedStorage const&) {}
 
-  struct Callbacks : OfRowsOfTile<kParts> {
+  struct Callbacks : PerRow<kParts> {
     float const* values;
 
     CUTLASS_DEVICE explicit Callbacks(float const* values) : values(values) {}
@@ -284,7 +284,7 @@ struct RowGathered : Input<NoArguments> {
   CUTLASS_HOST_DEVICE RowGathered() {}
   CUTLASS_HOST_DEVICE RowGathered(NoArguments const&, SharedStorage const&) {}
 
-  struct Callbacks : OfColumns<kPart> {
+  struct Callbacks : PerColumn<kPart> {
     float const* values;
 
     CUTLASS_DEVICE explicit Callbacks(float const* values) : values(values) {}

@@ -2,8 +2,8 @@
 // threads that issue wgmma read each stage of A from shared memory as well, between issuing one step and waiting for the
 // one before.
 //
-// A row's elements are added up in one order, whatever the tile: eight lanes share a row, each takes every eighth piece of
-// eight elements, segment after segment, and the eight sums are added up in a tree.
+// A row's elements are added up in one order, wherever it is read: kRowLanes lanes share a row, each takes every
+// kRowLanes-th piece of kRowPiece elements, segment after segment, and the lanes' sums are added up in a tree.
 
 #pragma once
 
@@ -17,9 +17,9 @@
 
 namespace cutlass_ops {
 
-// What rows are gathered for an epilogue: their mean, the mean of their squares.
+// Which means an epilogue wants: of a row's elements, of their squares.
 template <bool kMean_, bool kMeanSquare_>
-struct OfRows {
+struct WhichMeans {
   static constexpr bool kMean = kMean_, kMeanSquare = kMeanSquare_;
   static constexpr int kCount = int(kMean) + int(kMeanSquare);
 };
@@ -30,6 +30,9 @@ CUTLASS_DEVICE float2 unpack(uint32_t pair) {
   return {float(Element::bitcast(uint16_t(pair))), float(Element::bitcast(uint16_t(pair >> 16)))};
 }
 
+// What the order of additions depends on, beside the main loop and in it.
+constexpr int kRowLanes = 8;    // threads that share a row, or a segment of it
+constexpr int kRowPiece = 8;    // elements that one of them reads at once: 16 bytes
 constexpr int kSegment = 1024;  // elements of a row that are added up by themselves
 
 // Sums of one row, or of a part of it.
@@ -65,10 +68,10 @@ struct RowSums {
     return result;
   }
 
-  // The sums of eight neighbouring lanes, in each of them.
+  // The sums of a row's lanes, which are neighbours, in each of them.
   CUTLASS_DEVICE void share() {
     CUTLASS_PRAGMA_UNROLL
-    for (int distance = 1; distance < 8; distance *= 2) {
+    for (int distance = 1; distance < kRowLanes; distance *= 2) {
       if constexpr (What::kMean) sum += __shfl_xor_sync(0xffffffff, sum, distance);
       if constexpr (What::kMeanSquare) squares += __shfl_xor_sync(0xffffffff, squares, distance);
     }
@@ -114,19 +117,19 @@ template <class Means, class Element, class Stage, int kSharing>
 class Gather {
   using What = typename Means::What;
   static constexpr int kRows = cute::size<0>(Stage{}), kColumns = cute::size<1>(Stage{});
-  static constexpr int kPiece = 8, kLanes = 8, kPieces = kColumns / (kPiece * kLanes);
-  static constexpr int kTogether = 16 * kSharing;  // rows that are read at a time
+  static constexpr int kLine = kRowLanes * kRowPiece, kPieces = kColumns / kLine;  // 128 bytes, and a lane's in a stage
+  static constexpr int kTogether = 128 / kRowLanes * kSharing;  // rows that are read at a time
   static constexpr int kRounds = (kRows + kTogether - 1) / kTogether;
-  static_assert(kColumns % (kPiece * kLanes) == 0 && kSegment % kColumns == 0, "whole lines of 128 bytes");
+  static_assert(kColumns % kLine == 0 && kSegment % kColumns == 0, "whole lines of 128 bytes");
   static_assert(kRows % 8 == 0 && kRows == Means::kRows);
   static constexpr int kMeeting = 4;  // of the barriers that CUTLASS leaves to others
 
  public:
   template <class Storage>
   CUTLASS_DEVICE explicit Gather(Storage& storage)
-      : group_(consumer_group()), row_((kSharing == 1 ? 0 : group_) * 16 + int(threadIdx.x) % 128 / kLanes) {
+      : group_(consumer_group()), row_(((kSharing == 1 ? 0 : group_) * 128 + int(threadIdx.x) % 128) / kRowLanes) {
     auto const tile = cute::make_tensor(cute::make_smem_ptr(storage.data()), Stage{});
-    first_ = cute::cast_smem_ptr_to_uint(cute::raw_pointer_cast(&tile(row_ % kRows, int(threadIdx.x) % kLanes * kPiece)));
+    first_ = cute::cast_smem_ptr_to_uint(cute::raw_pointer_cast(&tile(row_ % kRows, int(threadIdx.x) % kRowLanes * kRowPiece)));
   }
 
   // Waits until all of the warpgroup have read the stage before: it may be released then.
@@ -141,7 +144,7 @@ class Gather {
       CUTLASS_PRAGMA_UNROLL
       for (int piece = 0; piece < kPieces; ++piece) {
         // In another block of 8 by 64 elements, of 1024 bytes, at the same place: swizzled alike.
-        int const block = Stage{}.layout_b()(round * kTogether, piece * kPiece * kLanes);
+        int const block = Stage{}.layout_b()(round * kTogether, piece * kLine);
         segment_[round].template add<Element>(read(from + uint32_t(block * sizeof(Element))));
       }
     }
@@ -157,7 +160,7 @@ class Gather {
     for (int round = 0; round < kRounds; ++round) {
       sums_[round].share();
       int const row = row_ + round * kTogether;
-      if (int(threadIdx.x) % kLanes != 0 || row >= kRows) continue;
+      if (int(threadIdx.x) % kRowLanes != 0 || row >= kRows) continue;
       if constexpr (What::kMean) Means::mean(group_)[row] = sums_[round].sum * inverse_k;
       if constexpr (What::kMeanSquare) Means::mean_square(group_)[row] = sums_[round].squares * inverse_k;
     }

@@ -23,7 +23,7 @@ struct Sharing {
 
 // Means of all rows come first in the result, then means of squares, of those that `What` has.
 template <class What_, class Element_, Major kMajor, int kAlignment>
-struct MeansOfRows {
+struct RowReader {
   using What = What_;
   using Element = Element_;
   struct Params {
@@ -40,14 +40,14 @@ struct MeansOfRows {
   // add the first.
   template <int kAtOnce>
   CUTLASS_DEVICE static RowSums<What> sums(Params const& params, int64_t row) {
-    int const own = int(threadIdx.x) % kLanes, group = int(threadIdx.x) % 32 / kLanes;
+    int const own = int(threadIdx.x) % kRowLanes, group = int(threadIdx.x) % 32 / kRowLanes;
     auto const k_end = unsigned(params.k);
     RowSums<What> result;
     CUTLASS_PRAGMA_NO_UNROLL
     for (unsigned first = 0; first < k_end; first += kSegments * kSegment) {
       RowSums<What> segment;
       unsigned const begin = first + group * kSegment, end = cute::min(begin + kSegment, k_end);
-      unsigned k = begin + own * kPiece;
+      unsigned k = begin + own * kRowPiece;
       CUTLASS_PRAGMA_NO_UNROLL
       for (; k < end; k += kAtOnce * kStep) {
         uint4 pieces[kAtOnce];
@@ -58,17 +58,24 @@ struct MeansOfRows {
       }
       if constexpr (kWhole) {
         // The last elements are a part of some lane's last piece. Read one by one they cost the others no registers.
-        unsigned const rest = k_end - k_end % kPiece;
-        if (rest - begin < unsigned(kSegment) && rest / kPiece % kLanes == unsigned(own)) {
+        unsigned const rest = k_end - k_end % kRowPiece;
+        if (rest - begin < unsigned(kSegment) && rest / kRowPiece % kRowLanes == unsigned(own)) {
           CUTLASS_PRAGMA_NO_UNROLL
           for (unsigned at = rest; at < k_end; ++at) segment.add(float(params.a[row * params.ld + at]));
         }
       }
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kSegments; ++i) result.add(segment.of_lane(i * kLanes + own));
+      for (int i = 0; i < kSegments; ++i) result.add(segment.of_lane(i * kRowLanes + own));
     }
     result.share();
     return result;
+  }
+
+  // Starts to bring a row into the L2 cache: called by one thread, of a kernel for Sm90.
+  CUTLASS_DEVICE static void prefetch(Params const& params, int64_t row) {
+    unsigned const bytes = unsigned(params.k) / kRowPiece * (kRowPiece * sizeof(Element));
+    if (!kWhole || bytes == 0) return;
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(params.a + row * params.ld), "r"(bytes) : "memory");
   }
 
   // Stores a row's means, as `store` does.
@@ -81,18 +88,17 @@ struct MeansOfRows {
   }
 
  private:
-  static constexpr int kLanes = 8, kPiece = 8;  // threads that share a segment, and elements that one of them reads at once
-  static constexpr int kSegments = 32 / kLanes, kStep = kLanes * kPiece;
-  static constexpr bool kWhole = kMajor == Major::kRow && kAlignment == kPiece;
+  static constexpr int kSegments = 32 / kRowLanes, kStep = kRowLanes * kRowPiece;
+  static constexpr bool kWhole = kMajor == Major::kRow && kAlignment == kRowPiece;
 
   // Eight elements of a row, with zeros beyond its end. Where they are read as a whole, a part of them is nothing.
   CUTLASS_DEVICE static uint4 piece(Params const& params, int64_t row, unsigned k) {
     uint4 result{0, 0, 0, 0};
     if constexpr (kWhole) {
-      if (k + kPiece <= unsigned(params.k)) result = *reinterpret_cast<uint4 const*>(params.a + row * params.ld + k);
+      if (k + kRowPiece <= unsigned(params.k)) result = *reinterpret_cast<uint4 const*>(params.a + row * params.ld + k);
     } else {
       auto* const elements = reinterpret_cast<Element*>(&result);
-      for (int i = 0; i < kPiece && k + i < unsigned(params.k); ++i) {
+      for (int i = 0; i < kRowPiece && k + i < unsigned(params.k); ++i) {
         elements[i] = params.a[kMajor == Major::kRow ? row * params.ld + k + i : row + int64_t(k + i) * params.ld];
       }
     }
@@ -169,25 +175,29 @@ struct AwaitedMeans {
 };
 
 // The work of idle warps, `kWarps` of each thread block: they claim row after row, and so does whoever comes later. None waits
-// for another, so all rows are taken even if parts of the grid have yet to start.
+// for another, so all rows are taken even if parts of the grid have yet to start. A warp's next row is on its way to the L2
+// cache while it adds up one: registers for more reads at a time are what it does not have.
 template <class Rows, int kWarps, int kAtOnce>
 CUTLASS_DEVICE void take_means_beside(typename Rows::Params const& params) {
   asm volatile("griddepcontrol.wait;" ::: "memory");
   auto const rows = unsigned(params.rows);
   int const lane = int(threadIdx.x) % 32;
   auto const claim = [&] { return lane == 0 ? atomicAdd(params.beside.claimed, 1u) : 0; };
-  unsigned next = claim();
-  for (;;) {
-    unsigned const row = __shfl_sync(0xffffffff, next, 0);
-    if (row >= rows) {
-      // Each warp of the grid comes here once: the last one has made the last claim.
-      if (lane == 0 && row == rows + kWarps * gridDim.x * gridDim.y - 1) *params.beside.claimed = 0;
-      return;
+  auto const known = [](unsigned claimed) { return __shfl_sync(0xffffffff, claimed, 0); };
+  unsigned row = known(claim());
+  unsigned claimed = row < rows ? claim() : 0;
+  while (row < rows) {
+    unsigned const next = known(claimed);
+    if (next < rows) {
+      claimed = claim();
+      if (lane == 0) Rows::prefetch(params, next);
     }
-    next = claim();
     auto const sums = Rows::template sums<kAtOnce>(params, row);
     if (lane == 0) Rows::publish(params, row, sums, Awaited::store);
+    row = next;
   }
+  // Each warp of the grid claims one row that there is not: the last one has made the last claim.
+  if (lane == 0 && row == rows + kWarps * gridDim.x * gridDim.y - 1) *params.beside.claimed = 0;
 }
 
 #if CUTLASS_OPS_HOST

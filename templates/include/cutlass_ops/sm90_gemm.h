@@ -90,11 +90,12 @@ struct Sm90Kernel {
     extern __shared__ char shared_memory[];
     GemmKernel kernel;
     kernel(params, shared_memory);
-    // CUTLASS's kernels have nothing to do for the second and the fourth warp.
+    // CUTLASS's kernels have nothing to do for the second and the fourth warp, nor for the third where no tile is read.
+    // Where one is, it comes here when all are.
     using Rows = typename GemmKernel::CollectiveMainloop::RowsBeside;
     if constexpr (!cute::is_same_v<Rows, NoRows>) {
       int const warp = cutlass::canonical_warp_idx_sync();
-      if (warp == 1 || warp == 3) take_means_beside<Rows, 2, pieces_at_once()>(params.mainloop.rows);
+      if (warp >= 1 && warp <= 3) take_means_beside<Rows, 3, pieces_at_once()>(params.mainloop.rows);
     }
   }
 
@@ -114,11 +115,19 @@ struct Sm90Kernel {
 
 #if CUTLASS_OPS_HOST
 
+// What means of A's rows are taken with, before or in a launch.
+struct TakingMeans {
+  int device;
+  cudaStream_t stream;
+  void* workspace;
+  bool overlap;  // whether a kernel for them may start while the one before it in the stream is still ending
+};
+
 // Prepares a launch whose idle warps take means of A's rows. Each tile of rows is read by as many tiles of D as there are
 // along the other side, which clusters fill up.
 template <class GemmKernel, class Rows>
-cudaError_t share_rows(typename Rows::Params& rows, typename GemmKernel::Arguments const& arguments, int device,
-                       cudaStream_t stream) {
+cudaError_t share_rows(typename Rows::Params& rows, typename GemmKernel::Arguments const& arguments,
+                       TakingMeans const& taking) {
   constexpr bool kTransposed = GemmKernel::CollectiveMainloop::kTransposed;
   auto const tiles = [&](auto side) {
     using Cluster = typename GemmKernel::DispatchPolicy::ClusterShape;
@@ -126,7 +135,7 @@ cudaError_t share_rows(typename Rows::Params& rows, typename GemmKernel::Argumen
     return cute::ceil_div(cute::ceil_div(cute::get<side>(arguments.problem_shape), kTile), kBlocks) * kBlocks;
   };
   int const down = tiles(cute::Int<0>{}), across = tiles(cute::Int<1>{});
-  return share_rows<Rows>(rows, kTransposed ? across : down, kTransposed ? down : across, device, stream);
+  return share_rows<Rows>(rows, kTransposed ? across : down, kTransposed ? down : across, taking.device, taking.stream);
 }
 
 inline int multiprocessors(int device) {
@@ -166,7 +175,7 @@ constexpr bool kWaits = false;
 //   struct Operands { Problem problem; ... }; static Operands read(Call&);
 //   static typename GemmKernel::Arguments arguments(Operands const&);
 //   static int64_t means_bytes(Problem);                of workspace, before the kernel's own, for means of A's rows
-//   static cudaError_t take_means(Operands&, int device, void* workspace, cudaStream_t, bool overlap);
+//   static cudaError_t take_means(Operands&, typename GemmKernel::Arguments const&, TakingMeans const&);
 template <class Gemm>
 struct Sm90Entry {
   using GemmKernel = typename Gemm::GemmKernel;
@@ -208,7 +217,7 @@ struct Sm90Entry {
     bool const follows = workspace_size == 0 && !call.reads_device_scalars();
     bool const overlap = kWaits && !by_gpc && follows;
     if constexpr (Gemm::kTakesMeans) {
-      cudaError_t const error = Gemm::take_means(operands, device, workspace, stream, follows);
+      cudaError_t const error = Gemm::take_means(operands, arguments, {device, stream, workspace, follows});
       if (error != cudaSuccess) return error;
       auto const complete = Gemm::arguments(operands);
       arguments.mainloop = complete.mainloop;
