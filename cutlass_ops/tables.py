@@ -36,6 +36,8 @@ Problem = tuple[int, int, int]
 
 # How many times what a kernel loses to a peer counts besides what it loses to the best kernel.
 _TO_A_PEER = 3.0
+# How far behind the fastest what is estimated is at least: more than dispatch takes for as good.
+_ESTIMATED = 0.005
 
 _FIELDS = "format device multiprocessors signature fallback deterministic configs kernels points"
 _MAX_EXTENT = 1 << 40
@@ -99,8 +101,9 @@ class Point:
             for m in older.measured
             if m.config.binary() not in known
         ]
-        # An estimate must not displace what was measured to be the fastest.
-        further = [replace(m, behind=max(m.behind, 0.0), microseconds=max(m.microseconds, best)) for m in further]
+        # An estimate must not displace what was measured to be the fastest, nor be as good: few kernels would be chosen
+        # among such estimates.
+        further = [m if m.behind > _ESTIMATED else Measured(m.config, best * (1 + _ESTIMATED), _ESTIMATED) for m in further]
         measured = tuple(sorted([*self.measured, *further], key=lambda m: m.behind))
         return replace(self, measured=measured, peers=self.peers or older.peers)
 

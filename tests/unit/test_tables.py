@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from signatures import signature
 
-from cutlass_ops import builtin, tables
+from cutlass_ops import builtin, dispatch, tables
 from cutlass_ops.config import Sm80Config, Sm90Config, ThreadblockShape, WarpShape
 from cutlass_ops.errors import ConfigError
 from cutlass_ops.tables import Measured, Point, Table
@@ -66,8 +66,10 @@ def test_what_was_measured_to_be_the_fastest_stays_so():
     old = Point((1, 64, 64), "2026-11-20", (Measured(OLD, 8.0, 0.0), Measured(SMALL, 10.0, 0.25)))
     new = Point((1, 64, 64), "2026-11-21", (Measured(SMALL, 10.0, 0.0), Measured(LARGE, 11.0, 0.1)))
     (found,) = table(old).merged(table(new)).points
-    assert found.measured[0].config == SMALL
-    assert all(m.behind >= 0 and m.microseconds >= 10 for m in found.measured)
+    assert [m.config for m in found.measured] == [SMALL, OLD, LARGE]
+    # By the older race it would be 20% ahead; it is not even as good, since few kernels are chosen among the best.
+    assert (found.measured[1].behind, found.measured[1].microseconds) == (0.005, pytest.approx(10.05))
+    assert found.measured[1].behind > dispatch._SLACK["measured"]
 
 
 @pytest.mark.parametrize(
