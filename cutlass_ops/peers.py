@@ -19,8 +19,8 @@ def peers(graph: Graph) -> Mapping[str, Peer]:
     """Return PyTorch's ways to compute an epilogue, by name: D, or all outputs by name where there are several.
 
     ``eager`` is torch.mm with one elementwise kernel for each operation behind it. ``cublaslt`` is cuBLASLt's fused
-    epilogue, for the few that it has. In FP16, what takes values gathered from A is computed in FP32: until its rows are
-    scaled, the product may be beyond FP16's range.
+    epilogue, for the few that it has. In FP16, what takes values gathered from A is computed in FP32: until its rows
+    are scaled, the product may be beyond FP16's range.
     """
     names = [i.name for i in graph.inputs]
 

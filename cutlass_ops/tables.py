@@ -103,7 +103,8 @@ class Point:
         ]
         # An estimate must not displace what was measured to be the fastest, nor be as good: few kernels would be chosen
         # among such estimates.
-        further = [m if m.behind > _ESTIMATED else Measured(m.config, best * (1 + _ESTIMATED), _ESTIMATED) for m in further]
+        least = best * (1 + _ESTIMATED)
+        further = [m if m.behind > _ESTIMATED else Measured(m.config, least, _ESTIMATED) for m in further]
         measured = tuple(sorted([*self.measured, *further], key=lambda m: m.behind))
         return replace(self, measured=measured, peers=self.peers or older.peers)
 

@@ -278,6 +278,19 @@ def test_eight_threads_with_kernels_and_shapes_of_their_own():
     assert not wrong, wrong
 
 
+def test_a_thread_that_has_done_nothing_else_with_cuda():
+    """The driver encodes descriptors for threads with a context only, and every thread begins without."""
+    kernel, operands = co.build(CONFIGURATIONS[[*CONFIGURATIONS][0]]), problem(300, 264, 520)
+    wanted, results = kernel(*operands), [nan_like(300, 264) for _ in range(4)]
+    torch.cuda.synchronize()
+    for d in results:
+        thread = threading.Thread(target=lambda d=d: kernel(*operands, out=d))
+        thread.start()
+        thread.join()
+    torch.cuda.synchronize()
+    assert all(torch.equal(d, wanted) for d in results)
+
+
 # ---- Graphs -------------------------------------------------------------------------------------------------------
 
 

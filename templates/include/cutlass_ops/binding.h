@@ -314,13 +314,19 @@ class Call {
   Extent extents_[kMaxArguments] = {};
 };
 
-// Makes the operands' device current for the duration of a call.
+// Makes the operands' device current for the duration of a call, and its context: a thread that has called nothing of CUDA
+// yet has a current device without one, and the driver encodes no descriptor there.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {
+    static thread_local uint64_t entered = 0;  // by this thread, a bit for each device
+    static_assert(kMaxDevices <= 64);
     cudaGetDevice(&previous_);
     changed_ = previous_ != device;
-    if (changed_) cudaSetDevice(device);
+    if (changed_ || (entered >> device & 1) == 0) {
+      cudaSetDevice(device);  // the launch fails if this does
+      entered |= uint64_t(1) << device;
+    }
   }
   ~DeviceGuard() {
     if (changed_) cudaSetDevice(previous_);

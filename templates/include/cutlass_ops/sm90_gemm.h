@@ -290,6 +290,8 @@ struct Sm90Entry {
   // load. Two cases must not overlap: scalars on the device are read before the wait, and a workspace is cleared by a
   // memset that this launch has to follow.
   static cudaError_t enqueue(typename GemmKernel::Params params, cudaStream_t stream, bool overlap) {
+    // All else that the driver refuses a descriptor for, a call's checks refuse before.
+    if (!GemmKernel::CollectiveMainloop::is_encoded(params.mainloop)) return cudaErrorDeviceUninitialized;
     Launch launch(grid(params), overlap);
     launch.config.stream = stream;
     void* arguments[] = {&params};

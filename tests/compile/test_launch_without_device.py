@@ -1,0 +1,135 @@
+"""What a launch asks of CUDA: a real kernel's library with a CUDA runtime that keeps count in place of the real one."""
+
+import os
+import subprocess
+
+import pytest
+
+from cutlass_ops import catalog
+from cutlass_ops.builder import build_artifact
+from cutlass_ops.toolchain import find_toolchain
+
+pytestmark = [pytest.mark.compile, pytest.mark.slow]
+
+ENTRIES = {entry.file: entry for entry in catalog.default()}
+
+# Functions that the program exports are found before those of libcudart, which the library names as its own.
+PROGRAM = r"""
+#include <cuda.h>
+#include <cuda_runtime.h>
+#include <dlfcn.h>
+#include <tvm/ffi/c_api.h>
+
+#include <cstdio>
+#include <cstring>
+#include <thread>
+
+// ---- A driver and a runtime: a thread has a context once it has set the device ----
+
+static thread_local bool has_context = false;
+static bool refuses = false, sets = true;
+static int launches = 0, encoded = 0;
+
+static CUresult encode(CUtensorMap* map, CUtensorMapDataType, cuuint32_t, void* data, cuuint64_t const*,
+                       cuuint64_t const*, cuuint32_t const*, cuuint32_t const*, CUtensorMapInterleave,
+                       CUtensorMapSwizzle, CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill) {
+  if (!has_context) return CUDA_ERROR_INVALID_CONTEXT;
+  if (refuses || promotion != CU_TENSOR_MAP_L2_PROMOTION_L2_256B) return CUDA_ERROR_INVALID_VALUE;
+  memcpy(map, &data, sizeof(data));
+  return ++encoded, CUDA_SUCCESS;
+}
+
+extern "C" {
+cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+cudaError_t cudaSetDevice(int) { return has_context = sets, cudaSuccess; }
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) { return *value = 132, cudaSuccess; }
+cudaError_t cudaFuncSetAttribute(void const*, cudaFuncAttribute, int) { return cudaSuccess; }
+cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, void const*, cudaLaunchConfig_t const*) {
+  return *clusters = 132, cudaSuccess;
+}
+cudaError_t cudaGetDriverEntryPointByVersion(char const* name, void** entry, unsigned, unsigned long long,
+                                             cudaDriverEntryPointQueryResult* result) {
+  if (strcmp(name, "cuTensorMapEncodeTiled") != 0) return cudaErrorNotSupported;
+  *entry = reinterpret_cast<void*>(&encode);
+  return *result = cudaDriverEntryPointSuccess, cudaSuccess;
+}
+cudaError_t cudaLaunchKernelExC(cudaLaunchConfig_t const*, void const*, void**) { return ++launches, cudaSuccess; }
+}
+
+// ---- A call ----
+
+static int64_t const m = 64, n = 128, k = 256;
+using Launch = int (*)(void*, TVMFFIAny const*, int32_t, TVMFFIAny*);
+static Launch launch;
+
+struct Tensor {
+  int64_t shape[2], strides[2];
+  DLTensor tensor{};
+  Tensor(uintptr_t data, int dimensions, int64_t rows, int64_t columns, int64_t row, int64_t column)
+      : shape{rows, columns}, strides{row, column} {
+    tensor.data = reinterpret_cast<void*>(data);
+    tensor.device = {kDLCUDA, 0};
+    tensor.ndim = dimensions;
+    tensor.dtype = {kDLBfloat, 16, 1};
+    tensor.shape = shape;
+    tensor.strides = strides;
+  }
+};
+
+static bool call() {
+  Tensor a(1 << 20, 2, m, k, k, 1), b(2 << 20, 2, k, n, 1, k), d(3 << 20, 2, m, n, n, 1), bias(4 << 20, 1, n, 1, 1, 1);
+  TVMFFIAny arguments[7]{}, result{};
+  Tensor* const tensors[] = {&a, &b, &d, &bias};
+  for (int i = 0; i < 4; ++i) {
+    arguments[i].type_index = kTVMFFIDLTensorPtr;
+    arguments[i].v_ptr = &tensors[i]->tensor;
+  }
+  for (int i = 4; i < 6; ++i) {
+    arguments[i].type_index = kTVMFFIInt;
+    arguments[i].v_int64 = i - 4;  // raster, swizzle
+  }
+  arguments[6].type_index = kTVMFFINone;
+  if (launch(nullptr, arguments, 7, &result) != 0) return false;
+  return result.v_int64 == 0;
+}
+
+#define REQUIRE(...) \
+  if (!(__VA_ARGS__)) return std::printf("line %d: %s\n", __LINE__, #__VA_ARGS__), 1
+
+int main(int, char** argv) {
+  void* const library = dlopen(argv[1], RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) return std::puts(dlerror()), 1;
+  launch = reinterpret_cast<Launch>(dlsym(library, "__tvm_ffi_launch"));
+
+  REQUIRE(call() && launches == 1 && encoded == 3);  // A, B and D
+  has_context = false;                               // as if this had been done behind its back: refused, not launched
+  REQUIRE(!call() && launches == 1);
+  has_context = true;
+  REQUIRE(call() && launches == 2);
+  refuses = true;
+  REQUIRE(!call() && launches == 2);
+  refuses = false;
+
+  // The first that another thread does with CUDA.
+  bool worked = false;
+  std::thread([&] { worked = call(); }).join();
+  REQUIRE(worked && launches == 3);
+  sets = false;  // where there is no context to be had
+  std::thread([&] { worked = call(); }).join();
+  REQUIRE(!worked && launches == 3);
+  std::puts("ok");
+}
+"""
+
+
+def test_every_thread_has_a_context_and_what_cannot_be_encoded_is_not_launched(tmp_path):
+    toolchain, artifact = find_toolchain(), build_artifact(ENTRIES["sm_90a/gemm_bias_relu_bf16.cu"].spec)
+    source, program = tmp_path / "launch.cpp", tmp_path / "launch"
+    source.write_text(PROGRAM)
+    include = [f"-I{toolchain.tvm_ffi_dir / 'include'}", *(f"-isystem{p}" for p in toolchain.include_dirs)]
+    command = [toolchain.host_compiler, "-std=c++17", *include, source, "-o", program, "-rdynamic", "-pthread", "-ldl"]
+    subprocess.run([str(part) for part in command], check=True)
+    folders = [toolchain.tvm_ffi_dir / "lib", *([toolchain.cudart.parent] if toolchain.cudart else [])]
+    env = os.environ | {"LD_LIBRARY_PATH": ":".join(map(str, folders))}
+    done = subprocess.run([str(program), str(artifact.library)], capture_output=True, text=True, check=False, env=env)
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
