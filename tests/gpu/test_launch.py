@@ -280,7 +280,7 @@ def test_eight_threads_with_kernels_and_shapes_of_their_own():
 
 def test_a_thread_that_has_done_nothing_else_with_cuda():
     """The driver encodes descriptors for threads with a context only, and every thread begins without."""
-    kernel, operands = co.build(CONFIGURATIONS[[*CONFIGURATIONS][0]]), problem(300, 264, 520)
+    kernel, operands = co.build(CONFIGURATIONS[next(iter(CONFIGURATIONS))]), problem(300, 264, 520)
     wanted, results = kernel(*operands), [nan_like(300, 264) for _ in range(4)]
     torch.cuda.synchronize()
     for d in results:

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from signatures import A100, H100, signature, statistics
 
-from cutlass_ops import _resources, builtin, dispatch, heuristics, legality, model, tables
+import cutlass_ops as co
+from cutlass_ops import _resources, builtin, dispatch, heuristics, legality, model, norms, tables
 from cutlass_ops.config import ClusterShape, Means, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
 from cutlass_ops.heuristics import Device
 from cutlass_ops.spec import Operand
@@ -39,6 +40,10 @@ def shipped():
 # ---- What ships --------------------------------------------------------------------------------------------------
 
 
+# Not tuned yet: a gate behind a norm, with the most rows.
+UNMEASURED = {norms.rmsnorm_op(builtin.swiglu).graph: {(8192, 14336, 4096)}}
+
+
 def test_every_table_that_ships_is_whole_and_where_it_is_looked_for():
     found = sorted(_resources.tuned().glob("*.json"))
     assert found
@@ -46,8 +51,9 @@ def test_every_table_that_ships_is_whole_and_where_it_is_looked_for():
         table = tables.load(path)
         assert path == tables.path_of(path.parent, table.device, table.signature)
         assert 0 < len(table.kernels) <= MOST
-        wanted = SHAPES.NORMS if table.signature.epilogue.gathered else SHAPES.GRID
-        assert {p.problem for p in table.points} >= set(wanted)
+        epilogue = table.signature.epilogue
+        wanted = SHAPES.GATES if epilogue.products else SHAPES.NORMS if epilogue.gathered else SHAPES.GRID
+        assert set(wanted) - {p.problem for p in table.points} == UNMEASURED.get(epilogue, set())
 
 
 def loss(table, problem, config):
@@ -435,9 +441,15 @@ def test_where_neither_main_loop_nor_idle_warps_can_a_kernel_before_does_and_cou
     assert ahead.microseconds > usual.microseconds + 1
 
 
+@co.epilogue
+def gated_by_relu(acc, up: co.Product):
+    """Of which no table ships."""
+    return co.relu(acc) * up
+
+
 def test_two_weights_take_as_long_as_one_of_twice_the_columns():
     one, two = (1024, 28672, 4096), (1024, 14336, 4096)
-    gate = dispatch.policy(signature_of_graph(builtin.swiglu.graph, two), H100)
+    gate = dispatch.policy(signature_of_graph(gated_by_relu.graph, two), H100)
     usual = dispatch.policy(signature_of_graph(builtin.bias_relu.graph, one), H100)
     best = gate.ranked(two, count=1)[0]
     known = {c.config.binary(): c.microseconds for c in usual.ranked(one)}
