@@ -33,10 +33,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops import dispatch, ops
+from cutlass_ops import dispatch, ops, policies
 from cutlass_ops.builder import build_many
 from cutlass_ops.call import device_of
-from cutlass_ops.heuristics import Device
+from cutlass_ops.device import Device
 from cutlass_ops.registry import OpSignature
 from cutlass_ops.spec import KernelSpec
 from cutlass_ops.tables import Problem, Table
@@ -156,19 +156,19 @@ class Part:
     @contextmanager
     def known(self) -> Iterator[None]:
         """Have kernels chosen as if of what ships nothing else had been measured at these weights."""
-        shipped = dispatch._shipped
+        shipped = policies._shipped
 
         def less(device: str, signature: OpSignature) -> Table | None:
             table = shipped(device, signature)
             return table and replace(table, points=tuple(p for p in table.points if self._counts(p.problem)))
 
-        dispatch._shipped = less
-        dispatch.forget()
+        policies._shipped = less
+        policies.forget()
         try:
             yield
         finally:
-            dispatch._shipped = shipped
-            dispatch.forget()
+            policies._shipped = shipped
+            policies.forget()
 
     def _counts(self, problem: Problem) -> bool:
         return problem[1:] not in self.weights or problem in self.tuned

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from cutlass_ops import space, tables
 from cutlass_ops.config import config_to_json
-from cutlass_ops.heuristics import Device, Pool
+from cutlass_ops.device import Device
+from cutlass_ops.heuristics import Pool
 
 # A kernel that is nearly as fast as the best counts as well, as the model errs by so much.
 NEARLY = 0.05

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import shapes
 
-from cutlass_ops import dispatch, tables
+from cutlass_ops import policies, tables
 from cutlass_ops.config import Config
-from cutlass_ops.heuristics import Device
+from cutlass_ops.device import Device
 from cutlass_ops.tables import Point, Problem, Table
 
 
@@ -39,7 +39,7 @@ def left_out(table: Table, device: Device, group: Callable[[Problem], object]) -
     """Yield what is lost where all problems of one group after the other are decided by those of the others."""
     for name in dict.fromkeys(group(p.problem) for p in table.points):
         others = tuple(p for p in table.points if group(p.problem) != name)
-        policy = dispatch.Policy.of([replace(table, points=others)], table.signature, device, table.kernels)
+        policy = policies.Policy.of([replace(table, points=others)], table.signature, device, table.kernels)
         for point in table.points:
             known = {m.config.binary() for m in point.measured} & set(policy.kernels)
             if group(point.problem) == name and known:
@@ -48,11 +48,11 @@ def left_out(table: Table, device: Device, group: Callable[[Problem], object]) -
 
 def keeping(table: Table, device: Device, weights: Iterable[tuple[int, int]]) -> tuple[list[int], list[float]]:
     """Return how many kernels weights keep, and what is lost by that: by prediction, over rows that nobody chose."""
-    policy = dispatch.Policy.of([table], table.signature, device, table.kernels)
+    policy = policies.Policy.of([table], table.signature, device, table.kernels)
     rows = sorted({m for m, _, _ in shapes.drawn(seed=5, count=400)})
     counts, losses = [], []
     for n, k in weights:
-        kept = dispatch.kept(policy, n, k)
+        kept = policies.kept(policy, n, k)
         times = policy.expected([(m, n, k) for m in rows]).decisive()
         few = times[:, [policy.kernels.index(c) for c in kept]]
         counts.append(len(kept))

@@ -141,14 +141,14 @@ PARTS: Sequence[tuple[str, str, str, Callable[[Row], str]]] = (
         "RMSNorm + GEMM",
         "rmsnorm_h100.json",
         "`rmsnorm_gemm(x, prepared, eps=...)` in BF16. *Over own GEMM* is our time with the norm over that without.\n"
-        "What reads the rows has changed since, and has not run on a GPU yet (see the notes in benchmarks/NOTES.md).",
+        "The table of kernels has changed since, at five of these shapes (see the notes in benchmarks/NOTES.md).",
         rmsnorm,
     ),
     (
         "Ways to a row's statistic",
-        "rmsnorm_ways_h100.json",
+        "rmsnorm_h100.json",
         "Times over that of our GEMM without a norm: `statistic` is given the sums of squares that the GEMM before\n"
-        "left, the others take them from x, with the same tiles. Dispatch had no table for norms then; – is not legal.",
+        "left, the others take them from x, all three with the same tiles. – is not legal.",
         ways,
     ),
     (

@@ -16,10 +16,10 @@ import harness
 import sweep
 import torch
 
-from cutlass_ops import heuristics, legality, ops
+from cutlass_ops import legality, ops
 from cutlass_ops.call import device_of
 from cutlass_ops.config import Sm80Config, ThreadblockShape, WarpShape
-from cutlass_ops.heuristics import Device
+from cutlass_ops.device import Device
 from cutlass_ops.registry import REGISTRY, OpSignature
 from cutlass_ops.timing import expected_us
 from cutlass_ops.tuning import signature_at
@@ -50,7 +50,7 @@ def pool(signature: OpSignature, device: Device, alignment: int) -> list[Sm80Con
             for stream_k in (False, True) if (m, n, k) in STREAM_K and stages == STAGES[alignment][0] else (False,):
                 tile, warp = ThreadblockShape(m, n, k), WarpShape(warp_m, warp_n, k)
                 config = Sm80Config(tile, warp, stages=stages, stream_k=stream_k)
-                if not legality.check(heuristics.spec(signature, config, device)):
+                if not legality.check(device.spec(signature, config)):
                     found.append(config)
     return found
 
@@ -67,7 +67,7 @@ def main() -> None:
     for alignment, k in LINES.items():
         signature = signature_at(graph, (64, COLUMNS[0], k), "bf16", "row", "col", None, device)
         configs = pool(signature, device, alignment)
-        kernels = REGISTRY.kernels([heuristics.spec(signature, c, device) for c in configs])
+        kernels = REGISTRY.kernels([device.spec(signature, c) for c in configs])
         print(f"{len(kernels)} kernels after {time.monotonic() - begin:.0f} s", flush=True)
         for n in COLUMNS:
             for m in ROWS:

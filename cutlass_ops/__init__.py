@@ -8,6 +8,8 @@ Importing does no work: no file or folder is made, no device touched, no compile
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from cutlass_ops._version import __version__
 from cutlass_ops.bundle import Bundle
 from cutlass_ops.bundles import load_bundle
@@ -70,9 +72,7 @@ from cutlass_ops.errors import (
     ToolchainError,
     UnsupportedError,
 )
-from cutlass_ops.explaining import Explanation, explain
 from cutlass_ops.gated import gemm_swiglu
-from cutlass_ops.legality import Violation, check
 from cutlass_ops.norms import (
     PreparedLayerNormWeight,
     PreparedWeight,
@@ -97,9 +97,24 @@ from cutlass_ops.ops import (
     gemm_residual,
 )
 from cutlass_ops.registry import REGISTRY as registry  # noqa: N811
-from cutlass_ops.render import render as source
 from cutlass_ops.spec import KernelSpec, Operand
-from cutlass_ops.tuning import Effort, tune
+
+if TYPE_CHECKING:
+    from cutlass_ops.explaining import Explanation, explain
+    from cutlass_ops.legality import Violation, check
+    from cutlass_ops.render import render as source
+    from cutlass_ops.tuning import Effort, tune
+
+# Modules that a call does not need, and by what names they have it: imported when one of these is first asked for.
+_LATER = {
+    "Effort": ("tuning", "Effort"),
+    "Explanation": ("explaining", "Explanation"),
+    "Violation": ("legality", "Violation"),
+    "check": ("legality", "check"),
+    "explain": ("explaining", "explain"),
+    "source": ("render", "render"),
+    "tune": ("tuning", "tune"),
+}
 
 __all__ = [
     "Bundle",
@@ -189,3 +204,17 @@ __all__ = [
     "tanh",
     "tune",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    module, attribute = _LATER[name]
+    globals()[name] = found = getattr(import_module(f"cutlass_ops.{module}"), attribute)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,3 +1,6 @@
-"""Version of the library; nothing else states it."""
+"""Versions of the library and of what it renders; nothing else states them."""
 
 __version__ = "0.1.0"
+
+# Part of every kernel's identity: raise it when templates or headers change what a spec means.
+TEMPLATE_VERSION = 3

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterable
 
 from cutlass_ops import _env
-from cutlass_ops.builder import build_artifact
 from cutlass_ops.bundles import BUNDLES
 from cutlass_ops.spec import KernelSpec
 
@@ -84,4 +83,10 @@ class Background:
                 work.task_done()
 
 
-BACKGROUND = Background(lambda spec, cancel: BUNDLES.find(spec) or build_artifact(spec, cancel=cancel))
+def _build(spec: KernelSpec, cancel: threading.Event) -> object:
+    from cutlass_ops.builder import build_artifact
+
+    return BUNDLES.find(spec) or build_artifact(spec, cancel=cancel)
+
+
+BACKGROUND = Background(_build)

@@ -16,10 +16,11 @@ from cutlass_ops import _env, arch, legality, remote, render
 from cutlass_ops.compiler import LOG, Compiled, compile_kernel
 from cutlass_ops.errors import CompileError, CutlassOpsError, MissingKernelError
 from cutlass_ops.halves import prove_halves_agree
+from cutlass_ops.identity import kernel_identity, source_identity
 from cutlass_ops.progress import Progress, progress
 from cutlass_ops.sass import prove_tensor_cores
 from cutlass_ops.spec import KernelSpec
-from cutlass_ops.store import LIBRARY, SOURCE, Artifact, KernelStore, identity_key, kernel_identity, source_identity
+from cutlass_ops.store import LIBRARY, SOURCE, Artifact, KernelStore, identity_key
 from cutlass_ops.toolchain import Toolchain, find_toolchain
 
 _log = logging.getLogger("cutlass_ops")

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cutlass_ops import _resources, container, plain
+from cutlass_ops._version import TEMPLATE_VERSION
 from cutlass_ops.config import Config
 from cutlass_ops.container import MANIFEST, SIGNATURE, Container, open_container
 from cutlass_ops.errors import BundleError
 from cutlass_ops.loader import ABI
 from cutlass_ops.manifest import MAX_BYTES, Choice, File, Group, KernelRecord, Manifest, table_name
-from cutlass_ops.render import TEMPLATE_VERSION
 from cutlass_ops.signature import OpSignature
 from cutlass_ops.signing import require_signature, sign
 from cutlass_ops.spec import KernelSpec

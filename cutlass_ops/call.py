@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from cutlass_ops import operands, reference
+from cutlass_ops.device import Device
 from cutlass_ops.dtypes import dtype as element_named
 from cutlass_ops.dtypes import f32
 from cutlass_ops.epilogue.graph import Graph, Kind
 from cutlass_ops.errors import NoDeviceError
-from cutlass_ops.heuristics import Device
 from cutlass_ops.operands import Problem
 from cutlass_ops.registry import OpSignature
 from cutlass_ops.spec import KernelSpec, Major, Operand

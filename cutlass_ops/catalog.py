@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cutlass_ops import _resources, builtin, render
+from cutlass_ops._version import TEMPLATE_VERSION
 from cutlass_ops.config import ClusterShape, Config, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
 from cutlass_ops.errors import ToolchainError
 from cutlass_ops.spec import KernelSpec
@@ -88,7 +89,7 @@ def files(entries: Sequence[Entry] | None = None) -> dict[str, str]:
     head = {
         "cutlass_ops": _resources.library_version(),
         "nvidia-cutlass": _cutlass_version(),
-        "templates": render.TEMPLATE_VERSION,
+        "templates": TEMPLATE_VERSION,
     }
     kernels: list[dict[str, object]] = [
         {

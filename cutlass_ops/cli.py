@@ -25,6 +25,7 @@ from cutlass_ops import _env, _resources, catalog, executors, ops, packing, ship
 from cutlass_ops.builder import build_many
 from cutlass_ops.bundle import Bundle, open_bundle
 from cutlass_ops.call import call_at, device_of
+from cutlass_ops.device import Device
 from cutlass_ops.doctor import diagnose
 from cutlass_ops.epilogue import Epilogue
 from cutlass_ops.errors import (
@@ -39,7 +40,6 @@ from cutlass_ops.errors import (
     ToolchainError,
 )
 from cutlass_ops.explaining import explain_call
-from cutlass_ops.heuristics import Device
 from cutlass_ops.inspection import KernelReport
 from cutlass_ops.inspection import inspect as inspect_kernel
 from cutlass_ops.spec import HasGraph, KernelSpec, Major

@@ -1,159 +1,22 @@
-"""Which kernel serves a shape: by measurement there, else by the model, corrected by what was measured nearby.
-
-A signature has a few kernels. For a weight, that is for given N and K, those are kept that some number of rows needs;
-after they are compiled nothing is, whatever the batch.
-"""
+"""Which kernel serves a call: the one that a loaded bundle says, else by what is known of the signature's kernels."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING
 
-import torch
-
-from cutlass_ops import _env, _resources, arch, builtin, heuristics, legality, model, tables
 from cutlass_ops.bundles import BUNDLES
-from cutlass_ops.config import Config, Means, Sm90Config
-from cutlass_ops.errors import ConfigError
-from cutlass_ops.heuristics import Device, Pool, Problem
-from cutlass_ops.knowledge import SOURCES, Candidate, Expected, Knowledge
-from cutlass_ops.registry import OpSignature
-from cutlass_ops.spec import KernelSpec, Operand
-from cutlass_ops.tables import Measured, Point, Table
+from cutlass_ops.config import Config
+from cutlass_ops.device import Device, Problem, with_order
+from cutlass_ops.signature import OpSignature
+from cutlass_ops.spec import KernelSpec
 
-
-# Rows of A at which the choice for a weight is made in advance.
-def _rows() -> Iterator[int]:
-    """Yield numbers of rows: eight more than the one before, or at most a sixteenth of it."""
-    yield 1
-    rows = 8
-    while rows <= 16384:
-        yield rows
-        rows += max(8, (1 << rows.bit_length()) >> 5)
-    yield 1 << 26
-
-
-ROWS = tuple(_rows())
-# Kernels are kept for a weight until no number of rows would be so much faster with another.
-_SLACK = {"measured": 0.004, "interpolated": 0.02, "model": 0.02}
-# What is lost beyond that counts so many times more: it has to be mended by some kernel, and one may mend it for many.
-_MISSED = 4.0
-
-
-# A peer is faster where it takes less than this part of the best kernel's time.
-_CLEARLY = 0.99
-
-
-@dataclass(frozen=True, eq=False)
-class Policy:
-    """What decides for one signature on one kind of device.
-
-    Attributes
-    ----------
-    signature : OpSignature
-        Epilogue and operand types.
-    device : Device
-        Where it runs.
-    kernels : tuple of Config
-        All that may be chosen, the most useful first.
-    tables : tuple of Table
-        What was measured, at a problem that several have by the first. They may be of another epilogue, element type or
-        device, where times are close.
-    """
-
-    signature: OpSignature
-    device: Device
-    kernels: tuple[Config, ...]
-    tables: tuple[Table, ...]
-    _knowledge: Knowledge = field(repr=False)
-
-    @classmethod
-    def of(cls, known: Iterable[Table], signature: OpSignature, device: Device, pool: Iterable[Config]) -> Policy:
-        """Return what follows from tables, for kernels of a pool as far as they are legal.
-
-        Parameters
-        ----------
-        known : iterable of Table
-            What was measured, that which counts first before the others.
-        signature : OpSignature
-            Epilogue and operand types.
-        device : Device
-            Where it runs.
-        pool : iterable of Config
-            What may be chosen, the most useful first.
-        """
-        legal = {c: _legal(signature, c, device) for c in dict.fromkeys(pool)}
-        kernels = tuple(dict.fromkeys(c for c in legal.values() if c is not None))
-        # What was measured counts for a kernel itself, not for the form of it that had to be taken instead.
-        same = {c for c, found in legal.items() if found == c}
-        known = tuple(known)
-        return cls(signature, device, kernels, known, Knowledge.of(known, same, Pool.of(kernels, signature), device))
-
-    @property
-    def own(self) -> Table | None:
-        """What was measured of this signature on this kind of device."""
-        return next((t for t in self.tables if t.is_about(self.signature, self.device.name)), None)
-
-    def expected(self, problems: Sequence[Problem]) -> Expected:
-        """Return what is known of every kernel at some problems."""
-        return self._knowledge.expected(problems)
-
-    def ranked(
-        self, problem: Problem, among: Iterable[Config] | None = None, count: int | None = None
-    ) -> list[Candidate]:
-        """Return the first candidates for a problem, the best first; where some of them were measured, only these."""
-        return self._knowledge.ranked(problem, self.kernels if among is None else among, count)
-
-    def peers(self, problem: Problem) -> Mapping[str, float]:
-        """Return what others took for a problem, in microseconds by name, if that was measured here."""
-        point = self.own.at(problem) if self.own else None
-        return dict(point.peers) if point else {}
-
-    def fallback(self, problem: Problem) -> str | None:
-        """Return the peer that was measured to be faster than every kernel, if the user allowed to take it."""
-        point = self.own.at(problem) if self.own and self.own.fallback else None
-        if point is None or not point.peers:
-            return None
-        name, microseconds = min(point.peers, key=lambda peer: peer[1])
-        return name if microseconds < _CLEARLY * point.measured[0].microseconds else None
-
-    def choose(self, problem: Problem) -> Candidate:
-        """Pick a kernel among those that are kept for the problem's weight."""
-        _, n, k = problem
-        return self.ranked(problem, kept(self, n, k), count=1)[0]
-
-
-@lru_cache(maxsize=4096)
-def kept(policy: Policy, n: int, k: int) -> tuple[Config, ...]:
-    """Return the kernels that any number of rows of A may be served by, given B's extents.
-
-    Greedy: the next kernel is always that which helps most over all numbers of rows, until none helps much.
-    """
-    tuned = (p.problem[0] for table in policy.tables for p in table.points if p.problem[1:] == (n, k))
-    problems = [(m, n, k) for m in sorted({*ROWS, *tuned})]
-    known = policy.expected(problems)
-    times = known.decisive()
-    best, fastest = times.min(1)
-    slack = torch.tensor([_SLACK[SOURCES[s]] for s in known.sources.gather(1, fastest[:, None])[:, 0].tolist()])
-    losses = times / best[:, None] - 1
-    chosen: list[int] = []
-    reached = torch.ones_like(best)
-    while bool((reached > slack).any()):
-        after = torch.minimum(reached[:, None], losses)
-        left = (_MISSED * (after - slack[:, None]).clamp(min=0) + after).sum(0)
-        left[chosen] = torch.inf
-        chosen.append(int(left.argmin()))
-        reached = after[:, chosen[-1]]
-    return tuple(policy.kernels[at] for at in chosen)
+if TYPE_CHECKING:
+    from cutlass_ops.policies import Policy
 
 
 def serves(signature: OpSignature, device: Device) -> bool:
     """Whether any kernel serves a signature on a device."""
-    return bool(_bundled(signature, device) or policy(signature, device).kernels)
+    return bool(BUNDLES.of_one_kind(signature, device.capability) or _policy(signature, device).kernels)
 
 
 def fallback(signature: OpSignature, device: Device, problem: Problem) -> str | None:
@@ -163,19 +26,19 @@ def fallback(signature: OpSignature, device: Device, problem: Problem) -> str | 
     """
     if chosen_in_bundle(signature, device, problem) is not None:
         return None
-    return policy(signature, device).fallback(problem)
+    return _policy(signature, device).fallback(problem)
 
 
 def specs(signature: OpSignature, device: Device) -> tuple[KernelSpec, ...]:
     """Return every kernel that may be picked for a signature on a device; none if none serves it."""
-    return tuple(heuristics.spec(signature, c, device) for c in policy(signature, device).kernels)
+    return tuple(device.spec(signature, c) for c in _policy(signature, device).kernels)
 
 
 def specs_for(signature: OpSignature, device: Device, n: int, k: int) -> tuple[KernelSpec, ...]:
     """Return the kernels that may be picked for any number of rows of A, given B's extents."""
     if chosen_in_bundle(signature, device, (1, n, k)) is not None:
-        return tuple(heuristics.spec(signature, c, device) for c in _bundled(signature, device))
-    return tuple(heuristics.spec(signature, c, device) for c in kept(policy(signature, device), n, k))
+        return tuple(device.spec(signature, c) for c in BUNDLES.of_one_kind(signature, device.capability))
+    return tuple(device.spec(signature, c) for c in _kept(signature, device, n, k))
 
 
 def choose(signature: OpSignature, device: Device, problem: Problem) -> tuple[KernelSpec, Config]:
@@ -186,15 +49,8 @@ def choose(signature: OpSignature, device: Device, problem: Problem) -> tuple[Ke
     KernelSpec, Config
         The kernel, and its configuration with the launch arguments.
     """
-    config = chosen_in_bundle(signature, device, problem) or policy(signature, device).choose(problem).config
-    return heuristics.spec(signature, config.binary(), device), config
-
-
-def _bundled(signature: OpSignature, device: Device) -> tuple[Config, ...]:
-    """Return the configurations that loaded bundles have for a signature: of one kind, wgmma before mma.sync."""
-    found = BUNDLES.configs(signature, device.capability)
-    wgmma = tuple(c for c in found if isinstance(c, Sm90Config))
-    return wgmma or found
+    config = chosen_in_bundle(signature, device, problem) or _policy(signature, device).choose(problem).config
+    return device.spec(signature, config.binary()), config
 
 
 def chosen_in_bundle(signature: OpSignature, device: Device, problem: Problem) -> Config | None:
@@ -202,159 +58,22 @@ def chosen_in_bundle(signature: OpSignature, device: Device, problem: Problem) -
 
     Neither a table nor the model is looked at.
     """
-    configs = _bundled(signature, device)
+    configs = BUNDLES.of_one_kind(signature, device.capability)
     if len(configs) == 1:
-        return heuristics.with_order(configs[0], problem)
+        return with_order(configs[0], problem)
     return BUNDLES.choice(signature, device.capability, problem) if configs else None
 
 
-def forget() -> None:
-    """Read the user's tables anew from now on."""
-    for cache in (_policy, kept):
-        cache.cache_clear()
+# Tables and the model take as long to import as all that a call needs which a bundle has decided.
 
 
-def policy(signature: OpSignature, device: Device) -> Policy:
-    """Return what decides for a signature on a device.
+def _policy(signature: OpSignature, device: Device) -> Policy:
+    from cutlass_ops import policies
 
-    Where loaded bundles have kernels for it, only these may be picked. Measurements are looked for in the bundles, in
-    the user's folder and in the package, for this signature and device; for kernels of Sm90 the package's table of
-    another epilogue says what these do not.
-    """
-    return _policy(signature, device, _bundled(signature, device), BUNDLES.generation)
+    return policies.policy(signature, device)
 
 
-@lru_cache(maxsize=256)
-def _policy(signature: OpSignature, device: Device, bundled: tuple[Config, ...], generation: int) -> Policy:
-    if arch.target_for(device.capability, wgmma=False) is None:
-        return Policy.of((), signature, device, ())
-    own = _own(signature, device)
-    mine = (own,) if own else ()
+def _kept(signature: OpSignature, device: Device, n: int, k: int) -> tuple[Config, ...]:
+    from cutlass_ops import policies
 
-    def allowed(pool: Iterable[Config]) -> Iterator[Config]:
-        return (c for c in pool if own is None or own.allows(c))
-
-    if bundled:
-        known = (*mine, *_borrowed(own, signature, device)) if isinstance(bundled[0], Sm90Config) else mine
-        return Policy.of(known, signature, device, allowed(bundled))
-
-    if device.loads_by_tma(signature.a, signature.b):
-        known = (*mine, *_borrowed(own, signature, device))
-        found = Policy.of(known, signature, device, allowed(c for table in known for c in table.kernels))
-        if found.kernels:
-            return found
-    narrow = min(signature.a.alignment, signature.b.alignment) == 1
-    usual = heuristics.SM80_UNALIGNED if narrow else heuristics.SM80
-    return Policy.of(mine, signature, device, allowed([*(c for table in mine for c in table.kernels), *usual]))
-
-
-def _own(signature: OpSignature, device: Device) -> Table | None:
-    """Return what was measured for a signature on a device, the user's own results first.
-
-    After them comes a bundle's table, and only without one that which ships.
-    """
-    found = _from_bundle(device.name, signature) or _shipped(device.name, signature)
-    mine = _users(tables.path_of(_env.tuning_dir(), device.name, signature))
-    if mine is None:
-        return found
-    mine = mine if mine.kernels else mine.select()
-    return mine if found is None else replace(found.merged(mine), kernels=_both(mine, found))
-
-
-def _users(path: Path) -> Table | None:
-    if not path.is_file():
-        return None
-    try:
-        return tables.load(path)
-    except (ConfigError, OSError) as exc:
-        # It costs speed, not results: no reason to fail a call, and none to say nothing.
-        warnings.warn(f"a tuning table is left out: {exc}. Remove it, or tune again", RuntimeWarning, stacklevel=2)
-        return None
-
-
-def _from_bundle(device: str, signature: OpSignature) -> Table | None:
-    for path, text in BUNDLES.tables():
-        table = tables.parse(text, f"a table in {path}")
-        if table.is_about(signature, device):
-            return table
-    return None
-
-
-def _both(first: Table, second: Table) -> tuple[Config, ...]:
-    return tuple(dict.fromkeys([*first.kernels, *second.kernels]))
-
-
-@lru_cache(maxsize=256)
-def _shipped(device: str, signature: OpSignature) -> Table | None:
-    path = tables.path_of(_resources.tuned(), device, signature)
-    return tables.load(path) if path.is_file() else None
-
-
-def _borrowed(own: Table | None, signature: OpSignature, device: Device) -> tuple[Table, ...]:
-    """Return what another epilogue's table says of kernels of Sm90, unless a signature's own has all of that."""
-    reference = _reference()
-    if own is not None and own.is_about(reference.signature, reference.device):
-        return ()
-    return (_as_if_about(reference, signature, device),)
-
-
-def _reference() -> Table:
-    """Return the table that stands in where there is no better: bias + ReLU in BF16 on an H100."""
-    operand, bias = Operand.of("bf16.row"), Operand.of("bf16.row.align1")
-    signature = OpSignature(builtin.bias_relu.graph, operand, operand.transposed, operand, (bias,), ())
-    table = _shipped("NVIDIA H100 80GB HBM3", signature)
-    if table is None:
-        raise FileNotFoundError(f"cutlass_ops is incomplete: {_resources.tuned()} has no table; reinstall the package")
-    return table
-
-
-def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
-    """Return another signature's table as if it were about this one, which may take more of A and multiply it by more.
-
-    Kernels stand for the form of them that serves; what it takes to have means of A's rows counts.
-    Two weights of N columns are what one of 2N was.
-    """
-    gathered, weights = signature.epilogue.gathered, heuristics.weights_of(signature)
-    if not gathered and weights == 1:
-        return table
-    forms: dict[Config, Config | None] = {}
-
-    def form(config: Config) -> Sm90Config | None:
-        binary = config.binary()
-        if binary not in forms:
-            forms[binary] = _legal(signature, binary, device)
-        found = forms[binary]
-        if not isinstance(config, Sm90Config) or not isinstance(found, Sm90Config):
-            return None
-        return replace(config, schedule=found.schedule, means=found.means)
-
-    def restated(point: Point) -> Point:
-        m, n, k = point.problem
-        best = point.measured[0].microseconds
-        times = [
-            (best * (1 + measured.behind) + float(model.means(config.means, [point.problem])), config)
-            for measured in point.measured
-            if (config := form(measured.config)) is not None
-        ]
-        times.sort(key=lambda time: time[0])
-        ranked = tuple(Measured(config, us, us / times[0][0] - 1) for us, config in times)
-        return replace(point, problem=(m, n // weights, k), measured=ranked, peers=())
-
-    points = (restated(p) for p in table.points if p.problem[1] % weights == 0)
-    kernels = (form(c) for c in table.kernels)
-    return replace(
-        table, points=tuple(p for p in points if p.measured), kernels=tuple(c for c in kernels if c is not None)
-    )
-
-
-def _legal(signature: OpSignature, config: Config, device: Device) -> Config | None:
-    """Return a configuration if it is legal, else the form of it that is.
-
-    That is one that has means of A's rows from elsewhere, or its pingpong form: reductions need a persistent workspace.
-    """
-    tried: list[Config] = [config]
-    if isinstance(config, Sm90Config) and signature.epilogue.gathered:
-        tried += [replace(config, means=way) for way in get_args(Means) if way != config.means]
-    if isinstance(config, Sm90Config) and config.schedule == "warp_specialized":
-        tried += [replace(c, schedule="pingpong") for c in tried if isinstance(c, Sm90Config)]
-    return next((c for c in tried if not legality.check(heuristics.spec(signature, c, device))), None)
+    return policies.kept(policies.policy(signature, device), n, k)

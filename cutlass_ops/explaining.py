@@ -7,16 +7,16 @@ from typing import Any
 
 from torch import Tensor
 
-from cutlass_ops import dispatch, heuristics
+from cutlass_ops import dispatch, heuristics, policies
 from cutlass_ops.call import Call, check_call, device_of, signature_of
 from cutlass_ops.config import Config, Means, Sm90Config
-from cutlass_ops.dispatch import Policy
-from cutlass_ops.heuristics import Device, Problem
+from cutlass_ops.device import Device, Problem
 from cutlass_ops.knowledge import Candidate
 from cutlass_ops.model import Roofline, roofline
 from cutlass_ops.ops import Op, op_of
 from cutlass_ops.ops import gemm as _gemm
 from cutlass_ops.plan import can_fall_back
+from cutlass_ops.policies import Policy
 from cutlass_ops.registry import OpSignature
 
 
@@ -162,16 +162,16 @@ def explain_call(name: str, call: Call, device: Device) -> Explanation:
     """
     problem = (call.problem.m, call.problem.n, call.problem.k)
     signature = signature_of(call, device)
-    policy = dispatch.policy(signature, device)
+    policy = policies.policy(signature, device)
     if not policy.kernels:
         why = f"no kernel serves these types on compute capability {'.'.join(map(str, device.capability))}"
         return Explanation(name, problem, "nothing", why, _contract(call, signature, device))
     chosen = dispatch.chosen_in_bundle(signature, device, problem)
-    kept = dispatch.kept(policy, *problem[1:]) if chosen is None else policy.kernels
+    kept = policies.kept(policy, *problem[1:]) if chosen is None else policy.kernels
     ranked = policy.ranked(problem, kept)
     if chosen is not None:
         ranked = _first(chosen, ranked, policy.ranked(problem, [chosen.binary()]))
-    spec = heuristics.spec(signature, ranked[0].config.binary(), device)
+    spec = device.spec(signature, ranked[0].config.binary())
     peer = dispatch.fallback(signature, device, problem) if can_fall_back(call) else None
     why = _BUNDLED.format(len(kept)) if chosen else _why(policy, problem, ranked[0], len(kept))
     served_by = spec.slug

@@ -11,47 +11,10 @@ from torch import Tensor
 
 from cutlass_ops import arch, model, model_sm80
 from cutlass_ops.config import Config, Raster, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
-from cutlass_ops.registry import OpSignature
+from cutlass_ops.device import Device, Problem
 from cutlass_ops.rules import SWIZZLES
-from cutlass_ops.spec import KernelSpec, Major, Operand
-
-Problem = tuple[int, int, int]
-
-
-@dataclass(frozen=True)
-class Device:
-    """What the choice of a kernel needs to know of a device.
-
-    Attributes
-    ----------
-    capability : tuple of int
-        Compute capability.
-    multiprocessors : int
-        How many there are.
-    name : str
-        The driver's name for it, under which measurements are kept.
-    """
-
-    capability: tuple[int, int]
-    multiprocessors: int
-    name: str = ""
-
-    def loads_by_tma(self, a: Operand, b: Operand) -> bool:
-        """Whether A and B may go through TMA to wgmma: there is both, and their addresses and lines are aligned."""
-        return self.capability == (9, 0) and a.aligned and b.aligned
-
-    @cached_property
-    def chip(self) -> model.Chip:
-        """What the cost model goes by: an H100 with as many multiprocessors."""
-        fours = round(model.H100.multiprocessors_in_fours * self.multiprocessors / model.H100.multiprocessors)
-        return replace(model.H100, multiprocessors=self.multiprocessors, multiprocessors_in_fours=fours)
-
-
-def spec(signature: OpSignature, config: Config, device: Device) -> KernelSpec:
-    """Return the kernel that serves a signature on a device with a configuration."""
-    major, minor = device.capability
-    target = None if isinstance(config, Sm90Config) else f"sm_{major}{minor}"
-    return signature.spec(config, target)
+from cutlass_ops.signature import OpSignature
+from cutlass_ops.spec import Major
 
 
 def weights_of(signature: OpSignature) -> int:
@@ -80,8 +43,6 @@ SM80_UNALIGNED = (
     *(_sm80(128, 128, 64, 64, 32, 2), _sm80(256, 128, 32, 64, 64, 2, True), _sm80(128, 128, 32, 64, 64, 2, True)),
     _sm80(64, 64, 64, 32, 32, 2),
 )
-
-_KEPT_BYTES = 40e6  # an operand up to this size stays in the L2 cache while another streams by
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,7 +130,7 @@ class Pool:
             cover = model.grid(self._sm90, problems, device.chip)
             return cover.rows * cover.columns
         sides = [c.threadblock for c in self.configs]
-        found = [[_ceil(m, s.m) * _ceil(n, s.n) for s in sides] for m, n, _ in problems]
+        found = [[-(-m // s.m) * -(-n // s.n) for s in sides] for m, n, _ in problems]
         return torch.tensor(found, dtype=torch.float64).reshape(len(problems), len(sides))
 
     def _times_by_order(self, problems: Sequence[Problem], device: Device) -> tuple[Tensor, Tensor]:
@@ -202,30 +163,6 @@ def predict(config: Config, problem: Problem, device: Device) -> float:
 _ORDERS: dict[Raster, tuple[int, ...]] = {"along_m": (1, 2), "along_n": (1, 2, 4)}
 _SWIZZLES_BY_GPC = (1, 2, 4)
 _WAVES_BY_GPC = 2
-
-
-def with_order(config: Config, problem: Problem) -> Config:
-    """Set the order in which tiles are visited.
-
-    An operand that does not stay in the L2 cache is read from device memory once for each strip of tiles that crosses
-    it: the order with the fewest such reads comes first, then the one in which neighbours share the operand that the
-    cluster's multicast does not (benchmarks/NOTES.md).
-    """
-    if not isinstance(config, Sm90Config) or not config.ordered:
-        return config
-    m, n, k = (problem[1], problem[0], problem[2]) if config.swap_ab else problem
-    tile, cluster = config.threadblock, config.cluster
-    rows, columns = _ceil(m, tile.m * cluster.m), _ceil(n, tile.n * cluster.n)
-    by_m, by_n = _reads_again(m * k, columns), _reads_again(n * k, rows)
-    along_n = by_n <= by_m if cluster.m >= cluster.n else by_n < by_m
-    strips = rows if along_n else columns
-    return replace(config, raster="along_n" if along_n else "along_m", swizzle=2 if strips >= 8 else 1)
-
-
-def _reads_again(elements: int, strips: int) -> float:
-    """Return the bytes that an operand is read again from device memory, walked along once for each strip."""
-    size = 2.0 * elements
-    return size * (strips - 1) if size > _KEPT_BYTES else 0.0
 
 
 def orders(config: Config, problem: Problem, device: Device) -> list[Config]:
@@ -261,7 +198,3 @@ def orders_by_gpc(config: Config, problem: Problem, device: Device) -> list[Conf
         for raster in rasters
         for swizzle in _SWIZZLES_BY_GPC
     ]
-
-
-def _ceil(x: int, y: int) -> int:
-    return -(-x // y)

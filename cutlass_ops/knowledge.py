@@ -13,7 +13,8 @@ from torch import Tensor
 
 from cutlass_ops import heuristics
 from cutlass_ops.config import Config
-from cutlass_ops.heuristics import Device, Pool, Problem
+from cutlass_ops.device import Device, Problem, with_order
+from cutlass_ops.heuristics import Pool
 from cutlass_ops.tables import Table
 
 Source = Literal["model", "interpolated", "measured"]
@@ -196,7 +197,7 @@ class Knowledge:
             return self.measured[problem][config]
         whole = self.pool.whole(problem)
         orders = heuristics.orders_by_gpc(config, whole, self.device) if bool(known.by_gpc[0, place]) else ()
-        ordered = orders[0] if orders else heuristics.with_order(config, whole)
+        ordered = orders[0] if orders else with_order(config, whole)
         return Candidate(ordered, float(known.times[0, place]), source)
 
     @cached_property

@@ -20,7 +20,6 @@ from types import ModuleType
 from cutlass_ops import _env
 from cutlass_ops.errors import LoadError, ToolchainError
 from cutlass_ops.store import Artifact
-from cutlass_ops.toolchain import find_toolchain
 
 # What a kernel's library is to this module: raise it when the arguments or results of these functions change.
 ABI = 1
@@ -204,5 +203,7 @@ def _cudart_files(name: str) -> Iterator[Path]:
         yield from Path(root).glob(f"cu*/lib/{name}")
     yield Path("/usr/local/cuda/lib64") / name
     # Last, since it starts a compiler: not where kernels are only deployed.
+    from cutlass_ops.toolchain import find_toolchain
+
     with contextlib.suppress(ToolchainError):
         yield from (folder / name for folder in find_toolchain().lib_dirs)

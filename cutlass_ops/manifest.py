@@ -203,7 +203,7 @@ class Manifest:
         )
 
     def identity(self, record: KernelRecord) -> dict[str, Any]:
-        """Return what a kernel's key hashes, as :func:`cutlass_ops.store.kernel_identity` does."""
+        """Return what a kernel's key hashes, as :func:`cutlass_ops.identity.kernel_identity` does."""
         return {
             "templates": self.templates,
             "spec": record.spec.to_json(),

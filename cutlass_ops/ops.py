@@ -19,10 +19,10 @@ from torch import Tensor
 from cutlass_ops import _env, builtin, dispatch
 from cutlass_ops.background import BACKGROUND
 from cutlass_ops.call import Call, check_call, device_of, signature_of
+from cutlass_ops.device import Device
 from cutlass_ops.epilogue import Epilogue
 from cutlass_ops.epilogue.graph import Graph, Kind
 from cutlass_ops.errors import NoDeviceError, UnsupportedError
-from cutlass_ops.heuristics import Device
 from cutlass_ops.loader import LoadedKernel
 from cutlass_ops.plan import PeerPlan, Plan, can_fall_back, make_peer_plan, make_plan
 from cutlass_ops.registry import REGISTRY, OpSignature

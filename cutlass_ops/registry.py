@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from cutlass_ops import loader
-from cutlass_ops.builder import build_many
 from cutlass_ops.bundles import BUNDLES
 from cutlass_ops.errors import MissingKernelError, ToolchainError
 from cutlass_ops.loader import LoadedKernel
@@ -71,12 +70,19 @@ def _found(specs: Sequence[KernelSpec]) -> dict[KernelSpec, Artifact]:
     bundled = {spec: BUNDLES.find(spec) for spec in specs}
     others = [spec for spec, kernel in bundled.items() if kernel is None]
     try:
-        built = dict(zip(others, build_many(others), strict=True)) if others else {}
+        built = _build(others) if others else {}
     except (ToolchainError, MissingKernelError) as exc:
         if not BUNDLES.all():
             raise
         raise MissingKernelError(f"{exc}. {BUNDLES.missing(others)}") from exc
     return {spec: bundled[spec] or built[spec] for spec in specs}
+
+
+def _build(specs: Sequence[KernelSpec]) -> dict[KernelSpec, Artifact]:
+    # What compiles is half of this package, and not needed where a bundle has every kernel.
+    from cutlass_ops.builder import build_many
+
+    return dict(zip(specs, build_many(specs), strict=True))
 
 
 REGISTRY = Registry()

@@ -14,8 +14,9 @@ from typing import Any
 from cutlass_ops import arch
 from cutlass_ops.compiler import Compiled, compile_kernel
 from cutlass_ops.errors import CompileError, ToolchainError
+from cutlass_ops.identity import kernel_identity
 from cutlass_ops.spec import KernelSpec
-from cutlass_ops.store import LIBRARY, SOURCE, kernel_identity
+from cutlass_ops.store import LIBRARY, SOURCE
 from cutlass_ops.toolchain import find_toolchain
 
 
@@ -37,7 +38,7 @@ def compile_source(declaration: Mapping[str, Any], source: str, identity: Mappin
     source : str
         What it renders to.
     identity : mapping
-        What :func:`cutlass_ops.store.kernel_identity` gave where the kernel is wanted.
+        What :func:`cutlass_ops.identity.kernel_identity` gave where the kernel is wanted.
 
     Raises
     ------

@@ -18,9 +18,6 @@ from cutlass_ops.spec import KernelSpec
 if TYPE_CHECKING:
     import jinja2
 
-# Part of every kernel's identity: raise it when templates or headers change what a spec means.
-TEMPLATE_VERSION = 3
-
 _WIDTH = 110
 
 

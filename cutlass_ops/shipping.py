@@ -17,15 +17,15 @@ from typing import Any, cast, get_args
 
 import torch
 
-from cutlass_ops import builtin, catalog, dispatch, dtypes, heuristics, legality, tables
+from cutlass_ops import builtin, catalog, dtypes, legality, policies, tables
 from cutlass_ops.bundles import BUNDLES
 from cutlass_ops.call import call_at, signature_of
 from cutlass_ops.config import Config
-from cutlass_ops.dispatch import ROWS, Policy
+from cutlass_ops.device import Device
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.errors import ConfigError, CutlassOpsError
-from cutlass_ops.heuristics import Device
 from cutlass_ops.manifest import Choice
+from cutlass_ops.policies import ROWS, Policy
 from cutlass_ops.signature import OpSignature
 from cutlass_ops.spec import HasGraph, KernelSpec, Major
 from cutlass_ops.tables import Table
@@ -219,14 +219,14 @@ def shipment(catalogue: Catalogue) -> Shipment:
         for kernels, op in ((each, op) for each in catalogue.kernels for op in each.ops):
             with _said_of(op if isinstance(op, str) else getattr(op, "name", repr(op))):
                 for signature, device, problem, whole in _calls(kernels, op):
-                    need = needs.setdefault((signature, device), _Need(dispatch.policy(signature, device)))
+                    need = needs.setdefault((signature, device), _Need(policies.policy(signature, device)))
                     need.add(problem, whole)
         for tuned in catalogue.tuned:
             device = Device(DEVICES[tuned.arch].capability, tuned.table.multiprocessors, tuned.table.device)
             need = needs.setdefault((tuned.table.signature, device), _Need(_policy(tuned.table, device)))
             need.add_table(tuned)
         for (signature, device), need in needs.items():
-            found.specs |= {heuristics.spec(signature, config, device): None for config in need.configs}
+            found.specs |= {device.spec(signature, config): None for config in need.configs}
             found.choices[signature] = (*found.choices.get(signature, ()), *need.choices())
     return found
 
@@ -247,7 +247,7 @@ class _Need:
                 f"no kernel serves a {policy.signature.a}, b {policy.signature.b}, d {policy.signature.d} on "
                 f"{policy.device.name}"
             )
-        chosen = dispatch.kept(policy, n, k) if whole else (policy.choose(problem).config.binary(),)
+        chosen = policies.kept(policy, n, k) if whole else (policy.choose(problem).config.binary(),)
         self.configs |= dict.fromkeys(chosen)
         self._rows.setdefault((n, k), set()).add(m)
 
@@ -270,7 +270,7 @@ class _Need:
 
 def _policy(table: Table, device: Device) -> Policy:
     signature = table.signature
-    usual = dispatch.policy(signature, device)
+    usual = policies.policy(signature, device)
     return Policy.of((table, *usual.tables), signature, device, (*table.kernels, *usual.kernels))
 
 

@@ -19,7 +19,8 @@ from cutlass_ops.config import (
     ThreadblockShape,
     WarpShape,
 )
-from cutlass_ops.heuristics import Device, Pool, Problem, spec
+from cutlass_ops.device import Device, Problem
+from cutlass_ops.heuristics import Pool
 from cutlass_ops.registry import OpSignature
 
 _TILES_M: dict[Schedule, tuple[int, ...]] = {
@@ -73,7 +74,7 @@ def sm80_configurations(signature: OpSignature, device: Device) -> tuple[Sm80Con
 
     The swizzle is a launch argument and no part of it.
     """
-    return tuple(c for c in _all_sm80() if not legality.check(spec(signature, c, device)))
+    return tuple(c for c in _all_sm80() if not legality.check(device.spec(signature, c)))
 
 
 def _all_sm80() -> Iterator[Sm80Config]:

@@ -18,7 +18,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 import stat
 import threading
@@ -29,15 +28,15 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cutlass_ops import _env, _resources, arch
-from cutlass_ops.compiler import IMAGE, Compiled, compile_flags
+from cutlass_ops import _env, _resources
 from cutlass_ops.errors import LoadError, StoreError
 from cutlass_ops.private import read_private, require_private
-from cutlass_ops.render import TEMPLATE_VERSION
 from cutlass_ops.spec import KernelSpec
-from cutlass_ops.toolchain import Toolchain
+
+if TYPE_CHECKING:
+    from cutlass_ops.compiler import Compiled
 
 FORMAT = 1  # of the manifest
 
@@ -52,49 +51,6 @@ _POLL = 0.05  # seconds between looks at a lock that another process holds
 _log = logging.getLogger("cutlass_ops")
 
 
-def kernel_identity(spec: KernelSpec, source: str, toolchain: Toolchain) -> dict[str, Any]:
-    """Return everything that changes a kernel's binary, as JSON values; none of it depends on where things lie.
-
-    Parameters
-    ----------
-    spec : KernelSpec
-        The declaration.
-    source : str
-        What it renders to.
-    toolchain : Toolchain
-        What will compile it.
-    """
-    return source_identity(spec, source) | {"toolchain": toolchain.identity}
-
-
-def source_identity(spec: KernelSpec, source: str) -> dict[str, Any]:
-    """Return the part of :func:`kernel_identity` that is known without a compiler."""
-    return {
-        "templates": TEMPLATE_VERSION,
-        "spec": spec.to_json(),
-        "source": _sha256(source.encode()),
-        "headers": _headers_digest(source),
-        "flags": {step: list(flags) for step, flags in compile_flags(arch.target(spec.target)).items()},
-        "target": spec.target,
-    }
-
-
-def kernel_key(spec: KernelSpec, source: str, toolchain: Toolchain) -> str:
-    """Return a kernel's key: the hash of everything that changes its binary.
-
-    Parameters
-    ----------
-    spec, source, toolchain
-        As for :func:`kernel_identity`.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If any of it has no canonical JSON.
-    """
-    return identity_key(kernel_identity(spec, source, toolchain))
-
-
 def identity_key(identity: Mapping[str, Any]) -> str:
     """Return the key that belongs to an identity: the SHA-256 of its canonical JSON.
 
@@ -105,27 +61,6 @@ def identity_key(identity: Mapping[str, Any]) -> str:
     """
     text = json.dumps(identity, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return _sha256(text.encode())
-
-
-_INCLUDE = re.compile(r'^\s*#\s*include\s*["<](cutlass_ops/[^">]+)[">]', re.MULTILINE)
-
-
-def _headers_digest(source: str) -> str:
-    """Return the digest of those of this library's headers that go into a kernel: all that its source includes."""
-    root = _resources.include()
-    texts: dict[str, bytes] = {}
-    left = [IMAGE, *_INCLUDE.findall(source)]
-    while left:
-        name = left.pop()
-        path = root / name
-        # The compiler says what is wrong with a header that is not there.
-        if name not in texts and path.is_file():
-            texts[name] = path.read_bytes()
-            left += _INCLUDE.findall(texts[name].decode())
-    digest = hashlib.sha256()
-    for name, text in sorted(texts.items()):
-        digest.update(f"{name}\0{len(text)}\0".encode() + text)
-    return digest.hexdigest()
 
 
 def _sha256(data: bytes) -> str:
@@ -371,7 +306,7 @@ class KernelStore:
         folder : Path
             From :meth:`workspace`, with the library in it. It is gone afterwards.
         identity : mapping
-            From :func:`kernel_identity`.
+            From :func:`cutlass_ops.identity.kernel_identity`.
         sass : mapping
             Opcode counts that prove what the kernel uses.
         compiled : Compiled

@@ -17,16 +17,16 @@ from pathlib import Path
 
 import torch
 
-from cutlass_ops import _env, dispatch, heuristics, legality, space, tables
+from cutlass_ops import _env, dispatch, heuristics, legality, policies, space, tables
 from cutlass_ops.builder import building
 from cutlass_ops.bundles import BUNDLES
 from cutlass_ops.call import call_at, device_of, signature_of
 from cutlass_ops.config import Config, Sm90Config
-from cutlass_ops.dispatch import Policy
+from cutlass_ops.device import Device, with_order
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.errors import CompileError, MeasuringError, NoDeviceError, UnsupportedError
-from cutlass_ops.heuristics import Device
 from cutlass_ops.measuring import Measurer, Outcome
+from cutlass_ops.policies import Policy
 from cutlass_ops.progress import progress
 from cutlass_ops.registry import OpSignature
 from cutlass_ops.spec import HasGraph, KernelSpec, Major
@@ -151,8 +151,8 @@ def _plan(
     deterministic: bool,
 ) -> list[Task]:
     """Plan for one signature, given the configurations around which to look at each problem."""
-    policy = dispatch.policy(signature, device)
-    pool = [c for c in effort.pool if not legality.check(heuristics.spec(signature, c, device))]
+    policy = policies.policy(signature, device)
+    pool = [c for c in effort.pool if not legality.check(device.spec(signature, c))]
     among: dict[tuple[Config, ...], list[Problem]] = {}
     for problem, centres in problems.items():
         configs = pool or _considered(policy, problem, centres, device)
@@ -188,7 +188,7 @@ def _predicted(
 
 def _orders(config: Config, problem: Problem, device: Device) -> list[Config]:
     """Return a kernel as it enters a race: in the usual order of tiles, and by GPC where that may be worth much."""
-    return [heuristics.with_order(config, problem), *heuristics.orders_by_gpc(config, problem, device)[:1]]
+    return [with_order(config, problem), *heuristics.orders_by_gpc(config, problem, device)[:1]]
 
 
 def _considered(policy: Policy, problem: Problem, centres: Sequence[Config], device: Device) -> list[Config]:
@@ -303,7 +303,7 @@ def run(
 
     todo = [task for task in tasks if again or effort.refine or task.problem not in known[task.signature]]
     report.known = len(tasks) - len(todo)
-    specs = [[heuristics.spec(task.signature, c.binary(), place.device) for c in task.configs] for task in todo]
+    specs = [[place.device.spec(task.signature, c.binary()) for c in task.configs] for task in todo]
     with (
         building(dict.fromkeys(spec for each in specs for spec in each), executor=executor) as builds,
         progress(len(todo), "problems measured", show) as steps,
@@ -324,7 +324,7 @@ def run(
             for signature, table in report.tables.items():
                 if table.points and (report.measured or table != flagged(table)):
                     report.tables[signature] = tables.update(place.path(signature), flagged(table).select())
-            dispatch.forget()
+            policies.forget()
     return report
 
 

@@ -16,11 +16,11 @@ from fake_toolkit import IDENTITY
 
 import cutlass_ops as co
 from cutlass_ops import _resources, container, packing, plan, shipping
+from cutlass_ops._version import TEMPLATE_VERSION
 from cutlass_ops.bundle import open_bundle, write_bundle
 from cutlass_ops.config import Sm80Config, Sm90Config, ThreadblockShape, WarpShape
 from cutlass_ops.loader import ABI, Reason
 from cutlass_ops.manifest import Choice, File, Group, KernelRecord, Manifest, sealed
-from cutlass_ops.render import TEMPLATE_VERSION
 from cutlass_ops.signature import OpSignature
 
 HERE = Path(__file__).resolve().parent

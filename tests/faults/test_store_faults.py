@@ -18,6 +18,7 @@ import pytest
 from crowd import LIBRARY, SPECS, left_over, visible
 from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
 
+from cutlass_ops import identity
 from cutlass_ops import store as store_module
 from cutlass_ops.builder import build_artifact, build_many
 from cutlass_ops.errors import CompileError, LoadError, StoreError
@@ -225,7 +226,7 @@ def test_two_versions_of_the_templates_share_a_store(store, toolkit, monkeypatch
     toolchain = toolkit.find()
     ours = build_artifact(sm80_spec(), source="source", store=store, toolchain=toolchain)
     with monkeypatch.context() as patch:
-        patch.setattr(store_module, "TEMPLATE_VERSION", 99)
+        patch.setattr(identity, "TEMPLATE_VERSION", 99)
         theirs = build_artifact(sm80_spec(), source="source", store=store, toolchain=toolchain)
     assert theirs.key != ours.key
     assert set(store.entries()) == {ours, theirs}

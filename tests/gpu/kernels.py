@@ -12,8 +12,8 @@ from torch import Tensor
 import cutlass_ops as co
 from cutlass_ops import builtin, call, dispatch, norms, ops
 from cutlass_ops.config import Config
+from cutlass_ops.device import Device
 from cutlass_ops.epilogue.graph import Kind
-from cutlass_ops.heuristics import Device
 from cutlass_ops.registry import REGISTRY, OpSignature
 from cutlass_ops.spec import KernelSpec, Operand
 from tests.strategies import Program, programs

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from cutlass_ops import dispatch
+from cutlass_ops import policies
 
 
 @pytest.fixture
 def no_user_tables(tmp_path, monkeypatch):
     """Have dispatch find no tables but those that ship, and those that the test itself leaves in the user's folder."""
     monkeypatch.setenv("CUTLASS_OPS_TUNING_DIR", str(tmp_path / "tuning"))
-    dispatch.forget()
+    policies.forget()
     yield
-    dispatch.forget()
+    policies.forget()

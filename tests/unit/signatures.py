@@ -4,8 +4,8 @@ from functools import cache
 
 import cutlass_ops as co
 from cutlass_ops import builtin
+from cutlass_ops.device import Device
 from cutlass_ops.epilogue.graph import Kind
-from cutlass_ops.heuristics import Device
 from cutlass_ops.registry import OpSignature
 from cutlass_ops.spec import Operand
 

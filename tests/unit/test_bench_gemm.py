@@ -3,7 +3,7 @@
 import pytest
 from signatures import H100, signature
 
-from cutlass_ops import dispatch
+from cutlass_ops import policies
 from tests.scripts import script
 
 BENCH, SHAPES = script("bench_gemm"), script("shapes")
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("no_user_tables")
 
 
 def tuned(problems):
-    policy = dispatch.policy(signature(), H100)
+    policy = policies.policy(signature(), H100)
     return [policy.choose(problem).source == "measured" for problem in problems]
 
 

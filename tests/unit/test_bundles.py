@@ -14,7 +14,7 @@ from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
 from signatures import A100, signature
 
 import cutlass_ops as co
-from cutlass_ops import background, builtin, bundles, dispatch, loader, ops, packing, shipping, tables
+from cutlass_ops import background, builtin, bundles, dispatch, loader, ops, packing, policies, shipping, tables
 from cutlass_ops.bundles import BUNDLES
 from cutlass_ops.call import call_at
 from cutlass_ops.errors import BundleError, MissingKernelError, ToolchainError
@@ -236,7 +236,7 @@ def _with_bias_relu(spec):
 def test_a_table_travels_along(tmp_path, no_user_tables):
     """With a bundle's table the choice is by its measurements."""
     of = signature(builtin.bias_gelu)
-    usual = dispatch.policy(of, A100).kernels
+    usual = policies.policy(of, A100).kernels
     slow, fast = usual[0], usual[-1]
     point = Point((300, 400, 512), "2026-01-01", (Measured(fast, 1.0, 0.0), Measured(slow, 9.0, 8.0)))
     table = Table(A100.name, A100.multiprocessors, of, (point,), kernels=(slow, fast))
@@ -246,9 +246,9 @@ def test_a_table_travels_along(tmp_path, no_user_tables):
     assert len(made.manifest.tables) == 1
     assert tables.parse(made.read_table(made.manifest.tables[0]), "it") == table
     co.load_bundle(tmp_path / "a")
-    assert dispatch.policy(of, A100).own == table
+    assert policies.policy(of, A100).own == table
     assert dispatch.choose(of, A100, (300, 400, 512))[1] == fast
-    assert set(dispatch.policy(of, A100).kernels) == {slow, fast}
+    assert set(policies.policy(of, A100).kernels) == {slow, fast}
 
 
 def test_an_op_is_planned_from_a_bundle(linear, monkeypatch, no_compiler):

@@ -11,7 +11,7 @@ import torch
 from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec, sm90_spec
 from signatures import H100, signature
 
-from cutlass_ops import __version__, _env, catalog, cli, dispatch, tables, toolchain
+from cutlass_ops import __version__, _env, catalog, cli, policies, tables, toolchain
 from cutlass_ops.tables import Measured, Point, Table
 
 
@@ -339,7 +339,7 @@ def test_tune_needs_a_device(kit, run):
 
 def test_tune_passes_on_what_it_was_told_and_says_what_came_of_it(kit, run, monkeypatch, tmp_path):
     calls = []
-    config = dispatch.policy(signature(), H100).kernels[0]
+    config = policies.policy(signature(), H100).kernels[0]
     found = Table(H100.name, 132, signature(), (Point((1, 2, 3), "2026-01-01", (Measured(config, 1.0, 0.0),)),))
 
     def tune(op, problems, **options):

@@ -9,7 +9,7 @@ import typer.main
 from fake_toolkit import sm80_spec
 from signatures import H100, signature
 
-from cutlass_ops import cli, dispatch, shipping
+from cutlass_ops import cli, policies, shipping
 from cutlass_ops.tables import Table
 
 pytestmark = pytest.mark.usefixtures("no_user_tables")
@@ -68,7 +68,7 @@ def test_the_catalogues_are_read_as_they_stand_there(tmp_path):
     (tmp_path / "my_package").mkdir()
     (tmp_path / "my_package" / "epilogues.py").write_text(f"{epilogue}    return co.silu(acc + bias) + residual\n")
     (tmp_path / "exact.json").write_text(json.dumps(sm80_spec().to_json()))
-    table = Table(H100.name, 132, signature(), kernels=dispatch.policy(signature(), H100).kernels[:1])
+    table = Table(H100.name, 132, signature(), kernels=policies.policy(signature(), H100).kernels[:1])
     (tmp_path / "tuned").mkdir()
     for name in re.findall(r'path = "(tuned/\S+)"', DEPLOYMENT):
         (tmp_path / name).write_text(json.dumps(table.to_json()))

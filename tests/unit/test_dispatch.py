@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from signatures import A100, H100, signature, statistics
 
 import cutlass_ops as co
-from cutlass_ops import _resources, builtin, dispatch, heuristics, legality, model, norms, tables
+from cutlass_ops import _resources, builtin, dispatch, heuristics, legality, model, norms, policies, tables
 from cutlass_ops.config import ClusterShape, Means, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
-from cutlass_ops.heuristics import Device
+from cutlass_ops.device import Device, with_order
 from cutlass_ops.spec import Operand
 from cutlass_ops.tables import Measured, Point, Table
 from cutlass_ops.tuning import signature_at
@@ -80,7 +80,7 @@ def test_problems_that_were_not_measured_lose_little_either(tmp_path):
     problems = [p.problem for p in table.points]
     for parity in (0, 1):
         left_out = set(problems[parity::2])
-        policy = dispatch.Policy.of([without(table, left_out)], signature(), H100, table.kernels)
+        policy = policies.Policy.of([without(table, left_out)], signature(), H100, table.kernels)
         for point in table.points:
             measured = {m.config.binary(): m.behind for m in point.measured}
             if point.problem in left_out and measured.keys() & set(policy.kernels):
@@ -100,8 +100,8 @@ ODD = (640, 4224, 4032)
 def user_table(*measured, problem=ODD, of=None, device=H100.name):
     of = of or signature()
     table = Table(device, 132, of, (Point(problem, "2026-11-21", measured),)).select()
-    tables.update(tables.path_of(dispatch._env.tuning_dir(), device, of), table)
-    dispatch.forget()
+    tables.update(tables.path_of(policies._env.tuning_dir(), device, of), table)
+    policies.forget()
 
 
 def test_what_the_user_measured_is_taken_with_its_order_of_tiles():
@@ -109,7 +109,7 @@ def test_what_the_user_measured_is_taken_with_its_order_of_tiles():
         user_table(Measured(fast, 10.0, 0.0), Measured(slow, 20.0, 1.0))
         spec, config = chosen(ODD)
         assert (spec.config, config) == (fast.binary(), fast)
-        found = dispatch.policy(signature(), H100).choose(ODD)
+        found = policies.policy(signature(), H100).choose(ODD)
         assert (found.source, found.microseconds) == ("measured", 10.0)
 
 
@@ -118,7 +118,7 @@ def test_what_the_user_measured_is_taken_with_its_order_of_tiles():
 )
 def test_of_long_kernels_that_are_equally_fast_the_one_with_the_largest_tile_is_taken(microseconds, behind, first):
     user_table(Measured(SLOW, microseconds, 0.0), Measured(FAST, microseconds * (1 + behind), behind))
-    (best,) = dispatch.policy(signature(), H100).ranked(ODD, count=1)
+    (best,) = policies.policy(signature(), H100).ranked(ODD, count=1)
     assert best.config.binary() == first.binary()
 
 
@@ -128,13 +128,13 @@ def test_of_long_kernels_that_are_equally_fast_the_one_with_the_largest_tile_is_
 def test_a_peer_is_taken_only_where_it_was_clearly_faster_and_that_is_allowed(allowed, peer, expected):
     point = Point(ODD, "2026-11-21", (Measured(FAST, 10.0, 0.0),), (("cublaslt", 20.0), ("eager", peer)))
     table = Table(H100.name, 132, signature(), (point,), fallback=allowed).select()
-    tables.update(tables.path_of(dispatch._env.tuning_dir(), H100.name, signature()), table)
-    dispatch.forget()
-    policy = dispatch.policy(signature(), H100)
+    tables.update(tables.path_of(policies._env.tuning_dir(), H100.name, signature()), table)
+    policies.forget()
+    policy = policies.policy(signature(), H100)
     assert policy.fallback(ODD) == expected
     assert policy.fallback((641, *ODD[1:])) is None
     # For another epilogue the same peer says nothing.
-    assert dispatch.Policy.of([table], signature(builtin.bias_gelu), H100, table.kernels).fallback(ODD) is None
+    assert policies.Policy.of([table], signature(builtin.bias_gelu), H100, table.kernels).fallback(ODD) is None
 
 
 def test_after_deterministic_tuning_no_kernel_splits_k_at_any_shape():
@@ -143,29 +143,29 @@ def test_after_deterministic_tuning_no_kernel_splits_k_at_any_shape():
     points = (Point(ODD, "2026-11-21", (Measured(split, 10.0, 0.0), Measured(SLOW, 20.0, 1.0))),)
     table = Table(H100.name, 132, of, points, deterministic=True).select()
     assert table.kernels == (SLOW,)
-    tables.update(tables.path_of(dispatch._env.tuning_dir(), H100.name, of), table)
-    dispatch.forget()
-    assert dispatch.policy(of, H100).choose(ODD).config == SLOW
-    assert all(c.whole_k for c in dispatch.policy(of, H100).kernels)
-    assert len(dispatch.policy(of, H100).kernels) > 40
-    assert not all(c.whole_k for c in dispatch.policy(other, H100).kernels)
+    tables.update(tables.path_of(policies._env.tuning_dir(), H100.name, of), table)
+    policies.forget()
+    assert policies.policy(of, H100).choose(ODD).config == SLOW
+    assert all(c.whole_k for c in policies.policy(of, H100).kernels)
+    assert len(policies.policy(of, H100).kernels) > 40
+    assert not all(c.whole_k for c in policies.policy(other, H100).kernels)
 
 
 @pytest.mark.parametrize("alignment", [1, 2])
 def test_after_deterministic_tuning_no_sm80_kernel_splits_k_either(alignment):
     of = signature(a=alignment, b=alignment, d=alignment)
-    assert not all(c.whole_k for c in dispatch.policy(of, H100).kernels)
+    assert not all(c.whole_k for c in policies.policy(of, H100).kernels)
     table = Table(H100.name, 132, of, deterministic=True)
-    tables.update(tables.path_of(dispatch._env.tuning_dir(), H100.name, of), table)
-    dispatch.forget()
-    assert dispatch.policy(of, H100).kernels
-    assert all(c.whole_k for c in dispatch.policy(of, H100).kernels)
+    tables.update(tables.path_of(policies._env.tuning_dir(), H100.name, of), table)
+    policies.forget()
+    assert policies.policy(of, H100).kernels
+    assert all(c.whole_k for c in policies.policy(of, H100).kernels)
 
 
 def test_what_was_measured_speaks_for_its_neighbours():
     for rows in (624, 632, 640):  # one measurement does not outweigh the model
         user_table(Measured(SLOW, 1.0, 0.0), Measured(FAST, 10.0, 9.0), problem=(rows, *ODD[1:]))
-    policy = dispatch.policy(signature(), H100)
+    policy = policies.policy(signature(), H100)
     (near,), (far,) = policy.ranked((648, 4224, 4032), [SLOW]), policy.ranked((8192, 8192, 8192), [SLOW])
     assert near.source == "interpolated"
     model = heuristics.predict(SLOW, (648, 4224, 4032), H100)
@@ -182,16 +182,16 @@ def test_another_device_or_signature_has_its_own_measurements():
 
 def test_a_users_table_that_is_none_is_left_out_and_said_to_be():
     user_table(Measured(SLOW, 10.0, 0.0))
-    tables.path_of(dispatch._env.tuning_dir(), H100.name, signature()).write_text("{")
-    dispatch.forget()
+    tables.path_of(policies._env.tuning_dir(), H100.name, signature()).write_text("{")
+    policies.forget()
     with pytest.warns(RuntimeWarning, match=r"left out: .*is no tuning table.* tune again"):
         assert chosen(ODD)[0].config != SLOW
 
 
 def test_an_epilogue_that_was_not_measured_borrows():
-    policy = dispatch.policy(signature(builtin.bias_gelu, "f16"), H100)
+    policy = policies.policy(signature(builtin.bias_gelu, "f16"), H100)
     assert policy.own is None
-    assert dispatch.policy(signature(), H100).own
+    assert policies.policy(signature(), H100).own
     assert policy.choose((4096, 4096, 4096)).source == "measured"
 
 
@@ -203,7 +203,7 @@ def test_what_an_epilogue_was_tuned_for_takes_nothing_from_what_it_borrows_elsew
     user_table(Measured(SLOW, 10.0, 0.0), problem=problem, of=of)
     assert chosen(problem, of)[0].config == SLOW
     assert {p: chosen(p, of) for p in before} == before
-    assert dispatch.policy(of, H100).peers(problem) == {}
+    assert policies.policy(of, H100).peers(problem) == {}
     assert chosen(problem)[0].config != SLOW
 
 
@@ -368,8 +368,8 @@ def test_a_kernel_without_an_order_of_tiles_is_tried_in_none():
 
 
 def test_a_weight_beyond_the_cache_is_read_once_where_the_rows_stay_in_it():
-    assert heuristics.with_order(CLUSTERED, (768, 28672, 4096)).raster == "along_m"
-    assert heuristics.with_order(CLUSTERED, (8192, 28672, 4096)).raster == "along_n"
+    assert with_order(CLUSTERED, (768, 28672, 4096)).raster == "along_m"
+    assert with_order(CLUSTERED, (8192, 28672, 4096)).raster == "along_n"
 
 
 def test_the_order_of_tiles_is_no_part_of_the_kernel():
@@ -393,8 +393,8 @@ def rows_of_a(config):
 @pytest.mark.parametrize(("m", "means"), [(16, "gathered"), (1024, "beside"), (4096, "beside")])
 def test_kernels_with_a_norm_have_the_times_of_those_without_and_what_means_take(m, means):
     problem = (m, 4096, 4096)
-    usual = dispatch.policy(signature_of_graph(builtin.bias_relu.graph, problem), H100)
-    norm = dispatch.policy(signature_of_graph(builtin.layer_norm.graph, problem), H100)
+    usual = policies.policy(signature_of_graph(builtin.bias_relu.graph, problem), H100)
+    norm = policies.policy(signature_of_graph(builtin.layer_norm.graph, problem), H100)
     best, again = usual.ranked(problem, count=1)[0], norm.ranked(problem, count=1)[0]
     assert (again.config, again.source) == (replace(best.config, means=means), "measured")
     assert again.microseconds == pytest.approx(best.microseconds + float(model.means(means, [problem])))
@@ -404,14 +404,14 @@ def test_kernels_with_a_norm_have_the_times_of_those_without_and_what_means_take
 
 def test_measured_kernels_take_means_in_the_first_way_that_is_legal():
     signature = signature_of_graph(builtin.layer_norm.graph, (1024, 4096, 4096))
-    policy = dispatch.policy(signature, H100)
+    policy = policies.policy(signature, H100)
     assert {c.means for c in policy.kernels} == {"gathered", "beside", "ahead"}
     for config in policy.kernels:
         if not config.whole_k:
             assert config.means == "ahead"
         else:
             assert config.means == ("gathered" if rows_of_a(config) <= 64 else "beside"), config.slug
-        assert not legality.check(heuristics.spec(signature, config, H100))
+        assert not legality.check(H100.spec(signature, config))
     assert any(rows_of_a(c) == 64 for c in policy.kernels)
     assert any(c.means == "beside" and rows_of_a(c) < 128 for c in policy.kernels)
 
@@ -425,18 +425,18 @@ def test_a_table_about_a_norm_itself_is_taken_at_its_word(means):
     user_table(*times, of=of)
     spec, config = chosen(ODD, of)
     assert spec.config == config == ways[0]
-    best, *_ = dispatch.policy(of, H100).ranked(ODD, count=3)
+    best, *_ = policies.policy(of, H100).ranked(ODD, count=3)
     assert (best.config, best.microseconds, best.source) == (ways[0], 10.0, "measured")
 
 
 def test_where_neither_main_loop_nor_idle_warps_can_a_kernel_before_does_and_counts():
     problem = (1024, 4096, 4096)
     misaligned = signature_of_graph(builtin.rms_norm.graph, problem, d=Operand.of("bf16.row.align1"))
-    policy = dispatch.policy(misaligned, H100)
+    policy = policies.policy(misaligned, H100)
     assert policy.kernels
     assert {c.means for c in policy.kernels} == {"ahead"}
     ahead = policy.ranked(problem, count=1)[0]
-    usual = dispatch.policy(signature_of_graph(builtin.rms_norm.graph, problem), H100).ranked(problem, count=1)[0]
+    usual = policies.policy(signature_of_graph(builtin.rms_norm.graph, problem), H100).ranked(problem, count=1)[0]
     assert usual.config.means == "beside"
     assert ahead.microseconds > usual.microseconds + 1
 
@@ -449,17 +449,17 @@ def gated_by_relu(acc, up: co.Product):
 
 def test_two_weights_take_as_long_as_one_of_twice_the_columns():
     one, two = (1024, 28672, 4096), (1024, 14336, 4096)
-    gate = dispatch.policy(signature_of_graph(gated_by_relu.graph, two), H100)
-    usual = dispatch.policy(signature_of_graph(builtin.bias_relu.graph, one), H100)
+    gate = policies.policy(signature_of_graph(gated_by_relu.graph, two), H100)
+    usual = policies.policy(signature_of_graph(builtin.bias_relu.graph, one), H100)
     best = gate.ranked(two, count=1)[0]
     known = {c.config.binary(): c.microseconds for c in usual.ranked(one)}
     assert best.source == "measured"
     assert best.microseconds == known[best.config.binary()]
-    assert not any(legality.check(heuristics.spec(gate.signature, c, H100)) for c in gate.kernels)
+    assert not any(legality.check(H100.spec(gate.signature, c)) for c in gate.kernels)
 
 
 def test_two_weights_between_measured_shapes_are_predicted_as_one_twice_as_wide():
-    policy = dispatch.policy(signature_of_graph(builtin.swiglu.graph, (300, 5000, 4096)), H100)
+    policy = policies.policy(signature_of_graph(builtin.swiglu.graph, (300, 5000, 4096)), H100)
     wide = policy.ranked((300, 5000, 4096), count=1)[0].microseconds
     half = policy.ranked((300, 2504, 4096), count=1)[0].microseconds
     assert 1.5 * half < wide < 2.6 * half
@@ -467,7 +467,7 @@ def test_two_weights_between_measured_shapes_are_predicted_as_one_twice_as_wide(
 
 def test_a_pool_for_two_weights_counts_the_columns_of_both():
     one, two = (1000, 5008, 4096), (1000, 2504, 4096)
-    gate = dispatch.policy(signature_of_graph(builtin.swiglu.graph, two), H100)
+    gate = policies.policy(signature_of_graph(builtin.swiglu.graph, two), H100)
     both = heuristics.Pool.of(gate.kernels, gate.signature)
     single = replace(both, weights=1)
     assert both.weights == 2

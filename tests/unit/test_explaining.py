@@ -7,10 +7,10 @@ import torch
 from signatures import A100, H100
 
 import cutlass_ops as co
-from cutlass_ops import dispatch, norms, ops, tables
+from cutlass_ops import dispatch, norms, ops, policies, tables
 from cutlass_ops.call import call_at, signature_of
+from cutlass_ops.device import Device
 from cutlass_ops.explaining import explain_call
-from cutlass_ops.heuristics import Device
 from cutlass_ops.tables import Measured, Point, Table
 
 pytestmark = pytest.mark.usefixtures("no_user_tables")
@@ -101,8 +101,8 @@ def test_it_says_that_tuning_was_deterministic():
     assert "deterministic" not in explained().why
     of = signature_of(call_at(ops.gemm_bias_relu.graph, (512, 4096, 4096), "bf16", "row", "col"), H100)
     table = Table(H100.name, 132, of, deterministic=True)
-    tables.update(tables.path_of(dispatch._env.tuning_dir(), H100.name, of), table)
-    dispatch.forget()
+    tables.update(tables.path_of(policies._env.tuning_dir(), H100.name, of), table)
+    policies.forget()
     found = explained()
     assert "all of which add up K as a whole (deterministic tuning)" in found.why
     assert all(c.config.whole_k for c in found.candidates)
@@ -114,11 +114,11 @@ def test_it_says_for_what_a_time_was_measured():
     problem, elsewhere = (640, 5120, 4096), (4096, 4096, 4096)
     op = ops.gemm_bias_gelu
     of = signature_of(call_at(op.graph, problem, "bf16", "row", "col"), H100)
-    config = dispatch.policy(of, H100).kernels[0]
+    config = policies.policy(of, H100).kernels[0]
     point = Point(problem, "2026-11-21", (Measured(config, 10.0, 0.0),))
-    path = tables.path_of(dispatch._env.tuning_dir(), H100.name, of)
+    path = tables.path_of(policies._env.tuning_dir(), H100.name, of)
     tables.update(path, Table(H100.name, 132, of, (point,)).select())
-    dispatch.forget()
+    policies.forget()
 
     def why(shape):
         return explain_call("op", call_at(op.graph, shape, "bf16", "row", "col"), H100).why

@@ -14,9 +14,10 @@ from cutlass_ops import arch, loader
 from cutlass_ops.compiler import Compiled, compile_kernel
 from cutlass_ops.errors import LoadError, ToolchainError
 from cutlass_ops.halves import prove_halves_agree
+from cutlass_ops.identity import kernel_identity
 from cutlass_ops.loader import Reason, load, refusal
 from cutlass_ops.sass import count_opcodes
-from cutlass_ops.store import KernelStore, identity_key, kernel_identity
+from cutlass_ops.store import KernelStore, identity_key
 from cutlass_ops.toolchain import find_toolchain
 
 # What templates/include/cutlass_ops/binding.h exports, without a kernel behind it.
@@ -181,7 +182,7 @@ def test_cudart_is_looked_for(put, monkeypatch, tmp_path):
     def no_toolchain():
         raise ToolchainError("none")
 
-    monkeypatch.setattr(loader, "find_toolchain", no_toolchain)
+    monkeypatch.setattr("cutlass_ops.toolchain.find_toolchain", no_toolchain)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     only("libcudart.so.13")  # PyTorch's own, already there
     loader._provide_cudart(artifact)

@@ -62,7 +62,7 @@ def test_what_tma_cannot_load_or_has_no_wgmma_is_sought_among_sm80_kernels(of, d
     assert len(set(found)) == 40
     for config in found:
         assert isinstance(config, Sm80Config)
-        assert not legality.check(heuristics.spec(of, config, device))
+        assert not legality.check(device.spec(of, config))
     assert {c.stream_k for c in space.sm80_configurations(of, device)} == {False, True}
     times = [model_sm80.predict(c, ODD, device.multiprocessors, of.a.alignment) for c in found]
     assert times == sorted(times)

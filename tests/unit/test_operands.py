@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 import cutlass_ops as co
 from cutlass_ops import operands
 from cutlass_ops.call import check_call, given_outputs, signature_of
+from cutlass_ops.device import Device
 from cutlass_ops.dtypes import bf16, f16, f32
-from cutlass_ops.heuristics import Device
 from cutlass_ops.operands import check_overlap, check_problem, element_type, fold, matrix
 from tests.strategies import PATIENT
 

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cutlass_ops as co
-from cutlass_ops import builtin, dispatch, ops, tables
+from cutlass_ops import builtin, ops, policies, tables
 from cutlass_ops.call import check_call, signature_of
 from cutlass_ops.peers import peers
 from cutlass_ops.plan import PeerPlan, can_fall_back, make_peer_plan
@@ -88,11 +88,11 @@ def test_an_op_takes_the_peer_that_tuning_allowed(tmp_path, monkeypatch):
     monkeypatch.setattr(ops, "device_of", lambda device: H100)
     call = call_of(builtin.bias_relu)
     signature = signature_of(call, H100)
-    (kernel, *_) = dispatch.policy(signature, H100).kernels
+    (kernel, *_) = policies.policy(signature, H100).kernels
     point = Point((M, N, K), "2026-11-21", (Measured(kernel, 10.0, 0.0),), (("cublaslt", 8.0),))
     table = Table(H100.name, 132, signature, (point,), fallback=True).select()
     tables.update(tables.path_of(tmp_path, H100.name, signature), table)
-    dispatch.forget()
+    policies.forget()
     try:
         plan = ops.gemm_bias_relu._plan(call)
         assert isinstance(plan, PeerPlan)
@@ -101,7 +101,7 @@ def test_an_op_takes_the_peer_that_tuning_allowed(tmp_path, monkeypatch):
         assert found.served_by == "PyTorch (cublaslt)"
         assert "told to allow it" in found.why
     finally:
-        dispatch.forget()
+        policies.forget()
 
 
 @pytest.mark.parametrize("eps", [1e-6, 0.5])

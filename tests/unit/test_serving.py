@@ -8,7 +8,7 @@ import torch
 from signatures import H100
 
 import cutlass_ops as co
-from cutlass_ops import call, dispatch, ops, plan
+from cutlass_ops import call, ops, plan, policies
 from cutlass_ops.background import Background
 
 N, K = 520, 264
@@ -39,7 +39,7 @@ class Registry:
 @pytest.fixture
 def service(monkeypatch, tmp_path):
     monkeypatch.setenv("CUTLASS_OPS_TUNING_DIR", str(tmp_path))
-    dispatch.forget()
+    policies.forget()
     registry, queued = Registry(), []
     background = Background(lambda spec, cancel: registry.kernel(spec))
     monkeypatch.setattr(background, "add", lambda specs: queued.extend(specs))
@@ -52,7 +52,7 @@ def service(monkeypatch, tmp_path):
     # Plans that other tests made hold other kernels.
     op = ops.Op("service", co.gemm_bias_relu.epilogue)
     yield SimpleNamespace(registry=registry, queued=queued, op=op)
-    dispatch.forget()
+    policies.forget()
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from fake_toolkit import sm80_spec
 from signatures import A100, H100, signature
 
 import cutlass_ops as co
-from cutlass_ops import builtin, catalog, dispatch, norms, shipping
+from cutlass_ops import builtin, catalog, dispatch, norms, policies, shipping
 from cutlass_ops.bundles import BUNDLES
 from cutlass_ops.config import Sm80Config, Sm90Config
 from cutlass_ops.errors import ConfigError
@@ -48,7 +48,7 @@ def test_a_weight_is_every_kernel_that_some_number_of_rows_needs():
     found = shipment(Catalogue(kernels=(kernels(shapes=(), weights=("4096x1024",)),)))
     assert set(found.specs) == set(dispatch.specs_for(signature(), A100, 4096, 1024))
     ((choice,),) = found.choices.values()
-    chosen = {choice.at(m).binary() for m in dispatch.ROWS}
+    chosen = {choice.at(m).binary() for m in policies.ROWS}
     assert chosen <= {spec.config for spec in found.specs}
     assert len(chosen) > 1
 
@@ -149,7 +149,7 @@ def test_the_same_kernel_is_shipped_once():
 
 
 def test_a_table_is_its_most_useful_kernels():
-    usual = dispatch.policy(signature(), A100).kernels
+    usual = policies.policy(signature(), A100).kernels
     points = (Point((300, 400, 512), "2026-01-01", tuple(Measured(c, 1.0 + i, i) for i, c in enumerate(usual))),)
     table = Table(A100.name, A100.multiprocessors, signature(), points, kernels=usual[:3])
     found = shipment(Catalogue(tuned=(shipping.Tuned(table, "sm_80", kernels=2),)))
@@ -166,7 +166,7 @@ def test_a_table_is_its_most_useful_kernels():
 def test_a_toml_catalogue(toml, tmp_path):
     (tmp_path / "mine_for_toml.py").write_text(MINE)
     (tmp_path / "spec.json").write_text(json.dumps(sm80_spec(5).to_json()))
-    table = Table(A100.name, A100.multiprocessors, signature(), kernels=dispatch.policy(signature(), A100).kernels[:1])
+    table = Table(A100.name, A100.multiprocessors, signature(), kernels=policies.policy(signature(), A100).kernels[:1])
     (tmp_path / "table.json").write_text(json.dumps(table.to_json()))
     found = toml("""
         format = 1

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
 
-from cutlass_ops import _resources, render
+from cutlass_ops import _resources, identity
 from cutlass_ops import store as store_module
 from cutlass_ops.compiler import Compiled
 from cutlass_ops.errors import LoadError, StoreError
-from cutlass_ops.store import Artifact, KernelStore, identity_key, kernel_identity, kernel_key, open_entry
+from cutlass_ops.identity import kernel_identity, kernel_key
+from cutlass_ops.store import Artifact, KernelStore, identity_key, open_entry
 
 SPEC = sm80_spec()
 COMPILED = Compiled(1.5, ({"function": "f", "registers": 1},))
@@ -65,10 +66,10 @@ def test_the_key_changes_with_everything_that_changes_the_binary(toolchain, tmp_
     parts = ("nvcc_version", "host_version", "cutlass_version", "tvm_ffi_version")
     keys += [kernel_key(SPEC, "source", replace(toolchain, **{part: "other"})) for part in parts]
     with monkeypatch.context() as patch:
-        patch.setattr(store_module, "compile_flags", lambda target: {"device": ("-O1",)})
+        patch.setattr(identity, "compile_flags", lambda target: {"device": ("-O1",)})
         keys.append(kernel_key(SPEC, "source", toolchain))
     with monkeypatch.context() as patch:
-        patch.setattr(store_module, "TEMPLATE_VERSION", render.TEMPLATE_VERSION + 1)
+        patch.setattr(identity, "TEMPLATE_VERSION", identity.TEMPLATE_VERSION + 1)
         keys.append(kernel_key(SPEC, "source", toolchain))
     assert len(set(keys)) == len(keys)
 
@@ -97,7 +98,7 @@ def test_the_key_changes_with_the_headers_that_a_source_includes(toolchain, tmp_
 @pytest.mark.parametrize("template", ["sm80_gemm.cu.j2", "sm90_gemm.cu.j2"])
 def test_templates_include_headers_in_the_form_that_the_key_reads(template):
     text = (_resources.templates() / template).read_text()
-    found = store_module._INCLUDE.findall(text)
+    found = identity._INCLUDE.findall(text)
     assert found
     assert all((_resources.include() / name).is_file() for name in found)
     assert len(found) == text.count("cutlass_ops/") - text.count("python -m cutlass_ops")
@@ -155,8 +156,8 @@ def test_a_key_is_a_hash_and_no_path(store):
 def test_find_by_source_identity(store, put):
     artifact = put()
     put(sm80_spec(stages=4))
-    assert store.find(store_module.source_identity(SPEC, "source")) == artifact
-    assert store.find(store_module.source_identity(SPEC, "other source")) is None
+    assert store.find(identity.source_identity(SPEC, "source")) == artifact
+    assert store.find(identity.source_identity(SPEC, "other source")) is None
 
 
 def test_clean(store, put):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from signatures import H100, signature
 
-from cutlass_ops import builtin, dispatch, heuristics, model, norms, space, tables, tuning
+from cutlass_ops import builtin, heuristics, model, norms, policies, space, tables, tuning
 from cutlass_ops.call import check_call, signature_of
 from cutlass_ops.config import ClusterShape, Means, Sm80Config, Sm90Config, ThreadblockShape
 from cutlass_ops.errors import CompileError, MeasuringError, ToolchainError
@@ -109,7 +109,7 @@ def test_what_the_model_puts_far_ahead_does_not_race_alone():
 
 
 def expected(config, problem):
-    policy = dispatch.policy(signature(), H100)
+    policy = policies.policy(signature(), H100)
     known = dict(zip(policy.kernels, policy.expected([problem]).times[0].tolist(), strict=True))
     return known.get(config.binary()) or heuristics.predict(config.binary(), problem, H100)
 
@@ -226,7 +226,7 @@ def test_a_kernel_that_cannot_be_compiled_or_is_wrong_leaves_the_others(place, c
     assert report.measured == 1
     first = tables.load(place.path(signature())).points[0]
     assert not {refused, wrong} & {m.config.binary() for m in first.measured}
-    reasons = {heuristics.spec(signature(), c, H100).slug for c in (refused,)}
+    reasons = {H100.spec(signature(), c).slug for c in (refused,)}
     assert reasons <= set(report.failed)
     assert any("too complex" in why for why in report.failed.values())
     assert any("D is wrong" in why for why in report.failed.values())
@@ -259,7 +259,7 @@ def test_problems_are_measured_in_the_order_in_which_their_kernels_are_there(pla
     @contextmanager
     def building(specs, *, executor=None):
         futures = {spec: Future() for spec in specs}
-        wanted = {heuristics.spec(signature(), c.binary(), H100) for c in last.configs}
+        wanted = {H100.spec(signature(), c.binary()) for c in last.configs}
         for spec, future in sorted(futures.items(), key=lambda item: item[0] not in wanted):
             if spec in wanted:
                 future.set_result(SimpleNamespace(folder=spec.slug))
@@ -281,7 +281,7 @@ def test_a_signature_is_that_of_a_call(dtype):
     found = signature_at(builtin.bias_relu_residual.graph, (512, 4096, 4096), dtype, "row", "col", None, H100)
     assert (str(found.a), str(found.b), str(found.d)) == (f"{dtype}.row", f"{dtype}.col", f"{dtype}.row")
     assert [str(i.dtype) for i in found.inputs] == [dtype, dtype]
-    assert Sm90Config in {type(c) for c in dispatch.policy(found, H100).kernels}
+    assert Sm90Config in {type(c) for c in policies.policy(found, H100).kernels}
 
 
 def test_inputs_may_have_dtypes_of_their_own():
