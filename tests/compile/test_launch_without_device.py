@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from cutlass_ops import catalog
+from cutlass_ops import _resources, catalog
 from cutlass_ops.builder import build_artifact
 from cutlass_ops.toolchain import find_toolchain
 
@@ -22,13 +22,14 @@ PROGRAM = r"""
 
 #include <cstdio>
 #include <cstring>
+#include <string>
 #include <thread>
 
 // ---- A driver and a runtime: a thread has a context once it has set the device ----
 
 static thread_local bool has_context = false;
 static bool refuses = false, sets = true;
-static int launches = 0, encoded = 0;
+static int launches = 0, encoded = 0, lookups = 0;
 
 static CUresult encode(CUtensorMap* map, CUtensorMapDataType, cuuint32_t, void* data, cuuint64_t const*,
                        cuuint64_t const*, cuuint32_t const*, cuuint32_t const*, CUtensorMapInterleave,
@@ -50,6 +51,7 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, void const*, cudaLaunc
 cudaError_t cudaGetDriverEntryPointByVersion(char const* name, void** entry, unsigned, unsigned long long,
                                              cudaDriverEntryPointQueryResult* result) {
   if (strcmp(name, "cuTensorMapEncodeTiled") != 0) return cudaErrorNotSupported;
+  ++lookups;
   *entry = reinterpret_cast<void*>(&encode);
   return *result = cudaDriverEntryPointSuccess, cudaSuccess;
 }
@@ -76,7 +78,7 @@ struct Tensor {
   }
 };
 
-static bool call() {
+static int call() {
   Tensor a(1 << 20, 2, m, k, k, 1), b(2 << 20, 2, k, n, 1, k), d(3 << 20, 2, m, n, n, 1), bias(4 << 20, 1, n, 1, 1, 1);
   TVMFFIAny arguments[7]{}, result{};
   Tensor* const tensors[] = {&a, &b, &d, &bias};
@@ -89,8 +91,17 @@ static bool call() {
     arguments[i].v_int64 = i - 4;  // raster, swizzle
   }
   arguments[6].type_index = kTVMFFINone;
-  if (launch(nullptr, arguments, 7, &result) != 0) return false;
-  return result.v_int64 == 0;
+  return launch(nullptr, arguments, 7, &result) != 0 || result.v_int64 != 0;
+}
+
+// What the last launch that failed said.
+static std::string error() {
+  TVMFFIObjectHandle raised = nullptr;
+  TVMFFIErrorMoveFromRaised(&raised);
+  TVMFFIByteArray const message = TVMFFIErrorGetCellPtr(raised)->message;
+  std::string const text(message.data, message.size);
+  TVMFFIObjectDecRef(raised);
+  return text;
 }
 
 #define REQUIRE(...) \
@@ -101,22 +112,24 @@ int main(int, char** argv) {
   if (library == nullptr) return std::puts(dlerror()), 1;
   launch = reinterpret_cast<Launch>(dlsym(library, "__tvm_ffi_launch"));
 
-  REQUIRE(call() && launches == 1 && encoded == 3);  // A, B and D
-  has_context = false;                               // as if this had been done behind its back: refused, not launched
-  REQUIRE(!call() && launches == 1);
+  REQUIRE(call() == 0 && launches == 1 && encoded == 3);  // A, B and D
+  has_context = false;                                    // as if that had been done behind its back: not launched
+  REQUIRE(call() != 0 && launches == 1 && error().find("cudaErrorDeviceUninitialized") != std::string::npos);
   has_context = true;
-  REQUIRE(call() && launches == 2);
+  REQUIRE(call() == 0 && launches == 2);
   refuses = true;
-  REQUIRE(!call() && launches == 2);
+  REQUIRE(call() != 0 && launches == 2 && error().find("cudaErrorInvalidValue") != std::string::npos);
   refuses = false;
+  REQUIRE(call() == 0 && launches == 3);
 
   // The first that another thread does with CUDA.
-  bool worked = false;
-  std::thread([&] { worked = call(); }).join();
-  REQUIRE(worked && launches == 3);
+  int failed = -1;
+  std::thread([&] { failed = call(); }).join();
+  REQUIRE(failed == 0 && launches == 4);
   sets = false;  // where there is no context to be had
-  std::thread([&] { worked = call(); }).join();
-  REQUIRE(!worked && launches == 3);
+  std::thread([&] { failed = call(); }).join();
+  REQUIRE(failed != 0 && launches == 4);
+  REQUIRE(lookups == 1);
   std::puts("ok");
 }
 """
@@ -127,9 +140,22 @@ def test_every_thread_has_a_context_and_what_cannot_be_encoded_is_not_launched(t
     source, program = tmp_path / "launch.cpp", tmp_path / "launch"
     source.write_text(PROGRAM)
     include = [f"-I{toolchain.tvm_ffi_dir / 'include'}", *(f"-isystem{p}" for p in toolchain.include_dirs)]
-    command = [toolchain.host_compiler, "-std=c++17", *include, source, "-o", program, "-rdynamic", "-pthread", "-ldl"]
+    link = ["-rdynamic", "-pthread", "-ldl", f"-L{toolchain.tvm_ffi_dir / 'lib'}", "-ltvm_ffi"]
+    command = [toolchain.host_compiler, "-std=c++17", *include, source, "-o", program, *link]
     subprocess.run([str(part) for part in command], check=True)
     folders = [toolchain.tvm_ffi_dir / "lib", *([toolchain.cudart.parent] if toolchain.cudart else [])]
     env = os.environ | {"LD_LIBRARY_PATH": ":".join(map(str, folders))}
     done = subprocess.run([str(program), str(artifact.library)], capture_output=True, text=True, check=False, env=env)
-    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
+
+
+def test_cute_cannot_be_included_first(tmp_path):
+    """What is between it and the driver would be left out."""
+    toolchain, source = find_toolchain(), tmp_path / "source.cpp"
+    source.write_text('#include "cute/tensor.hpp"\n#include "cutlass_ops/sm90_gemm.h"\n')
+    folders = (_resources.include(), toolchain.cutlass_dir / "include", toolchain.tvm_ffi_dir / "include")
+    include = [*(f"-I{p}" for p in folders), *(f"-isystem{p}" for p in toolchain.include_dirs)]
+    command = [toolchain.host_compiler, "-std=c++17", "-E", *include, source]
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "before cutlass_ops/tma.h" in done.stderr

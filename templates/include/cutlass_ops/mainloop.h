@@ -165,16 +165,6 @@ class Mainloop {
     return params;
   }
 
-  static bool is_encoded(Params const& params) {
-    bool const both = cutlass_ops::is_encoded(*params.tma_load_a.get_tma_descriptor()) &&
-                      cutlass_ops::is_encoded(*params.tma_load_b.get_tma_descriptor());
-    if constexpr (kProducts == 1) {
-      return both;
-    } else {
-      return both && cutlass_ops::is_encoded(*params.tma_load_second.get_tma_descriptor());
-    }
-  }
-
   CUTLASS_DEVICE static void prefetch_tma_descriptors(Params const& params) {
     cute::prefetch_tma_descriptor(params.tma_load_a.get_tma_descriptor());
     cute::prefetch_tma_descriptor(params.tma_load_b.get_tma_descriptor());

@@ -223,7 +223,11 @@ struct Sm90Entry {
       arguments.mainloop = complete.mainloop;
       arguments.epilogue = complete.epilogue;
     }
-    return enqueue(GemmKernel::to_underlying_arguments(arguments, own_workspace), stream, overlap);
+    descriptor_error() = CUDA_SUCCESS;
+    auto params = GemmKernel::to_underlying_arguments(arguments, own_workspace);
+    // The runtime numbers the driver's errors as the driver does.
+    if (descriptor_error() != CUDA_SUCCESS) return cudaError_t(descriptor_error());
+    return enqueue(params, stream, overlap);
   }
 
   static int64_t workspace_size(Problem problem, int raster, int swizzle) {
@@ -289,9 +293,7 @@ struct Sm90Entry {
   // launch). Each waits for the end of that kernel before its first load, and nothing is written but what depends on a
   // load. Two cases must not overlap: scalars on the device are read before the wait, and a workspace is cleared by a
   // memset that this launch has to follow.
-  static cudaError_t enqueue(typename GemmKernel::Params params, cudaStream_t stream, bool overlap) {
-    // All else that the driver refuses a descriptor for, a call's checks refuse before.
-    if (!GemmKernel::CollectiveMainloop::is_encoded(params.mainloop)) return cudaErrorDeviceUninitialized;
+  static cudaError_t enqueue(typename GemmKernel::Params& params, cudaStream_t stream, bool overlap) {
     Launch launch(grid(params), overlap);
     launch.config.stream = stream;
     void* arguments[] = {&params};
