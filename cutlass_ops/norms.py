@@ -7,13 +7,12 @@ applied to the FP32 accumulator, before anything is rounded. docs/rmsnorm.md has
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cutlass_ops import builtin, folding, operands
+from cutlass_ops import builtin, folding, operands, traced
 from cutlass_ops.epilogue import Epilogue, Graph
 from cutlass_ops.ops import Op, graph_op, op_of
 
@@ -152,7 +151,7 @@ def rmsnorm_gemm(
     """
     norm, values = _rms_values(x, eps, rstd)
     op = _composed("rmsnorm_gemm", norm, epilogue)
-    for name in op.graph.products:
+    for name in op.products:
         if name in inputs:
             _require_alike(w, name, inputs[name])
             inputs[name] = _weight(inputs[name], gamma, name)
@@ -356,7 +355,7 @@ def layernorm_gemm(
         prepared = _fold_layernorm(w, gamma, beta)
     norm, values = _layer_values(eps, mean, rstd)
     shift = () if prepared.shift is None else (prepared.shift,)
-    op = _composed("layernorm_gemm", norm, epilogue, shifted=bool(shift))
+    op = _composed("layernorm_gemm", norm, epilogue, bool(shift))
     arguments = (prepared.column_sum, *values, *shift)
     return op(x, prepared.matrix, *arguments, out=out, out_dtype=out_dtype, **inputs)
 
@@ -372,13 +371,13 @@ def layernorm_op(epilogue: Epilogue | None = None, *, shifted: bool = False) -> 
     TypeError, ValueError
         If the epilogue is none, or cannot follow a norm.
     """
-    return _composed("layernorm_gemm", builtin.layer_norm, epilogue, shifted=shifted)
+    return _composed("layernorm_gemm", builtin.layer_norm, epilogue, shifted)
 
 
 # ---- Ops ---------------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=1024)
+@traced.remembered
 def _composed(name: str, norm: Epilogue, epilogue: Epilogue | None, shifted: bool = False) -> Op:
     graph = norm.graph.then(builtin.shifted.graph) if shifted else norm.graph
     if epilogue is None:
@@ -404,7 +403,7 @@ def _check_follower(name: str, epilogue: str, graph: Graph) -> None:
         raise ValueError(f"{epilogue} has the input {', '.join(taken)}, an argument of {name} itself: rename it")
 
 
-@lru_cache(maxsize=1024)
+@traced.remembered
 def _residual_op(residual: Epilogue, epilogue: Epilogue | None) -> Op:
     graph = residual.graph if epilogue is None else op_of(epilogue).graph.then(residual.graph)
     return graph_op("gemm_residual_rms", graph, residual.doc)

@@ -8,15 +8,13 @@ in words.
 from __future__ import annotations
 
 import inspect
-from collections import namedtuple
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cutlass_ops import _env, builtin, dispatch
+from cutlass_ops import _env, builtin, dispatch, traced
 from cutlass_ops.background import BACKGROUND
 from cutlass_ops.call import Call, check_call, device_of, signature_of
 from cutlass_ops.device import Device
@@ -49,15 +47,17 @@ class Op:
         self.name = self.__name__ = name
         self.epilogue = epilogue
         self.graph: Graph = epilogue.graph
+        self.products = self.graph.products
         self.__doc__ = _docstring(epilogue)
-        self._names = tuple(i.name for i in self.graph.inputs)
+        self.names = tuple(i.name for i in self.graph.inputs)
         self._scalars = tuple(at for at, i in enumerate(self.graph.inputs) if i.kind is Kind.SCALAR)
-        self._result = _result_type(self.graph)
+        self.result = traced.result_type(self.graph)
+        self.about = traced.register(name, self.graph, self)
         self._plans: dict[tuple[Any, ...], tuple[Plan | PeerPlan, ...]] = {}
-        self.__signature__ = _signature(self._names)
+        self.__signature__ = _signature(self.names)
 
     def __repr__(self) -> str:
-        return f"<op {self.name}({', '.join(('a', 'b', *self._names))})>"
+        return f"<op {self.name}({', '.join(('a', 'b', *self.names))})>"
 
     def __call__(
         self,
@@ -69,7 +69,9 @@ class Op:
         **named: Any,
     ) -> Any:
         """Run the op; see the op's own documentation for shapes and errors."""
-        if named or len(inputs) != len(self._names):
+        if torch.compiler.is_dynamo_compiling():
+            return traced.Traced(self.about)(a, b, *inputs, out=out, out_dtype=out_dtype, **named)
+        if named or len(inputs) != len(self.names):
             inputs = self.positional(inputs, named)
         if self._scalars:
             inputs = tuple(_on_host(x) if at in self._scalars else x for at, x in enumerate(inputs))
@@ -79,7 +81,7 @@ class Op:
                 for plan in plans:
                     results = plan.run(a, b, inputs, out)
                     if results is not None:
-                        return results[0] if self._result is None else self._result(*results)
+                        return results[0] if self.result is None else self.result(*results)
         return self._call_cold(a, b, inputs, out, out_dtype)
 
     def positional(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -90,26 +92,32 @@ class Op:
         TypeError
             If one is missing, unknown or given twice.
         """
-        values = dict(zip(self._names, inputs, strict=False))
-        wrong = [f"{len(inputs) + 2} were given"] if len(inputs) > len(self._names) else []
+        values = dict(zip(self.names, inputs, strict=False))
+        wrong = [f"{len(inputs) + 2} were given"] if len(inputs) > len(self.names) else []
         wrong += [f"{name} is given twice" for name in values if name in named]
         values |= named
-        wrong += [f"{name} is missing" for name in self._names if name not in values]
-        wrong += [f"{name} is unknown" for name in named if name not in self._names]
+        wrong += [f"{name} is missing" for name in self.names if name not in values]
+        wrong += [f"{name} is unknown" for name in named if name not in self.names]
         if wrong:
-            raise TypeError(f"{self.name} takes ({', '.join(('a', 'b', *self._names))}): {', '.join(wrong)}")
-        return tuple(values[name] for name in self._names)
+            raise TypeError(f"{self.name} takes ({', '.join(('a', 'b', *self.names))}): {', '.join(wrong)}")
+        return tuple(values[name] for name in self.names)
+
+    def results_of(
+        self, a: Tensor, b: Tensor, inputs: Sequence[Any], out_dtype: torch.dtype | None = None
+    ) -> list[Tensor]:
+        """Return outputs of the right shapes, dtypes and device for checked arguments, and compute nothing."""
+        return check_call(self.graph, a, b, dict(zip(self.names, inputs, strict=True)), None, out_dtype).results()
 
     def wrap(self, call: Call) -> Any:
         """Return a call's results as the caller expects them: D, or a named tuple with D first."""
         results = call.results()
-        return results[0] if self._result is None else self._result(*results)
+        return results[0] if self.result is None else self.result(*results)
 
     def plan(
         self, a: Tensor, b: Tensor, *inputs: Any, out_dtype: torch.dtype | None = None, **named: Any
     ) -> Plan | PeerPlan:
         """Return how a call with these arguments would be served, without running it."""
-        values = dict(zip(self._names, self.positional(inputs, named), strict=True))
+        values = dict(zip(self.names, self.positional(inputs, named), strict=True))
         return self._plan(check_call(self.graph, a, b, values, None, out_dtype))
 
     def warm_up(self, a: Tensor, b: Tensor, *inputs: Any, out_dtype: torch.dtype | None = None, **named: Any) -> int:
@@ -135,7 +143,7 @@ class Op:
         MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
             If a kernel cannot be had.
         """
-        values = dict(zip(self._names, self.positional(inputs, named), strict=True))
+        values = dict(zip(self.names, self.positional(inputs, named), strict=True))
         call = check_call(self.graph, a, b, values, None, out_dtype)
         if call.is_reference:
             return 0
@@ -144,7 +152,7 @@ class Op:
         return len(REGISTRY.kernels(specs))
 
     def _call_cold(self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None) -> Any:
-        call = check_call(self.graph, a, b, dict(zip(self._names, inputs, strict=True)), out, out_dtype)
+        call = check_call(self.graph, a, b, dict(zip(self.names, inputs, strict=True)), out, out_dtype)
         if call.is_reference:
             call.run_reference()
         else:
@@ -224,6 +232,7 @@ class Kernel:
         self.spec = spec
         self.loaded = loaded
         self._op = graph_op(spec.slug, spec.epilogue)
+        self.about = traced.register(spec.slug, spec.epilogue, self)
 
     def __repr__(self) -> str:
         return f"<kernel {self.spec.slug}>"
@@ -252,6 +261,8 @@ class Kernel:
         NoDeviceError
             If the operands are not on a CUDA device.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return traced.Traced(self.about)(a, b, *inputs, out=out, **named)
         values = dict(zip((i.name for i in self.spec.epilogue.inputs), self._op.positional(inputs, named), strict=True))
         call = check_call(self.spec.epilogue, a, b, values, out, None, self.spec)
         if call.problem.a.device.type != "cuda":
@@ -261,6 +272,13 @@ class Kernel:
         else:
             make_plan(self.spec, self.spec.launch_config, call).launch_call(call)
         return self._op.wrap(call)
+
+    def results_of(
+        self, a: Tensor, b: Tensor, inputs: Sequence[Any], out_dtype: torch.dtype | None = None
+    ) -> list[Tensor]:
+        """Return outputs of the right shapes, dtypes and device for checked arguments, and compute nothing."""
+        values = dict(zip(self._op.names, inputs, strict=True))
+        return check_call(self.spec.epilogue, a, b, values, None, out_dtype, self.spec).results()
 
 
 def build(spec: KernelSpec) -> Kernel:
@@ -296,12 +314,6 @@ def graph_op(name: str, graph: Graph, doc: str = "") -> Op:
 
 def _no_function(*_: Any) -> None:
     raise TypeError("this epilogue is a graph, and no function that another one could call")
-
-
-def _result_type(graph: Graph) -> Any:
-    if len(graph.outputs) == 1:
-        return None
-    return namedtuple("Outputs", [o.name for o in graph.outputs])
 
 
 def _signature(names: Sequence[str]) -> inspect.Signature:
@@ -358,7 +370,7 @@ NAMED: tuple[Op, ...] = (
 )
 
 
-@lru_cache(maxsize=1024)
+@traced.remembered
 def op(epilogue: Epilogue) -> Op:
     """Return the op of an epilogue; equal epilogues give the same op."""
     return Op(epilogue.name, epilogue)

@@ -6,7 +6,9 @@ Nothing reads the function's source to understand it; source lines serve error m
 from __future__ import annotations
 
 import inspect
+import itertools
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +18,12 @@ from cutlass_ops.epilogue.names import check_name
 from cutlass_ops.epilogue.values import ANNOTATIONS, TRACER, Reduction, Tracer, Value
 from cutlass_ops.errors import ConfigError, EpilogueError
 
+_serials = itertools.count()
+_BY_TOKEN: weakref.WeakValueDictionary[str, Epilogue] = weakref.WeakValueDictionary()
 
-@dataclass(frozen=True, eq=False)
+
+# Not a frozen dataclass, which PyTorch's tracer takes apart.
+@dataclass(eq=False)
 class Epilogue:
     """A traced epilogue function. Two are equal if their graphs are.
 
@@ -31,17 +37,36 @@ class Epilogue:
         The expression that it computes.
     function : function
         The function itself.
+    token : str
+        What stands for this object in this process.
     """
 
     name: str
     doc: str
     graph: Graph
     function: Callable[..., Any]
+    token: str = field(init=False, repr=False)
     _hash: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         # Kernels are looked up by epilogue on every call: hash the graph once.
-        object.__setattr__(self, "_hash", hash(self.graph))
+        self.token = f"{self.name}.{next(_serials)}"
+        self._hash = hash(self.graph)
+        _BY_TOKEN[self.token] = self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(self, "_hash"):
+            raise AttributeError(f"{name} of an epilogue cannot be set: write another function")
+        super().__setattr__(name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy has a token of its own.
+        return Epilogue, (self.name, self.doc, self.graph, self.function)
+
+    @staticmethod
+    def by_token(token: str) -> Epilogue:
+        """Return the epilogue that has a token, as long as there is any reference to it."""
+        return _BY_TOKEN[token]
 
     @property
     def inputs(self) -> tuple[Input, ...]:

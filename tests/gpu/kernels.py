@@ -342,7 +342,7 @@ def named() -> dict[str, list[KernelSpec]]:
 
 
 # Tests of these modules call kernels that dispatch chooses.
-DISPATCHING = {"test_calls", "test_launch", "test_overlap", "test_trial"}
+DISPATCHING = {"test_calls", "test_launch", "test_overlap", "test_traced", "test_trial"}
 
 
 def build(names: Iterable[str], modules: Iterable[str]) -> int:

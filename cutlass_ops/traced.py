@@ -1,0 +1,167 @@
+"""Ops inside functions that torch.compile compiles: two operators of PyTorch's, which it takes as they are.
+
+PyTorch's tracer follows a call of an op only as far as this module: a compiled graph names the op by a string, and the
+call happens when the graph runs. What is found on the way (the op of an epilogue, of a norm and what follows it) is
+looked up while tracing, and is a constant of the graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections import namedtuple
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from cutlass_ops.epilogue import Epilogue
+from cutlass_ops.epilogue.graph import Graph
+
+
+class Traceable(Protocol):
+    """What can be called in a compiled function: an op, or one kernel."""
+
+    about: str
+
+    def __call__(self, a: Tensor, b: Tensor, *inputs: Any, **given: Any) -> Any:
+        """Run it."""
+
+    def results_of(
+        self, a: Tensor, b: Tensor, inputs: Sequence[Any], out_dtype: torch.dtype | None = None
+    ) -> list[Tensor]:
+        """Return outputs of the right shapes, dtypes and device, and compute nothing."""
+
+
+Made = TypeVar("Made", bound=Traceable)
+
+_KNOWN: dict[str, Traceable] = {}
+_RESULTS: dict[str, Any] = {}
+
+
+def register(name: str, graph: Graph, traceable: Traceable) -> str:
+    """Make something known to compiled graphs; return what they need to know of it, as one string.
+
+    What stands for it in a graph says what it computes, and is the same in every process: PyTorch keeps compiled graphs
+    on the disk by what is in them.
+
+    Parameters
+    ----------
+    name : str
+        For whoever reads a graph.
+    graph : Graph
+        The epilogue.
+    traceable : Traceable
+        What is called.
+    """
+    digest = hashlib.sha256(json.dumps(graph.to_json(), sort_keys=True).encode()).hexdigest()
+    key = f"{name}.{digest[:16]}"
+    outputs = ",".join(o.name for o in graph.outputs)
+    _KNOWN.setdefault(key, traceable)
+    if len(graph.outputs) > 1:
+        _RESULTS[outputs] = result_type(graph)
+    return ";".join((key, ",".join(i.name for i in graph.inputs), ",".join(graph.products), outputs))
+
+
+def result_type(graph: Graph) -> Any:
+    """Return the named tuple of an epilogue's outputs, or None where D is the only one."""
+    return None if len(graph.outputs) == 1 else namedtuple("Outputs", [o.name for o in graph.outputs])
+
+
+class Traced:
+    """What stands for an op while its caller is traced."""
+
+    def __init__(self, about: str) -> None:
+        self.key, names, products, self.outputs = about.split(";")
+        self.names = tuple(names.split(",")) if names else ()
+        self.products = tuple(products.split(",")) if products else ()
+
+    def __call__(
+        self, a: Any, b: Any, *inputs: Any, out: Any = None, out_dtype: torch.dtype | None = None, **named: Any
+    ) -> Any:
+        """Call the op as an operator."""
+        if len(inputs) + len(named) != len(self.names) or any(name not in self.names[len(inputs) :] for name in named):
+            raise TypeError(f"{self.key} takes (a, b, {', '.join(self.names)})")
+        values = [*inputs, *(named[name] for name in self.names[len(inputs) :])]
+        tensors = [x if isinstance(x, Tensor) else None for x in values]
+        numbers = [0.0 if isinstance(x, Tensor) else float(x) for x in values]
+        if isinstance(out, Tensor) and "," not in self.outputs:
+            torch.ops.cutlass_ops.fused_gemm_out(self.key, a, b, tensors, numbers, out)
+            return out
+        if out is not None:
+            raise TypeError("a compiled function takes out for D alone, as a tensor: leave it out")
+        found = torch.ops.cutlass_ops.fused_gemm(self.key, a, b, tensors, numbers, out_dtype)
+        return found[0] if "," not in self.outputs else _RESULTS[self.outputs](*found)
+
+
+# ---- Constants of a trace ------------------------------------------------------------------------------------------
+
+_MAKERS: dict[str, Callable[..., Traceable]] = {}
+
+
+def remembered(make: Callable[..., Made]) -> Callable[..., Made]:
+    """Have a function that makes ops, of epilogues and plain values, remember them, and be a constant of a trace.
+
+    PyTorch's tracer would go through a cache, and make an op at every call.
+    """
+    name, cached = f"{make.__module__}.{make.__qualname__}", functools.lru_cache(maxsize=1024)(make)
+    _MAKERS[name] = cached
+
+    @functools.wraps(make)
+    def made(*args: Any) -> Made:
+        if torch.compiler.is_dynamo_compiling():
+            plain: list[Any] = []
+            for x in args:
+                plain += [True, x.token] if isinstance(x, Epilogue) else [False, x]
+            return cast("Made", Traced(_about(name, *plain)))  # for as long as the trace takes
+        return cached(*args)
+
+    return made
+
+
+def _about(maker: str, *plain: Any) -> str:
+    pairs = zip(plain[::2], plain[1::2], strict=True)
+    return _MAKERS[maker](*(Epilogue.by_token(x) if is_token else x for is_token, x in pairs)).about
+
+
+# What the decorator torch._dynamo.assume_constant_result would set; to import it takes a second.
+_about._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+# ---- The operators -------------------------------------------------------------------------------------------------
+
+
+def _inputs(tensors: Sequence[Tensor | None], numbers: Sequence[float]) -> list[Tensor | float]:
+    return [number if tensor is None else tensor for tensor, number in zip(tensors, numbers, strict=True)]
+
+
+def _run(op, a, b, tensors, numbers, out_dtype):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    given = {} if out_dtype is None else {"out_dtype": out_dtype}
+    found = _KNOWN[op](a, b, *_inputs(tensors, numbers), **given)
+    return [found] if isinstance(found, Tensor) else list(found)
+
+
+def _run_out(op, a, b, tensors, numbers, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    _KNOWN[op](a, b, *_inputs(tensors, numbers), out=out)
+
+
+def _shapes(op, a, b, tensors, numbers, out_dtype):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    return _KNOWN[op].results_of(a, b, _inputs(tensors, numbers), out_dtype)
+
+
+def _declare() -> Any:
+    library = torch.library.Library("cutlass_ops", "DEF")  # type: ignore[no-untyped-call]
+    shared = "str op, Tensor a, Tensor b, Tensor?[] tensors, float[] numbers"
+    for name, rest, run, shapes in (
+        ("fused_gemm", "ScalarType? out_dtype) -> Tensor[]", _run, _shapes),
+        ("fused_gemm_out", "Tensor(a!) out) -> ()", _run_out, lambda *_: None),
+    ):
+        library.define(f"{name}({shared}, {rest}")  # type: ignore[no-untyped-call]
+        library.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        torch.library.register_fake(f"cutlass_ops::{name}", shapes, lib=library)
+    return library
+
+
+_LIBRARY = _declare()  # the operators are there as long as it is

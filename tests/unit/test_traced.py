@@ -1,0 +1,148 @@
+"""Ops in functions that torch.compile compiles, on the CPU: graphs do not end at them, and results are the same."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+import cutlass_ops as co
+from cutlass_ops import builtin, ops, traced
+
+BF16 = torch.bfloat16
+M, N, K = 8, 32, 64
+
+
+@co.epilogue
+def several(acc, bias: co.Row, scale: co.Scalar):
+    z = acc * scale + bias
+    return {"d": co.relu(z), "pre": z, "square": co.sum_square(z, dim=1)}
+
+
+def draw(*shape):
+    return torch.randn(shape).to(BF16)
+
+
+X, W, UP, BIAS, GAMMA = draw(M, K), draw(N, K), draw(N, K), draw(N), draw(K).abs() + 0.5
+PREPARED, CENTRED = co.prepare(W.t(), GAMMA), co.prepare_layernorm(W.t(), GAMMA, draw(K))
+RESIDUAL, NEXT = draw(M, N), draw(16, N)
+
+
+def with_out(x):
+    out = torch.empty(x.shape[0], N, dtype=BF16)
+    assert co.gemm_bias_relu(x, W.t(), BIAS, out=out) is out
+    return out + 1
+
+
+def layer(x):
+    y, rstd = co.gemm_residual_rms(x, W.t(), RESIDUAL[: x.shape[0]], eps=1e-5)
+    return y, co.rmsnorm_gemm(y, NEXT.t(), rstd=rstd)
+
+
+FUNCTIONS = {
+    "named": lambda x: co.gemm_bias_relu(x * 2, W.t(), BIAS) + 1,
+    "by_name": lambda x: co.gemm_bias_relu(x, W.t(), bias=BIAS, out_dtype=torch.float32),
+    "plain": lambda x: co.gemm(x, W.t()),
+    "own": lambda x: co.gemm(x, W.t(), epilogue=several, bias=BIAS, scale=0.5),
+    "scalar_tensor": lambda x: co.gemm(x, W.t(), epilogue=several, bias=BIAS, scale=torch.tensor(0.5)),
+    "norm": lambda x: co.rmsnorm_gemm(x, PREPARED, eps=1e-5) * 2,
+    "norm_and_epilogue": lambda x: co.rmsnorm_gemm(x, PREPARED, eps=1e-5, epilogue=builtin.bias_relu, bias=BIAS),
+    "layer_norm": lambda x: co.layernorm_gemm(x, CENTRED, eps=1e-5),
+    "gate": lambda x: co.gemm_swiglu(x, W.t(), UP.t()),
+    "normed_gate": lambda x: co.gemm_swiglu(x, PREPARED, PREPARED, eps=1e-5),
+    "layer": layer,
+    "out": with_out,
+    "batch": lambda x: co.gemm_bias_relu(x[None].expand(2, -1, -1).contiguous(), W.t(), BIAS),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", list(FUNCTIONS))
+def test_a_compiled_function_has_one_graph_and_the_same_results(name, dynamic):
+    function = FUNCTIONS[name]
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for x in (X, X[:3].clone()):
+        found, wanted = compiled(x), function(x)
+        assert all(map(torch.equal, tree_leaves(found), tree_leaves(wanted)))
+        assert getattr(found, "_fields", None) == getattr(wanted, "_fields", None)
+
+
+def test_a_copied_epilogue_outlives_the_original():
+    epilogue = co.epilogue(several.function)
+    copied = copy.deepcopy(epilogue)
+    assert (copied.graph, copied.token == epilogue.token) == (epilogue.graph, False)
+    del epilogue
+    gc.collect()
+
+    def function(x):
+        return co.gemm(x, W.t(), epilogue=copied, bias=BIAS, scale=2.0).d
+
+    assert torch.equal(torch.compile(function, backend="aot_eager", fullgraph=True)(X), function(X))
+
+
+def test_a_graph_ends_where_gamma_is_folded_at_every_call():
+    """Which asks for the weight's address."""
+
+    def function(x):
+        return co.rmsnorm_gemm(x * 2, W.t(), GAMMA, eps=1e-5) + 1
+
+    assert torch.equal(torch.compile(function, backend="aot_eager")(X), function(X))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # its own
+def test_inductor_takes_the_operators_as_they_are():
+    def function(x):
+        return torch.relu(FUNCTIONS["own"](x * 2).pre) + FUNCTIONS["out"](x)
+
+    torch.testing.assert_close(torch.compile(function, fullgraph=True)(X), function(X))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x: co.gemm_bias_relu(x, W.t(), BIAS[:5]), "bias"),
+        (lambda x: co.gemm_bias_relu(x, W.t().float(), BIAS), "same dtype"),
+        (lambda x: co.gemm_bias_relu(x, W.t()), "takes"),
+        (lambda x: co.gemm_bias_relu(x, W.t(), BIAS, vias=BIAS), "takes"),
+        (lambda x: co.gemm(x, W.t(), epilogue=several, bias=BIAS, scale=1.0, out={"d": RESIDUAL}), "out for D alone"),
+        (lambda x: co.gemm_bias_relu(x.clone().requires_grad_(), W.t(), BIAS), "requires grad"),
+    ],
+)
+def test_what_is_refused_is_refused_when_it_is_traced(function, message):
+    with pytest.raises(Exception, match=message):
+        torch.compile(function, backend="aot_eager", fullgraph=True)(X)
+
+
+def test_a_residual_may_be_overwritten():
+    def function(x, y):
+        co.gemm_residual(x, W.t(), y, out=y)
+        return y * 2
+
+    mine, wanted = RESIDUAL.clone(), RESIDUAL.clone()
+    found = torch.compile(function, backend="aot_eager", fullgraph=True)(X, mine)
+    assert torch.equal(found, function(X, wanted))
+    assert torch.equal(mine, wanted)
+
+
+def test_names_in_graphs_say_what_is_computed_and_nothing_of_the_process():
+    again = ops.Op("gemm_bias_relu", co.gemm_bias_relu.epilogue)
+    other = ops.Op("gemm_bias_relu", builtin.bias_gelu)
+    assert again.about == co.gemm_bias_relu.about
+    assert other.about != again.about
+    key = again.about.split(";")[0]
+    assert traced._KNOWN[key] is co.gemm_bias_relu
+
+
+def test_every_operator_passes_pytorchs_own_checks():
+    key = ops.op(several).about.split(";")[0]
+    arguments = (key, X, W.t(), [BIAS, None], [0.0, 0.5])
+    torch.library.opcheck(torch.ops.cutlass_ops.fused_gemm.default, (*arguments, None))
+    key = co.gemm_bias_relu.about.split(";")[0]
+    out = torch.empty(M, N, dtype=BF16)
+    torch.library.opcheck(torch.ops.cutlass_ops.fused_gemm_out.default, (key, X, W.t(), [BIAS], [0.0], out))
