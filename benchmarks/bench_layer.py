@@ -4,8 +4,8 @@
     python benchmarks/bench_layer.py --phases decode --cache 4096 --skip compile --out /tmp/r.json
 
 The layer is that of examples/transformer_block.py. In `ours` each norm's kernel takes the statistic of its rows itself,
-in `passed` it is given, that of the layer's input as well, as the layer before leaves it. Both leave the rotation of
-queries and keys to torch.compile; in `plain` it is one PyTorch operation after another.
+in `passed` it is given, that of the layer's input as well, as the layer before leaves it. Both are compiled by
+torch.compile, in whose graphs the fused GEMMs are operators; `plain` is `ours` without.
 Prefill is one sequence of M positions; decoding is M sequences of one position each, over a cache of keys and values.
 Each row: {"phase", "m", "cache", "error_over_eager", "ms": {name: ms}, "over_ours": {name: ratio and range}}.
 """
@@ -16,7 +16,6 @@ import argparse
 import copy
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +73,8 @@ def run_case(config: Any, phase: str, m: int, length: int, peers: list[str]) -> 
 
     # First, since it forgets what was compiled before.
     compiled = harness.compiled(eager) if "compile" in peers else eager
-    rotate = torch.compile(block.rotated, dynamic=False)
-    taken, passed = (block.FusedLayer.of(layer, config, way, rotate) for way in block.Statistic)
-    plain = replace(taken, rotate=block.rotated)
+    plain, passing = (block.FusedLayer.of(layer, config, way) for way in block.Statistic)
+    taken, passed = (torch.compile(each, dynamic=False, fullgraph=True) for each in (plain, passing))
     x, rope, statistic, cache = draw(config, phase, m, length)
     found = [taken(x, rope, None, cache)[0], passed(x, rope, statistic, cache)[0]]
     theirs, exact = eager(x, rope, cache), exact_output(layer, x, rope, cache)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -22,8 +21,6 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 import cutlass_ops as co
-
-Rotate = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 DTYPE = torch.bfloat16
 EIGHT_B = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -71,7 +68,7 @@ def rotated(qkv: Tensor, cosines: Tensor, sines: Tensor, heads: int, groups: int
     """Return queries, keys and values (batch, heads or groups, sequence, dimension), the first two rotated.
 
     Queries and keys lie side by side in qkv (batch, sequence, columns), so they are rotated at once. All this is
-    elementwise: torch.compile makes one kernel of it.
+    elementwise: where the layer is compiled by torch.compile, one kernel.
     """
     batch, sequence, _ = qkv.shape
     every = qkv.view(batch, sequence, heads + 2 * groups, -1).transpose(1, 2)
@@ -94,7 +91,6 @@ class FusedLayer:
 
     config: LlamaConfig
     statistic: Statistic
-    rotate: Rotate
     qkv: co.PreparedWeight
     o: Tensor
     gate: co.PreparedWeight
@@ -102,13 +98,7 @@ class FusedLayer:
     down: Tensor
 
     @classmethod
-    def of(
-        cls,
-        layer: LlamaDecoderLayer,
-        config: LlamaConfig,
-        statistic: Statistic = Statistic.TAKEN,
-        rotate: Rotate = rotated,
-    ) -> FusedLayer:
+    def of(cls, layer: LlamaDecoderLayer, config: LlamaConfig, statistic: Statistic = Statistic.TAKEN) -> FusedLayer:
         """Prepare a layer of transformers. Its weights are (N, K): B is their transpose."""
         attention, mlp = layer.self_attn, layer.mlp
         qkv = torch.cat([p.weight for p in (attention.q_proj, attention.k_proj, attention.v_proj)])
@@ -116,7 +106,6 @@ class FusedLayer:
         return cls(
             config,
             statistic,
-            rotate,
             co.prepare(qkv.t(), before),
             attention.o_proj.weight.t(),
             co.prepare(mlp.gate_proj.weight.t(), after),
@@ -165,7 +154,7 @@ class FusedLayer:
     def _attention(self, qkv: Tensor, rope: tuple[Tensor, Tensor], cache: Cache | None) -> Tensor:
         batch, sequence, _ = qkv.shape
         heads, groups = self.config.num_attention_heads, self.config.num_key_value_heads
-        query, keys, values = self.rotate(qkv, *rope, heads, groups)
+        query, keys, values = rotated(qkv, *rope, heads, groups)
         if cache is not None:
             keys, values = cache.update(keys, values)
         attended = F.scaled_dot_product_attention(

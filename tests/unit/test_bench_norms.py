@@ -76,6 +76,10 @@ def test_the_layer_agrees_with_transformers(phase, monkeypatch):
         theirs = layer(x, position_embeddings=rope, past_key_values=cache)
         exact = bench.exact_output(layer, x, rope, cache)
         for way in block.Statistic:
-            ours, statistic = block.FusedLayer.of(layer, config, way)(x, rope, None, cache)
+            fused = block.FusedLayer.of(layer, config, way)
+            ours, statistic = fused(x, rope, None, cache)
             assert bench.harness.check(ours, exact, theirs) <= 2
+            torch._dynamo.reset()
+            compiled, _ = torch.compile(fused, backend="aot_eager", fullgraph=True)(x, rope, None, cache)
+            assert torch.equal(compiled, ours)
             assert (statistic is None) == (way is block.Statistic.TAKEN)
