@@ -104,3 +104,23 @@ def target_for(capability: tuple[int, int], *, wgmma: bool) -> Target | None:
     """Return the target whose machine code runs on a device of this compute capability, or None."""
     found = [t for t in TARGETS.values() if t.capability == capability and t.wgmma == wgmma]
     return found[0] if found else None
+
+
+# What of a machine instruction's lowest bits says what it is, for those that are counted (sass.py).
+# Read off nvdisasm 13.5's output for kernels by nvcc 13.0 and 13.5 for sm_80, sm_86, sm_89, sm_90 and sm_90a; no other
+# instruction in them shares these bits. tests/unit/test_sass.py compares with nvdisasm again, where there is one.
+OPCODES: dict[int, str] = {
+    0x037: "IMMA",
+    0x03C: "HMMA",
+    0x03F: "DMMA",
+    0x183: "LDL",
+    0x187: "STL",
+    0x1AE: "LDGSTS",
+    0x1B4: "UTMALDG",
+    0x1B5: "UTMASTG",
+    0x1B6: "UTMAREDG",
+    0x1BA: "UBLKCP",
+    0x1F0: "HGMMA",
+    0x1F1: "IGMMA",
+    0x1F3: "QGMMA",
+}

@@ -11,6 +11,8 @@ from typing import Any, ClassVar, Literal, get_args
 
 from cutlass_ops.errors import ConfigError
 
+SWIZZLES = (1, 2, 4, 8)  # how many tiles wide the strips may be in which tiles are visited
+
 
 @dataclass(frozen=True)
 class ThreadblockShape:

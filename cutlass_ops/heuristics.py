@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from cutlass_ops import arch, model, model_sm80
-from cutlass_ops.config import Config, Raster, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
+from cutlass_ops.config import SWIZZLES, Config, Raster, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
 from cutlass_ops.device import Device, Problem
-from cutlass_ops.rules import SWIZZLES
 from cutlass_ops.signature import OpSignature
 from cutlass_ops.spec import Major
 

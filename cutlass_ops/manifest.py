@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from cutlass_ops import arch, plain, rules, sass
-from cutlass_ops.config import Config, Sm90Config, config_from_json, config_to_json
+from cutlass_ops import arch, plain
+from cutlass_ops.config import SWIZZLES, Config, Sm90Config, config_from_json, config_to_json
 from cutlass_ops.container import MAX_FILE
 from cutlass_ops.errors import BundleError, ConfigError
 from cutlass_ops.signature import OpSignature, signature_from_json, signature_to_json
@@ -316,7 +316,7 @@ def _kernel(data: object, signature: OpSignature) -> KernelRecord:
     if config != config.binary():
         raise ConfigError(f"configuration {config.slug} says how tiles are ordered, which is no part of a kernel")
     opcodes = plain.mapping(fields["sass"], "sass", None)
-    if not set(opcodes) <= set(sass.OPCODES.values()):
+    if not set(opcodes) <= set(arch.OPCODES.values()):
         raise ConfigError("sass names an unknown instruction")
     functions = plain.sequence(fields["resources"], "resources", _MAX_FUNCTIONS)
     return KernelRecord(
@@ -357,7 +357,7 @@ def _row(data: object, kernels: Sequence[KernelRecord], capability: tuple[int, i
     record = kernels[plain.integer(row[1], "rows", 0, len(kernels) - 1)]
     order = plain.mapping(row[2], "an order of tiles", None)
     config = config_from_json({**config_to_json(record.spec.config), **order})
-    if config.binary() != record.spec.config or config.swizzle not in rules.SWIZZLES:
+    if config.binary() != record.spec.config or config.swizzle not in SWIZZLES:
         raise ConfigError("an order of tiles changes the kernel, or is none that it has")
     if not record.runs_on(capability):
         raise ConfigError(f"a choice for compute capability {capability} names a kernel for {record.spec.target}")

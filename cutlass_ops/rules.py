@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, Literal, TypeGuard, TypeVar
 
 from cutlass_ops import arch
-from cutlass_ops.config import ClusterShape, Config, InstructionShape, Sm90Config, ThreadblockShape, WarpShape
+from cutlass_ops.config import SWIZZLES, ClusterShape, Config, InstructionShape, Sm90Config, ThreadblockShape, WarpShape
 from cutlass_ops.dtypes import bf16, f16
 from cutlass_ops.epilogue.graph import Kind
 from cutlass_ops.footprint import MAX_STAGES, MIN_STAGES, shared_memory
@@ -72,7 +72,6 @@ def _positive(value: object) -> TypeGuard[int]:
     return type(value) is int and value > 0
 
 
-SWIZZLES = (1, 2, 4, 8)
 _SM80_CHOICES: dict[str, tuple[object, ...]] = {"stream_k": (False, True), "swizzle": SWIZZLES}
 _SM90_CHOICES: dict[str, tuple[object, ...]] = {
     "schedule": ("pingpong", "cooperative", "warp_specialized"),

@@ -13,35 +13,18 @@ from collections import Counter
 from pathlib import Path
 
 from cutlass_ops import arch, elf
+from cutlass_ops.arch import OPCODES
 from cutlass_ops.errors import CompileError
 from cutlass_ops.spec import KernelSpec
 
-# Read off nvdisasm 13.5's output for kernels by nvcc 13.0 and 13.5 for sm_80, sm_86, sm_89, sm_90 and sm_90a; no other
-# instruction in them shares these bits. tests/unit/test_sass.py compares with nvdisasm again, where there is one.
-OPCODES: dict[int, str] = {
-    0x037: "IMMA",
-    0x03C: "HMMA",
-    0x03F: "DMMA",
-    0x183: "LDL",
-    0x187: "STL",
-    0x1AE: "LDGSTS",
-    0x1B4: "UTMALDG",
-    0x1B5: "UTMASTG",
-    0x1B6: "UTMAREDG",
-    0x1BA: "UBLKCP",
-    0x1F0: "HGMMA",
-    0x1F1: "IGMMA",
-    0x1F3: "QGMMA",
-}
-
 
 def count_opcodes(library: Path) -> dict[str, int]:
-    """Count the instructions of :data:`OPCODES` in a shared library, as :func:`opcodes` does."""
+    """Count the instructions of :data:`cutlass_ops.arch.OPCODES` in a shared library, as :func:`opcodes` does."""
     return opcodes(library.read_bytes(), str(library))
 
 
 def opcodes(library: bytes, where: str) -> dict[str, int]:
-    """Count the instructions of :data:`OPCODES` in a shared library's bytes.
+    """Count the instructions of :data:`cutlass_ops.arch.OPCODES` in a shared library's bytes.
 
     Parameters
     ----------

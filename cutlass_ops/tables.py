@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from cutlass_ops import legality, plain, selection
-from cutlass_ops.config import Config, Sm90Config, config_from_json, config_to_json
+from cutlass_ops.config import SWIZZLES, Config, Sm90Config, config_from_json, config_to_json
 from cutlass_ops.errors import ConfigError
-from cutlass_ops.rules import SWIZZLES
 from cutlass_ops.signature import OpSignature
 from cutlass_ops.signature import signature_from_json as signature_from_json
 from cutlass_ops.signature import signature_to_json as signature_to_json

@@ -55,7 +55,7 @@ def test_import_writes_starts_and_initialises_nothing_and_loads_no_other_package
 _LATER = """
 import sys
 import cutlass_ops
-names = "builder compiler heuristics identity knowledge legality lower model policies space tables toolchain tuning"
+names = "builder compiler footprint heuristics identity knowledge legality lower model policies rules sass space tables"
 print(sorted(name for name in names.split() if f"cutlass_ops.{name}" in sys.modules))
 """
 

@@ -6,9 +6,10 @@ import pytest
 from fake_toolkit import FFMA, HGMMA, HMMA, UTMALDG, library, sm80_spec, sm90_spec
 
 from cutlass_ops import arch
+from cutlass_ops.arch import OPCODES
 from cutlass_ops.compiler import compile_kernel
 from cutlass_ops.errors import CompileError, ToolchainError
-from cutlass_ops.sass import OPCODES, count_opcodes, prove_tensor_cores
+from cutlass_ops.sass import count_opcodes, prove_tensor_cores
 from cutlass_ops.toolchain import find_toolchain
 
 
