@@ -16,7 +16,7 @@ import argparse
 import datetime
 import platform
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,16 +139,13 @@ def measure(sizes: tuple[int, int, int], device: str) -> Iterator[dict[str, Any]
 
 def _build_ahead(drawn: tuple[Tensor, ...]) -> None:
     """Let every way compile its kernel, all at the same time."""
-    calls = [
-        (way, [t.to(dtype) for t in drawn])
+    harness.side_by_side(
+        partial(way, *(t.to(dtype) for t in drawn))
         for ways in WAYS.values()
         for name, way in ways.items()
         for dtype in DTYPES.values()
         if not name.endswith("modelled")
-    ]
-    with ThreadPoolExecutor(len(calls)) as pool:
-        for call in [pool.submit(way, *tensors) for way, tensors in calls]:
-            call.result()
+    )
 
 
 def errors(found: Tensor, exact: Tensor) -> tuple[float, float]:

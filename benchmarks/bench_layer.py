@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import copy
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +54,11 @@ def build_ahead(config: Any, cases: list[tuple[str, int]], length: int) -> None:
     layer = block.random_layer(config, "cuda")
     fused = [block.FusedLayer.of(layer, config, way) for way in block.Statistic]
     drawn = [draw(config, *case, length) for case in cases]
-    calls = [
-        (each, (x, rope, given, cache))
+    harness.side_by_side(
+        partial(each, x, rope, given, cache)
         for x, rope, known, cache in drawn
         for each, given in zip(fused, (None, known), strict=True)
-    ]
-    with ThreadPoolExecutor(len(calls)) as pool:
-        for call in [pool.submit(each, *inputs) for each, inputs in calls]:
-            call.result()
+    )
 
 
 def run_case(config: Any, phase: str, m: int, length: int, peers: list[str]) -> dict[str, Any]:

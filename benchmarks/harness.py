@@ -14,6 +14,7 @@ import random
 import statistics
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,14 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     # Threads, since autotuning compiles again what worker processes compiled: 8 s a shape instead of 1.
     torch._inductor.config.compile_threads = 1
     return torch.compile(function, mode="max-autotune-no-cudagraphs", dynamic=False)
+
+
+def side_by_side(calls: Iterable[Callable[[], object]]) -> None:
+    """Make calls at the same time, so that the kernels that they need are compiled at the same time."""
+    waiting = list(calls)
+    with ThreadPoolExecutor(len(waiting)) as pool:
+        for future in [pool.submit(call) for call in waiting]:
+            future.result()
 
 
 def build_ahead(calls: Iterable[tuple[Op, Sequence[Any]]]) -> None:

@@ -65,6 +65,12 @@ Schedule = Literal["pingpong", "cooperative", "warp_specialized"]
 TileScheduler = Literal["persistent", "stream_k"]
 Raster = Literal["heuristic", "along_m", "along_n"]
 Means = Literal["gathered", "beside", "ahead"]
+# What they say of an epilogue's means of A's rows.
+MEANS: dict[Means, str] = {
+    "gathered": "gathered by the main loop from the tiles that it multiplies",
+    "beside": "taken by idle warps beside the main loop, each row once",
+    "ahead": "taken by a small kernel ahead of the GEMM",
+}
 
 
 @dataclass(frozen=True)

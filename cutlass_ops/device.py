@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TYPE_CHECKING
 
 from cutlass_ops.config import Config, Sm90Config
 from cutlass_ops.signature import OpSignature
 from cutlass_ops.spec import KernelSpec, Operand
-
-if TYPE_CHECKING:
-    from cutlass_ops import model
 
 Problem = tuple[int, int, int]
 
@@ -44,14 +39,6 @@ class Device:
         """Return the kernel that serves a signature here with a configuration."""
         major, minor = self.capability
         return signature.spec(config, None if isinstance(config, Sm90Config) else f"sm_{major}{minor}")
-
-    @cached_property
-    def chip(self) -> model.Chip:
-        """What the cost model goes by: an H100 with as many multiprocessors."""
-        from cutlass_ops import model
-
-        fours = round(model.H100.multiprocessors_in_fours * self.multiprocessors / model.H100.multiprocessors)
-        return replace(model.H100, multiprocessors=self.multiprocessors, multiprocessors_in_fours=fours)
 
 
 def with_order(config: Config, problem: Problem) -> Config:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cutlass_ops import dispatch, heuristics, policies
 from cutlass_ops.call import Call, check_call, device_of, signature_of
-from cutlass_ops.config import Config, Means, Sm90Config
+from cutlass_ops.config import MEANS, Config, Sm90Config
 from cutlass_ops.device import Device, Problem
 from cutlass_ops.knowledge import Candidate
 from cutlass_ops.model import Roofline, roofline
@@ -187,7 +187,7 @@ def explain_call(name: str, call: Call, device: Device) -> Explanation:
         why,
         (*_contract(call, signature, device), *_means(signature, ranked[0].config)),
         tuple(ranked),
-        roofline(whole, device.chip, signature.a.dtype.bytes, moved),
+        roofline(whole, heuristics.chip_of(device), signature.a.dtype.bytes, moved),
         dict(policy.peers(problem)),
     )
 
@@ -242,18 +242,11 @@ def _contract(call: Call, signature: OpSignature, device: Device) -> tuple[Findi
     )
 
 
-_WAYS: dict[Means, str] = {
-    "gathered": "gathered by the main loop from the tiles that it multiplies",
-    "beside": "taken by idle warps beside the main loop, each row once",
-    "ahead": "taken by a small kernel ahead of the GEMM",
-}
-
-
 def _means(signature: OpSignature, config: Config) -> tuple[Finding, ...]:
     """Say where means of A's rows are from, if the epilogue takes any."""
     if not signature.epilogue.gathered:
         return ()
-    return (Finding("rows of a", _WAYS[config.means if isinstance(config, Sm90Config) else "ahead"]),)
+    return (Finding("rows of a", MEANS[config.means if isinstance(config, Sm90Config) else "ahead"]),)
 
 
 def _misaligned(signature: OpSignature) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -14,6 +14,13 @@ from cutlass_ops.config import SWIZZLES, Config, Raster, Sm80Config, Sm90Config,
 from cutlass_ops.device import Device, Problem
 from cutlass_ops.signature import OpSignature
 from cutlass_ops.spec import Major
+
+
+@lru_cache(maxsize=16)
+def chip_of(device: Device) -> model.Chip:
+    """Return what the cost model goes by: an H100 with as many multiprocessors."""
+    fours = round(model.H100.multiprocessors_in_fours * device.multiprocessors / model.H100.multiprocessors)
+    return replace(model.H100, multiprocessors=device.multiprocessors, multiprocessors_in_fours=fours)
 
 
 def weights_of(signature: OpSignature) -> int:
@@ -126,7 +133,7 @@ class Pool:
         """Return how many tiles cover problems, whole clusters, of shape (problems, configurations)."""
         problems = [self.whole(p) for p in problems]
         if self._sm90.configs:
-            cover = model.grid(self._sm90, problems, device.chip)
+            cover = model.grid(self._sm90, problems, chip_of(device))
             return cover.rows * cover.columns
         sides = [c.threadblock for c in self.configs]
         found = [[-(-m // s.m) * -(-n // s.n) for s in sides] for m, n, _ in problems]
@@ -134,12 +141,12 @@ class Pool:
 
     def _times_by_order(self, problems: Sequence[Problem], device: Device) -> tuple[Tensor, Tensor]:
         never = torch.tensor(torch.inf, dtype=torch.float64)
-        cover = model.grid(self._sm90, problems, device.chip)
+        cover = model.grid(self._sm90, problems, chip_of(device))
         usual = torch.where(
-            self._launchable(cover), model.times(self._sm90, problems, device.chip, lines=self._lines), never
+            self._launchable(cover), model.times(self._sm90, problems, chip_of(device), lines=self._lines), never
         )
         worth = self._ordered & (cover.waves <= _WAVES_BY_GPC)
-        return usual, torch.where(worth, model.times(self._by_gpc, problems, device.chip, lines=self._lines), never)
+        return usual, torch.where(worth, model.times(self._by_gpc, problems, chip_of(device), lines=self._lines), never)
 
     def _launchable(self, cover: model.Grid) -> Tensor:
         """Whether the grid's second extent can be: a kernel that is not persistent has thread blocks for each tile."""
@@ -186,7 +193,7 @@ def orders_by_gpc(config: Config, problem: Problem, device: Device) -> list[Conf
     """
     if not isinstance(config, Sm90Config) or not config.ordered:
         return []
-    if model.grid(model.Batch.of([config]), [problem], device.chip).waves.item() > _WAVES_BY_GPC:
+    if model.grid(model.Batch.of([config]), [problem], chip_of(device)).waves.item() > _WAVES_BY_GPC:
         return []
     cluster = config.cluster
     rasters: tuple[Raster, ...] = ("along_m", "along_n")

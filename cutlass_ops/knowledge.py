@@ -234,7 +234,7 @@ def _ranked(measured: Mapping[Config, Candidate], device: Device) -> dict[Config
     It reads least for each product and so draws least power, which sets the clock of long kernels. They exchange times.
     """
     times = sorted(c.microseconds for c in measured.values())
-    if not times or times[0] <= device.chip.throttle_after:
+    if not times or times[0] <= heuristics.chip_of(device).throttle_after:
         return dict(measured)
     equal = [kernel for kernel, c in measured.items() if c.microseconds <= times[0] * (1 + _NOISE)]
     equal.sort(key=_reads)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cutlass_ops import arch, footprint
-from cutlass_ops.config import Sm90Config
+from cutlass_ops.config import MEANS, Sm90Config
 from cutlass_ops.dtypes import DType, f32
 from cutlass_ops.epilogue.graph import Kind, Output
 from cutlass_ops.epilogue.ops import GATHERED
@@ -120,13 +120,8 @@ def _gathers(spec: KernelSpec) -> dict[str, Any] | None:
     gathered = spec.epilogue.gathered
     if not gathered:
         return None
-    how = {
-        "gathered": "the main loop gathers them",
-        "ahead": "a kernel before this one takes them",
-        "beside": "idle warps take them beside the main loop",
-    }
     return {
-        "how": how[_config(spec).means],
+        "how": MEANS[_config(spec).means],
         "mean": str("mean_of_a" in gathered).lower(),
         "mean_square": str("mean_square_of_a" in gathered).lower(),
         "rows": footprint.sm90_gathered_rows(spec),

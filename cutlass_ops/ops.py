@@ -92,15 +92,7 @@ class Op:
         TypeError
             If one is missing, unknown or given twice.
         """
-        values = dict(zip(self.names, inputs, strict=False))
-        wrong = [f"{len(inputs) + 2} were given"] if len(inputs) > len(self.names) else []
-        wrong += [f"{name} is given twice" for name in values if name in named]
-        values |= named
-        wrong += [f"{name} is missing" for name in self.names if name not in values]
-        wrong += [f"{name} is unknown" for name in named if name not in self.names]
-        if wrong:
-            raise TypeError(f"{self.name} takes ({', '.join(('a', 'b', *self.names))}): {', '.join(wrong)}")
-        return tuple(values[name] for name in self.names)
+        return traced.bind(self.name, self.names, inputs, named)
 
     def results_of(
         self, a: Tensor, b: Tensor, inputs: Sequence[Any], out_dtype: torch.dtype | None = None

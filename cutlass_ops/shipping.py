@@ -21,7 +21,7 @@ from cutlass_ops import builtin, catalog, dtypes, legality, policies, tables
 from cutlass_ops.bundles import BUNDLES
 from cutlass_ops.call import call_at, signature_of
 from cutlass_ops.config import Config
-from cutlass_ops.device import Device
+from cutlass_ops.device import Device, Problem
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.errors import ConfigError, CutlassOpsError
 from cutlass_ops.manifest import Choice
@@ -35,7 +35,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-Problem = tuple[int, int, int]
 
 FORMAT = 1
 

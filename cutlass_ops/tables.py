@@ -21,6 +21,7 @@ from typing import Any
 
 from cutlass_ops import legality, plain, selection
 from cutlass_ops.config import SWIZZLES, Config, Sm90Config, config_from_json, config_to_json
+from cutlass_ops.device import Problem as Problem
 from cutlass_ops.errors import ConfigError
 from cutlass_ops.signature import OpSignature
 from cutlass_ops.signature import signature_from_json as signature_from_json
@@ -31,7 +32,6 @@ FORMAT = 2
 MAX_KERNELS = 16
 MOST_KERNELS = 192
 
-Problem = tuple[int, int, int]
 
 # How many times what a kernel loses to a peer counts besides what it loses to the best kernel.
 _TO_A_PEER = 3.0

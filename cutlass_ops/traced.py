@@ -11,7 +11,7 @@ import functools
 import hashlib
 import json
 from collections import namedtuple
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -58,16 +58,40 @@ def register(name: str, graph: Graph, traceable: Traceable) -> str:
     """
     digest = hashlib.sha256(json.dumps(graph.to_json(), sort_keys=True).encode()).hexdigest()
     key = f"{name}.{digest[:16]}"
-    outputs = ",".join(o.name for o in graph.outputs)
     _KNOWN.setdefault(key, traceable)
-    if len(graph.outputs) > 1:
-        _RESULTS[outputs] = result_type(graph)
-    return ";".join((key, ",".join(i.name for i in graph.inputs), ",".join(graph.products), outputs))
+    result_type(graph)
+    return ";".join((key, ",".join(i.name for i in graph.inputs), ",".join(graph.products), _outputs(graph)))
 
 
 def result_type(graph: Graph) -> Any:
     """Return the named tuple of an epilogue's outputs, or None where D is the only one."""
-    return None if len(graph.outputs) == 1 else namedtuple("Outputs", [o.name for o in graph.outputs])
+    names = _outputs(graph)
+    if len(graph.outputs) > 1 and names not in _RESULTS:
+        _RESULTS[names] = namedtuple("Outputs", names.split(","))
+    return _RESULTS.get(names)
+
+
+def _outputs(graph: Graph) -> str:
+    return ",".join(o.name for o in graph.outputs)
+
+
+def bind(op: str, names: tuple[str, ...], inputs: Sequence[Any], named: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Bring inputs given by position and by name into the epilogue's order.
+
+    Raises
+    ------
+    TypeError
+        If one is missing, unknown or given twice.
+    """
+    values = dict(zip(names, inputs, strict=False))
+    wrong = [f"{len(inputs) + 2} were given"] if len(inputs) > len(names) else []
+    wrong += [f"{name} is given twice" for name in values if name in named]
+    values |= named
+    wrong += [f"{name} is missing" for name in names if name not in values]
+    wrong += [f"{name} is unknown" for name in named if name not in names]
+    if wrong:
+        raise TypeError(f"{op} takes ({', '.join(('a', 'b', *names))}): {', '.join(wrong)}")
+    return tuple(values[name] for name in names)
 
 
 class Traced:
@@ -82,9 +106,7 @@ class Traced:
         self, a: Any, b: Any, *inputs: Any, out: Any = None, out_dtype: torch.dtype | None = None, **named: Any
     ) -> Any:
         """Call the op as an operator."""
-        if len(inputs) + len(named) != len(self.names) or any(name not in self.names[len(inputs) :] for name in named):
-            raise TypeError(f"{self.key} takes (a, b, {', '.join(self.names)})")
-        values = [*inputs, *(named[name] for name in self.names[len(inputs) :])]
+        values = bind(self.key, self.names, inputs, named)
         tensors = [x if isinstance(x, Tensor) else None for x in values]
         numbers = [0.0 if isinstance(x, Tensor) else float(x) for x in values]
         if isinstance(out, Tensor) and "," not in self.outputs:

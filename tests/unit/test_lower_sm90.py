@@ -135,7 +135,7 @@ def test_the_main_loop_leaves_means_where_the_epilogue_reads_them(changes, rows,
     assert re.search(rf"Load_mean_square_of_a = cutlass_ops::{visitor}<.*MeanSquareOfRows<Means>", text)
     swapped = str(changes.get("swap_ab", False)).lower()
     assert f"MainloopSchedule, {swapped}, 1, Means>" in text
-    assert "// Of A's rows, for the epilogue: the main loop gathers them." in text
+    assert "// Means of A's rows, for the epilogue: gathered by the main loop from the tiles" in text
     assert not re.search("MeansAhead|RowReader|Awaited|o.rows", text)
     assert takes_means(text) == (False, None)
 
@@ -169,7 +169,7 @@ def test_means_taken_beside_are_awaited_and_need_neither_a_kernel_nor_workspace(
     for index, name in enumerate(epilogue.graph.gathered):
         assert f"Load_{name} = cutlass_ops::{input_visitor}<{shape}, EpilogueTile, cutlass_ops::Awaited>;" in text
         assert f"{{cutlass_ops::awaited(o.rows, {index})}},  // Load_{name}" in text
-    assert "// Of A's rows, for the epilogue: idle warps take them beside the main loop." in text
+    assert "// Means of A's rows, for the epilogue: taken by idle warps beside the main loop, each row once." in text
     assert "using Rows = cutlass_ops::RowReader<WhichMeans, ElementA, MajorA, AlignmentA>;" in text
     assert "TileMeans" not in text
     assert f"MainloopSchedule, {options}>" in text

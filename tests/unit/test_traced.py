@@ -108,8 +108,8 @@ def test_inductor_takes_the_operators_as_they_are():
     [
         (lambda x: co.gemm_bias_relu(x, W.t(), BIAS[:5]), "bias"),
         (lambda x: co.gemm_bias_relu(x, W.t().float(), BIAS), "same dtype"),
-        (lambda x: co.gemm_bias_relu(x, W.t()), "takes"),
-        (lambda x: co.gemm_bias_relu(x, W.t(), BIAS, vias=BIAS), "takes"),
+        (lambda x: co.gemm_bias_relu(x, W.t()), "bias is missing"),
+        (lambda x: co.gemm_bias_relu(x, W.t(), BIAS, vias=BIAS), "vias is unknown"),
         (lambda x: co.gemm(x, W.t(), epilogue=several, bias=BIAS, scale=1.0, out={"d": RESIDUAL}), "out for D alone"),
         (lambda x: co.gemm_bias_relu(x.clone().requires_grad_(), W.t(), BIAS), "requires grad"),
     ],

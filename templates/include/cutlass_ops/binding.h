@@ -324,8 +324,8 @@ class DeviceGuard {
     cudaGetDevice(&previous_);
     changed_ = previous_ != device;
     if (changed_ || (entered >> device & 1) == 0) {
-      cudaSetDevice(device);  // the launch fails if this does
-      entered |= uint64_t(1) << device;
+      // The launch fails if this does, and the next one tries again.
+      if (cudaSetDevice(device) == cudaSuccess) entered |= uint64_t(1) << device;
     }
   }
   ~DeviceGuard() {

@@ -7,6 +7,8 @@
 
 #pragma once
 
+#include <tuple>
+
 #if defined(CUTE_HOST_DEVICE)
 #error "CuTe was included before cutlass_ops/tma.h, and calls the driver itself"
 #endif
@@ -26,23 +28,22 @@ inline CUresult& descriptor_error() {
   return error;
 }
 
-inline CUresult driver_cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t dimensions, void* data,
-                                              cuuint64_t const* extents, cuuint64_t const* strides, cuuint32_t const* box,
-                                              cuuint32_t const* steps, CUtensorMapInterleave interleave,
-                                              CUtensorMapSwizzle swizzle, CUtensorMapL2promotion,
-                                              CUtensorMapFloatOOBfill fill) {
-  static auto const encode = [] {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result{};
-    cudaError_t const error =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
-    bool const there = error == cudaSuccess && result == cudaDriverEntryPointSuccess;
-    return there ? reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(found) : nullptr;
-  }();
-  CUresult const error = encode == nullptr
-                             ? CUDA_ERROR_NOT_SUPPORTED
-                             : encode(map, type, dimensions, data, extents, strides, box, steps, interleave, swizzle,
-                                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, fill);
+inline auto find_encoder() {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result{};
+  cudaError_t const error =
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+  bool const there = error == cudaSuccess && result == cudaDriverEntryPointSuccess;
+  return there ? reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(found) : nullptr;
+}
+
+// Takes what the driver's function takes.
+template <class... Arguments>
+CUresult driver_cuTensorMapEncodeTiled(Arguments... arguments) {
+  static auto const encode = find_encoder();
+  std::tuple<Arguments...> all(arguments...);
+  std::get<CUtensorMapL2promotion>(all) = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
+  CUresult const error = encode == nullptr ? CUDA_ERROR_NOT_SUPPORTED : std::apply(encode, all);
   if (error != CUDA_SUCCESS && descriptor_error() == CUDA_SUCCESS) descriptor_error() = error;
   return CUDA_SUCCESS;  // CuTe would print another
 }
