@@ -224,7 +224,8 @@ class Kernel:
         self.spec = spec
         self.loaded = loaded
         self._op = graph_op(spec.slug, spec.epilogue)
-        self.about = traced.register(spec.slug, spec.epilogue, self)
+        # Under another name than the op that binds its arguments, which would choose a kernel.
+        self.about = traced.register(f"kernel_{spec.slug}", spec.epilogue, self)
 
     def __repr__(self) -> str:
         return f"<kernel {self.spec.slug}>"

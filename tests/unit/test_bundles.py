@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from bundles import packed
-from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
-from signatures import A100, signature
+from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec, sm90_spec
+from signatures import A100, H100, signature
 
 import cutlass_ops as co
 from cutlass_ops import background, builtin, bundles, dispatch, loader, ops, packing, policies, shipping, tables
@@ -227,6 +227,14 @@ def test_a_single_kernel_needs_no_choice(tmp_path, monkeypatch, no_user_tables):
     with monkeypatch.context() as patch:
         patch.setattr(dispatch, "_policy", None)
         assert dispatch.choose(signature(), A100, (100, 300, 500)) == (spec, spec.config)
+
+
+def test_kernels_of_one_kind_are_chosen_among(no_user_tables, monkeypatch):
+    """Of those that run on a device, wgmma's before those of mma.sync, whichever bundle came first."""
+    old, new = sm80_spec().config, sm90_spec().config
+    for held, wanted in (((old, new), (new,)), ((old,), (old,)), ((), ())):
+        monkeypatch.setattr(BUNDLES, "configs", lambda *_, held=held: held)
+        assert BUNDLES.of_one_kind(signature(), H100.capability) == wanted
 
 
 def _with_bias_relu(spec):

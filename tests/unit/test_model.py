@@ -58,6 +58,17 @@ def test_a_predicted_time_is_near_the_measured_one_where_the_choice_is_made(meas
     assert sum(errors) / len(errors) < 0.06
 
 
+@pytest.mark.parametrize(("multiprocessors", "in_fours"), [(132, None), (66, 0.5)])
+def test_a_device_has_the_chip_of_an_h100_with_as_many_multiprocessors(multiprocessors, in_fours):
+    chip = heuristics.chip_of(replace(H100, multiprocessors=multiprocessors))
+    assert chip.multiprocessors == multiprocessors
+    if in_fours is None:
+        assert chip == model.H100
+    else:
+        assert chip.multiprocessors_in_fours == round(in_fours * model.H100.multiprocessors_in_fours)
+        assert chip != model.H100
+
+
 def test_many_at_once_are_predicted_as_one_by_one():
     configs = space.configurations(signature())[::293]
     shapes = [(1, 4096, 4096), (333, 12288, 4096), (4096, 4096, 14336), (200, 3584, 18944)]

@@ -139,6 +139,18 @@ def test_names_in_graphs_say_what_is_computed_and_nothing_of_the_process():
     assert traced._KNOWN[key] is co.gemm_bias_relu
 
 
+def test_a_kernel_gives_what_its_declaration_says():
+    spec = co.KernelSpec(
+        a="bf16.row", b="bf16.col", d="f32.col", epilogue=several, inputs={"bias": "bf16"}, outputs={"pre": "bf16.row"},
+        config=co.Sm90Config(co.ThreadblockShape(64, 64, 64), schedule="pingpong"),
+    )  # fmt: skip
+    kernel = ops.Kernel(spec, loaded=None)
+    d, pre, square = kernel.results_of(X.to("meta"), W.t().to("meta"), [BIAS.to("meta"), 0.5])
+    assert [t.dtype for t in (d, pre, square)] == [torch.float32, BF16, torch.float32]
+    assert (d.shape, d.stride(), pre.stride(), square.shape) == ((M, N), (1, M), (N, 1), (M,))
+    assert traced._KNOWN[kernel.about.split(";")[0]] is kernel
+
+
 def test_every_operator_passes_pytorchs_own_checks():
     key = ops.op(several).about.split(";")[0]
     arguments = (key, X, W.t(), [BIAS, None], [0.0, 0.5])
