@@ -8,13 +8,12 @@ threads); PTX ISA, sections on ``mma.sync`` and ``wgmma.mma_async`` (instruction
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 KIB = 1024
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """One machine-code target.
 
     Attributes

@@ -78,7 +78,7 @@ class Bundle:
         """Return one of the manifest's kernels as an artifact."""
         about = {
             "identity": self.manifest.identity(record),
-            "files": {LIBRARY: dict(vars(record.library)), SOURCE: dict(vars(record.source))},
+            "files": {LIBRARY: record.library._asdict(), SOURCE: record.source._asdict()},
             "sass": dict(record.opcodes),
             "resources": [dict(r) for r in record.resources],
             "library_version": self.manifest.library_version,

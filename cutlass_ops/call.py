@@ -6,9 +6,8 @@ This is the slow path, taken once for a combination of shapes; a warm call goes 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +25,7 @@ from cutlass_ops.spec import KernelSpec, Major, Operand
 _OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """A checked call.
 
     Attributes

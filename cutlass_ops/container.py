@@ -18,9 +18,8 @@ import weakref
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from cutlass_ops.errors import BundleError, LoadError
 from cutlass_ops.private import open_private, read_private, require_private
@@ -46,8 +45,7 @@ _VERSION = 20
 _DATE = 0x21  # 1980-01-01, the first day that ZIP can name
 
 
-@dataclass(frozen=True)
-class _Entry:
+class _Entry(NamedTuple):
     """One file of an archive."""
 
     name: str

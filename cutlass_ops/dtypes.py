@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 # DLPack's type codes (dlpack.h, DLDataTypeCode).
 _DL_FLOAT = 2
 _DL_BFLOAT = 4
 
 
-@dataclass(frozen=True)
-class DType:
+class DType(NamedTuple):
     """One element type.
 
     Attributes

@@ -183,7 +183,7 @@ def _provide_cudart(artifact: Artifact) -> None:
     """
     version = str(artifact.manifest["identity"]["toolchain"]["nvcc"])
     name = f"libcudart.so.{version.partition('.')[0]}"
-    for candidate in (name, *map(str, _cudart_files(name))):
+    for candidate in itertools.chain((name,), map(str, _cudart_files(name))):
         try:
             ctypes.CDLL(candidate)
         except OSError:

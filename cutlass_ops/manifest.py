@@ -11,8 +11,8 @@ import hashlib
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from cutlass_ops import arch, plain
 from cutlass_ops.config import SWIZZLES, Config, Sm90Config, config_from_json, config_to_json
@@ -38,8 +38,7 @@ _RESOURCES = "registers stack spill_stores spill_loads static_shared_memory"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-@dataclass(frozen=True)
-class File:
+class File(NamedTuple):
     """A file's digest (SHA-256) and size in bytes."""
 
     sha256: str
@@ -96,15 +95,14 @@ class KernelRecord:
             "target": self.spec.target,
             "key": self.key,
             "headers": self.headers,
-            "library": asdict(self.library),
-            "source": asdict(self.source),
+            "library": self.library._asdict(),
+            "source": self.source._asdict(),
             "sass": dict(self.opcodes),
             "resources": [dict(r) for r in self.resources],
         }
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """Which kernel serves which number of rows of A, for one weight: chosen when the bundle was made.
 
     Attributes
@@ -225,7 +223,7 @@ class Manifest:
                 "toolchain": dict(self.toolchain),
                 "flags": {target: {s: list(f) for s, f in steps.items()} for target, steps in self.flags.items()},
                 "signatures": [group.to_json() for group in self.groups],
-                "tables": [asdict(table) for table in self.tables],
+                "tables": [table._asdict() for table in self.tables],
             }
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,8 +112,7 @@ def _as_major(tensor: Tensor, inner: int, dtype: DType) -> Matrix | None:
     return Matrix(Operand(dtype, "row" if inner == 1 else "col", addresses // dtype.bytes), length)
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """One call's arguments, checked and brought to two dimensions.
 
     Attributes

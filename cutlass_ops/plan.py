@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +20,7 @@ _RASTER = {"heuristic": 0, "along_m": 1, "along_n": 2}
 _BY_GPC = 4
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """How to serve calls of one shape.
 
     Attributes
@@ -89,8 +87,7 @@ class Plan:
         return a.new_empty(self.workspace, dtype=torch.uint8)
 
 
-@dataclass(frozen=True)
-class PeerPlan:
+class PeerPlan(NamedTuple):
     """Calls of one shape served by PyTorch, since it was faster there and the user allowed it.
 
     Attributes

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from cutlass_ops import loader
 from cutlass_ops.bundles import BUNDLES
@@ -16,8 +15,7 @@ from cutlass_ops.spec import KernelSpec
 from cutlass_ops.store import Artifact
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One kernel that this process has loaded."""
 
     spec: KernelSpec

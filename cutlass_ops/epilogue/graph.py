@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from cutlass_ops import dtypes
 from cutlass_ops.epilogue.names import check_name
@@ -43,8 +43,7 @@ class Kind(str, Enum):
     PRODUCT = "product"
 
 
-@dataclass(frozen=True)
-class Input:
+class Input(NamedTuple):
     """One named input of an epilogue.
 
     Attributes
@@ -89,8 +88,7 @@ class Node:
         return hash(self._key())
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """One result of an epilogue.
 
     Attributes
@@ -170,7 +168,7 @@ class Graph:
             nodes.append(product)
             fed[product] = _place(self, nodes, {Node("acc"): len(nodes) - 1})[self.outputs[0].node]
         at = _place(other, nodes, fed)
-        outputs = [replace(o, node=at[o.node]) for o in other.outputs]
+        outputs = [o._replace(node=at[o.node]) for o in other.outputs]
         return canonical((*self.inputs, *other.inputs), nodes, outputs)
 
     def to_json(self) -> dict[str, Any]:
@@ -228,7 +226,7 @@ def _place(graph: Graph, nodes: list[Node], given: Mapping[Node, int]) -> list[i
     at: list[int] = []
     for node in graph.nodes:
         if node not in given:
-            nodes.append(replace(node, args=tuple(at[a] for a in node.args)))
+            nodes.append(Node(node.op, tuple(at[a] for a in node.args), node.attr))
         at.append(given.get(node, len(nodes) - 1))
     return at
 
@@ -281,9 +279,9 @@ def _renumber(nodes: Sequence[Node], outputs: Sequence[Output]) -> tuple[tuple[N
             if missing:
                 stack.append(missing[0])
                 continue
-            node = replace(node, args=tuple(placed[a] for a in node.args))
+            node = Node(node.op, tuple(placed[a] for a in node.args), node.attr)
             placed[stack.pop()] = order.setdefault(node, len(order))
-    return tuple(order), tuple(replace(o, node=placed[o.node]) for o in outputs)
+    return tuple(order), tuple(o._replace(node=placed[o.node]) for o in outputs)
 
 
 def _check_names(graph: Graph) -> None:

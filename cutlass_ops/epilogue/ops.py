@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from cutlass_ops.dtypes import dtype
 
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
     from cutlass_ops.epilogue.graph import Node
 
 
-@dataclass(frozen=True)
-class OpInfo:
+class OpInfo(NamedTuple):
     """One operation.
 
     Attributes
@@ -67,8 +65,7 @@ OPS: dict[str, OpInfo] = {
 }
 
 
-@dataclass(frozen=True)
-class GatheredInfo:
+class GatheredInfo(NamedTuple):
     """One value for each row of D that a kernel gathers from A.
 
     Attributes

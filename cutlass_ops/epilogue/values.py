@@ -15,8 +15,7 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from cutlass_ops import dtypes
 from cutlass_ops.epilogue.graph import Kind, Node
@@ -78,8 +77,7 @@ _ARITHMETIC = ("add", "sub", "mul", "truediv", "pow")
 _UFUNCS = {"add": "add", "subtract": "sub", "multiply": "mul", "divide": "div"}
 
 
-@dataclass(frozen=True)
-class _Line:
+class _Line(NamedTuple):
     """A line of the user's code, for a message."""
 
     function: str

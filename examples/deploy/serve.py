@@ -11,7 +11,10 @@ import sys
 import time
 from pathlib import Path
 
-import torch
+started = time.perf_counter()
+import torch  # noqa: E402
+
+torch_there = time.perf_counter()
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -20,12 +23,14 @@ def main() -> None:
     """Serve one layer."""
     path, key = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    begun = time.perf_counter()
     x = torch.randn(512, 1024, device=device, dtype=torch.bfloat16)
     weight = torch.randn(1024, 1024, device=device, dtype=torch.bfloat16)
     bias = torch.randn(1024, device=device, dtype=torch.bfloat16)
     expected = torch.relu(torch.nn.functional.linear(x.double(), weight.double(), bias.double()))
     if device == "cuda":
         torch.cuda.synchronize()
+    device_there = time.perf_counter()
 
     # PyTorch's import leaves so many objects that Python's next full collection takes 0.1 s, whenever it is due.
     gc.collect()
@@ -50,6 +55,8 @@ def main() -> None:
     times = {"import": imported - began, "bundle": opened - imported, "call": ended - opened}
     parts = ", ".join(f"{name} {1000 * seconds:.0f}" for name, seconds in times.items())
     print(f"first result on {device} after {1000 * (ended - began):.0f} ms ({parts})")
+    before = {"PyTorch's import": torch_there - started, "the device's start": device_there - begun}
+    print("before that: " + ", ".join(f"{name} {1000 * seconds:.0f} ms" for name, seconds in before.items()))
     print(f"largest error: {error:.1e} of the largest value")
     print(f"mean of the second layer: {float(swish.mean()):.4f}")
     if device == "cpu":

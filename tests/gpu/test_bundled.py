@@ -29,12 +29,22 @@ WANTED = shipping.Catalogue(
 
 SERVE = textwrap.dedent("""
     import json, sys, torch
+
+    MAKING = ("os.mkdir", "os.rename", "os.link", "os.symlink")
+    STARTING = ("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "os.fork")
+
+    def watch(event, args):
+        if event in STARTING:
+            started.append(event)
+        if event in MAKING or event == "open" and isinstance(args[2], int) and args[2] & 0x43:  # to write, or to make
+            written.append(str(args[0]))
+
+    started, written, errors = [], [], []
+    sys.addaudithook(watch)
     import cutlass_ops as co
     from cutlass_ops.bundle import BundledKernel
     from cutlass_ops.registry import REGISTRY
 
-    sys.addaudithook(lambda event, args: started.append(event) if event.startswith("subprocess") else None)
-    started, errors = [], []
     bundle = co.load_bundle(sys.argv[1])
     for m in (64, 300, 7):
         x, weight = (torch.randn(rows, 256, device="cuda", dtype=torch.bfloat16) for rows in (m, 512))
@@ -49,7 +59,8 @@ SERVE = textwrap.dedent("""
     except co.MissingKernelError as exc:
         missing = str(exc)
     bundled = [isinstance(entry.kernel.artifact, BundledKernel) for entry in REGISTRY.entries()]
-    print(json.dumps({"errors": errors, "bundled": bundled, "started": started, "missing": missing}))
+    found = {"errors": errors, "bundled": bundled, "missing": missing}
+    print(json.dumps(found | {"started": started, "written": written}))
 """)
 
 
@@ -70,6 +81,6 @@ def test_a_process_without_compilers_and_store_is_served(bundle, tmp_path):
     assert all(error <= 2**-8 for error in found["errors"]), found
     assert found["bundled"]
     assert all(found["bundled"])
-    assert found["started"] == []
+    assert found["started"] == found["written"] == []
     assert "gelu" in found["missing"] or "epilogue" in found["missing"]
     assert not (tmp_path / "none").exists()

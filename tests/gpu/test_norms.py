@@ -32,19 +32,27 @@ def bias_gelu_residual(acc, bias: co.Row, residual: co.Tile):
 
 
 def calls(dtype, shape):
-    """Yield every op with the arguments of a call, without data."""
+    """Yield every op with the arguments of a call, without data, and D's dtype."""
     m, n, k = shape
 
     def empty(*extents, dtype=DTYPES[dtype]):
         return torch.empty(extents, device="meta", dtype=dtype)
 
     x, w, tile, f32 = empty(m, k), empty(n, k).t(), empty(m, n), torch.float32
+    yield from ((op, arguments, None) for op, arguments in _plain_calls(shape, x, w, tile, empty))
+    # What follows a residual stream multiplies (M, N) by (N, K).
+    summed = (tile, empty(k, n).t(), empty(m, dtype=f32), 1 / n, EPS)
+    yield from ((norms.rmsnorm_op(given="sums"), summed, d) for d in (None, f32))
+
+
+def _plain_calls(shape, x, w, tile, empty):
+    (m, n, k), f32 = shape, torch.float32
     yield ops.op_of(None), (x, w)
     yield norms.rmsnorm_op(), (x, w, EPS)
     yield norms.rmsnorm_op(given="sums"), (x, w, empty(m, dtype=f32), 1 / k, EPS)
     yield norms.rmsnorm_op(given="rstd"), (x, w, empty(m, dtype=f32))
     yield norms.layernorm_op(shifted=True), (x, w, empty(n, dtype=f32), EPS, empty(n, dtype=f32))
-    yield norms.residual_rms_op(DTYPES[dtype]), (x, w, tile)
+    yield norms.residual_rms_op(x.dtype), (x, w, tile)
     if shape != MISALIGNED:
         yield norms.rmsnorm_op(bias_gelu_residual), (x, w, EPS, empty(n), tile)
         yield ops.op(builtin.swiglu), (x, w, w)
@@ -57,10 +65,11 @@ def _built():
     device, specs = device_of(torch.device("cuda", 0)), {}
     for dtype in DTYPES:
         for shape in (*SHAPES, MISALIGNED) if dtype != "f32" else ():
-            for op, (a, b, *inputs) in calls(dtype, shape):
+            for op, (a, b, *inputs), d in calls(dtype, shape):
                 named = dict(zip((i.name for i in op.graph.inputs), inputs, strict=True))
-                signature = signature_of(check_call(op.graph, a, b, named, None, None), device)
-                specs[dispatch.choose(signature, device, shape)[0]] = None
+                call = check_call(op.graph, a, b, named, None, d)
+                problem = (call.problem.m, call.problem.n, call.problem.k)
+                specs[dispatch.choose(signature_of(call, device), device, problem)[0]] = None
     REGISTRY.kernels(specs)
 
 

@@ -182,10 +182,16 @@ def test_cudart_is_looked_for(put, monkeypatch, tmp_path):
     def no_toolchain():
         raise ToolchainError("none")
 
+    def nowhere(name):
+        raise AssertionError(f"{name} was looked for")
+        yield
+
     monkeypatch.setattr("cutlass_ops.toolchain.find_toolchain", no_toolchain)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    only("libcudart.so.13")  # PyTorch's own, already there
-    loader._provide_cudart(artifact)
+    only("libcudart.so.13")  # PyTorch's own, already there: no folder is looked into
+    with monkeypatch.context() as patch:
+        patch.setattr(loader, "_cudart_files", nowhere)
+        loader._provide_cudart(artifact)
     assert opened == ["libcudart.so.13"]
     only(str(tmp_path / "lib" / "libcudart.so.13"))
     loader._provide_cudart(artifact)

@@ -57,6 +57,7 @@ _LATER = """
 import sys
 import cutlass_ops
 names = "builder compiler footprint heuristics identity knowledge legality lower model policies rules sass space tables"
+names += " explaining gated norms render toolchain tuning"
 print(sorted(name for name in names.split() if f"cutlass_ops.{name}" in sys.modules))
 """
 

@@ -1,0 +1,105 @@
+"""How long a process without compilers takes from the import of this library to its first result from a bundle.
+
+    cutlass-ops bundle examples/deploy/catalogue.toml --out kernels.bundle
+    python benchmarks/bench_first_call.py kernels.bundle --out benchmarks/results/first_call_h100.json
+
+Each run is examples/deploy/serve.py in a new process, and in an environment made for it: PyTorch and what it requires,
+this library and what it requires, and nothing else of what is installed here. All is compiled to byte code, as
+installers do. With --key, the bundle's signature is checked too, and cryptography is there.
+Each row, in milliseconds: {"torch", "device"} before the clock starts, then {"first"} and of that {"import", "bundle",
+"call"}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import compileall
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import harness
+from packaging.requirements import Requirement
+
+import cutlass_ops as co
+
+SERVE = Path(__file__).parents[1] / "examples" / "deploy" / "serve.py"
+_FIRST = re.compile(r"first result on (\w+) after (\d+) ms \(import (\d+), bundle (\d+), call (\d+)\)")
+_BEFORE = re.compile(r"PyTorch's import (\d+) ms, the device's start (\d+) ms")
+
+
+def required(*names: str) -> set[str]:
+    """Return packages and all that they require here."""
+    found: dict[str, set[str]] = {}
+    left = [Requirement(name) for name in names]
+    while left:
+        wanted = left.pop()
+        name = re.sub(r"[-_.]+", "-", wanted.name).lower()
+        extras = {"", *wanted.extras}
+        if not extras <= found.get(name, set()):
+            found[name] = found.get(name, set()) | extras
+            its = map(Requirement, metadata.requires(name) or ())
+            left += [r for r in its if r.marker is None or any(r.marker.evaluate({"extra": e}) for e in extras)]
+    return set(found)
+
+
+def make_environment(folder: Path, packages: set[str]) -> None:
+    """Fill a folder with links to installed packages, and with this library."""
+    for package in packages:
+        for name in {file.parts[0] for file in metadata.files(package) or ()} - {"..", "__pycache__", "bin"}:
+            here = Path(str(metadata.distribution(package).locate_file(name)))
+            if here.exists() and not (folder / name).exists():
+                (folder / name).symlink_to(here)
+    # As an installer leaves it: copied, with byte code.
+    for module in ("cutlass_ops", "tvm_ffi"):
+        (folder / module).unlink(missing_ok=True)
+        source = Path(co.__file__).parent if module == "cutlass_ops" else _package(module)
+        shutil.copytree(source, folder / module, ignore=shutil.ignore_patterns("__pycache__"))
+        compileall.compile_dir(folder / module, quiet=2)
+
+
+def _package(module: str) -> Path:
+    return Path(str(metadata.distribution("apache-tvm-ffi").locate_file(module)))
+
+
+def run(environment: Path, arguments: list[str]) -> dict[str, Any]:
+    """Run the program once; return its times."""
+    command = [sys.executable, "-S", str(SERVE), *arguments]
+    bare = {"PATH": "/nowhere", "HOME": "/nonexistent", "CUTLASS_OPS_JIT": "0", "PYTHONPATH": str(environment)}
+    said = subprocess.run(command, env=bare, check=True, stdout=subprocess.PIPE, text=True).stdout
+    first, before = _FIRST.search(said), _BEFORE.search(said)
+    if first is None or before is None:
+        raise RuntimeError(f"{SERVE.name} did not say how long it took:\n{said}")
+    names = ("torch", "device", "first", "import", "bundle", "call")
+    return {"on": first[1], **dict(zip(names, map(int, (*before.groups(), *first.groups()[1:])), strict=True))}
+
+
+def main() -> None:
+    """Run the program several times and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--key", type=Path, help="check the bundle's signature with this key")
+    parser.add_argument("--runs", type=int, default=15)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    arguments = [str(path.resolve()) for path in (args.bundle, args.key) if path]
+    with tempfile.TemporaryDirectory() as folder:
+        make_environment(Path(folder), required("torch", "apache-tvm-ffi", *(["cryptography"] if args.key else [])))
+        run(Path(folder), arguments)  # brings the files into memory
+        rows = [run(Path(folder), arguments) for _ in range(args.runs)]
+    summary = {name: statistics.median(row[name] for row in rows) for name in rows[0] if name != "on"}
+    summary |= {"least": min(row["first"] for row in rows), "most": max(row["first"] for row in rows)}
+    head = harness.environment() | {"processors": len(os.sched_getaffinity(0)), "signed": args.key is not None}
+    harness.save(args.out, {**head, "summary": summary, "rows": rows})
+    print(summary)
+
+
+if __name__ == "__main__":
+    main()
