@@ -73,7 +73,11 @@ def run(environment: Path, arguments: list[str]) -> dict[str, Any]:
     """Run the program once; return its times."""
     command = [sys.executable, "-S", str(SERVE), *arguments]
     bare = {"PATH": "/nowhere", "HOME": "/nonexistent", "CUTLASS_OPS_JIT": "0", "PYTHONPATH": str(environment)}
-    said = subprocess.run(command, env=bare, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return read(subprocess.run(command, env=bare, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
+def read(said: str) -> dict[str, Any]:
+    """Return the times that the program says."""
     first, before = _FIRST.search(said), _BEFORE.search(said)
     if first is None or before is None:
         raise RuntimeError(f"{SERVE.name} did not say how long it took:\n{said}")

@@ -19,6 +19,13 @@ torch_there = time.perf_counter()
 sys.path.insert(0, str(Path(__file__).parent))
 
 
+def said(device: str, before: dict[str, float], times: dict[str, float]) -> str:
+    """Say how long it took until the first result, and what of that; in seconds, by what they were for."""
+    parts = ", ".join(f"{name} {1000 * seconds:.0f}" for name, seconds in times.items())
+    rest = ", ".join(f"{name} {1000 * seconds:.0f} ms" for name, seconds in before.items())
+    return f"first result on {device} after {1000 * sum(times.values()):.0f} ms ({parts})\nbefore that: {rest}"
+
+
 def main() -> None:
     """Serve one layer."""
     path, key = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None
@@ -53,10 +60,8 @@ def main() -> None:
     error = float((d.double() - expected).abs().max() / expected.abs().max())
     print(f"{len(bundle.kernels())} kernels for {', '.join(bundle.manifest.targets)} in {Path(path).name}")
     times = {"import": imported - began, "bundle": opened - imported, "call": ended - opened}
-    parts = ", ".join(f"{name} {1000 * seconds:.0f}" for name, seconds in times.items())
-    print(f"first result on {device} after {1000 * (ended - began):.0f} ms ({parts})")
     before = {"PyTorch's import": torch_there - started, "the device's start": device_there - begun}
-    print("before that: " + ", ".join(f"{name} {1000 * seconds:.0f} ms" for name, seconds in before.items()))
+    print(said(device, before, times))
     print(f"largest error: {error:.1e} of the largest value")
     print(f"mean of the second layer: {float(swish.mean()):.4f}")
     if device == "cpu":
