@@ -38,13 +38,16 @@ class BundledKernel(Artifact):
         return self.folder / f"sources/{self.key}.cu"
 
     def read_library(self) -> bytes:
-        """Read the library, and check that it is what the manifest says.
+        """Read the library, and check that it is what the manifest says, and was made as that says.
 
         Raises
         ------
         BundleError
             If it is not.
         """
+        if identity_key(self.manifest["identity"]) != self.key:
+            name = f"bundle {self.folder}: kernels/{self.key}.so"
+            raise BundleError(f"{name}: its key is not that of what the manifest says of it")
         return _read(self.container, f"kernels/{self.key}.so", File(self.sha256, self.size))
 
 
@@ -121,7 +124,9 @@ class Bundle:
         return _read(self._container, table_name(table), table)
 
 
-def open_bundle(path: str | os.PathLike[str], public_key: str | os.PathLike[str] | None = None) -> Bundle:
+def open_bundle(
+    path: str | os.PathLike[str], public_key: str | os.PathLike[str] | None = None, *, beside: Path | None = None
+) -> Bundle:
     """Open a bundle and check all but the contents of its kernels, sources and tables.
 
     Parameters
@@ -131,6 +136,8 @@ def open_bundle(path: str | os.PathLike[str], public_key: str | os.PathLike[str]
     public_key : path, optional
         PEM file of the Ed25519 key with which the manifest must have been signed. It is checked before anything else
         is read.
+    beside : Path, optional
+        As for :func:`cutlass_ops.container.open_container`.
 
     Raises
     ------
@@ -140,7 +147,7 @@ def open_bundle(path: str | os.PathLike[str], public_key: str | os.PathLike[str]
     ValueError, OSError
         If the public key cannot be read.
     """
-    found = open_container(path)
+    found = open_container(path, beside)
     try:
         text = _manifest_text(found)
         if public_key is not None:
@@ -310,8 +317,3 @@ def _record(artifact: Artifact, spec: KernelSpec) -> KernelRecord:
 
 def _file(data: bytes) -> File:
     return File(hashlib.sha256(data).hexdigest(), len(data))
-
-
-def key_of(manifest: Manifest, record: KernelRecord) -> str:
-    """Return the key that a kernel must have by what the manifest says of it."""
-    return identity_key(manifest.identity(record))

@@ -20,6 +20,7 @@ NAMESPACE = "cutlass_ops_bundles"
 
 
 def _installed() -> list[Path]:
+    """Return the archives that wheels have brought; the folder of packages is two above each."""
     spec = importlib.util.find_spec(NAMESPACE)
     folders = (spec.submodule_search_locations or ()) if spec else ()
     return sorted((path for folder in folders for path in Path(folder).glob("*.bundle")), key=lambda path: path.name)
@@ -64,7 +65,7 @@ class Bundles:
         Raises
         ------
         BundleError
-            If one that the environment names cannot be used.
+            If one that the environment names, or one that is installed, cannot be used.
         ValueError, OSError
             If a variable or the public key cannot be read.
         """
@@ -74,7 +75,9 @@ class Bundles:
         with self._lock:
             if self._named is None or text != self._text:
                 key = _env.bundle_key()
-                self._named = tuple(open_bundle(path, key) for path in (*_env.bundles(), *_installed()))
+                named = [open_bundle(path, key) for path in _env.bundles()]
+                named += [open_bundle(path, key, beside=path.parents[1]) for path in _installed()]
+                self._named = tuple(named)
                 self._text = text
                 self.generation += 1
             return self._loaded + self._named

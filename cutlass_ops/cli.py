@@ -237,17 +237,27 @@ def _require_writable(out: Path, folder: bool, sign: Path | None, wheel: str | N
         raise ValueError(f"{out} is there already: remove it, or name another folder")
     if not folder and out.is_dir():
         raise ValueError(f"{out} is a folder: name a file, or a new folder with --folder")
+    above = next(folder for folder in out.absolute().parents if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise ValueError(f"{out} cannot be written: {above} is no folder in which this user may make files")
     if sign is not None:
         signing.require_private_key(sign)
+
+
+PublicKey = Annotated[
+    Path | None,
+    typer.Option(help=f"PEM file of the Ed25519 public key that must have signed; by default {_env.BUNDLE_KEY.name}."),
+]
 
 
 @app.command()
 def verify(
     path: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A bundle: a file or a folder.")],
-    key: Annotated[Path | None, typer.Option(help="PEM file of the Ed25519 public key that must have signed.")] = None,
+    key: PublicKey = None,
     as_json: Json = False,
 ) -> None:
     """Check a bundle's hashes, keys, targets, symbols, instructions and signature; exit code 5 if anything is wrong."""
+    key = key or _env.bundle_key()
     found = verifying.verify(path, key)
     signed = f"signed by {key}" if found.signed else "no signature was asked for"
     good = f"{found.path}: {found.kernels} kernels for {', '.join(found.targets)} are what the manifest says; {signed}"
@@ -341,9 +351,9 @@ FromBundle = Annotated[Path | None, typer.Option("--bundle", help="Look in this 
 
 
 @app.command(name="list")
-def list_kernels(in_bundle: FromBundle = None, as_json: Json = False) -> None:
+def list_kernels(in_bundle: FromBundle = None, key: PublicKey = None, as_json: Json = False) -> None:
     """List the kernels in the store, or in a bundle."""
-    where, artifacts = _kernels(in_bundle)
+    where, artifacts = _kernels(in_bundle, key)
     rows = [_row(artifact) for artifact in artifacts]
     lines = [f"{row['key'][:12]}  {row['bytes']:>9,} bytes  {row['created'] or ''}  {row['slug']}" for row in rows]
     _show(as_json, rows, *lines, f"{where}: {len(rows)} kernels")
@@ -355,10 +365,11 @@ def inspect(
         list[str], typer.Argument(metavar="KERNEL...", help="A kernel's folder, or how its key or slug begins.")
     ],
     in_bundle: FromBundle = None,
+    key: PublicKey = None,
     as_json: Json = False,
 ) -> None:
     """Show a kernel's Tensor Core instructions, registers, shared memory, spills and occupancy."""
-    artifacts = [_find(text, in_bundle) for text in kernels]
+    artifacts = [_find(text, in_bundle, key) for text in kernels]
     _show_reports(as_json, [(artifact, inspect_kernel(artifact)) for artifact in artifacts])
 
 
@@ -449,10 +460,12 @@ def _about_line(about: dict[str, Any]) -> str:
     )
 
 
-def _kernels(in_bundle: Path | None) -> tuple[str, Iterable[Artifact]]:
+def _kernels(in_bundle: Path | None, key: Path | None) -> tuple[str, Iterable[Artifact]]:
     """Return where kernels are looked for, and those there."""
     if in_bundle is not None:
-        return str(in_bundle), open_bundle(in_bundle).kernels()
+        return str(in_bundle), open_bundle(in_bundle, key or _env.bundle_key()).kernels()
+    if key is not None:
+        raise ValueError("--key is for --bundle: kernels in the store are not signed")
     store = KernelStore.default()
     return str(store.root), store.entries()
 
@@ -475,12 +488,12 @@ def _slug(artifact: Artifact) -> str:
         return "(declared by another version of this library)"
 
 
-def _find(text: str, in_bundle: Path | None) -> Artifact:
+def _find(text: str, in_bundle: Path | None, key: Path | None) -> Artifact:
     """Find a kernel by its folder, or in the store or a bundle by the beginning of its key or slug."""
     path = Path(text).absolute()
     if in_bundle is None and path.exists():
         return open_entry(path if path.is_dir() else path.parent)
-    where, artifacts = _kernels(in_bundle)
+    where, artifacts = _kernels(in_bundle, key)
     found = [a for a in artifacts if a.key.startswith(text) or _slug(a).startswith(text)]
     if len(found) == 1:
         return found[0]

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from cutlass_ops.errors import BundleError, LoadError
-from cutlass_ops.private import open_private, read_private, require_private
+from cutlass_ops.private import NotPrivateError, open_private, read_private, require_private
 
 MANIFEST = "manifest.json"
 SIGNATURE = "manifest.sig"
@@ -103,8 +103,16 @@ class Container(ABC):
         """
 
 
-def open_container(path: str | os.PathLike[str]) -> Container:
+def open_container(path: str | os.PathLike[str], beside: Path | None = None) -> Container:
     """Open an archive or a folder.
+
+    Parameters
+    ----------
+    path : path
+        The archive or the folder.
+    beside : Path, optional
+        For an archive that was installed as a package, the folder of packages: see
+        :func:`cutlass_ops.private.require_private`.
 
     Raises
     ------
@@ -115,22 +123,26 @@ def open_container(path: str | os.PathLike[str]) -> Container:
     try:
         # A link to the bundle is the user's own; within it there are none.
         real = given.resolve(strict=True)
-        return _Folder(real) if real.is_dir() else _Archive(real)
+        return _Folder(real) if real.is_dir() else _Archive(real, beside)
     except OSError as exc:
         raise BundleError(f"bundle {given} cannot be read: {exc.strerror or exc}") from None
+    except (RuntimeError, ValueError) as exc:  # links in a circle, before Python 3.13; a name with a zero byte
+        raise BundleError(f"bundle {str(given)!r} cannot be read: {exc}") from None
     except BundleError:
         raise
-    except LoadError as exc:
+    except NotPrivateError as exc:
         raise BundleError(
             f"bundle {given} is not safe: {exc}. Compiled code would be loaded from it: correct it with chown and "
             f"chmod -R go-w"
         ) from None
+    except LoadError as exc:
+        raise BundleError(f"bundle {given} cannot be read: {exc}") from None
 
 
 class _Archive(Container):
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, beside: Path | None) -> None:
         self.path = path
-        self._descriptor = _owned(self, open_private(path))
+        self._descriptor = _owned(self, open_private(path, beside=beside))
         self._entries = {entry.name: entry for entry in self._directory()}
         self.sizes = {name: entry.size for name, entry in self._entries.items()}
 

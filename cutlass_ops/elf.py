@@ -14,6 +14,8 @@ _BINDINGS = (1, 2)  # global and weak
 _SYMBOL = struct.Struct("<IBBHQQ")  # name, binding and type, visibility, section, value, size
 _DYNAMIC = struct.Struct("<QQ")
 _SHF_EXECINSTR = 4
+_SHT_NOBITS = 8  # takes no room in the file
+_MAX_IMAGES = 64
 _SECTION = struct.Struct("<IIQQQQ")  # name, type, flags, address, offset, size: the head of a section's header
 
 
@@ -37,11 +39,20 @@ class Section:
 
 
 def gpu_images(library: bytes) -> Iterator[bytes]:
-    """Yield the machine-code images inside a shared library, each followed by whatever comes after it there."""
+    """Yield the machine-code images inside a shared library, each followed by whatever comes after it there.
+
+    Raises
+    ------
+    struct.error
+        If there are more than any kernel's library holds.
+    """
     # The first header is the library's own.
-    at = library.find(_MAGIC, len(_MAGIC))
+    at, images = library.find(_MAGIC, len(_MAGIC)), 0
     while at != -1:
         if library[at + 18 : at + 20] == _EM_CUDA.to_bytes(2, "little"):
+            images += 1
+            if images > _MAX_IMAGES:
+                raise struct.error(f"it holds more than {_MAX_IMAGES} images")
             yield library[at:]
         at = library.find(_MAGIC, at + len(_MAGIC))
 
@@ -54,7 +65,7 @@ def sm_version(image: bytes) -> int:
     struct.error
         If the image ends before it says so.
     """
-    flags: int = struct.unpack_from("<I", image, 0x30)[0]
+    (flags,) = _unpack(struct.Struct("<I"), image, 0x30)
     # From this version of the format on, which CUDA 13 writes, the number has moved.
     return flags >> 8 & 0xFF if image[8] >= _ABI_MOVED else flags & 0xFF
 
@@ -99,17 +110,25 @@ def sections(image: bytes) -> Iterator[Section]:
     struct.error
         If the image ends before its sections do.
     """
-    (table,) = struct.unpack_from("<Q", image, 0x28)
-    entry_size, entries, names_at = struct.unpack_from("<HHH", image, 0x3A)
-    headers = [_SECTION.unpack_from(image, table + index * entry_size) for index in range(entries)]
+    (table,) = _unpack(struct.Struct("<Q"), image, 0x28)
+    entry_size, entries, names_at = _unpack(struct.Struct("<HHH"), image, 0x3A)
+    headers = [_unpack(_SECTION, image, table + index * entry_size) for index in range(entries)]
+    # Sections of a real image do not overlap; those of a hostile one could be as large as the file, each.
+    if sum(size for _, kind, _, _, _, size in headers if kind != _SHT_NOBITS) > len(image):
+        raise struct.error("its sections overlap")
     names = _contents(image, headers[names_at]) if names_at < entries else b""
     for header in headers:
         yield Section(_name(names, header[0]), bool(header[2] & _SHF_EXECINSTR), _contents(image, header))
 
 
+def _unpack(form: struct.Struct, data: bytes, at: int) -> tuple[int, ...]:
+    # Not unpack_from: it raises OverflowError for what no file is as long as.
+    return form.unpack(data[at : at + form.size])
+
+
 def _contents(image: bytes, header: tuple[int, ...]) -> bytes:
     _, kind, _, _, offset, size = header
-    if kind == 8:  # SHT_NOBITS: takes no room in the file
+    if kind == _SHT_NOBITS:
         return b""
     data = image[offset : offset + size]
     if len(data) != size:

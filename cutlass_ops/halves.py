@@ -62,6 +62,6 @@ def _parameter_bytes(attributes: bytes) -> Iterator[int]:
         at += _ATTRIBUTE.size
         if form == _FOLLOWED:
             if attribute == _PARAMETER:
-                (size,) = _SIZE.unpack_from(attributes, at)
+                (size,) = _SIZE.unpack(attributes[at : at + _SIZE.size])
                 yield size >> _SIZE_SHIFT
             at += value

@@ -140,7 +140,7 @@ def write_wheel(bundle: Path, folder: Path, name: str, version: str | None = Non
     info = f"{stem}-{version}.dist-info"
     metadata = (
         f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nSummary: Compiled kernels for cutlass_ops\n"
-        f"Requires-Dist: cutlass_ops>={_resources.library_version()}\n"
+        f"Requires-Dist: cutlass_ops~={_resources.library_version()}\n"
     )
     files = {
         f"{NAMESPACE}/{stem}.bundle": data,

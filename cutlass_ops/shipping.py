@@ -464,7 +464,7 @@ def import_object(name: str, instead: str) -> object:
     """
     module, colon, attribute = name.partition(":")
     if not colon:
-        raise ConfigError(f"{name} is none that is known: use {instead}")
+        raise ConfigError(f"{name!r} is not known here: use {instead}")
     with _foreign(name):
         return cast(object, getattr(importlib.import_module(module), attribute))
 

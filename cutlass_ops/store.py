@@ -238,8 +238,9 @@ class KernelStore:
         Raises
         ------
         StoreError
-            If others may write the store.
+            If it is no folder, or others may write it.
         """
+        self._require_private_root()
         for folder in sorted((self.root / f"v{FORMAT}").glob(f"??/{_KEY}")):
             artifact = self.lookup(folder.name)
             if artifact is not None:
@@ -396,7 +397,8 @@ class KernelStore:
 
     def _require_private_root(self) -> None:
         try:
-            require_private(self.root.stat(), self.root)
+            info = self.root.stat()
+            require_private(info, self.root)
         except FileNotFoundError:
             return
         except OSError as exc:
@@ -406,6 +408,11 @@ class KernelStore:
                 f"the kernel store is not private: {exc}. Compiled code would be loaded from it: correct it with "
                 f"chown and chmod go-w, or set {_env.CACHE_DIR.name} to a folder of your own"
             ) from None
+        if not stat.S_ISDIR(info.st_mode):
+            raise StoreError(
+                f"the kernel store {self.root} cannot be used: it is no folder. Remove it, or set "
+                f"{_env.CACHE_DIR.name} to a folder"
+            )
 
     def _folder(self, *names: str) -> Path:
         """Return a folder of the store, made if it is not there."""

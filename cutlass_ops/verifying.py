@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cutlass_ops import arch, elf, legality, sass, tables
-from cutlass_ops.bundle import Bundle, key_of, open_bundle
+from cutlass_ops.bundle import Bundle, open_bundle
 from cutlass_ops.errors import BundleError, CompileError, CutlassOpsError
 from cutlass_ops.loader import SYMBOLS
 from cutlass_ops.manifest import KernelRecord
@@ -78,7 +78,7 @@ def verify(path: str | os.PathLike[str], public_key: str | os.PathLike[str] | No
 
 
 def _of_kernel(bundle: Bundle, record: KernelRecord) -> Iterator[str]:
-    for check in (_check_key, _check_source, _check_library, _check_spec):
+    for check in (_check_source, _check_library, _check_spec):
         yield from _said(record.library_name, check, bundle, record)
 
 
@@ -87,11 +87,6 @@ def _said(where: str, check: Callable[..., None], *arguments: Any) -> Iterator[s
         check(*arguments)
     except CutlassOpsError as exc:
         yield f"{where}: {exc}"
-
-
-def _check_key(bundle: Bundle, record: KernelRecord) -> None:
-    if key_of(bundle.manifest, record) != record.key:
-        raise BundleError("its key is not that of what the manifest says of it")
 
 
 def _check_source(bundle: Bundle, record: KernelRecord) -> None:

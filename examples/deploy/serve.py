@@ -70,6 +70,8 @@ def main() -> None:
             co.build(spec)(x, weight.t(), bias)
         except co.NoDeviceError as exc:
             print(f"no GPU: {exc}")
+        else:
+            sys.exit("an exact kernel ran without a GPU")
     if error > 2**-7:
         sys.exit(f"the error is too large: {error}")
 

@@ -11,12 +11,17 @@ from pathlib import Path
 import pytest
 from distributed import Client, LocalCluster
 from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
+from signatures import signature
 
-from cutlass_ops import builder, executors, packing, shipping
+from cutlass_ops import builder, executors, packing, shipping, tables, tuning
 from cutlass_ops.builder import build_many
 from cutlass_ops.bundles import BUNDLES
+from cutlass_ops.device import Device
 from cutlass_ops.errors import CompileError, ToolchainError
+from cutlass_ops.measuring import Outcome
 from cutlass_ops.store import KernelStore
+from cutlass_ops.tables import Measured
+from cutlass_ops.tuning import Effort
 
 SPECS = [sm80_spec(stages, dtype) for dtype in ("bf16", "f16") for stages in (2, 3, 4)]
 
@@ -75,6 +80,30 @@ def test_a_bundle_is_the_same_whoever_compiled(kit, tmp_path, pool):
     there = packing.pack(wanted, store=KernelStore(tmp_path / "b"), executor=pool)
     assert here.manifest.to_bytes() == there.manifest.to_bytes()
     assert here.files == there.files
+
+
+def test_an_executor_compiles_what_is_tuned(kit, pool, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUTLASS_OPS_CACHE_DIR", str(tmp_path / "cache"))
+    a100 = Device((8, 0), 108, "NVIDIA A100-SXM4-80GB")
+    wanted, problems = signature(), [(16, 1024, 1024), (512, 1024, 1024)]
+    effort = Effort(kernels=4, candidates=3)
+    seen = []
+
+    def measure(signature, problem, kernels):
+        seen.append(problem)
+        assert all((folder / "kernel.so").is_file() for folder in kernels.values())
+        times = {config: 10.0 + place for place, config in enumerate(kernels)}
+        best = min(times.values())
+        ranked = tuple(Measured(c, t, t / best - 1) for c, t in sorted(times.items(), key=lambda item: item[1]))
+        return Outcome(ranked, {"eager": 99.0}, {})
+
+    tasks = tuning.plan({wanted: problems}, a100, effort)
+    place = tuning.Place(a100.name, a100, tmp_path / "tables")
+    report = tuning.run(tasks, place, effort, measure=measure, executor=pool)
+    assert (report.measured, report.failed, sorted(seen)) == (2, {}, problems)
+    assert len(tables.load(place.path(wanted)).points) == 2
+    assert kit.compilations == len({c.binary() for task in tasks for c in task.configs})
+    assert not any(str(tmp_path / "cache") in folder for folder in compiled_by(kit))
 
 
 def test_any_executor(kit, store):

@@ -6,7 +6,9 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
 
 from cutlass_ops import packing, shipping
@@ -31,3 +33,11 @@ def changed(manifest: Manifest, change: Callable[[dict], object]) -> bytes:
     del data["sha256"]
     change(data)
     return sealed(data)
+
+
+def write_keys(folder: Path, name: str, key: Any) -> tuple[Path, Path]:
+    """A private key and its public one as PEM files."""
+    private, public = folder / f"{name}.pem", folder / f"{name}.pub"
+    private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    public.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    return private, public

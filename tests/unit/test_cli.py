@@ -8,6 +8,8 @@ import time
 
 import pytest
 import torch
+from bundles import write_keys
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec, sm90_spec
 from signatures import H100, signature
 
@@ -415,6 +417,34 @@ def test_from_a_catalogue_to_a_verified_bundle(kit, run, catalogue, tmp_path):
     assert "2 HMMA" in out
 
 
+def test_a_key_in_the_environment_holds_for_every_command(kit, run, catalogue, tmp_path, monkeypatch):
+    """No command loads, lists or approves of a bundle that the key did not sign."""
+    private, public = write_keys(tmp_path, "mine", Ed25519PrivateKey.generate())
+    unsigned, signed = tmp_path / "unsigned.bundle", tmp_path / "signed.bundle"
+    assert run("bundle", catalogue, "--out", unsigned)[0] == 0
+    assert run("bundle", catalogue, "--out", signed, "--sign", private)[0] == 0
+    monkeypatch.setattr("cutlass_ops.loader.load", lambda artifact: pytest.fail(f"{artifact.where} was loaded"))
+    key = json.loads(run("list", "--bundle", unsigned, "--json")[1])[0]["key"]
+    commands = (("list", "--bundle", unsigned), ("inspect", key, "--bundle", unsigned), ("verify", unsigned))
+    for command in commands:
+        code, out, err = run(*command, "--key", public)
+        assert (code, "is not signed" in out + err) == (5, True)
+    monkeypatch.setenv("CUTLASS_OPS_BUNDLE_KEY", str(public))
+    for command in commands:
+        code, out, err = run(*command)
+        assert (code, "is not signed" in out + err) == (5, True)
+    assert run("list", "--bundle", signed)[0] == 0
+    assert f"signed by {public}" in run("verify", signed)[1]
+    code, _, err = run("list", "--key", public)
+    assert (code, "kernels in the store are not signed" in err) == (1, True)
+
+
+def test_an_executor_of_the_command_line(kit, run, catalogue):
+    code, out, _ = run("build", catalogue, "--executor", "processes:2", "--json")
+    assert code == 0
+    assert len(json.loads(out)) == kit.compilations > 1
+
+
 def test_bundle_says_what_it_made_and_makes_a_wheel(kit, run, catalogue, tmp_path):
     code, out, _ = run("bundle", catalogue, "--out", tmp_path / "a.bundle", "--wheel", "my-kernels")
     assert code == 0
@@ -464,6 +494,8 @@ def test_what_is_wrong_with_a_bundle_is_exit_code_5(kit, run, catalogue, tmp_pat
         (["tune", "gemm", "1x1x1"], 4, "NoDeviceError"),
         (["explain", "gemm", "9999999999x9999999999x9999999999"], 1, "ConfigError"),
         (["build", "catalogue.toml", "--executor", "threads"], 1, "ValueError"),
+        (["bundle", "none"], 1, "ConfigError"),
+        (["bundle", "--out", "/dev/null/a"], 1, "ValueError"),
         (["bundle", "--wheel", "x", "--folder"], 1, "ValueError"),
         (["bundle", "--wheel", "no/name"], 1, "ValueError"),
         (["bundle", "--wheel", "x", "--wheel-version", "one"], 1, "ValueError"),

@@ -96,6 +96,19 @@ def test_others_may_not_write_it(made):
     open_container(made)
 
 
+def test_what_cannot_be_a_bundle_at_all(tmp_path):
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    os.mkfifo(tmp_path / "pipe")
+    for path, why in (
+        (tmp_path / "circle", "cannot be read"),
+        (f"{tmp_path}/a\0b", "null"),
+        (tmp_path / "pipe", "regular"),
+    ):
+        with pytest.raises(BundleError, match=why) as raised:
+            open_container(path)
+        assert "chmod" not in str(raised.value)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 def test_another_users_is_refused():
     # Pytest's own temporary folders cannot be entered by others.

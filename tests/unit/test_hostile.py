@@ -1,5 +1,6 @@
 """Bundles and declarations as an attacker would write them: refused with a reason, never loaded, never in C++."""
 
+import contextlib
 import copy
 import itertools
 import json
@@ -112,12 +113,14 @@ def test_no_changed_manifest_loads(contents, tmp_path):
                 open_bundle(tmp_path / "a")
 
 
-def test_a_forger_who_seals_what_he_changed_gets_no_further(contents):
-    """What is then accepted is a manifest in every field, and names nothing outside the bundle."""
+def test_a_forger_who_seals_what_he_changed_gets_no_further(contents, tmp_path):
+    """What is then accepted is a manifest in every field, names nothing outside the bundle, and loads no kernel as one
+    that it was not compiled to be."""
+    true = {record.key: contents.manifest.identity(record) for record in contents.manifest.kernels}
     rng = random.Random(2)
     good = json.loads(contents.manifest.to_bytes())
     del good["sha256"]
-    accepted = refused = 0
+    accepted = refused = loaded = 0
     for _ in range(MANY):
         try:
             text = sealed(_mutated(good, rng))
@@ -131,6 +134,14 @@ def test_a_forger_who_seals_what_he_changed_gets_no_further(contents):
         accepted += 1
         assert found.to_bytes() == text
         assert all(re.fullmatch(r"(kernels|sources|tables)/[0-9a-f]{64}\.(so|cu|json)", name) for name in found.files)
+        container.write(tmp_path / "a", {**contents.files, "manifest.json": text})
+        with contextlib.suppress(BundleError):
+            for kernel in open_bundle(tmp_path / "a").kernels():
+                with contextlib.suppress(BundleError):
+                    assert kernel.read_library() == contents.files[f"kernels/{kernel.key}.so"]
+                    assert kernel.manifest["identity"] == true[kernel.key]
+                    loaded += 1
+    assert loaded > 0  # of kernels that were left as they were
     assert refused > 0.8 * MANY
     assert accepted > 0
 

@@ -34,20 +34,48 @@ def test_kernels_of_a_bundle_are_packed_again_to_the_same_bytes(bundle):
     assert manifest_of(found.kernels(), {}, []).to_bytes() == found.manifest.to_bytes()
 
 
-def test_a_wheel_is_installed_by_pip_and_found(tmp_path, bundle):
+LOOK = (
+    "from cutlass_ops.bundles import BUNDLES\n(found,) = BUNDLES.all()\nprint(found.path.name, len(found.kernels()))\n"
+)
+
+
+def _installed(wheel, site, umask):
+    """Install a wheel as a user with this umask does, and look what is found."""
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", site, wheel]
+    subprocess.run(install, check=True, capture_output=True, umask=umask)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(site), *sys.path])}
+    return subprocess.run([sys.executable, "-c", LOOK], env=environment, check=False, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o002])
+def test_a_wheel_is_installed_by_pip_and_found(tmp_path, bundle, umask):
     wheel = write_wheel(bundle, tmp_path, "my-kernels", "1.2")
     assert wheel.name == "my_kernels-1.2-py3-none-linux_x86_64.whl"
-    site = tmp_path / "site"
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", site, wheel]
-    subprocess.run(install, check=True, capture_output=True)
-    look = (
-        "from cutlass_ops.bundles import BUNDLES\n"
-        "(found,) = BUNDLES.all()\n"
-        "print(found.path.name, len(found.kernels()))\n"
-    )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(site), *sys.path])}
-    done = subprocess.run([sys.executable, "-c", look], env=environment, check=True, capture_output=True, text=True)
-    assert done.stdout == "my_kernels.bundle 3\n"
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site").chmod(0o777 & ~umask)
+    done = _installed(wheel, tmp_path / "site", umask)
+    assert (done.returncode, done.stdout) == (0, "my_kernels.bundle 3\n"), done.stderr
+
+
+def test_an_installed_bundle_is_written_by_nobody_who_may_not_write_the_packages(tmp_path, bundle):
+    wheel = write_wheel(bundle, tmp_path, "my-kernels", "1.2")
+    (tmp_path / "site").mkdir(mode=0o755)
+    done = _installed(wheel, tmp_path / "site", 0o002)
+    assert done.returncode != 0
+    assert "my_kernels.bundle is not safe" in done.stderr
+    assert "chmod" in done.stderr
+    (tmp_path / "site").chmod(0o777)
+    (tmp_path / "site" / "cutlass_ops_bundles" / "my_kernels.bundle").chmod(0o666)  # by everybody is never well
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", LOOK], env=environment, check=False, capture_output=True, text=True)
+    assert "is not safe" in done.stderr
+
+
+def test_a_wheel_requires_a_library_that_runs_its_kernels(tmp_path, bundle):
+    with zipfile.ZipFile(write_wheel(bundle, tmp_path, "my-kernels", "1.2")) as archive:
+        metadata = archive.read("my_kernels-1.2.dist-info/METADATA").decode()
+    assert f"Requires-Dist: cutlass_ops~={__version__}\n" in metadata
+    assert __version__.count(".") == 2  # or ~= would mean something else
 
 
 def test_a_wheel_is_reproducible_and_whole(tmp_path, bundle):

@@ -214,7 +214,7 @@ def test_a_toml_catalogue(toml, tmp_path):
             'K archs = ["sm_75"]\nops = ["gemm"]\nshapes = ["1x1x1"]',
             "archs has 'sm_75': use sm_80, sm_86, sm_89, sm_90a",
         ),
-        ('K archs = ["sm_80"]\nops = ["gem"]\nshapes = ["1x1x1"]', "gem is none that is known: use gemm, gemm_bias"),
+        ('K archs = ["sm_80"]\nops = ["gem"]\nshapes = ["1x1x1"]', "'gem' is not known here: use gemm, gemm_bias"),
         ('K archs = ["sm_80"]\nops = ["a:b"]\nshapes = ["1x1x1"]', "a:b cannot be imported"),
         (
             'K archs = ["sm_80"]\nops = ["json:dumps"]\nshapes = ["1x1x1"]',
@@ -303,7 +303,7 @@ def test_a_python_catalogue(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("catalogue", "catalogue is none that is known: use a TOML file, a Python file, or MODULE:NAME"),
+        ("catalogue", "'catalogue' is not known here: use a TOML file, a Python file, or MODULE:NAME"),
         ("json:dumps", "json:dumps is no cutlass_ops.shipping.Catalogue: it is function"),
         ("no_such_module:catalogue", "cannot be imported"),
     ],

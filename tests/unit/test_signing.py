@@ -5,9 +5,8 @@ import subprocess
 import zipfile
 
 import pytest
-from bundles import packed
+from bundles import packed, write_keys
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
 import cutlass_ops as co
 from cutlass_ops import container, verifying
@@ -17,21 +16,14 @@ from cutlass_ops.errors import BundleError
 from cutlass_ops.signing import require_signature, sign
 
 
-def _write_keys(folder, name, key):
-    private, public = folder / f"{name}.pem", folder / f"{name}.pub"
-    private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    public.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
-    return private, public
-
-
 @pytest.fixture
 def keys(tmp_path):
-    return _write_keys(tmp_path, "mine", ed25519.Ed25519PrivateKey.generate())
+    return write_keys(tmp_path, "mine", ed25519.Ed25519PrivateKey.generate())
 
 
 @pytest.fixture
 def others(tmp_path):
-    return _write_keys(tmp_path, "others", ed25519.Ed25519PrivateKey.generate())
+    return write_keys(tmp_path, "others", ed25519.Ed25519PrivateKey.generate())
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +47,7 @@ def test_a_message_is_the_signers(keys, others):
 
 
 def test_only_ed25519_keys(tmp_path, keys):
-    wrong = _write_keys(tmp_path, "ec", ec.generate_private_key(ec.SECP256R1()))
+    wrong = write_keys(tmp_path, "ec", ec.generate_private_key(ec.SECP256R1()))
     (tmp_path / "junk").write_bytes(b"junk")
     for path, why in ((wrong[0], "another kind of key"), (tmp_path / "junk", "holds no private key"), (keys[1], "")):
         with pytest.raises(ValueError, match=why or "holds no private key"):

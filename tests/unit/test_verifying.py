@@ -1,9 +1,13 @@
+import hashlib
+import random
+import struct
+
 import pytest
 from bundles import SPECS, changed, packed
 from fake_toolkit import EXPORTS, HGMMA, HMMA, NEEDED, elf, library, sm80_spec
 
 from cutlass_ops import container, plain
-from cutlass_ops.elf import exports, gpu_images, needed, sm_version
+from cutlass_ops.elf import exports, gpu_images, needed, sections, sm_version
 from cutlass_ops.verifying import verify
 
 
@@ -70,6 +74,44 @@ def test_what_is_no_bundle(tmp_path):
     (tmp_path / "a").write_bytes(b"junk" * 100)
     (problem,) = verify(tmp_path / "a").problems
     assert "is no bundle as this library writes it" in problem
+
+
+def test_no_changed_library_is_more_than_a_problem(tmp_path):
+    """Whoever changes a library and goes along with its hashes gets an answer, and no traceback."""
+    rng = random.Random(5)
+    contents, good = packed(tmp_path, SPECS[:1]), library(HMMA)
+    wrong = 0
+    for number in range(400):
+        data = bytearray(good)
+        for _ in range(rng.randrange(1, 4)):
+            at = rng.randrange(0x28, 0x40) if number % 2 else rng.randrange(len(data))  # half of them: the header
+            data[at : at + 8] = rng.choice([b"\xff" * 8, rng.randbytes(8), (1 << 62).to_bytes(8, "little"), bytes(8)])
+        del data[len(good) - rng.choice([0, 0, 0, 1, 40]) :]
+        files = {name: bytes(data) if name.endswith(".so") else text for name, text in contents.files.items()}
+        about = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
+        text = changed(contents.manifest, lambda d, n=about: d["signatures"][0]["kernels"][0].update(library=n))
+        container.write(tmp_path / "a", {**files, "manifest.json": text})
+        problems = verify(tmp_path / "a").problems
+        assert all(p.startswith("kernels/") for p in problems)
+        wrong += bool(problems)
+    assert wrong > 200
+
+
+@pytest.mark.parametrize("change", ["far", "many", "overlapping"])
+def test_numbers_of_sections_that_no_library_has(change):
+    data = bytearray(library(HMMA))
+    if change == "far":
+        data[0x28:0x30] = b"\xff" * 8
+    elif change == "many":
+        data += elf(190, {".text": b""})[:20] * 1000
+    else:
+        (table,) = struct.unpack_from("<Q", data, 0x28)
+        (entry_size,) = struct.unpack_from("<H", data, 0x3A)
+        for index in range(1, 3):
+            struct.pack_into("<QQ", data, table + index * entry_size + 24, 0, len(data))
+    read = gpu_images if change == "many" else sections
+    with pytest.raises(struct.error):
+        list(read(bytes(data)))
 
 
 def test_machine_code_says_for_which_device_it_is():
