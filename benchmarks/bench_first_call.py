@@ -6,8 +6,9 @@
 Each run is examples/deploy/serve.py in a new process, and in an environment made for it: PyTorch and what it requires,
 this library and what it requires, and nothing else of what is installed here. All is compiled to byte code, as
 installers do. With --key, the bundle's signature is checked too, and cryptography is there.
-Each row, in milliseconds: {"torch", "device"} before the clock starts, then {"first"} and of that {"import", "bundle",
-"call"}.
+Every other process leaves it to chance whether Python collects meanwhile what PyTorch's import left, and is not
+"collected". Each row, in milliseconds: {"torch", "device"} before the clock starts, then {"first"} and of that
+{"import", "bundle", "call"}.
 """
 
 from __future__ import annotations
@@ -85,21 +86,31 @@ def read(said: str) -> dict[str, Any]:
     return {"on": first[1], **dict(zip(names, map(int, (*before.groups(), *first.groups()[1:])), strict=True))}
 
 
+def _summary(rows: list[dict[str, Any]]) -> dict[str, float]:
+    medians = {
+        name: statistics.median(row[name] for row in rows) for name in rows[0] if name not in ("on", "collected")
+    }
+    return medians | {"least": min(row["first"] for row in rows), "most": max(row["first"] for row in rows)}
+
+
 def main() -> None:
     """Run the program several times and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--key", type=Path, help="check the bundle's signature with this key")
-    parser.add_argument("--runs", type=int, default=15)
+    parser.add_argument("--runs", type=int, default=12, help="of each kind")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     arguments = [str(path.resolve()) for path in (args.bundle, args.key) if path]
     with tempfile.TemporaryDirectory() as folder:
         make_environment(Path(folder), required("torch", "apache-tvm-ffi", *(["cryptography"] if args.key else [])))
         run(Path(folder), arguments)  # brings the files into memory
-        rows = [run(Path(folder), arguments) for _ in range(args.runs)]
-    summary = {name: statistics.median(row[name] for row in rows) for name in rows[0] if name != "on"}
-    summary |= {"least": min(row["first"] for row in rows), "most": max(row["first"] for row in rows)}
+        rows = []
+        for collected in [True, False] * args.runs:
+            further = [] if collected else ["--no-collect"]
+            rows.append({"collected": collected} | run(Path(folder), arguments + further))
+    summary = {"collected": _summary([r for r in rows if r["collected"]])}
+    summary["not_collected"] = _summary([r for r in rows if not r["collected"]])
     head = harness.environment() | {"processors": len(os.sched_getaffinity(0)), "signed": args.key is not None}
     harness.save(args.out, {**head, "summary": summary, "rows": rows})
     print(summary)

@@ -1,11 +1,12 @@
 """What runs in the container: load the bundle, run a layer, say how long that took.
 
-python examples/deploy/serve.py BUNDLE [PUBLIC_KEY]
+python examples/deploy/serve.py BUNDLE [PUBLIC_KEY] [--no-collect]
 
 With a GPU, the layer runs on the bundle's kernels. Without one, ops compute in PyTorch, and an exact kernel says why it
 cannot run.
 """
 
+import argparse
 import gc
 import sys
 import time
@@ -28,7 +29,11 @@ def said(device: str, before: dict[str, float], times: dict[str, float]) -> str:
 
 def main() -> None:
     """Serve one layer."""
-    path, key = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None
+    parser = argparse.ArgumentParser(description="Serve one layer from a bundle, and say how long that took.")
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("key", type=Path, nargs="?", help="PEM file of the public key that must have signed")
+    parser.add_argument("--no-collect", action="store_true", help="leave what PyTorch's import left to be collected")
+    args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     begun = time.perf_counter()
     x = torch.randn(512, 1024, device=device, dtype=torch.bfloat16)
@@ -40,14 +45,15 @@ def main() -> None:
     device_there = time.perf_counter()
 
     # PyTorch's import leaves so many objects that Python's next full collection takes 0.1 s, whenever it is due.
-    gc.collect()
+    if not args.no_collect:
+        gc.collect()
 
     # From here on it is this library that takes time: its import, the bundle, the first result.
     began = time.perf_counter()
     import cutlass_ops as co
 
     imported = time.perf_counter()
-    bundle = co.load_bundle(path, public_key=key)
+    bundle = co.load_bundle(args.bundle, public_key=args.key)
     opened = time.perf_counter()
     d = co.gemm_bias_relu(x, weight.t(), bias)
     if device == "cuda":
@@ -58,7 +64,7 @@ def main() -> None:
 
     swish = co.gemm(x, weight.t(), epilogue=scaled_swish, bias=bias, scale=0.5)
     error = float((d.double() - expected).abs().max() / expected.abs().max())
-    print(f"{len(bundle.kernels())} kernels for {', '.join(bundle.manifest.targets)} in {Path(path).name}")
+    print(f"{len(bundle.kernels())} kernels for {', '.join(bundle.manifest.targets)} in {args.bundle.name}")
     times = {"import": imported - began, "bundle": opened - imported, "call": ended - opened}
     before = {"PyTorch's import": torch_there - started, "the device's start": device_there - begun}
     print(said(device, before, times))
