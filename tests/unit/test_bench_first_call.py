@@ -47,8 +47,9 @@ def test_the_document_has_the_measured_numbers():
     for name, kind in (("first_call_h100", "unsigned"), ("first_call_signed_h100", "signed")):
         result = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
         assert result["signed"] == (kind == "signed")
-        for how, word in (("collected", "before"), ("not_collected", "left to chance")):
-            s = result["summary"][how]
+        words = {"collected": "before", "not_collected": "left to chance"}
+        for how, s in result["summary"].items():
+            word = words[how]
             numbers = [f"{s[part]:.0f}" for part in ("import", "bundle", "call", "torch", "device")]
             row = (kind, word, f"{s['first']:.0f}", f"{s['least']} to {s['most']}", *numbers)
             assert f"| {' | '.join(row)} |" in text
