@@ -360,18 +360,24 @@ def layernorm_gemm(
     return op(x, prepared.matrix, *arguments, out=out, out_dtype=out_dtype, **inputs)
 
 
-def layernorm_op(epilogue: Epilogue | None = None, *, shifted: bool = False) -> Op:
-    """Return the op behind :func:`layernorm_gemm` without `mean` and `rstd`, ``shifted`` by beta or not.
+def layernorm_op(
+    epilogue: Epilogue | None = None, *, shifted: bool = False, given: Literal["moments"] | None = None
+) -> Op:
+    """Return the op behind :func:`layernorm_gemm`, ``shifted`` by beta or not.
 
     It takes (a, b, column_sum, eps, *inputs), or with `shifted` (a, b, column_sum, eps, shift, *inputs), as
-    :class:`PreparedLayerNormWeight` has them.
+    :class:`PreparedLayerNormWeight` has them. Given ``"moments"``, it is another one and takes (a, b,
+    column_sum, mean, rstd, *inputs), or (a, b, column_sum, mean, rstd, shift, *inputs).
 
     Raises
     ------
     TypeError, ValueError
-        If the epilogue is none, or cannot follow a norm.
+        If the epilogue is none, or cannot follow a norm, or `given` is something else.
     """
-    return _composed("layernorm_gemm", builtin.layer_norm, epilogue, shifted)
+    if given not in (None, "moments"):
+        raise ValueError(f'given is {given!r}: use "moments" or None')
+    norm = builtin.layer_norm if given is None else builtin.layer_norm_of_moments
+    return _composed("layernorm_gemm", norm, epilogue, shifted)
 
 
 # ---- Ops ---------------------------------------------------------------------------------------------------------

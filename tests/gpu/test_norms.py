@@ -51,7 +51,9 @@ def _plain_calls(shape, x, w, tile, empty):
     yield norms.rmsnorm_op(), (x, w, EPS)
     yield norms.rmsnorm_op(given="sums"), (x, w, empty(m, dtype=f32), 1 / k, EPS)
     yield norms.rmsnorm_op(given="rstd"), (x, w, empty(m, dtype=f32))
-    yield norms.layernorm_op(shifted=True), (x, w, empty(n, dtype=f32), EPS, empty(n, dtype=f32))
+    column = empty(n, dtype=f32)
+    yield norms.layernorm_op(shifted=True), (x, w, column, EPS, column)
+    yield norms.layernorm_op(shifted=True, given="moments"), (x, w, column, *[empty(m, dtype=f32)] * 2, column)
     yield norms.residual_rms_op(x.dtype), (x, w, tile)
     if shape != MISALIGNED:
         yield norms.rmsnorm_op(bias_gelu_residual), (x, w, EPS, empty(n), tile)

@@ -329,6 +329,20 @@ def test_an_epilogue_follows_a_layernorm():
     assert [i.name for i in op.graph.inputs] == ["column_sum", "eps", "shift", "bias"]
 
 
+def test_the_op_behind_a_layernorm_of_given_moments():
+    x, (weight, gamma) = rows("normal", BF16), weights(BF16)
+    prepared = co.prepare_layernorm(weight.t(), gamma, torch.randn(K).to(BF16))
+    variance, mean = torch.var_mean(x.float(), -1, correction=0)
+    rstd = (variance + EPS).rsqrt()
+    op = norms.layernorm_op(shifted=True, given="moments")
+    assert [i.name for i in op.graph.inputs] == ["column_sum", "mean", "rstd", "shift"]
+    found = op(x, prepared.matrix, prepared.column_sum, mean, rstd, prepared.shift)
+    assert torch.equal(found, co.layernorm_gemm(x, prepared, mean=mean, rstd=rstd))
+    assert op is norms.layernorm_op(shifted=True, given="moments")
+    with pytest.raises(ValueError, match=r'given is .sums.: use "moments" or None'):
+        norms.layernorm_op(given="sums")
+
+
 # ---- Errors -------------------------------------------------------------------------------------------------------
 
 
