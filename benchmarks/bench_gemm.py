@@ -9,7 +9,8 @@
     python benchmarks/bench_gemm.py --held-out --ops bias_relu --out /tmp/held_out.json    # as if tuned on the others
 
 Each row: {"set", "op", "dtype", "layout", "m", "n", "k", "ours_ms", "peers": {name: ms}, "best_peer",
-"ratio_to_best_peer", "ratio_range", "error_over_eager", "bandwidth", "kernel"}. A layout names the majors of A and B.
+"ratio_to_best_peer", "ratio_range", "plain_over_ours", "error_over_eager", "bandwidth", "kernel"}. A layout names the
+majors of A and B. `plain` is our GEMM without an epilogue: what one with an epilogue could at best be as fast as.
 The bandwidth is that of operands and D, each once, over that of a device-to-device copy of 1 GiB.
 """
 
@@ -199,8 +200,9 @@ def kernels_of(cases: list[Case], device: Device) -> list[KernelSpec]:
     specs = {}
     for case in cases:
         problem, (a, b) = (case.m, case.n, case.k), case.layout.split("-")
-        signature = signature_at(BENCHMARKS[case.op].op.graph, problem, case.dtype, a, b, None, device)
-        specs[dispatch.choose(signature, device, problem)[0]] = None
+        for name in (case.op, "gemm"):
+            signature = signature_at(BENCHMARKS[name].op.graph, problem, case.dtype, a, b, None, device)
+            specs[dispatch.choose(signature, device, problem)[0]] = None
     return list(specs)
 
 
@@ -216,11 +218,17 @@ def run_case(case: Case, peers: list[str], copy_bandwidth: float) -> dict[str, A
             x = sets[index % len(sets)]
             return bench.op(x.a, x.b, *(getattr(x, i) for i in bench.inputs), out=x.out)
 
+        def plain(index: int) -> object:
+            x = sets[index % len(sets)]
+            return co.gemm(x.a, x.b, out=x.out)
+
         variants: dict[str, Callable[[int], object]] = {"ours": ours}
+        if bench.inputs:
+            variants["plain"] = plain
         for name, function in _peers(bench, peers).items():
             variants[name] = lambda index, f=function: f(sets[index % len(sets)])
         times = harness.time_interleaved(variants, expected_us(m, n, k))
-    mine = times.pop("ours")
+    mine, without = times.pop("ours"), times.pop("plain", None)
     best = min(times, key=lambda p: times[p].median)
     ratio = harness.ratios(mine, times[best])
     moved = 2 * (m * k + k * n + m * n)
@@ -231,6 +239,7 @@ def run_case(case: Case, peers: list[str], copy_bandwidth: float) -> dict[str, A
         "best_peer": best,
         "ratio_to_best_peer": ratio["median"],
         "ratio_range": [ratio["min"], ratio["max"]],
+        "plain_over_ours": 1.0 if without is None else harness.ratios(mine, without)["median"],
         "error_over_eager": round(error, 3),
         "bandwidth": round(moved / (mine.median * 1e-3) / copy_bandwidth, 4),
         "kernel": plan.spec.config.slug,

@@ -103,6 +103,14 @@ def test_a_summary():
     assert (found["from_1"], found["from_0.99"]) == (2, 3)
 
 
+def test_what_a_free_epilogue_would_give():
+    rows = [row(1, 1.2, plain_over_ours=0.8), row(2, 1.0, plain_over_ours=1.1)]  # one that is no slower is free already
+    assert math.isclose(report.free(rows), (1.5 * 1.0) ** 0.5)
+    assert report.free([*rows, row(4, 1.0)]) is None
+    cases = {report.Case("grid", "bias_relu", "bf16", "row-col"): rows}
+    assert "| 2 | 1.0954 | 1.2247 | 1.0000 at 2×512×256 |" in report.summary_table(cases)
+
+
 def test_rows_without_optional_fields_have_the_defaults(tmp_path):
     made = result(tmp_path, [row(1, 1.1), row(1, 1.2, layout="col-row"), row(1, 1.3, set="decode")])
     assert list(made.cases()) == [
@@ -111,7 +119,7 @@ def test_rows_without_optional_fields_have_the_defaults(tmp_path):
         ("decode", "bias_relu", "bf16", "row-col"),
     ]
     text = report.document([made], [], [], NO_CAUSES, tmp_path / "report.md")
-    assert "| grid | bias_relu | bf16 | row-col | 1 | 1.1000 | 1.1000 at 1×512×256 | 1 of 1 (100%) |" in text
+    assert "| grid | bias_relu | bf16 | row-col | 1 | 1.1000 | – | 1.1000 at 1×512×256 | 1 of 1 (100%) |" in text
     assert text.count("![") == 1 + 3
     assert "0 of 3 (0%)" in text
 
