@@ -5,6 +5,9 @@ import pytest
 from cutlass_ops import _resources, catalog
 from cutlass_ops.builder import build_artifact
 from cutlass_ops.inspection import inspect
+from cutlass_ops.packing import pack
+from cutlass_ops.shipping import Catalogue
+from cutlass_ops.store import KernelStore
 
 ENTRIES = {entry.file: entry for entry in catalog.default()}
 
@@ -26,3 +29,13 @@ def test_a_kernel_compiles_to_what_it_declares(file, opcodes, stages):
     assert report.stages == stages
     assert report.spill_stores == report.spill_loads == 0
     assert artifact.size <= 300_000
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+def test_a_kernel_that_is_compiled_twice_makes_the_same_bundle(tmp_path):
+    """Another folder, another time: not a byte of a bundle depends on either."""
+    wanted = Catalogue(specs=(ENTRIES["sm_80/gemm_bias_relu_residual_bf16.cu"].spec,))
+    pack(wanted).write(tmp_path / "a.bundle")
+    pack(wanted, store=KernelStore(tmp_path / "elsewhere")).write(tmp_path / "b.bundle")
+    assert (tmp_path / "a.bundle").read_bytes() == (tmp_path / "b.bundle").read_bytes()
