@@ -76,6 +76,11 @@ def test_import_leaves_what_a_call_may_not_need_for_later():
         co.tuna  # noqa: B018
 
 
+def test_modules_that_come_later_are_attributes_as_well():
+    script = "import cutlass_ops as co; print(co.norms.rmsnorm_op().name, co.gated.gemm_swiglu is co.gemm_swiglu)"
+    assert _run(script) == "rmsnorm_gemm True"
+
+
 def test_import_takes_less_than_300_ms_beyond_torch():
     # Processor time, because other programs run too; several tries, because it only ever errs upwards.
     assert any(float(_run(_TIME)) < 0.3 for _ in range(5))
