@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from cutlass_ops import builtin
+from cutlass_ops import builtin, norms, traced
 from cutlass_ops.epilogue import Epilogue
-from cutlass_ops.errors import UnsupportedError
-from cutlass_ops.norms import PreparedWeight, RowStatistic, rmsnorm_gemm
-from cutlass_ops.ops import gemm
+from cutlass_ops.epilogue.graph import Graph
+from cutlass_ops.norms import PreparedWeight, RowStatistic
+from cutlass_ops.ops import Op, graph_op
 
 
 def gemm_swiglu(
@@ -65,15 +65,28 @@ def gemm_swiglu(
     normed = eps is not None or rstd is not None
     if not normed and (gamma is not None or isinstance(w_gate, PreparedWeight) or isinstance(w_up, PreparedWeight)):
         raise TypeError("gamma belongs to a norm, and there is none without eps or rstd: pass one of them")
+    if not normed:
+        return cast("Tensor", swiglu_op(None)(x, cast("Tensor", w_gate), w_up, out=out, out_dtype=out_dtype))
+    norm, values = norms.rms_values(x, eps, rstd)
+    norms.require_alike(w_gate, "up", w_up)
+    gate, up = norms.matrix_of(w_gate, gamma, "w"), norms.matrix_of(w_up, gamma, "up")
+    return cast("Tensor", swiglu_op(norm)(x, gate, *values, up, out=out, out_dtype=out_dtype))
 
-    def run(w: Tensor | PreparedWeight, epilogue: Epilogue, **given: Any) -> Any:
-        if normed:
-            return rmsnorm_gemm(x, w, gamma, eps=eps, rstd=rstd, epilogue=epilogue, **given)
-        return gemm(x, w, epilogue=epilogue, **given)  # type: ignore[arg-type]  # prepared weights were refused
 
-    try:
-        result: Tensor = run(w_gate, builtin.swiglu, up=w_up, out=out, out_dtype=out_dtype)
-    except UnsupportedError:
-        gate = run(w_gate, builtin.swiglu_gate)
-        result = run(w_up, builtin.swiglu_up, gate=gate, out=out, out_dtype=out_dtype)
-    return result
+@traced.remembered
+def swiglu_op(norm: Epilogue | None) -> Op:
+    """Return the op behind :func:`gemm_swiglu`, which takes (a, b, *the norm's inputs, up).
+
+    Where no kernel takes both weights, it is two GEMMs.
+    """
+
+    def behind(epilogue: Epilogue) -> Graph:
+        return epilogue.graph if norm is None else norm.graph.then(epilogue.graph, products=True)
+
+    gate_op, up_op = (graph_op("gemm_swiglu", behind(e)) for e in (builtin.swiglu_gate, builtin.swiglu_up))
+
+    def two_gemms(a: Tensor, b: Tensor, *inputs: Any, out: Any, out_dtype: torch.dtype | None) -> Tensor:
+        *values, up = inputs
+        return cast("Tensor", up_op(a, up, *values, gate_op(a, b, *values), out=out, out_dtype=out_dtype))
+
+    return graph_op("gemm_swiglu", behind(builtin.swiglu), builtin.swiglu.doc, two_gemms)

@@ -149,13 +149,13 @@ def rmsnorm_gemm(
     MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
         If the kernel cannot be had.
     """
-    norm, values = _rms_values(x, eps, rstd)
+    norm, values = rms_values(x, eps, rstd)
     op = _composed("rmsnorm_gemm", norm, epilogue)
     for name in op.products:
         if name in inputs:
-            _require_alike(w, name, inputs[name])
-            inputs[name] = _weight(inputs[name], gamma, name)
-    return op(x, _weight(w, gamma, "w"), *values, out=out, out_dtype=out_dtype, **inputs)
+            require_alike(w, name, inputs[name])
+            inputs[name] = matrix_of(inputs[name], gamma, name)
+    return op(x, matrix_of(w, gamma, "w"), *values, out=out, out_dtype=out_dtype, **inputs)
 
 
 _GIVEN = {None: builtin.rms_norm, "sums": builtin.rms_norm_of_sums, "rstd": builtin.rms_norm_of_rstd}
@@ -415,10 +415,16 @@ def _residual_op(residual: Epilogue, epilogue: Epilogue | None) -> Op:
     return graph_op("gemm_residual_rms", graph, residual.doc)
 
 
-def _rms_values(
+def rms_values(
     x: Tensor, eps: float | None, rstd: RowStatistic | Tensor | None
 ) -> tuple[Epilogue, tuple[Tensor | float, ...]]:
-    """Return how rows are scaled, and the arguments for it."""
+    """Return how an RMSNorm scales rows, and the arguments for it.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `eps` and `rstd` do not go together, or are not x's.
+    """
     if rstd is None:
         if eps is None:
             raise TypeError("rmsnorm_gemm needs eps, or rstd, which has it in it: pass eps= as the norm has it")
@@ -462,8 +468,14 @@ def _statistic(name: str, value: Any) -> Tensor:
 # ---- Weights -----------------------------------------------------------------------------------------------------
 
 
-def _weight(w: Tensor | PreparedWeight, gamma: Tensor | None, name: str) -> Tensor:
-    """Return the matrix that x is multiplied by."""
+def matrix_of(w: Tensor | PreparedWeight, gamma: Tensor | None, name: str) -> Tensor:
+    """Return the matrix that x is multiplied by: w with gamma in it, folded now if it is not prepared.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If gamma is given twice, or does not fit.
+    """
     if isinstance(w, PreparedWeight):
         if gamma is not None:
             raise TypeError(f"{name} is prepared, so gamma is in it already: leave gamma out")
@@ -471,7 +483,14 @@ def _weight(w: Tensor | PreparedWeight, gamma: Tensor | None, name: str) -> Tens
     return w if gamma is None else folding.fold(w, gamma, name)
 
 
-def _require_alike(w: Tensor | PreparedWeight, name: str, other: Any) -> None:
+def require_alike(w: Tensor | PreparedWeight, name: str, other: Any) -> None:
+    """Refuse two weights of which one is prepared.
+
+    Raises
+    ------
+    TypeError
+        If they are.
+    """
     prepared = isinstance(w, PreparedWeight)
     if prepared != isinstance(other, PreparedWeight):
         which, left = ("w", name) if prepared else (name, "w")

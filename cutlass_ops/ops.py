@@ -8,7 +8,7 @@ in words.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,9 +41,11 @@ class Op:
         Name in messages.
     epilogue : Epilogue
         What happens to the FP32 accumulator.
+    instead : callable, optional
+        What computes a call's D from its arguments, with `out` and `out_dtype`, where no kernel serves them.
     """
 
-    def __init__(self, name: str, epilogue: Epilogue) -> None:
+    def __init__(self, name: str, epilogue: Epilogue, instead: Callable[..., Tensor] | None = None) -> None:
         self.name = self.__name__ = name
         self.epilogue = epilogue
         self.graph: Graph = epilogue.graph
@@ -52,6 +54,7 @@ class Op:
         self.names = tuple(i.name for i in self.graph.inputs)
         self._scalars = tuple(at for at, i in enumerate(self.graph.inputs) if i.kind is Kind.SCALAR)
         self.result = traced.result_type(self.graph)
+        self._instead = instead
         self.about = traced.register(name, self.graph, self)
         self._plans: dict[tuple[Any, ...], tuple[Plan | PeerPlan, ...]] = {}
         self.__signature__ = _signature(self.names)
@@ -147,10 +150,15 @@ class Op:
         call = check_call(self.graph, a, b, dict(zip(self.names, inputs, strict=True)), out, out_dtype)
         if call.is_reference:
             call.run_reference()
-        else:
+            return self.wrap(call)
+        try:
             plan = self._plan(call)
-            plan.launch_call(call)
-            self._remember(plan, _key(a, b, call.given[0], out_dtype))
+        except UnsupportedError:
+            if self._instead is None:
+                raise
+            return self._instead(a, b, *inputs, out=out, out_dtype=out_dtype)
+        plan.launch_call(call)
+        self._remember(plan, _key(a, b, call.given[0], out_dtype))
         return self.wrap(call)
 
     def _plan(self, call: Call) -> Plan | PeerPlan:
@@ -300,9 +308,9 @@ def build(spec: KernelSpec) -> Kernel:
 # ---- Construction ------------------------------------------------------------------------------------------------
 
 
-def graph_op(name: str, graph: Graph, doc: str = "") -> Op:
-    """Return the op of a graph that was not traced from one function."""
-    return Op(name, Epilogue(name, doc, graph, _no_function))
+def graph_op(name: str, graph: Graph, doc: str = "", instead: Callable[..., Tensor] | None = None) -> Op:
+    """Return the op of a graph that was not traced from one function; `instead` is as for :class:`Op`."""
+    return Op(name, Epilogue(name, doc, graph, _no_function), instead)
 
 
 def _no_function(*_: Any) -> None:

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 import cutlass_ops as co
-from cutlass_ops import builtin, norms, ops
+from cutlass_ops import builtin, gated, norms, ops
+from cutlass_ops.call import Call
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 M, N, K, EPS = 19, 48, 256, 1e-5
@@ -32,16 +33,28 @@ def error(found, wanted):
     return ((found.double() - wanted).norm() / wanted.norm()).item()
 
 
+@pytest.fixture
+def refused(monkeypatch):
+    """Refuse ops with a second product, as a device does for which no kernel has one."""
+    reference = Call.is_reference.fget
+    monkeypatch.setattr(Call, "is_reference", property(lambda c: not c.graph.products and reference(c)))
+
+    def refuse(op, call):
+        raise co.UnsupportedError(f"no kernel serves {op.name}")
+
+    monkeypatch.setattr(ops.Op, "_plan", refuse)
+
+
 @pytest.fixture(params=["one kernel", "two GEMMs"])
 def kernels(request, monkeypatch):
-    """Serve the gate by its op, or refuse that as a device does for which no kernel has a second product."""
+    """Serve the gate by its op, or have that refused."""
+    if request.param == "two GEMMs":
+        request.getfixturevalue("refused")
     calls = []
     run = ops.Op.__call__
 
     def counted(op, *args, **kwargs):
         calls.append(op)
-        if op.graph.products and request.param == "two GEMMs":
-            raise co.UnsupportedError("no kernel serves it")
         return run(op, *args, **kwargs)
 
     monkeypatch.setattr(ops.Op, "__call__", counted)
@@ -97,20 +110,40 @@ def test_leading_dimensions_and_outputs(out_dtype):
 def test_it_is_the_op_of_one_epilogue():
     assert builtin.swiglu.graph.products == ("up",)
     assert ops.op(builtin.swiglu) is ops.op_of(builtin.swiglu)
+    assert gated.swiglu_op(None).graph == builtin.swiglu.graph
     both = norms.rmsnorm_op(builtin.swiglu).graph
+    assert gated.swiglu_op(builtin.rms_norm).graph == both
     assert both == builtin.rms_norm.graph.then(builtin.swiglu.graph, products=True)
     assert both != builtin.rms_norm.graph.then(builtin.swiglu.graph)
 
 
+@pytest.mark.usefixtures("refused")
 def test_another_error_is_not_taken_for_a_missing_kernel(monkeypatch):
     x, gate, up, _ = tensors(BF16)
 
     def broken(*_, **__):
         raise co.CompileError("nvcc refused it")
 
-    monkeypatch.setattr(ops.Op, "__call__", broken)
+    monkeypatch.setattr(ops.Op, "_plan", broken)
     with pytest.raises(co.CompileError, match="nvcc refused it"):
         co.gemm_swiglu(x, gate.t(), up.t())
+
+
+@pytest.mark.usefixtures("refused")
+def test_other_ops_with_a_product_are_refused():
+    x, gate, up, _ = tensors(BF16)
+    with pytest.raises(co.UnsupportedError):
+        co.gemm(x, gate.t(), epilogue=builtin.swiglu, up=up.t())
+
+
+@pytest.mark.usefixtures("refused")
+@pytest.mark.parametrize("norm", [{}, {"eps": EPS}], ids=["plain", "normed"])
+def test_two_gemms_stand_for_it_in_a_compiled_function_as_well(norm):
+    x, gate, up, gamma = tensors(BF16)
+    weights = [co.prepare(w.t(), gamma) for w in (gate, up)] if norm else [gate.t(), up.t()]
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: co.gemm_swiglu(x * 2, *weights, **norm), backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), co.gemm_swiglu(x * 2, *weights, **norm))
 
 
 X, W, GAMMA = torch.ones(4, 8, dtype=BF16), torch.ones(8, 6, dtype=BF16), torch.ones(8, dtype=BF16)
