@@ -1,13 +1,18 @@
-"""A norm's vectors folded into the weight that follows it: diag(gamma) @ w, and what else has to be known of it."""
+"""A norm's vectors folded into the weight that follows it: diag(gamma) @ w, and what else has to be known of it.
+
+In functions that torch.compile compiles these are operators, so that the graph does not end here: what they refuse,
+they refuse when it runs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from cutlass_ops import operands
+from cutlass_ops import arch, operands
 
 # Columns of a weight that are looked at in FP64 at a time: a copy of a whole one would be large.
 _COLUMNS = 256
@@ -30,8 +35,11 @@ def fold(w: Tensor, gamma: Tensor, name: str = "w") -> Tensor:
     TypeError, ValueError
         If they do not fit.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return cast("Tensor", torch.ops.cutlass_ops.fold(w, gamma, name))
     _check(name, w, "gamma", gamma)
-    return torch.mul(w, gamma[:, None], out=_empty_like(name, w))
+    operands.matrix(name, w, operands.element_type(name, w))
+    return torch.mul(w, gamma[:, None], out=_empty_like(w))
 
 
 def check_folded(w: Tensor, gamma: Tensor, folded: Tensor) -> None:
@@ -72,6 +80,8 @@ def column_sums(matrix: Tensor) -> Tensor:
     TypeError, ValueError
         If it is no matrix.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return cast("Tensor", torch.ops.cutlass_ops.column_sums(matrix))
     operands.require_tensor("w", matrix)
     if matrix.ndim != 2:
         raise ValueError(f"w has shape {tuple(matrix.shape)}: it must be (K, N)")
@@ -86,6 +96,8 @@ def row_times(name: str, row: Tensor, w: Tensor) -> Tensor:
     TypeError, ValueError
         If they do not fit.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return cast("Tensor", torch.ops.cutlass_ops.row_times(name, row, w))
     _check("w", w, name, row)
     exact = row.double()
     return _by_columns(w, lambda columns: exact @ w[:, columns].double()).float()
@@ -97,12 +109,13 @@ def _by_columns(w: Tensor, function: Callable[[slice], Tensor]) -> Tensor:
     return torch.cat([function(slice(start, start + _COLUMNS)) for start in starts], dim=-1)
 
 
-def _empty_like(name: str, w: Tensor) -> Tensor:
-    operand = operands.matrix(name, w, operands.element_type(name, w)).operand
-    rows, columns = w.shape if operand.major == "row" else w.shape[::-1]
-    unit = operand.dtype.tma_alignment
-    lines = w.new_empty(rows, -(-columns // unit) * unit)[:, :columns]
-    return lines if operand.major == "row" else lines.t()
+def _empty_like(w: Tensor) -> Tensor:
+    # By shape and strides alone, so that a compiler knows them before there is a tensor.
+    by_rows = operands.has_lines_along(w, 1)
+    lines, length = w.shape if by_rows else w.shape[::-1]
+    unit = arch.TMA_ALIGNMENT_BYTES // w.element_size()
+    found = w.new_empty(lines, -(-length // unit) * unit)[:, :length]
+    return found if by_rows else found.t()
 
 
 def _check(name: str, w: Tensor, vector_name: str, vector: Tensor) -> None:
@@ -118,3 +131,27 @@ def _check(name: str, w: Tensor, vector_name: str, vector: Tensor) -> None:
         )
     if vector.device != w.device:
         raise ValueError(f"{vector_name} is on {vector.device} and {name} is on {w.device}: move them to one device")
+
+
+# ---- The operators -------------------------------------------------------------------------------------------------
+
+
+def _a_value_a_column(w: Tensor) -> Tensor:
+    return w.new_empty(w.shape[1], dtype=torch.float32)
+
+
+def _declare() -> Any:
+    library = torch.library.Library("cutlass_ops", "FRAGMENT")  # type: ignore[no-untyped-call]
+    for schema, run, shape in (
+        ("fold(Tensor w, Tensor gamma, str name) -> Tensor", fold, lambda w, *_: _empty_like(w)),
+        ("column_sums(Tensor matrix) -> Tensor", column_sums, _a_value_a_column),
+        ("row_times(str name, Tensor row, Tensor w) -> Tensor", row_times, lambda _, __, w: _a_value_a_column(w)),
+    ):
+        library.define(schema)  # type: ignore[no-untyped-call]
+        name = schema.partition("(")[0]
+        library.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        library.impl(name, shape, "Meta")  # type: ignore[no-untyped-call]
+    return library
+
+
+_LIBRARY = _declare()  # the operators are there as long as it is

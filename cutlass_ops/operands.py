@@ -101,11 +101,16 @@ def _readings(name: str, tensor: Tensor, dtype: DType) -> list[Matrix]:
     return found
 
 
-def _as_major(tensor: Tensor, inner: int, dtype: DType) -> Matrix | None:
+def has_lines_along(tensor: Tensor, inner: int) -> bool:
+    """Whether a two-dimensional tensor's lines lie along a dimension; either of them where one has an extent of 1."""
     length, runs = tensor.shape[inner], tensor.shape[1 - inner]
-    ld = tensor.stride(1 - inner)
-    if (length > 1 and tensor.stride(inner) != 1) or (runs > 1 and ld < length):
+    return (length <= 1 or tensor.stride(inner) == 1) and (runs <= 1 or tensor.stride(1 - inner) >= length)
+
+
+def _as_major(tensor: Tensor, inner: int, dtype: DType) -> Matrix | None:
+    if not has_lines_along(tensor, inner):
         return None
+    length, runs, ld = tensor.shape[inner], tensor.shape[1 - inner], tensor.stride(1 - inner)
     addresses = math.gcd(tensor.data_ptr(), arch.TMA_ALIGNMENT_BYTES)
     if runs > 1:
         addresses = math.gcd(addresses, ld * dtype.bytes)

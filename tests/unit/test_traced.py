@@ -5,10 +5,11 @@ import gc
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 import cutlass_ops as co
-from cutlass_ops import builtin, ops, traced
+from cutlass_ops import builtin, folding, ops, traced
 
 BF16 = torch.bfloat16
 M, N, K = 8, 32, 64
@@ -26,7 +27,7 @@ def draw(*shape):
 
 X, W, UP, BIAS, GAMMA = draw(M, K), draw(N, K), draw(N, K), draw(N), draw(K).abs() + 0.5
 PREPARED, CENTRED = co.prepare(W.t(), GAMMA), co.prepare_layernorm(W.t(), GAMMA, draw(K))
-RESIDUAL, NEXT = draw(M, N), draw(16, N)
+RESIDUAL, NEXT, BETA = draw(M, N), draw(16, N), draw(K)
 
 
 def with_out(x):
@@ -49,6 +50,9 @@ FUNCTIONS = {
     "norm": lambda x: co.rmsnorm_gemm(x, PREPARED, eps=1e-5) * 2,
     "norm_and_epilogue": lambda x: co.rmsnorm_gemm(x, PREPARED, eps=1e-5, epilogue=builtin.bias_relu, bias=BIAS),
     "layer_norm": lambda x: co.layernorm_gemm(x, CENTRED, eps=1e-5),
+    "norm_and_gamma": lambda x: co.rmsnorm_gemm(x, W.t(), GAMMA, eps=1e-5),
+    "layer_norm_and_its_vectors": lambda x: co.layernorm_gemm(x, W.t(), GAMMA, BETA, eps=1e-5),
+    "normed_gate_and_gamma": lambda x: co.gemm_swiglu(x, W.t(), UP.t(), GAMMA, eps=1e-5),
     "gate": lambda x: co.gemm_swiglu(x, W.t(), UP.t()),
     "normed_gate": lambda x: co.gemm_swiglu(x, PREPARED, PREPARED, eps=1e-5),
     "layer": layer,
@@ -86,13 +90,25 @@ def test_a_copied_epilogue_outlives_the_original():
     assert torch.equal(torch.compile(function, backend="aot_eager", fullgraph=True)(X), function(X))
 
 
-def test_a_graph_ends_where_gamma_is_folded_at_every_call():
-    """Which asks for the weight's address."""
+@pytest.mark.parametrize("extents", [(K, N), (K, 20), (K, 1), (1, N), (1, 1)], ids=str)
+@pytest.mark.parametrize("major", ["row", "col"])
+def test_a_folded_weight_is_what_its_compiler_was_told(extents, major):
+    w = draw(*extents) if major == "row" else draw(*extents[::-1]).t()
+    gamma = draw(extents[0])
+    torch.library.opcheck(torch.ops.cutlass_ops.fold, (w, gamma, "w"))
+    torch.library.opcheck(torch.ops.cutlass_ops.column_sums, (w,))
+    torch.library.opcheck(torch.ops.cutlass_ops.row_times, ("beta", gamma, w))
+    with FakeTensorMode() as mode:
+        told = torch.ops.cutlass_ops.fold(mode.from_tensor(w), mode.from_tensor(gamma), "w")
+    found = folding.fold(w, gamma)
+    assert (told.shape, told.stride(), told.dtype) == (found.shape, found.stride(), found.dtype)
+    assert torch.equal(found, w * gamma[:, None])
 
-    def function(x):
-        return co.rmsnorm_gemm(x * 2, W.t(), GAMMA, eps=1e-5) + 1
 
-    assert torch.equal(torch.compile(function, backend="aot_eager")(X), function(X))
+def test_what_folding_refuses_it_refuses_when_the_graph_runs():
+    compiled = torch.compile(lambda x, gamma: co.rmsnorm_gemm(x, W.t(), gamma, eps=1e-5), backend="aot_eager")
+    with pytest.raises(ValueError, match=r"w \(64, 32\) and gamma \(32,\): they must be"):
+        compiled(X, GAMMA[:32])
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # its own
