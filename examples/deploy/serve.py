@@ -34,8 +34,8 @@ def main() -> None:
     parser.add_argument("key", type=Path, nargs="?", help="PEM file of the public key that must have signed")
     parser.add_argument("--no-collect", action="store_true", help="leave what PyTorch's import left to be collected")
     args = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     begun = time.perf_counter()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     x = torch.randn(512, 1024, device=device, dtype=torch.bfloat16)
     weight = torch.randn(1024, 1024, device=device, dtype=torch.bfloat16)
     bias = torch.randn(1024, device=device, dtype=torch.bfloat16)
