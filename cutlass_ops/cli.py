@@ -491,7 +491,7 @@ def _slug(artifact: Artifact) -> str:
 def _find(text: str, in_bundle: Path | None, key: Path | None) -> Artifact:
     """Find a kernel by its folder, or in the store or a bundle by the beginning of its key or slug."""
     path = Path(text).absolute()
-    if in_bundle is None and path.exists():
+    if in_bundle is None and key is None and path.exists():
         return open_entry(path if path.is_dir() else path.parent)
     where, artifacts = _kernels(in_bundle, key)
     found = [a for a in artifacts if a.key.startswith(text) or _slug(a).startswith(text)]

@@ -7,12 +7,13 @@ they refuse when it runs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from cutlass_ops import arch, operands
+from cutlass_ops.traced import declare
 
 # Columns of a weight that are looked at in FP64 at a time: a copy of a whole one would be large.
 _COLUMNS = 256
@@ -140,18 +141,6 @@ def _a_value_a_column(w: Tensor) -> Tensor:
     return w.new_empty(w.shape[1], dtype=torch.float32)
 
 
-def _declare() -> Any:
-    library = torch.library.Library("cutlass_ops", "FRAGMENT")  # type: ignore[no-untyped-call]
-    for schema, run, shape in (
-        ("fold(Tensor w, Tensor gamma, str name) -> Tensor", fold, lambda w, *_: _empty_like(w)),
-        ("column_sums(Tensor matrix) -> Tensor", column_sums, _a_value_a_column),
-        ("row_times(str name, Tensor row, Tensor w) -> Tensor", row_times, lambda _, __, w: _a_value_a_column(w)),
-    ):
-        library.define(schema)  # type: ignore[no-untyped-call]
-        name = schema.partition("(")[0]
-        library.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-        library.impl(name, shape, "Meta")  # type: ignore[no-untyped-call]
-    return library
-
-
-_LIBRARY = _declare()  # the operators are there as long as it is
+declare("fold(Tensor w, Tensor gamma, str name) -> Tensor", fold, lambda w, *_: _empty_like(w))
+declare("column_sums(Tensor matrix) -> Tensor", column_sums, _a_value_a_column)
+declare("row_times(str name, Tensor row, Tensor w) -> Tensor", row_times, lambda _, __, w: _a_value_a_column(w))

@@ -173,18 +173,28 @@ def _shapes(op, a, b, tensors, numbers, out_dtype):  # type: ignore[no-untyped-d
     return _KNOWN[op].results_of(a, b, _inputs(tensors, numbers), out_dtype)
 
 
-def _declare() -> Any:
-    library = torch.library.Library("cutlass_ops", "DEF")  # type: ignore[no-untyped-call]
-    shared = "str op, Tensor a, Tensor b, Tensor?[] tensors, float[] numbers"
-    for name, rest, run, shapes in (
-        ("fused_gemm", "ScalarType? out_dtype) -> Tensor[]", _run, _shapes),
-        ("fused_gemm_out", "Tensor(a!) out) -> ()", _run_out, lambda *_: None),
-    ):
-        library.define(f"{name}({shared}, {rest}")  # type: ignore[no-untyped-call]
-        library.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-        # What register_fake does as well, but for the name of the source line that it reads, which takes 2 ms.
-        library.impl(name, shapes, "Meta")  # type: ignore[no-untyped-call]
-    return library
+_LIBRARY = torch.library.Library("cutlass_ops", "DEF")  # type: ignore[no-untyped-call]
 
 
-_LIBRARY = _declare()  # the operators are there as long as it is
+def declare(schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> None:
+    """Make an operator of PyTorch's, for as long as this module is there.
+
+    Parameters
+    ----------
+    schema : str
+        Name, arguments and results, as PyTorch writes them.
+    run : callable
+        Computes it.
+    shapes : callable
+        Takes the same arguments, and returns results without data.
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    # What register_fake does as well, but for the name of the source line that it reads, which takes 2 ms.
+    _LIBRARY.impl(name, shapes, "Meta")  # type: ignore[no-untyped-call]
+
+
+_ARGUMENTS = "str op, Tensor a, Tensor b, Tensor?[] tensors, float[] numbers"
+declare(f"fused_gemm({_ARGUMENTS}, ScalarType? out_dtype) -> Tensor[]", _run, _shapes)
+declare(f"fused_gemm_out({_ARGUMENTS}, Tensor(a!) out) -> ()", _run_out, lambda *_: None)

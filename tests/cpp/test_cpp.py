@@ -3,11 +3,8 @@
 import _ctypes
 import hashlib
 import json
-import os
 import random
-import shutil
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,13 +12,14 @@ import pytest
 from fake_toolkit import IDENTITY
 
 import cutlass_ops as co
-from cutlass_ops import _resources, container, packing, plan, shipping
+from cutlass_ops import container, packing, plan, shipping
 from cutlass_ops._version import TEMPLATE_VERSION
 from cutlass_ops.bundle import open_bundle, write_bundle
 from cutlass_ops.config import Sm80Config, Sm90Config, ThreadblockShape, WarpShape
 from cutlass_ops.loader import ABI, Reason
 from cutlass_ops.manifest import Choice, File, Group, KernelRecord, Manifest, sealed
 from cutlass_ops.signature import OpSignature
+from tests import cmake
 
 HERE = Path(__file__).resolve().parent
 SOURCE = b"// not compiled\n"
@@ -57,22 +55,11 @@ KEYS = {config: c * 64 for config, c in zip((PINGPONG, COOPERATIVE, MMA_SYNC), "
 OTHER = "d" * 64
 
 
-def _tool(name):
-    """Return a program that is on the path or beside this Python: without it, nothing here may pass."""
-    found = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
-    assert found, f'there is no {name}: pip install "cutlass_ops[cpp]"'
-    return found
-
-
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """Folder of the program and the library that stands in for a kernel."""
     folder = tmp_path_factory.mktemp("built")
-    configure = ["-S", HERE, "-B", folder, f"-DCMAKE_MAKE_PROGRAM={_tool('ninja')}", "-DCMAKE_BUILD_TYPE="]
-    places = [f"-Dcutlass_ops_DIR={_resources.cmake()}", f"-DPython_EXECUTABLE={sys.executable}"]
-    for command in ([_tool("cmake"), "-G", "Ninja", *configure, *places], [_tool("cmake"), "--build", folder]):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+    cmake.build(HERE, folder, "-DCMAKE_BUILD_TYPE=")
     return folder
 
 

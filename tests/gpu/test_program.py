@@ -1,12 +1,12 @@
 """The C++ program of examples/cpp on the device: a bundle's kernel without Python, compared with the host's own sum."""
 
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from cutlass_ops import _resources, packing, shipping
+from cutlass_ops import packing, shipping
+from tests import cmake
 
 pytestmark = pytest.mark.gpu
 
@@ -16,13 +16,9 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "cpp"
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
     """The program, and the bundle that its catalogue names."""
-    if shutil.which("cmake") is None:
-        pytest.skip("no CMake here: pip install cmake")
     folder = tmp_path_factory.mktemp("program")
     packing.pack(shipping.load(str(EXAMPLE / "catalogue.toml"))).write(folder / "kernels.bundle")
-    where = f"-Dcutlass_ops_DIR={_resources.cmake()}"
-    for command in (["cmake", "-S", EXAMPLE, "-B", folder / "build", where], ["cmake", "--build", folder / "build"]):
-        subprocess.run(command, check=True, capture_output=True)
+    cmake.build(EXAMPLE, folder / "build")
     return folder / "build" / "bias_relu", folder / "kernels.bundle"
 
 

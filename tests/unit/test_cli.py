@@ -435,8 +435,9 @@ def test_a_key_in_the_environment_holds_for_every_command(kit, run, catalogue, t
         assert (code, "is not signed" in out + err) == (5, True)
     assert run("list", "--bundle", signed)[0] == 0
     assert f"signed by {public}" in run("verify", signed)[1]
-    code, _, err = run("list", "--key", public)
-    assert (code, "kernels in the store are not signed" in err) == (1, True)
+    for command in (("list",), ("inspect", tmp_path)):
+        code, _, err = run(*command, "--key", public)
+        assert (code, "kernels in the store are not signed" in err) == (1, True)
 
 
 def test_an_executor_of_the_command_line(kit, run, catalogue):
