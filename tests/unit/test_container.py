@@ -9,6 +9,7 @@ import pytest
 from cutlass_ops import container
 from cutlass_ops.container import open_container, write
 from cutlass_ops.errors import BundleError
+from cutlass_ops.private import NotPrivateError, require_private
 
 A, B = (f"kernels/{c * 64}.so" for c in "ab")
 FILES = {"manifest.json": b"{}", A: b"first", B: b"", f"tables/{'c' * 64}.json": b"[]"}
@@ -94,6 +95,22 @@ def test_others_may_not_write_it(made):
                 open_container(made)
         path.chmod(mode)
     open_container(made)
+
+
+def test_a_group_may_write_what_lies_beside_what_it_may_write(tmp_path):
+    tmp_path.chmod(0o775)
+    gid = tmp_path.stat().st_gid
+
+    def info(mode, group):
+        return os.stat_result((0o100000 | mode, 0, 0, 1, os.geteuid(), group, 0, 0, 0, 0))
+
+    require_private(info(0o664, gid), tmp_path / "a", tmp_path)
+    for mode, group, beside in ((0o664, gid + 1, tmp_path), (0o666, gid, tmp_path), (0o664, gid, None)):
+        with pytest.raises(NotPrivateError, match="can be written by others"):
+            require_private(info(mode, group), tmp_path / "a", beside)
+    tmp_path.chmod(0o755)
+    with pytest.raises(NotPrivateError, match="can be written by others"):
+        require_private(info(0o664, gid), tmp_path / "a", tmp_path)
 
 
 def test_what_cannot_be_a_bundle_at_all(tmp_path):
