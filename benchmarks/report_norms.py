@@ -154,8 +154,7 @@ PARTS: Sequence[tuple[str, str, str, Callable[[Row], str]]] = (
         "RMSNorm + GEMM",
         "rmsnorm_h100.json",
         "`rmsnorm_gemm(x, prepared, eps=...)` in BF16. *Over own GEMM* is our time with the norm over that without;\n"
-        "*were the norm free*, the best peer's time over that.\n"
-        "The table of kernels has changed since, at five of these shapes (see the notes in benchmarks/NOTES.md).",
+        "*were the norm free*, the best peer's time over that.",
         rmsnorm,
     ),
     (
