@@ -11,10 +11,11 @@ import pytest
 import torch
 from signatures import H100, signature
 
-from cutlass_ops import builtin, heuristics, model, norms, policies, space, tables, tuning
+from cutlass_ops import _resources, builtin, heuristics, model, norms, policies, space, tables, tuning
 from cutlass_ops.call import check_call, signature_of
 from cutlass_ops.config import ClusterShape, Means, Sm80Config, Sm90Config, ThreadblockShape
 from cutlass_ops.errors import CompileError, MeasuringError, ToolchainError
+from cutlass_ops.knowledge import SOURCES
 from cutlass_ops.measuring import Outcome
 from cutlass_ops.spec import Operand
 from cutlass_ops.tables import Measured
@@ -108,10 +109,37 @@ def test_what_the_model_puts_far_ahead_does_not_race_alone():
     assert len(raced) == 4
 
 
+def test_the_model_promises_no_more_of_what_is_not_known_than_of_what_is(monkeypatch):
+    """Where all that was measured takes twice what the model says, an unknown kernel will as well."""
+    problem, shipped = (4096, 4096, 4096), tables.load(tables.path_of(_resources.tuned(), H100.name, signature()))
+
+    def slower(point):
+        return replace(point, measured=tuple(replace(m, microseconds=2 * m.microseconds) for m in point.measured))
+
+    table = replace(shipped, points=tuple(map(slower, shipped.points)))
+    policy = policies.Policy.of([table], signature(), H100, table.kernels)
+    monkeypatch.setattr(policies, "policy", lambda *_: policy)
+    point = next(p for p in table.points if p.problem == problem)
+    best = next(m.config.binary() for m in point.measured if m.config.binary() in table.kernels)
+    limit = 1.1 * heuristics.predict(best, problem, H100)
+    ranked = space.ranked(signature(), problem, 4000, H100)
+    unknown = next(c for c in ranked if c not in policy.kernels and heuristics.predict(c, problem, H100) > limit)
+    (task,) = tasks(Effort(kernels=2, candidates=2, pool=(unknown, best)), [problem])
+    assert task.configs[0].binary() == best
+
+
 def expected(config, problem):
+    """Return a time that is measured or corrected, else what the model errs by for the fastest of these."""
     policy = policies.policy(signature(), H100)
-    known = dict(zip(policy.kernels, policy.expected([problem]).times[0].tolist(), strict=True))
-    return known.get(config.binary()) or heuristics.predict(config.binary(), problem, H100)
+    known = policy.expected([problem])
+    times = {
+        c: time
+        for c, time, source in zip(policy.kernels, known.times[0].tolist(), known.sources[0].tolist(), strict=True)
+        if SOURCES[source] != "model"
+    }
+    best = min(times, key=times.__getitem__)
+    error = times[best] / heuristics.predict(best, problem, H100)
+    return times.get(config.binary()) or error * heuristics.predict(config.binary(), problem, H100)
 
 
 def test_more_kernels_cover_better():
