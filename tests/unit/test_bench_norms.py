@@ -83,3 +83,18 @@ def test_the_layer_agrees_with_transformers(phase, monkeypatch):
             compiled, _ = torch.compile(fused, backend="aot_eager", fullgraph=True)(x, rope, None, cache)
             assert torch.equal(compiled, ours)
             assert (statistic is None) == (way is block.Statistic.TAKEN)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("gemm_bf16row_bf16col_bf16row_sm90_128x192x64_2x1_pp_sm_90a_0123456789ab", "gemm"),
+        ("gemm_bf16row_bf16col_bf16row_sm90_128x192x64_2x1_pp_ahead_sm_90a_0123456789ab_means", "gemm"),
+        ("nvjet_sm90_tst_128x256_64x4_1x2_h_bz_coopA_NTT", "gemm"),
+        ("triton_tem_fused_mm_t_3", "gemm"),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64>>", "attention"),
+        ("triton_poi_fused_add_cat_mul_neg_0", "other"),
+    ],
+)
+def test_kernels_are_told_apart_by_their_names(kernel, kind):
+    assert script("profile_layer").kind_of(kernel) == kind

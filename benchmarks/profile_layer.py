@@ -1,0 +1,85 @@
+"""Where the time of a decoder layer goes, kernel by kernel: ours and torch.compile's, by PyTorch's profiler.
+
+    python benchmarks/profile_layer.py --out benchmarks/results/layer_kernels_h100.json
+
+The layers are those of bench_layer.py. Kernels that overlap are counted in full each, and gaps between kernels not at
+all, so that the sum is not the layer's time. Each row: {"phase", "m", "variant", "kind", "kernel", "count", "us"} for
+one call of the layer, where the kind is "gemm", "attention" or "other".
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import bench_layer
+import harness
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+CALLS = 10
+# Parts of kernels' names, in lower case.
+KINDS = {
+    "attention": ("flash", "fmha", "attention", "splitkv"),
+    "gemm": ("gemm", "nvjet", "cutlass", "triton_mm", "_mm_", "triton_tem"),
+}
+
+
+def kind_of(kernel: str) -> str:
+    """Say what a kernel does, by its name."""
+    return next((kind for kind, parts in KINDS.items() if any(part in kernel.lower() for part in parts)), "other")
+
+
+def kernels_of(run: Callable[[], object]) -> list[dict[str, Any]]:
+    """Return the kernels of one call, the longest first."""
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
+        for _ in range(CALLS):
+            run()
+        torch.cuda.synchronize()
+    totals: dict[str, list[float]] = defaultdict(list)
+    for event in found.events() or ():
+        if event.device_type == DeviceType.CUDA and event.device_time_total > 0:
+            totals[event.name].append(event.device_time_total)
+    rows = [
+        {
+            "kind": kind_of(name),
+            "kernel": name[:120],
+            "count": round(len(times) / CALLS, 1),
+            "us": round(sum(times) / CALLS, 2),
+        }
+        for name, times in totals.items()
+    ]
+    return sorted(rows, key=lambda row: -float(row["us"]))
+
+
+def main() -> None:
+    """Profile both layers in both phases and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", default=["prefill:4096", "decode:1", "decode:64"])
+    parser.add_argument("--cache", type=int, default=1024, help="positions of the cache, the new one included")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    config = bench_layer.block.configuration(bench_layer.block.EIGHT_B)
+    rows: list[dict[str, Any]] = []
+    with torch.no_grad():
+        for case in args.cases:
+            phase, m = case.split(":")
+            variants = bench_layer.variants(config, phase, int(m), args.cache, ["passed", "compile"])
+            for name, run in variants.runs.items():
+                kernels = kernels_of(lambda run=run: run(0))
+                rows += [{"phase": phase, "m": int(m), "variant": name, **kernel} for kernel in kernels]
+                sums = {k: round(sum(r["us"] for r in kernels if r["kind"] == k), 1) for k in (*KINDS, "other")}
+                print(case, name, sums, flush=True)
+            harness.save(args.out, {**harness.environment(), "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
