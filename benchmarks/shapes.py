@@ -101,6 +101,10 @@ NORMS: tuple[Shape, ...] = tuple(
     (m, n, k) for n, k in ((6144, 4096), (28672, 4096)) for m in (1, 16, 64, 256, 1024, 2048, 4096, 8192)
 )
 GATES: tuple[Shape, ...] = tuple((m, 14336, 4096) for m in (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192))
+# What follows attention and the gates in an 8B model's layer, added to the residual stream.
+RESIDUALS: tuple[Shape, ...] = tuple(
+    (m, 4096, k) for k in (4096, 14336) for m in (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+)
 SETS: dict[str, tuple[Shape, ...]] = {
     "grid": GRID,
     "unseen": UNSEEN,

@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 
 import shapes
+import torch
 
 from cutlass_ops import builtin, norms, ops, tables
 from cutlass_ops.config import config_from_json
@@ -19,7 +20,7 @@ from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.tables import Problem
 from cutlass_ops.tuning import Effort, tune
 
-SHAPES = {"grid": shapes.GRID, "tuning": shapes.TUNING, "norms": shapes.NORMS, "gates": shapes.GATES}
+SHAPES = {name: getattr(shapes, name.upper()) for name in ("grid", "tuning", "norms", "gates", "residuals")}
 
 
 def main() -> None:
@@ -29,6 +30,7 @@ def main() -> None:
         "rmsnorm": norms.rmsnorm_op(),
         "swiglu": ops.op(builtin.swiglu),
         "rmsnorm_swiglu": norms.rmsnorm_op(builtin.swiglu),
+        "residual_rms": norms.residual_rms_op(torch.bfloat16),
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--op", choices=list(named), default="gemm_bias_relu")
