@@ -28,17 +28,16 @@ struct Reduced {
 
 // Called by a warp that has stored its part of some results, of which there are `each`: whether all others are there too.
 CUTLASS_DEVICE bool all_arrived(unsigned* arrived, int each) {
-  int const lane = int(threadIdx.x) % 32;
   __syncwarp();
-  unsigned before = 0;
-  if (lane == 0) {
+  bool last = false;
+  if (threadIdx.x % 32 == 0) {
     __threadfence();
-    before = atomicAdd(arrived, 1u);
+    last = atomicAdd(arrived, 1u) == unsigned(each) - 1;
+    if (last) *arrived = 0;  // as it was found
+    __threadfence();
   }
-  if (__shfl_sync(0xffffffff, before, 0) != unsigned(each) - 1) return false;
-  if (lane == 0) *arrived = 0;  // as it was found
-  __threadfence();
-  return true;
+  __syncwarp();  // what this lane has seen, all have
+  return __any_sync(0xffffffff, last);
 }
 
 // Joins the parts of `count` results, the first of which has this number; a warp's work.
