@@ -137,6 +137,7 @@ struct SharedRows {
   CUTLASS_DEVICE static unsigned wait(Params const& params, unsigned row) {
     Pace const& pace = params.beside.pace;
     constexpr int kPatience = 1 << 12;  // polls; nothing that is right waits so long
+    CUTLASS_PRAGMA_NO_UNROLL
     for (int poll = 0; poll < kPatience; ++poll) {
       unsigned done;
       asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(done) : "l"(params.beside.done) : "memory");
