@@ -43,6 +43,7 @@ def shared_memory(spec: KernelSpec, stages: int | None = None) -> int:
 
 _MBARRIER_BYTES = 8
 _STEP_COLUMNS = 32  # kStepColumns in epilogue.h
+_WARP_ROWS = 16  # RowReduction in sm90_reduction.h
 _MEANS_ALIGNMENT = 1024  # TileMeans::kAlignment in gather.h
 
 
@@ -57,8 +58,9 @@ def sm90_source(spec: KernelSpec) -> str | None:
 
 def sm90_plain_epilogue(spec: KernelSpec) -> bool:
     """Whether ``epilogue.h`` stores D: where TMA can, and no tensor has D's size but it and CUTLASS's C."""
-    tiles = [i.name for i in spec.epilogue.inputs if i.kind is Kind.TILE]
-    return spec.d.aligned and not spec.outputs and all(name == sm90_source(spec) for name in tiles)
+    read = [i.name for i in spec.epilogue.inputs if i.kind is Kind.TILE]
+    written = [o for o in spec.epilogue.outputs[1:] if o.reduce is None]
+    return spec.d.aligned and not written and all(name == sm90_source(spec) for name in read)
 
 
 def sm90_output_tile(spec: KernelSpec) -> ThreadblockShape:
@@ -212,7 +214,10 @@ def _sm90_epilogue(spec: KernelSpec) -> _Block:
 
 
 def _sm90_visitors(spec: KernelSpec) -> Iterator[_Block]:
-    """``SharedStorage`` of the visitors that have any, in ``epilogue/fusion/sm90_visitor_{load,store}_*.hpp``."""
+    """``SharedStorage`` of the visitors that have any.
+
+    Those of ``epilogue/fusion/sm90_visitor_{load,store}_*.hpp``, ``epilogue.h`` and ``sm90_reduction.h``.
+    """
     stages_c, stages_d = sm90_epilogue_stages(spec)
     source = sm90_source(spec)
     if _sm90(spec).means != "gathered" and along_n(spec, Kind.COL):
@@ -226,6 +231,8 @@ def _sm90_visitors(spec: KernelSpec) -> Iterator[_Block]:
     for output, operand in spec.typed_outputs:
         if output.reduce is None and operand.aligned:
             yield _sm90_tiles(spec, operand, stages_d)
+        elif output.reduce is not None and along_n(spec, output.kind) and sm90_plain_epilogue(spec):
+            yield _Block(sm90_epilogue_tile(spec)[0] // _WARP_ROWS * sm90_output_tile(spec).n * f32.bytes)
 
 
 def _sm90_tiles(spec: KernelSpec, operand: Operand, stages: int) -> _Block:

@@ -152,6 +152,10 @@ def _compute(graph: Graph, root: int, roots: list[int], names: dict[int, str]) -
     return Compute(names[root], (*leaves, *(name for name in args if name not in leaves)), tuple(lines))
 
 
+# What reduce.h has for each reduction.
+REDUCTIONS = {"sum": "Sum", "sum_square": "SumSquare", "max": "Max"}
+
+
 # ---- Operands and launch arguments -----------------------------------------------------------------------------------
 
 _READERS = {Kind.ROW: "row", Kind.COL: "col", Kind.TILE: "tile", Kind.SCALAR: "scalar", Kind.PRODUCT: "second"}

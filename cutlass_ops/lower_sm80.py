@@ -13,11 +13,9 @@ from cutlass_ops import arch
 from cutlass_ops.config import Sm80Config
 from cutlass_ops.epilogue.graph import Kind, Output
 from cutlass_ops.epilogue.ops import GATHERED
-from cutlass_ops.lower import ACC, Lowered, fields, layout_of, lower, types
+from cutlass_ops.lower import ACC, REDUCTIONS, Lowered, fields, layout_of, lower, types
 from cutlass_ops.orientation import along_n, oriented, reduced_along_m, swapped
 from cutlass_ops.spec import KernelSpec, Operand
-
-_REDUCTIONS = {"sum": "Sum", "sum_square": "SumSquare", "max": "Max"}
 
 
 @dataclass(frozen=True)
@@ -115,7 +113,7 @@ def _store(spec: KernelSpec, output: Output, operand: Operand, value: int) -> No
         visitor = _tile("AuxStore", f"Element_{output.name}", operand, spec)
         return Node(f"Store_{output.name}", visitor, f"o.{output.name}", (value,))
     side = "Row" if along_n(spec, output.kind) else "Col"
-    visitor = f"sm80::{side}Reduction<sm80::{_REDUCTIONS[output.reduce]}, ThreadMap>"
+    visitor = f"sm80::{side}Reduction<cutlass_ops::reduce::{REDUCTIONS[output.reduce]}, ThreadMap>"
     return Node(f"Reduce_{output.name}", visitor, f"o.{_partial(output)}", (value,))
 
 

@@ -13,7 +13,7 @@ from cutlass_ops.config import MEANS, Sm90Config
 from cutlass_ops.dtypes import DType, f32
 from cutlass_ops.epilogue.graph import Kind, Output
 from cutlass_ops.epilogue.ops import GATHERED
-from cutlass_ops.lower import ACC, Lowered, fields, layout_of, lower, types
+from cutlass_ops.lower import ACC, REDUCTIONS, Lowered, fields, layout_of, lower, types
 from cutlass_ops.orientation import along_n, oriented, swapped
 from cutlass_ops.spec import KernelSpec, Operand
 
@@ -28,8 +28,8 @@ _EPILOGUE = {
     "warp_specialized": "TmaWarpSpecialized",
 }
 
-# For each reduction: the functor that folds a value in, the one that joins partial results, and the identity.
-_REDUCTIONS = {
+# Of CUTLASS's reductions: the functor that folds a value in, the one that joins partial results, and the identity.
+_CUTLASS_REDUCTIONS = {
     "sum": ("cutlass_ops::Sum", "cutlass_ops::Sum", "0.0f"),
     "sum_square": ("cutlass_ops::SumSquare", "cutlass_ops::Sum", "0.0f"),
     "max": ("cutlass_ops::Max", "cutlass_ops::Max", "-cutlass::platform::numeric_limits<float>::infinity()"),
@@ -56,6 +56,11 @@ def context(spec: KernelSpec) -> dict[str, Any]:
     nodes, is_tree = _nodes(spec, lowered, c_operand, plain)
     tile = config.threadblock
     c_type = spec.inputs[_input_index(spec, c_operand)] if c_operand else None
+    takes_means = bool(spec.epilogue.gathered) and config.means != "gathered"
+    reductions = _reductions(spec) if plain else []
+    scratch = [f"cutlass_ops::parts_bytes<{r['node']}>({r['extents'].replace('o.', '')})" for r in reductions]
+    if takes_means and config.means == "ahead":
+        scratch.append("cutlass_ops::means_bytes<WhichMeans>(problem)")
     return types(spec, lowered) | {
         "tile": {"m": tile.m, "n": tile.n, "k": tile.k},
         "cluster": {"m": config.cluster.m, "n": config.cluster.n},
@@ -70,7 +75,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "part_n": config.part.n,
         "gathers": _gathers(spec),
         "means": config.means if spec.epilogue.gathered else None,
-        "takes_means": bool(spec.epilogue.gathered) and config.means != "gathered",
+        "takes_means": takes_means,
         "waits_late": bool(spec.epilogue.gathered)
         and config.means == "ahead"
         and plain
@@ -103,9 +108,27 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "store_d_by_tma": spec.d.aligned,
         "shared_memory_limit": arch.target(spec.target).shared_memory - footprint.sm90_means_smem(spec),
         "fields": fields(spec, _in_whole_accesses),
+        "reductions": reductions,
+        "prepares": takes_means or bool(reductions),
+        "scratch": " + ".join(scratch),
         "c_pointer": f"o.{c_operand}.ptr<Element_{c_operand}>()" if c_operand else "nullptr",
         "c_stride": f"cutlass_ops::stride<typename GemmKernel::StrideC>(o.{c_operand})" if c_operand else "{}",
     }
+
+
+def _reductions(spec: KernelSpec) -> list[dict[str, str]]:
+    """List the visitors that reduce, with how many results each has and of how many elements of D each is one."""
+    extents = {Kind.COL: "o.problem.m, o.problem.n", Kind.ROW: "o.problem.n, o.problem.m"}
+    return [
+        {"node": f"Reduce_{o.name}", "parts": _parts(o), "extents": extents[o.kind]}
+        for o, _ in spec.typed_outputs
+        if o.reduce is not None
+    ]
+
+
+def _parts(output: Output) -> str:
+    """Name the parts of a reduction's results. No name that users give ends in an underscore."""
+    return f"{output.name}_parts_"
 
 
 def _part_shape(spec: KernelSpec) -> str:
@@ -202,7 +225,7 @@ def _nodes(spec: KernelSpec, lowered: Lowered, c_operand: str | None, plain: boo
                 tuple(at[a] for a in compute.args),
             ),
         )
-    nodes += [_store(spec, store.output, at[store.compute]) for store in others]
+    nodes += [_store(spec, store.output, at[store.compute], plain) for store in others]
     if not spec.d.aligned:
         nodes.append(_direct_store("d", "ElementD", "LayoutKernelD", "AlignmentD", at[d_store.compute]))
     elif others or lowered.computes[-1].name != d_store.compute:
@@ -298,13 +321,22 @@ def _tile_load(spec: KernelSpec, leaf: str, operand: Operand, c_operand: str | N
     return Node(name, visitor, arguments, aliases=(stride,))
 
 
-def _store(spec: KernelSpec, output: Output, value: int) -> Node:
+def _store(spec: KernelSpec, output: Output, value: int, plain: bool) -> Node:
     index = next(i for i, o in enumerate(spec.epilogue.outputs[1:]) if o.name == output.name)
     operand = spec.outputs[index]
     name, element = output.name, f"Element_{output.name}"
     if output.reduce is not None:
-        fold, join, identity = _REDUCTIONS[output.reduce]
         by_columns = along_n(spec, output.kind)
+        if plain:
+            kind, sides = "Row" if by_columns else "Col", 2 if _config(spec).side_by_side else 1
+            reduction = f"cutlass_ops::reduce::{REDUCTIONS[output.reduce]}"
+            return Node(
+                f"Reduce_{name}",
+                f"cutlass_ops::{kind}Reduction<{reduction}, {_part_shape(spec)}, EpilogueTile, {element}, {sides}>",
+                f"{{o.{name}, o.{_parts(output)}}}",
+                (value,),
+            )
+        fold, join, identity = _CUTLASS_REDUCTIONS[output.reduce]
         visitor, stride = ("Sm90RowReduction", "_0, _1, _0") if by_columns else ("Sm90ColReduction", "_1, _0, _0")
         return Node(
             f"Reduce_{name}",

@@ -294,7 +294,7 @@ def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
 def _legal(signature: OpSignature, config: Config, device: Device) -> Config | None:
     """Return a configuration if it is legal, else the form of it that is.
 
-    That is one that has means of A's rows from elsewhere, or its pingpong form: reductions need a persistent workspace.
+    That is one that has means of A's rows from elsewhere, or its pingpong form: CUTLASS's reductions are persistent.
     """
     tried: list[Config] = [config]
     if isinstance(config, Sm90Config) and signature.epilogue.gathered:

@@ -65,7 +65,7 @@ def _side_by_side(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
     if config.scheduler == "stream_k" or config.split_k > 1:
         yield f"{where}: whole tiles only; use scheduler 'persistent' and split_k 1, or a multiple of 128 rows"
     if not sm90_plain_epilogue(spec) or sm90_source(spec) is not None:
-        yield f"{where}: the epilogue may read no tile and give D alone, aligned; use a multiple of 128 rows"
+        yield f"{where}: the epilogue may read no tile and store none but D, aligned; use a multiple of 128 rows"
 
 
 def _tile_n(_: KernelSpec, config: Sm90Config) -> Iterator[str]:
@@ -229,7 +229,7 @@ def _second_weight(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
         )
     if spec.b.major != "col":
         yield f"{where}, which lies beside b's K along each line: b is {spec.b}; use a column-major one"
-    if not sm90_plain_epilogue(spec) or sm90_source(spec) is not None:
+    if not sm90_plain_epilogue(spec) or spec.outputs or sm90_source(spec) is not None:
         yield f"{where}: the epilogue may read no tile and give D alone, aligned; use two GEMMs"
     tile = config.threadblock
     if swapped(spec):
@@ -242,7 +242,9 @@ def _second_weight(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
 
 def _reduction_schedule(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
     for output in spec.epilogue.outputs:
-        if output.reduce is not None and config.schedule == "warp_specialized":
+        if output.reduce is None or sm90_plain_epilogue(spec):
+            continue
+        if config.schedule == "warp_specialized":
             yield (
                 f"output {output.name} is a reduction, and CUTLASS's 'warp_specialized' kernel gives an epilogue no "
                 f"workspace for partial results: use schedule 'pingpong' or 'cooperative'"
@@ -253,7 +255,7 @@ def _reduction_tile(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
     # Sm90RowReduction halves, in shuffles between the 8 lanes of a column, what a thread holds for n / 8 column pairs.
     # From 8 pairs on it takes for granted that each lane is left with the same number of them.
     n = config.threadblock.n
-    if n > 64 and n % 64:
+    if n > 64 and n % 64 and not sm90_plain_epilogue(spec):
         for name in reduced_along_m(spec):
             yield (
                 f"threadblock.n is {n} and output {name} is reduced along the kernel's M: CUTLASS's shuffles then drop "
@@ -265,7 +267,7 @@ def _reduction_buffer(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
     epi_m, epi_n = sm90_epilogue_tile(spec)
     warps = 8 if config.schedule == "cooperative" else 4
     needed, there = warps * config.threadblock.n * f32.bytes, epi_m * epi_n * spec.d.dtype.bytes
-    if needed > there:
+    if needed > there and not sm90_plain_epilogue(spec):
         for name in reduced_along_m(spec):
             yield (
                 f"threadblock.n is {config.threadblock.n} and output {name} is reduced along the kernel's M: that "

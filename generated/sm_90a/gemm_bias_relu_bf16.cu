@@ -131,8 +131,8 @@ struct Gemm {
     };
   }
 
-  static constexpr bool kTakesMeans = false;
-  static int64_t means_bytes(cutlass_ops::Problem) { return 0; }
+  static constexpr bool kPrepares = false;
+  static int64_t scratch_bytes(cutlass_ops::Problem) { return 0; }
 };
 
 }  // namespace

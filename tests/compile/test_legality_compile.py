@@ -87,6 +87,12 @@ def row_sums(acc, bias: co.Row):
 
 
 @co.epilogue
+def both_ways(acc, bias: co.Row):
+    x = acc + bias
+    return {"d": x, "squares": co.sum_square(x, dim=1), "largest": co.max(x, dim=0)}
+
+
+@co.epilogue
 def everything(acc, bias: co.Row, scale: co.Col, r: co.Tile, gate: co.Tile, alpha: co.Scalar):
     x = acc * scale + bias
     y = co.silu(x) * alpha + r * gate
@@ -95,7 +101,21 @@ def everything(acc, bias: co.Row, scale: co.Col, r: co.Tile, gate: co.Tile, alph
 
 norm, centred, swiglu = builtin.rms_norm, builtin.layer_norm, builtin.swiglu
 
-EPILOGUES = (plain, bias_relu, scaled, residual, gated, saved, column_sum, row_sums, everything, norm, centred, swiglu)
+EPILOGUES = (
+    plain,
+    bias_relu,
+    scaled,
+    residual,
+    gated,
+    saved,
+    column_sum,
+    row_sums,
+    both_ways,
+    everything,
+    norm,
+    centred,
+    swiglu,
+)
 
 
 def first_error(spec):
@@ -137,13 +157,14 @@ def sm80(threadblock, warp, **changes):
         sm90(256, 208, 64, schedule="cooperative", epilogue=centred, swap_ab=True, means="beside"),
         sm90(128, 64, 32, epilogue=norm, means="beside", a="f16.row", b="f16.col", d="f16.row"),
         sm90(128, 104, 64, epilogue=norm, means="ahead", swap_ab=True, a="f16.row", b="f16.col", d="f16.row"),
+        sm90(192, 128, 64, schedule="cooperative", epilogue=both_ways),
         sm90(256, 64, 128, schedule="cooperative", epilogue=swiglu, swap_ab=True, cluster=ClusterShape(2, 1)),
         sm80((64, 256, 32), (32, 64, 32), epilogue=everything, d="f32.col", stages=2),
         sm80((64, 64, 32), (32, 32, 32), epilogue=norm, a="bf16.col"),
     ],
     ids=[
         *("sm90", "sm90-stream_k", "sm90-split_k", "sm90-multiple_of_8", "sm90-gathered", "sm90-beside-swapped"),
-        *("sm90-beside", "sm90-ahead", "sm90-second_weight", "sm80", "sm80-means"),
+        *("sm90-beside", "sm90-ahead", "sm90-reductions", "sm90-second_weight", "sm80", "sm80-means"),
     ],
 )
 def test_what_is_accepted_compiles_and_takes_the_memory_that_was_foretold(spec):

@@ -71,9 +71,13 @@ cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* id) {
 #define REQUIRE(...) \
   if (!(__VA_ARGS__)) return std::printf("line %d: %s\n", __LINE__, #__VA_ARGS__), 1
 
+struct First;
+struct Second;
+
+template <class User = First>
 static char* of(int device, size_t stream, int64_t bytes) {
   void* found = nullptr;
-  auto const error = cutlass_ops::Standing::of(device, reinterpret_cast<cudaStream_t>(stream), bytes, &found);
+  auto const error = cutlass_ops::Standing::of<User>(device, reinterpret_cast<cudaStream_t>(stream), bytes, &found);
   return error == cudaSuccess ? static_cast<char*>(found) : nullptr;
 }
 static bool is_zero(char const* start, int64_t bytes) {
@@ -97,6 +101,8 @@ int main() {
   REQUIRE(mode == cudaStreamCaptureModeGlobal && streams == 0);
   int const before = mallocs;
   REQUIRE(of(0, 1, 1000) == first && of(0, 1, 1) == first);
+  char* const of_another = of<Second>(0, 1, 1000);  // for something else in the same launch
+  REQUIRE(of_another >= first + 1000 || of_another + 1000 <= first);
   char* const other = of(0, 2, 1000);
   REQUIRE(other >= first + 1000 || other + 1000 <= first);
   REQUIRE(size_t(other) % 256 == 0 && is_zero(other, 1000));

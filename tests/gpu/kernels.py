@@ -24,25 +24,37 @@ OPS = {op.name: op for op in ops.NAMED}
 
 # Small tiles: quick to compile, and problems of a few hundred have edges in every direction.
 SM90 = co.Sm90Config(co.ThreadblockShape(64, 64, 64), schedule="warp_specialized")
-# Reductions need a kernel whose epilogue has a workspace.
+# Where CUTLASS's epilogue stores, reductions need a kernel that gives it a workspace.
 SM90_REDUCING = co.Sm90Config(co.ThreadblockShape(64, 64, 64), schedule="pingpong")
 SM80 = co.Sm80Config(co.ThreadblockShape(64, 64, 32), co.WarpShape(32, 32, 32), stages=2)
+
+
+def _six(z, d):
+    sums = {"row_sum": co.sum(d, dim=1), "row_square": co.sum_square(z, dim=1), "row_max": co.max(d, dim=1)}
+    return sums | {"col_sum": co.sum(z, dim=0), "col_square": co.sum_square(d, dim=0), "col_max": co.max(d, dim=0)}
 
 
 @co.epilogue
 def everything(acc, bias: co.Row, scale: co.Col, residual: co.Tile, other: co.Tile, alpha: co.Scalar):
     z = acc * scale + bias
     d = co.silu(z) * alpha + residual - other
-    return {
-        "d": d,
-        "pre": z,
-        "row_sum": co.sum(d, dim=1),
-        "row_square": co.sum_square(z, dim=1),
-        "row_max": co.max(d, dim=1),
-        "col_sum": co.sum(z, dim=0),
-        "col_square": co.sum_square(d, dim=0),
-        "col_max": co.max(d, dim=0),
-    }
+    return {"d": d, "pre": z, **_six(z, d)}
+
+
+@co.epilogue
+def summed(acc, bias: co.Row, scale: co.Col, residual: co.Tile, alpha: co.Scalar):
+    """The same reductions where no other tile is stored."""
+    z = acc * scale + bias
+    d = co.silu(z) * alpha + residual
+    return {"d": d, **_six(z, d)}
+
+
+@co.epilogue
+def summed_alone(acc, bias: co.Row, scale: co.Col, alpha: co.Scalar):
+    """And where none is read."""
+    z = acc * scale + bias
+    d = z * alpha
+    return {"d": d, **_six(z, d)}
 
 
 @co.epilogue
@@ -236,6 +248,26 @@ def multi_output() -> dict[str, KernelSpec]:
     return found | {f"{SM80.slug}-unaligned": unaligned}
 
 
+def reductions() -> dict[str, KernelSpec]:
+    """Six reductions in kernels of every kind, which whichever tile comes last joins."""
+    shape, cluster = co.ThreadblockShape, co.ClusterShape
+    beside_a_tile = (
+        co.Sm90Config(shape(128, 128, 64), cluster(2, 1), schedule="pingpong"),
+        co.Sm90Config(shape(128, 104, 64), cluster(1, 2), schedule="pingpong", swap_ab=True),
+        co.Sm90Config(shape(256, 64, 64), cluster(2, 2), schedule="cooperative"),
+        co.Sm90Config(shape(64, 48, 64), schedule="warp_specialized"),
+        co.Sm90Config(shape(64, 8, 128), schedule="warp_specialized", swap_ab=True),
+    )
+    alone = (
+        co.Sm90Config(shape(192, 176, 64), cluster(2, 1), schedule="cooperative"),
+        co.Sm90Config(shape(192, 48, 64), cluster(1, 2), schedule="cooperative", swap_ab=True),
+        co.Sm90Config(shape(64, 40, 64), cluster(1, 4), schedule="pingpong"),
+        co.Sm90Config(shape(128, 64, 64), schedule="cooperative", scheduler="stream_k"),
+    )
+    found = {f"summed-{c.slug}": spec(ops.op(summed), "bf16", ("row", "col"), c) for c in beside_a_tile}
+    return found | {f"summed_alone-{c.slug}": spec(ops.op(summed_alone), "bf16", ("row", "col"), c) for c in alone}
+
+
 def unordered() -> dict[str, KernelSpec]:
     """Inputs that are used in another order than they are declared in."""
     op = ops.op(out_of_order)
@@ -333,7 +365,16 @@ def named() -> dict[str, list[KernelSpec]]:
     """Return all kernels that tests know by name; several may have one."""
     from tests.gpu import edges
 
-    groups = (matrix(), configurations(), multi_output(), unordered(), drawn_specs(), overlapping(), gathering())
+    groups = (
+        matrix(),
+        configurations(),
+        multi_output(),
+        reductions(),
+        unordered(),
+        drawn_specs(),
+        overlapping(),
+        gathering(),
+    )
     found: dict[str, list[KernelSpec]] = {}
     for group in (*groups, edges.specs()):
         for name, wanted in group.items():

@@ -53,6 +53,16 @@ def row_sum(acc):
 
 
 @co.epilogue
+def column_sum_and_tile(acc):
+    return {"d": co.relu(acc), "pre": acc, "total": co.sum(acc, dim=0)}
+
+
+@co.epilogue
+def row_sum_and_tile(acc):
+    return {"d": co.relu(acc), "pre": acc, "total": co.sum(acc, dim=1)}
+
+
+@co.epilogue
 def everything(acc, bias: co.Row, scale: co.Col, r: co.Tile, gate: co.Tile, alpha: co.Scalar):
     x = acc * scale + bias
     y = co.silu(x) * alpha + r * gate
@@ -168,10 +178,12 @@ NEIGHBOURS = [
     ("second_weight", sm90(epilogue=swiglu), sm90(epilogue=swiglu, d="bf16.row.align2")),
     ("second_weight", sm90(epilogue=swiglu, **COOP), sm90(epilogue=swiglu, scheduler="stream_k", **COOP)),
     ("second_weight", sm80(), sm80(epilogue=swiglu)),
-    ("reduction_schedule", sm90(epilogue=row_sum), sm90(epilogue=row_sum, **WS)),
-    ("reduction_tile", sm90(n=48, epilogue=column_sum), sm90(n=96, epilogue=column_sum)),
-    ("reduction_tile", sm90(n=96, epilogue=row_sum), sm90(n=96, epilogue=row_sum, swap_ab=True)),
-    ("reduction_tile", sm90(n=128, epilogue=column_sum), sm90(n=160, epilogue=column_sum)),
+    ("reduction_schedule", sm90(epilogue=row_sum_and_tile), sm90(epilogue=row_sum_and_tile, **WS)),
+    ("reduction_schedule", sm90(epilogue=row_sum, **WS), sm90(epilogue=row_sum, d="bf16.row.align2", **WS)),
+    ("reduction_tile", sm90(n=48, epilogue=column_sum_and_tile), sm90(n=96, epilogue=column_sum_and_tile)),
+    ("reduction_tile", sm90(n=96, epilogue=row_sum_and_tile), sm90(n=96, epilogue=row_sum_and_tile, swap_ab=True)),
+    ("reduction_tile", sm90(n=128, epilogue=column_sum_and_tile), sm90(n=160, epilogue=column_sum_and_tile)),
+    ("reduction_tile", sm90(n=160, epilogue=column_sum), sm90(n=160, epilogue=column_sum_and_tile)),
     ("instruction", sm80(), sm80(instruction=InstructionShape(16, 8, 4))),
     ("warp_tile", sm80((128, 64, 32), (64, 32, 32)), sm80((128, 64, 32), (64, 36, 32))),
     ("sliced_k", sm80((128, 128, 64), (64, 64, 64)), sm80((128, 128, 64), (64, 64, 32))),
@@ -209,8 +221,8 @@ def test_each_rule_accepts_one_neighbour_and_refuses_the_other(rule, kept, broke
 COMPANIONS = [
     (
         "reduction_buffer",
-        sm90(64, 56, epilogue=column_sum, **MN_MAJOR),
-        sm90(64, 72, epilogue=column_sum, **MN_MAJOR),
+        sm90(64, 56, epilogue=column_sum_and_tile, **MN_MAJOR),
+        sm90(64, 72, epilogue=column_sum_and_tile, **MN_MAJOR),
         {"reduction_tile"},
     ),
     (

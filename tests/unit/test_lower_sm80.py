@@ -121,8 +121,8 @@ def test_each_tensor_keeps_its_own_alignment():
 def test_reductions_have_partial_values_and_a_second_step():
     s = spec(epilogue=reduced)
     found = nodes(s)
-    assert found["Reduce_row_squares"]["type"] == "sm80::ColReduction<sm80::SumSquare, ThreadMap>"
-    assert found["Reduce_column_max"]["type"] == "sm80::RowReduction<sm80::Max, ThreadMap>"
+    assert found["Reduce_row_squares"]["type"] == "sm80::ColReduction<cutlass_ops::reduce::SumSquare, ThreadMap>"
+    assert found["Reduce_column_max"]["type"] == "sm80::RowReduction<cutlass_ops::reduce::Max, ThreadMap>"
     assert found["Reduce_row_squares"]["arguments"] == "o.partial_row_squares_"
     source = render(s)
     assert f"void const* const kernel = cutlass_ops::handle(&{s.slug}_row_squares);" in source

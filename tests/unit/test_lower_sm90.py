@@ -60,7 +60,12 @@ def two_tiles(acc, gate: co.Tile, residual: co.Tile):
 
 @co.epilogue
 def reducing(acc, bias: co.Row):
-    return {"d": acc + bias, "norm": co.sum_square(acc, dim=1)}
+    return {"d": acc + bias, "norm": co.sum_square(acc, dim=1), "most": co.max(acc, dim=0)}
+
+
+@co.epilogue
+def reducing_and_saving(acc, bias: co.Row):
+    return {"d": acc + bias, "pre": acc, "norm": co.sum_square(acc, dim=1)}
 
 
 def of(epilogue, *, swap_ab=False, d="bf16.row", split_k=1):
@@ -86,12 +91,47 @@ def test_blocks_that_split_k_read_their_part_of_a_row():
     assert f"cutlass_ops::RowInput<{inputs}>" in of(co.gemm_bias_relu.epilogue, split_k=4)
 
 
-@pytest.mark.parametrize("epilogue", [two_tiles, reducing, saved])
+@pytest.mark.parametrize("epilogue", [two_tiles, reducing_and_saving, saved])
 def test_other_epilogues_have_cutlass_s(epilogue):
     source = of(epilogue)
     assert "epilogue.h" not in source
     assert "using CollectiveEpilogue = typename cutlass::" in source
     assert "Input<" not in source
+
+
+@pytest.mark.parametrize(
+    ("swap_ab", "tile", "schedule", "norm", "most", "sides"),
+    [
+        (False, (128, 128, 64), "pingpong", "Col", "Row", 1),
+        (True, (128, 128, 64), "pingpong", "Row", "Col", 1),
+        (False, (128, 96, 64), "warp_specialized", "Col", "Row", 1),
+        (False, (192, 128, 64), "cooperative", "Col", "Row", 2),
+    ],
+)
+def test_reductions_are_joined_by_whichever_tile_comes_last(swap_ab, tile, schedule, norm, most, sides):
+    text = source(reducing, tile=tile, schedule=schedule, swap_ab=swap_ab)
+    assert '#include "cutlass_ops/sm90_reduction.h"' in text
+    shape = f"ThreadblockShape, EpilogueTile, Element_{{}}, {sides}>;"
+    assert f"Reduce_norm = cutlass_ops::{norm}Reduction<cutlass_ops::reduce::SumSquare, {shape.format('norm')}" in text
+    assert f"Reduce_most = cutlass_ops::{most}Reduction<cutlass_ops::reduce::Max, {shape.format('most')}" in text
+    assert "{o.norm, o.norm_parts_},  // Reduce_norm" in text
+    # A result for each row has a part for each tile of columns, in the problem's own orientation.
+    norms, mosts = "<Reduce_norm>({}problem.m, {}problem.n)", "<Reduce_most>({}problem.n, {}problem.m)"
+    wanted = f"cutlass_ops::parts_bytes{norms} + cutlass_ops::parts_bytes{mosts}".format(*[""] * 4)
+    assert prepares(text) == (True, wanted)
+    for name, extents in (("norm", "o.problem.m, o.problem.n"), ("most", "o.problem.n, o.problem.m")):
+        assert f"share_parts<Reduce_{name}>(o.{name}_parts_, {extents}, preparing)" in text
+    # Nothing has to be cleared before, so the kernel may start while the one before it ends.
+    assert "#define CUTLASS_ENABLE_GDC_FOR_SM90" in text
+    assert "Sm90RowReduction" not in text
+    assert "Sm90ColReduction" not in text
+
+
+def test_what_is_taken_and_what_is_reduced_have_memory_of_their_own():
+    text = source(normed_and_reduced, means="ahead")
+    parts, means = "cutlass_ops::parts_bytes<Reduce_norm>(problem.m, problem.n)", "cutlass_ops::means_bytes<WhichMeans>"
+    assert prepares(text) == (True, f"{parts} + {means}(problem)")
+    assert text.index("share_parts<Reduce_norm>") < text.index("preparing.take(") < text.index("launch_means_ahead")
 
 
 def test_what_tma_cannot_store_has_cutlass_s():
@@ -112,6 +152,12 @@ def source(epilogue, *, d="bf16.row", tile=(128, 128, 64), **config):
 @co.epilogue
 def both_means(acc, bias: co.Row):
     return (acc - co.mean_of_a()) * co.rsqrt(co.mean_square_of_a()) + bias
+
+
+@co.epilogue
+def normed_and_reduced(acc):
+    d = acc * co.rsqrt(co.mean_square_of_a())
+    return {"d": d, "norm": co.sum_square(d, dim=1)}
 
 
 normed_gate = norms.rmsnorm_op(builtin.swiglu).epilogue
@@ -137,15 +183,15 @@ def test_the_main_loop_leaves_means_where_the_epilogue_reads_them(changes, rows,
     assert f"MainloopSchedule, {swapped}, 1, Means>" in text
     assert "// Means of A's rows, for the epilogue: gathered by the main loop from the tiles" in text
     assert not re.search("MeansAhead|RowReader|Awaited|o.rows", text)
-    assert takes_means(text) == (False, None)
+    assert prepares(text) == (False, None)
 
 
-def takes_means(text):
-    """Return whether something is done for means before a launch, and how many bytes of workspace they take, if any."""
-    (takes,) = re.findall(r"constexpr bool kTakesMeans = (true|false);", text)
-    (size,) = re.findall(r"int64_t means_bytes\(cutlass_ops::Problem(?: problem)?\) { return (.*); }", text)
-    assert text.count("cudaError_t take_means(") == (takes == "true")
-    return takes == "true", None if size == "0" else size
+def prepares(text):
+    """Return whether anything is done before a launch, and how many bytes of workspace that takes, if any."""
+    (prepares,) = re.findall(r"constexpr bool kPrepares = (true|false);", text)
+    (size,) = re.findall(r"int64_t scratch_bytes\(cutlass_ops::Problem(?: problem)?\) { return (.*); }", text)
+    assert text.count("cudaError_t prepare(") == (prepares == "true")
+    return prepares == "true", None if size == "0" else size
 
 
 @pytest.mark.parametrize(
@@ -163,14 +209,17 @@ def test_means_taken_beside_are_awaited_and_need_neither_a_kernel_nor_workspace(
     text = source(epilogue, means="beside", swap_ab=swap)
     assert text.count("CUTLASS_OPS_KERNEL(") == 1
     assert "MeansAhead" not in text
-    assert takes_means(text) == (True, None)
-    assert "cutlass_ops::share_rows<GemmKernel, Rows>(o.rows, arguments, taking)" in text
+    assert prepares(text) == (True, None)
+    assert "cutlass_ops::share_rows<GemmKernel, Rows>(o.rows, arguments, preparing)" in text
     shape = "OutputShape" if epilogue is normed_gate else "ThreadblockShape"
     for index, name in enumerate(epilogue.graph.gathered):
         assert f"Load_{name} = cutlass_ops::{input_visitor}<{shape}, EpilogueTile, cutlass_ops::Awaited>;" in text
         assert f"{{cutlass_ops::awaited(o.rows, {index})}},  // Load_{name}" in text
     assert "// Means of A's rows, for the epilogue: taken by idle warps beside the main loop, each row once." in text
-    assert "using Rows = cutlass_ops::RowReader<WhichMeans, ElementA, MajorA, AlignmentA>;" in text
+    reader = "cutlass_ops::RowReader<WhichMeans, ElementA, MajorA, AlignmentA>"
+    assert f"using Rows = cutlass_ops::SharedRows<{reader}>;" in text
+    assert "o.rows = {cutlass_ops::rows_of<Rows::Reader>(o.a, o.problem), {}};" in text
+    assert '#include "cutlass_ops/means_beside.h"' in text
     assert "TileMeans" not in text
     assert f"MainloopSchedule, {options}>" in text
     assert arguments in text
@@ -190,7 +239,7 @@ def test_the_two_means_are_numbered_as_they_are_stored():
 
 def test_means_taken_ahead_are_vectors_of_the_workspace_and_waited_for_late():
     text = source(both_means, means="ahead")
-    assert takes_means(text) == (True, "cutlass_ops::means_bytes<WhichMeans>(problem)")
+    assert prepares(text) == (True, "cutlass_ops::means_bytes<WhichMeans>(problem)")
     assert text.count("CUTLASS_OPS_KERNEL(") == 2
     assert text.index("#define CUTLASS_OPS_WAITS_LATE") < text.index("#include")
     assert "CUTLASS_ENABLE_GDC_FOR_SM90" not in text
@@ -222,7 +271,7 @@ def test_a_second_weight_has_half_of_the_tile(swap, shape, stride):
 def test_a_kernel_without_either_is_as_it_was():
     text = source(builtin.bias_relu)
     assert not re.search("Means<|WhichMeans|OutputShape|, 2>|o.rows", text)
-    assert takes_means(text) == (False, None)
+    assert prepares(text) == (False, None)
 
 
 @settings(max_examples=60, deadline=None)

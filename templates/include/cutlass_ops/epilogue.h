@@ -13,8 +13,6 @@
 #include "cutlass/epilogue/fusion/sm90_callbacks_tma_warpspecialized.hpp"
 #include "cutlass/gemm/collective/builders/sm90_common.inl"
 
-#include "cutlass_ops/row_means.h"
-
 namespace cutlass_ops {
 
 // Where the values of one wgmma lie, whatever its number of columns: value i of a thread is in row `row + 8 * (i / 2 % 2)`
@@ -69,39 +67,20 @@ struct Vector {
   Element const* values = nullptr;
 };
 
-template <>
-struct Vector<Awaited> : AwaitedMeans {};
-
-// Reading a value takes two steps, so that several are on their way at once: one may have to be waited for (row_means.h).
+// Reading a value takes two steps, so that several are on their way at once: one may have to be waited for. Elements of which
+// that is so have overloads of their own (means_beside.h).
 template <class Element>
 CUTLASS_DEVICE Element peek(Element const* at) {
-  if constexpr (cute::is_same_v<Element, Awaited>) {
-    return Awaited::peek(at);
-  } else {
-    return *at;
-  }
+  return *at;
 }
 template <class Element>
-CUTLASS_DEVICE void settle(Element& found, Element const* at) {
-  if constexpr (cute::is_same_v<Element, Awaited>) Awaited::settle(found, at);
-}
+CUTLASS_DEVICE void settle(Element&, Element const*) {}
 
 // What follows when a tile has been read: nothing, but for means that may have been the last to be.
 template <class Element>
 struct AfterReading {
   CUTLASS_DEVICE AfterReading(Vector<Element> const&, int, int, int) {}
   CUTLASS_DEVICE void operator()(int) const {}
-};
-template <>
-struct AfterReading<Awaited> {
-  AwaitedMeans const& means;
-  int tile, rows, left;
-
-  CUTLASS_DEVICE AfterReading(AwaitedMeans const& means, int tile, int rows, int extent)
-      : means(means), tile(tile), rows(rows), left(extent - tile * rows) {}
-  CUTLASS_DEVICE void operator()(int thread) const {
-    if (thread < 32) means.forget(tile, tile * rows, cute::min(rows, left), thread);
-  }
 };
 
 // What a thread holds of one value for each column: those of a part of the tile.

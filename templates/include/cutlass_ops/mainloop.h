@@ -63,7 +63,7 @@ struct NoRows {
 
 // With `kProducts` of 2, the weight's tile is half of a second matrix; the problem's M or N counts both. The weight is B, or A
 // in a kernel that computes the transposed problem, `kSwapped`. `Means` says what is gathered of the other operand's rows and
-// where it goes; void, nothing is. `Rows` says what idle warps take of A's rows beside the main loop (row_means.h).
+// where it goes; void, nothing is. `Rows` says what idle warps take of A's rows beside the main loop (means_beside.h).
 template <class ElementA_, class LayoutA, class ElementB_, class LayoutB, class Tile, class Cluster, int kStages,
           class Schedule, bool kSwapped = false, int kProducts = 1, class Means = void, class Rows = NoRows>
 class Mainloop {

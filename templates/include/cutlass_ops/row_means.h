@@ -1,7 +1,6 @@
 // Means of A's rows read from global memory, where the main loop does not gather them (gather.h): the same sums in the same
 // order. Either a small kernel takes them ahead of the GEMM; on Sm90 the GEMM starts while it runs, and waits for it before
-// its first epilogue only. Or, on Sm90, warps of the GEMM that would be idle take them beside its main loop, each row once in
-// the whole grid, and an epilogue waits for the rows of its tile.
+// its first epilogue only. Or, on Sm90, idle warps take them beside the main loop (means_beside.h).
 
 #pragma once
 
@@ -9,17 +8,8 @@
 
 #include "cutlass_ops/binding.h"
 #include "cutlass_ops/gather.h"
-#include "cutlass_ops/standing.h"
 
 namespace cutlass_ops {
-
-// How the blocks of a grid share the rows and their means beside the main loop. All is zero before a kernel, and after it.
-struct Sharing {
-  unsigned* claimed;  // rows that warps have taken, and one for each warp that there is not
-  unsigned* seen;     // for each tile of rows and each of the means: by how many tiles of D
-  int tiles;          // of rows
-  int readers;        // tiles of D that a tile of rows has
-};
 
 // Means of all rows come first in the result, then means of squares, of those that `What` has.
 template <class What_, class Element_, Major kMajor, int kAlignment>
@@ -33,7 +23,6 @@ struct RowReader {
     int k;
     float inverse_k;
     float* means;
-    Sharing beside;
   };
 
   // The sums of a row, one warp's: each eight lanes of it have segments of their own, and read so many pieces before they
@@ -106,8 +95,7 @@ struct RowReader {
   }
 };
 
-// ---- Ahead -------------------------------------------------------------------------------------------------------
-
+// A kernel ahead of the GEMM.
 template <class Rows>
 struct MeansAhead {
   using Params = typename Rows::Params;
@@ -127,87 +115,12 @@ struct MeansAhead {
   }
 };
 
-// ---- Beside ------------------------------------------------------------------------------------------------------
-
-// A mean, or nothing yet: zero. Means are whole words, so nobody sees a part of one, and no other memory depends on them.
-struct Awaited {
-  uint32_t bits;
-
-  Awaited() = default;
-  CUTLASS_HOST_DEVICE explicit Awaited(float mean) : bits(~__builtin_bit_cast(uint32_t, mean)) {}
-  CUTLASS_HOST_DEVICE explicit operator float() const { return __builtin_bit_cast(float, ~bits); }
-
-  CUTLASS_DEVICE static Awaited peek(Awaited const* at) {
-    Awaited found;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(found.bits) : "l"(at) : "memory");
-    return found;
-  }
-  // Whoever claimed the row is running, and waits for nobody.
-  CUTLASS_DEVICE static void settle(Awaited& found, Awaited const* at) {
-    while (found.bits == 0) {
-      asm volatile("nanosleep.u32 20;");
-      found = peek(at);
-    }
-  }
-  // NaN comes out of arithmetic with other bits than those that mean nothing; if it should not, it does here.
-  CUTLASS_DEVICE static void store(float* at, float mean) {
-    uint32_t const bits = Awaited(mean).bits;
-    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(bits == 0 ? 0x80000000u : bits) : "memory");
-  }
-};
-
-// Means of one kind as an epilogue reads them.
-struct AwaitedMeans {
-  Awaited* values = nullptr;
-  unsigned* seen = nullptr;
-  int readers = 0;
-
-  // Called when a tile has been read, by a warp: the last reader leaves all as it was found.
-  CUTLASS_DEVICE void forget(int tile, int first, int rows, int lane) const {
-#if defined(__CUDACC__)
-    unsigned before = 0;
-    if (lane == 0) before = atomicAdd(seen + tile, 1u);
-    if (__shfl_sync(0xffffffff, before, 0) != unsigned(readers) - 1) return;
-    for (int i = lane; i < rows; i += 32) values[first + i].bits = 0;
-    if (lane == 0) seen[tile] = 0;
-#endif
-  }
-};
-
-// The work of idle warps, `kWarps` of each thread block: they claim row after row, and so does whoever comes later. None waits
-// for another, so all rows are taken even if parts of the grid have yet to start. A warp's next row is on its way to the L2
-// cache while it adds up one: registers for more reads at a time are what it does not have.
-template <class Rows, int kWarps, int kAtOnce>
-CUTLASS_DEVICE void take_means_beside(typename Rows::Params const& params) {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  auto const rows = unsigned(params.rows);
-  int const lane = int(threadIdx.x) % 32;
-  auto const claim = [&] { return lane == 0 ? atomicAdd(params.beside.claimed, 1u) : 0; };
-  auto const known = [](unsigned claimed) { return __shfl_sync(0xffffffff, claimed, 0); };
-  unsigned row = known(claim());
-  unsigned claimed = row < rows ? claim() : 0;
-  while (row < rows) {
-    unsigned const next = known(claimed);
-    if (next < rows) {
-      claimed = claim();
-      if (lane == 0) Rows::prefetch(params, next);
-    }
-    auto const sums = Rows::template sums<kAtOnce>(params, row);
-    if (lane == 0) Rows::publish(params, row, sums, Awaited::store);
-    row = next;
-  }
-  // Each warp of the grid claims one row that there is not: the last one has made the last claim.
-  if (lane == 0 && row == rows + kWarps * gridDim.x * gridDim.y - 1) *params.beside.claimed = 0;
-}
-
 #if CUTLASS_OPS_HOST
 
 template <class Rows>
 typename Rows::Params rows_of(Matrix const& a, Problem problem) {
-  return {a.ptr<typename Rows::Element>(), a.ld, problem.m, problem.k, 1.0f / float(problem.k), nullptr, {}};
+  return {a.ptr<typename Rows::Element>(), a.ld, problem.m, problem.k, 1.0f / float(problem.k), nullptr};
 }
-
-// ---- Ahead ----
 
 // Bytes of the means, rounded up so that what follows in a workspace is aligned.
 template <class What>
@@ -230,31 +143,6 @@ cudaError_t launch_means_ahead(void const* kernel, typename Kernel::Params param
   config.numAttrs = overlap ? 1 : 0;
   void* arguments[] = {&params};
   return cudaLaunchKernelExC(&config, kernel, arguments);
-}
-
-// ---- Beside ----
-
-// Finds memory for a launch: `tiles` of rows, each of which so many `readers` read.
-template <class Rows>
-cudaError_t share_rows(typename Rows::Params& params, int tiles, int readers, int device, cudaStream_t stream) {
-  constexpr int64_t kWord = sizeof(unsigned), kAlignment = 256 / kWord;
-  auto const aligned = [](int64_t words) { return (words + kAlignment - 1) / kAlignment * kAlignment; };
-  int64_t const seen = aligned(1), means = seen + aligned(int64_t(tiles) * Rows::What::kCount);
-  void* start;
-  int64_t const words = means + int64_t(params.rows) * Rows::What::kCount;
-  if (cudaError_t const error = Standing::of(device, stream, words * kWord, &start); error != cudaSuccess) return error;
-  auto* const first = static_cast<unsigned*>(start);
-  params.beside = {first, first + seen, tiles, readers};
-  params.means = reinterpret_cast<float*>(first + means);
-  return cudaSuccess;
-}
-
-// The first or the second of the means.
-template <class Params>
-AwaitedMeans awaited(Params const& params, int index) {
-  auto* const all = reinterpret_cast<Awaited*>(params.means);
-  return {all + int64_t(index) * params.rows, params.beside.seen + int64_t(index) * params.beside.tiles,
-          params.beside.readers};
 }
 
 #endif  // CUTLASS_OPS_HOST

@@ -12,27 +12,10 @@
 #include "cutlass/cutlass.h"
 #include "cutlass/numeric_conversion.h"
 
-#include "cutlass_ops/epilogue_math.h"
+#include "cutlass_ops/reduce.h"
 
 namespace cutlass_ops {
 namespace sm80 {
-
-struct Sum {
-  CUTLASS_DEVICE static float identity() { return 0.0f; }
-  CUTLASS_DEVICE static float lift(float x) { return x; }
-  CUTLASS_DEVICE static float combine(float x, float y) { return x + y; }
-};
-
-struct SumSquare : Sum {
-  CUTLASS_DEVICE static float lift(float x) { return x * x; }
-};
-
-// NaN wins, as in torch.amax.
-struct Max {
-  CUTLASS_DEVICE static float identity() { return -infinity(); }
-  CUTLASS_DEVICE static float lift(float x) { return x; }
-  CUTLASS_DEVICE static float combine(float x, float y) { return maximum(x, y); }
-};
 
 constexpr int kFinishWidth = 32;   // results of one block: neighbours, so that reads coalesce
 constexpr int kFinishHeight = 16;  // threads that share a result's partial values

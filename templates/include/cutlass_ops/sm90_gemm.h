@@ -24,7 +24,6 @@ struct IsCutlass3ArrayKernel : cute::false_type {};
 #include "cutlass_ops/epilogue_math.h"
 #include "cutlass_ops/mainloop.h"
 #include "cutlass_ops/placement.h"
-#include "cutlass_ops/row_means.h"
 #include "cutlass_ops/tile_order.h"
 
 namespace cutlass_ops {
@@ -95,7 +94,7 @@ struct Sm90Kernel {
     using Rows = typename GemmKernel::CollectiveMainloop::RowsBeside;
     if constexpr (!cute::is_same_v<Rows, NoRows>) {
       int const warp = cutlass::canonical_warp_idx_sync();
-      if (warp >= 1 && warp <= 3) take_means_beside<Rows, 3, pieces_at_once()>(params.mainloop.rows);
+      if (warp >= 1 && warp <= 3) Rows::template take<3, pieces_at_once()>(params.mainloop.rows);
     }
   }
 
@@ -115,28 +114,22 @@ struct Sm90Kernel {
 
 #if CUTLASS_OPS_HOST
 
-// What means of A's rows are taken with, before or in a launch.
-struct TakingMeans {
+// What a launch is prepared with, where its blocks share more than operands.
+struct Preparing {
   int device;
   cudaStream_t stream;
-  void* workspace;
-  bool overlap;  // whether a kernel for them may start while the one before it in the stream is still ending
-};
+  char* scratch;  // what is left of it
+  bool overlap;   // whether a kernel ahead of this one may start while the one before it in the stream is still ending
 
-// Prepares a launch whose idle warps take means of A's rows. Each tile of rows is read by as many tiles of D as there are
-// along the other side, which clusters fill up.
-template <class GemmKernel, class Rows>
-cudaError_t share_rows(typename Rows::Params& rows, typename GemmKernel::Arguments const& arguments,
-                       TakingMeans const& taking) {
-  constexpr bool kTransposed = GemmKernel::CollectiveMainloop::kTransposed;
-  auto const tiles = [&](auto side) {
-    using Cluster = typename GemmKernel::DispatchPolicy::ClusterShape;
-    constexpr int kTile = cute::get<side>(typename GemmKernel::TileShape{}), kBlocks = cute::get<side>(Cluster{});
-    return cute::ceil_div(cute::ceil_div(cute::get<side>(arguments.problem_shape), kTile), kBlocks) * kBlocks;
-  };
-  int const down = tiles(cute::Int<0>{}), across = tiles(cute::Int<1>{});
-  return share_rows<Rows>(rows, kTransposed ? across : down, kTransposed ? down : across, taking.device, taking.stream);
-}
+  static constexpr int64_t kAlignment = 256;
+  static int64_t rounded(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+  void* take(int64_t bytes) {
+    char* const start = scratch;
+    scratch += rounded(bytes);
+    return start;
+  }
+};
 
 inline int multiprocessors(int device) {
   static std::atomic<int> counts[kMaxDevices];
@@ -174,8 +167,9 @@ constexpr bool kWaits = false;
 //   GemmKernel; static void const* kernel();
 //   struct Operands { Problem problem; ... }; static Operands read(Call&);
 //   static typename GemmKernel::Arguments arguments(Operands const&);
-//   static int64_t means_bytes(Problem);                of workspace, before the kernel's own, for means of A's rows
-//   static cudaError_t take_means(Operands&, typename GemmKernel::Arguments const&, TakingMeans const&);
+//   static int64_t scratch_bytes(Problem);              of workspace, before the kernel's own: for what blocks share
+//   static constexpr bool kPrepares;                    whether anything is done before a launch
+//   static cudaError_t prepare(Operands&, typename GemmKernel::Arguments const&, Preparing&);
 template <class Gemm>
 struct Sm90Entry {
   using GemmKernel = typename Gemm::GemmKernel;
@@ -197,10 +191,10 @@ struct Sm90Entry {
     int const raster = call.integer();
     int const swizzle = call.integer();
     arguments.scheduler = scheduler_arguments<typename GemmKernel::TileSchedulerArguments>(raster, swizzle);
-    int64_t const means_bytes = Gemm::means_bytes(operands.problem);
+    int64_t const scratch_bytes = Gemm::scratch_bytes(operands.problem);
     size_t const workspace_size = GemmKernel::get_workspace_size(arguments);
-    char* const workspace = static_cast<char*>(call.workspace(size_t(means_bytes) + workspace_size));
-    void* const own_workspace = workspace_size == 0 ? nullptr : workspace + means_bytes;
+    char* const workspace = static_cast<char*>(call.workspace(size_t(scratch_bytes) + workspace_size));
+    void* const own_workspace = workspace_size == 0 ? nullptr : workspace + scratch_bytes;
     status = call.status();
     if (status != 0) return cudaSuccess;
 
@@ -216,9 +210,9 @@ struct Sm90Entry {
     // Blocks that start as others end land anywhere, so an order by GPC wants the device empty.
     bool const follows = workspace_size == 0 && !call.reads_device_scalars();
     bool const overlap = kWaits && !by_gpc && follows;
-    if constexpr (Gemm::kTakesMeans) {
-      cudaError_t const error = Gemm::take_means(operands, arguments, {device, stream, workspace, follows});
-      if (error != cudaSuccess) return error;
+    if constexpr (Gemm::kPrepares) {
+      Preparing preparing{device, stream, workspace, follows};
+      if (cudaError_t const error = Gemm::prepare(operands, arguments, preparing); error != cudaSuccess) return error;
       auto const complete = Gemm::arguments(operands);
       arguments.mainloop = complete.mainloop;
       arguments.epilogue = complete.epilogue;
@@ -238,7 +232,7 @@ struct Sm90Entry {
     cudaGetDevice(&device);
     (void)prepare(device, arguments.hw_info);  // a launch reports what fails here
     arguments.scheduler = scheduler_arguments<typename GemmKernel::TileSchedulerArguments>(raster, swizzle);
-    return Gemm::means_bytes(problem) + int64_t(GemmKernel::get_workspace_size(arguments));
+    return Gemm::scratch_bytes(problem) + int64_t(GemmKernel::get_workspace_size(arguments));
   }
 
   static Description describe() {
@@ -291,8 +285,8 @@ struct Sm90Entry {
 
   // With `overlap`, thread blocks start while the kernel before in the stream is still ending (programmatic dependent
   // launch). Each waits for the end of that kernel before its first load, and nothing is written but what depends on a
-  // load. Two cases must not overlap: scalars on the device are read before the wait, and a workspace is cleared by a
-  // memset that this launch has to follow.
+  // load. Two cases must not overlap: scalars on the device are read before the wait, and CUTLASS's own workspace is cleared
+  // by a memset that this launch has to follow.
   static cudaError_t enqueue(typename GemmKernel::Params& params, cudaStream_t stream, bool overlap) {
     Launch launch(grid(params), overlap);
     launch.config.stream = stream;

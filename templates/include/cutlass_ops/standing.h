@@ -20,7 +20,8 @@ namespace cutlass_ops {
 // may run beside anything. Nothing is freed that a launch was given.
 class Standing {
  public:
-  // At least `bytes` for a launch on a stream of the current device.
+  // At least `bytes` for a launch on a stream of the current device, in which each `User` has its own.
+  template <class User>
   static cudaError_t of(int device, cudaStream_t stream, int64_t bytes, void** result) {
     static Standing standing;
     return standing.find(device, stream, bytes, result);

@@ -1,0 +1,278 @@
+// Reductions of D to one value for each row or each column, for the epilogue of epilogue.h: visitors that pass on what they
+// see. Each tile leaves its part of a result in memory, and whichever tile comes last joins the parts, in an order that does
+// not depend on which one that is: the same bits at each launch. There is neither a second kernel nor memory to clear
+// before this one, so launches overlap as others do.
+
+#pragma once
+
+#include "cutlass_ops/epilogue.h"
+#include "cutlass_ops/reduce.h"
+#include "cutlass_ops/sm90_gemm.h"
+#include "cutlass_ops/standing.h"
+
+namespace cutlass_ops {
+
+// What tiles leave for the last of them.
+struct Parts {
+  float* values = nullptr;      // of each result, side by side
+  unsigned* arrived = nullptr;  // for the results that a warp has of a tile, how many parts: zero before a kernel, and after it
+};
+
+template <class Element>
+struct Reduced {
+  Element* results = nullptr;
+  Parts parts;
+};
+
+#if defined(__CUDACC__)
+
+// Called by a warp that has stored its part of some results, of which there are `each`: whether all others are there too.
+CUTLASS_DEVICE bool all_arrived(unsigned* arrived, int each) {
+  __syncwarp();
+  bool last = false;
+  if (threadIdx.x % 32 == 0) {
+    __threadfence();
+    last = atomicAdd(arrived, 1u) == unsigned(each) - 1;
+    if (last) *arrived = 0;  // as it was found
+    __threadfence();
+  }
+  __syncwarp();  // what this lane has seen, all have
+  return __any_sync(0xffffffff, last);
+}
+
+// Joins the parts of `count` results, the first of which has this number; a warp's work.
+template <class Reduce, class Element>
+CUTLASS_DEVICE void join(Reduced<Element> const& reduced, int first, int count, int each) {
+  constexpr int kAtOnce = 8;  // results whose parts are on their way together
+  int const lane = int(threadIdx.x) % 32;
+  CUTLASS_PRAGMA_NO_UNROLL
+  for (int at = first; at < first + count; at += kAtOnce) {
+    float const* const parts = reduced.parts.values + int64_t(at) * each;
+    int const left = first + count - at;
+    float joined[kAtOnce], mine = 0.0f;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kAtOnce; ++i) joined[i] = Reduce::identity();
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int part = lane; part < each; part += 32) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (i < left) joined[i] = Reduce::combine(joined[i], __ldcg(parts + i * each + part));
+      }
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kAtOnce; ++i) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int other = 16; other > 0; other /= 2) {
+        joined[i] = Reduce::combine(joined[i], __shfl_xor_sync(0xffffffff, joined[i], other));
+      }
+      if (lane == i) mine = joined[i];
+    }
+    if (lane < kAtOnce && lane < left) reduced.results[at + lane] = Element(mine);
+  }
+}
+
+// Stores one tile's value: a part, or the result where there is no other part.
+template <class Element>
+CUTLASS_DEVICE void leave(Reduced<Element> const& reduced, int result, int part, int each, float value) {
+  if (each == 1) {
+    reduced.results[result] = Element(value);
+  } else {
+    reduced.parts.values[int64_t(result) * each + part] = value;
+  }
+}
+
+#endif
+
+// One value for each of the kernel's rows. A warp has rows of its own, sixteen in each part of the tile. Warpgroups side by
+// side, `kSides` of them, each leave a part.
+template <class Reduce, class Tile, class EpilogueTile, class Element, int kSides>
+struct ColReduction : Input<Reduced<Element>> {
+  static constexpr int kRows = cute::size<0>(Tile{}), kColumns = cute::size<1>(Tile{});
+  static constexpr int kPartM = cute::size<0>(EpilogueTile{}), kPartN = cute::size<1>(EpilogueTile{});
+  static constexpr int kParts = kRows / kPartM, kWarpRows = 16;
+  struct SharedStorage {};
+
+  // Results of a tile, warps that have some of them each, and parts of each result.
+  static constexpr int kResults = kRows, kWarps = kPartM / kWarpRows;
+  CUTLASS_HOST_DEVICE static int parts(int columns) { return (columns + kColumns - 1) / kColumns * kSides; }
+
+  CUTLASS_HOST_DEVICE ColReduction() {}
+  CUTLASS_HOST_DEVICE ColReduction(Reduced<Element> const& params, SharedStorage const&) : params_(&params) {}
+
+  struct Callbacks : cutlass::epilogue::fusion::EmptyConsumerStoreCallbacks {
+    Reduced<Element> const& reduced;
+    int tile, part, each;
+    int rows, columns;  // of D, from the tile's first ones on
+    int thread;         // of one side's
+    float mine[kParts][2];
+
+    CUTLASS_DEVICE Callbacks(Reduced<Element> const& reduced, int tile, int part, int each, int rows, int columns, int thread)
+        : reduced(reduced), tile(tile), part(part), each(each), rows(rows), columns(columns), thread(thread) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kParts; ++i) mine[i][0] = mine[i][1] = Reduce::identity();
+    }
+
+    template <class Accumulator, class Value, int kSize>
+    CUTLASS_DEVICE auto visit(cutlass::Array<Accumulator, kSize> const&, int, int epi_m, int epi_n,
+                              cutlass::Array<Value, kSize> const& values) {
+      int const left = columns - epi_n * kPartN - Fragment(thread).column;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kSize; ++i) {
+        float& result = mine[epi_m][i / 2 % 2];
+        if (i / 4 * 8 + i % 2 < left) result = Reduce::combine(result, Reduce::lift(float(values[i])));
+      }
+      return values;
+    }
+
+    CUTLASS_DEVICE void end() {
+#if defined(__CUDACC__)
+      if (rows <= 0 || columns <= 0) return;  // a tile that only fills its cluster up
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 2 * kParts; ++i) {
+        float value = mine[i / 2][i % 2];
+        value = Reduce::combine(value, __shfl_xor_sync(0xffffffff, value, 1));
+        value = Reduce::combine(value, __shfl_xor_sync(0xffffffff, value, 2));
+        int const row = i / 2 * kPartM + i % 2 * 8 + Fragment(thread).row;
+        if (thread % 4 == 0 && row < rows) leave(reduced, tile * kRows + row, part, each, value);
+      }
+      int const warp = thread / 32;
+      if (each == 1 || !all_arrived(reduced.parts.arrived + tile * kWarps + warp, each)) return;
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int i = 0; i < kParts; ++i) {
+        int const row = i * kPartM + warp * kWarpRows;
+        join<Reduce>(reduced, tile * kRows + row, cute::min(int(kWarpRows), rows - row), each);
+      }
+#endif
+    }
+  };
+
+  template <bool, class... Args>
+  CUTLASS_DEVICE auto get_consumer_store_callbacks(
+      cutlass::epilogue::fusion::detail::ConsumerStoreArgs<Args...> const& args) {
+    static_assert(kSides == kAcross<cute::remove_cvref_t<decltype(args.tiled_mma)>>);
+    auto const [m, n, k, l] = args.tile_coord_mnkl;
+    auto const [m_extent, n_extent, k_extent, l_extent] = args.problem_shape_mnkl;
+    int const side = kSides == 1 ? 0 : args.thread_idx / 128;
+    return Callbacks(*params_, m, n * kSides + side, parts(n_extent), m_extent - m * kRows, n_extent - n * kColumns,
+                     args.thread_idx - side * 128);
+  }
+
+ private:
+  Reduced<Element> const* params_;
+};
+
+// One value for each of the kernel's columns: warps leave theirs in shared memory, and each finishes some columns.
+template <class Reduce, class Tile, class EpilogueTile, class Element, int kSides>
+struct RowReduction : Input<Reduced<Element>> {
+  static constexpr int kRows = cute::size<0>(Tile{}), kColumns = cute::size<1>(Tile{});
+  static constexpr int kPartM = cute::size<0>(EpilogueTile{}), kPartN = cute::size<1>(EpilogueTile{});
+  static constexpr int kWarpsDown = kPartM / 16;
+  struct SharedStorage {
+    alignas(16) float values[kWarpsDown][kColumns];
+  };
+
+  // As above.
+  static constexpr int kResults = kColumns, kWarps = kWarpsDown * kSides;
+  CUTLASS_HOST_DEVICE static int parts(int rows) { return (rows + kRows - 1) / kRows; }
+
+  CUTLASS_HOST_DEVICE RowReduction() {}
+  CUTLASS_HOST_DEVICE RowReduction(Reduced<Element> const& params, SharedStorage const& storage)
+      : params_(&params), values_(const_cast<float*>(&storage.values[0][0])) {}
+
+  struct Callbacks : cutlass::epilogue::fusion::EmptyConsumerStoreCallbacks {
+    Reduced<Element> const& reduced;
+    float* values;
+    int tile, part, each;
+    int rows, columns;  // of D, from the tile's first ones on
+    int thread;
+
+    CUTLASS_DEVICE Callbacks(Reduced<Element> const& reduced, float* values, int tile, int part, int each, int rows,
+                             int columns, int thread)
+        : reduced(reduced), values(values), tile(tile), part(part), each(each), rows(rows), columns(columns),
+          thread(thread) {}
+
+    // All warps have read what they left for the tile before.
+    CUTLASS_DEVICE bool begin_sync_needed() const { return true; }
+
+    template <class Accumulator, class Value, int kSize>
+    CUTLASS_DEVICE auto visit(cutlass::Array<Accumulator, kSize> const&, int, int epi_m, int epi_n,
+                              cutlass::Array<Value, kSize> const& seen) {
+#if defined(__CUDACC__)
+      static_assert(kSize == kPartN / 2);
+      Fragment const first(thread % (kWarpsDown * 32));
+      int const left = rows - epi_m * kPartM - first.row;
+      float* const mine = values + first.row / 16 * kColumns + epi_n * kPartN + first.column;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kPartN / 4; ++i) {
+        int const at = i / 2 * 4 + i % 2;
+        float value = left > 0 ? Reduce::lift(float(seen[at])) : Reduce::identity();
+        if (left > 8) value = Reduce::combine(value, Reduce::lift(float(seen[at + 2])));
+        CUTLASS_PRAGMA_UNROLL
+        for (int other = 4; other < 32; other *= 2) {
+          value = Reduce::combine(value, __shfl_xor_sync(0xffffffff, value, other));
+        }
+        float& result = mine[i / 2 * 8 + i % 2];
+        if (thread % 32 < 4) result = epi_m == 0 ? value : Reduce::combine(result, value);
+      }
+#endif
+      return seen;
+    }
+
+    CUTLASS_DEVICE void end() {
+#if defined(__CUDACC__)
+      if (rows <= 0 || columns <= 0) return;  // a tile that only fills its cluster up
+      cutlass::arch::NamedBarrier::sync(kWarps * 32, cutlass::arch::ReservedNamedBarriers::EpilogueBarrier);
+      constexpr int kOwn = (kColumns + kWarps - 1) / kWarps;
+      int const warp = thread / 32, first = warp * kOwn, count = cute::min(int(kOwn), cute::min(int(kColumns), columns) - first);
+      for (int column = thread % 32; column < count; column += 32) {
+        float value = values[first + column];
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 1; i < kWarpsDown; ++i) value = Reduce::combine(value, values[i * kColumns + first + column]);
+        leave(reduced, tile * kColumns + first + column, part, each, value);
+      }
+      if (count <= 0 || each == 1 || !all_arrived(reduced.parts.arrived + tile * kWarps + warp, each)) return;
+      join<Reduce>(reduced, tile * kColumns + first, count, each);
+#endif
+    }
+  };
+
+  template <bool, class... Args>
+  CUTLASS_DEVICE auto get_consumer_store_callbacks(
+      cutlass::epilogue::fusion::detail::ConsumerStoreArgs<Args...> const& args) {
+    static_assert(kSides == kAcross<cute::remove_cvref_t<decltype(args.tiled_mma)>>);
+    static_assert(kWarps * 32 == cute::size(decltype(args.tiled_mma){}));
+    auto const [m, n, k, l] = args.tile_coord_mnkl;
+    auto const [m_extent, n_extent, k_extent, l_extent] = args.problem_shape_mnkl;
+    return Callbacks(*params_, values_, n, m, parts(m_extent), m_extent - m * kRows, n_extent - n * kColumns,
+                     args.thread_idx);
+  }
+
+ private:
+  Reduced<Element> const* params_;
+  float* values_;
+};
+
+#if CUTLASS_OPS_HOST
+
+// Bytes that the parts of all results take: of so many, each of `extent` elements.
+template <class Reduction>
+int64_t parts_bytes(int results, int extent) {
+  int const each = Reduction::parts(extent);
+  return each == 1 ? 0 : Preparing::rounded(int64_t(results) * each * int64_t(sizeof(float)));
+}
+
+// Finds memory for them.
+template <class Reduction>
+cudaError_t share_parts(Parts& parts, int results, int extent, Preparing& preparing) {
+  parts.values = static_cast<float*>(preparing.take(parts_bytes<Reduction>(results, extent)));
+  int64_t const tiles = (int64_t(results) + Reduction::kResults - 1) / Reduction::kResults;
+  void* start;
+  int64_t const bytes = tiles * Reduction::kWarps * int64_t(sizeof(unsigned));
+  cudaError_t const error = Standing::of<Reduction>(preparing.device, preparing.stream, bytes, &start);
+  parts.arrived = static_cast<unsigned*>(start);
+  return error;
+}
+
+#endif  // CUTLASS_OPS_HOST
+
+}  // namespace cutlass_ops
