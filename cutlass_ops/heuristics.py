@@ -28,6 +28,11 @@ def weights_of(signature: OpSignature) -> int:
     return 1 + len(signature.epilogue.products)
 
 
+# PyTorch shares larger tensors, and any exp, between threads. On a busy host these wait for each other, far longer than
+# the work takes.
+ONE_THREAD = 1 << 15
+
+
 # ---- Time --------------------------------------------------------------------------------------------------------
 
 
@@ -119,6 +124,15 @@ class Pool:
 
     def times_and_order(self, problems: Sequence[Problem], device: Device) -> tuple[Tensor, Tensor]:
         """Return the times, and where it is an order by GPC that takes so long."""
+        found = [self._times_and_order(part, device) for part in self.parts(problems)]
+        return torch.cat([times for times, _ in found]), torch.cat([by_gpc for _, by_gpc in found])
+
+    def parts(self, problems: Sequence[Problem]) -> list[Sequence[Problem]]:
+        """Return problems in parts, for each of which one thread compares all configurations."""
+        step = max(1, ONE_THREAD // max(1, len(self.configs)))
+        return [problems[at : at + step] for at in range(0, max(1, len(problems)), step)]
+
+    def _times_and_order(self, problems: Sequence[Problem], device: Device) -> tuple[Tensor, Tensor]:
         problems = [self.whole(p) for p in problems]
         if self._sm90.configs:
             usual, by_gpc = self._times_by_order(problems, device)

@@ -116,15 +116,17 @@ class Notes:
     def near(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """Return the error to expect at places (problems, configurations, 3), and how much was measured nearby."""
         errors, totals = torch.zeros(places.shape[:2]), torch.zeros(places.shape[:2])
-        # One problem after the other, and exp2: PyTorch shares larger work, and any exp, among threads, and on a busy
-        # host these wait for each other, a thousand times as long as the work takes.
-        for at, place in enumerate(places):
-            away = torch.zeros(())
-            for mine, its, reach in zip(place.unbind(1), self.places.unbind(2), _REACH, strict=True):
-                away = away + ((mine[:, None] - its) / reach).square_()
-            weights = torch.exp2(away * _EXPONENT)
-            totals[at] = weights.sum(1)
-            errors[at] = (weights * self.error).sum(1) / (totals[at] + _PRIOR)
+        # One problem after the other, exp2, and so few kernels at once that one thread does it.
+        step = max(1, heuristics.ONE_THREAD // max(1, self.error.shape[1]))
+        for first in range(0, len(self.error), step):
+            part = slice(first, first + step)
+            for at, place in enumerate(places[:, part]):
+                away = torch.zeros(())
+                for mine, its, reach in zip(place.unbind(1), self.places[part].unbind(2), _REACH, strict=True):
+                    away = away + ((mine[:, None] - its) / reach).square_()
+                weights = torch.exp2(away * _EXPONENT)
+                totals[at, part] = weights.sum(1)
+                errors[at, part] = (weights * self.error[part]).sum(1) / (totals[at, part] + _PRIOR)
         return errors, totals
 
 
@@ -132,7 +134,9 @@ def _places(problems: Sequence[Problem], pool: Pool, device: Device) -> Tensor:
     """Return where problems lie for each kernel of a pool, as notes are compared by it."""
     m, _, k = torch.tensor(problems, dtype=torch.float64).reshape(-1, 3, 1).unbind(1)
     tiles = pool.tiles(problems, device)
-    return torch.stack([m.expand_as(tiles), tiles, k.expand_as(tiles)], 2).log2().float()
+    # M, tiles and K; torch.log2 shares even 2048 elements between threads.
+    places = torch.stack([m.expand_as(tiles), tiles, k.expand_as(tiles)], 2)
+    return torch.xlogy(1 / math.log(2), places).float()
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,7 +175,8 @@ class Knowledge:
 
     def expected(self, problems: Sequence[Problem]) -> Expected:
         """Return what is known of every kernel at some problems."""
-        error, weight = self.notes.near(_places(problems, self.pool, self.device))
+        found = [self.notes.near(_places(part, self.pool, self.device)) for part in self.pool.parts(problems)]
+        error, weight = (torch.cat(each) for each in zip(*found, strict=True))
         model, by_gpc = self.pool.times_and_order(problems, self.device)
         times = model * torch.exp2(error)
         sources = torch.where(weight > _NEAR, SOURCES.index("interpolated"), SOURCES.index("model"))

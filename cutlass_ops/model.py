@@ -432,4 +432,5 @@ def _soft_max(*values: Tensor, sharpness: float = _SHARPNESS) -> Tensor:
 
 
 def _ceil(x: Tensor, y: Tensor) -> Tensor:
-    return torch.ceil(x / y)
+    # torch.ceil shares even 2048 elements between threads.
+    return -torch.div(-x, y, rounding_mode="floor")

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from cutlass_ops import plan, trial
 from cutlass_ops.config import InstructionShape, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
@@ -19,6 +20,15 @@ def test_a_kernel_is_a_finalist_once_and_as_early_as_its_best_order():
 def test_kernels_that_heat_the_chip_race_longer():
     assert trial._rounds_at((1, 4096, 4096), 11) == trial._rounds_at((512, 4096, 4096), 11) == 11
     assert trial._rounds_at((1024, 4096, 4096), 11) == trial._rounds_at((8192, 8192, 8192), 11) == 33
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rounding_counts_for_values_that_an_epilogue_has_rounded_itself(dtype):
+    values = torch.randn(4096, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    usual = float((values.to(dtype).double() - values).norm() / values.norm())
+    for found in (trial._rounding(values, dtype), trial._rounding(values.to(dtype).double(), dtype)):
+        assert found == pytest.approx(usual, rel=0.2)
+    assert trial._rounding(torch.zeros(4, dtype=torch.float64), dtype) == 0
 
 
 @pytest.mark.parametrize("by_gpc", [False, True])

@@ -43,17 +43,12 @@ struct AwaitedMeans {
   Awaited* values = nullptr;
   unsigned* seen = nullptr;
   int readers = 0;
-  unsigned* done = nullptr;  // of the first kind only
-  int tiles = 0;
 
   // Called when a tile has been read, by a warp: the last reader leaves all as it was found.
   CUTLASS_DEVICE void forget(int tile, int first, int rows, int lane) const {
 #if defined(__CUDACC__)
     unsigned before = 0;
-    if (lane == 0) {
-      before = atomicAdd(seen + tile, 1u);
-      if (done != nullptr && atomicAdd(done, 1u) == unsigned(tiles * readers) - 1) *done = 0;
-    }
+    if (lane == 0) before = atomicAdd(seen + tile, 1u);
     if (__shfl_sync(0xffffffff, before, 0) != unsigned(readers) - 1) return;
     for (int i = lane; i < rows; i += 32) values[first + i].bits = 0;
     if (lane == 0) seen[tile] = 0;
@@ -76,23 +71,12 @@ struct AfterReading<Awaited> {
   }
 };
 
-// How far ahead of the main loops rows are taken, where tiles of D that have rows in common follow each other. All at once
-// they would keep the memory busy when the main loops begin, and have left the L2 cache when these come to them.
-struct Pace {
-  int rows = 0;  // that a strip of tiles has; 0 where tiles come in another order
-  int strip = 1;    // clusters in it
-  int wave = 1;     // clusters that run at a time
-  int cluster = 1;  // tiles that each has
-};
-
 // How the blocks of a grid share the rows and their means. All of the memory is zero before a kernel, and after it.
 struct Sharing {
   unsigned* claimed;  // rows that warps have taken, and one for each warp that there is not
-  unsigned* done;     // tiles of D whose epilogues have read the means
   unsigned* seen;     // for each tile of rows and each of the means: by how many tiles of D
   int tiles;          // of rows
   int readers;        // tiles of D that a tile of rows has
-  Pace pace;
 };
 
 // What a main loop has beside it.
@@ -114,9 +98,8 @@ struct SharedRows {
     auto const claim = [&] { return lane == 0 ? atomicAdd(params.beside.claimed, 1u) : 0; };
     auto const known = [](unsigned claimed) { return __shfl_sync(0xffffffff, claimed, 0); };
     unsigned row = known(claim());
-    unsigned claimed = row < rows ? claim() : 0, allowed = params.beside.pace.rows == 0 ? rows : 0;
+    unsigned claimed = row < rows ? claim() : 0;
     while (row < rows) {
-      if (row >= allowed) allowed = wait(params, row);
       unsigned const next = known(claimed);
       if (next < rows) {
         claimed = claim();
@@ -129,43 +112,9 @@ struct SharedRows {
     // Each warp of the grid claims one row that there is not: the last one has made the last claim.
     if (lane == 0 && row == rows + kWarps * gridDim.x * gridDim.y - 1) *params.beside.claimed = 0;
   }
-
- private:
-  // Waits until a row may be taken, and returns the first that may not. As many tiles as are done, or more, are before the
-  // first that is not, and a block has at most two under way: what those of the next two waves need may always be taken, so
-  // that of tiles that wait for rows, the first one gets them.
-  CUTLASS_DEVICE static unsigned wait(Params const& params, unsigned row) {
-    Pace const& pace = params.beside.pace;
-    constexpr int kPatience = 1 << 12;  // polls; nothing that is right waits so long
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int poll = 0; poll < kPatience; ++poll) {
-      unsigned done;
-      asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(done) : "l"(params.beside.done) : "memory");
-      unsigned const allowed = ((done / pace.cluster + 2 * pace.wave) / pace.strip + 1) * pace.rows;
-      if (row < allowed) return allowed;
-      asm volatile("nanosleep.u32 1000;");
-    }
-    return unsigned(params.rows);
-  }
 };
 
 #if CUTLASS_OPS_HOST
-
-template <class GemmKernel>
-Pace pace_of(typename GemmKernel::Arguments const& arguments) {
-  using Scheduler = typename GemmKernel::TileScheduler;
-  using TileShape = typename GemmKernel::TileShape;
-  using Cluster = typename GemmKernel::DispatchPolicy::ClusterShape;
-  if constexpr (cute::is_same_v<Scheduler, OrderedTileScheduler>) {
-    constexpr bool kTransposed = GemmKernel::CollectiveMainloop::kTransposed;
-    constexpr int kSide = kTransposed ? 1 : 0;
-    constexpr int kRows = int(cute::get<kSide>(TileShape{})) * int(cute::get<kSide>(Cluster{}));
-    auto const order = Scheduler::to_underlying_arguments(arguments.problem_shape, TileShape{}, Cluster{}, arguments.hw_info,
-                                                          arguments.scheduler).order;
-    if (order.along_n != kTransposed) return {order.width.divisor * kRows, order.strip.divisor, order.active, cute::size(Cluster{})};
-  }
-  return {};
-}
 
 // Finds memory for a launch. Each tile of rows is read by as many tiles of D as there are along the other side, which clusters
 // fill up.
@@ -184,13 +133,13 @@ cudaError_t share_rows(typename Rows::Params& rows, typename GemmKernel::Argumen
 
   constexpr int64_t kWord = sizeof(unsigned), kAlignment = 256 / kWord;
   auto const aligned = [](int64_t words) { return (words + kAlignment - 1) / kAlignment * kAlignment; };
-  int64_t const done = aligned(1), seen = done + aligned(1), means = seen + aligned(int64_t(tiles) * kMeans);
+  int64_t const seen = aligned(1), means = seen + aligned(int64_t(tiles) * kMeans);
   int64_t const words = means + int64_t(rows.rows) * kMeans;
   void* start;
   cudaError_t const error = Standing::of<Rows>(preparing.device, preparing.stream, words * kWord, &start);
   if (error != cudaSuccess) return error;
   auto* const first = static_cast<unsigned*>(start);
-  rows.beside = {first, first + done, first + seen, tiles, readers, pace_of<GemmKernel>(arguments)};
+  rows.beside = {first, first + seen, tiles, readers};
   rows.means = reinterpret_cast<float*>(first + means);
   return cudaSuccess;
 }
@@ -200,7 +149,7 @@ template <class Params>
 AwaitedMeans awaited(Params const& params, int index) {
   auto* const all = reinterpret_cast<Awaited*>(params.means);
   return {all + int64_t(index) * params.rows, params.beside.seen + int64_t(index) * params.beside.tiles,
-          params.beside.readers, index == 0 ? params.beside.done : nullptr, params.beside.tiles};
+          params.beside.readers};
 }
 
 #endif  // CUTLASS_OPS_HOST
