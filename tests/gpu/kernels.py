@@ -58,6 +58,15 @@ def summed_alone(acc, bias: co.Row, scale: co.Col, alpha: co.Scalar):
 
 
 @co.epilogue
+def summed_twice(acc, bias: co.Row):
+    """Reductions of the same kind, which must not count each other's parts."""
+    z = acc + bias
+    d = co.relu(z)
+    ways = {"row": 1, "col": 0}
+    return {"d": d} | {f"{way}_{of}": co.sum(v, dim=dim) for way, dim in ways.items() for of, v in (("z", z), ("d", d))}
+
+
+@co.epilogue
 def out_of_order(acc, bias: co.Row, scale: co.Col, residual: co.Tile, alpha: co.Scalar):
     """Inputs used in another order than they are declared in, where it matters."""
     return (residual - alpha * acc) / (2 + scale * scale) - bias
@@ -268,6 +277,16 @@ def reductions() -> dict[str, KernelSpec]:
     return found | {f"summed_alone-{c.slug}": spec(ops.op(summed_alone), "bf16", ("row", "col"), c) for c in alone}
 
 
+def twice() -> dict[str, KernelSpec]:
+    """Two reductions of one type for each direction."""
+    shape, cluster = co.ThreadblockShape, co.ClusterShape
+    configs = (
+        co.Sm90Config(shape(128, 64, 64), cluster(2, 1), schedule="pingpong"),
+        co.Sm90Config(shape(192, 48, 64), cluster(1, 2), schedule="cooperative", swap_ab=True),
+    )
+    return {f"summed_twice-{c.slug}": spec(ops.op(summed_twice), "bf16", ("row", "col"), c) for c in configs}
+
+
 def unordered() -> dict[str, KernelSpec]:
     """Inputs that are used in another order than they are declared in."""
     op = ops.op(out_of_order)
@@ -370,6 +389,7 @@ def named() -> dict[str, list[KernelSpec]]:
         configurations(),
         multi_output(),
         reductions(),
+        twice(),
         unordered(),
         drawn_specs(),
         overlapping(),

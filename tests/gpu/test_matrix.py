@@ -93,7 +93,7 @@ def test_configurations(name):
         run_and_check(spec, shape)
 
 
-REDUCING = kernels.multi_output() | kernels.reductions()
+REDUCING = kernels.multi_output() | kernels.reductions() | kernels.twice()
 
 
 @pytest.mark.parametrize("name", list(REDUCING))

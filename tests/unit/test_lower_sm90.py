@@ -119,8 +119,11 @@ def test_reductions_are_joined_by_whichever_tile_comes_last(swap_ab, tile, sched
     norms, mosts = "<Reduce_norm>({}problem.m, {}problem.n)", "<Reduce_most>({}problem.n, {}problem.m)"
     wanted = f"cutlass_ops::parts_bytes{norms} + cutlass_ops::parts_bytes{mosts}".format(*[""] * 4)
     assert prepares(text) == (True, wanted)
-    for name, extents in (("norm", "o.problem.m, o.problem.n"), ("most", "o.problem.n, o.problem.m")):
-        assert f"share_parts<Reduce_{name}>(o.{name}_parts_, {extents}, preparing)" in text
+    # Each counts its own parts, even where two are of one type.
+    for which, (name, extents) in enumerate(
+        (("norm", "o.problem.m, o.problem.n"), ("most", "o.problem.n, o.problem.m"))
+    ):
+        assert f"share_parts<Reduce_{name}, {which}>(o.{name}_parts_, {extents}, preparing)" in text
     # Nothing has to be cleared before, so the kernel may start while the one before it ends.
     assert "#define CUTLASS_ENABLE_GDC_FOR_SM90" in text
     assert "Sm90RowReduction" not in text
@@ -131,7 +134,7 @@ def test_what_is_taken_and_what_is_reduced_have_memory_of_their_own():
     text = source(normed_and_reduced, means="ahead")
     parts, means = "cutlass_ops::parts_bytes<Reduce_norm>(problem.m, problem.n)", "cutlass_ops::means_bytes<WhichMeans>"
     assert prepares(text) == (True, f"{parts} + {means}(problem)")
-    assert text.index("share_parts<Reduce_norm>") < text.index("preparing.take(") < text.index("launch_means_ahead")
+    assert text.index("share_parts<Reduce_norm, 0>") < text.index("preparing.take(") < text.index("launch_means_ahead")
 
 
 def test_what_tma_cannot_store_has_cutlass_s():

@@ -261,14 +261,18 @@ int64_t parts_bytes(int results, int extent) {
   return each == 1 ? 0 : Preparing::rounded(int64_t(results) * each * int64_t(sizeof(float)));
 }
 
+// One of a kernel's results, several of which may be of one type: each counts its own parts.
+template <class Reduction, int kWhich>
+struct Arrivals;
+
 // Finds memory for them.
-template <class Reduction>
+template <class Reduction, int kWhich>
 cudaError_t share_parts(Parts& parts, int results, int extent, Preparing& preparing) {
   parts.values = static_cast<float*>(preparing.take(parts_bytes<Reduction>(results, extent)));
   int64_t const tiles = (int64_t(results) + Reduction::kResults - 1) / Reduction::kResults;
   void* start;
   int64_t const bytes = tiles * Reduction::kWarps * int64_t(sizeof(unsigned));
-  cudaError_t const error = Standing::of<Reduction>(preparing.device, preparing.stream, bytes, &start);
+  cudaError_t const error = Standing::of<Arrivals<Reduction, kWhich>>(preparing.device, preparing.stream, bytes, &start);
   parts.arrived = static_cast<unsigned*>(start);
   return error;
 }
