@@ -157,10 +157,10 @@ def make_nan(spec, a, b, inputs):
         inputs["residual"][97, 101] = NAN
         # It is in d, and not in z: d's sums and maxima along a row, d's maxima and squares along a column.
         return {"row_sum": 97, "row_max": 97, "col_square": 101, "col_max": 101}
-    # Infinity meets its opposite: the other products of the row are zero, and the column's other sums are finite.
-    a[97], b[0] = 0, 0
-    a[97, 0], b[0, 101] = 200, 200
-    inputs["scale"][97], inputs["bias"][101] = 3e38, -INF
+    # An infinite sum of products meets its opposite; one made by `scale` would not be: that is fused with the bias.
+    a[:, 0], b[0] = 0, 0
+    a[97, 0], b[0, 101] = 3e38, 3e38
+    inputs["scale"][97], inputs["bias"][101] = 1, -INF
     return {o.name: 97 if o.name.startswith("row") else 101 for o in spec.epilogue.outputs if o.reduce is not None}
 
 
