@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from signatures import H100, signature
 
-from cutlass_ops import _resources, builtin, heuristics, model, space
+from cutlass_ops import _resources, builtin, heuristics, model, space, tables
 from cutlass_ops.config import Means, Sm90Config, ThreadblockShape
 from tests.scripts import BENCHMARKS, script
 from tests.strategies import PATIENT
@@ -41,9 +41,16 @@ def test_the_first_ones_hold_the_fastest(measured, count, mean, worst):
     assert found_worst <= worst
 
 
+def is_plain(path):
+    """Whether a table's kernels multiply one weight, and neither take means of A's rows nor reduce D."""
+    epilogue = tables.load(path).signature.epilogue
+    reduces = any(o.reduce is not None for o in epilogue.outputs)
+    return not (epilogue.gathered or epilogue.products or reduces)
+
+
 @pytest.mark.parametrize(("count", "mean"), [(1, 1.03), (8, 1.003)])
 def test_so_they_do_in_the_tables_that_ship(count, mean):
-    found = fit_model.read(sorted(_resources.tuned().glob("*.json")))
+    found = fit_model.read([path for path in sorted(_resources.tuned().glob("*.json")) if is_plain(path)])
     assert len(found) > 300
     assert fit_model.regret(fit_model.Measured.of(found), model.H100, count)[0] <= mean
 
