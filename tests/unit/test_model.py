@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from signatures import H100, signature
 
-from cutlass_ops import _resources, builtin, heuristics, model, space, tables
+from cutlass_ops import _resources, builtin, heuristics, model, policies, space, tables
 from cutlass_ops.config import Means, Sm90Config, ThreadblockShape
 from tests.scripts import BENCHMARKS, script
 from tests.strategies import PATIENT
@@ -41,16 +41,14 @@ def test_the_first_ones_hold_the_fastest(measured, count, mean, worst):
     assert found_worst <= worst
 
 
-def is_plain(path):
-    """Whether a table's kernels multiply one weight, and neither take means of A's rows nor reduce D."""
-    epilogue = tables.load(path).signature.epilogue
-    reduces = any(o.reduce is not None for o in epilogue.outputs)
-    return not (epilogue.gathered or epilogue.products or reduces)
+def reduces(path):
+    """Whether a table is about reductions of D, which take time that the model does not know of."""
+    return any(o.reduce is not None for o in tables.load(path).signature.epilogue.outputs)
 
 
 @pytest.mark.parametrize(("count", "mean"), [(1, 1.03), (8, 1.003)])
 def test_so_they_do_in_the_tables_that_ship(count, mean):
-    found = fit_model.read([path for path in sorted(_resources.tuned().glob("*.json")) if is_plain(path)])
+    found = fit_model.read([path for path in sorted(_resources.tuned().glob("*.json")) if not reduces(path)])
     assert len(found) > 300
     assert fit_model.regret(fit_model.Measured.of(found), model.H100, count)[0] <= mean
 
@@ -225,3 +223,15 @@ def test_lines_that_begin_between_the_caches_lines_cost_most_where_least_is_read
     assert losses[0] > 1.3 > 1.2 > losses[1]
     # Lines along N: it is N that counts.
     assert time_of(narrow, (1024, 4096, 1000), "m", "n") < 1.05 * time_of(narrow, (1024, 4096, 1024), "m", "n")
+
+
+def test_what_is_compared_in_parts_is_compared_alike(monkeypatch):
+    policy = policies.policy(signature(), H100)
+    problems = [(m, 6144, 4096) for m in (1, 100, 512, 3000)]
+    together = policy.expected(problems)
+    monkeypatch.setattr(heuristics, "ONE_THREAD", 1)
+    apart = policy.expected(problems)
+    assert len(heuristics.Pool.of(policy.kernels, signature()).parts(problems)) == len(problems)
+    torch.testing.assert_close(apart.times, together.times, rtol=1e-6, atol=0)
+    assert apart.sources.equal(together.sources)
+    assert apart.by_gpc.equal(together.by_gpc)
