@@ -105,6 +105,22 @@ GATES: tuple[Shape, ...] = tuple((m, 14336, 4096) for m in (1, 4, 16, 64, 128, 2
 RESIDUALS: tuple[Shape, ...] = tuple(
     (m, 4096, k) for k in (4096, 14336) for m in (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 )
+# As many rows as kernels of ordinary loads serve, with weights of all sizes; and with those of the grid alone.
+FEW_ROWS = (1, 2, 4, 8, 16)
+FEW: tuple[Shape, ...] = tuple(
+    (m, n, k)
+    for n, k in (
+        *WEIGHTS,
+        (14336, 4096),
+        (4096, 11008),
+        (128256, 4096),
+        *OTHER_WEIGHTS[1:17:2],
+        *IRREGULAR_WEIGHTS[::2],
+    )
+    for m in FEW_ROWS
+)
+FEW_GRID: tuple[Shape, ...] = tuple((m, n, k) for n, k in WEIGHTS for m in FEW_ROWS)
+FEW_GATES: tuple[Shape, ...] = tuple((m, 14336, 4096) for m in FEW_ROWS)
 SETS: dict[str, tuple[Shape, ...]] = {
     "grid": GRID,
     "unseen": UNSEEN,

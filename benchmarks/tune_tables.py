@@ -14,13 +14,14 @@ from pathlib import Path
 import shapes
 import torch
 
-from cutlass_ops import builtin, norms, ops, tables
-from cutlass_ops.config import config_from_json
+from cutlass_ops import builtin, norms, ops, space, tables
+from cutlass_ops.config import Config, config_from_json
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.tables import Problem
 from cutlass_ops.tuning import Effort, tune
 
-SHAPES = {name: getattr(shapes, name.upper()) for name in ("grid", "tuning", "norms", "gates", "residuals")}
+_SETS = ("grid", "tuning", "norms", "gates", "residuals", "few", "few_grid", "few_gates")
+SHAPES = {name: getattr(shapes, name.upper()) for name in _SETS}
 
 
 def main() -> None:
@@ -43,10 +44,13 @@ def main() -> None:
     parser.add_argument("--refine", action="store_true", help="look around what was measured to be the best")
     parser.add_argument("--below", type=float, help="only where the best peer's time over ours was less, or unknown")
     parser.add_argument("--pool", type=Path, help="the only kernels to measure, from choose_pool.py")
+    parser.add_argument("--gemv", action="store_true", help="only GEMV kernels, and the best others of as few rows")
     parser.add_argument("--part", default="0/1", help="2/3: the last third of the shapes, taken at regular distances")
     parser.add_argument("--folder", type=Path, required=True)
     args = parser.parse_args()
     pool = tuple(map(config_from_json, json.loads(args.pool.read_text()))) if args.pool else ()
+    if args.gemv:
+        pool = _few_rows(args.folder, named[args.op].graph)
     effort = Effort(
         kernels=max(args.kernels, len(pool)), candidates=args.candidates, refine=args.refine, seconds=args.seconds,
         pool=pool,
@@ -65,6 +69,19 @@ def main() -> None:
     print(f"{report.measured} measured, {report.known} known before, {report.left} left")
     for name, why in report.failed.items():
         print(f"failed: {name}: {why}")
+
+
+def _few_rows(folder: Path, epilogue: Graph) -> tuple[Config, ...]:
+    """Return all GEMV kernels, and the two best of an epilogue's tables at each problem of as few rows."""
+    best = [
+        measured.config.binary()
+        for table in map(tables.load, folder.glob("*.json"))
+        if table.signature.epilogue == epilogue
+        for point in table.points
+        if point.problem[0] <= max(shapes.FEW_ROWS)
+        for measured in point.measured[:2]
+    ]
+    return tuple(dict.fromkeys([*space.all_gemv(), *best]))
 
 
 def _at_least(ratio: float, folder: Path, epilogue: Graph) -> set[Problem]:

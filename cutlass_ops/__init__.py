@@ -15,6 +15,7 @@ from cutlass_ops.bundle import Bundle
 from cutlass_ops.bundles import load_bundle
 from cutlass_ops.config import (
     ClusterShape,
+    GemvConfig,
     InstructionShape,
     Sm80Config,
     Sm90Config,
@@ -139,6 +140,7 @@ __all__ = [
     "Epilogue",
     "EpilogueError",
     "Explanation",
+    "GemvConfig",
     "InstructionShape",
     "Kernel",
     "KernelSpec",

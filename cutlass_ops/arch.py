@@ -61,6 +61,7 @@ MAX_THREADS = 1024
 MAX_GRID_Y = 65535
 REGISTERS_PER_SM = 64 * KIB
 MAX_REGISTERS_PER_THREAD = 255
+OVERLAPS = (9, 0)  # compute capability from which a kernel may start while the one before it ends
 WARP = 32
 WARPGROUP = 128
 CACHE_LINE_BYTES = 128

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cutlass_ops import _env
 from cutlass_ops.bundle import Bundle, BundledKernel, open_bundle
-from cutlass_ops.config import Config, Sm90Config
+from cutlass_ops.config import Config, Sm80Config, Sm90Config
 from cutlass_ops.signature import OpSignature
 from cutlass_ops.spec import KernelSpec
 
@@ -107,10 +107,11 @@ class Bundles:
         return tuple(dict.fromkeys(c for bundle in self.all() for c in bundle.configs(signature, capability)))
 
     def of_one_kind(self, signature: OpSignature, capability: tuple[int, int]) -> tuple[Config, ...]:
-        """Return the configurations that are chosen among: of one kind, wgmma before mma.sync."""
+        """Return the configurations that are chosen among: wgmma before mma.sync, and GEMV kernels with either."""
         found = self.configs(signature, capability)
-        wgmma = tuple(c for c in found if isinstance(c, Sm90Config))
-        return wgmma or found
+        if any(isinstance(c, Sm90Config) for c in found):
+            return tuple(c for c in found if not isinstance(c, Sm80Config))
+        return found
 
     def choice(
         self, signature: OpSignature, capability: tuple[int, int], problem: tuple[int, int, int]

@@ -216,7 +216,61 @@ class Sm90Config:
         return replace(self, raster="heuristic", swizzle=1, by_gpc=False)
 
 
-Config = Sm80Config | Sm90Config
+@dataclass(frozen=True)
+class GemvConfig:
+    """A kernel of ordinary loads for few rows of A, for Sm80 and every later target.
+
+    With up to four rows, each warp multiplies them by one column of B, all of whose K it reads, in FP32 arithmetic.
+    With eight or sixteen, a thread block has sixteen columns, its warps share K, and ``mma.sync`` multiplies. It serves
+    any number of rows, but reads B again for each ``rows`` of them.
+
+    Attributes
+    ----------
+    rows : int
+        Rows of A that are multiplied at a time.
+    warps : int
+        Warps of a thread block.
+    pieces : int
+        Accesses of 16 bytes to a column of B that a thread has on their way at a time; with eight rows and more, to
+        each of two.
+    """
+
+    rows: int = 1
+    warps: int = 8
+    pieces: int = 8
+
+    arch: ClassVar[str] = "gemv"
+    default_target: ClassVar[str] = "sm_80"
+    swizzle: ClassVar[int] = 1  # there is one order
+
+    @property
+    def by_tile(self) -> bool:
+        """Whether a thread block's warps share its columns, which Tensor Cores multiply."""
+        return self.rows >= 8
+
+    @property
+    def threadblock(self) -> ThreadblockShape:
+        """What one thread block computes at a time, in elements of 16 bits."""
+        if self.by_tile:
+            return ThreadblockShape(self.rows, 16, 32 * self.warps * self.pieces)
+        return ThreadblockShape(self.rows, self.warps, 256 * self.pieces)
+
+    @property
+    def whole_k(self) -> bool:
+        """Whether it rounds as the kernels do that add up a tile's K first to last: no, lanes share K."""
+        return False
+
+    @property
+    def slug(self) -> str:
+        """Short readable name, unique among legal configurations."""
+        return f"gemv_{self.rows}x{self.warps}_p{self.pieces}"
+
+    def binary(self) -> GemvConfig:
+        """Return the configuration as far as it changes the compiled code: all of it."""
+        return self
+
+
+Config = Sm80Config | Sm90Config | GemvConfig
 
 _SHAPES = {
     "threadblock": ThreadblockShape,
@@ -246,6 +300,9 @@ _PLAIN: dict[str, tuple[str | int | bool | None, ...] | type] = {
     "means": get_args(Means),
     "by_gpc": bool,
     "stream_k": bool,
+    "rows": int,
+    "warps": int,
+    "pieces": int,
 }
 
 
@@ -270,7 +327,7 @@ def config_from_json(data: object) -> Config:
     ConfigError
         If the architecture or a field is unknown, or a value has the wrong type.
     """
-    kinds: dict[str, type[Config]] = {"sm80": Sm80Config, "sm90": Sm90Config}
+    kinds: dict[str, type[Config]] = {c.arch: c for c in (Sm80Config, Sm90Config, GemvConfig)}
     if not isinstance(data, dict):
         raise ConfigError(f"a configuration is a JSON object, not {type(data).__name__}")
     arch = data.get("arch")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cutlass_ops import dispatch, heuristics, policies
 from cutlass_ops.call import Call, check_call, device_of, signature_of
-from cutlass_ops.config import MEANS, Config, Sm90Config
+from cutlass_ops.config import MEANS, Config, GemvConfig, Sm90Config
 from cutlass_ops.device import Device, Problem
 from cutlass_ops.knowledge import Candidate
 from cutlass_ops.model import Roofline, roofline
@@ -165,7 +165,7 @@ def explain_call(name: str, call: Call, device: Device) -> Explanation:
     policy = policies.policy(signature, device)
     if not policy.kernels:
         why = f"no kernel serves these types on compute capability {'.'.join(map(str, device.capability))}"
-        return Explanation(name, problem, "nothing", why, _contract(call, signature, device))
+        return Explanation(name, problem, "nothing", why, _contract(signature, device, None))
     chosen = dispatch.chosen_in_bundle(signature, device, problem)
     kept = policies.kept(policy, *problem[1:]) if chosen is None else policy.kernels
     ranked = policy.ranked(problem, kept)
@@ -185,7 +185,7 @@ def explain_call(name: str, call: Call, device: Device) -> Explanation:
         problem,
         served_by,
         why,
-        (*_contract(call, signature, device), *_means(signature, ranked[0].config)),
+        (*_contract(signature, device, ranked[0].config), *_means(signature, ranked[0].config)),
         tuple(ranked),
         roofline(whole, heuristics.chip_of(device), signature.a.dtype.bytes, moved),
         dict(policy.peers(problem)),
@@ -228,10 +228,14 @@ def _why(policy: Policy, problem: Problem, best: Candidate, count: int) -> str:
     return f"{how}; one of {count} kernels kept for this weight{only}"
 
 
-def _contract(call: Call, signature: OpSignature, device: Device) -> tuple[Finding, ...]:
+def _contract(signature: OpSignature, device: Device, config: Config | None) -> tuple[Finding, ...]:
     major, minor = device.capability
     by_tma = device.loads_by_tma(signature.a, signature.b)
     instruction = "wgmma, operands loaded by TMA" if by_tma else "mma.sync, operands loaded by cp.async or registers"
+    if isinstance(config, GemvConfig):
+        instruction = (
+            "FP32 arithmetic, operands loaded into registers: for so few rows, reading B is all that takes time"
+        )
     reason = "" if by_tma or (major, minor) != (9, 0) else f": {_misaligned(signature)}"
     stored = "by TMA or whole vectors" if signature.d.aligned else f"{signature.d.alignment} elements at a time"
     return (
@@ -246,6 +250,8 @@ def _means(signature: OpSignature, config: Config) -> tuple[Finding, ...]:
     """Say where means of A's rows are from, if the epilogue takes any."""
     if not signature.epilogue.gathered:
         return ()
+    if isinstance(config, GemvConfig):
+        return (Finding("rows of a", "added up by the warps of each thread block together, beside the product"),)
     return (Finding("rows of a", MEANS[config.means if isinstance(config, Sm90Config) else "ahead"]),)
 
 

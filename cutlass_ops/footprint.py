@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from cutlass_ops import arch
-from cutlass_ops.config import Sm80Config, Sm90Config, ThreadblockShape
+from cutlass_ops.config import GemvConfig, Sm80Config, Sm90Config, ThreadblockShape
 from cutlass_ops.dtypes import f32
 from cutlass_ops.epilogue.graph import Input, Kind
 from cutlass_ops.orientation import along_n, halved, oriented, reduced_along_m, sides, swapped
@@ -34,9 +34,19 @@ def shared_memory(spec: KernelSpec, stages: int | None = None) -> int:
     stages : int, optional
         Stages of the main loop's pipeline, by default the configuration's; if it leaves them open, as many as fit.
     """
+    if isinstance(spec.config, GemvConfig):
+        return _gemv_shared_memory(spec, spec.config)
     if isinstance(spec.config, Sm90Config):
         return _sm90_shared_memory(spec, spec.config, sm90_stages(spec) if stages is None else stages)
     return _sm80_shared_memory(spec, spec.config, spec.config.stages if stages is None else stages)
+
+
+def _gemv_shared_memory(spec: KernelSpec, config: GemvConfig) -> int:
+    """Return the bytes that warps leave each other in ``gemv.h``: two sums of each row, and products of a tile."""
+    numbers = 2 if spec.epilogue.gathered else 0
+    if config.by_tile:
+        numbers += (1 + len(spec.epilogue.products)) * config.threadblock.n
+    return config.warps * config.rows * numbers * f32.bytes
 
 
 # ---- Sm90 ----------------------------------------------------------------------------------------------------------

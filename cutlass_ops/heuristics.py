@@ -9,8 +9,17 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from cutlass_ops import arch, model, model_sm80
-from cutlass_ops.config import SWIZZLES, Config, Raster, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
+from cutlass_ops import arch, model, model_gemv, model_sm80
+from cutlass_ops.config import (
+    SWIZZLES,
+    Config,
+    GemvConfig,
+    Raster,
+    Sm80Config,
+    Sm90Config,
+    ThreadblockShape,
+    WarpShape,
+)
 from cutlass_ops.device import Device, Problem
 from cutlass_ops.signature import OpSignature
 from cutlass_ops.spec import Major
@@ -48,6 +57,8 @@ SM80 = (
     *(_sm80(64, 256, 64, 32, 64, 3, True), _sm80(256, 128, 32, 64, 64, 3, True), _sm80(64, 64, 64, 32, 32, 3)),
     *(_sm80(64, 64, 32, 32, 32, 5), _sm80(128, 128, 32, 64, 64, 4)),
 )
+# For few rows, where lines are aligned to 16 bytes and K lies along them.
+GEMV = (GemvConfig(1), GemvConfig(2), GemvConfig(8, 8, 4), GemvConfig(16, 8, 4))
 # Operands aligned to less than 4 bytes cannot use cp.async: two stages, through registers.
 SM80_UNALIGNED = (
     *(_sm80(64, 256, 64, 32, 64, 2, True), _sm80(128, 256, 32, 64, 64, 2, True), _sm80(32, 256, 32, 32, 64, 2, True)),
@@ -63,7 +74,7 @@ class Pool:
     Attributes
     ----------
     configs : tuple of Config
-        All Sm90 or all Sm80.
+        Of any kind.
     majors : tuple of {"row", "col"}
         Those of A and B.
     alignment : int
@@ -96,6 +107,11 @@ class Pool:
     @cached_property
     def _sm90(self) -> model.Batch:
         return model.Batch.of(c for c in self.configs if isinstance(c, Sm90Config))
+
+    @cached_property
+    def _places(self) -> list[int]:
+        """Where they are among all."""
+        return [at for at, c in enumerate(self.configs) if isinstance(c, Sm90Config)]
 
     @cached_property
     def _by_gpc(self) -> model.Batch:
@@ -134,24 +150,44 @@ class Pool:
 
     def _times_and_order(self, problems: Sequence[Problem], device: Device) -> tuple[Tensor, Tensor]:
         problems = [self.whole(p) for p in problems]
+        times = self._one_by_one(problems, device)
+        gpc = torch.zeros_like(times, dtype=torch.bool)
         if self._sm90.configs:
             usual, by_gpc = self._times_by_order(problems, device)
-            return torch.minimum(usual, by_gpc) + self._means(problems), by_gpc < usual
-        sm80 = [c for c in self.configs if isinstance(c, Sm80Config)]
-        many = device.multiprocessors
-        found = [[model_sm80.predict(c, p, many, self.alignment) for c in sm80] for p in problems]
-        times = torch.tensor(found, dtype=torch.float64).reshape(len(problems), len(sm80))
-        return times, torch.zeros_like(times, dtype=torch.bool)
+            times[:, self._places] = torch.minimum(usual, by_gpc) + self._means(problems)
+            gpc[:, self._places] = by_gpc < usual
+        return times, gpc
+
+    def _one_by_one(self, problems: Sequence[Problem], device: Device) -> Tensor:
+        """Return the times of all but those of Sm90, which are infinite here."""
+        if len(self._places) == len(self.configs):
+            return torch.full((len(problems), len(self.configs)), torch.inf, dtype=torch.float64)
+
+        def time(config: Config, problem: Problem) -> float:
+            if isinstance(config, Sm80Config):
+                return model_sm80.predict(config, problem, device.multiprocessors, self.alignment)
+            if isinstance(config, GemvConfig):
+                return model_gemv.predict(config, problem, device.multiprocessors)
+            return torch.inf
+
+        found = [[time(c, p) for c in self.configs] for p in problems]
+        return torch.tensor(found, dtype=torch.float64).reshape(len(problems), len(self.configs))
 
     def tiles(self, problems: Sequence[Problem], device: Device) -> Tensor:
         """Return how many tiles cover problems, whole clusters, of shape (problems, configurations)."""
         problems = [self.whole(p) for p in problems]
-        if self._sm90.configs:
-            cover = model.grid(self._sm90, problems, chip_of(device))
-            return cover.rows * cover.columns
+        if len(self._places) == len(self.configs):
+            return self._clusters(problems, device)
         sides = [c.threadblock for c in self.configs]
         found = [[-(-m // s.m) * -(-n // s.n) for s in sides] for m, n, _ in problems]
-        return torch.tensor(found, dtype=torch.float64).reshape(len(problems), len(sides))
+        tiles = torch.tensor(found, dtype=torch.float64).reshape(len(problems), len(sides))
+        if self._sm90.configs:
+            tiles[:, self._places] = self._clusters(problems, device)
+        return tiles
+
+    def _clusters(self, problems: Sequence[Problem], device: Device) -> Tensor:
+        cover = model.grid(self._sm90, problems, chip_of(device))
+        return cover.rows * cover.columns
 
     def _times_by_order(self, problems: Sequence[Problem], device: Device) -> tuple[Tensor, Tensor]:
         never = torch.tensor(torch.inf, dtype=torch.float64)

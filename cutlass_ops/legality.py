@@ -1,6 +1,7 @@
 """Why a kernel declaration cannot be built, before any compiler runs.
 
-The rules lie in :mod:`cutlass_ops.rules`, :mod:`cutlass_ops.rules_sm90` and :mod:`cutlass_ops.rules_sm80`;
+The rules lie in :mod:`cutlass_ops.rules`, :mod:`cutlass_ops.rules_sm90`, :mod:`cutlass_ops.rules_sm80` and
+:mod:`cutlass_ops.rules_gemv`;
 ``docs/legality.md`` lists them all.
 """
 
@@ -8,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cutlass_ops.config import Sm90Config
+from cutlass_ops.config import GemvConfig, Sm90Config
 from cutlass_ops.errors import ConfigError
 from cutlass_ops.rules import COMMON, VALUES, AnyConfig, Rule
+from cutlass_ops.rules_gemv import GEMV
 from cutlass_ops.rules_sm80 import SM80
 from cutlass_ops.rules_sm90 import SM90
 from cutlass_ops.spec import KernelSpec
@@ -69,6 +71,8 @@ def require_legal(spec: KernelSpec) -> None:
 def _arch_violations(spec: KernelSpec) -> tuple[Violation, ...]:
     if isinstance(spec.config, Sm90Config):
         return _violations(SM90, spec, spec.config)
+    if isinstance(spec.config, GemvConfig):
+        return _violations(GEMV, spec, spec.config)
     return _violations(SM80, spec, spec.config)
 
 

@@ -17,7 +17,7 @@ import torch
 
 from cutlass_ops import _env, _resources, arch, builtin, heuristics, legality, model, tables
 from cutlass_ops.bundles import BUNDLES
-from cutlass_ops.config import Config, Means, Sm90Config
+from cutlass_ops.config import Config, GemvConfig, Means, Sm90Config
 from cutlass_ops.device import Device, Problem
 from cutlass_ops.errors import ConfigError
 from cutlass_ops.heuristics import Pool
@@ -29,8 +29,8 @@ from cutlass_ops.tables import Measured, Point, Table
 
 # Rows of A at which the choice for a weight is made in advance.
 def _rows() -> Iterator[int]:
-    """Yield numbers of rows: eight more than the one before, or at most a sixteenth of it."""
-    yield 1
+    """Yield numbers of rows: few, and from eight on eight more than the one before, or at most a sixteenth of it."""
+    yield from (1, 2, 4)
     rows = 8
     while rows <= 16384:
         yield rows
@@ -179,17 +179,24 @@ def _policy(signature: OpSignature, device: Device, bundled: tuple[Config, ...],
         return (c for c in pool if own is None or own.allows(c))
 
     if bundled:
-        known = (*mine, *_borrowed(own, signature, device)) if isinstance(bundled[0], Sm90Config) else mine
+        wgmma = any(isinstance(c, Sm90Config) for c in bundled)
+        known = (*mine, *_borrowed(own, signature, device)) if wgmma else mine
         return Policy.of(known, signature, device, allowed(bundled))
 
     if device.loads_by_tma(signature.a, signature.b):
         known = (*mine, *_borrowed(own, signature, device))
         found = Policy.of(known, signature, device, allowed(c for table in known for c in table.kernels))
-        if found.kernels:
+        if _serves_many_rows(found):
             return found
     narrow = min(signature.a.alignment, signature.b.alignment) == 1
-    usual = heuristics.SM80_UNALIGNED if narrow else heuristics.SM80
-    return Policy.of(mine, signature, device, allowed([*(c for table in mine for c in table.kernels), *usual]))
+    usual = heuristics.SM80_UNALIGNED if narrow else (*heuristics.SM80, *heuristics.GEMV)
+    found = Policy.of(mine, signature, device, allowed([*(c for table in mine for c in table.kernels), *usual]))
+    return found if _serves_many_rows(found) else Policy.of((), signature, device, ())
+
+
+def _serves_many_rows(policy: Policy) -> bool:
+    """Whether there are kernels of Tensor Cores: those for few rows serve others as well, but far too slowly."""
+    return any(not isinstance(c, GemvConfig) for c in policy.kernels)
 
 
 def _own(signature: OpSignature, device: Device) -> Table | None:
@@ -263,11 +270,13 @@ def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
         return table
     forms: dict[Config, Config | None] = {}
 
-    def form(config: Config) -> Sm90Config | None:
+    def form(config: Config) -> Sm90Config | GemvConfig | None:
         binary = config.binary()
         if binary not in forms:
             forms[binary] = _legal(signature, binary, device)
         found = forms[binary]
+        if isinstance(found, GemvConfig):
+            return found
         if not isinstance(config, Sm90Config) or not isinstance(found, Sm90Config):
             return None
         return replace(config, schedule=found.schedule, means=found.means)
@@ -276,7 +285,7 @@ def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
         m, n, k = point.problem
         best = point.measured[0].microseconds
         times = [
-            (best * (1 + measured.behind) + float(model.means(config.means, [point.problem])), config)
+            (best * (1 + measured.behind) + _more(config, point.problem), config)
             for measured in point.measured
             if (config := form(measured.config)) is not None
         ]
@@ -289,6 +298,11 @@ def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
     return replace(
         table, points=tuple(p for p in points if p.measured), kernels=tuple(c for c in kernels if c is not None)
     )
+
+
+def _more(config: Sm90Config | GemvConfig, problem: Problem) -> float:
+    """Return by how many microseconds means of A's rows make a kernel later."""
+    return float(model.means(config.means, [problem])) if isinstance(config, Sm90Config) else 0.0
 
 
 def _legal(signature: OpSignature, config: Config, device: Device) -> Config | None:

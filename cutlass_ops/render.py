@@ -10,8 +10,8 @@ import textwrap
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from cutlass_ops import _resources, lower_sm80, lower_sm90
-from cutlass_ops.config import Sm90Config
+from cutlass_ops import _resources, lower_gemv, lower_sm80, lower_sm90
+from cutlass_ops.config import GemvConfig, Sm90Config
 from cutlass_ops.errors import ToolchainError
 from cutlass_ops.spec import KernelSpec
 
@@ -36,6 +36,8 @@ def render(spec: KernelSpec) -> str:
     """
     if isinstance(spec.config, Sm90Config):
         name, values = "sm90_gemm.cu.j2", lower_sm90.context(spec)
+    elif isinstance(spec.config, GemvConfig):
+        name, values = "gemv.cu.j2", lower_gemv.context(spec)
     else:
         name, values = "sm80_gemm.cu.j2", lower_sm80.context(spec)
     return _environment().get_template(name).render(values | _header(spec))

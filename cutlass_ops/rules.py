@@ -1,8 +1,9 @@
-"""What a rule of legality is, and the rules for both architectures.
+"""What a rule of legality is, and the rules for all kinds of kernels.
 
-Each rule is one small function in a table: :data:`VALUES` or :data:`COMMON` here, one table for each architecture in
-:mod:`cutlass_ops.rules_sm90` and :mod:`cutlass_ops.rules_sm80`. It stands on one of three grounds: the hardware cannot
-do it, CUTLASS does not compile it, or this library refuses it because it would be wrong, slow or untested.
+Each rule is one small function in a table: :data:`VALUES` or :data:`COMMON` here, and one table for each kind in
+:mod:`cutlass_ops.rules_sm90`, :mod:`cutlass_ops.rules_sm80` and :mod:`cutlass_ops.rules_gemv`. It stands on one of
+three grounds: the hardware cannot do it, CUTLASS does not compile it, or this library refuses it because it would be
+wrong, slow or untested.
 ``docs/legality.md`` lists them all.
 """
 
@@ -13,7 +14,17 @@ from dataclasses import dataclass
 from typing import Generic, Literal, TypeGuard, TypeVar
 
 from cutlass_ops import arch
-from cutlass_ops.config import SWIZZLES, ClusterShape, Config, InstructionShape, Sm90Config, ThreadblockShape, WarpShape
+from cutlass_ops.config import (
+    SWIZZLES,
+    ClusterShape,
+    Config,
+    GemvConfig,
+    InstructionShape,
+    Sm80Config,
+    Sm90Config,
+    ThreadblockShape,
+    WarpShape,
+)
 from cutlass_ops.dtypes import bf16, f16
 from cutlass_ops.epilogue.graph import Kind
 from cutlass_ops.footprint import MAX_STAGES, MIN_STAGES, shared_memory
@@ -58,11 +69,11 @@ def _field_values(spec: KernelSpec, config: Config) -> Iterator[str]:
         if hasattr(config, name) and not (isinstance(shape, cls) and all(_positive(v) for v in vars(shape).values())):
             yield f"{name} is {shape}: give a {cls.__name__} with positive integers"
     # The declaration as it was given: KernelSpec leaves launch arguments out of `config`.
-    for name, allowed in (_SM90_CHOICES if isinstance(config, Sm90Config) else _SM80_CHOICES).items():
+    for name, allowed in _CHOICES[type(config)].items():
         value = getattr(spec.launch_config, name)
         if not any(value == a and type(value) is type(a) for a in allowed):
             yield f"{name} is {value!r}: use {' or '.join(map(repr, allowed))}"
-    if config.stages is None and isinstance(config, Sm90Config):
+    if isinstance(config, GemvConfig) or (config.stages is None and isinstance(config, Sm90Config)):
         return
     if not _positive(config.stages) or not MIN_STAGES <= config.stages <= MAX_STAGES:
         yield f"stages is {config.stages!r}: use {MIN_STAGES} to {MAX_STAGES}, since one is filled while one is used"
@@ -82,6 +93,16 @@ _SM90_CHOICES: dict[str, tuple[object, ...]] = {
     "raster": ("heuristic", "along_m", "along_n"),
     "swizzle": SWIZZLES,
     "by_gpc": (False, True),
+}
+_GEMV_CHOICES: dict[str, tuple[object, ...]] = {
+    "rows": (1, 2, 4, 8, 16),
+    "warps": (1, 2, 4, 8, 16, 32),
+    "pieces": (1, 2, 4, 8, 16),
+}
+_CHOICES: dict[type[Config], dict[str, tuple[object, ...]]] = {
+    Sm80Config: _SM80_CHOICES,
+    Sm90Config: _SM90_CHOICES,
+    GemvConfig: _GEMV_CHOICES,
 }
 
 
@@ -124,6 +145,8 @@ def _matrices(spec: KernelSpec) -> Iterator[tuple[str, Operand]]:
 
 
 def _shared_memory(spec: KernelSpec, config: Config) -> Iterator[str]:
+    if isinstance(config, GemvConfig):
+        return  # it keeps a few numbers there
     limit = arch.target(spec.target).shared_memory
     stages = config.stages if config.stages is not None else MIN_STAGES
     needed = shared_memory(spec, stages)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from cutlass_ops import arch, elf
 from cutlass_ops.arch import OPCODES
+from cutlass_ops.config import GemvConfig
 from cutlass_ops.errors import CompileError
 from cutlass_ops.spec import KernelSpec
 
@@ -63,7 +64,8 @@ def proved(library: bytes, where: str, spec: KernelSpec) -> dict[str, int]:
     """Return a kernel's opcode counts, once they show the instructions that its declaration promises.
 
     An Sm90 configuration promises ``wgmma`` (HGMMA), and bulk tensor copies (UTMALDG) of the operands that TMA can
-    address; an Sm80 configuration promises ``mma.sync`` (HMMA).
+    address; an Sm80 configuration promises ``mma.sync`` (HMMA), a GEMV configuration that too, from eight rows
+    on.
 
     Parameters
     ----------
@@ -81,7 +83,9 @@ def proved(library: bytes, where: str, spec: KernelSpec) -> dict[str, int]:
     """
     counts = opcodes(library, where)
     target = arch.target(spec.target)
-    if spec.sm90 is None:
+    if isinstance(spec.config, GemvConfig):
+        expected = [target.mma_opcode] * spec.config.by_tile
+    elif spec.sm90 is None:
         expected = [target.mma_opcode]
     else:
         expected = [target.wgmma_opcode] + ["UTMALDG"] * (spec.a.aligned and spec.b.aligned)

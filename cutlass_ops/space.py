@@ -12,6 +12,7 @@ from cutlass_ops import arch, legality, model
 from cutlass_ops.config import (
     ClusterShape,
     Config,
+    GemvConfig,
     Means,
     Schedule,
     Sm80Config,
@@ -41,6 +42,10 @@ _SM80_TILES_K = (32, 64)
 _SM80_WARP_SIDES = (32, 64)
 _SM80_STAGES = (2, 3, 4, 5, 6)
 _SM80_WARPS = (1, 2, 4, 8)
+
+_GEMV_ROWS = (1, 2, 4, 8, 16)
+_GEMV_WARPS = (4, 8, 16)
+_GEMV_PIECES = {False: (4, 8, 16), True: (1, 2, 4, 8)}  # by column, by tile
 
 
 @lru_cache(maxsize=64)
@@ -86,8 +91,26 @@ def _all_sm80() -> Iterator[Sm80Config]:
                 yield replace(config, stream_k=True)
 
 
+@lru_cache(maxsize=64)
+def gemv_configurations(signature: OpSignature, device: Device) -> tuple[GemvConfig, ...]:
+    """Return every legal configuration of kernels of ordinary loads."""
+    return tuple(c for c in all_gemv() if not legality.check(device.spec(signature, c)))
+
+
+def all_gemv() -> Iterator[GemvConfig]:
+    """Yield the configurations of kernels of ordinary loads that are worth measuring."""
+    for rows, warps in product(_GEMV_ROWS, _GEMV_WARPS):
+        yield from (GemvConfig(rows, warps, pieces) for pieces in _GEMV_PIECES[GemvConfig(rows).by_tile])
+
+
+def few_rows(signature: OpSignature, problem: Problem, device: Device) -> list[Config]:
+    """Return those of them that read B once for a problem's rows, and the least of Tensor Cores'."""
+    rows = problem[0]
+    return [c for c in gemv_configurations(signature, device) if c.rows >= rows and (c.rows < 2 * rows or c.rows == 8)]
+
+
 def ranked(signature: OpSignature, problem: Problem, limit: int, device: Device) -> list[Config]:
-    """Return the configurations that the model puts first for a problem, fastest first.
+    """Return the configurations of Tensor Core kernels that the model puts first for a problem, fastest first.
 
     The model does not see what a tile's K extent does, nor the orientation of a large tile: of those that differ in
     nothing else, the usual one stands for all. :func:`neighbours` has the others.
@@ -110,7 +133,7 @@ def ranked(signature: OpSignature, problem: Problem, limit: int, device: Device)
 
 @lru_cache(maxsize=64)
 def _pool(signature: OpSignature, device: Device) -> Pool:
-    """Return what serves a signature on a device: kernels of Sm90, if there are any."""
+    """Return what serves a signature on a device for any number of rows: kernels of Sm90, if there are any."""
     if device.loads_by_tma(signature.a, signature.b):
         pool = usual(signature)
         if pool.configs:
@@ -128,8 +151,11 @@ def neighbours(signature: OpSignature, config: Config, device: Device) -> list[C
     """Return the legal configurations one step away.
 
     Of Sm90: another K extent, cluster, schedule or orientation, N ± 16, or means of A's rows taken another way. Of
-    Sm80: another side of the tile, its K extent, the warps' tile, stages, or stream-K.
+    Sm80: another side of the tile, its K extent, the warps' tile, stages, or stream-K. Of kernels of ordinary loads:
+    other rows, warps or pieces.
     """
+    if isinstance(config, GemvConfig):
+        return [c for c in gemv_configurations(signature, device) if c != config and _near_gemv(c, config)]
     if isinstance(config, Sm80Config):
         return [c for c in sm80_configurations(signature, device) if c != config and _near_sm80(c, config)]
     return [c for c in configurations(signature) if c != config and _near(c, config)]
@@ -144,6 +170,10 @@ def _near(one: Sm90Config, other: Sm90Config) -> bool:
     changes = (its.k != mine.k) + (len(set(kinds)) > 1) + (len(set(clusters)) > 1)
     changes += one.means != other.means
     return len(set(tiles)) == 1 and changes <= 1
+
+
+def _near_gemv(one: GemvConfig, other: GemvConfig) -> bool:
+    return (one.rows != other.rows) + (one.warps != other.warps) + (one.pieces != other.pieces) == 1
 
 
 def _near_sm80(one: Sm80Config, other: Sm80Config) -> bool:

@@ -93,13 +93,13 @@ class KernelSpec:
         Types of A (M, K), B (K, N) and D (M, N), such as ``"bf16.row"``.
     epilogue : Graph or traced function
         What happens to the FP32 accumulator.
-    config : Sm80Config or Sm90Config
+    config : Sm80Config, Sm90Config or GemvConfig
         Tile shapes and schedule.
     inputs, outputs : mapping of str to str or Operand, optional
         Types of the epilogue's inputs and further outputs by name. By default inputs have D's dtype (scalars FP32,
         a product B's type), further tiles D's type, and reductions FP32.
     target : str, optional
-        Machine-code target; by default sm_80 for an :class:`Sm80Config` and sm_90a for an :class:`Sm90Config`.
+        Machine-code target; by default sm_90a for an :class:`Sm90Config` and sm_80 for the others.
 
     Raises
     ------

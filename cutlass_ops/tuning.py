@@ -39,6 +39,8 @@ from cutlass_ops.tables import Point, Problem, Table
 _WITHIN = 1.15
 # At least so many are measured all the same: what it puts far ahead of all others is often what it errs on.
 _AT_LEAST = 4
+# So many of each kind of kernel are, unless it is predicted to take so many times as long.
+_OF_A_KIND, _FAR = 2, 2.0
 # Among how many the few that cover all problems are sought.
 _CONSIDERED = 40
 # Around how many of the best a refinement looks.
@@ -167,12 +169,18 @@ def _plan(
         ranked = sorted(kept & times.keys(), key=times.__getitem__)
         close = sum(times[c] <= _WITHIN * times[ranked[0]] for c in ranked)
         near = ranked[: min(max(close, _AT_LEAST), effort.candidates)]
-        # What was the best is what the others have to beat, and what their times can be compared by.
+        # What was the best is what the others have to beat, and what their times can be compared by. Kinds of kernels
+        # have models of their own, which err apart.
         before = [c for c in problems[problem][:1] if c in times]
-        near = list(dict.fromkeys([*before, *near]))
+        kinds = [c for kind in {type(c): None for c in ranked} for c in _first(ranked, kind)]
+        near = list(dict.fromkeys([*before, *near, *(c for c in kinds if times[c] <= _FAR * times[ranked[0]])]))
         entrants = [o for c in near for o in _orders(c, problem, device)]
         tasks.append(Task(signature, problem, tuple(entrants)))
     return tasks
+
+
+def _first(ranked: Sequence[Config], kind: type[Config]) -> list[Config]:
+    return [c for c in ranked if type(c) is kind][:_OF_A_KIND]
 
 
 def _predicted(
@@ -204,7 +212,7 @@ def _orders(config: Config, problem: Problem, device: Device) -> list[Config]:
 
 def _considered(policy: Policy, problem: Problem, centres: Sequence[Config], device: Device) -> list[Config]:
     """Return what may be worth measuring at a problem, and what would be picked now."""
-    usual = policy.kernels
+    usual = (*space.few_rows(policy.signature, problem, device), *policy.kernels)
     if not centres:
         return list(dict.fromkeys([*space.ranked(policy.signature, problem, _CONSIDERED, device), *usual]))
     around = [c for centre in centres for c in (centre, *space.neighbours(policy.signature, centre, device))]

@@ -195,8 +195,10 @@ Order order_of(Object const& config, Object const& changes) {
     return field(changes.count(ffi::String(name)) ? changes : config, name);
   };
   Order order;
+  std::string const arch = text(config, "arch");
+  if (arch == "gemv") return order;  // there is one
   order.swizzle = int(integer(value("swizzle"), "swizzle", 1, 64));
-  if (text(config, "arch") != "sm90") return order;
+  if (arch != "sm90") return order;
   std::array<char const*, 3> const rasters = {"heuristic", "along_m", "along_n"};
   ffi::String const raster = as<ffi::String>(value("raster"), "raster");
   auto const place = std::find(rasters.begin(), rasters.end(), std::string(raster));

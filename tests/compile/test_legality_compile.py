@@ -19,6 +19,7 @@ from cutlass_ops.builder import build_artifact
 from cutlass_ops.compiler import compile_kernel
 from cutlass_ops.config import (
     ClusterShape,
+    GemvConfig,
     InstructionShape,
     Sm80Config,
     Sm90Config,
@@ -101,6 +102,13 @@ def everything(acc, bias: co.Row, scale: co.Col, r: co.Tile, gate: co.Tile, alph
 
 norm, centred, swiglu = builtin.rms_norm, builtin.layer_norm, builtin.swiglu
 
+
+@co.epilogue
+def norm_gate(acc, up: co.Product, eps: co.Scalar):
+    r = co.rsqrt(co.mean_square_of_a() + eps)
+    return co.silu(acc * r) * (up * r)
+
+
 EPILOGUES = (
     plain,
     bias_relu,
@@ -146,6 +154,11 @@ def sm80(threadblock, warp, **changes):
     return KernelSpec(**defaults | types, config=config)
 
 
+def gemv(rows, warps, pieces, *, epilogue, d="bf16.row", target="sm_80"):
+    config = GemvConfig(rows, warps, pieces)
+    return KernelSpec(a="bf16.row", b="bf16.col", d=d, epilogue=epilogue, config=config, target=target)
+
+
 @pytest.mark.parametrize(
     "spec",
     [
@@ -161,17 +174,21 @@ def sm80(threadblock, warp, **changes):
         sm90(256, 64, 128, schedule="cooperative", epilogue=swiglu, swap_ab=True, cluster=ClusterShape(2, 1)),
         sm80((64, 256, 32), (32, 64, 32), epilogue=everything, d="f32.col", stages=2),
         sm80((64, 64, 32), (32, 32, 32), epilogue=norm, a="bf16.col"),
+        gemv(16, 8, 4, epilogue=gated, d="f32.col"),
+        gemv(4, 4, 16, epilogue=norm_gate, target="sm_90"),
     ],
     ids=[
         *("sm90", "sm90-stream_k", "sm90-split_k", "sm90-multiple_of_8", "sm90-gathered", "sm90-beside-swapped"),
         *("sm90-beside", "sm90-ahead", "sm90-reductions", "sm90-second_weight", "sm80", "sm80-means"),
+        *("gemv", "gemv-sm90-second_weight-means"),
     ],
 )
 def test_what_is_accepted_compiles_and_takes_the_memory_that_was_foretold(spec):
     assert check(spec) == ()
     report = inspect(build_artifact(spec))
     assert report.static_shared_memory + report.dynamic_shared_memory == shared_memory(spec)
-    assert report.stages == (sm90_stages(spec) if spec.sm90 else spec.config.stages)
+    stages = sm90_stages(spec) if spec.sm90 else spec.config.stages if spec.sm80 else 1
+    assert report.stages == stages
     if spec.epilogue.gathered:  # who reads rows may have 24 registers: a few words go elsewhere, and no more
         assert report.spill_stores <= (64 if spec.sm90 and spec.sm90.means == "beside" else 0)
 

@@ -15,7 +15,7 @@ import cutlass_ops as co
 from cutlass_ops import container, packing, plan, shipping
 from cutlass_ops._version import TEMPLATE_VERSION
 from cutlass_ops.bundle import open_bundle, write_bundle
-from cutlass_ops.config import Sm80Config, Sm90Config, ThreadblockShape, WarpShape
+from cutlass_ops.config import GemvConfig, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
 from cutlass_ops.loader import ABI, Reason
 from cutlass_ops.manifest import Choice, File, Group, KernelRecord, Manifest, sealed
 from cutlass_ops.signature import OpSignature
@@ -26,6 +26,7 @@ SOURCE = b"// not compiled\n"
 PINGPONG = Sm90Config(threadblock=ThreadblockShape(64, 128, 64))
 COOPERATIVE = Sm90Config(threadblock=ThreadblockShape(128, 128, 64), schedule="cooperative")
 MMA_SYNC = Sm80Config(threadblock=ThreadblockShape(128, 128, 32), warp=WarpShape(64, 64, 32), stages=3)
+FEW_ROWS = GemvConfig()
 CHOICES = (
     Choice(
         (9, 0),
@@ -39,7 +40,7 @@ CHOICES = (
         ),
     ),
     Choice((9, 0), 512, 256, ((1, PINGPONG),)),
-    Choice((8, 0), 256, 512, ((1, replace(MMA_SYNC, swizzle=8)),)),
+    Choice((8, 0), 256, 512, ((16, FEW_ROWS), (64, replace(MMA_SYNC, swizzle=8)))),
 )
 
 
@@ -51,7 +52,7 @@ def several(acc, bias: co.Row, scale: co.Scalar):
 
 
 TYPES = {"a": "bf16.row", "b": "bf16.col", "d": "f16.row", "inputs": {"bias": "f32.row.align1"}}
-KEYS = {config: c * 64 for config, c in zip((PINGPONG, COOPERATIVE, MMA_SYNC), "abc", strict=True)}
+KEYS = {config: c * 64 for config, c in zip((PINGPONG, COOPERATIVE, MMA_SYNC, FEW_ROWS), "abcf", strict=True)}
 OTHER = "d" * 64
 
 
@@ -189,7 +190,7 @@ def test_a_kernel_is_mapped_once(probe, bundle):
     assert probe("load", bundle, "a", "aa") == (0, "mapped\n" + 2 * "loaded, workspace 12345\n")
 
 
-@pytest.mark.parametrize(("key", "found"), [("e", "no kernel"), ("", "4 kernels")])
+@pytest.mark.parametrize(("key", "found"), [("e", "no kernel"), ("", "5 kernels")])
 def test_a_key_that_names_no_kernel_is_said(probe, bundle, key, found):
     code, out = probe("load", bundle, key)
     assert (code, out.splitlines()) == (

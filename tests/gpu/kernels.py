@@ -90,7 +90,7 @@ def spec(
     """Return the kernel of an op for operands of one dtype; D and tiles are row-major."""
     operand_tail = "" if aligned else ".align1"
     tail = "" if (aligned if d_aligned is None else d_aligned) else ".align1"
-    target = "sm_90" if isinstance(config, co.Sm80Config) else None
+    target = None if isinstance(config, co.Sm90Config) else "sm_90"
     tiles = {i.name: f"{dtype}.row{tail}" for i in op.graph.inputs if i.kind is Kind.TILE}
     vectors = {i.name: dtype for i in op.graph.inputs if i.kind in (Kind.ROW, Kind.COL)}
     return KernelSpec(
@@ -238,6 +238,8 @@ def overlapping() -> dict[str, KernelSpec]:
         co.Sm90Config(shape(64, 128, 128), schedule="warp_specialized"),
         co.Sm90Config(shape(128, 128, 64), cluster(2, 1), schedule="pingpong"),
         co.Sm90Config(shape(128, 256, 64), cluster(2, 1), schedule="cooperative"),
+        co.GemvConfig(4),
+        co.GemvConfig(16, 8, 4),
     )
     return {c.slug: spec(OPS["gemm_bias_relu"], "bf16", ("row", "col"), c) for c in configs}
 
@@ -285,6 +287,32 @@ def twice() -> dict[str, KernelSpec]:
         co.Sm90Config(shape(192, 48, 64), cluster(1, 2), schedule="cooperative", swap_ab=True),
     )
     return {f"summed_twice-{c.slug}": spec(ops.op(summed_twice), "bf16", ("row", "col"), c) for c in configs}
+
+
+GEMV = co.GemvConfig(4, 8, 8)
+
+
+def few_rows() -> dict[str, KernelSpec]:
+    """Kernels of ordinary loads: every op, and every epilogue that they have, in several shapes of thread block."""
+    configs = (co.GemvConfig(1), co.GemvConfig(2, 4, 16), GEMV, co.GemvConfig(8, 16, 2), co.GemvConfig(16, 4, 4))
+    norm, centred = ops.op(builtin.rms_norm), ops.op(builtin.layer_norm)
+    gate, normed_gate = ops.op(builtin.swiglu), norms.rmsnorm_op(builtin.swiglu)
+    found = {f"{name}-{d}-gemv": spec(op, d, ("row", "col"), GEMV) for name, op in OPS.items() for d in DTYPES}
+    found["d-f32-from-f16"] = spec(OPS["gemm_bias_relu"], "f16", ("row", "col"), GEMV, d="f32")
+    for c in configs:
+        found |= {
+            f"{name}-{c.slug}": spec(op, dtype, ("row", "col"), c, d_aligned=False)
+            for name, op, dtype in (
+                ("bias", OPS["gemm_bias_relu"], "bf16"),
+                ("rms", norm, "bf16"),
+                ("layer", centred, "f16"),
+            )
+        }
+        found |= {
+            f"{name}-{c.slug}": spec(op, "bf16", ("row", "col"), c)
+            for name, op in (("gate", gate), ("both", normed_gate))
+        }
+    return found
 
 
 def unordered() -> dict[str, KernelSpec]:
@@ -390,6 +418,7 @@ def named() -> dict[str, list[KernelSpec]]:
         multi_output(),
         reductions(),
         twice(),
+        few_rows(),
         unordered(),
         drawn_specs(),
         overlapping(),

@@ -105,6 +105,15 @@ def test_mixed_dtypes_and_alignments(name):
         check_exact(edges.mixed()[name], shape)
 
 
+FEW_ROWS = [n for n in kernels.few_rows() if n.split("-")[0] in ("gemm", "gemm_bias", "gemm_bias_relu", "bias")]
+
+
+@pytest.mark.parametrize("name", FEW_ROWS)
+def test_kernels_for_few_rows_read_nothing_beyond_their_operands(name):
+    for shape in [*SHAPES, (1, 4097, 333), (7, 33, 2049)]:
+        check_exact(kernels.few_rows()[name], shape)
+
+
 # ---- Reductions ---------------------------------------------------------------------------------------------------
 
 SUMS = kernels.multi_output() | kernels.reductions() | edges.stream_k_sums()

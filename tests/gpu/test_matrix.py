@@ -56,7 +56,7 @@ def extents(shape, spec):
         return -(-x // operand.alignment) * operand.alignment
 
     m, n = (m, up(n, spec.d)) if spec.d.major == "row" else (up(m, spec.d), n)
-    if isinstance(spec.config, co.Sm90Config):
+    if not isinstance(spec.config, co.Sm80Config):
         return m, n, k
     step = max(spec.a, spec.b, key=lambda o: o.alignment)
     return up(m, step), up(n, step), up(k, step)
@@ -91,6 +91,14 @@ def test_configurations(name):
     spec = kernels.configurations()[name]
     for shape in [*SHAPES, (257, 385, 1025), (1000, 520, 72)]:
         run_and_check(spec, shape)
+
+
+@pytest.mark.parametrize("name", list(kernels.few_rows()))
+def test_kernels_for_few_rows(name):
+    spec = kernels.few_rows()[name]
+    op = name.split("-")[0]
+    for shape in [*SHAPES, (1, 4096, 4096), (3, 1000, 14336), (8, 264, 2056), (5, 1, 40)]:
+        run_and_check(spec, shape, oracle.EAGER.get(op))
 
 
 REDUCING = kernels.multi_output() | kernels.reductions() | kernels.twice()

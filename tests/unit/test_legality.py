@@ -11,6 +11,7 @@ import cutlass_ops as co
 from cutlass_ops import builtin, space
 from cutlass_ops.config import (
     ClusterShape,
+    GemvConfig,
     InstructionShape,
     Sm80Config,
     Sm90Config,
@@ -20,6 +21,7 @@ from cutlass_ops.config import (
 from cutlass_ops.errors import ConfigError
 from cutlass_ops.legality import Violation, check, require_legal
 from cutlass_ops.rules import COMMON, VALUES
+from cutlass_ops.rules_gemv import GEMV
 from cutlass_ops.rules_sm80 import SM80
 from cutlass_ops.rules_sm90 import SM90
 from cutlass_ops.signature import OpSignature
@@ -29,7 +31,7 @@ from tests.strategies import PATIENT
 from tests.unit.test_declarations import specs
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "legality.md"
-RULES = {r.name: r for r in (*VALUES, *COMMON, *SM90, *SM80)}
+RULES = {r.name: r for r in (*VALUES, *COMMON, *SM90, *SM80, *GEMV)}
 
 
 @co.epilogue
@@ -69,6 +71,12 @@ def everything(acc, bias: co.Row, scale: co.Col, r: co.Tile, gate: co.Tile, alph
     return {"d": y, "pre": x, "squares": co.sum_square(y, dim=1), "total": co.sum(y, dim=0)}
 
 
+@co.epilogue
+def everything_whole(acc, bias: co.Row, scale: co.Col, r: co.Tile, alpha: co.Scalar):
+    x = acc * scale + bias
+    return {"d": co.silu(x) * alpha + r, "pre": x}
+
+
 rms, swiglu = builtin.rms_norm, builtin.swiglu
 
 TYPES = ("a", "b", "d", "epilogue", "inputs", "outputs", "target")
@@ -95,6 +103,10 @@ def sm80(threadblock=(128, 128, 32), warp=(64, 64, 32), **changes):
     return spec(Sm80Config(ThreadblockShape(*threadblock), WarpShape(*warp), **rest(changes)), changes)
 
 
+def gemv(rows=1, warps=8, pieces=8, **changes):
+    return spec(GemvConfig(rows, warps, pieces), changes)
+
+
 def cluster(m, n):
     return {"cluster": ClusterShape(m, n)}
 
@@ -115,7 +127,11 @@ NEIGHBOURS = [
     ("field_values", sm90(), sm90(cluster=(1, 1))),
     ("field_values", sm80(stages=2), sm80(stages=None)),
     ("field_values", sm80(swizzle=8), sm80(swizzle=16)),
+    ("field_values", gemv(8, pieces=4), gemv(3)),
+    ("field_values", gemv(warps=16), gemv(warps=12)),
+    ("field_values", gemv(pieces=16), gemv(pieces=True)),
     ("target", sm90(target="sm_90a"), sm90(target="sm_90")),
+    ("target", gemv(target="sm_90"), gemv(target="sm_90a")),
     ("target", sm80(target="sm_90"), sm80(target="sm_90a")),
     ("operand_dtypes", sm90(a="f16.row", b="f16.col"), sm90(a="f16.row", b="bf16.col")),
     ("operand_dtypes", sm90(d="f32.row"), sm90(a="f32.row", b="f32.col")),
@@ -208,6 +224,11 @@ NEIGHBOURS = [
     ("store_map", sm80((128, 192, 32), (32, 96, 32), d="f32.row"), sm80((128, 192, 32), (32, 96, 32))),
     ("cp_async", sm80(a="bf16.row.align2", stages=3), sm80(a="bf16.row.align1", stages=3)),
     ("cp_async", sm80(b="bf16.col.align1", stages=2), sm80(b="bf16.col.align1", stages=4)),
+    ("lines", gemv(d="bf16.col.align1"), gemv(a="bf16.col")),
+    ("lines", gemv(epilogue=gated, inputs={"r": "bf16.col.align1"}), gemv(b="bf16.col.align4")),
+    ("whole_outputs", gemv(epilogue=everything_whole), gemv(epilogue=row_sum)),
+    ("registers", gemv(2, 8, 16, epilogue=swiglu), gemv(2, 16, 16, epilogue=swiglu)),
+    ("registers", gemv(16, 8, 8), gemv(8, 8, 16)),
 ]
 
 

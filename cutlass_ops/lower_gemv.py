@@ -1,0 +1,76 @@
+"""From a spec to the values that ``gemv.cu.j2`` renders: plain strings and numbers only.
+
+The epilogue is straight-line code for one element of D; ``templates/include/cutlass_ops/gemv.h`` calls it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cutlass_ops import arch
+from cutlass_ops.config import GemvConfig
+from cutlass_ops.epilogue.graph import Input, Kind
+from cutlass_ops.epilogue.ops import GATHERED
+from cutlass_ops.lower import ACC, Lowered, fields, lower, types
+from cutlass_ops.spec import KernelSpec, Operand
+
+
+def context(spec: KernelSpec) -> dict[str, Any]:
+    """Return the template's variables for a legal GEMV spec."""
+    config = spec.config
+    assert isinstance(config, GemvConfig)
+    lowered = lower(spec.epilogue)
+    gathered = spec.epilogue.gathered
+    return types(spec, lowered) | {
+        "rows": config.rows,
+        "warps": config.warps,
+        "pieces": config.pieces,
+        "means": {"mean": _flag("mean_of_a" in gathered), "mean_square": _flag("mean_square_of_a" in gathered)},
+        "takes_means": bool(gathered),
+        "weights": ["b", *spec.epilogue.products],
+        "reads": [
+            {"name": i.name, "value": _read(i, operand)}
+            for i, operand in spec.typed_inputs
+            if i.kind is not Kind.PRODUCT and i.name in lowered.leaves
+        ],
+        "lines": _lines(spec, lowered),
+        "overlaps": _flag(arch.target(spec.target).capability >= arch.OVERLAPS),
+        "fields": fields(spec, lambda operand, is_output: False),
+    }
+
+
+def _flag(value: bool) -> str:
+    return str(value).lower()
+
+
+def _read(given: Input, operand: Operand) -> str:
+    name, element = given.name, f"Element_{given.name}"
+    if given.kind is Kind.SCALAR:
+        return f"value(o.{name})"
+    if given.kind is Kind.TILE:
+        return f"float({_element(name, element, operand)})"
+    return f"float(o.{name}[{'column' if given.kind is Kind.ROW else 'row'}])"
+
+
+def _element(name: str, element: str, operand: Operand) -> str:
+    return f"element<{element}, cutlass_ops::Major::k{operand.major.capitalize()}>(o.{name}, row, column)"
+
+
+def _lines(spec: KernelSpec, lowered: Lowered) -> list[str]:
+    """Write the statements that compute an element of D and store it, and those of further outputs."""
+    products = {name: f"products[{at}]" for at, name in enumerate((ACC, *spec.epilogue.products))}
+    means = {name: f"means[{at}]" for at, name in enumerate(spec.epilogue.gathered)}
+    computed = {c.name for c in lowered.computes}
+
+    def spelled(name: str) -> str:
+        if name in GATHERED:
+            return means[name]
+        return products.get(name) or (name if name in computed else f"in.{name}")
+
+    lines = [f"float const {c.name} = {c.struct}::apply({', '.join(map(spelled, c.args))});" for c in lowered.computes]
+    operands = {"d": spec.d} | {o.name: operand for o, operand in spec.typed_outputs}
+    for store in lowered.stores:
+        name = store.output.name
+        element = "ElementD" if name == "d" else f"Element_{name}"
+        lines.append(f"{_element(name, element, operands[name])} = {element}({store.compute});")
+    return lines
