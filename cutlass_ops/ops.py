@@ -22,7 +22,7 @@ from cutlass_ops.epilogue import Epilogue
 from cutlass_ops.epilogue.graph import Graph, Kind
 from cutlass_ops.errors import NoDeviceError, UnsupportedError
 from cutlass_ops.loader import LoadedKernel
-from cutlass_ops.plan import PeerPlan, Plan, can_fall_back, make_peer_plan, make_plan
+from cutlass_ops.plan import AnyPlan, PeerPlan, Plan, can_fall_back, make_ops_plan, make_peer_plan, make_plan
 from cutlass_ops.registry import REGISTRY, OpSignature
 from cutlass_ops.spec import KernelSpec
 
@@ -56,7 +56,7 @@ class Op:
         self.result = traced.result_type(self.graph)
         self._instead = instead
         self.about = traced.register(name, self.graph, self)
-        self._plans: dict[tuple[Any, ...], tuple[Plan | PeerPlan, ...]] = {}
+        self._plans: dict[tuple[Any, ...], tuple[AnyPlan, ...]] = {}
         self.__signature__ = _signature(self.names)
 
     def __repr__(self) -> str:
@@ -156,6 +156,8 @@ class Op:
         except UnsupportedError:
             if self._instead is None:
                 raise
+            ops = make_ops_plan(self._instead, (a, b, *inputs), call.outputs[0].dtype)
+            self._remember(ops, _key(a, b, call.given[0], out_dtype))
             return self._instead(a, b, *inputs, out=out, out_dtype=out_dtype)
         plan.launch_call(call)
         self._remember(plan, _key(a, b, call.given[0], out_dtype))
@@ -186,7 +188,7 @@ class Op:
             )
         return signature, device
 
-    def _remember(self, plan: Plan | PeerPlan, key: tuple[Any, ...]) -> None:
+    def _remember(self, plan: AnyPlan, key: tuple[Any, ...]) -> None:
         if len(self._plans) >= _MAX_PLANS:
             self._plans.clear()
         others = (p for p in self._plans.get(key, ()) if not p.same_as(plan))

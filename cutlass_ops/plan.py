@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from cutlass_ops import arch
 from cutlass_ops.call import Call
 from cutlass_ops.config import Config, Sm90Config
 from cutlass_ops.errors import LoadError
@@ -82,7 +83,7 @@ class Plan:
         if status != 0:
             raise _explain(status, self.spec, arguments)
 
-    def same_as(self, other: Plan | PeerPlan) -> bool:
+    def same_as(self, other: AnyPlan) -> bool:
         """Whether another plan for the same shape would serve the same calls."""
         return isinstance(other, Plan) and other.spec == self.spec
 
@@ -123,13 +124,62 @@ class PeerPlan:
         d = self.peer(a, b, inputs)
         return (d,) if out is None else (out.copy_(d),)
 
-    def same_as(self, other: Plan | PeerPlan) -> bool:
+    def same_as(self, other: AnyPlan) -> bool:
         """Whether another plan for the same shape would serve the same calls."""
         return isinstance(other, PeerPlan) and other.inputs == self.inputs
 
     def launch_call(self, call: Call) -> None:
         """Compute a checked call."""
         call.outputs[0].copy_(self.peer(call.problem.a, call.problem.b, list(call.problem.inputs.values())))
+
+
+@dataclass(frozen=True, slots=True)
+class OpsPlan:
+    """Calls of one shape served by other ops, since no one kernel takes such operands.
+
+    Attributes
+    ----------
+    compute : callable
+        What computes D from a call's arguments, with `out` and `out_dtype`.
+    operands : tuple
+        Of a, b and each input of the epilogue: what decides whether a kernel takes it.
+    out_dtype : torch.dtype
+        D's.
+    """
+
+    compute: Callable[..., Tensor]
+    operands: tuple[tuple[Any, ...] | None, ...]
+    out_dtype: torch.dtype
+
+    def run(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], out: Any) -> tuple[Tensor, ...] | None:
+        """Compute a warm call; None if its operands are not those that no kernel takes."""
+        if tuple(map(_laid_out, (a, b, *inputs))) != self.operands:
+            return None
+        return (self.compute(a, b, *inputs, out=out, out_dtype=self.out_dtype),)
+
+    def same_as(self, other: AnyPlan) -> bool:
+        """Whether another plan for the same shape would serve the same calls."""
+        return isinstance(other, OpsPlan) and other.operands == self.operands
+
+
+AnyPlan: TypeAlias = Plan | PeerPlan | OpsPlan
+
+
+def make_ops_plan(
+    compute: Callable[..., Tensor], operands: Sequence[Tensor | float], out_dtype: torch.dtype
+) -> OpsPlan:
+    """Plan calls like one that no kernel serves.
+
+    Parameters
+    ----------
+    compute : callable
+        What computes D from a call's arguments, with `out` and `out_dtype`.
+    operands : sequence
+        The checked call's a, b and inputs.
+    out_dtype : torch.dtype
+        D's.
+    """
+    return OpsPlan(compute, tuple(map(_laid_out, operands)), out_dtype)
 
 
 def can_fall_back(call: Call) -> bool:
@@ -154,6 +204,12 @@ def make_peer_plan(name: str, call: Call) -> PeerPlan:
 
 def _described(value: Tensor | float) -> tuple[tuple[int, ...], torch.dtype, torch.device] | None:
     return (tuple(value.shape), value.dtype, value.device) if isinstance(value, Tensor) else None
+
+
+def _laid_out(value: Tensor | float) -> tuple[Any, ...] | None:
+    if not isinstance(value, Tensor):
+        return None
+    return value.shape, value.stride(), value.dtype, value.device, value.data_ptr() % arch.TMA_ALIGNMENT_BYTES
 
 
 def order(config: Config) -> tuple[int, int]:

@@ -43,6 +43,8 @@ def refused(monkeypatch):
         raise co.UnsupportedError(f"no kernel serves {op.name}")
 
     monkeypatch.setattr(ops.Op, "_plan", refuse)
+    for norm in (None, builtin.rms_norm):
+        monkeypatch.setattr(gated.swiglu_op(norm), "_plans", {})
 
 
 @pytest.fixture(params=["one kernel", "two GEMMs"])
@@ -134,6 +136,59 @@ def test_other_ops_with_a_product_are_refused():
     x, gate, up, _ = tensors(BF16)
     with pytest.raises(co.UnsupportedError):
         co.gemm(x, gate.t(), epilogue=builtin.swiglu, up=up.t())
+
+
+@pytest.fixture
+def looked_at(refused, monkeypatch):
+    """Return the calls for which a kernel with two weights was looked for."""
+    op, found = gated.swiglu_op(None), []
+    refuse = ops.Op._plan
+    monkeypatch.setattr(op, "_plan", lambda call: (found.append(call), refuse(op, call)))
+    return found
+
+
+def test_that_no_kernel_serves_a_call_is_remembered(looked_at):
+    x, gate, up, _ = tensors(BF16)
+    first = co.gemm_swiglu(x, gate.t(), up.t(), out_dtype=F32)
+    out = torch.full_like(first, math.nan)
+    for how in ({"out": out}, {"out_dtype": F32}):
+        found = co.gemm_swiglu(x, gate.t(), up.t(), **how)
+        assert found.dtype == F32
+        assert torch.equal(found, first)
+    assert torch.equal(out, first)
+    assert len(looked_at) == 1
+
+
+@pytest.mark.parametrize("changed", ["x", "gate", "up"])
+@pytest.mark.parametrize("how", ["aligned", "major"])
+def test_operands_that_a_kernel_may_take_are_looked_at_again(looked_at, changed, how):
+    x, gate, up, _ = tensors(BF16)
+    given = {"x": x, "gate": gate.t(), "up": up.t()}
+
+    def moved(tensor):
+        # The same values at an odd address.
+        flat = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:]
+        return torch.as_strided(flat, tensor.shape, tensor.stride()).copy_(tensor)
+
+    first = co.gemm_swiglu(*(moved(t) for t in given.values()))
+    if how == "major" and changed != "x":
+        given = {n: t if n == "x" else t.contiguous() for n, t in given.items()}
+    elif how == "major":
+        given["x"] = x.t().contiguous().t()
+    else:
+        given = {n: t if n == changed else moved(t) for n, t in given.items()}
+    assert error(co.gemm_swiglu(*given.values()), first.double()) <= torch.finfo(BF16).eps
+    assert len(looked_at) == 2
+
+
+@pytest.mark.usefixtures("refused")
+def test_a_later_call_is_still_checked():
+    x, gate, up, _ = tensors(BF16)
+    co.gemm_swiglu(x, gate.t(), up.t())
+    with pytest.raises(TypeError, match=r"^up is torch\.float16 and a is"):
+        co.gemm_swiglu(x, gate.t(), up.t().half())
+    with pytest.raises(ValueError, match=r"^up has shape"):
+        co.gemm_swiglu(x, gate.t(), up.t()[:, :5])
 
 
 @pytest.mark.usefixtures("refused")
