@@ -8,6 +8,7 @@ import torch
 from signatures import H100, signature
 
 from cutlass_ops import builtin
+from cutlass_ops.config import GemvConfig
 from tests.scripts import script
 
 BF16 = torch.bfloat16
@@ -28,7 +29,7 @@ def test_the_rmsnorms_variants_agree(monkeypatch):
     assert set(bench.PEERS) == set(bench.VARIANTS) - {"ours"} | {"compile", "ways"}
 
 
-@pytest.mark.parametrize(("m", "ours", "others"), [(16, "gathered", {"beside", "ahead"}), (4096, "beside", {"ahead"})])
+@pytest.mark.parametrize(("m", "ours", "others"), [(64, "gathered", {"beside", "ahead"}), (4096, "beside", {"ahead"})])
 def test_the_rmsnorm_is_timed_in_every_legal_way_with_the_same_tiles(m, ours, others, monkeypatch, no_user_tables):
     bench = script("bench_rmsnorm")
     monkeypatch.setattr(bench, "device_of", lambda device: H100)
@@ -39,6 +40,15 @@ def test_the_rmsnorm_is_timed_in_every_legal_way_with_the_same_tiles(m, ours, ot
     assert {way: spec.config for way, spec in found.items()} == {
         way: replace(chosen.config, means=way) for way in others
     }
+
+
+def test_a_kernel_of_ordinary_loads_takes_means_in_one_way(monkeypatch, no_user_tables):
+    bench = script("bench_rmsnorm")
+    monkeypatch.setattr(bench, "device_of", lambda device: H100)
+    x, w = (torch.empty(shape, device="meta", dtype=BF16) for shape in ((1, 4096), (4096, 4096)))
+    chosen, _ = bench.dispatch.choose(signature(builtin.rms_norm), H100, (1, 4096, 4096))
+    assert isinstance(chosen.config, GemvConfig)
+    assert bench.ways(x, w.t()) == {}
 
 
 def test_swiglus_variants_agree():
