@@ -37,7 +37,8 @@ RELEVANT = 0.15
 def read(paths: Sequence[Path]) -> Sweep:
     """Return for each shape the best time, in microseconds, of each configuration.
 
-    Over the orders of its tiles, except that orders by GPC count as a configuration of their own, as to the model.
+    Over the orders of its tiles and its ways to take means, except that orders by GPC count as a configuration of their
+    own, as to the model.
     """
     found: Sweep = {}
     for path in paths:
@@ -54,13 +55,16 @@ def read(paths: Sequence[Path]) -> Sweep:
 
 
 def _read_table(table: tables.Table, found: Sweep) -> None:
+    # Two products take as long as one of twice the columns, which is what the model is asked for.
+    products = 1 + len(table.signature.epilogue.products)
     for point in table.points:
-        times = found.setdefault(point.problem, {})
-        for m in point.measured:
-            if isinstance(m.config, Sm90Config):
-                config = replace(m.config.binary(), by_gpc=m.config.by_gpc)
+        m, n, k = point.problem
+        times = found.setdefault((m, n * products, k), {})
+        for one in point.measured:
+            if isinstance(one.config, Sm90Config):
+                config = replace(one.config.binary(), by_gpc=one.config.by_gpc, means=Sm90Config.means)
                 # Medians of a race that ended early are of a cooler chip; ratios are not.
-                time = point.measured[0].microseconds * (1 + m.behind)
+                time = point.measured[0].microseconds * (1 + one.behind)
                 times[config] = min(times.get(config, math.inf), time)
 
 

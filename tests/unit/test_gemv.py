@@ -6,12 +6,13 @@ import pytest
 from signatures import A100, H100, signature
 
 import cutlass_ops as co
-from cutlass_ops import arch, builtin, heuristics, model_gemv, policies, space, tuning
+from cutlass_ops import _resources, arch, builtin, heuristics, model_gemv, policies, space, tables, tuning
 from cutlass_ops.config import GemvConfig, Sm80Config, Sm90Config, config_from_json, config_to_json
 from cutlass_ops.lower_gemv import context
 from cutlass_ops.render import render
 from cutlass_ops.spec import KernelSpec
 from cutlass_ops.tables import Measured, Point, Table
+from tests.scripts import script
 
 pytestmark = pytest.mark.usefixtures("no_user_tables")
 
@@ -91,7 +92,25 @@ def test_it_takes_as_long_as_reading_b():
     # Every further pass over B costs as much again, and so does much arithmetic.
     assert model_gemv.predict(GemvConfig(1), (2, 28672, 4096), 132) > 1.9 * weight
     assert model_gemv.predict(GemvConfig(4), (8, 28672, 4096), 132) > 1.9 * weight
-    assert model_gemv.predict(GemvConfig(8, 8, 4), (8, 28672, 4096), 132) == pytest.approx(weight, rel=0.05)
+    assert model_gemv.predict(GemvConfig(8, 8, 4), (8, 28672, 4096), 132) == pytest.approx(weight, rel=0.1)
+
+
+@pytest.mark.parametrize(("count", "most"), [(1, 1.02), (4, 1.002)])
+def test_the_models_first_kernels_hold_the_fastest_of_the_tables_that_ship(count, most):
+    fit = script("fit_gemv")
+    measured = fit.read(tables.load(path) for path in sorted(_resources.tuned().glob("*.json")))
+    assert len(measured) > 100
+    assert fit.regret(measured, fit.H100, 132, count) <= most
+
+
+def test_fitting_finds_the_numbers_again():
+    fit = script("fit_gemv")
+    true = fit.H100._replace(bandwidth=2.0, start=3.0)
+    problems = [(m, n, k) for m in (1, 2, 8) for n, k in ((1024, 1024), (4096, 4096), (28672, 4096))]
+    kernels = [c for c in space.all_gemv() if c.warps == 8]
+    measured = {(0, p): dict(zip(kernels, fit.predicted(p, kernels, true, 132), strict=True)) for p in problems}
+    fitted = fit.fit(measured, fit.H100, 132, 300)
+    assert fit.loss(measured, fitted, 132) < 0.2 * fit.loss(measured, fit.H100, 132)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 8, 9, 16])
@@ -113,7 +132,7 @@ def test_one_row_is_raced_with_both_kinds(device, kind):
     problem = (1, 6144, 4096)
     (task,) = tuning.plan({signature(): [problem]}, device, tuning.Effort(kernels=24, candidates=24))
     assert {type(c) for c in task.configs} == {GemvConfig, kind}
-    assert next(c for c in task.configs if isinstance(c, GemvConfig)) == GemvConfig(1)
+    assert next(c for c in task.configs if isinstance(c, GemvConfig)).rows == 1
 
 
 def test_a_refinement_looks_at_them_although_none_was_measured():
