@@ -36,6 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--op", choices=list(named), default="gemm_bias_relu")
     parser.add_argument("--dtypes", nargs="+", default=["bf16"])
+    parser.add_argument("--majors", nargs=2, choices=["row", "col"], default=["row", "col"], help="of A and B")
     parser.add_argument("--shapes", choices=list(SHAPES), default="tuning")
     parser.add_argument("--kernels", type=int, default=96)
     parser.add_argument("--candidates", type=int, default=12)
@@ -63,8 +64,8 @@ def main() -> None:
     # The grid is what results are reported over: no part goes without it.
     wanted = tuple(s for at, s in enumerate(wanted) if at % step == first or s in shapes.GRID)
     report = tune(
-        named[args.op], wanted, dtypes=args.dtypes, effort=effort, folder=args.folder.absolute(), again=args.again,
-        show=print,
+        named[args.op], wanted, dtypes=args.dtypes, a=args.majors[0], b=args.majors[1], effort=effort,
+        folder=args.folder.absolute(), again=args.again, show=print,
     )  # fmt: skip
     print(f"{report.measured} measured, {report.known} known before, {report.left} left")
     for name, why in report.failed.items():
