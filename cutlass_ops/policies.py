@@ -45,6 +45,9 @@ _SLACK = {"measured": 0.004, "interpolated": 0.02, "model": 0.02}
 _MISSED = 4.0
 
 
+# What the tables that others borrow from were measured on.
+_MEASURED = "NVIDIA H100 80GB HBM3"
+
 # A peer is faster where it takes less than this part of the best kernel's time.
 _CLEARLY = 0.99
 
@@ -162,8 +165,8 @@ def policy(signature: OpSignature, device: Device) -> Policy:
     """Return what decides for a signature on a device.
 
     Where loaded bundles have kernels for it, only these may be picked. Measurements are looked for in the bundles, in
-    the user's folder and in the package, for this signature and device; for kernels of Sm90 the package's table of
-    another epilogue says what these do not.
+    the user's folder and in the package, for this signature and device; for kernels of Sm90 the package's tables of
+    other epilogues say what these do not.
     """
     return _policy(signature, device, BUNDLES.of_one_kind(signature, device.capability), BUNDLES.generation)
 
@@ -242,21 +245,29 @@ def _shipped(device: str, signature: OpSignature) -> Table | None:
 
 
 def _borrowed(own: Table | None, signature: OpSignature, device: Device) -> tuple[Table, ...]:
-    """Return what another epilogue's table says of kernels of Sm90, unless a signature's own has all of that."""
+    """Return what other signatures' tables say of kernels of Sm90, the nearest first; nothing if one's own says it."""
     reference = _reference()
     if own is not None and own.is_about(reference.signature, reference.device):
         return ()
-    return (_as_if_about(reference, signature, device),)
+    plain = _plain(signature) if signature.majors != reference.signature.majors else None
+    others = [t for t in (plain, reference) if t is not None and (own is None or t.signature != own.signature)]
+    return tuple(_as_if_about(t, signature, device) for t in others)
 
 
 def _reference() -> Table:
     """Return the table that stands in where there is no better: bias + ReLU in BF16 on an H100."""
     operand, bias = Operand.of("bf16.row"), Operand.of("bf16.row.align1")
     signature = OpSignature(builtin.bias_relu.graph, operand, operand.transposed, operand, (bias,), ())
-    table = _shipped("NVIDIA H100 80GB HBM3", signature)
+    table = _shipped(_MEASURED, signature)
     if table is None:
         raise FileNotFoundError(f"cutlass_ops is incomplete: {_resources.tuned()} has no table; reinstall the package")
     return table
+
+
+def _plain(signature: OpSignature) -> Table | None:
+    """Return what ships of plain GEMM in BF16 on an H100 with a signature's majors of A and B, if anything does."""
+    a, b = (Operand.of(f"bf16.{major}") for major in signature.majors)
+    return _shipped(_MEASURED, OpSignature(builtin.identity.graph, a, b, Operand.of("bf16.row"), (), ()))
 
 
 def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:

@@ -193,6 +193,22 @@ def test_an_epilogue_that_was_not_measured_borrows():
     assert policy.choose((4096, 4096, 4096)).source == "measured"
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("epilogue", [builtin.bias_relu, builtin.bias_gelu, builtin.rms_norm], ids=lambda e: e.name)
+def test_other_epilogues_of_row_major_weights_borrow_from_plain_gemm_of_these(epilogue, dtype):
+    problem = (4096, 6144, 4096)
+    plain = policies.policy(signature(builtin.identity, majors=("row", "row")), H100)
+    policy = policies.policy(signature(epilogue, dtype, majors=("row", "row")), H100)
+    assert plain.own
+    assert policy.own is None
+    best = plain.choose(problem)
+    found = policy.choose(problem)
+    assert (best.source, found.source) == ("measured", "measured")
+    assert found.config.threadblock == best.config.threadblock
+    # Kernels for other majors stay, for what that table does not say.
+    assert len(policy.kernels) > 2 * len(plain.own.kernels)
+
+
 def test_what_an_epilogue_was_tuned_for_takes_nothing_from_what_it_borrows_elsewhere():
     of, problem = signature(builtin.bias_gelu), (4096, 4096, 4096)
     elsewhere = [*SHAPES.GRID, (640, 5120, 4096)]
