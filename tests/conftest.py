@@ -1,3 +1,5 @@
+import signal
+
 import pytest
 import torch
 
@@ -12,6 +14,14 @@ def write(tmp_path):
         return path
 
     return _write
+
+
+@pytest.fixture
+def interruptible():
+    """Have SIGINT interrupt this process and its children: in the background of a shell they ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def pytest_collection_modifyitems(items):

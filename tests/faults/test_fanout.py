@@ -203,6 +203,7 @@ def test_processes_by_name(kit, store):
     assert builder._at_once(None) >= 1
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_local_processes_and_their_compilers(kit, store, tmp_path, monkeypatch):
     """Whatever is queued: no compiler goes on, and no folder of a worker stays."""
     kit.does('echo $$ >> "$here/pids"; exec sleep 60')

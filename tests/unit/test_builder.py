@@ -218,6 +218,7 @@ def test_an_error_of_the_store_stops_all(store, toolkit, toolchain, monkeypatch)
     assert left_over(store) == []
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_everything_at_once(store, toolkit, toolchain):
     toolkit.does("sleep 60")
     main = threading.main_thread().ident

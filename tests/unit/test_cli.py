@@ -531,6 +531,7 @@ def test_a_kernel_that_cannot_be_compiled_is_exit_code_3(kit, run, catalogue, tm
     assert not (tmp_path / "a.bundle").exists()
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_the_compilers_and_leaves_nothing_half_written(kit, catalogue, tmp_path, number):
     kit.does('echo $$ > "$here/pid.new"; mv "$here/pid.new" "$here/pid"; exec sleep 60')
