@@ -21,6 +21,7 @@ from cutlass_ops.tables import Problem
 from cutlass_ops.tuning import Effort, tune
 
 _SETS = ("grid", "tuning", "norms", "gates", "residuals", "few", "few_grid", "few_gates")
+_SUMS = {"row_sum_square": "f32"}
 SHAPES = {name: getattr(shapes, name.upper()) for name in _SETS}
 
 
@@ -31,6 +32,8 @@ def main() -> None:
         "rmsnorm": norms.rmsnorm_op(),
         "swiglu": ops.op(builtin.swiglu),
         "rmsnorm_swiglu": norms.rmsnorm_op(builtin.swiglu),
+        "rmsnorm_sums": norms.rmsnorm_op(given="sums"),
+        "rmsnorm_swiglu_sums": norms.rmsnorm_op(builtin.swiglu, given="sums"),
         "residual_rms": norms.residual_rms_op(torch.bfloat16),
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -65,7 +68,8 @@ def main() -> None:
     wanted = tuple(s for at, s in enumerate(wanted) if at % step == first or s in shapes.GRID)
     report = tune(
         named[args.op], wanted, dtypes=args.dtypes, a=args.majors[0], b=args.majors[1], effort=effort,
-        folder=args.folder.absolute(), again=args.again, show=print,
+        input_dtypes=_SUMS if args.op.endswith("_sums") else None, folder=args.folder.absolute(), again=args.again,
+        show=print,
     )  # fmt: skip
     print(f"{report.measured} measured, {report.known} known before, {report.left} left")
     for name, why in report.failed.items():

@@ -103,7 +103,9 @@ def test_the_layer_agrees_with_transformers(phase, monkeypatch):
         ("nvjet_sm90_tst_128x256_64x4_1x2_h_bz_coopA_NTT", "gemm"),
         ("triton_tem_fused_mm_t_3", "gemm"),
         ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64>>", "attention"),
+        ("triton_red_fused__to_copy__unsafe_view_add_mean_mm_mul_pow_rsqrt_t_view_7", "gemm"),
         ("triton_poi_fused_add_cat_mul_neg_0", "other"),
+        ("triton_poi_fused__scaled_dot_product_cudnn_attention__unsafe_view_add_cat_mm_mul_neg_slice", "other"),
     ],
 )
 def test_kernels_are_told_apart_by_their_names(kernel, kind):

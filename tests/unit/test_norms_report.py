@@ -38,6 +38,44 @@ def test_ways_count_from_the_gemm_without_a_norm():
     assert "| 1 | 512 | 256 | 1.125 | – | 1.250 | 1.500 |" in text
 
 
+def written(folder, name, *rows):
+    (folder / name).write_text(json.dumps({"chip": "NVIDIA H100", "date": "2026-01-02", "rows": list(rows)}))
+
+
+def test_targets_are_reached_or_missed_by_what_was_measured(tmp_path, monkeypatch):
+    def target(file, bound, why=""):
+        return norms.Target("ours", file, lambda r: r["m"] > 1, norms.best, lambda x: x >= bound, why)
+
+    written(tmp_path, "a.json", row(1, eager=0.5), row(2, eager=1.09, compile=1.2), row(3, eager=1.3))
+    monkeypatch.setattr(norms, "TARGETS", [target("a.json", 1.05), target("a.json", 1.1, "Why."), target("b.json", 1)])
+    assert norms.targets(tmp_path).splitlines() == [
+        "- ours: **reached** at all 2.",
+        "- ours: **missed** at 1 of 2: 2×512×256 (1.090). Why.",
+        "- ours: not measured yet.",
+    ]
+
+
+def test_every_target_is_about_something_that_was_measured():
+    for target in norms.TARGETS:
+        rows = json.loads((norms.report.RESULTS / target.file).read_text())["rows"]
+        assert any(map(target.concerns, rows)), target.what
+    missed = [line for line in norms.targets(norms.report.RESULTS).splitlines() if "**missed**" in line]
+    assert not any("No cause is known" in line for line in missed)
+
+
+def test_a_layers_kernels_are_those_that_take_long():
+    kernels = [("long", 98.5), ("short", 1.2), ("shortest", 0.3)]
+    rows = [
+        {"phase": "decode", "m": 1, "variant": v, "kind": "gemm", "kernel": name, "count": 2.0, "us": us}
+        for v in ("ours", "compile")
+        for name, us in kernels
+    ]
+    text = norms.layer_kernels({"rows": rows})
+    assert "| decode | 1 | ours | all | 6 | 100.0 |" in text
+    assert "| decode | 1 | compile | `short` | 2 | 1.2 |" in text
+    assert "shortest" not in text
+
+
 def test_what_was_not_measured_is_said(tmp_path):
     (tmp_path / "swiglu_h100.json").write_text(
         json.dumps({"chip": "NVIDIA H100", "date": "2026-01-02", "rows": [row(7, eager=1.5)]})
