@@ -232,12 +232,12 @@ def _contract(signature: OpSignature, device: Device, config: Config | None) -> 
     major, minor = device.capability
     by_tma = device.loads_by_tma(signature.a, signature.b)
     instruction = "wgmma, operands loaded by TMA" if by_tma else "mma.sync, operands loaded by cp.async or registers"
-    if isinstance(config, GemvConfig):
-        instruction = (
-            "FP32 arithmetic, operands loaded into registers: for so few rows, reading B is all that takes time"
-        )
-    reason = "" if by_tma or (major, minor) != (9, 0) else f": {_misaligned(signature)}"
     stored = "by TMA or whole vectors" if signature.d.aligned else f"{signature.d.alignment} elements at a time"
+    if isinstance(config, GemvConfig):
+        unit = "mma.sync" if config.by_tile else "FP32 arithmetic"
+        instruction = f"{unit}, operands loaded into registers: for so few rows, reading B is all that takes time"
+        stored = "element by element"
+    reason = "" if by_tma or (major, minor) != (9, 0) else f": {_misaligned(signature)}"
     return (
         Finding("device", f"compute capability {major}.{minor}, {device.multiprocessors} multiprocessors"),
         Finding("a, b", f"{signature.a} and {signature.b}, accumulated in FP32"),

@@ -128,8 +128,19 @@ def test_it_says_for_what_a_time_was_measured():
 
 
 @pytest.mark.parametrize(
+    ("rows", "unit", "stored"),
+    [(1, "FP32 arithmetic", "element by element"), (8, "mma.sync", "element by element"), (512, "wgmma", "by TMA")],
+)
+def test_what_multiplies_and_how_it_is_stored(rows, unit, stored):
+    says = {f.name: f.says for f in explained((rows, 6144, 4096)).contract}
+    assert says["unit"].startswith(unit)
+    assert f"stored {stored}" in says["d"]
+
+
+@pytest.mark.parametrize(
     ("problem", "says"),
     [
+        ((1, 6144, 4096), "by the warps of each thread block"),
         ((16, 6144, 4096), "gathered by the main loop"),
         ((4096, 6144, 4096), "idle warps beside the main loop"),
         ((64, 4096, 4097), "small kernel ahead"),
