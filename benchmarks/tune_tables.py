@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--below", type=float, help="only where the best peer's time over ours was less, or unknown")
     parser.add_argument("--pool", type=Path, help="the only kernels to measure, from choose_pool.py")
     parser.add_argument("--gemv", action="store_true", help="only GEMV kernels, and the best others of as few rows")
+    parser.add_argument("--problems", nargs="+", help="only these of the shapes: 4096x4096x14336")
     parser.add_argument("--part", default="0/1", help="2/3: the last third of the shapes, taken at regular distances")
     parser.add_argument("--folder", type=Path, required=True)
     args = parser.parse_args()
@@ -63,9 +64,11 @@ def main() -> None:
     if args.below is not None:
         done = _at_least(args.below, args.folder, named[args.op].graph)
         wanted = tuple(shape for shape in wanted if shape not in done)
+    if args.problems:
+        wanted = tuple(shape for shape in wanted if "x".join(map(str, shape)) in args.problems)
     first, step = map(int, args.part.split("/"))
     # The grid is what results are reported over: no part goes without it.
-    wanted = tuple(s for at, s in enumerate(wanted) if at % step == first or s in shapes.GRID)
+    wanted = tuple(shape for at, shape in enumerate(wanted) if at % step == first or shape in shapes.GRID)
     report = tune(
         named[args.op], wanted, dtypes=args.dtypes, a=args.majors[0], b=args.majors[1], effort=effort,
         input_dtypes=_SUMS if args.op.endswith("_sums") else None, folder=args.folder.absolute(), again=args.again,

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from cutlass_ops.config import GemvConfig
 
 _INSTRUCTIONS = 4 * 1.6e3  # that a multiprocessor issues in a microsecond
+_WARPS = 32  # of a multiprocessor, for the registers that they take
 
 
 class Numbers(NamedTuple):
@@ -33,23 +34,26 @@ class Numbers(NamedTuple):
         What another thread block loses: for each squared doubling.
     in_vain : float
         Of what the last step of K reads in vain, how much costs time.
+    latency : float
+        Of the memory, in microseconds.
     """
 
-    bandwidth: float = 3.37
-    start: float = 1.9
-    per_piece: float = 3.6
-    per_row: float = 4.8
-    per_tile: float = 9.4
-    per_eight: float = 5.6
-    warps: float = 2.29
-    warps_of_tile: float = 2.92
-    pieces: float = 3.19
-    pieces_of_tile: float = 1.63
-    fewer_by_rows: float = 2.0
-    by_warps: float = 0.0144
-    by_pieces: float = 0.0054
-    by_pieces_of_tile: float = 0.052
-    in_vain: float = 0.086
+    bandwidth: float = 3.36
+    start: float = 2.1
+    per_piece: float = 2.08
+    per_row: float = 2.68
+    per_tile: float = 5.56
+    per_eight: float = 3.27
+    warps: float = 2.5
+    warps_of_tile: float = 2.93
+    pieces: float = 2.95
+    pieces_of_tile: float = 1.34
+    fewer_by_rows: float = 1.95
+    by_warps: float = 0.0209
+    by_pieces: float = 0.00563
+    by_pieces_of_tile: float = 0.0243
+    in_vain: float = 0.0959
+    latency: float = 0.417
 
 
 H100 = Numbers()
@@ -85,10 +89,16 @@ def predict(
         fastest = of.pieces - of.fewer_by_rows * math.log2(config.rows)
         unlike = of.by_warps * (warps - of.warps) ** 2 + of.by_pieces * (pieces - fastest) ** 2
     passes = math.ceil(m / config.rows)
-    memory = element_bytes * (m * k + k * n * passes + m * n) / (of.bandwidth * 1e6)
+    tile = config.threadblock
+    blocks = math.ceil(n / tile.n)
+    # What is on its way at a time: few thread blocks keep no memory busy.
+    resident = min(blocks, multiprocessors * max(1, _WARPS // config.warps))
+    on_its_way = element_bytes * resident * tile.n * min(tile.k, k)
+    per_byte = math.hypot(1 / (of.bandwidth * 1e6), of.latency / on_its_way)
+    memory = element_bytes * (m * k + k * n * passes + m * n) * per_byte
     of_column = k * element_bytes / 16  # pieces
     read = passes * n * math.ceil(of_column / 32)  # by a warp each
-    compute = read * per_piece / (_INSTRUCTIONS * multiprocessors)
+    compute = read * per_piece / (_INSTRUCTIONS * min(blocks, multiprocessors))
     step = config.pieces * (4 * config.warps if config.by_tile else 32)
     padding = math.ceil(of_column / step) * step / of_column - 1
     return (of.start + memory + compute) * (1 + unlike + of.in_vain * padding)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -29,7 +30,8 @@ _ROUNDING = 2.0
 _SUMS = 1e-4
 
 # Kernels of this many microseconds heat the chip enough to move its clock, by a quarter and for many rounds: it takes
-# more of them to see all clocks.
+# more of them to see all clocks. Which kernel is the fastest depends on it: in every second round each meets a chip at
+# rest, as in a program that does little else, and in the others one at its limit of power.
 _HEATING_US = 40.0
 _MORE_ROUNDS = 3
 
@@ -126,14 +128,10 @@ class Trial:
         tuple of Measured, tuple of (str, float)
             The kernels, the fastest first; and the peers' microseconds.
         """
-
-        def measure(order: Sequence[Config | str]) -> list[float]:
-            on_round()
-            return self._watch.round(order)
-
         if not self._kernels:
             return (), ()
-        rounds = _rounds_at(self._problem, rounds)
+        measure = _measurement(self._watch, self._problem, on_round)
+        rounds *= _MORE_ROUNDS if _heats(self._problem) else 1
         # A peer that is ahead must not cost the kernels their rounds.
         standings = racing.race([*self._kernels], measure, guests=self._peers, rounds=rounds)
         ranked = [s.entrant for s in standings if not isinstance(s.entrant, str)]
@@ -241,9 +239,23 @@ def _rounding(values: Tensor, dtype: torch.dtype) -> float:
     return float((between.to(dtype).double() - between).norm()) / (float(between.norm()) or 1.0)
 
 
-def _rounds_at(problem: Problem, rounds: int) -> int:
-    """Return the rounds of a race at a problem, given those of one between short kernels."""
-    return rounds * (_MORE_ROUNDS if expected_us(*problem) > _HEATING_US else 1)
+def _heats(problem: Problem) -> bool:
+    """Whether kernels at a problem heat the chip."""
+    return expected_us(*problem) > _HEATING_US
+
+
+def _measurement(
+    watch: Stopwatch, problem: Problem, on_round: Callable[[], None]
+) -> Callable[[Sequence[Config | str]], list[float]]:
+    """Return what times one round after another: every second one with rests, if kernels heat the chip."""
+    number = count()
+
+    def measure(order: Sequence[Config | str]) -> list[float]:
+        on_round()
+        rested = next(number) % 2 == 1 and _heats(problem)
+        return watch.rested_round(order) if rested else watch.round(order)
+
+    return measure
 
 
 def _empty(shape: tuple[int, ...], operand: Operand, device: torch.device) -> Tensor:
