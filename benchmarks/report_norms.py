@@ -209,8 +209,8 @@ TARGETS: Sequence[Target] = (
         "rmsnorm_h100.json", lambda r: r["m"] >= 1024, own_gemm, lambda value: value <= 1.02,
         "Idle warps that take the means share issue slots and the L2 cache with the main loop, and the last epilogues\n"
         "wait; reading itself is a third of it, by kernels with constants for means. Besides, the two have tables of\n"
-        "their own, and what the tuner found for one is not always what it found for the other. Measured before the\n"
-        "table of the GEMM without the norm was refined.",
+        "their own, and what the tuner found for one is not always what it found for the other: it raced them at the\n"
+        "chip's limit of power, which a benchmark with pauses is not at all the time.",
     ),
     Target(
         "`gemm_swiglu`, M ≥ 1024: 1.10 times",
