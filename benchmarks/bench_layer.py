@@ -42,18 +42,27 @@ class Variants(NamedTuple):
     error: float
 
 
-Inputs = tuple[Tensor, tuple[Tensor, Tensor], co.RowStatistic, Any]
+class Inputs(NamedTuple):
+    """A layer's input; its positions, with cosines and sines as transformers has them; its statistic; and caches."""
+
+    x: Tensor
+    positions: Tensor
+    rope: tuple[Tensor, Tensor]
+    statistic: co.RowStatistic
+    cache: Any
+    paired: Any  # the same cache, with keys as the fused layer has them
 
 
 def draw(config: Any, phase: str, m: int, length: int) -> Inputs:
-    """Return the layer's input, the cosines and sines of its positions, its statistic, and the cache."""
+    """Draw what a layer is called with."""
     batch, sequence = (1, m) if phase == "prefill" else (m, 1)
     cache = None if phase == "prefill" else block.Cache(batch, length, config, "cuda")
     x = torch.randn(batch, sequence, config.hidden_size, device="cuda", dtype=block.DTYPE)
     first = 0 if cache is None else length - 1
-    positions = torch.arange(first, first + sequence, device="cuda")[None]
-    rope = block.LlamaRotaryEmbedding(config).to("cuda")(x, positions)
-    return x, rope, co.RowStatistic(x.float().square().sum(-1), config.hidden_size, config.rms_norm_eps), cache
+    positions = torch.arange(first, first + sequence, device="cuda").repeat(batch, 1)
+    rope = block.LlamaRotaryEmbedding(config).to("cuda")(x, positions[:1])
+    statistic = co.RowStatistic(x.float().square().sum(-1), config.hidden_size, config.rms_norm_eps)
+    return Inputs(x, positions.float(), rope, statistic, cache, None if cache is None else cache.in_pairs())
 
 
 def build_ahead(config: Any, cases: list[tuple[str, int]], length: int) -> None:
@@ -62,9 +71,9 @@ def build_ahead(config: Any, cases: list[tuple[str, int]], length: int) -> None:
     fused = [block.FusedLayer.of(layer, config, way) for way in block.Statistic]
     drawn = [draw(config, *case, length) for case in cases]
     harness.side_by_side(
-        partial(each, x, rope, given, cache)
-        for x, rope, known, cache in drawn
-        for each, given in zip(fused, (None, known), strict=True)
+        partial(each, inputs.x, inputs.positions, given, inputs.paired)
+        for inputs in drawn
+        for each, given in zip(fused, (None, inputs.statistic), strict=True)
     )
 
 
@@ -79,14 +88,14 @@ def variants(config: Any, phase: str, m: int, length: int, peers: list[str]) -> 
     compiled = harness.compiled(eager) if "compile" in peers else eager
     plain, passing = (block.FusedLayer.of(layer, config, way) for way in block.Statistic)
     taken, passed = (torch.compile(each, dynamic=False, fullgraph=True) for each in (plain, passing))
-    x, rope, statistic, cache = draw(config, phase, m, length)
-    found = [taken(x, rope, None, cache)[0], passed(x, rope, statistic, cache)[0]]
+    x, positions, rope, statistic, cache, paired = draw(config, phase, m, length)
+    found = [taken(x, positions, None, paired)[0], passed(x, positions, statistic, paired)[0]]
     theirs, exact = eager(x, rope, cache), exact_output(layer, x, rope, cache)
     error = max(harness.check(each, exact, theirs) for each in found)
     known: dict[str, Run] = {
-        "ours": lambda _: taken(x, rope, None, cache),
-        "passed": lambda _: passed(x, rope, statistic, cache),
-        "plain": lambda _: plain(x, rope, None, cache),
+        "ours": lambda _: taken(x, positions, None, paired),
+        "passed": lambda _: passed(x, positions, statistic, paired),
+        "plain": lambda _: plain(x, positions, None, paired),
         "eager": lambda _: eager(x, rope, cache),
         "compile": lambda _: compiled(x, rope, cache),
     }

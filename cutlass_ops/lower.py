@@ -2,7 +2,8 @@
 
 CUTLASS's visitors pass fragments from node to node. One visitor for each operation would be slow to compile and hard to
 read, so the elementwise part of a graph becomes as few C++ functions as the outputs allow: one for each value that is
-stored or reduced, and one for each subexpression that several of those share, so that nothing is computed twice.
+stored or reduced, and one for each subexpression that several of those share, so that nothing is computed twice. Where
+pairs of columns are swapped, values go from element to element, which no such function does: a visitor of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from itertools import count
 from typing import Any
 
 from cutlass_ops.epilogue.graph import Graph, Kind, Node, Output
-from cutlass_ops.epilogue.ops import GATHERED, cpp_expression
+from cutlass_ops.epilogue.ops import GATHERED, HEADERS, SWAP_PAIRS, cpp_expression
 from cutlass_ops.spec import KernelSpec, Operand
 
 ACC = "acc"
@@ -31,12 +32,17 @@ class Compute:
         Names of the leaves and of the earlier computes that are its parameters: first leaves, in the order in which
         they are loaded, since a tree of visitors passes its children's values by position.
     lines : tuple of str
-        Statements of the body, the last one a ``return``.
+        Statements of the body, the last one a ``return``; none where pairs of its only argument are swapped.
     """
 
     name: str
     args: tuple[str, ...]
     lines: tuple[str, ...]
+
+    @property
+    def swaps_pairs(self) -> bool:
+        """Whether it is no function, but its argument's value of the column beside."""
+        return not self.lines
 
     @property
     def label(self) -> str:
@@ -87,17 +93,24 @@ def _is_leaf(node: Node) -> bool:
     return node.op in ("acc", "input", *GATHERED)
 
 
+def _leaf_name(node: Node) -> str:
+    return str(node.attr) if node.op == "input" else node.op
+
+
 def _owners(graph: Graph) -> dict[int, set[int]]:
     """For each node, the computes that need it; a node needed by several becomes a compute itself."""
-    outputs = {o.node for o in graph.outputs}
-    owners: dict[int, set[int]] = {index: {index} for index in outputs}
+    alone = {o.node for o in graph.outputs}
+    for index, node in enumerate(graph.nodes):
+        if node.op == SWAP_PAIRS:
+            alone |= {index, *(a for a in node.args if not _is_leaf(graph.nodes[a]))}
+    owners: dict[int, set[int]] = {index: {index} for index in alone}
     for index in reversed(range(len(graph.nodes))):
         node = graph.nodes[index]
         mine = owners.get(index, set())
-        if index not in outputs and len(mine) > 1 and not _is_leaf(node) and node.op != "const":
+        if index not in alone and len(mine) > 1 and not _is_leaf(node) and node.op != "const":
             mine = owners[index] = {index}
         for arg in node.args:
-            owners.setdefault(arg, set()).update(mine if arg not in outputs else {arg})
+            owners.setdefault(arg, set()).update(mine if arg not in alone else {arg})
     return owners
 
 
@@ -119,6 +132,9 @@ def _names(graph: Graph, roots: list[int]) -> dict[int, str]:
 
 def _compute(graph: Graph, root: int, roots: list[int], names: dict[int, str]) -> Compute:
     """Write the function that computes ``root`` from leaves and from other computes."""
+    if graph.nodes[root].op == SWAP_PAIRS:
+        (swapped,) = graph.nodes[root].args
+        return Compute(names[root], (names.get(swapped) or _leaf_name(graph.nodes[swapped]),), ())
     args: list[str] = []
     lines: list[str] = []
     spelled: dict[int, str] = {}
@@ -129,10 +145,8 @@ def _compute(graph: Graph, root: int, roots: list[int], names: dict[int, str]) -
         node = graph.nodes[index]
         if index != root and index in names:
             spelled[index] = _parameter(names[index])
-        elif node.op == "acc" or node.op in GATHERED:
-            spelled[index] = _parameter(node.op)
-        elif node.op == "input":
-            spelled[index] = _parameter(str(node.attr))
+        elif _is_leaf(node):
+            spelled[index] = _parameter(_leaf_name(node))
         elif node.op == "const":
             spelled[index] = cpp_expression(node, ())
         else:
@@ -169,7 +183,13 @@ def types(spec: KernelSpec, lowered: Lowered) -> dict[str, Any]:
         "d": _operand(spec.d),
         "inputs": [{"name": i.name, "element": operand.dtype.cpp} for i, operand in spec.typed_inputs],
         "outputs": [{"name": o.name, "element": operand.dtype.cpp} for o, operand in spec.typed_outputs],
-        "computes": [{"struct": c.struct, "params": list(c.args), "lines": list(c.lines)} for c in lowered.computes],
+        "computes": [
+            {"struct": c.struct, "params": list(c.args), "lines": list(c.lines)}
+            for c in lowered.computes
+            if not c.swaps_pairs
+        ],
+        "headers": sorted({HEADERS[node.op] for node in spec.epilogue.nodes if node.op in HEADERS}),
+        "swaps_pairs": spec.epilogue.swaps_pairs,
     }
 
 

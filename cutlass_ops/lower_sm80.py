@@ -79,6 +79,9 @@ def _nodes(spec: KernelSpec, lowered: Lowered) -> list[Node]:
         nodes.append(_load(spec, leaf))
     for compute in lowered.computes:
         at[compute.name] = len(nodes)
+        if compute.swaps_pairs:
+            nodes.append(Node(f"Swap_{compute.label}", "sm80::SwapPairs", "{}", tuple(at[a] for a in compute.args)))
+            continue
         function = f"cutlass_ops::Elementwise<{compute.struct}>::Fn"
         visitor = f"threadblock::VisitorCompute<{function}, ElementCompute, ElementCompute, Round>"
         nodes.append(Node(f"Compute_{compute.label}", visitor, "{}", tuple(at[a] for a in compute.args)))

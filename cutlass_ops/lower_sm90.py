@@ -211,6 +211,10 @@ def _nodes(spec: KernelSpec, lowered: Lowered, c_operand: str | None, plain: boo
         add(leaf, _load(spec, leaf, c_operand, plain))
     d_store, *others = lowered.stores
     for compute in lowered.computes:
+        if compute.swaps_pairs:
+            visitor = f"cutlass_ops::SwapPairs<{str(swapped(spec)).lower()}>"
+            add(compute.name, Node(f"Swap_{compute.label}", visitor, "{}", tuple(at[a] for a in compute.args)))
+            continue
         final = (
             "ElementD"
             if compute.name == d_store.compute and spec.d.aligned and not _reused(lowered)
@@ -228,7 +232,7 @@ def _nodes(spec: KernelSpec, lowered: Lowered, c_operand: str | None, plain: boo
     nodes += [_store(spec, store.output, at[store.compute], plain) for store in others]
     if not spec.d.aligned:
         nodes.append(_direct_store("d", "ElementD", "LayoutKernelD", "AlignmentD", at[d_store.compute]))
-    elif others or lowered.computes[-1].name != d_store.compute:
+    elif others or lowered.computes[-1].name != d_store.compute or lowered.computes[-1].swaps_pairs:
         nodes.append(
             Node(
                 "Result",
@@ -237,7 +241,7 @@ def _nodes(spec: KernelSpec, lowered: Lowered, c_operand: str | None, plain: boo
                 (at[d_store.compute],),
             )
         )
-    is_tree = len(lowered.computes) == 1 and not others and spec.d.aligned
+    is_tree = len(lowered.computes) == 1 and not others and spec.d.aligned and not spec.epilogue.swaps_pairs
     # A tree has no names: the function's parameters are the leaves by position.
     assert not is_tree or nodes[-1].edges == tuple(range(len(nodes) - 1))
     return nodes, is_tree

@@ -174,6 +174,8 @@ def check_problem(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any]) -> Pr
         )
     _require_same_device("b", b, a)
     batch, (k, n) = tuple(a.shape[:-1]), b.shape
+    if graph.swaps_pairs and n % 2:
+        raise ValueError(f"b has {n} columns, and the epilogue swaps pairs of them: N must be even, so pad b by one")
     m = math.prod(batch)
     flat_a = fold("a", a, (m, k))
     return Problem(m, n, k, batch, flat_a, b, _check_inputs(graph, inputs, a, n))

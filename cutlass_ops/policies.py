@@ -19,6 +19,7 @@ from cutlass_ops import _env, _resources, arch, builtin, heuristics, legality, m
 from cutlass_ops.bundles import BUNDLES
 from cutlass_ops.config import Config, GemvConfig, Means, Sm90Config
 from cutlass_ops.device import Device, Problem
+from cutlass_ops.epilogue.graph import Kind
 from cutlass_ops.errors import ConfigError
 from cutlass_ops.heuristics import Pool
 from cutlass_ops.knowledge import SOURCES, Candidate, Expected, Knowledge
@@ -249,8 +250,8 @@ def _borrowed(own: Table | None, signature: OpSignature, device: Device) -> tupl
     reference = _reference()
     if own is not None and own.is_about(reference.signature, reference.device):
         return ()
-    plain = _plain(signature) if signature.majors != reference.signature.majors else None
-    others = [t for t in (plain, reference) if t is not None and (own is None or t.signature != own.signature)]
+    nearer = _like(signature) if signature.majors == reference.signature.majors else _plain(signature)
+    others = [t for t in (nearer, reference) if t is not None and (own is None or t.signature != own.signature)]
     return tuple(_as_if_about(t, signature, device) for t in others)
 
 
@@ -262,6 +263,23 @@ def _reference() -> Table:
     if table is None:
         raise FileNotFoundError(f"cutlass_ops is incomplete: {_resources.tuned()} has no table; reinstall the package")
     return table
+
+
+def _like(signature: OpSignature) -> Table | None:
+    """Return what ships of an epilogue in BF16 on an H100 that takes of A what a signature's does, and as many weights.
+
+    That is a norm, a gate, or both; what follows these costs little beside.
+    """
+    norm, gate = bool(signature.epilogue.gathered), bool(signature.epilogue.products)
+    graph = builtin.rms_norm.graph if norm else builtin.swiglu.graph
+    if norm and gate:
+        graph = graph.then(builtin.swiglu.graph, products=True)
+    if not norm and not gate:
+        return None
+    operand = Operand.of("bf16.row")
+    inputs = {Kind.SCALAR: Operand.of("f32.row.align1"), Kind.PRODUCT: operand.transposed}
+    types = tuple(inputs[i.kind] for i in graph.inputs)
+    return _shipped(_MEASURED, OpSignature(graph, operand, operand.transposed, operand, types, ()))
 
 
 def _plain(signature: OpSignature) -> Table | None:
@@ -277,7 +295,7 @@ def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
     Two weights of N columns are what one of 2N was.
     """
     gathered, weights = signature.epilogue.gathered, heuristics.weights_of(signature)
-    if not gathered and weights == 1:
+    if (bool(gathered), weights) == (bool(table.signature.epilogue.gathered), heuristics.weights_of(table.signature)):
         return table
     forms: dict[Config, Config | None] = {}
 

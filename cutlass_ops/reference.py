@@ -20,6 +20,14 @@ from cutlass_ops.epilogue.ops import GATHERED, to_fp32
 # One entry for each of cutlass_ops.epilogue.ops.GATHERED: a row's terms, whose mean it is.
 _TERMS: dict[str, Callable[[Tensor], Tensor]] = {"mean_of_a": lambda a: a, "mean_square_of_a": torch.square}
 
+
+def _swap_pairs(x: Tensor) -> Tensor:
+    # What every column has alike, a column's neighbour has as well.
+    if x.ndim == 0 or x.shape[-1] == 1:
+        return x
+    return x.reshape(-1, 2).flip(1).reshape(x.shape)
+
+
 # One entry for each operation of cutlass_ops.epilogue.ops.OPS; ``cast`` takes its dtype from the node.
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "add": torch.add,
@@ -34,6 +42,8 @@ _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "sqrt": torch.sqrt,
     "rsqrt": torch.rsqrt,
     "exp": torch.exp,
+    "sin": torch.sin,
+    "cos": torch.cos,
     "tanh": torch.tanh,
     "sigmoid": torch.sigmoid,
     "relu": torch.relu,
@@ -43,6 +53,7 @@ _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "silu": F.silu,
     "hardswish": F.hardswish,
+    "swap_pairs": _swap_pairs,
 }
 
 
@@ -89,6 +100,8 @@ def evaluate(
         given = "none" if a is None else f"one of shape {tuple(a.shape)}"
         raise ValueError(f"the epilogue takes {', '.join(of_a)} of A: pass a=, of shape (M, K), not {given}")
     _check_inputs(graph, acc, inputs, a)
+    if graph.swaps_pairs and acc.shape[1] % 2:
+        raise ValueError(f"the epilogue swaps pairs of columns, and acc has {acc.shape[1]}: N must be even")
     kinds = {i.name: i.kind for i in graph.inputs}
     values: list[Tensor] = []
     for node in graph.nodes:

@@ -29,6 +29,14 @@ def _whole_outputs(spec: KernelSpec, _: GemvConfig) -> Iterator[str]:
             yield f"output {output.name} is a reduction, and GEMV kernels have none: use an Sm80Config or an Sm90Config"
 
 
+def _swap_pairs(spec: KernelSpec, _: GemvConfig) -> Iterator[str]:
+    if spec.epilogue.swaps_pairs:
+        yield (
+            "the epilogue swaps pairs of columns, and a GEMV kernel's warps have one column each: use an "
+            "Sm80Config or an Sm90Config"
+        )
+
+
 def _registers(spec: KernelSpec, config: GemvConfig) -> Iterator[str]:
     weights = 1 + len(spec.epilogue.products)
     if config.by_tile:
@@ -47,5 +55,6 @@ def _registers(spec: KernelSpec, config: GemvConfig) -> Iterator[str]:
 GEMV: tuple[Rule[GemvConfig], ...] = (
     Rule("lines", "policy", _lines),
     Rule("whole_outputs", "policy", _whole_outputs),
+    Rule("swap_pairs", "policy", _swap_pairs),
     Rule("registers", "policy", _registers),
 )

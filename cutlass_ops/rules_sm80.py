@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from cutlass_ops import arch
 from cutlass_ops.config import Sm80Config
-from cutlass_ops.orientation import sides
+from cutlass_ops.orientation import sides, swapped
 from cutlass_ops.rules import Rule
 from cutlass_ops.spec import KernelSpec, Operand
 
@@ -172,6 +172,21 @@ def _second_weight(spec: KernelSpec, _: Sm80Config) -> Iterator[str]:
         yield f"input {name} is a second weight, and kernels of Sm80 have one: use an Sm90Config, or two GEMMs"
 
 
+def _swap_pairs(spec: KernelSpec, _: Sm80Config) -> Iterator[str]:
+    if not spec.epilogue.swaps_pairs:
+        return
+    if swapped(spec):
+        yield (
+            f"the epilogue swaps pairs of columns, and d is {spec.d}: a thread of CUTLASS's epilogue then has columns "
+            f"that are no neighbours; use {spec.d.dtype}.row, or an Sm90Config"
+        )
+    elif spec.d.alignment < 2:
+        yield (
+            f"the epilogue swaps pairs of columns, and d is {spec.d}: a thread then has one column at a time; use an "
+            f"even N and an even leading dimension"
+        )
+
+
 SM80: tuple[Rule[Sm80Config], ...] = (
     Rule("instruction", "hardware", _instruction),
     Rule("warp_tile", "compiler", _warp_tile),
@@ -185,4 +200,5 @@ SM80: tuple[Rule[Sm80Config], ...] = (
     Rule("store_map", "compiler", _store_map),
     Rule("cp_async", "hardware", _cp_async),
     Rule("second_weight", "policy", _second_weight),
+    Rule("swap_pairs", "policy", _swap_pairs),
 )

@@ -276,6 +276,14 @@ def _reduction_buffer(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
             )
 
 
+def _swap_pairs(spec: KernelSpec, _: Sm90Config) -> Iterator[str]:
+    if spec.epilogue.swaps_pairs and not sm90_plain_epilogue(spec):
+        yield (
+            "the epilogue swaps pairs of columns, and CUTLASS's own epilogue puts neighbours where it likes: give d 16 "
+            "bytes of alignment, one tile to read at most and none besides d to write; or use an Sm80Config"
+        )
+
+
 SM90: tuple[Rule[Sm90Config], ...] = (
     Rule("tma_alignment", "hardware", _tma_alignment),
     Rule("tile_m", "compiler", _tile_m),
@@ -294,6 +302,7 @@ SM90: tuple[Rule[Sm90Config], ...] = (
     Rule("means", "policy", _means),
     Rule("gathered", "policy", _gathered),
     Rule("second_weight", "policy", _second_weight),
+    Rule("swap_pairs", "policy", _swap_pairs),
     Rule("reduction_schedule", "policy", _reduction_schedule),
     Rule("reduction_tile", "policy", _reduction_tile),
     Rule("reduction_buffer", "compiler", _reduction_buffer),

@@ -1,9 +1,9 @@
 """A Llama decoder layer on fused GEMMs, compared with the one in Hugging Face's transformers.
 
-Four kernels beside attention: RMSNorm → QKV; O + residual; RMSNorm → gate and up, multiplied in the same kernel; down +
-residual. What a norm needs to know of its rows either its own kernel finds out, or the GEMM before it has written the
-sums of their squares (`Statistic.PASSED`). On a GPU the layer has the size of Llama-3.1-8B's, on the CPU it is smaller
-and computed by the reference implementation.
+Four kernels beside attention: RMSNorm → QKV, with queries and keys rotated; O + residual; RMSNorm → gate and up,
+multiplied in the same kernel; down + residual. What a norm needs to know of its rows either its own kernel finds out,
+or the GEMM before it has written the sums of their squares (`Statistic.PASSED`). On a GPU the layer has the size of
+Llama-3.1-8B's, on the CPU it is smaller and computed by the reference implementation.
 """
 
 from __future__ import annotations
@@ -57,6 +57,12 @@ class Cache:
         other._keys, other._values = self._keys.double(), self._values.double()
         return other
 
+    def in_pairs(self) -> Cache:
+        """Return a copy whose keys are as the fused layer has them."""
+        other = copy.copy(self)
+        other._keys, other._values = in_pairs(self._keys), self._values.clone()
+        return other
+
     def update(self, keys: Tensor, values: Tensor, layer: int = 0, **_: object) -> tuple[Tensor, Tensor]:
         """Write the new positions and return all; transformers' layer calls its cache alike."""
         new = keys.shape[2]
@@ -64,18 +70,19 @@ class Cache:
         return self._keys, self._values
 
 
-def rotated(qkv: Tensor, cosines: Tensor, sines: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values (batch, heads or groups, sequence, dimension), the first two rotated.
+@co.epilogue
+def rotary(acc, position: co.Col, frequency: co.Row):  # noqa: ANN001, ANN201
+    """Rotate neighbouring columns by an angle in radians; the frequency is negative in the first of a pair."""
+    angle = position * frequency
+    return acc * co.cos(angle) + co.swap_pairs(acc) * co.sin(angle)
 
-    Queries and keys lie side by side in qkv (batch, sequence, columns), so they are rotated at once. All this is
-    elementwise: where the layer is compiled by torch.compile, one kernel.
+
+def in_pairs(heads: Tensor) -> Tensor:
+    """Put the halves of a head (..., dimension), which transformers rotates against each other, side by side.
+
+    Columns of queries and of keys alike: their products do not change.
     """
-    batch, sequence, _ = qkv.shape
-    every = qkv.view(batch, sequence, heads + 2 * groups, -1).transpose(1, 2)
-    turning, values = every[:, : heads + groups], every[:, heads + groups :]
-    first, second = turning.chunk(2, dim=-1)
-    turned = turning * cosines[:, None] + torch.cat((-second, first), dim=-1) * sines[:, None]
-    return turned[:, :heads], turned[:, heads:], values
+    return heads.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 
 class Statistic(Enum):
@@ -92,6 +99,7 @@ class FusedLayer:
     config: LlamaConfig
     statistic: Statistic
     qkv: co.PreparedWeight
+    frequency: Tensor
     o: Tensor
     gate: co.PreparedWeight
     up: co.PreparedWeight
@@ -101,22 +109,32 @@ class FusedLayer:
     def of(cls, layer: LlamaDecoderLayer, config: LlamaConfig, statistic: Statistic = Statistic.TAKEN) -> FusedLayer:
         """Prepare a layer of transformers. Its weights are (N, K): B is their transpose."""
         attention, mlp = layer.self_attn, layer.mlp
-        qkv = torch.cat([p.weight for p in (attention.q_proj, attention.k_proj, attention.v_proj)])
+        turning = torch.cat([attention.q_proj.weight, attention.k_proj.weight])
+        heads = turning.unflatten(0, (-1, config.head_dim)).transpose(1, 2)
+        qkv = torch.cat([in_pairs(heads).transpose(1, 2).flatten(0, 1), attention.v_proj.weight])
         before, after = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
         return cls(
             config,
             statistic,
             co.prepare(qkv.t(), before),
+            cls._frequency(config, len(attention.v_proj.weight)).to(qkv.device),
             attention.o_proj.weight.t(),
             co.prepare(mlp.gate_proj.weight.t(), after),
             co.prepare(mlp.up_proj.weight.t(), after),
             mlp.down_proj.weight.t(),
         )
 
+    @staticmethod
+    def _frequency(config: LlamaConfig, values: int) -> Tensor:
+        """Return radians a position for each column of QKV: signed in pairs, and zero for values."""
+        inverse = LlamaRotaryEmbedding(config).inv_freq
+        head = torch.stack((-inverse, inverse), dim=1).flatten()
+        return torch.cat([head.repeat(config.num_attention_heads + config.num_key_value_heads), torch.zeros(values)])
+
     def __call__(
         self,
         x: Tensor,
-        rope: tuple[Tensor, Tensor],
+        positions: Tensor,
         statistic: co.RowStatistic | None = None,
         cache: Cache | None = None,
     ) -> tuple[Tensor, co.RowStatistic | None]:
@@ -126,8 +144,8 @@ class FusedLayer:
         ----------
         x : Tensor
             (batch, sequence, hidden).
-        rope : tuple of Tensor
-            Cosines and sines of the positions.
+        positions : Tensor
+            (batch, sequence), FP32.
         statistic : RowStatistic, optional
             That of x, from the layer before; without it the first kernel takes it from x.
         cache : Cache, optional
@@ -138,7 +156,8 @@ class FusedLayer:
         tuple
             The layer's output, and its statistic for the next layer if it passes any on.
         """
-        attended = self._attention(co.rmsnorm_gemm(x, self.qkv, **self._known(statistic)), rope, cache)
+        rotation = {"epilogue": rotary, "position": positions, "frequency": self.frequency}
+        attended = self._attention(co.rmsnorm_gemm(x, self.qkv, **rotation, **self._known(statistic)), cache)
         y, statistic = self._plus_residual(attended, self.o, x)
         hidden = co.gemm_swiglu(y, self.gate, self.up, **self._known(statistic))
         return self._plus_residual(hidden, self.down, y)
@@ -151,10 +170,11 @@ class FusedLayer:
             return co.gemm_residual_rms(x, w, residual, eps=self.config.rms_norm_eps)
         return co.gemm_residual(x, w, residual), None
 
-    def _attention(self, qkv: Tensor, rope: tuple[Tensor, Tensor], cache: Cache | None) -> Tensor:
+    def _attention(self, qkv: Tensor, cache: Cache | None) -> Tensor:
         batch, sequence, _ = qkv.shape
         heads, groups = self.config.num_attention_heads, self.config.num_key_value_heads
-        query, keys, values = rotated(qkv, *rope, heads, groups)
+        every = qkv.view(batch, sequence, heads + 2 * groups, -1).transpose(1, 2)
+        query, keys, values = every.split((heads, groups, groups), dim=1)
         if cache is not None:
             keys, values = cache.update(keys, values)
         attended = F.scaled_dot_product_attention(
@@ -175,8 +195,8 @@ def main() -> None:
     config = configuration(sizes)
     layers = [random_layer(config, device) for _ in range(2)]
     x = torch.randn(2, 64, config.hidden_size, device=device, dtype=DTYPE)
-    rotary, positions = LlamaRotaryEmbedding(config).to(device), torch.arange(64, device=device)[None]
-    rope, exact_rope = rotary(x, positions), rotary(x.double(), positions)
+    embedding, positions = LlamaRotaryEmbedding(config).to(device), torch.arange(64, device=device).expand(2, -1)
+    rope, exact_rope = embedding(x, positions), embedding(x.double(), positions)
     with torch.inference_mode():
         theirs, found = x, {}
         for layer in layers:
@@ -184,7 +204,7 @@ def main() -> None:
         for way in Statistic:
             ours, statistic = x, None
             for layer in layers:
-                ours, statistic = FusedLayer.of(layer, config, way)(ours, rope, statistic)
+                ours, statistic = FusedLayer.of(layer, config, way)(ours, positions.float(), statistic)
             found[way] = ours
         exact = x.double()
         for layer in layers:

@@ -87,6 +87,16 @@ def exp(x: Value | float) -> Value:
     return apply("exp", x)
 
 
+def sin(x: Value | float) -> Value:
+    """Return the sine of x, in radians: within 1e-6 of it for the FP32 value x, of at most 2¹⁸ turns."""
+    return apply("sin", x)
+
+
+def cos(x: Value | float) -> Value:
+    """Return the cosine of x, in radians: within 1e-6 of it for the FP32 value x, of at most 2¹⁸ turns."""
+    return apply("cos", x)
+
+
 def tanh(x: Value | float) -> Value:
     """Return the hyperbolic tangent of x."""
     return apply("tanh", x)
@@ -157,6 +167,15 @@ def cast(x: Value | float, dtype: str | DType) -> Value:
         If there is no such dtype.
     """
     return apply_cast(x, dtype)
+
+
+def swap_pairs(x: Value | float) -> Value:
+    """Return x of the other column of a pair: columns 0 and 1 of D are one, 2 and 3 the next. N must be even.
+
+    With it a rotary embedding of neighbouring columns is an epilogue: ``x * cos(angle) + swap_pairs(x) * sin(angle)``,
+    whose angle is negative in even columns.
+    """
+    return apply("swap_pairs", x)
 
 
 def sum(x: Value | float, dim: int) -> Reduction:

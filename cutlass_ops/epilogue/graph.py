@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from cutlass_ops import dtypes
 from cutlass_ops.epilogue.names import check_name
-from cutlass_ops.epilogue.ops import GATHERED, OPS, to_fp32
+from cutlass_ops.epilogue.ops import GATHERED, OPS, SWAP_PAIRS, to_fp32
 from cutlass_ops.errors import ConfigError
 
 MAX_INPUTS = 16
@@ -132,6 +132,11 @@ class Graph:
         """What it takes of A's rows, in the order of :data:`cutlass_ops.epilogue.ops.GATHERED`."""
         used = {node.op for node in self.nodes}
         return tuple(name for name in GATHERED if name in used)
+
+    @property
+    def swaps_pairs(self) -> bool:
+        """Whether it takes a value of the column beside."""
+        return any(node.op == SWAP_PAIRS for node in self.nodes)
 
     @property
     def products(self) -> tuple[str, ...]:
@@ -313,6 +318,8 @@ def _check_node(node: Node, index: int, graph: Graph) -> None:
         raise ConfigError(f"node {index}: {node.op} takes {arity} arguments")
     if not all(type(a) is int and 0 <= a < index for a in node.args):
         raise ConfigError(f"node {index}: the arguments of {node.op} must be indices of earlier nodes")
+    if node.op == SWAP_PAIRS and graph.nodes[node.args[0]].op == "const":
+        raise ConfigError(f"node {index}: {node.op} of a constant is that constant, and has no node")
     if not _attr_fits(node, graph):
         raise ConfigError(f"node {index}: {reprlib.repr(node.attr)} is no attribute for {node.op}")
 

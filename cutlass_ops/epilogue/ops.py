@@ -1,7 +1,8 @@
 """The operations of an epilogue and what it may gather from A, in tables, and how operations are spelled in C++.
 
 Operations take and give FP32 values. The functions in namespace ``cutlass_ops`` are defined in
-``templates/include/cutlass_ops/epilogue_math.h``; :mod:`cutlass_ops.reference` holds the same table for PyTorch.
+``templates/include/cutlass_ops/epilogue_math.h``, or in the header that :data:`HEADERS` names;
+:mod:`cutlass_ops.reference` holds the same table for PyTorch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class OpInfo(NamedTuple):
     arity : int
         Number of arguments.
     cpp : str
-        A C++ operator (``"+"``), or the qualified name of a device function on floats.
+        A C++ operator (``"+"``), or the qualified name of a device function on floats; empty for :data:`SWAP_PAIRS`.
     formula : str
         What it computes, of arguments x and y.
     torch : str
@@ -37,6 +38,9 @@ class OpInfo(NamedTuple):
     formula: str
     torch: str
 
+
+# The one operation that takes a value of another element of D: that of the column beside this one.
+SWAP_PAIRS = "swap_pairs"
 
 OPS: dict[str, OpInfo] = {
     "add": OpInfo(2, "+", "x + y", "torch.add(x, y)"),
@@ -51,6 +55,8 @@ OPS: dict[str, OpInfo] = {
     "sqrt": OpInfo(1, "cutlass_ops::sqrt", "√x", "torch.sqrt(x)"),
     "rsqrt": OpInfo(1, "cutlass_ops::rsqrt", "1 / √x", "torch.rsqrt(x)"),
     "exp": OpInfo(1, "cutlass_ops::exp", "eˣ", "torch.exp(x)"),
+    "sin": OpInfo(1, "cutlass_ops::sin", "sin x, of radians", "torch.sin(x)"),
+    "cos": OpInfo(1, "cutlass_ops::cos", "cos x, of radians", "torch.cos(x)"),
     "tanh": OpInfo(1, "cutlass_ops::tanh", "tanh x", "torch.tanh(x)"),
     "sigmoid": OpInfo(1, "cutlass_ops::sigmoid", "1 / (1 + e⁻ˣ)", "torch.sigmoid(x)"),
     "relu": OpInfo(1, "cutlass_ops::relu", "0 if x < 0, else x (so NaN stays NaN)", "torch.relu(x)"),
@@ -62,7 +68,13 @@ OPS: dict[str, OpInfo] = {
     "silu": OpInfo(1, "cutlass_ops::silu", "x / (1 + e⁻ˣ)", "F.silu(x)"),
     "hardswish": OpInfo(1, "cutlass_ops::hardswish", "x · min(max(x + 3, 0), 6) / 6", "F.hardswish(x)"),
     "cast": OpInfo(1, "cutlass_ops::cast", "x rounded to the dtype, to nearest even", "x.to(dtype).to(x.dtype)"),
+    SWAP_PAIRS: OpInfo(
+        1, "", "x of column n + 1 where n is even, of n − 1 where n is odd", "x.reshape(-1, 2).flip(1).reshape(x.shape)"
+    ),
 }
+
+# Where functions are defined that few epilogues need.
+HEADERS: dict[str, str] = {"sin": "cutlass_ops/trigonometry.h", "cos": "cutlass_ops/trigonometry.h"}
 
 
 class GatheredInfo(NamedTuple):
@@ -140,8 +152,8 @@ def cpp_expression(node: Node, arg_names: Sequence[str]) -> str:
     """
     if node.op == "const" and isinstance(node.attr, float):
         return float_literal(node.attr)
-    if node.op not in OPS:
-        raise ValueError(f"{node.op!r} is no operation: its value has a name in the kernel")
+    if node.op not in OPS or node.op == SWAP_PAIRS:
+        raise ValueError(f"{node.op!r} is no operation on an element: its value has a name in the kernel")
     info = OPS[node.op]
     if len(arg_names) != info.arity:
         raise ValueError(f"{node.op} takes {info.arity} arguments, not {len(arg_names)}")

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from cutlass_ops import dtypes
 from cutlass_ops.epilogue.graph import Kind, Node
-from cutlass_ops.epilogue.ops import OPS, to_fp32
+from cutlass_ops.epilogue.ops import OPS, SWAP_PAIRS, to_fp32
 from cutlass_ops.errors import EpilogueError
 
 # Operations on constants that FP64 arithmetic and one rounding to FP32 give bit for bit as FP32 arithmetic does.
@@ -136,6 +136,8 @@ class Tracer:
         constants = [n.attr for n in (self.nodes[i] for i in indices) if isinstance(n.attr, float)]
         if op in _FOLDED and len(constants) == len(indices):
             return Value(self, self.add(Node("const", (), to_fp32(_FOLDED[op](*constants)))))
+        if op == SWAP_PAIRS and constants:
+            return Value(self, indices[0])
         return Value(self, self.add(Node(op, indices, attr)))
 
     def lift(self, x: object) -> int:

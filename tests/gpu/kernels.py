@@ -77,6 +77,26 @@ def scaled(acc, alpha: co.Scalar):
     return co.relu(acc * alpha)
 
 
+@co.epilogue
+def turned(acc, bias: co.Row, scale: co.Col, residual: co.Tile):
+    """Values of the column beside: of what was loaded, of what was computed, and of both."""
+    z = co.swap_pairs(acc + bias) * scale
+    return {"d": z + co.swap_pairs(residual), "sums": co.sum(co.swap_pairs(z) + acc, dim=1)}
+
+
+@co.epilogue
+def beside(acc, scale: co.Scalar):
+    """D itself is what lies beside."""
+    return co.swap_pairs(acc * scale)
+
+
+@co.epilogue
+def rotary(acc, position: co.Col, frequency: co.Row):
+    """A rotary embedding of neighbouring columns."""
+    angle = position * frequency
+    return acc * co.cos(angle) + co.swap_pairs(acc) * co.sin(angle)
+
+
 def spec(
     op: ops.Op,
     dtype: str,
@@ -315,6 +335,46 @@ def few_rows() -> dict[str, KernelSpec]:
     return found
 
 
+def pairs() -> dict[str, KernelSpec]:
+    """Return kernels whose epilogues swap pairs of columns, of every kind and orientation that may."""
+    shape, cluster = co.ThreadblockShape, co.ClusterShape
+    whole = (
+        co.Sm90Config(shape(128, 128, 64), cluster(2, 1), schedule="pingpong"),
+        co.Sm90Config(shape(128, 104, 64), cluster(1, 2), schedule="pingpong", swap_ab=True),
+        co.Sm90Config(shape(256, 208, 64), cluster(2, 1), schedule="cooperative"),
+        co.Sm90Config(shape(64, 8, 128), schedule="warp_specialized", swap_ab=True),
+        co.Sm90Config(shape(64, 40, 64), schedule="warp_specialized"),
+        SM80,
+    )
+    alone = (
+        co.Sm90Config(shape(192, 176, 64), cluster(2, 1), schedule="cooperative"),
+        co.Sm90Config(shape(192, 48, 64), schedule="cooperative", swap_ab=True),
+        co.Sm90Config(shape(128, 64, 64), schedule="cooperative", scheduler="stream_k"),
+        co.Sm90Config(shape(64, 64, 128), schedule="warp_specialized", split_k=4, swap_ab=True),
+    )
+    found = {f"turned-{c.slug}": spec(ops.op(turned), "bf16", ("row", "col"), c) for c in whole}
+    found |= {f"beside-{c.slug}": spec(ops.op(beside), "f16", ("row", "col"), c) for c in (*alone, whole[0], SM80)}
+    half = {"epilogue": beside.graph, "a": "f16.row", "b": "f16.col"}
+    found["beside-even"] = KernelSpec(**half, d="f16.row.align2", config=SM80, target="sm_90")
+    found["beside-column_major"] = KernelSpec(**half, d="f16.col", config=whole[0])
+    for c in (whole[0], whole[1], SM80):
+        found[f"rotary-{c.slug}"] = _rotary(c, "bf16.row")
+        found[f"rotary-f32-{c.slug}"] = _rotary(c, "f32.row")
+    return found
+
+
+def _rotary(config: Config, d: str) -> KernelSpec:
+    return KernelSpec(
+        a="bf16.row",
+        b="bf16.col",
+        d=d,
+        epilogue=rotary.graph,
+        inputs={"position": "f32", "frequency": "f32"},
+        config=config,
+        target="sm_90" if config is SM80 else None,
+    )
+
+
 def unordered() -> dict[str, KernelSpec]:
     """Inputs that are used in another order than they are declared in."""
     op = ops.op(out_of_order)
@@ -419,6 +479,7 @@ def named() -> dict[str, list[KernelSpec]]:
         reductions(),
         twice(),
         few_rows(),
+        pairs(),
         unordered(),
         drawn_specs(),
         overlapping(),

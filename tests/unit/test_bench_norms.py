@@ -81,16 +81,18 @@ def test_the_layer_agrees_with_transformers(phase, monkeypatch):
     batch, sequence = (1, 12) if phase == "prefill" else (3, 1)
     cache = None if phase == "prefill" else block.Cache(batch, 12, config, "cpu")
     x, first = torch.randn(batch, sequence, 256).to(BF16), 12 - sequence
-    rope = block.LlamaRotaryEmbedding(config)(x, torch.arange(first, 12)[None])
+    paired = None if cache is None else cache.in_pairs()
+    positions = torch.arange(first, 12).repeat(batch, 1)
+    rope = block.LlamaRotaryEmbedding(config)(x, positions)
     with torch.no_grad():
         theirs = layer(x, position_embeddings=rope, past_key_values=cache)
         exact = bench.exact_output(layer, x, rope, cache)
         for way in block.Statistic:
             fused = block.FusedLayer.of(layer, config, way)
-            ours, statistic = fused(x, rope, None, cache)
+            ours, statistic = fused(x, positions.float(), None, paired)
             assert bench.harness.check(ours, exact, theirs) <= 2
             torch._dynamo.reset()
-            compiled, _ = torch.compile(fused, backend="aot_eager", fullgraph=True)(x, rope, None, cache)
+            compiled, _ = torch.compile(fused, backend="aot_eager", fullgraph=True)(x, positions.float(), None, paired)
             assert torch.equal(compiled, ours)
             assert (statistic is None) == (way is block.Statistic.TAKEN)
 

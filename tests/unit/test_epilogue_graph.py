@@ -83,6 +83,12 @@ def test_a_long_chain_is_no_recursion():
     assert len(canonical([], nodes, [Output("d", MAX_NODES - 1)]).nodes) == MAX_NODES
 
 
+def test_pairs_of_a_constant_have_no_node():
+    nodes = (Node("acc"), Node("const", (), 0.5), Node("swap_pairs", (1,)), Node("mul", (0, 2)))
+    with pytest.raises(ConfigError, match="swap_pairs of a constant"):
+        Graph((), nodes, (Output("d", 3),))
+
+
 @pytest.mark.parametrize(("left", "right", "equal"), [(0.0, -0.0, False), (math.nan, math.nan, True), (1.0, 1.0, True)])
 def test_constants_are_compared_by_their_bits(left, right, equal):
     one, two = (

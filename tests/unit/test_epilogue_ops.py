@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cutlass_ops.epilogue import functions
 from cutlass_ops.epilogue.graph import Node
-from cutlass_ops.epilogue.ops import GATHERED, OPS, cpp_expression, float_literal, to_fp32
+from cutlass_ops.epilogue.ops import GATHERED, HEADERS, OPS, cpp_expression, float_literal, to_fp32
 from tests.strategies import PATIENT
 
 ROOT = Path(__file__).parents[2]
@@ -37,8 +37,9 @@ def test_the_language_does_not_import_torch():
 
 
 def test_every_device_function_is_defined_in_the_header():
-    header = (ROOT / "templates/include/cutlass_ops/epilogue_math.h").read_text()
-    defined = set(re.findall(r"CUTLASS_DEVICE float (\w+)\(", header))
+    include = ROOT / "templates/include"
+    headers = ["cutlass_ops/epilogue_math.h", *HEADERS.values()]
+    defined = {name for h in headers for name in re.findall(r"CUTLASS_DEVICE float (\w+)\(", (include / h).read_text())}
     named = {info.cpp.removeprefix("cutlass_ops::") for info in OPS.values() if "::" in info.cpp}
     assert named | {"infinity", "nan"} <= defined
 

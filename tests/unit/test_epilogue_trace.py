@@ -154,6 +154,15 @@ class TestGraph:
 
         assert nodes(f) == [("acc", ()), (name, (0,) * OPS[name].arity)]
 
+    def test_what_lies_beside_a_constant_is_that_constant(self):
+        def swapped(acc):
+            return acc + co.swap_pairs(2.5)
+
+        def plain(acc):
+            return acc + 2.5
+
+        assert epilogue(swapped) == epilogue(plain)
+
     def test_clamp_is_maximum_then_minimum(self):
         def clamped(acc):
             return {

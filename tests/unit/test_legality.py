@@ -77,6 +77,16 @@ def everything_whole(acc, bias: co.Row, scale: co.Col, r: co.Tile, alpha: co.Sca
     return {"d": co.silu(x) * alpha + r, "pre": x}
 
 
+@co.epilogue
+def turned(acc):
+    return co.swap_pairs(acc)
+
+
+@co.epilogue
+def turned_twice(acc):
+    return {"d": co.swap_pairs(acc), "pre": acc}
+
+
 rms, swiglu = builtin.rms_norm, builtin.swiglu
 
 TYPES = ("a", "b", "d", "epilogue", "inputs", "outputs", "target")
@@ -194,6 +204,11 @@ NEIGHBOURS = [
     ("second_weight", sm90(epilogue=swiglu), sm90(epilogue=swiglu, d="bf16.row.align2")),
     ("second_weight", sm90(epilogue=swiglu, **COOP), sm90(epilogue=swiglu, scheduler="stream_k", **COOP)),
     ("second_weight", sm80(), sm80(epilogue=swiglu)),
+    ("swap_pairs", sm90(epilogue=turned, swap_ab=True), sm90(epilogue=turned, d="bf16.row.align2")),
+    ("swap_pairs", sm90(epilogue=turned), sm90(epilogue=turned_twice)),
+    ("swap_pairs", sm80(epilogue=turned_twice, d="bf16.row.align2"), sm80(epilogue=turned, d="bf16.row.align1")),
+    ("swap_pairs", sm80(epilogue=turned), sm80(epilogue=turned, d="bf16.col")),
+    ("swap_pairs", gemv(), gemv(epilogue=turned)),
     ("reduction_schedule", sm90(epilogue=row_sum_and_tile), sm90(epilogue=row_sum_and_tile, **WS)),
     ("reduction_schedule", sm90(epilogue=row_sum, **WS), sm90(epilogue=row_sum, d="bf16.row.align2", **WS)),
     ("reduction_tile", sm90(n=48, epilogue=column_sum_and_tile), sm90(n=96, epilogue=column_sum_and_tile)),

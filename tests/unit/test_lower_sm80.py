@@ -89,6 +89,26 @@ def test_nodes_are_in_topological_order_with_d_last():
     assert [p.rstrip("_") for p in params] == [s.partition("_")[2] for s in sources]
 
 
+def test_pairs_are_swapped_by_a_visitor():
+    @co.epilogue
+    def turned(acc, scale: co.Col):
+        return co.swap_pairs(acc * scale) + co.sin(acc)
+
+    config = co.Sm80Config(
+        co.ThreadblockShape(128, 128, 32), co.WarpShape(64, 64, 32), co.InstructionShape(16, 8, 16), stages=3
+    )
+    spec = co.KernelSpec(a="bf16.row", b="bf16.col", d="bf16.row.align2", epilogue=turned, config=config)
+    found = context(spec)["nodes"]
+    names = [n["name"] for n in found]
+    at = {name: n["edges"] for name, n in zip(names, found, strict=True)}
+    (swap,) = (n for n in found if n["type"] == "sm80::SwapPairs")
+    assert [names[e] for e in swap["edges"]] == ["Compute_shared0"]
+    assert swap["name"] in [names[e] for e in at["Compute_d"]]
+    source = render(spec)
+    assert '#include "cutlass_ops/sm80_pairs.h"' in source
+    assert '#include "cutlass_ops/trigonometry.h"' in source
+
+
 def test_arguments_are_one_a_node_in_order():
     source = render(spec())
     block = source.split("Arguments const epilogue{")[1].split("};")[0]

@@ -86,6 +86,55 @@ def test_plain_epilogues_have_a_store_of_their_own(swap_ab, bias, scale):
     assert "{o.bias},  // Load_bias" in source
 
 
+@co.epilogue
+def turned(acc, bias: co.Row, residual: co.Tile):
+    z = acc + bias
+    return co.swap_pairs(z) * z + co.swap_pairs(residual)
+
+
+@co.epilogue
+def only_turned(acc):
+    return co.swap_pairs(acc)
+
+
+def visitors(source):
+    """Return each visitor's name with those whose values it takes."""
+    lists, names = re.search(r"cute::tuple<(.*)>,\n\s*(.*)>;", source).groups()
+    known = names.split(", ")
+    edges = [[int(e) for e in found.split(", ") if e] for found in re.findall(r"seq<([^>]*)>", lists)]
+    return {name: [known[e] for e in each] for name, each in zip(known, edges, strict=True)}
+
+
+@pytest.mark.parametrize("swap_ab", [False, True])
+def test_pairs_are_swapped_by_visitors_between_functions(swap_ab):
+    source = of(turned, swap_ab=swap_ab)
+    assert '#include "cutlass_ops/sm90_pairs.h"' in source
+    assert source.count(f"cutlass_ops::SwapPairs<{str(swap_ab).lower()}>") == 2
+    found = visitors(source)
+    swaps = {name: taken for name, taken in found.items() if name.startswith("Swap_")}
+    # One of what was computed, which D's function takes as it is as well, and one of what was loaded.
+    (computed,) = (name for name, (taken,) in swaps.items() if taken.startswith("Compute_"))
+    (loaded,) = (name for name, (taken,) in swaps.items() if taken == "Load_residual")
+    assert {computed, loaded, *swaps[computed]} == set(found["Compute_d"])
+
+
+def test_d_that_lies_beside_is_rounded_by_a_visitor_of_its_own():
+    found = visitors(of(only_turned))
+    assert found == {"Accumulator": [], "Swap_d": ["Accumulator"], "Result": ["Swap_d"]}
+
+
+def test_headers_that_few_need_are_included_where_they_are():
+    assert "trigonometry.h" not in of(plain)
+    assert "pairs.h" not in of(plain)
+
+    @co.epilogue
+    def wave(acc):
+        return co.sin(acc)
+
+    assert '#include "cutlass_ops/trigonometry.h"' in of(wave)
+    assert "pairs.h" not in of(wave)
+
+
 def test_blocks_that_split_k_read_their_part_of_a_row():
     inputs = "PartShape, EpilogueTile, Element_bias"
     assert f"cutlass_ops::RowInput<{inputs}>" in of(co.gemm_bias_relu.epilogue, split_k=4)

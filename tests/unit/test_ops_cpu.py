@@ -119,6 +119,18 @@ def test_what_is_not_finite_comes_through_as_in_pytorch(value):
         assert torch.equal(op(a, b, bias).isnan(), wanted.isnan())
 
 
+def test_pairs_of_an_odd_number_of_columns_are_refused_before_anything_runs():
+    @co.epilogue
+    def swapped(acc):
+        return co.swap_pairs(acc)
+
+    a, b = torch.randn(3, 8, dtype=torch.bfloat16), torch.randn(8, 5, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="N must be even"):
+        co.gemm(a, b, epilogue=swapped)
+    found = co.gemm(a, b[:, :4], epilogue=swapped)
+    assert torch.equal(found, co.gemm(a, b[:, :4])[:, [1, 0, 3, 2]])
+
+
 @pytest.mark.parametrize("shape", [(0, 5, 7), (5, 0, 7), (5, 6, 0), (0, 0, 0)])
 def test_empty_extents(shape):
     m, n, k = shape

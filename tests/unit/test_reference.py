@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cutlass_ops import reference
 from cutlass_ops.epilogue import functions
-from cutlass_ops.epilogue.ops import OPS
+from cutlass_ops.epilogue.ops import OPS, SWAP_PAIRS
 from cutlass_ops.epilogue.trace import epilogue
 from cutlass_ops.epilogue.values import Col, Product, Row, Scalar, Tile
 from cutlass_ops.reference import evaluate, gemm_reference
@@ -36,6 +36,8 @@ FORMULAS = {
     "sqrt": math.sqrt,
     "rsqrt": lambda x: 1 / math.sqrt(x),
     "exp": math.exp,
+    "sin": math.sin,
+    "cos": math.cos,
     "tanh": math.tanh,
     "sigmoid": sigmoid,
     "relu": lambda x: max(x, 0.0),
@@ -77,7 +79,7 @@ def apply(traced, x, other=None, dtype=torch.float32):
 
 
 def test_the_table_is_complete():
-    assert set(reference._FUNCTIONS) | {"cast"} == set(OPS) == set(FORMULAS) | {"cast"}
+    assert set(reference._FUNCTIONS) | {"cast"} == set(OPS) == set(FORMULAS) | {"cast", SWAP_PAIRS}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -95,6 +97,27 @@ def test_operations_follow_their_formulas(name, dtype):
     tolerance = {torch.float32: 4e-6, torch.float64: 1e-13}[dtype]
     # The absolute part is for the cancellation in 1 + tanh and 1 + erf.
     assert found == pytest.approx(expected, rel=tolerance, abs=tolerance / 10)
+
+
+def test_pairs_are_swapped_whatever_a_value_spans():
+    def f(acc, bias: Row, scale: Col, residual: Tile, alpha: Scalar):
+        swap = functions.swap_pairs
+        return {"d": swap(acc), "row": swap(bias), "col": swap(scale), "two": swap(residual * 2), "one": swap(alpha)}
+
+    acc, tile = torch.arange(12.0).view(3, 4), torch.arange(12.0).view(3, 4) + 100
+    inputs = {"bias": torch.arange(4.0), "scale": torch.arange(3.0), "residual": tile, "alpha": 0.5}
+    found = evaluate(epilogue(f).graph, acc, inputs)
+    order = [1, 0, 3, 2]
+    assert torch.equal(found["d"], acc[:, order])
+    assert torch.equal(found["row"], torch.arange(4.0)[order].expand(3, 4))
+    assert torch.equal(found["col"], torch.arange(3.0)[:, None].expand(3, 4))
+    assert torch.equal(found["two"], 2 * tile[:, order])
+    assert torch.equal(found["one"], torch.full((3, 4), 0.5))
+
+
+def test_pairs_of_an_odd_number_of_columns_are_refused():
+    with pytest.raises(ValueError, match="N must be even"):
+        evaluate(unary(functions.swap_pairs).graph, torch.zeros(2, 3), {})
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
