@@ -75,7 +75,7 @@ def place(kind: Kind, operand: Operand, m: int, n: int) -> Placed | PlacedVector
 
 
 def fit(spec: KernelSpec, shape: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Round a shape up to what the kernel's accesses must divide: only what TMA loads may end anywhere."""
+    """Round a shape up to what the kernel's accesses and pairs must divide: only what TMA loads may end anywhere."""
     step = {"m": 1, "n": 1, "k": 1}
 
     def whole_accesses(operand: Operand, rows: str, cols: str) -> None:
@@ -86,6 +86,8 @@ def fit(spec: KernelSpec, shape: tuple[int, int, int]) -> tuple[int, int, int]:
         whole_accesses(spec.a, "m", "k")
         whole_accesses(spec.b, "k", "n")
     whole_accesses(spec.d, "m", "n")
+    if spec.epilogue.swaps_pairs:
+        step["n"] = max(step["n"], 2)
     for i, operand in zip(spec.epilogue.inputs, spec.inputs, strict=True):
         if i.kind is Kind.TILE and not operand.aligned:
             whole_accesses(operand, "m", "n")
