@@ -223,7 +223,7 @@ TARGETS: Sequence[Target] = (
         "layer_h100.json", lambda _: True, best, _at_least(1.10),
         "Eight tenths of a long layer are GEMMs, in which cuBLASLt's kernels are as fast as ours, or faster where the\n"
         "chip has power to spare: see the kernels below. What fusion saves is the rest, torch.compile's kernels for\n"
-        "norms, the residual and SwiGLU; attention and the rotation of Q and K are the same in both.",
+        "norms, the rotation of Q and K, the residual and SwiGLU; attention is the same in both.",
     ),
 )  # fmt: skip
 
