@@ -17,7 +17,6 @@ The bandwidth is that of operands and D, each once, over that of a device-to-dev
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -297,24 +296,6 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def measured(paths: list[Path], environment: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of earlier results.
-
-    Raises
-    ------
-    SystemExit
-        If a result belongs to another chip, date or version: one table never mixes them.
-    """
-    rows: list[dict[str, Any]] = []
-    for path in paths:
-        result = json.loads(path.read_text())
-        differs = {key: (result.get(key), value) for key, value in environment.items() if result.get(key) != value}
-        if differs:
-            raise SystemExit(f"{path} was measured elsewhere: {differs}; measure it again")
-        rows += result["rows"]
-    return rows
-
-
 def _line(case: Case, row: dict[str, Any]) -> str:
     peers = " ".join(f"{p} {t * 1e3:.1f}" for p, t in row["peers"].items())
     return (
@@ -338,7 +319,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     environment = harness.environment()
-    begin, rows = time.monotonic(), measured(args.resume, environment)
+    begin, rows = time.monotonic(), harness.measured(args.resume, environment)
     done = {tuple(r[name] for name in Case.__dataclass_fields__) for r in rows}
     bandwidth = copy_bandwidth()
     head = {**environment, "copy_gb_per_s": round(bandwidth / 1e9, 1)}

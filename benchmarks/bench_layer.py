@@ -2,6 +2,7 @@
 
     python benchmarks/bench_layer.py --out benchmarks/results/layer_h100.json
     python benchmarks/bench_layer.py --phases decode --cache 4096 --skip compile --out /tmp/r.json
+    python benchmarks/bench_layer.py --resume /tmp/r.json --out /tmp/all.json    # the rows that are not there yet
 
 The layer is that of examples/transformer_block.py. In `ours` each norm's kernel takes the statistic of its rows itself,
 in `passed` it is given, that of the layer's input as well, as the layer before leaves it. Both are compiled by
@@ -126,10 +127,14 @@ def main() -> None:
     parser.add_argument("--phases", nargs="+", default=["prefill", "decode"], choices=["prefill", "decode"])
     parser.add_argument("--cache", type=int, default=1024, help="positions of the cache, the new one included")
     parser.add_argument("--skip", nargs="+", default=[], choices=PEERS, help="variants to leave out")
+    parser.add_argument("--resume", nargs="+", type=Path, default=[], help="results whose rows need no repetition")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    head, rows = harness.environment(), []
+    head = harness.environment()
+    rows = harness.measured(args.resume, head)
+    done = {(row["phase"], row["m"]) for row in rows if row["cache"] in (0, args.cache)}
     cases = [(phase, m) for phase in args.phases for m in (PREFILL if phase == "prefill" else DECODE)]
+    cases = [case for case in cases if case not in done]
     torch.manual_seed(0)
     config = block.configuration(block.EIGHT_B)
     with torch.no_grad():

@@ -151,6 +151,24 @@ def environment() -> dict[str, Any]:
     }
 
 
+def measured(paths: list[Path], environment: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of earlier results.
+
+    Raises
+    ------
+    SystemExit
+        If a result belongs to another chip, date or version: one table never mixes them.
+    """
+    rows: list[dict[str, Any]] = []
+    for path in paths:
+        result = json.loads(path.read_text())
+        differs = {key: (result.get(key), value) for key, value in environment.items() if result.get(key) != value}
+        if differs:
+            raise SystemExit(f"{path} was measured elsewhere: {differs}; measure it again")
+        rows += result["rows"]
+    return rows
+
+
 def save(path: Path, result: Mapping[str, Any]) -> None:
     """Write a result, one row a line, so that a change of it reads well."""
     path.parent.mkdir(parents=True, exist_ok=True)

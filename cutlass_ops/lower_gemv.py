@@ -11,7 +11,7 @@ from cutlass_ops import arch
 from cutlass_ops.config import GemvConfig
 from cutlass_ops.epilogue.graph import Input, Kind
 from cutlass_ops.epilogue.ops import GATHERED
-from cutlass_ops.lower import ACC, Lowered, fields, lower, types
+from cutlass_ops.lower import ACC, Compute, Lowered, fields, lower, types
 from cutlass_ops.spec import KernelSpec, Operand
 
 
@@ -28,6 +28,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "means": {"mean": _flag("mean_of_a" in gathered), "mean_square": _flag("mean_square_of_a" in gathered)},
         "takes_means": bool(gathered),
         "weights": ["b", *spec.epilogue.products],
+        "sides": _sides(spec),
         "reads": [
             {"name": i.name, "value": _read(i, operand)}
             for i, operand in spec.typed_inputs
@@ -56,21 +57,40 @@ def _element(name: str, element: str, operand: Operand) -> str:
     return f"element<{element}, cutlass_ops::Major::k{operand.major.capitalize()}>(o.{name}, row, column)"
 
 
+def _sides(spec: KernelSpec) -> int:
+    """Return of how many columns a thread computes the epilogue: both of a pair where it swaps them."""
+    return 2 if spec.epilogue.swaps_pairs else 1
+
+
 def _lines(spec: KernelSpec, lowered: Lowered) -> list[str]:
     """Write the statements that compute an element of D and store it, and those of further outputs."""
-    products = {name: f"products[{at}]" for at, name in enumerate((ACC, *spec.epilogue.products))}
+    products = {name: at for at, name in enumerate((ACC, *spec.epilogue.products))}
     means = {name: f"means[{at}]" for at, name in enumerate(spec.epilogue.gathered)}
-    computed = {c.name for c in lowered.computes}
+    computed, sides = {c.name for c in lowered.computes}, range(_sides(spec))
 
-    def spelled(name: str) -> str:
+    def spelled(name: str, side: int) -> str:
         if name in GATHERED:
             return means[name]
-        return products.get(name) or (name if name in computed else f"in.{name}")
+        if name in products:
+            return f"products[{side}][{products[name]}]"
+        return f"{name}[{side}]" if name in computed else f"in[{side}].{name}"
 
-    lines = [f"float const {c.name} = {c.struct}::apply({', '.join(map(spelled, c.args))});" for c in lowered.computes]
+    def value(compute: Compute, side: int) -> str:
+        if compute.swaps_pairs:
+            return spelled(compute.args[0], 1 - side)
+        return f"{compute.struct}::apply({', '.join(spelled(arg, side) for arg in compute.args)})"
+
+    lines = [line for c in lowered.computes for line in _array(c.name, [value(c, side) for side in sides])]
     operands = {"d": spec.d} | {o.name: operand for o, operand in spec.typed_outputs}
     for store in lowered.stores:
         name = store.output.name
         element = "ElementD" if name == "d" else f"Element_{name}"
-        lines.append(f"{_element(name, element, operands[name])} = {element}({store.compute});")
+        lines.append(f"{_element(name, element, operands[name])} = {element}({store.compute}[0]);")
     return lines
+
+
+def _array(name: str, values: list[str]) -> list[str]:
+    """Spell an array of a value's sides, of which two take a line each."""
+    if len(values) == 1:
+        return [f"float const {name}[kSides] = {{{values[0]}}};"]
+    return [f"float const {name}[kSides] = {{", *(f"    {value}," for value in values), "};"]

@@ -29,11 +29,10 @@ def _whole_outputs(spec: KernelSpec, _: GemvConfig) -> Iterator[str]:
             yield f"output {output.name} is a reduction, and GEMV kernels have none: use an Sm80Config or an Sm90Config"
 
 
-def _swap_pairs(spec: KernelSpec, _: GemvConfig) -> Iterator[str]:
-    if spec.epilogue.swaps_pairs:
+def _swap_pairs(spec: KernelSpec, config: GemvConfig) -> Iterator[str]:
+    if spec.epilogue.swaps_pairs and not config.by_tile and config.warps == 1:
         yield (
-            "the epilogue swaps pairs of columns, and a GEMV kernel's warps have one column each: use an "
-            "Sm80Config or an Sm90Config"
+            "the epilogue swaps pairs of columns, and a thread block of one warp has one column: use two warps or more"
         )
 
 

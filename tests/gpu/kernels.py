@@ -85,6 +85,13 @@ def turned(acc, bias: co.Row, scale: co.Col, residual: co.Tile):
 
 
 @co.epilogue
+def turned_alone(acc, bias: co.Row, scale: co.Col, residual: co.Tile):
+    """The same without a sum, which kernels of ordinary loads do not have."""
+    z = co.swap_pairs(acc + bias) * scale
+    return {"d": z + co.swap_pairs(residual), "once_more": co.swap_pairs(z) - acc}
+
+
+@co.epilogue
 def beside(acc, scale: co.Scalar):
     """D itself is what lies beside."""
     return co.swap_pairs(acc * scale)
@@ -357,7 +364,9 @@ def pairs() -> dict[str, KernelSpec]:
     half = {"epilogue": beside.graph, "a": "f16.row", "b": "f16.col"}
     found["beside-even"] = KernelSpec(**half, d="f16.row.align2", config=SM80, target="sm_90")
     found["beside-column_major"] = KernelSpec(**half, d="f16.col", config=whole[0])
-    for c in (whole[0], whole[1], SM80):
+    for c in (co.GemvConfig(1, 4, 16), co.GemvConfig(4, 2, 4), GEMV, co.GemvConfig(16, 4, 4)):
+        found[f"turned_alone-{c.slug}"] = spec(ops.op(turned_alone), "bf16", ("row", "col"), c, d_aligned=False)
+    for c in (whole[0], whole[1], SM80, co.GemvConfig(1, 4, 16)):
         found[f"rotary-{c.slug}"] = _rotary(c, "bf16.row")
         found[f"rotary-f32-{c.slug}"] = _rotary(c, "f32.row")
     return found
@@ -371,7 +380,7 @@ def _rotary(config: Config, d: str) -> KernelSpec:
         epilogue=rotary.graph,
         inputs={"position": "f32", "frequency": "f32"},
         config=config,
-        target="sm_90" if config is SM80 else None,
+        target=None if isinstance(config, co.Sm90Config) else "sm_90",
     )
 
 

@@ -13,8 +13,8 @@ from tests.gpu.test_exactness import MANY_TILES, SHAPES, check_exact
 pytestmark = pytest.mark.gpu
 
 WHOLE = [name for name in kernels.pairs() if not name.startswith("rotary")]
-ROTARY = [name for name in kernels.pairs() if name.startswith("rotary-sm")]
 WIDE = [name for name in kernels.pairs() if name.startswith("rotary-f32")]
+ROTARY = [name for name in kernels.pairs() if name.startswith("rotary") and name not in WIDE]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -24,6 +24,11 @@ def fused(acc, bias: co.Row, scale: co.Col, residual: co.Tile, alpha: co.Scalar)
 
 
 @co.epilogue
+def turned(acc, bias: co.Row):
+    return co.swap_pairs(acc + bias) * 2 + acc
+
+
+@co.epilogue
 def normed_gate(acc, up: co.Product, eps: co.Scalar):
     r = co.rsqrt(co.mean_square_of_a() - co.mean_of_a() * co.mean_of_a() + eps)
     return co.silu(acc * r) * (up * r)
@@ -49,10 +54,10 @@ def test_each_element_of_d_is_computed_in_a_straight_line():
         "float(o.scale[row]),",
         "float(element<Element_residual, cutlass_ops::Major::kCol>(o.residual, row, column)),",
         "value(o.alpha),",
-        "float const pre_ = Function_pre::apply(products[0], in.bias, in.scale);",
-        "float const d_ = Function_d::apply(in.residual, in.alpha, pre_);",
-        "element<ElementD, cutlass_ops::Major::kRow>(o.d, row, column) = ElementD(d_);",
-        "element<Element_pre, cutlass_ops::Major::kRow>(o.pre, row, column) = Element_pre(pre_);",
+        "float const pre_[kSides] = {Function_pre::apply(products[0][0], in[0].bias, in[0].scale)};",
+        "float const d_[kSides] = {Function_d::apply(in[0].residual, in[0].alpha, pre_[0])};",
+        "element<ElementD, cutlass_ops::Major::kRow>(o.d, row, column) = ElementD(d_[0]);",
+        "element<Element_pre, cutlass_ops::Major::kRow>(o.pre, row, column) = Element_pre(pre_[0]);",
     ):
         assert line in text
     assert "CUTLASS_OPS_EXPORT(" + spec(inputs={"residual": "f32.col.align1"}).slug in text
@@ -62,12 +67,21 @@ def test_each_element_of_d_is_computed_in_a_straight_line():
 def test_two_weights_and_means_have_their_places():
     text = render(spec(normed_gate))
     assert "using WhichMeans = cutlass_ops::WhichMeans<true, true>;" in text
-    assert "static constexpr int kWeights = 2;" in text
+    assert "static constexpr int kWeights = 2, kSides = 1;" in text
     assert "return which == 0 ? o.b : o.up;" in text
     (line,) = (x for x in text.splitlines() if "Function_d::apply(" in x and "=" in x)
     assert sorted(line[line.index("(") + 1 : line.index(")")].split(", ")) == sorted(
-        ["products[0]", "means[0]", "means[1]", "in.eps", "products[1]"]
+        ["products[0][0]", "means[0]", "means[1]", "in[0].eps", "products[0][1]"]
     )
+
+
+def test_a_thread_computes_both_columns_of_a_pair():
+    text = " ".join(render(spec(turned)).split())
+    assert "kWeights = 1, kSides = 2;" in text
+    before, swapped = "Function_shared0::apply", "float const shared1_[kSides] = { shared0_[1], shared0_[0], };"
+    assert f"{{ {before}(products[0][0], in[0].bias), {before}(products[1][0], in[1].bias), }};" in text
+    assert swapped in text
+    assert "= ElementD(d_[0]);" in text
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_89", "sm_90"])

@@ -70,11 +70,13 @@ CUTLASS_DEVICE int least(int x, int y) { return x < y ? x : y; }
 
 // `Gemv` is what a rendered file defines:
 //   ElementA; Shape; WhichMeans; kWeights: how many matrices B there are
+//   kSides: 1, or 2 where the epilogue takes values of the column beside: then it computes both columns of a pair
 //   struct Operands { Problem problem; Matrix a; ... };
 //   static Matrix const& weight(Operands const&, int which);
 //   struct Inputs;  what the epilogue reads for one element of D
 //   static Inputs read(Operands const&, int row, int column);
-//   static void store(Operands const&, int row, int column, Inputs const&, float const* products, float const* means);
+//   static void store(Operands const&, int row, int column, Inputs const (&)[kSides],
+//                     float const (&products)[kSides][kWeights], float const* means);
 //
 // Up to four rows: each warp has one column of B, lanes share its K, and FP32 arithmetic multiplies.
 template <class Gemv>
@@ -84,7 +86,7 @@ struct ByColumn {
   using Element = typename Gemv::ElementA;
   using What = typename Gemv::WhichMeans;
   static constexpr int kRows = Shape::kRows, kWarps = Shape::kWarps, kPieces = Shape::kPieces, kWeights = Gemv::kWeights;
-  static constexpr int kColumns = kWarps;
+  static constexpr int kColumns = kWarps, kSides = Gemv::kSides;
 
   CUTLASS_DEVICE static void tile(Params const& params, int first) {
     int const lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32, column = int(blockIdx.x) * kColumns + warp;
@@ -92,7 +94,11 @@ struct ByColumn {
     bool const stores = lane < rows && column < params.problem.n;
     // A warp without a column of its own repeats another's, for the others wait for it below.
     int const read = least(column, params.problem.n - 1);
-    typename Gemv::Inputs const inputs = Gemv::read(params, first + least(lane, rows - 1), read);
+    typename Gemv::Inputs inputs[kSides];
+    CUTLASS_PRAGMA_UNROLL
+    for (int side = 0; side < kSides; ++side) {
+      inputs[side] = Gemv::read(params, first + least(lane, rows - 1), read ^ side);
+    }
 
     Element const *x[kRows], *w[kWeights];
     CUTLASS_PRAGMA_UNROLL
@@ -156,17 +162,18 @@ struct ByColumn {
   }
 
   CUTLASS_DEVICE static void finish(Params const& params, int first, int column, bool stores,
-                                    typename Gemv::Inputs const& inputs, Sums& sums) {
+                                    typename Gemv::Inputs const (&inputs)[kSides], Sums& sums) {
     int const lane = int(threadIdx.x) % 32;
-    float products[kWeights], means[What::kCount > 0 ? What::kCount : 1] = {};
+    float products[kSides][kWeights], means[What::kCount > 0 ? What::kCount : 1] = {};
     CUTLASS_PRAGMA_UNROLL
     for (int r = 0; r < kRows; ++r) {
       CUTLASS_PRAGMA_UNROLL
       for (int j = 0; j < kWeights; ++j) {
         float const sum = over_lanes(sums.products[r][j]);
-        if (r == 0 || lane == r) products[j] = sum;
+        if (r == 0 || lane == r) products[0][j] = sum;
       }
     }
+    if constexpr (kSides == 2) take_beside(products);
     if constexpr (What::kCount > 0) means_of(over_warps(sums.rows), params.problem.k, means);
     if (stores) Gemv::store(params, first + lane, column, inputs, products, means);
   }
@@ -175,6 +182,21 @@ struct ByColumn {
     CUTLASS_PRAGMA_UNROLL
     for (int other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(0xffffffff, sum, other);
     return sum;
+  }
+
+  // Neighbouring warps have the columns of a pair.
+  CUTLASS_DEVICE static void take_beside(float (&products)[kSides][kWeights]) {
+    static_assert(kWarps % kSides == 0);
+    __shared__ float columns[kWarps][kRows][kWeights];
+    int const lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32, row = lane < kRows ? lane : 0;
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < kWeights; ++j) {
+      if (lane < kRows) columns[warp][row][j] = products[0][j];
+    }
+    __syncthreads();
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < kWeights; ++j) products[kSides - 1][j] = columns[warp ^ 1][row][j];
+    __syncthreads();  // before the next rows' sums come
   }
 
   // The sums of the lane's row, of which each warp has added up a part.
@@ -208,18 +230,19 @@ struct ByTile {
   using Element = typename Gemv::ElementA;
   using What = typename Gemv::WhichMeans;
   static constexpr int kRows = Shape::kRows, kWarps = Shape::kWarps, kPieces = Shape::kPieces, kWeights = Gemv::kWeights;
-  static constexpr int kColumns = 16, kEights = kRows / 8;
+  static constexpr int kColumns = 16, kEights = kRows / 8, kSides = Gemv::kSides;
   static constexpr int kLanes = 4;  // that share a row or a column
 
   CUTLASS_DEVICE static void tile(Params const& params, int first) {
     int const thread = int(threadIdx.x), lane = thread % 32, warp = thread / 32;
     int const last_row = params.problem.m - 1, last_column = params.problem.n - 1;
     int const column = int(blockIdx.x) * kColumns;
-    typename Gemv::Inputs inputs[kOutputs];
+    typename Gemv::Inputs inputs[kOutputs][kSides];
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kOutputs; ++i) {
-      Place const place(thread + i * kThreads);
-      inputs[i] = Gemv::read(params, least(first + place.row, last_row), least(column + place.column, last_column));
+    for (int i = 0; i < kOutputs * kSides; ++i) {
+      Place const place(thread + i / kSides * kThreads);
+      int const read = least(column + place.column, last_column) ^ i % kSides;
+      inputs[i / kSides][i % kSides] = Gemv::read(params, least(first + place.row, last_row), read);
     }
 
     // Rows and columns that there are not repeat the last one, and are not stored.
@@ -314,7 +337,7 @@ struct ByTile {
 
   // Warps leave their parts in shared memory, and each thread joins those of an element of D.
   CUTLASS_DEVICE static void finish(Params const& params, int first, int column,
-                                    typename Gemv::Inputs const (&inputs)[kOutputs], Sums& sums) {
+                                    typename Gemv::Inputs const (&inputs)[kOutputs][kSides], Sums& sums) {
     __shared__ float parts[kWarps][kWeights][kRows][kColumns];
     __shared__ float means_parts[What::kCount > 0 ? kWarps : 1][kRows][2];
     int const thread = int(threadIdx.x), lane = thread % 32, warp = thread / 32;
@@ -345,11 +368,13 @@ struct ByTile {
     for (int i = 0; i < kOutputs; ++i) {
       Place const place(thread + i * kThreads);
       if (place.row >= least(kRows, params.problem.m - first) || column + place.column >= params.problem.n) continue;
-      float products[kWeights] = {}, means[What::kCount > 0 ? What::kCount : 1] = {};
+      float products[kSides][kWeights] = {}, means[What::kCount > 0 ? What::kCount : 1] = {};
       CUTLASS_PRAGMA_UNROLL
       for (int w = 0; w < kWarps; ++w) {
         CUTLASS_PRAGMA_UNROLL
-        for (int v = 0; v < kWeights; ++v) products[v] += parts[w][v][place.row][place.column];
+        for (int v = 0; v < kWeights * kSides; ++v) {
+          products[v % kSides][v / kSides] += parts[w][v / kSides][place.row][place.column ^ v % kSides];
+        }
       }
       if constexpr (What::kCount > 0) {
         RowSums<What> row;
