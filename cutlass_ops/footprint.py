@@ -42,10 +42,12 @@ def shared_memory(spec: KernelSpec, stages: int | None = None) -> int:
 
 
 def _gemv_shared_memory(spec: KernelSpec, config: GemvConfig) -> int:
-    """Return the bytes that warps leave each other in ``gemv.h``: two sums of each row, and products of a tile."""
-    numbers = 2 if spec.epilogue.gathered else 0
-    if config.by_tile:
-        numbers += (1 + len(spec.epilogue.products)) * config.threadblock.n
+    """Return the bytes that warps leave each other in ``gemv.h``.
+
+    That is two sums of each row for its means, and products: of a whole tile, or of a column where pairs are swapped.
+    """
+    columns = config.threadblock.n if config.by_tile else int(spec.epilogue.swaps_pairs)
+    numbers = (2 if spec.epilogue.gathered else 0) + (1 + len(spec.epilogue.products)) * columns
     return config.warps * config.rows * numbers * f32.bytes
 
 

@@ -109,6 +109,12 @@ def norm_gate(acc, up: co.Product, eps: co.Scalar):
     return co.silu(acc * r) * (up * r)
 
 
+@co.epilogue
+def norm_turned(acc, eps: co.Scalar):
+    z = acc * co.rsqrt(co.mean_square_of_a() + eps)
+    return co.swap_pairs(z) + z
+
+
 EPILOGUES = (
     plain,
     bias_relu,
@@ -176,11 +182,12 @@ def gemv(rows, warps, pieces, *, epilogue, d="bf16.row", target="sm_80"):
         sm80((64, 64, 32), (32, 32, 32), epilogue=norm, a="bf16.col"),
         gemv(16, 8, 4, epilogue=gated, d="f32.col"),
         gemv(4, 4, 16, epilogue=norm_gate, target="sm_90"),
+        gemv(2, 8, 8, epilogue=norm_turned, target="sm_90"),
     ],
     ids=[
         *("sm90", "sm90-stream_k", "sm90-split_k", "sm90-multiple_of_8", "sm90-gathered", "sm90-beside-swapped"),
         *("sm90-beside", "sm90-ahead", "sm90-reductions", "sm90-second_weight", "sm80", "sm80-means"),
-        *("gemv", "gemv-sm90-second_weight-means"),
+        *("gemv", "gemv-sm90-second_weight-means", "gemv-sm90-pairs-means"),
     ],
 )
 def test_what_is_accepted_compiles_and_takes_the_memory_that_was_foretold(spec):
