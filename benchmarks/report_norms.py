@@ -209,8 +209,8 @@ TARGETS: Sequence[Target] = (
         "rmsnorm_h100.json", lambda r: r["m"] >= 1024, own_gemm, lambda value: value <= 1.02,
         "Idle warps that take the means share issue slots and the L2 cache with the main loop, and the last epilogues\n"
         "wait; reading itself is a third of it, by kernels with constants for means. Besides, the two have tables of\n"
-        "their own, and what the tuner found for one is not always what it found for the other: it raced them at the\n"
-        "chip's limit of power, which a benchmark with pauses is not at all the time.",
+        "their own, and what the tuner found for one is not always what it found for the other. Races in which the chip\n"
+        "rests in every second round found nothing faster (benchmarks/NOTES.md).",
     ),
     Target(
         "`gemm_swiglu`, M ≥ 1024: 1.10 times",
@@ -241,7 +241,7 @@ def targets(results: Path) -> str:
         if not missed:
             lines.append(f"- {target.what}: **reached** at all {len(rows)}.")
             continue
-        each = ", ".join(f"{_case(row)} ({target.value(row):.3f})" for row in missed)
+        each = ", ".join(f"{_case(row)} ({target.value(row):.4f})" for row in missed)
         why = target.missed.replace("\n", "\n  ") or "No cause is known."
         lines.append(f"- {target.what}: **missed** at {len(missed)} of {len(rows)}: {each}. {why}")
     return "\n".join(lines)

@@ -50,7 +50,7 @@ def test_targets_are_reached_or_missed_by_what_was_measured(tmp_path, monkeypatc
     monkeypatch.setattr(norms, "TARGETS", [target("a.json", 1.05), target("a.json", 1.1, "Why."), target("b.json", 1)])
     assert norms.targets(tmp_path).splitlines() == [
         "- ours: **reached** at all 2.",
-        "- ours: **missed** at 1 of 2: 2×512×256 (1.090). Why.",
+        "- ours: **missed** at 1 of 2: 2×512×256 (1.0900). Why.",
         "- ours: not measured yet.",
     ]
 
