@@ -209,8 +209,8 @@ TARGETS: Sequence[Target] = (
         "rmsnorm_h100.json", lambda r: r["m"] >= 1024, own_gemm, lambda value: value <= 1.02,
         "Idle warps that take the means share issue slots and the L2 cache with the main loop, and the last epilogues\n"
         "wait; reading itself is a third of it, by kernels with constants for means. Besides, the two have tables of\n"
-        "their own, and what the tuner found for one is not always what it found for the other. Races in which the chip\n"
-        "rests in every second round found nothing faster (benchmarks/NOTES.md).",
+        "their own, and what the tuner found for one is not always what it found for the other. Races in which the\n"
+        "chip rests in every second round found nothing faster (benchmarks/NOTES.md).",
     ),
     Target(
         "`gemm_swiglu`, M ≥ 1024: 1.10 times",
