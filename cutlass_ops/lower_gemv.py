@@ -1,6 +1,7 @@
 """From a spec to the values that ``gemv.cu.j2`` renders: plain strings and numbers only.
 
-The epilogue is straight-line code for one element of D; ``templates/include/cutlass_ops/gemv.h`` calls it.
+The epilogue is straight-line code for one element of D, or for a pair of which one is stored;
+``templates/include/cutlass_ops/gemv.h`` calls it.
 """
 
 from __future__ import annotations

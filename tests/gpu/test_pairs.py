@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import cutlass_ops as co
-from cutlass_ops.registry import REGISTRY
 from tests.gpu import kernels, placement
 from tests.gpu.test_exactness import MANY_TILES, SHAPES, check_exact
 
@@ -15,16 +14,6 @@ pytestmark = pytest.mark.gpu
 WHOLE = [name for name in kernels.pairs() if not name.startswith("rotary")]
 WIDE = [name for name in kernels.pairs() if name.startswith("rotary-f32")]
 ROTARY = [name for name in kernels.pairs() if name.startswith("rotary") and name not in WIDE]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _built():
-    REGISTRY.kernels(kernels.pairs().values())
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
 
 
 @pytest.mark.parametrize("name", WHOLE)
