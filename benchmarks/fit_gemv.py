@@ -1,6 +1,6 @@
 """Fits the cost model of kernels of ordinary loads to tuning tables, and says how well it ranks them.
 
-    python benchmarks/fit_gemv.py cutlass_ops/tuned/*.json
+    python benchmarks/fit_gemv.py cutlass_ops/tuned/nvidia-h100*.json
 
 Prints the fitted :class:`cutlass_ops.model_gemv.Numbers`, to be copied into ``cutlass_ops/model_gemv.py`` by hand.
 Tables of norms, second products and reductions are left out: these take time of their own.

@@ -1,6 +1,6 @@
 """Fits the cost model's numbers of a chip to measurements, and says how well the model ranks.
 
-    python benchmarks/fit_model.py cutlass_ops/tuned/*.json benchmarks/results/sweep_*_h100.json
+    python benchmarks/fit_model.py cutlass_ops/tuned/nvidia-h100*.json benchmarks/results/sweep_*_h100.json
 
 Reads tuning tables and the results of sweep.py.
 

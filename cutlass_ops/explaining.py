@@ -47,7 +47,7 @@ class Explanation:
     candidates : tuple of Candidate
         The kernels considered, the best first; the first is taken.
     roofline : Roofline or None
-        What the problem takes at least.
+        What the problem takes at least; None where the chip's peaks are not known.
     peers : dict of str to float
         Microseconds of PyTorch's ways to compute the same, where the tuner measured them.
     """
@@ -104,8 +104,10 @@ class Explanation:
 
     def _limit(self) -> list[str]:
         roof, achieved = self.roofline, self.achieved
-        if roof is None or achieved is None:
+        if not self.candidates:
             return []
+        if roof is None or achieved is None:
+            return ["  how near that is to the roofline is not known: nothing is known of this chip's peaks"]
         return [
             f"  at least {roof.compute:.1f} us of compute, {roof.memory:.1f} of memory, {roof.launch:.1f} of launch: "
             f"bound by {roof.bound}; the kernel reaches {100 * achieved:.0f}% of the roofline"
@@ -179,6 +181,7 @@ def explain_call(name: str, call: Call, device: Device) -> Explanation:
         served_by = f"PyTorch ({peer})"
         why = "measured to be faster than every kernel here, and tuning was told to allow it"
     whole = (call.problem.m, call.problem.n * heuristics.weights_of(signature), call.problem.k)
+    chip = heuristics.known_chip(device)
     moved = sum(t.numel() * t.element_size() for t in _tensors(call))
     return Explanation(
         name,
@@ -187,7 +190,7 @@ def explain_call(name: str, call: Call, device: Device) -> Explanation:
         why,
         (*_contract(signature, device, ranked[0].config), *_means(signature, ranked[0].config)),
         tuple(ranked),
-        roofline(whole, heuristics.chip_of(device), signature.a.dtype.bytes, moved),
+        roofline(whole, chip, signature.a.dtype.bytes, moved) if chip else None,
         dict(policy.peers(problem)),
     )
 

@@ -24,12 +24,22 @@ from cutlass_ops.device import Device, Problem
 from cutlass_ops.signature import OpSignature
 from cutlass_ops.spec import Major
 
+# By the driver's names: what the cost models know of a chip.
+_CHIPS = {"NVIDIA H100 80GB HBM3": model.H100, "NVIDIA H200": model.H200}
+_GEMV_NUMBERS = {"NVIDIA H200": model_gemv.H200}
+
+
+def known_chip(device: Device) -> model.Chip | None:
+    """Return what is known of a chip by its name, if anything is."""
+    return _CHIPS.get(device.name)
+
 
 @lru_cache(maxsize=16)
 def chip_of(device: Device) -> model.Chip:
-    """Return what the cost model goes by: an H100 with as many multiprocessors."""
-    fours = round(model.H100.multiprocessors_in_fours * device.multiprocessors / model.H100.multiprocessors)
-    return replace(model.H100, multiprocessors=device.multiprocessors, multiprocessors_in_fours=fours)
+    """Return what the cost model goes by: of a chip that it does not know, an H100 with as many multiprocessors."""
+    chip = known_chip(device) or model.H100
+    fours = round(chip.multiprocessors_in_fours * device.multiprocessors / chip.multiprocessors)
+    return replace(chip, multiprocessors=device.multiprocessors, multiprocessors_in_fours=fours)
 
 
 def weights_of(signature: OpSignature) -> int:
@@ -163,11 +173,13 @@ class Pool:
         if len(self._places) == len(self.configs):
             return torch.full((len(problems), len(self.configs)), torch.inf, dtype=torch.float64)
 
+        gemv = _GEMV_NUMBERS.get(device.name, model_gemv.H100)
+
         def time(config: Config, problem: Problem) -> float:
             if isinstance(config, Sm80Config):
                 return model_sm80.predict(config, problem, device.multiprocessors, self.alignment)
             if isinstance(config, GemvConfig):
-                return model_gemv.predict(config, problem, device.multiprocessors)
+                return model_gemv.predict(config, problem, device.multiprocessors, of=gemv)
             return torch.inf
 
         found = [[time(c, p) for c in self.configs] for p in problems]

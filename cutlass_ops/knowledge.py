@@ -167,8 +167,9 @@ class Knowledge:
         errors: list[_Errors] = []
         for table in tables:
             found = {p: _ranked(times, device) for p, times in _measurements(table, kernels).items()}
-            # Operands of other majors take other times, but the model is off by as much.
-            errors.append(_errors(found, replace(pool, majors=table.signature.majors), device))
+            # Operands of other majors take other times, and other devices do, but the model is off by as much.
+            there = replace(device, multiprocessors=table.multiprocessors, name=table.device)
+            errors.append(_errors(found, replace(pool, majors=table.signature.majors), there))
             if table.signature.majors == pool.majors:
                 measured = found | measured
         return cls(pool, device, measured, Notes.of(errors, len(pool.configs)))

@@ -246,13 +246,20 @@ def _shipped(device: str, signature: OpSignature) -> Table | None:
 
 
 def _borrowed(own: Table | None, signature: OpSignature, device: Device) -> tuple[Table, ...]:
-    """Return what other signatures' tables say of kernels of Sm90, the nearest first; nothing if one's own says it."""
+    """Return what other tables say of kernels of Sm90, the nearest first; nothing if one's own says it.
+
+    That are other signatures' tables, of this device before the one that most was measured on, and this one's there.
+    """
     reference = _reference()
     if own is not None and own.is_about(reference.signature, reference.device):
         return ()
-    nearer = _like(signature) if signature.majors == reference.signature.majors else _plain(signature)
-    others = [t for t in (nearer, reference) if t is not None and (own is None or t.signature != own.signature)]
-    return tuple(_as_if_about(t, signature, device) for t in others)
+    others: tuple[Table | None, ...] = (_plain(signature), reference)
+    if signature.majors == reference.signature.majors:
+        others = (_like(signature), _shipped(device.name, reference.signature), reference)
+    found = {(t.device, t.signature): t for t in others if t is not None}
+    if own is not None:
+        found.pop((own.device, own.signature), None)
+    return tuple(_as_if_about(t, signature, device) for t in found.values())
 
 
 def _reference() -> Table:

@@ -10,6 +10,7 @@ from cutlass_ops.registry import OpSignature
 from cutlass_ops.spec import Operand
 
 H100 = Device((9, 0), 132, "NVIDIA H100 80GB HBM3")
+H200 = Device((9, 0), 132, "NVIDIA H200")
 A100 = Device((8, 0), 108, "NVIDIA A100-SXM4-80GB")
 
 

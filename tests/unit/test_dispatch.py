@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from signatures import A100, H100, signature, statistics
+from signatures import A100, H100, H200, signature, statistics
 
 import cutlass_ops as co
 from cutlass_ops import _resources, builtin, dispatch, heuristics, legality, model, norms, ops, policies, tables
@@ -87,6 +87,19 @@ def test_problems_that_were_not_measured_lose_little_either(tmp_path):
                 losses.append(measured[best])
     assert len(losses) > 250
     assert math.prod(1 + x for x in losses) ** (1 / len(losses)) < 1.04
+
+
+def test_an_h200_has_its_own_grid_and_an_h100s_kernels_elsewhere():
+    policy = policies.policy(signature(), H200)
+    assert {p.problem for p in policy.own.points} >= set(SHAPES.GRID)
+    grid = {policy.choose(p).config for p in SHAPES.GRID}
+    assert all(policy.choose(p).source == "measured" for p in SHAPES.GRID[::7])
+    assert len({c.binary() for c in grid}) <= tables.MAX_KERNELS
+    assert set(policy.kernels) >= set(shipped().kernels)
+    other = policies.policy(signature(builtin.bias_gelu, "f16"), H200)
+    assert [t.device for t in other.tables] == [H200.name, H100.name]
+    best = next(p for p in policy.own.points if p.problem == SHAPES.GRID[0]).measured[0]
+    assert other.choose(SHAPES.GRID[0]).microseconds == pytest.approx(best.microseconds)
 
 
 # ---- What is measured decides ------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from signatures import A100, H100
+from signatures import A100, H100, H200
 
 import cutlass_ops as co
 from cutlass_ops import dispatch, norms, ops, policies, tables
@@ -52,6 +52,17 @@ def test_the_bound(problem, bound):
     assert found.roofline.bound == bound
     assert f"bound by {bound}" in str(found)
     assert 0 < found.achieved <= 1.05
+
+
+def test_a_roofline_is_of_the_chip_itself():
+    problem = (1, 8192, 8192)
+    here, there = explained(problem), explained(problem, device=H200)
+    assert there.roofline.memory == pytest.approx(here.roofline.memory * 3352 / 4800)
+    assert there.roofline.compute == here.roofline.compute
+    unknown = explained(problem, device=A100)
+    assert unknown.achieved is None
+    assert unknown.to_json()["roofline"] is None
+    assert "the roofline is not known" in str(unknown)
 
 
 def test_misaligned_operands_get_the_reason_and_the_remedy():

@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from signatures import H100, signature
+from signatures import H100, H200, signature
 
 from cutlass_ops import _resources, builtin, heuristics, model, policies, space, tables
-from cutlass_ops.config import Means, Sm90Config, ThreadblockShape
+from cutlass_ops.config import GemvConfig, Means, Sm90Config, ThreadblockShape
 from tests.scripts import BENCHMARKS, script
 from tests.strategies import PATIENT
 
@@ -48,7 +48,7 @@ def reduces(path):
 
 @pytest.mark.parametrize(("count", "mean"), [(1, 1.03), (8, 1.003)])
 def test_so_they_do_in_the_tables_that_ship(count, mean):
-    found = fit_model.read([path for path in sorted(_resources.tuned().glob("*.json")) if not reduces(path)])
+    found = fit_model.read([path for path in sorted(_resources.tuned().glob("nvidia-h100*.json")) if not reduces(path)])
     assert len(found) > 300
     assert fit_model.regret(fit_model.Measured.of(found), model.H100, count)[0] <= mean
 
@@ -72,6 +72,25 @@ def test_a_device_has_the_chip_of_an_h100_with_as_many_multiprocessors(multiproc
     else:
         assert chip.multiprocessors_in_fours == round(in_fours * model.H100.multiprocessors_in_fours)
         assert chip != model.H100
+
+
+def test_a_chip_with_faster_memory_is_known_by_its_name():
+    tiles = config("sm90_128x128x64_1x2_pp")
+    gemv = GemvConfig(rows=1, warps=8, pieces=8)
+    for kernel in (tiles, gemv):
+        read, long = ((1, 28672, 4096), (1, 128256, 8192))
+        there, here = (heuristics.predict(kernel, long, d) - heuristics.predict(kernel, read, d) for d in (H200, H100))
+        assert 1.2 < here / there < 1.45
+    many = (8192, 8192, 8192)
+    assert heuristics.predict(tiles, many, H200) == pytest.approx(heuristics.predict(tiles, many, H100), rel=0.02)
+    assert heuristics.known_chip(replace(H100, name="another")) is None
+
+
+def test_what_was_measured_on_one_chip_says_by_how_much_the_model_is_off_on_another():
+    problem = (24, 40960, 6144)  # not measured anywhere
+    here, there = (policies.policy(signature(), d).choose(problem) for d in (H100, H200))
+    assert there.source == "interpolated"
+    assert 1.2 < here.microseconds / there.microseconds < 1.5
 
 
 def test_many_at_once_are_predicted_as_one_by_one():
