@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import tomllib
 
-from cutlass_ops import model
+from cutlass_ops.roofline import PEAKS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -417,23 +417,20 @@ def roofline_point(row: Row) -> tuple[float, float]:
 
 
 def ceilings(head: dict[str, Any]) -> tuple[float, float] | None:
-    """Return TFLOP/s of the Tensor Cores and TB/s of device memory, or None for a chip that the model does not know."""
-    if "H100" not in head["chip"] or head.get("multiprocessors") != model.H100.multiprocessors:
-        return None
-    m, n, k = 1000, 1000, 1000
-    roof = model.roofline((m, n, k), model.H100, operand_bytes=2, moved_bytes=10**6)
-    return 2 * m * n * k / roof.compute / 1e6, 1 / roof.memory
+    """Return TFLOP/s of the Tensor Cores and TB/s of device memory, or None for a chip whose peaks are not known."""
+    peaks = PEAKS.get(head["chip"])
+    return (peaks.tflops, peaks.gb_per_s / 1e3) if peaks else None
 
 
 def roofline_text(result: Result) -> str:
     """Return what the roofline plot shows."""
     text = "TFLOP/s of ours over arithmetic intensity: operands, inputs and D are counted once."
     if (found := ceilings(result.head)) is None:
-        return f"{text} Ceilings of this chip are not known to `cutlass_ops/model.py`."
+        return f"{text} Ceilings of this chip are not known to `cutlass_ops/roofline.py`."
     compute, memory = found
     return (
-        f"{text} Ceilings are those of `cutlass_ops/model.py`: {compute:.0f} TFLOP/s, the peak of the Tensor Cores at "
-        f"their highest clock, and {memory:.2f} TB/s, the peak of device memory."
+        f"{text} Ceilings are those of `cutlass_ops/roofline.py`: {compute:.0f} TFLOP/s, the peak of the Tensor Cores "
+        f"at their highest clock, and {memory:.2f} TB/s, the peak of device memory."
     )
 
 

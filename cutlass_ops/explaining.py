@@ -12,12 +12,12 @@ from cutlass_ops.call import Call, check_call, device_of, signature_of
 from cutlass_ops.config import MEANS, Config, GemvConfig, Sm90Config
 from cutlass_ops.device import Device, Problem
 from cutlass_ops.knowledge import Candidate
-from cutlass_ops.model import Roofline, roofline
 from cutlass_ops.ops import Op, op_of
 from cutlass_ops.ops import gemm as _gemm
 from cutlass_ops.plan import can_fall_back
 from cutlass_ops.policies import Policy
 from cutlass_ops.registry import OpSignature
+from cutlass_ops.roofline import PEAKS, Roofline, roofline
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def explain_call(name: str, call: Call, device: Device) -> Explanation:
         served_by = f"PyTorch ({peer})"
         why = "measured to be faster than every kernel here, and tuning was told to allow it"
     whole = (call.problem.m, call.problem.n * heuristics.weights_of(signature), call.problem.k)
-    chip = heuristics.known_chip(device)
+    peaks = PEAKS.get(device.name)
     moved = sum(t.numel() * t.element_size() for t in _tensors(call))
     return Explanation(
         name,
@@ -190,7 +190,7 @@ def explain_call(name: str, call: Call, device: Device) -> Explanation:
         why,
         (*_contract(signature, device, ranked[0].config), *_means(signature, ranked[0].config)),
         tuple(ranked),
-        roofline(whole, chip, signature.a.dtype.bytes, moved) if chip else None,
+        roofline(whole, moved, peaks) if peaks else None,
         dict(policy.peers(problem)),
     )
 

@@ -29,15 +29,10 @@ _CHIPS = {"NVIDIA H100 80GB HBM3": model.H100, "NVIDIA H200": model.H200}
 _GEMV_NUMBERS = {"NVIDIA H200": model_gemv.H200}
 
 
-def known_chip(device: Device) -> model.Chip | None:
-    """Return what is known of a chip by its name, if anything is."""
-    return _CHIPS.get(device.name)
-
-
 @lru_cache(maxsize=16)
 def chip_of(device: Device) -> model.Chip:
     """Return what the cost model goes by: of a chip that it does not know, an H100 with as many multiprocessors."""
-    chip = known_chip(device) or model.H100
+    chip = _CHIPS.get(device.name, model.H100)
     fours = round(chip.multiprocessors_in_fours * device.multiprocessors / chip.multiprocessors)
     return replace(chip, multiprocessors=device.multiprocessors, multiprocessors_in_fours=fours)
 

@@ -67,8 +67,6 @@ class Chip:
         Bytes a nanosecond that all of them read from the L2 cache.
     dram : float
         Bytes a nanosecond from device memory, as kernels reach it.
-    dram_peak : float
-        The same by the memory's clock and width: no kernel reaches it.
     overlap : float
         How well work and device memory's transfers overlap: the sharpness of their soft maximum.
     launch : PerSchedule
@@ -106,7 +104,6 @@ class Chip:
     fill: float
     l2: float
     dram: float
-    dram_peak: float
     overlap: float
     launch: PerSchedule
     cluster: float
@@ -130,7 +127,6 @@ H100 = Chip(
     fill=155.6,
     l2=13060.0,
     dram=2935.0,
-    dram_peak=3352.0,
     overlap=3.435,
     launch=PerSchedule(warp_specialized=2.035, pingpong=2.113, cooperative=2.262),
     cluster=0.125,
@@ -146,56 +142,8 @@ H100 = Chip(
     exchange=7.13,
     epilogue=PerSchedule(warp_specialized=1.546, pingpong=1.54, cooperative=1.32),
 )
-# The same multiprocessors beside faster memory: its peak by clock and width, of which kernels reach as much.
-H200 = replace(H100, dram=4203.0, dram_peak=4800.0)
-
-
-# Dense FP16 or BF16 products of one multiprocessor, and an H100's highest clock in GHz: 989 TFLOP/s with 132 of them.
-_FLOP_PER_CLOCK = 4096
-_BOOST = 1.83
-
-
-@dataclass(frozen=True)
-class Roofline:
-    """What a problem takes at least, whatever the kernel, in microseconds.
-
-    Attributes
-    ----------
-    compute : float
-        Its products at the Tensor Cores' peak.
-    memory : float
-        Its operands and D once through device memory, at the memory's peak.
-    launch : float
-        From one kernel to the next.
-    """
-
-    compute: float
-    memory: float
-    launch: float
-
-    @property
-    def bound(self) -> str:
-        """What weighs most: ``"compute"``, ``"memory"`` or ``"launch"``."""
-        return max(("compute", "memory", "launch"), key=lambda name: float(getattr(self, name)))
-
-
-def roofline(problem: tuple[int, int, int], chip: Chip, operand_bytes: int, moved_bytes: int) -> Roofline:
-    """Return what a problem takes at least.
-
-    Parameters
-    ----------
-    problem : tuple of int
-        M, N and K.
-    chip : Chip
-        Where it runs.
-    operand_bytes : int
-        Width of an operand's element: 2.
-    moved_bytes : int
-        Bytes of all operands, inputs and outputs.
-    """
-    m, n, k = problem
-    peak = chip.multiprocessors * _FLOP_PER_CLOCK * _BOOST * 1e3 * 2 / operand_bytes
-    return Roofline(2 * m * n * k / peak, moved_bytes / (chip.dram_peak * 1e3), chip.launch.pingpong)
+# The same multiprocessors beside faster memory, of whose peak kernels are taken to reach as much.
+H200 = replace(H100, dram=4203.0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,7 @@
 """An explanation says what serves a call and why, and agrees with what would really be done."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -59,7 +60,8 @@ def test_a_roofline_is_of_the_chip_itself():
     here, there = explained(problem), explained(problem, device=H200)
     assert there.roofline.memory == pytest.approx(here.roofline.memory * 3352 / 4800)
     assert there.roofline.compute == here.roofline.compute
-    unknown = explained(problem, device=A100)
+    assert explained((8192,) * 3, device=A100).roofline.compute == pytest.approx(2 * 8192**3 / 312e6)
+    unknown = explained(problem, device=replace(A100, name="another"))
     assert unknown.achieved is None
     assert unknown.to_json()["roofline"] is None
     assert "the roofline is not known" in str(unknown)
