@@ -248,7 +248,7 @@ def _shipped(device: str, signature: OpSignature) -> Table | None:
 def _borrowed(own: Table | None, signature: OpSignature, device: Device) -> tuple[Table, ...]:
     """Return what other tables say of kernels of Sm90, the nearest first; nothing if one's own says it.
 
-    That are other signatures' tables, of this device before the one that most was measured on, and this one's there.
+    First a nearer signature's than the reference, then the reference as this device has it, then as an H100 does.
     """
     reference = _reference()
     if own is not None and own.is_about(reference.signature, reference.device):
