@@ -24,14 +24,14 @@ from cutlass_ops.device import Device, Problem
 from cutlass_ops.signature import OpSignature
 from cutlass_ops.spec import Major
 
-# By the driver's names: what the cost models know of a chip.
-_CHIPS = {"NVIDIA H100 80GB HBM3": model.H100, "NVIDIA H200": model.H200}
+# By the driver's names: chips that the cost models know besides an H100.
+_CHIPS = {"NVIDIA H200": model.H200}
 _GEMV_NUMBERS = {"NVIDIA H200": model_gemv.H200}
 
 
 @lru_cache(maxsize=16)
 def chip_of(device: Device) -> model.Chip:
-    """Return what the cost model goes by: of a chip that it does not know, an H100 with as many multiprocessors."""
+    """Return what the cost model goes by: of a chip that it does not know, an H100, with as many multiprocessors."""
     chip = _CHIPS.get(device.name, model.H100)
     fours = round(chip.multiprocessors_in_fours * device.multiprocessors / chip.multiprocessors)
     return replace(chip, multiprocessors=device.multiprocessors, multiprocessors_in_fours=fours)
