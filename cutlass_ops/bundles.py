@@ -107,9 +107,12 @@ class Bundles:
         return tuple(dict.fromkeys(c for bundle in self.all() for c in bundle.configs(signature, capability)))
 
     def of_one_kind(self, signature: OpSignature, capability: tuple[int, int]) -> tuple[Config, ...]:
-        """Return the configurations that are chosen among: wgmma before mma.sync, and GEMV kernels with either."""
+        """Return the configurations that are chosen among: wgmma before mma.sync, and GEMV kernels with either.
+
+        Where wgmma takes copies of operands, which may last longer than all of mma.sync, both.
+        """
         found = self.configs(signature, capability)
-        if any(isinstance(c, Sm90Config) for c in found):
+        if any(isinstance(c, Sm90Config) for c in found) and not signature.realigns:
             return tuple(c for c in found if not isinstance(c, Sm80Config))
         return found
 

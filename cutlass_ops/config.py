@@ -151,6 +151,9 @@ class Sm90Config:
         once more for them, which is free for few rows. ``"beside"``: idle warps of the kernel read each row once while
         the others multiply, and an epilogue waits for the rows of its tile. ``"ahead"``: a small kernel takes them
         before, and the epilogue waits for its end.
+    realign : bool
+        Whether A or B, or both, lie as TMA cannot read them: their address or leading dimension is no multiple of 16
+        bytes. A small kernel then copies them ahead of the GEMM, into workspace, to lines that are aligned.
     raster, swizzle
         Order in which tiles are visited: strips of ``swizzle`` clusters, along M or N of the kernel's orientation.
         Launch arguments: they do not change the compiled code.
@@ -168,6 +171,7 @@ class Sm90Config:
     swap_ab: bool = False
     split_k: int = 1
     means: Means = "gathered"
+    realign: bool = False
     raster: Raster = "heuristic"
     swizzle: int = 1
     by_gpc: bool = False
@@ -208,6 +212,7 @@ class Sm90Config:
         split = "_streamk" if self.scheduler == "stream_k" else ""
         split += f"_split{self.split_k}" if self.split_k != 1 else ""
         tail = split + ("_swap" if self.swap_ab else "") + ("" if self.means == "gathered" else f"_{self.means}")
+        tail += "_realign" if self.realign else ""
         stages = "" if self.stages is None else f"_s{self.stages}"
         return f"sm90_{self.threadblock}_{self.cluster}_{schedule}{stages}{tail}"
 
@@ -283,7 +288,7 @@ _SHAPES = {
 def config_to_json(config: Config) -> dict[str, Any]:
     """Return the canonical JSON form of a configuration. What came later is left out where it says nothing."""
     values = {"arch": config.arch} | asdict(config)
-    for name, says_nothing in (("split_k", 1), ("means", "gathered")):
+    for name, says_nothing in (("split_k", 1), ("means", "gathered"), ("realign", False)):
         if values.get(name) == says_nothing:
             del values[name]
     return values
@@ -298,6 +303,7 @@ _PLAIN: dict[str, tuple[str | int | bool | None, ...] | type] = {
     "swap_ab": bool,
     "split_k": int,
     "means": get_args(Means),
+    "realign": bool,
     "by_gpc": bool,
     "stream_k": bool,
     "rows": int,

@@ -31,9 +31,14 @@ class Device:
     multiprocessors: int
     name: str = ""
 
+    @property
+    def has_wgmma(self) -> bool:
+        """Whether there are TMA and wgmma."""
+        return self.capability == (9, 0)
+
     def loads_by_tma(self, a: Operand, b: Operand) -> bool:
-        """Whether A and B may go through TMA to wgmma: there is both, and their addresses and lines are aligned."""
-        return self.capability == (9, 0) and a.aligned and b.aligned
+        """Whether A and B may go through TMA to wgmma as they are: their addresses and lines are aligned."""
+        return self.has_wgmma and a.aligned and b.aligned
 
     def spec(self, signature: OpSignature, config: Config) -> KernelSpec:
         """Return the kernel that serves a signature here with a configuration."""

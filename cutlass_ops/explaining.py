@@ -233,14 +233,14 @@ def _why(policy: Policy, problem: Problem, best: Candidate, count: int) -> str:
 
 def _contract(signature: OpSignature, device: Device, config: Config | None) -> tuple[Finding, ...]:
     major, minor = device.capability
-    by_tma = device.loads_by_tma(signature.a, signature.b)
+    by_tma = isinstance(config, Sm90Config)
     instruction = "wgmma, operands loaded by TMA" if by_tma else "mma.sync, operands loaded by cp.async or registers"
     stored = "by TMA or whole vectors" if signature.d.aligned else f"{signature.d.alignment} elements at a time"
     if isinstance(config, GemvConfig):
         unit = "mma.sync" if config.by_tile else "FP32 arithmetic"
         instruction = f"{unit}, operands loaded into registers: for so few rows, reading B is all that takes time"
         stored = "element by element"
-    reason = "" if by_tma or (major, minor) != (9, 0) else f": {_misaligned(signature)}"
+    reason = f": {_misaligned(signature, config)}" if device.has_wgmma and signature.realigns else ""
     return (
         Finding("device", f"compute capability {major}.{minor}, {device.multiprocessors} multiprocessors"),
         Finding("a, b", f"{signature.a} and {signature.b}, accumulated in FP32"),
@@ -258,11 +258,13 @@ def _means(signature: OpSignature, config: Config) -> tuple[Finding, ...]:
     return (Finding("rows of a", MEANS[config.means if isinstance(config, Sm90Config) else "ahead"]),)
 
 
-def _misaligned(signature: OpSignature) -> str:
+def _misaligned(signature: OpSignature, config: Config | None) -> str:
     names = [n for n, o in (("a", signature.a), ("b", signature.b)) if not o.aligned]
+    copied = isinstance(config, Sm90Config) and config.realign
     return (
-        f"{' and '.join(names)} not aligned to 16 bytes in address and leading dimension, which TMA needs; "
-        "pad the leading dimension to a multiple of 8 elements"
+        f"{' and '.join(names)} not aligned to 16 bytes in address and leading dimension, which TMA needs"
+        + (", so copied to aligned lines first, in workspace; " if copied else "; ")
+        + "pad the leading dimension to a multiple of 8 elements"
     )
 
 

@@ -24,6 +24,8 @@ from cutlass_ops.device import Device, Problem
 from cutlass_ops.signature import OpSignature
 from cutlass_ops.spec import Major
 
+_ALIGNED = arch.TMA_ALIGNMENT_BYTES // 2  # operands have two bytes an element
+
 # By the driver's names: chips that the cost models know besides an H100.
 _CHIPS = {"NVIDIA H200": model.H200}
 _GEMV_NUMBERS = {"NVIDIA H200": model_gemv.H200}
@@ -82,22 +84,21 @@ class Pool:
         Of any kind.
     majors : tuple of {"row", "col"}
         Those of A and B.
-    alignment : int
-        Elements to which their lines are aligned.
+    alignments : tuple of int
+        Elements to which the lines of A and B are aligned.
     weights : int
         How many matrices are multiplied by A. Problems count the columns of one of them.
     """
 
     configs: tuple[Config, ...]
     majors: tuple[Major, Major] = ("row", "col")
-    alignment: int = 8
+    alignments: tuple[int, int] = (8, 8)
     weights: int = 1
 
     @classmethod
     def of(cls, configs: Iterable[Config], signature: OpSignature) -> Pool:
         """Return configurations that serve a signature."""
-        alignment = min(signature.a.alignment, signature.b.alignment)
-        return cls(tuple(configs), signature.majors, alignment, weights_of(signature))
+        return cls(tuple(configs), signature.majors, signature.alignments, weights_of(signature))
 
     def whole(self, problem: Problem) -> Problem:
         """Return a problem with the columns of all weights."""
@@ -126,10 +127,12 @@ class Pool:
     def _ordered(self) -> Tensor:
         return torch.tensor([[c.ordered for c in self._sm90.configs]])
 
-    def _means(self, problems: Sequence[Problem]) -> Tensor:
-        ways = [c.means for c in self._sm90.configs]
-        times = {way: model.means(way, problems) for way in set(ways)}
-        return torch.cat([times[way] for way in ways], dim=1)
+    def _before(self, problems: Sequence[Problem]) -> Tensor:
+        """By how many microseconds kernels of Sm90 are later for means of A's rows, and for operands copied first."""
+        what = [(c.means, c.realign) for c in self._sm90.configs]
+        copied = realigning(self.alignments, problems)
+        times = {(way, copies): model.means(way, problems) + copied * copies for way, copies in set(what)}
+        return torch.cat([times[each] for each in what], dim=1)
 
     @cached_property
     def _swapped(self) -> Tensor:
@@ -159,7 +162,7 @@ class Pool:
         gpc = torch.zeros_like(times, dtype=torch.bool)
         if self._sm90.configs:
             usual, by_gpc = self._times_by_order(problems, device)
-            times[:, self._places] = torch.minimum(usual, by_gpc) + self._means(problems)
+            times[:, self._places] = torch.minimum(usual, by_gpc) + self._before(problems)
             gpc[:, self._places] = by_gpc < usual
         return times, gpc
 
@@ -172,7 +175,7 @@ class Pool:
 
         def time(config: Config, problem: Problem) -> float:
             if isinstance(config, Sm80Config):
-                return model_sm80.predict(config, problem, device.multiprocessors, self.alignment)
+                return model_sm80.predict(config, problem, device.multiprocessors, min(self.alignments))
             if isinstance(config, GemvConfig):
                 return model_gemv.predict(config, problem, device.multiprocessors, of=gemv)
             return torch.inf
@@ -213,6 +216,12 @@ class Pool:
         second = torch.where(batch.split_k > 1, torch.maximum(cover.rows, cover.columns), second)
         persistent = (batch.schedule != model.SCHEDULES.index("warp_specialized")) & (batch.split_k == 1)
         return persistent | (second <= arch.MAX_GRID_Y)
+
+
+def realigning(alignments: tuple[int, int], problems: Sequence[Problem]) -> Tensor:
+    """Return how many microseconds it takes to copy operands of these alignments to lines that TMA can read."""
+    a, b = (alignment < _ALIGNED for alignment in alignments)
+    return model.realigning(a, b, problems)
 
 
 def predict(config: Config, problem: Problem, device: Device) -> float:

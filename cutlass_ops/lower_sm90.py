@@ -61,6 +61,8 @@ def context(spec: KernelSpec) -> dict[str, Any]:
     scratch = [f"cutlass_ops::parts_bytes<{r['node']}>({r['extents'].replace('o.', '')})" for r in reductions]
     if takes_means and config.means == "ahead":
         scratch.append("cutlass_ops::means_bytes<WhichMeans>(problem)")
+    copies = _copies(spec)
+    scratch += [copy["bytes"] for copy in copies]
     return types(spec, lowered) | {
         "tile": {"m": tile.m, "n": tile.n, "k": tile.k},
         "cluster": {"m": config.cluster.m, "n": config.cluster.n},
@@ -109,7 +111,9 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "shared_memory_limit": arch.target(spec.target).shared_memory - footprint.sm90_means_smem(spec),
         "fields": fields(spec, _in_whole_accesses),
         "reductions": reductions,
-        "prepares": takes_means or bool(reductions),
+        "copies": copies,
+        "alignment_of_rows": spec.a.dtype.tma_alignment if config.realign else spec.a.alignment,
+        "prepares": takes_means or bool(reductions) or bool(copies),
         "scratch": " + ".join(scratch),
         "c_pointer": f"o.{c_operand}.ptr<Element_{c_operand}>()" if c_operand else "nullptr",
         "c_stride": f"cutlass_ops::stride<typename GemmKernel::StrideC>(o.{c_operand})" if c_operand else "{}",
@@ -123,6 +127,23 @@ def _reductions(spec: KernelSpec) -> list[dict[str, str]]:
         {"node": f"Reduce_{o.name}", "parts": _parts(o), "extents": extents[o.kind]}
         for o, _ in spec.typed_outputs
         if o.reduce is not None
+    ]
+
+
+def _copies(spec: KernelSpec) -> list[dict[str, str]]:
+    """List the operands that are copied to aligned lines ahead of the GEMM, with the bytes that each copy takes."""
+    if not _config(spec).realign:
+        return []
+    weights = ["b", *spec.epilogue.products]
+    operands = [("a", "MajorA", "problem.m, problem.k")] * (not spec.a.aligned)
+    operands += [(name, "MajorB", "problem.k, problem.n") for name in weights] * (not spec.b.aligned)
+    return [
+        {
+            "operand": name,
+            "major": major,
+            "bytes": f"cutlass_ops::realigned_bytes<{major}>({extents})",
+        }
+        for name, major, extents in operands
     ]
 
 

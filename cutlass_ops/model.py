@@ -27,6 +27,9 @@ _SHARPNESS = 8
 # Set, not fitted.
 _MEANS_START: dict[Means, float] = {"gathered": 0.0, "beside": 0.5, "ahead": 1.2}
 _MEANS_BANDWIDTH = 2500.0
+# Microseconds of a kernel before the GEMM that copies misaligned operands, and the GB/s that it reads and writes.
+_REALIGN_START = 2.5
+_REALIGN_BANDWIDTH = 2500.0
 # What bounds an instruction's clocks: its products, or reading both operands from shared memory.
 _PRODUCTS_PER_CLOCK = 2048
 _SHARED_BYTES_PER_CLOCK = 128
@@ -316,6 +319,14 @@ def means(way: Means, problems: Sequence[tuple[int, int, int]], element_bytes: i
     m, _, k = _extents(problems)
     start = torch.full_like(m, _MEANS_START[way])
     return start + element_bytes * m * k / (_MEANS_BANDWIDTH * 1e3) if way == "ahead" else start
+
+
+def realigning(a: bool, b: bool, problems: Sequence[tuple[int, int, int]], element_bytes: int = 2) -> Tensor:
+    """Return by how many microseconds a GEMM is later that has A, B or both copied first, of shape (problems, 1)."""
+    m, n, k = _extents(problems)
+    if not a and not b:
+        return torch.zeros_like(m)
+    return _REALIGN_START + 2 * element_bytes * (m * k * a + k * n * b) / (_REALIGN_BANDWIDTH * 1e3)
 
 
 def _rows(extent: Tensor, line: Extent, element_bytes: int) -> Tensor:

@@ -187,13 +187,16 @@ def _policy(signature: OpSignature, device: Device, bundled: tuple[Config, ...],
         known = (*mine, *_borrowed(own, signature, device)) if wgmma else mine
         return Policy.of(known, signature, device, allowed(bundled))
 
-    if device.loads_by_tma(signature.a, signature.b):
+    usual: tuple[Config, ...] = (*heuristics.SM80, *heuristics.GEMV)
+    if min(signature.alignments) == 1:
+        usual = heuristics.SM80_UNALIGNED
+    if device.has_wgmma:
         known = (*mine, *_borrowed(own, signature, device))
-        found = Policy.of(known, signature, device, allowed(c for table in known for c in table.kernels))
+        pool = [c for table in known for c in table.kernels]
+        # Operands that have to be copied for TMA are read faster as they are where there are few rows.
+        found = Policy.of(known, signature, device, allowed([*pool, *usual] if signature.realigns else pool))
         if _serves_many_rows(found):
             return found
-    narrow = min(signature.a.alignment, signature.b.alignment) == 1
-    usual = heuristics.SM80_UNALIGNED if narrow else (*heuristics.SM80, *heuristics.GEMV)
     found = Policy.of(mine, signature, device, allowed([*(c for table in mine for c in table.kernels), *usual]))
     return found if _serves_many_rows(found) else Policy.of((), signature, device, ())
 
@@ -298,11 +301,11 @@ def _plain(signature: OpSignature) -> Table | None:
 def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
     """Return another signature's table as if it were about this one, which may take more of A and multiply it by more.
 
-    Kernels stand for the form of them that serves; what it takes to have means of A's rows counts.
+    Kernels stand for the form of them that serves; what it takes to copy operands and to have means of A's rows counts.
     Two weights of N columns are what one of 2N was.
     """
-    gathered, weights = signature.epilogue.gathered, heuristics.weights_of(signature)
-    if (bool(gathered), weights) == (bool(table.signature.epilogue.gathered), heuristics.weights_of(table.signature)):
+    weights = heuristics.weights_of(signature)
+    if _kind(signature) == _kind(table.signature):
         return table
     forms: dict[Config, Config | None] = {}
 
@@ -315,13 +318,13 @@ def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
             return found
         if not isinstance(config, Sm90Config) or not isinstance(found, Sm90Config):
             return None
-        return replace(config, schedule=found.schedule, means=found.means)
+        return replace(config, schedule=found.schedule, means=found.means, realign=found.realign)
 
     def restated(point: Point) -> Point:
         m, n, k = point.problem
         best = point.measured[0].microseconds
         times = [
-            (best * (1 + measured.behind) + _more(config, point.problem), config)
+            (best * (1 + measured.behind) + _more(config, point.problem, signature), config)
             for measured in point.measured
             if (config := form(measured.config)) is not None
         ]
@@ -336,16 +339,27 @@ def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
     )
 
 
-def _more(config: Sm90Config | GemvConfig, problem: Problem) -> float:
-    """Return by how many microseconds means of A's rows make a kernel later."""
-    return float(model.means(config.means, [problem])) if isinstance(config, Sm90Config) else 0.0
+def _kind(signature: OpSignature) -> tuple[bool, int, bool]:
+    """Return what decides whether one signature's times are another's."""
+    return bool(signature.epilogue.gathered), heuristics.weights_of(signature), signature.realigns
+
+
+def _more(config: Sm90Config | GemvConfig, problem: Problem, signature: OpSignature) -> float:
+    """Return by how many microseconds means of A's rows and copies of operands make a kernel later."""
+    if not isinstance(config, Sm90Config):
+        return 0.0
+    copies = heuristics.realigning(signature.alignments, [problem]) if config.realign else 0.0
+    return float(model.means(config.means, [problem]) + copies)
 
 
 def _legal(signature: OpSignature, config: Config, device: Device) -> Config | None:
     """Return a configuration if it is legal, else the form of it that is.
 
-    That is one that has means of A's rows from elsewhere, or its pingpong form: CUTLASS's reductions are persistent.
+    That is one that copies operands which TMA cannot read, that has means of A's rows from elsewhere, or its pingpong
+    form: CUTLASS's reductions are persistent.
     """
+    if isinstance(config, Sm90Config) and signature.realigns:
+        config = replace(config, realign=True)
     tried: list[Config] = [config]
     if isinstance(config, Sm90Config) and signature.epilogue.gathered:
         tried += [replace(config, means=way) for way in get_args(Means) if way != config.means]

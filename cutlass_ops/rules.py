@@ -90,6 +90,7 @@ _SM90_CHOICES: dict[str, tuple[object, ...]] = {
     "swap_ab": (False, True),
     "split_k": (1, 2, 4, 8),
     "means": ("gathered", "beside", "ahead"),
+    "realign": (False, True),
     "raster": ("heuristic", "along_m", "along_n"),
     "swizzle": SWIZZLES,
     "by_gpc": (False, True),

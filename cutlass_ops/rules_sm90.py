@@ -36,13 +36,19 @@ _GATHERED_ROWS = 64  # more of them take longer to read than to multiply (docs/r
 _TMA_SMEM_ALIGNMENT = 128  # PTX ISA, cp.async.bulk.tensor: alignment of the address in shared memory
 
 
-def _tma_alignment(spec: KernelSpec, _: Sm90Config) -> Iterator[str]:
+def _tma_alignment(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
     for name, operand in (("a", spec.a), ("b", spec.b)):
-        if not operand.aligned:
+        if not operand.aligned and not config.realign:
             yield (
                 f"{name} is {operand}, and the bulk tensor copy engine needs {arch.TMA_ALIGNMENT_BYTES} bytes, "
-                f"{operand.dtype.tma_alignment} elements: use an Sm80Config, or pad {name}'s leading dimension"
+                f"{operand.dtype.tma_alignment} elements: pad {name}'s leading dimension, have it copied with "
+                "realign=True, or use an Sm80Config"
             )
+
+
+def _realign(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
+    if config.realign and spec.a.aligned and spec.b.aligned:
+        yield f"realign is True, and a is {spec.a} and b is {spec.b}: neither has to be copied; use realign=False"
 
 
 def _tile_m(_: KernelSpec, config: Sm90Config) -> Iterator[str]:
@@ -286,6 +292,7 @@ def _swap_pairs(spec: KernelSpec, _: Sm90Config) -> Iterator[str]:
 
 SM90: tuple[Rule[Sm90Config], ...] = (
     Rule("tma_alignment", "hardware", _tma_alignment),
+    Rule("realign", "policy", _realign),
     Rule("tile_m", "compiler", _tile_m),
     Rule("side_by_side", "compiler", _side_by_side),
     Rule("tile_n", "hardware", _tile_n),

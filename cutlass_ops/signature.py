@@ -39,6 +39,16 @@ class OpSignature:
         """Those of A and B."""
         return self.a.major, self.b.major
 
+    @property
+    def alignments(self) -> tuple[int, int]:
+        """Elements to which the lines of A and B are aligned."""
+        return self.a.alignment, self.b.alignment
+
+    @property
+    def realigns(self) -> bool:
+        """Whether A or B has to be copied before TMA can read it."""
+        return not (self.a.aligned and self.b.aligned)
+
     def spec(self, config: Config, target: str | None = None) -> KernelSpec:
         """Return the kernel that serves this signature with a configuration."""
         return KernelSpec(

@@ -55,7 +55,7 @@ def configurations(signature: OpSignature) -> tuple[Sm90Config, ...]:
     Stages are the most that fit. Raster order and swizzle are launch arguments and no part of it.
     """
     forms = get_args(Means) if signature.epilogue.gathered else ("gathered",)
-    every = (replace(c, means=means) for c in _all() for means in forms)
+    every = (replace(c, means=means, realign=signature.realigns) for c in _all() for means in forms)
     return tuple(c for c in every if not legality.check(signature.spec(c, None)))
 
 
@@ -133,12 +133,14 @@ def ranked(signature: OpSignature, problem: Problem, limit: int, device: Device)
 
 @lru_cache(maxsize=64)
 def _pool(signature: OpSignature, device: Device) -> Pool:
-    """Return what serves a signature on a device for any number of rows: kernels of Sm90, if there are any."""
-    if device.loads_by_tma(signature.a, signature.b):
-        pool = usual(signature)
-        if pool.configs:
-            return pool
-    return Pool.of(sm80_configurations(signature, device), signature)
+    """Return what serves a signature on a device for any number of rows: kernels of Sm90, if there are any.
+
+    Where these copy operands first, those of Sm80 as well.
+    """
+    found = usual(signature).configs if device.has_wgmma else ()
+    if not found or signature.realigns:
+        found = (*found, *sm80_configurations(signature, device))
+    return Pool.of(found, signature)
 
 
 @lru_cache(maxsize=64)

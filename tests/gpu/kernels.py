@@ -113,16 +113,17 @@ def spec(
     aligned: bool = True,
     d_aligned: bool | None = None,
     d: str | None = None,
+    odd: str = "",
 ) -> KernelSpec:
-    """Return the kernel of an op for operands of one dtype; D and tiles are row-major."""
-    operand_tail = "" if aligned else ".align1"
+    """Return the kernel of an op for operands of one dtype; D and tiles are row-major. `odd` are not aligned."""
+    a_tail, b_tail = ("" if aligned and name not in odd else ".align1" for name in "ab")
     tail = "" if (aligned if d_aligned is None else d_aligned) else ".align1"
     target = None if isinstance(config, co.Sm90Config) else "sm_90"
     tiles = {i.name: f"{dtype}.row{tail}" for i in op.graph.inputs if i.kind is Kind.TILE}
     vectors = {i.name: dtype for i in op.graph.inputs if i.kind in (Kind.ROW, Kind.COL)}
     return KernelSpec(
-        a=f"{dtype}.{majors[0]}{operand_tail}",
-        b=f"{dtype}.{majors[1]}{operand_tail}",
+        a=f"{dtype}.{majors[0]}{a_tail}",
+        b=f"{dtype}.{majors[1]}{b_tail}",
         d=f"{d or dtype}.row{tail}",
         epilogue=op.graph,
         inputs=tiles | vectors,
@@ -255,6 +256,37 @@ def gathering() -> dict[str, KernelSpec]:
     normed = (gates[4], replace(gates[0], means="beside"), replace(gates[6], means="beside"))
     for c in (*normed, replace(gates[2], means="ahead")):
         found[f"normed_gate-{c.slug}"] = spec(normed_gate, "f16", ("row", "col"), c)
+    return found
+
+
+def realigned() -> dict[str, KernelSpec]:
+    """Kernels of Sm90 that copy A, B or both to aligned lines: every major, every kind of main loop and epilogue."""
+    shape, cluster = co.ThreadblockShape, co.ClusterShape
+    configs = (
+        co.Sm90Config(shape(128, 128, 64), cluster(2, 1), schedule="pingpong", realign=True),
+        co.Sm90Config(shape(64, 8, 256), schedule="warp_specialized", swap_ab=True, realign=True),
+        co.Sm90Config(shape(128, 64, 64), schedule="cooperative", scheduler="stream_k", realign=True),
+        co.Sm90Config(shape(64, 64, 128), schedule="warp_specialized", split_k=4, swap_ab=True, realign=True),
+    )
+    usual = configs[0]
+    norm, gate, normed_gate = (ops.op(builtin.rms_norm), ops.op(builtin.swiglu), norms.rmsnorm_op(builtin.swiglu))
+    found = {f"both-{c.slug}": spec(OPS["gemm_bias_relu"], "bf16", ("row", "col"), c, aligned=False) for c in configs}
+    for (a, b), left, right in zip(MAJORS, (8, 1, 2, 1), (1, 8, 8, 4), strict=True):
+        found[f"{a}_{left}-{b}_{right}"] = KernelSpec(
+            a=f"f16.{a}.align{left}", b=f"f16.{b}.align{right}", d="f16.row", epilogue=builtin.bias_relu, config=usual
+        )
+    small = replace(usual, threadblock=shape(64, 64, 64), cluster=cluster())
+    for means, of in (("gathered", small), ("beside", usual), ("ahead", usual)):
+        found[f"norm-{means}"] = spec(norm, "bf16", ("row", "col"), replace(of, means=means), odd="a")
+    found["norm-column_major"] = spec(norm, "bf16", ("col", "col"), replace(usual, means="ahead"), odd="a")
+    late = replace(usual, means="ahead")
+    further = (
+        ("gate", gate, usual, "b"),
+        ("normed_gate", normed_gate, late, "ab"),
+        ("summed", ops.op(summed), usual, "a"),
+    )
+    found |= {name: spec(op, "bf16", ("row", "col"), c, odd=odd) for name, op, c, odd in further}
+    found["scaled"] = spec(ops.op(scaled), "bf16", ("row", "col"), usual, odd="b")
     return found
 
 
@@ -493,6 +525,7 @@ def named() -> dict[str, list[KernelSpec]]:
         drawn_specs(),
         overlapping(),
         gathering(),
+        realigned(),
     )
     found: dict[str, list[KernelSpec]] = {}
     for group in (*groups, edges.specs()):
