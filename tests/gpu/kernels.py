@@ -277,13 +277,13 @@ def realigned() -> dict[str, KernelSpec]:
         )
     small = replace(usual, threadblock=shape(64, 64, 64), cluster=cluster())
     for means, of in (("gathered", small), ("beside", usual), ("ahead", usual)):
-        found[f"norm-{means}"] = spec(norm, "bf16", ("row", "col"), replace(of, means=means), odd="a")
-    found["norm-column_major"] = spec(norm, "bf16", ("col", "col"), replace(usual, means="ahead"), odd="a")
+        found[f"norm-{means}"] = spec(norm, "bf16", ("row", "col"), replace(of, means=means), odd="ab")
+    found["norm-column_major"] = spec(norm, "bf16", ("col", "col"), replace(usual, means="ahead"), odd="ab")
     late = replace(usual, means="ahead")
     further = (
-        ("gate", gate, usual, "b"),
+        ("gate", gate, usual, "ab"),
         ("normed_gate", normed_gate, late, "ab"),
-        ("summed", ops.op(summed), usual, "a"),
+        ("summed", ops.op(summed), usual, "ab"),
     )
     found |= {name: spec(op, "bf16", ("row", "col"), c, odd=odd) for name, op, c, odd in further}
     found["scaled"] = spec(ops.op(scaled), "bf16", ("row", "col"), usual, odd="b")

@@ -39,7 +39,7 @@ def test_operands_that_begin_anywhere(start):
         buffer = torch.full((start + rows * (cols + 4),), float("nan"), device="cuda", dtype=torch.bfloat16)
         return buffer[start:].view(rows, cols + 4)[:, :cols].copy_(placement.whole(rows, cols))
 
-    a, w, bias = placed(m, k), placed(n, k), placement.whole(n)
+    a, w, bias = placed(m, k), placed(n, k), placement.whole(n).bfloat16()
     d = torch.full((m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
     kernel(a, w.t(), bias=bias, out=d)
     assert torch.equal(d, torch.relu(a.double() @ w.t().double() + bias.double()).to(d.dtype))

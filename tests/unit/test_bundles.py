@@ -235,6 +235,9 @@ def test_kernels_of_one_kind_are_chosen_among(no_user_tables, monkeypatch):
     for held, wanted in (((old, new), (new,)), ((old,), (old,)), ((), ())):
         monkeypatch.setattr(BUNDLES, "configs", lambda *_, held=held: held)
         assert BUNDLES.of_one_kind(signature(), H100.capability) == wanted
+    monkeypatch.setattr(BUNDLES, "configs", lambda *_: (old, new))
+    # Where wgmma's take copies of operands, few rows are served by those of mma.sync.
+    assert BUNDLES.of_one_kind(signature(b=1), H100.capability) == (old, new)
 
 
 def _with_bias_relu(spec):

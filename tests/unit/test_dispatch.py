@@ -262,13 +262,47 @@ def test_what_an_epilogue_was_tuned_for_takes_nothing_from_what_it_borrows_elsew
 def test_a_user_table_of_sm80_kernels():
     of = signature(a=1, b=1, d=1)
     problem = (4096, 4097, 4097)
-    large = chosen(problem, of)[0].config
-    assert large in heuristics.SM80_UNALIGNED
-    assert large.threadblock.m * large.threadblock.n >= 128 * 128
+    large = heuristics.SM80_UNALIGNED[1]
     small = Sm80Config(ThreadblockShape(64, 64, 32), WarpShape(32, 64, 32), stages=2)
     assert small not in heuristics.SM80_UNALIGNED
     user_table(Measured(small, 10.0, 0.0), Measured(large, 11.0, 0.1), problem=problem, of=of)
     assert chosen(problem, of)[0].config == small
+
+
+@pytest.mark.parametrize(("a", "b"), [(1, 8), (8, 1), (1, 1), (2, 8), (8, 4)])
+def test_what_reads_operands_that_tma_cannot(a, b):
+    specs = [s for s in dispatch.specs(signature(a=a, b=b, d=1), H100) if s.sm80]
+    assert specs
+    # sm_80 machine code does not run on Hopper.
+    assert {s.target for s in specs} == {"sm_90"}
+    for spec in specs:
+        # cp.async copies 4 bytes and more; narrower loads leave two stages.
+        assert spec.config.stages == 2 if min(a, b) == 1 else spec.config.stages > 2
+        assert not legality.check(spec)
+
+
+@pytest.mark.parametrize(("a", "b"), [(1, 1), (8, 1), (2, 8)])
+@pytest.mark.parametrize("epilogue", [builtin.identity, builtin.bias_relu, builtin.swiglu, builtin.rms_norm])
+def test_operands_that_tma_cannot_read_are_copied_where_that_is_little(epilogue, a, b):
+    of = signature(epilogue, a=a, b=b, d=8)
+    assert isinstance(chosen((4096, 4096, 4097), of)[0].config, Sm90Config)
+    policy = policies.policy(of, H100)
+    for config in policy.kernels:
+        assert isinstance(config, Sm80Config) or config.realign
+    # What aligned operands took is no measurement of these, not even at the same extents.
+    assert policy.choose((4096, 4096, 4096)).source != "measured"
+    aligned = policies.policy(signature(epilogue, d=8), H100).choose((4096, 4096, 4096))
+    assert policy.choose((4096, 4096, 4096)).microseconds > aligned.microseconds
+
+
+def test_of_few_rows_a_weight_is_not_copied():
+    assert isinstance(chosen((1, 4096, 4097), signature(a=1, b=1, d=8))[0].config, Sm80Config)
+    assert isinstance(chosen((1, 4096, 4097), signature(a=1, b=8, d=8))[0].config, Sm90Config)
+
+
+def test_an_a100_copies_nothing():
+    policy = policies.policy(signature(a=1, b=1, d=1), A100)
+    assert {type(c) for c in policy.kernels} == {Sm80Config}
 
 
 def rows_of_a(config):
@@ -370,19 +404,6 @@ def test_no_grid_is_larger_than_the_hardware_allows(shape):
     if isinstance(config, Sm90Config):
         columns = shape[0] if config.swap_ab else shape[1]
         assert config.schedule != "warp_specialized" or columns / config.threadblock.n <= 65535
-
-
-@pytest.mark.parametrize(("a", "b"), [(1, 8), (8, 1), (1, 1), (2, 8), (8, 4)])
-def test_operands_that_tma_cannot_address_go_to_mma_sync(a, b):
-    specs = dispatch.specs(signature(a=a, b=b, d=1), H100)
-    assert specs
-    assert {type(s.config) for s in specs} == {Sm80Config}
-    # sm_80 machine code does not run on Hopper.
-    assert {s.target for s in specs} == {"sm_90"}
-    for spec in specs:
-        # cp.async copies 4 bytes and more; narrower loads leave two stages.
-        assert spec.config.stages == 2 if min(a, b) == 1 else spec.config.stages > 2
-        assert not legality.check(spec)
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,8 @@ NEIGHBOURS = [
     ("shared_memory", sm80(stages=6, target="sm_89"), sm80(stages=7, target="sm_89")),
     ("tma_alignment", sm90(), sm90(a="bf16.row.align4")),
     ("tma_alignment", sm90(d="bf16.row.align1"), sm90(b="bf16.col.align1")),
+    ("tma_alignment", sm90(a="bf16.row.align1", realign=True), sm90(a="bf16.row.align1")),
+    ("realign", sm90(b="bf16.col.align2", realign=True), sm90(realign=True)),
     ("tile_m", sm90(192), sm90(96)),
     ("tile_m", sm90(256, **COOP), sm90(64, **COOP)),
     ("side_by_side", sm90(192, 128, 64, **COOP), sm90(192, 120, 64, **COOP)),

@@ -56,8 +56,8 @@ def test_wider_accesses_are_never_slower():
         assert times == sorted(times, reverse=True)
 
 
-@pytest.mark.parametrize(("of", "device"), [(odd(1), H100), (odd(2), H100), (signature(), A100)])
-def test_what_tma_cannot_load_or_has_no_wgmma_is_sought_among_sm80_kernels(of, device):
+@pytest.mark.parametrize(("of", "device"), [(odd(1), A100), (odd(2), A100), (signature(), A100)])
+def test_what_has_no_wgmma_is_sought_among_sm80_kernels(of, device):
     found = space.ranked(of, ODD, 40, device)
     assert len(set(found)) == 40
     for config in found:
@@ -66,6 +66,17 @@ def test_what_tma_cannot_load_or_has_no_wgmma_is_sought_among_sm80_kernels(of, d
     assert {c.stream_k for c in space.sm80_configurations(of, device)} == {False, True}
     times = [model_sm80.predict(c, ODD, device.multiprocessors, of.a.alignment) for c in found]
     assert times == sorted(times)
+
+
+@pytest.mark.parametrize("of", [odd(1), odd(2)])
+def test_what_tma_cannot_load_is_sought_among_both_kinds(of):
+    """To copy operands is little where there are many rows, and as much as the whole product where there are few."""
+    few, many = (space.ranked(of, (m, 4096, 4097), 40, H100) for m in (1, 4096))
+    assert isinstance(few[0], Sm80Config)
+    assert isinstance(many[0], Sm90Config)
+    for config in (*few, *many):
+        assert not legality.check(H100.spec(of, config))
+        assert isinstance(config, Sm80Config) or config.realign
 
 
 def test_what_tma_can_load_is_sought_among_sm90_kernels():

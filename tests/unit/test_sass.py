@@ -27,7 +27,6 @@ def test_counts_every_operand_form_and_nothing_else(write):
         (sm90_spec(), (HMMA, UTMALDG), "HGMMA"),
         (sm90_spec(), (HGMMA,), "UTMALDG"),
         (sm90_spec(), (), "HGMMA and no UTMALDG"),
-        (sm90_spec("bf16.row.align2"), (HGMMA,), None),
     ],
 )
 def test_proof(write, spec, code, missing):
