@@ -304,9 +304,10 @@ def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
     Kernels stand for the form of them that serves; what it takes to copy operands and to have means of A's rows counts.
     Two weights of N columns are what one of 2N was.
     """
-    weights = heuristics.weights_of(signature)
-    if _kind(signature) == _kind(table.signature):
+    theirs = table.signature
+    if _kind(signature) == _kind(theirs):
         return table
+    weights = heuristics.weights_of(signature) // heuristics.weights_of(theirs)
     forms: dict[Config, Config | None] = {}
 
     def form(config: Config) -> Sm90Config | GemvConfig | None:
@@ -320,11 +321,18 @@ def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
             return None
         return replace(config, schedule=found.schedule, means=found.means, realign=found.realign)
 
+    def more(config: Sm90Config | GemvConfig, problem: Problem) -> float:
+        """Return by how many microseconds what the table's kernels did not do makes a kernel later."""
+        if not isinstance(config, Sm90Config):
+            return 0.0
+        means = 0.0 if theirs.epilogue.gathered else float(model.means(config.means, [problem]))
+        return means + (float(heuristics.realigning(signature.alignments, [problem])) if config.realign else 0.0)
+
     def restated(point: Point) -> Point:
         m, n, k = point.problem
         best = point.measured[0].microseconds
         times = [
-            (best * (1 + measured.behind) + _more(config, point.problem, signature), config)
+            (best * (1 + measured.behind) + more(config, (m, n * heuristics.weights_of(theirs), k)), config)
             for measured in point.measured
             if (config := form(measured.config)) is not None
         ]
@@ -342,14 +350,6 @@ def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
 def _kind(signature: OpSignature) -> tuple[bool, int, bool]:
     """Return what decides whether one signature's times are another's."""
     return bool(signature.epilogue.gathered), heuristics.weights_of(signature), signature.realigns
-
-
-def _more(config: Sm90Config | GemvConfig, problem: Problem, signature: OpSignature) -> float:
-    """Return by how many microseconds means of A's rows and copies of operands make a kernel later."""
-    if not isinstance(config, Sm90Config):
-        return 0.0
-    copies = heuristics.realigning(signature.alignments, [problem]) if config.realign else 0.0
-    return float(model.means(config.means, [problem]) + copies)
 
 
 def _legal(signature: OpSignature, config: Config, device: Device) -> Config | None:

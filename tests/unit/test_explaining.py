@@ -72,6 +72,10 @@ def test_misaligned_operands_get_the_reason_and_the_remedy():
     assert "mma.sync" in says["unit"]
     assert "a and b not aligned to 16 bytes" in says["unit"]
     assert "pad the leading dimension" in says["unit"]
+    copied = {f.name: f.says for f in explained((4096, 4096, 4097)).contract}["unit"]
+    assert copied.startswith("wgmma")
+    assert "copied to aligned lines first" in copied
+    assert "pad the leading dimension" in copied
     assert "wgmma" in {f.name: f.says for f in explained().contract}["unit"]
     assert "mma.sync" in {f.name: f.says for f in explained(device=A100).contract}["unit"]
 

@@ -77,7 +77,7 @@ struct Realign {
 
   // Whether the aligned words that a piece is a part of hold nothing but elements of its line.
   CUTLASS_DEVICE static bool is_inside(Lines const& lines, int piece, unsigned off) {
-    int const end = (piece + 1) * kPiece;
+    int64_t const end = (int64_t(piece) + 1) * kPiece;
     return off == 0 ? end <= lines.length : piece > 0 && end + kPiece <= lines.length;
   }
 
@@ -86,7 +86,7 @@ struct Realign {
     uint32_t words[4] = {0, 0, 0, 0};
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kPiece; ++i) {
-      int const at = piece * kPiece + i;
+      int64_t const at = int64_t(piece) * kPiece + i;
       if (at < lines.length) words[i / 2] |= uint32_t(from[at]) << (i % 2 * 16);
     }
     return {words[0], words[1], words[2], words[3]};
