@@ -298,6 +298,12 @@ def test_operands_that_tma_cannot_read_are_copied_where_that_is_little(epilogue,
     assert 0.9 * aligned.microseconds + copies < expected < 1.1 * aligned.microseconds + copies
 
 
+def test_copies_leave_the_columns_of_a_table_as_they_are():
+    aligned, odd = (policies.policy(signature(builtin.swiglu, b=b), H100).tables[0] for b in (8, 1))
+    assert {p.problem for p in odd.points} == {p.problem for p in aligned.points}
+    assert len(odd.points) > 10
+
+
 def test_of_few_rows_a_weight_is_not_copied():
     assert isinstance(chosen((1, 4096, 4097), signature(a=1, b=1, d=8))[0].config, Sm80Config)
     assert isinstance(chosen((1, 4096, 4097), signature(a=1, b=8, d=8))[0].config, Sm90Config)
