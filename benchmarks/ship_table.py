@@ -8,7 +8,8 @@ all kernels lost clearly to a peer goes, as the right one did not race there. Ke
 have done so with another epilogue or element type: the tables given by --like say how far behind they were there of one
 that did, and so far behind they count. The grid's shapes have the measurements of
 sixteen kernels only, which therefore serve them (`evaluate_dispatch.py` says what that loses). All kernels are for
-other shapes, where one may win that never did where it was measured.
+other shapes, where one may win that never did where it was measured: what a given table lists stays, as a table that
+was shipped before no longer says of all its kernels where they raced.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ def main() -> None:
     parser.add_argument("--pool", type=Path, help="the kernels to choose among, from choose_pool.py")
     parser.add_argument("--like", type=Path, nargs="+", default=[], help="another signature's tables, the oldest first")
     args = parser.parse_args()
-    table = reduce(Table.merged, map(tables.load, args.tables))
+    given = [tables.load(path) for path in args.tables]
+    table = reduce(Table.merged, given)
     if args.like:
         table = completed(table, reduce(Table.merged, map(tables.load, args.like)))
     pool = set(map(config_from_json, json.loads(args.pool.read_text()))) if args.pool else set()
@@ -84,7 +86,8 @@ def main() -> None:
     points = tuple(p for p in points if p.measured and ratio(p) >= WORTH)
     everything = {m.config.binary() for p in points for m in p.measured}
     chosen = replace(table, points=points).select(first=shapes.GRID, few=FEW, most=len(everything))
-    chosen = replace(chosen, kernels=tuple(dict.fromkeys([*chosen.kernels, *_by_use(points)])))
+    listed = [c for each in given for c in each.kernels if not pool or c in pool]
+    chosen = replace(chosen, kernels=tuple(dict.fromkeys([*chosen.kernels, *_by_use(points), *listed])))
     few = set(chosen.kernels[:FEW])
     before = chosen.points
     points = tuple(best_orders(p, few) if p.problem in shapes.GRID else p for p in before)
