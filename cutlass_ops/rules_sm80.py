@@ -18,6 +18,7 @@ _MAX_ACCUMULATOR_SHARE = 2
 _ACCESS = 8  # 16-bit elements in one 16-byte access, how shared memory is always written
 _MAX_PREDICATES = 64  # transform/threadblock/predicated_tile_access_iterator.h: 4 words of 16
 _EPILOGUE_ROWS = 8
+_SHORTEST_LINE = 16  # gemm/warp/mma_tensor_op_tile_iterator.h: lines of 16, 32 and 64 elements of 16 bits
 
 
 def _instruction(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
@@ -129,6 +130,16 @@ def _k_extent(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
             )
 
 
+def _short_lines(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
+    for operand in sides(spec):
+        if not operand.k_major and operand.extent < _SHORTEST_LINE:
+            yield (
+                f"threadblock.{operand.side} is {operand.extent}, along which {operand.name}'s lines lie in memory: "
+                f"CUTLASS's layouts of shared memory have lines of {_SHORTEST_LINE} elements or more; use that, or "
+                f"lines along K"
+            )
+
+
 def _cp_async(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
     for name, operand in (("a", spec.a), ("b", spec.b)):
         if config.stages > 2 and operand.alignment * operand.dtype.bytes < min(arch.CP_ASYNC_BYTES):
@@ -195,6 +206,7 @@ SM80: tuple[Rule[Sm80Config], ...] = (
     Rule("warps", "hardware", _warps),
     Rule("warp_accumulators", "policy", _warp_accumulators),
     Rule("k_extent", "compiler", _k_extent),
+    Rule("short_lines", "compiler", _short_lines),
     Rule("load_map", "policy", _load_map),
     Rule("load_predicates", "compiler", _load_predicates),
     Rule("store_map", "compiler", _store_map),
