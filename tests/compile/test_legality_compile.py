@@ -228,7 +228,7 @@ def draw_operand(rng, dtypes, misaligned):
 
 
 def draw_sm90(rng):
-    return Sm90Config(
+    config = Sm90Config(
         ThreadblockShape(
             rng.choice((64, 64, 128, 128, 128, 192, 256, 96)),
             rng.choice((*range(8, 257, 8), 16, 32, 32, 64, 64, 96, 128, 128, 192, 256, 12)),
@@ -239,8 +239,14 @@ def draw_sm90(rng):
         scheduler=rng.choice(("persistent", "persistent", "stream_k")),
         stages=rng.choice((None, None, None, 2, 3, 4, 5)),
         swap_ab=rng.random() < 0.5,
-        split_k=rng.choice((1,) * 6 + (2, 4)),
         means=rng.choice(("gathered",) * 8 + ("beside", "ahead")),
+    )
+    if rng.random() < 0.8:
+        return config
+    # Blocks that split K are the cluster, and work on one tile.
+    schedule = rng.choice(("cooperative", "warp_specialized"))
+    return replace(
+        config, cluster=ClusterShape(1, 1), schedule=schedule, scheduler="persistent", split_k=rng.choice((2, 4))
     )
 
 
