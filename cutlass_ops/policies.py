@@ -352,19 +352,13 @@ def _kind(signature: OpSignature) -> tuple[bool, int, bool]:
     return bool(signature.epilogue.gathered), heuristics.weights_of(signature), signature.realigns
 
 
-def _may_copy(signature: OpSignature) -> bool:
-    """Whether operands may be copied without being asked: with norms and reductions that was not run on a GPU yet."""
-    epilogue = signature.epilogue
-    return not epilogue.gathered and all(o.reduce is None for o in epilogue.outputs)
-
-
 def _legal(signature: OpSignature, config: Config, device: Device) -> Config | None:
     """Return a configuration if it is legal, else the form of it that is.
 
     That is one that copies operands which TMA cannot read, that has means of A's rows from elsewhere, or its pingpong
     form: CUTLASS's reductions are persistent.
     """
-    if isinstance(config, Sm90Config) and signature.realigns and _may_copy(signature):
+    if isinstance(config, Sm90Config) and signature.realigns:
         config = replace(config, realign=True)
     tried: list[Config] = [config]
     if isinstance(config, Sm90Config) and signature.epilogue.gathered:
