@@ -28,8 +28,9 @@ def gemm_swiglu(
     """Compute silu(x @ w_gate) * (x @ w_up), or the same of rmsnorm(x), in one kernel that reads x once.
 
     With `eps` or `rstd` an RMSNorm comes first, as in :func:`cutlass_ops.rmsnorm_gemm`. Another gate is one line: an
-    epilogue with a ``Product``. Where no kernel takes both weights (N along each line), two GEMMs run,
-    silu(x @ w_gate) first: that is slower by a tensor written and read, and rounds the gate to x's dtype.
+    epilogue with a ``Product``. Where no kernel takes both weights (N along each of their lines; lines of the result
+    that are not aligned to 16 bytes; before Hopper), two GEMMs run, silu(x @ w_gate) first: that is slower by a tensor
+    written and read, and rounds the gate to x's dtype.
 
     Parameters
     ----------

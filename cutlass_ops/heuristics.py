@@ -21,10 +21,11 @@ from cutlass_ops.config import (
     WarpShape,
 )
 from cutlass_ops.device import Device, Problem
+from cutlass_ops.dtypes import bf16
 from cutlass_ops.signature import OpSignature
 from cutlass_ops.spec import Major
 
-_ALIGNED = arch.TMA_ALIGNMENT_BYTES // 2  # operands have two bytes an element
+_ALIGNED = bf16.tma_alignment  # and that of f16: operands have two bytes an element
 
 # By the driver's names: chips that the cost models know besides an H100.
 _CHIPS = {"NVIDIA H200": model.H200}
