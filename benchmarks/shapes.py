@@ -76,6 +76,13 @@ def _tuning() -> tuple[Shape, ...]:
     return tuple(dict.fromkeys([*GRID, *between, *others, *drawn(seed=1, count=120)]))
 
 
+def _majors() -> tuple[Shape, ...]:
+    # A leading dimension that 16 bytes do not divide is another signature's.
+    odd = [(m, n, k) for n, k in ODD_WEIGHTS[:3] for m in ODD_ROWS[::2]]
+    between = [(m, n, k) for n, k in ((2048, 2048), (8192, 2048), (11008, 4096), (5120, 5120)) for m in (32, 192, 768)]
+    return tuple(shape for shape in (*GRID, *odd, *between) if shape[0] % 8 == 0)
+
+
 def _unseen() -> tuple[Shape, ...]:
     weights = ((5632, 2048), (2560, 2560), (8192, 3072), (12288, 4096), (3584, 18944), (7168, 7168))
     rows = (1, 7, 24, 50, 100, 200, 333, 600, 1000, 1300, 2500, 5000)
@@ -84,6 +91,8 @@ def _unseen() -> tuple[Shape, ...]:
 
 GRID = _grid()
 TUNING = _tuning()
+# What operands of other majors than a linear layer's are tuned at.
+MAJORS = _majors()
 # Other weights and other numbers of rows than any that was tuned.
 UNSEEN = _unseen()
 # N or K that 16 bytes do not divide, and N = 1000 and K = 1000, which they do.

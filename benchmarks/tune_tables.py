@@ -20,7 +20,7 @@ from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.tables import Problem
 from cutlass_ops.tuning import Effort, tune
 
-_SETS = ("grid", "tuning", "norms", "gates", "residuals", "few", "few_grid", "few_gates")
+_SETS = ("grid", "tuning", "norms", "gates", "residuals", "few", "few_grid", "few_gates", "majors")
 _SUMS = {"row_sum_square": "f32"}
 SHAPES = {name: getattr(shapes, name.upper()) for name in _SETS}
 
@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--shapes", choices=list(SHAPES), default="tuning")
     parser.add_argument("--kernels", type=int, default=96)
     parser.add_argument("--candidates", type=int, default=12)
+    parser.add_argument("--within", type=float, default=1.15, help="race what the model predicts to take so much longer")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing new after so long")
     parser.add_argument("--again", action="store_true", help="measure again what was measured before")
     parser.add_argument("--refine", action="store_true", help="look around what was measured to be the best")
@@ -58,7 +59,7 @@ def main() -> None:
         pool = _few_rows(args.folder, named[args.op].graph)
     effort = Effort(
         kernels=max(args.kernels, len(pool)), candidates=args.candidates, refine=args.refine, seconds=args.seconds,
-        pool=pool,
+        pool=pool, within=args.within,
     )  # fmt: skip
     wanted = SHAPES[args.shapes]
     if args.below is not None:

@@ -34,9 +34,6 @@ from cutlass_ops.spec import HasGraph, KernelSpec, Major
 from cutlass_ops.store import Artifact
 from cutlass_ops.tables import Point, Problem, Table
 
-# What the model predicts slower than this, over its first choice, is not measured: it errs by 3% (benchmarks/NOTES.md),
-# seldom by 15%.
-_WITHIN = 1.15
 # At least so many are measured all the same: what it puts far ahead of all others is often what it errs on.
 _AT_LEAST = 4
 # So many of each kind of kernel are, unless it is predicted to take so many times as long.
@@ -74,6 +71,9 @@ class Effort:
         After which no further problem is begun.
     pool : tuple of Config
         The only kernels to choose among, if there are any; else the model seeks them in the whole space.
+    within : float
+        How many times as long as its first choice the model may predict a kernel to take, to be raced. It errs by 3%
+        and seldom by 15% at what it was fitted to (benchmarks/NOTES.md), and by more elsewhere.
     """
 
     kernels: int = 48
@@ -82,6 +82,7 @@ class Effort:
     refine: bool = False
     seconds: float = math.inf
     pool: tuple[Config, ...] = ()
+    within: float = 1.15
 
 
 @dataclass
@@ -167,7 +168,7 @@ def _plan(
     tasks = []
     for problem, times in predicted.items():
         ranked = sorted(kept & times.keys(), key=times.__getitem__)
-        close = sum(times[c] <= _WITHIN * times[ranked[0]] for c in ranked)
+        close = sum(times[c] <= effort.within * times[ranked[0]] for c in ranked)
         near = ranked[: min(max(close, _AT_LEAST), effort.candidates)]
         # What was the best is what the others have to beat, and what their times can be compared by. Kinds of kernels
         # have models of their own, which err apart.

@@ -463,22 +463,26 @@ def signatures() -> dict[str, OpSignature]:
     }
 
 
-# Where one kernel of a signature is enough for the tests: the problems that they call it with.
+# Rows of A, and weights (N, K), that a test calls bias + ReLU with, each of the one with each of the other.
+ROWS = (1, 2, 16, 17, 33, 64, 65, 128, 129, 255, 256, 257, 511, 640, 1030, 2050)
+WEIGHTS = ((256, 512), (1024, 1024), (4096, 4096), (6144, 264), (520, 8200))
+# The problems that tests call each signature with.
 PROBLEMS = {
+    "bias_relu": [(m, *weight) for m in ROWS for weight in WEIGHTS],
     "bias_relu_residual": [(200, 256, 512), (72, 256, 128), (48, 256, 128), (1024, 1024, 1024)],
+    "bias_relu_unaligned": [(3, 4097, 129), (65, 1001, 4097), (511, 63, 65)],
     "scaled": [(70, 128, 256), (300, 256, 512), (1024, 1024, 1024)],
 }
+# Weights (N, K) that a test calls bias + ReLU with for any number of rows, after warming up.
+WARM = ((256, 512), (256, 128))
 
 
 def dispatched(device: Device) -> list[KernelSpec]:
     """Return the kernels that the tests' calls are served by."""
-    found: list[KernelSpec] = []
-    for name, signature in signatures().items():
-        problems = PROBLEMS.get(name)
-        if problems is None:
-            found += dispatch.specs(signature, device)
-        else:
-            found += [dispatch.choose(signature, device, p)[0] for p in problems]
+    known = signatures()
+    found = [dispatch.choose(known[name], device, p)[0] for name, problems in PROBLEMS.items() for p in problems]
+    for weight in WARM:
+        found += dispatch.specs_for(known["bias_relu"], device, *weight)
     return found
 
 

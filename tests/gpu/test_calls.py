@@ -25,8 +25,8 @@ def bias_relu_exact(a, b, bias):
     return torch.relu(a.double() @ b.double() + bias.double())
 
 
-@pytest.mark.parametrize("m", [1, 2, 16, 17, 33, 64, 65, 128, 129, 255, 256, 257, 511, 640, 1030, 2050])
-@pytest.mark.parametrize(("n", "k"), [(256, 512), (1024, 1024), (4096, 4096), (6144, 264), (520, 8200)])
+@pytest.mark.parametrize("m", kernels.ROWS)
+@pytest.mark.parametrize(("n", "k"), kernels.WEIGHTS)
 def test_every_kernel_that_dispatch_picks(m, n, k):
     a, b = (torch.randn(s, device="cuda", dtype=torch.bfloat16) / k**0.25 for s in ((m, k), (n, k)))
     bias = tensors.vector(n, "bf16")
