@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--shapes", choices=list(SHAPES), default="tuning")
     parser.add_argument("--kernels", type=int, default=96)
     parser.add_argument("--candidates", type=int, default=12)
-    parser.add_argument("--within", type=float, default=1.15, help="race what the model predicts to take so much longer")
+    parser.add_argument("--within", type=float, default=1.15, help="race what is predicted to take so much longer")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing new after so long")
     parser.add_argument("--again", action="store_true", help="measure again what was measured before")
     parser.add_argument("--refine", action="store_true", help="look around what was measured to be the best")
