@@ -7,6 +7,7 @@ Sources: the headers of CUTLASS 4.2, named relative to ``cutlass/``; PTX ISA, ``
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import gcd
 
 from cutlass_ops import arch
 from cutlass_ops.config import Sm90Config
@@ -68,6 +69,14 @@ def _side_by_side(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
     step = 2 * arch.WGMMA_N_STEP
     if config.threadblock.n % step:
         yield f"{where}: use a multiple of {step} for threadblock.n"
+    operand, half = sides(spec)[1], config.threadblock.n // 2
+    # Lines along N lie in columns of the widest swizzle that divides the tile: a half is some of them or a part of one.
+    width = gcd(config.threadblock.n, arch.SWIZZLE_BYTES[0] // spec.a.dtype.bytes)
+    if not operand.k_major and half % width and width % half:
+        yield (
+            f"{where}, and {operand.name}'s lines along N lie {width} elements wide, within which a half of "
+            f"{config.threadblock.n} ends: use 64 or a multiple of 128 for threadblock.n"
+        )
     if config.scheduler == "stream_k" or config.split_k > 1:
         yield f"{where}: whole tiles only; use scheduler 'persistent' and split_k 1, or a multiple of 128 rows"
     if not sm90_plain_epilogue(spec) or sm90_source(spec) is not None:

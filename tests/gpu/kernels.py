@@ -183,6 +183,10 @@ def configurations() -> dict[str, KernelSpec]:
     found = {c.slug: spec(op, "bf16", ("row", "col"), c) for c in sm90}
     wide = co.Sm90Config(shape(64, 176, 64), schedule="pingpong")
     found[f"{wide.slug}-f16-col-row"] = spec(op, "f16", ("col", "row"), wide)
+    # Warpgroups whose halves of the columns begin within a swizzle, and at its edge.
+    for n in (64, 256):
+        halves = co.Sm90Config(shape(192, n, 64), schedule="cooperative")
+        found[f"{halves.slug}-f16-col-row"] = spec(op, "f16", ("col", "row"), halves)
     large = co.ThreadblockShape(128, 128, 32)
     for alignment, stages, stream_k in ((8, 3, False), (4, 4, False), (2, 5, True), (1, 2, True)):
         config = co.Sm80Config(large, co.WarpShape(64, 64, 32), stages=stages, stream_k=stream_k)

@@ -158,6 +158,8 @@ NEIGHBOURS = [
     ("tile_m", sm90(192), sm90(96)),
     ("tile_m", sm90(256, **COOP), sm90(64, **COOP)),
     ("side_by_side", sm90(192, 128, 64, **COOP), sm90(192, 120, 64, **COOP)),
+    ("side_by_side", sm90(192, 128, 64, **COOP, **MN_MAJOR), sm90(192, 96, 64, **COOP, **MN_MAJOR)),
+    ("side_by_side", sm90(192, 64, 64, **COOP, **MN_MAJOR), sm90(192, 192, 64, **COOP, **MN_MAJOR)),
     ("side_by_side", sm90(256, 128, 64, **COOP, epilogue=gated), sm90(192, 128, 64, **COOP, epilogue=gated)),
     ("side_by_side", sm90(192, 128, 64, **COOP), sm90(192, 128, 64, **COOP, d="bf16.row.align2")),
     ("side_by_side", sm90(128, **COOP, scheduler="stream_k"), sm90(192, **COOP, scheduler="stream_k")),
