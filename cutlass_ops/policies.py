@@ -192,7 +192,9 @@ def _policy(signature: OpSignature, device: Device, bundled: tuple[Config, ...],
         usual = heuristics.SM80_UNALIGNED
     if device.has_wgmma:
         known = (*mine, *_borrowed(own, signature, device))
-        pool = [c for table in known for c in table.kernels]
+        # A kernel takes other times with operands of other majors: where there are any of these, it is one of them.
+        alike = [t for t in known if t.signature.majors == signature.majors]
+        pool = [c for table in alike or known for c in table.kernels]
         # Operands that have to be copied for TMA are read faster as they are where there are few rows.
         found = Policy.of(known, signature, device, allowed([*pool, *usual] if signature.realigns else pool))
         if _serves_many_rows(found):

@@ -2,13 +2,12 @@
 
 Every variant is captured in a CUDA graph of several launches over rotated inputs, so that host cost and a warm L2 cache
 stay out. In a round all graphs are replayed once with nothing between them, since a variant that follows a pause would
-meet a cooler chip; or every one follows a pause.
+meet a cooler chip.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
@@ -20,10 +19,6 @@ _L2_BYTES = 50e6
 # A replay long enough for an event's resolution, short enough for many rounds.
 _REPLAY_US = 1500.0
 _MAX_LAUNCHES = 32
-# A pause that is long beside a replay: the chip's power is far below its limit then, and its clock at the top.
-_REST_SECONDS = 0.012
-# Clock cycles that the device spends while a replay is put into its queue.
-_QUEUEING = 40_000
 
 
 def rotation(bytes_touched: float) -> int:
@@ -76,21 +71,6 @@ class Stopwatch:
             end.record()
         torch.cuda.synchronize()
         return [begin.elapsed_time(end) * 1e3 / self._launches for begin, end in pairwise(events)]
-
-    def rested_round(self, names: Sequence[object]) -> list[float]:
-        """Do the same with a pause before each of them, so that none is slowed by the power that others took."""
-        found = []
-        for name in names:
-            begin, end = _event(), _event()
-            torch.cuda.synchronize()
-            time.sleep(_REST_SECONDS)
-            torch.cuda._sleep(_QUEUEING)  # type: ignore[no-untyped-call]
-            begin.record()
-            self._replay(name)
-            end.record()
-            torch.cuda.synchronize()
-            found.append(begin.elapsed_time(end) * 1e3 / self._launches)
-        return found
 
     def _replay(self, name: object) -> None:
         graph, _ = self._graphs[name]

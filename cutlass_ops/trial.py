@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
 
 import torch
 from torch import Tensor
@@ -30,8 +29,8 @@ _ROUNDING = 2.0
 _SUMS = 1e-4
 
 # Kernels of this many microseconds heat the chip enough to move its clock, by a quarter and for many rounds: it takes
-# more of them to see all clocks. Which kernel is the fastest depends on it: in every second round each meets a chip at
-# rest, as in a program that does little else, and in the others one at its limit of power.
+# more of them to see all clocks. Which kernel is the fastest depends on it. Races know a chip at its limit of power, as
+# programs that work without a pause do: what wins at rest is up to 7% behind there (benchmarks/NOTES.md).
 _HEATING_US = 40.0
 _MORE_ROUNDS = 3
 
@@ -130,7 +129,7 @@ class Trial:
         """
         if not self._kernels:
             return (), ()
-        measure = _measurement(self._watch, self._problem, on_round)
+        measure = _measurement(self._watch, on_round)
         rounds *= _MORE_ROUNDS if _heats(self._problem) else 1
         # A peer that is ahead must not cost the kernels their rounds.
         standings = racing.race([*self._kernels], measure, guests=self._peers, rounds=rounds)
@@ -244,16 +243,12 @@ def _heats(problem: Problem) -> bool:
     return expected_us(*problem) > _HEATING_US
 
 
-def _measurement(
-    watch: Stopwatch, problem: Problem, on_round: Callable[[], None]
-) -> Callable[[Sequence[Config | str]], list[float]]:
-    """Return what times one round after another: every second one with rests, if kernels heat the chip."""
-    number = count()
+def _measurement(watch: Stopwatch, on_round: Callable[[], None]) -> Callable[[Sequence[Config | str]], list[float]]:
+    """Return what times one round after another, and says so before each."""
 
     def measure(order: Sequence[Config | str]) -> list[float]:
         on_round()
-        rested = next(number) % 2 == 1 and _heats(problem)
-        return watch.rested_round(order) if rested else watch.round(order)
+        return watch.round(order)
 
     return measure
 

@@ -9,6 +9,8 @@ import os
 import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import combinations
+from math import gcd
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -302,6 +304,31 @@ def draw_spec(rng, kind, legal):
             return spec
 
 
+def traits(spec):
+    """Return what two rules may meet in: of the operands and epilogue, and of an Sm90 kernel's tile and schedule."""
+    found = [("epilogue", spec.epilogue), ("d", spec.d)]
+    found += [(name, (o.major, o.alignment < 8)) for name, o in (("a", spec.a), ("b", spec.b))]
+    c = spec.config
+    if isinstance(c, Sm90Config):
+        tile = c.threadblock
+        width = gcd(tile.n, 64)  # in elements, of the columns in which lines along N lie
+        found += [("rows", (c.schedule, tile.m)), ("columns", (width, tile.n // width % 2, tile.n == width))]
+        found += [("k", tile.k), ("cluster", c.cluster), ("swap", c.swap_ab), ("means", c.means)]
+        found.append(("parts", (c.scheduler, c.split_k)))
+    else:
+        found += [("config", c)]
+    return found
+
+
+def draw_new(rng, kind, legal, seen, of=24):
+    """Draw several and return that which brings most threes of traits together that none before did."""
+    drawn = [draw_spec(rng, kind, legal) for _ in range(of)]
+    threes = [set(combinations(traits(spec), 3)) - seen for spec in drawn]
+    at = max(range(of), key=lambda i: len(threes[i]))
+    seen |= threes[at]
+    return drawn[at]
+
+
 def judge(spec):
     """Compare both verdicts; return a line for the log and whether they agree."""
     broken = [v.rule for v in check(spec)]
@@ -314,7 +341,8 @@ def judge(spec):
 def test_a_sample_of_the_space_agrees_with_the_compiler():
     rng = random.Random(SEED)
     kinds = ("sm90", "sm80", "sm90", "gemv")
-    specs = [draw_spec(rng, kinds[i % 4], legal=i % 8 < 4) for i in range(SAMPLE)]
+    seen = set()
+    specs = [draw_new(rng, kinds[i % 4], i % 8 < 4, seen) for i in range(SAMPLE)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         verdicts = []
         for line, agree in pool.map(judge, specs):

@@ -55,13 +55,13 @@ def test_a_race_has_kernels_in_several_orders_and_peers(spec):
     assert len(rounds) == 6
 
 
-def test_kernels_that_heat_the_chip_race_three_times_as_long_and_partly_at_rest(spec):
+def test_kernels_that_heat_the_chip_race_three_times_as_long(spec):
     trial, rounds = Trial(signature_of(spec), (1024, 4096, 4096), DEVICE), []
     assert trial.admit(spec.config, REGISTRY.kernel(spec)) is None
     measured, _ = trial.race(3, lambda: rounds.append(1))
     assert len(rounds) == 18
-    busy, rested = trial._watch.round([spec.config]), trial._watch.rested_round([spec.config])
-    assert all(measured[0].microseconds / 2 < one < 2 * measured[0].microseconds for one in (*busy, *rested))
+    (again,) = trial._watch.round([spec.config])
+    assert measured[0].microseconds / 2 < again < 2 * measured[0].microseconds
 
 
 def test_a_kernel_may_enter_in_several_orders(spec):

@@ -17,36 +17,6 @@ def test_a_kernel_is_a_finalist_once_and_as_early_as_its_best_order():
     assert trial._best_orders([SECOND, FIRST, by_gpc]) == [SECOND, FIRST]
 
 
-class Watch:
-    """Notes what it is asked for."""
-
-    def __init__(self):
-        self.rounds = []
-
-    def round(self, order):
-        self.rounds.append(("round", *order))
-        return [1.0]
-
-    def rested_round(self, order):
-        self.rounds.append(("rested", *order))
-        return [2.0]
-
-
-def test_kernels_that_heat_the_chip_meet_it_at_rest_in_every_second_round():
-    watch, told = Watch(), []
-    measure = trial._measurement(watch, (1024, 4096, 4096), lambda: told.append(1))
-    assert [measure([name]) for name in "abc"] == [[1.0], [2.0], [1.0]]
-    assert watch.rounds == [("round", "a"), ("rested", "b"), ("round", "c")]
-    assert len(told) == 3
-
-
-@pytest.mark.parametrize("problem", [(1, 4096, 4096), (512, 4096, 4096)])
-def test_short_kernels_follow_each_other(problem):
-    watch = Watch()
-    measure = trial._measurement(watch, problem, lambda: None)
-    assert [measure(["a"]) for _ in range(4)] == [[1.0]] * 4
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_rounding_counts_for_values_that_an_epilogue_has_rounded_itself(dtype):
     values = torch.randn(4096, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
