@@ -52,6 +52,9 @@ def test_every_table_that_ships_is_whole_and_where_it_is_looked_for():
         wanted = SHAPES.GATES if epilogue.products else SHAPES.NORMS if of_rows else SHAPES.GRID
         if epilogue in (ops.gemm_residual.graph, norms.residual_rms_op(torch.bfloat16).graph):
             wanted = SHAPES.RESIDUALS
+        if table.signature.a.major == "col":
+            # Long ones have raced only in a way that is given up (benchmarks/NOTES.md).
+            wanted = [(m, n, k) for m, n, k in set(SHAPES.GRID) & set(SHAPES.MAJORS) if m * n * k < 16e9]
         assert set(wanted) <= {p.problem for p in table.points}
 
 
@@ -246,6 +249,19 @@ def test_epilogues_of_other_majors_borrow_from_plain_gemm_of_these_and_no_other(
     assert found.config.threadblock == best.config.threadblock
     tiles = {c.threadblock for c in plain.own.kernels}
     assert tiles == {c.threadblock for c in plain.kernels} >= {c.threadblock for c in policy.kernels}
+
+
+def test_stream_k_has_to_be_ahead_to_be_chosen_unless_it_was_measured():
+    of, problem = signature(builtin.bias_relu), (1300, 3584, 18944)
+    whole = Sm90Config(ThreadblockShape(128, 192, 64), schedule="cooperative")
+    configs = (whole, replace(whole, scheduler="stream_k"))
+    foretold = heuristics.Pool.of(configs, of).times([problem], H100)
+    expected = policies.Policy.of((), of, H100, configs).expected([problem]).times
+    assert (expected / foretold).tolist()[0] == pytest.approx([1.0, 1.03])
+    times = tuple(Measured(c, 10.0 + at, at / 10) for at, c in enumerate(configs))
+    table = Table(H100.name, H100.multiprocessors, of, (Point(problem, "2026-11-23", times),), configs)
+    measured = policies.Policy.of([table], of, H100, configs).expected([problem]).times
+    assert measured.tolist()[0] == pytest.approx([10.0, 11.0])
 
 
 def test_what_an_epilogue_was_tuned_for_takes_nothing_from_what_it_borrows_elsewhere():
