@@ -41,17 +41,21 @@ def test_the_first_ones_hold_the_fastest(measured, count, mean, worst):
     assert found_worst <= worst
 
 
-def fitted(path):
-    """Whether a table is of a linear layer's majors, and without reductions of D: the model was fitted to these."""
-    signature = tables.load(path).signature
-    return signature.majors == ("row", "col") and all(o.reduce is None for o in signature.epilogue.outputs)
+def reduces(path):
+    """Whether a table is about reductions of D, which take time that the model does not know of."""
+    return any(o.reduce is not None for o in tables.load(path).signature.epilogue.outputs)
 
 
-@pytest.mark.parametrize(("count", "mean"), [(1, 1.035), (8, 1.003)])
+@pytest.mark.parametrize(("count", "mean"), [(1, 1.03), (8, 1.003)])
 def test_so_they_do_in_the_tables_that_ship(count, mean):
-    found = fit_model.read([path for path in sorted(_resources.tuned().glob("nvidia-h100*.json")) if fitted(path)])
-    assert len(found) > 300
-    assert fit_model.regret(fit_model.Measured.of(found), model.H100, count)[0] <= mean
+    """Each table by itself: only kernels that raced together can be compared."""
+    paths = [path for path in sorted(_resources.tuned().glob("nvidia-h100*.json")) if not reduces(path)]
+    # Kernels of ordinary loads have a model of their own, and some problems only them.
+    found = [{p: times for p, times in fit_model.read([path]).items() if times} for path in paths]
+    problems = sum(map(len, found))
+    assert problems > 300
+    lost = sum(len(each) * fit_model.regret(fit_model.Measured.of(each), model.H100, count)[0] for each in found)
+    assert lost / problems <= mean
 
 
 def test_a_predicted_time_is_near_the_measured_one_where_the_choice_is_made(measured):
