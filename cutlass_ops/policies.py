@@ -253,18 +253,17 @@ def _shipped(device: str, signature: OpSignature) -> Table | None:
 def _borrowed(own: Table | None, signature: OpSignature, device: Device) -> tuple[Table, ...]:
     """Return what other tables say of kernels of Sm90, the nearest first; nothing if one's own says it.
 
-    First a nearer signature's than the reference, then the reference as this device has it, then as an H100 does.
+    First a nearer signature's than the reference, then the reference: each as this device has it, then as an H100 does.
     """
     reference = _reference()
     if own is not None and own.is_about(reference.signature, reference.device):
         return ()
-    others: tuple[Table | None, ...] = (_plain(signature), reference)
-    if signature.majors == reference.signature.majors:
-        others = (_like(signature), _shipped(device.name, reference.signature), reference)
-    found = {(t.device, t.signature): t for t in others if t is not None}
+    like = _like if signature.majors == reference.signature.majors else _plain
+    ways = [(name, s) for s in (like(signature), reference.signature) if s for name in (device.name, _MEASURED)]
     if own is not None:
-        found.pop((own.device, own.signature), None)
-    return tuple(_as_if_about(t, signature, device) for t in found.values())
+        ways = [(name, s) for name, s in ways if not own.is_about(s, name)]
+    found = [t for name, s in dict.fromkeys(ways) if (t := _shipped(name, s)) is not None]
+    return tuple(_as_if_about(t, signature, device) for t in found)
 
 
 def _reference() -> Table:
@@ -277,8 +276,8 @@ def _reference() -> Table:
     return table
 
 
-def _like(signature: OpSignature) -> Table | None:
-    """Return what ships of an epilogue in BF16 on an H100 that takes of A what a signature's does, and as many weights.
+def _like(signature: OpSignature) -> OpSignature | None:
+    """Return the signature in BF16 that takes of A what another does, and as many weights, if that is not a GEMM alone.
 
     That is a norm, a gate, or both; what follows these costs little beside.
     """
@@ -291,13 +290,13 @@ def _like(signature: OpSignature) -> Table | None:
     operand = Operand.of("bf16.row")
     inputs = {Kind.SCALAR: Operand.of("f32.row.align1"), Kind.PRODUCT: operand.transposed}
     types = tuple(inputs[i.kind] for i in graph.inputs)
-    return _shipped(_MEASURED, OpSignature(graph, operand, operand.transposed, operand, types, ()))
+    return OpSignature(graph, operand, operand.transposed, operand, types, ())
 
 
-def _plain(signature: OpSignature) -> Table | None:
-    """Return what ships of plain GEMM in BF16 on an H100 with a signature's majors of A and B, if anything does."""
+def _plain(signature: OpSignature) -> OpSignature:
+    """Return plain GEMM in BF16 with a signature's majors of A and B."""
     a, b = (Operand.of(f"bf16.{major}") for major in signature.majors)
-    return _shipped(_MEASURED, OpSignature(builtin.identity.graph, a, b, Operand.of("bf16.row"), (), ()))
+    return OpSignature(builtin.identity.graph, a, b, Operand.of("bf16.row"), (), ())
 
 
 def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:

@@ -1,6 +1,7 @@
 """The choice of a kernel: by measurement where there is one, few and legal kernels, the right kind for the shape."""
 
 import itertools
+import json
 import math
 from dataclasses import replace
 from typing import get_args
@@ -249,6 +250,38 @@ def test_epilogues_of_other_majors_borrow_from_plain_gemm_of_these_and_no_other(
     assert found.config.threadblock == best.config.threadblock
     tiles = {c.threadblock for c in plain.own.kernels}
     assert tiles == {c.threadblock for c in plain.kernels} >= {c.threadblock for c in policy.kernels}
+
+
+@pytest.mark.parametrize(
+    ("of", "near"),
+    [
+        (signature(builtin.bias_gelu, majors=("col", "row")), signature(builtin.identity, majors=("col", "row"))),
+        (
+            signature_at(norms.layernorm_op().graph, (512, 4096, 4096), "bf16", "row", "col", None, H100),
+            signature_at(norms.rmsnorm_op().graph, (512, 4096, 4096), "bf16", "row", "col", None, H100),
+        ),
+    ],
+    ids=["col-row", "norm"],
+)
+def test_what_is_borrowed_is_the_devices_own_first(of, near, tmp_path, monkeypatch):
+    here = [t.device for t in policies.policy(of, H200).tables]
+    assert here == [H100.name, H200.name, H100.name]
+    for path in _resources.tuned().glob("*.json"):
+        (tmp_path / path.name).write_text(path.read_text())
+    of_h100 = tables.load(tables.path_of(_resources.tuned(), H100.name, near))
+    of_h200 = replace(of_h100, device=H200.name)
+    tables.path_of(tmp_path, H200.name, near).write_text(json.dumps(of_h200.to_json()))
+    monkeypatch.setattr(_resources, "tuned", lambda: tmp_path)
+    forget()
+    try:
+        assert [t.device for t in policies.policy(of, H200).tables] == [H200.name, H100.name, H200.name, H100.name]
+    finally:
+        forget()
+
+
+def forget():
+    policies.forget()
+    policies._shipped.cache_clear()
 
 
 def test_stream_k_has_to_be_ahead_to_be_chosen_unless_it_was_measured():
