@@ -2,7 +2,7 @@
 
     python benchmarks/fit_model.py cutlass_ops/tuned/nvidia-h100*.json benchmarks/results/sweep_*_h100.json
 
-Reads tuning tables and the results of sweep.py.
+Reads tuning tables and the results of sweep.py. What is compared is what raced together: each file by itself.
 
 Prints the fitted :class:`cutlass_ops.model.Chip`, to be copied into ``cutlass_ops/model.py`` by hand.
 """
@@ -26,6 +26,7 @@ from cutlass_ops.config import ClusterShape, Schedule, Sm90Config, ThreadblockSh
 
 Shape = tuple[int, int, int]
 Sweep = dict[Shape, dict[Sm90Config, float]]
+Lines = tuple[model.Extent, model.Extent]
 
 _SLUG = re.compile(r"sm90_(\d+)x(\d+)x(\d+)_(\d+)x(\d+)_(?P<schedule>ws|pp|coop)(?P<swap>_swap)?")
 _SCHEDULES: dict[str, Schedule] = {"ws": "warp_specialized", "pp": "pingpong", "coop": "cooperative"}
@@ -34,38 +35,41 @@ _SCHEDULES: dict[str, Schedule] = {"ws": "warp_specialized", "pp": "pingpong", "
 RELEVANT = 0.15
 
 
-def read(paths: Sequence[Path]) -> Sweep:
-    """Return for each shape the best time, in microseconds, of each configuration.
+def read(path: Path) -> Sweep:
+    """Return for each shape of a file the best time, in microseconds, of each configuration.
 
     Over the orders of its tiles and its ways to take means, except that orders by GPC count as a configuration of their
     own, as to the model.
     """
+    data = json.loads(path.read_text())
+    if "points" in data:
+        return _read_table(tables.Table.from_json(data))
     found: Sweep = {}
-    for path in paths:
-        data = json.loads(path.read_text())
-        if "points" in data:
-            _read_table(tables.Table.from_json(data), found)
-            continue
-        for row in data["rows"]:
-            times = found.setdefault((row["m"], row["n"], row["k"]), {})
-            for name, ms in row["times"].items():
-                config = parse(name.split("|")[0])
-                times[config] = min(times.get(config, math.inf), ms * 1e3)
+    for row in data["rows"]:
+        times = found.setdefault((row["m"], row["n"], row["k"]), {})
+        for name, ms in row["times"].items():
+            config = parse(name.split("|")[0])
+            times[config] = min(times.get(config, math.inf), ms * 1e3)
     return found
 
 
-def _read_table(table: tables.Table, found: Sweep) -> None:
+def _read_table(table: tables.Table) -> Sweep:
     # Two products take as long as one of twice the columns, which is what the model is asked for.
     products = 1 + len(table.signature.epilogue.products)
+    found: Sweep = {}
     for point in table.points:
         m, n, k = point.problem
-        times = found.setdefault((m, n * products, k), {})
+        times: dict[Sm90Config, float] = {}
         for one in point.measured:
             if isinstance(one.config, Sm90Config):
                 config = replace(one.config.binary(), by_gpc=one.config.by_gpc, means=Sm90Config.means)
                 # Medians of a race that ended early are of a cooler chip; ratios are not.
                 time = point.measured[0].microseconds * (1 + one.behind)
                 times[config] = min(times.get(config, math.inf), time)
+        # Kernels of ordinary loads have a model of their own, and some problems only them.
+        if times:
+            found[m, n * products, k] = times
+    return found
 
 
 def parse(slug: str) -> Sm90Config:
@@ -85,55 +89,80 @@ def parse(slug: str) -> Sm90Config:
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """A sweep as a matrix of shape (problems, configurations): microseconds, NaN where nothing was measured."""
+    """A sweep as a matrix of shape (problems, configurations): microseconds, NaN where nothing was measured.
+
+    ``lines`` says along which extents the lines of A and of B lie in memory, as :func:`cutlass_ops.model.times` wants
+    to know.
+    """
 
     problems: tuple[Shape, ...]
     batch: model.Batch
     times: Tensor
+    lines: Lines
 
     @classmethod
-    def of(cls, sweep: Sweep) -> Measured:
-        """Return a sweep as a matrix."""
+    def of(cls, path: Path) -> Measured:
+        """Return a file as a matrix."""
+        sweep = read(path)
         configs = tuple(dict.fromkeys(c for times in sweep.values() for c in times))
         rows = [[times.get(c, math.nan) for c in configs] for times in sweep.values()]
-        return cls(tuple(sweep), model.Batch.of(configs), torch.tensor(rows, dtype=torch.float64))
+        return cls(tuple(sweep), model.Batch.of(configs), torch.tensor(rows, dtype=torch.float64), _lines(path))
 
     @property
     def behind(self) -> Tensor:
         """By what part each is slower than the best of its problem."""
         return self.times / self.times.nan_to_num(math.inf).min(1, keepdim=True).values - 1
 
+    def predicted(self, chip: model.Chip) -> Tensor:
+        """Return the model's microseconds."""
+        return model.times(self.batch, self.problems, chip, lines=self.lines)
 
-def loss(measured: Measured, chip: model.Chip) -> float:
+
+def _lines(path: Path) -> Lines:
+    data = json.loads(path.read_text())
+    if "points" not in data:
+        return "k", "k"
+    a, b = tables.Table.from_json(data).signature.majors
+    return "k" if a == "row" else "m", "k" if b == "col" else "n"
+
+
+def loss(files: Sequence[Measured], chip: model.Chip) -> float:
     """Return the mean squared logarithm of predicted over measured, near each shape's best.
 
     What all of a shape's predictions have in common does no harm to a choice, and counts a quarter.
     """
-    errors = (model.times(measured.batch, measured.problems, chip) / measured.times).log()
-    weights = torch.exp(-measured.behind / RELEVANT).nan_to_num(0)
-    errors = errors.nan_to_num(0)
-    common = (weights * errors).sum(1, keepdim=True) / weights.sum(1, keepdim=True)
-    within, all_of_it = (weights * (errors - common) ** 2).sum(), (weights * errors**2).sum()
-    return float((within + 0.25 * all_of_it) / weights.sum())
+    total = count = 0.0
+    for measured in files:
+        errors = (measured.predicted(chip) / measured.times).log()
+        weights = torch.exp(-measured.behind / RELEVANT).nan_to_num(0)
+        errors = errors.nan_to_num(0)
+        common = (weights * errors).sum(1, keepdim=True) / weights.sum(1, keepdim=True)
+        within, all_of_it = (weights * (errors - common) ** 2).sum(), (weights * errors**2).sum()
+        total += float(within + 0.25 * all_of_it)
+        count += float(weights.sum())
+    return total / count
 
 
-def regret(measured: Measured, chip: model.Chip, count: int) -> tuple[float, float]:
+def regret(files: Sequence[Measured], chip: model.Chip, count: int) -> tuple[float, float]:
     """Return the time of the best of the model's first `count` over the best of all: geometric mean and worst."""
-    unknown = measured.times.isnan()
-    predicted = model.times(measured.batch, measured.problems, chip).masked_fill(unknown, math.inf)
-    first = predicted.argsort(1)[:, :count]
-    ratios = 1 + measured.behind.nan_to_num(math.inf).gather(1, first).min(1).values
+    ratios = torch.cat([_regrets(measured, chip, count) for measured in files])
     return float(ratios.log().mean().exp()), float(ratios.max())
 
 
-def fit(measured: Measured, chip: model.Chip, rounds: int) -> model.Chip:
+def _regrets(measured: Measured, chip: model.Chip, count: int) -> Tensor:
+    predicted = measured.predicted(chip).masked_fill(measured.times.isnan(), math.inf)
+    first = predicted.argsort(1)[:, :count]
+    return 1 + measured.behind.nan_to_num(math.inf).gather(1, first).min(1).values
+
+
+def fit(files: Sequence[Measured], chip: model.Chip, rounds: int) -> model.Chip:
     """Improve a chip's numbers by random steps along one or two of them."""
-    rng, best, width = random.Random(0), loss(measured, chip), 0.2
+    rng, best, width = random.Random(0), loss(files, chip), 0.2
     for _ in range(rounds):
         tried = chip
         for _ in range(rng.choice((1, 2))):
             tried = _moved(tried, rng, width)
-        value = loss(measured, tried)
+        value = loss(files, tried)
         if value < best:
             chip, best = tried, value
         else:
@@ -164,12 +193,13 @@ def main() -> None:
     parser.add_argument("sweeps", nargs="+", type=Path)
     parser.add_argument("--rounds", type=int, default=2000)
     args = parser.parse_args()
-    measured = Measured.of(read(args.sweeps))
-    print(f"{len(measured.problems)} shapes, {int((~measured.times.isnan()).sum())} times")
-    for title, chip in (("before", model.H100), ("after", fit(measured, model.H100, args.rounds))):
-        print(f"{title}: error {math.sqrt(loss(measured, chip)):.3f}")
+    files = [Measured.of(path) for path in args.sweeps]
+    times = sum(int((~each.times.isnan()).sum()) for each in files)
+    print(f"{sum(len(each.problems) for each in files)} shapes, {times} times")
+    for title, chip in (("before", model.H100), ("after", fit(files, model.H100, args.rounds))):
+        print(f"{title}: error {math.sqrt(loss(files, chip)):.3f}")
         for count in (1, 8, 16):
-            mean, worst = regret(measured, chip, count)
+            mean, worst = regret(files, chip, count)
             print(f"  best of the first {count}: {mean:.4f} times the best of all, at worst {worst:.3f}")
     print(chip)
 

@@ -23,20 +23,19 @@ fit_model = script("fit_model")
 config = fit_model.parse
 
 
-def sweeps():
-    """Return {shape: {config: microseconds}} of the committed sweeps."""
-    return fit_model.read([BENCHMARKS / "results" / f"sweep_{name}_h100.json" for name in ("decode", "short")])
+SWEEPS = [BENCHMARKS / "results" / f"sweep_{name}_h100.json" for name in ("decode", "short")]
 
 
 @pytest.fixture(scope="module")
 def measured():
-    return sweeps()
+    """Return (shape, {config: microseconds}) of the committed sweeps."""
+    return [each for path in SWEEPS for each in fit_model.read(path).items()]
 
 
 @pytest.mark.parametrize(("count", "mean", "worst"), [(1, 1.03, 1.2), (8, 1.002, 1.05)])
 def test_the_first_ones_hold_the_fastest(measured, count, mean, worst):
     assert len(measured) >= 30
-    found_mean, found_worst = fit_model.regret(fit_model.Measured.of(measured), model.H100, count)
+    found_mean, found_worst = fit_model.regret(list(map(fit_model.Measured.of, SWEEPS)), model.H100, count)
     assert found_mean <= mean
     assert found_worst <= worst
 
@@ -50,18 +49,16 @@ def reduces(path):
 def test_so_they_do_in_the_tables_that_ship(count, mean):
     """Each table by itself: only kernels that raced together can be compared."""
     paths = [path for path in sorted(_resources.tuned().glob("nvidia-h100*.json")) if not reduces(path)]
-    # Kernels of ordinary loads have a model of their own, and some problems only them.
-    found = [{p: times for p, times in fit_model.read([path]).items() if times} for path in paths]
-    problems = sum(map(len, found))
-    assert problems > 300
-    lost = sum(len(each) * fit_model.regret(fit_model.Measured.of(each), model.H100, count)[0] for each in found)
-    assert lost / problems <= mean
+    found = list(map(fit_model.Measured.of, paths))
+    assert {each.lines for each in found} == {("k", "k"), ("k", "n"), ("m", "n"), ("m", "k")}
+    assert sum(len(each.problems) for each in found) > 300
+    assert fit_model.regret(found, model.H100, count)[0] <= mean
 
 
 def test_a_predicted_time_is_near_the_measured_one_where_the_choice_is_made(measured):
     errors = [
         abs(math.log(model.predict(of, shape) / us))
-        for shape, times in measured.items()
+        for shape, times in measured
         for of, us in times.items()
         if us <= 1.1 * min(times.values())
     ]
@@ -208,7 +205,7 @@ def test_the_space_has_every_schedule_with_every_tile_that_it_can_have():
 
 def test_what_won_a_sweep_is_within_reach(measured):
     """The first of thousands hold the measured best, or one that the model cannot tell from it."""
-    for shape, times in measured.items():
+    for shape, times in measured:
         best = min(times, key=times.get)
         near = space.ranked(signature(), shape, REACH, H100)
         assert best in near or any(best in unseen(c) for c in near), shape
