@@ -8,8 +8,10 @@ all kernels lost clearly to a peer goes, as the right one did not race there. Ke
 have done so with another epilogue or element type: the tables given by --like say how far behind they were there of one
 that did, and so far behind they count. The grid's shapes have the measurements of
 sixteen kernels only, which therefore serve them (`evaluate_dispatch.py` says what that loses). All kernels are for
-other shapes, where one may win that never did where it was measured: what a given table lists stays, as a table that
-was shipped before no longer says of all its kernels where they raced.
+other shapes, where one may win that never did where it was measured. What a given table lists stays, as a table that
+was shipped before no longer says of all its kernels where they raced. But a kernel goes that no table of the folder has
+a time of, if one of them has a time of the same kernel with another K extent, which the model cannot tell from it: its
+word alone had kernels chosen that take 1.4 times as long. Of more than a table may list, those stay that help most.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from pathlib import Path
 import shapes
 
 from cutlass_ops import tables
-from cutlass_ops.config import Config, config_from_json
+from cutlass_ops.config import Config, Sm90Config, config_from_json
 from cutlass_ops.tables import Measured, Point, Table
 
 # How many kernels are chosen for the grid.
@@ -64,6 +66,21 @@ def _by_use(points: Iterable[Point]) -> list[Config]:
     return [config for config, _ in uses.most_common()]
 
 
+def timed(folder: Path, like: Table) -> set[Config]:
+    """Return the kernels that a folder's tables have times of, for a table's device and majors."""
+    there = (table for table in map(tables.load, folder.glob("*.json")) if table.device == like.device)
+    alike = (table for table in there if table.signature.majors == like.signature.majors)
+    return {m.config.binary() for table in alike for p in table.points for m in p.measured}
+
+
+def untold(config: Config, known: Collection[Config]) -> bool:
+    """Whether nothing tells how fast a kernel is beside a known one, from which it differs in its tile's K alone."""
+    if config in known or not isinstance(config, Sm90Config):
+        return False
+    tile = config.threadblock
+    return any(replace(config, threadblock=replace(tile, k=k)) in known for k in (32, 64, 128, 256))
+
+
 def ratio(point: Point) -> float:
     """Return the best peer's time over the winner's."""
     return min(time for _, time in point.peers) / point.measured[0].microseconds
@@ -86,12 +103,14 @@ def main() -> None:
     points = tuple(p for p in points if p.measured and ratio(p) >= WORTH)
     everything = {m.config.binary() for p in points for m in p.measured}
     chosen = replace(table, points=points).select(first=shapes.GRID, few=FEW, most=len(everything))
-    listed = [c for each in given for c in each.kernels if not pool or c in pool]
-    chosen = replace(chosen, kernels=tuple(dict.fromkeys([*chosen.kernels, *_by_use(points), *listed])))
+    known = timed(args.folder, table)
+    listed = [c for each in given for c in each.kernels if not untold(c, known) and (not pool or c in pool)]
+    ordered = tuple(dict.fromkeys([*chosen.kernels, *_by_use(points), *listed]))
+    chosen = replace(chosen, kernels=ordered[: tables.MOST_KERNELS])
     few = set(chosen.kernels[:FEW])
     before = chosen.points
-    points = tuple(best_orders(p, few) if p.problem in shapes.GRID else p for p in before)
-    chosen = replace(chosen, points=points)
+    points = tuple(best_orders(p, few if p.problem in shapes.GRID else set(chosen.kernels)) for p in before)
+    chosen = replace(chosen, points=tuple(p for p in points if p.measured))
     path = tables.path_of(args.folder, table.device, table.signature)
     path.write_text(json.dumps(chosen.to_json()) + "\n")
     lost = [min(m.behind for m in p.measured if m.config.binary() in few) for p in before if p.problem in shapes.GRID]

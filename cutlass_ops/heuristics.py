@@ -89,17 +89,21 @@ class Pool:
         Elements to which the lines of A and B are aligned.
     weights : int
         How many matrices are multiplied by A. Problems count the columns of one of them.
+    scatters : bool
+        Whether lines of D are aligned to no more than one element.
     """
 
     configs: tuple[Config, ...]
     majors: tuple[Major, Major] = ("row", "col")
     alignments: tuple[int, int] = (8, 8)
     weights: int = 1
+    scatters: bool = False
 
     @classmethod
     def of(cls, configs: Iterable[Config], signature: OpSignature) -> Pool:
         """Return configurations that serve a signature."""
-        return cls(tuple(configs), signature.majors, signature.alignments, weights_of(signature))
+        scatters = signature.d.alignment == 1
+        return cls(tuple(configs), signature.majors, signature.alignments, weights_of(signature), scatters)
 
     def whole(self, problem: Problem) -> Problem:
         """Return a problem with the columns of all weights."""
@@ -129,10 +133,17 @@ class Pool:
         return torch.tensor([[c.ordered for c in self._sm90.configs]])
 
     def _before(self, problems: Sequence[Problem]) -> Tensor:
-        """By how many microseconds kernels of Sm90 are later for means of A's rows, and for operands copied first."""
-        what = [(c.means, c.realign) for c in self._sm90.configs]
+        """By how many microseconds kernels of Sm90 are later for means of A's rows, copies of operands and stores of D.
+
+        Problems count the columns of all weights.
+        """
+        what = [(c.means, c.realign, self.scatters and not c.swap_ab) for c in self._sm90.configs]
         copied = realigning(self.alignments, problems)
-        times = {(way, copies): model.means(way, problems) + copied * copies for way, copies in set(what)}
+        stored = model.scattering([(m, n // self.weights, k) for m, n, k in problems])
+        times = {
+            (way, copies, scatters): model.means(way, problems) + copied * copies + stored * scatters
+            for way, copies, scatters in set(what)
+        }
         return torch.cat([times[each] for each in what], dim=1)
 
     @cached_property

@@ -30,6 +30,9 @@ _MEANS_BANDWIDTH = 2500.0
 # Microseconds of a kernel before the GEMM that copies misaligned operands, and the GB/s that it reads and writes.
 _REALIGN_START = 2.5
 _REALIGN_BANDWIDTH = 2500.0
+# Microseconds more that it takes to store a million elements of D, one by one, where a thread's neighbours have other
+# rows of it and not the row's next elements. Set by differences of measured times (benchmarks/NOTES.md), not fitted.
+_SCATTERED = 3.4
 # What bounds an instruction's clocks: its products, or reading both operands from shared memory.
 _PRODUCTS_PER_CLOCK = 2048
 _SHARED_BYTES_PER_CLOCK = 128
@@ -327,6 +330,15 @@ def realigning(a: bool, b: bool, problems: Sequence[tuple[int, int, int]], eleme
     if not a and not b:
         return torch.zeros_like(m)
     return _REALIGN_START + 2 * element_bytes * (m * k * a + k * n * b) / (_REALIGN_BANDWIDTH * 1e3)
+
+
+def scattering(problems: Sequence[tuple[int, int, int]]) -> Tensor:
+    """Return by how many microseconds a GEMM is later that scatters single elements of D, of shape (problems, 1).
+
+    That is where lines of D are aligned to one element, and the kernel computes D and not its transpose.
+    """
+    m, n, _ = _extents(problems)
+    return _SCATTERED * m * n * 1e-6
 
 
 def _rows(extent: Tensor, line: Extent, element_bytes: int) -> Tensor:

@@ -302,8 +302,8 @@ def _plain(signature: OpSignature) -> OpSignature:
 def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
     """Return another signature's table as if it were about this one, which may take more of A and multiply it by more.
 
-    Kernels stand for the form of them that serves; what it takes to copy operands and to have means of A's rows counts.
-    Two weights of N columns are what one of 2N was.
+    Kernels stand for the form of them that serves; what it takes to copy operands, to have means of A's rows and to
+    scatter D counts. Two weights of N columns are what one of 2N was.
     """
     theirs = table.signature
     if _kind(signature) == _kind(theirs):
@@ -326,14 +326,20 @@ def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
         """Return by how many microseconds what the table's kernels did not do makes a kernel later."""
         if not isinstance(config, Sm90Config):
             return 0.0
-        means = 0.0 if theirs.epilogue.gathered else float(model.means(config.means, [problem]))
-        return means + (float(heuristics.realigning(signature.alignments, [problem])) if config.realign else 0.0)
+        m, n, k = problem
+        whole = (m, n * heuristics.weights_of(theirs), k)
+        found = 0.0 if theirs.epilogue.gathered else float(model.means(config.means, [whole]))
+        if config.realign:
+            found += float(heuristics.realigning(signature.alignments, [whole]))
+        if signature.d.alignment == 1 and not config.swap_ab:
+            found += float(model.scattering([(m, n // weights, k)]))
+        return found
 
     def restated(point: Point) -> Point:
         m, n, k = point.problem
         best = point.measured[0].microseconds
         times = [
-            (best * (1 + measured.behind) + more(config, (m, n * heuristics.weights_of(theirs), k)), config)
+            (best * (1 + measured.behind) + more(config, point.problem), config)
             for measured in point.measured
             if (config := form(measured.config)) is not None
         ]
@@ -348,9 +354,10 @@ def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
     )
 
 
-def _kind(signature: OpSignature) -> tuple[bool, int, bool]:
+def _kind(signature: OpSignature) -> tuple[bool, int, bool, bool]:
     """Return what decides whether one signature's times are another's."""
-    return bool(signature.epilogue.gathered), heuristics.weights_of(signature), signature.realigns
+    gathered, weights = bool(signature.epilogue.gathered), heuristics.weights_of(signature)
+    return gathered, weights, signature.realigns, signature.d.alignment == 1
 
 
 def _legal(signature: OpSignature, config: Config, device: Device) -> Config | None:

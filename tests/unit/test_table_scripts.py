@@ -1,12 +1,14 @@
 """The scripts that choose kernels and shapes for the tables that ship."""
 
+import json
 import math
+from dataclasses import replace
 
 import torch
 from signatures import signature
 
 from cutlass_ops import builtin, tables
-from cutlass_ops.config import Sm90Config, ThreadblockShape
+from cutlass_ops.config import GemvConfig, Sm90Config, ThreadblockShape
 from cutlass_ops.tables import Measured, Point, Table
 from tests.scripts import script
 
@@ -60,6 +62,23 @@ def test_without_the_fastest_the_others_are_told_from_the_best_of_them():
     assert (only.config, only.behind) == (B, 0.0)
     assert only.microseconds == 12.0
     assert ship_table.best_orders(point(Measured(A, 10.0, 0.0)), {B}).measured == ()
+
+
+def test_a_kernel_is_untold_beside_one_with_a_time_that_has_another_k_extent(tmp_path):
+    deep = replace(A, threadblock=ThreadblockShape(128, 64, 128))
+    table = Table("H100", 132, signature(), (point(Measured(A, 10.0, 0.0)),), (A, B, deep))
+    others = [
+        table,
+        replace(table, device="H200", points=(point(Measured(deep, 9.0, 0.0)),)),
+        replace(table, signature=signature(majors=("col", "row")), points=(point(Measured(deep, 9.0, 0.0)),)),
+    ]
+    for at, other in enumerate(others):
+        (tmp_path / f"{at}.json").write_text(json.dumps(other.to_json()))
+    known = ship_table.timed(tmp_path, table)
+    assert known == {A}
+    assert [ship_table.untold(c, known) for c in (A, B, deep)] == [False, False, True]
+    assert not ship_table.untold(deep, {A, deep})
+    assert not ship_table.untold(GemvConfig(rows=1, warps=8, pieces=8), known)
 
 
 def test_a_point_is_worth_what_the_best_peer_took_for_what_we_did():
