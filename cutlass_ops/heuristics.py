@@ -40,6 +40,11 @@ def chip_of(device: Device) -> model.Chip:
     return replace(chip, multiprocessors=device.multiprocessors, multiprocessors_in_fours=fours)
 
 
+def scatters(signature: OpSignature) -> bool:
+    """Whether lines of D are aligned to no more than one element, so that each is stored by itself."""
+    return signature.d.alignment == 1
+
+
 def weights_of(signature: OpSignature) -> int:
     """Return how many matrices a signature multiplies by A."""
     return 1 + len(signature.epilogue.products)
@@ -102,8 +107,12 @@ class Pool:
     @classmethod
     def of(cls, configs: Iterable[Config], signature: OpSignature) -> Pool:
         """Return configurations that serve a signature."""
-        scatters = signature.d.alignment == 1
-        return cls(tuple(configs), signature.majors, signature.alignments, weights_of(signature), scatters)
+        return cls(tuple(configs), signature.majors, signature.alignments, weights_of(signature), scatters(signature))
+
+    def is_like(self, signature: OpSignature) -> bool:
+        """Whether a signature's operands lie in memory as those of these do."""
+        theirs = signature.majors, signature.alignments, scatters(signature)
+        return theirs == (self.majors, self.alignments, self.scatters)
 
     def whole(self, problem: Problem) -> Problem:
         """Return a problem with the columns of all weights."""

@@ -173,8 +173,8 @@ class Knowledge:
             # Operands of other majors take other times, and other devices do, but the model is off by as much.
             there = replace(device, multiprocessors=table.multiprocessors, name=table.device)
             errors.append(_errors(found, replace(pool, majors=table.signature.majors), there))
-            # Where operands have to be copied, what is known of others that have not is an estimate.
-            if table.signature.majors == pool.majors and table.signature.alignments == pool.alignments:
+            # Where operands have to be copied or D is scattered, what is known of others is an estimate.
+            if pool.is_like(table.signature):
                 measured = found | measured
         return cls(pool, device, measured, Notes.of(errors, len(pool.configs)))
 

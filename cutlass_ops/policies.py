@@ -331,7 +331,7 @@ def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
         found = 0.0 if theirs.epilogue.gathered else float(model.means(config.means, [whole]))
         if config.realign:
             found += float(heuristics.realigning(signature.alignments, [whole]))
-        if signature.d.alignment == 1 and not config.swap_ab:
+        if heuristics.scatters(signature) and not config.swap_ab:
             found += float(model.scattering([(m, n // weights, k)]))
         return found
 
@@ -357,7 +357,7 @@ def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
 def _kind(signature: OpSignature) -> tuple[bool, int, bool, bool]:
     """Return what decides whether one signature's times are another's."""
     gathered, weights = bool(signature.epilogue.gathered), heuristics.weights_of(signature)
-    return gathered, weights, signature.realigns, signature.d.alignment == 1
+    return gathered, weights, signature.realigns, heuristics.scatters(signature)
 
 
 def _legal(signature: OpSignature, config: Config, device: Device) -> Config | None:

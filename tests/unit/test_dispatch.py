@@ -370,6 +370,9 @@ def test_scattered_stores_of_d_count_beside_what_was_measured_without():
     aligned, odd = (policies.policy(signature(d=d), H100) for d in (8, 1))
     assert aligned.choose(problem).source == "measured"
     assert odd.own is None
+    # What an aligned D took is no measurement of this one, not even at the same extents.
+    assert odd.choose(problem).source == "interpolated"
+    assert odd.choose(problem).config.swap_ab
     before, after = ({c: us for us, c in _times(policy, problem)} for policy in (aligned, odd))
     assert before.keys() == after.keys()
     assert any(c.swap_ab for c in before)

@@ -26,10 +26,14 @@ config = fit_model.parse
 SWEEPS = [BENCHMARKS / "results" / f"sweep_{name}_h100.json" for name in ("decode", "short")]
 
 
-@pytest.fixture(scope="module")
-def measured():
+def sweeps():
     """Return (shape, {config: microseconds}) of the committed sweeps."""
     return [each for path in SWEEPS for each in fit_model.read(path).items()]
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return sweeps()
 
 
 @pytest.mark.parametrize(("count", "mean", "worst"), [(1, 1.03, 1.2), (8, 1.002, 1.05)])

@@ -88,7 +88,7 @@ def test_tables_about_different_things_are_not_merged(change, named):
 def swept():
     """Return the committed sweeps as a table."""
     points = []
-    for problem, times in sweeps().items():
+    for problem, times in sweeps():
         best = min(times.values())
         measured = tuple(Measured(c, us, us / best - 1) for c, us in sorted(times.items(), key=lambda x: x[1]))
         points.append(Point(problem, "2026-11-21", measured))
