@@ -103,7 +103,7 @@ def main() -> None:
     points = tuple(p for p in points if p.measured and ratio(p) >= WORTH)
     everything = {m.config.binary() for p in points for m in p.measured}
     chosen = replace(table, points=points).select(first=shapes.GRID, few=FEW, most=len(everything))
-    known = timed(args.folder, table)
+    known = everything | timed(args.folder, table)
     listed = [c for each in given for c in each.kernels if not untold(c, known) and (not pool or c in pool)]
     ordered = tuple(dict.fromkeys([*chosen.kernels, *_by_use(points), *listed]))
     chosen = replace(chosen, kernels=ordered[: tables.MOST_KERNELS])
