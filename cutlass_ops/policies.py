@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import get_args
 
@@ -158,8 +158,8 @@ def kept(policy: Policy, n: int, k: int) -> tuple[Config, ...]:
 
 def forget() -> None:
     """Read the user's tables anew from now on."""
-    for cache in (_policy, kept):
-        cache.cache_clear()
+    for each in (_policy, kept):
+        each.cache_clear()
 
 
 def policy(signature: OpSignature, device: Device) -> Policy:
@@ -310,8 +310,15 @@ def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
         return table
     weights = heuristics.weights_of(signature) // heuristics.weights_of(theirs)
     forms: dict[Config, Config | None] = {}
+    # A table's thousands of measurements share some hundred configurations; to compare objects is enough.
+    shared: dict[int, Sm90Config | GemvConfig | None] = {}
 
     def form(config: Config) -> Sm90Config | GemvConfig | None:
+        if id(config) not in shared:
+            shared[id(config)] = formed(config)
+        return shared[id(config)]
+
+    def formed(config: Config) -> Sm90Config | GemvConfig | None:
         binary = config.binary()
         if binary not in forms:
             forms[binary] = _legal(signature, binary, device)
@@ -322,18 +329,20 @@ def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
             return None
         return replace(config, schedule=found.schedule, means=found.means, realign=found.realign)
 
+    @cache
+    def later(means: Means, realign: bool, scatters: bool, problem: Problem) -> float:
+        m, n, k = problem
+        whole = (m, n * heuristics.weights_of(theirs), k)
+        found = 0.0 if theirs.epilogue.gathered else float(model.means(means, [whole]))
+        found += float(heuristics.realigning(signature.alignments, [whole])) if realign else 0.0
+        return found + (float(model.scattering([(m, n // weights, k)])) if scatters else 0.0)
+
     def more(config: Sm90Config | GemvConfig, problem: Problem) -> float:
         """Return by how many microseconds what the table's kernels did not do makes a kernel later."""
         if not isinstance(config, Sm90Config):
             return 0.0
-        m, n, k = problem
-        whole = (m, n * heuristics.weights_of(theirs), k)
-        found = 0.0 if theirs.epilogue.gathered else float(model.means(config.means, [whole]))
-        if config.realign:
-            found += float(heuristics.realigning(signature.alignments, [whole]))
-        if heuristics.scatters(signature) and not config.swap_ab:
-            found += float(model.scattering([(m, n // weights, k)]))
-        return found
+        scatters = heuristics.scatters(signature) and not config.swap_ab
+        return later(config.means, config.realign, scatters, problem)
 
     def restated(point: Point) -> Point:
         m, n, k = point.problem
