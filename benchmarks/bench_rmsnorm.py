@@ -1,6 +1,7 @@
 """RMSNorm fused with the GEMM that follows, against the GEMM alone, eager PyTorch and torch.compile.
 
     python benchmarks/bench_rmsnorm.py --out benchmarks/results/rmsnorm_h100.json
+    python benchmarks/bench_rmsnorm.py --set unseen --skip ways --out benchmarks/results/rmsnorm_unseen_h100.json
     python benchmarks/bench_rmsnorm.py --rows 16 4096 --dtypes bf16 --skip compile --out /tmp/r.json
 
 Each row: {"dtype", "m", "n", "k", "error_over_eager", "kernel", "ms": {name: ms}, "over_ours": {name: ratio, range}}.
@@ -32,8 +33,7 @@ from cutlass_ops.config import Means, Sm90Config
 from cutlass_ops.spec import KernelSpec
 from cutlass_ops.timing import expected_us, rotation
 
-ROWS = tuple(dict.fromkeys(m for m, _, _ in shapes.NORMS))
-WEIGHTS = tuple(dict.fromkeys((n, k) for _, n, k in shapes.NORMS))
+SETS = {"grid": shapes.NORMS, "unseen": shapes.UNSEEN_NORMS}
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 PEERS = ("ways", "statistic", "gemm", "eager", "compile")
 EPS = 1e-5
@@ -88,11 +88,11 @@ def ways(x: Tensor, w: Tensor) -> dict[str, KernelSpec]:
     return {way: spec for way, spec in others.items() if not legality.check(spec)}
 
 
-def build_ahead(dtypes: list[str], rows: list[int], peers: list[str]) -> None:
+def build_ahead(dtypes: list[str], problems: list[shapes.Shape], peers: list[str]) -> None:
     """Compile all kernels side by side."""
     calls: list[tuple[ops.Op, tuple[Any, ...]]] = []
     further: dict[KernelSpec, None] = {}
-    for dtype, m, (n, k) in product(dtypes, rows, WEIGHTS):
+    for dtype, (m, n, k) in product(dtypes, problems):
         a, w = (torch.empty(shape, device="meta", dtype=DTYPES[dtype]) for shape in ((m, k), (n, k)))
         sums = torch.empty(m, device="meta")
         calls += [
@@ -143,15 +143,17 @@ def run_case(dtype: str, m: int, n: int, k: int, peers: list[str]) -> dict[str, 
 def main() -> None:
     """Run the grid and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
+    parser.add_argument("--set", choices=list(SETS), default="grid")
+    parser.add_argument("--rows", nargs="+", type=int, default=None, help="only these M")
     parser.add_argument("--dtypes", nargs="+", default=["bf16"], choices=list(DTYPES))
     parser.add_argument("--skip", nargs="+", default=[], choices=PEERS, help="variants to leave out")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     head, rows, peers = harness.environment(), [], [p for p in PEERS if p not in args.skip]
-    build_ahead(args.dtypes, args.rows, peers)
+    problems = [p for p in SETS[args.set] if args.rows is None or p[0] in args.rows]
+    build_ahead(args.dtypes, problems, peers)
     with torch.no_grad():
-        for dtype, m, (n, k) in product(args.dtypes, args.rows, WEIGHTS):
+        for dtype, (m, n, k) in product(args.dtypes, problems):
             rows.append(run_case(dtype, m, n, k, peers))
             print(rows[-1], flush=True)
             harness.save(args.out, {**head, "rows": rows})

@@ -1,6 +1,7 @@
 """SwiGLU as one kernel, against two GEMMs, eager PyTorch and torch.compile.
 
     python benchmarks/bench_swiglu.py --out benchmarks/results/swiglu_h100.json
+    python benchmarks/bench_swiglu.py --set unseen --out benchmarks/results/swiglu_unseen_h100.json
     python benchmarks/bench_swiglu.py --rows 16 4096 --skip compile --out /tmp/r.json
 
 Each row: {"dtype", "m", "n", "k", "error_over_eager", "kernel", "ms": {name: ms}, "over_ours": {name: ratio, range}};
@@ -25,8 +26,7 @@ import cutlass_ops as co
 from cutlass_ops import builtin, ops
 from cutlass_ops.timing import expected_us, rotation
 
-ROWS = tuple(m for m, _, _ in shapes.GATES)
-(N, K) = shapes.GATES[0][1:]
+SETS = {"grid": shapes.GATES, "unseen": shapes.UNSEEN_GATES}
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 PEERS = ("two_gemms", "eager", "eager_one_linear", "compile")
 
@@ -50,11 +50,11 @@ def two_gemms(x: Tensor, both: Tensor, out: Tensor) -> Tensor:
     return co.gemm(x, up.t(), epilogue=builtin.swiglu_up, gate=gated, out=out)
 
 
-def build_ahead(dtypes: list[str], rows: list[int]) -> None:
+def build_ahead(dtypes: list[str], problems: list[shapes.Shape]) -> None:
     """Compile all kernels side by side."""
     calls: list[tuple[ops.Op, tuple[Any, ...]]] = []
-    for dtype, m in product(dtypes, rows):
-        x, w, gate = (torch.empty(s, device="meta", dtype=DTYPES[dtype]) for s in ((m, K), (N, K), (m, N)))
+    for dtype, (m, n, k) in product(dtypes, problems):
+        x, w, gate = (torch.empty(s, device="meta", dtype=DTYPES[dtype]) for s in ((m, k), (n, k), (m, n)))
         calls += [
             (ops.op(builtin.swiglu), (x, w.t(), w.t())),
             (ops.op(builtin.swiglu_gate), (x, w.t())),
@@ -63,12 +63,12 @@ def build_ahead(dtypes: list[str], rows: list[int]) -> None:
     harness.build_ahead(calls)
 
 
-def run_case(dtype: str, m: int, peers: list[str]) -> dict[str, Any]:
-    """Check and time one number of rows."""
-    count = rotation(2 * (m * K + 2 * N * K + m * N))
+def run_case(dtype: str, m: int, n: int, k: int, peers: list[str]) -> dict[str, Any]:
+    """Check and time one shape."""
+    count = rotation(2 * (m * k + 2 * n * k + m * n))
     draw = {"device": "cuda", "dtype": DTYPES[dtype]}
     sets = [
-        (torch.randn(m, K, **draw), torch.randn(2 * N, K, **draw).div_(K**0.5), torch.empty(m, N, **draw))
+        (torch.randn(m, k, **draw), torch.randn(2 * n, k, **draw).div_(k**0.5), torch.empty(m, n, **draw))
         for _ in range(count)
     ]
 
@@ -94,26 +94,28 @@ def run_case(dtype: str, m: int, peers: list[str]) -> dict[str, Any]:
     gate, up = both.chunk(2)
     plan = ops.op(builtin.swiglu).plan(x, gate.t(), up.t())
     return {
-        "dtype": dtype, "m": m, "n": N, "k": K,
+        "dtype": dtype, "m": m, "n": n, "k": k,
         "error_over_eager": round(error, 3),
         "kernel": plan.spec.config.slug,
-        **harness.compare(variants, expected_us(m, 2 * N, K)),
+        **harness.compare(variants, expected_us(m, 2 * n, k)),
     }  # fmt: skip
 
 
 def main() -> None:
-    """Run the numbers of rows and write the JSON."""
+    """Run the grid and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
+    parser.add_argument("--set", choices=list(SETS), default="grid")
+    parser.add_argument("--rows", nargs="+", type=int, default=None, help="only these M")
     parser.add_argument("--dtypes", nargs="+", default=["bf16"], choices=list(DTYPES))
     parser.add_argument("--skip", nargs="+", default=[], choices=PEERS, help="variants to leave out")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     head, rows = harness.environment(), []
-    build_ahead(args.dtypes, args.rows)
+    problems = [p for p in SETS[args.set] if args.rows is None or p[0] in args.rows]
+    build_ahead(args.dtypes, problems)
     with torch.no_grad():
-        for dtype, m in product(args.dtypes, args.rows):
-            rows.append(run_case(dtype, m, [p for p in PEERS if p not in args.skip]))
+        for dtype, (m, n, k) in product(args.dtypes, problems):
+            rows.append(run_case(dtype, m, n, k, [p for p in PEERS if p not in args.skip]))
             print(rows[-1], flush=True)
             harness.save(args.out, {**head, "rows": rows})
 

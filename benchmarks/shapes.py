@@ -110,6 +110,24 @@ NORMS: tuple[Shape, ...] = tuple(
     (m, n, k) for n, k in ((6144, 4096), (28672, 4096)) for m in (1, 16, 64, 256, 1024, 2048, 4096, 8192)
 )
 GATES: tuple[Shape, ...] = tuple((m, 14336, 4096) for m in (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192))
+# What the ways to take means of A's rows are compared at, and norms are tuned at besides: other weights, with half of
+# these numbers of rows each.
+_NORM_WEIGHTS = ((2048, 2048), (2560, 2560), (9216, 3072), (5120, 3584), (7168, 5120), (8192, 8192), (16384, 2048))
+_NORM_ROWS = (32, 64, 96, 192, 384, 768, 1536, 3072)
+MEANS: tuple[Shape, ...] = tuple(
+    (m, n, k)
+    for at, (n, k) in enumerate(_NORM_WEIGHTS)
+    for number, m in enumerate(_NORM_ROWS)
+    if (number + at) % 2 == 0
+)
+# The same in models from 1B to 70B, with numbers of rows that nobody tuned either.
+UNSEEN_ROWS = (1, 7, 100, 333, 1000, 2500)
+UNSEEN_NORMS: tuple[Shape, ...] = tuple(
+    (m, n, k) for n, k in ((3072, 2048), (4608, 3584), (13824, 5120), (10240, 8192)) for m in UNSEEN_ROWS
+)
+UNSEEN_GATES: tuple[Shape, ...] = tuple(
+    (m, n, k) for n, k in ((5632, 2048), (8960, 1536), (18944, 3584), (13824, 5120)) for m in UNSEEN_ROWS
+)
 # What follows attention and the gates in an 8B model's layer, added to the residual stream.
 RESIDUALS: tuple[Shape, ...] = tuple(
     (m, 4096, k) for k in (4096, 14336) for m in (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
