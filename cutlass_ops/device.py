@@ -50,8 +50,9 @@ def with_order(config: Config, problem: Problem) -> Config:
     """Set the order in which tiles are visited.
 
     An operand that does not stay in the L2 cache is read from device memory once for each strip of tiles that crosses
-    it: the order with the fewest such reads comes first, then the one in which neighbours share the operand that the
-    cluster's multicast does not (benchmarks/NOTES.md).
+    it: the order with the fewest such reads comes first. Where idle warps read A's rows beside the main loop, new rows
+    then come last, as epilogues wait for them; else neighbours share the operand that the cluster's multicast does not
+    (benchmarks/NOTES.md).
     """
     if not isinstance(config, Sm90Config) or not config.ordered:
         return config
@@ -59,7 +60,8 @@ def with_order(config: Config, problem: Problem) -> Config:
     tile, cluster = config.threadblock, config.cluster
     rows, columns = _ceil(m, tile.m * cluster.m), _ceil(n, tile.n * cluster.n)
     by_m, by_n = _reads_again(m * k, columns), _reads_again(n * k, rows)
-    along_n = by_n <= by_m if cluster.m >= cluster.n else by_n < by_m
+    otherwise = not config.swap_ab if config.means == "beside" else cluster.m >= cluster.n
+    along_n = otherwise if by_n == by_m else by_n < by_m
     strips = rows if along_n else columns
     return replace(config, raster="along_n" if along_n else "along_m", swizzle=2 if strips >= 8 else 1)
 

@@ -14,6 +14,7 @@ from cutlass_ops.config import (
     SWIZZLES,
     Config,
     GemvConfig,
+    Means,
     Raster,
     Sm80Config,
     Sm90Config,
@@ -96,6 +97,8 @@ class Pool:
         How many matrices are multiplied by A. Problems count the columns of one of them.
     scatters : bool
         Whether lines of D are aligned to no more than one element.
+    gathers : bool
+        Whether the epilogue takes means of A's rows.
     """
 
     configs: tuple[Config, ...]
@@ -103,11 +106,15 @@ class Pool:
     alignments: tuple[int, int] = (8, 8)
     weights: int = 1
     scatters: bool = False
+    gathers: bool = False
 
     @classmethod
     def of(cls, configs: Iterable[Config], signature: OpSignature) -> Pool:
         """Return configurations that serve a signature."""
-        return cls(tuple(configs), signature.majors, signature.alignments, weights_of(signature), scatters(signature))
+        return cls(
+            tuple(configs), signature.majors, signature.alignments, weights_of(signature), scatters(signature),
+            gathers=bool(signature.epilogue.gathered),
+        )  # fmt: skip
 
     def is_like(self, signature: OpSignature) -> bool:
         """Whether a signature's operands lie in memory as those of these do."""
@@ -141,19 +148,28 @@ class Pool:
     def _ordered(self) -> Tensor:
         return torch.tensor([[c.ordered for c in self._sm90.configs]])
 
-    def _before(self, problems: Sequence[Problem]) -> Tensor:
-        """By how many microseconds kernels of Sm90 are later for means of A's rows, copies of operands and stores of D.
+    def besides(self, problems: Sequence[Problem], device: Device) -> Tensor:
+        """Return by how many microseconds kernels are later for what they do besides a GEMM.
 
-        Problems count the columns of all weights.
+        That is means of A's rows, copies of operands that TMA cannot read, and stores of single elements of D; all by
+        kernels of Sm90. Of shape (problems, configurations).
         """
-        what = [(c.means, c.realign, self.scatters and not c.swap_ab) for c in self._sm90.configs]
-        copied = realigning(self.alignments, problems)
-        stored = model.scattering([(m, n // self.weights, k) for m, n, k in problems])
-        times = {
-            (way, copies, scatters): model.means(way, problems) + copied * copies + stored * scatters
-            for way, copies, scatters in set(what)
-        }
-        return torch.cat([times[each] for each in what], dim=1)
+        found = torch.zeros(len(problems), len(self.configs), dtype=torch.float64)
+        whole = [self.whole(p) for p in problems]
+        if self._sm90.configs:
+            found[:, self._places] = self._besides(whole, torch.minimum(*self._times_by_order(whole, device)), device)
+        return found
+
+    def _besides(self, problems: Sequence[Problem], times: Tensor, device: Device) -> Tensor:
+        """Return what :meth:`besides` does of kernels of Sm90, for problems that count the columns of all weights."""
+        copied = realigning(self.alignments, problems) * self._copies
+        stored = model.scattering([(m, n // self.weights, k) for m, n, k in problems]) * ~self._swapped
+        found = copied + stored if self.scatters else copied
+        return found + model.means(self._sm90, problems, times, chip_of(device)) if self.gathers else found
+
+    @cached_property
+    def _copies(self) -> Tensor:
+        return torch.tensor([[c.realign for c in self._sm90.configs]])
 
     @cached_property
     def _swapped(self) -> Tensor:
@@ -183,7 +199,8 @@ class Pool:
         gpc = torch.zeros_like(times, dtype=torch.bool)
         if self._sm90.configs:
             usual, by_gpc = self._times_by_order(problems, device)
-            times[:, self._places] = torch.minimum(usual, by_gpc) + self._before(problems)
+            better = torch.minimum(usual, by_gpc)
+            times[:, self._places] = better + self._besides(problems, better, device)
             gpc[:, self._places] = by_gpc < usual
         return times, gpc
 
@@ -243,6 +260,13 @@ def realigning(alignments: tuple[int, int], problems: Sequence[Problem]) -> Tens
     """Return how many microseconds it takes to copy operands of these alignments to lines that TMA can read."""
     a, b = (alignment < _ALIGNED for alignment in alignments)
     return model.realigning(a, b, problems)
+
+
+def usual_means(config: Sm90Config) -> Means:
+    """Return the way to take means of A's rows that costs least in such tiles: gathered where they have few rows."""
+    (rows, _), _ = model.along_problem(config)
+    gathered = model.TAKING.gathered + model.TAKING.gathered_row * rows
+    return "gathered" if gathered <= model.TAKING.beside.of(config.schedule) else "beside"
 
 
 def predict(config: Config, problem: Problem, device: Device) -> float:

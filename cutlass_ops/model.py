@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -23,10 +23,6 @@ from cutlass_ops.config import Means, Schedule, Sm90Config
 # within a K step; and a kernel's work against device memory, which overlap less well.
 _SHARPNESS = 8
 
-# Microseconds that means of A's rows take whatever their number, and the GB/s of a kernel before the GEMM that reads A.
-# Set, not fitted.
-_MEANS_START: dict[Means, float] = {"gathered": 0.0, "beside": 0.5, "ahead": 1.2}
-_MEANS_BANDWIDTH = 2500.0
 # Microseconds of a kernel before the GEMM that copies misaligned operands, and the GB/s that it reads and writes.
 _REALIGN_START = 2.5
 _REALIGN_BANDWIDTH = 2500.0
@@ -40,6 +36,7 @@ _SHARED_BYTES_PER_CLOCK = 128
 Extent = Literal["m", "n", "k"]
 
 SCHEDULES: tuple[Schedule, ...] = ("warp_specialized", "pingpong", "cooperative")
+WAYS: tuple[Means, ...] = get_args(Means)
 
 
 @dataclass(frozen=True)
@@ -152,6 +149,46 @@ H100 = Chip(
 H200 = replace(H100, dram=4203.0)
 
 
+@dataclass(frozen=True)
+class Taking:
+    """What it takes to have means of A's rows.
+
+    A fit to ``benchmarks/results/sweep_means_h100.json`` by ``benchmarks/fit_means.py``.
+
+    Attributes
+    ----------
+    gathered, gathered_row : float
+        Microseconds for the main loop, whatever the number of rows in a tile and for each of them.
+    ahead, ahead_rate : float
+        Microseconds of a kernel before the GEMM, and the bytes a nanosecond at which it reads A.
+    beside : PerSchedule
+        Microseconds where no epilogue has to wait for idle warps.
+    beside_after : float
+        Microseconds in which these warps have their first rows.
+    beside_rate : PerSchedule
+        Bytes a nanosecond at which those of all multiprocessors read A. Persistent kernels leave them few registers.
+    """
+
+    gathered: float
+    gathered_row: float
+    ahead: float
+    ahead_rate: float
+    beside: PerSchedule
+    beside_after: float
+    beside_rate: PerSchedule
+
+
+TAKING = Taking(
+    gathered=0.065,
+    gathered_row=0.0224,
+    ahead=0.999,
+    ahead_rate=1540.0,
+    beside=PerSchedule(warp_specialized=0.508, pingpong=1.145, cooperative=1.145),
+    beside_after=2.074,
+    beside_rate=PerSchedule(warp_specialized=1400.0, pingpong=301.6, cooperative=301.6),
+)
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
     """Configurations side by side, so that the times of thousands take milliseconds.
@@ -170,6 +207,8 @@ class Batch:
         Blocks that share a tile's K.
     schedule : Tensor
         Place of the schedule in :data:`SCHEDULES`.
+    means : Tensor
+        Place of the way to take means of A's rows in :data:`WAYS`.
     stream_k, by_gpc : Tensor
         Whether tiles are split where they do not fill a wave, and whether each GPC takes a run of them.
     """
@@ -185,6 +224,7 @@ class Batch:
     part: Tensor
     split_k: Tensor
     schedule: Tensor
+    means: Tensor
     stream_k: Tensor
     by_gpc: Tensor
 
@@ -193,8 +233,8 @@ class Batch:
         """Return configurations side by side."""
         configs = tuple(configs)
         numbers = torch.tensor([_numbers(c) for c in configs], dtype=torch.float64).reshape(-1, len(fields(cls)) - 1)
-        *extents, schedule, stream_k, by_gpc = numbers.T.unsqueeze(1).unbind(0)
-        return cls(configs, *[*extents, schedule.long(), stream_k > 0, by_gpc > 0])
+        *extents, schedule, way, stream_k, by_gpc = numbers.T.unsqueeze(1).unbind(0)
+        return cls(configs, *[*extents, schedule.long(), way.long(), stream_k > 0, by_gpc > 0])
 
 
 def _numbers(config: Sm90Config) -> tuple[float, ...]:
@@ -204,7 +244,8 @@ def _numbers(config: Sm90Config) -> tuple[float, ...]:
     schedule = SCHEDULES.index(config.schedule)
     stream_k = config.scheduler == "stream_k"
     size = part.m * part.n / 128**2
-    return (*tile, *cluster, own.m, own.n, own.k, size, config.split_k, schedule, stream_k, config.by_gpc)
+    way = WAYS.index(config.means)
+    return (*tile, *cluster, own.m, own.n, own.k, size, config.split_k, schedule, way, stream_k, config.by_gpc)
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,14 +355,49 @@ def times(
     return (_soft_max(busy, memory, sharpness=chip.overlap) + start) * padding
 
 
-def means(way: Means, problems: Sequence[tuple[int, int, int]], element_bytes: int = 2) -> Tensor:
-    """Return by how many microseconds a GEMM is later for means of A's rows, of shape (problems, 1).
+def means(
+    batch: Batch,
+    problems: Sequence[tuple[int, int, int]],
+    times: Tensor,
+    chip: Chip = H100,
+    element_bytes: int = 2,
+    taking: Taking = TAKING,
+) -> Tensor:
+    """Return by how many microseconds kernels are later for means of A's rows, of shape (problems, configurations).
 
-    A kernel before it reads A once; warps beside the main loop do so while the others multiply.
+    The main loop gathers them from the rows of its tiles; a kernel before it reads A once; idle warps beside it do so
+    while the others multiply, and an epilogue waits where they have not come to its rows. Tiles are taken to be visited
+    in the order in which such a kernel visits them, with new rows last (:func:`cutlass_ops.device.with_order`).
+
+    Parameters
+    ----------
+    batch : Batch
+        Legal configurations.
+    problems : sequence of (M, N, K)
+        Each extent at least 1.
+    times : Tensor
+        What kernels take without, shape (problems, configurations).
+    chip, element_bytes
+        As for :func:`times`.
+    taking : Taking
+        What each way costs.
     """
     m, _, k = _extents(problems)
-    start = torch.full_like(m, _MEANS_START[way])
-    return start + element_bytes * m * k / (_MEANS_BANDWIDTH * 1e3) if way == "ahead" else start
+    cover = grid(batch, problems, chip)
+    gathered = taking.gathered + taking.gathered_row * batch.tile_m
+    ahead = taking.ahead + element_bytes * m * k / (taking.ahead_rate * 1e3)
+
+    # Epilogues of the first wave need the rows of its tiles, those of the last need all.
+    first = (_ceil(cover.active, cover.columns) * batch.tile_m).minimum(m)
+    rate = _per_schedule(batch, taking.beside_rate) * cover.active / chip.multiprocessors
+    read_first, read_all = (taking.beside_after + element_bytes * rows * k / (rate * 1e3) for rows in (first, m))
+    multiplying = times - _per_schedule(batch, chip.launch)
+    late = torch.maximum(read_first - multiplying / cover.waves, read_all - multiplying).clamp(min=0)
+    beside = _per_schedule(batch, taking.beside) + late
+
+    found = {"gathered": gathered, "beside": beside, "ahead": ahead}
+    every = torch.stack([found[way].expand_as(times) for way in WAYS])
+    return every.gather(0, batch.means.expand_as(times)[None])[0]
 
 
 def realigning(a: bool, b: bool, problems: Sequence[tuple[int, int, int]], element_bytes: int = 2) -> Tensor:

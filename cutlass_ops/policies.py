@@ -9,13 +9,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
-from typing import get_args
+from typing import TypeGuard, get_args
 
 import torch
 
-from cutlass_ops import _env, _resources, arch, builtin, heuristics, legality, model, tables
+from cutlass_ops import _env, _resources, arch, builtin, heuristics, legality, tables
 from cutlass_ops.bundles import BUNDLES
 from cutlass_ops.config import Config, GemvConfig, Means, Sm90Config
 from cutlass_ops.device import Device, Problem
@@ -313,6 +313,10 @@ def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
     # A table's thousands of measurements share some hundred configurations; to compare objects is enough.
     shared: dict[int, Sm90Config | GemvConfig | None] = {}
 
+    def takes_means(config: Config) -> TypeGuard[Sm90Config]:
+        gathers = bool(signature.epilogue.gathered) and not theirs.epilogue.gathered
+        return gathers and isinstance(config, Sm90Config)
+
     def form(config: Config) -> Sm90Config | GemvConfig | None:
         if id(config) not in shared:
             shared[id(config)] = formed(config)
@@ -321,7 +325,8 @@ def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
     def formed(config: Config) -> Sm90Config | GemvConfig | None:
         binary = config.binary()
         if binary not in forms:
-            forms[binary] = _legal(signature, binary, device)
+            wanted = replace(binary, means=heuristics.usual_means(binary)) if takes_means(binary) else binary
+            forms[binary] = _legal(signature, wanted, device)
         found = forms[binary]
         if isinstance(found, GemvConfig):
             return found
@@ -329,26 +334,12 @@ def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
             return None
         return replace(config, schedule=found.schedule, means=found.means, realign=found.realign)
 
-    @cache
-    def later(means: Means, realign: bool, scatters: bool, problem: Problem) -> float:
-        m, n, k = problem
-        whole = (m, n * heuristics.weights_of(theirs), k)
-        found = 0.0 if theirs.epilogue.gathered else float(model.means(means, [whole]))
-        found += float(heuristics.realigning(signature.alignments, [whole])) if realign else 0.0
-        return found + (float(model.scattering([(m, n // weights, k)])) if scatters else 0.0)
-
-    def more(config: Sm90Config | GemvConfig, problem: Problem) -> float:
-        """Return by how many microseconds what the table's kernels did not do makes a kernel later."""
-        if not isinstance(config, Sm90Config):
-            return 0.0
-        scatters = heuristics.scatters(signature) and not config.swap_ab
-        return later(config.means, config.realign, scatters, problem)
-
     def restated(point: Point) -> Point:
         m, n, k = point.problem
         best = point.measured[0].microseconds
+        later = more[point.problem]
         times = [
-            (best * (1 + measured.behind) + more(config, point.problem), config)
+            (best * (1 + measured.behind) + later[config.binary()], config)
             for measured in point.measured
             if (config := form(measured.config)) is not None
         ]
@@ -356,11 +347,26 @@ def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
         ranked = tuple(Measured(config, us, us / times[0][0] - 1) for us, config in times)
         return replace(point, problem=(m, n // weights, k), measured=ranked, peers=())
 
-    points = (restated(p) for p in table.points if p.problem[1] % weights == 0)
-    kernels = (form(c) for c in table.kernels)
-    return replace(
-        table, points=tuple(p for p in points if p.measured), kernels=tuple(c for c in kernels if c is not None)
-    )
+    whole = [p for p in table.points if p.problem[1] % weights == 0]
+    kernels = tuple(found for c in table.kernels if (found := form(c)) is not None)
+    raced = (found for p in whole for m in p.measured if (found := form(m.config)) is not None)
+    more = _later(theirs, signature, dict.fromkeys(c.binary() for c in raced), [p.problem for p in whole], device)
+    points = map(restated, whole)
+    return replace(table, points=tuple(p for p in points if p.measured), kernels=kernels)
+
+
+def _later(
+    theirs: OpSignature, mine: OpSignature, kernels: Iterable[Config], problems: Sequence[Problem], device: Device
+) -> dict[Problem, dict[Config, float]]:
+    """Return by how many microseconds what one signature's kernels do not do makes another's later.
+
+    Problems count the columns of the first one's weights.
+    """
+    pools = Pool.of(kernels, theirs), Pool.of(kernels, mine)
+    weights = pools[1].weights // pools[0].weights
+    without = pools[0].besides(problems, device)
+    later = pools[1].besides([(m, n // weights, k) for m, n, k in problems], device) - without
+    return {p: dict(zip(pools[0].configs, row, strict=True)) for p, row in zip(problems, later.tolist(), strict=True)}
 
 
 def _kind(signature: OpSignature) -> tuple[bool, int, bool, bool]:

@@ -1,6 +1,7 @@
 """The cost model against measured sweeps, and what must hold of any prediction."""
 
 import itertools
+import json
 import math
 from dataclasses import replace
 from typing import get_args
@@ -122,16 +123,35 @@ def test_no_time_is_below_what_memory_and_tensor_cores_allow(m, n, k):
         assert time >= 2 * m * n * k / 989e6  # peak of an H100, in FLOP a microsecond
 
 
-def test_means_gathered_are_free_beside_cost_their_preparation_and_ahead_reading_a_as_well():
-    shapes = [(16, 4096, 4096), (4096, 4096, 4096), (4096, 512, 8192)]
-    gathered, beside, ahead = (model.means(way, shapes) for way in ("gathered", "beside", "ahead"))
-    assert gathered.shape == beside.shape == ahead.shape == (len(shapes), 1)
-    assert gathered.tolist() == [[0.0]] * 3
-    assert len(set(beside.flatten().tolist())) == 1
-    assert 0 < beside[0] < 5
-    assert (ahead > beside).all()
-    read = (ahead - model.means("ahead", [(1, 1, 1)])).flatten().tolist()
-    assert read == pytest.approx([read[0] * m * k / (16 * 4096) for m, _, k in shapes], rel=1e-3)  # N does not matter
+def taken(configs, problems):
+    """Return by how much the model has kernels later for means of A's rows."""
+    batch = model.Batch.of(configs)
+    return model.means(batch, problems, model.times(batch, problems))
+
+
+def test_means_gathered_cost_by_the_rows_of_a_tile():
+    problems = [(16, 4096, 4096), (4096, 4096, 4096), (4096, 512, 8192)]
+    few, many = (config(f"sm90_{name}") for name in ("64x16x64_1x1_pp_swap", "64x64x64_1x1_pp"))
+    later = taken([few, many], problems)
+    assert (later > 0).all()
+    assert (later == later[:1]).all()  # the problem does not matter
+    assert (later[:, 1] > 1.5 * later[:, 0]).all()
+
+
+def test_means_ahead_cost_reading_a():
+    ahead = Sm90Config(ThreadblockShape(128, 128, 64), means="ahead")
+    problems = [(16, 4096, 4096), (4096, 4096, 4096), (4096, 512, 8192), (1, 1, 1)]
+    *later, start = taken([ahead], problems).flatten().tolist()
+    read = [one - start for one in later]
+    assert read == pytest.approx([read[0] * m * k / (16 * 4096) for m, _, k in problems[:3]], rel=1e-3)
+
+
+def test_means_beside_cost_more_where_epilogues_wait_for_them():
+    beside = Sm90Config(ThreadblockShape(128, 128, 64), means="beside")
+    # In one short wave all of 1024 rows; in many long ones a few of many rows at a time.
+    hidden, waited = taken([beside], [(4096, 16384, 4096), (1024, 2048, 512)]).flatten().tolist()
+    assert hidden == pytest.approx(model.TAKING.beside.pingpong)
+    assert waited > hidden + 1
 
 
 def test_a_pool_counts_what_means_take():
@@ -139,11 +159,45 @@ def test_a_pool_counts_what_means_take():
         config("sm90_64x64x64_1x1_pp"),
         *(Sm90Config(ThreadblockShape(64, 64, 64), means=w) for w in ("beside", "ahead")),
     ]
-    of = signature(builtin.rms_norm)
+    norm, plain = signature(builtin.rms_norm), signature()
     problems = [(64, 4096, 4096), (4096, 4096, 4096)]
-    times = heuristics.Pool.of(ways, of).times(problems, H100)
-    taken = torch.cat([model.means(c.means, problems) for c in ways], dim=1)
-    assert torch.allclose(times - times[:, :1], taken)
+    pool = heuristics.Pool.of(ways, norm)
+    alone = heuristics.Pool.of([replace(c, means="gathered") for c in ways], plain).times(problems, H100)
+    later = model.means(model.Batch.of(ways), problems, alone)
+    assert torch.allclose(pool.times(problems, H100) - alone, later)
+    assert torch.allclose(pool.besides(problems, H100), later)
+
+
+def test_few_rows_are_gathered_and_others_read_beside():
+    assert heuristics.usual_means(config("sm90_64x16x256_1x1_ws_swap")) == "gathered"
+    assert heuristics.usual_means(config("sm90_64x64x128_1x1_ws")) == "beside"
+    assert heuristics.usual_means(config("sm90_128x128x64_2x1_pp")) == "beside"
+
+
+@pytest.fixture(scope="module")
+def sweep_of_means():
+    return json.loads((BENCHMARKS / "results" / "sweep_means_h100.json").read_text())["rows"]
+
+
+@pytest.mark.parametrize(("way", "error"), [("gathered", 0.05), ("beside", 0.042), ("ahead", 0.042)])
+def test_what_means_take_is_close_to_what_was_measured(way, error, sweep_of_means):
+    fit = script("fit_means")
+    measured = fit.Measured.of(sweep_of_means, way)
+    assert len(measured.problems) >= 40
+    found = math.sqrt(fit.loss([measured], model.TAKING))
+    assert found < error
+    nothing = replace(
+        model.TAKING, gathered=0.0, gathered_row=0.0, beside=model.PerSchedule(0.0, 0.0, 0.0), ahead=0.0,
+        ahead_rate=math.inf, beside_rate=model.PerSchedule(math.inf, math.inf, math.inf), beside_after=0.0,
+    )  # fmt: skip
+    assert math.sqrt(fit.loss([measured], nothing)) > 1.3 * found
+
+
+def test_a_fit_of_means_improves_on_where_it_began(sweep_of_means):
+    fit = script("fit_means")
+    measured = [fit.Measured.of(sweep_of_means, way) for way in model.WAYS]
+    begin = replace(model.TAKING, gathered_row=0.1, ahead=5.0, beside=model.PerSchedule(4.0, 4.0, 4.0))
+    assert fit.loss(measured, fit.fit(measured, begin, 150)) < 0.8 * fit.loss(measured, begin)
 
 
 def test_more_work_is_not_predicted_to_be_faster():

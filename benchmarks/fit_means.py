@@ -1,0 +1,123 @@
+"""Fits what the cost model adds for means of A's rows to a sweep, and says how far off it is.
+
+    python benchmarks/fit_means.py benchmarks/results/sweep_means_h100.json
+
+Reads the results of sweep_means.py. Prints the fitted :class:`cutlass_ops.model.Taking`, to be copied into
+``cutlass_ops/model.py`` by hand. Kernels that take means beside and visit all rows in their first wave of several are
+left out: dispatch has them visit new rows last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutlass_ops import model
+from cutlass_ops.config import Means, Sm90Config, config_from_json
+from cutlass_ops.model import PerSchedule, Taking
+
+# What is further off says nothing about the rest.
+_OUTLIER = 0.15
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """Kernels that take means in one way, each at a problem: what it takes without, and how much longer with.
+
+    Attributes
+    ----------
+    problems : tuple of (M, N, K)
+        Each kernel's.
+    batch : model.Batch
+        The kernels.
+    given, later : Tensor
+        Microseconds, of shape (kernels,).
+    """
+
+    problems: tuple[tuple[int, int, int], ...]
+    batch: model.Batch
+    given: Tensor
+    later: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[dict[str, Any]], way: Means) -> Measured:
+        """Return what a sweep says of a way."""
+        found = []
+        for row in rows:
+            config, problem = config_from_json(row["config"]), (row["m"], row["n"], row["k"])
+            assert isinstance(config, Sm90Config)
+            if way in row["us"] and (way != "beside" or not _rows_first(config, problem)):
+                us = row["us"]
+                found.append((problem, replace(config, means=way), us["given"], us[way] - us["given"]))
+        problems, configs, given, later = zip(*found, strict=True)
+        times = (torch.tensor(each, dtype=torch.float64) for each in (given, later))
+        return cls(problems, model.Batch.of(configs), *times)
+
+    def errors(self, taking: Taking) -> Tensor:
+        """Return by what part of its whole time the model is off for each kernel."""
+        given = self.given.expand(len(self.problems), -1)
+        predicted = model.means(self.batch, self.problems, given, taking=taking).diagonal()
+        return (predicted - self.later) / (self.given + self.later)
+
+
+def _rows_first(config: Sm90Config, problem: tuple[int, int, int]) -> bool:
+    waves = model.grid(model.Batch.of([config]), [problem], model.H100).waves
+    return bool(waves > 1) and config.ordered and (config.raster == "along_m") != config.swap_ab
+
+
+def loss(measured: Sequence[Measured], taking: Taking) -> float:
+    """Return the mean squared error, none counted for more than an outlier's."""
+    errors = torch.cat([each.errors(taking) for each in measured])
+    return float((errors**2).clamp(max=_OUTLIER**2).mean())
+
+
+def fit(measured: Sequence[Measured], taking: Taking, rounds: int) -> Taking:
+    """Improve the numbers by random steps along one of them."""
+    rng, best = random.Random(0), loss(measured, taking)
+    for _ in range(rounds):
+        tried = _moved(taking, rng)
+        value = loss(measured, tried)
+        if value < best:
+            taking, best = tried, value
+    return taking
+
+
+def _moved(taking: Taking, rng: random.Random) -> Taking:
+    name, factor = rng.choice([f.name for f in fields(Taking)]), math.exp(rng.gauss(0, 0.2))
+    value = getattr(taking, name)
+    if not isinstance(value, PerSchedule):
+        return replace(taking, **{name: value * factor})
+    # Persistent kernels are alike.
+    persistent = rng.random() < 0.5
+    schedules = ("pingpong", "cooperative") if persistent else ("warp_specialized",)
+    return replace(taking, **{name: replace(value, **{s: value.of(s) * factor for s in schedules})})
+
+
+def main() -> None:
+    """Fit and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sweep", type=Path)
+    parser.add_argument("--rounds", type=int, default=4000)
+    args = parser.parse_args()
+    rows = json.loads(args.sweep.read_text())["rows"]
+    measured = {way: Measured.of(rows, way) for way in model.WAYS}
+    taking = fit(list(measured.values()), model.TAKING, args.rounds)
+    for title, each in (("before", model.TAKING), ("after", taking)):
+        print(title, end=":")
+        for way, those in measured.items():
+            print(f" {way} {math.sqrt(loss([those], each)):.4f} ({len(those.problems)})", end="")
+        print()
+    print(taking)
+
+
+if __name__ == "__main__":
+    main()

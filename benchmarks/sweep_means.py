@@ -1,0 +1,110 @@
+"""Times each way to take means of A's rows against the same tiles without: raw data for what the cost model adds.
+
+    python benchmarks/sweep_means.py --out benchmarks/results/sweep_means_h100.json
+
+RMSNorm + GEMM, BF16. Each row: {"m", "n", "k", "config", "us": {"given": us, way: us, ...}}: `given` is the kernel that
+has the statistic as an argument, in the tiles of `config`; the others take it from A (`Sm90Config.means`).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import bench_rmsnorm
+import harness
+import shapes
+import torch
+
+from cutlass_ops import legality, norms, policies
+from cutlass_ops.builder import build_many
+from cutlass_ops.call import device_of
+from cutlass_ops.config import Means, Sm90Config, config_to_json
+from cutlass_ops.device import Device
+from cutlass_ops.ops import build
+from cutlass_ops.spec import KernelSpec
+from cutlass_ops.timing import expected_us, rotation
+from cutlass_ops.tuning import signature_at
+
+_SUMS = {"row_sum_square": "f32"}
+
+
+def kernels(problem: shapes.Shape, device: Device, tiles: int) -> list[tuple[Sm90Config, dict[str, KernelSpec]]]:
+    """Return the tiles that come first at a problem, and for each of them the kernels to compare."""
+    taking, given = (
+        signature_at(norms.rmsnorm_op(given=name).graph, problem, "bf16", "row", "col", None, device, inputs)
+        for name, inputs in ((None, None), ("sums", _SUMS))
+    )
+    policy = policies.policy(taking, device)
+    first = [c.config for c in policy.ranked(problem, count=4 * tiles)]
+    found = []
+    for config in [c for c in first if isinstance(c, Sm90Config)][:tiles]:
+        plain = replace(config, means=Sm90Config.means)
+        specs = {"given": given.spec(plain)}
+        specs |= {way: taking.spec(replace(config, means=way)) for way in get_args(Means)}
+        found.append((plain, {name: spec for name, spec in specs.items() if not legality.check(spec)}))
+    return [(config, specs) for config, specs in found if "given" in specs and len(specs) > 1]
+
+
+def run_problem(problem: shapes.Shape, tiles: list[tuple[Sm90Config, dict[str, KernelSpec]]]) -> list[dict[str, Any]]:
+    """Check and time all kernels at a problem, against each other."""
+    m, n, k = problem
+    sets = [bench_rmsnorm.Inputs.draw(m, n, k, torch.bfloat16) for _ in range(rotation(2 * (m * k + n * k + m * n)))]
+    sampled = torch.randint(m, (64,), device="cuda")
+    first = sets[0]
+    exact = bench_rmsnorm.eager(first.x[sampled].double(), first.weight.double(), first.gamma.double())
+    theirs = bench_rmsnorm.eager(first.x, first.weight, first.gamma)[sampled]
+    variants: dict[Any, Callable[[int], object]] = {}
+    for number, (_, specs) in enumerate(tiles):
+        for name, spec in specs.items():
+            run = _launching(spec, name == "given", sets)
+            first.out.fill_(float("nan"))
+            run(0)
+            harness.check(first.out[sampled], exact, theirs)
+            variants[number, name] = run
+    times = harness.time_interleaved(variants, expected_us(m, n, k))
+    return [
+        {
+            "m": m, "n": n, "k": k,
+            "config": config_to_json(config),
+            "us": {name: round(times[number, name].median * 1e3, 3) for name in specs},
+        }
+        for number, (config, specs) in enumerate(tiles)
+    ]  # fmt: skip
+
+
+def _launching(spec: KernelSpec, given: bool, sets: list[bench_rmsnorm.Inputs]) -> Callable[[int], object]:
+    kernel = build(spec)
+
+    def run(index: int) -> object:
+        x = sets[index % len(sets)]
+        if given:
+            inverse = 1 / x.x.shape[1]
+            return kernel(x.x, x.prepared.matrix, x.statistic.sum_square, inverse, bench_rmsnorm.EPS, out=x.out)
+        return kernel(x.x, x.prepared.matrix, bench_rmsnorm.EPS, out=x.out)
+
+    return run
+
+
+def main() -> None:
+    """Run all problems and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiles", type=int, default=4, help="how many a problem")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    device = device_of(torch.device("cuda", 0))
+    wanted = {problem: kernels(problem, device, args.tiles) for problem in shapes.MEANS}
+    build_many(list(dict.fromkeys(s for tiles in wanted.values() for _, specs in tiles for s in specs.values())))
+    head, rows = harness.environment(), []
+    with torch.no_grad():
+        for problem, tiles in wanted.items():
+            rows += run_problem(problem, tiles)
+            print(rows[-1], flush=True)
+            harness.save(args.out, {**head, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
