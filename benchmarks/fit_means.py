@@ -1,8 +1,8 @@
-"""Fits what the cost model adds for means of A's rows to a sweep, and says how far off it is.
+"""Fits what the cost model adds for means of A's rows to sweeps, and says how far off it is.
 
-    python benchmarks/fit_means.py benchmarks/results/sweep_means_h100.json
+    python benchmarks/fit_means.py benchmarks/results/sweep_means_h100.json benchmarks/results/sweep_beside_h100.json
 
-Reads the results of sweep_means.py. Prints the fitted :class:`cutlass_ops.model.Taking`, to be copied into
+Reads results of sweep_means.py; what the last file says of a way counts. Prints the fitted :class:`cutlass_ops.model.Taking`, to be copied into
 ``cutlass_ops/model.py`` by hand. Kernels that take means beside and visit all rows in their first wave of several are
 left out: dispatch has them visit new rows last.
 """
@@ -74,6 +74,14 @@ def _rows_first(config: Sm90Config, problem: tuple[int, int, int]) -> bool:
     return bool(waves > 1) and config.ordered and (config.raster == "along_m") != config.swap_ab
 
 
+def latest(files: Sequence[Path]) -> dict[Means, Measured]:
+    """Return what sweeps say of each way: the last one that has it."""
+    found = {}
+    for rows in (json.loads(file.read_text())["rows"] for file in files):
+        found |= {way: Measured.of(rows, way) for way in model.WAYS if any(way in row["us"] for row in rows)}
+    return found
+
+
 def loss(measured: Sequence[Measured], taking: Taking) -> float:
     """Return the mean squared error, none counted for more than an outlier's."""
     errors = torch.cat([each.errors(taking) for each in measured])
@@ -105,11 +113,10 @@ def _moved(taking: Taking, rng: random.Random) -> Taking:
 def main() -> None:
     """Fit and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sweep", type=Path)
+    parser.add_argument("sweeps", type=Path, nargs="+")
     parser.add_argument("--rounds", type=int, default=4000)
     args = parser.parse_args()
-    rows = json.loads(args.sweep.read_text())["rows"]
-    measured = {way: Measured.of(rows, way) for way in model.WAYS}
+    measured = latest(args.sweeps)
     taking = fit(list(measured.values()), model.TAKING, args.rounds)
     for title, each in (("before", model.TAKING), ("after", taking)):
         print(title, end=":")

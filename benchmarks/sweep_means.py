@@ -1,6 +1,7 @@
 """Times each way to take means of A's rows against the same tiles without: raw data for what the cost model adds.
 
     python benchmarks/sweep_means.py --out benchmarks/results/sweep_means_h100.json
+    python benchmarks/sweep_means.py --ways beside --out benchmarks/results/sweep_beside_h100.json
 
 RMSNorm + GEMM, BF16. Each row: {"m", "n", "k", "config", "us": {"given": us, way: us, ...}}: `given` is the kernel that
 has the statistic as an argument, in the tiles of `config`; the others take it from A (`Sm90Config.means`).
@@ -9,7 +10,7 @@ has the statistic as an argument, in the tiles of `config`; the others take it f
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -29,10 +30,13 @@ from cutlass_ops.spec import KernelSpec
 from cutlass_ops.timing import expected_us, rotation
 from cutlass_ops.tuning import signature_at
 
+WAYS: tuple[Means, ...] = get_args(Means)
 _SUMS = {"row_sum_square": "f32"}
 
 
-def kernels(problem: shapes.Shape, device: Device, tiles: int) -> list[tuple[Sm90Config, dict[str, KernelSpec]]]:
+def kernels(
+    problem: shapes.Shape, device: Device, tiles: int, ways: Sequence[Means] = WAYS
+) -> list[tuple[Sm90Config, dict[str, KernelSpec]]]:
     """Return the tiles that come first at a problem, and for each of them the kernels to compare."""
     taking, given = (
         signature_at(norms.rmsnorm_op(given=name).graph, problem, "bf16", "row", "col", None, device, inputs)
@@ -44,7 +48,7 @@ def kernels(problem: shapes.Shape, device: Device, tiles: int) -> list[tuple[Sm9
     for config in [c for c in first if isinstance(c, Sm90Config)][:tiles]:
         plain = replace(config, means=Sm90Config.means)
         specs = {"given": given.spec(plain)}
-        specs |= {way: taking.spec(replace(config, means=way)) for way in get_args(Means)}
+        specs |= {way: taking.spec(replace(config, means=way)) for way in ways}
         found.append((plain, {name: spec for name, spec in specs.items() if not legality.check(spec)}))
     return [(config, specs) for config, specs in found if "given" in specs and len(specs) > 1]
 
@@ -93,10 +97,11 @@ def main() -> None:
     """Run all problems and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiles", type=int, default=4, help="how many a problem")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="only these")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     device = device_of(torch.device("cuda", 0))
-    wanted = {problem: kernels(problem, device, args.tiles) for problem in shapes.MEANS}
+    wanted = {problem: kernels(problem, device, args.tiles, args.ways) for problem in shapes.MEANS}
     build_many(list(dict.fromkeys(s for tiles in wanted.values() for _, specs in tiles for s in specs.values())))
     head, rows = harness.environment(), []
     with torch.no_grad():

@@ -57,6 +57,7 @@ _MBARRIER_BYTES = 8
 _STEP_COLUMNS = 32  # kStepColumns in epilogue.h
 _WARP_ROWS = 16  # RowReduction in sm90_reduction.h
 _MEANS_ALIGNMENT = 1024  # TileMeans::kAlignment in gather.h
+_STAGED_ROWS = 3 * 8 * 32 * 16  # StagedRows in means_beside.h: pieces of 16 bytes, eight of each lane of three warps
 
 
 def sm90_source(spec: KernelSpec) -> str | None:
@@ -95,8 +96,21 @@ def sm90_gathered_rows(spec: KernelSpec) -> int:
     return sides(spec)[1 if swapped(spec) else 0].extent
 
 
+def sm90_stages_rows(spec: KernelSpec) -> bool:
+    """Whether idle warps read A's rows by way of shared memory: those of persistent kernels have too few registers."""
+    config = _sm90(spec)
+    beside = bool(spec.epilogue.gathered) and config.means == "beside"
+    return beside and config.schedule != "warp_specialized" and (config.realign or spec.a.aligned)
+
+
 def sm90_means_smem(spec: KernelSpec) -> int:
-    """Return the bytes of shared memory for means gathered in the main loop: ``TileMeans`` in ``gather.h``."""
+    """Return the bytes of static shared memory that means of A's rows take.
+
+    Those gathered in the main loop lie there (``TileMeans`` in ``gather.h``), and rows on their way to idle warps beside
+    it (``StagedRows`` in ``means_beside.h``).
+    """
+    if sm90_stages_rows(spec):
+        return _STAGED_ROWS
     if not sm90_gathers(spec):
         return 0
     count = sm90_gathered_tiles(spec) * len(spec.epilogue.gathered) * sm90_gathered_rows(spec)

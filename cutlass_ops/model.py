@@ -166,7 +166,7 @@ class Taking:
     beside_after : float
         Microseconds in which these warps have their first rows.
     beside_rate : PerSchedule
-        Bytes a nanosecond at which those of all multiprocessors read A. Persistent kernels leave them few registers.
+        Bytes a nanosecond at which those of all multiprocessors read A.
     """
 
     gathered: float
@@ -183,9 +183,9 @@ TAKING = Taking(
     gathered_row=0.0224,
     ahead=0.999,
     ahead_rate=1540.0,
-    beside=PerSchedule(warp_specialized=0.508, pingpong=1.145, cooperative=1.145),
+    beside=PerSchedule(warp_specialized=0.508, pingpong=1.2, cooperative=1.2),
     beside_after=2.074,
-    beside_rate=PerSchedule(warp_specialized=1400.0, pingpong=301.6, cooperative=301.6),
+    beside_rate=PerSchedule(warp_specialized=1400.0, pingpong=1400.0, cooperative=1400.0),
 )
 
 

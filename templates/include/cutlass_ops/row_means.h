@@ -24,6 +24,9 @@ struct RowReader {
     float inverse_k;
     float* means;
   };
+  // Segments that a warp adds up at a time, elements of one that its lanes read together, and whether they do so in pieces.
+  static constexpr int kSegments = 32 / kRowLanes, kStep = kRowLanes * kRowPiece;
+  static constexpr bool kWhole = kMajor == Major::kRow && kAlignment == kRowPiece;
 
   // The sums of a row, one warp's: each eight lanes of it have segments of their own, and read so many pieces before they
   // add the first.
@@ -45,19 +48,28 @@ struct RowReader {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kAtOnce; ++i) segment.template add<Element>(pieces[i]);
       }
-      if constexpr (kWhole) {
-        // The last elements are a part of some lane's last piece. Read one by one they cost the others no registers.
-        unsigned const rest = k_end - k_end % kRowPiece;
-        if (rest - begin < unsigned(kSegment) && rest / kRowPiece % kRowLanes == unsigned(own)) {
-          CUTLASS_PRAGMA_NO_UNROLL
-          for (unsigned at = rest; at < k_end; ++at) segment.add(float(params.a[row * params.ld + at]));
-        }
-      }
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kSegments; ++i) result.add(segment.of_lane(i * kRowLanes + own));
+      close(params, row, first, segment, result);
     }
     result.share();
     return result;
+  }
+
+  // Ends a warp's segments, the first of which begins there: what no whole piece has is added, and they to the row's sums.
+  CUTLASS_DEVICE static void close(Params const& params, int64_t row, unsigned first, RowSums<What>& segment,
+                                   RowSums<What>& sums) {
+    int const own = int(threadIdx.x) % kRowLanes, group = int(threadIdx.x) % 32 / kRowLanes;
+    if constexpr (kWhole) {
+      unsigned const begin = first + group * kSegment;
+      // The last elements are a part of some lane's last piece. Read one by one they cost the others no registers.
+      auto const k_end = unsigned(params.k);
+      unsigned const rest = k_end - k_end % kRowPiece;
+      if (rest - begin < unsigned(kSegment) && rest / kRowPiece % kRowLanes == unsigned(own)) {
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (unsigned at = rest; at < k_end; ++at) segment.add(float(params.a[row * params.ld + at]));
+      }
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kSegments; ++i) sums.add(segment.of_lane(i * kRowLanes + own));
   }
 
   // Starts to bring a row into the L2 cache: called by one thread, of a kernel for Sm90.
@@ -77,9 +89,6 @@ struct RowReader {
   }
 
  private:
-  static constexpr int kSegments = 32 / kRowLanes, kStep = kRowLanes * kRowPiece;
-  static constexpr bool kWhole = kMajor == Major::kRow && kAlignment == kRowPiece;
-
   // Eight elements of a row, with zeros beyond its end. Where they are read as a whole, a part of them is nothing.
   CUTLASS_DEVICE static uint4 piece(Params const& params, int64_t row, unsigned k) {
     uint4 result{0, 0, 0, 0};
