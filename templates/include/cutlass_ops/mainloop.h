@@ -1,7 +1,9 @@
 // The main loop of Sm90 kernels: both operands by TMA into shared memory, from there by wgmma. It is what CUTLASS's
-// CollectiveMma for MainloopSm90TmaGmmaWarpSpecialized is to CUTLASS's kernels, with two differences. A stage of an operand
+// CollectiveMma for MainloopSm90TmaGmmaWarpSpecialized is to CUTLASS's kernels, with three differences. A stage of an operand
 // is a layout of its own, at a multiple of its size: CuTe cannot take a stage out of a layout of all of them where rows are
-// not a multiple of 16. And one wgmma covers the tile's whole N, for any multiple of 8.
+// not a multiple of 16. One wgmma covers the tile's whole N, for any multiple of 8. And rows of a tile beyond the matrix are
+// not loaded: TMA would write zeros for them, and takes several times as long as for rows that there are. What lies in
+// their place is multiplied into sums that nobody stores.
 //
 // Two things more, where an epilogue asks for them. A tile of the weight may be half one matrix and half another: its two
 // products with A then lie in one thread, a fixed number of registers apart. And the rows of the problem's A can be
@@ -33,6 +35,10 @@ struct Operand {
   static constexpr int kElements = cute::cosize_v<Stage>;  // of a stage
   static constexpr uint32_t kBytes = kElements * sizeof(Element);
   static constexpr bool kMulticast = Blocks::value > 1;
+  // Of a matrix: rows of a tile, and of what one block loads. K along lines, TMA brings any number of them.
+  static constexpr int kRows = Rows::value / kMatrices, kSlice = kRows / Blocks::value;
+  static constexpr bool kAnyRows = kMajor == cute::GMMA::Major::K;
+  static constexpr uint32_t kRowBytes = kBytes / kRows;  // of all matrices
   using Load = cute::conditional_t<kMulticast, cute::SM90_TMA_LOAD_MULTICAST, cute::SM90_TMA_LOAD>;
   using Storage = cute::array_aligned<Element, kStages * kElements>;
 
@@ -55,6 +61,37 @@ struct Operand {
 
 // No second matrix.
 struct NoCopy {};
+
+// What one block loads of an operand's tile: boxes of rows, as long as the matrix has any.
+template <class Operand, class Load, class From, class To>
+struct Filler {
+  static constexpr int kBoxes = decltype(cute::size<1>(From{}))::value, kBox = Operand::kSlice / kBoxes;
+
+  Load const& load;
+  cute::TmaDescriptor const* last;  // for a box whose last rows are beyond the matrix
+  uint16_t mask;
+  int left;  // rows of the matrix from this block's first one on
+  From from;
+  To to;
+
+  CUTLASS_DEVICE void operator()(uint64_t& barrier, int k, int stage) const {
+    auto at = cute::make_tensor(to.data() + stage * Operand::kElements, to.layout());
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kBoxes; ++i) {
+      if (left <= i * kBox) break;
+      bool const whole = !Operand::kAnyRows || left >= (i + 1) * kBox;
+      auto const* const descriptor = whole ? load.get_tma_descriptor() : last;
+      cute::copy(load.with(descriptor, barrier, mask), from(cute::_, i, cute::_, k), at(cute::_, i, cute::_));
+    }
+  }
+
+  // Bytes that a stage has fewer, in a tile from which on the matrix has so many rows.
+  CUTLASS_DEVICE static uint32_t missing(int rows) {
+    constexpr int kUnit = Operand::kAnyRows ? 1 : kBox;
+    int const there = rows < 0 ? 0 : rows < Operand::kRows ? rows : Operand::kRows;
+    return uint32_t(Operand::kRows - (there + kUnit - 1) / kUnit * kUnit) * Operand::kRowBytes;
+  }
+};
 
 // Nothing is taken of A's rows.
 struct NoRows {
@@ -129,16 +166,21 @@ class Mainloop {
     typename Rows::Params rows;
   };
 
+  using TMA_A = decltype(cute::make_tma_copy_A_sm90(
+      typename A::Load{}, cute::make_tensor(static_cast<uint16_t const*>(nullptr), cute::repeat_like(StrideA{}, 0), StrideA{}),
+      typename A::Part{}, Part{}, Cluster{}));
+  using TMA_B = decltype(cute::make_tma_copy_B_sm90(
+      typename B::Load{}, cute::make_tensor(static_cast<uint16_t const*>(nullptr), cute::repeat_like(StrideB{}, 0), StrideB{}),
+      typename B::Part{}, Part{}, Cluster{}));
+
   struct Params {
-    using TMA_A = decltype(cute::make_tma_copy_A_sm90(
-        typename A::Load{}, cute::make_tensor(static_cast<uint16_t const*>(nullptr), cute::repeat_like(StrideA{}, 0), StrideA{}),
-        typename A::Part{}, Part{}, Cluster{}));
-    using TMA_B = decltype(cute::make_tma_copy_B_sm90(
-        typename B::Load{}, cute::make_tensor(static_cast<uint16_t const*>(nullptr), cute::repeat_like(StrideB{}, 0), StrideB{}),
-        typename B::Part{}, Part{}, Cluster{}));
     TMA_A tma_load_a;
     TMA_B tma_load_b;
     cute::conditional_t<kProducts == 1, NoCopy, cute::conditional_t<kSwapped, TMA_A, TMA_B>> tma_load_second;
+    // The same for boxes whose last rows are beyond the matrix.
+    cute::TmaDescriptor last_a, last_b;
+    cute::conditional_t<kProducts == 1, NoCopy, cute::TmaDescriptor> last_second;
+    int rows_a = 0, rows_b = 0;  // of each matrix
     uint32_t tma_transaction_bytes = TmaTransactionBytes;
     float inverse_k = 0.0f;
     typename Rows::Params rows;
@@ -157,9 +199,27 @@ class Mainloop {
       auto const b = make_tensor(reinterpret_cast<uint16_t const*>(data), make_shape(n / kMatricesB, k, l), stride);
       return make_tma_copy_B_sm90(typename B::Load{}, b, typename B::Part{}, Part{}, Cluster{});
     };
-    Params params{copy_a(arguments.ptr_A, arguments.dA), copy_b(arguments.ptr_B, arguments.dB)};
-    if constexpr (kProducts == 2 && kSwapped) params.tma_load_second = copy_a(arguments.ptr_second, arguments.d_second);
-    if constexpr (kProducts == 2 && !kSwapped) params.tma_load_second = copy_b(arguments.ptr_second, arguments.d_second);
+    Params params{};
+    params.rows_a = int(m) / kMatricesA;
+    params.rows_b = int(n) / kMatricesB;
+    auto const encode_a = [&](ElementA const* data, StrideA const& stride, auto& load, TmaDescriptor& last) {
+      encode<A>(params.rows_a, [&] { return copy_a(data, stride); }, load, last);
+    };
+    auto const encode_b = [&](ElementB const* data, StrideB const& stride, auto& load, TmaDescriptor& last) {
+      encode<B>(params.rows_b, [&] { return copy_b(data, stride); }, load, last);
+    };
+    encode_a(arguments.ptr_A, arguments.dA, params.tma_load_a, params.last_a);
+    encode_b(arguments.ptr_B, arguments.dB, params.tma_load_b, params.last_b);
+    if constexpr (kProducts == 2) {
+      auto const& encode_second = [&] {
+        if constexpr (kSwapped) {
+          return encode_a;
+        } else {
+          return encode_b;
+        }
+      }();
+      encode_second(arguments.ptr_second, arguments.d_second, params.tma_load_second, params.last_second);
+    }
     params.inverse_k = 1.0f / float(k);
     params.rows = arguments.rows;
     return params;
@@ -168,7 +228,12 @@ class Mainloop {
   CUTLASS_DEVICE static void prefetch_tma_descriptors(Params const& params) {
     cute::prefetch_tma_descriptor(params.tma_load_a.get_tma_descriptor());
     cute::prefetch_tma_descriptor(params.tma_load_b.get_tma_descriptor());
-    if constexpr (kProducts == 2) cute::prefetch_tma_descriptor(params.tma_load_second.get_tma_descriptor());
+    cute::prefetch_tma_descriptor(&params.last_a);
+    cute::prefetch_tma_descriptor(&params.last_b);
+    if constexpr (kProducts == 2) {
+      cute::prefetch_tma_descriptor(params.tma_load_second.get_tma_descriptor());
+      cute::prefetch_tma_descriptor(&params.last_second);
+    }
   }
 
   // ---- Producer ----
@@ -196,8 +261,6 @@ class Mainloop {
     auto const part_b = params.tma_load_b.get_slice(x);
     auto const from_a = part_a.partition_S(get<0>(tensors)(_, _, block_m, _, 0));
     auto const from_b = part_b.partition_S(get<1>(tensors)(_, _, block_n, _, 0));
-    auto const to_a = part_a.partition_D(A::part(storage.smem_A, 0));
-    auto const to_b = part_b.partition_D(B::part(storage.smem_B, 0));
     uint16_t mask_a = 0, mask_b = 0;
     if constexpr (A::kMulticast) {
       for (uint32_t i = 0; i < kClusterN; ++i) mask_a |= uint16_t(1u << (x + i * kClusterM));
@@ -205,29 +268,41 @@ class Mainloop {
     if constexpr (B::kMulticast) {
       for (uint32_t i = 0; i < kClusterM; ++i) mask_b |= uint16_t(1u << (i + y * kClusterM));
     }
-    auto const to_second = [&] {
-      if constexpr (kSwapped) {
-        return part_a.partition_D(A::part(storage.smem_A, kMatricesA - 1));
+    int const left_a = params.rows_a - block_m * A::kRows, left_b = params.rows_b - block_n * B::kRows;
+    auto const filler_a = [&](auto const& load, TmaDescriptor const& last, int matrix) {
+      auto const to = part_a.partition_D(A::part(storage.smem_A, matrix));
+      return Filler<A, TMA_A, decltype(from_a), decltype(to)>{load, &last, mask_a, left_a - int(y) * A::kSlice, from_a, to};
+    };
+    auto const filler_b = [&](auto const& load, TmaDescriptor const& last, int matrix) {
+      auto const to = part_b.partition_D(B::part(storage.smem_B, matrix));
+      return Filler<B, TMA_B, decltype(from_b), decltype(to)>{load, &last, mask_b, left_b - int(x) * B::kSlice, from_b, to};
+    };
+    auto const load_a = filler_a(params.tma_load_a, params.last_a, 0);
+    auto const load_b = filler_b(params.tma_load_b, params.last_b, 0);
+    auto const load_second = [&] {
+      if constexpr (kProducts == 1) {
+        return NoCopy{};
+      } else if constexpr (kSwapped) {
+        return filler_a(params.tma_load_second, params.last_second, 1);
       } else {
-        return part_b.partition_D(B::part(storage.smem_B, kMatricesB - 1));
+        return filler_b(params.tma_load_second, params.last_second, 1);
       }
     }();
-    return [=, &params](uint64_t& barrier, int k, int stage) {
-      auto at_a = make_tensor(to_a.data() + stage * A::kElements, to_a.layout());
-      auto at_b = make_tensor(to_b.data() + stage * B::kElements, to_b.layout());
-      copy(params.tma_load_a.with(barrier, mask_a), from_a(_, _, _, k), at_a);
-      copy(params.tma_load_b.with(barrier, mask_b), from_b(_, _, _, k), at_b);
-      if constexpr (kProducts == 2) {
-        constexpr int kElements = kSwapped ? A::kElements : B::kElements;
-        auto at_second = make_tensor(to_second.data() + stage * kElements, to_second.layout());
-        auto const load = params.tma_load_second.with(barrier, kSwapped ? mask_a : mask_b);
-        if constexpr (kSwapped) {
-          copy(load, from_a(_, _, _, k), at_second);
-        } else {
-          copy(load, from_b(_, _, _, k), at_second);
-        }
-      }
+    uint32_t const missing = load_a.missing(left_a) + load_b.missing(left_b);
+    return [=](uint64_t& barrier, int k, int stage) {
+      load_a(barrier, k, stage);
+      load_b(barrier, k, stage);
+      if constexpr (kProducts == 2) load_second(barrier, k, stage);
+      if (missing != 0) count(barrier, missing);
     };
+  }
+
+  // Counts bytes at a barrier of this block as if they had come.
+  CUTLASS_DEVICE static void count(uint64_t& barrier, uint32_t bytes) {
+    asm volatile("mbarrier.complete_tx.shared::cluster.relaxed.cluster.b64 [%0], %1;" ::"r"(
+                     cute::cast_smem_ptr_to_uint(&barrier)),
+                 "r"(bytes)
+                 : "memory");
   }
 
   template <class Tensors, class Coord, class Steps>
@@ -305,6 +380,17 @@ class Mainloop {
   }
 
  private:
+  // One matrix's descriptors.
+  template <class Operand, class Copy, class Load>
+  static void encode(int rows, Copy const& copy, Load& load, cute::TmaDescriptor& last) {
+    load = copy();
+    last = *load.get_tma_descriptor();
+    int const left = rows % Operand::kSlice;
+    if (!Operand::kAnyRows || left == 0) return;
+    Shortened const shortened(Operand::kSlice, left);
+    last = *copy().get_tma_descriptor();
+  }
+
   // The problem's A.
   CUTLASS_DEVICE static auto& of_rows(TensorStorage& storage) {
     if constexpr (kSwapped) {
