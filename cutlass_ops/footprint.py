@@ -106,8 +106,8 @@ def sm90_stages_rows(spec: KernelSpec) -> bool:
 def sm90_means_smem(spec: KernelSpec) -> int:
     """Return the bytes of static shared memory that means of A's rows take.
 
-    Those gathered in the main loop lie there (``TileMeans`` in ``gather.h``), and rows on their way to idle warps beside
-    it (``StagedRows`` in ``means_beside.h``).
+    Those gathered in the main loop lie there (``TileMeans`` in ``gather.h``), and rows on their way to idle warps
+    beside it (``StagedRows`` in ``means_beside.h``).
     """
     if sm90_stages_rows(spec):
         return _STAGED_ROWS

@@ -153,7 +153,8 @@ H200 = replace(H100, dram=4203.0)
 class Taking:
     """What it takes to have means of A's rows.
 
-    A fit to ``benchmarks/results/sweep_means_h100.json`` by ``benchmarks/fit_means.py``.
+    A fit to ``benchmarks/results/sweep_means_h100.json`` by ``benchmarks/fit_means.py``; but idle warps of persistent
+    kernels had A's rows in registers then, and what they take now is set by eye (``benchmarks/NOTES.md``).
 
     Attributes
     ----------

@@ -1,10 +1,14 @@
 """Every op × dtype × operand major × alignment, every configuration, and drawn epilogues, over shapes with edges."""
 
+import math
+import statistics
+
 import pytest
 import torch
 
 import cutlass_ops as co
 from cutlass_ops.epilogue.graph import Kind
+from cutlass_ops.timing import Stopwatch
 from tests.gpu import kernels, oracle, tensors
 
 pytestmark = pytest.mark.gpu
@@ -109,6 +113,39 @@ def test_many_outputs_and_reductions(name):
     spec = REDUCING[name]
     for shape in SHAPES:
         run_and_check(spec, shape)
+
+
+SM90 = {
+    name: spec
+    for name, spec in (kernels.matrix() | kernels.configurations() | REDUCING).items()
+    if isinstance(spec.config, co.Sm90Config)
+}
+
+
+@pytest.mark.parametrize("name", list(SM90))
+def test_what_shared_memory_has_of_other_launches_does_not_count(name):
+    """Rows of a tile beyond the matrix are not loaded: here NaN lies in their place."""
+    spec = SM90[name]
+    m, n, k = extents((1536, 1536, 512), spec)
+    dtype, aligned = spec.a.dtype.name, spec.a.alignment > 1
+    a = tensors.matrix(m, k, dtype, spec.a.major, aligned=aligned).fill_(math.nan)
+    b = tensors.matrix(k, n, dtype, spec.b.major, aligned=aligned).fill_(math.nan)
+    for shape in [(1, 130, 64), (65, 63, 127), (211, 307, 509)]:
+        framed, vectors = draw_outputs(spec, m, n)
+        out = {name: f.out for name, f in framed.items()} | vectors
+        co.build(spec)(a, b, out=out, **draw_inputs(spec, m, n, k))
+        run_and_check(spec, shape)
+
+
+@pytest.mark.parametrize("rows", [136, 160, 192, 248])
+def test_a_partly_filled_row_of_tiles_takes_no_longer_than_a_full_one(rows):
+    kernel = co.build(kernels.configurations()["sm90_128x128x64_1x1_pp"])
+    b, watch = tensors.matrix(4096, 4096, "bf16", "col"), Stopwatch(25.0)
+    for m in (rows, 256):
+        a, bias, d = tensors.matrix(m, 4096, "bf16"), tensors.vector(4096, "bf16"), tensors.matrix(m, 4096, "bf16")
+        watch.add(str(m), lambda _, a=a, bias=bias, d=d: kernel(a, b, bias, out=d))
+    times = [watch.round([str(rows), "256"]) for _ in range(9)]
+    assert statistics.median(part / full for part, full in times) < 1.1
 
 
 @pytest.mark.parametrize("name", list(kernels.unordered()))

@@ -64,7 +64,7 @@ MEASURED = [
     ],
 )
 def test_means_of_rows_take_whole_kib_besides(changes, gathered, staged):
-    """Where the main loop gathers them; and where warps of persistent kernels read rows beside it, with few registers."""
+    """Where the main loop gathers them, and where warps of persistent kernels read rows beside it."""
     ways = {means: sm90(epilogue=rms, stages=2, means=means, **changes) for means in get_args(Means)}
     sizes = {"gathered": gathered * arch.KIB, "beside": staged * arch.KIB, "ahead": 0}
     assert {means: sm90_means_smem(way) for means, way in ways.items()} == sizes

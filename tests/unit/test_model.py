@@ -176,14 +176,19 @@ def test_few_rows_are_gathered_and_others_read_beside():
 
 @pytest.fixture(scope="module")
 def sweep_of_means():
-    return json.loads((BENCHMARKS / "results" / "sweep_means_h100.json").read_text())["rows"]
+    """Return what was measured of kernels that read A's rows as they do today: others had none in shared memory."""
+    found = json.loads((BENCHMARKS / "results" / "sweep_means_h100.json").read_text())["rows"]
+    for row in found:
+        if row["config"]["schedule"] != "warp_specialized":
+            row["us"].pop("beside", None)
+    return found
 
 
 @pytest.mark.parametrize(("way", "error"), [("gathered", 0.05), ("beside", 0.042), ("ahead", 0.042)])
 def test_what_means_take_is_close_to_what_was_measured(way, error, sweep_of_means):
     fit = script("fit_means")
     measured = fit.Measured.of(sweep_of_means, way)
-    assert len(measured.problems) >= 40
+    assert len(measured.problems) >= 20
     found = math.sqrt(fit.loss([measured], model.TAKING))
     assert found < error
     nothing = replace(
