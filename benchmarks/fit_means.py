@@ -3,8 +3,8 @@
     python benchmarks/fit_means.py benchmarks/results/sweep_means_h100.json benchmarks/results/sweep_beside_h100.json
 
 Reads results of sweep_means.py; what the last file says of a way counts. Prints the fitted
-:class:`cutlass_ops.model.Taking`, to be copied into ``cutlass_ops/model.py`` by hand. Kernels that take means beside and
-visit all rows in their first wave of several are left out: dispatch has them visit new rows last.
+:class:`cutlass_ops.model.Taking`, to be copied into ``cutlass_ops/model.py`` by hand. Kernels that take means beside
+and visit all rows in their first wave of several are left out: dispatch has them visit new rows last.
 """
 
 from __future__ import annotations
