@@ -270,6 +270,19 @@ PARTS: Sequence[tuple[str, str, str, Callable[[Row], str]]] = (
         rmsnorm,
     ),
     (
+        "RMSNorm + GEMM on an H200",
+        "rmsnorm_h200.json",
+        "The same on a chip that has no table of norms: kernels are chosen by an H100's, and by what the H200 has of\n"
+        "other epilogues.",
+        rmsnorm,
+    ),
+    (
+        "RMSNorm + GEMM at unseen shapes",
+        "rmsnorm_unseen_h200.json",
+        "Weights and numbers of rows that nobody tuned, on an H200.",
+        rmsnorm,
+    ),
+    (
         "Ways to a row's statistic",
         "rmsnorm_h100.json",
         "Times over that of our GEMM without a norm: `statistic` is given the sums of squares that the GEMM before\n"
@@ -287,6 +300,12 @@ PARTS: Sequence[tuple[str, str, str, Callable[[Row], str]]] = (
         "SwiGLU",
         "swiglu_h100.json",
         "`gemm_swiglu(x, w_gate, w_up)` in BF16: one kernel, which writes N columns.",
+        swiglu,
+    ),
+    (
+        "SwiGLU at unseen shapes",
+        "swiglu_unseen_h200.json",
+        "Weights and numbers of rows that nobody tuned, on an H200.",
         swiglu,
     ),
     (
