@@ -30,13 +30,16 @@ PROGRAM = r"""
 static thread_local bool has_context = false;
 static bool refuses = false, sets = true;
 static int launches = 0, encoded = 0, lookups = 0;
+static uintptr_t const a_data = 1 << 20;
+static std::string boxes_of_a;  // their rows
 
 static CUresult encode(CUtensorMap* map, CUtensorMapDataType, cuuint32_t, void* data, cuuint64_t const*,
-                       cuuint64_t const*, cuuint32_t const*, cuuint32_t const*, CUtensorMapInterleave,
+                       cuuint64_t const*, cuuint32_t const* box, cuuint32_t const*, CUtensorMapInterleave,
                        CUtensorMapSwizzle, CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill) {
   if (!has_context) return CUDA_ERROR_INVALID_CONTEXT;
   if (refuses || promotion != CU_TENSOR_MAP_L2_PROMOTION_L2_256B) return CUDA_ERROR_INVALID_VALUE;
   memcpy(map, &data, sizeof(data));
+  if (data == reinterpret_cast<void*>(a_data)) boxes_of_a += " " + std::to_string(box[1]);
   return ++encoded, CUDA_SUCCESS;
 }
 
@@ -60,7 +63,8 @@ cudaError_t cudaLaunchKernelExC(cudaLaunchConfig_t const*, void const*, void**) 
 
 // ---- A call ----
 
-static int64_t const m = 64, n = 128, k = 256;
+static int64_t m = 64;
+static int64_t const n = 128, k = 256;
 using Launch = int (*)(void*, TVMFFIAny const*, int32_t, TVMFFIAny*);
 static Launch launch;
 
@@ -79,7 +83,7 @@ struct Tensor {
 };
 
 static int call() {
-  Tensor a(1 << 20, 2, m, k, k, 1), b(2 << 20, 2, k, n, 1, k), d(3 << 20, 2, m, n, n, 1), bias(4 << 20, 1, n, 1, 1, 1);
+  Tensor a(a_data, 2, m, k, k, 1), b(2 << 20, 2, k, n, 1, k), d(3 << 20, 2, m, n, n, 1), bias(4 << 20, 1, n, 1, 1, 1);
   TVMFFIAny arguments[7]{}, result{};
   Tensor* const tensors[] = {&a, &b, &d, &bias};
   for (int i = 0; i < 4; ++i) {
@@ -112,7 +116,8 @@ int main(int, char** argv) {
   if (library == nullptr) return std::puts(dlerror()), 1;
   launch = reinterpret_cast<Launch>(dlsym(library, "__tvm_ffi_launch"));
 
-  REQUIRE(call() == 0 && launches == 1 && encoded == 3);  // A, B and D
+  REQUIRE(call() == 0 && launches == 1 && encoded == 4);  // A, its last rows, B and D
+  REQUIRE(boxes_of_a == " 128 64");
   has_context = false;                                    // as if that had been done behind its back: not launched
   REQUIRE(call() != 0 && launches == 1 && error().find("cudaErrorDeviceUninitialized") != std::string::npos);
   has_context = true;
@@ -121,14 +126,18 @@ int main(int, char** argv) {
   REQUIRE(call() != 0 && launches == 2 && error().find("cudaErrorInvalidValue") != std::string::npos);
   refuses = false;
   REQUIRE(call() == 0 && launches == 3);
+  boxes_of_a.clear(), encoded = 0, m = 256;
+  REQUIRE(call() == 0 && launches == 4 && encoded == 3 && boxes_of_a == " 128");  // whole tiles
+  boxes_of_a.clear(), encoded = 0, m = 1100;
+  REQUIRE(call() == 0 && launches == 5 && encoded == 4 && boxes_of_a == " 128 76");
 
   // The first that another thread does with CUDA.
   int failed = -1;
   std::thread([&] { failed = call(); }).join();
-  REQUIRE(failed == 0 && launches == 4);
+  REQUIRE(failed == 0 && launches == 6);
   sets = false;  // where there is no context to be had
   std::thread([&] { failed = call(); }).join();
-  REQUIRE(failed != 0 && launches == 4);
+  REQUIRE(failed != 0 && launches == 6);
   REQUIRE(lookups == 1);
   std::puts("ok");
 }
