@@ -1,6 +1,6 @@
 """Fits what the cost model adds for means of A's rows to sweeps, and says how far off it is.
 
-    python benchmarks/fit_means.py benchmarks/results/sweep_means_h100.json benchmarks/results/sweep_beside_h100.json
+    python benchmarks/fit_means.py benchmarks/results/sweep_means_h100.json    # and later ones of single ways
 
 Reads results of sweep_means.py; what the last file says of a way counts. Prints the fitted
 :class:`cutlass_ops.model.Taking`, to be copied into ``cutlass_ops/model.py`` by hand. Kernels that take means beside

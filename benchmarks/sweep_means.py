@@ -13,14 +13,14 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import bench_rmsnorm
 import harness
 import shapes
 import torch
 
-from cutlass_ops import legality, norms, policies
+from cutlass_ops import legality, model, norms, policies
 from cutlass_ops.builder import build_many
 from cutlass_ops.call import device_of
 from cutlass_ops.config import Means, Sm90Config, config_to_json
@@ -30,12 +30,11 @@ from cutlass_ops.spec import KernelSpec
 from cutlass_ops.timing import expected_us, rotation
 from cutlass_ops.tuning import signature_at
 
-WAYS: tuple[Means, ...] = get_args(Means)
 _SUMS = {"row_sum_square": "f32"}
 
 
 def kernels(
-    problem: shapes.Shape, device: Device, tiles: int, ways: Sequence[Means] = WAYS
+    problem: shapes.Shape, device: Device, tiles: int, ways: Sequence[Means] = model.WAYS
 ) -> list[tuple[Sm90Config, dict[str, KernelSpec]]]:
     """Return the tiles that come first at a problem, and for each of them the kernels to compare."""
     taking, given = (
@@ -97,7 +96,7 @@ def main() -> None:
     """Run all problems and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiles", type=int, default=4, help="how many a problem")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="only these")
+    parser.add_argument("--ways", nargs="+", choices=model.WAYS, default=list(model.WAYS), help="only these")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     device = device_of(torch.device("cuda", 0))

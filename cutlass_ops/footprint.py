@@ -96,7 +96,7 @@ def sm90_gathered_rows(spec: KernelSpec) -> int:
     return sides(spec)[1 if swapped(spec) else 0].extent
 
 
-def sm90_stages_rows(spec: KernelSpec) -> bool:
+def _stages_rows(spec: KernelSpec) -> bool:
     """Whether idle warps read A's rows by way of shared memory: those of persistent kernels have too few registers."""
     config = _sm90(spec)
     beside = bool(spec.epilogue.gathered) and config.means == "beside"
@@ -109,7 +109,7 @@ def sm90_means_smem(spec: KernelSpec) -> int:
     Those gathered in the main loop lie there (``TileMeans`` in ``gather.h``), and rows on their way to idle warps
     beside it (``StagedRows`` in ``means_beside.h``).
     """
-    if sm90_stages_rows(spec):
+    if _stages_rows(spec):
         return _STAGED_ROWS
     if not sm90_gathers(spec):
         return 0

@@ -4,19 +4,18 @@ import itertools
 import json
 import math
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 import torch
+from choosing import ODD, SLOW, chosen, rows_of_a, user_table
 from hypothesis import given
 from hypothesis import strategies as st
 from signatures import A100, H100, H200, signature, statistics
 
 import cutlass_ops as co
 from cutlass_ops import _resources, builtin, dispatch, heuristics, legality, model, norms, ops, policies, tables
-from cutlass_ops.config import ClusterShape, GemvConfig, Means, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
+from cutlass_ops.config import ClusterShape, GemvConfig, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
 from cutlass_ops.device import Device, with_order
-from cutlass_ops.spec import Operand
 from cutlass_ops.tables import Measured, Point, Table
 from cutlass_ops.tuning import signature_at
 from tests.scripts import script
@@ -29,10 +28,6 @@ MOST = tables.MOST_KERNELS
 
 
 pytestmark = pytest.mark.usefixtures("no_user_tables")
-
-
-def chosen(shape, of=None, device=H100):
-    return dispatch.choose(of or signature(), device, shape)
 
 
 def shipped():
@@ -110,16 +105,7 @@ def test_an_h200_has_its_own_grid_and_an_h100s_kernels_elsewhere():
 
 # ---- What is measured decides ------------------------------------------------------------------------------------
 
-SLOW = Sm90Config(ThreadblockShape(64, 64, 64), schedule="pingpong")
 FAST = Sm90Config(ThreadblockShape(128, 192, 64), ClusterShape(2, 1), raster="along_m", swizzle=4)
-ODD = (640, 4224, 4032)
-
-
-def user_table(*measured, problem=ODD, of=None, device=H100.name):
-    of = of or signature()
-    table = Table(device, 132, of, (Point(problem, "2026-11-21", measured),)).select()
-    tables.update(tables.path_of(policies._env.tuning_dir(), device, of), table)
-    policies.forget()
 
 
 def test_what_the_user_measured_is_taken_with_its_order_of_tiles():
@@ -403,12 +389,6 @@ def test_an_a100_copies_nothing():
     assert {type(c) for c in policy.kernels} == {Sm80Config}
 
 
-def rows_of_a(config):
-    if isinstance(config, GemvConfig):
-        return config.rows
-    return config.threadblock.n if config.swap_ab else config.threadblock.m
-
-
 # ---- Any shape ---------------------------------------------------------------------------------------------------
 
 
@@ -570,106 +550,3 @@ def test_the_order_of_tiles_is_no_part_of_the_kernel():
     shapes = [(m, n, 4096) for m in range(64, 8192, 191) for n in (4096, 8192, 28672)]
     found = [chosen(shape) for shape in shapes]
     assert len({config for _, config in found}) > len({spec for spec, _ in found})
-
-
-# ---- Values of A's rows, and a second weight ----------------------------------------------------------------------
-
-
-def signature_of_graph(graph, problem, **changes):
-    found = signature_at(graph, problem, "bf16", "row", "col", None, H100)
-    return replace(found, **changes)
-
-
-@pytest.mark.parametrize("m", [32, 64, 1024, 4096])
-def test_kernels_with_a_norm_have_the_times_of_those_without_and_what_means_take(m):
-    problem = (m, 4096, 4096)
-    usual = policies.policy(signature_of_graph(builtin.bias_relu.graph, problem), H100)
-    norm = policies.policy(signature_of_graph(builtin.layer_norm.graph, problem), H100)
-    best = next(c for c in usual.ranked(problem, count=20) if isinstance(c.config, Sm90Config))
-    way = heuristics.usual_means(best.config)
-    again = next(c for c in norm.ranked(problem, count=60) if c.config == replace(best.config, means=way))
-    assert again.source == best.source == "measured"
-    batch = model.Batch.of([again.config.binary()])
-    later = model.means(batch, [problem], model.times(batch, [problem]))
-    assert again.microseconds == pytest.approx(best.microseconds + float(later))
-    assert norm.own is None
-    assert not norm.peers(problem)
-
-
-def test_measured_kernels_take_means_in_the_way_that_costs_their_tile_least():
-    signature = signature_of_graph(builtin.layer_norm.graph, (1024, 4096, 4096))
-    borrowed = policies._as_if_about(policies._reference(), signature, H100)
-    kernels = [c for c in borrowed.kernels if isinstance(c, Sm90Config)]
-    assert {c.means for c in kernels} == {"gathered", "beside", "ahead"}
-    for config in kernels:
-        assert not legality.check(H100.spec(signature, config))
-        assert config.means == (heuristics.usual_means(config) if config.whole_k else "ahead"), config.slug
-    assert any(rows_of_a(c) > 16 for c in kernels if c.means == "gathered")
-    assert any(rows_of_a(c) < 128 for c in kernels if c.means == "beside")
-
-
-@pytest.mark.parametrize("means", get_args(Means))
-def test_a_table_about_a_norm_itself_is_taken_at_its_word(means):
-    """Any way that was the fastest serves, at the time that was measured and no other."""
-    of = signature(builtin.rms_norm)
-    ways = [replace(SLOW, means=means), *(replace(SLOW, means=way) for way in get_args(Means) if way != means)]
-    times = [Measured(config, 10.0 + i, i / 10) for i, config in enumerate(ways)]
-    user_table(*times, of=of)
-    spec, config = chosen(ODD, of)
-    assert spec.config == config == ways[0]
-    best, *_ = policies.policy(of, H100).ranked(ODD, count=3)
-    assert (best.config, best.microseconds, best.source) == (ways[0], 10.0, "measured")
-
-
-def test_where_neither_main_loop_nor_idle_warps_can_a_kernel_before_does_and_counts():
-    problem = (1024, 4096, 4096)
-    misaligned = signature_of_graph(builtin.rms_norm.graph, problem, d=Operand.of("bf16.row.align1"))
-    policy = policies.policy(misaligned, H100)
-    assert policy.kernels
-    assert {c.means for c in policy.kernels if isinstance(c, Sm90Config)} == {"ahead"}
-    ahead = policy.ranked(problem, count=1)[0]
-    usual = policies.policy(signature_of_graph(builtin.rms_norm.graph, problem), H100).ranked(problem, count=1)[0]
-    assert usual.config.means == "beside"
-    assert ahead.microseconds > usual.microseconds + 1
-
-
-@co.epilogue
-def gated_by_relu(acc, up: co.Product):
-    """Of which no table ships."""
-    return co.relu(acc) * up
-
-
-def test_two_weights_take_as_long_as_one_of_twice_the_columns():
-    one, two = (1024, 6144, 4096), (1024, 3072, 4096)  # at which no table of gates was measured
-    gate = policies.policy(signature_of_graph(gated_by_relu.graph, two), H100)
-    usual = policies.policy(signature_of_graph(builtin.bias_relu.graph, one), H100)
-    best = gate.ranked(two, count=1)[0]
-    known = {c.config.binary(): c.microseconds for c in usual.ranked(one)}
-    assert best.source == "measured"
-    assert best.microseconds == known[best.config.binary()]
-    assert not any(legality.check(H100.spec(gate.signature, c)) for c in gate.kernels)
-
-
-def test_two_weights_between_measured_shapes_are_predicted_as_one_twice_as_wide():
-    policy = policies.policy(signature_of_graph(builtin.swiglu.graph, (300, 5000, 4096)), H100)
-    wide = policy.ranked((300, 5000, 4096), count=1)[0].microseconds
-    half = policy.ranked((300, 2504, 4096), count=1)[0].microseconds
-    assert 1.5 * half < wide < 2.6 * half
-
-
-def test_a_pool_for_two_weights_counts_the_columns_of_both():
-    one, two = (1000, 5008, 4096), (1000, 2504, 4096)
-    gate = policies.policy(signature_of_graph(builtin.swiglu.graph, two), H100)
-    both = heuristics.Pool.of(gate.kernels, gate.signature)
-    single = replace(both, weights=1)
-    assert both.weights == 2
-    assert torch.equal(both.times([two], H100), single.times([one], H100))
-    assert torch.equal(both.tiles([two], H100), single.tiles([one], H100))
-
-
-def test_sm80_serves_norms_and_refuses_two_weights():
-    problem = (256, 1024, 1024)
-    norm = signature_at(builtin.rms_norm.graph, problem, "bf16", "row", "col", None, A100)
-    assert dispatch.specs(norm, A100)
-    gate = signature_at(builtin.swiglu.graph, problem, "bf16", "row", "col", None, A100)
-    assert not dispatch.specs(gate, A100)

@@ -202,26 +202,16 @@ class Mainloop {
     Params params{};
     params.rows_a = int(m) / kMatricesA;
     params.rows_b = int(n) / kMatricesB;
-    auto const encode_a = [&](ElementA const* data, StrideA const& stride, auto& load, TmaDescriptor& last) {
-      encode<A>(params.rows_a, [&] { return copy_a(data, stride); }, load, last);
-    };
-    auto const encode_b = [&](ElementB const* data, StrideB const& stride, auto& load, TmaDescriptor& last) {
-      encode<B>(params.rows_b, [&] { return copy_b(data, stride); }, load, last);
-    };
-    encode_a(arguments.ptr_A, arguments.dA, params.tma_load_a, params.last_a);
-    encode_b(arguments.ptr_B, arguments.dB, params.tma_load_b, params.last_b);
-    if constexpr (kProducts == 2) {
-      auto const& encode_second = [&] {
-        if constexpr (kSwapped) {
-          return encode_a;
-        } else {
-          return encode_b;
-        }
-      }();
-      encode_second(arguments.ptr_second, arguments.d_second, params.tma_load_second, params.last_second);
+    auto const& [ptr_a, d_a, ptr_b, d_b, ptr_second, d_second, rows] = arguments;
+    encode<A>(params.rows_a, copy_a, ptr_a, d_a, params.tma_load_a, params.last_a);
+    encode<B>(params.rows_b, copy_b, ptr_b, d_b, params.tma_load_b, params.last_b);
+    if constexpr (kProducts == 2 && kSwapped) {
+      encode<A>(params.rows_a, copy_a, ptr_second, d_second, params.tma_load_second, params.last_second);
+    } else if constexpr (kProducts == 2) {
+      encode<B>(params.rows_b, copy_b, ptr_second, d_second, params.tma_load_second, params.last_second);
     }
     params.inverse_k = 1.0f / float(k);
-    params.rows = arguments.rows;
+    params.rows = rows;
     return params;
   }
 
@@ -295,14 +285,6 @@ class Mainloop {
       if constexpr (kProducts == 2) load_second(barrier, k, stage);
       if (missing != 0) count(barrier, missing);
     };
-  }
-
-  // Counts bytes at a barrier of this block as if they had come.
-  CUTLASS_DEVICE static void count(uint64_t& barrier, uint32_t bytes) {
-    asm volatile("mbarrier.complete_tx.shared::cluster.relaxed.cluster.b64 [%0], %1;" ::"r"(
-                     cute::cast_smem_ptr_to_uint(&barrier)),
-                 "r"(bytes)
-                 : "memory");
   }
 
   template <class Tensors, class Coord, class Steps>
@@ -381,14 +363,23 @@ class Mainloop {
 
  private:
   // One matrix's descriptors.
-  template <class Operand, class Copy, class Load>
-  static void encode(int rows, Copy const& copy, Load& load, cute::TmaDescriptor& last) {
-    load = copy();
+  template <class Operand, class Copy, class Element, class Stride, class Load>
+  static void encode(int rows, Copy const& copy, Element const* data, Stride const& stride, Load& load,
+                     cute::TmaDescriptor& last) {
+    load = copy(data, stride);
     last = *load.get_tma_descriptor();
     int const left = rows % Operand::kSlice;
     if (!Operand::kAnyRows || left == 0) return;
     Shortened const shortened(Operand::kSlice, left);
-    last = *copy().get_tma_descriptor();
+    last = *copy(data, stride).get_tma_descriptor();
+  }
+
+  // Counts bytes at a barrier of this block as if they had come.
+  CUTLASS_DEVICE static void count(uint64_t& barrier, uint32_t bytes) {
+    asm volatile("mbarrier.complete_tx.shared::cluster.relaxed.cluster.b64 [%0], %1;" ::"r"(
+                     cute::cast_smem_ptr_to_uint(&barrier)),
+                 "r"(bytes)
+                 : "memory");
   }
 
   // The problem's A.

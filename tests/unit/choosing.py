@@ -1,0 +1,27 @@
+"""What tests of the choice of a kernel have in common."""
+
+from signatures import H100, signature
+
+from cutlass_ops import dispatch, policies, tables
+from cutlass_ops.config import GemvConfig, Sm90Config, ThreadblockShape
+from cutlass_ops.tables import Point, Table
+
+SLOW = Sm90Config(ThreadblockShape(64, 64, 64), schedule="pingpong")
+ODD = (640, 4224, 4032)
+
+
+def chosen(shape, of=None, device=H100):
+    return dispatch.choose(of or signature(), device, shape)
+
+
+def user_table(*measured, problem=ODD, of=None, device=H100.name):
+    of = of or signature()
+    table = Table(device, 132, of, (Point(problem, "2026-11-21", measured),)).select()
+    tables.update(tables.path_of(policies._env.tuning_dir(), device, of), table)
+    policies.forget()
+
+
+def rows_of_a(config):
+    if isinstance(config, GemvConfig):
+        return config.rows
+    return config.threadblock.n if config.swap_ab else config.threadblock.m

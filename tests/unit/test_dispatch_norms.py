@@ -1,0 +1,117 @@
+"""The choice of a kernel that takes means of A's rows, or has a second weight."""
+
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+import torch
+from choosing import ODD, SLOW, chosen, rows_of_a, user_table
+from signatures import A100, H100, signature
+
+import cutlass_ops as co
+from cutlass_ops import builtin, dispatch, heuristics, legality, model, policies
+from cutlass_ops.config import Means, Sm90Config
+from cutlass_ops.spec import Operand
+from cutlass_ops.tables import Measured
+from cutlass_ops.tuning import signature_at
+
+pytestmark = pytest.mark.usefixtures("no_user_tables")
+
+
+def signature_of_graph(graph, problem, **changes):
+    found = signature_at(graph, problem, "bf16", "row", "col", None, H100)
+    return replace(found, **changes)
+
+
+@pytest.mark.parametrize(("m", "means"), [(96, "gathered"), (64, "beside"), (1024, "beside"), (4096, "beside")])
+def test_kernels_with_a_norm_have_the_times_of_those_without_and_what_means_take(m, means):
+    problem = (m, 4096, 4096)
+    usual = policies.policy(signature_of_graph(builtin.bias_relu.graph, problem), H100)
+    norm = policies.policy(signature_of_graph(builtin.layer_norm.graph, problem), H100)
+    best = next(c for c in usual.ranked(problem) if isinstance(c.config, Sm90Config) and c.config.whole_k)
+    again = next(c for c in norm.ranked(problem) if c.config == replace(best.config, means=means))
+    assert again.source == best.source == "measured"
+    batch = model.Batch.of([again.config.binary()])
+    later = model.means(batch, [problem], model.times(batch, [problem]))
+    assert again.microseconds == pytest.approx(best.microseconds + float(later))
+    assert norm.own is None
+    assert not norm.peers(problem)
+
+
+def test_measured_kernels_take_means_in_the_way_that_costs_their_tile_least():
+    signature = signature_of_graph(builtin.layer_norm.graph, (1024, 4096, 4096))
+    borrowed = policies._as_if_about(policies._reference(), signature, H100)
+    kernels = [c for c in borrowed.kernels if isinstance(c, Sm90Config)]
+    assert {c.means for c in kernels} == {"gathered", "beside", "ahead"}
+    for config in kernels:
+        assert not legality.check(H100.spec(signature, config))
+        assert config.means == (heuristics.usual_means(config) if config.whole_k else "ahead"), config.slug
+    assert any(rows_of_a(c) > 16 for c in kernels if c.means == "gathered")
+    assert any(rows_of_a(c) < 128 for c in kernels if c.means == "beside")
+
+
+@pytest.mark.parametrize("means", get_args(Means))
+def test_a_table_about_a_norm_itself_is_taken_at_its_word(means):
+    """Any way that was the fastest serves, at the time that was measured and no other."""
+    of = signature(builtin.rms_norm)
+    ways = [replace(SLOW, means=means), *(replace(SLOW, means=way) for way in get_args(Means) if way != means)]
+    times = [Measured(config, 10.0 + i, i / 10) for i, config in enumerate(ways)]
+    user_table(*times, of=of)
+    spec, config = chosen(ODD, of)
+    assert spec.config == config == ways[0]
+    best, *_ = policies.policy(of, H100).ranked(ODD, count=3)
+    assert (best.config, best.microseconds, best.source) == (ways[0], 10.0, "measured")
+
+
+def test_where_neither_main_loop_nor_idle_warps_can_a_kernel_before_does_and_counts():
+    problem = (1024, 4096, 4096)
+    misaligned = signature_of_graph(builtin.rms_norm.graph, problem, d=Operand.of("bf16.row.align1"))
+    policy = policies.policy(misaligned, H100)
+    assert policy.kernels
+    assert {c.means for c in policy.kernels if isinstance(c, Sm90Config)} == {"ahead"}
+    ahead = policy.ranked(problem, count=1)[0]
+    usual = policies.policy(signature_of_graph(builtin.rms_norm.graph, problem), H100).ranked(problem, count=1)[0]
+    assert usual.config.means == "beside"
+    assert ahead.microseconds > usual.microseconds + 1
+
+
+@co.epilogue
+def gated_by_relu(acc, up: co.Product):
+    """Of which no table ships."""
+    return co.relu(acc) * up
+
+
+def test_two_weights_take_as_long_as_one_of_twice_the_columns():
+    one, two = (1024, 6144, 4096), (1024, 3072, 4096)  # at which no table of gates was measured
+    gate = policies.policy(signature_of_graph(gated_by_relu.graph, two), H100)
+    usual = policies.policy(signature_of_graph(builtin.bias_relu.graph, one), H100)
+    best = gate.ranked(two, count=1)[0]
+    known = {c.config.binary(): c.microseconds for c in usual.ranked(one)}
+    assert best.source == "measured"
+    assert best.microseconds == known[best.config.binary()]
+    assert not any(legality.check(H100.spec(gate.signature, c)) for c in gate.kernels)
+
+
+def test_two_weights_between_measured_shapes_are_predicted_as_one_twice_as_wide():
+    policy = policies.policy(signature_of_graph(builtin.swiglu.graph, (300, 5000, 4096)), H100)
+    wide = policy.ranked((300, 5000, 4096), count=1)[0].microseconds
+    half = policy.ranked((300, 2504, 4096), count=1)[0].microseconds
+    assert 1.5 * half < wide < 2.6 * half
+
+
+def test_a_pool_for_two_weights_counts_the_columns_of_both():
+    one, two = (1000, 5008, 4096), (1000, 2504, 4096)
+    gate = policies.policy(signature_of_graph(builtin.swiglu.graph, two), H100)
+    both = heuristics.Pool.of(gate.kernels, gate.signature)
+    single = replace(both, weights=1)
+    assert both.weights == 2
+    assert torch.equal(both.times([two], H100), single.times([one], H100))
+    assert torch.equal(both.tiles([two], H100), single.tiles([one], H100))
+
+
+def test_sm80_serves_norms_and_refuses_two_weights():
+    problem = (256, 1024, 1024)
+    norm = signature_at(builtin.rms_norm.graph, problem, "bf16", "row", "col", None, A100)
+    assert dispatch.specs(norm, A100)
+    gate = signature_at(builtin.swiglu.graph, problem, "bf16", "row", "col", None, A100)
+    assert not dispatch.specs(gate, A100)
