@@ -344,19 +344,28 @@ def section(result: Result, causes: dict[str, list[dict[str, Any]]], out: Path) 
 def host_section(path: Path, out: Path) -> list[str]:
     """Return the paragraphs of one file of bench_host.py."""
     data = json.loads(path.read_text())
-    ratio_lines = (
-        ("gemm_bias_relu(out=) over F.linear", data["out_over_linear"]),
-        ("gemm_bias_relu over F.relu(F.linear)", data["no_out_over_linear_relu"]),
-        ("gemm_bias_relu over F.linear", data["no_out_over_linear"]),
-    )
-    lines = [(r["name"], f"{r['us']:.2f}", f"{r['range'][0]:.2f} to {r['range'][1]:.2f}") for r in data["rows"]]
+    rows = data["rows"]
+    problems = [row["problem"] for row in rows]
+    ratios = {
+        "gemm_bias_relu(out=) over F.linear": "out_over_linear",
+        "gemm_bias_relu over F.relu(F.linear)": "no_out_over_linear_relu",
+        "gemm_bias_relu over F.linear": "no_out_over_linear",
+    }
+
+    def times(call: str) -> list[str]:
+        return ["{:.2f} ({:.2f} to {:.2f})".format(*row["us"][call]) for row in rows]
+
+    kernels = [(row["problem"], f"`{row['kernel']}`") for row in rows]
+    lines = [(call, *times(call)) for call in rows[0]["us"]]
+    quotients = [(name, *(f"{row[key]:.3f}" for row in rows)) for name, key in ratios.items()]
     return [
         f"## Host time: {data['chip']}, {data['date']}",
         f"{environment(data)}. Raw results: [{path.name}]({link(path, out)}).",
-        "Time of enqueueing one warm call, median over the rounds and their range. Here a ratio is our time over the "
-        "other's, formed within a round: below 1, our call costs less.",
-        table(("call", "µs", "range"), lines, text=["call"]),
-        table(("ratio", "median"), [(name, f"{value:.3f}") for name, value in ratio_lines], text=["ratio"]),
+        "Time of enqueueing one warm call in µs, median over the rounds and their range, at problems too small to fill "
+        "the queue. A ratio is our time over the other's, formed within a round: below 1, our call costs less.",
+        table(("problem", "our kernel"), kernels, text=["problem", "our kernel"]),
+        table(("call", *problems), lines, text=["call"]),
+        table(("ratio", *problems), quotients, text=["ratio"]),
         f"Importing the library and one call of an op raise the peak of the process's host memory by "
         f"{data['host_memory_mib']} MiB, with PyTorch and CUDA running already and the kernel in the store.",
     ]
