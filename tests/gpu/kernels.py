@@ -294,6 +294,30 @@ def realigned() -> dict[str, KernelSpec]:
     return found
 
 
+def multicast() -> dict[str, KernelSpec]:
+    """Kernels whose clusters multicast operands of every major: blocks share their rows in one, and K in the other."""
+    shape, cluster = co.ThreadblockShape, co.ClusterShape
+    usual = shape(128, 128, 64)
+    configs = {
+        ("row", "row"): (
+            co.Sm90Config(usual, cluster(2, 1), schedule="pingpong"),
+            co.Sm90Config(shape(64, 64, 128), cluster(1, 4), schedule="warp_specialized", swap_ab=True),
+            co.Sm90Config(shape(256, 192, 64), cluster(2, 1), schedule="cooperative"),
+        ),
+        ("col", "col"): (
+            co.Sm90Config(usual, cluster(1, 2), schedule="pingpong"),
+            co.Sm90Config(shape(64, 16, 128), cluster(4, 1), schedule="warp_specialized", swap_ab=True),
+        ),
+        ("col", "row"): (co.Sm90Config(shape(128, 96, 64), cluster(2, 2), schedule="pingpong"),),
+        ("row", "col"): (co.Sm90Config(shape(128, 96, 64), cluster(2, 2), schedule="pingpong"),),
+    }
+    return {
+        f"multicast-{a}-{b}-{c.slug}": spec(OPS["gemm_bias_relu"], "bf16", (a, b), c)
+        for (a, b), each in configs.items()
+        for c in each
+    }
+
+
 def overlapping() -> dict[str, KernelSpec]:
     """Return a kernel of every schedule for chains of launches."""
     shape, cluster = co.ThreadblockShape, co.ClusterShape
@@ -534,6 +558,7 @@ def named() -> dict[str, list[KernelSpec]]:
         overlapping(),
         gathering(),
         realigned(),
+        multicast(),
     )
     found: dict[str, list[KernelSpec]] = {}
     for group in (*groups, edges.specs()):

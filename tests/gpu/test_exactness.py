@@ -81,6 +81,14 @@ def test_configurations(name):
         check_exact(kernels.configurations()[name], shape)
 
 
+@pytest.mark.parametrize("name", list(kernels.multicast()))
+def test_partly_filled_tiles_of_clusters_that_multicast(name):
+    """Which block of a cluster brings what depends on the major, and so does what is beyond the matrix and left out."""
+    for tail in (8, 24, 64, 72, 96, 128, 136, 200):
+        for shape in [(tail, 208 - tail, 72), (256 + tail, 384 + tail, 200)]:
+            check_exact(kernels.multicast()[name], shape)
+
+
 @pytest.mark.parametrize("arch", ["sm90", "sm80"])
 def test_kernels_that_take_all_of_k_round_alike(arch):
     """What deterministic tuning promises: whichever of them serves, and with however many rows, no bit changes."""

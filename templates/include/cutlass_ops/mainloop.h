@@ -35,9 +35,11 @@ struct Operand {
   static constexpr int kElements = cute::cosize_v<Stage>;  // of a stage
   static constexpr uint32_t kBytes = kElements * sizeof(Element);
   static constexpr bool kMulticast = Blocks::value > 1;
-  // Of a matrix: rows of a tile, and of what one block loads. K along lines, TMA brings any number of them.
-  static constexpr int kRows = Rows::value / kMatrices, kSlice = kRows / Blocks::value;
+  // Of a matrix: rows of a tile, and of what one block loads. K along lines, TMA brings any number of rows, and blocks that
+  // multicast bring some of them each. Else it brings whole boxes, and such a block brings all rows of its part of K.
   static constexpr bool kAnyRows = kMajor == cute::GMMA::Major::K;
+  static constexpr int kRows = Rows::value / kMatrices, kSlice = kAnyRows ? kRows / Blocks::value : kRows;
+  static_assert(kAnyRows || Columns::value % Blocks::value == 0);
   static constexpr uint32_t kRowBytes = kBytes / kRows;  // of all matrices
   using Load = cute::conditional_t<kMulticast, cute::SM90_TMA_LOAD_MULTICAST, cute::SM90_TMA_LOAD>;
   using Storage = cute::array_aligned<Element, kStages * kElements>;
@@ -65,23 +67,38 @@ struct NoCopy {};
 // What one block loads of an operand's tile: boxes of rows, as long as the matrix has any.
 template <class Operand, class Load, class From, class To>
 struct Filler {
-  static constexpr int kBoxes = decltype(cute::size<1>(From{}))::value, kBox = Operand::kSlice / kBoxes;
+  // Boxes lie along K as well where K lies along lines. CuTe has them all in the second part of the first mode.
+  using Apart = cute::remove_cvref_t<decltype(cute::stride<0, 1>(typename From::layout_type{}))>;
+  static constexpr int kAll = decltype(cute::size<0, 1>(typename From::layout_type{}))::value;
+  static constexpr int kBoxes = Operand::kAnyRows ? 1 : kAll, kBox = Operand::kSlice / kBoxes;
+  static_assert(kBoxes == 1 || cute::is_same_v<Apart, cute::ScaledBasis<cute::Int<kBox>, 0>>);
 
   Load const& load;
   cute::TmaDescriptor const* last;  // for a box whose last rows are beyond the matrix
   uint16_t mask;
-  int left;  // rows of the matrix from this block's first one on
+  int left;  // rows of the matrix from the first one on that this block loads
   From from;
   To to;
 
   CUTLASS_DEVICE void operator()(uint64_t& barrier, int k, int stage) const {
+    using cute::_;
     auto at = cute::make_tensor(to.data() + stage * Operand::kElements, to.layout());
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kBoxes; ++i) {
       if (left <= i * kBox) break;
       bool const whole = !Operand::kAnyRows || left >= (i + 1) * kBox;
       auto const* const descriptor = whole ? load.get_tma_descriptor() : last;
-      cute::copy(load.with(descriptor, barrier, mask), from(cute::_, i, cute::_, k), at(cute::_, i, cute::_));
+      cute::copy(load.with(descriptor, barrier, mask), box(from(_, _, _, k), i), box(at, i));
+    }
+  }
+
+  template <class Tensor>
+  CUTLASS_DEVICE static auto box(Tensor const& boxes, int i) {
+    using cute::_;
+    if constexpr (Operand::kAnyRows) {
+      return boxes(_, 0, _);
+    } else {
+      return boxes(cute::make_coord(_, i), 0, _);
     }
   }
 
@@ -259,13 +276,14 @@ class Mainloop {
       for (uint32_t i = 0; i < kClusterM; ++i) mask_b |= uint16_t(1u << (i + y * kClusterM));
     }
     int const left_a = params.rows_a - block_m * A::kRows, left_b = params.rows_b - block_n * B::kRows;
+    int const first_a = A::kAnyRows ? int(y) * A::kSlice : 0, first_b = B::kAnyRows ? int(x) * B::kSlice : 0;
     auto const filler_a = [&](auto const& load, TmaDescriptor const& last, int matrix) {
       auto const to = part_a.partition_D(A::part(storage.smem_A, matrix));
-      return Filler<A, TMA_A, decltype(from_a), decltype(to)>{load, &last, mask_a, left_a - int(y) * A::kSlice, from_a, to};
+      return Filler<A, TMA_A, decltype(from_a), decltype(to)>{load, &last, mask_a, left_a - first_a, from_a, to};
     };
     auto const filler_b = [&](auto const& load, TmaDescriptor const& last, int matrix) {
       auto const to = part_b.partition_D(B::part(storage.smem_B, matrix));
-      return Filler<B, TMA_B, decltype(from_b), decltype(to)>{load, &last, mask_b, left_b - int(x) * B::kSlice, from_b, to};
+      return Filler<B, TMA_B, decltype(from_b), decltype(to)>{load, &last, mask_b, left_b - first_b, from_b, to};
     };
     auto const load_a = filler_a(params.tma_load_a, params.last_a, 0);
     auto const load_b = filler_b(params.tma_load_b, params.last_b, 0);
