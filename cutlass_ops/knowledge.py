@@ -20,8 +20,9 @@ from cutlass_ops.tables import Table
 Source = Literal["model", "interpolated", "measured"]
 SOURCES: tuple[Source, ...] = ("model", "interpolated", "measured")
 
-# How far a measurement reaches: standard deviation in powers of two of M, of the number of tiles and of K, and how much
-# the model's own word weighs against it. `benchmarks/evaluate_dispatch.py` says how well that does.
+# How far a measurement reaches: standard deviation in powers of two of M, of the number of tiles and of K; and how much
+# what the model errs by there for all kernels of a kind weighs against it. `benchmarks/evaluate_dispatch.py` says how well
+# that does.
 _REACH = (0.6, 0.6, 1.3)
 _PRIOR = 1.0
 _EXPONENT = -0.5 / math.log(2)  # of a normal distribution, to the base 2
@@ -117,7 +118,7 @@ class Notes:
         return cls(places, errors)
 
     def near(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the error to expect at places (problems, configurations, 3), and how much was measured nearby."""
+        """Return the weighted sum of errors near places (problems, configurations, 3), and of their weights."""
         errors, totals = torch.zeros(places.shape[:2]), torch.zeros(places.shape[:2])
         # One problem after the other, exp2, and so few kernels at once that one thread does it.
         step = max(1, heuristics.ONE_THREAD // max(1, self.error.shape[1]))
@@ -129,7 +130,7 @@ class Notes:
                     away = away + ((mine[:, None] - its) / reach).square_()
                 weights = torch.exp2(away * _EXPONENT)
                 totals[at, part] = weights.sum(1)
-                errors[at, part] = (weights * self.error[part]).sum(1) / (totals[at, part] + _PRIOR)
+                errors[at, part] = (weights * self.error[part]).sum(1)
         return errors, totals
 
 
@@ -181,7 +182,8 @@ class Knowledge:
     def expected(self, problems: Sequence[Problem]) -> Expected:
         """Return what is known of every kernel at some problems."""
         found = [self.notes.near(_places(part, self.pool, self.device)) for part in self.pool.parts(problems)]
-        error, weight = (torch.cat(each) for each in zip(*found, strict=True))
+        errors, weight = (torch.cat(each) for each in zip(*found, strict=True))
+        error = (errors + _PRIOR * self._usual(errors, weight)) / (weight + _PRIOR)
         model, by_gpc = self.pool.times_and_order(problems, self.device)
         times = model * torch.exp2(error) * self._handicaps
         sources = torch.where(weight > _NEAR, SOURCES.index("interpolated"), SOURCES.index("model"))
@@ -190,6 +192,16 @@ class Knowledge:
                 place = self._index[config]
                 times[at, place], sources[at, place] = candidate.microseconds, SOURCES.index("measured")
         return Expected(times, sources, by_gpc)
+
+    def _usual(self, errors: Tensor, weight: Tensor) -> Tensor:
+        """Return what the model errs by for kernels of one kind, given sums of errors and weights near each problem.
+
+        Where the model promises too much, a kernel of which nothing is known would else come before those that are.
+        """
+        usual = torch.zeros_like(errors)
+        for kind in self._kinds:
+            usual[:, kind] = errors[:, kind].sum(1, keepdim=True) / (weight[:, kind].sum(1, keepdim=True) + _PRIOR)
+        return usual
 
     def ranked(self, problem: Problem, among: Iterable[Config], count: int | None = None) -> list[Candidate]:
         """Return the first candidates for a problem, the best first; where some of them were measured, only these."""
@@ -214,6 +226,12 @@ class Knowledge:
     def _handicaps(self) -> Tensor:
         split = (isinstance(c, Sm90Config) and c.scheduler == "stream_k" for c in self.pool.configs)
         return torch.tensor([_STREAM_K if each else 1.0 for each in split], dtype=torch.float64)
+
+    @cached_property
+    def _kinds(self) -> list[Tensor]:
+        """The places of each kind's kernels, as kinds have models of their own."""
+        kinds = [type(c) for c in self.pool.configs]
+        return [torch.tensor([at for at, k in enumerate(kinds) if k is kind]) for kind in dict.fromkeys(kinds)]
 
     @cached_property
     def _index(self) -> dict[Config, int]:

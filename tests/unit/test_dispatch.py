@@ -178,6 +178,26 @@ def test_what_was_measured_speaks_for_its_neighbours():
     assert far.microseconds == pytest.approx(heuristics.predict(SLOW, (8192, 8192, 8192), H100), rel=0.1)
 
 
+def test_where_the_model_promises_too_much_a_kernel_of_which_nothing_is_known_is_not_believed():
+    known = Sm90Config(ThreadblockShape(128, 96, 64), ClusterShape(2, 1), schedule="pingpong")
+    unknown = replace(known, threadblock=ThreadblockShape(128, 128, 64))
+    fast, slower = (heuristics.predict(c, ODD, H100) for c in (known, unknown))
+    assert 1.2 * fast < slower < 1.3 * fast
+    problems = [(rows, *ODD[1:]) for rows in (616, 624, 632, 648, 656, 664)]
+    # Half as fast again as foretold, near by: more than the other is foretold to take there.
+    points = tuple(
+        Point(p, "2026-11-24", (Measured(known, 1.5 * heuristics.predict(known, p, H100), 0.0),)) for p in problems
+    )
+    policy = policies.Policy.of([Table(H100.name, 132, signature(), points)], signature(), H100, (known, unknown))
+    first, second = policy.ranked(ODD)
+    assert (first.config.binary(), first.source, second.source) == (known, "interpolated", "model")
+    assert second.microseconds > 1.3 * slower
+    # Far away, the model's word stands.
+    far = (32, 1024, 512)
+    expected = {c.config.binary(): c.microseconds for c in policy.ranked(far)}
+    assert expected[unknown] == pytest.approx(heuristics.predict(unknown, far, H100), rel=0.01)
+
+
 def test_another_device_or_signature_has_its_own_measurements():
     user_table(Measured(SLOW, 10.0, 0.0), device="NVIDIA H200")
     assert chosen(ODD)[0].config != SLOW
