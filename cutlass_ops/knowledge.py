@@ -21,8 +21,7 @@ Source = Literal["model", "interpolated", "measured"]
 SOURCES: tuple[Source, ...] = ("model", "interpolated", "measured")
 
 # How far a measurement reaches: standard deviation in powers of two of M, of the number of tiles and of K; and how much
-# what the model errs by there for all kernels of a kind weighs against it. `benchmarks/evaluate_dispatch.py` says how well
-# that does.
+# what the model errs by there for all kernels of a kind weighs against it (`benchmarks/evaluate_dispatch.py`).
 _REACH = (0.6, 0.6, 1.3)
 _PRIOR = 1.0
 _EXPONENT = -0.5 / math.log(2)  # of a normal distribution, to the base 2
