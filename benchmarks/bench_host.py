@@ -43,8 +43,8 @@ print(json.dumps((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) /
 """
 
 
-# Problems too small to fill the queue: for a kernel of ordinary loads, and for ones of TMA whose last tiles are full or
-# have rows beyond the matrix along M and N, and so two descriptors more.
+# Problems too small to fill the queue: with few rows, with tiles that are full, and with rows beyond the matrix along M and N,
+# for which two descriptors more are encoded.
 PROBLEMS = {"few rows": (16, 256, 256), "full tiles": (256, 256, 256), "partly filled tiles": (200, 264, 256)}
 
 
