@@ -43,8 +43,8 @@ print(json.dumps((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) /
 """
 
 
-# Problems too small to fill the queue: with few rows, with tiles that are full, and with rows beyond the matrix along M and N,
-# for which two descriptors more are encoded.
+# Problems too small to fill the queue: with few rows, with full tiles, and with rows beyond the matrix along M and N,
+# which take two more descriptors.
 PROBLEMS = {"few rows": (16, 256, 256), "full tiles": (256, 256, 256), "partly filled tiles": (200, 264, 256)}
 
 
