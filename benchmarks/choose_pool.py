@@ -1,9 +1,11 @@
-"""Chooses the few kernels that serve any problem nearly as well as the whole space would, by the cost model.
+"""Chooses the few kernels that serve any problem nearly as well as the whole space would, by what tables know.
 
-    python benchmarks/choose_pool.py cutlass_ops/tuned/TABLE.json pool.json --count 96
+    python benchmarks/choose_pool.py cutlass_ops/tuned/TABLE.json pool.json --count 96 --first 16
 
-The table's own kernels come first; the others follow in the order in which they help, over the shapes that are tuned
-and many more. What they are worth is for `tune_tables.py --pool` to measure.
+Times are measured ones, else the cost model's, corrected by what was measured nearby. Further tables, such as another
+device's, speak where the first says nothing. Its first kernels are chosen in any case; the others follow in the order
+in which they help, over the shapes that are tuned and many more. What they are worth is for `tune_tables.py --pool` to
+measure; with fewer kernels than won before, a problem may lose its winner.
 """
 
 from __future__ import annotations
@@ -17,10 +19,9 @@ import shapes
 import torch
 from torch import Tensor
 
-from cutlass_ops import space, tables
+from cutlass_ops import policies, space, tables
 from cutlass_ops.config import config_to_json
 from cutlass_ops.device import Device
-from cutlass_ops.heuristics import Pool
 
 # A kernel that is nearly as fast as the best counts as well, as the model errs by so much.
 NEARLY = 0.05
@@ -56,22 +57,26 @@ def reached(losses: Tensor, chosen: list[int]) -> Tensor:
 def main() -> None:
     """Choose, and say what is lost against the whole space."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", type=Path)
+    parser.add_argument("tables", type=Path, nargs="+")
     parser.add_argument("pool", type=Path)
     parser.add_argument("--count", type=int, default=96)
+    parser.add_argument("--first", type=int, help="how many of the first table's kernels are chosen in any case: all")
     parser.add_argument("--drawn", type=int, default=700)
     args = parser.parse_args()
-    table = tables.load(args.table)
+    given = [tables.load(path) for path in args.tables]
+    table = given[0]
     device = Device((9, 0), table.multiprocessors, table.device)
-    configs = tuple(dict.fromkeys([*table.kernels, *space.usual(table.signature).configs]))
+    listed = [c for each in given for c in each.kernels]
+    policy = policies.Policy.of(given, table.signature, device, [*listed, *space.usual(table.signature).configs])
     problems = [*shapes.TUNING, *shapes.drawn(seed=3, count=args.drawn)]
-    times = Pool.of(configs, table.signature).times(problems, device)
+    times = policy.expected(problems).times
     losses = (times / times.min(1, keepdim=True).values).log()
-    chosen = choose(losses, len(table.kernels), args.count)
-    for count in sorted({*range(16, len(chosen) + 1, 16), len(table.kernels), len(chosen)}):
+    first = len(table.kernels) if args.first is None else args.first
+    chosen = choose(losses, first, args.count)
+    for count in sorted({*range(16, len(chosen) + 1, 16), min(first, len(chosen)), len(chosen)}):
         lost = reached(losses, chosen[:count])
         print(f"{count} kernels: {lost.mean():.2%} on average, {lost.quantile(0.95):.1%} in the worst 5%")
-    args.pool.write_text(json.dumps([config_to_json(configs[at]) for at in chosen]) + "\n")
+    args.pool.write_text(json.dumps([config_to_json(policy.kernels[at]) for at in chosen]) + "\n")
 
 
 if __name__ == "__main__":
