@@ -178,9 +178,10 @@ class Mainloop {
     StrideA dA;
     ElementB const* ptr_B;
     StrideB dB;
-    ElementA const* ptr_second;  // the weight's second matrix, if there is one
-    cute::conditional_t<kSwapped, StrideA, StrideB> d_second;
-    typename Rows::Params rows;
+    // The weight's second matrix, if there is one. A header of CUTLASS makes fields that are not named an error.
+    ElementA const* ptr_second = nullptr;
+    cute::conditional_t<kSwapped, StrideA, StrideB> d_second = {};
+    typename Rows::Params rows = {};
   };
 
   using TMA_A = decltype(cute::make_tma_copy_A_sm90(
@@ -207,7 +208,7 @@ class Mainloop {
   static Params to_underlying_arguments(Problem const& problem, Arguments const& arguments, void*) {
     using namespace cute;
     static_assert(sizeof(ElementA) == 2 && sizeof(ElementB) == 2);
-    auto const [m, n, k, l] = problem;
+    auto const m = get<0>(problem), n = get<1>(problem), k = get<2>(problem), l = get<3>(problem);
     auto const copy_a = [&](ElementA const* data, StrideA const& stride) {
       auto const a = make_tensor(reinterpret_cast<uint16_t const*>(data), make_shape(m / kMatricesA, k, l), stride);
       return make_tma_copy_A_sm90(typename A::Load{}, a, typename A::Part{}, Part{}, Cluster{});
