@@ -25,7 +25,6 @@ from cutlass_ops.config import Config, Sm90Config
 from cutlass_ops.device import Device, with_order
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.errors import CompileError, MeasuringError, NoDeviceError, UnsupportedError
-from cutlass_ops.knowledge import SOURCES
 from cutlass_ops.measuring import Measurer, Outcome
 from cutlass_ops.policies import Policy
 from cutlass_ops.progress import progress
@@ -163,7 +162,7 @@ def _plan(
         among.setdefault(tuple(c for c in configs if c.whole_k or not deterministic), []).append(problem)
     predicted: dict[Problem, dict[Config, float]] = {}
     for allowed, each in among.items():
-        predicted |= _predicted(policy, each, allowed, device)
+        predicted |= _predicted(policy, each, allowed)
     kept = set(_cover(predicted, effort.kernels))
     tasks = []
     for problem, times in predicted.items():
@@ -185,25 +184,13 @@ def _first(ranked: Sequence[Config], kind: type[Config]) -> list[Config]:
 
 
 def _predicted(
-    policy: Policy, problems: Sequence[Problem], configs: tuple[Config, ...], device: Device
+    policy: Policy, problems: Sequence[Problem], configs: tuple[Config, ...]
 ) -> dict[Problem, dict[Config, float]]:
-    """Return configurations' times: by the model, corrected for those that were measured at similar problems.
-
-    What the model errs by for the fastest of these it is taken to err by for the others: kernels of which nothing is
-    known would else come before those that were measured, wherever the model promises too much.
-    """
-    times = heuristics.Pool.of(configs, policy.signature).times(problems, device)
-    places = {c: at for at, c in enumerate(policy.kernels)}
-    known = [at for at, c in enumerate(configs) if c in places]
-    if known:
-        here = [places[configs[at]] for at in known]
-        expected = policy.expected(problems)
-        guessed = expected.sources[:, here] == SOURCES.index("model")
-        corrected = expected.times[:, here].where(~guessed, math.inf)
-        error, fastest = corrected / times[:, known], corrected.argmin(dim=1, keepdim=True)
-        times *= error.gather(1, fastest).where(corrected.isfinite().any(dim=1, keepdim=True), 1.0)
-        times[:, known] = corrected.where(~guessed, times[:, known])
-    return {p: dict(zip(configs, row, strict=True)) for p, row in zip(problems, times.tolist(), strict=True)}
+    """Return configurations' times, as dispatch would know them if they were among its kernels."""
+    wide = policy.besides(configs)
+    places = [wide.kernels.index(c) for c in configs]
+    times = wide.expected(problems).times[:, places].tolist()
+    return {p: dict(zip(configs, row, strict=True)) for p, row in zip(problems, times, strict=True)}
 
 
 def _orders(config: Config, problem: Problem, device: Device) -> list[Config]:
