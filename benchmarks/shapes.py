@@ -34,6 +34,15 @@ IRREGULAR_ROWS = (
     *(4, 20, 40, 56, 80, 112, 144, 160, 224, 288, 320, 448),
     *(576, 640, 704, 896, 1152, 1280, 1408, 1664, 1920, 2304, 2816, 4608),
 )
+# Mixtures of experts and small models, with numbers of rows as tokens come.
+EXPERT_WEIGHTS = (
+    *((7168, 2048), (4096, 7168), (2112, 7168), (24576, 1536), (32768, 512), (1408, 2048), (2048, 1408)),
+    *((10944, 2048), (2048, 10944), (2880, 2880), (5120, 2880), (6912, 2560), (2560, 6912)),
+)
+TOKENS = (
+    *(30, 75, 90, 135, 150, 170, 260, 300, 350, 400, 470, 550),
+    *(680, 800, 950, 1100, 1200, 1500, 1800, 2200, 2700, 3300, 4000, 5500),
+)
 
 
 def _grid() -> tuple[Shape, ...]:
@@ -73,6 +82,13 @@ def _tuning() -> tuple[Shape, ...]:
         if (number + at) % 2 == 0
     ]
     between = [(m, n, k) for n, k in WEIGHTS for m in (32, 96, 192, 384, 768, 1536, 3072)]
+    others += [
+        (m, n, k)
+        for at, (n, k) in enumerate(EXPERT_WEIGHTS)
+        for number, m in enumerate(TOKENS)
+        if (number + at) % 3 == 0
+    ]
+    others += [shape for shape in drawn(seed=6, count=130) if shape[0] >= 20]
     return tuple(dict.fromkeys([*GRID, *between, *others, *drawn(seed=1, count=120)]))
 
 

@@ -12,6 +12,8 @@ other shapes, where one may win that never did where it was measured. What a giv
 was shipped before no longer says of all its kernels where they raced. But a kernel goes that no table of the folder has
 a time of, if one of them has a time of the same kernel with another K extent, which the model cannot tell from it: its
 word alone had kernels chosen that take 1.4 times as long. Of more than a table may list, those stay that help most.
+Races are short: where `bench_gemm.py`, with the chip at its limit of power, or other epilogues tell two kernels apart
+that races do not, --exchange has the one serve the grid that was not chosen.
 """
 
 from __future__ import annotations
@@ -81,6 +83,13 @@ def untold(config: Config, known: Collection[Config]) -> bool:
     return any(replace(config, threadblock=replace(tile, k=k)) in known for k in (32, 64, 128, 256))
 
 
+def exchanged(kernels: Iterable[Config], known: Iterable[Config], pairs: Iterable[str]) -> tuple[Config, ...]:
+    """Return kernels with some of them exchanged for other known ones, given as "name=name"."""
+    named = {c.slug: c for c in known}
+    instead = {named[old]: named[new] for old, new in (pair.split("=") for pair in pairs)}
+    return tuple(dict.fromkeys(instead.get(c, c) for c in kernels))
+
+
 def ratio(point: Point) -> float:
     """Return the best peer's time over the winner's."""
     return min(time for _, time in point.peers) / point.measured[0].microseconds
@@ -93,6 +102,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--pool", type=Path, help="the kernels to choose among, from choose_pool.py")
     parser.add_argument("--like", type=Path, nargs="+", default=[], help="another signature's tables, the oldest first")
+    parser.add_argument("--exchange", nargs="+", default=[], metavar="NAME=NAME", help="of the grid's kernels, these")
     args = parser.parse_args()
     given = [tables.load(path) for path in args.tables]
     table = reduce(Table.merged, given)
@@ -105,11 +115,11 @@ def main() -> None:
     chosen = replace(table, points=points).select(first=shapes.GRID, few=FEW, most=len(everything))
     known = everything | timed(args.folder, table)
     listed = [c for each in given for c in each.kernels if not untold(c, known) and (not pool or c in pool)]
-    ordered = tuple(dict.fromkeys([*chosen.kernels, *_by_use(points), *listed]))
+    few = exchanged(chosen.kernels[:FEW], everything, args.exchange)
+    ordered = tuple(dict.fromkeys([*few, *chosen.kernels, *_by_use(points), *listed]))
     chosen = replace(chosen, kernels=ordered[: tables.MOST_KERNELS])
-    few = set(chosen.kernels[:FEW])
     before = chosen.points
-    points = tuple(best_orders(p, few if p.problem in shapes.GRID else set(chosen.kernels)) for p in before)
+    points = tuple(best_orders(p, set(few) if p.problem in shapes.GRID else set(chosen.kernels)) for p in before)
     chosen = replace(chosen, points=tuple(p for p in points if p.measured))
     path = tables.path_of(args.folder, table.device, table.signature)
     path.write_text(json.dumps(chosen.to_json()) + "\n")
