@@ -9,10 +9,12 @@ from signatures import signature
 
 from cutlass_ops import builtin, tables
 from cutlass_ops.config import GemvConfig, Sm90Config, ThreadblockShape
+from cutlass_ops.device import Device
 from cutlass_ops.tables import Measured, Point, Table
 from tests.scripts import script
 
 choose_pool = script("choose_pool")
+evaluate_dispatch = script("evaluate_dispatch")
 ship_table = script("ship_table")
 
 
@@ -97,3 +99,28 @@ def test_what_did_not_race_counts_as_far_behind_as_with_another_epilogue():
     assert whole.measured[1].microseconds == 15.0
     elsewhere = Table("H100", 132, signature())
     assert ship_table.completed(mine, elsewhere) == mine
+
+
+def test_a_kernel_that_was_chosen_is_exchanged_for_another_in_its_place():
+    pairs = [f"{A.slug}={B.slug}"]
+    few = GemvConfig(rows=1, warps=8, pieces=8)
+    assert ship_table.exchanged([few, A], [A, B, few], pairs) == (few, B)
+    assert ship_table.exchanged([B, A], [A, B], pairs) == (B,)
+    assert ship_table.exchanged([few], [A, B, few], []) == (few,)
+
+
+def test_where_weights_are_left_out_a_choice_that_never_raced_is_told():
+    """B is known to be fast at one weight; at the other, which comes first, only A raced."""
+    whole = point(Measured(B, 10.0, 0.0), Measured(A, 20.0, 1.0))
+    alone = replace(point(Measured(A, 20.0, 0.0)), problem=(64, 4096, 2048))
+    device = Device((9, 0), 132, "NVIDIA H100 80GB HBM3")
+
+    def found(*points):
+        table = Table(device.name, 132, signature(), points, (A, B))
+        return list(evaluate_dispatch.left_out(table, device, lambda p: p[1:]))
+
+    # Of A alone, what is known of B at the other weight says nothing; there both raced.
+    assert found(alone, whole) == [(0.0, False), (1.0, True)]
+    assert found(replace(alone, measured=whole.measured), whole) == [(0.0, True)] * 2
+    summary = evaluate_dispatch.chosen([(0.0, True), (0.5, False)])
+    assert summary.endswith("2 shapes; the first of all kernels had raced at 1")

@@ -15,7 +15,6 @@ from cutlass_ops import _resources, builtin, heuristics, norms, policies, space,
 from cutlass_ops.call import check_call, signature_of
 from cutlass_ops.config import ClusterShape, Means, Sm80Config, Sm90Config, ThreadblockShape
 from cutlass_ops.errors import CompileError, MeasuringError, ToolchainError
-from cutlass_ops.knowledge import SOURCES
 from cutlass_ops.measuring import Outcome
 from cutlass_ops.spec import Operand
 from cutlass_ops.tables import Measured
@@ -80,10 +79,10 @@ def test_few_kernels_cover_every_problem_and_the_likeliest_race():
     for task in planned:
         assert 1 <= len({c.binary() for c in task.configs}) <= 4
         assert len(set(task.configs)) == len(task.configs)
-        times = [expected(c, task.problem) for c in task.configs]
-        assert times == sorted(times)
         (best,) = space.ranked(signature(), task.problem, 1, H100)
-        assert times[0] <= 1.1 * expected(best, task.problem)
+        *times, of_best = expected([*task.configs, best], task.problem)
+        assert times == sorted(times)
+        assert times[0] <= 1.1 * of_best
 
 
 def test_a_pool_is_all_there_is_to_choose_from():
@@ -128,23 +127,16 @@ def test_the_model_promises_no_more_of_what_is_not_known_than_of_what_is(monkeyp
     assert task.configs[0].binary() == best
 
 
-def expected(config, problem):
-    """Return a time that is measured or corrected, else what the model errs by for the fastest of these."""
-    policy = policies.policy(signature(), H100)
-    known = policy.expected([problem])
-    times = {
-        c: time
-        for c, time, source in zip(policy.kernels, known.times[0].tolist(), known.sources[0].tolist(), strict=True)
-        if SOURCES[source] != "model"
-    }
-    best = min(times, key=times.__getitem__)
-    error = times[best] / heuristics.predict(best, problem, H100)
-    return times.get(config.binary()) or error * heuristics.predict(config.binary(), problem, H100)
+def expected(configs, problem):
+    """Return the times that dispatch would expect of kernels."""
+    wide = policies.policy(signature(), H100).besides(c.binary() for c in configs)
+    (times,) = wide.expected([problem]).times.tolist()
+    return [times[wide.kernels.index(c.binary())] for c in configs]
 
 
 def test_more_kernels_cover_better():
     def loss(effort):
-        return sum(expected(t.configs[0], t.problem) for t in tasks(effort))
+        return sum(expected(t.configs[:1], t.problem)[0] for t in tasks(effort))
 
     assert loss(Effort(kernels=12)) <= loss(Effort(kernels=3))
 
