@@ -84,10 +84,18 @@ def untold(config: Config, known: Collection[Config]) -> bool:
 
 
 def exchanged(kernels: Iterable[Config], known: Iterable[Config], pairs: Iterable[str]) -> tuple[Config, ...]:
-    """Return kernels with some of them exchanged for other known ones, given as "name=name"."""
-    named = {c.slug: c for c in known}
-    instead = {named[old]: named[new] for old, new in (pair.split("=") for pair in pairs)}
-    return tuple(dict.fromkeys(instead.get(c, c) for c in kernels))
+    """Return kernels with some of them exchanged for other known ones, given as "name=name".
+
+    Raises
+    ------
+    SystemExit
+        If one is not there to be exchanged, or what it is exchanged for has no time.
+    """
+    mine, named = {c.slug: c for c in kernels}, {c.slug: c for c in known}
+    instead = dict(pair.split("=") for pair in pairs)
+    if missing := [*(instead.keys() - mine.keys()), *(set(instead.values()) - named.keys())]:
+        raise SystemExit(f"--exchange: {', '.join(missing)} is none of the grid's kernels, or has no time")
+    return tuple(dict.fromkeys(named[instead[name]] if name in instead else c for name, c in mine.items()))
 
 
 def ratio(point: Point) -> float:

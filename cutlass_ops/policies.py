@@ -98,7 +98,7 @@ class Policy:
         known = tuple(known)
         return cls(signature, device, kernels, known, Knowledge.of(known, same, Pool.of(kernels, signature), device))
 
-    def besides(self, kernels: Iterable[Config]) -> Policy:
+    def with_further(self, kernels: Iterable[Config]) -> Policy:
         """Return what would decide if there were further kernels."""
         return Policy.of(self.tables, self.signature, self.device, (*self.kernels, *kernels))
 

@@ -187,9 +187,9 @@ def _predicted(
     policy: Policy, problems: Sequence[Problem], configs: tuple[Config, ...]
 ) -> dict[Problem, dict[Config, float]]:
     """Return configurations' times, as dispatch would know them if they were among its kernels."""
-    wide = policy.besides(configs)
-    places = [wide.kernels.index(c) for c in configs]
-    times = wide.expected(problems).times[:, places].tolist()
+    wide = policy.with_further(configs)
+    place = {c: at for at, c in enumerate(wide.kernels)}
+    times = wide.expected(problems).times[:, [place[c] for c in configs]].tolist()
     return {p: dict(zip(configs, row, strict=True)) for p, row in zip(problems, times, strict=True)}
 
 

@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 
+import pytest
 import torch
 from signatures import signature
 
@@ -107,6 +108,9 @@ def test_a_kernel_that_was_chosen_is_exchanged_for_another_in_its_place():
     assert ship_table.exchanged([few, A], [A, B, few], pairs) == (few, B)
     assert ship_table.exchanged([B, A], [A, B], pairs) == (B,)
     assert ship_table.exchanged([few], [A, B, few], []) == (few,)
+    for kernels, known in (([few], [A, B, few]), ([A], [A])):
+        with pytest.raises(SystemExit, match=f"--exchange: {(A if known[1:] else B).slug} is none of"):
+            ship_table.exchanged(kernels, known, pairs)
 
 
 def test_where_weights_are_left_out_a_choice_that_never_raced_is_told():

@@ -129,7 +129,7 @@ def test_the_model_promises_no_more_of_what_is_not_known_than_of_what_is(monkeyp
 
 def expected(configs, problem):
     """Return the times that dispatch would expect of kernels."""
-    wide = policies.policy(signature(), H100).besides(c.binary() for c in configs)
+    wide = policies.policy(signature(), H100).with_further(c.binary() for c in configs)
     (times,) = wide.expected([problem]).times.tolist()
     return [times[wide.kernels.index(c.binary())] for c in configs]
 
