@@ -16,6 +16,8 @@ Kernel = TypeVar("Kernel", bound=Hashable)
 _MOST = math.log(2.0)
 # Of what weight a loss's square is: one of a twentieth counts twice as much as ten of a two-hundredth.
 _SQUARES = 20.0
+# A kernel helps only if it costs so much less: what differs by less are sums in another order.
+_ROUNDING = 1e-12
 
 
 def chosen(losses: Sequence[Mapping[Kernel, float]], count: int) -> tuple[Kernel, ...]:
@@ -66,7 +68,7 @@ class _Losses(Generic[Kernel]):
             costs = self._costs(kept)
             if among is not None:
                 costs[[at for at in range(len(costs)) if at not in among]] = math.inf
-            if not len(costs) or costs.min() >= self._cost(kept):
+            if not len(costs) or costs.min() >= self._cost(kept) - _ROUNDING:
                 break
             kept.append(int(costs.argmin()))
         return kept
@@ -79,7 +81,7 @@ class _Losses(Generic[Kernel]):
             for place in mine:
                 others = [at for at in mine if at != place]
                 costs = self._costs(others)
-                if costs.min() < costs[place]:
+                if costs.min() < costs[place] - _ROUNDING:
                     mine = [*others, int(costs.argmin())]
         return mine
 
