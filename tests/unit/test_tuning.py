@@ -127,6 +127,19 @@ def test_the_model_promises_no_more_of_what_is_not_known_than_of_what_is(monkeyp
     assert task.configs[0].binary() == best
 
 
+def test_what_was_measured_counts_among_further_kernels_as_well():
+    policy, problem = policies.policy(signature(), H100), (4096, 4096, 4096)
+    known = policy.expected([problem]).times[0].tolist()
+    further = [c for c in space.ranked(signature(), problem, 400, H100) if c not in policy.kernels][:2]
+    assert further
+    wide = policy.with_further(further)
+    assert wide.kernels == (*policy.kernels, *further)
+    measured = {m.config.binary() for m in policy.own.at(problem).measured}
+    times = dict(zip(wide.kernels, wide.expected([problem]).times[0].tolist(), strict=True))
+    assert measured
+    assert all(times[c] == known[policy.kernels.index(c)] for c in measured)
+
+
 def expected(configs, problem):
     """Return the times that dispatch would expect of kernels."""
     wide = policies.policy(signature(), H100).with_further(c.binary() for c in configs)
