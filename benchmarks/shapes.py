@@ -94,9 +94,16 @@ def _tuning() -> tuple[Shape, ...]:
 
 def _majors() -> tuple[Shape, ...]:
     # A leading dimension that 16 bytes do not divide is another signature's.
-    odd = [(m, n, k) for n, k in ODD_WEIGHTS[:3] for m in ODD_ROWS[::2]]
+    odd = [(m, n, k) for n, k in ODD_WEIGHTS for m in ODD_ROWS]
     between = [(m, n, k) for n, k in ((2048, 2048), (8192, 2048), (11008, 4096), (5120, 5120)) for m in (32, 192, 768)]
-    return tuple(shape for shape in (*GRID, *odd, *between) if shape[0] % 8 == 0)
+    # Three numbers of rows of each other weight, as a layer's gradients need them too.
+    others = [
+        (m, n, k)
+        for at, (n, k) in enumerate((*OTHER_WEIGHTS, *IRREGULAR_WEIGHTS))
+        for number, m in enumerate(OTHER_ROWS)
+        if (number + at) % 5 == 1
+    ]
+    return tuple(dict.fromkeys(shape for shape in (*GRID, *odd, *between, *others) if shape[0] % 8 == 0))
 
 
 def _unseen() -> tuple[Shape, ...]:
