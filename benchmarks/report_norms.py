@@ -279,8 +279,8 @@ PARTS: Sequence[tuple[str, str, str, Callable[[Row], str]]] = (
     (
         "RMSNorm + GEMM at unseen shapes",
         "rmsnorm_unseen_h100.json",
-        "Weights and numbers of rows that nobody tuned. What loses has one wave of tiles, whose epilogues wait until idle\n"
-        "warps have read all rows: *over own GEMM* says how long.",
+        "Weights and numbers of rows that nobody tuned. What loses has one wave of tiles, whose epilogues wait until\n"
+        "idle warps have read all rows: *over own GEMM* says how long.",
         rmsnorm,
     ),
     (

@@ -40,8 +40,8 @@ def _rows() -> Iterator[int]:
 
 
 ROWS = tuple(_rows())
-# Kernels are kept for a weight until no number of rows would be so much faster with another. The model's word alone gets
-# less than measurements nearby: with weights left out, its first choices lost clearly less than those within 2%.
+# Kernels are kept for a weight until no number of rows would be so much faster with another. The model's word alone
+# gets less than measurements nearby: with weights left out, its first choices lost clearly less than those within 2%.
 _SLACK = {"measured": 0.004, "interpolated": 0.02, "model": 0.005}
 # What is lost beyond that counts so many times more: it has to be mended by some kernel, and one may mend it for many.
 _MISSED = 4.0
