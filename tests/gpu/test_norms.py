@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -57,8 +58,17 @@ def _plain_calls(shape, x, w, tile, empty):
     yield norms.residual_rms_op(x.dtype), (x, w, tile)
     if shape != MISALIGNED:
         yield norms.rmsnorm_op(bias_gelu_residual), (x, w, EPS, empty(n), tile)
-        yield ops.op(builtin.swiglu), (x, w, w)
-        yield norms.rmsnorm_op(builtin.swiglu), (x, w, EPS, w)
+    for op, values in (
+        (ops.op, ()),
+        (norms.rmsnorm_op, (EPS,)),
+        (partial(norms.rmsnorm_op, given="sums"), (empty(m, dtype=f32), 1 / k, EPS)),
+        (partial(norms.rmsnorm_op, given="rstd"), (empty(m, dtype=f32),)),
+    ):
+        if shape == MISALIGNED:  # two GEMMs
+            yield op(builtin.swiglu_gate), (x, w, *values)
+            yield op(builtin.swiglu_up), (x, w, *values, tile)
+        else:
+            yield op(builtin.swiglu), (x, w, *values, w)
 
 
 @pytest.fixture(autouse=True, scope="module")
