@@ -141,6 +141,11 @@ class Pool:
         return [at for at, c in enumerate(self.configs) if isinstance(c, Sm90Config)]
 
     @cached_property
+    def _others(self) -> dict[int, Sm80Config | GemvConfig]:
+        """Those of other kinds, by their places. They are few, so that Python's loops may go over them."""
+        return {at: c for at, c in enumerate(self.configs) if not isinstance(c, Sm90Config)}
+
+    @cached_property
     def _by_gpc(self) -> model.Batch:
         return model.Batch.of(replace(c, by_gpc=True) for c in self._sm90.configs)
 
@@ -206,29 +211,26 @@ class Pool:
 
     def _one_by_one(self, problems: Sequence[Problem], device: Device) -> Tensor:
         """Return the times of all but those of Sm90, which are infinite here."""
-        if len(self._places) == len(self.configs):
-            return torch.full((len(problems), len(self.configs)), torch.inf, dtype=torch.float64)
-
         gemv = _GEMV_NUMBERS.get(device.name, model_gemv.H100)
 
-        def time(config: Config, problem: Problem) -> float:
+        def time(config: Sm80Config | GemvConfig, problem: Problem) -> float:
             if isinstance(config, Sm80Config):
                 return model_sm80.predict(config, problem, device.multiprocessors, min(self.alignments))
-            if isinstance(config, GemvConfig):
-                return model_gemv.predict(config, problem, device.multiprocessors, of=gemv)
-            return torch.inf
+            return model_gemv.predict(config, problem, device.multiprocessors, of=gemv)
 
-        found = [[time(c, p) for c in self.configs] for p in problems]
-        return torch.tensor(found, dtype=torch.float64).reshape(len(problems), len(self.configs))
+        return self._with_others(torch.inf, [[time(c, p) for c in self._others.values()] for p in problems])
+
+    def _with_others(self, value: float, found: list[list[float]]) -> Tensor:
+        """Return what was found of those of other kinds, and a value for those of Sm90."""
+        each = torch.full((len(found), len(self.configs)), value, dtype=torch.float64)
+        each[:, list(self._others)] = torch.tensor(found, dtype=torch.float64).reshape(len(found), len(self._others))
+        return each
 
     def tiles(self, problems: Sequence[Problem], device: Device) -> Tensor:
         """Return how many tiles cover problems, whole clusters, of shape (problems, configurations)."""
         problems = [self.whole(p) for p in problems]
-        if len(self._places) == len(self.configs):
-            return self._clusters(problems, device)
-        sides = [c.threadblock for c in self.configs]
-        found = [[-(-m // s.m) * -(-n // s.n) for s in sides] for m, n, _ in problems]
-        tiles = torch.tensor(found, dtype=torch.float64).reshape(len(problems), len(sides))
+        sides = [c.threadblock for c in self._others.values()]
+        tiles = self._with_others(0.0, [[-(-m // s.m) * -(-n // s.n) for s in sides] for m, n, _ in problems])
         if self._sm90.configs:
             tiles[:, self._places] = self._clusters(problems, device)
         return tiles
