@@ -30,6 +30,11 @@ IRREGULAR_WEIGHTS = (
 # Lines in memory that begin between the L2 cache's.
 ODD_WEIGHTS = ((4096, 1000), (1000, 4096), (2728, 1032), (1064, 2728), (5000, 11000))
 ODD_ROWS = (16, 48, 128, 256, 512, 1024, 2048, 4096)
+# Rows of a column-major A, whose lines then begin between the cache's.
+ODD_LINES = (
+    *(40, 72, 104, 136, 168, 216, 248, 280, 328, 392, 440, 488, 552, 632),
+    *(712, 808, 904, 1048, 1208, 1416, 1656, 1912, 2232, 2712, 3304, 4104, 5208),
+)
 IRREGULAR_ROWS = (
     *(4, 20, 40, 56, 80, 112, 144, 160, 224, 288, 320, 448),
     *(576, 640, 704, 896, 1152, 1280, 1408, 1664, 1920, 2304, 2816, 4608),
@@ -106,6 +111,13 @@ def _majors() -> tuple[Shape, ...]:
     return tuple(dict.fromkeys(shape for shape in (*GRID, *odd, *between, *others) if shape[0] % 8 == 0))
 
 
+def _lines() -> tuple[Shape, ...]:
+    weights = (*WEIGHTS, *OTHER_WEIGHTS, *IRREGULAR_WEIGHTS, *EXPERT_WEIGHTS)
+    return tuple(
+        (m, n, k) for at, (n, k) in enumerate(weights) for number, m in enumerate(ODD_LINES) if (number + at) % 9 == 0
+    )
+
+
 def _unseen() -> tuple[Shape, ...]:
     weights = ((5632, 2048), (2560, 2560), (8192, 3072), (12288, 4096), (3584, 18944), (7168, 7168))
     rows = (1, 7, 24, 50, 100, 200, 333, 600, 1000, 1300, 2500, 5000)
@@ -116,6 +128,8 @@ GRID = _grid()
 TUNING = _tuning()
 # What operands of other majors than a linear layer's are tuned at.
 MAJORS = _majors()
+# What a column-major A is tuned at besides.
+LINES = _lines()
 # Other weights and other numbers of rows than any that was tuned.
 UNSEEN = _unseen()
 # N or K that 16 bytes do not divide, and N = 1000 and K = 1000, which they do.

@@ -20,7 +20,7 @@ from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.tables import Problem
 from cutlass_ops.tuning import Effort, tune
 
-_SETS = ("grid", "tuning", "norms", "gates", "residuals", "few", "few_grid", "few_gates", "majors", "means")
+_SETS = ("grid", "tuning", "norms", "gates", "residuals", "few", "few_grid", "few_gates", "majors", "lines", "means")
 _SUMS = {"row_sum_square": "f32"}
 SHAPES = {name: getattr(shapes, name.upper()) for name in _SETS}
 
