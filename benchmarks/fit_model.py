@@ -171,7 +171,7 @@ def fit(files: Sequence[Measured], chip: model.Chip, rounds: int) -> model.Chip:
 
 
 FITTED = (
-    *("clock", "fill", "l2", "dram", "overlap", "cluster", "throttle", "throttle_after"),
+    *("clock", "fill", "l2", "lookups", "dram", "overlap", "cluster", "throttle", "throttle_after"),
     *("reread", "straddle", "multicast", "merge", "alone", "split", "meet", "exchange"),
 )
 PER_SCHEDULE = ("launch", "epilogue")

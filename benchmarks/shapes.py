@@ -35,6 +35,7 @@ ODD_LINES = (
     *(40, 72, 104, 136, 168, 216, 248, 280, 328, 392, 440, 488, 552, 632),
     *(712, 808, 904, 1048, 1208, 1416, 1656, 1912, 2232, 2712, 3304, 4104, 5208),
 )
+SHORT_LINES = (8, 16, 32, 48, 56)
 IRREGULAR_ROWS = (
     *(4, 20, 40, 56, 80, 112, 144, 160, 224, 288, 320, 448),
     *(576, 640, 704, 896, 1152, 1280, 1408, 1664, 1920, 2304, 2816, 4608),
@@ -113,9 +114,19 @@ def _majors() -> tuple[Shape, ...]:
 
 def _lines() -> tuple[Shape, ...]:
     weights = (*WEIGHTS, *OTHER_WEIGHTS, *IRREGULAR_WEIGHTS, *EXPERT_WEIGHTS)
-    return tuple(
-        (m, n, k) for at, (n, k) in enumerate(weights) for number, m in enumerate(ODD_LINES) if (number + at) % 9 == 0
-    )
+    found = [
+        (m, n, k)
+        for at, (n, k) in enumerate(weights)
+        for number, m in enumerate(ODD_LINES)
+        if (number + at) % 9 in (0, 4)
+    ]
+    found += [
+        (m, n, k)
+        for at, (n, k) in enumerate(weights)
+        for number, m in enumerate(SHORT_LINES)
+        if (number + at) % 5 == 0
+    ]
+    return tuple(dict.fromkeys(found))
 
 
 def _unseen() -> tuple[Shape, ...]:

@@ -33,6 +33,11 @@ _SCATTERED = 3.4
 _PRODUCTS_PER_CLOCK = 2048
 _SHARED_BYTES_PER_CLOCK = 128
 
+# Requests of the L2 cache for 128 bytes that begin at any multiple of 16 between its lines: a multicast asks for the
+# lines that they lie in, another read for halves of lines. Counted (benchmarks/NOTES.md), and the means of both.
+_LINES_ASKED = 1.875
+_HALVES_ASKED = 2.75
+
 Extent = Literal["m", "n", "k"]
 
 SCHEDULES: tuple[Schedule, ...] = ("warp_specialized", "pingpong", "cooperative")
@@ -82,9 +87,11 @@ class Chip:
         Microseconds in which most of that shows.
     reread : float
         Part of B that each further row of tiles reads from device memory again.
+    lookups : float
+        Requests a nanosecond that the L2 cache looks up: one a clock in each of its slices.
     straddle : float
-        What a read costs of an operand whose lines in memory begin anywhere: each 128 bytes of a tile's row then lie in
-        two lines of the L2 cache.
+        How many more bytes are read of an operand whose lines in memory begin anywhere: each 128 bytes of a tile's row
+        then lie in two lines of the L2 cache.
     multicast : float
         Power of the number of blocks that a multicast serves by which it relieves the L2 cache: 1 if it were read once.
     merge : float
@@ -106,6 +113,7 @@ class Chip:
     clock: float
     fill: float
     l2: float
+    lookups: float
     dram: float
     overlap: float
     launch: PerSchedule
@@ -129,6 +137,7 @@ H100 = Chip(
     clock=1.663,
     fill=155.6,
     l2=13060.0,
+    lookups=132.6,
     dram=2935.0,
     overlap=3.435,
     launch=PerSchedule(warp_specialized=2.035, pingpong=2.113, cooperative=2.262),
@@ -136,7 +145,7 @@ H100 = Chip(
     throttle=0.2146,
     throttle_after=109.8,
     reread=0.109,
-    straddle=1.84,
+    straddle=1.66,
     multicast=0.415,
     merge=1.245,
     alone=1.004,
@@ -329,13 +338,14 @@ def times(
     reads_a = batch.tile_m / torch.where(batch.cluster_n > 1, batch.cluster_n**chip.multicast, merge)
     reads_b = batch.tile_n / torch.where(batch.cluster_m > 1, batch.cluster_m**chip.multicast, merge)
     extents = {"m": m, "n": n, "k": k}
-    reads_a, reads_b = (
-        reads * _straddling(extents[line], element_bytes, chip)
-        for reads, line in zip((reads_a, reads_b), lines, strict=True)
-    )
+    odd_a, odd_b = (extents[line] * element_bytes % arch.CACHE_LINE_BYTES != 0 for line in lines)
+    reads_a = reads_a * torch.where(odd_a, chip.straddle, 1.0)
+    reads_b = reads_b * torch.where(odd_b, chip.straddle, 1.0)
     active = torch.where(batch.stream_k, float(chip.multiprocessors), cover.active)
     shared = (reads_a + reads_b) * row_bytes * active / (chip.l2 * 1e3)
-    step = _soft_max(compute, fill, shared)
+    requests = rows_a * _requests(odd_a, batch.cluster_n) + rows_b * _requests(odd_b, batch.cluster_m)
+    lookups = requests * row_bytes / arch.CACHE_LINE_BYTES * active / (chip.lookups * 1e3)
+    step = _soft_max(compute, fill, shared, lookups)
 
     # Of a pingpong kernel, one warp group's epilogue hides behind the other's products.
     exposed = torch.where(batch.schedule == SCHEDULES.index("pingpong"), 1.0, cover.waves)
@@ -433,9 +443,17 @@ def _rows(extent: Tensor, line: Extent, element_bytes: int) -> Tensor:
     return rows
 
 
-def _straddling(line: Tensor, element_bytes: int, chip: Chip) -> Tensor:
-    """Return what a read costs where lines of so many elements follow each other in memory."""
-    return torch.where(line * element_bytes % arch.CACHE_LINE_BYTES == 0, 1.0, chip.straddle)
+def _requests(odd: Tensor, sharing: Tensor) -> Tensor:
+    """Return how many requests a block makes of the L2 cache for each 128 bytes of an operand.
+
+    Parameters
+    ----------
+    odd : Tensor
+        Whether its lines in memory begin between the cache's.
+    sharing : Tensor
+        The blocks that a multicast serves, which ask in turn.
+    """
+    return torch.where(odd, torch.where(sharing > 1, _LINES_ASKED, _HALVES_ASKED), 1.0) / sharing
 
 
 def predict(config: Sm90Config, problem: tuple[int, int, int], chip: Chip = H100, element_bytes: int = 2) -> float:
