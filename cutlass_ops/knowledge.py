@@ -20,9 +20,10 @@ from cutlass_ops.tables import Table
 Source = Literal["model", "interpolated", "measured"]
 SOURCES: tuple[Source, ...] = ("model", "interpolated", "measured")
 
-# How far a measurement reaches: standard deviation in powers of two of M, of the number of tiles and of K; and how much
-# what the model errs by there for all kernels of a kind weighs against it (`benchmarks/evaluate_dispatch.py`).
-_REACH = (0.6, 0.6, 1.3)
+# How far a measurement reaches: standard deviation in powers of two of M, of the number of tiles and of K, and in
+# operands whose lines begin between the L2 cache's; and how much what the model errs by there for all kernels of a kind
+# weighs against it (`benchmarks/evaluate_dispatch.py`).
+_REACH = (0.6, 0.6, 1.3, 0.5)
 _PRIOR = 1.0
 _EXPONENT = -0.5 / math.log(2)  # of a normal distribution, to the base 2
 # Measurements that are no further apart say nothing: what differs is noise.
@@ -93,7 +94,7 @@ class Notes:
     Attributes
     ----------
     places : Tensor
-        Powers of two of M, of the number of tiles and of K, in a last dimension; infinite where there are fewer notes.
+        As :func:`_places` has them, in a last dimension; infinite where there are fewer notes.
     error : Tensor
         Measured over predicted, as a power of two.
     """
@@ -104,11 +105,11 @@ class Notes:
     @classmethod
     def of(cls, found: Sequence[_Errors], kernels: int) -> Notes:
         """Return measurements by kernel."""
-        none = _Errors(torch.zeros(0, dtype=torch.int64), torch.zeros(0, 3), torch.zeros(0))
+        none = _Errors(torch.zeros(0, dtype=torch.int64), torch.zeros(0, len(_REACH)), torch.zeros(0))
         kernel = torch.cat([e.kernels for e in (none, *found)])
         order = kernel.argsort(stable=True)
         counts = kernel.bincount(minlength=kernels)
-        places = torch.full((kernels, max(counts.tolist(), default=0), 3), torch.inf)
+        places = torch.full((kernels, max(counts.tolist(), default=0), len(_REACH)), torch.inf)
         errors = torch.zeros(places.shape[:2])
         # Which of its kernel's notes each one is.
         note = torch.arange(len(kernel)) - (counts.cumsum(0) - counts)[kernel[order]]
@@ -117,7 +118,7 @@ class Notes:
         return cls(places, errors)
 
     def near(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weighted sum of errors near places (problems, configurations, 3), and of their weights."""
+        """Return the weighted sum of errors near places (problems, configurations, 4), and of their weights."""
         errors, totals = torch.zeros(places.shape[:2]), torch.zeros(places.shape[:2])
         # One problem after the other, exp2, and so few kernels at once that one thread does it.
         step = max(1, heuristics.ONE_THREAD // max(1, self.error.shape[1]))
@@ -134,12 +135,16 @@ class Notes:
 
 
 def _places(problems: Sequence[Problem], pool: Pool, device: Device) -> Tensor:
-    """Return where problems lie for each kernel of a pool, as notes are compared by it."""
+    """Return where problems lie for each kernel of a pool, as notes are compared by it: shape (problems, kernels, 4).
+
+    Powers of two of M, of the number of tiles and of K; and of how many operands the lines begin between the cache's.
+    """
     m, _, k = torch.tensor(problems, dtype=torch.float64).reshape(-1, 3, 1).unbind(1)
     tiles = pool.tiles(problems, device)
     # M, tiles and K; torch.log2 shares even 2048 elements between threads.
-    places = torch.stack([m.expand_as(tiles), tiles, k.expand_as(tiles)], 2)
-    return torch.xlogy(1 / math.log(2), places).float()
+    extents = torch.stack([m.expand_as(tiles), tiles, k.expand_as(tiles)], 2)
+    places = torch.xlogy(1 / math.log(2), extents)
+    return torch.cat([places, pool.odd(problems)[:, None, None].expand_as(places[:, :, :1])], 2).float()
 
 
 @dataclass(frozen=True, eq=False)

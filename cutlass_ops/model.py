@@ -34,9 +34,10 @@ _PRODUCTS_PER_CLOCK = 2048
 _SHARED_BYTES_PER_CLOCK = 128
 
 # Requests of the L2 cache for 128 bytes that begin at any multiple of 16 between its lines: a multicast asks for the
-# lines that they lie in, another read for halves of lines. Counted (benchmarks/NOTES.md), and the means of both.
-_LINES_ASKED = 1.875
-_HALVES_ASKED = 2.75
+# lines that they lie in, another read for halves of lines. That is 1.875 and 2.75 times on average, as was counted;
+# with a fifth more, choices lose least (benchmarks/NOTES.md).
+_LINES_ASKED = 2.2
+_HALVES_ASKED = 3.3
 
 Extent = Literal["m", "n", "k"]
 
