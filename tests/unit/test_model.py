@@ -340,7 +340,8 @@ def test_of_lines_between_the_caches_lines_it_is_the_requests_of_the_cache_that_
 def test_what_was_measured_with_such_lines_says_little_of_others():
     column_major = signature(majors=("col", "row"))
     pool = heuristics.Pool.of(policies.policy(column_major, H100).kernels[:8], column_major)
-    assert pool.odd([(256, 4096, 1000), (200, 4096, 4096), (256, 4104, 4096), (200, 4104, 4096)]).tolist() == [0, 1, 1, 2]
+    problems = [(256, 4096, 1000), (200, 4096, 4096), (256, 4104, 4096), (200, 4104, 4096)]
+    assert pool.odd(problems).tolist() == [0, 1, 1, 2]
     aligned, alike, odd = knowledge._places([(256, 4096, 4096), (256, 4096, 4096), (248, 4096, 4096)], pool, H100)
     notes = knowledge.Notes(aligned[:, None], torch.ones(len(aligned), 1))
     (near, far), _ = notes.near(torch.stack([alike, odd]))
