@@ -121,10 +121,7 @@ def _lines() -> tuple[Shape, ...]:
         if (number + at) % 9 in (0, 4)
     ]
     found += [
-        (m, n, k)
-        for at, (n, k) in enumerate(weights)
-        for number, m in enumerate(SHORT_LINES)
-        if (number + at) % 5 == 0
+        (m, n, k) for at, (n, k) in enumerate(weights) for number, m in enumerate(SHORT_LINES) if (number + at) % 5 == 0
     ]
     return tuple(dict.fromkeys(found))
 
