@@ -74,6 +74,8 @@ class Chip:
         Bytes a nanosecond that one multiprocessor takes into shared memory.
     l2 : float
         Bytes a nanosecond that all of them read from the L2 cache.
+    lookups : float
+        Requests a nanosecond that the L2 cache looks up: one a clock in each of its slices.
     dram : float
         Bytes a nanosecond from device memory, as kernels reach it.
     overlap : float
@@ -88,8 +90,6 @@ class Chip:
         Microseconds in which most of that shows.
     reread : float
         Part of B that each further row of tiles reads from device memory again.
-    lookups : float
-        Requests a nanosecond that the L2 cache looks up: one a clock in each of its slices.
     straddle : float
         How many more bytes are read of an operand whose lines in memory begin anywhere: each 128 bytes of a tile's row
         then lie in two lines of the L2 cache.
