@@ -30,7 +30,7 @@ IRREGULAR_WEIGHTS = (
 # Lines in memory that begin between the L2 cache's.
 ODD_WEIGHTS = ((4096, 1000), (1000, 4096), (2728, 1032), (1064, 2728), (5000, 11000))
 ODD_ROWS = (16, 48, 128, 256, 512, 1024, 2048, 4096)
-# Rows of a column-major A, whose lines then begin between the cache's; and lines that are shorter than one of the cache's.
+# Rows of a column-major A, whose lines then begin between the cache's; and such that its lines are shorter than those.
 ODD_LINES = (
     *(40, 72, 104, 136, 168, 216, 248, 280, 328, 392, 440, 488, 552, 632),
     *(712, 808, 904, 1048, 1208, 1416, 1656, 1912, 2232, 2712, 3304, 4104, 5208),
