@@ -186,13 +186,12 @@ def halves(cases: list[Case]) -> list[Part]:
 
 
 def in_order(parts: list[Part], done: set[tuple[Any, ...]], device: Device) -> Iterator[Case]:
-    """Yield the cases that are not done: of each part with its kernels built, and with what counts as tuned there."""
+    """Yield the cases that are not done, those of each part with what counts as tuned there and all kernels built."""
     for part in parts:
         with part.known():
             left = [case for case in part.cases if astuple(case) not in done]
             build_many(kernels_of(left, device))
-            with harness.nothing_compiled():
-                yield from left
+            yield from left
 
 
 def kernels_of(cases: list[Case], device: Device) -> list[KernelSpec]:

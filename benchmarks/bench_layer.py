@@ -83,7 +83,7 @@ def variants(config: Any, phase: str, m: int, length: int, peers: list[str]) -> 
     layer = block.random_layer(config, "cuda")
 
     def eager(x: Tensor, rope: tuple[Tensor, Tensor], cache: Any = None) -> Tensor:
-        return layer(x, position_embeddings=rope, past_key_values=cache)
+        return transformers_output(layer, x, rope, cache)
 
     # First, since it forgets what was compiled before.
     compiled = harness.compiled(eager) if "compile" in peers else eager
@@ -113,12 +113,18 @@ def run_case(config: Any, phase: str, m: int, length: int, peers: list[str]) -> 
     }  # fmt: skip
 
 
+def transformers_output(layer: torch.nn.Module, x: Tensor, rope: tuple[Tensor, Tensor], cache: Any) -> Tensor:
+    """Return the layer's output as transformers computes it."""
+    # By position, after a mask and positions: its name has changed between versions.
+    return layer(x, None, None, cache, position_embeddings=rope)
+
+
 def exact_output(layer: torch.nn.Module, x: Tensor, rope: tuple[Tensor, Tensor], cache: Any) -> Tensor:
     """Return the layer's output in FP64, computed on what the cache holds."""
     wide = copy.deepcopy(layer).double()
     doubled = None if cache is None else cache.double()
     cosines, sines = (t.double() for t in rope)
-    return wide(x.double(), position_embeddings=(cosines, sines), past_key_values=doubled)
+    return transformers_output(wide, x.double(), (cosines, sines), doubled)
 
 
 def main() -> None:

@@ -9,14 +9,12 @@ from __future__ import annotations
 import datetime
 import json
 import math
-import os
 import platform
 import random
 import statistics
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,8 @@ import torch
 import torch._inductor.config
 from torch import Tensor
 
-from cutlass_ops import _env, dispatch
+from cutlass_ops import dispatch
+from cutlass_ops.background import BACKGROUND
 from cutlass_ops.builder import build_many
 from cutlass_ops.call import check_call, device_of, signature_of
 from cutlass_ops.ops import Op
@@ -47,7 +46,7 @@ class Timing:
 
 
 def time_interleaved(variants: Mapping[str, Run], expected_us: float, rounds: int = ROUNDS) -> dict[str, Timing]:
-    """Time variants against each other.
+    """Time variants against each other. From here on no kernel is compiled in the background of the process.
 
     Parameters
     ----------
@@ -58,6 +57,8 @@ def time_interleaved(variants: Mapping[str, Run], expected_us: float, rounds: in
     rounds : int
         Rounds that count; one more warms up.
     """
+    # Compilers of kernels that other numbers of rows may need would take processors from what is timed.
+    BACKGROUND.close()
     watch = Stopwatch(expected_us)
     for name, run in variants.items():
         watch.add(name, run)
@@ -92,20 +93,6 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     # Threads, since autotuning compiles again what worker processes compiled: 8 s a shape instead of 1.
     torch._inductor.config.compile_threads = 1
     return torch.compile(function, mode="max-autotune-no-cudagraphs", dynamic=False)
-
-
-@contextmanager
-def nothing_compiled() -> Iterator[None]:
-    """Have no kernel compiled: what other numbers of rows may need would be, in the background of what is timed."""
-    before = os.environ.get(_env.JIT.name)
-    os.environ[_env.JIT.name] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_env.JIT.name]
-        else:
-            os.environ[_env.JIT.name] = before
 
 
 def side_by_side(calls: Iterable[Callable[[], object]]) -> None:

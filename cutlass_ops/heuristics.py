@@ -127,10 +127,9 @@ class Pool:
         return m, n * self.weights, k
 
     def odd(self, problems: Sequence[Problem]) -> Tensor:
-        """Return of how many operands the lines begin between the L2 cache's, of shape (problems,)."""
+        """Return of how many operands the lines are :func:`cutlass_ops.model.odd`, of shape (problems,)."""
         extents = torch.tensor(problems, dtype=torch.float64).reshape(-1, 3)
-        lines = extents[:, ["mnk".index(line) for line in self._lines]]
-        return (lines * bf16.bytes % arch.CACHE_LINE_BYTES != 0).sum(1).double()
+        return model.odd(extents[:, ["mnk".index(line) for line in self._lines]]).sum(1)
 
     @property
     def _lines(self) -> tuple[model.Extent, model.Extent]:

@@ -339,7 +339,7 @@ def times(
     reads_a = batch.tile_m / torch.where(batch.cluster_n > 1, batch.cluster_n**chip.multicast, merge)
     reads_b = batch.tile_n / torch.where(batch.cluster_m > 1, batch.cluster_m**chip.multicast, merge)
     extents = {"m": m, "n": n, "k": k}
-    odd_a, odd_b = (extents[line] * element_bytes % arch.CACHE_LINE_BYTES != 0 for line in lines)
+    odd_a, odd_b = (odd(extents[line], element_bytes) for line in lines)
     reads_a = reads_a * torch.where(odd_a, chip.straddle, 1.0)
     reads_b = reads_b * torch.where(odd_b, chip.straddle, 1.0)
     active = torch.where(batch.stream_k, float(chip.multiprocessors), cover.active)
@@ -444,17 +444,22 @@ def _rows(extent: Tensor, line: Extent, element_bytes: int) -> Tensor:
     return rows
 
 
-def _requests(odd: Tensor, sharing: Tensor) -> Tensor:
+def odd(line: Tensor, element_bytes: int = 2) -> Tensor:
+    """Return whether lines of so many elements, one after the other in memory, begin between the L2 cache's."""
+    return line * element_bytes % arch.CACHE_LINE_BYTES != 0
+
+
+def _requests(lines_are_odd: Tensor, sharing: Tensor) -> Tensor:
     """Return how many requests a block makes of the L2 cache for each 128 bytes of an operand.
 
     Parameters
     ----------
-    odd : Tensor
-        Whether its lines in memory begin between the cache's.
+    lines_are_odd : Tensor
+        Whether its lines in memory are :func:`odd`.
     sharing : Tensor
         The blocks that a multicast serves, which ask in turn.
     """
-    return torch.where(odd, torch.where(sharing > 1, _LINES_ASKED, _HALVES_ASKED), 1.0) / sharing
+    return torch.where(lines_are_odd, torch.where(sharing > 1, _LINES_ASKED, _HALVES_ASKED), 1.0) / sharing
 
 
 def predict(config: Sm90Config, problem: tuple[int, int, int], chip: Chip = H100, element_bytes: int = 2) -> float:

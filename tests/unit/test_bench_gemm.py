@@ -3,7 +3,7 @@
 import pytest
 from signatures import H100, signature
 
-from cutlass_ops import _env, policies
+from cutlass_ops import policies
 from tests.scripts import script
 
 BENCH, SHAPES = script("bench_gemm"), script("shapes")
@@ -33,18 +33,3 @@ def test_each_half_is_chosen_for_as_if_tuned_on_the_other_alone():
 def test_all_that_ships_counts_otherwise():
     with BENCH.Part(CASES).known():
         assert all(tuned(SHAPES.GRID))
-
-
-def test_nothing_is_compiled_while_a_case_is_timed(monkeypatch):
-    built = []
-    monkeypatch.setattr(BENCH, "build_many", lambda specs: built.append((len(specs), _env.jit_enabled())))
-    for before in (None, "1"):
-        monkeypatch.delenv("CUTLASS_OPS_JIT", raising=False)
-        if before:
-            monkeypatch.setenv("CUTLASS_OPS_JIT", before)
-        for _ in BENCH.in_order([BENCH.Part(CASES[:2])], set(), H100):
-            assert not _env.jit_enabled()
-        assert _env.jit_enabled()
-    assert built == [built[0]] * 2
-    assert built[0][0] > 0
-    assert built[0][1]

@@ -1,0 +1,33 @@
+"""What the benchmarks share: what they time has the processors to itself."""
+
+from cutlass_ops.background import Background
+from tests.scripts import script
+
+HARNESS = script("harness")
+
+
+def test_nothing_is_compiled_in_the_background_of_what_is_timed(monkeypatch):
+    built = []
+    background = Background(lambda spec, cancel: built.append(spec))
+
+    class Watch:
+        def __init__(self, expected_us):
+            self.runs = {}
+
+        def add(self, name, run):
+            self.runs[name] = run
+
+        def round(self, names):
+            return [self.runs[name](0) for name in names]
+
+    def timed(index):
+        background.add([f"needed later, {len(built)}"])
+        background.wait()
+        return 1000.0 + len(built)
+
+    monkeypatch.setattr(HARNESS, "BACKGROUND", background)
+    monkeypatch.setattr(HARNESS, "Stopwatch", Watch)
+    assert timed(0) == 1001.0
+    found = HARNESS.time_interleaved({"ours": timed, "peer": timed}, 10.0, rounds=3)
+    assert built == ["needed later, 0"]
+    assert found["ours"].rounds == (1.001,) * 3
