@@ -280,8 +280,7 @@ PARTS: Sequence[tuple[str, str, str, Callable[[Row], str]]] = (
         "RMSNorm + GEMM at unseen shapes",
         "rmsnorm_unseen_h100.json",
         "Weights and numbers of rows that nobody tuned. What loses has one wave of tiles, whose epilogues wait until\n"
-        "idle warps have read all rows: *over own GEMM* says how long. Measured before the cost model counted\n"
-        "requests of the L2 cache: 1000×3072×2048 has another kernel now.",
+        "idle warps have read all rows: *over own GEMM* says how long.",
         rmsnorm,
     ),
     (
@@ -313,8 +312,7 @@ PARTS: Sequence[tuple[str, str, str, Callable[[Row], str]]] = (
     (
         "SwiGLU at unseen shapes",
         "swiglu_unseen_h100.json",
-        "Weights and numbers of rows that nobody tuned. Measured before the cost model counted requests of the L2\n"
-        "cache: 100×5632×2048 and 333×5632×2048 have other kernels now.",
+        "Weights and numbers of rows that nobody tuned.",
         swiglu,
     ),
     (
