@@ -30,12 +30,12 @@ from cutlass_ops.tables import Measured, Point, Table
 
 # Rows of A at which the choice for a weight is made in advance.
 def _rows() -> Iterator[int]:
-    """Yield numbers of rows: few, and from eight on eight more than the one before, or at most a sixteenth of it."""
+    """Yield numbers of rows: few, and from eight on eight more than the last one, or at most a thirty-second of it."""
     yield from (1, 2, 4)
     rows = 8
     while rows <= 16384:
         yield rows
-        rows += max(8, (1 << rows.bit_length()) >> 5)
+        rows += max(8, (1 << rows.bit_length()) >> 6)
     yield 1 << 26
 
 
