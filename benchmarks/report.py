@@ -3,7 +3,8 @@
     python benchmarks/report.py                                        # all of benchmarks/results
     python benchmarks/report.py /tmp/gemm_a.json --host --compile --out /tmp/report.md    # one file and nothing else
 
-Needs Python 3.11 or later (tomllib), matplotlib for the plots, and no GPU. Causes of losses come from causes.toml.
+Needs Python 3.11 or later (tomllib), matplotlib for the plots, and no GPU. Causes of losses come from causes.toml, and
+how many kernels are no longer those that serve from stale.json.
 A row's ratio is the peer's time over ours: above 1, ours is faster. Rows of bench_gemm.py may lack "layout" and "set".
 """
 
@@ -26,6 +27,7 @@ from cutlass_ops.roofline import PEAKS
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 CAUSES = ROOT / "benchmarks" / "causes.toml"
+STALE = ROOT / "benchmarks" / "stale.json"
 OUT = ROOT / "docs" / "performance.md"
 
 UNKNOWN = "cause unknown"
@@ -57,6 +59,7 @@ timed in the same rounds: what is beyond that is in the GEMM, and not in its epi
 python benchmarks/bench_gemm.py --out benchmarks/results/gemm_h100.json  # on a GPU; --help lists what can be chosen
 python benchmarks/bench_host.py --out benchmarks/results/host_h100.json  # on a GPU
 python benchmarks/bench_compile.py --out benchmarks/results/compile_2_processors.json  # without one
+python benchmarks/stale.py  # which rows are to be measured again since dispatch has another kernel, without one
 python benchmarks/report.py  # this document, without one
 ```
 
@@ -214,6 +217,14 @@ def about(entries: Sequence[dict[str, Any]], result: Result) -> str | None:
     return texts[0] if texts else None
 
 
+def others(name: str) -> str | None:
+    """Return how many of a result's kernels are no longer chosen, as stale.py counted them; nothing where all are."""
+    counted = json.loads(STALE.read_text()).get(name, {"others": 0})
+    if not counted["others"]:
+        return None
+    return f"Dispatch has another kernel now at {share(counted['others'], counted['rows'])} of these shapes."
+
+
 # ---- Markdown
 
 
@@ -326,7 +337,7 @@ def section(result: Result, causes: dict[str, list[dict[str, Any]]], out: Path) 
     parts = [
         f"## {result.name}: {result.head['chip']}, {result.head['date']}",
         f"{environment(result.head)}. Raw results: [{result.path.name}]({link(result.path, out)}).",
-        *([text] if text else []),
+        *(said for said in (text, others(result.name)) if said),
         summary_table(result.cases()),
         f"### Losses of {result.name}",
         f"Ratio below 1, worst first: {share(count, len(result.rows))}.",

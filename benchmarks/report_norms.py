@@ -273,7 +273,7 @@ PARTS: Sequence[tuple[str, str, str, Callable[[Row], str]]] = (
         "RMSNorm + GEMM on an H200",
         "rmsnorm_h200.json",
         "The same on a chip that has no table of norms: kernels are chosen by an H100's, and by what the H200 has of\n"
-        "other epilogues. Three of these 16 have another kernel now.",
+        "other epilogues.",
         rmsnorm,
     ),
     (
@@ -286,7 +286,7 @@ PARTS: Sequence[tuple[str, str, str, Callable[[Row], str]]] = (
     (
         "RMSNorm + GEMM at unseen shapes on an H200",
         "rmsnorm_unseen_h200.json",
-        "The same on an H200. Ten of these 24 have another kernel now.",
+        "The same on an H200.",
         rmsnorm,
     ),
     (
@@ -318,7 +318,7 @@ PARTS: Sequence[tuple[str, str, str, Callable[[Row], str]]] = (
     (
         "SwiGLU at unseen shapes on an H200",
         "swiglu_unseen_h200.json",
-        "The same on an H200. Six of these 24 have another kernel now.",
+        "The same on an H200.",
         swiglu,
     ),
     (
@@ -356,7 +356,8 @@ def document(results: Path) -> str:
             continue
         data = json.loads(path.read_text())
         where = f"{report.environment(data)} ([{name}](../benchmarks/results/{name}))."
-        parts += [where, table(data)]
+        said = report.others(path.stem)
+        parts += [where, *([said] if said else []), table(data)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -423,6 +423,23 @@ def gemm(
     return op_of(epilogue)(a, b, out=out, out_dtype=out_dtype, **inputs)
 
 
+def graph_of(op: object) -> Graph:
+    """Return the epilogue that an op runs: an op's, a decorated function's, or none for :func:`gemm` itself.
+
+    Raises
+    ------
+    TypeError
+        If it is none of these.
+    """
+    graph = getattr(_plain if op is gemm else op, "graph", None)
+    if not isinstance(graph, Graph):
+        raise TypeError(
+            f"op is {op!r}: pass cutlass_ops.gemm, a named op such as cutlass_ops.gemm_bias_relu, a function decorated "
+            "with @cutlass_ops.epilogue, or what cutlass_ops.norms.rmsnorm_op() and its like return"
+        )
+    return graph
+
+
 def op_of(epilogue: Epilogue | None) -> Op:
     """Return the op that :func:`gemm` runs for an epilogue.
 

@@ -25,6 +25,7 @@ from cutlass_ops.device import Device, Problem
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.errors import ConfigError, CutlassOpsError
 from cutlass_ops.manifest import Choice
+from cutlass_ops.ops import gemm, op_of
 from cutlass_ops.policies import ROWS, Policy
 from cutlass_ops.signature import OpSignature
 from cutlass_ops.spec import HasGraph, KernelSpec, Major
@@ -61,7 +62,8 @@ class Kernels:
     Attributes
     ----------
     ops : tuple of str or Epilogue
-        Named ops such as ``"gemm_bias_relu"``, epilogues, or import paths ``"MODULE:NAME"`` of such.
+        Named ops such as ``"gemm_bias_relu"`` or ``cutlass_ops.gemm_bias_relu``, epilogues, ``cutlass_ops.gemm`` for
+        D = A @ B, or import paths ``"MODULE:NAME"`` of such.
     archs : tuple of str
         Targets that stand for devices: sm_80, sm_86, sm_89, sm_90a. On sm_90a, operands that TMA cannot address get
         kernels for sm_90.
@@ -449,6 +451,8 @@ def graph_named(name: str) -> HasGraph:
 
 
 def _epilogue(found: object, name: object) -> HasGraph:
+    if found is gemm:
+        return op_of(None)
     if not isinstance(getattr(found, "graph", None), Graph):
         raise ConfigError(f"{name} is a {type(found).__name__}: it must be decorated with @cutlass_ops.epilogue")
     return cast(HasGraph, found)

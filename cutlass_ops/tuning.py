@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import datetime
 import math
+import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass, field, replace
@@ -26,10 +28,11 @@ from cutlass_ops.device import Device, with_order
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.errors import CompileError, MeasuringError, NoDeviceError, UnsupportedError
 from cutlass_ops.measuring import Measurer, Outcome
+from cutlass_ops.ops import graph_of
 from cutlass_ops.policies import Policy
 from cutlass_ops.progress import progress
 from cutlass_ops.registry import OpSignature
-from cutlass_ops.spec import HasGraph, KernelSpec, Major
+from cutlass_ops.spec import KernelSpec, Major
 from cutlass_ops.store import Artifact
 from cutlass_ops.tables import Point, Problem, Table
 
@@ -131,8 +134,8 @@ def plan(
     Returns
     -------
     list of Task
-        Signature by signature. The kernels of one are chosen together: those that the model says help most over all its
-        problems, and what the library would use untuned.
+        Signature by signature. The kernels of one are chosen together: what dispatch chooses now at most problems, half
+        of them at most, and those that the model says help most besides. What dispatch chooses races where it serves.
     """
     tasks: list[Task] = []
     for signature, each in problems.items():
@@ -163,19 +166,23 @@ def _plan(
     predicted: dict[Problem, dict[Config, float]] = {}
     for allowed, each in among.items():
         predicted |= _predicted(policy, each, allowed)
-    kept = set(_cover(predicted, effort.kernels))
+    now = {} if pool else {p: dispatch.choose(signature, device, p)[1].binary() for p in predicted}
+    usual = Counter(c for p, c in now.items() if c in predicted[p])
+    kept = set(_cover(predicted, effort.kernels, [c for c, _ in usual.most_common(effort.kernels // 2)]))
     tasks = []
     for problem, times in predicted.items():
         ranked = sorted(kept & times.keys(), key=times.__getitem__)
         close = sum(times[c] <= effort.within * times[ranked[0]] for c in ranked)
-        near = ranked[: min(max(close, _AT_LEAST), effort.candidates)]
-        # What was the best is what the others have to beat, and what their times can be compared by. Kinds of kernels
-        # have models of their own, which err apart.
-        before = [c for c in problems[problem][:1] if c in times]
+        # What was the best is what the others have to beat, and what their times can be compared by; what serves now
+        # races too, so that tuning makes no call slower. Kinds of kernels have models of their own, which err apart.
+        best = [c for c in problems[problem][:1] if c in times]
+        serving = [now[problem]] if problem in now and now[problem] in kept & times.keys() else []
+        near = list(dict.fromkeys([*best, *serving, *ranked]))
+        near = near[: max(min(max(close, _AT_LEAST), effort.candidates), len(best) + len(serving))]
         kinds = [c for kind in {type(c): None for c in ranked} for c in _first(ranked, kind)]
-        near = list(dict.fromkeys([*before, *near, *(c for c in kinds if times[c] <= _FAR * times[ranked[0]])]))
-        entrants = [o for c in near for o in _orders(c, problem, device)]
-        tasks.append(Task(signature, problem, tuple(entrants)))
+        near = list(dict.fromkeys([*near, *(c for c in kinds if times[c] <= _FAR * times[ranked[0]])]))
+        near = sorted(near, key=lambda c: (c not in best, times[c]))
+        tasks.append(Task(signature, problem, tuple(o for c in near for o in entrants(c, problem, device))))
     return tasks
 
 
@@ -193,7 +200,7 @@ def _predicted(
     return {p: dict(zip(configs, row, strict=True)) for p, row in zip(problems, times, strict=True)}
 
 
-def _orders(config: Config, problem: Problem, device: Device) -> list[Config]:
+def entrants(config: Config, problem: Problem, device: Device) -> list[Config]:
     """Return a kernel as it enters a race: in the usual order of tiles, and by GPC where that may be worth much."""
     return [with_order(config, problem), *heuristics.orders_by_gpc(config, problem, device)[:1]]
 
@@ -207,14 +214,17 @@ def _considered(policy: Policy, problem: Problem, centres: Sequence[Config], dev
     return list(dict.fromkeys([*around, *usual]))
 
 
-def _cover(predicted: Mapping[Problem, Mapping[Config, float]], limit: int) -> list[Config]:
-    """Return the kernels that together are predicted to lose least; the next one is always that which helps most."""
+def _cover(
+    predicted: Mapping[Problem, Mapping[Config, float]], limit: int, first: Sequence[Config] = ()
+) -> list[Config]:
+    """Return the first kernels and those that with them are predicted to lose least: each next one helps most."""
     losses = [{c: math.log(t / min(times.values())) for c, t in times.items()} for times in predicted.values()]
     candidates = list(dict.fromkeys(c for loss in losses for c in loss))
     if len(candidates) <= limit:
         return candidates
-    reached = [math.log(2.0)] * len(losses)
-    chosen: list[Config] = []
+    reached = [min((loss[c] for c in first if c in loss), default=math.log(2.0)) for loss in losses]
+    chosen = list(first)
+    candidates = [c for c in candidates if c not in chosen]
     while candidates and len(chosen) < limit:
         # What is already covered still counts a little: the model errs, and the second best may be the best.
         after = {c: [min(r, loss.get(c, r)) for r, loss in zip(reached, losses, strict=True)] for c in candidates}
@@ -414,7 +424,7 @@ def _line(problem: Problem, point: Point | None) -> str:
 
 @BUNDLES.aside()
 def tune(
-    op: HasGraph,
+    op: object,
     shapes: Iterable[Problem],
     *,
     dtypes: Sequence[str] = ("bf16",),
@@ -424,7 +434,7 @@ def tune(
     input_dtypes: Mapping[str, str] | None = None,
     device: int = 0,
     effort: Effort | None = None,
-    folder: Path | None = None,
+    folder: str | os.PathLike[str] | None = None,
     again: bool = False,
     allow_fallback: bool = False,
     deterministic: bool = False,
@@ -436,8 +446,9 @@ def tune(
 
     Parameters
     ----------
-    op : Op or Epilogue
-        A named op such as ``cutlass_ops.gemm_bias_relu``, or a function decorated with :func:`cutlass_ops.epilogue`.
+    op : Op, Epilogue or cutlass_ops.gemm
+        A named op such as ``cutlass_ops.gemm_bias_relu``, a function decorated with :func:`cutlass_ops.epilogue`, or
+        ``cutlass_ops.gemm`` for D = A @ B.
     shapes : iterable of (M, N, K)
         Problems. Calls of other shapes profit too: the choice goes by what was measured nearby.
     dtypes : sequence of str
@@ -453,7 +464,7 @@ def tune(
         Index of the CUDA device.
     effort : Effort, optional
         How much to compile and measure.
-    folder : Path, optional
+    folder : str or path, optional
         Where to keep the tables; by default ``CUTLASS_OPS_TUNING_DIR``, where calls look for them.
     again : bool
         Whether to measure what was measured before.
@@ -479,6 +490,8 @@ def tune(
 
     Raises
     ------
+    TypeError
+        If the op is none.
     NoDeviceError
         If there is no such device.
     ValueError
@@ -492,13 +505,13 @@ def tune(
     """
     if allow_fallback and deterministic:
         raise ValueError("allow_fallback and deterministic exclude each other: PyTorch's kernels give other bits")
-    effort = effort or Effort()
+    graph, effort = graph_of(op), effort or Effort()
     place = _place(device, folder)
     problems: dict[OpSignature, list[Problem]] = {}
     wanted = [_problem(shape) for shape in shapes]
     for dtype in dtypes:
         for problem in wanted:
-            signature = signature_at(op.graph, problem, dtype, a, b, out_dtype, place.device, input_dtypes)
+            signature = signature_at(graph, problem, dtype, a, b, out_dtype, place.device, input_dtypes)
             problems.setdefault(signature, []).append(problem)
     for signature in problems:
         if not dispatch.specs(signature, place.device):
@@ -532,11 +545,11 @@ def signature_at(
     return signature_of(call_at(graph, problem, dtype, a, b, out_dtype, input_dtypes), device)
 
 
-def _place(device: int, folder: Path | None) -> Place:
+def _place(device: int, folder: str | os.PathLike[str] | None) -> Place:
     if not torch.cuda.is_available():
         raise NoDeviceError("tuning measures on a CUDA device, and this process sees none: tune on a machine with one")
     name = torch.cuda.get_device_name(device)
-    return Place(name, device_of(torch.device("cuda", device)), folder or _env.tuning_dir())
+    return Place(name, device_of(torch.device("cuda", device)), Path(folder) if folder else _env.tuning_dir())
 
 
 def _problem(shape: object) -> Problem:

@@ -100,6 +100,12 @@ def test_a_users_own_epilogue():
     assert spec.epilogue == thrice.graph
 
 
+@pytest.mark.parametrize("op", [co.gemm, "gemm", "cutlass_ops:gemm"])
+def test_a_gemm_without_an_epilogue(op):
+    (spec,) = shipment(Catalogue(kernels=(kernels(ops=(op,)),))).specs
+    assert spec.epilogue == builtin.identity.graph
+
+
 @pytest.mark.parametrize(
     ("fields", "why"),
     [

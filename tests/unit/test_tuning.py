@@ -1,8 +1,9 @@
 """The tuner compiles what may win, measures all it can, keeps every result, and goes on where it stopped."""
 
 import random
+from collections import Counter
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import get_args
@@ -11,7 +12,8 @@ import pytest
 import torch
 from signatures import H100, signature
 
-from cutlass_ops import _resources, builtin, heuristics, norms, policies, space, tables, tuning
+import cutlass_ops as co
+from cutlass_ops import _resources, builtin, dispatch, heuristics, norms, policies, space, tables, tuning
 from cutlass_ops.call import check_call, signature_of
 from cutlass_ops.config import ClusterShape, Means, Sm80Config, Sm90Config, ThreadblockShape
 from cutlass_ops.errors import CompileError, MeasuringError, ToolchainError
@@ -83,6 +85,21 @@ def test_few_kernels_cover_every_problem_and_the_likeliest_race():
         *times, of_best = expected([*task.configs, best], task.problem)
         assert times == sorted(times)
         assert times[0] <= 1.1 * of_best
+
+
+def test_what_serves_untuned_races_so_that_tuning_makes_no_call_slower():
+    problems = [(345, 2560, 9344), (8, 4096, 14336), (898, 3712, 832)]
+    serving = {p: dispatch.choose(signature(), H100, p)[1].binary() for p in problems}
+    for task in tasks(SMALL, problems):
+        assert serving[task.problem] in {c.binary() for c in task.configs}
+
+
+def test_of_many_kernels_that_serve_those_that_serve_most_race():
+    """Among so few kernels that model and what serves now share them."""
+    serving = Counter(dispatch.choose(signature(), H100, p)[1].binary() for p in PROBLEMS)
+    raced_now = {c.binary() for t in tasks(Effort(kernels=4, candidates=4)) for c in t.configs}
+    assert len(raced_now) == 4
+    assert len(raced_now & {*serving}) >= 2
 
 
 def test_a_pool_is_all_there_is_to_choose_from():
@@ -375,3 +392,28 @@ def test_a_refinement_looks_around_no_kernel_that_may_not_serve(place, chip):
 def test_pytorch_and_one_order_of_additions_exclude_each_other():
     with pytest.raises(ValueError, match="exclude each other"):
         tuning.tune(builtin.bias_relu, [LONG], allow_fallback=True, deterministic=True)
+
+
+@pytest.mark.parametrize("op", [co.gemm, co.gemm_bias_relu, builtin.bias_relu, norms.rmsnorm_op()])
+def test_what_a_call_can_be_made_of_can_be_tuned(op, chip, tmp_path, monkeypatch):
+    """With a folder by its name, as a path has it."""
+    monkeypatch.setattr(tuning, "Measurer", lambda *_: nullcontext(SimpleNamespace(measure=measure)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: H100.name)
+    monkeypatch.setattr(tuning, "device_of", lambda _: H100)
+
+    def measure(signature, problem, kernels, *, rounds):
+        assert rounds == SMALL.rounds
+        return chip.measure(signature, problem, kernels)
+
+    report = tuning.tune(op, [LONG], effort=SMALL, folder=str(tmp_path / "mine"))
+    ((signature, table),) = report.tables.items()
+    assert signature.epilogue == (builtin.identity.graph if op is co.gemm else op.graph)
+    assert [p.problem for p in table.points] == [LONG]
+    assert [tables.load(path).signature for path in (tmp_path / "mine").glob("*.json")] == [signature]
+
+
+@pytest.mark.parametrize("op", [co.gemm_swiglu, co.rmsnorm_gemm, "gemm", None, lambda acc: acc])
+def test_what_is_no_op_is_said_to_be_none(op):
+    with pytest.raises(TypeError, match=r"pass cutlass_ops\.gemm, a named op .*rmsnorm_op\(\)"):
+        tuning.tune(op, [LONG])

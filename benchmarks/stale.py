@@ -1,0 +1,112 @@
+"""Counts the rows of results whose kernel is no longer what dispatch chooses: those to measure again. Needs no GPU.
+
+    python benchmarks/stale.py    # minutes; writes benchmarks/stale.json, which report.py and report_norms.py quote
+    python benchmarks/stale.py benchmarks/results/gemm_decode_h100.json --out /tmp/stale.json
+
+Prints each such row with both kernels. What is written is {result: {"rows": how many, "others": of these}}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import shapes
+import torch
+from bench_gemm import BENCHMARKS, DTYPES, Case, Part, halves
+
+from cutlass_ops import builtin, dispatch, norms, ops
+from cutlass_ops.call import check_call, signature_of
+from cutlass_ops.device import Device
+from cutlass_ops.registry import OpSignature
+from cutlass_ops.tables import Problem
+from cutlass_ops.tuning import signature_at
+
+Row = dict[str, Any]
+
+OUT = Path(__file__).with_name("stale.json")
+# The others' kernels were declared and not chosen, or are those of a whole layer.
+RESULTS = [
+    path
+    for kind in ("gemm_*", "rmsnorm_*", "swiglu_*")
+    for path in sorted(Path(__file__).with_name("results").glob(f"{kind}.json"))
+    if path.stem != "rmsnorm_gathered_h100"
+]
+
+
+def of_gemm(row: Row, device: Device) -> tuple[OpSignature, Problem]:
+    """Return what dispatch is asked for a row of bench_gemm.py."""
+    problem = (row["m"], row["n"], row["k"])
+    graph = BENCHMARKS[row["op"]].op.graph
+    return signature_at(graph, problem, row["dtype"], *row["layout"].split("-"), None, device), problem
+
+
+def of_rmsnorm(row: Row, device: Device) -> tuple[OpSignature, Problem]:
+    """Return what dispatch is asked for a row of bench_rmsnorm.py."""
+    return _of_call(row, device, norms.rmsnorm_op(), lambda _: 1e-5)
+
+
+def of_swiglu(row: Row, device: Device) -> tuple[OpSignature, Problem]:
+    """Return what dispatch is asked for a row of bench_swiglu.py."""
+    return _of_call(row, device, ops.op(builtin.swiglu), lambda weight: weight)
+
+
+def _of_call(
+    row: Row, device: Device, op: ops.Op, argument: Callable[[torch.Tensor], object]
+) -> tuple[OpSignature, Problem]:
+    m, n, k = row["m"], row["n"], row["k"]
+    x, weight = (torch.empty(shape, device="meta", dtype=DTYPES[row["dtype"]]) for shape in ((m, k), (n, k)))
+    call = check_call(op.graph, x, weight.t(), {op.graph.inputs[0].name: argument(weight.t())}, None, None)
+    return signature_of(call, device), (call.problem.m, call.problem.n, call.problem.k)
+
+
+def chosen(result: str, rows: list[Row], device: Device) -> Iterator[tuple[Row, str]]:
+    """Yield a result's rows, each with the kernel that dispatch chooses now."""
+    kind = result.split("_")[0]
+    ask = {"gemm": of_gemm, "rmsnorm": of_rmsnorm, "swiglu": of_swiglu}[kind]
+    for part, members in _parts(rows) if "held_out" in result else [(Part([]), rows)]:
+        with part.known():
+            for row in members:
+                signature, problem = ask(row, device)
+                yield row, dispatch.choose(signature, device, problem)[1].binary().slug
+
+
+def _parts(rows: list[Row]) -> Iterator[tuple[Part, list[Row]]]:
+    """Yield what counted as tuned, and the rows measured with it."""
+    # In the set's order, by which it was halved: rows measured later are at the end.
+    ordered = sorted(rows, key=lambda row: shapes.GRID.index((row["m"], row["n"], row["k"])))
+    of = {Case(**{field.name: row[field.name] for field in fields(Case)}): row for row in ordered}
+    for part in halves(list(of)):
+        yield part, [of[case] for case in part.cases]
+
+
+def others(path: Path) -> list[tuple[Row, str]]:
+    """Return the rows of a result whose kernel differs from what dispatch chooses now, each with that."""
+    result = json.loads(path.read_text())
+    device = Device((9, 0), result["multiprocessors"], result["chip"])
+    return [(row, slug) for row, slug in chosen(path.stem, result["rows"], device) if slug != row["kernel"]]
+
+
+def main() -> None:
+    """Count, and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", nargs="*", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=OUT)
+    args = parser.parse_args()
+    found = {}
+    for path in args.results:
+        differ = others(path)
+        found[path.stem] = {"rows": len(json.loads(path.read_text())["rows"]), "others": len(differ)}
+        print(path.stem, found[path.stem], flush=True)
+        for row, slug in differ:
+            print("   ", *(row.get(name, "") for name in ("op", "layout", "m", "n", "k")), row["kernel"], "→", slug)
+    lines = ",\n ".join(f"{json.dumps(name)}: {json.dumps(count)}" for name, count in found.items())
+    args.out.write_text(f"{{\n {lines}\n}}\n")
+
+
+if __name__ == "__main__":
+    main()
