@@ -87,6 +87,7 @@ from cutlass_ops.ops import (
     gemm_bias_residual,
     gemm_bias_silu,
     gemm_residual,
+    warm_up,
 )
 from cutlass_ops.registry import REGISTRY as registry  # noqa: N811
 from cutlass_ops.spec import KernelSpec, Operand
@@ -222,6 +223,7 @@ __all__ = [
     "swap_pairs",
     "tanh",
     "tune",
+    "warm_up",
 ]
 
 

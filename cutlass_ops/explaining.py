@@ -12,8 +12,7 @@ from cutlass_ops.call import Call, check_call, device_of, signature_of
 from cutlass_ops.config import MEANS, Config, GemvConfig, Sm90Config
 from cutlass_ops.device import Device, Problem
 from cutlass_ops.knowledge import Candidate
-from cutlass_ops.ops import Op, op_of
-from cutlass_ops.ops import gemm as _gemm
+from cutlass_ops.ops import called
 from cutlass_ops.plan import can_fall_back
 from cutlass_ops.policies import Policy
 from cutlass_ops.registry import OpSignature
@@ -119,7 +118,7 @@ def explain(op: Any, a: Tensor, b: Tensor, *inputs: Any, out: Any = None, **name
 
     Parameters
     ----------
-    op : Op or callable
+    op : Op, Epilogue or cutlass_ops.gemm
         A named op such as ``cutlass_ops.gemm_bias_relu``, or ``cutlass_ops.gemm`` with its ``epilogue=``.
     a, b : Tensor
         A (..., M, K) and B (K, N).
@@ -138,7 +137,7 @@ def explain(op: Any, a: Tensor, b: Tensor, *inputs: Any, out: Any = None, **name
     TypeError, ValueError
         If an argument does not fit, as the call itself would.
     """
-    op = _op(op, named.pop("epilogue", None))
+    op = called(op, named.pop("epilogue", None))
     out_dtype = named.pop("out_dtype", None)
     names = [i.name for i in op.graph.inputs]
     values = dict(zip(names, op.positional(inputs, named), strict=True))
@@ -202,14 +201,6 @@ def _first(chosen: Config, ranked: list[Candidate], itself: list[Candidate]) -> 
     """Put what a bundle chose before all others, in its own order of tiles."""
     others = (c for c in ranked if c.config.binary() != chosen.binary())
     return [replace(itself[0], config=chosen), *others]
-
-
-def _op(given: Any, epilogue: Any) -> Op:
-    if isinstance(given, Op):
-        return given
-    if given is _gemm:
-        return op_of(epilogue)
-    raise TypeError(f"op is {given!r}: pass cutlass_ops.gemm, or a named op such as cutlass_ops.gemm_bias_relu")
 
 
 def _tensors(call: Call) -> list[Tensor]:

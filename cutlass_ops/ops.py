@@ -423,21 +423,64 @@ def gemm(
     return op_of(epilogue)(a, b, out=out, out_dtype=out_dtype, **inputs)
 
 
-def graph_of(op: object) -> Graph:
-    """Return the epilogue that an op runs: an op's, a decorated function's, or none for :func:`gemm` itself.
+def called(op: object, epilogue: Epilogue | None = None) -> Op:
+    """Return the op behind what a user calls: an op, :func:`gemm` with its epilogue, or a decorated function.
 
     Raises
     ------
     TypeError
-        If it is none of these.
+        If it is none of these, or has an epilogue already.
     """
-    graph = getattr(_plain if op is gemm else op, "graph", None)
-    if not isinstance(graph, Graph):
-        raise TypeError(
-            f"op is {op!r}: pass cutlass_ops.gemm, a named op such as cutlass_ops.gemm_bias_relu, a function decorated "
-            "with @cutlass_ops.epilogue, or what cutlass_ops.norms.rmsnorm_op() and its like return"
-        )
-    return graph
+    if op is gemm:
+        return op_of(epilogue)
+    if isinstance(op, Op | Epilogue):
+        if epilogue is not None:
+            raise TypeError(f"{op.name} has its epilogue: pass cutlass_ops.gemm with epilogue=")
+        return op if isinstance(op, Op) else op_of(op)
+    raise TypeError(
+        f"op is {op!r}: pass cutlass_ops.gemm, a named op such as cutlass_ops.gemm_bias_relu, a function decorated "
+        "with @cutlass_ops.epilogue, or what cutlass_ops.norms.rmsnorm_op() and its like return"
+    )
+
+
+def warm_up(
+    op: object,
+    a: Tensor,
+    b: Tensor,
+    *inputs: Any,
+    epilogue: Epilogue | None = None,
+    out_dtype: torch.dtype | None = None,
+    **named: Any,
+) -> int:
+    """Compile and load every kernel that calls with a weight may need, whatever the number of rows.
+
+    The first call compiles the kernel that it needs and leaves the others to background threads; after this, nothing is
+    left to compile.
+
+    Parameters
+    ----------
+    op : Op, Epilogue or cutlass_ops.gemm
+        What is called: a named op such as ``cutlass_ops.gemm_bias_relu``, or ``cutlass_ops.gemm`` with ``epilogue``.
+    a : Tensor
+        (..., M, K). Extents other than K do not matter.
+    b : Tensor
+        (K, N).
+    *inputs, epilogue, out_dtype, **named
+        As for the call itself.
+
+    Returns
+    -------
+    int
+        How many kernels there are; 0 on the CPU.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError
+        As the call itself would.
+    MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
+        If a kernel cannot be had.
+    """
+    return called(op, epilogue).warm_up(a, b, *inputs, out_dtype=out_dtype, **named)
 
 
 def op_of(epilogue: Epilogue | None) -> Op:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import get_args
 
 import torch
 
@@ -28,7 +29,7 @@ from cutlass_ops.device import Device, with_order
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.errors import CompileError, MeasuringError, NoDeviceError, UnsupportedError
 from cutlass_ops.measuring import Measurer, Outcome
-from cutlass_ops.ops import graph_of
+from cutlass_ops.ops import called
 from cutlass_ops.policies import Policy
 from cutlass_ops.progress import progress
 from cutlass_ops.registry import OpSignature
@@ -236,6 +237,7 @@ def _cover(
     return chosen
 
 
+DTypes = str | torch.dtype | Sequence[str | torch.dtype]
 Measure = Callable[[OpSignature, Problem, Mapping[Config, Path]], Outcome]
 
 
@@ -427,7 +429,7 @@ def tune(
     op: object,
     shapes: Iterable[Problem],
     *,
-    dtypes: Sequence[str] = ("bf16",),
+    dtypes: DTypes = ("bf16",),
     a: Major = "row",
     b: Major = "col",
     out_dtype: torch.dtype | None = None,
@@ -451,7 +453,7 @@ def tune(
         ``cutlass_ops.gemm`` for D = A @ B.
     shapes : iterable of (M, N, K)
         Problems. Calls of other shapes profit too: the choice goes by what was measured nearby.
-    dtypes : sequence of str
+    dtypes : str, torch.dtype, or sequence of such
         Of A and B, which the epilogue's inputs and outputs have as well: ``"bf16"``, ``"f16"``. Kernels are tuned for
         the types that calls have: where these differ, say so.
     a, b : {"row", "col"}
@@ -495,7 +497,7 @@ def tune(
     NoDeviceError
         If there is no such device.
     ValueError
-        If a shape, dtype or input is none, or both `allow_fallback` and `deterministic` are given.
+        If a shape, dtype, major or input is none, or both `allow_fallback` and `deterministic` are given.
     UnsupportedError
         If no kernel serves the op there.
     ConfigError
@@ -505,13 +507,17 @@ def tune(
     """
     if allow_fallback and deterministic:
         raise ValueError("allow_fallback and deterministic exclude each other: PyTorch's kernels give other bits")
-    graph, effort = graph_of(op), effort or Effort()
+    for name, major in (("a", a), ("b", b)):
+        if major not in get_args(Major):
+            raise ValueError(f"{name} is {major!r}: say row or col, its major")
+    graph, effort = called(op).graph, effort or Effort()
     place = _place(device, folder)
     problems: dict[OpSignature, list[Problem]] = {}
     wanted = [_problem(shape) for shape in shapes]
-    for dtype in dtypes:
+    for dtype in [dtypes] if isinstance(dtypes, str | torch.dtype) else dtypes:
         for problem in wanted:
-            signature = signature_at(graph, problem, dtype, a, b, out_dtype, place.device, input_dtypes)
+            name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
+            signature = signature_at(graph, problem, name, a, b, out_dtype, place.device, input_dtypes)
             problems.setdefault(signature, []).append(problem)
     for signature in problems:
         if not dispatch.specs(signature, place.device):
@@ -548,6 +554,8 @@ def signature_at(
 def _place(device: int, folder: str | os.PathLike[str] | None) -> Place:
     if not torch.cuda.is_available():
         raise NoDeviceError("tuning measures on a CUDA device, and this process sees none: tune on a machine with one")
+    if device not in range(torch.cuda.device_count()):
+        raise NoDeviceError(f"there is no device {device}: this process sees {torch.cuda.device_count()}, from 0 on")
     name = torch.cuda.get_device_name(device)
     return Place(name, device_of(torch.device("cuda", device)), Path(folder) if folder else _env.tuning_dir())
 

@@ -245,7 +245,7 @@ def rows_without_a_compiler(op, b, bias, exact):
 
 def test_nothing_is_compiled_after_warming_up(monkeypatch):
     a, b, bias = problem(8, 256, 512)
-    assert co.gemm_bias_relu.warm_up(a, b, bias) > 1
+    assert co.warm_up(co.gemm_bias_relu, a, b, bias) > 1
     monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
     monkeypatch.setenv("CUTLASS_OPS_CACHE_DIR", "/nonexistent")
     rows_without_a_compiler(co.gemm_bias_relu, b, bias, bias_relu_exact)

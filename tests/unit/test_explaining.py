@@ -103,15 +103,20 @@ def test_tensors_on_the_cpu_and_every_way_to_name_an_op():
         return acc * 2
 
     assert co.explain(co.gemm, a, b, epilogue=doubled, out_dtype=torch.float32).op == "doubled"
-    with pytest.raises(TypeError, match=r"pass cutlass_ops\.gemm, or a named op"):
+    assert co.explain(doubled, a, b).op == "doubled"
+    with pytest.raises(TypeError, match=r"pass cutlass_ops\.gemm, a named op"):
         co.explain(torch.mm, a, b)
+    with pytest.raises(TypeError, match=r"gemm_bias_relu has its epilogue: pass cutlass_ops\.gemm with epilogue="):
+        co.explain(co.gemm_bias_relu, a, b, bias, epilogue=doubled)
     with pytest.raises(TypeError, match="bias is missing"):
         co.explain(co.gemm_bias_relu, a, b)
 
 
 def test_warming_up_on_the_cpu_is_nothing():
     a, b = torch.zeros(4, 8, dtype=torch.bfloat16), torch.zeros(8, 16, dtype=torch.bfloat16)
-    assert ops.op_of(None).warm_up(a, b) == 0
+    assert ops.op_of(None).warm_up(a, b) == co.warm_up(co.gemm, a, b) == 0
+    with pytest.raises(TypeError, match="bias is missing"):
+        co.warm_up(co.gemm_bias, a, b)
 
 
 def test_it_says_that_tuning_was_deterministic():

@@ -76,11 +76,14 @@ def test_the_first_call_compiles_its_kernel_and_queues_the_others(service, weigh
     assert (len(service.registry.loaded), len(service.queued), service.registry.launches) == (1, queued, 2)
 
 
-@pytest.mark.parametrize("how", ["warm_up", "background"])
+@pytest.mark.parametrize("how", ["warm_up", "gemm", "background"])
 def test_after_warming_up_no_number_of_rows_compiles_anything(service, weight, how):
     b, bias = weight
     if how == "warm_up":
         assert service.op.warm_up(rows(1), b, bias) == len(service.registry.loaded)
+    elif how == "gemm":
+        count = co.warm_up(co.gemm, rows(1), b, epilogue=service.op.epilogue, bias=bias)
+        assert count == len(service.registry.loaded)
     else:
         service.op(rows(1), b, bias)
         service.registry.kernels(service.queued)

@@ -16,7 +16,7 @@ import cutlass_ops as co
 from cutlass_ops import _resources, builtin, dispatch, heuristics, norms, policies, space, tables, tuning
 from cutlass_ops.call import check_call, signature_of
 from cutlass_ops.config import ClusterShape, Means, Sm80Config, Sm90Config, ThreadblockShape
-from cutlass_ops.errors import CompileError, MeasuringError, ToolchainError
+from cutlass_ops.errors import CompileError, MeasuringError, NoDeviceError, ToolchainError
 from cutlass_ops.measuring import Outcome
 from cutlass_ops.spec import Operand
 from cutlass_ops.tables import Measured
@@ -394,13 +394,18 @@ def test_pytorch_and_one_order_of_additions_exclude_each_other():
         tuning.tune(builtin.bias_relu, [LONG], allow_fallback=True, deterministic=True)
 
 
+def a_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: H100.name)
+    monkeypatch.setattr(tuning, "device_of", lambda _: H100)
+
+
 @pytest.mark.parametrize("op", [co.gemm, co.gemm_bias_relu, builtin.bias_relu, norms.rmsnorm_op()])
 def test_what_a_call_can_be_made_of_can_be_tuned(op, chip, tmp_path, monkeypatch):
     """With a folder by its name, as a path has it."""
     monkeypatch.setattr(tuning, "Measurer", lambda *_: nullcontext(SimpleNamespace(measure=measure)))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: H100.name)
-    monkeypatch.setattr(tuning, "device_of", lambda _: H100)
+    a_device(monkeypatch)
 
     def measure(signature, problem, kernels, *, rounds):
         assert rounds == SMALL.rounds
@@ -411,6 +416,38 @@ def test_what_a_call_can_be_made_of_can_be_tuned(op, chip, tmp_path, monkeypatch
     assert signature.epilogue == (builtin.identity.graph if op is co.gemm else op.graph)
     assert [p.problem for p in table.points] == [LONG]
     assert [tables.load(path).signature for path in (tmp_path / "mine").glob("*.json")] == [signature]
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "found"),
+    [
+        ("f16", ["f16"]),
+        (torch.bfloat16, ["bf16"]),
+        (["bfloat16"], ["bf16"]),
+        (("f16", torch.bfloat16), ["bf16", "f16"]),
+    ],
+)
+def test_dtypes_have_several_names(dtypes, found, chip, tmp_path, monkeypatch):
+    a_device(monkeypatch)
+    monkeypatch.setattr(tuning, "Measurer", lambda *_: nullcontext())
+    report = tuning.tune(co.gemm, [(64, 512, 512)], dtypes=dtypes, effort=Effort(seconds=0), folder=tmp_path)
+    assert sorted(s.a.dtype.name for s in report.tables) == found
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "why"),
+    [
+        ({"a": "rows"}, ValueError, "a is 'rows': say row or col"),
+        ({"b": None}, ValueError, "b is None: say row or col"),
+        ({"dtypes": "int8"}, ValueError, "unknown dtype 'int8': use one of"),
+        ({"dtypes": [torch.int8]}, ValueError, "unknown dtype 'int8': use one of"),
+        ({"device": 7}, NoDeviceError, "there is no device 7: this process sees 1"),
+    ],
+)
+def test_mistakes_are_named(options, error, why, tmp_path, monkeypatch):
+    a_device(monkeypatch)
+    with pytest.raises(error, match=why):
+        tuning.tune(co.gemm, [LONG], folder=tmp_path, **options)
 
 
 @pytest.mark.parametrize("op", [co.gemm_swiglu, co.rmsnorm_gemm, "gemm", None, lambda acc: acc])
