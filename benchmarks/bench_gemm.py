@@ -198,11 +198,16 @@ def kernels_of(cases: list[Case], device: Device) -> list[KernelSpec]:
     """Return the kernels that serve cases, each once."""
     specs = {}
     for case in cases:
-        problem, (a, b) = (case.m, case.n, case.k), case.layout.split("-")
-        for name in (case.op, "gemm"):
-            signature = signature_at(BENCHMARKS[name].op.graph, problem, case.dtype, a, b, None, device)
+        for op in (case.op, "gemm"):
+            signature, problem = asked(replace(case, op=op), device)
             specs[dispatch.choose(signature, device, problem)[0]] = None
     return list(specs)
+
+
+def asked(case: Case, device: Device) -> tuple[OpSignature, Problem]:
+    """Return what dispatch is asked for a case."""
+    problem, (a, b) = (case.m, case.n, case.k), case.layout.split("-")
+    return signature_at(BENCHMARKS[case.op].op.graph, problem, case.dtype, a, b, None, device), problem
 
 
 def run_case(case: Case, peers: list[str], copy_bandwidth: float) -> dict[str, Any]:

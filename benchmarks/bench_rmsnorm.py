@@ -28,7 +28,7 @@ from torch import Tensor
 import cutlass_ops as co
 from cutlass_ops import dispatch, legality, norms, ops
 from cutlass_ops.builder import build_many
-from cutlass_ops.call import check_call, device_of, signature_of
+from cutlass_ops.call import device_of
 from cutlass_ops.config import Means, Sm90Config
 from cutlass_ops.spec import KernelSpec
 from cutlass_ops.timing import expected_us, rotation
@@ -78,10 +78,9 @@ def ways(x: Tensor, w: Tensor) -> dict[str, KernelSpec]:
 
     A kernel of ordinary loads has one way.
     """
-    graph, device = norms.rmsnorm_op().graph, device_of(torch.device("cuda", 0))
-    call = check_call(graph, x, w, {"eps": EPS}, None, None)
-    signature = signature_of(call, device)
-    _, config = dispatch.choose(signature, device, (call.problem.m, call.problem.n, call.problem.k))
+    device = device_of(torch.device("cuda", 0))
+    signature, problem = harness.asked(norms.rmsnorm_op(), (x, w, EPS), device)
+    _, config = dispatch.choose(signature, device, problem)
     if not isinstance(config, Sm90Config):
         return {}
     others = {way: signature.spec(replace(config, means=way)) for way in get_args(Means) if way != config.means}

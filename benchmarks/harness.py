@@ -27,7 +27,9 @@ from cutlass_ops import dispatch
 from cutlass_ops.background import BACKGROUND
 from cutlass_ops.builder import build_many
 from cutlass_ops.call import check_call, device_of, signature_of
+from cutlass_ops.device import Device, Problem
 from cutlass_ops.ops import Op
+from cutlass_ops.registry import OpSignature
 from cutlass_ops.timing import Run, Stopwatch
 
 ROUNDS = 25
@@ -103,14 +105,20 @@ def side_by_side(calls: Iterable[Callable[[], object]]) -> None:
             future.result()
 
 
+def asked(op: Op, arguments: Sequence[Any], device: Device) -> tuple[OpSignature, Problem]:
+    """Return what dispatch is asked for an op's call; its tensors need no data."""
+    a, b, *inputs = arguments
+    call = check_call(op.graph, a, b, dict(zip((i.name for i in op.graph.inputs), inputs, strict=True)), None, None)
+    return signature_of(call, device), (call.problem.m, call.problem.n, call.problem.k)
+
+
 def build_ahead(calls: Iterable[tuple[Op, Sequence[Any]]]) -> None:
     """Compile side by side the kernels of calls: each an op and its arguments, tensors on the device "meta"."""
     device = device_of(torch.device("cuda", 0))
     specs = {}
-    for op, (a, b, *inputs) in calls:
-        call = check_call(op.graph, a, b, dict(zip((i.name for i in op.graph.inputs), inputs, strict=True)), None, None)
-        problem = (call.problem.m, call.problem.n, call.problem.k)
-        specs[dispatch.choose(signature_of(call, device), device, problem)[0]] = None
+    for op, arguments in calls:
+        signature, problem = asked(op, arguments, device)
+        specs[dispatch.choose(signature, device, problem)[0]] = None
     build_many(list(specs))
 
 

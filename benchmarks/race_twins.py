@@ -24,7 +24,7 @@ from pathlib import Path
 
 import shapes
 import torch
-from bench_gemm import BENCHMARKS, DTYPES, LAYOUTS, Inputs
+from bench_gemm import BENCHMARKS, DTYPES, LAYOUTS, make_inputs
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from tune_tables import SHAPES
@@ -34,6 +34,7 @@ from cutlass_ops.call import device_of
 from cutlass_ops.config import ClusterShape, Config, Schedule, Sm90Config, ThreadblockShape
 from cutlass_ops.errors import ConfigError
 from cutlass_ops.measuring import Measurer
+from cutlass_ops.shipping import problems_of
 from cutlass_ops.tables import Point, Problem
 
 # nvjet_sm90_tst_128x216_64x4_2x1_v_bz_coopA_relubias_TNT: tile, K and stages, clusters, order, schedule, epilogue.
@@ -92,25 +93,13 @@ def cublas_kernels(op: str, dtype: str, layout: str, problems: Sequence[Problem]
     bench, found = BENCHMARKS[op], {}
     call = bench.cublaslt or bench.eager
     for problem in problems:
-        inputs = _empty(problem, DTYPES[dtype], layout)
+        inputs = make_inputs(*problem, DTYPES[dtype], layout)[0]
         with profile(activities=[ProfilerActivity.CUDA]) as profiled:
             call(inputs)
             torch.cuda.synchronize()
         kernels = [e for e in profiled.events() if e.device_type == DeviceType.CUDA]
         found[problem] = max(kernels, key=lambda e: e.time_range.elapsed_us()).name
     return found
-
-
-def _empty(problem: Problem, dtype: torch.dtype, layout: str) -> Inputs:
-    m, n, k = problem
-
-    def matrix(rows: int, columns: int, major: str = "row") -> torch.Tensor:
-        shape = (rows, columns) if major == "row" else (columns, rows)
-        made = torch.zeros(shape, dtype=dtype, device="cuda")
-        return made if major == "row" else made.t()
-
-    a, b = layout.split("-")
-    return Inputs(matrix(m, k, a), matrix(k, n, b), matrix(1, n)[0], matrix(m, n), matrix(m, n))
 
 
 def near(points: Iterable[Point]) -> list[Problem]:
@@ -134,7 +123,7 @@ def entries(policy: policies.Policy, names: dict[Problem, str], first: int) -> l
         point = known.get(problem)
         others = [m.config for m in point.measured] if point else [c.config for c in policy.ranked(problem)]
         ranked = list(dict.fromkeys(c.binary() for c in (chosen, *others)))
-        usual = list(dict.fromkeys((ranked[0], *ranked[1 : 1 + (2 if point else first)])))
+        usual = ranked[: 1 + (2 if point else first)]
         skipped = {*(ranked if point else usual)}
         new = [c for c in twins(name) if c not in skipped and not legality.check(signature.spec(c))]
         found.append(Entry(problem, tuple(usual), tuple(new), point is not None))
@@ -165,11 +154,6 @@ def line(entry: Entry, name: str, point: Point) -> str:
     return f"{'x'.join(map(str, entry.problem))}: {name}; {', '.join(parts)}"
 
 
-def _problem(text: str) -> Problem:
-    m, n, k = map(int, text.split("x"))
-    return m, n, k
-
-
 def main() -> None:
     """Race, and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -177,7 +161,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
     parser.add_argument("--layout", choices=LAYOUTS, default="row-col", help="majors of A and B")
     parser.add_argument("--shapes", choices=list(SHAPES), default="tuning")
-    parser.add_argument("--problems", nargs="+", type=_problem, help="these instead: 418x4864x11776")
+    parser.add_argument("--problems", nargs="+", type=problems_of, help="these instead: 418x4864x11776")
     parser.add_argument("--first", type=int, default=3, help="so many of the model's at a problem that is new")
     parser.add_argument("--most", type=int, default=100, help="so many kernels that the table does not have")
     parser.add_argument("--part", default="0/1", help="1/2: the second half of the races, for another GPU")
@@ -192,7 +176,8 @@ def main() -> None:
     policy = policies.policy(signature, place.device)
     own: Sequence[Point] = policy.own.points if policy.own else ()
     new = set(SHAPES[args.shapes]) - {p.problem for p in own}
-    problems = args.problems or [*near(own), *(p for p in SHAPES[args.shapes] if p in new)]
+    given = [problem for each in args.problems or () for problem in each]
+    problems = given or [*near(own), *(p for p in SHAPES[args.shapes] if p in new)]
     names = cublas_kernels(args.op, args.dtype, args.layout, problems)
     part, parts = map(int, args.part.split("/"))
     racing = limited(entries(policy, names, args.first), policy.kernels, args.most)[part::parts]

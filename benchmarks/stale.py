@@ -10,21 +10,21 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import bench_gemm
+import harness
 import shapes
 import torch
-from bench_gemm import BENCHMARKS, DTYPES, Case, Part, halves
+from bench_gemm import Case, Part, halves
 
 from cutlass_ops import builtin, dispatch, norms, ops
-from cutlass_ops.call import check_call, signature_of
 from cutlass_ops.device import Device
 from cutlass_ops.registry import OpSignature
 from cutlass_ops.tables import Problem
-from cutlass_ops.tuning import signature_at
 
 Row = dict[str, Any]
 
@@ -38,48 +38,34 @@ RESULTS = [
 ]
 
 
-def of_gemm(row: Row, device: Device) -> tuple[OpSignature, Problem]:
-    """Return what dispatch is asked for a row of bench_gemm.py."""
-    problem = (row["m"], row["n"], row["k"])
-    graph = BENCHMARKS[row["op"]].op.graph
-    return signature_at(graph, problem, row["dtype"], *row["layout"].split("-"), None, device), problem
+def asked(kind: str, row: Row, device: Device) -> tuple[OpSignature, Problem]:
+    """Return what dispatch is asked for a row of a result that is named by its kind."""
+    if kind == "gemm":
+        return bench_gemm.asked(_case(row), device)
+    m, n, k, dtype = row["m"], row["n"], row["k"], bench_gemm.DTYPES[row["dtype"]]
+    x, weight = (torch.empty(shape, device="meta", dtype=dtype) for shape in ((m, k), (n, k)))
+    if kind == "rmsnorm":
+        return harness.asked(norms.rmsnorm_op(), (x, weight.t(), 1e-5), device)
+    return harness.asked(ops.op(builtin.swiglu), (x, weight.t(), weight.t()), device)
 
 
-def of_rmsnorm(row: Row, device: Device) -> tuple[OpSignature, Problem]:
-    """Return what dispatch is asked for a row of bench_rmsnorm.py."""
-    return _of_call(row, device, norms.rmsnorm_op(), lambda _: 1e-5)
-
-
-def of_swiglu(row: Row, device: Device) -> tuple[OpSignature, Problem]:
-    """Return what dispatch is asked for a row of bench_swiglu.py."""
-    return _of_call(row, device, ops.op(builtin.swiglu), lambda weight: weight)
-
-
-def _of_call(
-    row: Row, device: Device, op: ops.Op, argument: Callable[[torch.Tensor], object]
-) -> tuple[OpSignature, Problem]:
-    m, n, k = row["m"], row["n"], row["k"]
-    x, weight = (torch.empty(shape, device="meta", dtype=DTYPES[row["dtype"]]) for shape in ((m, k), (n, k)))
-    call = check_call(op.graph, x, weight.t(), {op.graph.inputs[0].name: argument(weight.t())}, None, None)
-    return signature_of(call, device), (call.problem.m, call.problem.n, call.problem.k)
+def _case(row: Row) -> Case:
+    return Case(**{field.name: row[field.name] for field in fields(Case)})
 
 
 def chosen(result: str, rows: list[Row], device: Device) -> Iterator[tuple[Row, str]]:
     """Yield a result's rows, each with the kernel that dispatch chooses now."""
-    kind = result.split("_")[0]
-    ask = {"gemm": of_gemm, "rmsnorm": of_rmsnorm, "swiglu": of_swiglu}[kind]
     for part, members in _parts(rows) if "held_out" in result else [(Part([]), rows)]:
         with part.known():
             for row in members:
-                signature, problem = ask(row, device)
+                signature, problem = asked(result.split("_")[0], row, device)
                 yield row, dispatch.choose(signature, device, problem)[1].binary().slug
 
 
 def _parts(rows: list[Row]) -> Iterator[tuple[Part, list[Row]]]:
     """Yield what counted as tuned, and the rows measured with it."""
     # In the set's order, by which it was halved: rows measured later are at the end.
-    ordered = sorted(rows, key=lambda row: shapes.GRID.index((row["m"], row["n"], row["k"])))
-    of = {Case(**{field.name: row[field.name] for field in fields(Case)}): row for row in ordered}
+    of = {_case(r): r for r in sorted(rows, key=lambda r: shapes.GRID.index((r["m"], r["n"], r["k"])))}
     for part in halves(list(of)):
         yield part, [of[case] for case in part.cases]
 

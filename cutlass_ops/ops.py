@@ -116,28 +116,7 @@ class Op:
         return self._plan(check_call(self.graph, a, b, values, None, out_dtype))
 
     def warm_up(self, a: Tensor, b: Tensor, *inputs: Any, out_dtype: torch.dtype | None = None, **named: Any) -> int:
-        """Compile and load every kernel that calls with this weight may need, whatever the number of rows.
-
-        The first call compiles the kernel that it needs and leaves the others to background threads; after this,
-        nothing is left to compile.
-
-        Parameters
-        ----------
-        a, b, *inputs, out_dtype, **named
-            Arguments of a call. Extents of ``a`` other than K do not matter.
-
-        Returns
-        -------
-        int
-            How many kernels there are; 0 on the CPU.
-
-        Raises
-        ------
-        TypeError, ValueError, UnsupportedError
-            As the call itself would.
-        MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
-            If a kernel cannot be had.
-        """
+        """Compile and load every kernel that calls of this op with a weight may need: see :func:`warm_up`."""
         values = dict(zip(self.names, self.positional(inputs, named), strict=True))
         call = check_call(self.graph, a, b, values, None, out_dtype)
         if call.is_reference:

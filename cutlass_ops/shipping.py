@@ -25,7 +25,7 @@ from cutlass_ops.device import Device, Problem
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.errors import ConfigError, CutlassOpsError
 from cutlass_ops.manifest import Choice
-from cutlass_ops.ops import gemm, op_of
+from cutlass_ops.ops import called
 from cutlass_ops.policies import ROWS, Policy
 from cutlass_ops.signature import OpSignature
 from cutlass_ops.spec import HasGraph, KernelSpec, Major
@@ -451,11 +451,11 @@ def graph_named(name: str) -> HasGraph:
 
 
 def _epilogue(found: object, name: object) -> HasGraph:
-    if found is gemm:
-        return op_of(None)
-    if not isinstance(getattr(found, "graph", None), Graph):
-        raise ConfigError(f"{name} is a {type(found).__name__}: it must be decorated with @cutlass_ops.epilogue")
-    return cast(HasGraph, found)
+    try:
+        return called(found)
+    except TypeError as exc:
+        what = type(found).__name__
+        raise ConfigError(f"{name} is a {what}: it must be decorated with @cutlass_ops.epilogue") from exc
 
 
 def import_object(name: str, instead: str) -> object:

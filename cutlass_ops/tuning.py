@@ -177,12 +177,12 @@ def _plan(
         # What was the best is what the others have to beat, and what their times can be compared by; what serves now
         # races too, so that tuning makes no call slower. Kinds of kernels have models of their own, which err apart.
         best = [c for c in problems[problem][:1] if c in times]
-        serving = [now[problem]] if problem in now and now[problem] in kept & times.keys() else []
-        near = list(dict.fromkeys([*best, *serving, *ranked]))
-        near = near[: max(min(max(close, _AT_LEAST), effort.candidates), len(best) + len(serving))]
+        first = [*best, *(c for c in ranked if c == now.get(problem))]
+        room = max(min(max(close, _AT_LEAST), effort.candidates), len(first))
+        near = list(dict.fromkeys([*first, *ranked]))[:room]
         kinds = [c for kind in {type(c): None for c in ranked} for c in _first(ranked, kind)]
-        near = list(dict.fromkeys([*near, *(c for c in kinds if times[c] <= _FAR * times[ranked[0]])]))
-        near = sorted(near, key=lambda c: (c not in best, times[c]))
+        near += [c for c in kinds if c not in near and times[c] <= _FAR * times[ranked[0]]]
+        near.sort(key=lambda c: (c not in best, times[c]))
         tasks.append(Task(signature, problem, tuple(o for c in near for o in entrants(c, problem, device))))
     return tasks
 

@@ -412,6 +412,14 @@ def test_an_a100_copies_nothing():
 # ---- Any shape ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("problem", [(3417, 1024, 8448), *SHAPES.LAST[::4]])
+def test_between_the_rows_for_which_a_weight_keeps_kernels_one_of_them_is_as_good(problem):
+    """A tile may be one wave for a hundred numbers of rows and two beyond: 256x104 at 3417 rows of 1024 columns."""
+    policy = policies.policy(signature(), H100)
+    serves, best = policy.choose(problem), policy.ranked(problem, count=1)[0]
+    assert serves.microseconds <= 1.02 * best.microseconds
+
+
 @pytest.mark.parametrize(("n", "k"), [(4096, 4096), (28672, 8192), (4096, 14336), (136, 72), (50257, 768)])
 def test_every_number_of_rows_is_served_by_the_kernels_of_its_weight(n, k):
     of = signature(d=8 if n % 8 == 0 else 1)

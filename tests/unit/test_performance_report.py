@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +90,39 @@ def test_no_cause_is_stale(committed):
     assert [e for e in entries["cause"] if not any(report.matches(e, name, row) for name, row in lost)] == []
     texts = [report.about(entries["about"], r) for r in committed]
     assert [e for e in entries["about"] if e["text"].strip() not in texts] == []
+
+
+def test_the_readme_says_what_was_measured(committed):
+    """Means over the grid with the worst shape, and elsewhere how many lose."""
+    measured = {r.name.removesuffix("_h100"): r for r in committed if r.name.endswith("_h100")}
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    text = readme[readme.index("Measured on ") : readme.index("These numbers are of what ships")]
+
+    def found(name, layout=None):
+        rows = [row for row in measured[name].rows if layout in (None, row["layout"])]
+        worst = report.summary(rows)["worst"]
+        count = len(report.losses(rows))
+        mean = f"{report.summary(rows)['geomean']:.2f}"
+        lose = "one loses" if count == 1 else f"{count} lose"
+        return mean, f"{worst['ratio_to_best_peer']:.2f}", lose, report.shape(worst)
+
+    def both(name):
+        return " and ".join(found(name)[:2])
+
+    assert {result.head["date"] for result in measured.values()} == {text.split()[2]}
+    for said in (
+        f"bias + ReLU {both('gemm_bf16')} in BF16, {both('gemm_f16')} in FP16",
+        f"bias + GELU + residual {both('gemm_gelu')}, bias + SiLU {both('gemm_silu')}",
+        f"in FP16, bias + SiLU {both('gemm_silu_f16')}, bias + GELU + residual {both('gemm_gelu_f16')}",
+        f"plain GEMM {both('gemm_plain')} in BF16, {both('gemm_plain_f16')} in FP16",
+        f"with the other three majors {both('gemm_majors')}",
+    ):
+        assert said in text
+    cases = [("gemm_unseen_majors", layout) for layout in ("row-row", "col-row", "col-col")]
+    sets = ("unseen", "unseen_f16", "unseen_plain", "unseen_silu", "last", "last_plain")
+    for case in (*cases, *((f"gemm_{name}",) for name in sets)):
+        mean, worst, lose, shape = found(*case)
+        assert re.search(rf"{mean},? {lose}, (at worst )?{worst}( \(({shape}|the same shape)\)|[;. ])", text), case
 
 
 # ---- made-up rows

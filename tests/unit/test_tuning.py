@@ -94,6 +94,15 @@ def test_what_serves_untuned_races_so_that_tuning_makes_no_call_slower():
         assert serving[task.problem] in {c.binary() for c in task.configs}
 
 
+def test_what_serves_races_however_slow_it_is_expected_to_be(monkeypatch):
+    usual = {c.binary() for t in tasks() for c in t.configs}
+    slow = next(c for c in reversed(policies.policy(signature(), H100).kernels) if c not in usual)
+    monkeypatch.setattr(dispatch, "choose", lambda *_: (None, slow))
+    for task in tasks():
+        assert slow in {c.binary() for c in task.configs}
+        assert task.configs[0].binary() != slow
+
+
 def test_of_many_kernels_that_serve_those_that_serve_most_race():
     """Among so few kernels that model and what serves now share them."""
     serving = Counter(dispatch.choose(signature(), H100, p)[1].binary() for p in PROBLEMS)
