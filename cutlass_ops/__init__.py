@@ -76,6 +76,18 @@ from cutlass_ops.errors import (
     ToolchainError,
     UnsupportedError,
 )
+from cutlass_ops.gated import gemm_swiglu
+from cutlass_ops.norms import (
+    PreparedLayerNormWeight,
+    PreparedWeight,
+    ResidualRms,
+    RowStatistic,
+    gemm_residual_rms,
+    layernorm_gemm,
+    prepare,
+    prepare_layernorm,
+    rmsnorm_gemm,
+)
 from cutlass_ops.ops import (
     Kernel,
     build,
@@ -94,38 +106,14 @@ from cutlass_ops.spec import KernelSpec, Operand
 
 if TYPE_CHECKING:
     from cutlass_ops.explaining import Explanation, explain
-    from cutlass_ops.gated import gemm_swiglu
     from cutlass_ops.legality import Violation, check
-    from cutlass_ops.norms import (
-        PreparedLayerNormWeight,
-        PreparedWeight,
-        ResidualRms,
-        RowStatistic,
-        gemm_residual_rms,
-        layernorm_gemm,
-        prepare,
-        prepare_layernorm,
-        rmsnorm_gemm,
-    )
     from cutlass_ops.render import render as source
     from cutlass_ops.tuning import Effort, tune
 
 # Modules that a GEMM with an epilogue does not need, and what of them is public: imported when it is first asked for.
 _MODULES = {
     "explaining": ("Explanation", "explain"),
-    "gated": ("gemm_swiglu",),
     "legality": ("Violation", "check"),
-    "norms": (
-        "PreparedLayerNormWeight",
-        "PreparedWeight",
-        "ResidualRms",
-        "RowStatistic",
-        "gemm_residual_rms",
-        "layernorm_gemm",
-        "prepare",
-        "prepare_layernorm",
-        "rmsnorm_gemm",
-    ),
     "tuning": ("Effort", "tune"),
 }
 _LATER = {name: (module, name) for module, names in _MODULES.items() for name in names} | {

@@ -5,7 +5,7 @@ This is the slow path, taken once for a combination of shapes; a warm call goes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -51,6 +51,12 @@ class Call(NamedTuple):
         problem = self.problem
         return problem.a.device.type == "cpu" or 0 in (problem.m, problem.n, problem.k)
 
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every tensor of the call, and what messages call it."""
+        yield from (("a", self.problem.a), ("b", self.problem.b))
+        yield from ((name, value) for name, value in self.problem.inputs.items() if isinstance(value, Tensor))
+        yield from zip(map(operands.output_name, self.graph.outputs), self.outputs, strict=True)
+
     def results(self) -> list[Tensor]:
         """Return the outputs as the caller sees them."""
         return [
@@ -59,7 +65,8 @@ class Call(NamedTuple):
         ]
 
     def run_reference(self) -> None:
-        """Compute the outputs in PyTorch."""
+        """Compute the outputs in PyTorch, of operands that a kernel could address as well."""
+        _check_layouts(self)
         values = reference.gemm_reference(
             self.problem.a,
             self.problem.b,
@@ -211,6 +218,20 @@ def device_of(device: torch.device) -> Device:
     return Device((properties.major, properties.minor), properties.multi_processor_count, properties.name)
 
 
+def _check_layouts(call: Call) -> None:
+    """Refuse what a kernel could not address, so that what runs on the CPU runs on a GPU."""
+    tiles = {i.name for i in call.graph.inputs if i.kind is Kind.TILE}
+    tiles |= {operands.output_name(o) for o in call.graph.outputs if o.kind is Kind.TILE}
+    for name, tensor in call.tensors():
+        if name == "a" or name in tiles:
+            operands.matrix(name, tensor, operands.element_type(name, tensor))
+    operands.weights(call.problem.b, _products(call), operands.element_type("b", call.problem.b))
+
+
+def _products(call: Call) -> dict[str, Tensor]:
+    return {n: t for n in call.graph.products if isinstance(t := call.problem.inputs[n], Tensor)}
+
+
 def signature_of(call: Call, device: Device) -> OpSignature:
     """Return the operand types that a kernel must have to serve a call.
 
@@ -220,10 +241,11 @@ def signature_of(call: Call, device: Device) -> OpSignature:
         If a matrix has no major that a kernel can address, or B and a product's matrix have none in common.
     """
     graph, problem = call.graph, call.problem
+    for name, tensor in call.tensors():
+        operands.require_memory(name, tensor)
     dtype = operands.element_type("a", problem.a)
     a = operands.matrix("a", problem.a, dtype)
-    products = {n: t for n in graph.products if isinstance(t := problem.inputs[n], Tensor)}
-    b, *_ = operands.weights(problem.b, products, dtype)
+    b, *_ = operands.weights(problem.b, _products(call), dtype)
     by_tma = device.loads_by_tma(a.operand, b.operand)
 
     def tile(name: str, tensor: Tensor, *, is_output: bool) -> Operand:

@@ -1,7 +1,7 @@
 """A norm's vectors folded into the weight that follows it: diag(gamma) @ w, and what else has to be known of it.
 
-In functions that torch.compile compiles these are operators, so that the graph does not end here: what they refuse,
-they refuse when it runs.
+Where PyTorch traces or watches, these are operators, so that a graph does not end here. What they refuse, they refuse
+when it runs.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from cutlass_ops import arch, operands
-from cutlass_ops.traced import declare
+from cutlass_ops import arch, operands, traced
 
 # Columns of a weight that are looked at in FP64 at a time: a copy of a whole one would be large.
 _COLUMNS = 256
@@ -36,8 +35,12 @@ def fold(w: Tensor, gamma: Tensor, name: str = "w") -> Tensor:
     TypeError, ValueError
         If they do not fit.
     """
-    if torch.compiler.is_dynamo_compiling():
+    if traced.goes_by_operator(w=w, gamma=gamma):
         return cast("Tensor", torch.ops.cutlass_ops.fold(w, gamma, name))
+    return _fold(w, gamma, name)
+
+
+def _fold(w: Tensor, gamma: Tensor, name: str) -> Tensor:
     _check(name, w, "gamma", gamma)
     operands.matrix(name, w, operands.element_type(name, w))
     return torch.mul(w, gamma[:, None], out=_empty_like(w))
@@ -81,8 +84,12 @@ def column_sums(matrix: Tensor) -> Tensor:
     TypeError, ValueError
         If it is no matrix.
     """
-    if torch.compiler.is_dynamo_compiling():
+    if traced.goes_by_operator(w=matrix):
         return cast("Tensor", torch.ops.cutlass_ops.column_sums(matrix))
+    return _column_sums(matrix)
+
+
+def _column_sums(matrix: Tensor) -> Tensor:
     operands.require_tensor("w", matrix)
     if matrix.ndim != 2:
         raise ValueError(f"w has shape {tuple(matrix.shape)}: it must be (K, N)")
@@ -97,8 +104,12 @@ def row_times(name: str, row: Tensor, w: Tensor) -> Tensor:
     TypeError, ValueError
         If they do not fit.
     """
-    if torch.compiler.is_dynamo_compiling():
+    if traced.goes_by_operator(row=row, w=w):
         return cast("Tensor", torch.ops.cutlass_ops.row_times(name, row, w))
+    return _row_times(name, row, w)
+
+
+def _row_times(name: str, row: Tensor, w: Tensor) -> Tensor:
     _check("w", w, name, row)
     exact = row.double()
     return _by_columns(w, lambda columns: exact @ w[:, columns].double()).float()
@@ -141,6 +152,6 @@ def _a_value_a_column(w: Tensor) -> Tensor:
     return w.new_empty(w.shape[1], dtype=torch.float32)
 
 
-declare("fold(Tensor w, Tensor gamma, str name) -> Tensor", fold, lambda w, *_: _empty_like(w))
-declare("column_sums(Tensor matrix) -> Tensor", column_sums, _a_value_a_column)
-declare("row_times(str name, Tensor row, Tensor w) -> Tensor", row_times, lambda _, __, w: _a_value_a_column(w))
+traced.declare("fold(Tensor w, Tensor gamma, str name) -> Tensor", _fold, lambda w, *_: _empty_like(w))
+traced.declare("column_sums(Tensor matrix) -> Tensor", _column_sums, _a_value_a_column)
+traced.declare("row_times(str name, Tensor row, Tensor w) -> Tensor", _row_times, lambda _, __, w: _a_value_a_column(w))

@@ -89,4 +89,10 @@ def swiglu_op(norm: Epilogue | None) -> Op:
         *values, up = inputs
         return cast("Tensor", up_op(a, up, *values, gate_op(a, b, *values), out=out, out_dtype=out_dtype))
 
-    return graph_op("gemm_swiglu", behind(builtin.swiglu), builtin.swiglu.doc, two_gemms)
+    made_by = "gemm_swiglu", None if norm is None else norm.graph.to_json()
+    return graph_op("gemm_swiglu", behind(builtin.swiglu), builtin.swiglu.doc, two_gemms, made_by)
+
+
+@traced.maker("gemm_swiglu")
+def _swiglu_again(name: str, plain: Any) -> Op:
+    return swiglu_op(None if plain is None else Epilogue.of(name, "", Graph.from_json(plain)))

@@ -72,6 +72,16 @@ class LoadedKernel:
     workspace_size: Callable[[int, int, int, int, int], int]
     _describe: Callable[[], str]
 
+    # A copy would share the library's memory and free it once more.
+    def __copy__(self) -> LoadedKernel:
+        return self
+
+    def __deepcopy__(self, memo: object) -> LoadedKernel:
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise TypeError("a loaded kernel belongs to its process: pickle its specification, or what build() returned")
+
     def describe(self) -> dict[str, int]:
         """Return what the kernel reports of itself: ``stages``, ``threads`` and ``shared_memory`` (dynamic, bytes)."""
         return dict(json.loads(self._describe()))

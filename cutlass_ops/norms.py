@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree
 
 from cutlass_ops import builtin, folding, operands, traced
 from cutlass_ops.epilogue import Epilogue, Graph
@@ -223,8 +224,10 @@ def gemm_residual_rms(
         If the kernel cannot be had.
     """
     operands.require_tensor("a", a)
-    if out is not None and out.dtype != a.dtype:
-        raise TypeError(f"out is {out.dtype} and a is {a.dtype}: y has a's dtype, which its statistic is of")
+    if out is not None:
+        operands.require_tensor("out", out)
+        if out.dtype != a.dtype:
+            raise TypeError(f"out is {out.dtype} and a is {a.dtype}: y has a's dtype, which its statistic is of")
     y, sums = residual_rms_op(a.dtype, epilogue)(a, b, residual=residual, out=out, **inputs)
     return ResidualRms(y, RowStatistic(sums, y.shape[-1], eps))
 
@@ -355,7 +358,7 @@ def layernorm_gemm(
         prepared = _fold_layernorm(w, gamma, beta)
     norm, values = _layer_values(eps, mean, rstd)
     shift = () if prepared.shift is None else (prepared.shift,)
-    op = _composed("layernorm_gemm", norm, epilogue, bool(shift))
+    op = _composed("layernorm_gemm", norm, epilogue, prepared.shift is not None)
     arguments = (prepared.column_sum, *values, *shift)
     return op(x, prepared.matrix, *arguments, out=out, out_dtype=out_dtype, **inputs)
 
@@ -378,6 +381,28 @@ def layernorm_op(
         raise ValueError(f'given is {given!r}: use "moments" or None')
     norm = builtin.layer_norm if given is None else builtin.layer_norm_of_moments
     return _composed("layernorm_gemm", norm, epilogue, shifted)
+
+
+# PyTorch takes these apart where programs take or return them, and keeps them in saved ones.
+_pytree.register_pytree_node(
+    RowStatistic,
+    lambda x: ([x.sum_square], [x.count, x.eps]),
+    lambda tensors, numbers: RowStatistic(*tensors, *numbers),
+    serialized_type_name="cutlass_ops.RowStatistic",
+)
+_pytree.register_pytree_node(
+    PreparedWeight,
+    lambda x: ([x.matrix], None),
+    lambda tensors, _: PreparedWeight(*tensors),
+    serialized_type_name="cutlass_ops.PreparedWeight",
+)
+_pytree.register_pytree_node(
+    PreparedLayerNormWeight,
+    lambda x: ([x.matrix, x.column_sum, x.shift], None),
+    lambda tensors, _: PreparedLayerNormWeight(*tensors),
+    serialized_type_name="cutlass_ops.PreparedLayerNormWeight",
+)
+_pytree._register_namedtuple(ResidualRms, serialized_type_name="cutlass_ops.ResidualRms")
 
 
 # ---- Ops ---------------------------------------------------------------------------------------------------------

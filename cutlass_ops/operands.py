@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from cutlass_ops import arch
+from cutlass_ops import arch, traced
 from cutlass_ops.dtypes import ALL, DType
 from cutlass_ops.epilogue.graph import Graph, Input, Kind, Output
 from cutlass_ops.spec import Major, Operand
@@ -173,6 +174,7 @@ def check_problem(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any]) -> Pr
             + (". b looks like a weight of shape (N, K): pass b.t()" if transposed else "")
         )
     _require_same_device("b", b, a)
+    a, b = _as_stored(a), _as_stored(b)
     batch, (k, n) = tuple(a.shape[:-1]), b.shape
     if graph.swaps_pairs and n % 2:
         raise ValueError(f"b has {n} columns, and the epilogue swaps pairs of them: N must be even, so pad b by one")
@@ -191,11 +193,48 @@ def _check_inputs(graph: Graph, inputs: Mapping[str, Any], a: Tensor, n: int) ->
     return {name: _check_input(i, inputs[name], a, n) for name, i in declared.items()}
 
 
-def _check_input(declared: Input, value: Any, a: Tensor, n: int) -> Tensor | float:
-    if declared.kind is Kind.SCALAR and not isinstance(value, Tensor):
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"{declared.name} must be a number or a 0-d tensor, not {type(value).__name__}")
+def scalar(name: str, value: Any) -> Any:
+    """Return a scalar as kernels take it: a float, or an FP32, FP16 or BF16 tensor without dimensions on a GPU.
+
+    One rule for eager, warm and compiled calls: a real number of Python's or NumPy's, or a tensor of one element of any
+    real type. What only PyTorch's dispatcher can read is returned as it is.
+
+    Raises
+    ------
+    TypeError
+        If it is no real number, or a tensor of truth values or complex numbers.
+    ValueError
+        If it is a number beyond a double's range, or a tensor of several elements.
+    """
+    if isinstance(value, (torch.SymInt, torch.SymFloat)):
+        return value
+    if not isinstance(value, Tensor):
+        return traced.number(name, value)
+    if traced.is_watched() or traced.is_special(value):
+        return value
+    return _scalar_tensor(name, value)
+
+
+def _scalar_tensor(name: str, value: Tensor) -> Tensor | float:
+    require_tensor(name, value)
+    if value.dtype == torch.bool or value.is_complex():
+        raise TypeError(f"{name} is {value.dtype}: a Scalar is a real number")
+    if value.numel() != 1:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}: a Scalar has one element")
+    # A number on the host needs no launch-time copy.
+    if value.device.type == "cpu":
         return float(value)
+    one = value.reshape(())
+    return one if one.dtype in _DTYPES else one.float()
+
+
+def _check_input(declared: Input, value: Any, a: Tensor, n: int) -> Tensor | float:
+    if declared.kind is Kind.SCALAR:
+        found = _scalar_tensor(declared.name, value) if isinstance(value, Tensor) else value
+        if isinstance(found, Tensor):
+            _require_same_device(declared.name, found, a)
+            return found
+        return traced.number(declared.name, found)
     require_tensor(declared.name, value)
     if declared.kind is Kind.PRODUCT:
         return _check_product(declared.name, value, a, n)
@@ -212,28 +251,27 @@ def _check_product(name: str, value: Tensor, a: Tensor, n: int) -> Tensor:
             + (f". It looks like a weight of shape (N, K): pass {name}.t()" if tuple(value.shape) == (n, k) else "")
         )
     _require_same_device(name, value, a)
-    return value
+    return _as_stored(value)
 
 
-def _check_input_tensor(declared: Input, value: Tensor, a: Tensor, n: int) -> Tensor | float:
+def _as_stored(tensor: Tensor) -> Tensor:
+    """Return a tensor whose values are those in memory: a lazy negation is carried out, as PyTorch's operations do."""
+    return tensor.resolve_neg()
+
+
+def _check_input_tensor(declared: Input, value: Tensor, a: Tensor, n: int) -> Tensor:
     name, batch = declared.name, tuple(a.shape[:-1])
     element_type(name, value)
     m = math.prod(batch)
-    shapes = {Kind.ROW: (n,), Kind.COL: batch, Kind.TILE: (*batch, n), Kind.SCALAR: ()}
-    flat = {Kind.ROW: (n,), Kind.COL: (m,), Kind.TILE: (m, n), Kind.SCALAR: ()}[declared.kind]
+    shapes = {Kind.ROW: (n,), Kind.COL: batch, Kind.TILE: (*batch, n)}
+    flat = {Kind.ROW: (n,), Kind.COL: (m,), Kind.TILE: (m, n)}[declared.kind]
     if tuple(value.shape) not in (shapes[declared.kind], flat):
         raise ValueError(
             f"{name} has shape {tuple(value.shape)}: as a {declared.kind.name.capitalize()} it must have shape "
             f"{shapes[declared.kind]} for a result of shape {(*batch, n)}"
         )
-    if declared.kind is Kind.SCALAR:
-        # A number on the host needs no launch-time copy.
-        if value.device.type == "cpu":
-            return float(value)
-        _require_same_device(name, value, a)
-        return value
     _require_same_device(name, value, a)
-    folded = fold(name, value, flat)
+    folded = fold(name, _as_stored(value), flat)
     if folded.ndim == 1 and folded.shape[0] > 1 and folded.stride(0) != 1:
         raise ValueError(f"{name} has stride {folded.stride(0)}: call {name}.contiguous() first")
     return folded
@@ -258,6 +296,11 @@ def fold(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
         ) from None
 
 
+def output_name(output: Output) -> str:
+    """Return what messages call an output that the caller gave."""
+    return "out" if output.name == "d" else f"out[{output.name!r}]"
+
+
 def check_out(problem: Problem, output: Output, out: Any, dtype: torch.dtype | None = None) -> Tensor:
     """Check a tensor that the caller gave for an output, and return its flat view.
 
@@ -266,11 +309,13 @@ def check_out(problem: Problem, output: Output, out: Any, dtype: torch.dtype | N
     TypeError, ValueError
         If it is no tensor, or has the wrong dtype, shape or device.
     """
-    name = "out" if output.name == "d" else f"out[{output.name!r}]"
+    name = output_name(output)
     require_tensor(name, out)
     element_type(name, out)
     if dtype is not None and out.dtype != dtype:
         raise TypeError(f"{name} is {out.dtype}, and out_dtype asks for {dtype}")
+    if out.is_neg():
+        raise ValueError(f"{name} is a lazy negation of its memory: pass a tensor of its own")
     wanted, flat = problem.output_shape(output), problem.flat_shape(output)
     if tuple(out.shape) not in (wanted, flat):
         raise ValueError(f"{name} has shape {tuple(out.shape)}: it must have shape {wanted}")
@@ -288,7 +333,7 @@ def check_overlap(graph: Graph, problem: Problem, outputs: Sequence[Tensor]) -> 
     ValueError
         If two tensors overlap; the message names them.
     """
-    names = ["out" if o.name == "d" else f"out[{o.name!r}]" for o in graph.outputs]
+    names = list(map(output_name, graph.outputs))
     tiles = {i.name for i in graph.inputs if i.kind is Kind.TILE}
     inputs = {"a": problem.a, "b": problem.b} | {k: v for k, v in problem.inputs.items() if isinstance(v, Tensor)}
     for position, (name, out) in enumerate(zip(names, outputs, strict=True)):
@@ -330,7 +375,7 @@ def _bytes(tensor: Tensor) -> tuple[int, int]:
 
 
 def require_tensor(name: str, value: Any) -> None:
-    """Refuse what is no dense tensor, or one that requires grad.
+    """Refuse what is no dense tensor, or one that is differentiated.
 
     Raises
     ------
@@ -339,12 +384,42 @@ def require_tensor(name: str, value: Any) -> None:
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
+    if value.is_nested:
+        raise TypeError(f"{name} is a nested tensor: pass {name}.values() or {name}.to_padded_tensor(0)")
     if value.layout != torch.strided:
         raise TypeError(f"{name} has layout {value.layout}: call {name}.to_dense() first")
     if value.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             f"{name} requires grad, and there is no backward yet: call under torch.no_grad(), or pass {name}.detach()"
         )
+    if _has_tangent(value):
+        raise ValueError(
+            f"{name} has a tangent of forward-mode differentiation, and there is no rule for it yet: pass "
+            f"torch.autograd.forward_ad.unpack_dual({name}).primal"
+        )
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    # Outside of a level no tensor has one.
+    if forward_ad._current_level < 0:
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def require_memory(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor whose elements lie nowhere that a kernel could read them.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is a stand-in for other tensors, or its storage was taken away.
+    """
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise TypeError(
+            f"{name} is a {type(tensor).__name__}, which has no memory of its own: pass the plain tensor behind it"
+        )
+    if tensor.device.type != "meta" and tensor.numel() > 0 and tensor.data_ptr() == 0:
+        raise ValueError(f"{name} has no memory: its storage was freed or resized to 0")
 
 
 def _require_same_device(name: str, tensor: Tensor, a: Tensor) -> None:

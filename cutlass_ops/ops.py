@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from cutlass_ops import _env, builtin, dispatch, traced
+from cutlass_ops import _env, builtin, dispatch, operands, traced
 from cutlass_ops.background import BACKGROUND
 from cutlass_ops.call import Call, check_call, device_of, signature_of
 from cutlass_ops.device import Device
@@ -22,6 +23,7 @@ from cutlass_ops.epilogue import Epilogue
 from cutlass_ops.epilogue.graph import Graph, Kind
 from cutlass_ops.errors import NoDeviceError, UnsupportedError
 from cutlass_ops.loader import LoadedKernel
+from cutlass_ops.outputs import Outputs
 from cutlass_ops.plan import AnyPlan, PeerPlan, Plan, can_fall_back, make_ops_plan, make_peer_plan, make_plan
 from cutlass_ops.registry import REGISTRY, OpSignature
 from cutlass_ops.spec import KernelSpec
@@ -32,7 +34,7 @@ _MAX_PLANS = 1 << 16
 _PLANS_A_SHAPE = 8
 
 
-class Op:
+class Op(traced.Portable):
     """One fused GEMM: D = epilogue(A @ B, inputs).
 
     Parameters
@@ -43,19 +45,29 @@ class Op:
         What happens to the FP32 accumulator.
     instead : callable, optional
         What computes a call's D from its arguments, with `out` and `out_dtype`, where no kernel serves them.
+    made_by : pair of str and plain value, optional
+        The :func:`cutlass_ops.traced.maker` that makes such an op in another process, and what it needs; by default
+        the one of ops that are an epilogue and nothing else.
     """
 
-    def __init__(self, name: str, epilogue: Epilogue, instead: Callable[..., Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        epilogue: Epilogue,
+        instead: Callable[..., Tensor] | None = None,
+        made_by: tuple[str, Any] | None = None,
+    ) -> None:
         self.name = self.__name__ = name
         self.epilogue = epilogue
         self.graph: Graph = epilogue.graph
         self.products = self.graph.products
         self.__doc__ = _docstring(epilogue)
         self.names = tuple(i.name for i in self.graph.inputs)
-        self._scalars = tuple(at for at, i in enumerate(self.graph.inputs) if i.kind is Kind.SCALAR)
-        self.result = traced.result_type(self.graph)
+        self.outputs = tuple(o.name for o in self.graph.outputs)
+        self._scalars = tuple(i.name if i.kind is Kind.SCALAR else None for i in self.graph.inputs)
+        self._has_scalars = any(self._scalars)
         self._instead = instead
-        self.about = traced.register(name, self.graph, self)
+        self.about = traced.register(name, self.graph, self, *(made_by or ("epilogue", self.graph.to_json())))
         self._plans: dict[tuple[Any, ...], tuple[AnyPlan, ...]] = {}
         self.__signature__ = _signature(self.names)
 
@@ -76,16 +88,51 @@ class Op:
             return traced.Traced(self.about)(a, b, *inputs, out=out, out_dtype=out_dtype, **named)
         if named or len(inputs) != len(self.names):
             inputs = self.positional(inputs, named)
-        if self._scalars:
-            inputs = tuple(_on_host(x) if at in self._scalars else x for at, x in enumerate(inputs))
-        if isinstance(a, Tensor) and isinstance(b, Tensor) and (out is None or _is_plain(out, out_dtype)):
+        if self._has_scalars:
+            inputs = tuple(
+                x if name is None or type(x) is float else operands.scalar(name, x)
+                for name, x in zip(self._scalars, inputs, strict=True)
+            )
+        if not traced.is_watched():
+            results = self._run_warm(a, b, inputs, out, out_dtype)
+            if results is not None:
+                return results
+        if traced.is_elsewhere(a, b, inputs, out):
+            return traced.detour(self, a, b, inputs, out, out_dtype)
+        return self._run_cold(a, b, inputs, out, out_dtype)
+
+    def run_plain(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], out: Any, out_dtype: torch.dtype | None) -> Any:
+        """Run the op on tensors with memory of their own, whatever watches this thread's operators."""
+        if self._has_scalars:
+            inputs = tuple(
+                x if name is None else operands.scalar(name, x) for name, x in zip(self._scalars, inputs, strict=True)
+            )
+        results = self._run_warm(a, b, inputs, out, out_dtype)
+        return self._run_cold(a, b, inputs, out, out_dtype) if results is None else results
+
+    def _run_warm(self, a: Any, b: Any, inputs: tuple[Any, ...], out: Any, out_dtype: torch.dtype | None) -> Any:
+        """Run the op as it ran before at these shapes; None where it did not, or where arguments must be looked at."""
+        # Not is_plain() and the like: a function call for each argument would cost as much as the rest.
+        grad = torch.is_grad_enabled()
+        for x in (a, b, *inputs):
+            kind = type(x)
+            if kind is Tensor or kind is Parameter:
+                if x.is_neg() or (grad and x.requires_grad):
+                    return None
+            elif kind is not float:
+                return None
+        if out is not None and (type(out) is not Tensor or (out_dtype is not None and out.dtype != out_dtype)):
+            return None
+        try:
             plans = self._plans.get(_key(a, b, out, out_dtype))
-            if plans is not None and not _needs_grad(a, b, inputs):
-                for plan in plans:
-                    results = plan.run(a, b, inputs, out)
-                    if results is not None:
-                        return results[0] if self.result is None else self.result(*results)
-        return self._call_cold(a, b, inputs, out, out_dtype)
+        except (AttributeError, RuntimeError):  # no tensor, or a nested one, which has no shape
+            return None
+        if plans is not None:
+            for plan in plans:
+                results = plan.run(a, b, inputs, out)
+                if results is not None:
+                    return results[0] if len(self.outputs) == 1 else Outputs(self.outputs, results)
+        return None
 
     def positional(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
         """Bring inputs given by name into the epilogue's order.
@@ -106,7 +153,7 @@ class Op:
     def wrap(self, call: Call) -> Any:
         """Return a call's results as the caller expects them: D, or a named tuple with D first."""
         results = call.results()
-        return results[0] if self.result is None else self.result(*results)
+        return results[0] if len(results) == 1 else Outputs(self.outputs, results)
 
     def plan(
         self, a: Tensor, b: Tensor, *inputs: Any, out_dtype: torch.dtype | None = None, **named: Any
@@ -125,7 +172,7 @@ class Op:
         specs = dispatch.specs_for(signature, device, call.problem.n, call.problem.k)
         return len(REGISTRY.kernels(specs))
 
-    def _call_cold(self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None) -> Any:
+    def _run_cold(self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None) -> Any:
         call = check_call(self.graph, a, b, dict(zip(self.names, inputs, strict=True)), out, out_dtype)
         if call.is_reference:
             call.run_reference()
@@ -179,26 +226,7 @@ def _key(a: Tensor, b: Tensor, out: Tensor | None, out_dtype: torch.dtype | None
     return a.shape, b.shape, a.dtype, out_dtype if out is None else out.dtype, a.get_device()
 
 
-def _is_plain(out: Any, out_dtype: torch.dtype | None) -> bool:
-    return isinstance(out, Tensor) and (out_dtype is None or out.dtype == out_dtype)
-
-
-def _on_host(value: Any) -> Any:
-    """Return a scalar that lies on the CPU as a number; anything else, and what has to be refused, as it is."""
-    if isinstance(value, Tensor) and value.ndim == 0 and value.device.type == "cpu":
-        return value if value.requires_grad or not value.is_floating_point() else float(value)
-    return value
-
-
-def _needs_grad(a: Tensor, b: Tensor, inputs: tuple[Any, ...]) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    if a.requires_grad or b.requires_grad:
-        return True
-    return any(getattr(x, "requires_grad", False) for x in inputs)
-
-
-class Kernel:
+class Kernel(traced.Portable):
     """One exact kernel, as its specification declares it: no choice, no conversion.
 
     Attributes
@@ -213,8 +241,8 @@ class Kernel:
         self.spec = spec
         self.loaded = loaded
         self._op = graph_op(spec.slug, spec.epilogue)
-        # Under another name than the op that binds its arguments, which would choose a kernel.
-        self.about = traced.register(f"kernel_{spec.slug}", spec.epilogue, self)
+        self.outputs = self._op.outputs
+        self.about = traced.register(f"kernel_{spec.slug}", spec.epilogue, self, "kernel", spec.to_json())
 
     def __repr__(self) -> str:
         return f"<kernel {self.spec.slug}>"
@@ -245,8 +273,15 @@ class Kernel:
         """
         if torch.compiler.is_dynamo_compiling():
             return traced.Traced(self.about)(a, b, *inputs, out=out, **named)
-        values = dict(zip((i.name for i in self.spec.epilogue.inputs), self._op.positional(inputs, named), strict=True))
-        call = check_call(self.spec.epilogue, a, b, values, out, None, self.spec)
+        bound = self._op.positional(inputs, named)
+        if traced.is_watched() or traced.is_elsewhere(a, b, bound, out):
+            return traced.detour(self, a, b, bound, out, None)
+        return self.run_plain(a, b, bound, out, None)
+
+    def run_plain(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], out: Any, out_dtype: torch.dtype | None) -> Any:
+        """Run the kernel on tensors with memory of their own, whatever watches this thread's operators."""
+        values = dict(zip(self._op.names, inputs, strict=True))
+        call = check_call(self.spec.epilogue, a, b, values, out, out_dtype, self.spec)
         if call.problem.a.device.type != "cuda":
             raise NoDeviceError(f"{self!r} runs on a CUDA device, and a is on {call.problem.a.device}")
         if call.is_reference:
@@ -289,13 +324,25 @@ def build(spec: KernelSpec) -> Kernel:
 # ---- Construction ------------------------------------------------------------------------------------------------
 
 
-def graph_op(name: str, graph: Graph, doc: str = "", instead: Callable[..., Tensor] | None = None) -> Op:
-    """Return the op of a graph that was not traced from one function; `instead` is as for :class:`Op`."""
-    return Op(name, Epilogue(name, doc, graph, _no_function), instead)
+def graph_op(
+    name: str,
+    graph: Graph,
+    doc: str = "",
+    instead: Callable[..., Tensor] | None = None,
+    made_by: tuple[str, Any] | None = None,
+) -> Op:
+    """Return the op of a graph that was not traced from one function; the rest is as for :class:`Op`."""
+    return Op(name, Epilogue.of(name, doc, graph), instead, made_by)
 
 
-def _no_function(*_: Any) -> None:
-    raise TypeError("this epilogue is a graph, and no function that another one could call")
+@traced.maker("epilogue")
+def _op_again(name: str, plain: Any) -> Op:
+    return graph_op(name, Graph.from_json(plain))
+
+
+@traced.maker("kernel")
+def _kernel_again(name: str, plain: Any) -> Kernel:
+    return build(KernelSpec.from_json(plain))
 
 
 def _signature(names: Sequence[str]) -> inspect.Signature:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from cutlass_ops import arch
+from cutlass_ops import arch, operands
 from cutlass_ops.call import Call
 from cutlass_ops.config import Config, Sm90Config
 from cutlass_ops.errors import LoadError
@@ -121,7 +121,7 @@ class PeerPlan:
             return None
         if out is not None and (out.shape != self.shape or out.device != a.device):
             return None
-        d = self.peer(a, b, inputs)
+        d = self._compute(a, b, inputs)
         return (d,) if out is None else (out.copy_(d),)
 
     def same_as(self, other: AnyPlan) -> bool:
@@ -130,7 +130,13 @@ class PeerPlan:
 
     def launch_call(self, call: Call) -> None:
         """Compute a checked call."""
-        call.outputs[0].copy_(self.peer(call.problem.a, call.problem.b, list(call.problem.inputs.values())))
+        inputs = list(call.problem.inputs.values())
+        call.outputs[0].copy_(self._compute(call.problem.a, call.problem.b, inputs))
+
+    def _compute(self, a: Tensor, b: Tensor, inputs: Sequence[Any]) -> Any:
+        # Operands have the type that the caller gave them, as for a kernel.
+        with torch.autocast(a.device.type, enabled=False):
+            return self.peer(a, b, inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +257,7 @@ def _explain(status: int, spec: KernelSpec, arguments: Sequence[Any]) -> Excepti
     """Put a kernel's refusal into words."""
     position, reason = refusal(status)
     inputs, outputs = spec.epilogue.inputs, spec.epilogue.outputs[1:]
-    names = ["a", "b", "out", *(i.name for i in inputs), *(f"out[{o.name!r}]" for o in outputs)]
+    names = ["a", "b", "out", *(i.name for i in inputs), *map(operands.output_name, outputs)]
     types = [spec.a, spec.b, spec.d, *spec.inputs, *spec.outputs]
     if position >= len(names):
         return LoadError(f"{spec.slug} refused argument {position} ({reason.name}): a defect of this library")

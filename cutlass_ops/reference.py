@@ -163,7 +163,9 @@ def gemm_reference(
     unknown = set(given) - {o.name for o in graph.outputs[1:]}
     if unknown:
         raise ValueError(f"output_dtypes names {', '.join(sorted(unknown))}, which the epilogue does not have")
-    values = evaluate(graph, a.to(compute_dtype) @ b.to(compute_dtype), inputs, compute_dtype, a=a)
+    # Autocast would take the product, and that of a Product, in 16 bits.
+    with torch.autocast(a.device.type, enabled=False):
+        values = evaluate(graph, a.to(compute_dtype) @ b.to(compute_dtype), inputs, compute_dtype, a=a)
     default = {o.name: torch.float32 if o.reduce else d_dtype for o in graph.outputs}
     # Always fresh row-major tensors: an output may be a broadcast or an input as it is.
     return {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import sys
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -59,9 +60,21 @@ class Epilogue:
             raise AttributeError(f"{name} of an epilogue cannot be set: write another function")
         super().__setattr__(name, value)
 
+    # It never changes, so that copies are the same object.
+    def __copy__(self) -> Epilogue:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Epilogue:
+        return self
+
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy has a token of its own.
-        return Epilogue, (self.name, self.doc, self.graph, self.function)
+        place = getattr(self.function, "__module__", ""), getattr(self.function, "__qualname__", "")
+        return _again, (self.name, self.doc, self.graph.to_json(), place)
+
+    @classmethod
+    def of(cls, name: str, doc: str, graph: Graph) -> Epilogue:
+        """Return the epilogue of a graph that was not traced from a function here."""
+        return cls(name, doc, graph, _no_function)
 
     @staticmethod
     def by_token(token: str) -> Epilogue:
@@ -106,6 +119,19 @@ class Epilogue:
     def __repr__(self) -> str:
         inputs = "".join(f", {i.name}: {i.kind.value.capitalize()}" for i in self.inputs)
         return f"<epilogue {self.name}(acc{inputs}) -> {', '.join(o.name for o in self.outputs)}>"
+
+
+def _no_function(*_: Any) -> None:
+    raise TypeError("this epilogue is a graph, and no function that another one could call")
+
+
+def _again(name: str, doc: str, graph: Any, place: tuple[str, str]) -> Epilogue:
+    """Return a pickled epilogue: what stands in its place in a loaded module if that is the same, else its graph."""
+    found: Any = sys.modules.get(place[0])
+    for part in place[1].split("."):
+        found = getattr(found, part, None)
+    own = Epilogue.of(name, doc, Graph.from_json(graph))
+    return found if isinstance(found, Epilogue) and (found.name, found.graph) == (name, own.graph) else own
 
 
 def epilogue(function: Callable[..., Any]) -> Epilogue:

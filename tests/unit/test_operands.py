@@ -233,10 +233,14 @@ REFUSED = {
     "scale as a column": ({"scale": torch.zeros(6, 1)}, ValueError, r"^scale has shape \(6, 1\)"),
     "residual as a row": ({"residual": torch.zeros(10)}, ValueError, r"^residual has shape \(10,\): as a Tile"),
     "residual transposed": ({"residual": torch.zeros(10, 6)}, ValueError, r"^residual .* \(6, 10\) for a result"),
-    "alpha of one element": ({"alpha": torch.zeros(1)}, ValueError, r"^alpha has shape \(1,\): as a Scalar"),
-    "alpha a truth value": ({"alpha": True}, TypeError, r"^alpha must be a number or a 0-d tensor, not bool"),
-    "alpha a string": ({"alpha": "1"}, TypeError, r"^alpha must be a number or a 0-d tensor, not str"),
-    "alpha an integer tensor": ({"alpha": torch.tensor(1)}, TypeError, r"^alpha is torch\.int64"),
+    "alpha of two elements": ({"alpha": torch.zeros(2)}, ValueError, r"^alpha has shape \(2,\): a Scalar has one"),
+    "alpha a truth value": (
+        {"alpha": True},
+        TypeError,
+        r"^alpha must be a number or a tensor of one element, not bool",
+    ),
+    "alpha a string": ({"alpha": "1"}, TypeError, r"^alpha must be a number or a tensor of one element, not str"),
+    "alpha a tensor of truth values": ({"alpha": torch.tensor(1 < 2)}, TypeError, r"^alpha is torch\.bool"),
     "bias missing": ({"bias": MISSING}, TypeError, r"bias is missing"),
     "an unknown input": ({"gain": 1.0}, TypeError, r"gain is unknown"),
 }

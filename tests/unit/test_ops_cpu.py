@@ -332,7 +332,6 @@ ERRORS = {
     "out against out_dtype": (lambda: co.gemm(A, B, out=TILE, out_dtype=F32), TypeError, r"^out is .* asks for"),
     "an unknown output": (lambda: co.gemm(A, B, out={"e": TILE}), ValueError, r"^out names e: the outputs are d$"),
     "devices": (lambda: co.gemm(A, B.to("meta")), ValueError, r"^b is on meta and a is on cpu"),
-    "no such device": (lambda: co.gemm(A.to("meta"), B.to("meta")), co.NoDeviceError, r"^tensors are on meta"),
 }
 
 
@@ -342,15 +341,15 @@ def test_errors_name_the_argument_and_say_what_to_do(call, kind, message):
         call()
 
 
-@pytest.mark.parametrize("alpha", [True, "1", None, [1.0], torch.zeros(1)], ids=repr)
+@pytest.mark.parametrize("alpha", [True, "1", None, [1.0], 1j, torch.zeros(2)], ids=repr)
 def test_a_scalar_of_the_wrong_kind_is_refused(alpha):
     with pytest.raises((TypeError, ValueError), match=r"^alpha "):
         co.gemm(A, B, epilogue=everything, **everything_inputs(4, 6) | {"alpha": alpha})
 
 
-@pytest.mark.parametrize("alpha", [torch.tensor(1.0, requires_grad=True), torch.tensor(1)], ids=["grad", "int64"])
+@pytest.mark.parametrize("alpha", [torch.tensor(1.0, requires_grad=True), torch.tensor(1 < 2)], ids=["grad", "bool"])
 def test_a_scalar_tensor_is_checked_like_any_other(alpha):
-    with pytest.raises((TypeError, ValueError), match=r"^alpha (requires grad|is torch\.int64)"):
+    with pytest.raises((TypeError, ValueError), match=r"^alpha (requires grad|is torch\.bool)"):
         co.gemm(A, B, epilogue=everything, **everything_inputs(4, 6) | {"alpha": alpha})
 
 

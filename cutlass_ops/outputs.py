@@ -1,0 +1,67 @@
+"""The results of an epilogue with several outputs: a tuple whose elements have names as well.
+
+One class serves all epilogues, so that PyTorch can take results apart, save programs that return them, and load
+these in a process that has never seen the epilogue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch.utils import _pytree
+
+
+class Outputs(tuple[Any, ...]):
+    """What a call returns where D is not the only output.
+
+    Parameters
+    ----------
+    fields : iterable of str
+        The outputs' names, D's first.
+    values : iterable of Tensor
+        Their values.
+
+    Examples
+    --------
+    >>> outputs = Outputs(("d", "row_max"), (1, 2))
+    >>> d, row_max = outputs
+    >>> outputs.row_max
+    2
+    """
+
+    _fields: tuple[str, ...]
+
+    def __new__(cls, fields: Iterable[str], values: Iterable[Any]) -> Outputs:  # noqa: D102
+        self = super().__new__(cls, values)
+        self._fields = tuple(fields)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        fields = self.__dict__.get("_fields", ())
+        if name in fields:
+            return self[fields.index(name)]
+        raise AttributeError(f"there is no output {name!r}: the outputs are {', '.join(fields)}")
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self._fields]
+
+    def _asdict(self) -> dict[str, Any]:
+        """Return the outputs by name."""
+        return dict(zip(self._fields, self, strict=True))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Outputs, (self._fields, tuple(self))
+
+    def __repr__(self) -> str:
+        return f"Outputs({', '.join(f'{name}={value!r}' for name, value in self._asdict().items())})"
+
+
+_pytree.register_pytree_node(
+    Outputs,
+    lambda outputs: (list(outputs), outputs._fields),
+    lambda values, fields: Outputs(fields, values),
+    serialized_type_name="cutlass_ops.Outputs",
+    to_dumpable_context=list,
+    from_dumpable_context=tuple,
+)
