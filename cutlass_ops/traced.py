@@ -410,9 +410,12 @@ _about._dynamo_marked_constant = True  # type: ignore[attr-defined]
 # ---- The operators -------------------------------------------------------------------------------------------------
 
 
-def _inputs(tensors: Sequence[Tensor], numbers: Sequence[float], places: Sequence[int]) -> tuple[Tensor | float, ...]:
-    values: list[Tensor | float] = list(tensors)
-    for number, place in zip(numbers, places, strict=True):
+def _inputs(
+    tensors: Sequence[Tensor] | None, numbers: Sequence[float] | None, places: Sequence[int] | None
+) -> tuple[Tensor | float, ...]:
+    # AOTInductor's packages hand over None for an empty list.
+    values: list[Tensor | float] = list(tensors or ())
+    for number, place in zip(numbers or (), places or (), strict=True):
         values.insert(place, number)
     return tuple(values)
 

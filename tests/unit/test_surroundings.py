@@ -277,6 +277,18 @@ def test_an_exported_program_holds_the_operator(strict, dynamic):
     assert torch.equal(program.module()(other), module(other))
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_package_of_aotinductors_calls_the_operator():
+    class Plain(torch.nn.Module):
+        def forward(self, x):
+            return co.gemm(x, W) + co.gemm_bias_relu(x, W, BIAS)
+
+    program = torch.export.export(Plain(), (X,))
+    package = torch._inductor.aoti_load_package(torch._inductor.aoti_compile_and_package(program))
+    assert torch.equal(package(X), Plain()(X))
+
+
 def test_functionalized_and_checkpointed_and_counted_calls_are_right():
     functional = torch.func.functionalize(lambda x: co.gemm_bias_relu(x, W, BIAS))
     assert torch.equal(functional(X), WANTED)

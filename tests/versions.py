@@ -1,0 +1,117 @@
+"""Run the unit tests with other versions of Python and PyTorch than CI's, each pair in an environment of its own.
+
+    python tests/versions.py 3.11+2.10.0 3.13+2.14.1 --out docs/versions.json --folder build/versions
+
+An interpreter is one below ~/.pyenv, or the one of that name on PATH. Environments stay in the folder and are used
+again. Pairs that were run before stay in the results; docs/versions.md shows them as a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+# What the tests need besides PyTorch; versions as CI has them.
+NEEDED = ("pytest", "hypothesis", "transformers", "scikit-learn", "matplotlib")
+QUICK = ("-q", "-p", "no:cacheprovider", "-m", "not compile and not gpu", "tests/unit")
+
+
+def interpreter(version: str) -> str:
+    """Return the path of a Python of this version.
+
+    Raises
+    ------
+    SystemExit
+        If there is none.
+    """
+    # pyenv's own come first: on PATH it has scripts that may know no such version.
+    installed = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python{version}"))
+    found = str(installed[-1]) if installed else shutil.which(f"python{version}")
+    if found is None:
+        raise SystemExit(f"there is no python{version} on PATH or below ~/.pyenv/versions")
+    return found
+
+
+def environment(folder: Path, python: str, torch: str) -> Path:
+    """Return the interpreter of an environment with a version of PyTorch, made if it is not there."""
+    home = folder / f"{python}+{torch}"
+    executable = home / "bin" / "python"
+    if not (home / "done").exists():
+        subprocess.run([interpreter(python), "-m", "venv", "--clear", home], check=True)
+        constraints = re.sub(r"(?m)^torch==.*$", f"torch=={torch}", (ROOT / ".ci/constraints.txt").read_text())
+        (home / "constraints.txt").write_text(constraints)
+        pip = [executable, "-m", "pip", "install", "-q", "-c", home / "constraints.txt"]
+        subprocess.run([*pip, "--upgrade", "pip"], check=True)
+        subprocess.run([*pip, f"torch=={torch}", *NEEDED, "-e", f"{ROOT}[build,cli,sign,dask]"], check=True)
+        (home / "done").touch()
+    return executable
+
+
+def run(executable: Path) -> dict[str, Any]:
+    """Run the unit tests; return what the last lines say."""
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [executable, "-m", "pytest", *QUICK], cwd=ROOT, env=variables, text=True, stdout=subprocess.PIPE, check=False
+    )
+    lines = done.stdout.strip().splitlines()
+    failed = [line.partition(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))]
+    counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|deselected|errors?)", lines[-1])}
+    about = "import json, platform, torch; print(json.dumps([platform.python_version(), torch.__version__]))"
+    versions = subprocess.run([executable, "-c", about], text=True, stdout=subprocess.PIPE, check=True)
+    exact = json.loads(versions.stdout)
+    return {"python": exact[0], "torch": exact[1], "status": done.returncode, "failed": failed, **counts}
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """Return the document that shows the results."""
+    rows = [
+        f"| {r['python']} | {r['torch']} | {r.get('passed', 0)} | {len(r['failed'])} | {r['date']} |"
+        for _, r in sorted(results.items())
+    ]
+    return "\n".join(
+        (
+            "# Versions",
+            "",
+            "The unit tests were run with these versions of Python and PyTorch by `python tests/versions.py`; the raw",
+            "results are in [versions.json](versions.json). CI runs one pair, the one in `.ci/constraints.txt`.",
+            "",
+            "| Python | PyTorch | passed | failed | date |",
+            "|---|---|---|---|---|",
+            *rows,
+            "",
+        )
+    )
+
+
+def main() -> int:
+    """Run the pairs that the command line names; the exit code is the number of pairs with failures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pairs", nargs="+", help="PYTHON+TORCH, such as 3.11+2.10.0")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/versions.json")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build/versions")
+    parser.add_argument("--here", action="store_true", help="with the environment that runs this, whatever it is")
+    given = parser.parse_args()
+    results = json.loads(given.out.read_text()) if given.out.exists() else {}
+    bad = 0
+    for pair in given.pairs:
+        python, _, torch = pair.partition("+")
+        executable = Path(sys.executable) if given.here else environment(given.folder.resolve(), python, torch)
+        results[pair] = run(executable) | {"date": datetime.date.today().isoformat()}
+        bad += results[pair]["status"] != 0
+        print(pair, json.dumps(results[pair]), flush=True)
+        given.out.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+        given.out.with_suffix(".md").write_text(table(results))
+    return bad
+
+
+if __name__ == "__main__":
+    sys.exit(main())
