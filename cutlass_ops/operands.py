@@ -206,13 +206,11 @@ def scalar(name: str, value: Any) -> Any:
     ValueError
         If it is a number beyond a double's range, or a tensor of several elements.
     """
-    if isinstance(value, (torch.SymInt, torch.SymFloat)):
+    if isinstance(value, (torch.SymInt, torch.SymFloat)) or traced.is_special(value):
         return value
     if not isinstance(value, Tensor):
         return traced.number(name, value)
-    if traced.is_watched() or traced.is_special(value):
-        return value
-    return _scalar_tensor(name, value)
+    return value if traced.is_watched() else _scalar_tensor(name, value)
 
 
 def _scalar_tensor(name: str, value: Tensor) -> Tensor | float:

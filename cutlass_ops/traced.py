@@ -285,7 +285,7 @@ def is_watched() -> bool:
 
 def is_elsewhere(a: Any, b: Any, inputs: Sequence[Any], out: Any) -> bool:
     """Whether a call has to go by :func:`detour`: PyTorch watches, or an argument is not what lies in its memory."""
-    return is_watched() or any(map(is_special, _tensors(a, b, inputs, out)))
+    return is_watched() or any(map(is_special, _arguments(a, b, inputs, out)))
 
 
 def detour(called: Portable, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None) -> Any:
@@ -297,20 +297,22 @@ def detour(called: Portable, a: Any, b: Any, inputs: Sequence[Any], out: Any, ou
         If an argument stands for what no kernel can read; the message says what to pass.
     """
     entry = Traced(called.about)
-    tensors = _tensors(a, b, inputs, out)
-    overriding = tuple(filter(_overrides, tensors))
+    values = _arguments(a, b, inputs, out)
+    overriding = tuple(filter(_overrides, values))
     if overriding:
-        # What it makes of a tuple may lack the names: these come afterwards.
-        run = called if len(entry.outputs) == 1 else called.as_list
-        found = torch.overrides.handle_torch_function(run, overriding, a, b, *inputs, out=out, out_dtype=out_dtype)
-        return found if len(entry.outputs) == 1 else Outputs(entry.outputs, found)
+        # What a tensor's class makes of a tuple may lack the names: these come afterwards.
+        listed = len(entry.outputs) > 1 and all(isinstance(x, Tensor) for x in overriding)
+        run: Callable[..., Any] = called.as_list if listed else called
+        given = {name: x for name, x in (("out", out), ("out_dtype", out_dtype)) if x is not None}
+        found = torch.overrides.handle_torch_function(run, overriding, a, b, *inputs, **given)
+        return Outputs(entry.outputs, found) if listed else found
     for name, value in zip(("a", "b", *entry.names), (a, b, *inputs), strict=True):
         _refuse_others(name, value)
     for value in out.values() if isinstance(out, Mapping) else (out,):
         _refuse_others("out", value)
         if isinstance(value, Tensor) and torch._is_functional_tensor(value):
             raise TypeError("out is a functional tensor, which nothing writes to: leave out away, and copy the result")
-    if is_watched() or any(map(_needs_operator, tensors)):
+    if is_watched() or any(map(_needs_operator, values)):
         return entry(a, b, *inputs, out=out, out_dtype=out_dtype)
     return called.run_plain(a, b, tuple(inputs), out, out_dtype)
 
@@ -323,34 +325,41 @@ def goes_by_operator(**tensors: Any) -> bool:
     TypeError, NotImplementedError
         If an argument stands for what no operator can read.
     """
-    given = [t for t in tensors.values() if isinstance(t, Tensor)]
-    if not torch.compiler.is_dynamo_compiling() and not is_watched() and not any(map(_needs_operator, given)):
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    if not is_watched() and not any(map(is_special, tensors.values())):
         return False
-    if not torch.compiler.is_dynamo_compiling():
-        for name, value in tensors.items():
-            _refuse_others(name, value)
+    for name, value in tensors.items():
+        _refuse_others(name, value)
     return True
 
 
-def _tensors(a: Any, b: Any, inputs: Sequence[Any], out: Any) -> tuple[Tensor, ...]:
-    outputs = tuple(out.values()) if isinstance(out, Mapping) else (out,)
-    return tuple(t for t in (a, b, *inputs, *outputs) if isinstance(t, Tensor))
+def _arguments(a: Any, b: Any, inputs: Sequence[Any], out: Any) -> tuple[Any, ...]:
+    return (a, b, *inputs, *(out.values() if isinstance(out, Mapping) else (out,)))
 
 
-def is_special(tensor: Tensor) -> bool:
-    """Whether a tensor is more or less than what lies in its memory."""
-    return _overrides(tensor) or _needs_operator(tensor)
+def is_special(value: Any) -> bool:
+    """Whether an argument is more or less than what lies in its memory."""
+    return _overrides(value) or _needs_operator(value)
 
 
-def _overrides(tensor: Tensor) -> bool:
-    """Whether a tensor's class has its own idea of what functions of PyTorch's return."""
-    return type(tensor) not in (Tensor, Parameter) and torch.overrides.has_torch_function((tensor,))
+def _overrides(value: Any) -> bool:
+    """Whether an argument's class has its own idea of what functions of PyTorch's return; proxies of torch.fx have."""
+    # Where a mode for functions is active, PyTorch says so of every value.
+    kind = type(value)
+    return (
+        kind not in (Tensor, Parameter)
+        and hasattr(kind, "__torch_function__")
+        and torch.overrides.has_torch_function((value,))
+    )
 
 
-def _needs_operator(tensor: Tensor) -> bool:
+def _needs_operator(value: Any) -> bool:
     """Whether only PyTorch's dispatcher gets at what a tensor stands for, or at the rules for its device."""
-    others = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
-    return others or torch._is_functional_tensor(tensor) or tensor.device.type == "meta"
+    if not isinstance(value, Tensor):
+        return False
+    others = type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return others or torch._is_functional_tensor(value) or value.device.type == "meta"
 
 
 def _refuse_others(name: str, value: Any) -> None:

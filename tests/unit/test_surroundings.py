@@ -266,6 +266,17 @@ def test_jit_trace_holds_the_operator():
     assert torch.equal(function(X + X)[1], co.gemm(X + X, W, epilogue=several, bias=BIAS, scale=0.5).pre)
 
 
+def test_symbolic_trace_holds_the_op():
+    class Layer(torch.nn.Module):
+        def forward(self, x, s):
+            y = co.gemm(x, W, epilogue=several, bias=BIAS, scale=s)
+            return co.gemm_bias_relu(x, W, BIAS) + y.pre, co.rmsnorm_gemm(x, W, X[0].abs(), eps=1e-5)
+
+    graph = torch.fx.symbolic_trace(Layer())
+    assert all(map(torch.equal, graph(X + X, 0.5), Layer()(X + X, 0.5)))
+    assert co.gemm_bias_relu in [n.target for n in graph.graph.nodes]
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_exported_program_holds_the_operator(strict, dynamic):
