@@ -221,7 +221,7 @@ def _scalar_tensor(name: str, value: Tensor) -> Tensor | float:
         raise ValueError(f"{name} has shape {tuple(value.shape)}: a Scalar has one element")
     # A number on the host needs no launch-time copy.
     if value.device.type == "cpu":
-        return float(value)
+        return float(value.item())
     one = value.reshape(())
     return one if one.dtype in _DTYPES else one.float()
 
