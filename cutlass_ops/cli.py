@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import math
 import os
@@ -77,6 +78,10 @@ def main() -> None:
     """Run the command line; errors become one message and an exit code."""
     # To be told to end is the same as to be interrupted: compilers are ended, and nothing is left half-written.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for stream in (sys.stdout, sys.stderr):
+        # Compilers and paths say what a locale cannot.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         app()
     except (CutlassOpsError, ValueError, OSError) as exc:
