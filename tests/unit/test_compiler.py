@@ -6,13 +6,13 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fake_toolkit import FakeToolkit
+from processes import ended
 
 from cutlass_ops import arch, compiler, elf, toolchain
 from cutlass_ops.compiler import compile_flags, compile_kernel
@@ -113,7 +113,7 @@ def test_an_error_in_the_hosts_half_ends_the_other_compiler(folder, toolkit):
     shown, command = str(caught.value).split("\n")
     assert shown == "kernel.cu:3:1: error: no"
     assert command.startswith(f"  command: cd {folder} && {toolkit.host} -xc++ ")
-    assert _ended(folder / "pid")
+    assert ended(int((folder / "pid").read_text()))
 
 
 # ---- Two environments, one key, the same bytes ---------------------------------------------------------------------
@@ -329,24 +329,11 @@ def test_slow_code_is_an_error(folder, toolkit, code):
         compile_(folder, toolkit)
 
 
-def _ended(pid_file):
-    pid = int(pid_file.read_text())
-    for _ in range(100):
-        try:
-            # A killed child of a killed parent may wait for init to take notice of it.
-            if Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] == "Z":
-                return True
-        except FileNotFoundError:
-            return True
-        time.sleep(0.01)
-    return False
-
-
 def test_timeout_ends_the_compiler_and_its_children(folder, toolkit):
     toolkit.does("(sleep 60 & echo $! > pid; wait)")
     with pytest.raises(CompileError, match="ended after 0 s"):
         compile_(folder, toolkit, timeout=0.2)
-    assert _ended(folder / "pid")
+    assert ended(int((folder / "pid").read_text()))
 
 
 def test_cancelling_ends_the_compiler(folder, toolkit):
@@ -357,7 +344,7 @@ def test_cancelling_ends_the_compiler(folder, toolkit):
     with pytest.raises(CancelledError):
         compile_(folder, toolkit, cancel=cancel)
     timer.join()
-    assert _ended(folder / "pid")
+    assert ended(int((folder / "pid").read_text()))
 
 
 def test_an_interrupt_ends_the_compiler(folder, toolkit, monkeypatch):
@@ -371,4 +358,4 @@ def test_an_interrupt_ends_the_compiler(folder, toolkit, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         compile_(folder, toolkit)
     monkeypatch.undo()
-    assert _ended(folder / "pid")
+    assert ended(int((folder / "pid").read_text()))
