@@ -146,7 +146,7 @@ def compile_kernel(
     CancelledError
         If ``cancel`` was set.
     ToolchainError
-        If a compiler cannot be started, or a shell would change the folder's path.
+        If a compiler cannot be started or was exchanged meanwhile, or a shell would change the folder's path.
     """
     # nvcc writes its working folder into the commands that it gives to a shell.
     remedy = f"set {_env.CACHE_DIR.name}, or for a worker TMPDIR, to another folder"
@@ -161,6 +161,8 @@ def compile_kernel(
     began = time.monotonic()
     log = run(device_step, host_step)
     run(link_step)
+    if not toolchain.unchanged:
+        raise ToolchainError(f"{nvcc}, {host} or a part of them was exchanged while it compiled: start again")
     return Compiled(time.monotonic() - began, tuple(_resources_used(log)))
 
 

@@ -98,6 +98,11 @@ class Toolchain:
     nvdisasm: Path | None
 
     @property
+    def unchanged(self) -> bool:
+        """Whether all that was examined is still the same."""
+        return all(_stamp(part, self.path) == stamp for part, stamp in self.parts)
+
+    @property
     def identity(self) -> dict[str, str]:
         """The versions and digests that decide the machine code: part of a kernel's key, and free of machine paths."""
         return {
@@ -123,7 +128,7 @@ def find_toolchain() -> Toolchain:
     nvcc, source = _find_nvcc(path)
     inputs = (nvcc, source, _find_host_compiler(path), _env.cutlass_dir(), path)
     found = _examine(*inputs)
-    if any(_stamp(part, path) != stamp for part, stamp in found.parts):
+    if not found.unchanged:
         # A compiler was installed meanwhile, under the same name.
         _examine.cache_clear()
         found = _examine(*inputs)
@@ -191,7 +196,8 @@ def _examined(ask: _Ask, nvcc: Path, source: str, host: Path, cutlass: Path | No
     version = _nvcc_version(nvcc, ask)
     settings = _nvcc_settings(nvcc, host, ask)
     top = Path(settings["TOP"]).resolve()
-    require_literal(top / "bin", f"{nvcc} has its toolkit in a folder", f"name another in {_env.NVCC.name}")
+    for folder in (Path(settings["TOP"]), *_named(settings, ("INCLUDES", "SYSTEM_INCLUDES"))):
+        require_literal(folder / "x", f"{nvcc} has parts in a folder", f"name another in {_env.NVCC.name}")
     include_dirs = _folders(settings, ("INCLUDES", "SYSTEM_INCLUDES"), top / "include")
     lib_dirs = _folders(settings, ("LIBRARIES",), top / "lib64", top / "lib")
     # Distributions put CUDA's headers among the system's.
@@ -280,7 +286,8 @@ def _host_parts(host: Path, ask: _Ask) -> Iterator[Path]:
 
 def _nvcc_parts(nvcc: Path, settings: Mapping[str, str], top: Path, path: str) -> Iterator[Path]:
     here = Path(settings.get("_HERE_", top / "bin"))
-    folders = (settings.get("CICC_PATH", top / "nvvm" / "bin"), settings.get("PATH", path), here)
+    # As nvcc has it: its own folders come first.
+    folders = (settings.get("CICC_PATH", top / "nvvm" / "bin"), settings.get("PATH", f"{here}{os.pathsep}{path}"))
     for name in _NVCC_PROGRAMS:
         found = shutil.which(name, path=os.pathsep.join(map(str, folders)))
         if found is None:
@@ -355,11 +362,15 @@ def _nvcc_settings(nvcc: Path, host: Path, ask: _Ask) -> dict[str, str]:
     return settings
 
 
-def _folders(settings: Mapping[str, str], names: Sequence[str], *more: Path) -> tuple[Path, ...]:
+def _named(settings: Mapping[str, str], names: Sequence[str]) -> list[Path]:
     words = [word for name in names for word in shlex.split(settings.get(name, ""))]
-    given = [Path(re.sub(r"^-[IL]", "", word)) for word in words if word != "-isystem"]
+    return [Path(re.sub(r"^-[IL]", "", word)) for word in words if word != "-isystem"]
+
+
+def _folders(settings: Mapping[str, str], names: Sequence[str], *more: Path) -> tuple[Path, ...]:
     # Stubs satisfy a linker and no program.
-    found = (folder.resolve() for folder in (*given, *more) if folder.is_dir() and folder.name != "stubs")
+    given = (*_named(settings, names), *more)
+    found = (folder.resolve() for folder in given if folder.is_dir() and folder.name != "stubs")
     return tuple(dict.fromkeys(found))
 
 

@@ -193,6 +193,12 @@ def test_compilers_run_with_the_path_that_they_were_found_by(real, tmp_path, mon
     assert not (planted / "ran").exists()
 
 
+def test_a_compiler_that_is_exchanged_while_it_compiles(folder, toolkit):
+    toolkit.does('echo > "$here/bin/ptxas"; echo > "$out"')
+    with pytest.raises(ToolchainError, match="was exchanged while it compiled: start again"):
+        compile_(folder, toolkit)
+
+
 # ---- What a shell sees ---------------------------------------------------------------------------------------------
 
 SHELL = ("$(touch ran)", "`touch ran`", "$HOME", 'a"b', "a\\b", "a\nb")

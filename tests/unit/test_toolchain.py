@@ -144,6 +144,16 @@ def test_paths_that_a_shell_would_change(toolkit, monkeypatch, tmp_path, variabl
         find_toolchain()
 
 
+@pytest.mark.parametrize("setting", ["TOP=/opt/$(id)/cuda", 'INCLUDES="-I/opt/$(id)/include"  '])
+def test_what_a_script_starts_lies_where_a_shell_changes_nothing(toolkit, monkeypatch, setting):
+    monkeypatch.setenv("CUDA_HOME", str(toolkit.root))
+    (toolkit.root / "settings").write_text(f"#$ {setting}\n")
+    script = toolkit.nvcc.read_text()
+    toolkit.nvcc.write_text(script.replace("exit 0;;", 'cat "$here/settings"; exit 0;;'))
+    with pytest.raises(ToolchainError, match=r"has parts in a folder '/opt/\$\(id\)/.*would not take '\$'"):
+        find_toolchain()
+
+
 @pytest.mark.parametrize("name", ["g++ -O3", "g++;ls", "g++&", "*", "g++'"])
 def test_a_host_compilers_name_stands_bare_in_a_shells_command(toolkit, monkeypatch, name):
     monkeypatch.setenv("CUDA_HOME", str(toolkit.root))
