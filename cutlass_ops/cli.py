@@ -6,6 +6,7 @@ a store or a kernel that is needed is not there or not usable, 5 a bundle is not
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import hashlib
 import io
@@ -81,7 +82,9 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         # Compilers and paths say what a locale cannot.
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+            ascii_only = codecs.lookup(stream.encoding).name == "ascii"
+            # Typer writes UTF-8 there too, but a question mark for each byte that is no text.
+            stream.reconfigure(encoding="utf-8" if ascii_only else None, errors="backslashreplace")
     try:
         app()
     except (CutlassOpsError, ValueError, OSError) as exc:

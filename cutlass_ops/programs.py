@@ -14,11 +14,13 @@ from typing import IO, Any
 # other end only this process has. However this process ends, by SIGKILL too, the pipe ends as well, and the group is
 # killed. (PR_SET_PDEATHSIG goes with the thread that started a program, and reaches no compiler that nvcc starts.)
 # $0 is the pipe's descriptor. In 3 and 4 are the program's streams: sh gives what runs beside it an empty input, and
-# may say on its own standard error that a program was killed, which the program did not say.
+# may say on its own standard error that a program was killed, which the program did not say. Told to end, it waits for
+# the program, so that nothing of that is left to an init which may not be there.
 _SUPERVISOR = """
 exec 3<&0 4>&2 2>/dev/null
 { read -r _ <"/proc/self/fd/$0"; kill -KILL 0; } <&- >/dev/null 3<&- 4>&- &
 watch=$!
+trap 'kill -KILL $!; wait $!; kill -KILL 0' TERM
 "$@" <&3 2>&4 3<&- 4>&- &
 wait $!
 status=$?
@@ -27,6 +29,7 @@ wait $watch
 exit $status
 """
 
+_PATIENCE = 0.5  # seconds, where this process ignores SIGTERM and the shell therefore does
 _SHELLS = 10  # descriptors below are the shell's own
 
 # The ends of pipes that keep programs alive, and whose they are. A fork of this process must not have them as well.
@@ -101,9 +104,16 @@ class Program:
         """End it and all that it started; say whether there was anything to end."""
         if self.status is not None:
             return False
-        os.killpg(self._shell.pid, signal.SIGKILL)
-        self._shell.wait()
-        self._let_go()
+        try:
+            self._shell.terminate()
+            self._shell.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            if self._shell.poll() is None:
+                os.killpg(self._shell.pid, signal.SIGKILL)
+                self._shell.wait()
+            self._let_go()
         return True
 
     def _let_go(self) -> None:

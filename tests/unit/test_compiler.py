@@ -5,10 +5,10 @@ import shlex
 import shutil
 import subprocess
 import sys
-import threading
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fake_toolkit import FakeToolkit
@@ -335,22 +335,41 @@ def test_slow_code_is_an_error(folder, toolkit, code):
         compile_(folder, toolkit)
 
 
+@pytest.fixture
+def late(folder, monkeypatch):
+    """Have time run out once the compiler has begun, which takes as long as it takes."""
+
+    def monotonic():
+        return 1000.0 if (folder / "pid").exists() and (folder / "pid").read_text() else 0.0
+
+    monkeypatch.setattr(compiler, "time", SimpleNamespace(monotonic=monotonic, sleep=compiler.time.sleep))
+
+
+@pytest.mark.usefixtures("late")
+def test_what_took_too_long_is_gone_at_once(folder, toolkit):
+    """Also where no init waits for what its parent left."""
+    toolkit.does("echo $$ > pid; exec sleep 60")
+    with pytest.raises(CompileError, match="ended after 10 s"):
+        compile_(folder, toolkit, timeout=10)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((folder / "pid").read_text()), 0)
+
+
+@pytest.mark.usefixtures("late")
 def test_timeout_ends_the_compiler_and_its_children(folder, toolkit):
     toolkit.does("(sleep 60 & echo $! > pid; wait)")
-    with pytest.raises(CompileError, match="ended after 0 s"):
-        compile_(folder, toolkit, timeout=0.2)
+    with pytest.raises(CompileError, match="ended after 10 s"):
+        compile_(folder, toolkit, timeout=10)
     assert ended(int((folder / "pid").read_text()))
 
 
-def test_cancelling_ends_the_compiler(folder, toolkit):
+def test_cancelling_ends_the_compiler(folder, toolkit, monkeypatch):
     toolkit.does("sleep 60 & echo $! > pid; wait")
-    cancel = threading.Event()
-    timer = threading.Timer(0.2, cancel.set)
-    timer.start()
+    pid = folder / "pid"
+    cancel = SimpleNamespace(is_set=lambda: pid.exists() and pid.read_text() != "")
     with pytest.raises(CancelledError):
         compile_(folder, toolkit, cancel=cancel)
-    timer.join()
-    assert ended(int((folder / "pid").read_text()))
+    assert ended(int(pid.read_text()))
 
 
 def test_an_interrupt_ends_the_compiler(folder, toolkit, monkeypatch):

@@ -169,7 +169,7 @@ def test_a_question_that_is_not_answered_ends_with_all_that_was_started(tmp_path
     script.write_text("#!/bin/sh\nsleep 60 & echo $! > pid\nwait\n")
     script.chmod(0o755)
     with pytest.raises(TimeoutError):
-        programs.ask([str(script)], 0.3, cwd=tmp_path)
+        programs.ask([str(script)], 1.0, cwd=tmp_path)
     assert ended(int((tmp_path / "pid").read_text()))
 
 
