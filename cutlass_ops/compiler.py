@@ -6,6 +6,7 @@ CUDA). nvcc alone would compile one half after the other, and takes longer for t
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import subprocess
@@ -213,11 +214,13 @@ class _Run:
         running: dict[_Step, Program] = {}
         given_up: set[_Step] = set()
         try:
-            for step in steps:
-                running[step] = self._start(step)
-            self._wait(running)
+            # Each is ended, even if another interrupt comes while one is.
+            with contextlib.ExitStack() as ends:
+                for step in steps:
+                    running[step] = self._start(step)
+                    ends.callback(_end, step, running[step], given_up)
+                self._wait(running)
         finally:
-            given_up.update(step for step, program in running.items() if program.end())
             said = {step: self._said(step) for step in running}
             self._note(said)
         for step, program in running.items():
@@ -264,6 +267,11 @@ class _Run:
 
     def _said(self, step: _Step) -> str:
         return self._output(step).read_text(encoding="utf-8", errors="replace")
+
+
+def _end(step: _Step, program: Program, given_up: set[_Step]) -> None:
+    if program.end():
+        given_up.add(step)
 
 
 def _failure(step: _Step, folder: Path, log: str, status: int | None) -> str | None:

@@ -372,15 +372,19 @@ def test_cancelling_ends_the_compiler(folder, toolkit, monkeypatch):
     assert ended(int(pid.read_text()))
 
 
-def test_an_interrupt_ends_the_compiler(folder, toolkit, monkeypatch):
-    toolkit.does("sleep 60 & echo $! > pid; wait")
+def test_interrupts_end_both_compilers(folder, toolkit, monkeypatch):
+    """Another interrupt, while one compiler is ended, leaves none behind."""
+    hangs = "sleep 60 & echo $! > {0}.new; mv {0}.new {0}; wait"
+    toolkit.does(hangs.format("device"))
+    toolkit.host_does(hangs.format("host"))
+    pids = (folder / "device", folder / "host")
 
     def interrupt(_):
-        if (folder / "pid").exists() and (folder / "pid").read_text():
+        if all(path.exists() for path in pids):
             raise KeyboardInterrupt
 
     monkeypatch.setattr(compiler.time, "sleep", interrupt)
     with pytest.raises(KeyboardInterrupt):
         compile_(folder, toolkit)
     monkeypatch.undo()
-    assert ended(int((folder / "pid").read_text()))
+    assert all(ended(int(path.read_text())) for path in pids)
