@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cutlass_ops import _env, arch, legality, remote, render
+from cutlass_ops import _env, arch, legality, linkage, remote, render
 from cutlass_ops.compiler import LOG, Compiled, compile_kernel
 from cutlass_ops.errors import CompileError, CutlassOpsError, MissingKernelError
 from cutlass_ops.halves import prove_halves_agree
@@ -209,6 +209,7 @@ def _compile(job: _Job, cancel: threading.Event | None) -> Artifact:
                 with _turns() if job.executor else contextlib.nullcontext():
                     compiled = compile_kernel(folder, SOURCE, LIBRARY, target, job.toolchain, cancel=cancel)
             prove_halves_agree(folder / LIBRARY)
+            linkage.require_own_libraries((folder / LIBRARY).read_bytes(), str(folder / LIBRARY), CompileError)
             sass = prove_tensor_cores(folder / LIBRARY, job.spec)
         return job.store.publish(folder, job.identity, sass, compiled)
     except CompileError as exc:
@@ -253,7 +254,7 @@ def _compiled_elsewhere(job: _Job, folder: Path, cancel: threading.Event | None)
 def _explained(job: _Job, folder: Path, exc: CompileError) -> CompileError:
     kept = job.store.keep_failed(folder)
     # The message names files and the command in the folder that was just moved.
-    reason = str(exc).replace(str(folder), str(kept))
+    reason = exc.args[0].replace(str(folder), str(kept))
     log = f"\n  log: {kept / LOG}" if (kept / LOG).exists() else ""
     return CompileError(f"{job.spec.slug}: {reason}\n  source: {kept / SOURCE}{log}")
 

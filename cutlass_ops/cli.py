@@ -6,8 +6,10 @@ a store or a kernel that is needed is not there or not usable, 5 a bundle is not
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import hashlib
+import io
 import json
 import math
 import os
@@ -77,6 +79,12 @@ def main() -> None:
     """Run the command line; errors become one message and an exit code."""
     # To be told to end is the same as to be interrupted: compilers are ended, and nothing is left half-written.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for stream in (sys.stdout, sys.stderr):
+        # Compilers and paths say what a locale cannot.
+        if isinstance(stream, io.TextIOWrapper):
+            ascii_only = codecs.lookup(stream.encoding).name == "ascii"
+            # Typer writes UTF-8 there too, but a question mark for each byte that is no text.
+            stream.reconfigure(encoding="utf-8" if ascii_only else None, errors="backslashreplace")
     try:
         app()
     except (CutlassOpsError, ValueError, OSError) as exc:

@@ -6,10 +6,9 @@ CUDA). nvcc alone would compile one half after the other, and takes longer for t
 
 from __future__ import annotations
 
-import os
+import contextlib
 import re
 import shlex
-import signal
 import subprocess
 import threading
 import time
@@ -18,10 +17,11 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from pathlib import Path
 
-from cutlass_ops import _resources
+from cutlass_ops import _env, _resources
 from cutlass_ops.arch import Target
 from cutlass_ops.errors import CompileError, ToolchainError
-from cutlass_ops.toolchain import Toolchain, environment
+from cutlass_ops.programs import Program
+from cutlass_ops.toolchain import TEMPORARY, Toolchain, environment, require_literal
 
 COMPILE_TIMEOUT = 1800.0  # seconds; a kernel takes well under a minute
 LOG = "compile.log"
@@ -146,17 +146,24 @@ def compile_kernel(
         error and the command.
     CancelledError
         If ``cancel`` was set.
+    ToolchainError
+        If a compiler cannot be started or was exchanged meanwhile, or a shell would change the folder's path.
     """
+    # nvcc writes its working folder into the commands that it gives to a shell.
+    remedy = f"set {_env.CACHE_DIR.name}, or for a worker TMPDIR, to another folder"
+    require_literal(folder.absolute(), "kernels are compiled in", remedy)
     link_inputs(folder, toolchain)
     flags = compile_flags(target)
     nvcc, host = str(toolchain.nvcc), str(toolchain.host_compiler)
-    run = _Run(folder, time.monotonic() + timeout, timeout, cancel)
+    run = _Run(folder, toolchain.path, time.monotonic() + timeout, timeout, cancel)
     device_step = _Step((nvcc, f"-ccbin={host}", *flags["device"], "-o", _DEVICE, source), _DEVICE)
     host_step = _Step((host, *flags["host"], "-o", _HOST, source), _HOST)
     link_step = _Step((host, _HOST, f"inc/cutlass_ops/{IMAGE}", *flags["link"], "-o", library), library)
     began = time.monotonic()
     log = run(device_step, host_step)
     run(link_step)
+    if not toolchain.unchanged:
+        raise ToolchainError(f"{nvcc}, {host} or a part of them was exchanged while it compiled: start again")
     return Compiled(time.monotonic() - began, tuple(_resources_used(log)))
 
 
@@ -174,7 +181,7 @@ def link_inputs(folder: Path, toolchain: Toolchain) -> None:
     links |= {f"inc/cuda{i}": folder for i, folder in enumerate(cuda[:_CUDA_FOLDERS])}
     if toolchain.cudart is not None:
         links["lib/libcudart.so"] = toolchain.cudart
-    for name in ("inc", "lib", "tmp"):
+    for name in ("inc", "lib", TEMPORARY):
         (folder / name).mkdir()
     for name, where in links.items():
         (folder / name).symlink_to(where)
@@ -197,76 +204,77 @@ class _Run:
     """Runs steps in a folder until a deadline, and writes down what they say."""
 
     folder: Path
+    path: str
     deadline: float
     timeout: float
     cancel: threading.Event | None
 
     def __call__(self, *steps: _Step) -> str:
         """Run steps at the same time and return what they said; the first that fails ends the others."""
-        processes: dict[_Step, subprocess.Popen[bytes]] = {}
+        running: dict[_Step, Program] = {}
         given_up: set[_Step] = set()
         try:
-            for step in steps:
-                processes[step] = self._start(step)
-            self._wait(processes)
+            # Each is ended, even if another interrupt comes while one is.
+            with contextlib.ExitStack() as ends:
+                for step in steps:
+                    running[step] = self._start(step)
+                    ends.callback(_end, step, running[step], given_up)
+                self._wait(running)
         finally:
-            given_up.update(step for step, process in processes.items() if _end(process))
-            said = {step: self._said(step) for step in processes}
-            with (self.folder / LOG).open("a") as log:
-                log.writelines(f"$ {shlex.join(step.command)}\n{text}" for step, text in said.items())
-        for step, process in processes.items():
-            reason = None if step in given_up else _failure(step, self.folder, said[step], process.returncode)
+            said = {step: self._said(step) for step in running}
+            self._note(said)
+        for step, program in running.items():
+            reason = None if step in given_up else _failure(step, self.folder, said[step], program.status)
             if reason is not None:
                 raise CompileError(
                     f"{reason}\n  command: cd {shlex.quote(str(self.folder))} && {shlex.join(step.command)}"
                 )
         return "".join(said.values())
 
-    def _start(self, step: _Step) -> subprocess.Popen[bytes]:
+    def _start(self, step: _Step) -> Program:
         # The compilers' own temporary files lie in the folder, so that they go with it however this process ends.
         with self._output(step).open("wb") as output:
             try:
-                return subprocess.Popen(
+                return Program(
                     step.command,
                     cwd=self.folder,
-                    env=environment() | {"TMPDIR": str(self.folder / "tmp")},
+                    env=environment(self.path),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,
                 )
             except OSError as exc:
                 raise ToolchainError(f"{step.command[0]} cannot be run: {exc}") from None
 
-    def _wait(self, processes: Mapping[_Step, subprocess.Popen[bytes]]) -> None:
-        while None in (states := [process.poll() for process in processes.values()]):
+    def _wait(self, running: Mapping[_Step, Program]) -> None:
+        while None in (states := [program.status for program in running.values()]):
             if any(states):
                 return
             if self.cancel is not None and self.cancel.is_set():
                 raise CancelledError
             if time.monotonic() > self.deadline:
-                late = next(step for step, process in processes.items() if process.returncode is None)
+                late = next(step for step, program in running.items() if program.status is None)
                 raise CompileError(f"{late.program} was ended after {self.timeout:.0f} s: {shlex.join(late.command)}")
             time.sleep(_POLL)
 
+    def _note(self, said: Mapping[_Step, str]) -> None:
+        # Whatever the locale: a compiler says what it likes, and paths are bytes.
+        with (self.folder / LOG).open("a", encoding="utf-8", errors="backslashreplace") as log:
+            log.writelines(f"$ {shlex.join(step.command)}\n{text}" for step, text in said.items())
+
     def _output(self, step: _Step) -> Path:
-        return self.folder / "tmp" / f"{step.result}.log"
+        return self.folder / TEMPORARY / f"{step.result}.log"
 
     def _said(self, step: _Step) -> str:
-        return self._output(step).read_text(errors="replace")
+        return self._output(step).read_text(encoding="utf-8", errors="replace")
 
 
-def _end(process: subprocess.Popen[bytes]) -> bool:
-    """End a compiler; say whether there was anything to end."""
-    if process.poll() is not None:
-        return False
-    # nvcc's children do the work, and outlive it.
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    return True
+def _end(step: _Step, program: Program, given_up: set[_Step]) -> None:
+    if program.end():
+        given_up.add(step)
 
 
-def _failure(step: _Step, folder: Path, log: str, status: int) -> str | None:
+def _failure(step: _Step, folder: Path, log: str, status: int | None) -> str | None:
     if status == 0:
         slow = _SLOW_CODE.search(log)
         if slow:

@@ -9,13 +9,22 @@ from dataclasses import dataclass
 _MAGIC = b"\x7fELF"
 _EM_CUDA = 190
 _ABI_MOVED = 8
-_DT_NEEDED = 1
+_PT_LOAD, _PT_DYNAMIC = 1, 2
+_DT_NULL, _DT_NEEDED, _DT_STRTAB = 0, 1, 5
+_LOADED = (_DT_NEEDED, 0x7FFFFFFD, 0x7FFFFFFF)  # the latter: DT_AUXILIARY and DT_FILTER
+_SEARCHED = (15, 29)  # DT_RPATH, DT_RUNPATH
 _BINDINGS = (1, 2)  # global and weak
 _SYMBOL = struct.Struct("<IBBHQQ")  # name, binding and type, visibility, section, value, size
 _DYNAMIC = struct.Struct("<QQ")
+_SEGMENT = struct.Struct(
+    "<IIQQQQQQ"
+)  # type, flags, offset, address, physical address, size in the file, in memory, align
+_PAGE = 4096
 _SHF_EXECINSTR = 4
 _SHT_NOBITS = 8  # takes no room in the file
 _MAX_IMAGES = 64
+_MAX_LIBRARIES = 64
+_MAX_PATH = 4096
 _SECTION = struct.Struct("<IIQQQQ")  # name, type, flags, address, offset, size: the head of a section's header
 
 
@@ -80,7 +89,7 @@ def exports(library: bytes) -> set[str]:
     """
     found = {section.name: section.data for section in sections(library)}
     symbols, names = found.get(".dynsym", b""), found.get(".dynstr", b"")
-    rows = _SYMBOL.iter_unpack(symbols[: len(symbols) // _SYMBOL.size * _SYMBOL.size])
+    rows = _SYMBOL.iter_unpack(_whole(symbols, _SYMBOL.size))
     return {_name(names, name) for name, info, _, where, _, _ in rows if where and info >> 4 in _BINDINGS}
 
 
@@ -90,16 +99,86 @@ def needed(library: bytes) -> list[str]:
     Raises
     ------
     struct.error
-        If it ends before its sections do.
+        If what the dynamic linker reads is not there, or is more than any kernel's library has.
     """
-    found = {section.name: section.data for section in sections(library)}
-    dynamic, names = found.get(".dynamic", b""), found.get(".dynstr", b"")
-    rows = _DYNAMIC.iter_unpack(dynamic[: len(dynamic) // _DYNAMIC.size * _DYNAMIC.size])
-    return [_name(names, value) for tag, value in rows if tag == _DT_NEEDED]
+    return _dynamic_texts(library, _LOADED)
+
+
+def search_paths(library: bytes) -> list[str]:
+    """Return the folders in which a shared library has libraries looked for before the system's: RPATH and RUNPATH.
+
+    Raises
+    ------
+    struct.error
+        As for :func:`needed`.
+    """
+    return _dynamic_texts(library, _SEARCHED)
+
+
+def _dynamic_texts(library: bytes, tags: tuple[int, ...]) -> list[str]:
+    """Return texts of the dynamic section as the dynamic linker finds them: by segments, for sections may lie."""
+    loads, dynamic = _segments(library)
+    entries: list[tuple[int, ...]] = []
+    for entry in _DYNAMIC.iter_unpack(_whole(_loaded_at(library, loads, dynamic), _DYNAMIC.size)):
+        if entry[0] == _DT_NULL:
+            break
+        entries.append(entry)
+    else:
+        raise struct.error("its dynamic section has no end")
+    wanted = [value for tag, value in entries if tag in tags]
+    tables = [value for tag, value in entries if tag == _DT_STRTAB]
+    if not wanted:
+        return []
+    if len(tables) != 1 or len(wanted) > _MAX_LIBRARIES:
+        raise struct.error(f"it has {len(tables)} tables of names, for {len(wanted)} libraries")
+    names = _loaded_at(library, loads, tables[0])
+    return [_text(names, at) for at in wanted]
+
+
+def _segments(library: bytes) -> tuple[list[tuple[int, int, int]], int]:
+    """Return what is loaded, as addresses, offsets and sizes, and the dynamic section's address."""
+    (table,) = _unpack(struct.Struct("<Q"), library, 0x20)
+    entry_size, entries = _unpack(struct.Struct("<HH"), library, 0x36)
+    if library[: len(_MAGIC)] != _MAGIC or entry_size != _SEGMENT.size:
+        raise struct.error("it is no ELF64 library")
+    headers = [_unpack(_SEGMENT, library, table + index * entry_size) for index in range(entries)]
+    loads = [(address, offset, size) for kind, _, offset, address, _, size, _, _ in headers if kind == _PT_LOAD]
+    dynamic = [address for kind, _, _, address, *_ in headers if kind == _PT_DYNAMIC]
+    free = 0
+    for address, offset, size in loads:
+        # Whole pages are mapped: what two segments claim would be the later one's.
+        if address // _PAGE * _PAGE < free or (address - offset) % _PAGE:
+            raise struct.error("its segments overlap, or do not lie on pages")
+        free = -(-(address + size) // _PAGE) * _PAGE
+    if len(dynamic) != 1:
+        raise struct.error(f"it has {len(dynamic)} dynamic sections")
+    return loads, dynamic[0]
+
+
+def _loaded_at(library: bytes, loads: list[tuple[int, int, int]], at: int) -> bytes:
+    """Return what lies at an address when the library is loaded, to the end of its segment in the file."""
+    for address, offset, size in loads:
+        if address <= at < address + size:
+            if offset + size > len(library):
+                raise struct.error("a segment ends beyond the file")
+            return library[offset + at - address : offset + size]
+    raise struct.error(f"nothing is loaded at {at:#x}")
+
+
+def _text(names: bytes, at: int) -> str:
+    end = names.find(b"\0", at, at + _MAX_PATH)
+    if end == -1:
+        raise struct.error("a name has no end")
+    return names[at:end].decode(errors="replace")
+
+
+def _whole(data: bytes, size: int) -> bytes:
+    return data[: len(data) // size * size]
 
 
 def _name(names: bytes, at: int) -> str:
-    return names[at:].partition(b"\0")[0].decode(errors="replace")
+    end = names.find(b"\0", at)
+    return names[at : len(names) if end == -1 else end].decode(errors="replace")
 
 
 def sections(image: bytes) -> Iterator[Section]:

@@ -10,6 +10,10 @@ from __future__ import annotations
 class CutlassOpsError(Exception):
     """Base of every error type that this library defines."""
 
+    def __str__(self) -> str:
+        # A path may hold bytes that are no text, which Python has as characters that cannot be written.
+        return super().__str__().encode("utf-8", "backslashreplace").decode("utf-8")
+
 
 class EpilogueError(CutlassOpsError, ValueError):
     """An epilogue function cannot be traced; the message shows the function, the file and the line."""

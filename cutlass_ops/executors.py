@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import re
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from typing import cast
@@ -70,9 +72,17 @@ def _processes(count: int) -> Iterator[Executor]:
 
 
 def _obey() -> None:
-    """Have a worker end its job, and the job's compilers, when it is told by its starter, and only then."""
+    """Have a worker end its job, and the job's compilers, when its starter says so or ends, and only then."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _quit)
+    threading.Thread(target=_end_with_starter, daemon=True).start()
+
+
+def _end_with_starter() -> None:
+    starter = multiprocessing.parent_process()
+    assert starter is not None
+    starter.join()
+    os._exit(1)
 
 
 def _quit(*_: object) -> None:

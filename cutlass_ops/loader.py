@@ -17,7 +17,7 @@ from enum import IntEnum
 from pathlib import Path
 from types import ModuleType
 
-from cutlass_ops import _env
+from cutlass_ops import _env, linkage
 from cutlass_ops.errors import LoadError, ToolchainError
 from cutlass_ops.store import Artifact
 
@@ -97,7 +97,8 @@ def load(artifact: Artifact) -> LoadedKernel:
     Raises
     ------
     LoadError
-        If the library is no longer what its manifest says, or cannot be loaded here.
+        If the library is no longer what its manifest says, has the dynamic linker search folders of its own or load
+        what no kernel needs, or cannot be loaded here.
     """
     name = (artifact.key, artifact.sha256)
     with _lock:
@@ -108,6 +109,7 @@ def load(artifact: Artifact) -> LoadedKernel:
 
 def _load(artifact: Artifact) -> LoadedKernel:
     data = artifact.read_library()
+    linkage.require_own_libraries(data, artifact.where)
     tvm_ffi = _import_tvm_ffi()
     _provide_cudart(artifact)
     try:

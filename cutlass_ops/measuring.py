@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from cutlass_ops.config import Config, config_from_json, config_to_json
 from cutlass_ops.errors import MeasuringError
+from cutlass_ops.programs import Program
 from cutlass_ops.registry import OpSignature
 from cutlass_ops.tables import Measured, Problem, signature_to_json
 
@@ -61,7 +62,7 @@ class Measurer:
         self._device = device
         self._silence = silence
         self._command = (*command, str(device))
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Program | None = None
         self._events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
 
     def __enter__(self) -> Measurer:
@@ -75,8 +76,7 @@ class Measurer:
         process, self._process = self._process, None
         if process is None:
             return
-        process.kill()
-        process.wait()
+        process.end()
         for stream in (process.stdin, process.stdout):
             if stream is not None:
                 with contextlib.suppress(OSError):
@@ -156,11 +156,13 @@ class Measurer:
         if self._process is not None:
             return
         self._events = queue.SimpleQueue()
-        # An interrupt from the terminal is for this process, which ends the worker; if this process is killed, the
-        # worker's standard input ends, and so does the worker.
-        self._process = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, start_new_session=True
-        )
+        # An interrupt from the terminal is for this process, which ends the worker.
+        try:
+            self._process = Program(
+                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8", bufsize=1
+            )
+        except OSError as exc:
+            raise MeasuringError(f"no process to measure in: {exc}") from None
         assert self._process.stdout is not None
         threading.Thread(target=_forward, args=(self._process.stdout, self._events), daemon=True).start()
         if self._next(_START) != {"event": "ready"}:

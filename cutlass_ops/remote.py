@@ -57,7 +57,7 @@ def compile_source(declaration: Mapping[str, Any], source: str, identity: Mappin
         )
     with tempfile.TemporaryDirectory(prefix="cutlass_ops.") as folder:
         place = Path(folder)
-        (place / SOURCE).write_text(source)
+        (place / SOURCE).write_text(source, encoding="utf-8")
         try:
             compiled = compile_kernel(place, SOURCE, LIBRARY, arch.target(spec.target), toolchain)
         except CompileError as exc:

@@ -330,7 +330,7 @@ def load(name: str) -> Catalogue:
 
 def _from_toml(path: Path) -> Catalogue:
     try:
-        data = tomllib.loads(path.read_text())
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
         with _importing_from(path.parent):
             return _catalogue(data, path.parent)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, ConfigError) as exc:

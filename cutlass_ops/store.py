@@ -294,7 +294,7 @@ class KernelStore:
             self.discard(folder)
             self._sweep(held=key)
             folder.mkdir(mode=0o700)
-            (folder / SOURCE).write_text(source)
+            (folder / SOURCE).write_text(source, encoding="utf-8")
         return folder
 
     def publish(
@@ -332,7 +332,7 @@ class KernelStore:
             "library_version": _resources.library_version(),
         }
         with self.writing():
-            (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+            (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n", encoding="utf-8")
             _keep_only(folder, (LIBRARY, SOURCE, MANIFEST))
             entry = self._entry(key)
             self._folder(f"v{FORMAT}", entry.parent.name)

@@ -10,12 +10,12 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cutlass_ops import _env
+from cutlass_ops import _env, programs
 from cutlass_ops.errors import ToolchainError
 
 # sm_90a's instructions and C++17 in device code; 13.0 and 13.5 are what is tested.
@@ -23,16 +23,21 @@ MIN_NVCC = (12, 4)
 
 _INSTALL = 'pip install "cutlass_ops[toolkit]"'
 
-# They change what nvcc or the host compiler reads or does without being seen in the command, and so in the key.
-_HIDDEN_INPUTS = (
-    "NVCC_PREPEND_FLAGS",
-    "NVCC_APPEND_FLAGS",
-    "NVCC_CCBIN",
-    "CPATH",
-    "C_INCLUDE_PATH",
-    "CPLUS_INCLUDE_PATH",
-    "LIBRARY_PATH",
-)
+# What g++ starts: cc1plus and the two that a folder on PATH may hold as well, as and ld.
+_HOST_PROGRAMS = ("cc1plus", "collect2", "as", "ld")
+_NVCC_PROGRAMS = ("cicc", "ptxas", "fatbinary")
+# Parts of CUDA that come apart from nvcc say so here.
+_CUDA_VERSIONS = ("cuda_runtime_api.h", "cuda/std/__cccl/version.h")
+
+TEMPORARY = "tmp"  # folder of a compiler's temporary files, in the folder that it runs in
+_TIMEOUT = 60.0  # seconds in which a compiler says what it is
+
+_WHOLE = 8 << 20  # bytes
+_END = 256 << 10  # bytes
+
+# What a shell changes: within double quotes, and without. No path needs control characters.
+_NOT_LITERAL = re.compile(r'["$`\\\x00-\x1f\x7f]')
+_NOT_BARE = re.compile(r"[^\w@%+=:,./\x80-\U0010ffff-]", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,12 @@ class Toolchain:
         The C++ compiler behind nvcc.
     host_version : str
         First line of what it says about its version.
+    nvcc_digest, host_digest : str
+        Of the programs that each consists of, which may come from several packages or folders.
+    parts : tuple of (Path, tuple of int)
+        Files that were read for these digests, or names on PATH, each with what shows that it is still the same.
+    path : str
+        The ``PATH`` that all of them are found by, and run with.
     cutlass_dir : Path
         Folder that holds CUTLASS's ``include`` and ``tools``.
     cutlass_version : str
@@ -75,6 +86,10 @@ class Toolchain:
     cudart: Path | None
     host_compiler: Path
     host_version: str
+    nvcc_digest: str
+    host_digest: str
+    parts: tuple[tuple[Path, tuple[int, ...]], ...]
+    path: str
     cutlass_dir: Path
     cutlass_version: str
     tvm_ffi_dir: Path
@@ -83,11 +98,16 @@ class Toolchain:
     nvdisasm: Path | None
 
     @property
+    def unchanged(self) -> bool:
+        """Whether all that was examined is still the same."""
+        return all(_stamp(part, self.path) == stamp for part, stamp in self.parts)
+
+    @property
     def identity(self) -> dict[str, str]:
-        """The versions that decide the machine code: part of a kernel's key, and free of machine paths."""
+        """The versions and digests that decide the machine code: part of a kernel's key, and free of machine paths."""
         return {
-            "nvcc": self.nvcc_version,
-            "host_compiler": self.host_version,
+            "nvcc": f"{self.nvcc_version}+{self.nvcc_digest}",
+            "host_compiler": f"{self.host_version}+{self.host_digest}",
             "cutlass": self.cutlass_version,
             "tvm_ffi": self.tvm_ffi_version,
         }
@@ -104,11 +124,24 @@ def find_toolchain() -> Toolchain:
     ToolchainError
         If a part is missing or unusable; the message says what to install or set.
     """
-    nvcc, source = _find_nvcc()
-    return _examine(nvcc, source, _find_host_compiler(), _env.cutlass_dir())
+    path = _search_path()
+    nvcc, source = _find_nvcc(path)
+    inputs = (nvcc, source, _find_host_compiler(path), _env.cutlass_dir(), path)
+    found = _examine(*inputs)
+    if not found.unchanged:
+        # A compiler was installed meanwhile, under the same name.
+        _examine.cache_clear()
+        found = _examine(*inputs)
+    return found
 
 
-def _find_nvcc() -> tuple[Path, str]:
+def _search_path() -> str:
+    # What is relative means another folder wherever a compiler runs.
+    folders = (os.environ.get("PATH") or os.defpath).split(os.pathsep)
+    return os.pathsep.join(folder for folder in folders if os.path.isabs(folder))
+
+
+def _find_nvcc(path: str) -> tuple[Path, str]:
     named = _env.nvcc()
     if named is not None:
         if not os.access(named, os.X_OK):
@@ -116,8 +149,8 @@ def _find_nvcc() -> tuple[Path, str]:
         return named, _env.NVCC.name
     for name, home in _env.cuda_homes():
         if os.access(home / "bin" / "nvcc", os.X_OK):
-            return home / "bin" / "nvcc", name
-    on_path = shutil.which("nvcc")
+            return (home / "bin" / "nvcc").absolute(), name
+    on_path = shutil.which("nvcc", path=path)
     if on_path is not None:
         return Path(on_path), "PATH"
     for folder in _wheel_bins():
@@ -136,10 +169,10 @@ def _wheel_bins() -> Iterator[Path]:
         yield from sorted(Path(root).glob("cu[0-9]*/bin"), reverse=True)
 
 
-def _find_host_compiler() -> Path:
+def _find_host_compiler(path: str) -> Path:
     named = _env.host_compiler()
     command = "g++" if named is None else os.path.join(named, "g++") if os.path.isdir(named) else named
-    found = shutil.which(command)
+    found = shutil.which(command, path=path)
     if found is None:
         hint = f"{_env.NVCC_CCBIN.name} names {named!r}" if named else "install it (Debian: apt-get install g++)"
         raise ToolchainError(f"no C++ compiler: {command} is not there; {hint}")
@@ -147,10 +180,24 @@ def _find_host_compiler() -> Path:
 
 
 @functools.lru_cache(maxsize=8)
-def _examine(nvcc: Path, source: str, host: Path, cutlass: Path | None) -> Toolchain:
-    version = _nvcc_version(nvcc)
-    settings = _nvcc_settings(nvcc, host)
+def _examine(nvcc: Path, source: str, host: Path, cutlass: Path | None, path: str | None = None) -> Toolchain:
+    path = _search_path() if path is None else path
+    require_literal(nvcc, f"{source} has nvcc in a folder", f"name another in {_env.NVCC.name}")
+    require_literal(host, f"{_env.NVCC_CCBIN.name}, or PATH, gives the host compiler", "name a link to it there")
+    try:
+        with tempfile.TemporaryDirectory(prefix="cutlass_ops.") as folder:
+            require_literal(Path(folder), "temporary files lie in", "set TMPDIR to another folder")
+            return _examined(_Ask(Path(folder), path), nvcc, source, host, cutlass)
+    except OSError as exc:
+        raise ToolchainError(f"{nvcc} and {host} cannot be examined: {exc}") from None
+
+
+def _examined(ask: _Ask, nvcc: Path, source: str, host: Path, cutlass: Path | None) -> Toolchain:
+    version = _nvcc_version(nvcc, ask)
+    settings = _nvcc_settings(nvcc, host, ask)
     top = Path(settings["TOP"]).resolve()
+    for folder in (Path(settings["TOP"]), *_named(settings, ("INCLUDES", "SYSTEM_INCLUDES"))):
+        require_literal(folder / "x", f"{nvcc} has parts in a folder", f"name another in {_env.NVCC.name}")
     include_dirs = _folders(settings, ("INCLUDES", "SYSTEM_INCLUDES"), top / "include")
     lib_dirs = _folders(settings, ("LIBRARIES",), top / "lib64", top / "lib")
     # Distributions put CUDA's headers among the system's.
@@ -159,15 +206,27 @@ def _examine(nvcc: Path, source: str, host: Path, cutlass: Path | None) -> Toolc
             raise ToolchainError(f"{nvcc} comes without the CUDA header {header}. Install a whole set with: {_INSTALL}")
     cutlass_dir, cutlass_version = _find_cutlass(cutlass)
     tvm_ffi_dir, tvm_ffi_version = _find_tvm_ffi()
+    cudart = _find_cudart(lib_dirs)
+    host_version = _host_version(host, ask)
+    nvcc_parts = [nvcc, *_nvcc_parts(nvcc, settings, top, ask.path), *_cuda_versions(include_dirs)]
+    if cudart is not None:
+        nvcc_parts.append(cudart)
+    host_parts = [host, *_host_parts(host, ask)]
+    # Before they are read: what changes meanwhile is seen the next time.
+    parts = tuple((part, _stamp(part, ask.path)) for part in (*nvcc_parts, *host_parts))
     return Toolchain(
         nvcc=nvcc,
         source=source,
         nvcc_version=version,
         include_dirs=include_dirs,
         lib_dirs=lib_dirs,
-        cudart=_find_cudart(lib_dirs),
+        cudart=cudart,
         host_compiler=host,
-        host_version=_host_version(host),
+        host_version=host_version,
+        nvcc_digest=_digest(nvcc_parts, ask.path),
+        host_digest=_digest(host_parts, ask.path),
+        parts=parts,
+        path=ask.path,
         cutlass_dir=cutlass_dir,
         cutlass_version=cutlass_version,
         tvm_ffi_dir=tvm_ffi_dir,
@@ -177,8 +236,32 @@ def _examine(nvcc: Path, source: str, host: Path, cutlass: Path | None) -> Toolc
     )
 
 
-def _host_version(host: Path) -> str:
-    text = _output([str(host), "--version"])
+def require_literal(path: Path, what: str, remedy: str) -> None:
+    """Refuse a path that a shell would change: nvcc has one run its parts.
+
+    Folders stand in double quotes there, and the host compiler's own name bare.
+
+    Parameters
+    ----------
+    path : Path
+        The path.
+    what, remedy : str
+        What it is and what to do, for the message.
+
+    Raises
+    ------
+    ToolchainError
+        With the character that is not taken as it stands.
+    """
+    found = _NOT_LITERAL.search(str(path)) or _NOT_BARE.search(path.name)
+    if found is not None:
+        raise ToolchainError(
+            f"{what} {str(path)!r}: nvcc gives it to a shell, which would not take {found[0]!r} as it stands; {remedy}"
+        )
+
+
+def _host_version(host: Path, ask: _Ask) -> str:
+    text = ask([str(host), "--version"])
     # It reads CUTLASS's device code as host code, which takes GCC's -fpermissive.
     if "Free Software Foundation" not in text:
         raise ToolchainError(
@@ -188,8 +271,79 @@ def _host_version(host: Path) -> str:
     return text.partition("\n")[0]
 
 
-def _nvcc_version(nvcc: Path) -> str:
-    text = _output([str(nvcc), "--version"])
+def _host_parts(host: Path, ask: _Ask) -> Iterator[Path]:
+    # At once, as each process that is started takes its time.
+    each = 'for name do "$0" -print-prog-name="$name" || exit; done'
+    answers = ask(["/bin/sh", "-c", each, str(host), *_HOST_PROGRAMS]).splitlines()
+    if len(answers) != len(_HOST_PROGRAMS):
+        raise ToolchainError(f"{host} does not say where its {', '.join(_HOST_PROGRAMS)} are: {answers}")
+    for name, answer in zip(_HOST_PROGRAMS, answers, strict=True):
+        # A bare name says that it is looked for on PATH, each time anew.
+        if shutil.which(answer, path=ask.path) is None:
+            raise ToolchainError(f"{host} finds no {name}: install the rest of GCC and binutils")
+        yield Path(answer)
+
+
+def _nvcc_parts(nvcc: Path, settings: Mapping[str, str], top: Path, path: str) -> Iterator[Path]:
+    here = Path(settings.get("_HERE_", top / "bin"))
+    # As nvcc has it: its own folders come first.
+    folders = (settings.get("CICC_PATH", top / "nvvm" / "bin"), settings.get("PATH", f"{here}{os.pathsep}{path}"))
+    for name in _NVCC_PROGRAMS:
+        found = shutil.which(name, path=os.pathsep.join(map(str, folders)))
+        if found is None:
+            raise ToolchainError(f"{nvcc} comes without {name}. Install a whole set with: {_INSTALL}")
+        yield Path(found)
+    libdevice = Path(settings.get("NVVMIR_LIBRARY_DIR", top / "nvvm" / "libdevice"))
+    # The nvcc that was found may be a script that starts the real one.
+    for part in (here / "nvcc", here / "nvcc.profile", *sorted(libdevice.glob("*.bc"))):
+        if part.is_file():
+            yield part
+
+
+def _cuda_versions(include_dirs: Sequence[Path]) -> Iterator[Path]:
+    for header in _CUDA_VERSIONS:
+        found = (folder / header for folder in (*include_dirs, Path("/usr/include")) if (folder / header).is_file())
+        yield from list(found)[:1]
+
+
+def _located(part: Path, path: str) -> Path | None:
+    found = part if part.is_absolute() else shutil.which(part, path=path)
+    return None if found is None else Path(found)
+
+
+def _stamp(part: Path, path: str) -> tuple[int, ...]:
+    """Return what shows that a file is still the same, in this process."""
+    where = _located(part, path)
+    try:
+        info = None if where is None else where.stat()
+    except OSError:
+        info = None
+    return () if info is None else (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
+
+
+def _digest(parts: Iterable[Path], path: str) -> str:
+    """Return a digest of what programs are; where they lie and since when differs from machine to machine.
+
+    Of large ones their size and both ends count. What PATH can exchange, and every script, is small and read whole.
+    cc1plus, cicc and ptxas have up to 200 MB, which take longer to read than all else before a compilation; another
+    build of them has another size or other ends.
+    """
+    digest = hashlib.sha256()
+    for where in (_located(part, path) for part in parts):
+        if where is None:
+            continue
+        with where.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            digest.update(f"{size}\0".encode())
+            if size > _WHOLE:
+                digest.update(file.read(_END))
+                file.seek(-_END, os.SEEK_END)
+            digest.update(file.read())
+    return digest.hexdigest()[:16]
+
+
+def _nvcc_version(nvcc: Path, ask: _Ask) -> str:
+    text = ask([str(nvcc), "--version"])
     match = re.search(r"\bV(\d+)\.(\d+)\.(\d+)", text)
     if match is None:
         raise ToolchainError(f"{nvcc} --version names no version: {text.strip()!r}")
@@ -199,20 +353,24 @@ def _nvcc_version(nvcc: Path) -> str:
     return match[0][1:]
 
 
-def _nvcc_settings(nvcc: Path, host: Path) -> dict[str, str]:
+def _nvcc_settings(nvcc: Path, host: Path, ask: _Ask) -> dict[str, str]:
     """Ask nvcc where its parts are: its own path may be a link or a script that starts the real one."""
     command = [str(nvcc), f"-ccbin={host}", "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull]
-    settings = dict(re.findall(r"^#\$ (\w+)=(.*)$", _output(command), re.MULTILINE))
+    settings = dict(re.findall(r"^#\$ (\w+)=(.*)$", ask(command), re.MULTILINE))
     if "TOP" not in settings:
         raise ToolchainError(f"{nvcc} --dryrun does not say where its toolkit is")
     return settings
 
 
-def _folders(settings: Mapping[str, str], names: Sequence[str], *more: Path) -> tuple[Path, ...]:
+def _named(settings: Mapping[str, str], names: Sequence[str]) -> list[Path]:
     words = [word for name in names for word in shlex.split(settings.get(name, ""))]
-    given = [Path(re.sub(r"^-[IL]", "", word)) for word in words if word != "-isystem"]
+    return [Path(re.sub(r"^-[IL]", "", word)) for word in words if word != "-isystem"]
+
+
+def _folders(settings: Mapping[str, str], names: Sequence[str], *more: Path) -> tuple[Path, ...]:
     # Stubs satisfy a linker and no program.
-    found = (folder.resolve() for folder in (*given, *more) if folder.is_dir() and folder.name != "stubs")
+    given = (*_named(settings, names), *more)
+    found = (folder.resolve() for folder in given if folder.is_dir() and folder.name != "stubs")
     return tuple(dict.fromkeys(found))
 
 
@@ -237,19 +395,20 @@ def _find_cutlass(named: Path | None) -> tuple[Path, str]:
     header = folder / "include" / "cutlass" / "version.h"
     if not header.is_file():
         raise ToolchainError(f"{where}, which has no include/cutlass/version.h")
-    found = dict(re.findall(r"#define CUTLASS_(MAJOR|MINOR|PATCH)\s+(\d+)", header.read_text()))
+    text = header.read_text(encoding="utf-8", errors="replace")
+    found = dict(re.findall(r"#define CUTLASS_(MAJOR|MINOR|PATCH)\s+(\d+)", text))
     if len(found) != 3:
         raise ToolchainError(f"{header} names no version of CUTLASS")
     version = ".".join(found[part] for part in ("MAJOR", "MINOR", "PATCH"))
     # A released package is what its version says; a user's checkout may be edited.
-    return folder, version if named is None else f"{version}+{_digest(folder)}"
+    return folder, version if named is None else f"{version}+{_headers_digest(folder)}"
 
 
-def _digest(cutlass: Path) -> str:
+def _headers_digest(cutlass: Path) -> str:
     digest = hashlib.sha256()
     for root in (cutlass / "include", cutlass / "tools" / "util" / "include"):
         for path in sorted(root.rglob("*.h*")):
-            digest.update(f"{path.relative_to(cutlass)}\0".encode() + path.read_bytes())
+            digest.update(os.fsencode(path.relative_to(cutlass)) + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -266,26 +425,31 @@ def _find_tool(name: str, top: Path) -> Path | None:
     return next((path for path in candidates if os.access(path, os.X_OK)), None)
 
 
-def _output(command: Sequence[str]) -> str:
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=environment(),
-            encoding="utf-8",
-            errors="replace",
-            timeout=60,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as exc:
-        raise ToolchainError(f"{command[0]} cannot be run: {exc}") from None
-    if done.returncode != 0:
-        raise ToolchainError(f"{shlex.join(command)} failed ({done.returncode}): {done.stdout.strip()[-500:]}")
-    return done.stdout
+@dataclass(frozen=True)
+class _Ask:
+    """Runs programs that say what they are, in a folder of their own."""
+
+    folder: Path
+    path: str
+
+    def __call__(self, command: Sequence[str]) -> str:
+        (self.folder / TEMPORARY).mkdir(exist_ok=True)
+        try:
+            status, said = programs.ask(command, _TIMEOUT, cwd=self.folder, env=environment(self.path))
+        except OSError as exc:
+            raise ToolchainError(f"{command[0]} cannot be run: {exc}") from None
+        if status != 0:
+            raise ToolchainError(f"{shlex.join(command)} failed ({status}): {said.strip()[-500:]}")
+        return said
 
 
-def environment() -> dict[str, str]:
-    """Return the environment that compilers run in."""
-    return {k: v for k, v in os.environ.items() if k not in _HIDDEN_INPUTS} | {"LC_ALL": "C"}
+def environment(path: str) -> dict[str, str]:
+    """Return the environment that compilers run in: all of it, since any other variable may be one that they read.
+
+    Parameters
+    ----------
+    path : str
+        ``PATH``, as :attr:`Toolchain.path` has it.
+    """
+    # nvcc has a shell expand TMPDIR, and a relative one says nothing of this machine.
+    return {"PATH": path, "TMPDIR": TEMPORARY, "LC_ALL": "C"}

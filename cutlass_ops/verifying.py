@@ -8,15 +8,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from cutlass_ops import arch, elf, legality, sass, tables
+from cutlass_ops import arch, elf, legality, linkage, sass, tables
 from cutlass_ops.bundle import Bundle, open_bundle
 from cutlass_ops.errors import BundleError, CompileError, CutlassOpsError
 from cutlass_ops.loader import SYMBOLS
 from cutlass_ops.manifest import KernelRecord
 
 _PREFIX = "__tvm_ffi_"
-# What a kernel may ask the dynamic linker for: the C and C++ runtimes, tvm-ffi and the CUDA runtime.
-_LIBRARIES = ("libtvm_ffi.so", "libcudart.so.", "libstdc++.so.", "libgcc_s.so.", "libm.so.", "libc.so.", "ld-linux-")
 
 
 @dataclass(frozen=True)
@@ -108,9 +106,10 @@ def _check_library(bundle: Bundle, record: KernelRecord) -> None:
         raise BundleError("its machine code does not hold the instructions that the manifest counts")
     try:
         _require_targets(data, record.spec.target)
-        _require_linkage(data)
+        _require_exports(data)
     except (struct.error, IndexError, UnicodeDecodeError) as exc:
         raise CompileError(f"it is no shared library: {exc}") from None
+    linkage.require_own_libraries(data, "it", BundleError)
 
 
 def _require_targets(data: bytes, target: str) -> None:
@@ -121,11 +120,8 @@ def _require_targets(data: bytes, target: str) -> None:
         raise BundleError(f"its machine code is for {names or 'no GPU'}, and the manifest says {target}")
 
 
-def _require_linkage(data: bytes) -> None:
-    exported, needed = elf.exports(data), elf.needed(data)
+def _require_exports(data: bytes) -> None:
+    exported = elf.exports(data)
     missing = [name for name in SYMBOLS if _PREFIX + name not in exported]
     if missing:
         raise BundleError(f"it does not export {', '.join(_PREFIX + name for name in missing)}")
-    foreign = [name for name in needed if not name.startswith(_LIBRARIES)]
-    if foreign:
-        raise BundleError(f"it needs {', '.join(foreign)}, which no kernel does")

@@ -19,7 +19,7 @@ Emit = Callable[..., None]
 def main() -> None:
     """Serve jobs until standard input ends."""
     # What any library prints must not come between the events.
-    events = os.fdopen(os.dup(1), "w")
+    events = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
     def emit(event: str, **fields: Any) -> None:

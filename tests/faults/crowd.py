@@ -5,13 +5,19 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import threading
+import time
 from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
+from signatures import signature
 
+from cutlass_ops import arch, executors
 from cutlass_ops.builder import build_artifact, build_many
+from cutlass_ops.compiler import compile_kernel
+from cutlass_ops.measuring import Measurer
 from cutlass_ops.store import KernelStore, open_entry
 from cutlass_ops.toolchain import Toolchain
 
@@ -60,3 +66,58 @@ def visible(store: KernelStore) -> list[bytes]:
 
 def left_over(store: KernelStore) -> list[str]:
     return [p.name for folder in ("tmp", "failed") for p in (store.root / folder).glob("*")]
+
+
+def compile_until_ended(folder: Path, toolchain: Toolchain) -> None:
+    compile_kernel(folder, "kernel.cu", "kernel.so", arch.target("sm_80"), toolchain)
+
+
+def compile_and_exit(folder: Path, toolchain: Toolchain) -> None:
+    """End without a word to anybody, while a thread compiles."""
+    threading.Thread(target=compile_until_ended, args=(folder, toolchain), daemon=True).start()
+    groups_in(folder)
+    os._exit(0)
+
+
+def compile_beside_a_fork(folder: Path, toolchain: Toolchain) -> None:
+    """Have a fork that outlives this process, as a program with workers may."""
+    threading.Thread(target=compile_until_ended, args=(folder, toolchain), daemon=True).start()
+    groups_in(folder)
+    fork = os.fork()
+    if fork == 0:
+        time.sleep(60)
+        os._exit(0)
+    (folder / "fork.new").write_text(str(fork))
+    (folder / "fork.new").rename(folder / "fork")
+    time.sleep(60)
+
+
+def compile_elsewhere(root: Path, nvcc: str, host: str) -> None:
+    os.environ.update(CUTLASS_OPS_NVCC=nvcc, NVCC_CCBIN=host, CUTLASS_OPS_PROGRESS="0")
+    with executors.named("processes:1") as pool:
+        build_many(SPECS[:1], store=KernelStore(root), executor=pool)
+
+
+def measure_until_ended(folder: Path) -> None:
+    """Measure in a worker that hangs, and has started a process of its own."""
+    worker = f"""
+import json, os, subprocess, time
+subprocess.Popen(["sleep", "60"])
+print(json.dumps({{"event": "ready"}}), flush=True)
+input()
+for name in ("device.new", "host.new"):
+    open(os.path.join({str(folder)!r}, name), "w").write(str(os.getpgrp()))
+    os.rename(os.path.join({str(folder)!r}, name), os.path.join({str(folder)!r}, name[:-4]))
+time.sleep(60)
+"""
+    with Measurer(command=(sys.executable, "-c", worker)) as measurer:
+        measurer.measure(signature(), (1, 1, 1), dict.fromkeys([SPECS[0].config], folder), rounds=1)
+
+
+def groups_in(folder: Path) -> list[int]:
+    """The process groups of both compilers that work in a folder, once they are there."""
+    deadline = time.monotonic() + 60
+    while not all((folder / name).exists() for name in ("device", "host")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return [int((folder / name).read_text()) for name in ("device", "host")]

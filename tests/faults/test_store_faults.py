@@ -49,7 +49,7 @@ def test_killed_at_200_random_moments(tmp_path, store, processes):
     store.clean()
     seen = set()
     for kill in range(KILLS):
-        # Every other time the compilers die with their builder; else they go on writing into a folder that is nobody's.
+        # Every other time all of the builder's group dies at once. Its compilers are killed a moment later.
         group = kill % 2 == 0
         target = crowd.build_all_in_a_session_of_its_own if group else crowd.build_all
         child = processes.Process(target=target, args=(store.root, toolchain))

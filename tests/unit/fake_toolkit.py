@@ -21,6 +21,7 @@ case " $* " in
     *" --version "*) cat "$here/version"; exit $?;;
     *" --dryrun "*) echo "#\\$ TOP=$here/bin/.."; exit 0;;
 esac
+all="$*"
 while [ $# -gt 0 ]; do [ "$1" = -o ] && out=$2; last=$1; shift; done
 echo "$last" >> "$here/count"
 . "$here/behaviour"
@@ -28,6 +29,7 @@ echo "$last" >> "$here/count"
 
 _HOST = """#!/bin/sh
 case " $* " in
+    *" -print-prog-name="*) echo "$(cd "$(dirname "$0")" && pwd)/${1#*=}"; exit 0;;
     *" --version "*) echo "g++ 1.0"; echo "Copyright (C) Free Software Foundation, Inc."; exit 0;;
 esac
 link=
@@ -48,17 +50,31 @@ ptxas info    : Compile time = 72.899 ms
 
 
 def elf(machine: int, sections: dict[str, bytes], tail: bytes = b"", flags: int = 0) -> bytes:
-    """An ELF64 file with these sections, those named ``.text`` executable, and ``tail`` behind it."""
+    """An ELF64 file with these sections, those named ``.text`` executable, and ``tail`` behind it.
+
+    It has segments as the dynamic linker reads them, which refuses it for its type: it would run what is no code.
+    """
     names = b"\0" + b"".join(name.encode() + b"\0" for name in (*sections, ".names"))
-    count, body, headers = len(sections) + 1, b"", b""
+    count, body, headers, places = len(sections) + 1, b"", b"", {}
+    start = 64 + 64 * count + 2 * 56
     for name, data in (*sections.items(), (".names", names)):
-        at, place = names.index(b"\0" + name.encode() + b"\0") + 1, 64 + 64 * count + len(body)
+        at, place = names.index(b"\0" + name.encode() + b"\0") + 1, start + len(body)
+        places[name] = place
+        if name == ".dynamic":
+            data += struct.pack("<QQQQ", 5, places[".dynstr"], 0, 0)
         kind = 6 if name.startswith(".text") else 2
         headers += struct.pack("<IIQQQQIIQQ", at, 1, kind, 0, place, len(data), 0, 0, 1, 0)
         body += data
+    size, dynamic = start + len(body), places.get(".dynamic")
+    segments = struct.pack("<IIQQQQQQ", 1, 5, 0, 0, 0, size, size, 4096)
+    segments += struct.pack(
+        "<IIQQQQQQ", *((0,) * 8 if dynamic is None else (2, 6, dynamic, dynamic, dynamic, 16, 16, 8))
+    )
     ident = b"\x7fELF\x02\x01\x01"
-    header = struct.pack("<16sHHIQQQIHHHHHH", ident, 1, machine, 1, 0, 0, 64, flags, 64, 0, 0, 64, count, count - 1)
-    return header + headers + body + tail
+    header = struct.pack(
+        "<16sHHIQQQIHHHHHH", ident, 1, machine, 1, 0, 64 + 64 * count, 64, flags, 64, 56, 2, 64, count, count - 1
+    )
+    return header + headers + segments + body + tail
 
 
 def parameter(size: int) -> bytes:
@@ -69,15 +85,16 @@ def parameter(size: int) -> bytes:
     )
 
 
-def linkage(exports: tuple[str, ...], needed: tuple[str, ...]) -> dict[str, bytes]:
-    """Sections that say what a shared library defines and what it needs."""
+def linkage(exports: tuple[str, ...], needed: tuple[str, ...], search: dict[int, str]) -> dict[str, bytes]:
+    """Sections that say what a shared library defines, what it needs, and where that is looked for, by tag."""
     names, at = b"\0", {}
-    for name in (*exports, *needed):
+    for name in (*exports, *needed, *search.values()):
         at[name] = len(names)
         names += name.encode() + b"\0"
     symbols = b"".join(struct.pack("<IBBHQQ", at[name], 0x12, 0, 1, 0, 0) for name in exports)
     entries = b"".join(struct.pack("<QQ", 1, at[name]) for name in needed)
-    return {".dynsym": bytes(24) + symbols, ".dynstr": names, ".dynamic": entries + bytes(16)}
+    entries += b"".join(struct.pack("<QQ", tag, at[name]) for tag, name in search.items())
+    return {".dynsym": bytes(24) + symbols, ".dynstr": names, ".dynamic": entries}
 
 
 EXPORTS = ("__tvm_ffi_launch", "__tvm_ffi_workspace_size", "__tvm_ffi_describe")
@@ -91,11 +108,12 @@ def library(
     sm: int = 80,
     exports: tuple[str, ...] = EXPORTS,
     needed: tuple[str, ...] = NEEDED,
+    search: dict[int, str] | None = None,
 ) -> bytes:
     """Something like a kernel's shared library, as far as the store and the proofs look at it."""
     code = b"".join(struct.pack("<QQ", 0xABCD_0000 | op, 0) for op in opcodes)
     image = elf(190, {".text.kernel": code, ".nv.info.kernel": parameter(device)}, b"tail", sm)
-    own = {".text": b"", ".cutlass_ops.kernel": struct.pack("<I", host), **linkage(exports, needed)}
+    own = {".text": b"", ".cutlass_ops.kernel": struct.pack("<I", host), **linkage(exports, needed, search or {})}
     return elf(62, own, image)
 
 
@@ -115,6 +133,11 @@ class FakeToolkit:
         self.host.parent.mkdir()
         self.host.write_text(_HOST)
         self.host.chmod(0o755)
+        programs = [root / "bin" / name for name in ("cicc", "ptxas", "fatbinary")]
+        programs += [self.host.parent / name for name in ("cc1plus", "collect2", "as", "ld")]
+        for program in programs:
+            program.write_text(program.name)
+            program.chmod(0o755)
         self.host_does('echo > "$out"')
         self.says_version("13.0.88")
         self.makes(library(HMMA, FFMA, HMMA))
@@ -136,6 +159,10 @@ class FakeToolkit:
     @property
     def compilations(self) -> int:
         return len((self.root / "count").read_text().splitlines())
+
+    def find_anew(self) -> Toolchain:
+        toolchain._examine.cache_clear()
+        return self.find()
 
     def find(self) -> Toolchain:
         return toolchain._examine(self.nvcc, "test", self.host, None)

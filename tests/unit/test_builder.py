@@ -129,6 +129,23 @@ def test_a_kernel_without_tensor_cores_is_not_published(store, toolkit, toolchai
     assert list(store.entries()) == []
 
 
+@pytest.mark.parametrize("wrong", [{"search": {29: "/opt/lib"}}, {"needed": ("libopt.so",)}])
+def test_a_library_that_has_others_loaded_is_not_published(store, toolkit, toolchain, wrong):
+    toolkit.makes(library(HMMA, **wrong))
+    with pytest.raises(CompileError, match=r"'/opt/lib' \(RPATH or RUNPATH\)|needs libopt\.so") as caught:
+        build_artifact(sm80_spec(), source="source", store=store, toolchain=toolchain)
+    assert f"source: {store.root}/failed/" in str(caught.value)
+    assert list(store.entries()) == []
+
+
+def test_a_store_in_a_path_that_a_shell_would_change(toolkit, toolchain, tmp_path):
+    store = KernelStore(tmp_path / "$(touch ran)")
+    with pytest.raises(ToolchainError, match=r"would not take '\$' as it stands; set CUTLASS_OPS_CACHE_DIR"):
+        build_artifact(sm80_spec(), source="source", store=store, toolchain=toolchain)
+    assert left_over(store) == []
+    assert toolkit.compilations == 0
+
+
 def test_a_compiler_that_makes_nothing(store, toolkit, toolchain):
     toolkit.does("exit 0")
     with pytest.raises(CompileError, match=r"nvcc made no kernel\.fatbin"):

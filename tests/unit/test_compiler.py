@@ -1,18 +1,34 @@
+import json
+import os
+import re
 import shlex
-import threading
-import time
+import shutil
+import subprocess
+import sys
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fake_toolkit import FakeToolkit
+from processes import ended
 
-from cutlass_ops import arch, compiler, toolchain
+from cutlass_ops import arch, compiler, elf, toolchain
 from cutlass_ops.compiler import compile_flags, compile_kernel
-from cutlass_ops.errors import CompileError
+from cutlass_ops.errors import CompileError, ToolchainError
+from cutlass_ops.toolchain import find_toolchain
 
 SM80 = arch.target("sm_80")
+
+# Each would change what a compiler or linker reads, runs or writes.
+HIDDEN = (
+    *("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "OBJC_INCLUDE_PATH", "LIBRARY_PATH", "LD_RUN_PATH"),
+    *("COMPILER_PATH", "GCC_EXEC_PREFIX", "GCC_COMPARE_DEBUG", "COLLECT_GCC", "LDEMULATION", "GNUTARGET", "ENV"),
+    *("DEPENDENCIES_OUTPUT", "SUNPRO_DEPENDENCIES", "SOURCE_DATE_EPOCH", "LD_LIBRARY_PATH", "LD_AUDIT", "BASH_ENV"),
+    *("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN", "CUDA_INC_PATH", "CICC_PATH", "CCACHE_PREFIX"),
+    *("LANG", "LC_CTYPE", "LANGUAGE", "HOME", "NIX_LDFLAGS", "NIX_CFLAGS_COMPILE", "CXXFLAGS", "TMP", "ANYTHING_ELSE"),
+)
 
 
 @pytest.fixture
@@ -55,18 +71,22 @@ def test_resources_are_read_from_the_log(folder, toolkit):
 
 
 def test_the_compiler_sees_links_and_no_hidden_inputs(folder, toolkit, monkeypatch):
-    for name in toolchain._HIDDEN_INPUTS:
+    for name in HIDDEN:
         monkeypatch.setenv(name, "smuggled")
-    monkeypatch.setenv("NVCC_CCBIN", "g++")
+    monkeypatch.setenv("PATH", f".:smuggled:{os.environ['PATH']}:")
+    chain = toolkit.find()
     sees = (
         "[ -f inc/cutlass/cutlass/cutlass.h ] && [ -f inc/tvm_ffi/tvm/ffi/c_api.h ] && [ -d inc/cutlass_ops ]"
         " && [ -f inc/cuda0/cuda_runtime.h ] && [ -f inc/cutlass_ops/cutlass_ops/image.S ]"
-        ' && [ -f lib/libtvm_ffi.so ] && [ -f lib/libcudart.so ] && [ "$TMPDIR" = "$PWD/tmp" ] && [ -d "$TMPDIR" ]'
-        ' && ! env | grep smuggled && echo > "$out"'
+        ' && [ -f lib/libtvm_ffi.so ] && [ -f lib/libcudart.so ] && [ "$TMPDIR" = tmp ] && [ -d tmp ]'
+        ' && env && ! env | grep smuggled && echo > "$out"'
     )
     toolkit.does(sees)
     toolkit.host_does(sees)
-    compile_(folder, toolkit)
+    compile_kernel(folder, "kernel.cu", "kernel.so", SM80, chain)
+    seen = {line.partition("=")[0] for line in (folder / "compile.log").read_text().splitlines() if line[:1] != "$"}
+    # A shell that is a compiler adds its own.
+    assert seen <= {"PATH", "TMPDIR", "LC_ALL", "PWD", "OLDPWD", "SHLVL", "_"}
 
 
 def test_the_systems_own_headers_are_not_put_first(folder, toolkit):
@@ -93,7 +113,182 @@ def test_an_error_in_the_hosts_half_ends_the_other_compiler(folder, toolkit):
     shown, command = str(caught.value).split("\n")
     assert shown == "kernel.cu:3:1: error: no"
     assert command.startswith(f"  command: cd {folder} && {toolkit.host} -xc++ ")
-    assert _ended(folder / "pid")
+    assert ended(int((folder / "pid").read_text()))
+
+
+# ---- Two environments, one key, the same bytes ---------------------------------------------------------------------
+
+PLAIN = 'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n'
+
+
+@pytest.fixture
+def real(tmp_path, monkeypatch):
+    """A fake nvcc beside the real g++, as and ld."""
+    kit = FakeToolkit(tmp_path / "real")
+    (kit.root / "lib" / "libcudart.so.13").unlink()
+    subprocess.run(
+        ["g++", "-shared", "-Wl,-soname,libcudart.so.13", "-o", kit.root / "lib" / "libcudart.so.13", "-xc++", "-"],
+        input=b"",
+        check=True,
+    )
+    kit.host = Path(shutil.which("g++"))
+    return kit
+
+
+def compiled(kit, folder):
+    folder.mkdir()
+    (folder / "kernel.cu").write_text(PLAIN)
+    chain = kit.find_anew()
+    compile_kernel(folder, "kernel.cu", "kernel.so", SM80, chain)
+    return chain.identity, (folder / "kernel.so").read_bytes()
+
+
+def _planted(folder, name, real):
+    """A program that leaves a mark, and then does what it should."""
+    folder.mkdir(exist_ok=True)
+    program = folder / name
+    program.write_text(f'#!/bin/sh\necho > {folder}/ran\nexec {real} "$@"\n')
+    program.chmod(0o755)
+
+
+def test_another_environment_gives_the_same_bytes(real, tmp_path, monkeypatch):
+    plain = compiled(real, tmp_path / "plain")
+    planted = tmp_path / "planted"
+    for name in ("as", "ld", "cc1plus", "collect2"):
+        _planted(planted, name, shutil.which(name) or "false")
+    (planted / "stdlib.h").write_text("#error another header\n")
+    for name in ("LD_RUN_PATH", "LIBRARY_PATH", "CPATH", "CPLUS_INCLUDE_PATH", "LD_LIBRARY_PATH"):
+        monkeypatch.setenv(name, str(planted))
+    monkeypatch.setenv("COMPILER_PATH", f"{planted}:")
+    monkeypatch.setenv("GCC_EXEC_PREFIX", f"{planted}/")
+    monkeypatch.setenv("DEPENDENCIES_OUTPUT", str(planted / "ran"))
+    monkeypatch.setenv("GCC_COMPARE_DEBUG", "1")
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")
+    monkeypatch.setenv("LC_ALL", "C.UTF-8")
+    assert compiled(real, tmp_path / "other") == plain
+    assert elf.search_paths(plain[1]) == []
+    assert not (planted / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["as", "ld"])
+def test_another_program_on_path_is_another_key(real, tmp_path, monkeypatch, name):
+    plain, _ = compiled(real, tmp_path / "plain")
+    planted = tmp_path / "planted"
+    _planted(planted, name, shutil.which(name))
+    monkeypatch.setenv("PATH", f"{planted}:{os.environ['PATH']}")
+    other, _ = compiled(real, tmp_path / "other")
+    assert (planted / "ran").exists()
+    assert other["host_compiler"] != plain["host_compiler"]
+    assert {**other, "host_compiler": ""} == {**plain, "host_compiler": ""}
+
+
+def test_compilers_run_with_the_path_that_they_were_found_by(real, tmp_path, monkeypatch):
+    chain = real.find_anew()
+    planted = tmp_path / "planted"
+    _planted(planted, "as", shutil.which("as"))
+    monkeypatch.setenv("PATH", f"{planted}:{os.environ['PATH']}")
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "kernel.cu").write_text(PLAIN)
+    compile_kernel(tmp_path / "work", "kernel.cu", "kernel.so", SM80, chain)
+    assert not (planted / "ran").exists()
+
+
+def test_a_compiler_that_is_exchanged_while_it_compiles(folder, toolkit):
+    toolkit.does('echo > "$here/bin/ptxas"; echo > "$out"')
+    with pytest.raises(ToolchainError, match="was exchanged while it compiled: start again"):
+        compile_(folder, toolkit)
+
+
+# ---- What a shell sees ---------------------------------------------------------------------------------------------
+
+SHELL = ("$(touch ran)", "`touch ran`", "$HOME", 'a"b', "a\\b", "a\nb")
+
+
+@pytest.mark.parametrize("name", SHELL)
+def test_a_path_that_a_shell_would_change_is_refused(toolkit, tmp_path, name, monkeypatch):
+    work = tmp_path / name / "work"
+    work.mkdir(parents=True)
+    (work / "kernel.cu").write_text("source")
+    with pytest.raises(ToolchainError, match=r"kernels are compiled in .*: nvcc gives it to a shell.*_CACHE_DIR"):
+        compile_(work, toolkit)
+    assert [path.name for path in work.iterdir()] == ["kernel.cu"]
+    assert toolkit.compilations == 0
+
+
+@pytest.mark.parametrize("name", ["a b", "it's", "a;b", "a&b", "*", "~", "#", "\u00fc\u4e2d", os.fsdecode(b"\xff")])
+def test_a_path_that_a_shell_leaves_alone_is_not(toolkit, tmp_path, name):
+    work = tmp_path / name / "work"
+    work.mkdir(parents=True)
+    (work / "kernel.cu").write_text("source")
+    compile_(work, toolkit)
+
+
+def test_nvcc_gets_no_absolute_path_but_that_of_the_compiler(folder, toolkit):
+    toolkit.does('echo "$TMPDIR $all" > args; echo > "$out"')
+    compile_(folder, toolkit)
+    seen = [word for word in (folder / "args").read_text().split() if "/" in word and not word.startswith("-Iinc/")]
+    assert seen == [f"-ccbin={toolkit.host}"]
+
+
+def test_what_the_real_nvcc_gives_to_a_shell(folder, tmp_path):
+    """Its commands name the toolkit, the host compiler and the working folder, which are checked, and nothing else."""
+    try:
+        chain = find_toolchain()
+    except ToolchainError as exc:
+        pytest.skip(str(exc))
+    (folder / "tmp").mkdir()
+    command = [chain.nvcc, f"-ccbin={chain.host_compiler}", "--dryrun", *compile_flags(SM80)["device"], "-o", "k"]
+    done = subprocess.run(
+        [*command, "kernel.cu"], cwd=folder, env=toolchain.environment(chain.path), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    top = re.search(r"^#\$ TOP=(.*)$", done.stderr, re.MULTILINE)[1]
+    text = "\n".join(line for line in done.stderr.splitlines() if not re.match(r"#\$ \w+=", line))
+    host = chain.host_compiler
+    for known in (f'"{folder}/kernel.cu"', f'"{host.parent}"/{host.name} ', f"{top}/", f"{os.path.normpath(top)}/"):
+        text = text.replace(known, "")
+    assert "cicc" in text
+    assert "tmp/tmpxft" in text
+    assert not re.findall(r'(?<=["= I])/\S+', text)
+
+
+# ---- What compilers say --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("encoding", "name"), [("ascii", "\u00fc"), ("latin-1", "\u4e2d"), ("utf-8", os.fsdecode(b"\xff\xfe"))]
+)
+def test_any_output_in_any_locale_is_an_error_that_can_be_printed(toolkit, tmp_path, encoding, name):
+    place = tmp_path / name
+    place.mkdir()
+    (place / "kernel.cu").write_text("source")
+    toolkit.does("printf 'kernel.cu(1): error: \\303\\274 \\377'; exit 1")
+    script = """
+import sys
+from pathlib import Path
+from cutlass_ops import arch, cli, compiler, toolchain
+
+kit, place = map(Path, sys.argv[1:3])
+chain = toolchain._examine(kit / "bin" / "nvcc", "test", kit / "host" / "g++", None)
+cli.app = lambda: compiler.compile_kernel(place, "kernel.cu", "kernel.so", arch.target("sm_80"), chain)
+cli.main()
+"""
+    locale = {"LC_ALL": "C", "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", script, toolkit.root, place, "--json"], env=os.environ | locale, capture_output=True
+    )
+    assert done.returncode == 3, done.stderr
+    assert b"error: kernel.cu(1): error: " in done.stderr
+    assert json.loads(done.stdout)["error"]["kind"] == "CompileError"
+    assert "error: \u00fc" in (place / "compile.log").read_text(encoding="utf-8")
+
+
+def test_a_path_that_is_no_text_can_be_printed():
+    error = CompileError(os.fsdecode(b"/tmp/\xff/kernel.cu: no"))
+    assert str(error).encode() == b"/tmp/\\udcff/kernel.cu: no"
+
+
+# ---- What goes wrong -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("does", ["does", "host_does"])
@@ -140,46 +335,56 @@ def test_slow_code_is_an_error(folder, toolkit, code):
         compile_(folder, toolkit)
 
 
-def _ended(pid_file):
-    pid = int(pid_file.read_text())
-    for _ in range(100):
-        try:
-            # A killed child of a killed parent may wait for init to take notice of it.
-            if Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] == "Z":
-                return True
-        except FileNotFoundError:
-            return True
-        time.sleep(0.01)
-    return False
+@pytest.fixture
+def late(folder, monkeypatch):
+    """Have time run out once the compiler has begun, which takes as long as it takes."""
+
+    def monotonic():
+        return 1000.0 if (folder / "pid").exists() and (folder / "pid").read_text() else 0.0
+
+    monkeypatch.setattr(compiler, "time", SimpleNamespace(monotonic=monotonic, sleep=compiler.time.sleep))
 
 
+@pytest.mark.usefixtures("late")
+def test_what_took_too_long_is_gone_at_once(folder, toolkit):
+    """Also where no init waits for what its parent left."""
+    toolkit.does("echo $$ > pid; exec sleep 60")
+    with pytest.raises(CompileError, match="ended after 10 s"):
+        compile_(folder, toolkit, timeout=10)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((folder / "pid").read_text()), 0)
+
+
+@pytest.mark.usefixtures("late")
 def test_timeout_ends_the_compiler_and_its_children(folder, toolkit):
     toolkit.does("(sleep 60 & echo $! > pid; wait)")
-    with pytest.raises(CompileError, match="ended after 0 s"):
-        compile_(folder, toolkit, timeout=0.2)
-    assert _ended(folder / "pid")
+    with pytest.raises(CompileError, match="ended after 10 s"):
+        compile_(folder, toolkit, timeout=10)
+    assert ended(int((folder / "pid").read_text()))
 
 
-def test_cancelling_ends_the_compiler(folder, toolkit):
+def test_cancelling_ends_the_compiler(folder, toolkit, monkeypatch):
     toolkit.does("sleep 60 & echo $! > pid; wait")
-    cancel = threading.Event()
-    timer = threading.Timer(0.2, cancel.set)
-    timer.start()
+    pid = folder / "pid"
+    cancel = SimpleNamespace(is_set=lambda: pid.exists() and pid.read_text() != "")
     with pytest.raises(CancelledError):
         compile_(folder, toolkit, cancel=cancel)
-    timer.join()
-    assert _ended(folder / "pid")
+    assert ended(int(pid.read_text()))
 
 
-def test_an_interrupt_ends_the_compiler(folder, toolkit, monkeypatch):
-    toolkit.does("sleep 60 & echo $! > pid; wait")
+def test_interrupts_end_both_compilers(folder, toolkit, monkeypatch):
+    """Another interrupt, while one compiler is ended, leaves none behind."""
+    hangs = "sleep 60 & echo $! > {0}.new; mv {0}.new {0}; wait"
+    toolkit.does(hangs.format("device"))
+    toolkit.host_does(hangs.format("host"))
+    pids = (folder / "device", folder / "host")
 
     def interrupt(_):
-        if (folder / "pid").exists() and (folder / "pid").read_text():
+        if all(path.exists() for path in pids):
             raise KeyboardInterrupt
 
     monkeypatch.setattr(compiler.time, "sleep", interrupt)
     with pytest.raises(KeyboardInterrupt):
         compile_(folder, toolkit)
     monkeypatch.undo()
-    assert _ended(folder / "pid")
+    assert all(ended(int(path.read_text())) for path in pids)

@@ -162,6 +162,13 @@ def test_not_a_library(put):
 
 
 @pytest.mark.usefixtures("_cudart")
+@pytest.mark.parametrize("wrong", [{"search": {15: "/opt/lib"}}, {"search": {29: ""}}, {"needed": ("libopt.so",)}])
+def test_a_library_that_has_others_loaded_is_never_opened(put, monkeypatch, wrong):
+    monkeypatch.setattr(loader, "_import_tvm_ffi", lambda: pytest.fail("it was opened"))
+    with pytest.raises(LoadError, match=r"RPATH or RUNPATH|needs libopt\.so"):
+        load(put(library(HMMA, **wrong)))
+
+
 def test_a_missing_function(put, host_library):
     with pytest.raises(LoadError, match="describe"):
         load(put(host_library("-DNO_DESCRIBE")))

@@ -2,8 +2,9 @@ import os
 
 import pytest
 from fake_toolkit import FakeToolkit
+from processes import ended
 
-from cutlass_ops import _env, arch, toolchain
+from cutlass_ops import _env, arch, programs, toolchain
 from cutlass_ops.errors import ToolchainError
 from cutlass_ops.toolchain import find_toolchain
 
@@ -17,7 +18,7 @@ def _bare(monkeypatch, tmp_path):
         monkeypatch.delenv(variable.name, raising=False)
     host = tmp_path / "host"
     host.mkdir()
-    for name in ("g++", "sh", "cat", "dirname", "sleep", "env"):
+    for name in ("g++", "as", "ld", "sh", "cat", "dirname", "sleep", "env"):
         (host / name).symlink_to(toolchain.shutil.which(name))
     monkeypatch.setenv("PATH", str(host))
     monkeypatch.setattr(toolchain, "_wheel_bins", lambda: iter(()))
@@ -65,8 +66,111 @@ def test_what_a_toolchain_says(toolkit, monkeypatch):
 def test_it_is_examined_once(toolkit, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", str(toolkit.root))
     chain = find_toolchain()
-    monkeypatch.setattr(toolchain, "_output", None)
+    monkeypatch.setattr(toolchain.programs, "ask", None)
     assert find_toolchain() is chain
+
+
+@pytest.mark.parametrize(
+    "name", ["bin/nvcc", "bin/ptxas", "bin/cicc", "host/ld", "host/cc1plus", "lib/libcudart.so.13"]
+)
+def test_a_part_that_is_exchanged_is_another_identity(toolkit, monkeypatch, name):
+    monkeypatch.setenv("CUDA_HOME", str(toolkit.root))
+    monkeypatch.setenv("NVCC_CCBIN", str(toolkit.host))
+    before = find_toolchain().identity
+    part = toolkit.root / name
+    part.write_text(part.read_text() + "\n# edited\n")
+    after = find_toolchain().identity
+    changed = [field for field in before if before[field] != after[field]]
+    assert changed == ["host_compiler" if name.startswith("host/") else "nvcc"]
+
+
+def test_a_large_part_is_known_by_size_and_ends(toolkit, monkeypatch):
+    monkeypatch.setattr(toolchain, "_WHOLE", 64)
+    monkeypatch.setattr(toolchain, "_END", 16)
+    part = toolkit.root / "bin" / "cicc"
+    seen = set()
+    for text in ("a" + "x" * 99, "x" * 99 + "a", "x" * 100, "x" * 101):
+        part.write_text(text)
+        seen.add(toolkit.find_anew().nvcc_digest)
+    assert len(seen) == 4
+
+
+def test_a_program_that_comes_first_on_path_while_this_process_runs(toolkit, monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_HOME", str(toolkit.root))
+    first = tmp_path / "first"
+    first.mkdir()
+    monkeypatch.setenv("PATH", f"{first}:{os.environ['PATH']}")
+    before = find_toolchain().identity
+    (first / "as").write_text(f'#!/bin/sh\nexec {toolchain.shutil.which("as")} "$@"\n')
+    (first / "as").chmod(0o755)
+    assert find_toolchain().identity != before
+
+
+def test_the_same_parts_elsewhere_are_the_same_identity(tmp_path):
+    assert FakeToolkit(tmp_path / "a").find().identity == FakeToolkit(tmp_path / "b" / "c").find().identity
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("bin/ptxas", "comes without ptxas"),
+        ("host/as", r"finds no as: install the rest of GCC and binutils"),
+    ],
+)
+def test_a_part_that_is_missing(toolkit, monkeypatch, name, what):
+    monkeypatch.setenv("CUDA_HOME", str(toolkit.root))
+    monkeypatch.setenv("NVCC_CCBIN", str(toolkit.host))
+    (toolkit.root / name).unlink()
+    with pytest.raises(ToolchainError, match=what):
+        find_toolchain()
+
+
+@pytest.mark.parametrize(
+    ("variable", "where", "what"),
+    [
+        ("CUDA_HOME", "cuda", "CUDA_HOME has nvcc in a folder .*CUTLASS_OPS_NVCC"),
+        ("CUTLASS_OPS_NVCC", "cuda/bin/nvcc", "CUTLASS_OPS_NVCC has nvcc in a folder"),
+        ("NVCC_CCBIN", "cuda/host/g++", "NVCC_CCBIN, or PATH, gives the host compiler"),
+        ("TMPDIR", "cuda", "temporary files lie in .*set TMPDIR"),
+    ],
+)
+def test_paths_that_a_shell_would_change(toolkit, monkeypatch, tmp_path, variable, where, what):
+    (tmp_path / "$(touch ran)").mkdir()
+    FakeToolkit(tmp_path / "$(touch ran)" / "cuda")
+    monkeypatch.setattr(toolchain.tempfile, "tempdir", None)
+    monkeypatch.setenv("CUDA_HOME", str(toolkit.root))
+    monkeypatch.setenv(variable, str(tmp_path / "$(touch ran)" / where))
+    with pytest.raises(ToolchainError, match=what):
+        find_toolchain()
+
+
+@pytest.mark.parametrize("setting", ["TOP=/opt/$(id)/cuda", 'INCLUDES="-I/opt/$(id)/include"  '])
+def test_what_a_script_starts_lies_where_a_shell_changes_nothing(toolkit, monkeypatch, setting):
+    monkeypatch.setenv("CUDA_HOME", str(toolkit.root))
+    (toolkit.root / "settings").write_text(f"#$ {setting}\n")
+    script = toolkit.nvcc.read_text()
+    toolkit.nvcc.write_text(script.replace("exit 0;;", 'cat "$here/settings"; exit 0;;'))
+    with pytest.raises(ToolchainError, match=r"has parts in a folder '/opt/\$\(id\)/.*would not take '\$'"):
+        find_toolchain()
+
+
+@pytest.mark.parametrize("name", ["g++ -O3", "g++;ls", "g++&", "*", "g++'"])
+def test_a_host_compilers_name_stands_bare_in_a_shells_command(toolkit, monkeypatch, name):
+    monkeypatch.setenv("CUDA_HOME", str(toolkit.root))
+    other = toolkit.host.with_name(name)
+    other.symlink_to(toolkit.host)
+    monkeypatch.setenv("NVCC_CCBIN", str(other))
+    with pytest.raises(ToolchainError, match=r"would not take .* as it stands; name a link to it there"):
+        find_toolchain()
+
+
+def test_a_question_that_is_not_answered_ends_with_all_that_was_started(tmp_path):
+    script = tmp_path / "slow"
+    script.write_text("#!/bin/sh\nsleep 60 & echo $! > pid\nwait\n")
+    script.chmod(0o755)
+    with pytest.raises(TimeoutError):
+        programs.ask([str(script)], 1.0, cwd=tmp_path)
+    assert ended(int((tmp_path / "pid").read_text()))
 
 
 def test_nothing_found_names_the_command_that_installs(monkeypatch, tmp_path):

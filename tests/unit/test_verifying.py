@@ -1,14 +1,28 @@
 import hashlib
 import random
 import struct
+import subprocess
 
 import pytest
 from bundles import SPECS, changed, packed
 from fake_toolkit import EXPORTS, HGMMA, HMMA, NEEDED, elf, library, sm80_spec
 
 from cutlass_ops import container, plain
-from cutlass_ops.elf import exports, gpu_images, needed, sections, sm_version
+from cutlass_ops.elf import exports, gpu_images, needed, search_paths, sections, sm_version
 from cutlass_ops.verifying import verify
+
+
+def _hidden(data):
+    """A library whose sections say nothing of what the dynamic linker finds by its segments."""
+    return data.replace(b"\0.dynamic\0", b"\0.comment\0")
+
+
+def _exchanged(tmp_path, contents, data):
+    """A bundle whose libraries are all these bytes, with a manifest that goes along."""
+    files = {name: bytes(data) if name.endswith(".so") else text for name, text in contents.files.items()}
+    about = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
+    text = changed(contents.manifest, lambda d: d["signatures"][0]["kernels"][0].update(library=about))
+    container.write(tmp_path / "a", {**files, "manifest.json": text})
 
 
 def test_a_good_bundle(tmp_path):
@@ -26,11 +40,18 @@ def test_a_good_bundle(tmp_path):
         (library(HMMA, exports=EXPORTS[:2]), "it does not export __tvm_ffi_describe"),
         (library(HMMA, exports=("launch", "main")), "it does not export __tvm_ffi_launch, "),
         (library(HMMA, needed=(*NEEDED, "libevil.so")), "it needs libevil.so, which no kernel does"),
+        (library(HMMA, needed=("libc.so.6", "libc.so.6/../evil.so")), "it needs libc.so.6/../evil.so, which"),
+        (library(HMMA, needed=("libm.so.evil",)), "it needs libm.so.evil, which"),
+        (library(HMMA, search={0x7FFFFFFF: "libfilter.so"}), "it needs libfilter.so, which"),
+        (library(HMMA, search={15: "$ORIGIN"}), "has the dynamic linker search '$ORIGIN' (RPATH or RUNPATH)"),
+        (library(HMMA, search={29: "/tmp/evil:/opt"}), "has the dynamic linker search '/tmp/evil:/opt'"),
+        (library(HMMA, search={29: ""}), "has the dynamic linker search ''"),
+        (_hidden(library(HMMA, search={29: "/tmp/evil"})), "has the dynamic linker search '/tmp/evil'"),
         (library(HMMA) + elf(190, {".text": b""}, flags=90), "its machine code is for sm_80, sm_90"),
     ],
 )
 def test_a_library_that_is_no_kernel_for_the_target(tmp_path, data, why):
-    packed(tmp_path, [sm80_spec()], data).write(tmp_path / "a")
+    _exchanged(tmp_path, packed(tmp_path, [sm80_spec()], library(HMMA)), data)
     (problem,) = verify(tmp_path / "a").problems
     assert why in problem
     assert problem.startswith("kernels/")
@@ -87,10 +108,7 @@ def test_no_changed_library_is_more_than_a_problem(tmp_path):
             at = rng.randrange(0x28, 0x40) if number % 2 else rng.randrange(len(data))  # half of them: the header
             data[at : at + 8] = rng.choice([b"\xff" * 8, rng.randbytes(8), (1 << 62).to_bytes(8, "little"), bytes(8)])
         del data[len(good) - rng.choice([0, 0, 0, 1, 40]) :]
-        files = {name: bytes(data) if name.endswith(".so") else text for name, text in contents.files.items()}
-        about = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
-        text = changed(contents.manifest, lambda d, n=about: d["signatures"][0]["kernels"][0].update(library=n))
-        container.write(tmp_path / "a", {**files, "manifest.json": text})
+        _exchanged(tmp_path, contents, data)
         problems = verify(tmp_path / "a").problems
         assert all(p.startswith("kernels/") for p in problems)
         wrong += bool(problems)
@@ -123,3 +141,51 @@ def test_machine_code_says_for_which_device_it_is():
     assert sm_version(bytes(moved)) == 90
     assert exports(library(HMMA)) == set(EXPORTS)
     assert needed(library(HMMA)) == list(NEEDED)
+    assert search_paths(library(HMMA)) == []
+
+
+def test_what_the_real_linker_writes(tmp_path):
+    """The reader of segments agrees with what g++ and ld made of a request."""
+    (tmp_path / "a.cpp").write_text("int f() { return 1; }\n")
+    command = ["g++", "-shared", "-fPIC", "-o", tmp_path / "a.so", tmp_path / "a.cpp", "-Wl,--no-as-needed", "-lm"]
+    for flags, expected in (
+        ((), []),
+        (("-Wl,-rpath,/x/y", "-Wl,--enable-new-dtags"), ["/x/y"]),
+        (("-Wl,-rpath,/z", "-Wl,--disable-new-dtags", "-Wl,-z,noseparate-code", "-Wl,-s"), ["/z"]),
+    ):
+        subprocess.run([*command, *flags], check=True)
+        data = (tmp_path / "a.so").read_bytes()
+        assert search_paths(data) == expected
+        assert {"libm.so.6", "libc.so.6"} <= set(needed(data))
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "why"),
+    [
+        (0x20, 1 << 62, "requires a buffer"),  # where the segments' headers lie
+        (0x36, 8, "no ELF64"),  # the size of one
+        (64 + 64 * 6 + 56 + 16, 1 << 60, "nothing is loaded"),  # the address of the dynamic section
+        (64 + 64 * 6 + 32, 1 << 40, "beyond the file"),  # the size of what is loaded
+        (64 + 64 * 6 + 16, 100, "pages"),  # its address
+        (64 + 64 * 6 + 56, 1, "overlap"),  # a second segment over the first
+        (64 + 64 * 6, 2, "2 dynamic sections"),
+    ],
+)
+def test_segments_that_no_library_has(at, value, why):
+    data = bytearray(library(HMMA))
+    size = 2 if at == 0x36 else 4 if value < 3 else 8
+    data[at : at + size] = value.to_bytes(size, "little")
+    with pytest.raises(struct.error, match=why):
+        search_paths(bytes(data))
+
+
+def test_texts_without_an_end_and_without_number():
+    many = library(HMMA, needed=("libc.so.6",) * 100)
+    with pytest.raises(struct.error, match="for 100 libraries"):
+        needed(many)
+    data = library(HMMA, needed=("libc.so.6",))
+    endless = data.replace(b"libc.so.6\0", b"x" * 10).replace(struct.pack("<QQ", 5, 0)[:8], struct.pack("<Q", 5))
+    at = data.index(b"libc.so.6\0")
+    assert needed(endless)[0].startswith("x" * 10)  # the next zero ends it
+    with pytest.raises(struct.error, match="no end"):
+        needed(data[:at] + b"x" * (len(data) - at))
