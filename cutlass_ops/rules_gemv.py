@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from cutlass_ops import arch
 from cutlass_ops.config import GemvConfig
-from cutlass_ops.rules import Rule
+from cutlass_ops.rules import Broken, Rule
 from cutlass_ops.spec import KernelSpec
 
 # Registers that a thread may have for operands on their way and for sums: the rest is for addresses and the epilogue.
@@ -17,22 +17,24 @@ _PIECE_REGISTERS = 4
 def _lines(spec: KernelSpec, _: GemvConfig) -> Iterator[str]:
     for name, operand, major in (("a", spec.a, "row"), ("b", spec.b, "col")):
         if operand.major != major or not operand.aligned:
+            other = "" if spec.epilogue.products else ", or an Sm80Config"
             yield (
-                f"{name} is {operand}: a GEMV kernel reads K in pieces of 16 bytes; use {operand.dtype}.{major}, or an "
-                f"Sm80Config"
+                f"{name} is {operand}: a GEMV kernel reads K in pieces of 16 bytes; use {operand.dtype}.{major}{other}"
             )
 
 
 def _whole_outputs(spec: KernelSpec, _: GemvConfig) -> Iterator[str]:
     for output in spec.epilogue.outputs:
         if output.reduce is not None:
-            yield f"output {output.name} is a reduction, and GEMV kernels have none: use an Sm80Config or an Sm90Config"
+            other = "two GEMMs" if spec.epilogue.products else "an Sm80Config or an Sm90Config"
+            yield f"output {output.name} is a reduction, and GEMV kernels have none: use {other}"
 
 
-def _swap_pairs(spec: KernelSpec, config: GemvConfig) -> Iterator[str]:
+def _swap_pairs(spec: KernelSpec, config: GemvConfig) -> Iterator[Broken]:
     if spec.epilogue.swaps_pairs and not config.by_tile and config.warps == 1:
-        yield (
-            "the epilogue swaps pairs of columns, and a thread block of one warp has one column: use two warps or more"
+        yield Broken(
+            "the epilogue swaps pairs of columns, and a thread block of one warp has one column",
+            ({"warps": 2},),
         )
 
 

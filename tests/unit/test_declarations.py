@@ -332,7 +332,9 @@ def test_the_usual_way_to_means_is_not_spelled_out(means, tail):
 def test_a_slug_can_be_read():
     config = Sm90Config(ThreadblockShape(64, 32, 128), ClusterShape(2, 1), "cooperative", "stream_k", 5, swap_ab=True)
     assert config.slug == "sm90_64x32x128_2x1_coop_s5_streamk_swap"
-    assert spec(config=config).slug.startswith("gemm_bf16row_bf16col_bf16row_sm90_64x32x128_2x1_coop_s5_streamk_swap_")
+    assert spec(config=config).slug.startswith(
+        "gemm_bias_relu_bf16row_bf16col_bf16row_sm90_64x32x128_2x1_coop_s5_streamk_swap_sm_90a_"
+    )
 
 
 # ---- Operands ------------------------------------------------------------------------------------------------------
