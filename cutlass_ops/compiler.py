@@ -18,7 +18,7 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from pathlib import Path
 
-from cutlass_ops import _resources
+from cutlass_ops import _env, _resources
 from cutlass_ops.arch import Target
 from cutlass_ops.errors import CompileError, ToolchainError
 from cutlass_ops.toolchain import Toolchain, environment
@@ -89,6 +89,7 @@ def compile_flags(target: Target) -> dict[str, tuple[str, ...]]:
             "-Xcudafe=--orig_src_path_name,kernel.cu",  # a hash of it names what the source keeps to itself
             "-Xptxas=-v",
             "-diag-suppress=177",  # what only the host's half refers to
+            *(("-lineinfo",) if _env.lineinfo_enabled() else ()),
         ),
         "host": (
             "-xc++",
