@@ -376,7 +376,7 @@ def test_every_epilogue_has_a_title_that_fits_into_an_identifier(program):
 def test_a_function_s_own_name_makes_no_other_kernel():
     @co.epilogue
     def another_name(c, bias: co.Row):
-        return co.relu(bias + c)
+        return co.relu(c + bias)
 
     assert another_name.name != bias_relu.name
     one, other = spec(epilogue=another_name), spec()
