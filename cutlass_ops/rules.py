@@ -17,7 +17,7 @@ from cutlass_ops import arch
 from cutlass_ops.config import SWIZZLES, Config, GemvConfig, Sm80Config, Sm90Config
 from cutlass_ops.dtypes import bf16, f16
 from cutlass_ops.epilogue.graph import Kind
-from cutlass_ops.footprint import MAX_STAGES, MIN_STAGES, shared_memory
+from cutlass_ops.footprint import MAX_STAGES, MIN_STAGES, shared_memory, sm90_plain_epilogue, sm90_source
 from cutlass_ops.spec import KernelSpec, Operand
 
 Ground = Literal["hardware", "compiler", "policy"]
@@ -61,6 +61,19 @@ class Rule(Generic[AnyConfig]):
     name: str
     ground: Ground
     broken: Callable[[KernelSpec, AnyConfig], Iterator[str | Broken]]
+
+
+def sm80_serves(spec: KernelSpec) -> bool:
+    """Whether an :class:`Sm80Config` can be legal for what a spec computes; its rules say the same."""
+    pairs = not spec.epilogue.swaps_pairs or (spec.d.major == "row" and spec.d.alignment > 1)
+    return pairs and not spec.epilogue.products
+
+
+def sm90_serves(spec: KernelSpec) -> bool:
+    """Whether an :class:`Sm90Config` can be legal for what a spec computes; its rules say the same."""
+    plain = sm90_plain_epilogue(spec)
+    alone = plain and not spec.outputs and sm90_source(spec) is None and spec.b.major == "col"
+    return (plain or not spec.epilogue.swaps_pairs) and (alone or not spec.epilogue.products)
 
 
 # ---- Numbers that mean something ------------------------------------------------------------------------------------

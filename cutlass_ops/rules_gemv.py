@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from cutlass_ops import arch
 from cutlass_ops.config import GemvConfig
-from cutlass_ops.rules import Broken, Rule
+from cutlass_ops.rules import Broken, Rule, sm80_serves, sm90_serves
 from cutlass_ops.spec import KernelSpec
 
 # Registers that a thread may have for operands on their way and for sums: the rest is for addresses and the epilogue.
@@ -17,7 +17,7 @@ _PIECE_REGISTERS = 4
 def _lines(spec: KernelSpec, _: GemvConfig) -> Iterator[str]:
     for name, operand, major in (("a", spec.a, "row"), ("b", spec.b, "col")):
         if operand.major != major or not operand.aligned:
-            other = "" if spec.epilogue.products else ", or an Sm80Config"
+            other = ", or an Sm80Config" if sm80_serves(spec) else ""
             yield (
                 f"{name} is {operand}: a GEMV kernel reads K in pieces of 16 bytes; use {operand.dtype}.{major}{other}"
             )
@@ -26,7 +26,8 @@ def _lines(spec: KernelSpec, _: GemvConfig) -> Iterator[str]:
 def _whole_outputs(spec: KernelSpec, _: GemvConfig) -> Iterator[str]:
     for output in spec.epilogue.outputs:
         if output.reduce is not None:
-            other = "two GEMMs" if spec.epilogue.products else "an Sm80Config or an Sm90Config"
+            kinds = ["an Sm80Config"] * sm80_serves(spec) + ["an Sm90Config"] * sm90_serves(spec)
+            other = " or ".join(kinds) or "two GEMMs"
             yield f"output {output.name} is a reduction, and GEMV kernels have none: use {other}"
 
 

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 
 from cutlass_ops import arch
 from cutlass_ops.config import InstructionShape, Sm80Config
-from cutlass_ops.footprint import sm90_plain_epilogue, sm90_source
 from cutlass_ops.orientation import sides, swapped
-from cutlass_ops.rules import Broken, Rule
+from cutlass_ops.rules import Broken, Rule, sm90_serves
 from cutlass_ops.spec import KernelSpec, Operand
 
 # Accumulator registers a thread may have, as a share of those there are: operands and epilogue need the rest.
@@ -192,8 +191,7 @@ def _stores_exactly(n: int, warps_n: int, d: Operand) -> bool:
 
 
 def _second_weight(spec: KernelSpec, _: Sm80Config) -> Iterator[str]:
-    whole = sm90_plain_epilogue(spec) and not spec.outputs and sm90_source(spec) is None
-    other = "an Sm90Config, or " if whole and spec.b.major == "col" else ""
+    other = "an Sm90Config, or " if sm90_serves(spec) else ""
     for name in spec.epilogue.products:
         yield f"input {name} is a second weight, and kernels of Sm80 have one: use {other}two GEMMs"
 
@@ -204,7 +202,7 @@ def _swap_pairs(spec: KernelSpec, _: Sm80Config) -> Iterator[str]:
     if swapped(spec):
         yield (
             f"the epilogue swaps pairs of columns, and d is {spec.d}: a thread of CUTLASS's epilogue then has columns "
-            f"that are no neighbours; use {spec.d.dtype}.row{', or an Sm90Config' if sm90_plain_epilogue(spec) else ''}"
+            f"that are no neighbours; use {spec.d.dtype}.row{', or an Sm90Config' if sm90_serves(spec) else ''}"
         )
     elif spec.d.alignment < 2:
         yield (

@@ -24,7 +24,7 @@ from cutlass_ops.footprint import (
     split_exchange,
 )
 from cutlass_ops.orientation import reduced_along_m, sides, swapped
-from cutlass_ops.rules import Broken, Rule
+from cutlass_ops.rules import Broken, Rule, sm80_serves
 from cutlass_ops.spec import KernelSpec
 
 # Accumulator registers that a thread may have. Consumer threads get 240 registers (MmaRegisterRequirement in
@@ -49,7 +49,7 @@ def _tma_alignment(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
                 f"{name} is {operand}, and the bulk tensor copy engine needs {arch.TMA_ALIGNMENT_BYTES} bytes, "
                 f"{operand.dtype.tma_alignment} elements",
                 ({"realign": True},),
-                f"pad {name}'s leading dimension, use an Sm80Config",
+                f"pad {name}'s leading dimension{', use an Sm80Config' if sm80_serves(spec) else ''}",
             )
 
 
@@ -342,7 +342,7 @@ def _reduction_buffer(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
 
 def _swap_pairs(spec: KernelSpec, _: Sm90Config) -> Iterator[str]:
     if spec.epilogue.swaps_pairs and not sm90_plain_epilogue(spec):
-        other = "; or use an Sm80Config" if spec.d.major == "row" and spec.d.alignment > 1 else ""
+        other = "; or use an Sm80Config" if sm80_serves(spec) else ""
         yield (
             "the epilogue swaps pairs of columns, and CUTLASS's own epilogue puts neighbours where it likes: give d 16 "
             f"bytes of alignment, one tile to read at most and none besides d to write{other}"

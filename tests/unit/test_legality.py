@@ -1,5 +1,6 @@
 """The rules of legality: each with an accepted and a refused neighbour."""
 
+import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -354,6 +355,25 @@ def taken(spec, advice):
     return KernelSpec(**operands, inputs=inputs, outputs=outputs, config=config, target=target)
 
 
+# Kernels of another kind, as advice names them: those that serve most of what can be declared.
+OTHER_KINDS = {
+    "an Sm80Config": Sm80Config(ThreadblockShape(64, 64, 32), WarpShape(32, 32, 32), stages=2),
+    "an Sm90Config": Sm90Config(ThreadblockShape(64, 64, 64)),
+}
+
+
+def of_kind(spec, kind):
+    """The rules that a declaration breaks as a kernel of another kind, but for those about operands alone."""
+    config = OTHER_KINDS[kind]
+    if isinstance(config, Sm90Config):
+        means = "ahead" if spec.epilogue.gathered else "gathered"
+        config = replace(config, means=means, realign=not (spec.a.aligned and spec.b.aligned))
+    inputs, outputs = ({x.name: t for x, t in typed} for typed in (spec.typed_inputs, spec.typed_outputs))
+    operands = {name: getattr(spec, name) for name in ("a", "b", "d", "epilogue")}
+    broken = check(KernelSpec(**operands, inputs=inputs, outputs=outputs, config=config))
+    return {v.rule for v in broken} - {"operand_dtypes", "alignment", "shared_memory"}
+
+
 def take_all_advice(spec):
     """Take each advice that names a change: it keeps its rule, breaks no other one, and so leads in no circle."""
     found = check(spec)
@@ -364,6 +384,8 @@ def take_all_advice(spec):
             left = {v.rule for v in check(taken(spec, advice))}
             assert left < {v.rule for v in found} - {violation.rule} | {""}, (spec, violation, left)
             assert violation.rule not in left
+        for kind in OTHER_KINDS:
+            assert kind not in violation.message or not of_kind(spec, kind), violation
 
 
 GRID = [
@@ -390,6 +412,20 @@ def test_advice_about_sm90_can_be_taken(epilogue):
         take_all_advice(one)
         advised |= {v.rule for v in check(one) if _CHANGE.search(v.message)}
     assert advised >= {"scheduler", "split_k", "by_gpc", "accumulators", "realign"}
+
+
+@co.epilogue
+def gated_sums(acc, up: co.Product):
+    x = co.swap_pairs(acc) * up
+    return {"d": x, "total": co.sum(x, dim=1)}
+
+
+@pytest.mark.parametrize("epilogue", [turned, turned_twice, swiglu, gated_sums, row_sum_and_tile, gated, rms])
+def test_another_kind_of_kernel_is_named_only_where_one_serves(epilogue):
+    for a, b, d in itertools.product(("row.align1", "col"), ("row", "col.align2"), ("row", "row.align1", "col")):
+        operands = {"a": f"bf16.{a}", "b": f"bf16.{b}", "d": f"bf16.{d}", "epilogue": epilogue}
+        for make in (sm90, sm80, gemv):
+            take_all_advice(make(**operands))
 
 
 @PATIENT
@@ -451,9 +487,10 @@ def test_meaningless_numbers_are_reported_alone():
 
 
 @pytest.mark.parametrize("value", [None, "spec", Sm90Config(ThreadblockShape(128, 128, 64))])
-def test_only_declarations_can_be_checked(value):
+@pytest.mark.parametrize("take", [co.check, co.source])
+def test_only_declarations_can_be_checked_and_rendered(take, value):
     with pytest.raises(TypeError, match="spec must be a KernelSpec, not"):
-        check(value)
+        take(value)
 
 
 def test_require_legal_lists_all_reasons():
