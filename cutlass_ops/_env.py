@@ -42,6 +42,10 @@ CUDA_PATH = Variable("CUDA_PATH", "looked for", "the same as CUDA_HOME, which go
 NVCC_CCBIN = Variable("NVCC_CCBIN", "g++ on PATH", "host compiler, or the folder of its g++")
 CUTLASS_DIR = Variable("CUTLASS_OPS_CUTLASS_DIR", "package nvidia-cutlass", "CUTLASS checkout to compile with")
 JOBS = Variable("CUTLASS_OPS_JOBS", "CPUs of this process", "kernels compiled at the same time")
+LINEINFO = Variable(
+    "CUTLASS_OPS_LINEINFO", "0", "1: kernels say which line of C++ an instruction is from, for profilers (-lineinfo)"
+)
+NVTX = Variable("CUTLASS_OPS_NVTX", "0", "1: calls are NVTX ranges, which profilers show by the op's name")
 PROGRESS = Variable("CUTLASS_OPS_PROGRESS", "auto", "0: silent, 1: a bar, auto: a bar on a terminal, else plain lines")
 
 TUNING_DIR = Variable("CUTLASS_OPS_TUNING_DIR", "tuning/ in the cache folder", "folder of the user's tuning tables")
@@ -66,6 +70,8 @@ VARIABLES = (
     NVCC_CCBIN,
     CUTLASS_DIR,
     JOBS,
+    LINEINFO,
+    NVTX,
     PROGRESS,
 )
 
@@ -184,6 +190,28 @@ def jobs() -> int:
     if not (text.isascii() and text.isdecimal() and int(text) > 0):
         raise ValueError(f"{JOBS.name} must be a positive integer, not {text!r}")
     return int(text)
+
+
+def lineinfo_enabled() -> bool:
+    """Return whether kernels are compiled with the lines of their source, which makes other kernels of them.
+
+    Raises
+    ------
+    ValueError
+        If ``CUTLASS_OPS_LINEINFO`` is neither 0 nor 1.
+    """
+    return _choice(LINEINFO, {"0": False, "1": True}, False)
+
+
+def nvtx_enabled() -> bool:
+    """Return whether calls are NVTX ranges.
+
+    Raises
+    ------
+    ValueError
+        If ``CUTLASS_OPS_NVTX`` is neither 0 nor 1.
+    """
+    return _choice(NVTX, {"0": False, "1": True}, False)
 
 
 def progress() -> bool | None:

@@ -8,6 +8,7 @@ threads); PTX ISA, sections on ``mma.sync`` and ``wgmma.mma_async`` (instruction
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 KIB = 1024
@@ -92,12 +93,36 @@ def target(name: str) -> Target:
     Raises
     ------
     ValueError
-        If there is no such target; the message lists those there are.
+        If there is no such target; the message lists those there are, and says what to do for another architecture.
     """
-    try:
+    if isinstance(name, str) and name in TARGETS:
         return TARGETS[name]
-    except KeyError:
-        raise ValueError(f"unknown target {name!r}: use one of {', '.join(TARGETS)}") from None
+    raise ValueError(f"target is {name!r}, for which there are no kernels: {_instead(name)}")
+
+
+_SM = re.compile(r"sm_?(?P<number>[0-9]{2,3})[af]?")
+
+
+def _instead(name: object) -> str:
+    """Say what to do about a target that is none of these."""
+    match = _SM.fullmatch(name) if isinstance(name, str) else None
+    if match is None:
+        return f"use one of {', '.join(TARGETS)}"
+    major, minor = divmod(int(match["number"]), 10)
+    oldest, newest = TARGETS["sm_80"].capability, TARGETS["sm_90a"].capability
+    same = ", ".join(t.name for t in TARGETS.values() if t.capability == (major, minor))
+    if same:
+        return f"use one of {same}"
+    if (major, minor) < oldest:
+        why = "is older than the instructions that kernels are made of (mma.sync on BF16, cp.async)"
+    elif (major, minor) > newest:
+        why = "does not run their machine code, and they hold no PTX"
+    else:
+        why = "has none of its own"
+    return (
+        f"compute capability {major}.{minor} {why}. Supported are {', '.join(TARGETS)}, compute capability 8.0, 8.6, "
+        f"8.9 and 9.0: name one of these and run on such a device, or use torch.matmul on this one"
+    )
 
 
 def target_for(capability: tuple[int, int], *, wgmma: bool) -> Target | None:

@@ -89,6 +89,7 @@ def compile_flags(target: Target) -> dict[str, tuple[str, ...]]:
             "-Xcudafe=--orig_src_path_name,kernel.cu",  # a hash of it names what the source keeps to itself
             "-Xptxas=-v",
             "-diag-suppress=177",  # what only the host's half refers to
+            *(("-lineinfo",) if _env.lineinfo_enabled() else ()),
         ),
         "host": (
             "-xc++",

@@ -1,12 +1,16 @@
 """Kernel configurations: tile shapes, pipeline and schedule, as frozen values.
 
-A configuration says how a kernel is built, a :class:`~cutlass_ops.spec.KernelSpec` what it computes. Whether the two
-fit together is decided in :mod:`cutlass_ops.legality`.
+A configuration says how a kernel is built, a :class:`~cutlass_ops.spec.KernelSpec` what it computes. Values of another
+type are refused here, at once. Whether numbers make sense, and whether everything fits together, is decided in
+:mod:`cutlass_ops.legality`.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
+import functools
+import typing
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from types import NoneType
 from typing import Any, ClassVar, Literal, get_args
 
 from cutlass_ops.errors import ConfigError
@@ -14,51 +18,112 @@ from cutlass_ops.errors import ConfigError
 SWIZZLES = (1, 2, 4, 8)  # how many tiles wide the strips may be in which tiles are visited
 
 
-@dataclass(frozen=True)
-class ThreadblockShape:
+class _Shape:
+    """Extents of a tile or a cluster: positive integers, refused otherwise.
+
+    Raises
+    ------
+    ConfigError
+        If an extent is anything else.
+    """
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if type(value) is not int or value < 1:
+                sides = ", ".join(vars(self))
+                raise ConfigError(f"{type(self).__name__} takes positive integers for {sides}: {name} is {value!r}")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(str, vars(self).values()))})"
+
+    def __str__(self) -> str:
+        return "x".join(map(str, vars(self).values()))
+
+
+class _Settings:
+    """What configurations have in common: fields of the declared types, refused otherwise, and a short ``repr``.
+
+    Raises
+    ------
+    ConfigError
+        If a field has a value of another type, or a name that means nothing.
+    """
+
+    def __post_init__(self) -> None:
+        for name, (types, choices) in _types(typing.cast(type, type(self))).items():
+            value = getattr(self, name)
+            # Not isinstance: True is an integer, and no number of stages.
+            if type(value) not in types or (choices and value not in choices):
+                raise ConfigError(f"{name} must be {_wanted(types, choices)}, not {value!r}")
+
+    def __repr__(self) -> str:
+        """Return Python that makes an equal value, without what is the default."""
+        given = [(f, getattr(self, f.name)) for f in fields(typing.cast(Any, self))]
+        shown = [
+            repr(value) if f.default is MISSING else f"{f.name}={value!r}" for f, value in given if value != f.default
+        ]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+@functools.cache
+def _types(cls: type) -> dict[str, tuple[tuple[type, ...], tuple[str, ...]]]:
+    """Return the types that each field may have, and for a name those there are."""
+    found: dict[str, tuple[tuple[type, ...], tuple[str, ...]]] = {}
+    hints = typing.get_type_hints(cls)
+    for f in fields(cls):
+        hint = hints[f.name]
+        if typing.get_origin(hint) is Literal:
+            found[f.name] = ((str,), get_args(hint))
+        else:
+            found[f.name] = (get_args(hint) or (hint,), ())
+    return found
+
+
+def _wanted(types: tuple[type, ...], choices: tuple[str, ...]) -> str:
+    if choices:
+        return f"one of {', '.join(choices)}"
+    words: dict[type, str] = {
+        int: "an integer",
+        bool: "True or False",
+        NoneType: "None",
+        InstructionShape: "an InstructionShape",
+    }
+    return " or ".join(words.get(t, f"a {t.__name__}") for t in types)
+
+
+@dataclass(frozen=True, repr=False)
+class ThreadblockShape(_Shape):
     """Tile of the (M, N, K) problem that one thread block (CTA) computes, in elements."""
 
     m: int
     n: int
     k: int
 
-    def __str__(self) -> str:
-        return f"{self.m}x{self.n}x{self.k}"
 
-
-@dataclass(frozen=True)
-class WarpShape:
+@dataclass(frozen=True, repr=False)
+class WarpShape(_Shape):
     """Part of the threadblock tile that one warp computes (Sm80), in elements."""
 
     m: int
     n: int
     k: int
 
-    def __str__(self) -> str:
-        return f"{self.m}x{self.n}x{self.k}"
 
-
-@dataclass(frozen=True)
-class InstructionShape:
+@dataclass(frozen=True, repr=False)
+class InstructionShape(_Shape):
     """Shape of one ``mma.sync`` Tensor Core instruction (Sm80), in elements."""
 
     m: int
     n: int
     k: int
 
-    def __str__(self) -> str:
-        return f"{self.m}x{self.n}x{self.k}"
 
-
-@dataclass(frozen=True)
-class ClusterShape:
+@dataclass(frozen=True, repr=False)
+class ClusterShape(_Shape):
     """Thread blocks in a cluster along M and N (Sm90)."""
 
     m: int = 1
     n: int = 1
-
-    def __str__(self) -> str:
-        return f"{self.m}x{self.n}"
 
 
 Schedule = Literal["pingpong", "cooperative", "warp_specialized"]
@@ -73,8 +138,8 @@ MEANS: dict[Means, str] = {
 }
 
 
-@dataclass(frozen=True)
-class Sm80Config:
+@dataclass(frozen=True, repr=False)
+class Sm80Config(_Settings):
     """A multistage ``mma.sync`` kernel (CUTLASS 2.x), for Sm80 and every later target.
 
     Attributes
@@ -122,8 +187,8 @@ class Sm80Config:
         return replace(self, swizzle=1)
 
 
-@dataclass(frozen=True)
-class Sm90Config:
+@dataclass(frozen=True, repr=False)
+class Sm90Config(_Settings):
     """A warp-specialised TMA + ``wgmma`` kernel (CUTLASS 3.x), for sm_90a.
 
     Attributes
@@ -221,8 +286,8 @@ class Sm90Config:
         return replace(self, raster="heuristic", swizzle=1, by_gpc=False)
 
 
-@dataclass(frozen=True)
-class GemvConfig:
+@dataclass(frozen=True, repr=False)
+class GemvConfig(_Settings):
     """A kernel of ordinary loads for few rows of A, for Sm80 and every later target.
 
     With up to four rows, each warp multiplies them by one column of B, all of whose K it reads, in FP32 arithmetic.
@@ -294,37 +359,6 @@ def config_to_json(config: Config) -> dict[str, Any]:
     return values
 
 
-# What a field of JSON may hold besides shapes; legality says which numbers make sense.
-_PLAIN: dict[str, tuple[str | int | bool | None, ...] | type] = {
-    "schedule": get_args(Schedule),
-    "scheduler": get_args(TileScheduler),
-    "raster": get_args(Raster),
-    "swizzle": int,
-    "swap_ab": bool,
-    "split_k": int,
-    "means": get_args(Means),
-    "realign": bool,
-    "by_gpc": bool,
-    "stream_k": bool,
-    "rows": int,
-    "warps": int,
-    "pieces": int,
-}
-
-
-def _check_plain(name: str, value: Any) -> None:
-    if name == "stages":
-        if value is not None and type(value) is not int:
-            raise ConfigError(f"stages must be an integer or null, not {value!r}")
-        return
-    allowed = _PLAIN[name]
-    if isinstance(allowed, tuple):
-        if value not in allowed:
-            raise ConfigError(f"{name} must be one of {', '.join(map(str, allowed))}, not {value!r}")
-    elif type(value) is not allowed:
-        raise ConfigError(f"{name} must be of type {allowed.__name__}, not {value!r}")
-
-
 def config_from_json(data: object) -> Config:
     """Rebuild a configuration from :func:`config_to_json`'s value.
 
@@ -348,14 +382,12 @@ def config_from_json(data: object) -> Config:
         if name not in names:
             raise ConfigError(f"unknown field {name!r} in an {arch} configuration: it has {', '.join(sorted(names))}")
         if name in _SHAPES:
-            if not isinstance(value, dict) or not all(type(v) is int for v in value.values()):
+            if not isinstance(value, dict):
                 raise ConfigError(f"{name} must be an object of integers, not {value!r}")
             try:
                 value = _SHAPES[name](**value)
             except TypeError as exc:
                 raise ConfigError(f"{name}: {exc}") from None
-        else:
-            _check_plain(name, value)
         values[name] = value
     try:
         return cls(**values)

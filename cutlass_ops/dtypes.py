@@ -51,7 +51,7 @@ bf16 = DType("bf16", 16, "cutlass::bfloat16_t", "bfloat16", _DL_BFLOAT)
 f32 = DType("f32", 32, "float", "float32", _DL_FLOAT)
 
 ALL: tuple[DType, ...] = (f16, bf16, f32)
-_BY_NAME = {t.name: t for t in ALL} | {t.torch_name: t for t in ALL}
+NAMES: dict[str, DType] = {t.name: t for t in ALL} | {t.torch_name: t for t in ALL}
 
 
 def dtype(name: str | DType) -> DType:
@@ -64,8 +64,6 @@ def dtype(name: str | DType) -> DType:
     """
     if isinstance(name, DType):
         return name
-    try:
-        return _BY_NAME[name]
-    except KeyError:
-        known = ", ".join(t.name for t in ALL)
-        raise ValueError(f"unknown dtype {name!r}: use one of {known}") from None
+    if not isinstance(name, str) or name not in NAMES:
+        raise ValueError(f"unknown dtype {name!r}: use one of {', '.join(t.name for t in ALL)}")
+    return NAMES[name]

@@ -27,7 +27,7 @@ class Finding:
     says: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """How a call is served, and why.
 
@@ -88,6 +88,14 @@ class Explanation:
             "achieved": self.achieved,
             "peers": self.peers,
         }
+
+    def __repr__(self) -> str:
+        """Return what serves the call, on one line; ``str()`` says why, and what else was considered."""
+        m, n, k = self.problem
+        best = next(iter(self.candidates), None)
+        kernel = best is not None and not self.served_by.startswith("PyTorch")
+        served = f"{best.config.slug}, {best.microseconds:.1f} us {best.source}" if best and kernel else self.served_by
+        return f"<explanation of {self.op}, M={m} N={n} K={k}: {served}>"
 
     def __str__(self) -> str:
         """Return the explanation as lines of text."""

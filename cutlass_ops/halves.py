@@ -19,9 +19,10 @@ _DEVICE = ".nv.info."
 # Attributes of a kernel: form, attribute, and a value or, in one form, the length of what follows.
 _ATTRIBUTE = struct.Struct("<BBH")
 _FOLLOWED = 4
-_PARAMETER = 0x17  # EIATTR_KPARAM_INFO
-_SIZE = struct.Struct("<8xI")  # after the parameter's number and place
+_PARAMETER, _SIZE = 0x17, struct.Struct("<8xI")  # EIATTR_KPARAM_INFO: after the parameter's number and place
 _SIZE_SHIFT = 18
+# EIATTR_KPARAM_INFO_V2, which nvcc writes instead where a kernel's parameters have more than 4096 bytes.
+_WIDE_PARAMETER, _WIDE_SIZE = 0x45, struct.Struct("<8xH")
 
 
 def prove_halves_agree(library: Path) -> None:
@@ -64,4 +65,6 @@ def _parameter_bytes(attributes: bytes) -> Iterator[int]:
             if attribute == _PARAMETER:
                 (size,) = _SIZE.unpack(attributes[at : at + _SIZE.size])
                 yield size >> _SIZE_SHIFT
+            elif attribute == _WIDE_PARAMETER:
+                yield from _WIDE_SIZE.unpack(attributes[at : at + _WIDE_SIZE.size])
             at += value

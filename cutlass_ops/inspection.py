@@ -18,7 +18,7 @@ from cutlass_ops.store import Artifact, open_entry
 _REGISTER_UNIT = 8  # registers for each thread come in multiples of it
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class KernelReport:
     """Evidence about one compiled kernel.
 
@@ -60,6 +60,9 @@ class KernelReport:
     stages: int | None
     blocks_per_sm: int | None
     device: str | None
+
+    def __repr__(self) -> str:
+        return f"<report of {self.slug}: {self.registers} registers>"
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON values."""

@@ -7,11 +7,14 @@ The rules lie in :mod:`cutlass_ops.rules`, :mod:`cutlass_ops.rules_sm90`, :mod:`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import reprlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from cutlass_ops.config import GemvConfig, Sm90Config
 from cutlass_ops.errors import ConfigError
-from cutlass_ops.rules import COMMON, VALUES, AnyConfig, Rule
+from cutlass_ops.rules import COMMON, VALUES, AnyConfig, Broken, Rule
 from cutlass_ops.rules_gemv import GEMV
 from cutlass_ops.rules_sm80 import SM80
 from cutlass_ops.rules_sm90 import SM90
@@ -48,10 +51,22 @@ def check(spec: KernelSpec) -> tuple[Violation, ...]:
     Returns
     -------
     tuple of Violation
-        In the order of the tables. If a field has no meaning at all (a negative tile, an unknown schedule), only such
-        fields are reported, since nothing can be derived from them.
+        In the order of the tables. If a number has no meaning at all (a single stage, strips three tiles wide), only
+        such numbers are reported, since nothing can be derived from them. Values of another type make no declaration.
+
+    Raises
+    ------
+    TypeError
+        If it is no declaration.
     """
-    return _violations(VALUES, spec, spec.config) or _violations(COMMON, spec, spec.config) + _arch_violations(spec)
+    if not isinstance(spec, KernelSpec):
+        raise TypeError(f"spec must be a KernelSpec, not {reprlib.repr(spec)}")
+    return tuple(Violation(name, _message(spec, name, broken)) for name, broken in _broken(spec))
+
+
+def is_legal(spec: KernelSpec) -> bool:
+    """Whether a declaration can become a kernel: :func:`check` without the reasons, for thousands of them."""
+    return next(_broken(spec), None) is None
 
 
 def require_legal(spec: KernelSpec) -> None:
@@ -68,13 +83,73 @@ def require_legal(spec: KernelSpec) -> None:
         raise ConfigError(f"the declaration is illegal for {spec.target}:\n{reasons}")
 
 
-def _arch_violations(spec: KernelSpec) -> tuple[Violation, ...]:
+def _broken(spec: KernelSpec) -> Iterator[tuple[str, str | Broken]]:
+    """Yield the name of each broken rule, and how it is broken."""
+    meaningless = tuple(_apply(VALUES, spec, spec.config))
+    if meaningless:
+        yield from meaningless
+        return
+    yield from _apply(COMMON, spec, spec.config)
     if isinstance(spec.config, Sm90Config):
-        return _violations(SM90, spec, spec.config)
-    if isinstance(spec.config, GemvConfig):
-        return _violations(GEMV, spec, spec.config)
-    return _violations(SM80, spec, spec.config)
+        yield from _apply(SM90, spec, spec.config)
+    elif isinstance(spec.config, GemvConfig):
+        yield from _apply(GEMV, spec, spec.config)
+    else:
+        yield from _apply(SM80, spec, spec.config)
 
 
-def _violations(rules: tuple[Rule[AnyConfig], ...], spec: KernelSpec, config: AnyConfig) -> tuple[Violation, ...]:
-    return tuple(Violation(rule.name, message) for rule in rules for message in rule.broken(spec, config))
+def _apply(
+    rules: tuple[Rule[AnyConfig], ...], spec: KernelSpec, config: AnyConfig
+) -> Iterator[tuple[str, str | Broken]]:
+    return ((rule.name, broken) for rule in rules for broken in rule.broken(spec, config))
+
+
+def _message(spec: KernelSpec, rule: str, broken: str | Broken) -> str:
+    if isinstance(broken, str):
+        return broken
+    before = {name for name, _ in _broken(spec)}
+    named = []
+    for change in broken.changes:
+        after = {name for name, _ in _broken(_changed(spec, change))}
+        # Advice that breaks another rule would send its reader in a circle.
+        if rule not in after and after <= before:
+            named.append(_spelled(spec, change))
+    advice = [broken.advice] if broken.advice else []
+    if named:
+        advice.append(f"use {' or '.join(dict.fromkeys(named))}")
+    elif not advice:
+        advice.append(f"use another tile with {_spelled(spec, broken.changes[0])}")
+    return f"{broken.what}: {', or '.join(advice)}"
+
+
+def _spelled(spec: KernelSpec, change: Mapping[str, object]) -> str:
+    """Spell a change as Python would, without what is so already."""
+    now = {name: spec.target if name == "target" else _value(spec, name) for name in change}
+    return ", ".join(f"{name}={value!r}" for name, value in change.items() if now[name] != value)
+
+
+def _value(spec: KernelSpec, name: str) -> object:
+    value: object = spec.launch_config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _changed(spec: KernelSpec, change: Mapping[str, object]) -> KernelSpec:
+    """Return a declaration with other values of some fields, named as :attr:`Broken.changes` names them."""
+    config: Any = spec.launch_config
+    for name, value in change.items():
+        if name == "target":
+            continue
+        field, _, side = name.partition(".")
+        config = replace(config, **{field: replace(getattr(config, field), **{side: value}) if side else value})
+    return KernelSpec(
+        a=spec.a,
+        b=spec.b,
+        d=spec.d,
+        epilogue=spec.epilogue,
+        inputs={i.name: t for i, t in spec.typed_inputs},
+        outputs={o.name: t for o, t in spec.typed_outputs},
+        config=config,
+        target=str(change.get("target", spec.target)),
+    )

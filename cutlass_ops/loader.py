@@ -38,6 +38,7 @@ class Reason(IntEnum):
     OVERLAP = 7
     WORKSPACE = 8
     COUNT = 9
+    NULL = 10
 
 
 def refusal(status: int) -> tuple[int, Reason]:

@@ -274,6 +274,8 @@ def _explain(status: int, spec: KernelSpec, arguments: Sequence[Any]) -> Excepti
         Reason.ALIGNMENT: f"must be aligned to {wanted.alignment * wanted.dtype.bytes} bytes in address, leading "
         "dimension and extent; declare a lower alignment, as in 'bf16.row.align2'",
         Reason.OVERLAP: "shares memory with another argument",
+        Reason.NULL: "has no memory (its address is null): pass the plain tensor it wraps, e.g. to_local() of a "
+        "DTensor",
     }.get(reason, reason.name.lower())
     error = TypeError if reason in (Reason.KIND, Reason.DTYPE) else ValueError
     return error(f"{name} {what}; it is {found}. The kernel is {spec.slug}")

@@ -6,6 +6,7 @@ Templates name types, instantiate and bind. They receive plain values, and an un
 from __future__ import annotations
 
 import json
+import reprlib
 import textwrap
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,14 @@ def render(spec: KernelSpec) -> str:
     -------
     str
         A self-contained ``.cu`` file, but for the headers of CUTLASS, tvm-ffi and this library.
+
+    Raises
+    ------
+    TypeError
+        If it is no declaration.
     """
+    if not isinstance(spec, KernelSpec):
+        raise TypeError(f"spec must be a KernelSpec, not {reprlib.repr(spec)}")
     if isinstance(spec.config, Sm90Config):
         name, values = "sm90_gemm.cu.j2", lower_sm90.context(spec)
     elif isinstance(spec.config, GemvConfig):

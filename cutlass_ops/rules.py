@@ -9,29 +9,39 @@ wrong, slow or untested.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeGuard, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from cutlass_ops import arch
-from cutlass_ops.config import (
-    SWIZZLES,
-    ClusterShape,
-    Config,
-    GemvConfig,
-    InstructionShape,
-    Sm80Config,
-    Sm90Config,
-    ThreadblockShape,
-    WarpShape,
-)
+from cutlass_ops.config import SWIZZLES, Config, GemvConfig, Sm80Config, Sm90Config
 from cutlass_ops.dtypes import bf16, f16
 from cutlass_ops.epilogue.graph import Kind
-from cutlass_ops.footprint import MAX_STAGES, MIN_STAGES, shared_memory
+from cutlass_ops.footprint import MAX_STAGES, MIN_STAGES, shared_memory, sm90_plain_epilogue, sm90_source
 from cutlass_ops.spec import KernelSpec, Operand
 
 Ground = Literal["hardware", "compiler", "policy"]
 AnyConfig = TypeVar("AnyConfig", bound=Config)
+
+
+@dataclass(frozen=True)
+class Broken:
+    """One way in which a declaration breaks a rule, and what to do about it.
+
+    Attributes
+    ----------
+    what : str
+        The field, its value, and what is needed.
+    changes : tuple of mapping
+        Values of fields with which the rule would be kept: of the configuration (a side of a shape is
+        ``"threadblock.m"``), or ``"target"``. Only those are named with which no other rule is broken instead.
+    advice : str
+        What else to do.
+    """
+
+    what: str
+    changes: tuple[Mapping[str, object], ...] = ()
+    advice: str = ""
 
 
 @dataclass(frozen=True)
@@ -45,65 +55,46 @@ class Rule(Generic[AnyConfig]):
     ground : str
         ``"hardware"``, ``"compiler"`` or ``"policy"``.
     broken : callable
-        Yields one message for each way in which a spec breaks the rule.
+        Yields each way in which a spec breaks the rule; text where nothing depends on other rules.
     """
 
     name: str
     ground: Ground
-    broken: Callable[[KernelSpec, AnyConfig], Iterator[str]]
+    broken: Callable[[KernelSpec, AnyConfig], Iterator[str | Broken]]
 
 
-# ---- Fields that mean something ------------------------------------------------------------------------------------
+def sm80_serves(spec: KernelSpec) -> bool:
+    """Whether an :class:`Sm80Config` can be legal for what a spec computes; its rules say the same."""
+    pairs = not spec.epilogue.swaps_pairs or (spec.d.major == "row" and spec.d.alignment > 1)
+    return pairs and not spec.epilogue.products
 
-_SHAPES = {
-    "threadblock": ThreadblockShape,
-    "warp": WarpShape,
-    "instruction": InstructionShape,
-    "cluster": ClusterShape,
-}
+
+def sm90_serves(spec: KernelSpec) -> bool:
+    """Whether an :class:`Sm90Config` can be legal for what a spec computes; its rules say the same."""
+    plain = sm90_plain_epilogue(spec)
+    alone = plain and not spec.outputs and sm90_source(spec) is None and spec.b.major == "col"
+    return (plain or not spec.epilogue.swaps_pairs) and (alone or not spec.epilogue.products)
+
+
+# ---- Numbers that mean something ------------------------------------------------------------------------------------
 
 
 def _field_values(spec: KernelSpec, config: Config) -> Iterator[str]:
-    for name, cls in _SHAPES.items():
-        shape = getattr(config, name, None)
-        if hasattr(config, name) and not (isinstance(shape, cls) and all(_positive(v) for v in vars(shape).values())):
-            yield f"{name} is {shape}: give a {cls.__name__} with positive integers"
     # The declaration as it was given: KernelSpec leaves launch arguments out of `config`.
     for name, allowed in _CHOICES[type(config)].items():
         value = getattr(spec.launch_config, name)
-        if not any(value == a and type(value) is type(a) for a in allowed):
-            yield f"{name} is {value!r}: use {' or '.join(map(repr, allowed))}"
-    if isinstance(config, GemvConfig) or (config.stages is None and isinstance(config, Sm90Config)):
+        if value not in allowed:
+            yield f"{name} is {value}: use {' or '.join(map(str, allowed))}"
+    if isinstance(config, GemvConfig) or config.stages is None:
         return
-    if not _positive(config.stages) or not MIN_STAGES <= config.stages <= MAX_STAGES:
-        yield f"stages is {config.stages!r}: use {MIN_STAGES} to {MAX_STAGES}, since one is filled while one is used"
+    if not MIN_STAGES <= config.stages <= MAX_STAGES:
+        yield f"stages is {config.stages}: use {MIN_STAGES} to {MAX_STAGES}, since one is filled while one is used"
 
 
-def _positive(value: object) -> TypeGuard[int]:
-    return type(value) is int and value > 0
-
-
-_SM80_CHOICES: dict[str, tuple[object, ...]] = {"stream_k": (False, True), "swizzle": SWIZZLES}
-_SM90_CHOICES: dict[str, tuple[object, ...]] = {
-    "schedule": ("pingpong", "cooperative", "warp_specialized"),
-    "scheduler": ("persistent", "stream_k"),
-    "swap_ab": (False, True),
-    "split_k": (1, 2, 4, 8),
-    "means": ("gathered", "beside", "ahead"),
-    "realign": (False, True),
-    "raster": ("heuristic", "along_m", "along_n"),
-    "swizzle": SWIZZLES,
-    "by_gpc": (False, True),
-}
-_GEMV_CHOICES: dict[str, tuple[object, ...]] = {
-    "rows": (1, 2, 4, 8, 16),
-    "warps": (1, 2, 4, 8, 16, 32),
-    "pieces": (1, 2, 4, 8, 16),
-}
-_CHOICES: dict[type[Config], dict[str, tuple[object, ...]]] = {
-    Sm80Config: _SM80_CHOICES,
-    Sm90Config: _SM90_CHOICES,
-    GemvConfig: _GEMV_CHOICES,
+_CHOICES: dict[type[Config], dict[str, tuple[int, ...]]] = {
+    Sm80Config: {"swizzle": SWIZZLES},
+    Sm90Config: {"split_k": (1, 2, 4, 8), "swizzle": SWIZZLES},
+    GemvConfig: {"rows": (1, 2, 4, 8, 16), "warps": (1, 2, 4, 8, 16, 32), "pieces": (1, 2, 4, 8, 16)},
 }
 
 
@@ -113,11 +104,15 @@ VALUES: tuple[Rule[Config], ...] = (Rule("field_values", "policy", _field_values
 # ---- Fields that fit together --------------------------------------------------------------------------------------
 
 
-def _target(spec: KernelSpec, config: Config) -> Iterator[str]:
+def _target(spec: KernelSpec, config: Config) -> Iterator[Broken]:
     wgmma = isinstance(config, Sm90Config)
     if arch.target(spec.target).wgmma != wgmma:
-        fitting = ", ".join(t.name for t in arch.TARGETS.values() if t.wgmma == wgmma)
-        yield f"target is {spec.target}, which does not run an {type(config).__name__}: use {fitting}"
+        fitting = [t.name for t in arch.TARGETS.values() if t.wgmma == wgmma]
+        kind = "a GemvConfig" if isinstance(config, GemvConfig) else f"an {type(config).__name__}"
+        yield Broken(
+            f"target is {spec.target}, which does not run {kind}",
+            tuple({"target": name} for name in fitting),
+        )
 
 
 def _operand_dtypes(spec: KernelSpec, _: Config) -> Iterator[str]:
@@ -145,16 +140,19 @@ def _matrices(spec: KernelSpec) -> Iterator[tuple[str, Operand]]:
             yield f"output {output.name}", operand
 
 
-def _shared_memory(spec: KernelSpec, config: Config) -> Iterator[str]:
+def _shared_memory(spec: KernelSpec, config: Config) -> Iterator[Broken]:
     if isinstance(config, GemvConfig):
         return  # it keeps a few numbers there
     limit = arch.target(spec.target).shared_memory
     stages = config.stages if config.stages is not None else MIN_STAGES
     needed = shared_memory(spec, stages)
     if needed > limit:
-        yield (
+        fewer = next((s for s in range(stages - 1, MIN_STAGES - 1, -1) if shared_memory(spec, s) <= limit), None)
+        yield Broken(
             f"{stages} stages of threadblock {config.threadblock} and the epilogue take {needed} bytes of shared "
-            f"memory, and a thread block on {spec.target} has {limit}: use a smaller tile or fewer stages"
+            f"memory, and a thread block on {spec.target} has {limit}",
+            () if fewer is None else ({"stages": fewer},),
+            "use a smaller tile" + (" or an epilogue of fewer tiles" if fewer is None else ""),
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from cutlass_ops import arch
 from cutlass_ops.config import GemvConfig
-from cutlass_ops.rules import Rule
+from cutlass_ops.rules import Broken, Rule, sm80_serves, sm90_serves
 from cutlass_ops.spec import KernelSpec
 
 # Registers that a thread may have for operands on their way and for sums: the rest is for addresses and the epilogue.
@@ -17,22 +17,25 @@ _PIECE_REGISTERS = 4
 def _lines(spec: KernelSpec, _: GemvConfig) -> Iterator[str]:
     for name, operand, major in (("a", spec.a, "row"), ("b", spec.b, "col")):
         if operand.major != major or not operand.aligned:
+            other = ", or an Sm80Config" if sm80_serves(spec) else ""
             yield (
-                f"{name} is {operand}: a GEMV kernel reads K in pieces of 16 bytes; use {operand.dtype}.{major}, or an "
-                f"Sm80Config"
+                f"{name} is {operand}: a GEMV kernel reads K in pieces of 16 bytes; use {operand.dtype}.{major}{other}"
             )
 
 
 def _whole_outputs(spec: KernelSpec, _: GemvConfig) -> Iterator[str]:
     for output in spec.epilogue.outputs:
         if output.reduce is not None:
-            yield f"output {output.name} is a reduction, and GEMV kernels have none: use an Sm80Config or an Sm90Config"
+            kinds = ["an Sm80Config"] * sm80_serves(spec) + ["an Sm90Config"] * sm90_serves(spec)
+            other = " or ".join(kinds) or "two GEMMs"
+            yield f"output {output.name} is a reduction, and GEMV kernels have none: use {other}"
 
 
-def _swap_pairs(spec: KernelSpec, config: GemvConfig) -> Iterator[str]:
+def _swap_pairs(spec: KernelSpec, config: GemvConfig) -> Iterator[Broken]:
     if spec.epilogue.swaps_pairs and not config.by_tile and config.warps == 1:
-        yield (
-            "the epilogue swaps pairs of columns, and a thread block of one warp has one column: use two warps or more"
+        yield Broken(
+            "the epilogue swaps pairs of columns, and a thread block of one warp has one column",
+            ({"warps": 2},),
         )
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cutlass_ops import arch
-from cutlass_ops.config import Sm80Config
+from cutlass_ops.config import InstructionShape, Sm80Config
 from cutlass_ops.orientation import sides, swapped
-from cutlass_ops.rules import Rule
+from cutlass_ops.rules import Broken, Rule, sm90_serves
 from cutlass_ops.spec import KernelSpec, Operand
 
 # Accumulator registers a thread may have, as a share of those there are: operands and epilogue need the rest.
@@ -21,12 +21,15 @@ _EPILOGUE_ROWS = 8
 _SHORTEST_LINE = 16  # gemm/warp/mma_tensor_op_tile_iterator.h: lines of 16, 32 and 64 elements of 16 bits
 
 
-def _instruction(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
-    shapes = arch.MMA_SHAPES.get(spec.a.dtype.name, ())
-    i = config.instruction
-    if (i.m, i.n, i.k) not in shapes:
-        known = ", ".join("x".join(map(str, shape)) for shape in shapes)
-        yield f"instruction is {i}: mma.sync for {spec.a.dtype} operands has {known}; use one of these"
+def _instruction(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
+    # For other dtypes there are none, and the rule about these says so.
+    shapes = [InstructionShape(*shape) for shape in arch.MMA_SHAPES.get(spec.a.dtype.name, ())]
+    if shapes and config.instruction not in shapes:
+        yield Broken(
+            f"instruction is {config.instruction}, and mma.sync for {spec.a.dtype} operands has "
+            f"{', '.join(map(str, shapes))}",
+            tuple({"instruction": shape} for shape in shapes),
+        )
 
 
 def _warp_tile(_: KernelSpec, config: Sm80Config) -> Iterator[str]:
@@ -38,20 +41,24 @@ def _warp_tile(_: KernelSpec, config: Sm80Config) -> Iterator[str]:
             yield f"warp.{side} is {warp}: use a multiple of instruction.{side} {instruction}"
 
 
-def _sliced_k(_: KernelSpec, config: Sm80Config) -> Iterator[str]:
+def _sliced_k(_: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
     if config.warp.k != config.threadblock.k:
-        yield (
-            f"warp.k is {config.warp.k} and threadblock.k is {config.threadblock.k}: warps that divide K among them "
-            f"are not offered; use equal values, or stream_k"
+        yield Broken(
+            f"warp.k is {config.warp.k} and threadblock.k is {config.threadblock.k}, and warps that divide K among "
+            f"them are not offered",
+            ({"warp.k": config.threadblock.k}, {"threadblock.k": config.warp.k}),
         )
 
 
-def _k_steps(_: KernelSpec, config: Sm80Config) -> Iterator[str]:
+def _k_steps(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
     steps = config.warp.k // config.instruction.k
     if config.warp.k % config.instruction.k == 0 and steps % 2:
-        yield (
-            f"warp.k is {config.warp.k}, {steps} steps of instruction.k {config.instruction.k}: CUTLASS's main loop "
-            f"takes two at a time; use a multiple of {2 * config.instruction.k}"
+        shapes = arch.MMA_SHAPES.get(spec.a.dtype.name, ())
+        yield Broken(
+            f"warp.k is {config.warp.k}, {steps} steps of instruction.k {config.instruction.k}, and CUTLASS's main "
+            f"loop takes two at a time",
+            tuple({"instruction": InstructionShape(*shape)} for shape in shapes),
+            f"use a multiple of {2 * config.instruction.k}",
         )
 
 
@@ -66,9 +73,12 @@ def _warp_accumulators(_: KernelSpec, config: Sm80Config) -> Iterator[str]:
     registers = min(arch.MAX_REGISTERS_PER_THREAD + 1, arch.REGISTERS_PER_SM // threads)
     used, limit = warp.m * warp.n // arch.WARP, registers // _MAX_ACCUMULATOR_SHARE
     if used > limit:
+        # With all of a multiprocessor's registers, smaller warp tiles are more warps that share them.
+        tile = config.threadblock
+        too_large = tile.m * tile.n > arch.REGISTERS_PER_SM // _MAX_ACCUMULATOR_SHARE
         yield (
             f"warp {warp} takes {used} accumulator registers a thread, and more than {limit} of the {registers} that "
-            f"{threads} threads can each have spill: use a smaller warp tile"
+            f"{threads} threads can each have spill: use a smaller {'threadblock' if too_large else 'warp tile'}"
         )
 
 
@@ -140,12 +150,14 @@ def _short_lines(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
             )
 
 
-def _cp_async(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
+def _cp_async(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
     for name, operand in (("a", spec.a), ("b", spec.b)):
         if config.stages > 2 and operand.alignment * operand.dtype.bytes < min(arch.CP_ASYNC_BYTES):
-            yield (
-                f"{name} is {operand} and stages is {config.stages}: cp.async copies at least "
-                f"{min(arch.CP_ASYNC_BYTES)} bytes; use stages=2, which loads through registers, or pad {name}"
+            yield Broken(
+                f"{name} is {operand} and stages is {config.stages}, and cp.async copies at least "
+                f"{min(arch.CP_ASYNC_BYTES)} bytes, while two stages are loaded through registers",
+                ({"stages": 2},),
+                f"pad {name}",
             )
 
 
@@ -179,8 +191,9 @@ def _stores_exactly(n: int, warps_n: int, d: Operand) -> bool:
 
 
 def _second_weight(spec: KernelSpec, _: Sm80Config) -> Iterator[str]:
+    other = "an Sm90Config, or " if sm90_serves(spec) else ""
     for name in spec.epilogue.products:
-        yield f"input {name} is a second weight, and kernels of Sm80 have one: use an Sm90Config, or two GEMMs"
+        yield f"input {name} is a second weight, and kernels of Sm80 have one: use {other}two GEMMs"
 
 
 def _swap_pairs(spec: KernelSpec, _: Sm80Config) -> Iterator[str]:
@@ -189,7 +202,7 @@ def _swap_pairs(spec: KernelSpec, _: Sm80Config) -> Iterator[str]:
     if swapped(spec):
         yield (
             f"the epilogue swaps pairs of columns, and d is {spec.d}: a thread of CUTLASS's epilogue then has columns "
-            f"that are no neighbours; use {spec.d.dtype}.row, or an Sm90Config"
+            f"that are no neighbours; use {spec.d.dtype}.row{', or an Sm90Config' if sm90_serves(spec) else ''}"
         )
     elif spec.d.alignment < 2:
         yield (

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from math import gcd
 
 from cutlass_ops import arch
-from cutlass_ops.config import Sm90Config
+from cutlass_ops.config import ClusterShape, Sm90Config
 from cutlass_ops.dtypes import f32
 from cutlass_ops.footprint import (
     sm90_epilogue_tile,
@@ -24,7 +24,7 @@ from cutlass_ops.footprint import (
     split_exchange,
 )
 from cutlass_ops.orientation import reduced_along_m, sides, swapped
-from cutlass_ops.rules import Rule
+from cutlass_ops.rules import Broken, Rule, sm80_serves
 from cutlass_ops.spec import KernelSpec
 
 # Accumulator registers that a thread may have. Consumer threads get 240 registers (MmaRegisterRequirement in
@@ -37,32 +37,43 @@ _GATHERED_ROWS = 64  # more of them take longer to read than to multiply (docs/r
 _TMA_SMEM_ALIGNMENT = 128  # PTX ISA, cp.async.bulk.tensor: alignment of the address in shared memory
 
 
-def _tma_alignment(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
+# Those that run tiles in an order of their own, and take several with one thread block.
+_PERSISTENT = ({"schedule": "pingpong"}, {"schedule": "cooperative"})
+_WHOLE_K = {"split_k": 1, "scheduler": "persistent"}
+
+
+def _tma_alignment(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
     for name, operand in (("a", spec.a), ("b", spec.b)):
         if not operand.aligned and not config.realign:
-            yield (
+            yield Broken(
                 f"{name} is {operand}, and the bulk tensor copy engine needs {arch.TMA_ALIGNMENT_BYTES} bytes, "
-                f"{operand.dtype.tma_alignment} elements: pad {name}'s leading dimension, have it copied with "
-                "realign=True, or use an Sm80Config"
+                f"{operand.dtype.tma_alignment} elements",
+                ({"realign": True},),
+                f"pad {name}'s leading dimension{', use an Sm80Config' if sm80_serves(spec) else ''}",
             )
 
 
-def _realign(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
+def _realign(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
     if config.realign and spec.a.aligned and spec.b.aligned:
-        yield f"realign is True, and a is {spec.a} and b is {spec.b}: neither has to be copied; use realign=False"
-
-
-def _tile_m(_: KernelSpec, config: Sm90Config) -> Iterator[str]:
-    m, step = config.threadblock.m, arch.WGMMA_M
-    if m % step or (config.schedule == "cooperative" and m == step):
-        least = f", from {2 * step}" if config.schedule == "cooperative" else ""
-        yield (
-            f"threadblock.m is {m}: with schedule {config.schedule!r} a tile's warpgroups cover rows in steps of "
-            f"{step}{least}; use a multiple of that"
+        yield Broken(
+            f"realign is True, and a is {spec.a} and b is {spec.b}, of which neither has to be copied",
+            ({"realign": False},),
         )
 
 
-def _side_by_side(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
+def _tile_m(_: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
+    m, step = config.threadblock.m, arch.WGMMA_M
+    if m % step or (config.schedule == "cooperative" and m == step):
+        least = f", from {2 * step}" if config.schedule == "cooperative" else ""
+        yield Broken(
+            f"threadblock.m is {m}, and with schedule {config.schedule!r} a tile's warpgroups cover rows in steps of "
+            f"{step}{least}",
+            ({"schedule": "pingpong"}, {"schedule": "warp_specialized"}),
+            "use a multiple of that",
+        )
+
+
+def _side_by_side(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broken]:
     if not config.side_by_side:
         return
     where = f"threadblock.m is {config.threadblock.m} with schedule 'cooperative', whose warpgroups then share columns"
@@ -77,10 +88,17 @@ def _side_by_side(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
             f"{where}, and {operand.name}'s lines along N lie {width} elements wide, within which a half of "
             f"{config.threadblock.n} ends: use 64 or a multiple of 128 for threadblock.n"
         )
-    if config.scheduler == "stream_k" or config.split_k > 1:
-        yield f"{where}: whole tiles only; use scheduler 'persistent' and split_k 1, or a multiple of 128 rows"
+    if not config.whole_k:
+        yield Broken(f"{where}, of whole tiles only", (_WHOLE_K, *_OTHER_ROWS))
     if not sm90_plain_epilogue(spec) or sm90_source(spec) is not None:
-        yield f"{where}: the epilogue may read no tile and store none but D, aligned; use a multiple of 128 rows"
+        yield Broken(
+            f"{where}, and the epilogue may then read no tile and store none but D, aligned",
+            _OTHER_ROWS,
+        )
+
+
+# How a tile's warpgroups do not share its columns.
+_OTHER_ROWS = ({"schedule": "pingpong"}, {"threadblock.m": 128}, {"threadblock.m": 256})
 
 
 def _tile_n(_: KernelSpec, config: Sm90Config) -> Iterator[str]:
@@ -108,63 +126,81 @@ def _tile_size(_: KernelSpec, config: Sm90Config) -> Iterator[str]:
             )
 
 
-def _epilogue_step(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
-    epi_n = sm90_epilogue_tile(spec)[1]
+def _epilogue_step(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
+    epi_n, columns = sm90_epilogue_tile(spec)[1], sm90_output_tile(spec).n
     if epi_n % arch.WGMMA_N_STEP == 0 and epi_n & (epi_n - 1):
-        yield (
-            f"threadblock is {config.threadblock}, and a block's part of D has {sm90_output_tile(spec).n} columns: "
-            f"CUTLASS's epilogue would take {epi_n} of them a step, which no test has run; use 16 or 32"
+        each = max(1, config.threadblock.n // columns)
+        yield Broken(
+            f"threadblock is {config.threadblock}, and a block's part of D has {columns} columns: CUTLASS's epilogue "
+            f"would take {epi_n} of them a step, which no test has run",
+            tuple({"threadblock.n": each * n} for n in (16, 32)),
         )
 
 
-def _accumulators(_: KernelSpec, config: Sm90Config) -> Iterator[str]:
+def _accumulators(_: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
     tile, limit = config.threadblock, _MAX_ACCUMULATORS[config.schedule]
     threads = arch.WARPGROUP * (2 if config.schedule == "cooperative" else 1)
     registers = tile.m * tile.n // threads
     if registers > limit:
-        advice = "" if config.schedule == "cooperative" else ", or schedule 'cooperative'"
-        yield (
+        yield Broken(
             f"threadblock {tile} with schedule {config.schedule!r} takes {registers} accumulator registers a thread, "
-            f"and more than {limit} spill: use a smaller tile{advice}"
+            f"and more than {limit} spill",
+            ({"schedule": "cooperative"}, {"schedule": "warp_specialized"}),
+            "use a smaller tile",
         )
 
 
-def _scheduler(_: KernelSpec, config: Sm90Config) -> Iterator[str]:
+def _scheduler(_: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
     if config.scheduler == "stream_k" and config.schedule != "cooperative":
-        yield f"scheduler 'stream_k' with schedule {config.schedule!r}: CUTLASS has it for 'cooperative' only; use that"
+        yield Broken(
+            f"scheduler is 'stream_k' with schedule {config.schedule!r}, and CUTLASS has it for 'cooperative' only",
+            ({"schedule": "cooperative"}, {"scheduler": "persistent"}),
+        )
 
 
-def _split_k(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
+def _split_k(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
     if config.split_k == 1:
         return
-    what = f"split_k is {config.split_k}"
+    what, whole = f"split_k is {config.split_k}", {"split_k": 1}
     if config.schedule == "pingpong" or config.scheduler != "persistent":
-        yield (
-            f"{what} with schedule {config.schedule!r} and scheduler {config.scheduler!r}: blocks that split K work on "
-            f"one tile; use schedule 'cooperative' or 'warp_specialized' with scheduler 'persistent'"
+        schedules = ("cooperative", "warp_specialized")
+        yield Broken(
+            f"{what} with schedule {config.schedule!r} and scheduler {config.scheduler!r}, and blocks that split K "
+            "work on one tile",
+            (*({"schedule": s, "scheduler": "persistent"} for s in schedules), whole, _WHOLE_K),
         )
     if config.cluster.m * config.cluster.n != 1:
-        yield f"{what} with cluster {config.cluster}: the blocks that split K are the cluster; use 1x1"
+        yield Broken(
+            f"{what} with cluster {config.cluster}, and the blocks that split K are the cluster",
+            ({"cluster": ClusterShape(1, 1)}, whole),
+        )
     step = arch.WGMMA_N_STEP * config.split_k
     if config.threadblock.n % step:
-        yield f"{what}: each block finishes a part of the tile's columns; use a multiple of {step} for threadblock.n"
+        yield Broken(
+            f"{what}, and each block finishes a part of the tile's columns",
+            (whole,),
+            f"use a multiple of {step} for threadblock.n",
+        )
     needed, there = split_exchange(config), sm90_mainloop_smem(spec, max(2, sm90_stages(spec)))
     if needed > there:
-        yield (
+        yield Broken(
             f"{what}: what blocks send each other takes {needed} bytes, and the operands' buffer, where it lies, has "
-            f"{there}; use more stages or a smaller threadblock"
+            f"{there}",
+            ({"stages": None}, *({"split_k": split} for split in (4, 2, 1) if split < config.split_k)),
+            "use a smaller threadblock",
         )
     for output in spec.epilogue.outputs:
         if output.reduce is not None:
-            yield f"{what} and output {output.name} is a reduction, which these kernels do not have; use split_k 1"
+            yield Broken(f"{what} and output {output.name} is a reduction, which these kernels do not have", (whole,))
 
 
-def _by_gpc(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
+def _by_gpc(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
     launch = spec.launch_config
     if isinstance(launch, Sm90Config) and launch.by_gpc and not config.ordered:
-        yield (
-            f"by_gpc with schedule {config.schedule!r} and scheduler {config.scheduler!r}: the order of tiles is "
-            f"CUTLASS's there; use schedule 'pingpong' or 'cooperative' with scheduler 'persistent'"
+        yield Broken(
+            f"by_gpc with schedule {config.schedule!r}, scheduler {config.scheduler!r} and split_k {config.split_k}, "
+            "where the order of tiles is CUTLASS's",
+            ({"by_gpc": False}, *(change | _WHOLE_K for change in _PERSISTENT)),
         )
 
 
@@ -198,49 +234,58 @@ def _multicast(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
             )
 
 
-def _means(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
+def _means(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
     if not spec.epilogue.gathered:
         if config.means != "gathered":
-            yield f"means is {config.means!r}, and the epilogue takes nothing of A's rows: use 'gathered'"
+            yield Broken(
+                f"means is {config.means!r}, and the epilogue takes nothing of A's rows", ({"means": "gathered"},)
+            )
         return
     if config.means == "ahead":
         return
-    where = f"means is {config.means!r}: {', '.join(spec.epilogue.gathered)} of rows"
+    where, ahead = f"means is {config.means!r}: {', '.join(spec.epilogue.gathered)} of rows", {"means": "ahead"}
     if spec.a.major != "row":
-        yield f"{where} that lie one after the other, and a is {spec.a}: use means 'ahead', or a row-major A"
+        yield Broken(f"{where} that lie one after the other, and a is {spec.a}", (ahead,), "use a row-major A")
     if not config.whole_k:
-        yield f"{where} of which a block sees all of K: use means 'ahead', or split_k 1 with scheduler 'persistent'"
+        yield Broken(f"{where} of which a block sees all of K", (ahead, _WHOLE_K))
     if not sm90_plain_epilogue(spec):
-        yield (
-            f"{where}, and the epilogue that reads them gives an aligned D alone and reads one aligned tile at most: "
-            f"use means 'ahead'"
+        yield Broken(
+            f"{where}, and the epilogue that reads them gives an aligned D alone and reads one aligned tile at most",
+            (ahead,),
         )
 
 
-def _gathered(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
+_NOT_GATHERED = ({"means": "beside"}, {"means": "ahead"})
+
+
+def _gathered(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
     if not sm90_gathers(spec):
         return
     if config.threadblock.k % _GATHERED_COLUMNS:
-        yield (
+        yield Broken(
             f"the main loop gathers in lines of {_GATHERED_COLUMNS} elements, and threadblock.k is "
-            f"{config.threadblock.k}: use a multiple of that, or means 'beside'"
+            f"{config.threadblock.k}",
+            _NOT_GATHERED,
+            "use a multiple of that",
         )
     rows = sm90_gathered_rows(spec)
     if rows > _GATHERED_ROWS:
-        yield (
+        yield Broken(
             f"the main loop gathers from tiles of {rows} rows of A, and from more than {_GATHERED_ROWS} it is slower "
-            f"than multiplying them: use means 'beside'"
+            f"than multiplying them",
+            _NOT_GATHERED,
         )
 
 
-def _second_weight(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
+def _second_weight(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broken]:
     if not spec.epilogue.products:
         return
     where = f"half of the weight's tile is {spec.epilogue.products[0]}'s"
     if not config.whole_k or config.side_by_side:
-        yield (
-            f"{where}: whole tiles only, whose columns no two warpgroups share; use split_k 1, scheduler 'persistent' "
-            f"and a multiple of 128 rows for 'cooperative'"
+        whole = ({**_WHOLE_K, **rows} for rows in (_OTHER_ROWS if config.side_by_side else ({},)))
+        yield Broken(
+            f"{where}, of whole tiles only, whose columns no two warpgroups share",
+            tuple(whole),
         )
     if spec.b.major != "col":
         yield f"{where}, which lies beside b's K along each line: b is {spec.b}; use a column-major one"
@@ -255,47 +300,52 @@ def _second_weight(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
         yield f"{where}, and threadblock.n is {tile.n}: use a multiple of {2 * arch.WGMMA_N_STEP}"
 
 
-def _reduction_schedule(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
+def _reduction_schedule(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
     for output in spec.epilogue.outputs:
         if output.reduce is None or sm90_plain_epilogue(spec):
             continue
         if config.schedule == "warp_specialized":
-            yield (
+            yield Broken(
                 f"output {output.name} is a reduction, and CUTLASS's 'warp_specialized' kernel gives an epilogue no "
-                f"workspace for partial results: use schedule 'pingpong' or 'cooperative'"
+                f"workspace for partial results",
+                _PERSISTENT,
             )
 
 
-def _reduction_tile(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
+def _reduction_tile(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
     # Sm90RowReduction halves, in shuffles between the 8 lanes of a column, what a thread holds for n / 8 column pairs.
     # From 8 pairs on it takes for granted that each lane is left with the same number of them.
     n = config.threadblock.n
     if n > 64 and n % 64 and not sm90_plain_epilogue(spec):
         for name in reduced_along_m(spec):
-            yield (
+            yield Broken(
                 f"threadblock.n is {n} and output {name} is reduced along the kernel's M: CUTLASS's shuffles then drop "
-                f"values; use at most 64 or a multiple of 64"
+                f"values",
+                ({"threadblock.n": max(64, n // 64 * 64)},),
+                "use at most 64 or a multiple of 64",
             )
 
 
-def _reduction_buffer(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
+def _reduction_buffer(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
     epi_m, epi_n = sm90_epilogue_tile(spec)
     warps = 8 if config.schedule == "cooperative" else 4
     needed, there = warps * config.threadblock.n * f32.bytes, epi_m * epi_n * spec.d.dtype.bytes
     if needed > there and not sm90_plain_epilogue(spec):
         for name in reduced_along_m(spec):
-            yield (
+            yield Broken(
                 f"threadblock.n is {config.threadblock.n} and output {name} is reduced along the kernel's M: that "
-                f"needs {needed} bytes, and the epilogue's buffer of {epi_m}x{epi_n} elements of d has {there}; use a "
-                f"smaller threadblock.n, or a multiple of 32"
+                f"needs {needed} bytes, and the epilogue's buffer of {epi_m}x{epi_n} elements of d has {there}",
+                ({"threadblock.n": max(64, config.threadblock.n // 64 * 64)},),
+                "use at most 64 or a multiple of 64",
             )
 
 
 def _swap_pairs(spec: KernelSpec, _: Sm90Config) -> Iterator[str]:
     if spec.epilogue.swaps_pairs and not sm90_plain_epilogue(spec):
+        other = "; or use an Sm80Config" if sm80_serves(spec) else ""
         yield (
             "the epilogue swaps pairs of columns, and CUTLASS's own epilogue puts neighbours where it likes: give d 16 "
-            "bytes of alignment, one tile to read at most and none besides d to write; or use an Sm80Config"
+            f"bytes of alignment, one tile to read at most and none besides d to write{other}"
         )
 
 

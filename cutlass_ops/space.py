@@ -56,7 +56,7 @@ def configurations(signature: OpSignature) -> tuple[Sm90Config, ...]:
     """
     forms = get_args(Means) if signature.epilogue.gathered else ("gathered",)
     every = (replace(c, means=means, realign=signature.realigns) for c in _all() for means in forms)
-    return tuple(c for c in every if not legality.check(signature.spec(c, None)))
+    return tuple(c for c in every if legality.is_legal(signature.spec(c, None)))
 
 
 def _all() -> Iterator[Sm90Config]:
@@ -79,7 +79,7 @@ def sm80_configurations(signature: OpSignature, device: Device) -> tuple[Sm80Con
 
     The swizzle is a launch argument and no part of it.
     """
-    return tuple(c for c in _all_sm80() if not legality.check(device.spec(signature, c)))
+    return tuple(c for c in _all_sm80() if legality.is_legal(device.spec(signature, c)))
 
 
 def _all_sm80() -> Iterator[Sm80Config]:
@@ -94,7 +94,7 @@ def _all_sm80() -> Iterator[Sm80Config]:
 @lru_cache(maxsize=64)
 def gemv_configurations(signature: OpSignature, device: Device) -> tuple[GemvConfig, ...]:
     """Return every legal configuration of kernels of ordinary loads."""
-    return tuple(c for c in all_gemv() if not legality.check(device.spec(signature, c)))
+    return tuple(c for c in all_gemv() if legality.is_legal(device.spec(signature, c)))
 
 
 def all_gemv() -> Iterator[GemvConfig]:

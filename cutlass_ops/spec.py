@@ -5,22 +5,26 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast, get_args
 
 from cutlass_ops import arch
 from cutlass_ops.config import Config, Sm80Config, Sm90Config, config_from_json, config_to_json
-from cutlass_ops.dtypes import DType, dtype, f32
+from cutlass_ops.dtypes import ALL as DTYPES
+from cutlass_ops.dtypes import NAMES, DType, dtype, f32
 from cutlass_ops.epilogue.graph import Graph, Input, Kind, Output
 from cutlass_ops.errors import ConfigError
 
 Major = Literal["row", "col"]
 
-_OPERAND = re.compile(r"(?P<dtype>[a-z0-9]+)(\.(?P<major>row|col))?(\.align(?P<alignment>[0-9]+))?")
+_OPERAND = re.compile(r"(?P<dtype>[a-z0-9]+)(\.(?P<major>row|col))?(\.align(?P<alignment>[0-9]{1,4}))?")
+_MAJOR = re.compile(r"\.(row|col)")
+_FORM = "DTYPE[.row|.col][.alignN], such as 'bf16.row'"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Operand:
     """Type of a tensor: element type, major and alignment.
 
@@ -33,11 +37,23 @@ class Operand:
     alignment : int
         Largest power of two, in elements and up to 16 bytes, that divides the address, every leading dimension and
         the extent along the major dimension's accesses. 16 bytes is what TMA needs.
+
+    Raises
+    ------
+    ConfigError
+        If a field has a value of another type, or an alignment is not positive.
     """
 
     dtype: DType
     major: Major
     alignment: int
+
+    def __post_init__(self) -> None:
+        given = (self.dtype, self.major, self.alignment)
+        if self.dtype not in DTYPES or self.major not in get_args(Major):
+            raise ConfigError(f"Operand{given} needs an element type and 'row' or 'col': use Operand.of('bf16.row')")
+        if type(self.alignment) is not int or self.alignment < 1:
+            raise ConfigError(f"an alignment is a positive number of elements, not {self.alignment!r}")
 
     @classmethod
     def of(cls, text: str | DType | Operand) -> Operand:
@@ -45,6 +61,8 @@ class Operand:
 
         Raises
         ------
+        TypeError
+            If it is no text, no :class:`DType` and no operand.
         ValueError
             If the text is not of that form, or names an unknown dtype.
         """
@@ -52,9 +70,11 @@ class Operand:
             return text
         if isinstance(text, DType):
             return cls(text, "row", text.tma_alignment)
+        if not isinstance(text, str):
+            raise TypeError(f"an operand is a text of the form {_FORM}, not {text!r}")
         match = _OPERAND.fullmatch(text)
         if match is None:
-            raise ValueError(f"operand {text!r} is not of the form DTYPE[.row|.col][.alignN], such as 'bf16.row'")
+            raise ValueError(f"operand {text!r} is not of the form {_FORM}")
         element = dtype(match["dtype"])
         alignment = int(match["alignment"]) if match["alignment"] else element.tma_alignment
         return cls(element, cast(Major, match["major"] or "row"), alignment)
@@ -73,6 +93,9 @@ class Operand:
         tail = "" if self.aligned else f".align{self.alignment}"
         return f"{self.dtype}.{self.major}{tail}"
 
+    def __repr__(self) -> str:
+        return f"Operand.of({str(self)!r})"
+
 
 class HasGraph(Protocol):
     """Anything that carries an epilogue graph: a traced function, or a wrapper of one."""
@@ -83,7 +106,7 @@ class HasGraph(Protocol):
         ...
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True, init=False, repr=False)
 class KernelSpec:
     """One kernel: D = epilogue(A @ B, inputs), with everything that decides its code.
 
@@ -103,8 +126,11 @@ class KernelSpec:
 
     Raises
     ------
+    TypeError
+        If an argument is of another type; the message says which one and what was needed.
     ValueError
-        If an operand or target cannot be parsed, or ``inputs``/``outputs`` names something the epilogue has not.
+        If an operand or target cannot be parsed, a matrix has no major, or ``inputs``/``outputs`` names something the
+        epilogue has not.
     """
 
     a: Operand
@@ -130,31 +156,34 @@ class KernelSpec:
         outputs: Mapping[str, str | Operand] | None = None,
         target: str | None = None,
     ) -> None:
-        graph = epilogue if isinstance(epilogue, Graph) else epilogue.graph
-        d_type = Operand.of(d)
-        given_inputs, given_outputs = dict(inputs or {}), dict(outputs or {})
-        default: dict[Kind, DType | Operand] = {Kind.SCALAR: f32, Kind.PRODUCT: Operand.of(b)}
-        input_types = tuple(
-            _normal(i.kind, given_inputs.pop(i.name, default.get(i.kind, d_type))) for i in graph.inputs
-        )
-        output_types = tuple(
-            _normal(o.kind, given_outputs.pop(o.name, f32 if o.reduce else d_type)) for o in graph.outputs[1:]
-        )
-        for what, unknown in (("inputs", given_inputs), ("outputs", given_outputs)):
-            if unknown:
-                raise ValueError(f"{what} names {', '.join(sorted(unknown))}, which the epilogue does not have")
+        if not isinstance(config, Config):
+            raise TypeError(f"config must be an Sm90Config, an Sm80Config or a GemvConfig, not {reprlib.repr(config)}")
+        graph = _graph(epilogue)
+        b_type, d_type = _matrix("b", b), _matrix("d", d)
+        typed_inputs, typed_outputs = _defaults(graph, b_type, d_type)
         for name, value in (
-            ("a", Operand.of(a)),
-            ("b", Operand.of(b)),
+            ("a", _matrix("a", a)),
+            ("b", b_type),
             ("d", d_type),
             ("epilogue", graph),
-            ("inputs", input_types),
-            ("outputs", output_types),
+            ("inputs", _types("inputs", inputs, typed_inputs)),
+            ("outputs", _types("outputs", outputs, typed_outputs)),
             ("config", config.binary()),
             ("launch_config", config),
-            ("target", arch.target(target or config.default_target).name),
+            ("target", arch.target(config.default_target if target is None else target).name),
         ):
             object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        """Return what was declared, without what is the default, on one line; of the epilogue its title."""
+        given = [f"{name}={str(getattr(self, name))!r}" for name in ("a", "b", "d")]
+        given += [f"epilogue={self.epilogue!r}", f"config={self.launch_config!r}"]
+        typed_inputs, typed_outputs = _defaults(self.epilogue, self.b, self.d)
+        for name, types, usual in (("inputs", self.inputs, typed_inputs), ("outputs", self.outputs, typed_outputs)):
+            others = {n: _text(k, t) for (n, (k, u)), t in zip(usual.items(), types, strict=True) if t != u}
+            given += [f"{name}={others}"] if others else []
+        given += [f"target={self.target!r}"] if self.target != self.config.default_target else []
+        return f"KernelSpec({', '.join(given)})"
 
     def to_json(self) -> dict[str, Any]:
         """Return the canonical JSON form: equal specs give equal values."""
@@ -204,10 +233,14 @@ class KernelSpec:
 
     @property
     def slug(self) -> str:
-        """Short readable name with a digest of the whole declaration: fit for a file or a C++ identifier."""
+        """Short readable name with a digest of the whole declaration: fit for a file or a C++ identifier.
+
+        It is the kernel's name in traces and profiles.
+        """
         digest = hashlib.sha256(self.canonical().encode()).hexdigest()[:12]
+        what = "_".join(filter(None, ("gemm", self.epilogue.title)))
         types = "_".join(str(t).replace(".", "") for t in (self.a, self.b, self.d))
-        return f"gemm_{types}_{self.config.slug}_{self.target}_{digest}"
+        return f"{what}_{types}_{self.config.slug}_{self.target}_{digest}"
 
     @property
     def typed_inputs(self) -> tuple[tuple[Input, Operand], ...]:
@@ -230,7 +263,72 @@ class KernelSpec:
         return self.config if isinstance(self.config, Sm80Config) else None
 
 
-def _normal(kind: Kind, given: str | DType | Operand) -> Operand:
+def _graph(epilogue: object) -> Graph:
+    graph = getattr(epilogue, "graph", epilogue)
+    if isinstance(graph, Graph):
+        return graph
+    what = getattr(epilogue, "__name__", None) or reprlib.repr(epilogue)
+    advice = "decorate the function with @cutlass_ops.epilogue" if callable(epilogue) else "write a function of acc"
+    raise TypeError(
+        f"epilogue must be a function decorated with @cutlass_ops.epilogue, not {what}: {advice}; for D = A @ B it "
+        "returns acc"
+    )
+
+
+def _matrix(name: str, given: object) -> Operand:
+    """Parse the type of A, B or D, which has a major: no guess would suit both A and a linear layer's weight."""
+    operand = _operand(name, given)
+    if not isinstance(given, Operand) and not _MAJOR.search(str(given)):
+        either = f"'{operand.dtype}.row' or '{operand.dtype}.col'"
+        raise ValueError(f"{name} is {str(given)!r}, which has no major: use {either}")
+    return operand
+
+
+def _operand(name: str, given: object) -> Operand:
+    try:
+        return Operand.of(cast(str, given))
+    except (TypeError, ValueError) as exc:
+        # A torch.dtype, say: its name is known, its major is not.
+        element = str(given).removeprefix("torch.")
+        known = type(given).__name__ == "dtype" and element in NAMES
+        advice = f"; use '{dtype(element)}.row' or '{dtype(element)}.col'" if known else ""
+        raise type(exc)(f"{name}: {exc}{advice}") from None
+
+
+Typed = dict[str, tuple[Kind, Operand]]
+
+
+def _defaults(graph: Graph, b: Operand, d: Operand) -> tuple[Typed, Typed]:
+    """Return kind and usual type of the inputs, and of the outputs after D, by name."""
+    usual: dict[Kind, DType | Operand] = {Kind.SCALAR: f32, Kind.PRODUCT: b}
+    inputs = {i.name: (i.kind, _normal(i.kind, Operand.of(usual.get(i.kind, d)))) for i in graph.inputs}
+    outputs = {o.name: (o.kind, _normal(o.kind, Operand.of(f32 if o.reduce else d))) for o in graph.outputs[1:]}
+    return inputs, outputs
+
+
+def _types(what: str, given: object, usual: Typed) -> tuple[Operand, ...]:
+    """Return the types of inputs or outputs, as given or else the usual ones."""
+    given = {} if given is None else given
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{what} must be a mapping from names to types such as 'bf16.row', not {reprlib.repr(given)}")
+    unknown = [str(name) for name in given if name not in usual]
+    if unknown:
+        known = f"it has {', '.join(usual)}" if usual else "it has none"
+        known += ", and d is an argument of its own" if what == "outputs" else ""
+        raise ValueError(f"{what} names {', '.join(sorted(unknown))}, which the epilogue does not have: {known}")
+    return tuple(
+        _normal(kind, _operand(f"{what}[{name!r}]", given[name])) if name in given else operand
+        for name, (kind, operand) in usual.items()
+    )
+
+
+_MATRICES = (Kind.TILE, Kind.PRODUCT)
+
+
+def _normal(kind: Kind, operand: Operand) -> Operand:
     """Vectors and scalars have neither major nor a wider alignment than their element's."""
-    operand = Operand.of(given)
-    return operand if kind in (Kind.TILE, Kind.PRODUCT) else Operand(operand.dtype, "row", 1)
+    return operand if kind in _MATRICES else Operand(operand.dtype, "row", 1)
+
+
+def _text(kind: Kind, operand: Operand) -> str:
+    return str(operand if kind in _MATRICES else operand.dtype)

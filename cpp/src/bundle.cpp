@@ -305,7 +305,7 @@ struct Kernel::Loaded {
 namespace {
 
 // Numbered as in templates/include/cutlass_ops/binding.h.
-enum Reason { kKind = 1, kShape, kDtype, kDevice, kMajor, kAlignment, kOverlap, kWorkspace, kCount };
+enum Reason { kKind = 1, kShape, kDtype, kDevice, kMajor, kAlignment, kOverlap, kWorkspace, kCount, kNull };
 
 DLTensor view(Tensor const& t) {
   if (t.strides.size() != t.shape.size()) throw ArgumentError("a tensor has as many strides as extents");
@@ -337,7 +337,7 @@ ArgumentError refusal(int64_t status, std::string const& kernel, std::vector<Ope
   auto const position = size_t(status / 16);
   auto const reason = int(status % 16);
   std::string const tail = ". The kernel is " + kernel;
-  if (reason == kWorkspace) {
+  if (reason == kWorkspace || (reason == kNull && position >= operands.size())) {
     return ArgumentError("the workspace is too small, not aligned to 256 bytes, or null: workspace_size says how much is "
                          "needed" + tail);
   }
@@ -360,6 +360,7 @@ ArgumentError refusal(int64_t status, std::string const& kernel, std::vector<Ope
                     : "must be col-major: contiguous along the first dimension"},
       {kAlignment, "must be aligned to " + std::to_string(bytes) + " bytes in address, leading dimension and extent"},
       {kOverlap, "shares memory with another argument"},
+      {kNull, "has no memory: its address is null"},
   };
   auto const found = words.find(reason);
   std::string const what = found != words.end() ? found->second : "was refused (" + std::to_string(reason) + ")";

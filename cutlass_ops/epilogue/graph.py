@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from cutlass_ops import dtypes
 from cutlass_ops.epilogue.names import check_name
 from cutlass_ops.epilogue.ops import GATHERED, OPS, SWAP_PAIRS, to_fp32
+from cutlass_ops.epilogue.title import title
 from cutlass_ops.errors import ConfigError
 
 MAX_INPUTS = 16
@@ -110,7 +111,7 @@ class Output(NamedTuple):
     reduce: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Graph:
     """A whole epilogue: inputs in declared order, nodes in canonical order, outputs with D first.
 
@@ -126,6 +127,14 @@ class Graph:
 
     def __post_init__(self) -> None:
         validate(self)
+
+    @property
+    def title(self) -> str:
+        """What it computes, in a few words of a C++ identifier, such as ``"bias_relu"``; none for D = A @ B."""
+        return title(self)
+
+    def __repr__(self) -> str:
+        return f"<graph {self.title or 'acc'}>"
 
     @property
     def gathered(self) -> tuple[str, ...]:

@@ -367,6 +367,8 @@ def test_a_launch_passes_everything_on_the_caller_s_stream(probe, single):
         (4, Reason.KIND, "scale must be a tensor of f32; it is the number 0.5"),
         (8, Reason.WORKSPACE, "the workspace is too small"),
         (9, Reason.COUNT, "argument 9 was refused (9)"),
+        (0, Reason.NULL, "a has no memory: its address is null; it is bf16, shape (16, 32)"),
+        (8, Reason.NULL, "the workspace is too small, not aligned to 256 bytes, or null"),
     ],
 )
 def test_refusals_are_put_into_words(probe, single, position, reason, said):

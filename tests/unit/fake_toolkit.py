@@ -80,9 +80,9 @@ def elf(machine: int, sections: dict[str, bytes], tail: bytes = b"", flags: int 
 def parameter(size: int) -> bytes:
     """What machine code says of a kernel whose only parameter has this many bytes."""
     registers = struct.pack("<BBHII", 4, 0x2F, 8, 1, 168)
-    return (
-        registers + struct.pack("<BBH", 3, 0x19, 640) + struct.pack("<BBHIII", 4, 0x17, 12, 0, 0, size << 18 | 0x1F000)
-    )
+    narrow = struct.pack("<BBHIII", 4, 0x17, 12, 0, 0, (size & 0x3FFF) << 18 | 0x1F000)
+    wide = struct.pack("<BBHIIHH", 4, 0x45, 12, 0, 0, size, 0)  # as nvcc does above 4 KB
+    return registers + struct.pack("<BBH", 3, 0x19, size) + (wide if size > 4096 else narrow)
 
 
 def linkage(exports: tuple[str, ...], needed: tuple[str, ...], search: dict[int, str]) -> dict[str, bytes]:

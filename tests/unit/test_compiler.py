@@ -11,12 +11,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fake_toolkit import FakeToolkit
+from fake_toolkit import FakeToolkit, sm80_spec
 from processes import ended
 
 from cutlass_ops import arch, compiler, elf, toolchain
 from cutlass_ops.compiler import compile_flags, compile_kernel
 from cutlass_ops.errors import CompileError, ToolchainError
+from cutlass_ops.identity import source_identity
+from cutlass_ops.store import identity_key
 from cutlass_ops.toolchain import find_toolchain
 
 SM80 = arch.target("sm_80")
@@ -53,6 +55,16 @@ def test_flags_name_no_path_of_this_machine():
     everything = [flag for step in flags.values() for flag in step]
     assert not [flag for flag in everything if "/" in flag and not flag.startswith(("-Iinc/", "-isysteminc/"))]
     assert "-gencode=arch=compute_80,code=sm_80" in flags["device"]
+
+
+def test_lines_of_the_source_on_request_make_another_kernel(monkeypatch):
+    spec = sm80_spec()
+    plain, before = compile_flags(SM80), source_identity(spec, "source")
+    monkeypatch.setenv("CUTLASS_OPS_LINEINFO", "1")
+    assert compile_flags(SM80) == plain | {"device": (*plain["device"], "-lineinfo")}
+    assert identity_key(source_identity(spec, "source")) != identity_key(before)
+    monkeypatch.setenv("CUTLASS_OPS_LINEINFO", "0")
+    assert source_identity(spec, "source") == before
 
 
 def test_resources_are_read_from_the_log(folder, toolkit):

@@ -8,12 +8,15 @@ from dataclasses import FrozenInstanceError, fields, replace
 from typing import get_args
 
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 import cutlass_ops as co
+from cutlass_ops import arch, builtin
 from cutlass_ops.config import (
     ClusterShape,
+    GemvConfig,
     InstructionShape,
     Means,
     Sm80Config,
@@ -24,6 +27,7 @@ from cutlass_ops.config import (
     config_to_json,
 )
 from cutlass_ops.dtypes import bf16, dtype, f16, f32
+from cutlass_ops.epilogue import title
 from cutlass_ops.errors import ConfigError
 from cutlass_ops.legality import check
 from cutlass_ops.spec import KernelSpec, Operand
@@ -332,7 +336,222 @@ def test_the_usual_way_to_means_is_not_spelled_out(means, tail):
 def test_a_slug_can_be_read():
     config = Sm90Config(ThreadblockShape(64, 32, 128), ClusterShape(2, 1), "cooperative", "stream_k", 5, swap_ab=True)
     assert config.slug == "sm90_64x32x128_2x1_coop_s5_streamk_swap"
-    assert spec(config=config).slug.startswith("gemm_bf16row_bf16col_bf16row_sm90_64x32x128_2x1_coop_s5_streamk_swap_")
+    assert spec(config=config).slug.startswith(
+        "gemm_bias_relu_bf16row_bf16col_bf16row_sm90_64x32x128_2x1_coop_s5_streamk_swap_sm_90a_"
+    )
+
+
+EPILOGUE_TITLES = [(e.graph, op.removeprefix("gemm").removeprefix("_")) for op, e in builtin.BY_OP.items()] + [
+    (builtin.swiglu.graph, "silu_up"),
+    (builtin.residual_rms_bf16.graph, "residual_bf16_row_sum_square"),
+    (saved.graph, "bias_relu_scale_residual_pre_total"),
+]
+
+
+@pytest.mark.parametrize(("graph", "title"), EPILOGUE_TITLES)
+def test_a_kernel_is_named_after_what_it_computes(graph, title):
+    assert graph.title == title
+    assert spec(epilogue=graph).slug.startswith(
+        "_".join(filter(None, ("gemm", title, "bf16row_bf16col_bf16row_sm90_")))
+    )
+
+
+def test_the_name_is_the_kernel_s_in_traces():
+    """It is that of the function in the machine code."""
+    for config in (spec().config, Sm80Config(ThreadblockShape(128, 128, 32), WarpShape(64, 64, 32)), GemvConfig()):
+        one = spec(config=config)
+        assert f"CUTLASS_OPS_KERNEL({one.slug}, " in co.source(one)
+        assert one.slug.startswith("gemm_bias_relu_")
+
+
+@PATIENT
+@given(epilogues())
+def test_every_epilogue_has_a_title_that_fits_into_an_identifier(program):
+    assert re.fullmatch(r"([A-Za-z][A-Za-z0-9_]*[A-Za-z0-9])?", program.graph.title)
+    assert len(program.graph.title) <= title.MAX_LENGTH
+    assert "__" not in program.graph.title
+    assert len(repr(program.graph)) < 80
+
+
+def test_a_function_s_own_name_makes_no_other_kernel():
+    @co.epilogue
+    def another_name(c, bias: co.Row):
+        return co.relu(c + bias)
+
+    assert another_name.name != bias_relu.name
+    one, other = spec(epilogue=another_name), spec()
+    assert (one, one.slug, one.canonical()) == (other, other.slug, other.canonical())
+    assert co.source(one) == co.source(other)
+
+
+@PATIENT
+@given(CONFIGS)
+def test_a_configuration_s_repr_is_python(config):
+    assert eval(repr(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (ThreadblockShape(128, 256, 64), "ThreadblockShape(128, 256, 64)"),
+        (ClusterShape(), "ClusterShape(1, 1)"),
+        (Sm90Config(ThreadblockShape(64, 8, 64)), "Sm90Config(ThreadblockShape(64, 8, 64))"),
+        (
+            Sm90Config(ThreadblockShape(64, 8, 64), schedule="cooperative", swizzle=4, by_gpc=True),
+            "Sm90Config(ThreadblockShape(64, 8, 64), schedule='cooperative', swizzle=4, by_gpc=True)",
+        ),
+        (
+            Sm80Config(ThreadblockShape(64, 64, 32), WarpShape(32, 32, 32), stages=4),
+            "Sm80Config(ThreadblockShape(64, 64, 32), WarpShape(32, 32, 32), stages=4)",
+        ),
+        (GemvConfig(), "GemvConfig()"),
+        (Operand.of("f16.col.align2"), "Operand.of('f16.col.align2')"),
+        (saved.graph, "<graph bias_relu_scale_residual_pre_total>"),
+    ],
+)
+def test_a_repr_leaves_out_defaults(value, text):
+    assert repr(value) == text
+
+
+def test_a_spec_s_repr_fits_on_a_line_or_two():
+    short = "KernelSpec(a='bf16.row', b='bf16.col', d='bf16.row', epilogue=<graph bias_relu>, config={})"
+    assert repr(spec()) == short.format("Sm90Config(ThreadblockShape(128, 128, 64))")
+    ordered = replace(spec().config, swizzle=4)
+    assert repr(spec(config=ordered)) == short.format("Sm90Config(ThreadblockShape(128, 128, 64), swizzle=4)")
+    other = spec(epilogue=saved, inputs={"bias": "f32", "residual": "bf16.row"}, outputs={"pre": "f32.col"})
+    assert "inputs={'bias': 'f32'}, outputs={'pre': 'f32.col'})" in repr(other)
+    assert repr(spec(target="sm_80")).endswith(", target='sm_80')")
+
+
+# ---- What is no declaration ------------------------------------------------------------------------------------------
+
+TILE = ThreadblockShape(128, 128, 64)
+
+
+@pytest.mark.parametrize("shape", [ThreadblockShape, WarpShape, InstructionShape])
+@pytest.mark.parametrize("side", ["128", 128.0, True, None, 0, -64, (128,)])
+@pytest.mark.parametrize("at", range(3))
+def test_a_shape_is_of_positive_integers(shape, side, at):
+    sides = [64, 64, 64]
+    sides[at] = side
+    with pytest.raises(ConfigError, match=re.escape(f"positive integers for m, n, k: {'mnk'[at]} is {side!r}")):
+        shape(*sides)
+    with pytest.raises(ConfigError, match="ClusterShape takes positive integers for m, n: n is"):
+        ClusterShape(1, side)
+
+
+WRONG_FIELDS = [
+    (
+        lambda **f: Sm90Config(**{"threadblock": TILE} | f),
+        "threadblock",
+        [(128, 128, 64), None, "128x128x64", WarpShape(1, 1, 1)],
+    ),
+    (lambda **f: Sm90Config(TILE, **f), "cluster", [(1, 1), None, TILE]),
+    (lambda **f: Sm90Config(TILE, **f), "schedule", ["auto", None, 1, ["pingpong"]]),
+    (lambda **f: Sm90Config(TILE, **f), "scheduler", ["stream-k", True]),
+    (lambda **f: Sm90Config(TILE, **f), "stages", ["4", 4.0, True]),
+    (lambda **f: Sm90Config(TILE, **f), "swap_ab", [1, "yes", None]),
+    (lambda **f: Sm90Config(TILE, **f), "split_k", ["2", True, None]),
+    (lambda **f: Sm90Config(TILE, **f), "means", ["before", True, None]),
+    (lambda **f: Sm90Config(TILE, **f), "realign", [0, None]),
+    (lambda **f: Sm90Config(TILE, **f), "raster", ["along_k", None]),
+    (lambda **f: Sm90Config(TILE, **f), "swizzle", ["2", 2.0, True]),
+    (lambda **f: Sm90Config(TILE, **f), "by_gpc", [1, None]),
+    (lambda **f: Sm80Config(TILE, **f), "warp", [TILE, (64, 64, 32), None]),
+    (lambda **f: Sm80Config(TILE, WarpShape(64, 64, 64), **f), "instruction", [(16, 8, 16), None]),
+    (lambda **f: Sm80Config(TILE, WarpShape(64, 64, 64), **f), "stages", [None, "3", True]),
+    (lambda **f: Sm80Config(TILE, WarpShape(64, 64, 64), **f), "stream_k", [1, None]),
+    (GemvConfig, "rows", ["1", True, None]),
+    (GemvConfig, "warps", [8.0]),
+    (GemvConfig, "pieces", [(8,)]),
+]
+
+
+@pytest.mark.parametrize(("make", "field", "value"), [(m, f, v) for m, f, values in WRONG_FIELDS for v in values])
+def test_a_configuration_has_fields_of_the_declared_types(make, field, value):
+    with pytest.raises(ConfigError, match=rf"^{field} must be .*, not {re.escape(repr(value))}$"):
+        make(**{field: value})
+
+
+def test_every_field_of_every_configuration_is_checked():
+    there = {(cls.__name__, f.name) for cls in (Sm90Config, Sm80Config, GemvConfig) for f in fields(cls)}
+    tried = {field for _, field, _ in WRONG_FIELDS}
+    assert {name for _, name in there} == tried
+
+
+class NoEpilogue:
+    graph = "none"
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "error", "said"),
+    [
+        ("epilogue", lambda acc: acc, TypeError, r"decorated with @cutlass_ops.epilogue, not <lambda>: decorate"),
+        ("epilogue", None, TypeError, r"epilogue must be a function .* not None: .* for D = A @ B it returns acc"),
+        ("epilogue", "relu", TypeError, "epilogue must be a function .* not 'relu'"),
+        ("epilogue", NoEpilogue(), TypeError, "epilogue must be a function"),
+        ("epilogue", co.gemm, TypeError, "epilogue must be a function .* not gemm"),
+        ("a", torch.bfloat16, TypeError, r"^a: .* not torch.bfloat16; use 'bf16.row' or 'bf16.col'$"),
+        ("a", torch.int8, TypeError, r"^a: .* such as 'bf16.row', not torch.int8$"),
+        ("a", "bf16", ValueError, r"^a is 'bf16', which has no major: use 'bf16.row' or 'bf16.col'$"),
+        ("b", "float16", ValueError, r"^b is 'float16', which has no major: use 'f16.row' or 'f16.col'$"),
+        ("d", "f32.align2", ValueError, "^d is 'f32.align2', which has no major"),
+        ("d", bf16, ValueError, "^d is 'bf16', which has no major"),
+        ("a", None, TypeError, "^a: an operand is a text of the form .*, not None$"),
+        ("b", b"bf16.col", TypeError, "^b: an operand is a text"),
+        ("d", ("bf16", "row"), TypeError, "^d: an operand is a text"),
+        ("a", "bf16.rows", ValueError, "^a: operand 'bf16.rows' is not of the form"),
+        ("a", "f64.row", ValueError, "^a: unknown dtype 'f64': use one of f16, bf16, f32"),
+        ("a", "bf16.row.align0", ValueError, "^a: an alignment is a positive number of elements, not 0"),
+        ("config", "sm90", TypeError, "config must be an Sm90Config, an Sm80Config or a GemvConfig, not 'sm90'"),
+        ("config", (128, 128, 64), TypeError, r"config must be .*, not \(128, 128, 64\)"),
+        ("config", None, TypeError, "config must be .*, not None"),
+        ("config", Sm90Config, TypeError, "config must be .*, not <class"),
+        ("inputs", {"bias": torch.float32}, TypeError, r"^inputs\['bias'\]: .*; use 'f32.row' or 'f32.col'"),
+        ("inputs", {"bias": None}, TypeError, r"^inputs\['bias'\]: .*, not None"),
+        ("inputs", {"gate": "f32"}, ValueError, "^inputs names gate, which the epilogue does not have: it has bias$"),
+        ("inputs", {1: "f32", "x": "f32"}, ValueError, "^inputs names 1, x, which"),
+        ("inputs", ["f32"], TypeError, "^inputs must be a mapping"),
+        ("inputs", "f32", TypeError, "^inputs must be a mapping"),
+        ("outputs", {"d": "f32.row"}, ValueError, "^outputs names d, .* it has none, and d is an argument of its own$"),
+        ("outputs", [], TypeError, "^outputs must be a mapping"),
+        ("target", 90, ValueError, "^target is 90, for which there are no kernels: use one of sm_80, "),
+        ("target", ["sm_90"], ValueError, "^target is "),
+        ("target", "", ValueError, "^target is ''"),
+        ("target", "sm90", ValueError, "use one of sm_90, sm_90a$"),
+    ],
+)
+def test_a_wrong_argument_is_named(argument, value, error, said):
+    with pytest.raises(error, match=said):
+        spec(**{argument: value})
+
+
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [
+        ("sm_70", "7.0 is older than"),
+        ("sm_75", "7.5 is older than"),
+        ("sm_87", "8.7 has none of its own"),
+        ("sm_100", "10.0 does not run their machine code"),
+        ("sm_100a", "10.0 does not run their machine code"),
+        ("sm_120", "12.0 does not run their machine code"),
+    ],
+)
+def test_an_architecture_without_kernels_gets_the_supported_ones_and_what_to_do(target, why):
+    with pytest.raises(ValueError, match=rf"compute capability {why}") as caught:
+        spec(target=target)
+    assert f"Supported are {', '.join(arch.TARGETS)}" in str(caught.value)
+    assert "torch.matmul" in str(caught.value)
+    capabilities = {f"{major}.{minor}" for major, minor in (t.capability for t in arch.TARGETS.values())}
+    assert all(c in str(caught.value) for c in capabilities)
+
+
+@pytest.mark.parametrize(
+    "fields", [("bf16", "row", 8), (bf16, "rows", 8), (bf16, "row", "8"), (bf16, "row", 0), (None,) * 3]
+)
+def test_an_operand_is_of_an_element_type_a_major_and_an_alignment(fields):
+    with pytest.raises(ConfigError, match=r"Operand.*Operand.of\('bf16.row'\)|alignment is a positive number"):
+        Operand(*fields)
 
 
 # ---- Operands ------------------------------------------------------------------------------------------------------

@@ -22,6 +22,8 @@ def test_defaults(monkeypatch):
     assert _env.cutlass_dir() is None
     assert _env.jobs() == len(os.sched_getaffinity(0))
     assert _env.progress() is None
+    assert not _env.lineinfo_enabled()
+    assert not _env.nvtx_enabled()
 
 
 def test_values_are_read_at_each_call(monkeypatch):
@@ -31,6 +33,10 @@ def test_values_are_read_at_each_call(monkeypatch):
     for text, value in (("0", False), ("1", True), ("auto", None), ("", None)):
         monkeypatch.setenv("CUTLASS_OPS_PROGRESS", text)
         assert _env.progress() is value
+    for name, read in (("CUTLASS_OPS_LINEINFO", _env.lineinfo_enabled), ("CUTLASS_OPS_NVTX", _env.nvtx_enabled)):
+        for text, value in (("0", False), ("1", True), ("", False)):
+            monkeypatch.setenv(name, text)
+            assert read() is value
     monkeypatch.setenv("CUTLASS_OPS_JOBS", "7")
     assert _env.jobs() == 7
     monkeypatch.setenv("CUDA_PATH", "/b")
@@ -68,6 +74,8 @@ def test_no_home_folder(monkeypatch):
         ("CUTLASS_OPS_JOBS", _env.jobs, "-2"),
         ("CUTLASS_OPS_JOBS", _env.jobs, "²"),
         ("CUTLASS_OPS_PROGRESS", _env.progress, "2"),
+        ("CUTLASS_OPS_LINEINFO", _env.lineinfo_enabled, "yes"),
+        ("CUTLASS_OPS_NVTX", _env.nvtx_enabled, "true"),
     ],
 )
 def test_bad_values_name_the_variable(monkeypatch, name, read, bad):

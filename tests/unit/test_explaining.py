@@ -33,6 +33,18 @@ def test_it_agrees_with_the_choice(problem):
     assert json.loads(json.dumps(found.to_json()))["problem"] == list(problem)
 
 
+@pytest.mark.parametrize("problem", [(512, 4096, 4096), (64, 4097, 4097)])
+def test_its_repr_is_one_line(problem):
+    """`str` has the candidates."""
+    found = explained(problem)
+    best = found.candidates[0]
+    assert repr(found).startswith("<explanation of gemm_bias_relu, M=")
+    assert f"{best.config.slug}, {best.microseconds:.1f} us {best.source}>" in repr(found)
+    assert len(repr(found)) <= 120
+    nothing = explained(device=Device((7, 5), 40, "Tesla T4"))
+    assert repr(nothing) == "<explanation of gemm_bias_relu, M=512 N=4096 K=4096: nothing>"
+
+
 def test_it_says_what_was_measured_and_what_was_not():
     here = explained()
     assert here.candidates[0].source == "measured"

@@ -36,6 +36,7 @@ def test_report_without_a_device(artifact):
     assert (report.stages, report.threads) == (3, 128)
     # Of 164 KiB three times 50; of 65536 registers three times 168 * 128.
     assert (report.blocks_per_sm, report.device) == (3, None)
+    assert repr(report) == f"<report of {sm80_spec().slug}: 168 registers>"
     assert json.loads(json.dumps(report.to_json())) == report.to_json()
 
 

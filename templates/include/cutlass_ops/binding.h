@@ -36,6 +36,7 @@ enum class Reason : int {
   kOverlap = 7,    // an output shares memory with another argument
   kWorkspace = 8,  // too small
   kCount = 9,      // number of arguments
+  kNull = 10,      // no memory behind elements
 };
 
 struct Problem {
@@ -159,6 +160,7 @@ class Call {
     DLTensor const* t = tensor<Element>(at);
     if (t == nullptr) return {};
     if (t->ndim != 0) return fail(at, Reason::kShape), Scalar<Element>{};
+    if (is_null(t)) return fail(at, Reason::kNull), Scalar<Element>{};
     add({address(t), sizeof(Element), sizeof(Element), 1, false}, at, false);
     reads_device_scalars_ = true;
     return {Element(0), reinterpret_cast<Element const*>(address(t))};
@@ -174,6 +176,7 @@ class Call {
     if (t->device.device_type != kDLCUDA || t->device.device_id != device_) return fail(at, Reason::kDevice), nullptr;
     size_t size = (t->dtype.bits * t->dtype.lanes + 7) / 8;
     for (int i = 0; i < t->ndim; ++i) size *= size_t(t->shape[i]);
+    if (size > 0 && is_null(t)) return fail(at, Reason::kNull), nullptr;
     if (size < bytes || address(t) % 256 != 0) return fail(at, Reason::kWorkspace), nullptr;
     return reinterpret_cast<void*>(address(t));
   }
@@ -199,6 +202,9 @@ class Call {
 
  private:
   static uintptr_t address(DLTensor const* t) { return reinterpret_cast<uintptr_t>(t->data) + t->byte_offset; }
+
+  // Whether a tensor only stands for others, as a wrapper of PyTorch's does: it says a type and a shape, and has no memory.
+  static bool is_null(DLTensor const* t) { return t->data == nullptr; }
 
   static DLTensor const* as_tensor(TVMFFIAny const& arg) {
     if (arg.type_index == kTVMFFIDLTensorPtr) return static_cast<DLTensor const*>(arg.v_ptr);
@@ -235,6 +241,7 @@ class Call {
     if ((rows >= 0 && row.extent != rows) || (cols >= 0 && col.extent != cols) || row.extent < 1 || col.extent < 1) {
       return fail(at, Reason::kShape), Matrix{};
     }
+    if (is_null(t)) return fail(at, Reason::kNull), Matrix{};
     Dimension const inner = (kMajor == Major::kRow) ? col : row, outer = (kMajor == Major::kRow) ? row : col;
     if (!row.uniform || (inner.extent > 1 && inner.stride != 1) || (outer.extent > 1 && outer.stride < inner.extent)) {
       return fail(at, Reason::kMajor), Matrix{};
@@ -281,6 +288,7 @@ class Call {
     if (t->ndim < 1 || (dimensions != kAnyDimensions && t->ndim != dimensions) || d.extent != length) {
       return fail(at, Reason::kShape), nullptr;
     }
+    if (is_null(t)) return fail(at, Reason::kNull), nullptr;
     if (!d.uniform || (length > 1 && d.stride != 1)) return fail(at, Reason::kMajor), nullptr;
     if (address(t) % sizeof(Element) != 0) return fail(at, Reason::kAlignment), nullptr;
     uintptr_t const bytes = uintptr_t(length) * sizeof(Element);

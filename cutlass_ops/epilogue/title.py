@@ -1,0 +1,55 @@
+"""What an epilogue is called where people look at kernels: in traces, profiles and names of files.
+
+The words follow from the graph alone. A function's own name is no part of a kernel: functions with equal graphs share
+one, which may have been compiled before any of them was written.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cutlass_ops.epilogue.graph import Graph, Node
+
+MAX_LENGTH = 48
+
+_SILENT = ("acc", "const", "add", "sub", "mul", "div")
+
+
+def title(graph: Graph) -> str:
+    """Return the words of a graph, joined by underscores: its inputs and functions in the order of the computation.
+
+    The accumulator, constants and arithmetic have no words, and further outputs follow by name. What is longer than
+    :data:`MAX_LENGTH` characters is cut.
+    """
+    words: list[str] = []
+    seen: set[int] = set()
+    with_acc = _with_accumulator(graph)
+
+    def visit(index: int) -> None:
+        if index in seen:
+            return
+        seen.add(index)
+        node = graph.nodes[index]
+        # The accumulator is what happens to: bias, then relu, then residual.
+        for arg in sorted(node.args, key=lambda a: a not in with_acc):
+            visit(arg)
+        if node.op not in _SILENT:
+            words.append(_word(node))
+
+    for output in graph.outputs:
+        visit(output.node)
+    words += [output.name for output in graph.outputs[1:]]
+    return "_".join(words)[:MAX_LENGTH].rstrip("_")
+
+
+def _with_accumulator(graph: Graph) -> set[int]:
+    found: set[int] = set()
+    for index, node in enumerate(graph.nodes):
+        if node.op == "acc" or not found.isdisjoint(node.args):
+            found.add(index)
+    return found
+
+
+def _word(node: Node) -> str:
+    return str(node.attr) if node.op in ("input", "cast") else node.op
