@@ -23,9 +23,9 @@ from cutlass_ops.epilogue import Epilogue
 from cutlass_ops.epilogue.graph import Graph, Kind
 from cutlass_ops.errors import NoDeviceError, UnsupportedError
 from cutlass_ops.loader import LoadedKernel
-from cutlass_ops.outputs import Outputs
 from cutlass_ops.plan import AnyPlan, PeerPlan, Plan, can_fall_back, make_ops_plan, make_peer_plan, make_plan
 from cutlass_ops.registry import REGISTRY, OpSignature
+from cutlass_ops.results import Outputs
 from cutlass_ops.spec import KernelSpec
 
 # Shapes that an op remembers; a service with every M up to 8192 for a few weights stays well below.

@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from cutlass_ops.epilogue import Epilogue
 from cutlass_ops.epilogue.graph import Graph, Kind
 from cutlass_ops.errors import ConfigError
-from cutlass_ops.outputs import Outputs
+from cutlass_ops.results import Outputs
 
 if TYPE_CHECKING:
     from typing_extensions import Self

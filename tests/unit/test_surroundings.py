@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import cutlass_ops as co
 from cutlass_ops import call, gated, norms, operands, ops, traced
-from cutlass_ops.outputs import Outputs
+from cutlass_ops.results import Outputs
 
 BF16 = torch.bfloat16
 M, N, K = 8, 32, 64
