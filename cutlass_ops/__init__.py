@@ -76,21 +76,9 @@ from cutlass_ops.errors import (
     ToolchainError,
     UnsupportedError,
 )
-from cutlass_ops.ops import (
-    Kernel,
-    build,
-    gemm,
-    gemm_bias,
-    gemm_bias_gelu,
-    gemm_bias_relu,
-    gemm_bias_relu_residual,
-    gemm_bias_residual,
-    gemm_bias_silu,
-    gemm_residual,
-    warm_up,
-)
 from cutlass_ops.registry import REGISTRY as registry  # noqa: N811
 from cutlass_ops.spec import KernelSpec, Operand
+from cutlass_ops.unknown import unknown_name
 
 if TYPE_CHECKING:
     from cutlass_ops.explaining import Explanation, explain
@@ -107,10 +95,24 @@ if TYPE_CHECKING:
         prepare_layernorm,
         rmsnorm_gemm,
     )
+    from cutlass_ops.ops import (
+        Kernel,
+        build,
+        gemm,
+        gemm_bias,
+        gemm_bias_gelu,
+        gemm_bias_relu,
+        gemm_bias_relu_residual,
+        gemm_bias_residual,
+        gemm_bias_silu,
+        gemm_residual,
+        warm_up,
+    )
     from cutlass_ops.render import render as source
     from cutlass_ops.tuning import Effort, tune
 
-# Modules that a GEMM with an epilogue does not need, and what of them is public: imported when it is first asked for.
+# What of further modules is public. They are imported when it is first asked for: what runs needs PyTorch, which takes
+# a second to import, and a GEMM with an epilogue does not need the others.
 _MODULES = {
     "explaining": ("Explanation", "explain"),
     "gated": ("gemm_swiglu",),
@@ -125,6 +127,19 @@ _MODULES = {
         "prepare",
         "prepare_layernorm",
         "rmsnorm_gemm",
+    ),
+    "ops": (
+        "Kernel",
+        "build",
+        "gemm",
+        "gemm_bias",
+        "gemm_bias_gelu",
+        "gemm_bias_relu",
+        "gemm_bias_relu_residual",
+        "gemm_bias_residual",
+        "gemm_bias_silu",
+        "gemm_residual",
+        "warm_up",
     ),
     "tuning": ("Effort", "tune"),
 }
@@ -233,7 +248,7 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"cutlass_ops.{name}")
     if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise unknown_name(name, __all__)
     module, attribute = _LATER[name]
     globals()[name] = found = getattr(import_module(f"cutlass_ops.{module}"), attribute)
     return found

@@ -106,6 +106,41 @@ def target_for(capability: tuple[int, int], *, wgmma: bool) -> Target | None:
     return found[0] if found else None
 
 
+def unserved(what: str, capability: tuple[int, int], device: str = "") -> str:
+    """Return the message for what no kernel serves on devices of a compute capability: why, and what to do.
+
+    Parameters
+    ----------
+    what : str
+        The op, with its operands' types.
+    capability : tuple of int
+        Of the device.
+    device : str
+        Its name, where that is known.
+    """
+    major, minor = capability
+    known = sorted({t.capability for t in TARGETS.values()})
+    *others, last = (f"sm_{a}{b}" for a, b in known)
+    served = f"{', '.join(others)} and {last}"
+    there = f"{device and device + ', '}compute capability {major}.{minor} (sm_{major}{minor})"
+    where = f"no kernel serves {what} on {there}"
+    if capability in known:
+        return f"{where}: use PyTorch's operation for these types, or other layouts or alignments"
+    age = "newer devices are not supported yet" if capability > known[-1] else "this device is not supported"
+    return (
+        f"{where}: there are kernels for {served}, and {age}. Use PyTorch's operation on it; on the CPU the reference "
+        "implementation computes the same"
+    )
+
+
+def no_device(device: object) -> str:
+    """Return the message for tensors that are on neither a CUDA device nor the CPU."""
+    return (
+        f"tensors are on {device}: kernels run on CUDA devices, the reference implementation on the CPU. Use PyTorch's "
+        "operation there, or move the tensors"
+    )
+
+
 # What of a machine instruction's lowest bits says what it is, for those that are counted (sass.py).
 # Read off nvdisasm 13.5's output for kernels by nvcc 13.0 and 13.5 for sm_80, sm_86, sm_89, sm_90 and sm_90a; no other
 # instruction in them shares these bits. tests/unit/test_sass.py compares with nvdisasm again, where there is one.

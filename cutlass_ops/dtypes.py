@@ -51,11 +51,19 @@ bf16 = DType("bf16", 16, "cutlass::bfloat16_t", "bfloat16", _DL_BFLOAT)
 f32 = DType("f32", 32, "float", "float32", _DL_FLOAT)
 
 ALL: tuple[DType, ...] = (f16, bf16, f32)
+# By our name and by PyTorch's, and by what others call them.
 _BY_NAME = {t.name: t for t in ALL} | {t.torch_name: t for t in ALL}
+_BY_NAME |= {"fp16": f16, "half": f16, "bfloat": bf16, "fp32": f32, "float": f32, "single": f32}
 
 
-def dtype(name: str | DType) -> DType:
-    """Look up an element type by its short name or by PyTorch's name.
+def dtype(name: object) -> DType:
+    """Look up an element type.
+
+    Parameters
+    ----------
+    name : str, DType or torch.dtype
+        ``"f16"``, ``"bf16"`` or ``"f32"``; or as others write it, such as ``"fp16"``, ``"float16"``,
+        ``"torch.bfloat16"`` or ``"BF16"``.
 
     Raises
     ------
@@ -65,7 +73,7 @@ def dtype(name: str | DType) -> DType:
     if isinstance(name, DType):
         return name
     try:
-        return _BY_NAME[name]
+        return _BY_NAME[str(name).strip().lower().removeprefix("torch.")]
     except KeyError:
         known = ", ".join(t.name for t in ALL)
         raise ValueError(f"unknown dtype {name!r}: use one of {known}") from None

@@ -24,7 +24,7 @@ MIN_NVCC = (12, 4)
 _INSTALL = 'pip install "cutlass_ops[toolkit]"'
 
 # They change what nvcc or the host compiler reads or does without being seen in the command, and so in the key.
-_HIDDEN_INPUTS = (
+HIDDEN_INPUTS = (
     "NVCC_PREPEND_FLAGS",
     "NVCC_APPEND_FLAGS",
     "NVCC_CCBIN",
@@ -288,4 +288,4 @@ def _output(command: Sequence[str]) -> str:
 
 def environment() -> dict[str, str]:
     """Return the environment that compilers run in."""
-    return {k: v for k, v in os.environ.items() if k not in _HIDDEN_INPUTS} | {"LC_ALL": "C"}
+    return {k: v for k, v in os.environ.items() if k not in HIDDEN_INPUTS} | {"LC_ALL": "C"}

@@ -20,7 +20,7 @@ from typing import get_args
 
 import torch
 
-from cutlass_ops import _env, dispatch, heuristics, legality, policies, space, tables
+from cutlass_ops import _env, arch, dispatch, heuristics, legality, outputs, policies, space, tables
 from cutlass_ops.builder import building
 from cutlass_ops.bundles import BUNDLES
 from cutlass_ops.call import call_at, device_of, signature_of
@@ -497,7 +497,8 @@ def tune(
     NoDeviceError
         If there is no such device.
     ValueError
-        If a shape, dtype, major or input is none, or both `allow_fallback` and `deterministic` are given.
+        If a shape, dtype, major or input is none, both `allow_fallback` and `deterministic` are given, or tables cannot
+        be written in the folder.
     UnsupportedError
         If no kernel serves the op there.
     ConfigError
@@ -521,9 +522,8 @@ def tune(
             problems.setdefault(signature, []).append(problem)
     for signature in problems:
         if not dispatch.specs(signature, place.device):
-            raise UnsupportedError(
-                f"no kernel serves a {signature.a}, b {signature.b}, d {signature.d} on {place.name}"
-            )
+            what = f"a {signature.a}, b {signature.b}, d {signature.d}"
+            raise UnsupportedError(arch.unserved(what, place.device.capability, place.name))
     known = {s: place.table(s) for s in problems}
     tasks = plan(problems, place.device, effort, known, deterministic=deterministic)
     with Measurer(device, silence) as measurer:
@@ -552,12 +552,15 @@ def signature_at(
 
 
 def _place(device: int, folder: str | os.PathLike[str] | None) -> Place:
+    kept = Path(folder) if folder else _env.tuning_dir()
+    # Before kernels are compiled and measured for hours.
+    outputs.require_folder(kept)
     if not torch.cuda.is_available():
         raise NoDeviceError("tuning measures on a CUDA device, and this process sees none: tune on a machine with one")
     if device not in range(torch.cuda.device_count()):
         raise NoDeviceError(f"there is no device {device}: this process sees {torch.cuda.device_count()}, from 0 on")
     name = torch.cuda.get_device_name(device)
-    return Place(name, device_of(torch.device("cuda", device)), Path(folder) if folder else _env.tuning_dir())
+    return Place(name, device_of(torch.device("cuda", device)), kept)
 
 
 def _problem(shape: object) -> Problem:
