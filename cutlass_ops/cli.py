@@ -318,7 +318,10 @@ def tune(
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of each race. Default: 11.")] = None,
     seconds: Annotated[
         float | None,
-        typer.Option(callback=_readable(_require_time), help="Begin no further problem after so long. Default: never."),
+        typer.Option(
+            callback=_readable(_require_time),
+            help="Begin no problem after so many seconds. Default: no limit.",
+        ),
     ] = None,
     folder: Annotated[
         Path | None, typer.Option(help="Folder of the tables. Default: where calls look for them.")
@@ -329,7 +332,7 @@ def tune(
         bool, typer.Option("--allow-fallback", help="Let PyTorch serve calls where it was faster.")
     ] = False,
     deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="Use only kernels of which none changes a bit of another's result.")
+        bool, typer.Option("--deterministic", help="Use only kernels that agree with each other to the last bit.")
     ] = False,
     executor: Where = None,
     as_json: Json = False,

@@ -316,7 +316,9 @@ def _find(text: str, in_bundle: Path | None, key: Path | None) -> Artifact:
         return found[0]
     if found:
         raise ValueError(f"{text} names {len(found)} kernels: {', '.join(a.key[:12] for a in found)}")
-    raise LoadError(f"{text} is no folder, and no key or slug in {where} begins so: `list` shows what is there")
+    raise LoadError(
+        f"{text!r} is not a kernel: there is not such a folder, and no key or slug in {where} begins so. `list` shows what is there"
+    )
 
 
 def _show_reports(as_json: bool, reports: list[tuple[Artifact, KernelReport]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -203,10 +203,14 @@ def _jit(problems: list[str]) -> bool:
 def _wrong_values() -> Iterator[str]:
     """Yield what is wrong with variables that nothing above reads, and that a build or a call would stumble over."""
     for read in (_env.jobs, _env.progress, _env.tuning_dir, _env.bundle_key):
-        try:
-            read()
-        except ValueError as exc:
-            yield str(exc)
+        yield from _said_by(read)
+
+
+def _said_by(read: Callable[[], object]) -> Iterator[str]:
+    try:
+        read()
+    except ValueError as exc:
+        yield str(exc)
 
 
 # ---- Remarks -----------------------------------------------------------------------------------------------------
@@ -217,7 +221,7 @@ def _remarks() -> Iterator[str]:
     names = [variable.name for variable in _env.VARIABLES]
     for name in sorted(os.environ):
         if name.upper().startswith("CUTLASS_OPS") and name not in names:
-            question = alike(name, names) or f"they are {', '.join(n for n in names if n.startswith('CUTLASS_OPS'))}"
+            question = alike(name, names, 1) or f"they are {', '.join(n for n in names if n.startswith('CUTLASS_OPS'))}"
             yield f"{name} is not a variable of this library: {question}"
     for variable in _env.VARIABLES:
         if os.environ.get(variable.name) == "":
@@ -245,9 +249,9 @@ def _cuda_homes() -> Iterator[str]:
     for name, home in _env.cuda_homes():
         nvcc = home / "bin" / "nvcc"
         if not home.is_dir():
-            yield f"{name} is {str(home)!r}, which is not a folder, so that it is ignored: correct it, or unset it"
+            yield f"{name} is {str(home)!r}, which is not a folder: it is ignored. Correct it, or unset it"
         elif not os.access(nvcc, os.X_OK):
-            yield f"{name} is {str(home)!r}, which has no bin/nvcc to run, so that it is ignored: correct it, or unset it"
+            yield f"{name} is {str(home)!r}, which has no bin/nvcc to run: it is ignored. Correct it, or unset it"
         elif before is not None:
             yield f"{name} is ignored: {before} goes first"
         else:

@@ -292,7 +292,7 @@ def graph_op(name: str, graph: Graph, doc: str = "", instead: Callable[..., Tens
 
 
 def _no_function(*_: Any) -> None:
-    raise TypeError("this epilogue is a graph, and no function that another one could call")
+    raise TypeError("this epilogue is a graph, and not a function that another one could call")
 
 
 def _signature(names: Sequence[str]) -> inspect.Signature:

@@ -177,9 +177,9 @@ def require_wheel(name: str, version: str | None) -> None:
         With the reason.
     """
     if not _NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is no name for a package: use letters, digits, '-', '_' and '.'")
+        raise ValueError(f"{name!r} is not a name for a package: use letters, digits, '-', '_' and '.'")
     if version is not None and not _VERSION.fullmatch(version):
-        raise ValueError(f"{version!r} is no version of a package, such as 1.2 or 1.2.post1")
+        raise ValueError(f"{version!r} is not a version of a package: use one such as 1.2 or 1.2.post1")
 
 
 def _record(files: Mapping[str, bytes], own: str) -> bytes:

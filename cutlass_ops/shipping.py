@@ -314,7 +314,7 @@ def load(name: str) -> Catalogue:
         with _importing_from(Path.cwd()):
             found = import_object(name, "a TOML file, a Python file, or MODULE:NAME of a catalogue")
     if not isinstance(found, Catalogue):
-        raise ConfigError(f"{name} is no cutlass_ops.shipping.Catalogue: it is {type(found).__name__}")
+        raise ConfigError(f"{name} is not a cutlass_ops.shipping.Catalogue: it is {type(found).__name__}")
     return found
 
 

@@ -565,7 +565,7 @@ def _place(device: int, folder: str | os.PathLike[str] | None) -> Place:
 
 def _problem(shape: object) -> Problem:
     if not isinstance(shape, Sequence) or len(shape) != 3 or not all(type(x) is int and x > 0 for x in shape):
-        raise ValueError(f"{shape} is no shape: it is (M, N, K), positive integers")
+        raise ValueError(f"{shape} is not a problem size: give (M, N, K), positive integers, such as (512, 4096, 4096)")
     m, n, k = shape
     return m, n, k
 

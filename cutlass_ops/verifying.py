@@ -110,7 +110,7 @@ def _check_library(bundle: Bundle, record: KernelRecord) -> None:
         _require_targets(data, record.spec.target)
         _require_linkage(data)
     except (struct.error, IndexError, UnicodeDecodeError) as exc:
-        raise CompileError(f"it is no shared library: {exc}") from None
+        raise CompileError(f"it is not a shared library: {exc}") from None
 
 
 def _require_targets(data: bytes, target: str) -> None:

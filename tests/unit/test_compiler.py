@@ -55,7 +55,7 @@ def test_resources_are_read_from_the_log(folder, toolkit):
 
 
 def test_the_compiler_sees_links_and_no_hidden_inputs(folder, toolkit, monkeypatch):
-    for name in toolchain._HIDDEN_INPUTS:
+    for name in toolchain.HIDDEN_INPUTS:
         monkeypatch.setenv(name, "smuggled")
     monkeypatch.setenv("NVCC_CCBIN", "g++")
     sees = (
