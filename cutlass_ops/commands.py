@@ -317,7 +317,7 @@ def _find(text: str, in_bundle: Path | None, key: Path | None) -> Artifact:
     if found:
         raise ValueError(f"{text} names {len(found)} kernels: {', '.join(a.key[:12] for a in found)}")
     raise LoadError(
-        f"{text!r} is not a kernel: there is not such a folder, and no key or slug in {where} begins so. `list` shows what is there"
+        f"{text!r} is not a kernel's folder, and no key or slug in {where} begins so: `list` shows what is there"
     )
 
 

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec, sm90_spec
 from signatures import H100, signature
 
-from cutlass_ops import __version__, _env, catalog, cli, policies, tables, toolchain
+from cutlass_ops import __version__, _env, builtin, catalog, cli, commands, policies, tables, toolchain
 from cutlass_ops.tables import Measured, Point, Table
 
 
@@ -189,14 +189,14 @@ def test_list_inspect_and_clean(kit, run, spec_file):
 
 def test_a_kernel_declared_by_another_version_is_listed(kit, run, spec_file, monkeypatch):
     assert run("build", spec_file(sm80_spec()))[0] == 0
-    monkeypatch.setattr(cli.KernelSpec, "from_json", _refuse)
+    monkeypatch.setattr(commands.KernelSpec, "from_json", _refuse)
     code, out, _ = run("list")
     assert code == 0
     assert "declared by another version" in out
 
 
 def _refuse(*_):
-    raise cli.ConfigError("unknown field")
+    raise commands.ConfigError("unknown field")
 
 
 # ---- Errors --------------------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def test_a_mistake_of_this_library_is_json_too(kit, monkeypatch, capsys):
     def fail():
         raise RuntimeError("a mistake")
 
-    monkeypatch.setattr(cli, "diagnose", fail)
+    monkeypatch.setattr(commands, "diagnose", fail)
     monkeypatch.setattr(sys, "argv", ["cutlass-ops", "doctor", "--json"])
     with pytest.raises(RuntimeError, match="a mistake"):
         cli.main()
@@ -316,17 +316,34 @@ def test_explain_as_json_of_a_users_epilogue(kit, run, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "why"),
     [
-        (["gemm_bias_rule", "1x1x1"], "gemm_bias_rule is no op"),
-        (["no_such_module:f", "1x1x1"], "cannot be imported"),
-        (["json:dumps", "1x1x1"], "must be decorated"),
-        (["gemm", "1x1"], "1x1 is no problem: write MxNxK"),
-        (["gemm", "1x0x1"], "is no problem"),
-        (["gemm", "1xax1"], "is no problem"),
-        (["gemm", "1x1x1", "--b", "diagonal"], "diagonal is no major"),
-        (["gemm", "1x1x1", "--dtype", "f64"], "f64"),
+        (["gemm_bias_rule", "1x1x1"], "'gemm_bias_rule' is not the name of an op: did you mean gemm_bias_relu"),
+        (["gemm", "1x1"], "'1x1' is not a problem size: it has 2 extents and not 3. Give MxNxK"),
+        (["gemm", "1x0x1"], "is not a problem size"),
+        (["gemm", "1xax1"], "'a' is not a positive integer"),
+        (["gemm", "9999999999x9999999999x9999999999"], "more than"),
+        (["gemm", "1x1x1", "--b", "diagonal"], "'diagonal' is not a major: use row or col"),
+        (["gemm", "1x1x1", "--dtype", "f64"], "'f64' is not an element type of A and B: use bf16 or f16"),
+        (["gemm", "1x1x1", "--dtype", "f32"], "A and B cannot be f32: use bf16 or f16"),
+        (["gemm", "1x1x1", "--device", "sm_75"], "'sm_75' is not a GPU that is known here: use sm_80, sm_86"),
     ],
 )
-def test_explain_refuses_what_it_cannot_read(kit, run, args, why):
+def test_explain_refuses_what_it_cannot_read(run, args, why):
+    code, out, err = run("explain", *args)
+    assert (code, out) == (2, "")
+    assert why in err
+    error = json.loads(run("explain", *args, "--json")[1])["error"]
+    assert error["kind"] == "UsageError"
+    assert why in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        (["no_such_module:f", "1x1x1"], "cannot be imported"),
+        (["json:dumps", "1x1x1"], "must be decorated"),
+    ],
+)
+def test_explain_refuses_an_import_path_that_leads_to_no_epilogue(kit, run, args, why):
     code, _, err = run("explain", *args)
     assert code == 1
     assert why in err
@@ -347,9 +364,9 @@ def test_tune_passes_on_what_it_was_told_and_says_what_came_of_it(kit, run, monk
     def tune(op, problems, **options):
         calls.append((op, problems, options))
         measured = {found.signature: found}
-        return cli.tuning.Report(measured, measured=1, known=0, left=1, failed={"1x2x3": "it does not end"})
+        return commands.tuning.Report(measured, measured=1, known=0, left=1, failed={"1x2x3": "it does not end"})
 
-    monkeypatch.setattr(cli.tuning, "tune", tune)
+    monkeypatch.setattr(commands.tuning, "tune", tune)
     monkeypatch.chdir(tmp_path)
     code, out, _ = run(
         *("tune", "gemm", "1,4x2x3", "--dtype", "f16", "--kernels", "5", "--seconds", "9", "--folder", "t", "--again")
@@ -359,7 +376,7 @@ def test_tune_passes_on_what_it_was_told_and_says_what_came_of_it(kit, run, monk
     assert "1 problems measured, 0 known before, 1 left" in out
     assert f"table: {tmp_path}/t/nvidia-h100" in out
     ((op, problems, options),) = calls
-    assert op.name == "gemm"
+    assert op is builtin.identity
     assert problems == [(1, 2, 3), (4, 2, 3)]
     assert (options["dtypes"], options["again"], options["folder"]) == (["f16"], True, tmp_path / "t")
     assert (options["effort"].kernels, options["effort"].seconds) == (5, 9.0)
@@ -437,7 +454,7 @@ def test_a_key_in_the_environment_holds_for_every_command(kit, run, catalogue, t
     assert f"signed by {public}" in run("verify", signed)[1]
     for command in (("list",), ("inspect", tmp_path)):
         code, _, err = run(*command, "--key", public)
-        assert (code, "kernels in the store are not signed" in err) == (1, True)
+        assert (code, "kernels in the store are not signed" in err) == (2, True)
 
 
 def test_an_executor_of_the_command_line(kit, run, catalogue):
@@ -456,7 +473,7 @@ def test_bundle_says_what_it_made_and_makes_a_wheel(kit, run, catalogue, tmp_pat
     (wheel,) = tmp_path.glob("my_kernels-*.whl")
     assert f"wheel: {wheel}" in out
     code, _, err = run("bundle", catalogue, "--folder", "--wheel", "x")
-    assert code == 1
+    assert code == 2
     assert "exclude each other" in err
 
 
@@ -493,20 +510,19 @@ def test_what_is_wrong_with_a_bundle_is_exit_code_5(kit, run, catalogue, tmp_pat
         (["bundle", "json:dumps"], 1, "ConfigError"),
         (["inspect", "none"], 4, "LoadError"),
         (["tune", "gemm", "1x1x1"], 4, "NoDeviceError"),
-        (["explain", "gemm", "9999999999x9999999999x9999999999"], 1, "ConfigError"),
-        (["build", "catalogue.toml", "--executor", "threads"], 1, "ValueError"),
+        (["build", "catalogue.toml", "--executor", "threads"], 2, "UsageError"),
         (["bundle", "none"], 1, "ConfigError"),
         (["bundle", "--out", "/dev/null/a"], 1, "ValueError"),
-        (["bundle", "--wheel", "x", "--folder"], 1, "ValueError"),
-        (["bundle", "--wheel", "no/name"], 1, "ValueError"),
-        (["bundle", "--wheel", "x", "--wheel-version", "one"], 1, "ValueError"),
-        (["bundle", "--wheel-version", "1.0"], 1, "ValueError"),
+        (["bundle", "--wheel", "x", "--folder"], 2, "UsageError"),
+        (["bundle", "--wheel", "no/name"], 2, "UsageError"),
+        (["bundle", "--wheel", "x", "--wheel-version", "one"], 2, "UsageError"),
+        (["bundle", "--wheel-version", "1.0"], 2, "UsageError"),
         (["bundle", "--out", "."], 1, "ValueError"),
         (["bundle", "--folder", "--out", "."], 1, "ValueError"),
         (["bundle", "--sign", "none.pem"], 1, "FileNotFoundError"),
         (["bundle", "--sign", "catalogue.toml"], 1, "ValueError"),
         (["verify", "none", "--key", "none.pem"], 5, None),
-        (["generate", "catalogue.toml"], 1, "ValueError"),
+        (["generate", "catalogue.toml"], 2, "UsageError"),
         (["list", "--bundle", "none"], 5, "BundleError"),
         (["build", "catalogue.toml"], 4, "ToolchainError"),
     ],
