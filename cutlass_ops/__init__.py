@@ -8,7 +8,11 @@ Importing does no work: no file or folder is made, no device touched, no compile
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.platform == "win32":
+    raise ImportError("cutlass_ops runs on Linux on x86-64, and this is Windows: use it in WSL 2")
 
 from cutlass_ops._version import __version__
 from cutlass_ops.bundle import Bundle

@@ -8,6 +8,8 @@ threads); PTX ISA, sections on ``mma.sync`` and ``wgmma.mma_async`` (instruction
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import NamedTuple
 
 KIB = 1024
@@ -130,6 +132,17 @@ def unserved(what: str, capability: tuple[int, int], device: str = "") -> str:
     return (
         f"{where}: there are kernels for {served}, and {age}. Use PyTorch's operation on it; on the CPU the reference "
         "implementation computes the same"
+    )
+
+
+def other_platform() -> str:
+    """Return why kernels are neither compiled nor loaded on this machine; an empty string on Linux on x86-64."""
+    here = f"{sys.platform} on {os.uname().machine}"
+    if here == "linux on x86_64":
+        return ""
+    return (
+        f"kernels are compiled and run on Linux on x86-64, and this is {here}: here the reference implementation alone "
+        "works, on tensors on the CPU"
     )
 
 
