@@ -10,6 +10,7 @@ takes a second to import, and help and version need none of it.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import signal
 import sys
@@ -58,6 +59,10 @@ def main() -> None:
     """Run the command line; errors become one message and an exit code."""
     # To be told to end is the same as to be interrupted: compilers are ended, and nothing is left half-written.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # Arguments and names of files may hold what is not text.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         app()
     except (CutlassOpsError, ValueError, OSError) as exc:

@@ -221,7 +221,10 @@ def _remarks() -> Iterator[str]:
     names = [variable.name for variable in _env.VARIABLES]
     for name in sorted(os.environ):
         if name.upper().startswith("CUTLASS_OPS") and name not in names:
-            question = alike(name, names, 1) or f"they are {', '.join(n for n in names if n.startswith('CUTLASS_OPS'))}"
+            # They begin alike.
+            question = (
+                alike(name, names, 1, 0.85) or f"they are {', '.join(n for n in names if n.startswith('CUTLASS_OPS'))}"
+            )
             yield f"{name} is not a variable of this library: {question}"
     for variable in _env.VARIABLES:
         if os.environ.get(variable.name) == "":

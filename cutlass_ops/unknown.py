@@ -14,12 +14,12 @@ class UnknownNameError(EpilogueError, AttributeError):
     """An epilogue function uses a name that this library does not have."""
 
 
-def alike(name: str, known: Iterable[str], count: int = 3) -> str:
+def alike(name: str, known: Iterable[str], count: int = 3, cutoff: float = 0.6) -> str:
     """Return a question for the known names that a name is closest to, or an empty string if it is close to none."""
     import difflib
 
     spelled = {each.lower(): each for each in known}
-    close = [spelled[each] for each in difflib.get_close_matches(name.lower(), spelled, count, 0.6)]
+    close = [spelled[each] for each in difflib.get_close_matches(name.lower(), spelled, count, cutoff)]
     return f"did you mean {' or '.join(close)}?" if close else ""
 
 
