@@ -126,8 +126,8 @@ class Explanation:
         peers = sorted((self.peers or {}).items(), key=lambda peer: peer[1])
         shown, more = rows[:_SHOWN], len(rows) - _SHOWN
         shown += [("", us, "measured", f"{name} (PyTorch's)") for name, us in peers]
-        lines = ["", "           us  known by      kernel"]
-        lines += [f"  {mark:2} {us:8.1f}  {source:<12}  {name}" for mark, us, source, name in shown]
+        lines = ["", "           us  known by     kernel"]
+        lines += [f"  {mark:2} {us:8.1f}  {source:<12} {name}" for mark, us, source, name in shown]
         return [*lines, *([f"     and {more} more, which to_json() has"] if more > 0 else [])]
 
     def _details(self) -> list[str]:

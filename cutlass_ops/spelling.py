@@ -145,9 +145,11 @@ def op_of(text: str) -> str:
     name = re.sub(r"^(co|cutlass_ops)[.:]", "", text.strip())
     if name.lower().replace("-", "_") in OPS:
         return name.lower().replace("-", "_")
-    module, colon, attribute = text.partition(":")
-    if colon and module.strip() and attribute.strip():
-        return text.strip()
+    module, colon, attribute = (part.strip() for part in text.partition(":"))
+    if colon and module and attribute:
+        # A file of the working folder is a module.
+        path = module.removeprefix("./").removesuffix(".py").replace("/", ".") if module.endswith(".py") else module
+        return f"{path}:{attribute}"
     question = f" {alike(name, OPS)}" if alike(name, OPS) else ""
     raise ConfigError(
         f"{reprlib.repr(text)} is not the name of an op:{question} The ops are {', '.join(OPS)}; an epilogue of your "

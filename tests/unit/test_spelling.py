@@ -145,6 +145,7 @@ def test_ops_by_name():
     ):
         assert spelling.op_of(text) == "gemm_bias_relu"
     assert spelling.op_of("package.module:name") == "package.module:name"
+    assert spelling.op_of("./package/module.py:name") == "package.module:name"
     for text in ("", ":", "module:", ":name", "gemm_bias_rule"):
         with pytest.raises(ConfigError, match=r"is not the name of an op:.* The ops are gemm, .*gemm_swiglu"):
             spelling.op_of(text)
