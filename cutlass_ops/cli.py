@@ -277,7 +277,10 @@ def bundle(
     executor: Where = None,
     as_json: Json = False,
 ) -> None:
-    """Build all kernels of a catalogue and pack them with sources, choices and tuning tables. No GPU is needed."""
+    """Build a catalogue's kernels and pack them. No GPU is needed.
+
+    Sources, choices and tuning tables are packed with them.
+    """
     if wheel is not None and folder:
         raise typer.BadParameter("--wheel and --folder exclude each other: a wheel holds one file")
     if wheel_version is not None and wheel is None:
@@ -297,9 +300,9 @@ def verify(
     key: PublicKey = None,
     as_json: Json = False,
 ) -> None:
-    """Check a bundle's hashes, keys, targets, symbols, instructions and signature.
+    """Check everything that a bundle says of itself.
 
-    Exit code 5 if anything is wrong.
+    Hashes, keys, targets, symbols, instructions and the signature are compared. Exit code 5 if anything is wrong.
     """
     from cutlass_ops import commands
 
@@ -342,9 +345,9 @@ def tune(
     executor: Where = None,
     as_json: Json = False,
 ) -> None:
-    """Measure which kernels are the fastest for some problems and keep the result. Stopped, it goes on where it was.
+    """Measure which kernels are the fastest, and keep the result.
 
-    Exit code 1 if a problem could not be measured or time was up.
+    A run that was stopped goes on where it was. Exit code 1 if a problem could not be measured or time was up.
     """
     if allow_fallback and deterministic:
         raise typer.BadParameter(
@@ -409,7 +412,10 @@ def inspect(
     key: PublicKey = None,
     as_json: Json = False,
 ) -> None:
-    """Show a kernel's Tensor Core instructions, registers, shared memory, spills and occupancy."""
+    """Show what kernels are made of.
+
+    That is Tensor Core instructions, registers, shared memory, spills, stages and occupancy.
+    """
     _require_bundle(in_bundle, key)
     from cutlass_ops import commands
 
@@ -431,7 +437,10 @@ def clean(as_json: Json = False) -> None:
 
 @app.command()
 def cmakedir(as_json: Json = False) -> None:
-    """Print the folder of the CMake package with which C++ programs open bundles."""
+    """Print the folder of the CMake package.
+
+    C++ programs open bundles with it.
+    """
     from cutlass_ops import commands
 
     _end(commands.cmakedir(as_json))

@@ -28,7 +28,7 @@ _PROBLEM = "Give MxNxK, such as 512x4096x4096; each may be a list, such as 1,16,
 _WEIGHT = "Give NxK, such as 4096x4096; each may be a list, such as 4096,8192x4096"
 
 # The epilogues of the norms' functions (norms.py, gated.py) without further arguments, by the dtype of A and B.
-_16_BITS = (dtypes.bf16.name, dtypes.f16.name)
+_16_BITS = tuple(t.name for t in dtypes.OPERANDS)
 NORMS: dict[str, Mapping[str, Epilogue]] = {
     "rmsnorm_gemm": dict.fromkeys(_16_BITS, builtin.rms_norm),
     "layernorm_gemm": dict.fromkeys(_16_BITS, builtin.layer_norm),

@@ -26,6 +26,8 @@ from cutlass_ops.bundles import BUNDLES
 from cutlass_ops.call import call_at, device_of, signature_of
 from cutlass_ops.config import Config, Sm90Config
 from cutlass_ops.device import Device, with_order
+from cutlass_ops.dtypes import OPERANDS
+from cutlass_ops.dtypes import dtype as element_named
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.errors import CompileError, MeasuringError, NoDeviceError, UnsupportedError
 from cutlass_ops.measuring import Measurer, Outcome
@@ -517,7 +519,7 @@ def tune(
     wanted = [_problem(shape) for shape in shapes]
     for dtype in [dtypes] if isinstance(dtypes, str | torch.dtype) else dtypes:
         for problem in wanted:
-            name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
+            name = element_named(dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch."), OPERANDS).name
             signature = signature_at(graph, problem, name, a, b, out_dtype, place.device, input_dtypes)
             problems.setdefault(signature, []).append(problem)
     for signature in problems:

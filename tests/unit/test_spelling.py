@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from signatures import H100
 
-from cutlass_ops import builtin, dtypes, gated, norms, shipping, spelling
+from cutlass_ops import builtin, dtypes, gated, norms, shipping, spelling, tuning
 from cutlass_ops.errors import ConfigError
 
 _MANY = ",".join(map(str, range(1, 500)))
@@ -101,6 +102,15 @@ def test_half_in_many_spellings(text):
 @pytest.mark.parametrize("text", ["bf16", "BF16", "bfloat16", "torch.bfloat16"])
 def test_bfloat16_in_many_spellings(text):
     assert spelling.dtype_of(text) == "bf16"
+
+
+@pytest.mark.parametrize("dtype", ["f32", "float32", torch.float32])
+def test_tuning_does_not_advise_what_it_refuses(monkeypatch, dtype):
+    monkeypatch.setattr(tuning, "_place", lambda *_: tuning.Place(H100.name, H100, None))
+    with pytest.raises(ValueError, match=r"is not possible here: use one of bf16, f16$"):
+        tuning.tune(builtin.identity, [(1, 64, 64)], dtypes=dtype)
+    with pytest.raises(ValueError, match=r"unknown dtype 'f64': use one of bf16, f16$"):
+        tuning.tune(builtin.identity, [(1, 64, 64)], dtypes="f64")
 
 
 def test_a_dtype_of_pytorch_is_one_too():
