@@ -8,10 +8,10 @@ Importing does no work: no file or folder is made, no device touched, no compile
 
 from __future__ import annotations
 
-import sys
+from sys import platform as _platform
 from typing import TYPE_CHECKING, Any
 
-if sys.platform == "win32":
+if _platform == "win32":
     raise ImportError("cutlass_ops runs on Linux on x86-64, and this is Windows: use it in WSL 2")
 
 from cutlass_ops._version import __version__
@@ -247,9 +247,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    from importlib import import_module
+    from importlib import import_module, util
 
-    if name in _MODULES:
+    if name not in _LATER and not name.startswith("_") and util.find_spec(f"cutlass_ops.{name}") is not None:
         return import_module(f"cutlass_ops.{name}")
     if name not in _LATER:
         raise unknown_name(name, __all__)

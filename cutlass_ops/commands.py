@@ -181,9 +181,9 @@ def explain(
     note = []
     if device is None:
         device = device_of(torch.device("cuda", torch.cuda.current_device())) if here else USUAL
-        note = [] if here else [f"no CUDA device here: as on {device.name} (--device names another)"]
+        note = [] if here else [f"\nno CUDA device here: as on {device.name} (--device names another)"]
     found = [_explained(op, problem, dtype, a, b, device) for problem in problems]
-    _show(as_json, [each.to_json() for each in found], *note, "\n\n".join(map(str, found)))
+    _show(as_json, [each.to_json() for each in found], "\n\n".join(map(str, found)), *note)
     return 0
 
 

@@ -85,6 +85,10 @@ def test_import_leaves_what_a_call_may_not_need_for_later():
 def test_modules_that_come_later_are_attributes_as_well():
     script = "import cutlass_ops as co; print(co.norms.rmsnorm_op().name, co.gated.gemm_swiglu is co.gemm_swiglu)"
     assert _run(script) == "rmsnorm_gemm True"
+    names = sorted(path.stem for path in Path(co.__file__).parent.glob("[a-z]*.py"))
+    assert len(names) > 50
+    script = f"import cutlass_ops as co; print([n for n in {names} if not hasattr(co, n)], co.registry.entries())"
+    assert _run(script) == "[] ()"
 
 
 def test_what_comes_later_is_there_in_a_compiled_function_and_in_every_way_of_importing():
