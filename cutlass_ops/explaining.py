@@ -122,12 +122,13 @@ class Explanation:
     def _table(self) -> list[str]:
         if not self.candidates:
             return []
-        rows = [("->" if at == 0 else "", c.microseconds, c.source, _named(c)) for at, c in enumerate(self.candidates)]
+        first, more = self.candidates[:_SHOWN], len(self.candidates) - _SHOWN
         peers = sorted((self.peers or {}).items(), key=lambda peer: peer[1])
-        shown, more = rows[:_SHOWN], len(rows) - _SHOWN
-        shown += [("", us, "measured", f"{name} (PyTorch's)") for name, us in peers]
+        rows = [(c.microseconds, c.source, _named(c)) for c in first]
+        rows += [(us, "measured", f"{name} (PyTorch's)") for name, us in peers]
+        serves = next((f"{name} (PyTorch's)" for name, _ in peers if f"({name})" in self.served_by), rows[0][2])
         lines = ["", "           us  known by     kernel"]
-        lines += [f"  {mark:2} {us:8.1f}  {source:<12} {name}" for mark, us, source, name in shown]
+        lines += [f"  {'->' if name == serves else '':2} {us:8.1f}  {source:<12} {name}" for us, source, name in rows]
         return [*lines, *([f"     and {more} more, which to_json() has"] if more > 0 else [])]
 
     def _details(self) -> list[str]:

@@ -88,6 +88,8 @@ def test_where_pytorch_serves_its_time_is_the_expected_one(monkeypatch):
     assert found.served_by == "PyTorch (cublaslt)"
     assert found.microseconds == found.peers["cublaslt"] != found.candidates[0].microseconds
     assert "is served by PyTorch (cublaslt), expected to take" in str(found).splitlines()[0]
+    (marked,) = [line for line in str(found).splitlines() if "->" in line]
+    assert "cublaslt" in marked
 
 
 def test_gates_where_no_kernel_takes_two_weights():
