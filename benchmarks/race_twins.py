@@ -34,7 +34,7 @@ from cutlass_ops.call import device_of
 from cutlass_ops.config import ClusterShape, Config, Schedule, Sm90Config, ThreadblockShape
 from cutlass_ops.errors import ConfigError
 from cutlass_ops.measuring import Measurer
-from cutlass_ops.shipping import problems_of
+from cutlass_ops.spelling import problems_of
 from cutlass_ops.tables import Point, Problem
 
 # nvjet_sm90_tst_128x216_64x4_2x1_v_bz_coopA_relubias_TNT: tile, K and stages, clusters, order, schedule, epilogue.

@@ -8,7 +8,11 @@ Importing does no work: no file or folder is made, no device touched, no compile
 
 from __future__ import annotations
 
+from sys import platform as _platform
 from typing import TYPE_CHECKING, Any
+
+if _platform == "win32":
+    raise ImportError("cutlass_ops runs on Linux on x86-64, and this is Windows: use it in WSL 2")
 
 from cutlass_ops._version import __version__
 from cutlass_ops.bundle import Bundle
@@ -76,44 +80,71 @@ from cutlass_ops.errors import (
     ToolchainError,
     UnsupportedError,
 )
-from cutlass_ops.gated import gemm_swiglu
-from cutlass_ops.norms import (
-    PreparedLayerNormWeight,
-    PreparedWeight,
-    ResidualRms,
-    RowStatistic,
-    gemm_residual_rms,
-    layernorm_gemm,
-    prepare,
-    prepare_layernorm,
-    rmsnorm_gemm,
-)
-from cutlass_ops.ops import (
-    Kernel,
-    build,
-    gemm,
-    gemm_bias,
-    gemm_bias_gelu,
-    gemm_bias_relu,
-    gemm_bias_relu_residual,
-    gemm_bias_residual,
-    gemm_bias_silu,
-    gemm_residual,
-    warm_up,
-)
 from cutlass_ops.registry import REGISTRY as registry  # noqa: N811
 from cutlass_ops.spec import KernelSpec, Operand
+from cutlass_ops.unknown import unknown_name
 
 if TYPE_CHECKING:
     from cutlass_ops.explaining import Explanation, explain
+    from cutlass_ops.gated import gemm_swiglu
     from cutlass_ops.legality import Violation, check
+    from cutlass_ops.norms import (
+        PreparedLayerNormWeight,
+        PreparedWeight,
+        ResidualRms,
+        RowStatistic,
+        gemm_residual_rms,
+        layernorm_gemm,
+        prepare,
+        prepare_layernorm,
+        rmsnorm_gemm,
+    )
+    from cutlass_ops.ops import (
+        Kernel,
+        build,
+        gemm,
+        gemm_bias,
+        gemm_bias_gelu,
+        gemm_bias_relu,
+        gemm_bias_relu_residual,
+        gemm_bias_residual,
+        gemm_bias_silu,
+        gemm_residual,
+        warm_up,
+    )
     from cutlass_ops.render import render as source
     from cutlass_ops.tuning import Effort, tune
 
-# Modules that a GEMM with an epilogue does not need, and what of them is public: imported when it is first asked for.
+# What of further modules is public. They are imported when it is first asked for: a GEMM with an epilogue does not need
+# all, and the command line answers without PyTorch, which takes a second to import.
 _MODULES = {
     "explaining": ("Explanation", "explain"),
+    "gated": ("gemm_swiglu",),
     "legality": ("Violation", "check"),
+    "norms": (
+        "PreparedLayerNormWeight",
+        "PreparedWeight",
+        "ResidualRms",
+        "RowStatistic",
+        "gemm_residual_rms",
+        "layernorm_gemm",
+        "prepare",
+        "prepare_layernorm",
+        "rmsnorm_gemm",
+    ),
+    "ops": (
+        "Kernel",
+        "build",
+        "gemm",
+        "gemm_bias",
+        "gemm_bias_gelu",
+        "gemm_bias_relu",
+        "gemm_bias_relu_residual",
+        "gemm_bias_residual",
+        "gemm_bias_silu",
+        "gemm_residual",
+        "warm_up",
+    ),
     "tuning": ("Effort", "tune"),
 }
 _LATER = {name: (module, name) for module, names in _MODULES.items() for name in names} | {
@@ -216,12 +247,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    from importlib import import_module
+    from importlib import import_module, util
 
-    if name in _MODULES:
+    if name not in _LATER and not name.startswith("_") and util.find_spec(f"cutlass_ops.{name}") is not None:
         return import_module(f"cutlass_ops.{name}")
     if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise unknown_name(name, __all__)
     module, attribute = _LATER[name]
     globals()[name] = found = getattr(import_module(f"cutlass_ops.{module}"), attribute)
     return found
@@ -229,3 +260,18 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def _is_command() -> bool:
+    """Whether this process is the command line, as a script or by ``python -m cutlass_ops``."""
+    import os
+    import sys
+
+    script = os.path.basename(sys.argv[0]) if sys.argv else ""
+    return script == "cutlass-ops" or (script == "-m" and "cutlass_ops" in sys.orig_argv)
+
+
+# Programs that torch.export saved call operators, which are there as soon as this is imported.
+if not _is_command():
+    for _name in (*_MODULES["ops"], *_MODULES["norms"], *_MODULES["gated"]):
+        __getattr__(_name)

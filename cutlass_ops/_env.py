@@ -186,7 +186,7 @@ def jobs() -> int:
     """
     text = JOBS.text
     if text is None:
-        return len(os.sched_getaffinity(0))
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if not (text.isascii() and text.isdecimal() and int(text) > 0):
         raise ValueError(f"{JOBS.name} must be a positive integer, not {text!r}")
     return int(text)

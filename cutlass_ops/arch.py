@@ -8,7 +8,9 @@ threads); PTX ISA, sections on ``mma.sync`` and ``wgmma.mma_async`` (instruction
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from typing import NamedTuple
 
 KIB = 1024
@@ -129,6 +131,52 @@ def target_for(capability: tuple[int, int], *, wgmma: bool) -> Target | None:
     """Return the target whose machine code runs on a device of this compute capability, or None."""
     found = [t for t in TARGETS.values() if t.capability == capability and t.wgmma == wgmma]
     return found[0] if found else None
+
+
+def unserved(what: str, capability: tuple[int, int], device: str = "") -> str:
+    """Return the message for what no kernel serves on devices of a compute capability: why, and what to do.
+
+    Parameters
+    ----------
+    what : str
+        The op, with its operands' types.
+    capability : tuple of int
+        Of the device.
+    device : str
+        Its name, where that is known.
+    """
+    major, minor = capability
+    known = sorted({t.capability for t in TARGETS.values()})
+    *others, last = (f"sm_{a}{b}" for a, b in known)
+    served = f"{', '.join(others)} and {last}"
+    there = f"{device and device + ', '}compute capability {major}.{minor} (sm_{major}{minor})"
+    where = f"no kernel serves {what} on {there}"
+    if capability in known:
+        return f"{where}: use PyTorch's operation for these types, or other layouts or alignments"
+    age = "newer devices are not supported yet" if capability > known[-1] else "this device is not supported"
+    return (
+        f"{where}: there are kernels for {served}, and {age}. Use PyTorch's operation on it; on the CPU the reference "
+        "implementation computes the same"
+    )
+
+
+def other_platform() -> str:
+    """Return why kernels are neither compiled nor loaded on this machine; an empty string on Linux on x86-64."""
+    here = f"{sys.platform} on {os.uname().machine}"
+    if here == "linux on x86_64":
+        return ""
+    return (
+        f"kernels are compiled and run on Linux on x86-64, and this is {here}: here the reference implementation alone "
+        "works, on tensors on the CPU"
+    )
+
+
+def no_device(device: object) -> str:
+    """Return the message for tensors that are on neither a CUDA device nor the CPU."""
+    return (
+        f"tensors are on {device}: kernels run on CUDA devices, the reference implementation on the CPU. Use PyTorch's "
+        "operation there, or move the tensors"
+    )
 
 
 # What of a machine instruction's lowest bits says what it is, for those that are counted (sass.py).

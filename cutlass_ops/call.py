@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cutlass_ops import operands, reference
+from cutlass_ops import arch, operands, reference
 from cutlass_ops.device import Device
 from cutlass_ops.dtypes import dtype as element_named
 from cutlass_ops.dtypes import f32
@@ -213,7 +213,7 @@ def device_of(device: torch.device) -> Device:
         If the device is no CUDA device.
     """
     if device.type != "cuda":
-        raise NoDeviceError(f"tensors are on {device}: kernels run on CUDA devices, the reference on the CPU")
+        raise NoDeviceError(arch.no_device(device))
     properties = torch.cuda.get_device_properties(device)
     return Device((properties.major, properties.minor), properties.multi_processor_count, properties.name)
 

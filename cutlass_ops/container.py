@@ -202,7 +202,7 @@ class _Archive(Container):
         return data
 
     def _foreign(self, why: str) -> BundleError:
-        return BundleError(f"{self.path} is no bundle as this library writes it: {why}")
+        return BundleError(f"{self.path} is not a bundle as this library writes it: {why}")
 
 
 class _Folder(Container):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,17 @@ from cutlass_ops.bundles import BUNDLES
 from cutlass_ops.errors import BundleError, StoreError, ToolchainError
 from cutlass_ops.store import KernelStore
 from cutlass_ops.toolchain import Toolchain, find_toolchain
+from cutlass_ops.unknown import alike
 
 ORDER = "CUTLASS_OPS_NVCC, then bin/nvcc in CUDA_HOME and in CUDA_PATH, then PATH, then the PyPI wheels"
+
+
+# What people set for compilers. They see nothing of it here: compilers run in an environment of their own.
+_IGNORED = (
+    *("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN"),
+    *("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH"),
+    *("COMPILER_PATH", "GCC_EXEC_PREFIX", "LD_RUN_PATH"),
+)
 
 
 @dataclass(frozen=True)
@@ -66,6 +76,8 @@ class Diagnosis:
         Whether a kernel can be compiled, and whether one can be had and run.
     problems : tuple of str
         What stands in the way, each with what to do.
+    remarks : tuple of str
+        Environment variables that do not do what whoever set them may expect.
     environment : dict
         Every variable that this library reads: its value, or None.
     """
@@ -78,6 +90,7 @@ class Diagnosis:
     can_compile: bool
     can_run: bool
     problems: tuple[str, ...]
+    remarks: tuple[str, ...]
     environment: dict[str, str | None]
 
     @property
@@ -102,6 +115,8 @@ class Diagnosis:
         bundles = [f"{b.path}: {b.kernels} kernels for {', '.join(b.targets)}" for b in self.bundles]
         yield from _section("Bundles", bundles or ["none"])
         yield from _section("Environment", [_variable_line(v, self.environment[v.name]) for v in _env.VARIABLES])
+        if self.remarks:
+            yield from _section("Remarks", list(self.remarks))
         if self.problems:
             yield from _section("Problems", list(self.problems))
         able = {True: "yes", False: "no"}
@@ -131,7 +146,8 @@ def diagnose() -> Diagnosis:
     gpus = _gpus()
     bundles = _bundles(problems)
     jit = _jit(problems)
-    can_compile = toolchain is not None and store is not None and jit
+    wrong = list(_wrong_values())
+    can_compile = toolchain is not None and store is not None and jit and not wrong
     usable = any(gpu.target is not None for gpu in gpus)
     return Diagnosis(
         versions={
@@ -144,8 +160,9 @@ def diagnose() -> Diagnosis:
         store=store,
         bundles=bundles,
         can_compile=can_compile,
-        can_run=usable and (can_compile or bool(bundles) or (store is not None and store.kernels > 0)),
-        problems=tuple(problems),
+        can_run=usable and not wrong and (can_compile or bool(bundles) or (store is not None and store.kernels > 0)),
+        problems=tuple(dict.fromkeys([*problems, *wrong])),
+        remarks=tuple(_remarks()),
         environment={variable.name: variable.text for variable in _env.VARIABLES},
     )
 
@@ -189,6 +206,67 @@ def _jit(problems: list[str]) -> bool:
     if not enabled:
         problems.append(f"compilation is switched off: {_env.JIT.name}=0")
     return enabled
+
+
+def _wrong_values() -> Iterator[str]:
+    """Yield what is wrong with variables that nothing above reads, and that a build or a call would stumble over."""
+    for read in (_env.jobs, _env.progress, _env.tuning_dir, _env.bundle_key):
+        yield from _said_by(read)
+
+
+def _said_by(read: Callable[[], object]) -> Iterator[str]:
+    try:
+        read()
+    except ValueError as exc:
+        yield str(exc)
+
+
+# ---- Remarks -----------------------------------------------------------------------------------------------------
+
+
+def _remarks() -> Iterator[str]:
+    """Yield what is set in the environment and does nothing."""
+    names = [variable.name for variable in _env.VARIABLES]
+    for name in sorted(os.environ):
+        if name.upper().startswith("CUTLASS_OPS") and name not in names:
+            # They begin alike.
+            question = (
+                alike(name, names, 1, 0.85) or f"they are {', '.join(n for n in names if n.startswith('CUTLASS_OPS'))}"
+            )
+            yield f"{name} is not a variable of this library: {question}"
+    for variable in _env.VARIABLES:
+        if os.environ.get(variable.name) == "":
+            yield f"{variable.name} is set and empty, which counts as unset"
+    yield from _cuda_homes()
+    xdg = _env.XDG_CACHE_HOME.text
+    if xdg is not None and not os.path.isabs(xdg):
+        yield f"{_env.XDG_CACHE_HOME.name} is {xdg!r}, which is ignored: an absolute path is needed"
+    elif xdg is not None and _env.CACHE_DIR.text:
+        yield f"{_env.XDG_CACHE_HOME.name} is ignored: {_env.CACHE_DIR.name} goes first"
+    if _env.JIT.text == "0":
+        for variable in (_env.NVCC, _env.NVCC_CCBIN, _env.CUTLASS_DIR, _env.JOBS):
+            if variable.text:
+                yield f"{variable.name} is ignored: with {_env.JIT.name}=0 nothing is compiled"
+    for name in _IGNORED:
+        if os.environ.get(name) and name not in names:
+            yield f"{name} is ignored: kernels are compiled without it"
+    key = _env.BUNDLE_KEY.text
+    if key and os.path.isabs(key) and not os.path.isfile(key):
+        yield f"{_env.BUNDLE_KEY.name} is {key!r}, which is not a file: no bundle can be opened"
+
+
+def _cuda_homes() -> Iterator[str]:
+    before = _env.NVCC.name if _env.NVCC.text else None
+    for name, home in _env.cuda_homes():
+        nvcc = home / "bin" / "nvcc"
+        if not home.is_dir():
+            yield f"{name} is {str(home)!r}, which is not a folder: it is ignored. Correct it, or unset it"
+        elif not os.access(nvcc, os.X_OK):
+            yield f"{name} is {str(home)!r}, which has no bin/nvcc to run: it is ignored. Correct it, or unset it"
+        elif before is not None:
+            yield f"{name} is ignored: {before} goes first"
+        else:
+            before = name
 
 
 def _gpus() -> tuple[Gpu, ...]:

@@ -51,19 +51,32 @@ bf16 = DType("bf16", 16, "cutlass::bfloat16_t", "bfloat16", _DL_BFLOAT)
 f32 = DType("f32", 32, "float", "float32", _DL_FLOAT)
 
 ALL: tuple[DType, ...] = (f16, bf16, f32)
+OPERANDS: tuple[DType, ...] = (bf16, f16)  # what A and B may be
+# By our name and by PyTorch's, and by what others call them.
 NAMES: dict[str, DType] = {t.name: t for t in ALL} | {t.torch_name: t for t in ALL}
+NAMES |= {"fp16": f16, "half": f16, "bfloat": bf16, "fp32": f32, "float": f32, "single": f32}
 
 
-def dtype(name: str | DType) -> DType:
-    """Look up an element type by its short name or by PyTorch's name.
+def dtype(name: object, among: tuple[DType, ...] = ALL) -> DType:
+    """Look up an element type.
+
+    Parameters
+    ----------
+    name : str, DType or torch.dtype
+        ``"f16"``, ``"bf16"`` or ``"f32"``; or as others write it, such as ``"fp16"``, ``"float16"``,
+        ``"torch.bfloat16"`` or ``"BF16"``.
+    among : tuple of DType
+        Those that are possible where the name stands.
 
     Raises
     ------
     ValueError
-        If there is no such type; the message lists those there are.
+        If there is no such type, or it is not possible there; the message lists those that are.
     """
-    if isinstance(name, DType):
-        return name
-    if not isinstance(name, str) or name not in NAMES:
-        raise ValueError(f"unknown dtype {name!r}: use one of {', '.join(t.name for t in ALL)}")
-    return NAMES[name]
+    found = name if isinstance(name, DType) else NAMES.get(str(name).strip().lower().removeprefix("torch."))
+    known = ", ".join(t.name for t in among)
+    if found is None:
+        raise ValueError(f"unknown dtype {name!r}: use one of {known}")
+    if found not in among:
+        raise ValueError(f"dtype {str(name)!r} is not possible here: use one of {known}")
+    return found

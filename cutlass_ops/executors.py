@@ -40,6 +40,7 @@ def named(text: str) -> Iterator[Executor]:
     ToolchainError
         If the package distributed is not installed, or no scheduler answers.
     """
+    require_named(text)
     processes, dask = _PROCESSES.fullmatch(text), _DASK.fullmatch(text)
     if processes:
         with _processes(int(processes[2]) if processes[2] else _env.jobs()) as pool:
@@ -47,8 +48,18 @@ def named(text: str) -> Iterator[Executor]:
     elif dask:
         with _dask(dask[1]) as executor:
             yield executor
-    else:
-        raise ValueError(f"{text} is no executor: write {FORMS}")
+
+
+def require_named(text: str) -> None:
+    """Refuse a text that names no executor.
+
+    Raises
+    ------
+    ValueError
+        If it does not.
+    """
+    if not _PROCESSES.fullmatch(text) and not _DASK.fullmatch(text):
+        raise ValueError(f"{text!r} is not an executor: write {FORMS}")
 
 
 @contextlib.contextmanager

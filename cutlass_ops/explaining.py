@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from cutlass_ops import dispatch, heuristics, policies
+from cutlass_ops import arch, dispatch, heuristics, policies
 from cutlass_ops.call import Call, check_call, device_of, signature_of
 from cutlass_ops.config import MEANS, Config, GemvConfig, Sm90Config
 from cutlass_ops.device import Device, Problem
@@ -25,6 +26,10 @@ class Finding:
 
     name: str
     says: str
+
+
+# Candidates that the text shows.
+_SHOWN = 5
 
 
 @dataclass(frozen=True, repr=False)
@@ -49,6 +54,10 @@ class Explanation:
         What the problem takes at least; None where the chip's peaks are not known.
     peers : dict of str to float
         Microseconds of PyTorch's ways to compute the same, where the tuner measured them.
+    device : str
+        Name of the device, or ``"the CPU"``.
+    microseconds : float or None
+        What the call is expected to take on the device, without its launch from Python; None where nothing is known.
     """
 
     op: str
@@ -59,6 +68,15 @@ class Explanation:
     candidates: tuple[Candidate, ...] = ()
     roofline: Roofline | None = None
     peers: dict[str, float] | None = None
+    device: str = "the CPU"
+    microseconds: float | None = None
+
+    @property
+    def verdict(self) -> str:
+        """What serves the call, how long it is expected to take, and why, in a sentence."""
+        m, n, k = self.problem
+        time = "" if self.microseconds is None else f", expected to take {self.microseconds:.1f} us"
+        return f"{self.op}, M={m} N={n} K={k}, on {self.device} is served by {self.served_by}{time}: {self.why}."
 
     @property
     def achieved(self) -> float | None:
@@ -72,7 +90,10 @@ class Explanation:
         return {
             "op": self.op,
             "problem": list(self.problem),
+            "device": self.device,
+            "verdict": self.verdict,
             "served_by": self.served_by,
+            "microseconds": None if self.microseconds is None else round(self.microseconds, 2),
             "why": self.why,
             "contract": {f.name: f.says for f in self.contract},
             "candidates": [
@@ -90,35 +111,42 @@ class Explanation:
         }
 
     def __repr__(self) -> str:
-        """Return what serves the call, on one line; ``str()`` says why, and what else was considered."""
         m, n, k = self.problem
-        best = next(iter(self.candidates), None)
-        kernel = best is not None and not self.served_by.startswith("PyTorch")
-        served = f"{best.config.slug}, {best.microseconds:.1f} us {best.source}" if best and kernel else self.served_by
-        return f"<explanation of {self.op}, M={m} N={n} K={k}: {served}>"
+        time = "" if self.microseconds is None else f", {self.microseconds:.1f} us"
+        return f"<explanation of {self.op} {m}x{n}x{k} on {self.device}: {self.served_by}{time}>"
 
     def __str__(self) -> str:
-        """Return the explanation as lines of text."""
-        m, n, k = self.problem
-        lines = [f"{self.op}, M={m} N={n} K={k}: {self.served_by}", f"  {self.why}", *self._limit()]
-        lines += [f"  {f.name:<10} {f.says}" for f in self.contract]
-        for at, c in enumerate(self.candidates):
-            order = "".join(f", {name} {value}" for name, value in _order(c).items())
-            mark = "->" if at == 0 else "  "
-            lines.append(f"  {mark} {c.microseconds:8.1f} us {c.source:<12} {c.config.slug}{order}")
-        lines += [f"     {us:8.1f} us measured     {name}" for name, us in (self.peers or {}).items()]
-        return "\n".join(lines)
+        """Return the verdict, a table of the best candidates, and the details, as lines of text."""
+        return "\n".join([self.verdict, *self._table(), *self._details()])
 
-    def _limit(self) -> list[str]:
+    def _table(self) -> list[str]:
+        if not self.candidates:
+            return []
+        first, more = self.candidates[:_SHOWN], len(self.candidates) - _SHOWN
+        peers = sorted((self.peers or {}).items(), key=lambda peer: peer[1])
+        rows = [(c.microseconds, c.source, _named(c)) for c in first]
+        rows += [(us, "measured", f"{name} (PyTorch's)") for name, us in peers]
+        serves = next((f"{name} (PyTorch's)" for name, _ in peers if f"({name})" in self.served_by), rows[0][2])
+        lines = ["", "           us  known by     kernel"]
+        lines += [f"  {'->' if name == serves else '':2} {us:8.1f}  {source:<12} {name}" for us, source, name in rows]
+        return [*lines, *([f"     and {more} more, which to_json() has"] if more > 0 else [])]
+
+    def _details(self) -> list[str]:
+        findings = [*self._limit(), *self.contract]
+        return ["", *(f"  {f.name:<10} {f.says}" for f in findings)] if findings else []
+
+    def _limit(self) -> list[Finding]:
         roof, achieved = self.roofline, self.achieved
         if not self.candidates:
             return []
         if roof is None or achieved is None:
-            return ["  how near that is to the roofline is not known: nothing is known of this chip's peaks"]
-        return [
-            f"  at least {roof.compute:.1f} us of compute, {roof.memory:.1f} of memory, {roof.launch:.1f} of launch: "
+            says = "how near that is to the roofline is not known: nothing is known of this chip's peaks"
+            return [Finding("limit", says)]
+        says = (
+            f"at least {roof.compute:.1f} us of compute, {roof.memory:.1f} of memory, {roof.launch:.1f} of launch: "
             f"bound by {roof.bound}; the kernel reaches {100 * achieved:.0f}% of the roofline"
-        ]
+        )
+        return [Finding("limit", says)]
 
 
 def explain(op: Any, a: Tensor, b: Tensor, *inputs: Any, out: Any = None, **named: Any) -> Explanation:
@@ -153,7 +181,8 @@ def explain(op: Any, a: Tensor, b: Tensor, *inputs: Any, out: Any = None, **name
     if call.is_reference:
         problem = (call.problem.m, call.problem.n, call.problem.k)
         where = "an extent is 0" if 0 in problem else "the tensors are on the CPU"
-        return Explanation(op.name, problem, "PyTorch", f"{where}: computed by the reference implementation")
+        why = f"{where}, so that the reference implementation computes it"
+        return Explanation(op.name, problem, "PyTorch", why, device=_name(a.device))
     return explain_call(op.name, call, device_of(a.device))
 
 
@@ -173,8 +202,12 @@ def explain_call(name: str, call: Call, device: Device) -> Explanation:
     signature = signature_of(call, device)
     policy = policies.policy(signature, device)
     if not policy.kernels:
-        why = f"no kernel serves these types on compute capability {'.'.join(map(str, device.capability))}"
-        return Explanation(name, problem, "nothing", why, _contract(signature, device, None))
+        what = f"a {signature.a}, b {signature.b}, d {signature.d}"
+        why = arch.unserved(what, device.capability, device.name)
+        served_by = "nothing"
+        if name == "gemm_swiglu" and arch.target_for(device.capability, wgmma=False):
+            served_by, why = "two GEMMs", "no kernel takes both weights, so each has a GEMM of its own"
+        return Explanation(name, problem, served_by, why, _contract(signature, device, None), device=_called(device))
     chosen = dispatch.chosen_in_bundle(signature, device, problem)
     kept = policies.kept(policy, *problem[1:]) if chosen is None else policy.kernels
     ranked = policy.ranked(problem, kept)
@@ -183,9 +216,10 @@ def explain_call(name: str, call: Call, device: Device) -> Explanation:
     spec = device.spec(signature, ranked[0].config.binary())
     peer = dispatch.fallback(signature, device, problem) if can_fall_back(call) else None
     why = _BUNDLED.format(len(kept)) if chosen else _why(policy, problem, ranked[0], len(kept))
-    served_by = spec.slug
+    served_by, peers = spec.slug, dict(policy.peers(problem))
+    expected: float | None = ranked[0].microseconds
     if peer is not None:
-        served_by = f"PyTorch ({peer})"
+        served_by, expected = f"PyTorch ({peer})", peers.get(peer)
         why = "measured to be faster than every kernel here, and tuning was told to allow it"
     whole = (call.problem.m, call.problem.n * heuristics.weights_of(signature), call.problem.k)
     peaks = PEAKS.get(device.name)
@@ -198,7 +232,9 @@ def explain_call(name: str, call: Call, device: Device) -> Explanation:
         (*_contract(signature, device, ranked[0].config), *_means(signature, ranked[0].config)),
         tuple(ranked),
         roofline(whole, moved, peaks) if peaks else None,
-        dict(policy.peers(problem)),
+        peers,
+        _called(device),
+        expected,
     )
 
 
@@ -232,6 +268,12 @@ def _why(policy: Policy, problem: Problem, best: Candidate, count: int) -> str:
 
 def _contract(signature: OpSignature, device: Device, config: Config | None) -> tuple[Finding, ...]:
     major, minor = device.capability
+    types = (
+        Finding("device", f"compute capability {major}.{minor}, {device.multiprocessors} multiprocessors"),
+        Finding("a, b", f"{signature.a} and {signature.b}, accumulated in FP32"),
+    )
+    if config is None:
+        return types
     by_tma = isinstance(config, Sm90Config)
     instruction = "wgmma, operands loaded by TMA" if by_tma else "mma.sync, operands loaded by cp.async or registers"
     stored = "by TMA or whole vectors" if signature.d.aligned else f"{signature.d.alignment} elements at a time"
@@ -241,8 +283,7 @@ def _contract(signature: OpSignature, device: Device, config: Config | None) -> 
         stored = "element by element"
     reason = f": {_misaligned(signature, config)}" if device.has_wgmma and signature.realigns else ""
     return (
-        Finding("device", f"compute capability {major}.{minor}, {device.multiprocessors} multiprocessors"),
-        Finding("a, b", f"{signature.a} and {signature.b}, accumulated in FP32"),
+        *types,
         Finding("d", f"{signature.d}, stored {stored}"),
         Finding("unit", f"{instruction}{reason}"),
     )
@@ -265,6 +306,19 @@ def _misaligned(signature: OpSignature, config: Config | None) -> str:
         + (", so copied to aligned lines first, in workspace; " if copied else "; ")
         + "pad the leading dimension to a multiple of 8 elements"
     )
+
+
+def _called(device: Device) -> str:
+    major, minor = device.capability
+    return device.name or f"a device of compute capability {major}.{minor}"
+
+
+def _name(device: torch.device) -> str:
+    return "the CPU" if device.type == "cpu" else str(device)
+
+
+def _named(candidate: Candidate) -> str:
+    return candidate.config.slug + "".join(f", {name} {value}" for name, value in _order(candidate).items())
 
 
 def _order(candidate: Candidate) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from enum import IntEnum
 from pathlib import Path
 from types import ModuleType
 
-from cutlass_ops import _env, linkage
+from cutlass_ops import _env, arch, linkage
 from cutlass_ops.errors import LoadError, ToolchainError
 from cutlass_ops.store import Artifact
 
@@ -109,6 +109,8 @@ def load(artifact: Artifact) -> LoadedKernel:
 
 
 def _load(artifact: Artifact) -> LoadedKernel:
+    if arch.other_platform():
+        raise LoadError(arch.other_platform())
     data = artifact.read_library()
     linkage.require_own_libraries(data, artifact.where)
     tvm_ffi = _import_tvm_ffi()
@@ -156,7 +158,8 @@ def _sealed(data: bytes) -> int:
         left = memoryview(data)
         while left:
             left = left[os.write(descriptor, left) :]
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
     except BaseException:
         os.close(descriptor)
         raise
@@ -164,7 +167,6 @@ def _sealed(data: bytes) -> int:
 
 
 _MFD_EXEC = 0x10
-_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _serials = itertools.count()
 
 

@@ -312,7 +312,7 @@ def _kernel(data: object, signature: OpSignature) -> KernelRecord:
         raise ConfigError(f"target is {target!r}: use one of {', '.join(arch.TARGETS)}")
     config = config_from_json(fields["config"])
     if config != config.binary():
-        raise ConfigError(f"configuration {config.slug} says how tiles are ordered, which is no part of a kernel")
+        raise ConfigError(f"configuration {config.slug} says how tiles are ordered, which is not a part of a kernel")
     opcodes = plain.mapping(fields["sass"], "sass", None)
     if not set(opcodes) <= set(arch.OPCODES.values()):
         raise ConfigError("sass names an unknown instruction")
@@ -356,7 +356,7 @@ def _row(data: object, kernels: Sequence[KernelRecord], capability: tuple[int, i
     order = plain.mapping(row[2], "an order of tiles", None)
     config = config_from_json({**config_to_json(record.spec.config), **order})
     if config.binary() != record.spec.config or config.swizzle not in SWIZZLES:
-        raise ConfigError("an order of tiles changes the kernel, or is none that it has")
+        raise ConfigError("an order of tiles changes the kernel, or is not one that it has")
     if not record.runs_on(capability):
         raise ConfigError(f"a choice for compute capability {capability} names a kernel for {record.spec.target}")
     return most, config
@@ -381,7 +381,7 @@ def _file(data: object, what: str) -> File:
 
 def _digest(data: object, what: str) -> str:
     if not isinstance(data, str) or not _DIGEST.fullmatch(data):
-        raise ConfigError(f"{what} is no SHA-256 in lower-case hexadecimal")
+        raise ConfigError(f"{what} is not a SHA-256 in lower-case hexadecimal")
     return data
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from cutlass_ops import _env, builtin, dispatch, operands, traced
+from cutlass_ops import _env, arch, builtin, dispatch, operands, traced
 from cutlass_ops.background import BACKGROUND
 from cutlass_ops.call import Call, check_call, device_of, signature_of
 from cutlass_ops.device import Device
@@ -207,11 +207,8 @@ class Op(traced.Portable):
         device = device_of(call.problem.a.device)
         signature = signature_of(call, device)
         if not dispatch.serves(signature, device):
-            major, minor = device.capability
-            raise UnsupportedError(
-                f"no kernel serves {self.name} with a {signature.a}, b {signature.b} and d {signature.d} on compute "
-                f"capability {major}.{minor}"
-            )
+            what = f"{self.name} with a {signature.a}, b {signature.b} and d {signature.d}"
+            raise UnsupportedError(arch.unserved(what, device.capability))
         return signature, device
 
     def _remember(self, plan: AnyPlan, key: tuple[Any, ...]) -> None:

@@ -133,10 +133,10 @@ def write_wheel(bundle: Path, folder: Path, name: str, version: str | None = Non
     OSError
         If it cannot be written.
     """
-    require_wheel(name, version)
     data = bundle.read_bytes()
     version = version or f"{_resources.library_version()}+{hashlib.sha256(data).hexdigest()[:12]}"
-    stem = re.sub(r"[-_.]+", "_", name).lower()
+    path = wheel_path(folder, name, version)
+    stem = _stem(name)
     info = f"{stem}-{version}.dist-info"
     metadata = (
         f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nSummary: Compiled kernels for cutlass_ops\n"
@@ -148,9 +148,24 @@ def write_wheel(bundle: Path, folder: Path, name: str, version: str | None = Non
         f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: cutlass_ops\nRoot-Is-Purelib: false\nTag: {_TAG}\n".encode(),
     }
     files[f"{info}/RECORD"] = _record(files, f"{info}/RECORD")
-    path = folder / f"{stem}-{version}-{_TAG}.whl"
     _write_zip(path, files)
     return path
+
+
+def wheel_path(folder: Path, name: str, version: str) -> Path:
+    """Return where :func:`write_wheel` writes a wheel of this name and version.
+
+    Raises
+    ------
+    ValueError
+        As for :func:`require_wheel`.
+    """
+    require_wheel(name, version)
+    return folder / f"{_stem(name)}-{version}-{_TAG}.whl"
+
+
+def _stem(name: str) -> str:
+    return re.sub(r"[-_.]+", "_", name).lower()
 
 
 def require_wheel(name: str, version: str | None) -> None:
@@ -162,9 +177,9 @@ def require_wheel(name: str, version: str | None) -> None:
         With the reason.
     """
     if not _NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is no name for a package: use letters, digits, '-', '_' and '.'")
+        raise ValueError(f"{name!r} is not a name for a package: use letters, digits, '-', '_' and '.'")
     if version is not None and not _VERSION.fullmatch(version):
-        raise ValueError(f"{version!r} is no version of a package, such as 1.2 or 1.2.post1")
+        raise ValueError(f"{version!r} is not a version of a package: use one such as 1.2 or 1.2.post1")
 
 
 def _record(files: Mapping[str, bytes], own: str) -> bytes:

@@ -22,7 +22,7 @@ def parsed(text: bytes, what: str) -> Any:
     try:
         return json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError) as exc:
-        raise ConfigError(f"{what} is no JSON: {exc}") from None
+        raise ConfigError(f"{what} is not JSON: {exc}") from None
 
 
 def canonical(value: object) -> bytes:
@@ -106,4 +106,4 @@ def positive(data: object, what: str) -> float:
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a number of JSON")

@@ -202,7 +202,7 @@ def _swap_pairs(spec: KernelSpec, _: Sm80Config) -> Iterator[str]:
     if swapped(spec):
         yield (
             f"the epilogue swaps pairs of columns, and d is {spec.d}: a thread of CUTLASS's epilogue then has columns "
-            f"that are no neighbours; use {spec.d.dtype}.row{', or an Sm90Config' if sm90_serves(spec) else ''}"
+            f"that are not neighbours; use {spec.d.dtype}.row{', or an Sm90Config' if sm90_serves(spec) else ''}"
         )
     elif spec.d.alignment < 2:
         yield (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
-import re
 import runpy
 import sys
 import traceback
@@ -17,18 +16,20 @@ from typing import Any, cast, get_args
 
 import torch
 
-from cutlass_ops import builtin, catalog, dtypes, legality, policies, tables
+from cutlass_ops import arch, catalog, dtypes, legality, policies, tables
 from cutlass_ops.bundles import BUNDLES
 from cutlass_ops.call import call_at, signature_of
 from cutlass_ops.config import Config
 from cutlass_ops.device import Device, Problem
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.errors import ConfigError, CutlassOpsError
+from cutlass_ops.gpus import BY_TARGET
 from cutlass_ops.manifest import Choice
 from cutlass_ops.ops import called
 from cutlass_ops.policies import ROWS, Policy
 from cutlass_ops.signature import OpSignature
 from cutlass_ops.spec import HasGraph, KernelSpec, Major
+from cutlass_ops.spelling import INPUT_DTYPES, OPS, epilogue_of, problems_of, weights_of
 from cutlass_ops.tables import Table
 
 if sys.version_info >= (3, 11):
@@ -39,18 +40,7 @@ else:
 
 FORMAT = 1
 
-# For which device kernels are chosen, by the target that stands for it; others of its compute capability run them too.
-DEVICES = {
-    "sm_80": Device((8, 0), 108, "NVIDIA A100-SXM4-80GB"),
-    "sm_86": Device((8, 6), 84, "NVIDIA RTX A6000"),
-    "sm_89": Device((8, 9), 142, "NVIDIA L40S"),
-    "sm_90a": Device((9, 0), 132, "NVIDIA H100 80GB HBM3"),
-}
-
 _DTYPES = ("bf16", "f16", "f32")
-_EXTENTS = re.compile(r"[1-9][0-9]{0,9}(,[1-9][0-9]{0,9})*")
-# Elements of a matrix: more than any memory holds, and few enough to count bytes in 64 bits.
-_MOST = 1 << 48
 # Rows of A where a weight is given alone: any that TMA can address.
 _ALIGNED = 1024
 
@@ -103,10 +93,10 @@ class Kernels:
                 raise ConfigError(f"{name} is empty: at least one is needed")
         if not self.shapes and not self.weights:
             raise ConfigError("neither shapes nor weights are given: say for which problems kernels are needed")
-        _require_known(self.archs, "archs", DEVICES)
-        _require_known(self.dtypes, "dtypes", ("bf16", "f16"))
-        _require_known(self.out_dtypes, "out_dtypes", _DTYPES)
-        _require_known((dtype for _, dtype in self.input_dtypes), "input_dtypes", _DTYPES)
+        _require_known(self.archs, "archs", BY_TARGET)
+        _require_dtypes(self.dtypes, "dtypes", ("bf16", "f16"))
+        _require_dtypes(self.out_dtypes, "out_dtypes", _DTYPES)
+        _require_dtypes((dtype for _, dtype in self.input_dtypes), "input_dtypes", _DTYPES)
         majors = get_args(Major)
         _require_known(self.layouts, "layouts", [f"{a},{b}" for a in majors for b in majors])
         for op in self.ops:
@@ -119,7 +109,7 @@ class Kernels:
         for text in self.shapes:
             problems_of(text)
         for text in self.weights:
-            _weights(text)
+            weights_of(text, _ALIGNED)
 
 
 @dataclass(frozen=True)
@@ -143,7 +133,7 @@ class Tuned:
     def __post_init__(self) -> None:
         if not isinstance(self.table, Table):
             raise ConfigError(f"table is {self.table!r}: load one with cutlass_ops.tables.load")
-        _require_known((self.arch,), "arch", DEVICES)
+        _require_known((self.arch,), "arch", BY_TARGET)
         if type(self.kernels) is not int or self.kernels < 1:
             raise ConfigError(f"kernels is {self.kernels!r}: a positive integer is needed")
 
@@ -223,7 +213,7 @@ def shipment(catalogue: Catalogue) -> Shipment:
                     need = needs.setdefault((signature, device), _Need(policies.policy(signature, device)))
                     need.add(problem, whole)
         for tuned in catalogue.tuned:
-            device = Device(DEVICES[tuned.arch].capability, tuned.table.multiprocessors, tuned.table.device)
+            device = Device(BY_TARGET[tuned.arch].capability, tuned.table.multiprocessors, tuned.table.device)
             need = needs.setdefault((tuned.table.signature, device), _Need(_policy(tuned.table, device)))
             need.add_table(tuned)
         for (signature, device), need in needs.items():
@@ -244,10 +234,9 @@ class _Need:
         m, n, k = problem
         policy = self._policy
         if not policy.kernels:
-            raise ConfigError(
-                f"no kernel serves a {policy.signature.a}, b {policy.signature.b}, d {policy.signature.d} on "
-                f"{policy.device.name}"
-            )
+            signature, device = policy.signature, policy.device
+            what = f"a {signature.a}, b {signature.b}, d {signature.d}"
+            raise ConfigError(arch.unserved(what, device.capability, device.name))
         chosen = policies.kept(policy, n, k) if whole else (policy.choose(problem).config.binary(),)
         self.configs |= dict.fromkeys(chosen)
         self._rows.setdefault((n, k), set()).add(m)
@@ -278,16 +267,17 @@ def _policy(table: Table, device: Device) -> Policy:
 def _calls(kernels: Kernels, op: str | HasGraph) -> Iterator[tuple[OpSignature, Device, Problem, bool]]:
     """Yield signature, device and problem of an op's calls that an entry means, and whether for any number of rows."""
     problems = [(p, False) for text in kernels.shapes for p in problems_of(text)]
-    problems += [((_ALIGNED, n, k), True) for text in kernels.weights for n, k in _weights(text)]
-    inputs = dict(kernels.input_dtypes)
+    problems += [((_ALIGNED, n, k), True) for text in kernels.weights for n, k in weights_of(text, _ALIGNED)]
+    inputs = {**(INPUT_DTYPES.get(op, {}) if isinstance(op, str) else {}), **dict(kernels.input_dtypes)}
     for dtype in kernels.dtypes:
         for layout in kernels.layouts:
             a, _, b = layout.partition(",")
             for out in kernels.out_dtypes or (dtype,):
                 for target in kernels.archs:
                     for problem, whole in problems:
-                        call = call_at(_graph(op), problem, dtype, cast(Major, a), cast(Major, b), _torch(out), inputs)
-                        yield signature_of(call, DEVICES[target]), DEVICES[target], problem, whole
+                        graph = _graph(op, dtype)
+                        call = call_at(graph, problem, dtype, cast(Major, a), cast(Major, b), _torch(out), inputs)
+                        yield signature_of(call, BY_TARGET[target]), BY_TARGET[target], problem, whole
 
 
 def _torch(name: str) -> torch.dtype:
@@ -324,7 +314,7 @@ def load(name: str) -> Catalogue:
         with _importing_from(Path.cwd()):
             found = import_object(name, "a TOML file, a Python file, or MODULE:NAME of a catalogue")
     if not isinstance(found, Catalogue):
-        raise ConfigError(f"{name} is no cutlass_ops.shipping.Catalogue: it is {type(found).__name__}")
+        raise ConfigError(f"{name} is not a cutlass_ops.shipping.Catalogue: it is {type(found).__name__}")
     return found
 
 
@@ -406,47 +396,18 @@ def read_spec(path: Path) -> KernelSpec:
         raise ConfigError(f"{path}: {exc}") from None
 
 
-def problems_of(text: str) -> list[Problem]:
-    """Return the problems of a text such as ``"1,16x4096x4096"``: every combination of listed extents.
-
-    Raises
-    ------
-    ConfigError
-        If it is not of that form.
-    """
-    sides = [_extents(side) for side in text.split("x")]
-    if len(sides) != 3 or not all(sides):
-        raise ConfigError(f"{text} is no problem: write MxNxK, positive integers, such as 512x4096x4096")
-    m, n, k = map(max, sides)
-    if max(m * n, n * k, m * k) > _MOST:
-        raise ConfigError(f"{text} is no problem: it has a matrix of more than {_MOST:,} elements")
-    return [(m, n, k) for m in sides[0] for n in sides[1] for k in sides[2]]
-
-
-def _weights(text: str) -> list[tuple[int, int]]:
-    sides = [_extents(side) for side in text.split("x")]
-    if len(sides) != 2 or not all(sides):
-        raise ConfigError(f"{text} is no weight: write NxK, positive integers, such as 4096x4096")
-    if max(sides[0]) * max(sides[1]) > _MOST or _ALIGNED * max(*sides[0], *sides[1]) > _MOST:
-        raise ConfigError(f"{text} is no weight: it has more than {_MOST:,} elements")
-    return [(n, k) for n in sides[0] for k in sides[1]]
-
-
-def _extents(text: str) -> list[int]:
-    return [int(e) for e in text.split(",")] if _EXTENTS.fullmatch(text) else []
-
-
-def graph_named(name: str) -> HasGraph:
-    """Return a named op's epilogue, or what an import path names.
+def graph_named(name: str, dtype: str = "bf16") -> HasGraph:
+    """Return a named op's epilogue for a dtype of A and B, or what an import path names.
 
     Raises
     ------
     ConfigError
         If there is no such op, or the path leads to no epilogue.
     """
-    if name in builtin.BY_OP:
-        return builtin.BY_OP[name]
-    found = import_object(name, f"{', '.join(builtin.BY_OP)}, or MODULE:NAME of an epilogue")
+    known = epilogue_of(name, dtype)
+    if known is not None:
+        return known
+    found = import_object(name, f"{', '.join(OPS)}, or MODULE:NAME of an epilogue")
     return _epilogue(found, name)
 
 
@@ -486,8 +447,8 @@ def _foreign(name: str) -> Iterator[None]:
         raise ConfigError(f"{name} cannot be imported: {type(exc).__name__}: {exc}{where}") from exc
 
 
-def _graph(op: str | HasGraph) -> Graph:
-    return (graph_named(op) if isinstance(op, str) else _epilogue(op, repr(op))).graph
+def _graph(op: str | HasGraph, dtype: str = "bf16") -> Graph:
+    return (graph_named(op, dtype) if isinstance(op, str) else _epilogue(op, repr(op))).graph
 
 
 @contextmanager
@@ -520,6 +481,16 @@ def _texts(value: object, name: str) -> list[str]:
 def _require_tuple(values: object, name: str, kind: type, words: str) -> None:
     if not isinstance(values, tuple) or not all(isinstance(v, kind) for v in values):
         raise ConfigError(f"{name} is {values!r}: a tuple of {words} is needed")
+
+
+def _require_dtypes(values: Iterable[str], name: str, known: Iterable[str]) -> None:
+    for value in values:
+        try:
+            found = dtypes.dtype(value).name
+        except ValueError:
+            found = value
+        if found not in known:
+            raise ConfigError(f"{name} has {value!r}: use {', '.join(known)}")
 
 
 def _require_known(values: Iterable[str], name: str, known: Iterable[str]) -> None:

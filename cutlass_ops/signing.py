@@ -10,6 +10,7 @@ from typing import Any
 
 from cutlass_ops.errors import BundleError
 
+_MOST_BYTES = 1 << 16  # of a PEM file with one key
 _INSTALL = 'pip install "cutlass_ops[sign]"'
 
 
@@ -48,7 +49,7 @@ def require_private_key(path: Path) -> None:
 
 def _private(path: Path) -> Any:
     serialization, ed25519, errors = _cryptography()
-    data = path.read_bytes()
+    data = _pem(path)
     try:
         key = serialization.load_pem_private_key(data, password=None)
     except (ValueError, TypeError, errors.UnsupportedAlgorithm) as exc:
@@ -78,7 +79,7 @@ def require_signature(message: bytes, signature: bytes, public_key: Path) -> Non
         If the file cannot be read.
     """
     serialization, ed25519, errors = _cryptography()
-    data = public_key.read_bytes()
+    data = _pem(public_key)
     try:
         key = serialization.load_pem_public_key(data)
     except (ValueError, TypeError, errors.UnsupportedAlgorithm) as exc:
@@ -89,6 +90,14 @@ def require_signature(message: bytes, signature: bytes, public_key: Path) -> Non
         key.verify(signature, message)
     except errors.InvalidSignature:
         raise BundleError(f"the signature is not by the key in {public_key}, or the manifest was changed") from None
+
+
+def _pem(path: Path) -> bytes:
+    # A device or a pipe would be read for ever.
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is not a file: name a PEM file with an Ed25519 key")
+    with path.open("rb") as file:
+        return file.read(_MOST_BYTES)
 
 
 def _cryptography() -> tuple[Any, Any, Any]:

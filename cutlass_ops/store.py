@@ -186,7 +186,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             and all(type(f["size"]) is int and f["size"] >= 0 and isinstance(f["sha256"], str) for f in files.values())
         )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
-        raise LoadError(f"{path} is no manifest: {exc!r}") from None
+        raise LoadError(f"{path} is not a manifest: {exc!r}") from None
     if not good:
         raise LoadError(f"{path} is not the manifest of this kernel, or of another format")
     return dict(data)
@@ -410,7 +410,7 @@ class KernelStore:
             ) from None
         if not stat.S_ISDIR(info.st_mode):
             raise StoreError(
-                f"the kernel store {self.root} cannot be used: it is no folder. Remove it, or set "
+                f"the kernel store {self.root} cannot be used: it is not a folder. Remove it, or set "
                 f"{_env.CACHE_DIR.name} to a folder"
             )
 

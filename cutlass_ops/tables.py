@@ -293,7 +293,7 @@ def parse(text: bytes, where: str) -> Table:
     try:
         return Table.from_json(json.loads(text))
     except (ConfigError, ValueError, RecursionError) as exc:
-        raise ConfigError(f"{where} is no tuning table: {exc}") from None
+        raise ConfigError(f"{where} is not a tuning table: {exc}") from None
 
 
 def update(path: Path, table: Table) -> Table:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cutlass_ops import _env, programs
+from cutlass_ops import _env, arch, programs
 from cutlass_ops.errors import ToolchainError
 
 # sm_90a's instructions and C++17 in device code; 13.0 and 13.5 are what is tested.
@@ -124,6 +124,8 @@ def find_toolchain() -> Toolchain:
     ToolchainError
         If a part is missing or unusable; the message says what to install or set.
     """
+    if arch.other_platform():
+        raise ToolchainError(arch.other_platform())
     path = _search_path()
     nvcc, source = _find_nvcc(path)
     inputs = (nvcc, source, _find_host_compiler(path), _env.cutlass_dir(), path)

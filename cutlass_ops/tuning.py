@@ -20,12 +20,14 @@ from typing import get_args
 
 import torch
 
-from cutlass_ops import _env, dispatch, heuristics, legality, policies, space, tables
+from cutlass_ops import _env, arch, dispatch, heuristics, legality, outputs, policies, space, tables
 from cutlass_ops.builder import building
 from cutlass_ops.bundles import BUNDLES
 from cutlass_ops.call import call_at, device_of, signature_of
 from cutlass_ops.config import Config, Sm90Config
 from cutlass_ops.device import Device, with_order
+from cutlass_ops.dtypes import OPERANDS
+from cutlass_ops.dtypes import dtype as element_named
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.errors import CompileError, MeasuringError, NoDeviceError, UnsupportedError
 from cutlass_ops.measuring import Measurer, Outcome
@@ -497,7 +499,8 @@ def tune(
     NoDeviceError
         If there is no such device.
     ValueError
-        If a shape, dtype, major or input is none, or both `allow_fallback` and `deterministic` are given.
+        If a shape, dtype, major or input is none, both `allow_fallback` and `deterministic` are given, or tables cannot
+        be written in the folder.
     UnsupportedError
         If no kernel serves the op there.
     ConfigError
@@ -516,14 +519,13 @@ def tune(
     wanted = [_problem(shape) for shape in shapes]
     for dtype in [dtypes] if isinstance(dtypes, str | torch.dtype) else dtypes:
         for problem in wanted:
-            name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
+            name = element_named(dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch."), OPERANDS).name
             signature = signature_at(graph, problem, name, a, b, out_dtype, place.device, input_dtypes)
             problems.setdefault(signature, []).append(problem)
     for signature in problems:
         if not dispatch.specs(signature, place.device):
-            raise UnsupportedError(
-                f"no kernel serves a {signature.a}, b {signature.b}, d {signature.d} on {place.name}"
-            )
+            what = f"a {signature.a}, b {signature.b}, d {signature.d}"
+            raise UnsupportedError(arch.unserved(what, place.device.capability, place.name))
     known = {s: place.table(s) for s in problems}
     tasks = plan(problems, place.device, effort, known, deterministic=deterministic)
     with Measurer(device, silence) as measurer:
@@ -552,17 +554,20 @@ def signature_at(
 
 
 def _place(device: int, folder: str | os.PathLike[str] | None) -> Place:
+    kept = Path(folder) if folder else _env.tuning_dir()
+    # Before kernels are compiled and measured for hours.
+    outputs.require_folder(kept)
     if not torch.cuda.is_available():
         raise NoDeviceError("tuning measures on a CUDA device, and this process sees none: tune on a machine with one")
     if device not in range(torch.cuda.device_count()):
         raise NoDeviceError(f"there is no device {device}: this process sees {torch.cuda.device_count()}, from 0 on")
     name = torch.cuda.get_device_name(device)
-    return Place(name, device_of(torch.device("cuda", device)), Path(folder) if folder else _env.tuning_dir())
+    return Place(name, device_of(torch.device("cuda", device)), kept)
 
 
 def _problem(shape: object) -> Problem:
     if not isinstance(shape, Sequence) or len(shape) != 3 or not all(type(x) is int and x > 0 for x in shape):
-        raise ValueError(f"{shape} is no shape: it is (M, N, K), positive integers")
+        raise ValueError(f"{shape} is not a problem size: give (M, N, K), positive integers, such as (512, 4096, 4096)")
     m, n, k = shape
     return m, n, k
 

@@ -108,7 +108,7 @@ def _check_library(bundle: Bundle, record: KernelRecord) -> None:
         _require_targets(data, record.spec.target)
         _require_exports(data)
     except (struct.error, IndexError, UnicodeDecodeError) as exc:
-        raise CompileError(f"it is no shared library: {exc}") from None
+        raise CompileError(f"it is not a shared library: {exc}") from None
     linkage.require_own_libraries(data, "it", BundleError)
 
 

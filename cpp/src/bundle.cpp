@@ -70,7 +70,7 @@ bool is_digest(std::string const& text) {
 
 std::string digest(Object const& object, char const* name) {
   std::string const found = text(object, name);
-  if (!is_digest(found)) throw wrong(std::string(name) + " is no SHA-256");
+  if (!is_digest(found)) throw wrong(std::string(name) + " is not a SHA-256");
   return found;
 }
 
@@ -97,7 +97,7 @@ Object parse(std::string const& json) {
   require_shallow(json);
   ffi::String error;
   ffi::Any const found = ffi::json::Parse(json, &error);
-  if (!error.empty()) throw wrong("it is no JSON: " + std::string(error));
+  if (!error.empty()) throw wrong("it is not JSON: " + std::string(error));
   Object const manifest = as<Object>(found, "it");
   std::string const format = text(manifest, "format");
   if (format != kFormat) {

@@ -177,7 +177,7 @@ class Archive : public Container {
   }
 
   BundleError foreign() const {
-    return BundleError(path_ + " is no bundle as cutlass_ops writes it: it is truncated, packed again, or something else");
+    return BundleError(path_ + " is not a bundle as cutlass_ops writes it: it is truncated, packed again, or something else");
   }
 
   std::string path_;

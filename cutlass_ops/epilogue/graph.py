@@ -330,7 +330,7 @@ def _check_node(node: Node, index: int, graph: Graph) -> None:
     if node.op == SWAP_PAIRS and graph.nodes[node.args[0]].op == "const":
         raise ConfigError(f"node {index}: {node.op} of a constant is that constant, and has no node")
     if not _attr_fits(node, graph):
-        raise ConfigError(f"node {index}: {reprlib.repr(node.attr)} is no attribute for {node.op}")
+        raise ConfigError(f"node {index}: {reprlib.repr(node.attr)} is not an attribute for {node.op}")
 
 
 def _attr_fits(node: Node, graph: Graph) -> bool:
@@ -346,7 +346,7 @@ def _attr_fits(node: Node, graph: Graph) -> bool:
 
 def _check_output(output: Output, graph: Graph) -> None:
     if type(output.node) is not int or not 0 <= output.node < len(graph.nodes):
-        raise ConfigError(f"output {output.name!r}: {reprlib.repr(output.node)} is no node's index")
+        raise ConfigError(f"output {output.name!r}: {reprlib.repr(output.node)} is not the index of a node")
     if output.reduce is None:
         if output.kind is not Kind.TILE:
             raise ConfigError(f"output {output.name!r} is not reduced, so it must be a tile")

@@ -153,7 +153,7 @@ def cpp_expression(node: Node, arg_names: Sequence[str]) -> str:
     if node.op == "const" and isinstance(node.attr, float):
         return float_literal(node.attr)
     if node.op not in OPS or node.op == SWAP_PAIRS:
-        raise ValueError(f"{node.op!r} is no operation on an element: its value has a name in the kernel")
+        raise ValueError(f"{node.op!r} is not an operation on an element: its value has a name in the kernel")
     info = OPS[node.op]
     if len(arg_names) != info.arity:
         raise ValueError(f"{node.op} takes {info.arity} arguments, not {len(arg_names)}")

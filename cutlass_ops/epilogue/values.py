@@ -34,11 +34,11 @@ _FOLDED: dict[str, Callable[..., float]] = {
 _SELECT = "use co.maximum, co.minimum, co.clamp, co.relu or co.leaky_relu"
 _BRANCH = f"an epilogue cannot branch on a traced value (if, while, and, or, not, assert): {_SELECT}"
 _COMPARE = f"an epilogue cannot compare traced values: {_SELECT}"
-_NUMBER = "a traced value is no Python number: use the functions of cutlass_ops (co.exp, not math.exp)"
+_NUMBER = "a traced value is not a Python number: use the functions of cutlass_ops (co.exp, not math.exp)"
 _SEQUENCE = "a traced value stands for one element: it cannot be indexed, iterated or measured with len()"
 _ROUND = "rounding to integers is not supported: co.cast rounds to a dtype"
 _OPERATOR = "the operator {} is not supported: an epilogue computes element by element with + - * / and co's functions"
-_ARRAY = "a traced value is no NumPy array: use the functions of cutlass_ops (co.exp, not numpy.exp)"
+_ARRAY = "a traced value is not a NumPy array: use the functions of cutlass_ops (co.exp, not numpy.exp)"
 _METHOD = "use + - * / and the functions of cutlass_ops"
 _REDUCED = "a reduction can only be an output, in the returned dictionary: no operation takes it"
 _TENSOR = (
@@ -53,7 +53,7 @@ _REFUSED: dict[str, str] = {
     **dict.fromkeys(("__len__", "__iter__", "__getitem__", "__setitem__", "__contains__", "__reversed__"), _SEQUENCE),
     **dict.fromkeys(("__round__", "__floor__", "__ceil__", "__trunc__"), _ROUND),
     **dict.fromkeys(("__array__", "__array_function__"), _ARRAY),
-    "__call__": "a traced value is no function",
+    "__call__": "a traced value is not a function",
     "__invert__": _OPERATOR.format("~"),
     **{
         f"__{side}{name}__": _OPERATOR.format(symbol)

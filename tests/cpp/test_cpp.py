@@ -271,7 +271,7 @@ def test_truncated_and_foreign_files_are_refused(probe, single):
         single.write_bytes(cut)
         code, out = probe("list", single)
         assert code == 1
-        assert "is no bundle as cutlass_ops writes it" in out
+        assert "is not a bundle as cutlass_ops writes it" in out
     assert "BundleError: bundle /nowhere cannot be read: No such file" in probe("list", "/nowhere")[1]
 
 

@@ -191,7 +191,7 @@ def test_a_dask_worker_killed_half_way(kit, store, cluster):
 
 @pytest.mark.parametrize("text", ["", "dask", "dask://x", "dask://a:1/b", "processes:0", "threads:2", "http://x:1"])
 def test_what_is_no_executor(text):
-    with pytest.raises(ValueError, match="is no executor: write processes"), executors.named(text):
+    with pytest.raises(ValueError, match="is not an executor: write processes"), executors.named(text):
         pass
 
 

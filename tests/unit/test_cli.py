@@ -8,12 +8,15 @@ import time
 
 import pytest
 import torch
+import typer.main
 from bundles import write_keys
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec, sm90_spec
 from signatures import H100, signature
 
-from cutlass_ops import __version__, _env, catalog, cli, policies, tables, toolchain
+from cutlass_ops import __version__, _env, builtin, catalog, cli, commands, policies, tables, toolchain
+from cutlass_ops.call import call_at
+from cutlass_ops.explaining import explain_call
 from cutlass_ops.tables import Measured, Point, Table
 
 
@@ -137,6 +140,63 @@ def test_doctor_with_a_gpu_and_a_filled_store(kit, run, monkeypatch, spec_file, 
     assert "1 kernels" in out
 
 
+@pytest.mark.parametrize(
+    ("variables", "remark"),
+    [
+        ({"CUDA_HOME": "/nowhere"}, "CUDA_HOME is '/nowhere', which is not a folder: it is ignored"),
+        ({"CUDA_PATH": "/nowhere"}, "CUDA_PATH is '/nowhere', which is not a folder: it is ignored"),
+        ({"CUDA_HOME": "/"}, "CUDA_HOME is '/', which has no bin/nvcc to run: it is ignored"),
+        ({"CUDA_HOME": "{kit}"}, "CUDA_HOME is ignored: CUTLASS_OPS_NVCC goes first"),
+        (
+            {"CUDA_HOME": "{kit}", "CUDA_PATH": "{kit}", "CUTLASS_OPS_NVCC": ""},
+            "CUDA_PATH is ignored: CUDA_HOME goes first",
+        ),
+        (
+            {"CUTLASS_OPS_JITT": "0"},
+            "CUTLASS_OPS_JITT is not a variable of this library: did you mean CUTLASS_OPS_JIT?",
+        ),
+        ({"CUTLASS_OPS_CACHE": "/x"}, "is not a variable of this library: did you mean CUTLASS_OPS_CACHE_DIR?"),
+        (
+            {"cutlass_ops_jobs": "2"},
+            "cutlass_ops_jobs is not a variable of this library: did you mean CUTLASS_OPS_JOBS?",
+        ),
+        (
+            {"CUTLASS_OPS_XYZ_ABC": "2"},
+            "CUTLASS_OPS_XYZ_ABC is not a variable of this library: they are CUTLASS_OPS_",
+        ),
+        ({"CUTLASS_OPS_PROGRESS": ""}, "CUTLASS_OPS_PROGRESS is set and empty, which counts as unset"),
+        ({"XDG_CACHE_HOME": "relative"}, "XDG_CACHE_HOME is 'relative', which is ignored"),
+        ({"XDG_CACHE_HOME": "/tmp"}, "XDG_CACHE_HOME is ignored: CUTLASS_OPS_CACHE_DIR goes first"),
+        ({"NVCC_APPEND_FLAGS": "-G"}, "NVCC_APPEND_FLAGS is ignored: kernels are compiled without it"),
+        ({"CUTLASS_OPS_JIT": "0", "CUTLASS_OPS_JOBS": "3"}, "CUTLASS_OPS_JOBS is ignored: with CUTLASS_OPS_JIT=0"),
+        ({"CUTLASS_OPS_BUNDLE_KEY": "/nowhere.pem"}, "CUTLASS_OPS_BUNDLE_KEY is '/nowhere.pem', which is not a file"),
+    ],
+)
+def test_doctor_remarks_on_what_does_nothing(kit, run, monkeypatch, variables, remark):
+    assert json.loads(run("doctor", "--json")[1])["remarks"] == []
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.format(kit=kit.nvcc.parent.parent))
+    _, out, _ = run("doctor")
+    assert remark in out.partition("\nRemarks\n")[2]
+    assert any(remark in each for each in json.loads(run("doctor", "--json")[1])["remarks"])
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("CUTLASS_OPS_JOBS", "many"),
+        ("CUTLASS_OPS_PROGRESS", "2"),
+        ("CUTLASS_OPS_TUNING_DIR", "relative"),
+        ("CUTLASS_OPS_BUNDLE_KEY", "relative"),
+    ],
+)
+def test_doctor_says_which_values_a_call_would_stumble_over(kit, run, monkeypatch, variable, value):
+    monkeypatch.setenv(variable, value)
+    code, out, _ = run("doctor")
+    assert code == 1
+    assert re.search(rf"{variable} must be .*, not '{value}'", out.partition("\nProblems\n")[2])
+
+
 # ---- generate ------------------------------------------------------------------------------------------------------
 
 
@@ -189,14 +249,14 @@ def test_list_inspect_and_clean(kit, run, spec_file):
 
 def test_a_kernel_declared_by_another_version_is_listed(kit, run, spec_file, monkeypatch):
     assert run("build", spec_file(sm80_spec()))[0] == 0
-    monkeypatch.setattr(cli.KernelSpec, "from_json", _refuse)
+    monkeypatch.setattr(commands.KernelSpec, "from_json", _refuse)
     code, out, _ = run("list")
     assert code == 0
     assert "declared by another version" in out
 
 
 def _refuse(*_):
-    raise cli.ConfigError("unknown field")
+    raise commands.ConfigError("unknown field")
 
 
 # ---- Errors --------------------------------------------------------------------------------------------------------
@@ -248,6 +308,52 @@ def test_wrong_usage(run, args, says):
     assert says in error["message"]
 
 
+_MODULES = """
+import sys
+from cutlass_ops import cli
+sys.argv = ["cutlass-ops", *{arguments}]
+try:
+    cli.main()
+except SystemExit as exc:
+    print(exc.code, sorted({{"torch", "numpy", "tvm_ffi", "jinja2", "rich"}} & set(sys.modules)), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--version"], 0),
+        (["--help"], 0),
+        *(([command, "--help"], 0) for command in sorted(typer.main.get_command(cli.app).commands)),
+        (["explain", "gemm", "512x4096"], 2),
+        (["nothing"], 2),
+    ],
+)
+def test_help_version_and_wrong_usage_do_not_wait_for_pytorch(arguments, code):
+    script = _MODULES.format(arguments=arguments)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines()[-1] == f"{code} []"
+    assert done.stdout or code
+
+
+def test_the_module_is_a_command_too():
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "cutlass_ops", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == f"cutlass_ops {__version__}\n"
+    assert not re.search(r"\| +(torch|numpy)$", done.stderr, re.MULTILINE)
+
+
+def test_help_names_what_a_run_takes_by_default(run):
+    # The numbers are written there as well, since they lie in a module that imports PyTorch.
+    out = " ".join(run("tune", "--help")[1].split())
+    for name in ("kernels", "candidates", "rounds"):
+        assert re.search(rf"--{name} .*?Default: {getattr(commands.Effort(), name)}\.", out)
+
+
 def test_version(run):
     code, out, _ = run("--version")
     assert (code, out) == (0, f"cutlass_ops {__version__}\n")
@@ -257,7 +363,7 @@ def test_a_mistake_of_this_library_is_json_too(kit, monkeypatch, capsys):
     def fail():
         raise RuntimeError("a mistake")
 
-    monkeypatch.setattr(cli, "diagnose", fail)
+    monkeypatch.setattr(commands, "diagnose", fail)
     monkeypatch.setattr(sys, "argv", ["cutlass-ops", "doctor", "--json"])
     with pytest.raises(RuntimeError, match="a mistake"):
         cli.main()
@@ -301,6 +407,48 @@ def test_explain_reads_every_combination_of_extents(kit, run):
     ]
 
 
+def test_explain_says_first_what_serves_how_long_it_takes_and_why(kit, run):
+    code, out, _ = run("explain", "gemm_bias_relu", "512X4096X4096", "--dtype", "torch.bfloat16", "--device", "h100")
+    assert code == 0
+    found = explain_call(
+        "gemm_bias_relu", call_at(builtin.bias_relu.graph, (512, 4096, 4096), "bf16", "row", "col"), H100
+    )
+    assert out == f"{found}\n"
+    assert out.startswith(
+        f"gemm_bias_relu, M=512 N=4096 K=4096, on {H100.name} is served by {found.served_by}, "
+        f"expected to take {found.microseconds:.1f} us: the fastest at exactly this shape"
+    )
+    (as_json,) = json.loads(run("explain", "gemm_bias_relu", "M=512", "N=4096", "K=4096", "--json")[1])
+    assert as_json == json.loads(json.dumps(found.to_json()))
+    assert (as_json["device"], as_json["verdict"]) == (H100.name, found.verdict)
+
+
+@pytest.mark.parametrize(("device", "says"), [("H200", "on NVIDIA H200 is"), ("sm_80", "on NVIDIA A100-SXM4-80GB is")])
+def test_explain_as_another_gpu_would(kit, run, device, says):
+    code, out, _ = run("explain", "gemm", "64x512x512", "--device", device)
+    assert code == 0
+    assert says in out.splitlines()[0]
+    assert "no CUDA device here" not in out
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "served_by"),
+    [
+        ("rmsnorm_gemm", "bf16", "gemm_bf16row_bf16col_bf16row_"),
+        ("layernorm_gemm", "fp16", "gemm_f16row_f16col_f16row_"),
+        ("gemm_residual_rms", "fp16", "gemm_f16row_f16col_f16row_"),
+        ("gemm_swiglu", "bf16", "two GEMMs"),
+    ],
+)
+def test_explain_norms_by_name(kit, run, op, dtype, served_by):
+    code, out, _ = run("explain", op, "64x512x512", "--dtype", dtype, "--device", "sm_80", "--json")
+    assert code == 0
+    (found,) = json.loads(out)
+    assert found["op"] == op
+    assert found["served_by"].startswith(served_by)
+    assert (found["microseconds"] is None) == (served_by == "two GEMMs")
+
+
 def test_explain_as_json_of_a_users_epilogue(kit, run, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(
         'import cutlass_ops as co\n\n@co.epilogue\ndef twice(acc):\n    """D = 2 A @ B."""\n    return acc * 2\n'
@@ -316,17 +464,34 @@ def test_explain_as_json_of_a_users_epilogue(kit, run, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "why"),
     [
-        (["gemm_bias_rule", "1x1x1"], "gemm_bias_rule is no op"),
-        (["no_such_module:f", "1x1x1"], "cannot be imported"),
-        (["json:dumps", "1x1x1"], "must be decorated"),
-        (["gemm", "1x1"], "1x1 is no problem: write MxNxK"),
-        (["gemm", "1x0x1"], "is no problem"),
-        (["gemm", "1xax1"], "is no problem"),
-        (["gemm", "1x1x1", "--b", "diagonal"], "diagonal is no major"),
-        (["gemm", "1x1x1", "--dtype", "f64"], "f64"),
+        (["gemm_bias_rule", "1x1x1"], "'gemm_bias_rule' is not the name of an op: did you mean gemm_bias_relu"),
+        (["gemm", "1x1"], "'1x1' is not a problem size: it has 2 extents and not 3. Give MxNxK"),
+        (["gemm", "1x0x1"], "is not a problem size"),
+        (["gemm", "1xax1"], "'a' is not a positive integer"),
+        (["gemm", "9999999999x9999999999x9999999999"], "more than"),
+        (["gemm", "1x1x1", "--b", "diagonal"], "'diagonal' is not a major: use row or col"),
+        (["gemm", "1x1x1", "--dtype", "f64"], "'f64' is not an element type of A and B: use bf16 or f16"),
+        (["gemm", "1x1x1", "--dtype", "f32"], "A and B cannot be f32: use bf16 or f16"),
+        (["gemm", "1x1x1", "--device", "sm_75"], "'sm_75' is not a GPU that is known here: use sm_80, sm_86"),
     ],
 )
-def test_explain_refuses_what_it_cannot_read(kit, run, args, why):
+def test_explain_refuses_what_it_cannot_read(run, args, why):
+    code, out, err = run("explain", *args)
+    assert (code, out) == (2, "")
+    assert why in err
+    error = json.loads(run("explain", *args, "--json")[1])["error"]
+    assert error["kind"] == "UsageError"
+    assert why in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        (["no_such_module:f", "1x1x1"], "cannot be imported"),
+        (["json:dumps", "1x1x1"], "must be decorated"),
+    ],
+)
+def test_explain_refuses_an_import_path_that_leads_to_no_epilogue(kit, run, args, why):
     code, _, err = run("explain", *args)
     assert code == 1
     assert why in err
@@ -347,9 +512,9 @@ def test_tune_passes_on_what_it_was_told_and_says_what_came_of_it(kit, run, monk
     def tune(op, problems, **options):
         calls.append((op, problems, options))
         measured = {found.signature: found}
-        return cli.tuning.Report(measured, measured=1, known=0, left=1, failed={"1x2x3": "it does not end"})
+        return commands.tuning.Report(measured, measured=1, known=0, left=1, failed={"1x2x3": "it does not end"})
 
-    monkeypatch.setattr(cli.tuning, "tune", tune)
+    monkeypatch.setattr(commands.tuning, "tune", tune)
     monkeypatch.chdir(tmp_path)
     code, out, _ = run(
         *("tune", "gemm", "1,4x2x3", "--dtype", "f16", "--kernels", "5", "--seconds", "9", "--folder", "t", "--again")
@@ -359,7 +524,7 @@ def test_tune_passes_on_what_it_was_told_and_says_what_came_of_it(kit, run, monk
     assert "1 problems measured, 0 known before, 1 left" in out
     assert f"table: {tmp_path}/t/nvidia-h100" in out
     ((op, problems, options),) = calls
-    assert op.name == "gemm"
+    assert op is builtin.identity
     assert problems == [(1, 2, 3), (4, 2, 3)]
     assert (options["dtypes"], options["again"], options["folder"]) == (["f16"], True, tmp_path / "t")
     assert (options["effort"].kernels, options["effort"].seconds) == (5, 9.0)
@@ -370,6 +535,36 @@ def test_tune_passes_on_what_it_was_told_and_says_what_came_of_it(kit, run, monk
     assert json.loads(out) == {
         "measured": 1, "known": 0, "left": 1, "tables": [file], "failed": {"1x2x3": "it does not end"}
     }  # fmt: skip
+
+
+def test_tune_takes_norms_by_name_and_types_as_people_write_them(kit, run, monkeypatch):
+    calls = []
+
+    def tune(op, problems, **options):
+        calls.append((op, options["dtypes"], options["input_dtypes"]))
+        return commands.tuning.Report(measured=len(problems) * len(options["dtypes"]))
+
+    monkeypatch.setattr(commands.tuning, "tune", tune)
+    assert run("tune", "rmsnorm_gemm", "1x2x3", "--dtype", "fp16", "--dtype", "torch.bfloat16")[0] == 0
+    assert run("tune", "layernorm_gemm", "1x2x3")[0] == 0
+    assert run("tune", "gemm_residual_rms", "1x2x3", "--dtype", "bf16,f16")[0] == 0
+    assert calls == [
+        (builtin.rms_norm, ["f16", "bf16"], None),
+        (builtin.layer_norm, ["bf16"], {"column_sum": "f32"}),
+        (builtin.residual_rms_bf16, ["bf16"], None),
+        (builtin.residual_rms_f16, ["f16"], None),
+    ]
+
+
+@pytest.mark.parametrize("folder", ["file", "/dev/null", "/proc", "file/under"])
+def test_tune_refuses_a_folder_that_cannot_be_written_before_it_measures(kit, run, monkeypatch, tmp_path, folder):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(commands.tuning, "Measurer", lambda *_: pytest.fail("something was measured"))
+    code, _, err = run("tune", "gemm", "1x2x3", "--folder", tmp_path / folder)
+    assert code == 1
+    assert "is not a folder" in err or "cannot be written" in err
+    monkeypatch.setenv("CUTLASS_OPS_TUNING_DIR", str(tmp_path / folder))
+    assert run("tune", "gemm", "1x2x3")[0] == 1
 
 
 # ---- Catalogues and bundles ----------------------------------------------------------------------------------------
@@ -437,7 +632,7 @@ def test_a_key_in_the_environment_holds_for_every_command(kit, run, catalogue, t
     assert f"signed by {public}" in run("verify", signed)[1]
     for command in (("list",), ("inspect", tmp_path)):
         code, _, err = run(*command, "--key", public)
-        assert (code, "kernels in the store are not signed" in err) == (1, True)
+        assert (code, "kernels in the store are not signed" in err) == (2, True)
 
 
 def test_an_executor_of_the_command_line(kit, run, catalogue):
@@ -456,7 +651,7 @@ def test_bundle_says_what_it_made_and_makes_a_wheel(kit, run, catalogue, tmp_pat
     (wheel,) = tmp_path.glob("my_kernels-*.whl")
     assert f"wheel: {wheel}" in out
     code, _, err = run("bundle", catalogue, "--folder", "--wheel", "x")
-    assert code == 1
+    assert code == 2
     assert "exclude each other" in err
 
 
@@ -493,20 +688,19 @@ def test_what_is_wrong_with_a_bundle_is_exit_code_5(kit, run, catalogue, tmp_pat
         (["bundle", "json:dumps"], 1, "ConfigError"),
         (["inspect", "none"], 4, "LoadError"),
         (["tune", "gemm", "1x1x1"], 4, "NoDeviceError"),
-        (["explain", "gemm", "9999999999x9999999999x9999999999"], 1, "ConfigError"),
-        (["build", "catalogue.toml", "--executor", "threads"], 1, "ValueError"),
+        (["build", "catalogue.toml", "--executor", "threads"], 2, "UsageError"),
         (["bundle", "none"], 1, "ConfigError"),
         (["bundle", "--out", "/dev/null/a"], 1, "ValueError"),
-        (["bundle", "--wheel", "x", "--folder"], 1, "ValueError"),
-        (["bundle", "--wheel", "no/name"], 1, "ValueError"),
-        (["bundle", "--wheel", "x", "--wheel-version", "one"], 1, "ValueError"),
-        (["bundle", "--wheel-version", "1.0"], 1, "ValueError"),
+        (["bundle", "--wheel", "x", "--folder"], 2, "UsageError"),
+        (["bundle", "--wheel", "no/name"], 2, "UsageError"),
+        (["bundle", "--wheel", "x", "--wheel-version", "one"], 2, "UsageError"),
+        (["bundle", "--wheel-version", "1.0"], 2, "UsageError"),
         (["bundle", "--out", "."], 1, "ValueError"),
         (["bundle", "--folder", "--out", "."], 1, "ValueError"),
         (["bundle", "--sign", "none.pem"], 1, "FileNotFoundError"),
         (["bundle", "--sign", "catalogue.toml"], 1, "ValueError"),
         (["verify", "none", "--key", "none.pem"], 5, None),
-        (["generate", "catalogue.toml"], 1, "ValueError"),
+        (["generate", "catalogue.toml"], 2, "UsageError"),
         (["list", "--bundle", "none"], 5, "BundleError"),
         (["build", "catalogue.toml"], 4, "ToolchainError"),
     ],
@@ -571,3 +765,107 @@ def test_doctor_counts_bundles(kit, run, catalogue, tmp_path, monkeypatch):
     code, out, _ = run("doctor")
     assert code == 1
     assert "none cannot be read" in out
+
+
+# ---- Arguments of every kind ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--out", "folder"], "folder is a folder: name a file in it"),
+        (["--out", "file/under"], "file is not a folder"),
+        (["--out", "/dev/null"], "/dev/null is a device"),
+        (["--out", "/proc/a.bundle"], "may not make files in /proc"),
+        (["--out", "/proc/a/b.bundle"], "may not make files in /proc"),
+        (["--out", "n" * 250], "its name is too long"),
+        (["--out", "pipe"], "is a device, a pipe or a socket"),
+        (["--folder", "--out", "folder"], "is there already"),
+        (["--folder", "--out", "file"], "is there already"),
+        (["--folder", "--out", "/proc/a"], "may not make files in /proc"),
+        (["--wheel", "name", "--wheel-version", "1.0"], "whl is a folder"),
+        (["--sign", "folder"], "is not a file: name a PEM file"),
+        (["--sign", "/dev/zero"], "is not a file: name a PEM file"),
+        (["--sign", "file"], "holds no private key"),
+    ],
+)
+def test_bundle_compiles_nothing_for_a_place_that_cannot_be_written(
+    kit, run, catalogue, tmp_path, monkeypatch, options, why
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    (tmp_path / "name-1.0-py3-none-linux_x86_64.whl").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    code, out, err = run("bundle", catalogue, *options)
+    assert (code, out) == (1, "")
+    assert why in err
+    assert kit.compilations == 0
+
+
+@pytest.mark.parametrize("out", ["file", "/dev/null", "/proc", "file/under"])
+def test_generate_renders_nothing_for_a_place_that_cannot_be_written(kit, run, catalogue, tmp_path, monkeypatch, out):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(catalog, "write", lambda *_: pytest.fail("something was rendered"))
+    code, _, err = run("generate", catalogue, "--out", tmp_path / out)
+    assert code == 1
+    assert "is not a folder" in err or "cannot be written" in err
+
+
+_GOOD = {
+    "build": ["catalogue.toml"],
+    "bundle": ["catalogue.toml"],
+    "explain": ["gemm", "1x64x64"],
+    "inspect": ["none"],
+    "tune": ["gemm", "1x64x64"],
+    "verify": ["none"],
+    "generate": ["catalogue.toml", "--out", "sources"],
+}
+_ODD = (
+    *("", " ", "-", "-1", "0", "1.5", "nan", "inf", "1e999", "9" * 40, "x" * 300, "é×", "\udcff", "a:b", "[", "{}"),
+    *("./no/such", "/dev/null", "."),
+)
+
+
+def _cases():
+    for name, command in typer.main.get_command(cli.app).commands.items():
+        arguments = [p for p in command.params if p.param_type_name == "argument"]
+        yield from ((name, at, None) for at in range(len(arguments)))
+        yield from ((name, None, p.opts[0]) for p in command.params if p not in arguments and not p.is_flag)
+
+
+@pytest.mark.parametrize(("command", "at", "option"), list(_cases()))
+def test_no_value_of_any_argument_ends_in_a_traceback(kit, run, spec_file, tmp_path, monkeypatch, command, at, option):
+    """Each ends with one of the documented codes and one message; anything that is raised fails this test."""
+    monkeypatch.chdir(tmp_path)
+    spec_file(sm80_spec())
+    (tmp_path / "catalogue.toml").write_text('format = 1\nspecs = ["spec.json"]\n')
+    for value in _ODD:
+        arguments = list(_GOOD.get(command, []))
+        if at is not None:
+            arguments[at : at + 1] = [value]
+        else:
+            arguments += [option, value]
+        code, out, err = run(command, *arguments)
+        assert code in (0, 1, 2, 4, 5), (arguments, code)
+        assert code != 2 or "Usage: " in err or err.startswith("Error: "), (arguments, err)
+        assert code == 0 or out or err, arguments
+        assert "Traceback" not in err
+        assert not any(message in err for message in ("is no ", "no problem")), err
+
+
+def test_what_is_missing_or_too_much_is_wrong_usage(run):
+    commands_ = typer.main.get_command(cli.app).commands
+    for command in commands_:
+        assert run(command, "--no-such-option")[0] == 2
+        assert (
+            run(
+                command, *(["x"] * 3 if command in ("doctor", "list", "clean", "cmakedir", "verify") else []), "--jobs"
+            )[0]
+            == 2
+        )
+    for command in ("build", "verify", "tune", "explain", "inspect"):
+        assert run(command)[0] == 2
+    assert run("tune", "gemm")[0] == run("explain", "gemm")[0] == 2
+    assert run("tune", "gemm", "1x1x1", "--allow-fallback", "--deterministic")[0] == 2
+    assert run("list", "--key", "key.pem")[0] == 2

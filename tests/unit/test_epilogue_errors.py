@@ -90,7 +90,7 @@ class TestErrors:
 
     @pytest.mark.parametrize("convert", [int, float, complex, math.exp, math.sqrt, range, "{0!r:}%d".__mod__, hex])
     def test_numbers(self, convert):
-        refused_use(convert, "no Python number", "co.exp, not math.exp")
+        refused_use(convert, "is not a Python number", "co.exp, not math.exp")
 
     @pytest.mark.parametrize(
         "use", [len, iter, list, tuple, reversed, lambda x: x[0], lambda x: 1 in x, lambda x: [*x]]
@@ -150,13 +150,13 @@ class TestErrors:
             (lambda x: torch.add(torch.ones(3), x), "a tensor or array cannot be a constant"),
             (np.exp, "NumPy's exp cannot take a traced value: use co.exp"),
             (lambda x: np.multiply.reduce(x), "NumPy's multiply"),
-            (np.sum, "no NumPy array"),
-            (np.asarray, "no NumPy array"),
+            (np.sum, "is not a NumPy array"),
+            (np.asarray, "is not a NumPy array"),
             (lambda x: np.ones(3) * x, "a tensor or array cannot be a constant"),
             (lambda x: x * np.ones(3), "a tensor or array cannot be a constant"),
             (lambda x: x.relu(), "no attribute relu: use co.relu"),
             (lambda x: x.shape, "no attribute shape"),
-            (lambda x: x(), "no function"),
+            (lambda x: x(), "is not a function"),
         ],
     )
     def test_other_libraries(self, use, problem):

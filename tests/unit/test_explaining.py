@@ -8,7 +8,7 @@ import torch
 from signatures import A100, H100, H200
 
 import cutlass_ops as co
-from cutlass_ops import dispatch, norms, ops, policies, tables
+from cutlass_ops import builtin, dispatch, norms, ops, policies, tables
 from cutlass_ops.call import call_at, signature_of
 from cutlass_ops.device import Device
 from cutlass_ops.explaining import explain_call
@@ -33,18 +33,6 @@ def test_it_agrees_with_the_choice(problem):
     assert json.loads(json.dumps(found.to_json()))["problem"] == list(problem)
 
 
-@pytest.mark.parametrize("problem", [(512, 4096, 4096), (64, 4097, 4097)])
-def test_its_repr_is_one_line(problem):
-    """`str` has the candidates."""
-    found = explained(problem)
-    best = found.candidates[0]
-    assert repr(found).startswith("<explanation of gemm_bias_relu, M=")
-    assert f"{best.config.slug}, {best.microseconds:.1f} us {best.source}>" in repr(found)
-    assert len(repr(found)) <= 120
-    nothing = explained(device=Device((7, 5), 40, "Tesla T4"))
-    assert repr(nothing) == "<explanation of gemm_bias_relu, M=512 N=4096 K=4096: nothing>"
-
-
 def test_it_says_what_was_measured_and_what_was_not():
     here = explained()
     assert here.candidates[0].source == "measured"
@@ -55,6 +43,59 @@ def test_it_says_what_was_measured_and_what_was_not():
     assert "another epilogue" in other.why
     assert other.peers == {}
     assert "cutlass_ops.tune() would" in explained((64, 4097, 4097)).why
+
+
+def test_the_text_has_the_verdict_then_the_five_best_then_details():
+    found = explained((64, 4097, 4097))
+    assert len(found.candidates) > 5
+    lines = str(found).splitlines()
+    assert lines[0] == found.verdict
+    assert lines[0].startswith(f"gemm_bias_relu, M=64 N=4097 K=4097, on {H100.name} is served by {found.served_by}, ")
+    assert f"expected to take {found.candidates[0].microseconds:.1f} us: {found.why}." in lines[0]
+    assert (lines[1], lines[2].split()) == ("", ["us", "known", "by", "kernel"])
+    for at, candidate in enumerate(found.candidates[:5]):
+        assert f"{candidate.microseconds:.1f}  {candidate.source}" in lines[3 + at]
+        assert candidate.config.slug in lines[3 + at]
+        assert lines[3 + at].lstrip().startswith("->") == (at == 0)
+    assert lines[8].strip() == f"and {len(found.candidates) - 5} more, which to_json() has"
+    assert lines[9] == ""
+    assert [line.split()[0] for line in lines[10:]] == ["limit", "device", "a,", "d", "unit"]
+
+
+def test_in_a_prompt_it_is_one_line():
+    for found in (explained(), explained((64, 4097, 4097)), explained(device=Device((7, 5), 40))):
+        assert "\n" not in repr(found)
+        assert len(repr(found)) < 240
+        assert found.op in repr(found)
+        assert found.served_by in repr(found)
+
+
+def test_values_say_what_the_text_says():
+    found = explained()
+    values = found.to_json()
+    assert values["verdict"] == found.verdict
+    assert values["microseconds"] == values["candidates"][0]["microseconds"]
+    assert values["device"] == H100.name
+    nothing = explained(device=Device((10, 0), 148, "NVIDIA B200")).to_json()
+    assert (nothing["served_by"], nothing["microseconds"]) == ("nothing", None)
+    assert "on NVIDIA B200, compute capability 10.0 (sm_100): there are kernels for sm_80" in nothing["verdict"]
+    assert "unit" not in nothing["contract"]
+
+
+def test_where_pytorch_serves_its_time_is_the_expected_one(monkeypatch):
+    monkeypatch.setattr(dispatch, "fallback", lambda *_: "cublaslt")
+    found = explained()
+    assert found.served_by == "PyTorch (cublaslt)"
+    assert found.microseconds == found.peers["cublaslt"] != found.candidates[0].microseconds
+    assert "is served by PyTorch (cublaslt), expected to take" in str(found).splitlines()[0]
+    (marked,) = [line for line in str(found).splitlines() if "->" in line]
+    assert "cublaslt" in marked
+
+
+def test_gates_where_no_kernel_takes_two_weights():
+    found = explain_call("gemm_swiglu", call_at(builtin.swiglu.graph, (8, 64, 64), "bf16", "row", "col"), A100)
+    assert found.served_by == "two GEMMs"
+    assert "no kernel takes both weights" in found.why
 
 
 @pytest.mark.parametrize(

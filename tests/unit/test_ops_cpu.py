@@ -9,6 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 
 import cutlass_ops as co
 from cutlass_ops import ops
+from cutlass_ops.call import device_of
 from cutlass_ops.device import Device
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -403,3 +404,30 @@ def test_a_device_that_no_kernel_serves_is_said_to_be_that(monkeypatch):
     monkeypatch.setattr(ops.dispatch, "serves", lambda signature, device: False)
     with pytest.raises(co.UnsupportedError, match=r"no kernel serves gemm_bias with a bf16\.row.* capability 9\.0"):
         co.gemm_bias.plan(A, B, BIAS)
+
+
+@pytest.mark.parametrize(
+    ("capability", "says"),
+    [
+        ((7, 0), "this device is not supported"),
+        ((7, 5), "this device is not supported"),
+        ((8, 7), "this device is not supported"),
+        ((10, 0), "newer devices are not supported yet"),
+        ((12, 0), "newer devices are not supported yet"),
+    ],
+)
+def test_a_device_of_another_generation_says_what_there_is_and_what_to_do(monkeypatch, capability, says):
+    monkeypatch.setattr(ops, "device_of", lambda device: Device(capability, 40, "Some GPU"))
+    with pytest.raises(co.UnsupportedError) as error:
+        co.gemm_bias.plan(A, B, BIAS)
+    major, minor = capability
+    message = str(error.value)
+    assert "no kernel serves gemm_bias with a bf16.row" in message
+    assert f"compute capability {major}.{minor} (sm_{major}{minor}): there are kernels for" in message
+    assert f"sm_80, sm_86, sm_89 and sm_90, and {says}. Use PyTorch's operation on it; on the CPU" in message
+
+
+@pytest.mark.parametrize("device", ["xpu:0", "mps", "hpu"])
+def test_a_device_that_is_neither_cuda_nor_the_cpu(device):
+    with pytest.raises(co.NoDeviceError, match=rf"tensors are on {device}: .* Use PyTorch's operation there"):
+        device_of(torch.device(device))

@@ -1,14 +1,19 @@
 """What ``import cutlass_ops`` must not do, seen from a fresh interpreter."""
 
+import platform
 import re
+import runpy
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
 import cutlass_ops as co
 from cutlass_ops import explaining, legality, render, tuning
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # torch comes first: what it does itself is not ours to answer for.
 _WATCH = """
@@ -64,6 +69,7 @@ print(sorted(name for name in names.split() if f"cutlass_ops.{name}" in sys.modu
 
 def test_import_leaves_what_a_call_may_not_need_for_later():
     assert _run(_LATER) == "[]"
+    assert _run("import sys, cutlass_ops; print({'torch', 'numpy', 'cutlass_ops.ops'} & set(sys.modules))") == "set()"
     wanted = {
         tuning: ("tune", "Effort"),
         legality: ("check", "Violation"),
@@ -79,6 +85,93 @@ def test_import_leaves_what_a_call_may_not_need_for_later():
 def test_modules_that_come_later_are_attributes_as_well():
     script = "import cutlass_ops as co; print(co.norms.rmsnorm_op().name, co.gated.gemm_swiglu is co.gemm_swiglu)"
     assert _run(script) == "rmsnorm_gemm True"
+    names = sorted(path.stem for path in Path(co.__file__).parent.glob("[a-z]*.py"))
+    assert len(names) > 50
+    script = f"import cutlass_ops as co; print([n for n in {names} if not hasattr(co, n)], co.registry.entries())"
+    assert _run(script) == "[] ()"
+
+
+def test_what_comes_later_is_there_in_a_compiled_function_and_in_every_way_of_importing():
+    script = """
+import pickle, torch
+import cutlass_ops as co
+
+@torch.compile(backend="eager", fullgraph=True)
+def layer(a, b, bias):
+    return co.gemm_bias_relu(a, b, bias)
+
+a = torch.ones(2, 8, dtype=torch.bfloat16)
+layer(a, a.t(), a[0, :2])
+assert pickle.loads(pickle.dumps(co.gemm)) is co.gemm
+assert pickle.loads(pickle.dumps(co.KernelSpec)) is co.KernelSpec
+names = {}
+exec("from cutlass_ops import *", names)
+print(set(co.__all__) - set(names))
+"""
+    assert _run(script) == "set()"
+
+
+# What other systems lack of Linux.
+_ELSEWHERE = """
+import fcntl, os, sys, types, torch
+for name in [name for name in vars(fcntl) if "SEAL" in name]:
+    delattr(fcntl, name)
+del os.memfd_create, os.sched_getaffinity
+sys.platform = "darwin"
+os.uname = lambda: types.SimpleNamespace(machine="arm64")
+import cutlass_ops as co
+from cutlass_ops import loader, toolchain
+a = torch.ones(2, 8, dtype=torch.bfloat16)
+assert co.gemm(a, a.t()).tolist() == [[8, 8], [8, 8]]
+for needs in (toolchain.find_toolchain, lambda: loader.load(types.SimpleNamespace(key="", sha256=""))):
+    try:
+        needs()
+    except (co.ToolchainError, co.LoadError) as exc:
+        print(exc)
+"""
+
+
+def test_elsewhere_the_reference_computes_and_kernels_say_what_they_need():
+    first, second = _run(_ELSEWHERE).splitlines()
+    assert first == second
+    assert first.startswith("kernels are compiled and run on Linux on x86-64, and this is darwin on arm64: ")
+
+
+def test_windows_is_told_so():
+    script = """
+import sys
+sys.platform = "win32"
+try:
+    import cutlass_ops
+except ImportError as exc:
+    print(exc)
+"""
+    assert _run(script) == "cutlass_ops runs on Linux on x86-64, and this is Windows: use it in WSL 2"
+
+
+@pytest.fixture
+def hook(monkeypatch):
+    """The wheel's build hook, without the package that calls it."""
+    interface = types.ModuleType("hatchling.builders.hooks.plugin.interface")
+    interface.BuildHookInterface = object
+    monkeypatch.setitem(sys.modules, interface.__name__, interface)
+    return runpy.run_path(str(ROOT / "hatch_build.py"))["PlatformHook"]()
+
+
+def test_the_wheel_is_for_linux_on_x86_64(hook):
+    data = {}
+    hook.initialize("standard", data)
+    assert data == {"pure_python": False, "tag": "py3-none-manylinux_2_28_x86_64"}
+    assert data["tag"] in (ROOT / "docs" / "deployment.md").read_text()
+    assert 'path = "hatch_build.py"' in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize(("system", "machine"), [("linux", "aarch64"), ("darwin", "arm64"), ("win32", "AMD64")])
+def test_a_wheel_for_another_platform_is_refused_in_words(hook, monkeypatch, system, machine):
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    with pytest.raises(RuntimeError, match=f"needs Linux on x86-64, and this is {system} on {machine}"):
+        hook.initialize("standard", {})
 
 
 def test_import_takes_less_than_300_ms_beyond_torch():

@@ -226,9 +226,12 @@ def test_a_toml_catalogue(toml, tmp_path):
             'K archs = ["sm_80"]\nops = ["json:dumps"]\nshapes = ["1x1x1"]',
             "must be decorated with @cutlass_ops.epilogue",
         ),
-        ('K archs = ["sm_80"]\nops = ["gemm"]\nshapes = ["1x1"]', "1x1 is no problem: write MxNxK"),
-        ('K archs = ["sm_80"]\nops = ["gemm"]\nshapes = ["1x0x1"]', "is no problem"),
-        ('K archs = ["sm_80"]\nops = ["gemm"]\nweights = ["1x1x1"]', "is no weight: write NxK"),
+        (
+            'K archs = ["sm_80"]\nops = ["gemm"]\nshapes = ["1x1"]',
+            "'1x1' is not a problem size: it has 2 extents and not 3. Give MxNxK",
+        ),
+        ('K archs = ["sm_80"]\nops = ["gemm"]\nshapes = ["1x0x1"]', "'1x0x1' is not a problem size"),
+        ('K archs = ["sm_80"]\nops = ["gemm"]\nweights = ["1x1x1"]', "'1x1x1' is not the size of a weight"),
         (
             'K archs = ["sm_80"]\nops = ["gemm"]\nshapes = ["1x1x1"]\ndtypes = ["f64"]',
             "dtypes has 'f64': use bf16, f16",
@@ -248,7 +251,7 @@ def test_a_toml_catalogue(toml, tmp_path):
         ('K archs = ["sm_80"]\nops = ["gemm"]\nweights = ["9999999999x9999999999"]', "it has more than"),
         ('format = 1\n[[tables]]\npath = "none.json"\narch = "sm_80"', "none.json cannot be read: No such file"),
         ('format = 1\n[[tables]]\npath = 3\narch = "sm_80"', "path is 3: a text is needed"),
-        ('format = 1\n[[tables]]\npath = "catalogue.toml"\narch = "sm_80"', "is no tuning table"),
+        ('format = 1\n[[tables]]\npath = "catalogue.toml"\narch = "sm_80"', "is not a tuning table"),
     ],
 )
 def test_mistakes_are_named(toml, text, why):
@@ -310,7 +313,7 @@ def test_a_python_catalogue(tmp_path, monkeypatch):
     ("name", "why"),
     [
         ("catalogue", "'catalogue' is not known here: use a TOML file, a Python file, or MODULE:NAME"),
-        ("json:dumps", "json:dumps is no cutlass_ops.shipping.Catalogue: it is function"),
+        ("json:dumps", "json:dumps is not a cutlass_ops.shipping.Catalogue: it is function"),
         ("no_such_module:catalogue", "cannot be imported"),
     ],
 )

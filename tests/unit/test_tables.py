@@ -172,7 +172,7 @@ def test_writers_at_the_same_time_lose_nothing(tmp_path):
 def test_a_file_that_is_no_table_is_named_and_kept(tmp_path):
     path = tmp_path / "table.json"
     path.write_text("{")
-    with pytest.raises(ConfigError, match=r"table\.json is no tuning table"):
+    with pytest.raises(ConfigError, match=r"table\.json is not a tuning table"):
         tables.update(path, table(point(1)))
     assert path.read_text() == "{"
 

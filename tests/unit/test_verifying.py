@@ -94,7 +94,7 @@ def test_an_illegal_declaration(tmp_path):
 def test_what_is_no_bundle(tmp_path):
     (tmp_path / "a").write_bytes(b"junk" * 100)
     (problem,) = verify(tmp_path / "a").problems
-    assert "is no bundle as this library writes it" in problem
+    assert "is not a bundle as this library writes it" in problem
 
 
 def test_no_changed_library_is_more_than_a_problem(tmp_path):
