@@ -21,7 +21,20 @@ from typing import Annotated, Any, NoReturn, cast, get_args
 
 import typer
 
-from cutlass_ops import _env, _resources, catalog, executors, ops, packing, shipping, signing, tables, tuning, verifying
+from cutlass_ops import (
+    _env,
+    _resources,
+    catalog,
+    executors,
+    ops,
+    packing,
+    shipping,
+    signing,
+    tables,
+    tuning,
+    units,
+    verifying,
+)
 from cutlass_ops.builder import build_many
 from cutlass_ops.bundle import Bundle, open_bundle
 from cutlass_ops.call import call_at, device_of
@@ -374,10 +387,20 @@ def inspect(
 
 
 @app.command()
-def clean(as_json: Json = False) -> None:
-    """Remove every compiled kernel from the store."""
+def clean(
+    older_than: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Only what was not used for so long, such as 30d or 12h.")
+    ] = None,
+    keep_size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Only what is beyond this size, such as 1GB, by last use.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Remove compiled kernels from the store: all, or those that were not used lately."""
+    unused_for = None if older_than is None else units.duration(older_than)
+    keep = None if keep_size is None else units.size(keep_size)
     store = KernelStore.default()
-    removed = store.clean()
+    removed = store.clean(unused_for=unused_for, keep=keep)
     _show(as_json, {"store": str(store.root), "removed": removed}, f"{store.root}: {removed} kernels removed")
 
 
