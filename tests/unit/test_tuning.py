@@ -19,6 +19,7 @@ from cutlass_ops.config import ClusterShape, Means, Sm80Config, Sm90Config, Thre
 from cutlass_ops.errors import CompileError, MeasuringError, NoDeviceError, ToolchainError
 from cutlass_ops.measuring import Outcome
 from cutlass_ops.spec import Operand
+from cutlass_ops.store import Artifact
 from cutlass_ops.tables import Measured
 from cutlass_ops.tuning import Effort, Place, plan, run, signature_at
 
@@ -48,7 +49,7 @@ class Chip:
             if spec.config in self.refuse:
                 futures[spec].set_exception(CompileError(f"{spec.slug}: error: too complex"))
             else:
-                futures[spec].set_result(SimpleNamespace(folder=spec.slug))
+                futures[spec].set_result(Artifact(spec.slug, spec.slug, "", {}))
         yield futures
 
     def measure(self, signature, problem, kernels):
@@ -321,7 +322,7 @@ def test_problems_are_measured_in_the_order_in_which_their_kernels_are_there(pla
         wanted = {H100.spec(signature(), c.binary()) for c in last.configs}
         for spec, future in sorted(futures.items(), key=lambda item: item[0] not in wanted):
             if spec in wanted:
-                future.set_result(SimpleNamespace(folder=spec.slug))
+                future.set_result(Artifact(spec.slug, spec.slug, "", {}))
         yield futures
         assert chip.measured[0] == last.problem
 
