@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cutlass_ops import _env, arch, forks, legality, render
 from cutlass_ops.compiler import LOG, Compiled, compile_kernel
@@ -22,6 +22,8 @@ from cutlass_ops.sass import prove_tensor_cores
 from cutlass_ops.spec import KernelSpec
 from cutlass_ops.store import LIBRARY, SOURCE, Artifact, KernelStore, identity_key
 from cutlass_ops.toolchain import Toolchain, find_toolchain
+
+T = TypeVar("T")
 
 # Threads that wait for an executor at the same time.
 _WAITING = 256
@@ -46,7 +48,7 @@ class _Job:
 
     def lasting(self, artifact: Artifact) -> Artifact:
         """Return the kernel such that it is built again if it is removed from the store before it is read."""
-        return replace(artifact, again=functools.partial(_build, replace(self, elsewhere=None)))
+        return replace(artifact, again=functools.partial(_again, replace(self, elsewhere=None)))
 
 
 def build_artifact(
@@ -214,13 +216,19 @@ def _stored(spec: KernelSpec, source: str | None, store: KernelStore) -> Artifac
             f"Build it where a compiler is, with `python -m cutlass_ops build SPEC.json`, where SPEC.json holds: "
             f"{spec.canonical()}"
         )
-    return replace(found, again=functools.partial(_stored, spec, source, store))
+    return replace(found, again=lambda use: use(_stored(spec, source, store)))
 
 
-def _build(job: _Job, cancel: threading.Event | None = None) -> Artifact:
+def _build(job: _Job, cancel: threading.Event | None) -> Artifact:
     with job.store.lock(job.key, cancel, job.spec.slug):
         # Whoever held the lock before may have built it.
         return job.lookup() or job.lasting(_compile(job, cancel))
+
+
+def _again(job: _Job, use: Callable[[Artifact], T]) -> T:
+    """Build a kernel again that was removed, and use it while nobody can remove it."""
+    with job.store.lock(job.key, None, job.spec.slug):
+        return use(job.lookup() or job.lasting(_compile(job, None)))
 
 
 def _compile(job: _Job, cancel: threading.Event | None) -> Artifact:

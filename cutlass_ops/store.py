@@ -55,8 +55,6 @@ _MOST_FAILED = 100
 _MAX_FAILED = 100_000_000
 # A process measures the store when it first publishes a kernel, and again whenever it has added this part of the limit.
 _MEASURED_PARTS = 64
-# How often a kernel is built again that others keep removing before it is read.
-_TRIES = 5
 
 _log = logging.getLogger("cutlass_ops")
 
@@ -77,6 +75,10 @@ def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+class _RemovedError(LoadError):
+    """A kernel is no longer there."""
+
+
 @dataclass(frozen=True)
 class Artifact:
     """One compiled kernel on disk, found whole when it was looked up.
@@ -93,14 +95,17 @@ class Artifact:
         ``identity`` (what the key hashes), ``files``, ``sass`` (opcode counts), ``resources``, ``created``,
         ``compile_seconds``, ``library_version``.
     again : callable, optional
-        Builds the kernel again if it is removed from the store before it is read.
+        If the kernel is removed from the store before it is read, builds it again and returns what a function makes of
+        it, before which nobody can remove it.
     """
 
     key: str
     folder: Path
     sha256: str
     manifest: Mapping[str, Any] = field(compare=False, repr=False)
-    again: Callable[[], Artifact] | None = field(default=None, compare=False, repr=False, kw_only=True)
+    again: Callable[[Callable[[Artifact], Any]], Any] | None = field(
+        default=None, compare=False, repr=False, kw_only=True
+    )
 
     @property
     def library(self) -> Path:
@@ -137,29 +142,29 @@ class Artifact:
         """Return the kernel as it is in the store now: built again if it was removed since it was looked up."""
         if self.again is None or os.path.lexists(self.folder):
             return self
-        return self.again()
+        found: Artifact = self.again(lambda artifact: artifact)
+        return found
 
     def _read(self, name: str) -> bytes:
-        artifact = self
-        for _ in range(_TRIES):
-            expected, path = artifact.manifest["files"][name], artifact.folder / name
-            try:
-                data = read_private(path, limit=expected["size"])
-            except FileNotFoundError as exc:
-                # Whoever keeps the store small may have removed it.
-                if artifact.again is None or os.path.lexists(artifact.folder):
-                    raise LoadError(f"{path} cannot be read: {exc}") from None
-                artifact = artifact.again()
-            except OSError as exc:
-                raise LoadError(f"{path} cannot be read: {exc}") from None
-            else:
-                if _sha256(data) != expected["sha256"]:
-                    raise LoadError(f"{path} changed since it was looked up: its SHA-256 is not the manifest's")
-                return data
-        raise LoadError(
-            f"{path} was removed {_TRIES} times before it could be read: have {_env.CACHE_SIZE.name} leave room for "
-            f"all kernels that are used at a time"
-        )
+        try:
+            return self._read_here(name)
+        except _RemovedError:
+            if self.again is None:
+                raise
+        data: bytes = self.again(lambda artifact: artifact._read_here(name))
+        return data
+
+    def _read_here(self, name: str) -> bytes:
+        expected, path = self.manifest["files"][name], self.folder / name
+        try:
+            data = read_private(path, limit=expected["size"])
+        except FileNotFoundError as exc:
+            raise _RemovedError(f"{path} cannot be read: {exc}") from None
+        except OSError as exc:
+            raise LoadError(f"{path} cannot be read: {exc}") from None
+        if _sha256(data) != expected["sha256"]:
+            raise LoadError(f"{path} changed since it was looked up: its SHA-256 is not the manifest's")
+        return data
 
     @property
     def source(self) -> Path:
@@ -477,11 +482,10 @@ class KernelStore:
             gone = dict.fromkeys(old)
             if keep is not None:
                 gone |= dict.fromkeys(recency.excess([use for use in kernels if use not in gone], keep))
-            for use in gone:
-                self.discard(use.folder)
+            removed = {use for use in gone if self._remove_unlocked(use.folder)}
             self._sweep()
             self._sweep_locks()
-        return sum(use in gone for use in kernels)
+        return sum(use in removed for use in kernels)
 
     def size(self) -> int:
         """Return the bytes of all kernels.
@@ -514,7 +518,29 @@ class KernelStore:
             with contextlib.suppress(FileNotFoundError):
                 # Somebody may have used it, or built it again, since it was looked at.
                 if recency.last_use(use.folder) == use.last:
-                    self.discard(use.folder)
+                    self._remove_unlocked(use.folder)
+
+    def _remove_unlocked(self, folder: Path) -> bool:
+        """Remove a kernel or a failed build, unless somebody has its lock, who may be about to read it."""
+        if not fnmatch.fnmatchcase(folder.name, _KEY):
+            self.discard(folder)
+            return True
+        with self._unlocked(folder.name) as free:
+            if free:
+                self.discard(folder)
+        return free
+
+    @contextlib.contextmanager
+    def _unlocked(self, key: str) -> Iterator[bool]:
+        """Say whether nobody has a kernel's lock, and keep it so as long as the context lasts."""
+        with contextlib.ExitStack() as stack:
+            try:
+                held = locks.attempted(self._lock_file(key), f"removing what is there of {key}", _ADVICE)
+                free = stack.enter_context(held)
+            except StoreError:
+                # The file system has no locks: nobody builds anything there.
+                free = True
+            yield free
 
     def _entry(self, key: str) -> Path:
         if not fnmatch.fnmatchcase(key, _KEY):
@@ -567,7 +593,7 @@ class KernelStore:
             if key == held:
                 _remove(folder)
                 continue
-            with locks.attempted(self._lock_file(key), f"what is left of {key}", _ADVICE) as free:
+            with self._unlocked(key) as free:
                 if free:
                     _remove(folder)
 
@@ -577,8 +603,8 @@ class KernelStore:
             if not stat.S_ISREG(path.lstat().st_mode):
                 _remove(path)
                 continue
-            with locks.attempted(path, f"what is left of {path.name}", _ADVICE):
-                pass
+            with self._unlocked(path.name):
+                pass  # its file goes with it
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:

@@ -189,6 +189,22 @@ def test_a_dask_worker_killed_half_way(kit, store, cluster):
     assert not any(str(store.root) in folder for folder in compiled_by(kit))
 
 
+@pytest.mark.filterwarnings("default")
+def test_a_cluster_without_workers_is_an_error_in_the_end(kit, store, monkeypatch):
+    monkeypatch.setenv("CUTLASS_OPS_EXECUTOR_TIMEOUT", "0.5")
+    with LocalCluster(n_workers=0, processes=False, dashboard_address=None, silence_logs=logging.CRITICAL) as cluster:
+        address = cluster.scheduler_address.removeprefix("tcp://")
+        if not address[:1].isdigit():
+            address = cluster.scheduler.address
+        with (
+            Client(cluster) as client,
+            client.get_executor() as executor,
+            pytest.raises(ToolchainError, match="6 are left"),
+        ):
+            build_many(SPECS, store=store, executor=executor)
+    assert list(store.entries()) == []
+
+
 @pytest.mark.parametrize("text", ["", "dask", "dask://x", "dask://a:1/b", "processes:0", "threads:2", "http://x:1"])
 def test_what_is_no_executor(text):
     with pytest.raises(ValueError, match="is no executor: write processes"), executors.named(text):
