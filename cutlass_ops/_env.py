@@ -117,9 +117,9 @@ def cache_size() -> int | None:
     if text == "none":
         return None
     try:
-        return units.size(text)
+        return units.size(text, CACHE_SIZE.name)
     except ValueError as exc:
-        raise ValueError(f"{CACHE_SIZE.name}: {exc}, or none for no limit") from None
+        raise ValueError(f"{exc}, or none for no limit") from None
 
 
 def executor_timeout() -> float:

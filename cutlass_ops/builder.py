@@ -216,7 +216,11 @@ def _stored(spec: KernelSpec, source: str | None, store: KernelStore) -> Artifac
             f"Build it where a compiler is, with `python -m cutlass_ops build SPEC.json`, where SPEC.json holds: "
             f"{spec.canonical()}"
         )
-    return replace(found, again=lambda use: use(_stored(spec, source, store)))
+    return replace(found, again=functools.partial(_stored_again, spec, source, store))
+
+
+def _stored_again(spec: KernelSpec, source: str | None, store: KernelStore, use: Callable[[Artifact], T]) -> T:
+    return use(_stored(spec, source, store))
 
 
 def _build(job: _Job, cancel: threading.Event | None) -> Artifact:

@@ -397,8 +397,8 @@ def clean(
     as_json: Json = False,
 ) -> None:
     """Remove compiled kernels from the store: all, or those that were not used lately."""
-    unused_for = None if older_than is None else units.duration(older_than)
-    keep = None if keep_size is None else units.size(keep_size)
+    unused_for = None if older_than is None else units.duration(older_than, "--older-than")
+    keep = None if keep_size is None else units.size(keep_size, "--keep-size")
     store = KernelStore.default()
     removed = store.clean(unused_for=unused_for, keep=keep)
     _show(as_json, {"store": str(store.root), "removed": removed}, f"{store.root}: {removed} kernels removed")

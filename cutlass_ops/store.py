@@ -410,7 +410,7 @@ class KernelStore:
             _sync(entry.parent)
         try:
             self._keep_small(artifact)
-        except OSError as exc:
+        except (OSError, StoreError) as exc:
             # The kernel is there, whatever is too much beside it.
             _log.warning("the kernel store %s cannot be kept small: %s", self.root, exc)
         return artifact
@@ -482,9 +482,9 @@ class KernelStore:
             gone = dict.fromkeys(old)
             if keep is not None:
                 gone |= dict.fromkeys(recency.excess([use for use in kernels if use not in gone], keep))
-            removed = {use for use in gone if self._remove_unlocked(use.folder)}
-            self._sweep()
             self._sweep_locks()
+            self._sweep()
+            removed = {use for use in gone if self._remove_unlocked(use.folder)}
         return sum(use in removed for use in kernels)
 
     def size(self) -> int:
@@ -533,10 +533,10 @@ class KernelStore:
     @contextlib.contextmanager
     def _unlocked(self, key: str) -> Iterator[bool]:
         """Say whether nobody has a kernel's lock, and keep it so as long as the context lasts."""
+        path = self._lock_file(key)
         with contextlib.ExitStack() as stack:
             try:
-                held = locks.attempted(self._lock_file(key), f"removing what is there of {key}", _ADVICE)
-                free = stack.enter_context(held)
+                free = stack.enter_context(locks.attempted(path, f"the removal of {key}", _ADVICE))
             except StoreError:
                 # The file system has no locks: nobody builds anything there.
                 free = True
@@ -600,7 +600,7 @@ class KernelStore:
     def _sweep_locks(self) -> None:
         """Remove the files of locks that nobody holds: who gives one back removes its file."""
         for path in self._folder("locks").glob(_KEY):
-            if not stat.S_ISREG(path.lstat().st_mode):
+            if path.is_symlink() or not path.is_file():
                 _remove(path)
                 continue
             with self._unlocked(path.name):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import signal
 import sys
-from multiprocessing import forkserver
+import time
+from multiprocessing import forkserver, synchronize
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,12 @@ def build_some(root: Path, toolchain: Toolchain, limit: int, seed: int) -> int:
         assert artifact.read_source().decode() == source
         store.find({k: v for k, v in artifact.manifest["identity"].items() if k != "toolchain"})
     return 60
+
+
+def listen_to_nobody(deaf: synchronize.Event) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    deaf.set()
+    time.sleep(60)
 
 
 def count_up(path: Path, times: int) -> None:

@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
+import crowd
 import pytest
 from distributed import Client, LocalCluster
 from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
@@ -242,6 +243,17 @@ def test_an_interrupt_ends_local_processes_and_their_compilers(kit, store, tmp_p
             os.kill(int(pid), 0)
     assert [path for path in (tmp_path / "tmp").iterdir() if path.name.startswith("cutlass_ops.")] == []
     assert list(store.entries()) == []
+
+
+def test_workers_that_do_not_listen_are_killed(processes, monkeypatch):
+    monkeypatch.setattr(executors, "_PATIENCE", 0.2)
+    monkeypatch.setattr(executors, "_PAUSE", 0.05)
+    deaf = processes.Event()
+    worker = processes.Process(target=crowd.listen_to_nobody, args=(deaf,))
+    worker.start()
+    deaf.wait()
+    executors._end({worker})
+    assert worker.exitcode == -signal.SIGKILL
 
 
 def test_no_scheduler_is_an_error_in_words(monkeypatch):

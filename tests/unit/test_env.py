@@ -22,6 +22,8 @@ def test_defaults(monkeypatch):
     assert _env.cutlass_dir() is None
     assert _env.jobs() == len(os.sched_getaffinity(0))
     assert _env.progress() is None
+    assert _env.cache_size() == 2_000_000_000
+    assert _env.executor_timeout() == 1800
 
 
 def test_values_are_read_at_each_call(monkeypatch):
@@ -68,6 +70,9 @@ def test_no_home_folder(monkeypatch):
         ("CUTLASS_OPS_JOBS", _env.jobs, "-2"),
         ("CUTLASS_OPS_JOBS", _env.jobs, "²"),
         ("CUTLASS_OPS_PROGRESS", _env.progress, "2"),
+        ("CUTLASS_OPS_CACHE_SIZE", _env.cache_size, "much"),
+        ("CUTLASS_OPS_CACHE_SIZE", _env.cache_size, "0"),
+        ("CUTLASS_OPS_EXECUTOR_TIMEOUT", _env.executor_timeout, "soon"),
     ],
 )
 def test_bad_values_name_the_variable(monkeypatch, name, read, bad):

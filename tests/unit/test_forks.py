@@ -5,9 +5,9 @@ import sys
 
 # Every lock that outlives a call is found by following references from modules; then it is held by another thread.
 _SCRIPT = """
-import gc, importlib, os, pkgutil, queue, sys, threading, types
+import gc, importlib, os, pathlib, pkgutil, queue, sys, threading, types
 import cutlass_ops
-from cutlass_ops import builder, locks as file_locks
+from cutlass_ops import builder, store, locks as file_locks
 
 LOCKS = (type(threading.Lock()), type(threading.RLock()))
 MODULES = [importlib.import_module(m.name) for m in pkgutil.walk_packages(cutlass_ops.__path__, "cutlass_ops.")
@@ -43,9 +43,11 @@ def found():
     return list(locks.values())
 
 builder._turns()
+store._index(pathlib.Path('/nowhere'))
 before = found()
 NAMES = {"loader": "_lock", "registry": "REGISTRY._lock", "bundles": "BUNDLES._lock",
-         "background": "BACKGROUND._lock", "locks": "_gate"}
+         "background": "BACKGROUND._lock", "locks": "_gate", "store": "INDEX._lock"}
+store.INDEX = store._index(pathlib.Path('/nowhere'))
 for name, path in NAMES.items():
     value = sys.modules["cutlass_ops." + name]
     for part in path.split("."):

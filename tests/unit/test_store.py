@@ -529,7 +529,7 @@ def test_a_large_store_is_not_measured_for_every_kernel(store, put, monkeypatch)
 
 def test_a_wrong_limit_is_said_before_anything_is_compiled(store, monkeypatch):
     monkeypatch.setenv("CUTLASS_OPS_CACHE_SIZE", "much")
-    with pytest.raises(ValueError, match=r"CUTLASS_OPS_CACHE_SIZE: 'much' is no size.*or none"):
+    with pytest.raises(ValueError, match=r"CUTLASS_OPS_CACHE_SIZE is 'much': a size such as 2GB.*or none"):
         store.workspace("a" * 64, "source")
 
 

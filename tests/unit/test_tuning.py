@@ -5,6 +5,7 @@ from collections import Counter
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
@@ -179,6 +180,28 @@ def test_more_kernels_cover_better():
         return sum(expected(t.configs[:1], t.problem)[0] for t in tasks(effort))
 
     assert loss(Effort(kernels=12)) <= loss(Effort(kernels=3))
+
+
+def test_a_kernel_that_is_removed_before_it_is_measured_is_built_again(place, chip, monkeypatch):
+    made = Artifact("key", Path("again"), "", {})
+
+    @contextmanager
+    def building(specs, *, executor=None):
+        removed = Artifact("key", Path("removed"), "", {}, again=lambda use: use(made))
+        futures = {spec: Future() for spec in specs}
+        for future in futures.values():
+            future.set_result(removed)
+        yield futures
+
+    seen = set()
+
+    def measure(signature, problem, kernels):
+        seen.update(kernels.values())
+        return chip.measure(signature, problem, kernels)
+
+    monkeypatch.setattr(tuning, "building", building)
+    run(tasks(problems=PROBLEMS[:1]), place, SMALL, measure=measure)
+    assert seen == {made.folder}
 
 
 def test_a_refinement_looks_around_what_was_best(place, chip):

@@ -15,21 +15,21 @@ from cutlass_ops import units
     ],
 )
 def test_sizes(text, size):
-    assert units.size(text) == size
+    assert units.size(text, "--keep") == size
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("30d", 30 * 86400), ("1.5h", 5400), ("2W", 14 * 86400), ("0d", 0)])
 def test_durations(text, seconds):
-    assert units.duration(text) == seconds
+    assert units.duration(text, "--age") == seconds
 
 
 @pytest.mark.parametrize("text", ["", "GB", "2XB", "-1GB", "1e9", "0", "0.5", "nan", "٣GB", "2GB3", "9" * 400])
 def test_what_is_no_size(text):
-    with pytest.raises(ValueError, match=r"is no size: write one such as 2GB"):
-        units.size(text)
+    with pytest.raises(ValueError, match=r"^--keep is '.*': a size such as 2GB"):
+        units.size(text, "--keep")
 
 
-@pytest.mark.parametrize("text", ["", "d", "-1d", "30x", "nan", "inf", "1d2"])
+@pytest.mark.parametrize("text", ["", "d", "-1d", "30x", "30", "nan", "inf", "1d2"])
 def test_what_is_no_duration(text):
-    with pytest.raises(ValueError, match=r"is no duration: write one such as 30d"):
-        units.duration(text)
+    with pytest.raises(ValueError, match=r"^--age is '.*': a time such as 30d"):
+        units.duration(text, "--age")
