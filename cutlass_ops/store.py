@@ -75,10 +75,6 @@ def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-class _RemovedError(LoadError):
-    """A kernel is no longer there."""
-
-
 @dataclass(frozen=True)
 class Artifact:
     """One compiled kernel on disk, found whole when it was looked up.
@@ -146,20 +142,20 @@ class Artifact:
         return found
 
     def _read(self, name: str) -> bytes:
-        try:
-            return self._read_here(name)
-        except _RemovedError:
-            if self.again is None:
-                raise
-        data: bytes = self.again(lambda artifact: artifact._read_here(name))
+        data: bytes | None = self._read_here(name)
+        if data is None and self.again is not None:
+            data = self.again(lambda artifact: artifact._read_here(name))
+        if data is None:
+            raise LoadError(f"{self.folder / name} cannot be read: it was removed since it was looked up")
         return data
 
-    def _read_here(self, name: str) -> bytes:
+    def _read_here(self, name: str) -> bytes | None:
+        """Read a file and check it; None if it is not there."""
         expected, path = self.manifest["files"][name], self.folder / name
         try:
             data = read_private(path, limit=expected["size"])
-        except FileNotFoundError as exc:
-            raise _RemovedError(f"{path} cannot be read: {exc}") from None
+        except FileNotFoundError:
+            return None
         except OSError as exc:
             raise LoadError(f"{path} cannot be read: {exc}") from None
         if _sha256(data) != expected["sha256"]:
