@@ -223,4 +223,4 @@ def _gpu_line(gpu: Gpu) -> str:
 
 def _variable_line(variable: _env.Variable, value: str | None) -> str:
     state = f"unset ({variable.default})" if value is None else value
-    return f"{variable.name:<23}  {state}: {variable.doc}"
+    return f"{variable.name:<28}  {state}: {variable.doc}"

@@ -135,8 +135,14 @@ class Artifact:
         return self._read(SOURCE)
 
     def present(self) -> Artifact:
-        """Return the kernel as it is in the store now: built again if it was removed since it was looked up."""
-        if self.again is None or os.path.lexists(self.folder):
+        """Return the kernel as it is in the store now, for who reads it there in a moment.
+
+        It is built again if it was removed since it was looked up, and counts as used now.
+        """
+        if self.again is None:
+            return self
+        if os.path.lexists(self.folder):
+            recency.touch(self.folder)
             return self
         found: Artifact = self.again(lambda artifact: artifact)
         return found

@@ -410,6 +410,9 @@ def test_what_is_removed_before_it_is_read_is_built_again(store, toolkit, toolch
         store.clean()
         assert artifact.present() == store.lookup(artifact.key)
         assert toolkit.compilations == before + 2
+        os.utime(artifact.folder, (0, 0))
+        assert artifact.present() is artifact
+        assert artifact.folder.stat().st_mtime > 0  # the last to be removed
 
 
 def test_many_that_do_not_fit_all_come_back(store, toolkit, toolchain, monkeypatch):

@@ -220,6 +220,32 @@ def test_a_forked_process_does_not_keep_a_dead_ones_lock(tmp_path, who):
         process.stdout.close()
 
 
+def test_no_process_is_forked_between_opening_a_file_and_knowing_of_it(tmp_path):
+    script = """
+import os, sys, threading, time
+from cutlass_ops import locks
+opened, known, real = threading.Event(), [], os.open
+def slow(path, *rest, **more):
+    found = real(path, *rest, **more)
+    if path == sys.argv[1]:
+        opened.set()
+        time.sleep(0.3)
+        known.append(found)
+    return found
+os.open = slow
+thread = threading.Thread(target=lambda: locks._Handle(sys.argv[1]))
+thread.start()
+opened.wait()
+child = os.fork()
+if child == 0:
+    os._exit(len(known) != 1 or os.path.exists(f"/proc/self/fd/{known[0]}"))
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    code = [sys.executable, "-W", "ignore", "-c", script, str(tmp_path / "lock")]
+    done = subprocess.run(code, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_forked_process_does_not_give_its_parents_lock_back(tmp_path):
     code = [sys.executable, "-W", "ignore", "-c", _FORKS, str(tmp_path / "lock"), "leaves"]
     assert subprocess.run(code, capture_output=True, text=True, timeout=60).stdout == "True False\n"
