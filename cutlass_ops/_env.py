@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeVar
+
+from cutlass_ops import units
 
 T = TypeVar("T")
 
@@ -48,6 +51,13 @@ LINEINFO = Variable(
 NVTX = Variable("CUTLASS_OPS_NVTX", "0", "1: calls are NVTX ranges, which profilers show by the op's name")
 PROGRESS = Variable("CUTLASS_OPS_PROGRESS", "auto", "0: silent, 1: a bar, auto: a bar on a terminal, else plain lines")
 
+EXECUTOR_TIMEOUT = Variable(
+    "CUTLASS_OPS_EXECUTOR_TIMEOUT", "1800", "seconds for which no kernel may come back from an executor"
+)
+
+CACHE_SIZE = Variable(
+    "CUTLASS_OPS_CACHE_SIZE", "2GB", "size of the kernel store beyond which the least recently used go, or none"
+)
 TUNING_DIR = Variable("CUTLASS_OPS_TUNING_DIR", "tuning/ in the cache folder", "folder of the user's tuning tables")
 
 BUNDLES = Variable(
@@ -59,6 +69,7 @@ BUNDLE_KEY = Variable(
 
 VARIABLES = (
     CACHE_DIR,
+    CACHE_SIZE,
     TUNING_DIR,
     BUNDLES,
     BUNDLE_KEY,
@@ -72,6 +83,7 @@ VARIABLES = (
     JOBS,
     LINEINFO,
     NVTX,
+    EXECUTOR_TIMEOUT,
     PROGRESS,
 )
 
@@ -97,6 +109,41 @@ def cache_dir() -> Path:
         raise ValueError(
             f"this user has no home folder: set {CACHE_DIR.name} to a folder for compiled kernels"
         ) from None
+
+
+def cache_size() -> int | None:
+    """Return how many bytes the kernels in the store may have; None if as many as there are.
+
+    Raises
+    ------
+    ValueError
+        If ``CUTLASS_OPS_CACHE_SIZE`` is neither a size, such as 2GB, nor none.
+    """
+    text = CACHE_SIZE.text or CACHE_SIZE.default
+    if text == "none":
+        return None
+    try:
+        return units.size(text, CACHE_SIZE.name)
+    except ValueError as exc:
+        raise ValueError(f"{exc}, or none for no limit") from None
+
+
+def executor_timeout() -> float:
+    """Return for how many seconds no kernel may come back from an executor.
+
+    Raises
+    ------
+    ValueError
+        If ``CUTLASS_OPS_EXECUTOR_TIMEOUT`` is not a positive number.
+    """
+    text = EXECUTOR_TIMEOUT.text or EXECUTOR_TIMEOUT.default
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0:
+        raise ValueError(f"{EXECUTOR_TIMEOUT.name} must be a positive number of seconds, not {text!r}")
+    return seconds
 
 
 def tuning_dir() -> Path:

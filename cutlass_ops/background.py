@@ -9,7 +9,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable
 
-from cutlass_ops import _env
+from cutlass_ops import _env, forks
 from cutlass_ops.bundles import BUNDLES
 from cutlass_ops.spec import KernelSpec
 
@@ -35,7 +35,7 @@ class Background:
         self._reset()
         atexit.register(self.close)
         # Threads do not survive a fork.
-        os.register_at_fork(after_in_child=self._reset)
+        forks.reset_in_child(self._reset)
 
     def _reset(self) -> None:
         self._lock = threading.Lock()

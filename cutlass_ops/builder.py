@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from cutlass_ops import _env, arch, legality, linkage, remote, render
+from cutlass_ops import _env, arch, forks, legality, linkage, render
 from cutlass_ops.compiler import LOG, Compiled, compile_kernel
-from cutlass_ops.errors import CompileError, CutlassOpsError, MissingKernelError
+from cutlass_ops.errors import CompileError, MissingKernelError
 from cutlass_ops.halves import prove_halves_agree
 from cutlass_ops.identity import kernel_identity, source_identity
 from cutlass_ops.progress import Progress, progress
+from cutlass_ops.remote import Elsewhere
 from cutlass_ops.sass import prove_tensor_cores
 from cutlass_ops.spec import KernelSpec
 from cutlass_ops.store import LIBRARY, SOURCE, Artifact, KernelStore, identity_key
 from cutlass_ops.toolchain import Toolchain, find_toolchain
 
-_log = logging.getLogger("cutlass_ops")
+T = TypeVar("T")
 
-_POLL = 0.05  # seconds
 # Threads that wait for an executor at the same time.
 _WAITING = 256
 
@@ -40,7 +39,16 @@ class _Job:
     key: str
     store: KernelStore
     toolchain: Toolchain
-    executor: Executor | None = None
+    elsewhere: Elsewhere | None = None
+
+    def lookup(self) -> Artifact | None:
+        """Return the kernel if the store has it."""
+        found = self.store.lookup(self.key)
+        return None if found is None else self.lasting(found)
+
+    def lasting(self, artifact: Artifact) -> Artifact:
+        """Return the kernel such that it is built again if it is removed from the store before it is read."""
+        return replace(artifact, again=functools.partial(_again, replace(self, elsewhere=None)))
 
 
 def build_artifact(
@@ -86,11 +94,26 @@ def build_artifact(
     CancelledError
         If ``cancel`` was set.
     """
+    return _built(spec, source, store, toolchain, cancel, _elsewhere(executor))
+
+
+def _built(
+    spec: KernelSpec,
+    source: str | None,
+    store: KernelStore | None,
+    toolchain: Toolchain | None,
+    cancel: threading.Event | None,
+    elsewhere: Elsewhere | None,
+) -> Artifact:
     store = store or KernelStore.default()
     if not _env.jit_enabled():
         return _stored(spec, source, store)
-    job = _job(spec, source, store, toolchain or find_toolchain(), executor)
-    return store.lookup(job.key) or _build(job, cancel)
+    job = _job(spec, source, store, toolchain or find_toolchain(), elsewhere)
+    return job.lookup() or _build(job, cancel)
+
+
+def _elsewhere(executor: Executor | None) -> Elsewhere | None:
+    return None if executor is None else Elsewhere(executor)
 
 
 def build_many(
@@ -104,6 +127,8 @@ def build_many(
     """Build several kernels, some at the same time, and show progress on standard error.
 
     A kernel that cannot be compiled does not stop the others. An interrupt ends all compilers; what was finished stays.
+    What an executor loses or cancels is compiled here; if nothing comes back from it for half an hour, or for as many
+    seconds as ``CUTLASS_OPS_EXECUTOR_TIMEOUT`` says, that is an error.
 
     Parameters
     ----------
@@ -132,8 +157,9 @@ def build_many(
     if not _env.jit_enabled():
         return [_stored(spec, None, store) for spec in specs]
     toolchain = toolchain or find_toolchain()
-    planned = {spec: _job(spec, None, store, toolchain, executor) for spec in specs}
-    found = {spec: store.lookup(job.key) for spec, job in planned.items()}
+    elsewhere = _elsewhere(executor)
+    planned = {spec: _job(spec, None, store, toolchain, elsewhere) for spec in specs}
+    found = {spec: job.lookup() for spec, job in planned.items()}
     missing = [job for spec, job in planned.items() if found[spec] is None]
     built = _build_all(missing, jobs or _at_once(executor)) if missing else {}
     return [found[spec] or built[spec] for spec in specs]
@@ -154,10 +180,10 @@ def building(
     jobs, executor
         As for :func:`build_many`.
     """
-    cancel = threading.Event()
+    cancel, elsewhere = threading.Event(), _elsewhere(executor)
     pool = ThreadPoolExecutor(jobs or _at_once(executor), thread_name_prefix="cutlass_ops_build")
     try:
-        yield {spec: pool.submit(build_artifact, spec, cancel=cancel, executor=executor) for spec in specs}
+        yield {spec: pool.submit(_built, spec, None, None, None, cancel, elsewhere) for spec in specs}
     finally:
         cancel.set()
         pool.shutdown(wait=True, cancel_futures=True)
@@ -169,11 +195,11 @@ def _at_once(executor: Executor | None) -> int:
 
 
 def _job(
-    spec: KernelSpec, source: str | None, store: KernelStore, toolchain: Toolchain, executor: Executor | None
+    spec: KernelSpec, source: str | None, store: KernelStore, toolchain: Toolchain, elsewhere: Elsewhere | None
 ) -> _Job:
     source = _source(spec, source)
     identity = kernel_identity(spec, source, toolchain)
-    return _Job(spec, source, identity, identity_key(identity), store, toolchain, executor)
+    return _Job(spec, source, identity, identity_key(identity), store, toolchain, elsewhere)
 
 
 def _source(spec: KernelSpec, source: str | None) -> str:
@@ -190,13 +216,23 @@ def _stored(spec: KernelSpec, source: str | None, store: KernelStore) -> Artifac
             f"Build it where a compiler is, with `python -m cutlass_ops build SPEC.json`, where SPEC.json holds: "
             f"{spec.canonical()}"
         )
-    return found
+    return replace(found, again=functools.partial(_stored_again, spec, source, store))
+
+
+def _stored_again(spec: KernelSpec, source: str | None, store: KernelStore, use: Callable[[Artifact], T]) -> T:
+    return use(_stored(spec, source, store))
 
 
 def _build(job: _Job, cancel: threading.Event | None) -> Artifact:
-    with job.store.lock(job.key, cancel):
+    with job.store.lock(job.key, cancel, job.spec.slug):
         # Whoever held the lock before may have built it.
-        return job.store.lookup(job.key) or _compile(job, cancel)
+        return job.lookup() or job.lasting(_compile(job, cancel))
+
+
+def _again(job: _Job, use: Callable[[Artifact], T]) -> T:
+    """Build a kernel again that was removed, and use it while nobody can remove it."""
+    with job.store.lock(job.key, None, job.spec.slug):
+        return use(job.lookup() or job.lasting(_compile(job, None)))
 
 
 def _compile(job: _Job, cancel: threading.Event | None) -> Artifact:
@@ -206,7 +242,7 @@ def _compile(job: _Job, cancel: threading.Event | None) -> Artifact:
         with job.store.writing():
             compiled = _compiled_elsewhere(job, folder, cancel)
             if compiled is None:
-                with _turns() if job.executor else contextlib.nullcontext():
+                with _turns() if job.elsewhere else contextlib.nullcontext():
                     compiled = compile_kernel(folder, SOURCE, LIBRARY, target, job.toolchain, cancel=cancel)
             prove_halves_agree(folder / LIBRARY)
             linkage.require_own_libraries((folder / LIBRARY).read_bytes(), str(folder / LIBRARY), CompileError)
@@ -226,26 +262,16 @@ def _turns() -> threading.Semaphore:
     return threading.Semaphore(_env.jobs())
 
 
+# A forked process has none of the threads that took their turn.
+forks.reset_in_child(_turns.cache_clear)
+
+
 def _compiled_elsewhere(job: _Job, folder: Path, cancel: threading.Event | None) -> Compiled | None:
     """Have the job's executor compile into a folder; None if there is none, or it can compile nothing any more."""
-    if job.executor is None:
+    if job.elsewhere is None:
         return None
-    try:
-        future = job.executor.submit(remote.compile_source, job.spec.to_json(), job.source, dict(job.identity))
-        while not wait([future], timeout=_POLL).done:
-            if cancel is not None and cancel.is_set():
-                future.cancel()
-                raise CancelledError
-        product = future.result()
-    except CutlassOpsError:
-        raise
-    except CancelledError:
-        if cancel is not None and cancel.is_set():
-            raise
-        return None
-    except Exception as exc:
-        # A worker that died took others' work along, or all workers are gone: what is lost is compiled here.
-        _log.warning("%s is compiled here, since the executor lost it: %r", job.spec.slug, exc)
+    product = job.elsewhere.compile(job.spec, job.source, job.identity, cancel)
+    if product is None:
         return None
     (folder / LIBRARY).write_bytes(product.library)
     return product.compiled

@@ -50,6 +50,16 @@ class BundledKernel(Artifact):
             raise BundleError(f"{name}: its key is not that of what the manifest says of it")
         return _read(self.container, f"kernels/{self.key}.so", File(self.sha256, self.size))
 
+    def read_source(self) -> bytes:
+        """Read the source, and check that it is what the manifest says.
+
+        Raises
+        ------
+        BundleError
+            If it is not.
+        """
+        return _read(self.container, f"sources/{self.key}.cu", File(**self.manifest["files"][SOURCE]))
+
 
 class Bundle:
     """An opened bundle. Its manifest has been checked; each file is, when it is read.

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from cutlass_ops import _env
+from cutlass_ops import _env, forks
 from cutlass_ops.bundle import Bundle, BundledKernel, open_bundle
 from cutlass_ops.config import Config, Sm80Config, Sm90Config
 from cutlass_ops.signature import OpSignature
@@ -35,12 +35,16 @@ class Bundles:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._reset()
         self._loaded: tuple[Bundle, ...] = ()
         self._named: tuple[Bundle, ...] | None = None
         self._text: tuple[str | None, ...] = ()
         self._local = threading.local()
         self.generation = 0
+        forks.reset_in_child(self._reset)
+
+    def _reset(self) -> None:
+        self._lock = threading.RLock()
 
     def load(self, path: str | os.PathLike[str], public_key: str | os.PathLike[str] | None = None) -> Bundle:
         """Open a bundle and put it before all others.

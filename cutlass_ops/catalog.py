@@ -164,7 +164,8 @@ def _replace(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        aside.write_bytes(data)
+        with aside.open("xb") as file:
+            file.write(data)
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)

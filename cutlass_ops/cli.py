@@ -21,7 +21,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from cutlass_ops import _env, _resources, executors, gpus, spelling
+from cutlass_ops import _env, _resources, executors, gpus, spelling, units
 from cutlass_ops.errors import (
     BundleError,
     CompileError,
@@ -431,11 +431,31 @@ def _require_bundle(in_bundle: Path | None, key: Path | None) -> None:
 
 
 @app.command()
-def clean(as_json: Json = False) -> None:
-    """Remove every compiled kernel from the store."""
+def clean(
+    older_than: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            callback=_readable(lambda text: units.duration(text, "--older-than")),
+            help="Only what was not used for so long, such as 30d or 12h.",
+        ),
+    ] = None,
+    keep_size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            callback=_readable(lambda text: units.size(text, "--keep-size")),
+            help="Only what is beyond this size, such as 1GB, by last use.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Remove compiled kernels from the store: all, or those that were not used lately."""
     from cutlass_ops import commands
 
-    _end(commands.clean(as_json))
+    unused_for = None if older_than is None else units.duration(older_than, "--older-than")
+    keep = None if keep_size is None else units.size(keep_size, "--keep-size")
+    _end(commands.clean(unused_for, keep, as_json))
 
 
 @app.command()

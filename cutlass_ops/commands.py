@@ -208,10 +208,10 @@ def inspect(kernels: list[str], in_bundle: Path | None, key: Path | None, as_jso
     return 0
 
 
-def clean(as_json: bool) -> int:
-    """Empty the store."""
+def clean(unused_for: float | None, keep: int | None, as_json: bool) -> int:
+    """Remove kernels from the store: all, those unused for so many seconds, or those beyond so many bytes."""
     store = KernelStore.default()
-    removed = store.clean()
+    removed = store.clean(unused_for=unused_for, keep=keep)
     _show(as_json, {"store": str(store.root), "removed": removed}, f"{store.root}: {removed} kernels removed")
     return 0
 

@@ -180,11 +180,11 @@ def _store(problems: list[str]) -> Store | None:
         store = KernelStore.default()
         # Looking anything up refuses a store that others may write.
         store.lookup("0" * 64)
-        artifacts = list(store.entries())
+        artifacts, size = list(store.entries()), store.size()
+        _env.cache_size()
     except (StoreError, ValueError) as exc:
         problems.append(str(exc))
         return None
-    size = sum(path.stat().st_size for artifact in artifacts for path in artifact.folder.iterdir())
     return Store(str(store.root), len(artifacts), size)
 
 
@@ -301,4 +301,4 @@ def _gpu_line(gpu: Gpu) -> str:
 
 def _variable_line(variable: _env.Variable, value: str | None) -> str:
     state = f"unset ({variable.default})" if value is None else value
-    return f"{variable.name:<23}  {state}: {variable.doc}"
+    return f"{variable.name:<28}  {state}: {variable.doc}"

@@ -8,8 +8,10 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
+from multiprocessing.process import BaseProcess
 from typing import cast
 
 from cutlass_ops import _env
@@ -70,16 +72,21 @@ def _processes(count: int) -> Iterator[Executor]:
         yield pool
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
-        workers = set(multiprocessing.active_children()) - others
-        # The pool takes the end of a job for its result, and begins the next one that it has queued.
-        while workers:
-            for worker in workers:
-                worker.terminate()
-            next(iter(workers)).join(_PAUSE)
-            workers = {worker for worker in workers if worker.is_alive()}
+        _end(set(multiprocessing.active_children()) - others)
         raise
     finally:
         pool.shutdown()
+
+
+def _end(workers: set[BaseProcess]) -> None:
+    """End workers with their compilers; those that do not end when they are told are killed."""
+    deadline = time.monotonic() + _PATIENCE
+    # The pool takes the end of a job for its result, and begins the next one that it has queued.
+    while workers:
+        for worker in workers:
+            worker.terminate() if time.monotonic() < deadline else worker.kill()
+        next(iter(workers)).join(_PAUSE)
+        workers = {worker for worker in workers if worker.is_alive()}
 
 
 def _obey() -> None:

@@ -17,7 +17,7 @@ from enum import IntEnum
 from pathlib import Path
 from types import ModuleType
 
-from cutlass_ops import _env, arch, linkage
+from cutlass_ops import _env, arch, forks, linkage
 from cutlass_ops.errors import LoadError, ToolchainError
 from cutlass_ops.store import Artifact
 
@@ -90,6 +90,14 @@ class LoadedKernel:
 
 _loaded: dict[tuple[str, str], LoadedKernel] = {}
 _lock = threading.Lock()
+
+
+def _reset() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+forks.reset_in_child(_reset)
 
 
 def load(artifact: Artifact) -> LoadedKernel:

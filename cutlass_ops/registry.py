@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from cutlass_ops import loader
+from cutlass_ops import forks, loader
 from cutlass_ops.bundles import BUNDLES
 from cutlass_ops.errors import MissingKernelError, ToolchainError
 from cutlass_ops.loader import LoadedKernel
@@ -31,6 +31,10 @@ class Registry:
 
     def __init__(self) -> None:
         self._entries: dict[KernelSpec, Entry] = {}
+        self._reset()
+        forks.reset_in_child(self._reset)
+
+    def _reset(self) -> None:
         self._lock = threading.Lock()
 
     def kernel(self, spec: KernelSpec) -> LoadedKernel:

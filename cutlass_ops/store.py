@@ -3,36 +3,40 @@
 Layout of a store, which is safe to delete at any time::
 
     v1/<first two of key>/<key>/   kernel.so, kernel.cu, manifest.json: published by one rename, never changed
-    locks/<key>                    held while a kernel is built; the system drops it with the process
+    locks/<key>                    there while a kernel is built; the system drops the lock with the process
     tmp/<key>/                     a build in progress; belongs to who holds the lock
     failed/<key>/                  the last failed build: source, log, and links to run its command again
+
+A folder's time of change is when it was last used: where there is too much, what was not used for longest goes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import fnmatch
+import functools
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 import stat
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cutlass_ops import _env, _resources
+from cutlass_ops import _env, _resources, locks, recency
 from cutlass_ops.errors import LoadError, StoreError
+from cutlass_ops.index import Index
 from cutlass_ops.private import read_private, require_private
+from cutlass_ops.recency import Use
 from cutlass_ops.spec import KernelSpec
 
 if TYPE_CHECKING:
@@ -46,7 +50,11 @@ MANIFEST = "manifest.json"
 
 _KEY = "[0-9a-f]" * 64
 _MAX_MANIFEST = 1 << 20  # bytes
-_POLL = 0.05  # seconds between looks at a lock that another process holds
+# Of failed builds, so many are kept and so many bytes.
+_MOST_FAILED = 100
+_MAX_FAILED = 100_000_000
+# A process measures the store when it first publishes a kernel, and again whenever it has added this part of the limit.
+_MEASURED_PARTS = 64
 
 _log = logging.getLogger("cutlass_ops")
 
@@ -82,12 +90,18 @@ class Artifact:
     manifest : mapping
         ``identity`` (what the key hashes), ``files``, ``sass`` (opcode counts), ``resources``, ``created``,
         ``compile_seconds``, ``library_version``.
+    again : callable, optional
+        If the kernel is removed from the store before it is read, builds it again and returns what a function makes of
+        it, before which nobody can remove it.
     """
 
     key: str
     folder: Path
     sha256: str
     manifest: Mapping[str, Any] = field(compare=False, repr=False)
+    again: Callable[[Callable[[Artifact], Any]], Any] | None = field(
+        default=None, compare=False, repr=False, kw_only=True
+    )
 
     @property
     def library(self) -> Path:
@@ -111,13 +125,47 @@ class Artifact:
         ------
         LoadError
             If it is not.
+        CutlassOpsError
+            If it was removed and cannot be built again.
         """
+        return self._read(LIBRARY)
+
+    def read_source(self) -> bytes:
+        """Read the source as :meth:`read_library` does the library."""
+        return self._read(SOURCE)
+
+    def present(self) -> Artifact:
+        """Return the kernel as it is in the store now, for who reads it there in a moment.
+
+        It is built again if it was removed since it was looked up, and counts as used now.
+        """
+        if self.again is None:
+            return self
+        if os.path.lexists(self.folder):
+            recency.touch(self.folder)
+            return self
+        found: Artifact = self.again(lambda artifact: artifact)
+        return found
+
+    def _read(self, name: str) -> bytes:
+        data: bytes | None = self._read_here(name)
+        if data is None and self.again is not None:
+            data = self.again(lambda artifact: artifact._read_here(name))
+        if data is None:
+            raise LoadError(f"{self.folder / name} cannot be read: it was removed since it was looked up")
+        return data
+
+    def _read_here(self, name: str) -> bytes | None:
+        """Read a file and check it; None if it is not there."""
+        expected, path = self.manifest["files"][name], self.folder / name
         try:
-            data = read_private(self.library, limit=self.size)
+            data = read_private(path, limit=expected["size"])
+        except FileNotFoundError:
+            return None
         except OSError as exc:
-            raise LoadError(f"{self.where} cannot be read: {exc}") from None
-        if _sha256(data) != self.sha256:
-            raise LoadError(f"{self.where} changed since it was looked up: its SHA-256 is not the manifest's")
+            raise LoadError(f"{path} cannot be read: {exc}") from None
+        if _sha256(data) != expected["sha256"]:
+            raise LoadError(f"{path} changed since it was looked up: its SHA-256 is not the manifest's")
         return data
 
     @property
@@ -215,7 +263,7 @@ class KernelStore:
         return f"KernelStore({str(self.root)!r})"
 
     def lookup(self, key: str) -> Artifact | None:
-        """Return the kernel with this key if a whole one is there. Anything else is a miss.
+        """Return the kernel with this key if a whole one is there, and note its use. Anything else is a miss.
 
         Raises
         ------
@@ -223,12 +271,21 @@ class KernelStore:
             If others may write the store.
         """
         self._require_private_root()
-        folder = self._entry(key)
-        if not os.path.lexists(folder):
+        artifact = self._whole(self._entry(key))
+        if artifact is not None:
+            recency.touch(artifact.folder)
+        return artifact
+
+    def _whole(self, folder: Path) -> Artifact | None:
+        inode = _inode(folder)
+        if inode is None:
             return None
         try:
             return open_entry(folder)
         except LoadError as exc:
+            # It may have been removed while it was read, and be there again.
+            if _inode(folder) != inode:
+                return self._whole(folder)
             _log.warning("a stored kernel is ignored: %s", exc)
             return None
 
@@ -242,44 +299,52 @@ class KernelStore:
         """
         self._require_private_root()
         for folder in sorted((self.root / f"v{FORMAT}").glob(f"??/{_KEY}")):
-            artifact = self.lookup(folder.name)
+            artifact = self._whole(folder)
             if artifact is not None:
                 yield artifact
 
     def find(self, identity: Mapping[str, Any]) -> Artifact | None:
-        """Return a kernel with this :func:`source_identity`, whichever compiler made it.
+        """Return a kernel with this :func:`source_identity`, whichever compiler made it, and note its use.
 
         Raises
         ------
         StoreError
             If others may write the store.
         """
-        for artifact in self.entries():
-            if {k: v for k, v in artifact.manifest["identity"].items() if k != "toolchain"} == identity:
-                return artifact
-        return None
+        self._require_private_root()
+        with self.writing():
+            keys = _index(self.root / f"v{FORMAT}").names(identity_key(identity))
+        return next((artifact for key in keys if (artifact := self.lookup(key)) is not None), None)
 
     @contextlib.contextmanager
-    def lock(self, key: str, cancel: threading.Event | None = None) -> Iterator[None]:
+    def lock(self, key: str, cancel: threading.Event | None = None, name: str | None = None) -> Iterator[None]:
         """Hold the right to build one kernel, among all threads and processes; it ends with the process.
+
+        Parameters
+        ----------
+        key : str
+            The kernel's key.
+        cancel : threading.Event, optional
+            Ends the wait when set.
+        name : str, optional
+            The kernel's name, for who waits; by default the key.
 
         Raises
         ------
         StoreError
-            If the store cannot be written.
+            If the store cannot be written, or its file system has no locks.
         CancelledError
             If ``cancel`` is set while another holds the lock.
         """
-        descriptor = self._open_lock(key)
-        try:
+        what = f"the build of {name or key}"
+        with contextlib.ExitStack() as stack:
             with self.writing():
-                while not _try_lock(descriptor):
-                    if cancel is not None and cancel.is_set():
-                        raise CancelledError
-                    time.sleep(_POLL)
+                try:
+                    stack.enter_context(locks.held(self._lock_file(key), what, _ADVICE, cancel))
+                except FileNotFoundError:
+                    # The store was deleted while this waited; its folders are made again.
+                    stack.enter_context(locks.held(self._lock_file(key), what, _ADVICE, cancel))
             yield
-        finally:
-            _unlock(descriptor)
 
     def workspace(self, key: str, source: str) -> Path:
         """Return a fresh folder to build one kernel in, its source written. The caller holds the kernel's lock.
@@ -289,6 +354,7 @@ class KernelStore:
         StoreError
             If the store cannot be written.
         """
+        _env.cache_size()  # a wrong one is said before anything is compiled
         with self.writing():
             folder = self._folder("tmp") / key
             self.discard(folder)
@@ -319,7 +385,8 @@ class KernelStore:
             If the store cannot be written.
         """
         key = identity_key(identity)
-        files = {name: (folder / name).read_bytes() for name in (LIBRARY, SOURCE)}
+        with self.writing():
+            files = {name: (folder / name).read_bytes() for name in (LIBRARY, SOURCE)}
         manifest = {
             "format": FORMAT,
             "key": key,
@@ -331,19 +398,29 @@ class KernelStore:
             "compile_seconds": round(compiled.seconds, 3),
             "library_version": _resources.library_version(),
         }
+        entry = self._entry(key)
         with self.writing():
             (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n", encoding="utf-8")
             _keep_only(folder, (LIBRARY, SOURCE, MANIFEST))
-            entry = self._entry(key)
+            # From now on it may be removed at any time, by who keeps the store small.
+            artifact = replace(open_entry(folder), folder=entry)
             self._folder(f"v{FORMAT}", entry.parent.name)
             # What is there is not whole, or nothing would have been built.
             self.discard(entry)
+            recency.touch(folder)
             folder.rename(entry)
             _sync(entry.parent)
-        return open_entry(entry)
+        try:
+            self._keep_small(artifact)
+        except (OSError, StoreError) as exc:
+            # The kernel is there, whatever is too much beside it.
+            _log.warning("the kernel store %s cannot be kept small: %s", self.root, exc)
+        return artifact
 
     def keep_failed(self, folder: Path) -> Path:
         """Move a failed build to where a person can look at it, in place of that kernel's last failure.
+
+        The oldest failures go where there are too many.
 
         Raises
         ------
@@ -354,7 +431,11 @@ class KernelStore:
             kept = self._folder("failed") / folder.name
             self.discard(kept)
             shutil.rmtree(folder / "tmp", ignore_errors=True)
+            recency.touch(folder)
             folder.rename(kept)
+            failures = [use for use in recency.uses(kept.parent.iterdir()) if use.folder != kept]
+            for use in recency.excess(failures, _MAX_FAILED, _MOST_FAILED - 1):
+                self.discard(use.folder)
         return kept
 
     def discard(self, folder: Path) -> None:
@@ -370,10 +451,18 @@ class KernelStore:
             folder.rename(aside)
             _remove(aside)
 
-    def clean(self) -> int:
-        """Remove every kernel, failure and abandoned build; return how many kernels there were.
+    def clean(self, *, unused_for: float | None = None, keep: int | None = None) -> int:
+        """Remove kernels, and abandoned builds and locks; return how many kernels were removed.
 
         Builds in progress go on, and processes keep what they have loaded.
+
+        Parameters
+        ----------
+        unused_for : float, optional
+            Seconds: only kernels that were not looked up for so long, and failures that are as old.
+        keep : int, optional
+            Bytes: only as many kernels as have the others fit, the least recently used first.
+            Without either, every kernel and failure is removed.
 
         Raises
         ------
@@ -383,12 +472,77 @@ class KernelStore:
         if not self.root.exists():
             return 0
         self._require_private_root()
-        entries = list((self.root / f"v{FORMAT}").glob("*/*"))
         with self.writing():
-            for folder in (*entries, *(self.root / "failed").glob("*")):
-                self.discard(folder)
+            kernels, failures = self._uses(), recency.uses((self.root / "failed").glob("*"))
+            if unused_for is None and keep is None:
+                unused_for = -math.inf
+            if unused_for is not None:
+                before = (time.time() - unused_for) * 1e9
+                old = [use for use in (*kernels, *failures) if use.last < before]
+            else:
+                old = []
+            gone = dict.fromkeys(old)
+            if keep is not None:
+                gone |= dict.fromkeys(recency.excess([use for use in kernels if use not in gone], keep))
+            self._sweep_locks()
             self._sweep()
-        return len(entries)
+            removed = {use for use in gone if self._remove_unlocked(use.folder)}
+        return sum(use in removed for use in kernels)
+
+    def size(self) -> int:
+        """Return the bytes of all kernels.
+
+        Raises
+        ------
+        StoreError
+            If the store cannot be read.
+        """
+        with self.writing():
+            return sum(use.size for use in self._uses())
+
+    def _uses(self) -> list[Use]:
+        return recency.uses((self.root / f"v{FORMAT}").glob("*/*"))
+
+    def _keep_small(self, published: Artifact) -> None:
+        """Remove the kernels that were not used for longest, if with a new one there are too many."""
+        limit = _env.cache_size()
+        if limit is None:
+            return
+        added = _added.get(self.root, limit) + sum(f["size"] for f in published.manifest["files"].values())
+        if added * _MEASURED_PARTS < limit:
+            _added[self.root] = added
+            return
+        _added[self.root] = 0
+        kernels = self._uses()
+        kept = [use for use in kernels if use.folder == published.folder]
+        others = [use for use in kernels if use.folder != published.folder]
+        for use in recency.excess(others, limit - sum(use.size for use in kept)):
+            with contextlib.suppress(FileNotFoundError):
+                # Somebody may have used it, or built it again, since it was looked at.
+                if recency.last_use(use.folder) == use.last:
+                    self._remove_unlocked(use.folder)
+
+    def _remove_unlocked(self, folder: Path) -> bool:
+        """Remove a kernel or a failed build, unless somebody has its lock, who may be about to read it."""
+        if not fnmatch.fnmatchcase(folder.name, _KEY):
+            self.discard(folder)
+            return True
+        with self._unlocked(folder.name) as free:
+            if free:
+                self.discard(folder)
+        return free
+
+    @contextlib.contextmanager
+    def _unlocked(self, key: str) -> Iterator[bool]:
+        """Say whether nobody has a kernel's lock, and keep it so as long as the context lasts."""
+        path = self._lock_file(key)
+        with contextlib.ExitStack() as stack:
+            try:
+                free = stack.enter_context(locks.attempted(path, f"the removal of {key}", _ADVICE))
+            except StoreError:
+                # The file system has no locks: nobody builds anything there.
+                free = True
+            yield free
 
     def _entry(self, key: str) -> Path:
         if not fnmatch.fnmatchcase(key, _KEY):
@@ -422,12 +576,17 @@ class KernelStore:
         for name in names:
             folder /= name
             folder.mkdir(mode=0o700, exist_ok=True)
+            # What is written there must not land where a link leads, or where others can exchange it.
+            if not stat.S_ISDIR(folder.lstat().st_mode):
+                raise StoreError(f"the kernel store {self.root} cannot be used: {folder} is a link. Remove it")
+            try:
+                require_private(folder.lstat(), folder)
+            except LoadError as exc:
+                raise StoreError(f"the kernel store is not private: {exc}. Correct it with chown, chmod go-w") from None
         return folder
 
-    def _open_lock(self, key: str) -> int:
-        with self.writing():
-            path = self._folder("locks") / self._entry(key).name
-            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    def _lock_file(self, key: str) -> Path:
+        return self._folder("locks") / self._entry(key).name
 
     def _sweep(self, held: str | None = None) -> None:
         """Remove what builders left that are no more: whose locks nobody, or this caller, holds."""
@@ -436,12 +595,18 @@ class KernelStore:
             if key == held:
                 _remove(folder)
                 continue
-            descriptor = self._open_lock(key)
-            try:
-                if _try_lock(descriptor):
+            with self._unlocked(key) as free:
+                if free:
                     _remove(folder)
-            finally:
-                _unlock(descriptor)
+
+    def _sweep_locks(self) -> None:
+        """Remove the files of locks that nobody holds: who gives one back removes its file."""
+        for path in self._folder("locks").glob(_KEY):
+            if path.is_symlink() or not path.is_file():
+                _remove(path)
+                continue
+            with self._unlocked(path.name):
+                pass  # its file goes with it
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
@@ -466,18 +631,30 @@ class KernelStore:
             raise StoreError(f"the kernel store {self.root} cannot be used: {exc}") from exc
 
 
-def _try_lock(descriptor: int) -> bool:
+_ADVICE = (
+    f"kernels that are there can be used, but to build new ones set {_env.CACHE_DIR.name} to a folder on a local disk"
+)
+_added: dict[Path, int] = {}  # bytes that this process has published since it last measured a store
+
+
+@functools.lru_cache(maxsize=8)
+def _index(folder: Path) -> Index:
+    return Index(folder, _source_key)
+
+
+def _source_key(folder: Path) -> str | None:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        identity = _read_manifest(folder)["identity"]
+    except LoadError:
+        return None
+    return identity_key({name: value for name, value in identity.items() if name != "toolchain"})
 
 
-def _unlock(descriptor: int) -> None:
-    # Closing alone would leave it to a process that was forked meanwhile, and has the descriptor too.
-    fcntl.flock(descriptor, fcntl.LOCK_UN)
-    os.close(descriptor)
+def _inode(path: Path) -> int | None:
+    try:
+        return path.lstat().st_ino
+    except OSError:
+        return None
 
 
 def _keep_only(folder: Path, names: Sequence[str]) -> None:

@@ -6,20 +6,18 @@ that :func:`cutlass_ops.legality.check` refuses.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import math
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cutlass_ops import legality, plain, selection
+from cutlass_ops import legality, locks, plain, selection
 from cutlass_ops.config import SWIZZLES, Config, Sm90Config, config_from_json, config_to_json
 from cutlass_ops.device import Problem as Problem
 from cutlass_ops.errors import ConfigError
@@ -300,9 +298,19 @@ def update(path: Path, table: Table) -> Table:
     """Merge a table into the file, which is made if it is not there, and return what it then holds.
 
     Other processes that do so at the same time lose nothing, and a reader sees the file before or after, never between.
+
+    Raises
+    ------
+    ConfigError
+        If the file is no table, or one of another device or signature.
+    StoreError
+        If the file system has no locks.
+    OSError
+        If the file cannot be written, or its lock is a link.
     """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with _locked(path):
+    lock = path.with_name(f".{path.name}.lock")
+    with locks.held(lock, f"the tuning table {path}", "name a folder on a local disk for the tables"):
         merged = load(path).merged(table) if path.exists() else table
         text = json.dumps(merged.to_json(), separators=(",", ":"), allow_nan=False)
         with tempfile.NamedTemporaryFile(
@@ -317,13 +325,6 @@ def update(path: Path, table: Table) -> Table:
                 Path(file.name).unlink(missing_ok=True)
                 raise
     return merged
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.with_name(f".{path.name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _losses(point: Point) -> dict[Config, float]:

@@ -401,7 +401,7 @@ def _measure(job: _Job, measure: Measure, report: Report) -> Point | None:
         error = build.exception()
         slugs[config] = spec.slug
         if error is None:
-            folders[config] = build.result().folder
+            folders[config] = build.result().present().folder
         elif isinstance(error, CompileError):
             report.failed[spec.slug] = str(error)
         else:

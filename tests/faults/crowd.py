@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
+import signal
 import sys
 import threading
 import time
-from multiprocessing import forkserver
+from multiprocessing import forkserver, synchronize
 from pathlib import Path
 
 import pytest
 from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
 from signatures import signature
 
-from cutlass_ops import arch, executors
+from cutlass_ops import arch, executors, locks
 from cutlass_ops.builder import build_artifact, build_many
 from cutlass_ops.compiler import compile_kernel
 from cutlass_ops.measuring import Measurer
@@ -51,6 +53,35 @@ def build_all(root: Path, toolchain: Toolchain) -> None:
 def build_all_in_a_session_of_its_own(root: Path, toolchain: Toolchain) -> None:
     os.setsid()
     build_all(root, toolchain)
+
+
+def build_some(root: Path, toolchain: Toolchain, limit: int, seed: int) -> int:
+    """Build, look up and read kernels at random in a store that is too small for all of them."""
+    os.environ["CUTLASS_OPS_CACHE_SIZE"] = str(limit)
+    rng, store = random.Random(seed), KernelStore(root)
+    sources = [f"// {number}" for number in range(8)]
+    for _ in range(60):
+        source = rng.choice(sources)
+        artifact = build_artifact(SPECS[0], source=source, store=store, toolchain=toolchain)
+        assert artifact.read_library() == LIBRARY
+        assert artifact.read_source().decode() == source
+        store.find({k: v for k, v in artifact.manifest["identity"].items() if k != "toolchain"})
+    return 60
+
+
+def listen_to_nobody(deaf: synchronize.Event) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    deaf.set()
+    time.sleep(60)
+
+
+def count_up(path: Path, times: int) -> None:
+    """Add to a number in a file, a step at a time, as only one may do at a time."""
+    for _ in range(times):
+        with locks.held(path.with_name("lock"), "the number", ""):
+            number = int(path.read_text())
+            path.write_text("")
+            path.write_text(str(number + 1))
 
 
 def slow_kit(root: Path) -> FakeToolkit:

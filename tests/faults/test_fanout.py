@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
+import crowd
 import pytest
 from distributed import Client, LocalCluster
 from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
@@ -189,6 +190,22 @@ def test_a_dask_worker_killed_half_way(kit, store, cluster):
     assert not any(str(store.root) in folder for folder in compiled_by(kit))
 
 
+@pytest.mark.filterwarnings("default")
+def test_a_cluster_without_workers_is_an_error_in_the_end(kit, store, monkeypatch):
+    monkeypatch.setenv("CUTLASS_OPS_EXECUTOR_TIMEOUT", "0.5")
+    with LocalCluster(n_workers=0, processes=False, dashboard_address=None, silence_logs=logging.CRITICAL) as cluster:
+        address = cluster.scheduler_address.removeprefix("tcp://")
+        if not address[:1].isdigit():
+            address = cluster.scheduler.address
+        with (
+            Client(cluster) as client,
+            client.get_executor() as executor,
+            pytest.raises(ToolchainError, match="6 are left"),
+        ):
+            build_many(SPECS, store=store, executor=executor)
+    assert list(store.entries()) == []
+
+
 @pytest.mark.parametrize("text", ["", "dask", "dask://x", "dask://a:1/b", "processes:0", "threads:2", "http://x:1"])
 def test_what_is_no_executor(text):
     with pytest.raises(ValueError, match="is not an executor: write processes"), executors.named(text):
@@ -226,6 +243,17 @@ def test_an_interrupt_ends_local_processes_and_their_compilers(kit, store, tmp_p
             os.kill(int(pid), 0)
     assert [path for path in (tmp_path / "tmp").iterdir() if path.name.startswith("cutlass_ops.")] == []
     assert list(store.entries()) == []
+
+
+def test_workers_that_do_not_listen_are_killed(processes, monkeypatch):
+    monkeypatch.setattr(executors, "_PATIENCE", 0.2)
+    monkeypatch.setattr(executors, "_PAUSE", 0.05)
+    deaf = processes.Event()
+    worker = processes.Process(target=crowd.listen_to_nobody, args=(deaf,))
+    worker.start()
+    deaf.wait()
+    executors._end({worker})
+    assert worker.exitcode == -signal.SIGKILL
 
 
 def test_no_scheduler_is_an_error_in_words(monkeypatch):

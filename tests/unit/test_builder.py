@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 import time
-from concurrent.futures import CancelledError, ProcessPoolExecutor
+from concurrent.futures import CancelledError, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -16,8 +16,8 @@ import pytest
 from fake_toolkit import FFMA, HMMA, FakeToolkit, library, sm80_spec, sm90_spec
 
 from cutlass_ops import builder as build_module
-from cutlass_ops import legality, render
-from cutlass_ops.builder import build_artifact, build_many
+from cutlass_ops import legality, locks, remote, render
+from cutlass_ops.builder import build_artifact, build_many, building
 from cutlass_ops.errors import CompileError, ConfigError, MissingKernelError, StoreError, ToolchainError
 from cutlass_ops.spec import KernelSpec
 from cutlass_ops.store import KernelStore
@@ -279,7 +279,190 @@ def test_a_closed_stream_costs_no_kernel(store, toolchain, monkeypatch):
     assert build_many(SPECS, store=store, toolchain=toolchain)
 
 
+# ---- Executors ----
+
+
+@pytest.fixture
+def found(toolkit, monkeypatch):
+    """Have whatever compiles find the toolkit."""
+    monkeypatch.setattr(remote, "find_toolchain", toolkit.find)
+    monkeypatch.setattr(build_module, "find_toolchain", toolkit.find)
+
+
+class Given(Executor):
+    """Gives futures that nobody else knows of."""
+
+    def __init__(self, futures):
+        self.left = list(futures)
+        self.given = []
+
+    def submit(self, function, *args):
+        self.given.append(self.left.pop(0))
+        return self.given[-1]
+
+
+def failed(error):
+    future = Future()
+    future.set_exception(error)
+    return future
+
+
+@pytest.mark.usefixtures("found")
+def test_what_an_executor_cancels_is_compiled_here(store, toolkit, toolchain, caplog):
+    go, busy = threading.Event(), threading.Event()
+    pool = ThreadPoolExecutor(1)
+    pool.submit(lambda: (busy.set(), go.wait()))
+    busy.wait()
+
+    def shut_down():
+        while pool._work_queue.qsize() < len(SPECS):
+            time.sleep(0.01)
+        pool.shutdown(wait=False, cancel_futures=True)
+
+    thread = threading.Thread(target=shut_down)
+    thread.start()
+    made = build_many(SPECS, store=store, toolchain=toolchain, executor=pool)
+    thread.join()
+    go.set()
+    assert [a.spec for a in made] == SPECS
+    assert toolkit.compilations == len(SPECS)
+    assert caplog.text.count("is compiled here, since the executor cancelled it") == len(SPECS)
+
+
+@pytest.mark.parametrize(
+    "future", [Future(), failed(SystemExit()), failed(KeyboardInterrupt()), failed(CancelledError()), failed(OSError())]
+)
+@pytest.mark.parametrize("many", [True, False])
+def test_whatever_an_executor_loses_is_compiled_here(store, toolkit, toolchain, future, many):
+    if not future.done():
+        future.cancel()  # and nobody is notified
+    executor = Given([future])
+    if many:
+        assert build_many([SPEC], store=store, toolchain=toolchain, executor=executor)[0].spec == SPEC
+    else:
+        assert build_artifact(SPEC, store=store, toolchain=toolchain, executor=executor).spec == SPEC
+    assert toolkit.compilations == 1
+
+
+def test_an_executor_that_takes_no_more(store, toolkit, toolchain, caplog):
+    pool = ThreadPoolExecutor(1)
+    pool.shutdown()
+    assert len(build_many(SPECS, store=store, toolchain=toolchain, executor=pool)) == len(SPECS)
+    assert "since the executor takes no more" in caplog.text
+
+
+def test_an_executor_that_gives_nothing_back_is_an_error(store, toolkit, toolchain, monkeypatch):
+    monkeypatch.setenv("CUTLASS_OPS_EXECUTOR_TIMEOUT", "0.2")
+    executor = Given([Future() for _ in SPECS])
+    with pytest.raises(ToolchainError) as caught:
+        build_many(SPECS, store=store, toolchain=toolchain, executor=executor)
+    text = str(caught.value)
+    assert "no kernel has come back from the executor for 0.2 s, and 4 are left" in text
+    assert "CUTLASS_OPS_EXECUTOR_TIMEOUT" in text
+    assert all(spec.slug in text for spec in SPECS)
+    assert all(future.cancelled() for future in executor.given)
+    assert left_over(store) == []
+    assert toolkit.compilations == 0
+
+
+@pytest.mark.usefixtures("found")
+def test_kernels_in_the_background_have_the_same_deadline(store, monkeypatch):
+    monkeypatch.setenv("CUTLASS_OPS_CACHE_DIR", str(store.root))
+    monkeypatch.setenv("CUTLASS_OPS_EXECUTOR_TIMEOUT", "0.2")
+    with building(SPECS, executor=Given([Future() for _ in SPECS])) as builds:
+        errors = [build.exception() for build in builds.values()]
+    assert any("4 are left" in str(error) for error in errors)
+    assert {type(error) for error in errors} == {ToolchainError}
+
+
+def test_what_comes_back_moves_the_deadline(monkeypatch):
+    """For all that wait for the executor: it may have much to do."""
+    monkeypatch.setenv("CUTLASS_OPS_EXECUTOR_TIMEOUT", "15")
+    now, product = 0, remote.Product(b"", None)
+    ready, late, never = Future(), Future(), Future()
+    ready.set_result(product)
+    elsewhere = remote.Elsewhere(Given([late, ready, never]))
+    looks = []
+
+    def wait(futures, timeout):
+        nonlocal now
+        now += 10
+        looks.append(futures)
+        if len(looks) == 1:
+            assert elsewhere.compile(SPECS[1], "", {}, None) is product
+        if len(looks) == 2:
+            late.set_result(product)
+
+    monkeypatch.setattr(remote, "wait", wait)
+    monkeypatch.setattr(remote.time, "monotonic", lambda: now)
+    assert elsewhere.compile(SPECS[0], "", {}, None) is product
+    assert now == 20
+    # What has to wait for something else first is not late.
+    now = 1000
+    with pytest.raises(ToolchainError, match=f"15 s, and 1 are left: {SPECS[2].slug}"):
+        elsewhere.compile(SPECS[2], "", {}, None)
+    assert now == 1020
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "soon", "nan"])
+def test_a_wrong_deadline_is_said_at_once(store, toolkit, toolchain, monkeypatch, text):
+    monkeypatch.setenv("CUTLASS_OPS_EXECUTOR_TIMEOUT", text)
+    with pytest.raises(ValueError, match="CUTLASS_OPS_EXECUTOR_TIMEOUT must be a positive number of seconds"):
+        build_many(SPECS, store=store, toolchain=toolchain, executor=Given([]))
+
+
+# ---- Removed from the store ----
+
+
+def test_what_is_removed_before_it_is_read_is_built_again(store, toolkit, toolchain):
+    fresh = build_artifact(SPEC, store=store, toolchain=toolchain)
+    stored = build_artifact(SPEC, store=store, toolchain=toolchain)
+    (many,) = build_many([SPEC], store=store, toolchain=toolchain)
+    wanted = fresh.read_library()
+    for artifact in (fresh, stored, many):
+        before = toolkit.compilations
+        store.clean()
+        assert artifact.read_library() == wanted
+        assert artifact.read_source().decode() == f"// {SPEC.slug}\n"
+        store.clean()
+        assert artifact.present() == store.lookup(artifact.key)
+        assert toolkit.compilations == before + 2
+        os.utime(artifact.folder, (0, 0))
+        assert artifact.present() is artifact
+        assert artifact.folder.stat().st_mtime > 0  # the last to be removed
+
+
+def test_many_that_do_not_fit_all_come_back(store, toolkit, toolchain, monkeypatch):
+    monkeypatch.setenv("CUTLASS_OPS_CACHE_SIZE", "1B")
+    made = build_many(SPECS, jobs=2, store=store, toolchain=toolchain)
+    assert len(list(store.entries())) == 1
+    assert [a.read_library() for a in made] == [made[0].read_library()] * len(SPECS)
+    assert [a.read_source().decode() for a in made] == [f"// {spec.slug}\n" for spec in SPECS]
+
+
+def test_what_is_removed_where_nothing_is_compiled_is_missing(store, toolchain, monkeypatch):
+    build_artifact(SPEC, store=store, toolchain=toolchain)
+    monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
+    artifact = build_artifact(SPEC, store=store)
+    store.clean()
+    with pytest.raises(MissingKernelError, match=SPEC.slug):
+        artifact.read_library()
+
+
 # ---- Many processes ----
+
+
+def test_who_waits_says_for_which_kernel(store, toolchain, monkeypatch, caplog):
+    monkeypatch.setattr(locks, "_PATIENCE", -1.0)
+    key = build_artifact(SPEC, store=store, toolchain=toolchain).key
+    store.clean()
+    with store.lock(key):
+        thread = threading.Thread(target=build_artifact, args=(SPEC,), kwargs={"store": store, "toolchain": toolchain})
+        thread.start()
+        while not caplog.records:
+            time.sleep(0.01)
+    thread.join()
+    assert f"waiting for the build of {SPEC.slug}: process {os.getpid()} on " in caplog.text
 
 
 def test_threads_compile_once(store, toolkit, toolchain):

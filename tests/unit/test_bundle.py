@@ -43,6 +43,8 @@ def test_what_was_packed_is_found(made):
         kernel = found.find(spec)
         assert kernel.spec == spec
         assert hashlib.sha256(kernel.read_library()).hexdigest() == kernel.sha256
+        assert hashlib.sha256(kernel.read_source()).hexdigest() == kernel.manifest["files"]["kernel.cu"]["sha256"]
+        assert kernel.present() is kernel
         assert kernel.manifest["identity"]["toolchain"]["nvcc"].startswith("13.0.88+")
     assert found.find(sm80_spec(5)) is None
 

@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -88,6 +89,17 @@ def test_a_write_that_is_stopped_leaves_whole_files_and_can_be_repeated(tmp_path
     assert "sm_80/old.cu" in catalog.write(tmp_path)
     assert catalog.stale(tmp_path) == []
     assert not (tmp_path / "sm_80" / "old.cu").exists()
+
+
+def test_no_file_is_written_through_a_link_that_somebody_planted(tmp_path, monkeypatch):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    monkeypatch.setattr(catalog.uuid, "uuid4", lambda: SimpleNamespace(hex="guessed"))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / f".{catalog.MANIFEST}.guessed").symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        catalog.write(tmp_path / "out", [])
+    assert victim.read_text() == "precious"
 
 
 def test_files_that_the_catalogue_dropped_are_removed_and_no_others(tmp_path):

@@ -98,6 +98,7 @@ def test_doctor_without_a_compiler(kit, run, monkeypatch, tmp_path):
         ("CUTLASS_OPS_JIT", "maybe", "must be one of 0, 1"),
         ("CUTLASS_OPS_NVCC", "/nowhere/nvcc", "names /nowhere/nvcc"),
         ("CUTLASS_OPS_CACHE_DIR", "relative", "must be an absolute path"),
+        ("CUTLASS_OPS_CACHE_SIZE", "much", "CUTLASS_OPS_CACHE_SIZE is 'much'"),
     ],
 )
 def test_doctor_says_what_stands_in_the_way(kit, run, monkeypatch, variable, value, problem):
@@ -245,6 +246,21 @@ def test_list_inspect_and_clean(kit, run, spec_file):
     code, _, err = run("inspect", "gemm_")
     assert code == 4
     assert "begins so" in err
+
+
+def test_clean_what_is_old_or_too_much(kit, run, spec_file, tmp_path):
+    specs = [spec_file(sm80_spec(stages), f"{stages}.json") for stages in (3, 4)]
+    assert run("build", *specs)[0] == 0
+    rows = json.loads(run("list", "--json")[1])
+    os.utime(rows[0]["folder"], (1000, 1000))
+    assert json.loads(run("clean", "--older-than", "30d", "--json")[1])["removed"] == 1
+    assert json.loads(run("list", "--json")[1]) == rows[1:]
+    assert json.loads(run("clean", "--older-than", "30d", "--keep-size", "1MB", "--json")[1])["removed"] == 0
+    assert json.loads(run("clean", "--keep-size", "1B", "--json")[1])["removed"] == 1
+    for option in ("--older-than", "--keep-size"):
+        code, _, err = run("clean", option, "much")
+        assert code == 1
+        assert f"error: {option} is 'much'" in err
 
 
 def test_a_kernel_declared_by_another_version_is_listed(kit, run, spec_file, monkeypatch):

@@ -24,6 +24,8 @@ def test_defaults(monkeypatch):
     assert _env.progress() is None
     assert not _env.lineinfo_enabled()
     assert not _env.nvtx_enabled()
+    assert _env.cache_size() == 2_000_000_000
+    assert _env.executor_timeout() == 1800
 
 
 def test_values_are_read_at_each_call(monkeypatch):
@@ -76,6 +78,9 @@ def test_no_home_folder(monkeypatch):
         ("CUTLASS_OPS_PROGRESS", _env.progress, "2"),
         ("CUTLASS_OPS_LINEINFO", _env.lineinfo_enabled, "yes"),
         ("CUTLASS_OPS_NVTX", _env.nvtx_enabled, "true"),
+        ("CUTLASS_OPS_CACHE_SIZE", _env.cache_size, "much"),
+        ("CUTLASS_OPS_CACHE_SIZE", _env.cache_size, "0"),
+        ("CUTLASS_OPS_EXECUTOR_TIMEOUT", _env.executor_timeout, "soon"),
     ],
 )
 def test_bad_values_name_the_variable(monkeypatch, name, read, bad):

@@ -1,6 +1,7 @@
 """Tables of measurements: whole after any number of writers, and believed only where they are legal."""
 
 import copy
+import errno
 import json
 import math
 from concurrent.futures import ProcessPoolExecutor
@@ -13,7 +14,7 @@ from signatures import signature
 
 from cutlass_ops import builtin, policies, tables
 from cutlass_ops.config import Sm80Config, Sm90Config, ThreadblockShape, WarpShape
-from cutlass_ops.errors import ConfigError
+from cutlass_ops.errors import ConfigError, StoreError
 from cutlass_ops.tables import Measured, Point, Table
 from tests.strategies import PATIENT
 from tests.unit.test_model import sweeps
@@ -167,6 +168,34 @@ def test_writers_at_the_same_time_lose_nothing(tmp_path):
         list(pool.map(add, [path] * 24, range(1, 25)))
     assert [p.problem[0] for p in tables.load(path).points] == list(range(1, 25))
     assert [p.name for p in path.parent.iterdir() if not p.name.startswith(".")] == ["table.json"]
+
+
+def test_no_file_is_written_through_a_link_that_somebody_planted(tmp_path):
+    path, victim, others = tmp_path / "table.json", tmp_path / "victim", tmp_path / "others"
+    victim.write_text("precious")
+    lock = tmp_path / ".table.json.lock"
+    lock.symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic links"):
+        tables.update(path, table(point(1)))
+    assert victim.read_text() == "precious"
+    lock.unlink()
+    tables.update(others, table(point(2)))
+    before = others.read_bytes()
+    path.symlink_to(others)
+    tables.update(path, table(point(1)))
+    assert others.read_bytes() == before
+    assert not path.is_symlink()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["others", "table.json", "victim"]
+
+
+def test_a_file_system_without_locks_is_one_error(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.raises(StoreError, match=r"has no file locks.*name a folder on a local disk for the tables"):
+        tables.update(tmp_path / "table.json", table(point(1)))
 
 
 def test_a_file_that_is_no_table_is_named_and_kept(tmp_path):

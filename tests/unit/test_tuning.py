@@ -5,6 +5,7 @@ from collections import Counter
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
@@ -19,6 +20,7 @@ from cutlass_ops.config import ClusterShape, Means, Sm80Config, Sm90Config, Thre
 from cutlass_ops.errors import CompileError, MeasuringError, NoDeviceError, ToolchainError
 from cutlass_ops.measuring import Outcome
 from cutlass_ops.spec import Operand
+from cutlass_ops.store import Artifact
 from cutlass_ops.tables import Measured
 from cutlass_ops.tuning import Effort, Place, plan, run, signature_at
 
@@ -48,7 +50,7 @@ class Chip:
             if spec.config in self.refuse:
                 futures[spec].set_exception(CompileError(f"{spec.slug}: error: too complex"))
             else:
-                futures[spec].set_result(SimpleNamespace(folder=spec.slug))
+                futures[spec].set_result(Artifact(spec.slug, spec.slug, "", {}))
         yield futures
 
     def measure(self, signature, problem, kernels):
@@ -178,6 +180,28 @@ def test_more_kernels_cover_better():
         return sum(expected(t.configs[:1], t.problem)[0] for t in tasks(effort))
 
     assert loss(Effort(kernels=12)) <= loss(Effort(kernels=3))
+
+
+def test_a_kernel_that_is_removed_before_it_is_measured_is_built_again(place, chip, monkeypatch):
+    made = Artifact("key", Path("again"), "", {})
+
+    @contextmanager
+    def building(specs, *, executor=None):
+        removed = Artifact("key", Path("removed"), "", {}, again=lambda use: use(made))
+        futures = {spec: Future() for spec in specs}
+        for future in futures.values():
+            future.set_result(removed)
+        yield futures
+
+    seen = set()
+
+    def measure(signature, problem, kernels):
+        seen.update(kernels.values())
+        return chip.measure(signature, problem, kernels)
+
+    monkeypatch.setattr(tuning, "building", building)
+    run(tasks(problems=PROBLEMS[:1]), place, SMALL, measure=measure)
+    assert seen == {made.folder}
 
 
 def test_a_refinement_looks_around_what_was_best(place, chip):
@@ -321,7 +345,7 @@ def test_problems_are_measured_in_the_order_in_which_their_kernels_are_there(pla
         wanted = {H100.spec(signature(), c.binary()) for c in last.configs}
         for spec, future in sorted(futures.items(), key=lambda item: item[0] not in wanted):
             if spec in wanted:
-                future.set_result(SimpleNamespace(folder=spec.slug))
+                future.set_result(Artifact(spec.slug, spec.slug, "", {}))
         yield futures
         assert chip.measured[0] == last.problem
 

@@ -1,0 +1,60 @@
+"""Sizes and durations as people write them."""
+
+from __future__ import annotations
+
+import math
+import re
+
+_BYTES = {
+    "": 1, "B": 1,
+    **{f"{prefix}B": 1000**i for i, prefix in enumerate("KMGT", 1)},
+    **{f"{prefix}IB": 1024**i for i, prefix in enumerate("KMGT", 1)},
+}  # fmt: skip
+_SECONDS = {"S": 1, "M": 60, "H": 3600, "D": 86400, "W": 7 * 86400}
+_QUANTITY = re.compile(r"(\d{1,15}(?:\.\d{1,15})?) ?([A-Za-z]*)", re.ASCII)
+
+
+def size(text: str, name: str) -> int:
+    """Return the bytes that a text such as ``"2GB"``, ``"1.5 GiB"`` or ``"4096"`` stands for.
+
+    Parameters
+    ----------
+    text : str
+        What was given.
+    name : str
+        Which option or variable it was given for.
+
+    Raises
+    ------
+    ValueError
+        If it stands for none, or for less than one byte.
+    """
+    found = _quantity(text, _BYTES)
+    if not found >= 1:
+        raise ValueError(f"{name} is {text!r}: a size such as 2GB, 500MB or 1.5GiB is needed")
+    return int(found)
+
+
+def duration(text: str, name: str) -> float:
+    """Return the seconds that a text such as ``"30d"``, ``"12h"`` or ``"1.5w"`` stands for.
+
+    Parameters
+    ----------
+    text, name
+        As for :func:`size`.
+
+    Raises
+    ------
+    ValueError
+        If it stands for none.
+    """
+    found = _quantity(text, _SECONDS)
+    if math.isnan(found):
+        raise ValueError(f"{name} is {text!r}: a time such as 30d, 12h, 90m or 2w is needed")
+    return found
+
+
+def _quantity(text: str, units: dict[str, int]) -> float:
+    match = _QUANTITY.fullmatch(text.strip())
+    unit = None if match is None else units.get(match[2].upper())
+    return math.nan if match is None or unit is None else float(match[1]) * unit
