@@ -22,7 +22,7 @@ from cutlass_ops.errors import LoadError, ToolchainError
 from cutlass_ops.store import Artifact
 
 # What a kernel's library is to this module: raise it when the arguments or results of these functions change.
-ABI = 1
+ABI = 2
 SYMBOLS = ("launch", "workspace_size", "describe")
 
 

@@ -197,7 +197,7 @@ class Op(traced.Portable):
         if peer is not None and can_fall_back(call):
             return make_peer_plan(peer, call)
         spec, config = dispatch.choose(signature, device, extents)
-        plan = make_plan(spec, config, call)
+        plan = make_plan(self.name, spec, config, call)
         # What other numbers of rows may need is compiled meanwhile, so that no later batch has to wait for it.
         if _env.jit_enabled():
             BACKGROUND.add(dispatch.specs_for(signature, device, problem.n, problem.k))
@@ -284,7 +284,7 @@ class Kernel(traced.Portable):
         if call.is_reference:
             call.run_reference()
         else:
-            make_plan(self.spec, self.spec.launch_config, call).launch_call(call)
+            make_plan(self.spec.slug, self.spec, self.spec.launch_config, call).launch_call(call)
         return self._op.wrap(call)
 
     def results_of(

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from cutlass_ops import arch, operands
+from cutlass_ops import _env, arch, operands
 from cutlass_ops.call import Call
 from cutlass_ops.config import Config, Sm90Config
 from cutlass_ops.errors import LoadError
@@ -225,11 +225,13 @@ def order(config: Config) -> tuple[int, int]:
     return _RASTER[config.raster] + (_BY_GPC if config.by_gpc else 0), config.swizzle
 
 
-def make_plan(spec: KernelSpec, config: Config, call: Call) -> Plan:
+def make_plan(name: str, spec: KernelSpec, config: Config, call: Call) -> Plan:
     """Plan calls like this one with a kernel.
 
     Parameters
     ----------
+    name : str
+        What is called, for profilers.
     spec : KernelSpec
         The kernel; it is built if nothing has it.
     config : Config
@@ -245,12 +247,22 @@ def make_plan(spec: KernelSpec, config: Config, call: Call) -> Plan:
     return Plan(
         spec=spec,
         kernel=kernel,
-        launch=kernel.launch,
+        launch=_in_range(name, kernel.launch) if _env.nvtx_enabled() else kernel.launch,
         raster=raster,
         swizzle=swizzle,
         workspace=workspace,
         outputs=tuple((problem.output_shape(o), t.dtype) for o, t in zip(graph.outputs, call.outputs, strict=True)),
     )
+
+
+def _in_range(name: str, launch: Callable[..., int]) -> Callable[..., int]:
+    """Have profilers show launches as ranges of a name."""
+
+    def launch_in_range(*arguments: Any) -> int:
+        with torch.cuda.nvtx.range(name):
+            return launch(*arguments)
+
+    return launch_in_range
 
 
 def _explain(status: int, spec: KernelSpec, arguments: Sequence[Any]) -> Exception:

@@ -4,6 +4,7 @@ The ways that calls go are the same for every device, so that the CPU shows them
 what only a device can do.
 """
 
+import contextlib
 import copy
 import multiprocessing
 import pickle
@@ -23,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import cutlass_ops as co
-from cutlass_ops import call, gated, norms, operands, ops, traced
+from cutlass_ops import call, gated, norms, operands, ops, plan, traced
 from cutlass_ops.results import Outputs
 
 BF16 = torch.bfloat16
@@ -424,6 +425,19 @@ def test_a_loaded_kernel_is_not_copied():
     assert copy.deepcopy(kernel) is kernel
     with pytest.raises(TypeError, match="belongs to its process"):
         pickle.dumps(kernel)
+
+
+def test_launches_are_ranges_of_a_profiler_on_request(monkeypatch):
+    seen = []
+
+    @contextlib.contextmanager
+    def named(name):
+        seen.append(name)
+        yield
+
+    monkeypatch.setattr(torch.cuda.nvtx, "range", named)
+    launch = plan._in_range("gemm_bias", lambda *arguments: len(arguments))
+    assert (launch(1, 2, 3), seen) == (3, ["gemm_bias"])
 
 
 def _child(epilogue, op, queue):
