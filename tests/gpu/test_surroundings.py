@@ -1,5 +1,6 @@
 """What surrounds a call on a device: arguments without memory at a warm kernel, fake tensors, copies, packages."""
 
+import contextlib
 import copy
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cutlass_ops as co
+from cutlass_ops import ops
 from tests.gpu import tensors
 
 pytestmark = pytest.mark.gpu
@@ -99,3 +101,19 @@ def test_scalars_are_one_rule_on_the_device(warm):
         for place in ("cpu", "cuda"):
             for _ in range(2):
                 assert torch.equal(co.gemm(x, w, epilogue=scaled, bias=bias, s=s.to(place)), wanted)
+
+
+def test_launches_are_ranges_of_a_profiler_on_request(warm, monkeypatch):
+    seen = []
+
+    @contextlib.contextmanager
+    def named(name):
+        seen.append(name)
+        yield
+
+    monkeypatch.setenv("CUTLASS_OPS_NVTX", "1")
+    monkeypatch.setattr(torch.cuda.nvtx, "range", named)
+    op = ops.Op("mine", co.gemm_bias_relu.epilogue)
+    for _ in range(2):
+        assert torch.equal(op(*warm), co.gemm_bias_relu(*warm))
+    assert seen == ["mine"] * 2
