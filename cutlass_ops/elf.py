@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 _MAGIC = b"\x7fELF"
@@ -15,7 +15,13 @@ _SYMBOL = struct.Struct("<IBBHQQ")  # name, binding and type, visibility, sectio
 _DYNAMIC = struct.Struct("<QQ")
 _SHF_EXECINSTR = 4
 _SHT_NOBITS = 8  # takes no room in the file
-_MAX_IMAGES = 64
+# A kernel's library has one image, some hundred symbols, and some six libraries that it needs.
+_MAX_IMAGES = 8
+_MAX_SYMBOLS = 1 << 16
+_MAX_NEEDED = 64
+_MAX_FILE_NAME = 255
+# Section names may share their ends, but all together they are not many times as long as the table that they stand in.
+_SHARED = 4
 _SECTION = struct.Struct("<IIQQQQ")  # name, type, flags, address, offset, size: the head of a section's header
 
 
@@ -70,18 +76,23 @@ def sm_version(image: bytes) -> int:
     return flags >> 8 & 0xFF if image[8] >= _ABI_MOVED else flags & 0xFF
 
 
-def exports(library: bytes) -> set[str]:
-    """Return the names that a shared library defines for others.
+def exports(library: bytes, names: Collection[str]) -> set[str]:
+    """Return those of some names that a shared library defines for others.
 
     Raises
     ------
     struct.error
-        If it ends before its sections do.
+        If it ends before its sections do, or has more symbols than any kernel's library.
     """
     found = {section.name: section.data for section in sections(library)}
-    symbols, names = found.get(".dynsym", b""), found.get(".dynstr", b"")
+    symbols, table = found.get(".dynsym", b""), found.get(".dynstr", b"")
+    if len(symbols) > _MAX_SYMBOLS * _SYMBOL.size:
+        raise struct.error(f"it has more than {_MAX_SYMBOLS} symbols")
     rows = _SYMBOL.iter_unpack(symbols[: len(symbols) // _SYMBOL.size * _SYMBOL.size])
-    return {_name(names, name) for name, info, _, where, _, _ in rows if where and info >> 4 in _BINDINGS}
+    defined = [name for name, info, _, where, _, _ in rows if where and info >> 4 in _BINDINGS]
+    # Names are compared where they stand: thousands of symbols may share one of millions of characters.
+    texts = {name: name.encode() + b"\0" for name in names}
+    return {name for name, text in texts.items() if any(table.startswith(text, at) for at in defined)}
 
 
 def needed(library: bytes) -> list[str]:
@@ -90,16 +101,23 @@ def needed(library: bytes) -> list[str]:
     Raises
     ------
     struct.error
-        If it ends before its sections do.
+        If it ends before its sections do, or needs more than any kernel's library, or a file with a longer name than
+        there is.
     """
     found = {section.name: section.data for section in sections(library)}
-    dynamic, names = found.get(".dynamic", b""), found.get(".dynstr", b"")
+    dynamic, table = found.get(".dynamic", b""), found.get(".dynstr", b"")
     rows = _DYNAMIC.iter_unpack(dynamic[: len(dynamic) // _DYNAMIC.size * _DYNAMIC.size])
-    return [_name(names, value) for tag, value in rows if tag == _DT_NEEDED]
+    places = [value for tag, value in rows if tag == _DT_NEEDED]
+    if len(places) > _MAX_NEEDED:
+        raise struct.error(f"it needs more than {_MAX_NEEDED} libraries")
+    return [_name(table, at, _MAX_FILE_NAME) for at in places]
 
 
-def _name(names: bytes, at: int) -> str:
-    return names[at:].partition(b"\0")[0].decode(errors="replace")
+def _name(table: bytes, at: int, most: int) -> str:
+    end = table.find(b"\0", at, at + most + 1)
+    if end < 0:
+        raise struct.error(f"a name at {at} does not end within {most} bytes")
+    return table[at:end].decode(errors="replace")
 
 
 def sections(image: bytes) -> Iterator[Section]:
@@ -116,9 +134,12 @@ def sections(image: bytes) -> Iterator[Section]:
     # Sections of a real image do not overlap; those of a hostile one could be as large as the file, each.
     if sum(size for _, kind, _, _, _, size in headers if kind != _SHT_NOBITS) > len(image):
         raise struct.error("its sections overlap")
-    names = _contents(image, headers[names_at]) if names_at < entries else b""
+    names = _contents(image, headers[names_at]) if names_at < entries else b"\0"
+    left = _SHARED * len(names)
     for header in headers:
-        yield Section(_name(names, header[0]), bool(header[2] & _SHF_EXECINSTR), _contents(image, header))
+        name = _name(names, header[0], left)
+        left -= len(name)
+        yield Section(name, bool(header[2] & _SHF_EXECINSTR), _contents(image, header))
 
 
 def _unpack(form: struct.Struct, data: bytes, at: int) -> tuple[int, ...]:

@@ -22,9 +22,10 @@ from cutlass_ops.signature import OpSignature, signature_from_json, signature_to
 from cutlass_ops.spec import KernelSpec
 
 FORMAT = "cutlass_ops.bundle/1"
-MAX_BYTES = 16 << 20
+# What has more is refused unread: of untrusted text, so much is read in a second or two.
+MAX_BYTES = 4 << 20
 
-_MAX_KERNELS = 8_000
+_MAX_KERNELS = 4_000
 _MAX_CHOICES = 4_096
 _MAX_ROWS = 1_024
 _MAX_TABLES = 256
@@ -32,6 +33,9 @@ _MAX_FUNCTIONS = 64
 _MAX_EXTENT = 1 << 40
 
 _FIELDS = "format abi templates library_version toolchain flags signatures tables sha256"
+_FURTHER = "version"  # there if the catalogue has one
+# Of the user's own counting; whatever reads JSON keeps so many digits.
+MAX_VERSION = 10**15 - 1
 _TOOLCHAIN = "nvcc host_compiler cutlass tvm_ffi"
 _STEPS = "device host link"
 _RESOURCES = "registers stack spill_stores spill_loads static_shared_memory"
@@ -170,6 +174,8 @@ class Manifest:
         Kernels by signature.
     tables : tuple of File
         Tuning tables.
+    version : int or None
+        The catalogue's, by which a newer bundle is told from an older one.
     """
 
     abi: int
@@ -179,6 +185,7 @@ class Manifest:
     flags: Mapping[str, Mapping[str, Sequence[str]]]
     groups: tuple[Group, ...]
     tables: tuple[File, ...] = ()
+    version: int | None = None
 
     @property
     def kernels(self) -> tuple[KernelRecord, ...]:
@@ -214,18 +221,17 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return the manifest's text, the same for equal contents."""
-        return sealed(
-            {
-                "format": FORMAT,
-                "abi": self.abi,
-                "templates": self.templates,
-                "library_version": self.library_version,
-                "toolchain": dict(self.toolchain),
-                "flags": {target: {s: list(f) for s, f in steps.items()} for target, steps in self.flags.items()},
-                "signatures": [group.to_json() for group in self.groups],
-                "tables": [table._asdict() for table in self.tables],
-            }
-        )
+        fields = {
+            "format": FORMAT,
+            "abi": self.abi,
+            "templates": self.templates,
+            "library_version": self.library_version,
+            "toolchain": dict(self.toolchain),
+            "flags": {target: {s: list(f) for s, f in steps.items()} for target, steps in self.flags.items()},
+            "signatures": [group.to_json() for group in self.groups],
+            "tables": [table._asdict() for table in self.tables],
+        }
+        return sealed(fields if self.version is None else {**fields, "version": self.version})
 
     @classmethod
     def from_bytes(cls, text: bytes) -> Manifest:
@@ -237,9 +243,9 @@ class Manifest:
             If it is not the text that :meth:`to_bytes` gives for a manifest of this format; the message says why.
         """
         try:
-            manifest = cls._of(plain.parsed(text, "the manifest"))
+            manifest = cls._of(plain.parsed(text, "the manifest", MAX_BYTES))
         except ConfigError as exc:
-            raise BundleError(f"the manifest is wrong: {exc}") from None
+            raise BundleError(f"the manifest is wrong: {plain.said(exc)}") from None
         # One spelling for each content: nothing stands in it twice, in another order, or unread.
         if manifest.to_bytes() != text:
             raise BundleError(
@@ -249,10 +255,13 @@ class Manifest:
 
     @classmethod
     def _of(cls, data: object) -> Manifest:
-        found = data.get("format") if isinstance(data, dict) else None
+        every = plain.mapping(data, "it", None)
+        found = every.get("format")
         if found != FORMAT:
-            raise ConfigError(f"its format is {found!r:.80}: this version reads {FORMAT!r}; make the bundle again")
-        fields = plain.mapping(data, "it", _FIELDS)
+            shown = plain.shown(found)
+            raise ConfigError(f"its format is {shown}: this version reads {FORMAT!r}; make the bundle again")
+        further = _FURTHER in every
+        fields = plain.mapping(data, "it", f"{_FIELDS} {_FURTHER}" if further else _FIELDS)
         toolchain = plain.mapping(fields["toolchain"], "toolchain", _TOOLCHAIN)
         manifest = cls(
             abi=plain.integer(fields["abi"], "abi", 1, 1 << 16),
@@ -262,6 +271,7 @@ class Manifest:
             flags=_flags(fields["flags"]),
             groups=tuple(map(_group, plain.sequence(fields["signatures"], "signatures", _MAX_KERNELS))),
             tables=tuple(_file(t, "a table") for t in plain.sequence(fields["tables"], "tables", _MAX_TABLES)),
+            version=plain.integer(fields["version"], "version", 1, MAX_VERSION) if further else None,
         )
         _require_unique([group.signature for group in manifest.groups], "a signature")
         _require_unique([record.key for record in manifest.kernels], "a kernel's key")

@@ -205,7 +205,7 @@ def _refuse(*_):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "spec.json: Expecting value"),
+        ("", "spec.json: it is no JSON that is read here: Expecting value"),
         ("[]", "spec.json: a kernel spec is a JSON object"),
         ("{}", "spec.json: a kernel spec has the fields"),
         (None, "spec.json cannot be used: No such file"),

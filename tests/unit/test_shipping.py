@@ -247,7 +247,7 @@ def test_a_toml_catalogue(toml, tmp_path):
         ('K archs = ["sm_80"]\nops = ["gemm"]\nshapes = ["9999999999x1x9999999999"]', "it has a matrix of more than"),
         ('K archs = ["sm_80"]\nops = ["gemm"]\nweights = ["9999999999x9999999999"]', "it has more than"),
         ('format = 1\n[[tables]]\npath = "none.json"\narch = "sm_80"', "none.json cannot be read: No such file"),
-        ('format = 1\n[[tables]]\npath = 3\narch = "sm_80"', "path is 3: a text is needed"),
+        ('format = 1\n[[tables]]\npath = 3\narch = "sm_80"', "path is 3: a short printable text is needed"),
         ('format = 1\n[[tables]]\npath = "catalogue.toml"\narch = "sm_80"', "is no tuning table"),
     ],
 )
