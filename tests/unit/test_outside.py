@@ -2,28 +2,30 @@
 
 import contextlib
 import copy
+import hashlib
 import json
 import math
 import os
-import sys
+from dataclasses import replace
 
 import pytest
-import torch
-from bundles import packed
-from fake_toolkit import IDENTITY, sm80_spec
+from bundles import changed, packed
+from fake_toolkit import FakeToolkit, sm80_spec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from signatures import A100, signature
+from signatures import A100, H100, signature
 
+from cutlass_ops import builtin, bundles, catalog, container, dispatch, legality, plain, policies, shipping, tables
 from cutlass_ops import bundle as bundle_module
-from cutlass_ops import builtin, bundles, catalog, container, dispatch, plain, policies, shipping, tables
+from cutlass_ops.builder import build_many
 from cutlass_ops.bundles import BUNDLES
 from cutlass_ops.call import call_at
-from cutlass_ops.config import Sm80Config, ThreadblockShape, WarpShape
+from cutlass_ops.config import Sm80Config, Sm90Config, ThreadblockShape, WarpShape
 from cutlass_ops.errors import BundleError, ConfigError, LoadError
 from cutlass_ops.explaining import explain_call
 from cutlass_ops.manifest import Manifest
-from cutlass_ops.store import open_entry
+from cutlass_ops.plan import can_fall_back
+from cutlass_ops.store import KernelStore, open_entry
 from cutlass_ops.tables import Measured, Point, Table
 from cutlass_ops.verifying import verify
 from tests.strategies import PATIENT
@@ -31,7 +33,7 @@ from tests.unit.test_hostile import _at, _places
 
 FEW = settings(
     PATIENT,
-    max_examples=60,
+    max_examples=40,
     suppress_health_check=[*PATIENT.suppress_health_check, HealthCheck.function_scoped_fixture],
 )
 
@@ -59,6 +61,15 @@ def spoilt(value, path, raw):
     return json.dumps(value, sort_keys=True, separators=(",", ":")).replace(f'"{MARK}"', raw).encode()
 
 
+def refusal(call, *arguments):
+    """What a call says against its arguments; nothing if it takes them."""
+    try:
+        call(*arguments)
+    except ConfigError as exc:
+        return str(exc)
+    return ""
+
+
 def places(value):
     return st.sampled_from(sorted(_places(value), key=str))
 
@@ -68,7 +79,9 @@ SIGNATURE = signature()
 
 
 def point(m, peers=(("eager", 1.0),)):
-    return Point((m, 4096, 4096), "2026-11-21", (Measured(KERNELS[0], 10.0, 0.0), Measured(KERNELS[1], 11.0, 0.1)), peers)
+    return Point(
+        (m, 4096, 4096), "2026-11-21", (Measured(KERNELS[0], 10.0, 0.0), Measured(KERNELS[1], 11.0, 0.1)), peers
+    )
 
 
 TABLE = Table(A100.name, 108, SIGNATURE, (point(1), point(64)), fallback=True)
@@ -141,17 +154,14 @@ VALUES = st.one_of(
 @FEW
 @given(VALUES)
 def test_a_value_of_any_kind_is_checked_or_named(value):
-    for check in (
-        lambda: plain.integer(value, "it", 0, 10),
-        lambda: plain.number(value, "it", 0.0, 1e9),
-        lambda: plain.text(value, "it"),
-        lambda: plain.sequence(value, "it", 3),
-        lambda: plain.mapping(value, "it", "a b"),
+    for check, *bounds in (
+        (plain.integer, 0, 10),
+        (plain.number, 0.0, 1e9),
+        (plain.text,),
+        (plain.sequence, 3),
+        (plain.mapping, "a b"),
     ):
-        try:
-            check()
-        except ConfigError as exc:
-            assert len(str(exc)) < 300
+        assert len(refusal(check, value, "it", *bounds)) < 300
 
 
 def test_a_message_can_be_printed_whatever_stands_in_it():
@@ -167,12 +177,13 @@ def test_a_message_can_be_printed_whatever_stands_in_it():
 @FEW
 @given(places(JSON), RAW)
 def test_a_table_with_anything_in_any_place_is_one_or_has_an_error_that_says_so(path, raw):
-    try:
-        table = tables.parse(spoilt(JSON, path, raw), "it")
-    except ConfigError as exc:
-        assert str(exc).startswith("it is no tuning table: ")
-        assert str(exc).isprintable()
+    text = spoilt(JSON, path, raw)
+    why = refusal(tables.parse, text, "it")
+    if why:
+        assert why.startswith("it is no tuning table: ")
+        assert why.isprintable()
         return
+    table = tables.parse(text, "it")
     # All that is done with a table: it is restated, written and read again.
     again = tables.parse(json.dumps(table.to_json(), allow_nan=False).encode(), "it")
     assert again.select().kernels == table.select().kernels
@@ -203,3 +214,180 @@ def _good(path):
 
 def _call():
     return call_at(builtin.bias_relu.graph, (1, 4096, 4096), "bf16", "row", "col")
+
+
+def test_a_kernel_that_cannot_have_been_launched_spoils_no_other(monkeypatch, tmp_path):
+    """Its grid would be too large: by the model it takes for ever, and its error would be infinite."""
+    monkeypatch.setenv("CUTLASS_OPS_TUNING_DIR", str(tmp_path))
+    of = signature(builtin.bias_gelu)
+    kernel = Sm90Config(ThreadblockShape(64, 128, 64), schedule="warp_specialized")
+    lie = Point((1, 1 << 30, 64), "2026-11-21", (Measured(kernel, 10.0, 0.0),))
+    path = tables.path_of(tmp_path, H100.name, of)
+    path.write_text(json.dumps(Table(H100.name, 132, of, (lie,), (kernel,)).to_json()))
+    times = policies.policy(of, H100).expected([(1, 4096, 4096), (64, 1 << 29, 64)]).times
+    assert not times.isnan().any()
+
+
+def test_a_peer_that_there_is_not_is_no_way_to_serve_a_call(users):
+    """As a table may name one, where it was allowed to take the fastest."""
+    for peer, serves in (("eager", True), ("nothing", False)):
+        policies.forget()
+        users.write_text(json.dumps(replace(TABLE, points=(point(1, ((peer, 1.0),)),)).to_json()))
+        assert ("PyTorch" in explain_call("gemm_bias_relu", _call(), A100).served_by) is serves
+        assert can_fall_back(_call(), peer) is serves
+
+
+@pytest.mark.parametrize("change", [{"device": "another"}, {"signature": signature(dtype="f16")}])
+def test_a_users_table_about_something_else_is_left_out(users, change):
+    users.write_text(json.dumps(replace(TABLE, **change).to_json()))
+    with pytest.warns(RuntimeWarning, match="left out: .* is about another device or signature"):
+        dispatch.choose(SIGNATURE, A100, (1, 4096, 4096))
+    dispatch.choose(SIGNATURE, A100, (2, 4096, 4096))  # a second warning would be an error here
+
+
+def test_a_users_table_of_another_number_of_multiprocessors_is_left_out(users, monkeypatch):
+    """Where the library has a table for the device, the two cannot be merged."""
+    monkeypatch.setattr(policies, "_shipped", lambda *_: TABLE)
+    users.write_text(json.dumps(replace(TABLE, multiprocessors=96).to_json()))
+    with pytest.warns(RuntimeWarning, match="left out: tables of different multiprocessors"):
+        assert policies.policy(SIGNATURE, A100).own == TABLE
+
+
+# ---- Bundles -----------------------------------------------------------------------------------------------------
+
+
+def bundle_with(path, contents, table):
+    """A bundle with a tuning table, whatever it holds."""
+    size = {"sha256": hashlib.sha256(table).hexdigest(), "size": len(table)}
+    text = changed(contents.manifest, lambda data: data.update(tables=[size]))
+    container.write(path, {**contents.files, f"tables/{size['sha256']}.json": table, "manifest.json": text})
+    return path
+
+
+@pytest.fixture(scope="module")
+def contents(tmp_path_factory):
+    return packed(tmp_path_factory.mktemp("outside"), [sm80_spec()])
+
+
+SPOILT = [
+    *(spoilt(JSON, ("points", 0, "peers", "eager"), raw) for raw in ("5e-324", "1" + "0" * 400, "1e400", "9" * 5000)),
+    *(spoilt(JSON, ("points", 0, "problem", 1), raw) for raw in ("1" + "0" * 400, "true", "-1")),
+    *(spoilt(JSON, (), raw) for raw in ("[" * 100_000, "NaN", "")),
+]
+
+
+@pytest.mark.parametrize("table", SPOILT, ids=range(len(SPOILT)))
+def test_a_wrong_table_in_a_bundle_is_the_bundles_error_and_a_problem(tmp_path, contents, table):
+    path = bundle_with(tmp_path / "a", contents, table)
+    (problem,) = verify(path).problems
+    assert problem.startswith("tables/")
+    assert "it is no tuning table" in problem
+    BUNDLES.load(path)
+    with pytest.raises(BundleError, match=r"a table in .*/a is no tuning table"):
+        dispatch.choose(SIGNATURE, A100, (1, 4096, 4096))
+
+
+@FEW
+@given(st.data())
+def test_a_manifest_with_anything_in_any_place_is_refused(contents, data):
+    good = json.loads(contents.manifest.to_bytes())
+    text = spoilt(good, data.draw(places(good)), data.draw(RAW))
+    if text != contents.manifest.to_bytes():
+        with pytest.raises(BundleError) as error:
+            Manifest.from_bytes(text)
+        assert len(str(error.value)) < 1200
+        assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_manifest_of_nine_mebibytes_is_refused_unread(tmp_path, contents, monkeypatch, folder):
+    """Nobody vouches for it without a key, and to parse it takes seconds."""
+    files = {**contents.files, "manifest.json": b"[" + b"0," * (9 << 19) + b"0]"}
+    container.write(tmp_path / "a", files, folder=folder)
+    monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("it was parsed"))
+    for kind in (container._Archive, container._Folder):
+        monkeypatch.setattr(kind, "read", lambda *_: pytest.fail("it was read"))
+    with pytest.raises(BundleError, match=r"manifest\.json has 9437187 bytes: at most 4194304 are allowed"):
+        bundle_module.open_bundle(tmp_path / "a")
+    assert "at most 4194304" in verify(tmp_path / "a").problems[0]
+
+
+def test_a_manifest_that_would_be_refused_is_not_written(tmp_path, contents, monkeypatch):
+    monkeypatch.setattr("cutlass_ops.manifest.MAX_BYTES", 100)
+    with pytest.raises(BundleError, match="more than 100 bytes"):
+        contents.write(tmp_path / "a")
+    assert not os.path.lexists(tmp_path / "a")
+
+
+# ---- The store, declarations and catalogues ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("raw", [*NUMBERS, "[" * 100_000, '"x"'])
+def test_a_stored_manifest_with_any_size_is_no_kernel(tmp_path, raw):
+    kit = FakeToolkit(tmp_path / "kit")
+    store = KernelStore(tmp_path / "store")
+    (artifact,) = build_many([sm80_spec()], store=store, toolchain=kit.find())
+    path = artifact.folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    path.write_bytes(spoilt(manifest, ("files", "kernel.so", "size"), raw))
+    with pytest.raises(LoadError):
+        open_entry(artifact.folder)
+    assert store.lookup(artifact.key) is None
+
+
+SPEC = sm80_spec().to_json()
+
+
+@FEW
+@given(places(SPEC), RAW)
+def test_a_declaration_with_anything_in_any_place_is_one_or_has_an_error(tmp_path, path, raw):
+    file = tmp_path / "spec.json"
+    file.write_bytes(spoilt(SPEC, path, raw))
+    why = refusal(lambda: legality.require_legal(shipping.read_spec(file)))
+    assert len(why) < 1500
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"kernels": 1e400}', "9" * 5000, '{"kernels": [{"file": 1e400}]}'])
+def test_what_a_folder_of_sources_says_of_itself_is_not_believed(tmp_path, text):
+    (tmp_path / "manifest.json").write_text(text)
+    assert catalog._abandoned(tmp_path, {}) == set()
+
+
+CATALOGUE = {
+    "format": "1",
+    "version": "3",
+    "specs": '["spec.json"]',
+    "kernels": '[{ops = ["gemm"], archs = ["sm_80"], shapes = ["1x64x64"], input_dtypes = {}}]',
+    "tables": '[{path = "table.json", arch = "sm_80", kernels = 2}]',
+}
+HEX = "0x" + "f" * 5000
+TOML = st.sampled_from(
+    [
+        *("1" + "0" * 400, "9" * 5000, "-1", "0", "1.0", "true", "1e400", "nan", "-inf", HEX, "1979-05-27"),
+        *('""', '"\\u0000"', '"\\n"', "[]", "{}", "[1]", '["\\u0000"]', "[[]]", "[" * 100_000, f'["{"x" * 9000}"]'),
+        *('[{path = "a", arch = 1}]', '[{path = 1, arch = ""}]', '[{path = "\\u0000", arch = "sm_80"}]'),
+        *(f'[{{path = "table.json", arch = "sm_80", kernels = {n}}}]' for n in (HEX, "true", "1e400")),
+        *(f'[{{ops = ["gemm"], archs = ["sm_80"], shapes = ["{s}"]}}]' for s in ("9" * 5000, "1x1x0", "\u0661x1x1")),
+    ]
+)
+
+
+@FEW
+@given(st.sampled_from(sorted(CATALOGUE)), TOML)
+def test_a_catalogue_with_anything_in_any_place_is_one_or_has_an_error(tmp_path, name, raw):
+    (tmp_path / "spec.json").write_text(json.dumps(SPEC))
+    (tmp_path / "table.json").write_text(json.dumps(JSON))
+    file = tmp_path / "catalogue.toml"
+    file.write_text("\n".join(f"{n} = {v}" for n, v in {**CATALOGUE, name: raw}.items()))
+    why = refusal(shipping.load, str(file))
+    assert not why or why.startswith(str(file))
+    assert len(why) < 1500
+    assert "set_int_max_str_digits" not in why
+
+
+def test_the_catalogue_itself_is_one(tmp_path):
+    (tmp_path / "spec.json").write_text(json.dumps(SPEC))
+    (tmp_path / "table.json").write_text(json.dumps(JSON))
+    (tmp_path / "catalogue.toml").write_text("\n".join(f"{n} = {v}" for n, v in CATALOGUE.items()))
+    found = shipping.load(str(tmp_path / "catalogue.toml"))
+    assert (found.version, found.tuned[0].table, found.specs) == (3, TABLE, (sm80_spec(),))
