@@ -43,8 +43,12 @@ def parsed(text: bytes, what: str, most: int) -> Any:
 
 
 def said(error: Exception) -> str:
-    """Return an error's message as one that can be printed, whatever from outside stands in it."""
-    text = str(error)
+    """Return an error's message as :func:`printable` does."""
+    return printable(str(error))
+
+
+def printable(text: str) -> str:
+    """Return a text as one that can be printed, and is not too long, whatever from outside stands in it."""
     short = text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}..."
     return short if short.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in short)
 
