@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Literal, get_args
 
+from cutlass_ops import plain
 from cutlass_ops.errors import ConfigError
 
 SWIZZLES = (1, 2, 4, 8)  # how many tiles wide the strips may be in which tiles are visited
@@ -315,14 +316,14 @@ _PLAIN: dict[str, tuple[str | int | bool | None, ...] | type] = {
 def _check_plain(name: str, value: Any) -> None:
     if name == "stages":
         if value is not None and type(value) is not int:
-            raise ConfigError(f"stages must be an integer or null, not {value!r}")
+            raise ConfigError(f"stages must be an integer or null, not {plain.shown(value)}")
         return
     allowed = _PLAIN[name]
     if isinstance(allowed, tuple):
         if value not in allowed:
-            raise ConfigError(f"{name} must be one of {', '.join(map(str, allowed))}, not {value!r}")
+            raise ConfigError(f"{name} must be one of {', '.join(map(str, allowed))}, not {plain.shown(value)}")
     elif type(value) is not allowed:
-        raise ConfigError(f"{name} must be of type {allowed.__name__}, not {value!r}")
+        raise ConfigError(f"{name} must be of type {allowed.__name__}, not {plain.shown(value)}")
 
 
 def config_from_json(data: object) -> Config:
@@ -338,7 +339,7 @@ def config_from_json(data: object) -> Config:
         raise ConfigError(f"a configuration is a JSON object, not {type(data).__name__}")
     arch = data.get("arch")
     if not isinstance(arch, str) or arch not in kinds:
-        raise ConfigError(f"unknown configuration arch {arch!r}: use one of {', '.join(kinds)}")
+        raise ConfigError(f"unknown configuration arch {plain.shown(arch)}: use one of {', '.join(kinds)}")
     cls = kinds[arch]
     names = {f.name for f in fields(cls)}
     values: dict[str, Any] = {}
@@ -346,10 +347,11 @@ def config_from_json(data: object) -> Config:
         if name == "arch":
             continue
         if name not in names:
-            raise ConfigError(f"unknown field {name!r} in an {arch} configuration: it has {', '.join(sorted(names))}")
+            shown = plain.shown(name)
+            raise ConfigError(f"unknown field {shown} in an {arch} configuration: it has {', '.join(sorted(names))}")
         if name in _SHAPES:
             if not isinstance(value, dict) or not all(type(v) is int for v in value.values()):
-                raise ConfigError(f"{name} must be an object of integers, not {value!r}")
+                raise ConfigError(f"{name} must be an object of integers, not {plain.shown(value)}")
             try:
                 value = _SHAPES[name](**value)
             except TypeError as exc:

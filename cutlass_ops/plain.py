@@ -6,14 +6,30 @@ import json
 import math
 import reprlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
 from cutlass_ops.errors import ConfigError
+
+T = TypeVar("T")
 
 # More characters than any number needs that is one of 64 bits.
 _MAX_DIGITS = 50
 _MAX_MESSAGE = 1000
+
+
+def read(text: bytes, what: str, most: int, build: Callable[[Any], T]) -> T:
+    """Return what a function makes of the value of a JSON text from outside, as :func:`parsed` reads it.
+
+    Raises
+    ------
+    ConfigError
+        If it is none, or the function says so.
+    """
+    try:
+        return build(parsed(text, what, most))
+    except RecursionError:  # parsed by a hair, and shown or written again by less
+        raise ConfigError(f"{what} is nested too deeply") from None
 
 
 def parsed(text: bytes, what: str, most: int) -> Any:

@@ -417,7 +417,7 @@ def read_spec(path: Path) -> KernelSpec:
     """
     try:
         with path.open("rb") as file:
-            return KernelSpec.from_json(plain.parsed(file.read(_MAX_SPEC + 1), "it", _MAX_SPEC))
+            return plain.read(file.read(_MAX_SPEC + 1), "it", _MAX_SPEC, KernelSpec.from_json)
     except ConfigError as exc:
         raise ConfigError(f"{path}: {plain.said(exc)}") from None
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, cast
 
-from cutlass_ops import arch
+from cutlass_ops import arch, plain
 from cutlass_ops.config import Config, Sm80Config, Sm90Config, config_from_json, config_to_json
 from cutlass_ops.dtypes import DType, dtype, f32
 from cutlass_ops.epilogue.graph import Graph, Input, Kind, Output
@@ -17,7 +17,7 @@ from cutlass_ops.errors import ConfigError
 
 Major = Literal["row", "col"]
 
-_OPERAND = re.compile(r"(?P<dtype>[a-z0-9]+)(\.(?P<major>row|col))?(\.align(?P<alignment>[0-9]+))?")
+_OPERAND = re.compile(r"(?P<dtype>[a-z0-9]+)(\.(?P<major>row|col))?(\.align(?P<alignment>[0-9]{1,4}))?")
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,9 @@ class Operand:
             return cls(text, "row", text.tma_alignment)
         match = _OPERAND.fullmatch(text)
         if match is None:
-            raise ValueError(f"operand {text!r} is not of the form DTYPE[.row|.col][.alignN], such as 'bf16.row'")
+            raise ValueError(
+                f"operand {plain.shown(text)} is not of the form DTYPE[.row|.col][.alignN], such as 'bf16.row'"
+            )
         element = dtype(match["dtype"])
         alignment = int(match["alignment"]) if match["alignment"] else element.tma_alignment
         return cls(element, cast(Major, match["major"] or "row"), alignment)
@@ -186,7 +188,7 @@ class KernelSpec:
         if not isinstance(data, Mapping):
             raise ConfigError(f"a kernel spec is a JSON object, not {type(data).__name__}")
         if set(data) != fields:
-            found = ", ".join(sorted(map(str, data)))
+            found = plain.shown(", ".join(sorted(map(str, data))))
             raise ConfigError(f"a kernel spec has the fields {', '.join(sorted(fields))}, not {found}")
         try:
             return cls(

@@ -187,7 +187,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             and all(type(f["size"]) is int and 0 <= f["size"] <= MAX_FILE for f in files.values())
             and all(isinstance(f["sha256"], str) for f in files.values())
         )
-    except (ValueError, TypeError, KeyError, AttributeError) as exc:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
         raise LoadError(f"{path} is no manifest: {exc!r}") from None
     if not good:
         raise LoadError(f"{path} is not the manifest of this kernel, or of another format")

@@ -302,7 +302,7 @@ def parse(text: bytes, where: str) -> Table:
         If it is none; the message says where it stands.
     """
     try:
-        return Table.from_json(plain.parsed(text, "it", _MAX_BYTES))
+        return plain.read(text, "it", _MAX_BYTES, Table.from_json)
     except ConfigError as exc:
         raise ConfigError(f"{where} is no tuning table: {plain.said(exc)}") from None
 

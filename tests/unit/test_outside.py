@@ -17,6 +17,7 @@ from signatures import A100, H100, signature
 
 from cutlass_ops import builtin, bundles, catalog, container, dispatch, legality, plain, policies, shipping, tables
 from cutlass_ops import bundle as bundle_module
+from cutlass_ops import manifest as manifest_module
 from cutlass_ops.builder import build_many
 from cutlass_ops.bundles import BUNDLES
 from cutlass_ops.call import call_at
@@ -25,6 +26,7 @@ from cutlass_ops.errors import BundleError, ConfigError, LoadError
 from cutlass_ops.explaining import explain_call
 from cutlass_ops.manifest import Manifest
 from cutlass_ops.plan import can_fall_back
+from cutlass_ops.spec import Operand
 from cutlass_ops.store import KernelStore, open_entry
 from cutlass_ops.tables import Measured, Point, Table
 from cutlass_ops.verifying import verify
@@ -317,6 +319,48 @@ def test_a_manifest_that_would_be_refused_is_not_written(tmp_path, contents, mon
     with pytest.raises(BundleError, match="more than 100 bytes"):
         contents.write(tmp_path / "a")
     assert not os.path.lexists(tmp_path / "a")
+
+
+DEPTHS = range(700, 1001, 4)
+
+
+@pytest.mark.parametrize("path", [("flags",), ("signatures", 0, "kernels", 0, "config", "stages"), ("choices",)])
+def test_nested_as_deeply_as_can_be_parsed(contents, path):
+    """What is parsed by a hair can be shown in no message and written nowhere."""
+    good = json.loads(contents.manifest.to_bytes())
+    if path == ("choices",):
+        choice = {"capability": [8, 0], "n": 1, "k": 1, "rows": [[1, 0, {"swizzle": 1}]]}
+        good["signatures"][0]["choices"] = [choice]
+        path = ("signatures", 0, "choices", 0, "rows", 0, 2, "swizzle")
+    for depth in DEPTHS:
+        with pytest.raises(BundleError):
+            Manifest.from_bytes(spoilt(good, path, "[" * depth + "]" * depth))
+        with pytest.raises(ConfigError):
+            tables.parse(spoilt(JSON, ("configs", 0, "stages"), "[" * depth + "]" * depth), "it")
+
+
+def test_each_order_of_tiles_of_a_kernel_is_read_once(contents, monkeypatch):
+    """A manifest of 4 MiB can have 300,000 rows of choices."""
+    good = json.loads(contents.manifest.to_bytes())
+    del good["sha256"]
+    rows = [[m, 0, {"swizzle": 1 << m % 4} if m % 4 else {}] for m in range(1, 1001)]
+    choices = [{"capability": [8, 0], "n": n, "k": 1, "rows": rows} for n in (1, 2)]
+    good["signatures"][0]["choices"] = choices
+    read, written = [], []
+    of_json, to_json = manifest_module.config_from_json, manifest_module.config_to_json
+    monkeypatch.setattr(manifest_module, "config_from_json", lambda value: read.append(value) or of_json(value))
+    monkeypatch.setattr(manifest_module, "config_to_json", lambda value: written.append(value) or to_json(value))
+    found = Manifest.from_bytes(manifest_module.sealed(good))
+    assert [config.swizzle for _, config in found.groups[0].choices[1].rows[:4]] == [2, 4, 8, 1]
+    assert len(read) < 10
+    assert len(written) < 50
+
+
+@pytest.mark.parametrize("digits", [5, 5000])
+def test_an_alignment_of_many_digits_is_a_mistake_that_says_so(digits):
+    with pytest.raises(ValueError, match="is not of the form DTYPE") as error:
+        Operand.of(f"bf16.row.align{'9' * digits}")
+    assert len(str(error.value)) < 200
 
 
 # ---- The store, declarations and catalogues ------------------------------------------------------------------------
