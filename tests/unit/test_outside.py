@@ -176,6 +176,26 @@ def test_a_message_can_be_printed_whatever_stands_in_it():
 # ---- Tables ------------------------------------------------------------------------------------------------------
 
 
+IN_TABLES = [p for p in _places(JSON) if type(_at(JSON, p)) in (int, float) and "signature" not in p]
+
+
+@pytest.mark.parametrize("raw", NUMBERS)
+def test_every_number_in_every_place_for_a_number(raw):
+    """A table that is then one has finite losses, ratios and logarithms, also after it was written and read again."""
+    refused = 0
+    for path in IN_TABLES:
+        text = spoilt(JSON, path, raw)
+        if refusal(tables.parse, text, "it"):
+            refused += 1
+            continue
+        table = tables.parse(text, "it")
+        if "multiprocessors" not in path:
+            table = table.merged(TABLE).merged(table)
+        again = tables.parse(json.dumps(table.select().to_json(), allow_nan=False).encode(), "it")
+        assert all(math.isfinite(loss) for point in again.points for loss in tables._losses(point).values())
+    assert refused >= len(IN_TABLES) // 2 or raw in ("0", "1", "-0.0", "0.5")
+
+
 @FEW
 @given(places(JSON), RAW)
 def test_a_table_with_anything_in_any_place_is_one_or_has_an_error_that_says_so(path, raw):
