@@ -210,7 +210,7 @@ def test_a_toml_catalogue(toml, tmp_path):
         ("format = true", "format is True: this version reads 1"),
         ("format = 1", "the catalogue is empty"),
         ("format = ", "Invalid value"),
-        ("format = 1\nkernel = []", "the catalogue has no field 'kernel': use format, kernels, tables, specs"),
+        ("format = 1\nkernel = []", "the catalogue has no field 'kernel': use format, version, kernels, tables, specs"),
         ("format = 1\nkernels = 3", "write [[kernels]] before each"),
         ("format = 1\n[[kernels]]", "[[kernels]] number 1: it has no archs, ops"),
         ('K archs = ["sm_80"]\nops = "gemm"\nshapes = ["1x1x1"]', "ops is 'gemm': a list of texts is needed"),
