@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import re
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -11,6 +13,8 @@ from typing import NamedTuple, TypeVar
 from cutlass_ops import units
 
 T = TypeVar("T")
+
+_POSITIVE = re.compile(r"0*[1-9][0-9]{0,14}")
 
 
 class Variable(NamedTuple):
@@ -33,7 +37,12 @@ class Variable(NamedTuple):
     @property
     def text(self) -> str | None:
         """The raw value, or None while it is unset or empty."""
-        return os.environ.get(self.name) or None
+        return self.given or None
+
+    @property
+    def given(self) -> str | None:
+        """The raw value, which may be empty, or None while it is unset."""
+        return os.environ.get(self.name)
 
 
 CACHE_DIR = Variable("CUTLASS_OPS_CACHE_DIR", "~/.cache/cutlass_ops", "folder of the kernel store")
@@ -64,8 +73,11 @@ BUNDLES = Variable(
     "CUTLASS_OPS_BUNDLES", "none", "bundles of compiled kernels, the first to look in first, parted by ':'"
 )
 BUNDLE_KEY = Variable(
-    "CUTLASS_OPS_BUNDLE_KEY", "none", "PEM file of the Ed25519 key with which every bundle must be signed"
+    "CUTLASS_OPS_BUNDLE_KEY",
+    "none",
+    "PEM files of Ed25519 keys, parted by ':', of which one must have signed each bundle",
 )
+BUNDLE_VERSION = Variable("CUTLASS_OPS_BUNDLE_VERSION", "none", "version that every bundle must have at least")
 
 VARIABLES = (
     CACHE_DIR,
@@ -73,6 +85,7 @@ VARIABLES = (
     TUNING_DIR,
     BUNDLES,
     BUNDLE_KEY,
+    BUNDLE_VERSION,
     XDG_CACHE_HOME,
     JIT,
     NVCC,
@@ -169,15 +182,37 @@ def bundles() -> tuple[Path, ...]:
     return tuple(_absolute(BUNDLES, part) for part in parts)
 
 
-def bundle_key() -> Path | None:
-    """Return the key with which bundles must be signed, if the user named one.
+def bundle_keys() -> tuple[Path, ...] | None:
+    """Return the keys of which one must have signed each bundle, or None while the variable is unset.
 
     Raises
     ------
     ValueError
-        If ``CUTLASS_OPS_BUNDLE_KEY`` is a relative path.
+        If ``CUTLASS_OPS_BUNDLE_KEY`` is set and empty, or holds an empty or a relative path.
     """
-    return _path(BUNDLE_KEY)
+    text = BUNDLE_KEY.given
+    if text is None:
+        return None
+    parts = text.split(os.pathsep)
+    # A variable that was to name a key, and names none, must not have unsigned bundles loaded.
+    if not all(parts):
+        raise ValueError(
+            f"{BUNDLE_KEY.name} is {text!r}, which has an empty path: name PEM files, parted by {os.pathsep!r}, or "
+            "unset it to load bundles that nobody signed"
+        )
+    return tuple(_absolute(BUNDLE_KEY, part) for part in parts)
+
+
+def bundle_version() -> int | None:
+    """Return the version that every bundle must have at least, or None while the variable is unset.
+
+    Raises
+    ------
+    ValueError
+        If ``CUTLASS_OPS_BUNDLE_VERSION`` is set and no positive integer.
+    """
+    text = BUNDLE_VERSION.given
+    return None if text is None else _positive(BUNDLE_VERSION, text)
 
 
 def jit_enabled() -> bool:
@@ -234,9 +269,7 @@ def jobs() -> int:
     text = JOBS.text
     if text is None:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if not (text.isascii() and text.isdecimal() and int(text) > 0):
-        raise ValueError(f"{JOBS.name} must be a positive integer, not {text!r}")
-    return int(text)
+    return _positive(JOBS, text)
 
 
 def lineinfo_enabled() -> bool:
@@ -279,6 +312,12 @@ def _choice(variable: Variable, choices: Mapping[str, T], default: T) -> T:
     if text not in choices:
         raise ValueError(f"{variable.name} must be one of {', '.join(choices)}, not {text!r}")
     return choices[text]
+
+
+def _positive(variable: Variable, text: str) -> int:
+    if not _POSITIVE.fullmatch(text):
+        raise ValueError(f"{variable.name} must be a positive integer of at most 15 digits, not {reprlib.repr(text)}")
+    return int(text)
 
 
 def _path(variable: Variable) -> Path | None:

@@ -14,9 +14,9 @@ from cutlass_ops.config import Config
 from cutlass_ops.container import MANIFEST, SIGNATURE, Container, open_container
 from cutlass_ops.errors import BundleError
 from cutlass_ops.loader import ABI
-from cutlass_ops.manifest import MAX_BYTES, Choice, File, Group, KernelRecord, Manifest, table_name
+from cutlass_ops.manifest import MAX_BYTES, MAX_VERSION, Choice, File, Group, KernelRecord, Manifest, table_name
 from cutlass_ops.signature import OpSignature
-from cutlass_ops.signing import require_signature, sign
+from cutlass_ops.signing import SIGNATURE_BYTES, PublicKeys, public_key_paths, require_signature, sign
 from cutlass_ops.spec import KernelSpec
 from cutlass_ops.store import LIBRARY, SOURCE, Artifact, identity_key
 
@@ -70,11 +70,14 @@ class Bundle:
         Where it lies.
     manifest : Manifest
         What is in it.
+    signed_by : Path or None
+        The file of the key that signed it; None if no key was given.
     """
 
-    def __init__(self, found: Container, manifest: Manifest) -> None:
+    def __init__(self, found: Container, manifest: Manifest, signed_by: Path | None = None) -> None:
         self.path = found.path
         self.manifest = manifest
+        self.signed_by = signed_by
         self._container = found
         self._groups: dict[OpSignature, Group] = {group.signature: group for group in manifest.groups}
         self._records: dict[KernelSpec, KernelRecord] = {record.spec: record for record in manifest.kernels}
@@ -135,7 +138,11 @@ class Bundle:
 
 
 def open_bundle(
-    path: str | os.PathLike[str], public_key: str | os.PathLike[str] | None = None, *, beside: Path | None = None
+    path: str | os.PathLike[str],
+    public_key: PublicKeys | None = None,
+    *,
+    minimum_version: int | None = None,
+    beside: Path | None = None,
 ) -> Bundle:
     """Open a bundle and check all but the contents of its kernels, sources and tables.
 
@@ -143,31 +150,51 @@ def open_bundle(
     ----------
     path : path
         The archive or the folder.
-    public_key : path, optional
-        PEM file of the Ed25519 key with which the manifest must have been signed. It is checked before anything else
-        is read.
+    public_key : path or iterable of path, optional
+        PEM files of Ed25519 keys, of which one must have signed the manifest. That is checked before anything else is
+        read.
+    minimum_version : int, optional
+        The version that it must have at least, as its catalogue gave it.
     beside : Path, optional
         As for :func:`cutlass_ops.container.open_container`.
 
     Raises
     ------
     BundleError
-        If it is not safe to read, not whole, of another format, not signed as it should be, or made for another
-        version of this library.
-    ValueError, OSError
-        If the public key cannot be read.
+        If it is not safe to read, not whole, of another format, not signed as it should be, older than it must be, or
+        made for another version of this library.
+    TypeError, ValueError, OSError
+        If a public key cannot be read, or the minimum version is none.
     """
+    keys = None if public_key is None else public_key_paths(public_key)
+    if minimum_version is not None:
+        require_version_number(minimum_version, "minimum_version")
     found = open_container(path, beside)
     try:
         text = _manifest_text(found)
-        if public_key is not None:
-            require_signature(text, _signature(found), Path(public_key))
+        signed_by = None if keys is None else require_signature(text, _signature(found), keys)
         manifest = Manifest.from_bytes(text)
         _require_files(found, manifest)
         _require_version(manifest)
+        if minimum_version is not None:
+            _require_recent(manifest, minimum_version)
     except BundleError as exc:
         raise BundleError(f"bundle {found.path}: {exc}") from None
-    return Bundle(found, manifest)
+    return Bundle(found, manifest, signed_by)
+
+
+def require_version_number(value: object, name: str) -> None:
+    """Refuse what is no version of a bundle.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is no integer, or none that a bundle can have.
+    """
+    if type(value) is not int:
+        raise TypeError(f"{name} is of type {type(value).__name__}: an integer is needed")
+    if not 1 <= value <= MAX_VERSION:
+        raise ValueError(f"{name} is {plain.shown(value)}: an integer from 1 to {MAX_VERSION} is needed")
 
 
 def write_bundle(
@@ -227,6 +254,8 @@ def _manifest_text(found: Container) -> bytes:
 def _signature(found: Container) -> bytes:
     if SIGNATURE not in found.sizes:
         raise BundleError(f"it is not signed: it has no {SIGNATURE}")
+    if found.sizes[SIGNATURE] != SIGNATURE_BYTES:
+        raise BundleError(f"{SIGNATURE} has {found.sizes[SIGNATURE]} bytes: a signature has {SIGNATURE_BYTES}")
     return found.read(SIGNATURE)
 
 
@@ -254,6 +283,13 @@ def _require_version(manifest: Manifest) -> None:
         )
 
 
+def _require_recent(manifest: Manifest, least: int) -> None:
+    if manifest.version is None:
+        raise BundleError(f"it has no version, and at least {least} is asked for: give its catalogue one")
+    if manifest.version < least:
+        raise BundleError(f"its version is {manifest.version}, and at least {least} is asked for: use a newer one")
+
+
 def _read(found: Container, name: str, file: File) -> bytes:
     data = found.read(name)
     try:
@@ -269,7 +305,10 @@ def _require_content(name: str, data: bytes, file: File) -> None:
 
 
 def manifest_of(
-    artifacts: Iterable[Artifact], choices: Mapping[OpSignature, tuple[Choice, ...]], tables: Iterable[bytes]
+    artifacts: Iterable[Artifact],
+    choices: Mapping[OpSignature, tuple[Choice, ...]],
+    tables: Iterable[bytes],
+    version: int | None = None,
 ) -> Manifest:
     """Return the manifest of a bundle with these contents.
 
@@ -281,6 +320,8 @@ def manifest_of(
         Which of them serve which problems.
     tables : iterable of bytes
         Tuning tables as JSON.
+    version : int, optional
+        The catalogue's.
 
     Raises
     ------
@@ -309,6 +350,7 @@ def manifest_of(
         flags=flags,
         groups=tuple(Group(s, tuple(records), choices.get(s, ())) for s, records in groups.items()),
         tables=tuple(sorted((_file(table) for table in tables), key=lambda t: t.sha256)),
+        version=version,
     )
 
 

@@ -13,6 +13,7 @@ from cutlass_ops import _env, forks
 from cutlass_ops.bundle import Bundle, BundledKernel, open_bundle
 from cutlass_ops.config import Config, Sm80Config, Sm90Config
 from cutlass_ops.signature import OpSignature
+from cutlass_ops.signing import PublicKeys
 from cutlass_ops.spec import KernelSpec
 
 # The namespace in which packages of bundles lie (:func:`cutlass_ops.packing.write_wheel`).
@@ -46,17 +47,21 @@ class Bundles:
     def _reset(self) -> None:
         self._lock = threading.RLock()
 
-    def load(self, path: str | os.PathLike[str], public_key: str | os.PathLike[str] | None = None) -> Bundle:
-        """Open a bundle and put it before all others.
+    def load(
+        self, path: str | os.PathLike[str], public_key: PublicKeys | None = None, minimum_version: int | None = None
+    ) -> Bundle:
+        """Open a bundle and put it before all others. What is not given is the environment's.
 
         Raises
         ------
         BundleError
             If it cannot be used.
-        ValueError, OSError
-            If the public key cannot be read.
+        TypeError, ValueError, OSError
+            If a public key cannot be read, or the minimum version is none.
         """
-        bundle = open_bundle(path, public_key or _env.bundle_key())
+        keys = _env.bundle_keys() if public_key is None else public_key
+        least = _env.bundle_version() if minimum_version is None else minimum_version
+        bundle = open_bundle(path, keys, minimum_version=least)
         with self._lock:
             others = tuple(b for b in self._loaded if b.path != bundle.path)
             self._loaded = (bundle, *others)
@@ -71,16 +76,18 @@ class Bundles:
         BundleError
             If one that the environment names, or one that is installed, cannot be used.
         ValueError, OSError
-            If a variable or the public key cannot be read.
+            If a variable or a public key cannot be read.
         """
         if getattr(self._local, "aside", False):
             return ()
-        text = (_env.BUNDLES.text, _env.BUNDLE_KEY.text)
+        text = (_env.BUNDLES.given, _env.BUNDLE_KEY.given, _env.BUNDLE_VERSION.given)
         with self._lock:
             if self._named is None or text != self._text:
-                key = _env.bundle_key()
-                named = [open_bundle(path, key) for path in _env.bundles()]
-                named += [open_bundle(path, key, beside=path.parents[1]) for path in _installed()]
+                key, least = _env.bundle_keys(), _env.bundle_version()
+                named = [open_bundle(path, key, minimum_version=least) for path in _env.bundles()]
+                named += [
+                    open_bundle(path, key, minimum_version=least, beside=path.parents[1]) for path in _installed()
+                ]
                 self._named = tuple(named)
                 self._text = text
                 self.generation += 1
@@ -152,7 +159,9 @@ class Bundles:
 BUNDLES = Bundles()
 
 
-def load_bundle(path: str | os.PathLike[str], *, public_key: str | os.PathLike[str] | None = None) -> Bundle:
+def load_bundle(
+    path: str | os.PathLike[str], *, public_key: PublicKeys | None = None, minimum_version: int | None = None
+) -> Bundle:
     """Have calls served by a bundle's kernels: for the signatures that it has, these and no others are picked.
 
     Nothing is loaded into the process yet; each kernel's SHA-256 is checked before it is. Of several bundles the last
@@ -162,9 +171,12 @@ def load_bundle(path: str | os.PathLike[str], *, public_key: str | os.PathLike[s
     ----------
     path : path
         The archive or the folder that ``cutlass-ops bundle`` made.
-    public_key : path, optional
-        PEM file of the Ed25519 key with which it must have been signed; by default ``CUTLASS_OPS_BUNDLE_KEY``, and
-        without that no signature is asked for.
+    public_key : path or iterable of path, optional
+        PEM files of Ed25519 keys, of which one must have signed it; by default ``CUTLASS_OPS_BUNDLE_KEY``, and without
+        that no signature is asked for. As with a bundle, nobody else may be able to write them.
+    minimum_version : int, optional
+        The version that it must have at least, which its catalogue gave it: an older bundle is signed as well. By
+        default ``CUTLASS_OPS_BUNDLE_VERSION``, and without that any version is accepted, and none.
 
     Returns
     -------
@@ -174,8 +186,9 @@ def load_bundle(path: str | os.PathLike[str], *, public_key: str | os.PathLike[s
     Raises
     ------
     BundleError
-        If it is not safe to read, not whole, not signed as it should be, or made for another version.
-    ValueError, OSError
-        If the public key cannot be read.
+        If it is not safe to read, not whole, not signed as it should be, older than it must be, or made for another
+        version of this library.
+    TypeError, ValueError, OSError
+        If a public key cannot be read, or the minimum version is none.
     """
-    return BUNDLES.load(path, public_key)
+    return BUNDLES.load(path, public_key, minimum_version)

@@ -16,13 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cutlass_ops import _resources, builtin, render
+from cutlass_ops import _resources, builtin, plain, render
 from cutlass_ops._version import TEMPLATE_VERSION
 from cutlass_ops.config import ClusterShape, Config, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
-from cutlass_ops.errors import ToolchainError
+from cutlass_ops.errors import ConfigError, ToolchainError
 from cutlass_ops.spec import KernelSpec
 
 MANIFEST = "manifest.json"
+_MAX_MANIFEST = 64 << 20
 
 _CONFIGS: tuple[Config, ...] = (
     Sm80Config(threadblock=ThreadblockShape(128, 128, 32), warp=WarpShape(64, 64, 32), stages=4),
@@ -178,8 +179,9 @@ def _differing(folder: Path, wanted: dict[str, str]) -> set[str]:
 def _abandoned(folder: Path, wanted: dict[str, str]) -> set[str]:
     """Return the files that the folder's manifest names and the catalogue no longer has."""
     try:
-        named = {str(kernel["file"]) for kernel in json.loads(_read(folder / MANIFEST) or b"{}")["kernels"]}
-    except (ValueError, KeyError, TypeError):
+        manifest = plain.parsed(_read(folder / MANIFEST) or b"{}", MANIFEST, _MAX_MANIFEST)
+        named = {str(kernel["file"]) for kernel in manifest["kernels"]}
+    except (ConfigError, KeyError, TypeError):
         return set()
     # The manifest may be anybody's: only names like the catalogue's own count.
     unwanted = named - wanted.keys()

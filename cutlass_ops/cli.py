@@ -184,9 +184,16 @@ Where = Annotated[
         help=f"What compiles: {executors.FORMS}. Default: this process.",
     ),
 ]
-PublicKey = Annotated[
-    Path | None,
-    typer.Option(help=f"PEM file of the Ed25519 public key that must have signed. Default: {_env.BUNDLE_KEY.name}."),
+PublicKeyFiles = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--key",
+        help=f"PEM file of an Ed25519 public key; one of several must have signed. Default: {_env.BUNDLE_KEY.name}.",
+    ),
+]
+MinimumVersion = Annotated[
+    int | None,
+    typer.Option(help=f"Refuse a bundle of a lower version, or none. Default: {_env.BUNDLE_VERSION.name}."),
 ]
 FromBundle = Annotated[Path | None, typer.Option("--bundle", help="Look in this bundle, and not in the store.")]
 OpName = Annotated[
@@ -300,7 +307,8 @@ def bundle(
 @app.command()
 def verify(
     path: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A bundle: a file or a folder.")],
-    key: PublicKey = None,
+    key: PublicKeyFiles = None,
+    minimum_version: MinimumVersion = None,
     as_json: Json = False,
 ) -> None:
     """Check everything that a bundle says of itself.
@@ -309,7 +317,7 @@ def verify(
     """
     from cutlass_ops import commands
 
-    _end(commands.verify(path, key, _EXIT_CODES[BundleError], as_json))
+    _end(commands.verify(path, key, minimum_version, _EXIT_CODES[BundleError], as_json))
 
 
 @app.command()
@@ -398,12 +406,17 @@ def explain(
 
 
 @app.command(name="list")
-def list_kernels(in_bundle: FromBundle = None, key: PublicKey = None, as_json: Json = False) -> None:
+def list_kernels(
+    in_bundle: FromBundle = None,
+    key: PublicKeyFiles = None,
+    minimum_version: MinimumVersion = None,
+    as_json: Json = False,
+) -> None:
     """List the kernels in the store, or in a bundle."""
-    _require_bundle(in_bundle, key)
+    _require_bundle(in_bundle, key, minimum_version)
     from cutlass_ops import commands
 
-    _end(commands.list_kernels(in_bundle, key, as_json))
+    _end(commands.list_kernels(in_bundle, key, minimum_version, as_json))
 
 
 @app.command()
@@ -412,22 +425,27 @@ def inspect(
         list[str], typer.Argument(metavar="KERNEL...", help="A kernel's folder, or how its key or slug begins.")
     ],
     in_bundle: FromBundle = None,
-    key: PublicKey = None,
+    key: PublicKeyFiles = None,
+    minimum_version: MinimumVersion = None,
     as_json: Json = False,
 ) -> None:
     """Show what kernels are made of.
 
     That is Tensor Core instructions, registers, shared memory, spills, stages and occupancy.
     """
-    _require_bundle(in_bundle, key)
+    _require_bundle(in_bundle, key, minimum_version)
     from cutlass_ops import commands
 
-    _end(commands.inspect(kernels, in_bundle, key, as_json))
+    _end(commands.inspect(kernels, in_bundle, key, minimum_version, as_json))
 
 
-def _require_bundle(in_bundle: Path | None, key: Path | None) -> None:
-    if key is not None and in_bundle is None:
+def _require_bundle(in_bundle: Path | None, key: list[Path] | None, minimum_version: int | None) -> None:
+    if in_bundle is not None:
+        return
+    if key:
         raise typer.BadParameter("--key is for --bundle: kernels in the store are not signed")
+    if minimum_version is not None:
+        raise typer.BadParameter("--minimum-version is for --bundle: kernels in the store have no version")
 
 
 @app.command()

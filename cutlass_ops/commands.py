@@ -10,7 +10,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
@@ -115,12 +115,16 @@ def _require_writable(out: Path, folder: bool, sign: Path | None, wheel: str | N
         signing.require_private_key(sign)
 
 
-def verify(path: Path, key: Path | None, failing: int, as_json: bool) -> int:
+def verify(path: Path, key: list[Path] | None, minimum_version: int | None, failing: int, as_json: bool) -> int:
     """Check a bundle; `failing` if anything is wrong."""
-    key = key or _env.bundle_key()
-    found = verifying.verify(path, key)
-    signed = f"signed by {key}" if found.signed else "no signature was asked for"
-    good = f"{found.path}: {found.kernels} kernels for {', '.join(found.targets)} are what the manifest says; {signed}"
+    keys, least = _asked(key, minimum_version)
+    found = verifying.verify(path, keys, minimum_version=least)
+    signed = f"signed by {found.signed_by}" if found.signed else "no signature was asked for"
+    version = "" if found.version is None else f", version {found.version}"
+    good = (
+        f"{found.path}{version}: {found.kernels} kernels for {', '.join(found.targets)} are what the manifest says; "
+        f"{signed}"
+    )
     _show(
         as_json,
         found.to_json(),
@@ -192,18 +196,20 @@ def _explained(op: str, problem: Problem, dtype: str, a: Major, b: Major, device
     return explain_call(op, call_at(_op(op, dtype).graph, problem, dtype, a, b, input_dtypes=inputs), device)
 
 
-def list_kernels(in_bundle: Path | None, key: Path | None, as_json: bool) -> int:
+def list_kernels(in_bundle: Path | None, key: list[Path] | None, minimum_version: int | None, as_json: bool) -> int:
     """Print the kernels in the store, or in a bundle."""
-    where, artifacts = _kernels(in_bundle, key)
+    where, artifacts = _kernels(in_bundle, key, minimum_version)
     rows = [_row(artifact) for artifact in artifacts]
     lines = [f"{row['key'][:12]}  {row['bytes']:>9,} bytes  {row['created'] or ''}  {row['slug']}" for row in rows]
     _show(as_json, rows, *lines, f"{where}: {len(rows)} kernels")
     return 0
 
 
-def inspect(kernels: list[str], in_bundle: Path | None, key: Path | None, as_json: bool) -> int:
+def inspect(
+    kernels: list[str], in_bundle: Path | None, key: list[Path] | None, minimum_version: int | None, as_json: bool
+) -> int:
     """Print what kernels are made of."""
-    artifacts = [_find(text, in_bundle, key) for text in kernels]
+    artifacts = [_find(text, in_bundle, key, minimum_version) for text in kernels]
     _show_reports(as_json, [(artifact, inspect_kernel(artifact)) for artifact in artifacts])
     return 0
 
@@ -260,6 +266,7 @@ def _about(bundle: Bundle) -> dict[str, Any]:
         "library_bytes": sum(record.library.size for record in kernels),
         "largest_library": max(record.library.size for record in kernels),
         "tables": len(manifest.tables),
+        "version": manifest.version,
         "manifest_sha256": hashlib.sha256(manifest.to_bytes()).hexdigest(),
         "toolchain": dict(manifest.toolchain),
     }
@@ -279,10 +286,19 @@ def _about_line(about: dict[str, Any]) -> str:
     )
 
 
-def _kernels(in_bundle: Path | None, key: Path | None) -> tuple[str, Iterable[Artifact]]:
+def _asked(key: list[Path] | None, minimum_version: int | None) -> tuple[Sequence[Path] | None, int | None]:
+    """Return which keys and which version are asked of a bundle: those of the command line, else the environment's."""
+    least = _env.bundle_version() if minimum_version is None else minimum_version
+    return key or _env.bundle_keys(), least
+
+
+def _kernels(
+    in_bundle: Path | None, key: list[Path] | None, minimum_version: int | None
+) -> tuple[str, Iterable[Artifact]]:
     """Return where kernels are looked for, and those there."""
     if in_bundle is not None:
-        return str(in_bundle), open_bundle(in_bundle, key or _env.bundle_key()).kernels()
+        keys, least = _asked(key, minimum_version)
+        return str(in_bundle), open_bundle(in_bundle, keys, minimum_version=least).kernels()
     store = KernelStore.default()
     return str(store.root), store.entries()
 
@@ -305,12 +321,12 @@ def _slug(artifact: Artifact) -> str:
         return "(declared by another version of this library)"
 
 
-def _find(text: str, in_bundle: Path | None, key: Path | None) -> Artifact:
+def _find(text: str, in_bundle: Path | None, key: list[Path] | None, minimum_version: int | None) -> Artifact:
     """Find a kernel by its folder, or in the store or a bundle by the beginning of its key or slug."""
     path = Path(text).absolute()
-    if in_bundle is None and key is None and path.exists():
+    if in_bundle is None and not key and minimum_version is None and path.exists():
         return open_entry(path if path.is_dir() else path.parent)
-    where, artifacts = _kernels(in_bundle, key)
+    where, artifacts = _kernels(in_bundle, key, minimum_version)
     found = [a for a in artifacts if a.key.startswith(text) or _slug(a).startswith(text)]
     if len(found) == 1:
         return found[0]

@@ -13,6 +13,7 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from types import NoneType
 from typing import Any, ClassVar, Literal, get_args
 
+from cutlass_ops import plain
 from cutlass_ops.errors import ConfigError
 
 SWIZZLES = (1, 2, 4, 8)  # how many tiles wide the strips may be in which tiles are visited
@@ -372,7 +373,7 @@ def config_from_json(data: object) -> Config:
         raise ConfigError(f"a configuration is a JSON object, not {type(data).__name__}")
     arch = data.get("arch")
     if not isinstance(arch, str) or arch not in kinds:
-        raise ConfigError(f"unknown configuration arch {arch!r}: use one of {', '.join(kinds)}")
+        raise ConfigError(f"unknown configuration arch {plain.shown(arch)}: use one of {', '.join(kinds)}")
     cls = kinds[arch]
     names = {f.name for f in fields(cls)}
     values: dict[str, Any] = {}
@@ -380,10 +381,11 @@ def config_from_json(data: object) -> Config:
         if name == "arch":
             continue
         if name not in names:
-            raise ConfigError(f"unknown field {name!r} in an {arch} configuration: it has {', '.join(sorted(names))}")
+            shown = plain.shown(name)
+            raise ConfigError(f"unknown field {shown} in an {arch} configuration: it has {', '.join(sorted(names))}")
         if name in _SHAPES:
             if not isinstance(value, dict):
-                raise ConfigError(f"{name} must be an object of integers, not {value!r}")
+                raise ConfigError(f"{name} must be an object of integers, not {plain.shown(value)}")
             try:
                 value = _SHAPES[name](**value)
             except TypeError as exc:

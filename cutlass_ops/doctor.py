@@ -210,7 +210,7 @@ def _jit(problems: list[str]) -> bool:
 
 def _wrong_values() -> Iterator[str]:
     """Yield what is wrong with variables that nothing above reads, and that a build or a call would stumble over."""
-    for read in (_env.jobs, _env.progress, _env.tuning_dir, _env.bundle_key):
+    for read in (_env.jobs, _env.progress, _env.tuning_dir, _env.bundle_keys):
         yield from _said_by(read)
 
 
@@ -235,7 +235,7 @@ def _remarks() -> Iterator[str]:
             )
             yield f"{name} is not a variable of this library: {question}"
     for variable in _env.VARIABLES:
-        if os.environ.get(variable.name) == "":
+        if os.environ.get(variable.name) == "" and variable not in (_env.BUNDLE_KEY, _env.BUNDLE_VERSION):
             yield f"{variable.name} is set and empty, which counts as unset"
     yield from _cuda_homes()
     xdg = _env.XDG_CACHE_HOME.text
@@ -250,9 +250,9 @@ def _remarks() -> Iterator[str]:
     for name in _IGNORED:
         if os.environ.get(name) and name not in names:
             yield f"{name} is ignored: kernels are compiled without it"
-    key = _env.BUNDLE_KEY.text
-    if key and os.path.isabs(key) and not os.path.isfile(key):
-        yield f"{_env.BUNDLE_KEY.name} is {key!r}, which is not a file: no bundle can be opened"
+    for key in (_env.BUNDLE_KEY.text or "").split(os.pathsep):
+        if os.path.isabs(key) and not os.path.isfile(key):
+            yield f"{_env.BUNDLE_KEY.name} names {key!r}, which is not a file: no bundle can be opened"
 
 
 def _cuda_homes() -> Iterator[str]:

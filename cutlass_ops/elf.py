@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 _MAGIC = b"\x7fELF"
@@ -22,9 +22,13 @@ _SEGMENT = struct.Struct(
 _PAGE = 4096
 _SHF_EXECINSTR = 4
 _SHT_NOBITS = 8  # takes no room in the file
-_MAX_IMAGES = 64
+# A kernel's library has one image, some hundred symbols, and some six libraries that it needs.
+_MAX_IMAGES = 8
+_MAX_SYMBOLS = 1 << 16
 _MAX_LIBRARIES = 64
-_MAX_PATH = 4096
+_MAX_PATH = 4096  # bytes of a folder's name
+# Section names may share their ends, but all together they are not many times as long as the table that they stand in.
+_SHARED = 4
 _SECTION = struct.Struct("<IIQQQQ")  # name, type, flags, address, offset, size: the head of a section's header
 
 
@@ -79,18 +83,23 @@ def sm_version(image: bytes) -> int:
     return flags >> 8 & 0xFF if image[8] >= _ABI_MOVED else flags & 0xFF
 
 
-def exports(library: bytes) -> set[str]:
-    """Return the names that a shared library defines for others.
+def exports(library: bytes, names: Collection[str]) -> set[str]:
+    """Return those of some names that a shared library defines for others.
 
     Raises
     ------
     struct.error
-        If it ends before its sections do.
+        If it ends before its sections do, or has more symbols than any kernel's library.
     """
     found = {section.name: section.data for section in sections(library)}
-    symbols, names = found.get(".dynsym", b""), found.get(".dynstr", b"")
+    symbols, table = found.get(".dynsym", b""), found.get(".dynstr", b"")
+    if len(symbols) > _MAX_SYMBOLS * _SYMBOL.size:
+        raise struct.error(f"it has more than {_MAX_SYMBOLS} symbols")
     rows = _SYMBOL.iter_unpack(_whole(symbols, _SYMBOL.size))
-    return {_name(names, name) for name, info, _, where, _, _ in rows if where and info >> 4 in _BINDINGS}
+    defined = [name for name, info, _, where, _, _ in rows if where and info >> 4 in _BINDINGS]
+    # Names are compared where they stand: thousands of symbols may share one of millions of characters.
+    texts = {name: name.encode() + b"\0" for name in names}
+    return {name for name, text in texts.items() if any(table.startswith(text, at) for at in defined)}
 
 
 def needed(library: bytes) -> list[str]:
@@ -132,7 +141,7 @@ def _dynamic_texts(library: bytes, tags: tuple[int, ...]) -> list[str]:
     if len(tables) != 1 or len(wanted) > _MAX_LIBRARIES:
         raise struct.error(f"it has {len(tables)} tables of names, for {len(wanted)} libraries")
     names = _loaded_at(library, loads, tables[0])
-    return [_text(names, at) for at in wanted]
+    return [_name(names, at, _MAX_PATH) for at in wanted]
 
 
 def _segments(library: bytes) -> tuple[list[tuple[int, int, int]], int]:
@@ -140,7 +149,7 @@ def _segments(library: bytes) -> tuple[list[tuple[int, int, int]], int]:
     (table,) = _unpack(struct.Struct("<Q"), library, 0x20)
     entry_size, entries = _unpack(struct.Struct("<HH"), library, 0x36)
     if library[: len(_MAGIC)] != _MAGIC or entry_size != _SEGMENT.size:
-        raise struct.error("it is no ELF64 library")
+        raise struct.error("it is not an ELF64 library")
     headers = [_unpack(_SEGMENT, library, table + index * entry_size) for index in range(entries)]
     loads = [(address, offset, size) for kind, _, offset, address, _, size, _, _ in headers if kind == _PT_LOAD]
     dynamic = [address for kind, _, _, address, *_ in headers if kind == _PT_DYNAMIC]
@@ -165,20 +174,15 @@ def _loaded_at(library: bytes, loads: list[tuple[int, int, int]], at: int) -> by
     raise struct.error(f"nothing is loaded at {at:#x}")
 
 
-def _text(names: bytes, at: int) -> str:
-    end = names.find(b"\0", at, at + _MAX_PATH)
-    if end == -1:
-        raise struct.error("a name has no end")
-    return names[at:end].decode(errors="replace")
-
-
 def _whole(data: bytes, size: int) -> bytes:
     return data[: len(data) // size * size]
 
 
-def _name(names: bytes, at: int) -> str:
-    end = names.find(b"\0", at)
-    return names[at : len(names) if end == -1 else end].decode(errors="replace")
+def _name(table: bytes, at: int, most: int) -> str:
+    end = table.find(b"\0", at, at + most + 1)
+    if end < 0:
+        raise struct.error(f"a name at {at} does not end within {most} bytes")
+    return table[at:end].decode(errors="replace")
 
 
 def sections(image: bytes) -> Iterator[Section]:
@@ -195,9 +199,12 @@ def sections(image: bytes) -> Iterator[Section]:
     # Sections of a real image do not overlap; those of a hostile one could be as large as the file, each.
     if sum(size for _, kind, _, _, _, size in headers if kind != _SHT_NOBITS) > len(image):
         raise struct.error("its sections overlap")
-    names = _contents(image, headers[names_at]) if names_at < entries else b""
+    names = _contents(image, headers[names_at]) if names_at < entries else b"\0"
+    left = _SHARED * len(names)
     for header in headers:
-        yield Section(_name(names, header[0]), bool(header[2] & _SHF_EXECINSTR), _contents(image, header))
+        name = _name(names, header[0], left)
+        left -= len(name)
+        yield Section(name, bool(header[2] & _SHF_EXECINSTR), _contents(image, header))
 
 
 def _unpack(form: struct.Struct, data: bytes, at: int) -> tuple[int, ...]:

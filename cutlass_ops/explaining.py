@@ -214,7 +214,8 @@ def explain_call(name: str, call: Call, device: Device) -> Explanation:
     if chosen is not None:
         ranked = _first(chosen, ranked, policy.ranked(problem, [chosen.binary()]))
     spec = device.spec(signature, ranked[0].config.binary())
-    peer = dispatch.fallback(signature, device, problem) if can_fall_back(call) else None
+    peer = dispatch.fallback(signature, device, problem)
+    peer = peer if peer is not None and can_fall_back(call, peer) else None
     why = _BUNDLED.format(len(kept)) if chosen else _why(policy, problem, ranked[0], len(kept))
     served_by, peers = spec.slug, dict(policy.peers(problem))
     expected: float | None = ranked[0].microseconds

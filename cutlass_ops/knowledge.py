@@ -286,4 +286,7 @@ def _errors(measured: Mapping[Problem, Mapping[Config, Candidate]], pool: Pool, 
     times = torch.tensor([e[2] for e in entries], dtype=torch.float64)
     problems = list(measured)
     predicted = pool.times(problems, device)[rows, kernels]
-    return _Errors(kernels, _places(problems, pool, device)[rows, kernels], (times / predicted).log2().float())
+    # By the model some cannot be launched there, whatever a table says: an infinite error would spoil all others.
+    known = predicted.isfinite()
+    errors = (times / predicted).log2().float()
+    return _Errors(kernels[known], _places(problems, pool, device)[rows, kernels][known], errors[known])

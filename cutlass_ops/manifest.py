@@ -7,6 +7,7 @@ names of files follow from keys and digests.
 from __future__ import annotations
 
 import bisect
+import functools
 import hashlib
 import itertools
 import re
@@ -22,9 +23,10 @@ from cutlass_ops.signature import OpSignature, signature_from_json, signature_to
 from cutlass_ops.spec import KernelSpec
 
 FORMAT = "cutlass_ops.bundle/1"
-MAX_BYTES = 16 << 20
+# What has more is refused unread: of untrusted text, so much is read in a second or two.
+MAX_BYTES = 4 << 20
 
-_MAX_KERNELS = 8_000
+_MAX_KERNELS = 4_000
 _MAX_CHOICES = 4_096
 _MAX_ROWS = 1_024
 _MAX_TABLES = 256
@@ -32,6 +34,9 @@ _MAX_FUNCTIONS = 64
 _MAX_EXTENT = 1 << 40
 
 _FIELDS = "format abi templates library_version toolchain flags signatures tables sha256"
+_FURTHER = "version"  # there if the catalogue has one
+# Of the user's own counting; whatever reads JSON keeps so many digits.
+MAX_VERSION = 10**15 - 1
 _TOOLCHAIN = "nvcc host_compiler cutlass tvm_ffi"
 _STEPS = "device host link"
 _RESOURCES = "registers stack spill_stores spill_loads static_shared_memory"
@@ -138,9 +143,14 @@ class Group:
         """Return the group as plain values."""
         places = {(r.spec.config, r.spec.target): at for at, r in enumerate(self.kernels)}
 
+        # Thousands of rows name a few kernels.
+        @functools.cache
+        def serves(capability: tuple[int, int], config: Config) -> list[Any]:
+            target = arch.target_for(capability, wgmma=isinstance(config, Sm90Config))
+            return [places[config.binary(), target.name if target else ""], _order(config)]
+
         def row(choice: Choice, most: int, config: Config) -> list[Any]:
-            target = arch.target_for(choice.capability, wgmma=isinstance(config, Sm90Config))
-            return [most, places[config.binary(), target.name if target else ""], _order(config)]
+            return [most, *serves(choice.capability, config)]
 
         return {
             "signature": signature_to_json(self.signature),
@@ -170,6 +180,8 @@ class Manifest:
         Kernels by signature.
     tables : tuple of File
         Tuning tables.
+    version : int or None
+        The catalogue's, by which a newer bundle is told from an older one.
     """
 
     abi: int
@@ -179,6 +191,7 @@ class Manifest:
     flags: Mapping[str, Mapping[str, Sequence[str]]]
     groups: tuple[Group, ...]
     tables: tuple[File, ...] = ()
+    version: int | None = None
 
     @property
     def kernels(self) -> tuple[KernelRecord, ...]:
@@ -214,18 +227,17 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return the manifest's text, the same for equal contents."""
-        return sealed(
-            {
-                "format": FORMAT,
-                "abi": self.abi,
-                "templates": self.templates,
-                "library_version": self.library_version,
-                "toolchain": dict(self.toolchain),
-                "flags": {target: {s: list(f) for s, f in steps.items()} for target, steps in self.flags.items()},
-                "signatures": [group.to_json() for group in self.groups],
-                "tables": [table._asdict() for table in self.tables],
-            }
-        )
+        fields = {
+            "format": FORMAT,
+            "abi": self.abi,
+            "templates": self.templates,
+            "library_version": self.library_version,
+            "toolchain": dict(self.toolchain),
+            "flags": {target: {s: list(f) for s, f in steps.items()} for target, steps in self.flags.items()},
+            "signatures": [group.to_json() for group in self.groups],
+            "tables": [table._asdict() for table in self.tables],
+        }
+        return sealed(fields if self.version is None else {**fields, "version": self.version})
 
     @classmethod
     def from_bytes(cls, text: bytes) -> Manifest:
@@ -237,9 +249,9 @@ class Manifest:
             If it is not the text that :meth:`to_bytes` gives for a manifest of this format; the message says why.
         """
         try:
-            manifest = cls._of(plain.parsed(text, "the manifest"))
+            manifest = plain.read(text, "the manifest", MAX_BYTES, cls._of)
         except ConfigError as exc:
-            raise BundleError(f"the manifest is wrong: {exc}") from None
+            raise BundleError(f"the manifest is wrong: {plain.said(exc)}") from None
         # One spelling for each content: nothing stands in it twice, in another order, or unread.
         if manifest.to_bytes() != text:
             raise BundleError(
@@ -249,10 +261,13 @@ class Manifest:
 
     @classmethod
     def _of(cls, data: object) -> Manifest:
-        found = data.get("format") if isinstance(data, dict) else None
+        every = plain.mapping(data, "it", None)
+        found = every.get("format")
         if found != FORMAT:
-            raise ConfigError(f"its format is {found!r:.80}: this version reads {FORMAT!r}; make the bundle again")
-        fields = plain.mapping(data, "it", _FIELDS)
+            shown = plain.shown(found)
+            raise ConfigError(f"its format is {shown}: this version reads {FORMAT!r}; make the bundle again")
+        further = _FURTHER in every
+        fields = plain.mapping(data, "it", f"{_FIELDS} {_FURTHER}" if further else _FIELDS)
         toolchain = plain.mapping(fields["toolchain"], "toolchain", _TOOLCHAIN)
         manifest = cls(
             abi=plain.integer(fields["abi"], "abi", 1, 1 << 16),
@@ -262,6 +277,7 @@ class Manifest:
             flags=_flags(fields["flags"]),
             groups=tuple(map(_group, plain.sequence(fields["signatures"], "signatures", _MAX_KERNELS))),
             tables=tuple(_file(t, "a table") for t in plain.sequence(fields["tables"], "tables", _MAX_TABLES)),
+            version=plain.integer(fields["version"], "version", 1, MAX_VERSION) if further else None,
         )
         _require_unique([group.signature for group in manifest.groups], "a signature")
         _require_unique([record.key for record in manifest.kernels], "a kernel's key")
@@ -300,7 +316,8 @@ def _group(data: object) -> Group:
     if not kernels:
         raise ConfigError("a signature has no kernels")
     _require_unique([record.spec for record in kernels], "a kernel")
-    choices = tuple(_choice(c, kernels) for c in plain.sequence(fields["choices"], "choices", _MAX_CHOICES))
+    orders = _Orders(kernels)
+    choices = tuple(_choice(c, orders) for c in plain.sequence(fields["choices"], "choices", _MAX_CHOICES))
     _require_unique([(c.capability, c.n, c.k) for c in choices], "a choice")
     return Group(signature, kernels, choices)
 
@@ -334,32 +351,48 @@ def _resources_of(data: object) -> dict[str, Any]:
     return {"function": plain.text(fields["function"], "function", 1 << 16), **numbers}
 
 
-def _choice(data: object, kernels: Sequence[KernelRecord]) -> Choice:
+def _choice(data: object, orders: _Orders) -> Choice:
     fields = plain.mapping(data, "a choice", "capability n k rows")
     pair = plain.sequence(fields["capability"], "capability", 2)
     if len(pair) != 2:
         raise ConfigError("capability has a major and a minor number")
     capability = (plain.integer(pair[0], "capability", 1, 99), plain.integer(pair[1], "capability", 0, 99))
-    rows = tuple(_row(r, kernels, capability) for r in plain.sequence(fields["rows"], "rows", _MAX_ROWS))
+    rows = tuple(_row(r, orders, capability) for r in plain.sequence(fields["rows"], "rows", _MAX_ROWS))
     if not rows or any(row[0] >= after[0] for row, after in itertools.pairwise(rows)):
         raise ConfigError("rows of a choice are in increasing order, and there is at least one")
     n, k = (plain.integer(fields[name], name, 1, _MAX_EXTENT) for name in ("n", "k"))
     return Choice(capability, n, k, rows)
 
 
-def _row(data: object, kernels: Sequence[KernelRecord], capability: tuple[int, int]) -> tuple[int, Config]:
+def _row(data: object, orders: _Orders, capability: tuple[int, int]) -> tuple[int, Config]:
     row = plain.sequence(data, "a row of a choice", 3)
     if len(row) != 3:
         raise ConfigError("a row of a choice has a number of rows, a kernel and an order of tiles")
     most = plain.integer(row[0], "rows", 1, _MAX_EXTENT)
-    record = kernels[plain.integer(row[1], "rows", 0, len(kernels) - 1)]
-    order = plain.mapping(row[2], "an order of tiles", None)
-    config = config_from_json({**config_to_json(record.spec.config), **order})
-    if config.binary() != record.spec.config or config.swizzle not in SWIZZLES:
-        raise ConfigError("an order of tiles changes the kernel, or is not one that it has")
+    place = plain.integer(row[1], "rows", 0, len(orders.kernels) - 1)
+    config = orders.config(place, plain.mapping(row[2], "an order of tiles", None))
+    record = orders.kernels[place]
     if not record.runs_on(capability):
         raise ConfigError(f"a choice for compute capability {capability} names a kernel for {record.spec.target}")
     return most, config
+
+
+class _Orders:
+    """Kernels in orders of their tiles: each is read once, however many rows name it."""
+
+    def __init__(self, kernels: Sequence[KernelRecord]) -> None:
+        self.kernels = kernels
+        self._known: dict[tuple[int, bytes], Config] = {}
+
+    def config(self, place: int, order: Mapping[str, Any]) -> Config:
+        key = place, plain.canonical(order)
+        if key not in self._known:
+            binary = self.kernels[place].spec.config
+            config = config_from_json({**config_to_json(binary), **order})
+            if config.binary() != binary or config.swizzle not in SWIZZLES:
+                raise ConfigError("an order of tiles changes the kernel, or is none that it has")
+            self._known[key] = config
+        return self._known[key]
 
 
 def _flags(data: object) -> dict[str, dict[str, tuple[str, ...]]]:

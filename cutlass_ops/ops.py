@@ -194,7 +194,7 @@ class Op(traced.Portable):
         signature, device = self._signature_of(call)
         extents = (problem.m, problem.n, problem.k)
         peer = dispatch.fallback(signature, device, extents)
-        if peer is not None and can_fall_back(call):
+        if peer is not None and can_fall_back(call, peer):
             return make_peer_plan(peer, call)
         spec, config = dispatch.choose(signature, device, extents)
         plan = make_plan(self.name, spec, config, call)

@@ -97,7 +97,7 @@ def pack(
     wanted = shipment(catalogue)
     artifacts = build_many(wanted.specs, jobs=jobs, store=store, toolchain=toolchain, executor=executor)
     tables = [plain.canonical(table.to_json()) for table in wanted.tables]
-    manifest = manifest_of(artifacts, wanted.choices, tables)
+    manifest = manifest_of(artifacts, wanted.choices, tables, catalogue.version)
     sources = {artifact.key: artifact.read_source() for artifact in artifacts}
     libraries = {artifact.key: artifact.read_library() for artifact in artifacts}
     by_digest = {hashlib.sha256(table).hexdigest(): table for table in tables}

@@ -5,24 +5,76 @@ from __future__ import annotations
 import json
 import math
 import reprlib
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
 from cutlass_ops.errors import ConfigError
 
+T = TypeVar("T")
 
-def parsed(text: bytes, what: str) -> Any:
-    """Return the value of a JSON text.
+# More characters than any number needs that is one of 64 bits.
+_MAX_DIGITS = 50
+_MAX_MESSAGE = 1000
+
+
+def read(text: bytes, what: str, most: int, build: Callable[[Any], T]) -> T:
+    """Return what a function makes of the value of a JSON text from outside, as :func:`parsed` reads it.
 
     Raises
     ------
     ConfigError
-        If it is none, or has numbers that are not.
+        If it is none, or the function says so.
     """
     try:
-        return json.loads(text, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as exc:
-        raise ConfigError(f"{what} is not JSON: {exc}") from None
+        return build(parsed(text, what, most))
+    except RecursionError:  # parsed by a hair, and shown or written again by less
+        raise ConfigError(f"{what} is nested too deeply") from None
+
+
+def parsed(text: bytes, what: str, most: int) -> Any:
+    """Return the value of a JSON text from outside, of at most so many bytes.
+
+    It is UTF-8, no name stands twice in an object, integers have 64 bits with a sign, and other numbers are finite.
+
+    Raises
+    ------
+    ConfigError
+        If it is none.
+    """
+    if len(text) > most:
+        raise ConfigError(f"{what} has more than {most} bytes, which none has")
+    try:
+        return json.loads(
+            text.decode(),
+            object_pairs_hook=_object,
+            parse_int=_integer,
+            parse_float=_number,
+            parse_constant=_no_constant,
+        )
+    except RecursionError:
+        raise ConfigError(f"{what} is not JSON that is read here: it is nested too deeply") from None
+    except ValueError as exc:
+        raise ConfigError(f"{what} is not JSON that is read here: {said(exc)}") from None
+
+
+def said(error: Exception) -> str:
+    """Return an error's message as :func:`printable` does."""
+    return printable(str(error))
+
+
+def printable(text: str) -> str:
+    """Return a text as one that can be printed, and is not too long, whatever from outside stands in it."""
+    short = text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}..."
+    return short if short.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in short)
+
+
+def shown(value: object) -> str:
+    """Return a short text that shows a value, whatever it is."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        return f"a value of type {type(value).__name__} that is too long to be shown"
 
 
 def canonical(value: object) -> bytes:
@@ -47,7 +99,7 @@ def mapping(data: object, what: str, names: str | None) -> Mapping[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"{what} is an object, not {type(data).__name__}")
     if names is not None and set(data) != set(names.split()):
-        raise ConfigError(f"{what} has the fields {names}, not {reprlib.repr(' '.join(sorted(map(str, data))))}")
+        raise ConfigError(f"{what} has the fields {names}, not {shown(' '.join(sorted(map(str, data))))}")
     return data
 
 
@@ -75,7 +127,7 @@ def text(data: object, what: str, most: int = 100) -> str:
         If it is none.
     """
     if not isinstance(data, str) or not data.isprintable() or not 0 < len(data) <= most:
-        raise ConfigError(f"{what} is {reprlib.repr(data)}: a short printable text is needed")
+        raise ConfigError(f"{what} is {shown(data)}: a short printable text is needed")
     return data
 
 
@@ -88,21 +140,44 @@ def integer(data: object, what: str, low: int, high: int) -> int:
         If it is none.
     """
     if type(data) is not int or not low <= data <= high:
-        raise ConfigError(f"{what} holds {reprlib.repr(data)}: an integer from {low} to {high} is needed")
+        raise ConfigError(f"{what} holds {shown(data)}: an integer from {low} to {high} is needed")
     return data
 
 
-def positive(data: object, what: str) -> float:
-    """Return a finite number above 0.
+def number(data: object, what: str, low: float, high: float) -> float:
+    """Return a number within bounds.
 
     Raises
     ------
     ConfigError
         If it is none.
     """
-    if type(data) not in (int, float) or not isinstance(data, int | float) or not 0 < data < math.inf:
-        raise ConfigError(f"{what} holds {reprlib.repr(data)}: a finite number above 0 is needed")
+    if type(data) not in (int, float) or not isinstance(data, int | float) or not low <= data <= high:
+        raise ConfigError(f"{what} holds {shown(data)}: a number from {low:g} to {high:g} is needed")
     return float(data)
+
+
+def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"{shown(twice)} stands twice in an object")
+    return found
+
+
+def _integer(text: str) -> int:
+    # Python itself refuses thousands of digits, with advice that is none here.
+    value = int(text) if len(text) <= _MAX_DIGITS else None
+    if value is None or not -(1 << 63) <= value < 1 << 63:
+        raise ValueError(f"{shown(text)} is no integer of 64 bits")
+    return value
+
+
+def _number(text: str) -> float:
+    value = float(text) if len(text) <= _MAX_DIGITS else math.inf
+    if not math.isfinite(value):
+        raise ValueError(f"{shown(text)} is too large a number, or too long")
+    return value
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -188,10 +188,15 @@ def make_ops_plan(
     return OpsPlan(compute, tuple(map(_laid_out, operands)), out_dtype)
 
 
-def can_fall_back(call: Call) -> bool:
-    """Whether :class:`PeerPlan` can serve a call: no batch, and nothing but D in A's dtype."""
+def can_fall_back(call: Call, peer: str = "eager") -> bool:
+    """Whether :class:`PeerPlan` can serve a call with a peer: no batch, and nothing but D in A's dtype."""
     problem = call.problem
-    return len(problem.batch) == 1 and len(call.outputs) == 1 and call.outputs[0].dtype == problem.a.dtype
+    return (
+        peer in peers(call.graph)
+        and len(problem.batch) == 1
+        and len(call.outputs) == 1
+        and call.outputs[0].dtype == problem.a.dtype
+    )
 
 
 def make_peer_plan(name: str, call: Call) -> PeerPlan:

@@ -20,7 +20,7 @@ from cutlass_ops.bundles import BUNDLES
 from cutlass_ops.config import Config, GemvConfig, Means, Sm90Config
 from cutlass_ops.device import Device, Problem
 from cutlass_ops.epilogue.graph import Kind
-from cutlass_ops.errors import ConfigError
+from cutlass_ops.errors import BundleError, ConfigError
 from cutlass_ops.heuristics import Pool
 from cutlass_ops.knowledge import SOURCES, Candidate, Expected, Knowledge
 from cutlass_ops.signature import OpSignature
@@ -219,27 +219,29 @@ def _own(signature: OpSignature, device: Device) -> Table | None:
     After them comes a bundle's table, and only without one that which ships.
     """
     found = _from_bundle(device.name, signature) or _shipped(device.name, signature)
-    mine = _users(tables.path_of(_env.tuning_dir(), device.name, signature))
-    if mine is None:
+    path = tables.path_of(_env.tuning_dir(), device.name, signature)
+    try:
+        return _with_users(path, found, signature, device) if path.is_file() else found
+    except (ConfigError, OSError) as exc:
+        # It costs speed, not results: no reason to fail a call, and none to say nothing.
+        warnings.warn(f"a tuning table is left out: {exc}. Remove it, or tune again", RuntimeWarning, stacklevel=2)
         return found
+
+
+def _with_users(path: Path, found: Table | None, signature: OpSignature, device: Device) -> Table:
+    mine = tables.load(path)
+    if not mine.is_about(signature, device.name):
+        raise ConfigError(f"{path} is about another device or signature than its name says")
     mine = mine if mine.kernels else mine.select()
     return mine if found is None else replace(found.merged(mine), kernels=_both(mine, found))
 
 
-def _users(path: Path) -> Table | None:
-    if not path.is_file():
-        return None
-    try:
-        return tables.load(path)
-    except (ConfigError, OSError) as exc:
-        # It costs speed, not results: no reason to fail a call, and none to say nothing.
-        warnings.warn(f"a tuning table is left out: {exc}. Remove it, or tune again", RuntimeWarning, stacklevel=2)
-        return None
-
-
 def _from_bundle(device: str, signature: OpSignature) -> Table | None:
     for path, text in BUNDLES.tables():
-        table = tables.parse(text, f"a table in {path}")
+        try:
+            table = tables.parse(text, f"a table in {path}")
+        except ConfigError as exc:
+            raise BundleError(str(exc)) from None
         if table.is_about(signature, device):
             return table
     return None

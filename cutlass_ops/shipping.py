@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import json
 import runpy
 import sys
 import traceback
@@ -16,7 +15,7 @@ from typing import Any, cast, get_args
 
 import torch
 
-from cutlass_ops import arch, catalog, dtypes, legality, policies, tables
+from cutlass_ops import arch, catalog, dtypes, legality, plain, policies, tables
 from cutlass_ops.bundles import BUNDLES
 from cutlass_ops.call import call_at, signature_of
 from cutlass_ops.config import Config
@@ -24,7 +23,7 @@ from cutlass_ops.device import Device, Problem
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.errors import ConfigError, CutlassOpsError
 from cutlass_ops.gpus import BY_TARGET
-from cutlass_ops.manifest import Choice
+from cutlass_ops.manifest import MAX_VERSION, Choice
 from cutlass_ops.ops import called
 from cutlass_ops.policies import ROWS, Policy
 from cutlass_ops.signature import OpSignature
@@ -41,6 +40,10 @@ else:
 FORMAT = 1
 
 _DTYPES = ("bf16", "f16", "f32")
+# Elements of a matrix: more than any memory holds, and few enough to count bytes in 64 bits.
+_MOST = 1 << 48
+_MAX_SPEC = 1 << 20  # bytes
+_MAX_PATH = 4096  # characters, as Linux has it
 # Rows of A where a weight is given alone: any that TMA can address.
 _ALIGNED = 1024
 
@@ -87,7 +90,7 @@ class Kernels:
         _require_tuple(self.input_dtypes, "input_dtypes", tuple, "pairs of texts")
         for pair in self.input_dtypes:
             if len(pair) != 2:
-                raise ConfigError(f"input_dtypes has {pair!r}: pairs of name and dtype are needed")
+                raise ConfigError(f"input_dtypes has {plain.shown(pair)}: pairs of name and dtype are needed")
         for name in ("ops", "archs", "dtypes", "layouts"):
             if not getattr(self, name):
                 raise ConfigError(f"{name} is empty: at least one is needed")
@@ -135,7 +138,7 @@ class Tuned:
             raise ConfigError(f"table is {self.table!r}: load one with cutlass_ops.tables.load")
         _require_known((self.arch,), "arch", BY_TARGET)
         if type(self.kernels) is not int or self.kernels < 1:
-            raise ConfigError(f"kernels is {self.kernels!r}: a positive integer is needed")
+            raise ConfigError(f"kernels is {plain.shown(self.kernels)}: a positive integer is needed")
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,8 @@ class Catalogue:
         By tuning tables.
     specs : tuple of KernelSpec
         Exact declarations.
+    version : int, optional
+        Of the bundle, such as 3 or 20261126: what loads bundles may ask for a version that it must have at least.
 
     Raises
     ------
@@ -160,6 +165,7 @@ class Catalogue:
     kernels: tuple[Kernels, ...] = ()
     tuned: tuple[Tuned, ...] = ()
     specs: tuple[KernelSpec, ...] = ()
+    version: int | None = None
 
     def __post_init__(self) -> None:
         _require_tuple(self.kernels, "kernels", Kernels, "Kernels")
@@ -167,6 +173,8 @@ class Catalogue:
         _require_tuple(self.specs, "specs", KernelSpec, "KernelSpec")
         if not (self.kernels or self.tuned or self.specs):
             raise ConfigError("the catalogue is empty: it has no [[kernels]], no [[tables]] and no specs")
+        if self.version is not None:
+            plain.integer(self.version, "version", 1, MAX_VERSION)
         for spec in self.specs:
             legality.require_legal(spec)
 
@@ -320,21 +328,31 @@ def load(name: str) -> Catalogue:
 
 def _from_toml(path: Path) -> Catalogue:
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = _parsed(path.read_bytes())
         with _importing_from(path.parent):
             return _catalogue(data, path.parent)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, ConfigError) as exc:
-        raise ConfigError(f"{path}: {exc}") from None
+    except ConfigError as exc:
+        raise ConfigError(f"{path}: {plain.said(exc)}") from None
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    try:
+        return dict(tomllib.loads(text.decode()))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+        raise ConfigError(str(exc)) from None
+    except (ValueError, RecursionError):  # thousands of digits, or of brackets
+        raise ConfigError("it has a number that is too long, or is nested too deeply") from None
 
 
 def _catalogue(data: Mapping[str, Any], folder: Path) -> Catalogue:
-    _require_fields(data, "the catalogue", required=("format",), optional=("kernels", "tables", "specs"))
+    _require_fields(data, "the catalogue", required=("format",), optional=("version", "kernels", "tables", "specs"))
     if type(data["format"]) is not int or data["format"] != FORMAT:
-        raise ConfigError(f"format is {data['format']!r}: this version reads {FORMAT}")
+        raise ConfigError(f"format is {plain.shown(data['format'])}: this version reads {FORMAT}")
     return Catalogue(
         kernels=tuple(_each(data, "kernels", _kernels)),
         tuned=tuple(_each(data, "tables", lambda entry: _tuned(entry, folder))),
-        specs=tuple(read_spec(folder / name) for name in _texts(data.get("specs", []), "specs")),
+        specs=tuple(read_spec(folder / _path(name, "specs")) for name in _texts(data.get("specs", []), "specs")),
+        version=data.get("version"),
     )
 
 
@@ -361,20 +379,22 @@ def _kernels(entry: Mapping[str, Any]) -> Kernels:
     lists = {name: tuple(_texts(value, name)) for name, value in entry.items() if name != "input_dtypes"}
     inputs = entry.get("input_dtypes", {})
     if not isinstance(inputs, dict) or not all(isinstance(dtype, str) for dtype in inputs.values()):
-        raise ConfigError(f'input_dtypes is {inputs!r}: write {{ NAME = "f32" }}')
+        raise ConfigError(f'input_dtypes is {plain.shown(inputs)}: write {{ NAME = "f32" }}')
     return Kernels(**lists, input_dtypes=tuple(inputs.items()))
 
 
 def _tuned(entry: Mapping[str, Any], folder: Path) -> Tuned:
     _require_fields(entry, "it", required=("path", "arch"), optional=("kernels",))
-    for name in ("path", "arch"):
-        if not isinstance(entry[name], str):
-            raise ConfigError(f"{name} is {entry[name]!r}: a text is needed")
+    path, arch = _path(entry["path"], "path"), plain.text(entry["arch"], "arch")
     try:
-        table = tables.load(folder / entry["path"])
+        table = tables.load(folder / path)
     except OSError as exc:
-        raise ConfigError(f"{entry['path']} cannot be read: {exc.strerror}") from None
-    return Tuned(table, entry["arch"], entry.get("kernels", tables.MAX_KERNELS))
+        raise ConfigError(f"{path} cannot be read: {exc.strerror}") from None
+    return Tuned(table, arch, entry.get("kernels", tables.MAX_KERNELS))
+
+
+def _path(value: object, name: str) -> str:
+    return plain.text(value, name, _MAX_PATH)
 
 
 def read_spec(path: Path) -> KernelSpec:
@@ -388,12 +408,10 @@ def read_spec(path: Path) -> KernelSpec:
         If it cannot be read.
     """
     try:
-        data = json.loads(path.read_bytes())
-        if not isinstance(data, dict):
-            raise ConfigError("a kernel spec is a JSON object")
-        return KernelSpec.from_json(data)
-    except (ValueError, RecursionError) as exc:
-        raise ConfigError(f"{path}: {exc}") from None
+        with path.open("rb") as file:
+            return plain.read(file.read(_MAX_SPEC + 1), "it", _MAX_SPEC, KernelSpec.from_json)
+    except ConfigError as exc:
+        raise ConfigError(f"{path}: {plain.said(exc)}") from None
 
 
 def graph_named(name: str, dtype: str = "bf16") -> HasGraph:
@@ -474,13 +492,13 @@ def _require_fields(
 
 def _texts(value: object, name: str) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
-        raise ConfigError(f'{name} is {value!r}: a list of texts is needed, such as ["..."]')
+        raise ConfigError(f'{name} is {plain.shown(value)}: a list of texts is needed, such as ["..."]')
     return value
 
 
 def _require_tuple(values: object, name: str, kind: type, words: str) -> None:
     if not isinstance(values, tuple) or not all(isinstance(v, kind) for v in values):
-        raise ConfigError(f"{name} is {values!r}: a tuple of {words} is needed")
+        raise ConfigError(f"{name} is {plain.shown(values)}: a tuple of {words} is needed")
 
 
 def _require_dtypes(values: Iterable[str], name: str, known: Iterable[str]) -> None:

@@ -5,12 +5,19 @@ Keys are PEM files and signatures 64 plain bytes, so that openssl makes and chec
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from cutlass_ops.errors import BundleError
+from cutlass_ops.errors import BundleError, LoadError
+from cutlass_ops.private import NotPrivateError, read_private
 
-_MOST_BYTES = 1 << 16  # of a PEM file with one key
+# One PEM file, or several: while keys are exchanged, bundles by the old and by the new one are about.
+PublicKeys: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
+
+SIGNATURE_BYTES = 64
+_MAX_KEY = 1 << 16  # bytes
 _INSTALL = 'pip install "cutlass_ops[sign]"'
 
 
@@ -29,7 +36,7 @@ def sign(message: bytes, private_key: Path) -> bytes:
     ValueError
         If the file holds no such key.
     BundleError
-        If the package cryptography is not installed.
+        If the package cryptography is not installed, or others may write the file.
     OSError
         If the file cannot be read.
     """
@@ -49,7 +56,7 @@ def require_private_key(path: Path) -> None:
 
 def _private(path: Path) -> Any:
     serialization, ed25519, errors = _cryptography()
-    data = _pem(path)
+    data = _read(path)
     try:
         key = serialization.load_pem_private_key(data, password=None)
     except (ValueError, TypeError, errors.UnsupportedAlgorithm) as exc:
@@ -59,45 +66,92 @@ def _private(path: Path) -> Any:
     return key
 
 
-def require_signature(message: bytes, signature: bytes, public_key: Path) -> None:
-    """Refuse a message that was not signed with the private key that belongs to a public one.
+def public_key_paths(given: PublicKeys) -> tuple[Path, ...]:
+    """Return the files that a caller named as public keys.
+
+    Raises
+    ------
+    TypeError
+        If it is neither a path nor some paths.
+    ValueError
+        If there is none, or one is empty: nothing that was to name a key may mean that none is asked for.
+    """
+    paths = [given] if isinstance(given, str | os.PathLike) else given
+    if isinstance(paths, bytes) or not isinstance(paths, Iterable):
+        raise TypeError(f"public_key is of type {type(given).__name__}: the path of a PEM file, or several, are needed")
+    found = tuple(map(_path, paths))
+    if not found:
+        raise ValueError("public_key names no file: name one, or leave it out")
+    return found
+
+
+def _path(given: object) -> Path:
+    if not isinstance(given, str | os.PathLike):
+        raise TypeError(f"public_key has a {type(given).__name__}: paths of PEM files are needed")
+    if given == "":
+        raise ValueError("public_key has an empty path: name a PEM file, or leave it out")
+    return Path(given)
+
+
+def require_signature(message: bytes, signature: bytes, public_keys: Sequence[Path]) -> Path:
+    """Refuse a message that was not signed with the private key that belongs to one of some public ones.
 
     Parameters
     ----------
     message, signature : bytes
         What was signed, and the signature.
-    public_key : Path
-        PEM file of an Ed25519 public key.
+    public_keys : sequence of Path
+        PEM files of Ed25519 public keys, at least one.
+
+    Returns
+    -------
+    Path
+        The file of the key that signed it.
 
     Raises
     ------
     BundleError
-        If the signature is another's, or cannot be checked.
+        If the signature is another's, or cannot be checked, or others may write a key's file.
     ValueError
-        If the file holds no such key.
+        If a file holds no such key.
     OSError
-        If the file cannot be read.
+        If a file cannot be read.
     """
+    _, _, errors = _cryptography()
+    # All of them, before any is believed: a key that is not there is a mistake that must be seen.
+    for path, key in [(path, _public(path)) for path in public_keys]:
+        try:
+            key.verify(signature, message)
+        except errors.InvalidSignature:
+            continue
+        return path
+    names = ", ".join(map(str, public_keys))
+    raise BundleError(f"the signature is not by the key in {names}, or the manifest was changed")
+
+
+def _public(path: Path) -> Any:
     serialization, ed25519, errors = _cryptography()
-    data = _pem(public_key)
     try:
-        key = serialization.load_pem_public_key(data)
+        key = serialization.load_pem_public_key(_read(path))
     except (ValueError, TypeError, errors.UnsupportedAlgorithm) as exc:
-        raise ValueError(f"{public_key} holds no public key that can be used: {exc}") from None
+        raise ValueError(f"{path} holds no public key that can be used: {exc}") from None
     if not isinstance(key, ed25519.Ed25519PublicKey):
-        raise ValueError(f"{public_key} holds another kind of key: an Ed25519 key in PEM is needed")
+        raise ValueError(f"{path} holds another kind of key: an Ed25519 key in PEM is needed")
+    return key
+
+
+def _read(path: Path) -> bytes:
+    """Return the contents of a key's file, which decide what is loaded as much as those of a bundle do."""
     try:
-        key.verify(signature, message)
-    except errors.InvalidSignature:
-        raise BundleError(f"the signature is not by the key in {public_key}, or the manifest was changed") from None
-
-
-def _pem(path: Path) -> bytes:
-    # A device or a pipe would be read for ever.
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is not a file: name a PEM file with an Ed25519 key")
-    with path.open("rb") as file:
-        return file.read(_MOST_BYTES)
+        # A link to the file is the user's own.
+        data = read_private(path.resolve(strict=True), _MAX_KEY)
+    except NotPrivateError as exc:
+        raise BundleError(f"the key in {path} is not safe: {exc}. Correct it with chown and chmod go-w") from None
+    except (LoadError, RuntimeError) as exc:  # no regular file; links in a circle, before Python 3.13
+        raise ValueError(f"{path} cannot be read: {exc}") from None
+    if len(data) > _MAX_KEY:
+        raise ValueError(f"{path} has more than {_MAX_KEY} bytes, which no key has")
+    return data
 
 
 def _cryptography() -> tuple[Any, Any, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, cast, get_args
 
-from cutlass_ops import arch
+from cutlass_ops import arch, plain
 from cutlass_ops.config import Config, Sm80Config, Sm90Config, config_from_json, config_to_json
 from cutlass_ops.dtypes import ALL as DTYPES
 from cutlass_ops.dtypes import NAMES, DType, dtype, f32
@@ -74,7 +74,7 @@ class Operand:
             raise TypeError(f"an operand is a text of the form {_FORM}, not {text!r}")
         match = _OPERAND.fullmatch(text)
         if match is None:
-            raise ValueError(f"operand {text!r} is not of the form {_FORM}")
+            raise ValueError(f"operand {plain.shown(text)} is not of the form {_FORM}")
         element = dtype(match["dtype"])
         alignment = int(match["alignment"]) if match["alignment"] else element.tma_alignment
         return cls(element, cast(Major, match["major"] or "row"), alignment)
@@ -215,7 +215,7 @@ class KernelSpec:
         if not isinstance(data, Mapping):
             raise ConfigError(f"a kernel spec is a JSON object, not {type(data).__name__}")
         if set(data) != fields:
-            found = ", ".join(sorted(map(str, data)))
+            found = plain.shown(", ".join(sorted(map(str, data))))
             raise ConfigError(f"a kernel spec has the fields {', '.join(sorted(fields))}, not {found}")
         try:
             return cls(

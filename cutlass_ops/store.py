@@ -32,7 +32,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cutlass_ops import _env, _resources, locks, recency
+from cutlass_ops import _env, _resources, locks, plain, recency
+from cutlass_ops.container import MAX_FILE
 from cutlass_ops.errors import LoadError, StoreError
 from cutlass_ops.index import Index
 from cutlass_ops.private import read_private, require_private
@@ -220,7 +221,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     if len(text) > _MAX_MANIFEST:
         raise LoadError(f"{path} is larger than a manifest can be")
     try:
-        data = json.loads(text)
+        data = plain.parsed(text, "it", _MAX_MANIFEST)
         key = identity_key(data["identity"])
         files = data["files"]
         good = (
@@ -231,7 +232,8 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             and isinstance(data["sass"], dict)
             and isinstance(data["resources"], list)
             and set(files) == {LIBRARY, SOURCE}
-            and all(type(f["size"]) is int and f["size"] >= 0 and isinstance(f["sha256"], str) for f in files.values())
+            and all(type(f["size"]) is int and 0 <= f["size"] <= MAX_FILE for f in files.values())
+            and all(isinstance(f["sha256"], str) for f in files.values())
         )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
         raise LoadError(f"{path} is not a manifest: {exc!r}") from None

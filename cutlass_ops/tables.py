@@ -37,8 +37,17 @@ _TO_A_PEER = 3.0
 _ESTIMATED = 0.005
 
 _FIELDS = "format device multiprocessors signature fallback deterministic configs kernels points"
+_MAX_BYTES = 64 << 20
+_MAX_CONFIGS = 1 << 16
+_MAX_POINTS = 1 << 16
 _MAX_EXTENT = 1 << 40
-_DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
+_MAX_ELEMENTS = 1 << 48  # of a matrix: more than any memory holds
+_MAX_PEERS = 16
+_DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
+# Bounds of what is measured: far beyond any kernel's, and such that ratios and their logarithms are finite. A table has
+# three digits of a microsecond.
+MICROSECONDS = (0.001, 1e12)
+BEHIND = (-0.9, 1e6)
 
 
 @dataclass(frozen=True)
@@ -102,6 +111,7 @@ class Point:
         # among such estimates.
         least = best * (1 + _ESTIMATED)
         further = [m if m.behind > _ESTIMATED else Measured(m.config, least, _ESTIMATED) for m in further]
+        further = [m for m in further if m.behind <= BEHIND[1] and m.microseconds <= MICROSECONDS[1]]
         measured = tuple(sorted([*self.measured, *further], key=lambda m: m.behind))
         return replace(self, measured=measured, peers=self.peers or older.peers)
 
@@ -237,13 +247,13 @@ class Table:
             signature; the message names the field.
         """
         fields = plain.mapping(data, "a tuning table", _FIELDS)
-        if fields["format"] != FORMAT:
-            raise ConfigError(f"format is {fields['format']!r}: this version reads {FORMAT}; tune again")
+        if type(fields["format"]) is not int or fields["format"] != FORMAT:
+            raise ConfigError(f"format is {plain.shown(fields['format'])}: this version reads {FORMAT}; tune again")
         for name in ("fallback", "deterministic"):
             if type(fields[name]) is not bool:
-                raise ConfigError(f"{name} is {fields[name]!r}: true or false is needed")
+                raise ConfigError(f"{name} is {plain.shown(fields[name])}: true or false is needed")
         signature = signature_from_json(fields["signature"])
-        configs = [config_from_json(c) for c in plain.sequence(fields["configs"], "configs")]
+        configs = [config_from_json(c) for c in plain.sequence(fields["configs"], "configs", _MAX_CONFIGS)]
         for config in configs:
             if config.swizzle not in SWIZZLES:
                 raise ConfigError(f"configuration {config.slug} is illegal: its swizzle is {config.swizzle}")
@@ -254,8 +264,8 @@ class Table:
             device=plain.text(fields["device"], "device"),
             multiprocessors=plain.integer(fields["multiprocessors"], "multiprocessors", 1, 1 << 16),
             signature=signature,
-            points=tuple(_point(p, configs) for p in plain.sequence(fields["points"], "points")),
-            kernels=tuple(_place(p, configs) for p in plain.sequence(fields["kernels"], "kernels")),
+            points=tuple(_point(p, configs) for p in plain.sequence(fields["points"], "points", _MAX_POINTS)),
+            kernels=tuple(_place(p, configs) for p in plain.sequence(fields["kernels"], "kernels", _MAX_CONFIGS)),
             fallback=fields["fallback"],
             deterministic=fields["deterministic"],
         )
@@ -277,7 +287,8 @@ def load(path: Path) -> Table:
     OSError
         If it cannot be read.
     """
-    return parse(path.read_bytes(), str(path))
+    with path.open("rb") as file:
+        return parse(file.read(_MAX_BYTES + 1), str(path))
 
 
 def parse(text: bytes, where: str) -> Table:
@@ -289,9 +300,9 @@ def parse(text: bytes, where: str) -> Table:
         If it is none; the message says where it stands.
     """
     try:
-        return Table.from_json(json.loads(text))
-    except (ConfigError, ValueError, RecursionError) as exc:
-        raise ConfigError(f"{where} is not a tuning table: {exc}") from None
+        return plain.read(text, "it", _MAX_BYTES, Table.from_json)
+    except ConfigError as exc:
+        raise ConfigError(f"{where} is not a tuning table: {plain.said(exc)}") from None
 
 
 def update(path: Path, table: Table) -> Table:
@@ -356,15 +367,19 @@ def _point(data: object, configs: Sequence[Config]) -> Point:
     if len(extents) != 3:
         raise ConfigError(f"problem has {len(extents)} extents: it has M, N and K")
     m, n, k = (plain.integer(e, "problem", 1, _MAX_EXTENT) for e in extents)
+    if max(m * n, n * k, m * k) > _MAX_ELEMENTS:
+        raise ConfigError(f"problem {m}x{n}x{k} has a matrix of more than {_MAX_ELEMENTS:,} elements")
     date = plain.text(fields["date"], "date")
     if not _DATE.fullmatch(date):
         raise ConfigError(f"date is {date!r}: it reads like 2026-11-21")
-    measured = []
-    for row in plain.sequence(fields["measured"], "measured"):
-        place, microseconds, behind = _row(row)
-        measured.append(Measured(_place(place, configs), microseconds, behind))
+    rows = plain.sequence(fields["measured"], "measured", _MAX_CONFIGS)
+    if not rows:
+        raise ConfigError("measured is empty: a point has at least one kernel's time")
     peers = plain.mapping(fields["peers"], "peers", None)
-    return Point((m, n, k), date, tuple(measured), tuple((n, plain.positive(us, "peers")) for n, us in peers.items()))
+    if len(peers) > _MAX_PEERS:
+        raise ConfigError(f"peers are {len(peers)}: at most {_MAX_PEERS} are allowed")
+    times = tuple((plain.text(n, "peers"), plain.number(us, "peers", *MICROSECONDS)) for n, us in peers.items())
+    return Point((m, n, k), date, tuple(_measured(row, configs) for row in rows), times)
 
 
 def _place(value: object, configs: Sequence[Config]) -> Config:
@@ -374,14 +389,16 @@ def _place(value: object, configs: Sequence[Config]) -> Config:
     return configs[place]
 
 
-def _row(row: object) -> tuple[object, float, float]:
-    values = plain.sequence(row, "measured")
-    if len(values) != 3:
-        raise ConfigError(f"measured has rows of {len(values)}: they have a place, microseconds and a part")
-    behind = values[2]
-    if type(behind) not in (int, float) or not math.isfinite(behind):
-        raise ConfigError(f"measured holds {behind!r}: a finite number is needed")
-    return values[0], plain.positive(values[1], "measured"), float(behind)
+def _measured(data: object, configs: Sequence[Config]) -> Measured:
+    row = plain.sequence(data, "measured")
+    if len(row) != 3:
+        raise ConfigError(f"measured has rows of {len(row)}: they have a place, microseconds and a part")
+    place, microseconds, behind = row
+    return Measured(
+        _place(place, configs),
+        plain.number(microseconds, "measured", *MICROSECONDS),
+        plain.number(behind, "measured", *BEHIND),
+    )
 
 
 def _slug(text: str) -> str:

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from cutlass_ops import arch, elf, legality, linkage, sass, tables
+from cutlass_ops import arch, elf, legality, linkage, plain, sass, tables
 from cutlass_ops.bundle import Bundle, open_bundle
 from cutlass_ops.errors import BundleError, CompileError, CutlassOpsError
 from cutlass_ops.loader import SYMBOLS
 from cutlass_ops.manifest import KernelRecord
+from cutlass_ops.signing import PublicKeys
 
 _PREFIX = "__tvm_ffi_"
 
@@ -30,9 +31,13 @@ class Verdict:
     targets : tuple of str
         Machines that they are for.
     signed : bool
-        Whether the manifest was signed with the key that was given; False if none was given.
+        Whether the manifest was signed with a key that was given; False if none was given.
     problems : tuple of str
         What is wrong, each with the file's name. The bundle is good if there are none.
+    signed_by : str or None
+        The file of the key that signed it.
+    version : int or None
+        Its version, if its catalogue gave it one.
     """
 
     path: str
@@ -41,37 +46,44 @@ class Verdict:
     targets: tuple[str, ...]
     signed: bool
     problems: tuple[str, ...]
+    signed_by: str | None = None
+    version: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the verdict as JSON values."""
         return {**vars(self), "targets": list(self.targets), "problems": list(self.problems)}
 
 
-def verify(path: str | os.PathLike[str], public_key: str | os.PathLike[str] | None = None) -> Verdict:
+def verify(
+    path: str | os.PathLike[str], public_key: PublicKeys | None = None, *, minimum_version: int | None = None
+) -> Verdict:
     """Check all of a bundle; nothing in it is run or loaded.
 
     Parameters
     ----------
     path : path
         The archive or the folder.
-    public_key : path, optional
-        PEM file of the Ed25519 key with which it must have been signed.
+    public_key : path or iterable of path, optional
+        PEM files of Ed25519 keys, of which one must have signed it.
+    minimum_version : int, optional
+        The version that it must have at least.
 
     Raises
     ------
-    ValueError, OSError
-        If the public key cannot be read.
+    TypeError, ValueError, OSError
+        If a public key cannot be read, or the minimum version is none.
     """
     try:
-        bundle = open_bundle(path, public_key)
+        bundle = open_bundle(path, public_key, minimum_version=minimum_version)
     except BundleError as exc:
         return Verdict(os.fspath(path), 0, 0, (), False, (str(exc),))
     manifest = bundle.manifest
     problems = [p for record in manifest.kernels for p in _of_kernel(bundle, record)]
     problems += [p for table in manifest.tables for p in _said(f"tables/{table.sha256}", _check_table, bundle, table)]
+    signed_by = bundle.signed_by
     return Verdict(
-        str(bundle.path), len(manifest.kernels), len(manifest.tables), manifest.targets,
-        public_key is not None, tuple(problems),
+        str(bundle.path), len(manifest.kernels), len(manifest.tables), manifest.targets, signed_by is not None,
+        tuple(problems), None if signed_by is None else str(signed_by), manifest.version,
     )  # fmt: skip
 
 
@@ -84,7 +96,7 @@ def _said(where: str, check: Callable[..., None], *arguments: Any) -> Iterator[s
     try:
         check(*arguments)
     except CutlassOpsError as exc:
-        yield f"{where}: {exc}"
+        yield f"{where}: {plain.said(exc)}"
 
 
 def _check_source(bundle: Bundle, record: KernelRecord) -> None:
@@ -121,7 +133,7 @@ def _require_targets(data: bytes, target: str) -> None:
 
 
 def _require_exports(data: bytes) -> None:
-    exported = elf.exports(data)
-    missing = [name for name in SYMBOLS if _PREFIX + name not in exported]
+    wanted = [_PREFIX + name for name in SYMBOLS]
+    missing = sorted(set(wanted) - elf.exports(data, wanted), key=wanted.index)
     if missing:
-        raise BundleError(f"it does not export {', '.join(_PREFIX + name for name in missing)}")
+        raise BundleError(f"it does not export {', '.join(missing)}")

@@ -29,7 +29,7 @@ using Array = ffi::json::Array;
 // As in cutlass_ops/manifest.py, container.py and loader.py.
 constexpr char kFormat[] = "cutlass_ops.bundle/1";
 constexpr int64_t kAbi = 2;
-constexpr int64_t kMaxManifest = 16 << 20;
+constexpr int64_t kMaxManifest = 4 << 20;
 constexpr int64_t kMaxFile = 64 << 20;
 constexpr int64_t kMaxExtent = int64_t(1) << 40;
 

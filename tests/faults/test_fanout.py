@@ -33,7 +33,13 @@ def kit(tmp_path, monkeypatch):
     kit = FakeToolkit(tmp_path / "kit")
     monkeypatch.setenv("CUTLASS_OPS_NVCC", str(kit.nvcc))
     monkeypatch.setenv("NVCC_CCBIN", str(kit.host))
-    for name in ("CUDA_HOME", "CUDA_PATH", "CUTLASS_OPS_BUNDLES", "CUTLASS_OPS_BUNDLE_KEY"):
+    for name in (
+        "CUDA_HOME",
+        "CUDA_PATH",
+        "CUTLASS_OPS_BUNDLES",
+        "CUTLASS_OPS_BUNDLE_KEY",
+        "CUTLASS_OPS_BUNDLE_VERSION",
+    ):
         monkeypatch.delenv(name, raising=False)
     BUNDLES.forget()
     return kit

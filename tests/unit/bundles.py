@@ -18,11 +18,11 @@ from cutlass_ops.store import KernelStore
 SPECS = (sm80_spec(3), sm80_spec(4), sm80_spec(3, "f16"))
 
 
-def packed(root: Path, specs=SPECS, data: bytes | None = None) -> packing.Packed:
+def packed(root: Path, specs=SPECS, data: bytes | None = None, version: int | None = None) -> packing.Packed:
     """Contents of a bundle of some declarations, compiled in a folder."""
     kit = FakeToolkit(root / f"toolkit{len(os.listdir(root)) if root.exists() else 0}")
     kit.makes(data or library(HMMA))
-    wanted = shipping.Catalogue(specs=tuple(specs))
+    wanted = shipping.Catalogue(specs=tuple(specs), version=version)
     store = KernelStore(root / f"store{len(os.listdir(root))}")
     return packing.pack(wanted, store=store, toolchain=kit.find())
 
@@ -40,4 +40,6 @@ def write_keys(folder: Path, name: str, key: Any) -> tuple[Path, Path]:
     private, public = folder / f"{name}.pem", folder / f"{name}.pub"
     private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     public.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    private.chmod(0o600)
+    public.chmod(0o644)
     return private, public

@@ -281,7 +281,7 @@ def _refuse(*_):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "spec.json: Expecting value"),
+        ("", "spec.json: it is no JSON that is read here: Expecting value"),
         ("[]", "spec.json: a kernel spec is a JSON object"),
         ("{}", "spec.json: a kernel spec has the fields"),
         (None, "spec.json cannot be used: No such file"),
@@ -649,6 +649,45 @@ def test_a_key_in_the_environment_holds_for_every_command(kit, run, catalogue, t
     for command in (("list",), ("inspect", tmp_path)):
         code, _, err = run(*command, "--key", public)
         assert (code, "kernels in the store are not signed" in err) == (2, True)
+
+
+def test_several_keys_and_a_least_version_hold_for_every_command(kit, run, catalogue, tmp_path, monkeypatch):
+    (private, public), (_, other) = (write_keys(tmp_path, n, Ed25519PrivateKey.generate()) for n in ("mine", "other"))
+    target = tmp_path / "kernels.bundle"
+    catalogue.write_text(f"version = 3\n{CATALOGUE}")
+    code, out, _ = run("bundle", catalogue, "--out", target, "--sign", private, "--json")
+    assert (code, json.loads(out)["version"]) == (0, 3)
+    key = json.loads(run("list", "--bundle", target, "--json")[1])[0]["key"]
+    keys = ("--key", other, "--key", public)
+    commands = (("list", "--bundle", target), ("inspect", key, "--bundle", target), ("verify", target))
+    for command in commands:
+        assert run(*command, *keys, "--minimum-version", 3)[0] == 0
+        for wrong, why in (((*keys, "--minimum-version", 4), "its version is 3"), (("--key", other), "not by the key")):
+            code, out, err = run(*command, *wrong)
+            assert (code, why in out + err) == (5, True)
+        code, _, err = run(*command, "--key", "")
+        assert (code, "not a regular file" in err) == (1, True)
+        code, _, err = run(*command, "--minimum-version", 0)
+        assert (code, "minimum_version is 0" in err) == (1, True)
+        for name, value, why in (("KEY", "", "has an empty path"), ("VERSION", "", "must be a positive integer")):
+            with monkeypatch.context() as patch:
+                patch.setenv(f"CUTLASS_OPS_BUNDLE_{name}", value)
+                code, _, err = run(*command)
+                assert (code, why in err) == (1, True)
+    assert (
+        f"version 3: 4 kernels for sm_80 are what the manifest says; signed by {public}"
+        in run("verify", target, *keys)[1]
+    )
+    verdict = json.loads(run("verify", target, *keys, "--json")[1])
+    assert (verdict["signed"], verdict["signed_by"], verdict["version"]) == (True, str(public), 3)
+    monkeypatch.setenv("CUTLASS_OPS_BUNDLE_KEY", f"{other}:{public}")
+    monkeypatch.setenv("CUTLASS_OPS_BUNDLE_VERSION", "4")
+    for command in commands:
+        code, out, err = run(*command)
+        assert (code, "its version is 3" in out + err) == (5, True)
+    for command in (("list",), ("inspect", tmp_path)):
+        code, _, err = run(*command, "--minimum-version", 3)
+        assert (code, "kernels in the store have no version" in err) == (1, True)
 
 
 def test_an_executor_of_the_command_line(kit, run, catalogue):

@@ -75,6 +75,10 @@ def test_no_home_folder(monkeypatch):
         ("CUTLASS_OPS_JOBS", _env.jobs, "0"),
         ("CUTLASS_OPS_JOBS", _env.jobs, "-2"),
         ("CUTLASS_OPS_JOBS", _env.jobs, "²"),
+        ("CUTLASS_OPS_JOBS", _env.jobs, "9" * 20),
+        ("CUTLASS_OPS_BUNDLE_KEY", _env.bundle_keys, "key.pub"),
+        ("CUTLASS_OPS_BUNDLE_KEY", _env.bundle_keys, "/a:"),
+        ("CUTLASS_OPS_BUNDLE_VERSION", _env.bundle_version, "v1"),
         ("CUTLASS_OPS_PROGRESS", _env.progress, "2"),
         ("CUTLASS_OPS_LINEINFO", _env.lineinfo_enabled, "yes"),
         ("CUTLASS_OPS_NVTX", _env.nvtx_enabled, "true"),
@@ -87,6 +91,15 @@ def test_bad_values_name_the_variable(monkeypatch, name, read, bad):
     monkeypatch.setenv(name, bad)
     with pytest.raises(ValueError, match=f"{name}.*{bad}"):
         read()
+
+
+@pytest.mark.parametrize("read", [_env.jobs, _env.bundle_version])
+def test_thousands_of_digits_are_a_mistake_in_our_words(monkeypatch, read):
+    for name in ("CUTLASS_OPS_JOBS", "CUTLASS_OPS_BUNDLE_VERSION"):
+        monkeypatch.setenv(name, "9" * 5000)
+    with pytest.raises(ValueError, match="must be a positive integer of at most 15 digits") as error:
+        read()
+    assert len(str(error.value)) < 200
 
 
 def test_every_variable_is_documented():

@@ -3,14 +3,20 @@
 The worker here is a real process that is told what to do: kernels misbehave by the K extent of their tile.
 """
 
+import json
+import os
+import re
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from signatures import signature
 
-from cutlass_ops.config import Sm90Config, ThreadblockShape
-from cutlass_ops.errors import MeasuringError
+from cutlass_ops import measuring
+from cutlass_ops.config import Sm90Config, ThreadblockShape, config_to_json
+from cutlass_ops.errors import ConfigError, MeasuringError
 from cutlass_ops.measuring import Measurer
 
 WORKER = """
@@ -123,3 +129,230 @@ def test_a_problem_that_cannot_be_measured_leaves_the_worker_alive(measurer):
 def test_a_worker_that_does_not_start(measurer):
     with pytest.raises(MeasuringError, match="did not start"):
         measure(measurer("dead"), GOOD)
+
+
+# ---- Workers that no worker is -------------------------------------------------------------------------------------
+
+
+ODD = """
+import json, os, sys, time
+mode, start = sys.argv[1], time.monotonic()
+def write(text):
+    data = text.encode()
+    while data:
+        data = data[os.write(1, data):]
+def say(event, **fields):
+    write(json.dumps({"event": event, **fields}) + "\\n")
+def junk(text):
+    write(text + "\\n")
+if mode == "polluted":
+    print("Hello from a library", flush=True)
+write('{"event": "ready"}\\n' + '{"event": "preparing"}\\n' * (mode == "unasked"))
+if mode == "deaf":
+    time.sleep(60)
+job = json.loads(sys.stdin.readline())
+c = [kernel["config"] for kernel in job["kernels"]]
+rows = [[each, 10.0 + i, i / 10] for i, each in enumerate(c)]
+say("preparing")
+if mode == "line without end":
+    write("x" * (6 << 20))
+    time.sleep(60)
+if mode == "dripping":
+    while True:
+        write("x")
+        time.sleep(0.05)
+if mode == "half a line":
+    write('{"event": "peers"')
+    time.sleep(60)
+if mode == "events without end":
+    while True:
+        say("racing")
+if mode == "closed":
+    os.close(1)
+    time.sleep(60)
+if mode == "children":
+    if os.fork() == 0:
+        time.sleep(60)
+        os._exit(0)
+    time.sleep(60)
+if mode == "print in between":
+    junk("a library's warning")
+if mode.startswith("{") or mode.startswith("["):
+    junk(mode.replace("ROWS", json.dumps(rows)).replace("C0", json.dumps(c[0])).replace("C1", json.dumps(c[1])))
+time.sleep(60)
+"""
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return f"{pid} (" in Path(f"/proc/{pid}/stat").read_text() and " Z " not in Path(f"/proc/{pid}/stat").read_text()
+
+
+@pytest.fixture
+def odd(tmp_path):
+    """What comes of a job for a worker that behaves in some way; it is ended in any case."""
+    script = tmp_path / "odd.py"
+    script.write_text(ODD)
+
+    def run(mode, silence=1.0):
+        with Measurer(0, silence, (sys.executable, str(script), mode)) as one:
+            with pytest.raises(MeasuringError) as error:
+                measure(one, GOOD)
+            assert one._worker is None
+        return str(error.value)
+
+    return run
+
+
+@pytest.fixture
+def pids(monkeypatch):
+    """Of all workers that are started."""
+    found = []
+    popen = subprocess.Popen
+
+    def start(*arguments, **options):
+        process = popen(*arguments, **options)
+        found.append(process.pid)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("mode", "why"),
+    [
+        ("polluted", "did not start: b'Hello from a library': it is no JSON"),
+        ("unasked", ", before it has a job"),
+        ("line without end", "a line of more than 4194304 bytes"),
+        ("dripping", "no kernel is to blame: the process says nothing"),
+        ("half a line", "no kernel is to blame: the process says nothing"),
+        ("events without end", "its events do not end"),
+        ("closed", "no kernel is to blame: the process has ended, or closed its output"),
+        ("print in between", 'b"a library\'s warning": it is no JSON'),
+    ],
+)
+def test_a_worker_that_no_worker_is_ends_with_one_error(odd, pids, mode, why):
+    assert why in odd(mode)
+    assert len(pids) == 1
+    assert not alive(pids[0])
+
+
+DONE = '{"event": "done", "measured": %s, "peers": %s}'
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ('{"event": "checking"}', "checking has the fields event kernel"),
+        ('{"event": "checking", "kernel": 2}', "an integer from 0 to 1 is needed"),
+        ('{"event": "checking", "kernel": -1}', "an integer from 0 to 1 is needed"),
+        ('{"event": "checking", "kernel": true}', "an integer from 0 to 1 is needed"),
+        ('{"event": "checking", "kernel": 1.0}', "an integer from 0 to 1 is needed"),
+        ('{"event": "wrong", "kernel": 7, "why": ""}', "an integer from 0 to 1 is needed"),
+        ('{"event": "wrong", "kernel": 0, "why": 3}', "why is 3: a text is needed"),
+        ('{"event": "peers", "more": 1}', "peers has the fields event"),
+        ('{"event": "ready"}', "that it is ready, in the middle of a job"),
+        ('{"event": "exploding"}', "it is no event"),
+        ('{"event": ["done"]}', "it is no event"),
+        ("{}", "it is no event"),
+        ("[]", "it is an object, not list"),
+        ('{"event": "peers", "event": "peers"}', "stands twice"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"event": %s}' % ("9" * 5000), "is no integer of 64 bits"),
+        (DONE % ("ROWS", '{"eager": NaN}'), "NaN is no number"),
+        (DONE % ("ROWS", '{"eager": 0}'), "peers holds 0"),
+        (DONE % ("ROWS", '{"eager": -1.0}'), "peers holds -1.0"),
+        (DONE % ("ROWS", '{"eager": 5e-324}'), "peers holds 5e-324"),
+        (DONE % ("ROWS", '{"eager": 1e400}'), "is too large a number"),
+        (DONE % ("ROWS", '{"eager": 1e300}'), "peers holds 1e+300"),
+        (DONE % ("ROWS", '{"\\u0000": 1}'), "a short printable text is needed"),
+        (DONE % ("ROWS", "[]"), "peers is an object, not list"),
+        (DONE % ("ROWS", json.dumps({f"p{i}": 1 for i in range(17)})), "17 peers"),
+        (DONE % ("[[C0, 1.0, 0.0]]", "{}"), "times of other kernels than those that are right"),
+        (DONE % ("[]", "{}"), "times of other kernels than those that are right"),
+        (DONE % ("[[C0, 1.0, 0.0], [C0, 1.0, 0.0], [C1, 1.0, 0.0]]", "{}"), "a kernel's times, twice"),
+        (DONE % ("[[C0, 1.0, 0.5], [C1, 1.0, 0.0]]", "{}"), "another order than the fastest first"),
+        (DONE % ("[[C0, NaN, 0.0], [C1, 1.0, 0.0]]", "{}"), "NaN is no number"),
+        (DONE % ("[[C0, -1.0, 0.0], [C1, 1.0, 0.0]]", "{}"), "measured holds -1.0"),
+        (DONE % ("[[C0, 0, 0.0], [C1, 1.0, 0.0]]", "{}"), "measured holds 0"),
+        (DONE % ("[[C0, 1e300, 0.0], [C1, 1.0, 0.0]]", "{}"), "measured holds 1e+300"),
+        (DONE % ("[[C0, 1.0, 0.0], [C1, 1.0, 1e300]]", "{}"), "measured holds 1e+300"),
+        (DONE % ("[[C0, 1.0, -1], [C1, 1.0, 0.0]]", "{}"), "measured holds -1"),
+        (DONE % ("[[C0, true, 0.0], [C1, 1.0, 0.0]]", "{}"), "measured holds True"),
+        (DONE % ("[[C0, 1.0]]", "{}"), "measured has rows of 2"),
+        (DONE % ("[[{}, 1.0, 0.0]]", "{}"), "unknown configuration arch"),
+        (DONE % ("3", "{}"), "measured is a list, not int"),
+    ],
+)
+def test_what_is_well_formed_and_no_event_ends_the_worker(tmp_path, line, why):
+    """Read as one event after the other: a process for each would take long."""
+    texts = [json.dumps(config_to_json(c)) for c in GOOD]
+    rows = json.dumps([[json.loads(c), 10.0, i / 10] for i, c in enumerate(texts)])
+    text = line.replace("ROWS", rows).replace("C0", texts[0]).replace("C1", texts[1])
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        measuring._Reading(GOOD, measuring.Outcome()).takes(measuring._event(text.encode()))
+
+
+def test_the_same_through_a_worker(odd, pids):
+    assert "the process that measures says what it never does" in odd('{"event": "checking", "kernel": 2}')
+    row = [{**config_to_json(GOOD[0]), "swizzle": 3}, 1.0, 0.0]
+    assert "an order of tiles that there is not" in odd(DONE % (json.dumps([row]), "{}"))
+    assert not any(map(alive, pids))
+
+
+def test_a_worker_that_reads_nothing_does_not_hold_up_what_it_is_told(odd, pids, monkeypatch):
+    """A pipe takes some 64 KB; a job may have more."""
+    monkeypatch.setattr(measuring, "signature_to_json", lambda _: "x" * (1 << 20))
+    assert "no kernel is to blame: the process does not take its job" in odd("deaf", 0.5)
+    assert not alive(pids[0])
+
+
+def test_what_a_worker_started_ends_with_it(odd, pids, tmp_path):
+    assert "says nothing" in odd("children", 0.5)
+    group = pids[0]
+    found = [p for p in Path("/proc").glob("[0-9]*") if _group(p) == group]
+    assert found == []
+
+
+def _group(process):
+    """Of a process that is not a zombie."""
+    try:
+        state, _, group = (process / "stat").read_text().rpartition(")")[2].split()[:3]
+    except (OSError, ValueError):
+        return None
+    return None if state == "Z" else int(group)
+
+
+def test_a_command_that_is_none_is_an_error_that_says_so(tmp_path):
+    for command in ((str(tmp_path / "none"),), (str(tmp_path),)):
+        with Measurer(0, 1.0, command) as one, pytest.raises(MeasuringError, match=r"did not start: .* see above"):
+            measure(one, GOOD)
+
+
+def test_an_interrupted_job_leaves_no_answer_for_the_next(measurer, monkeypatch, pids):
+    one = measurer()
+    line = measuring._Worker.line
+
+    def interrupt(self, limit):
+        found = line(self, limit)
+        if b"checking" in found:
+            raise KeyboardInterrupt
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(measuring._Worker, "line", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            measure(one, GOOD)
+    assert measure(one, GOOD[:1]).measured[0].config == GOOD[0]
+    assert len(pids) == 2
+
+
+def test_what_a_worker_says_is_wrong_can_be_printed(measurer):
+    reading = measuring._Reading(GOOD, outcome := measuring.Outcome())
+    reading.takes(measuring._event(rb'{"event": "wrong", "kernel": 0, "why": "\ud800\n' + b"x" * 10_000 + b'"}'))
+    assert outcome.failed[GOOD[0]].startswith("\\ud800\\nx")
+    assert len(outcome.failed[GOOD[0]]) < 1100

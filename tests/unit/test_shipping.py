@@ -210,7 +210,7 @@ def test_a_toml_catalogue(toml, tmp_path):
         ("format = true", "format is True: this version reads 1"),
         ("format = 1", "the catalogue is empty"),
         ("format = ", "Invalid value"),
-        ("format = 1\nkernel = []", "the catalogue has no field 'kernel': use format, kernels, tables, specs"),
+        ("format = 1\nkernel = []", "the catalogue has no field 'kernel': use format, version, kernels, tables, specs"),
         ("format = 1\nkernels = 3", "write [[kernels]] before each"),
         ("format = 1\n[[kernels]]", "[[kernels]] number 1: it has no archs, ops"),
         ('K archs = ["sm_80"]\nops = "gemm"\nshapes = ["1x1x1"]', "ops is 'gemm': a list of texts is needed"),
@@ -250,7 +250,7 @@ def test_a_toml_catalogue(toml, tmp_path):
         ('K archs = ["sm_80"]\nops = ["gemm"]\nshapes = ["9999999999x1x9999999999"]', "it has a matrix of more than"),
         ('K archs = ["sm_80"]\nops = ["gemm"]\nweights = ["9999999999x9999999999"]', "it has more than"),
         ('format = 1\n[[tables]]\npath = "none.json"\narch = "sm_80"', "none.json cannot be read: No such file"),
-        ('format = 1\n[[tables]]\npath = 3\narch = "sm_80"', "path is 3: a text is needed"),
+        ('format = 1\n[[tables]]\npath = 3\narch = "sm_80"', "path is 3: a short printable text is needed"),
         ('format = 1\n[[tables]]\npath = "catalogue.toml"\narch = "sm_80"', "is not a tuning table"),
     ],
 )

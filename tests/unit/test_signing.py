@@ -1,18 +1,21 @@
 """Signatures of bundles, which openssl could make and check as well."""
 
+import os
 import shutil
 import subprocess
 import zipfile
 
 import pytest
-from bundles import packed, write_keys
+from bundles import changed, packed, write_keys
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from fake_toolkit import sm80_spec
 
 import cutlass_ops as co
-from cutlass_ops import container, verifying
+from cutlass_ops import bundles, container, shipping, verifying
 from cutlass_ops.bundle import open_bundle
 from cutlass_ops.bundles import BUNDLES
-from cutlass_ops.errors import BundleError
+from cutlass_ops.errors import BundleError, ConfigError
+from cutlass_ops.manifest import Manifest
 from cutlass_ops.signing import require_signature, sign
 
 
@@ -32,18 +35,21 @@ def contents(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def no_bundles():
+def no_bundles(monkeypatch):
+    for name in ("CUTLASS_OPS_BUNDLES", "CUTLASS_OPS_BUNDLE_KEY", "CUTLASS_OPS_BUNDLE_VERSION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(bundles, "_installed", list)
     yield
     BUNDLES.forget()
 
 
 def test_a_message_is_the_signers(keys, others):
     signature = sign(b"message", keys[0])
-    require_signature(b"message", signature, keys[1])
+    assert require_signature(b"message", signature, [keys[1]]) == keys[1]
     for message, by, key in ((b"messagf", signature, keys[1]), (b"message", signature, others[1]),
                              (b"message", signature[:-1], keys[1]), (b"message", b"", keys[1])):  # fmt: skip
         with pytest.raises(BundleError, match="the signature is not by the key"):
-            require_signature(message, by, key)
+            require_signature(message, by, [key])
 
 
 def test_only_ed25519_keys(tmp_path, keys):
@@ -54,14 +60,14 @@ def test_only_ed25519_keys(tmp_path, keys):
             sign(b"", path)
     for path, why in ((wrong[1], "another kind of key"), (tmp_path / "junk", "holds no public key")):
         with pytest.raises(ValueError, match=why):
-            require_signature(b"", b"", path)
+            require_signature(b"", b"", [path])
 
 
 def test_without_the_package_nothing_counts_as_signed(monkeypatch, keys):
     signature = sign(b"message", keys[0])
     monkeypatch.setitem(__import__("sys").modules, "cryptography", None)
     with pytest.raises(BundleError, match=r'pip install "cutlass_ops\[sign\]"'):
-        require_signature(b"message", signature, keys[1])
+        require_signature(b"message", signature, [keys[1]])
 
 
 @pytest.mark.parametrize("folder", [False, True])
@@ -118,3 +124,215 @@ def test_openssl_makes_keys_and_checks_signatures(tmp_path, contents):
     check = ["openssl", "pkeyutl", "-verify", "-pubin", "-inkey", "key.pub", "-rawin"]
     run(*check, "-in", "out/manifest.json", "-sigfile", "out/manifest.sig")
     assert len((tmp_path / "out" / "manifest.sig").read_bytes()) == 64
+
+
+# ---- What asks for a signature ------------------------------------------------------------------------------------
+
+
+EMPTY = ["", ":", "/a:", ":/a", "/a::/b"]
+
+
+@pytest.mark.parametrize("text", EMPTY)
+def test_a_variable_that_names_no_key_loads_nothing(tmp_path, contents, monkeypatch, text):
+    """To be set and empty is a mistake, and not the wish to load what nobody signed."""
+    contents.write(tmp_path / "a")
+    monkeypatch.setenv("CUTLASS_OPS_BUNDLES", str(tmp_path / "a"))
+    assert len(BUNDLES.all()) == 1
+    monkeypatch.setenv("CUTLASS_OPS_BUNDLE_KEY", text)
+    for load in (BUNDLES.all, lambda: co.load_bundle(tmp_path / "a")):
+        with pytest.raises(ValueError, match=r"CUTLASS_OPS_BUNDLE_KEY is '.*', which has an empty path"):
+            load()
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "why"),
+    [
+        ("", ValueError, "public_key has an empty path"),
+        ([""], ValueError, "public_key has an empty path"),
+        (["none", ""], ValueError, "public_key has an empty path"),
+        ([], ValueError, "public_key names no file"),
+        ((), ValueError, "public_key names no file"),
+        (iter([]), ValueError, "public_key names no file"),
+        (b"", TypeError, "public_key is of type bytes"),
+        (0, TypeError, "public_key is of type int"),
+        (False, TypeError, "public_key is of type bool"),
+        ([None], TypeError, "public_key has a NoneType"),
+        ([b"key"], TypeError, "public_key has a bytes"),
+        (".", ValueError, "is not a regular file"),
+    ],
+)
+def test_a_key_that_is_none_is_a_mistake_and_opens_nothing(tmp_path, contents, keys, given, kind, why):
+    contents.write(tmp_path / "a", private_key=keys[0])
+    given = list(given) if hasattr(given, "__next__") else given
+    for load in (lambda: co.load_bundle(tmp_path / "a", public_key=given), lambda: open_bundle(tmp_path / "a", given),
+                 lambda: verifying.verify(tmp_path / "a", given)):  # fmt: skip
+        with pytest.raises(kind, match=why):
+            load()
+
+
+def test_one_of_several_keys_must_have_signed(tmp_path, contents, keys, others, monkeypatch):
+    """While keys are exchanged, bundles by the old and by the new one are about."""
+    contents.write(tmp_path / "a", private_key=keys[0])
+    for both in ([keys[1], others[1]], (others[1], keys[1]), [str(others[1]), str(keys[1])]):
+        assert co.load_bundle(tmp_path / "a", public_key=both).signed_by == keys[1]
+    found = verifying.verify(tmp_path / "a", [others[1], keys[1]])
+    assert (found.signed, found.signed_by, found.problems) == (True, str(keys[1]), ())
+    with pytest.raises(BundleError, match=f"not by the key in {others[1]}, {others[1]}"):
+        co.load_bundle(tmp_path / "a", public_key=[others[1], others[1]])
+    BUNDLES.forget()
+    monkeypatch.setenv("CUTLASS_OPS_BUNDLE_KEY", f"{others[1]}:{keys[1]}")
+    monkeypatch.setenv("CUTLASS_OPS_BUNDLES", str(tmp_path / "a"))
+    assert [b.signed_by for b in BUNDLES.all()] == [keys[1]]
+    assert co.load_bundle(tmp_path / "a", public_key=keys[1]).signed_by == keys[1]
+    monkeypatch.setenv("CUTLASS_OPS_BUNDLE_KEY", str(others[1]))
+    with pytest.raises(BundleError, match="not by the key"):
+        BUNDLES.all()
+
+
+def test_a_key_that_is_not_there_is_seen_though_another_one_signed(tmp_path, contents, keys):
+    contents.write(tmp_path / "a", private_key=keys[0])
+    with pytest.raises(FileNotFoundError):
+        open_bundle(tmp_path / "a", [keys[1], tmp_path / "none"])
+    (tmp_path / "junk").write_bytes(b"junk")
+    with pytest.raises(ValueError, match="holds no public key"):
+        open_bundle(tmp_path / "a", [keys[1], tmp_path / "junk"])
+
+
+@pytest.mark.parametrize("mode", [0o664, 0o646, 0o666])
+def test_a_key_that_others_may_write_is_none(tmp_path, contents, keys, monkeypatch, mode):
+    """Who can exchange it says what is loaded, as who can exchange the bundle does."""
+    contents.write(tmp_path / "a", private_key=keys[0])
+    keys[1].chmod(mode)
+    (tmp_path / "link").symlink_to(keys[1])
+    monkeypatch.setenv("CUTLASS_OPS_BUNDLE_KEY", str(keys[1]))
+    for load in (lambda: co.load_bundle(tmp_path / "a"), lambda: open_bundle(tmp_path / "a", tmp_path / "link")):
+        with pytest.raises(BundleError, match=r"the key in .* is not safe: .* can be written by others"):
+            load()
+    assert "can be written by others" in verifying.verify(tmp_path / "a", keys[1]).problems[0]
+    keys[0].chmod(mode)
+    with pytest.raises(BundleError, match="is not safe"):
+        contents.write(tmp_path / "b", private_key=keys[0])
+
+
+def test_a_key_of_another_user_is_none(tmp_path, contents, keys, monkeypatch):
+    contents.write(tmp_path / "a", private_key=keys[0])
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    real = os.fstat
+    monkeypatch.setattr(os, "fstat", lambda fd: os.stat_result((*real(fd)[:4], 54321, *real(fd)[5:])))
+    with pytest.raises(BundleError, match=r"the key in .* is not safe: .* belongs to user 54321"):
+        require_signature(b"", b"", [keys[1]])
+
+
+def test_a_key_behind_a_link_is_read(tmp_path, contents, keys):
+    contents.write(tmp_path / "a", private_key=keys[0])
+    (tmp_path / "link").symlink_to(keys[1])
+    assert open_bundle(tmp_path / "a", tmp_path / "link").signed_by == tmp_path / "link"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "long", "circle"])
+def test_what_is_no_file_of_a_key_ends_in_an_error(tmp_path, kind):
+    path = tmp_path / "key"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "circle":
+        path.symlink_to(path)
+    else:
+        path.write_bytes(b"-" * (1 << 16) + b"-")
+    with pytest.raises(
+        (ValueError, OSError), match=r"not a regular file|more than 65536 bytes|symbolic link|[Ss]ymlink"
+    ):
+        require_signature(b"", b"", [path])
+
+
+@pytest.mark.parametrize("size", [0, 63, 65, 1 << 20])
+def test_a_signature_of_another_length_is_not_read(tmp_path, contents, keys, size):
+    files = {**contents.files, "manifest.json": contents.manifest.to_bytes(), "manifest.sig": bytes(size)}
+    container.write(tmp_path / "a", files)
+    with pytest.raises(BundleError, match=rf"manifest\.sig has {size} bytes: a signature has 64"):
+        open_bundle(tmp_path / "a", keys[1])
+
+
+# ---- Versions -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory):
+    root = tmp_path_factory.mktemp("versions")
+    return {version: packed(root, [sm80_spec()], version=version) for version in (None, 1, 2, 20261126)}
+
+
+def test_an_older_bundle_is_refused_though_it_is_signed(tmp_path, versions, keys, monkeypatch):
+    for version, contents in versions.items():
+        contents.write(tmp_path / str(version), private_key=keys[0])
+    new = co.load_bundle(tmp_path / "2", public_key=keys[1], minimum_version=2)
+    assert new.manifest.version == 2
+    assert co.load_bundle(tmp_path / "20261126", minimum_version=2).manifest.version == 20261126
+    for name, why in (("1", "its version is 1, and at least 2 is asked for"), ("None", "it has no version")):
+        assert co.load_bundle(tmp_path / name, public_key=keys[1])
+        with pytest.raises(BundleError, match=why):
+            co.load_bundle(tmp_path / name, public_key=keys[1], minimum_version=2)
+        (problem,) = verifying.verify(tmp_path / name, keys[1], minimum_version=2).problems
+        assert why in problem
+        monkeypatch.setenv("CUTLASS_OPS_BUNDLES", str(tmp_path / name))
+        assert BUNDLES.all()
+        monkeypatch.setenv("CUTLASS_OPS_BUNDLE_VERSION", "2")
+        for load in (BUNDLES.all, lambda name=name: co.load_bundle(tmp_path / name)):
+            with pytest.raises(BundleError, match=why):
+                load()
+        monkeypatch.delenv("CUTLASS_OPS_BUNDLE_VERSION")
+    assert verifying.verify(tmp_path / "2", minimum_version=2).version == 2
+
+
+def test_a_version_is_part_of_what_is_signed(tmp_path, versions, keys):
+    versions[1].write(tmp_path / "a", private_key=keys[0])
+    signature = open_bundle(tmp_path / "a")._container.read("manifest.sig")
+    later = changed(versions[1].manifest, lambda data: data.update(version=2))
+    container.write(tmp_path / "b", {**versions[1].files, "manifest.json": later, "manifest.sig": signature})
+    assert open_bundle(tmp_path / "b", minimum_version=2)  # nobody vouches for it
+    with pytest.raises(BundleError, match="not by the key"):
+        open_bundle(tmp_path / "b", keys[1], minimum_version=2)
+
+
+def test_a_bundle_without_a_version_is_what_it_was(versions):
+    """What reads the format of today reads it: the field is there only where the catalogue has a version."""
+    assert b'"version"' not in versions[None].manifest.to_bytes()
+    text = versions[2].manifest.to_bytes()
+    assert b'"toolchain":{' in text
+    assert Manifest.from_bytes(text).version == 2
+    assert Manifest.from_bytes(text).to_bytes() == text
+
+
+@pytest.mark.parametrize("version", [0, -1, True, 1.0, "1", None, 10**15, 10**400, [], {}])
+def test_what_is_no_version_is_refused_everywhere(tmp_path, versions, version):
+    try:
+        text = changed(versions[1].manifest, lambda data: data.update(version=version))
+    except ValueError:
+        text = b""
+    with pytest.raises(BundleError, match="the manifest is wrong: "):
+        Manifest.from_bytes(text)
+    if version is not None:
+        with pytest.raises(ConfigError, match="version holds"):
+            shipping.Catalogue(specs=(sm80_spec(),), version=version)
+        with pytest.raises((TypeError, ValueError), match="minimum_version is"):
+            open_bundle(tmp_path / "none", minimum_version=version)
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "1.0", "1e3", " 1", "\u0661", "1" * 16, "9" * 5000, "v1"])
+def test_a_variable_that_names_no_version_loads_nothing(tmp_path, versions, monkeypatch, text):
+    versions[1].write(tmp_path / "a")
+    monkeypatch.setenv("CUTLASS_OPS_BUNDLE_VERSION", text)
+    with pytest.raises(ValueError, match="CUTLASS_OPS_BUNDLE_VERSION must be a positive integer"):
+        co.load_bundle(tmp_path / "a")
+
+
+def test_changes_of_the_environment_count_at_once(tmp_path, versions, keys, monkeypatch):
+    """Also from unset to empty, which are not the same."""
+    versions[1].write(tmp_path / "a")
+    monkeypatch.setenv("CUTLASS_OPS_BUNDLES", str(tmp_path / "a"))
+    assert BUNDLES.all()
+    for name, value in (("CUTLASS_OPS_BUNDLE_KEY", ""), ("CUTLASS_OPS_BUNDLE_VERSION", "")):
+        monkeypatch.setenv(name, value)
+        with pytest.raises(ValueError, match=name):
+            BUNDLES.all()
+        monkeypatch.delenv(name)
+        assert BUNDLES.all()

@@ -8,6 +8,7 @@ from bundles import SPECS, changed, packed
 from fake_toolkit import EXPORTS, HGMMA, HMMA, NEEDED, elf, library, sm80_spec
 
 from cutlass_ops import container, plain
+from cutlass_ops import elf as elf_module
 from cutlass_ops.elf import exports, gpu_images, needed, search_paths, sections, sm_version
 from cutlass_ops.verifying import verify
 
@@ -139,7 +140,7 @@ def test_machine_code_says_for_which_device_it_is():
     moved = bytearray(image)
     moved[8], moved[0x30:0x34] = 8, (0x6005A04).to_bytes(4, "little")
     assert sm_version(bytes(moved)) == 90
-    assert exports(library(HMMA)) == set(EXPORTS)
+    assert exports(library(HMMA), [*EXPORTS, "main", EXPORTS[0][:-1], EXPORTS[0][1:]]) == set(EXPORTS)
     assert needed(library(HMMA)) == list(NEEDED)
     assert search_paths(library(HMMA)) == []
 
@@ -189,3 +190,81 @@ def test_texts_without_an_end_and_without_number():
     assert needed(endless)[0].startswith("x" * 10)  # the next zero ends it
     with pytest.raises(struct.error, match="no end"):
         needed(data[:at] + b"x" * (len(data) - at))
+
+
+class Counted(bytes):
+    """A table of names that counts how many of its bytes are taken out."""
+
+    taken = 0
+
+    def __getitem__(self, key):
+        found = super().__getitem__(key)
+        Counted.taken += len(found) if isinstance(key, slice) else 1
+        return found
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    contents = elf_module._contents
+    monkeypatch.setattr(elf_module, "_contents", lambda *arguments: Counted(contents(*arguments)))
+    monkeypatch.setattr(Counted, "taken", 0)
+
+
+def _named(exports, names, needed=()):
+    """A library with so many symbols and needed libraries, whose names begin at these places of a table."""
+    symbols = b"".join(struct.pack("<IBBHQQ", at, 0x12, 0, 1, 0, 0) for at in exports)
+    entries = b"".join(struct.pack("<QQ", 1, at) for at in needed)
+    return elf(62, {".dynsym": symbols, ".dynstr": names, ".dynamic": entries})
+
+
+def test_symbols_with_long_names_are_read_in_linear_time(counted):
+    """A thousand symbols in a table of 4 MiB took a thousand copies of it."""
+    names = b"x" * (4 << 20) + b"\0launch\0"
+    data = _named([*range(1000), len(names) - 7], names, needed=[len(names) - 7])
+    assert exports(data, ["launch", "main"]) == {"launch"}
+    assert needed(data) == ["launch"]
+    assert [s.name for s in sections(data)] == [".dynsym", ".dynstr", ".dynamic", ".names"]
+    # Nothing but the symbols themselves and some names.
+    assert Counted.taken < 1 << 16
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (_named([0] * ((1 << 16) + 1), b"x\0"), "more than 65536 symbols"),
+        (_named([], b"x\0", [0] * 65), "more than 64 libraries"),
+        (_named([], b"x" * 256 + b"\0", [0]), "does not end within 255 bytes"),
+        (_named([], b"x", [0]), "does not end within 255 bytes"),
+        (_named([], b"x\0", [1 << 62]), "does not end within 255 bytes"),
+        (elf(62, {f".{at}": b"" for at in range(9)} | {"." * 5000: b""}), None),
+    ],
+)
+def test_more_than_a_library_has_is_refused(data, why):
+    if why is None:  # sections may have long names: those of instructions have their kernel's
+        assert len(list(sections(data))) == 11
+        return
+    with pytest.raises(struct.error, match=why):
+        exports(data, []), needed(data)
+
+
+def test_sections_that_share_one_long_name_are_refused(counted):
+    """Sixty thousand of them could else have all names of a table of 60 MB."""
+    data = bytearray(elf(62, {f".{at}": b"" for at in range(100)} | {"x" * 10_000: b""}))
+    (table,) = struct.unpack_from("<Q", data, 0x28)
+    (long,) = struct.unpack_from("<I", data, table + 100 * 64)
+    for index in range(100):
+        struct.pack_into("<I", data, table + index * 64, long)
+    with pytest.raises(struct.error, match="does not end within"):
+        list(sections(bytes(data)))
+    assert Counted.taken < 50_000
+
+
+@pytest.mark.parametrize("names", [b"x" * 300 + b"\0", b"x"])
+def test_a_library_with_such_names_is_a_problem(tmp_path, names):
+    own = {".cutlass_ops.kernel": struct.pack("<I", 528), ".dynsym": b"", ".dynstr": names}
+    own[".dynamic"] = struct.pack("<QQ", 1, 0)
+    good = library(HMMA)
+    image = good[good.index(b"\x7fELF", 4) :]
+    packed(tmp_path, [sm80_spec()], elf(62, own, image)).write(tmp_path / "a")
+    (problem,) = verify(tmp_path / "a").problems
+    assert "it is no shared library: a name at 0 does not end within 255 bytes" in problem

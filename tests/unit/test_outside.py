@@ -1,0 +1,457 @@
+"""Tables, manifests and catalogues with values that nobody would write: a reason, and never another error."""
+
+import contextlib
+import copy
+import hashlib
+import json
+import math
+import os
+from dataclasses import replace
+
+import pytest
+from bundles import changed, packed
+from fake_toolkit import FakeToolkit, sm80_spec
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from signatures import A100, H100, signature
+
+from cutlass_ops import builtin, bundles, catalog, container, dispatch, legality, plain, policies, shipping, tables
+from cutlass_ops import bundle as bundle_module
+from cutlass_ops import manifest as manifest_module
+from cutlass_ops.builder import build_many
+from cutlass_ops.bundles import BUNDLES
+from cutlass_ops.call import call_at
+from cutlass_ops.config import Sm80Config, Sm90Config, ThreadblockShape, WarpShape
+from cutlass_ops.errors import BundleError, ConfigError, LoadError
+from cutlass_ops.explaining import explain_call
+from cutlass_ops.manifest import Manifest
+from cutlass_ops.plan import can_fall_back
+from cutlass_ops.spec import Operand
+from cutlass_ops.store import KernelStore, open_entry
+from cutlass_ops.tables import Measured, Point, Table
+from cutlass_ops.verifying import verify
+from tests.strategies import PATIENT
+from tests.unit.test_hostile import _at, _places
+
+FEW = settings(
+    PATIENT,
+    max_examples=40,
+    suppress_health_check=[*PATIENT.suppress_health_check, HealthCheck.function_scoped_fixture],
+)
+
+# As they stand in JSON, since not all of them are values.
+NUMBERS = (
+    *("1" + "0" * 400, "-1" + "0" * 400, "9" * 5000, "9223372036854775808", "9223372036854775807", "-1", "0", "1"),
+    *("1e400", "-1e400", "1e308", "-1e308", "5e-324", "1e-9", "-0.0", "0.5", "1e999999999", "0." + "1" * 5000),
+    *("NaN", "Infinity", "-Infinity", "true", "null"),
+)
+OTHERS = (
+    *('"1e400"', '"\\ud800"', '"\\u0000"', '"\\n"', '""', "[]", "{}", "[[]]", '"' + "x" * 100_000 + '"'),
+    *("[" * 900 + "]" * 900, "[" * 100_000 + "]" * 100_000, '{"a": 1, "a": 2}', '{"\\ud800": 1}'),
+)
+RAW = st.sampled_from(NUMBERS + OTHERS)
+MARK = "@@"
+
+
+def spoilt(value, path, raw):
+    """A JSON text in which something else stands in one place, which need not be JSON at all."""
+    value = copy.deepcopy(value)
+    if path:
+        _at(value, path[:-1])[path[-1]] = MARK
+    else:
+        value = MARK
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).replace(f'"{MARK}"', raw).encode()
+
+
+def refusal(call, *arguments):
+    """What a call says against its arguments; nothing if it takes them."""
+    try:
+        call(*arguments)
+    except ConfigError as exc:
+        return str(exc)
+    return ""
+
+
+def places(value):
+    return st.sampled_from(sorted(_places(value), key=str))
+
+
+KERNELS = [Sm80Config(ThreadblockShape(128, n, 32), WarpShape(64, 32, 32), stages=4) for n in (64, 128)]
+SIGNATURE = signature()
+
+
+def point(m, peers=(("eager", 1.0),)):
+    return Point(
+        (m, 4096, 4096), "2026-11-21", (Measured(KERNELS[0], 10.0, 0.0), Measured(KERNELS[1], 11.0, 0.1)), peers
+    )
+
+
+TABLE = Table(A100.name, 108, SIGNATURE, (point(1), point(64)), fallback=True)
+JSON = TABLE.to_json()
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    for name in ("CUTLASS_OPS_BUNDLES", "CUTLASS_OPS_BUNDLE_KEY", "CUTLASS_OPS_BUNDLE_VERSION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(bundles, "_installed", list)
+    BUNDLES.forget()
+    policies.forget()
+    yield
+    BUNDLES.forget()
+    policies.forget()
+
+
+@pytest.fixture
+def users(monkeypatch, tmp_path):
+    """Where the user's table for the signature lies."""
+    monkeypatch.setenv("CUTLASS_OPS_TUNING_DIR", str(tmp_path))
+    return tables.path_of(tmp_path, A100.name, SIGNATURE)
+
+
+# ---- One place that reads JSON -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("raw", [*NUMBERS[:4], "1e400", "-1e400", "1e999999999", "0." + "1" * 5000, *NUMBERS[-5:-2]])
+def test_a_number_that_none_is_is_no_json(raw):
+    with pytest.raises(ConfigError, match="it is no JSON that is read here: ") as error:
+        plain.parsed(b'{"a": [%s]}' % raw.encode(), "it", 1 << 20)
+    assert len(str(error.value)) < 200
+    assert "set_int_max_str_digits" not in str(error.value)
+
+
+def test_integers_have_64_bits():
+    assert plain.parsed(b"[9223372036854775807, -9223372036854775808, -0]", "it", 100) == [2**63 - 1, -(2**63), 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (b'{"b": 1, "a": {"c": 1, "d": 2, "c": 1}}', "'c' stands twice"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a":' * 100_000, "nested too deeply"),
+        (b"\xff\xfe1\x00", "can't decode"),
+        ("[1]".encode("utf-16"), "can't decode"),
+        (b"\xef\xbb\xbf1", "BOM"),
+        (b"", "Expecting value"),
+        (b"[1, 2, 3]" + b" " * 100, "more than 50 bytes"),
+    ],
+)
+def test_what_is_no_json_says_why(text, why):
+    with pytest.raises(ConfigError, match=why):
+        plain.parsed(text, "it", 50 if why.startswith("more") else 1 << 20)
+
+
+def test_nothing_of_too_many_bytes_is_parsed(monkeypatch):
+    monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("it was parsed"))
+    with pytest.raises(ConfigError, match="more than 10 bytes"):
+        plain.parsed(b"1" * 11, "it", 10)
+
+
+VALUES = st.one_of(
+    st.integers(), st.floats(), st.just(10**5000), st.just([10**5000]), st.booleans(), st.none(), st.text(), st.binary()
+)
+
+
+@FEW
+@given(VALUES)
+def test_a_value_of_any_kind_is_checked_or_named(value):
+    for check, *bounds in (
+        (plain.integer, 0, 10),
+        (plain.number, 0.0, 1e9),
+        (plain.text,),
+        (plain.sequence, 3),
+        (plain.mapping, "a b"),
+    ):
+        assert len(refusal(check, value, "it", *bounds)) < 300
+
+
+def test_a_message_can_be_printed_whatever_stands_in_it():
+    text = plain.said(ValueError("a\ud800\n\x00" + "x" * 10_000))
+    assert text.startswith("a\\ud800\\n\\x00x")
+    assert text.isprintable()
+    assert len(text) < 1100
+
+
+# ---- Tables ------------------------------------------------------------------------------------------------------
+
+
+IN_TABLES = [p for p in _places(JSON) if type(_at(JSON, p)) in (int, float) and "signature" not in p]
+
+
+@pytest.mark.parametrize("raw", NUMBERS)
+def test_every_number_in_every_place_for_a_number(raw):
+    """A table that is then one has finite losses, ratios and logarithms, also after it was written and read again."""
+    refused = 0
+    for path in IN_TABLES:
+        text = spoilt(JSON, path, raw)
+        if refusal(tables.parse, text, "it"):
+            refused += 1
+            continue
+        table = tables.parse(text, "it")
+        if "multiprocessors" not in path:
+            table = table.merged(TABLE).merged(table)
+        again = tables.parse(json.dumps(table.select().to_json(), allow_nan=False).encode(), "it")
+        assert all(math.isfinite(loss) for point in again.points for loss in tables._losses(point).values())
+    assert refused >= len(IN_TABLES) // 2 or raw in ("0", "1", "-0.0", "0.5")
+
+
+@FEW
+@given(places(JSON), RAW)
+def test_a_table_with_anything_in_any_place_is_one_or_has_an_error_that_says_so(path, raw):
+    text = spoilt(JSON, path, raw)
+    why = refusal(tables.parse, text, "it")
+    if why:
+        assert why.startswith("it is no tuning table: ")
+        assert why.isprintable()
+        return
+    table = tables.parse(text, "it")
+    # All that is done with a table: it is restated, written and read again.
+    again = tables.parse(json.dumps(table.to_json(), allow_nan=False).encode(), "it")
+    assert again.select().kernels == table.select().kernels
+    merged = table.merged(TABLE).merged(table) if table.signature == SIGNATURE and table.device == A100.name else table
+    assert tables.parse(json.dumps(merged.select().to_json(), allow_nan=False).encode(), "it")
+
+
+@FEW
+@given(places(JSON), RAW)
+def test_a_users_table_never_fails_a_call(users, path, raw):
+    users.write_bytes(spoilt(JSON, path, raw))
+    policies.forget()
+    with pytest.warns() if not _good(users) else contextlib.nullcontext():
+        spec, _ = dispatch.choose(SIGNATURE, A100, (3, 4096, 4096))
+    assert spec.target == "sm_80"
+    found = explain_call("gemm_bias_relu", _call(), A100)
+    assert found.candidates
+    assert all(0 < c.microseconds < math.inf for c in found.candidates)
+    assert str(found).replace("\n", "").isprintable()
+
+
+def _good(path):
+    try:
+        return tables.load(path).is_about(SIGNATURE, A100.name)
+    except ConfigError:
+        return False
+
+
+def _call():
+    return call_at(builtin.bias_relu.graph, (1, 4096, 4096), "bf16", "row", "col")
+
+
+def test_a_kernel_that_cannot_have_been_launched_spoils_no_other(monkeypatch, tmp_path):
+    """Its grid would be too large: by the model it takes for ever, and its error would be infinite."""
+    monkeypatch.setenv("CUTLASS_OPS_TUNING_DIR", str(tmp_path))
+    of = signature(builtin.bias_gelu)
+    kernel = Sm90Config(ThreadblockShape(64, 128, 64), schedule="warp_specialized")
+    lie = Point((1, 1 << 30, 64), "2026-11-21", (Measured(kernel, 10.0, 0.0),))
+    path = tables.path_of(tmp_path, H100.name, of)
+    path.write_text(json.dumps(Table(H100.name, 132, of, (lie,), (kernel,)).to_json()))
+    times = policies.policy(of, H100).expected([(1, 4096, 4096), (64, 1 << 29, 64)]).times
+    assert not times.isnan().any()
+
+
+def test_a_peer_that_there_is_not_is_no_way_to_serve_a_call(users):
+    """As a table may name one, where it was allowed to take the fastest."""
+    for peer, serves in (("eager", True), ("nothing", False)):
+        policies.forget()
+        users.write_text(json.dumps(replace(TABLE, points=(point(1, ((peer, 1.0),)),)).to_json()))
+        assert ("PyTorch" in explain_call("gemm_bias_relu", _call(), A100).served_by) is serves
+        assert can_fall_back(_call(), peer) is serves
+
+
+@pytest.mark.parametrize("change", [{"device": "another"}, {"signature": signature(dtype="f16")}])
+def test_a_users_table_about_something_else_is_left_out(users, change):
+    users.write_text(json.dumps(replace(TABLE, **change).to_json()))
+    with pytest.warns(RuntimeWarning, match="left out: .* is about another device or signature"):
+        dispatch.choose(SIGNATURE, A100, (1, 4096, 4096))
+    dispatch.choose(SIGNATURE, A100, (2, 4096, 4096))  # a second warning would be an error here
+
+
+def test_a_users_table_of_another_number_of_multiprocessors_is_left_out(users, monkeypatch):
+    """Where the library has a table for the device, the two cannot be merged."""
+    monkeypatch.setattr(policies, "_shipped", lambda *_: TABLE)
+    users.write_text(json.dumps(replace(TABLE, multiprocessors=96).to_json()))
+    with pytest.warns(RuntimeWarning, match="left out: tables of different multiprocessors"):
+        assert policies.policy(SIGNATURE, A100).own == TABLE
+
+
+# ---- Bundles -----------------------------------------------------------------------------------------------------
+
+
+def bundle_with(path, contents, table):
+    """A bundle with a tuning table, whatever it holds."""
+    size = {"sha256": hashlib.sha256(table).hexdigest(), "size": len(table)}
+    text = changed(contents.manifest, lambda data: data.update(tables=[size]))
+    container.write(path, {**contents.files, f"tables/{size['sha256']}.json": table, "manifest.json": text})
+    return path
+
+
+@pytest.fixture(scope="module")
+def contents(tmp_path_factory):
+    return packed(tmp_path_factory.mktemp("outside"), [sm80_spec()])
+
+
+SPOILT = [
+    *(spoilt(JSON, ("points", 0, "peers", "eager"), raw) for raw in ("5e-324", "1" + "0" * 400, "1e400", "9" * 5000)),
+    *(spoilt(JSON, ("points", 0, "problem", 1), raw) for raw in ("1" + "0" * 400, "true", "-1")),
+    *(spoilt(JSON, (), raw) for raw in ("[" * 100_000, "NaN", "")),
+]
+
+
+@pytest.mark.parametrize("table", SPOILT, ids=range(len(SPOILT)))
+def test_a_wrong_table_in_a_bundle_is_the_bundles_error_and_a_problem(tmp_path, contents, table):
+    path = bundle_with(tmp_path / "a", contents, table)
+    (problem,) = verify(path).problems
+    assert problem.startswith("tables/")
+    assert "it is no tuning table" in problem
+    BUNDLES.load(path)
+    with pytest.raises(BundleError, match=r"a table in .*/a is no tuning table"):
+        dispatch.choose(SIGNATURE, A100, (1, 4096, 4096))
+
+
+@FEW
+@given(st.data())
+def test_a_manifest_with_anything_in_any_place_is_refused(contents, data):
+    good = json.loads(contents.manifest.to_bytes())
+    text = spoilt(good, data.draw(places(good)), data.draw(RAW))
+    if text != contents.manifest.to_bytes():
+        with pytest.raises(BundleError) as error:
+            Manifest.from_bytes(text)
+        assert len(str(error.value)) < 1200
+        assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_manifest_of_nine_mebibytes_is_refused_unread(tmp_path, contents, monkeypatch, folder):
+    """Nobody vouches for it without a key, and to parse it takes seconds."""
+    files = {**contents.files, "manifest.json": b"[" + b"0," * (9 << 19) + b"0]"}
+    container.write(tmp_path / "a", files, folder=folder)
+    monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("it was parsed"))
+    for kind in (container._Archive, container._Folder):
+        monkeypatch.setattr(kind, "read", lambda *_: pytest.fail("it was read"))
+    with pytest.raises(BundleError, match=r"manifest\.json has 9437187 bytes: at most 4194304 are allowed"):
+        bundle_module.open_bundle(tmp_path / "a")
+    assert "at most 4194304" in verify(tmp_path / "a").problems[0]
+
+
+def test_a_manifest_that_would_be_refused_is_not_written(tmp_path, contents, monkeypatch):
+    monkeypatch.setattr("cutlass_ops.manifest.MAX_BYTES", 100)
+    with pytest.raises(BundleError, match="more than 100 bytes"):
+        contents.write(tmp_path / "a")
+    assert not os.path.lexists(tmp_path / "a")
+
+
+DEPTHS = range(700, 1001, 4)
+
+
+@pytest.mark.parametrize("path", [("flags",), ("signatures", 0, "kernels", 0, "config", "stages"), ("choices",)])
+def test_nested_as_deeply_as_can_be_parsed(contents, path):
+    """What is parsed by a hair can be shown in no message and written nowhere."""
+    good = json.loads(contents.manifest.to_bytes())
+    if path == ("choices",):
+        choice = {"capability": [8, 0], "n": 1, "k": 1, "rows": [[1, 0, {"swizzle": 1}]]}
+        good["signatures"][0]["choices"] = [choice]
+        path = ("signatures", 0, "choices", 0, "rows", 0, 2, "swizzle")
+    for depth in DEPTHS:
+        with pytest.raises(BundleError):
+            Manifest.from_bytes(spoilt(good, path, "[" * depth + "]" * depth))
+        with pytest.raises(ConfigError):
+            tables.parse(spoilt(JSON, ("configs", 0, "stages"), "[" * depth + "]" * depth), "it")
+
+
+def test_each_order_of_tiles_of_a_kernel_is_read_once(contents, monkeypatch):
+    """A manifest of 4 MiB can have 300,000 rows of choices."""
+    good = json.loads(contents.manifest.to_bytes())
+    del good["sha256"]
+    rows = [[m, 0, {"swizzle": 1 << m % 4} if m % 4 else {}] for m in range(1, 1001)]
+    choices = [{"capability": [8, 0], "n": n, "k": 1, "rows": rows} for n in (1, 2)]
+    good["signatures"][0]["choices"] = choices
+    read, written = [], []
+    of_json, to_json = manifest_module.config_from_json, manifest_module.config_to_json
+    monkeypatch.setattr(manifest_module, "config_from_json", lambda value: read.append(value) or of_json(value))
+    monkeypatch.setattr(manifest_module, "config_to_json", lambda value: written.append(value) or to_json(value))
+    found = Manifest.from_bytes(manifest_module.sealed(good))
+    assert [config.swizzle for _, config in found.groups[0].choices[1].rows[:4]] == [2, 4, 8, 1]
+    assert len(read) < 10
+    assert len(written) < 50
+
+
+@pytest.mark.parametrize("digits", [5, 5000])
+def test_an_alignment_of_many_digits_is_a_mistake_that_says_so(digits):
+    with pytest.raises(ValueError, match="is not of the form DTYPE") as error:
+        Operand.of(f"bf16.row.align{'9' * digits}")
+    assert len(str(error.value)) < 200
+
+
+# ---- The store, declarations and catalogues ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("raw", [*NUMBERS, "[" * 100_000, '"x"'])
+def test_a_stored_manifest_with_any_size_is_no_kernel(tmp_path, raw):
+    kit = FakeToolkit(tmp_path / "kit")
+    store = KernelStore(tmp_path / "store")
+    (artifact,) = build_many([sm80_spec()], store=store, toolchain=kit.find())
+    path = artifact.folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    path.write_bytes(spoilt(manifest, ("files", "kernel.so", "size"), raw))
+    with pytest.raises(LoadError):
+        open_entry(artifact.folder)
+    assert store.lookup(artifact.key) is None
+
+
+SPEC = sm80_spec().to_json()
+
+
+@FEW
+@given(places(SPEC), RAW)
+def test_a_declaration_with_anything_in_any_place_is_one_or_has_an_error(tmp_path, path, raw):
+    file = tmp_path / "spec.json"
+    file.write_bytes(spoilt(SPEC, path, raw))
+    why = refusal(lambda: legality.require_legal(shipping.read_spec(file)))
+    assert len(why) < 1500
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"kernels": 1e400}', "9" * 5000, '{"kernels": [{"file": 1e400}]}'])
+def test_what_a_folder_of_sources_says_of_itself_is_not_believed(tmp_path, text):
+    (tmp_path / "manifest.json").write_text(text)
+    assert catalog._abandoned(tmp_path, {}) == set()
+
+
+CATALOGUE = {
+    "format": "1",
+    "version": "3",
+    "specs": '["spec.json"]',
+    "kernels": '[{ops = ["gemm"], archs = ["sm_80"], shapes = ["1x64x64"], input_dtypes = {}}]',
+    "tables": '[{path = "table.json", arch = "sm_80", kernels = 2}]',
+}
+HEX = "0x" + "f" * 5000
+TOML = st.sampled_from(
+    [
+        *("1" + "0" * 400, "9" * 5000, "-1", "0", "1.0", "true", "1e400", "nan", "-inf", HEX, "1979-05-27"),
+        *('""', '"\\u0000"', '"\\n"', "[]", "{}", "[1]", '["\\u0000"]', "[[]]", "[" * 100_000, f'["{"x" * 9000}"]'),
+        *('[{path = "a", arch = 1}]', '[{path = 1, arch = ""}]', '[{path = "\\u0000", arch = "sm_80"}]'),
+        *(f'[{{path = "table.json", arch = "sm_80", kernels = {n}}}]' for n in (HEX, "true", "1e400")),
+        *(f'[{{ops = ["gemm"], archs = ["sm_80"], shapes = ["{s}"]}}]' for s in ("9" * 5000, "1x1x0", "\u0661x1x1")),
+    ]
+)
+
+
+@FEW
+@given(st.sampled_from(sorted(CATALOGUE)), TOML)
+def test_a_catalogue_with_anything_in_any_place_is_one_or_has_an_error(tmp_path, name, raw):
+    (tmp_path / "spec.json").write_text(json.dumps(SPEC))
+    (tmp_path / "table.json").write_text(json.dumps(JSON))
+    file = tmp_path / "catalogue.toml"
+    file.write_text("\n".join(f"{n} = {v}" for n, v in {**CATALOGUE, name: raw}.items()))
+    why = refusal(shipping.load, str(file))
+    assert not why or why.startswith(str(file))
+    assert len(why) < 1500
+    assert "set_int_max_str_digits" not in why
+
+
+def test_the_catalogue_itself_is_one(tmp_path):
+    (tmp_path / "spec.json").write_text(json.dumps(SPEC))
+    (tmp_path / "table.json").write_text(json.dumps(JSON))
+    (tmp_path / "catalogue.toml").write_text("\n".join(f"{n} = {v}" for n, v in CATALOGUE.items()))
+    found = shipping.load(str(tmp_path / "catalogue.toml"))
+    assert (found.version, found.tuned[0].table, found.specs) == (3, TABLE, (sm80_spec(),))
