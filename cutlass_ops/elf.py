@@ -26,7 +26,7 @@ _SHT_NOBITS = 8  # takes no room in the file
 _MAX_IMAGES = 8
 _MAX_SYMBOLS = 1 << 16
 _MAX_LIBRARIES = 64
-_MAX_PATH = 4096  # bytes of a folder's name
+_MAX_FILE_NAME, _MAX_PATH = 255, 4096  # bytes, as Linux has them
 # Section names may share their ends, but all together they are not many times as long as the table that they stand in.
 _SHARED = 4
 _SECTION = struct.Struct("<IIQQQQ")  # name, type, flags, address, offset, size: the head of a section's header
@@ -110,7 +110,7 @@ def needed(library: bytes) -> list[str]:
     struct.error
         If what the dynamic linker reads is not there, or is more than any kernel's library has.
     """
-    return _dynamic_texts(library, _LOADED)
+    return _dynamic_texts(library, _LOADED, _MAX_FILE_NAME)
 
 
 def search_paths(library: bytes) -> list[str]:
@@ -121,10 +121,10 @@ def search_paths(library: bytes) -> list[str]:
     struct.error
         As for :func:`needed`.
     """
-    return _dynamic_texts(library, _SEARCHED)
+    return _dynamic_texts(library, _SEARCHED, _MAX_PATH)
 
 
-def _dynamic_texts(library: bytes, tags: tuple[int, ...]) -> list[str]:
+def _dynamic_texts(library: bytes, tags: tuple[int, ...], most: int) -> list[str]:
     """Return texts of the dynamic section as the dynamic linker finds them: by segments, for sections may lie."""
     loads, dynamic = _segments(library)
     entries: list[tuple[int, ...]] = []
@@ -141,7 +141,7 @@ def _dynamic_texts(library: bytes, tags: tuple[int, ...]) -> list[str]:
     if len(tables) != 1 or len(wanted) > _MAX_LIBRARIES:
         raise struct.error(f"it has {len(tables)} tables of names, for {len(wanted)} libraries")
     names = _loaded_at(library, loads, tables[0])
-    return [_name(names, at, _MAX_PATH) for at in wanted]
+    return [_name(names, at, most) for at in wanted]
 
 
 def _segments(library: bytes) -> tuple[list[tuple[int, int, int]], int]:

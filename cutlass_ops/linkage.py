@@ -32,7 +32,7 @@ def require_own_libraries(library: bytes, where: str, error: type[CutlassOpsErro
     try:
         paths, needed = elf.search_paths(library), elf.needed(library)
     except (struct.error, IndexError) as exc:
-        raise error(f"{where} is no shared library: {exc}") from None
+        raise error(f"{where} is not a shared library: {exc}") from None
     if paths:
         raise error(
             f"{where} has the dynamic linker search {', '.join(map(repr, paths))} (RPATH or RUNPATH) for libraries "

@@ -82,7 +82,7 @@ def _deep(data):
     ("change", "why"),
     [
         (lambda d: d.update(format="cutlass_ops.bundle/2"), "this version reads 'cutlass_ops.bundle/1'"),
-        (lambda d: d.update(abi=2), "make it again"),
+        (lambda d: d.update(abi=1), "make it again"),
         (lambda d: d.update(templates=99), "templates 99"),
         (lambda d: d.update(abi=True), "abi holds True"),
         (lambda d: d.update(extra=1), "it has the fields"),
@@ -141,7 +141,7 @@ def test_what_is_no_manifest_is_refused(tmp_path, contents, raw):
 
 def test_another_spelling_and_any_change_without_a_new_digest_are_refused(tmp_path, contents):
     text = contents.manifest.to_bytes()
-    twice = text.replace(b'{"abi":1,', b'{"abi":1,"abi":1,')
+    twice = text.replace(b'{"abi":2,', b'{"abi":2,"abi":2,')
     spaced = json.dumps(json.loads(text), indent=1, sort_keys=True).encode()
     container.write(tmp_path / "a", {**contents.files, "manifest.json": twice})
     with pytest.raises(BundleError, match="'abi' stands twice in an object"):

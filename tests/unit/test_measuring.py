@@ -225,14 +225,14 @@ def pids(monkeypatch):
 @pytest.mark.parametrize(
     ("mode", "why"),
     [
-        ("polluted", "did not start: b'Hello from a library': it is no JSON"),
+        ("polluted", "did not start: b'Hello from a library': it is not JSON"),
         ("unasked", ", before it has a job"),
         ("line without end", "a line of more than 4194304 bytes"),
         ("dripping", "no kernel is to blame: the process says nothing"),
         ("half a line", "no kernel is to blame: the process says nothing"),
         ("events without end", "its events do not end"),
         ("closed", "no kernel is to blame: the process has ended, or closed its output"),
-        ("print in between", 'b"a library\'s warning": it is no JSON'),
+        ("print in between", 'b"a library\'s warning": it is not JSON'),
     ],
 )
 def test_a_worker_that_no_worker_is_ends_with_one_error(odd, pids, mode, why):
@@ -263,7 +263,7 @@ DONE = '{"event": "done", "measured": %s, "peers": %s}'
         ('{"event": "peers", "event": "peers"}', "stands twice"),
         ("[" * 100_000, "nested too deeply"),
         ('{"event": %s}' % ("9" * 5000), "is no integer of 64 bits"),
-        (DONE % ("ROWS", '{"eager": NaN}'), "NaN is no number"),
+        (DONE % ("ROWS", '{"eager": NaN}'), "NaN is not a number"),
         (DONE % ("ROWS", '{"eager": 0}'), "peers holds 0"),
         (DONE % ("ROWS", '{"eager": -1.0}'), "peers holds -1.0"),
         (DONE % ("ROWS", '{"eager": 5e-324}'), "peers holds 5e-324"),
@@ -276,7 +276,7 @@ DONE = '{"event": "done", "measured": %s, "peers": %s}'
         (DONE % ("[]", "{}"), "times of other kernels than those that are right"),
         (DONE % ("[[C0, 1.0, 0.0], [C0, 1.0, 0.0], [C1, 1.0, 0.0]]", "{}"), "a kernel's times, twice"),
         (DONE % ("[[C0, 1.0, 0.5], [C1, 1.0, 0.0]]", "{}"), "another order than the fastest first"),
-        (DONE % ("[[C0, NaN, 0.0], [C1, 1.0, 0.0]]", "{}"), "NaN is no number"),
+        (DONE % ("[[C0, NaN, 0.0], [C1, 1.0, 0.0]]", "{}"), "NaN is not a number"),
         (DONE % ("[[C0, -1.0, 0.0], [C1, 1.0, 0.0]]", "{}"), "measured holds -1.0"),
         (DONE % ("[[C0, 0, 0.0], [C1, 1.0, 0.0]]", "{}"), "measured holds 0"),
         (DONE % ("[[C0, 1e300, 0.0], [C1, 1.0, 0.0]]", "{}"), "measured holds 1e+300"),

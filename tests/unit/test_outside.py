@@ -114,7 +114,7 @@ def users(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("raw", [*NUMBERS[:4], "1e400", "-1e400", "1e999999999", "0." + "1" * 5000, *NUMBERS[-5:-2]])
 def test_a_number_that_none_is_is_no_json(raw):
-    with pytest.raises(ConfigError, match="it is no JSON that is read here: ") as error:
+    with pytest.raises(ConfigError, match="it is not JSON that is read here: ") as error:
         plain.parsed(b'{"a": [%s]}' % raw.encode(), "it", 1 << 20)
     assert len(str(error.value)) < 200
     assert "set_int_max_str_digits" not in str(error.value)
@@ -202,7 +202,7 @@ def test_a_table_with_anything_in_any_place_is_one_or_has_an_error_that_says_so(
     text = spoilt(JSON, path, raw)
     why = refusal(tables.parse, text, "it")
     if why:
-        assert why.startswith("it is no tuning table: ")
+        assert why.startswith("it is not a tuning table: ")
         assert why.isprintable()
         return
     table = tables.parse(text, "it")
@@ -303,9 +303,9 @@ def test_a_wrong_table_in_a_bundle_is_the_bundles_error_and_a_problem(tmp_path, 
     path = bundle_with(tmp_path / "a", contents, table)
     (problem,) = verify(path).problems
     assert problem.startswith("tables/")
-    assert "it is no tuning table" in problem
+    assert "it is not a tuning table" in problem
     BUNDLES.load(path)
-    with pytest.raises(BundleError, match=r"a table in .*/a is no tuning table"):
+    with pytest.raises(BundleError, match=r"a table in .*/a is not a tuning table"):
         dispatch.choose(SIGNATURE, A100, (1, 4096, 4096))
 
 
