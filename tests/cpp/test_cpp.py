@@ -3,57 +3,31 @@
 import _ctypes
 import hashlib
 import json
+import os
 import random
+import resource
+import struct
 import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fake_toolkit import IDENTITY
+from bundles import write_keys
+from cryptography.hazmat.primitives.asymmetric import ed25519, ed448
 
 import cutlass_ops as co
-from cutlass_ops import container, packing, plan, shipping
+from cutlass_ops import arch, container, elf, manifest, packing, plan, shipping
 from cutlass_ops._version import TEMPLATE_VERSION
 from cutlass_ops.bundle import open_bundle, write_bundle
-from cutlass_ops.config import GemvConfig, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
+from cutlass_ops.epilogue import graph, names, ops
 from cutlass_ops.loader import ABI, Reason
-from cutlass_ops.manifest import Choice, File, Group, KernelRecord, Manifest, sealed
-from cutlass_ops.signature import OpSignature
+from cutlass_ops.manifest import File, sealed
+from cutlass_ops.store import identity_key
+from cutlass_ops.verifying import _LIBRARIES
 from tests import cmake
+from tests.faults.fuzz import seeds
 
 HERE = Path(__file__).resolve().parent
-SOURCE = b"// not compiled\n"
-PINGPONG = Sm90Config(threadblock=ThreadblockShape(64, 128, 64))
-COOPERATIVE = Sm90Config(threadblock=ThreadblockShape(128, 128, 64), schedule="cooperative")
-MMA_SYNC = Sm80Config(threadblock=ThreadblockShape(128, 128, 32), warp=WarpShape(64, 64, 32), stages=3)
-FEW_ROWS = GemvConfig()
-CHOICES = (
-    Choice(
-        (9, 0),
-        256,
-        512,
-        (
-            (16, PINGPONG),
-            (64, replace(COOPERATIVE, raster="along_n", swizzle=4)),
-            (512, replace(COOPERATIVE, raster="along_m", by_gpc=True)),
-            (1024, replace(PINGPONG, by_gpc=True, swizzle=2)),
-        ),
-    ),
-    Choice((9, 0), 512, 256, ((1, PINGPONG),)),
-    Choice((8, 0), 256, 512, ((16, FEW_ROWS), (64, replace(MMA_SYNC, swizzle=8)))),
-)
-
-
-@co.epilogue
-def several(acc, bias: co.Row, scale: co.Scalar):
-    """Inputs of two kinds, and a further output."""
-    value = co.relu(acc * scale + bias)
-    return {"d": value, "top": co.max(value, dim=1)}
-
-
-TYPES = {"a": "bf16.row", "b": "bf16.col", "d": "f16.row", "inputs": {"bias": "f32.row.align1"}}
-KEYS = {config: c * 64 for config, c in zip((PINGPONG, COOPERATIVE, MMA_SYNC, FEW_ROWS), "abcf", strict=True)}
-OTHER = "d" * 64
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +42,11 @@ def built(tmp_path_factory):
 def probe(built):
     """Call the program; return its exit code and what it wrote."""
 
-    def _probe(*words):
-        done = subprocess.run([built / "probe", *map(str, words)], capture_output=True, text=True, check=False)
+    def _probe(*words, memory=None):
+        limit = memory and (lambda: resource.setrlimit(resource.RLIMIT_AS, (memory, memory)))
+        done = subprocess.run(
+            [built / "probe", *map(str, words)], capture_output=True, text=True, check=False, preexec_fn=limit
+        )
         assert done.returncode in (0, 1), done
         assert done.stderr == ""
         return done.returncode, done.stdout
@@ -81,20 +58,13 @@ def probe(built):
 def contents(built):
     """Manifest and files of a bundle with the library for every kernel."""
     library = (built / "fake_kernel.so").read_bytes()
+    return seeds.made(lambda _: library)
 
-    def record(spec, key):
-        return KernelRecord(spec, key, "0" * 64, _file(library), _file(SOURCE), {}, ())
 
-    specs = {config: co.KernelSpec(**TYPES, epilogue=several, config=config) for config in KEYS}
-    relu = co.KernelSpec(a="f16.row", b="f16.row", d="f32.row", epilogue=IDENTITY, config=MMA_SYNC)
-    groups = (
-        Group(_signature(specs[PINGPONG]), tuple(record(specs[config], key) for config, key in KEYS.items()), CHOICES),
-        Group(_signature(relu), (record(relu, OTHER),)),
-    )
-    flags = {target: {"device": (), "host": (), "link": ()} for target in ("sm_80", "sm_90a")}
-    toolchain = {"nvcc": "13.0.88", "host_compiler": "g++ 1.0", "cutlass": "4.2.0", "tvm_ffi": "0.1.10"}
-    manifest = Manifest(ABI, TEMPLATE_VERSION, co.__version__, toolchain, flags, groups)
-    return manifest, {name: library if name.endswith(".so") else SOURCE for name in manifest.files}
+@pytest.fixture(scope="module")
+def keys(contents):
+    """Keys of the first signature's kernels."""
+    return {record.spec.config: record.key for record in contents[0].groups[0].kernels}
 
 
 @pytest.fixture(params=[False, True], ids=["archive", "folder"])
@@ -107,24 +77,25 @@ def bundle(request, contents, tmp_path):
 @pytest.fixture
 def single(contents, tmp_path):
     """Archive with one kernel."""
-    manifest, files = contents
-    group = manifest.groups[0]
-    manifest = replace(
-        manifest,
-        groups=(replace(group, kernels=group.kernels[:1], choices=()),),
-        flags={"sm_90a": manifest.flags["sm_90a"]},
-    )
-    path = tmp_path / "single.bundle"
-    write_bundle(path, manifest, {name: files[name] for name in manifest.files})
+    return _write(tmp_path / "single.bundle", contents)
+
+
+def _write(path, contents, data=None, **options):
+    """Write a bundle with the first kernel alone, and another library for it."""
+    found, files = contents
+    group = found.groups[0]
+    record = group.kernels[0]
+    if data is not None:
+        record = replace(record, library=_file(data))
+    found = replace(found, groups=(replace(group, kernels=(record,), choices=()),), tables=())
+    found = replace(found, flags={"sm_90a": found.flags["sm_90a"]})
+    chosen = {name: files[name] for name in found.files} | ({record.library_name: data} if data is not None else {})
+    write_bundle(path, found, chosen, **options)
     return path
 
 
 def _file(data):
     return File(hashlib.sha256(data).hexdigest(), len(data))
-
-
-def _signature(spec):
-    return OpSignature(spec.epilogue, spec.a, spec.b, spec.d, spec.inputs, spec.outputs)
 
 
 def test_sha256_of_every_length_around_blocks(probe, tmp_path):
@@ -135,7 +106,7 @@ def test_sha256_of_every_length_around_blocks(probe, tmp_path):
     assert out.split() == [hashlib.sha256(data[:size]).hexdigest() for size in range(201)]
 
 
-def test_it_lists_what_is_there(probe, bundle):
+def test_it_lists_what_is_there(probe, bundle, keys):
     code, out = probe("list", bundle)
     assert code == 0
     assert out.splitlines() == [
@@ -146,21 +117,17 @@ def test_it_lists_what_is_there(probe, bundle):
         "bias f32.row.align1",
         "scale f32.row.align1",
         "top f32.row.align1",
-        *(f"{key} {config.default_target}" for config, key in KEYS.items()),
-        "d = acc",
-        "a f16.row",
-        "b f16.row",
-        "out f32.row",
-        f"{OTHER} sm_80",
+        *(f"{key} {config.default_target}" for config, key in keys.items()),
+        "d = add(EVERYTHING)",
     ]
 
 
-def test_choices_and_orders_are_python_s(probe, bundle):
+def test_choices_and_orders_are_python_s(probe, bundle, keys):
     signature = open_bundle(bundle).manifest.groups[0].signature
     rows = [1, 15, 16, 17, 64, 65, 512, 513, 1024, 1025, 10**6]
     for capability, n, k in (((9, 0), 256, 512), ((9, 0), 512, 256), ((8, 0), 256, 512)):
         choice = open_bundle(bundle).choice(signature, capability, n, k)
-        wanted = [(KEYS[config.binary()], *plan.order(config)) for config in map(choice.at, rows)]
+        wanted = [(keys[config.binary()], *plan.order(config)) for config in map(choice.at, rows)]
         code, out = probe("choose", bundle, *capability, n, k, *rows)
         assert code == 0
         assert [tuple(line.split()) for line in out.splitlines()] == [tuple(map(str, row)) for row in wanted]
