@@ -67,15 +67,15 @@ def sequence(data: object, what: str, most: int | None = None) -> list[Any]:
 
 
 def text(data: object, what: str, most: int = 100) -> str:
-    """Return a text that can be printed, of at most so many characters.
+    """Return a text of printable ASCII, of at most so many characters.
 
     Raises
     ------
     ConfigError
         If it is none.
     """
-    if not isinstance(data, str) or not data.isprintable() or not 0 < len(data) <= most:
-        raise ConfigError(f"{what} is {reprlib.repr(data)}: a short printable text is needed")
+    if not isinstance(data, str) or not data.isascii() or not data.isprintable() or not 0 < len(data) <= most:
+        raise ConfigError(f"{what} is {reprlib.repr(data)}: a short text of printable ASCII is needed")
     return data
 
 

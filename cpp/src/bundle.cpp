@@ -305,15 +305,24 @@ void require_version(Manifest const& manifest) {
                     "), and this program calls kernels of " + shown(kAbi, kTemplates) + ": make the bundle, or the program, again");
 }
 
+void require_recent(Manifest const& manifest, int64_t least) {
+  if (least < 0) throw ArgumentError("minimum_version is " + std::to_string(least) + ": 1 or more is needed, or 0 for any");
+  if (manifest.version >= least) return;
+  throw BundleError((manifest.version == 0 ? "it has no version" : "its version is " + std::to_string(manifest.version)) +
+                    ", and at least " + std::to_string(least) + " is asked for: use a newer one");
+}
+
 }  // namespace
 
-Bundle::Bundle(std::string const& path, std::string const& manifest_sha256, std::vector<std::string> const& public_keys)
+Bundle::Bundle(std::string const& path, std::string const& manifest_sha256, std::vector<std::string> const& public_keys,
+               int64_t minimum_version)
     : opened_(guarded([&] {
         auto opened = std::make_shared<Opened>(Opened{path, open_container(path), {}});
         try {
           opened->manifest = read_manifest(manifest_text(*opened->container, manifest_sha256, public_keys));
           require_files(*opened->container, opened->manifest);
           require_version(opened->manifest);
+          require_recent(opened->manifest, minimum_version);
         } catch (BundleError const& error) {
           throw BundleError("bundle " + path + ": " + error.what());
         }
@@ -370,7 +379,7 @@ Kernel Bundle::loaded(std::string const& key) const {
   if (auto const here = all.find(kernel.sha256); here != all.end()) return Kernel(here->second, name, signature.operands);
   std::string const data = opened_->container->read(file);
   if (sha256(data) != kernel.sha256) throw BundleError(where + " is not what the manifest says: its SHA-256 is another");
-  if (std::string const problem = linkage_problem(data); !problem.empty()) throw BundleError(where + ": " + problem);
+  if (std::string const problem = linkage_problem(data); !problem.empty()) throw LoadError(where + " cannot be loaded: " + problem);
   try {
     Mappable const mappable(data);
     // Module::LoadFromFile goes by the file's ending, and descriptors have none.

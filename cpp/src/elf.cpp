@@ -14,9 +14,9 @@ namespace {
 constexpr uint64_t kPage = 4096;
 constexpr uint16_t kMaxHeaders = 64;  // a kernel has some ten
 
-// As in cutlass_ops/verifying.py: the C and C++ runtimes, tvm-ffi and the CUDA runtime.
-constexpr std::string_view kLibraries[] = {"libtvm_ffi.so", "libcudart.so.", "libstdc++.so.", "libgcc_s.so.",
-                                           "libm.so.",      "libc.so.",      "ld-linux-"};
+// The C and C++ runtimes, tvm-ffi and the CUDA runtime; a number follows a dot. No name has a slash: it would be a path.
+constexpr std::string_view kLibraries[] = {"libtvm_ffi.so", "libcudart.so.", "libstdc++.so.",          "libgcc_s.so.",
+                                           "libm.so.",      "libc.so.",      "ld-linux-x86-64.so."};
 
 struct Tag {
   int64_t number;
@@ -70,9 +70,12 @@ std::string needed_problem(std::string_view names, uint64_t at) {
   size_t const end = at < names.size() ? names.find('\0', at) : std::string_view::npos;
   if (end == std::string_view::npos) return "the name of a library that it needs is not in it";
   std::string_view const name = names.substr(at, end - at);
-  auto const begins = [&](std::string_view known) { return name.substr(0, known.size()) == known; };
-  // A name with a slash is a path, and the dynamic linker replaces what begins with a dollar.
-  if (std::any_of(std::begin(kLibraries), std::end(kLibraries), begins) && name.find_first_of("/$") == name.npos) return "";
+  auto const is = [&](std::string_view known) {
+    if (name.substr(0, known.size()) != known) return false;
+    std::string_view const number = name.substr(known.size());
+    return known.back() == '.' ? !number.empty() && number.find_first_not_of("0123456789") == number.npos : number.empty();
+  };
+  if (std::any_of(std::begin(kLibraries), std::end(kLibraries), is)) return "";
   std::string shown(name.substr(0, 80));
   for (char& c : shown) c = c < ' ' || c > '~' ? '?' : c;
   return "it needs " + shown + ", which no kernel does";

@@ -285,28 +285,30 @@ std::string unique_name(Descriptor const& memory) {
   return name + "/fd/" + std::to_string(memory.get());
 }
 
+// A link to what a user names is the user's own; within a bundle there are none.
+std::string real_path(std::string const& path, std::string const& what) {
+  if (path.find('\0') != std::string::npos) throw BundleError(shown(path) + " cannot be read: its name has a zero byte");
+  std::unique_ptr<char, decltype(&std::free)> const real(realpath(path.c_str(), nullptr), &std::free);
+  if (real == nullptr) throw unreadable(what);
+  return real.get();
+}
+
 }  // namespace
 
 std::unique_ptr<Container> open_container(std::string const& path) {
-  if (path.find('\0') != std::string::npos) throw BundleError("bundle " + shown(path) + " cannot be read: its name has a zero byte");
-  // A link to the bundle is the user's own; within it there are none.
-  std::unique_ptr<char, decltype(&std::free)> const real(realpath(path.c_str(), nullptr), &std::free);
+  std::string const real = real_path(path, "bundle " + path);
   struct stat info;
-  if (real == nullptr || stat(real.get(), &info) != 0) throw unreadable("bundle " + path);
-  if (S_ISDIR(info.st_mode)) return std::make_unique<Folder>(real.get());
-  return std::make_unique<Archive>(real.get());
+  if (stat(real.c_str(), &info) != 0) throw unreadable("bundle " + path);
+  if (S_ISDIR(info.st_mode)) return std::make_unique<Folder>(real);
+  return std::make_unique<Archive>(real);
 }
 
 std::string read_file(std::string const& path, int64_t most) {
-  if (path.find('\0') != std::string::npos) throw ArgumentError(shown(path) + " cannot be read: its name has a zero byte");
-  Descriptor const file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
-  struct stat info;
-  if (file.get() < 0 || fstat(file.get(), &info) != 0) throw ArgumentError(path + " cannot be read: " + std::strerror(errno));
-  if (!S_ISREG(info.st_mode)) throw ArgumentError(path + " is not a regular file");
-  if (info.st_size > most) {
-    throw ArgumentError(path + " has " + std::to_string(info.st_size) + " bytes: at most " + std::to_string(most) + " are allowed");
-  }
-  return read_at(file, 0, info.st_size, path);
+  std::string const real = real_path(path, path);
+  Descriptor const file = open_private(AT_FDCWD, real, path, false);
+  int64_t const size = size_of(file, path);
+  if (size > most) throw BundleError(path + " has " + std::to_string(size) + " bytes: at most " + std::to_string(most) + " are allowed");
+  return read_at(file, 0, size, path);
 }
 
 Mappable::Mappable(std::string_view data) : memory_(sealed(data)) {

@@ -40,7 +40,7 @@ class Container {
 
 std::unique_ptr<Container> open_container(std::string const& path);
 
-// All of a small file that need not be private, such as a public key.
+// All of a small file that nobody else may write, such as a public key.
 std::string read_file(std::string const& path, int64_t most);
 
 // A path under which the dynamic linker finds exactly these bytes, for as long as this lives. It is one that no library in

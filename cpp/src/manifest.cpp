@@ -17,7 +17,7 @@ namespace {
 constexpr std::string_view kFormat = "cutlass_ops.bundle/1";
 constexpr size_t kMaxKernels = 8'000, kMaxChoices = 4'096, kMaxRows = 1'024, kMaxTables = 256, kMaxFunctions = 64;
 constexpr size_t kMaxInputs = 16, kMaxOutputs = 8, kMaxNodes = 256, kMaxProducts = 1, kMaxName = 64;
-constexpr int64_t kMaxExtent = int64_t(1) << 40, kMaxVersion = 1 << 16, kMaxResource = int64_t(1) << 32;
+constexpr int64_t kMaxExtent = int64_t(1) << 40, kMaxVersion = 1 << 16, kMaxBundleVersion = 999'999'999'999'999, kMaxResource = int64_t(1) << 32;
 constexpr int64_t kMaxNumber = (int64_t(1) << 31) - 1;  // of a configuration
 
 // ---- Tables ------------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ std::string operand(Json& json, char const* what, bool is_matrix) {
   bool good = wide || take("f16") || take("bf16");
   good = good && (take(".row") || (is_matrix && take(".col")));
   if (good && take(".align")) {
-    good = rest.size() == 1 && (is_matrix ? rest[0] >= '0' && rest[0] < (wide ? '4' : '8') : rest[0] == '1');
+    good = rest.size() == 1 && (is_matrix ? rest[0] >= '1' && rest[0] < (wide ? '4' : '8') : rest[0] == '1');
   } else {
     good = good && is_matrix && rest.empty();
   }
@@ -175,7 +175,7 @@ int64_t number(Json& json, char const* what) { return json.integer(what, -kMaxNu
 void shape(Json& json, Fields& fields, char const* name, std::initializer_list<char const*> extents) {
   fields.field(name);
   Fields found(json, name);
-  for (char const* extent : extents) found.field(extent), number(json, name);
+  for (char const* extent : extents) found.field(extent), json.integer(name, 1, kMaxNumber);
   found.end();
 }
 
@@ -184,10 +184,6 @@ Arch config(Json& json) {
   Fields fields(json, "a configuration");
   fields.field("arch");
   std::string const arch = one_of(json, "arch", {"gemv", "sm80", "sm90"});
-  auto const stages = [&] {
-    fields.field("stages");
-    if (!json.take("null")) number(json, "stages");
-  };
   auto const swizzle = [&] { fields.field("swizzle"), json.integer("swizzle of a kernel", 1, 1); };
   if (arch == "gemv") {
     for (char const* name : {"pieces", "rows", "warps"}) fields.field(name), number(json, name);
@@ -196,7 +192,7 @@ Arch config(Json& json) {
   }
   if (arch == "sm80") {
     shape(json, fields, "instruction", {"k", "m", "n"});
-    stages();
+    fields.field("stages"), number(json, "stages");
     fields.field("stream_k"), json.boolean("stream_k");
     swizzle();
     shape(json, fields, "threadblock", {"k", "m", "n"});
@@ -213,7 +209,8 @@ Arch config(Json& json) {
   fields.field("schedule"), one_of(json, "schedule", {"pingpong", "cooperative", "warp_specialized"});
   fields.field("scheduler"), one_of(json, "scheduler", {"persistent", "stream_k"});
   if (fields.has("split_k") && number(json, "split_k") == 1) throw json.error("split_k is 1, which is left out");
-  stages();
+  fields.field("stages");
+  if (!json.take("null")) number(json, "stages");
   fields.field("swap_ab"), json.boolean("swap_ab");
   swizzle();
   shape(json, fields, "threadblock", {"k", "m", "n"});
@@ -673,6 +670,7 @@ Manifest whole(std::string const& text) {
   }
   versions.end();
   found.toolchain = json.since(toolchain);
+  if (fields.has("version")) found.version = json.integer("version", 1, kMaxBundleVersion);
   fields.end();
   if (json.at() != text.size()) throw json.error("it has ended, and something follows");
   for (auto const& [target, steps] : found.flags) given.insert(target);

@@ -22,7 +22,8 @@ struct Manifest {
   int64_t abi = 0;
   int64_t templates = 0;
   std::string library_version;
-  std::string nvcc;  // version of the compiler
+  std::string nvcc;     // version of the compiler
+  int64_t version = 0;  // the catalogue's; 0 if it has none
   std::vector<Signature> signatures;
   // Sizes of all files that the bundle has besides the manifest and its signature, by name.
   std::map<std::string, int64_t> files;

@@ -9,6 +9,9 @@
 #include <string>
 #include <vector>
 
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
 #include <tvm/ffi/extra/c_env_api.h>
 
 #include "cutlass_ops/bundle.h"
@@ -48,6 +51,23 @@ void choose(Words const& words) {
   }
 }
 
+// Says of each text in a file, which has its length in a line before it, whether it is a manifest.
+void manifests(Words const& words) {
+  std::ifstream file(words.at(0), std::ios::binary);
+  size_t size;
+  while (file >> size) {
+    file.get();
+    std::string text(size, '\0');
+    file.read(text.data(), std::streamsize(size));
+    try {
+      read_manifest(text);
+      std::printf("ok\n");
+    } catch (BundleError const& error) {
+      std::printf("%s\n", error.what());
+    }
+  }
+}
+
 void linkage(Words const& words) {
   for (std::string const& path : words) {
     std::ifstream file(path, std::ios::binary);
@@ -60,10 +80,16 @@ void find(Words const& words) {
   std::printf("%s\n", bundle.signature(words.at(1), {words.begin() + 2, words.end()}).kernels[0].key.c_str());
 }
 
-// Says of each bundle whether it can be opened, and with --load whether each of its kernels can be loaded.
+// Says of each bundle whether it can be opened, and with --load how many of its kernels can be loaded, in a process of its own.
 void each(Words const& words) {
   bool const loads = words.at(0) == "--load";
   for (size_t at = loads ? 1 : 0; at < words.size(); ++at) {
+    if (loads) {
+      if (pid_t const child = fork(); child != 0) {
+        waitpid(child, nullptr, 0);
+        continue;
+      }
+    }
     try {
       Bundle const bundle(words[at]);
       size_t good = 0;
@@ -79,6 +105,7 @@ void each(Words const& words) {
     } catch (Error const& error) {
       std::printf("%s\n", error.what());
     }
+    if (loads) std::exit(0);
   }
 }
 
@@ -86,6 +113,23 @@ void each(Words const& words) {
 void signed_by(Words const& words) {
   Bundle const bundle(words.at(0), "", {words.begin() + 1, words.end()});
   std::printf("signed\n");
+}
+
+void recent(Words const& words) {
+  Bundle const bundle(words.at(0), "", {}, std::stoll(words.at(1)));
+  std::printf("recent\n");
+}
+
+void zero(Words const& words) { Bundle const bundle(words.at(0) + std::string("\0x", 2)); }
+
+// Loads the one kernel, with so many MiB of memory more than there is already.
+void starve(Words const& words) {
+  rlim_t pages = 0;
+  std::ifstream("/proc/self/statm") >> pages;
+  rlimit const limit = {pages * 4096 + (rlim_t(std::stoi(words.at(1))) << 20), RLIM_INFINITY};
+  if (setrlimit(RLIMIT_AS, &limit) != 0) throw std::runtime_error("no limit");
+  Bundle(words.at(0)).load("");
+  std::printf("loaded\n");
 }
 
 size_t descriptors() {
@@ -187,7 +231,11 @@ int main(int count, char** values) {
     else if (command == "find") find(words);
     else if (command == "each") each(words);
     else if (command == "signed") signed_by(words);
+    else if (command == "recent") recent(words);
+    else if (command == "zero") zero(words);
+    else if (command == "starve") starve(words);
     else if (command == "leak") leak(words);
+    else if (command == "manifests") manifests(words);
     else if (command == "apart") apart(words);
     else if (command == "tables") std::printf("%s", manifest_tables().c_str());
     else if (command == "linkage") linkage(words);

@@ -170,10 +170,11 @@ class Bundle {
   //
   // `manifest_sha256`, as `cutlass-ops bundle --json` prints it, ties the program to one bundle: no other is opened.
   // `public_keys` are PEM files of Ed25519 keys: where there are any, the manifest must have been signed with one of them, and
-  // that is checked before it is read. A program that was built without OpenSSL then opens nothing. No environment variable
-  // is read. Without either, a bundle is as trustworthy as the way it came.
+  // that is checked before it is read. A program that was built without OpenSSL then opens nothing. Of signed bundles an old
+  // one may be put in a new one's place: `minimum_version` is what the manifest's version must be at least. No environment
+  // variable is read. Without all of these, a bundle is as trustworthy as the way it came.
   explicit Bundle(std::string const& path, std::string const& manifest_sha256 = "",
-                  std::vector<std::string> const& public_keys = {});
+                  std::vector<std::string> const& public_keys = {}, int64_t minimum_version = 0);
 
   std::vector<Signature> const& signatures() const;
 

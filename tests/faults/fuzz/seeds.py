@@ -24,6 +24,7 @@ from cutlass_ops.config import Config, GemvConfig, Sm80Config, Sm90Config, Threa
 from cutlass_ops.loader import ABI
 from cutlass_ops.manifest import Choice, File, Group, KernelRecord, Manifest
 from cutlass_ops.signature import OpSignature
+from cutlass_ops.spec import KernelSpec
 from cutlass_ops.store import identity_key
 
 SOURCE = b"// not compiled\n"
@@ -67,36 +68,34 @@ def everything(acc, gate: co.Product, column: co.Col, tile: co.Tile):
     return {"d": value * co.rsqrt(co.mean_square_of_a() + 1e-5), "total": co.sum(value, dim=0)}
 
 
-def made(data: Callable[[str], bytes] | None = None) -> tuple[Manifest, dict[str, bytes]]:
+def made(data: Callable[[KernelSpec], bytes] | None = None) -> tuple[Manifest, dict[str, bytes]]:
     """Return a manifest with all that there may be, and its files: kernels that :func:`verify` believes.
 
     Parameters
     ----------
     data : callable, optional
-        Gives the library of a kernel for a target.
+        Gives the library of a kernel.
     """
-    data = data or (lambda target: library(HGMMA, UTMALDG, sm=90) if target == "sm_90a" else library(HMMA))
+    data = data or (lambda spec: library(HGMMA, UTMALDG, sm=90) if spec.sm90 else library(HMMA))
     types = {"a": "bf16.row", "b": "bf16.col", "d": "f16.row", "inputs": {"bias": "f32.row.align1"}}
     other = {"a": "f16.row.align2", "b": "f16.col", "d": "f32.row", "inputs": {"gate": "f16.col", "tile": "f32.row"}}
     specs = [
-        [co.KernelSpec(**types, epilogue=several, config=config) for config in CONFIGS],
-        [co.KernelSpec(**other, epilogue=everything, config=config) for config in (SPLIT, MMA_SYNC)],
+        [KernelSpec(**types, epilogue=several, config=config) for config in CONFIGS],
+        [KernelSpec(**other, epilogue=everything, config=config) for config in (SPLIT, MMA_SYNC)],
     ]
     targets = sorted({spec.target for group in specs for spec in group})
     flags = {target: {"device": ("-O3", f"-arch={target}"), "host": (), "link": ('-Wl,"x"',)} for target in targets}
     toolchain = {"nvcc": "13.0.88", "host_compiler": "g++ 1.0", "cutlass": "4.2.0", "tvm_ffi": "0.1.10"}
     manifest = Manifest(ABI, TEMPLATE_VERSION, co.__version__, toolchain, flags, (), (_file(TABLE),))
 
-    def record(spec: co.KernelSpec) -> KernelRecord:
+    def record(spec: KernelSpec) -> KernelRecord:
         names = ("registers", "stack", "spill_stores", "spill_loads", "static_shared_memory")
         resources = ({"function": "_Z6kernel", **dict.fromkeys(names, 8)},)
         opcodes = {"HMMA": 1} if spec.target == "sm_80" else {"HGMMA": 1, "UTMALDG": 1}
-        found = KernelRecord(
-            spec, "", "0" * 64, _file(data(spec.target)), _file(SOURCE), opcodes, resources
-        )
+        found = KernelRecord(spec, "", "0" * 64, _file(data(spec)), _file(SOURCE), opcodes, resources)
         return replace(found, key=identity_key(manifest.identity(found)))
 
-    def group(specs: list[co.KernelSpec], choices: tuple[Choice, ...]) -> Group:
+    def group(specs: list[KernelSpec], choices: tuple[Choice, ...]) -> Group:
         s = specs[0]
         signature = OpSignature(s.epilogue, s.a, s.b, s.d, s.inputs, s.outputs)
         return Group(signature, tuple(map(record, specs)), choices)
@@ -104,7 +103,7 @@ def made(data: Callable[[str], bytes] | None = None) -> tuple[Manifest, dict[str
     manifest = replace(manifest, groups=(group(specs[0], CHOICES), group(specs[1], ())))
     files = {}
     for r in manifest.kernels:
-        files |= {r.library_name: data(r.spec.target), r.source_name: SOURCE}
+        files |= {r.library_name: data(r.spec), r.source_name: SOURCE}
     return manifest, {**files, f"tables/{_file(TABLE).sha256}.json": TABLE}
 
 
@@ -113,7 +112,7 @@ def _file(data: bytes) -> File:
 
 
 def shared(*entries: tuple[int, str]) -> bytes:
-    """Return a shared library for x86-64 with nothing in it but tags of its dynamic section and the texts that they name."""
+    """Return a library for x86-64 with nothing but tags of its dynamic section, and the texts that they name."""
     texts, rows = b"\0", []
     for tag, text in entries:
         rows.append((tag, len(texts)))
