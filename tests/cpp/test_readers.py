@@ -339,3 +339,14 @@ def test_they_agree_on_changed_archives(probe, contents, tmp_path):
 @pytest.mark.parametrize("seed", range(2, 12))
 def test_they_agree_on_many_changed_archives(probe, contents, tmp_path, seed):
     _compare_archives(probe, contents, tmp_path, seed, 1000)
+
+
+# ---- The fuzzer's harness ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["manifest", "archive", "library", "key"])
+def test_the_harness_reads_its_seeds(probe, tmp_path, monkeypatch, target):
+    seeds.main(str(tmp_path))
+    files = sorted((tmp_path / target).iterdir())
+    monkeypatch.setenv("FUZZ_TARGET", target)
+    assert probe(20, *files, program="fuzz_once") == (0, f"{len(files)} files\n")
