@@ -8,6 +8,7 @@ import os
 import random
 import re
 import struct
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -273,6 +274,90 @@ def test_what_no_bundle_has_is_refused_in_a_folder(probe, contents, tmp_path, na
     assert "no bundle has a file named" in out
 
 
+def _link(path):
+    path.unlink()
+    path.symlink_to("/etc/passwd")
+
+
+def _pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("spoil", [_link, _pipe, _folder])
+def test_what_is_no_file_is_refused_in_a_folder(probe, contents, tmp_path, keys, spoil):
+    path = tmp_path / "made"
+    write_bundle(path, *contents, folder=True)
+    spoil(path / f"kernels/{next(iter(keys.values()))}.so")
+    code, out = probe("list", path)
+    assert code == 1
+    assert "is a link, or no regular file" in out
+
+
+@pytest.mark.parametrize("kind", ["pipe", "circle", "/dev/zero"])
+def test_what_cannot_be_a_bundle_at_all(probe, tmp_path, kind):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    code, out = probe("list", tmp_path / kind)
+    assert code == 1
+    assert re.search("is not a regular file|cannot be read", out)
+
+
+NAMES = [
+    "../../etc/passwd",
+    "/etc/passwd",
+    "kernels/../manifest.json",
+    "kernels/",
+    "manifest.json\0x",
+    "a" * 65_000,
+    "\x1b[2J",
+]
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize("compressed", [False, True])
+def test_other_archives_are_refused(probe, contents, tmp_path, compressed):
+    """With one file more, of a name that no bundle has, or twice, or compressed."""
+    files = {**contents[1], "manifest.json": contents[0].to_bytes()}
+    kind = zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED
+    paths = []
+    for number, name in enumerate([*NAMES, "manifest.json"]):
+        paths.append(tmp_path / str(number))
+        with zipfile.ZipFile(paths[-1], "w", kind) as archive:
+            for other in sorted([*files, name]):
+                entry = zipfile.ZipInfo("x", (1980, 1, 1, 0, 0, 0))
+                entry.filename = other
+                archive.writestr(entry, files.get(other, b""), kind)
+    code, out = probe("each", *paths)
+    assert code == 0
+    assert out.isascii()
+    assert "\x1b" not in out
+    for line in out.splitlines():
+        assert re.search("is no bundle as cutlass_ops writes it|no bundle has a file named", line)
+    assert len(out.splitlines()) == len(paths)
+
+
+def test_too_many_files_are_refused_before_they_are_looked_at(probe, tmp_path, contents):
+    files = {f"tables/{number:064x}.json": b"" for number in range(container.MAX_FILES + 1)}
+    for folder in (False, True):
+        path = tmp_path / f"many{folder}"
+        path.mkdir() if folder else None
+        if folder:
+            (path / "tables").mkdir()
+            for name in files:
+                (path / name).touch()
+        else:
+            container._write_archive(path, files)
+        code, out = probe("list", path)
+        assert code == 1
+        assert re.search(f"has more than {container.MAX_FILES} files|is no bundle as cutlass_ops writes it", out)
+
+
 def test_a_program_can_be_tied_to_one_bundle(probe, bundle, contents):
     digest = hashlib.sha256(contents[0].to_bytes()).hexdigest()
     assert probe("list", bundle, digest)[0] == 0
@@ -404,6 +489,25 @@ def test_libraries_after_a_failed_one_are_their_own(probe, contents, tmp_path):
     code, out = probe("apart", *paths, *paths[1::2])
     lines = [line if "cannot be loaded" not in line else "refused" for line in out.splitlines()]
     assert (code, lines) == (0, ["mapped", "refused", "mapped", "12345", "second", "refused", "fourth", *["12345"] * 3])
+
+
+def test_where_memory_cannot_be_executed_a_private_file_stands_in(probe, contents, tmp_path, monkeypatch):
+    good = contents[1][contents[0].kernels[0].library_name]
+    paths = [_write(tmp_path / "good", contents)]
+    paths.append(_write(tmp_path / "bad", contents, good.replace(b"__tvm_ffi_launch\0", b"__tvm_ffi_launcH\0")))
+    paths.append(_write(tmp_path / "other", contents, good.replace(b"mapped\0", b"second\0")))
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    code, out = probe("apart", *paths, program="probe_bare")
+    lines = [line if "cannot be loaded" not in line else "refused" for line in out.splitlines()]
+    assert (code, lines) == (0, ["mapped", "12345", "mapped", "refused", "second", "12345"])
+    assert probe("leak", paths[1], program="probe_bare")[1].endswith("0 more\n")
+    assert list((tmp_path / "temporary").iterdir()) == []
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "nowhere"))
+    code, out = probe("load", paths[0], "", program="probe_bare")
+    assert code == 1
+    assert out.startswith(f"LoadError: {tmp_path}/nowhere/cutlass_ops.")
+    assert "cannot be made: No such file" in out
 
 
 @pytest.mark.parametrize("length", [20_000 * 146 + 1, 0xF0000000])
@@ -640,9 +744,9 @@ def test_a_key_with_a_password_is_not_asked_for(checks, probe, signed, tmp_path)
 
 
 def test_without_openssl_a_key_that_is_given_opens_nothing(probe, signed, keys_of):
-    assert probe("list", signed, program="probe_unsigned")[0] == 0
+    assert probe("list", signed, program="probe_bare")[0] == 0
     for given in ([keys_of["own"][1]], [""]):
-        code, out = probe("signed", signed, *given, program="probe_unsigned")
+        code, out = probe("signed", signed, *given, program="probe_bare")
         assert code == 1
         assert "Error: " in out
         assert "this program was built without signatures: install OpenSSL's headers (libssl-dev)" in out
