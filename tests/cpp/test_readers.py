@@ -349,4 +349,5 @@ def test_the_harness_reads_its_seeds(probe, tmp_path, monkeypatch, target):
     seeds.main(str(tmp_path))
     files = sorted((tmp_path / target).iterdir())
     monkeypatch.setenv("FUZZ_TARGET", target)
+    monkeypatch.setenv("FUZZ_SCRATCH", str(tmp_path))
     assert probe(20, *files, program="fuzz_once") == (0, f"{len(files)} files\n")

@@ -24,8 +24,9 @@ def harness(monkeypatch):
     del sys.modules["tests.faults.fuzz.fuzz_reader"]
 
 
-def test_the_python_harness_reads_its_seeds(harness, tmp_path):
+def test_the_python_harness_reads_its_seeds(harness, tmp_path, monkeypatch):
     seeds.main(str(tmp_path))
+    monkeypatch.setenv("FUZZ_SCRATCH", str(tmp_path))
     used = []
     harness._use = lambda found, use=harness._use: (use(found), used.append(found))
     for name, target in harness.TARGETS.items():

@@ -2,7 +2,6 @@
 // part of it. A manifest's own digest is put right here, and only here: no mutation would get past it.
 
 #include <fcntl.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -60,8 +59,11 @@ void of_manifest(std::string const& data) {
   }
 }
 
+// Puts bytes into a file of the folder for that.
 std::string write(std::string const& data) {
-  static std::string const path = "/dev/shm/cutlass_ops_fuzz." + std::to_string(getpid());
+  char const* const folder = std::getenv("FUZZ_SCRATCH");
+  require(folder != nullptr);
+  std::string const path = std::string(folder) + "/input";
   int const file = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
   require(file >= 0 && ::write(file, data.data(), data.size()) == ssize_t(data.size()) && close(file) == 0);
   return path;
