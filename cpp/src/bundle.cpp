@@ -317,6 +317,7 @@ void require_recent(Manifest const& manifest, int64_t least) {
 Bundle::Bundle(std::string const& path, std::string const& manifest_sha256, std::vector<std::string> const& public_keys,
                int64_t minimum_version)
     : opened_(guarded([&] {
+        if (!public_keys.empty()) require_signing();
         auto opened = std::make_shared<Opened>(Opened{path, open_container(path), {}});
         try {
           opened->manifest = read_manifest(manifest_text(*opened->container, manifest_sha256, public_keys));

@@ -663,10 +663,7 @@ def keys_of(tmp_path_factory):
 @pytest.fixture
 def checks(probe, single):
     """Skip where the program was built without OpenSSL: AUTO takes it where it is."""
-    if (
-        "built without signatures" in probe("signed", single, "x")[1]
-        or "is not signed" not in probe("signed", single, "x")[1]
-    ):
+    if "built without signatures" in probe("signed", single, "x")[1]:
         pytest.skip("no OpenSSL with headers (libssl-dev) here: signatures are not checked in C++")
 
 
