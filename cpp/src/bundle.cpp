@@ -21,6 +21,9 @@ namespace cutlass_ops {
 namespace {
 
 namespace ffi = tvm::ffi;
+
+constexpr size_t kShown = 20;  // of a list in a message
+
 // Whatever goes wrong is an Error: memory that is not there as well.
 template <class Body>
 auto guarded(Body&& body) -> decltype(body()) {
@@ -52,6 +55,7 @@ Choice chosen(Signature const& signature, Capability capability, int64_t m, int6
                     ": add its target to the catalogue");
   }
   std::string others;
+  size_t count = 0;
   for (Weight const& weight : signature.weights) {
     bool const here = weight.capability.major == capability.major && weight.capability.minor == capability.minor;
     if (here && weight.n == n && weight.k == k) {
@@ -59,8 +63,9 @@ Choice chosen(Signature const& signature, Capability capability, int64_t m, int6
       auto const found = std::find_if(weight.rows.begin(), weight.rows.end(), serves);
       return found != weight.rows.end() ? found->choice : weight.rows.back().choice;
     }
-    if (here) others += " " + std::to_string(weight.n) + "x" + std::to_string(weight.k);
+    if (here && count++ < kShown) others += " " + std::to_string(weight.n) + "x" + std::to_string(weight.k);
   }
+  if (count > kShown) others += " and " + std::to_string(count - kShown) + " more";
   throw LoadError("the bundle's catalogue does not name the weight " + std::to_string(n) + "x" + std::to_string(k) +
                   " (N x K) for compute capability " + shown(capability) + "; it names" +
                   (others.empty() ? " none" : others) + ". Any kernel of the signature for this device computes it: load one by its key");
@@ -252,8 +257,6 @@ struct Bundle::Opened {
 };
 
 namespace {
-
-constexpr size_t kShown = 20;  // of a list in a message
 
 // The manifest's text, after all that has to be checked before it is read.
 std::string manifest_text(Container const& container, std::string const& digest, std::vector<std::string> const& public_keys) {
