@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from cutlass_ops import arch, plain
-from cutlass_ops.config import SWIZZLES, Config, Sm90Config, config_from_json, config_to_json
+from cutlass_ops.config import SWIZZLES, Config, Sm80Config, Sm90Config, config_from_json, config_to_json
 from cutlass_ops.container import MAX_FILE
 from cutlass_ops.errors import BundleError, ConfigError
 from cutlass_ops.signature import OpSignature, signature_from_json, signature_to_json
@@ -32,6 +32,7 @@ _MAX_ROWS = 1_024
 _MAX_TABLES = 256
 _MAX_FUNCTIONS = 64
 _MAX_EXTENT = 1 << 40
+_MAX_NUMBER = (1 << 31) - 1  # of a configuration
 
 _FIELDS = "format abi templates library_version toolchain flags signatures tables sha256"
 _FURTHER = "version"  # there if the catalogue has one
@@ -312,6 +313,8 @@ def _order(config: Config) -> dict[str, Any]:
 def _group(data: object) -> Group:
     fields = plain.mapping(data, "a signature's entry", "signature kernels choices")
     signature = signature_from_json(fields["signature"])
+    if any(o.alignment < 1 for o in (signature.a, signature.b, signature.d, *signature.inputs, *signature.outputs)):
+        raise ConfigError("an operand is aligned to at least one element")
     kernels = tuple(_kernel(k, signature) for k in plain.sequence(fields["kernels"], "kernels", _MAX_KERNELS))
     if not kernels:
         raise ConfigError("a signature has no kernels")
@@ -328,6 +331,7 @@ def _kernel(data: object, signature: OpSignature) -> KernelRecord:
     if target not in arch.TARGETS:
         raise ConfigError(f"target is {target!r}: use one of {', '.join(arch.TARGETS)}")
     config = config_from_json(fields["config"])
+    _require_sizes(config)
     if config != config.binary():
         raise ConfigError(f"configuration {config.slug} says how tiles are ordered, which is not a part of a kernel")
     opcodes = plain.mapping(fields["sass"], "sass", None)
@@ -343,6 +347,16 @@ def _kernel(data: object, signature: OpSignature) -> KernelRecord:
         opcodes={name: plain.integer(count, "sass", 0, MAX_FILE) for name, count in opcodes.items()},
         resources=tuple(map(_resources_of, functions)),
     )
+
+
+def _require_sizes(config: Config) -> None:
+    """Refuse numbers that no kernel has, and C++ could not hold. Which of the others make sense, legality says."""
+    for name, value in config_to_json(config).items():
+        extents, least = (tuple(value.values()), 1) if isinstance(value, dict) else ((value,), -_MAX_NUMBER)
+        if any(type(n) is int and not least <= n <= _MAX_NUMBER for n in extents):
+            raise ConfigError(f"{name} of a configuration is a number that no kernel has")
+    if isinstance(config, Sm80Config) and config.stages is None:
+        raise ConfigError("stages of an sm80 configuration is a number")
 
 
 def _resources_of(data: object) -> dict[str, Any]:

@@ -118,8 +118,8 @@ def sequence(data: object, what: str, most: int | None = None) -> list[Any]:
     return data
 
 
-def text(data: object, what: str, most: int = 100) -> str:
-    """Return a text that can be printed, of at most so many characters.
+def text(data: object, what: str, most: int = 100, *, ascii_only: bool = True) -> str:
+    """Return a text of printable ASCII, of at most so many characters.
 
     Raises
     ------
@@ -128,6 +128,8 @@ def text(data: object, what: str, most: int = 100) -> str:
     """
     if not isinstance(data, str) or not data.isprintable() or not 0 < len(data) <= most:
         raise ConfigError(f"{what} is {shown(data)}: a short printable text is needed")
+    if ascii_only and not data.isascii():
+        raise ConfigError(f"{what} is {shown(data)}: a text of ASCII is needed")
     return data
 
 

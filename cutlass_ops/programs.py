@@ -14,9 +14,9 @@ from typing import IO, Any
 # other end only this process has. However this process ends, by SIGKILL too, the pipe ends as well, and the group is
 # killed. (PR_SET_PDEATHSIG goes with the thread that started a program, and reaches no compiler that nvcc starts.)
 # $0 is the pipe's descriptor. In 3 and 4 are the program's streams: sh gives what runs beside it an empty input, and
-# may say on its own standard error that a program was killed, which the program did not say. It keeps no standard output
-# open that the program closes. Told to end, it waits for
-# the program, so that nothing of that is left to an init which may not be there.
+# may say on its own standard error that a program was killed, which the program did not say. It keeps no output open
+# that the program closes. Told to end, it waits for the program, so that nothing of that is left to an init which may
+# not be there.
 _SUPERVISOR = """
 exec 3<&0 4>&2 2>/dev/null
 { read -r _ <"/proc/self/fd/$0"; kill -KILL 0; } <&- >/dev/null 3<&- 4>&- &

@@ -394,7 +394,7 @@ def _tuned(entry: Mapping[str, Any], folder: Path) -> Tuned:
 
 
 def _path(value: object, name: str) -> str:
-    return plain.text(value, name, _MAX_PATH)
+    return plain.text(value, name, _MAX_PATH, ascii_only=False)
 
 
 def read_spec(path: Path) -> KernelSpec:

@@ -1,249 +1,43 @@
 #include "cutlass_ops/bundle.h"
 
-#include <tvm/ffi/container/array.h>
-#include <tvm/ffi/container/map.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/extra/c_env_api.h>
-#include <tvm/ffi/extra/json.h>
 #include <tvm/ffi/extra/module.h>
 #include <tvm/ffi/function.h>
 
 #include <algorithm>
-#include <array>
 #include <map>
 #include <mutex>
-#include <optional>
-#include <regex>
+#include <new>
 #include <utility>
 
+#include "elf.h"
 #include "files.h"
+#include "manifest.h"
 #include "sha256.h"
+#include "signing.h"
 
 namespace cutlass_ops {
 namespace {
 
 namespace ffi = tvm::ffi;
-using Object = ffi::json::Object;
-using Array = ffi::json::Array;
 
-// As in cutlass_ops/manifest.py, container.py and loader.py.
-constexpr char kFormat[] = "cutlass_ops.bundle/1";
-constexpr int64_t kAbi = 2;
-constexpr int64_t kMaxManifest = 4 << 20;
-constexpr int64_t kMaxFile = 64 << 20;
-constexpr int64_t kMaxExtent = int64_t(1) << 40;
+constexpr size_t kShown = 20;  // of a list in a message
 
-// ---- The manifest ------------------------------------------------------------------------------------------------
-
-BundleError wrong(std::string const& why) { return BundleError("the manifest is wrong: " + why); }
-
-template <class T>
-T as(ffi::Any const& value, char const* what) {
-  if (std::optional<T> found = value.as<T>()) return *found;
-  throw wrong(std::string(what) + " has another type than it must have");
-}
-
-ffi::Any field(Object const& object, char const* name) {
-  auto const found = object.find(ffi::String(name));
-  if (found == object.end()) throw wrong(std::string("there is no ") + name);
-  return (*found).second;
-}
-
-template <class T>
-T field(Object const& object, char const* name) { return as<T>(field(object, name), name); }
-
-std::string text(Object const& object, char const* name) { return std::string(field<ffi::String>(object, name)); }
-
-int64_t integer(ffi::Any const& value, char const* what, int64_t low, int64_t high) {
-  int64_t const number = as<int64_t>(value, what);
-  if (number < low || number > high) throw wrong(std::string(what) + " is " + std::to_string(number));
-  return number;
-}
-
-int64_t integer(Object const& object, char const* name, int64_t low, int64_t high) {
-  return integer(field(object, name), name, low, high);
-}
-
-bool is_digest(std::string const& text) {
-  return text.size() == 64 && text.find_first_not_of("0123456789abcdef") == std::string::npos;
-}
-
-std::string digest(Object const& object, char const* name) {
-  std::string const found = text(object, name);
-  if (!is_digest(found)) throw wrong(std::string(name) + " is not a SHA-256");
-  return found;
-}
-
-// The parser recurses: what is nested deeper than any manifest must not reach it.
-void require_shallow(std::string const& json) {
-  int depth = 0;
-  bool in_string = false;
-  for (size_t at = 0; at < json.size(); ++at) {
-    char const c = json[at];
-    if (in_string) {
-      if (c == '\\') ++at;
-      if (c == '"') in_string = false;
-    } else if (c == '"') {
-      in_string = true;
-    } else if (c == '{' || c == '[') {
-      if (++depth > 32) throw wrong("it is nested too deeply");
-    } else if (c == '}' || c == ']') {
-      --depth;
-    }
+// Whatever goes wrong is an Error: memory that is not there as well.
+template <class Body>
+auto guarded(Body&& body) -> decltype(body()) {
+  try {
+    return body();
+  } catch (Error const&) {
+    throw;
+  } catch (ffi::Error const& error) {
+    throw LoadError(error.message());
+  } catch (std::bad_alloc const&) {
+    throw Error("out of memory");
+  } catch (std::exception const& error) {
+    throw Error(error.what());
   }
-}
-
-Object parse(std::string const& json) {
-  require_shallow(json);
-  ffi::String error;
-  ffi::Any const found = ffi::json::Parse(json, &error);
-  if (!error.empty()) throw wrong("it is not JSON: " + std::string(error));
-  Object const manifest = as<Object>(found, "it");
-  std::string const format = text(manifest, "format");
-  if (format != kFormat) {
-    throw BundleError("its format is \"" + format.substr(0, 80) + "\", and this program reads \"" + kFormat +
-                      "\": make the bundle again");
-  }
-  // Its own digest, which shows a change by accident, is that of the text without it. Quotes in strings are escaped, and
-  // other digests come first in their objects, so that this text stands in it once.
-  std::string const own = digest(manifest, "sha256"), stands = ",\"sha256\":\"" + own + "\"";
-  size_t const at = json.find(stands);
-  if (at == std::string::npos || sha256(std::string(json).erase(at, stands.size())) != own) {
-    throw wrong("its own SHA-256 is another: it was changed");
-  }
-  int64_t const abi = field<int64_t>(manifest, "abi");
-  if (abi != kAbi) {
-    throw BundleError("its kernels are by cutlass_ops " + text(manifest, "library_version") + " (ABI " +
-                      std::to_string(abi) + "), and this program calls kernels of ABI " + std::to_string(kAbi) +
-                      ": make the bundle, or the program, again");
-  }
-  return manifest;
-}
-
-// An epilogue as expressions: what tells a person, and a program, which one it is.
-std::string expressions(Object const& graph) {
-  constexpr size_t kMost = 1000;  // shared subexpressions could make it exponentially long
-  std::vector<std::string> nodes;
-  auto const at = [&](ffi::Any const& index) {
-    return nodes[size_t(integer(index, "a node", 0, int64_t(nodes.size()) - 1))];
-  };
-  for (ffi::Any const& value : field<Array>(graph, "nodes")) {
-    Array const node = as<Array>(value, "a node");
-    if (node.size() != 3) throw wrong("a node has an operation, arguments and an attribute");
-    std::string const op(as<ffi::String>(node[0], "an operation"));
-    std::string attribute;
-    if (node[2] != nullptr) {
-      std::optional<ffi::String> const name = node[2].as<ffi::String>();
-      attribute = name ? std::string(*name) : std::string(ffi::json::Stringify(node[2]));
-    }
-    std::string arguments;
-    for (ffi::Any const& argument : as<Array>(node[1], "arguments")) {
-      arguments += (arguments.empty() ? "" : ", ") + at(argument);
-    }
-    std::string expression = op;
-    if (op == "input" || op == "const") {
-      expression = attribute;
-    } else if (!arguments.empty()) {
-      expression += "(" + arguments + (attribute.empty() ? "" : ", " + attribute) + ")";
-    }
-    nodes.push_back(expression.size() <= kMost ? expression : "node " + std::to_string(nodes.size()));
-  }
-  std::string all;
-  for (ffi::Any const& value : field<Array>(graph, "outputs")) {
-    Array const output = as<Array>(value, "an output");
-    if (output.size() != 4) throw wrong("an output has a name, a node, a kind and a reduction");
-    std::string const name(as<ffi::String>(output[0], "an output")), kind(as<ffi::String>(output[2], "a kind"));
-    std::string const expression = at(output[1]);
-    all += (all.empty() ? "" : "; ") + name + " = ";
-    bool const reduced = output[3] != nullptr;
-    if (reduced) all += std::string(as<ffi::String>(output[3], "a reduction")) + " for each " + kind + " of ";
-    all += expression;
-  }
-  return all;
-}
-
-// An operand's type, such as "bf16.row.align1".
-std::string type_of(Object const& object, char const* name) {
-  static std::regex const form("(f16|bf16|f32)\\.(row|col)(\\.align[1248])?");
-  std::string const found = text(object, name);
-  if (!std::regex_match(found, form)) throw wrong(std::string(name) + " has a type that there is not");
-  return found;
-}
-
-std::vector<Operand> operands_of(Object const& signature) {
-  std::vector<Operand> found = {
-      {"a", type_of(signature, "a")}, {"b", type_of(signature, "b")}, {"out", type_of(signature, "d")}};
-  Object const graph = field<Object>(signature, "epilogue");
-  auto const add = [&](char const* group, size_t skipped) {
-    Object const types = field<Object>(signature, group);
-    Array const named = field<Array>(graph, group);
-    for (size_t i = skipped; i < named.size(); ++i) {
-      Array const entry = as<Array>(named[int64_t(i)], group);
-      if (entry.empty()) throw wrong(std::string(group) + " have names");
-      std::string const name(as<ffi::String>(entry[0], group));
-      found.push_back({name, type_of(types, name.c_str())});
-    }
-  };
-  add("inputs", 0);
-  add("outputs", 1);  // the first is D
-  return found;
-}
-
-// As cutlass_ops/plan.py numbers the order of tiles.
-Order order_of(Object const& config, Object const& changes) {
-  auto const value = [&](char const* name) {
-    return field(changes.count(ffi::String(name)) ? changes : config, name);
-  };
-  Order order;
-  std::string const arch = text(config, "arch");
-  if (arch == "gemv") return order;  // there is one
-  order.swizzle = int(integer(value("swizzle"), "swizzle", 1, 64));
-  if (arch != "sm90") return order;
-  std::array<char const*, 3> const rasters = {"heuristic", "along_m", "along_n"};
-  ffi::String const raster = as<ffi::String>(value("raster"), "raster");
-  auto const place = std::find(rasters.begin(), rasters.end(), std::string(raster));
-  if (place == rasters.end()) throw wrong("raster is none that there is");
-  order.raster = int(place - rasters.begin()) + (as<bool>(value("by_gpc"), "by_gpc") ? 4 : 0);
-  return order;
-}
-
-Weight weight_of(Object const& choice, std::vector<KernelInfo> const& kernels, std::vector<Object> const& configs) {
-  Weight found;
-  Array const capability = field<Array>(choice, "capability");
-  if (capability.size() != 2) throw wrong("capability has a major and a minor number");
-  found.capability = {int(integer(capability[0], "capability", 1, 99)), int(integer(capability[1], "capability", 0, 99))};
-  found.n = integer(choice, "n", 1, kMaxExtent);
-  found.k = integer(choice, "k", 1, kMaxExtent);
-  for (ffi::Any const& value : field<Array>(choice, "rows")) {
-    Array const row = as<Array>(value, "rows");
-    if (row.size() != 3) throw wrong("a row of a choice has a number of rows, a kernel and an order of tiles");
-    int64_t const most = integer(row[0], "rows", 1, kMaxExtent);
-    auto const at = size_t(integer(row[1], "rows", 0, int64_t(kernels.size()) - 1));
-    if (!kernels[at].runs_on(found.capability)) throw wrong("a choice names a kernel for another device");
-    if (!found.rows.empty() && found.rows.back().most >= most) throw wrong("rows of a choice are in increasing order");
-    found.rows.push_back({most, {kernels[at].key, order_of(configs[at], as<Object>(row[2], "an order of tiles"))}});
-  }
-  if (found.rows.empty()) throw wrong("a choice has no rows");
-  return found;
-}
-
-Signature signature_of(Object const& group) {
-  Object const signature = field<Object>(group, "signature");
-  Signature found;
-  found.epilogue = expressions(field<Object>(signature, "epilogue"));
-  found.operands = operands_of(signature);
-  std::vector<Object> configs;
-  for (ffi::Any const& value : field<Array>(group, "kernels")) {
-    Object const kernel = as<Object>(value, "a kernel");
-    Object const library = field<Object>(kernel, "library");
-    configs.push_back(field<Object>(kernel, "config"));
-    found.kernels.push_back({digest(kernel, "key"), text(kernel, "target"), digest(library, "sha256"),
-                             integer(library, "size", 0, kMaxFile)});
-  }
-  for (ffi::Any const& value : field<Array>(group, "choices")) {
-    found.weights.push_back(weight_of(as<Object>(value, "a choice"), found.kernels, configs));
-  }
-  return found;
 }
 
 std::string typed(Signature const& signature) {
@@ -254,6 +48,29 @@ std::string typed(Signature const& signature) {
 
 std::string shown(Capability c) { return std::to_string(c.major) + "." + std::to_string(c.minor); }
 
+Choice chosen(Signature const& signature, Capability capability, int64_t m, int64_t n, int64_t k) {
+  auto const runs = [&](KernelInfo const& kernel) { return kernel.runs_on(capability); };
+  if (std::none_of(signature.kernels.begin(), signature.kernels.end(), runs)) {
+    throw LoadError("the bundle has no kernel of " + typed(signature) + " for compute capability " + shown(capability) +
+                    ": add its target to the catalogue");
+  }
+  std::string others;
+  size_t count = 0;
+  for (Weight const& weight : signature.weights) {
+    bool const here = weight.capability.major == capability.major && weight.capability.minor == capability.minor;
+    if (here && weight.n == n && weight.k == k) {
+      auto const serves = [&](Weight::Rows const& rows) { return m <= rows.most; };
+      auto const found = std::find_if(weight.rows.begin(), weight.rows.end(), serves);
+      return found != weight.rows.end() ? found->choice : weight.rows.back().choice;
+    }
+    if (here && count++ < kShown) others += " " + std::to_string(weight.n) + "x" + std::to_string(weight.k);
+  }
+  if (count > kShown) others += " and " + std::to_string(count - kShown) + " more";
+  throw LoadError("the bundle's catalogue does not name the weight " + std::to_string(n) + "x" + std::to_string(k) +
+                  " (N x K) for compute capability " + shown(capability) + "; it names" +
+                  (others.empty() ? " none" : others) + ". Any kernel of the signature for this device computes it: load one by its key");
+}
+
 }  // namespace
 
 bool KernelInfo::runs_on(Capability capability) const {
@@ -262,24 +79,7 @@ bool KernelInfo::runs_on(Capability capability) const {
 }
 
 Choice Signature::choose(Capability capability, int64_t m, int64_t n, int64_t k) const {
-  auto const runs = [&](KernelInfo const& kernel) { return kernel.runs_on(capability); };
-  if (std::none_of(kernels.begin(), kernels.end(), runs)) {
-    throw LoadError("the bundle has no kernel of " + typed(*this) + " for compute capability " + shown(capability) +
-                    ": add its target to the catalogue");
-  }
-  std::string others;
-  for (Weight const& weight : weights) {
-    bool const here = weight.capability.major == capability.major && weight.capability.minor == capability.minor;
-    if (here && weight.n == n && weight.k == k) {
-      auto const serves = [&](Weight::Rows const& rows) { return m <= rows.most; };
-      auto const found = std::find_if(weight.rows.begin(), weight.rows.end(), serves);
-      return found != weight.rows.end() ? found->choice : weight.rows.back().choice;
-    }
-    if (here) others += " " + std::to_string(weight.n) + "x" + std::to_string(weight.k);
-  }
-  throw LoadError("the bundle's catalogue does not name the weight " + std::to_string(n) + "x" + std::to_string(k) +
-                  " (N x K) for compute capability " + shown(capability) + "; it names" +
-                  (others.empty() ? " none" : others) + ". Any kernel of the signature for this device computes it: load one by its key");
+  return guarded([&] { return chosen(*this, capability, m, n, k); });
 }
 
 // ---- Launching ---------------------------------------------------------------------------------------------------
@@ -388,6 +188,10 @@ Kernel::Kernel(std::shared_ptr<Loaded const> loaded, std::string name, std::vect
     : loaded_(std::move(loaded)), name_(std::move(name)), operands_(std::move(operands)) {}
 
 int64_t Kernel::workspace_size(int64_t m, int64_t n, int64_t k, Order order) const {
+  return guarded([&] { return asked_workspace(m, n, k, order); });
+}
+
+int64_t Kernel::asked_workspace(int64_t m, int64_t n, int64_t k, Order order) const {
   for (int64_t extent : {m, n, k}) {
     if (extent < 1 || extent > INT32_MAX) {
       throw ArgumentError("M, N and K are from 1 to 2147483647, not " + std::to_string(extent));
@@ -401,6 +205,10 @@ int64_t Kernel::workspace_size(int64_t m, int64_t n, int64_t k, Order order) con
 }
 
 void Kernel::launch(std::vector<Argument> const& arguments, Order order, Workspace workspace, void* stream) const {
+  guarded([&] { launched(arguments, order, workspace, stream); });
+}
+
+void Kernel::launched(std::vector<Argument> const& arguments, Order order, Workspace workspace, void* stream) const {
   if (arguments.size() != operands_.size()) {
     std::string names;
     for (Operand const& operand : operands_) names += (names.empty() ? "" : ", ") + operand.name;
@@ -429,91 +237,168 @@ void Kernel::launch(std::vector<Argument> const& arguments, Order order, Workspa
     packed.emplace_back(&views.emplace_back(view(memory)));
   }
 
-  ffi::Any result;
+  int64_t status;
   try {
     CurrentStream const current(a->device, stream);
+    ffi::Any result;
     loaded_->launch.CallPacked(packed.data(), int32_t(packed.size()), &result);
+    status = result.cast<int64_t>();
   } catch (ffi::Error const& error) {
     throw LaunchError(error.message());
   }
-  if (int64_t const status = result.cast<int64_t>(); status != 0) throw refusal(status, name_, operands_, arguments);
+  if (status != 0) throw refusal(status, name_, operands_, arguments);
 }
 
 // ---- Bundles -----------------------------------------------------------------------------------------------------
 
-struct Bundle::Files {
+struct Bundle::Opened {
   std::string path;
   std::unique_ptr<Container> container;
+  Manifest manifest;
 };
 
-Bundle::Bundle(std::string const& path, std::string const& manifest_sha256)
-    : files_(std::make_shared<Files>(Files{path, open_container(path)})) {
-  try {
-    std::string const json = files_->container->read("manifest.json", kMaxManifest);
-    if (!manifest_sha256.empty() && sha256(json) != manifest_sha256) {
-      throw BundleError("it is another bundle than asked for: the SHA-256 of its manifest is " + sha256(json) + ", not " +
-                        manifest_sha256);
-    }
-    Object const manifest = parse(json);
-    cuda_ = text(field<Object>(manifest, "toolchain"), "nvcc");
-    for (ffi::Any const& group : field<Array>(manifest, "signatures")) {
-      signatures_.push_back(signature_of(as<Object>(group, "a signature")));
-    }
-  } catch (BundleError const& error) {
-    throw BundleError("bundle " + path + ": " + error.what());
+namespace {
+
+// The manifest's text, after all that has to be checked before it is read.
+std::string manifest_text(Container const& container, std::string const& digest, std::vector<std::string> const& public_keys) {
+  auto const size_of = [&](char const* name) {
+    auto const found = container.sizes().find(name);
+    return found == container.sizes().end() ? -1 : found->second;
+  };
+  int64_t const size = size_of("manifest.json");
+  if (size < 0) throw BundleError("it has no manifest.json");
+  if (size > kMaxManifest) {
+    throw BundleError("manifest.json has " + std::to_string(size) + " bytes: at most " + std::to_string(kMaxManifest) + " are allowed");
+  }
+  std::string text = container.read("manifest.json");
+  if (!digest.empty() && sha256(text) != digest) {
+    throw BundleError("it is another bundle than asked for: the SHA-256 of its manifest is " + sha256(text) + ", not " + digest);
+  }
+  if (public_keys.empty()) return text;
+  int64_t const signature = size_of("manifest.sig");
+  if (signature < 0) throw BundleError("it is not signed: it has no manifest.sig");
+  if (signature != int64_t(kSignature)) {
+    throw BundleError("manifest.sig has " + std::to_string(signature) + " bytes: a signature has " + std::to_string(kSignature));
+  }
+  require_signature(text, container.read("manifest.sig"), public_keys);
+  return text;
+}
+
+// It has exactly the files that its manifest names.
+void require_files(Container const& container, Manifest const& manifest) {
+  std::map<std::string, int64_t> there = container.sizes();
+  there.erase("manifest.json");
+  there.erase("manifest.sig");
+  if (there == manifest.files) return;
+  for (auto const& [name, size] : manifest.files) {
+    auto const found = there.find(name);
+    if (found == there.end()) throw BundleError(name + " is missing");
+    if (found->second != size) throw BundleError(name + " is of another size than the manifest says");
+  }
+  for (auto const& [name, size] : there) {
+    if (manifest.files.count(name) == 0) throw BundleError(name + " is not in the manifest");
   }
 }
 
+void require_version(Manifest const& manifest) {
+  if (manifest.abi == kAbi && manifest.templates == kTemplates) return;
+  auto const shown = [](int64_t abi, int64_t templates) {
+    return "ABI " + std::to_string(abi) + ", templates " + std::to_string(templates);
+  };
+  throw BundleError("its kernels are by cutlass_ops " + manifest.library_version + " (" + shown(manifest.abi, manifest.templates) +
+                    "), and this program calls kernels of " + shown(kAbi, kTemplates) + ": make the bundle, or the program, again");
+}
+
+void require_recent(Manifest const& manifest, int64_t least) {
+  if (least < 0) throw ArgumentError("minimum_version is " + std::to_string(least) + ": 1 or more is needed, or 0 for any");
+  if (manifest.version >= least) return;
+  throw BundleError((manifest.version == 0 ? "it has no version" : "its version is " + std::to_string(manifest.version)) +
+                    ", and at least " + std::to_string(least) + " is asked for: use a newer one");
+}
+
+}  // namespace
+
+Bundle::Bundle(std::string const& path, std::string const& manifest_sha256, std::vector<std::string> const& public_keys,
+               int64_t minimum_version)
+    : opened_(guarded([&] {
+        if (!public_keys.empty()) require_signing();
+        auto opened = std::make_shared<Opened>(Opened{path, open_container(path), {}});
+        try {
+          opened->manifest = read_manifest(manifest_text(*opened->container, manifest_sha256, public_keys));
+          require_files(*opened->container, opened->manifest);
+          require_version(opened->manifest);
+          require_recent(opened->manifest, minimum_version);
+        } catch (BundleError const& error) {
+          throw BundleError("bundle " + path + ": " + error.what());
+        }
+        return opened;
+      })) {}
+
+std::vector<Signature> const& Bundle::signatures() const { return opened_->manifest.signatures; }
+
 Signature const& Bundle::signature(std::string const& epilogue, std::vector<std::string> const& types) const {
-  std::string all;
-  for (Signature const& found : signatures_) {
-    bool fits = found.epilogue == epilogue && types.size() <= found.operands.size();
-    for (size_t i = 0; fits && i < types.size(); ++i) fits = found.operands[i].type == types[i];
-    if (fits) return found;
-    all += "\n  " + typed(found);
-  }
-  throw LoadError("bundle " + files_->path + " has no signature " + epilogue + " with these types; it has" + all);
+  return *guarded([&] {
+    for (Signature const& found : signatures()) {
+      bool fits = found.epilogue == epilogue && types.size() <= found.operands.size();
+      for (size_t i = 0; fits && i < types.size(); ++i) fits = found.operands[i].type == types[i];
+      if (fits) return &found;
+    }
+    std::string all;
+    size_t const count = signatures().size();
+    for (size_t i = 0; i < std::min(count, kShown); ++i) all += "\n  " + typed(signatures()[i]);
+    if (count > kShown) all += "\n  and " + std::to_string(count - kShown) + " more";
+    throw LoadError("bundle " + opened_->path + " has no signature " + epilogue + " with these types; it has" + all);
+  });
 }
 
 Kernel Bundle::load(std::string const& key) const {
-  std::vector<std::pair<Signature const*, KernelInfo const*>> found;
-  for (Signature const& signature : signatures_) {
-    for (KernelInfo const& kernel : signature.kernels) {
-      if (kernel.key.compare(0, key.size(), key) == 0) found.emplace_back(&signature, &kernel);
+  return guarded([&] { return loaded(key); });
+}
+
+Kernel Bundle::loaded(std::string const& key) const {
+  Manifest const& manifest = opened_->manifest;
+  std::vector<std::pair<size_t, size_t>> found;
+  for (size_t s = 0; s < manifest.signatures.size(); ++s) {
+    std::vector<KernelInfo> const& kernels = manifest.signatures[s].kernels;
+    for (size_t k = 0; k < kernels.size(); ++k) {
+      if (kernels[k].key.compare(0, key.size(), key) == 0) found.emplace_back(s, k);
     }
   }
   if (found.size() != 1) {
     std::string const count = found.empty() ? "no kernel" : std::to_string(found.size()) + " kernels";
-    throw LoadError("bundle " + files_->path + " has " + count + " whose key begins with \"" + key + "\": `cutlass-ops list --bundle` shows what is there");
+    throw LoadError("bundle " + opened_->path + " has " + count + " whose key begins with \"" + key +
+                    "\": `cutlass-ops list --bundle` shows what is there");
   }
-  auto const& [signature, kernel] = found.front();
-  std::string const name = typed(*signature) + " for " + kernel->target + ", " + kernel->key.substr(0, 12);
+  Signature const& signature = manifest.signatures[found[0].first];
+  KernelInfo const& kernel = signature.kernels[found[0].second];
+  std::string const name = typed(signature) + " for " + kernel.target + ", " + kernel.key.substr(0, 12);
+  std::string const file = "kernels/" + kernel.key + ".so", where = "bundle " + opened_->path + ": " + file;
+  if (manifest.key_of(found[0].first, found[0].second) != kernel.key) {
+    throw BundleError(where + ": its key is not that of what the manifest says of it");
+  }
 
   // Never destroyed: kernels stay until the process ends, since CUDA's own clean-up may run later than this one's.
   static auto& mutex = *new std::mutex;
-  static auto& loaded = *new std::map<std::string, std::shared_ptr<Kernel::Loaded const>>;
+  static auto& all = *new std::map<std::string, std::shared_ptr<Kernel::Loaded const>>;
   std::lock_guard<std::mutex> const lock(mutex);
-  std::shared_ptr<Kernel::Loaded const>& entry = loaded[kernel->sha256];
-  if (entry == nullptr) {
-    std::string const file = "kernels/" + kernel->key + ".so";
-    std::string const data = files_->container->read(file, kMaxFile);
-    if (int64_t(data.size()) != kernel->size || sha256(data) != kernel->sha256) {
-      throw BundleError("bundle " + files_->path + ": " + file + " is not what the manifest says: its SHA-256 is another");
-    }
-    try {
-      Mappable const mappable(data);
-      // Module::LoadFromFile goes by the file's ending, and descriptors have none.
-      ffi::Function const open = ffi::Function::GetGlobalRequired("ffi.Module.load_from_file.so");
-      auto const module = open(mappable.path(), "so").cast<ffi::Module>();
-      auto const function = [&](char const* symbol) { return module->GetFunction(symbol).value(); };
-      entry = std::make_shared<Kernel::Loaded const>(
-          Kernel::Loaded{module, function("launch"), function("workspace_size")});
-    } catch (ffi::Error const& error) {
-      throw LoadError(name + " cannot be loaded: " + error.message() + " (its CUDA runtime is libcudart.so." +
-                      cuda_.substr(0, cuda_.find('.')) + ", which the process must have or find)");
-    }
+  if (auto const here = all.find(kernel.sha256); here != all.end()) return Kernel(here->second, name, signature.operands);
+  std::string const data = opened_->container->read(file);
+  if (sha256(data) != kernel.sha256) throw BundleError(where + " is not what the manifest says: its SHA-256 is another");
+  if (std::string const problem = linkage_problem(data); !problem.empty()) throw LoadError(where + " cannot be loaded: " + problem);
+  try {
+    Mappable const mappable(data);
+    // Module::LoadFromFile goes by the file's ending, and descriptors have none.
+    ffi::Function const open = ffi::Function::GetGlobalRequired("ffi.Module.load_from_file.so");
+    auto const module = open(mappable.path(), "so").cast<ffi::Module>();
+    auto const function = [&](char const* symbol) { return module->GetFunction(symbol).value(); };
+    auto const entry = std::make_shared<Kernel::Loaded const>(
+        Kernel::Loaded{module, function("launch"), function("workspace_size")});
+    all.emplace(kernel.sha256, entry);
+    return Kernel(entry, name, signature.operands);
+  } catch (ffi::Error const& error) {
+    throw LoadError(name + " cannot be loaded: " + error.message() + " (its CUDA runtime is libcudart.so." +
+                    manifest.nvcc.substr(0, manifest.nvcc.find('.')) + ", which the process must have or find)");
   }
-  return Kernel(entry, name, signature->operands);
 }
 
 }  // namespace cutlass_ops

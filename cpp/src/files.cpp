@@ -1,10 +1,12 @@
 #include "files.h"
 
+#include <dirent.h>
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
@@ -12,6 +14,7 @@
 #include <vector>
 
 #include "cutlass_ops/bundle.h"
+#include "manifest.h"
 
 #ifndef MFD_EXEC
 #define MFD_EXEC 0x0010U  // since Linux 6.3
@@ -27,8 +30,10 @@ int Descriptor::release() { return std::exchange(number_, -1); }
 
 namespace {
 
+// As in cutlass_ops/container.py.
 constexpr int64_t kMaxArchive = 0xffffffff;  // bytes; more would need another form of ZIP
-constexpr int64_t kMaxFiles = 20'000;
+constexpr size_t kMaxFiles = 20'000;
+constexpr uint32_t kMaxName = 100;
 
 BundleError unreadable(std::string const& path) {
   return BundleError(path + " cannot be read: " + std::strerror(errno));
@@ -72,34 +77,93 @@ std::string read_at(Descriptor const& file, int64_t offset, int64_t count, std::
   return data;
 }
 
-void require_size(int64_t size, int64_t most, std::string const& path) {
-  if (size > most) {
-    throw BundleError(path + " has " + std::to_string(size) + " bytes: at most " + std::to_string(most) + " are allowed");
+bool is_named(std::string_view name, std::string_view folder, std::string_view ending) {
+  return name.size() == folder.size() + 64 + ending.size() && name.substr(0, folder.size()) == folder &&
+         name.substr(folder.size(), 64).find_first_not_of("0123456789abcdef") == name.npos &&
+         name.substr(folder.size() + 64) == ending;
+}
+
+// Names are what a digest and a kind of file make, and nothing that a manifest could choose.
+bool is_name(std::string_view name) {
+  return name == "manifest.json" || name == "manifest.sig" || is_named(name, "kernels/", ".so") ||
+         is_named(name, "sources/", ".cu") || is_named(name, "tables/", ".json");
+}
+
+// A name that came from outside, for a message.
+std::string shown(std::string_view name) {
+  std::string text(name.substr(0, kMaxName));
+  for (char& c : text) c = c < ' ' || c > '~' ? '?' : c;
+  return "'" + text + "'";
+}
+
+void require_size(int64_t size, std::string const& path) {
+  if (size < 0 || size > kMaxFile) {
+    throw BundleError(path + " has " + std::to_string(size) + " bytes: at most " + std::to_string(kMaxFile) + " are allowed");
   }
 }
 
 class Folder : public Container {
  public:
-  explicit Folder(std::string path) : path_(std::move(path)), folder_(open_private(AT_FDCWD, path_, path_, true)) {}
+  explicit Folder(std::string path) : path_(std::move(path)) {
+    folders_.emplace("", open_private(AT_FDCWD, path_, path_, true));
+    std::vector<std::string> const present = names(folders_.at(""));
+    for (std::string const name : {"kernels", "sources", "tables"}) {
+      if (std::find(present.begin(), present.end(), name) == present.end()) continue;
+      folders_.emplace(name, open_private(folders_.at("").get(), name, path_ + "/" + name, true));
+    }
+    for (auto const& [folder, opened] : folders_) {
+      for (std::string const& name : folder.empty() ? present : names(opened)) {
+        if (folder.empty() && folders_.count(name) != 0) continue;
+        if (sizes_.size() == kMaxFiles) throw too_many();
+        std::string const full = folder.empty() ? name : folder + "/" + name;
+        sizes_[full] = size(opened, name, full);
+      }
+    }
+  }
 
-  std::string read(std::string const& name, int64_t most) const override {
+  std::string read(std::string const& name) const override {
+    auto const found = sizes_.find(name);
+    if (found == sizes_.end()) throw BundleError(path_ + " has no file " + name);
     std::string const path = path_ + "/" + name;
     size_t const slash = name.find('/');
-    if (slash == std::string::npos) return whole(open_private(folder_.get(), name, path, false), most, path);
-    std::string const above = name.substr(0, slash);
-    Descriptor const folder = open_private(folder_.get(), above, path_ + "/" + above, true);
-    return whole(open_private(folder.get(), name.substr(slash + 1), path, false), most, path);
+    std::string const folder = slash == std::string::npos ? "" : name.substr(0, slash);
+    Descriptor const file = open_private(folders_.at(folder).get(), name.substr(slash + 1), path, false);
+    if (size_of(file, path) != found->second) throw BundleError(path + " is not as long as it was when the bundle was opened");
+    return read_at(file, 0, found->second, path);
   }
 
  private:
-  static std::string whole(Descriptor const& file, int64_t most, std::string const& path) {
-    int64_t const size = size_of(file, path);
-    require_size(size, most, path);
-    return read_at(file, 0, size, path);
+  std::vector<std::string> names(Descriptor const& folder) const {
+    // Of its own, since a place among the entries belongs to a descriptor.
+    Descriptor opened(openat(folder.get(), ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    std::unique_ptr<DIR, int (*)(DIR*)> const entries(opened.get() < 0 ? nullptr : fdopendir(opened.get()), &closedir);
+    if (entries == nullptr) throw unreadable(path_);
+    opened.release();
+    std::vector<std::string> found;
+    while (dirent const* const entry = (errno = 0, readdir(entries.get()))) {
+      std::string const name = entry->d_name;
+      if (name == "." || name == "..") continue;
+      if (found.size() > kMaxFiles) throw too_many();
+      found.push_back(name);
+    }
+    if (errno != 0) throw unreadable(path_);
+    return found;
   }
 
+  int64_t size(Descriptor const& folder, std::string const& name, std::string const& full) const {
+    if (!is_name(full)) throw BundleError(path_ + ": no bundle has a file named " + shown(full));
+    std::string const path = path_ + "/" + full;
+    struct stat info;
+    if (fstatat(folder.get(), name.c_str(), &info, AT_SYMLINK_NOFOLLOW) != 0) throw unreadable(path);
+    if (!S_ISREG(info.st_mode)) throw BundleError(path + " is a link, or no regular file");
+    require_size(info.st_size, path);
+    return info.st_size;
+  }
+
+  BundleError too_many() const { return BundleError(path_ + " has more than " + std::to_string(kMaxFiles) + " files"); }
+
   std::string path_;
-  Descriptor folder_;
+  std::map<std::string, Descriptor> folders_;
 };
 
 // ZIP's numbers are little-endian.
@@ -132,33 +196,37 @@ class Archive : public Container {
         int64_t(offset) + length + int64_t(kEnd) != size || count > kMaxFiles) {
       throw foreign();
     }
+    // Before it is read: what there may be says how long it may be.
+    if (int64_t(length) > int64_t(count) * int64_t(kCentral + kMaxName)) throw foreign();
     std::string const directory = read_at(file_, offset, length, path_);
     size_t at = 0;
     int64_t place = 0;
+    std::string last;
     for (uint32_t i = 0; i < count; ++i) {
       if (directory.size() - at < kCentral) throw foreign();
-      Entry entry;
-      entry.crc = number(directory, at + 16, 4), entry.size = number(directory, at + 24, 4), entry.offset = uint32_t(place);
-      std::string const name = directory.substr(at + kCentral, number(directory, at + 28, 2));
+      Entry const entry{number(directory, at + 16, 4), number(directory, at + 24, 4), uint32_t(place)};
+      std::string const name = directory.substr(at + kCentral, std::min(number(directory, at + 28, 2), kMaxName));
+      if (!is_name(name)) throw BundleError(path_ + ": no bundle has a file named " + shown(name));
       std::string const central = central_header(name, entry);
-      if (directory.compare(at, central.size(), central) != 0) throw foreign();
-      if (!entries_.empty() && name <= entries_.rbegin()->first) throw foreign();
+      if (directory.compare(at, central.size(), central) != 0 || name <= last) throw foreign();
+      require_size(entry.size, path_ + ": " + name);
+      sizes_[name] = entry.size;
       entries_[name] = entry;
       at += central.size();
       place += int64_t(local_header(name, entry).size()) + entry.size;
+      if (place > int64_t(offset)) throw foreign();
+      last = name;
     }
     if (at != directory.size() || place != int64_t(offset)) throw foreign();
   }
 
-  std::string read(std::string const& name, int64_t most) const override {
+  std::string read(std::string const& name) const override {
     auto const found = entries_.find(name);
     if (found == entries_.end()) throw BundleError(path_ + " has no file " + name);
     Entry const& entry = found->second;
-    require_size(entry.size, most, path_ + ": " + name);
     std::string const head = local_header(name, entry);
-    std::string data = read_at(file_, entry.offset, int64_t(head.size()) + entry.size, path_);
-    if (data.compare(0, head.size(), head) != 0) throw foreign();
-    return data.substr(head.size());
+    if (read_at(file_, entry.offset, int64_t(head.size()), path_) != head) throw foreign();
+    return read_at(file_, int64_t(entry.offset) + int64_t(head.size()), entry.size, path_);
   }
 
  private:
@@ -185,7 +253,7 @@ class Archive : public Container {
   std::map<std::string, Entry> entries_;
 };
 
-bool write_all(int file, std::string const& data) {
+bool write_all(int file, std::string_view data) {
   for (size_t done = 0; done < data.size();) {
     ssize_t const wrote = write(file, data.data() + done, data.size() - done);
     if (wrote < 0 && errno == EINTR) continue;
@@ -195,61 +263,74 @@ bool write_all(int file, std::string const& data) {
   return true;
 }
 
-// Sealed memory: nobody can exchange the bytes any more, and nothing is written to a disk. -1 if there is none.
-int sealed(std::string const& data) {
+// Sealed memory: nobody can exchange the bytes any more, and nothing is written to a disk. None where a system has none.
+Descriptor sealed(std::string_view data) {
   int number = memfd_create("cutlass_ops", MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_EXEC);
   // Before Linux 6.3 there is no such flag, and no need of it.
   if (number < 0) number = memfd_create("cutlass_ops", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   Descriptor memory(number);
-  if (number < 0 || !write_all(number, data)) return -1;
-  if (fcntl(number, F_ADD_SEALS, F_SEAL_WRITE | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) return -1;
-  return memory.release();
+  if (number < 0 || !write_all(number, data)) return Descriptor(-1);
+  if (fcntl(number, F_ADD_SEALS, F_SEAL_WRITE | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) return Descriptor(-1);
+  return memory;
 }
 
-// A file in a private folder, for systems that forbid to execute memory. Returns the folder.
-std::string private_copy(std::string const& data) {
-  char const* const root = std::getenv("TMPDIR");
-  std::string const pattern = std::string(root != nullptr && *root != '\0' ? root : "/tmp") + "/cutlass_ops.XXXXXX";
-  std::vector<char> name(pattern.c_str(), pattern.c_str() + pattern.size() + 1);
-  if (mkdtemp(name.data()) == nullptr) throw LoadError(pattern + " cannot be made: " + std::strerror(errno));
-  std::string const folder(name.data()), path = folder + "/kernel.so";
-  Descriptor const file(open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
-  if (file.get() < 0 || !write_all(file.get(), data)) {
-    LoadError const error(path + " cannot be written: " + std::strerror(errno));
-    unlink(path.c_str());
-    rmdir(folder.c_str());
-    throw error;
-  }
-  return folder;
+// A name of a descriptor that no other file has had in this process and has still: its inode's number in slashes and dots,
+// which to the system mean nothing. What is mapped keeps its inode, so that the number is not another's, whoever else loads
+// libraries here. The first dot keeps the name apart from those that Python uses.
+std::string unique_name(Descriptor const& memory) {
+  struct stat info;
+  if (fstat(memory.get(), &info) != 0) throw LoadError(std::string("memory for a kernel has no number: ") + std::strerror(errno));
+  std::string name = "/proc/self/.";
+  for (uint64_t left = info.st_ino; left != 0; left >>= 1) name += left & 1 ? "/." : "/";
+  return name + "/fd/" + std::to_string(memory.get());
+}
+
+// A link to what a user names is the user's own; within a bundle there are none.
+std::string real_path(std::string const& path, std::string const& what) {
+  if (path.find('\0') != std::string::npos) throw BundleError(shown(path) + " cannot be read: its name has a zero byte");
+  std::unique_ptr<char, decltype(&std::free)> const real(realpath(path.c_str(), nullptr), &std::free);
+  if (real == nullptr) throw unreadable(what);
+  return real.get();
 }
 
 }  // namespace
 
 std::unique_ptr<Container> open_container(std::string const& path) {
-  // A link to the bundle is the user's own; within it there are none.
-  std::unique_ptr<char, decltype(&std::free)> const real(realpath(path.c_str(), nullptr), &std::free);
+  std::string const real = real_path(path, "bundle " + path);
   struct stat info;
-  if (real == nullptr || stat(real.get(), &info) != 0) throw unreadable("bundle " + path);
-  if (S_ISDIR(info.st_mode)) return std::make_unique<Folder>(real.get());
-  return std::make_unique<Archive>(real.get());
+  if (stat(real.c_str(), &info) != 0) throw unreadable("bundle " + path);
+  if (S_ISDIR(info.st_mode)) return std::make_unique<Folder>(real);
+  return std::make_unique<Archive>(real);
 }
 
-Mappable::Mappable(std::string const& data) {
-  int const memory = sealed(data);
-  if (memory < 0) {
-    folder_ = private_copy(data);
-    path_ = folder_ + "/kernel.so";
+std::string read_file(std::string const& path, int64_t most) {
+  std::string const real = real_path(path, path);
+  Descriptor const file = open_private(AT_FDCWD, real, path, false);
+  int64_t const size = size_of(file, path);
+  if (size > most) throw BundleError(path + " has " + std::to_string(size) + " bytes: at most " + std::to_string(most) + " are allowed");
+  return read_at(file, 0, size, path);
+}
+
+Mappable::Mappable(std::string_view data) : memory_(sealed(data)) {
+  if (memory_.get() >= 0) {
+    path_ = unique_name(memory_);
     return;
   }
-  // The descriptor is never closed. The dynamic linker knows libraries by the name that they were opened under, and would
-  // return this one where its number was used again. The dot keeps the name apart from those that Python uses.
-  path_ = "/proc/self/./fd/" + std::to_string(memory);
+  // A file in a private folder, for systems that forbid to execute memory.
+  char const* const root = std::getenv("TMPDIR");
+  std::string name = std::string(root != nullptr && *root != '\0' ? root : "/tmp") + "/cutlass_ops.XXXXXX";
+  if (mkdtemp(name.data()) == nullptr) throw LoadError(name + " cannot be made: " + std::strerror(errno));
+  folder_.file.reserve(name.size() + 16);
+  folder_.name = std::move(name);
+  path_ = folder_.name + "/kernel.so";
+  folder_.file = path_;
+  Descriptor const file(open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
+  if (file.get() < 0 || !write_all(file.get(), data)) throw LoadError(path_ + " cannot be written: " + std::strerror(errno));
 }
 
-Mappable::~Mappable() {
-  if (folder_.empty()) return;
-  unlink(path_.c_str());
-  rmdir(folder_.c_str());
+Mappable::Folder::~Folder() {
+  if (!file.empty()) unlink(file.c_str());
+  if (!name.empty()) rmdir(name.c_str());
 }
 
 }  // namespace cutlass_ops

@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <string_view>
 
 namespace cutlass_ops {
 
@@ -24,27 +25,45 @@ class Descriptor {
   int number_;
 };
 
+// A bundle's files, opened once: what is renamed over it later changes nothing.
 class Container {
  public:
   virtual ~Container() = default;
-  // Reads a whole file of at most so many bytes; BundleError if it is not there, or not as it must be.
-  virtual std::string read(std::string const& name, int64_t most) const = 0;
+  // Bytes of each file, at most kMaxFile.
+  std::map<std::string, int64_t> const& sizes() const { return sizes_; }
+  // As many bytes as sizes() says; BundleError if the file is not there, or not as it was.
+  virtual std::string read(std::string const& name) const = 0;
+
+ protected:
+  std::map<std::string, int64_t> sizes_;
 };
 
 std::unique_ptr<Container> open_container(std::string const& path);
 
-// A path under which the dynamic linker finds exactly these bytes, for as long as this lives.
+// All of a small file that nobody else may write, such as a public key.
+std::string read_file(std::string const& path, int64_t most);
+
+// A path under which the dynamic linker finds exactly these bytes, for as long as this lives. It is one that no library in
+// this process was opened under: the dynamic linker knows them by their names, and would return another.
 class Mappable {
  public:
-  explicit Mappable(std::string const& data);
-  ~Mappable();
-  Mappable(Mappable const&) = delete;
-  Mappable& operator=(Mappable const&) = delete;
+  explicit Mappable(std::string_view data);
   std::string const& path() const { return path_; }
 
  private:
+  // Where memory cannot be executed: a folder with a file that go with this.
+  class Folder {
+   public:
+    Folder() = default;
+    ~Folder();
+    Folder(Folder const&) = delete;
+    Folder& operator=(Folder const&) = delete;
+    std::string name, file;
+  };
+
+  Descriptor memory_;
+  Folder folder_;
   std::string path_;
-  std::string folder_;  // where memory cannot be executed: a private folder that goes with this
 };
 
 }  // namespace cutlass_ops

@@ -1,8 +1,9 @@
 // relu(A @ B + bias) in BF16 by a bundle's kernel, without Python, compared with the same in double.
 //
-//     bias_relu BUNDLE M N K [KEY]
+//     bias_relu [--signed-by PUBLIC_KEY]... BUNDLE M N K [KEY]
 //
-// KEY is the beginning of a kernel's key; by default the bundle's choice for the weight. Exit codes: 0 the result is within
+// KEY is the beginning of a kernel's key; by default the bundle's choice for the weight. Where public keys are named, one of
+// them must have signed the bundle. Exit codes: 0 the result is within
 // the bound, 1 it is not, or something failed, 2 wrong usage, 77 there is no GPU.
 
 #include <cuda_runtime_api.h>
@@ -81,7 +82,8 @@ cutlass_ops::Choice choose(cutlass_ops::Signature const& signature, cutlass_ops:
   }
 }
 
-int run(std::string const& path, int64_t m, int64_t n, int64_t k, std::string const& key) {
+int run(std::vector<std::string> const& public_keys, std::string const& path, int64_t m, int64_t n, int64_t k,
+        std::string const& key) {
   int devices = 0;
   bool const has_gpu = cudaGetDeviceCount(&devices) == cudaSuccess && devices > 0;
   cutlass_ops::Capability capability{9, 0};  // without a GPU, as on an H100
@@ -92,7 +94,7 @@ int run(std::string const& path, int64_t m, int64_t n, int64_t k, std::string co
     check(cudaDeviceGetAttribute(&capability.minor, cudaDevAttrComputeCapabilityMinor, device), "asking the device");
   }
 
-  cutlass_ops::Bundle const bundle(path);
+  cutlass_ops::Bundle const bundle(path, "", public_keys);
   auto const& signature = bundle.signature("d = relu(add(acc, bias))", {"bf16.row", "bf16.col", "bf16.row"});
   cutlass_ops::Choice const choice = key.empty() ? choose(signature, capability, m, n, k) : cutlass_ops::Choice{key, {}};
   cutlass_ops::Kernel const kernel = bundle.load(choice.key);
@@ -174,8 +176,10 @@ int64_t extent(char const* text) {
 
 int main(int count, char** words) {
   try {
-    if (count != 5 && count != 6) throw std::invalid_argument("usage: bias_relu BUNDLE M N K [KEY]");
-    return run(words[1], extent(words[2]), extent(words[3]), extent(words[4]), count == 6 ? words[5] : "");
+    std::vector<std::string> public_keys;
+    for (; count > 2 && std::string(words[1]) == "--signed-by"; words += 2, count -= 2) public_keys.emplace_back(words[2]);
+    if (count != 5 && count != 6) throw std::invalid_argument("usage: bias_relu [--signed-by PUBLIC_KEY]... BUNDLE M N K [KEY]");
+    return run(public_keys, words[1], extent(words[2]), extent(words[3]), extent(words[4]), count == 6 ? words[5] : "");
   } catch (std::invalid_argument const& error) {
     std::fprintf(stderr, "error: %s\n", error.what());
     return 2;

@@ -2,14 +2,21 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
 #include <tvm/ffi/extra/c_env_api.h>
 
 #include "cutlass_ops/bundle.h"
+#include "elf.h"
+#include "manifest.h"
 #include "sha256.h"
 
 namespace {
@@ -44,9 +51,118 @@ void choose(Words const& words) {
   }
 }
 
+// Says of each text in a file, which has its length in a line before it, whether it is a manifest.
+void manifests(Words const& words) {
+  std::ifstream file(words.at(0), std::ios::binary);
+  size_t size;
+  while (file >> size) {
+    file.get();
+    std::string text(size, '\0');
+    file.read(text.data(), std::streamsize(size));
+    try {
+      read_manifest(text);
+      std::printf("ok\n");
+    } catch (BundleError const& error) {
+      std::printf("%s\n", error.what());
+    }
+  }
+}
+
+void linkage(Words const& words) {
+  for (std::string const& path : words) {
+    std::ifstream file(path, std::ios::binary);
+    std::printf("%s\n", linkage_problem(std::string{std::istreambuf_iterator<char>(file), {}}).c_str());
+  }
+}
+
 void find(Words const& words) {
   Bundle const bundle(words.at(0));
   std::printf("%s\n", bundle.signature(words.at(1), {words.begin() + 2, words.end()}).kernels[0].key.c_str());
+}
+
+// Says of each bundle whether it can be opened, and with --load how many of its kernels can be loaded, in a process of its own.
+void each(Words const& words) {
+  bool const loads = words.at(0) == "--load";
+  for (size_t at = loads ? 1 : 0; at < words.size(); ++at) {
+    if (loads) {
+      if (pid_t const child = fork(); child != 0) {
+        waitpid(child, nullptr, 0);
+        continue;
+      }
+    }
+    try {
+      Bundle const bundle(words[at]);
+      size_t good = 0;
+      for (Signature const& signature : bundle.signatures()) {
+        for (KernelInfo const& kernel : signature.kernels) {
+          try {
+            if (loads) bundle.load(kernel.key), ++good;
+          } catch (Error const&) {
+          }
+        }
+      }
+      std::printf("ok %zu\n", good);
+    } catch (Error const& error) {
+      std::printf("%s\n", error.what());
+    }
+    if (loads) std::exit(0);
+  }
+}
+
+// A bundle and public keys with one of which it must be signed.
+void signed_by(Words const& words) {
+  Bundle const bundle(words.at(0), "", {words.begin() + 1, words.end()});
+  std::printf("signed\n");
+}
+
+void recent(Words const& words) {
+  Bundle const bundle(words.at(0), "", {}, std::stoll(words.at(1)));
+  std::printf("recent\n");
+}
+
+void zero(Words const& words) { Bundle const bundle(words.at(0) + std::string("\0x", 2)); }
+
+// Loads the one kernel, with so many MiB of memory more than there is already.
+void starve(Words const& words) {
+  rlim_t pages = 0;
+  std::ifstream("/proc/self/statm") >> pages;
+  rlimit const limit = {pages * 4096 + (rlim_t(std::stoi(words.at(1))) << 20), RLIM_INFINITY};
+  if (setrlimit(RLIMIT_AS, &limit) != 0) throw std::runtime_error("no limit");
+  Bundle(words.at(0)).load("");
+  std::printf("loaded\n");
+}
+
+size_t descriptors() {
+  auto const entries = std::filesystem::directory_iterator("/proc/self/fd");
+  return size_t(std::distance(begin(entries), end(entries)));
+}
+
+// How many descriptors more there are after what fails: bundles that cannot be opened, and kernels that cannot be loaded.
+void leak(Words const& words) {
+  auto const fail = [&](size_t at) {
+    try {
+      Bundle(words.at(at)).load("");
+      throw std::logic_error("nothing failed");
+    } catch (Error const&) {
+    }
+  };
+  fail(0);  // what is opened once stays
+  size_t const before = descriptors();
+  for (int i = 0; i < 3; ++i) {
+    for (size_t at = 0; at < words.size(); ++at) fail(at);
+  }
+  std::printf("%zu more\n", descriptors() - before);
+}
+
+// Loads the one kernel of each bundle, and says what each answers: no two may be taken for one another.
+void apart(Words const& words) {
+  for (std::string const& path : words) {
+    try {
+      std::printf("%lld\n", static_cast<long long>(Bundle(path).load("").workspace_size(1, 2, 3, {4, 5})));
+    } catch (Error const& error) {
+      std::printf("%s\n", error.what());
+    }
+  }
 }
 
 void load(Words const& words) {
@@ -113,6 +229,16 @@ int main(int count, char** values) {
     else if (command == "list") list(words);
     else if (command == "choose") choose(words);
     else if (command == "find") find(words);
+    else if (command == "each") each(words);
+    else if (command == "signed") signed_by(words);
+    else if (command == "recent") recent(words);
+    else if (command == "zero") zero(words);
+    else if (command == "starve") starve(words);
+    else if (command == "leak") leak(words);
+    else if (command == "manifests") manifests(words);
+    else if (command == "apart") apart(words);
+    else if (command == "tables") std::printf("%s", manifest_tables().c_str());
+    else if (command == "linkage") linkage(words);
     else if (command == "load") load(words);
     else if (command == "launch") launch(words);
     else if (command == "refuse") refuse(words);
@@ -126,6 +252,8 @@ int main(int count, char** values) {
     kind = "ArgumentError", what = error.what();
   } catch (LaunchError const& error) {
     kind = "LaunchError", what = error.what();
+  } catch (Error const& error) {
+    what = error.what();
   }
   std::printf("%s: %s\n", kind, what.c_str());
   return 1;

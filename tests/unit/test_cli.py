@@ -170,7 +170,10 @@ def test_doctor_with_a_gpu_and_a_filled_store(kit, run, monkeypatch, spec_file, 
         ({"XDG_CACHE_HOME": "/tmp"}, "XDG_CACHE_HOME is ignored: CUTLASS_OPS_CACHE_DIR goes first"),
         ({"NVCC_APPEND_FLAGS": "-G"}, "NVCC_APPEND_FLAGS is ignored: kernels are compiled without it"),
         ({"CUTLASS_OPS_JIT": "0", "CUTLASS_OPS_JOBS": "3"}, "CUTLASS_OPS_JOBS is ignored: with CUTLASS_OPS_JIT=0"),
-        ({"CUTLASS_OPS_BUNDLE_KEY": "/nowhere.pem"}, "CUTLASS_OPS_BUNDLE_KEY names '/nowhere.pem', which is not a file"),
+        (
+            {"CUTLASS_OPS_BUNDLE_KEY": "/nowhere.pem"},
+            "CUTLASS_OPS_BUNDLE_KEY names '/nowhere.pem', which is not a file",
+        ),
     ],
 )
 def test_doctor_remarks_on_what_does_nothing(kit, run, monkeypatch, variables, remark):

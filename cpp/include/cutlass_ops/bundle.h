@@ -7,7 +7,7 @@
 //     cutlass_ops::Kernel const kernel = bundle.load(choice.key);
 //     kernel.launch({a, b, d, bias}, choice.order, {}, stream);
 //
-// Everything here may be used from several threads at once. Errors are exceptions that derive from Error.
+// Everything here may be used from several threads at once. Errors are exceptions that derive from Error, whatever goes wrong.
 
 #pragma once
 
@@ -36,7 +36,7 @@ struct LoadError : Error {
   using Error::Error;
 };
 
-// A launch refused an argument; nothing was launched.
+// An argument cannot be what it is: a launch refused it, and nothing was launched, or a file holds no public key.
 struct ArgumentError : Error {
   using Error::Error;
 };
@@ -152,6 +152,8 @@ class Kernel {
  private:
   friend class Bundle;
   struct Loaded;
+  int64_t asked_workspace(int64_t m, int64_t n, int64_t k, Order order) const;
+  void launched(std::vector<Argument> const& arguments, Order order, Workspace workspace, void* stream) const;
   Kernel(std::shared_ptr<Loaded const> loaded, std::string name, std::vector<Operand> operands);
 
   std::shared_ptr<Loaded const> loaded_;
@@ -163,28 +165,32 @@ class Kernel {
 
 class Bundle {
  public:
-  // Opens an archive, or a folder (`cutlass-ops bundle --folder`).
+  // Opens an archive, or a folder (`cutlass-ops bundle --folder`), and checks all but the contents of its kernels, as
+  // Python's load_bundle does.
   //
   // `manifest_sha256`, as `cutlass-ops bundle --json` prints it, ties the program to one bundle: no other is opened.
-  // Without it, a bundle is as trustworthy as the way it came. Signatures are not checked here: `cutlass-ops verify --key`
-  // or openssl does that where a bundle arrives.
-  explicit Bundle(std::string const& path, std::string const& manifest_sha256 = "");
+  // `public_keys` are PEM files of Ed25519 keys: where there are any, the manifest must have been signed with one of them, and
+  // that is checked before it is read. A program that was built without OpenSSL then opens nothing. Of signed bundles an old
+  // one may be put in a new one's place: `minimum_version` is what the manifest's version must be at least. No environment
+  // variable is read. Without all of these, a bundle is as trustworthy as the way it came.
+  explicit Bundle(std::string const& path, std::string const& manifest_sha256 = "",
+                  std::vector<std::string> const& public_keys = {}, int64_t minimum_version = 0);
 
-  std::vector<Signature> const& signatures() const { return signatures_; }
+  std::vector<Signature> const& signatures() const;
 
   // The signature of an epilogue, with operands whose types begin with these.
   Signature const& signature(std::string const& epilogue, std::vector<std::string> const& types = {}) const;
 
   // Loads the kernel whose key begins so. Its SHA-256 is compared before it is mapped, and the bytes that were compared
-  // are those that run. The process must have the CUDA runtime that the kernel was linked with, or find it on the
-  // library path.
+  // are those that run; what would have the dynamic linker look for libraries in places of its own is refused. The process
+  // must have the CUDA runtime that the kernel was linked with, or find it on the library path.
   Kernel load(std::string const& key) const;
 
  private:
-  struct Files;
-  std::shared_ptr<Files const> files_;
-  std::string cuda_;  // version of the nvcc that compiled the kernels
-  std::vector<Signature> signatures_;
+  struct Opened;
+  Kernel loaded(std::string const& key) const;
+
+  std::shared_ptr<Opened const> opened_;
 };
 
 }  // namespace cutlass_ops

@@ -1,0 +1,724 @@
+#include "manifest.h"
+
+#include <algorithm>
+#include <array>
+#include <optional>
+#include <set>
+#include <string_view>
+#include <tuple>
+#include <utility>
+
+#include "json.h"
+#include "sha256.h"
+
+namespace cutlass_ops {
+namespace {
+
+constexpr std::string_view kFormat = "cutlass_ops.bundle/1";
+constexpr size_t kMaxKernels = 4'000, kMaxChoices = 4'096, kMaxRows = 1'024, kMaxTables = 256, kMaxFunctions = 64;
+constexpr size_t kMaxInputs = 16, kMaxOutputs = 8, kMaxNodes = 256, kMaxProducts = 1, kMaxName = 64;
+constexpr int64_t kMaxExtent = int64_t(1) << 40, kMaxVersion = 1 << 16, kMaxBundleVersion = 999'999'999'999'999, kMaxResource = int64_t(1) << 32;
+constexpr int64_t kMaxNumber = (int64_t(1) << 31) - 1;  // of a configuration
+
+// ---- Tables ------------------------------------------------------------------------------------------------------
+
+struct Op {
+  std::string_view name;
+  size_t arity;
+};
+// Leaves first: the accumulator, an input, a constant, and what is gathered from A's rows.
+constexpr Op kOps[] = {
+    {"acc", 0},     {"input", 0},      {"const", 0},     {"mean_of_a", 0}, {"mean_square_of_a", 0}, {"add", 2},  {"sub", 2},
+    {"mul", 2},     {"div", 2},        {"neg", 1},       {"minimum", 2},   {"maximum", 2},          {"abs", 1},  {"square", 1},
+    {"sqrt", 1},    {"rsqrt", 1},      {"exp", 1},       {"sin", 1},       {"cos", 1},              {"tanh", 1}, {"sigmoid", 1},
+    {"relu", 1},    {"leaky_relu", 2}, {"gelu", 1},      {"gelu_tanh", 1}, {"silu", 1},             {"hardswish", 1},
+    {"cast", 1},    {"swap_pairs", 1},
+};
+constexpr std::string_view kReductions[] = {"sum", "sum_square", "max"};
+constexpr std::string_view kKinds[] = {"row", "col", "tile", "scalar", "product"};
+constexpr std::string_view kOpcodes[] = {"IMMA",     "HMMA",   "DMMA",  "LDL",   "STL",  "LDGSTS", "UTMALDG",
+                                         "UTMASTG", "UTMAREDG", "UBLKCP", "HGMMA", "IGMMA", "QGMMA"};
+// Targets with the compute capability that runs them and whether they have wgmma.
+struct Target {
+  std::string_view name;
+  int major, minor;
+  bool wgmma;
+};
+constexpr Target kTargets[] = {
+    {"sm_80", 8, 0, false}, {"sm_86", 8, 6, false}, {"sm_89", 8, 9, false}, {"sm_90", 9, 0, false}, {"sm_90a", 9, 0, true}};
+
+// Names that no input or output has: keywords of C++ and Python, and what a kernel or a call has itself
+// (cutlass_ops/epilogue/names.py).
+constexpr std::string_view kReserved[] = {
+    // clang-format off
+    "a", "acc", "accumulator", "alignas", "alignment", "alignof", "and", "and_eq", "args", "arguments", "as", "asm", "assert",
+    "async", "auto", "await", "b", "bitand", "bitor", "blockDim", "blockIdx", "bool", "break", "c", "case", "catch", "char",
+    "char16_t", "char32_t", "char8_t", "class", "co_await", "co_return", "co_yield", "compl", "concept", "config", "const",
+    "const_cast", "consteval", "constexpr", "constinit", "continue", "cuda", "cute", "cutlass", "cutlass_ops", "d", "decltype",
+    "def", "default", "del", "delete", "device", "dim3", "do", "double", "dtype", "dynamic_cast", "elif", "else", "enum",
+    "epilogue", "errno", "except", "explicit", "export", "extern", "False", "false", "finally", "float", "for", "friend",
+    "from", "gemm", "global", "goto", "gridDim", "half", "if", "import", "in", "inline", "inputs", "int", "is", "k", "kernel",
+    "l", "lambda", "lda", "ldb", "ldc", "ldd", "linux", "long", "m", "main", "major", "mean_of_a", "mean_square_of_a", "means",
+    "minor", "mutable", "n", "namespace", "new", "noexcept", "None", "nonlocal", "not", "not_eq", "nullptr", "operator", "or",
+    "or_eq", "out", "out_dtype", "outputs", "params", "pass", "private", "problem", "protected", "public", "raise", "raster",
+    "register", "reinterpret_cast", "requires", "return", "self", "shape", "short", "signed", "sizeof", "spec", "static",
+    "static_assert", "static_cast", "std", "stderr", "stdin", "stdout", "stream", "stride", "struct", "switch", "swizzle",
+    "target", "template", "this", "thread_local", "threadIdx", "throw", "True", "true", "try", "tvm", "typedef", "typeid",
+    "typename", "union", "unix", "unsigned", "using", "virtual", "void", "volatile", "warpSize", "wchar_t", "while", "with",
+    "workspace", "xor", "xor_eq", "yield"
+    // clang-format on
+};
+
+template <class Table, class Value>
+bool has(Table const& table, Value const& value) {
+  return std::find(std::begin(table), std::end(table), value) != std::end(table);
+}
+
+template <class Table>
+auto const* named(Table const& table, std::string_view name) {
+  auto const found = std::find_if(std::begin(table), std::end(table), [&](auto const& row) { return row.name == name; });
+  return found == std::end(table) ? nullptr : &*found;
+}
+
+// ---- Texts -------------------------------------------------------------------------------------------------------
+
+std::string digest(Json& json, char const* what) {
+  std::string const found = json.text(what);
+  if (found.size() != 64 || found.find_first_not_of("0123456789abcdef") != std::string::npos) {
+    throw json.error(std::string(what) + " is no SHA-256 in lower-case hexadecimal");
+  }
+  return found;
+}
+
+std::string one_of(Json& json, char const* what, std::initializer_list<std::string_view> values) {
+  std::string const found = json.text(what);
+  if (!has(values, found)) throw json.error(std::string(what) + " is none that there is");
+  return found;
+}
+
+struct File {
+  std::string sha256;
+  int64_t size;
+};
+
+File file(Json& json, char const* what) {
+  Fields fields(json, what);
+  File found;
+  fields.field("sha256"), found.sha256 = digest(json, what);
+  fields.field("size"), found.size = json.integer(what, 0, kMaxFile);
+  fields.end();
+  return found;
+}
+
+bool is_letter(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z'); }
+bool is_lower(char c) { return c >= 'a' && c <= 'z'; }
+bool is_digit(char c) { return c >= '0' && c <= '9'; }
+
+// A name of an input or output becomes an identifier of C++ and a keyword argument of Python.
+std::string identifier(Json& json, char const* what) {
+  std::string const name = json.text(what, kMaxName);
+  auto const fits = [](char c) { return is_letter(c) || is_digit(c) || c == '_'; };
+  bool const good = is_letter(name[0]) && std::all_of(name.begin(), name.end(), fits) && name.find("__") == name.npos &&
+                    name.back() != '_' && (name.size() == 1 || std::any_of(name.begin(), name.end(), is_lower));
+  if (!good || has(kReserved, name)) throw json.error(std::string(what) + " has a name that it cannot have");
+  return name;
+}
+
+// An operand's type, such as "bf16.row.align1". Vectors and scalars are all rows without alignment.
+std::string operand(Json& json, char const* what, bool is_matrix) {
+  std::string const found = json.text(what);
+  std::string_view rest = found;
+  auto const take = [&](std::string_view token) {
+    bool const is = rest.substr(0, token.size()) == token;
+    if (is) rest.remove_prefix(token.size());
+    return is;
+  };
+  bool const wide = take("f32");
+  bool good = wide || take("f16") || take("bf16");
+  good = good && (take(".row") || (is_matrix && take(".col")));
+  if (good && take(".align")) {
+    good = rest.size() == 1 && (is_matrix ? rest[0] >= '1' && rest[0] < (wide ? '4' : '8') : rest[0] == '1');
+  } else {
+    good = good && is_matrix && rest.empty();
+  }
+  if (!good) throw json.error(std::string(what) + " has a type that there is not");
+  return found;
+}
+
+// Whether a text is what Python's float.hex() gives for a value of FP32.
+bool is_constant(std::string_view text) {
+  if (text == "nan") return true;
+  if (text.substr(0, 1) == "-") text.remove_prefix(1);
+  if (text == "inf" || text == "0x0.0p+0") return true;
+  if (text.size() < 20 || text.size() > 22 || text.substr(0, 4) != "0x1." || text[17] != 'p') return false;
+  uint64_t mantissa = 1;
+  for (char c : text.substr(4, 13)) {
+    if (!is_digit(c) && (c < 'a' || c > 'f')) return false;
+    mantissa = mantissa << 4 | uint64_t(is_digit(c) ? c - '0' : c - 'a' + 10);
+  }
+  std::string_view const digits = text.substr(19);
+  if (!std::all_of(digits.begin(), digits.end(), is_digit) || (digits[0] == '0' && text.substr(18) != "+0")) return false;
+  int exponent = 0;
+  for (char c : digits) exponent = exponent * 10 + (c - '0');
+  if (text[18] == '-') exponent = -exponent;
+  // 23 bits behind the first, fewer where the number is below the least normal one.
+  int const unused = 52 - 23 + std::max(0, -126 - exponent);
+  return (text[18] == '+' || text[18] == '-') && exponent <= 127 && exponent >= -149 && mantissa % (uint64_t(1) << unused) == 0;
+}
+
+// ---- Configurations ----------------------------------------------------------------------------------------------
+
+enum class Arch { kGemv, kSm80, kSm90 };
+
+int64_t number(Json& json, char const* what) { return json.integer(what, -kMaxNumber, kMaxNumber); }
+
+void shape(Json& json, Fields& fields, char const* name, std::initializer_list<char const*> extents) {
+  fields.field(name);
+  Fields found(json, name);
+  for (char const* extent : extents) found.field(extent), json.integer(name, 1, kMaxNumber);
+  found.end();
+}
+
+// As far as it changes the compiled code: launch arguments have their defaults.
+Arch config(Json& json) {
+  Fields fields(json, "a configuration");
+  fields.field("arch");
+  std::string const arch = one_of(json, "arch", {"gemv", "sm80", "sm90"});
+  auto const swizzle = [&] { fields.field("swizzle"), json.integer("swizzle of a kernel", 1, 1); };
+  if (arch == "gemv") {
+    for (char const* name : {"pieces", "rows", "warps"}) fields.field(name), number(json, name);
+    fields.end();
+    return Arch::kGemv;
+  }
+  if (arch == "sm80") {
+    shape(json, fields, "instruction", {"k", "m", "n"});
+    fields.field("stages"), number(json, "stages");
+    fields.field("stream_k"), json.boolean("stream_k");
+    swizzle();
+    shape(json, fields, "threadblock", {"k", "m", "n"});
+    shape(json, fields, "warp", {"k", "m", "n"});
+    fields.end();
+    return Arch::kSm80;
+  }
+  // What came later is left out where it says nothing.
+  fields.field("by_gpc"), json.expect("false", "by_gpc of a kernel, false,");
+  shape(json, fields, "cluster", {"m", "n"});
+  if (fields.has("means")) one_of(json, "means", {"beside", "ahead"});
+  fields.field("raster"), one_of(json, "raster of a kernel", {"heuristic"});
+  if (fields.has("realign")) json.expect("true", "realign, true,");
+  fields.field("schedule"), one_of(json, "schedule", {"pingpong", "cooperative", "warp_specialized"});
+  fields.field("scheduler"), one_of(json, "scheduler", {"persistent", "stream_k"});
+  if (fields.has("split_k") && number(json, "split_k") == 1) throw json.error("split_k is 1, which is left out");
+  fields.field("stages");
+  if (!json.take("null")) number(json, "stages");
+  fields.field("swap_ab"), json.boolean("swap_ab");
+  swizzle();
+  shape(json, fields, "threadblock", {"k", "m", "n"});
+  fields.end();
+  return Arch::kSm90;
+}
+
+// The launch arguments in which an order of tiles differs from a kernel's configuration.
+struct Changes {
+  bool by_gpc = false;
+  int raster = 0;
+  int swizzle = 1;
+};
+
+Changes changes(Json& json) {
+  Changes found;
+  Fields fields(json, "an order of tiles");
+  if (fields.has("by_gpc")) json.expect("true", "by_gpc, true,"), found.by_gpc = true;
+  if (fields.has("raster")) found.raster = one_of(json, "raster", {"along_m", "along_n"}) == "along_m" ? 1 : 2;
+  if (fields.has("swizzle")) {
+    found.swizzle = int(json.integer("swizzle", 2, 8));
+    if ((found.swizzle & (found.swizzle - 1)) != 0) throw json.error("swizzle is none that there is");
+  }
+  fields.end();
+  return found;
+}
+
+// ---- Epilogues ---------------------------------------------------------------------------------------------------
+
+struct Named {
+  std::string name, kind;
+};
+
+struct Node {
+  Op const* op;
+  std::vector<size_t> arguments;
+  std::string attribute;
+  std::string text;  // as it stands in the manifest
+};
+
+struct Output {
+  std::string name, kind, reduction;
+  size_t node;
+};
+
+struct Graph {
+  std::vector<Named> inputs;
+  std::vector<Node> nodes;
+  std::vector<Output> outputs;
+};
+
+std::string kind(Json& json) {
+  std::string const found = json.text("a kind");
+  if (!has(kKinds, found)) throw json.error("a kind is none that there is");
+  return found;
+}
+
+Node node(Json& json, Graph const& graph) {
+  size_t const begin = json.at();
+  json.expect("[", "a node, a list,");
+  Node found;
+  found.op = named(kOps, json.text("an operation"));
+  if (found.op == nullptr) throw json.error("there is no such operation");
+  std::string_view const name = found.op->name;
+  json.expect(",", "the arguments of an operation");
+  int64_t const last = int64_t(graph.nodes.size()) - 1;
+  json.list("arguments", found.op->arity, [&] { found.arguments.push_back(size_t(json.integer("a node", 0, last))); });
+  if (found.arguments.size() != found.op->arity) throw json.error("an operation has too few arguments");
+  json.expect(",", "the attribute of an operation");
+  bool good = true;
+  if (name == "input") {
+    found.attribute = json.text("an input");
+    auto const& all = graph.inputs;
+    good = std::any_of(all.begin(), all.end(), [&](Named const& input) { return input.name == found.attribute; });
+  } else if (name == "const") {
+    found.attribute = json.text("a constant");
+    good = is_constant(found.attribute);
+  } else if (name == "cast") {
+    found.attribute = one_of(json, "a type", {"f16", "bf16"});
+  } else {
+    json.expect("null", "no attribute, null,");
+  }
+  if (!good) throw json.error("an operation has an attribute that is none for it");
+  if (name == "swap_pairs" && graph.nodes[found.arguments[0]].op->name == "const") {
+    throw json.error("a pair of constants has no node");
+  }
+  json.expect("]", "the end of a node");
+  found.text = json.since(begin);
+  return found;
+}
+
+Output output(Json& json, Graph const& graph) {
+  json.expect("[", "an output, a list,");
+  Output found;
+  // The first is D, whose name no other has.
+  bool const first = graph.outputs.empty();
+  found.name = first ? one_of(json, "the first output", {"d"}) : identifier(json, "an output");
+  json.expect(",", "the node of an output");
+  found.node = size_t(json.integer("a node", 0, int64_t(graph.nodes.size()) - 1));
+  json.expect(",", "the kind of an output");
+  found.kind = kind(json);
+  json.expect(",", "the reduction of an output");
+  bool good;
+  if (json.take("null")) {
+    good = found.kind == "tile";
+  } else {
+    found.reduction = json.text("a reduction");
+    good = !first && has(kReductions, found.reduction) && (found.kind == "row" || found.kind == "col");
+  }
+  if (!good) throw json.error("an output has a kind or a reduction that it cannot have");
+  json.expect("]", "the end of an output");
+  return found;
+}
+
+// Whether each node stands once, is used, and they are in the order in which the outputs first need them.
+bool is_canonical(Graph const& graph) {
+  std::set<std::string_view> texts;
+  for (Node const& node : graph.nodes) {
+    if (!texts.insert(node.text).second) return false;
+  }
+  size_t placed = 0;  // nodes before this one are
+  for (Output const& output : graph.outputs) {
+    std::vector<size_t> left = {output.node};
+    while (!left.empty()) {
+      size_t const at = left.back();
+      if (at < placed) {
+        left.pop_back();
+        continue;
+      }
+      auto const& arguments = graph.nodes[at].arguments;
+      auto const missing = std::find_if(arguments.begin(), arguments.end(), [&](size_t a) { return a >= placed; });
+      if (missing != arguments.end()) {
+        left.push_back(*missing);
+        continue;
+      }
+      if (at != placed++) return false;
+      left.pop_back();
+    }
+  }
+  return placed == graph.nodes.size();
+}
+
+Graph graph(Json& json) {
+  Graph found;
+  std::set<std::string> names = {"d"};
+  auto const own = [&](std::string const& name) {
+    if (!names.insert(name).second) throw json.error("two inputs or outputs have the name " + name);
+  };
+  Fields fields(json, "an epilogue");
+  fields.field("inputs");
+  size_t products = 0;
+  json.list("inputs", kMaxInputs, [&] {
+    json.expect("[", "an input, a list,");
+    std::string name = identifier(json, "an input");
+    json.expect(",", "the kind of an input");
+    found.inputs.push_back({std::move(name), kind(json)});
+    json.expect("]", "the end of an input");
+    own(found.inputs.back().name);
+    if (found.inputs.back().kind == "product" && ++products > kMaxProducts) throw json.error("an epilogue has one product");
+  });
+  fields.field("nodes");
+  json.list("nodes", kMaxNodes, [&] { found.nodes.push_back(node(json, found)); });
+  fields.field("outputs");
+  json.list("outputs", kMaxOutputs, [&] {
+    found.outputs.push_back(output(json, found));
+    if (found.outputs.size() > 1) own(found.outputs.back().name);
+  });
+  fields.end();
+  if (found.outputs.empty()) throw json.error("an epilogue has no outputs");
+  if (!is_canonical(found)) throw json.error("the epilogue is not canonical: nodes stand once, and in the order of their use");
+  auto const used = [&](std::string_view op, std::string_view attribute) {
+    auto const is = [&](Node const& node) { return node.op->name == op && node.attribute == attribute; };
+    return std::any_of(found.nodes.begin(), found.nodes.end(), is);
+  };
+  for (Named const& input : found.inputs) {
+    if (!used("input", input.name)) throw json.error("no output depends on the input " + input.name);
+  }
+  if (!used("acc", "")) throw json.error("no output depends on the accumulator");
+  return found;
+}
+
+// An epilogue as expressions: what tells a person, and a program, which one it is.
+std::string expressions(Graph const& graph) {
+  constexpr size_t kMost = 1000;  // shared subexpressions could make it exponentially long
+  std::vector<std::string> nodes;
+  for (Node const& node : graph.nodes) {
+    std::string arguments;
+    for (size_t argument : node.arguments) arguments += (arguments.empty() ? "" : ", ") + nodes[argument];
+    std::string expression(node.op->name);
+    if (expression == "input" || expression == "const") {
+      expression = node.attribute;
+    } else if (!arguments.empty()) {
+      expression += "(" + arguments + (node.attribute.empty() ? "" : ", " + node.attribute) + ")";
+    }
+    nodes.push_back(expression.size() <= kMost ? expression : "node " + std::to_string(nodes.size()));
+  }
+  std::string all;
+  for (Output const& output : graph.outputs) {
+    all += (all.empty() ? "" : "; ") + output.name + " = ";
+    if (!output.reduction.empty()) all += output.reduction + " for each " + output.kind + " of ";
+    all += nodes[output.node];
+  }
+  return all;
+}
+
+// ---- Signatures, kernels and choices -----------------------------------------------------------------------------
+
+// Types by name, for just the names that there are.
+std::map<std::string, std::string> types(Json& json, char const* what, std::vector<Named> const& all) {
+  std::map<std::string, std::string> found;
+  json.object(what, all.size(), [&](std::string const& name) {
+    Named const* const known = named(all, name);
+    if (known == nullptr) throw json.error(std::string(what) + " has the type of something else");
+    found[name] = operand(json, what, known->kind == "tile" || known->kind == "product");
+  });
+  if (found.size() != all.size()) throw json.error(std::string(what) + " has too few types");
+  return found;
+}
+
+Manifest::Declaration signature(Json& json, Signature& found) {
+  Manifest::Declaration declaration;
+  size_t begin = json.at();
+  Fields fields(json, "a signature");
+  fields.field("a");
+  found.operands.push_back({"a", operand(json, "a", true)});
+  fields.field("b");
+  found.operands.push_back({"b", operand(json, "b", true)});
+  declaration.types_a_b = json.since(begin);
+  begin = json.at();
+  fields.field("d");
+  found.operands.push_back({"out", operand(json, "d", true)});
+  fields.field("epilogue");
+  Graph const epilogue = graph(json);
+  found.epilogue = expressions(epilogue);
+  std::vector<Named> further;
+  for (size_t i = 1; i < epilogue.outputs.size(); ++i) further.push_back({epilogue.outputs[i].name, epilogue.outputs[i].kind});
+  for (auto const& [name, all] : {std::pair{"inputs", &epilogue.inputs}, std::pair{"outputs", &std::as_const(further)}}) {
+    fields.field(name);
+    std::map<std::string, std::string> const given = types(json, name, *all);
+    for (Named const& one : *all) found.operands.push_back({one.name, given.at(one.name)});
+  }
+  declaration.types_d = json.since(begin);
+  fields.end();
+  return declaration;
+}
+
+struct Kernel {
+  KernelInfo info;
+  Arch arch;
+  Manifest::Identity identity;
+  int64_t source_size;
+
+  bool runs_on(Capability capability) const {
+    Target const& target = *named(kTargets, info.target);
+    return target.wgmma == (arch == Arch::kSm90) && target.major == capability.major && target.minor == capability.minor;
+  }
+};
+
+Kernel kernel(Json& json) {
+  Kernel found;
+  Fields fields(json, "a kernel");
+  fields.field("config");
+  size_t const begin = json.at();
+  found.arch = config(json);
+  found.identity.config = json.since(begin);
+  fields.field("headers"), found.identity.headers = digest(json, "headers");
+  fields.field("key"), found.info.key = digest(json, "key");
+  fields.field("library");
+  File const library = file(json, "library");
+  found.info.sha256 = library.sha256, found.info.size = library.size;
+  fields.field("resources");
+  json.list("resources", kMaxFunctions, [&] {
+    Fields of_function(json, "resources");
+    of_function.field("function"), json.text("function", 1 << 16);
+    for (char const* name : {"registers", "spill_loads", "spill_stores", "stack", "static_shared_memory"}) {
+      of_function.field(name), json.integer(name, 0, kMaxResource);
+    }
+    of_function.end();
+  });
+  fields.field("sass");
+  json.object("sass", std::size(kOpcodes), [&](std::string const& name) {
+    if (!has(kOpcodes, name)) throw json.error("sass names an unknown instruction");
+    json.integer("sass", 0, kMaxFile);
+  });
+  fields.field("source");
+  File const source = file(json, "source");
+  found.identity.source = source.sha256, found.source_size = source.size;
+  fields.field("target"), found.info.target = json.text("target");
+  if (named(kTargets, found.info.target) == nullptr) throw json.error("target is none that there is");
+  fields.end();
+  return found;
+}
+
+// A choice as it stands in the manifest, before the kernels that it names.
+struct Row {
+  int64_t most;
+  size_t kernel;
+  Changes changes;
+};
+
+struct GivenChoice {
+  Weight weight;
+  std::vector<Row> rows;
+};
+
+GivenChoice choice(Json& json) {
+  GivenChoice found;
+  Fields fields(json, "a choice");
+  fields.field("capability");
+  json.expect("[", "capability, a list,");
+  found.weight.capability.major = int(json.integer("capability", 1, 99));
+  json.expect(",", "a minor number");
+  found.weight.capability.minor = int(json.integer("capability", 0, 99));
+  json.expect("]", "the end of capability");
+  fields.field("k"), found.weight.k = json.integer("k", 1, kMaxExtent);
+  fields.field("n"), found.weight.n = json.integer("n", 1, kMaxExtent);
+  fields.field("rows");
+  json.list("rows", kMaxRows, [&] {
+    json.expect("[", "a row of a choice, a list,");
+    int64_t const low = found.rows.empty() ? 1 : found.rows.back().most + 1;
+    int64_t const most = json.integer("rows", low, kMaxExtent);
+    json.expect(",", "a kernel");
+    auto const at = size_t(json.integer("a kernel", 0, int64_t(kMaxKernels) - 1));
+    json.expect(",", "an order of tiles");
+    found.rows.push_back({most, at, changes(json)});
+    json.expect("]", "the end of a row of a choice");
+  });
+  if (found.rows.empty()) throw json.error("a choice has no rows");
+  fields.end();
+  return found;
+}
+
+Weight weight(Json const& json, GivenChoice& given, std::vector<Kernel> const& kernels) {
+  for (Row const& row : given.rows) {
+    if (row.kernel >= kernels.size()) throw json.error("a choice names a kernel that there is not");
+    Kernel const& kernel = kernels[row.kernel];
+    auto const& [by_gpc, raster, swizzle] = row.changes;
+    bool const ordered = kernel.arch == Arch::kSm90 || (!by_gpc && raster == 0 && (swizzle == 1 || kernel.arch == Arch::kSm80));
+    if (!ordered) throw json.error("an order of tiles is none that the kernel has");
+    if (!kernel.runs_on(given.weight.capability)) throw json.error("a choice names a kernel for another device");
+    // As cutlass_ops/plan.py numbers the order of tiles.
+    given.weight.rows.push_back({row.most, {kernel.info.key, {raster + (by_gpc ? 4 : 0), swizzle}}});
+  }
+  return std::move(given.weight);
+}
+
+void insert_file(Json const& json, Manifest& manifest, std::string name, int64_t size) {
+  if (!manifest.files.emplace(std::move(name), size).second) throw json.error("a key or a table stands twice");
+}
+
+void group(Json& json, Manifest& manifest) {
+  Fields fields(json, "a signature's entry");
+  std::vector<GivenChoice> choices;
+  std::set<std::tuple<int, int, int64_t, int64_t>> weights;
+  fields.field("choices");
+  json.list("choices", kMaxChoices, [&] {
+    choices.push_back(choice(json));
+    Weight const& w = choices.back().weight;
+    if (!weights.emplace(w.capability.major, w.capability.minor, w.n, w.k).second) throw json.error("a choice stands twice");
+  });
+
+  std::vector<Kernel> kernels;
+  std::set<std::pair<std::string, std::string>> configs;
+  fields.field("kernels");
+  json.list("kernels", kMaxKernels, [&] {
+    kernels.push_back(kernel(json));
+    Kernel const& last = kernels.back();
+    if (!configs.emplace(last.identity.config, last.info.target).second) throw json.error("a kernel stands twice");
+    insert_file(json, manifest, "kernels/" + last.info.key + ".so", last.info.size);
+    insert_file(json, manifest, "sources/" + last.info.key + ".cu", last.source_size);
+  });
+  if (kernels.empty()) throw json.error("a signature has no kernels");
+
+  Signature found;
+  fields.field("signature");
+  Manifest::Declaration declaration = signature(json, found);
+  for (GivenChoice& given : choices) found.weights.push_back(weight(json, given, kernels));
+  for (Kernel& kernel : kernels) {
+    found.kernels.push_back(std::move(kernel.info));
+    declaration.kernels.push_back(std::move(kernel.identity));
+  }
+  fields.end();
+  manifest.signatures.push_back(std::move(found));
+  manifest.declarations.push_back(std::move(declaration));
+}
+
+// ---- The whole ---------------------------------------------------------------------------------------------------
+
+void flags(Json& json, Manifest& manifest) {
+  json.object("flags", std::size(kTargets), [&](std::string const& target) {
+    size_t const begin = json.at();
+    Fields steps(json, "flags of a target");
+    for (char const* step : {"device", "host", "link"}) {
+      steps.field(step);
+      json.list("flags", 100, [&] { json.text("a flag"); });
+    }
+    steps.end();
+    manifest.flags[target] = json.since(begin);
+  });
+}
+
+// Its own digest, which shows a change by accident, is that of the text without it.
+void require_own_digest(Json const& json, std::string const& text, size_t begin, size_t end, std::string const& own) {
+  if (sha256(std::string(text).erase(begin, end - begin)) != own) throw json.error("its own SHA-256 is another: it was changed");
+}
+
+// Said first: another format may differ in any field.
+void require_format(std::string const& text) {
+  constexpr std::string_view kField = "\"format\":\"";
+  size_t const at = text.find(kField);
+  if (at == std::string::npos) throw JsonError("it has no format");
+  std::string found = text.substr(at + kField.size(), 80);
+  found = found.substr(0, found.find('"'));
+  if (found == kFormat) return;
+  for (char& c : found) c = c < ' ' || c > '~' ? '?' : c;
+  throw BundleError("its format is \"" + found + "\", and this program reads \"" + std::string(kFormat) +
+                    "\": make the bundle again");
+}
+
+Manifest whole(std::string const& text) {
+  require_format(text);
+  Manifest found;
+  Json json(text);
+  Fields fields(json, "it");
+  fields.field("abi"), found.abi = json.integer("abi", 1, kMaxVersion);
+  fields.field("flags"), flags(json, found);
+  fields.field("format"), one_of(json, "format", {kFormat});
+  fields.field("library_version"), found.library_version = json.text("library_version");
+  size_t const begin = json.at();
+  fields.field("sha256");
+  std::string const own = digest(json, "sha256");
+  size_t const end = json.at();
+  fields.field("signatures");
+  size_t kernels = 0;
+  std::set<std::string> signatures, targets, given;
+  json.list("signatures", kMaxKernels, [&] {
+    group(json, found);
+    Manifest::Declaration const& last = found.declarations.back();
+    if (!signatures.insert(last.types_a_b + last.types_d).second) throw json.error("a signature stands twice");
+    kernels += last.kernels.size();
+    if (kernels > kMaxKernels) throw json.error("it has more than " + std::to_string(kMaxKernels) + " kernels");
+    for (KernelInfo const& kernel : found.signatures.back().kernels) targets.insert(kernel.target);
+  });
+  fields.field("tables");
+  json.list("tables", kMaxTables, [&] {
+    File const table = file(json, "a table");
+    insert_file(json, found, "tables/" + table.sha256 + ".json", table.size);
+  });
+  fields.field("templates"), found.templates = json.integer("templates", 1, kMaxVersion);
+  fields.field("toolchain");
+  size_t const toolchain = json.at();
+  Fields versions(json, "toolchain");
+  for (char const* name : {"cutlass", "host_compiler", "nvcc", "tvm_ffi"}) {
+    versions.field(name);
+    std::string version = json.text(name, 300);
+    if (std::string_view(name) == "nvcc") found.nvcc = std::move(version);
+  }
+  versions.end();
+  found.toolchain = json.since(toolchain);
+  if (fields.has("version")) found.version = json.integer("version", 1, kMaxBundleVersion);
+  fields.end();
+  if (json.at() != text.size()) throw json.error("it has ended, and something follows");
+  for (auto const& [target, steps] : found.flags) given.insert(target);
+  if (given != targets) throw json.error("flags must name the targets of its kernels, and no others");
+  require_own_digest(json, text, begin, end, own);
+  return found;
+}
+
+}  // namespace
+
+Manifest read_manifest(std::string const& text) {
+  try {
+    return whole(text);
+  } catch (JsonError const& error) {
+    throw BundleError(std::string("the manifest is wrong: ") + error.what());
+  }
+}
+
+// The SHA-256 of the canonical JSON of what changes the binary, as in cutlass_ops/manifest.py and store.py.
+std::string Manifest::key_of(size_t signature, size_t kernel) const {
+  Declaration const& declaration = declarations[signature];
+  auto const& [config, headers, source] = declaration.kernels[kernel];
+  std::string const& target = signatures[signature].kernels[kernel].target;
+  std::string const spec = declaration.types_a_b + ",\"config\":" + config + declaration.types_d + ",\"target\":\"" + target + "\"}";
+  return sha256("{\"flags\":" + flags.at(target) + ",\"headers\":\"" + headers + "\",\"source\":\"" + source + "\",\"spec\":" + spec +
+                ",\"target\":\"" + target + "\",\"templates\":" + std::to_string(templates) + ",\"toolchain\":" + toolchain + "}");
+}
+
+std::string manifest_tables() {
+  std::string text = "versions " + std::to_string(kAbi) + " " + std::to_string(kTemplates) + " " + std::string(kFormat) + "\n";
+  auto const add = [&](char const* what, auto const& table, auto const& shown) {
+    text += what;
+    for (auto const& row : table) text += " " + shown(row);
+    text += "\n";
+  };
+  auto const plain = [](std::string_view value) { return std::string(value); };
+  add("ops", kOps, [](Op const& op) { return std::string(op.name) + ":" + std::to_string(op.arity); });
+  add("reductions", kReductions, plain);
+  add("kinds", kKinds, plain);
+  add("opcodes", kOpcodes, plain);
+  add("targets", kTargets, [](Target const& t) {
+    return std::string(t.name) + ":" + std::to_string(t.major) + "." + std::to_string(t.minor) + (t.wgmma ? ":wgmma" : "");
+  });
+  add("reserved", kReserved, plain);
+  auto const number = [](int64_t value) { return std::to_string(value); };
+  add("limits", std::initializer_list<int64_t>{kMaxFile, kMaxManifest, kMaxKernels, kMaxChoices, kMaxRows, kMaxTables, kMaxFunctions,
+      kMaxExtent, kMaxInputs, kMaxOutputs, kMaxNodes, kMaxProducts, kMaxName, kMaxNumber}, number);
+  return text;
+}
+
+}  // namespace cutlass_ops
