@@ -119,7 +119,7 @@ def sequence(data: object, what: str, most: int | None = None) -> list[Any]:
 
 
 def text(data: object, what: str, most: int = 100, *, ascii_only: bool = True) -> str:
-    """Return a text of printable ASCII, of at most so many characters.
+    """Return a printable text of at most so many characters, of ASCII alone where C++ reads it as well.
 
     Raises
     ------
