@@ -14,7 +14,7 @@ from typing import Any
 
 from cutlass_ops import _env, arch, legality, remote, render
 from cutlass_ops.compiler import LOG, Compiled, compile_kernel
-from cutlass_ops.errors import CompileError, CutlassOpsError, MissingKernelError
+from cutlass_ops.errors import CompileError, CutlassOpsError, MissingKernelError, StoreError
 from cutlass_ops.halves import prove_halves_agree
 from cutlass_ops.identity import kernel_identity, source_identity
 from cutlass_ops.progress import Progress, progress
@@ -86,9 +86,9 @@ def build_artifact(
     CancelledError
         If ``cancel`` was set.
     """
-    store = store or KernelStore.default()
     if not _env.jit_enabled():
         return _stored(spec, source, store)
+    store = store or KernelStore.default()
     job = _job(spec, source, store, toolchain or find_toolchain(), executor)
     return store.lookup(job.key) or _build(job, cancel)
 
@@ -128,9 +128,9 @@ def build_many(
         As for :func:`build_artifact`.
     """
     specs = list(specs)
-    store = store or KernelStore.default()
     if not _env.jit_enabled():
         return [_stored(spec, None, store) for spec in specs]
+    store = store or KernelStore.default()
     toolchain = toolchain or find_toolchain()
     planned = {spec: _job(spec, None, store, toolchain, executor) for spec in specs}
     found = {spec: store.lookup(job.key) for spec, job in planned.items()}
@@ -181,12 +181,17 @@ def _source(spec: KernelSpec, source: str | None) -> str:
     return render.render(spec) if source is None else source
 
 
-def _stored(spec: KernelSpec, source: str | None, store: KernelStore) -> Artifact:
+def _stored(spec: KernelSpec, source: str | None, store: KernelStore | None) -> Artifact:
     """Find a kernel without a compiler: any compiler's build of the same source will do."""
-    found = store.find(source_identity(spec, _source(spec, source)))
+    identity = source_identity(spec, _source(spec, source))
+    try:
+        store = store or KernelStore.default()
+        found, why = store.find(identity), f"{store.root} has no kernel {spec.slug}"
+    except StoreError as exc:
+        found, why = None, f"no kernel {spec.slug} can be looked for, as {exc}"
     if found is None:
         raise MissingKernelError(
-            f"compilation is switched off ({_env.JIT.name}=0) and {store.root} has no kernel {spec.slug}. "
+            f"compilation is switched off ({_env.JIT.name}=0) and {why}. "
             f"Build it where a compiler is, with `python -m cutlass_ops build SPEC.json`, where SPEC.json holds: "
             f"{spec.canonical()}"
         )

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from cutlass_ops import dispatch, heuristics, policies
-from cutlass_ops.call import Call, check_call, device_of, signature_of
+from cutlass_ops.call import Call, check_call, device_of, signature_of, without_modes
 from cutlass_ops.config import MEANS, Config, GemvConfig, Sm90Config
 from cutlass_ops.device import Device, Problem
 from cutlass_ops.knowledge import Candidate
@@ -149,6 +149,7 @@ def explain(op: Any, a: Tensor, b: Tensor, *inputs: Any, out: Any = None, **name
     return explain_call(op.name, call, device_of(a.device))
 
 
+@without_modes()
 def explain_call(name: str, call: Call, device: Device) -> Explanation:
     """Say how a checked call would be served on a device.
 

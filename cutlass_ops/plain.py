@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import reprlib
+import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -92,15 +92,15 @@ def integer(data: object, what: str, low: int, high: int) -> int:
     return data
 
 
-def positive(data: object, what: str) -> float:
-    """Return a finite number above 0.
+def positive(data: object, what: str, most: float = sys.float_info.max) -> float:
+    """Return a finite number above 0, of at most so much.
 
     Raises
     ------
     ConfigError
         If it is none.
     """
-    if type(data) not in (int, float) or not isinstance(data, int | float) or not 0 < data < math.inf:
+    if type(data) not in (int, float) or not isinstance(data, int | float) or not 0 < data <= most:
         raise ConfigError(f"{what} holds {reprlib.repr(data)}: a finite number above 0 is needed")
     return float(data)
 

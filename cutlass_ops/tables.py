@@ -13,16 +13,18 @@ import json
 import math
 import os
 import re
+import reprlib
+import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cutlass_ops import legality, plain, selection
+from cutlass_ops import _env, legality, plain, selection
 from cutlass_ops.config import SWIZZLES, Config, Sm90Config, config_from_json, config_to_json
 from cutlass_ops.device import Problem as Problem
-from cutlass_ops.errors import ConfigError
+from cutlass_ops.errors import ConfigError, StoreError
 from cutlass_ops.signature import OpSignature
 from cutlass_ops.signature import signature_from_json as signature_from_json
 from cutlass_ops.signature import signature_to_json as signature_to_json
@@ -40,6 +42,7 @@ _ESTIMATED = 0.005
 
 _FIELDS = "format device multiprocessors signature fallback deterministic configs kernels points"
 _MAX_EXTENT = 1 << 40
+_MOST = 1e12  # microseconds, and times as long as the fastest
 _DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 
 
@@ -279,6 +282,9 @@ def load(path: Path) -> Table:
     OSError
         If it cannot be read.
     """
+    # To open a pipe would wait for who writes it.
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ConfigError(f"{path} is no tuning table: it is no file")
     return parse(path.read_bytes(), str(path))
 
 
@@ -300,9 +306,15 @@ def update(path: Path, table: Table) -> Table:
     """Merge a table into the file, which is made if it is not there, and return what it then holds.
 
     Other processes that do so at the same time lose nothing, and a reader sees the file before or after, never between.
+
+    Raises
+    ------
+    ConfigError
+        If the file is there and no table, or one of another signature or device.
+    StoreError
+        If the folder cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with _locked(path):
+    with _writing(path.parent), _locked(path):
         merged = load(path).merged(table) if path.exists() else table
         text = json.dumps(merged.to_json(), separators=(",", ":"), allow_nan=False)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
@@ -315,6 +327,31 @@ def update(path: Path, table: Table) -> Table:
                 Path(file.name).unlink(missing_ok=True)
                 raise
     return merged
+
+
+def prepare(folder: Path) -> None:
+    """Make a folder for tables if it is not there, and see whether tables can be written: measuring them takes long.
+
+    Raises
+    ------
+    StoreError
+        If it cannot be written.
+    """
+    with _writing(folder), tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Make a folder if it is not there, and put what goes wrong with its files into words."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        yield
+    except OSError as exc:
+        raise StoreError(
+            f"tuning tables cannot be kept in {folder}: {exc}. Set {_env.TUNING_DIR.name} to a folder of your own, or "
+            f"{_env.CACHE_DIR.name} to one for compiled kernels as well"
+        ) from exc
 
 
 @contextlib.contextmanager
@@ -376,9 +413,9 @@ def _row(row: object) -> tuple[object, float, float]:
     if len(values) != 3:
         raise ConfigError(f"measured has rows of {len(values)}: they have a place, microseconds and a part")
     behind = values[2]
-    if type(behind) not in (int, float) or not math.isfinite(behind):
-        raise ConfigError(f"measured holds {behind!r}: a finite number is needed")
-    return values[0], plain.positive(values[1], "measured"), float(behind)
+    if type(behind) not in (int, float) or not -1 < behind <= _MOST:
+        raise ConfigError(f"measured holds {reprlib.repr(behind)}: a finite number above -1 is needed")
+    return values[0], plain.positive(values[1], "measured", _MOST), float(behind)
 
 
 def _slug(text: str) -> str:

@@ -27,7 +27,7 @@ from cutlass_ops.call import call_at, device_of, signature_of
 from cutlass_ops.config import Config, Sm90Config
 from cutlass_ops.device import Device, with_order
 from cutlass_ops.epilogue.graph import Graph
-from cutlass_ops.errors import CompileError, MeasuringError, NoDeviceError, UnsupportedError
+from cutlass_ops.errors import CompileError, MeasuringError, NoDeviceError, StoreError, UnsupportedError
 from cutlass_ops.measuring import Measurer, Outcome
 from cutlass_ops.ops import called
 from cutlass_ops.policies import Policy
@@ -265,10 +265,10 @@ class Place:
 
     def table(self, signature: OpSignature) -> Table:
         """Return what is known of a signature."""
-        path = self.path(signature)
-        if path.exists():
-            return tables.load(path)
-        return Table(self.name, self.device.multiprocessors, signature)
+        try:
+            return tables.load(self.path(signature))
+        except FileNotFoundError:
+            return Table(self.name, self.device.multiprocessors, signature)
 
 
 def run(
@@ -503,7 +503,7 @@ def tune(
     ConfigError
         If a file in the folder is no table.
     ToolchainError, StoreError
-        If kernels cannot be compiled or stored.
+        If kernels cannot be compiled, or kernels or tables cannot be stored.
     """
     if allow_fallback and deterministic:
         raise ValueError("allow_fallback and deterministic exclude each other: PyTorch's kernels give other bits")
@@ -512,6 +512,7 @@ def tune(
             raise ValueError(f"{name} is {major!r}: say row or col, its major")
     graph, effort = called(op).graph, effort or Effort()
     place = _place(device, folder)
+    tables.prepare(place.folder)
     problems: dict[OpSignature, list[Problem]] = {}
     wanted = [_problem(shape) for shape in shapes]
     for dtype in [dtypes] if isinstance(dtypes, str | torch.dtype) else dtypes:
@@ -557,7 +558,15 @@ def _place(device: int, folder: str | os.PathLike[str] | None) -> Place:
     if device not in range(torch.cuda.device_count()):
         raise NoDeviceError(f"there is no device {device}: this process sees {torch.cuda.device_count()}, from 0 on")
     name = torch.cuda.get_device_name(device)
-    return Place(name, device_of(torch.device("cuda", device)), Path(folder) if folder else _env.tuning_dir())
+    return Place(name, device_of(torch.device("cuda", device)), Path(folder) if folder else _folder())
+
+
+def _folder() -> Path:
+    """Return where calls look for tables."""
+    try:
+        return _env.tuning_dir()
+    except _env.NoHomeError as exc:
+        raise StoreError(f"tuning tables cannot be kept: {exc}") from None
 
 
 def _problem(shape: object) -> Problem:
