@@ -2,8 +2,8 @@
 
     python benchmarks/bench_choose.py
 
-Milliseconds of processor time, over all threads, so that other programs matter little: the least of some tries, each with
-what a process remembers from one to the next forgotten. Needs no GPU.
+Milliseconds of processor time, over all threads, so that other programs matter little: the least of some tries, each
+after what a process remembers was forgotten. Needs no GPU.
 """
 
 from __future__ import annotations

@@ -205,11 +205,11 @@ def read(path: Path = GOLDEN) -> list[Golden]:
     return found
 
 
-def changed(golden: Golden, first: int | None = None) -> list[tuple[Problem, Config, Config]]:
-    """Return at which of the first problems another kernel is chosen than was: that which was and that which is."""
+def changed(golden: Golden) -> list[tuple[Problem, Config, Config]]:
+    """Return at which problems another kernel is chosen than was: that which was and that which is."""
     case = golden.case
     found = []
-    for problem, before in list(zip(case.problems, golden.chosen, strict=True))[:first]:
+    for problem, before in zip(case.problems, golden.chosen, strict=True):
         _, now = dispatch.choose(case.signature, case.device, problem)
         if now not in before:
             found.append((problem, before[0], now))
