@@ -15,43 +15,42 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import shapes
-import torch
-from torch import Tensor
 
 from cutlass_ops import policies, space, tables
 from cutlass_ops.config import config_to_json
 from cutlass_ops.device import Device
+from cutlass_ops.model import Floats
 
 # A kernel that is nearly as fast as the best counts as well, as the model errs by so much.
 NEARLY = 0.05
 
 
-def choose(losses: Tensor, first: int, count: int) -> list[int]:
+def choose(losses: Floats, first: int, count: int) -> list[int]:
     """Return the kernels that together lose least, each the one that helps most besides those before it.
 
     Parameters
     ----------
-    losses : Tensor
+    losses : array
         Of shape (problems, kernels): logarithms of times over the fastest's.
     first : int
         How many kernels are chosen whatever they lose: the first ones, in their order.
     count : int
         How many are chosen in all, at most.
     """
-    nearly = (NEARLY - losses).clamp(min=0).sum(0)
+    nearly = np.maximum(NEARLY - losses, 0).sum(0)
     chosen = list(range(min(first, count)))
     while len(chosen) < min(count, losses.shape[1]):
-        gains = (reached(losses, chosen)[:, None] - losses).clamp(min=0).sum(0) + NEARLY * nearly
+        gains = np.maximum(reached(losses, chosen)[:, None] - losses, 0).sum(0) + NEARLY * nearly
         gains[chosen] = -1
         chosen.append(int(gains.argmax()))
     return chosen
 
 
-def reached(losses: Tensor, chosen: list[int]) -> Tensor:
+def reached(losses: Floats, chosen: list[int]) -> Floats:
     """Return what is lost at each problem with some kernels only; without any, a half of the speed."""
-    nothing = torch.full((len(losses), 1), math.log(2.0), dtype=losses.dtype)
-    return torch.cat([nothing, losses[:, chosen]], 1).min(1).values
+    return losses[:, chosen].min(1, initial=math.log(2.0))
 
 
 def main() -> None:
@@ -70,12 +69,12 @@ def main() -> None:
     policy = policies.Policy.of(given, table.signature, device, [*listed, *space.usual(table.signature).configs])
     problems = [*shapes.TUNING, *shapes.drawn(seed=3, count=args.drawn)]
     times = policy.expected(problems).times
-    losses = (times / times.min(1, keepdim=True).values).log()
+    losses = np.log(times / times.min(1, keepdims=True))
     first = len(table.kernels) if args.first is None else args.first
     chosen = choose(losses, first, args.count)
     for count in sorted({*range(16, len(chosen) + 1, 16), min(first, len(chosen)), len(chosen)}):
         lost = reached(losses, chosen[:count])
-        print(f"{count} kernels: {lost.mean():.2%} on average, {lost.quantile(0.95):.1%} in the worst 5%")
+        print(f"{count} kernels: {lost.mean():.2%} on average, {np.quantile(lost, 0.95):.1%} in the worst 5%")
     args.pool.write_text(json.dumps([config_to_json(policy.kernels[at]) for at in chosen]) + "\n")
 
 

@@ -68,7 +68,7 @@ def keeping(table: Table, device: Device, weights: Iterable[tuple[int, int]]) ->
         times = policy.expected([(m, n, k) for m in rows]).decisive()
         few = times[:, [policy.kernels.index(c) for c in kept]]
         counts.append(len(kept))
-        losses += (few.min(1).values / times.min(1).values - 1).tolist()
+        losses += (few.min(1) / times.min(1) - 1).tolist()
     return counts, losses
 
 

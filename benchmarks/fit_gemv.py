@@ -15,9 +15,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from cutlass_ops import tables
+from cutlass_ops import model_gemv, tables
 from cutlass_ops.config import GemvConfig
-from cutlass_ops.model_gemv import H100, Numbers, predict
+from cutlass_ops.model_gemv import H100, Numbers
 from cutlass_ops.tables import Problem, Table
 
 # {problem: {kernel: microseconds}}, problems of one table apart from those of another.
@@ -44,7 +44,8 @@ def read(found: Iterable[Table]) -> Measured:
 
 def predicted(problem: Problem, kernels: Iterable[GemvConfig], numbers: Numbers, multiprocessors: int) -> list[float]:
     """Return the model's times."""
-    return [predict(kernel, problem, multiprocessors, of=numbers) for kernel in kernels]
+    found: list[float] = model_gemv.times(tuple(kernels), [problem], multiprocessors, of=numbers)[0].tolist()
+    return found
 
 
 def loss(measured: Measured, numbers: Numbers, multiprocessors: int) -> float:

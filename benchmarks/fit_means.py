@@ -18,12 +18,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from cutlass_ops import model
 from cutlass_ops.config import Means, Sm90Config, config_from_json
-from cutlass_ops.model import PerSchedule, Taking
+from cutlass_ops.model import Floats, PerSchedule, Taking
 
 # What is further off says nothing about the rest.
 _OUTLIER = 0.15
@@ -39,14 +38,14 @@ class Measured:
         Each kernel's.
     batch : model.Batch
         The kernels.
-    given, later : Tensor
+    given, later : array
         Microseconds, of shape (kernels,).
     """
 
     problems: tuple[tuple[int, int, int], ...]
     batch: model.Batch
-    given: Tensor
-    later: Tensor
+    given: Floats
+    later: Floats
 
     @classmethod
     def of(cls, rows: Sequence[dict[str, Any]], way: Means) -> Measured:
@@ -59,19 +58,18 @@ class Measured:
                 us = row["us"]
                 found.append((problem, replace(config, means=way), us["given"], us[way] - us["given"]))
         problems, configs, given, later = zip(*found, strict=True)
-        times = (torch.tensor(each, dtype=torch.float64) for each in (given, later))
-        return cls(problems, model.Batch.of(configs), *times)
+        return cls(problems, model.Batch.of(configs), np.array(given), np.array(later))
 
-    def errors(self, taking: Taking) -> Tensor:
+    def errors(self, taking: Taking) -> Floats:
         """Return by what part of its whole time the model is off for each kernel."""
-        given = self.given.expand(len(self.problems), -1)
+        given = np.broadcast_to(self.given, (len(self.problems), len(self.given)))
         predicted = model.means(self.batch, self.problems, given, taking=taking).diagonal()
         return (predicted - self.later) / (self.given + self.later)
 
 
 def _rows_first(config: Sm90Config, problem: tuple[int, int, int]) -> bool:
     waves = model.grid(model.Batch.of([config]), [problem], model.H100).waves
-    return bool(waves > 1) and config.ordered and (config.raster == "along_m") != config.swap_ab
+    return waves.item() > 1 and config.ordered and (config.raster == "along_m") != config.swap_ab
 
 
 def latest(files: Sequence[Path]) -> dict[Means, Measured]:
@@ -84,8 +82,8 @@ def latest(files: Sequence[Path]) -> dict[Means, Measured]:
 
 def loss(measured: Sequence[Measured], taking: Taking) -> float:
     """Return the mean squared error, none counted for more than an outlier's."""
-    errors = torch.cat([each.errors(taking) for each in measured])
-    return float((errors**2).clamp(max=_OUTLIER**2).mean())
+    errors = np.concatenate([each.errors(taking) for each in measured])
+    return float(np.minimum(errors**2, _OUTLIER**2).mean())
 
 
 def fit(measured: Sequence[Measured], taking: Taking, rounds: int) -> Taking:

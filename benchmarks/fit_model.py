@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from cutlass_ops import model, tables
 from cutlass_ops.config import ClusterShape, Schedule, Sm90Config, ThreadblockShape
+from cutlass_ops.model import Floats
 
 Shape = tuple[int, int, int]
 Sweep = dict[Shape, dict[Sm90Config, float]]
@@ -97,7 +97,7 @@ class Measured:
 
     problems: tuple[Shape, ...]
     batch: model.Batch
-    times: Tensor
+    times: Floats
     lines: Lines
 
     @classmethod
@@ -106,14 +106,14 @@ class Measured:
         sweep = read(path)
         configs = tuple(dict.fromkeys(c for times in sweep.values() for c in times))
         rows = [[times.get(c, math.nan) for c in configs] for times in sweep.values()]
-        return cls(tuple(sweep), model.Batch.of(configs), torch.tensor(rows, dtype=torch.float64), _lines(path))
+        return cls(tuple(sweep), model.Batch.of(configs), np.array(rows), _lines(path))
 
     @property
-    def behind(self) -> Tensor:
+    def behind(self) -> Floats:
         """By what part each is slower than the best of its problem."""
-        return self.times / self.times.nan_to_num(math.inf).min(1, keepdim=True).values - 1
+        return self.times / np.nanmin(self.times, 1, keepdims=True) - 1
 
-    def predicted(self, chip: model.Chip) -> Tensor:
+    def predicted(self, chip: model.Chip) -> Floats:
         """Return the model's microseconds."""
         return model.times(self.batch, self.problems, chip, lines=self.lines)
 
@@ -133,10 +133,9 @@ def loss(files: Sequence[Measured], chip: model.Chip) -> float:
     """
     total = count = 0.0
     for measured in files:
-        errors = (measured.predicted(chip) / measured.times).log()
-        weights = torch.exp(-measured.behind / RELEVANT).nan_to_num(0)
-        errors = errors.nan_to_num(0)
-        common = (weights * errors).sum(1, keepdim=True) / weights.sum(1, keepdim=True)
+        errors = np.nan_to_num(np.log(measured.predicted(chip) / measured.times))
+        weights = np.nan_to_num(np.exp(-measured.behind / RELEVANT))
+        common = (weights * errors).sum(1, keepdims=True) / weights.sum(1, keepdims=True)
         within, all_of_it = (weights * (errors - common) ** 2).sum(), (weights * errors**2).sum()
         total += float(within + 0.25 * all_of_it)
         count += float(weights.sum())
@@ -145,14 +144,14 @@ def loss(files: Sequence[Measured], chip: model.Chip) -> float:
 
 def regret(files: Sequence[Measured], chip: model.Chip, count: int) -> tuple[float, float]:
     """Return the time of the best of the model's first `count` over the best of all: geometric mean and worst."""
-    ratios = torch.cat([_regrets(measured, chip, count) for measured in files])
-    return float(ratios.log().mean().exp()), float(ratios.max())
+    ratios = np.concatenate([_regrets(measured, chip, count) for measured in files])
+    return float(np.exp(np.log(ratios).mean())), float(ratios.max())
 
 
-def _regrets(measured: Measured, chip: model.Chip, count: int) -> Tensor:
-    predicted = measured.predicted(chip).masked_fill(measured.times.isnan(), math.inf)
+def _regrets(measured: Measured, chip: model.Chip, count: int) -> Floats:
+    predicted = np.where(np.isnan(measured.times), math.inf, measured.predicted(chip))
     first = predicted.argsort(1)[:, :count]
-    return 1 + measured.behind.nan_to_num(math.inf).gather(1, first).min(1).values
+    return 1 + np.nanmin(np.take_along_axis(measured.behind, first, 1), 1)
 
 
 def fit(files: Sequence[Measured], chip: model.Chip, rounds: int) -> model.Chip:
@@ -194,7 +193,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2000)
     args = parser.parse_args()
     files = [Measured.of(path) for path in args.sweeps]
-    times = sum(int((~each.times.isnan()).sum()) for each in files)
+    times = sum(int((~np.isnan(each.times)).sum()) for each in files)
     print(f"{sum(len(each.problems) for each in files)} shapes, {times} times")
     for title, chip in (("before", model.H100), ("after", fit(files, model.H100, args.rounds))):
         print(f"{title}: error {math.sqrt(loss(files, chip)):.3f}")

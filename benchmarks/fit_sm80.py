@@ -51,7 +51,9 @@ def parse(slug: str) -> Sm80Config:
 def predicted(place: Place, configs: Iterable[Sm80Config], costs: Costs) -> dict[Sm80Config, float]:
     """Return the model's times at a place."""
     alignment, problem = place
-    return {c: model_sm80.predict(c, problem, MULTIPROCESSORS, alignment, costs) for c in configs}
+    each = tuple(configs)
+    times = model_sm80.times(each, [problem], MULTIPROCESSORS, alignment, costs)[0].tolist()
+    return dict(zip(each, times, strict=True))
 
 
 def loss(sweep: Sweep, costs: Costs) -> float:

@@ -17,6 +17,10 @@ T = TypeVar("T")
 _POSITIVE = re.compile(r"0*[1-9][0-9]{0,14}")
 
 
+class NoHomeError(ValueError):
+    """The user has no home folder, and no variable names another place."""
+
+
 class Variable(NamedTuple):
     """One environment variable.
 
@@ -107,7 +111,9 @@ def cache_dir() -> Path:
     Raises
     ------
     ValueError
-        If ``CUTLASS_OPS_CACHE_DIR`` is relative, or unset where there is no home folder.
+        If ``CUTLASS_OPS_CACHE_DIR`` is relative.
+    NoHomeError
+        If it is unset and there is no home folder; a ValueError as well.
     """
     given = _path(CACHE_DIR)
     if given is not None:
@@ -116,12 +122,10 @@ def cache_dir() -> Path:
     # The XDG specification has relative values ignored.
     if xdg is not None and os.path.isabs(xdg):
         return Path(xdg, "cutlass_ops")
-    try:
-        return Path.home() / ".cache" / "cutlass_ops"
-    except RuntimeError:
-        raise ValueError(
-            f"this user has no home folder: set {CACHE_DIR.name} to a folder for compiled kernels"
-        ) from None
+    home = _home()
+    if home is None:
+        raise NoHomeError(f"this user has no home folder: set {CACHE_DIR.name} to a folder for compiled kernels")
+    return home / ".cache" / "cutlass_ops"
 
 
 def cache_size() -> int | None:
@@ -164,7 +168,7 @@ def tuning_dir() -> Path:
 
     Raises
     ------
-    ValueError
+    ValueError, NoHomeError
         As for :func:`cache_dir`.
     """
     return _path(TUNING_DIR) or cache_dir() / "tuning"
@@ -238,8 +242,14 @@ def nvcc() -> Path | None:
 
 
 def cuda_homes() -> tuple[tuple[str, Path], ...]:
-    """Return the toolkit folders that the user named, with each variable's name, the first to use first."""
-    return tuple((v.name, Path(v.text).expanduser()) for v in (CUDA_HOME, CUDA_PATH) if v.text is not None)
+    """Return the toolkit folders that the user named, with each variable's name, the first to use first.
+
+    Raises
+    ------
+    ValueError
+        If one lies in a home folder that there is not.
+    """
+    return tuple((v.name, _expanded(v, v.text)) for v in (CUDA_HOME, CUDA_PATH) if v.text is not None)
 
 
 def host_compiler() -> str | None:
@@ -326,8 +336,30 @@ def _path(variable: Variable) -> Path | None:
 
 
 def _absolute(variable: Variable, text: str) -> Path:
-    path = Path(text).expanduser()
+    path = _expanded(variable, text)
     # A relative path would mean something else in every working folder.
     if not path.is_absolute():
         raise ValueError(f"{variable.name} must be an absolute path, not {text!r}")
     return path
+
+
+def _expanded(variable: Variable, text: str) -> Path:
+    """Return a path with the home folder that it may begin with."""
+    user, *rest = Path(text).parts or ("",)
+    if not user.startswith("~"):
+        return Path(text)
+    home = _home(user)
+    if home is None:
+        raise ValueError(f"{variable.name} is {text!r}, and there is no such home folder: name an absolute path")
+    return Path(home, *rest)
+
+
+def _home(user: str = "~") -> Path | None:
+    """Return a user's home folder, by default this one's. One that is empty or relative is none."""
+    if user == "~" and os.environ.get("HOME") == "":
+        return None
+    try:
+        home = Path.home() if user == "~" else Path(user).expanduser()
+    except (RuntimeError, KeyError):
+        return None
+    return home if home.is_absolute() else None

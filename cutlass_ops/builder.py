@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from cutlass_ops import _env, arch, forks, legality, linkage, render
 from cutlass_ops.compiler import LOG, Compiled, compile_kernel
-from cutlass_ops.errors import CompileError, MissingKernelError
+from cutlass_ops.errors import CompileError, MissingKernelError, StoreError
 from cutlass_ops.halves import prove_halves_agree
 from cutlass_ops.identity import kernel_identity, source_identity
 from cutlass_ops.progress import Progress, progress
@@ -105,9 +105,9 @@ def _built(
     cancel: threading.Event | None,
     elsewhere: Elsewhere | None,
 ) -> Artifact:
-    store = store or KernelStore.default()
     if not _env.jit_enabled():
         return _stored(spec, source, store)
+    store = store or KernelStore.default()
     job = _job(spec, source, store, toolchain or find_toolchain(), elsewhere)
     return job.lookup() or _build(job, cancel)
 
@@ -153,9 +153,9 @@ def build_many(
         As for :func:`build_artifact`.
     """
     specs = list(specs)
-    store = store or KernelStore.default()
     if not _env.jit_enabled():
         return [_stored(spec, None, store) for spec in specs]
+    store = store or KernelStore.default()
     toolchain = toolchain or find_toolchain()
     elsewhere = _elsewhere(executor)
     planned = {spec: _job(spec, None, store, toolchain, elsewhere) for spec in specs}
@@ -207,19 +207,24 @@ def _source(spec: KernelSpec, source: str | None) -> str:
     return render.render(spec) if source is None else source
 
 
-def _stored(spec: KernelSpec, source: str | None, store: KernelStore) -> Artifact:
+def _stored(spec: KernelSpec, source: str | None, store: KernelStore | None) -> Artifact:
     """Find a kernel without a compiler: any compiler's build of the same source will do."""
-    found = store.find(source_identity(spec, _source(spec, source)))
+    identity = source_identity(spec, _source(spec, source))
+    try:
+        store = store or KernelStore.default()
+        found, why = store.find(identity), f"{store.root} has no kernel {spec.slug}"
+    except StoreError as exc:
+        found, why = None, f"no kernel {spec.slug} can be looked for, as {exc}"
     if found is None:
         raise MissingKernelError(
-            f"compilation is switched off ({_env.JIT.name}=0) and {store.root} has no kernel {spec.slug}. "
+            f"compilation is switched off ({_env.JIT.name}=0) and {why}. "
             f"Build it where a compiler is, with `python -m cutlass_ops build SPEC.json`, where SPEC.json holds: "
             f"{spec.canonical()}"
         )
     return replace(found, again=functools.partial(_stored_again, spec, source, store))
 
 
-def _stored_again(spec: KernelSpec, source: str | None, store: KernelStore, use: Callable[[Artifact], T]) -> T:
+def _stored_again(spec: KernelSpec, source: str | None, store: KernelStore | None, use: Callable[[Artifact], T]) -> T:
     return use(_stored(spec, source, store))
 
 

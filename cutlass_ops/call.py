@@ -5,12 +5,14 @@ This is the slow path, taken once for a combination of shapes; a warm call goes 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from cutlass_ops import arch, operands, reference
 from cutlass_ops.device import Device
@@ -122,6 +124,17 @@ def check_call(
     return Call(graph, problem, tuple(outputs), given)
 
 
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Have tensors that only stand for a call made and looked at as if no mode of PyTorch's were on.
+
+    They have no data and are no work of the caller's: what counts, traces or fakes that has no part in them.
+    """
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
+
+
+@without_modes()
 def call_at(
     graph: Graph,
     problem: tuple[int, int, int],
@@ -232,6 +245,7 @@ def _products(call: Call) -> dict[str, Tensor]:
     return {n: t for n in call.graph.products if isinstance(t := call.problem.inputs[n], Tensor)}
 
 
+@without_modes()
 def signature_of(call: Call, device: Device) -> OpSignature:
     """Return the operand types that a kernel must have to serve a call.
 

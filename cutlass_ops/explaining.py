@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cutlass_ops import arch, dispatch, heuristics, policies
-from cutlass_ops.call import Call, check_call, device_of, signature_of
+from cutlass_ops.call import Call, check_call, device_of, signature_of, without_modes
 from cutlass_ops.config import MEANS, Config, GemvConfig, Sm90Config
 from cutlass_ops.device import Device, Problem
 from cutlass_ops.knowledge import Candidate
@@ -186,6 +186,7 @@ def explain(op: Any, a: Tensor, b: Tensor, *inputs: Any, out: Any = None, **name
     return explain_call(op.name, call, device_of(a.device))
 
 
+@without_modes()
 def explain_call(name: str, call: Call, device: Device) -> Explanation:
     """Say how a checked call would be served on a device.
 

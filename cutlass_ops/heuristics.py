@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from cutlass_ops import arch, model, model_gemv, model_sm80
 from cutlass_ops.config import (
@@ -23,6 +22,7 @@ from cutlass_ops.config import (
 )
 from cutlass_ops.device import Device, Problem
 from cutlass_ops.dtypes import bf16
+from cutlass_ops.model import Flags, Floats, Places
 from cutlass_ops.signature import OpSignature
 from cutlass_ops.spec import Major
 
@@ -51,9 +51,9 @@ def weights_of(signature: OpSignature) -> int:
     return 1 + len(signature.epilogue.products)
 
 
-# PyTorch shares larger tensors, and any exp, between threads. On a busy host these wait for each other, far longer than
-# the work takes.
-ONE_THREAD = 1 << 15
+# Problems times configurations that are compared at once: what is computed on the way then stays in a core's cache, and
+# memory is bounded, however many are asked for.
+AT_ONCE = 1 << 14
 
 
 # ---- Time --------------------------------------------------------------------------------------------------------
@@ -126,10 +126,10 @@ class Pool:
         m, n, k = problem
         return m, n * self.weights, k
 
-    def odd(self, problems: Sequence[Problem]) -> Tensor:
+    def odd(self, problems: Sequence[Problem]) -> Places:
         """Return of how many operands the lines are :func:`cutlass_ops.model.odd`, of shape (problems,)."""
-        extents = torch.tensor(problems, dtype=torch.float64).reshape(-1, 3)
-        return model.odd(extents[:, ["mnk".index(line) for line in self._lines]]).sum(1)
+        extents = np.array(problems, np.float64).reshape(-1, 3)
+        return np.asarray(model.odd(extents[:, ["mnk".index(line) for line in self._lines]]).sum(1))
 
     @property
     def _lines(self) -> tuple[model.Extent, model.Extent]:
@@ -141,36 +141,45 @@ class Pool:
         return model.Batch.of(c for c in self.configs if isinstance(c, Sm90Config))
 
     @cached_property
-    def _places(self) -> list[int]:
-        """Where they are among all."""
-        return [at for at, c in enumerate(self.configs) if isinstance(c, Sm90Config)]
+    def _sm80(self) -> list[Sm80Config]:
+        return [c for c in self.configs if isinstance(c, Sm80Config)]
 
     @cached_property
-    def _others(self) -> dict[int, Sm80Config | GemvConfig]:
-        """Those of other kinds, by their places. They are few, so that Python's loops may go over them."""
-        return {at: c for at, c in enumerate(self.configs) if not isinstance(c, Sm90Config)}
+    def _gemv(self) -> list[GemvConfig]:
+        return [c for c in self.configs if isinstance(c, GemvConfig)]
+
+    @cached_property
+    def _places(self) -> dict[type[Config], list[int]]:
+        """Where those of each kind are among all."""
+        kinds: tuple[type[Config], ...] = (Sm80Config, Sm90Config, GemvConfig)
+        return {kind: [at for at, c in enumerate(self.configs) if isinstance(c, kind)] for kind in kinds}
 
     @cached_property
     def _by_gpc(self) -> model.Batch:
         return model.Batch.of(replace(c, by_gpc=True) for c in self._sm90.configs)
 
     @cached_property
-    def _ordered(self) -> Tensor:
-        return torch.tensor([[c.ordered for c in self._sm90.configs]])
+    def _ordered(self) -> Flags:
+        return np.array([[c.ordered for c in self._sm90.configs]])
 
-    def besides(self, problems: Sequence[Problem], device: Device) -> Tensor:
+    def besides(self, problems: Sequence[Problem], device: Device) -> Floats:
         """Return by how many microseconds kernels are later for what they do besides a GEMM.
 
         That is means of A's rows, copies of operands that TMA cannot read, and stores of single elements of D; all by
         kernels of Sm90. Of shape (problems, configurations).
         """
-        found = torch.zeros(len(problems), len(self.configs), dtype=torch.float64)
+        with np.errstate(all="ignore"):  # an underflow is 0, whatever the process has NumPy do about one
+            return np.concatenate([self._all_besides(part, device) for part in self.parts(problems)])
+
+    def _all_besides(self, problems: Sequence[Problem], device: Device) -> Floats:
+        found = np.zeros((len(problems), len(self.configs)))
         whole = [self.whole(p) for p in problems]
         if self._sm90.configs:
-            found[:, self._places] = self._besides(whole, torch.minimum(*self._times_by_order(whole, device)), device)
+            times = np.minimum(*self._times_by_order(whole, device))
+            found[:, self._places[Sm90Config]] = self._besides(whole, times, device)
         return found
 
-    def _besides(self, problems: Sequence[Problem], times: Tensor, device: Device) -> Tensor:
+    def _besides(self, problems: Sequence[Problem], times: Floats, device: Device) -> Floats:
         """Return what :meth:`besides` does of kernels of Sm90, for problems that count the columns of all weights."""
         copied = realigning(self.alignments, problems) * self._copies
         stored = model.scattering([(m, n // self.weights, k) for m, n, k in problems]) * ~self._swapped
@@ -178,14 +187,14 @@ class Pool:
         return found + model.means(self._sm90, problems, times, chip_of(device)) if self.gathers else found
 
     @cached_property
-    def _copies(self) -> Tensor:
-        return torch.tensor([[c.realign for c in self._sm90.configs]])
+    def _copies(self) -> Flags:
+        return np.array([[c.realign for c in self._sm90.configs]])
 
     @cached_property
-    def _swapped(self) -> Tensor:
-        return torch.tensor([[c.swap_ab for c in self._sm90.configs]])
+    def _swapped(self) -> Flags:
+        return np.array([[c.swap_ab for c in self._sm90.configs]])
 
-    def times(self, problems: Sequence[Problem], device: Device) -> Tensor:
+    def times(self, problems: Sequence[Problem], device: Device) -> Floats:
         """Return times in microseconds, good for comparing, of shape (problems, configurations).
 
         Sm90 kernels are taken in the better of two orders of tiles, the usual one and one by GPC. Infinite where a
@@ -193,77 +202,71 @@ class Pool:
         """
         return self.times_and_order(problems, device)[0]
 
-    def times_and_order(self, problems: Sequence[Problem], device: Device) -> tuple[Tensor, Tensor]:
+    def times_and_order(self, problems: Sequence[Problem], device: Device) -> tuple[Floats, Flags]:
         """Return the times, and where it is an order by GPC that takes so long."""
-        found = [self._times_and_order(part, device) for part in self.parts(problems)]
-        return torch.cat([times for times, _ in found]), torch.cat([by_gpc for _, by_gpc in found])
+        with np.errstate(all="ignore"):
+            times, by_gpc = zip(*(self._times_and_order(part, device) for part in self.parts(problems)), strict=True)
+        return np.concatenate(times), np.concatenate(by_gpc)
 
     def parts(self, problems: Sequence[Problem]) -> list[Sequence[Problem]]:
-        """Return problems in parts, for each of which one thread compares all configurations."""
-        step = max(1, ONE_THREAD // max(1, len(self.configs)))
+        """Return problems in parts, each so small that it may be compared with all configurations at once."""
+        step = max(1, AT_ONCE // max(1, len(self.configs)))
         return [problems[at : at + step] for at in range(0, max(1, len(problems)), step)]
 
-    def _times_and_order(self, problems: Sequence[Problem], device: Device) -> tuple[Tensor, Tensor]:
+    def _times_and_order(self, problems: Sequence[Problem], device: Device) -> tuple[Floats, Flags]:
         problems = [self.whole(p) for p in problems]
-        times = self._one_by_one(problems, device)
-        gpc = torch.zeros_like(times, dtype=torch.bool)
+        times = np.empty((len(problems), len(self.configs)))
+        gpc = np.zeros_like(times, np.bool_)
+        if self._sm80:
+            alignment = min(self.alignments)
+            sm80 = model_sm80.times(self._sm80, problems, device.multiprocessors, alignment)
+            times[:, self._places[Sm80Config]] = sm80
+        if self._gemv:
+            numbers = _GEMV_NUMBERS.get(device.name, model_gemv.H100)
+            gemv = model_gemv.times(self._gemv, problems, device.multiprocessors, of=numbers)
+            times[:, self._places[GemvConfig]] = gemv
         if self._sm90.configs:
             usual, by_gpc = self._times_by_order(problems, device)
-            better = torch.minimum(usual, by_gpc)
-            times[:, self._places] = better + self._besides(problems, better, device)
-            gpc[:, self._places] = by_gpc < usual
+            better = np.minimum(usual, by_gpc)
+            times[:, self._places[Sm90Config]] = better + self._besides(problems, better, device)
+            gpc[:, self._places[Sm90Config]] = by_gpc < usual
         return times, gpc
 
-    def _one_by_one(self, problems: Sequence[Problem], device: Device) -> Tensor:
-        """Return the times of all but those of Sm90, which are infinite here."""
-        gemv = _GEMV_NUMBERS.get(device.name, model_gemv.H100)
-
-        def time(config: Sm80Config | GemvConfig, problem: Problem) -> float:
-            if isinstance(config, Sm80Config):
-                return model_sm80.predict(config, problem, device.multiprocessors, min(self.alignments))
-            return model_gemv.predict(config, problem, device.multiprocessors, of=gemv)
-
-        return self._with_others(torch.inf, [[time(c, p) for c in self._others.values()] for p in problems])
-
-    def _with_others(self, value: float, found: list[list[float]]) -> Tensor:
-        """Return what was found of those of other kinds, and a value for those of Sm90."""
-        each = torch.full((len(found), len(self.configs)), value, dtype=torch.float64)
-        each[:, list(self._others)] = torch.tensor(found, dtype=torch.float64).reshape(len(found), len(self._others))
-        return each
-
-    def tiles(self, problems: Sequence[Problem], device: Device) -> Tensor:
+    def tiles(self, problems: Sequence[Problem]) -> Floats:
         """Return how many tiles cover problems, whole clusters, of shape (problems, configurations)."""
-        problems = [self.whole(p) for p in problems]
-        sides = [c.threadblock for c in self._others.values()]
-        tiles = self._with_others(0.0, [[-(-m // s.m) * -(-n // s.n) for s in sides] for m, n, _ in problems])
-        if self._sm90.configs:
-            tiles[:, self._places] = self._clusters(problems, device)
-        return tiles
+        m, n, _ = np.array([self.whole(p) for p in problems], np.float64).reshape(-1, 3).T[:, :, None]
+        tile_m, tile_n, cluster_m, cluster_n = self._extents
+        rows, columns = np.ceil(np.ceil(m / tile_m) / cluster_m), np.ceil(np.ceil(n / tile_n) / cluster_n)
+        return np.asarray(rows * cluster_m * columns * cluster_n)
 
-    def _clusters(self, problems: Sequence[Problem], device: Device) -> Tensor:
-        cover = model.grid(self._sm90, problems, chip_of(device))
-        return cover.rows * cover.columns
+    @cached_property
+    def _extents(self) -> Floats:
+        """Extents of each kernel's tile along M and N, and of its cluster in tiles: shape (4, configurations)."""
+        sides = [
+            model.along_problem(c) if isinstance(c, Sm90Config) else ((c.threadblock.m, c.threadblock.n), (1, 1))
+            for c in self.configs
+        ]
+        extents = np.array([(*tile, *cluster) for tile, cluster in sides], np.float64).reshape(-1, 4)
+        return np.ascontiguousarray(extents.T)
 
-    def _times_by_order(self, problems: Sequence[Problem], device: Device) -> tuple[Tensor, Tensor]:
-        never = torch.tensor(torch.inf, dtype=torch.float64)
-        cover = model.grid(self._sm90, problems, chip_of(device))
-        usual = torch.where(
-            self._launchable(cover), model.times(self._sm90, problems, chip_of(device), lines=self._lines), never
-        )
+    def _times_by_order(self, problems: Sequence[Problem], device: Device) -> tuple[Floats, Floats]:
+        chip = chip_of(device)
+        cover = model.grid(self._sm90, problems, chip)
+        usual, by_gpc = (model.times(b, problems, chip, lines=self._lines) for b in (self._sm90, self._by_gpc))
         worth = self._ordered & (cover.waves <= _WAVES_BY_GPC)
-        return usual, torch.where(worth, model.times(self._by_gpc, problems, chip_of(device), lines=self._lines), never)
+        return np.where(self._launchable(cover), usual, np.inf), np.where(worth, by_gpc, np.inf)
 
-    def _launchable(self, cover: model.Grid) -> Tensor:
+    def _launchable(self, cover: model.Grid) -> Flags:
         """Whether the grid's second extent can be: a kernel that is not persistent has thread blocks for each tile."""
         batch = self._sm90
-        second = torch.where(self._swapped, cover.rows, cover.columns)
+        second = np.where(self._swapped, cover.rows, cover.columns)
         # Blocks that split K take the first extent, and both of the tiles' follow.
-        second = torch.where(batch.split_k > 1, torch.maximum(cover.rows, cover.columns), second)
+        second = np.where(batch.split_k > 1, np.maximum(cover.rows, cover.columns), second)
         persistent = (batch.schedule != model.SCHEDULES.index("warp_specialized")) & (batch.split_k == 1)
-        return persistent | (second <= arch.MAX_GRID_Y)
+        return np.asarray(persistent | (second <= arch.MAX_GRID_Y))
 
 
-def realigning(alignments: tuple[int, int], problems: Sequence[Problem]) -> Tensor:
+def realigning(alignments: tuple[int, int], problems: Sequence[Problem]) -> Floats:
     """Return how many microseconds it takes to copy operands of these alignments to lines that TMA can read."""
     a, b = (alignment < _ALIGNED for alignment in alignments)
     return model.realigning(a, b, problems)
@@ -278,7 +281,7 @@ def usual_means(config: Sm90Config) -> Means:
 
 def predict(config: Config, problem: Problem, device: Device) -> float:
     """Return one configuration's time in microseconds, as :meth:`Pool.times` does."""
-    return float(Pool((config,)).times([problem], device))
+    return Pool((config,)).times([problem], device).item()
 
 
 # ---- Order of tiles ----------------------------------------------------------------------------------------------

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from cutlass_ops import heuristics
 from cutlass_ops.config import Config, Sm90Config
 from cutlass_ops.device import Device, Problem, with_order
 from cutlass_ops.heuristics import Pool
+from cutlass_ops.model import Flags, Floats, Places
 from cutlass_ops.tables import Table
 
 Source = Literal["model", "interpolated", "measured"]
 SOURCES: tuple[Source, ...] = ("model", "interpolated", "measured")
 
-# How far a measurement reaches: standard deviation in powers of two of M, of the number of tiles and of K, and in
-# operands whose lines begin between the L2 cache's; and how much what the model errs by there for all kernels of a kind
-# weighs against it (`benchmarks/evaluate_dispatch.py`).
-_REACH = (0.6, 0.6, 1.3, 0.5)
+# How far a measurement reaches: standard deviation in powers of two of M and of K, and in operands whose lines begin
+# between the L2 cache's; in powers of two of the number of tiles; and how much what the model errs by there for all
+# kernels of a kind weighs against it (`benchmarks/evaluate_dispatch.py`).
+_REACH = np.array([0.6, 1.3, 0.5])
+_REACH_OF_TILES = 0.6
 _PRIOR = 1.0
-_EXPONENT = -0.5 / math.log(2)  # of a normal distribution, to the base 2
 # Measurements that are no further apart say nothing: what differs is noise.
 _NOISE = 0.005
 # What stream-K has to be ahead by, as its times are foretold: where it came first it took that much longer, by the
@@ -56,95 +55,117 @@ class Candidate:
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """What is known of kernels at problems. Tensors of shape (problems, kernels).
+    """What is known of kernels at problems. Arrays of shape (problems, kernels).
 
     Attributes
     ----------
-    times : Tensor
+    times : array
         Microseconds.
-    sources : Tensor
+    sources : array
         Where they come from, as places in :data:`SOURCES`.
-    by_gpc : Tensor
+    by_gpc : array
         Where the model would have an order of tiles by GPC.
     """
 
-    times: Tensor
-    sources: Tensor
-    by_gpc: Tensor
+    times: Floats
+    sources: Places
+    by_gpc: Flags
 
-    def decisive(self) -> Tensor:
+    def decisive(self) -> Floats:
         """Return the times, infinite for what was not measured where others were."""
         measured = self.sources == SOURCES.index("measured")
-        return torch.where(measured.any(1, keepdim=True) & ~measured, torch.inf, self.times)
+        return np.where(measured.any(1, keepdims=True) & ~measured, np.inf, self.times)
 
 
-@dataclass(frozen=True, eq=False)
-class _Errors:
-    """By how much the model was off, a measurement after the other: which kernel's, where, and as a power of two."""
+class Where(NamedTuple):
+    """Where problems lie for the kernels of a pool, as notes are compared by it: in units of how far these reach.
 
-    kernels: Tensor
-    places: Tensor
-    values: Tensor
+    Attributes
+    ----------
+    problems : array
+        Of shape (problems, 3): powers of two of M and of K, and of how many operands the lines begin between the
+        cache's.
+    tiles : array
+        Of shape (problems, kernels): powers of two of the number of tiles.
+    """
+
+    problems: Floats
+    tiles: Floats
+
+    @classmethod
+    def of(cls, problems: Sequence[Problem], pool: Pool) -> Where:
+        """Return where problems lie for a pool."""
+        extents = np.array(problems, np.float64).reshape(-1, 3)
+        m, k = np.log2(extents[:, 0]), np.log2(extents[:, 2])
+        tiles = np.log2(pool.tiles(problems)) / _REACH_OF_TILES
+        return cls(np.stack([m, k, pool.odd(problems)], 1) / _REACH, tiles)
+
+
+class _Errors(NamedTuple):
+    """By how much the model was off: where problems lie, and of each measurement its problem, kernel and error."""
+
+    where: Where
+    rows: Places
+    kernels: Places
+    values: Floats
 
 
 @dataclass(frozen=True, eq=False)
 class Notes:
-    """By how much the model was off where kernels were measured. Tensors of shape (configurations, most notes of one).
+    """By how much the model was off where kernels were measured: all notes of one kernel, then all of the next.
 
     Attributes
     ----------
-    places : Tensor
-        As :func:`_places` has them, in a last dimension; infinite where there are fewer notes.
-    error : Tensor
+    problems : array
+        Where the measured problems lie, as :class:`Where` has them.
+    rows, kernels : array
+        Each note's problem, as a place among these, and its kernel, as a place in the pool.
+    tiles : array
+        Where each note's problem lies by its kernel's tiles, as :class:`Where` has them.
+    errors : array
         Measured over predicted, as a power of two.
     """
 
-    places: Tensor
-    error: Tensor
+    problems: Floats
+    rows: Places
+    kernels: Places
+    tiles: Floats
+    errors: Floats
 
     @classmethod
-    def of(cls, found: Sequence[_Errors], kernels: int) -> Notes:
+    def of(cls, found: Sequence[_Errors]) -> Notes:
         """Return measurements by kernel."""
-        none = _Errors(torch.zeros(0, dtype=torch.int64), torch.zeros(0, len(_REACH)), torch.zeros(0))
-        kernel = torch.cat([e.kernels for e in (none, *found)])
-        order = kernel.argsort(stable=True)
-        counts = kernel.bincount(minlength=kernels)
-        places = torch.full((kernels, max(counts.tolist(), default=0), len(_REACH)), torch.inf)
-        errors = torch.zeros(places.shape[:2])
-        # Which of its kernel's notes each one is.
-        note = torch.arange(len(kernel)) - (counts.cumsum(0) - counts)[kernel[order]]
-        places[kernel[order], note] = torch.cat([e.places for e in (none, *found)])[order]
-        errors[kernel[order], note] = torch.cat([e.values for e in (none, *found)])[order]
-        return cls(places, errors)
+        nothing = np.zeros(0, np.int64)
+        kernels = np.concatenate([nothing, *(e.kernels for e in found)])
+        before = np.cumsum([0, *(len(e.where.problems) for e in found)])
+        rows = np.concatenate([nothing, *(e.rows + first for e, first in zip(found, before, strict=False))])
+        problems = np.concatenate([np.zeros((0, len(_REACH))), *(e.where.problems for e in found)])
+        tiles = np.concatenate([np.zeros(0), *(e.where.tiles[e.rows, e.kernels] for e in found)])
+        errors = np.concatenate([np.zeros(0), *(e.values for e in found)])
+        order = np.argsort(kernels, kind="stable")
+        return cls(problems, rows[order], kernels[order], tiles[order], errors[order])
 
-    def near(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weighted sum of errors near places (problems, configurations, 4), and of their weights."""
-        errors, totals = torch.zeros(places.shape[:2]), torch.zeros(places.shape[:2])
-        # One problem after the other, exp2, and so few kernels at once that one thread does it.
-        step = max(1, heuristics.ONE_THREAD // max(1, self.error.shape[1]))
-        for first in range(0, len(self.error), step):
+    def near(self, where: Where) -> tuple[Floats, Floats]:
+        """Return the weighted sum of errors near problems, and of their weights, of shape (problems, kernels)."""
+        errors, totals = np.zeros_like(where.tiles), np.zeros_like(where.tiles)
+        kernels, starts = self._noted
+        step = max(1, heuristics.AT_ONCE // max(1, len(self.errors)))
+        for first in range(0, len(where.tiles) if len(kernels) else 0, step):
             part = slice(first, first + step)
-            for at, place in enumerate(places[:, part]):
-                away = torch.zeros(())
-                for mine, its, reach in zip(place.unbind(1), self.places[part].unbind(2), _REACH, strict=True):
-                    away = away + ((mine[:, None] - its) / reach).square_()
-                weights = torch.exp2(away * _EXPONENT)
-                totals[at, part] = weights.sum(1)
-                errors[at, part] = (weights * self.error[part]).sum(1)
+            # What a note's kernel does not matter for is compared once for each problem that was measured.
+            away = ((where.problems[part, None] - self.problems) ** 2).sum(2).take(self.rows, 1)
+            away += (where.tiles[part].take(self.kernels, 1) - self.tiles) ** 2
+            with np.errstate(under="ignore"):
+                weights = np.exp(-0.5 * away)
+                totals[part, kernels] = np.add.reduceat(weights, starts, 1)
+                errors[part, kernels] = np.add.reduceat(weights * self.errors, starts, 1)
         return errors, totals
 
-
-def _places(problems: Sequence[Problem], pool: Pool, device: Device) -> Tensor:
-    """Return where problems lie for each kernel of a pool, as notes are compared by it: shape (problems, kernels, 4).
-
-    Powers of two of M, of the number of tiles and of K; and of how many operands the lines begin between the cache's.
-    """
-    m, _, k = torch.tensor(problems, dtype=torch.float64).reshape(-1, 3, 1).unbind(1)
-    tiles = pool.tiles(problems, device)
-    # M, tiles and K; torch.log2 shares even 2048 elements between threads.
-    extents = torch.stack([m.expand_as(tiles), tiles, k.expand_as(tiles)], 2)
-    places = torch.xlogy(1 / math.log(2), extents)
-    return torch.cat([places, pool.odd(problems)[:, None, None].expand_as(places[:, :, :1])], 2).float()
+    @cached_property
+    def _noted(self) -> tuple[Places, Places]:
+        """The kernels that have notes, and where each one's begin."""
+        kernels, starts = np.unique(self.kernels, return_index=True)
+        return kernels, starts
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,30 +202,33 @@ class Knowledge:
             # Where operands have to be copied or D is scattered, what is known of others is an estimate.
             if pool.is_like(table.signature):
                 measured = found | measured
-        return cls(pool, device, measured, Notes.of(errors, len(pool.configs)))
+        return cls(pool, device, measured, Notes.of(errors))
 
     def expected(self, problems: Sequence[Problem]) -> Expected:
         """Return what is known of every kernel at some problems."""
-        found = [self.notes.near(_places(part, self.pool, self.device)) for part in self.pool.parts(problems)]
-        errors, weight = (torch.cat(each) for each in zip(*found, strict=True))
+        found = [self._expected(part) for part in self.pool.parts(problems)]
+        return Expected(*(np.concatenate(each) for each in zip(*found, strict=True)))
+
+    def _expected(self, problems: Sequence[Problem]) -> tuple[Floats, Places, Flags]:
+        errors, weight = self.notes.near(Where.of(problems, self.pool))
         error = (errors + _PRIOR * self._usual(errors, weight)) / (weight + _PRIOR)
         model, by_gpc = self.pool.times_and_order(problems, self.device)
-        times = model * torch.exp2(error) * self._handicaps
-        sources = torch.where(weight > _NEAR, SOURCES.index("interpolated"), SOURCES.index("model"))
+        times = model * np.exp2(error) * self._handicaps
+        sources = np.where(weight > _NEAR, SOURCES.index("interpolated"), SOURCES.index("model"))
         for at, problem in enumerate(problems):
             for config, candidate in self.measured.get(problem, {}).items():
                 place = self._index[config]
                 times[at, place], sources[at, place] = candidate.microseconds, SOURCES.index("measured")
-        return Expected(times, sources, by_gpc)
+        return times, sources, by_gpc
 
-    def _usual(self, errors: Tensor, weight: Tensor) -> Tensor:
+    def _usual(self, errors: Floats, weight: Floats) -> Floats:
         """Return what the model errs by for kernels of one kind, given sums of errors and weights near each problem.
 
         Where the model promises too much, a kernel of which nothing is known would else come before those that are.
         """
-        usual = torch.zeros_like(errors)
+        usual = np.zeros_like(errors)
         for kind in self._kinds:
-            usual[:, kind] = errors[:, kind].sum(1, keepdim=True) / (weight[:, kind].sum(1, keepdim=True) + _PRIOR)
+            usual[:, kind] = errors[:, kind].sum(1, keepdims=True) / (weight[:, kind].sum(1, keepdims=True) + _PRIOR)
         return usual
 
     def ranked(self, problem: Problem, among: Iterable[Config], count: int | None = None) -> list[Candidate]:
@@ -213,8 +237,8 @@ class Knowledge:
         known = self.expected([problem])
         times, sources = known.times[0, places], known.sources[0, places]
         measured = sources == SOURCES.index("measured")
-        wanted = measured.nonzero()[:, 0] if bool(measured.any()) else torch.arange(len(places))
-        wanted = wanted[times[wanted].argsort(stable=True)][:count]
+        wanted = np.flatnonzero(measured) if measured.any() else np.arange(len(places))
+        wanted = wanted[times[wanted].argsort(kind="stable")][:count]
         return [self._candidate(problem, places[at], known) for at in wanted.tolist()]
 
     def _candidate(self, problem: Problem, place: int, known: Expected) -> Candidate:
@@ -227,15 +251,15 @@ class Knowledge:
         return Candidate(ordered, float(known.times[0, place]), source)
 
     @cached_property
-    def _handicaps(self) -> Tensor:
+    def _handicaps(self) -> Floats:
         split = (isinstance(c, Sm90Config) and c.scheduler == "stream_k" for c in self.pool.configs)
-        return torch.tensor([_STREAM_K if each else 1.0 for each in split], dtype=torch.float64)
+        return np.array([_STREAM_K if each else 1.0 for each in split])
 
     @cached_property
-    def _kinds(self) -> list[Tensor]:
+    def _kinds(self) -> list[list[int]]:
         """The places of each kind's kernels, as kinds have models of their own."""
         kinds = [type(c) for c in self.pool.configs]
-        return [torch.tensor([at for at, k in enumerate(kinds) if k is kind]) for kind in dict.fromkeys(kinds)]
+        return [[at for at, k in enumerate(kinds) if k is kind] for kind in dict.fromkeys(kinds)]
 
     @cached_property
     def _index(self) -> dict[Config, int]:
@@ -282,11 +306,11 @@ def _errors(measured: Mapping[Problem, Mapping[Config, Candidate]], pool: Pool, 
     """Return where and by how much the model is off for the kernels of a pool."""
     index = {c: at for at, c in enumerate(pool.configs)}
     entries = [(row, index[c], x.microseconds) for row, known in enumerate(measured.values()) for c, x in known.items()]
-    rows, kernels = torch.tensor([e[:2] for e in entries], dtype=torch.int64).reshape(-1, 2).unbind(1)
-    times = torch.tensor([e[2] for e in entries], dtype=torch.float64)
+    rows, kernels = np.array([e[:2] for e in entries], np.int64).reshape(-1, 2).T
     problems = list(measured)
     predicted = pool.times(problems, device)[rows, kernels]
-    # By the model some cannot be launched there, whatever a table says: an infinite error would spoil all others.
-    known = predicted.isfinite()
-    errors = (times / predicted).log2().float()
-    return _Errors(kernels[known], _places(problems, pool, device)[rows, kernels][known], errors[known])
+    times = np.array([e[2] for e in entries], np.float64)
+    # That a kernel cannot be launched is no time to be off from.
+    known = np.isfinite(predicted)
+    errors = np.log2(times[known] / predicted[known])
+    return _Errors(Where.of(problems, pool), rows[known], kernels[known], errors)

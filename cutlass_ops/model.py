@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from cutlass_ops import arch
 from cutlass_ops.config import Means, Schedule, Sm90Config
@@ -40,6 +40,9 @@ _LINES_ASKED = 2.2
 _HALVES_ASKED = 3.3
 
 Extent = Literal["m", "n", "k"]
+Floats = NDArray[np.float64]
+Places = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
 SCHEDULES: tuple[Schedule, ...] = ("warp_specialized", "pingpong", "cooperative")
 WAYS: tuple[Means, ...] = get_args(Means)
@@ -207,45 +210,45 @@ class Batch:
     Attributes
     ----------
     configs : tuple of Sm90Config
-        The configurations. All else are tensors of shape (1, configurations).
-    tile_m, tile_n, cluster_m, cluster_n : Tensor
+        The configurations. All else are arrays of shape (1, configurations).
+    tile_m, tile_n, cluster_m, cluster_n : array
         Extents along the problem's M and N.
-    wgmma_m, wgmma_n, tile_k : Tensor
+    wgmma_m, wgmma_n, tile_k : array
         A tile's extents in the kernel's own orientation.
-    part : Tensor
+    part : array
         What one block's epilogue handles, in tiles of 128 x 128.
-    split_k : Tensor
+    split_k : array
         Blocks that share a tile's K.
-    schedule : Tensor
+    schedule : array
         Place of the schedule in :data:`SCHEDULES`.
-    means : Tensor
+    means : array
         Place of the way to take means of A's rows in :data:`WAYS`.
-    stream_k, by_gpc : Tensor
+    stream_k, by_gpc : array
         Whether tiles are split where they do not fill a wave, and whether each GPC takes a run of them.
     """
 
     configs: tuple[Sm90Config, ...]
-    tile_m: Tensor
-    tile_n: Tensor
-    cluster_m: Tensor
-    cluster_n: Tensor
-    wgmma_m: Tensor
-    wgmma_n: Tensor
-    tile_k: Tensor
-    part: Tensor
-    split_k: Tensor
-    schedule: Tensor
-    means: Tensor
-    stream_k: Tensor
-    by_gpc: Tensor
+    tile_m: Floats
+    tile_n: Floats
+    cluster_m: Floats
+    cluster_n: Floats
+    wgmma_m: Floats
+    wgmma_n: Floats
+    tile_k: Floats
+    part: Floats
+    split_k: Floats
+    schedule: Places
+    means: Places
+    stream_k: Flags
+    by_gpc: Flags
 
     @classmethod
     def of(cls, configs: Iterable[Sm90Config]) -> Batch:
         """Return configurations side by side."""
         configs = tuple(configs)
-        numbers = torch.tensor([_numbers(c) for c in configs], dtype=torch.float64).reshape(-1, len(fields(cls)) - 1)
-        *extents, schedule, way, stream_k, by_gpc = numbers.T.unsqueeze(1).unbind(0)
-        return cls(configs, *[*extents, schedule.long(), way.long(), stream_k > 0, by_gpc > 0])
+        numbers = np.array([_numbers(c) for c in configs], np.float64).reshape(-1, len(fields(cls)) - 1)
+        *extents, schedule, way, stream_k, by_gpc = np.ascontiguousarray(numbers.T)[:, None]
+        return cls(configs, *[*extents, schedule.astype(np.int64), way.astype(np.int64), stream_k > 0, by_gpc > 0])
 
 
 def _numbers(config: Sm90Config) -> tuple[float, ...]:
@@ -261,25 +264,25 @@ def _numbers(config: Sm90Config) -> tuple[float, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """How configurations cover problems. All tensors have the shape (problems, configurations).
+    """How configurations cover problems. All arrays have the shape (problems, configurations).
 
     Attributes
     ----------
-    rows, columns : Tensor
+    rows, columns : array
         Tiles along the problem's M and N, whole clusters.
-    steps : Tensor
+    steps : array
         K steps of a thread block at a tile.
-    waves : Tensor
+    waves : array
         How often the multiprocessors take a tile.
-    active : Tensor
+    active : array
         How many of them take one in a full wave.
     """
 
-    rows: Tensor
-    columns: Tensor
-    steps: Tensor
-    waves: Tensor
-    active: Tensor
+    rows: Floats
+    columns: Floats
+    steps: Floats
+    waves: Floats
+    active: Floats
 
 
 def grid(batch: Batch, problems: Sequence[tuple[int, int, int]], chip: Chip) -> Grid:
@@ -288,10 +291,10 @@ def grid(batch: Batch, problems: Sequence[tuple[int, int, int]], chip: Chip) -> 
     rows = _ceil(_ceil(m, batch.tile_m), batch.cluster_m) * batch.cluster_m
     columns = _ceil(_ceil(n, batch.tile_n), batch.cluster_n) * batch.cluster_n
     together = batch.cluster_m * batch.cluster_n * batch.split_k
-    slots = torch.where(together <= 2, float(chip.multiprocessors), float(chip.multiprocessors_in_fours))
+    slots = np.where(together <= 2, float(chip.multiprocessors), float(chip.multiprocessors_in_fours))
     blocks = rows * columns * batch.split_k
     steps = _ceil(_ceil(k, batch.tile_k), batch.split_k)
-    return Grid(rows, columns, steps, _ceil(blocks, slots), torch.minimum(blocks, slots))
+    return Grid(rows, columns, steps, _ceil(blocks, slots), np.minimum(blocks, slots))
 
 
 def times(
@@ -300,7 +303,7 @@ def times(
     chip: Chip = H100,
     element_bytes: int = 2,
     lines: tuple[Extent, Extent] = ("k", "k"),
-) -> Tensor:
+) -> Floats:
     """Return kernels' times in microseconds.
 
     Parameters
@@ -318,7 +321,7 @@ def times(
 
     Returns
     -------
-    Tensor
+    array
         Of shape (problems, configurations), FP64.
     """
     m, n, k = _extents(problems)
@@ -328,53 +331,53 @@ def times(
     instructions = batch.wgmma_m / arch.WGMMA_M * batch.tile_k * element_bytes / arch.WGMMA_K_BYTES
     products = 64 * batch.wgmma_n * 16 / _PRODUCTS_PER_CLOCK
     operands = (64 + batch.wgmma_n) * arch.WGMMA_K_BYTES / _SHARED_BYTES_PER_CLOCK
-    compute = instructions * torch.maximum(products, operands) / (chip.clock * 1e3)
+    compute = instructions * np.maximum(products, operands) / (chip.clock * 1e3)
     row_bytes = batch.tile_k * element_bytes
     rows_a = batch.tile_m * _rows(batch.tile_m, lines[0], element_bytes)
     rows_b = batch.tile_n * _rows(batch.tile_n, lines[1], element_bytes)
     fill = (rows_a + rows_b) * row_bytes / (chip.fill * 1e3)
     # A tile of A is multicast to the blocks of a cluster along N, one of B to those along M. Without a multicast, a GPC
     # that takes a run of tiles reads it once for several.
-    merge = torch.where(batch.by_gpc, chip.merge, 1.0)
-    reads_a = batch.tile_m / torch.where(batch.cluster_n > 1, batch.cluster_n**chip.multicast, merge)
-    reads_b = batch.tile_n / torch.where(batch.cluster_m > 1, batch.cluster_m**chip.multicast, merge)
+    merge = np.where(batch.by_gpc, chip.merge, 1.0)
+    reads_a = batch.tile_m / np.where(batch.cluster_n > 1, batch.cluster_n**chip.multicast, merge)
+    reads_b = batch.tile_n / np.where(batch.cluster_m > 1, batch.cluster_m**chip.multicast, merge)
     extents = {"m": m, "n": n, "k": k}
     odd_a, odd_b = (odd(extents[line], element_bytes) for line in lines)
-    reads_a = reads_a * torch.where(odd_a, chip.straddle, 1.0)
-    reads_b = reads_b * torch.where(odd_b, chip.straddle, 1.0)
-    active = torch.where(batch.stream_k, float(chip.multiprocessors), cover.active)
+    reads_a = reads_a * np.where(odd_a, chip.straddle, 1.0)
+    reads_b = reads_b * np.where(odd_b, chip.straddle, 1.0)
+    active = np.where(batch.stream_k, float(chip.multiprocessors), cover.active)
     shared = (reads_a + reads_b) * row_bytes * active / (chip.l2 * 1e3)
     requests = rows_a * _requests(odd_a, batch.cluster_n) + rows_b * _requests(odd_b, batch.cluster_m)
     lookups = requests * row_bytes / arch.CACHE_LINE_BYTES * active / (chip.lookups * 1e3)
     step = _soft_max(compute, fill, shared, lookups)
 
     # Of a pingpong kernel, one warp group's epilogue hides behind the other's products.
-    exposed = torch.where(batch.schedule == SCHEDULES.index("pingpong"), 1.0, cover.waves)
+    exposed = np.where(batch.schedule == SCHEDULES.index("pingpong"), 1.0, cover.waves)
     waves, adding_up = _split(batch, cover, chip)
     sent = batch.part * (batch.split_k - 1)
     finish = _per_schedule(batch, chip.epilogue) * batch.part + chip.exchange * sent
     busy = waves * cover.steps * step + exposed * finish + adding_up
-    busy = busy * (1 + chip.throttle * (1 - torch.exp2(-busy / (chip.throttle_after * math.log(2)))))
+    busy = busy * (1 + chip.throttle * (1 - np.exp2(-busy / (chip.throttle_after * math.log(2)))))
 
-    rereads = 1 + chip.reread * (cover.rows / batch.cluster_m - 1).clamp(max=5)
+    rereads = 1 + chip.reread * np.minimum(cover.rows / batch.cluster_m - 1, 5)
     memory = element_bytes * (m * k + k * n * rereads + m * n) / (chip.dram * 1e3)
     # Among kernels that all wait for memory, the one with the least padding wins.
-    padding = 1 + 0.01 * ((cover.rows * batch.tile_m / m).clamp(max=4) - 1)
+    padding = 1 + 0.01 * (np.minimum(cover.rows * batch.tile_m / m, 4) - 1)
     start = _per_schedule(batch, chip.launch)
-    start = start + torch.where(batch.cluster_m * batch.cluster_n * batch.split_k > 1, chip.cluster, 0.0)
-    start = start + torch.where(batch.split_k > 1, chip.meet, 0.0)
-    start = start + torch.where(batch.by_gpc | batch.stream_k, chip.alone, 0.0)
+    start = start + np.where(batch.cluster_m * batch.cluster_n * batch.split_k > 1, chip.cluster, 0.0)
+    start = start + np.where(batch.split_k > 1, chip.meet, 0.0)
+    start = start + np.where(batch.by_gpc | batch.stream_k, chip.alone, 0.0)
     return (_soft_max(busy, memory, sharpness=chip.overlap) + start) * padding
 
 
 def means(
     batch: Batch,
     problems: Sequence[tuple[int, int, int]],
-    times: Tensor,
+    times: Floats,
     chip: Chip = H100,
     element_bytes: int = 2,
     taking: Taking = TAKING,
-) -> Tensor:
+) -> Floats:
     """Return by how many microseconds kernels are later for means of A's rows, of shape (problems, configurations).
 
     The main loop gathers them from the rows of its tiles; a kernel before it reads A once; idle warps beside it do so
@@ -387,7 +390,7 @@ def means(
         Legal configurations.
     problems : sequence of (M, N, K)
         Each extent at least 1.
-    times : Tensor
+    times : array
         What kernels take without, shape (problems, configurations).
     chip, element_bytes
         As for :func:`times`.
@@ -400,27 +403,26 @@ def means(
     ahead = taking.ahead + element_bytes * m * k / (taking.ahead_rate * 1e3)
 
     # Epilogues of the first wave need the rows of its tiles, those of the last need all.
-    first = (_ceil(cover.active, cover.columns) * batch.tile_m).minimum(m)
+    first = np.minimum(_ceil(cover.active, cover.columns) * batch.tile_m, m)
     rate = _per_schedule(batch, taking.beside_rate) * cover.active / chip.multiprocessors
     read_first, read_all = (taking.beside_after + element_bytes * rows * k / (rate * 1e3) for rows in (first, m))
     multiplying = times - _per_schedule(batch, chip.launch)
-    late = torch.maximum(read_first - multiplying / cover.waves, read_all - multiplying).clamp(min=0)
+    late = np.maximum(np.maximum(read_first - multiplying / cover.waves, read_all - multiplying), 0)
     beside = _per_schedule(batch, taking.beside) + late
 
     found = {"gathered": gathered, "beside": beside, "ahead": ahead}
-    every = torch.stack([found[way].expand_as(times) for way in WAYS])
-    return every.gather(0, batch.means.expand_as(times)[None])[0]
+    return np.choose(batch.means, [found[way] for way in WAYS])
 
 
-def realigning(a: bool, b: bool, problems: Sequence[tuple[int, int, int]], element_bytes: int = 2) -> Tensor:
+def realigning(a: bool, b: bool, problems: Sequence[tuple[int, int, int]], element_bytes: int = 2) -> Floats:
     """Return by how many microseconds a GEMM is later that has A, B or both copied first, of shape (problems, 1)."""
     m, n, k = _extents(problems)
     if not a and not b:
-        return torch.zeros_like(m)
+        return np.zeros_like(m)
     return _REALIGN_START + 2 * element_bytes * (m * k * a + k * n * b) / (_REALIGN_BANDWIDTH * 1e3)
 
 
-def scattering(problems: Sequence[tuple[int, int, int]]) -> Tensor:
+def scattering(problems: Sequence[tuple[int, int, int]]) -> Floats:
     """Return by how many microseconds a GEMM is later that scatters single elements of D, of shape (problems, 1).
 
     That is where lines of D are aligned to one element, and the kernel computes D and not its transpose.
@@ -429,59 +431,59 @@ def scattering(problems: Sequence[tuple[int, int, int]]) -> Tensor:
     return _SCATTERED * m * n * 1e-6
 
 
-def _rows(extent: Tensor, line: Extent, element_bytes: int) -> Tensor:
+def _rows(extent: Floats, line: Extent, element_bytes: int) -> Floats:
     """Return how many times more rows an operand's tile is copied in than in rows of 128 bytes.
 
     Where its lines in memory have its own extent and not K, a row is as wide as a swizzled layout that divides it: a
     tile of 176 columns goes in rows of 16.
     """
     if line == "k":
-        return torch.ones_like(extent)
+        return np.ones_like(extent)
     widest = arch.SWIZZLE_BYTES[0]
-    rows = torch.full_like(extent, widest / arch.UNSWIZZLED_BYTES)
+    rows = np.full_like(extent, widest / arch.UNSWIZZLED_BYTES)
     for width in reversed(arch.SWIZZLE_BYTES):
-        rows = torch.where(extent * element_bytes % width == 0, widest / width, rows)
+        rows = np.where(extent * element_bytes % width == 0, widest / width, rows)
     return rows
 
 
-def odd(line: Tensor, element_bytes: int = 2) -> Tensor:
+def odd(line: Floats, element_bytes: int = 2) -> Flags:
     """Return whether lines of so many elements, one after the other in memory, begin between the L2 cache's."""
-    return line * element_bytes % arch.CACHE_LINE_BYTES != 0
+    return np.asarray(line * element_bytes % arch.CACHE_LINE_BYTES != 0)
 
 
-def _requests(lines_are_odd: Tensor, sharing: Tensor) -> Tensor:
+def _requests(lines_are_odd: Flags, sharing: Floats) -> Floats:
     """Return how many requests a block makes of the L2 cache for each 128 bytes of an operand.
 
     Parameters
     ----------
-    lines_are_odd : Tensor
+    lines_are_odd : array
         Whether its lines in memory are :func:`odd`.
-    sharing : Tensor
+    sharing : array
         The blocks that a multicast serves, which ask in turn.
     """
-    return torch.where(lines_are_odd, torch.where(sharing > 1, _LINES_ASKED, _HALVES_ASKED), 1.0) / sharing
+    return np.where(lines_are_odd, np.where(sharing > 1, _LINES_ASKED, _HALVES_ASKED), 1.0) / sharing
 
 
 def predict(config: Sm90Config, problem: tuple[int, int, int], chip: Chip = H100, element_bytes: int = 2) -> float:
     """Return one kernel's time in microseconds; :func:`times` for one configuration and problem."""
-    return float(times(Batch.of([config]), [problem], chip, element_bytes))
+    return times(Batch.of([config]), [problem], chip, element_bytes).item()
 
 
-def _split(batch: Batch, cover: Grid, chip: Chip) -> tuple[Tensor, Tensor]:
+def _split(batch: Batch, cover: Grid, chip: Chip) -> tuple[Floats, Floats]:
     """Return how many tiles' K steps each multiprocessor takes, and stream-K's microseconds for adding up.
 
     CUTLASS splits no tile where there are fewer than a wave and more than half of one.
     """
     filled = cover.rows * cover.columns / chip.multiprocessors
     splits = batch.stream_k & ((filled <= 0.5) | (filled > 1))
-    whole = torch.where(batch.stream_k, 1.0, cover.waves)
+    whole = np.where(batch.stream_k, 1.0, cover.waves)
     # Many parts of a tile wait for each other.
-    adding_up = chip.split * batch.wgmma_m * batch.wgmma_n / 128**2 * (1 / filled).clamp(min=1)
-    return torch.where(splits, filled, whole), torch.where(splits, adding_up, 0.0)
+    adding_up = chip.split * batch.wgmma_m * batch.wgmma_n / 128**2 * np.maximum(1 / filled, 1)
+    return np.where(splits, filled, whole), np.where(splits, adding_up, 0.0)
 
 
-def _per_schedule(batch: Batch, each: PerSchedule) -> Tensor:
-    return torch.tensor([each.of(s) for s in SCHEDULES], dtype=torch.float64)[batch.schedule]
+def _per_schedule(batch: Batch, each: PerSchedule) -> Floats:
+    return np.array([each.of(s) for s in SCHEDULES], np.float64)[batch.schedule]
 
 
 def along_problem(config: Sm90Config) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -492,19 +494,18 @@ def along_problem(config: Sm90Config) -> tuple[tuple[int, int], tuple[int, int]]
     return (tile.m, tile.n), (cluster.m, cluster.n)
 
 
-def _extents(problems: Sequence[tuple[int, int, int]]) -> tuple[Tensor, Tensor, Tensor]:
+def _extents(problems: Sequence[tuple[int, int, int]]) -> tuple[Floats, Floats, Floats]:
     """Return M, N and K, each of shape (problems, 1)."""
-    m, n, k = torch.tensor(problems, dtype=torch.float64).reshape(-1, 3).unsqueeze(2).unbind(1)
+    m, n, k = np.array(problems, np.float64).reshape(-1, 3).T[:, :, None]
     return m, n, k
 
 
-def _soft_max(*values: Tensor, sharpness: float = _SHARPNESS) -> Tensor:
-    total = torch.zeros((), dtype=torch.float64)
+def _soft_max(*values: Floats, sharpness: float = _SHARPNESS) -> Floats:
+    total = np.zeros(())
     for value in values:
         total = total + value**sharpness
-    return total ** (1 / sharpness)
+    return np.asarray(total ** (1 / sharpness))
 
 
-def _ceil(x: Tensor, y: Tensor) -> Tensor:
-    # torch.ceil shares even 2048 elements between threads.
-    return -torch.div(-x, y, rounding_mode="floor")
+def _ceil(x: Floats, y: Floats) -> Floats:
+    return np.ceil(x / y)

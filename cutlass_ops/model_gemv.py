@@ -5,8 +5,11 @@ The numbers were fitted to what tuning measured on an H100 for up to 16 rows (``
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cutlass_ops.config import GemvConfig
 
@@ -64,14 +67,25 @@ H200 = Numbers(bandwidth=4.81)
 def predict(
     config: GemvConfig, problem: tuple[int, int, int], multiprocessors: int, element_bytes: int = 2, of: Numbers = H100
 ) -> float:
-    """Return a kernel's time in microseconds.
+    """Return one kernel's time in microseconds; :func:`times` for one configuration and problem."""
+    return times([config], [problem], multiprocessors, element_bytes, of).item()
+
+
+def times(
+    configs: Sequence[GemvConfig],
+    problems: Sequence[tuple[int, int, int]],
+    multiprocessors: int,
+    element_bytes: int = 2,
+    of: Numbers = H100,
+) -> NDArray[np.float64]:
+    """Return kernels' times in microseconds, of shape (problems, configurations).
 
     Parameters
     ----------
-    config : GemvConfig
-        A legal configuration.
-    problem : tuple of int
-        M, N and K, each at least 1.
+    configs : sequence of GemvConfig
+        Legal configurations.
+    problems : sequence of (M, N, K)
+        Each extent at least 1.
     multiprocessors : int
         How many there are.
     element_bytes : int
@@ -79,28 +93,27 @@ def predict(
     of : Numbers
         The chip's.
     """
-    m, n, k = problem
-    warps, pieces = math.log2(config.warps), math.log2(config.pieces)
-    if config.by_tile:
-        per_piece = of.per_piece + of.per_tile + of.per_eight * config.rows / 8
-        unlike = (
-            of.by_warps * (warps - of.warps_of_tile) ** 2 + of.by_pieces_of_tile * (pieces - of.pieces_of_tile) ** 2
-        )
-    else:
-        per_piece = of.per_piece + of.per_row * config.rows
-        fastest = of.pieces - of.fewer_by_rows * math.log2(config.rows)
-        unlike = of.by_warps * (warps - of.warps) ** 2 + of.by_pieces * (pieces - fastest) ** 2
-    passes = math.ceil(m / config.rows)
-    tile = config.threadblock
-    blocks = math.ceil(n / tile.n)
+    m, n, k = np.array(problems, np.float64).reshape(-1, 3).T[:, :, None]
+    each = [(c.rows, c.warps, c.pieces, c.threadblock.n, c.threadblock.k) for c in configs]
+    rows, warps, pieces, columns, depth = np.array(each, np.float64).reshape(-1, 5).T
+    by_tile = np.array([c.by_tile for c in configs], np.bool_)
+
+    per_piece = of.per_piece + np.where(by_tile, of.per_tile + of.per_eight * rows / 8, of.per_row * rows)
+    fastest = np.where(by_tile, of.pieces_of_tile, of.pieces - of.fewer_by_rows * np.log2(rows))
+    more_warps = np.log2(warps) - np.where(by_tile, of.warps_of_tile, of.warps)
+    more_pieces = np.log2(pieces) - fastest
+    unlike = of.by_warps * more_warps**2 + np.where(by_tile, of.by_pieces_of_tile, of.by_pieces) * more_pieces**2
+
+    passes = np.ceil(m / rows)
+    blocks = np.ceil(n / columns)
     # What is on its way at a time: few thread blocks keep no memory busy.
-    resident = min(blocks, multiprocessors * max(1, _WARPS // config.warps))
-    on_its_way = element_bytes * resident * tile.n * min(tile.k, k)
-    per_byte = math.hypot(1 / (of.bandwidth * 1e6), of.latency / on_its_way)
+    resident = np.minimum(blocks, multiprocessors * np.maximum(1, _WARPS // warps))
+    on_its_way = element_bytes * resident * columns * np.minimum(depth, k)
+    per_byte = np.hypot(1 / (of.bandwidth * 1e6), of.latency / on_its_way)
     memory = element_bytes * (m * k + k * n * passes + m * n) * per_byte
     of_column = k * element_bytes / 16  # pieces
-    read = passes * n * math.ceil(of_column / 32)  # by a warp each
-    compute = read * per_piece / (_INSTRUCTIONS * min(blocks, multiprocessors))
-    step = config.pieces * (4 * config.warps if config.by_tile else 32)
-    padding = math.ceil(of_column / step) * step / of_column - 1
-    return (of.start + memory + compute) * (1 + unlike + of.in_vain * padding)
+    read = passes * n * np.ceil(of_column / 32)  # by a warp each
+    compute = read * per_piece / (_INSTRUCTIONS * np.minimum(blocks, multiprocessors))
+    step = pieces * np.where(by_tile, 4 * warps, 32)
+    padding = np.ceil(of_column / step) * step / of_column - 1
+    return np.asarray((of.start + memory + compute) * (1 + unlike + of.in_vain * padding))

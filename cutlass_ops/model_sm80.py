@@ -6,8 +6,11 @@ are aligned to one or two elements. Lines aligned to 8 and 16 bytes were not mea
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cutlass_ops import arch
 from cutlass_ops.config import Sm80Config
@@ -71,44 +74,66 @@ def predict(
     costs: Costs = H100,
     element_bytes: int = 2,
 ) -> float:
-    """Return a kernel's time in microseconds.
+    """Return one kernel's time in microseconds; :func:`times` for one configuration and problem."""
+    return times([config], [problem], multiprocessors, alignment, costs, element_bytes).item()
+
+
+def times(
+    configs: Sequence[Sm80Config],
+    problems: Sequence[tuple[int, int, int]],
+    multiprocessors: int,
+    alignment: int = 8,
+    costs: Costs = H100,
+    element_bytes: int = 2,
+) -> NDArray[np.float64]:
+    """Return kernels' times in microseconds, of shape (problems, configurations).
 
     Parameters
     ----------
-    config : Sm80Config
-        A legal configuration.
-    problem : tuple of int
-        M, N and K, each at least 1.
+    configs : sequence of Sm80Config
+        Legal configurations.
+    problems : sequence of (M, N, K)
+        Each extent at least 1.
     multiprocessors : int
         How many there are.
     alignment : int
         Elements to which the lines of A and B are aligned: 1, 2, 4 or 8.
     costs : Costs
-        Where it runs.
+        Where they run.
     element_bytes : int
         Width of an operand's element.
     """
-    m, n, k = problem
-    tile, warp = config.threadblock, config.warp
-    blocks = resident(config, costs, element_bytes)
-    tiles, steps = math.ceil(m / tile.m) * math.ceil(n / tile.n), math.ceil(k / tile.k)
-    compute = tile.m * tile.n * tile.k / costs.products * (1 + costs.small_warps * 32 * 32 / (warp.m * warp.n))
+    m, n, k = np.array(problems, np.float64).reshape(-1, 3).T[:, :, None]
+    each = [(*_numbers(c), resident(c, costs, element_bytes)) for c in configs]
+    tile_m, tile_n, tile_k, warps, stages, split, blocks = np.array(each, np.float64).reshape(-1, 7).T
+    rows = np.ceil(m / tile_m)
+    tiles, steps = rows * np.ceil(n / tile_n), np.ceil(k / tile_k)
+    compute = tile_m * tile_n * tile_k / costs.products * (1 + costs.small_warps * 32 * 32 / warps)
     loads = costs.loads if alignment == 1 else costs.wide_loads * alignment / 2
-    step = _soft_max(compute, (tile.m + tile.n) * tile.k / loads)
-    latency = (costs.latency if alignment == 1 else costs.wide_latency) / max(1, config.stages - 1) ** costs.stages
+    step = _soft_max(compute, (tile_m + tile_n) * tile_k / loads)
+    hidden = np.maximum(1, stages - 1) ** costs.stages
+    latency = (costs.latency if alignment == 1 else costs.wide_latency) / hidden
     slots = multiprocessors * blocks
-    if config.stream_k:
-        work = tiles * steps / slots * max(blocks * step, latency) + costs.adding_up * 1e3 * tile.m * tile.n / 128**2
-    else:
-        full, rest = divmod(tiles, slots)
-        work = full * steps * max(blocks * step, latency)
-        if rest:
-            work += steps * max(math.ceil(rest / multiprocessors) * step, latency)
-        work += (full + (rest > 0)) * tile.m * tile.n * costs.store
+    full_step = np.maximum(blocks * step, latency)
+
+    by_stream_k = tiles * steps / slots * full_step + costs.adding_up * 1e3 * tile_m * tile_n / 128**2
+    full = tiles // slots
+    rest = tiles - full * slots
+    last_step = np.maximum(np.ceil(rest / multiprocessors) * step, latency)
+    by_tile = full * steps * full_step + np.where(rest > 0, steps * last_step, 0.0)
+    by_tile = by_tile + (full + (rest > 0)) * tile_m * tile_n * costs.store
+    work = np.where(split > 0, by_stream_k, by_tile)
+
     memory = element_bytes * (m * k + k * n + m * n) / costs.dram
     # Among kernels that all wait for memory, the one with the least padding wins.
-    padding = 1 + 0.01 * (min(4.0, math.ceil(m / tile.m) * tile.m / m) - 1)
-    return (_soft_max(work, memory) / 1e3 + costs.launch) * padding
+    padding = 1 + 0.01 * (np.minimum(4.0, rows * tile_m / m) - 1)
+    return np.asarray((_soft_max(work, memory) / 1e3 + costs.launch) * padding)
+
+
+def _numbers(config: Sm80Config) -> tuple[float, ...]:
+    """Return the sides of a thread block's tile, the size of a warp's, the stages, and whether tiles are split."""
+    tile, warp = config.threadblock, config.warp
+    return tile.m, tile.n, tile.k, warp.m * warp.n, config.stages, config.stream_k
 
 
 def resident(config: Sm80Config, costs: Costs = H100, element_bytes: int = 2) -> int:
@@ -125,5 +150,5 @@ def resident(config: Sm80Config, costs: Costs = H100, element_bytes: int = 2) ->
     return max(1, min(limits))
 
 
-def _soft_max(x: float, y: float) -> float:
-    return float((x**_SHARPNESS + y**_SHARPNESS) ** (1 / _SHARPNESS))
+def _soft_max(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.asarray((x**_SHARPNESS + y**_SHARPNESS) ** (1 / _SHARPNESS))

@@ -6,6 +6,7 @@ after they are compiled nothing is, whatever the batch.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TypeGuard, get_args
 
-import torch
+import numpy as np
 
 from cutlass_ops import _env, _resources, arch, builtin, heuristics, legality, tables
 from cutlass_ops.bundles import BUNDLES
@@ -43,6 +44,8 @@ ROWS = tuple(_rows())
 # Kernels are kept for a weight until no number of rows would be so much faster with another. The model's word alone
 # gets less than measurements nearby: with weights left out, its first choices lost clearly less than those within 2%.
 _SLACK = {"measured": 0.004, "interpolated": 0.02, "model": 0.005}
+# Tables round to a ten-thousandth: what is behind by just the slack is not behind by more, however sums are rounded.
+_ROUNDING = 1e-9
 # What is lost beyond that counts so many times more: it has to be mended by some kernel, and one may mend it for many.
 _MISSED = 4.0
 
@@ -126,7 +129,7 @@ class Policy:
     def fallback(self, problem: Problem) -> str | None:
         """Return the peer that was measured to be faster than every kernel, if the user allowed to take it."""
         point = self.own.at(problem) if self.own and self.own.fallback else None
-        if point is None or not point.peers:
+        if point is None or not point.peers or not point.measured:
             return None
         name, microseconds = min(point.peers, key=lambda peer: peer[1])
         return name if microseconds < _CLEARLY * point.measured[0].microseconds else None
@@ -147,23 +150,23 @@ def kept(policy: Policy, n: int, k: int) -> tuple[Config, ...]:
     problems = [(m, n, k) for m in sorted({*ROWS, *tuned})]
     known = policy.expected(problems)
     times = known.decisive()
-    best, fastest = times.min(1)
-    slack = torch.tensor([_SLACK[SOURCES[s]] for s in known.sources.gather(1, fastest[:, None])[:, 0].tolist()])
-    losses = times / best[:, None] - 1
+    best, fastest = times.min(1, keepdims=True), times.argmin(1, keepdims=True)
+    slack = np.array([_SLACK[s] + _ROUNDING for s in SOURCES])[np.take_along_axis(known.sources, fastest, 1)]
+    losses = times / best - 1
     chosen: list[int] = []
-    reached = torch.ones_like(best)
-    while bool((reached > slack).any()):
-        after = torch.minimum(reached[:, None], losses)
-        left = (_MISSED * (after - slack[:, None]).clamp(min=0) + after).sum(0)
-        left[chosen] = torch.inf
+    reached = np.ones_like(best)
+    while (reached > slack).any():
+        after = np.minimum(reached, losses)
+        left = (_MISSED * np.maximum(after - slack, 0) + after).sum(0)
+        left[chosen] = np.inf
         chosen.append(int(left.argmin()))
-        reached = after[:, chosen[-1]]
+        reached = after[:, chosen[-1:]]
     return tuple(policy.kernels[at] for at in chosen)
 
 
 def forget() -> None:
     """Read the user's tables anew from now on."""
-    for each in (_policy, kept):
+    for each in (_policy, kept, _warn_once):
         each.cache_clear()
 
 
@@ -219,21 +222,60 @@ def _own(signature: OpSignature, device: Device) -> Table | None:
     After them comes a bundle's table, and only without one that which ships.
     """
     found = _from_bundle(device.name, signature) or _shipped(device.name, signature)
-    path = tables.path_of(_env.tuning_dir(), device.name, signature)
     try:
-        return _with_users(path, found, signature, device) if path.is_file() else found
-    except (ConfigError, OSError) as exc:
+        mine = _read(signature, device)
+        return found if mine is None else _with_users(mine, found)
+    except (ValueError, ConfigError) as exc:
         # It costs speed, not results: no reason to fail a call, and none to say nothing.
-        warnings.warn(f"a tuning table is left out: {exc}. Remove it, or tune again", RuntimeWarning, stacklevel=2)
+        _warn_once(f"a tuning table is left out: {exc}")
         return found
 
 
-def _with_users(path: Path, found: Table | None, signature: OpSignature, device: Device) -> Table:
-    mine = tables.load(path)
-    if not mine.is_about(signature, device.name):
-        raise ConfigError(f"{path} is about another device or signature than its name says")
+def _with_users(mine: Table, found: Table | None) -> Table:
     mine = mine if mine.kernels else mine.select()
-    return mine if found is None else replace(found.merged(mine), kernels=_both(mine, found))
+    if found is None:
+        return mine
+    # Of a chip of the same name that has fewer multiprocessors, as a part of one does, other times say less.
+    alike = mine.multiprocessors == found.multiprocessors
+    return replace(found.merged(mine) if alike else mine, kernels=_both(mine, found))
+
+
+def _read(signature: OpSignature, device: Device) -> Table | None:
+    """Return the user's own table; None if none is there.
+
+    Raises
+    ------
+    ValueError
+        If it cannot be used.
+    """
+    try:
+        folder = _env.tuning_dir()
+    except _env.NoHomeError:
+        return None
+    path = tables.path_of(folder, device.name, signature)
+    try:
+        table = tables.load(path)
+    except ConfigError as exc:
+        raise ValueError(f"{exc}. Remove it, or tune again") from None
+    except OSError as exc:
+        if isinstance(exc, FileNotFoundError | NotADirectoryError) and not _is_there(path):
+            return None
+        hint = f"Let this user read it, or set {_env.TUNING_DIR.name} to another folder"
+        raise ValueError(f"{folder} cannot be read: {exc.strerror}. {hint}") from None
+    if not table.is_about(signature, device.name):
+        raise ValueError(f"{path} is about other calls or another device. Remove it, or tune again")
+    return table
+
+
+def _is_there(path: Path) -> bool:
+    """Whether something has the name of a table, or that of its folder and is no folder."""
+    folder = path.parent
+    return os.path.lexists(path) or (os.path.lexists(folder) and not os.path.isdir(folder))
+
+
+@lru_cache(maxsize=1024)
+def _warn_once(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def _from_bundle(device: str, signature: OpSignature) -> Table | None:

@@ -7,8 +7,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 Kernel = TypeVar("Kernel", bound=Hashable)
 
@@ -53,13 +53,13 @@ class _Losses(Generic[Kernel]):
     """Losses as a matrix of shape (problems, kernels); kernels are named by their places."""
 
     kernels: tuple[Kernel, ...]
-    each: Tensor
+    each: NDArray[np.float64]
 
     @classmethod
     def of(cls, losses: Sequence[Mapping[Kernel, float]]) -> _Losses[Kernel]:
         kernels = tuple(dict.fromkeys(k for known in losses for k in known))
         rows = [[min(known.get(k, _MOST), _MOST) for k in kernels] for known in losses]
-        return cls(kernels, torch.tensor(rows, dtype=torch.float64).reshape(len(losses), len(kernels)))
+        return cls(kernels, np.array(rows, np.float64).reshape(len(losses), len(kernels)))
 
     def extended(self, first: Sequence[int], count: int, among: Sequence[int] | None = None) -> list[int]:
         """Add the kernel that helps most, until none helps or there are enough."""
@@ -85,17 +85,16 @@ class _Losses(Generic[Kernel]):
                     mine = [*others, int(costs.argmin())]
         return mine
 
-    def _costs(self, kept: Sequence[int]) -> Tensor:
+    def _costs(self, kept: Sequence[int]) -> NDArray[np.float64]:
         """Return what some kernels cost together with each of all."""
-        return _cost(torch.minimum(self._reached(kept)[:, None], self.each)).sum(0)
+        return np.asarray(_cost(np.minimum(self._reached(kept)[:, None], self.each)).sum(0))
 
     def _cost(self, kept: Sequence[int]) -> float:
         return float(_cost(self._reached(kept)).sum())
 
-    def _reached(self, kept: Sequence[int]) -> Tensor:
-        most = torch.full((len(self.each), 1), _MOST, dtype=torch.float64)
-        return torch.cat([most, self.each[:, list(kept)]], 1).min(1).values
+    def _reached(self, kept: Sequence[int]) -> NDArray[np.float64]:
+        return np.asarray(self.each[:, list(kept)].min(1, initial=_MOST))
 
 
-def _cost(losses: Tensor) -> Tensor:
-    return losses + _SQUARES * losses.square()
+def _cost(losses: NDArray[np.float64]) -> NDArray[np.float64]:
+    return losses + _SQUARES * losses**2

@@ -8,6 +8,8 @@ from functools import lru_cache
 from itertools import product
 from typing import get_args
 
+import numpy as np
+
 from cutlass_ops import arch, legality, model
 from cutlass_ops.config import (
     ClusterShape,
@@ -22,7 +24,7 @@ from cutlass_ops.config import (
 )
 from cutlass_ops.device import Device, Problem
 from cutlass_ops.heuristics import Pool
-from cutlass_ops.registry import OpSignature
+from cutlass_ops.signature import OpSignature
 
 _TILES_M: dict[Schedule, tuple[int, ...]] = {
     "warp_specialized": (64, 128),
@@ -128,7 +130,7 @@ def ranked(signature: OpSignature, problem: Problem, limit: int, device: Device)
     """
     pool = _pool(signature, device)
     times = pool.times([problem], device)[0]
-    return [pool.configs[at] for at in times.argsort(stable=True)[:limit] if times[at].isfinite()]
+    return [pool.configs[at] for at in times.argsort(kind="stable")[:limit] if np.isfinite(times[at])]
 
 
 @lru_cache(maxsize=64)

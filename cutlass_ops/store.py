@@ -258,8 +258,19 @@ class KernelStore:
 
     @classmethod
     def default(cls) -> KernelStore:
-        """Return the user's own store: ``CUTLASS_OPS_CACHE_DIR``, else in the user's cache folder."""
-        return cls(_env.cache_dir())
+        """Return the user's own store: ``CUTLASS_OPS_CACHE_DIR``, else in the user's cache folder.
+
+        Raises
+        ------
+        StoreError
+            If there is no folder for it.
+        ValueError
+            If the variable is relative.
+        """
+        try:
+            return cls(_env.cache_dir())
+        except _env.NoHomeError as exc:
+            raise StoreError(f"there is no kernel store: {exc}") from None
 
     def __repr__(self) -> str:
         return f"KernelStore({str(self.root)!r})"
@@ -558,7 +569,9 @@ class KernelStore:
         except FileNotFoundError:
             return
         except OSError as exc:
-            raise StoreError(f"the kernel store {self.root} cannot be used: {exc}") from None
+            raise StoreError(
+                f"the kernel store {self.root} cannot be used: {exc}. {_env.CACHE_DIR.name} names another folder"
+            ) from None
         except LoadError as exc:
             raise StoreError(
                 f"the kernel store is not private: {exc}. Compiled code would be loaded from it: correct it with "

@@ -6,21 +6,23 @@ that :func:`cutlass_ops.legality.check` refuses.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import os
 import re
+import stat
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cutlass_ops import legality, locks, plain, selection
+from cutlass_ops import _env, legality, locks, plain, selection
 from cutlass_ops.config import SWIZZLES, Config, Sm90Config, config_from_json, config_to_json
 from cutlass_ops.device import Problem as Problem
-from cutlass_ops.errors import ConfigError
+from cutlass_ops.errors import ConfigError, StoreError
 from cutlass_ops.signature import OpSignature
 from cutlass_ops.signature import signature_from_json as signature_from_json
 from cutlass_ops.signature import signature_to_json as signature_to_json
@@ -287,6 +289,9 @@ def load(path: Path) -> Table:
     OSError
         If it cannot be read.
     """
+    # To open a pipe would wait for who writes it.
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ConfigError(f"{path} is not a tuning table: it is not a file")
     with path.open("rb") as file:
         return parse(file.read(_MAX_BYTES + 1), str(path))
 
@@ -313,15 +318,13 @@ def update(path: Path, table: Table) -> Table:
     Raises
     ------
     ConfigError
-        If the file is no table, or one of another device or signature.
+        If the file is there and no table, or one of another signature or device.
     StoreError
-        If the file system has no locks.
-    OSError
-        If the file cannot be written, or its lock is a link.
+        If the folder cannot be written, its lock is a link, or the file system has no locks.
     """
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     lock = path.with_name(f".{path.name}.lock")
-    with locks.held(lock, f"the tuning table {path}", "name a folder on a local disk for the tables"):
+    held = locks.held(lock, f"the tuning table {path}", "name a folder on a local disk for the tables")
+    with _writing(path.parent), held:
         merged = load(path).merged(table) if path.exists() else table
         text = json.dumps(merged.to_json(), separators=(",", ":"), allow_nan=False)
         with tempfile.NamedTemporaryFile(
@@ -336,6 +339,31 @@ def update(path: Path, table: Table) -> Table:
                 Path(file.name).unlink(missing_ok=True)
                 raise
     return merged
+
+
+def prepare(folder: Path) -> None:
+    """Make a folder for tables if it is not there, and see whether tables can be written: measuring them takes long.
+
+    Raises
+    ------
+    StoreError
+        If it cannot be written.
+    """
+    with _writing(folder), tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Make a folder if it is not there, and put what goes wrong with its files into words."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        yield
+    except OSError as exc:
+        raise StoreError(
+            f"tuning tables cannot be kept in {folder}: {exc}. Set {_env.TUNING_DIR.name} to a folder of your own, or "
+            f"{_env.CACHE_DIR.name} to one for compiled kernels as well"
+        ) from exc
 
 
 def _losses(point: Point) -> dict[Config, float]:

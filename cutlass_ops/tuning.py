@@ -29,7 +29,7 @@ from cutlass_ops.device import Device, with_order
 from cutlass_ops.dtypes import OPERANDS
 from cutlass_ops.dtypes import dtype as element_named
 from cutlass_ops.epilogue.graph import Graph
-from cutlass_ops.errors import CompileError, MeasuringError, NoDeviceError, UnsupportedError
+from cutlass_ops.errors import CompileError, MeasuringError, NoDeviceError, StoreError, UnsupportedError
 from cutlass_ops.measuring import Measurer, Outcome
 from cutlass_ops.ops import called
 from cutlass_ops.policies import Policy
@@ -267,10 +267,10 @@ class Place:
 
     def table(self, signature: OpSignature) -> Table:
         """Return what is known of a signature."""
-        path = self.path(signature)
-        if path.exists():
-            return tables.load(path)
-        return Table(self.name, self.device.multiprocessors, signature)
+        try:
+            return tables.load(self.path(signature))
+        except FileNotFoundError:
+            return Table(self.name, self.device.multiprocessors, signature)
 
 
 def run(
@@ -506,7 +506,7 @@ def tune(
     ConfigError
         If a file in the folder is no table.
     ToolchainError, StoreError
-        If kernels cannot be compiled or stored.
+        If kernels cannot be compiled, or kernels or tables cannot be stored.
     """
     if allow_fallback and deterministic:
         raise ValueError("allow_fallback and deterministic exclude each other: PyTorch's kernels give other bits")
@@ -515,6 +515,7 @@ def tune(
             raise ValueError(f"{name} is {major!r}: say row or col, its major")
     graph, effort = called(op).graph, effort or Effort()
     place = _place(device, folder)
+    tables.prepare(place.folder)
     problems: dict[OpSignature, list[Problem]] = {}
     wanted = [_problem(shape) for shape in shapes]
     for dtype in [dtypes] if isinstance(dtypes, str | torch.dtype) else dtypes:
@@ -554,7 +555,7 @@ def signature_at(
 
 
 def _place(device: int, folder: str | os.PathLike[str] | None) -> Place:
-    kept = Path(folder) if folder else _env.tuning_dir()
+    kept = Path(folder) if folder else _folder()
     # Before kernels are compiled and measured for hours.
     outputs.require_folder(kept)
     if not torch.cuda.is_available():
@@ -563,6 +564,14 @@ def _place(device: int, folder: str | os.PathLike[str] | None) -> Place:
         raise NoDeviceError(f"there is no device {device}: this process sees {torch.cuda.device_count()}, from 0 on")
     name = torch.cuda.get_device_name(device)
     return Place(name, device_of(torch.device("cuda", device)), kept)
+
+
+def _folder() -> Path:
+    """Return where calls look for tables."""
+    try:
+        return _env.tuning_dir()
+    except _env.NoHomeError as exc:
+        raise StoreError(f"tuning tables cannot be kept: {exc}") from None
 
 
 def _problem(shape: object) -> Problem:

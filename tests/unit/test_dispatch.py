@@ -382,7 +382,7 @@ def test_scattered_stores_of_d_count_beside_what_was_measured_without():
     before, after = ({c: us for us, c in _times(policy, problem)} for policy in (aligned, odd))
     assert before.keys() == after.keys()
     assert any(c.swap_ab for c in before)
-    stored = float(model.scattering([problem]))
+    stored = model.scattering([problem]).item()
     assert 40 < stored < 80
     for config, us in before.items():
         assert after[config] == pytest.approx(us if config.swap_ab else us + stored, rel=1e-3)

@@ -6,8 +6,8 @@ import math
 from dataclasses import replace
 from typing import get_args
 
+import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from signatures import H100, H200, signature
@@ -164,8 +164,8 @@ def test_a_pool_counts_what_means_take():
     pool = heuristics.Pool.of(ways, norm)
     alone = heuristics.Pool.of([replace(c, means="gathered") for c in ways], plain).times(problems, H100)
     later = model.means(model.Batch.of(ways), problems, alone)
-    assert torch.allclose(pool.times(problems, H100) - alone, later)
-    assert torch.allclose(pool.besides(problems, H100), later)
+    assert np.allclose(pool.times(problems, H100) - alone, later)
+    assert np.allclose(pool.besides(problems, H100), later)
 
 
 def test_few_rows_are_gathered_and_others_read_beside():
@@ -342,9 +342,10 @@ def test_what_was_measured_with_such_lines_says_little_of_others():
     pool = heuristics.Pool.of(policies.policy(column_major, H100).kernels[:8], column_major)
     problems = [(256, 4096, 1000), (200, 4096, 4096), (256, 4104, 4096), (200, 4104, 4096)]
     assert pool.odd(problems).tolist() == [0, 1, 1, 2]
-    aligned, alike, odd = knowledge._places([(256, 4096, 4096), (256, 4096, 4096), (248, 4096, 4096)], pool, H100)
-    notes = knowledge.Notes(aligned[:, None], torch.ones(len(aligned), 1))
-    (near, far), _ = notes.near(torch.stack([alike, odd]))
+    where = knowledge.Where.of([(256, 4096, 4096), (256, 4096, 4096), (248, 4096, 4096)], pool)
+    places = np.arange(8)
+    notes = knowledge.Notes(where.problems, np.zeros(8, np.int64), places, where.tiles[0], np.ones(8))
+    _, near, far = notes.near(where)[0]
     assert (near > 0.99).all()
     assert (far < 0.2).all()
 
@@ -353,9 +354,12 @@ def test_what_is_compared_in_parts_is_compared_alike(monkeypatch):
     policy = policies.policy(signature(), H100)
     problems = [(m, 6144, 4096) for m in (1, 100, 512, 3000)]
     together = policy.expected(problems)
-    monkeypatch.setattr(heuristics, "ONE_THREAD", 1)
+    besides = heuristics.Pool.of(policy.kernels, signature(builtin.rms_norm)).besides(problems, H100)
+    monkeypatch.setattr(heuristics, "AT_ONCE", 1)
     apart = policy.expected(problems)
     assert len(heuristics.Pool.of(policy.kernels, signature()).parts(problems)) == len(problems)
-    torch.testing.assert_close(apart.times, together.times, rtol=1e-6, atol=0)
-    assert apart.sources.equal(together.sources)
-    assert apart.by_gpc.equal(together.by_gpc)
+    assert np.allclose(apart.times, together.times, rtol=1e-12, atol=0)
+    assert (apart.sources == together.sources).all()
+    assert (apart.by_gpc == together.by_gpc).all()
+    again = heuristics.Pool.of(policy.kernels, signature(builtin.rms_norm)).besides(problems, H100)
+    assert np.allclose(again, besides, rtol=1e-12, atol=0)
