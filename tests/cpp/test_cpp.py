@@ -338,7 +338,7 @@ def test_other_archives_are_refused(probe, contents, tmp_path, compressed):
     assert out.isascii()
     assert "\x1b" not in out
     for line in out.splitlines():
-        assert re.search("is no bundle as cutlass_ops writes it|no bundle has a file named", line)
+        assert re.search("is not a bundle as cutlass_ops writes it|no bundle has a file named", line)
     assert len(out.splitlines()) == len(paths)
 
 
@@ -355,7 +355,7 @@ def test_too_many_files_are_refused_before_they_are_looked_at(probe, tmp_path, c
             container._write_archive(path, files)
         code, out = probe("list", path)
         assert code == 1
-        assert re.search(f"has more than {container.MAX_FILES} files|is no bundle as cutlass_ops writes it", out)
+        assert re.search(f"has more than {container.MAX_FILES} files|is not a bundle as cutlass_ops writes it", out)
 
 
 def test_a_program_can_be_tied_to_one_bundle(probe, bundle, contents):
@@ -521,14 +521,14 @@ def test_a_sparse_archive_costs_nothing(probe, tmp_path, length):
         file.write(end)
     code, out = probe("list", path, memory=ENOUGH)
     assert code == 1
-    assert "is no bundle as cutlass_ops writes it" in out
+    assert "is not a bundle as cutlass_ops writes it" in out
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "manifest.sig", f"kernels/{'a' * 64}.so"])
 def test_sparse_files_cost_nothing(probe, contents, tmp_path, name):
     path = tmp_path / "made"
     write_bundle(path, *contents, folder=True)
-    for size, said in ((1 << 32, "at most 67108864 are allowed"), (16 << 20 | 1, "")):
+    for size, said in ((1 << 32, "at most 67108864 are allowed"), (4 << 20 | 1, "")):
         with (path / name).open("ab") as file:
             file.truncate(size)
         code, out = probe("list", path, memory=ENOUGH)
@@ -541,7 +541,7 @@ def test_sparse_files_cost_nothing(probe, contents, tmp_path, name):
 @pytest.mark.parametrize("place", ["signatures", "tables", "flags"])
 def test_a_large_manifest_costs_little_more_than_its_bytes(probe, tmp_path, contents, value, place):
     text = contents[0].to_bytes().decode()
-    many = ",".join([value] * ((14 << 20) // (len(value) + 1)))
+    many = ",".join([value] * (4_000_000 // (len(value) + 1)))
     text = re.sub(rf'"{place}":[\[{{]', lambda m: m[0] + many + ",", text, count=1)
     container.write(tmp_path / "a", {"manifest.json": text.encode()})
     code, out = probe("list", tmp_path / "a", memory=ENOUGH)

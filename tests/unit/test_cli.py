@@ -453,9 +453,9 @@ def test_explain_as_another_gpu_would(kit, run, device, says):
 @pytest.mark.parametrize(
     ("op", "dtype", "served_by"),
     [
-        ("rmsnorm_gemm", "bf16", "gemm_bf16row_bf16col_bf16row_"),
-        ("layernorm_gemm", "fp16", "gemm_f16row_f16col_f16row_"),
-        ("gemm_residual_rms", "fp16", "gemm_f16row_f16col_f16row_"),
+        ("rmsnorm_gemm", "bf16", "gemm_mean_square_of_a_eps_rsqrt_bf16row_bf16col_bf16row_"),
+        ("layernorm_gemm", "fp16", "gemm_mean_of_a_column_sum_"),
+        ("gemm_residual_rms", "fp16", "gemm_residual_f16_row_sum_square_f16row_f16col_f16row_"),
         ("gemm_swiglu", "bf16", "two GEMMs"),
     ],
 )
@@ -690,7 +690,7 @@ def test_several_keys_and_a_least_version_hold_for_every_command(kit, run, catal
         assert (code, "its version is 3" in out + err) == (5, True)
     for command in (("list",), ("inspect", tmp_path)):
         code, _, err = run(*command, "--minimum-version", 3)
-        assert (code, "kernels in the store have no version" in err) == (1, True)
+        assert (code, "kernels in the store have no version" in " ".join(err.split())) == (2, True)
 
 
 def test_an_executor_of_the_command_line(kit, run, catalogue):
@@ -842,8 +842,8 @@ def test_doctor_counts_bundles(kit, run, catalogue, tmp_path, monkeypatch):
         (["--folder", "--out", "file"], "is there already"),
         (["--folder", "--out", "/proc/a"], "may not make files in /proc"),
         (["--wheel", "name", "--wheel-version", "1.0"], "whl is a folder"),
-        (["--sign", "folder"], "is not a file: name a PEM file"),
-        (["--sign", "/dev/zero"], "is not a file: name a PEM file"),
+        (["--sign", "folder"], "is not a regular file"),
+        (["--sign", "/dev/zero"], "is not a regular file"),
         (["--sign", "file"], "holds no private key"),
     ],
 )

@@ -242,7 +242,7 @@ def test_preparing_leaves_an_empty_private_folder(tmp_path):
 def test_a_table_in_the_way_is_no_matter_of_the_folder(tmp_path):
     path().parent.mkdir()
     path().write_text("{")
-    with pytest.raises(ConfigError, match="is no tuning table"):
+    with pytest.raises(ConfigError, match="is not a tuning table"):
         tables.update(path(), Table(H100.name, 132, signature()))
 
 
