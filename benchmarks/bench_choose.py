@@ -21,7 +21,7 @@ H100 = Device((9, 0), 132, "NVIDIA H100 80GB HBM3")
 A100 = Device((8, 0), 108, "NVIDIA A100-SXM4-80GB")
 WEIGHTS = ((4096, 4096), (28672, 8192), (5000, 3000))
 ROWS = (1, 17, 100, 3000)
-TRIES = 5
+TRIES = 3
 
 
 def took(do: Callable[[], object]) -> float:

@@ -103,7 +103,8 @@ def main() -> None:
     args = parser.parse_args()
     arguments = [str(path.resolve()) for path in (args.bundle, args.key) if path]
     with tempfile.TemporaryDirectory() as folder:
-        make_environment(Path(folder), required("torch", "apache-tvm-ffi", *(["cryptography"] if args.key else [])))
+        signing = ["cryptography"] if args.key else []
+        make_environment(Path(folder), required("torch", "numpy", "apache-tvm-ffi", *signing))
         run(Path(folder), arguments)  # brings the files into memory
         rows = []
         for collected in [True, False] * args.runs:

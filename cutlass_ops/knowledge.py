@@ -149,7 +149,7 @@ class Notes:
         """Return the weighted sum of errors near problems, and of their weights, of shape (problems, kernels)."""
         errors, totals = np.zeros_like(where.tiles), np.zeros_like(where.tiles)
         kernels, starts = self._noted
-        step = max(1, heuristics.AT_ONCE // max(1, len(self.errors)))
+        step = max(1, heuristics.AT_ONCE // max(1, len(self.errors), len(self.problems)))
         for first in range(0, len(where.tiles) if len(kernels) else 0, step):
             part = slice(first, first + step)
             # What a note's kernel does not matter for is compared once for each problem that was measured.

@@ -351,7 +351,7 @@ def test_operands_that_tma_cannot_read_are_copied_where_that_is_little(epilogue,
     assert policy.choose((4096, 4096, 4096)).source != "measured"
     aligned = policies.policy(signature(epilogue, d=8), H100).choose((4096, 4096, 4096))
     weights = 1 + len(of.epilogue.products)
-    copies = float(heuristics.realigning((a, b), [(4096, weights * 4096, 4096)]))
+    copies = heuristics.realigning((a, b), [(4096, weights * 4096, 4096)]).item()
     expected = policy.choose((4096, 4096, 4096)).microseconds
     assert 0.9 * aligned.microseconds + copies < expected < 1.1 * aligned.microseconds + copies
 
