@@ -11,7 +11,8 @@ import cutlass_ops as co
 from cutlass_ops import ops
 from tests.gpu import tensors
 
-pytestmark = pytest.mark.gpu
+# What PyTorch warns of in its own modules is its own matter.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 M, N, K = 64, 512, 256
 

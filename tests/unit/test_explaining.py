@@ -153,7 +153,7 @@ def test_tensors_on_the_cpu_and_every_way_to_name_an_op():
     @co.epilogue
     def doubled(acc):
         """D = 2 A @ B."""
-        return acc * 2
+        return acc * 1.0625 * 2  # that no other test has: equal epilogues are one op
 
     assert co.explain(co.gemm, a, b, epilogue=doubled, out_dtype=torch.float32).op == "doubled"
     assert co.explain(doubled, a, b).op == "doubled"
