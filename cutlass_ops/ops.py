@@ -28,6 +28,12 @@ from cutlass_ops.registry import REGISTRY, OpSignature
 from cutlass_ops.results import Outputs
 from cutlass_ops.spec import KernelSpec
 
+# A warm call asks these: to look each of them up in its module would take as long as the answer.
+_is_traced = torch.compiler.is_dynamo_compiling
+_grad_enabled = torch.is_grad_enabled
+_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_transforms, _jit_tracer = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
+
 # Shapes that an op remembers; a service with every M up to 8192 for a few weights stays well below.
 _MAX_PLANS = 1 << 16
 # Kernels that calls of one shape may need: other majors, alignments or dtypes of inputs.
@@ -65,7 +71,8 @@ class Op(traced.Portable):
         self.names = tuple(i.name for i in self.graph.inputs)
         self.outputs = tuple(o.name for o in self.graph.outputs)
         self._scalars = tuple(i.name if i.kind is Kind.SCALAR else None for i in self.graph.inputs)
-        self._has_scalars = any(self._scalars)
+        self._has_scalars, self._has_one_output = any(self._scalars), len(self.outputs) == 1
+        self._count = len(self.names)
         self._instead = instead
         self.about = traced.register(name, self.graph, self, *(made_by or ("epilogue", self.graph.to_json())))
         self._plans: dict[tuple[Any, ...], tuple[AnyPlan, ...]] = {}
@@ -84,16 +91,18 @@ class Op(traced.Portable):
         **named: Any,
     ) -> Any:
         """Run the op; see the op's own documentation for shapes and errors."""
-        if torch.compiler.is_dynamo_compiling():
+        if _is_traced():
             return traced.Traced(self.about)(a, b, *inputs, out=out, out_dtype=out_dtype, **named)
-        if named or len(inputs) != len(self.names):
+        if named or len(inputs) != self._count:
             inputs = self.positional(inputs, named)
         if self._has_scalars:
             inputs = tuple(
                 x if name is None or type(x) is float else operands.scalar(name, x)
                 for name, x in zip(self._scalars, inputs, strict=True)
             )
-        if not traced.is_watched():
+        # As traced.is_watched() asks, without the call, which would show.
+        watched = _dispatch_modes() or _transforms() is not None or _jit_tracer() is not None
+        if not watched and not (_function_modes() and traced.is_watched()):
             results = self._run_warm(a, b, inputs, out, out_dtype)
             if results is not None:
                 return results
@@ -112,26 +121,29 @@ class Op(traced.Portable):
 
     def _run_warm(self, a: Any, b: Any, inputs: tuple[Any, ...], out: Any, out_dtype: torch.dtype | None) -> Any:
         """Run the op as it ran before at these shapes; None where it did not, or where arguments must be looked at."""
-        # Not is_plain() and the like: a function call for each argument would cost as much as the rest.
-        grad = torch.is_grad_enabled()
+        # A function call for each argument would cost as much as the rest.
+        grad = _grad_enabled()
         for x in (a, b, *inputs):
             kind = type(x)
             if kind is Tensor or kind is Parameter:
-                if x.is_neg() or (grad and x.requires_grad):
+                if (grad and x.requires_grad) or x.is_neg():
                     return None
             elif kind is not float:
                 return None
-        if out is not None and (type(out) is not Tensor or (out_dtype is not None and out.dtype != out_dtype)):
-            return None
+        dtype = out_dtype
+        if out is not None:
+            if type(out) is not Tensor or (out_dtype is not None and out.dtype != out_dtype):
+                return None
+            dtype = out.dtype
         try:
-            plans = self._plans.get(_key(a, b, out, out_dtype))
+            plans = self._plans.get((a.shape, b.shape, a.dtype, dtype, a.get_device()))
         except (AttributeError, RuntimeError):  # no tensor, or a nested one, which has no shape
             return None
         if plans is not None:
             for plan in plans:
                 results = plan.run(a, b, inputs, out)
                 if results is not None:
-                    return results[0] if len(self.outputs) == 1 else Outputs(self.outputs, results)
+                    return results[0] if self._has_one_output else Outputs(self.outputs, results)
         return None
 
     def positional(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
