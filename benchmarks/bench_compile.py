@@ -69,7 +69,7 @@ def plain(spec: KernelSpec, toolchain: Toolchain, folder: Path) -> float:
         "-shared", "-cudart=shared", "-cudadevrt=none", "-Llib", "-ltvm_ffi", "-o", "kernel.so", "kernel.cu",
     ]  # fmt: skip
     began = time.monotonic()
-    subprocess.run(command, cwd=folder, env=environment(), check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command, cwd=folder, env=environment(toolchain.path), check=True, stdout=subprocess.DEVNULL)
     return time.monotonic() - began
 
 

@@ -171,7 +171,7 @@ def _integer(text: str) -> int:
     # Python itself refuses thousands of digits, with advice that is none here.
     value = int(text) if len(text) <= _MAX_DIGITS else None
     if value is None or not -(1 << 63) <= value < 1 << 63:
-        raise ValueError(f"{shown(text)} is no integer of 64 bits")
+        raise ValueError(f"{shown(text)} is not an integer of 64 bits")
     return value
 
 

@@ -152,7 +152,9 @@ def kept(policy: Policy, n: int, k: int) -> tuple[Config, ...]:
     times = known.decisive()
     best, fastest = times.min(1, keepdims=True), times.argmin(1, keepdims=True)
     slack = np.array([_SLACK[s] + _ROUNDING for s in SOURCES])[np.take_along_axis(known.sources, fastest, 1)]
-    losses = times / best - 1
+    # Where no kernel can be launched, none loses anything.
+    possible = np.isfinite(best)
+    losses = np.where(possible, times / np.where(possible, best, 1) - 1, 0)
     chosen: list[int] = []
     reached = np.ones_like(best)
     while (reached > slack).any():

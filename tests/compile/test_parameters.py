@@ -39,7 +39,7 @@ def parameter_bytes(graph, folder):
     text = render.render(spec).replace("GemmKernel::SharedStorageSize <=", "0 * GemmKernel::SharedStorageSize <=")
     (folder / "kernel.cu").write_text(text)
     command = [toolchain.host_compiler, *compile_flags(target)["host"], "-o", "kernel.o", "kernel.cu"]
-    subprocess.run([str(part) for part in command], cwd=folder, env=environment(), check=True)
+    subprocess.run([str(part) for part in command], cwd=folder, env=environment(toolchain.path), check=True)
     sections = elf.sections((folder / "kernel.o").read_bytes())
     return next(int.from_bytes(s.data, "little") for s in sections if s.name == f".cutlass_ops.{spec.slug}")
 

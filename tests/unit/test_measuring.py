@@ -262,7 +262,7 @@ DONE = '{"event": "done", "measured": %s, "peers": %s}'
         ("[]", "it is an object, not list"),
         ('{"event": "peers", "event": "peers"}', "stands twice"),
         ("[" * 100_000, "nested too deeply"),
-        ('{"event": %s}' % ("9" * 5000), "is no integer of 64 bits"),
+        ('{"event": %s}' % ("9" * 5000), "is not an integer of 64 bits"),
         (DONE % ("ROWS", '{"eager": NaN}'), "NaN is not a number"),
         (DONE % ("ROWS", '{"eager": 0}'), "peers holds 0"),
         (DONE % ("ROWS", '{"eager": -1.0}'), "peers holds -1.0"),
