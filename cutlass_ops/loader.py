@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
 import importlib.util
 import itertools
 import json
@@ -114,6 +115,18 @@ def load(artifact: Artifact) -> LoadedKernel:
         if name not in _loaded:
             _loaded[name] = _load(artifact)
         return _loaded[name]
+
+
+@functools.cache
+def prepare() -> None:
+    """Have what launches kernels in memory, where there is a GPU: a program is being made that will need it.
+
+    PyTorch 2.11's AOTInductor was seen to crash where it loads a package, of PyTorch alone too, unless tvm-ffi is there.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        _import_tvm_ffi()
 
 
 def _load(artifact: Artifact) -> LoadedKernel:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from cutlass_ops import _env, arch, builtin, dispatch, operands, traced
+from cutlass_ops import _env, arch, builtin, dispatch, loader, operands, traced
 from cutlass_ops.background import BACKGROUND
 from cutlass_ops.call import Call, check_call, device_of, signature_of
 from cutlass_ops.device import Device
@@ -160,6 +160,7 @@ class Op(traced.Portable):
         self, a: Tensor, b: Tensor, inputs: Sequence[Any], out_dtype: torch.dtype | None = None
     ) -> list[Tensor]:
         """Return outputs of the right shapes, dtypes and device for checked arguments, and compute nothing."""
+        loader.prepare()
         return check_call(self.graph, a, b, dict(zip(self.names, inputs, strict=True)), None, out_dtype).results()
 
     def wrap(self, call: Call) -> Any:

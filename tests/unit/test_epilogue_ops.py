@@ -122,7 +122,7 @@ def test_expressions(node, args, text):
 
 @pytest.mark.parametrize("name", ["acc", "input", "mean_of_a", "system", "x); //"])
 def test_what_is_no_operation_has_no_expression(name):
-    with pytest.raises(ValueError, match="no operation"):
+    with pytest.raises(ValueError, match="is not an operation"):
         cpp_expression(Node(name), ())
 
 
