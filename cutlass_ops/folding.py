@@ -141,6 +141,10 @@ def _check(name: str, w: Tensor, vector_name: str, vector: Tensor) -> None:
             f"{name} {tuple(w.shape)} and {vector_name} {tuple(vector.shape)}: they must be (K, N) and (K,) with the "
             f"same K" + (f". {name} looks like a weight of shape (N, K): pass {name}.t()" if transposed else "")
         )
+    _require_one_device(name, w, vector_name, vector)
+
+
+def _require_one_device(name: str, w: Tensor, vector_name: str, vector: Tensor) -> None:
     if vector.device != w.device:
         raise ValueError(f"{vector_name} is on {vector.device} and {name} is on {w.device}: move them to one device")
 
@@ -152,6 +156,16 @@ def _a_value_a_column(w: Tensor) -> Tensor:
     return w.new_empty(w.shape[1], dtype=torch.float32)
 
 
-traced.declare("fold(Tensor w, Tensor gamma, str name) -> Tensor", _fold, lambda w, *_: _empty_like(w))
+def _folded_shape(w: Tensor, gamma: Tensor, name: str) -> Tensor:
+    _require_one_device(name, w, "gamma", gamma)
+    return _empty_like(w)
+
+
+def _row_times_shape(name: str, row: Tensor, w: Tensor) -> Tensor:
+    _require_one_device("w", w, name, row)
+    return _a_value_a_column(w)
+
+
+traced.declare("fold(Tensor w, Tensor gamma, str name) -> Tensor", _fold, _folded_shape)
 traced.declare("column_sums(Tensor matrix) -> Tensor", _column_sums, _a_value_a_column)
-traced.declare("row_times(str name, Tensor row, Tensor w) -> Tensor", _row_times, lambda _, __, w: _a_value_a_column(w))
+traced.declare("row_times(str name, Tensor row, Tensor w) -> Tensor", _row_times, _row_times_shape)

@@ -121,7 +121,8 @@ def load(artifact: Artifact) -> LoadedKernel:
 def prepare() -> None:
     """Have what launches kernels in memory, where there is a GPU: a program is being made that will need it.
 
-    PyTorch 2.11's AOTInductor was seen to crash where it loads a package, of PyTorch alone too, unless tvm-ffi is there.
+    PyTorch 2.11's AOTInductor was seen to crash where it loads a package, even one of PyTorch alone, before tvm-ffi is
+    there.
     """
     import torch
 

@@ -312,7 +312,7 @@ def detour(called: Portable, a: Any, b: Any, inputs: Sequence[Any], out: Any, ou
         _refuse_others("out", value)
         if isinstance(value, Tensor) and torch._is_functional_tensor(value):
             raise TypeError("out is a functional tensor, which nothing writes to: leave out away, and copy the result")
-    if is_watched() or any(map(_needs_operator, values)):
+    if is_watched() or any(map(_needs_operator, values)) or _only_shapes(values):
         return entry(a, b, *inputs, out=out, out_dtype=out_dtype)
     return called.run_plain(a, b, tuple(inputs), out, out_dtype)
 
@@ -327,7 +327,9 @@ def goes_by_operator(**tensors: Any) -> bool:
     """
     if torch.compiler.is_dynamo_compiling():
         return True
-    if not is_watched() and not any(map(is_special, tensors.values())):
+    values = tuple(tensors.values())
+    special = any(_overrides(x) or _needs_operator(x) for x in values)
+    if not is_watched() and not special and not _only_shapes(values):
         return False
     for name, value in tensors.items():
         _refuse_others(name, value)
@@ -340,7 +342,16 @@ def _arguments(a: Any, b: Any, inputs: Sequence[Any], out: Any) -> tuple[Any, ..
 
 def is_special(value: Any) -> bool:
     """Whether an argument is more or less than what lies in its memory."""
-    return _overrides(value) or _needs_operator(value)
+    return _overrides(value) or _needs_operator(value) or _is_meta(value)
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type == "meta"
+
+
+def _only_shapes(values: Sequence[Any]) -> bool:
+    """Whether all tensors are on "meta". Where others are not, a call goes on, and says that devices differ."""
+    return all(_is_meta(x) for x in values if isinstance(x, Tensor))
 
 
 def _overrides(value: Any) -> bool:
@@ -355,11 +366,11 @@ def _overrides(value: Any) -> bool:
 
 
 def _needs_operator(value: Any) -> bool:
-    """Whether only PyTorch's dispatcher gets at what a tensor stands for, or at the rules for its device."""
+    """Whether only PyTorch's dispatcher gets at what a tensor stands for."""
     if not isinstance(value, Tensor):
         return False
     others = type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__
-    return others or torch._is_functional_tensor(value) or value.device.type == "meta"
+    return others or torch._is_functional_tensor(value)
 
 
 def _refuse_others(name: str, value: Any) -> None:

@@ -515,7 +515,6 @@ def tune(
             raise ValueError(f"{name} is {major!r}: say row or col, its major")
     graph, effort = called(op).graph, effort or Effort()
     place = _place(device, folder)
-    tables.prepare(place.folder)
     problems: dict[OpSignature, list[Problem]] = {}
     wanted = [_problem(shape) for shape in shapes]
     for dtype in [dtypes] if isinstance(dtypes, str | torch.dtype) else dtypes:
@@ -563,6 +562,7 @@ def _place(device: int, folder: str | os.PathLike[str] | None) -> Place:
     if device not in range(torch.cuda.device_count()):
         raise NoDeviceError(f"there is no device {device}: this process sees {torch.cuda.device_count()}, from 0 on")
     name = torch.cuda.get_device_name(device)
+    tables.prepare(kept)
     return Place(name, device_of(torch.device("cuda", device)), kept)
 
 

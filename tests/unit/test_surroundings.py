@@ -194,6 +194,12 @@ def test_meta_tensors_give_shapes():
         (M,),
         torch.float32,
     )
+    for wrong in ((X.to("meta"), W, BIAS), (X, W.to("meta"), BIAS), (X, W, BIAS.to("meta"))):
+        with pytest.raises(ValueError, match=r"is on (meta|cpu) and a is on"):
+            co.gemm_bias_relu(*wrong)
+    for gamma, w in ((X[0].to("meta"), W), (X[0], W.to("meta"))):
+        with pytest.raises(ValueError, match=r"is on (meta|cpu)"):
+            co.rmsnorm_gemm(X, w, gamma, eps=1e-5)
 
 
 # ---- Modes and tracers ---------------------------------------------------------------------------------------------
