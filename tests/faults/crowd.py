@@ -100,6 +100,9 @@ def left_over(store: KernelStore) -> list[str]:
 
 
 def compile_until_ended(folder: Path, toolchain: Toolchain) -> None:
+    if threading.current_thread() is threading.main_thread():
+        # What runs under nohup ignores it, and so would its children.
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     compile_kernel(folder, "kernel.cu", "kernel.so", arch.target("sm_80"), toolchain)
 
 
