@@ -63,18 +63,25 @@ def run(executable: Path) -> dict[str, Any]:
         [executable, "-m", "pytest", *QUICK], cwd=ROOT, env=variables, text=True, stdout=subprocess.PIPE, check=False
     )
     lines = done.stdout.strip().splitlines()
-    failed = [line.partition(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))]
+    failures = [line.partition(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))]
     counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|deselected|errors?)", lines[-1])}
     about = "import json, platform, torch; print(json.dumps([platform.python_version(), torch.__version__]))"
     versions = subprocess.run([executable, "-c", about], text=True, stdout=subprocess.PIPE, check=True)
     exact = json.loads(versions.stdout)
-    return {"python": exact[0], "torch": exact[1], "status": done.returncode, "failed": failed, **counts}
+    return {
+        "python": exact[0],
+        "torch": exact[1],
+        "status": done.returncode,
+        "failed": 0,
+        **counts,
+        "failures": failures,
+    }
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
     """Return the document that shows the results."""
     rows = [
-        f"| {r['python']} | {r['torch']} | {r.get('passed', 0)} | {len(r['failed'])} | {r['date']} |"
+        f"| {r['python']} | {r['torch']} | {r.get('passed', 0)} | {r['failed']} | {r['date']} |"
         for _, r in sorted(results.items())
     ]
     return "\n".join(
