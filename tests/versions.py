@@ -65,8 +65,8 @@ def run(executable: Path) -> dict[str, Any]:
     lines = done.stdout.strip().splitlines()
     failures = [line.partition(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))]
     counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|deselected|errors?)", lines[-1])}
-    about = "import json, platform, torch; print(json.dumps([platform.python_version(), torch.__version__]))"
-    versions = subprocess.run([executable, "-c", about], text=True, stdout=subprocess.PIPE, check=True)
+    asked = "import json, platform, torch; print(json.dumps([platform.python_version(), torch.__version__]))"
+    versions = subprocess.run([executable, "-c", asked], text=True, stdout=subprocess.PIPE, check=True)
     exact = json.loads(versions.stdout)
     return {
         "python": exact[0],
