@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -165,10 +166,13 @@ def _find_nvcc(path: str) -> tuple[Path, str]:
 
 
 def _wheel_bins() -> Iterator[Path]:
-    """Yield the folders of programs in NVIDIA's wheels, the newest CUDA first; nothing is imported."""
-    spec = importlib.util.find_spec("nvidia")
-    for root in (spec.submodule_search_locations or ()) if spec else ():
-        yield from sorted(Path(root).glob("cu[0-9]*/bin"), reverse=True)
+    """Yield the folders of programs in NVIDIA's wheels, the newest CUDA first; nothing is imported.
+
+    Some of these wheels make `nvidia` a package of one folder. Others may lie beside it, in another folder of `sys.path`.
+    """
+    for root in sys.path:
+        if os.path.isabs(root):
+            yield from sorted(Path(root).glob("nvidia/cu[0-9]*/bin"), reverse=True)
 
 
 def _find_host_compiler(path: str) -> Path:

@@ -63,7 +63,7 @@ def run(executable: Path) -> dict[str, Any]:
         [executable, "-m", "pytest", *QUICK], cwd=ROOT, env=variables, text=True, stdout=subprocess.PIPE, check=False
     )
     lines = done.stdout.strip().splitlines()
-    failures = [line.partition(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))]
+    failures = [line.partition(" - ")[0] for line in lines if line.startswith(("FAILED ", "ERROR tests"))]
     counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|deselected|errors?)", lines[-1])}
     asked = "import json, platform, torch; print(json.dumps([platform.python_version(), torch.__version__]))"
     versions = subprocess.run([executable, "-c", asked], text=True, stdout=subprocess.PIPE, check=True)

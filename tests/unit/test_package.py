@@ -47,8 +47,9 @@ print(time.process_time() - began)
 
 
 def _run(code):
-    # Without byte code files: writing those is Python's own habit.
-    done = subprocess.run([sys.executable, "-B", "-c", code], check=True, capture_output=True, text=True)
+    # Without byte code files: writing those is Python's own habit. PyTorch warns of that one version of Python.
+    quiet = "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning"
+    done = subprocess.run([sys.executable, "-B", "-W", quiet, "-c", code], check=True, capture_output=True, text=True)
     assert done.stderr == ""
     return done.stdout.strip()
 
