@@ -168,7 +168,7 @@ def _find_nvcc(path: str) -> tuple[Path, str]:
 def _wheel_bins() -> Iterator[Path]:
     """Yield the folders of programs in NVIDIA's wheels, the newest CUDA first; nothing is imported.
 
-    Some of these wheels make `nvidia` a package of one folder. Others may lie beside it, in another folder of `sys.path`.
+    Some of these wheels make `nvidia` a package of one folder. Others may lie beside it, in another of `sys.path`.
     """
     for root in sys.path:
         if os.path.isabs(root):
