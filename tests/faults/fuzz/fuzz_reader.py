@@ -18,9 +18,9 @@ import atheris
 import torch  # noqa: F401 - before instrumentation: it takes minutes to instrument
 
 with atheris.instrument_imports(include=["cutlass_ops"]):
-    from cutlass_ops import container, elf, manifest, sass
+    from cutlass_ops import container, elf, linkage, manifest, sass
     from cutlass_ops.bundle import _require_files
-    from cutlass_ops.errors import BundleError, CompileError
+    from cutlass_ops.errors import BundleError, CompileError, LoadError
 
 
 class _NoDigest:
@@ -76,9 +76,15 @@ def of_archive(data: bytes) -> None:
 
 def of_library(data: bytes) -> None:
     """A kernel's library, as `cutlass-ops verify` looks at it."""
-    for check in (lambda d: sass.opcodes(d, "it"), elf.needed, lambda d: [*map(elf.sm_version, elf.gpu_images(d))]):
-        with contextlib.suppress(CompileError, struct.error, IndexError, UnicodeDecodeError):
-            check(data)
+    checks = (
+        lambda: sass.opcodes(data, "it"),
+        lambda: elf.exports(data, ("main", "_init")),
+        lambda: linkage.require_own_libraries(data, "it"),
+        lambda: [*map(elf.sm_version, elf.gpu_images(data))],
+    )
+    for check in checks:
+        with contextlib.suppress(CompileError, LoadError, struct.error, IndexError, UnicodeDecodeError):
+            check()
 
 
 _VALUES = (
