@@ -12,10 +12,11 @@ import argparse
 import time
 from collections.abc import Callable
 
-from cutlass_ops import builtin, dispatch, policies
-from cutlass_ops.device import Device
-from cutlass_ops.signature import OpSignature
-from cutlass_ops.tuning import signature_at
+from cutlass_ops.choose import dispatch, policies
+from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.signature import OpSignature
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.tuner.tuning import signature_at
 
 H100 = Device((9, 0), 132, "NVIDIA H100 80GB HBM3")
 A100 = Device((8, 0), 108, "NVIDIA A100-SXM4-80GB")

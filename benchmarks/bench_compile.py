@@ -24,12 +24,15 @@ import harness
 from bench_gemm import BENCHMARKS
 
 import cutlass_ops as co
-from cutlass_ops import arch, compiler, ops, render
-from cutlass_ops.builder import build_artifact
-from cutlass_ops.registry import OpSignature
-from cutlass_ops.spec import KernelSpec, Operand
-from cutlass_ops.store import KernelStore
-from cutlass_ops.toolchain import Toolchain, environment, find_toolchain
+from cutlass_ops.artifacts.store import KernelStore
+from cutlass_ops.base import arch
+from cutlass_ops.compilation import compiler
+from cutlass_ops.compilation.builder import build_artifact
+from cutlass_ops.compilation.toolchain import Toolchain, environment, find_toolchain
+from cutlass_ops.declare.spec import KernelSpec, Operand
+from cutlass_ops.kinds import render
+from cutlass_ops.run import ops
+from cutlass_ops.run.registry import OpSignature
 
 
 def kernels() -> list[KernelSpec]:

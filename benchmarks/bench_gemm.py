@@ -33,15 +33,16 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops import dispatch, ops, policies
-from cutlass_ops.builder import build_many
-from cutlass_ops.call import device_of
-from cutlass_ops.device import Device
-from cutlass_ops.registry import OpSignature
-from cutlass_ops.spec import KernelSpec
-from cutlass_ops.tables import Problem, Table
-from cutlass_ops.timing import expected_us, rotation
-from cutlass_ops.tuning import signature_at
+from cutlass_ops.choose import dispatch, policies
+from cutlass_ops.choose.tables import Problem, Table
+from cutlass_ops.compilation.builder import build_many
+from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.run import ops
+from cutlass_ops.run.call import device_of
+from cutlass_ops.run.registry import OpSignature
+from cutlass_ops.tuner.timing import expected_us, rotation
+from cutlass_ops.tuner.tuning import signature_at
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 import cutlass_ops as co
-from cutlass_ops.background import BACKGROUND
+from cutlass_ops.compilation.background import BACKGROUND
 
 CALLS, ROUNDS = 200, 41
 

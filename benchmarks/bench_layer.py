@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops.timing import Run, expected_us
+from cutlass_ops.tuner.timing import Run, expected_us
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import transformer_block as block

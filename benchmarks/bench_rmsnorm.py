@@ -26,12 +26,14 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops import dispatch, legality, norms, ops
-from cutlass_ops.builder import build_many
-from cutlass_ops.call import device_of
-from cutlass_ops.config import Means, Sm90Config
-from cutlass_ops.spec import KernelSpec
-from cutlass_ops.timing import expected_us, rotation
+from cutlass_ops.choose import dispatch
+from cutlass_ops.compilation.builder import build_many
+from cutlass_ops.declare.config import Means, Sm90Config
+from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.kinds import legality
+from cutlass_ops.run import norms, ops
+from cutlass_ops.run.call import device_of
+from cutlass_ops.tuner.timing import expected_us, rotation
 
 SETS = {"grid": shapes.NORMS, "unseen": shapes.UNSEEN_NORMS}
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}

@@ -23,8 +23,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops import builtin, ops
-from cutlass_ops.timing import expected_us, rotation
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.run import ops
+from cutlass_ops.tuner.timing import expected_us, rotation
 
 SETS = {"grid": shapes.GATES, "unseen": shapes.UNSEEN_GATES}
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}

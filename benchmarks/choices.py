@@ -21,13 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import cutlass_ops as co
-from cutlass_ops import _resources, builtin, dispatch, norms, policies, tables
-from cutlass_ops.config import Config, config_from_json, config_to_json
-from cutlass_ops.device import Device, Problem
+from cutlass_ops.base import resources
+from cutlass_ops.choose import dispatch, policies, tables
+from cutlass_ops.declare.config import Config, config_from_json, config_to_json
+from cutlass_ops.declare.device import Device, Problem
+from cutlass_ops.declare.signature import OpSignature, signature_from_json, signature_to_json
+from cutlass_ops.declare.spec import Operand
+from cutlass_ops.epilogue import builtin
 from cutlass_ops.epilogue.graph import Graph
-from cutlass_ops.signature import OpSignature, signature_from_json, signature_to_json
-from cutlass_ops.spec import Operand
-from cutlass_ops.tuning import signature_at
+from cutlass_ops.run import norms
+from cutlass_ops.tuner.tuning import signature_at
 
 GOLDEN = Path(__file__).parents[1] / "tests" / "golden" / "choices.json.gz"
 
@@ -90,7 +93,7 @@ class Case:
 
 def shipped() -> Iterator[Case]:
     """Yield what was measured, as the tables that ship say."""
-    for path in sorted(_resources.tuned().glob("*.json")):
+    for path in sorted(resources.tuned().glob("*.json")):
         table = tables.load(path)
         device = Device((9, 0), table.multiprocessors, table.device)
         yield Case(device, table.signature, tuple(p.problem for p in table.points))

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import shapes
 
-from cutlass_ops import policies, tables
-from cutlass_ops.config import Config
-from cutlass_ops.device import Device
-from cutlass_ops.tables import Point, Problem, Table
+from cutlass_ops.choose import policies, tables
+from cutlass_ops.choose.tables import Point, Problem, Table
+from cutlass_ops.declare.config import Config
+from cutlass_ops.declare.device import Device
 
 
 def chosen(found: Iterable[tuple[float, bool]]) -> str:

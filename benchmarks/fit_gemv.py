@@ -2,7 +2,7 @@
 
     python benchmarks/fit_gemv.py cutlass_ops/tuned/nvidia-h100*.json
 
-Prints the fitted :class:`cutlass_ops.model_gemv.Numbers`, to be copied into ``cutlass_ops/model_gemv.py`` by hand.
+Prints the fitted :class:`cutlass_ops.kinds.gemv.model.Numbers`, to be copied there by hand.
 Tables of norms, second products and reductions are left out: these take time of their own.
 """
 
@@ -15,10 +15,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from cutlass_ops import model_gemv, tables
-from cutlass_ops.config import GemvConfig
-from cutlass_ops.model_gemv import H100, Numbers
-from cutlass_ops.tables import Problem, Table
+from cutlass_ops.choose import tables
+from cutlass_ops.choose.tables import Problem, Table
+from cutlass_ops.declare.config import GemvConfig
+from cutlass_ops.kinds.gemv import model as model_gemv
+from cutlass_ops.kinds.gemv.model import H100, Numbers
 
 # {problem: {kernel: microseconds}}, problems of one table apart from those of another.
 Measured = dict[tuple[int, Problem], dict[GemvConfig, float]]

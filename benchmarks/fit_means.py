@@ -3,8 +3,8 @@
     python benchmarks/fit_means.py benchmarks/results/sweep_means_h100.json    # and later ones of single ways
 
 Reads results of sweep_means.py; what the last file says of a way counts. Prints the fitted
-:class:`cutlass_ops.model.Taking`, to be copied into ``cutlass_ops/model.py`` by hand. Kernels that take means beside
-and visit all rows in their first wave of several are left out: dispatch has them visit new rows last.
+:class:`cutlass_ops.kinds.sm90.model.Taking`, to be copied there by hand. Kernels that take means beside and visit all
+rows in their first wave of several are left out: dispatch has them visit new rows last.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from cutlass_ops import model
-from cutlass_ops.config import Means, Sm90Config, config_from_json
-from cutlass_ops.model import Floats, PerSchedule, Taking
+from cutlass_ops.declare.config import Means, Sm90Config, config_from_json
+from cutlass_ops.kinds.sm90 import model
+from cutlass_ops.kinds.sm90.model import Floats, PerSchedule, Taking
 
 # What is further off says nothing about the rest.
 _OUTLIER = 0.15

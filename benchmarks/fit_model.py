@@ -4,7 +4,7 @@
 
 Reads tuning tables and the results of sweep.py. What is compared is what raced together: each file by itself.
 
-Prints the fitted :class:`cutlass_ops.model.Chip`, to be copied into ``cutlass_ops/model.py`` by hand.
+Prints the fitted :class:`cutlass_ops.kinds.sm90.model.Chip`, to be copied there by hand.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from pathlib import Path
 
 import numpy as np
 
-from cutlass_ops import model, tables
-from cutlass_ops.config import ClusterShape, Schedule, Sm90Config, ThreadblockShape
-from cutlass_ops.model import Floats
+from cutlass_ops.choose import tables
+from cutlass_ops.declare.config import ClusterShape, Schedule, Sm90Config, ThreadblockShape
+from cutlass_ops.kinds.sm90 import model
+from cutlass_ops.kinds.sm90.model import Floats
 
 Shape = tuple[int, int, int]
 Sweep = dict[Shape, dict[Sm90Config, float]]
@@ -91,8 +92,7 @@ def parse(slug: str) -> Sm90Config:
 class Measured:
     """A sweep as a matrix of shape (problems, configurations): microseconds, NaN where nothing was measured.
 
-    ``lines`` says along which extents the lines of A and of B lie in memory, as :func:`cutlass_ops.model.times` wants
-    to know.
+    ``lines`` says along which extents the lines of A and of B lie in memory, as the model's ``times`` wants to know.
     """
 
     problems: tuple[Shape, ...]

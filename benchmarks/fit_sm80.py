@@ -2,7 +2,7 @@
 
     python benchmarks/fit_sm80.py benchmarks/results/sweep_sm80_h100.json
 
-Prints the fitted :class:`cutlass_ops.model_sm80.Costs`, to be copied into ``cutlass_ops/model_sm80.py`` by hand.
+Prints the fitted :class:`cutlass_ops.kinds.sm80.model.Costs`, to be copied there by hand.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 
-from cutlass_ops import model_sm80
-from cutlass_ops.config import Sm80Config, ThreadblockShape, WarpShape
-from cutlass_ops.model_sm80 import Costs
+from cutlass_ops.declare.config import Sm80Config, ThreadblockShape, WarpShape
+from cutlass_ops.kinds.sm80 import model as model_sm80
+from cutlass_ops.kinds.sm80.model import Costs
 
 # Alignment and problem; and what each configuration took there, in microseconds.
 Place = tuple[int, tuple[int, int, int]]

@@ -1,4 +1,4 @@
-"""Variants timed against each other with :mod:`cutlass_ops.timing`, ratios per round, and results as files.
+"""Variants timed against each other with :mod:`cutlass_ops.tuner.timing`, ratios per round, and results as files.
 
 In each round every variant runs once, in a fresh random order: a fixed order would give the one that follows a pause a
 cooler chip. A ratio is formed within a round, then the median over rounds.
@@ -23,14 +23,14 @@ import torch
 import torch._inductor.config
 from torch import Tensor
 
-from cutlass_ops import dispatch
-from cutlass_ops.background import BACKGROUND
-from cutlass_ops.builder import build_many
-from cutlass_ops.call import check_call, device_of, signature_of
-from cutlass_ops.device import Device, Problem
-from cutlass_ops.ops import Op
-from cutlass_ops.registry import OpSignature
-from cutlass_ops.timing import Run, Stopwatch
+from cutlass_ops.choose import dispatch
+from cutlass_ops.compilation.background import BACKGROUND
+from cutlass_ops.compilation.builder import build_many
+from cutlass_ops.declare.device import Device, Problem
+from cutlass_ops.run.call import check_call, device_of, signature_of
+from cutlass_ops.run.ops import Op
+from cutlass_ops.run.registry import OpSignature
+from cutlass_ops.tuner.timing import Run, Stopwatch
 
 ROUNDS = 25
 

@@ -29,13 +29,15 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from tune_tables import SHAPES
 
-from cutlass_ops import dispatch, legality, policies, tuning
-from cutlass_ops.call import device_of
-from cutlass_ops.config import ClusterShape, Config, Schedule, Sm90Config, ThreadblockShape
-from cutlass_ops.errors import ConfigError
-from cutlass_ops.measuring import Measurer
-from cutlass_ops.spelling import problems_of
-from cutlass_ops.tables import Point, Problem
+from cutlass_ops.base.errors import ConfigError
+from cutlass_ops.choose import dispatch, policies
+from cutlass_ops.choose.tables import Point, Problem
+from cutlass_ops.declare.config import ClusterShape, Config, Schedule, Sm90Config, ThreadblockShape
+from cutlass_ops.declare.spelling import problems_of
+from cutlass_ops.kinds import legality
+from cutlass_ops.run.call import device_of
+from cutlass_ops.tuner import tuning
+from cutlass_ops.tuner.measuring import Measurer
 
 # nvjet_sm90_tst_128x216_64x4_2x1_v_bz_coopA_relubias_TNT: tile, K and stages, clusters, order, schedule, epilogue.
 _NAME = re.compile(r"nvjet_sm90_[a-z]+_(\d+)x(\d+)_\d+x\d+_(\d)x(\d)_[a-z]_[a-z]+(?:_(coop))?")

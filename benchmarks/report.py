@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import tomllib
 
-from cutlass_ops.roofline import PEAKS
+from cutlass_ops.declare.roofline import PEAKS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -446,11 +446,11 @@ def roofline_text(result: Result) -> str:
     """Return what the roofline plot shows."""
     text = "TFLOP/s of ours over arithmetic intensity: operands, inputs and D are counted once."
     if (found := ceilings(result.head)) is None:
-        return f"{text} Ceilings of this chip are not known to `cutlass_ops/roofline.py`."
+        return f"{text} Ceilings of this chip are not known to `cutlass_ops/declare/roofline.py`."
     compute, memory = found
     return (
-        f"{text} Ceilings are those of `cutlass_ops/roofline.py`: {compute:.0f} TFLOP/s, the peak of the Tensor Cores "
-        f"at their highest clock, and {memory:.2f} TB/s, the peak of device memory."
+        f"{text} Ceilings are those of `cutlass_ops/declare/roofline.py`: {compute:.0f} TFLOP/s, the peak of the "
+        f"Tensor Cores at their highest clock, and {memory:.2f} TB/s, the peak of device memory."
     )
 
 

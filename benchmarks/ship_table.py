@@ -28,9 +28,9 @@ from pathlib import Path
 
 import shapes
 
-from cutlass_ops import tables
-from cutlass_ops.config import Config, Sm90Config, config_from_json
-from cutlass_ops.tables import Measured, Point, Table
+from cutlass_ops.choose import tables
+from cutlass_ops.choose.tables import Measured, Point, Table
+from cutlass_ops.declare.config import Config, Sm90Config, config_from_json
 
 # How many kernels are chosen for the grid.
 FEW = 16

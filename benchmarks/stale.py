@@ -21,10 +21,12 @@ import shapes
 import torch
 from bench_gemm import Case, Part, halves
 
-from cutlass_ops import builtin, dispatch, norms, ops
-from cutlass_ops.device import Device
-from cutlass_ops.registry import OpSignature
-from cutlass_ops.tables import Problem
+from cutlass_ops.choose import dispatch
+from cutlass_ops.choose.tables import Problem
+from cutlass_ops.declare.device import Device
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.run import norms, ops
+from cutlass_ops.run.registry import OpSignature
 
 Row = dict[str, Any]
 

@@ -19,12 +19,12 @@ import shapes
 import torch
 from torch import Tensor
 
-from cutlass_ops import ops
-from cutlass_ops.config import ClusterShape, Schedule, Sm90Config, ThreadblockShape
-from cutlass_ops.loader import LoadedKernel
-from cutlass_ops.registry import REGISTRY
-from cutlass_ops.spec import KernelSpec
-from cutlass_ops.timing import expected_us
+from cutlass_ops.artifacts.loader import LoadedKernel
+from cutlass_ops.declare.config import ClusterShape, Schedule, Sm90Config, ThreadblockShape
+from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.run import ops
+from cutlass_ops.run.registry import REGISTRY
+from cutlass_ops.tuner.timing import expected_us
 
 RASTERS = {"along_m": 1, "along_n": 2}
 

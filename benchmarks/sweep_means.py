@@ -20,15 +20,18 @@ import harness
 import shapes
 import torch
 
-from cutlass_ops import legality, model, norms, policies
-from cutlass_ops.builder import build_many
-from cutlass_ops.call import device_of
-from cutlass_ops.config import Means, Sm90Config, config_to_json
-from cutlass_ops.device import Device
-from cutlass_ops.ops import build
-from cutlass_ops.spec import KernelSpec
-from cutlass_ops.timing import expected_us, rotation
-from cutlass_ops.tuning import signature_at
+from cutlass_ops.choose import policies
+from cutlass_ops.compilation.builder import build_many
+from cutlass_ops.declare.config import Means, Sm90Config, config_to_json
+from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.kinds import legality
+from cutlass_ops.kinds.sm90 import model
+from cutlass_ops.run import norms
+from cutlass_ops.run.call import device_of
+from cutlass_ops.run.ops import build
+from cutlass_ops.tuner.timing import expected_us, rotation
+from cutlass_ops.tuner.tuning import signature_at
 
 _SUMS = {"row_sum_square": "f32"}
 

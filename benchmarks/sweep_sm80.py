@@ -16,13 +16,14 @@ import harness
 import sweep
 import torch
 
-from cutlass_ops import legality, ops
-from cutlass_ops.call import device_of
-from cutlass_ops.config import Sm80Config, ThreadblockShape, WarpShape
-from cutlass_ops.device import Device
-from cutlass_ops.registry import REGISTRY, OpSignature
-from cutlass_ops.timing import expected_us
-from cutlass_ops.tuning import signature_at
+from cutlass_ops.declare.config import Sm80Config, ThreadblockShape, WarpShape
+from cutlass_ops.declare.device import Device
+from cutlass_ops.kinds import legality
+from cutlass_ops.run import ops
+from cutlass_ops.run.call import device_of
+from cutlass_ops.run.registry import REGISTRY, OpSignature
+from cutlass_ops.tuner.timing import expected_us
+from cutlass_ops.tuner.tuning import signature_at
 
 # M, N and K of the tile, then M and N of the warps' tiles.
 TILES = (

@@ -14,11 +14,13 @@ from pathlib import Path
 import shapes
 import torch
 
-from cutlass_ops import builtin, norms, ops, space, tables
-from cutlass_ops.config import Config, config_from_json
+from cutlass_ops.choose import tables
+from cutlass_ops.choose.tables import Problem
+from cutlass_ops.declare.config import Config, config_from_json
 from cutlass_ops.epilogue.graph import Graph
-from cutlass_ops.tables import Problem
-from cutlass_ops.tuning import Effort, tune
+from cutlass_ops.kinds import space
+from cutlass_ops.run import norms, ops
+from cutlass_ops.tuner.tuning import Effort, tune
 
 _SETS = ("grid", "tuning", "norms", "gates", "residuals", "few", "few_grid", "few_gates", "majors", "lines", "means")
 _SUMS = {"row_sum_square": "f32"}
@@ -30,10 +32,10 @@ def main() -> None:
     named = {op.name: op for op in ops.NAMED}
     named |= {
         "rmsnorm": norms.rmsnorm_op(),
-        "swiglu": ops.op(builtin.swiglu),
-        "rmsnorm_swiglu": norms.rmsnorm_op(builtin.swiglu),
+        "swiglu": ops.op(named.swiglu),
+        "rmsnorm_swiglu": norms.rmsnorm_op(named.swiglu),
         "rmsnorm_sums": norms.rmsnorm_op(given="sums"),
-        "rmsnorm_swiglu_sums": norms.rmsnorm_op(builtin.swiglu, given="sums"),
+        "rmsnorm_swiglu_sums": norms.rmsnorm_op(named.swiglu, given="sums"),
         "residual_rms": norms.residual_rms_op(torch.bfloat16),
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

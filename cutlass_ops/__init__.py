@@ -15,9 +15,23 @@ if _platform == "win32":
     raise ImportError("cutlass_ops runs on Linux on x86-64, and this is Windows: use it in WSL 2")
 
 from cutlass_ops._version import __version__
-from cutlass_ops.bundle import Bundle
-from cutlass_ops.bundles import load_bundle
-from cutlass_ops.config import (
+from cutlass_ops.artifacts.bundle import Bundle
+from cutlass_ops.artifacts.bundles import load_bundle
+from cutlass_ops.base.errors import (
+    BundleError,
+    CompileError,
+    ConfigError,
+    CutlassOpsError,
+    EpilogueError,
+    LoadError,
+    MeasuringError,
+    MissingKernelError,
+    NoDeviceError,
+    StoreError,
+    ToolchainError,
+    UnsupportedError,
+)
+from cutlass_ops.declare.config import (
     ClusterShape,
     GemvConfig,
     InstructionShape,
@@ -26,6 +40,7 @@ from cutlass_ops.config import (
     ThreadblockShape,
     WarpShape,
 )
+from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue import (
     Col,
     Epilogue,
@@ -66,29 +81,14 @@ from cutlass_ops.epilogue import (
     swap_pairs,
     tanh,
 )
-from cutlass_ops.errors import (
-    BundleError,
-    CompileError,
-    ConfigError,
-    CutlassOpsError,
-    EpilogueError,
-    LoadError,
-    MeasuringError,
-    MissingKernelError,
-    NoDeviceError,
-    StoreError,
-    ToolchainError,
-    UnsupportedError,
-)
-from cutlass_ops.registry import REGISTRY as registry  # noqa: N811
-from cutlass_ops.spec import KernelSpec, Operand
-from cutlass_ops.unknown import unknown_name
+from cutlass_ops.epilogue.unknown import unknown_name
+from cutlass_ops.run.registry import REGISTRY as registry  # noqa: N811
 
 if TYPE_CHECKING:
-    from cutlass_ops.explaining import Explanation, explain
-    from cutlass_ops.gated import gemm_swiglu
-    from cutlass_ops.legality import Violation, check
-    from cutlass_ops.norms import (
+    from cutlass_ops.kinds.legality import Violation, check
+    from cutlass_ops.kinds.render import render as source
+    from cutlass_ops.run.gated import gemm_swiglu
+    from cutlass_ops.run.norms import (
         PreparedLayerNormWeight,
         PreparedWeight,
         ResidualRms,
@@ -99,7 +99,7 @@ if TYPE_CHECKING:
         prepare_layernorm,
         rmsnorm_gemm,
     )
-    from cutlass_ops.ops import (
+    from cutlass_ops.run.ops import (
         Kernel,
         build,
         gemm,
@@ -112,16 +112,16 @@ if TYPE_CHECKING:
         gemm_residual,
         warm_up,
     )
-    from cutlass_ops.render import render as source
-    from cutlass_ops.tuning import Effort, tune
+    from cutlass_ops.tools.explaining import Explanation, explain
+    from cutlass_ops.tuner.tuning import Effort, tune
 
 # What of further modules is public. They are imported when it is first asked for: a GEMM with an epilogue does not need
 # all, and the command line answers without PyTorch, which takes a second to import.
 _MODULES = {
-    "explaining": ("Explanation", "explain"),
-    "gated": ("gemm_swiglu",),
-    "legality": ("Violation", "check"),
-    "norms": (
+    "tools.explaining": ("Explanation", "explain"),
+    "run.gated": ("gemm_swiglu",),
+    "kinds.legality": ("Violation", "check"),
+    "run.norms": (
         "PreparedLayerNormWeight",
         "PreparedWeight",
         "ResidualRms",
@@ -132,7 +132,7 @@ _MODULES = {
         "prepare_layernorm",
         "rmsnorm_gemm",
     ),
-    "ops": (
+    "run.ops": (
         "Kernel",
         "build",
         "gemm",
@@ -145,10 +145,10 @@ _MODULES = {
         "gemm_residual",
         "warm_up",
     ),
-    "tuning": ("Effort", "tune"),
+    "tuner.tuning": ("Effort", "tune"),
 }
 _LATER = {name: (module, name) for module, names in _MODULES.items() for name in names} | {
-    "source": ("render", "render")
+    "source": ("kinds.render", "render")
 }
 
 __all__ = [
@@ -247,10 +247,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    from importlib import import_module, util
+    from importlib import import_module
 
-    if name not in _LATER and not name.startswith("_") and util.find_spec(f"cutlass_ops.{name}") is not None:
-        return import_module(f"cutlass_ops.{name}")
     if name not in _LATER:
         raise unknown_name(name, __all__)
     module, attribute = _LATER[name]
@@ -273,5 +271,5 @@ def _is_command() -> bool:
 
 # Programs that torch.export saved call operators, which are there as soon as this is imported.
 if not _is_command():
-    for _name in (*_MODULES["ops"], *_MODULES["norms"], *_MODULES["gated"]):
+    for _name in (*_MODULES["run.ops"], *_MODULES["run.norms"], *_MODULES["run.gated"]):
         __getattr__(_name)

@@ -1,6 +1,6 @@
 """``python -m cutlass_ops``."""
 
-from cutlass_ops.cli import main
+from cutlass_ops.tools.cli import main
 
 if __name__ == "__main__":
     main()

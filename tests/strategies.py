@@ -1,7 +1,7 @@
 """Hypothesis strategies for whole epilogues, with an evaluation of their own.
 
 A :class:`Program` is drawn as a list of steps and can be run twice: through the epilogue language, which gives a traced
-graph, and directly on PyTorch tensors, which shares no code with :mod:`cutlass_ops.reference`.
+graph, and directly on PyTorch tensors, which shares no code with :mod:`cutlass_ops.run.reference`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from cutlass_ops.epilogue import functions
-from cutlass_ops.epilogue.graph import Kind
+from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.epilogue.trace import Epilogue, epilogue
 from cutlass_ops.epilogue.values import Col, Row, Scalar, Tile
 

@@ -131,7 +131,7 @@ std::string shown(Argument const& argument) {
          std::to_string(t.device);
 }
 
-// A kernel's refusal in words, as cutlass_ops/plan.py has them.
+// A kernel's refusal in words, as cutlass_ops/run/plan.py has them.
 ArgumentError refusal(int64_t status, std::string const& kernel, std::vector<Operand> const& operands,
                       std::vector<Argument> const& arguments) {
   auto const position = size_t(status / 16);

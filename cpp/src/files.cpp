@@ -30,7 +30,7 @@ int Descriptor::release() { return std::exchange(number_, -1); }
 
 namespace {
 
-// As in cutlass_ops/container.py.
+// As in cutlass_ops/artifacts/container.py.
 constexpr int64_t kMaxArchive = 0xffffffff;  // bytes; more would need another form of ZIP
 constexpr size_t kMaxFiles = 20'000;
 constexpr uint32_t kMaxName = 100;
@@ -183,7 +183,7 @@ std::string bytes(std::initializer_list<std::pair<int, uint32_t>> numbers) {
 
 constexpr size_t kCentral = 46, kEnd = 22;
 
-// A ZIP file in the one form that cutlass_ops/container.py writes: what is read is compared with what would have been
+// A ZIP file in the one form that cutlass_ops/artifacts/container.py writes: what is read is compared with what would have been
 // written, so that compression, links, duplicates, overlaps and hidden parts need no rule each.
 class Archive : public Container {
  public:

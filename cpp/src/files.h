@@ -1,5 +1,5 @@
 // A bundle's files, in an archive or a folder, and memory that the dynamic linker takes a library from. The same rules as
-// in cutlass_ops/container.py, private.py and loader.py.
+// in cutlass_ops/artifacts/container.py, private.py and loader.py.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// JSON in the one spelling that cutlass_ops/plain.py's canonical() gives values of a manifest: fields in the order of their
+// JSON in the one spelling that cutlass_ops/base/checked_json.py's canonical() gives values of a manifest: fields in the order of their
 // names, no space, integers, and texts of printable ASCII. A reader of a format calls for what comes next, so that nothing is
 // kept that the format does not have, nothing recurses, and no other spelling of a value is taken for it.
 

@@ -14,7 +14,7 @@
 namespace cutlass_ops {
 namespace {
 
-constexpr std::string_view kFormat = "cutlass_ops.bundle/1";
+constexpr std::string_view kFormat = "cutlass_ops.artifacts.bundle/1";
 constexpr size_t kMaxKernels = 4'000, kMaxChoices = 4'096, kMaxRows = 1'024, kMaxTables = 256, kMaxFunctions = 64;
 constexpr size_t kMaxInputs = 16, kMaxOutputs = 8, kMaxNodes = 256, kMaxProducts = 1, kMaxName = 64;
 constexpr int64_t kMaxExtent = int64_t(1) << 40, kMaxVersion = 1 << 16, kMaxBundleVersion = 999'999'999'999'999, kMaxResource = int64_t(1) << 32;
@@ -551,7 +551,7 @@ Weight weight(Json const& json, GivenChoice& given, std::vector<Kernel> const& k
     bool const ordered = kernel.arch == Arch::kSm90 || (!by_gpc && raster == 0 && (swizzle == 1 || kernel.arch == Arch::kSm80));
     if (!ordered) throw json.error("an order of tiles is none that the kernel has");
     if (!kernel.runs_on(given.weight.capability)) throw json.error("a choice names a kernel for another device");
-    // As cutlass_ops/plan.py numbers the order of tiles.
+    // As cutlass_ops/run/plan.py numbers the order of tiles.
     given.weight.rows.push_back({row.most, {kernel.info.key, {raster + (by_gpc ? 4 : 0), swizzle}}});
   }
   return std::move(given.weight);
@@ -689,7 +689,7 @@ Manifest read_manifest(std::string const& text) {
   }
 }
 
-// The SHA-256 of the canonical JSON of what changes the binary, as in cutlass_ops/manifest.py and store.py.
+// The SHA-256 of the canonical JSON of what changes the binary, as in cutlass_ops/artifacts/manifest.py and store.py.
 std::string Manifest::key_of(size_t signature, size_t kernel) const {
   Declaration const& declaration = declarations[signature];
   auto const& [config, headers, source] = declaration.kernels[kernel];

@@ -1,4 +1,4 @@
-// What a bundle says of itself: the same rules as in cutlass_ops/manifest.py, and what it names of the epilogue language and of
+// What a bundle says of itself: the same rules as in cutlass_ops/artifacts/manifest.py, and what it names of the epilogue language and of
 // configurations. tests/cpp compares the tables, tests/faults the readers.
 
 #pragma once
@@ -12,7 +12,7 @@
 
 namespace cutlass_ops {
 
-// As in cutlass_ops/loader.py, _version.py, container.py and manifest.py.
+// As in cutlass_ops/artifacts/loader.py, _version.py, container.py and manifest.py.
 constexpr int64_t kAbi = 2;
 constexpr int64_t kTemplates = 3;
 constexpr int64_t kMaxFile = 64 << 20;

@@ -1,4 +1,4 @@
-// Ed25519 signatures, as in cutlass_ops/signing.py: by OpenSSL, where this was built with it (CUTLASS_OPS_SIGNATURES).
+// Ed25519 signatures, as in cutlass_ops/artifacts/signing.py: by OpenSSL, where this was built with it (CUTLASS_OPS_SIGNATURES).
 
 #pragma once
 

@@ -33,7 +33,8 @@ from cutlass_ops.epilogue.functions import (
     swap_pairs,
     tanh,
 )
-from cutlass_ops.epilogue.graph import Graph, Input, Kind, Node, Output, canonical, validate
+from cutlass_ops.epilogue.graph import Graph, canonical, validate
+from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
 from cutlass_ops.epilogue.trace import Epilogue, epilogue
 from cutlass_ops.epilogue.values import Col, Product, Reduction, Row, Scalar, Tile, Value
 

@@ -1,12 +1,12 @@
 """The functions of the epilogue language, for use inside an ``@epilogue`` function.
 
 Arguments are traced values or Python numbers, results are traced values. Formulas and PyTorch equivalents stand in
-:data:`cutlass_ops.epilogue.ops.OPS` and docs/epilogues.md; NaN and infinities behave as in PyTorch.
+:data:`cutlass_ops.epilogue.operations.OPS` and docs/epilogues.md; NaN and infinities behave as in PyTorch.
 """
 
 from __future__ import annotations
 
-from cutlass_ops.dtypes import DType
+from cutlass_ops.base.dtypes import DType
 from cutlass_ops.epilogue.values import Reduction, Value, apply, apply_cast, error, reduce
 
 

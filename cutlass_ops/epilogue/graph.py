@@ -10,14 +10,14 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
-from cutlass_ops import dtypes
+from cutlass_ops.base import dtypes
+from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.epilogue.names import check_name
-from cutlass_ops.epilogue.ops import GATHERED, OPS, SWAP_PAIRS, to_fp32
+from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
+from cutlass_ops.epilogue.operations import GATHERED, OPS, SWAP_PAIRS, to_fp32
 from cutlass_ops.epilogue.title import title
-from cutlass_ops.errors import ConfigError
 
 MAX_INPUTS = 16
 MAX_OUTPUTS = 8
@@ -27,88 +27,6 @@ MAX_NODES = 256
 REDUCTIONS = ("sum", "sum_square", "max")
 
 _LEAVES = frozenset(("acc", "input", "const", *GATHERED))
-
-
-class Kind(str, Enum):
-    """How an input or an output spans the (M, N) result.
-
-    ``ROW`` is one value for each column of D, shape (N,); ``COL`` one value for each row of D, shape (M,);
-    ``TILE`` one value for each element, shape (M, N); ``SCALAR`` a single value. ``PRODUCT`` is an input of shape
-    (K, N) whose product with A has one value for each element: that value is what the epilogue computes with.
-    """
-
-    ROW = "row"
-    COL = "col"
-    TILE = "tile"
-    SCALAR = "scalar"
-    PRODUCT = "product"
-
-
-class Input(NamedTuple):
-    """One named input of an epilogue.
-
-    Attributes
-    ----------
-    name : str
-        The parameter's name; a valid C++ identifier as well.
-    kind : Kind
-        The input's shape class.
-    """
-
-    name: str
-    kind: Kind
-
-
-@dataclass(frozen=True, eq=False)
-class Node:
-    """One operation on FP32 values.
-
-    Attributes
-    ----------
-    op : str
-        ``"acc"``, ``"input"``, ``"const"``, a name in :data:`cutlass_ops.epilogue.ops.GATHERED` or one in
-        :data:`cutlass_ops.epilogue.ops.OPS`.
-    args : tuple of int
-        Indices of earlier nodes.
-    attr : str, float or None
-        The input's name for ``"input"``, the value for ``"const"`` (an FP32 value), the element type for ``"cast"``.
-    """
-
-    op: str
-    args: tuple[int, ...] = ()
-    attr: str | float | None = None
-
-    # Constants are equal when their bits are: 0.0 and -0.0 are two kernels, and NaN equals itself.
-    def _key(self) -> tuple[object, ...]:
-        return self.op, self.args, self.attr.hex() if isinstance(self.attr, float) else self.attr
-
-    def __eq__(self, other: object) -> bool:
-        return self._key() == other._key() if isinstance(other, Node) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-
-class Output(NamedTuple):
-    """One result of an epilogue.
-
-    Attributes
-    ----------
-    name : str
-        ``"d"`` for the GEMM's result, else the name that the function gave it.
-    node : int
-        Index of the node that holds its value.
-    kind : Kind
-        ``TILE`` for an (M, N) tensor, ``COL`` for a reduction over each row, shape (M,), ``ROW`` for one over each
-        column, shape (N,).
-    reduce : str or None
-        ``"sum"``, ``"sum_square"`` or ``"max"`` for a reduction, None for a tile.
-    """
-
-    name: str
-    node: int
-    kind: Kind = Kind.TILE
-    reduce: str | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -131,14 +49,14 @@ class Graph:
     @property
     def title(self) -> str:
         """What it computes, in a few words of a C++ identifier, such as ``"bias_relu"``; none for D = A @ B."""
-        return title(self)
+        return title(self.nodes, self.outputs)
 
     def __repr__(self) -> str:
         return f"<graph {self.title or 'acc'}>"
 
     @property
     def gathered(self) -> tuple[str, ...]:
-        """What it takes of A's rows, in the order of :data:`cutlass_ops.epilogue.ops.GATHERED`."""
+        """What it takes of A's rows, in the order of :data:`cutlass_ops.epilogue.operations.GATHERED`."""
         used = {node.op for node in self.nodes}
         return tuple(name for name in GATHERED if name in used)
 

@@ -6,7 +6,7 @@ import keyword
 import re
 import reprlib
 
-from cutlass_ops.errors import ConfigError
+from cutlass_ops.base.errors import ConfigError
 
 MAX_LENGTH = 64
 

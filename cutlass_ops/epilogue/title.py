@@ -6,17 +6,16 @@ one, which may have been compiled before any of them was written.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-if TYPE_CHECKING:
-    from cutlass_ops.epilogue.graph import Graph, Node
+from cutlass_ops.epilogue.nodes import Node, Output
 
 MAX_LENGTH = 48
 
 _SILENT = ("acc", "const", "add", "sub", "mul", "div")
 
 
-def title(graph: Graph) -> str:
+def title(nodes: Sequence[Node], outputs: Sequence[Output]) -> str:
     """Return the words of a graph, joined by underscores: its inputs and functions in the order of the computation.
 
     The accumulator, constants and arithmetic have no words, and further outputs follow by name. What is longer than
@@ -24,28 +23,28 @@ def title(graph: Graph) -> str:
     """
     words: list[str] = []
     seen: set[int] = set()
-    with_acc = _with_accumulator(graph)
+    with_acc = _with_accumulator(nodes)
 
     def visit(index: int) -> None:
         if index in seen:
             return
         seen.add(index)
-        node = graph.nodes[index]
+        node = nodes[index]
         # The accumulator is what happens to: bias, then relu, then residual.
         for arg in sorted(node.args, key=lambda a: a not in with_acc):
             visit(arg)
         if node.op not in _SILENT:
             words.append(_word(node))
 
-    for output in graph.outputs:
+    for output in outputs:
         visit(output.node)
-    words += [output.name for output in graph.outputs[1:]]
+    words += [output.name for output in outputs[1:]]
     return "_".join(words)[:MAX_LENGTH].rstrip("_")
 
 
-def _with_accumulator(graph: Graph) -> set[int]:
+def _with_accumulator(nodes: Sequence[Node]) -> set[int]:
     found: set[int] = set()
-    for index, node in enumerate(graph.nodes):
+    for index, node in enumerate(nodes):
         if node.op == "acc" or not found.isdisjoint(node.args):
             found.add(index)
     return found

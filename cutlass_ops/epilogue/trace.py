@@ -14,10 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cutlass_ops.epilogue.graph import Graph, Input, Kind, Node, Output, canonical
+from cutlass_ops.base.errors import ConfigError, EpilogueError
+from cutlass_ops.epilogue.graph import Graph, canonical
 from cutlass_ops.epilogue.names import check_name
+from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
 from cutlass_ops.epilogue.values import ANNOTATIONS, TRACER, Reduction, Tracer, Value
-from cutlass_ops.errors import ConfigError, EpilogueError
 
 _serials = itertools.count()
 _BY_TOKEN: weakref.WeakValueDictionary[str, Epilogue] = weakref.WeakValueDictionary()

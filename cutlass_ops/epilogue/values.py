@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
-from cutlass_ops import dtypes
-from cutlass_ops.epilogue.graph import Kind, Node
-from cutlass_ops.epilogue.ops import OPS, SWAP_PAIRS, to_fp32
-from cutlass_ops.errors import EpilogueError
+from cutlass_ops.base import dtypes
+from cutlass_ops.base.errors import EpilogueError
+from cutlass_ops.epilogue.nodes import Kind, Node
+from cutlass_ops.epilogue.operations import OPS, SWAP_PAIRS, to_fp32
 
 # Operations on constants that FP64 arithmetic and one rounding to FP32 give bit for bit as FP32 arithmetic does.
 _FOLDED: dict[str, Callable[..., float]] = {

@@ -4,9 +4,9 @@ import subprocess
 
 import pytest
 
-from cutlass_ops import _resources
-from cutlass_ops.loader import Reason, refusal
-from cutlass_ops.toolchain import find_toolchain
+from cutlass_ops.artifacts.loader import Reason, refusal
+from cutlass_ops.base import resources
+from cutlass_ops.compilation.toolchain import find_toolchain
 
 pytestmark = pytest.mark.compile
 
@@ -78,7 +78,7 @@ def status(tmp_path_factory):
     toolchain, folder = find_toolchain(), tmp_path_factory.mktemp("binding")
     source, program = folder / "binding.cpp", folder / "binding"
     source.write_text(PROGRAM)
-    folders = (_resources.include(), toolchain.cutlass_dir / "include", toolchain.tvm_ffi_dir / "include")
+    folders = (resources.include(), toolchain.cutlass_dir / "include", toolchain.tvm_ffi_dir / "include")
     include = [*(f"-I{p}" for p in folders), *(f"-isystem{p}" for p in toolchain.include_dirs)]
     # What is not called here, a stream and a device, needs no library: only the functions above are linked.
     flags = ["-std=c++17", "-w", "-fpermissive", "-ffunction-sections", "-Wl,--gc-sections"]

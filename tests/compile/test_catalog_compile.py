@@ -2,12 +2,13 @@
 
 import pytest
 
-from cutlass_ops import _resources, catalog
-from cutlass_ops.builder import build_artifact
-from cutlass_ops.inspection import inspect
-from cutlass_ops.packing import pack
-from cutlass_ops.shipping import Catalogue
-from cutlass_ops.store import KernelStore
+from cutlass_ops.artifacts.store import KernelStore
+from cutlass_ops.base import resources
+from cutlass_ops.compilation.builder import build_artifact
+from cutlass_ops.ship import catalog
+from cutlass_ops.ship.packing import pack
+from cutlass_ops.ship.shipping import Catalogue
+from cutlass_ops.tools.inspection import inspect
 
 ENTRIES = {entry.file: entry for entry in catalog.default()}
 
@@ -24,7 +25,7 @@ ENTRIES = {entry.file: entry for entry in catalog.default()}
 def test_a_kernel_compiles_to_what_it_declares(file, opcodes, stages):
     artifact = build_artifact(ENTRIES[file].spec)
     report = inspect(artifact)
-    assert artifact.source.read_text() == (_resources.generated() / file).read_text()
+    assert artifact.source.read_text() == (resources.generated() / file).read_text()
     assert opcodes <= set(report.sass)
     assert report.stages == stages
     assert report.spill_stores == report.spill_loads == 0

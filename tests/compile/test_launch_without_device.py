@@ -5,9 +5,10 @@ import subprocess
 
 import pytest
 
-from cutlass_ops import _resources, catalog
-from cutlass_ops.builder import build_artifact
-from cutlass_ops.toolchain import find_toolchain
+from cutlass_ops.base import resources
+from cutlass_ops.compilation.builder import build_artifact
+from cutlass_ops.compilation.toolchain import find_toolchain
+from cutlass_ops.ship import catalog
 
 pytestmark = [pytest.mark.compile, pytest.mark.slow]
 
@@ -162,7 +163,7 @@ def test_cute_cannot_be_included_first(tmp_path):
     """What is between it and the driver would be left out."""
     toolchain, source = find_toolchain(), tmp_path / "source.cpp"
     source.write_text('#include "cute/tensor.hpp"\n#include "cutlass_ops/sm90_gemm.h"\n')
-    folders = (_resources.include(), toolchain.cutlass_dir / "include", toolchain.tvm_ffi_dir / "include")
+    folders = (resources.include(), toolchain.cutlass_dir / "include", toolchain.tvm_ffi_dir / "include")
     include = [*(f"-I{p}" for p in folders), *(f"-isystem{p}" for p in toolchain.include_dirs)]
     command = [toolchain.host_compiler, "-std=c++17", "-E", *include, source]
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)

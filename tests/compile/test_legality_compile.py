@@ -1,4 +1,4 @@
-"""What :func:`cutlass_ops.legality.check` says against what the compiler says.
+"""What :func:`cutlass_ops.kinds.legality.check` says against what the compiler says.
 
 A few kernels always, and a random sample of the whole space on request::
 
@@ -17,10 +17,12 @@ from tempfile import TemporaryDirectory
 import pytest
 
 import cutlass_ops as co
-from cutlass_ops import arch, builtin
-from cutlass_ops.builder import build_artifact
-from cutlass_ops.compiler import compile_kernel
-from cutlass_ops.config import (
+from cutlass_ops.base import arch
+from cutlass_ops.base.errors import CompileError
+from cutlass_ops.compilation.builder import build_artifact
+from cutlass_ops.compilation.compiler import compile_kernel
+from cutlass_ops.compilation.toolchain import find_toolchain
+from cutlass_ops.declare.config import (
     ClusterShape,
     GemvConfig,
     InstructionShape,
@@ -29,17 +31,16 @@ from cutlass_ops.config import (
     ThreadblockShape,
     WarpShape,
 )
-from cutlass_ops.errors import CompileError
-from cutlass_ops.footprint import shared_memory, sm90_means_smem, sm90_stages
-from cutlass_ops.inspection import inspect
-from cutlass_ops.legality import check
-from cutlass_ops.render import render
-from cutlass_ops.rules import COMMON, VALUES
-from cutlass_ops.rules_gemv import GEMV
-from cutlass_ops.rules_sm80 import SM80
-from cutlass_ops.rules_sm90 import SM90
-from cutlass_ops.spec import KernelSpec
-from cutlass_ops.toolchain import find_toolchain
+from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.kinds.footprint import shared_memory, sm90_means_smem, sm90_stages
+from cutlass_ops.kinds.gemv.rules import GEMV
+from cutlass_ops.kinds.legality import check
+from cutlass_ops.kinds.render import render
+from cutlass_ops.kinds.rules import COMMON, VALUES
+from cutlass_ops.kinds.sm80.rules import SM80
+from cutlass_ops.kinds.sm90.rules import SM90
+from cutlass_ops.tools.inspection import inspect
 
 pytestmark = [pytest.mark.compile, pytest.mark.slow]
 

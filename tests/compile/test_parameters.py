@@ -4,12 +4,14 @@ import subprocess
 
 import pytest
 
-from cutlass_ops import arch, elf, render
-from cutlass_ops.compiler import compile_flags, link_inputs
-from cutlass_ops.config import Sm90Config, ThreadblockShape
-from cutlass_ops.epilogue.graph import MAX_INPUTS, MAX_OUTPUTS, Input, Kind, Node, Output, canonical
-from cutlass_ops.spec import KernelSpec
-from cutlass_ops.toolchain import environment, find_toolchain
+from cutlass_ops.base import arch, elf
+from cutlass_ops.compilation.compiler import compile_flags, link_inputs
+from cutlass_ops.compilation.toolchain import environment, find_toolchain
+from cutlass_ops.declare.config import Sm90Config, ThreadblockShape
+from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.epilogue.graph import MAX_INPUTS, MAX_OUTPUTS, canonical
+from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
+from cutlass_ops.kinds import render
 
 pytestmark = [pytest.mark.compile, pytest.mark.slow]
 

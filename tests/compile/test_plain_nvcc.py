@@ -2,7 +2,7 @@
 
 import pytest
 
-from cutlass_ops.toolchain import find_toolchain
+from cutlass_ops.compilation.toolchain import find_toolchain
 from tests.scripts import script
 
 pytestmark = [pytest.mark.compile, pytest.mark.slow]

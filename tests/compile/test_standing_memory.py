@@ -4,8 +4,8 @@ import subprocess
 
 import pytest
 
-from cutlass_ops import _resources
-from cutlass_ops.toolchain import find_toolchain
+from cutlass_ops.base import resources
+from cutlass_ops.compilation.toolchain import find_toolchain
 
 pytestmark = pytest.mark.compile
 
@@ -150,7 +150,7 @@ def test_streams_captures_and_growth(tmp_path):
     toolchain = find_toolchain()
     source, program = tmp_path / "standing.cpp", tmp_path / "standing"
     source.write_text(PROGRAM)
-    include = [f"-I{_resources.templates() / 'include'}", *(f"-isystem{p}" for p in toolchain.include_dirs)]
+    include = [f"-I{resources.templates() / 'include'}", *(f"-isystem{p}" for p in toolchain.include_dirs)]
     command = [toolchain.host_compiler, "-std=c++17", "-Wall", "-Werror", "-pthread", *include, source, "-o", program]
     subprocess.run([str(part) for part in command], check=True)
     done = subprocess.run([str(program)], capture_output=True, text=True, check=False)

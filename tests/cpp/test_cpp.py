@@ -16,13 +16,16 @@ import pytest
 from bundles import changed, write_keys
 from cryptography.hazmat.primitives.asymmetric import ed448, ed25519
 
-from cutlass_ops import arch, container, manifest, packing, plan, shipping
 from cutlass_ops._version import TEMPLATE_VERSION
-from cutlass_ops.bundle import open_bundle, write_bundle
+from cutlass_ops.artifacts import container, manifest
+from cutlass_ops.artifacts.bundle import open_bundle, write_bundle
+from cutlass_ops.artifacts.loader import ABI, Reason
+from cutlass_ops.artifacts.manifest import File, sealed
+from cutlass_ops.base import arch
+from cutlass_ops.base.errors import BundleError
 from cutlass_ops.epilogue import graph, names, ops
-from cutlass_ops.errors import BundleError
-from cutlass_ops.loader import ABI, Reason
-from cutlass_ops.manifest import File, sealed
+from cutlass_ops.run import plan
+from cutlass_ops.ship import packing, shipping
 from tests import cmake
 from tests.faults.fuzz import seeds
 
@@ -369,7 +372,7 @@ def test_a_program_can_be_tied_to_one_bundle(probe, bundle, contents):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"format": "cutlass_ops.bundle/2"}, 'its format is "cutlass_ops.bundle/2"'),
+        ({"format": "cutlass_ops.artifacts.bundle/2"}, 'its format is "cutlass_ops.artifacts.bundle/2"'),
         (
             {"abi": ABI + 1},
             f"(ABI {ABI + 1}, templates {TEMPLATE_VERSION}), and this program calls kernels of ABI {ABI}",

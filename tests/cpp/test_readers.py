@@ -11,12 +11,12 @@ import pytest
 from bundles import changed
 from test_hostile import VALUES, _at, _mutated, _places
 
-from cutlass_ops import container
-from cutlass_ops.bundle import open_bundle
-from cutlass_ops.config import GemvConfig
+from cutlass_ops.artifacts import container
+from cutlass_ops.artifacts.bundle import open_bundle
+from cutlass_ops.artifacts.manifest import Manifest, sealed
+from cutlass_ops.base.errors import BundleError
+from cutlass_ops.declare.config import GemvConfig
 from cutlass_ops.epilogue import names, ops
-from cutlass_ops.errors import BundleError
-from cutlass_ops.manifest import Manifest, sealed
 from tests.faults.fuzz import seeds
 
 # What a forger would try in place of a value of the same kind.

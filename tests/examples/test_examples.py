@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cutlass_ops import shipping
+from cutlass_ops.ship import shipping
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from fake_toolkit import FakeToolkit
 
-from cutlass_ops.store import KernelStore
+from cutlass_ops.artifacts.store import KernelStore
 
 sys.path.insert(0, str(Path(__file__).parent))
 

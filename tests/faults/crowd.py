@@ -16,12 +16,12 @@ import pytest
 from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
 from signatures import signature
 
-from cutlass_ops import arch, executors, locks
-from cutlass_ops.builder import build_artifact, build_many
-from cutlass_ops.compiler import compile_kernel
-from cutlass_ops.measuring import Measurer
-from cutlass_ops.store import KernelStore, open_entry
-from cutlass_ops.toolchain import Toolchain
+from cutlass_ops.artifacts.store import KernelStore, open_entry
+from cutlass_ops.base import arch, executors, locks
+from cutlass_ops.compilation.builder import build_artifact, build_many
+from cutlass_ops.compilation.compiler import compile_kernel
+from cutlass_ops.compilation.toolchain import Toolchain
+from cutlass_ops.tuner.measuring import Measurer
 
 LIBRARY = library(*[HMMA] * 200)
 SPECS = tuple(sm80_spec(stages) for stages in (2, 3, 4))

@@ -14,15 +14,19 @@ from distributed import Client, LocalCluster
 from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
 from signatures import signature
 
-from cutlass_ops import builder, executors, packing, shipping, tables, tuning
-from cutlass_ops.builder import build_many
-from cutlass_ops.bundles import BUNDLES
-from cutlass_ops.device import Device
-from cutlass_ops.errors import CompileError, ToolchainError
-from cutlass_ops.measuring import Outcome
-from cutlass_ops.store import KernelStore
-from cutlass_ops.tables import Measured
-from cutlass_ops.tuning import Effort
+from cutlass_ops.artifacts.bundles import BUNDLES
+from cutlass_ops.artifacts.store import KernelStore
+from cutlass_ops.base import executors
+from cutlass_ops.base.errors import CompileError, ToolchainError
+from cutlass_ops.choose import tables
+from cutlass_ops.choose.tables import Measured
+from cutlass_ops.compilation import builder
+from cutlass_ops.compilation.builder import build_many
+from cutlass_ops.declare.device import Device
+from cutlass_ops.ship import packing, shipping
+from cutlass_ops.tuner import tuning
+from cutlass_ops.tuner.measuring import Outcome
+from cutlass_ops.tuner.tuning import Effort
 
 SPECS = [sm80_spec(stages, dtype) for dtype in ("bf16", "f16") for stages in (2, 3, 4)]
 

@@ -7,8 +7,8 @@ import types
 
 import pytest
 
-from cutlass_ops import manifest
-from cutlass_ops.errors import BundleError
+from cutlass_ops.artifacts import manifest
+from cutlass_ops.base.errors import BundleError
 from tests.faults.fuzz import seeds
 
 

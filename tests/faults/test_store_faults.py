@@ -18,12 +18,12 @@ import pytest
 from crowd import LIBRARY, SPECS, left_over, visible
 from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
 
-from cutlass_ops import identity
-from cutlass_ops import store as store_module
-from cutlass_ops.builder import build_artifact, build_many
-from cutlass_ops.errors import CompileError, StoreError
-from cutlass_ops.store import KernelStore
-from cutlass_ops.toolchain import find_toolchain
+from cutlass_ops.artifacts import store as store_module
+from cutlass_ops.artifacts.store import KernelStore
+from cutlass_ops.base.errors import CompileError, StoreError
+from cutlass_ops.compilation import identity
+from cutlass_ops.compilation.builder import build_artifact, build_many
+from cutlass_ops.compilation.toolchain import find_toolchain
 
 KILLS = 200
 
@@ -165,10 +165,10 @@ _FULL = """
 import sys
 from pathlib import Path
 from crowd import SPECS
-from cutlass_ops.builder import build_many
-from cutlass_ops.errors import CutlassOpsError
-from cutlass_ops.store import KernelStore
-from cutlass_ops.toolchain import _examine
+from cutlass_ops.compilation.builder import build_many
+from cutlass_ops.base.errors import CutlassOpsError
+from cutlass_ops.artifacts.store import KernelStore
+from cutlass_ops.compilation.toolchain import _examine
 
 kit, store = Path(sys.argv[1]), KernelStore(Path(sys.argv[2]) / "store")
 toolchain = _examine(kit / "bin" / "nvcc", "test", kit / "host" / "g++", None)

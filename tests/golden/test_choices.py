@@ -5,7 +5,7 @@ Where choices are meant to change, `python benchmarks/choices.py` writes them do
 
 import pytest
 
-from cutlass_ops import policies
+from cutlass_ops.choose import policies
 from tests.scripts import script
 
 choices = script("choices")

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 import cutlass_ops as co
-from cutlass_ops import ops
+from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue import functions
 from cutlass_ops.epilogue.trace import Epilogue
-from cutlass_ops.spec import KernelSpec
+from cutlass_ops.run import ops
 from tests.gpu import kernels
 
 _shape = co.ThreadblockShape

@@ -10,12 +10,14 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops import builtin, call, dispatch, norms, ops
-from cutlass_ops.config import Config
-from cutlass_ops.device import Device
-from cutlass_ops.epilogue.graph import Kind
-from cutlass_ops.registry import REGISTRY, OpSignature
-from cutlass_ops.spec import KernelSpec, Operand
+from cutlass_ops.choose import dispatch
+from cutlass_ops.declare.config import Config
+from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.spec import KernelSpec, Operand
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue.nodes import Kind
+from cutlass_ops.run import call, norms, ops
+from cutlass_ops.run.registry import REGISTRY, OpSignature
 from tests.strategies import Program, programs
 
 DTYPES = ("bf16", "f16")

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from cutlass_ops import reference
 from cutlass_ops.epilogue.graph import Graph
+from cutlass_ops.run import reference
 
 # The named ops as PyTorch composes them, each step rounded to the operands' dtype.
 EAGER: dict[str, Callable[..., Tensor]] = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cutlass_ops.epilogue.graph import Kind
-from cutlass_ops.spec import KernelSpec, Operand
+from cutlass_ops.declare.spec import KernelSpec, Operand
+from cutlass_ops.epilogue.nodes import Kind
 
 DEVICE = "cuda"
 

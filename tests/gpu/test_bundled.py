@@ -9,7 +9,7 @@ import textwrap
 import pytest
 
 import cutlass_ops as co
-from cutlass_ops import packing, shipping
+from cutlass_ops.ship import packing, shipping
 
 pytestmark = pytest.mark.gpu
 
@@ -42,8 +42,8 @@ SERVE = textwrap.dedent("""
     started, written, errors = [], [], []
     sys.addaudithook(watch)
     import cutlass_ops as co
-    from cutlass_ops.bundle import BundledKernel
-    from cutlass_ops.registry import REGISTRY
+    from cutlass_ops.artifacts.bundle import BundledKernel
+    from cutlass_ops.run.registry import REGISTRY
 
     bundle = co.load_bundle(sys.argv[1])
     for m in (64, 300, 7):

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 import cutlass_ops as co
-from cutlass_ops import ops
-from cutlass_ops.background import BACKGROUND
-from cutlass_ops.loader import Reason, refusal
+from cutlass_ops.artifacts.loader import Reason, refusal
+from cutlass_ops.compilation.background import BACKGROUND
+from cutlass_ops.run import ops
 from tests.gpu import kernels, oracle, tensors
 
 pytestmark = pytest.mark.gpu

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import cutlass_ops as co
-from cutlass_ops import reference
-from cutlass_ops.epilogue.graph import Kind
-from cutlass_ops.registry import REGISTRY
+from cutlass_ops.epilogue.nodes import Kind
+from cutlass_ops.run import reference
+from cutlass_ops.run.registry import REGISTRY
 from tests.gpu import edges, kernels, placement
 from tests.gpu.placement import Placed, PlacedVector, fit, place, torch_dtype, whole
 

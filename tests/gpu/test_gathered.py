@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import cutlass_ops as co
-from cutlass_ops.config import Sm90Config
+from cutlass_ops.declare.config import Sm90Config
 from tests.gpu import kernels, tensors
 from tests.gpu.test_matrix import SHAPES, run_and_check
 

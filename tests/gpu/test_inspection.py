@@ -1,11 +1,13 @@
 import pytest
 
-from cutlass_ops import arch, inspection
-from cutlass_ops.builder import build_many
-from cutlass_ops.config import Sm80Config, Sm90Config, ThreadblockShape, WarpShape
-from cutlass_ops.epilogue.graph import Graph, Node, Output
-from cutlass_ops.inspection import inspect
-from cutlass_ops.spec import KernelSpec
+from cutlass_ops.base import arch
+from cutlass_ops.compilation.builder import build_many
+from cutlass_ops.declare.config import Sm80Config, Sm90Config, ThreadblockShape, WarpShape
+from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.epilogue.graph import Graph
+from cutlass_ops.epilogue.nodes import Node, Output
+from cutlass_ops.tools import inspection
+from cutlass_ops.tools.inspection import inspect
 
 CONFIGS = [
     Sm80Config(threadblock=ThreadblockShape(128, 128, 32), warp=WarpShape(64, 64, 32)),

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import cutlass_ops as co
-from cutlass_ops import ops
-from cutlass_ops.loader import Reason, refusal
-from cutlass_ops.registry import REGISTRY
+from cutlass_ops.artifacts.loader import Reason, refusal
+from cutlass_ops.run import ops
+from cutlass_ops.run.registry import REGISTRY
 from tests.gpu import edges, kernels, placement
 from tests.gpu.placement import whole
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import cutlass_ops as co
-from cutlass_ops.epilogue.graph import Kind
-from cutlass_ops.timing import Stopwatch
+from cutlass_ops.epilogue.nodes import Kind
+from cutlass_ops.tuner.timing import Stopwatch
 from tests.gpu import kernels, oracle, tensors
 
 pytestmark = pytest.mark.gpu

@@ -9,9 +9,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 import cutlass_ops as co
-from cutlass_ops import builtin, dispatch, norms, ops
-from cutlass_ops.call import check_call, device_of, signature_of
-from cutlass_ops.registry import REGISTRY
+from cutlass_ops.choose import dispatch
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.run import norms, ops
+from cutlass_ops.run.call import check_call, device_of, signature_of
+from cutlass_ops.run.registry import REGISTRY
 from tests.gpu import oracle, tensors
 from tests.gpu.tensors import DTYPES
 

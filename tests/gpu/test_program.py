@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cutlass_ops import packing, shipping
+from cutlass_ops.ship import packing, shipping
 from tests import cmake
 
 pytestmark = pytest.mark.gpu

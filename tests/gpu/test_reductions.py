@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import cutlass_ops as co
-from cutlass_ops.epilogue.graph import Kind
+from cutlass_ops.epilogue.nodes import Kind
 from tests.gpu import edges, kernels, placement
 from tests.gpu.placement import whole
 from tests.gpu.test_launch import BF16, NAN, capture, problem

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cutlass_ops as co
-from cutlass_ops import ops
+from cutlass_ops.run import ops
 from tests.gpu import tensors
 
 # What PyTorch warns of in its own modules is its own matter.

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import cutlass_ops as co
-from cutlass_ops import heuristics
-from cutlass_ops.call import device_of
-from cutlass_ops.measuring import Measurer
-from cutlass_ops.registry import REGISTRY, OpSignature
-from cutlass_ops.trial import Trial
-from cutlass_ops.tuning import Effort, tune
+from cutlass_ops.choose import heuristics
+from cutlass_ops.run.call import device_of
+from cutlass_ops.run.registry import REGISTRY, OpSignature
+from cutlass_ops.tuner.measuring import Measurer
+from cutlass_ops.tuner.trial import Trial
+from cutlass_ops.tuner.tuning import Effort, tune
 from tests.gpu import kernels
 
 pytestmark = pytest.mark.gpu

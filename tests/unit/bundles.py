@@ -11,9 +11,9 @@ from typing import Any
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
 
-from cutlass_ops import packing, shipping
-from cutlass_ops.manifest import Manifest, sealed
-from cutlass_ops.store import KernelStore
+from cutlass_ops.artifacts.manifest import Manifest, sealed
+from cutlass_ops.artifacts.store import KernelStore
+from cutlass_ops.ship import packing, shipping
 
 SPECS = (sm80_spec(3), sm80_spec(4), sm80_spec(3, "f16"))
 

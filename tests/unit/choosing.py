@@ -2,9 +2,9 @@
 
 from signatures import H100, signature
 
-from cutlass_ops import dispatch, policies, tables
-from cutlass_ops.config import GemvConfig, Sm90Config, ThreadblockShape
-from cutlass_ops.tables import Point, Table
+from cutlass_ops.choose import dispatch, policies, tables
+from cutlass_ops.choose.tables import Point, Table
+from cutlass_ops.declare.config import GemvConfig, Sm90Config, ThreadblockShape
 
 SLOW = Sm90Config(ThreadblockShape(64, 64, 64), schedule="pingpong")
 ODD = (640, 4224, 4032)
@@ -17,7 +17,7 @@ def chosen(shape, of=None, device=H100):
 def user_table(*measured, problem=ODD, of=None, device=H100.name):
     of = of or signature()
     table = Table(device, 132, of, (Point(problem, "2026-11-21", measured),)).select()
-    tables.update(tables.path_of(policies._env.tuning_dir(), device, of), table)
+    tables.update(tables.path_of(policies.env.tuning_dir(), device, of), table)
     policies.forget()
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from cutlass_ops import policies
+from cutlass_ops.choose import policies
 
 
 @pytest.fixture

@@ -5,11 +5,12 @@ from __future__ import annotations
 import struct
 from pathlib import Path
 
-from cutlass_ops import toolchain
-from cutlass_ops.config import Sm80Config, Sm90Config, ThreadblockShape, WarpShape
-from cutlass_ops.epilogue.graph import Graph, Kind, Node, Output
-from cutlass_ops.spec import KernelSpec
-from cutlass_ops.toolchain import Toolchain
+from cutlass_ops.compilation import toolchain
+from cutlass_ops.compilation.toolchain import Toolchain
+from cutlass_ops.declare.config import Sm80Config, Sm90Config, ThreadblockShape, WarpShape
+from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.epilogue.graph import Graph
+from cutlass_ops.epilogue.nodes import Kind, Node, Output
 
 HMMA, HGMMA, UTMALDG, FFMA = 0x723C, 0x79F0, 0x75B4, 0x7223
 

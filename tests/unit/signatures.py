@@ -3,11 +3,11 @@
 from functools import cache
 
 import cutlass_ops as co
-from cutlass_ops import builtin
-from cutlass_ops.device import Device
-from cutlass_ops.epilogue.graph import Kind
-from cutlass_ops.registry import OpSignature
-from cutlass_ops.spec import Operand
+from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.spec import Operand
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue.nodes import Kind
+from cutlass_ops.run.registry import OpSignature
 
 H100 = Device((9, 0), 132, "NVIDIA H100 80GB HBM3")
 H200 = Device((9, 0), 132, "NVIDIA H200")

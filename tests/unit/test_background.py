@@ -9,7 +9,7 @@ import time
 import pytest
 from fake_toolkit import sm80_spec
 
-from cutlass_ops.background import Background
+from cutlass_ops.compilation.background import Background
 
 SPECS = [sm80_spec(stages) for stages in (2, 3, 4, 5)]
 
@@ -90,7 +90,7 @@ def test_the_interpreter_ends_at_once():
 import sys, time
 sys.path.insert(0, "tests/unit")
 from fake_toolkit import sm80_spec
-from cutlass_ops.background import Background
+from cutlass_ops.compilation.background import Background
 background = Background(lambda spec, cancel: cancel.wait(60))
 background.add([sm80_spec(2), sm80_spec(3)])
 """
@@ -104,7 +104,7 @@ def test_a_forked_process_has_threads_of_its_own(tmp_path):
 import os, sys
 sys.path.insert(0, "tests/unit")
 from fake_toolkit import sm80_spec
-from cutlass_ops.background import Background
+from cutlass_ops.compilation.background import Background
 built = []
 background = Background(lambda spec, cancel: built.append(spec))
 background.add([sm80_spec(2)])

@@ -3,7 +3,7 @@
 import pytest
 from signatures import H100, signature
 
-from cutlass_ops import policies
+from cutlass_ops.choose import policies
 from tests.scripts import script
 
 BENCH, SHAPES = script("bench_gemm"), script("shapes")

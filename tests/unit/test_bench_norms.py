@@ -7,8 +7,8 @@ import pytest
 import torch
 from signatures import H100, signature
 
-from cutlass_ops import builtin
-from cutlass_ops.config import GemvConfig, Sm90Config, ThreadblockShape
+from cutlass_ops.declare.config import GemvConfig, Sm90Config, ThreadblockShape
+from cutlass_ops.epilogue import builtin
 from tests.scripts import script
 
 BF16 = torch.bfloat16

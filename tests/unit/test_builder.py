@@ -15,13 +15,15 @@ from pathlib import Path
 import pytest
 from fake_toolkit import FFMA, HMMA, FakeToolkit, library, sm80_spec, sm90_spec
 
-from cutlass_ops import builder as build_module
-from cutlass_ops import legality, locks, remote, render
-from cutlass_ops.builder import build_artifact, build_many, building
-from cutlass_ops.errors import CompileError, ConfigError, MissingKernelError, StoreError, ToolchainError
-from cutlass_ops.spec import KernelSpec
-from cutlass_ops.store import KernelStore
-from cutlass_ops.toolchain import Toolchain
+from cutlass_ops.artifacts.store import KernelStore
+from cutlass_ops.base import locks
+from cutlass_ops.base.errors import CompileError, ConfigError, MissingKernelError, StoreError, ToolchainError
+from cutlass_ops.compilation import builder as build_module
+from cutlass_ops.compilation import remote
+from cutlass_ops.compilation.builder import build_artifact, build_many, building
+from cutlass_ops.compilation.toolchain import Toolchain
+from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.kinds import legality, render
 
 SPEC = sm80_spec()
 SPECS = [sm80_spec(stages) for stages in (2, 3, 4, 5)]

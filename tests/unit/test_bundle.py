@@ -7,11 +7,11 @@ import pytest
 from bundles import SPECS, changed, packed
 from fake_toolkit import HMMA, library, sm80_spec
 
-from cutlass_ops import bundle as bundle_module
-from cutlass_ops import container
-from cutlass_ops.bundle import open_bundle, write_bundle
-from cutlass_ops.errors import BundleError
-from cutlass_ops.manifest import Choice, Manifest
+from cutlass_ops.artifacts import bundle as bundle_module
+from cutlass_ops.artifacts import container
+from cutlass_ops.artifacts.bundle import open_bundle, write_bundle
+from cutlass_ops.artifacts.manifest import Choice, Manifest
+from cutlass_ops.base.errors import BundleError
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_a_manifest_holds_no_path_and_no_time(contents, tmp_path):
 
 def test_the_manifest_says_which_versions_made_it(contents):
     data = json.loads(contents.manifest.to_bytes())
-    assert data["format"] == "cutlass_ops.bundle/1"
+    assert data["format"] == "cutlass_ops.artifacts.bundle/1"
     assert set(data["toolchain"]) == {"nvcc", "host_compiler", "cutlass", "tvm_ffi"}
     assert set(data["flags"]) == {"sm_80"}
 
@@ -81,7 +81,10 @@ def _deep(data):
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda d: d.update(format="cutlass_ops.bundle/2"), "this version reads 'cutlass_ops.bundle/1'"),
+        (
+            lambda d: d.update(format="cutlass_ops.artifacts.bundle/2"),
+            "this version reads 'cutlass_ops.artifacts.bundle/1'",
+        ),
         (lambda d: d.update(abi=1), "make it again"),
         (lambda d: d.update(templates=99), "templates 99"),
         (lambda d: d.update(abi=True), "abi holds True"),
@@ -134,7 +137,7 @@ def test_a_wrong_manifest_is_refused_with_a_reason(tmp_path, contents, change, w
         b"null",
         b"{",
         b"[" * 100_000,
-        b'{"format":"cutlass_ops.bundle/1"}',
+        b'{"format":"cutlass_ops.artifacts.bundle/1"}',
         b"\xff\xfe",
         b'{"format":NaN}',
         b"1" * 5000,

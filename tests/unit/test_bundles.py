@@ -14,16 +14,21 @@ from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec, sm90_spec
 from signatures import A100, H100, signature
 
 import cutlass_ops as co
-from cutlass_ops import background, builtin, bundles, dispatch, loader, ops, packing, policies, shipping, tables
-from cutlass_ops.bundles import BUNDLES
-from cutlass_ops.call import call_at
-from cutlass_ops.errors import BundleError, MissingKernelError, ToolchainError
-from cutlass_ops.explaining import explain_call
-from cutlass_ops.ops import Op
-from cutlass_ops.registry import Registry
-from cutlass_ops.spec import KernelSpec
-from cutlass_ops.store import KernelStore
-from cutlass_ops.tables import Measured, Point, Table
+from cutlass_ops.artifacts import bundles, loader
+from cutlass_ops.artifacts.bundles import BUNDLES
+from cutlass_ops.artifacts.store import KernelStore
+from cutlass_ops.base.errors import BundleError, MissingKernelError, ToolchainError
+from cutlass_ops.choose import dispatch, policies, tables
+from cutlass_ops.choose.tables import Measured, Point, Table
+from cutlass_ops.compilation import background
+from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.run import ops
+from cutlass_ops.run.call import call_at
+from cutlass_ops.run.ops import Op
+from cutlass_ops.run.registry import Registry
+from cutlass_ops.ship import packing, shipping
+from cutlass_ops.tools.explaining import explain_call
 
 LINEAR = shipping.Kernels(ops=("gemm_bias_relu",), archs=("sm_80",), shapes=("16,512x4096x4096", "64x4100x4096"))
 
@@ -310,7 +315,7 @@ sys.addaudithook(
     else None
 )
 import cutlass_ops as co
-from cutlass_ops import loader
+from cutlass_ops.artifacts import loader
 
 loader._provide_cudart = lambda artifact: None
 loaded = co.load_bundle(sys.argv[1])

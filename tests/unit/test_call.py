@@ -2,9 +2,9 @@ import pytest
 import torch
 
 import cutlass_ops as co
-from cutlass_ops import builtin
-from cutlass_ops.call import call_at, check_call, signature_of
-from cutlass_ops.device import Device
+from cutlass_ops.declare.device import Device
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.run.call import call_at, check_call, signature_of
 
 H100, A100 = Device((9, 0), 132), Device((8, 0), 108)
 

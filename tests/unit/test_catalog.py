@@ -6,8 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from cutlass_ops import builtin, catalog, legality, ops
-from cutlass_ops.errors import ToolchainError
+from cutlass_ops.base.errors import ToolchainError
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.kinds import legality
+from cutlass_ops.run import ops
+from cutlass_ops.ship import catalog
 
 
 def test_every_named_op_is_there_for_both_architectures():
@@ -25,7 +28,7 @@ def test_every_kernel_is_legal_and_has_a_file_of_its_own():
 
 def test_rendering_is_the_same_in_another_process():
     code = (
-        "import hashlib; from cutlass_ops import catalog; "
+        "import hashlib; from cutlass_ops.ship import catalog; "
         "print(hashlib.sha256(repr(catalog.files()).encode()).hexdigest())"
     )
     digests = {

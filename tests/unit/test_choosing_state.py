@@ -12,9 +12,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cutlass_ops import builtin, dispatch, policies, space, tuning
-from cutlass_ops.call import call_at
-from cutlass_ops.explaining import explain_call
+from cutlass_ops.choose import dispatch, policies
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.kinds import space
+from cutlass_ops.run.call import call_at
+from cutlass_ops.tools.explaining import explain_call
+from cutlass_ops.tuner import tuning
 
 pytestmark = pytest.mark.usefixtures("no_user_tables")
 
@@ -105,8 +108,10 @@ def test_the_first_choice_of_a_process_may_be_made_under_any_default():
 import torch
 torch.set_default_dtype(torch.float16)
 torch.set_default_device("meta")
-from cutlass_ops import builtin, dispatch, tuning
-from cutlass_ops.device import Device
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.choose import dispatch
+from cutlass_ops.tuner import tuning
+from cutlass_ops.declare.device import Device
 H100 = Device((9, 0), 132, "NVIDIA H100 80GB HBM3")
 of = tuning.signature_at(builtin.bias_relu.graph, (333, 5000, 4096), "bf16", "row", "col", None, H100)
 print(dispatch.choose(of, H100, (333, 5000, 4096))[0].config.slug)

@@ -14,16 +14,22 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec, sm90_spec
 from signatures import H100, signature
 
-from cutlass_ops import __version__, _env, builtin, catalog, cli, commands, policies, tables, toolchain
-from cutlass_ops.call import call_at
-from cutlass_ops.explaining import explain_call
-from cutlass_ops.tables import Measured, Point, Table
+from cutlass_ops import __version__
+from cutlass_ops.base import env
+from cutlass_ops.choose import policies, tables
+from cutlass_ops.choose.tables import Measured, Point, Table
+from cutlass_ops.compilation import toolchain
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.run.call import call_at
+from cutlass_ops.ship import catalog
+from cutlass_ops.tools import cli, commands
+from cutlass_ops.tools.explaining import explain_call
 
 
 @pytest.fixture
 def kit(tmp_path, monkeypatch):
     """A machine with a compiler that takes no time, an empty store and no GPU."""
-    for variable in _env.VARIABLES:
+    for variable in env.VARIABLES:
         monkeypatch.delenv(variable.name, raising=False)
     kit = FakeToolkit(tmp_path / "toolkit")
     monkeypatch.setenv("CUTLASS_OPS_NVCC", str(kit.nvcc))
@@ -66,7 +72,7 @@ def test_doctor_names_everything_that_it_found(kit, run):
     assert f"cutlass_ops {__version__}" in out
     assert f"13.0.88, {kit.nvcc} (from CUTLASS_OPS_NVCC)" in out
     assert "Can compile a kernel: yes. Can run one: no." in out
-    assert [v.name for v in _env.VARIABLES if v.name not in out] == []
+    assert [v.name for v in env.VARIABLES if v.name not in out] == []
 
 
 def test_doctor_as_json(kit, run):
@@ -330,7 +336,7 @@ def test_wrong_usage(run, args, says):
 _MODULES = """
 import sys
 sys.argv = ["cutlass-ops", *{arguments}]
-from cutlass_ops import cli
+from cutlass_ops.tools import cli
 try:
     cli.main()
 except SystemExit as exc:
@@ -410,7 +416,7 @@ def test_help_names_the_commands(run):
 def test_the_catalogue_that_ships_is_generated_by_default(kit, run):
     code, out, _ = run("generate", "--check", "--json")
     assert json.loads(out)["folder"].endswith("generated")
-    assert code == bool(catalog.stale(cli._resources.generated()))
+    assert code == bool(catalog.stale(cli.resources.generated()))
 
 
 # ---- tune and explain ----------------------------------------------------------------------------------------------
@@ -550,7 +556,7 @@ def test_tune_passes_on_what_it_was_told_and_says_what_came_of_it(kit, run, monk
     code, out, _ = run("tune", "gemm", "1x2x3", "--json")
     assert code == 0
     (file,) = json.loads(out)["tables"]
-    assert file == str(tables.path_of(_env.tuning_dir(), found.device, found.signature))
+    assert file == str(tables.path_of(env.tuning_dir(), found.device, found.signature))
     assert json.loads(out) == {
         "measured": 1, "known": 0, "left": 1, "tables": [file], "failed": {"1x2x3": "it does not end"}
     }  # fmt: skip
@@ -637,7 +643,9 @@ def test_a_key_in_the_environment_holds_for_every_command(kit, run, catalogue, t
     unsigned, signed = tmp_path / "unsigned.bundle", tmp_path / "signed.bundle"
     assert run("bundle", catalogue, "--out", unsigned)[0] == 0
     assert run("bundle", catalogue, "--out", signed, "--sign", private)[0] == 0
-    monkeypatch.setattr("cutlass_ops.loader.load", lambda artifact: pytest.fail(f"{artifact.where} was loaded"))
+    monkeypatch.setattr(
+        "cutlass_ops.artifacts.loader.load", lambda artifact: pytest.fail(f"{artifact.where} was loaded")
+    )
     key = json.loads(run("list", "--bundle", unsigned, "--json")[1])[0]["key"]
     commands = (("list", "--bundle", unsigned), ("inspect", key, "--bundle", unsigned), ("verify", unsigned))
     for command in commands:

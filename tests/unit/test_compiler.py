@@ -14,12 +14,13 @@ import pytest
 from fake_toolkit import FakeToolkit, sm80_spec
 from processes import ended
 
-from cutlass_ops import arch, compiler, elf, toolchain
-from cutlass_ops.compiler import compile_flags, compile_kernel
-from cutlass_ops.errors import CompileError, ToolchainError
-from cutlass_ops.identity import source_identity
-from cutlass_ops.store import identity_key
-from cutlass_ops.toolchain import find_toolchain
+from cutlass_ops.artifacts.store import identity_key
+from cutlass_ops.base import arch, elf
+from cutlass_ops.base.errors import CompileError, ToolchainError
+from cutlass_ops.compilation import compiler, toolchain
+from cutlass_ops.compilation.compiler import compile_flags, compile_kernel
+from cutlass_ops.compilation.identity import source_identity
+from cutlass_ops.compilation.toolchain import find_toolchain
 
 SM80 = arch.target("sm_80")
 
@@ -278,7 +279,9 @@ def test_any_output_in_any_locale_is_an_error_that_can_be_printed(toolkit, tmp_p
     script = """
 import sys
 from pathlib import Path
-from cutlass_ops import arch, cli, compiler, toolchain
+from cutlass_ops.base import arch
+from cutlass_ops.tools import cli
+from cutlass_ops.compilation import compiler, toolchain
 
 kit, place = map(Path, sys.argv[1:3])
 chain = toolchain._examine(kit / "bin" / "nvcc", "test", kit / "host" / "g++", None)

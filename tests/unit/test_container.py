@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from cutlass_ops import container
-from cutlass_ops.container import open_container, write
-from cutlass_ops.errors import BundleError
-from cutlass_ops.private import NotPrivateError, require_private
+from cutlass_ops.artifacts import container
+from cutlass_ops.artifacts.container import open_container, write
+from cutlass_ops.base.errors import BundleError
+from cutlass_ops.base.private import NotPrivateError, require_private
 
 A, B = (f"kernels/{c * 64}.so" for c in "ab")
 FILES = {"manifest.json": b"{}", A: b"first", B: b"", f"tables/{'c' * 64}.json": b"[]"}

@@ -13,8 +13,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import cutlass_ops as co
-from cutlass_ops import arch, builtin
-from cutlass_ops.config import (
+from cutlass_ops.base import arch
+from cutlass_ops.base.dtypes import bf16, dtype, f16, f32
+from cutlass_ops.base.errors import ConfigError
+from cutlass_ops.declare.config import (
     ClusterShape,
     GemvConfig,
     InstructionShape,
@@ -26,11 +28,9 @@ from cutlass_ops.config import (
     config_from_json,
     config_to_json,
 )
-from cutlass_ops.dtypes import bf16, dtype, f16, f32
-from cutlass_ops.epilogue import title
-from cutlass_ops.errors import ConfigError
-from cutlass_ops.legality import check
-from cutlass_ops.spec import KernelSpec, Operand
+from cutlass_ops.declare.spec import KernelSpec, Operand
+from cutlass_ops.epilogue import builtin, title
+from cutlass_ops.kinds.legality import check
 from tests.strategies import PATIENT, epilogues
 
 SIDES = st.sampled_from((1, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384))

@@ -9,8 +9,10 @@ import typer.main
 from fake_toolkit import sm80_spec
 from signatures import H100, signature
 
-from cutlass_ops import cli, policies, shipping
-from cutlass_ops.tables import Table
+from cutlass_ops.choose import policies
+from cutlass_ops.choose.tables import Table
+from cutlass_ops.ship import shipping
+from cutlass_ops.tools import cli
 
 pytestmark = pytest.mark.usefixtures("no_user_tables")
 

@@ -13,11 +13,16 @@ from hypothesis import strategies as st
 from signatures import A100, H100, H200, signature, statistics
 
 import cutlass_ops as co
-from cutlass_ops import _resources, builtin, dispatch, heuristics, legality, model, norms, ops, policies, tables
-from cutlass_ops.config import ClusterShape, GemvConfig, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
-from cutlass_ops.device import Device, with_order
-from cutlass_ops.tables import Measured, Point, Table
-from cutlass_ops.tuning import signature_at
+from cutlass_ops.base import resources
+from cutlass_ops.choose import dispatch, heuristics, policies, tables
+from cutlass_ops.choose.tables import Measured, Point, Table
+from cutlass_ops.declare.config import ClusterShape, GemvConfig, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
+from cutlass_ops.declare.device import Device, with_order
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.kinds import legality
+from cutlass_ops.kinds.sm90 import model
+from cutlass_ops.run import norms, ops
+from cutlass_ops.tuner.tuning import signature_at
 from tests.scripts import script
 from tests.strategies import PATIENT
 
@@ -31,14 +36,14 @@ pytestmark = pytest.mark.usefixtures("no_user_tables")
 
 
 def shipped():
-    return tables.load(tables.path_of(_resources.tuned(), H100.name, signature()))
+    return tables.load(tables.path_of(resources.tuned(), H100.name, signature()))
 
 
 # ---- What ships --------------------------------------------------------------------------------------------------
 
 
 def test_every_table_that_ships_is_whole_and_where_it_is_looked_for():
-    found = sorted(_resources.tuned().glob("*.json"))
+    found = sorted(resources.tuned().glob("*.json"))
     assert found
     for path in found:
         table = tables.load(path)
@@ -52,7 +57,7 @@ def test_every_table_that_ships_is_whole_and_where_it_is_looked_for():
         if table.signature.a.major == "col":
             wanted = sorted({*SHAPES.GRID} & {*SHAPES.MAJORS})
         assert set(wanted) <= {p.problem for p in table.points}
-        known = ship_table.timed(_resources.tuned(), table)
+        known = ship_table.timed(resources.tuned(), table)
         assert not [c.slug for c in table.kernels if ship_table.untold(c, known)]
 
 
@@ -132,7 +137,7 @@ def test_of_long_kernels_that_are_equally_fast_the_one_with_the_largest_tile_is_
 def test_a_peer_is_taken_only_where_it_was_clearly_faster_and_that_is_allowed(allowed, peer, expected):
     point = Point(ODD, "2026-11-21", (Measured(FAST, 10.0, 0.0),), (("cublaslt", 20.0), ("eager", peer)))
     table = Table(H100.name, 132, signature(), (point,), fallback=allowed).select()
-    tables.update(tables.path_of(policies._env.tuning_dir(), H100.name, signature()), table)
+    tables.update(tables.path_of(policies.env.tuning_dir(), H100.name, signature()), table)
     policies.forget()
     policy = policies.policy(signature(), H100)
     assert policy.fallback(ODD) == expected
@@ -147,7 +152,7 @@ def test_after_deterministic_tuning_no_kernel_splits_k_at_any_shape():
     points = (Point(ODD, "2026-11-21", (Measured(split, 10.0, 0.0), Measured(SLOW, 20.0, 1.0))),)
     table = Table(H100.name, 132, of, points, deterministic=True).select()
     assert table.kernels == (SLOW,)
-    tables.update(tables.path_of(policies._env.tuning_dir(), H100.name, of), table)
+    tables.update(tables.path_of(policies.env.tuning_dir(), H100.name, of), table)
     policies.forget()
     assert policies.policy(of, H100).choose(ODD).config == SLOW
     assert all(c.whole_k for c in policies.policy(of, H100).kernels)
@@ -160,7 +165,7 @@ def test_after_deterministic_tuning_no_sm80_kernel_splits_k_either(alignment):
     of = signature(a=alignment, b=alignment, d=alignment)
     assert not all(c.whole_k for c in policies.policy(of, H100).kernels)
     table = Table(H100.name, 132, of, deterministic=True)
-    tables.update(tables.path_of(policies._env.tuning_dir(), H100.name, of), table)
+    tables.update(tables.path_of(policies.env.tuning_dir(), H100.name, of), table)
     policies.forget()
     assert policies.policy(of, H100).kernels
     assert all(c.whole_k for c in policies.policy(of, H100).kernels)
@@ -206,7 +211,7 @@ def test_another_device_or_signature_has_its_own_measurements():
 
 def test_a_users_table_that_is_none_is_left_out_and_said_to_be():
     user_table(Measured(SLOW, 10.0, 0.0))
-    tables.path_of(policies._env.tuning_dir(), H100.name, signature()).write_text("{")
+    tables.path_of(policies.env.tuning_dir(), H100.name, signature()).write_text("{")
     policies.forget()
     with pytest.warns(RuntimeWarning, match=r"left out: .*is not a tuning table.* tune again"):
         assert chosen(ODD)[0].config != SLOW
@@ -274,12 +279,12 @@ def test_epilogues_of_other_majors_borrow_from_plain_gemm_of_these_and_no_other(
 def test_what_is_borrowed_is_the_devices_own_first(of, near, tmp_path, monkeypatch):
     here = [t.device for t in policies.policy(of, H200).tables]
     assert here == [H100.name, H200.name, H100.name]
-    for path in _resources.tuned().glob("*.json"):
+    for path in resources.tuned().glob("*.json"):
         (tmp_path / path.name).write_text(path.read_text())
-    of_h100 = tables.load(tables.path_of(_resources.tuned(), H100.name, near))
+    of_h100 = tables.load(tables.path_of(resources.tuned(), H100.name, near))
     of_h200 = replace(of_h100, device=H200.name)
     tables.path_of(tmp_path, H200.name, near).write_text(json.dumps(of_h200.to_json()))
-    monkeypatch.setattr(_resources, "tuned", lambda: tmp_path)
+    monkeypatch.setattr(resources, "tuned", lambda: tmp_path)
     forget()
     try:
         assert [t.device for t in policies.policy(of, H200).tables] == [H200.name, H100.name, H200.name, H100.name]

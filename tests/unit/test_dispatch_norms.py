@@ -8,11 +8,14 @@ from choosing import ODD, SLOW, chosen, rows_of_a, user_table
 from signatures import A100, H100, signature
 
 import cutlass_ops as co
-from cutlass_ops import builtin, dispatch, heuristics, legality, model, policies
-from cutlass_ops.config import Means, Sm90Config
-from cutlass_ops.spec import Operand
-from cutlass_ops.tables import Measured
-from cutlass_ops.tuning import signature_at
+from cutlass_ops.choose import dispatch, heuristics, policies
+from cutlass_ops.choose.tables import Measured
+from cutlass_ops.declare.config import Means, Sm90Config
+from cutlass_ops.declare.spec import Operand
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.kinds import legality
+from cutlass_ops.kinds.sm90 import model
+from cutlass_ops.tuner.tuning import signature_at
 
 pytestmark = pytest.mark.usefixtures("no_user_tables")
 

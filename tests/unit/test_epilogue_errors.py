@@ -8,9 +8,9 @@ import pytest
 import torch
 from exports import co
 
+from cutlass_ops.base.errors import EpilogueError
 from cutlass_ops.epilogue.trace import Epilogue, epilogue
 from cutlass_ops.epilogue.values import Col, Reduction, Row, Tile
-from cutlass_ops.errors import EpilogueError
 
 
 def here(function):

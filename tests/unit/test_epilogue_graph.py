@@ -8,24 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.epilogue import functions
-from cutlass_ops.epilogue.graph import (
-    MAX_INPUTS,
-    MAX_NODES,
-    MAX_OUTPUTS,
-    Graph,
-    Input,
-    Kind,
-    Node,
-    Output,
-    canonical,
-    validate,
-)
+from cutlass_ops.epilogue.graph import MAX_INPUTS, MAX_NODES, MAX_OUTPUTS, Graph, canonical, validate
 from cutlass_ops.epilogue.names import CPP_KEYWORDS, RESERVED, check_name
-from cutlass_ops.epilogue.ops import GATHERED
+from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
+from cutlass_ops.epilogue.operations import GATHERED
 from cutlass_ops.epilogue.trace import epilogue
 from cutlass_ops.epilogue.values import Product, Row, Scalar
-from cutlass_ops.errors import ConfigError
 from tests.strategies import PATIENT, epilogues
 
 BIAS_RELU = {

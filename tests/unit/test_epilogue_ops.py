@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cutlass_ops.epilogue import functions
-from cutlass_ops.epilogue.graph import Node
-from cutlass_ops.epilogue.ops import GATHERED, HEADERS, OPS, cpp_expression, float_literal, to_fp32
+from cutlass_ops.epilogue.nodes import Node
+from cutlass_ops.epilogue.operations import GATHERED, OPS, to_fp32
+from cutlass_ops.kinds.cpp import HEADERS, cpp_expression, float_literal
 from tests.strategies import PATIENT
 
 ROOT = Path(__file__).parents[2]

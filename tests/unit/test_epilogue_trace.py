@@ -11,8 +11,8 @@ import torch
 from exports import co
 from hypothesis import given
 
-from cutlass_ops.epilogue.graph import Input, Kind, Node, Output
-from cutlass_ops.epilogue.ops import OPS
+from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
+from cutlass_ops.epilogue.operations import OPS
 from cutlass_ops.epilogue.trace import Epilogue, epilogue
 from cutlass_ops.epilogue.values import Col, Row, Scalar, Tile, Value
 from tests.strategies import PATIENT, programs

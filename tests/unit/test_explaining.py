@@ -8,11 +8,13 @@ import torch
 from signatures import A100, H100, H200
 
 import cutlass_ops as co
-from cutlass_ops import builtin, dispatch, norms, ops, policies, tables
-from cutlass_ops.call import call_at, signature_of
-from cutlass_ops.device import Device
-from cutlass_ops.explaining import explain_call
-from cutlass_ops.tables import Measured, Point, Table
+from cutlass_ops.choose import dispatch, policies, tables
+from cutlass_ops.choose.tables import Measured, Point, Table
+from cutlass_ops.declare.device import Device
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.run import norms, ops
+from cutlass_ops.run.call import call_at, signature_of
+from cutlass_ops.tools.explaining import explain_call
 
 pytestmark = pytest.mark.usefixtures("no_user_tables")
 
@@ -176,7 +178,7 @@ def test_it_says_that_tuning_was_deterministic():
     assert "deterministic" not in explained().why
     of = signature_of(call_at(ops.gemm_bias_relu.graph, (512, 4096, 4096), "bf16", "row", "col"), H100)
     table = Table(H100.name, 132, of, deterministic=True)
-    tables.update(tables.path_of(policies._env.tuning_dir(), H100.name, of), table)
+    tables.update(tables.path_of(policies.env.tuning_dir(), H100.name, of), table)
     policies.forget()
     found = explained()
     assert "all of which add up K as a whole (deterministic tuning)" in found.why
@@ -191,7 +193,7 @@ def test_it_says_for_what_a_time_was_measured():
     of = signature_of(call_at(op.graph, problem, "bf16", "row", "col"), H100)
     config = policies.policy(of, H100).kernels[0]
     point = Point(problem, "2026-11-21", (Measured(config, 10.0, 0.0),))
-    path = tables.path_of(policies._env.tuning_dir(), H100.name, of)
+    path = tables.path_of(policies.env.tuning_dir(), H100.name, of)
     tables.update(path, Table(H100.name, 132, of, (point,)).select())
     policies.forget()
 

@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given
 
 import cutlass_ops as co
-from cutlass_ops import arch, builtin
-from cutlass_ops.config import InstructionShape, Means
-from cutlass_ops.footprint import (
+from cutlass_ops.base import arch
+from cutlass_ops.declare.config import InstructionShape, Means
+from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.kinds.footprint import (
     shared_memory,
     sm90_epilogue_smem,
     sm90_epilogue_stages,
@@ -16,8 +18,7 @@ from cutlass_ops.footprint import (
     sm90_source,
     sm90_stages,
 )
-from cutlass_ops.legality import check
-from cutlass_ops.spec import KernelSpec
+from cutlass_ops.kinds.legality import check
 from tests.strategies import PATIENT
 from tests.unit.test_declarations import specs
 from tests.unit.test_legality import COOP, WS, cluster, gated, rms, sm80, sm90

@@ -7,7 +7,9 @@ import sys
 _SCRIPT = """
 import gc, importlib, os, pathlib, pkgutil, queue, sys, threading, types
 import cutlass_ops
-from cutlass_ops import builder, store, locks as file_locks
+from cutlass_ops.compilation import builder
+from cutlass_ops.artifacts import store
+from cutlass_ops.base import locks as file_locks
 
 LOCKS = (type(threading.Lock()), type(threading.RLock()))
 MODULES = [importlib.import_module(m.name) for m in pkgutil.walk_packages(cutlass_ops.__path__, "cutlass_ops.")
@@ -45,8 +47,8 @@ def found():
 builder._turns()
 store._index(pathlib.Path('/nowhere'))
 before = found()
-NAMES = {"loader": "_lock", "registry": "REGISTRY._lock", "bundles": "BUNDLES._lock",
-         "background": "BACKGROUND._lock", "locks": "_gate", "store": "INDEX._lock"}
+NAMES = {"artifacts.loader": "_lock", "run.registry": "REGISTRY._lock", "artifacts.bundles": "BUNDLES._lock",
+         "compilation.background": "BACKGROUND._lock", "base.locks": "_gate", "artifacts.store": "INDEX._lock"}
 store.INDEX = store._index(pathlib.Path('/nowhere'))
 for name, path in NAMES.items():
     value = sys.modules["cutlass_ops." + name]
@@ -99,7 +101,7 @@ def test_a_lock_that_is_not_reset_would_be_found():
 def test_turns_that_other_threads_took_are_free_in_a_forked_process():
     script = """
 import os, sys, threading
-from cutlass_ops import builder
+from cutlass_ops.compilation import builder
 taken = builder._turns()
 while taken.acquire(blocking=False):
     pass
@@ -114,7 +116,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 def test_an_object_is_not_kept_alive():
     script = """
 import gc, os, sys, weakref
-from cutlass_ops.registry import Registry
+from cutlass_ops.run.registry import Registry
 reference = weakref.ref(Registry())
 gc.collect()
 assert reference() is None

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 import cutlass_ops as co
-from cutlass_ops import builtin, gated, norms, ops
-from cutlass_ops.call import Call
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.run import gated, norms, ops
+from cutlass_ops.run.call import Call
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 M, N, K, EPS = 19, 48, 256, 1e-5

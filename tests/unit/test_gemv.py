@@ -6,12 +6,17 @@ import pytest
 from signatures import A100, H100, signature
 
 import cutlass_ops as co
-from cutlass_ops import _resources, arch, builtin, heuristics, model_gemv, policies, space, tables, tuning
-from cutlass_ops.config import GemvConfig, Sm80Config, Sm90Config, config_from_json, config_to_json
-from cutlass_ops.lower_gemv import context
-from cutlass_ops.render import render
-from cutlass_ops.spec import KernelSpec
-from cutlass_ops.tables import Measured, Point, Table
+from cutlass_ops.base import arch, resources
+from cutlass_ops.choose import heuristics, policies, tables
+from cutlass_ops.choose.tables import Measured, Point, Table
+from cutlass_ops.declare.config import GemvConfig, Sm80Config, Sm90Config, config_from_json, config_to_json
+from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.kinds import space
+from cutlass_ops.kinds.gemv import model as model_gemv
+from cutlass_ops.kinds.gemv.lowering import context
+from cutlass_ops.kinds.render import render
+from cutlass_ops.tuner import tuning
 from tests.scripts import script
 
 pytestmark = pytest.mark.usefixtures("no_user_tables")
@@ -112,7 +117,7 @@ def test_it_takes_as_long_as_reading_b():
 @pytest.mark.parametrize(("count", "most"), [(1, 1.02), (4, 1.002)])
 def test_the_models_first_kernels_hold_the_fastest_of_the_tables_that_ship(count, most):
     fit = script("fit_gemv")
-    measured = fit.read(tables.load(path) for path in sorted(_resources.tuned().glob("nvidia-h100*.json")))
+    measured = fit.read(tables.load(path) for path in sorted(resources.tuned().glob("nvidia-h100*.json")))
     assert len(measured) > 100
     assert fit.regret(measured, fit.H100, 132, count) <= most
 

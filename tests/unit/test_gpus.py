@@ -4,13 +4,14 @@ import json
 
 import pytest
 
-from cutlass_ops import _resources, arch, gpus, roofline
-from cutlass_ops.errors import ConfigError
+from cutlass_ops.base import arch, resources
+from cutlass_ops.base.errors import ConfigError
+from cutlass_ops.declare import gpus, roofline
 
 
 def test_every_gpu_that_something_is_known_of_has_a_name():
     assert set(roofline.PEAKS) == set(gpus.GPUS)
-    for path in _resources.tuned().glob("*.json"):
+    for path in resources.tuned().glob("*.json"):
         table = json.loads(path.read_text())
         assert gpus.GPUS[table["device"]].multiprocessors == table["multiprocessors"]
 

@@ -3,12 +3,13 @@ import subprocess
 import pytest
 from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
 
-from cutlass_ops import arch, elf, halves
-from cutlass_ops.builder import build_artifact
-from cutlass_ops.errors import CompileError
-from cutlass_ops.halves import prove_halves_agree
-from cutlass_ops.store import KernelStore
-from cutlass_ops.toolchain import find_toolchain
+from cutlass_ops.artifacts.store import KernelStore
+from cutlass_ops.base import arch, elf
+from cutlass_ops.base.errors import CompileError
+from cutlass_ops.compilation import abi_check
+from cutlass_ops.compilation.abi_check import prove_halves_agree
+from cutlass_ops.compilation.builder import build_artifact
+from cutlass_ops.compilation.toolchain import find_toolchain
 
 
 @pytest.mark.parametrize("size", [8, 528, 4096, 4097, 4864, 16384, 32764])
@@ -25,7 +26,7 @@ def test_halves_that_agree(write, size):
     ],
 )
 def test_both_ways_in_which_nvcc_writes_a_size_are_read(attributes, size):
-    assert list(halves._parameter_bytes(bytes.fromhex(attributes))) == [size]
+    assert list(abi_check._parameter_bytes(bytes.fromhex(attributes))) == [size]
 
 
 @pytest.mark.compile
@@ -41,7 +42,7 @@ def test_sizes_are_those_that_this_nvcc_writes(tmp_path, target, size):
     command = [found.nvcc, f"-ccbin={found.host_compiler}", f"-gencode={arch.target(target).gencode}", "-cubin"]
     subprocess.run([str(part) for part in (*command, "-o", image, source)], check=True)
     (data,) = (s.data for s in elf.sections(image.read_bytes()) if s.name == ".nv.info.kernel")
-    assert list(halves._parameter_bytes(data)) == [size]
+    assert list(abi_check._parameter_bytes(data)) == [size]
 
 
 @pytest.mark.parametrize(

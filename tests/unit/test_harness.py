@@ -1,6 +1,6 @@
 """What the benchmarks share: what they time has the processors to itself."""
 
-from cutlass_ops.background import Background
+from cutlass_ops.compilation.background import Background
 from tests.scripts import script
 
 HARNESS = script("harness")

@@ -12,12 +12,14 @@ from bundles import packed
 from fake_toolkit import sm80_spec
 from signatures import signature, statistics
 
-from cutlass_ops import catalog, container, legality, render
-from cutlass_ops.bundle import open_bundle
-from cutlass_ops.config import ClusterShape, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
-from cutlass_ops.errors import BundleError, ConfigError
-from cutlass_ops.manifest import Manifest, sealed
-from cutlass_ops.spec import KernelSpec
+from cutlass_ops.artifacts import container
+from cutlass_ops.artifacts.bundle import open_bundle
+from cutlass_ops.artifacts.manifest import Manifest, sealed
+from cutlass_ops.base.errors import BundleError, ConfigError
+from cutlass_ops.declare.config import ClusterShape, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
+from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.kinds import legality, render
+from cutlass_ops.ship import catalog
 
 MARK = "PWNED"
 HOSTILE = (

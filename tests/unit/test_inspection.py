@@ -3,11 +3,11 @@ import json
 import pytest
 from fake_toolkit import FakeToolkit, library, sm80_spec
 
-from cutlass_ops import inspection
-from cutlass_ops.builder import build_artifact
-from cutlass_ops.errors import LoadError
-from cutlass_ops.inspection import inspect
-from cutlass_ops.store import KernelStore
+from cutlass_ops.artifacts.store import KernelStore
+from cutlass_ops.base.errors import LoadError
+from cutlass_ops.compilation.builder import build_artifact
+from cutlass_ops.tools import inspection
+from cutlass_ops.tools.inspection import inspect
 
 DESCRIBED = {"stages": 3, "threads": 128, "shared_memory": 49152}
 

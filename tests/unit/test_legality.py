@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cutlass_ops as co
-from cutlass_ops import builtin, space
-from cutlass_ops.config import (
+from cutlass_ops.base.errors import ConfigError
+from cutlass_ops.declare.config import (
     ClusterShape,
     GemvConfig,
     InstructionShape,
@@ -20,14 +20,15 @@ from cutlass_ops.config import (
     ThreadblockShape,
     WarpShape,
 )
-from cutlass_ops.errors import ConfigError
-from cutlass_ops.legality import Violation, check, is_legal, require_legal
-from cutlass_ops.rules import COMMON, VALUES
-from cutlass_ops.rules_gemv import GEMV
-from cutlass_ops.rules_sm80 import SM80
-from cutlass_ops.rules_sm90 import SM90
-from cutlass_ops.signature import OpSignature
-from cutlass_ops.spec import KernelSpec
+from cutlass_ops.declare.signature import OpSignature
+from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.kinds import space
+from cutlass_ops.kinds.gemv.rules import GEMV
+from cutlass_ops.kinds.legality import Violation, check, is_legal, require_legal
+from cutlass_ops.kinds.rules import COMMON, VALUES
+from cutlass_ops.kinds.sm80.rules import SM80
+from cutlass_ops.kinds.sm90.rules import SM90
 from tests.gpu import kernels
 from tests.strategies import PATIENT
 from tests.unit.test_declarations import specs

@@ -10,15 +10,17 @@ from pathlib import Path
 import pytest
 from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
 
-from cutlass_ops import arch, loader
-from cutlass_ops.compiler import Compiled, compile_kernel
-from cutlass_ops.errors import LoadError, ToolchainError
-from cutlass_ops.halves import prove_halves_agree
-from cutlass_ops.identity import kernel_identity
-from cutlass_ops.loader import Reason, load, refusal
-from cutlass_ops.sass import count_opcodes
-from cutlass_ops.store import KernelStore, identity_key
-from cutlass_ops.toolchain import find_toolchain
+from cutlass_ops.artifacts import loader
+from cutlass_ops.artifacts.compiled import Compiled
+from cutlass_ops.artifacts.loader import Reason, load, refusal
+from cutlass_ops.artifacts.store import KernelStore, identity_key
+from cutlass_ops.base import arch
+from cutlass_ops.base.errors import LoadError, ToolchainError
+from cutlass_ops.base.sass import count_opcodes
+from cutlass_ops.compilation.abi_check import prove_halves_agree
+from cutlass_ops.compilation.compiler import compile_kernel
+from cutlass_ops.compilation.identity import kernel_identity
+from cutlass_ops.compilation.toolchain import find_toolchain
 
 # What templates/include/cutlass_ops/binding.h exports, without a kernel behind it.
 EXPORTS = r"""
@@ -186,14 +188,10 @@ def test_cudart_is_looked_for(put, monkeypatch, tmp_path):
 
         monkeypatch.setattr(loader.ctypes, "CDLL", cdll)
 
-    def no_toolchain():
-        raise ToolchainError("none")
-
     def nowhere(name):
         raise AssertionError(f"{name} was looked for")
         yield
 
-    monkeypatch.setattr("cutlass_ops.toolchain.find_toolchain", no_toolchain)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     only("libcudart.so.13")  # PyTorch's own, already there: no folder is looked into
     with monkeypatch.context() as patch:
@@ -201,6 +199,10 @@ def test_cudart_is_looked_for(put, monkeypatch, tmp_path):
         loader._provide_cudart(artifact)
     assert opened == ["libcudart.so.13"]
     only(str(tmp_path / "lib" / "libcudart.so.13"))
+    loader._provide_cudart(artifact)
+    nvcc = tmp_path / "toolkit" / "bin" / "nvcc"
+    monkeypatch.setenv("CUTLASS_OPS_NVCC", str(nvcc))
+    only(str(tmp_path / "toolkit" / "lib64" / "libcudart.so.13"))  # beside the compiler, which is not started
     loader._provide_cudart(artifact)
     only(None)
     with pytest.raises(LoadError, match=r"needs libcudart\.so\.13"):
@@ -216,7 +218,8 @@ def test_loading_starts_no_program():
             raise AssertionError(f"started {args}")
         subprocess.Popen = os.posix_spawn = os.system = refuse
         import cutlass_ops
-        from cutlass_ops import inspection, loader
+        from cutlass_ops.tools import inspection
+        from cutlass_ops.artifacts import loader
         assert "tvm_ffi" not in sys.modules
         loader._import_tvm_ffi()
         assert "tvm_ffi" in sys.modules and "torch_c_dlpack_ext" not in sys.modules

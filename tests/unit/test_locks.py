@@ -13,8 +13,8 @@ import threading
 
 import pytest
 
-from cutlass_ops import locks
-from cutlass_ops.errors import StoreError
+from cutlass_ops.base import locks
+from cutlass_ops.base.errors import StoreError
 
 ADVICE = "use another folder"
 
@@ -164,7 +164,7 @@ def test_who_has_the_file_of_another_time_has_no_lock(tmp_path):
 _FORKS = """
 import os, signal, sys, threading, time
 from pathlib import Path
-from cutlass_ops import locks
+from cutlass_ops.base import locks
 path = Path(sys.argv[1])
 
 def child(leave):
@@ -223,7 +223,7 @@ def test_a_forked_process_does_not_keep_a_dead_ones_lock(tmp_path, who):
 def test_no_process_is_forked_between_opening_a_file_and_knowing_of_it(tmp_path):
     script = """
 import os, sys, threading, time
-from cutlass_ops import locks
+from cutlass_ops.base import locks
 opened, known, real = threading.Event(), [], os.open
 def slow(path, *rest, **more):
     found = real(path, *rest, **more)

@@ -6,11 +6,11 @@ import re
 import pytest
 
 import cutlass_ops as co
-from cutlass_ops import builtin
-from cutlass_ops.config import InstructionShape, Sm80Config, ThreadblockShape, WarpShape
-from cutlass_ops.lower_sm80 import context
-from cutlass_ops.render import render
-from cutlass_ops.spec import KernelSpec
+from cutlass_ops.declare.config import InstructionShape, Sm80Config, ThreadblockShape, WarpShape
+from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.kinds.render import render
+from cutlass_ops.kinds.sm80.lowering import context
 
 CONFIG = Sm80Config(ThreadblockShape(128, 64, 32), WarpShape(64, 32, 32), InstructionShape(16, 8, 16), stages=4)
 STREAM_K = Sm80Config(ThreadblockShape(128, 64, 32), WarpShape(64, 32, 32), stages=4, stream_k=True)

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 
 import cutlass_ops as co
-from cutlass_ops import builtin, norms
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.run import norms
 from tests.strategies import epilogues
 
 

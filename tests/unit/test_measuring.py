@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from signatures import signature
 
-from cutlass_ops import measuring
-from cutlass_ops.config import Sm90Config, ThreadblockShape, config_to_json
-from cutlass_ops.errors import ConfigError, MeasuringError
-from cutlass_ops.measuring import Measurer
+from cutlass_ops.base.errors import ConfigError, MeasuringError
+from cutlass_ops.declare.config import Sm90Config, ThreadblockShape, config_to_json
+from cutlass_ops.tuner import measuring
+from cutlass_ops.tuner.measuring import Measurer
 
 WORKER = """
 import json, sys, time

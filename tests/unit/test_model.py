@@ -12,8 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from signatures import H100, H200, signature
 
-from cutlass_ops import _resources, builtin, heuristics, knowledge, legality, model, policies, space, tables
-from cutlass_ops.config import GemvConfig, Means, Sm90Config, ThreadblockShape
+from cutlass_ops.base import resources
+from cutlass_ops.choose import heuristics, knowledge, policies, tables
+from cutlass_ops.declare.config import GemvConfig, Means, Sm90Config, ThreadblockShape
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.kinds import legality, space
+from cutlass_ops.kinds.sm90 import model
 from tests.scripts import BENCHMARKS, script
 from tests.strategies import PATIENT
 
@@ -53,7 +57,7 @@ def reduces(path):
 @pytest.mark.parametrize(("count", "mean"), [(1, 1.03), (8, 1.003)])
 def test_so_they_do_in_the_tables_that_ship(count, mean):
     """Each table by itself: only kernels that raced together can be compared."""
-    paths = [path for path in sorted(_resources.tuned().glob("nvidia-h100*.json")) if not reduces(path)]
+    paths = [path for path in sorted(resources.tuned().glob("nvidia-h100*.json")) if not reduces(path)]
     found = list(map(fit_model.Measured.of, paths))
     assert {each.lines for each in found} == {("k", "k"), ("k", "n"), ("m", "n"), ("m", "k")}
     assert sum(len(each.problems) for each in found) > 300

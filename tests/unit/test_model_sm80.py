@@ -5,8 +5,10 @@ import math
 import pytest
 from signatures import A100, H100, signature
 
-from cutlass_ops import heuristics, legality, model_sm80, space
-from cutlass_ops.config import Sm80Config, Sm90Config, ThreadblockShape, WarpShape
+from cutlass_ops.choose import heuristics
+from cutlass_ops.declare.config import Sm80Config, Sm90Config, ThreadblockShape, WarpShape
+from cutlass_ops.kinds import legality, space
+from cutlass_ops.kinds.sm80 import model as model_sm80
 from tests.scripts import BENCHMARKS, script
 
 fit_sm80 = script("fit_sm80")

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 import cutlass_ops as co
-from cutlass_ops import builtin, norms, ops
-from cutlass_ops.device import Device
+from cutlass_ops.declare.device import Device
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.run import norms, ops
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DTYPES = pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cutlass_ops as co
-from cutlass_ops import operands
-from cutlass_ops.call import check_call, given_outputs, signature_of
-from cutlass_ops.device import Device
-from cutlass_ops.dtypes import bf16, f16, f32
-from cutlass_ops.operands import check_overlap, check_problem, element_type, fold, matrix
+from cutlass_ops.base.dtypes import bf16, f16, f32
+from cutlass_ops.declare.device import Device
+from cutlass_ops.run import operands
+from cutlass_ops.run.call import check_call, given_outputs, signature_of
+from cutlass_ops.run.operands import check_overlap, check_problem, element_type, fold, matrix
 from tests.strategies import PATIENT
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 import cutlass_ops as co
-from cutlass_ops import ops
-from cutlass_ops.call import device_of
-from cutlass_ops.device import Device
+from cutlass_ops.declare.device import Device
+from cutlass_ops.run import ops
+from cutlass_ops.run.call import device_of
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 

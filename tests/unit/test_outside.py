@@ -16,21 +16,26 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from signatures import A100, H100, signature
 
-from cutlass_ops import builtin, bundles, catalog, container, dispatch, legality, plain, policies, shipping, tables
-from cutlass_ops import bundle as bundle_module
-from cutlass_ops import manifest as manifest_module
-from cutlass_ops.builder import build_many
-from cutlass_ops.bundles import BUNDLES
-from cutlass_ops.call import call_at
-from cutlass_ops.config import Sm80Config, Sm90Config, ThreadblockShape, WarpShape
-from cutlass_ops.errors import BundleError, ConfigError, LoadError
-from cutlass_ops.explaining import explain_call
-from cutlass_ops.manifest import Manifest
-from cutlass_ops.plan import can_fall_back
-from cutlass_ops.spec import Operand
-from cutlass_ops.store import KernelStore, open_entry
-from cutlass_ops.tables import Measured, Point, Table
-from cutlass_ops.verifying import verify
+from cutlass_ops.artifacts import bundle as bundle_module
+from cutlass_ops.artifacts import bundles, container
+from cutlass_ops.artifacts import manifest as manifest_module
+from cutlass_ops.artifacts.bundles import BUNDLES
+from cutlass_ops.artifacts.manifest import Manifest
+from cutlass_ops.artifacts.store import KernelStore, open_entry
+from cutlass_ops.base import checked_json
+from cutlass_ops.base.errors import BundleError, ConfigError, LoadError
+from cutlass_ops.choose import dispatch, policies, tables
+from cutlass_ops.choose.tables import Measured, Point, Table
+from cutlass_ops.compilation.builder import build_many
+from cutlass_ops.declare.config import Sm80Config, Sm90Config, ThreadblockShape, WarpShape
+from cutlass_ops.declare.spec import Operand
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.kinds import legality
+from cutlass_ops.run.call import call_at
+from cutlass_ops.run.plan import can_fall_back
+from cutlass_ops.ship import catalog, shipping
+from cutlass_ops.ship.verifying import verify
+from cutlass_ops.tools.explaining import explain_call
 from tests.strategies import PATIENT
 from tests.unit.test_hostile import _at, _places
 
@@ -116,13 +121,17 @@ def users(monkeypatch, tmp_path):
 @pytest.mark.parametrize("raw", [*NUMBERS[:4], "1e400", "-1e400", "1e999999999", "0." + "1" * 5000, *NUMBERS[-5:-2]])
 def test_a_number_that_none_is_is_no_json(raw):
     with pytest.raises(ConfigError, match="it is not JSON that is read here: ") as error:
-        plain.parsed(b'{"a": [%s]}' % raw.encode(), "it", 1 << 20)
+        checked_json.parsed(b'{"a": [%s]}' % raw.encode(), "it", 1 << 20)
     assert len(str(error.value)) < 200
     assert "set_int_max_str_digits" not in str(error.value)
 
 
 def test_integers_have_64_bits():
-    assert plain.parsed(b"[9223372036854775807, -9223372036854775808, -0]", "it", 100) == [2**63 - 1, -(2**63), 0]
+    assert checked_json.parsed(b"[9223372036854775807, -9223372036854775808, -0]", "it", 100) == [
+        2**63 - 1,
+        -(2**63),
+        0,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -140,13 +149,13 @@ def test_integers_have_64_bits():
 )
 def test_what_is_no_json_says_why(text, why):
     with pytest.raises(ConfigError, match=why):
-        plain.parsed(text, "it", 50 if why.startswith("more") else 1 << 20)
+        checked_json.parsed(text, "it", 50 if why.startswith("more") else 1 << 20)
 
 
 def test_nothing_of_too_many_bytes_is_parsed(monkeypatch):
     monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("it was parsed"))
     with pytest.raises(ConfigError, match="more than 10 bytes"):
-        plain.parsed(b"1" * 11, "it", 10)
+        checked_json.parsed(b"1" * 11, "it", 10)
 
 
 VALUES = st.one_of(
@@ -158,17 +167,17 @@ VALUES = st.one_of(
 @given(VALUES)
 def test_a_value_of_any_kind_is_checked_or_named(value):
     for check, *bounds in (
-        (plain.integer, 0, 10),
-        (plain.number, 0.0, 1e9),
-        (plain.text,),
-        (plain.sequence, 3),
-        (plain.mapping, "a b"),
+        (checked_json.integer, 0, 10),
+        (checked_json.number, 0.0, 1e9),
+        (checked_json.text,),
+        (checked_json.sequence, 3),
+        (checked_json.mapping, "a b"),
     ):
         assert len(refusal(check, value, "it", *bounds)) < 300
 
 
 def test_a_message_can_be_printed_whatever_stands_in_it():
-    text = plain.said(ValueError("a\ud800\n\x00" + "x" * 10_000))
+    text = checked_json.said(ValueError("a\ud800\n\x00" + "x" * 10_000))
     assert text.startswith("a\\ud800\\n\\x00x")
     assert text.isprintable()
     assert len(text) < 1100
@@ -336,7 +345,7 @@ def test_a_manifest_of_nine_mebibytes_is_refused_unread(tmp_path, contents, monk
 
 
 def test_a_manifest_that_would_be_refused_is_not_written(tmp_path, contents, monkeypatch):
-    monkeypatch.setattr("cutlass_ops.manifest.MAX_BYTES", 100)
+    monkeypatch.setattr("cutlass_ops.artifacts.manifest.MAX_BYTES", 100)
     with pytest.raises(BundleError, match="more than 100 bytes"):
         contents.write(tmp_path / "a")
     assert not os.path.lexists(tmp_path / "a")

@@ -7,10 +7,12 @@ import pytest
 from bundles import SPECS, packed
 from fake_toolkit import FakeToolkit
 
-from cutlass_ops import __version__, bundles, shipping
-from cutlass_ops.bundle import manifest_of, open_bundle
-from cutlass_ops.packing import pack, write_wheel
-from cutlass_ops.store import KernelStore
+from cutlass_ops import __version__
+from cutlass_ops.artifacts import bundles
+from cutlass_ops.artifacts.bundle import manifest_of, open_bundle
+from cutlass_ops.artifacts.store import KernelStore
+from cutlass_ops.ship import shipping
+from cutlass_ops.ship.packing import pack, write_wheel
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +36,11 @@ def test_kernels_of_a_bundle_are_packed_again_to_the_same_bytes(bundle):
     assert manifest_of(found.kernels(), {}, []).to_bytes() == found.manifest.to_bytes()
 
 
-LOOK = (
-    "from cutlass_ops.bundles import BUNDLES\n(found,) = BUNDLES.all()\nprint(found.path.name, len(found.kernels()))\n"
-)
+LOOK = """
+from cutlass_ops.artifacts.bundles import BUNDLES
+(found,) = BUNDLES.all()
+print(found.path.name, len(found.kernels()))
+"""
 
 
 def _installed(wheel, site, umask):

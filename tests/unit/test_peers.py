@@ -9,11 +9,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cutlass_ops as co
-from cutlass_ops import builtin, ops, policies, tables
-from cutlass_ops.call import check_call, signature_of
-from cutlass_ops.peers import peers
-from cutlass_ops.plan import PeerPlan, can_fall_back, make_peer_plan
-from cutlass_ops.tables import Measured, Point, Table
+from cutlass_ops.choose import policies, tables
+from cutlass_ops.choose.tables import Measured, Point, Table
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.run import ops
+from cutlass_ops.run.call import check_call, signature_of
+from cutlass_ops.run.peers import peers
+from cutlass_ops.run.plan import PeerPlan, can_fall_back, make_peer_plan
+from cutlass_ops.tools import explaining
 
 M, N, K = 24, 40, 16
 
@@ -97,7 +100,7 @@ def test_an_op_takes_the_peer_that_tuning_allowed(tmp_path, monkeypatch):
         plan = ops.gemm_bias_relu._plan(call)
         assert isinstance(plan, PeerPlan)
         assert plan.name == "cublaslt"
-        found = co.explaining.explain_call("gemm_bias_relu", call, H100)
+        found = explaining.explain_call("gemm_bias_relu", call, H100)
         assert found.served_by == "PyTorch (cublaslt)"
         assert "told to allow it" in found.why
     finally:

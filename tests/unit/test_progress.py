@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from cutlass_ops import progress as progress_module
-from cutlass_ops.progress import progress
+from cutlass_ops.base import progress as progress_module
+from cutlass_ops.base.progress import progress
 
 
 class Terminal(io.StringIO):
@@ -130,7 +130,7 @@ def test_the_cursor_comes_back_after_an_interrupt(shown):
 
 _SCRIPT = """
 import time
-from cutlass_ops.progress import progress
+from cutlass_ops.base.progress import progress
 with progress(2, "kernels compiled") as steps:
     steps.finished("one")
     time.sleep(1.2)

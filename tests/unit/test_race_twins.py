@@ -3,7 +3,8 @@
 import pytest
 from signatures import H100
 
-from cutlass_ops import dispatch, policies, tables, tuning
+from cutlass_ops.choose import dispatch, policies, tables
+from cutlass_ops.tuner import tuning
 from tests.scripts import script
 
 RACE = script("race_twins")

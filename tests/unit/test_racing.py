@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cutlass_ops.racing import race
+from cutlass_ops.tuner.racing import race
 from tests.strategies import PATIENT
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import cutlass_ops as co
-from cutlass_ops import _env, errors, ops
+from cutlass_ops.base import env, errors
+from cutlass_ops.run import ops
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -59,4 +60,4 @@ def test_it_names_every_op_and_every_error():
 
 @pytest.mark.parametrize("name", re.findall(r"CUTLASS_OPS_\w+", README))
 def test_variables_exist(name):
-    assert name in {variable.name for variable in _env.VARIABLES}
+    assert name in {variable.name for variable in env.VARIABLES}

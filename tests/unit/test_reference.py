@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cutlass_ops import reference
 from cutlass_ops.epilogue import functions
-from cutlass_ops.epilogue.ops import OPS, SWAP_PAIRS
+from cutlass_ops.epilogue.operations import OPS, SWAP_PAIRS
 from cutlass_ops.epilogue.trace import epilogue
 from cutlass_ops.epilogue.values import Col, Product, Row, Scalar, Tile
-from cutlass_ops.reference import evaluate, gemm_reference
+from cutlass_ops.run import reference
+from cutlass_ops.run.reference import evaluate, gemm_reference
 from tests.strategies import PATIENT, programs
 
 NAN, INF = math.nan, math.inf

@@ -5,12 +5,13 @@ from collections import Counter
 import pytest
 from fake_toolkit import FFMA, HGMMA, HMMA, UTMALDG, library, sm80_spec, sm90_spec
 
-from cutlass_ops import arch
-from cutlass_ops.arch import OPCODES
-from cutlass_ops.compiler import compile_kernel
-from cutlass_ops.errors import CompileError, ToolchainError
-from cutlass_ops.sass import count_opcodes, prove_tensor_cores
-from cutlass_ops.toolchain import find_toolchain
+from cutlass_ops.base import arch
+from cutlass_ops.base.arch import OPCODES
+from cutlass_ops.base.errors import CompileError, ToolchainError
+from cutlass_ops.base.sass import count_opcodes
+from cutlass_ops.compilation.compiler import compile_kernel
+from cutlass_ops.compilation.toolchain import find_toolchain
+from cutlass_ops.kinds.proof import prove_tensor_cores
 
 
 def test_counts_every_operand_form_and_nothing_else(write):

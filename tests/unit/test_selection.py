@@ -5,7 +5,7 @@ import math
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cutlass_ops import selection
+from cutlass_ops.choose import selection
 from tests.strategies import PATIENT
 
 HALF = math.log(2.0)

@@ -8,8 +8,9 @@ import torch
 from signatures import H100
 
 import cutlass_ops as co
-from cutlass_ops import call, ops, plan, policies
-from cutlass_ops.background import Background
+from cutlass_ops.choose import policies
+from cutlass_ops.compilation.background import Background
+from cutlass_ops.run import call, ops, plan
 
 N, K = 520, 264
 

@@ -7,12 +7,15 @@ from fake_toolkit import sm80_spec
 from signatures import A100, H100, signature
 
 import cutlass_ops as co
-from cutlass_ops import builtin, catalog, dispatch, norms, policies, shipping
-from cutlass_ops.bundles import BUNDLES
-from cutlass_ops.config import Sm80Config, Sm90Config
-from cutlass_ops.errors import ConfigError
-from cutlass_ops.shipping import Catalogue, Kernels, shipment
-from cutlass_ops.tables import Measured, Point, Table
+from cutlass_ops.artifacts.bundles import BUNDLES
+from cutlass_ops.base.errors import ConfigError
+from cutlass_ops.choose import dispatch, policies
+from cutlass_ops.choose.tables import Measured, Point, Table
+from cutlass_ops.declare.config import Sm80Config, Sm90Config
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.run import norms
+from cutlass_ops.ship import catalog, shipping
+from cutlass_ops.ship.shipping import Catalogue, Kernels, shipment
 
 pytestmark = pytest.mark.usefixtures("no_user_tables")
 
@@ -140,9 +143,9 @@ def test_norms_and_gates():
 
 def test_what_no_kernel_serves_is_named():
     with pytest.raises(
-        ConfigError, match=r"^cutlass_ops\.builtin:swiglu: no kernel serves a bf16\.row, .* on NVIDIA A100"
+        ConfigError, match=r"^cutlass_ops\.epilogue\.builtin:swiglu: no kernel serves a bf16\.row, .* on NVIDIA A100"
     ):
-        shipment(Catalogue(kernels=(kernels(ops=("gemm", "cutlass_ops.builtin:swiglu")),)))
+        shipment(Catalogue(kernels=(kernels(ops=("gemm", "cutlass_ops.epilogue.builtin:swiglu")),)))
 
 
 def test_exact_declarations_and_the_default():
@@ -298,7 +301,7 @@ def test_a_users_module_that_fails(toml, tmp_path, text, why):
 
 def test_a_python_catalogue(tmp_path, monkeypatch):
     text = MINE + (
-        "\nfrom cutlass_ops.shipping import Catalogue, Kernels\n"
+        "\nfrom cutlass_ops.ship.shipping import Catalogue, Kernels\n"
         'catalogue = Catalogue(kernels=(Kernels(ops=(twice,), archs=("sm_80",), shapes=("1x64x64",)),))\n'
     )
     (tmp_path / "mine_in_python.py").write_text(text)
@@ -313,7 +316,7 @@ def test_a_python_catalogue(tmp_path, monkeypatch):
     ("name", "why"),
     [
         ("catalogue", "'catalogue' is not known here: use a TOML file, a Python file, or MODULE:NAME"),
-        ("json:dumps", "json:dumps is not a cutlass_ops.shipping.Catalogue: it is function"),
+        ("json:dumps", "json:dumps is not a cutlass_ops.ship.shipping.Catalogue: it is function"),
         ("no_such_module:catalogue", "cannot be imported"),
     ],
 )

@@ -11,12 +11,13 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from fake_toolkit import sm80_spec
 
 import cutlass_ops as co
-from cutlass_ops import bundles, container, shipping, verifying
-from cutlass_ops.bundle import open_bundle
-from cutlass_ops.bundles import BUNDLES
-from cutlass_ops.errors import BundleError, ConfigError
-from cutlass_ops.manifest import Manifest
-from cutlass_ops.signing import require_signature, sign
+from cutlass_ops.artifacts import bundles, container
+from cutlass_ops.artifacts.bundle import open_bundle
+from cutlass_ops.artifacts.bundles import BUNDLES
+from cutlass_ops.artifacts.manifest import Manifest
+from cutlass_ops.artifacts.signing import require_signature, sign
+from cutlass_ops.base.errors import BundleError, ConfigError
+from cutlass_ops.ship import shipping, verifying
 
 
 @pytest.fixture

@@ -4,8 +4,13 @@ import pytest
 import torch
 from signatures import H100
 
-from cutlass_ops import builtin, dtypes, gated, norms, shipping, spelling, tuning
-from cutlass_ops.errors import ConfigError
+from cutlass_ops.base import dtypes
+from cutlass_ops.base.errors import ConfigError
+from cutlass_ops.declare import spelling
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.run import gated, norms
+from cutlass_ops.ship import shipping
+from cutlass_ops.tuner import tuning
 
 _MANY = ",".join(map(str, range(1, 500)))
 ONE = [(512, 4096, 1024)]

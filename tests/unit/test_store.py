@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
 
-from cutlass_ops import _resources, identity, recency
-from cutlass_ops import store as store_module
-from cutlass_ops.compiler import Compiled
-from cutlass_ops.errors import LoadError, StoreError
-from cutlass_ops.identity import kernel_identity, kernel_key
-from cutlass_ops.store import Artifact, KernelStore, identity_key, open_entry
+from cutlass_ops.artifacts import store as store_module
+from cutlass_ops.artifacts.compiled import Compiled
+from cutlass_ops.artifacts.store import Artifact, KernelStore, identity_key, open_entry
+from cutlass_ops.base import recency, resources
+from cutlass_ops.base.errors import LoadError, StoreError
+from cutlass_ops.compilation import identity
+from cutlass_ops.compilation.identity import kernel_identity, kernel_key
 
 SPEC = sm80_spec()
 COMPILED = Compiled(1.5, ({"function": "f", "registers": 1},))
@@ -76,7 +77,7 @@ def test_the_key_changes_with_everything_that_changes_the_binary(toolchain, tmp_
 
 
 def test_the_key_changes_with_the_headers_that_a_source_includes(toolchain, tmp_path, monkeypatch):
-    monkeypatch.setattr(_resources, "include", lambda: tmp_path)
+    monkeypatch.setattr(resources, "include", lambda: tmp_path)
     (tmp_path / "cutlass_ops").mkdir()
 
     def key(**headers):
@@ -98,10 +99,10 @@ def test_the_key_changes_with_the_headers_that_a_source_includes(toolchain, tmp_
 
 @pytest.mark.parametrize("template", ["sm80_gemm.cu.j2", "sm90_gemm.cu.j2"])
 def test_templates_include_headers_in_the_form_that_the_key_reads(template):
-    text = (_resources.templates() / template).read_text()
+    text = (resources.templates() / template).read_text()
     found = identity._INCLUDE.findall(text)
     assert found
-    assert all((_resources.include() / name).is_file() for name in found)
+    assert all((resources.include() / name).is_file() for name in found)
     assert len(found) == text.count("cutlass_ops/") - text.count("python -m cutlass_ops")
 
 

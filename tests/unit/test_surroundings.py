@@ -24,8 +24,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import cutlass_ops as co
-from cutlass_ops import call, gated, norms, operands, ops, plan, traced
-from cutlass_ops.results import Outputs
+from cutlass_ops.run import call, gated, norms, operands, ops, plan, traced
+from cutlass_ops.run.results import Outputs
 
 BF16 = torch.bfloat16
 M, N, K = 8, 32, 64
@@ -425,7 +425,7 @@ def test_results_go_through_pickle_and_copies():
 
 
 def test_a_loaded_kernel_is_not_copied():
-    from cutlass_ops.loader import LoadedKernel
+    from cutlass_ops.artifacts.loader import LoadedKernel
 
     kernel = LoadedKernel(None, None, None, None)
     assert copy.deepcopy(kernel) is kernel

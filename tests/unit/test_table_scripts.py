@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from signatures import signature
 
-from cutlass_ops import builtin, tables
-from cutlass_ops.config import GemvConfig, Sm90Config, ThreadblockShape
-from cutlass_ops.device import Device
-from cutlass_ops.tables import Measured, Point, Table
+from cutlass_ops.choose import tables
+from cutlass_ops.choose.tables import Measured, Point, Table
+from cutlass_ops.declare.config import GemvConfig, Sm90Config, ThreadblockShape
+from cutlass_ops.declare.device import Device
+from cutlass_ops.epilogue import builtin
 from tests.scripts import script
 
 choose_pool = script("choose_pool")

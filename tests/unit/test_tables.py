@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from signatures import signature
 
-from cutlass_ops import builtin, policies, tables
-from cutlass_ops.config import Sm80Config, Sm90Config, ThreadblockShape, WarpShape
-from cutlass_ops.errors import ConfigError, StoreError
-from cutlass_ops.tables import Measured, Point, Table
+from cutlass_ops.base.errors import ConfigError, StoreError
+from cutlass_ops.choose import policies, tables
+from cutlass_ops.choose.tables import Measured, Point, Table
+from cutlass_ops.declare.config import Sm80Config, Sm90Config, ThreadblockShape, WarpShape
+from cutlass_ops.epilogue import builtin
 from tests.strategies import PATIENT
 from tests.unit.test_model import sweeps
 

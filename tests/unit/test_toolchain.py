@@ -4,9 +4,10 @@ import pytest
 from fake_toolkit import FakeToolkit
 from processes import ended
 
-from cutlass_ops import _env, arch, programs, toolchain
-from cutlass_ops.errors import ToolchainError
-from cutlass_ops.toolchain import find_toolchain
+from cutlass_ops.base import arch, env, programs
+from cutlass_ops.base.errors import ToolchainError
+from cutlass_ops.compilation import toolchain
+from cutlass_ops.compilation.toolchain import find_toolchain
 
 SM80 = arch.target("sm_80")
 
@@ -14,7 +15,7 @@ SM80 = arch.target("sm_80")
 @pytest.fixture(autouse=True)
 def _bare(monkeypatch, tmp_path):
     """A machine with a host compiler and nothing else."""
-    for variable in _env.VARIABLES:
+    for variable in env.VARIABLES:
         monkeypatch.delenv(variable.name, raising=False)
     host = tmp_path / "host"
     host.mkdir()

@@ -6,7 +6,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 import cutlass_ops as co
-from cutlass_ops import builtin, folding, ops, traced
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.run import folding, ops, traced
 
 BF16 = torch.bfloat16
 M, N, K = 8, 32, 64

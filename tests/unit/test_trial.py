@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cutlass_ops import plan, trial
-from cutlass_ops.config import InstructionShape, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
+from cutlass_ops.declare.config import InstructionShape, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
+from cutlass_ops.run import plan
+from cutlass_ops.tuner import trial
 
 FIRST, SECOND = (Sm90Config(ThreadblockShape(128, n, 64)) for n in (128, 192))
 

@@ -14,15 +14,20 @@ import torch
 from signatures import H100, signature
 
 import cutlass_ops as co
-from cutlass_ops import _resources, builtin, dispatch, heuristics, norms, policies, space, tables, tuning
-from cutlass_ops.call import check_call, signature_of
-from cutlass_ops.config import ClusterShape, Means, Sm80Config, Sm90Config, ThreadblockShape
-from cutlass_ops.errors import CompileError, MeasuringError, NoDeviceError, ToolchainError
-from cutlass_ops.measuring import Outcome
-from cutlass_ops.spec import Operand
-from cutlass_ops.store import Artifact
-from cutlass_ops.tables import Measured
-from cutlass_ops.tuning import Effort, Place, plan, run, signature_at
+from cutlass_ops.artifacts.store import Artifact
+from cutlass_ops.base import resources
+from cutlass_ops.base.errors import CompileError, MeasuringError, NoDeviceError, ToolchainError
+from cutlass_ops.choose import dispatch, heuristics, policies, tables
+from cutlass_ops.choose.tables import Measured
+from cutlass_ops.declare.config import ClusterShape, Means, Sm80Config, Sm90Config, ThreadblockShape
+from cutlass_ops.declare.spec import Operand
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.kinds import space
+from cutlass_ops.run import norms
+from cutlass_ops.run.call import check_call, signature_of
+from cutlass_ops.tuner import tuning
+from cutlass_ops.tuner.measuring import Outcome
+from cutlass_ops.tuner.tuning import Effort, Place, plan, run, signature_at
 
 PROBLEMS = [(1, 4096, 4096), (64, 4096, 4096), (512, 6144, 4096), (2048, 4096, 4096), (8192, 8192, 8192)]
 SMALL = Effort(kernels=10, candidates=4, rounds=3)
@@ -138,7 +143,7 @@ def test_what_the_model_puts_far_ahead_does_not_race_alone():
 
 def test_the_model_promises_no_more_of_what_is_not_known_than_of_what_is(monkeypatch):
     """Where all that was measured takes twice what the model says, an unknown kernel will as well."""
-    problem, shipped = (4096, 4096, 4096), tables.load(tables.path_of(_resources.tuned(), H100.name, signature()))
+    problem, shipped = (4096, 4096, 4096), tables.load(tables.path_of(resources.tuned(), H100.name, signature()))
 
     def slower(point):
         return replace(point, measured=tuple(replace(m, microseconds=2 * m.microseconds) for m in point.measured))

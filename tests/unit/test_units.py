@@ -1,6 +1,6 @@
 import pytest
 
-from cutlass_ops import units
+from cutlass_ops.base import units
 
 
 @pytest.mark.parametrize(

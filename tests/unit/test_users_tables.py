@@ -11,12 +11,15 @@ import pytest
 from choosing import ODD, SLOW, chosen, user_table
 from signatures import H100, signature
 
-from cutlass_ops import _env, bundles, dispatch, policies, tables, tuning
-from cutlass_ops.builder import build_artifact, build_many
-from cutlass_ops.config import ClusterShape, Sm90Config, ThreadblockShape
-from cutlass_ops.errors import ConfigError, MissingKernelError, StoreError
-from cutlass_ops.store import KernelStore
-from cutlass_ops.tables import Measured, Point, Table
+from cutlass_ops.artifacts import bundles
+from cutlass_ops.artifacts.store import KernelStore
+from cutlass_ops.base import env
+from cutlass_ops.base.errors import ConfigError, MissingKernelError, StoreError
+from cutlass_ops.choose import dispatch, policies, tables
+from cutlass_ops.choose.tables import Measured, Point, Table
+from cutlass_ops.compilation.builder import build_artifact, build_many
+from cutlass_ops.declare.config import ClusterShape, Sm90Config, ThreadblockShape
+from cutlass_ops.tuner import tuning
 
 FAST = Sm90Config(ThreadblockShape(128, 192, 64), ClusterShape(2, 1))
 
@@ -31,14 +34,14 @@ def usual():
 @pytest.fixture
 def at_home(monkeypatch, tmp_path):
     """Have nothing but HOME say where things lie."""
-    for variable in (_env.TUNING_DIR, _env.CACHE_DIR, _env.XDG_CACHE_HOME):
+    for variable in (env.TUNING_DIR, env.CACHE_DIR, env.XDG_CACHE_HOME):
         monkeypatch.delenv(variable.name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     policies.forget()
 
 
 def path(of=None):
-    return tables.path_of(_env.tuning_dir(), H100.name, of or signature())
+    return tables.path_of(env.tuning_dir(), H100.name, of or signature())
 
 
 def raising(error):
@@ -96,12 +99,12 @@ def test_a_folder_that_cannot_be_read_is_said_once(usual, monkeypatch, error):
     stat = Path.stat
 
     def refuses(self, **more):
-        if self.parent == _env.tuning_dir():
+        if self.parent == env.tuning_dir():
             raise error
         return stat(self, **more)
 
     monkeypatch.setattr(Path, "stat", refuses)
-    match = f"left out: {re.escape(str(_env.tuning_dir()))} cannot be read: {error.strerror}.*CUTLASS_OPS_TUNING_DIR"
+    match = f"left out: {re.escape(str(env.tuning_dir()))} cannot be read: {error.strerror}.*CUTLASS_OPS_TUNING_DIR"
     assert warned(match=match) == (usual, 1)
 
 
@@ -121,7 +124,7 @@ def dangling_table(at):
 
 @pytest.mark.parametrize("make", [loop, a_file, dangling_table])
 def test_a_folder_that_is_none_is_said_once(usual, make):
-    make(_env.tuning_dir())
+    make(env.tuning_dir())
     policies.forget()
     assert warned(match=r"left out: .* cannot be read: .*CUTLASS_OPS_TUNING_DIR") == (usual, 1)
 
@@ -132,7 +135,7 @@ def test_a_folder_that_no_variable_can_mean_is_said_once(usual, monkeypatch, nam
     policies.forget()
     assert warned(match=f"left out: CUTLASS_OPS_TUNING_DIR .*{name}") == (usual, 1)
     with pytest.raises(ValueError, match="CUTLASS_OPS_TUNING_DIR"):
-        _env.tuning_dir()
+        env.tuning_dir()
 
 
 def another_signature():
@@ -142,7 +145,7 @@ def another_signature():
 
 def another_device():
     user_table(Measured(SLOW, 10.0, 0.0), device="another")
-    tables.path_of(_env.tuning_dir(), "another", signature()).rename(path())
+    tables.path_of(env.tuning_dir(), "another", signature()).rename(path())
 
 
 def a_folder():

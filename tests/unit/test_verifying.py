@@ -7,11 +7,12 @@ import pytest
 from bundles import SPECS, changed, packed
 from fake_toolkit import EXPORTS, HGMMA, HMMA, NEEDED, elf, library, sm80_spec
 
-from cutlass_ops import container, linkage, plain
-from cutlass_ops import elf as elf_module
-from cutlass_ops.elf import exports, gpu_images, needed, search_paths, sections, sm_version
-from cutlass_ops.errors import BundleError
-from cutlass_ops.verifying import verify
+from cutlass_ops.artifacts import container
+from cutlass_ops.base import checked_json, linkage
+from cutlass_ops.base import elf as elf_module
+from cutlass_ops.base.elf import exports, gpu_images, needed, search_paths, sections, sm_version
+from cutlass_ops.base.errors import BundleError
+from cutlass_ops.ship.verifying import verify
 
 
 def _hidden(data):
@@ -32,7 +33,7 @@ def test_a_good_bundle(tmp_path):
     found = verify(tmp_path / "a")
     assert found.problems == ()
     assert (found.kernels, found.tables, found.targets, found.signed) == (3, 0, ("sm_80",), False)
-    assert plain.canonical(found.to_json())
+    assert checked_json.canonical(found.to_json())
 
 
 @pytest.mark.parametrize(

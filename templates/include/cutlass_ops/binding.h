@@ -24,7 +24,7 @@ constexpr int kMaxDevices = 64;
 
 enum class Major { kRow, kCol };
 
-// Numbered as in cutlass_ops/loader.py.
+// Numbered as in cutlass_ops/artifacts/loader.py.
 enum class Reason : int {
   kNone = 0,
   kKind = 1,       // not a tensor, or not a number

@@ -50,7 +50,7 @@ void const* handle(Kernel* kernel) {
 #define CUTLASS_OPS_KERNEL(name, ...)                                                                                  \
   static char const name = 0;                                                                                          \
   [[maybe_unused]] static bool const name##_is_known = cutlass_ops::Image::get().add(&name, #name);                    \
-  /* Read by cutlass_ops/halves.py: bytes of the kernel's parameters, which both halves must agree about. */     \
+  /* Read by cutlass_ops/compilation/abi_check.py: bytes of the kernel's parameters, which both halves must agree about. */     \
   __attribute__((used, section(".cutlass_ops." #name))) static unsigned const name##_bytes = sizeof(__VA_ARGS__::Params);
 #define CUTLASS_OPS_COMPLETE_IMAGE() \
   [[maybe_unused]] static bool const cutlass_ops_image_is_complete = cutlass_ops::Image::get().complete();

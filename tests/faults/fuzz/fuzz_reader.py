@@ -18,9 +18,10 @@ import atheris
 import torch  # noqa: F401 - before instrumentation: it takes minutes to instrument
 
 with atheris.instrument_imports(include=["cutlass_ops"]):
-    from cutlass_ops import container, elf, linkage, manifest, sass
-    from cutlass_ops.bundle import _require_files
-    from cutlass_ops.errors import BundleError, CompileError, LoadError
+    from cutlass_ops.artifacts import container, manifest
+    from cutlass_ops.artifacts.bundle import _require_files
+    from cutlass_ops.base import elf, linkage, sass
+    from cutlass_ops.base.errors import BundleError, CompileError, LoadError
 
 
 class _NoDigest:

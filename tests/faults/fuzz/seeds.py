@@ -18,14 +18,14 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from fake_toolkit import HGMMA, HMMA, UTMALDG, library
 
 import cutlass_ops as co
-from cutlass_ops import container
 from cutlass_ops._version import TEMPLATE_VERSION
-from cutlass_ops.config import Config, GemvConfig, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
-from cutlass_ops.loader import ABI
-from cutlass_ops.manifest import Choice, File, Group, KernelRecord, Manifest
-from cutlass_ops.signature import OpSignature
-from cutlass_ops.spec import KernelSpec
-from cutlass_ops.store import identity_key
+from cutlass_ops.artifacts import container
+from cutlass_ops.artifacts.loader import ABI
+from cutlass_ops.artifacts.manifest import Choice, File, Group, KernelRecord, Manifest
+from cutlass_ops.artifacts.store import identity_key
+from cutlass_ops.declare.config import Config, GemvConfig, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
+from cutlass_ops.declare.signature import OpSignature
+from cutlass_ops.declare.spec import KernelSpec
 
 SOURCE = b"// not compiled\n"
 TABLE = b"[]"

@@ -1,0 +1,381 @@
+"""Bundles of compiled kernels: opened, checked, and read a kernel at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cutlass_ops._version import TEMPLATE_VERSION
+from cutlass_ops.artifacts import container
+from cutlass_ops.artifacts.container import MANIFEST, SIGNATURE, Container, open_container
+from cutlass_ops.artifacts.loader import ABI
+from cutlass_ops.artifacts.manifest import (
+    MAX_BYTES,
+    MAX_VERSION,
+    Choice,
+    File,
+    Group,
+    KernelRecord,
+    Manifest,
+    table_name,
+)
+from cutlass_ops.artifacts.signing import SIGNATURE_BYTES, PublicKeys, public_key_paths, require_signature, sign
+from cutlass_ops.artifacts.store import LIBRARY, SOURCE, Artifact, identity_key
+from cutlass_ops.base import checked_json, resources
+from cutlass_ops.base.errors import BundleError
+from cutlass_ops.declare.config import Config
+from cutlass_ops.declare.signature import OpSignature
+from cutlass_ops.declare.spec import KernelSpec
+
+
+@dataclass(frozen=True)
+class BundledKernel(Artifact):
+    """One compiled kernel in a bundle; its ``folder`` is the bundle's path."""
+
+    container: Container = field(compare=False, repr=False)
+
+    @property
+    def library(self) -> Path:
+        """The shared library, as a path that exists if the bundle is a folder."""
+        return self.folder / f"kernels/{self.key}.so"
+
+    @property
+    def source(self) -> Path:
+        """The C++ source, as a path that exists if the bundle is a folder."""
+        return self.folder / f"sources/{self.key}.cu"
+
+    def read_library(self) -> bytes:
+        """Read the library, and check that it is what the manifest says, and was made as that says.
+
+        Raises
+        ------
+        BundleError
+            If it is not.
+        """
+        if identity_key(self.manifest["identity"]) != self.key:
+            name = f"bundle {self.folder}: kernels/{self.key}.so"
+            raise BundleError(f"{name}: its key is not that of what the manifest says of it")
+        return _read(self.container, f"kernels/{self.key}.so", File(self.sha256, self.size))
+
+    def read_source(self) -> bytes:
+        """Read the source, and check that it is what the manifest says.
+
+        Raises
+        ------
+        BundleError
+            If it is not.
+        """
+        return _read(self.container, f"sources/{self.key}.cu", File(**self.manifest["files"][SOURCE]))
+
+
+class Bundle:
+    """An opened bundle. Its manifest has been checked; each file is, when it is read.
+
+    Attributes
+    ----------
+    path : Path
+        Where it lies.
+    manifest : Manifest
+        What is in it.
+    signed_by : Path or None
+        The file of the key that signed it; None if no key was given.
+    """
+
+    def __init__(self, found: Container, manifest: Manifest, signed_by: Path | None = None) -> None:
+        self.path = found.path
+        self.manifest = manifest
+        self.signed_by = signed_by
+        self._container = found
+        self._groups: dict[OpSignature, Group] = {group.signature: group for group in manifest.groups}
+        self._records: dict[KernelSpec, KernelRecord] = {record.spec: record for record in manifest.kernels}
+
+    def __repr__(self) -> str:
+        return f"<bundle {self.path}: {len(self._records)} kernels for {', '.join(self.manifest.targets)}>"
+
+    def find(self, spec: KernelSpec) -> BundledKernel | None:
+        """Return the kernel of a declaration, if it is there."""
+        record = self._records.get(spec)
+        return None if record is None else self.kernel(record)
+
+    def kernel(self, record: KernelRecord) -> BundledKernel:
+        """Return one of the manifest's kernels as an artifact."""
+        about = {
+            "identity": self.manifest.identity(record),
+            "files": {LIBRARY: record.library._asdict(), SOURCE: record.source._asdict()},
+            "sass": dict(record.opcodes),
+            "resources": [dict(r) for r in record.resources],
+            "library_version": self.manifest.library_version,
+        }
+        return BundledKernel(record.key, self.path, record.library.sha256, about, self._container)
+
+    def kernels(self) -> tuple[BundledKernel, ...]:
+        """Return all kernels, in the manifest's order."""
+        return tuple(map(self.kernel, self.manifest.kernels))
+
+    def configs(self, signature: OpSignature, capability: tuple[int, int]) -> tuple[Config, ...]:
+        """Return the configurations in which there are kernels for calls on a device."""
+        group = self._groups.get(signature)
+        return tuple(r.spec.config for r in group.kernels if r.runs_on(capability)) if group else ()
+
+    def choice(self, signature: OpSignature, capability: tuple[int, int], n: int, k: int) -> Choice | None:
+        """Return which kernel serves which rows with a weight, if that was chosen when the bundle was made."""
+        group = self._groups.get(signature)
+        here = (c for c in (group.choices if group else ()) if (c.capability, c.n, c.k) == (capability, n, k))
+        return next(here, None)
+
+    def read_source(self, record: KernelRecord) -> bytes:
+        """Return a kernel's C++ source.
+
+        Raises
+        ------
+        BundleError
+            If it is not what the manifest says.
+        """
+        return _read(self._container, record.source_name, record.source)
+
+    def read_table(self, table: File) -> bytes:
+        """Return a tuning table's JSON.
+
+        Raises
+        ------
+        BundleError
+            If it is not what the manifest says.
+        """
+        return _read(self._container, table_name(table), table)
+
+
+def open_bundle(
+    path: str | os.PathLike[str],
+    public_key: PublicKeys | None = None,
+    *,
+    minimum_version: int | None = None,
+    beside: Path | None = None,
+) -> Bundle:
+    """Open a bundle and check all but the contents of its kernels, sources and tables.
+
+    Parameters
+    ----------
+    path : path
+        The archive or the folder.
+    public_key : path or iterable of path, optional
+        PEM files of Ed25519 keys, of which one must have signed the manifest. That is checked before anything else is
+        read.
+    minimum_version : int, optional
+        The version that it must have at least, as its catalogue gave it.
+    beside : Path, optional
+        As for :func:`cutlass_ops.artifacts.container.open_container`.
+
+    Raises
+    ------
+    BundleError
+        If it is not safe to read, not whole, of another format, not signed as it should be, older than it must be, or
+        made for another version of this library.
+    TypeError, ValueError, OSError
+        If a public key cannot be read, or the minimum version is none.
+    """
+    keys = None if public_key is None else public_key_paths(public_key)
+    if minimum_version is not None:
+        require_version_number(minimum_version, "minimum_version")
+    found = open_container(path, beside)
+    try:
+        text = _manifest_text(found)
+        signed_by = None if keys is None else require_signature(text, _signature(found), keys)
+        manifest = Manifest.from_bytes(text)
+        _require_files(found, manifest)
+        _require_version(manifest)
+        if minimum_version is not None:
+            _require_recent(manifest, minimum_version)
+    except BundleError as exc:
+        raise BundleError(f"bundle {found.path}: {exc}") from None
+    return Bundle(found, manifest, signed_by)
+
+
+def require_version_number(value: object, name: str) -> None:
+    """Refuse what is no version of a bundle.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is no integer, or none that a bundle can have.
+    """
+    if type(value) is not int:
+        raise TypeError(f"{name} is of type {type(value).__name__}: an integer is needed")
+    if not 1 <= value <= MAX_VERSION:
+        raise ValueError(f"{name} is {checked_json.shown(value)}: an integer from 1 to {MAX_VERSION} is needed")
+
+
+def write_bundle(
+    path: Path,
+    manifest: Manifest,
+    files: Mapping[str, bytes],
+    *,
+    private_key: Path | None = None,
+    folder: bool = False,
+) -> None:
+    """Write a bundle: the same contents give the same bytes.
+
+    Parameters
+    ----------
+    path : Path
+        Where to; an archive there is replaced.
+    manifest : Manifest
+        What is in it.
+    files : mapping of str to bytes
+        All that the manifest names.
+    private_key : Path, optional
+        PEM file of an Ed25519 key to sign the manifest with.
+    folder : bool
+        Whether to write a folder, and not an archive.
+
+    Raises
+    ------
+    ValueError
+        If the folder is there already, or the key cannot be used.
+    BundleError
+        If the files are not those of the manifest.
+    OSError
+        If it cannot be written.
+    """
+    if set(files) != set(manifest.files):
+        raise BundleError("the files are not those that the manifest names")
+    for name, file in manifest.files.items():
+        _require_content(name, files[name], file)
+    text = manifest.to_bytes()
+    # What cannot be read again must not be shipped.
+    Manifest.from_bytes(text)
+    written = {**files, MANIFEST: text}
+    if private_key is not None:
+        written[SIGNATURE] = sign(text, private_key)
+    container.write(path, written, folder=folder)
+
+
+def _manifest_text(found: Container) -> bytes:
+    size = found.sizes.get(MANIFEST)
+    if size is None:
+        raise BundleError(f"it has no {MANIFEST}")
+    if size > MAX_BYTES:
+        raise BundleError(f"{MANIFEST} has {size} bytes: at most {MAX_BYTES} are allowed")
+    return found.read(MANIFEST)
+
+
+def _signature(found: Container) -> bytes:
+    if SIGNATURE not in found.sizes:
+        raise BundleError(f"it is not signed: it has no {SIGNATURE}")
+    if found.sizes[SIGNATURE] != SIGNATURE_BYTES:
+        raise BundleError(f"{SIGNATURE} has {found.sizes[SIGNATURE]} bytes: a signature has {SIGNATURE_BYTES}")
+    return found.read(SIGNATURE)
+
+
+def _require_files(found: Container, manifest: Manifest) -> None:
+    named = {name: file.size for name, file in manifest.files.items()}
+    there = {name: size for name, size in found.sizes.items() if name not in (MANIFEST, SIGNATURE)}
+    if there != named:
+        missing, further = sorted(set(named) - set(there)), sorted(set(there) - set(named))
+        other = sorted(name for name in set(named) & set(there) if named[name] != there[name])
+        what = {"missing": missing, "not in the manifest": further, "of another size": other}
+        raise BundleError("; ".join(f"{how}: {_some(names)}" for how, names in what.items() if names))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _require_version(manifest: Manifest) -> None:
+    ours, theirs = (ABI, TEMPLATE_VERSION), (manifest.abi, manifest.templates)
+    if ours != theirs:
+        raise BundleError(
+            f"its kernels are by cutlass_ops {manifest.library_version} (ABI {theirs[0]}, templates {theirs[1]}), and "
+            f"this is {resources.library_version()} (ABI {ours[0]}, templates {ours[1]}): make it again with this "
+            f"version, or install that one"
+        )
+
+
+def _require_recent(manifest: Manifest, least: int) -> None:
+    if manifest.version is None:
+        raise BundleError(f"it has no version, and at least {least} is asked for: give its catalogue one")
+    if manifest.version < least:
+        raise BundleError(f"its version is {manifest.version}, and at least {least} is asked for: use a newer one")
+
+
+def _read(found: Container, name: str, file: File) -> bytes:
+    data = found.read(name)
+    try:
+        _require_content(name, data, file)
+    except BundleError as exc:
+        raise BundleError(f"bundle {found.path}: {exc}") from None
+    return data
+
+
+def _require_content(name: str, data: bytes, file: File) -> None:
+    if len(data) != file.size or hashlib.sha256(data).hexdigest() != file.sha256:
+        raise BundleError(f"{name} is not what the manifest says: its SHA-256 is another")
+
+
+def manifest_of(
+    artifacts: Iterable[Artifact],
+    choices: Mapping[OpSignature, tuple[Choice, ...]],
+    tables: Iterable[bytes],
+    version: int | None = None,
+) -> Manifest:
+    """Return the manifest of a bundle with these contents.
+
+    Parameters
+    ----------
+    artifacts : iterable of Artifact
+        Kernels, all by one toolchain.
+    choices : mapping of OpSignature to tuple of Choice
+        Which of them serve which problems.
+    tables : iterable of bytes
+        Tuning tables as JSON.
+    version : int, optional
+        The catalogue's.
+
+    Raises
+    ------
+    BundleError
+        If the kernels were made by different toolchains or template versions.
+    """
+    groups: dict[OpSignature, list[KernelRecord]] = {}
+    heads: dict[bytes, dict[str, object]] = {}
+    flags: dict[str, dict[str, tuple[str, ...]]] = {}
+    for artifact in sorted(artifacts, key=lambda a: a.key):
+        identity, spec = artifact.manifest["identity"], artifact.spec
+        head = {"toolchain": identity["toolchain"], "templates": identity["templates"]}
+        heads[checked_json.canonical(head)] = head
+        flags[spec.target] = {step: tuple(values) for step, values in identity["flags"].items()}
+        signature = OpSignature(spec.epilogue, spec.a, spec.b, spec.d, spec.inputs, spec.outputs)
+        groups.setdefault(signature, []).append(_record(artifact, spec))
+    if len(heads) != 1:
+        found = "; ".join(sorted(head.decode() for head in heads)) or "there are none"
+        raise BundleError(f"the kernels of a bundle come from one toolchain: {found}")
+    (head,) = heads.values()
+    return Manifest(
+        abi=ABI,
+        templates=int(str(head["templates"])),
+        library_version=resources.library_version(),
+        toolchain=dict(head["toolchain"]),  # type: ignore[call-overload]
+        flags=flags,
+        groups=tuple(Group(s, tuple(records), choices.get(s, ())) for s, records in groups.items()),
+        tables=tuple(sorted((_file(table) for table in tables), key=lambda t: t.sha256)),
+        version=version,
+    )
+
+
+def _record(artifact: Artifact, spec: KernelSpec) -> KernelRecord:
+    files = artifact.manifest["files"]
+    return KernelRecord(
+        spec=spec,
+        key=artifact.key,
+        headers=artifact.manifest["identity"]["headers"],
+        library=File(files[LIBRARY]["sha256"], files[LIBRARY]["size"]),
+        source=File(files[SOURCE]["sha256"], files[SOURCE]["size"]),
+        opcodes=artifact.manifest["sass"],
+        resources=tuple(artifact.manifest["resources"]),
+    )
+
+
+def _file(data: bytes) -> File:
+    return File(hashlib.sha256(data).hexdigest(), len(data))

@@ -1,0 +1,194 @@
+"""The bundles of a process: those that it loaded, that its environment names, and that are installed as packages."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from cutlass_ops.artifacts.bundle import Bundle, BundledKernel, open_bundle
+from cutlass_ops.artifacts.signing import PublicKeys
+from cutlass_ops.base import env, forks
+from cutlass_ops.declare.config import Config, Sm80Config, Sm90Config
+from cutlass_ops.declare.signature import OpSignature
+from cutlass_ops.declare.spec import KernelSpec
+
+# The namespace in which packages of bundles lie (:func:`cutlass_ops.ship.packing.write_wheel`).
+NAMESPACE = "cutlass_ops_bundles"
+
+
+def _installed() -> list[Path]:
+    """Return the archives that wheels have brought; the folder of packages is two above each."""
+    spec = importlib.util.find_spec(NAMESPACE)
+    folders = (spec.submodule_search_locations or ()) if spec else ()
+    return sorted((path for folder in folders for path in Path(folder).glob("*.bundle")), key=lambda path: path.name)
+
+
+class Bundles:
+    """Bundles in the order of their precedence.
+
+    The last loaded comes first, then those of the environment as it names them, then those that are installed, in the
+    order of their names. A kernel comes from the first that has it. Environment and installation are looked at when a
+    kernel is first asked for.
+    """
+
+    def __init__(self) -> None:
+        self._reset()
+        self._loaded: tuple[Bundle, ...] = ()
+        self._named: tuple[Bundle, ...] | None = None
+        self._text: tuple[str | None, ...] = ()
+        self._local = threading.local()
+        self.generation = 0
+        forks.reset_in_child(self._reset)
+
+    def _reset(self) -> None:
+        self._lock = threading.RLock()
+
+    def load(
+        self, path: str | os.PathLike[str], public_key: PublicKeys | None = None, minimum_version: int | None = None
+    ) -> Bundle:
+        """Open a bundle and put it before all others. What is not given is the environment's.
+
+        Raises
+        ------
+        BundleError
+            If it cannot be used.
+        TypeError, ValueError, OSError
+            If a public key cannot be read, or the minimum version is none.
+        """
+        keys = env.bundle_keys() if public_key is None else public_key
+        least = env.bundle_version() if minimum_version is None else minimum_version
+        bundle = open_bundle(path, keys, minimum_version=least)
+        with self._lock:
+            others = tuple(b for b in self._loaded if b.path != bundle.path)
+            self._loaded = (bundle, *others)
+            self.generation += 1
+        return bundle
+
+    def all(self) -> tuple[Bundle, ...]:
+        """Return all bundles, the first to look in first.
+
+        Raises
+        ------
+        BundleError
+            If one that the environment names, or one that is installed, cannot be used.
+        ValueError, OSError
+            If a variable or a public key cannot be read.
+        """
+        if getattr(self._local, "aside", False):
+            return ()
+        text = (env.BUNDLES.given, env.BUNDLE_KEY.given, env.BUNDLE_VERSION.given)
+        with self._lock:
+            if self._named is None or text != self._text:
+                key, least = env.bundle_keys(), env.bundle_version()
+                named = [open_bundle(path, key, minimum_version=least) for path in env.bundles()]
+                named += [
+                    open_bundle(path, key, minimum_version=least, beside=path.parents[1]) for path in _installed()
+                ]
+                self._named = tuple(named)
+                self._text = text
+                self.generation += 1
+            return self._loaded + self._named
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Have this thread find nothing in any bundle for as long as the context lasts."""
+        self._local.aside = True
+        try:
+            yield
+        finally:
+            self._local.aside = False
+
+    def forget(self) -> None:
+        """Leave all bundles out from now on; what is loaded of them stays loaded."""
+        with self._lock:
+            self._loaded, self._named = (), None
+            self.generation += 1
+
+    def find(self, spec: KernelSpec) -> BundledKernel | None:
+        """Return a kernel from the first bundle that has it."""
+        found = (bundle.find(spec) for bundle in self.all())
+        return next((kernel for kernel in found if kernel is not None), None)
+
+    def configs(self, signature: OpSignature, capability: tuple[int, int]) -> tuple[Config, ...]:
+        """Return all configurations in which there are kernels for calls on a device."""
+        return tuple(dict.fromkeys(c for bundle in self.all() for c in bundle.configs(signature, capability)))
+
+    def of_one_kind(self, signature: OpSignature, capability: tuple[int, int]) -> tuple[Config, ...]:
+        """Return the configurations that are chosen among: wgmma before mma.sync, and GEMV kernels with either.
+
+        Where wgmma takes copies of operands, which may last longer than all of mma.sync, both.
+        """
+        found = self.configs(signature, capability)
+        if any(isinstance(c, Sm90Config) for c in found) and not signature.realigns:
+            return tuple(c for c in found if not isinstance(c, Sm80Config))
+        return found
+
+    def choice(
+        self, signature: OpSignature, capability: tuple[int, int], problem: tuple[int, int, int]
+    ) -> Config | None:
+        """Return what the first bundle with this signature chose for a problem when it was made, if it did."""
+        m, n, k = problem
+        for bundle in self.all():
+            if bundle.configs(signature, capability):
+                chosen = bundle.choice(signature, capability, n, k)
+                return None if chosen is None else chosen.at(m)
+        return None
+
+    def tables(self) -> Iterator[tuple[Path, bytes]]:
+        """Yield every tuning table, with the path of its bundle."""
+        for bundle in self.all():
+            for table in bundle.manifest.tables:
+                yield bundle.path, bundle.read_table(table)
+
+    def missing(self, specs: Iterable[KernelSpec]) -> str:
+        """Say in words that no bundle has kernels, and what there is instead."""
+        wanted, bundles = next(iter(specs)), self.all()
+        specs_there = (record.spec for bundle in bundles for record in bundle.manifest.kernels)
+        near = {f"a {s.a}, b {s.b}, d {s.d} on {s.target}" for s in specs_there if s.epilogue == wanted.epilogue}
+        there = f"with this epilogue they have {'; '.join(sorted(near))}" if near else "none has this epilogue"
+        return (
+            f"The loaded bundles ({', '.join(str(b.path) for b in bundles)}) have no kernel for a {wanted.a}, "
+            f"b {wanted.b}, d {wanted.d} on {wanted.target}: {there}. Add it to their catalogue and make them again"
+        )
+
+
+BUNDLES = Bundles()
+
+
+def load_bundle(
+    path: str | os.PathLike[str], *, public_key: PublicKeys | None = None, minimum_version: int | None = None
+) -> Bundle:
+    """Have calls served by a bundle's kernels: for the signatures that it has, these and no others are picked.
+
+    Nothing is loaded into the process yet; each kernel's SHA-256 is checked before it is. Of several bundles the last
+    loaded comes first, and those of ``CUTLASS_OPS_BUNDLES`` after all of them, in their order.
+
+    Parameters
+    ----------
+    path : path
+        The archive or the folder that ``cutlass-ops bundle`` made.
+    public_key : path or iterable of path, optional
+        PEM files of Ed25519 keys, of which one must have signed it; by default ``CUTLASS_OPS_BUNDLE_KEY``, and without
+        that no signature is asked for. As with a bundle, nobody else may be able to write them.
+    minimum_version : int, optional
+        The version that it must have at least, which its catalogue gave it: an older bundle is signed as well. By
+        default ``CUTLASS_OPS_BUNDLE_VERSION``, and without that any version is accepted, and none.
+
+    Returns
+    -------
+    Bundle
+        What was opened.
+
+    Raises
+    ------
+    BundleError
+        If it is not safe to read, not whole, not signed as it should be, older than it must be, or made for another
+        version of this library.
+    TypeError, ValueError, OSError
+        If a public key cannot be read, or the minimum version is none.
+    """
+    return BUNDLES.load(path, public_key, minimum_version)

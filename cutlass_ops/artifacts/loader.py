@@ -1,0 +1,245 @@
+"""From an artifact on disk to callables. Only this module imports tvm-ffi."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import itertools
+import json
+import os
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from types import ModuleType
+
+from cutlass_ops.artifacts.store import Artifact
+from cutlass_ops.base import arch, env, forks, linkage
+from cutlass_ops.base.errors import LoadError
+
+# What a kernel's library is to this module: raise it when the arguments or results of these functions change.
+ABI = 2
+SYMBOLS = ("launch", "workspace_size", "describe")
+
+
+class Reason(IntEnum):
+    """Why a launch refused an argument; numbered as in ``templates/include/cutlass_ops/binding.h``."""
+
+    KIND = 1
+    SHAPE = 2
+    DTYPE = 3
+    DEVICE = 4
+    MAJOR = 5
+    ALIGNMENT = 6
+    OVERLAP = 7
+    WORKSPACE = 8
+    COUNT = 9
+    NULL = 10
+
+
+def refusal(status: int) -> tuple[int, Reason]:
+    """Return the position of the argument that a launch refused, and the reason.
+
+    Parameters
+    ----------
+    status : int
+        What :attr:`LoadedKernel.launch` returned, other than 0.
+    """
+    position, reason = divmod(status, 16)
+    return position, Reason(reason)
+
+
+@dataclass(frozen=True)
+class LoadedKernel:
+    """A kernel in this process. It stays loaded until the process ends.
+
+    Attributes
+    ----------
+    artifact : Artifact
+        What was loaded.
+    launch : callable
+        Launches on the current stream of the operands' device and returns 0, or launches nothing and returns a
+        status for :func:`refusal`.
+    workspace_size : callable
+        Bytes of workspace for a problem's M, N, K with a raster order and a swizzle, on the current device.
+    """
+
+    artifact: Artifact
+    launch: Callable[..., int]
+    workspace_size: Callable[[int, int, int, int, int], int]
+    _describe: Callable[[], str]
+
+    # A copy would share the library's memory and free it once more.
+    def __copy__(self) -> LoadedKernel:
+        return self
+
+    def __deepcopy__(self, memo: object) -> LoadedKernel:
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise TypeError("a loaded kernel belongs to its process: pickle its specification, or what build() returned")
+
+    def describe(self) -> dict[str, int]:
+        """Return what the kernel reports of itself: ``stages``, ``threads`` and ``shared_memory`` (dynamic, bytes)."""
+        return dict(json.loads(self._describe()))
+
+
+_loaded: dict[tuple[str, str], LoadedKernel] = {}
+_lock = threading.Lock()
+
+
+def _reset() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+forks.reset_in_child(_reset)
+
+
+def load(artifact: Artifact) -> LoadedKernel:
+    """Load a kernel, once in a process.
+
+    Raises
+    ------
+    LoadError
+        If the library is no longer what its manifest says, has the dynamic linker search folders of its own or load
+        what no kernel needs, or cannot be loaded here.
+    """
+    name = (artifact.key, artifact.sha256)
+    with _lock:
+        if name not in _loaded:
+            _loaded[name] = _load(artifact)
+        return _loaded[name]
+
+
+@functools.cache
+def prepare() -> None:
+    """Have what launches kernels in memory, where there is a GPU: a program is being made that will need it.
+
+    PyTorch 2.11's AOTInductor was seen to crash where it loads a package, even one of PyTorch alone, before tvm-ffi is
+    there.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        _import_tvm_ffi()
+
+
+def _load(artifact: Artifact) -> LoadedKernel:
+    if arch.other_platform():
+        raise LoadError(arch.other_platform())
+    data = artifact.read_library()
+    linkage.require_own_libraries(data, artifact.where)
+    tvm_ffi = _import_tvm_ffi()
+    _provide_cudart(artifact)
+    try:
+        # load_module goes by the file's ending, and descriptors have none.
+        open_library = tvm_ffi.get_global_func("ffi.Module.load_from_file.so")
+        with _mappable(data) as path:
+            module = open_library(path, "so")
+        functions = [module.get_function(name) for name in SYMBOLS]
+    except (OSError, RuntimeError, AttributeError) as exc:
+        raise LoadError(f"{artifact.where} cannot be loaded: {exc}") from None
+    return LoadedKernel(artifact, *functions)
+
+
+@contextlib.contextmanager
+def _mappable(data: bytes) -> Iterator[str]:
+    """Yield a path under which the dynamic linker finds exactly these bytes, which nobody can exchange any more.
+
+    That is memory where it can be, sealed, so that nothing is written to a disk. Some systems forbid to execute it;
+    there a file in a private folder stands in, and is gone as soon as it is mapped.
+    """
+    try:
+        descriptor = _sealed(data)
+    except OSError:
+        with tempfile.TemporaryDirectory(prefix="cutlass_ops.") as folder:
+            path = Path(folder, "kernel.so")
+            path.write_bytes(data)
+            yield str(path)
+        return
+    try:
+        yield _unique(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sealed(data: bytes) -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        descriptor = os.memfd_create("cutlass_ops", flags | _MFD_EXEC)
+    except OSError:
+        # Before Linux 6.3 there is no such flag, and no need of it.
+        descriptor = os.memfd_create("cutlass_ops", flags)
+    try:
+        left = memoryview(data)
+        while left:
+            left = left[os.write(descriptor, left) :]
+        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+_MFD_EXEC = 0x10
+_serials = itertools.count()
+
+
+def _unique(descriptor: int) -> str:
+    """Return a name of a descriptor that this process has not used before.
+
+    The dynamic linker knows libraries by the name that they were opened under, and would return an older kernel where a
+    number is used again. To the system one slash is as good as many.
+    """
+    high, low = divmod(next(_serials), 256)
+    return f"/proc{'/' * (1 + high)}self{'/' * (1 + low)}fd/{descriptor}"
+
+
+def _import_tvm_ffi() -> ModuleType:
+    import torch
+
+    # Without this attribute, importing tvm-ffi starts a compiler to build a replacement for it.
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        raise LoadError(f"PyTorch {torch.__version__} has no DLPack C exchange API: 2.10 or later is needed")
+    import tvm_ffi
+
+    return tvm_ffi
+
+
+def _provide_cudart(artifact: Artifact) -> None:
+    """Map the CUDA runtime that the kernel was linked with, unless PyTorch already has.
+
+    PyTorch may come without one (CPU) or with another major version; both can be in one process.
+    """
+    version = str(artifact.manifest["identity"]["toolchain"]["nvcc"])
+    name = f"libcudart.so.{version.partition('.')[0]}"
+    for candidate in itertools.chain((name,), map(str, _cudart_files(name))):
+        try:
+            ctypes.CDLL(candidate)
+        except OSError:
+            continue
+        return
+    raise LoadError(
+        f"{artifact.where} needs {name}, which is neither loaded nor on the library path, in CUDA_HOME or in the "
+        f'PyPI wheels: pip install "cutlass_ops[toolkit]" brings it'
+    )
+
+
+def _cudart_files(name: str) -> Iterator[Path]:
+    for _, home in env.cuda_homes():
+        yield from (home / folder / name for folder in ("lib64", "lib"))
+    for root in filter(os.path.isabs, sys.path):
+        yield from Path(root).glob(f"nvidia/cu*/lib/{name}")
+    yield Path("/usr/local/cuda/lib64") / name
+    # Last, the toolkit of an nvcc that is named or on PATH. It is not started.
+    for nvcc in filter(None, (env.NVCC.text, shutil.which("nvcc"))):
+        home = Path(nvcc).resolve().parent.parent
+        yield from (home / folder / name for folder in ("lib64", "lib", "targets/x86_64-linux/lib"))

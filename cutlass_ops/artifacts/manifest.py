@@ -1,0 +1,443 @@
+"""What a bundle says of itself: canonical JSON, signed as it stands, and believed only as far as it can be checked.
+
+Kernels are grouped by signature, so that a dispatcher sees at once what there is for a call. No field is a path: the
+names of files follow from keys and digests.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import hashlib
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from cutlass_ops.artifacts.container import MAX_FILE
+from cutlass_ops.base import arch, checked_json
+from cutlass_ops.base.errors import BundleError, ConfigError
+from cutlass_ops.declare.config import SWIZZLES, Config, Sm80Config, Sm90Config, config_from_json, config_to_json
+from cutlass_ops.declare.signature import OpSignature, signature_from_json, signature_to_json
+from cutlass_ops.declare.spec import KernelSpec
+
+FORMAT = "cutlass_ops.artifacts.bundle/1"
+# What has more is refused unread: of untrusted text, so much is read in a second or two.
+MAX_BYTES = 4 << 20
+
+_MAX_KERNELS = 4_000
+_MAX_CHOICES = 4_096
+_MAX_ROWS = 1_024
+_MAX_TABLES = 256
+_MAX_FUNCTIONS = 64
+_MAX_EXTENT = 1 << 40
+_MAX_NUMBER = (1 << 31) - 1  # of a configuration
+
+_FIELDS = "format abi templates library_version toolchain flags signatures tables sha256"
+_FURTHER = "version"  # there if the catalogue has one
+# Of the user's own counting; whatever reads JSON keeps so many digits.
+MAX_VERSION = 10**15 - 1
+_TOOLCHAIN = "nvcc host_compiler cutlass tvm_ffi"
+_STEPS = "device host link"
+_RESOURCES = "registers stack spill_stores spill_loads static_shared_memory"
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class File(NamedTuple):
+    """A file's digest (SHA-256) and size in bytes."""
+
+    sha256: str
+    size: int
+
+
+@dataclass(frozen=True)
+class KernelRecord:
+    """One kernel.
+
+    Attributes
+    ----------
+    spec : KernelSpec
+        Its declaration.
+    key : str
+        Hash of everything that changes the binary.
+    headers : str
+        Digest of this library's headers that went into it.
+    library, source : File
+        The shared library and the C++ source.
+    opcodes : dict
+        Instructions in its machine code.
+    resources : tuple of dict
+        What ptxas said of each function.
+    """
+
+    spec: KernelSpec
+    key: str
+    headers: str
+    library: File
+    source: File
+    opcodes: Mapping[str, int] = field(compare=False)
+    resources: tuple[Mapping[str, Any], ...] = field(compare=False)
+
+    @property
+    def library_name(self) -> str:
+        """The library's name in the bundle."""
+        return f"kernels/{self.key}.so"
+
+    @property
+    def source_name(self) -> str:
+        """The source's name in the bundle."""
+        return f"sources/{self.key}.cu"
+
+    def runs_on(self, capability: tuple[int, int]) -> bool:
+        """Whether a device of this compute capability takes the kernel."""
+        found = arch.target_for(capability, wgmma=isinstance(self.spec.config, Sm90Config))
+        return found is not None and found.name == self.spec.target
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record as plain values, without what its group says."""
+        return {
+            "config": config_to_json(self.spec.config),
+            "target": self.spec.target,
+            "key": self.key,
+            "headers": self.headers,
+            "library": self.library._asdict(),
+            "source": self.source._asdict(),
+            "sass": dict(self.opcodes),
+            "resources": [dict(r) for r in self.resources],
+        }
+
+
+class Choice(NamedTuple):
+    """Which kernel serves which number of rows of A, for one weight: chosen when the bundle was made.
+
+    Attributes
+    ----------
+    capability : tuple of int
+        Compute capability of the devices that it is for.
+    n, k : int
+        B's extents.
+    rows : tuple of (int, Config)
+        Up to how many rows which configuration serves, with the order of its tiles; the last for all beyond.
+    """
+
+    capability: tuple[int, int]
+    n: int
+    k: int
+    rows: tuple[tuple[int, Config], ...]
+
+    def at(self, m: int) -> Config:
+        """Return the configuration for a number of rows."""
+        place = bisect.bisect_left(self.rows, m, key=lambda row: row[0])
+        return self.rows[min(place, len(self.rows) - 1)][1]
+
+
+@dataclass(frozen=True)
+class Group:
+    """All kernels of a signature, and the choices among them."""
+
+    signature: OpSignature
+    kernels: tuple[KernelRecord, ...]
+    choices: tuple[Choice, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the group as plain values."""
+        places = {(r.spec.config, r.spec.target): at for at, r in enumerate(self.kernels)}
+
+        # Thousands of rows name a few kernels.
+        @functools.cache
+        def serves(capability: tuple[int, int], config: Config) -> list[Any]:
+            target = arch.target_for(capability, wgmma=isinstance(config, Sm90Config))
+            return [places[config.binary(), target.name if target else ""], _order(config)]
+
+        def row(choice: Choice, most: int, config: Config) -> list[Any]:
+            return [most, *serves(choice.capability, config)]
+
+        return {
+            "signature": signature_to_json(self.signature),
+            "kernels": [r.to_json() for r in self.kernels],
+            "choices": [
+                {"capability": list(c.capability), "n": c.n, "k": c.k, "rows": [row(c, *r) for r in c.rows]}
+                for c in self.choices
+            ],
+        }
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything that a bundle says of itself.
+
+    Attributes
+    ----------
+    abi, templates : int
+        What its kernels expect of the library that loads them, and what their declarations mean.
+    library_version : str
+        Of the library that made it.
+    toolchain : dict
+        Versions of nvcc, host compiler, CUTLASS and tvm-ffi.
+    flags : dict
+        Compiler flags of each target and step.
+    groups : tuple of Group
+        Kernels by signature.
+    tables : tuple of File
+        Tuning tables.
+    version : int or None
+        The catalogue's, by which a newer bundle is told from an older one.
+    """
+
+    abi: int
+    templates: int
+    library_version: str
+    toolchain: Mapping[str, str]
+    flags: Mapping[str, Mapping[str, Sequence[str]]]
+    groups: tuple[Group, ...]
+    tables: tuple[File, ...] = ()
+    version: int | None = None
+
+    @property
+    def kernels(self) -> tuple[KernelRecord, ...]:
+        """All kernels."""
+        return tuple(record for group in self.groups for record in group.kernels)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The machine-code targets of its kernels."""
+        return tuple(sorted({record.spec.target for record in self.kernels}))
+
+    @property
+    def files(self) -> dict[str, File]:
+        """Every file that the bundle has besides manifest and signature, by name."""
+        kernels = self.kernels
+        return (
+            {record.library_name: record.library for record in kernels}
+            | {record.source_name: record.source for record in kernels}
+            | {table_name(table): table for table in self.tables}
+        )
+
+    def identity(self, record: KernelRecord) -> dict[str, Any]:
+        """Return what a kernel's key hashes, as :func:`cutlass_ops.compilation.identity.kernel_identity` does."""
+        return {
+            "templates": self.templates,
+            "spec": record.spec.to_json(),
+            "source": record.source.sha256,
+            "headers": record.headers,
+            "flags": {step: list(flags) for step, flags in self.flags[record.spec.target].items()},
+            "target": record.spec.target,
+            "toolchain": dict(self.toolchain),
+        }
+
+    def to_bytes(self) -> bytes:
+        """Return the manifest's text, the same for equal contents."""
+        fields = {
+            "format": FORMAT,
+            "abi": self.abi,
+            "templates": self.templates,
+            "library_version": self.library_version,
+            "toolchain": dict(self.toolchain),
+            "flags": {target: {s: list(f) for s, f in steps.items()} for target, steps in self.flags.items()},
+            "signatures": [group.to_json() for group in self.groups],
+            "tables": [table._asdict() for table in self.tables],
+        }
+        return sealed(fields if self.version is None else {**fields, "version": self.version})
+
+    @classmethod
+    def from_bytes(cls, text: bytes) -> Manifest:
+        """Read a manifest, which need not be trusted.
+
+        Raises
+        ------
+        BundleError
+            If it is not the text that :meth:`to_bytes` gives for a manifest of this format; the message says why.
+        """
+        try:
+            manifest = checked_json.read(text, "the manifest", MAX_BYTES, cls._of)
+        except ConfigError as exc:
+            raise BundleError(f"the manifest is wrong: {checked_json.said(exc)}") from None
+        # One spelling for each content: nothing stands in it twice, in another order, or unread.
+        if manifest.to_bytes() != text:
+            raise BundleError(
+                "the manifest is wrong: its text is not the canonical one of what it says, or was changed"
+            )
+        return manifest
+
+    @classmethod
+    def _of(cls, data: object) -> Manifest:
+        every = checked_json.mapping(data, "it", None)
+        found = every.get("format")
+        if found != FORMAT:
+            shown = checked_json.shown(found)
+            raise ConfigError(f"its format is {shown}: this version reads {FORMAT!r}; make the bundle again")
+        further = _FURTHER in every
+        fields = checked_json.mapping(data, "it", f"{_FIELDS} {_FURTHER}" if further else _FIELDS)
+        toolchain = checked_json.mapping(fields["toolchain"], "toolchain", _TOOLCHAIN)
+        manifest = cls(
+            abi=checked_json.integer(fields["abi"], "abi", 1, 1 << 16),
+            templates=checked_json.integer(fields["templates"], "templates", 1, 1 << 16),
+            library_version=checked_json.text(fields["library_version"], "library_version"),
+            toolchain={name: checked_json.text(value, name, 300) for name, value in toolchain.items()},
+            flags=_flags(fields["flags"]),
+            groups=tuple(map(_group, checked_json.sequence(fields["signatures"], "signatures", _MAX_KERNELS))),
+            tables=tuple(_file(t, "a table") for t in checked_json.sequence(fields["tables"], "tables", _MAX_TABLES)),
+            version=checked_json.integer(fields["version"], "version", 1, MAX_VERSION) if further else None,
+        )
+        _require_unique([group.signature for group in manifest.groups], "a signature")
+        _require_unique([record.key for record in manifest.kernels], "a kernel's key")
+        _require_unique([table.sha256 for table in manifest.tables], "a table")
+        if len(manifest.kernels) > _MAX_KERNELS:
+            raise ConfigError(f"it has {len(manifest.kernels)} kernels: at most {_MAX_KERNELS} are allowed")
+        if set(manifest.targets) != set(manifest.flags):
+            raise ConfigError("flags must name the targets of its kernels, and no others")
+        return manifest
+
+
+def sealed(fields: Mapping[str, Any]) -> bytes:
+    """Return the canonical text of a manifest's fields with their own SHA-256: a change by accident is seen."""
+    digest = hashlib.sha256(checked_json.canonical(fields)).hexdigest()
+    return checked_json.canonical({**fields, "sha256": digest})
+
+
+def table_name(table: File) -> str:
+    """Return a tuning table's name in the bundle."""
+    return f"tables/{table.sha256}.json"
+
+
+def _order(config: Config) -> dict[str, Any]:
+    """Return the launch arguments of a configuration: the order of its tiles."""
+    values, usual = config_to_json(config), config_to_json(config.binary())
+    return {name: value for name, value in values.items() if value != usual[name]}
+
+
+# ---- Reading -----------------------------------------------------------------------------------------------------
+
+
+def _group(data: object) -> Group:
+    fields = checked_json.mapping(data, "a signature's entry", "signature kernels choices")
+    signature = signature_from_json(fields["signature"])
+    if any(o.alignment < 1 for o in (signature.a, signature.b, signature.d, *signature.inputs, *signature.outputs)):
+        raise ConfigError("an operand is aligned to at least one element")
+    kernels = tuple(_kernel(k, signature) for k in checked_json.sequence(fields["kernels"], "kernels", _MAX_KERNELS))
+    if not kernels:
+        raise ConfigError("a signature has no kernels")
+    _require_unique([record.spec for record in kernels], "a kernel")
+    orders = _Orders(kernels)
+    choices = tuple(_choice(c, orders) for c in checked_json.sequence(fields["choices"], "choices", _MAX_CHOICES))
+    _require_unique([(c.capability, c.n, c.k) for c in choices], "a choice")
+    return Group(signature, kernels, choices)
+
+
+def _kernel(data: object, signature: OpSignature) -> KernelRecord:
+    fields = checked_json.mapping(data, "a kernel", "config target key headers library source sass resources")
+    target = checked_json.text(fields["target"], "target")
+    if target not in arch.TARGETS:
+        raise ConfigError(f"target is {target!r}: use one of {', '.join(arch.TARGETS)}")
+    config = config_from_json(fields["config"])
+    _require_sizes(config)
+    if config != config.binary():
+        raise ConfigError(f"configuration {config.slug} says how tiles are ordered, which is not a part of a kernel")
+    opcodes = checked_json.mapping(fields["sass"], "sass", None)
+    if not set(opcodes) <= set(arch.OPCODES.values()):
+        raise ConfigError("sass names an unknown instruction")
+    functions = checked_json.sequence(fields["resources"], "resources", _MAX_FUNCTIONS)
+    return KernelRecord(
+        spec=signature.spec(config, target),
+        key=_digest(fields["key"], "key"),
+        headers=_digest(fields["headers"], "headers"),
+        library=_file(fields["library"], "library"),
+        source=_file(fields["source"], "source"),
+        opcodes={name: checked_json.integer(count, "sass", 0, MAX_FILE) for name, count in opcodes.items()},
+        resources=tuple(map(_resources_of, functions)),
+    )
+
+
+def _require_sizes(config: Config) -> None:
+    """Refuse numbers that no kernel has, and C++ could not hold. Which of the others make sense, legality says."""
+    for name, value in config_to_json(config).items():
+        extents, least = (tuple(value.values()), 1) if isinstance(value, dict) else ((value,), -_MAX_NUMBER)
+        if any(type(n) is int and not least <= n <= _MAX_NUMBER for n in extents):
+            raise ConfigError(f"{name} of a configuration is a number that no kernel has")
+    if isinstance(config, Sm80Config) and config.stages is None:
+        raise ConfigError("stages of an sm80 configuration is a number")
+
+
+def _resources_of(data: object) -> dict[str, Any]:
+    fields = checked_json.mapping(data, "resources", f"function {_RESOURCES}")
+    numbers = {name: checked_json.integer(fields[name], name, 0, 1 << 32) for name in _RESOURCES.split()}
+    return {"function": checked_json.text(fields["function"], "function", 1 << 16), **numbers}
+
+
+def _choice(data: object, orders: _Orders) -> Choice:
+    fields = checked_json.mapping(data, "a choice", "capability n k rows")
+    pair = checked_json.sequence(fields["capability"], "capability", 2)
+    if len(pair) != 2:
+        raise ConfigError("capability has a major and a minor number")
+    capability = (
+        checked_json.integer(pair[0], "capability", 1, 99),
+        checked_json.integer(pair[1], "capability", 0, 99),
+    )
+    rows = tuple(_row(r, orders, capability) for r in checked_json.sequence(fields["rows"], "rows", _MAX_ROWS))
+    if not rows or any(row[0] >= after[0] for row, after in itertools.pairwise(rows)):
+        raise ConfigError("rows of a choice are in increasing order, and there is at least one")
+    n, k = (checked_json.integer(fields[name], name, 1, _MAX_EXTENT) for name in ("n", "k"))
+    return Choice(capability, n, k, rows)
+
+
+def _row(data: object, orders: _Orders, capability: tuple[int, int]) -> tuple[int, Config]:
+    row = checked_json.sequence(data, "a row of a choice", 3)
+    if len(row) != 3:
+        raise ConfigError("a row of a choice has a number of rows, a kernel and an order of tiles")
+    most = checked_json.integer(row[0], "rows", 1, _MAX_EXTENT)
+    place = checked_json.integer(row[1], "rows", 0, len(orders.kernels) - 1)
+    config = orders.config(place, checked_json.mapping(row[2], "an order of tiles", None))
+    record = orders.kernels[place]
+    if not record.runs_on(capability):
+        raise ConfigError(f"a choice for compute capability {capability} names a kernel for {record.spec.target}")
+    return most, config
+
+
+class _Orders:
+    """Kernels in orders of their tiles: each is read once, however many rows name it."""
+
+    def __init__(self, kernels: Sequence[KernelRecord]) -> None:
+        self.kernels = kernels
+        self._known: dict[tuple[int, bytes], Config] = {}
+
+    def config(self, place: int, order: Mapping[str, Any]) -> Config:
+        key = place, checked_json.canonical(order)
+        if key not in self._known:
+            binary = self.kernels[place].spec.config
+            config = config_from_json({**config_to_json(binary), **order})
+            if config.binary() != binary or config.swizzle not in SWIZZLES:
+                raise ConfigError("an order of tiles changes the kernel, or is none that it has")
+            self._known[key] = config
+        return self._known[key]
+
+
+def _flags(data: object) -> dict[str, dict[str, tuple[str, ...]]]:
+    targets = checked_json.mapping(data, "flags", None)
+    found: dict[str, dict[str, tuple[str, ...]]] = {}
+    for target, value in targets.items():
+        steps = checked_json.mapping(value, "flags of a target", _STEPS)
+        found[target] = {
+            step: tuple(checked_json.text(flag, "a flag") for flag in checked_json.sequence(flags, "flags", 100))
+            for step, flags in steps.items()
+        }
+    return found
+
+
+def _file(data: object, what: str) -> File:
+    fields = checked_json.mapping(data, what, "sha256 size")
+    return File(_digest(fields["sha256"], what), checked_json.integer(fields["size"], what, 0, MAX_FILE))
+
+
+def _digest(data: object, what: str) -> str:
+    if not isinstance(data, str) or not _DIGEST.fullmatch(data):
+        raise ConfigError(f"{what} is not a SHA-256 in lower-case hexadecimal")
+    return data
+
+
+def _require_unique(values: Iterable[object], what: str) -> None:
+    seen = set()
+    for value in values:
+        if value in seen:
+            raise ConfigError(f"{what} stands twice")
+        seen.add(value)

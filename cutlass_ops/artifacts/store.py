@@ -1,0 +1,698 @@
+"""Compiled kernels on disk: their identity, one compilation across processes, and nothing loaded that is not whole.
+
+Layout of a store, which is safe to delete at any time::
+
+    v1/<first two of key>/<key>/   kernel.so, kernel.cu, manifest.json: published by one rename, never changed
+    locks/<key>                    there while a kernel is built; the system drops the lock with the process
+    tmp/<key>/                     a build in progress; belongs to who holds the lock
+    failed/<key>/                  the last failed build: source, log, and links to run its command again
+
+A folder's time of change is when it was last used: where there is too much, what was not used for longest goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fnmatch
+import functools
+import hashlib
+import json
+import logging
+import math
+import os
+import shutil
+import stat
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cutlass_ops.artifacts.container import MAX_FILE
+from cutlass_ops.artifacts.index import Index
+from cutlass_ops.base import checked_json, env, locks, recency, resources
+from cutlass_ops.base.errors import LoadError, StoreError
+from cutlass_ops.base.private import read_private, require_private
+from cutlass_ops.base.recency import Use
+from cutlass_ops.declare.spec import KernelSpec
+
+if TYPE_CHECKING:
+    from cutlass_ops.artifacts.compiled import Compiled
+
+FORMAT = 1  # of the manifest
+
+LIBRARY = "kernel.so"
+SOURCE = "kernel.cu"
+MANIFEST = "manifest.json"
+
+_KEY = "[0-9a-f]" * 64
+_MAX_MANIFEST = 1 << 20  # bytes
+# Of failed builds, so many are kept and so many bytes.
+_MOST_FAILED = 100
+_MAX_FAILED = 100_000_000
+# A process measures the store when it first publishes a kernel, and again whenever it has added this part of the limit.
+_MEASURED_PARTS = 64
+
+_log = logging.getLogger("cutlass_ops")
+
+
+def identity_key(identity: Mapping[str, Any]) -> str:
+    """Return the key that belongs to an identity: the SHA-256 of its canonical JSON.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the identity holds anything that has no canonical JSON.
+    """
+    text = json.dumps(identity, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return _sha256(text.encode())
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """One compiled kernel on disk, found whole when it was looked up.
+
+    Attributes
+    ----------
+    key : str
+        Hash of everything that changes the binary.
+    folder : Path
+        Where its files lie.
+    sha256 : str
+        Of the library; checked again before it is loaded.
+    manifest : mapping
+        ``identity`` (what the key hashes), ``files``, ``sass`` (opcode counts), ``resources``, ``created``,
+        ``compile_seconds``, ``library_version``.
+    again : callable, optional
+        If the kernel is removed from the store before it is read, builds it again and returns what a function makes of
+        it, before which nobody can remove it.
+    """
+
+    key: str
+    folder: Path
+    sha256: str
+    manifest: Mapping[str, Any] = field(compare=False, repr=False)
+    again: Callable[[Callable[[Artifact], Any]], Any] | None = field(
+        default=None, compare=False, repr=False, kw_only=True
+    )
+
+    @property
+    def library(self) -> Path:
+        """The shared library."""
+        return self.folder / LIBRARY
+
+    @property
+    def where(self) -> str:
+        """Where the library lies, in words."""
+        return str(self.library)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the library."""
+        return int(self.manifest["files"][LIBRARY]["size"])
+
+    def read_library(self) -> bytes:
+        """Read the library, and check again that it is what the manifest says.
+
+        Raises
+        ------
+        LoadError
+            If it is not.
+        CutlassOpsError
+            If it was removed and cannot be built again.
+        """
+        return self._read(LIBRARY)
+
+    def read_source(self) -> bytes:
+        """Read the source as :meth:`read_library` does the library."""
+        return self._read(SOURCE)
+
+    def present(self) -> Artifact:
+        """Return the kernel as it is in the store now, for who reads it there in a moment.
+
+        It is built again if it was removed since it was looked up, and counts as used now.
+        """
+        if self.again is None:
+            return self
+        if os.path.lexists(self.folder):
+            recency.touch(self.folder)
+            return self
+        found: Artifact = self.again(lambda artifact: artifact)
+        return found
+
+    def _read(self, name: str) -> bytes:
+        data: bytes | None = self._read_here(name)
+        if data is None and self.again is not None:
+            data = self.again(lambda artifact: artifact._read_here(name))
+        if data is None:
+            raise LoadError(f"{self.folder / name} cannot be read: it was removed since it was looked up")
+        return data
+
+    def _read_here(self, name: str) -> bytes | None:
+        """Read a file and check it; None if it is not there."""
+        expected, path = self.manifest["files"][name], self.folder / name
+        try:
+            data = read_private(path, limit=expected["size"])
+        except FileNotFoundError:
+            return None
+        except OSError as exc:
+            raise LoadError(f"{path} cannot be read: {exc}") from None
+        if _sha256(data) != expected["sha256"]:
+            raise LoadError(f"{path} changed since it was looked up: its SHA-256 is not the manifest's")
+        return data
+
+    @property
+    def source(self) -> Path:
+        """The C++ source that it was compiled from."""
+        return self.folder / SOURCE
+
+    @property
+    def target(self) -> str:
+        """The machine-code target."""
+        return str(self.manifest["identity"]["target"])
+
+    @property
+    def spec(self) -> KernelSpec:
+        """The declaration.
+
+        Raises
+        ------
+        ConfigError
+            If this version of the library cannot read it.
+        """
+        return KernelSpec.from_json(self.manifest["identity"]["spec"])
+
+
+def open_entry(folder: Path) -> Artifact:
+    """Read one entry and check it: manifest, owner, sizes, hashes.
+
+    Raises
+    ------
+    LoadError
+        If it is not whole; the message says in what way.
+    """
+    try:
+        info = folder.lstat()
+        if not stat.S_ISDIR(info.st_mode):
+            raise LoadError(f"{folder} is not a folder of its own")
+        require_private(info, folder)
+        manifest = _read_manifest(folder)
+        for name in (LIBRARY, SOURCE):
+            expected = manifest["files"][name]
+            data = read_private(folder / name, limit=expected["size"])
+            if len(data) != expected["size"] or _sha256(data) != expected["sha256"]:
+                raise LoadError(f"{folder / name} is not what its manifest says: {len(data)} bytes")
+    except OSError as exc:
+        raise LoadError(f"{folder} cannot be read: {exc}") from None
+    return Artifact(folder.name, folder, manifest["files"][LIBRARY]["sha256"], manifest)
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    text = read_private(path, limit=_MAX_MANIFEST)
+    if len(text) > _MAX_MANIFEST:
+        raise LoadError(f"{path} is larger than a manifest can be")
+    try:
+        data = checked_json.parsed(text, "it", _MAX_MANIFEST)
+        key = identity_key(data["identity"])
+        files = data["files"]
+        good = (
+            data["format"] == FORMAT
+            and key == data["key"] == folder.name
+            and isinstance(data["identity"]["target"], str)
+            and isinstance(data["identity"]["toolchain"]["nvcc"], str)
+            and isinstance(data["sass"], dict)
+            and isinstance(data["resources"], list)
+            and set(files) == {LIBRARY, SOURCE}
+            and all(type(f["size"]) is int and 0 <= f["size"] <= MAX_FILE for f in files.values())
+            and all(isinstance(f["sha256"], str) for f in files.values())
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
+        raise LoadError(f"{path} is not a manifest: {exc!r}") from None
+    if not good:
+        raise LoadError(f"{path} is not the manifest of this kernel, or of another format")
+    return dict(data)
+
+
+class KernelStore:
+    """A folder of compiled kernels, shared by all processes of one user.
+
+    Nothing is created before the first kernel is built.
+
+    Parameters
+    ----------
+    root : Path
+        The store's folder. It must belong to this user (or root), and nobody else may be able to write it.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    @classmethod
+    def default(cls) -> KernelStore:
+        """Return the user's own store: ``CUTLASS_OPS_CACHE_DIR``, else in the user's cache folder.
+
+        Raises
+        ------
+        StoreError
+            If there is no folder for it.
+        ValueError
+            If the variable is relative.
+        """
+        try:
+            return cls(env.cache_dir())
+        except env.NoHomeError as exc:
+            raise StoreError(f"there is no kernel store: {exc}") from None
+
+    def __repr__(self) -> str:
+        return f"KernelStore({str(self.root)!r})"
+
+    def lookup(self, key: str) -> Artifact | None:
+        """Return the kernel with this key if a whole one is there, and note its use. Anything else is a miss.
+
+        Raises
+        ------
+        StoreError
+            If others may write the store.
+        """
+        self._require_private_root()
+        artifact = self._whole(self._entry(key))
+        if artifact is not None:
+            recency.touch(artifact.folder)
+        return artifact
+
+    def _whole(self, folder: Path) -> Artifact | None:
+        inode = _inode(folder)
+        if inode is None:
+            return None
+        try:
+            return open_entry(folder)
+        except LoadError as exc:
+            # It may have been removed while it was read, and be there again.
+            if _inode(folder) != inode:
+                return self._whole(folder)
+            _log.warning("a stored kernel is ignored: %s", exc)
+            return None
+
+    def entries(self) -> Iterator[Artifact]:
+        """Yield every whole kernel in the store, in the order of their keys.
+
+        Raises
+        ------
+        StoreError
+            If it is no folder, or others may write it.
+        """
+        self._require_private_root()
+        for folder in sorted((self.root / f"v{FORMAT}").glob(f"??/{_KEY}")):
+            artifact = self._whole(folder)
+            if artifact is not None:
+                yield artifact
+
+    def find(self, identity: Mapping[str, Any]) -> Artifact | None:
+        """Return a kernel with this :func:`source_identity`, whichever compiler made it, and note its use.
+
+        Raises
+        ------
+        StoreError
+            If others may write the store.
+        """
+        self._require_private_root()
+        with self.writing():
+            keys = _index(self.root / f"v{FORMAT}").names(identity_key(identity))
+        return next((artifact for key in keys if (artifact := self.lookup(key)) is not None), None)
+
+    @contextlib.contextmanager
+    def lock(self, key: str, cancel: threading.Event | None = None, name: str | None = None) -> Iterator[None]:
+        """Hold the right to build one kernel, among all threads and processes; it ends with the process.
+
+        Parameters
+        ----------
+        key : str
+            The kernel's key.
+        cancel : threading.Event, optional
+            Ends the wait when set.
+        name : str, optional
+            The kernel's name, for who waits; by default the key.
+
+        Raises
+        ------
+        StoreError
+            If the store cannot be written, or its file system has no locks.
+        CancelledError
+            If ``cancel`` is set while another holds the lock.
+        """
+        what = f"the build of {name or key}"
+        with contextlib.ExitStack() as stack:
+            with self.writing():
+                try:
+                    stack.enter_context(locks.held(self._lock_file(key), what, _ADVICE, cancel))
+                except FileNotFoundError:
+                    # The store was deleted while this waited; its folders are made again.
+                    stack.enter_context(locks.held(self._lock_file(key), what, _ADVICE, cancel))
+            yield
+
+    def workspace(self, key: str, source: str) -> Path:
+        """Return a fresh folder to build one kernel in, its source written. The caller holds the kernel's lock.
+
+        Raises
+        ------
+        StoreError
+            If the store cannot be written.
+        """
+        env.cache_size()  # a wrong one is said before anything is compiled
+        with self.writing():
+            folder = self._folder("tmp") / key
+            self.discard(folder)
+            self._sweep(held=key)
+            folder.mkdir(mode=0o700)
+            (folder / SOURCE).write_text(source, encoding="utf-8")
+        return folder
+
+    def publish(
+        self, folder: Path, identity: Mapping[str, Any], sass: Mapping[str, int], compiled: Compiled
+    ) -> Artifact:
+        """Make a built kernel visible, at once and whole. The caller holds the kernel's lock.
+
+        Parameters
+        ----------
+        folder : Path
+            From :meth:`workspace`, with the library in it. It is gone afterwards.
+        identity : mapping
+            From :func:`cutlass_ops.compilation.identity.kernel_identity`.
+        sass : mapping
+            Opcode counts that prove what the kernel uses.
+        compiled : Compiled
+            What the compiler reported.
+
+        Raises
+        ------
+        StoreError
+            If the store cannot be written.
+        """
+        key = identity_key(identity)
+        with self.writing():
+            files = {name: (folder / name).read_bytes() for name in (LIBRARY, SOURCE)}
+        manifest = {
+            "format": FORMAT,
+            "key": key,
+            "identity": dict(identity),
+            "files": {name: {"sha256": _sha256(data), "size": len(data)} for name, data in files.items()},
+            "sass": dict(sass),
+            "resources": list(compiled.resources),
+            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "compile_seconds": round(compiled.seconds, 3),
+            "library_version": resources.library_version(),
+        }
+        entry = self._entry(key)
+        with self.writing():
+            (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+            _keep_only(folder, (LIBRARY, SOURCE, MANIFEST))
+            # From now on it may be removed at any time, by who keeps the store small.
+            artifact = replace(open_entry(folder), folder=entry)
+            self._folder(f"v{FORMAT}", entry.parent.name)
+            # What is there is not whole, or nothing would have been built.
+            self.discard(entry)
+            recency.touch(folder)
+            folder.rename(entry)
+            _sync(entry.parent)
+        try:
+            self._keep_small(artifact)
+        except (OSError, StoreError) as exc:
+            # The kernel is there, whatever is too much beside it.
+            _log.warning("the kernel store %s cannot be kept small: %s", self.root, exc)
+        return artifact
+
+    def keep_failed(self, folder: Path) -> Path:
+        """Move a failed build to where a person can look at it, in place of that kernel's last failure.
+
+        The oldest failures go where there are too many.
+
+        Raises
+        ------
+        StoreError
+            If the store cannot be written.
+        """
+        with self.writing():
+            kept = self._folder("failed") / folder.name
+            self.discard(kept)
+            shutil.rmtree(folder / "tmp", ignore_errors=True)
+            recency.touch(folder)
+            folder.rename(kept)
+            failures = [use for use in recency.uses(kept.parent.iterdir()) if use.folder != kept]
+            for use in recency.excess(failures, _MAX_FAILED, _MOST_FAILED - 1):
+                self.discard(use.folder)
+        return kept
+
+    def discard(self, folder: Path) -> None:
+        """Remove a folder so that nobody sees it half removed.
+
+        Raises
+        ------
+        OSError
+            If it cannot be moved away.
+        """
+        aside = self._folder("tmp") / f"{folder.name}.{uuid.uuid4().hex}"
+        with contextlib.suppress(FileNotFoundError):
+            folder.rename(aside)
+            _remove(aside)
+
+    def clean(self, *, unused_for: float | None = None, keep: int | None = None) -> int:
+        """Remove kernels, and abandoned builds and locks; return how many kernels were removed.
+
+        Builds in progress go on, and processes keep what they have loaded.
+
+        Parameters
+        ----------
+        unused_for : float, optional
+            Seconds: only kernels that were not looked up for so long, and failures that are as old.
+        keep : int, optional
+            Bytes: only as many kernels as have the others fit, the least recently used first.
+            Without either, every kernel and failure is removed.
+
+        Raises
+        ------
+        StoreError
+            If the store cannot be written.
+        """
+        if not self.root.exists():
+            return 0
+        self._require_private_root()
+        with self.writing():
+            kernels, failures = self._uses(), recency.uses((self.root / "failed").glob("*"))
+            if unused_for is None and keep is None:
+                unused_for = -math.inf
+            if unused_for is not None:
+                before = (time.time() - unused_for) * 1e9
+                old = [use for use in (*kernels, *failures) if use.last < before]
+            else:
+                old = []
+            gone = dict.fromkeys(old)
+            if keep is not None:
+                gone |= dict.fromkeys(recency.excess([use for use in kernels if use not in gone], keep))
+            self._sweep_locks()
+            self._sweep()
+            removed = {use for use in gone if self._remove_unlocked(use.folder)}
+        return sum(use in removed for use in kernels)
+
+    def size(self) -> int:
+        """Return the bytes of all kernels.
+
+        Raises
+        ------
+        StoreError
+            If the store cannot be read.
+        """
+        with self.writing():
+            return sum(use.size for use in self._uses())
+
+    def _uses(self) -> list[Use]:
+        return recency.uses((self.root / f"v{FORMAT}").glob("*/*"))
+
+    def _keep_small(self, published: Artifact) -> None:
+        """Remove the kernels that were not used for longest, if with a new one there are too many."""
+        limit = env.cache_size()
+        if limit is None:
+            return
+        added = _added.get(self.root, limit) + sum(f["size"] for f in published.manifest["files"].values())
+        if added * _MEASURED_PARTS < limit:
+            _added[self.root] = added
+            return
+        _added[self.root] = 0
+        kernels = self._uses()
+        kept = [use for use in kernels if use.folder == published.folder]
+        others = [use for use in kernels if use.folder != published.folder]
+        for use in recency.excess(others, limit - sum(use.size for use in kept)):
+            with contextlib.suppress(FileNotFoundError):
+                # Somebody may have used it, or built it again, since it was looked at.
+                if recency.last_use(use.folder) == use.last:
+                    self._remove_unlocked(use.folder)
+
+    def _remove_unlocked(self, folder: Path) -> bool:
+        """Remove a kernel or a failed build, unless somebody has its lock, who may be about to read it."""
+        if not fnmatch.fnmatchcase(folder.name, _KEY):
+            self.discard(folder)
+            return True
+        with self._unlocked(folder.name) as free:
+            if free:
+                self.discard(folder)
+        return free
+
+    @contextlib.contextmanager
+    def _unlocked(self, key: str) -> Iterator[bool]:
+        """Say whether nobody has a kernel's lock, and keep it so as long as the context lasts."""
+        path = self._lock_file(key)
+        with contextlib.ExitStack() as stack:
+            try:
+                free = stack.enter_context(locks.attempted(path, f"the removal of {key}", _ADVICE))
+            except StoreError:
+                # The file system has no locks: nobody builds anything there.
+                free = True
+            yield free
+
+    def _entry(self, key: str) -> Path:
+        if not fnmatch.fnmatchcase(key, _KEY):
+            raise ValueError(f"a kernel's key is a SHA-256 in hexadecimal, not {key!r}")
+        return self.root / f"v{FORMAT}" / key[:2] / key
+
+    def _require_private_root(self) -> None:
+        try:
+            info = self.root.stat()
+            require_private(info, self.root)
+        except FileNotFoundError:
+            return
+        except OSError as exc:
+            raise StoreError(
+                f"the kernel store {self.root} cannot be used: {exc}. {env.CACHE_DIR.name} names another folder"
+            ) from None
+        except LoadError as exc:
+            raise StoreError(
+                f"the kernel store is not private: {exc}. Compiled code would be loaded from it: correct it with "
+                f"chown and chmod go-w, or set {env.CACHE_DIR.name} to a folder of your own"
+            ) from None
+        if not stat.S_ISDIR(info.st_mode):
+            raise StoreError(
+                f"the kernel store {self.root} cannot be used: it is not a folder. Remove it, or set "
+                f"{env.CACHE_DIR.name} to a folder"
+            )
+
+    def _folder(self, *names: str) -> Path:
+        """Return a folder of the store, made if it is not there."""
+        folder = self.root
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._require_private_root()
+        for name in names:
+            folder /= name
+            folder.mkdir(mode=0o700, exist_ok=True)
+            # What is written there must not land where a link leads, or where others can exchange it.
+            if not stat.S_ISDIR(folder.lstat().st_mode):
+                raise StoreError(f"the kernel store {self.root} cannot be used: {folder} is a link. Remove it")
+            try:
+                require_private(folder.lstat(), folder)
+            except LoadError as exc:
+                raise StoreError(f"the kernel store is not private: {exc}. Correct it with chown, chmod go-w") from None
+        return folder
+
+    def _lock_file(self, key: str) -> Path:
+        return self._folder("locks") / self._entry(key).name
+
+    def _sweep(self, held: str | None = None) -> None:
+        """Remove what builders left that are no more: whose locks nobody, or this caller, holds."""
+        for folder in self._folder("tmp").glob(f"{_KEY}*"):
+            key = folder.name[:64]
+            if key == held:
+                _remove(folder)
+                continue
+            with self._unlocked(key) as free:
+                if free:
+                    _remove(folder)
+
+    def _sweep_locks(self) -> None:
+        """Remove the files of locks that nobody holds: who gives one back removes its file."""
+        for path in self._folder("locks").glob(_KEY):
+            if path.is_symlink() or not path.is_file():
+                _remove(path)
+                continue
+            with self._unlocked(path.name):
+                pass  # its file goes with it
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Put what goes wrong with files of the store into words.
+
+        Raises
+        ------
+        StoreError
+            In place of any OSError.
+        """
+        try:
+            yield
+        except OSError as exc:
+            where = f"{env.CACHE_DIR.name} names another folder for compiled kernels"
+            if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise StoreError(f"no space is left in the kernel store {self.root}; {where}") from exc
+            if exc.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+                raise StoreError(
+                    f"the kernel store {self.root} cannot be written ({exc}): kernels in it can be used, but new ones "
+                    f"must be built elsewhere; {where}"
+                ) from exc
+            raise StoreError(f"the kernel store {self.root} cannot be used: {exc}") from exc
+
+
+_ADVICE = (
+    f"kernels that are there can be used, but to build new ones set {env.CACHE_DIR.name} to a folder on a local disk"
+)
+_added: dict[Path, int] = {}  # bytes that this process has published since it last measured a store
+
+
+@functools.lru_cache(maxsize=8)
+def _index(folder: Path) -> Index:
+    return Index(folder, _source_key)
+
+
+def _source_key(folder: Path) -> str | None:
+    try:
+        identity = _read_manifest(folder)["identity"]
+    except LoadError:
+        return None
+    return identity_key({name: value for name, value in identity.items() if name != "toolchain"})
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.lstat().st_ino
+    except OSError:
+        return None
+
+
+def _keep_only(folder: Path, names: Sequence[str]) -> None:
+    """Remove everything else, and make what stays private and durable."""
+    for path in folder.iterdir():
+        if path.name not in names:
+            _remove(path)
+    for name in names:
+        (folder / name).chmod(0o600)
+        _sync(folder / name)
+    _sync(folder)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

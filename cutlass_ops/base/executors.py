@@ -1,0 +1,121 @@
+"""Executors that the command line names. Only this module imports distributed."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
+from multiprocessing.process import BaseProcess
+from typing import cast
+
+from cutlass_ops.base import env
+from cutlass_ops.base.errors import ToolchainError
+
+_PATIENCE = 10  # seconds
+_PAUSE = 0.5  # seconds, in which a job's compilers are ended and its folder is removed
+FORMS = "processes, processes:N, or dask://HOST:PORT of a scheduler"
+
+_PROCESSES = re.compile(r"processes(:([1-9][0-9]{0,3}))?")
+_DASK = re.compile(r"dask://([^/\s]+:[0-9]+)")
+
+
+@contextlib.contextmanager
+def named(text: str) -> Iterator[Executor]:
+    """Yield the executor that a text names, for as long as the context lasts.
+
+    Parameters
+    ----------
+    text : str
+        ``"processes"`` or ``"processes:N"`` for processes of this machine, ``"dask://HOST:PORT"`` for the scheduler of
+        a Dask cluster, whose workers have this library and the compilers.
+
+    Raises
+    ------
+    ValueError
+        If it names none.
+    ToolchainError
+        If the package distributed is not installed, or no scheduler answers.
+    """
+    require_named(text)
+    processes, dask = _PROCESSES.fullmatch(text), _DASK.fullmatch(text)
+    if processes:
+        with _processes(int(processes[2]) if processes[2] else env.jobs()) as pool:
+            yield pool
+    elif dask:
+        with _dask(dask[1]) as executor:
+            yield executor
+
+
+def require_named(text: str) -> None:
+    """Refuse a text that names no executor.
+
+    Raises
+    ------
+    ValueError
+        If it does not.
+    """
+    if not _PROCESSES.fullmatch(text) and not _DASK.fullmatch(text):
+        raise ValueError(f"{text!r} is not an executor: write {FORMS}")
+
+
+@contextlib.contextmanager
+def _processes(count: int) -> Iterator[Executor]:
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"), initializer=_obey)
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        _end(set(multiprocessing.active_children()) - others)
+        raise
+    finally:
+        pool.shutdown()
+
+
+def _end(workers: set[BaseProcess]) -> None:
+    """End workers with their compilers; those that do not end when they are told are killed."""
+    deadline = time.monotonic() + _PATIENCE
+    # The pool takes the end of a job for its result, and begins the next one that it has queued.
+    while workers:
+        for worker in workers:
+            worker.terminate() if time.monotonic() < deadline else worker.kill()
+        next(iter(workers)).join(_PAUSE)
+        workers = {worker for worker in workers if worker.is_alive()}
+
+
+def _obey() -> None:
+    """Have a worker end its job, and the job's compilers, when its starter says so or ends, and only then."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _quit)
+    threading.Thread(target=_end_with_starter, daemon=True).start()
+
+
+def _end_with_starter() -> None:
+    starter = multiprocessing.parent_process()
+    assert starter is not None
+    starter.join()
+    os._exit(1)
+
+
+def _quit(*_: object) -> None:
+    raise SystemExit
+
+
+@contextlib.contextmanager
+def _dask(address: str) -> Iterator[Executor]:
+    try:
+        from distributed import Client
+    except ImportError:
+        raise ToolchainError('dask:// needs the package distributed: pip install "cutlass_ops[dask]"') from None
+    try:
+        client = Client(f"tcp://{address}", timeout=_PATIENCE)
+    except OSError as exc:
+        raise ToolchainError(f"no Dask scheduler answers at {address}: {exc}") from None
+    with client:
+        yield cast(Executor, client.get_executor())

@@ -1,0 +1,316 @@
+"""What is known of kernels at a problem: measured times, else the model's, corrected by what was measured nearby."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from cutlass_ops.choose import heuristics
+from cutlass_ops.choose.heuristics import Pool
+from cutlass_ops.choose.tables import Table
+from cutlass_ops.declare.config import Config, Sm90Config
+from cutlass_ops.declare.device import Device, Problem, with_order
+from cutlass_ops.kinds.sm90.model import Flags, Floats, Places
+
+Source = Literal["model", "interpolated", "measured"]
+SOURCES: tuple[Source, ...] = ("model", "interpolated", "measured")
+
+# How far a measurement reaches: standard deviation in powers of two of M and of K, and in operands whose lines begin
+# between the L2 cache's; in powers of two of the number of tiles; and how much what the model errs by there for all
+# kernels of a kind weighs against it (`benchmarks/evaluate_dispatch.py`).
+_REACH = np.array([0.6, 1.3, 0.5])
+_REACH_OF_TILES = 0.6
+_PRIOR = 1.0
+# Measurements that are no further apart say nothing: what differs is noise.
+_NOISE = 0.005
+# What stream-K has to be ahead by, as its times are foretold: where it came first it took that much longer, by the
+# measurements of bias + ReLU at weights that were left out. Others did not.
+_STREAM_K = 1.03
+# How much must have been measured nearby for a time to be more than the model's word.
+_NEAR = 0.5
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A kernel at a problem.
+
+    Attributes
+    ----------
+    config : Config
+        Its configuration with the order of its tiles.
+    microseconds : float
+        Measured or predicted time.
+    source : {"model", "interpolated", "measured"}
+        Where the time comes from.
+    """
+
+    config: Config
+    microseconds: float
+    source: Source
+
+
+@dataclass(frozen=True, eq=False)
+class Expected:
+    """What is known of kernels at problems. Arrays of shape (problems, kernels).
+
+    Attributes
+    ----------
+    times : array
+        Microseconds.
+    sources : array
+        Where they come from, as places in :data:`SOURCES`.
+    by_gpc : array
+        Where the model would have an order of tiles by GPC.
+    """
+
+    times: Floats
+    sources: Places
+    by_gpc: Flags
+
+    def decisive(self) -> Floats:
+        """Return the times, infinite for what was not measured where others were."""
+        measured = self.sources == SOURCES.index("measured")
+        return np.where(measured.any(1, keepdims=True) & ~measured, np.inf, self.times)
+
+
+class Where(NamedTuple):
+    """Where problems lie for the kernels of a pool, as notes are compared by it: in units of how far these reach.
+
+    Attributes
+    ----------
+    problems : array
+        Of shape (problems, 3): powers of two of M and of K, and of how many operands the lines begin between the
+        cache's.
+    tiles : array
+        Of shape (problems, kernels): powers of two of the number of tiles.
+    """
+
+    problems: Floats
+    tiles: Floats
+
+    @classmethod
+    def of(cls, problems: Sequence[Problem], pool: Pool) -> Where:
+        """Return where problems lie for a pool."""
+        extents = np.array(problems, np.float64).reshape(-1, 3)
+        m, k = np.log2(extents[:, 0]), np.log2(extents[:, 2])
+        tiles = np.log2(pool.tiles(problems)) / _REACH_OF_TILES
+        return cls(np.stack([m, k, pool.odd(problems)], 1) / _REACH, tiles)
+
+
+class _Errors(NamedTuple):
+    """By how much the model was off: where problems lie, and of each measurement its problem, kernel and error."""
+
+    where: Where
+    rows: Places
+    kernels: Places
+    values: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class Notes:
+    """By how much the model was off where kernels were measured: all notes of one kernel, then all of the next.
+
+    Attributes
+    ----------
+    problems : array
+        Where the measured problems lie, as :class:`Where` has them.
+    rows, kernels : array
+        Each note's problem, as a place among these, and its kernel, as a place in the pool.
+    tiles : array
+        Where each note's problem lies by its kernel's tiles, as :class:`Where` has them.
+    errors : array
+        Measured over predicted, as a power of two.
+    """
+
+    problems: Floats
+    rows: Places
+    kernels: Places
+    tiles: Floats
+    errors: Floats
+
+    @classmethod
+    def of(cls, found: Sequence[_Errors]) -> Notes:
+        """Return measurements by kernel."""
+        nothing = np.zeros(0, np.int64)
+        kernels = np.concatenate([nothing, *(e.kernels for e in found)])
+        before = np.cumsum([0, *(len(e.where.problems) for e in found)])
+        rows = np.concatenate([nothing, *(e.rows + first for e, first in zip(found, before, strict=False))])
+        problems = np.concatenate([np.zeros((0, len(_REACH))), *(e.where.problems for e in found)])
+        tiles = np.concatenate([np.zeros(0), *(e.where.tiles[e.rows, e.kernels] for e in found)])
+        errors = np.concatenate([np.zeros(0), *(e.values for e in found)])
+        order = np.argsort(kernels, kind="stable")
+        return cls(problems, rows[order], kernels[order], tiles[order], errors[order])
+
+    def near(self, where: Where) -> tuple[Floats, Floats]:
+        """Return the weighted sum of errors near problems, and of their weights, of shape (problems, kernels)."""
+        errors, totals = np.zeros_like(where.tiles), np.zeros_like(where.tiles)
+        kernels, starts = self._noted
+        step = max(1, heuristics.AT_ONCE // max(1, len(self.errors), len(self.problems)))
+        for first in range(0, len(where.tiles) if len(kernels) else 0, step):
+            part = slice(first, first + step)
+            # What a note's kernel does not matter for is compared once for each problem that was measured.
+            away = ((where.problems[part, None] - self.problems) ** 2).sum(2).take(self.rows, 1)
+            away += (where.tiles[part].take(self.kernels, 1) - self.tiles) ** 2
+            with np.errstate(under="ignore"):
+                weights = np.exp(-0.5 * away)
+                totals[part, kernels] = np.add.reduceat(weights, starts, 1)
+                errors[part, kernels] = np.add.reduceat(weights * self.errors, starts, 1)
+        return errors, totals
+
+    @cached_property
+    def _noted(self) -> tuple[Places, Places]:
+        """The kernels that have notes, and where each one's begin."""
+        kernels, starts = np.unique(self.kernels, return_index=True)
+        return kernels, starts
+
+
+@dataclass(frozen=True, eq=False)
+class Knowledge:
+    """What is known of a pool of kernels on a device.
+
+    Attributes
+    ----------
+    pool : Pool
+        The kernels.
+    device : Device
+        Where they run.
+    measured : mapping of problem to mapping of Config to Candidate
+        Each kernel in its best order of tiles.
+    notes : Notes
+        Where the model was off.
+    """
+
+    pool: Pool
+    device: Device
+    measured: Mapping[Problem, Mapping[Config, Candidate]]
+    notes: Notes
+
+    @classmethod
+    def of(cls, tables: Sequence[Table], kernels: Collection[Config], pool: Pool, device: Device) -> Knowledge:
+        """Return what tables say of those kernels of a pool that they are about; at a problem the first has its say."""
+        measured: dict[Problem, Mapping[Config, Candidate]] = {}
+        errors: list[_Errors] = []
+        for table in tables:
+            found = {p: _ranked(times, device) for p, times in _measurements(table, kernels).items()}
+            # Operands of other majors take other times, and other devices do, but the model is off by as much.
+            there = replace(device, multiprocessors=table.multiprocessors, name=table.device)
+            errors.append(_errors(found, replace(pool, majors=table.signature.majors), there))
+            # Where operands have to be copied or D is scattered, what is known of others is an estimate.
+            if pool.is_like(table.signature):
+                measured = found | measured
+        return cls(pool, device, measured, Notes.of(errors))
+
+    def expected(self, problems: Sequence[Problem]) -> Expected:
+        """Return what is known of every kernel at some problems."""
+        found = [self._expected(part) for part in self.pool.parts(problems)]
+        return Expected(*(np.concatenate(each) for each in zip(*found, strict=True)))
+
+    def _expected(self, problems: Sequence[Problem]) -> tuple[Floats, Places, Flags]:
+        errors, weight = self.notes.near(Where.of(problems, self.pool))
+        error = (errors + _PRIOR * self._usual(errors, weight)) / (weight + _PRIOR)
+        model, by_gpc = self.pool.times_and_order(problems, self.device)
+        times = model * np.exp2(error) * self._handicaps
+        sources = np.where(weight > _NEAR, SOURCES.index("interpolated"), SOURCES.index("model"))
+        for at, problem in enumerate(problems):
+            for config, candidate in self.measured.get(problem, {}).items():
+                place = self._index[config]
+                times[at, place], sources[at, place] = candidate.microseconds, SOURCES.index("measured")
+        return times, sources, by_gpc
+
+    def _usual(self, errors: Floats, weight: Floats) -> Floats:
+        """Return what the model errs by for kernels of one kind, given sums of errors and weights near each problem.
+
+        Where the model promises too much, a kernel of which nothing is known would else come before those that are.
+        """
+        usual = np.zeros_like(errors)
+        for kind in self._kinds:
+            usual[:, kind] = errors[:, kind].sum(1, keepdims=True) / (weight[:, kind].sum(1, keepdims=True) + _PRIOR)
+        return usual
+
+    def ranked(self, problem: Problem, among: Iterable[Config], count: int | None = None) -> list[Candidate]:
+        """Return the first candidates for a problem, the best first; where some of them were measured, only these."""
+        places = [self._index[c] for c in among]
+        known = self.expected([problem])
+        times, sources = known.times[0, places], known.sources[0, places]
+        measured = sources == SOURCES.index("measured")
+        wanted = np.flatnonzero(measured) if measured.any() else np.arange(len(places))
+        wanted = wanted[times[wanted].argsort(kind="stable")][:count]
+        return [self._candidate(problem, places[at], known) for at in wanted.tolist()]
+
+    def _candidate(self, problem: Problem, place: int, known: Expected) -> Candidate:
+        config, source = self.pool.configs[place], SOURCES[int(known.sources[0, place])]
+        if source == "measured":
+            return self.measured[problem][config]
+        whole = self.pool.whole(problem)
+        orders = heuristics.orders_by_gpc(config, whole, self.device) if bool(known.by_gpc[0, place]) else ()
+        ordered = orders[0] if orders else with_order(config, whole)
+        return Candidate(ordered, float(known.times[0, place]), source)
+
+    @cached_property
+    def _handicaps(self) -> Floats:
+        split = (isinstance(c, Sm90Config) and c.scheduler == "stream_k" for c in self.pool.configs)
+        return np.array([_STREAM_K if each else 1.0 for each in split])
+
+    @cached_property
+    def _kinds(self) -> list[list[int]]:
+        """The places of each kind's kernels, as kinds have models of their own."""
+        kinds = [type(c) for c in self.pool.configs]
+        return [[at for at, k in enumerate(kinds) if k is kind] for kind in dict.fromkeys(kinds)]
+
+    @cached_property
+    def _index(self) -> dict[Config, int]:
+        return {c: at for at, c in enumerate(self.pool.configs)}
+
+
+def _reads(config: Config) -> float:
+    """Return the elements of A and B that a tile reads for each product."""
+    tile = config.threadblock
+    return 1 / tile.m + 1 / tile.n
+
+
+def _measurements(table: Table, kernels: Collection[Config]) -> dict[Problem, dict[Config, Candidate]]:
+    """Return what was measured of some kernels, each in its best order of tiles."""
+    found: dict[Problem, dict[Config, Candidate]] = {}
+    # A table's points share their configurations; to compare objects is enough, and much faster.
+    configs = {id(m.config): m.config for point in table.points for m in point.measured}
+    binaries = {at: config.binary() for at, config in configs.items()}
+    mine = {at: kernel for at, kernel in binaries.items() if kernel in kernels}
+    for point in table.points:
+        here = found.setdefault(point.problem, {})
+        for m in point.measured:
+            kernel = mine.get(id(m.config))
+            if kernel is not None and kernel not in here:
+                # Medians of a race that was left early are of a cooler chip; ratios within a round are not.
+                here[kernel] = Candidate(m.config, point.measured[0].microseconds * (1 + m.behind), "measured")
+    return found
+
+
+def _ranked(measured: Mapping[Config, Candidate], device: Device) -> dict[Config, Candidate]:
+    """Return measurements such that of long kernels that are equally fast the one with the largest tile comes first.
+
+    It reads least for each product and so draws least power, which sets the clock of long kernels. They exchange times.
+    """
+    times = sorted(c.microseconds for c in measured.values())
+    if not times or times[0] <= heuristics.chip_of(device).throttle_after:
+        return dict(measured)
+    equal = [kernel for kernel, c in measured.items() if c.microseconds <= times[0] * (1 + _NOISE)]
+    equal.sort(key=_reads)
+    return {**measured, **{k: replace(measured[k], microseconds=us) for k, us in zip(equal, times, strict=False)}}
+
+
+def _errors(measured: Mapping[Problem, Mapping[Config, Candidate]], pool: Pool, device: Device) -> _Errors:
+    """Return where and by how much the model is off for the kernels of a pool."""
+    index = {c: at for at, c in enumerate(pool.configs)}
+    entries = [(row, index[c], x.microseconds) for row, known in enumerate(measured.values()) for c, x in known.items()]
+    rows, kernels = np.array([e[:2] for e in entries], np.int64).reshape(-1, 2).T
+    problems = list(measured)
+    predicted = pool.times(problems, device)[rows, kernels]
+    times = np.array([e[2] for e in entries], np.float64)
+    # That a kernel cannot be launched is no time to be off from.
+    known = np.isfinite(predicted)
+    errors = np.log2(times[known] / predicted[known])
+    return _Errors(Where.of(problems, pool), rows[known], kernels[known], errors)

@@ -1,0 +1,441 @@
+"""What was measured: for one signature on one kind of device, how fast which configuration is at which problem.
+
+A table is plain JSON, so that it can be kept, merged, shipped and read. Reading one runs nothing, and believes nothing
+that :func:`cutlass_ops.kinds.legality.check` refuses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cutlass_ops.base import checked_json, env, locks
+from cutlass_ops.base.errors import ConfigError, StoreError
+from cutlass_ops.choose import selection
+from cutlass_ops.declare.config import SWIZZLES, Config, Sm90Config, config_from_json, config_to_json
+from cutlass_ops.declare.device import Problem as Problem
+from cutlass_ops.declare.signature import OpSignature
+from cutlass_ops.declare.signature import signature_from_json as signature_from_json
+from cutlass_ops.declare.signature import signature_to_json as signature_to_json
+from cutlass_ops.kinds import legality
+
+FORMAT = 2
+# Kernels of a signature: so many for the problems that matter most, and so many in all.
+MAX_KERNELS = 16
+MOST_KERNELS = 192
+
+
+# How many times what a kernel loses to a peer counts besides what it loses to the best kernel.
+_TO_A_PEER = 3.0
+# How far behind the fastest what is estimated is at least: more than dispatch takes for as good.
+_ESTIMATED = 0.005
+
+_FIELDS = "format device multiprocessors signature fallback deterministic configs kernels points"
+_MAX_BYTES = 64 << 20
+_MAX_CONFIGS = 1 << 16
+_MAX_POINTS = 1 << 16
+_MAX_EXTENT = 1 << 40
+_MAX_ELEMENTS = 1 << 48  # of a matrix: more than any memory holds
+_MAX_PEERS = 16
+_DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
+# Bounds of what is measured: far beyond any kernel's, and such that ratios and their logarithms are finite. A table has
+# three digits of a microsecond.
+MICROSECONDS = (0.001, 1e12)
+BEHIND = (-0.9, 1e6)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One configuration's time at a problem.
+
+    Attributes
+    ----------
+    config : Config
+        With the order of its tiles.
+    microseconds : float
+        Median over the rounds.
+    behind : float
+        Median over the rounds of its time over the fastest's of the same round, minus one.
+    """
+
+    config: Config
+    microseconds: float
+    behind: float
+
+
+@dataclass(frozen=True)
+class Point:
+    """One problem, measured in one session.
+
+    Attributes
+    ----------
+    problem : tuple of int
+        M, N and K.
+    date : str
+        Day of the session, such as ``"2026-11-21"``.
+    measured : tuple of Measured
+        The fastest first.
+    peers : tuple of (str, float)
+        Microseconds of others, by name.
+    """
+
+    problem: Problem
+    date: str
+    measured: tuple[Measured, ...]
+    peers: tuple[tuple[str, float], ...] = ()
+
+    def joined(self, older: Point) -> Point:
+        """Return the point with what an older one knows besides, restated by a kernel that both have.
+
+        Without such a kernel nothing can be compared, and the older one's measurements are dropped.
+        """
+        before = {m.config.binary(): m for m in reversed(older.measured)}
+        anchor = next((m for m in self.measured if m.config.binary() in before), None)
+        if anchor is None:
+            return self
+        factor = (1 + anchor.behind) / (1 + before[anchor.config.binary()].behind)
+        best = self.measured[0].microseconds
+        known = {m.config.binary() for m in self.measured}
+        further = [
+            Measured(m.config, best * (1 + m.behind) * factor, (1 + m.behind) * factor - 1)
+            for m in older.measured
+            if m.config.binary() not in known
+        ]
+        # An estimate must not displace what was measured to be the fastest, nor be as good: few kernels would be chosen
+        # among such estimates.
+        least = best * (1 + _ESTIMATED)
+        further = [m if m.behind > _ESTIMATED else Measured(m.config, least, _ESTIMATED) for m in further]
+        further = [m for m in further if m.behind <= BEHIND[1] and m.microseconds <= MICROSECONDS[1]]
+        measured = tuple(sorted([*self.measured, *further], key=lambda m: m.behind))
+        return replace(self, measured=measured, peers=self.peers or older.peers)
+
+
+@dataclass(frozen=True)
+class Table:
+    """All points of a signature on a kind of device.
+
+    Attributes
+    ----------
+    device : str
+        Its name, as the driver gives it.
+    multiprocessors : int
+        How many it has.
+    signature : OpSignature
+        Epilogue and operand types.
+    points : tuple of Point
+        One for each problem, in the order of their problems.
+    kernels : tuple of Config
+        The few that are worth compiling, the most useful first, as :meth:`select` found them.
+    fallback : bool
+        Whether calls may be served by a peer at problems where it was faster than every kernel.
+    deterministic : bool
+        Whether only kernels may serve that add up a tile's K as a whole, so that no choice among them changes a bit.
+    """
+
+    device: str
+    multiprocessors: int
+    signature: OpSignature
+    points: tuple[Point, ...] = ()
+    kernels: tuple[Config, ...] = ()
+    fallback: bool = False
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        ordered = tuple(sorted(self.points, key=lambda p: p.problem))
+        if len({p.problem for p in ordered}) != len(ordered):
+            raise ConfigError("a table has one point for each problem")
+        object.__setattr__(self, "points", ordered)
+
+    def is_about(self, signature: OpSignature, device: str) -> bool:
+        """Whether a signature was measured on a kind of device, given by its name."""
+        return (self.signature, self.device) == (signature, device)
+
+    def at(self, problem: Problem) -> Point | None:
+        """Return what was measured at a problem, if anything was."""
+        return next((p for p in self.points if p.problem == problem), None)
+
+    def allows(self, config: Config) -> bool:
+        """Whether a kernel may serve."""
+        return config.whole_k or not self.deterministic
+
+    def merged(self, other: Table) -> Table:
+        """Return the points of both.
+
+        Where both have a problem, the later day's is joined with the older one's; on the same day, `other`'s is later.
+
+        Raises
+        ------
+        ConfigError
+            If they are about different devices or signatures.
+        """
+        for name in ("device", "multiprocessors", "signature"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                raise ConfigError(f"tables of different {name} cannot be merged: {mine} and {theirs}")
+        points = {p.problem: p for p in self.points}
+        for point in other.points:
+            known = points.get(point.problem)
+            if known is None:
+                points[point.problem] = point
+            else:
+                later, older = (point, known) if known.date <= point.date else (known, point)
+                points[point.problem] = later.joined(older)
+        kernels = other.kernels or self.kernels
+        return replace(
+            self, points=tuple(points.values()), kernels=kernels, fallback=other.fallback,
+            deterministic=other.deterministic,
+        )  # fmt: skip
+
+    def select(self, first: Iterable[Problem] = (), few: int = MAX_KERNELS, most: int = MOST_KERNELS) -> Table:
+        """Return the table with the few kernels that together lose least to each point's best.
+
+        The first few are such that to exchange one of them would not help; after them, the next one is always the one
+        that helps most. A kernel that was not measured at a point counts there as twice as slow.
+
+        Parameters
+        ----------
+        first : iterable of (M, N, K)
+            Problems for which alone the first `few` are chosen; by default all.
+        few, most : int
+            How many kernels are for these, and how many there are in all.
+        """
+        wanted = set(first)
+        usable = (replace(p, measured=tuple(m for m in p.measured if self.allows(m.config))) for p in self.points)
+        points = [p for p in usable if p.measured]
+        preferred = [p for p in points if p.problem in wanted]
+        chosen = selection.chosen([_losses(p) for p in preferred or points], few)
+        return replace(self, kernels=selection.extended([_losses(p) for p in points], chosen, most))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the table as plain values; each configuration once, referred to by its place."""
+        configs = list(dict.fromkeys([*self.kernels, *(m.config for p in self.points for m in p.measured)]))
+        places = {c: i for i, c in enumerate(configs)}
+        return {
+            "format": FORMAT,
+            "device": self.device,
+            "multiprocessors": self.multiprocessors,
+            "signature": signature_to_json(self.signature),
+            "fallback": self.fallback,
+            "deterministic": self.deterministic,
+            "configs": [config_to_json(c) for c in configs],
+            "kernels": [places[c] for c in self.kernels],
+            "points": [
+                {
+                    "problem": list(p.problem),
+                    "date": p.date,
+                    "measured": [[places[m.config], round(m.microseconds, 3), round(m.behind, 4)] for m in p.measured],
+                    "peers": {name: round(us, 3) for name, us in p.peers},
+                }
+                for p in self.points
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, data: object) -> Table:
+        """Rebuild a table from :meth:`to_json`'s value.
+
+        Raises
+        ------
+        ConfigError
+            If anything is missing, unknown, of the wrong type or out of range, or a configuration is illegal for the
+            signature; the message names the field.
+        """
+        fields = checked_json.mapping(data, "a tuning table", _FIELDS)
+        if type(fields["format"]) is not int or fields["format"] != FORMAT:
+            raise ConfigError(
+                f"format is {checked_json.shown(fields['format'])}: this version reads {FORMAT}; tune again"
+            )
+        for name in ("fallback", "deterministic"):
+            if type(fields[name]) is not bool:
+                raise ConfigError(f"{name} is {checked_json.shown(fields[name])}: true or false is needed")
+        signature = signature_from_json(fields["signature"])
+        configs = [config_from_json(c) for c in checked_json.sequence(fields["configs"], "configs", _MAX_CONFIGS)]
+        for config in configs:
+            if config.swizzle not in SWIZZLES:
+                raise ConfigError(f"configuration {config.slug} is illegal: its swizzle is {config.swizzle}")
+        # The order of tiles apart, many are one kernel, and a check takes a while.
+        for kernel in dict.fromkeys(c.binary() for c in configs):
+            _require_legal(kernel, signature)
+        return cls(
+            device=checked_json.text(fields["device"], "device"),
+            multiprocessors=checked_json.integer(fields["multiprocessors"], "multiprocessors", 1, 1 << 16),
+            signature=signature,
+            points=tuple(_point(p, configs) for p in checked_json.sequence(fields["points"], "points", _MAX_POINTS)),
+            kernels=tuple(
+                _place(p, configs) for p in checked_json.sequence(fields["kernels"], "kernels", _MAX_CONFIGS)
+            ),
+            fallback=fields["fallback"],
+            deterministic=fields["deterministic"],
+        )
+
+
+def path_of(folder: Path, device: str, signature: OpSignature) -> Path:
+    """Return where a signature's table for a kind of device lies in a folder of tables."""
+    text = json.dumps([device, signature_to_json(signature)], sort_keys=True)
+    return folder / f"{_slug(device)}_{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def load(path: Path) -> Table:
+    """Read a table.
+
+    Raises
+    ------
+    ConfigError
+        If the file is no table; the message names it.
+    OSError
+        If it cannot be read.
+    """
+    # To open a pipe would wait for who writes it.
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ConfigError(f"{path} is not a tuning table: it is not a file")
+    with path.open("rb") as file:
+        return parse(file.read(_MAX_BYTES + 1), str(path))
+
+
+def parse(text: bytes, where: str) -> Table:
+    """Read a table from its JSON.
+
+    Raises
+    ------
+    ConfigError
+        If it is none; the message says where it stands.
+    """
+    try:
+        return checked_json.read(text, "it", _MAX_BYTES, Table.from_json)
+    except ConfigError as exc:
+        raise ConfigError(f"{where} is not a tuning table: {checked_json.said(exc)}") from None
+
+
+def update(path: Path, table: Table) -> Table:
+    """Merge a table into the file, which is made if it is not there, and return what it then holds.
+
+    Other processes that do so at the same time lose nothing, and a reader sees the file before or after, never between.
+
+    Raises
+    ------
+    ConfigError
+        If the file is there and no table, or one of another signature or device.
+    StoreError
+        If the folder cannot be written, its lock is a link, or the file system has no locks.
+    """
+    lock = path.with_name(f".{path.name}.lock")
+    held = locks.held(lock, f"the tuning table {path}", "name a folder on a local disk for the tables")
+    with _writing(path.parent), held:
+        merged = load(path).merged(table) if path.exists() else table
+        text = json.dumps(merged.to_json(), separators=(",", ":"), allow_nan=False)
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8"
+        ) as file:
+            try:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(file.name, path)
+            except BaseException:
+                Path(file.name).unlink(missing_ok=True)
+                raise
+    return merged
+
+
+def prepare(folder: Path) -> None:
+    """Make a folder for tables if it is not there, and see whether tables can be written: measuring them takes long.
+
+    Raises
+    ------
+    StoreError
+        If it cannot be written.
+    """
+    with _writing(folder), tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Make a folder if it is not there, and put what goes wrong with its files into words."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        yield
+    except OSError as exc:
+        raise StoreError(
+            f"tuning tables cannot be kept in {folder}: {exc}. Set {env.TUNING_DIR.name} to a folder of your own, or "
+            f"{env.CACHE_DIR.name} to one for compiled kernels as well"
+        ) from exc
+
+
+def _losses(point: Point) -> dict[Config, float]:
+    """Return for each kernel of a point what it loses to the best of them there, as a logarithm.
+
+    What it loses to a peer counts several times.
+    """
+    found: dict[Config, float] = {}
+    for m in point.measured:
+        kernel = m.config.binary()
+        found[kernel] = min(found.get(kernel, math.inf), math.log1p(max(m.behind, 0.0)))
+    best = min(found.values())
+    peer = min((time for _, time in point.peers), default=math.inf)
+    lead = max(0.0, math.log(peer / point.measured[0].microseconds))
+    return {c: loss - best + _TO_A_PEER * max(0.0, loss - lead) for c, loss in found.items()}
+
+
+def _require_legal(config: Config, signature: OpSignature) -> None:
+    # An Sm80 kernel's target is the device's, which the rules of its configuration do not depend on.
+    target = None if isinstance(config, Sm90Config) else "sm_80"
+    violations = legality.check(signature.spec(config, target))
+    if violations:
+        raise ConfigError(f"configuration {config.slug} is illegal: {violations[0]}")
+
+
+def _point(data: object, configs: Sequence[Config]) -> Point:
+    fields = checked_json.mapping(data, "a point", "problem date measured peers")
+    extents = checked_json.sequence(fields["problem"], "problem")
+    if len(extents) != 3:
+        raise ConfigError(f"problem has {len(extents)} extents: it has M, N and K")
+    m, n, k = (checked_json.integer(e, "problem", 1, _MAX_EXTENT) for e in extents)
+    if max(m * n, n * k, m * k) > _MAX_ELEMENTS:
+        raise ConfigError(f"problem {m}x{n}x{k} has a matrix of more than {_MAX_ELEMENTS:,} elements")
+    date = checked_json.text(fields["date"], "date")
+    if not _DATE.fullmatch(date):
+        raise ConfigError(f"date is {date!r}: it reads like 2026-11-21")
+    rows = checked_json.sequence(fields["measured"], "measured", _MAX_CONFIGS)
+    if not rows:
+        raise ConfigError("measured is empty: a point has at least one kernel's time")
+    peers = checked_json.mapping(fields["peers"], "peers", None)
+    if len(peers) > _MAX_PEERS:
+        raise ConfigError(f"peers are {len(peers)}: at most {_MAX_PEERS} are allowed")
+    times = tuple(
+        (checked_json.text(n, "peers"), checked_json.number(us, "peers", *MICROSECONDS)) for n, us in peers.items()
+    )
+    return Point((m, n, k), date, tuple(_measured(row, configs) for row in rows), times)
+
+
+def _place(value: object, configs: Sequence[Config]) -> Config:
+    place = checked_json.integer(value, "a configuration's place", 0, 1 << 20)
+    if place >= len(configs):
+        raise ConfigError(f"the table refers to configuration {place} of {len(configs)}")
+    return configs[place]
+
+
+def _measured(data: object, configs: Sequence[Config]) -> Measured:
+    row = checked_json.sequence(data, "measured")
+    if len(row) != 3:
+        raise ConfigError(f"measured has rows of {len(row)}: they have a place, microseconds and a part")
+    place, microseconds, behind = row
+    return Measured(
+        _place(place, configs),
+        checked_json.number(microseconds, "measured", *MICROSECONDS),
+        checked_json.number(behind, "measured", *BEHIND),
+    )
+
+
+def _slug(text: str) -> str:
+    return "-".join("".join(c if c.isalnum() else " " for c in text.lower()).split())

@@ -1,0 +1,78 @@
+"""What a kernel's binary depends on, and the key that follows from it."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Any
+
+from cutlass_ops._version import TEMPLATE_VERSION
+from cutlass_ops.artifacts.store import identity_key
+from cutlass_ops.base import arch, resources
+from cutlass_ops.compilation.compiler import IMAGE, compile_flags
+from cutlass_ops.compilation.toolchain import Toolchain
+from cutlass_ops.declare.spec import KernelSpec
+
+
+def kernel_identity(spec: KernelSpec, source: str, toolchain: Toolchain) -> dict[str, Any]:
+    """Return everything that changes a kernel's binary, as JSON values; none of it depends on where things lie.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+        The declaration.
+    source : str
+        What it renders to.
+    toolchain : Toolchain
+        What will compile it.
+    """
+    return source_identity(spec, source) | {"toolchain": toolchain.identity}
+
+
+def source_identity(spec: KernelSpec, source: str) -> dict[str, Any]:
+    """Return the part of :func:`kernel_identity` that is known without a compiler."""
+    return {
+        "templates": TEMPLATE_VERSION,
+        "spec": spec.to_json(),
+        "source": hashlib.sha256(source.encode()).hexdigest(),
+        "headers": _headers_digest(source),
+        "flags": {step: list(flags) for step, flags in compile_flags(arch.target(spec.target)).items()},
+        "target": spec.target,
+    }
+
+
+def kernel_key(spec: KernelSpec, source: str, toolchain: Toolchain) -> str:
+    """Return a kernel's key: the hash of everything that changes its binary.
+
+    Parameters
+    ----------
+    spec, source, toolchain
+        As for :func:`kernel_identity`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If any of it has no canonical JSON.
+    """
+    return identity_key(kernel_identity(spec, source, toolchain))
+
+
+_INCLUDE = re.compile(r'^\s*#\s*include\s*["<](cutlass_ops/[^">]+)[">]', re.MULTILINE)
+
+
+def _headers_digest(source: str) -> str:
+    """Return the digest of those of this library's headers that go into a kernel: all that its source includes."""
+    root = resources.include()
+    texts: dict[str, bytes] = {}
+    left = [IMAGE, *_INCLUDE.findall(source)]
+    while left:
+        name = left.pop()
+        path = root / name
+        # The compiler says what is wrong with a header that is not there.
+        if name not in texts and path.is_file():
+            texts[name] = path.read_bytes()
+            left += _INCLUDE.findall(texts[name].decode())
+    digest = hashlib.sha256()
+    for name, text in sorted(texts.items()):
+        digest.update(f"{name}\0{len(text)}\0".encode() + text)
+    return digest.hexdigest()

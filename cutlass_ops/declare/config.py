@@ -1,0 +1,397 @@
+"""Kernel configurations: tile shapes, pipeline and schedule, as frozen values.
+
+A configuration says how a kernel is built, a :class:`~cutlass_ops.declare.spec.KernelSpec` what it computes. Values of
+another type are refused here, at once. Whether numbers make sense, and whether everything fits together, is decided in
+:mod:`cutlass_ops.kinds.legality`.
+"""
+
+from __future__ import annotations
+
+import functools
+import typing
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from types import NoneType
+from typing import Any, ClassVar, Literal, get_args
+
+from cutlass_ops.base import checked_json
+from cutlass_ops.base.errors import ConfigError
+
+SWIZZLES = (1, 2, 4, 8)  # how many tiles wide the strips may be in which tiles are visited
+
+
+class _Shape:
+    """Extents of a tile or a cluster: positive integers, refused otherwise.
+
+    Raises
+    ------
+    ConfigError
+        If an extent is anything else.
+    """
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if type(value) is not int or value < 1:
+                sides = ", ".join(vars(self))
+                raise ConfigError(f"{type(self).__name__} takes positive integers for {sides}: {name} is {value!r}")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(str, vars(self).values()))})"
+
+    def __str__(self) -> str:
+        return "x".join(map(str, vars(self).values()))
+
+
+class _Settings:
+    """What configurations have in common: fields of the declared types, refused otherwise, and a short ``repr``.
+
+    Raises
+    ------
+    ConfigError
+        If a field has a value of another type, or a name that means nothing.
+    """
+
+    def __post_init__(self) -> None:
+        for name, (types, choices) in _types(typing.cast(type, type(self))).items():
+            value = getattr(self, name)
+            # Not isinstance: True is an integer, and no number of stages.
+            if type(value) not in types or (choices and value not in choices):
+                raise ConfigError(f"{name} must be {_wanted(types, choices)}, not {value!r}")
+
+    def __repr__(self) -> str:
+        """Return Python that makes an equal value, without what is the default."""
+        given = [(f, getattr(self, f.name)) for f in fields(typing.cast(Any, self))]
+        shown = [
+            repr(value) if f.default is MISSING else f"{f.name}={value!r}" for f, value in given if value != f.default
+        ]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+@functools.cache
+def _types(cls: type) -> dict[str, tuple[tuple[type, ...], tuple[str, ...]]]:
+    """Return the types that each field may have, and for a name those there are."""
+    found: dict[str, tuple[tuple[type, ...], tuple[str, ...]]] = {}
+    hints = typing.get_type_hints(cls)
+    for f in fields(cls):
+        hint = hints[f.name]
+        if typing.get_origin(hint) is Literal:
+            found[f.name] = ((str,), get_args(hint))
+        else:
+            found[f.name] = (get_args(hint) or (hint,), ())
+    return found
+
+
+def _wanted(types: tuple[type, ...], choices: tuple[str, ...]) -> str:
+    if choices:
+        return f"one of {', '.join(choices)}"
+    words: dict[type, str] = {
+        int: "an integer",
+        bool: "True or False",
+        NoneType: "None",
+        InstructionShape: "an InstructionShape",
+    }
+    return " or ".join(words.get(t, f"a {t.__name__}") for t in types)
+
+
+@dataclass(frozen=True, repr=False)
+class ThreadblockShape(_Shape):
+    """Tile of the (M, N, K) problem that one thread block (CTA) computes, in elements."""
+
+    m: int
+    n: int
+    k: int
+
+
+@dataclass(frozen=True, repr=False)
+class WarpShape(_Shape):
+    """Part of the threadblock tile that one warp computes (Sm80), in elements."""
+
+    m: int
+    n: int
+    k: int
+
+
+@dataclass(frozen=True, repr=False)
+class InstructionShape(_Shape):
+    """Shape of one ``mma.sync`` Tensor Core instruction (Sm80), in elements."""
+
+    m: int
+    n: int
+    k: int
+
+
+@dataclass(frozen=True, repr=False)
+class ClusterShape(_Shape):
+    """Thread blocks in a cluster along M and N (Sm90)."""
+
+    m: int = 1
+    n: int = 1
+
+
+Schedule = Literal["pingpong", "cooperative", "warp_specialized"]
+TileScheduler = Literal["persistent", "stream_k"]
+Raster = Literal["heuristic", "along_m", "along_n"]
+Means = Literal["gathered", "beside", "ahead"]
+# What they say of an epilogue's means of A's rows.
+MEANS: dict[Means, str] = {
+    "gathered": "gathered by the main loop from the tiles that it multiplies",
+    "beside": "taken by idle warps beside the main loop, each row once",
+    "ahead": "taken by a small kernel ahead of the GEMM",
+}
+
+
+@dataclass(frozen=True, repr=False)
+class Sm80Config(_Settings):
+    """A multistage ``mma.sync`` kernel (CUTLASS 2.x), for Sm80 and every later target.
+
+    Attributes
+    ----------
+    threadblock, warp, instruction
+        Tile shapes in elements.
+    stages : int
+        Shared-memory pipeline stages; 2 means loads through registers, 3 and more ``cp.async``.
+    swizzle : int
+        Tiles that neighbouring thread blocks cover along N before moving on along M: 1, 2, 4 or 8. A launch argument:
+        it does not change the compiled code.
+    stream_k : bool
+        Split the work of the last wave along K over all multiprocessors.
+    """
+
+    threadblock: ThreadblockShape
+    warp: WarpShape
+    instruction: InstructionShape = InstructionShape(16, 8, 16)
+    stages: int = 3
+    swizzle: int = 1
+    stream_k: bool = False
+
+    arch: ClassVar[str] = "sm80"
+    default_target: ClassVar[str] = "sm_80"
+
+    @property
+    def warps(self) -> int:
+        """Warps in one thread block."""
+        t, w = self.threadblock, self.warp
+        return (t.m // w.m) * (t.n // w.n) * (t.k // w.k)
+
+    @property
+    def slug(self) -> str:
+        """Short readable name, unique among legal configurations."""
+        tail = "_streamk" if self.stream_k else ""
+        return f"sm80_{self.threadblock}_{self.warp}_{self.instruction}_s{self.stages}{tail}"
+
+    @property
+    def whole_k(self) -> bool:
+        """Whether one thread block adds up all of a tile's K, first to last. All such kernels round alike."""
+        return not self.stream_k
+
+    def binary(self) -> Sm80Config:
+        """Return the configuration as far as it changes the compiled code: without the launch argument."""
+        return replace(self, swizzle=1)
+
+
+@dataclass(frozen=True, repr=False)
+class Sm90Config(_Settings):
+    """A warp-specialised TMA + ``wgmma`` kernel (CUTLASS 3.x), for sm_90a.
+
+    Attributes
+    ----------
+    threadblock : ThreadblockShape
+        The CTA tile in elements, in the kernel's own orientation: with ``swap_ab`` its M side runs along the
+        problem's N.
+    cluster : ClusterShape
+        Thread blocks that share operand tiles by multicast.
+    schedule : str
+        ``"pingpong"`` (two consumer warpgroups on two tiles), ``"cooperative"`` (two on one tile) or
+        ``"warp_specialized"`` (one, not persistent).
+    scheduler : str
+        ``"persistent"`` or ``"stream_k"``.
+    stages : int or None
+        Shared-memory pipeline stages; None means as many as fit.
+    swap_ab : bool
+        Compute D^T = B^T A^T, which puts N on the instruction's fixed 64-row side: for few rows.
+    split_k : int
+        Thread blocks of a cluster that share one tile, each with a part of K; they add the parts up through distributed
+        shared memory, always in the same order. For few tiles with a long K. Such a kernel is not persistent, and its
+        cluster has no other blocks.
+    means : str
+        Where means of A's rows are from, if an epilogue takes any. ``"gathered"``: the main loop reads each tile of A
+        once more for them, which is free for few rows. ``"beside"``: idle warps of the kernel read each row once while
+        the others multiply, and an epilogue waits for the rows of its tile. ``"ahead"``: a small kernel takes them
+        before, and the epilogue waits for its end.
+    realign : bool
+        Whether A or B, or both, lie as TMA cannot read them: their address or leading dimension is no multiple of 16
+        bytes. A small kernel then copies them ahead of the GEMM, into workspace, to lines that are aligned.
+    raster, swizzle
+        Order in which tiles are visited: strips of ``swizzle`` clusters, along M or N of the kernel's orientation.
+        Launch arguments: they do not change the compiled code.
+    by_gpc : bool
+        Whether each GPC (graphics processing cluster) takes a run of tiles that follow each other in that order: its
+        multiprocessors' reads of one line are merged on their way to the L2 cache. For problems of few waves, where
+        that traffic is the limit; such a launch does not overlap with the kernel before it. A launch argument.
+    """
+
+    threadblock: ThreadblockShape
+    cluster: ClusterShape = ClusterShape(1, 1)
+    schedule: Schedule = "pingpong"
+    scheduler: TileScheduler = "persistent"
+    stages: int | None = None
+    swap_ab: bool = False
+    split_k: int = 1
+    means: Means = "gathered"
+    realign: bool = False
+    raster: Raster = "heuristic"
+    swizzle: int = 1
+    by_gpc: bool = False
+
+    arch: ClassVar[str] = "sm90"
+    default_target: ClassVar[str] = "sm_90a"
+
+    @property
+    def ordered(self) -> bool:
+        """Whether its tiles have an order that a launch may choose: a persistent kernel that does not split K."""
+        return self.schedule != "warp_specialized" and self.whole_k
+
+    @property
+    def whole_k(self) -> bool:
+        """Whether one thread block adds up all of a tile's K, first to last. All such kernels round alike."""
+        return self.scheduler == "persistent" and self.split_k == 1
+
+    @property
+    def side_by_side(self) -> bool:
+        """Whether the two warpgroups of a cooperative tile share its columns: where it has an odd number of 64 rows."""
+        return self.schedule == "cooperative" and self.threadblock.m % 128 != 0
+
+    @property
+    def part(self) -> ThreadblockShape:
+        """The part of a tile that one thread block finishes: all of it, unless blocks split K and then its columns."""
+        tile = self.threadblock
+        return tile if self.split_k == 1 else replace(tile, n=max(1, tile.n // self.split_k))
+
+    @property
+    def order(self) -> str:
+        """Short readable name of the order of its tiles."""
+        return f"{self.raster} {self.swizzle}" + (" by gpc" if self.by_gpc else "")
+
+    @property
+    def slug(self) -> str:
+        """Short readable name, unique among legal configurations that differ in compiled code."""
+        schedule = {"pingpong": "pp", "cooperative": "coop", "warp_specialized": "ws"}[self.schedule]
+        split = "_streamk" if self.scheduler == "stream_k" else ""
+        split += f"_split{self.split_k}" if self.split_k != 1 else ""
+        tail = split + ("_swap" if self.swap_ab else "") + ("" if self.means == "gathered" else f"_{self.means}")
+        tail += "_realign" if self.realign else ""
+        stages = "" if self.stages is None else f"_s{self.stages}"
+        return f"sm90_{self.threadblock}_{self.cluster}_{schedule}{stages}{tail}"
+
+    def binary(self) -> Sm90Config:
+        """Return the configuration as far as it changes the compiled code: without the launch arguments."""
+        return replace(self, raster="heuristic", swizzle=1, by_gpc=False)
+
+
+@dataclass(frozen=True, repr=False)
+class GemvConfig(_Settings):
+    """A kernel of ordinary loads for few rows of A, for Sm80 and every later target.
+
+    With up to four rows, each warp multiplies them by one column of B, all of whose K it reads, in FP32 arithmetic.
+    With eight or sixteen, a thread block has sixteen columns, its warps share K, and ``mma.sync`` multiplies. It serves
+    any number of rows, but reads B again for each ``rows`` of them.
+
+    Attributes
+    ----------
+    rows : int
+        Rows of A that are multiplied at a time.
+    warps : int
+        Warps of a thread block.
+    pieces : int
+        Accesses of 16 bytes to a column of B that a thread has on their way at a time; with eight rows and more, to
+        each of two.
+    """
+
+    rows: int = 1
+    warps: int = 8
+    pieces: int = 8
+
+    arch: ClassVar[str] = "gemv"
+    default_target: ClassVar[str] = "sm_80"
+    swizzle: ClassVar[int] = 1  # there is one order
+
+    @property
+    def by_tile(self) -> bool:
+        """Whether a thread block's warps share its columns, which Tensor Cores multiply."""
+        return self.rows >= 8
+
+    @property
+    def threadblock(self) -> ThreadblockShape:
+        """What one thread block computes at a time, in elements of 16 bits."""
+        if self.by_tile:
+            return ThreadblockShape(self.rows, 16, 32 * self.warps * self.pieces)
+        return ThreadblockShape(self.rows, self.warps, 256 * self.pieces)
+
+    @property
+    def whole_k(self) -> bool:
+        """Whether it rounds as the kernels do that add up a tile's K first to last: no, lanes share K."""
+        return False
+
+    @property
+    def slug(self) -> str:
+        """Short readable name, unique among legal configurations."""
+        return f"gemv_{self.rows}x{self.warps}_p{self.pieces}"
+
+    def binary(self) -> GemvConfig:
+        """Return the configuration as far as it changes the compiled code: all of it."""
+        return self
+
+
+Config = Sm80Config | Sm90Config | GemvConfig
+
+_SHAPES = {
+    "threadblock": ThreadblockShape,
+    "warp": WarpShape,
+    "instruction": InstructionShape,
+    "cluster": ClusterShape,
+}
+
+
+def config_to_json(config: Config) -> dict[str, Any]:
+    """Return the canonical JSON form of a configuration. What came later is left out where it says nothing."""
+    values = {"arch": config.arch} | asdict(config)
+    for name, says_nothing in (("split_k", 1), ("means", "gathered"), ("realign", False)):
+        if values.get(name) == says_nothing:
+            del values[name]
+    return values
+
+
+def config_from_json(data: object) -> Config:
+    """Rebuild a configuration from :func:`config_to_json`'s value.
+
+    Raises
+    ------
+    ConfigError
+        If the architecture or a field is unknown, or a value has the wrong type.
+    """
+    kinds: dict[str, type[Config]] = {c.arch: c for c in (Sm80Config, Sm90Config, GemvConfig)}
+    if not isinstance(data, dict):
+        raise ConfigError(f"a configuration is a JSON object, not {type(data).__name__}")
+    arch = data.get("arch")
+    if not isinstance(arch, str) or arch not in kinds:
+        raise ConfigError(f"unknown configuration arch {checked_json.shown(arch)}: use one of {', '.join(kinds)}")
+    cls = kinds[arch]
+    names = {f.name for f in fields(cls)}
+    values: dict[str, Any] = {}
+    for name, value in data.items():
+        if name == "arch":
+            continue
+        if name not in names:
+            shown = checked_json.shown(name)
+            raise ConfigError(f"unknown field {shown} in an {arch} configuration: it has {', '.join(sorted(names))}")
+        if name in _SHAPES:
+            if not isinstance(value, dict):
+                raise ConfigError(f"{name} must be an object of integers, not {checked_json.shown(value)}")
+            try:
+                value = _SHAPES[name](**value)
+            except TypeError as exc:
+                raise ConfigError(f"{name}: {exc}") from None
+        values[name] = value
+    try:
+        return cls(**values)
+    except TypeError as exc:
+        raise ConfigError(f"{arch} configuration: {exc}") from None

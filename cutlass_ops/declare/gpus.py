@@ -1,0 +1,66 @@
+"""GPUs that are known by name, for what is decided without one: what it would run, and what is shipped for it."""
+
+from __future__ import annotations
+
+import re
+import reprlib
+
+from cutlass_ops.base.errors import ConfigError
+from cutlass_ops.declare.device import Device
+
+# By the driver's names. Sources: NVIDIA's data sheets and architecture whitepapers.
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Device((9, 0), 132, "NVIDIA H100 80GB HBM3"),
+        Device((9, 0), 114, "NVIDIA H100 PCIe"),
+        Device((9, 0), 132, "NVIDIA H200"),
+        Device((8, 0), 108, "NVIDIA A100-SXM4-80GB"),
+        Device((8, 0), 108, "NVIDIA A100-SXM4-40GB"),
+        Device((8, 0), 108, "NVIDIA A100 80GB PCIe"),
+        Device((8, 0), 108, "NVIDIA A100-PCIE-40GB"),
+        Device((8, 6), 84, "NVIDIA RTX A6000"),
+        Device((8, 6), 72, "NVIDIA A10"),
+        Device((8, 9), 142, "NVIDIA L40S"),
+        Device((8, 9), 58, "NVIDIA L4"),
+    )
+}
+
+# For which GPU kernels are chosen, by the target that stands for it; others of its compute capability run them too.
+BY_TARGET = {
+    "sm_80": GPUS["NVIDIA A100-SXM4-80GB"],
+    "sm_86": GPUS["NVIDIA RTX A6000"],
+    "sm_89": GPUS["NVIDIA L40S"],
+    "sm_90a": GPUS["NVIDIA H100 80GB HBM3"],
+}
+_CAPABILITIES = {target.rstrip("a"): gpu for target, gpu in BY_TARGET.items()}
+
+
+def gpu_named(text: str) -> Device:
+    """Return the GPU that a text names.
+
+    Parameters
+    ----------
+    text : str
+        A part of the driver's name such as ``"H200"``, or a compute capability such as ``"sm_90"`` or ``"8.6"``, which
+        stands for one GPU of it. Of several names that have the part, the first one counts, or the one that is the
+        same.
+
+    Raises
+    ------
+    ConfigError
+        If it names none; the message lists the names there are.
+    """
+    wanted = " ".join(re.split(r"[\s_-]+", text.strip().lower()))
+    number = re.fullmatch(r"(?:sm ?|compute ?)?([0-9])\.?([0-9])a?", wanted)
+    if number and f"sm_{number[1]}{number[2]}" in _CAPABILITIES:
+        return _CAPABILITIES[f"sm_{number[1]}{number[2]}"]
+    names = {" ".join(re.split(r"[\s_-]+", name.lower())): gpu for name, gpu in GPUS.items()}
+    # Whole words: L4 is not the beginning of L40S.
+    found = [gpu for name, gpu in names.items() if wanted and re.search(rf"(?<!\w){re.escape(wanted)}(?!\w)", name)]
+    if not found or wanted == "nvidia":
+        raise ConfigError(
+            f"{reprlib.repr(text)} is not a GPU that is known here: use {', '.join(_CAPABILITIES)}, or a part of the "
+            f"name of {', '.join(GPUS)}"
+        )
+    return names.get(wanted, found[0])

@@ -1,0 +1,73 @@
+"""How a kernel sees the problem: which way round it computes, and what then runs along its own M and N.
+
+A kernel computes D, or D^T = B^T A^T. Tiles, clusters and the epilogue's visitors are in its own orientation; operands,
+inputs and outputs are declared in the problem's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from cutlass_ops.declare.config import Sm90Config, ThreadblockShape
+from cutlass_ops.declare.spec import KernelSpec, Operand
+from cutlass_ops.epilogue.nodes import Kind
+
+
+@dataclass(frozen=True)
+class Side:
+    """A or B as one side of the kernel's tile.
+
+    Attributes
+    ----------
+    name : str
+        ``"a"`` or ``"b"``: the operand's name in the spec.
+    side : str
+        ``"m"`` or ``"n"``: what the operand has besides K.
+    k_major : bool
+        Whether neighbours along K are adjacent in memory.
+    extent : int
+        The tile's extent along that side, in elements.
+    """
+
+    name: str
+    side: Literal["m", "n"]
+    k_major: bool
+    extent: int
+
+
+def swapped(spec: KernelSpec) -> bool:
+    """Whether the kernel computes D^T: as Sm90's configuration says; on Sm80 because the epilogue writes rows of D."""
+    return spec.config.swap_ab if isinstance(spec.config, Sm90Config) else spec.d.major == "col"
+
+
+def oriented(spec: KernelSpec, operand: Operand) -> Operand:
+    """Return the type of an (M, N) tensor as the kernel sees it."""
+    return operand.transposed if swapped(spec) else operand
+
+
+def sides(spec: KernelSpec) -> tuple[Side, Side]:
+    """Return the operand along the kernel's M and the one along its N."""
+    tile = spec.config.threadblock
+    a, b = ("a", spec.a.major == "row"), ("b", spec.b.major == "col")
+    first, second = (b, a) if swapped(spec) else (a, b)
+    return Side(first[0], "m", first[1], tile.m), Side(second[0], "n", second[1], tile.n)
+
+
+def halved(spec: KernelSpec, tile: ThreadblockShape) -> ThreadblockShape:
+    """Return the part of D that a tile gives: half of it where half of the weight's tile is another weight's."""
+    if not spec.epilogue.products:
+        return tile
+    # At least 1: no declaration is so wrong that its memory cannot be reckoned.
+    return replace(tile, m=max(1, tile.m // 2)) if swapped(spec) else replace(tile, n=max(1, tile.n // 2))
+
+
+def along_n(spec: KernelSpec, kind: Kind) -> bool:
+    """Whether an input or output of this kind is a vector with one value for each of the kernel's columns."""
+    return kind is (Kind.COL if swapped(spec) else Kind.ROW)
+
+
+def reduced_along_m(spec: KernelSpec) -> Iterator[str]:
+    """Yield the names of the outputs that reduce each of the kernel's columns to one value."""
+    return (o.name for o in spec.epilogue.outputs if o.reduce is not None and along_n(spec, o.kind))

@@ -1,0 +1,85 @@
+"""What a call asks of a kernel, without how it is computed; as values and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cutlass_ops.base.errors import ConfigError
+from cutlass_ops.declare.config import Config, Sm90Config, ThreadblockShape, config_to_json
+from cutlass_ops.declare.spec import KernelSpec, Major, Operand
+from cutlass_ops.epilogue.graph import Graph
+
+_ANY_CONFIG = Sm90Config(ThreadblockShape(128, 128, 64))
+
+
+@dataclass(frozen=True)
+class OpSignature:
+    """What a call asks for, without how: the epilogue and the type of every operand.
+
+    Attributes
+    ----------
+    epilogue : Graph
+        The traced epilogue.
+    a, b, d : Operand
+        Types of A, B and D.
+    inputs, outputs : tuple of Operand
+        Types of the epilogue's inputs and further outputs, in order.
+    """
+
+    epilogue: Graph
+    a: Operand
+    b: Operand
+    d: Operand
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Operand, ...]
+
+    @property
+    def majors(self) -> tuple[Major, Major]:
+        """Those of A and B."""
+        return self.a.major, self.b.major
+
+    @property
+    def alignments(self) -> tuple[int, int]:
+        """Elements to which the lines of A and B are aligned."""
+        return self.a.alignment, self.b.alignment
+
+    @property
+    def realigns(self) -> bool:
+        """Whether A or B has to be copied before TMA can read it."""
+        return not (self.a.aligned and self.b.aligned)
+
+    def spec(self, config: Config, target: str | None = None) -> KernelSpec:
+        """Return the kernel that serves this signature with a configuration."""
+        return KernelSpec(
+            a=self.a,
+            b=self.b,
+            d=self.d,
+            epilogue=self.epilogue,
+            inputs={i.name: t for i, t in zip(self.epilogue.inputs, self.inputs, strict=True)},
+            outputs={o.name: t for o, t in zip(self.epilogue.outputs[1:], self.outputs, strict=True)},
+            config=config,
+            target=target,
+        )
+
+
+def signature_to_json(signature: OpSignature) -> dict[str, Any]:
+    """Return a signature as plain values."""
+    spec = signature.spec(_ANY_CONFIG).to_json()
+    return {name: value for name, value in spec.items() if name not in ("config", "target")}
+
+
+def signature_from_json(data: object) -> OpSignature:
+    """Rebuild a signature from :func:`signature_to_json`'s value.
+
+    Raises
+    ------
+    ConfigError
+        If it is none.
+    """
+    if not isinstance(data, dict):
+        raise ConfigError(f"signature is an object, not {type(data).__name__}")
+    if data.keys() & {"config", "target"}:
+        raise ConfigError("a signature has no config and no target")
+    spec = KernelSpec.from_json({**data, "config": config_to_json(_ANY_CONFIG), "target": _ANY_CONFIG.default_target})
+    return OpSignature(spec.epilogue, spec.a, spec.b, spec.d, spec.inputs, spec.outputs)

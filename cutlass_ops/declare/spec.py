@@ -1,0 +1,335 @@
+"""The declaration of one kernel: operand types, epilogue and configuration, frozen and hashable."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, cast, get_args
+
+from cutlass_ops.base import arch, checked_json
+from cutlass_ops.base.dtypes import ALL as DTYPES
+from cutlass_ops.base.dtypes import NAMES, DType, dtype, f32
+from cutlass_ops.base.errors import ConfigError
+from cutlass_ops.declare.config import Config, Sm80Config, Sm90Config, config_from_json, config_to_json
+from cutlass_ops.epilogue.graph import Graph
+from cutlass_ops.epilogue.nodes import Input, Kind, Output
+
+Major = Literal["row", "col"]
+
+_OPERAND = re.compile(r"(?P<dtype>[a-z0-9]+)(\.(?P<major>row|col))?(\.align(?P<alignment>[0-9]{1,4}))?")
+_MAJOR = re.compile(r"\.(row|col)")
+_FORM = "DTYPE[.row|.col][.alignN], such as 'bf16.row'"
+
+
+@dataclass(frozen=True, repr=False)
+class Operand:
+    """Type of a tensor: element type, major and alignment.
+
+    Attributes
+    ----------
+    dtype : DType
+        Element type.
+    major : str
+        ``"row"`` if neighbours along the last dimension are adjacent in memory, ``"col"`` if those along the first are.
+    alignment : int
+        Largest power of two, in elements and up to 16 bytes, that divides the address, every leading dimension and
+        the extent along the major dimension's accesses. 16 bytes is what TMA needs.
+
+    Raises
+    ------
+    ConfigError
+        If a field has a value of another type, or an alignment is not positive.
+    """
+
+    dtype: DType
+    major: Major
+    alignment: int
+
+    def __post_init__(self) -> None:
+        given = (self.dtype, self.major, self.alignment)
+        if self.dtype not in DTYPES or self.major not in get_args(Major):
+            raise ConfigError(f"Operand{given} needs an element type and 'row' or 'col': use Operand.of('bf16.row')")
+        if type(self.alignment) is not int or self.alignment < 1:
+            raise ConfigError(f"an alignment is a positive number of elements, not {self.alignment!r}")
+
+    @classmethod
+    def of(cls, text: str | DType | Operand) -> Operand:
+        """Parse ``"bf16.row"``, ``"f16.col.align2"`` or ``"f32"``; the alignment defaults to 16 bytes.
+
+        Raises
+        ------
+        TypeError
+            If it is no text, no :class:`DType` and no operand.
+        ValueError
+            If the text is not of that form, or names an unknown dtype.
+        """
+        if isinstance(text, Operand):
+            return text
+        if isinstance(text, DType):
+            return cls(text, "row", text.tma_alignment)
+        if not isinstance(text, str):
+            raise TypeError(f"an operand is a text of the form {_FORM}, not {text!r}")
+        match = _OPERAND.fullmatch(text)
+        if match is None:
+            raise ValueError(f"operand {checked_json.shown(text)} is not of the form {_FORM}")
+        element = dtype(match["dtype"])
+        alignment = int(match["alignment"]) if match["alignment"] else element.tma_alignment
+        return cls(element, cast(Major, match["major"] or "row"), alignment)
+
+    @property
+    def aligned(self) -> bool:
+        """Whether TMA can address the operand."""
+        return self.alignment * self.dtype.bytes >= arch.TMA_ALIGNMENT_BYTES
+
+    @property
+    def transposed(self) -> Operand:
+        """The same memory seen as the transposed matrix."""
+        return Operand(self.dtype, "col" if self.major == "row" else "row", self.alignment)
+
+    def __str__(self) -> str:
+        tail = "" if self.aligned else f".align{self.alignment}"
+        return f"{self.dtype}.{self.major}{tail}"
+
+    def __repr__(self) -> str:
+        return f"Operand.of({str(self)!r})"
+
+
+class HasGraph(Protocol):
+    """Anything that carries an epilogue graph: a traced function, or a wrapper of one."""
+
+    @property
+    def graph(self) -> Graph:
+        """The traced epilogue."""
+        ...
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class KernelSpec:
+    """One kernel: D = epilogue(A @ B, inputs), with everything that decides its code.
+
+    Parameters
+    ----------
+    a, b, d : str or Operand
+        Types of A (M, K), B (K, N) and D (M, N), such as ``"bf16.row"``.
+    epilogue : Graph or traced function
+        What happens to the FP32 accumulator.
+    config : Sm80Config, Sm90Config or GemvConfig
+        Tile shapes and schedule.
+    inputs, outputs : mapping of str to str or Operand, optional
+        Types of the epilogue's inputs and further outputs by name. By default inputs have D's dtype (scalars FP32,
+        a product B's type), further tiles D's type, and reductions FP32.
+    target : str, optional
+        Machine-code target; by default sm_90a for an :class:`Sm90Config` and sm_80 for the others.
+
+    Raises
+    ------
+    TypeError
+        If an argument is of another type; the message says which one and what was needed.
+    ValueError
+        If an operand or target cannot be parsed, a matrix has no major, or ``inputs``/``outputs`` names something the
+        epilogue has not.
+    """
+
+    a: Operand
+    b: Operand
+    d: Operand
+    epilogue: Graph
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Operand, ...]
+    config: Config
+    target: str
+    # The configuration as given, with launch arguments, which make no other kernel.
+    launch_config: Config = field(compare=False)
+
+    def __init__(
+        self,
+        *,
+        a: str | Operand,
+        b: str | Operand,
+        d: str | Operand,
+        epilogue: Graph | HasGraph,
+        config: Config,
+        inputs: Mapping[str, str | Operand] | None = None,
+        outputs: Mapping[str, str | Operand] | None = None,
+        target: str | None = None,
+    ) -> None:
+        if not isinstance(config, Config):
+            raise TypeError(f"config must be an Sm90Config, an Sm80Config or a GemvConfig, not {reprlib.repr(config)}")
+        graph = _graph(epilogue)
+        b_type, d_type = _matrix("b", b), _matrix("d", d)
+        typed_inputs, typed_outputs = _defaults(graph, b_type, d_type)
+        for name, value in (
+            ("a", _matrix("a", a)),
+            ("b", b_type),
+            ("d", d_type),
+            ("epilogue", graph),
+            ("inputs", _types("inputs", inputs, typed_inputs)),
+            ("outputs", _types("outputs", outputs, typed_outputs)),
+            ("config", config.binary()),
+            ("launch_config", config),
+            ("target", arch.target(config.default_target if target is None else target).name),
+        ):
+            object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        """Return what was declared, without what is the default, on one line; of the epilogue its title."""
+        given = [f"{name}={str(getattr(self, name))!r}" for name in ("a", "b", "d")]
+        given += [f"epilogue={self.epilogue!r}", f"config={self.launch_config!r}"]
+        typed_inputs, typed_outputs = _defaults(self.epilogue, self.b, self.d)
+        for name, types, usual in (("inputs", self.inputs, typed_inputs), ("outputs", self.outputs, typed_outputs)):
+            others = {n: _text(k, t) for (n, (k, u)), t in zip(usual.items(), types, strict=True) if t != u}
+            given += [f"{name}={others}"] if others else []
+        given += [f"target={self.target!r}"] if self.target != self.config.default_target else []
+        return f"KernelSpec({', '.join(given)})"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the canonical JSON form: equal specs give equal values."""
+        return {
+            "a": str(self.a),
+            "b": str(self.b),
+            "d": str(self.d),
+            "epilogue": self.epilogue.to_json(),
+            "inputs": {i.name: str(t) for i, t in self.typed_inputs},
+            "outputs": {o.name: str(t) for o, t in self.typed_outputs},
+            "config": config_to_json(self.config),
+            "target": self.target,
+        }
+
+    def canonical(self) -> str:
+        """Return the canonical JSON text, the part of a kernel's identity that the user declares."""
+        return json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> KernelSpec:
+        """Rebuild a spec from :meth:`to_json`'s value.
+
+        Raises
+        ------
+        ConfigError
+            If a field is missing, unknown or of the wrong type.
+        """
+        fields = {"a", "b", "d", "epilogue", "inputs", "outputs", "config", "target"}
+        if not isinstance(data, Mapping):
+            raise ConfigError(f"a kernel spec is a JSON object, not {type(data).__name__}")
+        if set(data) != fields:
+            found = checked_json.shown(", ".join(sorted(map(str, data))))
+            raise ConfigError(f"a kernel spec has the fields {', '.join(sorted(fields))}, not {found}")
+        try:
+            return cls(
+                a=data["a"],
+                b=data["b"],
+                d=data["d"],
+                epilogue=Graph.from_json(data["epilogue"]),
+                inputs=data["inputs"],
+                outputs=data["outputs"],
+                config=config_from_json(data["config"]),
+                target=data["target"],
+            )
+        except (TypeError, KeyError, AttributeError, ValueError) as exc:
+            raise ConfigError(f"not a kernel spec: {exc}") from exc
+
+    @property
+    def slug(self) -> str:
+        """Short readable name with a digest of the whole declaration: fit for a file or a C++ identifier.
+
+        It is the kernel's name in traces and profiles.
+        """
+        digest = hashlib.sha256(self.canonical().encode()).hexdigest()[:12]
+        what = "_".join(filter(None, ("gemm", self.epilogue.title)))
+        types = "_".join(str(t).replace(".", "") for t in (self.a, self.b, self.d))
+        return f"{what}_{types}_{self.config.slug}_{self.target}_{digest}"
+
+    @property
+    def typed_inputs(self) -> tuple[tuple[Input, Operand], ...]:
+        """The epilogue's inputs with their types."""
+        return tuple(zip(self.epilogue.inputs, self.inputs, strict=True))
+
+    @property
+    def typed_outputs(self) -> tuple[tuple[Output, Operand], ...]:
+        """The outputs after D with their types."""
+        return tuple(zip(self.epilogue.outputs[1:], self.outputs, strict=True))
+
+    @property
+    def sm90(self) -> Sm90Config | None:
+        """The configuration if it is an Sm90 one."""
+        return self.config if isinstance(self.config, Sm90Config) else None
+
+    @property
+    def sm80(self) -> Sm80Config | None:
+        """The configuration if it is an Sm80 one."""
+        return self.config if isinstance(self.config, Sm80Config) else None
+
+
+def _graph(epilogue: object) -> Graph:
+    graph = getattr(epilogue, "graph", epilogue)
+    if isinstance(graph, Graph):
+        return graph
+    what = getattr(epilogue, "__name__", None) or reprlib.repr(epilogue)
+    advice = "decorate the function with @cutlass_ops.epilogue" if callable(epilogue) else "write a function of acc"
+    raise TypeError(
+        f"epilogue must be a function decorated with @cutlass_ops.epilogue, not {what}: {advice}; for D = A @ B it "
+        "returns acc"
+    )
+
+
+def _matrix(name: str, given: object) -> Operand:
+    """Parse the type of A, B or D, which has a major: no guess would suit both A and a linear layer's weight."""
+    operand = _operand(name, given)
+    if not isinstance(given, Operand) and not _MAJOR.search(str(given)):
+        either = f"'{operand.dtype}.row' or '{operand.dtype}.col'"
+        raise ValueError(f"{name} is {str(given)!r}, which has no major: use {either}")
+    return operand
+
+
+def _operand(name: str, given: object) -> Operand:
+    try:
+        return Operand.of(cast(str, given))
+    except (TypeError, ValueError) as exc:
+        # A torch.dtype, say: its name is known, its major is not.
+        element = str(given).removeprefix("torch.")
+        known = type(given).__name__ == "dtype" and element in NAMES
+        advice = f"; use '{dtype(element)}.row' or '{dtype(element)}.col'" if known else ""
+        raise type(exc)(f"{name}: {exc}{advice}") from None
+
+
+Typed = dict[str, tuple[Kind, Operand]]
+
+
+def _defaults(graph: Graph, b: Operand, d: Operand) -> tuple[Typed, Typed]:
+    """Return kind and usual type of the inputs, and of the outputs after D, by name."""
+    usual: dict[Kind, DType | Operand] = {Kind.SCALAR: f32, Kind.PRODUCT: b}
+    inputs = {i.name: (i.kind, _normal(i.kind, Operand.of(usual.get(i.kind, d)))) for i in graph.inputs}
+    outputs = {o.name: (o.kind, _normal(o.kind, Operand.of(f32 if o.reduce else d))) for o in graph.outputs[1:]}
+    return inputs, outputs
+
+
+def _types(what: str, given: object, usual: Typed) -> tuple[Operand, ...]:
+    """Return the types of inputs or outputs, as given or else the usual ones."""
+    given = {} if given is None else given
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{what} must be a mapping from names to types such as 'bf16.row', not {reprlib.repr(given)}")
+    unknown = [str(name) for name in given if name not in usual]
+    if unknown:
+        known = f"it has {', '.join(usual)}" if usual else "it has none"
+        known += ", and d is an argument of its own" if what == "outputs" else ""
+        raise ValueError(f"{what} names {', '.join(sorted(unknown))}, which the epilogue does not have: {known}")
+    return tuple(
+        _normal(kind, _operand(f"{what}[{name!r}]", given[name])) if name in given else operand
+        for name, (kind, operand) in usual.items()
+    )
+
+
+_MATRICES = (Kind.TILE, Kind.PRODUCT)
+
+
+def _normal(kind: Kind, operand: Operand) -> Operand:
+    """Vectors and scalars have neither major nor a wider alignment than their element's."""
+    return operand if kind in _MATRICES else Operand(operand.dtype, "row", 1)
+
+
+def _text(kind: Kind, operand: Operand) -> str:
+    return str(operand if kind in _MATRICES else operand.dtype)

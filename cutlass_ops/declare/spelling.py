@@ -1,0 +1,209 @@
+"""What people type on a command line or in a catalogue: sizes, element types, majors and ops.
+
+What can mean one thing only is read, whichever way it is written; all else is refused with an example to copy.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NoReturn
+
+from cutlass_ops.base import dtypes
+from cutlass_ops.base.errors import ConfigError
+from cutlass_ops.declare.device import Problem
+from cutlass_ops.declare.spec import Major
+from cutlass_ops.epilogue import Epilogue, builtin
+from cutlass_ops.epilogue.unknown import alike
+
+# Elements of a matrix: more than any memory holds, and few enough to count bytes in 64 bits.
+MOST_ELEMENTS = 1 << 48
+# Problems that one text may stand for.
+_MOST_PROBLEMS = 1 << 16
+
+_PROBLEM = "Give MxNxK, such as 512x4096x4096; each may be a list, such as 1,16,64x4096x4096"
+_WEIGHT = "Give NxK, such as 4096x4096; each may be a list, such as 4096,8192x4096"
+
+# The epilogues of the norms' functions (norms.py, gated.py) without further arguments, by the dtype of A and B.
+_16_BITS = tuple(t.name for t in dtypes.OPERANDS)
+NORMS: dict[str, Mapping[str, Epilogue]] = {
+    "rmsnorm_gemm": dict.fromkeys(_16_BITS, builtin.rms_norm),
+    "layernorm_gemm": dict.fromkeys(_16_BITS, builtin.layer_norm),
+    "gemm_residual_rms": dict(zip(_16_BITS, (builtin.residual_rms_bf16, builtin.residual_rms_f16), strict=True)),
+    "gemm_swiglu": dict.fromkeys(_16_BITS, builtin.swiglu),
+}
+OPS = (*builtin.BY_OP, *NORMS)
+# Of inputs that these functions have in another dtype than A's.
+INPUT_DTYPES: dict[str, Mapping[str, str]] = {"layernorm_gemm": {"column_sum": dtypes.f32.name}}
+
+_AROUND = re.compile(r"\s*([,x=])\s*")
+_TUPLE = re.compile(r"\(\s*([0-9]+),([0-9]+),([0-9]+)\s*\)")
+_NAMED = re.compile(r"([mnk])=(.*)")
+_NEXT = re.compile(r"x|,(?=[mnk]=)")
+
+_MAJORS: dict[str, Major] = {
+    **dict.fromkeys(("row", "rows", "row-major", "rowmajor", "row_major"), "row"),
+    **dict.fromkeys(("col", "cols", "column", "columns", "col-major", "column-major", "colmajor", "col_major"), "col"),
+}  # fmt: skip
+
+
+def problems_of(texts: str | Iterable[str]) -> list[Problem]:
+    """Return the problems of texts such as ``"1,16x4096x4096"``: every combination of listed extents.
+
+    Parameters
+    ----------
+    texts : str or iterable of str
+        Extents are parted by ``x``, ``X``, ``*`` or ``×``, or named: ``"M=1,16 N=4096 K=4096"``; ``"(512, 4096,
+        4096)"`` is read as well. Spaces around signs do not matter, so that a command line's words may be given.
+
+    Raises
+    ------
+    ConfigError
+        If a text is not of that form, or what it stands for is too large or too much.
+    """
+    whole = texts if isinstance(texts, str) else " ".join(texts)
+    if not whole.strip():
+        _refuse(whole, "a problem size", "it is empty", _PROBLEM)
+    problems: list[Problem] = []
+    for word in _words(whole):
+        sides = _sides(word, "mnk", "a problem size", _PROBLEM)
+        m, n, k = map(max, sides)
+        if max(m * n, n * k, m * k) > MOST_ELEMENTS:
+            _refuse(word, "a problem size", f"it has a matrix of more than {MOST_ELEMENTS:,} elements", _PROBLEM)
+        if len(problems) + math.prod(map(len, sides)) > _MOST_PROBLEMS:
+            _refuse(whole, "a problem size", f"it stands for more than {_MOST_PROBLEMS:,} problems", "Give fewer")
+        problems += [(m, n, k) for m, n, k in itertools.product(*sides)]
+    return problems
+
+
+def weights_of(text: str, rows: int = 1) -> list[tuple[int, int]]:
+    """Return the weights of a text such as ``"4096x4096"``, which has B's N and K, for up to so many rows of A.
+
+    Raises
+    ------
+    ConfigError
+        As for :func:`problems_of`.
+    """
+    words = _words(text) or [text]
+    if len(words) != 1:
+        _refuse(text, "the size of a weight", "it has a space", _WEIGHT)
+    n, k = _sides(words[0], "nk", "the size of a weight", _WEIGHT)
+    if max(n) * max(k) > MOST_ELEMENTS or rows * max(*n, *k) > MOST_ELEMENTS:
+        _refuse(text, "the size of a weight", f"it has more than {MOST_ELEMENTS:,} elements", _WEIGHT)
+    if len(n) * len(k) > _MOST_PROBLEMS:
+        _refuse(text, "the size of a weight", f"it stands for more than {_MOST_PROBLEMS:,} weights", "Give fewer")
+    return list(itertools.product(n, k))
+
+
+def dtype_of(text: str) -> str:
+    """Return the name of an element type of A and B: ``"bf16"`` or ``"f16"``.
+
+    Raises
+    ------
+    ConfigError
+        If it is another one, or none.
+    """
+    try:
+        found = dtypes.dtype(text)
+    except ValueError:
+        raise ConfigError(f"{reprlib.repr(text)} is not an element type of A and B: use bf16 or f16") from None
+    if found is dtypes.f32:
+        raise ConfigError(f"A and B cannot be {found}: use bf16 or f16 (sums are in FP32 with both)")
+    return found.name
+
+
+def major_of(text: str) -> Major:
+    """Return the major that a text names.
+
+    Raises
+    ------
+    ConfigError
+        If it names none.
+    """
+    found = _MAJORS.get(text.strip().lower())
+    if found is None:
+        raise ConfigError(f"{reprlib.repr(text)} is not a major: use row or col")
+    return found
+
+
+def epilogue_of(name: str, dtype: str) -> Epilogue | None:
+    """Return the epilogue of a named op for a dtype of A and B, or None if the name is not one of :data:`OPS`."""
+    return builtin.BY_OP.get(name) or (NORMS[name][dtypes.dtype(dtype).name] if name in NORMS else None)
+
+
+def op_of(text: str) -> str:
+    """Return the name of an op, or the import path ``MODULE:NAME`` of an epilogue.
+
+    Raises
+    ------
+    ConfigError
+        If it is neither; the message lists the ops.
+    """
+    name = re.sub(r"^(co|cutlass_ops)[.:]", "", text.strip())
+    if name.lower().replace("-", "_") in OPS:
+        return name.lower().replace("-", "_")
+    module, colon, attribute = (part.strip() for part in text.partition(":"))
+    if colon and module and attribute:
+        # A file of the working folder is a module.
+        path = module.removeprefix("./").removesuffix(".py").replace("/", ".") if module.endswith(".py") else module
+        return f"{path}:{attribute}"
+    question = f" {alike(name, OPS)}" if alike(name, OPS) else ""
+    raise ConfigError(
+        f"{reprlib.repr(text)} is not the name of an op:{question} The ops are {', '.join(OPS)}; an epilogue of your "
+        "own is MODULE:NAME"
+    )
+
+
+def _words(text: str) -> list[str]:
+    """Part a text into one word for each problem, with the signs x , and = and no spaces around them."""
+    signs = _AROUND.sub(r"\1", re.sub(r"[*×]", "x", text.lower()))
+    words: list[str] = []
+    for word in re.split(r"[\s;]+", _TUPLE.sub(r"\1x\2x\3", signs).strip()):
+        before = words[-1] if words else ""
+        # Extents that were named one by one belong together.
+        if _names(word) and _names(before) and not _names(word) & _names(before):
+            words[-1] = f"{before}x{word}"
+        elif word:
+            words.append(word)
+    return words
+
+
+def _names(word: str) -> set[str]:
+    return set(re.findall(r"[mnk](?==)", word))
+
+
+def _sides(word: str, names: str, what: str, example: str) -> list[list[int]]:
+    parts = _NEXT.split(word) if "=" in word else word.split("x")
+    if "=" in word:
+        parts = _in_order(parts, names, word, what, example)
+    if len(parts) != len(names):
+        extents = "1 extent" if len(parts) == 1 else f"{len(parts)} extents"
+        _refuse(word, what, f"it has {extents} and not {len(names)}", example)
+    return [_extents(part, word, what, example) for part in parts]
+
+
+def _in_order(parts: Sequence[str], names: str, word: str, what: str, example: str) -> list[str]:
+    found = [match for part in parts if (match := _NAMED.fullmatch(part))]
+    given = {match[1]: match[2] for match in found}
+    if len(found) != len(parts) or len(given) != len(parts) or set(given) != set(names):
+        _refuse(word, what, f"{', '.join(names.upper())} must each be named once", example)
+    return [given[name] for name in names]
+
+
+def _extents(text: str, word: str, what: str, example: str) -> list[int]:
+    extents = text.split(",")
+    for each in extents:
+        if not re.fullmatch("[0-9]+", each):
+            _refuse(word, what, f"{reprlib.repr(each)} is not a positive integer", example)
+        if len(each) > math.log10(MOST_ELEMENTS) + 1:
+            _refuse(word, what, f"{reprlib.repr(each)} is too large", example)
+        if not int(each):
+            _refuse(word, what, "an extent of 0 leaves nothing to compute", example)
+    return [int(each) for each in extents]
+
+
+def _refuse(text: str, what: str, why: str, example: str) -> NoReturn:
+    raise ConfigError(f"{reprlib.repr(text)} is not {what}: {why}. {example}")

@@ -1,0 +1,156 @@
+"""The epilogues of the named ops, written as any user would write them."""
+
+from __future__ import annotations
+
+from cutlass_ops.epilogue import (
+    Col,
+    Epilogue,
+    Product,
+    Row,
+    Scalar,
+    Tile,
+    cast,
+    epilogue,
+    gelu,
+    maximum,
+    mean_of_a,
+    mean_square_of_a,
+    relu,
+    rsqrt,
+    silu,
+    sum_square,
+)
+
+
+@epilogue
+def identity(acc):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """D = A @ B."""
+    return acc
+
+
+@epilogue
+def bias(acc, bias: Row):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """D = A @ B + bias."""
+    return acc + bias
+
+
+@epilogue
+def bias_relu(acc, bias: Row):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """D = relu(A @ B + bias)."""
+    return relu(acc + bias)
+
+
+@epilogue
+def bias_gelu(acc, bias: Row):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """D = gelu(A @ B + bias), the exact GELU (erf)."""
+    return gelu(acc + bias)
+
+
+@epilogue
+def bias_silu(acc, bias: Row):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """D = silu(A @ B + bias)."""
+    return silu(acc + bias)
+
+
+@epilogue
+def residual(acc, residual: Tile):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """D = A @ B + residual."""
+    return acc + residual
+
+
+@epilogue
+def bias_residual(acc, bias: Row, residual: Tile):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """D = A @ B + bias + residual."""
+    return acc + bias + residual
+
+
+@epilogue
+def bias_relu_residual(acc, bias: Row, residual: Tile):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """D = relu(A @ B + bias) + residual."""
+    return relu(acc + bias) + residual
+
+
+# ---- Norms of A's rows, and what follows and precedes them; their ops are in norms.py and gated.py -------------------
+
+
+@epilogue
+def rms_norm(acc, eps: Scalar):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """D = rmsnorm(A) @ B."""
+    return acc * rsqrt(mean_square_of_a() + eps)
+
+
+@epilogue
+def rms_norm_of_sums(acc, row_sum_square: Col, inverse_count: Scalar, eps: Scalar):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """D = rmsnorm(A) @ B, given the sum of squares of each row of A."""
+    return acc * rsqrt(row_sum_square * inverse_count + eps)
+
+
+@epilogue
+def rms_norm_of_rstd(acc, rstd: Col):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """D = rmsnorm(A) @ B, given what each row of A is multiplied by."""
+    return acc * rstd
+
+
+@epilogue
+def layer_norm(acc, column_sum: Row, eps: Scalar):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """D = layernorm(A) @ B, given the sum of each column of B."""
+    mean = mean_of_a()
+    variance = maximum(mean_square_of_a() - mean * mean, 0.0)
+    return (acc - mean * column_sum) * rsqrt(variance + eps)
+
+
+@epilogue
+def layer_norm_of_moments(acc, column_sum: Row, mean: Col, rstd: Col):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """D = layernorm(A) @ B, given the sum of each column of B, and mean and 1 / deviation of each row of A."""
+    return (acc - mean * column_sum) * rstd
+
+
+@epilogue
+def shifted(acc, shift: Row):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """D = A @ B + shift: what a layer norm's beta becomes."""
+    return acc + shift
+
+
+@epilogue
+def residual_rms_bf16(acc, residual: Tile):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """D = A @ B + residual in BF16, and the sum of squares of each of its rows as they are stored."""
+    y = cast(acc + residual, "bf16")
+    return {"d": y, "row_sum_square": sum_square(y, dim=1)}
+
+
+@epilogue
+def residual_rms_f16(acc, residual: Tile):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """D = A @ B + residual in FP16, and the sum of squares of each of its rows as they are stored."""
+    y = cast(acc + residual, "f16")
+    return {"d": y, "row_sum_square": sum_square(y, dim=1)}
+
+
+@epilogue
+def swiglu(acc, up: Product):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """D = silu(A @ B) * (A @ up)."""
+    return silu(acc) * up
+
+
+@epilogue
+def swiglu_gate(acc):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """D = silu(A @ B): the first of the two GEMMs that stand for swiglu where no one kernel does."""
+    return silu(acc)
+
+
+@epilogue
+def swiglu_up(acc, gate: Tile):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """D = (A @ B) * gate: the second of them."""
+    return acc * gate
+
+
+# For each named op of cutlass_ops.run.ops, its epilogue.
+BY_OP: dict[str, Epilogue] = {
+    "gemm": identity,
+    "gemm_bias": bias,
+    "gemm_bias_relu": bias_relu,
+    "gemm_bias_gelu": bias_gelu,
+    "gemm_bias_silu": bias_silu,
+    "gemm_residual": residual,
+    "gemm_bias_residual": bias_residual,
+    "gemm_bias_relu_residual": bias_relu_residual,
+}

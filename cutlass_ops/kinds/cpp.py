@@ -1,0 +1,75 @@
+"""How an epilogue's operations are spelled in C++.
+
+The functions in namespace ``cutlass_ops`` are defined in ``templates/include/cutlass_ops/epilogue_math.h``, or in the
+header that :data:`HEADERS` names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from cutlass_ops.base.dtypes import dtype
+from cutlass_ops.epilogue.nodes import Node
+from cutlass_ops.epilogue.operations import OPS, SWAP_PAIRS, to_fp32
+
+# Where functions are defined that few epilogues need.
+HEADERS: dict[str, str] = {"sin": "cutlass_ops/trigonometry.h", "cos": "cutlass_ops/trigonometry.h"}
+
+
+def float_literal(value: float) -> str:
+    """Spell an FP32 value in C++ with the fewest decimal digits that a compiler reads back exactly.
+
+    Raises
+    ------
+    ValueError
+        If the value is not exactly an FP32 value.
+    """
+    if math.isnan(value):
+        return "cutlass_ops::nan()"
+    if math.isinf(value):
+        return "cutlass_ops::infinity()" if value > 0 else "(-cutlass_ops::infinity())"
+    if to_fp32(value) != value:
+        raise ValueError(f"{value!r} is not an FP32 value: round it with to_fp32")
+    text = next(t for t in (f"{value:.{digits}g}" for digits in range(1, 18)) if _reads_back(t, value))
+    if "." not in text and "e" not in text:
+        text += ".0"
+    return f"({text}f)" if text.startswith("-") else f"{text}f"
+
+
+def _reads_back(text: str, value: float) -> bool:
+    # A C++ compiler rounds the decimal to FP32 once, this test twice, by way of FP64. Both agree where the FP64
+    # neighbours round to the same FP32 value as well.
+    near = float(text)
+    return all(to_fp32(x) == value for x in (math.nextafter(near, -math.inf), near, math.nextafter(near, math.inf)))
+
+
+def cpp_expression(node: Node, arg_names: Sequence[str]) -> str:
+    """Spell one operation or constant as a C++ expression of type float.
+
+    Parameters
+    ----------
+    node : Node
+        A constant or an operation of :data:`OPS`; the other leaves are the renderer's to name.
+    arg_names : sequence of str
+        C++ expressions of the arguments, each an identifier or bracketed.
+
+    Raises
+    ------
+    ValueError
+        If the node is neither, or has another number of arguments.
+    """
+    if node.op == "const" and isinstance(node.attr, float):
+        return float_literal(node.attr)
+    if node.op not in OPS or node.op == SWAP_PAIRS:
+        raise ValueError(f"{node.op!r} is not an operation on an element: its value has a name in the kernel")
+    info = OPS[node.op]
+    if len(arg_names) != info.arity:
+        raise ValueError(f"{node.op} takes {info.arity} arguments, not {len(arg_names)}")
+    if node.op == "cast":
+        return f"{info.cpp}<{dtype(str(node.attr)).cpp}>({arg_names[0]})"
+    if info.cpp.startswith("cutlass_ops::"):
+        return f"{info.cpp}({', '.join(arg_names)})"
+    if info.arity == 1:
+        return f"({info.cpp}{arg_names[0]})"
+    return f"({arg_names[0]} {info.cpp} {arg_names[1]})"

@@ -1,0 +1,1 @@
+"""Kernels of ordinary loads for few rows of A, for Sm80 and every later target."""

@@ -1,0 +1,154 @@
+"""Why a kernel declaration cannot be built, before any compiler runs.
+
+The rules lie in :mod:`cutlass_ops.kinds.rules`, and in the ``rules`` of each kind's folder; ``docs/legality.md`` lists
+them all.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cutlass_ops.base.errors import ConfigError
+from cutlass_ops.declare.config import GemvConfig, Sm90Config
+from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.kinds.gemv.rules import GEMV
+from cutlass_ops.kinds.rules import COMMON, VALUES, AnyConfig, Broken, Rule
+from cutlass_ops.kinds.sm80.rules import SM80
+from cutlass_ops.kinds.sm90.rules import SM90
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One reason why a declaration is illegal.
+
+    Attributes
+    ----------
+    rule : str
+        Name of the broken rule, as in ``docs/legality.md``.
+    message : str
+        The field, its value, what is needed, and what to do.
+    """
+
+    rule: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.message}"
+
+
+def check(spec: KernelSpec) -> tuple[Violation, ...]:
+    """Return every reason why a declaration cannot become a kernel; none if it can.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+        Any declaration.
+
+    Returns
+    -------
+    tuple of Violation
+        In the order of the tables. If a number has no meaning at all (a single stage, strips three tiles wide), only
+        such numbers are reported, since nothing can be derived from them. Values of another type make no declaration.
+
+    Raises
+    ------
+    TypeError
+        If it is no declaration.
+    """
+    if not isinstance(spec, KernelSpec):
+        raise TypeError(f"spec must be a KernelSpec, not {reprlib.repr(spec)}")
+    return tuple(Violation(name, _message(spec, name, broken)) for name, broken in _broken(spec))
+
+
+def is_legal(spec: KernelSpec) -> bool:
+    """Whether a declaration can become a kernel: :func:`check` without the reasons, for thousands of them."""
+    return next(_broken(spec), None) is None
+
+
+def require_legal(spec: KernelSpec) -> None:
+    """Refuse a declaration that cannot become a kernel.
+
+    Raises
+    ------
+    ConfigError
+        If :func:`check` finds anything; the message lists all of it.
+    """
+    violations = check(spec)
+    if violations:
+        reasons = "\n".join(f"  {v}" for v in violations)
+        raise ConfigError(f"the declaration is illegal for {spec.target}:\n{reasons}")
+
+
+def _broken(spec: KernelSpec) -> Iterator[tuple[str, str | Broken]]:
+    """Yield the name of each broken rule, and how it is broken."""
+    meaningless = tuple(_apply(VALUES, spec, spec.config))
+    if meaningless:
+        yield from meaningless
+        return
+    yield from _apply(COMMON, spec, spec.config)
+    if isinstance(spec.config, Sm90Config):
+        yield from _apply(SM90, spec, spec.config)
+    elif isinstance(spec.config, GemvConfig):
+        yield from _apply(GEMV, spec, spec.config)
+    else:
+        yield from _apply(SM80, spec, spec.config)
+
+
+def _apply(
+    rules: tuple[Rule[AnyConfig], ...], spec: KernelSpec, config: AnyConfig
+) -> Iterator[tuple[str, str | Broken]]:
+    return ((rule.name, broken) for rule in rules for broken in rule.broken(spec, config))
+
+
+def _message(spec: KernelSpec, rule: str, broken: str | Broken) -> str:
+    if isinstance(broken, str):
+        return broken
+    before = {name for name, _ in _broken(spec)}
+    named = []
+    for change in broken.changes:
+        after = {name for name, _ in _broken(_changed(spec, change))}
+        # Advice that breaks another rule would send its reader in a circle.
+        if rule not in after and after <= before:
+            named.append(_spelled(spec, change))
+    advice = [broken.advice] if broken.advice else []
+    if named:
+        advice.append(f"use {' or '.join(dict.fromkeys(named))}")
+    elif not advice:
+        advice.append(f"use another tile with {_spelled(spec, broken.changes[0])}")
+    return f"{broken.what}: {', or '.join(advice)}"
+
+
+def _spelled(spec: KernelSpec, change: Mapping[str, object]) -> str:
+    """Spell a change as Python would, without what is so already."""
+    now = {name: spec.target if name == "target" else _value(spec, name) for name in change}
+    return ", ".join(f"{name}={value!r}" for name, value in change.items() if now[name] != value)
+
+
+def _value(spec: KernelSpec, name: str) -> object:
+    value: object = spec.launch_config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _changed(spec: KernelSpec, change: Mapping[str, object]) -> KernelSpec:
+    """Return a declaration with other values of some fields, named as :attr:`Broken.changes` names them."""
+    config: Any = spec.launch_config
+    for name, value in change.items():
+        if name == "target":
+            continue
+        field, _, side = name.partition(".")
+        config = replace(config, **{field: replace(getattr(config, field), **{side: value}) if side else value})
+    return KernelSpec(
+        a=spec.a,
+        b=spec.b,
+        d=spec.d,
+        epilogue=spec.epilogue,
+        inputs={i.name: t for i, t in spec.typed_inputs},
+        outputs={o.name: t for o, t in spec.typed_outputs},
+        config=config,
+        target=str(change.get("target", spec.target)),
+    )

@@ -1,0 +1,246 @@
+"""What both templates render alike: operand types, launch arguments, and the epilogue as loads, computes and stores.
+
+CUTLASS's visitors pass fragments from node to node. One visitor for each operation would be slow to compile and hard to
+read, so the elementwise part of a graph becomes as few C++ functions as the outputs allow: one for each value that is
+stored or reduced, and one for each subexpression that several of those share, so that nothing is computed twice. Where
+pairs of columns are swapped, values go from element to element, which no such function does: a visitor of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from cutlass_ops.declare.spec import KernelSpec, Operand
+from cutlass_ops.epilogue.graph import Graph
+from cutlass_ops.epilogue.nodes import Kind, Node, Output
+from cutlass_ops.epilogue.operations import GATHERED, SWAP_PAIRS
+from cutlass_ops.kinds.cpp import HEADERS, cpp_expression
+
+ACC = "acc"
+
+
+@dataclass(frozen=True)
+class Compute:
+    """One rendered C++ function on FP32 scalars.
+
+    Attributes
+    ----------
+    name : str
+        Name of the value, unique in the epilogue; the C++ struct is named after it.
+    args : tuple of str
+        Names of the leaves and of the earlier computes that are its parameters: first leaves, in the order in which
+        they are loaded, since a tree of visitors passes its children's values by position.
+    lines : tuple of str
+        Statements of the body, the last one a ``return``; none where pairs of its only argument are swapped.
+    """
+
+    name: str
+    args: tuple[str, ...]
+    lines: tuple[str, ...]
+
+    @property
+    def swaps_pairs(self) -> bool:
+        """Whether it is no function, but its argument's value of the column beside."""
+        return not self.lines
+
+    @property
+    def label(self) -> str:
+        """The name without its underscore, for the names of types."""
+        return self.name.rstrip("_")
+
+    @property
+    def struct(self) -> str:
+        """Name of the C++ struct that holds the function."""
+        return f"Function_{self.label}"
+
+
+@dataclass(frozen=True)
+class Store:
+    """One output and the compute whose value it takes."""
+
+    output: Output
+    compute: str
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """An epilogue as loads, computes in topological order, and stores; D is the first store."""
+
+    leaves: tuple[str, ...]
+    computes: tuple[Compute, ...]
+    stores: tuple[Store, ...]
+
+
+def lower(graph: Graph) -> Lowered:
+    """Group the graph's operations into computes."""
+    owners = _owners(graph)
+    roots = sorted({root for nodes in owners.values() for root in nodes})
+    names = _names(graph, roots)
+    computes = tuple(_compute(graph, root, roots, names) for root in roots)
+    used = {arg for compute in computes for arg in compute.args}
+    leaves = tuple(name for name in _leaves(graph) if name in used)
+    stores = tuple(Store(o, names[o.node]) for o in graph.outputs)
+    return Lowered(leaves, computes, stores)
+
+
+def _leaves(graph: Graph) -> tuple[str, ...]:
+    """Name everything that the epilogue may load, in the order that parameters have everywhere."""
+    return (ACC, *graph.gathered, *(i.name for i in graph.inputs))
+
+
+def _is_leaf(node: Node) -> bool:
+    return node.op in ("acc", "input", *GATHERED)
+
+
+def _leaf_name(node: Node) -> str:
+    return str(node.attr) if node.op == "input" else node.op
+
+
+def _owners(graph: Graph) -> dict[int, set[int]]:
+    """For each node, the computes that need it; a node needed by several becomes a compute itself."""
+    alone = {o.node for o in graph.outputs}
+    for index, node in enumerate(graph.nodes):
+        if node.op == SWAP_PAIRS:
+            alone |= {index, *(a for a in node.args if not _is_leaf(graph.nodes[a]))}
+    owners: dict[int, set[int]] = {index: {index} for index in alone}
+    for index in reversed(range(len(graph.nodes))):
+        node = graph.nodes[index]
+        mine = owners.get(index, set())
+        if index not in alone and len(mine) > 1 and not _is_leaf(node) and node.op != "const":
+            mine = owners[index] = {index}
+        for arg in node.args:
+            owners.setdefault(arg, set()).update(mine if arg not in alone else {arg})
+    return owners
+
+
+def _names(graph: Graph, roots: list[int]) -> dict[int, str]:
+    """Name each compute after its output, a shared one by number.
+
+    The names end in an underscore, as local variables do; the names that users give cannot, so none collide.
+    """
+    taken = {o.name for o in graph.outputs}
+    numbered = (f"shared{i}" for i in count() if f"shared{i}" not in taken)
+    names: dict[int, str] = {}
+    for output in (*(o for o in graph.outputs if o.reduce is None), *graph.outputs):
+        names.setdefault(output.node, f"{output.name}_")
+    for root in roots:
+        if root not in names:
+            names[root] = f"{next(numbered)}_"
+    return names
+
+
+def _compute(graph: Graph, root: int, roots: list[int], names: dict[int, str]) -> Compute:
+    """Write the function that computes ``root`` from leaves and from other computes."""
+    if graph.nodes[root].op == SWAP_PAIRS:
+        (swapped,) = graph.nodes[root].args
+        return Compute(names[root], (names.get(swapped) or _leaf_name(graph.nodes[swapped]),), ())
+    args: list[str] = []
+    lines: list[str] = []
+    spelled: dict[int, str] = {}
+
+    def value(index: int) -> str:
+        if index in spelled:
+            return spelled[index]
+        node = graph.nodes[index]
+        if index != root and index in names:
+            spelled[index] = _parameter(names[index])
+        elif _is_leaf(node):
+            spelled[index] = _parameter(_leaf_name(node))
+        elif node.op == "const":
+            spelled[index] = cpp_expression(node, ())
+        else:
+            expression = cpp_expression(node, tuple(value(a) for a in node.args))
+            spelled[index] = f"v{len(lines)}_"
+            lines.append(f"float const {spelled[index]} = {expression};")
+        return spelled[index]
+
+    def _parameter(name: str) -> str:
+        if name not in args:
+            args.append(name)
+        return name
+
+    result = value(root)
+    lines.append(f"return {result};")
+    leaves = [name for name in _leaves(graph) if name in args]
+    return Compute(names[root], (*leaves, *(name for name in args if name not in leaves)), tuple(lines))
+
+
+# What reduce.h has for each reduction.
+REDUCTIONS = {"sum": "Sum", "sum_square": "SumSquare", "max": "Max"}
+
+
+# ---- Operands and launch arguments -----------------------------------------------------------------------------------
+
+_READERS = {Kind.ROW: "row", Kind.COL: "col", Kind.TILE: "tile", Kind.SCALAR: "scalar", Kind.PRODUCT: "second"}
+
+
+def types(spec: KernelSpec, lowered: Lowered) -> dict[str, Any]:
+    """Return the template variables that say what the kernel computes on."""
+    return {
+        "a": _operand(spec.a),
+        "b": _operand(spec.b),
+        "d": _operand(spec.d),
+        "inputs": [{"name": i.name, "element": operand.dtype.cpp} for i, operand in spec.typed_inputs],
+        "outputs": [{"name": o.name, "element": operand.dtype.cpp} for o, operand in spec.typed_outputs],
+        "computes": [
+            {"struct": c.struct, "params": list(c.args), "lines": list(c.lines)}
+            for c in lowered.computes
+            if not c.swaps_pairs
+        ],
+        "headers": sorted({HEADERS[node.op] for node in spec.epilogue.nodes if node.op in HEADERS}),
+        "swaps_pairs": spec.epilogue.swaps_pairs,
+    }
+
+
+def layout_of(operand: Operand) -> str:
+    """Return CUTLASS's name of a layout."""
+    return "RowMajor" if operand.major == "row" else "ColumnMajor"
+
+
+def fields(spec: KernelSpec, whole_accesses: Callable[[Operand, bool], bool]) -> list[dict[str, str]]:
+    """List the launch arguments after A, B and D: their C++ type, and how the binding reads and checks them.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+        The kernel.
+    whole_accesses : callable
+        Whether the kernel moves an (M, N) tensor, given its type and whether it is an output, in whole accesses that
+        must divide its extent.
+    """
+    found = [_field(i.name, i.kind, operand, whole_accesses(operand, False)) for i, operand in spec.typed_inputs]
+    return found + [
+        _field(o.name, o.kind, operand, whole_accesses(operand, True), "_output") for o, operand in spec.typed_outputs
+    ]
+
+
+def _field(name: str, kind: Kind, operand: Operand, whole: bool, suffix: str = "") -> dict[str, str]:
+    element, reader = f"Element_{name}", _READERS[kind] + suffix
+    if kind is Kind.SCALAR:
+        return {"name": name, "type": f"cutlass_ops::Scalar<{element}>", "read": f"call.{reader}<{element}>()"}
+    if kind is Kind.PRODUCT:
+        return {
+            "name": name,
+            "type": "cutlass_ops::Matrix",
+            "read": "call.second<ElementB, MajorB, AlignmentB>(o.problem)",
+        }
+    if kind is not Kind.TILE:
+        return {"name": name, "type": f"{element}*", "read": f"call.{reader}<{element}>(o.problem)"}
+    arguments = f"{element}, cutlass_ops::Major::{_major(operand)}, {operand.alignment}, {str(whole).lower()}"
+    return {"name": name, "type": "cutlass_ops::Matrix", "read": f"call.{reader}<{arguments}>(o.problem)"}
+
+
+def _operand(operand: Operand) -> dict[str, Any]:
+    return {
+        "element": operand.dtype.cpp,
+        "layout": layout_of(operand),
+        "major": _major(operand),
+        "alignment": operand.alignment,
+    }
+
+
+def _major(operand: Operand) -> str:
+    return f"k{operand.major.capitalize()}"

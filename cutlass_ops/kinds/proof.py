@@ -1,0 +1,54 @@
+"""Proof from the machine code itself that a kernel uses the Tensor Cores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cutlass_ops.base import arch
+from cutlass_ops.base.errors import CompileError
+from cutlass_ops.base.sass import opcodes
+from cutlass_ops.declare.config import GemvConfig
+from cutlass_ops.declare.spec import KernelSpec
+
+
+def prove_tensor_cores(library: Path, spec: KernelSpec) -> dict[str, int]:
+    """Return the opcode counts of a library on disk, as :func:`proved` does."""
+    return proved(library.read_bytes(), str(library), spec)
+
+
+def proved(library: bytes, where: str, spec: KernelSpec) -> dict[str, int]:
+    """Return a kernel's opcode counts, once they show the instructions that its declaration promises.
+
+    An Sm90 configuration promises ``wgmma`` (HGMMA) and bulk tensor copies of the operands (UTMALDG), an Sm80
+    configuration ``mma.sync`` (HMMA), a GEMV configuration that too, from eight rows on.
+
+    Parameters
+    ----------
+    library : bytes
+        What the file holds.
+    where : str
+        Where it lies, for messages.
+    spec : KernelSpec
+        The declaration.
+
+    Raises
+    ------
+    CompileError
+        If an expected instruction is missing: the kernel would run, but not as declared.
+    """
+    counts = opcodes(library, where)
+    target = arch.target(spec.target)
+    if isinstance(spec.config, GemvConfig):
+        expected = [target.mma_opcode] * spec.config.by_tile
+    elif spec.sm90 is None:
+        expected = [target.mma_opcode]
+    else:
+        expected = [target.wgmma_opcode, "UTMALDG"]
+    missing = [op for op in expected if not counts.get(op)]
+    if missing:
+        found = ", ".join(f"{n} {op}" for op, n in counts.items()) or "none of the instructions looked for"
+        raise CompileError(
+            f"the machine code for {spec.target} holds no {' and no '.join(missing)} instruction, which a "
+            f"{spec.config.arch} configuration must use; it holds {found}"
+        )
+    return counts

@@ -1,0 +1,82 @@
+"""From a spec to readable C++ text; the only importer of jinja2.
+
+Templates name types, instantiate and bind. They receive plain values, and an undefined one is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+import textwrap
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from cutlass_ops.base import resources
+from cutlass_ops.base.errors import ToolchainError
+from cutlass_ops.declare.config import GemvConfig, Sm90Config
+from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.kinds.gemv import lowering as lower_gemv
+from cutlass_ops.kinds.sm80 import lowering as lower_sm80
+from cutlass_ops.kinds.sm90 import lowering as lower_sm90
+
+if TYPE_CHECKING:
+    import jinja2
+
+_WIDTH = 110
+
+
+def render(spec: KernelSpec) -> str:
+    """Return the C++ source of a kernel, the same bytes for the same spec.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+        A legal declaration; :func:`cutlass_ops.kinds.legality.require_legal` says whether it is.
+
+    Returns
+    -------
+    str
+        A self-contained ``.cu`` file, but for the headers of CUTLASS, tvm-ffi and this library.
+
+    Raises
+    ------
+    TypeError
+        If it is no declaration.
+    """
+    if not isinstance(spec, KernelSpec):
+        raise TypeError(f"spec must be a KernelSpec, not {reprlib.repr(spec)}")
+    if isinstance(spec.config, Sm90Config):
+        name, values = "sm90_gemm.cu.j2", lower_sm90.context(spec)
+    elif isinstance(spec.config, GemvConfig):
+        name, values = "gemv.cu.j2", lower_gemv.context(spec)
+    else:
+        name, values = "sm80_gemm.cu.j2", lower_sm80.context(spec)
+    return _environment().get_template(name).render(values | _header(spec))
+
+
+def _header(spec: KernelSpec) -> dict[str, Any]:
+    canonical = json.dumps(spec.to_json(), sort_keys=True)
+    return {
+        "slug": spec.slug,
+        "canonical": textwrap.wrap(canonical, _WIDTH, break_long_words=False, break_on_hyphens=False),
+        "rebuild": "save the declaration as spec.json, then: python -m cutlass_ops build spec.json",
+    }
+
+
+@lru_cache(maxsize=1)
+def _environment() -> jinja2.Environment:
+    try:
+        import jinja2  # not needed where kernels are only loaded
+    except ImportError:
+        raise ToolchainError(
+            'a kernel cannot be rendered without the package jinja2: pip install "cutlass_ops[build]"'
+        ) from None
+
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(resources.templates()),
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,  # C++, not HTML; every name is validated before it gets here
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )

@@ -1,0 +1,125 @@
+"""From a spec to the values that ``sm80_gemm.cu.j2`` renders: plain strings and numbers only.
+
+The epilogue is CUTLASS's 2.x visitor tree; nodes in ``cutlass/epilogue/threadblock/fusion`` and, for loads, stores and
+reductions, in ``templates/include/cutlass_ops/sm80_visitors.h``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cutlass_ops.base import arch
+from cutlass_ops.declare.config import Sm80Config
+from cutlass_ops.declare.orientation import along_n, oriented, reduced_along_m, swapped
+from cutlass_ops.declare.spec import KernelSpec, Operand
+from cutlass_ops.epilogue.nodes import Kind, Output
+from cutlass_ops.epilogue.operations import GATHERED
+from cutlass_ops.kinds.lower import ACC, REDUCTIONS, Lowered, fields, layout_of, lower, types
+
+
+@dataclass(frozen=True)
+class Node:
+    """One visitor of the epilogue: its name, its C++ type, its launch argument, and whose values it takes."""
+
+    name: str
+    type: str
+    arguments: str
+    edges: tuple[int, ...] = ()
+
+
+def context(spec: KernelSpec) -> dict[str, Any]:
+    """Return the template's variables for a legal Sm80 spec."""
+    config = spec.config
+    assert isinstance(config, Sm80Config)
+    lowered = lower(spec.epilogue)
+    t, w, i = config.threadblock, config.warp, config.instruction
+    return types(spec, lowered) | {
+        "threadblock": f"{t.m}, {t.n}, {t.k}",
+        "warp": f"{w.m}, {w.n}, {w.k}",
+        "instruction": f"{i.m}, {i.n}, {i.k}",
+        "stages": config.stages,
+        "swizzle": {"type": _swizzle(spec, config), "width": config.swizzle},
+        "swap_ab": swapped(spec),
+        "nodes": [asdict(n) for n in _nodes(spec, lowered)],
+        # No access of the epilogue is wider than D's, and D's extent is a multiple of that.
+        "fields": fields(spec, lambda operand, is_output: False),
+        "reductions": [
+            {"output": o.name, "node": f"Reduce_{o.name}", "partial": _partial(o)}
+            for o, _ in spec.typed_outputs
+            if o.reduce is not None
+        ],
+        "gathers": {
+            "mean": str("mean_of_a" in spec.epilogue.gathered).lower(),
+            "mean_square": str("mean_square_of_a" in spec.epilogue.gathered).lower(),
+        }
+        if spec.epilogue.gathered
+        else None,
+        "shared_memory_limit": arch.target(spec.target).shared_memory,
+    }
+
+
+def _swizzle(spec: KernelSpec, config: Sm80Config) -> str:
+    if not config.stream_k:
+        return "sm80::ThreadblockSwizzle"
+    whole_tiles = any(reduced_along_m(spec))
+    return f"sm80::StreamKSwizzle<{'false' if whole_tiles else 'true'}>"
+
+
+def _partial(output: Output) -> str:
+    return f"partial_{output.name}_"  # the underscore keeps it apart from names that users give
+
+
+def _nodes(spec: KernelSpec, lowered: Lowered) -> list[Node]:
+    """List the visitors in topological order, D's store last."""
+    nodes: list[Node] = []
+    at: dict[str, int] = {}
+    for leaf in lowered.leaves:
+        at[leaf] = len(nodes)
+        nodes.append(_load(spec, leaf))
+    for compute in lowered.computes:
+        at[compute.name] = len(nodes)
+        if compute.swaps_pairs:
+            nodes.append(Node(f"Swap_{compute.label}", "sm80::SwapPairs", "{}", tuple(at[a] for a in compute.args)))
+            continue
+        function = f"cutlass_ops::Elementwise<{compute.struct}>::Fn"
+        visitor = f"threadblock::VisitorCompute<{function}, ElementCompute, ElementCompute, Round>"
+        nodes.append(Node(f"Compute_{compute.label}", visitor, "{}", tuple(at[a] for a in compute.args)))
+    d, *others = lowered.stores
+    operands = {o.name: operand for o, operand in spec.typed_outputs}
+    nodes += [_store(spec, s.output, operands[s.output.name], at[s.compute]) for s in others]
+    nodes.append(Node("Store_d", _tile("AuxStore", "ElementD", spec.d, spec), "o.d", (at[d.compute],)))
+    return nodes
+
+
+def _load(spec: KernelSpec, leaf: str) -> Node:
+    if leaf == ACC:
+        return Node("Accumulator", "threadblock::VisitorAccFetch", "{}")
+    if leaf in GATHERED:
+        side = "Row" if along_n(spec, Kind.COL) else "Col"
+        first = spec.epilogue.gathered.index(leaf)
+        pointer = f"o.rows.means + {first} * int64_t(o.problem.m)" if first else "o.rows.means"
+        return Node(f"Load_{leaf}", f"sm80::{side}Broadcast<ThreadMap, float>", pointer)
+    kind, operand = next((i.kind, operand) for i, operand in spec.typed_inputs if i.name == leaf)
+    element = f"Element_{leaf}"
+    if kind is Kind.SCALAR:
+        visitor = f"sm80::ScalarBroadcast<{element}>"
+    elif kind is Kind.TILE:
+        visitor = _tile("AuxLoad", element, operand, spec)
+    else:
+        visitor = f"sm80::{'Row' if along_n(spec, kind) else 'Col'}Broadcast<ThreadMap, {element}>"
+    return Node(f"Load_{leaf}", visitor, f"o.{leaf}")
+
+
+def _store(spec: KernelSpec, output: Output, operand: Operand, value: int) -> Node:
+    if output.reduce is None:
+        visitor = _tile("AuxStore", f"Element_{output.name}", operand, spec)
+        return Node(f"Store_{output.name}", visitor, f"o.{output.name}", (value,))
+    side = "Row" if along_n(spec, output.kind) else "Col"
+    visitor = f"sm80::{side}Reduction<cutlass_ops::reduce::{REDUCTIONS[output.reduce]}, ThreadMap>"
+    return Node(f"Reduce_{output.name}", visitor, f"o.{_partial(output)}", (value,))
+
+
+def _tile(visitor: str, element: str, operand: Operand, spec: KernelSpec) -> str:
+    layout = layout_of(oriented(spec, operand))
+    return f"sm80::{visitor}<ThreadMap, {element}, {layout}, {operand.alignment}>"

@@ -1,0 +1,229 @@
+"""The rules of legality for Sm80: ``mma.sync``, ``cp.async``, and how CUTLASS 2.x's warps share loads and stores.
+
+Sources: the headers of CUTLASS 4.2, named relative to ``cutlass/``; PTX ISA, ``mma.sync`` and ``cp.async``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cutlass_ops.base import arch
+from cutlass_ops.declare.config import InstructionShape, Sm80Config
+from cutlass_ops.declare.orientation import sides, swapped
+from cutlass_ops.declare.spec import KernelSpec, Operand
+from cutlass_ops.kinds.rules import Broken, Rule, sm90_serves
+
+# Accumulator registers a thread may have, as a share of those there are: operands and epilogue need the rest.
+_MAX_ACCUMULATOR_SHARE = 2
+_ACCESS = 8  # 16-bit elements in one 16-byte access, how shared memory is always written
+_MAX_PREDICATES = 64  # transform/threadblock/predicated_tile_access_iterator.h: 4 words of 16
+_EPILOGUE_ROWS = 8
+_SHORTEST_LINE = 16  # gemm/warp/mma_tensor_op_tile_iterator.h: lines of 16, 32 and 64 elements of 16 bits
+
+
+def _instruction(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
+    # For other dtypes there are none, and the rule about these says so.
+    shapes = [InstructionShape(*shape) for shape in arch.MMA_SHAPES.get(spec.a.dtype.name, ())]
+    if shapes and config.instruction not in shapes:
+        yield Broken(
+            f"instruction is {config.instruction}, and mma.sync for {spec.a.dtype} operands has "
+            f"{', '.join(map(str, shapes))}",
+            tuple({"instruction": shape} for shape in shapes),
+        )
+
+
+def _warp_tile(_: KernelSpec, config: Sm80Config) -> Iterator[str]:
+    for side in ("m", "n", "k"):
+        block, warp, instruction = (getattr(s, side) for s in (config.threadblock, config.warp, config.instruction))
+        if block % warp:
+            yield f"warp.{side} is {warp}, which does not divide threadblock.{side} {block}: use a divisor"
+        if warp % instruction:
+            yield f"warp.{side} is {warp}: use a multiple of instruction.{side} {instruction}"
+
+
+def _sliced_k(_: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
+    if config.warp.k != config.threadblock.k:
+        yield Broken(
+            f"warp.k is {config.warp.k} and threadblock.k is {config.threadblock.k}, and warps that divide K among "
+            f"them are not offered",
+            ({"warp.k": config.threadblock.k}, {"threadblock.k": config.warp.k}),
+        )
+
+
+def _k_steps(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
+    steps = config.warp.k // config.instruction.k
+    if config.warp.k % config.instruction.k == 0 and steps % 2:
+        shapes = arch.MMA_SHAPES.get(spec.a.dtype.name, ())
+        yield Broken(
+            f"warp.k is {config.warp.k}, {steps} steps of instruction.k {config.instruction.k}, and CUTLASS's main "
+            f"loop takes two at a time",
+            tuple({"instruction": InstructionShape(*shape)} for shape in shapes),
+            f"use a multiple of {2 * config.instruction.k}",
+        )
+
+
+def _warps(_: KernelSpec, config: Sm80Config) -> Iterator[str]:
+    limit = arch.MAX_THREADS // arch.WARP
+    if not 1 <= config.warps <= limit:
+        yield f"threadblock {config.threadblock} in warp tiles {config.warp} is {config.warps} warps: use 1 to {limit}"
+
+
+def _warp_accumulators(_: KernelSpec, config: Sm80Config) -> Iterator[str]:
+    warp, threads = config.warp, max(config.warps, 1) * arch.WARP
+    registers = min(arch.MAX_REGISTERS_PER_THREAD + 1, arch.REGISTERS_PER_SM // threads)
+    used, limit = warp.m * warp.n // arch.WARP, registers // _MAX_ACCUMULATOR_SHARE
+    if used > limit:
+        # With all of a multiprocessor's registers, smaller warp tiles are more warps that share them.
+        tile = config.threadblock
+        too_large = tile.m * tile.n > arch.REGISTERS_PER_SM // _MAX_ACCUMULATOR_SHARE
+        yield (
+            f"warp {warp} takes {used} accumulator registers a thread, and more than {limit} of the {registers} that "
+            f"{threads} threads can each have spill: use a smaller {'threadblock' if too_large else 'warp tile'}"
+        )
+
+
+def _load_map(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
+    k = config.threadblock.k
+    for operand in sides(spec):
+        contiguous, strided = (k, operand.extent) if operand.k_major else (operand.extent, k)
+        if not _covers(contiguous, strided, config.warps, operand.k_major):
+            yield (
+                f"{config.warps} warps cannot share the loads of {operand.name}'s tile, {strided} lines of "
+                f"{contiguous} adjacent elements, evenly: use powers of two for threadblock.{operand.side} and "
+                f"threadblock.k, or fewer warps"
+            )
+
+
+def _covers(contiguous: int, strided: int, warps: int, k_major: bool) -> bool:
+    """Whether the warps' accesses cover an operand's tile exactly.
+
+    ``DefaultMmaCore`` in ``gemm/threadblock/default_mma_core_sm80.h`` arranges a warp's lanes, and
+    ``PitchLinearWarpRakedThreadMap`` in ``transform/pitch_linear_thread_map.h`` the warps, silently rounding down.
+    """
+    accesses = contiguous // _ACCESS
+    lanes = accesses if k_major else min(accesses, 8)
+    if contiguous % _ACCESS or warps < 1 or lanes < 1 or arch.WARP % lanes or accesses % lanes:
+        return False
+    lines = arch.WARP // lanes
+    if strided % lines:
+        return False
+    across, along = accesses // lanes, strided // lines
+    warps_along = min(along, warps)
+    warps_across = warps // warps_along
+    return (
+        warps_along * warps_across == warps
+        and along % warps_along == 0
+        and across >= warps_across
+        and across % warps_across == 0
+    )
+
+
+def _load_predicates(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
+    threads = max(config.warps, 1) * arch.WARP
+    for operand in sides(spec):
+        alignment = (spec.a if operand.name == "a" else spec.b).alignment
+        accesses = operand.extent * config.threadblock.k // alignment // threads
+        if accesses > _MAX_PREDICATES:
+            yield (
+                f"each of {threads} threads makes {accesses} accesses to {operand.name}'s tile, and CUTLASS has "
+                f"predicates for {_MAX_PREDICATES}: use a smaller tile, more warps, or a wider alignment"
+            )
+
+
+def _k_extent(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
+    limit = 128 // spec.a.dtype.bytes
+    for operand in sides(spec):
+        if operand.k_major and config.threadblock.k > limit:
+            yield (
+                f"threadblock.k is {config.threadblock.k} and {operand.name} has K adjacent in memory: CUTLASS's "
+                f"layout of shared memory has lines of at most 128 bytes, {limit} elements; use that or less"
+            )
+
+
+def _short_lines(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
+    for operand in sides(spec):
+        if not operand.k_major and operand.extent < _SHORTEST_LINE:
+            yield (
+                f"threadblock.{operand.side} is {operand.extent}, along which {operand.name}'s lines lie in memory: "
+                f"CUTLASS's layouts of shared memory have lines of {_SHORTEST_LINE} elements or more; use that, or "
+                f"lines along K"
+            )
+
+
+def _cp_async(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
+    for name, operand in (("a", spec.a), ("b", spec.b)):
+        if config.stages > 2 and operand.alignment * operand.dtype.bytes < min(arch.CP_ASYNC_BYTES):
+            yield Broken(
+                f"{name} is {operand} and stages is {config.stages}, and cp.async copies at least "
+                f"{min(arch.CP_ASYNC_BYTES)} bytes, while two stages are loaded through registers",
+                ({"stages": 2},),
+                f"pad {name}",
+            )
+
+
+def _store_map(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
+    warps_n = config.threadblock.n // config.warp.n
+    if not _stores_exactly(config.threadblock.n, warps_n, spec.d):
+        yield (
+            f"{warps_n} warps side by side cannot share the stores of rows of {config.threadblock.n} elements of d, "
+            f"{spec.d}, evenly: use a power of two for threadblock.n, or fewer warps along N"
+        )
+
+
+def _stores_exactly(n: int, warps_n: int, d: Operand) -> bool:
+    """Whether the warps' accesses cover the eight rows that the epilogue writes in one step.
+
+    ``RowArrangement`` in ``epilogue/threadblock/output_tile_thread_map.h``; ``templates/include/cutlass_ops/
+    sm80_visitors.h`` asserts what this returns.
+    """
+    if not 1 <= warps_n < _EPILOGUE_ROWS or n % d.alignment:
+        return False
+    vectors, rows = n // d.alignment, _EPILOGUE_ROWS // warps_n
+    lanes = 256 // (d.alignment * d.dtype.bytes)  # what covers 256 bytes, CUTLASS's preferred width
+    if arch.WARP // lanes > rows:
+        width, height = arch.WARP // rows, rows
+    else:
+        width = min(vectors, lanes, arch.WARP)
+        height = min(_EPILOGUE_ROWS, arch.WARP // width)
+    return (
+        width * height == arch.WARP and vectors % width == 0 and height * (rows // height) * warps_n == _EPILOGUE_ROWS
+    )
+
+
+def _second_weight(spec: KernelSpec, _: Sm80Config) -> Iterator[str]:
+    other = "an Sm90Config, or " if sm90_serves(spec) else ""
+    for name in spec.epilogue.products:
+        yield f"input {name} is a second weight, and kernels of Sm80 have one: use {other}two GEMMs"
+
+
+def _swap_pairs(spec: KernelSpec, _: Sm80Config) -> Iterator[str]:
+    if not spec.epilogue.swaps_pairs:
+        return
+    if swapped(spec):
+        yield (
+            f"the epilogue swaps pairs of columns, and d is {spec.d}: a thread of CUTLASS's epilogue then has columns "
+            f"that are not neighbours; use {spec.d.dtype}.row{', or an Sm90Config' if sm90_serves(spec) else ''}"
+        )
+    elif spec.d.alignment < 2:
+        yield (
+            f"the epilogue swaps pairs of columns, and d is {spec.d}: a thread then has one column at a time; use an "
+            f"even N and an even leading dimension"
+        )
+
+
+SM80: tuple[Rule[Sm80Config], ...] = (
+    Rule("instruction", "hardware", _instruction),
+    Rule("warp_tile", "compiler", _warp_tile),
+    Rule("sliced_k", "policy", _sliced_k),
+    Rule("k_steps", "compiler", _k_steps),
+    Rule("warps", "hardware", _warps),
+    Rule("warp_accumulators", "policy", _warp_accumulators),
+    Rule("k_extent", "compiler", _k_extent),
+    Rule("short_lines", "compiler", _short_lines),
+    Rule("load_map", "policy", _load_map),
+    Rule("load_predicates", "compiler", _load_predicates),
+    Rule("store_map", "compiler", _store_map),
+    Rule("cp_async", "hardware", _cp_async),
+    Rule("second_weight", "policy", _second_weight),
+    Rule("swap_pairs", "policy", _swap_pairs),
+)

@@ -1,0 +1,1 @@
+"""Warp-specialised TMA and wgmma kernels (CUTLASS 3.x), for sm_90a."""

@@ -1,0 +1,375 @@
+"""The rules of legality for Sm90: TMA, ``wgmma``, clusters, and CUTLASS 3.x's kernels and epilogue.
+
+Sources: the headers of CUTLASS 4.2, named relative to ``cutlass/``; PTX ISA, ``wgmma.mma_async`` and
+``cp.async.bulk.tensor``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import gcd
+
+from cutlass_ops.base import arch
+from cutlass_ops.base.dtypes import f32
+from cutlass_ops.declare.config import ClusterShape, Sm90Config
+from cutlass_ops.declare.orientation import reduced_along_m, sides, swapped
+from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.kinds.footprint import (
+    sm90_epilogue_tile,
+    sm90_gathered_rows,
+    sm90_gathers,
+    sm90_mainloop_smem,
+    sm90_output_tile,
+    sm90_plain_epilogue,
+    sm90_source,
+    sm90_stages,
+    split_exchange,
+)
+from cutlass_ops.kinds.rules import Broken, Rule, sm80_serves
+
+# Accumulator registers that a thread may have. Consumer threads get 240 registers (MmaRegisterRequirement in
+# gemm/kernel/sm90_gemm_tma_warpspecialized_{pingpong,cooperative}.hpp), those of the third kernel what it
+# needs of 255. Sixteen more spill: 700 bytes a thread at 224 with the first two (nvcc 13.0, bf16, bias + ReLU).
+_MAX_ACCUMULATORS = {"pingpong": 208, "cooperative": 208, "warp_specialized": 224}
+_MAX_SIDE = 256  # elements along a side of a TMA box (cuTensorMapEncodeTiled)
+_GATHERED_COLUMNS = 64  # of A, read by eight lanes at a time (gather.h)
+_GATHERED_ROWS = 64  # more of them take longer to read than to multiply (docs/rmsnorm.md)
+_TMA_SMEM_ALIGNMENT = 128  # PTX ISA, cp.async.bulk.tensor: alignment of the address in shared memory
+
+
+# Those that run tiles in an order of their own, and take several with one thread block.
+_PERSISTENT = ({"schedule": "pingpong"}, {"schedule": "cooperative"})
+_WHOLE_K = {"split_k": 1, "scheduler": "persistent"}
+
+
+def _tma_alignment(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
+    for name, operand in (("a", spec.a), ("b", spec.b)):
+        if not operand.aligned and not config.realign:
+            yield Broken(
+                f"{name} is {operand}, and the bulk tensor copy engine needs {arch.TMA_ALIGNMENT_BYTES} bytes, "
+                f"{operand.dtype.tma_alignment} elements",
+                ({"realign": True},),
+                f"pad {name}'s leading dimension{', use an Sm80Config' if sm80_serves(spec) else ''}",
+            )
+
+
+def _realign(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
+    if config.realign and spec.a.aligned and spec.b.aligned:
+        yield Broken(
+            f"realign is True, and a is {spec.a} and b is {spec.b}, of which neither has to be copied",
+            ({"realign": False},),
+        )
+
+
+def _tile_m(_: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
+    m, step = config.threadblock.m, arch.WGMMA_M
+    if m % step or (config.schedule == "cooperative" and m == step):
+        least = f", from {2 * step}" if config.schedule == "cooperative" else ""
+        yield Broken(
+            f"threadblock.m is {m}, and with schedule {config.schedule!r} a tile's warpgroups cover rows in steps of "
+            f"{step}{least}",
+            ({"schedule": "pingpong"}, {"schedule": "warp_specialized"}),
+            "use a multiple of that",
+        )
+
+
+def _side_by_side(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broken]:
+    if not config.side_by_side:
+        return
+    where = f"threadblock.m is {config.threadblock.m} with schedule 'cooperative', whose warpgroups then share columns"
+    step = 2 * arch.WGMMA_N_STEP
+    if config.threadblock.n % step:
+        yield f"{where}: use a multiple of {step} for threadblock.n"
+    operand, half = sides(spec)[1], config.threadblock.n // 2
+    # Lines along N lie in columns of the widest swizzle that divides the tile: a half is some of them or a part of one.
+    width = gcd(config.threadblock.n, arch.SWIZZLE_BYTES[0] // spec.a.dtype.bytes)
+    if not operand.k_major and half % width and width % half:
+        yield (
+            f"{where}, and {operand.name}'s lines along N lie {width} elements wide, within which a half of "
+            f"{config.threadblock.n} ends: use 64 or a multiple of 128 for threadblock.n"
+        )
+    if not config.whole_k:
+        yield Broken(f"{where}, of whole tiles only", (_WHOLE_K, *_OTHER_ROWS))
+    if not sm90_plain_epilogue(spec) or sm90_source(spec) is not None:
+        yield Broken(
+            f"{where}, and the epilogue may then read no tile and store none but D, aligned",
+            _OTHER_ROWS,
+        )
+
+
+# How a tile's warpgroups do not share its columns.
+_OTHER_ROWS = ({"schedule": "pingpong"}, {"threadblock.m": 128}, {"threadblock.m": 256})
+
+
+def _tile_n(_: KernelSpec, config: Sm90Config) -> Iterator[str]:
+    n = config.threadblock.n
+    if n % arch.WGMMA_N_STEP or n > arch.WGMMA_N_MAX:
+        yield (
+            f"threadblock.n is {n}: wgmma has N from {arch.WGMMA_N_STEP} to {arch.WGMMA_N_MAX} in steps of "
+            f"{arch.WGMMA_N_STEP}; use one of these"
+        )
+
+
+def _tile_k(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
+    step = arch.WGMMA_K_BYTES // spec.a.dtype.bytes
+    if config.threadblock.k % step:
+        yield f"threadblock.k is {config.threadblock.k}: wgmma takes {step} elements along K; use a multiple of that"
+
+
+def _tile_size(_: KernelSpec, config: Sm90Config) -> Iterator[str]:
+    for side in ("m", "k"):
+        extent = getattr(config.threadblock, side)
+        if extent > _MAX_SIDE:
+            yield (
+                f"threadblock.{side} is {extent}: a box of the bulk tensor copy engine has at most {_MAX_SIDE} "
+                f"elements a side, and tiles of several boxes are not tested; use {_MAX_SIDE} or less"
+            )
+
+
+def _epilogue_step(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
+    epi_n, columns = sm90_epilogue_tile(spec)[1], sm90_output_tile(spec).n
+    if epi_n % arch.WGMMA_N_STEP == 0 and epi_n & (epi_n - 1):
+        each = max(1, config.threadblock.n // columns)
+        yield Broken(
+            f"threadblock is {config.threadblock}, and a block's part of D has {columns} columns: CUTLASS's epilogue "
+            f"would take {epi_n} of them a step, which no test has run",
+            tuple({"threadblock.n": each * n} for n in (16, 32)),
+        )
+
+
+def _accumulators(_: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
+    tile, limit = config.threadblock, _MAX_ACCUMULATORS[config.schedule]
+    threads = arch.WARPGROUP * (2 if config.schedule == "cooperative" else 1)
+    registers = tile.m * tile.n // threads
+    if registers > limit:
+        yield Broken(
+            f"threadblock {tile} with schedule {config.schedule!r} takes {registers} accumulator registers a thread, "
+            f"and more than {limit} spill",
+            ({"schedule": "cooperative"}, {"schedule": "warp_specialized"}),
+            "use a smaller tile",
+        )
+
+
+def _scheduler(_: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
+    if config.scheduler == "stream_k" and config.schedule != "cooperative":
+        yield Broken(
+            f"scheduler is 'stream_k' with schedule {config.schedule!r}, and CUTLASS has it for 'cooperative' only",
+            ({"schedule": "cooperative"}, {"scheduler": "persistent"}),
+        )
+
+
+def _split_k(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
+    if config.split_k == 1:
+        return
+    what, whole = f"split_k is {config.split_k}", {"split_k": 1}
+    if config.schedule == "pingpong" or config.scheduler != "persistent":
+        schedules = ("cooperative", "warp_specialized")
+        yield Broken(
+            f"{what} with schedule {config.schedule!r} and scheduler {config.scheduler!r}, and blocks that split K "
+            "work on one tile",
+            (*({"schedule": s, "scheduler": "persistent"} for s in schedules), whole, _WHOLE_K),
+        )
+    if config.cluster.m * config.cluster.n != 1:
+        yield Broken(
+            f"{what} with cluster {config.cluster}, and the blocks that split K are the cluster",
+            ({"cluster": ClusterShape(1, 1)}, whole),
+        )
+    step = arch.WGMMA_N_STEP * config.split_k
+    if config.threadblock.n % step:
+        yield Broken(
+            f"{what}, and each block finishes a part of the tile's columns",
+            (whole,),
+            f"use a multiple of {step} for threadblock.n",
+        )
+    needed, there = split_exchange(config), sm90_mainloop_smem(spec, max(2, sm90_stages(spec)))
+    if needed > there:
+        yield Broken(
+            f"{what}: what blocks send each other takes {needed} bytes, and the operands' buffer, where it lies, has "
+            f"{there}",
+            ({"stages": None}, *({"split_k": split} for split in (4, 2, 1) if split < config.split_k)),
+            "use a smaller threadblock",
+        )
+    for output in spec.epilogue.outputs:
+        if output.reduce is not None:
+            yield Broken(f"{what} and output {output.name} is a reduction, which these kernels do not have", (whole,))
+
+
+def _by_gpc(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
+    launch = spec.launch_config
+    if isinstance(launch, Sm90Config) and launch.by_gpc and not config.ordered:
+        yield Broken(
+            f"by_gpc with schedule {config.schedule!r}, scheduler {config.scheduler!r} and split_k {config.split_k}, "
+            "where the order of tiles is CUTLASS's",
+            ({"by_gpc": False}, *(change | _WHOLE_K for change in _PERSISTENT)),
+        )
+
+
+def _cluster_size(_: KernelSpec, config: Sm90Config) -> Iterator[str]:
+    cluster = config.cluster
+    if cluster.m * cluster.n > arch.MAX_CLUSTER:
+        yield (
+            f"cluster is {cluster}: {cluster.m * cluster.n} thread blocks, and more than {arch.MAX_CLUSTER} are not "
+            f"portable; use a smaller one"
+        )
+
+
+def _cluster_shape(_: KernelSpec, config: Sm90Config) -> Iterator[str]:
+    cluster = config.cluster
+    if any(side & (side - 1) for side in (cluster.m, cluster.n)):
+        yield f"cluster is {cluster}: CUTLASS's tile schedulers divide by its sides with shifts; use powers of two"
+
+
+def _multicast(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
+    # Thread blocks side by side along N each load a part of A's tile for all of them, and so for B's along M.
+    peers = {"m": config.cluster.n, "n": config.cluster.m}
+    for operand in sides(spec):
+        sharing = peers[operand.side]
+        matrices = 1 + len(spec.epilogue.products) if operand.name == "b" else 1
+        tile_bytes = operand.extent // matrices * config.threadblock.k * spec.a.dtype.bytes
+        if tile_bytes % (sharing * _TMA_SMEM_ALIGNMENT):
+            yield (
+                f"cluster is {config.cluster}: {sharing} thread blocks share {operand.name}'s tile of {tile_bytes} "
+                f"bytes, and the part that each loads must be a multiple of {_TMA_SMEM_ALIGNMENT} bytes; use a smaller "
+                f"cluster or a larger threadblock.{operand.side}"
+            )
+
+
+def _means(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
+    if not spec.epilogue.gathered:
+        if config.means != "gathered":
+            yield Broken(
+                f"means is {config.means!r}, and the epilogue takes nothing of A's rows", ({"means": "gathered"},)
+            )
+        return
+    if config.means == "ahead":
+        return
+    where, ahead = f"means is {config.means!r}: {', '.join(spec.epilogue.gathered)} of rows", {"means": "ahead"}
+    if spec.a.major != "row":
+        yield Broken(f"{where} that lie one after the other, and a is {spec.a}", (ahead,), "use a row-major A")
+    if not config.whole_k:
+        yield Broken(f"{where} of which a block sees all of K", (ahead, _WHOLE_K))
+    if not sm90_plain_epilogue(spec):
+        yield Broken(
+            f"{where}, and the epilogue that reads them gives an aligned D alone and reads one aligned tile at most",
+            (ahead,),
+        )
+
+
+_NOT_GATHERED = ({"means": "beside"}, {"means": "ahead"})
+
+
+def _gathered(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
+    if not sm90_gathers(spec):
+        return
+    if config.threadblock.k % _GATHERED_COLUMNS:
+        yield Broken(
+            f"the main loop gathers in lines of {_GATHERED_COLUMNS} elements, and threadblock.k is "
+            f"{config.threadblock.k}",
+            _NOT_GATHERED,
+            "use a multiple of that",
+        )
+    rows = sm90_gathered_rows(spec)
+    if rows > _GATHERED_ROWS:
+        yield Broken(
+            f"the main loop gathers from tiles of {rows} rows of A, and from more than {_GATHERED_ROWS} it is slower "
+            f"than multiplying them",
+            _NOT_GATHERED,
+        )
+
+
+def _second_weight(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broken]:
+    if not spec.epilogue.products:
+        return
+    where = f"half of the weight's tile is {spec.epilogue.products[0]}'s"
+    if not config.whole_k or config.side_by_side:
+        whole = ({**_WHOLE_K, **rows} for rows in (_OTHER_ROWS if config.side_by_side else ({},)))
+        yield Broken(
+            f"{where}, of whole tiles only, whose columns no two warpgroups share",
+            tuple(whole),
+        )
+    if spec.b.major != "col":
+        yield f"{where}, which lies beside b's K along each line: b is {spec.b}; use a column-major one"
+    if not sm90_plain_epilogue(spec) or spec.outputs or sm90_source(spec) is not None:
+        yield f"{where}: the epilogue may read no tile and give D alone, aligned; use two GEMMs"
+    tile = config.threadblock
+    if swapped(spec):
+        step = 2 * arch.WGMMA_M * (2 if config.schedule == "cooperative" else 1)
+        if tile.m % step:
+            yield f"{where}, and threadblock.m is {tile.m}: use a multiple of {step}, for whole rows of each"
+    elif tile.n % (2 * arch.WGMMA_N_STEP):
+        yield f"{where}, and threadblock.n is {tile.n}: use a multiple of {2 * arch.WGMMA_N_STEP}"
+
+
+def _reduction_schedule(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
+    for output in spec.epilogue.outputs:
+        if output.reduce is None or sm90_plain_epilogue(spec):
+            continue
+        if config.schedule == "warp_specialized":
+            yield Broken(
+                f"output {output.name} is a reduction, and CUTLASS's 'warp_specialized' kernel gives an epilogue no "
+                f"workspace for partial results",
+                _PERSISTENT,
+            )
+
+
+def _reduction_tile(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
+    # Sm90RowReduction halves, in shuffles between the 8 lanes of a column, what a thread holds for n / 8 column pairs.
+    # From 8 pairs on it takes for granted that each lane is left with the same number of them.
+    n = config.threadblock.n
+    if n > 64 and n % 64 and not sm90_plain_epilogue(spec):
+        for name in reduced_along_m(spec):
+            yield Broken(
+                f"threadblock.n is {n} and output {name} is reduced along the kernel's M: CUTLASS's shuffles then drop "
+                f"values",
+                ({"threadblock.n": max(64, n // 64 * 64)},),
+                "use at most 64 or a multiple of 64",
+            )
+
+
+def _reduction_buffer(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
+    epi_m, epi_n = sm90_epilogue_tile(spec)
+    warps = 8 if config.schedule == "cooperative" else 4
+    needed, there = warps * config.threadblock.n * f32.bytes, epi_m * epi_n * spec.d.dtype.bytes
+    if needed > there and not sm90_plain_epilogue(spec):
+        for name in reduced_along_m(spec):
+            yield Broken(
+                f"threadblock.n is {config.threadblock.n} and output {name} is reduced along the kernel's M: that "
+                f"needs {needed} bytes, and the epilogue's buffer of {epi_m}x{epi_n} elements of d has {there}",
+                ({"threadblock.n": max(64, config.threadblock.n // 64 * 64)},),
+                "use at most 64 or a multiple of 64",
+            )
+
+
+def _swap_pairs(spec: KernelSpec, _: Sm90Config) -> Iterator[str]:
+    if spec.epilogue.swaps_pairs and not sm90_plain_epilogue(spec):
+        other = "; or use an Sm80Config" if sm80_serves(spec) else ""
+        yield (
+            "the epilogue swaps pairs of columns, and CUTLASS's own epilogue puts neighbours where it likes: give d 16 "
+            f"bytes of alignment, one tile to read at most and none besides d to write{other}"
+        )
+
+
+SM90: tuple[Rule[Sm90Config], ...] = (
+    Rule("tma_alignment", "hardware", _tma_alignment),
+    Rule("realign", "policy", _realign),
+    Rule("tile_m", "compiler", _tile_m),
+    Rule("side_by_side", "compiler", _side_by_side),
+    Rule("tile_n", "hardware", _tile_n),
+    Rule("tile_k", "hardware", _tile_k),
+    Rule("tile_size", "policy", _tile_size),
+    Rule("epilogue_step", "policy", _epilogue_step),
+    Rule("accumulators", "policy", _accumulators),
+    Rule("scheduler", "compiler", _scheduler),
+    Rule("split_k", "policy", _split_k),
+    Rule("by_gpc", "policy", _by_gpc),
+    Rule("cluster_size", "policy", _cluster_size),
+    Rule("cluster_shape", "policy", _cluster_shape),
+    Rule("multicast", "hardware", _multicast),
+    Rule("means", "policy", _means),
+    Rule("gathered", "policy", _gathered),
+    Rule("second_weight", "policy", _second_weight),
+    Rule("swap_pairs", "policy", _swap_pairs),
+    Rule("reduction_schedule", "policy", _reduction_schedule),
+    Rule("reduction_tile", "policy", _reduction_tile),
+    Rule("reduction_buffer", "compiler", _reduction_buffer),
+)

@@ -1,0 +1,172 @@
+"""A norm's vectors folded into the weight that follows it: diag(gamma) @ w, and what else has to be known of it.
+
+Where PyTorch traces or watches, these are operators, so that a graph does not end here. What they refuse, they refuse
+when it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from cutlass_ops.base import arch
+from cutlass_ops.run import operands, traced
+
+# Columns of a weight that are looked at in FP64 at a time: a copy of a whole one would be large.
+_COLUMNS = 256
+
+
+def fold(w: Tensor, gamma: Tensor, name: str = "w") -> Tensor:
+    """Return diag(gamma) @ w, each value rounded once to w's dtype, by one elementwise kernel.
+
+    Parameters
+    ----------
+    w : Tensor
+        (K, N), FP16 or BF16, either major, which the result has too; its lines begin at multiples of 16 bytes.
+    gamma : Tensor
+        (K,), FP16, BF16 or FP32.
+    name : str
+        What messages call w.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If they do not fit.
+    """
+    if traced.goes_by_operator(w=w, gamma=gamma):
+        return cast("Tensor", torch.ops.cutlass_ops.fold(w, gamma, name))
+    return _fold(w, gamma, name)
+
+
+def _fold(w: Tensor, gamma: Tensor, name: str) -> Tensor:
+    _check(name, w, "gamma", gamma)
+    operands.matrix(name, w, operands.element_type(name, w))
+    return torch.mul(w, gamma[:, None], out=_empty_like(w))
+
+
+def check_folded(w: Tensor, gamma: Tensor, folded: Tensor) -> None:
+    """Refuse a folded weight that its dtype cannot hold. It waits for the device.
+
+    Raises
+    ------
+    ValueError
+        If values overflowed, or a column lost more than roundings because its values are too small.
+    """
+    limits = torch.finfo(w.dtype)
+
+    def count(columns: slice) -> Tensor:
+        exact, found = w[:, columns].double() * gamma.double()[:, None], folded[:, columns].double()
+        overflown = (found.isinf() & exact.isfinite()).any(0)
+        # Twice what rounding to nearest can lose of values that the dtype holds with all of their digits.
+        lost = (found - exact).norm(dim=0) > limits.eps * exact.norm(dim=0)
+        return torch.stack([overflown, lost & ~overflown])
+
+    overflown, lost = _by_columns(w, count).sum(1).tolist()
+    if overflown:
+        raise ValueError(
+            f"gamma times w is beyond the largest value of {w.dtype}, {limits.max:g}, in {overflown} of {w.shape[1]} "
+            "columns: use BF16, or divide gamma by a number and multiply by it in the epilogue"
+        )
+    if lost:
+        raise ValueError(
+            f"gamma times w is too small for {w.dtype}, which has fewer digits below {limits.tiny:.1g}, in {lost} of "
+            f"{w.shape[1]} columns: use BF16, or multiply gamma by a number and divide by it in the epilogue"
+        )
+
+
+def column_sums(matrix: Tensor) -> Tensor:
+    """Return the sum of each column, (N,), added up in FP64 and rounded to FP32.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is no matrix.
+    """
+    if traced.goes_by_operator(w=matrix):
+        return cast("Tensor", torch.ops.cutlass_ops.column_sums(matrix))
+    return _column_sums(matrix)
+
+
+def _column_sums(matrix: Tensor) -> Tensor:
+    operands.require_tensor("w", matrix)
+    if matrix.ndim != 2:
+        raise ValueError(f"w has shape {tuple(matrix.shape)}: it must be (K, N)")
+    return matrix.sum(0, dtype=torch.float64).float()
+
+
+def row_times(name: str, row: Tensor, w: Tensor) -> Tensor:
+    """Return row @ w, (N,), computed in FP64 and rounded to FP32, for a row (K,).
+
+    Raises
+    ------
+    TypeError, ValueError
+        If they do not fit.
+    """
+    if traced.goes_by_operator(row=row, w=w):
+        return cast("Tensor", torch.ops.cutlass_ops.row_times(name, row, w))
+    return _row_times(name, row, w)
+
+
+def _row_times(name: str, row: Tensor, w: Tensor) -> Tensor:
+    _check("w", w, name, row)
+    exact = row.double()
+    return _by_columns(w, lambda columns: exact @ w[:, columns].double()).float()
+
+
+def _by_columns(w: Tensor, function: Callable[[slice], Tensor]) -> Tensor:
+    """Apply a function to some of w's columns at a time, and join what it returns along its last dimension."""
+    starts = range(0, max(w.shape[1], 1), _COLUMNS)
+    return torch.cat([function(slice(start, start + _COLUMNS)) for start in starts], dim=-1)
+
+
+def _empty_like(w: Tensor) -> Tensor:
+    # By shape and strides alone, so that a compiler knows them before there is a tensor.
+    by_rows = operands.has_lines_along(w, 1)
+    lines, length = w.shape if by_rows else w.shape[::-1]
+    unit = arch.TMA_ALIGNMENT_BYTES // w.element_size()
+    found = w.new_empty(lines, -(-length // unit) * unit)[:, :length]
+    return found if by_rows else found.t()
+
+
+def _check(name: str, w: Tensor, vector_name: str, vector: Tensor) -> None:
+    operands.require_tensor(name, w)
+    operands.require_tensor(vector_name, vector)
+    operands.element_type(name, w, ("f16", "bf16"))
+    operands.element_type(vector_name, vector)
+    if w.ndim != 2 or tuple(vector.shape) != (w.shape[0],):
+        transposed = w.ndim == 2 and tuple(vector.shape) == (w.shape[1],)
+        raise ValueError(
+            f"{name} {tuple(w.shape)} and {vector_name} {tuple(vector.shape)}: they must be (K, N) and (K,) with the "
+            f"same K" + (f". {name} looks like a weight of shape (N, K): pass {name}.t()" if transposed else "")
+        )
+    _require_one_device(name, w, vector_name, vector)
+
+
+def _require_one_device(name: str, w: Tensor, vector_name: str, vector: Tensor) -> None:
+    if vector.device != w.device:
+        raise ValueError(f"{vector_name} is on {vector.device} and {name} is on {w.device}: move them to one device")
+
+
+# ---- The operators -------------------------------------------------------------------------------------------------
+
+
+def _a_value_a_column(w: Tensor) -> Tensor:
+    return w.new_empty(w.shape[1], dtype=torch.float32)
+
+
+def _folded_shape(w: Tensor, gamma: Tensor, name: str) -> Tensor:
+    _require_one_device(name, w, "gamma", gamma)
+    return _empty_like(w)
+
+
+def _row_times_shape(name: str, row: Tensor, w: Tensor) -> Tensor:
+    _require_one_device("w", w, name, row)
+    return _a_value_a_column(w)
+
+
+traced.declare("fold(Tensor w, Tensor gamma, str name) -> Tensor", _fold, _folded_shape)
+traced.declare("column_sums(Tensor matrix) -> Tensor", _column_sums, _a_value_a_column)
+traced.declare("row_times(str name, Tensor row, Tensor w) -> Tensor", _row_times, _row_times_shape)

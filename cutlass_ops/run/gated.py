@@ -1,0 +1,98 @@
+"""Gated activations: two products of the same rows, one kernel."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from cutlass_ops.epilogue import Epilogue, builtin
+from cutlass_ops.epilogue.graph import Graph
+from cutlass_ops.run import norms, traced
+from cutlass_ops.run.norms import PreparedWeight, RowStatistic
+from cutlass_ops.run.ops import Op, graph_op
+
+
+def gemm_swiglu(
+    x: Tensor,
+    w_gate: Tensor | PreparedWeight,
+    w_up: Tensor | PreparedWeight,
+    gamma: Tensor | None = None,
+    *,
+    eps: float | None = None,
+    rstd: RowStatistic | Tensor | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Compute silu(x @ w_gate) * (x @ w_up), or the same of rmsnorm(x), in one kernel that reads x once.
+
+    With `eps` or `rstd` an RMSNorm comes first, as in :func:`cutlass_ops.rmsnorm_gemm`. Another gate is one line: an
+    epilogue with a ``Product``. Where no kernel takes both weights (N along each of their lines; lines of the result
+    that are not aligned to 16 bytes; before Hopper), two GEMMs run, silu(x @ w_gate) first: that is slower by a tensor
+    written and read, and rounds the gate to x's dtype.
+
+    Parameters
+    ----------
+    x : Tensor
+        (..., K), FP16 or BF16. Messages call it ``a``, w_gate ``b`` and w_up ``up``.
+    w_gate, w_up : Tensor or PreparedWeight
+        (K, N) each, of x's dtype and of one major; behind a norm both may be what :func:`cutlass_ops.prepare` made of
+        them and gamma.
+    gamma : Tensor, optional
+        The norm's (K,), folded into both weights **at every call**; :func:`cutlass_ops.prepare` does it once.
+    eps, rstd : optional
+        The norm's, as for :func:`cutlass_ops.rmsnorm_gemm`; without either there is none.
+    out : Tensor, optional
+        Where to write the result.
+    out_dtype : torch.dtype, optional
+        The result's dtype; by default that of x.
+
+    Returns
+    -------
+    Tensor
+        (..., N).
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; the message says which, and what to do.
+    UnsupportedError
+        If no kernel serves the device.
+    MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
+        If a kernel cannot be had.
+    """
+    normed = eps is not None or rstd is not None
+    if not normed and (gamma is not None or isinstance(w_gate, PreparedWeight) or isinstance(w_up, PreparedWeight)):
+        raise TypeError("gamma belongs to a norm, and there is none without eps or rstd: pass one of them")
+    if not normed:
+        return cast("Tensor", swiglu_op(None)(x, cast("Tensor", w_gate), w_up, out=out, out_dtype=out_dtype))
+    norm, values = norms.rms_values(x, eps, rstd)
+    norms.require_alike(w_gate, "up", w_up)
+    gate, up = norms.matrix_of(w_gate, gamma, "w"), norms.matrix_of(w_up, gamma, "up")
+    return cast("Tensor", swiglu_op(norm)(x, gate, *values, up, out=out, out_dtype=out_dtype))
+
+
+@traced.remembered
+def swiglu_op(norm: Epilogue | None) -> Op:
+    """Return the op behind :func:`gemm_swiglu`, which takes (a, b, *the norm's inputs, up).
+
+    Where no kernel takes both weights, it is two GEMMs.
+    """
+
+    def behind(epilogue: Epilogue) -> Graph:
+        return epilogue.graph if norm is None else norm.graph.then(epilogue.graph, products=True)
+
+    gate_op, up_op = (graph_op("gemm_swiglu", behind(e)) for e in (builtin.swiglu_gate, builtin.swiglu_up))
+
+    def two_gemms(a: Tensor, b: Tensor, *inputs: Any, out: Any, out_dtype: torch.dtype | None) -> Tensor:
+        *values, up = inputs
+        return cast("Tensor", up_op(a, up, *values, gate_op(a, b, *values), out=out, out_dtype=out_dtype))
+
+    made_by = "gemm_swiglu", None if norm is None else norm.graph.to_json()
+    return graph_op("gemm_swiglu", behind(builtin.swiglu), builtin.swiglu.doc, two_gemms, made_by)
+
+
+@traced.maker("gemm_swiglu")
+def _swiglu_again(name: str, plain: Any) -> Op:
+    return swiglu_op(None if plain is None else Epilogue.of(name, "", Graph.from_json(plain)))

@@ -1,0 +1,529 @@
+"""Norms fused with the GEMM that follows: RMSNorm and LayerNorm of A's rows in the epilogue, gamma in the weight.
+
+A norm multiplies A's rows by numbers and A's columns by gamma. Gamma is folded into the weight; the rows' numbers are
+applied to the FP32 accumulator, before anything is rounded. docs/rmsnorm.md has the algebra and the limits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from cutlass_ops.epilogue import Epilogue, Graph, builtin
+from cutlass_ops.run import folding, operands, traced
+from cutlass_ops.run.ops import Op, graph_op, op_of
+
+# Keyword arguments of this module's functions, which no input of an epilogue can be given by.
+_OWN = frozenset(("x", "w", "gamma", "beta", "eps", "mean", "rstd", "epilogue"))
+
+
+# ---- RMSNorm -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class RowStatistic:
+    """What an RMSNorm needs to know of each row of a tensor, as a GEMM's epilogue leaves it.
+
+    Attributes
+    ----------
+    sum_square : Tensor
+        Sum of squares of each row, FP32, shape (...): the tensor's without its last dimension.
+    count : int
+        Elements of a row.
+    eps : float
+        What is added to the mean of squares, inside the square root.
+    """
+
+    sum_square: Tensor
+    count: int
+    eps: float
+
+    @property
+    def rstd(self) -> Tensor:
+        """1 / √(mean of squares + eps) of each row, FP32, computed now; :func:`rmsnorm_gemm` does not need it."""
+        return (self.sum_square / max(self.count, 1) + self.eps).rsqrt()
+
+
+class ResidualRms(NamedTuple):
+    """What :func:`gemm_residual_rms` returns: y (..., M, N), and the statistic of its rows."""
+
+    y: Tensor
+    rstd: RowStatistic
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedWeight:
+    """A weight with an RMSNorm's gamma folded in: made by :func:`prepare`, taken by :func:`rmsnorm_gemm`.
+
+    Attributes
+    ----------
+    matrix : Tensor
+        diag(gamma) @ w, (K, N), in w's dtype and major; leading dimension a multiple of 16 bytes.
+    """
+
+    matrix: Tensor
+
+
+def prepare(w: Tensor, gamma: Tensor) -> PreparedWeight:
+    """Fold an RMSNorm's gamma into the weight that follows it, once.
+
+    Costs a second weight (2·K·N bytes that stay; w itself is no longer needed) and, once, the time of reading w three
+    times and writing it once, with some tens of MiB in between; it waits for the device. Each value of gamma · w is
+    rounded once to w's dtype.
+
+    Parameters
+    ----------
+    w : Tensor
+        (K, N), FP16 or BF16, either major: ``weight.t()`` of a linear layer.
+    gamma : Tensor
+        (K,), FP16, BF16 or FP32.
+
+    Returns
+    -------
+    PreparedWeight
+        To be passed to :func:`rmsnorm_gemm` in w's place, without gamma.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit, or gamma · w is beyond w's dtype: it overflows, or a column loses more than a
+        rounding because it is too small for the dtype (in FP16, below 6e-5).
+    """
+    folded = folding.fold(w, gamma)
+    folding.check_folded(w, gamma, folded)
+    return PreparedWeight(folded)
+
+
+def rmsnorm_gemm(
+    x: Tensor,
+    w: Tensor | PreparedWeight,
+    gamma: Tensor | None = None,
+    *,
+    eps: float | None = None,
+    rstd: RowStatistic | Tensor | None = None,
+    epilogue: Epilogue | None = None,
+    out: Any = None,
+    out_dtype: torch.dtype | None = None,
+    **inputs: Any,
+) -> Any:
+    """Compute epilogue(rmsnorm(x; gamma, eps) @ w, inputs) in one kernel.
+
+    rmsnorm(x) = x / √(mean(x², -1) + eps) · gamma, as in ``torch.nn.functional.rms_norm``. Rows are scaled in FP32
+    before they are rounded.
+
+    Parameters
+    ----------
+    x : Tensor
+        (..., K), FP16 or BF16; leading dimensions are folded into M. Messages call it ``a``, and w ``b``.
+    w : Tensor or PreparedWeight
+        (K, N), the same dtype: ``weight.t()`` of a linear layer, or what :func:`prepare` made of it and gamma.
+    gamma : Tensor, optional
+        (K,). It is folded into w **at every call**, by a kernel that reads and writes all of w, and nothing is checked:
+        where gamma · w overflows its dtype, columns of D are infinite or NaN. :func:`prepare` does it once and checks.
+    eps : float, optional
+        What is added to the mean of squares; needed unless `rstd` is given. A launch argument: no kernel is compiled
+        for it.
+    rstd : RowStatistic or Tensor, optional
+        What is known of x's rows: the statistic that :func:`gemm_residual_rms` returned with x, or an FP32 tensor (...)
+        that rows are multiplied by. Without it the kernel gathers mean squares from x itself.
+    epilogue : Epilogue, optional
+        What follows. A ``Product`` is one of rmsnorm(x) here: it is scaled as the accumulator is, and its matrix is
+        prepared where w is.
+    out, out_dtype, **inputs
+        As for :func:`cutlass_ops.gemm`.
+
+    Returns
+    -------
+    Tensor or named tuple
+        D (..., N), or all outputs with D first.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; the message says which, and what to do.
+    UnsupportedError
+        If no kernel serves the device.
+    MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
+        If the kernel cannot be had.
+    """
+    norm, values = rms_values(x, eps, rstd)
+    op = _composed("rmsnorm_gemm", norm, epilogue)
+    for name in op.products:
+        if name in inputs:
+            require_alike(w, name, inputs[name])
+            inputs[name] = matrix_of(inputs[name], gamma, name)
+    return op(x, matrix_of(w, gamma, "w"), *values, out=out, out_dtype=out_dtype, **inputs)
+
+
+_GIVEN = {None: builtin.rms_norm, "sums": builtin.rms_norm_of_sums, "rstd": builtin.rms_norm_of_rstd}
+
+
+def rmsnorm_op(epilogue: Epilogue | None = None, *, given: Literal["sums", "rstd"] | None = None) -> Op:
+    """Return the op behind :func:`rmsnorm_gemm`, for ``warm_up``, ``plan``, ``explain`` and ``tune``.
+
+    It takes (a, b, eps, *inputs), b with gamma folded in, and gathers from a. Given ``"sums"``, as in a
+    :class:`RowStatistic`, it is another one and takes (a, b, row_sum_square, inverse_count, eps, *inputs); given
+    ``"rstd"``, a tensor, (a, b, rstd, *inputs).
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the epilogue is none, or cannot follow a norm.
+    """
+    if given not in _GIVEN:
+        raise ValueError(f'given is {given!r}: use "sums", "rstd" or None')
+    return _composed("rmsnorm_gemm", _GIVEN[given], epilogue)
+
+
+def gemm_residual_rms(
+    a: Tensor,
+    b: Tensor,
+    residual: Tensor,
+    *,
+    eps: float,
+    epilogue: Epilogue | None = None,
+    out: Tensor | None = None,
+    **inputs: Any,
+) -> ResidualRms:
+    """Compute y = epilogue(a @ b, inputs) + residual and the statistic of its rows in one kernel.
+
+    The statistic is that of y as it is stored, rounded to 16 bits. Passed as `rstd` to :func:`rmsnorm_gemm`, it leaves
+    nothing to read y but that GEMM.
+
+    Parameters
+    ----------
+    a, b : Tensor
+        (..., M, K) and (K, N), as for :func:`cutlass_ops.gemm`.
+    residual : Tensor
+        (..., M, N), FP16, BF16 or FP32.
+    eps : float
+        Of the norm that follows.
+    epilogue : Epilogue, optional
+        What happens to a @ b before the residual is added, such as a bias; D is its only output.
+    out : Tensor, optional
+        Where to write y, of a's dtype; it may be the residual.
+    **inputs
+        The epilogue's inputs by name.
+
+    Returns
+    -------
+    ResidualRms
+        (y, rstd): y of a's dtype, and a :class:`RowStatistic`, which holds as long as y is not written to.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; the message says which, and what to do.
+    UnsupportedError
+        If no kernel serves the device.
+    MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
+        If the kernel cannot be had.
+    """
+    operands.require_tensor("a", a)
+    if out is not None:
+        operands.require_tensor("out", out)
+        if out.dtype != a.dtype:
+            raise TypeError(f"out is {out.dtype} and a is {a.dtype}: y has a's dtype, which its statistic is of")
+    y, sums = residual_rms_op(a.dtype, epilogue)(a, b, residual=residual, out=out, **inputs)
+    return ResidualRms(y, RowStatistic(sums, y.shape[-1], eps))
+
+
+def residual_rms_op(dtype: torch.dtype, epilogue: Epilogue | None = None) -> Op:
+    """Return the op behind :func:`gemm_residual_rms`, for ``warm_up``, ``plan``, ``explain`` and ``tune``.
+
+    It takes (a, b, *inputs, residual) of this dtype and returns (d, row_sum_square).
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the epilogue is none, or has further outputs.
+    """
+    return _residual_op(builtin.residual_rms_f16 if dtype == torch.float16 else builtin.residual_rms_bf16, epilogue)
+
+
+# ---- LayerNorm ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedLayerNormWeight:
+    """A weight with a LayerNorm's gamma and beta folded in: made by :func:`prepare_layernorm`.
+
+    Attributes
+    ----------
+    matrix : Tensor
+        diag(gamma) @ w, (K, N), in w's dtype and major; w itself without gamma.
+    column_sum : Tensor
+        Sum of each column of `matrix`, (N,), FP32.
+    shift : Tensor or None
+        beta @ w, (N,), FP32.
+    """
+
+    matrix: Tensor
+    column_sum: Tensor
+    shift: Tensor | None
+
+
+def prepare_layernorm(w: Tensor, gamma: Tensor | None = None, beta: Tensor | None = None) -> PreparedLayerNormWeight:
+    """Fold a LayerNorm's gamma and beta into the weight that follows it, once.
+
+    Costs what :func:`prepare` costs, where gamma is given, and one more reading of w for the sums of its columns and
+    one for beta. The sums are those of the weight as it is stored, added up in FP64 and rounded to FP32.
+
+    Parameters
+    ----------
+    w : Tensor
+        (K, N), FP16 or BF16, either major.
+    gamma, beta : Tensor, optional
+        (K,), FP16, BF16 or FP32.
+
+    Returns
+    -------
+    PreparedLayerNormWeight
+        To be passed to :func:`layernorm_gemm` in w's place, without gamma and beta.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for :func:`prepare`.
+    """
+    prepared = _fold_layernorm(w, gamma, beta)
+    if gamma is not None:
+        folding.check_folded(w, gamma, prepared.matrix)
+    return prepared
+
+
+def layernorm_gemm(
+    x: Tensor,
+    w: Tensor | PreparedLayerNormWeight,
+    gamma: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    eps: float | None = None,
+    mean: Tensor | None = None,
+    rstd: Tensor | None = None,
+    epilogue: Epilogue | None = None,
+    out: Any = None,
+    out_dtype: torch.dtype | None = None,
+    **inputs: Any,
+) -> Any:
+    """Compute epilogue(layernorm(x; gamma, beta, eps) @ w, inputs) in one kernel.
+
+    layernorm(x) = (x - mean(x)) / √(variance(x) + eps) · gamma + beta, as in ``torch.nn.functional.layer_norm``. The
+    kernel gathers mean and mean square in one pass, and the variance is their difference: it loses digits where a row's
+    mean is large against its deviation. Up to 50 times in FP16 and 200 times in BF16 the error stays within twice
+    PyTorch's. Nothing tells that it is more; beyond, pass `mean` and `rstd` in BF16, and do not fuse in FP16
+    (docs/rmsnorm.md).
+
+    Parameters
+    ----------
+    x : Tensor
+        (..., K), FP16 or BF16. Messages call it ``a``, and w ``b``.
+    w : Tensor or PreparedLayerNormWeight
+        (K, N), the same dtype, or what :func:`prepare_layernorm` made of it. A tensor is read several times **at every
+        call**, for the sums of its columns, gamma and beta, and overflow of gamma · w is not checked.
+    gamma, beta : Tensor, optional
+        (K,).
+    eps : float, optional
+        What is added to the variance; needed unless `mean` and `rstd` are given.
+    mean, rstd : Tensor, optional
+        Both or neither: mean and 1 / √(variance + eps) of each row of x, FP32, (...).
+    epilogue : Epilogue, optional
+        What follows; it has no ``Product``.
+    out, out_dtype, **inputs
+        As for :func:`cutlass_ops.gemm`.
+
+    Returns
+    -------
+    Tensor or named tuple
+        D (..., N), or all outputs with D first.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit; the message says which, and what to do.
+    UnsupportedError
+        If no kernel serves the device.
+    MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
+        If the kernel cannot be had.
+    """
+    if isinstance(w, PreparedLayerNormWeight):
+        if gamma is not None or beta is not None:
+            raise TypeError("w is prepared, so gamma and beta are in it already: leave them out")
+        prepared = w
+    else:
+        prepared = _fold_layernorm(w, gamma, beta)
+    norm, values = _layer_values(eps, mean, rstd)
+    shift = () if prepared.shift is None else (prepared.shift,)
+    op = _composed("layernorm_gemm", norm, epilogue, prepared.shift is not None)
+    arguments = (prepared.column_sum, *values, *shift)
+    return op(x, prepared.matrix, *arguments, out=out, out_dtype=out_dtype, **inputs)
+
+
+def layernorm_op(
+    epilogue: Epilogue | None = None, *, shifted: bool = False, given: Literal["moments"] | None = None
+) -> Op:
+    """Return the op behind :func:`layernorm_gemm`, ``shifted`` by beta or not.
+
+    It takes (a, b, column_sum, eps, *inputs), or with `shifted` (a, b, column_sum, eps, shift, *inputs), as
+    :class:`PreparedLayerNormWeight` has them. Given ``"moments"``, it is another one and takes (a, b,
+    column_sum, mean, rstd, *inputs), or (a, b, column_sum, mean, rstd, shift, *inputs).
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the epilogue is none, or cannot follow a norm, or `given` is something else.
+    """
+    if given not in (None, "moments"):
+        raise ValueError(f'given is {given!r}: use "moments" or None')
+    norm = builtin.layer_norm if given is None else builtin.layer_norm_of_moments
+    return _composed("layernorm_gemm", norm, epilogue, shifted)
+
+
+# PyTorch takes these apart where programs take or return them, and keeps them in saved ones.
+_pytree.register_pytree_node(
+    RowStatistic,
+    lambda x: ([x.sum_square], [x.count, x.eps]),
+    lambda tensors, numbers: RowStatistic(*tensors, *numbers),
+    serialized_type_name="cutlass_ops.RowStatistic",
+)
+_pytree.register_pytree_node(
+    PreparedWeight,
+    lambda x: ([x.matrix], None),
+    lambda tensors, _: PreparedWeight(*tensors),
+    serialized_type_name="cutlass_ops.PreparedWeight",
+)
+_pytree.register_pytree_node(
+    PreparedLayerNormWeight,
+    lambda x: ([x.matrix, x.column_sum, x.shift], None),
+    lambda tensors, _: PreparedLayerNormWeight(*tensors),
+    serialized_type_name="cutlass_ops.PreparedLayerNormWeight",
+)
+_pytree._register_namedtuple(ResidualRms, serialized_type_name="cutlass_ops.ResidualRms")
+
+
+# ---- Ops ---------------------------------------------------------------------------------------------------------
+
+
+@traced.remembered
+def _composed(name: str, norm: Epilogue, epilogue: Epilogue | None, shifted: bool = False) -> Op:
+    graph = norm.graph.then(builtin.shifted.graph) if shifted else norm.graph
+    if epilogue is None:
+        return graph_op(name, graph, norm.doc)
+    after = op_of(epilogue).graph
+    _check_follower(name, epilogue.name, after)
+    return graph_op(name, graph.then(after, products=True), f"{norm.doc} Then {epilogue.name}: {epilogue.doc}")
+
+
+def _check_follower(name: str, epilogue: str, graph: Graph) -> None:
+    if graph.gathered:
+        raise ValueError(
+            f"{epilogue} takes {', '.join(graph.gathered)}, which {name} would gather from x before its norm: write "
+            "the whole as one epilogue for gemm"
+        )
+    if graph.products and name == "layernorm_gemm":
+        raise ValueError(
+            f"{epilogue} has the product {graph.products[0]}, for which {name} has no column sums: run two GEMMs, the "
+            "first one's result a Tile of the second"
+        )
+    taken = sorted(_OWN & {i.name for i in graph.inputs})
+    if taken:
+        raise ValueError(f"{epilogue} has the input {', '.join(taken)}, an argument of {name} itself: rename it")
+
+
+@traced.remembered
+def _residual_op(residual: Epilogue, epilogue: Epilogue | None) -> Op:
+    graph = residual.graph if epilogue is None else op_of(epilogue).graph.then(residual.graph)
+    return graph_op("gemm_residual_rms", graph, residual.doc)
+
+
+def rms_values(
+    x: Tensor, eps: float | None, rstd: RowStatistic | Tensor | None
+) -> tuple[Epilogue, tuple[Tensor | float, ...]]:
+    """Return how an RMSNorm scales rows, and the arguments for it.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `eps` and `rstd` do not go together, or are not x's.
+    """
+    if rstd is None:
+        if eps is None:
+            raise TypeError("rmsnorm_gemm needs eps, or rstd, which has it in it: pass eps= as the norm has it")
+        return builtin.rms_norm, (eps,)
+    if eps is not None:
+        raise TypeError("rstd has eps in it already: pass one of them")
+    if not isinstance(rstd, RowStatistic):
+        return builtin.rms_norm_of_rstd, (_statistic("rstd", rstd),)
+    if isinstance(x, Tensor) and x.ndim and rstd.count != x.shape[-1]:
+        raise ValueError(
+            f"rstd is of rows of {rstd.count} elements and x has {x.shape[-1]}: it is another tensor's statistic"
+        )
+    # The rows are in order, however x's leading dimensions were reshaped since.
+    return builtin.rms_norm_of_sums, (rstd.sum_square.flatten(), 1.0 / max(rstd.count, 1), rstd.eps)
+
+
+def _layer_values(
+    eps: float | None, mean: Tensor | None, rstd: Tensor | None
+) -> tuple[Epilogue, tuple[Tensor | float, ...]]:
+    if mean is None and rstd is None:
+        if eps is None:
+            raise TypeError("layernorm_gemm needs eps, or mean and rstd: pass eps= as the norm has it")
+        return builtin.layer_norm, (eps,)
+    if mean is None or rstd is None:
+        raise TypeError("mean and rstd go together: pass both or neither")
+    if eps is not None:
+        raise TypeError("rstd has eps in it already: pass one of them")
+    return builtin.layer_norm_of_moments, (_statistic("mean", mean), _statistic("rstd", rstd))
+
+
+def _statistic(name: str, value: Any) -> Tensor:
+    operands.require_tensor(name, value)
+    found: Tensor = value
+    if found.dtype != torch.float32:
+        raise TypeError(
+            f"{name} is {found.dtype}: 16 bits would cost every element of the row its last digits. Use FP32"
+        )
+    return found
+
+
+# ---- Weights -----------------------------------------------------------------------------------------------------
+
+
+def matrix_of(w: Tensor | PreparedWeight, gamma: Tensor | None, name: str) -> Tensor:
+    """Return the matrix that x is multiplied by: w with gamma in it, folded now if it is not prepared.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If gamma is given twice, or does not fit.
+    """
+    if isinstance(w, PreparedWeight):
+        if gamma is not None:
+            raise TypeError(f"{name} is prepared, so gamma is in it already: leave gamma out")
+        return w.matrix
+    return w if gamma is None else folding.fold(w, gamma, name)
+
+
+def require_alike(w: Tensor | PreparedWeight, name: str, other: Any) -> None:
+    """Refuse two weights of which one is prepared.
+
+    Raises
+    ------
+    TypeError
+        If they are.
+    """
+    prepared = isinstance(w, PreparedWeight)
+    if prepared != isinstance(other, PreparedWeight):
+        which, left = ("w", name) if prepared else (name, "w")
+        raise TypeError(f"{which} is prepared and {left} is not: pass prepare({left}, gamma), or both as they are")
+
+
+def _fold_layernorm(w: Tensor, gamma: Tensor | None, beta: Tensor | None) -> PreparedLayerNormWeight:
+    matrix = w if gamma is None else folding.fold(w, gamma)
+    shift = None if beta is None else folding.row_times("beta", beta, w)
+    # Sums of the weight as it is stored: so its rounding is multiplied by x - mean(x), and not by x.
+    return PreparedLayerNormWeight(matrix, folding.column_sums(matrix), shift)

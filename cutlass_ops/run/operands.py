@@ -1,0 +1,427 @@
+"""From tensors to operand types: what a call is, in terms that a signature can be made of, or why it is refused.
+
+Everything here runs once a new combination of shapes is seen; a warm call goes straight to its kernel, which checks its
+arguments itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from cutlass_ops.base import arch
+from cutlass_ops.base.dtypes import ALL, DType
+from cutlass_ops.declare.spec import Major, Operand
+from cutlass_ops.epilogue.graph import Graph
+from cutlass_ops.epilogue.nodes import Input, Kind, Output
+from cutlass_ops.run import traced
+
+_DTYPES: dict[torch.dtype, DType] = {getattr(torch, t.torch_name): t for t in ALL}
+_ANY = tuple(t.name for t in ALL)
+_OPERAND_DTYPES = ("f16", "bf16")
+MAJORS: tuple[Major, ...] = ("row", "col")
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A two-dimensional tensor's type, with its alignment with and without regard to its extent.
+
+    What the bulk copy engine loads needs an aligned address and leading dimension only. Whatever else moves whole
+    accesses, its stores among it, also needs the extent along the contiguous dimension to be a multiple of one.
+    """
+
+    operand: Operand
+    length: int
+
+    def for_vector_access(self) -> Operand:
+        """Return the type for kernels that predicate whole accesses."""
+        return Operand(self.operand.dtype, self.operand.major, math.gcd(self.operand.alignment, self.length))
+
+
+def element_type(name: str, tensor: Tensor, allowed: Sequence[str] = _ANY) -> DType:
+    """Return a tensor's element type.
+
+    Raises
+    ------
+    TypeError
+        If it is none of those allowed.
+    """
+    found = _DTYPES.get(tensor.dtype)
+    if found is None or found.name not in allowed:
+        names = ", ".join(str(getattr(torch, t.torch_name)) for t in ALL if t.name in allowed)
+        raise TypeError(f"{name} is {tensor.dtype}: use one of {names}")
+    return found
+
+
+def matrix(name: str, tensor: Tensor, dtype: DType) -> Matrix:
+    """Return the type of a two-dimensional tensor.
+
+    Raises
+    ------
+    ValueError
+        If neither dimension is contiguous, or rows overlap in memory.
+    """
+    # Where a dimension of extent 1 leaves both readings open, the better aligned one; row-major if they are equal.
+    return max(_readings(name, tensor, dtype), key=lambda m: m.operand.alignment)
+
+
+def weights(b: Tensor, products: Mapping[str, Tensor], dtype: DType) -> tuple[Matrix, ...]:
+    """Return the types of B and of further matrices that A is multiplied by: of one major and one alignment.
+
+    Raises
+    ------
+    ValueError
+        If they have no major in common, or one is no matrix that a kernel can address.
+    """
+    named = {"b": b} | dict(products)
+    readings = {n: {m.operand.major: m for m in _readings(n, t, dtype)} for n, t in named.items()}
+    common = [major for major in MAJORS if all(major in by for by in readings.values())]
+    alike = [[by[major] for by in readings.values()] for major in common]
+    if not alike:
+        found = ", ".join(f"{name} is {'- or '.join(by)}-major" for name, by in readings.items())
+        raise ValueError(
+            f"{found}: both weights need the same major, since one load serves both. Where one is weight.t(), pass the "
+            "other as a transpose as well"
+        )
+    lowest = [min(m.operand.alignment for m in matrices) for matrices in alike]
+    best = lowest.index(max(lowest))
+    return tuple(replace(m, operand=replace(m.operand, alignment=lowest[best])) for m in alike[best])
+
+
+def _readings(name: str, tensor: Tensor, dtype: DType) -> list[Matrix]:
+    found = [m for inner in (1, 0) if (m := _as_major(tensor, inner, dtype)) is not None]
+    if not found:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}: one dimension must have stride 1, "
+            f"and the other a stride of at least its extent. Call {name}.contiguous() first"
+        )
+    return found
+
+
+def has_lines_along(tensor: Tensor, inner: int) -> bool:
+    """Whether a two-dimensional tensor's lines lie along a dimension; either of them where one has an extent of 1."""
+    length, runs = tensor.shape[inner], tensor.shape[1 - inner]
+    return (length <= 1 or tensor.stride(inner) == 1) and (runs <= 1 or tensor.stride(1 - inner) >= length)
+
+
+def _as_major(tensor: Tensor, inner: int, dtype: DType) -> Matrix | None:
+    if not has_lines_along(tensor, inner):
+        return None
+    length, runs, ld = tensor.shape[inner], tensor.shape[1 - inner], tensor.stride(1 - inner)
+    addresses = math.gcd(tensor.data_ptr(), arch.TMA_ALIGNMENT_BYTES)
+    if runs > 1:
+        addresses = math.gcd(addresses, ld * dtype.bytes)
+    return Matrix(Operand(dtype, "row" if inner == 1 else "col", addresses // dtype.bytes), length)
+
+
+class Problem(NamedTuple):
+    """One call's arguments, checked and brought to two dimensions.
+
+    Attributes
+    ----------
+    m, n, k : int
+        Extents of the product.
+    batch : tuple of int
+        The leading dimensions of A that were folded into M.
+    a, b : Tensor
+        A (M, K) and B (K, N).
+    inputs : mapping of str to Tensor or float
+        The epilogue's inputs by name: (N,), (M,), (M, N), a product's (K, N), or a scalar.
+    """
+
+    m: int
+    n: int
+    k: int
+    batch: tuple[int, ...]
+    a: Tensor
+    b: Tensor
+    inputs: Mapping[str, Tensor | float]
+
+    def output_shape(self, output: Output) -> tuple[int, ...]:
+        """Return the shape in which the caller sees an output."""
+        if output.kind is Kind.ROW:
+            return (self.n,)
+        return self.batch if output.kind is Kind.COL else (*self.batch, self.n)
+
+    def flat_shape(self, output: Output) -> tuple[int, ...]:
+        """Return the shape in which the kernel sees an output."""
+        return {Kind.ROW: (self.n,), Kind.COL: (self.m,), Kind.TILE: (self.m, self.n)}[output.kind]
+
+
+def check_problem(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any]) -> Problem:
+    """Check a call's operands and inputs against each other.
+
+    Raises
+    ------
+    TypeError
+        If an argument is no tensor, has the wrong dtype, or is missing or unknown.
+    ValueError
+        If shapes disagree, devices differ, or a tensor requires grad.
+    """
+    require_tensor("a", a)
+    require_tensor("b", b)
+    dtype = element_type("a", a, _OPERAND_DTYPES)
+    if element_type("b", b, _OPERAND_DTYPES) != dtype:
+        raise TypeError(f"b is {b.dtype} and a is {a.dtype}: A and B must have the same dtype")
+    if a.ndim < 1 or b.ndim != 2 or a.shape[-1] != b.shape[0]:
+        transposed = b.ndim == 2 and a.ndim >= 1 and a.shape[-1] == b.shape[1]
+        raise ValueError(
+            f"a {tuple(a.shape)} and b {tuple(b.shape)}: a must be (..., M, K) and b (K, N) with the same K"
+            + (". b looks like a weight of shape (N, K): pass b.t()" if transposed else "")
+        )
+    _require_same_device("b", b, a)
+    a, b = _as_stored(a), _as_stored(b)
+    batch, (k, n) = tuple(a.shape[:-1]), b.shape
+    if graph.swaps_pairs and n % 2:
+        raise ValueError(f"b has {n} columns, and the epilogue swaps pairs of them: N must be even, so pad b by one")
+    m = math.prod(batch)
+    flat_a = fold("a", a, (m, k))
+    return Problem(m, n, k, batch, flat_a, b, _check_inputs(graph, inputs, a, n))
+
+
+def _check_inputs(graph: Graph, inputs: Mapping[str, Any], a: Tensor, n: int) -> dict[str, Tensor | float]:
+    declared = {i.name: i for i in graph.inputs}
+    missing = [name for name in declared if name not in inputs]
+    unknown = [name for name in inputs if name not in declared]
+    if missing or unknown:
+        wrong = [f"{name} is missing" for name in missing] + [f"{name} is unknown" for name in unknown]
+        raise TypeError(f"the epilogue takes ({', '.join(declared)}): {', '.join(wrong)}")
+    return {name: _check_input(i, inputs[name], a, n) for name, i in declared.items()}
+
+
+def scalar(name: str, value: Any) -> Any:
+    """Return a scalar as kernels take it: a float, or an FP32, FP16 or BF16 tensor without dimensions on a GPU.
+
+    One rule for eager, warm and compiled calls: a real number of Python's or NumPy's, or a tensor of one element of any
+    real type. What only PyTorch's dispatcher can read is returned as it is.
+
+    Raises
+    ------
+    TypeError
+        If it is no real number, or a tensor of truth values or complex numbers.
+    ValueError
+        If it is a number beyond a double's range, or a tensor of several elements.
+    """
+    if isinstance(value, (torch.SymInt, torch.SymFloat)) or traced.is_special(value):
+        return value
+    if not isinstance(value, Tensor):
+        return traced.number(name, value)
+    return value if traced.is_watched() else _scalar_tensor(name, value)
+
+
+def _scalar_tensor(name: str, value: Tensor) -> Tensor | float:
+    require_tensor(name, value)
+    if value.dtype == torch.bool or value.is_complex():
+        raise TypeError(f"{name} is {value.dtype}: a Scalar is a real number")
+    if value.numel() != 1:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}: a Scalar has one element")
+    # A number on the host needs no launch-time copy.
+    if value.device.type == "cpu":
+        return float(value.item())
+    one = value.reshape(())
+    return one if one.dtype in _DTYPES else one.float()
+
+
+def _check_input(declared: Input, value: Any, a: Tensor, n: int) -> Tensor | float:
+    if declared.kind is Kind.SCALAR:
+        found = _scalar_tensor(declared.name, value) if isinstance(value, Tensor) else value
+        if isinstance(found, Tensor):
+            _require_same_device(declared.name, found, a)
+            return found
+        return traced.number(declared.name, found)
+    require_tensor(declared.name, value)
+    if declared.kind is Kind.PRODUCT:
+        return _check_product(declared.name, value, a, n)
+    return _check_input_tensor(declared, value, a, n)
+
+
+def _check_product(name: str, value: Tensor, a: Tensor, n: int) -> Tensor:
+    if value.dtype != a.dtype:
+        raise TypeError(f"{name} is {value.dtype} and a is {a.dtype}: what A is multiplied by has A's dtype")
+    k = a.shape[-1]
+    if tuple(value.shape) != (k, n):
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)}: as a Product it must have b's shape (K, N), {(k, n)}"
+            + (f". It looks like a weight of shape (N, K): pass {name}.t()" if tuple(value.shape) == (n, k) else "")
+        )
+    _require_same_device(name, value, a)
+    return _as_stored(value)
+
+
+def _as_stored(tensor: Tensor) -> Tensor:
+    """Return a tensor whose values are those in memory: a lazy negation is carried out, as PyTorch's operations do."""
+    return tensor.resolve_neg()
+
+
+def _check_input_tensor(declared: Input, value: Tensor, a: Tensor, n: int) -> Tensor:
+    name, batch = declared.name, tuple(a.shape[:-1])
+    element_type(name, value)
+    m = math.prod(batch)
+    shapes = {Kind.ROW: (n,), Kind.COL: batch, Kind.TILE: (*batch, n)}
+    flat = {Kind.ROW: (n,), Kind.COL: (m,), Kind.TILE: (m, n)}[declared.kind]
+    if tuple(value.shape) not in (shapes[declared.kind], flat):
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)}: as a {declared.kind.name.capitalize()} it must have shape "
+            f"{shapes[declared.kind]} for a result of shape {(*batch, n)}"
+        )
+    _require_same_device(name, value, a)
+    folded = fold(name, _as_stored(value), flat)
+    if folded.ndim == 1 and folded.shape[0] > 1 and folded.stride(0) != 1:
+        raise ValueError(f"{name} has stride {folded.stride(0)}: call {name}.contiguous() first")
+    return folded
+
+
+def fold(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """View a tensor with its leading dimensions folded into M, without a copy.
+
+    Raises
+    ------
+    ValueError
+        If its strides allow no such view.
+    """
+    if tensor.shape == shape:
+        return tensor
+    try:
+        return tensor.view(shape)
+    except RuntimeError:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, which cannot be viewed as {shape} "
+            f"without a copy: call {name}.contiguous() first"
+        ) from None
+
+
+def output_name(output: Output) -> str:
+    """Return what messages call an output that the caller gave."""
+    return "out" if output.name == "d" else f"out[{output.name!r}]"
+
+
+def check_out(problem: Problem, output: Output, out: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """Check a tensor that the caller gave for an output, and return its flat view.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is no tensor, or has the wrong dtype, shape or device.
+    """
+    name = output_name(output)
+    require_tensor(name, out)
+    element_type(name, out)
+    if dtype is not None and out.dtype != dtype:
+        raise TypeError(f"{name} is {out.dtype}, and out_dtype asks for {dtype}")
+    if out.is_neg():
+        raise ValueError(f"{name} is a lazy negation of its memory: pass a tensor of its own")
+    wanted, flat = problem.output_shape(output), problem.flat_shape(output)
+    if tuple(out.shape) not in (wanted, flat):
+        raise ValueError(f"{name} has shape {tuple(out.shape)}: it must have shape {wanted}")
+    _require_same_device(name, out, problem.a)
+    return fold(name, out, flat)
+
+
+def check_overlap(graph: Graph, problem: Problem, outputs: Sequence[Tensor]) -> None:
+    """Refuse outputs that share memory with an operand or with each other.
+
+    An (M, N) input of the same layout may be overwritten in place.
+
+    Raises
+    ------
+    ValueError
+        If two tensors overlap; the message names them.
+    """
+    names = list(map(output_name, graph.outputs))
+    tiles = {i.name for i in graph.inputs if i.kind is Kind.TILE}
+    inputs = {"a": problem.a, "b": problem.b} | {k: v for k, v in problem.inputs.items() if isinstance(v, Tensor)}
+    for position, (name, out) in enumerate(zip(names, outputs, strict=True)):
+        others = inputs | dict(zip(names[:position], outputs, strict=False))
+        for other_name, other in others.items():
+            in_place = other_name in tiles and _same_layout(out, other)
+            if not in_place and _overlap(out, other):
+                raise ValueError(
+                    f"{name} shares memory with {other_name}: give an output of its own"
+                    + (" (in place needs the same strides and dtype)" if other_name in tiles else "")
+                )
+
+
+def _same_layout(x: Tensor, y: Tensor) -> bool:
+    return (x.data_ptr(), x.shape, x.stride(), x.dtype) == (y.data_ptr(), y.shape, y.stride(), y.dtype)
+
+
+def _overlap(x: Tensor, y: Tensor) -> bool:
+    if x.numel() == 0 or y.numel() == 0:
+        return False
+    (x_begin, x_end), (y_begin, y_end) = _bytes(x), _bytes(y)
+    if x_end <= y_begin or y_end <= x_begin:
+        return False
+    if x.ndim == y.ndim == 2 and x.stride() == y.stride() and x.dtype == y.dtype:
+        # Column slices of one buffer interleave without sharing an element.
+        inner = 1 if x.stride(1) == 1 else 0
+        pitch = x.stride(1 - inner) * x.element_size()
+        first, second = (x, y) if x_begin <= y_begin else (y, x)
+        offset = abs(x_begin - y_begin) % pitch if pitch else 0
+        width, other = (t.shape[inner] * t.element_size() for t in (first, second))
+        return not (offset >= width and offset + other <= pitch)
+    return True
+
+
+def _bytes(tensor: Tensor) -> tuple[int, int]:
+    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr()
+    return begin, begin + (last + 1) * tensor.element_size()
+
+
+def require_tensor(name: str, value: Any) -> None:
+    """Refuse what is no dense tensor, or one that is differentiated.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is; the message says what to do.
+    """
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
+    if value.is_nested:
+        raise TypeError(f"{name} is a nested tensor: pass {name}.values() or {name}.to_padded_tensor(0)")
+    if value.layout != torch.strided:
+        raise TypeError(f"{name} has layout {value.layout}: call {name}.to_dense() first")
+    if value.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} requires grad, and there is no backward yet: call under torch.no_grad(), or pass {name}.detach()"
+        )
+    if _has_tangent(value):
+        raise ValueError(
+            f"{name} has a tangent of forward-mode differentiation, and there is no rule for it yet: pass "
+            f"torch.autograd.forward_ad.unpack_dual({name}).primal"
+        )
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    # Outside of a level no tensor has one.
+    if forward_ad._current_level < 0:
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def require_memory(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor whose elements lie nowhere that a kernel could read them.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is a stand-in for other tensors, or its storage was taken away.
+    """
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise TypeError(
+            f"{name} is a {type(tensor).__name__}, which has no memory of its own: pass the plain tensor behind it"
+        )
+    if tensor.device.type != "meta" and tensor.numel() > 0 and tensor.data_ptr() == 0:
+        raise ValueError(f"{name} has no memory: its storage was freed or resized to 0")
+
+
+def _require_same_device(name: str, tensor: Tensor, a: Tensor) -> None:
+    if tensor.device != a.device:
+        raise ValueError(f"{name} is on {tensor.device} and a is on {a.device}: move them to one device")

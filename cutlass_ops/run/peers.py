@@ -1,0 +1,51 @@
+"""The same computation as others would run it: what a kernel has to be faster than."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue.graph import Graph
+from cutlass_ops.run import reference
+
+Peer = Callable[[Tensor, Tensor, Sequence[Any]], Any]
+
+
+def peers(graph: Graph) -> Mapping[str, Peer]:
+    """Return PyTorch's ways to compute an epilogue, by name: D, or all outputs by name where there are several.
+
+    ``eager`` is torch.mm with one elementwise kernel for each operation behind it. ``cublaslt`` is cuBLASLt's fused
+    epilogue, for the few that it has. In FP16, what takes values gathered from A is computed in FP32: until its rows
+    are scaled, the product may be beyond FP16's range.
+    """
+    names = [i.name for i in graph.inputs]
+
+    def eager(a: Tensor, b: Tensor, inputs: Sequence[Any]) -> Any:
+        dtype = torch.float32 if graph.gathered and a.dtype is torch.float16 else a.dtype
+        acc = torch.mm(a.to(dtype), b.to(dtype))
+        values = reference.evaluate(graph, acc, dict(zip(names, inputs, strict=True)), dtype, a=a)
+        values = {o.name: values[o.name] if o.reduce else values[o.name].to(a.dtype) for o in graph.outputs}
+        return values if len(graph.outputs) > 1 else values[graph.outputs[0].name]
+
+    found: dict[str, Peer] = {"eager": _NORMS.get(graph, eager)}
+    fused = _FUSED.get(graph)
+    if fused is not None:
+        found["cublaslt"] = fused
+    return found
+
+
+_NORMS: Mapping[Graph, Peer] = {
+    builtin.rms_norm.graph: lambda a, b, inputs: F.rms_norm(a, a.shape[1:], eps=float(inputs[0])) @ b,
+    builtin.layer_norm.graph: lambda a, b, inputs: F.layer_norm(a, a.shape[1:], eps=float(inputs[1])) @ b,
+}
+
+_FUSED: Mapping[Graph, Peer] = {
+    builtin.identity.graph: lambda a, b, inputs: torch.mm(a, b),
+    builtin.bias.graph: lambda a, b, inputs: torch.addmm(inputs[0], a, b),
+    builtin.bias_relu.graph: lambda a, b, inputs: torch._addmm_activation(inputs[0], a, b, use_gelu=False),
+}

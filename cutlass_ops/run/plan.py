@@ -1,0 +1,313 @@
+"""How calls of one shape are served: a loaded kernel with its launch arguments, ready to run again and again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from cutlass_ops.artifacts.loader import LoadedKernel, Reason, refusal
+from cutlass_ops.base import arch, env
+from cutlass_ops.base.errors import LoadError
+from cutlass_ops.declare.config import Config, Sm90Config
+from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.run import operands
+from cutlass_ops.run.call import Call
+from cutlass_ops.run.peers import Peer, peers
+from cutlass_ops.run.registry import REGISTRY
+
+_RASTER = {"heuristic": 0, "along_m": 1, "along_n": 2}
+_BY_GPC = 4
+
+
+# A warm call reads these: slots take less than half the time of a named tuple's fields.
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How to serve calls of one shape.
+
+    Attributes
+    ----------
+    spec : KernelSpec
+        The kernel.
+    kernel : LoadedKernel
+        The same, loaded.
+    launch : callable
+        The kernel's own entry.
+    raster, swizzle : int
+        Order in which tiles are visited, as :func:`order` numbers it.
+    workspace : int
+        Bytes of workspace that a launch needs.
+    outputs : tuple
+        Shape, strides and dtype of each output as the caller sees it, D first. The kernel folds leading dimensions.
+    """
+
+    spec: KernelSpec
+    kernel: LoadedKernel
+    launch: Callable[..., int]
+    raster: int
+    swizzle: int
+    workspace: int
+    outputs: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
+
+    def run(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], out: Tensor | None) -> tuple[Tensor, ...] | None:
+        """Launch on a warm call's arguments as they are.
+
+        Returns
+        -------
+        tuple of Tensor, or None
+            The outputs; None if the kernel refuses the arguments, so that they have to be looked at.
+        """
+        workspace = self._workspace(a) if self.workspace else None
+        # With strides given, PyTorch makes a tensor in half of the time.
+        if len(self.outputs) == 1:
+            if out is None:
+                shape, strides, dtype = self.outputs[0]
+                d = a.new_empty_strided(shape, strides, dtype=dtype)
+            else:
+                d = out
+            return (d,) if self.launch(a, b, d, *inputs, self.raster, self.swizzle, workspace) == 0 else None
+        results = tuple(a.new_empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in self.outputs)
+        d, *others = results if out is None else (out, *results[1:])
+        status = self.launch(a, b, d, *inputs, *others, self.raster, self.swizzle, workspace)
+        return (d, *others) if status == 0 else None
+
+    def launch_call(self, call: Call) -> None:
+        """Launch on a checked call's arguments.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the kernel refuses an argument; the message says which and why.
+        """
+        problem = call.problem
+        workspace = self._workspace(problem.a) if self.workspace else None
+        arguments = (problem.a, problem.b, call.outputs[0], *problem.inputs.values(), *call.outputs[1:])
+        status = self.launch(*arguments, self.raster, self.swizzle, workspace)
+        if status != 0:
+            raise _explain(status, self.spec, arguments)
+
+    def same_as(self, other: AnyPlan) -> bool:
+        """Whether another plan for the same shape would serve the same calls."""
+        return isinstance(other, Plan) and other.spec == self.spec
+
+    def _workspace(self, a: Tensor) -> Tensor:
+        return a.new_empty(self.workspace, dtype=torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerPlan:
+    """Calls of one shape served by PyTorch, since it was faster there and the user allowed it.
+
+    Attributes
+    ----------
+    name : str
+        Which of :func:`cutlass_ops.run.peers.peers`.
+    peer : callable
+        The same.
+    inputs : tuple
+        Shape, dtype and device of each input of the epilogue that is a tensor; None for a number.
+    shape : tuple of int
+        D's shape as the caller sees it.
+    """
+
+    name: str
+    peer: Peer
+    inputs: tuple[tuple[tuple[int, ...], torch.dtype, torch.device] | None, ...]
+    shape: tuple[int, ...]
+
+    def run(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], out: Tensor | None) -> tuple[Tensor, ...] | None:
+        """Compute a warm call; None if its inputs are not those that were planned for.
+
+        PyTorch would broadcast what a kernel refuses, so that they have to be compared.
+        """
+        if tuple(map(_described, inputs)) != self.inputs or b.device != a.device:
+            return None
+        if out is not None and (out.shape != self.shape or out.device != a.device):
+            return None
+        d = self._compute(a, b, inputs)
+        return (d,) if out is None else (out.copy_(d),)
+
+    def same_as(self, other: AnyPlan) -> bool:
+        """Whether another plan for the same shape would serve the same calls."""
+        return isinstance(other, PeerPlan) and other.inputs == self.inputs
+
+    def launch_call(self, call: Call) -> None:
+        """Compute a checked call."""
+        inputs = list(call.problem.inputs.values())
+        call.outputs[0].copy_(self._compute(call.problem.a, call.problem.b, inputs))
+
+    def _compute(self, a: Tensor, b: Tensor, inputs: Sequence[Any]) -> Any:
+        # Operands have the type that the caller gave them, as for a kernel.
+        with torch.autocast(a.device.type, enabled=False):
+            return self.peer(a, b, inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class OpsPlan:
+    """Calls of one shape served by other ops, since no one kernel takes such operands.
+
+    Attributes
+    ----------
+    compute : callable
+        What computes D from a call's arguments, with `out` and `out_dtype`.
+    operands : tuple
+        Of a, b and each input of the epilogue: what decides whether a kernel takes it.
+    out_dtype : torch.dtype
+        D's.
+    """
+
+    compute: Callable[..., Tensor]
+    operands: tuple[tuple[Any, ...] | None, ...]
+    out_dtype: torch.dtype
+
+    def run(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], out: Any) -> tuple[Tensor, ...] | None:
+        """Compute a warm call; None if its operands are not those that no kernel takes."""
+        if tuple(map(_laid_out, (a, b, *inputs))) != self.operands:
+            return None
+        return (self.compute(a, b, *inputs, out=out, out_dtype=self.out_dtype),)
+
+    def same_as(self, other: AnyPlan) -> bool:
+        """Whether another plan for the same shape would serve the same calls."""
+        return isinstance(other, OpsPlan) and other.operands == self.operands
+
+
+AnyPlan: TypeAlias = Plan | PeerPlan | OpsPlan
+
+
+def make_ops_plan(
+    compute: Callable[..., Tensor], operands: Sequence[Tensor | float], out_dtype: torch.dtype
+) -> OpsPlan:
+    """Plan calls like one that no kernel serves.
+
+    Parameters
+    ----------
+    compute : callable
+        What computes D from a call's arguments, with `out` and `out_dtype`.
+    operands : sequence
+        The checked call's a, b and inputs.
+    out_dtype : torch.dtype
+        D's.
+    """
+    return OpsPlan(compute, tuple(map(_laid_out, operands)), out_dtype)
+
+
+def can_fall_back(call: Call, peer: str = "eager") -> bool:
+    """Whether :class:`PeerPlan` can serve a call with a peer: no batch, and nothing but D in A's dtype."""
+    problem = call.problem
+    return (
+        peer in peers(call.graph)
+        and len(problem.batch) == 1
+        and len(call.outputs) == 1
+        and call.outputs[0].dtype == problem.a.dtype
+    )
+
+
+def make_peer_plan(name: str, call: Call) -> PeerPlan:
+    """Plan calls like this one with PyTorch.
+
+    Parameters
+    ----------
+    name : str
+        Which of :func:`cutlass_ops.run.peers.peers`.
+    call : Call
+        The call. Its A has two dimensions, and it has one output, of A's dtype.
+    """
+    inputs = tuple(map(_described, call.problem.inputs.values()))
+    return PeerPlan(name, peers(call.graph)[name], inputs, (call.problem.m, call.problem.n))
+
+
+def _described(value: Tensor | float) -> tuple[tuple[int, ...], torch.dtype, torch.device] | None:
+    return (tuple(value.shape), value.dtype, value.device) if isinstance(value, Tensor) else None
+
+
+def _laid_out(value: Tensor | float) -> tuple[Any, ...] | None:
+    if not isinstance(value, Tensor):
+        return None
+    return value.shape, value.stride(), value.dtype, value.device, value.data_ptr() % arch.TMA_ALIGNMENT_BYTES
+
+
+def order(config: Config) -> tuple[int, int]:
+    """Return a configuration's order of tiles as kernels number it: raster order, by GPC or not, and swizzle."""
+    if not isinstance(config, Sm90Config):
+        return 0, config.swizzle
+    return _RASTER[config.raster] + (_BY_GPC if config.by_gpc else 0), config.swizzle
+
+
+def make_plan(name: str, spec: KernelSpec, config: Config, call: Call) -> Plan:
+    """Plan calls like this one with a kernel.
+
+    Parameters
+    ----------
+    name : str
+        What is called, for profilers.
+    spec : KernelSpec
+        The kernel; it is built if nothing has it.
+    config : Config
+        Its configuration with the launch arguments.
+    call : Call
+        The call.
+    """
+    kernel = REGISTRY.kernel(spec)
+    problem, graph = call.problem, call.graph
+    raster, swizzle = order(config)
+    with torch.cuda.device(problem.a.device):
+        workspace = int(kernel.workspace_size(problem.m, problem.n, problem.k, raster, swizzle))
+    return Plan(
+        spec=spec,
+        kernel=kernel,
+        launch=_in_range(name, kernel.launch) if env.nvtx_enabled() else kernel.launch,
+        raster=raster,
+        swizzle=swizzle,
+        workspace=workspace,
+        outputs=tuple(
+            (shape, _contiguous(shape), t.dtype)
+            for shape, t in zip(map(problem.output_shape, graph.outputs), call.outputs, strict=True)
+        ),
+    )
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a new tensor."""
+    return tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
+
+
+def _in_range(name: str, launch: Callable[..., int]) -> Callable[..., int]:
+    """Have profilers show launches as ranges of a name."""
+
+    def launch_in_range(*arguments: Any) -> int:
+        with torch.cuda.nvtx.range(name):
+            return launch(*arguments)
+
+    return launch_in_range
+
+
+def _explain(status: int, spec: KernelSpec, arguments: Sequence[Any]) -> Exception:
+    """Put a kernel's refusal into words."""
+    position, reason = refusal(status)
+    inputs, outputs = spec.epilogue.inputs, spec.epilogue.outputs[1:]
+    names = ["a", "b", "out", *(i.name for i in inputs), *map(operands.output_name, outputs)]
+    types = [spec.a, spec.b, spec.d, *spec.inputs, *spec.outputs]
+    if position >= len(names):
+        return LoadError(f"{spec.slug} refused argument {position} ({reason.name}): a defect of this library")
+    name, wanted, value = names[position], types[position], arguments[position]
+    is_tensor = isinstance(value, Tensor)
+    found = f"{value.dtype}, shape {tuple(value.shape)}, strides {value.stride()}" if is_tensor else f"{value!r}"
+    what = {
+        Reason.KIND: f"must be a tensor of {wanted.dtype}",
+        Reason.SHAPE: "has a shape that disagrees with the other arguments",
+        Reason.DTYPE: f"must have dtype {wanted.dtype}",
+        Reason.DEVICE: "must be on the same CUDA device as a",
+        Reason.MAJOR: f"must be {wanted.major}-major: contiguous along "
+        f"{'the last' if wanted.major == 'row' else 'the first'} dimension",
+        Reason.ALIGNMENT: f"must be aligned to {wanted.alignment * wanted.dtype.bytes} bytes in address, leading "
+        "dimension and extent; declare a lower alignment, as in 'bf16.row.align2'",
+        Reason.OVERLAP: "shares memory with another argument",
+        Reason.NULL: "has no memory (its address is null): pass the plain tensor it wraps, e.g. to_local() of a "
+        "DTensor",
+    }.get(reason, reason.name.lower())
+    error = TypeError if reason in (Reason.KIND, Reason.DTYPE) else ValueError
+    return error(f"{name} {what}; it is {found}. The kernel is {spec.slug}")

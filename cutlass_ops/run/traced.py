@@ -1,0 +1,490 @@
+"""Ops as operators of PyTorch's, for whatever looks at operators: torch.compile, torch.export, fake tensors, modes.
+
+PyTorch's tracer follows a call of an op only as far as this module: a program names the op by a string, and the call
+happens when the program runs. The string holds the whole epilogue, so that a saved program runs in a process that has
+never seen the function. What is found on the way (the op of an epilogue, of a norm and what follows it) is looked up
+while tracing, and is a constant of the graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from cutlass_ops.base.errors import ConfigError
+from cutlass_ops.epilogue import Epilogue
+from cutlass_ops.epilogue.graph import Graph
+from cutlass_ops.epilogue.nodes import Kind
+from cutlass_ops.run.results import Outputs
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Portable(ABC):
+    """What can be called in a program, an op or one kernel. It never changes: copies are the same object.
+
+    Pickled, it is the string that stands for it in programs, so that it needs no module of the user's.
+
+    Attributes
+    ----------
+    about : str
+        What :func:`register` returned.
+    """
+
+    about: str
+
+    @abstractmethod
+    def __call__(self, a: Tensor, b: Tensor, *inputs: Any, **given: Any) -> Any:
+        """Run it."""
+
+    @abstractmethod
+    def run_plain(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], out: Any, out_dtype: torch.dtype | None) -> Any:
+        """Run it on tensors with memory of their own, and let no mode see it."""
+
+    @abstractmethod
+    def results_of(
+        self, a: Tensor, b: Tensor, inputs: Sequence[Any], out_dtype: torch.dtype | None = None
+    ) -> list[Tensor]:
+        """Return outputs of the right shapes, dtypes and device, and compute nothing."""
+
+    def as_list(self, a: Tensor, b: Tensor, *inputs: Any, **given: Any) -> list[Tensor]:
+        """Run it, and return its outputs as a list."""
+        found = self(a, b, *inputs, **given)
+        return [found] if isinstance(found, Tensor) else list(found)
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return find, (self.about.split(";", 4)[4],)
+
+
+Made = TypeVar("Made", bound=Portable)
+
+
+# ---- Strings that stand for ops ------------------------------------------------------------------------------------
+
+_LIVE: weakref.WeakValueDictionary[str, Portable] = weakref.WeakValueDictionary()
+_MAKERS: dict[str, Callable[[str, Any], Portable]] = {}
+
+
+def maker(how: str) -> Callable[[Callable[[str, Any], Portable]], Callable[[str, Any], Portable]]:
+    """Have a function make what strings of one kind stand for, from a name and plain values."""
+
+    def register_maker(make: Callable[[str, Any], Portable]) -> Callable[[str, Any], Portable]:
+        _MAKERS[how] = make
+        return make
+
+    return register_maker
+
+
+def register(name: str, graph: Graph, called: Portable, how: str, plain: Any) -> str:
+    """Make something known to programs; return what they need to know of it, as one string.
+
+    Parameters
+    ----------
+    name : str
+        For whoever reads a program.
+    graph : Graph
+        The epilogue.
+    called : Portable
+        What is called.
+    how : str
+        The :func:`maker` that makes it again in another process.
+    plain
+        What that needs, as plain values.
+    """
+    op = f"{name} {json.dumps({how: plain}, separators=(',', ':'))}"
+    _LIVE.setdefault(op, called)
+    outputs = ",".join(f"{o.name}:{o.kind.value}" for o in graph.outputs)
+    scalars = ",".join(i.name for i in graph.inputs if i.kind is Kind.SCALAR)
+    return ";".join((",".join(i.name for i in graph.inputs), ",".join(graph.products), scalars, outputs, op))
+
+
+def find(op: str) -> Portable:
+    """Return what a string in a program stands for: what this process has already, else made from the string.
+
+    Raises
+    ------
+    ConfigError
+        If this version of the library cannot read it.
+    """
+    return _LIVE.get(op) or _made(op)
+
+
+@functools.lru_cache(maxsize=1024)
+def _made(op: str) -> Portable:
+    name, _, text = op.partition(" ")
+    try:
+        ((how, plain),) = json.loads(text).items()
+        make = _MAKERS[how]
+    except (ValueError, AttributeError, KeyError):
+        raise ConfigError(
+            f"the program calls {op[:60]!r}, which this version of cutlass_ops cannot read: export it again"
+        ) from None
+    return make(name, plain)
+
+
+def bind(op: str, names: tuple[str, ...], inputs: Sequence[Any], named: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Bring inputs given by position and by name into the epilogue's order.
+
+    Raises
+    ------
+    TypeError
+        If one is missing, unknown or given twice.
+    """
+    values = dict(zip(names, inputs, strict=False))
+    wrong = [f"{len(inputs) + 2} were given"] if len(inputs) > len(names) else []
+    wrong += [f"{name} is given twice" for name in values if name in named]
+    values |= named
+    wrong += [f"{name} is missing" for name in names if name not in values]
+    wrong += [f"{name} is unknown" for name in named if name not in names]
+    if wrong:
+        raise TypeError(f"{op} takes ({', '.join(('a', 'b', *names))}): {', '.join(wrong)}")
+    return tuple(values[name] for name in names)
+
+
+# ---- Calls ---------------------------------------------------------------------------------------------------------
+
+
+class Traced:
+    """What stands for an op while its caller is traced, and calls it as an operator."""
+
+    def __init__(self, about: str) -> None:
+        names, products, scalars, outputs, self.op = about.split(";", 4)
+        self.names = tuple(names.split(",")) if names else ()
+        self.products = tuple(products.split(",")) if products else ()
+        self.scalars = tuple(scalars.split(",")) if scalars else ()
+        pairs = [output.split(":") for output in outputs.split(",")]
+        self.outputs, self.kinds = tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)
+
+    def __call__(
+        self, a: Any, b: Any, *inputs: Any, out: Any = None, out_dtype: torch.dtype | None = None, **named: Any
+    ) -> Any:
+        """Call the op as an operator."""
+        # While a function is traced, the tracer itself may end at this question where the answer is yes.
+        if torch.compiler.is_dynamo_compiling() and torch._C._functorch.maybe_current_level() is not None:
+            raise NotImplementedError(_NO_TRANSFORM)
+        values = bind(self.op.partition(" ")[0], self.names, inputs, named)
+        tensors, numbers, places = [], [], []
+        for place, (name, value) in enumerate(zip(self.names, values, strict=True)):
+            found = scalar_argument(name, value) if name in self.scalars else value
+            if isinstance(found, float):
+                numbers.append(found)
+                places.append(place)
+            else:
+                tensors.append(found)
+        arguments = (self.op, a, b, tensors, numbers, places)
+        if out is None:
+            results = torch.ops.cutlass_ops.fused_gemm(*arguments, out_dtype)
+        else:
+            results = self._outputs(a, b, out, out_dtype)
+            torch.ops.cutlass_ops.fused_gemm_out(*arguments, results)
+        return results[0] if len(self.outputs) == 1 else Outputs(self.outputs, results)
+
+    def _outputs(self, a: Any, b: Any, out: Any, out_dtype: torch.dtype | None) -> list[Any]:
+        """Return all outputs: those that the caller gave, and the others without values."""
+        given = out if isinstance(out, Mapping) else {"d": out}
+        unknown = [name for name in given if name not in self.outputs]
+        if unknown:
+            raise ValueError(f"out names {', '.join(unknown)}: the outputs are {', '.join(self.outputs)}")
+        m, n = a.shape[:-1], b.shape[-1:]
+        shapes = {"tile": (*m, *n), "col": m, "row": n}
+        d = given.get("d")
+        if d is not None and out_dtype is not None and d.dtype != out_dtype:
+            raise TypeError(f"out is {d.dtype}, and out_dtype asks for {out_dtype}")
+        d_dtype = d.dtype if d is not None else a.dtype if out_dtype is None else out_dtype
+        found = []
+        for name, kind in zip(self.outputs, self.kinds, strict=True):
+            tensor = given.get(name)
+            if tensor is None:
+                tensor = a.new_empty(shapes[kind], dtype=d_dtype if kind == "tile" else torch.float32)
+            found.append(tensor)
+        return found
+
+
+def scalar_argument(name: str, value: Any) -> Tensor | float:
+    """Return a scalar as an operator takes it: a tensor, or a number that is a constant of the program.
+
+    A number that a compiled program is to take again and again becomes a tensor; else each value would be a program.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is no scalar: see :func:`number`.
+    """
+    if isinstance(value, Tensor):
+        return value
+    symbolic = isinstance(value, (torch.SymInt, torch.SymFloat))
+    if not symbolic and torch.compiler.is_dynamo_compiling() and not isinstance(value, (bool, str)):
+        if type(value) not in (int, float):
+            return torch.as_tensor(value)  # what NumPy's scalars are to the tracer
+        # While a function is traced, an argument of it has the type of a number as well.
+        symbolic = not _symbolic_shapes().has_static_value(value)
+    if symbolic:
+        return torch.mul(torch.ones((), dtype=torch.float64, device="cpu"), value)
+    return number(name, value)
+
+
+def _symbolic_shapes() -> Any:
+    return torch.fx.experimental.symbolic_shapes
+
+
+_LARGEST = int(sys.float_info.max)
+
+
+def number(name: str, value: Any) -> float:
+    """Return a scalar that is no tensor as a float.
+
+    Raises
+    ------
+    TypeError
+        If it is no real number.
+    ValueError
+        If it is beyond the range of a double.
+    """
+    if getattr(value, "size", 0) == 1 and hasattr(value, "item"):
+        value = value.item()  # NumPy's
+    if isinstance(value, (bool, str, bytes)) or not hasattr(value, "__float__"):
+        raise TypeError(f"{name} must be a number or a tensor of one element, not {type(value).__name__}")
+    # float() would raise an error that PyTorch's tracer takes for one of its own.
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        raise ValueError(f"{name} is beyond a double's range: pass a number up to 3.4e38, FP32's")
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be a number or a tensor of one element, not {type(value).__name__}") from None
+
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_transforms = torch._C._functorch.peek_interpreter_stack
+_jit_tracer = torch._C._get_tracing_state
+_before_dispatch: Callable[[], int] = torch._ops._len_torch_dispatch_stack_pre_dispatch
+
+
+def is_watched() -> bool:
+    """Whether something wants to see this thread's operators: a mode, a tracer, or a transform such as vmap."""
+    if _dispatch_modes() or _transforms() is not None or _jit_tracer() is not None:
+        return True
+    # Tracing before dispatch has modes of its own, and always one for functions besides.
+    return bool(_function_modes()) and _before_dispatch() > 0
+
+
+def is_elsewhere(a: Any, b: Any, inputs: Sequence[Any], out: Any) -> bool:
+    """Whether a call has to go by :func:`detour`: PyTorch watches, or an argument is not what lies in its memory."""
+    return is_watched() or any(map(is_special, _arguments(a, b, inputs, out)))
+
+
+def detour(called: Portable, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None) -> Any:
+    """Make a call by way of PyTorch: modes see an operator, and tensors of other classes say what it means for them.
+
+    Raises
+    ------
+    TypeError, NotImplementedError
+        If an argument stands for what no kernel can read; the message says what to pass.
+    """
+    entry = Traced(called.about)
+    values = _arguments(a, b, inputs, out)
+    overriding = tuple(filter(_overrides, values))
+    if overriding:
+        # What a tensor's class makes of a tuple may lack the names: these come afterwards.
+        listed = len(entry.outputs) > 1 and all(isinstance(x, Tensor) for x in overriding)
+        run: Callable[..., Any] = called.as_list if listed else called
+        given = {name: x for name, x in (("out", out), ("out_dtype", out_dtype)) if x is not None}
+        found = torch.overrides.handle_torch_function(run, overriding, a, b, *inputs, **given)
+        return Outputs(entry.outputs, found) if listed else found
+    for name, value in zip(("a", "b", *entry.names), (a, b, *inputs), strict=True):
+        _refuse_others(name, value)
+    for value in out.values() if isinstance(out, Mapping) else (out,):
+        _refuse_others("out", value)
+        if isinstance(value, Tensor) and torch._is_functional_tensor(value):
+            raise TypeError("out is a functional tensor, which nothing writes to: leave out away, and copy the result")
+    if is_watched() or any(map(_needs_operator, values)) or _only_shapes(values):
+        return entry(a, b, *inputs, out=out, out_dtype=out_dtype)
+    return called.run_plain(a, b, tuple(inputs), out, out_dtype)
+
+
+def goes_by_operator(**tensors: Any) -> bool:
+    """Whether a function of these arguments, other than an op, has to go through its operator: see :func:`detour`.
+
+    Raises
+    ------
+    TypeError, NotImplementedError
+        If an argument stands for what no operator can read.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    values = tuple(tensors.values())
+    special = any(_overrides(x) or _needs_operator(x) for x in values)
+    if not is_watched() and not special and not _only_shapes(values):
+        return False
+    for name, value in tensors.items():
+        _refuse_others(name, value)
+    return True
+
+
+def _arguments(a: Any, b: Any, inputs: Sequence[Any], out: Any) -> tuple[Any, ...]:
+    return (a, b, *inputs, *(out.values() if isinstance(out, Mapping) else (out,)))
+
+
+def is_special(value: Any) -> bool:
+    """Whether an argument is more or less than what lies in its memory."""
+    return _overrides(value) or _needs_operator(value) or _is_meta(value)
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type == "meta"
+
+
+def _only_shapes(values: Sequence[Any]) -> bool:
+    """Whether all tensors are on "meta". Where others are not, a call goes on, and says that devices differ."""
+    return all(_is_meta(x) for x in values if isinstance(x, Tensor))
+
+
+def _overrides(value: Any) -> bool:
+    """Whether an argument's class has its own idea of what functions of PyTorch's return; proxies of torch.fx have."""
+    # Where a mode for functions is active, PyTorch says so of every value.
+    kind = type(value)
+    return (
+        kind not in (Tensor, Parameter)
+        and hasattr(kind, "__torch_function__")
+        and torch.overrides.has_torch_function((value,))
+    )
+
+
+def _needs_operator(value: Any) -> bool:
+    """Whether only PyTorch's dispatcher gets at what a tensor stands for."""
+    if not isinstance(value, Tensor):
+        return False
+    others = type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return others or torch._is_functional_tensor(value)
+
+
+def _refuse_others(name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        return
+    if hasattr(type(value), "to_local"):
+        raise TypeError(
+            f"{name} is a {type(value).__name__}, whose parts lie on several devices, and a kernel runs on one: pass "
+            f"{name}.to_local()"
+        )
+    if value.is_nested:
+        raise TypeError(f"{name} is a nested tensor: pass {name}.values() or {name}.to_padded_tensor(0)")
+    if _transforms() is not None and torch._C._functorch.is_gradtrackingtensor(value):
+        raise NotImplementedError(_NO_TRANSFORM)
+
+
+_NO_TRANSFORM = (
+    "there is no rule for torch.func.grad, jvp or vmap yet: call cutlass_ops outside of the function that is "
+    "transformed. What vmap would do, leading dimensions of a do: they are folded into M"
+)
+
+
+# ---- Constants of a trace ------------------------------------------------------------------------------------------
+
+_REMEMBERED: dict[str, Callable[..., Portable]] = {}
+
+
+def remembered(make: Callable[..., Made]) -> Callable[..., Made]:
+    """Have a function that makes ops, of epilogues and plain values, remember them, and be a constant of a trace.
+
+    PyTorch's tracer would go through a cache, and make an op at every call.
+    """
+    name, cached = f"{make.__module__}.{make.__qualname__}", functools.lru_cache(maxsize=1024)(make)
+    _REMEMBERED[name] = cached
+
+    @functools.wraps(make)
+    def made(*args: Any) -> Made:
+        if torch.compiler.is_dynamo_compiling():
+            plain: list[Any] = []
+            for x in args:
+                plain += [True, x.token] if isinstance(x, Epilogue) else [False, x]
+            return cast("Made", Traced(_about(name, *plain)))  # for as long as the trace takes
+        return cached(*args)
+
+    return made
+
+
+def _about(remembered: str, *plain: Any) -> str:
+    pairs = zip(plain[::2], plain[1::2], strict=True)
+    return _REMEMBERED[remembered](*(Epilogue.by_token(x) if is_token else x for is_token, x in pairs)).about
+
+
+# What the decorator torch._dynamo.assume_constant_result would set; to import it takes a second.
+_about._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+# ---- The operators -------------------------------------------------------------------------------------------------
+
+
+def _inputs(
+    tensors: Sequence[Tensor] | None, numbers: Sequence[float] | None, places: Sequence[int] | None
+) -> tuple[Tensor | float, ...]:
+    # AOTInductor's packages hand over None for an empty list.
+    values: list[Tensor | float] = list(tensors or ())
+    for number, place in zip(numbers or (), places or (), strict=True):
+        values.insert(place, number)
+    return tuple(values)
+
+
+def _run(op, a, b, tensors, numbers, places, out_dtype):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    found = find(op).run_plain(a, b, _inputs(tensors, numbers, places), None, out_dtype)
+    return [found] if isinstance(found, Tensor) else list(found)
+
+
+def _run_out(op, a, b, tensors, numbers, places, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    called = find(op)
+    given = out[0] if len(out) == 1 else dict(zip(Traced(called.about).outputs, out, strict=True))
+    called.run_plain(a, b, _inputs(tensors, numbers, places), given, None)
+
+
+def _shapes(op, a, b, tensors, numbers, places, out_dtype):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    return find(op).results_of(a, b, _inputs(tensors, numbers, places), out_dtype)
+
+
+def _refuse_vmap(*_):  # type: ignore[no-untyped-def]  # noqa: ANN002, ANN202
+    raise NotImplementedError(_NO_TRANSFORM)
+
+
+_LIBRARY = torch.library.Library("cutlass_ops", "DEF")  # type: ignore[no-untyped-call]
+
+
+def declare(schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> None:
+    """Make an operator of PyTorch's, for as long as this module is there.
+
+    Parameters
+    ----------
+    schema : str
+        Name, arguments and results, as PyTorch writes them.
+    run : callable
+        Computes it.
+    shapes : callable
+        Takes the same arguments, and returns results without data.
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    # What register_fake does as well, but for the name of the source line that it reads, which takes 2 ms.
+    _LIBRARY.impl(name, shapes, "Meta")  # type: ignore[no-untyped-call]
+
+
+# Inputs that are numbers have their places given, since a list of tensors that may be missing is not for every tracer.
+_ARGUMENTS = "str op, Tensor a, Tensor b, Tensor[] tensors, float[] numbers, int[] places"
+declare(f"fused_gemm({_ARGUMENTS}, ScalarType? out_dtype) -> Tensor[]", _run, _shapes)
+declare(f"fused_gemm_out({_ARGUMENTS}, Tensor(a!)[] out) -> ()", _run_out, lambda *_: None)
+for _name in ("fused_gemm", "fused_gemm_out"):
+    _LIBRARY.impl(_name, _refuse_vmap, "FuncTorchBatched")  # type: ignore[no-untyped-call]

@@ -1,0 +1,4 @@
+"""From a catalogue to a bundle, and whether a bundle is what it says.
+
+It imports the rooms below.
+"""

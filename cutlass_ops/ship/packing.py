@@ -1,0 +1,206 @@
+"""From a catalogue to a bundle: every kernel built, packed with its source, the choices and the tuning tables."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import io
+import os
+import re
+import uuid
+import zipfile
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+
+from cutlass_ops.artifacts.bundle import Bundle, manifest_of, open_bundle, write_bundle
+from cutlass_ops.artifacts.bundles import NAMESPACE
+from cutlass_ops.artifacts.manifest import Manifest, table_name
+from cutlass_ops.artifacts.store import KernelStore
+from cutlass_ops.base import checked_json, resources
+from cutlass_ops.compilation.builder import build_many
+from cutlass_ops.compilation.toolchain import Toolchain
+from cutlass_ops.ship.shipping import Catalogue, shipment
+
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,62}[A-Za-z0-9])?")
+_VERSION = re.compile(r"[0-9]+(\.[0-9]+)*((a|b|rc)[0-9]+)?(\.post[0-9]+)?(\.dev[0-9]+)?(\+[a-z0-9]+(\.[a-z0-9]+)*)?")
+_TAG = "py3-none-linux_x86_64"
+_FIRST_DAY = (1980, 1, 1, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A bundle's contents before they are written.
+
+    Attributes
+    ----------
+    manifest : Manifest
+        What it says of itself.
+    files : mapping of str to bytes
+        Kernels, sources and tables.
+    """
+
+    manifest: Manifest
+    files: Mapping[str, bytes]
+
+    def write(self, path: Path, *, private_key: Path | None = None, folder: bool = False) -> Bundle:
+        """Write the bundle, and open what was written.
+
+        Parameters
+        ----------
+        path : Path
+            Where to; an archive there is replaced, a folder is not.
+        private_key : Path, optional
+            PEM file of an Ed25519 key to sign the manifest with.
+        folder : bool
+            Whether to write a folder, and not an archive.
+
+        Raises
+        ------
+        ValueError
+            If the folder is there already, or the key cannot be used.
+        BundleError, OSError
+            If it cannot be written.
+        """
+        write_bundle(path, self.manifest, self.files, private_key=private_key, folder=folder)
+        return open_bundle(path)
+
+
+def pack(
+    catalogue: Catalogue,
+    *,
+    jobs: int | None = None,
+    store: KernelStore | None = None,
+    toolchain: Toolchain | None = None,
+    executor: Executor | None = None,
+) -> Packed:
+    """Build everything in a catalogue, no GPU needed, and pack it.
+
+    Parameters
+    ----------
+    catalogue : Catalogue
+        What to ship.
+    jobs, store, toolchain, executor
+        As for :func:`cutlass_ops.compilation.builder.build_many`.
+
+    Raises
+    ------
+    ConfigError
+        If no kernel serves an entry of the catalogue.
+    BundleError
+        If stored kernels of several toolchains would be mixed.
+    CompileError, ToolchainError, StoreError, MissingKernelError
+        If a kernel cannot be built.
+    """
+    wanted = shipment(catalogue)
+    artifacts = build_many(wanted.specs, jobs=jobs, store=store, toolchain=toolchain, executor=executor)
+    tables = [checked_json.canonical(table.to_json()) for table in wanted.tables]
+    manifest = manifest_of(artifacts, wanted.choices, tables, catalogue.version)
+    sources = {artifact.key: artifact.read_source() for artifact in artifacts}
+    libraries = {artifact.key: artifact.read_library() for artifact in artifacts}
+    by_digest = {hashlib.sha256(table).hexdigest(): table for table in tables}
+    files = {record.library_name: libraries[record.key] for record in manifest.kernels}
+    files |= {record.source_name: sources[record.key] for record in manifest.kernels}
+    files |= {table_name(table): by_digest[table.sha256] for table in manifest.tables}
+    return Packed(manifest, files)
+
+
+def write_wheel(bundle: Path, folder: Path, name: str, version: str | None = None) -> Path:
+    """Pack a bundle into a wheel; where it is installed, the bundle is found without further ado.
+
+    Parameters
+    ----------
+    bundle : Path
+        An archive.
+    folder : Path
+        Where the wheel is written to.
+    name : str
+        Of the distribution, such as ``"my-kernels"``.
+    version : str, optional
+        By default this library's, with the beginning of the bundle's SHA-256.
+
+    Returns
+    -------
+    Path
+        The wheel, for Linux on x86-64 and any Python 3.
+
+    Raises
+    ------
+    ValueError
+        If name or version are none that packages can have.
+    OSError
+        If it cannot be written.
+    """
+    data = bundle.read_bytes()
+    version = version or f"{resources.library_version()}+{hashlib.sha256(data).hexdigest()[:12]}"
+    path = wheel_path(folder, name, version)
+    stem = _stem(name)
+    info = f"{stem}-{version}.dist-info"
+    metadata = (
+        f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nSummary: Compiled kernels for cutlass_ops\n"
+        f"Requires-Dist: cutlass_ops~={resources.library_version()}\n"
+    )
+    files = {
+        f"{NAMESPACE}/{stem}.bundle": data,
+        f"{info}/METADATA": metadata.encode(),
+        f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: cutlass_ops\nRoot-Is-Purelib: false\nTag: {_TAG}\n".encode(),
+    }
+    files[f"{info}/RECORD"] = _record(files, f"{info}/RECORD")
+    _write_zip(path, files)
+    return path
+
+
+def wheel_path(folder: Path, name: str, version: str) -> Path:
+    """Return where :func:`write_wheel` writes a wheel of this name and version.
+
+    Raises
+    ------
+    ValueError
+        As for :func:`require_wheel`.
+    """
+    require_wheel(name, version)
+    return folder / f"{_stem(name)}-{version}-{_TAG}.whl"
+
+
+def _stem(name: str) -> str:
+    return re.sub(r"[-_.]+", "_", name).lower()
+
+
+def require_wheel(name: str, version: str | None) -> None:
+    """Refuse a name or a version that no package can have.
+
+    Raises
+    ------
+    ValueError
+        With the reason.
+    """
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is not a name for a package: use letters, digits, '-', '_' and '.'")
+    if version is not None and not _VERSION.fullmatch(version):
+        raise ValueError(f"{version!r} is not a version of a package: use one such as 1.2 or 1.2.post1")
+
+
+def _record(files: Mapping[str, bytes], own: str) -> bytes:
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    for name, data in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        rows.writerow([name, f"sha256={digest}", len(data)])
+    rows.writerow([own, "", ""])
+    return text.getvalue().encode()
+
+
+def _write_zip(path: Path, files: Mapping[str, bytes]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with zipfile.ZipFile(aside, "x") as archive:
+            for name, data in files.items():
+                entry = zipfile.ZipInfo(name, _FIRST_DAY)
+                entry.external_attr = 0o100644 << 16
+                archive.writestr(entry, data)
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)

@@ -1,0 +1,4 @@
+"""What people ask on the command line: build, explain, inspect, examine the installation.
+
+It imports every room.
+"""

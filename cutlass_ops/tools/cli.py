@@ -1,0 +1,488 @@
+"""The command line: ``python -m cutlass_ops``, or ``cutlass-ops``.
+
+Exit codes: 0 done, 1 an error or a negative answer, 2 wrong usage, 3 a kernel cannot be compiled, 4 a compiler, a GPU,
+a store or a kernel that is needed is not there or not usable, 5 a bundle is not what it should be, 130 interrupted.
+
+Here is what can be typed. What is then done is in ``commands.py``, which is imported once a command begins: PyTorch
+takes a second to import, and help and version need none of it.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import io
+import json
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from cutlass_ops.base import env, executors, resources, units
+from cutlass_ops.base.errors import (
+    BundleError,
+    CompileError,
+    CutlassOpsError,
+    LoadError,
+    MissingKernelError,
+    NoDeviceError,
+    StoreError,
+    ToolchainError,
+)
+from cutlass_ops.declare import gpus, spelling
+
+app = typer.Typer(
+    name="cutlass-ops",
+    help="GEMMs with the epilogue you write in Python, as compiled CUTLASS kernels.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    # Plain text: the same in a terminal, in a pipe and in a log, and nothing more to import.
+    rich_markup_mode=None,
+)
+
+_EXIT_CODES: dict[type[Exception], int] = {
+    CompileError: 3,
+    ToolchainError: 4,
+    StoreError: 4,
+    MissingKernelError: 4,
+    NoDeviceError: 4,
+    BundleError: 5,
+    LoadError: 4,  # other than of a bundle
+}
+_WRONG_USAGE = 2
+_INTERRUPTED = 130
+
+
+def main() -> None:
+    """Run the command line; errors become one message and an exit code."""
+    # To be told to end is the same as to be interrupted: compilers are ended, and nothing is left half-written.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for stream in (sys.stdout, sys.stderr):
+        # Compilers and paths say what a locale cannot.
+        if isinstance(stream, io.TextIOWrapper):
+            ascii_only = codecs.lookup(stream.encoding).name == "ascii"
+            # Typer writes UTF-8 there too, but a question mark for each byte that is no text.
+            stream.reconfigure(encoding="utf-8" if ascii_only else None, errors="backslashreplace")
+    try:
+        app()
+    except (CutlassOpsError, ValueError, OSError) as exc:
+        message = _message(exc)
+        typer.echo(f"error: {message}", err=True)
+        _say_error(type(exc).__name__, message)
+        sys.exit(next((code for kind, code in _EXIT_CODES.items() if isinstance(exc, kind)), 1))
+    except KeyboardInterrupt:
+        _end_interrupted()
+    except SystemExit as exc:
+        if exc.code == _INTERRUPTED:
+            _end_interrupted()
+        if exc.code == _WRONG_USAGE:
+            # Typer has said on standard error what is wrong, and keeps it in the exception that it ended with.
+            said = getattr(exc.__context__, "format_message", lambda: "see standard error")
+            _say_error("UsageError", said())
+        raise
+    except Exception as exc:
+        # A mistake in this library: what calls it by machine gets its answer, and a person the traceback.
+        _say_error(type(exc).__name__, str(exc))
+        raise
+
+
+def _message(exc: Exception) -> str:
+    if isinstance(exc, OSError) and exc.filename is not None:
+        return f"{exc.filename} cannot be used: {exc.strerror}"
+    return str(exc)
+
+
+def _say_error(kind: str, message: str) -> None:
+    if "--json" in sys.argv:
+        # If it is standard output that failed, nobody reads this either.
+        with contextlib.suppress(OSError):
+            typer.echo(json.dumps({"error": {"kind": kind, "message": message}}))
+
+
+def _end_interrupted() -> NoReturn:
+    message = "finished kernels stay in the store, and nothing is half-written"
+    typer.echo(f"interrupted: {message}", err=True)
+    _say_error("KeyboardInterrupt", message)
+    sys.exit(_INTERRUPTED)
+
+
+# ---- Reading arguments ---------------------------------------------------------------------------------------------
+
+
+def _readable(read: Callable[[Any], object]) -> Callable[[Any], Any]:
+    """Return a check for an argument's value: what `read` refuses is wrong usage."""
+
+    def check(value: Any) -> Any:
+        try:
+            if value is not None:
+                read(value)
+        except ValueError as exc:
+            raise typer.BadParameter(str(exc)) from None
+        return value
+
+    return check
+
+
+def _dtypes(texts: list[str]) -> list[str]:
+    return list(dict.fromkeys(spelling.dtype_of(each) for text in texts for each in text.split(",")))
+
+
+def _require_time(seconds: float) -> None:
+    if not seconds > 0:
+        raise ValueError(f"{seconds} is not a time: give a positive number of seconds")
+
+
+def _require_wheel(name: str) -> None:
+    from cutlass_ops.ship import packing
+
+    packing.require_wheel(name, None)
+
+
+def _require_version(version: str) -> None:
+    from cutlass_ops.ship import packing
+
+    packing.require_wheel("name", version)
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"cutlass_ops {resources.library_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _end(code: int) -> None:
+    if code:
+        raise typer.Exit(code)
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON value instead of lines.")]
+CatalogueName = Annotated[
+    str | None,
+    typer.Argument(metavar="[CATALOGUE]", help="A TOML or Python file, or MODULE:NAME. Default: the library's own."),
+]
+Jobs = Annotated[
+    int | None, typer.Option(min=1, help="Kernels to compile at the same time. Default: the number of CPUs.")
+]
+Where = Annotated[
+    str | None,
+    typer.Option(
+        "--executor",
+        metavar="EXECUTOR",
+        callback=_readable(executors.require_named),
+        help=f"What compiles: {executors.FORMS}. Default: this process.",
+    ),
+]
+PublicKeyFiles = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--key",
+        help=f"PEM file of an Ed25519 public key; one of several must have signed. Default: {env.BUNDLE_KEY.name}.",
+    ),
+]
+MinimumVersion = Annotated[
+    int | None,
+    typer.Option(help=f"Refuse a bundle of a lower version, or none. Default: {env.BUNDLE_VERSION.name}."),
+]
+FromBundle = Annotated[Path | None, typer.Option("--bundle", help="Look in this bundle, and not in the store.")]
+OpName = Annotated[
+    str,
+    typer.Argument(
+        metavar="OP",
+        callback=_readable(spelling.op_of),
+        help=f"{', '.join(spelling.OPS)}, or MODULE:NAME of an epilogue of your own.",
+    ),
+]
+Problems = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="MxNxK...",
+        callback=_readable(spelling.problems_of),
+        help="Problems such as 512x4096x4096. Extents may be lists, such as 1,16,64x4096x4096.",
+    ),
+]
+MajorOf = Annotated[
+    str,
+    typer.Option(
+        metavar="MAJOR",
+        callback=_readable(spelling.major_of),
+        help="row or col. A weight (N, K) that is passed as weight.t() is col.",
+    ),
+]
+
+
+# ---- Commands ------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Say which compiler, CUTLASS, GPU and store are used and why.
+
+    Exit code 0 if a kernel can be compiled or run.
+    """
+    from cutlass_ops.tools import commands
+
+    _end(commands.doctor(as_json))
+
+
+@app.command()
+def generate(
+    catalogue: CatalogueName = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write. Default: generated/ of this installation.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Write nothing. Exit code 1 if anything is stale.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Render a catalogue as C++ files and a manifest."""
+    if catalogue is not None and out is None:
+        raise typer.BadParameter("--out is missing: name the folder for the sources of this catalogue")
+    from cutlass_ops.tools import commands
+
+    _end(commands.generate(catalogue, out, check, as_json))
+
+
+@app.command()
+def build(
+    names: Annotated[
+        list[str], typer.Argument(metavar="SPEC.json|CATALOGUE...", help="Declarations of kernels, or catalogues.")
+    ],
+    jobs: Jobs = None,
+    executor: Where = None,
+    as_json: Json = False,
+) -> None:
+    """Compile kernels into the store. Those that are there already are not compiled again."""
+    from cutlass_ops.tools import commands
+
+    _end(commands.build(names, jobs, executor, as_json))
+
+
+@app.command()
+def bundle(
+    catalogue: CatalogueName = None,
+    out: Annotated[Path, typer.Option(help="The bundle to write.")] = Path("kernels.bundle"),
+    folder: Annotated[bool, typer.Option("--folder", help="Write a folder, and not one file.")] = False,
+    sign: Annotated[Path | None, typer.Option(help="PEM file of the Ed25519 private key to sign with.")] = None,
+    wheel: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            callback=_readable(_require_wheel),
+            help="Write a wheel of this name as well, beside the bundle.",
+        ),
+    ] = None,
+    wheel_version: Annotated[
+        str | None, typer.Option(callback=_readable(_require_version), help="Version of the wheel.")
+    ] = None,
+    jobs: Jobs = None,
+    executor: Where = None,
+    as_json: Json = False,
+) -> None:
+    """Build a catalogue's kernels and pack them. No GPU is needed.
+
+    Sources, choices and tuning tables are packed with them.
+    """
+    if wheel is not None and folder:
+        raise typer.BadParameter("--wheel and --folder exclude each other: a wheel holds one file")
+    if wheel_version is not None and wheel is None:
+        raise typer.BadParameter("--wheel-version is the version of a wheel: name one with --wheel")
+    from cutlass_ops.tools import commands
+
+    code = commands.bundle(
+        catalogue, out, folder=folder, sign=sign, wheel=wheel, wheel_version=wheel_version, jobs=jobs,
+        executor=executor, as_json=as_json,
+    )  # fmt: skip
+    _end(code)
+
+
+@app.command()
+def verify(
+    path: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A bundle: a file or a folder.")],
+    key: PublicKeyFiles = None,
+    minimum_version: MinimumVersion = None,
+    as_json: Json = False,
+) -> None:
+    """Check everything that a bundle says of itself.
+
+    Hashes, keys, targets, symbols, instructions and the signature are compared. Exit code 5 if anything is wrong.
+    """
+    from cutlass_ops.tools import commands
+
+    _end(commands.verify(path, key, minimum_version, _EXIT_CODES[BundleError], as_json))
+
+
+@app.command()
+def tune(
+    op: OpName,
+    problems: Problems,
+    dtypes: Annotated[
+        list[str],
+        typer.Option("--dtype", metavar="DTYPE", callback=_readable(_dtypes), help="bf16 or f16. May be repeated."),
+    ] = ["bf16"],  # noqa: B006
+    a: MajorOf = "row",
+    b: MajorOf = "col",
+    kernels: Annotated[int | None, typer.Option(min=1, help="Compile at most so many kernels. Default: 48.")] = None,
+    candidates: Annotated[
+        int | None, typer.Option(min=1, help="Race at most so many kernels at a problem. Default: 12.")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of each race. Default: 11.")] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            callback=_readable(_require_time),
+            help="Begin no problem after so many seconds. Default: no limit.",
+        ),
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="Folder of the tables. Default: where calls look for them.")
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure also what was measured before.")] = False,
+    refine: Annotated[bool, typer.Option("--refine", help="Look around what was measured to be the best.")] = False,
+    allow_fallback: Annotated[
+        bool, typer.Option("--allow-fallback", help="Let PyTorch serve calls where it was faster.")
+    ] = False,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Use only kernels that agree with each other to the last bit.")
+    ] = False,
+    executor: Where = None,
+    as_json: Json = False,
+) -> None:
+    """Measure which kernels are the fastest, and keep the result.
+
+    A run that was stopped goes on where it was. Exit code 1 if a problem could not be measured or time was up.
+    """
+    if allow_fallback and deterministic:
+        raise typer.BadParameter(
+            "--allow-fallback and --deterministic exclude each other: PyTorch's kernels give other bits"
+        )
+    effort = {"kernels": kernels, "candidates": candidates, "rounds": rounds, "seconds": seconds}
+    from cutlass_ops.tools import commands
+
+    code = commands.tune(
+        spelling.op_of(op), spelling.problems_of(problems), _dtypes(dtypes), spelling.major_of(a), spelling.major_of(b),
+        effort={name: value for name, value in effort.items() if value is not None} | {"refine": refine},
+        folder=folder, again=again, allow_fallback=allow_fallback, deterministic=deterministic, executor=executor,
+        as_json=as_json,
+    )  # fmt: skip
+    _end(code)
+
+
+@app.command()
+def explain(
+    op: OpName,
+    problems: Problems,
+    dtype: Annotated[
+        str, typer.Option(metavar="DTYPE", callback=_readable(spelling.dtype_of), help="Of A and B: bf16 or f16.")
+    ] = "bf16",
+    a: MajorOf = "row",
+    b: MajorOf = "col",
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GPU",
+            callback=_readable(gpus.gpu_named),
+            help="As this GPU would, such as H200 or sm_80. Default: the one that is here, else an H100.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say which kernel serves a problem, how long it takes and why."""
+    from cutlass_ops.tools import commands
+
+    code = commands.explain(
+        spelling.op_of(op), spelling.problems_of(problems), spelling.dtype_of(dtype), spelling.major_of(a),
+        spelling.major_of(b), None if device is None else gpus.gpu_named(device), as_json,
+    )  # fmt: skip
+    _end(code)
+
+
+@app.command(name="list")
+def list_kernels(
+    in_bundle: FromBundle = None,
+    key: PublicKeyFiles = None,
+    minimum_version: MinimumVersion = None,
+    as_json: Json = False,
+) -> None:
+    """List the kernels in the store, or in a bundle."""
+    _require_bundle(in_bundle, key, minimum_version)
+    from cutlass_ops.tools import commands
+
+    _end(commands.list_kernels(in_bundle, key, minimum_version, as_json))
+
+
+@app.command()
+def inspect(
+    kernels: Annotated[
+        list[str], typer.Argument(metavar="KERNEL...", help="A kernel's folder, or how its key or slug begins.")
+    ],
+    in_bundle: FromBundle = None,
+    key: PublicKeyFiles = None,
+    minimum_version: MinimumVersion = None,
+    as_json: Json = False,
+) -> None:
+    """Show what kernels are made of.
+
+    That is Tensor Core instructions, registers, shared memory, spills, stages and occupancy.
+    """
+    _require_bundle(in_bundle, key, minimum_version)
+    from cutlass_ops.tools import commands
+
+    _end(commands.inspect(kernels, in_bundle, key, minimum_version, as_json))
+
+
+def _require_bundle(in_bundle: Path | None, key: list[Path] | None, minimum_version: int | None) -> None:
+    if in_bundle is not None:
+        return
+    if key:
+        raise typer.BadParameter("--key is for --bundle: kernels in the store are not signed")
+    if minimum_version is not None:
+        raise typer.BadParameter("--minimum-version is for --bundle: kernels in the store have no version")
+
+
+@app.command()
+def clean(
+    older_than: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            callback=_readable(lambda text: units.duration(text, "--older-than")),
+            help="Only what was not used for so long, such as 30d or 12h.",
+        ),
+    ] = None,
+    keep_size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            callback=_readable(lambda text: units.size(text, "--keep-size")),
+            help="Only what is beyond this size, such as 1GB, by last use.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Remove compiled kernels from the store: all, or those that were not used lately."""
+    from cutlass_ops.tools import commands
+
+    unused_for = None if older_than is None else units.duration(older_than, "--older-than")
+    keep = None if keep_size is None else units.size(keep_size, "--keep-size")
+    _end(commands.clean(unused_for, keep, as_json))
+
+
+@app.command()
+def cmakedir(as_json: Json = False) -> None:
+    """Print the folder of the CMake package.
+
+    C++ programs open bundles with it.
+    """
+    from cutlass_ops.tools import commands
+
+    _end(commands.cmakedir(as_json))

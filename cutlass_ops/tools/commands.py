@@ -1,0 +1,354 @@
+"""What the commands of the command line do, once their arguments were read; see ``cli.py`` for those.
+
+Each function prints its answer, as one JSON value or as lines, and returns the exit code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Executor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cutlass_ops.artifacts import signing
+from cutlass_ops.artifacts.bundle import Bundle, open_bundle
+from cutlass_ops.artifacts.store import Artifact, KernelStore, open_entry
+from cutlass_ops.base import env, executors, resources, writable
+from cutlass_ops.base.errors import ConfigError, LoadError
+from cutlass_ops.choose import tables
+from cutlass_ops.compilation.builder import build_many
+from cutlass_ops.declare import spelling
+from cutlass_ops.declare.device import Device, Problem
+from cutlass_ops.declare.gpus import BY_TARGET
+from cutlass_ops.declare.spec import HasGraph, KernelSpec, Major
+from cutlass_ops.run.call import call_at, device_of
+from cutlass_ops.ship import catalog, packing, shipping, verifying
+from cutlass_ops.tools.doctor import diagnose
+from cutlass_ops.tools.explaining import Explanation, explain_call
+from cutlass_ops.tools.inspection import KernelReport
+from cutlass_ops.tools.inspection import inspect as inspect_kernel
+from cutlass_ops.tuner import tuning
+from cutlass_ops.tuner.tuning import Effort, Report
+
+# What `explain` goes by where there is no GPU and none was named.
+USUAL = BY_TARGET["sm_90a"]
+
+
+def doctor(as_json: bool) -> int:
+    """Print what this installation can do; 1 if that is nothing."""
+    found = diagnose()
+    _show(as_json, found.to_json(), *found.lines())
+    return 0 if found.healthy else 1
+
+
+def generate(catalogue: str | None, out: Path | None, check: bool, as_json: bool) -> int:
+    """Render a catalogue; 1 if only that was asked for and files are stale."""
+    folder = out or resources.generated()
+    if not check:
+        writable.require_folder(folder)
+    entries = catalog.default() if catalogue is None else _entries(catalogue)
+    changed = catalog.stale(folder, entries) if check else catalog.write(folder, entries)
+    verb = "stale" if check else "updated"
+    summary = f"{folder}: {len(entries)} kernels, {len(changed)} files {verb}"
+    _show(as_json, {"folder": str(folder), "changed": changed}, *(f"{verb}: {name}" for name in changed), summary)
+    return 1 if check and changed else 0
+
+
+def build(names: list[str], jobs: int | None, executor: str | None, as_json: bool) -> int:
+    """Compile into the store."""
+    specs = dict.fromkeys(spec for name in names for spec in _specs(name))
+    with _executor(executor) as pool:
+        artifacts = build_many(specs, jobs=jobs, executor=pool)
+    _show_reports(as_json, [(artifact, inspect_kernel(artifact)) for artifact in artifacts])
+    return 0
+
+
+def bundle(
+    catalogue: str | None,
+    out: Path,
+    *,
+    folder: bool,
+    sign: Path | None,
+    wheel: str | None,
+    wheel_version: str | None,
+    jobs: int | None,
+    executor: str | None,
+    as_json: bool,
+) -> int:
+    """Build and pack."""
+    _require_writable(out, folder, sign, wheel, wheel_version)
+    began = time.monotonic()
+    wanted = shipping.default() if catalogue is None else shipping.load(catalogue)
+    with _executor(executor) as pool:
+        contents = packing.pack(wanted, jobs=jobs, executor=pool)
+    made = contents.write(out, private_key=sign, folder=folder)
+    packed = None if wheel is None else packing.write_wheel(out, out.absolute().parent, wheel, wheel_version)
+    about = _about(made) | {"signed": sign is not None, "wheel": None if packed is None else str(packed)}
+    about |= {"bytes": _bytes(out), "seconds": round(time.monotonic() - began, 1)}
+    lines = [_about_line(about), *([f"wheel: {packed}"] if packed else [])]
+    _show(as_json, about, *lines)
+    return 0
+
+
+def _require_writable(out: Path, folder: bool, sign: Path | None, wheel: str | None, version: str | None) -> None:
+    """Refuse what would fail once all kernels are compiled, before the first one is."""
+    (writable.require_new if folder else writable.require_file)(out)
+    if wheel is not None:
+        writable.require_file(packing.wheel_path(out.absolute().parent, wheel, version or "0" * 64))
+    if sign is not None:
+        signing.require_private_key(sign)
+
+
+def verify(path: Path, key: list[Path] | None, minimum_version: int | None, failing: int, as_json: bool) -> int:
+    """Check a bundle; `failing` if anything is wrong."""
+    keys, least = _asked(key, minimum_version)
+    found = verifying.verify(path, keys, minimum_version=least)
+    signed = f"signed by {found.signed_by}" if found.signed else "no signature was asked for"
+    version = "" if found.version is None else f", version {found.version}"
+    good = (
+        f"{found.path}{version}: {found.kernels} kernels for {', '.join(found.targets)} are what the manifest says; "
+        f"{signed}"
+    )
+    _show(
+        as_json,
+        found.to_json(),
+        *(f"wrong: {problem}" for problem in found.problems),
+        *([] if found.problems else [good]),
+    )
+    return failing if found.problems else 0
+
+
+def tune(
+    op: str,
+    problems: list[Problem],
+    dtypes: list[str],
+    a: Major,
+    b: Major,
+    *,
+    effort: dict[str, Any],
+    folder: Path | None,
+    again: bool,
+    allow_fallback: bool,
+    deterministic: bool,
+    executor: str | None,
+    as_json: bool,
+) -> int:
+    """Measure; 1 if a problem is left."""
+    where = folder.absolute() if folder else env.tuning_dir()
+    limits = Effort(**effort)
+    report, began = Report(), time.monotonic()
+    # An op of several dtypes is tuned for all at once, but for norms that are one op for each.
+    ops = {dtype: _op(op, dtype) for dtype in dtypes}
+    with _executor(executor) as pool:
+        for each in dict.fromkeys(ops.values()):
+            left = limits.seconds - (time.monotonic() - began) if report.tables else limits.seconds
+            found = tuning.tune(
+                each, problems, dtypes=[dtype for dtype in ops if ops[dtype] == each], a=a, b=b,
+                input_dtypes=spelling.INPUT_DTYPES.get(op), effort=replace(limits, seconds=left),
+                folder=where if folder else None, again=again, allow_fallback=allow_fallback,
+                deterministic=deterministic, executor=pool,
+            )  # fmt: skip
+            report.tables |= found.tables
+            report.failed |= found.failed
+            report.measured, report.known = report.measured + found.measured, report.known + found.known
+            report.left += found.left
+    files = [str(tables.path_of(where, t.device, s)) for s, t in report.tables.items() if t.points]
+    counts = {"measured": report.measured, "known": report.known, "left": report.left, "tables": files}
+    lines = [f"failed: {name}: {why}" for name, why in report.failed.items()]
+    lines += [f"table: {file}" for file in files]
+    summary = f"{report.measured} problems measured, {report.known} known before, {report.left} left"
+    _show(as_json, counts | {"failed": report.failed}, *lines, summary)
+    return 1 if report.measured + report.known < len(problems) * len(ops) else 0
+
+
+def explain(
+    op: str, problems: list[Problem], dtype: str, a: Major, b: Major, device: Device | None, as_json: bool
+) -> int:
+    """Print why problems are served as they are."""
+    here = torch.cuda.is_available()
+    note = []
+    if device is None:
+        device = device_of(torch.device("cuda", torch.cuda.current_device())) if here else USUAL
+        note = [] if here else [f"\nno CUDA device here: as on {device.name} (--device names another)"]
+    found = [_explained(op, problem, dtype, a, b, device) for problem in problems]
+    _show(as_json, [each.to_json() for each in found], "\n\n".join(map(str, found)), *note)
+    return 0
+
+
+def _explained(op: str, problem: Problem, dtype: str, a: Major, b: Major, device: Device) -> Explanation:
+    inputs = spelling.INPUT_DTYPES.get(op)
+    return explain_call(op, call_at(_op(op, dtype).graph, problem, dtype, a, b, input_dtypes=inputs), device)
+
+
+def list_kernels(in_bundle: Path | None, key: list[Path] | None, minimum_version: int | None, as_json: bool) -> int:
+    """Print the kernels in the store, or in a bundle."""
+    where, artifacts = _kernels(in_bundle, key, minimum_version)
+    rows = [_row(artifact) for artifact in artifacts]
+    lines = [f"{row['key'][:12]}  {row['bytes']:>9,} bytes  {row['created'] or ''}  {row['slug']}" for row in rows]
+    _show(as_json, rows, *lines, f"{where}: {len(rows)} kernels")
+    return 0
+
+
+def inspect(
+    kernels: list[str], in_bundle: Path | None, key: list[Path] | None, minimum_version: int | None, as_json: bool
+) -> int:
+    """Print what kernels are made of."""
+    artifacts = [_find(text, in_bundle, key, minimum_version) for text in kernels]
+    _show_reports(as_json, [(artifact, inspect_kernel(artifact)) for artifact in artifacts])
+    return 0
+
+
+def clean(unused_for: float | None, keep: int | None, as_json: bool) -> int:
+    """Remove kernels from the store: all, those unused for so many seconds, or those beyond so many bytes."""
+    store = KernelStore.default()
+    removed = store.clean(unused_for=unused_for, keep=keep)
+    _show(as_json, {"store": str(store.root), "removed": removed}, f"{store.root}: {removed} kernels removed")
+    return 0
+
+
+def cmakedir(as_json: bool) -> int:
+    """Print the folder of the CMake package."""
+    folder = resources.cmake()
+    _show(as_json, {"folder": str(folder)}, str(folder))
+    return 0
+
+
+def _executor(name: str | None) -> contextlib.AbstractContextManager[Executor | None]:
+    return contextlib.nullcontext() if name is None else executors.named(name)
+
+
+def _show(as_json: bool, value: Any, *lines: str) -> None:
+    for line in [json.dumps(value, indent=1)] if as_json else lines:
+        print(line, flush=True)
+
+
+def _op(name: str, dtype: str) -> HasGraph:
+    """Return a named op's epilogue, or what an import path names: modules of the working folder come first."""
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return shipping.graph_named(name, dtype)
+
+
+def _specs(name: str) -> list[KernelSpec]:
+    """Return the kernels of one argument: a declaration, or a catalogue."""
+    if name.endswith(".json"):
+        return [shipping.read_spec(Path(name))]
+    return list(shipping.shipment(shipping.load(name)).specs)
+
+
+def _entries(catalogue: str) -> list[catalog.Entry]:
+    return [catalog.Entry(spec.slug, spec) for spec in _specs(catalogue)]
+
+
+def _about(bundle: Bundle) -> dict[str, Any]:
+    manifest, kernels = bundle.manifest, bundle.manifest.kernels
+    return {
+        "path": str(bundle.path),
+        "kernels": len(kernels),
+        "targets": list(manifest.targets),
+        "library_bytes": sum(record.library.size for record in kernels),
+        "largest_library": max(record.library.size for record in kernels),
+        "tables": len(manifest.tables),
+        "version": manifest.version,
+        "manifest_sha256": hashlib.sha256(manifest.to_bytes()).hexdigest(),
+        "toolchain": dict(manifest.toolchain),
+    }
+
+
+def _bytes(bundle: Path) -> int:
+    files = [bundle] if bundle.is_file() else bundle.rglob("*")
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def _about_line(about: dict[str, Any]) -> str:
+    signed = "signed" if about["signed"] else "not signed"
+    return (
+        f"{about['path']}: {about['kernels']} kernels for {', '.join(about['targets'])}, {about['library_bytes']:,} "
+        f"bytes of libraries, the largest {about['largest_library']:,}, {about['bytes']:,} in all; {signed}; "
+        f"{about['seconds']} s"
+    )
+
+
+def _asked(key: list[Path] | None, minimum_version: int | None) -> tuple[Sequence[Path] | None, int | None]:
+    """Return which keys and which version are asked of a bundle: those of the command line, else the environment's."""
+    least = env.bundle_version() if minimum_version is None else minimum_version
+    return key or env.bundle_keys(), least
+
+
+def _kernels(
+    in_bundle: Path | None, key: list[Path] | None, minimum_version: int | None
+) -> tuple[str, Iterable[Artifact]]:
+    """Return where kernels are looked for, and those there."""
+    if in_bundle is not None:
+        keys, least = _asked(key, minimum_version)
+        return str(in_bundle), open_bundle(in_bundle, keys, minimum_version=least).kernels()
+    store = KernelStore.default()
+    return str(store.root), store.entries()
+
+
+def _row(artifact: Artifact) -> dict[str, Any]:
+    return {
+        "key": artifact.key,
+        "slug": _slug(artifact),
+        "target": artifact.target,
+        "bytes": artifact.size,
+        "created": artifact.manifest.get("created"),
+        "folder": str(artifact.folder),
+    }
+
+
+def _slug(artifact: Artifact) -> str:
+    try:
+        return artifact.spec.slug
+    except ConfigError:
+        return "(declared by another version of this library)"
+
+
+def _find(text: str, in_bundle: Path | None, key: list[Path] | None, minimum_version: int | None) -> Artifact:
+    """Find a kernel by its folder, or in the store or a bundle by the beginning of its key or slug."""
+    path = Path(text).absolute()
+    if in_bundle is None and not key and minimum_version is None and path.exists():
+        return open_entry(path if path.is_dir() else path.parent)
+    where, artifacts = _kernels(in_bundle, key, minimum_version)
+    found = [a for a in artifacts if a.key.startswith(text) or _slug(a).startswith(text)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ValueError(f"{text} names {len(found)} kernels: {', '.join(a.key[:12] for a in found)}")
+    raise LoadError(
+        f"{text!r} is not a kernel's folder, and no key or slug in {where} begins so: `list` shows what is there"
+    )
+
+
+def _show_reports(as_json: bool, reports: list[tuple[Artifact, KernelReport]]) -> None:
+    values = [report.to_json() | {"folder": str(artifact.folder)} for artifact, report in reports]
+    _show(as_json, values, *(line for artifact, report in reports for line in _report_lines(artifact, report)))
+
+
+def _report_lines(artifact: Artifact, report: KernelReport) -> list[str]:
+    sass = ", ".join(f"{count} {opcode}" for opcode, count in report.sass.items())
+    block = {
+        "stages": report.stages,
+        "threads": report.threads,
+        "bytes of dynamic shared memory": report.dynamic_shared_memory,
+        "blocks an SM": report.blocks_per_sm,
+    }
+    known = ", ".join(f"{number:,} {what}" for what, number in block.items() if number is not None)
+    return [
+        report.slug,
+        f"  {artifact.where}",
+        f"  library   {report.library_bytes:,} bytes for {report.target}",
+        f"  SASS      {sass}",
+        f"  thread    {report.registers} registers, {report.stack} bytes of stack, "
+        f"spills: {report.spill_stores} bytes stored, {report.spill_loads} loaded",
+        f"  block     {known or 'unknown: the kernel cannot be loaded here'}",
+    ]

@@ -1,0 +1,304 @@
+"""What this installation can do, and why: compiler, GPUs, store, bundles, and every environment variable."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cutlass_ops.artifacts.bundles import BUNDLES
+from cutlass_ops.artifacts.store import KernelStore
+from cutlass_ops.base import arch, env, resources
+from cutlass_ops.base.errors import BundleError, StoreError, ToolchainError
+from cutlass_ops.compilation.toolchain import Toolchain, find_toolchain
+from cutlass_ops.epilogue.unknown import alike
+
+ORDER = "CUTLASS_OPS_NVCC, then bin/nvcc in CUDA_HOME and in CUDA_PATH, then PATH, then the PyPI wheels"
+
+
+# What people set for compilers. They see nothing of it here: compilers run in an environment of their own.
+_IGNORED = (
+    *("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN"),
+    *("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH"),
+    *("COMPILER_PATH", "GCC_EXEC_PREFIX", "LD_RUN_PATH"),
+)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One CUDA device that PyTorch sees; ``target`` is None if no kernel of this library runs on it."""
+
+    name: str
+    capability: tuple[int, int]
+    target: str | None
+
+
+@dataclass(frozen=True)
+class Store:
+    """The kernel store: how many kernels it holds, and their size in bytes."""
+
+    path: str
+    kernels: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Bundled:
+    """One bundle that calls are served from: how many kernels it holds, and for which targets."""
+
+    path: str
+    kernels: int
+    targets: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found.
+
+    Attributes
+    ----------
+    versions : dict
+        Of this library, Python and PyTorch.
+    toolchain : Toolchain or None
+        What would compile a kernel.
+    gpus : tuple of Gpu
+        The devices that PyTorch sees.
+    store : Store or None
+        Where compiled kernels are kept.
+    bundles : tuple of Bundled
+        Loaded, named by the environment or installed, the first to look in first.
+    can_compile, can_run : bool
+        Whether a kernel can be compiled, and whether one can be had and run.
+    problems : tuple of str
+        What stands in the way, each with what to do.
+    remarks : tuple of str
+        Environment variables that do not do what whoever set them may expect.
+    environment : dict
+        Every variable that this library reads: its value, or None.
+    """
+
+    versions: dict[str, str]
+    toolchain: Toolchain | None
+    gpus: tuple[Gpu, ...]
+    store: Store | None
+    bundles: tuple[Bundled, ...]
+    can_compile: bool
+    can_run: bool
+    problems: tuple[str, ...]
+    remarks: tuple[str, ...]
+    environment: dict[str, str | None]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether this installation is of any use: it can compile a kernel or run one."""
+        return self.can_compile or self.can_run
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as JSON values."""
+        data = dataclasses.asdict(self)
+        if self.toolchain is not None:
+            data["toolchain"] = {name: _plain(value) for name, value in data["toolchain"].items()}
+        return data
+
+    def lines(self) -> Iterator[str]:
+        """Yield the diagnosis for a person."""
+        yield ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        yield from _section("Compiler", self._compiler())
+        yield from _section("GPU", [_gpu_line(gpu) for gpu in self.gpus] or ["none that PyTorch sees"])
+        store = [f"{self.store.path}: {self.store.kernels} kernels, {self.store.bytes:,} bytes"] if self.store else []
+        yield from _section("Store", store or ["unusable"])
+        bundles = [f"{b.path}: {b.kernels} kernels for {', '.join(b.targets)}" for b in self.bundles]
+        yield from _section("Bundles", bundles or ["none"])
+        yield from _section("Environment", [_variable_line(v, self.environment[v.name]) for v in env.VARIABLES])
+        if self.remarks:
+            yield from _section("Remarks", list(self.remarks))
+        if self.problems:
+            yield from _section("Problems", list(self.problems))
+        able = {True: "yes", False: "no"}
+        yield ""
+        yield f"Can compile a kernel: {able[self.can_compile]}. Can run one: {able[self.can_run]}."
+
+    def _compiler(self) -> list[str]:
+        order = f"nvcc is looked for in {ORDER}"
+        found = self.toolchain
+        if found is None:
+            return ["none", order]
+        return [
+            f"nvcc           {found.nvcc_version}, {found.nvcc} (from {found.source})",
+            f"CUTLASS        {found.cutlass_version}, {found.cutlass_dir}",
+            f"host compiler  {found.host_version}, {found.host_compiler}",
+            f"tvm-ffi        {found.tvm_ffi_version}, {found.tvm_ffi_dir}",
+            f"cuobjdump      {found.cuobjdump or 'none: not needed, the machine code is read without it'}",
+            order,
+        ]
+
+
+def diagnose() -> Diagnosis:
+    """Look at everything that compiling and running a kernel depends on; nothing is changed."""
+    problems: list[str] = []
+    toolchain = _toolchain(problems)
+    store = _store(problems)
+    gpus = _gpus()
+    bundles = _bundles(problems)
+    jit = _jit(problems)
+    wrong = list(_wrong_values())
+    can_compile = toolchain is not None and store is not None and jit and not wrong
+    usable = any(gpu.target is not None for gpu in gpus)
+    return Diagnosis(
+        versions={
+            "cutlass_ops": resources.library_version(),
+            "Python": platform.python_version(),
+            "PyTorch": str(torch.__version__),
+        },
+        toolchain=toolchain,
+        gpus=gpus,
+        store=store,
+        bundles=bundles,
+        can_compile=can_compile,
+        can_run=usable and not wrong and (can_compile or bool(bundles) or (store is not None and store.kernels > 0)),
+        problems=tuple(dict.fromkeys([*problems, *wrong])),
+        remarks=tuple(_remarks()),
+        environment={variable.name: variable.text for variable in env.VARIABLES},
+    )
+
+
+def _toolchain(problems: list[str]) -> Toolchain | None:
+    try:
+        return find_toolchain()
+    except (ToolchainError, ValueError) as exc:
+        problems.append(str(exc))
+        return None
+
+
+def _store(problems: list[str]) -> Store | None:
+    try:
+        store = KernelStore.default()
+        # Looking anything up refuses a store that others may write.
+        store.lookup("0" * 64)
+        artifacts, size = list(store.entries()), store.size()
+        env.cache_size()
+    except (StoreError, ValueError) as exc:
+        problems.append(str(exc))
+        return None
+    return Store(str(store.root), len(artifacts), size)
+
+
+def _bundles(problems: list[str]) -> tuple[Bundled, ...]:
+    try:
+        found = [(str(b.path), b.manifest) for b in BUNDLES.all()]
+    except (BundleError, ValueError, OSError) as exc:
+        problems.append(str(exc))
+        return ()
+    return tuple(Bundled(path, len(manifest.kernels), manifest.targets) for path, manifest in found)
+
+
+def _jit(problems: list[str]) -> bool:
+    try:
+        enabled = env.jit_enabled()
+    except ValueError as exc:
+        problems.append(str(exc))
+        return False
+    if not enabled:
+        problems.append(f"compilation is switched off: {env.JIT.name}=0")
+    return enabled
+
+
+def _wrong_values() -> Iterator[str]:
+    """Yield what is wrong with variables that nothing above reads, and that a build or a call would stumble over."""
+    for read in (env.jobs, env.progress, env.tuning_dir, env.bundle_keys):
+        yield from _said_by(read)
+
+
+def _said_by(read: Callable[[], object]) -> Iterator[str]:
+    try:
+        read()
+    except ValueError as exc:
+        yield str(exc)
+
+
+# ---- Remarks -----------------------------------------------------------------------------------------------------
+
+
+def _remarks() -> Iterator[str]:
+    """Yield what is set in the environment and does nothing."""
+    names = [variable.name for variable in env.VARIABLES]
+    for name in sorted(os.environ):
+        if name.upper().startswith("CUTLASS_OPS") and name not in names:
+            # They begin alike.
+            question = (
+                alike(name, names, 1, 0.85) or f"they are {', '.join(n for n in names if n.startswith('CUTLASS_OPS'))}"
+            )
+            yield f"{name} is not a variable of this library: {question}"
+    for variable in env.VARIABLES:
+        if os.environ.get(variable.name) == "" and variable not in (env.BUNDLE_KEY, env.BUNDLE_VERSION):
+            yield f"{variable.name} is set and empty, which counts as unset"
+    yield from _cuda_homes()
+    xdg = env.XDG_CACHE_HOME.text
+    if xdg is not None and not os.path.isabs(xdg):
+        yield f"{env.XDG_CACHE_HOME.name} is {xdg!r}, which is ignored: an absolute path is needed"
+    elif xdg is not None and env.CACHE_DIR.text:
+        yield f"{env.XDG_CACHE_HOME.name} is ignored: {env.CACHE_DIR.name} goes first"
+    if env.JIT.text == "0":
+        for variable in (env.NVCC, env.NVCC_CCBIN, env.CUTLASS_DIR, env.JOBS):
+            if variable.text:
+                yield f"{variable.name} is ignored: with {env.JIT.name}=0 nothing is compiled"
+    for name in _IGNORED:
+        if os.environ.get(name) and name not in names:
+            yield f"{name} is ignored: kernels are compiled without it"
+    for key in (env.BUNDLE_KEY.text or "").split(os.pathsep):
+        if os.path.isabs(key) and not os.path.isfile(key):
+            yield f"{env.BUNDLE_KEY.name} names {key!r}, which is not a file: no bundle can be opened"
+
+
+def _cuda_homes() -> Iterator[str]:
+    before = env.NVCC.name if env.NVCC.text else None
+    for name, home in env.cuda_homes():
+        nvcc = home / "bin" / "nvcc"
+        if not home.is_dir():
+            yield f"{name} is {str(home)!r}, which is not a folder: it is ignored. Correct it, or unset it"
+        elif not os.access(nvcc, os.X_OK):
+            yield f"{name} is {str(home)!r}, which has no bin/nvcc to run: it is ignored. Correct it, or unset it"
+        elif before is not None:
+            yield f"{name} is ignored: {before} goes first"
+        else:
+            before = name
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    if not torch.cuda.is_available():
+        return ()
+    return tuple(_gpu(torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count()))
+
+
+def _gpu(properties: Any) -> Gpu:
+    capability = (properties.major, properties.minor)
+    target = arch.target_for(capability, wgmma=True) or arch.target_for(capability, wgmma=False)
+    return Gpu(properties.name, capability, None if target is None else target.name)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [str(item) for item in value]
+    return None if value is None else str(value)
+
+
+def _section(title: str, lines: list[str]) -> Iterator[str]:
+    yield ""
+    yield title
+    yield from (f"  {line}" for line in lines)
+
+
+def _gpu_line(gpu: Gpu) -> str:
+    major, minor = gpu.capability
+    serves = f"runs kernels for {gpu.target}" if gpu.target else "no kernel of this library runs on it"
+    return f"{gpu.name}, compute capability {major}.{minor}: {serves}"
+
+
+def _variable_line(variable: env.Variable, value: str | None) -> str:
+    state = f"unset ({variable.default})" if value is None else value
+    return f"{variable.name:<28}  {state}: {variable.doc}"

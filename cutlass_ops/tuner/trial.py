@@ -1,0 +1,287 @@
+"""One problem on one device: kernels are checked against FP64, and those that are right race each other and PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cutlass_ops.artifacts.loader import LoadedKernel, refusal
+from cutlass_ops.choose import heuristics
+from cutlass_ops.choose.tables import Measured, Problem
+from cutlass_ops.declare.config import Config
+from cutlass_ops.declare.spec import Operand
+from cutlass_ops.epilogue.nodes import Kind
+from cutlass_ops.run import reference
+from cutlass_ops.run.call import device_of
+from cutlass_ops.run.peers import Peer, peers
+from cutlass_ops.run.plan import order
+from cutlass_ops.run.registry import OpSignature
+from cutlass_ops.tuner import racing
+from cutlass_ops.tuner.racing import Standing
+from cutlass_ops.tuner.timing import Run, Stopwatch, expected_us, rotation
+
+# How many kernels are tried with every order of tiles.
+_FINALISTS = 3
+
+# A kernel's error may be twice that of rounding the exact result to the output's type, besides that of FP32 sums.
+_ROUNDING = 2.0
+_SUMS = 1e-4
+
+# Kernels of this many microseconds heat the chip enough to move its clock, by a quarter and for many rounds: it takes
+# more of them to see all clocks. Which kernel is the fastest depends on it. Races know a chip at its limit of power, as
+# programs that work without a pause do: what wins at rest is up to 7% behind there (benchmarks/NOTES.md).
+_HEATING_US = 40.0
+_MORE_ROUNDS = 3
+
+_SCALAR = 0.5
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    """One set of a problem's tensors."""
+
+    a: Tensor
+    b: Tensor
+    inputs: tuple[Tensor | float, ...]
+    outputs: tuple[Tensor, ...]
+
+
+class Trial:
+    """Kernels of one signature at one problem.
+
+    Parameters
+    ----------
+    signature : OpSignature
+        Epilogue and operand types.
+    problem : tuple of int
+        M, N and K.
+    device : torch.device
+        A CUDA device, with its index.
+    seed : int
+        Of the inputs, which are normal: A and B such that the accumulator's variance is 1, and a further product's as
+        well. Scalars are 0.5.
+    """
+
+    def __init__(self, signature: OpSignature, problem: Problem, device: torch.device, seed: int = 0) -> None:
+        self._signature = signature
+        self._problem = problem
+        self._device = device
+        self._generator = torch.Generator(device).manual_seed(seed)
+        m, n, k = problem
+        width = signature.a.dtype.bytes
+        self._sets = [self._draw() for _ in range(rotation(width * (m * k + n * k + m * n)))]
+        self._wanted = self._exact(self._sets[0])
+        self._watch = Stopwatch(expected_us(m, n, k, width))
+        self._kernels: dict[Config, LoadedKernel] = {}
+        self._peers: list[str] = []
+
+    def admit(self, config: Config, kernel: LoadedKernel) -> str | None:
+        """Enter a kernel for the race if it is right; return what is wrong if it is not.
+
+        Parameters
+        ----------
+        config : Config
+            Its configuration with the order of its tiles.
+        kernel : LoadedKernel
+            The kernel.
+        """
+        run = self._run(config, kernel)
+        for output in self._sets[0].outputs:
+            output.fill_(float("nan"))
+        status = run(0)
+        torch.cuda.synchronize(self._device)
+        if status != 0:
+            position, reason = refusal(status)
+            return f"it refused argument {position}: {reason.name.lower()}"
+        wrong = self._wrong()
+        if wrong is None:
+            self._kernels[config] = kernel
+            self._watch.add(config, run)
+        return wrong
+
+    def rehearse(self, config: Config) -> None:
+        """Run a kernel that was admitted as the race will, alone: if it fails only then, it is known by name."""
+        self._watch.round([config])
+
+    def admit_peers(self) -> None:
+        """Enter PyTorch's ways to compute the same."""
+        for name, peer in peers(self._signature.epilogue).items():
+            self._watch.add(name, self._run_peer(peer))
+            self._peers.append(name)
+
+    def race(
+        self, rounds: int, on_round: Callable[[], None]
+    ) -> tuple[tuple[Measured, ...], tuple[tuple[str, float], ...]]:
+        """Race all that entered, then the orders of tiles of the best.
+
+        Parameters
+        ----------
+        rounds : int
+            How often those that stay run, where they are short.
+        on_round : callable
+            Called before each round.
+
+        Returns
+        -------
+        tuple of Measured, tuple of (str, float)
+            The kernels, the fastest first; and the peers' microseconds.
+        """
+        if not self._kernels:
+            return (), ()
+        measure = _measurement(self._watch, on_round)
+        rounds *= _MORE_ROUNDS if _heats(self._problem) else 1
+        # A peer that is ahead must not cost the kernels their rounds.
+        standings = racing.race([*self._kernels], measure, guests=self._peers, rounds=rounds)
+        ranked = [s.entrant for s in standings if not isinstance(s.entrant, str)]
+        finalists = _best_orders(ranked)[:_FINALISTS]
+        further = self._further(finalists)
+        second = racing.race([finalists[0], *further], measure, guests=self._peers, rounds=rounds) if further else []
+        ratios = _combined(standings, second, finalists[0])
+        # Medians over different rounds cannot be compared, since the chip's clock moves; ratios within a round can.
+        best = min((c for c in ratios if not isinstance(c, str)), key=ratios.__getitem__)
+        unit = next(s.median for s in [*second, *standings] if s.entrant == best) / ratios[best]
+        measured = [
+            Measured(c, unit * r, r / ratios[best] - 1)
+            for c, r in sorted(ratios.items(), key=lambda item: item[1])
+            if not isinstance(c, str)
+        ]
+        return tuple(measured), tuple((name, unit * ratios[name]) for name in self._peers)
+
+    def _further(self, finalists: Sequence[Config]) -> list[Config]:
+        """Enter other orders of tiles of some kernels, which differ."""
+        entered: list[Config] = []
+        for config in finalists:
+            for ordered in heuristics.orders(config, self._problem, device_of(self._device)):
+                if ordered not in self._kernels:
+                    self._watch.add(ordered, self._run(ordered, self._kernels[config]))
+                    entered.append(ordered)
+        return entered
+
+    def _run(self, config: Config, kernel: LoadedKernel) -> Callable[[int], int]:
+        m, n, k = self._problem
+        raster, swizzle = order(config)
+        with torch.cuda.device(self._device):
+            size = int(kernel.workspace_size(m, n, k, raster, swizzle))
+        workspace = torch.empty(size, dtype=torch.uint8, device=self._device) if size else None
+        # The stopwatch keeps what it captured, and no trial: a cycle with graphs in it would be collected at any time,
+        # and a graph that goes while another is captured spoils that one.
+        sets = self._sets
+
+        def run(index: int) -> int:
+            x = sets[index % len(sets)]
+            d, *others = x.outputs
+            return kernel.launch(x.a, x.b, d, *x.inputs, *others, raster, swizzle, workspace)
+
+        return run
+
+    def _run_peer(self, peer: Peer) -> Run:
+        sets = self._sets
+
+        def run(index: int) -> object:
+            x = sets[index % len(sets)]
+            return peer(x.a, x.b, x.inputs)
+
+        return run
+
+    # ---- Tensors -------------------------------------------------------------------------------------------------
+
+    def _draw(self) -> _Tensors:
+        signature, (m, n, k) = self._signature, self._problem
+        extents = {Kind.ROW: (n,), Kind.COL: (m,), Kind.TILE: (m, n), Kind.PRODUCT: (k, n)}
+        scales = {Kind.PRODUCT: k**-0.25}
+        graph = signature.epilogue
+        inputs = tuple(
+            _SCALAR if i.kind is Kind.SCALAR else self._normal(extents[i.kind], o, scales.get(i.kind, 1.0))
+            for i, o in zip(graph.inputs, signature.inputs, strict=True)
+        )
+        types = (signature.d, *signature.outputs)
+        outputs = tuple(_empty(extents[o.kind], t, self._device) for o, t in zip(graph.outputs, types, strict=True))
+        return _Tensors(
+            self._normal((m, k), signature.a, k**-0.25), self._normal((k, n), signature.b, k**-0.25), inputs, outputs
+        )
+
+    def _normal(self, shape: tuple[int, ...], operand: Operand, scale: float = 1.0) -> Tensor:
+        tensor = _empty(shape, operand, self._device)
+        return tensor.normal_(0, scale, generator=self._generator)
+
+    def _exact(self, x: _Tensors) -> list[Tensor]:
+        graph = self._signature.epilogue
+        inputs = {
+            i.name: v.double() if isinstance(v, Tensor) else v for i, v in zip(graph.inputs, x.inputs, strict=True)
+        }
+        values = reference.evaluate(graph, x.a.double() @ x.b.double(), inputs, torch.float64, a=x.a)
+        return [values[o.name] for o in graph.outputs]
+
+    def _wrong(self) -> str | None:
+        outputs = self._signature.epilogue.outputs
+        for output, found, wanted in zip(outputs, self._sets[0].outputs, self._wanted, strict=True):
+            exact = found.double()
+            if not torch.equal(exact.isnan(), wanted.isnan()):
+                return f"{output.name} has NaN where it should not, or parts of it were not written"
+            finite = wanted.isfinite()
+            exact, wanted = exact[finite], wanted[finite]
+            scale = float(wanted.norm()) or 1.0
+            rounding = _rounding(wanted, found.dtype)
+            error = float((exact - wanted).norm()) / scale
+            if not error <= _ROUNDING * rounding + _SUMS:
+                return f"{output.name} is wrong: its relative error is {error:.2g}, and {rounding:.2g} is rounding"
+        return None
+
+
+def _rounding(values: Tensor, dtype: torch.dtype) -> float:
+    """Return the relative error of rounding values of this size to a type.
+
+    They may be of that type already: what an epilogue rounds itself falls to the other side of a tie now and then.
+    """
+    between = values * (2 / 3)
+    return float((between.to(dtype).double() - between).norm()) / (float(between.norm()) or 1.0)
+
+
+def _heats(problem: Problem) -> bool:
+    """Whether kernels at a problem heat the chip."""
+    return expected_us(*problem) > _HEATING_US
+
+
+def _measurement(watch: Stopwatch, on_round: Callable[[], None]) -> Callable[[Sequence[Config | str]], list[float]]:
+    """Return what times one round after another, and says so before each."""
+
+    def measure(order: Sequence[Config | str]) -> list[float]:
+        on_round()
+        return watch.round(order)
+
+    return measure
+
+
+def _empty(shape: tuple[int, ...], operand: Operand, device: torch.device) -> Tensor:
+    """Return a tensor that has an operand's type and no better alignment."""
+    dtype = getattr(torch, operand.dtype.torch_name)
+    if len(shape) == 1:
+        return torch.empty(shape, dtype=dtype, device=device)
+    outer, inner = shape if operand.major == "row" else shape[::-1]
+    units = -(-inner // operand.alignment)
+    if not operand.aligned and units % 2 == 0:
+        units += 1  # a leading dimension that no wider access divides
+    matrix = torch.empty(outer, units * operand.alignment, dtype=dtype, device=device)[:, :inner]
+    return matrix if operand.major == "row" else matrix.t()
+
+
+def _best_orders(ranked: Sequence[Config]) -> list[Config]:
+    """Return each kernel once, in the first of the orders of tiles in which it is there."""
+    best: dict[Config, Config] = {}
+    for config in ranked:
+        best.setdefault(config.binary(), config)
+    return list(best.values())
+
+
+def _combined(
+    first: Sequence[Standing[Config | str]], second: Sequence[Standing[Config | str]], anchor: Config
+) -> dict[Config | str, float]:
+    """Return everyone's time over the anchor's, who ran in both races; where both know it, the second does."""
+    found: dict[Config | str, float] = {}
+    for standings in (first, second):
+        unit = next((1 + s.behind for s in standings if s.entrant == anchor), 1.0)
+        found |= {s.entrant: (1 + s.behind) / unit for s in standings}
+    return found

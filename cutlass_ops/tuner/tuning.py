@@ -1,0 +1,587 @@
+"""Measures which kernels are the fastest, compiling them meanwhile, and keeps what it finds.
+
+For each problem the model names the configurations that may win; a few kernels that cover all problems are compiled;
+each is checked against FP64 and raced at the problems where it may win. Every finished problem is written at once, so
+that a run that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import get_args
+
+import torch
+
+from cutlass_ops.artifacts.bundles import BUNDLES
+from cutlass_ops.artifacts.store import Artifact
+from cutlass_ops.base import arch, env, writable
+from cutlass_ops.base.dtypes import OPERANDS
+from cutlass_ops.base.dtypes import dtype as element_named
+from cutlass_ops.base.errors import CompileError, MeasuringError, NoDeviceError, StoreError, UnsupportedError
+from cutlass_ops.base.progress import progress
+from cutlass_ops.choose import dispatch, heuristics, policies, tables
+from cutlass_ops.choose.policies import Policy
+from cutlass_ops.choose.tables import Point, Problem, Table
+from cutlass_ops.compilation.builder import building
+from cutlass_ops.declare.config import Config, Sm90Config
+from cutlass_ops.declare.device import Device, with_order
+from cutlass_ops.declare.spec import KernelSpec, Major
+from cutlass_ops.epilogue.graph import Graph
+from cutlass_ops.kinds import legality, space
+from cutlass_ops.run.call import call_at, device_of, signature_of
+from cutlass_ops.run.ops import called
+from cutlass_ops.run.registry import OpSignature
+from cutlass_ops.tuner.measuring import Measurer, Outcome
+
+# At least so many are measured all the same: what it puts far ahead of all others is often what it errs on.
+_AT_LEAST = 4
+# So many of each kind of kernel are, unless it is predicted to take so many times as long.
+_OF_A_KIND, _FAR = 2, 2.0
+# Among how many the few that cover all problems are sought.
+_CONSIDERED = 40
+# Around how many of the best a refinement looks.
+_CENTRES = 2
+
+
+@dataclass(frozen=True)
+class Task:
+    """One problem and the configurations that may win there, the likeliest first."""
+
+    signature: OpSignature
+    problem: Problem
+    configs: tuple[Config, ...]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much a run may take.
+
+    Attributes
+    ----------
+    kernels : int
+        How many are compiled at most, for each signature.
+    candidates : int
+        How many are raced at a problem at most.
+    rounds : int
+        Of each race.
+    refine : bool
+        Whether to look around what was measured to be the best before, in place of what the model puts first.
+    seconds : float
+        After which no further problem is begun.
+    pool : tuple of Config
+        The only kernels to choose among, if there are any; else the model seeks them in the whole space.
+    within : float
+        How many times as long as its first choice the model may predict a kernel to take, to be raced. It errs by 3%
+        and seldom by 15% at what it was fitted to (benchmarks/NOTES.md), and by more elsewhere.
+    """
+
+    kernels: int = 48
+    candidates: int = 12
+    rounds: int = 11
+    refine: bool = False
+    seconds: float = math.inf
+    pool: tuple[Config, ...] = ()
+    within: float = 1.15
+
+
+@dataclass
+class Report:
+    """What a run did.
+
+    Attributes
+    ----------
+    tables : dict of OpSignature to Table
+        All that is known now.
+    measured, known, left : int
+        Problems measured by this run, measured before, and left for the next.
+    failed : dict of str to str
+        Kernels that cannot be used and problems that cannot be measured, by name, with the reason.
+    """
+
+    tables: dict[OpSignature, Table] = field(default_factory=dict)
+    measured: int = 0
+    known: int = 0
+    left: int = 0
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+def plan(
+    problems: Mapping[OpSignature, Iterable[Problem]],
+    device: Device,
+    effort: Effort,
+    known: Mapping[OpSignature, Table] | None = None,
+    *,
+    deterministic: bool = False,
+) -> list[Task]:
+    """Choose what to measure.
+
+    Parameters
+    ----------
+    problems : mapping of OpSignature to problems
+        What to tune for.
+    device : Device
+        Where it will run.
+    effort : Effort
+        The limits.
+    known : mapping of OpSignature to Table, optional
+        What was measured before, around which a refinement looks.
+    deterministic : bool
+        Whether to measure only kernels that add up a tile's K as a whole.
+
+    Returns
+    -------
+    list of Task
+        Signature by signature. The kernels of one are chosen together: what dispatch chooses now at most problems, half
+        of them at most, and those that the model says help most besides. What dispatch chooses races where it serves.
+    """
+    tasks: list[Task] = []
+    for signature, each in problems.items():
+        table = (known or {}).get(signature) if effort.refine else None
+        best = {p.problem: [m.config.binary() for m in p.measured] for p in table.points} if table else {}
+        tasks += _plan(signature, {p: _centres(best.get(p, ())) for p in each}, device, effort, deterministic)
+    return tasks
+
+
+def _centres(measured: Sequence[Config]) -> list[Config]:
+    return list(dict.fromkeys(measured))[:_CENTRES]
+
+
+def _plan(
+    signature: OpSignature,
+    problems: Mapping[Problem, Sequence[Config]],
+    device: Device,
+    effort: Effort,
+    deterministic: bool,
+) -> list[Task]:
+    """Plan for one signature, given the configurations around which to look at each problem."""
+    policy = policies.policy(signature, device)
+    pool = [c for c in effort.pool if not legality.check(device.spec(signature, c))]
+    among: dict[tuple[Config, ...], list[Problem]] = {}
+    for problem, centres in problems.items():
+        configs = pool or _considered(policy, problem, centres, device)
+        among.setdefault(tuple(c for c in configs if c.whole_k or not deterministic), []).append(problem)
+    predicted: dict[Problem, dict[Config, float]] = {}
+    for allowed, each in among.items():
+        predicted |= _predicted(policy, each, allowed)
+    now = {} if pool else {p: dispatch.choose(signature, device, p)[1].binary() for p in predicted}
+    usual = Counter(c for p, c in now.items() if c in predicted[p])
+    kept = set(_cover(predicted, effort.kernels, [c for c, _ in usual.most_common(effort.kernels // 2)]))
+    tasks = []
+    for problem, times in predicted.items():
+        ranked = sorted(kept & times.keys(), key=times.__getitem__)
+        close = sum(times[c] <= effort.within * times[ranked[0]] for c in ranked)
+        # What was the best is what the others have to beat, and what their times can be compared by; what serves now
+        # races too, so that tuning makes no call slower. Kinds of kernels have models of their own, which err apart.
+        best = [c for c in problems[problem][:1] if c in times]
+        first = [*best, *(c for c in ranked if c == now.get(problem))]
+        room = max(min(max(close, _AT_LEAST), effort.candidates), len(first))
+        near = list(dict.fromkeys([*first, *ranked]))[:room]
+        kinds = [c for kind in {type(c): None for c in ranked} for c in _first(ranked, kind)]
+        near += [c for c in kinds if c not in near and times[c] <= _FAR * times[ranked[0]]]
+        near.sort(key=lambda c: (c not in best, times[c]))
+        tasks.append(Task(signature, problem, tuple(o for c in near for o in entrants(c, problem, device))))
+    return tasks
+
+
+def _first(ranked: Sequence[Config], kind: type[Config]) -> list[Config]:
+    return [c for c in ranked if type(c) is kind][:_OF_A_KIND]
+
+
+def _predicted(
+    policy: Policy, problems: Sequence[Problem], configs: tuple[Config, ...]
+) -> dict[Problem, dict[Config, float]]:
+    """Return configurations' times, as dispatch would know them if they were among its kernels."""
+    wide = policy.with_further(configs)
+    place = {c: at for at, c in enumerate(wide.kernels)}
+    times = wide.expected(problems).times[:, [place[c] for c in configs]].tolist()
+    return {p: dict(zip(configs, row, strict=True)) for p, row in zip(problems, times, strict=True)}
+
+
+def entrants(config: Config, problem: Problem, device: Device) -> list[Config]:
+    """Return a kernel as it enters a race: in the usual order of tiles, and by GPC where that may be worth much."""
+    return [with_order(config, problem), *heuristics.orders_by_gpc(config, problem, device)[:1]]
+
+
+def _considered(policy: Policy, problem: Problem, centres: Sequence[Config], device: Device) -> list[Config]:
+    """Return what may be worth measuring at a problem, and what would be picked now."""
+    usual = (*space.few_rows(policy.signature, problem, device), *policy.kernels)
+    if not centres:
+        return list(dict.fromkeys([*space.ranked(policy.signature, problem, _CONSIDERED, device), *usual]))
+    around = [c for centre in centres for c in (centre, *space.neighbours(policy.signature, centre, device))]
+    return list(dict.fromkeys([*around, *usual]))
+
+
+def _cover(
+    predicted: Mapping[Problem, Mapping[Config, float]], limit: int, first: Sequence[Config] = ()
+) -> list[Config]:
+    """Return the first kernels and those that with them are predicted to lose least: each next one helps most."""
+    losses = [{c: math.log(t / min(times.values())) for c, t in times.items()} for times in predicted.values()]
+    candidates = list(dict.fromkeys(c for loss in losses for c in loss))
+    if len(candidates) <= limit:
+        return candidates
+    reached = [min((loss[c] for c in first if c in loss), default=math.log(2.0)) for loss in losses]
+    chosen = list(first)
+    candidates = [c for c in candidates if c not in chosen]
+    while candidates and len(chosen) < limit:
+        # What is already covered still counts a little: the model errs, and the second best may be the best.
+        after = {c: [min(r, loss.get(c, r)) for r, loss in zip(reached, losses, strict=True)] for c in candidates}
+        second = {c: sum(max(0.0, 0.05 - loss.get(c, 1.0)) for loss in losses) for c in candidates}
+        best = min(candidates, key=lambda c: sum(after[c]) - 0.1 * second[c])
+        chosen.append(best)
+        candidates.remove(best)
+        reached = after[best]
+    return chosen
+
+
+DTypes = str | torch.dtype | Sequence[str | torch.dtype]
+Measure = Callable[[OpSignature, Problem, Mapping[Config, Path]], Outcome]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run takes place, and where it keeps what it finds.
+
+    Attributes
+    ----------
+    name : str
+        The device's name, as the driver gives it.
+    device : Device
+        What the choice of kernels needs to know of it.
+    folder : Path
+        Of the tables.
+    """
+
+    name: str
+    device: Device
+    folder: Path
+
+    def path(self, signature: OpSignature) -> Path:
+        """Return where a signature's table lies."""
+        return tables.path_of(self.folder, self.name, signature)
+
+    def table(self, signature: OpSignature) -> Table:
+        """Return what is known of a signature."""
+        try:
+            return tables.load(self.path(signature))
+        except FileNotFoundError:
+            return Table(self.name, self.device.multiprocessors, signature)
+
+
+def run(
+    tasks: Sequence[Task],
+    place: Place,
+    effort: Effort,
+    *,
+    measure: Measure,
+    again: bool = False,
+    allow_fallback: bool = False,
+    deterministic: bool = False,
+    executor: Executor | None = None,
+    show: Callable[[str], None] | None = None,
+) -> Report:
+    """Compile, measure and record.
+
+    Parameters
+    ----------
+    tasks : sequence of Task
+        What to measure.
+    place : Place
+        Where it runs and where results are kept.
+    effort : Effort
+        The limits.
+    measure : callable
+        Checks and races kernels, given their artifacts' folders.
+    again : bool
+        Whether to measure what a table has already.
+    allow_fallback : bool
+        Whether calls may then be served by PyTorch where that was faster.
+    deterministic : bool
+        Whether calls may then be served only by kernels that add up a tile's K as a whole.
+    executor : concurrent.futures.Executor, optional
+        Compiles the kernels; by default this process does.
+    show : callable, optional
+        Takes each line of progress; by default as :func:`cutlass_ops.base.progress.progress` has it.
+
+    Raises
+    ------
+    ConfigError
+        If a file in the folder is no table.
+    ToolchainError, StoreError
+        If no kernel can be compiled or stored.
+    """
+    began = time.monotonic()
+    report = Report({task.signature: place.table(task.signature) for task in tasks})
+    known = {s: _known(t, deterministic) for s, t in report.tables.items()}
+
+    def flagged(table: Table) -> Table:
+        return replace(table, fallback=allow_fallback, deterministic=deterministic)
+
+    todo = [task for task in tasks if again or effort.refine or task.problem not in known[task.signature]]
+    report.known = len(tasks) - len(todo)
+    specs = [[place.device.spec(task.signature, c.binary()) for c in task.configs] for task in todo]
+    with (
+        building(dict.fromkeys(spec for each in specs for spec in each), executor=executor) as builds,
+        progress(len(todo), "problems measured", show) as steps,
+    ):
+        jobs = [_Job(t, tuple(each), tuple(builds[s] for s in each)) for t, each in zip(todo, specs, strict=True)]
+        report.left = len(jobs)
+        try:
+            while jobs and time.monotonic() - began < effort.seconds:
+                job = _next(jobs)
+                jobs.remove(job)
+                report.left = len(jobs)
+                point = _attempt(job, measure, report)
+                if point is not None:
+                    _keep(point, job.task.signature, place, report, flagged)
+                steps.finished(_line(job.task.problem, point), failed=point is None, keep=True)
+        finally:
+            # An interrupted run's results count as well.
+            for signature, table in report.tables.items():
+                if table.points and (report.measured or table != flagged(table)):
+                    report.tables[signature] = tables.update(place.path(signature), flagged(table).select())
+            policies.forget()
+    return report
+
+
+def _attempt(job: _Job, measure: Measure, report: Report) -> Point | None:
+    """Measure a job's problem; what went wrong is in the report."""
+    name = _name(job.task.problem)
+    try:
+        point = _measure(job, measure, report)
+    except MeasuringError as exc:
+        report.failed[name] = str(exc)
+        return None
+    if point is None:
+        report.failed[name] = "none of its kernels can be used"
+    return point
+
+
+def _known(table: Table, deterministic: bool) -> set[Problem]:
+    """Return the problems that need no measurement: where a kernel won that may not serve, the others raced little."""
+    return {p.problem for p in table.points if not deterministic or p.measured[0].config.whole_k}
+
+
+def _keep(
+    point: Point, signature: OpSignature, place: Place, report: Report, flagged: Callable[[Table], Table]
+) -> None:
+    table = Table(place.name, place.device.multiprocessors, signature, (point,))
+    report.tables[signature] = tables.update(place.path(signature), flagged(table))
+    report.measured += 1
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """A task with its kernels, which are there or on their way."""
+
+    task: Task
+    specs: tuple[KernelSpec, ...]
+    builds: tuple[Future[Artifact], ...]
+
+    @property
+    def ready(self) -> bool:
+        return all(build.done() for build in self.builds)
+
+
+def _next(jobs: Sequence[_Job]) -> _Job:
+    """Return a job whose kernels are all there, waiting for the first if there is none."""
+    while (ready := next((job for job in jobs if job.ready), None)) is None:
+        wait([build for build in jobs[0].builds if not build.done()], return_when=FIRST_COMPLETED)
+    return ready
+
+
+def _measure(job: _Job, measure: Measure, report: Report) -> Point | None:
+    task, folders, slugs = job.task, {}, {}
+    for config, spec, build in zip(task.configs, job.specs, job.builds, strict=True):
+        error = build.exception()
+        slugs[config] = spec.slug
+        if error is None:
+            folders[config] = build.result().present().folder
+        elif isinstance(error, CompileError):
+            report.failed[spec.slug] = str(error)
+        else:
+            raise error
+    if not folders:
+        return None
+    outcome = measure(task.signature, task.problem, folders)
+    report.failed.update({slugs[config]: why for config, why in outcome.failed.items()})
+    if not outcome.measured:
+        return None
+    today = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
+    return Point(task.problem, today, outcome.measured, tuple(outcome.peers.items()))
+
+
+def _line(problem: Problem, point: Point | None) -> str:
+    if point is None:
+        return _name(problem)
+    best = point.measured[0]
+    peer = min(point.peers, key=lambda p: p[1], default=None)
+    against = f", {peer[0]} {peer[1]:.1f} us, ratio {peer[1] / best.microseconds:.3f}" if peer else ""
+    order = f" {best.config.order}" if isinstance(best.config, Sm90Config) and best.config.ordered else ""
+    return f"{_name(problem)}: {best.microseconds:.1f} us{against}, {best.config.slug}{order}"
+
+
+@BUNDLES.aside()
+def tune(
+    op: object,
+    shapes: Iterable[Problem],
+    *,
+    dtypes: DTypes = ("bf16",),
+    a: Major = "row",
+    b: Major = "col",
+    out_dtype: torch.dtype | None = None,
+    input_dtypes: Mapping[str, str] | None = None,
+    device: int = 0,
+    effort: Effort | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    again: bool = False,
+    allow_fallback: bool = False,
+    deterministic: bool = False,
+    executor: Executor | None = None,
+    silence: float = 60.0,
+    show: Callable[[str], None] | None = None,
+) -> Report:
+    """Find the fastest kernels for an op at some shapes, and remember them for this user and kind of device.
+
+    Parameters
+    ----------
+    op : Op, Epilogue or cutlass_ops.gemm
+        A named op such as ``cutlass_ops.gemm_bias_relu``, a function decorated with :func:`cutlass_ops.epilogue`, or
+        ``cutlass_ops.gemm`` for D = A @ B.
+    shapes : iterable of (M, N, K)
+        Problems. Calls of other shapes profit too: the choice goes by what was measured nearby.
+    dtypes : str, torch.dtype, or sequence of such
+        Of A and B, which the epilogue's inputs and outputs have as well: ``"bf16"``, ``"f16"``. Kernels are tuned for
+        the types that calls have: where these differ, say so.
+    a, b : {"row", "col"}
+        Majors of A (M, K) and B (K, N). ``weight.t()`` of a weight (N, K) is ``"col"``.
+    out_dtype : torch.dtype, optional
+        D's dtype; by default that of A.
+    input_dtypes : mapping of str to str, optional
+        Dtypes of some of the epilogue's inputs by name: ``{"scale": "f32"}``.
+    device : int
+        Index of the CUDA device.
+    effort : Effort, optional
+        How much to compile and measure.
+    folder : str or path, optional
+        Where to keep the tables; by default ``CUTLASS_OPS_TUNING_DIR``, where calls look for them.
+    again : bool
+        Whether to measure what was measured before.
+    allow_fallback : bool
+        Whether calls of these signatures may be served by PyTorch (cuBLASLt, with elementwise kernels behind it where
+        it has no fitting epilogue) at exactly the shapes where that was faster than every kernel. ``explain`` says so
+        where it is. Without it, a kernel of this library serves every call.
+    deterministic : bool
+        Whether calls of these signatures may be served only by kernels that add up a tile's K as a whole: then no
+        number of rows and no choice of kernel changes a bit of a row's result. Every kernel gives the same bits at
+        every call; those that split K (split-K, stream-K) may differ from the others in the last one.
+    executor : concurrent.futures.Executor, optional
+        Compiles the kernels, where it has the same compilers; by default this process does. They are measured here.
+    silence : float
+        Seconds after which a kernel that does not end is given up.
+    show : callable, optional
+        Takes each line of progress; by default a bar or lines go to standard error, as ``CUTLASS_OPS_PROGRESS`` says.
+
+    Returns
+    -------
+    Report
+        The tables, and what could not be compiled or measured, with reasons.
+
+    Raises
+    ------
+    TypeError
+        If the op is none.
+    NoDeviceError
+        If there is no such device.
+    ValueError
+        If a shape, dtype, major or input is none, both `allow_fallback` and `deterministic` are given, or tables cannot
+        be written in the folder.
+    UnsupportedError
+        If no kernel serves the op there.
+    ConfigError
+        If a file in the folder is no table.
+    ToolchainError, StoreError
+        If kernels cannot be compiled, or kernels or tables cannot be stored.
+    """
+    if allow_fallback and deterministic:
+        raise ValueError("allow_fallback and deterministic exclude each other: PyTorch's kernels give other bits")
+    for name, major in (("a", a), ("b", b)):
+        if major not in get_args(Major):
+            raise ValueError(f"{name} is {major!r}: say row or col, its major")
+    graph, effort = called(op).graph, effort or Effort()
+    place = _place(device, folder)
+    problems: dict[OpSignature, list[Problem]] = {}
+    wanted = [_problem(shape) for shape in shapes]
+    for dtype in [dtypes] if isinstance(dtypes, str | torch.dtype) else dtypes:
+        for problem in wanted:
+            name = element_named(dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch."), OPERANDS).name
+            signature = signature_at(graph, problem, name, a, b, out_dtype, place.device, input_dtypes)
+            problems.setdefault(signature, []).append(problem)
+    for signature in problems:
+        if not dispatch.specs(signature, place.device):
+            what = f"a {signature.a}, b {signature.b}, d {signature.d}"
+            raise UnsupportedError(arch.unserved(what, place.device.capability, place.name))
+    known = {s: place.table(s) for s in problems}
+    tasks = plan(problems, place.device, effort, known, deterministic=deterministic)
+    with Measurer(device, silence) as measurer:
+
+        def measure(signature: OpSignature, problem: Problem, kernels: Mapping[Config, Path]) -> Outcome:
+            return measurer.measure(signature, problem, kernels, rounds=effort.rounds)
+
+        return run(
+            tasks, place, effort, measure=measure, again=again, allow_fallback=allow_fallback,
+            deterministic=deterministic, executor=executor, show=show,
+        )  # fmt: skip
+
+
+def signature_at(
+    graph: Graph,
+    problem: Problem,
+    dtype: str,
+    a: Major,
+    b: Major,
+    out_dtype: torch.dtype | None,
+    device: Device,
+    input_dtypes: Mapping[str, str] | None = None,
+) -> OpSignature:
+    """Return the signature of a call with contiguous tensors of these extents; see :func:`call_at`."""
+    return signature_of(call_at(graph, problem, dtype, a, b, out_dtype, input_dtypes), device)
+
+
+def _place(device: int, folder: str | os.PathLike[str] | None) -> Place:
+    kept = Path(folder) if folder else _folder()
+    # Before kernels are compiled and measured for hours.
+    writable.require_folder(kept)
+    if not torch.cuda.is_available():
+        raise NoDeviceError("tuning measures on a CUDA device, and this process sees none: tune on a machine with one")
+    if device not in range(torch.cuda.device_count()):
+        raise NoDeviceError(f"there is no device {device}: this process sees {torch.cuda.device_count()}, from 0 on")
+    name = torch.cuda.get_device_name(device)
+    tables.prepare(kept)
+    return Place(name, device_of(torch.device("cuda", device)), kept)
+
+
+def _folder() -> Path:
+    """Return where calls look for tables."""
+    try:
+        return env.tuning_dir()
+    except env.NoHomeError as exc:
+        raise StoreError(f"tuning tables cannot be kept: {exc}") from None
+
+
+def _problem(shape: object) -> Problem:
+    if not isinstance(shape, Sequence) or len(shape) != 3 or not all(type(x) is int and x > 0 for x in shape):
+        raise ValueError(f"{shape} is not a problem size: give (M, N, K), positive integers, such as (512, 4096, 4096)")
+    m, n, k = shape
+    return m, n, k
+
+
+def _name(problem: Problem) -> str:
+    return "x".join(map(str, problem))

@@ -1,0 +1,74 @@
+"""A process that measures, so that a kernel that hangs or kills its CUDA context takes nothing else with it.
+
+Run as ``python -m cutlass_ops.tuner.worker DEVICE``. Jobs come in on standard input and events leave on standard
+output, each one line of JSON; whoever started it ends it when events stop coming. :mod:`cutlass_ops.tuner.measuring` is
+the other end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Emit = Callable[..., None]
+
+
+def main() -> None:
+    """Serve jobs until standard input ends."""
+    # What any library prints must not come between the events.
+    events = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def emit(event: str, **fields: Any) -> None:
+        events.write(json.dumps({"event": event, **fields}) + "\n")
+        events.flush()
+
+    import torch
+
+    device = torch.device("cuda", int(sys.argv[1]))
+    torch.cuda.set_device(device)
+    torch.empty(1, device=device)
+    emit("ready")
+    for line in sys.stdin:
+        _serve(json.loads(line), device, emit)
+
+
+def _serve(job: dict[str, Any], device: Any, emit: Emit) -> None:
+    import torch
+
+    from cutlass_ops.artifacts import loader
+    from cutlass_ops.artifacts.store import open_entry
+    from cutlass_ops.choose.tables import signature_from_json
+    from cutlass_ops.declare.config import config_from_json, config_to_json
+    from cutlass_ops.tuner.trial import Trial
+
+    problem = tuple(job["problem"])
+    emit("preparing")
+    try:
+        trial = Trial(signature_from_json(job["signature"]), problem, device)
+    except torch.OutOfMemoryError:
+        emit("impossible", why="its tensors do not fit into the device's memory")
+        return
+    for number, kernel in enumerate(job["kernels"]):
+        emit("checking", kernel=number)
+        config = config_from_json(kernel["config"])
+        wrong = trial.admit(config, loader.load(open_entry(Path(kernel["folder"]))))
+        if wrong is None:
+            trial.rehearse(config)
+        else:
+            emit("wrong", kernel=number, why=wrong)
+    emit("peers")
+    trial.admit_peers()
+    measured, others = trial.race(job["rounds"], lambda: emit("racing"))
+    rows = [[config_to_json(m.config), m.microseconds, m.behind] for m in measured]
+    emit("done", measured=rows, peers=dict(others))
+    del trial
+    torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
