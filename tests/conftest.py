@@ -2,6 +2,15 @@ import signal
 
 import pytest
 import torch
+from hypothesis import settings
+
+# A case may take as long as it takes. Where the slow tests are left out, tests of properties try fewer cases.
+settings.register_profile("all", deadline=None)
+settings.register_profile("quick", deadline=None, max_examples=15)
+
+
+def pytest_configure(config):
+    settings.load_profile("quick" if "not slow" in config.option.markexpr else "all")
 
 
 @pytest.fixture

@@ -27,6 +27,12 @@ from cutlass_ops.epilogue.values import Col, Row, Scalar, Tile
 # For tests on machines that do other things too.
 PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
+
+def at_most(examples: int) -> settings:
+    """Settings for a test whose cases take long: so many at most, and fewer in the quick tests."""
+    return settings(PATIENT, max_examples=min(examples, PATIENT.max_examples))
+
+
 # Those whose values are there before the GEMM: what a program takes of A itself has tests of its own.
 ANNOTATIONS = {Kind.ROW: Row, Kind.COL: Col, Kind.TILE: Tile, Kind.SCALAR: Scalar}
 INPUT_NAMES = ("bias", "scale", "residual", "gate", "shift", "weight")

@@ -72,7 +72,7 @@ def build_some(root: Path, toolchain: Toolchain, limit: int, seed: int) -> int:
 def listen_to_nobody(deaf: synchronize.Event) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     deaf.set()
-    time.sleep(60)
+    time.sleep(600)
 
 
 def count_up(path: Path, times: int) -> None:
@@ -119,11 +119,11 @@ def compile_beside_a_fork(folder: Path, toolchain: Toolchain) -> None:
     groups_in(folder)
     fork = os.fork()
     if fork == 0:
-        time.sleep(60)
+        time.sleep(600)
         os._exit(0)
     (folder / "fork.new").write_text(str(fork))
     (folder / "fork.new").rename(folder / "fork")
-    time.sleep(60)
+    time.sleep(600)
 
 
 def compile_elsewhere(root: Path, nvcc: str, host: str) -> None:
@@ -136,13 +136,13 @@ def measure_until_ended(folder: Path) -> None:
     """Measure in a worker that hangs, and has started a process of its own."""
     worker = f"""
 import json, os, subprocess, time
-subprocess.Popen(["sleep", "60"])
+subprocess.Popen(["sleep", "600"])
 print(json.dumps({{"event": "ready"}}), flush=True)
 input()
 for name in ("device.new", "host.new"):
     open(os.path.join({str(folder)!r}, name), "w").write(str(os.getpgrp()))
     os.rename(os.path.join({str(folder)!r}, name), os.path.join({str(folder)!r}, name[:-4]))
-time.sleep(60)
+time.sleep(600)
 """
     with Measurer(command=(sys.executable, "-c", worker)) as measurer:
         measurer.measure(signature(), (1, 1, 1), dict.fromkeys([SPECS[0].config], folder), rounds=1)

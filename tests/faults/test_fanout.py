@@ -233,7 +233,7 @@ def test_processes_by_name(kit, store):
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_local_processes_and_their_compilers(kit, store, tmp_path, monkeypatch):
     """Whatever is queued: no compiler goes on, and no folder of a worker stays."""
-    kit.does('echo $$ >> "$here/pids"; exec sleep 60')
+    kit.does('echo $$ >> "$here/pids"; exec sleep 600')
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     main, pids = threading.main_thread().ident, kit.root / "pids"

@@ -13,8 +13,8 @@ ENDS = {"SIGTERM": signal.SIGTERM, "SIGHUP": signal.SIGHUP, "SIGKILL": signal.SI
 
 # The group of the compiler; a process beside it; and one that it waits for.
 _HANGS = """cut -d" " -f5 /proc/self/stat > {name}.new && mv {name}.new {name}
-sleep 60 &
-sleep 60
+sleep 600 &
+sleep 600
 """
 
 

@@ -1,6 +1,5 @@
 """Kernels are compiled behind the caller's back: each once, failures left to whoever needs them, nothing at the end."""
 
-import os
 import subprocess
 import sys
 import threading
@@ -57,46 +56,49 @@ def test_compilers_give_way_to_those_that_a_call_waits_for():
 
 
 def test_the_caller_does_not_wait():
-    go = threading.Event()
-    background = Background(lambda spec, cancel: go.wait(10))
-    began = time.monotonic()
+    go, in_time = threading.Event(), []
+    background = Background(lambda spec, cancel: in_time.append(go.wait(60)))
     background.add(SPECS)
-    assert time.monotonic() - began < 5
+    assert in_time == []
     go.set()
     background.wait()
+    assert in_time == [True] * len(SPECS)
 
 
-def test_closing_cancels_what_runs_and_drops_what_waits():
-    seen = []
+def test_closing_cancels_what_runs_and_drops_what_waits(monkeypatch):
+    monkeypatch.setenv("CUTLASS_OPS_JOBS", "2")
+    seen, cancelled = [], []
 
     def build(spec, cancel):
         seen.append(spec)
-        cancel.wait(10)
+        cancelled.append(cancel.wait(60))
 
     background = Background(build)
-    background.add(SPECS * 1)
+    background.add(SPECS)
     while not seen:
         time.sleep(0.001)
-    began = time.monotonic()
     background.close()
-    assert time.monotonic() - began < 4
     background.add([sm80_spec(2, "f16")])
     background.wait()
     assert sm80_spec(2, "f16") not in seen
+    assert len(seen) < len(SPECS)
+    assert cancelled == [True] * len(seen)
 
 
 def test_the_interpreter_ends_at_once():
     code = """
-import sys, time
+import os, sys
 sys.path.insert(0, "tests/unit")
 from fake_toolkit import sm80_spec
 from cutlass_ops.compilation.background import Background
-background = Background(lambda spec, cancel: cancel.wait(60))
+def build(spec, cancel):
+    os.write(1, b"begun ")
+    os.write(1, b"cancelled " if cancel.wait(600) else b"waited ")
+background = Background(build)
 background.add([sm80_spec(2), sm80_spec(3)])
 """
-    began = time.monotonic()
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=50)
-    assert time.monotonic() - began < 30
+    said = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    assert "waited" not in said
 
 
 def test_a_forked_process_has_threads_of_its_own(tmp_path):
@@ -116,4 +118,4 @@ if child == 0:
     os._exit(0 if built[-1] == sm80_spec(3) else 1)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=50, env={**os.environ})
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)

@@ -162,7 +162,7 @@ def test_a_vanished_compiler(store, toolkit, toolchain):
 
 
 def test_cancelling_leaves_nothing(store, toolkit, toolchain):
-    toolkit.does("sleep 60")
+    toolkit.does("sleep 600")
     cancel = threading.Event()
     threading.Timer(0.2, cancel.set).start()
     with pytest.raises(CancelledError):
@@ -231,7 +231,7 @@ def test_an_error_of_the_store_stops_all(store, toolkit, toolchain, monkeypatch)
         raise StoreError("full")
 
     monkeypatch.setattr(KernelStore, "publish", fail)
-    toolkit.makes(library(HMMA), before=f"if grep -vq {SPECS[0].slug} kernel.cu; then sleep 60; fi\n")
+    toolkit.makes(library(HMMA), before=f"if grep -vq {SPECS[0].slug} kernel.cu; then sleep 600; fi\n")
     with pytest.raises(StoreError, match="full"):
         build_many(SPECS, jobs=4, store=store, toolchain=toolchain)
     assert left_over(store) == []
@@ -239,7 +239,7 @@ def test_an_error_of_the_store_stops_all(store, toolkit, toolchain, monkeypatch)
 
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_everything_at_once(store, toolkit, toolchain):
-    toolkit.does("sleep 60")
+    toolkit.does('sleep 600; touch "$here/ended"')
     main = threading.main_thread().ident
 
     def interrupt():
@@ -249,11 +249,10 @@ def test_an_interrupt_ends_everything_at_once(store, toolkit, toolchain):
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         build_many(SPECS, jobs=2, store=store, toolchain=toolchain)
     thread.join()
-    assert time.monotonic() - began < 20
+    assert not (toolkit.root / "ended").exists()
     assert toolkit.compilations == 2
     assert left_over(store) == []
 
@@ -479,7 +478,7 @@ def test_threads_compile_once(store, toolkit, toolchain):
 
 
 def test_who_waits_for_a_killed_builder_builds(store, toolkit, toolchain, processes):
-    toolkit.does("sleep 60")
+    toolkit.does("sleep 600")
     child = processes.Process(target=build_here, args=(SPEC, store.root, toolchain))
     child.start()
     while not toolkit.compilations:

@@ -12,6 +12,7 @@ import typer.main
 from bundles import write_keys
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec, sm90_spec
+from processes import ended
 from signatures import H100, signature
 
 from cutlass_ops import __version__
@@ -794,15 +795,14 @@ def test_a_kernel_that_cannot_be_compiled_is_exit_code_3(kit, run, catalogue, tm
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_the_compilers_and_leaves_nothing_half_written(kit, catalogue, tmp_path, number):
-    kit.does('echo $$ > "$here/pid.new"; mv "$here/pid.new" "$here/pid"; exec sleep 60')
+    kit.does('echo $$ > "$here/pid.new"; mv "$here/pid.new" "$here/pid"; exec sleep 600')
     command = [sys.executable, "-m", "cutlass_ops", "bundle", catalogue, "--json", "--out", tmp_path / "a.bundle"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
     while not (kit.root / "pid").exists():
-        assert time.monotonic() < deadline
+        assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(number)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate()
     assert process.returncode == 130
     assert json.loads(out)["error"]["kind"] == "KeyboardInterrupt"
     assert "interrupted: finished kernels stay in the store, and nothing is half-written" in err
@@ -810,8 +810,7 @@ def test_an_interrupt_ends_the_compilers_and_leaves_nothing_half_written(kit, ca
     assert sorted(left) == ["catalogue.toml", "store", "toolkit"]
     assert not list((tmp_path / "store").rglob("kernel.so"))
     assert not list((tmp_path / "store" / "tmp").iterdir())
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((kit.root / "pid").read_text()), 0)
+    assert ended(int((kit.root / "pid").read_text()))
 
 
 def test_doctor_counts_bundles(kit, run, catalogue, tmp_path, monkeypatch):

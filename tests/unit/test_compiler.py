@@ -112,14 +112,14 @@ def test_the_halves_are_compiled_at_the_same_time(folder, toolkit):
     # Each waits for the other: one after the other they would never end.
     toolkit.does('echo > device; until [ -f host ]; do sleep 0.01; done; echo > "$out"')
     toolkit.host_does('echo > host; until [ -f device ]; do sleep 0.01; done; echo > "$out"')
-    compile_(folder, toolkit, timeout=20)
+    compile_(folder, toolkit, timeout=120)
     log = (folder / "compile.log").read_text()
     commands = [line.split()[1].rpartition("/")[2] for line in log.splitlines() if line.startswith("$ ")]
     assert commands == ["nvcc", "g++", "g++"]
 
 
 def test_an_error_in_the_hosts_half_ends_the_other_compiler(folder, toolkit):
-    toolkit.does("sleep 60 & echo $! > pid; wait")
+    toolkit.does("sleep 600 & echo $! > pid; wait")
     toolkit.host_does("until [ -s pid ]; do sleep 0.01; done; echo 'kernel.cu:3:1: error: no'; exit 1")
     with pytest.raises(CompileError) as caught:
         compile_(folder, toolkit)
@@ -363,7 +363,7 @@ def late(folder, monkeypatch):
 @pytest.mark.usefixtures("late")
 def test_what_took_too_long_is_gone_at_once(folder, toolkit):
     """Also where no init waits for what its parent left."""
-    toolkit.does("echo $$ > pid; exec sleep 60")
+    toolkit.does("echo $$ > pid; exec sleep 600")
     with pytest.raises(CompileError, match="ended after 10 s"):
         compile_(folder, toolkit, timeout=10)
     with pytest.raises(ProcessLookupError):
@@ -372,14 +372,14 @@ def test_what_took_too_long_is_gone_at_once(folder, toolkit):
 
 @pytest.mark.usefixtures("late")
 def test_timeout_ends_the_compiler_and_its_children(folder, toolkit):
-    toolkit.does("(sleep 60 & echo $! > pid; wait)")
+    toolkit.does("(sleep 600 & echo $! > pid; wait)")
     with pytest.raises(CompileError, match="ended after 10 s"):
         compile_(folder, toolkit, timeout=10)
     assert ended(int((folder / "pid").read_text()))
 
 
 def test_cancelling_ends_the_compiler(folder, toolkit, monkeypatch):
-    toolkit.does("sleep 60 & echo $! > pid; wait")
+    toolkit.does("sleep 600 & echo $! > pid; wait")
     pid = folder / "pid"
     cancel = SimpleNamespace(is_set=lambda: pid.exists() and pid.read_text() != "")
     with pytest.raises(CancelledError):
@@ -389,7 +389,7 @@ def test_cancelling_ends_the_compiler(folder, toolkit, monkeypatch):
 
 def test_interrupts_end_both_compilers(folder, toolkit, monkeypatch):
     """Another interrupt, while one compiler is ended, leaves none behind."""
-    hangs = "sleep 60 & echo $! > {0}.new; mv {0}.new {0}; wait"
+    hangs = "sleep 600 & echo $! > {0}.new; mv {0}.new {0}; wait"
     toolkit.does(hangs.format("device"))
     toolkit.host_does(hangs.format("host"))
     pids = (folder / "device", folder / "host")

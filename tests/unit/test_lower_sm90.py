@@ -1,12 +1,12 @@
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 import cutlass_ops as co
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.run import norms
-from tests.strategies import epilogues
+from tests.strategies import at_most, epilogues
 
 
 @co.epilogue
@@ -327,7 +327,7 @@ def test_a_kernel_without_either_is_as_it_was():
     assert prepares(text) == (False, None)
 
 
-@settings(max_examples=60, deadline=None)
+@at_most(60)
 @given(epilogues(max_outputs=1))
 def test_a_functions_parameters_are_the_visitors_whose_values_it_is_passed(drawn):
     """A tree of visitors passes values by position: in another order than the function's, the result is wrong."""

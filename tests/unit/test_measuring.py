@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -38,7 +37,7 @@ for line in sys.stdin:
         say("checking", kernel=number)
         k = kernel["config"]["threadblock"]["k"]
         if k == 32:
-            time.sleep(60)
+            time.sleep(600)
         if k == 128:
             sys.exit(1)
         if k == 256:
@@ -47,7 +46,7 @@ for line in sys.stdin:
             right.append(kernel["config"])
     say("peers")
     if mode == "tired":
-        time.sleep(60)
+        time.sleep(600)
     say("racing")
     say("done", measured=[[c, 10.0 + i, i / 10] for i, c in enumerate(right)], peers={"eager": 30.0})
 """
@@ -97,19 +96,17 @@ def test_a_wrong_kernel_is_named_and_left_out(measurer):
 
 @pytest.mark.parametrize(("bad", "why"), [(HANGS, "does not end"), (DIES, "brought the process down")])
 def test_the_others_are_measured_after_a_kernel_brought_the_worker_down(measurer, bad, why):
-    one = measurer(silence=1.0)
-    began = time.monotonic()
+    one = measurer(silence=2.0)
     outcome = measure(one, [GOOD[0], bad, GOOD[1]])
     assert [m.config for m in outcome.measured] == GOOD
     assert why in outcome.failed.pop(bad)
     assert outcome.failed == {}
-    assert time.monotonic() - began < 20
     # The next problem finds a worker that works.
     assert [m.config for m in measure(one, GOOD).measured] == GOOD
 
 
 def test_several_bad_kernels_at_once(measurer):
-    outcome = measure(measurer(silence=1.0), [DIES, HANGS, WRONG, GOOD[1]])
+    outcome = measure(measurer(silence=2.0), [DIES, HANGS, WRONG, GOOD[1]])
     assert [m.config for m in outcome.measured] == [GOOD[1]]
     assert set(outcome.failed) == {DIES, HANGS, WRONG}
 
@@ -149,37 +146,37 @@ if mode == "polluted":
     print("Hello from a library", flush=True)
 write('{"event": "ready"}\\n' + '{"event": "preparing"}\\n' * (mode == "unasked"))
 if mode == "deaf":
-    time.sleep(60)
+    time.sleep(600)
 job = json.loads(sys.stdin.readline())
 c = [kernel["config"] for kernel in job["kernels"]]
 rows = [[each, 10.0 + i, i / 10] for i, each in enumerate(c)]
 say("preparing")
 if mode == "line without end":
     write("x" * (6 << 20))
-    time.sleep(60)
+    time.sleep(600)
 if mode == "dripping":
     while True:
         write("x")
         time.sleep(0.05)
 if mode == "half a line":
     write('{"event": "peers"')
-    time.sleep(60)
+    time.sleep(600)
 if mode == "events without end":
     while True:
         say("racing")
 if mode == "closed":
     os.close(1)
-    time.sleep(60)
+    time.sleep(600)
 if mode == "children":
     if os.fork() == 0:
-        time.sleep(60)
+        time.sleep(600)
         os._exit(0)
-    time.sleep(60)
+    time.sleep(600)
 if mode == "print in between":
     junk("a library's warning")
 if mode.startswith("{") or mode.startswith("["):
     junk(mode.replace("ROWS", json.dumps(rows)).replace("C0", json.dumps(c[0])).replace("C1", json.dumps(c[1])))
-time.sleep(60)
+time.sleep(600)
 """
 
 

@@ -36,12 +36,11 @@ from cutlass_ops.run.plan import can_fall_back
 from cutlass_ops.ship import catalog, shipping
 from cutlass_ops.ship.verifying import verify
 from cutlass_ops.tools.explaining import explain_call
-from tests.strategies import PATIENT
+from tests.strategies import PATIENT, at_most
 from tests.unit.test_hostile import _at, _places
 
 FEW = settings(
-    PATIENT,
-    max_examples=40,
+    at_most(40),
     suppress_health_check=[*PATIENT.suppress_health_check, HealthCheck.function_scoped_fixture],
 )
 
