@@ -6,6 +6,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+# The beginning of a script that needs no PyTorch, which takes two seconds to import: the command line does without too.
+WITHOUT_PYTORCH = 'import sys; sys.argv[0] = "cutlass-ops"\n'
+
 
 def alive(group: int) -> Iterator[int]:
     """The processes of a group. What is dead and waits for init to take notice of it is none."""

@@ -396,7 +396,10 @@ def test_a_mistake_of_this_library_is_json_too(kit, monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out)["error"] == {"kind": "RuntimeError", "message": "a mistake"}
 
 
-@pytest.mark.parametrize("command", [["doctor"], ["list"], ["doctor", "--json"]])
+@pytest.mark.parametrize(
+    "command",
+    [["list"], *(pytest.param(slow, marks=pytest.mark.slow) for slow in (["doctor"], ["doctor", "--json"]))],
+)
 def test_a_full_disk_behind_standard_output(kit, command):
     with open("/dev/full", "w") as full:
         done = subprocess.run(

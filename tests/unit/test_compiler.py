@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from fake_toolkit import FakeToolkit, sm80_spec
-from processes import ended
+from processes import WITHOUT_PYTORCH, ended
 
 from cutlass_ops.artifacts.store import identity_key
 from cutlass_ops.base import arch, elf
@@ -276,8 +276,7 @@ def test_any_output_in_any_locale_is_an_error_that_can_be_printed(toolkit, tmp_p
     place.mkdir()
     (place / "kernel.cu").write_text("source")
     toolkit.does("printf 'kernel.cu(1): error: \\303\\274 \\377'; exit 1")
-    script = """
-import sys
+    script = f"""{WITHOUT_PYTORCH}
 from pathlib import Path
 from cutlass_ops.base import arch
 from cutlass_ops.tools import cli
@@ -290,7 +289,9 @@ cli.main()
 """
     locale = {"LC_ALL": "C", "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = subprocess.run(
-        [sys.executable, "-c", script, toolkit.root, place, "--json"], env=os.environ | locale, capture_output=True
+        [sys.executable, "-c", script, toolkit.root, place, "--json"],
+        env=os.environ | locale,
+        capture_output=True,
     )
     assert done.returncode == 3, done.stderr
     assert b"error: kernel.cu(1): error: " in done.stderr

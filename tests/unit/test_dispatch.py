@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 from dataclasses import replace
+from functools import lru_cache
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.sm90 import model
 from cutlass_ops.run import norms, ops
 from cutlass_ops.tuner.tuning import signature_at
+from tests.sampling import sampled
 from tests.scripts import script
 from tests.strategies import PATIENT
 
@@ -35,6 +37,11 @@ MOST = tables.MOST_KERNELS
 pytestmark = pytest.mark.usefixtures("no_user_tables")
 
 
+def named(value):
+    """A part of a test's name."""
+    return "-".join(map(str, value)) if isinstance(value, tuple) else getattr(value, "name", value)
+
+
 def shipped():
     return tables.load(tables.path_of(resources.tuned(), H100.name, signature()))
 
@@ -42,7 +49,9 @@ def shipped():
 # ---- What ships --------------------------------------------------------------------------------------------------
 
 
-def test_every_table_that_ships_is_whole_and_where_it_is_looked_for():
+def test_every_table_that_ships_is_whole_and_where_it_is_looked_for(monkeypatch):
+    # Each is compared with all the others.
+    monkeypatch.setattr(tables, "load", lru_cache(maxsize=None)(tables.load))
     found = sorted(resources.tuned().glob("*.json"))
     assert found
     for path in found:
@@ -230,17 +239,20 @@ def geglu(acc, up: co.Product):
 
 
 @pytest.mark.parametrize(
-    ("op", "like", "problem"),
-    [
-        (norms.rmsnorm_op(builtin.bias_silu), norms.rmsnorm_op(), (4096, 6144, 4096)),
-        (norms.layernorm_op(), norms.rmsnorm_op(), (4096, 6144, 4096)),
-        (ops.op(geglu), ops.op(builtin.swiglu), (4096, 14336, 4096)),
-        (norms.rmsnorm_op(geglu), norms.rmsnorm_op(builtin.swiglu), (4096, 14336, 4096)),
-    ],
-    ids=["bias_silu", "layer_norm", "geglu", "normed_geglu"],
+    ("case", "dtype"),
+    sampled(
+        3,
+        (
+            (norms.rmsnorm_op(builtin.bias_silu), norms.rmsnorm_op(), (4096, 6144, 4096)),
+            (norms.layernorm_op(), norms.rmsnorm_op(), (4096, 6144, 4096)),
+            (ops.op(geglu), ops.op(builtin.swiglu), (4096, 14336, 4096)),
+            (norms.rmsnorm_op(geglu), norms.rmsnorm_op(builtin.swiglu), (4096, 14336, 4096)),
+        ),
+        ("bf16", "f16"),
+    ),
 )
-@pytest.mark.parametrize("dtype", ["bf16", "f16"])
-def test_what_follows_a_norm_or_gates_borrows_from_what_was_measured_of_these(op, like, problem, dtype):
+def test_what_follows_a_norm_or_gates_borrows_from_what_was_measured_of_these(case, dtype):
+    op, like, problem = case
     measured = policies.policy(signature_at(like.graph, problem, "bf16", "row", "col", None, H100), H100)
     policy = policies.policy(signature_at(op.graph, problem, dtype, "row", "col", None, H100), H100)
     assert measured.own
@@ -248,9 +260,16 @@ def test_what_follows_a_norm_or_gates_borrows_from_what_was_measured_of_these(op
     assert policy.choose(problem) == measured.choose(problem)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "f16"])
-@pytest.mark.parametrize("epilogue", [builtin.bias_relu, builtin.bias_gelu, builtin.rms_norm], ids=lambda e: e.name)
-@pytest.mark.parametrize("majors", [m for m in MAJORS if m != ("row", "col")], ids="-".join)
+@pytest.mark.parametrize(
+    ("epilogue", "dtype", "majors"),
+    sampled(
+        5,
+        (builtin.bias_relu, builtin.bias_gelu, builtin.rms_norm),
+        ("bf16", "f16"),
+        [m for m in MAJORS if m != ("row", "col")],
+    ),
+    ids=named,
+)
 def test_epilogues_of_other_majors_borrow_from_plain_gemm_of_these_and_no_other(epilogue, dtype, majors):
     problem = (512, 4096, 4096)
     plain = policies.policy(signature(builtin.identity, majors=majors), H100)
@@ -344,9 +363,13 @@ def test_what_reads_operands_that_tma_cannot(a, b):
         assert not legality.check(spec)
 
 
-@pytest.mark.parametrize(("a", "b"), [(1, 1), (8, 1), (2, 8)])
-@pytest.mark.parametrize("epilogue", [builtin.identity, builtin.bias_relu, builtin.swiglu, builtin.rms_norm])
-def test_operands_that_tma_cannot_read_are_copied_where_that_is_little(epilogue, a, b):
+@pytest.mark.parametrize(
+    ("epilogue", "alignments"),
+    sampled(2, (builtin.identity, builtin.bias_relu, builtin.swiglu, builtin.rms_norm), ((1, 1), (8, 1), (2, 8))),
+    ids=named,
+)
+def test_operands_that_tma_cannot_read_are_copied_where_that_is_little(epilogue, alignments):
+    a, b = alignments
     of = signature(epilogue, a=a, b=b, d=8)
     assert isinstance(chosen((4096, 4096, 4097), of)[0].config, Sm90Config)
     policy = policies.policy(of, H100)
@@ -367,9 +390,16 @@ def test_copies_leave_the_columns_of_a_table_as_they_are():
     assert len(odd.points) > 10
 
 
-@pytest.mark.parametrize("majors", MAJORS, ids="-".join)
-@pytest.mark.parametrize("problem", [(1024, 50257, 4096), (4096, 50257, 768), (4096, 4097, 4096)])
-@pytest.mark.parametrize("epilogue", [builtin.identity, builtin.bias_relu])
+@pytest.mark.parametrize(
+    ("epilogue", "problem", "majors"),
+    sampled(
+        5,
+        (builtin.identity, builtin.bias_relu),
+        ((1024, 50257, 4096), (4096, 50257, 768), (4096, 4097, 4096)),
+        MAJORS,
+    ),
+    ids=named,
+)
 def test_a_d_with_odd_lines_is_computed_transposed(epilogue, problem, majors):
     """4096x50257x768 took 1377 us with 128x208 tiles and 623 us with 192x128 ones, swapped (benchmarks/NOTES.md)."""
     config = chosen(problem, signature(epilogue, majors=majors, b=8 if majors[1] == "col" else 1, d=1))[0].config
@@ -448,9 +478,11 @@ def test_any_shape_gets_a_legal_kernel_of_its_signature(device, m, n, k):
     assert config.binary() == spec.config.binary()
 
 
-@pytest.mark.parametrize("majors", MAJORS, ids="-".join)
-@pytest.mark.parametrize("dtype", ["bf16", "f16"])
-@pytest.mark.parametrize("epilogue", [*builtin.BY_OP.values(), statistics], ids=lambda e: e.name)
+@pytest.mark.parametrize(
+    ("epilogue", "dtype", "majors"),
+    sampled(5, (*builtin.BY_OP.values(), statistics), ("bf16", "f16"), MAJORS),
+    ids=named,
+)
 def test_every_signature_has_kernels_for_few_rows_and_for_many(epilogue, dtype, majors):
     of = signature(epilogue, dtype, majors)
     for capability in [(9, 0), (8, 0), (8, 6), (8, 9)]:

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+from processes import WITHOUT_PYTORCH
+
 # Every lock that outlives a call is found by following references from modules; then it is held by another thread.
 _SCRIPT = """
 import gc, importlib, os, pathlib, pkgutil, queue, sys, threading, types
@@ -82,7 +84,7 @@ sys.exit(status)
 
 
 def _run(script):
-    return subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=300)
+    return subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True)
 
 
 def test_no_lock_that_another_thread_holds_is_held_in_a_forked_process():
@@ -110,7 +112,7 @@ if child == 0:
     os._exit(not builder._turns().acquire(blocking=False))
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    assert _run(script).returncode == 0
+    assert _run(WITHOUT_PYTORCH + script).returncode == 0
 
 
 def test_an_object_is_not_kept_alive():
@@ -124,5 +126,5 @@ if (child := os.fork()) == 0:
     os._exit(0)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    done = _run(script)
+    done = _run(WITHOUT_PYTORCH + script)
     assert done.returncode == 0, done.stderr

@@ -12,6 +12,7 @@ import sys
 import threading
 
 import pytest
+from processes import WITHOUT_PYTORCH
 
 from cutlass_ops.base import locks
 from cutlass_ops.base.errors import StoreError
@@ -207,7 +208,7 @@ else:  # the child leaves the context
 
 @pytest.mark.parametrize("who", ["same thread", "other thread"])
 def test_a_forked_process_does_not_keep_a_dead_ones_lock(tmp_path, who):
-    code = [sys.executable, "-W", "ignore", "-c", _FORKS, str(tmp_path / "lock"), who]
+    code = [sys.executable, "-W", "ignore", "-c", WITHOUT_PYTORCH + _FORKS, str(tmp_path / "lock"), who]
     process = subprocess.Popen(code, stdout=subprocess.PIPE, text=True)
     child = int(process.stdout.readline())
     try:
@@ -241,11 +242,11 @@ if child == 0:
     os._exit(len(known) != 1 or os.path.exists(f"/proc/self/fd/{known[0]}"))
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    code = [sys.executable, "-W", "ignore", "-c", script, str(tmp_path / "lock")]
+    code = [sys.executable, "-W", "ignore", "-c", WITHOUT_PYTORCH + script, str(tmp_path / "lock")]
     done = subprocess.run(code, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 def test_a_forked_process_does_not_give_its_parents_lock_back(tmp_path):
-    code = [sys.executable, "-W", "ignore", "-c", _FORKS, str(tmp_path / "lock"), "leaves"]
+    code = [sys.executable, "-W", "ignore", "-c", WITHOUT_PYTORCH + _FORKS, str(tmp_path / "lock"), "leaves"]
     assert subprocess.run(code, capture_output=True, text=True).stdout == "True False\n"

@@ -6,6 +6,7 @@ import zipfile
 import pytest
 from bundles import SPECS, packed
 from fake_toolkit import FakeToolkit
+from processes import WITHOUT_PYTORCH
 
 from cutlass_ops import __version__
 from cutlass_ops.artifacts import bundles
@@ -36,7 +37,7 @@ def test_kernels_of_a_bundle_are_packed_again_to_the_same_bytes(bundle):
     assert manifest_of(found.kernels(), {}, []).to_bytes() == found.manifest.to_bytes()
 
 
-LOOK = """
+LOOK = f"""{WITHOUT_PYTORCH}
 from cutlass_ops.artifacts.bundles import BUNDLES
 (found,) = BUNDLES.all()
 print(found.path.name, len(found.kernels()))

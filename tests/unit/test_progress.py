@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from processes import WITHOUT_PYTORCH
 
 from cutlass_ops.base import progress as progress_module
 from cutlass_ops.base.progress import progress
@@ -141,7 +142,7 @@ with progress(2, "kernels compiled") as steps:
 def test_on_a_terminal_the_bar_moves_while_nothing_ends():
     leader, follower = pty.openpty()
     environment = {name: value for name, value in os.environ.items() if name != "CUTLASS_OPS_PROGRESS"}
-    command = [sys.executable, "-c", _SCRIPT]
+    command = [sys.executable, "-c", WITHOUT_PYTORCH + _SCRIPT]
     process = subprocess.Popen(
         command, env=environment | {"TERM": "xterm", "COLUMNS": "100"}, stderr=follower, stdout=subprocess.PIPE
     )
