@@ -18,6 +18,7 @@ from cutlass_ops.kinds import space
 from cutlass_ops.run.call import call_at
 from cutlass_ops.tools.explaining import explain_call
 from cutlass_ops.tuner import tuning
+from tests.sampling import sampled
 
 pytestmark = pytest.mark.usefixtures("no_user_tables")
 
@@ -95,7 +96,7 @@ def usual():
     return asked()
 
 
-@pytest.mark.parametrize("name", SURROUNDINGS)
+@pytest.mark.parametrize("name", sampled(4, SURROUNDINGS))
 def test_what_a_process_sets_changes_no_choice(name, usual):
     with SURROUNDINGS[name]():
         found = asked()

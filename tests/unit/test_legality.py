@@ -30,6 +30,7 @@ from cutlass_ops.kinds.rules import COMMON, VALUES
 from cutlass_ops.kinds.sm80.rules import SM80
 from cutlass_ops.kinds.sm90.rules import SM90
 from tests.gpu import kernels
+from tests.sampling import sampled
 from tests.strategies import PATIENT
 from tests.unit.test_declarations import specs
 
@@ -398,7 +399,9 @@ GRID = [
 ]
 
 
-@pytest.mark.parametrize("epilogue", [bias_relu, gated, row_sum_and_tile, column_sum, rms, swiglu, turned_twice])
+@pytest.mark.parametrize(
+    "epilogue", sampled(4, (bias_relu, gated, row_sum_and_tile, column_sum, rms, swiglu, turned_twice))
+)
 def test_advice_about_sm90_can_be_taken(epilogue):
     advised = set()
     for m, n, schedule, scheduler, split in GRID:
@@ -526,7 +529,7 @@ def test_no_number_makes_check_raise(stages, side, make, epilogue, swap):
     assert check(make(*tile, stages=stages, epilogue=epilogue, **swapped)) is not None
 
 
-@pytest.mark.parametrize("epilogue", [rms, swiglu])
+@pytest.mark.parametrize("epilogue", sampled(2, (swiglu, rms)))
 def test_the_whole_space_of_norms_and_gates_can_be_checked(epilogue):
     one = spec(Sm90Config(ThreadblockShape(64, 64, 64)), {"epilogue": epilogue})
     signature = OpSignature(one.epilogue, one.a, one.b, one.d, one.inputs, one.outputs)

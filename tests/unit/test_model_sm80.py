@@ -9,6 +9,7 @@ from cutlass_ops.choose import heuristics
 from cutlass_ops.declare.config import Sm80Config, Sm90Config, ThreadblockShape, WarpShape
 from cutlass_ops.kinds import legality, space
 from cutlass_ops.kinds.sm80 import model as model_sm80
+from tests.sampling import sampled
 from tests.scripts import BENCHMARKS, script
 
 fit_sm80 = script("fit_sm80")
@@ -70,7 +71,7 @@ def test_what_has_no_wgmma_is_sought_among_sm80_kernels(of, device):
     assert times == sorted(times)
 
 
-@pytest.mark.parametrize("of", [odd(1), odd(2)])
+@pytest.mark.parametrize("of", sampled(2, (odd(1), odd(2))))
 def test_what_tma_cannot_load_is_sought_among_both_kinds(of):
     """To copy operands is little where there are many rows, and as much as the whole product where there are few."""
     few, many = (space.ranked(of, (m, 4096, 4097), 40, H100) for m in (1, 4096))

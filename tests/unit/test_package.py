@@ -40,11 +40,16 @@ new = {name.partition(".")[0] for name in set(sys.modules) - before}
 print(seen, torch.cuda.is_initialized(), sorted(new - set(sys.stdlib_module_names)))
 """
 
+# Processor time, because other programs run too; of several processes, because it only ever errs upwards.
 _TIME = """
-import time, torch
-began = time.process_time()
-import cutlass_ops
-print(time.process_time() - began)
+import os, sys, time, torch
+for attempt in range(20):
+    if (child := os.fork()) == 0:
+        began = time.process_time()
+        import cutlass_ops
+        os._exit(time.process_time() - began >= 0.3)
+    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0:
+        sys.exit(print("less"))
 """
 
 
@@ -174,8 +179,7 @@ def test_a_wheel_for_another_platform_is_refused_in_words(hook, monkeypatch, sys
 
 
 def test_import_takes_less_than_300_ms_beyond_torch():
-    # Processor time, because other programs run too; several tries, because it only ever errs upwards.
-    assert any(float(_run(_TIME)) < 0.3 for _ in range(5))
+    assert _run(_TIME) == "less"
 
 
 def test_every_public_name_is_there():
