@@ -64,8 +64,15 @@ def _fresh():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("name", list(FUNCTIONS))
+def functions():
+    """Each with shapes that stay and with shapes that do not; the quick tests take them in turn."""
+    for at, name in enumerate(FUNCTIONS):
+        for dynamic in (False, True):
+            slow = (pytest.mark.slow,) if dynamic == at % 2 else ()
+            yield pytest.param(name, dynamic, marks=slow, id=f"{name}-{'dynamic' if dynamic else 'static'}")
+
+
+@pytest.mark.parametrize(("name", "dynamic"), list(functions()))
 def test_a_compiled_function_has_one_graph_and_the_same_results(name, dynamic):
     function = FUNCTIONS[name]
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)

@@ -180,6 +180,7 @@ def expected(configs, problem):
     return [times[wide.kernels.index(c.binary())] for c in configs]
 
 
+@pytest.mark.slow
 def test_more_kernels_cover_better():
     def loss(effort):
         return sum(expected(t.configs[:1], t.problem)[0] for t in tasks(effort))
@@ -209,6 +210,7 @@ def test_a_kernel_that_is_removed_before_it_is_measured_is_built_again(place, ch
     assert seen == {made.folder}
 
 
+@pytest.mark.slow
 def test_a_refinement_looks_around_what_was_best(place, chip):
     run(tasks(), place, SMALL, measure=chip.measure)
     before = tables.load(place.path(signature()))
