@@ -150,7 +150,7 @@ time.sleep(600)
 
 def groups_in(folder: Path) -> list[int]:
     """The process groups of both compilers that work in a folder, once they are there."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not all((folder / name).exists() for name in ("device", "host")):
         assert time.monotonic() < deadline
         time.sleep(0.01)
