@@ -22,7 +22,7 @@ from typing import Any
 from cutlass_ops.base import checked_json, env, locks
 from cutlass_ops.base.errors import ConfigError, StoreError
 from cutlass_ops.choose import selection
-from cutlass_ops.declare.config import SWIZZLES, Config, Sm90Config, config_from_json, config_to_json
+from cutlass_ops.declare.config import SWIZZLES, Config, config_from_json, config_to_json
 from cutlass_ops.declare.device import Problem as Problem
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.signature import signature_from_json as signature_from_json
@@ -388,9 +388,8 @@ def _losses(point: Point) -> dict[Config, float]:
 
 
 def _require_legal(config: Config, signature: OpSignature) -> None:
-    # An Sm80 kernel's target is the device's, which the rules of its configuration do not depend on.
-    target = None if isinstance(config, Sm90Config) else "sm_80"
-    violations = legality.check(signature.spec(config, target))
+    # Where the target is the device's, the rules of a configuration do not depend on it.
+    violations = legality.check(signature.spec(config, config.default_target))
     if violations:
         raise ConfigError(f"configuration {config.slug} is illegal: {violations[0]}")
 

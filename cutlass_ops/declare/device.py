@@ -42,8 +42,7 @@ class Device:
 
     def spec(self, signature: OpSignature, config: Config) -> KernelSpec:
         """Return the kernel that serves a signature here with a configuration."""
-        major, minor = self.capability
-        return signature.spec(config, None if isinstance(config, Sm90Config) else f"sm_{major}{minor}")
+        return signature.spec(config, config.target_on(self.capability))
 
 
 def with_order(config: Config, problem: Problem) -> Config:
