@@ -14,7 +14,7 @@ from cutlass_ops.choose.tables import Table
 from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.device import Device, Problem, with_order
 from cutlass_ops.kinds.arrays import Flags, Floats, Places
-from cutlass_ops.kinds.sm90.model import chip_of
+from cutlass_ops.kinds.sm90.model import costs_of
 from cutlass_ops.kinds.table import kind_of
 
 Source = Literal["model", "interpolated", "measured"]
@@ -293,7 +293,7 @@ def _ranked(measured: Mapping[Config, Candidate], device: Device) -> dict[Config
     It reads least for each product and so draws least power, which sets the clock of long kernels. They exchange times.
     """
     times = sorted(c.microseconds for c in measured.values())
-    if not times or times[0] <= chip_of(device).throttle_after:
+    if not times or times[0] <= costs_of(device).throttle_after:
         return dict(measured)
     equal = [kernel for kernel, c in measured.items() if c.microseconds <= times[0] * (1 + _NOISE)]
     equal.sort(key=_reads)

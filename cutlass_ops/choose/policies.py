@@ -23,6 +23,7 @@ from cutlass_ops.choose import tables
 from cutlass_ops.choose.knowledge import SOURCES, Candidate, Expected, Knowledge
 from cutlass_ops.choose.pool import Pool
 from cutlass_ops.choose.tables import Measured, Point, Table
+from cutlass_ops.declare.chips import USUAL
 from cutlass_ops.declare.config import Config, GemvConfig, Sm90Config
 from cutlass_ops.declare.device import Device, Problem
 from cutlass_ops.declare.signature import OpSignature
@@ -57,9 +58,6 @@ _ROUNDING = 1e-9
 # What is lost beyond that counts so many times more: it has to be mended by some kernel, and one may mend it for many.
 _MISSED = 4.0
 
-
-# What the tables that others borrow from were measured on.
-_MEASURED = "NVIDIA H100 80GB HBM3"
 
 # A peer is faster where it takes less than this part of the best kernel's time.
 _CLEARLY = 0.99
@@ -318,7 +316,7 @@ def _borrowed(own: Table | None, signature: OpSignature, device: Device) -> tupl
     if own is not None and own.is_about(reference.signature, reference.device):
         return ()
     like = _like if signature.majors == reference.signature.majors else _plain
-    ways = [(name, s) for s in (like(signature), reference.signature) if s for name in (device.name, _MEASURED)]
+    ways = [(name, s) for s in (like(signature), reference.signature) if s for name in (device.name, USUAL.name)]
     if own is not None:
         ways = [(name, s) for name, s in ways if not own.is_about(s, name)]
     found = [t for name, s in dict.fromkeys(ways) if (t := _shipped(name, s)) is not None]
@@ -329,7 +327,7 @@ def _reference() -> Table:
     """Return the table that stands in where there is no better: bias + ReLU in BF16 on an H100."""
     operand, bias = Operand.of("bf16.row"), Operand.of("bf16.row.align1")
     signature = OpSignature(builtin.bias_relu.graph, operand, operand.transposed, operand, (bias,), ())
-    table = _shipped(_MEASURED, signature)
+    table = _shipped(USUAL.name, signature)
     if table is None:
         raise FileNotFoundError(f"cutlass_ops is incomplete: {resources.tuned()} has no table; reinstall the package")
     return table

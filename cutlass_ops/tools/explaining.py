@@ -12,9 +12,10 @@ from cutlass_ops.base import arch
 from cutlass_ops.choose import dispatch, policies
 from cutlass_ops.choose.knowledge import Candidate
 from cutlass_ops.choose.policies import Policy
+from cutlass_ops.declare.chips import CHIPS
 from cutlass_ops.declare.config import Config, Sm90Config
 from cutlass_ops.declare.device import Device, Problem
-from cutlass_ops.declare.roofline import PEAKS, Roofline, roofline
+from cutlass_ops.declare.roofline import Roofline, roofline
 from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.kinds.traits import Traits
 from cutlass_ops.run.call import Call, check_call, device_of, signature_of, without_modes
@@ -227,7 +228,7 @@ def explain_call(name: str, call: Call, device: Device) -> Explanation:
         served_by, expected = f"PyTorch ({peer})", peers.get(peer)
         why = "measured to be faster than every kernel here, and tuning was told to allow it"
     whole = (call.problem.m, call.problem.n * Traits.of(signature).weights, call.problem.k)
-    peaks = PEAKS.get(device.name)
+    chip = CHIPS.get(device.name)
     moved = sum(t.numel() * t.element_size() for t in _tensors(call))
     return Explanation(
         name,
@@ -236,7 +237,7 @@ def explain_call(name: str, call: Call, device: Device) -> Explanation:
         why,
         (*_contract(signature, device, ranked[0].config), *_means(signature, ranked[0].config)),
         tuple(ranked),
-        roofline(whole, moved, peaks) if peaks else None,
+        roofline(whole, moved, chip) if chip else None,
         peers,
         _called(device),
         expected,

@@ -72,7 +72,8 @@ class Trial:
         self._generator = torch.Generator(device).manual_seed(seed)
         m, n, k = problem
         width = signature.a.dtype.bytes
-        self._sets = [self._draw() for _ in range(rotation(width * (m * k + n * k + m * n)))]
+        l2_bytes = torch.cuda.get_device_properties(self._device).L2_cache_size
+        self._sets = [self._draw() for _ in range(rotation(width * (m * k + n * k + m * n), l2_bytes))]
         self._wanted = self._exact(self._sets[0])
         self._watch = Stopwatch(expected_us(m, n, k, width))
         self._kernels: dict[Config, LoadedKernel] = {}

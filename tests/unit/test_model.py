@@ -78,7 +78,7 @@ def test_a_predicted_time_is_near_the_measured_one_where_the_choice_is_made(meas
 
 @pytest.mark.parametrize(("multiprocessors", "in_fours"), [(132, None), (66, 0.5)])
 def test_a_device_has_the_chip_of_an_h100_with_as_many_multiprocessors(multiprocessors, in_fours):
-    chip = model.chip_of(replace(H100, multiprocessors=multiprocessors))
+    chip = model.costs_of(replace(H100, multiprocessors=multiprocessors))
     assert chip.multiprocessors == multiprocessors
     if in_fours is None:
         assert chip == model.H100
@@ -96,7 +96,7 @@ def test_a_chip_with_faster_memory_is_known_by_its_name():
         assert 1.2 < here / there < 1.45
     many = (8192, 8192, 8192)
     assert pool.predict(tiles, many, H200) == pytest.approx(pool.predict(tiles, many, H100), rel=0.02)
-    assert model.chip_of(replace(H100, name="another")) == model.H100
+    assert model.costs_of(replace(H100, name="another")) == model.H100
 
 
 def test_what_was_measured_on_one_chip_says_by_how_much_the_model_is_off_on_another():

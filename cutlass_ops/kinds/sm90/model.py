@@ -60,7 +60,7 @@ class PerSchedule:
 
 
 @dataclass(frozen=True)
-class Chip:
+class Costs:
     """What the model knows of a chip.
 
     Attributes
@@ -133,7 +133,7 @@ class Chip:
     epilogue: PerSchedule
 
 
-H100 = Chip(
+H100 = Costs(
     multiprocessors=132,
     multiprocessors_in_fours=120,
     clock=1.663,
@@ -162,7 +162,7 @@ _CHIPS = {"NVIDIA H200": H200}
 
 
 @lru_cache(maxsize=16)
-def chip_of(device: Device) -> Chip:
+def costs_of(device: Device) -> Costs:
     """Return what the model goes by: of a chip that it does not know, an H100, with as many multiprocessors."""
     chip = _CHIPS.get(device.name, H100)
     fours = round(chip.multiprocessors_in_fours * device.multiprocessors / chip.multiprocessors)
@@ -292,7 +292,7 @@ class Grid:
     active: Floats
 
 
-def grid(batch: Batch, problems: Sequence[tuple[int, int, int]], chip: Chip) -> Grid:
+def grid(batch: Batch, problems: Sequence[tuple[int, int, int]], chip: Costs) -> Grid:
     """Return how configurations cover problems of M, N and K."""
     m, n, k = _extents(problems)
     rows = _ceil(_ceil(m, batch.tile_m), batch.cluster_m) * batch.cluster_m
@@ -307,7 +307,7 @@ def grid(batch: Batch, problems: Sequence[tuple[int, int, int]], chip: Chip) -> 
 def times(
     batch: Batch,
     problems: Sequence[tuple[int, int, int]],
-    chip: Chip = H100,
+    chip: Costs = H100,
     element_bytes: int = 2,
     lines: tuple[Extent, Extent] = ("k", "k"),
 ) -> Floats:
@@ -319,7 +319,7 @@ def times(
         Legal configurations.
     problems : sequence of (M, N, K)
         Each extent at least 1.
-    chip : Chip
+    chip : Costs
         Where they run.
     element_bytes : int
         Width of an operand's element.
@@ -381,7 +381,7 @@ def means(
     batch: Batch,
     problems: Sequence[tuple[int, int, int]],
     times: Floats,
-    chip: Chip = H100,
+    chip: Costs = H100,
     element_bytes: int = 2,
     taking: Taking = TAKING,
 ) -> Floats:
@@ -466,12 +466,12 @@ def _requests(lines_are_odd: Flags, sharing: Floats) -> Floats:
     return np.where(lines_are_odd, np.where(sharing > 1, _LINES_ASKED, _HALVES_ASKED), 1.0) / sharing
 
 
-def predict(config: Sm90Config, problem: tuple[int, int, int], chip: Chip = H100, element_bytes: int = 2) -> float:
+def predict(config: Sm90Config, problem: tuple[int, int, int], chip: Costs = H100, element_bytes: int = 2) -> float:
     """Return one kernel's time in microseconds; :func:`times` for one configuration and problem."""
     return times(Batch.of([config]), [problem], chip, element_bytes).item()
 
 
-def _split(batch: Batch, cover: Grid, chip: Chip) -> tuple[Floats, Floats]:
+def _split(batch: Batch, cover: Grid, chip: Costs) -> tuple[Floats, Floats]:
     """Return how many tiles' K steps each multiprocessor takes, and stream-K's microseconds for adding up.
 
     CUTLASS splits no tile where there are fewer than a wave and more than half of one.

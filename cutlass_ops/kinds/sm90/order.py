@@ -33,7 +33,7 @@ def orders_by_gpc(config: Sm90Config, problem: Problem, device: Device) -> list[
     """
     if not config.ordered:
         return []
-    if model.grid(model.Batch.of([config]), [problem], model.chip_of(device)).waves.item() > WAVES_BY_GPC:
+    if model.grid(model.Batch.of([config]), [problem], model.costs_of(device)).waves.item() > WAVES_BY_GPC:
         return []
     cluster = config.cluster
     rasters: tuple[Raster, ...] = ("along_m", "along_n")

@@ -42,10 +42,10 @@ class Sm90Timer:
         copied = realigning(traits.alignments, problems) * self._copies
         stored = model.scattering([(m, n // traits.weights, k) for m, n, k in problems]) * ~self._swapped
         found = copied + stored if traits.scatters else copied
-        return found + model.means(self._batch, problems, times, model.chip_of(device)) if traits.gathers else found
+        return found + model.means(self._batch, problems, times, model.costs_of(device)) if traits.gathers else found
 
     def _times_by_order(self, problems: Sequence[Problem], device: Device) -> tuple[Floats, Floats]:
-        chip = model.chip_of(device)
+        chip = model.costs_of(device)
         cover = model.grid(self._batch, problems, chip)
         usual, by_gpc = (model.times(b, problems, chip, lines=self.traits.lines) for b in (self._batch, self._by_gpc))
         worth = self._ordered & (cover.waves <= WAVES_BY_GPC)
