@@ -128,30 +128,27 @@ def _wanted(types: tuple[type, ...], choices: tuple[str, ...]) -> str:
 
 
 @dataclass(frozen=True, repr=False)
-class ThreadblockShape(_Shape):
+class _Extents(_Shape):
+    """Extents along M, N and K, in elements."""
+
+    m: int
+    n: int
+    k: int
+
+
+@dataclass(frozen=True, repr=False)
+class ThreadblockShape(_Extents):
     """Tile of the (M, N, K) problem that one thread block (CTA) computes, in elements."""
 
-    m: int
-    n: int
-    k: int
-
 
 @dataclass(frozen=True, repr=False)
-class WarpShape(_Shape):
+class WarpShape(_Extents):
     """Part of the threadblock tile that one warp computes (Sm80), in elements."""
 
-    m: int
-    n: int
-    k: int
-
 
 @dataclass(frozen=True, repr=False)
-class InstructionShape(_Shape):
+class InstructionShape(_Extents):
     """Shape of one ``mma.sync`` Tensor Core instruction (Sm80), in elements."""
-
-    m: int
-    n: int
-    k: int
 
 
 @dataclass(frozen=True, repr=False)
@@ -406,13 +403,6 @@ class GemvConfig(KernelConfig):
 
 Config = Sm80Config | Sm90Config | GemvConfig
 
-_SHAPES = {
-    "threadblock": ThreadblockShape,
-    "warp": WarpShape,
-    "instruction": InstructionShape,
-    "cluster": ClusterShape,
-}
-
 
 def config_to_json(config: Config) -> dict[str, Any]:
     """Return the canonical JSON form of a configuration. What came later is left out where it says nothing."""
@@ -446,11 +436,12 @@ def config_from_json(data: object) -> Config:
         if name not in names:
             shown = checked_json.shown(name)
             raise ConfigError(f"unknown field {shown} in an {arch} configuration: it has {', '.join(sorted(names))}")
-        if name in _SHAPES:
+        types, _ = _types(typing.cast(type, cls))[name]
+        if issubclass(types[0], _Shape):
             if not isinstance(value, dict):
                 raise ConfigError(f"{name} must be an object of integers, not {checked_json.shown(value)}")
             try:
-                value = _SHAPES[name](**value)
+                value = types[0](**value)
             except TypeError as exc:
                 raise ConfigError(f"{name}: {exc}") from None
         values[name] = value
