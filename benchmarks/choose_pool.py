@@ -18,10 +18,9 @@ from pathlib import Path
 import numpy as np
 import shapes
 
-from cutlass_ops.choose import policies, tables
+from cutlass_ops.choose import policies, space, tables
 from cutlass_ops.declare.config import config_to_json
 from cutlass_ops.declare.device import Device
-from cutlass_ops.kinds import space
 from cutlass_ops.kinds.sm90.model import Floats
 
 # A kernel that is nearly as fast as the best counts as well, as the model errs by so much.

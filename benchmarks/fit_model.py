@@ -4,7 +4,7 @@
 
 Reads tuning tables and the results of sweep.py. What is compared is what raced together: each file by itself.
 
-Prints the fitted :class:`cutlass_ops.kinds.sm90.model.Chip`, to be copied there by hand.
+Prints the fitted :class:`cutlass_ops.kinds.sm90.model.Costs`, to be copied there by hand.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Measured:
         """By what part each is slower than the best of its problem."""
         return self.times / np.nanmin(self.times, 1, keepdims=True) - 1
 
-    def predicted(self, chip: model.Chip) -> Floats:
+    def predicted(self, chip: model.Costs) -> Floats:
         """Return the model's microseconds."""
         return model.times(self.batch, self.problems, chip, lines=self.lines)
 
@@ -126,7 +126,7 @@ def _lines(path: Path) -> Lines:
     return "k" if a == "row" else "m", "k" if b == "col" else "n"
 
 
-def loss(files: Sequence[Measured], chip: model.Chip) -> float:
+def loss(files: Sequence[Measured], chip: model.Costs) -> float:
     """Return the mean squared logarithm of predicted over measured, near each shape's best.
 
     What all of a shape's predictions have in common does no harm to a choice, and counts a quarter.
@@ -142,19 +142,19 @@ def loss(files: Sequence[Measured], chip: model.Chip) -> float:
     return total / count
 
 
-def regret(files: Sequence[Measured], chip: model.Chip, count: int) -> tuple[float, float]:
+def regret(files: Sequence[Measured], chip: model.Costs, count: int) -> tuple[float, float]:
     """Return the time of the best of the model's first `count` over the best of all: geometric mean and worst."""
     ratios = np.concatenate([_regrets(measured, chip, count) for measured in files])
     return float(np.exp(np.log(ratios).mean())), float(ratios.max())
 
 
-def _regrets(measured: Measured, chip: model.Chip, count: int) -> Floats:
+def _regrets(measured: Measured, chip: model.Costs, count: int) -> Floats:
     predicted = np.where(np.isnan(measured.times), math.inf, measured.predicted(chip))
     first = predicted.argsort(1)[:, :count]
     return 1 + np.nanmin(np.take_along_axis(measured.behind, first, 1), 1)
 
 
-def fit(files: Sequence[Measured], chip: model.Chip, rounds: int) -> model.Chip:
+def fit(files: Sequence[Measured], chip: model.Costs, rounds: int) -> model.Costs:
     """Improve a chip's numbers by random steps along one or two of them."""
     rng, best, width = random.Random(0), loss(files, chip), 0.2
     for _ in range(rounds):
@@ -176,7 +176,7 @@ FITTED = (
 PER_SCHEDULE = ("launch", "epilogue")
 
 
-def _moved(chip: model.Chip, rng: random.Random, width: float) -> model.Chip:
+def _moved(chip: model.Costs, rng: random.Random, width: float) -> model.Costs:
     factor = math.exp(rng.gauss(0, width))
     name = rng.choice((*FITTED, *PER_SCHEDULE))
     if name in FITTED:

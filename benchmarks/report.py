@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import tomllib
 
-from cutlass_ops.declare.roofline import PEAKS
+from cutlass_ops.declare.chips import CHIPS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -438,7 +438,7 @@ def roofline_point(row: Row) -> tuple[float, float]:
 
 def ceilings(head: dict[str, Any]) -> tuple[float, float] | None:
     """Return TFLOP/s of the Tensor Cores and TB/s of device memory, or None for a chip whose peaks are not known."""
-    peaks = PEAKS.get(head["chip"])
+    peaks = CHIPS.get(head["chip"])
     return (peaks.tflops, peaks.gb_per_s / 1e3) if peaks else None
 
 

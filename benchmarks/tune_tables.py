@@ -18,7 +18,7 @@ from cutlass_ops.choose import tables
 from cutlass_ops.choose.tables import Problem
 from cutlass_ops.declare.config import Config, config_from_json
 from cutlass_ops.epilogue.graph import Graph
-from cutlass_ops.kinds import space
+from cutlass_ops.kinds.gemv import space as space_gemv
 from cutlass_ops.run import norms, ops
 from cutlass_ops.tuner.tuning import Effort, tune
 
@@ -92,7 +92,7 @@ def _few_rows(folder: Path, epilogue: Graph) -> tuple[Config, ...]:
         if point.problem[0] <= max(shapes.FEW_ROWS)
         for measured in point.measured[:2]
     ]
-    return tuple(dict.fromkeys([*space.all_gemv(), *best]))
+    return tuple(dict.fromkeys([*space_gemv.candidates(), *best]))
 
 
 def _at_least(ratio: float, folder: Path, epilogue: Graph) -> set[Problem]:

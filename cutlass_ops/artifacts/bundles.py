@@ -12,7 +12,7 @@ from pathlib import Path
 from cutlass_ops.artifacts.bundle import Bundle, BundledKernel, open_bundle
 from cutlass_ops.artifacts.signing import PublicKeys
 from cutlass_ops.base import env, forks
-from cutlass_ops.declare.config import Config, Sm80Config, Sm90Config
+from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import KernelSpec
 
@@ -123,8 +123,8 @@ class Bundles:
         Where wgmma takes copies of operands, which may last longer than all of mma.sync, both.
         """
         found = self.configs(signature, capability)
-        if any(isinstance(c, Sm90Config) for c in found) and not signature.realigns:
-            return tuple(c for c in found if not isinstance(c, Sm80Config))
+        if any(c.wgmma for c in found) and not signature.realigns:
+            return tuple(c for c in found if c.wgmma or c.few_rows)
         return found
 
     def choice(

@@ -7,13 +7,10 @@ have to be looked for: what is read is compared with what would have been writte
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import shutil
 import stat
 import struct
-import uuid
 import weakref
 import zlib
 from abc import ABC, abstractmethod
@@ -21,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from cutlass_ops.base.atomic import replacing
 from cutlass_ops.base.errors import BundleError, LoadError
 from cutlass_ops.base.private import NotPrivateError, open_private, read_private, require_private
 
@@ -287,16 +285,8 @@ def write(path: Path, files: Mapping[str, bytes], *, folder: bool = False) -> No
     _require_bounds(files)
     if folder and os.path.lexists(path):
         raise ValueError(f"{path} is there already: remove it, or name another folder")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
+    with replacing(path) as aside:
         (_write_folder if folder else _write_archive)(aside, files)
-        os.replace(aside, path)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            aside.unlink()
-        raise
 
 
 def _require_bounds(files: Mapping[str, bytes]) -> None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from cutlass_ops.artifacts.container import MAX_FILE
 from cutlass_ops.base import arch, checked_json
 from cutlass_ops.base.errors import BundleError, ConfigError
-from cutlass_ops.declare.config import SWIZZLES, Config, Sm80Config, Sm90Config, config_from_json, config_to_json
+from cutlass_ops.declare.config import SWIZZLES, Config, config_from_json, config_to_json
 from cutlass_ops.declare.signature import OpSignature, signature_from_json, signature_to_json
 from cutlass_ops.declare.spec import KernelSpec
 
@@ -91,7 +91,7 @@ class KernelRecord:
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
         """Whether a device of this compute capability takes the kernel."""
-        found = arch.target_for(capability, wgmma=isinstance(self.spec.config, Sm90Config))
+        found = arch.target_for(capability, wgmma=self.spec.config.wgmma)
         return found is not None and found.name == self.spec.target
 
     def to_json(self) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class Group:
         # Thousands of rows name a few kernels.
         @functools.cache
         def serves(capability: tuple[int, int], config: Config) -> list[Any]:
-            target = arch.target_for(capability, wgmma=isinstance(config, Sm90Config))
+            target = arch.target_for(capability, wgmma=config.wgmma)
             return [places[config.binary(), target.name if target else ""], _order(config)]
 
         def row(choice: Choice, most: int, config: Config) -> list[Any]:
@@ -355,8 +355,6 @@ def _require_sizes(config: Config) -> None:
         extents, least = (tuple(value.values()), 1) if isinstance(value, dict) else ((value,), -_MAX_NUMBER)
         if any(type(n) is int and not least <= n <= _MAX_NUMBER for n in extents):
             raise ConfigError(f"{name} of a configuration is a number that no kernel has")
-    if isinstance(config, Sm80Config) and config.stages is None:
-        raise ConfigError("stages of an sm80 configuration is a number")
 
 
 def _resources_of(data: object) -> dict[str, Any]:

@@ -31,8 +31,6 @@ class Target(NamedTuple):
         Bytes of shared memory on one multiprocessor, each resident block taking 1 KiB more than it asks for.
     wgmma : bool
         Whether warpgroup-wide matrix instructions, the bulk tensor copy engine and clusters are there.
-    mma_opcode, wgmma_opcode : str
-        SASS opcode that proves Tensor Core use for FP16/BF16 operands.
     """
 
     name: str
@@ -40,8 +38,6 @@ class Target(NamedTuple):
     shared_memory: int
     shared_memory_per_sm: int
     wgmma: bool = False
-    mma_opcode: str = "HMMA"
-    wgmma_opcode: str = "HGMMA"
 
     @property
     def gencode(self) -> str:
@@ -72,12 +68,6 @@ SWIZZLE_BYTES = (128, 64, 32)  # widths of the swizzled layouts that TMA and wgm
 UNSWIZZLED_BYTES = 16  # of the layout that serves every other extent
 MAX_CLUSTER = 8  # 16 is a non-portable size: it needs an opt-in and may fail to be scheduled
 
-# mma.sync shapes (M, N, K) for each operand type, FP32 accumulation.
-MMA_SHAPES: dict[str, tuple[tuple[int, int, int], ...]] = {
-    "f16": ((16, 8, 16), (16, 8, 8)),
-    "bf16": ((16, 8, 16), (16, 8, 8)),
-}
-
 # wgmma: M is 64 for a warpgroup, N any multiple of 8 up to 256, K 32 bytes.
 WGMMA_M = 64
 WGMMA_N_STEP = 8
@@ -87,6 +77,7 @@ WGMMA_K_BYTES = 32
 # cp.async copies 4, 8 or 16 bytes; narrower loads go through registers, which allows two stages only.
 CP_ASYNC_BYTES = (4, 8, 16)
 TMA_ALIGNMENT_BYTES = 16
+TMA_LOAD_OPCODE = "UTMALDG"
 
 
 def target(name: str) -> Target:

@@ -51,7 +51,6 @@ bf16 = DType("bf16", 16, "cutlass::bfloat16_t", "bfloat16", _DL_BFLOAT)
 f32 = DType("f32", 32, "float", "float32", _DL_FLOAT)
 
 ALL: tuple[DType, ...] = (f16, bf16, f32)
-OPERANDS: tuple[DType, ...] = (bf16, f16)  # what A and B may be
 # By our name and by PyTorch's, and by what others call them.
 NAMES: dict[str, DType] = {t.name: t for t in ALL} | {t.torch_name: t for t in ALL}
 NAMES |= {"fp16": f16, "half": f16, "bfloat": bf16, "fp32": f32, "float": f32, "single": f32}

@@ -9,12 +9,13 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from cutlass_ops.choose import heuristics
-from cutlass_ops.choose.heuristics import Pool
+from cutlass_ops.choose.pool import Pool, at_once
 from cutlass_ops.choose.tables import Table
-from cutlass_ops.declare.config import Config, Sm90Config
+from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.device import Device, Problem, with_order
-from cutlass_ops.kinds.sm90.model import Flags, Floats, Places
+from cutlass_ops.kinds.arrays import Flags, Floats, Places
+from cutlass_ops.kinds.sm90.model import costs_of
+from cutlass_ops.kinds.table import kind_of
 
 Source = Literal["model", "interpolated", "measured"]
 SOURCES: tuple[Source, ...] = ("model", "interpolated", "measured")
@@ -27,9 +28,6 @@ _REACH_OF_TILES = 0.6
 _PRIOR = 1.0
 # Measurements that are no further apart say nothing: what differs is noise.
 _NOISE = 0.005
-# What stream-K has to be ahead by, as its times are foretold: where it came first it took that much longer, by the
-# measurements of bias + ReLU at weights that were left out. Others did not.
-_STREAM_K = 1.03
 # How much must have been measured nearby for a time to be more than the model's word.
 _NEAR = 0.5
 
@@ -98,7 +96,7 @@ class Where(NamedTuple):
         extents = np.array(problems, np.float64).reshape(-1, 3)
         m, k = np.log2(extents[:, 0]), np.log2(extents[:, 2])
         tiles = np.log2(pool.tiles(problems)) / _REACH_OF_TILES
-        return cls(np.stack([m, k, pool.odd(problems)], 1) / _REACH, tiles)
+        return cls(np.stack([m, k, pool.traits.odd(problems)], 1) / _REACH, tiles)
 
 
 class _Errors(NamedTuple):
@@ -149,7 +147,7 @@ class Notes:
         """Return the weighted sum of errors near problems, and of their weights, of shape (problems, kernels)."""
         errors, totals = np.zeros_like(where.tiles), np.zeros_like(where.tiles)
         kernels, starts = self._noted
-        step = max(1, heuristics.AT_ONCE // max(1, len(self.errors), len(self.problems)))
+        step = at_once(max(len(self.errors), len(self.problems)))
         for first in range(0, len(where.tiles) if len(kernels) else 0, step):
             part = slice(first, first + step)
             # What a note's kernel does not matter for is compared once for each problem that was measured.
@@ -198,7 +196,8 @@ class Knowledge:
             found = {p: _ranked(times, device) for p, times in _measurements(table, kernels).items()}
             # Operands of other majors take other times, and other devices do, but the model is off by as much.
             there = replace(device, multiprocessors=table.multiprocessors, name=table.device)
-            errors.append(_errors(found, replace(pool, majors=table.signature.majors), there))
+            laid_out = replace(pool, traits=replace(pool.traits, majors=table.signature.majors))
+            errors.append(_errors(found, laid_out, there))
             # Where operands have to be copied or D is scattered, what is known of others is an estimate.
             if pool.is_like(table.signature):
                 measured = found | measured
@@ -245,20 +244,19 @@ class Knowledge:
         config, source = self.pool.configs[place], SOURCES[int(known.sources[0, place])]
         if source == "measured":
             return self.measured[problem][config]
-        whole = self.pool.whole(problem)
-        orders = heuristics.orders_by_gpc(config, whole, self.device) if bool(known.by_gpc[0, place]) else ()
+        whole = self.pool.traits.whole(problem)
+        orders = kind_of(config).orders_by_gpc(config, whole, self.device) if bool(known.by_gpc[0, place]) else ()
         ordered = orders[0] if orders else with_order(config, whole)
         return Candidate(ordered, float(known.times[0, place]), source)
 
     @cached_property
     def _handicaps(self) -> Floats:
-        split = (isinstance(c, Sm90Config) and c.scheduler == "stream_k" for c in self.pool.configs)
-        return np.array([_STREAM_K if each else 1.0 for each in split])
+        return np.array([kind_of(c).handicap(c) for c in self.pool.configs])
 
     @cached_property
     def _kinds(self) -> list[list[int]]:
         """The places of each kind's kernels, as kinds have models of their own."""
-        kinds = [type(c) for c in self.pool.configs]
+        kinds = [kind_of(c) for c in self.pool.configs]
         return [[at for at, k in enumerate(kinds) if k is kind] for kind in dict.fromkeys(kinds)]
 
     @cached_property
@@ -295,7 +293,7 @@ def _ranked(measured: Mapping[Config, Candidate], device: Device) -> dict[Config
     It reads least for each product and so draws least power, which sets the clock of long kernels. They exchange times.
     """
     times = sorted(c.microseconds for c in measured.values())
-    if not times or times[0] <= heuristics.chip_of(device).throttle_after:
+    if not times or times[0] <= costs_of(device).throttle_after:
         return dict(measured)
     equal = [kernel for kernel, c in measured.items() if c.microseconds <= times[0] * (1 + _NOISE)]
     equal.sort(key=_reads)

@@ -12,24 +12,30 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TypeGuard, get_args
+from typing import TypeGuard
 
 import numpy as np
 
 from cutlass_ops.artifacts.bundles import BUNDLES
 from cutlass_ops.base import arch, env, resources
 from cutlass_ops.base.errors import BundleError, ConfigError
-from cutlass_ops.choose import heuristics, tables
-from cutlass_ops.choose.heuristics import Pool
+from cutlass_ops.choose import tables
 from cutlass_ops.choose.knowledge import SOURCES, Candidate, Expected, Knowledge
+from cutlass_ops.choose.pool import Pool
 from cutlass_ops.choose.tables import Measured, Point, Table
-from cutlass_ops.declare.config import Config, GemvConfig, Means, Sm90Config
+from cutlass_ops.declare.chips import USUAL
+from cutlass_ops.declare.config import Config, GemvConfig, Sm90Config
 from cutlass_ops.declare.device import Device, Problem
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.kinds import legality
+from cutlass_ops.kinds.gemv import space as gemv
+from cutlass_ops.kinds.sm80 import space as sm80
+from cutlass_ops.kinds.sm90.timer import usual_means
+from cutlass_ops.kinds.table import kind_of
+from cutlass_ops.kinds.traits import Traits
 
 
 # Rows of A at which the choice for a weight is made in advance.
@@ -52,9 +58,6 @@ _ROUNDING = 1e-9
 # What is lost beyond that counts so many times more: it has to be mended by some kernel, and one may mend it for many.
 _MISSED = 4.0
 
-
-# What the tables that others borrow from were measured on.
-_MEASURED = "NVIDIA H100 80GB HBM3"
 
 # A peer is faster where it takes less than this part of the best kernel's time.
 _CLEARLY = 0.99
@@ -196,13 +199,13 @@ def _policy(signature: OpSignature, device: Device, bundled: tuple[Config, ...],
         return (c for c in pool if own is None or own.allows(c))
 
     if bundled:
-        wgmma = any(isinstance(c, Sm90Config) for c in bundled)
+        wgmma = any(c.wgmma for c in bundled)
         known = (*mine, *_borrowed(own, signature, device)) if wgmma else mine
         return Policy.of(known, signature, device, allowed(bundled))
 
-    usual: tuple[Config, ...] = (*heuristics.SM80, *heuristics.GEMV)
+    usual: tuple[Config, ...] = (*sm80.UNTUNED, *gemv.UNTUNED)
     if min(signature.alignments) == 1:
-        usual = heuristics.SM80_UNALIGNED
+        usual = sm80.UNTUNED_UNALIGNED
     if device.has_wgmma:
         known = (*mine, *_borrowed(own, signature, device))
         # A kernel takes other times with operands of other majors: where there are any of these, it is one of them.
@@ -218,7 +221,7 @@ def _policy(signature: OpSignature, device: Device, bundled: tuple[Config, ...],
 
 def _serves_many_rows(policy: Policy) -> bool:
     """Whether there are kernels of Tensor Cores: those for few rows serve others as well, but far too slowly."""
-    return any(not isinstance(c, GemvConfig) for c in policy.kernels)
+    return any(not c.few_rows for c in policy.kernels)
 
 
 def _own(signature: OpSignature, device: Device) -> Table | None:
@@ -313,7 +316,7 @@ def _borrowed(own: Table | None, signature: OpSignature, device: Device) -> tupl
     if own is not None and own.is_about(reference.signature, reference.device):
         return ()
     like = _like if signature.majors == reference.signature.majors else _plain
-    ways = [(name, s) for s in (like(signature), reference.signature) if s for name in (device.name, _MEASURED)]
+    ways = [(name, s) for s in (like(signature), reference.signature) if s for name in (device.name, USUAL.name)]
     if own is not None:
         ways = [(name, s) for name, s in ways if not own.is_about(s, name)]
     found = [t for name, s in dict.fromkeys(ways) if (t := _shipped(name, s)) is not None]
@@ -324,7 +327,7 @@ def _reference() -> Table:
     """Return the table that stands in where there is no better: bias + ReLU in BF16 on an H100."""
     operand, bias = Operand.of("bf16.row"), Operand.of("bf16.row.align1")
     signature = OpSignature(builtin.bias_relu.graph, operand, operand.transposed, operand, (bias,), ())
-    table = _shipped(_MEASURED, signature)
+    table = _shipped(USUAL.name, signature)
     if table is None:
         raise FileNotFoundError(f"cutlass_ops is incomplete: {resources.tuned()} has no table; reinstall the package")
     return table
@@ -362,7 +365,7 @@ def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
     theirs = table.signature
     if _kind(signature) == _kind(theirs):
         return table
-    weights = heuristics.weights_of(signature) // heuristics.weights_of(theirs)
+    weights = Traits.of(signature).weights // Traits.of(theirs).weights
     forms: dict[Config, Config | None] = {}
     # A table's thousands of measurements share some hundred configurations; to compare objects is enough.
     shared: dict[int, Sm90Config | GemvConfig | None] = {}
@@ -379,7 +382,7 @@ def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
     def formed(config: Config) -> Sm90Config | GemvConfig | None:
         binary = config.binary()
         if binary not in forms:
-            wanted = replace(binary, means=heuristics.usual_means(binary)) if takes_means(binary) else binary
+            wanted = replace(binary, means=usual_means(binary)) if takes_means(binary) else binary
             forms[binary] = _legal(signature, wanted, device)
         found = forms[binary]
         if isinstance(found, GemvConfig):
@@ -417,7 +420,7 @@ def _later(
     Problems count the columns of the first one's weights.
     """
     pools = Pool.of(kernels, theirs), Pool.of(kernels, mine)
-    weights = pools[1].weights // pools[0].weights
+    weights = pools[1].traits.weights // pools[0].traits.weights
     without = pools[0].besides(problems, device)
     later = pools[1].besides([(m, n // weights, k) for m, n, k in problems], device) - without
     return {p: dict(zip(pools[0].configs, row, strict=True)) for p, row in zip(problems, later.tolist(), strict=True)}
@@ -425,21 +428,11 @@ def _later(
 
 def _kind(signature: OpSignature) -> tuple[bool, int, bool, bool]:
     """Return what decides whether one signature's times are another's."""
-    gathered, weights = bool(signature.epilogue.gathered), heuristics.weights_of(signature)
-    return gathered, weights, signature.realigns, heuristics.scatters(signature)
+    traits = Traits.of(signature)
+    return traits.gathers, traits.weights, signature.realigns, traits.scatters
 
 
 def _legal(signature: OpSignature, config: Config, device: Device) -> Config | None:
-    """Return a configuration if it is legal, else the form of it that is.
-
-    That is one that copies operands which TMA cannot read, that has means of A's rows from elsewhere, or its pingpong
-    form: CUTLASS's reductions are persistent.
-    """
-    if isinstance(config, Sm90Config) and signature.realigns:
-        config = replace(config, realign=True)
-    tried: list[Config] = [config]
-    if isinstance(config, Sm90Config) and signature.epilogue.gathered:
-        tried += [replace(config, means=way) for way in get_args(Means) if way != config.means]
-    if isinstance(config, Sm90Config) and config.schedule == "warp_specialized":
-        tried += [replace(c, schedule="pingpong") for c in tried if isinstance(c, Sm90Config)]
-    return next((c for c in tried if not legality.check(device.spec(signature, c))), None)
+    """Return a configuration if it is legal, else the form of it that is."""
+    forms = kind_of(config).forms(signature, config)
+    return next((c for c in forms if not legality.check(device.spec(signature, c))), None)

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from cutlass_ops.base import checked_json, env, locks
+from cutlass_ops.base.atomic import replacing
 from cutlass_ops.base.errors import ConfigError, StoreError
 from cutlass_ops.choose import selection
-from cutlass_ops.declare.config import SWIZZLES, Config, Sm90Config, config_from_json, config_to_json
+from cutlass_ops.declare.config import SWIZZLES, Config, config_from_json, config_to_json
 from cutlass_ops.declare.device import Problem as Problem
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.signature import signature_from_json as signature_from_json
@@ -333,18 +334,16 @@ def update(path: Path, table: Table) -> Table:
     with _writing(path.parent), held:
         merged = load(path).merged(table) if path.exists() else table
         text = json.dumps(merged.to_json(), separators=(",", ":"), allow_nan=False)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8"
-        ) as file:
-            try:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-                os.replace(file.name, path)
-            except BaseException:
-                Path(file.name).unlink(missing_ok=True)
-                raise
+        # For its owner alone, as all that tuning keeps.
+        with replacing(path) as aside, open(aside, "x", encoding="utf-8", opener=_privately) as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
     return merged
+
+
+def _privately(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def prepare(folder: Path) -> None:
@@ -388,9 +387,8 @@ def _losses(point: Point) -> dict[Config, float]:
 
 
 def _require_legal(config: Config, signature: OpSignature) -> None:
-    # An Sm80 kernel's target is the device's, which the rules of its configuration do not depend on.
-    target = None if isinstance(config, Sm90Config) else "sm_80"
-    violations = legality.check(signature.spec(config, target))
+    # Where the target is the device's, the rules of a configuration do not depend on it.
+    violations = legality.check(signature.spec(config, config.default_target))
     if violations:
         raise ConfigError(f"configuration {config.slug} is illegal: {violations[0]}")
 

@@ -41,8 +41,19 @@ class _Shape:
         return "x".join(map(str, vars(self).values()))
 
 
-class _Settings:
+class KernelConfig:
     """What configurations have in common: fields of the declared types, refused otherwise, and a short ``repr``.
+
+    Attributes
+    ----------
+    arch : str
+        Name in JSON.
+    default_target : str
+        What it is compiled for where nobody says.
+    wgmma : bool
+        Whether it needs a target with TMA and warpgroup-wide matrix instructions.
+    few_rows : bool
+        Whether it is for few rows of A alone, and far too slow for many.
 
     Raises
     ------
@@ -50,12 +61,36 @@ class _Settings:
         If a field has a value of another type, or a name that means nothing.
     """
 
+    arch: ClassVar[str]
+    default_target: ClassVar[str]
+    wgmma: ClassVar[bool] = False
+    few_rows: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         for name, (types, choices) in _types(typing.cast(type, type(self))).items():
             value = getattr(self, name)
             # Not isinstance: True is an integer, and no number of stages.
             if type(value) not in types or (choices and value not in choices):
                 raise ConfigError(f"{name} must be {_wanted(types, choices)}, not {value!r}")
+
+    @property
+    def ordered(self) -> bool:
+        """Whether its tiles have a raster order that a launch may choose."""
+        return False
+
+    @property
+    def order(self) -> str:
+        """Short readable name of the order of its tiles; none where a launch cannot choose one."""
+        return ""
+
+    def transposes(self, d_col_major: bool) -> bool:
+        """Whether the kernel computes D^T. By default so that the epilogue writes rows."""
+        return d_col_major
+
+    def target_on(self, capability: tuple[int, int]) -> str:
+        """Return the target of such a kernel on devices of a compute capability."""
+        major, minor = capability
+        return f"sm_{major}{minor}"
 
     def __repr__(self) -> str:
         """Return Python that makes an equal value, without what is the default."""
@@ -93,30 +128,27 @@ def _wanted(types: tuple[type, ...], choices: tuple[str, ...]) -> str:
 
 
 @dataclass(frozen=True, repr=False)
-class ThreadblockShape(_Shape):
+class _Extents(_Shape):
+    """Extents along M, N and K, in elements."""
+
+    m: int
+    n: int
+    k: int
+
+
+@dataclass(frozen=True, repr=False)
+class ThreadblockShape(_Extents):
     """Tile of the (M, N, K) problem that one thread block (CTA) computes, in elements."""
 
-    m: int
-    n: int
-    k: int
-
 
 @dataclass(frozen=True, repr=False)
-class WarpShape(_Shape):
+class WarpShape(_Extents):
     """Part of the threadblock tile that one warp computes (Sm80), in elements."""
 
-    m: int
-    n: int
-    k: int
-
 
 @dataclass(frozen=True, repr=False)
-class InstructionShape(_Shape):
+class InstructionShape(_Extents):
     """Shape of one ``mma.sync`` Tensor Core instruction (Sm80), in elements."""
-
-    m: int
-    n: int
-    k: int
 
 
 @dataclass(frozen=True, repr=False)
@@ -140,7 +172,7 @@ MEANS: dict[Means, str] = {
 
 
 @dataclass(frozen=True, repr=False)
-class Sm80Config(_Settings):
+class Sm80Config(KernelConfig):
     """A multistage ``mma.sync`` kernel (CUTLASS 2.x), for Sm80 and every later target.
 
     Attributes
@@ -173,6 +205,11 @@ class Sm80Config(_Settings):
         return (t.m // w.m) * (t.n // w.n) * (t.k // w.k)
 
     @property
+    def along_problem(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Extents of tile and cluster along the problem's M and N."""
+        return (self.threadblock.m, self.threadblock.n), (1, 1)
+
+    @property
     def slug(self) -> str:
         """Short readable name, unique among legal configurations."""
         tail = "_streamk" if self.stream_k else ""
@@ -189,7 +226,7 @@ class Sm80Config(_Settings):
 
 
 @dataclass(frozen=True, repr=False)
-class Sm90Config(_Settings):
+class Sm90Config(KernelConfig):
     """A warp-specialised TMA + ``wgmma`` kernel (CUTLASS 3.x), for sm_90a.
 
     Attributes
@@ -244,6 +281,7 @@ class Sm90Config(_Settings):
 
     arch: ClassVar[str] = "sm90"
     default_target: ClassVar[str] = "sm_90a"
+    wgmma: ClassVar[bool] = True
 
     @property
     def ordered(self) -> bool:
@@ -268,8 +306,24 @@ class Sm90Config(_Settings):
 
     @property
     def order(self) -> str:
-        """Short readable name of the order of its tiles."""
-        return f"{self.raster} {self.swizzle}" + (" by gpc" if self.by_gpc else "")
+        """Short readable name of the order of its tiles; none where a launch cannot choose one."""
+        return f"{self.raster} {self.swizzle}" + (" by gpc" if self.by_gpc else "") if self.ordered else ""
+
+    @property
+    def along_problem(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Extents of tile and cluster along the problem's M and N."""
+        tile, cluster = self.threadblock, self.cluster
+        if self.swap_ab:
+            return (tile.n, tile.m), (cluster.n, cluster.m)
+        return (tile.m, tile.n), (cluster.m, cluster.n)
+
+    def transposes(self, d_col_major: bool) -> bool:
+        """Whether the kernel computes D^T."""
+        return self.swap_ab
+
+    def target_on(self, capability: tuple[int, int]) -> str:
+        """Return the target of such a kernel: the one that there is."""
+        return self.default_target
 
     @property
     def slug(self) -> str:
@@ -288,7 +342,7 @@ class Sm90Config(_Settings):
 
 
 @dataclass(frozen=True, repr=False)
-class GemvConfig(_Settings):
+class GemvConfig(KernelConfig):
     """A kernel of ordinary loads for few rows of A, for Sm80 and every later target.
 
     With up to four rows, each warp multiplies them by one column of B, all of whose K it reads, in FP32 arithmetic.
@@ -312,6 +366,7 @@ class GemvConfig(_Settings):
 
     arch: ClassVar[str] = "gemv"
     default_target: ClassVar[str] = "sm_80"
+    few_rows: ClassVar[bool] = True
     swizzle: ClassVar[int] = 1  # there is one order
 
     @property
@@ -332,6 +387,11 @@ class GemvConfig(_Settings):
         return False
 
     @property
+    def along_problem(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Extents of tile and cluster along the problem's M and N."""
+        return (self.threadblock.m, self.threadblock.n), (1, 1)
+
+    @property
     def slug(self) -> str:
         """Short readable name, unique among legal configurations."""
         return f"gemv_{self.rows}x{self.warps}_p{self.pieces}"
@@ -342,13 +402,6 @@ class GemvConfig(_Settings):
 
 
 Config = Sm80Config | Sm90Config | GemvConfig
-
-_SHAPES = {
-    "threadblock": ThreadblockShape,
-    "warp": WarpShape,
-    "instruction": InstructionShape,
-    "cluster": ClusterShape,
-}
 
 
 def config_to_json(config: Config) -> dict[str, Any]:
@@ -383,11 +436,12 @@ def config_from_json(data: object) -> Config:
         if name not in names:
             shown = checked_json.shown(name)
             raise ConfigError(f"unknown field {shown} in an {arch} configuration: it has {', '.join(sorted(names))}")
-        if name in _SHAPES:
+        types, _ = _types(typing.cast(type, cls))[name]
+        if issubclass(types[0], _Shape):
             if not isinstance(value, dict):
                 raise ConfigError(f"{name} must be an object of integers, not {checked_json.shown(value)}")
             try:
-                value = _SHAPES[name](**value)
+                value = types[0](**value)
             except TypeError as exc:
                 raise ConfigError(f"{name}: {exc}") from None
         values[name] = value

@@ -10,7 +10,8 @@ from cutlass_ops.declare.spec import KernelSpec, Operand
 
 Problem = tuple[int, int, int]
 
-_KEPT_BYTES = 40e6  # an operand up to this size stays in the L2 cache while another streams by
+# An operand up to this size stays in the L2 cache of 50 MB that chips with wgmma have, while another streams by.
+_KEPT_BYTES = 40e6
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,7 @@ class Device:
 
     def spec(self, signature: OpSignature, config: Config) -> KernelSpec:
         """Return the kernel that serves a signature here with a configuration."""
-        major, minor = self.capability
-        return signature.spec(config, None if isinstance(config, Sm90Config) else f"sm_{major}{minor}")
+        return signature.spec(config, config.target_on(self.capability))
 
 
 def with_order(config: Config, problem: Problem) -> Config:

@@ -6,25 +6,10 @@ import re
 import reprlib
 
 from cutlass_ops.base.errors import ConfigError
+from cutlass_ops.declare.chips import CHIPS
 from cutlass_ops.declare.device import Device
 
-# By the driver's names. Sources: NVIDIA's data sheets and architecture whitepapers.
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        Device((9, 0), 132, "NVIDIA H100 80GB HBM3"),
-        Device((9, 0), 114, "NVIDIA H100 PCIe"),
-        Device((9, 0), 132, "NVIDIA H200"),
-        Device((8, 0), 108, "NVIDIA A100-SXM4-80GB"),
-        Device((8, 0), 108, "NVIDIA A100-SXM4-40GB"),
-        Device((8, 0), 108, "NVIDIA A100 80GB PCIe"),
-        Device((8, 0), 108, "NVIDIA A100-PCIE-40GB"),
-        Device((8, 6), 84, "NVIDIA RTX A6000"),
-        Device((8, 6), 72, "NVIDIA A10"),
-        Device((8, 9), 142, "NVIDIA L40S"),
-        Device((8, 9), 58, "NVIDIA L4"),
-    )
-}
+GPUS = {name: chip.device for name, chip in CHIPS.items()}
 
 # For which GPU kernels are chosen, by the target that stands for it; others of its compute capability run them too.
 BY_TARGET = {

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cutlass_ops.declare.config import Sm90Config, ThreadblockShape
+from cutlass_ops.declare.config import ThreadblockShape
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue.nodes import Kind
 
@@ -39,7 +39,7 @@ class Side:
 
 def swapped(spec: KernelSpec) -> bool:
     """Whether the kernel computes D^T: as Sm90's configuration says; on Sm80 because the epilogue writes rows of D."""
-    return spec.config.swap_ab if isinstance(spec.config, Sm90Config) else spec.d.major == "col"
+    return spec.config.transposes(spec.d.major == "col")
 
 
 def oriented(spec: KernelSpec, operand: Operand) -> Operand:

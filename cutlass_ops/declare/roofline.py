@@ -3,41 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+
+from cutlass_ops.declare.chips import Chip
 
 # Microseconds from one kernel to the next, as the fastest of ours reach.
 _LAUNCH = 2.1
-
-
-class Peaks(NamedTuple):
-    """A chip's peaks.
-
-    Attributes
-    ----------
-    tflops : float
-        Dense TFLOP/s of the Tensor Cores for FP16 and BF16, accumulated in FP32, at their highest clock.
-    gb_per_s : float
-        GB/s of device memory.
-    """
-
-    tflops: float
-    gb_per_s: float
-
-
-# By the driver's names. Source: NVIDIA's data sheets.
-PEAKS = {
-    "NVIDIA H200": Peaks(989.4, 4800),
-    "NVIDIA H100 80GB HBM3": Peaks(989.4, 3352),
-    "NVIDIA H100 PCIe": Peaks(756, 2039),
-    "NVIDIA A100-SXM4-80GB": Peaks(312, 2039),
-    "NVIDIA A100-SXM4-40GB": Peaks(312, 1555),
-    "NVIDIA A100 80GB PCIe": Peaks(312, 1935),
-    "NVIDIA A100-PCIE-40GB": Peaks(312, 1555),
-    "NVIDIA L40S": Peaks(362, 864),
-    "NVIDIA L4": Peaks(121, 300),
-    "NVIDIA RTX A6000": Peaks(154.8, 768),
-    "NVIDIA A10": Peaks(125, 600),
-}
 
 
 @dataclass(frozen=True)
@@ -64,7 +34,7 @@ class Roofline:
         return max(("compute", "memory", "launch"), key=lambda name: float(getattr(self, name)))
 
 
-def roofline(problem: tuple[int, int, int], moved_bytes: int, peaks: Peaks) -> Roofline:
+def roofline(problem: tuple[int, int, int], moved_bytes: int, chip: Chip) -> Roofline:
     """Return what a problem takes at least.
 
     Parameters
@@ -73,8 +43,8 @@ def roofline(problem: tuple[int, int, int], moved_bytes: int, peaks: Peaks) -> R
         M, N and K.
     moved_bytes : int
         Bytes of all operands, inputs and outputs.
-    peaks : Peaks
-        Of the chip.
+    chip : Chip
+        Whose peaks they are.
     """
     m, n, k = problem
-    return Roofline(2 * m * n * k / (peaks.tflops * 1e6), moved_bytes / (peaks.gb_per_s * 1e3))
+    return Roofline(2 * m * n * k / (chip.tflops * 1e6), moved_bytes / (chip.gb_per_s * 1e3))

@@ -12,7 +12,7 @@ import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
-from cutlass_ops.base import dtypes
+from cutlass_ops.base import dtypes, mma
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.declare.device import Problem
 from cutlass_ops.declare.spec import Major
@@ -28,7 +28,7 @@ _PROBLEM = "Give MxNxK, such as 512x4096x4096; each may be a list, such as 1,16,
 _WEIGHT = "Give NxK, such as 4096x4096; each may be a list, such as 4096,8192x4096"
 
 # The epilogues of the norms' functions (norms.py, gated.py) without further arguments, by the dtype of A and B.
-_16_BITS = tuple(t.name for t in dtypes.OPERANDS)
+_16_BITS = tuple(t.name for t in mma.OPERANDS)
 NORMS: dict[str, Mapping[str, Epilogue]] = {
     "rmsnorm_gemm": dict.fromkeys(_16_BITS, builtin.rms_norm),
     "layernorm_gemm": dict.fromkeys(_16_BITS, builtin.layer_norm),

@@ -1,6 +1,6 @@
 """Why a kernel declaration cannot be built, before any compiler runs.
 
-The rules lie in :mod:`cutlass_ops.kinds.rules`, and in the ``rules`` of each kind's folder; ``docs/legality.md`` lists
+The rules lie in :mod:`cutlass_ops.kinds.common`, and in the ``rules`` of each kind's folder; ``docs/legality.md`` lists
 them all.
 """
 
@@ -12,12 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cutlass_ops.base.errors import ConfigError
-from cutlass_ops.declare.config import GemvConfig, Sm90Config
 from cutlass_ops.declare.spec import KernelSpec
-from cutlass_ops.kinds.gemv.rules import GEMV
-from cutlass_ops.kinds.rules import COMMON, VALUES, AnyConfig, Broken, Rule
-from cutlass_ops.kinds.sm80.rules import SM80
-from cutlass_ops.kinds.sm90.rules import SM90
+from cutlass_ops.kinds.common import COMMON, VALUES
+from cutlass_ops.kinds.rules import AnyConfig, Broken, Rule
+from cutlass_ops.kinds.table import kind_of
 
 
 @dataclass(frozen=True)
@@ -89,12 +87,7 @@ def _broken(spec: KernelSpec) -> Iterator[tuple[str, str | Broken]]:
         yield from meaningless
         return
     yield from _apply(COMMON, spec, spec.config)
-    if isinstance(spec.config, Sm90Config):
-        yield from _apply(SM90, spec, spec.config)
-    elif isinstance(spec.config, GemvConfig):
-        yield from _apply(GEMV, spec, spec.config)
-    else:
-        yield from _apply(SM80, spec, spec.config)
+    yield from _apply(kind_of(spec.config).rules, spec, spec.config)
 
 
 def _apply(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cutlass_ops.base import arch
 from cutlass_ops.base.errors import CompileError
+from cutlass_ops.base.mma import mma_of, pairs
 from cutlass_ops.base.sass import opcodes
-from cutlass_ops.declare.config import GemvConfig
 from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.kinds.table import kind_of
 
 
 def prove_tensor_cores(library: Path, spec: KernelSpec) -> dict[str, int]:
@@ -37,14 +37,10 @@ def proved(library: bytes, where: str, spec: KernelSpec) -> dict[str, int]:
         If an expected instruction is missing: the kernel would run, but not as declared.
     """
     counts = opcodes(library, where)
-    target = arch.target(spec.target)
-    if isinstance(spec.config, GemvConfig):
-        expected = [target.mma_opcode] * spec.config.by_tile
-    elif spec.sm90 is None:
-        expected = [target.mma_opcode]
-    else:
-        expected = [target.wgmma_opcode, "UTMALDG"]
-    missing = [op for op in expected if not counts.get(op)]
+    mma = mma_of(spec.a.dtype, spec.b.dtype)
+    if mma is None:
+        raise CompileError(f"no instruction multiplies {spec.a.dtype} by {spec.b.dtype}: there are {pairs()}")
+    missing = [op for op in kind_of(spec.config).proof(spec.config, mma) if not counts.get(op)]
     if missing:
         found = ", ".join(f"{n} {op}" for op, n in counts.items()) or "none of the instructions looked for"
         raise CompileError(

@@ -13,11 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from cutlass_ops.base import resources
 from cutlass_ops.base.errors import ToolchainError
-from cutlass_ops.declare.config import GemvConfig, Sm90Config
 from cutlass_ops.declare.spec import KernelSpec
-from cutlass_ops.kinds.gemv import lowering as lower_gemv
-from cutlass_ops.kinds.sm80 import lowering as lower_sm80
-from cutlass_ops.kinds.sm90 import lowering as lower_sm90
+from cutlass_ops.kinds.table import kind_of
 
 if TYPE_CHECKING:
     import jinja2
@@ -45,13 +42,8 @@ def render(spec: KernelSpec) -> str:
     """
     if not isinstance(spec, KernelSpec):
         raise TypeError(f"spec must be a KernelSpec, not {reprlib.repr(spec)}")
-    if isinstance(spec.config, Sm90Config):
-        name, values = "sm90_gemm.cu.j2", lower_sm90.context(spec)
-    elif isinstance(spec.config, GemvConfig):
-        name, values = "gemv.cu.j2", lower_gemv.context(spec)
-    else:
-        name, values = "sm80_gemm.cu.j2", lower_sm80.context(spec)
-    return _environment().get_template(name).render(values | _header(spec))
+    kind = kind_of(spec.config)
+    return _environment().get_template(kind.template).render(kind.context(spec) | _header(spec))
 
 
 def _header(spec: KernelSpec) -> dict[str, Any]:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import os
 import re
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cutlass_ops._version import TEMPLATE_VERSION
 from cutlass_ops.base import checked_json, resources
+from cutlass_ops.base.atomic import replacing
 from cutlass_ops.base.errors import ConfigError, ToolchainError
 from cutlass_ops.declare.config import ClusterShape, Config, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
 from cutlass_ops.declare.spec import KernelSpec
@@ -164,14 +163,8 @@ def write(folder: Path, entries: Sequence[Entry] | None = None) -> list[str]:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with aside.open("xb") as file:
-            file.write(data)
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
+    with replacing(path) as aside, aside.open("xb") as file:
+        file.write(data)
 
 
 def _differing(folder: Path, wanted: dict[str, str]) -> set[str]:

@@ -6,9 +6,7 @@ import base64
 import csv
 import hashlib
 import io
-import os
 import re
-import uuid
 import zipfile
 from collections.abc import Mapping
 from concurrent.futures import Executor
@@ -20,6 +18,7 @@ from cutlass_ops.artifacts.bundles import NAMESPACE
 from cutlass_ops.artifacts.manifest import Manifest, table_name
 from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base import checked_json, resources
+from cutlass_ops.base.atomic import replacing
 from cutlass_ops.compilation.builder import build_many
 from cutlass_ops.compilation.toolchain import Toolchain
 from cutlass_ops.ship.shipping import Catalogue, shipment
@@ -193,14 +192,8 @@ def _record(files: Mapping[str, bytes], own: str) -> bytes:
 
 
 def _write_zip(path: Path, files: Mapping[str, bytes]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with zipfile.ZipFile(aside, "x") as archive:
-            for name, data in files.items():
-                entry = zipfile.ZipInfo(name, _FIRST_DAY)
-                entry.external_attr = 0o100644 << 16
-                archive.writestr(entry, data)
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
+    with replacing(path) as aside, zipfile.ZipFile(aside, "x") as archive:
+        for name, data in files.items():
+            entry = zipfile.ZipInfo(name, _FIRST_DAY)
+            entry.external_attr = 0o100644 << 16
+            archive.writestr(entry, data)

@@ -25,9 +25,8 @@ from cutlass_ops.base import env, executors, resources, writable
 from cutlass_ops.base.errors import ConfigError, LoadError
 from cutlass_ops.choose import tables
 from cutlass_ops.compilation.builder import build_many
-from cutlass_ops.declare import spelling
+from cutlass_ops.declare import chips, spelling
 from cutlass_ops.declare.device import Device, Problem
-from cutlass_ops.declare.gpus import BY_TARGET
 from cutlass_ops.declare.spec import HasGraph, KernelSpec, Major
 from cutlass_ops.run.call import call_at, device_of
 from cutlass_ops.ship import catalog, packing, shipping, verifying
@@ -39,7 +38,7 @@ from cutlass_ops.tuner import tuning
 from cutlass_ops.tuner.tuning import Effort, Report
 
 # What `explain` goes by where there is no GPU and none was named.
-USUAL = BY_TARGET["sm_90a"]
+USUAL = chips.USUAL.device
 
 
 def doctor(as_json: bool) -> int:

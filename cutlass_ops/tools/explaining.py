@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from cutlass_ops.base import arch
-from cutlass_ops.choose import dispatch, heuristics, policies
+from cutlass_ops.choose import dispatch, policies
 from cutlass_ops.choose.knowledge import Candidate
 from cutlass_ops.choose.policies import Policy
-from cutlass_ops.declare.config import MEANS, Config, GemvConfig, Sm90Config
+from cutlass_ops.declare.chips import CHIPS
+from cutlass_ops.declare.config import Config, Sm90Config
 from cutlass_ops.declare.device import Device, Problem
-from cutlass_ops.declare.roofline import PEAKS, Roofline, roofline
+from cutlass_ops.declare.roofline import Roofline, roofline
+from cutlass_ops.kinds.table import kind_of
+from cutlass_ops.kinds.traits import Traits
 from cutlass_ops.run.call import Call, check_call, device_of, signature_of, without_modes
 from cutlass_ops.run.ops import called
 from cutlass_ops.run.plan import can_fall_back
@@ -224,8 +227,8 @@ def explain_call(name: str, call: Call, device: Device) -> Explanation:
     if peer is not None:
         served_by, expected = f"PyTorch ({peer})", peers.get(peer)
         why = "measured to be faster than every kernel here, and tuning was told to allow it"
-    whole = (call.problem.m, call.problem.n * heuristics.weights_of(signature), call.problem.k)
-    peaks = PEAKS.get(device.name)
+    whole = (call.problem.m, call.problem.n * Traits.of(signature).weights, call.problem.k)
+    chip = CHIPS.get(device.name)
     moved = sum(t.numel() * t.element_size() for t in _tensors(call))
     return Explanation(
         name,
@@ -234,7 +237,7 @@ def explain_call(name: str, call: Call, device: Device) -> Explanation:
         why,
         (*_contract(signature, device, ranked[0].config), *_means(signature, ranked[0].config)),
         tuple(ranked),
-        roofline(whole, moved, peaks) if peaks else None,
+        roofline(whole, moved, chip) if chip else None,
         peers,
         _called(device),
         expected,
@@ -277,17 +280,12 @@ def _contract(signature: OpSignature, device: Device, config: Config | None) -> 
     )
     if config is None:
         return types
-    by_tma = isinstance(config, Sm90Config)
-    instruction = "wgmma, operands loaded by TMA" if by_tma else "mma.sync, operands loaded by cp.async or registers"
-    stored = "by TMA or whole vectors" if signature.d.aligned else f"{signature.d.alignment} elements at a time"
-    if isinstance(config, GemvConfig):
-        unit = "mma.sync" if config.by_tile else "FP32 arithmetic"
-        instruction = f"{unit}, operands loaded into registers: for so few rows, reading B is all that takes time"
-        stored = "element by element"
+    instruction, stored = kind_of(config).unit(config)
+    usual = "by TMA or whole vectors" if signature.d.aligned else f"{signature.d.alignment} elements at a time"
     reason = f": {_misaligned(signature, config)}" if device.has_wgmma and signature.realigns else ""
     return (
         *types,
-        Finding("d", f"{signature.d}, stored {stored}"),
+        Finding("d", f"{signature.d}, stored {stored or usual}"),
         Finding("unit", f"{instruction}{reason}"),
     )
 
@@ -296,9 +294,7 @@ def _means(signature: OpSignature, config: Config) -> tuple[Finding, ...]:
     """Say where means of A's rows are from, if the epilogue takes any."""
     if not signature.epilogue.gathered:
         return ()
-    if isinstance(config, GemvConfig):
-        return (Finding("rows of a", "added up by the warps of each thread block together, beside the product"),)
-    return (Finding("rows of a", MEANS[config.means if isinstance(config, Sm90Config) else "ahead"]),)
+    return (Finding("rows of a", kind_of(config).means(config)),)
 
 
 def _misaligned(signature: OpSignature, config: Config | None) -> str:

@@ -13,17 +13,18 @@ from itertools import pairwise
 
 import torch
 
+from cutlass_ops.declare.chips import USUAL
+
 Run = Callable[[int], object]
 
-_L2_BYTES = 50e6
 # A replay long enough for an event's resolution, short enough for many rounds.
 _REPLAY_US = 1500.0
 _MAX_LAUNCHES = 32
 
 
-def rotation(bytes_touched: float) -> int:
+def rotation(bytes_touched: float, l2_bytes: float = USUAL.l2_bytes) -> int:
     """Return how many sets of inputs to rotate so that none is still in the L2 cache when its turn comes."""
-    return max(2, min(12, math.ceil(3 * _L2_BYTES / bytes_touched)))
+    return max(2, min(12, math.ceil(3 * l2_bytes / bytes_touched)))
 
 
 def expected_us(m: int, n: int, k: int, element_bytes: int = 2) -> float:

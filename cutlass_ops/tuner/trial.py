@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from cutlass_ops.artifacts.loader import LoadedKernel, refusal
-from cutlass_ops.choose import heuristics
 from cutlass_ops.choose.tables import Measured, Problem
 from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue.nodes import Kind
+from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.run import reference
 from cutlass_ops.run.call import device_of
 from cutlass_ops.run.peers import Peer, peers
@@ -72,7 +72,8 @@ class Trial:
         self._generator = torch.Generator(device).manual_seed(seed)
         m, n, k = problem
         width = signature.a.dtype.bytes
-        self._sets = [self._draw() for _ in range(rotation(width * (m * k + n * k + m * n)))]
+        l2_bytes = torch.cuda.get_device_properties(self._device).L2_cache_size
+        self._sets = [self._draw() for _ in range(rotation(width * (m * k + n * k + m * n), l2_bytes))]
         self._wanted = self._exact(self._sets[0])
         self._watch = Stopwatch(expected_us(m, n, k, width))
         self._kernels: dict[Config, LoadedKernel] = {}
@@ -154,7 +155,7 @@ class Trial:
         """Enter other orders of tiles of some kernels, which differ."""
         entered: list[Config] = []
         for config in finalists:
-            for ordered in heuristics.orders(config, self._problem, device_of(self._device)):
+            for ordered in kind_of(config).orders(config, self._problem, device_of(self._device)):
                 if ordered not in self._kernels:
                     self._watch.add(ordered, self._run(ordered, self._kernels[config]))
                     entered.append(ordered)

@@ -23,19 +23,20 @@ import torch
 from cutlass_ops.artifacts.bundles import BUNDLES
 from cutlass_ops.artifacts.store import Artifact
 from cutlass_ops.base import arch, env, writable
-from cutlass_ops.base.dtypes import OPERANDS
 from cutlass_ops.base.dtypes import dtype as element_named
 from cutlass_ops.base.errors import CompileError, MeasuringError, NoDeviceError, StoreError, UnsupportedError
+from cutlass_ops.base.mma import OPERANDS
 from cutlass_ops.base.progress import progress
-from cutlass_ops.choose import dispatch, heuristics, policies, tables
+from cutlass_ops.choose import dispatch, policies, space, tables
 from cutlass_ops.choose.policies import Policy
 from cutlass_ops.choose.tables import Point, Problem, Table
 from cutlass_ops.compilation.builder import building
-from cutlass_ops.declare.config import Config, Sm90Config
+from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.device import Device, with_order
 from cutlass_ops.declare.spec import KernelSpec, Major
 from cutlass_ops.epilogue.graph import Graph
-from cutlass_ops.kinds import legality, space
+from cutlass_ops.kinds import legality
+from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.run.call import call_at, device_of, signature_of
 from cutlass_ops.run.ops import called
 from cutlass_ops.run.registry import OpSignature
@@ -207,7 +208,7 @@ def _predicted(
 
 def entrants(config: Config, problem: Problem, device: Device) -> list[Config]:
     """Return a kernel as it enters a race: in the usual order of tiles, and by GPC where that may be worth much."""
-    return [with_order(config, problem), *heuristics.orders_by_gpc(config, problem, device)[:1]]
+    return [with_order(config, problem), *kind_of(config).orders_by_gpc(config, problem, device)[:1]]
 
 
 def _considered(policy: Policy, problem: Problem, centres: Sequence[Config], device: Device) -> list[Config]:
@@ -424,7 +425,7 @@ def _line(problem: Problem, point: Point | None) -> str:
     best = point.measured[0]
     peer = min(point.peers, key=lambda p: p[1], default=None)
     against = f", {peer[0]} {peer[1]:.1f} us, ratio {peer[1] / best.microseconds:.3f}" if peer else ""
-    order = f" {best.config.order}" if isinstance(best.config, Sm90Config) and best.config.ordered else ""
+    order = f" {best.config.order}".rstrip()
     return f"{_name(problem)}: {best.microseconds:.1f} us{against}, {best.config.slug}{order}"
 
 

@@ -33,13 +33,14 @@ from cutlass_ops.declare.config import (
 )
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue import builtin
-from cutlass_ops.kinds.footprint import shared_memory, sm90_means_smem, sm90_stages
 from cutlass_ops.kinds.gemv.rules import GEMV
 from cutlass_ops.kinds.legality import check
 from cutlass_ops.kinds.render import render
 from cutlass_ops.kinds.rules import COMMON, VALUES
 from cutlass_ops.kinds.sm80.rules import SM80
+from cutlass_ops.kinds.sm90.footprint import means_smem, pipeline_stages
 from cutlass_ops.kinds.sm90.rules import SM90
+from cutlass_ops.kinds.table import shared_memory
 from cutlass_ops.tools.inspection import inspect
 
 pytestmark = [pytest.mark.compile, pytest.mark.slow]
@@ -142,7 +143,7 @@ EPILOGUES = (
 def first_error(spec):
     """Compile a spec, legal or not, and with it the claim about its shared memory; return the first error or None."""
     size = "sizeof(GemmKernel::SharedStorage)"
-    claimed = shared_memory(spec) - (sm90_means_smem(spec) if spec.sm90 else 0)
+    claimed = shared_memory(spec) - (means_smem(spec) if spec.sm90 else 0)
     claim = f'static_assert({size} == {claimed}, "footprint.shared_memory is wrong");\n'
     if isinstance(spec.config, GemvConfig):
         claim = ""  # nothing but static shared memory, which ptxas counts
@@ -203,7 +204,7 @@ def test_what_is_accepted_compiles_and_takes_the_memory_that_was_foretold(spec):
     assert check(spec) == ()
     report = inspect(build_artifact(spec))
     assert report.static_shared_memory + report.dynamic_shared_memory == shared_memory(spec)
-    stages = sm90_stages(spec) if spec.sm90 else spec.config.stages if spec.sm80 else 1
+    stages = pipeline_stages(spec) if spec.sm90 else spec.config.stages if spec.sm80 else 1
     assert report.stages == stages
     if spec.epilogue.gathered:  # who reads rows may have 24 registers: a few words go elsewhere, and no more
         assert report.spill_stores <= (64 if spec.sm90 and spec.sm90.means == "beside" else 0)

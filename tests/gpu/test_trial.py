@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cutlass_ops as co
-from cutlass_ops.choose import heuristics
+from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.run.call import device_of
 from cutlass_ops.run.registry import REGISTRY, OpSignature
 from cutlass_ops.tuner.measuring import Measurer
@@ -43,7 +43,7 @@ def test_a_race_has_kernels_in_several_orders_and_peers(spec):
     trial, rounds = Trial(signature_of(spec), PROBLEM, DEVICE), []
     assert trial.admit(spec.config, REGISTRY.kernel(spec)) is None
     trial.admit_peers()
-    orders = heuristics.orders(spec.config, PROBLEM, device_of(DEVICE))
+    orders = kind_of(spec.config).orders(spec.config, PROBLEM, device_of(DEVICE))
     measured, peers = trial.race(3, lambda: rounds.append(1))
     assert {m.config.binary() for m in measured} == {spec.config}
     assert {m.config.order for m in measured} == {"heuristic 1"} | {o.order for o in orders}
@@ -66,7 +66,7 @@ def test_kernels_that_heat_the_chip_race_three_times_as_long(spec):
 
 def test_a_kernel_may_enter_in_several_orders(spec):
     trial = Trial(signature_of(spec), PROBLEM, DEVICE)
-    orders = heuristics.orders(spec.config, PROBLEM, device_of(DEVICE))
+    orders = kind_of(spec.config).orders(spec.config, PROBLEM, device_of(DEVICE))
     for config in (spec.config, orders[0], orders[-1]):
         assert trial.admit(config, REGISTRY.kernel(spec)) is None
         trial.rehearse(config)

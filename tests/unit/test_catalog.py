@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from processes import WITHOUT_PYTORCH
 
+from cutlass_ops.base import atomic
 from cutlass_ops.base.errors import ToolchainError
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.kinds import legality
@@ -102,7 +103,7 @@ def test_a_write_that_is_stopped_leaves_whole_files_and_can_be_repeated(tmp_path
 def test_no_file_is_written_through_a_link_that_somebody_planted(tmp_path, monkeypatch):
     victim = tmp_path / "victim"
     victim.write_text("precious")
-    monkeypatch.setattr(catalog.uuid, "uuid4", lambda: SimpleNamespace(hex="guessed"))
+    monkeypatch.setattr(atomic.uuid, "uuid4", lambda: SimpleNamespace(hex="guessed"))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / f".{catalog.MANIFEST}.guessed").symlink_to(victim)
     with pytest.raises(FileExistsError):

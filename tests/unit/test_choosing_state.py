@@ -12,9 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cutlass_ops.choose import dispatch, policies
+from cutlass_ops.choose import dispatch, policies, space
 from cutlass_ops.epilogue import builtin
-from cutlass_ops.kinds import space
 from cutlass_ops.run.call import call_at
 from cutlass_ops.tools.explaining import explain_call
 from cutlass_ops.tuner import tuning

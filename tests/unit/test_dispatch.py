@@ -15,13 +15,15 @@ from signatures import A100, H100, H200, signature, statistics
 
 import cutlass_ops as co
 from cutlass_ops.base import resources
-from cutlass_ops.choose import dispatch, heuristics, policies, tables
+from cutlass_ops.choose import dispatch, policies, pool, tables
 from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.declare.config import ClusterShape, GemvConfig, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
 from cutlass_ops.declare.device import Device, with_order
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.kinds import legality
-from cutlass_ops.kinds.sm90 import model
+from cutlass_ops.kinds.sm80 import space as space_sm80
+from cutlass_ops.kinds.sm90 import model, timer
+from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.run import norms, ops
 from cutlass_ops.tuner.tuning import signature_at
 from tests.sampling import sampled
@@ -186,21 +188,21 @@ def test_what_was_measured_speaks_for_its_neighbours():
     policy = policies.policy(signature(), H100)
     (near,), (far,) = policy.ranked((648, 4224, 4032), [SLOW]), policy.ranked((8192, 8192, 8192), [SLOW])
     assert near.source == "interpolated"
-    model = heuristics.predict(SLOW, (648, 4224, 4032), H100)
+    model = pool.predict(SLOW, (648, 4224, 4032), H100)
     assert near.microseconds < model / 4
     assert far.source == "model"
-    assert far.microseconds == pytest.approx(heuristics.predict(SLOW, (8192, 8192, 8192), H100), rel=0.1)
+    assert far.microseconds == pytest.approx(pool.predict(SLOW, (8192, 8192, 8192), H100), rel=0.1)
 
 
 def test_where_the_model_promises_too_much_a_kernel_of_which_nothing_is_known_is_not_believed():
     known = Sm90Config(ThreadblockShape(128, 96, 64), ClusterShape(2, 1), schedule="pingpong")
     unknown = replace(known, threadblock=ThreadblockShape(128, 128, 64))
-    fast, slower = (heuristics.predict(c, ODD, H100) for c in (known, unknown))
+    fast, slower = (pool.predict(c, ODD, H100) for c in (known, unknown))
     assert 1.2 * fast < slower < 1.3 * fast
     problems = [(rows, *ODD[1:]) for rows in (616, 624, 632, 648, 656, 664)]
     # Half as fast again as foretold, near by: more than the other is foretold to take there.
     points = tuple(
-        Point(p, "2026-11-24", (Measured(known, 1.5 * heuristics.predict(known, p, H100), 0.0),)) for p in problems
+        Point(p, "2026-11-24", (Measured(known, 1.5 * pool.predict(known, p, H100), 0.0),)) for p in problems
     )
     policy = policies.Policy.of([Table(H100.name, 132, signature(), points)], signature(), H100, (known, unknown))
     first, second = policy.ranked(ODD)
@@ -209,7 +211,7 @@ def test_where_the_model_promises_too_much_a_kernel_of_which_nothing_is_known_is
     # Far away, the model's word stands.
     far = (32, 1024, 512)
     expected = {c.config.binary(): c.microseconds for c in policy.ranked(far)}
-    assert expected[unknown] == pytest.approx(heuristics.predict(unknown, far, H100), rel=0.01)
+    assert expected[unknown] == pytest.approx(pool.predict(unknown, far, H100), rel=0.01)
 
 
 def test_another_device_or_signature_has_its_own_measurements():
@@ -320,7 +322,7 @@ def test_stream_k_has_to_be_ahead_to_be_chosen_unless_it_was_measured():
     of, problem = signature(builtin.bias_relu), (1300, 3584, 18944)
     whole = Sm90Config(ThreadblockShape(128, 192, 64), schedule="cooperative")
     configs = (whole, replace(whole, scheduler="stream_k"))
-    foretold = heuristics.Pool.of(configs, of).times([problem], H100)
+    foretold = pool.Pool.of(configs, of).times([problem], H100)
     expected = policies.Policy.of((), of, H100, configs).expected([problem]).times
     assert (expected / foretold).tolist()[0] == pytest.approx([1.0, 1.03])
     times = tuple(Measured(c, 10.0 + at, at / 10) for at, c in enumerate(configs))
@@ -344,9 +346,9 @@ def test_what_an_epilogue_was_tuned_for_takes_nothing_from_what_it_borrows_elsew
 def test_a_user_table_of_sm80_kernels():
     of = signature(a=1, b=1, d=1)
     problem = (4096, 4097, 4097)
-    large = heuristics.SM80_UNALIGNED[1]
+    large = space_sm80.UNTUNED_UNALIGNED[1]
     small = Sm80Config(ThreadblockShape(64, 64, 32), WarpShape(32, 64, 32), stages=2)
-    assert small not in heuristics.SM80_UNALIGNED
+    assert small not in space_sm80.UNTUNED_UNALIGNED
     user_table(Measured(small, 10.0, 0.0), Measured(large, 11.0, 0.1), problem=problem, of=of)
     assert chosen(problem, of)[0].config == small
 
@@ -379,7 +381,7 @@ def test_operands_that_tma_cannot_read_are_copied_where_that_is_little(epilogue,
     assert policy.choose((4096, 4096, 4096)).source != "measured"
     aligned = policies.policy(signature(epilogue, d=8), H100).choose((4096, 4096, 4096))
     weights = 1 + len(of.epilogue.products)
-    copies = heuristics.realigning((a, b), [(4096, weights * 4096, 4096)]).item()
+    copies = timer.realigning((a, b), [(4096, weights * 4096, 4096)]).item()
     expected = policy.choose((4096, 4096, 4096)).microseconds
     assert 0.9 * aligned.microseconds + copies < expected < 1.1 * aligned.microseconds + copies
 
@@ -517,7 +519,7 @@ def test_few_rows_fill_what_is_multiplied_at_a_time(m, n, k):
 @pytest.mark.parametrize("shape", [(8192, 4096, 4096), (4096, 28672, 4096), (256, 4096, 14336), (64, 4096, 14336)])
 def test_tiles_whose_adjacent_elements_are_many_are_copied_in_wide_rows(a, b, shape):
     """Even where they were measured for other majors, tiles of 144, 176 or 200 would be copied in rows of 16 or 8."""
-    tile, _ = model.along_problem(chosen(shape, signature(majors=(a, b)))[0].config)
+    tile, _ = chosen(shape, signature(majors=(a, b)))[0].config.along_problem
     if a == "col" and shape[0] > 64:
         assert tile[0] % 32 == 0
     if b == "row":
@@ -530,14 +532,14 @@ def test_many_rows_use_large_tiles(m):
     assert tile.m * tile.n >= 128 * 96
 
 
-@pytest.mark.parametrize("config", [*heuristics.SM80, *heuristics.SM80_UNALIGNED, *shipped().kernels])
+@pytest.mark.parametrize("config", [*space_sm80.UNTUNED, *space_sm80.UNTUNED_UNALIGNED, *shipped().kernels])
 @pytest.mark.parametrize("side", [0, 1, 2])
 def test_more_work_is_never_predicted_to_be_much_faster(config, side):
     times = []
     for extent in (512, 1024, 4096, 16384):
         shape = [4096, 4096, 4096]
         shape[side] = extent
-        times.append(heuristics.predict(config, tuple(shape), H100))
+        times.append(pool.predict(config, tuple(shape), H100))
     assert all(later >= 0.9 * earlier for earlier, later in itertools.pairwise(times))
 
 
@@ -579,19 +581,19 @@ CLUSTERED = Sm90Config(ThreadblockShape(128, 192, 64), ClusterShape(2, 1))
 )
 def test_runs_of_tiles_of_a_gpc_share_the_operand_that_is_not_multicast(cluster, rasters):
     config = replace(CLUSTERED, cluster=ClusterShape(*cluster))
-    one_wave = heuristics.orders(config, (1024, 1024, 4096), H100)
+    one_wave = kind_of(config).orders(config, (1024, 1024, 4096), H100)
     assert {c.raster for c in one_wave if c.by_gpc} == rasters
     assert {c.raster for c in one_wave if not c.by_gpc} == {"along_m", "along_n"}
     assert len(set(one_wave)) == len(one_wave)
 
 
 def test_long_problems_are_not_tried_by_gpc():
-    assert not any(c.by_gpc for c in heuristics.orders(CLUSTERED, (8192, 8192, 8192), H100))
+    assert not any(c.by_gpc for c in kind_of(CLUSTERED).orders(CLUSTERED, (8192, 8192, 8192), H100))
 
 
 def test_a_kernel_without_an_order_of_tiles_is_tried_in_none():
     single = replace(CLUSTERED, threadblock=ThreadblockShape(64, 128, 64), schedule="warp_specialized")
-    assert heuristics.orders(single, (1024, 1024, 4096), H100) == []
+    assert kind_of(single).orders(single, (1024, 1024, 4096), H100) == []
 
 
 def test_a_weight_beyond_the_cache_is_read_once_where_the_rows_stay_in_it():

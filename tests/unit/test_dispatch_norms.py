@@ -8,13 +8,13 @@ from choosing import ODD, SLOW, chosen, rows_of_a, user_table
 from signatures import A100, H100, signature
 
 import cutlass_ops as co
-from cutlass_ops.choose import dispatch, heuristics, policies
+from cutlass_ops.choose import dispatch, policies, pool
 from cutlass_ops.choose.tables import Measured
 from cutlass_ops.declare.config import Means, Sm90Config
 from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.kinds import legality
-from cutlass_ops.kinds.sm90 import model
+from cutlass_ops.kinds.sm90 import model, timer
 from cutlass_ops.tuner.tuning import signature_at
 
 pytestmark = pytest.mark.usefixtures("no_user_tables")
@@ -47,7 +47,7 @@ def test_measured_kernels_take_means_in_the_way_that_costs_their_tile_least():
     assert {c.means for c in kernels} == {"gathered", "beside", "ahead"}
     for config in kernels:
         assert not legality.check(H100.spec(signature, config))
-        assert config.means == (heuristics.usual_means(config) if config.whole_k else "ahead"), config.slug
+        assert config.means == (timer.usual_means(config) if config.whole_k else "ahead"), config.slug
     assert any(rows_of_a(c) > 16 for c in kernels if c.means == "gathered")
     assert any(rows_of_a(c) < 128 for c in kernels if c.means == "beside")
 
@@ -104,9 +104,9 @@ def test_two_weights_between_measured_shapes_are_predicted_as_one_twice_as_wide(
 def test_a_pool_for_two_weights_counts_the_columns_of_both():
     one, two = (1000, 5008, 4096), (1000, 2504, 4096)
     gate = policies.policy(signature_of_graph(builtin.swiglu.graph, two), H100)
-    both = heuristics.Pool.of(gate.kernels, gate.signature)
-    single = replace(both, weights=1)
-    assert both.weights == 2
+    both = pool.Pool.of(gate.kernels, gate.signature)
+    single = replace(both, traits=replace(both.traits, weights=1))
+    assert both.traits.weights == 2
     assert (both.times([two], H100) == single.times([one], H100)).all()
     assert (both.tiles([two]) == single.tiles([one])).all()
 

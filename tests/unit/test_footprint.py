@@ -10,15 +10,10 @@ from cutlass_ops.base import arch
 from cutlass_ops.declare.config import InstructionShape, Means
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue import builtin
-from cutlass_ops.kinds.footprint import (
-    shared_memory,
-    sm90_epilogue_smem,
-    sm90_epilogue_stages,
-    sm90_means_smem,
-    sm90_source,
-    sm90_stages,
-)
 from cutlass_ops.kinds.legality import check
+from cutlass_ops.kinds.serving import source_name
+from cutlass_ops.kinds.sm90.footprint import epilogue_smem, epilogue_stages, means_smem, pipeline_stages
+from cutlass_ops.kinds.table import shared_memory
 from tests.strategies import PATIENT
 from tests.unit.test_declarations import specs
 from tests.unit.test_legality import COOP, WS, cluster, gated, rms, sm80, sm90
@@ -68,7 +63,7 @@ def test_means_of_rows_take_whole_kib_besides(changes, gathered, staged):
     """Where the main loop gathers them, and where warps of persistent kernels read rows beside it."""
     ways = {means: sm90(epilogue=rms, stages=2, means=means, **changes) for means in get_args(Means)}
     sizes = {"gathered": gathered * arch.KIB, "beside": staged * arch.KIB, "ahead": 0}
-    assert {means: sm90_means_smem(way) for means, way in ways.items()} == sizes
+    assert {means: means_smem(way) for means, way in ways.items()} == sizes
     without = sm90(epilogue=scaled, stages=2, **changes)
     assert shared_memory(ways["gathered"]) == shared_memory(without) + sizes["gathered"]
     if not ways["beside"].config.swap_ab:  # each thread has the means of its own rows in registers
@@ -79,7 +74,7 @@ def test_means_of_rows_take_whole_kib_besides(changes, gathered, staged):
 @pytest.mark.parametrize(("kernel", "stages", "size"), MEASURED)
 def test_shared_memory_is_what_the_compiler_measured(kernel, stages, size):
     assert shared_memory(kernel) == size
-    assert (sm90_stages(kernel) if kernel.sm90 else kernel.config.stages) == stages
+    assert (pipeline_stages(kernel) if kernel.sm90 else kernel.config.stages) == stages
 
 
 def test_shared_memory_with_other_stages():
@@ -92,7 +87,7 @@ def test_shared_memory_with_other_stages():
 def test_open_stages_are_as_many_as_fit(drawn):
     if drawn.sm90 is None or drawn.sm90.stages is not None or check(drawn):
         return
-    limit, stages = arch.target(drawn.target).shared_memory, sm90_stages(drawn)
+    limit, stages = arch.target(drawn.target).shared_memory, pipeline_stages(drawn)
     assert shared_memory(drawn) <= limit
     one_more = KernelSpec.from_json(drawn.to_json() | {"config": drawn.to_json()["config"] | {"stages": stages + 1}})
     assert stages == 64 or {v.rule for v in check(one_more)} == {"shared_memory"}
@@ -100,23 +95,23 @@ def test_open_stages_are_as_many_as_fit(drawn):
 
 @pytest.mark.parametrize(("n", "parts"), [(8, 2), (16, 2), (48, 4), (40, 8), (104, 8), (112, 4), (128, 2)])
 def test_d_has_room_for_two_steps_of_32_columns_or_of_all(n, parts):
-    assert sm90_epilogue_stages(sm90(128, n, 64))[1] == parts
-    assert sm90_epilogue_stages(sm90(128, n, 64, epilogue=gated))[1] == 2
+    assert epilogue_stages(sm90(128, n, 64))[1] == parts
+    assert epilogue_stages(sm90(128, n, 64, epilogue=gated))[1] == 2
 
 
 def test_the_first_aligned_tile_is_the_source():
-    assert sm90_source(sm90()) is None
-    assert sm90_source(sm90(epilogue=gated)) == "r"
-    assert sm90_source(sm90(epilogue=gated, inputs={"r": "bf16.row.align4"})) == "gate"
-    assert sm90_source(sm90(epilogue=gated, **MISALIGNED)) is None
+    assert source_name(sm90()) is None
+    assert source_name(sm90(epilogue=gated)) == "r"
+    assert source_name(sm90(epilogue=gated, inputs={"r": "bf16.row.align4"})) == "gate"
+    assert source_name(sm90(epilogue=gated, **MISALIGNED)) is None
 
 
 def test_the_epilogue_keeps_tiles_and_broadcasts():
     tile, row = 64 * 32 * 2, 128 * 2
     sizes = {
-        "one row vector": sm90_epilogue_smem(sm90()),
-        "which is a column of D^T": sm90_epilogue_smem(sm90(swap_ab=True, d="bf16.col")),
-        "two tiles": sm90_epilogue_smem(sm90(epilogue=gated)),
+        "one row vector": epilogue_smem(sm90()),
+        "which is a column of D^T": epilogue_smem(sm90(swap_ab=True, d="bf16.col")),
+        "two tiles": epilogue_smem(sm90(epilogue=gated)),
     }
     assert sizes == {
         "one row vector": 2 * tile + 2 * row,  # rounded up to the period of the tiles' swizzle
@@ -127,7 +122,7 @@ def test_the_epilogue_keeps_tiles_and_broadcasts():
 
 def test_sm90_helpers_want_an_sm90_configuration():
     with pytest.raises(TypeError):
-        sm90_stages(sm80())
+        pipeline_stages(sm80())
 
 
 @pytest.mark.parametrize("means", ["beside", "ahead"])
@@ -139,7 +134,7 @@ def test_means_from_elsewhere_lie_in_shared_memory_along_the_kernels_columns(mea
         taken = sm90(epilogue=builtin.layer_norm, stages=2, means=means, **changes)
         moments = {"mean": "f32", "rstd": "f32"}
         given = sm90(epilogue=builtin.layer_norm_of_moments, inputs=moments, stages=2, **changes)
-        assert sm90_epilogue_smem(taken) == sm90_epilogue_smem(given)
-        sizes[taken.config.swap_ab] = sm90_epilogue_smem(taken) - sm90_epilogue_smem(gathered)
+        assert epilogue_smem(taken) == epilogue_smem(given)
+        sizes[taken.config.swap_ab] = epilogue_smem(taken) - epilogue_smem(gathered)
     # Two of 832 bytes, in whole KiB; one KiB is there anyhow.
     assert sizes == {True: arch.KIB, False: 0}

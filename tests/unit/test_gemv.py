@@ -7,13 +7,13 @@ from signatures import A100, H100, signature
 
 import cutlass_ops as co
 from cutlass_ops.base import arch, resources
-from cutlass_ops.choose import heuristics, policies, tables
+from cutlass_ops.choose import policies, pool, space, tables
 from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.declare.config import GemvConfig, Sm80Config, Sm90Config, config_from_json, config_to_json
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue import builtin
-from cutlass_ops.kinds import space
 from cutlass_ops.kinds.gemv import model as model_gemv
+from cutlass_ops.kinds.gemv import space as space_gemv
 from cutlass_ops.kinds.gemv.lowering import context
 from cutlass_ops.kinds.render import render
 from cutlass_ops.tuner import tuning
@@ -126,7 +126,7 @@ def test_fitting_finds_the_numbers_again():
     fit = script("fit_gemv")
     true = fit.H100._replace(bandwidth=2.0, start=3.0)
     problems = [(m, n, k) for m in (1, 2, 8) for n, k in ((1024, 1024), (4096, 4096), (28672, 4096))]
-    kernels = [c for c in space.all_gemv() if c.warps == 8]
+    kernels = [c for c in space_gemv.candidates() if c.warps == 8]
     measured = {(0, p): dict(zip(kernels, fit.predicted(p, kernels, true, 132), strict=True)) for p in problems}
     fitted = fit.fit(measured, fit.H100, 132, 300)
     assert fit.loss(measured, fitted, 132) < 0.2 * fit.loss(measured, fit.H100, 132)
@@ -178,17 +178,17 @@ def test_neighbours_differ_in_one_thing():
 
 def test_a_pool_of_all_kinds_has_each_one_s_time():
     usual = space.usual(signature()).configs[:5]
-    mixed = heuristics.Pool.of((usual[0], GemvConfig(1), *usual[1:], GemvConfig(4)), signature())
+    mixed = pool.Pool.of((usual[0], GemvConfig(1), *usual[1:], GemvConfig(4)), signature())
     problems = [(1, 6144, 4096), (64, 6144, 4096), (1000, 512, 512)]
     times, by_gpc = mixed.times_and_order(problems, H100)
-    alone, order = heuristics.Pool.of(usual, signature()).times_and_order(problems, H100)
+    alone, order = pool.Pool.of(usual, signature()).times_and_order(problems, H100)
     places = [0, 2, 3, 4, 5]
     assert (times[:, places] == alone).all()
     assert (by_gpc[:, places] == order).all()
     for at, config in ((1, GemvConfig(1)), (6, GemvConfig(4))):
         assert times[:, at].tolist() == [model_gemv.predict(config, p, 132) for p in problems]
     tiles = mixed.tiles(problems)
-    assert (tiles[:, places] == heuristics.Pool.of(usual, signature()).tiles(problems)).all()
+    assert (tiles[:, places] == pool.Pool.of(usual, signature()).tiles(problems)).all()
     assert tiles[:, 1].tolist() == [768.0, 64 * 768.0, 1000 * 64.0]
 
 

@@ -6,11 +6,11 @@ import pytest
 
 from cutlass_ops.base import arch, resources
 from cutlass_ops.base.errors import ConfigError
-from cutlass_ops.declare import gpus, roofline
+from cutlass_ops.declare import chips, gpus
 
 
 def test_every_gpu_that_something_is_known_of_has_a_name():
-    assert set(roofline.PEAKS) == set(gpus.GPUS)
+    assert all(chip.tflops > 0 and chip.gb_per_s > 0 and chip.l2_bytes > 0 for chip in chips.CHIPS.values())
     for path in resources.tuned().glob("*.json"):
         table = json.loads(path.read_text())
         assert gpus.GPUS[table["device"]].multiprocessors == table["multiprocessors"]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import cutlass_ops as co
 from cutlass_ops.base.errors import ConfigError
+from cutlass_ops.choose import space
 from cutlass_ops.declare.config import (
     ClusterShape,
     GemvConfig,
@@ -23,10 +24,9 @@ from cutlass_ops.declare.config import (
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue import builtin
-from cutlass_ops.kinds import space
+from cutlass_ops.kinds.common import COMMON, VALUES
 from cutlass_ops.kinds.gemv.rules import GEMV
 from cutlass_ops.kinds.legality import Violation, check, is_legal, require_legal
-from cutlass_ops.kinds.rules import COMMON, VALUES
 from cutlass_ops.kinds.sm80.rules import SM80
 from cutlass_ops.kinds.sm90.rules import SM90
 from tests.gpu import kernels

@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from signatures import H100, H200, signature
 
 from cutlass_ops.base import resources
-from cutlass_ops.choose import heuristics, knowledge, policies, tables
+from cutlass_ops.choose import knowledge, policies, pool, space, tables
+from cutlass_ops.choose.pool import Pool
 from cutlass_ops.declare.config import GemvConfig, Means, Sm90Config, ThreadblockShape
 from cutlass_ops.epilogue import builtin
-from cutlass_ops.kinds import legality, space
-from cutlass_ops.kinds.sm90 import model
+from cutlass_ops.kinds import legality
+from cutlass_ops.kinds.sm90 import model, timer
+from cutlass_ops.kinds.table import kind_of
 from tests.scripts import BENCHMARKS, script
 from tests.strategies import PATIENT
 
@@ -80,7 +82,7 @@ def test_a_predicted_time_is_near_the_measured_one_where_the_choice_is_made(meas
 
 @pytest.mark.parametrize(("multiprocessors", "in_fours"), [(132, None), (66, 0.5)])
 def test_a_device_has_the_chip_of_an_h100_with_as_many_multiprocessors(multiprocessors, in_fours):
-    chip = heuristics.chip_of(replace(H100, multiprocessors=multiprocessors))
+    chip = model.costs_of(replace(H100, multiprocessors=multiprocessors))
     assert chip.multiprocessors == multiprocessors
     if in_fours is None:
         assert chip == model.H100
@@ -94,11 +96,11 @@ def test_a_chip_with_faster_memory_is_known_by_its_name():
     gemv = GemvConfig(rows=1, warps=8, pieces=8)
     for kernel in (tiles, gemv):
         read, long = ((1, 28672, 4096), (1, 128256, 8192))
-        there, here = (heuristics.predict(kernel, long, d) - heuristics.predict(kernel, read, d) for d in (H200, H100))
+        there, here = (pool.predict(kernel, long, d) - pool.predict(kernel, read, d) for d in (H200, H100))
         assert 1.2 < here / there < 1.45
     many = (8192, 8192, 8192)
-    assert heuristics.predict(tiles, many, H200) == pytest.approx(heuristics.predict(tiles, many, H100), rel=0.02)
-    assert heuristics.chip_of(replace(H100, name="another")) == model.H100
+    assert pool.predict(tiles, many, H200) == pytest.approx(pool.predict(tiles, many, H100), rel=0.02)
+    assert model.costs_of(replace(H100, name="another")) == model.H100
 
 
 def test_what_was_measured_on_one_chip_says_by_how_much_the_model_is_off_on_another():
@@ -169,17 +171,17 @@ def test_a_pool_counts_what_means_take():
     ]
     norm, plain = signature(builtin.rms_norm), signature()
     problems = [(64, 4096, 4096), (4096, 4096, 4096)]
-    pool = heuristics.Pool.of(ways, norm)
-    alone = heuristics.Pool.of([replace(c, means="gathered") for c in ways], plain).times(problems, H100)
+    norms = Pool.of(ways, norm)
+    alone = Pool.of([replace(c, means="gathered") for c in ways], plain).times(problems, H100)
     later = model.means(model.Batch.of(ways), problems, alone)
-    assert np.allclose(pool.times(problems, H100) - alone, later)
-    assert np.allclose(pool.besides(problems, H100), later)
+    assert np.allclose(norms.times(problems, H100) - alone, later)
+    assert np.allclose(norms.besides(problems, H100), later)
 
 
 def test_few_rows_are_gathered_and_others_read_beside():
-    assert heuristics.usual_means(config("sm90_64x16x256_1x1_ws_swap")) == "gathered"
-    assert heuristics.usual_means(config("sm90_64x64x128_1x1_ws")) == "beside"
-    assert heuristics.usual_means(config("sm90_128x128x64_2x1_pp")) == "beside"
+    assert timer.usual_means(config("sm90_64x16x256_1x1_ws_swap")) == "gathered"
+    assert timer.usual_means(config("sm90_64x64x128_1x1_ws")) == "beside"
+    assert timer.usual_means(config("sm90_128x128x64_2x1_pp")) == "beside"
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +240,7 @@ def unseen(of):
     """Return the configurations that differ from one only in what the model is blind to."""
 
     def seen(c):
-        return c.schedule, c.scheduler, c.split_k, model.along_problem(c)
+        return c.schedule, c.scheduler, c.split_k, c.along_problem
 
     return [c for c in space.configurations(signature()) if c != of and seen(c) == seen(of)]
 
@@ -254,9 +256,7 @@ def test_the_space_is_legal_and_large_and_its_parts_are_whole():
     first = space.ranked(signature(), shape, 40, H100)
     assert len(first) == 40
     assert set(first) <= set(everything)
-    times = [
-        min(heuristics.predict(order, shape, H100) for order in [c, *heuristics.orders(c, shape, H100)]) for c in first
-    ]
+    times = [min(pool.predict(order, shape, H100) for order in [c, *kind_of(c).orders(c, shape, H100)]) for c in first]
     assert times == sorted(times)
     # No two of them differ only in what the model cannot see, and what it cannot see is reachable.
     for of in first:
@@ -308,7 +308,7 @@ def test_no_ranked_grid_is_larger_than_the_hardware_allows(shape):
     found = space.ranked(signature(), shape, 400, H100)
     assert found
     for of in found:
-        tile, cluster = model.along_problem(of)
+        tile, cluster = of.along_problem
         extents = [-(-extent // (t * c)) * c for extent, t, c in zip(shape, tile, cluster, strict=False)]
         assert of.schedule != "warp_specialized" or extents[not of.swap_ab] <= 65535
 
@@ -348,10 +348,10 @@ def test_of_lines_between_the_caches_lines_it_is_the_requests_of_the_cache_that_
 
 def test_what_was_measured_with_such_lines_says_little_of_others():
     column_major = signature(majors=("col", "row"))
-    pool = heuristics.Pool.of(policies.policy(column_major, H100).kernels[:8], column_major)
+    found = Pool.of(policies.policy(column_major, H100).kernels[:8], column_major)
     problems = [(256, 4096, 1000), (200, 4096, 4096), (256, 4104, 4096), (200, 4104, 4096)]
-    assert pool.odd(problems).tolist() == [0, 1, 1, 2]
-    where = knowledge.Where.of([(256, 4096, 4096), (256, 4096, 4096), (248, 4096, 4096)], pool)
+    assert found.traits.odd(problems).tolist() == [0, 1, 1, 2]
+    where = knowledge.Where.of([(256, 4096, 4096), (256, 4096, 4096), (248, 4096, 4096)], found)
     places = np.arange(8)
     notes = knowledge.Notes(where.problems, np.zeros(8, np.int64), places, where.tiles[0], np.ones(8))
     _, near, far = notes.near(where)[0]
@@ -363,12 +363,12 @@ def test_what_is_compared_in_parts_is_compared_alike(monkeypatch):
     policy = policies.policy(signature(), H100)
     problems = [(m, 6144, 4096) for m in (1, 100, 512, 3000)]
     together = policy.expected(problems)
-    besides = heuristics.Pool.of(policy.kernels, signature(builtin.rms_norm)).besides(problems, H100)
-    monkeypatch.setattr(heuristics, "AT_ONCE", 1)
+    besides = Pool.of(policy.kernels, signature(builtin.rms_norm)).besides(problems, H100)
+    monkeypatch.setattr(pool, "AT_ONCE", 1)
     apart = policy.expected(problems)
-    assert len(heuristics.Pool.of(policy.kernels, signature()).parts(problems)) == len(problems)
+    assert len(Pool.of(policy.kernels, signature()).parts(problems)) == len(problems)
     assert np.allclose(apart.times, together.times, rtol=1e-12, atol=0)
     assert (apart.sources == together.sources).all()
     assert (apart.by_gpc == together.by_gpc).all()
-    again = heuristics.Pool.of(policy.kernels, signature(builtin.rms_norm)).besides(problems, H100)
+    again = Pool.of(policy.kernels, signature(builtin.rms_norm)).besides(problems, H100)
     assert np.allclose(again, besides, rtol=1e-12, atol=0)

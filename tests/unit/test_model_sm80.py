@@ -5,10 +5,12 @@ import math
 import pytest
 from signatures import A100, H100, signature
 
-from cutlass_ops.choose import heuristics
+from cutlass_ops.choose import space
 from cutlass_ops.declare.config import Sm80Config, Sm90Config, ThreadblockShape, WarpShape
-from cutlass_ops.kinds import legality, space
+from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.sm80 import model as model_sm80
+from cutlass_ops.kinds.sm80 import space as space_sm80
+from cutlass_ops.kinds.table import kind_of
 from tests.sampling import sampled
 from tests.scripts import BENCHMARKS, script
 
@@ -34,7 +36,7 @@ def test_the_first_ones_hold_the_fastest(sweep, count, mean, worst):
     assert found_worst <= worst
 
 
-@pytest.mark.parametrize(("alignment", "kernels"), [(1, heuristics.SM80_UNALIGNED), (2, heuristics.SM80)])
+@pytest.mark.parametrize(("alignment", "kernels"), [(1, space_sm80.UNTUNED_UNALIGNED), (2, space_sm80.UNTUNED)])
 def test_the_kernels_of_choice_serve_nearly_as_well_as_all(sweep, alignment, kernels):
     losses = [
         math.log(min(times[c] for c in kernels if c in times) / min(times.values()))
@@ -46,7 +48,7 @@ def test_the_kernels_of_choice_serve_nearly_as_well_as_all(sweep, alignment, ker
 
 
 @pytest.mark.parametrize("alignment", [1, 2, 4, 8])
-@pytest.mark.parametrize("config", [*heuristics.SM80_UNALIGNED, *heuristics.SM80])
+@pytest.mark.parametrize("config", [*space_sm80.UNTUNED_UNALIGNED, *space_sm80.UNTUNED])
 def test_no_time_is_below_what_memory_allows(config, alignment):
     for m, n, k in ((1, 1, 1), (1, 4096, 4097), (4096, 11008, 4097)):
         time = model_sm80.predict(config, (m, n, k), 132, alignment)
@@ -54,7 +56,7 @@ def test_no_time_is_below_what_memory_allows(config, alignment):
 
 
 def test_wider_accesses_are_never_slower():
-    for config in heuristics.SM80_UNALIGNED:
+    for config in space_sm80.UNTUNED_UNALIGNED:
         times = [model_sm80.predict(config, (512, 4096, 4096), 132, alignment) for alignment in (1, 2, 4, 8)]
         assert times == sorted(times, reverse=True)
 
@@ -98,7 +100,7 @@ def test_neighbours_differ_in_one_thing():
 
 
 def test_every_swizzle_is_an_order_of_tiles():
-    config = heuristics.SM80_UNALIGNED[3]
+    config = space_sm80.UNTUNED_UNALIGNED[3]
     assert not config.stream_k
-    assert [c.swizzle for c in heuristics.orders(config, ODD, H100)] == [1, 2, 4, 8]
-    assert heuristics.orders(heuristics.SM80_UNALIGNED[0], ODD, H100) == []
+    assert [c.swizzle for c in kind_of(config).orders(config, ODD, H100)] == [1, 2, 4, 8]
+    assert kind_of(space_sm80.UNTUNED_UNALIGNED[0]).orders(space_sm80.UNTUNED_UNALIGNED[0], ODD, H100) == []

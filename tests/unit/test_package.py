@@ -72,7 +72,7 @@ import cutlass_ops
 rooms = ("kinds", "compilation", "tuner", "ship", "tools")
 # What has kernels compiled while the caller goes on imports the compiler's side when there is something to compile.
 early = {"cutlass_ops.compilation", "cutlass_ops.compilation.background"}
-names = {"cutlass_ops.choose." + name for name in ("heuristics", "knowledge", "policies", "tables")}
+names = {"cutlass_ops.choose." + name for name in ("knowledge", "policies", "pool", "space", "tables")}
 names |= {name for name in sys.modules if name.startswith(tuple(f"cutlass_ops.{room}" for room in rooms))}
 print(sorted((names & set(sys.modules)) - early))
 """

@@ -17,12 +17,11 @@ import cutlass_ops as co
 from cutlass_ops.artifacts.store import Artifact
 from cutlass_ops.base import resources
 from cutlass_ops.base.errors import CompileError, MeasuringError, NoDeviceError, ToolchainError
-from cutlass_ops.choose import dispatch, heuristics, policies, tables
+from cutlass_ops.choose import dispatch, policies, pool, space, tables
 from cutlass_ops.choose.tables import Measured
 from cutlass_ops.declare.config import ClusterShape, Means, Sm80Config, Sm90Config, ThreadblockShape
 from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue import builtin
-from cutlass_ops.kinds import space
 from cutlass_ops.run import norms
 from cutlass_ops.run.call import check_call, signature_of
 from cutlass_ops.tuner import tuning
@@ -64,7 +63,7 @@ class Chip:
             raise MeasuringError("it does not end")
         failed = {c: "D is wrong" for c in kernels if c.binary() in self.wrong}
         right = [c for c in kernels if c not in failed]
-        times = {c: heuristics.predict(c, problem, H100) * self.rng.uniform(1, 1.05) for c in right}
+        times = {c: pool.predict(c, problem, H100) * self.rng.uniform(1, 1.05) for c in right}
         order = sorted(right, key=times.__getitem__)
         best = times[order[0]] if order else 0
         return Outcome(tuple(Measured(c, times[c], times[c] / best - 1) for c in order), {"eager": 99.0}, failed)
@@ -132,7 +131,7 @@ def test_what_the_model_puts_far_ahead_does_not_race_alone():
         for n in (128, 192)
         for swap in (False, True)
     ]
-    assert min(heuristics.predict(c, (8, 4096, 14336), H100) for c in wide) > 1.15 * heuristics.predict(
+    assert min(pool.predict(c, (8, 4096, 14336), H100) for c in wide) > 1.15 * pool.predict(
         narrow, (8, 4096, 14336), H100
     )
     (task,) = tasks(Effort(kernels=10, candidates=12, pool=(narrow, *wide)), [(8, 4096, 14336)])
@@ -153,9 +152,9 @@ def test_the_model_promises_no_more_of_what_is_not_known_than_of_what_is(monkeyp
     monkeypatch.setattr(policies, "policy", lambda *_: policy)
     point = next(p for p in table.points if p.problem == problem)
     best = next(m.config.binary() for m in point.measured if m.config.binary() in table.kernels)
-    limit = 1.1 * heuristics.predict(best, problem, H100)
+    limit = 1.1 * pool.predict(best, problem, H100)
     ranked = space.ranked(signature(), problem, 4000, H100)
-    unknown = next(c for c in ranked if c not in policy.kernels and heuristics.predict(c, problem, H100) > limit)
+    unknown = next(c for c in ranked if c not in policy.kernels and pool.predict(c, problem, H100) > limit)
     (task,) = tasks(Effort(kernels=2, candidates=2, pool=(unknown, best)), [problem])
     assert task.configs[0].binary() == best
 

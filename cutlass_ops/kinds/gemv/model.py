@@ -6,12 +6,15 @@ The numbers were fitted to what tuning measured on an H100 for up to 16 rows (``
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cutlass_ops.declare.config import GemvConfig
+from cutlass_ops.declare.device import Device, Problem
+from cutlass_ops.kinds.arrays import Flags, Floats
+from cutlass_ops.kinds.traits import Traits
 
 _INSTRUCTIONS = 4 * 1.6e3  # that a multiprocessor issues in a microsecond
 _WARPS = 32  # of a multiprocessor, for the registers that they take
@@ -62,6 +65,7 @@ class Numbers(NamedTuple):
 H100 = Numbers()
 # By its memory's peak over an H100's.
 H200 = Numbers(bandwidth=4.81)
+_BY_CHIP = {"NVIDIA H200": H200}
 
 
 def predict(
@@ -77,7 +81,7 @@ def times(
     multiprocessors: int,
     element_bytes: int = 2,
     of: Numbers = H100,
-) -> NDArray[np.float64]:
+) -> Floats:
     """Return kernels' times in microseconds, of shape (problems, configurations).
 
     Parameters
@@ -117,3 +121,20 @@ def times(
     step = pieces * np.where(by_tile, 4 * warps, 32)
     padding = np.ceil(of_column / step) * step / of_column - 1
     return np.asarray((of.start + memory + compute) * (1 + unlike + of.in_vain * padding))
+
+
+@dataclass(frozen=True, eq=False)
+class GemvTimer:
+    """The model of some configurations for operands with some traits; see :class:`cutlass_ops.kinds.kind.Timer`."""
+
+    configs: Sequence[GemvConfig]
+    traits: Traits
+
+    def times(self, problems: Sequence[Problem], device: Device) -> tuple[Floats, Flags]:
+        """Return microseconds; their tiles have no order by GPC."""
+        found = times(self.configs, problems, device.multiprocessors, of=_BY_CHIP.get(device.name, H100))
+        return found, np.zeros_like(found, np.bool_)
+
+    def besides(self, problems: Sequence[Problem], _: Device) -> Floats:
+        """Return zeros: what these kernels do besides a GEMM is part of their times."""
+        return np.zeros((len(problems), len(self.configs)))

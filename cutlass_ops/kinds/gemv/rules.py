@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from cutlass_ops.base import arch
 from cutlass_ops.declare.config import GemvConfig
 from cutlass_ops.declare.spec import KernelSpec
-from cutlass_ops.kinds.rules import Broken, Rule, sm80_serves, sm90_serves
+from cutlass_ops.kinds.rules import Broken, Rule
+from cutlass_ops.kinds.serving import sm80_serves, sm90_serves
 
 # Registers that a thread may have for operands on their way and for sums: the rest is for addresses and the epilogue.
 _MOST_REGISTERS = 160

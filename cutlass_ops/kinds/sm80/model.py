@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cutlass_ops.base import arch
 from cutlass_ops.declare.config import Sm80Config
+from cutlass_ops.declare.device import Device, Problem
+from cutlass_ops.kinds.arrays import Flags, Floats
+from cutlass_ops.kinds.traits import Traits
 
 _SHARPNESS = 4
 _MAX_THREADS_PER_SM = 2048
@@ -85,7 +87,7 @@ def times(
     alignment: int = 8,
     costs: Costs = H100,
     element_bytes: int = 2,
-) -> NDArray[np.float64]:
+) -> Floats:
     """Return kernels' times in microseconds, of shape (problems, configurations).
 
     Parameters
@@ -150,5 +152,22 @@ def resident(config: Sm80Config, costs: Costs = H100, element_bytes: int = 2) ->
     return max(1, min(limits))
 
 
-def _soft_max(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
+def _soft_max(x: Floats, y: Floats) -> Floats:
     return np.asarray((x**_SHARPNESS + y**_SHARPNESS) ** (1 / _SHARPNESS))
+
+
+@dataclass(frozen=True, eq=False)
+class Sm80Timer:
+    """The model of some configurations for operands with some traits; see :class:`cutlass_ops.kinds.kind.Timer`."""
+
+    configs: Sequence[Sm80Config]
+    traits: Traits
+
+    def times(self, problems: Sequence[Problem], device: Device) -> tuple[Floats, Flags]:
+        """Return microseconds; their tiles have no order by GPC."""
+        found = times(self.configs, problems, device.multiprocessors, min(self.traits.alignments))
+        return found, np.zeros_like(found, np.bool_)
+
+    def besides(self, problems: Sequence[Problem], _: Device) -> Floats:
+        """Return zeros: what these kernels do besides a GEMM is part of their times."""
+        return np.zeros((len(problems), len(self.configs)))

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cutlass_ops.base import arch
+from cutlass_ops.base.mma import mma_of
 from cutlass_ops.declare.config import InstructionShape, Sm80Config
 from cutlass_ops.declare.orientation import sides, swapped
 from cutlass_ops.declare.spec import KernelSpec, Operand
-from cutlass_ops.kinds.rules import Broken, Rule, sm90_serves
+from cutlass_ops.kinds.rules import Broken, Rule
+from cutlass_ops.kinds.serving import sm90_serves
 
 # Accumulator registers a thread may have, as a share of those there are: operands and epilogue need the rest.
 _MAX_ACCUMULATOR_SHARE = 2
@@ -21,9 +23,14 @@ _EPILOGUE_ROWS = 8
 _SHORTEST_LINE = 16  # gemm/warp/mma_tensor_op_tile_iterator.h: lines of 16, 32 and 64 elements of 16 bits
 
 
+def _shapes(spec: KernelSpec) -> tuple[tuple[int, int, int], ...]:
+    mma = mma_of(spec.a.dtype, spec.b.dtype)
+    return () if mma is None else mma.shapes
+
+
 def _instruction(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
     # For other dtypes there are none, and the rule about these says so.
-    shapes = [InstructionShape(*shape) for shape in arch.MMA_SHAPES.get(spec.a.dtype.name, ())]
+    shapes = [InstructionShape(*shape) for shape in _shapes(spec)]
     if shapes and config.instruction not in shapes:
         yield Broken(
             f"instruction is {config.instruction}, and mma.sync for {spec.a.dtype} operands has "
@@ -53,7 +60,7 @@ def _sliced_k(_: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
 def _k_steps(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
     steps = config.warp.k // config.instruction.k
     if config.warp.k % config.instruction.k == 0 and steps % 2:
-        shapes = arch.MMA_SHAPES.get(spec.a.dtype.name, ())
+        shapes = _shapes(spec)
         yield Broken(
             f"warp.k is {config.warp.k}, {steps} steps of instruction.k {config.instruction.k}, and CUTLASS's main "
             f"loop takes two at a time",

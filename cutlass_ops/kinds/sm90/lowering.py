@@ -15,8 +15,9 @@ from cutlass_ops.declare.orientation import along_n, oriented, swapped
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue.nodes import Kind, Output
 from cutlass_ops.epilogue.operations import GATHERED
-from cutlass_ops.kinds import footprint
+from cutlass_ops.kinds import serving
 from cutlass_ops.kinds.lower import ACC, REDUCTIONS, Lowered, fields, layout_of, lower, types
+from cutlass_ops.kinds.sm90 import footprint
 
 _MAINLOOP = {
     "pingpong": "KernelTmaWarpSpecializedPingpong",
@@ -52,8 +53,8 @@ def context(spec: KernelSpec) -> dict[str, Any]:
     """Return the template's variables for a legal Sm90 spec."""
     config = _config(spec)
     lowered = lower(spec.epilogue)
-    c_operand = footprint.sm90_source(spec)
-    plain = footprint.sm90_plain_epilogue(spec)
+    c_operand = serving.source_name(spec)
+    plain = serving.plain_epilogue(spec)
     nodes, is_tree = _nodes(spec, lowered, c_operand, plain)
     tile = config.threadblock
     c_type = spec.inputs[_input_index(spec, c_operand)] if c_operand else None
@@ -72,8 +73,8 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "tile_scheduler": _scheduler(config),
         "split_k": config.split_k,
         "plain_epilogue": plain,
-        "epilogue_tile": footprint.sm90_epilogue_tile(spec),
-        "epilogue_stages": footprint.sm90_epilogue_stages(spec),
+        "epilogue_tile": footprint.epilogue_tile(spec),
+        "epilogue_stages": footprint.epilogue_stages(spec),
         "part_shape": _part_shape(spec),
         "part_n": config.part.n,
         "gathers": _gathers(spec),
@@ -85,13 +86,13 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         and config.scheduler != "stream_k",
         "products": 1 + len(spec.epilogue.products),
         "second_weight": "".join(spec.epilogue.products),
-        "output_tile": [footprint.sm90_output_tile(spec).m, footprint.sm90_output_tile(spec).n],
+        "output_tile": [footprint.output_tile(spec).m, footprint.output_tile(spec).n],
         "mainloop_options": _mainloop_options(spec),
         "columns": "2 * o.problem.n" if spec.epilogue.products else "o.problem.n",
         "mainloop_arguments": _mainloop_arguments(spec),
         "warpgroups": 2 if config.schedule == "cooperative" else 1,
         "overlaps": config.scheduler != "stream_k",
-        "stages": footprint.sm90_stages(spec),
+        "stages": footprint.pipeline_stages(spec),
         "swap_ab": swapped(spec),
         "element_c": f"Element_{c_operand}" if c_operand else "void",
         "layout_c": layout_of(oriented(spec, c_type or spec.d)),
@@ -109,7 +110,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         ],
         "is_tree": is_tree,
         "store_d_by_tma": spec.d.aligned,
-        "shared_memory_limit": arch.target(spec.target).shared_memory - footprint.sm90_means_smem(spec),
+        "shared_memory_limit": arch.target(spec.target).shared_memory - footprint.means_smem(spec),
         "fields": fields(spec, _in_whole_accesses),
         "reductions": reductions,
         "copies": copies,
@@ -169,15 +170,15 @@ def _gathers(spec: KernelSpec) -> dict[str, Any] | None:
         "how": MEANS[_config(spec).means],
         "mean": str("mean_of_a" in gathered).lower(),
         "mean_square": str("mean_square_of_a" in gathered).lower(),
-        "rows": footprint.sm90_gathered_rows(spec),
-        "tiles": footprint.sm90_gathered_tiles(spec),
+        "rows": footprint.gathered_rows(spec),
+        "tiles": footprint.gathered_tiles(spec),
     }
 
 
 def _mainloop_options(spec: KernelSpec) -> str:
     """Spell the main loop's further template arguments, none for the usual one."""
     beside = bool(spec.epilogue.gathered) and _config(spec).means == "beside"
-    means = ["Means"] if footprint.sm90_gathers(spec) else ["void", "Rows"] if beside else []
+    means = ["Means"] if footprint.gathers(spec) else ["void", "Rows"] if beside else []
     if not means and not spec.epilogue.products:
         return ""
     options = [str(swapped(spec)).lower(), str(1 + len(spec.epilogue.products)), *means]

@@ -11,13 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal, get_args
+from functools import lru_cache
+from typing import get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cutlass_ops.base import arch
 from cutlass_ops.declare.config import Means, Schedule, Sm90Config
+from cutlass_ops.declare.device import Device
+from cutlass_ops.kinds.arrays import Flags, Floats, Places
+from cutlass_ops.kinds.traits import Extent, odd
 
 # Soft maxima: limits that are nearly reached together cost more than either. Tensor Cores, shared memory and L2 cache
 # within a K step; and a kernel's work against device memory, which overlap less well.
@@ -39,11 +42,6 @@ _SHARED_BYTES_PER_CLOCK = 128
 _LINES_ASKED = 2.2
 _HALVES_ASKED = 3.3
 
-Extent = Literal["m", "n", "k"]
-Floats = NDArray[np.float64]
-Places = NDArray[np.int64]
-Flags = NDArray[np.bool_]
-
 SCHEDULES: tuple[Schedule, ...] = ("warp_specialized", "pingpong", "cooperative")
 WAYS: tuple[Means, ...] = get_args(Means)
 
@@ -62,7 +60,7 @@ class PerSchedule:
 
 
 @dataclass(frozen=True)
-class Chip:
+class Costs:
     """What the model knows of a chip.
 
     Attributes
@@ -135,7 +133,7 @@ class Chip:
     epilogue: PerSchedule
 
 
-H100 = Chip(
+H100 = Costs(
     multiprocessors=132,
     multiprocessors_in_fours=120,
     clock=1.663,
@@ -160,6 +158,15 @@ H100 = Chip(
 )
 # The same multiprocessors beside faster memory, of whose peak kernels are taken to reach as much.
 H200 = replace(H100, dram=4203.0)
+_CHIPS = {"NVIDIA H200": H200}
+
+
+@lru_cache(maxsize=16)
+def costs_of(device: Device) -> Costs:
+    """Return what the model goes by: of a chip that it does not know, an H100, with as many multiprocessors."""
+    chip = _CHIPS.get(device.name, H100)
+    fours = round(chip.multiprocessors_in_fours * device.multiprocessors / chip.multiprocessors)
+    return replace(chip, multiprocessors=device.multiprocessors, multiprocessors_in_fours=fours)
 
 
 @dataclass(frozen=True)
@@ -254,7 +261,7 @@ class Batch:
 def _numbers(config: Sm90Config) -> tuple[float, ...]:
     """Return a configuration's numbers in the order of :class:`Batch`."""
     own, part = config.threadblock, config.part
-    tile, cluster = along_problem(config)
+    tile, cluster = config.along_problem
     schedule = SCHEDULES.index(config.schedule)
     stream_k = config.scheduler == "stream_k"
     size = part.m * part.n / 128**2
@@ -285,7 +292,7 @@ class Grid:
     active: Floats
 
 
-def grid(batch: Batch, problems: Sequence[tuple[int, int, int]], chip: Chip) -> Grid:
+def grid(batch: Batch, problems: Sequence[tuple[int, int, int]], chip: Costs) -> Grid:
     """Return how configurations cover problems of M, N and K."""
     m, n, k = _extents(problems)
     rows = _ceil(_ceil(m, batch.tile_m), batch.cluster_m) * batch.cluster_m
@@ -300,7 +307,7 @@ def grid(batch: Batch, problems: Sequence[tuple[int, int, int]], chip: Chip) -> 
 def times(
     batch: Batch,
     problems: Sequence[tuple[int, int, int]],
-    chip: Chip = H100,
+    chip: Costs = H100,
     element_bytes: int = 2,
     lines: tuple[Extent, Extent] = ("k", "k"),
 ) -> Floats:
@@ -312,7 +319,7 @@ def times(
         Legal configurations.
     problems : sequence of (M, N, K)
         Each extent at least 1.
-    chip : Chip
+    chip : Costs
         Where they run.
     element_bytes : int
         Width of an operand's element.
@@ -374,7 +381,7 @@ def means(
     batch: Batch,
     problems: Sequence[tuple[int, int, int]],
     times: Floats,
-    chip: Chip = H100,
+    chip: Costs = H100,
     element_bytes: int = 2,
     taking: Taking = TAKING,
 ) -> Floats:
@@ -446,30 +453,25 @@ def _rows(extent: Floats, line: Extent, element_bytes: int) -> Floats:
     return rows
 
 
-def odd(line: Floats, element_bytes: int = 2) -> Flags:
-    """Return whether lines of so many elements, one after the other in memory, begin between the L2 cache's."""
-    return np.asarray(line * element_bytes % arch.CACHE_LINE_BYTES != 0)
-
-
 def _requests(lines_are_odd: Flags, sharing: Floats) -> Floats:
     """Return how many requests a block makes of the L2 cache for each 128 bytes of an operand.
 
     Parameters
     ----------
     lines_are_odd : array
-        Whether its lines in memory are :func:`odd`.
+        Whether its lines in memory are :func:`cutlass_ops.kinds.traits.odd`.
     sharing : array
         The blocks that a multicast serves, which ask in turn.
     """
     return np.where(lines_are_odd, np.where(sharing > 1, _LINES_ASKED, _HALVES_ASKED), 1.0) / sharing
 
 
-def predict(config: Sm90Config, problem: tuple[int, int, int], chip: Chip = H100, element_bytes: int = 2) -> float:
+def predict(config: Sm90Config, problem: tuple[int, int, int], chip: Costs = H100, element_bytes: int = 2) -> float:
     """Return one kernel's time in microseconds; :func:`times` for one configuration and problem."""
     return times(Batch.of([config]), [problem], chip, element_bytes).item()
 
 
-def _split(batch: Batch, cover: Grid, chip: Chip) -> tuple[Floats, Floats]:
+def _split(batch: Batch, cover: Grid, chip: Costs) -> tuple[Floats, Floats]:
     """Return how many tiles' K steps each multiprocessor takes, and stream-K's microseconds for adding up.
 
     CUTLASS splits no tile where there are fewer than a wave and more than half of one.
@@ -484,14 +486,6 @@ def _split(batch: Batch, cover: Grid, chip: Chip) -> tuple[Floats, Floats]:
 
 def _per_schedule(batch: Batch, each: PerSchedule) -> Floats:
     return np.array([each.of(s) for s in SCHEDULES], np.float64)[batch.schedule]
-
-
-def along_problem(config: Sm90Config) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return extents of tile and cluster along the problem's M and N."""
-    tile, cluster = config.threadblock, config.cluster
-    if config.swap_ab:
-        return (tile.n, tile.m), (cluster.n, cluster.m)
-    return (tile.m, tile.n), (cluster.m, cluster.n)
 
 
 def _extents(problems: Sequence[tuple[int, int, int]]) -> tuple[Floats, Floats, Floats]:

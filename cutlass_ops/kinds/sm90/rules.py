@@ -14,18 +14,17 @@ from cutlass_ops.base.dtypes import f32
 from cutlass_ops.declare.config import ClusterShape, Sm90Config
 from cutlass_ops.declare.orientation import reduced_along_m, sides, swapped
 from cutlass_ops.declare.spec import KernelSpec
-from cutlass_ops.kinds.footprint import (
-    sm90_epilogue_tile,
-    sm90_gathered_rows,
-    sm90_gathers,
-    sm90_mainloop_smem,
-    sm90_output_tile,
-    sm90_plain_epilogue,
-    sm90_source,
-    sm90_stages,
+from cutlass_ops.kinds.rules import Broken, Rule
+from cutlass_ops.kinds.serving import plain_epilogue, sm80_serves, source_name
+from cutlass_ops.kinds.sm90.footprint import (
+    epilogue_tile,
+    gathered_rows,
+    gathers,
+    mainloop_smem,
+    output_tile,
+    pipeline_stages,
     split_exchange,
 )
-from cutlass_ops.kinds.rules import Broken, Rule, sm80_serves
 
 # Accumulator registers that a thread may have. Consumer threads get 240 registers (MmaRegisterRequirement in
 # gemm/kernel/sm90_gemm_tma_warpspecialized_{pingpong,cooperative}.hpp), those of the third kernel what it
@@ -90,7 +89,7 @@ def _side_by_side(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broken
         )
     if not config.whole_k:
         yield Broken(f"{where}, of whole tiles only", (_WHOLE_K, *_OTHER_ROWS))
-    if not sm90_plain_epilogue(spec) or sm90_source(spec) is not None:
+    if not plain_epilogue(spec) or source_name(spec) is not None:
         yield Broken(
             f"{where}, and the epilogue may then read no tile and store none but D, aligned",
             _OTHER_ROWS,
@@ -127,7 +126,7 @@ def _tile_size(_: KernelSpec, config: Sm90Config) -> Iterator[str]:
 
 
 def _epilogue_step(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
-    epi_n, columns = sm90_epilogue_tile(spec)[1], sm90_output_tile(spec).n
+    epi_n, columns = epilogue_tile(spec)[1], output_tile(spec).n
     if epi_n % arch.WGMMA_N_STEP == 0 and epi_n & (epi_n - 1):
         each = max(1, config.threadblock.n // columns)
         yield Broken(
@@ -181,7 +180,7 @@ def _split_k(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
             (whole,),
             f"use a multiple of {step} for threadblock.n",
         )
-    needed, there = split_exchange(config), sm90_mainloop_smem(spec, max(2, sm90_stages(spec)))
+    needed, there = split_exchange(config), mainloop_smem(spec, max(2, pipeline_stages(spec)))
     if needed > there:
         yield Broken(
             f"{what}: what blocks send each other takes {needed} bytes, and the operands' buffer, where it lies, has "
@@ -248,7 +247,7 @@ def _means(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
         yield Broken(f"{where} that lie one after the other, and a is {spec.a}", (ahead,), "use a row-major A")
     if not config.whole_k:
         yield Broken(f"{where} of which a block sees all of K", (ahead, _WHOLE_K))
-    if not sm90_plain_epilogue(spec):
+    if not plain_epilogue(spec):
         yield Broken(
             f"{where}, and the epilogue that reads them gives an aligned D alone and reads one aligned tile at most",
             (ahead,),
@@ -259,7 +258,7 @@ _NOT_GATHERED = ({"means": "beside"}, {"means": "ahead"})
 
 
 def _gathered(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
-    if not sm90_gathers(spec):
+    if not gathers(spec):
         return
     if config.threadblock.k % _GATHERED_COLUMNS:
         yield Broken(
@@ -268,7 +267,7 @@ def _gathered(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
             _NOT_GATHERED,
             "use a multiple of that",
         )
-    rows = sm90_gathered_rows(spec)
+    rows = gathered_rows(spec)
     if rows > _GATHERED_ROWS:
         yield Broken(
             f"the main loop gathers from tiles of {rows} rows of A, and from more than {_GATHERED_ROWS} it is slower "
@@ -289,7 +288,7 @@ def _second_weight(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broke
         )
     if spec.b.major != "col":
         yield f"{where}, which lies beside b's K along each line: b is {spec.b}; use a column-major one"
-    if not sm90_plain_epilogue(spec) or spec.outputs or sm90_source(spec) is not None:
+    if not plain_epilogue(spec) or spec.outputs or source_name(spec) is not None:
         yield f"{where}: the epilogue may read no tile and give D alone, aligned; use two GEMMs"
     tile = config.threadblock
     if swapped(spec):
@@ -302,7 +301,7 @@ def _second_weight(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broke
 
 def _reduction_schedule(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
     for output in spec.epilogue.outputs:
-        if output.reduce is None or sm90_plain_epilogue(spec):
+        if output.reduce is None or plain_epilogue(spec):
             continue
         if config.schedule == "warp_specialized":
             yield Broken(
@@ -316,7 +315,7 @@ def _reduction_tile(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
     # Sm90RowReduction halves, in shuffles between the 8 lanes of a column, what a thread holds for n / 8 column pairs.
     # From 8 pairs on it takes for granted that each lane is left with the same number of them.
     n = config.threadblock.n
-    if n > 64 and n % 64 and not sm90_plain_epilogue(spec):
+    if n > 64 and n % 64 and not plain_epilogue(spec):
         for name in reduced_along_m(spec):
             yield Broken(
                 f"threadblock.n is {n} and output {name} is reduced along the kernel's M: CUTLASS's shuffles then drop "
@@ -327,10 +326,10 @@ def _reduction_tile(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
 
 
 def _reduction_buffer(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
-    epi_m, epi_n = sm90_epilogue_tile(spec)
+    epi_m, epi_n = epilogue_tile(spec)
     warps = 8 if config.schedule == "cooperative" else 4
     needed, there = warps * config.threadblock.n * f32.bytes, epi_m * epi_n * spec.d.dtype.bytes
-    if needed > there and not sm90_plain_epilogue(spec):
+    if needed > there and not plain_epilogue(spec):
         for name in reduced_along_m(spec):
             yield Broken(
                 f"threadblock.n is {config.threadblock.n} and output {name} is reduced along the kernel's M: that "
@@ -341,7 +340,7 @@ def _reduction_buffer(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
 
 
 def _swap_pairs(spec: KernelSpec, _: Sm90Config) -> Iterator[str]:
-    if spec.epilogue.swaps_pairs and not sm90_plain_epilogue(spec):
+    if spec.epilogue.swaps_pairs and not plain_epilogue(spec):
         other = "; or use an Sm80Config" if sm80_serves(spec) else ""
         yield (
             "the epilogue swaps pairs of columns, and CUTLASS's own epilogue puts neighbours where it likes: give d 16 "

@@ -1,0 +1,62 @@
+"""The Tensor Cores' instructions by the types that they take, in one table. Nothing else in the library lists types.
+
+Sources: PTX ISA, sections on ``mma.sync`` (shapes), ``wgmma.mma_async`` (shapes, operands' majors) and their types; the
+opcodes are those that nvdisasm shows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cutlass_ops.base.dtypes import DType, bf16, f16, f32
+
+
+@dataclass(frozen=True)
+class MmaSpec:
+    """What multiplies elements of two types.
+
+    Attributes
+    ----------
+    a, b, accumulator : DType
+        Types of A, B and of the sums.
+    shapes : tuple of (M, N, K)
+        Of ``mma.sync``, the usual one first.
+    opcode, wgmma_opcode : str
+        What proves in machine code that ``mma.sync`` and ``wgmma`` of these types are there.
+    wgmma_k_major_only : bool
+        Whether ``wgmma`` reads operands of these types only where K runs along their lines.
+    rate : float
+        Products in a clock, of those of BF16.
+    """
+
+    a: DType
+    b: DType
+    accumulator: DType
+    shapes: tuple[tuple[int, int, int], ...]
+    opcode: str
+    wgmma_opcode: str
+    wgmma_k_major_only: bool = False
+    rate: float = 1.0
+
+
+_16_BITS = ((16, 8, 16), (16, 8, 8))
+
+MMAS: tuple[MmaSpec, ...] = (
+    MmaSpec(bf16, bf16, f32, _16_BITS, "HMMA", "HGMMA"),
+    MmaSpec(f16, f16, f32, _16_BITS, "HMMA", "HGMMA"),
+)
+# What A and B may be, and D.
+OPERANDS: tuple[DType, ...] = tuple(dict.fromkeys(t for mma in MMAS for t in (mma.a, mma.b)))
+RESULTS: tuple[DType, ...] = (f16, bf16, f32)
+
+_BY_TYPES = {(mma.a, mma.b): mma for mma in MMAS}
+
+
+def mma_of(a: DType, b: DType) -> MmaSpec | None:
+    """Return what multiplies elements of two types, or None."""
+    return _BY_TYPES.get((a, b))
+
+
+def pairs() -> str:
+    """Return the pairs of types that can be multiplied, for messages."""
+    return ", ".join(f"{mma.a} with {mma.b}" for mma in MMAS)

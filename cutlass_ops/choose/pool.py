@@ -1,0 +1,124 @@
+"""Configurations side by side: how long each may take, by the models of their kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from cutlass_ops.declare.config import Config
+from cutlass_ops.declare.device import Device, Problem
+from cutlass_ops.declare.signature import OpSignature
+from cutlass_ops.kinds.arrays import Flags, Floats
+from cutlass_ops.kinds.kind import Kind, Timer
+from cutlass_ops.kinds.table import kind_of
+from cutlass_ops.kinds.traits import Traits
+
+# Problems times configurations that are compared at once: what is computed on the way then stays in a core's cache, and
+# memory is bounded, however many are asked for.
+AT_ONCE = 1 << 14
+_USUAL = Traits()
+
+
+def at_once(width: int) -> int:
+    """Return how many problems are compared at once with so many configurations or notes."""
+    return max(1, AT_ONCE // max(1, width))
+
+
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """Configurations that are compared with each other.
+
+    Attributes
+    ----------
+    configs : tuple of Config
+        Of any kind.
+    traits : Traits
+        Of the signature that they serve.
+    """
+
+    configs: tuple[Config, ...]
+    traits: Traits = _USUAL
+
+    @classmethod
+    def of(cls, configs: Iterable[Config], signature: OpSignature) -> Pool:
+        """Return configurations that serve a signature."""
+        return cls(tuple(configs), Traits.of(signature))
+
+    def is_like(self, signature: OpSignature) -> bool:
+        """Whether a signature's operands lie in memory as those of these do."""
+        mine, theirs = self.traits, Traits.of(signature)
+        return (theirs.majors, theirs.alignments, theirs.scatters) == (mine.majors, mine.alignments, mine.scatters)
+
+    @cached_property
+    def _timers(self) -> list[tuple[list[int], Timer]]:
+        """The model of each kind's configurations, and where these are among all."""
+        places: dict[Kind[Any], list[int]] = {}
+        for at, config in enumerate(self.configs):
+            places.setdefault(kind_of(config), []).append(at)
+        return [(found, kind.timer([self.configs[at] for at in found], self.traits)) for kind, found in places.items()]
+
+    def besides(self, problems: Sequence[Problem], device: Device) -> Floats:
+        """Return by how many microseconds kernels are later for what they do besides a GEMM.
+
+        That is means of A's rows, copies of operands that TMA cannot read, and stores of single elements of D. Of shape
+        (problems, configurations).
+        """
+        with np.errstate(all="ignore"):  # an underflow is 0, whatever the process has NumPy do about one
+            return np.concatenate([self._besides(part, device) for part in self.parts(problems)])
+
+    def _besides(self, problems: Sequence[Problem], device: Device) -> Floats:
+        found = np.zeros((len(problems), len(self.configs)))
+        whole = [self.traits.whole(p) for p in problems]
+        for places, timer in self._timers:
+            found[:, places] = timer.besides(whole, device)
+        return found
+
+    def times(self, problems: Sequence[Problem], device: Device) -> Floats:
+        """Return times in microseconds, good for comparing, of shape (problems, configurations).
+
+        Kernels whose tiles have an order are taken in the better of two, the usual one and one by GPC. Infinite where a
+        kernel cannot be launched.
+        """
+        return self.times_and_order(problems, device)[0]
+
+    def times_and_order(self, problems: Sequence[Problem], device: Device) -> tuple[Floats, Flags]:
+        """Return the times, and where it is an order by GPC that takes so long."""
+        with np.errstate(all="ignore"):
+            times, by_gpc = zip(*(self._times_and_order(part, device) for part in self.parts(problems)), strict=True)
+        return np.concatenate(times), np.concatenate(by_gpc)
+
+    def _times_and_order(self, problems: Sequence[Problem], device: Device) -> tuple[Floats, Flags]:
+        times = np.empty((len(problems), len(self.configs)))
+        gpc = np.zeros_like(times, np.bool_)
+        whole = [self.traits.whole(p) for p in problems]
+        for places, timer in self._timers:
+            times[:, places], gpc[:, places] = timer.times(whole, device)
+        return times, gpc
+
+    def parts(self, problems: Sequence[Problem]) -> list[Sequence[Problem]]:
+        """Return problems in parts, each so small that it may be compared with all configurations at once."""
+        step = at_once(len(self.configs))
+        return [problems[at : at + step] for at in range(0, max(1, len(problems)), step)]
+
+    def tiles(self, problems: Sequence[Problem]) -> Floats:
+        """Return how many tiles cover problems, whole clusters, of shape (problems, configurations)."""
+        m, n, _ = np.array([self.traits.whole(p) for p in problems], np.float64).reshape(-1, 3).T[:, :, None]
+        tile_m, tile_n, cluster_m, cluster_n = self._extents
+        rows, columns = np.ceil(np.ceil(m / tile_m) / cluster_m), np.ceil(np.ceil(n / tile_n) / cluster_n)
+        return np.asarray(rows * cluster_m * columns * cluster_n)
+
+    @cached_property
+    def _extents(self) -> Floats:
+        """Extents of each kernel's tile along M and N, and of its cluster in tiles: shape (4, configurations)."""
+        sides = [c.along_problem for c in self.configs]
+        extents = np.array([(*tile, *cluster) for tile, cluster in sides], np.float64).reshape(-1, 4)
+        return np.ascontiguousarray(extents.T)
+
+
+def predict(config: Config, problem: Problem, device: Device) -> float:
+    """Return one configuration's time in microseconds, as :meth:`Pool.times` does."""
+    return Pool((config,)).times([problem], device).item()

@@ -1,0 +1,94 @@
+"""Every configuration that is legal for a signature, and those worth compiling for a problem."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from cutlass_ops.choose.pool import Pool
+from cutlass_ops.declare.config import Config, GemvConfig, Sm80Config, Sm90Config
+from cutlass_ops.declare.device import Device, Problem
+from cutlass_ops.declare.signature import OpSignature
+from cutlass_ops.kinds import legality
+from cutlass_ops.kinds.gemv.kind import GEMV
+from cutlass_ops.kinds.kind import Kind
+from cutlass_ops.kinds.sm80.kind import SM80
+from cutlass_ops.kinds.sm90 import space as sm90
+from cutlass_ops.kinds.sm90.kind import SM90
+from cutlass_ops.kinds.table import kind_of
+
+
+@lru_cache(maxsize=192)
+def _legal(kind: Kind[Any], signature: OpSignature, capability: tuple[int, int]) -> tuple[Any, ...]:
+    """Return every legal configuration of a kind. The order of tiles is a launch argument and no part of it."""
+    every = kind.candidates(signature)
+    return tuple(c for c in every if legality.is_legal(signature.spec(c, c.target_on(capability))))
+
+
+def configurations(signature: OpSignature) -> tuple[Sm90Config, ...]:
+    """Return every legal configuration of Sm90."""
+    return _legal(SM90, signature, (9, 0))
+
+
+def sm80_configurations(signature: OpSignature, device: Device) -> tuple[Sm80Config, ...]:
+    """Return every legal configuration of Sm80."""
+    return _legal(SM80, signature, device.capability)
+
+
+def gemv_configurations(signature: OpSignature, device: Device) -> tuple[GemvConfig, ...]:
+    """Return every legal configuration of kernels of ordinary loads."""
+    return _legal(GEMV, signature, device.capability)
+
+
+def few_rows(signature: OpSignature, problem: Problem, device: Device) -> list[Config]:
+    """Return those of them that read B once for a problem's rows, and the least of Tensor Cores'."""
+    rows = problem[0]
+    return [c for c in gemv_configurations(signature, device) if c.rows >= rows and (c.rows < 2 * rows or c.rows == 8)]
+
+
+def ranked(signature: OpSignature, problem: Problem, limit: int, device: Device) -> list[Config]:
+    """Return the configurations of Tensor Core kernels that the model puts first for a problem, fastest first.
+
+    The model does not see what a tile's K extent does, nor the orientation of a large tile: of those that differ in
+    nothing else, the usual one stands for all. :func:`neighbours` has the others.
+
+    Parameters
+    ----------
+    signature : OpSignature
+        Epilogue and operand types.
+    problem : tuple of int
+        M, N and K, each at least 1.
+    limit : int
+        How many.
+    device : Device
+        Where they run.
+    """
+    pool = _pool(signature, device)
+    times = pool.times([problem], device)[0]
+    return [pool.configs[at] for at in times.argsort(kind="stable")[:limit] if np.isfinite(times[at])]
+
+
+@lru_cache(maxsize=64)
+def _pool(signature: OpSignature, device: Device) -> Pool:
+    """Return what serves a signature on a device for any number of rows: kernels of Sm90, if there are any.
+
+    Where these copy operands first, those of Sm80 as well.
+    """
+    found = usual(signature).configs if device.has_wgmma else ()
+    if not found or signature.realigns:
+        found = (*found, *sm80_configurations(signature, device))
+    return Pool.of(found, signature)
+
+
+@lru_cache(maxsize=64)
+def usual(signature: OpSignature) -> Pool:
+    """Return the configurations of Sm90 that the model can tell apart, each with the usual K extent and orientation."""
+    return Pool.of((c for c in configurations(signature) if sm90.is_usual(c, signature.a.dtype.bytes)), signature)
+
+
+def neighbours(signature: OpSignature, config: Config, device: Device) -> list[Config]:
+    """Return the legal configurations one step away, as the configuration's kind says what a step is."""
+    kind = kind_of(config)
+    return [c for c in _legal(kind, signature, device.capability) if c != config and kind.near(c, config)]

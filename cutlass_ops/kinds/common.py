@@ -1,0 +1,95 @@
+"""The rules of legality for all kinds of kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cutlass_ops.base import arch
+from cutlass_ops.base.mma import mma_of
+from cutlass_ops.declare.config import Config
+from cutlass_ops.declare.spec import KernelSpec, Operand
+from cutlass_ops.epilogue.nodes import Kind
+from cutlass_ops.kinds.layout import MAX_STAGES, MIN_STAGES
+from cutlass_ops.kinds.rules import Broken, Rule
+from cutlass_ops.kinds.table import kind_of
+
+# ---- Numbers that mean something ------------------------------------------------------------------------------------
+
+
+def _field_values(spec: KernelSpec, config: Config) -> Iterator[str]:
+    # The declaration as it was given: KernelSpec leaves launch arguments out of `config`.
+    for name, allowed in kind_of(config).values.items():
+        value = getattr(spec.launch_config, name)
+        if value not in allowed:
+            yield f"{name} is {value}: use {' or '.join(map(str, allowed))}"
+    stages = getattr(config, "stages", None)
+    if stages is not None and not MIN_STAGES <= stages <= MAX_STAGES:
+        yield f"stages is {stages}: use {MIN_STAGES} to {MAX_STAGES}, since one is filled while one is used"
+
+
+VALUES: tuple[Rule[Config], ...] = (Rule("field_values", "policy", _field_values),)
+
+
+# ---- Fields that fit together --------------------------------------------------------------------------------------
+
+
+def _target(spec: KernelSpec, config: Config) -> Iterator[Broken]:
+    if arch.target(spec.target).wgmma != config.wgmma:
+        fitting = [t.name for t in arch.TARGETS.values() if t.wgmma == config.wgmma]
+        yield Broken(
+            f"target is {spec.target}, which does not run {kind_of(config).noun}",
+            tuple({"target": name} for name in fitting),
+        )
+
+
+def _operand_dtypes(spec: KernelSpec, _: Config) -> Iterator[str]:
+    if mma_of(spec.a.dtype, spec.b.dtype) is None:
+        yield f"a is {spec.a.dtype} and b is {spec.b.dtype}: both must be f16, or both bf16; convert one of them"
+
+
+def _alignment(spec: KernelSpec, _: Config) -> Iterator[str]:
+    for name, operand in _matrices(spec):
+        widest = operand.dtype.tma_alignment
+        if operand.alignment < 1 or operand.alignment > widest or operand.alignment & (operand.alignment - 1):
+            yield (
+                f"{name} has alignment {operand.alignment}: use a power of two from 1 to {widest}, the {operand.dtype} "
+                f"elements in 16 bytes"
+            )
+
+
+def _matrices(spec: KernelSpec) -> Iterator[tuple[str, Operand]]:
+    yield from (("a", spec.a), ("b", spec.b), ("d", spec.d))
+    for given, operand in spec.typed_inputs:
+        if given.kind is Kind.TILE:
+            yield f"input {given.name}", operand
+    for output, operand in spec.typed_outputs:
+        if output.reduce is None:
+            yield f"output {output.name}", operand
+
+
+def _shared_memory(spec: KernelSpec, config: Config) -> Iterator[Broken]:
+    if not hasattr(config, "stages"):
+        return  # it keeps a few numbers there
+    limit = arch.target(spec.target).shared_memory
+    stages = config.stages if config.stages is not None else MIN_STAGES
+
+    def needs(stages: int) -> int:
+        return kind_of(config).shared_memory(spec, config, stages)
+
+    needed = needs(stages)
+    if needed > limit:
+        fewer = next((s for s in range(stages - 1, MIN_STAGES - 1, -1) if needs(s) <= limit), None)
+        yield Broken(
+            f"{stages} stages of threadblock {config.threadblock} and the epilogue take {needed} bytes of shared "
+            f"memory, and a thread block on {spec.target} has {limit}",
+            () if fewer is None else ({"stages": fewer},),
+            "use a smaller tile" + (" or an epilogue of fewer tiles" if fewer is None else ""),
+        )
+
+
+COMMON: tuple[Rule[Config], ...] = (
+    Rule("target", "hardware", _target),
+    Rule("operand_dtypes", "policy", _operand_dtypes),
+    Rule("alignment", "policy", _alignment),
+    Rule("shared_memory", "hardware", _shared_memory),
+)

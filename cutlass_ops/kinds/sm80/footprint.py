@@ -1,0 +1,36 @@
+"""What an Sm80 kernel takes of shared memory, to the byte.
+
+The formulas compute as CUTLASS's headers do and give ``sizeof(GemmKernel::SharedStorage)``;
+``tests/compile/test_legality_compile.py`` compares them with the compiler's. They take any declaration whose fields
+have a meaning, legal or not.
+
+Sources: the headers of CUTLASS 4.2, named at each formula relative to ``cutlass/``.
+"""
+
+from __future__ import annotations
+
+from cutlass_ops.base.dtypes import f32
+from cutlass_ops.declare.config import Sm80Config
+from cutlass_ops.declare.orientation import reduced_along_m
+from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.kinds.layout import Block, struct, union
+
+
+def shared_memory(spec: KernelSpec, config: Sm80Config, stages: int | None = None) -> int:
+    """``SharedStorage`` in ``gemm/kernel/gemm_universal.h``: main loop and epilogue use the same memory in turn."""
+    tile = config.threadblock
+    row_bytes = tile.k * (config.stages if stages is None else stages) * spec.a.dtype.bytes
+    mainloop = struct(Block(tile.m * row_bytes), Block(tile.n * row_bytes))
+    return union(mainloop, _epilogue(spec, config)).size
+
+
+def _epilogue(spec: KernelSpec, config: Sm80Config) -> Block:
+    """``EpilogueWithVisitorCallbacks::SharedStorage``: eight rows of accumulators a warp, and the visitors' own."""
+    tile, warp = config.threadblock, config.warp
+    # CUTLASS exchanges twice as many rows at once where D's accesses are 16 bytes (default_epilogue_tensor_op.h).
+    fragments = 2 if spec.d.aligned else 1
+    padding = 8
+    rows = tile.m // warp.m * 8 * fragments
+    accumulators = Block(rows * (tile.n + padding) * f32.bytes)
+    reductions = [Block(config.warps * tile.n * f32.bytes, f32.bytes) for _ in reduced_along_m(spec)]
+    return struct(accumulators, struct(*reductions) if reductions else Block(1, 1))

@@ -1,0 +1,25 @@
+"""The kind of multistage kernels of Sm80, as one row."""
+
+from __future__ import annotations
+
+from cutlass_ops.declare.config import MEANS, SWIZZLES, Sm80Config
+from cutlass_ops.kinds.kind import Kind
+from cutlass_ops.kinds.sm80 import footprint, lowering, rules, space
+from cutlass_ops.kinds.sm80.model import Sm80Timer
+
+SM80 = Kind(
+    config=Sm80Config,
+    noun="an Sm80Config",
+    template="sm80_gemm.cu.j2",
+    values={"swizzle": SWIZZLES},
+    rules=rules.SM80,
+    shared_memory=footprint.shared_memory,
+    context=lowering.context,
+    proof=lambda _, mma: (mma.opcode,),
+    timer=Sm80Timer,
+    candidates=space.candidates,
+    near=space.near,
+    orders=space.orders,
+    unit=lambda _: ("mma.sync, operands loaded by cp.async or registers", None),
+    means=lambda _: MEANS["ahead"],
+)

@@ -1,0 +1,61 @@
+"""Which Sm80 configurations there are to choose from, and those chosen from where nothing was tuned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+from cutlass_ops.declare.config import SWIZZLES, Sm80Config, ThreadblockShape, WarpShape
+from cutlass_ops.declare.device import Device, Problem
+from cutlass_ops.declare.signature import OpSignature
+
+_SIDES = (32, 64, 128, 256)
+_TILES_K = (32, 64)
+_WARP_SIDES = (32, 64)
+_STAGES = (2, 3, 4, 5, 6)
+_WARPS = (1, 2, 4, 8)
+
+
+def _sm80(m: int, n: int, k: int, warp_m: int, warp_n: int, stages: int, stream_k: bool = False) -> Sm80Config:
+    warp = WarpShape(warp_m, warp_n, k)
+    return Sm80Config(ThreadblockShape(m, n, k), warp, stages=stages, stream_k=stream_k)
+
+
+# What is chosen from where nothing was tuned: those that lose least in benchmarks/results/sweep_sm80_h100.json, where
+# lines are aligned to two elements, and two deeper pipelines for wider alignments.
+UNTUNED = (
+    *(_sm80(128, 256, 32, 64, 64, 3, True), _sm80(32, 128, 64, 32, 32, 3, True), _sm80(256, 128, 64, 64, 64, 3)),
+    *(_sm80(64, 256, 64, 32, 64, 3, True), _sm80(256, 128, 32, 64, 64, 3, True), _sm80(64, 64, 64, 32, 32, 3)),
+    *(_sm80(64, 64, 32, 32, 32, 5), _sm80(128, 128, 32, 64, 64, 4)),
+)
+# Operands aligned to less than 4 bytes cannot use cp.async: two stages, through registers.
+UNTUNED_UNALIGNED = (
+    *(_sm80(64, 256, 64, 32, 64, 2, True), _sm80(128, 256, 32, 64, 64, 2, True), _sm80(32, 256, 32, 32, 64, 2, True)),
+    *(_sm80(128, 128, 64, 64, 32, 2), _sm80(256, 128, 32, 64, 64, 2, True), _sm80(128, 128, 32, 64, 64, 2, True)),
+    _sm80(64, 64, 64, 32, 32, 2),
+)
+
+
+def candidates(_: OpSignature) -> Iterator[Sm80Config]:
+    """Yield tiles, warps' tiles, stages, whole tiles and stream-K."""
+    for m, n, k, stages in product(_SIDES, _SIDES, _TILES_K, _STAGES):
+        for warp_m, warp_n in product(_WARP_SIDES, _WARP_SIDES):
+            config = Sm80Config(ThreadblockShape(m, n, k), WarpShape(warp_m, warp_n, k), stages=stages)
+            if config.warps in _WARPS:
+                yield config
+                yield replace(config, stream_k=True)
+
+
+def near(one: Sm80Config, other: Sm80Config) -> bool:
+    """Whether one differs by a side of the tile, its K extent, the warps' tile, the stages, or stream-K."""
+
+    def features(c: Sm80Config) -> tuple[object, ...]:
+        return c.threadblock.m, c.threadblock.n, c.threadblock.k, (c.warp.m, c.warp.n), c.stages, c.stream_k
+
+    return sum(x != y for x, y in zip(features(one), features(other), strict=True)) == 1
+
+
+def orders(config: Sm80Config, _: Problem, __: Device) -> list[Sm80Config]:
+    """Return a configuration with every swizzle; stream-K has an order of its own."""
+    return [] if config.stream_k else [replace(config, swizzle=swizzle) for swizzle in SWIZZLES]

@@ -1,0 +1,225 @@
+"""What an Sm90 kernel takes: its shared memory to the byte, and the pipeline stages and epilogue tiles that lie there.
+
+The formulas compute as CUTLASS's headers do and give ``sizeof(GemmKernel::SharedStorage)``;
+``tests/compile/test_legality_compile.py`` compares them with the compiler's. They take any declaration whose fields
+have a meaning, legal or not.
+
+Sources: the headers of CUTLASS 4.2, named at each formula relative to ``cutlass/``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import gcd
+
+from cutlass_ops.base import arch
+from cutlass_ops.base.dtypes import f32
+from cutlass_ops.declare.config import Sm90Config, ThreadblockShape
+from cutlass_ops.declare.orientation import along_n, halved, oriented, sides, swapped
+from cutlass_ops.declare.spec import KernelSpec, Operand
+from cutlass_ops.epilogue.nodes import Kind
+from cutlass_ops.kinds.layout import ARRAY_ALIGNMENT, MAX_STAGES, Block, round_up, struct, union
+from cutlass_ops.kinds.serving import plain_epilogue, source, source_name
+
+_MBARRIER_BYTES = 8
+_STEP_COLUMNS = 32  # kStepColumns in epilogue.h
+_WARP_ROWS = 16  # RowReduction in sm90_reduction.h
+_MEANS_ALIGNMENT = 1024  # TileMeans::kAlignment in gather.h
+_STAGED_ROWS = 3 * 8 * 32 * 16  # StagedRows in means_beside.h: pieces of 16 bytes, eight of each lane of three warps
+
+
+def output_tile(spec: KernelSpec) -> ThreadblockShape:
+    """Return the part of D, as the kernel sees it, that one thread block finishes at a time."""
+    return halved(spec, _sm90(spec).part)
+
+
+def gathers(spec: KernelSpec) -> bool:
+    """Whether the main loop gathers values of A's rows: where the epilogue takes any, and nothing else does."""
+    return bool(spec.epilogue.gathered) and _sm90(spec).means == "gathered"
+
+
+def gathered_tiles(spec: KernelSpec) -> int:
+    """Return of how many tiles a thread block keeps the means at the same time: a pingpong kernel has two under way."""
+    return 1 if _sm90(spec).schedule == "cooperative" else 2
+
+
+def gathered_rows(spec: KernelSpec) -> int:
+    """Return how many rows of A a tile has."""
+    return sides(spec)[1 if swapped(spec) else 0].extent
+
+
+def _stages_rows(spec: KernelSpec) -> bool:
+    """Whether idle warps read A's rows by way of shared memory: those of persistent kernels have too few registers."""
+    config = _sm90(spec)
+    beside = bool(spec.epilogue.gathered) and config.means == "beside"
+    return beside and config.schedule != "warp_specialized" and (config.realign or spec.a.aligned)
+
+
+def means_smem(spec: KernelSpec) -> int:
+    """Return the bytes of static shared memory that means of A's rows take.
+
+    Those gathered in the main loop lie there (``TileMeans`` in ``gather.h``), and rows on their way to idle warps
+    beside it (``StagedRows`` in ``means_beside.h``).
+    """
+    if _stages_rows(spec):
+        return _STAGED_ROWS
+    if not gathers(spec):
+        return 0
+    count = gathered_tiles(spec) * len(spec.epilogue.gathered) * gathered_rows(spec)
+    return round_up(count * f32.bytes, _MEANS_ALIGNMENT)
+
+
+def epilogue_tile(spec: KernelSpec) -> tuple[int, int]:
+    """Return the (M, N) part of the CTA tile that one step of the epilogue handles, in elements.
+
+    ``sm90_compute_tile_shape_or_override`` in ``epilogue/collective/builders/sm90_builder.inl``, for 16 and 32 bits.
+    """
+    config = _sm90(spec)
+    tile = output_tile(spec)
+    if config.side_by_side:
+        return 64, gcd(_STEP_COLUMNS, tile.n // 2)
+    rows = 128 if config.schedule == "cooperative" else 64
+    return min(rows, tile.m), gcd(min(32, tile.n), tile.n)
+
+
+def epilogue_stages(spec: KernelSpec) -> tuple[int, int]:
+    """Return how many epilogue tiles of C and of D shared memory holds.
+
+    ``sm90_get_tma_dispatch_policy`` in ``epilogue/collective/builders/sm90_builder.inl``, except D's where
+    ``epilogue.h`` stores it.
+    """
+    tile, (epi_m, epi_n) = output_tile(spec), epilogue_tile(spec)
+    steps = -(-tile.m // epi_m) * -(-tile.n // epi_n)
+    stages_d = min(steps, 2)
+    if plain_epilogue(spec) and source_name(spec) is None:
+        # epilogue.h: two steps of 32 columns, or of all where a tile has fewer.
+        across = 2 if _sm90(spec).side_by_side else 1
+        stages_d = 2 * across * min(_STEP_COLUMNS // epi_n, tile.n // across // epi_n)
+    stages_c = max(min(steps, 4), stages_d + 1) if _same_width(spec) else min(steps, 4)
+    return stages_c, stages_d
+
+
+def epilogue_smem(spec: KernelSpec) -> int:
+    """Return the bytes of shared memory that the epilogue takes: tiles of C and D, and what its visitors keep."""
+    return _epilogue(spec).size
+
+
+def pipeline_stages(spec: KernelSpec) -> int:
+    """Return the stages of the main loop's pipeline that the kernel really has.
+
+    The configuration's own number, or else the largest with which the kernel fits into the target's shared memory. It
+    is less than two if not even that fits.
+    """
+    config = _sm90(spec)
+    if config.stages is not None:
+        return config.stages
+    limit = arch.target(spec.target).shared_memory
+    stage = (config.threadblock.m + config.threadblock.n) * config.threadblock.k * spec.a.dtype.bytes
+    most = min(MAX_STAGES, limit // stage)
+    return next((s for s in range(most, 0, -1) if shared_memory(spec, config, s) <= limit), 0)
+
+
+def mainloop_smem(spec: KernelSpec, stages: int) -> int:
+    """Return the bytes of shared memory that the operands' tiles of some stages take."""
+    return _mainloop(spec, _sm90(spec), stages).size
+
+
+def split_exchange(config: Sm90Config) -> int:
+    """Return the bytes that a block sends to those that split K with it and gets from them: FP32 accumulators."""
+    part = config.part
+    return 2 * (config.split_k - 1) * part.m * part.n * f32.bytes
+
+
+def _sm90(spec: KernelSpec) -> Sm90Config:
+    if not isinstance(spec.config, Sm90Config):
+        raise TypeError("an Sm90Config is needed")
+    return spec.config
+
+
+def _same_width(spec: KernelSpec) -> bool:
+    """Whether C has D's width, so that D may take C's place in shared memory."""
+    c = source(spec)
+    return c is not None and c[1].dtype.bits == spec.d.dtype.bits
+
+
+def shared_memory(spec: KernelSpec, config: Sm90Config, stages: int | None = None) -> int:
+    """Return the bytes that one thread block takes: with some stages, by default those of the configuration."""
+    return means_smem(spec) + _shared_storage(spec, config, pipeline_stages(spec) if stages is None else stages)
+
+
+def _shared_storage(spec: KernelSpec, config: Sm90Config, stages: int) -> int:
+    """``GemmKernel::SharedStorage`` in ``gemm/kernel/sm90_gemm_tma_warpspecialized*.hpp``."""
+    mainloop = _mainloop(spec, config, stages)
+    epilogue = _epilogue(spec)
+    full_and_empty = 2 * _MBARRIER_BYTES
+    barriers = [Block(stages * full_and_empty), Block(epilogue_stages(spec)[0] * full_and_empty)]
+    if config.split_k > 1:  # templates/include/cutlass_ops/split_k.h
+        each = Block(stages * _MBARRIER_BYTES)
+        split = struct(each, each, barriers[1], Block(_MBARRIER_BYTES), alignment=16)
+        return struct(split, struct(epilogue, mainloop, alignment=128)).size
+    if config.schedule == "warp_specialized":  # not persistent: the epilogue begins when the main loop has ended
+        return struct(union(mainloop, epilogue), struct(*barriers, alignment=16)).size
+    if config.schedule == "pingpong":
+        barriers.append(Block(2 * full_and_empty))  # which warpgroup's turn it is, in main loop and epilogue
+    barriers.append(Block(full_and_empty))  # which producer's turn it is
+    tensors = struct(epilogue, mainloop, alignment=128)
+    return struct(struct(*barriers, alignment=16), Block(1), tensors).size
+
+
+def _mainloop(spec: KernelSpec, config: Sm90Config, stages: int) -> Block:
+    tile = config.threadblock
+    row_bytes = tile.k * stages * spec.a.dtype.bytes
+    return struct(Block(tile.m * row_bytes), Block(tile.n * row_bytes), alignment=128)
+
+
+def _epilogue(spec: KernelSpec) -> Block:
+    """``TensorStorage`` in ``epilogue/collective/sm90_epilogue_tma_warpspecialized.hpp``."""
+    stages_c, stages_d = epilogue_stages(spec)
+    c = source(spec)
+    # Room for D is there even if visitors store D past shared memory, but then it cannot take C's place.
+    d = _tiles(spec, spec.d, stages_d)
+    if c is None:
+        collective = d
+    elif _same_width(spec) and spec.d.aligned:
+        collective = union(_tiles(spec, c[1], stages_c), _tiles(spec, spec.d, stages_c))
+    else:
+        collective = struct(_tiles(spec, c[1], stages_c), d)
+    visitors = list(_visitors(spec))
+    return struct(collective, struct(*visitors) if visitors else Block(1, 1))
+
+
+def _visitors(spec: KernelSpec) -> Iterator[Block]:
+    """``SharedStorage`` of the visitors that have any.
+
+    Those of ``epilogue/fusion/sm90_visitor_{load,store}_*.hpp``, ``epilogue.h`` and ``sm90_reduction.h``.
+    """
+    stages_c, stages_d = epilogue_stages(spec)
+    c = source_name(spec)
+    if _sm90(spec).means != "gathered" and along_n(spec, Kind.COL):
+        for _ in spec.epilogue.gathered:
+            yield Block(round_up(output_tile(spec).n * f32.bytes, ARRAY_ALIGNMENT))
+    for given, operand in spec.typed_inputs:
+        if given.kind is Kind.TILE and operand.aligned and given.name != c:
+            yield _tiles(spec, operand, stages_c)
+        elif along_n(spec, given.kind):
+            yield Block(round_up(output_tile(spec).n * operand.dtype.bytes, ARRAY_ALIGNMENT))
+    for output, operand in spec.typed_outputs:
+        if output.reduce is None and operand.aligned:
+            yield _tiles(spec, operand, stages_d)
+        elif output.reduce is not None and along_n(spec, output.kind) and plain_epilogue(spec):
+            yield Block(epilogue_tile(spec)[0] // _WARP_ROWS * output_tile(spec).n * f32.bytes)
+
+
+def _tiles(spec: KernelSpec, operand: Operand, stages: int) -> Block:
+    """Epilogue tiles of one tensor, aligned to the period of their swizzle (``cutlass/detail/layout.hpp``)."""
+    epi_m, epi_n = epilogue_tile(spec)
+    contiguous = epi_n if oriented(spec, operand).major == "row" else epi_m
+    swizzle = _swizzle(contiguous * operand.dtype.bytes)
+    size = epi_m * epi_n * stages * operand.dtype.bytes
+    alignment = max(128, 8 * swizzle)
+    return Block(round_up(size, alignment), alignment)
+
+
+def _swizzle(contiguous_bytes: int) -> int:
+    """Width in bytes of the swizzle that CUTLASS picks, 0 for none (``gemm/collective/builders/sm90_common.inl``)."""
+    return next((width for width in arch.SWIZZLE_BYTES if contiguous_bytes % width == 0), 0)

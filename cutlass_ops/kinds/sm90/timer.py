@@ -1,0 +1,94 @@
+"""How long Sm90 kernels take for a signature: the model, and what they do besides a GEMM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from cutlass_ops.base import arch
+from cutlass_ops.base.dtypes import bf16
+from cutlass_ops.declare.config import Means, Sm90Config
+from cutlass_ops.declare.device import Device, Problem
+from cutlass_ops.kinds.arrays import Flags, Floats
+from cutlass_ops.kinds.sm90 import model
+from cutlass_ops.kinds.sm90.order import WAVES_BY_GPC
+from cutlass_ops.kinds.traits import Traits
+
+_ALIGNED = bf16.tma_alignment  # and that of f16: operands have two bytes an element
+
+
+@dataclass(frozen=True, eq=False)
+class Sm90Timer:
+    """The model of some configurations for operands with some traits; see :class:`cutlass_ops.kinds.kind.Timer`."""
+
+    configs: Sequence[Sm90Config]
+    traits: Traits
+
+    def times(self, problems: Sequence[Problem], device: Device) -> tuple[Floats, Flags]:
+        """Return microseconds in the better of two orders of tiles, and where that is the one by GPC."""
+        usual, by_gpc = self._times_by_order(problems, device)
+        better = np.minimum(usual, by_gpc)
+        return better + self._besides(problems, better, device), by_gpc < usual
+
+    def besides(self, problems: Sequence[Problem], device: Device) -> Floats:
+        """Return the microseconds for means of A's rows, copies of operands, and stores of single elements of D."""
+        return self._besides(problems, np.minimum(*self._times_by_order(problems, device)), device)
+
+    def _besides(self, problems: Sequence[Problem], times: Floats, device: Device) -> Floats:
+        traits = self.traits
+        copied = realigning(traits.alignments, problems) * self._copies
+        stored = model.scattering([(m, n // traits.weights, k) for m, n, k in problems]) * ~self._swapped
+        found = copied + stored if traits.scatters else copied
+        return found + model.means(self._batch, problems, times, model.costs_of(device)) if traits.gathers else found
+
+    def _times_by_order(self, problems: Sequence[Problem], device: Device) -> tuple[Floats, Floats]:
+        chip = model.costs_of(device)
+        cover = model.grid(self._batch, problems, chip)
+        usual, by_gpc = (model.times(b, problems, chip, lines=self.traits.lines) for b in (self._batch, self._by_gpc))
+        worth = self._ordered & (cover.waves <= WAVES_BY_GPC)
+        return np.where(self._launchable(cover), usual, np.inf), np.where(worth, by_gpc, np.inf)
+
+    def _launchable(self, cover: model.Grid) -> Flags:
+        """Whether the grid's second extent can be: a kernel that is not persistent has thread blocks for each tile."""
+        batch = self._batch
+        second = np.where(self._swapped, cover.rows, cover.columns)
+        # Blocks that split K take the first extent, and both of the tiles' follow.
+        second = np.where(batch.split_k > 1, np.maximum(cover.rows, cover.columns), second)
+        persistent = (batch.schedule != model.SCHEDULES.index("warp_specialized")) & (batch.split_k == 1)
+        return np.asarray(persistent | (second <= arch.MAX_GRID_Y))
+
+    @cached_property
+    def _batch(self) -> model.Batch:
+        return model.Batch.of(self.configs)
+
+    @cached_property
+    def _by_gpc(self) -> model.Batch:
+        return model.Batch.of(replace(c, by_gpc=True) for c in self.configs)
+
+    @cached_property
+    def _ordered(self) -> Flags:
+        return np.array([[c.ordered for c in self.configs]])
+
+    @cached_property
+    def _copies(self) -> Flags:
+        return np.array([[c.realign for c in self.configs]])
+
+    @cached_property
+    def _swapped(self) -> Flags:
+        return np.array([[c.swap_ab for c in self.configs]])
+
+
+def realigning(alignments: tuple[int, int], problems: Sequence[Problem]) -> Floats:
+    """Return how many microseconds it takes to copy operands of these alignments to lines that TMA can read."""
+    a, b = (alignment < _ALIGNED for alignment in alignments)
+    return model.realigning(a, b, problems)
+
+
+def usual_means(config: Sm90Config) -> Means:
+    """Return the way to take means of A's rows that costs least in such tiles: gathered where they have few rows."""
+    (rows, _), _ = config.along_problem
+    gathered = model.TAKING.gathered + model.TAKING.gathered_row * rows
+    return "gathered" if gathered <= model.TAKING.beside.of(config.schedule) else "beside"

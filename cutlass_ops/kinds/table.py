@@ -1,0 +1,34 @@
+"""The kinds of kernels there are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.kinds.gemv.kind import GEMV
+from cutlass_ops.kinds.kind import Kind
+from cutlass_ops.kinds.rules import AnyConfig
+from cutlass_ops.kinds.sm80.kind import SM80
+from cutlass_ops.kinds.sm90.kind import SM90
+
+# Every kind is a row here, and a folder beside this file.
+KINDS: tuple[Kind[Any], ...] = (SM90, SM80, GEMV)
+_BY_CONFIG: dict[type, Kind[Any]] = {kind.config: kind for kind in KINDS}
+
+
+def kind_of(config: AnyConfig) -> Kind[AnyConfig]:
+    """Return the kind of a configuration."""
+    return _BY_CONFIG[type(config)]
+
+
+def shared_memory(spec: KernelSpec, stages: int | None = None) -> int:
+    """Return the bytes of shared memory that one thread block of a kernel takes.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+        A declaration whose fields have a meaning.
+    stages : int, optional
+        Stages of the main loop's pipeline, by default the configuration's; if it leaves them open, as many as fit.
+    """
+    return kind_of(spec.config).shared_memory(spec, spec.config, stages)
