@@ -29,6 +29,9 @@ from cutlass_ops.ship import packing, shipping
 from tests import cmake
 from tests.faults.fuzz import seeds
 
+# To build the program takes fifteen seconds.
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).resolve().parent
 
 
@@ -824,7 +827,6 @@ def test_a_failure_of_cuda_is_an_error_and_the_stream_is_put_back(probe, single)
 
 
 @pytest.mark.compile
-@pytest.mark.slow
 def test_a_real_kernel_refuses_in_words(probe, tmp_path):
     catalogue = shipping.load(str(HERE.parents[1] / "examples" / "cpp" / "catalogue.toml"))
     packing.pack(catalogue).write(tmp_path / "kernels.bundle")

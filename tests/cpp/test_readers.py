@@ -25,6 +25,9 @@ from cutlass_ops.declare.config import GemvConfig
 from cutlass_ops.epilogue import names, operations
 from tests.faults.fuzz import seeds
 
+# To build the program takes fifteen seconds.
+pytestmark = pytest.mark.slow
+
 SEEDS = int(os.environ.get("CUTLASS_OPS_SEEDS", "4"))
 
 # What a forger would try in place of a value of the same kind.
@@ -144,7 +147,6 @@ def test_they_agree_on_changed_manifests(agree, contents):
     _compare(agree, contents, 1, 1500)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2, 2 + SEEDS))
 def test_they_agree_on_many_changed_manifests(agree, contents, seed):
     _compare(agree, contents, seed, 5000)
@@ -344,7 +346,6 @@ def test_they_agree_on_changed_archives(probe, contents, tmp_path):
     _compare_archives(probe, contents, tmp_path, 1, 150)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2, 2 + SEEDS))
 def test_they_agree_on_many_changed_archives(probe, contents, tmp_path, seed):
     _compare_archives(probe, contents, tmp_path, seed, 1000)

@@ -32,10 +32,12 @@ def test_transformer_block():
     assert "errors against float64" in _run("transformer_block.py")
 
 
+@pytest.mark.slow
 def test_custom_epilogue():
     assert "row_sum_square (256,) torch.float32" in _run("custom_epilogue.py")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arch", "kernel"), [("sm80", "DefaultGemmWithVisitor"), ("sm90", "GemmUniversal")])
 def test_read_the_source(arch, kernel):
     assert kernel in _run("read_the_source.py", arch)

@@ -222,6 +222,7 @@ def test_what_is_no_executor(text):
         pass
 
 
+@pytest.mark.slow
 def test_processes_by_name(kit, store):
     with executors.named("processes:2") as pool:
         assert isinstance(pool, ProcessPoolExecutor)
@@ -230,6 +231,7 @@ def test_processes_by_name(kit, store):
     assert builder._at_once(None) >= 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_local_processes_and_their_compilers(kit, store, tmp_path, monkeypatch):
     """Whatever is queued: no compiler goes on, and no folder of a worker stays."""

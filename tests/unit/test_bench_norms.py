@@ -9,7 +9,6 @@ from signatures import H100, signature
 
 from cutlass_ops.declare.config import GemvConfig, Sm90Config, ThreadblockShape
 from cutlass_ops.epilogue import builtin
-from tests.sampling import sampled
 from tests.scripts import script
 
 BF16 = torch.bfloat16
@@ -64,6 +63,7 @@ def test_swiglus_variants_agree():
         assert (found.double() - exact).norm() <= 0.01 * exact.norm()
 
 
+@pytest.mark.slow
 def test_the_accuracy_of_norms_is_measured_and_holds():
     rows = list(script("accuracy_rmsnorm").measure((16, 48, 512), "cpu"))
     assert len({(r["op"], r["case"], r["dtype"], r["way"]) for r in rows}) == len(rows) == (2 + 4) * 2 * 9
@@ -74,7 +74,8 @@ def test_the_accuracy_of_norms_is_measured_and_holds():
     assert max(r["ratio"] for r in rows) > 2  # it can tell: one pass at a mean of 1000
 
 
-@pytest.mark.parametrize("phase", sampled(2, ("decode", "prefill")))
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_the_layer_agrees_with_transformers(phase, monkeypatch):
     pytest.importorskip("transformers")
     monkeypatch.setattr(sys, "path", list(sys.path))  # the script adds the examples' folder

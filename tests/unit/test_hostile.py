@@ -10,6 +10,7 @@ import re
 import pytest
 from bundles import packed
 from fake_toolkit import sm80_spec
+from hypothesis import settings
 from signatures import signature, statistics
 
 from cutlass_ops.artifacts import container
@@ -47,7 +48,8 @@ VALUES = (
     *(None, True, False, 0, -1, 1, 2, 3, 7, 1 << 31, 1 << 63, 10**300, 0.5, -0.0, 1e308),
     *([], {}, [[]], [None] * 10_000, {"a": 1}, {"": {}}, [1, 2, 3], ["bf16.row"], *HOSTILE),
 )
-MANY = 1500
+# 1500, and fewer in the quick tests.
+MANY = 15 * settings().max_examples
 
 
 def _places(value, path=()):

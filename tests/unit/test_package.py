@@ -94,6 +94,7 @@ def test_import_leaves_what_a_call_may_not_need_for_later():
         co.tuna  # noqa: B018
 
 
+@pytest.mark.slow
 def test_what_comes_later_is_there_in_a_compiled_function_and_in_every_way_of_importing():
     script = """
 import pickle, torch

@@ -77,8 +77,12 @@ def test_the_first_call_compiles_its_kernel_and_queues_the_others(service, weigh
     assert (len(service.registry.loaded), len(service.queued), service.registry.launches) == (1, queued, 2)
 
 
-@pytest.mark.parametrize("how", ["warm_up", "gemm", "background"])
-def test_after_warming_up_no_number_of_rows_compiles_anything(service, weight, how):
+# The kernels are the same however they came, and each number of rows takes milliseconds.
+@pytest.mark.parametrize(
+    ("how", "step"),
+    [("warm_up", 10), ("gemm", 10), ("background", 10), pytest.param("warm_up", 1, marks=pytest.mark.slow)],
+)
+def test_after_warming_up_no_number_of_rows_compiles_anything(service, weight, how, step):
     b, bias = weight
     if how == "warm_up":
         assert service.op.warm_up(rows(1), b, bias) == len(service.registry.loaded)
@@ -89,8 +93,6 @@ def test_after_warming_up_no_number_of_rows_compiles_anything(service, weight, h
         service.op(rows(1), b, bias)
         service.registry.kernels(service.queued)
     service.registry.closed = True
-    # The kernels are the same however they came; a number of rows takes milliseconds.
-    step = 1 if how == "warm_up" else 10
     for m in [*range(1, 300, step), *range(300, 8193, 37 * step), 8192]:
         service.op.plan(rows(m), b, bias)
     assert 1 < len(service.registry.loaded) <= 32
