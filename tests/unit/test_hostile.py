@@ -229,7 +229,7 @@ def test_no_declaration_puts_text_into_cpp():
             )
         assert render.render(KernelSpec.from_json(json.loads(found.canonical()))) == text
     assert refused >= MANY
-    assert rendered >= 50
+    assert rendered >= MANY // 30
 
 
 @pytest.mark.parametrize("text", [h for h in HOSTILE if MARK in h])
