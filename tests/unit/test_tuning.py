@@ -241,6 +241,7 @@ def test_neighbours_are_one_step_away():
     assert centre not in found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("means", get_args(Means))
 def test_the_other_ways_to_means_are_one_step_away(means):
     norm = signature(builtin.rms_norm)
@@ -255,6 +256,7 @@ def test_the_other_ways_to_means_are_one_step_away(means):
     assert not any(replace(centre, means=way, threadblock=ThreadblockShape(64, 144, 64)) in found for way in others)
 
 
+@pytest.mark.slow
 def test_ways_that_are_illegal_are_no_neighbours():
     norm = signature(builtin.rms_norm)
     centre = Sm90Config(ThreadblockShape(128, 128, 64), means="beside")
@@ -440,7 +442,10 @@ def a_device(monkeypatch):
     monkeypatch.setattr(tuning, "device_of", lambda _: H100)
 
 
-@pytest.mark.parametrize("op", [co.gemm, co.gemm_bias_relu, builtin.bias_relu, norms.rmsnorm_op()])
+@pytest.mark.parametrize(
+    "op",
+    [co.gemm, co.gemm_bias_relu, builtin.bias_relu, pytest.param(norms.rmsnorm_op(), marks=pytest.mark.slow)],
+)
 def test_what_a_call_can_be_made_of_can_be_tuned(op, chip, tmp_path, monkeypatch):
     """With a folder by its name, as a path has it."""
     monkeypatch.setattr(tuning, "Measurer", lambda *_: nullcontext(SimpleNamespace(measure=measure)))
