@@ -257,6 +257,25 @@ def test_an_interrupt_ends_everything_at_once(store, toolkit, toolchain):
     assert left_over(store) == []
 
 
+@pytest.mark.slow
+@pytest.mark.xfail(strict=True, reason="it waits for the compilers that have begun")
+def test_an_interrupt_while_kernels_are_handed_out_ends_everything_too(store, toolkit, toolchain, monkeypatch):
+    toolkit.does('sleep 20; touch "$here/ended"')
+
+    class Pool(ThreadPoolExecutor):
+        def submit(self, *args):
+            while args[1].spec != SPECS[0] and not toolkit.compilations:
+                time.sleep(0.01)
+            if args[1].spec != SPECS[0]:
+                raise KeyboardInterrupt
+            return super().submit(*args)
+
+    monkeypatch.setattr(build_module, "ThreadPoolExecutor", Pool)
+    with pytest.raises(KeyboardInterrupt):
+        build_many(SPECS, jobs=2, store=store, toolchain=toolchain)
+    assert not (toolkit.root / "ended").exists()
+
+
 def test_progress(store, toolkit, toolchain, monkeypatch, capsys):
     monkeypatch.setenv("CUTLASS_OPS_PROGRESS", "auto")
     toolkit.makes(library(HMMA), before=f'if grep -q {SPECS[1].slug} kernel.cu; then echo "x: error: y"; exit 1; fi\n')

@@ -806,7 +806,10 @@ def test_an_interrupt_ends_the_compilers_and_leaves_nothing_half_written(kit, ca
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(number)
-    out, err = process.communicate()
+    try:
+        out, err = process.communicate(timeout=300)
+    finally:
+        process.kill()
     assert process.returncode == 130
     assert json.loads(out)["error"]["kind"] == "KeyboardInterrupt"
     assert "interrupted: finished kernels stay in the store, and nothing is half-written" in err

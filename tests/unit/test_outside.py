@@ -417,7 +417,7 @@ def test_a_declaration_with_anything_in_any_place_is_one_or_has_an_error(tmp_pat
     file = tmp_path / "spec.json"
     file.write_bytes(spoilt(SPEC, path, raw))
     why = refusal(lambda: legality.require_legal(shipping.read_spec(file)))
-    assert len(why) < 1500
+    assert len(why) < 2500  # of several rules, each with a number of nineteen digits
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"kernels": 1e400}', "9" * 5000, '{"kernels": [{"file": 1e400}]}'])

@@ -24,7 +24,7 @@ def test_it_opens_with_two_commands():
     assert all(len(command.splitlines()) == 1 for command in commands)
     assert README.index(commands[1]) < README.index("\n## ")
     assert commands[0].endswith("python examples/quickstart.py\n")
-    assert commands[1].endswith("pytest\n")
+    assert commands[1].endswith("&& pytest -n 2 --dist worksteal\n")
 
 
 def test_the_commands_name_what_is_there():

@@ -465,8 +465,8 @@ def test_what_a_call_can_be_made_of_can_be_tuned(op, chip, tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("dtypes", "found"),
     [
-        ("f16", ["f16"]),
-        (torch.bfloat16, ["bf16"]),
+        pytest.param("f16", ["f16"], marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, ["bf16"], marks=pytest.mark.slow),
         (["bfloat16"], ["bf16"]),
         (("f16", torch.bfloat16), ["bf16", "f16"]),
     ],
