@@ -220,6 +220,13 @@ def _considered(policy: Policy, problem: Problem, centres: Sequence[Config], dev
     return list(dict.fromkeys([*around, *usual]))
 
 
+# In choosing what to compile: what a problem that no kernel covers loses, as a logarithm (it would be twice as slow);
+# up to where a second kernel at a problem counts, and what part of a loss that is worth.
+_UNCOVERED = math.log(2.0)
+_CLOSE = 0.05
+_SECOND = 0.1
+
+
 def _cover(
     predicted: Mapping[Problem, Mapping[Config, float]], limit: int, first: Sequence[Config] = ()
 ) -> list[Config]:
@@ -228,14 +235,14 @@ def _cover(
     candidates = list(dict.fromkeys(c for loss in losses for c in loss))
     if len(candidates) <= limit:
         return candidates
-    reached = [min((loss[c] for c in first if c in loss), default=math.log(2.0)) for loss in losses]
+    reached = [min((loss[c] for c in first if c in loss), default=_UNCOVERED) for loss in losses]
     chosen = list(first)
     candidates = [c for c in candidates if c not in chosen]
     while candidates and len(chosen) < limit:
         # What is already covered still counts a little: the model errs, and the second best may be the best.
         after = {c: [min(r, loss.get(c, r)) for r, loss in zip(reached, losses, strict=True)] for c in candidates}
-        second = {c: sum(max(0.0, 0.05 - loss.get(c, 1.0)) for loss in losses) for c in candidates}
-        best = min(candidates, key=lambda c: sum(after[c]) - 0.1 * second[c])
+        second = {c: sum(max(0.0, _CLOSE - loss.get(c, 1.0)) for loss in losses) for c in candidates}
+        best = min(candidates, key=lambda c: sum(after[c]) - _SECOND * second[c])
         chosen.append(best)
         candidates.remove(best)
         reached = after[best]
