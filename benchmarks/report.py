@@ -362,7 +362,7 @@ def readme_text(results: Iterable[Result]) -> str:
     plot = link(plot_path(overview_figure(found), OUT), README)
     return "\n\n".join(
         [
-            f"{chips}. A ratio is the peer's time over ours: above 1, ours is faster.",
+            f"{chips}. A ratio is the fastest peer's time over ours: above 1, ours is faster.",
             table(header, cells, text=("op", "set", "against", "worst")),
             f"![Every ratio of these cases]({plot})",
         ]
