@@ -30,8 +30,10 @@ INTRODUCTION = """\
 <!-- Written by benchmarks/report_norms.py from benchmarks/results. Do not edit: change those, and run it again. -->
 
 [rmsnorm.md](rmsnorm.md) describes the kernels. [performance.md](performance.md) says how they are measured, and what
-`eager` and `compile` are. `eager_one_linear` multiplies by both weights of SwiGLU at once, and then gates. **A ratio is the other's time over ours: above 1, ours is faster.** Each ratio is the median
-over the rounds. The line below a table lists every shape at which a peer is faster.
+`eager` and `compile` are. `eager_one_linear` multiplies by both weights of SwiGLU at once, and then gates.
+
+**A ratio is the other's time over ours: above 1, ours is faster.** Each ratio is the median over the rounds. The line
+below a table lists every shape at which a peer is faster.
 
 ## Summary"""
 
