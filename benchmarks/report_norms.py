@@ -107,12 +107,20 @@ def ways(data: Row) -> str:
     """Return the table of the ways to a row's statistic: each one's time over that of our GEMM without a norm."""
     header = ("M", "N", "K", *WAYS, "kernel")
     cells = []
+    ranges: dict[str, dict[str, list[float]]] = {"M ≤ 64": {}, "M > 64": {}}
     for row in data["rows"]:
         taken = "beside" if "beside" in row["kernel"] else "ahead" if "ahead" in row["kernel"] else "gathered"
         gemm = row["over_ours"]["gemm"]["median"]
         over = {name: value["median"] / gemm for name, value in row["over_ours"].items()} | {taken: 1 / gemm}
         cells.append([row["m"], row["n"], row["k"], *(number(over.get(way)) for way in WAYS), f"`{row['kernel']}`"])
-    return report.table(header, cells, ("kernel",))
+        for way in WAYS:
+            if way in over:
+                ranges["M ≤ 64" if row["m"] <= 64 else "M > 64"].setdefault(way, []).append(over[way])
+    spans = [
+        (rows, *(f"{min(of[way]):.3f} to {max(of[way]):.3f}" if way in of else "–" for way in WAYS))
+        for rows, of in ranges.items()
+    ]
+    return report.table(("rows", *WAYS), spans, ("rows",)) + "\n\n" + report.table(header, cells, ("kernel",))
 
 
 def swiglu(data: Row) -> str:
