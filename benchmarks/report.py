@@ -92,6 +92,10 @@ python benchmarks/report.py  # this document, without one
 [NOTES.md](../benchmarks/NOTES.md) records what was tried, and what came out.
 """
 
+SUMMARY = """\
+*Kernels changed since* counts the shapes of a result at which dispatch now chooses another kernel than the measured one.
+"""
+
 # README.md has this between its two marks.
 MARKS = "<!-- speed: written by benchmarks/report.py -->", "<!-- speed ends -->"
 OVERVIEW = "overview"
@@ -272,10 +276,20 @@ def about(entries: Sequence[dict[str, Any]], result: Result) -> str | None:
 
 def others(name: str) -> str | None:
     """Return how many of a result's kernels are no longer chosen, as stale.py counted them; nothing where all are."""
-    counted = json.loads(STALE.read_text()).get(name, {"others": 0})
+    counted = _counted(name)
     if not counted["others"]:
         return None
     return f"Dispatch now chooses another kernel at {share(counted['others'], counted['rows'])} of these shapes."
+
+
+def changed(name: str) -> str:
+    """Return the same number as a table's cell."""
+    counted = _counted(name)
+    return f"{counted['others']} of {counted['rows']}" if counted["others"] else "–"
+
+
+def _counted(name: str) -> dict[str, int]:
+    return json.loads(STALE.read_text()).get(name, {"others": 0})
 
 
 # ---- Markdown
@@ -328,8 +342,8 @@ def overview_table(results: Iterable[Result]) -> str:
     for result in results:
         name = f"[{result.name}](#{anchor(title(result))})"
         for of, rows in result.cases().items():
-            lines.append((name, of.set, of.op, of.dtype, of.layout, *_speed(rows)))
-    header = ("result", "set", "op", "dtype", "layout", *_SPEED)
+            lines.append((name, of.set, of.op, of.dtype, of.layout, *_speed(rows), changed(result.name)))
+    header = ("result", "set", "op", "dtype", "layout", *_SPEED, "kernels changed since")
     return table(header, lines, text=(*header[:5], "against", "worst"))
 
 
@@ -524,7 +538,7 @@ def document(
     out: Path,
 ) -> str:
     """Return the whole document, as it stands at ``out``."""
-    parts = [INTRODUCTION.strip(), "## Summary", overview_table(results)]
+    parts = [INTRODUCTION.strip(), "## Summary", SUMMARY.strip(), overview_table(results)]
     for result in results:
         parts += section(result, causes, out)
     for path in hosts:

@@ -251,8 +251,9 @@ def overview(results: Path) -> str:
         mean = statistics.geometric_mean(map(best, rows))
         against = ", ".join(peer for peer in PEERS if any(median(row, peer) is not None for row in rows))
         lost = sum(best(row) < 1 for row in rows)
-        cells.append([title, against, len(rows), f"{mean:.4f}", f"{best(worst):.4f} ({_case(worst)})", lost])
-    header = ("case", "against", "shapes", "geometric mean", "worst", "losses")
+        since = report.changed(path.stem)
+        cells.append([title, against, len(rows), f"{mean:.4f}", f"{best(worst):.4f} ({_case(worst)})", lost, since])
+    header = ("case", "against", "shapes", "geometric mean", "worst", "losses", "kernels changed since")
     return report.table(header, cells, ("case", "against", "worst"))
 
 

@@ -38,10 +38,12 @@ def test_ways_count_from_the_gemm_without_a_norm():
     assert "| 1 | 512 | 256 | 1.125 | – | 1.250 | 1.500 |" in text
 
 
-def test_the_summary_counts_losses(tmp_path):
+def test_the_summary_counts_losses(tmp_path, monkeypatch):
+    monkeypatch.setattr(norms.report, "STALE", tmp_path / "stale.json")
+    norms.report.STALE.write_text(json.dumps({"swiglu_h100": {"rows": 2, "others": 1}}))
     written(tmp_path, "swiglu_h100.json", row(1, two_gemms=0.5, eager=0.9), row(2, eager=1.6, compile=0.8))
     line = norms.overview(tmp_path).splitlines()[2]
-    assert line == "| SwiGLU | eager, compile | 2 | 0.8485 | 0.8000 (2×512×256) | 2 |"
+    assert line == "| SwiGLU | eager, compile | 2 | 0.8485 | 0.8000 (2×512×256) | 2 | 1 of 2 |"
 
 
 def written(folder, name, *rows):
