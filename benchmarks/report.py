@@ -93,7 +93,7 @@ python benchmarks/report.py  # this document, without one
 """
 
 SUMMARY = """\
-*Kernels changed since* counts the shapes of a result at which dispatch now chooses another kernel than the measured one.
+*Kernels changed since* counts the shapes of a result at which dispatch now chooses another kernel than was measured.
 """
 
 # README.md has this between its two marks.
