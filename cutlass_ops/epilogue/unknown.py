@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from cutlass_ops.base.errors import EpilogueError
 from cutlass_ops.epilogue.values import TRACER
 
-_LISTS = "docs/epilogues.md lists the operations of epilogues, README.md everything else"
+_LISTS = "docs/epilogues.md lists the operations of epilogues, docs/usage.md everything else"
 
 
 class UnknownNameError(EpilogueError, AttributeError):
