@@ -9,6 +9,38 @@ from __future__ import annotations
 from cutlass_ops.base.dtypes import DType
 from cutlass_ops.epilogue.values import Reduction, Value, apply, apply_cast, error, reduce
 
+__all__ = [
+    "abs",
+    "add",
+    "cast",
+    "clamp",
+    "cos",
+    "div",
+    "exp",
+    "gelu",
+    "hardswish",
+    "leaky_relu",
+    "max",
+    "maximum",
+    "mean_of_a",
+    "mean_square_of_a",
+    "minimum",
+    "mul",
+    "neg",
+    "relu",
+    "rsqrt",
+    "sigmoid",
+    "silu",
+    "sin",
+    "sqrt",
+    "square",
+    "sub",
+    "sum",
+    "sum_square",
+    "swap_pairs",
+    "tanh",
+]
+
 
 def add(x: Value | float, y: Value | float) -> Value:
     """Return x + y."""
