@@ -94,7 +94,13 @@ def _wanted(types: tuple[type, ...], choices: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True, repr=False)
 class ThreadblockShape(_Shape):
-    """Tile of the (M, N, K) problem that one thread block (CTA) computes, in elements."""
+    """Tile of the (M, N, K) problem that one thread block (CTA) computes, in elements.
+
+    Examples
+    --------
+    >>> co.ThreadblockShape(128, 256, 64)
+    ThreadblockShape(128, 256, 64)
+    """
 
     m: int
     n: int
@@ -103,7 +109,13 @@ class ThreadblockShape(_Shape):
 
 @dataclass(frozen=True, repr=False)
 class WarpShape(_Shape):
-    """Part of the threadblock tile that one warp computes (Sm80), in elements."""
+    """Part of the threadblock tile that one warp computes (Sm80), in elements.
+
+    Examples
+    --------
+    >>> co.Sm80Config(co.ThreadblockShape(128, 128, 32), co.WarpShape(64, 64, 32)).warps
+    4
+    """
 
     m: int
     n: int
@@ -112,7 +124,13 @@ class WarpShape(_Shape):
 
 @dataclass(frozen=True, repr=False)
 class InstructionShape(_Shape):
-    """Shape of one ``mma.sync`` Tensor Core instruction (Sm80), in elements."""
+    """Shape of one ``mma.sync`` Tensor Core instruction (Sm80), in elements.
+
+    Examples
+    --------
+    >>> str(co.InstructionShape(16, 8, 16))
+    '16x8x16'
+    """
 
     m: int
     n: int
@@ -121,7 +139,13 @@ class InstructionShape(_Shape):
 
 @dataclass(frozen=True, repr=False)
 class ClusterShape(_Shape):
-    """Thread blocks in a cluster along M and N (Sm90)."""
+    """Thread blocks in a cluster along M and N (Sm90).
+
+    Examples
+    --------
+    >>> co.ClusterShape(2, 1)
+    ClusterShape(2, 1)
+    """
 
     m: int = 1
     n: int = 1
@@ -154,6 +178,11 @@ class Sm80Config(_Settings):
         it does not change the compiled code.
     stream_k : bool
         Split the work of the last wave along K over all multiprocessors.
+
+    Examples
+    --------
+    >>> co.Sm80Config(co.ThreadblockShape(128, 128, 32), co.WarpShape(64, 64, 32), stages=4)
+    Sm80Config(ThreadblockShape(128, 128, 32), WarpShape(64, 64, 32), stages=4)
     """
 
     threadblock: ThreadblockShape
@@ -227,6 +256,11 @@ class Sm90Config(_Settings):
         Whether each GPC (graphics processing cluster) takes a run of tiles that follow each other in that order: its
         multiprocessors' reads of one line are merged on their way to the L2 cache. For problems of few waves, where
         that traffic is the limit; such a launch does not overlap with the kernel before it. A launch argument.
+
+    Examples
+    --------
+    >>> co.Sm90Config(co.ThreadblockShape(128, 128, 64), co.ClusterShape(2, 1), schedule="cooperative")
+    Sm90Config(ThreadblockShape(128, 128, 64), cluster=ClusterShape(2, 1), schedule='cooperative')
     """
 
     threadblock: ThreadblockShape
@@ -304,6 +338,11 @@ class GemvConfig(_Settings):
     pieces : int
         Accesses of 16 bytes to a column of B that a thread has on their way at a time; with eight rows and more, to
         each of two.
+
+    Examples
+    --------
+    >>> co.GemvConfig(rows=4)
+    GemvConfig(rows=4)
     """
 
     rows: int = 1

@@ -30,6 +30,11 @@ class Violation:
         Name of the broken rule, as in ``docs/legality.md``.
     message : str
         The field, its value, what is needed, and what to do.
+
+    Examples
+    --------
+    >>> print(co.Violation("stages", "stages is 1: at least 2 are needed"))
+    stages: stages is 1: at least 2 are needed
     """
 
     rule: str
@@ -57,6 +62,20 @@ def check(spec: KernelSpec) -> tuple[Violation, ...]:
     ------
     TypeError
         If it is no declaration.
+
+    Examples
+    --------
+    >>> @co.epilogue
+    ... def bias_relu(acc, bias: co.Row):
+    ...     return co.e.relu(acc + bias)
+    >>> config = co.Sm90Config(co.ThreadblockShape(128, 128, 64), co.ClusterShape(2, 1))
+    >>> spec = co.KernelSpec(a="bf16.row", b="bf16.col", d="bf16.row", epilogue=bias_relu, config=config)
+    >>> co.check(spec)
+    ()
+    >>> wide = co.Sm90Config(co.ThreadblockShape(128, 500, 64))
+    >>> violations = co.check(co.KernelSpec(a="bf16.row", b="bf16.col", d="bf16.row", epilogue=bias_relu, config=wide))
+    >>> all(isinstance(each, co.Violation) for each in violations), len(violations) > 0
+    (True, True)
     """
     if not isinstance(spec, KernelSpec):
         raise TypeError(f"spec must be a KernelSpec, not {reprlib.repr(spec)}")
