@@ -1,7 +1,10 @@
 """GEMMs with the epilogue you write in Python, as compiled CUTLASS kernels for Sm80 and Sm90.
 
+>>> import torch
 >>> import cutlass_ops as co
->>> d = co.gemm_bias_relu(a, b, bias)                                     # doctest: +SKIP
+>>> a, b, bias = torch.ones(2, 8).bfloat16(), torch.ones(8, 3).bfloat16(), torch.ones(3).bfloat16()
+>>> co.gemm_bias_relu(a, b, bias).tolist()
+[[9.0, 9.0, 9.0], [9.0, 9.0, 9.0]]
 
 Importing does no work: no file or folder is made, no device touched, no compiler looked for.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import griffe
 
 import cutlass_ops
 from cutlass_ops import e
+from cutlass_ops.run.ops import NAMED, Op
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -38,14 +39,31 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 class Docstrings(griffe.Extension):
     """Docstrings as they are when the package is imported, with references that the site can resolve."""
 
-    def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Give ops, which are instances, the docstring that they write themselves, and turn roles into references."""
-        if obj.is_attribute and obj.parent is not None and obj.parent.path == "cutlass_ops.run.ops":
-            op = getattr(importlib.import_module(obj.parent.path), obj.name, None)
-            if hasattr(op, "__signature__"):
-                obj.docstring = griffe.Docstring(op.__doc__, parent=obj)
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Put functions in the place of ops, which are instances: they write their own signatures and docstrings."""
+        if pkg.path == "cutlass_ops":
+            for op in NAMED:
+                if op.name in pkg["run.ops"].members and not pkg["run.ops"][op.name].is_function:
+                    pkg["run.ops"].set_member(op.name, _function(op))
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Turn roles into references."""
         if obj.docstring is not None:
             obj.docstring.value = _ROLE.sub(_reference, obj.docstring.value)
+
+
+def _function(op: Op) -> griffe.Function:
+    parameters = [
+        griffe.Parameter(p.name, kind=griffe.ParameterKind[p.kind.name.lower()], default=_default(p))
+        for p in op.__signature__.parameters.values()
+    ]
+    function = griffe.Function(op.name, parameters=griffe.Parameters(*parameters))
+    function.docstring = griffe.Docstring(op.__doc__, parent=function)
+    return function
+
+
+def _default(parameter: inspect.Parameter) -> str | None:
+    return None if parameter.default is parameter.empty else repr(parameter.default)
 
 
 def _reference(role: re.Match[str]) -> str:

@@ -96,6 +96,11 @@ def _wanted(types: tuple[type, ...], choices: tuple[str, ...]) -> str:
 class ThreadblockShape(_Shape):
     """Tile of the (M, N, K) problem that one thread block (CTA) computes, in elements.
 
+    Raises
+    ------
+    ConfigError
+        If an extent is anything but a positive integer.
+
     Examples
     --------
     >>> co.ThreadblockShape(128, 256, 64)
@@ -110,6 +115,11 @@ class ThreadblockShape(_Shape):
 @dataclass(frozen=True, repr=False)
 class WarpShape(_Shape):
     """Part of the threadblock tile that one warp computes (Sm80), in elements.
+
+    Raises
+    ------
+    ConfigError
+        If an extent is anything but a positive integer.
 
     Examples
     --------
@@ -126,6 +136,11 @@ class WarpShape(_Shape):
 class InstructionShape(_Shape):
     """Shape of one ``mma.sync`` Tensor Core instruction (Sm80), in elements.
 
+    Raises
+    ------
+    ConfigError
+        If an extent is anything but a positive integer.
+
     Examples
     --------
     >>> str(co.InstructionShape(16, 8, 16))
@@ -140,6 +155,11 @@ class InstructionShape(_Shape):
 @dataclass(frozen=True, repr=False)
 class ClusterShape(_Shape):
     """Thread blocks in a cluster along M and N (Sm90).
+
+    Raises
+    ------
+    ConfigError
+        If an extent is anything but a positive integer.
 
     Examples
     --------
@@ -178,6 +198,11 @@ class Sm80Config(_Settings):
         it does not change the compiled code.
     stream_k : bool
         Split the work of the last wave along K over all multiprocessors.
+
+    Raises
+    ------
+    ConfigError
+        If a field has a value of another type.
 
     Examples
     --------
@@ -256,6 +281,11 @@ class Sm90Config(_Settings):
         Whether each GPC (graphics processing cluster) takes a run of tiles that follow each other in that order: its
         multiprocessors' reads of one line are merged on their way to the L2 cache. For problems of few waves, where
         that traffic is the limit; such a launch does not overlap with the kernel before it. A launch argument.
+
+    Raises
+    ------
+    ConfigError
+        If a field has a value of another type, or a name that means nothing.
 
     Examples
     --------
@@ -338,6 +368,11 @@ class GemvConfig(_Settings):
     pieces : int
         Accesses of 16 bytes to a column of B that a thread has on their way at a time; with eight rows and more, to
         each of two.
+
+    Raises
+    ------
+    ConfigError
+        If a field has a value of another type.
 
     Examples
     --------

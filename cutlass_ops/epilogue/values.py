@@ -319,6 +319,8 @@ for _name in ("neg", "pos", "abs"):
 class Row(Value):
     """Annotation of an input with one value for each column of D, shape (N,): a bias.
 
+    Its dtype is FP16, BF16 or FP32.
+
     Examples
     --------
     >>> @co.epilogue
@@ -336,6 +338,8 @@ class Row(Value):
 class Col(Value):
     """Annotation of an input with one value for each row of D, shape (M,): a scale for each token.
 
+    Its dtype is FP16, BF16 or FP32.
+
     Examples
     --------
     >>> @co.epilogue
@@ -352,6 +356,8 @@ class Col(Value):
 
 class Tile(Value):
     """Annotation of an input of D's shape (M, N): a residual.
+
+    Its dtype is FP16, BF16 or FP32.
 
     Examples
     --------

@@ -42,6 +42,8 @@ def render(spec: KernelSpec) -> str:
     ------
     TypeError
         If it is no declaration.
+    ToolchainError
+        If the package jinja2 is not installed.
 
     Examples
     --------

@@ -71,11 +71,11 @@ class Effort:
     candidates : int
         How many are raced at a problem at most.
     rounds : int
-        Of each race.
+        How many rounds a race has; where kernels take long, it has more.
     refine : bool
         Whether to look around what was measured to be the best before, in place of what the model puts first.
     seconds : float
-        After which no further problem is begun.
+        Time after which no further problem is begun.
     pool : tuple of Config
         The only kernels to choose among, if there are any; else the model seeks them in the whole space.
     within : float

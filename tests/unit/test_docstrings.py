@@ -63,7 +63,7 @@ def test_every_public_object_has_an_example(name):
 
 
 # They need a GPU, a compiler or a bundle.
-SKIPPED = {"", "Bundle", "Kernel", "build", "explain", "load_bundle", "tune"}
+SKIPPED = {"Bundle", "Kernel", "build", "explain", "load_bundle", "tune"}
 
 
 def test_few_examples_are_skipped():
@@ -78,6 +78,14 @@ def test_few_examples_are_skipped():
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_every_operation_says_what_its_example_uses(name):
     assert f"co.e.{name.rpartition('.')[2]}(" in inspect.getdoc(PUBLIC[name])
+
+
+def test_the_code_on_the_sites_first_page_runs():
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/index.md").read_text(), re.MULTILINE | re.DOTALL)
+    namespace = {}
+    for block in blocks:
+        exec(compile(block, "docs/index.md", "exec"), namespace)
+    assert namespace["d"].shape == (256, 1024)
 
 
 def _directives():
