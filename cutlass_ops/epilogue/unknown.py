@@ -59,4 +59,7 @@ def _imports_from() -> bool:
     """Whether what asks a module for a name is ``from module import name``, and not ``hasattr`` or the like."""
     # From here up: unknown_name, the module's __getattr__, what asks.
     frame = sys._getframe(2).f_back if hasattr(sys, "_getframe") else None
-    return frame is not None and opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM"
+    if frame is None:
+        return False
+    operations = (opname[code] for code in frame.f_code.co_code[frame.f_lasti :: 2])
+    return next(name for name in operations if name != "EXTENDED_ARG") == "IMPORT_FROM"
