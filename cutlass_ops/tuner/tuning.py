@@ -72,16 +72,22 @@ class Effort:
     candidates : int
         How many are raced at a problem at most.
     rounds : int
-        Of each race.
+        How many rounds a race has; where kernels take long, it has more.
     refine : bool
         Whether to look around what was measured to be the best before, in place of what the model puts first.
     seconds : float
-        After which no further problem is begun.
+        Time after which no further problem is begun.
     pool : tuple of Config
         The only kernels to choose among, if there are any; else the model seeks them in the whole space.
     within : float
         How many times as long as its first choice the model may predict a kernel to take, to be raced. It errs by 3%
         and seldom by 15% at what it was fitted to (benchmarks/NOTES.md), and by more elsewhere.
+
+    Examples
+    --------
+    >>> effort = co.Effort(kernels=16, seconds=600)  # ten minutes at most
+    >>> effort.candidates, effort.refine
+    (12, False)
     """
 
     kernels: int = 48
@@ -517,6 +523,18 @@ def tune(
         If a file in the folder is no table.
     ToolchainError, StoreError
         If kernels cannot be compiled, or kernels or tables cannot be stored.
+
+    Examples
+    --------
+    >>> report = co.tune(co.gemm_bias_relu, [(512, 4096, 4096)])  # doctest: +SKIP
+    >>> report.measured, report.failed  # doctest: +SKIP
+
+    Longer, for a network's weights and all numbers of rows that it has:
+
+    >>> weights = [(4096, 4096), (11008, 4096)]  # N and K
+    >>> shapes = [(m, n, k) for n, k in weights for m in (1, 16, 256, 4096)]
+    >>> effort = co.Effort(kernels=96, seconds=3600)
+    >>> report = co.tune(co.gemm_bias_relu, shapes, dtypes=("bf16", "f16"), effort=effort)  # doctest: +SKIP
     """
     if allow_fallback and deterministic:
         raise ValueError("allow_fallback and deterministic exclude each other: PyTorch's kernels give other bits")
