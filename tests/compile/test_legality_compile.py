@@ -33,10 +33,10 @@ from cutlass_ops.declare.config import (
 )
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue import builtin
+from cutlass_ops.kinds.common import COMMON, VALUES
 from cutlass_ops.kinds.gemv.rules import GEMV
 from cutlass_ops.kinds.legality import check
 from cutlass_ops.kinds.render import render
-from cutlass_ops.kinds.rules import COMMON, VALUES
 from cutlass_ops.kinds.sm80.rules import SM80
 from cutlass_ops.kinds.sm90.footprint import means_smem, pipeline_stages
 from cutlass_ops.kinds.sm90.rules import SM90

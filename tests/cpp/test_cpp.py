@@ -23,7 +23,7 @@ from cutlass_ops.artifacts.loader import ABI, Reason
 from cutlass_ops.artifacts.manifest import File, sealed
 from cutlass_ops.base import arch
 from cutlass_ops.base.errors import BundleError
-from cutlass_ops.epilogue import graph, names, ops
+from cutlass_ops.epilogue import graph, names, operations
 from cutlass_ops.run import plan
 from cutlass_ops.ship import packing, shipping
 from tests import cmake
@@ -420,7 +420,7 @@ def test_tables_and_limits_are_python_s(probe):
     assert found["versions"] == [str(ABI), str(TEMPLATE_VERSION), manifest.FORMAT]
     leaves = dict.fromkeys(graph._LEAVES, 0)
     assert sorted(found["ops"]) == sorted(
-        f"{n}:{a}" for n, a in (leaves | {n: o.arity for n, o in ops.OPS.items()}).items()
+        f"{n}:{a}" for n, a in (leaves | {n: o.arity for n, o in operations.OPS.items()}).items()
     )
     assert found["reductions"] == list(graph.REDUCTIONS)
     assert found["kinds"] == [kind.value for kind in graph.Kind]

@@ -16,7 +16,7 @@ from cutlass_ops.artifacts.bundle import open_bundle
 from cutlass_ops.artifacts.manifest import Manifest, sealed
 from cutlass_ops.base.errors import BundleError
 from cutlass_ops.declare.config import GemvConfig
-from cutlass_ops.epilogue import names, ops
+from cutlass_ops.epilogue import names, operations
 from tests.faults.fuzz import seeds
 
 # What a forger would try in place of a value of the same kind.
@@ -236,7 +236,7 @@ def test_they_agree_on_constants(agree, contents):
 def test_they_agree_on_operations_and_targets(agree, contents):
     good, manifest = contents[0].to_bytes(), contents[0]
     texts = [
-        _resealed(good.replace(b'["rsqrt",', b'["%b",' % op.encode())) for op in [*ops.OPS, *ops.GATHERED, "acc", "erf"]
+        _resealed(good.replace(b'["rsqrt",', b'["%b",' % op.encode())) for op in [*operations.OPS, *operations.GATHERED, "acc", "erf"]
     ]
     assert agree(texts) > 10
     kernel = ["signatures", 0, "kernels", 3]
