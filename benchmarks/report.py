@@ -1,10 +1,12 @@
-"""Writes docs/performance.md and its plots from the raw results, so that no number there is typed by hand.
+"""Writes docs/performance.md, its plots and README.md's table of speed from the raw results.
+
+No number there is typed by hand.
 
     python benchmarks/report.py                                        # all of benchmarks/results
     python benchmarks/report.py /tmp/gemm_a.json --host --compile --out /tmp/report.md    # one file and nothing else
 
-Needs Python 3.11 or later (tomllib), matplotlib for the plots, and no GPU. Causes of losses come from causes.toml, and
-how many kernels are no longer those that serve from stale.json.
+Needs Python 3.11 or later (tomllib), matplotlib for the plots, and no GPU. Causes of losses come from causes.toml.
+stale.json says how many kernels no longer serve. README.md is written only together with docs/performance.md.
 A row's ratio is the peer's time over ours: above 1, ours is faster. Rows of bench_gemm.py may lack "layout" and "set".
 """
 
@@ -15,6 +17,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -29,6 +32,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 CAUSES = ROOT / "benchmarks" / "causes.toml"
 STALE = ROOT / "benchmarks" / "stale.json"
 OUT = ROOT / "docs" / "performance.md"
+README = ROOT / "README.md"
 
 UNKNOWN = "cause unknown"
 ELEMENT_BYTES = {"bf16": 2, "f16": 2}
@@ -44,16 +48,38 @@ INTRODUCTION = """\
 
 <!-- Written by benchmarks/report.py from benchmarks/results. Do not edit: change those, and run it again. -->
 
-GEMMs with a fused epilogue are timed at the shapes of [shapes.py](../benchmarks/shapes.py) against the same computation
-by others. Each call is captured in a CUDA graph over inputs in rotation, so that host time and a warm L2 cache stay
-out, and each round replays ours and all peers in a random order. **A ratio is the peer's time over ours: above 1, ours
-is faster.** It is formed within a round, against the peer with the lowest median time at that shape; given are the
-median over the rounds and their range, so it is not exactly the quotient of the two median times beside it.
+This page compares GEMMs with a fused epilogue with the same computation by others.
 
-Peers: `cublaslt` is `torch._addmm_activation`, which runs cuBLASLt's epilogue of bias and activation (a residual is
-added by another kernel); `eager` is one PyTorch operation after another; `compile` is `torch.compile` of these with
-max-autotune. *Were the epilogue free* is the geometric mean if ours took no longer than our GEMM without an epilogue,
-timed in the same rounds: what is beyond that is in the GEMM, and not in its epilogue. – is not measured.
+**A ratio is the peer's time over ours: above 1, ours is faster.**
+
+How a ratio is measured:
+
+- Each call is captured in a CUDA graph, so host time is not part of it.
+- Inputs rotate, so the L2 cache is not warm.
+- Each round replays ours and all peers, in random order.
+- The peer is the one with the lowest median time at that shape.
+- A ratio is formed within a round. Tables give the median over the rounds, and the range.
+- The median of the ratios is not exactly the quotient of the two median times.
+
+| Peer | What it runs |
+| --- | --- |
+| `cublaslt` | `torch._addmm_activation`: cuBLASLt's epilogue of bias and activation. Another kernel adds a residual. |
+| `eager` | One PyTorch operation after another. A plain GEMM is then one call of cuBLAS. |
+| `compile` | `torch.compile` of these operations, with max-autotune. |
+
+| Set | Shapes ([shapes.py](../benchmarks/shapes.py)) |
+| --- | --- |
+| grid | Four weights of an 8B model with 1 to 8192 rows, and squares. The shipped tables are tuned on these, too. |
+| grid, held out | The grid. Each half is served as if only the other half had been tuned. |
+| unseen | Other weights and numbers of rows than any that was tuned. |
+| last | Problems drawn at random after tables and model were finished. |
+| decode | Weights of 200 MB and more, with up to 64 rows. |
+| misaligned | N or K that 16 bytes do not divide; and N = 1000 and K = 1000, which they do. |
+
+*Were the epilogue free* is the geometric mean if ours took no longer than our GEMM without an epilogue. That GEMM is
+timed in the same rounds. What is missing beyond this mean lies in the GEMM, not in the epilogue.
+
+– means: not measured.
 
 ```bash
 python benchmarks/bench_gemm.py --out benchmarks/results/gemm_h100.json  # on a GPU; --help lists what can be chosen
@@ -63,8 +89,39 @@ python benchmarks/stale.py  # which rows are to be measured again since dispatch
 python benchmarks/report.py  # this document, without one
 ```
 
-What was tried, and what came out, is in [NOTES.md](../benchmarks/NOTES.md).
+[NOTES.md](../benchmarks/NOTES.md) records what was tried, and what came out.
 """
+
+SUMMARY = """\
+*Kernels changed since* counts the shapes of a result at which dispatch now chooses another kernel than was measured.
+"""
+
+# README.md has this between its two marks.
+MARKS = "<!-- speed: written by benchmarks/report.py -->", "<!-- speed ends -->"
+OVERVIEW = "overview"
+
+
+class Line(NamedTuple):
+    """A line of README.md's table: what it is called, its file of results, and the majors of A and B."""
+
+    title: str
+    result: str
+    layout: str = "row-col"
+
+
+LINES = (
+    Line("bias + ReLU, BF16", "gemm_bf16_h100"),
+    Line("bias + ReLU, FP16", "gemm_f16_h100"),
+    Line("bias + GELU + residual, BF16", "gemm_gelu_h100"),
+    Line("bias + SiLU, BF16", "gemm_silu_h100"),
+    Line("plain GEMM, BF16", "gemm_plain_h100"),
+    Line("plain GEMM, BF16, row-major weight", "gemm_majors_h100", "row-row"),
+    Line("bias + ReLU, BF16", "gemm_unseen_h100"),
+    Line("bias + SiLU, BF16", "gemm_unseen_silu_h100"),
+    Line("plain GEMM, BF16", "gemm_unseen_plain_h100"),
+    Line("bias + ReLU, BF16", "gemm_last_h100"),
+    Line("plain GEMM, BF16", "gemm_last_plain_h100"),
+)
 
 
 class Case(NamedTuple):
@@ -219,10 +276,20 @@ def about(entries: Sequence[dict[str, Any]], result: Result) -> str | None:
 
 def others(name: str) -> str | None:
     """Return how many of a result's kernels are no longer chosen, as stale.py counted them; nothing where all are."""
-    counted = json.loads(STALE.read_text()).get(name, {"others": 0})
+    counted = _counted(name)
     if not counted["others"]:
         return None
-    return f"Dispatch has another kernel now at {share(counted['others'], counted['rows'])} of these shapes."
+    return f"Dispatch now chooses another kernel at {share(counted['others'], counted['rows'])} of these shapes."
+
+
+def changed(name: str) -> str:
+    """Return the same number as a table's cell."""
+    counted = _counted(name)
+    return f"{counted['others']} of {counted['rows']}" if counted["others"] else "–"
+
+
+def _counted(name: str) -> dict[str, int]:
+    return json.loads(STALE.read_text()).get(name, {"others": 0})
 
 
 # ---- Markdown
@@ -267,6 +334,60 @@ def summary_table(cases: dict[Case, list[Row]]) -> str:
         "≥ 0.99",
     )  # fmt: skip
     return table(header, lines, text=header[:4])
+
+
+def overview_table(results: Iterable[Result]) -> str:
+    """Return one line for each case of all results, with its losses."""
+    lines = []
+    for result in results:
+        name = f"[{result.name}](#{anchor(title(result))})"
+        for of, rows in result.cases().items():
+            lines.append((name, of.set, of.op, of.dtype, of.layout, *_speed(rows), changed(result.name)))
+    header = ("result", "set", "op", "dtype", "layout", *_SPEED, "kernels changed since")
+    return table(header, lines, text=(*header[:5], "against", "worst"))
+
+
+_SPEED = ("against", "shapes", "geometric mean", "worst", "losses")
+
+
+def _speed(rows: Sequence[Row]) -> tuple[object, ...]:
+    found = summary(rows)
+    worst = f"{found['worst']['ratio_to_best_peer']:.4f} ({shape(found['worst'])})"
+    return ", ".join(peers(rows)), len(rows), f"{found['geomean']:.4f}", worst, len(losses(rows))
+
+
+def readme_lines(results: Iterable[Result]) -> list[tuple[Line, Result, list[Row]]]:
+    """Return the lines of README.md's table whose results are among these, with their rows."""
+    by_name = {result.name: result for result in results}
+    return [
+        (line, by_name[line.result], [row for row in by_name[line.result].rows if row["layout"] == line.layout])
+        for line in LINES
+        if line.result in by_name
+    ]
+
+
+def readme_text(results: Iterable[Result]) -> str:
+    """Return what README.md has between its marks: where and when it was measured, the table, and the picture."""
+    found = readme_lines(results)
+    where = {(result.head["chip"], result.head["date"]) for _, result, _ in found}
+    chips = " and ".join(f"{chip}, {date}" for chip, date in sorted(where))
+    cells = [(line.title, rows[0]["set"], *_speed(rows)) for line, _, rows in found]
+    header = ("op", "set", *_SPEED)
+    plot = link(plot_path(overview_figure(found), OUT), README)
+    return "\n\n".join(
+        [
+            f"{chips}. A ratio is the fastest peer's time over ours: above 1, ours is faster.",
+            table(header, cells, text=("op", "set", "against", "worst")),
+            f"![Every ratio of these cases]({plot})",
+        ]
+    )
+
+
+def with_speed(readme: str, text: str) -> str:
+    """Return README.md with this text between its marks."""
+    before, _, rest = readme.partition(MARKS[0])
+    _, _, after = rest.partition(MARKS[1])
+    return f"{before}{MARKS[0]}\n{text}\n{MARKS[1]}{after}"
 
 
 def matrix(rows: Sequence[Row]) -> str:
@@ -320,6 +441,16 @@ def loss_table(result: Result, entries: Sequence[dict[str, Any]]) -> str:
     return table(header, lines, text=["case", "M×N×K", "peer", "cause"])
 
 
+def title(result: Result) -> str:
+    """Return the title of a result's section."""
+    return f"{result.name}: {result.head['chip']}, {result.head['date']}"
+
+
+def anchor(heading: str) -> str:
+    """Return a title's anchor, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
 def link(target: Path, out: Path) -> str:
     """Return a file's address in a document."""
     return Path(os.path.relpath(target, out.parent)).as_posix()
@@ -335,7 +466,7 @@ def section(result: Result, causes: dict[str, list[dict[str, Any]]], out: Path) 
     count = len(losses(result.rows))
     text = about(causes["about"], result)
     parts = [
-        f"## {result.name}: {result.head['chip']}, {result.head['date']}",
+        f"## {title(result)}",
         f"{environment(result.head)}. Raw results: [{result.path.name}]({link(result.path, out)}).",
         *(said for said in (text, others(result.name)) if said),
         summary_table(result.cases()),
@@ -372,13 +503,14 @@ def host_section(path: Path, out: Path) -> list[str]:
     return [
         f"## Host time: {data['chip']}, {data['date']}",
         f"{environment(data)}. Raw results: [{path.name}]({link(path, out)}).",
-        "Time of enqueueing one warm call in µs, median over the rounds and their range, at problems too small to fill "
-        "the queue. A ratio is our time over the other's, formed within a round: below 1, our call costs less.",
+        "The time to enqueue one warm call, in µs: the median over the rounds, and the range. The problems are too "
+        "small to fill the queue. A ratio is our time over the other's, formed within a round: below 1, our call costs "
+        "less.",
         table(("problem", "our kernel"), kernels, text=["problem", "our kernel"]),
         table(("call", *problems), lines, text=["call"]),
         table(("ratio", *problems), quotients, text=["ratio"]),
-        f"Importing the library and one call of an op raise the peak of the process's host memory by "
-        f"{data['host_memory_mib']} MiB, with PyTorch and CUDA running already and the kernel in the store.",
+        f"Importing the library and calling one op raises the peak of the process's host memory by "
+        f"{data['host_memory_mib']} MiB. PyTorch and CUDA already run, and the kernel is in the store.",
     ]
 
 
@@ -392,8 +524,8 @@ def compile_section(path: Path, out: Path) -> list[str]:
         f"## Compile time: {data['processors']} processors, {data['date']}",
         f"nvcc {data['nvcc']}, {data['host_compiler']}, CUTLASS {data['cutlass']}, "
         f"`cutlass_ops` {data['cutlass_ops']}. Raw results: [{path.name}]({link(path, out)}).",
-        "One kernel on an idle machine, in seconds: ours is all that a first call waits for, into an empty store; the "
-        "other is one nvcc that makes a shared library of the same source. The ratio is ours over nvcc's.",
+        "One kernel on an idle machine, in seconds. *Ours* is all that a first call waits for, into an empty store. "
+        "*nvcc* is one nvcc that makes a shared library of the same source. The ratio is ours over nvcc's.",
         table(("kernel", "ours, s", "nvcc, s", "ratio"), lines, text=["kernel"]),
     ]
 
@@ -406,7 +538,7 @@ def document(
     out: Path,
 ) -> str:
     """Return the whole document, as it stands at ``out``."""
-    parts = [INTRODUCTION.strip()]
+    parts = [INTRODUCTION.strip(), "## Summary", SUMMARY.strip(), overview_table(results)]
     for result in results:
         parts += section(result, causes, out)
     for path in hosts:
@@ -444,13 +576,13 @@ def ceilings(head: dict[str, Any]) -> tuple[float, float] | None:
 
 def roofline_text(result: Result) -> str:
     """Return what the roofline plot shows."""
-    text = "TFLOP/s of ours over arithmetic intensity: operands, inputs and D are counted once."
+    text = "TFLOP/s of ours over arithmetic intensity. Operands, inputs and D are counted once."
     if (found := ceilings(result.head)) is None:
         return f"{text} Ceilings of this chip are not known to `cutlass_ops/declare/roofline.py`."
     compute, memory = found
     return (
-        f"{text} Ceilings are those of `cutlass_ops/declare/roofline.py`: {compute:.0f} TFLOP/s, the peak of the "
-        f"Tensor Cores at their highest clock, and {memory:.2f} TB/s, the peak of device memory."
+        f"{text} The ceilings come from `cutlass_ops/declare/roofline.py`: {compute:.0f} TFLOP/s is the peak of the "
+        f"Tensor Cores at their highest clock, {memory:.2f} TB/s the peak of device memory."
     )
 
 
@@ -470,8 +602,17 @@ def ratio_figure(result: Result, of: Case, rows: Sequence[Row]) -> Figure:
     return Figure("_".join((result.name, *of)), "ratio", f"Peer's time / ours: {of}", series)
 
 
+def overview_figure(found: Iterable[tuple[Line, Result, list[Row]]]) -> Figure:
+    """Return README.md's plot: every ratio of its lines over the line's number, the first at the top."""
+    series = {
+        f"{line.title}, {rows[0]['set']}": [(ratio, float(-number)) for ratio in sorted(ratios(rows))]
+        for number, (line, _, rows) in enumerate(found)
+    }
+    return Figure(OVERVIEW, "overview", "Peer's time / ours: every shape, and the geometric mean (bar)", series)
+
+
 def figures(results: Iterable[Result]) -> list[Figure]:
-    """Return all plots of a document."""
+    """Return all plots of a document, but README.md's."""
     found = []
     for result in results:
         found.append(roofline_figure(result))
@@ -492,11 +633,16 @@ def draw(figure: Figure, path: Path) -> None:
     with mpl.rc_context({"svg.hashsalt": "cutlass_ops", "svg.fonttype": "none"}):
         canvas = Canvas(figsize=(9, 5), layout="constrained")
         axes = canvas.add_subplot()
-        painters: dict[str, Callable[[Any, Figure], None]] = {"ratio": _draw_ratios, "roofline": _draw_roofline}
+        painters: dict[str, Callable[[Any, Figure], None]] = {
+            "ratio": _draw_ratios,
+            "roofline": _draw_roofline,
+            "overview": _draw_overview,
+        }
         painters[figure.kind](axes, figure)
         axes.set_title(figure.title)
         axes.grid(alpha=0.3)
-        canvas.legend(loc="outside right upper", fontsize="small")
+        if figure.kind != "overview":
+            canvas.legend(loc="outside right upper", fontsize="small")
         path.parent.mkdir(parents=True, exist_ok=True)
         canvas.savefig(path, format="svg", metadata={"Date": None, "Creator": None, "Description": figure.digest()})
 
@@ -512,6 +658,22 @@ def _draw_ratios(axes: Any, figure: Figure) -> None:
     powers = [2**p for p in range((largest - 1).bit_length() + 1)]
     axes.set_xticks(powers, labels=map(str, powers))
     axes.set(xlabel="M", ylabel="ratio, above 1 ours is faster")
+
+
+def _draw_overview(axes: Any, figure: Figure) -> None:
+    for number, points in enumerate(figure.series.values()):
+        values = [x for x, _ in points]
+        colours = ["C3" if x < 1 else "C0" for x in values]
+        axes.scatter(values, [y for _, y in points], s=14, alpha=0.5, color=colours, linewidths=0)
+        mean = statistics.geometric_mean(values)
+        axes.plot([mean, mean], [-number - 0.35, -number + 0.35], color="black", linewidth=2)
+    axes.axvline(1, color="black", linewidth=1)
+    axes.set_xscale("log")
+    ticks = (0.9, 1.0, 1.1, 1.2, 1.4, 1.7, 2.0, 2.5)
+    axes.set_xticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+    axes.set_xticks([], minor=True)
+    axes.set_yticks([-float(number) for number in range(len(figure.series))], labels=list(figure.series))
+    axes.set(xlabel="ratio, above 1 ours is faster; losses are red")
 
 
 def _draw_roofline(axes: Any, figure: Figure) -> None:
@@ -535,7 +697,7 @@ def _draw_roofline(axes: Any, figure: Figure) -> None:
 
 
 def main() -> None:
-    """Write the document and its plots."""
+    """Write the document and its plots, and with docs/performance.md what README.md says of speed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", nargs="*", type=Path, default=sorted(RESULTS.glob("gemm*.json")))
     parser.add_argument("--host", nargs="*", type=Path, default=sorted(RESULTS.glob("host*.json")))
@@ -546,7 +708,11 @@ def main() -> None:
     results = [read(path) for path in args.results]
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(document(results, args.host, args.compile, read_causes(args.causes), args.out))
-    for figure in figures(results):
+    drawn = figures(results)
+    if args.out == OUT:
+        README.write_text(with_speed(README.read_text(), readme_text(results)))
+        drawn.append(overview_figure(readme_lines(results)))
+    for figure in drawn:
         draw(figure, plot_path(figure, args.out))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +29,13 @@ INTRODUCTION = """\
 
 <!-- Written by benchmarks/report_norms.py from benchmarks/results. Do not edit: change those, and run it again. -->
 
-The kernels of [rmsnorm.md](rmsnorm.md), measured as [performance.md](performance.md) says: CUDA graphs, inputs in
-rotation, ours and the others in random order within each round. **A ratio is the other's time over ours: above 1,
-ours is faster**; it is the median of the rounds' ratios, with their range where there is room. `eager` is one PyTorch
-operation after another, `compile` is `torch.compile` of these with max-autotune. Results at which any peer is faster
-are listed."""
+[rmsnorm.md](rmsnorm.md) describes the kernels. [performance.md](performance.md) says how they are measured, and what
+`eager` and `compile` are. `eager_one_linear` multiplies by both weights of SwiGLU at once, and then gates.
+
+**A ratio is the other's time over ours: above 1, ours is faster.** Each ratio is the median over the rounds. The line
+below a table lists every shape at which a peer is faster.
+
+## Summary"""
 
 
 def median(row: Row, name: str) -> float | None:
@@ -104,12 +107,20 @@ def ways(data: Row) -> str:
     """Return the table of the ways to a row's statistic: each one's time over that of our GEMM without a norm."""
     header = ("M", "N", "K", *WAYS, "kernel")
     cells = []
+    ranges: dict[str, dict[str, list[float]]] = {"M ≤ 64": {}, "M > 64": {}}
     for row in data["rows"]:
         taken = "beside" if "beside" in row["kernel"] else "ahead" if "ahead" in row["kernel"] else "gathered"
         gemm = row["over_ours"]["gemm"]["median"]
         over = {name: value["median"] / gemm for name, value in row["over_ours"].items()} | {taken: 1 / gemm}
         cells.append([row["m"], row["n"], row["k"], *(number(over.get(way)) for way in WAYS), f"`{row['kernel']}`"])
-    return report.table(header, cells, ("kernel",))
+        for way in WAYS:
+            if way in over:
+                ranges["M ≤ 64" if row["m"] <= 64 else "M > 64"].setdefault(way, []).append(over[way])
+    spans = [
+        (rows, *(f"{min(of[way]):.3f} to {max(of[way]):.3f}" if way in of else "–" for way in WAYS))
+        for rows, of in ranges.items()
+    ]
+    return report.table(("rows", *WAYS), spans, ("rows",)) + "\n\n" + report.table(header, cells, ("kernel",))
 
 
 def swiglu(data: Row) -> str:
@@ -188,63 +199,83 @@ def _at_least(bound: float) -> Callable[[float], bool]:
 
 TARGETS: Sequence[Target] = (
     Target(
-        "`rmsnorm_gemm`, N = 6144 and M ≥ 1024: the best peer takes 1.10 times as long",
+        "`rmsnorm_gemm`, N = 6144, M ≥ 1024: ratio to the best peer ≥ 1.10",
         "rmsnorm_h100.json", lambda r: r["n"] == 6144 and r["m"] >= 1024, best, _at_least(1.10),
-        "The column *were the norm free* says what there is to gain with our GEMM as it is: PyTorch's norm is one\n"
-        "pass over x, a tenth of so narrow a GEMM's time at most, and the GEMMs themselves, ours and cuBLASLt's, run\n"
-        "at the chip's power limit.",
+        "The column *were the norm free* shows what our GEMM leaves to gain. PyTorch's norm is one pass over x:\n"
+        "at most a tenth of the time of so narrow a GEMM. Both GEMMs, ours and cuBLASLt's, run at the chip's\n"
+        "power limit.",
     ),
     Target(
-        "`rmsnorm_gemm`, N = 28672 and M ≥ 1024: 1.02 times",
+        "`rmsnorm_gemm`, N = 28672, M ≥ 1024: ratio ≥ 1.02",
         "rmsnorm_h100.json", lambda r: r["n"] == 28672 and r["m"] >= 1024, best, _at_least(1.02),
     ),
     Target(
-        "`rmsnorm_gemm`, M < 1024: 1.05 times",
+        "`rmsnorm_gemm`, M < 1024: ratio ≥ 1.05",
         "rmsnorm_h100.json", lambda r: r["m"] < 1024, best, _at_least(1.05),
-        "Both read the weight once, in one kernel, and do nothing else that takes time: torch.compile's generated\n"
-        "kernel does for one row what ours does, and little of the memory's bandwidth is left to gain.",
+        "Our kernel and PyTorch's read the weight once. Nothing else takes time. For one row, torch.compile's\n"
+        "generated kernel does what ours does. Little of the memory's bandwidth is left to gain.",
     ),
     Target(
-        "`rmsnorm_gemm`, M ≥ 1024: at most 1.02 times the time of our GEMM without the norm",
+        "`rmsnorm_gemm`, M ≥ 1024: time over that of our GEMM without the norm ≤ 1.02",
         "rmsnorm_h100.json", lambda r: r["m"] >= 1024, own_gemm, lambda value: value <= 1.02,
-        "Idle warps that take the means share issue slots and the L2 cache with the main loop, and the last epilogues\n"
-        "wait; reading itself is a third of it, by kernels with constants for means. Besides, the two have tables of\n"
-        "their own, and what the tuner found for one is not always what it found for the other. Races in which the\n"
-        "chip rests in every second round found nothing faster (benchmarks/NOTES.md).",
+        "The idle warps that compute the means share issue slots and the L2 cache with the main loop. The last\n"
+        "epilogues wait for them. Reading x is a third of the cost: kernels with constants for means show it. The\n"
+        "two ops also have tables of their own, and the tuner did not always find the same kernel for both. Races\n"
+        "in which the chip rests in every second round found nothing faster (benchmarks/NOTES.md).",
     ),
     Target(
-        "`gemm_swiglu`, M ≥ 1024: 1.10 times",
+        "`gemm_swiglu`, M ≥ 1024: ratio ≥ 1.10",
         "swiglu_h100.json", lambda r: r["m"] >= 1024, best, _at_least(1.10),
     ),
     Target("`gemm_swiglu`: no shape loses", "swiglu_h100.json", lambda _: True, best, _at_least(1.0)),
     Target("`rmsnorm_gemm`: no shape loses", "rmsnorm_h100.json", lambda _: True, best, _at_least(1.0)),
     Target(
-        "The decoder layer: 1.10 times",
+        "The decoder layer: ratio ≥ 1.10",
         "layer_h100.json", lambda _: True, best, _at_least(1.10),
-        "Eight tenths of a long layer are GEMMs, in which cuBLASLt's kernels are as fast as ours, or faster where the\n"
-        "chip has power to spare: see the kernels below. What fusion saves is the rest, torch.compile's kernels for\n"
-        "norms, the rotation of Q and K, the residual and SwiGLU; attention is the same in both.",
+        "GEMMs are eight tenths of a long layer's time. cuBLASLt's are as fast as ours there, or faster where the\n"
+        "chip has power to spare: see the kernels below. Fusion saves only in the rest: torch.compile's kernels\n"
+        "for norms, the rotation of Q and K, the residual and SwiGLU. Attention is the same in both.",
     ),
 )  # fmt: skip
 
 
+def overview(results: Path) -> str:
+    """Return one line for each result with peers: shapes, geometric mean, worst and losses."""
+    cells = []
+    for title, name, _, table in PARTS:
+        path = results / name
+        if table not in (rmsnorm, swiglu, layer) or not path.is_file():
+            continue
+        rows = json.loads(path.read_text())["rows"]
+        worst = min(rows, key=best)
+        mean = statistics.geometric_mean(map(best, rows))
+        against = ", ".join(peer for peer in PEERS if any(median(row, peer) is not None for row in rows))
+        lost = sum(best(row) < 1 for row in rows)
+        since = report.changed(path.stem)
+        cells.append([title, against, len(rows), f"{mean:.4f}", f"{best(worst):.4f} ({_case(worst)})", lost, since])
+    header = ("case", "against", "shapes", "geometric mean", "worst", "losses", "kernels changed since")
+    return report.table(header, cells, ("case", "against", "worst"))
+
+
 def targets(results: Path) -> str:
-    """Say which targets are reached, and at which shapes others are not, and why."""
-    lines = []
+    """Return a table of targets: which are reached, at which shapes others are not, and why."""
+    cells = []
     for target in TARGETS:
         path = results / target.file
         if not path.is_file():
-            lines.append(f"- {target.what}: not measured yet.")
+            cells.append((target.what, "not measured yet", "", "", ""))
             continue
         rows = [row for row in json.loads(path.read_text())["rows"] if target.concerns(row)]
         missed = [row for row in rows if not target.reached(target.value(row))]
+        share = f"{len(rows) - len(missed)} of {len(rows)}"
         if not missed:
-            lines.append(f"- {target.what}: **reached** at all {len(rows)}.")
+            cells.append((target.what, "**reached**", share, "", ""))
             continue
         each = ", ".join(f"{_case(row)} ({target.value(row):.4f})" for row in missed)
-        why = target.missed.replace("\n", "\n  ") or "No cause is known."
-        lines.append(f"- {target.what}: **missed** at {len(missed)} of {len(rows)}: {each}. {why}")
-    return "\n".join(lines)
+        why = target.missed.replace("\n", " ") or "No cause is known."
+        cells.append((target.what, "**missed**", share, each, why))
+    header = ("target", "result", "shapes that reach it", "shapes that miss it", "why")
+    return report.table(header, cells, header)
 
 
 def accuracy(data: Row) -> str:
@@ -265,22 +296,22 @@ PARTS: Sequence[tuple[str, str, str, Callable[[Row], str]]] = (
     (
         "RMSNorm + GEMM",
         "rmsnorm_h100.json",
-        "`rmsnorm_gemm(x, prepared, eps=...)` in BF16. *Over own GEMM* is our time with the norm over that without;\n"
-        "*were the norm free*, the best peer's time over that.",
+        "`rmsnorm_gemm(x, prepared, eps=...)` in BF16. *Over own GEMM* is our time with the norm over our time\n"
+        "without. *Were the norm free* is the best peer's time over our time without the norm.",
         rmsnorm,
     ),
     (
         "RMSNorm + GEMM on an H200",
         "rmsnorm_h200.json",
-        "The same on a chip that has no table of norms: kernels are chosen by an H100's, and by what the H200 has of\n"
-        "other epilogues.",
+        "The same on a chip without a table of norms. The H100's table of norms and the H200's tables of other\n"
+        "epilogues choose the kernels.",
         rmsnorm,
     ),
     (
         "RMSNorm + GEMM at unseen shapes",
         "rmsnorm_unseen_h100.json",
-        "Weights and numbers of rows that nobody tuned. What loses has one wave of tiles, whose epilogues wait until\n"
-        "idle warps have read all rows: *over own GEMM* says how long.",
+        "Weights and numbers of rows that were not tuned. The shapes that lose have one wave of tiles. Their\n"
+        "epilogues wait until idle warps have read all rows: *over own GEMM* shows for how long.",
         rmsnorm,
     ),
     (
@@ -292,27 +323,27 @@ PARTS: Sequence[tuple[str, str, str, Callable[[Row], str]]] = (
     (
         "Ways to a row's statistic",
         "rmsnorm_h100.json",
-        "Times over that of our GEMM without a norm: `statistic` is given the sums of squares that the GEMM before\n"
-        "left, the others take them from x, all three with the same tiles. – is not legal.",
+        "Each time is over that of our GEMM without a norm. `statistic` gets the sums of squares from the\n"
+        "previous GEMM. The other three compute them from x, with the same tiles. – means: not legal.",
         ways,
     ),
     (
         "Gathering from tiles of many rows",
         "rmsnorm_gathered_h100.json",
-        "The same while gathering was legal for tiles of any number of rows, before the third way was written: why it\n"
-        "no longer is, beyond 64.",
+        "The same from an earlier version, in which `gathered` was legal for tiles of any number of rows and\n"
+        "`beside` did not exist. It shows why `gathered` is now limited to 64 rows.",
         ways,
     ),
     (
         "SwiGLU",
         "swiglu_h100.json",
-        "`gemm_swiglu(x, w_gate, w_up)` in BF16: one kernel, which writes N columns.",
+        "`gemm_swiglu(x, w_gate, w_up)` in BF16. It is one kernel that writes N columns.",
         swiglu,
     ),
     (
         "SwiGLU at unseen shapes",
         "swiglu_unseen_h100.json",
-        "Weights and numbers of rows that nobody tuned.",
+        "Weights and numbers of rows that were not tuned.",
         swiglu,
     ),
     (
@@ -324,22 +355,23 @@ PARTS: Sequence[tuple[str, str, str, Callable[[Row], str]]] = (
     (
         "A decoder layer",
         "layer_h100.json",
-        "Llama-3.1-8B's, in BF16: [transformer_block.py](../examples/transformer_block.py), against transformers'.\n"
-        "*Statistic passed on*: by `gemm_residual_rms`.",
+        "A layer of Llama-3.1-8B in BF16: [transformer_block.py](../examples/transformer_block.py) against the\n"
+        "one of transformers. *Statistic passed on* is the variant in which `gemm_residual_rms` passes the norm's\n"
+        "statistic on.",
         layer,
     ),
     (
         "Where the layer's time goes",
         "layer_kernels_h100.json",
-        "By PyTorch's profiler, for one call. Ten calls do not bring the chip to its power limit, as the benchmark\n"
-        "above does, so clocks are higher here. A kernel that starts while the one before it ends is counted from its\n"
-        "start: what it waits is in its time.",
+        "Times are from PyTorch's profiler, for one call. Clocks are higher here than in the benchmark above: ten\n"
+        "calls do not bring the chip to its power limit. A kernel may start before the previous one ends. Its\n"
+        "time then includes the wait.",
         layer_kernels,
     ),
     (
         "Accuracy",
         "accuracy_rmsnorm_h100.json",
-        "Relative errors against float64 in the Frobenius norm, ours over those of PyTorch's two operations.",
+        "Relative errors against float64, in the Frobenius norm. The ratio is ours over PyTorch's, of two operations.",
         accuracy,
     ),
 )
@@ -347,7 +379,7 @@ PARTS: Sequence[tuple[str, str, str, Callable[[Row], str]]] = (
 
 def document(results: Path) -> str:
     """Return the whole document."""
-    parts = [INTRODUCTION, "## Targets", targets(results)]
+    parts = [INTRODUCTION, overview(results), "## Targets", targets(results)]
     for title, name, text, table in PARTS:
         path = results / name
         parts += [f"## {title}", text]

@@ -1,7 +1,10 @@
 """GEMMs with the epilogue you write in Python, as compiled CUTLASS kernels for Sm80 and Sm90.
 
+>>> import torch
 >>> import cutlass_ops as co
->>> d = co.gemm_bias_relu(a, b, bias)                                     # doctest: +SKIP
+>>> a, b, bias = torch.ones(2, 8).bfloat16(), torch.ones(8, 3).bfloat16(), torch.ones(3).bfloat16()
+>>> co.gemm_bias_relu(a, b, bias).tolist()
+[[9.0, 9.0, 9.0], [9.0, 9.0, 9.0]]
 
 Importing does no work: no file or folder is made, no device touched, no compiler looked for.
 """
@@ -14,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if _platform == "win32":
     raise ImportError("cutlass_ops runs on Linux on x86-64, and this is Windows: use it in WSL 2")
 
+from cutlass_ops import e
 from cutlass_ops._version import __version__
 from cutlass_ops.artifacts.bundle import Bundle
 from cutlass_ops.artifacts.bundles import load_bundle
@@ -41,52 +45,30 @@ from cutlass_ops.declare.config import (
     WarpShape,
 )
 from cutlass_ops.declare.spec import KernelSpec, Operand
-from cutlass_ops.epilogue import (
-    Col,
-    Epilogue,
-    Product,
-    Reduction,
-    Row,
-    Scalar,
-    Tile,
-    Value,
-    abs,
-    add,
-    cast,
-    clamp,
-    cos,
-    div,
-    epilogue,
-    exp,
-    gelu,
-    hardswish,
-    leaky_relu,
-    max,
-    maximum,
-    mean_of_a,
-    mean_square_of_a,
-    minimum,
-    mul,
-    neg,
-    relu,
-    rsqrt,
-    sigmoid,
-    silu,
-    sin,
-    sqrt,
-    square,
-    sub,
-    sum,
-    sum_square,
-    swap_pairs,
-    tanh,
-)
+from cutlass_ops.epilogue import Col, Epilogue, Product, Reduction, Row, Scalar, Tile, Value, epilogue
+from cutlass_ops.epilogue.functions import *  # noqa: F403
 from cutlass_ops.epilogue.unknown import unknown_name
 from cutlass_ops.run.registry import REGISTRY as registry  # noqa: N811
+
+
+def _is_command() -> bool:
+    """Whether this process is the command line, as a script or by ``python -m cutlass_ops``."""
+    import os
+    import sys
+
+    script = os.path.basename(sys.argv[0]) if sys.argv else ""
+    return script == "cutlass-ops" or (script == "-m" and "cutlass_ops" in sys.orig_argv)
+
 
 if TYPE_CHECKING:
     from cutlass_ops.kinds.legality import Violation, check
     from cutlass_ops.kinds.render import render as source
+    from cutlass_ops.tools.explaining import Explanation, explain
+    from cutlass_ops.tuner.tuning import Effort, tune
+
+# The command line answers without PyTorch, which takes a second to import. Everywhere else ops are there at once:
+# programs that torch.export saved call their operators.
+if TYPE_CHECKING or not _is_command():
     from cutlass_ops.run.gated import gemm_swiglu
     from cutlass_ops.run.norms import (
         PreparedLayerNormWeight,
@@ -112,44 +94,19 @@ if TYPE_CHECKING:
         gemm_residual,
         warm_up,
     )
-    from cutlass_ops.tools.explaining import Explanation, explain
-    from cutlass_ops.tuner.tuning import Effort, tune
 
-# What of further modules is public. They are imported when it is first asked for: a GEMM with an epilogue does not need
-# all, and the command line answers without PyTorch, which takes a second to import.
-_MODULES = {
-    "tools.explaining": ("Explanation", "explain"),
-    "run.gated": ("gemm_swiglu",),
-    "kinds.legality": ("Violation", "check"),
-    "run.norms": (
-        "PreparedLayerNormWeight",
-        "PreparedWeight",
-        "ResidualRms",
-        "RowStatistic",
-        "gemm_residual_rms",
-        "layernorm_gemm",
-        "prepare",
-        "prepare_layernorm",
-        "rmsnorm_gemm",
-    ),
-    "run.ops": (
-        "Kernel",
-        "build",
-        "gemm",
-        "gemm_bias",
-        "gemm_bias_gelu",
-        "gemm_bias_relu",
-        "gemm_bias_relu_residual",
-        "gemm_bias_residual",
-        "gemm_bias_silu",
-        "gemm_residual",
-        "warm_up",
-    ),
-    "tuner.tuning": ("Effort", "tune"),
+# What of further modules is public, imported when it is first asked for: most calls do not need it.
+_LATER = {
+    "Effort": ("tuner.tuning", "Effort"),
+    "Explanation": ("tools.explaining", "Explanation"),
+    "Violation": ("kinds.legality", "Violation"),
+    "check": ("kinds.legality", "check"),
+    "explain": ("tools.explaining", "explain"),
+    "source": ("kinds.render", "render"),
+    "tune": ("tuner.tuning", "tune"),
 }
-_LATER = {name: (module, name) for module, names in _MODULES.items() for name in names} | {
-    "source": ("kinds.render", "render")
-}
+# Where the command line, which imports no op at first, finds them.
+_OPS = ("run.ops", "run.norms", "run.gated")
 
 __all__ = [
     "Bundle",
@@ -191,18 +148,11 @@ __all__ = [
     "Violation",
     "WarpShape",
     "__version__",
-    "abs",
-    "add",
     "build",
-    "cast",
     "check",
-    "clamp",
-    "cos",
-    "div",
+    "e",
     "epilogue",
-    "exp",
     "explain",
-    "gelu",
     "gemm",
     "gemm_bias",
     "gemm_bias_gelu",
@@ -213,63 +163,31 @@ __all__ = [
     "gemm_residual",
     "gemm_residual_rms",
     "gemm_swiglu",
-    "hardswish",
     "layernorm_gemm",
-    "leaky_relu",
     "load_bundle",
-    "max",
-    "maximum",
-    "mean_of_a",
-    "mean_square_of_a",
-    "minimum",
-    "mul",
-    "neg",
     "prepare",
     "prepare_layernorm",
     "registry",
-    "relu",
     "rmsnorm_gemm",
-    "rsqrt",
-    "sigmoid",
-    "silu",
-    "sin",
     "source",
-    "sqrt",
-    "square",
-    "sub",
-    "sum",
-    "sum_square",
-    "swap_pairs",
-    "tanh",
     "tune",
     "warm_up",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    from importlib import import_module
+# Type checkers would take any name to be there.
+if not TYPE_CHECKING:
 
-    if name not in _LATER:
-        raise unknown_name(name, __all__)
-    module, attribute = _LATER[name]
-    globals()[name] = found = getattr(import_module(f"cutlass_ops.{module}"), attribute)
-    return found
+    def __getattr__(name: str) -> Any:
+        from importlib import import_module
+
+        if name not in __all__:
+            raise unknown_name(__name__, name, (*__all__, *e.__all__))
+        module, attribute = _LATER.get(name, ("", name))
+        modules = [import_module(f"cutlass_ops.{each}") for each in ((module,) if module else _OPS)]
+        globals()[name] = found = next(getattr(each, attribute) for each in modules if hasattr(each, attribute))
+        return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
-
-
-def _is_command() -> bool:
-    """Whether this process is the command line, as a script or by ``python -m cutlass_ops``."""
-    import os
-    import sys
-
-    script = os.path.basename(sys.argv[0]) if sys.argv else ""
-    return script == "cutlass-ops" or (script == "-m" and "cutlass_ops" in sys.orig_argv)
-
-
-# Programs that torch.export saved call operators, which are there as soon as this is imported.
-if not _is_command():
-    for _name in (*_MODULES["run.ops"], *_MODULES["run.norms"], *_MODULES["run.gated"]):
-        __getattr__(_name)
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

@@ -82,6 +82,11 @@ class Bundle:
         What is in it.
     signed_by : Path or None
         The file of the key that signed it; None if no key was given.
+
+    Examples
+    --------
+    >>> bundle = co.load_bundle("kernels.bundle")  # doctest: +SKIP
+    >>> [kernel.key for kernel in bundle.kernels()]  # doctest: +SKIP
     """
 
     def __init__(self, found: Container, manifest: Manifest, signed_by: Path | None = None) -> None:

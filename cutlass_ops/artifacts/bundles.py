@@ -190,5 +190,10 @@ def load_bundle(
         version of this library.
     TypeError, ValueError, OSError
         If a public key cannot be read, or the minimum version is none.
+
+    Examples
+    --------
+    >>> bundle = co.load_bundle("kernels.bundle", public_key="/etc/keys/kernels.pem")  # doctest: +SKIP
+    >>> d = co.gemm_bias_relu(x, weight.t(), bias)  # from the bundle, without a compiler  # doctest: +SKIP
     """
     return BUNDLES.load(path, public_key, minimum_version)

@@ -138,22 +138,66 @@ class _Extents(_Shape):
 
 @dataclass(frozen=True, repr=False)
 class ThreadblockShape(_Extents):
-    """Tile of the (M, N, K) problem that one thread block (CTA) computes, in elements."""
+    """Tile of the (M, N, K) problem that one thread block (CTA) computes, in elements.
+
+    Raises
+    ------
+    ConfigError
+        If an extent is anything but a positive integer.
+
+    Examples
+    --------
+    >>> co.ThreadblockShape(128, 256, 64)
+    ThreadblockShape(128, 256, 64)
+    """
 
 
 @dataclass(frozen=True, repr=False)
 class WarpShape(_Extents):
-    """Part of the threadblock tile that one warp computes (Sm80), in elements."""
+    """Part of the threadblock tile that one warp computes (Sm80), in elements.
+
+    Raises
+    ------
+    ConfigError
+        If an extent is anything but a positive integer.
+
+    Examples
+    --------
+    >>> co.Sm80Config(co.ThreadblockShape(128, 128, 32), co.WarpShape(64, 64, 32)).warps
+    4
+    """
 
 
 @dataclass(frozen=True, repr=False)
 class InstructionShape(_Extents):
-    """Shape of one ``mma.sync`` Tensor Core instruction (Sm80), in elements."""
+    """Shape of one ``mma.sync`` Tensor Core instruction (Sm80), in elements.
+
+    Raises
+    ------
+    ConfigError
+        If an extent is anything but a positive integer.
+
+    Examples
+    --------
+    >>> str(co.InstructionShape(16, 8, 16))
+    '16x8x16'
+    """
 
 
 @dataclass(frozen=True, repr=False)
 class ClusterShape(_Shape):
-    """Thread blocks in a cluster along M and N (Sm90)."""
+    """Thread blocks in a cluster along M and N (Sm90).
+
+    Raises
+    ------
+    ConfigError
+        If an extent is anything but a positive integer.
+
+    Examples
+    --------
+    >>> co.ClusterShape(2, 1)
+    ClusterShape(2, 1)
+    """
 
     m: int = 1
     n: int = 1
@@ -186,6 +230,16 @@ class Sm80Config(KernelConfig):
         it does not change the compiled code.
     stream_k : bool
         Split the work of the last wave along K over all multiprocessors.
+
+    Raises
+    ------
+    ConfigError
+        If a field has a value of another type.
+
+    Examples
+    --------
+    >>> co.Sm80Config(co.ThreadblockShape(128, 128, 32), co.WarpShape(64, 64, 32), stages=4)
+    Sm80Config(ThreadblockShape(128, 128, 32), WarpShape(64, 64, 32), stages=4)
     """
 
     threadblock: ThreadblockShape
@@ -264,6 +318,16 @@ class Sm90Config(KernelConfig):
         Whether each GPC (graphics processing cluster) takes a run of tiles that follow each other in that order: its
         multiprocessors' reads of one line are merged on their way to the L2 cache. For problems of few waves, where
         that traffic is the limit; such a launch does not overlap with the kernel before it. A launch argument.
+
+    Raises
+    ------
+    ConfigError
+        If a field has a value of another type, or a name that means nothing.
+
+    Examples
+    --------
+    >>> co.Sm90Config(co.ThreadblockShape(128, 128, 64), co.ClusterShape(2, 1), schedule="cooperative")
+    Sm90Config(ThreadblockShape(128, 128, 64), cluster=ClusterShape(2, 1), schedule='cooperative')
     """
 
     threadblock: ThreadblockShape
@@ -358,6 +422,16 @@ class GemvConfig(KernelConfig):
     pieces : int
         Accesses of 16 bytes to a column of B that a thread has on their way at a time; with eight rows and more, to
         each of two.
+
+    Raises
+    ------
+    ConfigError
+        If a field has a value of another type.
+
+    Examples
+    --------
+    >>> co.GemvConfig(rows=4)
+    GemvConfig(rows=4)
     """
 
     rows: int = 1

@@ -43,6 +43,14 @@ class Operand:
     ------
     ConfigError
         If a field has a value of another type, or an alignment is not positive.
+
+    Examples
+    --------
+    >>> weight = co.Operand.of("bf16.col")
+    >>> weight.major, weight.alignment, weight.aligned
+    ('col', 8, True)
+    >>> co.Operand.of("f16.row.align2").aligned
+    False
     """
 
     dtype: DType
@@ -132,6 +140,18 @@ class KernelSpec:
     ValueError
         If an operand or target cannot be parsed, a matrix has no major, or ``inputs``/``outputs`` names something the
         epilogue has not.
+
+    Examples
+    --------
+    >>> @co.epilogue
+    ... def bias_relu(acc, bias: co.Row):
+    ...     return co.e.relu(acc + bias)
+    >>> config = co.Sm90Config(co.ThreadblockShape(128, 128, 64), co.ClusterShape(2, 1))
+    >>> spec = co.KernelSpec(a="bf16.row", b="bf16.col", d="bf16.row", epilogue=bias_relu, config=config)
+    >>> spec.target, co.check(spec)
+    ('sm_90a', ())
+    >>> co.KernelSpec.from_json(spec.to_json()) == spec
+    True
     """
 
     a: Operand

@@ -41,6 +41,19 @@ class Epilogue:
         The function itself.
     token : str
         What stands for this object in this process.
+
+    Examples
+    --------
+    >>> @co.epilogue
+    ... def biased(acc, bias: co.Row):
+    ...     return acc + bias
+    >>> biased.name, [each.name for each in biased.inputs], [each.name for each in biased.outputs]
+    ('biased', ['bias'], ['d'])
+    >>> @co.epilogue
+    ... def renamed(x, bias: co.Row):
+    ...     return x + bias
+    >>> biased == renamed
+    True
     """
 
     name: str
@@ -156,6 +169,26 @@ def epilogue(function: Callable[..., Any]) -> Epilogue:
     ------
     EpilogueError
         If the function cannot be traced; the message shows the line and says what to do instead.
+
+    Examples
+    --------
+    >>> @co.epilogue
+    ... def swish_residual(acc, bias: co.Row, residual: co.Tile, scale: co.Scalar):
+    ...     return co.e.silu(acc + bias) * scale + residual
+    >>> swish_residual
+    <epilogue swish_residual(acc, bias: Row, residual: Tile, scale: Scalar) -> d>
+    >>> a, b = torch.ones(2, 8).bfloat16(), torch.ones(8, 3).bfloat16()
+    >>> bias, residual = torch.zeros(3).bfloat16(), torch.ones(2, 3).bfloat16()
+    >>> co.gemm(a, b, epilogue=swish_residual, bias=bias, residual=residual, scale=0.5).shape
+    torch.Size([2, 3])
+
+    What cannot be traced is refused where the function is defined:
+
+    >>> @co.epilogue
+    ... def leaky(acc):
+    ...     return acc if acc > 0 else 0.1 * acc
+    Traceback (most recent call last):
+    cutlass_ops.base.errors.EpilogueError: leaky: an epilogue cannot compare traced values: ...
     """
     if isinstance(function, Epilogue):
         return function

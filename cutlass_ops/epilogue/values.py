@@ -214,7 +214,16 @@ class Symbol:
 
 
 class Value(Symbol):
-    """One element of an epilogue's computation in FP32, while the function is traced."""
+    """One element of an epilogue's computation in FP32, while the function is traced.
+
+    Examples
+    --------
+    >>> @co.epilogue
+    ... def shown(acc):
+    ...     print(acc, -acc)
+    ...     return acc
+    <traced acc %0> <traced neg %1>
+    """
 
     __slots__ = ()
 
@@ -265,7 +274,17 @@ class Value(Symbol):
 
 
 class Reduction(Symbol):
-    """A reduction of a value over a row or a column of D: an output, and nothing to compute with."""
+    """A reduction of a value over a row or a column of D: an output, and nothing to compute with.
+
+    Examples
+    --------
+    >>> @co.epilogue
+    ... def with_sums(acc):
+    ...     row_sum = co.e.sum(acc, dim=1)
+    ...     print(row_sum)
+    ...     return {"d": acc, "row_sum": row_sum}
+    <traced reduction sum of %0>
+    """
 
     __slots__ = ("function", "kind")
 
@@ -298,28 +317,74 @@ for _name in ("neg", "pos", "abs"):
 
 
 class Row(Value):
-    """Annotation of an input with one value for each column of D, shape (N,): a bias."""
+    """Annotation of an input with one value for each column of D, shape (N,): a bias.
+
+    Its dtype is FP16, BF16 or FP32.
+
+    Examples
+    --------
+    >>> @co.epilogue
+    ... def biased(acc, bias: co.Row):
+    ...     return acc + bias
+    >>> a, b = torch.ones(2, 8).bfloat16(), torch.ones(8, 3).bfloat16()
+    >>> co.gemm(a, b, epilogue=biased, bias=torch.tensor([0.0, 1.0, 2.0])).tolist()
+    [[8.0, 9.0, 10.0], [8.0, 9.0, 10.0]]
+    """
 
     __slots__ = ()
     kind: ClassVar[Kind] = Kind.ROW
 
 
 class Col(Value):
-    """Annotation of an input with one value for each row of D, shape (M,): a scale for each token."""
+    """Annotation of an input with one value for each row of D, shape (M,): a scale for each token.
+
+    Its dtype is FP16, BF16 or FP32.
+
+    Examples
+    --------
+    >>> @co.epilogue
+    ... def scaled(acc, scale: co.Col):
+    ...     return acc * scale
+    >>> a, b = torch.ones(2, 8).bfloat16(), torch.ones(8, 3).bfloat16()
+    >>> co.gemm(a, b, epilogue=scaled, scale=torch.tensor([1.0, 0.5])).tolist()
+    [[8.0, 8.0, 8.0], [4.0, 4.0, 4.0]]
+    """
 
     __slots__ = ()
     kind: ClassVar[Kind] = Kind.COL
 
 
 class Tile(Value):
-    """Annotation of an input of D's shape (M, N): a residual."""
+    """Annotation of an input of D's shape (M, N): a residual.
+
+    Its dtype is FP16, BF16 or FP32.
+
+    Examples
+    --------
+    >>> @co.epilogue
+    ... def added(acc, residual: co.Tile):
+    ...     return acc + residual
+    >>> a, b = torch.ones(2, 8).bfloat16(), torch.ones(8, 3).bfloat16()
+    >>> co.gemm(a, b, epilogue=added, residual=torch.eye(2, 3)).tolist()
+    [[9.0, 8.0, 8.0], [8.0, 9.0, 8.0]]
+    """
 
     __slots__ = ()
     kind: ClassVar[Kind] = Kind.TILE
 
 
 class Scalar(Value):
-    """Annotation of an input that is one value: a Python number or a 0-d tensor."""
+    """Annotation of an input that is one value: a Python number or a 0-d tensor.
+
+    Examples
+    --------
+    >>> @co.epilogue
+    ... def scaled(acc, scale: co.Scalar):
+    ...     return acc * scale
+    >>> a, b = torch.ones(2, 8).bfloat16(), torch.ones(8, 3).bfloat16()
+    >>> co.gemm(a, b, epilogue=scaled, scale=0.5).tolist()
+    [[4.0, 4.0, 4.0], [4.0, 4.0, 4.0]]
+    """
 
     __slots__ = ()
     kind: ClassVar[Kind] = Kind.SCALAR
@@ -329,6 +394,15 @@ class Product(Value):
     """Annotation of a second product of A: a call takes a matrix (K, N), and the function sees A @ matrix in FP32.
 
     There is one at most. The matrix has A's dtype and B's major.
+
+    Examples
+    --------
+    >>> @co.epilogue
+    ... def gated(acc, up: co.Product):
+    ...     return co.e.relu(acc) * up
+    >>> a, b = torch.ones(2, 8).bfloat16(), torch.ones(8, 3).bfloat16()
+    >>> co.gemm(a, b, epilogue=gated, up=0.5 * b).tolist()
+    [[32.0, 32.0, 32.0], [32.0, 32.0, 32.0]]
     """
 
     __slots__ = ()

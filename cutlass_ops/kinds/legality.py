@@ -28,6 +28,16 @@ class Violation:
         Name of the broken rule, as in ``docs/legality.md``.
     message : str
         The field, its value, what is needed, and what to do.
+
+    Examples
+    --------
+    >>> @co.epilogue
+    ... def plain(acc):
+    ...     return acc
+    >>> config = co.Sm90Config(co.ThreadblockShape(128, 128, 64), stages=1)
+    >>> spec = co.KernelSpec(a="bf16.row", b="bf16.col", d="bf16.row", epilogue=plain, config=config)
+    >>> [violation.rule for violation in co.check(spec)]
+    ['field_values']
     """
 
     rule: str
@@ -55,6 +65,21 @@ def check(spec: KernelSpec) -> tuple[Violation, ...]:
     ------
     TypeError
         If it is no declaration.
+
+    Examples
+    --------
+    >>> @co.epilogue
+    ... def bias_relu(acc, bias: co.Row):
+    ...     return co.e.relu(acc + bias)
+    >>> config = co.Sm90Config(co.ThreadblockShape(128, 128, 64), co.ClusterShape(2, 1))
+    >>> spec = co.KernelSpec(a="bf16.row", b="bf16.col", d="bf16.row", epilogue=bias_relu, config=config)
+    >>> co.check(spec)
+    ()
+    >>> wide = co.Sm90Config(co.ThreadblockShape(128, 100, 64))
+    >>> spec = co.KernelSpec(a="bf16.row", b="bf16.col", d="bf16.row", epilogue=bias_relu, config=wide)
+    >>> for violation in co.check(spec):
+    ...     print(violation)
+    tile_n: threadblock.n is 100: ...
     """
     if not isinstance(spec, KernelSpec):
         raise TypeError(f"spec must be a KernelSpec, not {reprlib.repr(spec)}")

@@ -39,6 +39,18 @@ def render(spec: KernelSpec) -> str:
     ------
     TypeError
         If it is no declaration.
+    ToolchainError
+        If the package jinja2 is not installed.
+
+    Examples
+    --------
+    >>> @co.epilogue
+    ... def bias_relu(acc, bias: co.Row):
+    ...     return co.e.relu(acc + bias)
+    >>> config = co.Sm90Config(co.ThreadblockShape(128, 128, 64), co.ClusterShape(2, 1))
+    >>> spec = co.KernelSpec(a="bf16.row", b="bf16.col", d="bf16.row", epilogue=bias_relu, config=config)
+    >>> "#include" in co.source(spec)
+    True
     """
     if not isinstance(spec, KernelSpec):
         raise TypeError(f"spec must be a KernelSpec, not {reprlib.repr(spec)}")

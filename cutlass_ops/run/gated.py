@@ -61,6 +61,19 @@ def gemm_swiglu(
         If no kernel serves the device.
     MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
         If a kernel cannot be had.
+
+    Examples
+    --------
+    >>> x = torch.ones(1, 8).bfloat16()
+    >>> w_gate, w_up = torch.randn(4, 8).bfloat16().t(), torch.randn(4, 8).bfloat16().t()
+    >>> co.gemm_swiglu(x, w_gate, w_up).shape
+    torch.Size([1, 4])
+
+    Behind an RMSNorm, whose gamma goes into both weights once:
+
+    >>> gamma = torch.ones(8).bfloat16()
+    >>> co.gemm_swiglu(x, co.prepare(w_gate, gamma), co.prepare(w_up, gamma), eps=1e-6).shape
+    torch.Size([1, 4])
     """
     normed = eps is not None or rstd is not None
     if not normed and (gamma is not None or isinstance(w_gate, PreparedWeight) or isinstance(w_up, PreparedWeight)):

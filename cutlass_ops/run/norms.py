@@ -36,6 +36,16 @@ class RowStatistic:
         Elements of a row.
     eps : float
         What is added to the mean of squares, inside the square root.
+
+    Examples
+    --------
+    >>> a, b = torch.ones(1, 8).bfloat16(), torch.ones(8, 4).bfloat16()
+    >>> residual = torch.full((1, 4), -6.0).bfloat16()
+    >>> y, rstd = co.gemm_residual_rms(a, b, residual, eps=0.0)
+    >>> y.tolist()
+    [[2.0, 2.0, 2.0, 2.0]]
+    >>> rstd.sum_square.tolist(), rstd.count, rstd.rstd.tolist()
+    ([16.0], 4, [0.5])
     """
 
     sum_square: Tensor
@@ -49,7 +59,15 @@ class RowStatistic:
 
 
 class ResidualRms(NamedTuple):
-    """What :func:`gemm_residual_rms` returns: y (..., M, N), and the statistic of its rows."""
+    """What :func:`gemm_residual_rms` returns: y (..., M, N), and the statistic of its rows.
+
+    Examples
+    --------
+    >>> a, b = torch.ones(2, 8).bfloat16(), torch.ones(8, 4).bfloat16()
+    >>> made = co.gemm_residual_rms(a, b, torch.zeros(2, 4).bfloat16(), eps=1e-6)
+    >>> made.y.shape, made.rstd.sum_square.shape
+    (torch.Size([2, 4]), torch.Size([2]))
+    """
 
     y: Tensor
     rstd: RowStatistic
@@ -63,6 +81,12 @@ class PreparedWeight:
     ----------
     matrix : Tensor
         diag(gamma) @ w, (K, N), in w's dtype and major; leading dimension a multiple of 16 bytes.
+
+    Examples
+    --------
+    >>> w, gamma = torch.ones(8, 4).bfloat16(), torch.full((8,), 0.5)
+    >>> co.prepare(w, gamma).matrix.shape
+    torch.Size([8, 4])
     """
 
     matrix: Tensor
@@ -92,6 +116,14 @@ def prepare(w: Tensor, gamma: Tensor) -> PreparedWeight:
     TypeError, ValueError
         If an argument does not fit, or gamma · w is beyond w's dtype: it overflows, or a column loses more than a
         rounding because it is too small for the dtype (in FP16, below 6e-5).
+
+    Examples
+    --------
+    >>> x = torch.tensor([[2.0, -2.0, 2.0, -2.0]]).bfloat16()
+    >>> w, gamma = torch.eye(4).bfloat16(), torch.full((4,), 0.5).bfloat16()
+    >>> prepared = co.prepare(w, gamma)  # once
+    >>> co.rmsnorm_gemm(x, prepared, eps=0.0).tolist()
+    [[0.5, -0.5, 0.5, -0.5]]
     """
     folded = folding.fold(w, gamma)
     folding.check_folded(w, gamma, folded)
@@ -149,6 +181,18 @@ def rmsnorm_gemm(
         If no kernel serves the device.
     MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
         If the kernel cannot be had.
+
+    Examples
+    --------
+    >>> x = torch.tensor([[2.0, -2.0, 2.0, -2.0]]).bfloat16()
+    >>> w, gamma = torch.eye(4).bfloat16(), torch.full((4,), 0.5).bfloat16()
+    >>> co.rmsnorm_gemm(x, co.prepare(w, gamma), eps=0.0).tolist()
+    [[0.5, -0.5, 0.5, -0.5]]
+    >>> @co.epilogue
+    ... def biased(acc, bias: co.Row):
+    ...     return acc + bias
+    >>> co.rmsnorm_gemm(x, w, gamma, eps=0.0, epilogue=biased, bias=torch.ones(4).bfloat16()).tolist()
+    [[1.5, 0.5, 1.5, 0.5]]
     """
     norm, values = rms_values(x, eps, rstd)
     op = _composed("rmsnorm_gemm", norm, epilogue)
@@ -222,6 +266,16 @@ def gemm_residual_rms(
         If no kernel serves the device.
     MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
         If the kernel cannot be had.
+
+    Examples
+    --------
+    >>> a, b = torch.ones(1, 8).bfloat16(), torch.ones(8, 4).bfloat16()
+    >>> residual = torch.full((1, 4), -6.0).bfloat16()
+    >>> y, rstd = co.gemm_residual_rms(a, b, residual, eps=0.0)
+    >>> y.tolist()
+    [[2.0, 2.0, 2.0, 2.0]]
+    >>> co.rmsnorm_gemm(y, torch.eye(4).bfloat16(), rstd=rstd).tolist()
+    [[1.0, 1.0, 1.0, 1.0]]
     """
     operands.require_tensor("a", a)
     if out is not None:
@@ -260,6 +314,12 @@ class PreparedLayerNormWeight:
         Sum of each column of `matrix`, (N,), FP32.
     shift : Tensor or None
         beta @ w, (N,), FP32.
+
+    Examples
+    --------
+    >>> prepared = co.prepare_layernorm(torch.ones(8, 4).bfloat16(), beta=torch.ones(8).bfloat16())
+    >>> prepared.column_sum.tolist(), prepared.shift.tolist()
+    ([8.0, 8.0, 8.0, 8.0], [8.0, 8.0, 8.0, 8.0])
     """
 
     matrix: Tensor
@@ -289,6 +349,14 @@ def prepare_layernorm(w: Tensor, gamma: Tensor | None = None, beta: Tensor | Non
     ------
     TypeError, ValueError
         As for :func:`prepare`.
+
+    Examples
+    --------
+    >>> x = torch.tensor([[3.0, 1.0, 3.0, 1.0]]).bfloat16()
+    >>> w, gamma, beta = torch.eye(4).bfloat16(), torch.full((4,), 0.5).bfloat16(), torch.ones(4).bfloat16()
+    >>> prepared = co.prepare_layernorm(w, gamma, beta)  # once
+    >>> co.layernorm_gemm(x, prepared, eps=0.0).tolist()
+    [[1.5, 0.5, 1.5, 0.5]]
     """
     prepared = _fold_layernorm(w, gamma, beta)
     if gamma is not None:
@@ -349,6 +417,13 @@ def layernorm_gemm(
         If no kernel serves the device.
     MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
         If the kernel cannot be had.
+
+    Examples
+    --------
+    >>> x = torch.tensor([[3.0, 1.0, 3.0, 1.0]]).bfloat16()
+    >>> w, gamma, beta = torch.eye(4).bfloat16(), torch.full((4,), 0.5).bfloat16(), torch.ones(4).bfloat16()
+    >>> co.layernorm_gemm(x, co.prepare_layernorm(w, gamma, beta), eps=0.0).tolist()
+    [[1.5, 0.5, 1.5, 0.5]]
     """
     if isinstance(w, PreparedLayerNormWeight):
         if gamma is not None or beta is not None:

@@ -249,6 +249,11 @@ class Kernel(traced.Portable):
         The declaration.
     loaded : LoadedKernel
         The compiled kernel.
+
+    Examples
+    --------
+    >>> kernel = co.build(spec)  # doctest: +SKIP
+    >>> kernel(x, weight.t(), bias=bias, out=d)  # doctest: +SKIP
     """
 
     def __init__(self, spec: KernelSpec, loaded: LoadedKernel) -> None:
@@ -331,6 +336,13 @@ def build(spec: KernelSpec) -> Kernel:
         If the declaration is illegal; the message lists every reason.
     MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
         If the kernel cannot be had.
+
+    Examples
+    --------
+    >>> config = co.Sm90Config(co.ThreadblockShape(128, 128, 64))
+    >>> spec = co.KernelSpec(a="bf16.row", b="bf16.col", d="bf16.row", epilogue=f, config=config)  # doctest: +SKIP
+    >>> kernel = co.build(spec)  # doctest: +SKIP
+    >>> d = kernel(x, weight.t(), bias=bias)  # doctest: +SKIP
     """
     return Kernel(spec, REGISTRY.kernel(spec))
 
@@ -376,7 +388,7 @@ _SHAPES = {
 
 def _docstring(epilogue: Epilogue) -> str:
     inputs = "".join(f"{i.name} : {_SHAPES[i.kind]}\n" for i in epilogue.graph.inputs)
-    outputs = ", ".join(f"{o.name} {_SHAPES[o.kind]}" for o in epilogue.graph.outputs)
+    outputs = "\n".join(f"{o.name} : {_SHAPES[o.kind]}" for o in epilogue.graph.outputs)
     return (
         f"{epilogue.doc}\n\nParameters\n----------\na : (..., M, K), FP16 or BF16, either major\n"
         f"b : (K, N), the same dtype, either major\n{inputs}"
@@ -411,6 +423,25 @@ NAMED: tuple[Op, ...] = (
     gemm_bias_residual,
     gemm_bias_relu_residual,
 )
+
+_EXAMPLES = {
+    Kind.ROW: "torch.ones(3).bfloat16()",
+    Kind.TILE: "torch.ones(2, 3).bfloat16()",
+}
+
+
+def _example(op: Op) -> str:
+    """Return the example of a named op, for its docstring."""
+    inputs = "".join(f">>> {i.name} = {_EXAMPLES[i.kind]}\n" for i in op.graph.inputs)
+    return (
+        "\nExamples\n--------\n>>> a = torch.ones(2, 8).bfloat16()\n"
+        f">>> b = torch.ones(3, 8).bfloat16().t()  # (K, N), from a weight (N, K)\n{inputs}"
+        f">>> co.{op.name}({', '.join(('a', 'b', *op.names))}).shape\ntorch.Size([2, 3])\n"
+    )
+
+
+for _named in NAMED:
+    _named.__doc__ = f"{_named.__doc__}{_example(_named)}"
 
 
 @traced.remembered
@@ -459,6 +490,28 @@ def gemm(
         If no kernel serves the device.
     MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
         If the kernel cannot be had.
+
+    Examples
+    --------
+    >>> a = torch.ones(2, 8).bfloat16()  # (M, K)
+    >>> b = torch.ones(3, 8).bfloat16().t()  # (K, N), from a weight (N, K)
+    >>> co.gemm(a, b).tolist()
+    [[8.0, 8.0, 8.0], [8.0, 8.0, 8.0]]
+    >>> @co.epilogue
+    ... def scaled(acc, bias: co.Row, scale: co.Scalar):
+    ...     return (acc + bias) * scale
+    >>> bias = torch.tensor([0.0, 1.0, 2.0]).bfloat16()
+    >>> co.gemm(a, b, epilogue=scaled, bias=bias, scale=0.5, out_dtype=torch.float32).tolist()
+    [[4.0, 4.5, 5.0], [4.0, 4.5, 5.0]]
+
+    An epilogue with further outputs gives a named tuple:
+
+    >>> @co.epilogue
+    ... def with_sums(acc):
+    ...     return {"d": co.e.relu(acc), "row_sum": co.e.sum(acc, dim=1)}
+    >>> d, row_sum = co.gemm(a, b, epilogue=with_sums)
+    >>> row_sum.tolist()
+    [24.0, 24.0]
     """
     return op_of(epilogue)(a, b, out=out, out_dtype=out_dtype, **inputs)
 
@@ -519,6 +572,15 @@ def warm_up(
         As the call itself would.
     MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
         If a kernel cannot be had.
+
+    Examples
+    --------
+    On a GPU it returns how many kernels there are; nothing is compiled for tensors on the CPU:
+
+    >>> a = torch.ones(2, 8).bfloat16()  # (M, K)
+    >>> b = torch.ones(3, 8).bfloat16().t()  # (K, N), from a weight (N, K)
+    >>> co.warm_up(co.gemm_bias_relu, a, b, bias=torch.zeros(3).bfloat16())
+    0
     """
     return called(op, epilogue).warm_up(a, b, *inputs, out_dtype=out_dtype, **named)
 

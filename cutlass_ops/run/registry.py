@@ -89,3 +89,4 @@ def _build(specs: Sequence[KernelSpec]) -> dict[KernelSpec, Artifact]:
 
 
 REGISTRY = Registry()
+"""The kernels that this process has loaded. ``registry.entries()`` lists them, with its ``spec`` and ``kernel``."""

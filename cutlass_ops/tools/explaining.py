@@ -62,6 +62,15 @@ class Explanation:
         Name of the device, or ``"the CPU"``.
     microseconds : float or None
         What the call is expected to take on the device, without its launch from Python; None where nothing is known.
+
+    Examples
+    --------
+    >>> a, b = torch.ones(2, 8).bfloat16(), torch.ones(8, 3).bfloat16()
+    >>> explanation = co.explain(co.gemm, a, b)
+    >>> explanation.problem, explanation.device, explanation.microseconds
+    ((2, 3, 8), 'the CPU', None)
+    >>> explanation.to_json()["served_by"]
+    'PyTorch'
     """
 
     op: str
@@ -176,6 +185,16 @@ def explain(op: Any, a: Tensor, b: Tensor, *inputs: Any, out: Any = None, **name
     ------
     TypeError, ValueError
         If an argument does not fit, as the call itself would.
+
+    Examples
+    --------
+    >>> a, b = torch.ones(2, 8).bfloat16(), torch.ones(8, 3).bfloat16()
+    >>> co.explain(co.gemm, a, b).served_by
+    'PyTorch'
+
+    On a GPU the text has the kernel, its expected time, the reason and the alternatives:
+
+    >>> print(co.explain(co.gemm_bias_relu, x, weight.t(), bias))  # doctest: +SKIP
     """
     op = called(op, named.pop("epilogue", None))
     out_dtype = named.pop("out_dtype", None)

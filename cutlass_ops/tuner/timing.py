@@ -17,6 +17,14 @@ from cutlass_ops.declare.chips import USUAL
 
 Run = Callable[[int], object]
 
+# Inputs that are together so many times the L2 cache are rotated, in at least and at most so many sets: with one set
+# nothing would rotate, and more than twelve would fill the memory at large problems.
+_L2_FULL = 3
+_SETS = (2, 12)
+# What an H100 reaches, roughly, and the microseconds of a launch.
+_FLOP_PER_US = 6.5e8
+_BYTES_PER_US = 2.8e6
+_START_US = 4.0
 # A replay long enough for an event's resolution, short enough for many rounds.
 _REPLAY_US = 1500.0
 _MAX_LAUNCHES = 32
@@ -24,12 +32,13 @@ _MAX_LAUNCHES = 32
 
 def rotation(bytes_touched: float, l2_bytes: float = USUAL.l2_bytes) -> int:
     """Return how many sets of inputs to rotate so that none is still in the L2 cache when its turn comes."""
-    return max(2, min(12, math.ceil(3 * l2_bytes / bytes_touched)))
+    fewest, most = _SETS
+    return max(fewest, min(most, math.ceil(_L2_FULL * l2_bytes / bytes_touched)))
 
 
 def expected_us(m: int, n: int, k: int, element_bytes: int = 2) -> float:
     """Return roughly how many microseconds a GEMM takes: good for deciding how often to repeat it, and nothing else."""
-    return max(2 * m * n * k / 6.5e8, element_bytes * (m * k + n * k + m * n) / 2.8e6) + 4.0
+    return max(2 * m * n * k / _FLOP_PER_US, element_bytes * (m * k + n * k + m * n) / _BYTES_PER_US) + _START_US
 
 
 class Stopwatch:

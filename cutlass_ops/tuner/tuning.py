@@ -72,16 +72,22 @@ class Effort:
     candidates : int
         How many are raced at a problem at most.
     rounds : int
-        Of each race.
+        How many rounds a race has; where kernels take long, it has more.
     refine : bool
         Whether to look around what was measured to be the best before, in place of what the model puts first.
     seconds : float
-        After which no further problem is begun.
+        Time after which no further problem is begun.
     pool : tuple of Config
         The only kernels to choose among, if there are any; else the model seeks them in the whole space.
     within : float
         How many times as long as its first choice the model may predict a kernel to take, to be raced. It errs by 3%
         and seldom by 15% at what it was fitted to (benchmarks/NOTES.md), and by more elsewhere.
+
+    Examples
+    --------
+    >>> effort = co.Effort(kernels=16, seconds=600)  # ten minutes at most
+    >>> effort.candidates, effort.refine
+    (12, False)
     """
 
     kernels: int = 48
@@ -220,6 +226,13 @@ def _considered(policy: Policy, problem: Problem, centres: Sequence[Config], dev
     return list(dict.fromkeys([*around, *usual]))
 
 
+# In choosing what to compile: what a problem that no kernel covers loses, as a logarithm (it would be twice as slow);
+# up to where a second kernel at a problem counts, and what part of a loss that is worth.
+_UNCOVERED = math.log(2.0)
+_CLOSE = 0.05
+_SECOND = 0.1
+
+
 def _cover(
     predicted: Mapping[Problem, Mapping[Config, float]], limit: int, first: Sequence[Config] = ()
 ) -> list[Config]:
@@ -228,14 +241,14 @@ def _cover(
     candidates = list(dict.fromkeys(c for loss in losses for c in loss))
     if len(candidates) <= limit:
         return candidates
-    reached = [min((loss[c] for c in first if c in loss), default=math.log(2.0)) for loss in losses]
+    reached = [min((loss[c] for c in first if c in loss), default=_UNCOVERED) for loss in losses]
     chosen = list(first)
     candidates = [c for c in candidates if c not in chosen]
     while candidates and len(chosen) < limit:
         # What is already covered still counts a little: the model errs, and the second best may be the best.
         after = {c: [min(r, loss.get(c, r)) for r, loss in zip(reached, losses, strict=True)] for c in candidates}
-        second = {c: sum(max(0.0, 0.05 - loss.get(c, 1.0)) for loss in losses) for c in candidates}
-        best = min(candidates, key=lambda c: sum(after[c]) - 0.1 * second[c])
+        second = {c: sum(max(0.0, _CLOSE - loss.get(c, 1.0)) for loss in losses) for c in candidates}
+        best = min(candidates, key=lambda c: sum(after[c]) - _SECOND * second[c])
         chosen.append(best)
         candidates.remove(best)
         reached = after[best]
@@ -510,6 +523,18 @@ def tune(
         If a file in the folder is no table.
     ToolchainError, StoreError
         If kernels cannot be compiled, or kernels or tables cannot be stored.
+
+    Examples
+    --------
+    >>> report = co.tune(co.gemm_bias_relu, [(512, 4096, 4096)])  # doctest: +SKIP
+    >>> report.measured, report.failed  # doctest: +SKIP
+
+    Longer, for a network's weights and all numbers of rows that it has:
+
+    >>> weights = [(4096, 4096), (11008, 4096)]  # N and K
+    >>> shapes = [(m, n, k) for n, k in weights for m in (1, 16, 256, 4096)]
+    >>> effort = co.Effort(kernels=96, seconds=3600)
+    >>> report = co.tune(co.gemm_bias_relu, shapes, dtypes=("bf16", "f16"), effort=effort)  # doctest: +SKIP
     """
     if allow_fallback and deterministic:
         raise ValueError("allow_fallback and deterministic exclude each other: PyTorch's kernels give other bits")

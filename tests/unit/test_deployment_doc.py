@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEPLOYMENT = (ROOT / "docs" / "deployment.md").read_text()
 DOCUMENTS = sorted(
     path
-    for pattern in ("*.md", "docs/*.md", "examples/**/*.md", "examples/**/*.toml", ".ci/run")
+    for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "examples/**/*.toml", ".ci/run")
     for path in ROOT.glob(pattern)
 )
 COMMANDS = typer.main.get_command(cli.app).commands

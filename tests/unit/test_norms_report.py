@@ -38,6 +38,14 @@ def test_ways_count_from_the_gemm_without_a_norm():
     assert "| 1 | 512 | 256 | 1.125 | – | 1.250 | 1.500 |" in text
 
 
+def test_the_summary_counts_losses(tmp_path, monkeypatch):
+    monkeypatch.setattr(norms.report, "STALE", tmp_path / "stale.json")
+    norms.report.STALE.write_text(json.dumps({"swiglu_h100": {"rows": 2, "others": 1}}))
+    written(tmp_path, "swiglu_h100.json", row(1, two_gemms=0.5, eager=0.9), row(2, eager=1.6, compile=0.8))
+    line = norms.overview(tmp_path).splitlines()[2]
+    assert line == "| SwiGLU | eager, compile | 2 | 0.8485 | 0.8000 (2×512×256) | 2 | 1 of 2 |"
+
+
 def written(folder, name, *rows):
     (folder / name).write_text(json.dumps({"chip": "NVIDIA H100", "date": "2026-01-02", "rows": list(rows)}))
 
@@ -48,10 +56,10 @@ def test_targets_are_reached_or_missed_by_what_was_measured(tmp_path, monkeypatc
 
     written(tmp_path, "a.json", row(1, eager=0.5), row(2, eager=1.09, compile=1.2), row(3, eager=1.3))
     monkeypatch.setattr(norms, "TARGETS", [target("a.json", 1.05), target("a.json", 1.1, "Why."), target("b.json", 1)])
-    assert norms.targets(tmp_path).splitlines() == [
-        "- ours: **reached** at all 2.",
-        "- ours: **missed** at 1 of 2: 2×512×256 (1.0900). Why.",
-        "- ours: not measured yet.",
+    assert norms.targets(tmp_path).splitlines()[2:] == [
+        "| ours | **reached** | 2 of 2 |  |  |",
+        "| ours | **missed** | 1 of 2 | 2×512×256 (1.0900) | Why. |",
+        "| ours | not measured yet |  |  |  |",
     ]
 
 

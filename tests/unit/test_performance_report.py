@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -55,14 +54,15 @@ def test_the_document_is_up_to_date(committed):
 
 
 def test_the_plots_are_up_to_date(committed):
-    expected = {report.plot_path(figure, report.OUT): figure.digest() for figure in report.figures(committed)}
+    figures = [*report.figures(committed), report.overview_figure(report.readme_lines(committed))]
+    expected = {report.plot_path(figure, report.OUT): figure.digest() for figure in figures}
     assert set(report.OUT.with_suffix("").iterdir()) == set(expected), AGAIN
     assert [path.name for path, digest in expected.items() if digest not in path.read_text()] == [], AGAIN
 
 
 def test_its_links_lead_somewhere():
     targets = [part.split(")")[0] for part in report.OUT.read_text().split("](")[1:]]
-    assert [target for target in targets if not (report.OUT.parent / target).exists()] == []
+    assert [t for t in targets if not (report.OUT.parent / t.partition("#")[0]).exists()] == []
 
 
 def test_the_document_needs_no_matplotlib(tmp_path):
@@ -93,39 +93,35 @@ def test_no_cause_is_stale(committed):
 
 
 def test_the_readme_says_what_was_measured(committed):
-    """Means over the grid with the worst shape, and elsewhere how many lose."""
-    measured = {r.name.removesuffix("_h100"): r for r in committed if r.name.endswith("_h100")}
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    text = readme[readme.index("Measured on ") : readme.index("These numbers are of what ships")]
+    readme = report.README.read_text()
+    assert report.with_speed(readme, report.readme_text(committed)) == readme, AGAIN
+    assert all(readme.count(mark) == 1 for mark in report.MARKS)
 
-    def found(name, layout=None):
-        rows = [row for row in measured[name].rows if layout in (None, row["layout"])]
-        worst = report.summary(rows)["worst"]
-        count = len(report.losses(rows))
-        mean = f"{report.summary(rows)['geomean']:.2f}"
-        lose = "one loses" if count == 1 else f"{count} lose"
-        return mean, f"{worst['ratio_to_best_peer']:.2f}", lose, report.shape(worst)
 
-    def both(name):
-        return " and ".join(found(name)[:2])
-
-    assert {result.head["date"] for result in measured.values()} == {text.split()[2]}
-    for said in (
-        f"bias + ReLU {both('gemm_bf16')} in BF16, {both('gemm_f16')} in FP16",
-        f"bias + GELU + residual {both('gemm_gelu')}, bias + SiLU {both('gemm_silu')}",
-        f"in FP16, bias + SiLU {both('gemm_silu_f16')}, bias + GELU + residual {both('gemm_gelu_f16')}",
-        f"plain GEMM {both('gemm_plain')} in BF16, {both('gemm_plain_f16')} in FP16",
-        f"with the other three majors {both('gemm_majors')}",
-    ):
-        assert said in text
-    cases = [("gemm_unseen_majors", layout) for layout in ("row-row", "col-row", "col-col")]
-    sets = ("unseen", "unseen_f16", "unseen_plain", "unseen_silu", "last", "last_plain")
-    for case in (*cases, *((f"gemm_{name}",) for name in sets)):
-        mean, worst, lose, shape = found(*case)
-        assert re.search(rf"{mean},? {lose}, (at worst )?{worst}( \(({shape}|the same shape)\)|[;. ])", text), case
+def test_the_readme_says_what_ships(committed):
+    """Of one chip and one day, and of kernels that dispatch still chooses."""
+    found = report.readme_lines(committed)
+    assert [line for line, _, _ in found] == list(report.LINES)
+    assert len({(result.head["chip"], result.head["date"]) for _, result, _ in found}) == 1
+    assert [line for line, result, _ in found if report.others(result.name)] == []
+    assert all(len({report.case(row) for row in rows}) == 1 for _, _, rows in found)
 
 
 # ---- made-up rows
+
+
+def test_the_readmes_table_counts_losses(tmp_path):
+    made = result(tmp_path, [row(1, 1.1), row(2, 0.9), row(4, 0.5, layout="row-row")], name="gemm_bf16_h100")
+    lines = report.readme_text([made]).splitlines()
+    assert lines[0].startswith("NVIDIA H100 80GB HBM3, 2026-01-02. ")
+    assert lines[4] == "| bias + ReLU, BF16 | grid | cublaslt, eager | 2 | 0.9950 | 0.9000 (2×512×256) | 1 |"
+    begin, end = report.MARKS
+    assert report.with_speed(f"a\n{begin}\nold\n{end}\nz", "new") == f"a\n{begin}\nnew\n{end}\nz"
+
+
+def test_an_anchor_is_that_of_github():
+    assert report.anchor("gemm_a: NVIDIA H100, 2026-11-25") == "gemm_a-nvidia-h100-2026-11-25"
+    assert report.anchor("From C++") == "from-c"
 
 
 def test_a_summary():

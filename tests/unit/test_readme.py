@@ -12,10 +12,12 @@ from cutlass_ops.run import ops
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
+USAGE = (ROOT / "docs/usage.md").read_text()
+ERRORS = (ROOT / "docs/errors.md").read_text()
 
 
-def _blocks(language):
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+def _blocks(language, text=README):
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def test_it_opens_with_two_commands():
@@ -39,25 +41,26 @@ def test_the_commands_name_what_is_there():
 def test_the_code_runs_on_the_cpu(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     namespace = {}
-    for block in _blocks("python"):
+    # docs/usage.md goes on with the names of README.md.
+    for block in (*_blocks("python"), *_blocks("python", USAGE)):
         exec(compile(block, "README.md", "exec"), namespace)
     assert namespace["d"].shape == (256, 1024)
     assert "CUTLASS_OPS_EXPORT" in capsys.readouterr().out
 
 
-def test_links_lead_somewhere():
-    links = re.findall(r"\]\(([^)#]+)\)", README)
-    assert links
-    assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
+def test_five_minutes_are_enough():
+    assert len(README.splitlines()) <= 120
 
 
-def test_it_names_every_op_and_every_error():
-    for op in ops.NAMED:
-        assert f"`{op.name}`" in README
+def test_it_names_every_op():
+    assert [op.name for op in ops.NAMED if f"`{op.name}`" not in README] == []
+
+
+def test_every_error_is_documented():
     ours = [e for e in vars(errors).values() if isinstance(e, type) and e is not co.CutlassOpsError]
-    assert [e.__name__ for e in ours if f"`{e.__name__}`" not in README] == []
+    assert [e.__name__ for e in ours if f"`{e.__name__}`" not in ERRORS] == []
 
 
-@pytest.mark.parametrize("name", re.findall(r"CUTLASS_OPS_\w+", README))
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"CUTLASS_OPS_\w+", README + USAGE))))
 def test_variables_exist(name):
     assert name in {variable.name for variable in env.VARIABLES}

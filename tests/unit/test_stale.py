@@ -56,6 +56,6 @@ def test_a_kernel_that_is_not_chosen_is_found(name, tmp_path):
 def test_reports_say_so(monkeypatch, tmp_path):
     monkeypatch.setattr(report, "STALE", tmp_path / "stale.json")
     report.STALE.write_text(json.dumps({"a": {"rows": 8, "others": 2}, "b": {"rows": 8, "others": 0}}))
-    assert report.others("a") == "Dispatch has another kernel now at 2 of 8 (25%) of these shapes."
+    assert report.others("a") == "Dispatch now chooses another kernel at 2 of 8 (25%) of these shapes."
     assert report.others("b") is None
     assert report.others("c") is None

@@ -18,6 +18,8 @@ from cutlass_ops.kinds.arrays import Flags, Floats
 from cutlass_ops.kinds.traits import Traits
 
 _SHARPNESS = 4
+# As in the model of Sm90: what padding costs where memory is all that kernels wait for.
+_PADDING, _MOST_PADDING = 0.01, 4.0
 _MAX_THREADS_PER_SM = 2048
 
 
@@ -128,7 +130,7 @@ def times(
 
     memory = element_bytes * (m * k + k * n + m * n) / costs.dram
     # Among kernels that all wait for memory, the one with the least padding wins.
-    padding = 1 + 0.01 * (np.minimum(4.0, rows * tile_m / m) - 1)
+    padding = 1 + _PADDING * (np.minimum(_MOST_PADDING, rows * tile_m / m) - 1)
     return np.asarray((_soft_max(work, memory) / 1e3 + costs.launch) * padding)
 
 

@@ -25,6 +25,11 @@ from cutlass_ops.kinds.traits import Extent, odd
 # Soft maxima: limits that are nearly reached together cost more than either. Tensor Cores, shared memory and L2 cache
 # within a K step; and a kernel's work against device memory, which overlap less well.
 _SHARPNESS = 8
+# Part of its time that a kernel loses for each time that its tiles have more rows than the problem, up to so many. Set
+# so that among kernels that all wait for memory the one with the least padding wins, and no other choice changes.
+_PADDING, _MOST_PADDING = 0.01, 4
+# More rows of tiles than this read B from device memory no more often (fitted with `reread`).
+_MOST_REREADS = 5
 
 # Microseconds of a kernel before the GEMM that copies misaligned operands, and the GB/s that it reads and writes.
 _REALIGN_START = 2.5
@@ -336,8 +341,8 @@ def times(
 
     # One K step of one tile, in microseconds.
     instructions = batch.wgmma_m / arch.WGMMA_M * batch.tile_k * element_bytes / arch.WGMMA_K_BYTES
-    products = 64 * batch.wgmma_n * 16 / _PRODUCTS_PER_CLOCK
-    operands = (64 + batch.wgmma_n) * arch.WGMMA_K_BYTES / _SHARED_BYTES_PER_CLOCK
+    products = arch.WGMMA_M * batch.wgmma_n * arch.WGMMA_K_BYTES / element_bytes / _PRODUCTS_PER_CLOCK
+    operands = (arch.WGMMA_M + batch.wgmma_n) * arch.WGMMA_K_BYTES / _SHARED_BYTES_PER_CLOCK
     compute = instructions * np.maximum(products, operands) / (chip.clock * 1e3)
     row_bytes = batch.tile_k * element_bytes
     rows_a = batch.tile_m * _rows(batch.tile_m, lines[0], element_bytes)
@@ -366,10 +371,10 @@ def times(
     busy = waves * cover.steps * step + exposed * finish + adding_up
     busy = busy * (1 + chip.throttle * (1 - np.exp2(-busy / (chip.throttle_after * math.log(2)))))
 
-    rereads = 1 + chip.reread * np.minimum(cover.rows / batch.cluster_m - 1, 5)
+    rereads = 1 + chip.reread * np.minimum(cover.rows / batch.cluster_m - 1, _MOST_REREADS)
     memory = element_bytes * (m * k + k * n * rereads + m * n) / (chip.dram * 1e3)
     # Among kernels that all wait for memory, the one with the least padding wins.
-    padding = 1 + 0.01 * (np.minimum(cover.rows * batch.tile_m / m, 4) - 1)
+    padding = 1 + _PADDING * (np.minimum(cover.rows * batch.tile_m / m, _MOST_PADDING) - 1)
     start = _per_schedule(batch, chip.launch)
     start = start + np.where(batch.cluster_m * batch.cluster_n * batch.split_k > 1, chip.cluster, 0.0)
     start = start + np.where(batch.split_k > 1, chip.meet, 0.0)

@@ -1,0 +1,33 @@
+"""The epilogue language: every operation, and what an epilogue function's parameters are annotated with.
+
+>>> @co.epilogue
+... def swish(acc, bias: co.e.Row):
+...     return co.e.silu(acc + bias)
+
+Some operations have names that Python has too: ``abs``, ``max``, ``sum``. They stand here, and not among what
+``from cutlass_ops import *`` imports. ``cutlass_ops.relu`` and its like work as well.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cutlass_ops.epilogue import functions
+from cutlass_ops.epilogue.functions import *  # noqa: F403
+from cutlass_ops.epilogue.trace import epilogue
+from cutlass_ops.epilogue.unknown import unknown_name
+from cutlass_ops.epilogue.values import Col, Product, Row, Scalar, Tile
+
+__all__ = ["Col", "Product", "Row", "Scalar", "Tile", "epilogue"]
+__all__ += functions.__all__
+
+
+# Type checkers would take any name to be there.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        raise unknown_name(__name__, name, __all__)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

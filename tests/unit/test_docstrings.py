@@ -1,0 +1,112 @@
+"""Public docstrings have examples, which run on the CPU, and the API reference has every public object."""
+
+import doctest
+import inspect
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+import cutlass_ops as co
+from cutlass_ops import e
+from cutlass_ops.base import env
+from cutlass_ops.epilogue import functions
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PUBLIC = {f"cutlass_ops.{name}": getattr(co, name) for name in co.__all__}
+PUBLIC |= {f"cutlass_ops.e.{name}": getattr(e, name) for name in e.__all__}
+# Names of errors, and the version, say all there is to say.
+SHORT = {
+    name
+    for name, value in PUBLIC.items()
+    if isinstance(value, str) or (isinstance(value, type) and issubclass(value, Exception))
+}
+OPERATIONS = [
+    name for name, value in PUBLIC.items() if inspect.isfunction(value) and value.__module__ == functions.__name__
+]
+
+
+def _documented():
+    """Objects that have docstrings: public ones and their methods, each once, by name."""
+    found = {"cutlass_ops": co}
+    for name, value in PUBLIC.items():
+        found[name] = value
+        if isinstance(value, type):
+            members = {key: member for key, member in vars(value).items() if not key.startswith("_")}
+            found |= {f"{name}.{key}": member for key, member in members.items() if inspect.getdoc(member)}
+    return {name: value for name, value in found.items() if ">>>" in (inspect.getdoc(value) or "")}
+
+
+@pytest.mark.parametrize("name", _documented())
+def test_examples_run(name, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    value = _documented()[name]
+    globs = {"torch": torch, "co": co}
+    example = doctest.DocTestParser().get_doctest(inspect.getdoc(value), globs, name, None, 0)
+    torch.manual_seed(0)
+    said = []
+    failures = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE).run(
+        example, out=said.append
+    )
+    assert failures.failed == 0, "".join(said)
+
+
+@pytest.mark.parametrize("name", sorted(set(PUBLIC) - SHORT - {"cutlass_ops.registry"}))
+def test_every_public_object_has_an_example(name):
+    doc = inspect.getdoc(PUBLIC[name])
+    assert ">>>" in doc
+    if name != "cutlass_ops.e":
+        assert "\n\nExamples\n--------\n" in doc
+
+
+# They need a GPU, a compiler or a bundle.
+SKIPPED = {"Bundle", "Kernel", "build", "explain", "load_bundle", "tune"}
+
+
+def test_few_examples_are_skipped():
+    skipped = {
+        name.partition(".")[2]
+        for name, value in _documented().items()
+        if any(doctest.SKIP in each.options for each in doctest.DocTestParser().get_examples(inspect.getdoc(value)))
+    }
+    assert skipped == SKIPPED
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_operation_says_what_its_example_uses(name):
+    assert f"co.e.{name.rpartition('.')[2]}(" in inspect.getdoc(PUBLIC[name])
+
+
+def test_the_code_on_the_sites_first_page_runs():
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/index.md").read_text(), re.MULTILINE | re.DOTALL)
+    namespace = {}
+    for block in blocks:
+        exec(compile(block, "docs/index.md", "exec"), namespace)
+    assert namespace["d"].shape == (256, 1024)
+
+
+def _directives():
+    pages = sorted((ROOT / "docs" / "api").glob("*.md"))
+    return [name for page in pages for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)]
+
+
+def _resolved(path):
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name)
+
+
+def test_the_reference_has_every_public_object_once():
+    directives = _directives()
+    assert len(directives) == len(set(directives))
+    documented = {id(_resolved(path)) for path in directives}
+    assert len(documented) == len(directives)
+    missing = [name for name, value in PUBLIC.items() if id(value) not in documented and value is not e]
+    assert missing == []
+
+
+def test_the_reference_has_every_variable_as_it_is():
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*) \|$", (ROOT / "docs/api/environment.md").read_text(), re.MULTILINE)
+    assert rows == [(v.name, v.default, v.doc) for v in env.VARIABLES]

@@ -1,0 +1,54 @@
+"""What documents link to and name is there."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted(path for pattern in ("*.md", "docs/*.md", "examples/*/README.md") for path in ROOT.glob(pattern))
+FOLDERS = ("benchmarks", "cpp", "cutlass_ops", "docs", "examples", "generated", "templates", "tests")
+
+_FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+
+
+def _anchors(path):
+    """Return the anchors of a document's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", _FENCED.sub("", path.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path):
+    wrong = []
+    for link in re.findall(r"\]\(([^)]+)\)", _FENCED.sub("", path.read_text())):
+        if "://" in link:
+            continue
+        name, _, anchor = link.partition("#")
+        target = path.parent / name if name else path
+        if not target.exists() or (anchor and anchor not in _anchors(target)):
+            wrong.append(link)
+    assert wrong == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_modules_that_are_named_are_there(path):
+    text = path.read_text()
+    files = re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]+\.(?:h|py|cpp|md|sh|toml))`", text)
+    assert [name for name in files if not (ROOT / name).exists()] == []
+    for name in re.findall(r"`(cutlass_ops(?:\.[a-z_]\w*)+)[`(]", text):
+        assert _is_there(name), name
+
+
+def _is_there(name):
+    parts = name.split(".")
+    if parts[-1] == "fused_gemm":  # an operator of PyTorch's
+        return True
+    for end in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        return all((found := getattr(found, part, None)) is not None for part in parts[end:])
+    return False
