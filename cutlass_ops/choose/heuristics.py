@@ -222,7 +222,8 @@ class Pool:
         gpc = np.zeros_like(times, np.bool_)
         if self._sm80:
             alignment = min(self.alignments)
-            sm80 = model_sm80.times(self._sm80, problems, device.multiprocessors, alignment)
+            target = "sm_{}{}".format(*device.capability)
+            sm80 = model_sm80.times(self._sm80, problems, device.multiprocessors, alignment, target=target)
             times[:, self._places[Sm80Config]] = sm80
         if self._gemv:
             numbers = _GEMV_NUMBERS.get(device.name, model_gemv.H100)
