@@ -11,9 +11,33 @@ from cutlass_ops.epilogue import Epilogue, builtin
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.run import norms, traced
 from cutlass_ops.run.norms import PreparedWeight, RowStatistic
-from cutlass_ops.run.ops import Op, graph_op
+from cutlass_ops.run.ops import Instead, Op, Request, asks_by, graph_op
 
 
+def _swiglu_request(
+    x: Tensor,
+    w_gate: Tensor | PreparedWeight,
+    w_up: Tensor | PreparedWeight,
+    gamma: Tensor | None = None,
+    *,
+    eps: float | None = None,
+    rstd: RowStatistic | Tensor | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Request:
+    wanted = {"out": out, "out_dtype": out_dtype}
+    normed = eps is not None or rstd is not None
+    if not normed and (gamma is not None or isinstance(w_gate, PreparedWeight) or isinstance(w_up, PreparedWeight)):
+        raise TypeError("gamma belongs to a norm, and there is none without eps or rstd: pass one of them")
+    if not normed:
+        return Request(swiglu_op(None), (x, w_gate, w_up), wanted)
+    norm, values = norms.rms_values(x, eps, rstd)
+    norms.require_alike(w_gate, "up", w_up)
+    gate, up = norms.matrix_of(w_gate, gamma, "w"), norms.matrix_of(w_up, gamma, "up")
+    return Request(swiglu_op(norm), (x, gate, *values, up), wanted)
+
+
+@asks_by(_swiglu_request)
 def gemm_swiglu(
     x: Tensor,
     w_gate: Tensor | PreparedWeight,
@@ -62,15 +86,8 @@ def gemm_swiglu(
     MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
         If a kernel cannot be had.
     """
-    normed = eps is not None or rstd is not None
-    if not normed and (gamma is not None or isinstance(w_gate, PreparedWeight) or isinstance(w_up, PreparedWeight)):
-        raise TypeError("gamma belongs to a norm, and there is none without eps or rstd: pass one of them")
-    if not normed:
-        return cast("Tensor", swiglu_op(None)(x, cast("Tensor", w_gate), w_up, out=out, out_dtype=out_dtype))
-    norm, values = norms.rms_values(x, eps, rstd)
-    norms.require_alike(w_gate, "up", w_up)
-    gate, up = norms.matrix_of(w_gate, gamma, "w"), norms.matrix_of(w_up, gamma, "up")
-    return cast("Tensor", swiglu_op(norm)(x, gate, *values, up, out=out, out_dtype=out_dtype))
+    request = _swiglu_request(x, w_gate, w_up, gamma, eps=eps, rstd=rstd, out=out, out_dtype=out_dtype)
+    return cast("Tensor", request.run())
 
 
 @traced.remembered
@@ -85,12 +102,13 @@ def swiglu_op(norm: Epilogue | None) -> Op:
 
     gate_op, up_op = (graph_op("gemm_swiglu", behind(e)) for e in (builtin.swiglu_gate, builtin.swiglu_up))
 
-    def two_gemms(a: Tensor, b: Tensor, *inputs: Any, out: Any, out_dtype: torch.dtype | None) -> Tensor:
+    def two_gemms(call: Any, a: Tensor, b: Tensor, *inputs: Any, out: Any, out_dtype: torch.dtype | None) -> Any:
         *values, up = inputs
-        return cast("Tensor", up_op(a, up, *values, gate_op(a, b, *values), out=out, out_dtype=out_dtype))
+        return call(up_op, a, up, *values, call(gate_op, a, b, *values), out=out, out_dtype=out_dtype)
 
+    instead = Instead("no kernel takes both weights, so each has a GEMM of its own", two_gemms)
     made_by = "gemm_swiglu", None if norm is None else norm.graph.to_json()
-    return graph_op("gemm_swiglu", behind(builtin.swiglu), builtin.swiglu.doc, two_gemms, made_by)
+    return graph_op("gemm_swiglu", behind(builtin.swiglu), builtin.swiglu.doc, instead, made_by)
 
 
 @traced.maker("gemm_swiglu")

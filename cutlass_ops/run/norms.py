@@ -15,7 +15,7 @@ from torch.utils import _pytree
 
 from cutlass_ops.epilogue import Epilogue, Graph, builtin
 from cutlass_ops.run import folding, operands, traced
-from cutlass_ops.run.ops import Op, graph_op, op_of
+from cutlass_ops.run.ops import Op, Request, asks_by, graph_op, op_of
 
 # Keyword arguments of this module's functions, which no input of an epilogue can be given by.
 _OWN = frozenset(("x", "w", "gamma", "beta", "eps", "mean", "rstd", "epilogue"))
@@ -98,6 +98,26 @@ def prepare(w: Tensor, gamma: Tensor) -> PreparedWeight:
     return PreparedWeight(folded)
 
 
+def _rmsnorm_request(
+    x: Tensor,
+    w: Tensor | PreparedWeight,
+    gamma: Tensor | None = None,
+    *,
+    eps: float | None = None,
+    rstd: RowStatistic | Tensor | None = None,
+    epilogue: Epilogue | None = None,
+    **named: Any,
+) -> Request:
+    norm, values = rms_values(x, eps, rstd)
+    op = _composed("rmsnorm_gemm", norm, epilogue)
+    for name in op.products:
+        if name in named:
+            require_alike(w, name, named[name])
+            named[name] = matrix_of(named[name], gamma, name)
+    return Request(op, (x, matrix_of(w, gamma, "w"), *values), named)
+
+
+@asks_by(_rmsnorm_request)
 def rmsnorm_gemm(
     x: Tensor,
     w: Tensor | PreparedWeight,
@@ -150,13 +170,8 @@ def rmsnorm_gemm(
     MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
         If the kernel cannot be had.
     """
-    norm, values = rms_values(x, eps, rstd)
-    op = _composed("rmsnorm_gemm", norm, epilogue)
-    for name in op.products:
-        if name in inputs:
-            require_alike(w, name, inputs[name])
-            inputs[name] = matrix_of(inputs[name], gamma, name)
-    return op(x, matrix_of(w, gamma, "w"), *values, out=out, out_dtype=out_dtype, **inputs)
+    request = _rmsnorm_request(x, w, gamma, eps=eps, rstd=rstd, epilogue=epilogue, **inputs)
+    return request.op(*request.arguments, out=out, out_dtype=out_dtype, **request.named)
 
 
 _GIVEN = {None: builtin.rms_norm, "sums": builtin.rms_norm_of_sums, "rstd": builtin.rms_norm_of_rstd}
@@ -179,6 +194,25 @@ def rmsnorm_op(epilogue: Epilogue | None = None, *, given: Literal["sums", "rstd
     return _composed("rmsnorm_gemm", _GIVEN[given], epilogue)
 
 
+def _residual_rms_request(
+    a: Tensor,
+    b: Tensor,
+    residual: Tensor,
+    *,
+    eps: float,
+    epilogue: Epilogue | None = None,
+    out: Tensor | None = None,
+    **inputs: Any,
+) -> Request:
+    operands.require_tensor("a", a)
+    if out is not None:
+        operands.require_tensor("out", out)
+        if out.dtype != a.dtype:
+            raise TypeError(f"out is {out.dtype} and a is {a.dtype}: y has a's dtype, which its statistic is of")
+    return Request(residual_rms_op(a.dtype, epilogue), (a, b), {"residual": residual, "out": out, **inputs})
+
+
+@asks_by(_residual_rms_request)
 def gemm_residual_rms(
     a: Tensor,
     b: Tensor,
@@ -223,12 +257,7 @@ def gemm_residual_rms(
     MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
         If the kernel cannot be had.
     """
-    operands.require_tensor("a", a)
-    if out is not None:
-        operands.require_tensor("out", out)
-        if out.dtype != a.dtype:
-            raise TypeError(f"out is {out.dtype} and a is {a.dtype}: y has a's dtype, which its statistic is of")
-    y, sums = residual_rms_op(a.dtype, epilogue)(a, b, residual=residual, out=out, **inputs)
+    y, sums = _residual_rms_request(a, b, residual, eps=eps, epilogue=epilogue, out=out, **inputs).run()
     return ResidualRms(y, RowStatistic(sums, y.shape[-1], eps))
 
 
@@ -296,6 +325,31 @@ def prepare_layernorm(w: Tensor, gamma: Tensor | None = None, beta: Tensor | Non
     return prepared
 
 
+def _layernorm_request(
+    x: Tensor,
+    w: Tensor | PreparedLayerNormWeight,
+    gamma: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    eps: float | None = None,
+    mean: Tensor | None = None,
+    rstd: Tensor | None = None,
+    epilogue: Epilogue | None = None,
+    **named: Any,
+) -> Request:
+    if isinstance(w, PreparedLayerNormWeight):
+        if gamma is not None or beta is not None:
+            raise TypeError("w is prepared, so gamma and beta are in it already: leave them out")
+        prepared = w
+    else:
+        prepared = _fold_layernorm(w, gamma, beta)
+    norm, values = _layer_values(eps, mean, rstd)
+    shift = () if prepared.shift is None else (prepared.shift,)
+    op = _composed("layernorm_gemm", norm, epilogue, prepared.shift is not None)
+    return Request(op, (x, prepared.matrix, prepared.column_sum, *values, *shift), named)
+
+
+@asks_by(_layernorm_request)
 def layernorm_gemm(
     x: Tensor,
     w: Tensor | PreparedLayerNormWeight,
@@ -350,17 +404,9 @@ def layernorm_gemm(
     MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
         If the kernel cannot be had.
     """
-    if isinstance(w, PreparedLayerNormWeight):
-        if gamma is not None or beta is not None:
-            raise TypeError("w is prepared, so gamma and beta are in it already: leave them out")
-        prepared = w
-    else:
-        prepared = _fold_layernorm(w, gamma, beta)
-    norm, values = _layer_values(eps, mean, rstd)
-    shift = () if prepared.shift is None else (prepared.shift,)
-    op = _composed("layernorm_gemm", norm, epilogue, prepared.shift is not None)
-    arguments = (prepared.column_sum, *values, *shift)
-    return op(x, prepared.matrix, *arguments, out=out, out_dtype=out_dtype, **inputs)
+    arguments = {"eps": eps, "mean": mean, "rstd": rstd, "epilogue": epilogue, **inputs}
+    request = _layernorm_request(x, w, gamma, beta, **arguments)
+    return request.op(*request.arguments, out=out, out_dtype=out_dtype, **request.named)
 
 
 def layernorm_op(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fake_device
 import pytest
 
 from cutlass_ops.choose import policies
@@ -12,3 +13,10 @@ def no_user_tables(tmp_path, monkeypatch):
     policies.forget()
     yield
     policies.forget()
+
+
+@pytest.fixture
+def device(monkeypatch, no_user_tables):
+    """A made-up H100: see fake_device.py. Its `device` may be exchanged for another one."""
+    with fake_device.fake_device(monkeypatch) as fake:
+        yield fake
