@@ -178,7 +178,7 @@ _GIVEN = {None: builtin.rms_norm, "sums": builtin.rms_norm_of_sums, "rstd": buil
 
 
 def rmsnorm_op(epilogue: Epilogue | None = None, *, given: Literal["sums", "rstd"] | None = None) -> Op:
-    """Return the op behind :func:`rmsnorm_gemm`, for ``warm_up``, ``plan``, ``explain`` and ``tune``.
+    """Return the op behind :func:`rmsnorm_gemm`, for ``tune`` and ``plan``.
 
     It takes (a, b, eps, *inputs), b with gamma folded in, and gathers from a. Given ``"sums"``, as in a
     :class:`RowStatistic`, it is another one and takes (a, b, row_sum_square, inverse_count, eps, *inputs); given
@@ -262,7 +262,7 @@ def gemm_residual_rms(
 
 
 def residual_rms_op(dtype: torch.dtype, epilogue: Epilogue | None = None) -> Op:
-    """Return the op behind :func:`gemm_residual_rms`, for ``warm_up``, ``plan``, ``explain`` and ``tune``.
+    """Return the op behind :func:`gemm_residual_rms`, for ``tune`` and ``plan``.
 
     It takes (a, b, *inputs, residual) of this dtype and returns (d, row_sum_square).
 
