@@ -85,12 +85,14 @@ def test_an_op_of_one_output_takes_a_mapping_warm_as_well(form):
     assert (op.served_warm, op.refused_warm) == (2, 0)
 
 
-def test_a_warm_launch_visits_tiles_in_the_order_of_a_cold_one(device):
+@pytest.mark.parametrize(("epilogue", "inputs"), [(builtin.identity, ()), (several, (BIAS, 0.5))])
+def test_a_warm_launch_visits_tiles_in_the_order_of_a_cold_one(device, epilogue, inputs):
     """Raster and swizzle are the kernel's by their position alone."""
     config = co.Sm90Config(ThreadblockShape(128, 128, 64), schedule="pingpong", raster="along_n", swizzle=4)
-    kernel = co.build(co.KernelSpec(a="bf16.row", b="bf16.col", d="bf16.row", epilogue=builtin.identity, config=config))
+    types = {"a": "bf16.row", "b": "bf16.col", "d": "bf16.row", "inputs": {"bias": "f32"} if inputs else {}}
+    kernel = co.build(co.KernelSpec(**types, epilogue=epilogue, config=config))
     for _ in range(2):
-        kernel(A, B)
+        kernel(A, B, *inputs)
     assert kernel.served_warm == 1
     assert [(launch.raster, launch.swizzle) for launch in device.launches] == [plan.order(config)] * 2 == [(2, 4)] * 2
 
