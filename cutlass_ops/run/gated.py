@@ -11,33 +11,29 @@ from cutlass_ops.epilogue import Epilogue, builtin
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.run import norms, traced
 from cutlass_ops.run.norms import PreparedWeight, RowStatistic
-from cutlass_ops.run.ops import Instead, Op, Request, asks_by, graph_op
+from cutlass_ops.run.ops import Instead, Op, graph_op, prepared_by
 
 
-def _swiglu_request(
+def _prepare_swiglu(
     x: Tensor,
     w_gate: Tensor | PreparedWeight,
     w_up: Tensor | PreparedWeight,
-    gamma: Tensor | None = None,
-    *,
-    eps: float | None = None,
-    rstd: RowStatistic | Tensor | None = None,
-    out: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Request:
-    wanted = {"out": out, "out_dtype": out_dtype}
+    gamma: Tensor | None,
+    eps: float | None,
+    rstd: RowStatistic | Tensor | None,
+) -> tuple[Op, tuple[Any, ...]]:
     normed = eps is not None or rstd is not None
     if not normed and (gamma is not None or isinstance(w_gate, PreparedWeight) or isinstance(w_up, PreparedWeight)):
         raise TypeError("gamma belongs to a norm, and there is none without eps or rstd: pass one of them")
     if not normed:
-        return Request(swiglu_op(None), (x, w_gate, w_up), wanted)
+        return swiglu_op(None), (x, w_gate, w_up)
     norm, values = norms.rms_values(x, eps, rstd)
     norms.require_alike(w_gate, "up", w_up)
     gate, up = norms.matrix_of(w_gate, gamma, "w"), norms.matrix_of(w_up, gamma, "up")
-    return Request(swiglu_op(norm), (x, gate, *values, up), wanted)
+    return swiglu_op(norm), (x, gate, *values, up)
 
 
-@asks_by(_swiglu_request)
+@prepared_by(_prepare_swiglu)
 def gemm_swiglu(
     x: Tensor,
     w_gate: Tensor | PreparedWeight,
@@ -86,8 +82,8 @@ def gemm_swiglu(
     MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
         If a kernel cannot be had.
     """
-    request = _swiglu_request(x, w_gate, w_up, gamma, eps=eps, rstd=rstd, out=out, out_dtype=out_dtype)
-    return cast("Tensor", request.run())
+    op, arguments = _prepare_swiglu(x, w_gate, w_up, gamma, eps, rstd)
+    return cast("Tensor", op(*arguments, out=out, out_dtype=out_dtype))
 
 
 @traced.remembered

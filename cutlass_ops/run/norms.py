@@ -15,7 +15,7 @@ from torch.utils import _pytree
 
 from cutlass_ops.epilogue import Epilogue, Graph, builtin
 from cutlass_ops.run import folding, operands, traced
-from cutlass_ops.run.ops import Op, Request, asks_by, graph_op, op_of
+from cutlass_ops.run.ops import Op, graph_op, op_of, prepared_by
 
 # Keyword arguments of this module's functions, which no input of an epilogue can be given by.
 _OWN = frozenset(("x", "w", "gamma", "beta", "eps", "mean", "rstd", "epilogue"))
@@ -98,26 +98,25 @@ def prepare(w: Tensor, gamma: Tensor) -> PreparedWeight:
     return PreparedWeight(folded)
 
 
-def _rmsnorm_request(
+def _prepare_rms(
     x: Tensor,
     w: Tensor | PreparedWeight,
-    gamma: Tensor | None = None,
-    *,
-    eps: float | None = None,
-    rstd: RowStatistic | Tensor | None = None,
-    epilogue: Epilogue | None = None,
-    **named: Any,
-) -> Request:
+    gamma: Tensor | None,
+    eps: float | None,
+    rstd: RowStatistic | Tensor | None,
+    epilogue: Epilogue | None,
+    inputs: dict[str, Any],
+) -> tuple[Op, tuple[Any, ...]]:
     norm, values = rms_values(x, eps, rstd)
     op = _composed("rmsnorm_gemm", norm, epilogue)
     for name in op.products:
-        if name in named:
-            require_alike(w, name, named[name])
-            named[name] = matrix_of(named[name], gamma, name)
-    return Request(op, (x, matrix_of(w, gamma, "w"), *values), named)
+        if name in inputs:
+            require_alike(w, name, inputs[name])
+            inputs[name] = matrix_of(inputs[name], gamma, name)
+    return op, (x, matrix_of(w, gamma, "w"), *values)
 
 
-@asks_by(_rmsnorm_request)
+@prepared_by(_prepare_rms)
 def rmsnorm_gemm(
     x: Tensor,
     w: Tensor | PreparedWeight,
@@ -170,8 +169,8 @@ def rmsnorm_gemm(
     MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
         If the kernel cannot be had.
     """
-    request = _rmsnorm_request(x, w, gamma, eps=eps, rstd=rstd, epilogue=epilogue, **inputs)
-    return request.op(*request.arguments, out=out, out_dtype=out_dtype, **request.named)
+    op, arguments = _prepare_rms(x, w, gamma, eps, rstd, epilogue, inputs)
+    return op(*arguments, out=out, out_dtype=out_dtype, **inputs)
 
 
 _GIVEN = {None: builtin.rms_norm, "sums": builtin.rms_norm_of_sums, "rstd": builtin.rms_norm_of_rstd}
@@ -194,25 +193,19 @@ def rmsnorm_op(epilogue: Epilogue | None = None, *, given: Literal["sums", "rstd
     return _composed("rmsnorm_gemm", _GIVEN[given], epilogue)
 
 
-def _residual_rms_request(
-    a: Tensor,
-    b: Tensor,
-    residual: Tensor,
-    *,
-    eps: float,
-    epilogue: Epilogue | None = None,
-    out: Tensor | None = None,
-    **inputs: Any,
-) -> Request:
+def _prepare_residual(
+    a: Tensor, b: Tensor, residual: Tensor, epilogue: Epilogue | None, out: Tensor | None, inputs: dict[str, Any]
+) -> tuple[Op, tuple[Any, ...]]:
     operands.require_tensor("a", a)
     if out is not None:
         operands.require_tensor("out", out)
         if out.dtype != a.dtype:
             raise TypeError(f"out is {out.dtype} and a is {a.dtype}: y has a's dtype, which its statistic is of")
-    return Request(residual_rms_op(a.dtype, epilogue), (a, b), {"residual": residual, "out": out, **inputs})
+    inputs["residual"] = residual
+    return residual_rms_op(a.dtype, epilogue), (a, b)
 
 
-@asks_by(_residual_rms_request)
+@prepared_by(_prepare_residual)
 def gemm_residual_rms(
     a: Tensor,
     b: Tensor,
@@ -257,7 +250,8 @@ def gemm_residual_rms(
     MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
         If the kernel cannot be had.
     """
-    y, sums = _residual_rms_request(a, b, residual, eps=eps, epilogue=epilogue, out=out, **inputs).run()
+    op, arguments = _prepare_residual(a, b, residual, epilogue, out, inputs)
+    y, sums = op(*arguments, out=out, **inputs)
     return ResidualRms(y, RowStatistic(sums, y.shape[-1], eps))
 
 
@@ -325,18 +319,16 @@ def prepare_layernorm(w: Tensor, gamma: Tensor | None = None, beta: Tensor | Non
     return prepared
 
 
-def _layernorm_request(
+def _prepare_layer(
     x: Tensor,
     w: Tensor | PreparedLayerNormWeight,
-    gamma: Tensor | None = None,
-    beta: Tensor | None = None,
-    *,
-    eps: float | None = None,
-    mean: Tensor | None = None,
-    rstd: Tensor | None = None,
-    epilogue: Epilogue | None = None,
-    **named: Any,
-) -> Request:
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    eps: float | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    epilogue: Epilogue | None,
+) -> tuple[Op, tuple[Any, ...]]:
     if isinstance(w, PreparedLayerNormWeight):
         if gamma is not None or beta is not None:
             raise TypeError("w is prepared, so gamma and beta are in it already: leave them out")
@@ -346,10 +338,10 @@ def _layernorm_request(
     norm, values = _layer_values(eps, mean, rstd)
     shift = () if prepared.shift is None else (prepared.shift,)
     op = _composed("layernorm_gemm", norm, epilogue, prepared.shift is not None)
-    return Request(op, (x, prepared.matrix, prepared.column_sum, *values, *shift), named)
+    return op, (x, prepared.matrix, prepared.column_sum, *values, *shift)
 
 
-@asks_by(_layernorm_request)
+@prepared_by(_prepare_layer)
 def layernorm_gemm(
     x: Tensor,
     w: Tensor | PreparedLayerNormWeight,
@@ -404,9 +396,8 @@ def layernorm_gemm(
     MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
         If the kernel cannot be had.
     """
-    arguments = {"eps": eps, "mean": mean, "rstd": rstd, "epilogue": epilogue, **inputs}
-    request = _layernorm_request(x, w, gamma, beta, **arguments)
-    return request.op(*request.arguments, out=out, out_dtype=out_dtype, **request.named)
+    op, arguments = _prepare_layer(x, w, gamma, beta, eps, mean, rstd, epilogue)
+    return op(*arguments, out=out, out_dtype=out_dtype, **inputs)
 
 
 def layernorm_op(

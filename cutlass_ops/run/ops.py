@@ -484,26 +484,25 @@ class Request(NamedTuple):
     arguments: tuple[Any, ...]
     named: dict[str, Any]
 
-    def run(self) -> Any:
-        """Make the call."""
-        return self.op(*self.arguments, **self.named)
 
-
-_REQUESTS: dict[object, Callable[..., Request]] = {}
+# What prepares the arguments of a function that is no op: it takes some of them by name, and returns the op and what
+# that takes by position. `inputs`, which it may change, `out` and `out_dtype` then go to the op by name.
+Prepare = Callable[..., tuple[Op, tuple[Any, ...]]]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_PREPARED_BY: dict[object, Prepare] = {}
 
 
-def asks_by(request: Callable[..., Request]) -> Callable[[_Function], _Function]:
-    """Note what makes a function's arguments a call of an op, so that the function can be explained and warmed up."""
+def prepared_by(prepare: Prepare) -> Callable[[_Function], _Function]:
+    """Note what a function prepares its arguments by, so that it can be explained and warmed up as it is called."""
 
     def note(function: _Function) -> _Function:
-        _REQUESTS[function] = request
+        _PREPARED_BY[function] = prepare
         return function
 
     return note
 
 
-def requested(op: object, *arguments: Any, **named: Any) -> Request:
+def requested(op: Any, *arguments: Any, **named: Any) -> Request:
     """Return what a user's call asks of which op.
 
     Parameters
@@ -518,10 +517,14 @@ def requested(op: object, *arguments: Any, **named: Any) -> Request:
     TypeError, ValueError
         If it is nothing that can be called so, or the arguments are not its own.
     """
-    request = _REQUESTS.get(op) if isinstance(op, FunctionType) else None
-    if request is not None:
-        return request(*arguments, **named)
-    return _request_of(called(op, named.pop("epilogue", None)), *arguments, **named)
+    prepare = _PREPARED_BY.get(op) if isinstance(op, FunctionType) else None
+    if prepare is None:
+        return _request_of(called(op, named.pop("epilogue", None)), *arguments, **named)
+    bound = inspect.signature(op).bind(*arguments, **named)
+    bound.apply_defaults()
+    given = {"inputs": {}, **bound.arguments}
+    found, values = prepare(**{name: given[name] for name in inspect.signature(prepare).parameters})
+    return Request(found, values, given["inputs"] | {n: given[n] for n in ("out", "out_dtype") if n in given})
 
 
 def _request_of(op: Op, /, a: Any, b: Any, *inputs: Any, **named: Any) -> Request:
