@@ -26,6 +26,7 @@ import torch.nn.functional as F  # noqa: N812
 
 import cutlass_ops as co
 from cutlass_ops.compilation.background import BACKGROUND
+from cutlass_ops.run.plan import order
 
 CALLS, ROUNDS = 200, 41
 
@@ -62,18 +63,19 @@ class Calls:
         bias, b = torch.randn(n, device="cuda", dtype=torch.bfloat16), weight.t()
         out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
         a3 = a.view(4, m // 4, k)
-        plan = co.gemm_bias_relu.plan(a, b, bias)
+        choice = co.gemm_bias_relu.plan(a, b, bias)
+        launch, (raster, swizzle) = co.build(choice.spec).loaded.launch, order(choice.config)
         variants: dict[str, Callable[[], object]] = {
             "gemm_bias_relu(out=)": lambda: co.gemm_bias_relu(a, b, bias, out=out),
             "gemm_bias_relu": lambda: co.gemm_bias_relu(a, b, bias),
             "gemm_bias_relu, batch folded": lambda: co.gemm_bias_relu(a3, b, bias),
-            "the kernel's launch alone": lambda: plan.launch(a, b, out, bias, plan.raster, plan.swizzle, None),
+            "the kernel's launch alone": lambda: launch(a, b, out, bias, raster, swizzle, None),
             "F.linear": lambda: F.linear(a, weight, bias),
             "F.relu(F.linear)": lambda: F.relu(F.linear(a, weight, bias)),
             "torch._addmm_activation": lambda: torch._addmm_activation(bias, a, b),
             "torch.empty": lambda: torch.empty((m, n), device="cuda", dtype=torch.bfloat16),
         }
-        return cls(plan.spec.config.slug, variants)
+        return cls(choice.spec.config.slug, variants)
 
 
 def measure(calls: dict[str, Callable[[], object]]) -> dict[str, list[float]]:

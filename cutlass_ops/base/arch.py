@@ -29,6 +29,8 @@ class Target(NamedTuple):
         Bytes of shared memory that one thread block may use.
     shared_memory_per_sm : int
         Bytes of shared memory on one multiprocessor, each resident block taking 1 KiB more than it asks for.
+    blocks_per_sm, threads_per_sm : int
+        Thread blocks and threads that one multiprocessor holds at a time, at most.
     wgmma : bool
         Whether warpgroup-wide matrix instructions, the bulk tensor copy engine and clusters are there.
     """
@@ -37,6 +39,8 @@ class Target(NamedTuple):
     capability: tuple[int, int]
     shared_memory: int
     shared_memory_per_sm: int
+    blocks_per_sm: int
+    threads_per_sm: int
     wgmma: bool = False
 
     @property
@@ -48,11 +52,11 @@ class Target(NamedTuple):
 TARGETS: dict[str, Target] = {
     t.name: t
     for t in (
-        Target("sm_80", (8, 0), 163 * KIB, 164 * KIB),
-        Target("sm_86", (8, 6), 99 * KIB, 100 * KIB),
-        Target("sm_89", (8, 9), 99 * KIB, 100 * KIB),
-        Target("sm_90", (9, 0), 227 * KIB, 228 * KIB),
-        Target("sm_90a", (9, 0), 227 * KIB, 228 * KIB, wgmma=True),
+        Target("sm_80", (8, 0), 163 * KIB, 164 * KIB, 32, 2048),
+        Target("sm_86", (8, 6), 99 * KIB, 100 * KIB, 16, 1536),
+        Target("sm_89", (8, 9), 99 * KIB, 100 * KIB, 24, 1536),
+        Target("sm_90", (9, 0), 227 * KIB, 228 * KIB, 32, 2048),
+        Target("sm_90a", (9, 0), 227 * KIB, 228 * KIB, 32, 2048, wgmma=True),
     )
 }
 

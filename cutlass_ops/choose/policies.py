@@ -6,7 +6,9 @@ after they are compiled nothing is, whatever the batch.
 
 from __future__ import annotations
 
+import math
 import os
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +20,7 @@ import numpy as np
 
 from cutlass_ops.artifacts.bundles import BUNDLES
 from cutlass_ops.base import arch, env, resources
-from cutlass_ops.base.errors import BundleError, ConfigError
+from cutlass_ops.base.errors import BundleError, ConfigError, UnsupportedError
 from cutlass_ops.choose import tables
 from cutlass_ops.choose.knowledge import SOURCES, Candidate, Expected, Knowledge
 from cutlass_ops.choose.pool import Pool
@@ -141,9 +143,23 @@ class Policy:
         return name if microseconds < _CLEARLY * point.measured[0].microseconds else None
 
     def choose(self, problem: Problem) -> Candidate:
-        """Pick a kernel among those that are kept for the problem's weight."""
-        _, n, k = problem
-        return self.ranked(problem, kept(self, n, k), count=1)[0]
+        """Pick a kernel among those that are kept for the problem's weight.
+
+        Raises
+        ------
+        UnsupportedError
+            If none of them can be launched at the problem.
+        """
+        m, n, k = problem
+        among = kept(self, n, k)
+        found = self.ranked(problem, among, count=1) if among else []
+        if not found or math.isinf(found[0].microseconds):
+            raise UnsupportedError(
+                f"no kernel for a {self.signature.a}, b {self.signature.b} and d {self.signature.d} can be launched at "
+                f"M={m} N={n} K={k}: its grid would have more thread blocks than a device takes. Make several calls, "
+                "each with a part of a's rows or of b's columns"
+            )
+        return found[0]
 
 
 @lru_cache(maxsize=4096)
@@ -152,6 +168,8 @@ def kept(policy: Policy, n: int, k: int) -> tuple[Config, ...]:
 
     Greedy: the next kernel is always that which helps most over all numbers of rows, until none helps much.
     """
+    if not policy.kernels:
+        return ()
     tuned = (p.problem[0] for table in policy.tables for p in table.points if p.problem[1:] == (n, k))
     problems = [(m, n, k) for m in sorted({*ROWS, *tuned})]
     known = policy.expected(problems)
@@ -283,7 +301,11 @@ def _is_there(path: Path) -> bool:
 
 @lru_cache(maxsize=1024)
 def _warn_once(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=2)
+    try:
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+    except RuntimeWarning:
+        # Where warnings are errors it is still said, and still fails no call.
+        print(f"cutlass_ops: {message}", file=sys.stderr)
 
 
 def _from_bundle(device: str, signature: OpSignature) -> Table | None:

@@ -11,9 +11,29 @@ from cutlass_ops.epilogue import Epilogue, builtin
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.run import norms, traced
 from cutlass_ops.run.norms import PreparedWeight, RowStatistic
-from cutlass_ops.run.ops import Op, graph_op
+from cutlass_ops.run.ops import Instead, Op, graph_op, prepared_by
 
 
+def _prepare_swiglu(
+    x: Tensor,
+    w_gate: Tensor | PreparedWeight,
+    w_up: Tensor | PreparedWeight,
+    gamma: Tensor | None,
+    eps: float | None,
+    rstd: RowStatistic | Tensor | None,
+) -> tuple[Op, tuple[Any, ...]]:
+    normed = eps is not None or rstd is not None
+    if not normed and (gamma is not None or isinstance(w_gate, PreparedWeight) or isinstance(w_up, PreparedWeight)):
+        raise TypeError("gamma belongs to a norm, and there is none without eps or rstd: pass one of them")
+    if not normed:
+        return swiglu_op(None), (x, w_gate, w_up)
+    norm, values = norms.rms_values(x, eps, rstd)
+    norms.require_alike(w_gate, "up", w_up)
+    gate, up = norms.matrix_of(w_gate, gamma, "w"), norms.matrix_of(w_up, gamma, "up")
+    return swiglu_op(norm), (x, gate, *values, up)
+
+
+@prepared_by(_prepare_swiglu)
 def gemm_swiglu(
     x: Tensor,
     w_gate: Tensor | PreparedWeight,
@@ -75,15 +95,8 @@ def gemm_swiglu(
     >>> co.gemm_swiglu(x, co.prepare(w_gate, gamma), co.prepare(w_up, gamma), eps=1e-6).shape
     torch.Size([1, 4])
     """
-    normed = eps is not None or rstd is not None
-    if not normed and (gamma is not None or isinstance(w_gate, PreparedWeight) or isinstance(w_up, PreparedWeight)):
-        raise TypeError("gamma belongs to a norm, and there is none without eps or rstd: pass one of them")
-    if not normed:
-        return cast("Tensor", swiglu_op(None)(x, cast("Tensor", w_gate), w_up, out=out, out_dtype=out_dtype))
-    norm, values = norms.rms_values(x, eps, rstd)
-    norms.require_alike(w_gate, "up", w_up)
-    gate, up = norms.matrix_of(w_gate, gamma, "w"), norms.matrix_of(w_up, gamma, "up")
-    return cast("Tensor", swiglu_op(norm)(x, gate, *values, up, out=out, out_dtype=out_dtype))
+    op, arguments = _prepare_swiglu(x, w_gate, w_up, gamma, eps, rstd)
+    return cast("Tensor", op(*arguments, out=out, out_dtype=out_dtype))
 
 
 @traced.remembered
@@ -98,12 +111,13 @@ def swiglu_op(norm: Epilogue | None) -> Op:
 
     gate_op, up_op = (graph_op("gemm_swiglu", behind(e)) for e in (builtin.swiglu_gate, builtin.swiglu_up))
 
-    def two_gemms(a: Tensor, b: Tensor, *inputs: Any, out: Any, out_dtype: torch.dtype | None) -> Tensor:
+    def two_gemms(call: Any, a: Tensor, b: Tensor, *inputs: Any, out: Any, out_dtype: torch.dtype | None) -> Any:
         *values, up = inputs
-        return cast("Tensor", up_op(a, up, *values, gate_op(a, b, *values), out=out, out_dtype=out_dtype))
+        return call(up_op, a, up, *values, call(gate_op, a, b, *values), out=out, out_dtype=out_dtype)
 
+    instead = Instead("no kernel takes both weights, so each has a GEMM of its own", two_gemms)
     made_by = "gemm_swiglu", None if norm is None else norm.graph.to_json()
-    return graph_op("gemm_swiglu", behind(builtin.swiglu), builtin.swiglu.doc, two_gemms, made_by)
+    return graph_op("gemm_swiglu", behind(builtin.swiglu), builtin.swiglu.doc, instead, made_by)
 
 
 @traced.maker("gemm_swiglu")

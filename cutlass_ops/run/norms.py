@@ -15,7 +15,7 @@ from torch.utils import _pytree
 
 from cutlass_ops.epilogue import Epilogue, Graph, builtin
 from cutlass_ops.run import folding, operands, traced
-from cutlass_ops.run.ops import Op, graph_op, op_of
+from cutlass_ops.run.ops import Op, graph_op, op_of, prepared_by
 
 # Keyword arguments of this module's functions, which no input of an epilogue can be given by.
 _OWN = frozenset(("x", "w", "gamma", "beta", "eps", "mean", "rstd", "epilogue"))
@@ -130,6 +130,25 @@ def prepare(w: Tensor, gamma: Tensor) -> PreparedWeight:
     return PreparedWeight(folded)
 
 
+def _prepare_rms(
+    x: Tensor,
+    w: Tensor | PreparedWeight,
+    gamma: Tensor | None,
+    eps: float | None,
+    rstd: RowStatistic | Tensor | None,
+    epilogue: Epilogue | None,
+    inputs: dict[str, Any],
+) -> tuple[Op, tuple[Any, ...]]:
+    norm, values = rms_values(x, eps, rstd)
+    op = _composed("rmsnorm_gemm", norm, epilogue)
+    for name in op.products:
+        if name in inputs:
+            require_alike(w, name, inputs[name])
+            inputs[name] = matrix_of(inputs[name], gamma, name)
+    return op, (x, matrix_of(w, gamma, "w"), *values)
+
+
+@prepared_by(_prepare_rms)
 def rmsnorm_gemm(
     x: Tensor,
     w: Tensor | PreparedWeight,
@@ -194,20 +213,15 @@ def rmsnorm_gemm(
     >>> co.rmsnorm_gemm(x, w, gamma, eps=0.0, epilogue=biased, bias=torch.ones(4).bfloat16()).tolist()
     [[1.5, 0.5, 1.5, 0.5]]
     """
-    norm, values = rms_values(x, eps, rstd)
-    op = _composed("rmsnorm_gemm", norm, epilogue)
-    for name in op.products:
-        if name in inputs:
-            require_alike(w, name, inputs[name])
-            inputs[name] = matrix_of(inputs[name], gamma, name)
-    return op(x, matrix_of(w, gamma, "w"), *values, out=out, out_dtype=out_dtype, **inputs)
+    op, arguments = _prepare_rms(x, w, gamma, eps, rstd, epilogue, inputs)
+    return op(*arguments, out=out, out_dtype=out_dtype, **inputs)
 
 
 _GIVEN = {None: builtin.rms_norm, "sums": builtin.rms_norm_of_sums, "rstd": builtin.rms_norm_of_rstd}
 
 
 def rmsnorm_op(epilogue: Epilogue | None = None, *, given: Literal["sums", "rstd"] | None = None) -> Op:
-    """Return the op behind :func:`rmsnorm_gemm`, for ``warm_up``, ``plan``, ``explain`` and ``tune``.
+    """Return the op behind :func:`rmsnorm_gemm`, for ``tune`` and ``plan``.
 
     It takes (a, b, eps, *inputs), b with gamma folded in, and gathers from a. Given ``"sums"``, as in a
     :class:`RowStatistic`, it is another one and takes (a, b, row_sum_square, inverse_count, eps, *inputs); given
@@ -223,6 +237,19 @@ def rmsnorm_op(epilogue: Epilogue | None = None, *, given: Literal["sums", "rstd
     return _composed("rmsnorm_gemm", _GIVEN[given], epilogue)
 
 
+def _prepare_residual(
+    a: Tensor, b: Tensor, residual: Tensor, epilogue: Epilogue | None, out: Tensor | None, inputs: dict[str, Any]
+) -> tuple[Op, tuple[Any, ...]]:
+    operands.require_tensor("a", a)
+    if out is not None:
+        operands.require_tensor("out", out)
+        if out.dtype != a.dtype:
+            raise TypeError(f"out is {out.dtype} and a is {a.dtype}: y has a's dtype, which its statistic is of")
+    inputs["residual"] = residual
+    return residual_rms_op(a.dtype, epilogue), (a, b)
+
+
+@prepared_by(_prepare_residual)
 def gemm_residual_rms(
     a: Tensor,
     b: Tensor,
@@ -277,17 +304,13 @@ def gemm_residual_rms(
     >>> co.rmsnorm_gemm(y, torch.eye(4).bfloat16(), rstd=rstd).tolist()
     [[1.0, 1.0, 1.0, 1.0]]
     """
-    operands.require_tensor("a", a)
-    if out is not None:
-        operands.require_tensor("out", out)
-        if out.dtype != a.dtype:
-            raise TypeError(f"out is {out.dtype} and a is {a.dtype}: y has a's dtype, which its statistic is of")
-    y, sums = residual_rms_op(a.dtype, epilogue)(a, b, residual=residual, out=out, **inputs)
+    op, arguments = _prepare_residual(a, b, residual, epilogue, out, inputs)
+    y, sums = op(*arguments, out=out, **inputs)
     return ResidualRms(y, RowStatistic(sums, y.shape[-1], eps))
 
 
 def residual_rms_op(dtype: torch.dtype, epilogue: Epilogue | None = None) -> Op:
-    """Return the op behind :func:`gemm_residual_rms`, for ``warm_up``, ``plan``, ``explain`` and ``tune``.
+    """Return the op behind :func:`gemm_residual_rms`, for ``tune`` and ``plan``.
 
     It takes (a, b, *inputs, residual) of this dtype and returns (d, row_sum_square).
 
@@ -364,6 +387,29 @@ def prepare_layernorm(w: Tensor, gamma: Tensor | None = None, beta: Tensor | Non
     return prepared
 
 
+def _prepare_layer(
+    x: Tensor,
+    w: Tensor | PreparedLayerNormWeight,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    eps: float | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    epilogue: Epilogue | None,
+) -> tuple[Op, tuple[Any, ...]]:
+    if isinstance(w, PreparedLayerNormWeight):
+        if gamma is not None or beta is not None:
+            raise TypeError("w is prepared, so gamma and beta are in it already: leave them out")
+        prepared = w
+    else:
+        prepared = _fold_layernorm(w, gamma, beta)
+    norm, values = _layer_values(eps, mean, rstd)
+    shift = () if prepared.shift is None else (prepared.shift,)
+    op = _composed("layernorm_gemm", norm, epilogue, prepared.shift is not None)
+    return op, (x, prepared.matrix, prepared.column_sum, *values, *shift)
+
+
+@prepared_by(_prepare_layer)
 def layernorm_gemm(
     x: Tensor,
     w: Tensor | PreparedLayerNormWeight,
@@ -425,17 +471,8 @@ def layernorm_gemm(
     >>> co.layernorm_gemm(x, co.prepare_layernorm(w, gamma, beta), eps=0.0).tolist()
     [[1.5, 0.5, 1.5, 0.5]]
     """
-    if isinstance(w, PreparedLayerNormWeight):
-        if gamma is not None or beta is not None:
-            raise TypeError("w is prepared, so gamma and beta are in it already: leave them out")
-        prepared = w
-    else:
-        prepared = _fold_layernorm(w, gamma, beta)
-    norm, values = _layer_values(eps, mean, rstd)
-    shift = () if prepared.shift is None else (prepared.shift,)
-    op = _composed("layernorm_gemm", norm, epilogue, prepared.shift is not None)
-    arguments = (prepared.column_sum, *values, *shift)
-    return op(x, prepared.matrix, *arguments, out=out, out_dtype=out_dtype, **inputs)
+    op, arguments = _prepare_layer(x, w, gamma, beta, eps, mean, rstd, epilogue)
+    return op(*arguments, out=out, out_dtype=out_dtype, **inputs)
 
 
 def layernorm_op(

@@ -1,19 +1,15 @@
-"""The public ops: a GEMM with an epilogue, as one kernel.
-
-A warm call is one dictionary look-up, one allocation and one foreign call: the kernel itself checks every argument
-against what it was compiled for, and a refusal leads to the slow path, which finds another kernel or says what is wrong
-in words.
-"""
+"""The public ops: a GEMM with an epilogue, as one kernel."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from types import FunctionType
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from cutlass_ops.artifacts import loader
 from cutlass_ops.artifacts.loader import LoadedKernel
@@ -21,30 +17,55 @@ from cutlass_ops.base import arch, env
 from cutlass_ops.base.errors import NoDeviceError, UnsupportedError
 from cutlass_ops.choose import dispatch
 from cutlass_ops.compilation.background import BACKGROUND
+from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue import Epilogue, builtin
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
-from cutlass_ops.run import operands, traced
+from cutlass_ops.run import traced
 from cutlass_ops.run.call import Call, check_call, device_of, signature_of
-from cutlass_ops.run.plan import AnyPlan, PeerPlan, Plan, can_fall_back, make_ops_plan, make_peer_plan, make_plan
+from cutlass_ops.run.plan import PeerPlan, Plan, can_fall_back, make_ops_plan, make_peer_plan, make_plan
 from cutlass_ops.run.registry import REGISTRY, OpSignature
-from cutlass_ops.run.results import Outputs
-
-# A warm call asks these: to look each of them up in its module would take as long as the answer.
-_is_traced = torch.compiler.is_dynamo_compiling
-_grad_enabled = torch.is_grad_enabled
-_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
-_transforms, _jit_tracer = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
-
-# Shapes that an op remembers; a service with every M up to 8192 for a few weights stays well below.
-_MAX_PLANS = 1 << 16
-# Kernels that calls of one shape may need: other majors, alignments or dtypes of inputs.
-_PLANS_A_SHAPE = 8
+from cutlass_ops.run.warm import Warm
 
 
-class Op(traced.Portable):
+class Choice(NamedTuple):
+    """What would serve a call.
+
+    Attributes
+    ----------
+    spec : KernelSpec
+        The kernel.
+    config : Config
+        Its configuration with the order of its tiles, which is a launch argument.
+    peer : str or None
+        Which way of PyTorch's serves the call in the kernel's place, where tuning allowed it.
+    """
+
+    spec: KernelSpec
+    config: Config
+    peer: str | None = None
+
+
+class Instead(NamedTuple):
+    """How other ops compute what an op does, where no kernel serves its call.
+
+    Attributes
+    ----------
+    why : str
+        Why several ops run then, in words.
+    compute : callable
+        Takes a function that calls an op, then a call's arguments with `out` and `out_dtype`; returns D. It looks at
+        the tensors between its ops no further than their shapes and types: where a call is only explained or warmed up
+        for, nothing has been computed.
+    """
+
+    why: str
+    compute: Callable[..., Any]
+
+
+class Op(Warm):
     """One fused GEMM: D = epilogue(A @ B, inputs).
 
     Parameters
@@ -53,8 +74,8 @@ class Op(traced.Portable):
         Name in messages.
     epilogue : Epilogue
         What happens to the FP32 accumulator.
-    instead : callable, optional
-        What computes a call's D from its arguments, with `out` and `out_dtype`, where no kernel serves them.
+    instead : Instead, optional
+        What computes a call's D where no kernel serves it.
     made_by : pair of str and plain value, optional
         The :func:`cutlass_ops.run.traced.maker` that makes such an op in another process, and what it needs; by default
         the one of ops that are an epilogue and nothing else.
@@ -64,101 +85,19 @@ class Op(traced.Portable):
         self,
         name: str,
         epilogue: Epilogue,
-        instead: Callable[..., Tensor] | None = None,
+        instead: Instead | None = None,
         made_by: tuple[str, Any] | None = None,
     ) -> None:
-        self.name = self.__name__ = name
+        super().__init__(name, epilogue.graph)
         self.epilogue = epilogue
-        self.graph: Graph = epilogue.graph
         self.products = self.graph.products
         self.__doc__ = _docstring(epilogue)
-        self.names = tuple(i.name for i in self.graph.inputs)
-        self.outputs = tuple(o.name for o in self.graph.outputs)
-        self._scalars = tuple(i.name if i.kind is Kind.SCALAR else None for i in self.graph.inputs)
-        self._has_scalars, self._has_one_output = any(self._scalars), len(self.outputs) == 1
-        self._count = len(self.names)
         self._instead = instead
         self.about = traced.register(name, self.graph, self, *(made_by or ("epilogue", self.graph.to_json())))
-        self._plans: dict[tuple[Any, ...], tuple[AnyPlan, ...]] = {}
         self.__signature__ = _signature(self.names)
 
     def __repr__(self) -> str:
         return f"<op {self.name}({', '.join(('a', 'b', *self.names))})>"
-
-    def __call__(
-        self,
-        a: Tensor,
-        b: Tensor,
-        *inputs: Any,
-        out: Any = None,
-        out_dtype: torch.dtype | None = None,
-        **named: Any,
-    ) -> Any:
-        """Run the op; see the op's own documentation for shapes and errors."""
-        if _is_traced():
-            return traced.Traced(self.about)(a, b, *inputs, out=out, out_dtype=out_dtype, **named)
-        if named or len(inputs) != self._count:
-            inputs = self.positional(inputs, named)
-        if self._has_scalars:
-            inputs = tuple(
-                x if name is None or type(x) is float else operands.scalar(name, x)
-                for name, x in zip(self._scalars, inputs, strict=True)
-            )
-        # As traced.is_watched() asks, without the call, which would show.
-        watched = _dispatch_modes() or _transforms() is not None or _jit_tracer() is not None
-        if not watched and not (_function_modes() and traced.is_watched()):
-            results = self._run_warm(a, b, inputs, out, out_dtype)
-            if results is not None:
-                return results
-        if traced.is_elsewhere(a, b, inputs, out):
-            return traced.detour(self, a, b, inputs, out, out_dtype)
-        return self._run_cold(a, b, inputs, out, out_dtype)
-
-    def run_plain(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], out: Any, out_dtype: torch.dtype | None) -> Any:
-        """Run the op on tensors with memory of their own, whatever watches this thread's operators."""
-        if self._has_scalars:
-            inputs = tuple(
-                x if name is None else operands.scalar(name, x) for name, x in zip(self._scalars, inputs, strict=True)
-            )
-        results = self._run_warm(a, b, inputs, out, out_dtype)
-        return self._run_cold(a, b, inputs, out, out_dtype) if results is None else results
-
-    def _run_warm(self, a: Any, b: Any, inputs: tuple[Any, ...], out: Any, out_dtype: torch.dtype | None) -> Any:
-        """Run the op as it ran before at these shapes; None where it did not, or where arguments must be looked at."""
-        # A function call for each argument would cost as much as the rest.
-        grad = _grad_enabled()
-        for x in (a, b, *inputs):
-            kind = type(x)
-            if kind is Tensor or kind is Parameter:
-                if (grad and x.requires_grad) or x.is_neg():
-                    return None
-            elif kind is not float:
-                return None
-        dtype = out_dtype
-        if out is not None:
-            if type(out) is not Tensor or (out_dtype is not None and out.dtype != out_dtype):
-                return None
-            dtype = out.dtype
-        try:
-            plans = self._plans.get((a.shape, b.shape, a.dtype, dtype, a.get_device()))
-        except (AttributeError, RuntimeError):  # no tensor, or a nested one, which has no shape
-            return None
-        if plans is not None:
-            for plan in plans:
-                results = plan.run(a, b, inputs, out)
-                if results is not None:
-                    return results[0] if self._has_one_output else Outputs(self.outputs, results)
-        return None
-
-    def positional(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Bring inputs given by name into the epilogue's order.
-
-        Raises
-        ------
-        TypeError
-            If one is missing, unknown or given twice.
-        """
-        return traced.bind(self.name, self.names, inputs, named)
 
     def results_of(
         self, a: Tensor, b: Tensor, inputs: Sequence[Any], out_dtype: torch.dtype | None = None
@@ -167,27 +106,89 @@ class Op(traced.Portable):
         loader.prepare()
         return check_call(self.graph, a, b, dict(zip(self.names, inputs, strict=True)), None, out_dtype).results()
 
-    def wrap(self, call: Call) -> Any:
-        """Return a call's results as the caller expects them: D, or a named tuple with D first."""
-        results = call.results()
-        return results[0] if len(results) == 1 else Outputs(self.outputs, results)
-
     def plan(
-        self, a: Tensor, b: Tensor, *inputs: Any, out_dtype: torch.dtype | None = None, **named: Any
-    ) -> Plan | PeerPlan:
-        """Return how a call with these arguments would be served, without running it."""
-        values = dict(zip(self.names, self.positional(inputs, named), strict=True))
-        return self._plan(check_call(self.graph, a, b, values, None, out_dtype))
+        self,
+        a: Tensor,
+        b: Tensor,
+        *inputs: Any,
+        out: Any = None,
+        out_dtype: torch.dtype | None = None,
+        **named: Any,
+    ) -> Choice:
+        """Return what would serve a call with these arguments, without compiling, loading or running anything.
 
-    def warm_up(self, a: Tensor, b: Tensor, *inputs: Any, out_dtype: torch.dtype | None = None, **named: Any) -> int:
+        Raises
+        ------
+        TypeError, ValueError
+            As the call itself would.
+        UnsupportedError
+            If no one kernel serves the call; :func:`cutlass_ops.explain` says whether other ops do.
+        """
+        call = self.checked(a, b, inputs, named, out, out_dtype)
+        return _choice(call, *self._signature_of(call))
+
+    def warm_up(
+        self,
+        a: Tensor,
+        b: Tensor,
+        *inputs: Any,
+        out: Any = None,
+        out_dtype: torch.dtype | None = None,
+        **named: Any,
+    ) -> int:
         """Compile and load every kernel that calls of this op with a weight may need: see :func:`warm_up`."""
+        return len(REGISTRY.kernels(self._specs_for(self.checked(a, b, inputs, named, out, out_dtype))))
+
+    def instead_of(self, call: Call) -> list[tuple[Op, Call]]:
+        """Return the ops that serve a checked call where no kernel does, each with its own checked call.
+
+        Nothing is computed: tensors between the ops have no values. An empty list where there are no such ops.
+        """
+        found: list[tuple[Op, Call]] = []
+
+        def noted(op: Op, a: Tensor, b: Tensor, *inputs: Any, out: Any = None, out_dtype: Any = None) -> Any:
+            part = check_call(op.graph, a, b, dict(zip(op.names, inputs, strict=True)), out, out_dtype)
+            found.append((op, part))
+            return op.wrap(part)
+
+        if self._instead is not None:
+            problem = call.problem
+            arguments = (problem.a, problem.b, *problem.inputs.values())
+            d = call.outputs[0]
+            out = None if call.given[0] is None else d
+            self._instead.compute(noted, *arguments, out=out, out_dtype=d.dtype)
+        return found
+
+    @property
+    def why_instead(self) -> str:
+        """Why other ops serve a call where no kernel does, in words; empty where there are none."""
+        return "" if self._instead is None else self._instead.why
+
+    def checked(
+        self, a: Any, b: Any, inputs: tuple[Any, ...], named: Mapping[str, Any], out: Any, out_dtype: torch.dtype | None
+    ) -> Call:
+        """Return a call of this op, checked as the call itself does.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument does not fit; the message says which and why.
+        """
         values = dict(zip(self.names, self.positional(inputs, named), strict=True))
-        call = check_call(self.graph, a, b, values, None, out_dtype)
+        return check_call(self.graph, a, b, values, out, out_dtype)
+
+    def _specs_for(self, call: Call) -> tuple[KernelSpec, ...]:
+        """Return every kernel that a call's weight may need, be it of other ops, each once."""
         if call.is_reference:
-            return 0
-        signature, device = self._signature_of(call)
-        specs = dispatch.specs_for(signature, device, call.problem.n, call.problem.k)
-        return len(REGISTRY.kernels(specs))
+            return ()
+        try:
+            signature, device = self._signature_of(call)
+        except UnsupportedError:
+            if self._instead is None:
+                raise
+            parts = (op._specs_for(part) for op, part in self.instead_of(call))
+            return tuple(dict.fromkeys(spec for specs in parts for spec in specs))
+        return dispatch.specs_for(signature, device, call.problem.n, call.problem.k)
 
     def _run_cold(self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None) -> Any:
         call = check_call(self.graph, a, b, dict(zip(self.names, inputs, strict=True)), out, out_dtype)
@@ -199,25 +200,24 @@ class Op(traced.Portable):
         except UnsupportedError:
             if self._instead is None:
                 raise
-            ops = make_ops_plan(self._instead, (a, b, *inputs), call.outputs[0].dtype)
-            self._remember(ops, _key(a, b, call.given[0], out_dtype))
-            return self._instead(a, b, *inputs, out=out, out_dtype=out_dtype)
+            compute = functools.partial(self._instead.compute, _call)
+            ops = make_ops_plan(compute, (a, b, *inputs), call.outputs[0].dtype)
+            self._remember(ops, call, a, b, out_dtype)
+            return compute(a, b, *inputs, out=call.given[0], out_dtype=out_dtype)
         plan.launch_call(call)
-        self._remember(plan, _key(a, b, call.given[0], out_dtype))
+        self._remember(plan, call, a, b, out_dtype)
         return self.wrap(call)
 
     def _plan(self, call: Call) -> Plan | PeerPlan:
-        problem = call.problem
+        """Return what serves a call, ready to run; its kernel is built if nothing has it."""
         signature, device = self._signature_of(call)
-        extents = (problem.m, problem.n, problem.k)
-        peer = dispatch.fallback(signature, device, extents)
-        if peer is not None and can_fall_back(call, peer):
+        spec, config, peer = _choice(call, signature, device)
+        if peer is not None:
             return make_peer_plan(peer, call)
-        spec, config = dispatch.choose(signature, device, extents)
         plan = make_plan(self.name, spec, config, call)
         # What other numbers of rows may need is compiled meanwhile, so that no later batch has to wait for it.
         if env.jit_enabled():
-            BACKGROUND.add(dispatch.specs_for(signature, device, problem.n, problem.k))
+            BACKGROUND.add(dispatch.specs_for(signature, device, call.problem.n, call.problem.k))
         return plan
 
     def _signature_of(self, call: Call) -> tuple[OpSignature, Device]:
@@ -228,19 +228,19 @@ class Op(traced.Portable):
             raise UnsupportedError(arch.unserved(what, device.capability))
         return signature, device
 
-    def _remember(self, plan: AnyPlan, key: tuple[Any, ...]) -> None:
-        if len(self._plans) >= _MAX_PLANS:
-            self._plans.clear()
-        others = (p for p in self._plans.get(key, ()) if not p.same_as(plan))
-        self._plans[key] = (plan, *others)[:_PLANS_A_SHAPE]
+
+def _choice(call: Call, signature: OpSignature, device: Device) -> Choice:
+    extents = (call.problem.m, call.problem.n, call.problem.k)
+    peer = dispatch.fallback(signature, device, extents)
+    peer = peer if peer is not None and can_fall_back(call, peer) else None
+    return Choice(*dispatch.choose(signature, device, extents), peer)
 
 
-def _key(a: Tensor, b: Tensor, out: Tensor | None, out_dtype: torch.dtype | None) -> tuple[Any, ...]:
-    """Return what decides the choice of a kernel, as far as looking at it is cheap; the kernel checks the rest."""
-    return a.shape, b.shape, a.dtype, out_dtype if out is None else out.dtype, a.get_device()
+def _call(op: Op, *arguments: Any, **named: Any) -> Any:
+    return op(*arguments, **named)
 
 
-class Kernel(traced.Portable):
+class Kernel(Warm):
     """One exact kernel, as its specification declares it: no choice, no conversion.
 
     Attributes
@@ -257,10 +257,9 @@ class Kernel(traced.Portable):
     """
 
     def __init__(self, spec: KernelSpec, loaded: LoadedKernel) -> None:
+        super().__init__(spec.slug, spec.epilogue)
         self.spec = spec
         self.loaded = loaded
-        self._op = graph_op(spec.slug, spec.epilogue)
-        self.outputs = self._op.outputs
         self.about = traced.register(f"kernel_{spec.slug}", spec.epilogue, self, "kernel", spec.to_json())
 
     def __repr__(self) -> str:
@@ -292,29 +291,34 @@ class Kernel(traced.Portable):
         """
         if torch.compiler.is_dynamo_compiling():
             return traced.Traced(self.about)(a, b, *inputs, out=out, **named)
-        bound = self._op.positional(inputs, named)
-        if traced.is_watched() or traced.is_elsewhere(a, b, bound, out):
-            return traced.detour(self, a, b, bound, out, None)
-        return self.run_plain(a, b, bound, out, None)
+        if named:  # such as out_dtype, which the declaration decides
+            inputs = self.positional(inputs, named)
+        return super().__call__(a, b, *inputs, out=out)
 
-    def run_plain(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], out: Any, out_dtype: torch.dtype | None) -> Any:
-        """Run the kernel on tensors with memory of their own, whatever watches this thread's operators."""
-        values = dict(zip(self._op.names, inputs, strict=True))
-        call = check_call(self.spec.epilogue, a, b, values, out, out_dtype, self.spec)
-        if call.problem.a.device.type != "cuda":
-            raise NoDeviceError(f"{self!r} runs on a CUDA device, and a is on {call.problem.a.device}")
+    def _run_cold(self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None) -> Any:
+        call = self._checked(a, b, inputs, out, out_dtype)
+        self._require_device(call.problem.a)
         if call.is_reference:
             call.run_reference()
-        else:
-            make_plan(self.spec.slug, self.spec, self.spec.launch_config, call).launch_call(call)
-        return self._op.wrap(call)
+            return self.wrap(call)
+        plan = make_plan(self.name, self.spec, self.spec.launch_config, call, exact=True)
+        plan.launch_call(call)
+        self._remember(plan, call, a, b, out_dtype)
+        return self.wrap(call)
 
     def results_of(
         self, a: Tensor, b: Tensor, inputs: Sequence[Any], out_dtype: torch.dtype | None = None
     ) -> list[Tensor]:
         """Return outputs of the right shapes, dtypes and device for checked arguments, and compute nothing."""
-        values = dict(zip(self._op.names, inputs, strict=True))
-        return check_call(self.spec.epilogue, a, b, values, None, out_dtype, self.spec).results()
+        return self._checked(a, b, inputs, None, out_dtype).results()
+
+    def _require_device(self, a: Tensor) -> None:
+        if a.device.type != "cuda":
+            raise NoDeviceError(f"{self!r} runs on a CUDA device, and a is on {a.device}")
+
+    def _checked(self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None) -> Call:
+        values = dict(zip(self.names, inputs, strict=True))
+        return check_call(self.graph, a, b, values, out, out_dtype, self.spec)
 
 
 def build(spec: KernelSpec) -> Kernel:
@@ -354,7 +358,7 @@ def graph_op(
     name: str,
     graph: Graph,
     doc: str = "",
-    instead: Callable[..., Tensor] | None = None,
+    instead: Instead | None = None,
     made_by: tuple[str, Any] | None = None,
 ) -> Op:
     """Return the op of a graph that was not traced from one function; the rest is as for :class:`Op`."""
@@ -516,6 +520,70 @@ def gemm(
     return op_of(epilogue)(a, b, out=out, out_dtype=out_dtype, **inputs)
 
 
+class Request(NamedTuple):
+    """A user's call as its op takes it.
+
+    Attributes
+    ----------
+    op : Op
+        The op.
+    arguments : tuple
+        A, B, and the epilogue's inputs by position.
+    named : dict
+        Further inputs by name, and `out` and `out_dtype` where they are given.
+    """
+
+    op: Op
+    arguments: tuple[Any, ...]
+    named: dict[str, Any]
+
+
+# What prepares the arguments of a function that is no op: it takes some of them by name, and returns the op and what
+# that takes by position. `inputs`, which it may change, `out` and `out_dtype` then go to the op by name.
+Prepare = Callable[..., tuple[Op, tuple[Any, ...]]]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_PREPARED_BY: dict[object, Prepare] = {}
+
+
+def prepared_by(prepare: Prepare) -> Callable[[_Function], _Function]:
+    """Note what a function prepares its arguments by, so that it can be explained and warmed up as it is called."""
+
+    def note(function: _Function) -> _Function:
+        _PREPARED_BY[function] = prepare
+        return function
+
+    return note
+
+
+def requested(op: Any, *arguments: Any, **named: Any) -> Request:
+    """Return what a user's call asks of which op.
+
+    Parameters
+    ----------
+    op : Op, Epilogue or function
+        What is called: as for :func:`called`, or a function of this library such as :func:`cutlass_ops.rmsnorm_gemm`.
+    *arguments, **named
+        What it is called with.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is nothing that can be called so, or the arguments are not its own.
+    """
+    prepare = _PREPARED_BY.get(op) if isinstance(op, FunctionType) else None
+    if prepare is None:
+        return _request_of(called(op, named.pop("epilogue", None)), *arguments, **named)
+    bound = inspect.signature(op).bind(*arguments, **named)
+    bound.apply_defaults()
+    given = {"inputs": {}, **bound.arguments}
+    found, values = prepare(**{name: given[name] for name in inspect.signature(prepare).parameters})
+    return Request(found, values, given["inputs"] | {n: given[n] for n in ("out", "out_dtype") if n in given})
+
+
+def _request_of(op: Op, /, a: Any, b: Any, *inputs: Any, **named: Any) -> Request:
+    return Request(op, (a, b, *inputs), named)
+
+
 def called(op: object, epilogue: Epilogue | None = None) -> Op:
     """Return the op behind what a user calls: an op, :func:`gemm` with its epilogue, or a decorated function.
 
@@ -536,30 +604,21 @@ def called(op: object, epilogue: Epilogue | None = None) -> Op:
     )
 
 
-def warm_up(
-    op: object,
-    a: Tensor,
-    b: Tensor,
-    *inputs: Any,
-    epilogue: Epilogue | None = None,
-    out_dtype: torch.dtype | None = None,
-    **named: Any,
-) -> int:
+def warm_up(op: object, *arguments: Any, **named: Any) -> int:
     """Compile and load every kernel that calls with a weight may need, whatever the number of rows.
 
     The first call compiles the kernel that it needs and leaves the others to background threads; after this, nothing is
-    left to compile.
+    left to compile. Where other ops serve the call, as two GEMMs do for :func:`cutlass_ops.gemm_swiglu` before Hopper,
+    it is their kernels. What a function does to its arguments before its kernel, such as folding gamma into a weight,
+    is done.
 
     Parameters
     ----------
-    op : Op, Epilogue or cutlass_ops.gemm
-        What is called: a named op such as ``cutlass_ops.gemm_bias_relu``, or ``cutlass_ops.gemm`` with ``epilogue``.
-    a : Tensor
-        (..., M, K). Extents other than K do not matter.
-    b : Tensor
-        (K, N).
-    *inputs, epilogue, out_dtype, **named
-        As for the call itself.
+    op : Op, Epilogue or function
+        What is called: a named op such as ``cutlass_ops.gemm_bias_relu``, a decorated function, ``cutlass_ops.gemm``
+        with ``epilogue``, or another function such as ``cutlass_ops.rmsnorm_gemm``.
+    *arguments, **named
+        What it is called with. Extents of A other than K do not matter.
 
     Returns
     -------
@@ -582,7 +641,8 @@ def warm_up(
     >>> co.warm_up(co.gemm_bias_relu, a, b, bias=torch.zeros(3).bfloat16())
     0
     """
-    return called(op, epilogue).warm_up(a, b, *inputs, out_dtype=out_dtype, **named)
+    request = requested(op, *arguments, **named)
+    return request.op.warm_up(*request.arguments, **request.named)
 
 
 def op_of(epilogue: Epilogue | None) -> Op:

@@ -20,6 +20,9 @@ from cutlass_ops.run.call import Call
 from cutlass_ops.run.peers import Peer, peers
 from cutlass_ops.run.registry import REGISTRY
 
+# What the caller gave for each output, D first; None where that is nothing at all.
+Given: TypeAlias = tuple[Tensor | None, ...] | None
+
 _RASTER = {"heuristic": 0, "along_m": 1, "along_n": 2}
 _BY_GPC = 4
 
@@ -42,7 +45,8 @@ class Plan:
     workspace : int
         Bytes of workspace that a launch needs.
     outputs : tuple
-        Shape, strides and dtype of each output as the caller sees it, D first. The kernel folds leading dimensions.
+        Shape, strides and dtype of each output as the caller sees it, D first, where it is not given. The kernel folds
+        leading dimensions.
     """
 
     spec: KernelSpec
@@ -53,7 +57,7 @@ class Plan:
     workspace: int
     outputs: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
 
-    def run(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], out: Tensor | None) -> tuple[Tensor, ...] | None:
+    def run(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], given: Given) -> tuple[Tensor, ...] | None:
         """Launch on a warm call's arguments as they are.
 
         Returns
@@ -64,14 +68,17 @@ class Plan:
         workspace = self._workspace(a) if self.workspace else None
         # With strides given, PyTorch makes a tensor in half of the time.
         if len(self.outputs) == 1:
-            if out is None:
+            if given is None or (d := given[0]) is None:
                 shape, strides, dtype = self.outputs[0]
                 d = a.new_empty_strided(shape, strides, dtype=dtype)
-            else:
-                d = out
             return (d,) if self.launch(a, b, d, *inputs, self.raster, self.swizzle, workspace) == 0 else None
-        results = tuple(a.new_empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in self.outputs)
-        d, *others = results if out is None else (out, *results[1:])
+        if given is None:
+            d, *others = [a.new_empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in self.outputs]
+        else:
+            d, *others = [
+                a.new_empty_strided(shape, strides, dtype=dtype) if x is None else x
+                for x, (shape, strides, dtype) in zip(given, self.outputs, strict=True)
+            ]
         status = self.launch(a, b, d, *inputs, *others, self.raster, self.swizzle, workspace)
         return (d, *others) if status == 0 else None
 
@@ -119,13 +126,14 @@ class PeerPlan:
     inputs: tuple[tuple[tuple[int, ...], torch.dtype, torch.device] | None, ...]
     shape: tuple[int, ...]
 
-    def run(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], out: Tensor | None) -> tuple[Tensor, ...] | None:
+    def run(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], given: Given) -> tuple[Tensor, ...] | None:
         """Compute a warm call; None if its inputs are not those that were planned for.
 
         PyTorch would broadcast what a kernel refuses, so that they have to be compared.
         """
         if tuple(map(_described, inputs)) != self.inputs or b.device != a.device:
             return None
+        out = None if given is None else given[0]
         if out is not None and (out.shape != self.shape or out.device != a.device):
             return None
         d = self._compute(a, b, inputs)
@@ -164,10 +172,11 @@ class OpsPlan:
     operands: tuple[tuple[Any, ...] | None, ...]
     out_dtype: torch.dtype
 
-    def run(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], out: Any) -> tuple[Tensor, ...] | None:
+    def run(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], given: Given) -> tuple[Tensor, ...] | None:
         """Compute a warm call; None if its operands are not those that no kernel takes."""
         if tuple(map(_laid_out, (a, b, *inputs))) != self.operands:
             return None
+        out = None if given is None else given[0]
         return (self.compute(a, b, *inputs, out=out, out_dtype=self.out_dtype),)
 
     def same_as(self, other: AnyPlan) -> bool:
@@ -237,7 +246,7 @@ def order(config: Config) -> tuple[int, int]:
     return _RASTER[config.raster] + (_BY_GPC if config.by_gpc else 0), config.swizzle
 
 
-def make_plan(name: str, spec: KernelSpec, config: Config, call: Call) -> Plan:
+def make_plan(name: str, spec: KernelSpec, config: Config, call: Call, *, exact: bool = False) -> Plan:
     """Plan calls like this one with a kernel.
 
     Parameters
@@ -250,6 +259,8 @@ def make_plan(name: str, spec: KernelSpec, config: Config, call: Call) -> Plan:
         Its configuration with the launch arguments.
     call : Call
         The call.
+    exact : bool
+        Whether new outputs have the kernel's own majors, as where it alone was asked for; else they are contiguous.
     """
     kernel = REGISTRY.kernel(spec)
     problem, graph = call.problem, call.graph
@@ -264,8 +275,10 @@ def make_plan(name: str, spec: KernelSpec, config: Config, call: Call) -> Plan:
         swizzle=swizzle,
         workspace=workspace,
         outputs=tuple(
-            (shape, _contiguous(shape), t.dtype)
-            for shape, t in zip(map(problem.output_shape, graph.outputs), call.outputs, strict=True)
+            (shape, _by_columns(shape, problem.m) if exact and of.major == "col" else _contiguous(shape), t.dtype)
+            for shape, t, of in zip(
+                map(problem.output_shape, graph.outputs), call.outputs, (spec.d, *spec.outputs), strict=True
+            )
         ),
     )
 
@@ -273,6 +286,11 @@ def make_plan(name: str, spec: KernelSpec, config: Config, call: Call) -> Plan:
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a new tensor."""
     return tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
+
+
+def _by_columns(shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
+    """Return the strides of a new tensor (..., N) whose columns are contiguous, each with all rows of the batch."""
+    return *_contiguous(shape[:-1]), rows
 
 
 def _in_range(name: str, launch: Callable[..., int]) -> Callable[..., int]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cutlass_ops.base import arch
+from cutlass_ops.base.errors import UnsupportedError
 from cutlass_ops.choose import dispatch, policies
 from cutlass_ops.choose.knowledge import Candidate
 from cutlass_ops.choose.policies import Policy
@@ -18,8 +19,8 @@ from cutlass_ops.declare.device import Device, Problem
 from cutlass_ops.declare.roofline import Roofline, roofline
 from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.kinds.traits import Traits
-from cutlass_ops.run.call import Call, check_call, device_of, signature_of, without_modes
-from cutlass_ops.run.ops import called
+from cutlass_ops.run.call import Call, device_of, signature_of, without_modes
+from cutlass_ops.run.ops import Op, requested
 from cutlass_ops.run.plan import can_fall_back
 from cutlass_ops.run.registry import OpSignature
 
@@ -62,6 +63,8 @@ class Explanation:
         Name of the device, or ``"the CPU"``.
     microseconds : float or None
         What the call is expected to take on the device, without its launch from Python; None where nothing is known.
+    parts : tuple of Explanation
+        Where no kernel serves the call and several ops do, one after the other: how each of them is served.
 
     Examples
     --------
@@ -83,6 +86,12 @@ class Explanation:
     peers: dict[str, float] | None = None
     device: str = "the CPU"
     microseconds: float | None = None
+    parts: tuple[Explanation, ...] = ()
+
+    @property
+    def is_served(self) -> bool:
+        """Whether anything serves the call."""
+        return self.served_by != _NOTHING
 
     @property
     def verdict(self) -> str:
@@ -121,6 +130,7 @@ class Explanation:
             "roofline": None if self.roofline is None else {**asdict(self.roofline), "bound": self.roofline.bound},
             "achieved": self.achieved,
             "peers": self.peers,
+            "parts": [part.to_json() for part in self.parts],
         }
 
     def __repr__(self) -> str:
@@ -129,8 +139,9 @@ class Explanation:
         return f"<explanation of {self.op} {m}x{n}x{k} on {self.device}: {self.served_by}{time}>"
 
     def __str__(self) -> str:
-        """Return the verdict, a table of the best candidates, and the details, as lines of text."""
-        return "\n".join([self.verdict, *self._table(), *self._details()])
+        """Return the verdict, a table of the best candidates, and the details, as lines of text; so for each part."""
+        whole = "\n".join([self.verdict, *self._table(), *self._details()])
+        return "\n\n".join([whole, *map(str, self.parts)])
 
     def _table(self) -> list[str]:
         if not self.candidates:
@@ -162,19 +173,18 @@ class Explanation:
         return [Finding("limit", says)]
 
 
-def explain(op: Any, a: Tensor, b: Tensor, *inputs: Any, out: Any = None, **named: Any) -> Explanation:
-    """Say how a call would be served, and why, without running or compiling anything.
+def explain(op: object, *arguments: Any, **named: Any) -> Explanation:
+    """Say how a call would be served, and why, without running or compiling a kernel.
+
+    What a function does to its arguments before its kernel, such as folding gamma into a weight, is done.
 
     Parameters
     ----------
-    op : Op, Epilogue or cutlass_ops.gemm
-        A named op such as ``cutlass_ops.gemm_bias_relu``, or ``cutlass_ops.gemm`` with its ``epilogue=``.
-    a, b : Tensor
-        A (..., M, K) and B (K, N).
-    *inputs, **named
-        The epilogue's inputs, ``epilogue`` and ``out_dtype``, as for the call itself.
-    out : Tensor or mapping of str to Tensor, optional
-        As for the call itself.
+    op : Op, Epilogue or function
+        What is called: a named op such as ``cutlass_ops.gemm_bias_relu``, a decorated function, ``cutlass_ops.gemm``
+        with its ``epilogue=``, or another function such as ``cutlass_ops.rmsnorm_gemm``.
+    *arguments, **named
+        What it is called with.
 
     Returns
     -------
@@ -196,21 +206,20 @@ def explain(op: Any, a: Tensor, b: Tensor, *inputs: Any, out: Any = None, **name
 
     >>> print(co.explain(co.gemm_bias_relu, x, weight.t(), bias))  # doctest: +SKIP
     """
-    op = called(op, named.pop("epilogue", None))
-    out_dtype = named.pop("out_dtype", None)
-    names = [i.name for i in op.graph.inputs]
-    values = dict(zip(names, op.positional(inputs, named), strict=True))
-    call = check_call(op.graph, a, b, values, out, out_dtype)
+    request = requested(op, *arguments, **named)
+    asked, (a, b, *inputs), given = request.op, request.arguments, dict(request.named)
+    out, out_dtype = given.pop("out", None), given.pop("out_dtype", None)
+    call = asked.checked(a, b, tuple(inputs), given, out, out_dtype)
     if call.is_reference:
         problem = (call.problem.m, call.problem.n, call.problem.k)
         where = "an extent is 0" if 0 in problem else "the tensors are on the CPU"
         why = f"{where}, so that the reference implementation computes it"
-        return Explanation(op.name, problem, "PyTorch", why, device=_name(a.device))
-    return explain_call(op.name, call, device_of(a.device))
+        return Explanation(asked.name, problem, "PyTorch", why, device=_name(a.device))
+    return explain_call(asked.name, call, device_of(a.device), asked)
 
 
 @without_modes()
-def explain_call(name: str, call: Call, device: Device) -> Explanation:
+def explain_call(name: str, call: Call, device: Device, op: Op | None = None) -> Explanation:
     """Say how a checked call would be served on a device.
 
     Parameters
@@ -221,6 +230,8 @@ def explain_call(name: str, call: Call, device: Device) -> Explanation:
         The call; its tensors need no data.
     device : Device
         Where it would run.
+    op : Op, optional
+        What is called, if that is known: it says which other ops serve the call where no kernel does.
     """
     problem = (call.problem.m, call.problem.n, call.problem.k)
     signature = signature_of(call, device)
@@ -228,11 +239,13 @@ def explain_call(name: str, call: Call, device: Device) -> Explanation:
     if not policy.kernels:
         what = f"a {signature.a}, b {signature.b}, d {signature.d}"
         why = arch.unserved(what, device.capability, device.name)
-        served_by = "nothing"
-        if name == "gemm_swiglu" and arch.target_for(device.capability, wgmma=False):
-            served_by, why = "two GEMMs", "no kernel takes both weights, so each has a GEMM of its own"
-        return Explanation(name, problem, served_by, why, _contract(signature, device, None), device=_called(device))
+        return _otherwise(name, call, device, op, why)
     chosen = dispatch.chosen_in_bundle(signature, device, problem)
+    if chosen is None:
+        try:
+            policy.choose(problem)
+        except UnsupportedError as exc:
+            return _otherwise(name, call, device, op, str(exc))
     kept = policies.kept(policy, *problem[1:]) if chosen is None else policy.kernels
     ranked = policy.ranked(problem, kept)
     if chosen is not None:
@@ -263,6 +276,30 @@ def explain_call(name: str, call: Call, device: Device) -> Explanation:
     )
 
 
+def _otherwise(name: str, call: Call, device: Device, op: Op | None, why: str) -> Explanation:
+    """Explain a call that no one kernel serves: by the ops that compute it instead, if all of them are served."""
+    problem = (call.problem.m, call.problem.n, call.problem.k)
+    contract = _contract(signature_of(call, device), device, None)
+    parts = tuple(explain_call(part.name, each, device, part) for part, each in op.instead_of(call)) if op else ()
+    # Without all of them the call ends in an error, which is that of the first one that is not served.
+    unserved = next((part.why for part in parts if not part.is_served), None)
+    if op is None or not parts or unserved:
+        return Explanation(name, problem, _NOTHING, unserved or why, contract, device=_called(device))
+    times = [part.microseconds for part in parts]
+    return Explanation(
+        name,
+        problem,
+        f"{_NUMBERS.get(len(parts), str(len(parts)))} GEMMs",
+        op.why_instead,
+        contract,
+        device=_called(device),
+        microseconds=sum(t for t in times if t is not None) if None not in times else None,
+        parts=parts,
+    )
+
+
+_NOTHING = "nothing"
+_NUMBERS = {2: "two", 3: "three"}
 _BUNDLED = "chosen when the loaded bundle was made; one of {} kernels that bundles have for this signature"
 
 

@@ -136,7 +136,13 @@ def _occupancy(
         return answer
     shared = resources["static_shared_memory"] + described["shared_memory"] + arch.KIB
     registers = -(-resources["registers"] // _REGISTER_UNIT) * _REGISTER_UNIT * described["threads"]
-    return min(target.shared_memory_per_sm // shared, arch.REGISTERS_PER_SM // registers), None
+    limits = (
+        target.shared_memory_per_sm // shared,
+        arch.REGISTERS_PER_SM // registers,
+        target.threads_per_sm // described["threads"],
+        target.blocks_per_sm,
+    )
+    return min(limits), None
 
 
 def _ask_driver(artifact: Artifact, function: str, described: dict[str, int], target: Target) -> tuple[int, str] | None:

@@ -14,6 +14,7 @@ from cutlass_ops.run import ops
 from cutlass_ops.run.registry import REGISTRY
 from tests.gpu import edges, kernels, placement
 from tests.gpu.placement import whole
+from tests.gpu.warm import served_warm
 
 pytestmark = pytest.mark.gpu
 
@@ -343,9 +344,10 @@ def test_stale_results_do_not_survive():
 
 def test_a_mapping_of_outputs_serves_an_op_with_one():
     a, b, bias = problem(72, 256, 128)
+    co.gemm_bias_relu(a, b, bias, out={"d": nan_like(72, 256)})
     for _ in range(3):
         out = nan_like(72, 256)
-        assert co.gemm_bias_relu(a, b, bias, out={"d": out}) is out
+        assert served_warm(co.gemm_bias_relu, lambda out=out: co.gemm_bias_relu(a, b, bias, out={"d": out})) is out
         assert torch.equal(out, exact(a, b, bias))
 
 

@@ -53,7 +53,7 @@ def test_fake_tensors_at_a_warm_kernel(warm):
 def test_a_module_that_has_run_is_copied(warm):
     x, w, bias = warm
     module = torch.nn.Module()
-    module.op, module.kernel = co.gemm_bias_relu, co.gemm_bias_relu.plan(x, w, bias).kernel
+    module.op, module.kernel = co.gemm_bias_relu, co.build(co.gemm_bias_relu.plan(x, w, bias).spec).loaded
     again = copy.deepcopy(module)
     assert torch.equal(again.op(x, w, bias), module.op(x, w, bias))
     assert again.kernel is module.kernel

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fake_device
 import pytest
 
 from cutlass_ops.choose import policies
@@ -28,3 +29,10 @@ def no_user_tables(request, tmp_path):
     else:
         _made_by = None
         policies.forget()
+
+
+@pytest.fixture
+def device(monkeypatch, no_user_tables):
+    """A made-up H100: see fake_device.py. Its `device` may be exchanged for another one."""
+    with fake_device.fake_device(monkeypatch) as fake:
+        yield fake

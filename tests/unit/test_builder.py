@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from fake_toolkit import FFMA, HMMA, FakeToolkit, library, sm80_spec, sm90_spec
 
+from cutlass_ops.artifacts import store as store_module
 from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base import locks
 from cutlass_ops.base.errors import CompileError, ConfigError, MissingKernelError, StoreError, ToolchainError
@@ -179,6 +180,18 @@ def test_frozen_uses_what_is_there_whoever_compiled_it(store, toolchain, monkeyp
     monkeypatch.setattr(build_module, "find_toolchain", None)  # and without looking for a compiler
     assert build_artifact(SPEC, store=store) == artifact
     assert build_many([SPEC, SPEC], store=store) == [artifact, artifact]
+
+
+def test_frozen_reads_an_entry_once_however_many_kernels_are_looked_for(store, toolchain, monkeypatch):
+    made = build_many(SPECS, store=store, toolchain=toolchain)
+    monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
+    read, source_key = [], store_module._source_key
+    monkeypatch.setattr(store_module, "_source_key", lambda folder: read.append(folder) or source_key(folder))
+    store_module._index.cache_clear()
+    for _ in range(3):
+        assert build_many(SPECS, store=store) == made
+    assert len(read) == len(set(read)) == len(SPECS)
+    store_module._index.cache_clear()
 
 
 def test_frozen_names_what_is_missing_and_the_command(store, monkeypatch):

@@ -331,6 +331,18 @@ def test_stream_k_has_to_be_ahead_to_be_chosen_unless_it_was_measured():
     assert measured.tolist()[0] == pytest.approx([10.0, 11.0])
 
 
+def test_a_problem_at_which_no_kernel_can_be_launched_is_refused_in_words():
+    """A kernel that is not persistent has a thread block for each tile, and a grid only so many along N."""
+    kernel = Sm90Config(ThreadblockShape(64, 64, 64), schedule="warp_specialized")
+    policy = policies.Policy.of((), signature(), H100, [kernel])
+    assert policy.choose((64, 4096, 4096)).config.binary() == kernel
+    with pytest.raises(co.UnsupportedError, match=r"can be launched at M=64 N=4480000 K=4096: .* Make several calls"):
+        policy.choose((64, 4480000, 4096))
+    nothing = policies.Policy.of((), signature(), H100, [])
+    with pytest.raises(co.UnsupportedError, match=r"can be launched at M=64 N=64 K=64"):
+        nothing.choose((64, 64, 64))
+
+
 def test_what_an_epilogue_was_tuned_for_takes_nothing_from_what_it_borrows_elsewhere():
     of, problem = signature(builtin.bias_gelu), (4096, 4096, 4096)
     elsewhere = [*SHAPES.GRID, (640, 5120, 4096)]

@@ -5,14 +5,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from signatures import A100, H100, H200
+from signatures import A100, H100, H200, signature
 
 import cutlass_ops as co
 from cutlass_ops.choose import dispatch, policies, tables
 from cutlass_ops.choose.tables import Measured, Point, Table
+from cutlass_ops.declare.config import Sm90Config, ThreadblockShape
 from cutlass_ops.declare.device import Device
 from cutlass_ops.epilogue import builtin
-from cutlass_ops.run import norms, ops
+from cutlass_ops.run import gated, norms, ops
 from cutlass_ops.run.call import call_at, signature_of
 from cutlass_ops.tools.explaining import explain_call
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("no_user_tables")
 
 
 def explained(problem=(512, 4096, 4096), op=ops.gemm_bias_relu, device=H100, dtype="bf16", majors=("row", "col")):
-    return explain_call(op.name, call_at(op.graph, problem, dtype, *majors), device)
+    return explain_call(op.name, call_at(op.graph, problem, dtype, *majors), device, op)
 
 
 @pytest.mark.parametrize("problem", [(512, 4096, 4096), (500, 4096, 4096), (3, 777, 512), (64, 4097, 4097)])
@@ -95,9 +96,131 @@ def test_where_pytorch_serves_its_time_is_the_expected_one(monkeypatch):
 
 
 def test_gates_where_no_kernel_takes_two_weights():
-    found = explain_call("gemm_swiglu", call_at(builtin.swiglu.graph, (8, 64, 64), "bf16", "row", "col"), A100)
+    found = explained((8, 64, 64), gated.swiglu_op(None), A100)
     assert found.served_by == "two GEMMs"
     assert "no kernel takes both weights" in found.why
+    # The first part leaves its result to the second, as a tile.
+    assert [len(part.candidates) > 0 for part in found.parts] == [True, True]
+    assert found.microseconds == sum(part.microseconds for part in found.parts)
+    for part in found.parts:
+        assert part.verdict in str(found)
+    assert json.loads(json.dumps(found.to_json()))["parts"] == [part.to_json() for part in found.parts]
+    # Without the op nothing says what runs instead, as for the same epilogue of a user's own.
+    alone = explained((8, 64, 64), ops.op(builtin.swiglu), A100)
+    assert (alone.served_by, alone.parts) == ("nothing", ())
+
+
+@pytest.mark.parametrize("norm", [None, builtin.rms_norm])
+def test_the_parts_are_what_then_runs(device, norm):
+    device.device = A100
+    x, w, up = (torch.randn(s).bfloat16() for s in ((8, 64), (128, 64), (128, 64)))
+    given = {} if norm is None else {"eps": 1e-5}
+    found = co.explain(co.gemm_swiglu, x, w.t(), up.t(), **given)
+    assert (device.loaded, device.launches, device.queued) == ({}, [], [])
+    op = gated.swiglu_op(norm)
+    op._plans.clear()
+    co.gemm_swiglu(x, w.t(), up.t(), **given)
+    op._plans.clear()
+    assert [part.served_by for part in found.parts] == [launch.spec.slug for launch in device.launches]
+    assert len(found.parts) == 2
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_where_only_a_part_is_served_nothing_is(monkeypatch, lost):
+    op, policy = gated.swiglu_op(None), policies.policy
+    call = call_at(op.graph, (8, 64, 64), "bf16", "row", "col")
+    graph = op.instead_of(call)[lost][0].graph
+
+    def without(signature, device):
+        found = policy(signature, device)
+        return replace(found, kernels=()) if signature.epilogue == graph else found
+
+    monkeypatch.setattr(policies, "policy", without)
+    found = explain_call(op.name, call, A100, op)
+    assert (found.served_by, found.parts, found.microseconds) == ("nothing", (), None)
+    assert "no kernel serves a bf16.row" in found.why
+
+
+def test_a_device_that_serves_no_part_is_said_to_be_that():
+    found = explained((8, 64, 64), gated.swiglu_op(None), Device((7, 5), 40, "Tesla T4"))
+    assert found.served_by == "nothing"
+    assert "Tesla T4" in found.why
+
+
+def test_what_no_grid_can_cover_is_explained(monkeypatch):
+    kernel = Sm90Config(ThreadblockShape(64, 64, 64), schedule="warp_specialized")
+    policy = policies.Policy.of((), signature(), H100, [kernel])
+    monkeypatch.setattr(policies, "policy", lambda *_: policy)
+    found = explained((64, 4480000, 4096))
+    assert found.served_by == "nothing"
+    assert "its grid would have more thread blocks" in found.why
+
+
+EPS = 1e-5
+
+
+def functions():
+    """Return calls of every function that is no op, as a user makes them, and the op behind each."""
+    x, w = torch.randn(8, 64).bfloat16(), torch.randn(64, 128).bfloat16()
+    gamma, bias, residual = torch.ones(64), torch.zeros(128).bfloat16(), torch.randn(8, 128).bfloat16()
+    rows = torch.ones(8)
+    sums = co.RowStatistic(rows, 64, EPS)
+    silu = builtin.bias_silu
+    layer, moments = co.prepare_layernorm(w, gamma, gamma), norms.layernorm_op(shifted=True, given="moments")
+    residual_op = norms.residual_rms_op(torch.bfloat16)
+    return [
+        (co.gemm, (x, w), {}, ops.op_of(None)),
+        (co.gemm, (x, w), {"epilogue": silu, "bias": bias}, ops.op_of(silu)),
+        (co.gemm, (), {"a": x, "b": w}, ops.op_of(None)),
+        (co.gemm_bias, (x, w, bias), {"out": residual, "out_dtype": torch.bfloat16}, co.gemm_bias),
+        (co.rmsnorm_gemm, (x, w), {"eps": EPS}, norms.rmsnorm_op()),
+        (co.rmsnorm_gemm, (), {"x": x, "w": w, "gamma": gamma, "eps": EPS}, norms.rmsnorm_op()),
+        (co.rmsnorm_gemm, (x, co.prepare(w, gamma)), {"rstd": sums}, norms.rmsnorm_op(given="sums")),
+        (co.rmsnorm_gemm, (x, w), {"rstd": rows, "out_dtype": torch.float32}, norms.rmsnorm_op(given="rstd")),
+        (co.rmsnorm_gemm, (x, w), {"eps": EPS, "epilogue": silu, "bias": bias}, norms.rmsnorm_op(silu)),
+        (co.layernorm_gemm, (x, w, gamma), {"eps": EPS}, norms.layernorm_op()),
+        (co.layernorm_gemm, (x, layer), {"mean": rows, "rstd": rows}, moments),
+        (co.gemm_residual_rms, (x, w, residual), {"eps": EPS}, residual_op),
+        (co.gemm_residual_rms, (x, w), {"residual": residual, "eps": EPS, "out": residual}, residual_op),
+        (co.gemm_swiglu, (x, w, w), {}, gated.swiglu_op(None)),
+        (co.gemm_swiglu, (x, w, w, gamma), {"eps": EPS, "out": residual}, gated.swiglu_op(builtin.rms_norm)),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("on", [H100, A100], ids=["H100", "A100"])
+@pytest.mark.parametrize("at", range(len(functions())))
+def test_every_function_is_explained_and_warmed_up_as_it_is_called(device, monkeypatch, at, on):
+    device.device = on
+    function, arguments, named, op = functions()[at]
+    found = co.explain(function, *arguments, **named)
+    assert (found.op, found.problem) == (op.name, (8, 128, 64))
+    # Of weights with N along their lines no kernel takes two, whatever the device.
+    assert found.served_by == "two GEMMs" if function is co.gemm_swiglu else found.candidates
+    assert device.loaded == {}
+    count = co.warm_up(function, *arguments, **named)
+    assert count == len(device.loaded) > 0
+    # Nothing is left to compile.
+    device.closed = True
+    parts = [op, *(part for part, _ in op.instead_of(call_at(op.graph, (8, 128, 64), "bf16", "row", "row")))]
+    for each in parts:
+        monkeypatch.setattr(each, "_plans", {})
+    function(*arguments, **named)
+    assert device.launches
+
+
+def test_functions_refuse_what_a_call_refuses():
+    x, w = torch.zeros(4, 8).bfloat16(), torch.zeros(8, 16).bfloat16()
+    for ask in (co.explain, co.warm_up):
+        with pytest.raises(TypeError, match="rmsnorm_gemm needs eps"):
+            ask(co.rmsnorm_gemm, x, w)
+        with pytest.raises(TypeError, match="gamma belongs to a norm"):
+            ask(co.gemm_swiglu, x, w, w, torch.ones(8))
+        with pytest.raises(TypeError, match="bias is unknown"):
+            ask(co.rmsnorm_gemm, x, w, eps=EPS, bias=w)
+        with pytest.raises(TypeError, match="missing 1 required positional argument: 'b'"):
+            ask(co.gemm, x)
+    assert co.explain(co.rmsnorm_gemm, x, w, eps=EPS).served_by == "PyTorch"
+    assert co.warm_up(co.gemm_swiglu, x, w, w) == 0
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 import json
+from types import SimpleNamespace
 
 import pytest
 from fake_toolkit import FakeToolkit, library, sm80_spec
@@ -38,6 +39,26 @@ def test_report_without_a_device(artifact):
     assert (report.blocks_per_sm, report.device) == (3, None)
     assert repr(report) == f"<report of {sm80_spec().slug}: 168 registers>"
     assert json.loads(json.dumps(report.to_json())) == report.to_json()
+
+
+# Each with one limit below all others: threads for each block, its dynamic shared memory, registers for each thread.
+OCCUPANCY = {
+    "shared memory": ("sm_80", 128, 49 * 1024, 64, 3),
+    "registers": ("sm_80", 256, 1024, 128, 2),
+    "threads": ("sm_86", 1024, 1024, 32, 1),
+    "threads, where there are more": ("sm_90a", 1024, 1024, 32, 2),
+    "blocks": ("sm_86", 32, 0, 32, 16),
+    "blocks, where there are more": ("sm_89", 32, 0, 32, 24),
+    "blocks of an A100": ("sm_80", 32, 0, 32, 32),
+}
+
+
+@pytest.mark.parametrize(("target", "threads", "shared", "registers", "blocks"), OCCUPANCY.values(), ids=OCCUPANCY)
+def test_each_limit_of_occupancy(monkeypatch, target, threads, shared, registers, blocks):
+    monkeypatch.setattr(inspection, "_ask_driver", lambda *_: None)
+    artifact, described = SimpleNamespace(target=target), {"threads": threads, "shared_memory": shared}
+    resources = {"function": "f", "registers": registers, "static_shared_memory": 1024}
+    assert inspection._occupancy(artifact, resources, described) == (blocks, None)
 
 
 @pytest.mark.usefixtures("_described")

@@ -5,8 +5,11 @@ import math
 import pytest
 from signatures import A100, H100, signature
 
+from cutlass_ops.base import arch
 from cutlass_ops.choose import space
+from cutlass_ops.choose.pool import Pool
 from cutlass_ops.declare.config import Sm80Config, Sm90Config, ThreadblockShape, WarpShape
+from cutlass_ops.declare.device import Device
 from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.sm80 import model as model_sm80
 from cutlass_ops.kinds.sm80 import space as space_sm80
@@ -61,6 +64,23 @@ def test_wider_accesses_are_never_slower():
         assert times == sorted(times, reverse=True)
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_89", "sm_90"])
+@pytest.mark.parametrize("config", [*space_sm80.UNTUNED_UNALIGNED, *space_sm80.UNTUNED])
+def test_a_multiprocessor_holds_what_its_own_memory_and_threads_allow(config, target):
+    machine, blocks = arch.target(target), model_sm80.resident(config, target=target)
+    shared = config.stages * (config.threadblock.m + config.threadblock.n) * config.threadblock.k * 2
+    assert blocks == 1 or blocks * (shared + arch.KIB) <= machine.shared_memory_per_sm
+    assert blocks * config.warps * arch.WARP <= machine.threads_per_sm
+
+
+def test_a_kernel_with_much_shared_memory_is_alone_where_there_is_less():
+    config = Sm80Config(ThreadblockShape(128, 128, 32), WarpShape(64, 64, 32), stages=4)
+    assert [model_sm80.resident(config, target=f"sm_{n}") for n in (80, 86, 89, 90)] == [2, 1, 1, 2]
+    a10 = Device((8, 6), 108)
+    problem, alone = (8192, 4096, 4096), Pool((config,))
+    assert alone.times([problem], a10) > alone.times([problem], A100)
+
+
 @pytest.mark.parametrize(("of", "device"), [(odd(1), A100), (odd(2), A100), (signature(), A100)])
 def test_what_has_no_wgmma_is_sought_among_sm80_kernels(of, device):
     found = space.ranked(of, ODD, 40, device)
@@ -69,7 +89,7 @@ def test_what_has_no_wgmma_is_sought_among_sm80_kernels(of, device):
         assert isinstance(config, Sm80Config)
         assert not legality.check(device.spec(of, config))
     assert {c.stream_k for c in space.sm80_configurations(of, device)} == {False, True}
-    times = [model_sm80.predict(c, ODD, device.multiprocessors, of.a.alignment) for c in found]
+    times = [model_sm80.predict(c, ODD, device.multiprocessors, of.a.alignment, target="sm_80") for c in found]
     assert times == sorted(times)
 
 

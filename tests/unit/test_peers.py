@@ -53,7 +53,7 @@ def test_a_peers_plan_serves_cold_and_warm_calls():
     (warm,) = plan.run(a, b, inputs, None)
     assert torch.equal(warm, call.outputs[0])
     out = torch.full((M, N), float("nan"), dtype=torch.bfloat16)
-    assert plan.run(a, b, inputs, out)[0] is out
+    assert plan.run(a, b, inputs, (out,))[0] is out
     assert torch.equal(out, warm)
 
 
@@ -71,7 +71,7 @@ def test_a_peers_plan_refuses_other_inputs(inputs):
     plan = make_peer_plan("eager", call)
     assert plan.run(call.problem.a, call.problem.b, inputs, None) is None
     right = tuple(call.problem.inputs.values())
-    assert plan.run(call.problem.a, call.problem.b, right, torch.empty(M, N + 1).bfloat16()) is None
+    assert plan.run(call.problem.a, call.problem.b, right, (torch.empty(M, N + 1).bfloat16(),)) is None
 
 
 def test_which_calls_a_peer_can_serve():

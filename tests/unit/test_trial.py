@@ -1,13 +1,16 @@
 """What a trial decides without a device; tests/gpu/test_trial.py has the rest."""
 
+import contextlib
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from signatures import signature
 
 from cutlass_ops.declare.config import InstructionShape, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
 from cutlass_ops.run import plan
-from cutlass_ops.tuner import trial
+from cutlass_ops.tuner import timing, trial
 
 FIRST, SECOND = (Sm90Config(ThreadblockShape(128, n, 64)) for n in (128, 192))
 
@@ -37,3 +40,22 @@ def test_every_order_of_tiles_has_a_number_of_its_own(by_gpc):
 def test_an_sm80_kernel_has_a_swizzle_only():
     config = Sm80Config(ThreadblockShape(64, 64, 32), WarpShape(32, 32, 32), InstructionShape(16, 8, 16), swizzle=8)
     assert plan.order(config) == (0, 8)
+
+
+@pytest.mark.parametrize("size", [1e3, 1e6, 20e6, 60e6, 200e6, 1e10])
+def test_a_set_of_inputs_has_left_the_cache_when_its_turn_comes_again(size):
+    count = timing.rotation(size)
+    assert 2 <= count <= 12
+    # What all others have read in between is at least as large as an L2 cache, where so few of them can be.
+    assert (count - 1) * size >= timing._L2_BYTES or count == 12
+
+
+def test_launches_of_a_trial_take_turns_with_the_inputs(monkeypatch):
+    monkeypatch.setattr(trial.torch.cuda, "device", lambda device: contextlib.nullcontext())
+    read = []
+    kernel = SimpleNamespace(launch=lambda a, *_: read.append(a.data_ptr()), workspace_size=lambda *_: 0)
+    run = trial.Trial(signature(), (64, 64, 64), torch.device("cpu"))._run(FIRST, kernel)
+    for index in range(24):
+        run(index)
+    assert len(set(read)) == 12
+    assert read[:12] == read[12:]

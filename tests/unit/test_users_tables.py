@@ -94,6 +94,21 @@ def warned(*, match):
     return found, len(said)
 
 
+def test_where_warnings_are_errors_no_call_fails(usual, capsys):
+    """As they are by `python -W error`, and where tests run: what is wrong is said all the same, and once."""
+    path = tables.path_of(env.tuning_dir(), H100.name, signature())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{")
+    policies.forget()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert chosen(ODD) == usual
+        policies._policy.cache_clear()
+        assert chosen(ODD) == usual
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("cutlass_ops: a tuning table is left out: ")
+
+
 @pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), OSError(5, "Input/output error")])
 def test_a_folder_that_cannot_be_read_is_said_once(usual, monkeypatch, error):
     policies.forget()

@@ -20,7 +20,6 @@ from cutlass_ops.kinds.traits import Traits
 _SHARPNESS = 4
 # As in the model of Sm90: what padding costs where memory is all that kernels wait for.
 _PADDING, _MOST_PADDING = 0.01, 4.0
-_MAX_THREADS_PER_SM = 2048
 
 
 @dataclass(frozen=True)
@@ -77,9 +76,10 @@ def predict(
     alignment: int = 8,
     costs: Costs = H100,
     element_bytes: int = 2,
+    target: str = "sm_90",
 ) -> float:
     """Return one kernel's time in microseconds; :func:`times` for one configuration and problem."""
-    return times([config], [problem], multiprocessors, alignment, costs, element_bytes).item()
+    return times([config], [problem], multiprocessors, alignment, costs, element_bytes, target).item()
 
 
 def times(
@@ -89,6 +89,7 @@ def times(
     alignment: int = 8,
     costs: Costs = H100,
     element_bytes: int = 2,
+    target: str = "sm_90",
 ) -> Floats:
     """Return kernels' times in microseconds, of shape (problems, configurations).
 
@@ -106,9 +107,11 @@ def times(
         Where they run.
     element_bytes : int
         Width of an operand's element.
+    target : str
+        For which machine: how many thread blocks its multiprocessors hold.
     """
     m, n, k = np.array(problems, np.float64).reshape(-1, 3).T[:, :, None]
-    each = [(*_numbers(c), resident(c, costs, element_bytes)) for c in configs]
+    each = [(*_numbers(c), resident(c, costs, element_bytes, target)) for c in configs]
     tile_m, tile_n, tile_k, warps, stages, split, blocks = np.array(each, np.float64).reshape(-1, 7).T
     rows = np.ceil(m / tile_m)
     tiles, steps = rows * np.ceil(n / tile_n), np.ceil(k / tile_k)
@@ -140,16 +143,18 @@ def _numbers(config: Sm80Config) -> tuple[float, ...]:
     return tile.m, tile.n, tile.k, warp.m * warp.n, config.stages, config.stream_k
 
 
-def resident(config: Sm80Config, costs: Costs = H100, element_bytes: int = 2) -> int:
-    """Return about how many thread blocks a multiprocessor of an H100 holds."""
+def resident(config: Sm80Config, costs: Costs = H100, element_bytes: int = 2, target: str = "sm_90") -> int:
+    """Return about how many thread blocks a multiprocessor of a target holds."""
+    machine = arch.target(target)
     tile, threads = config.threadblock, config.warps * arch.WARP
     shared = config.stages * (tile.m + tile.n) * tile.k * element_bytes
     accumulators = config.warp.m * config.warp.n // arch.WARP
     registers = min(arch.MAX_REGISTERS_PER_THREAD, accumulators + int(costs.registers))
     limits = (
-        arch.target("sm_90").shared_memory // shared,
+        machine.shared_memory_per_sm // (shared + arch.KIB),
         arch.REGISTERS_PER_SM // (threads * registers),
-        _MAX_THREADS_PER_SM // threads,
+        machine.threads_per_sm // threads,
+        machine.blocks_per_sm,
     )
     return max(1, min(limits))
 
@@ -167,7 +172,9 @@ class Sm80Timer:
 
     def times(self, problems: Sequence[Problem], device: Device) -> tuple[Floats, Flags]:
         """Return microseconds; their tiles have no order by GPC."""
-        found = times(self.configs, problems, device.multiprocessors, min(self.traits.alignments))
+        target = "sm_{}{}".format(*device.capability)
+        alignment = min(self.traits.alignments)
+        found = times(self.configs, problems, device.multiprocessors, alignment, target=target)
         return found, np.zeros_like(found, np.bool_)
 
     def besides(self, problems: Sequence[Problem], _: Device) -> Floats:

@@ -1,0 +1,193 @@
+"""What was called before at the same shapes is served again without a look: a warm call.
+
+A warm call is one dictionary look-up, an allocation for each output that is not given, and one foreign call: the kernel
+itself checks every argument against what it was compiled for, and a refusal leads to the slow path, which finds another
+kernel or says what is wrong in words.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from cutlass_ops.epilogue.graph import Graph
+from cutlass_ops.epilogue.nodes import Kind
+from cutlass_ops.run import operands, traced
+from cutlass_ops.run.call import Call
+from cutlass_ops.run.plan import AnyPlan, Given
+from cutlass_ops.run.results import Outputs
+
+# A warm call asks these: to look each of them up in its module would take as long as the answer.
+_is_traced = torch.compiler.is_dynamo_compiling
+_grad_enabled = torch.is_grad_enabled
+_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_transforms, _jit_tracer = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
+
+# Shapes that an op remembers; a service with every M up to 8192 for a few weights stays well below.
+_MAX_PLANS = 1 << 16
+# Kernels that calls of one shape may need: other majors, alignments or dtypes of inputs.
+_PLANS_A_SHAPE = 8
+
+
+class Warm(traced.Portable):
+    """What remembers how calls were served, to serve calls like them again: an op, or one kernel.
+
+    Parameters
+    ----------
+    name : str
+        Name in messages.
+    graph : Graph
+        The epilogue.
+
+    Attributes
+    ----------
+    served_warm : int
+        Calls that a remembered plan served. Threads that count at the same time may lose some, and so below.
+    refused_warm : int
+        Calls at shapes seen before that no remembered plan took, since an alignment, a major or a dtype differs; each
+        of them was looked at anew.
+    """
+
+    def __init__(self, name: str, graph: Graph) -> None:
+        self.name = self.__name__ = name
+        self.graph = graph
+        self.names = tuple(i.name for i in graph.inputs)
+        self.outputs = tuple(o.name for o in graph.outputs)
+        self.served_warm = self.refused_warm = 0
+        self._scalars = tuple(i.name if i.kind is Kind.SCALAR else None for i in graph.inputs)
+        self._has_scalars, self._has_one_output = any(self._scalars), len(self.outputs) == 1
+        self._count = len(self.names)
+        self._output_names = frozenset(self.outputs)
+        self._others_not_given = (None,) * (len(self.outputs) - 1)
+        self._plans: dict[tuple[Any, ...], tuple[AnyPlan, ...]] = {}
+
+    def __call__(
+        self,
+        a: Tensor,
+        b: Tensor,
+        *inputs: Any,
+        out: Any = None,
+        out_dtype: torch.dtype | None = None,
+        **named: Any,
+    ) -> Any:
+        """Run it; see its own documentation for shapes and errors."""
+        if _is_traced():
+            return traced.Traced(self.about)(a, b, *inputs, out=out, out_dtype=out_dtype, **named)
+        if named or len(inputs) != self._count:
+            inputs = self.positional(inputs, named)
+        if self._has_scalars:
+            inputs = tuple(
+                x if name is None or type(x) is float else operands.scalar(name, x)
+                for name, x in zip(self._scalars, inputs, strict=True)
+            )
+        # As traced.is_watched() asks, without the call, which would show.
+        watched = _dispatch_modes() or _transforms() is not None or _jit_tracer() is not None
+        if not watched and not (_function_modes() and traced.is_watched()):
+            results = self._run_warm(a, b, inputs, out, out_dtype)
+            if results is not None:
+                return results
+        if traced.is_elsewhere(a, b, inputs, out):
+            return traced.detour(self, a, b, inputs, out, out_dtype)
+        return self._run_cold(a, b, inputs, out, out_dtype)
+
+    def run_plain(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], out: Any, out_dtype: torch.dtype | None) -> Any:
+        """Run it on tensors with memory of their own, whatever watches this thread's operators."""
+        if self._has_scalars:
+            inputs = tuple(
+                x if name is None else operands.scalar(name, x) for name, x in zip(self._scalars, inputs, strict=True)
+            )
+        results = self._run_warm(a, b, inputs, out, out_dtype)
+        return self._run_cold(a, b, inputs, out, out_dtype) if results is None else results
+
+    @abstractmethod
+    def _run_cold(self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None) -> Any:
+        """Look at a call, serve it, and remember how."""
+
+    def positional(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Bring inputs given by name into the epilogue's order.
+
+        Raises
+        ------
+        TypeError
+            If one is missing, unknown or given twice.
+        """
+        return traced.bind(self.name, self.names, inputs, named)
+
+    def wrap(self, call: Call) -> Any:
+        """Return a call's results as the caller expects them: D, or a named tuple with D first."""
+        results = call.results()
+        return results[0] if len(results) == 1 else Outputs(self.outputs, results)
+
+    def _run_warm(self, a: Any, b: Any, inputs: tuple[Any, ...], out: Any, out_dtype: torch.dtype | None) -> Any:
+        """Run a call as one like it ran before; None where there was none, or where arguments must be looked at."""
+        # A function call for each argument would cost as much as the rest.
+        grad = _grad_enabled()
+        for x in (a, b, *inputs):
+            kind = type(x)
+            if kind is Tensor or kind is Parameter:
+                if (grad and x.requires_grad) or x.is_neg():
+                    return None
+            elif kind is not float:
+                return None
+        given: Given = None
+        dtypes: Any = out_dtype
+        if type(out) is Tensor:
+            dtypes = out.dtype
+            if out_dtype is not None and dtypes != out_dtype:
+                return None
+            given = (out,) if self._has_one_output else (out, *self._others_not_given)
+        elif out is not None:
+            given = self._given_by_name(out, out_dtype)
+            if given is None:
+                return None
+            dtypes = _dtypes(given, out_dtype)
+        try:
+            plans = self._plans.get((a.shape, b.shape, a.dtype, dtypes, a.get_device()))
+        except (AttributeError, RuntimeError):  # no tensor, or a nested one, which has no shape
+            return None
+        if plans is not None:
+            for plan in plans:
+                results = plan.run(a, b, inputs, given)
+                if results is not None:
+                    self.served_warm += 1
+                    return results[0] if self._has_one_output else Outputs(self.outputs, results)
+            self.refused_warm += 1
+        return None
+
+    def _given_by_name(self, out: Any, out_dtype: torch.dtype | None) -> Given:
+        """Return what a mapping gives for each output; None where it must be looked at."""
+        # What else could be said of a mapping costs more than to look.
+        if type(out) is not dict or not out.keys() <= self._output_names:
+            return None
+        given = tuple(map(out.get, self.outputs))
+        grad = _grad_enabled()
+        for x in given:
+            if x is not None and (type(x) is not Tensor or (grad and x.requires_grad) or x.is_neg()):
+                return None
+        d = given[0]
+        return given if d is None or out_dtype is None or d.dtype == out_dtype else None
+
+    def _remember(self, plan: AnyPlan, call: Call, a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> None:
+        """Have a plan serve further calls like one, which had these operands."""
+        if len(self._plans) >= _MAX_PLANS:
+            self._plans.clear()
+        # What decides the choice of a kernel, as far as looking at it is cheap; the kernel checks the rest.
+        key = a.shape, b.shape, a.dtype, _dtypes(call.given, out_dtype), a.get_device()
+        others = (p for p in self._plans.get(key, ()) if not p.same_as(plan))
+        self._plans[key] = (plan, *others)[:_PLANS_A_SHAPE]
+
+
+def _dtypes(given: Sequence[Tensor | None], out_dtype: torch.dtype | None) -> Any:
+    """Return what a call says of its outputs' dtypes: D's, and those of others where any of them is given.
+
+    They decide what is allocated for those that are not.
+    """
+    d, *others = given
+    of_d = out_dtype if d is None else d.dtype
+    of_others = tuple(None if x is None else x.dtype for x in others)
+    return (of_d, *of_others) if any(of_others) else of_d

@@ -1,0 +1,79 @@
+"""A device that is made up: kernels check what they are given as real ones do, and compute in PyTorch on the CPU."""
+
+import contextlib
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import torch
+from signatures import H100
+
+from cutlass_ops.artifacts.loader import Reason
+from cutlass_ops.run import call, ops, plan
+from cutlass_ops.tools import explaining
+
+
+@dataclass
+class FakeDevice:
+    """What ran on it, and what was compiled for it; compiling is an error once it is closed."""
+
+    device: object = H100
+    loaded: dict = field(default_factory=dict)
+    launches: list = field(default_factory=list)
+    queued: list = field(default_factory=list)
+    closed: bool = False
+
+    def kernel(self, spec):
+        return self.kernels([spec])[0]
+
+    def kernels(self, specs):
+        specs = list(specs)
+        for spec in specs:
+            if spec not in self.loaded:
+                assert not self.closed, f"{spec.slug} would have to be compiled"
+                self.loaded[spec] = self._kernel(spec)
+        return [self.loaded[spec] for spec in specs]
+
+    def _kernel(self, spec):
+        graph = spec.epilogue
+        count, names = len(graph.inputs), [o.name for o in graph.outputs]
+        types = (spec.a, spec.b, spec.d, *spec.inputs, *spec.outputs)
+
+        def launch(a, b, d, *rest):
+            inputs, others, (raster, swizzle, _) = rest[:count], rest[count:-3], rest[-3:]
+            for position, (tensor, operand) in enumerate(zip((a, b, d, *inputs, *others), types, strict=True)):
+                reason = _refusal(tensor, operand)
+                if reason is not None:
+                    return 16 * position + reason.value
+            named = dict(zip((i.name for i in graph.inputs), inputs, strict=True))
+            with torch.no_grad():  # a kernel sees memory, and refuses no gradient
+                call.check_call(graph, a, b, named, dict(zip(names, (d, *others), strict=True)), None).run_reference()
+            self.launches.append(SimpleNamespace(spec=spec, raster=raster, swizzle=swizzle, outputs=(d, *others)))
+            return 0
+
+        return SimpleNamespace(launch=launch, workspace_size=lambda *_: 0)
+
+
+def _refusal(tensor, operand):
+    if isinstance(tensor, float):
+        return None
+    if str(tensor.dtype) != f"torch.{operand.dtype.torch_name}":
+        return Reason.DTYPE
+    inner = -1 if operand.major == "row" else -2
+    if tensor.ndim > 1 and min(tensor.shape[-2:]) > 1 and tensor.stride(inner) != 1:
+        return Reason.MAJOR
+    return None
+
+
+@contextlib.contextmanager
+def fake_device(monkeypatch, device=H100):
+    """Have ops take CPU tensors for those of a device, and queue what they would compile in the background."""
+    fake = FakeDevice(device)
+    monkeypatch.setattr(call.Call, "is_reference", False)
+    monkeypatch.setattr(ops.Kernel, "_require_device", lambda kernel, tensor: None)
+    for module in (ops, explaining):
+        monkeypatch.setattr(module, "device_of", lambda _: fake.device)
+    for module in (ops, plan):
+        monkeypatch.setattr(module, "REGISTRY", fake)
+    monkeypatch.setattr(ops, "BACKGROUND", SimpleNamespace(add=fake.queued.extend))
+    monkeypatch.setattr(plan.torch.cuda, "device", lambda _: contextlib.nullcontext())
+    yield fake

@@ -1,0 +1,286 @@
+"""Warm calls: the second call of a kind goes straight to its kernel, however its outputs are given."""
+
+import math
+
+import pytest
+import torch
+from fake_device import fake_device
+from signatures import A100
+
+import cutlass_ops as co
+from cutlass_ops.declare.config import ThreadblockShape, WarpShape
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.run import gated, norms, ops, plan
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+M, N, K, EPS = 48, 520, 264, 1e-5
+
+
+@co.epilogue
+def several(acc, bias: co.Row, alpha: co.Scalar):
+    """Two tiles and a reduction."""
+    pre = acc * alpha + bias
+    return {"d": co.relu(pre), "pre": pre, "top": co.max(pre, dim=0)}
+
+
+def matrix(rows, columns):
+    return torch.randn(rows, columns).to(BF16) / 8
+
+
+A, B, BIAS = matrix(M, K), matrix(N, K).t(), torch.randn(N)
+SHAPES = {"d": ((M, N), BF16), "pre": ((M, N), BF16), "top": ((N,), F32)}
+# What is given: nothing, D alone, by name, and every choice of names.
+FORMS = ["nothing", "tensor", "d", "pre", "top", "d pre", "d top", "pre top", "d pre top"]
+
+
+def empty(name):
+    shape, dtype = SHAPES[name]
+    return torch.full(shape, math.nan, dtype=dtype)
+
+
+def given(form):
+    if form == "nothing":
+        return None
+    return empty("d") if form == "tensor" else {name: empty(name) for name in form.split()}
+
+
+def wanted():
+    pre = A.double() @ B.double() * 0.5 + BIAS.double()
+    return {"d": pre.relu(), "pre": pre, "top": pre.max(0).values}
+
+
+@pytest.fixture
+def op(device):
+    # Plans that other tests made hold other kernels.
+    return ops.Op("several", several)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_second_call_is_warm_and_allocates_what_is_not_given(op, device, form, monkeypatch):
+    op(A, B, BIAS, 0.5, out=given(form))
+    assert (op.served_warm, len(device.launches)) == (0, 1)
+    out, made, new = given(form), [], torch.Tensor.new_empty_strided
+    monkeypatch.setattr(torch.Tensor, "new_empty_strided", lambda *x, **y: made.append(x) or new(*x, **y))
+    monkeypatch.setattr(ops, "check_call", None)  # which looks at a call
+    found = op(A, B, BIAS, 0.5, out=out)
+    assert (op.served_warm, op.refused_warm, len(device.launches)) == (1, 0, 2)
+    by_name = {"d": out} if isinstance(out, torch.Tensor) else out or {}
+    assert len(made) == len(SHAPES) - len(by_name)
+    for name, x in wanted().items():
+        result = getattr(found, name)
+        assert name not in by_name or result is by_name[name]
+        assert (tuple(result.shape), result.dtype) == SHAPES[name]
+        torch.testing.assert_close(result.double(), x, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("form", ["nothing", "tensor", "d"])
+def test_an_op_of_one_output_takes_a_mapping_warm_as_well(form):
+    op = ops.Op("relu", builtin.bias_relu)
+    for _ in range(3):
+        out = given(form)
+        found = op(A, B, BIAS, out=out)
+        assert out is None or found is (out if form == "tensor" else out["d"])
+        torch.testing.assert_close(found.double(), (A.double() @ B.double() + BIAS).relu(), rtol=1e-2, atol=1e-2)
+    assert (op.served_warm, op.refused_warm) == (2, 0)
+
+
+@pytest.mark.parametrize(("epilogue", "inputs"), [(builtin.identity, ()), (several, (BIAS, 0.5))])
+def test_a_warm_launch_visits_tiles_in_the_order_of_a_cold_one(device, epilogue, inputs):
+    """Raster and swizzle are the kernel's by their position alone."""
+    config = co.Sm90Config(ThreadblockShape(128, 128, 64), schedule="pingpong", raster="along_n", swizzle=4)
+    types = {"a": "bf16.row", "b": "bf16.col", "d": "bf16.row", "inputs": {"bias": "f32"} if inputs else {}}
+    kernel = co.build(co.KernelSpec(**types, epilogue=epilogue, config=config))
+    for _ in range(2):
+        kernel(A, B, *inputs)
+    assert kernel.served_warm == 1
+    assert [(launch.raster, launch.swizzle) for launch in device.launches] == [plan.order(config)] * 2 == [(2, 4)] * 2
+
+
+@co.epilogue
+def alike(acc, residual: co.Tile):
+    """An input and an output of one shape and dtype."""
+    return {"d": co.relu(acc + residual), "pre": acc + residual * 2}
+
+
+@pytest.mark.usefixtures("device")
+def test_inputs_come_before_outputs():
+    op, residual = ops.Op("alike", alike), matrix(M, N)
+    before = residual.clone()
+    for _ in range(2):
+        found = op(A, B, residual)
+        exact = A.double() @ B.double() + 2 * before.double()
+        torch.testing.assert_close(found.pre.double(), exact, rtol=1e-2, atol=2e-2)
+        assert torch.equal(residual, before)
+    assert op.served_warm == 1
+
+
+def test_what_an_output_was_given_in_once_is_not_what_others_get(op):
+    op(A, B, BIAS, 0.5, out={"top": torch.empty(N, dtype=F16)})
+    for _ in range(2):
+        assert op(A, B, BIAS, 0.5).top.dtype == F32
+    op(A, B, BIAS, 0.5, out={"d": torch.empty(M, N)})
+    assert op(A, B, BIAS, 0.5).pre.dtype == BF16
+    found = op(A, B, BIAS, 0.5, out={"pre": torch.empty(N, M, dtype=BF16).t()})
+    assert found.pre.stride() == (1, M)
+    assert op(A, B, BIAS, 0.5).pre.stride() == (N, 1)
+
+
+def test_a_refusal_is_counted_and_then_there_are_two_kernels(op):
+    op(A, B, BIAS, 0.5)
+    other = BIAS.to(BF16)
+    for _ in range(2):
+        op(A, B, other, 0.5)
+        op(A, B, BIAS, 0.5)
+    assert (op.served_warm, op.refused_warm) == (3, 1)
+
+
+WRONG = {
+    "an unknown name": ({"e": empty("d")}, None, ValueError, "out names e: the outputs are d, pre, top"),
+    "D's dtype": ({"d": empty("d")}, F32, TypeError, "out is torch.bfloat16, and out_dtype asks for torch.float32"),
+    "a gradient": ({"d": empty("d").requires_grad_()}, None, ValueError, "out requires grad"),
+    "no tensor": ({"pre": 1.0}, None, TypeError, r"out\['pre'\] must be a torch.Tensor"),
+    "neither": ([empty("d")], None, TypeError, "out must be a tensor or a mapping"),
+}
+
+
+@pytest.mark.parametrize(("out", "out_dtype", "kind", "message"), WRONG.values(), ids=WRONG)
+def test_what_is_wrong_is_said_after_warm_calls_as_before(op, out, out_dtype, kind, message):
+    for form in ("nothing", "d", "pre"):
+        op(A, B, BIAS, 0.5, out=given(form), out_dtype=out_dtype if form != "d" else None)
+    with pytest.raises(kind, match=message):
+        op(A, B, BIAS, 0.5, out=out, out_dtype=out_dtype)
+
+
+@pytest.mark.parametrize("name", ["a", "b", "bias"])
+def test_a_warm_call_refuses_gradients_of_every_argument(op, name):
+    arguments = {"a": A, "b": B, "bias": BIAS}
+    for _ in range(2):
+        op(*arguments.values(), 0.5)
+    arguments[name] = arguments[name].detach().requires_grad_()
+    with pytest.raises(ValueError, match=f"^{name} requires grad"):
+        op(*arguments.values(), 0.5)
+    with torch.no_grad():
+        op(*arguments.values(), 0.5)
+    assert op.served_warm == 2
+
+
+def test_each_device_has_plans_of_its_own(op, monkeypatch):
+    for index in (0, 1):
+        monkeypatch.setattr(torch.Tensor, "get_device", lambda x, index=index: index)
+        before = op.served_warm
+        op(A, B, BIAS, 0.5)
+        assert op.served_warm == before
+        op(A, B, BIAS, 0.5)
+        assert op.served_warm == before + 1
+    assert len(op._plans) == 2
+
+
+def test_a_compiled_function_gives_every_output_and_stays_warm(op):
+    torch._dynamo.reset()
+    out = {name: empty(name) for name in SHAPES}
+
+    def call(a):
+        op(a, B, BIAS, 0.5, out=out)
+        return a + 1
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for _ in range(3):
+        compiled(A)
+    assert op.served_warm == 2
+
+
+# ---- One exact kernel ----------------------------------------------------------------------------------------------
+
+
+def spec(pre="bf16.row", d="bf16.row"):
+    config = co.Sm80Config(ThreadblockShape(64, 64, 32), WarpShape(32, 32, 32))
+    types = {"a": "bf16.row", "b": "bf16.col", "d": d, "inputs": {"bias": "f32"}, "outputs": {"pre": pre}}
+    return co.KernelSpec(**types, epilogue=several, config=config)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_exact_kernel_has_warm_calls(device, form, monkeypatch):
+    kernel = co.build(spec())
+    kernel(A, B, BIAS, 0.5, out=given(form))
+    monkeypatch.setattr(ops, "check_call", None)
+    out = given(form)
+    found = kernel(A, B, alpha=0.5, bias=BIAS, out=out)
+    assert (kernel.served_warm, kernel.refused_warm, len(device.launches)) == (1, 0, 2)
+    for name, x in wanted().items():
+        torch.testing.assert_close(getattr(found, name).double(), x, rtol=1e-2, atol=1e-2)
+    for name, x in (out or {}).items() if not isinstance(out, torch.Tensor) else ():
+        assert getattr(found, name) is x
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("batch", [(M,), (3, 16)])
+def test_an_exact_kernels_outputs_have_its_own_majors_and_dtypes(batch):
+    kernel = co.build(spec(pre="f32.col", d="f16.col"))
+    cold, warm = (kernel(A.view(*batch, K), B, BIAS, 0.5) for _ in range(2))
+    assert kernel.served_warm == 1
+    for name in ("d", "pre", "top"):
+        first, second = getattr(cold, name), getattr(warm, name)
+        assert (first.shape, first.stride(), first.dtype) == (second.shape, second.stride(), second.dtype)
+        assert torch.equal(first, second)
+    assert (warm.d.dtype, warm.pre.dtype) == (F16, F32)
+
+
+@pytest.mark.usefixtures("device")
+def test_an_exact_kernel_still_says_what_is_wrong():
+    kernel = co.build(spec())
+    for _ in range(2):
+        kernel(A, B, BIAS, 0.5)
+    with pytest.raises(TypeError, match="out_dtype is unknown"):
+        kernel(A, B, BIAS, 0.5, out_dtype=F32)
+    with pytest.raises(TypeError, match=r"bias must have dtype f32; it is torch\.bfloat16"):
+        kernel(A, B, BIAS.to(BF16), 0.5)
+    assert (kernel.served_warm, kernel.refused_warm) == (1, 1)
+    with pytest.raises(ValueError, match="alpha is beyond"):
+        kernel(A, B, BIAS, 10**400)
+
+
+# ---- What would serve a call ---------------------------------------------------------------------------------------
+
+
+def test_to_plan_a_call_compiles_and_queues_nothing(op, device):
+    device.closed = True
+    choice = op.plan(A, B, BIAS, alpha=0.5)
+    assert (device.queued, device.loaded, device.launches) == ([], {}, [])
+    device.closed = False
+    op(A, B, BIAS, 0.5)
+    (launch,) = device.launches
+    assert choice.spec == launch.spec
+    assert choice.config.binary() == choice.spec.config
+    assert choice.peer is None
+
+
+# ---- Several ops in one op's place ---------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_user_tables")
+def test_two_gemms_are_warm_too(monkeypatch):
+    with fake_device(monkeypatch, A100) as device:
+        op, up = gated.swiglu_op(None), matrix(N, K).t()
+        monkeypatch.setattr(op, "_plans", {})
+        before = op.served_warm
+        for out in (None, None, {"d": empty("d")}, {"d": empty("d")}):
+            op(A, B, up, out=out)
+        # A given output's dtype is that of one that is not asked for otherwise: of a key of its own.
+        assert op.served_warm == before + 2
+        assert len(device.launches) == 8
+
+
+@pytest.mark.usefixtures("device")
+def test_functions_are_warm():
+    residual, w = matrix(M, N), norms.prepare(B, torch.ones(K))
+    calls = {
+        "rmsnorm_gemm": lambda: (norms.rmsnorm_op(), co.rmsnorm_gemm(A, w, eps=EPS)),
+        "gemm_residual_rms": lambda: (norms.residual_rms_op(BF16), co.gemm_residual_rms(A, B, residual, eps=EPS)),
+        "layernorm_gemm": lambda: (norms.layernorm_op(), co.layernorm_gemm(A, B, eps=EPS)),
+    }
+    for name, run in calls.items():
+        op = run()[0]
+        before = op.served_warm
+        run()
+        assert op.served_warm == before + 1, name
