@@ -298,8 +298,9 @@ def _build_all(jobs: list[_Job], workers: int) -> dict[KernelSpec, Artifact]:
         ThreadPoolExecutor(workers, thread_name_prefix="cutlass_ops_build") as pool,
         progress(len(jobs), "kernels compiled") as steps,
     ):
-        futures = {pool.submit(_build, job, cancel): job for job in jobs}
+        # An interrupt may come while kernels are handed out: what has begun ends then, too.
         try:
+            futures = {pool.submit(_build, job, cancel): job for job in jobs}
             _watch(futures, steps)
         except BaseException:
             cancel.set()
