@@ -163,7 +163,7 @@ def written(found: Iterable[Case]) -> dict[str, Any]:
     cases = []
     for case in found:
         device = case.device
-        if not dispatch.serves(case.signature, device):
+        if not dispatch.specs(case.signature, device):
             continue
         cases.append(
             {

@@ -1,7 +1,12 @@
-"""Which kernel serves a call: the one that a loaded bundle says, else by what is known of the signature's kernels."""
+"""What serves a call, decided once: what a loaded bundle says, else what is known of the signature's kernels.
+
+A :class:`Decision` answers all that is asked about a call: the call takes its kernel or its peer, the background and
+``warm_up`` what other numbers of rows may need, and ``explain`` the candidates.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from cutlass_ops.artifacts.bundles import BUNDLES
@@ -11,22 +16,78 @@ from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import KernelSpec
 
 if TYPE_CHECKING:
+    from cutlass_ops.choose.knowledge import Candidate
     from cutlass_ops.choose.policies import Policy
 
 
-def serves(signature: OpSignature, device: Device) -> bool:
-    """Whether any kernel serves a signature on a device."""
-    return bool(BUNDLES.of_one_kind(signature, device.capability) or _policy(signature, device).kernels)
+@dataclass(frozen=True)
+class Decision:
+    """What serves a problem.
 
-
-def fallback(signature: OpSignature, device: Device, problem: Problem) -> str | None:
-    """Return the peer that serves a problem in place of every kernel, if the user allowed it where they tuned.
-
-    What was chosen when a bundle was made holds before that.
+    Attributes
+    ----------
+    signature : OpSignature
+        What the call asks for.
+    device : Device
+        Where it runs.
+    problem : tuple of int
+        M, N and K.
+    config : Config
+        The kernel's configuration, with the order of its tiles.
+    kept : tuple of Config
+        The kernels that some number of rows may need, given B's extents.
+    bundled : bool
+        Whether it was decided when a bundle was made: neither a table nor the model is looked at.
+    peer : str or None
+        What serves the call in the kernel's place: it was measured to be faster, and tuning allowed it.
     """
-    if chosen_in_bundle(signature, device, problem) is not None:
+
+    signature: OpSignature
+    device: Device
+    problem: Problem
+    config: Config
+    kept: tuple[Config, ...]
+    bundled: bool
+    peer: str | None = None
+
+    @property
+    def spec(self) -> KernelSpec:
+        """The kernel."""
+        return self.device.spec(self.signature, self.config.binary())
+
+    @property
+    def specs(self) -> tuple[KernelSpec, ...]:
+        """The kernels that some number of rows may need."""
+        return tuple(self.device.spec(self.signature, c) for c in self.kept)
+
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Return the kernels considered, the one that serves first, each with its time as far as that is known."""
+        policy = _policy(self.signature, self.device)
+        ranked = policy.ranked(self.problem, policy.kernels if self.bundled else self.kept)
+        if not self.bundled:
+            return tuple(ranked)
+        mine = self.config.binary()
+        (known,) = policy.ranked(self.problem, [mine])
+        return (replace(known, config=self.config), *(c for c in ranked if c.config.binary() != mine))
+
+
+def decide(signature: OpSignature, device: Device, problem: Problem) -> Decision | None:
+    """Decide what serves a problem; None if no kernel serves the signature on the device.
+
+    Raises
+    ------
+    UnsupportedError
+        If kernels serve the signature, and none of them can be launched at the problem.
+    """
+    config = chosen_in_bundle(signature, device, problem)
+    if config is not None:
+        kept = BUNDLES.of_one_kind(signature, device.capability)
+        return Decision(signature, device, problem, config, kept, bundled=True)
+    policy = _policy(signature, device)
+    if not policy.kernels:
         return None
-    return _policy(signature, device).fallback(problem)
+    best, peer = policy.choose(problem), policy.fallback(problem)
+    return Decision(signature, device, problem, best.config, _kept(policy, problem), bundled=False, peer=peer)
 
 
 def specs(signature: OpSignature, device: Device) -> tuple[KernelSpec, ...]:
@@ -35,29 +96,23 @@ def specs(signature: OpSignature, device: Device) -> tuple[KernelSpec, ...]:
 
 
 def specs_for(signature: OpSignature, device: Device, n: int, k: int) -> tuple[KernelSpec, ...]:
-    """Return the kernels that may be picked for any number of rows of A, given B's extents."""
+    """Return the kernels that may be picked for any number of rows of A, given B's extents; none if none serves."""
     if chosen_in_bundle(signature, device, (1, n, k)) is not None:
         return tuple(device.spec(signature, c) for c in BUNDLES.of_one_kind(signature, device.capability))
-    return tuple(device.spec(signature, c) for c in _kept(signature, device, n, k))
+    return tuple(device.spec(signature, c) for c in _kept(_policy(signature, device), (1, n, k)))
 
 
 def choose(signature: OpSignature, device: Device, problem: Problem) -> tuple[KernelSpec, Config]:
-    """Pick a kernel for a problem.
+    """Return the kernel that serves a problem, and its configuration with the order of its tiles.
 
-    Returns
-    -------
-    KernelSpec, Config
-        The kernel, and its configuration with the launch arguments.
+    It is for signatures that some kernel serves, and asks for no peer: what the tuner, catalogues and benchmarks need.
     """
     config = chosen_in_bundle(signature, device, problem) or _policy(signature, device).choose(problem).config
     return device.spec(signature, config.binary()), config
 
 
 def chosen_in_bundle(signature: OpSignature, device: Device, problem: Problem) -> Config | None:
-    """Return what a loaded bundle says about a problem, or its only kernel; None if no bundle says anything.
-
-    Neither a table nor the model is looked at.
-    """
+    """Return what a loaded bundle says about a problem, or its only kernel; None if no bundle says anything."""
     configs = BUNDLES.of_one_kind(signature, device.capability)
     if len(configs) == 1:
         return with_order(configs[0], problem)
@@ -73,7 +128,7 @@ def _policy(signature: OpSignature, device: Device) -> Policy:
     return policies.policy(signature, device)
 
 
-def _kept(signature: OpSignature, device: Device, n: int, k: int) -> tuple[Config, ...]:
+def _kept(policy: Policy, problem: Problem) -> tuple[Config, ...]:
     from cutlass_ops.choose import policies
 
-    return policies.kept(policies.policy(signature, device), n, k)
+    return policies.kept(policy, *problem[1:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,8 +17,8 @@ from cutlass_ops.artifacts.loader import LoadedKernel
 from cutlass_ops.base import arch, env
 from cutlass_ops.base.errors import NoDeviceError, UnsupportedError
 from cutlass_ops.choose import dispatch
+from cutlass_ops.choose.dispatch import Decision
 from cutlass_ops.compilation.background import BACKGROUND
-from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue import Epilogue, builtin
@@ -28,24 +29,6 @@ from cutlass_ops.run.call import Call, check_call, device_of, signature_of
 from cutlass_ops.run.plan import PeerPlan, Plan, can_fall_back, make_ops_plan, make_peer_plan, make_plan
 from cutlass_ops.run.registry import REGISTRY, OpSignature
 from cutlass_ops.run.warm import Warm
-
-
-class Choice(NamedTuple):
-    """What would serve a call.
-
-    Attributes
-    ----------
-    spec : KernelSpec
-        The kernel.
-    config : Config
-        Its configuration with the order of its tiles, which is a launch argument.
-    peer : str or None
-        Which way of PyTorch's serves the call in the kernel's place, where tuning allowed it.
-    """
-
-    spec: KernelSpec
-    config: Config
-    peer: str | None = None
 
 
 class Instead(NamedTuple):
@@ -114,7 +97,7 @@ class Op(Warm):
         out: Any = None,
         out_dtype: torch.dtype | None = None,
         **named: Any,
-    ) -> Choice:
+    ) -> Decision:
         """Return what would serve a call with these arguments, without compiling, loading or running anything.
 
         Raises
@@ -124,8 +107,7 @@ class Op(Warm):
         UnsupportedError
             If no one kernel serves the call; :func:`cutlass_ops.explain` says whether other ops do.
         """
-        call = self.checked(a, b, inputs, named, out, out_dtype)
-        return _choice(call, *self._signature_of(call))
+        return self._decide(self.checked(a, b, inputs, named, out, out_dtype))
 
     def warm_up(
         self,
@@ -182,13 +164,12 @@ class Op(Warm):
         if call.is_reference:
             return ()
         try:
-            signature, device = self._signature_of(call)
+            return self._decide(call).specs
         except UnsupportedError:
             if self._instead is None:
                 raise
-            parts = (op._specs_for(part) for op, part in self.instead_of(call))
-            return tuple(dict.fromkeys(spec for specs in parts for spec in specs))
-        return dispatch.specs_for(signature, device, call.problem.n, call.problem.k)
+        parts = (op._specs_for(part) for op, part in self.instead_of(call))
+        return tuple(dict.fromkeys(spec for specs in parts for spec in specs))
 
     def _run_cold(self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None) -> Any:
         call = check_call(self.graph, a, b, dict(zip(self.names, inputs, strict=True)), out, out_dtype)
@@ -210,30 +191,45 @@ class Op(Warm):
 
     def _plan(self, call: Call) -> Plan | PeerPlan:
         """Return what serves a call, ready to run; its kernel is built if nothing has it."""
-        signature, device = self._signature_of(call)
-        spec, config, peer = _choice(call, signature, device)
-        if peer is not None:
-            return make_peer_plan(peer, call)
-        plan = make_plan(self.name, spec, config, call)
+        decision = self._decide(call)
+        if decision.peer is not None:
+            return make_peer_plan(decision.peer, call)
+        plan = make_plan(self.name, decision.spec, decision.config, call)
         # What other numbers of rows may need is compiled meanwhile, so that no later batch has to wait for it.
         if env.jit_enabled():
-            BACKGROUND.add(dispatch.specs_for(signature, device, call.problem.n, call.problem.k))
+            BACKGROUND.add(decision.specs)
         return plan
 
-    def _signature_of(self, call: Call) -> tuple[OpSignature, Device]:
+    def _decide(self, call: Call) -> Decision:
+        """Decide what serves a call.
+
+        Raises
+        ------
+        UnsupportedError
+            If no one kernel does.
+        """
         device = device_of(call.problem.a.device)
         signature = signature_of(call, device)
-        if not dispatch.serves(signature, device):
+        decision = decide(signature, device, call)
+        if decision is None:
             what = f"{self.name} with a {signature.a}, b {signature.b} and d {signature.d}"
             raise UnsupportedError(arch.unserved(what, device.capability))
-        return signature, device
+        return decision
 
 
-def _choice(call: Call, signature: OpSignature, device: Device) -> Choice:
-    extents = (call.problem.m, call.problem.n, call.problem.k)
-    peer = dispatch.fallback(signature, device, extents)
-    peer = peer if peer is not None and can_fall_back(call, peer) else None
-    return Choice(*dispatch.choose(signature, device, extents), peer)
+def decide(signature: OpSignature, device: Device, call: Call) -> Decision | None:
+    """Decide what serves a checked call; None if no kernel serves its signature. A peer is one that can serve it.
+
+    Raises
+    ------
+    UnsupportedError
+        If none of the signature's kernels can be launched at its problem.
+    """
+    problem = call.problem
+    found = dispatch.decide(signature, device, (problem.m, problem.n, problem.k))
+    if found is None or found.peer is None or can_fall_back(call, found.peer):
+        return found
+    return replace(found, peer=None)
 
 
 def _call(op: Op, *arguments: Any, **named: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cutlass_ops.base import arch
 from cutlass_ops.base.errors import UnsupportedError
-from cutlass_ops.choose import dispatch, policies
+from cutlass_ops.choose import policies
 from cutlass_ops.choose.knowledge import Candidate
 from cutlass_ops.choose.policies import Policy
 from cutlass_ops.declare.chips import CHIPS
@@ -20,8 +20,7 @@ from cutlass_ops.declare.roofline import Roofline, roofline
 from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.kinds.traits import Traits
 from cutlass_ops.run.call import Call, device_of, signature_of, without_modes
-from cutlass_ops.run.ops import Op, requested
-from cutlass_ops.run.plan import can_fall_back
+from cutlass_ops.run.ops import Op, decide, requested
 from cutlass_ops.run.registry import OpSignature
 
 
@@ -235,29 +234,20 @@ def explain_call(name: str, call: Call, device: Device, op: Op | None = None) ->
     """
     problem = (call.problem.m, call.problem.n, call.problem.k)
     signature = signature_of(call, device)
-    policy = policies.policy(signature, device)
-    if not policy.kernels:
+    try:
+        decision = decide(signature, device, call)
+    except UnsupportedError as exc:
+        return _otherwise(name, call, device, op, str(exc))
+    if decision is None:
         what = f"a {signature.a}, b {signature.b}, d {signature.d}"
-        why = arch.unserved(what, device.capability, device.name)
-        return _otherwise(name, call, device, op, why)
-    chosen = dispatch.chosen_in_bundle(signature, device, problem)
-    if chosen is None:
-        try:
-            policy.choose(problem)
-        except UnsupportedError as exc:
-            return _otherwise(name, call, device, op, str(exc))
-    kept = policies.kept(policy, *problem[1:]) if chosen is None else policy.kernels
-    ranked = policy.ranked(problem, kept)
-    if chosen is not None:
-        ranked = _first(chosen, ranked, policy.ranked(problem, [chosen.binary()]))
-    spec = device.spec(signature, ranked[0].config.binary())
-    peer = dispatch.fallback(signature, device, problem)
-    peer = peer if peer is not None and can_fall_back(call, peer) else None
-    why = _BUNDLED.format(len(kept)) if chosen else _why(policy, problem, ranked[0], len(kept))
-    served_by, peers = spec.slug, dict(policy.peers(problem))
+        return _otherwise(name, call, device, op, arch.unserved(what, device.capability, device.name))
+    policy, ranked = policies.policy(signature, device), decision.candidates()
+    count = len(decision.kept)
+    why = _BUNDLED.format(count) if decision.bundled else _why(policy, problem, ranked[0], count)
+    served_by, peers = decision.spec.slug, dict(policy.peers(problem))
     expected: float | None = ranked[0].microseconds
-    if peer is not None:
-        served_by, expected = f"PyTorch ({peer})", peers.get(peer)
+    if decision.peer is not None:
+        served_by, expected = f"PyTorch ({decision.peer})", peers.get(decision.peer)
         why = "measured to be faster than every kernel here, and tuning was told to allow it"
     whole = (call.problem.m, call.problem.n * Traits.of(signature).weights, call.problem.k)
     chip = CHIPS.get(device.name)
@@ -268,7 +258,7 @@ def explain_call(name: str, call: Call, device: Device, op: Op | None = None) ->
         served_by,
         why,
         (*_contract(signature, device, ranked[0].config), *_means(signature, ranked[0].config)),
-        tuple(ranked),
+        ranked,
         roofline(whole, moved, chip) if chip else None,
         peers,
         _called(device),
@@ -301,12 +291,6 @@ def _otherwise(name: str, call: Call, device: Device, op: Op | None, why: str) -
 _NOTHING = "nothing"
 _NUMBERS = {2: "two", 3: "three"}
 _BUNDLED = "chosen when the loaded bundle was made; one of {} kernels that bundles have for this signature"
-
-
-def _first(chosen: Config, ranked: list[Candidate], itself: list[Candidate]) -> list[Candidate]:
-    """Put what a bundle chose before all others, in its own order of tiles."""
-    others = (c for c in ranked if c.config.binary() != chosen.binary())
-    return [replace(itself[0], config=chosen), *others]
 
 
 def _tensors(call: Call) -> list[Tensor]:

@@ -218,8 +218,7 @@ def test_at_a_known_weight_no_table_and_no_model_is_needed(linear, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(dispatch, "_policy", refuse)
-        assert dispatch.serves(signature(), A100)
-        assert dispatch.fallback(signature(), A100, (100, 4096, 4096)) is None
+        assert dispatch.decide(signature(), A100, (100, 4096, 4096)).peer is None
         assert dispatch.choose(signature(), A100, (100, 4096, 4096))
         with pytest.raises(AssertionError, match="the model was asked"):
             dispatch.choose(signature(), A100, (100, 4096, 5000))

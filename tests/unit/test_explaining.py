@@ -86,7 +86,7 @@ def test_values_say_what_the_text_says():
 
 
 def test_where_pytorch_serves_its_time_is_the_expected_one(monkeypatch):
-    monkeypatch.setattr(dispatch, "fallback", lambda *_: "cublaslt")
+    monkeypatch.setattr(policies.Policy, "fallback", lambda *_: "cublaslt")
     found = explained()
     assert found.served_by == "PyTorch (cublaslt)"
     assert found.microseconds == found.peers["cublaslt"] != found.candidates[0].microseconds

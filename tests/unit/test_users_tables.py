@@ -308,4 +308,4 @@ def test_what_a_bundle_has_needs_no_home(usual, at_home, monkeypatch):
         monkeypatch.setenv("HOME", home)
         policies.forget()
         assert chosen(ODD)[0].config == usual[0].config
-        assert dispatch.fallback(signature(), H100, ODD) is None
+        assert dispatch.decide(signature(), H100, ODD).peer is None
