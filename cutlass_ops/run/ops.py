@@ -184,7 +184,8 @@ class Op(Warm):
             compute = functools.partial(self._instead.compute, _call)
             ops = make_ops_plan(compute, (a, b, *inputs), call.outputs[0].dtype)
             self._remember(ops, call, a, b, out_dtype)
-            return compute(a, b, *inputs, out=call.given[0], out_dtype=out_dtype)
+            # As later calls are: each of the ops then remembers the call that they make.
+            return compute(a, b, *inputs, out=call.given[0], out_dtype=call.outputs[0].dtype)
         plan.launch_call(call)
         self._remember(plan, call, a, b, out_dtype)
         return self.wrap(call)

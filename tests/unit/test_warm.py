@@ -271,6 +271,19 @@ def test_two_gemms_are_warm_too(monkeypatch):
         assert len(device.launches) == 8
 
 
+@pytest.mark.usefixtures("no_user_tables")
+def test_each_of_two_gemms_is_warm_the_second_time(monkeypatch):
+    with fake_device(monkeypatch, A100):
+        op, up = gated.swiglu_op(None), matrix(N, K).t()
+        parts = [part for part, _ in op.instead_of(op.checked(A, B, (up,), {}, None, None))]
+        for each in (op, *parts):
+            monkeypatch.setattr(each, "_plans", {})
+        op(A, B, up)
+        before = [part.served_warm for part in parts]
+        op(A, B, up)
+        assert [part.served_warm - served for part, served in zip(parts, before, strict=True)] == [1, 1]
+
+
 @pytest.mark.usefixtures("device")
 def test_functions_are_warm():
     residual, w = matrix(M, N), norms.prepare(B, torch.ones(K))
