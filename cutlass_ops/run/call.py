@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cutlass_ops.base import arch
+from cutlass_ops.base import arch, mma
 from cutlass_ops.base.dtypes import dtype as element_named
 from cutlass_ops.base.dtypes import f32
 from cutlass_ops.base.errors import NoDeviceError
@@ -26,7 +26,7 @@ from cutlass_ops.run import operands, reference
 from cutlass_ops.run.operands import Problem
 from cutlass_ops.run.registry import OpSignature
 
-_OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_OUT_DTYPES = tuple(getattr(torch, t.torch_name) for t in mma.RESULTS)
 
 
 class Call(NamedTuple):

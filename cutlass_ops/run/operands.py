@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cutlass_ops.base import arch
+from cutlass_ops.base import arch, mma
 from cutlass_ops.base.dtypes import ALL, DType
 from cutlass_ops.declare.spec import Major, Operand
 from cutlass_ops.epilogue.graph import Graph
@@ -24,7 +24,7 @@ from cutlass_ops.run import traced
 
 _DTYPES: dict[torch.dtype, DType] = {getattr(torch, t.torch_name): t for t in ALL}
 _ANY = tuple(t.name for t in ALL)
-_OPERAND_DTYPES = ("f16", "bf16")
+_OPERAND_DTYPES = tuple(t.name for t in mma.OPERANDS)
 MAJORS: tuple[Major, ...] = ("row", "col")
 
 
@@ -166,8 +166,7 @@ def check_problem(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any]) -> Pr
     """
     require_tensor("a", a)
     require_tensor("b", b)
-    dtype = element_type("a", a, _OPERAND_DTYPES)
-    if element_type("b", b, _OPERAND_DTYPES) != dtype:
+    if mma.mma_of(element_type("a", a, _OPERAND_DTYPES), element_type("b", b, _OPERAND_DTYPES)) is None:
         raise TypeError(f"b is {b.dtype} and a is {a.dtype}: A and B must have the same dtype")
     if a.ndim < 1 or b.ndim != 2 or a.shape[-1] != b.shape[0]:
         transposed = b.ndim == 2 and a.ndim >= 1 and a.shape[-1] == b.shape[1]
