@@ -142,24 +142,30 @@ class Policy:
         name, microseconds = min(point.peers, key=lambda peer: peer[1])
         return name if microseconds < _CLEARLY * point.measured[0].microseconds else None
 
+    def best(self, problem: Problem) -> Candidate | None:
+        """Return the best of the kernels that are kept for the problem's weight; None if none can be launched there."""
+        _, n, k = problem
+        among = kept(self, n, k)
+        found = self.ranked(problem, among, count=1) if among else []
+        return found[0] if found and math.isfinite(found[0].microseconds) else None
+
     def choose(self, problem: Problem) -> Candidate:
-        """Pick a kernel among those that are kept for the problem's weight.
+        """Return what :meth:`best` does.
 
         Raises
         ------
         UnsupportedError
-            If none of them can be launched at the problem.
+            If none of the kernels can be launched at the problem.
         """
-        m, n, k = problem
-        among = kept(self, n, k)
-        found = self.ranked(problem, among, count=1) if among else []
-        if not found or math.isinf(found[0].microseconds):
+        found = self.best(problem)
+        if found is None:
+            m, n, k = problem
             raise UnsupportedError(
                 f"no kernel for a {self.signature.a}, b {self.signature.b} and d {self.signature.d} can be launched at "
                 f"M={m} N={n} K={k}: its grid would have more thread blocks than a device takes. Make several calls, "
                 "each with a part of a's rows or of b's columns"
             )
-        return found[0]
+        return found
 
 
 @lru_cache(maxsize=4096)

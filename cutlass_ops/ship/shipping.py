@@ -263,7 +263,11 @@ class _Need:
         before = self._policy
         policy = Policy.of(before.tables, before.signature, before.device, self.configs)
         for (n, k), rows in self._rows.items():
-            found = [(m, policy.choose((m, n, k)).config) for m in sorted({*ROWS, *rows})]
+            best = ((m, policy.best((m, n, k))) for m in sorted({*ROWS, *rows}))
+            # More rows than any kernel can be launched with are no choice of the bundle's.
+            found = [(m, candidate.config) for m, candidate in best if candidate is not None]
+            if not found:
+                policy.choose((min(rows), n, k))  # says why, in its error
             # Of numbers of rows that follow each other and get the same, the last one stands for all.
             last = [row for row, after in itertools.pairwise(found) if row[1] != after[1]]
             yield Choice(policy.device.capability, n, k, (*last, found[-1]))
