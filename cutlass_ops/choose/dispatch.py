@@ -97,9 +97,8 @@ def specs(signature: OpSignature, device: Device) -> tuple[KernelSpec, ...]:
 
 def specs_for(signature: OpSignature, device: Device, n: int, k: int) -> tuple[KernelSpec, ...]:
     """Return the kernels that may be picked for any number of rows of A, given B's extents; none if none serves."""
-    if chosen_in_bundle(signature, device, (1, n, k)) is not None:
-        return tuple(device.spec(signature, c) for c in BUNDLES.of_one_kind(signature, device.capability))
-    return tuple(device.spec(signature, c) for c in _kept(_policy(signature, device), (1, n, k)))
+    decision = decide(signature, device, (1, n, k))
+    return () if decision is None else decision.specs
 
 
 def choose(signature: OpSignature, device: Device, problem: Problem) -> tuple[KernelSpec, Config]:
