@@ -466,7 +466,8 @@ def test_what_is_removed_before_it_is_read_is_built_again(store, toolkit, toolch
 def test_many_that_do_not_fit_all_come_back(store, toolkit, toolchain, monkeypatch):
     monkeypatch.setenv("CUTLASS_OPS_CACHE_SIZE", "1B")
     made = build_many(SPECS, jobs=2, store=store, toolchain=toolchain)
-    assert len(list(store.entries())) == 1
+    # Two that are published at the same moment do not remove each other: each is still locked by its builder.
+    assert 1 <= len(list(store.entries())) <= 2
     assert [a.read_library() for a in made] == [made[0].read_library()] * len(SPECS)
     assert [a.read_source().decode() for a in made] == [f"// {spec.slug}\n" for spec in SPECS]
 
