@@ -26,7 +26,6 @@ import torch.nn.functional as F  # noqa: N812
 
 import cutlass_ops as co
 from cutlass_ops.compilation.background import BACKGROUND
-from cutlass_ops.run.plan import order
 
 CALLS, ROUNDS = 200, 41
 
@@ -64,7 +63,7 @@ class Calls:
         out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
         a3 = a.view(4, m // 4, k)
         choice = co.gemm_bias_relu.plan(a, b, bias)
-        launch, (raster, swizzle) = co.build(choice.spec).loaded.launch, order(choice.config)
+        launch, (raster, swizzle) = co.build(choice.spec).loaded.launch, choice.order.numbers
         variants: dict[str, Callable[[], object]] = {
             "gemm_bias_relu(out=)": lambda: co.gemm_bias_relu(a, b, bias, out=out),
             "gemm_bias_relu": lambda: co.gemm_bias_relu(a, b, bias),

@@ -15,7 +15,7 @@ import json
 import os
 import random
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from cutlass_ops.base import resources
 from cutlass_ops.choose import dispatch, policies, tables
 from cutlass_ops.declare.config import Config, config_from_json, config_to_json
 from cutlass_ops.declare.device import Device, Problem
+from cutlass_ops.declare.order import Ordered, TileOrder
 from cutlass_ops.declare.signature import OpSignature, signature_from_json, signature_to_json
 from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue import builtin
@@ -72,12 +73,12 @@ class Case:
     signature: OpSignature
     problems: tuple[Problem, ...]
 
-    def answers(self) -> Iterator[tuple[Config, list[Config]]]:
+    def answers(self) -> Iterator[tuple[Ordered, list[Ordered]]]:
         """Yield for each problem what is chosen, and what is as fast but for a rounding."""
         policy = policies.policy(self.signature, self.device)
         for problem in self.problems:
             chosen, *others = policy.ranked(problem, policies.kept(policy, *problem[1:]), count=4)
-            yield chosen.config, [c.config for c in others if c.microseconds <= chosen.microseconds * (1 + TIE)]
+            yield chosen.ordered, [c.ordered for c in others if c.microseconds <= chosen.microseconds * (1 + TIE)]
 
     def times(self) -> list[tuple[float, str]]:
         """Return the time that some of the chosen kernels are expected to take, and where it comes from."""
@@ -155,10 +156,10 @@ def _kinds() -> Iterator[Kind]:
 
 def written(found: Iterable[Case]) -> dict[str, Any]:
     """Return what is to be written down of cases, as plain values."""
-    configs: dict[Config, int] = {}
+    known: dict[Ordered, int] = {}
 
-    def places(found: Sequence[Config]) -> list[int]:
-        return [configs.setdefault(c, len(configs)) for c in found]
+    def places(found: Iterable[Ordered]) -> list[int]:
+        return [known.setdefault(each, len(known)) for each in found]
 
     cases = []
     for case in found:
@@ -172,10 +173,10 @@ def written(found: Iterable[Case]) -> dict[str, Any]:
                 "problems": case.problems,
                 "chosen": [places([chosen, *ties]) for chosen, ties in case.answers()],
                 "times": case.times(),
-                "kept": places(case.kept()),
+                "kept": places(map(Ordered, case.kept())),
             }
         )
-    return {"configs": [config_to_json(c) for c in configs], "cases": cases}
+    return {"kernels": [[config_to_json(each.config), each.order.to_json()] for each in known], "cases": cases}
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ class Golden:
     """
 
     case: Case
-    chosen: tuple[tuple[Config, ...], ...]
+    chosen: tuple[tuple[Ordered, ...], ...]
     times: tuple[tuple[float, str], ...]
     kept: tuple[Config, ...]
 
@@ -194,26 +195,26 @@ class Golden:
 def read(path: Path = GOLDEN) -> list[Golden]:
     """Return what was written down."""
     data = json.loads(gzip.decompress(path.read_bytes()))
-    configs = [config_from_json(c) for c in data["configs"]]
-
+    kernels = [Ordered(config_from_json(config), TileOrder.from_json(order)) for config, order in data["kernels"]]
     found = []
     for each in data["cases"]:
         capability, multiprocessors, name = each["device"]
         device = Device(tuple(capability), multiprocessors, name)
         problems = tuple((m, n, k) for m, n, k in each["problems"])
         case = Case(device, signature_from_json(each["signature"]), problems)
-        chosen = tuple(tuple(configs[at] for at in row) for row in each["chosen"])
+        chosen = tuple(tuple(kernels[at] for at in row) for row in each["chosen"])
         times = tuple((us, source) for us, source in each["times"])
-        found.append(Golden(case, chosen, times, tuple(configs[at] for at in each["kept"])))
+        found.append(Golden(case, chosen, times, tuple(kernels[at].config for at in each["kept"])))
     return found
 
 
-def changed(golden: Golden) -> list[tuple[Problem, Config, Config]]:
+def changed(golden: Golden) -> list[tuple[Problem, Ordered, Ordered]]:
     """Return at which problems another kernel is chosen than was: that which was and that which is."""
     case = golden.case
     found = []
     for problem, before in zip(case.problems, golden.chosen, strict=True):
-        _, now = dispatch.choose(case.signature, case.device, problem)
+        spec, order = dispatch.choose(case.signature, case.device, problem)
+        now = Ordered(spec.config, order)
         if now not in before:
             found.append((problem, before[0], now))
     return found
@@ -232,13 +233,13 @@ def main() -> None:
             others = [one for each in before for one in changed(each)]
             print(f"{len(others)} of {sum(len(g.chosen) for g in before)} choices are others than before")
             for problem, old, new in others[:20]:
-                print("   ", problem, old.slug, "→", new.slug)
+                print("   ", problem, old, "→", new)
         found = written([*shipped(), *drawn()])
     text = json.dumps(found, separators=(",", ":"))
     out.write_bytes(gzip.compress(text.encode(), mtime=0))
     asked = sum(len(case["problems"]) for case in found["cases"])
     ties = sum(len(row) > 1 for case in found["cases"] for row in case["chosen"])
-    print(f"{asked} choices, {ties} of them ties, among {len(found['configs'])} kernels in their orders of tiles")
+    print(f"{asked} choices, {ties} of them ties, among {len(found['kernels'])} kernels in their orders of tiles")
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def summary(losses: Iterable[float]) -> str:
 def loss(point: Point, kernels: Iterable[Config]) -> float:
     """Return what the best of some kernels loses; 1 if none of them was measured."""
     kept = set(kernels)
-    return min((m.behind for m in point.measured if m.config.binary() in kept), default=1.0)
+    return min((m.behind for m in point.measured if m.config in kept), default=1.0)
 
 
 def left_out(table: Table, device: Device, group: Callable[[Problem], object]) -> Iterable[tuple[float, bool]]:
@@ -51,11 +51,11 @@ def left_out(table: Table, device: Device, group: Callable[[Problem], object]) -
         others = tuple(p for p in table.points if group(p.problem) != name)
         policy = policies.Policy.of([replace(table, points=others)], table.signature, device, table.kernels)
         for point in table.points:
-            known = {m.config.binary() for m in point.measured} & set(policy.kernels)
+            known = {m.config for m in point.measured} & set(policy.kernels)
             if group(point.problem) == name and known:
                 best = policy.ranked(point.problem)
-                raced = next(c.config.binary() for c in best if c.config.binary() in known)
-                yield loss(point, [raced]), best[0].config.binary() == raced
+                raced = next(c.config for c in best if c.config in known)
+                yield loss(point, [raced]), best[0].config == raced
 
 
 def keeping(table: Table, device: Device, weights: Iterable[tuple[int, int]]) -> tuple[list[int], list[float]]:

@@ -20,7 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from cutlass_ops.choose import format2
 from cutlass_ops.declare.config import Means, Sm90Config, config_from_json
+from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.kinds.sm90 import model
 from cutlass_ops.kinds.sm90.model import Floats, PerSchedule, Taking
 
@@ -52,9 +54,12 @@ class Measured:
         """Return what a sweep says of a way."""
         found = []
         for row in rows:
-            config, problem = config_from_json(row["config"]), (row["m"], row["n"], row["k"])
+            # Older sweeps have the order of tiles among the fields of the configuration.
+            given = (row["config"], row["order"]) if "order" in row else format2.parted(row["config"])
+            config, order = config_from_json(given[0]), TileOrder.from_json(given[1])
+            problem = row["m"], row["n"], row["k"]
             assert isinstance(config, Sm90Config)
-            if way in row["us"] and (way != "beside" or not _rows_first(config, problem)):
+            if way in row["us"] and (way != "beside" or not _rows_first(config, order, problem)):
                 us = row["us"]
                 found.append((problem, replace(config, means=way), us["given"], us[way] - us["given"]))
         problems, configs, given, later = zip(*found, strict=True)
@@ -67,9 +72,9 @@ class Measured:
         return (predicted - self.later) / (self.given + self.later)
 
 
-def _rows_first(config: Sm90Config, problem: tuple[int, int, int]) -> bool:
+def _rows_first(config: Sm90Config, order: TileOrder, problem: tuple[int, int, int]) -> bool:
     waves = model.grid(model.Batch.of([config]), [problem], model.H100).waves
-    return waves.item() > 1 and config.ordered and (config.raster == "along_m") != config.swap_ab
+    return waves.item() > 1 and config.ordered and (order.raster == "along_m") != config.swap_ab
 
 
 def latest(files: Sequence[Path]) -> dict[Means, Measured]:

@@ -26,7 +26,8 @@ from cutlass_ops.kinds.sm90 import model
 from cutlass_ops.kinds.sm90.model import Floats
 
 Shape = tuple[int, int, int]
-Sweep = dict[Shape, dict[Sm90Config, float]]
+Entry = tuple[Sm90Config, bool]  # a kernel, and whether its tiles were ordered by GPC
+Sweep = dict[Shape, dict[Entry, float]]
 Lines = tuple[model.Extent, model.Extent]
 
 _SLUG = re.compile(r"sm90_(\d+)x(\d+)x(\d+)_(\d+)x(\d+)_(?P<schedule>ws|pp|coop)(?P<swap>_swap)?")
@@ -49,8 +50,8 @@ def read(path: Path) -> Sweep:
     for row in data["rows"]:
         times = found.setdefault((row["m"], row["n"], row["k"]), {})
         for name, ms in row["times"].items():
-            config = parse(name.split("|")[0])
-            times[config] = min(times.get(config, math.inf), ms * 1e3)
+            entry = parse(name.split("|")[0]), False
+            times[entry] = min(times.get(entry, math.inf), ms * 1e3)
     return found
 
 
@@ -60,13 +61,13 @@ def _read_table(table: tables.Table) -> Sweep:
     found: Sweep = {}
     for point in table.points:
         m, n, k = point.problem
-        times: dict[Sm90Config, float] = {}
+        times: dict[Entry, float] = {}
         for one in point.measured:
             if isinstance(one.config, Sm90Config):
-                config = replace(one.config.binary(), by_gpc=one.config.by_gpc, means=Sm90Config.means)
+                entry = replace(one.config, means=Sm90Config.means), one.order.by_gpc
                 # Medians of a race that ended early are of a cooler chip; ratios are not.
                 time = point.measured[0].microseconds * (1 + one.behind)
-                times[config] = min(times.get(config, math.inf), time)
+                times[entry] = min(times.get(entry, math.inf), time)
         # Kernels of ordinary loads have a model of their own, and some problems only them.
         if times:
             found[m, n * products, k] = times
@@ -104,9 +105,10 @@ class Measured:
     def of(cls, path: Path) -> Measured:
         """Return a file as a matrix."""
         sweep = read(path)
-        configs = tuple(dict.fromkeys(c for times in sweep.values() for c in times))
-        rows = [[times.get(c, math.nan) for c in configs] for times in sweep.values()]
-        return cls(tuple(sweep), model.Batch.of(configs), np.array(rows), _lines(path))
+        entries = tuple(dict.fromkeys(entry for times in sweep.values() for entry in times))
+        rows = [[times.get(entry, math.nan) for entry in entries] for times in sweep.values()]
+        configs, by_gpc = zip(*entries, strict=True)
+        return cls(tuple(sweep), model.Batch.of(configs, by_gpc), np.array(rows), _lines(path))
 
     @property
     def behind(self) -> Floats:

@@ -121,10 +121,10 @@ def entries(policy: policies.Policy, names: dict[Problem, str], first: int) -> l
     signature, known = policy.signature, {p.problem: p for p in policy.own.points} if policy.own else {}
     found = []
     for problem, name in names.items():
-        chosen = dispatch.choose(signature, policy.device, problem)[1]
+        chosen = dispatch.choose(signature, policy.device, problem)[0].config
         point = known.get(problem)
         others = [m.config for m in point.measured] if point else [c.config for c in policy.ranked(problem)]
-        ranked = list(dict.fromkeys(c.binary() for c in (chosen, *others)))
+        ranked = list(dict.fromkeys((chosen, *others)))
         usual = ranked[: 1 + (2 if point else first)]
         skipped = {*(ranked if point else usual)}
         new = [c for c in twins(name) if c not in skipped and not legality.check(signature.spec(c))]
@@ -145,7 +145,7 @@ def line(entry: Entry, name: str, point: Point) -> str:
     """Return what came out at a problem: cuBLAS's kernel, the peers, what is chosen, the best twin, the best of all."""
     best: dict[Config, float] = {}
     for measured in point.measured:
-        best.setdefault(measured.config.binary(), measured.microseconds)
+        best.setdefault(measured.config, measured.microseconds)
 
     def time(title: str, configs: Iterable[Config]) -> list[str]:
         each = [(best[c], c.slug) for c in configs if c in best]

@@ -42,8 +42,8 @@ def best_orders(point: Point, pool: Collection[Config]) -> Point:
     """Return a point with a pool's kernels only, each in its best order of tiles."""
     best: dict[Config, Measured] = {}
     for measured in point.measured:
-        if not pool or measured.config.binary() in pool:
-            best.setdefault(measured.config.binary(), measured)
+        if not pool or measured.config in pool:
+            best.setdefault(measured.config, measured)
     if not best:
         return replace(point, measured=())
     unit = next(iter(best.values()))
@@ -51,7 +51,8 @@ def best_orders(point: Point, pool: Collection[Config]) -> Point:
     return replace(
         point,
         measured=tuple(
-            Measured(m.config, scale * (1 + m.behind), (1 + m.behind) / (1 + unit.behind) - 1) for m in best.values()
+            replace(m, microseconds=scale * (1 + m.behind), behind=(1 + m.behind) / (1 + unit.behind) - 1)
+            for m in best.values()
         ),
     )
 
@@ -64,7 +65,7 @@ def completed(table: Table, other: Table) -> Table:
 
 def _by_use(points: Iterable[Point]) -> list[Config]:
     """Return all kernels, that which was measured most often first."""
-    uses = Counter(m.config.binary() for p in points for m in p.measured)
+    uses = Counter(m.config for p in points for m in p.measured)
     return [config for config, _ in uses.most_common()]
 
 
@@ -72,7 +73,7 @@ def timed(folder: Path, like: Table) -> set[Config]:
     """Return the kernels that a folder's tables have times of, for a table's device and majors."""
     there = (table for table in map(tables.load, folder.glob("*.json")) if table.device == like.device)
     alike = (table for table in there if table.signature.majors == like.signature.majors)
-    return {m.config.binary() for table in alike for p in table.points for m in p.measured}
+    return {m.config for table in alike for p in table.points for m in p.measured}
 
 
 def untold(config: Config, known: Collection[Config]) -> bool:
@@ -119,7 +120,7 @@ def main() -> None:
     pool = set(map(config_from_json, json.loads(args.pool.read_text()))) if args.pool else set()
     points = tuple(best_orders(p, pool) for p in table.points)
     points = tuple(p for p in points if p.measured and ratio(p) >= WORTH)
-    everything = {m.config.binary() for p in points for m in p.measured}
+    everything = {m.config for p in points for m in p.measured}
     chosen = replace(table, points=points).select(first=shapes.GRID, few=FEW, most=len(everything))
     known = everything | timed(args.folder, table)
     listed = [c for each in given for c in each.kernels if not untold(c, known) and (not pool or c in pool)]
@@ -131,7 +132,7 @@ def main() -> None:
     chosen = replace(chosen, points=tuple(p for p in points if p.measured))
     path = tables.path_of(args.folder, table.device, table.signature)
     path.write_text(json.dumps(chosen.to_json()) + "\n")
-    lost = [min(m.behind for m in p.measured if m.config.binary() in few) for p in before if p.problem in shapes.GRID]
+    lost = [min(m.behind for m in p.measured if m.config in few) for p in before if p.problem in shapes.GRID]
     print(f"{path}: {len(chosen.points)} shapes, {len(chosen.kernels)} kernels")
     print(f"{len(few)} kernels lose {sum(lost) / len(lost):.2%} on average and {max(lost):.1%} at worst at the grid")
 

@@ -61,7 +61,7 @@ def chosen(result: str, rows: list[Row], device: Device) -> Iterator[tuple[Row, 
         with part.known():
             for row in members:
                 signature, problem = asked(result.split("_")[0], row, device)
-                yield row, dispatch.choose(signature, device, problem)[1].binary().slug
+                yield row, dispatch.choose(signature, device, problem)[0].config.slug
 
 
 def _parts(rows: list[Row]) -> Iterator[tuple[Part, list[Row]]]:

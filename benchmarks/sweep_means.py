@@ -24,6 +24,7 @@ from cutlass_ops.choose import policies
 from cutlass_ops.compilation.builder import build_many
 from cutlass_ops.declare.config import Means, Sm90Config, config_to_json
 from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.order import Ordered
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.sm90 import model
@@ -36,26 +37,28 @@ from cutlass_ops.tuner.tuning import signature_at
 _SUMS = {"row_sum_square": "f32"}
 
 
-def kernels(
-    problem: shapes.Shape, device: Device, tiles: int, ways: Sequence[Means] = model.WAYS
-) -> list[tuple[Sm90Config, dict[str, KernelSpec]]]:
+# A configuration with the order of its tiles, and the kernels to compare by name.
+Tile = tuple[Ordered, dict[str, KernelSpec]]
+
+
+def kernels(problem: shapes.Shape, device: Device, tiles: int, ways: Sequence[Means] = model.WAYS) -> list[Tile]:
     """Return the tiles that come first at a problem, and for each of them the kernels to compare."""
     taking, given = (
         signature_at(norms.rmsnorm_op(given=name).graph, problem, "bf16", "row", "col", None, device, inputs)
         for name, inputs in ((None, None), ("sums", _SUMS))
     )
     policy = policies.policy(taking, device)
-    first = [c.config for c in policy.ranked(problem, count=4 * tiles)]
+    first = [(c.config, c.order) for c in policy.ranked(problem, count=4 * tiles)]
     found = []
-    for config in [c for c in first if isinstance(c, Sm90Config)][:tiles]:
+    for config, order in [(c, order) for c, order in first if isinstance(c, Sm90Config)][:tiles]:
         plain = replace(config, means=Sm90Config.means)
-        specs = {"given": given.spec(plain)}
-        specs |= {way: taking.spec(replace(config, means=way)) for way in ways}
-        found.append((plain, {name: spec for name, spec in specs.items() if not legality.check(spec)}))
-    return [(config, specs) for config, specs in found if "given" in specs and len(specs) > 1]
+        specs = {"given": given.spec(plain, order=order)}
+        specs |= {way: taking.spec(replace(config, means=way), order=order) for way in ways}
+        found.append((Ordered(plain, order), {name: spec for name, spec in specs.items() if not legality.check(spec)}))
+    return [(tile, specs) for tile, specs in found if "given" in specs and len(specs) > 1]
 
 
-def run_problem(problem: shapes.Shape, tiles: list[tuple[Sm90Config, dict[str, KernelSpec]]]) -> list[dict[str, Any]]:
+def run_problem(problem: shapes.Shape, tiles: list[Tile]) -> list[dict[str, Any]]:
     """Check and time all kernels at a problem, against each other."""
     m, n, k = problem
     sets = [bench_rmsnorm.Inputs.draw(m, n, k, torch.bfloat16) for _ in range(rotation(2 * (m * k + n * k + m * n)))]
@@ -75,10 +78,11 @@ def run_problem(problem: shapes.Shape, tiles: list[tuple[Sm90Config, dict[str, K
     return [
         {
             "m": m, "n": n, "k": k,
-            "config": config_to_json(config),
+            "config": config_to_json(tile.config),
+            "order": tile.order.to_json(),
             "us": {name: round(times[number, name].median * 1e3, 3) for name in specs},
         }
-        for number, (config, specs) in enumerate(tiles)
+        for number, (tile, specs) in enumerate(tiles)
     ]  # fmt: skip
 
 

@@ -85,7 +85,7 @@ def main() -> None:
 def _few_rows(folder: Path, epilogue: Graph) -> tuple[Config, ...]:
     """Return all GEMV kernels, and the two best of an epilogue's tables at each problem of as few rows."""
     best = [
-        measured.config.binary()
+        measured.config
         for table in map(tables.load, folder.glob("*.json"))
         if table.signature.epilogue == epilogue
         for point in table.points

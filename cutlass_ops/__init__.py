@@ -44,6 +44,7 @@ from cutlass_ops.declare.config import (
     ThreadblockShape,
     WarpShape,
 )
+from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue import Col, Epilogue, Product, Reduction, Row, Scalar, Tile, Value, epilogue
 from cutlass_ops.epilogue.functions import *  # noqa: F403
@@ -142,6 +143,7 @@ __all__ = [
     "StoreError",
     "ThreadblockShape",
     "Tile",
+    "TileOrder",
     "ToolchainError",
     "UnsupportedError",
     "Value",

@@ -4,4 +4,4 @@ __version__ = "0.1.0"
 """The version of this library, as in ``pip``: MAJOR.MINOR.PATCH."""
 
 # Part of every kernel's identity: raise it when templates or headers change what a spec means.
-TEMPLATE_VERSION = 3
+TEMPLATE_VERSION = 4

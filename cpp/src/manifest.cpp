@@ -14,7 +14,7 @@
 namespace cutlass_ops {
 namespace {
 
-constexpr std::string_view kFormat = "cutlass_ops.artifacts.bundle/1";
+constexpr std::string_view kFormat = "cutlass_ops.bundle/2";
 constexpr size_t kMaxKernels = 4'000, kMaxChoices = 4'096, kMaxRows = 1'024, kMaxTables = 256, kMaxFunctions = 64;
 constexpr size_t kMaxInputs = 16, kMaxOutputs = 8, kMaxNodes = 256, kMaxProducts = 1, kMaxName = 64;
 constexpr int64_t kMaxExtent = int64_t(1) << 40, kMaxVersion = 1 << 16, kMaxBundleVersion = 999'999'999'999'999, kMaxResource = int64_t(1) << 32;
@@ -172,61 +172,75 @@ enum class Arch { kGemv, kSm80, kSm90 };
 
 int64_t number(Json& json, char const* what) { return json.integer(what, -kMaxNumber, kMaxNumber); }
 
-void shape(Json& json, Fields& fields, char const* name, std::initializer_list<char const*> extents) {
-  fields.field(name);
-  Fields found(json, name);
-  for (char const* extent : extents) found.field(extent), json.integer(name, 1, kMaxNumber);
-  found.end();
+// With a default, the field is left out where it has that.
+void shape(Json& json, Fields& fields, char const* name, std::initializer_list<char const*> extents,
+           std::vector<int64_t> const& usual = {}) {
+  if (usual.empty()) fields.field(name);
+  else if (!fields.has(name)) return;
+  Fields each(json, name);
+  std::vector<int64_t> found;
+  for (char const* extent : extents) each.field(extent), found.push_back(json.integer(name, 1, kMaxNumber));
+  each.end();
+  if (found == usual) throw json.error(std::string(name) + " has its default, which is left out");
 }
 
-// As far as it changes the compiled code: launch arguments have their defaults.
-Arch config(Json& json) {
+struct Config {
+  Arch arch = Arch::kGemv;
+  bool ordered = false;  // whether a launch may choose a raster order of its tiles
+};
+
+// A field is left out where it has its default.
+Config config(Json& json) {
   Fields fields(json, "a configuration");
   fields.field("arch");
   std::string const arch = one_of(json, "arch", {"gemv", "sm80", "sm90"});
-  auto const swizzle = [&] { fields.field("swizzle"), json.integer("swizzle of a kernel", 1, 1); };
+  // Returns a field's number, or its default.
+  auto const other_than = [&](char const* name, int64_t usual) {
+    if (!fields.has(name)) return usual;
+    int64_t const found = number(json, name);
+    if (found == usual) throw json.error(std::string(name) + " has its default, which is left out");
+    return found;
+  };
+  auto const flag = [&](char const* name) {
+    if (fields.has(name)) json.expect("true", std::string(name) + ", true,");
+  };
   if (arch == "gemv") {
-    for (char const* name : {"pieces", "rows", "warps"}) fields.field(name), number(json, name);
+    other_than("pieces", 8), other_than("rows", 1), other_than("warps", 8);
     fields.end();
-    return Arch::kGemv;
+    return {};
   }
   if (arch == "sm80") {
-    shape(json, fields, "instruction", {"k", "m", "n"});
-    fields.field("stages"), number(json, "stages");
-    fields.field("stream_k"), json.boolean("stream_k");
-    swizzle();
+    shape(json, fields, "instruction", {"k", "m", "n"}, {16, 16, 8});
+    other_than("stages", 3);
+    flag("stream_k");
     shape(json, fields, "threadblock", {"k", "m", "n"});
     shape(json, fields, "warp", {"k", "m", "n"});
     fields.end();
-    return Arch::kSm80;
+    return {Arch::kSm80};
   }
-  // What came later is left out where it says nothing.
-  fields.field("by_gpc"), json.expect("false", "by_gpc of a kernel, false,");
-  shape(json, fields, "cluster", {"m", "n"});
+  shape(json, fields, "cluster", {"m", "n"}, {1, 1});
   if (fields.has("means")) one_of(json, "means", {"beside", "ahead"});
-  fields.field("raster"), one_of(json, "raster of a kernel", {"heuristic"});
-  if (fields.has("realign")) json.expect("true", "realign, true,");
-  fields.field("schedule"), one_of(json, "schedule", {"pingpong", "cooperative", "warp_specialized"});
-  fields.field("scheduler"), one_of(json, "scheduler", {"persistent", "stream_k"});
-  if (fields.has("split_k") && number(json, "split_k") == 1) throw json.error("split_k is 1, which is left out");
-  fields.field("stages");
-  if (!json.take("null")) number(json, "stages");
-  fields.field("swap_ab"), json.boolean("swap_ab");
-  swizzle();
+  flag("realign");
+  bool ordered = true;
+  if (fields.has("schedule")) ordered = one_of(json, "schedule", {"cooperative", "warp_specialized"}) == "cooperative";
+  if (fields.has("scheduler")) one_of(json, "scheduler", {"stream_k"}), ordered = false;
+  if (other_than("split_k", 1) != 1) ordered = false;
+  if (fields.has("stages")) number(json, "stages");
+  flag("swap_ab");
   shape(json, fields, "threadblock", {"k", "m", "n"});
   fields.end();
-  return Arch::kSm90;
+  return {Arch::kSm90, ordered};
 }
 
-// The launch arguments in which an order of tiles differs from a kernel's configuration.
-struct Changes {
+// An order of tiles, as a launch takes it.
+struct TileOrder {
   bool by_gpc = false;
   int raster = 0;
   int swizzle = 1;
 };
 
-Changes changes(Json& json) {
-  Changes found;
+TileOrder tile_order(Json& json) {
+  TileOrder found;
   Fields fields(json, "an order of tiles");
   if (fields.has("by_gpc")) json.expect("true", "by_gpc, true,"), found.by_gpc = true;
   if (fields.has("raster")) found.raster = one_of(json, "raster", {"along_m", "along_n"}) == "along_m" ? 1 : 2;
@@ -459,13 +473,13 @@ Manifest::Declaration signature(Json& json, Signature& found) {
 
 struct Kernel {
   KernelInfo info;
-  Arch arch;
+  Config config;
   Manifest::Identity identity;
   int64_t source_size;
 
   bool runs_on(Capability capability) const {
     Target const& target = *named(kTargets, info.target);
-    return target.wgmma == (arch == Arch::kSm90) && target.major == capability.major && target.minor == capability.minor;
+    return target.wgmma == (config.arch == Arch::kSm90) && target.major == capability.major && target.minor == capability.minor;
   }
 };
 
@@ -474,7 +488,7 @@ Kernel kernel(Json& json) {
   Fields fields(json, "a kernel");
   fields.field("config");
   size_t const begin = json.at();
-  found.arch = config(json);
+  found.config = config(json);
   found.identity.config = json.since(begin);
   fields.field("headers"), found.identity.headers = digest(json, "headers");
   fields.field("key"), found.info.key = digest(json, "key");
@@ -508,7 +522,7 @@ Kernel kernel(Json& json) {
 struct Row {
   int64_t most;
   size_t kernel;
-  Changes changes;
+  TileOrder order;
 };
 
 struct GivenChoice {
@@ -535,7 +549,7 @@ GivenChoice choice(Json& json) {
     json.expect(",", "a kernel");
     auto const at = size_t(json.integer("a kernel", 0, int64_t(kMaxKernels) - 1));
     json.expect(",", "an order of tiles");
-    found.rows.push_back({most, at, changes(json)});
+    found.rows.push_back({most, at, tile_order(json)});
     json.expect("]", "the end of a row of a choice");
   });
   if (found.rows.empty()) throw json.error("a choice has no rows");
@@ -547,11 +561,13 @@ Weight weight(Json const& json, GivenChoice& given, std::vector<Kernel> const& k
   for (Row const& row : given.rows) {
     if (row.kernel >= kernels.size()) throw json.error("a choice names a kernel that there is not");
     Kernel const& kernel = kernels[row.kernel];
-    auto const& [by_gpc, raster, swizzle] = row.changes;
-    bool const ordered = kernel.arch == Arch::kSm90 || (!by_gpc && raster == 0 && (swizzle == 1 || kernel.arch == Arch::kSm80));
-    if (!ordered) throw json.error("an order of tiles is none that the kernel has");
+    auto const& [by_gpc, raster, swizzle] = row.order;
+    // As `refuses` of the configurations in cutlass_ops/declare/config.py.
+    auto const [arch, ordered] = kernel.config;
+    bool const taken = arch == Arch::kSm90 ? ordered || !by_gpc : !by_gpc && raster == 0 && (swizzle == 1 || arch == Arch::kSm80);
+    if (!taken) throw json.error("an order of tiles is none that the kernel has");
     if (!kernel.runs_on(given.weight.capability)) throw json.error("a choice names a kernel for another device");
-    // As cutlass_ops/run/plan.py numbers the order of tiles.
+    // As cutlass_ops/declare/order.py numbers orders.
     given.weight.rows.push_back({row.most, {kernel.info.key, {raster + (by_gpc ? 4 : 0), swizzle}}});
   }
   return std::move(given.weight);

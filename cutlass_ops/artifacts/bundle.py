@@ -294,7 +294,7 @@ def _require_version(manifest: Manifest) -> None:
         raise BundleError(
             f"its kernels are by cutlass_ops {manifest.library_version} (ABI {theirs[0]}, templates {theirs[1]}), and "
             f"this is {resources.library_version()} (ABI {ours[0]}, templates {ours[1]}): make it again with this "
-            f"version, or install that one"
+            "version's `cutlass-ops bundle`, or install that one"
         )
 
 

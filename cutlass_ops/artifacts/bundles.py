@@ -13,6 +13,7 @@ from cutlass_ops.artifacts.bundle import Bundle, BundledKernel, open_bundle
 from cutlass_ops.artifacts.signing import PublicKeys
 from cutlass_ops.base import env, forks
 from cutlass_ops.declare.config import Config
+from cutlass_ops.declare.order import Ordered
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import KernelSpec
 
@@ -129,7 +130,7 @@ class Bundles:
 
     def choice(
         self, signature: OpSignature, capability: tuple[int, int], problem: tuple[int, int, int]
-    ) -> Config | None:
+    ) -> Ordered | None:
         """Return what the first bundle with this signature chose for a problem when it was made, if it did."""
         m, n, k = problem
         for bundle in self.all():

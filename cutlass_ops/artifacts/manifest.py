@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 from cutlass_ops.artifacts.container import MAX_FILE
 from cutlass_ops.base import arch, checked_json
 from cutlass_ops.base.errors import BundleError, ConfigError
-from cutlass_ops.declare.config import SWIZZLES, Config, config_from_json, config_to_json
+from cutlass_ops.declare.config import Config, config_from_json, config_to_json
+from cutlass_ops.declare.order import Ordered, TileOrder
 from cutlass_ops.declare.signature import OpSignature, signature_from_json, signature_to_json
 from cutlass_ops.declare.spec import KernelSpec
 
-FORMAT = "cutlass_ops.artifacts.bundle/1"
+FORMAT = "cutlass_ops.bundle/2"
 # What has more is refused unread: of untrusted text, so much is read in a second or two.
 MAX_BYTES = 4 << 20
 
@@ -117,17 +118,17 @@ class Choice(NamedTuple):
         Compute capability of the devices that it is for.
     n, k : int
         B's extents.
-    rows : tuple of (int, Config)
+    rows : tuple of (int, Ordered)
         Up to how many rows which configuration serves, with the order of its tiles; the last for all beyond.
     """
 
     capability: tuple[int, int]
     n: int
     k: int
-    rows: tuple[tuple[int, Config], ...]
+    rows: tuple[tuple[int, Ordered], ...]
 
-    def at(self, m: int) -> Config:
-        """Return the configuration for a number of rows."""
+    def at(self, m: int) -> Ordered:
+        """Return the configuration for a number of rows, and the order of its tiles."""
         place = bisect.bisect_left(self.rows, m, key=lambda row: row[0])
         return self.rows[min(place, len(self.rows) - 1)][1]
 
@@ -146,12 +147,12 @@ class Group:
 
         # Thousands of rows name a few kernels.
         @functools.cache
-        def serves(capability: tuple[int, int], config: Config) -> list[Any]:
-            target = arch.target_for(capability, wgmma=config.wgmma)
-            return [places[config.binary(), target.name if target else ""], _order(config)]
+        def serves(capability: tuple[int, int], chosen: Ordered) -> list[Any]:
+            target = arch.target_for(capability, wgmma=chosen.config.wgmma)
+            return [places[chosen.config, target.name if target else ""], chosen.order.to_json()]
 
-        def row(choice: Choice, most: int, config: Config) -> list[Any]:
-            return [most, *serves(choice.capability, config)]
+        def row(choice: Choice, most: int, chosen: Ordered) -> list[Any]:
+            return [most, *serves(choice.capability, chosen)]
 
         return {
             "signature": signature_to_json(self.signature),
@@ -266,7 +267,9 @@ class Manifest:
         found = every.get("format")
         if found != FORMAT:
             shown = checked_json.shown(found)
-            raise ConfigError(f"its format is {shown}: this version reads {FORMAT!r}; make the bundle again")
+            raise ConfigError(
+                f"its format is {shown}: this version reads {FORMAT!r}; make the bundle again with `cutlass-ops bundle`"
+            )
         further = _FURTHER in every
         fields = checked_json.mapping(data, "it", f"{_FIELDS} {_FURTHER}" if further else _FIELDS)
         toolchain = checked_json.mapping(fields["toolchain"], "toolchain", _TOOLCHAIN)
@@ -301,12 +304,6 @@ def table_name(table: File) -> str:
     return f"tables/{table.sha256}.json"
 
 
-def _order(config: Config) -> dict[str, Any]:
-    """Return the launch arguments of a configuration: the order of its tiles."""
-    values, usual = config_to_json(config), config_to_json(config.binary())
-    return {name: value for name, value in values.items() if value != usual[name]}
-
-
 # ---- Reading -----------------------------------------------------------------------------------------------------
 
 
@@ -332,8 +329,6 @@ def _kernel(data: object, signature: OpSignature) -> KernelRecord:
         raise ConfigError(f"target is {target!r}: use one of {', '.join(arch.TARGETS)}")
     config = config_from_json(fields["config"])
     _require_sizes(config)
-    if config != config.binary():
-        raise ConfigError(f"configuration {config.slug} says how tiles are ordered, which is not a part of a kernel")
     opcodes = checked_json.mapping(fields["sass"], "sass", None)
     if not set(opcodes) <= set(arch.OPCODES.values()):
         raise ConfigError("sass names an unknown instruction")
@@ -379,17 +374,17 @@ def _choice(data: object, orders: _Orders) -> Choice:
     return Choice(capability, n, k, rows)
 
 
-def _row(data: object, orders: _Orders, capability: tuple[int, int]) -> tuple[int, Config]:
+def _row(data: object, orders: _Orders, capability: tuple[int, int]) -> tuple[int, Ordered]:
     row = checked_json.sequence(data, "a row of a choice", 3)
     if len(row) != 3:
         raise ConfigError("a row of a choice has a number of rows, a kernel and an order of tiles")
     most = checked_json.integer(row[0], "rows", 1, _MAX_EXTENT)
     place = checked_json.integer(row[1], "rows", 0, len(orders.kernels) - 1)
-    config = orders.config(place, checked_json.mapping(row[2], "an order of tiles", None))
+    chosen = orders.chosen(place, checked_json.mapping(row[2], "an order of tiles", None))
     record = orders.kernels[place]
     if not record.runs_on(capability):
         raise ConfigError(f"a choice for compute capability {capability} names a kernel for {record.spec.target}")
-    return most, config
+    return most, chosen
 
 
 class _Orders:
@@ -397,16 +392,16 @@ class _Orders:
 
     def __init__(self, kernels: Sequence[KernelRecord]) -> None:
         self.kernels = kernels
-        self._known: dict[tuple[int, bytes], Config] = {}
+        self._known: dict[tuple[int, bytes], Ordered] = {}
 
-    def config(self, place: int, order: Mapping[str, Any]) -> Config:
-        key = place, checked_json.canonical(order)
+    def chosen(self, place: int, given: Mapping[str, Any]) -> Ordered:
+        key = place, checked_json.canonical(given)
         if key not in self._known:
-            binary = self.kernels[place].spec.config
-            config = config_from_json({**config_to_json(binary), **order})
-            if config.binary() != binary or config.swizzle not in SWIZZLES:
-                raise ConfigError("an order of tiles changes the kernel, or is none that it has")
-            self._known[key] = config
+            config, order = self.kernels[place].spec.config, TileOrder.from_json(given)
+            refusal = config.refuses(order)
+            if refusal:
+                raise ConfigError(f"a choice has an order of tiles that {config.slug} does not take: {refusal}")
+            self._known[key] = Ordered(config, order)
         return self._known[key]
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from cutlass_ops.artifacts.bundles import BUNDLES
 from cutlass_ops.declare.config import Config
-from cutlass_ops.declare.device import Device, Problem, with_order
+from cutlass_ops.declare.device import Device, Problem
+from cutlass_ops.declare.order import Ordered, TileOrder
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import KernelSpec
 
@@ -33,7 +34,9 @@ class Decision:
     problem : tuple of int
         M, N and K.
     config : Config
-        The kernel's configuration, with the order of its tiles.
+        The kernel's configuration.
+    order : TileOrder
+        The order of its tiles.
     kept : tuple of Config
         The kernels that some number of rows may need, given B's extents.
     bundled : bool
@@ -46,6 +49,7 @@ class Decision:
     device: Device
     problem: Problem
     config: Config
+    order: TileOrder
     kept: tuple[Config, ...]
     bundled: bool
     peer: str | None = None
@@ -53,7 +57,7 @@ class Decision:
     @property
     def spec(self) -> KernelSpec:
         """The kernel."""
-        return self.device.spec(self.signature, self.config.binary())
+        return self.device.spec(self.signature, self.config)
 
     @property
     def specs(self) -> tuple[KernelSpec, ...]:
@@ -66,9 +70,8 @@ class Decision:
         ranked = policy.ranked(self.problem, policy.kernels if self.bundled else self.kept)
         if not self.bundled:
             return tuple(ranked)
-        mine = self.config.binary()
-        (known,) = policy.ranked(self.problem, [mine])
-        return (replace(known, config=self.config), *(c for c in ranked if c.config.binary() != mine))
+        (known,) = policy.ranked(self.problem, [self.config])
+        return (replace(known, order=self.order), *(c for c in ranked if c.config != self.config))
 
 
 def decide(signature: OpSignature, device: Device, problem: Problem) -> Decision | None:
@@ -79,15 +82,16 @@ def decide(signature: OpSignature, device: Device, problem: Problem) -> Decision
     UnsupportedError
         If kernels serve the signature, and none of them can be launched at the problem.
     """
-    config = chosen_in_bundle(signature, device, problem)
-    if config is not None:
+    bundled = chosen_in_bundle(signature, device, problem)
+    if bundled is not None:
         kept = BUNDLES.of_one_kind(signature, device.capability)
-        return Decision(signature, device, problem, config, kept, bundled=True)
+        return Decision(signature, device, problem, bundled.config, bundled.order, kept, bundled=True)
     policy = _policy(signature, device)
     if not policy.kernels:
         return None
     best, peer = policy.choose(problem), policy.fallback(problem)
-    return Decision(signature, device, problem, best.config, _kept(policy, problem), bundled=False, peer=peer)
+    kept = _kept(policy, problem)
+    return Decision(signature, device, problem, best.config, best.order, kept, bundled=False, peer=peer)
 
 
 def specs(signature: OpSignature, device: Device) -> tuple[KernelSpec, ...]:
@@ -101,20 +105,20 @@ def specs_for(signature: OpSignature, device: Device, n: int, k: int) -> tuple[K
     return () if decision is None else decision.specs
 
 
-def choose(signature: OpSignature, device: Device, problem: Problem) -> tuple[KernelSpec, Config]:
-    """Return the kernel that serves a problem, and its configuration with the order of its tiles.
+def choose(signature: OpSignature, device: Device, problem: Problem) -> tuple[KernelSpec, TileOrder]:
+    """Return the kernel that serves a problem, and the order of its tiles.
 
     It is for signatures that some kernel serves, and asks for no peer: what the tuner, catalogues and benchmarks need.
     """
-    config = chosen_in_bundle(signature, device, problem) or _policy(signature, device).choose(problem).config
-    return device.spec(signature, config.binary()), config
+    chosen = chosen_in_bundle(signature, device, problem) or _policy(signature, device).choose(problem).ordered
+    return device.spec(signature, chosen.config), chosen.order
 
 
-def chosen_in_bundle(signature: OpSignature, device: Device, problem: Problem) -> Config | None:
+def chosen_in_bundle(signature: OpSignature, device: Device, problem: Problem) -> Ordered | None:
     """Return what a loaded bundle says about a problem, or its only kernel; None if no bundle says anything."""
     configs = BUNDLES.of_one_kind(signature, device.capability)
     if len(configs) == 1:
-        return with_order(configs[0], problem)
+        return Ordered(configs[0], configs[0].usual_order(problem))
     return BUNDLES.choice(signature, device.capability, problem) if configs else None
 
 

@@ -12,7 +12,8 @@ import numpy as np
 from cutlass_ops.choose.pool import Pool, at_once
 from cutlass_ops.choose.tables import Table
 from cutlass_ops.declare.config import Config
-from cutlass_ops.declare.device import Device, Problem, with_order
+from cutlass_ops.declare.device import Device, Problem
+from cutlass_ops.declare.order import USUAL_ORDER, Ordered, TileOrder
 from cutlass_ops.kinds.arrays import Flags, Floats, Places
 from cutlass_ops.kinds.sm90.model import costs_of
 from cutlass_ops.kinds.table import kind_of
@@ -39,16 +40,24 @@ class Candidate:
     Attributes
     ----------
     config : Config
-        Its configuration with the order of its tiles.
+        Its configuration.
     microseconds : float
         Measured or predicted time.
     source : {"model", "interpolated", "measured"}
         Where the time comes from.
+    order : TileOrder
+        The order of its tiles.
     """
 
     config: Config
     microseconds: float
     source: Source
+    order: TileOrder = USUAL_ORDER
+
+    @property
+    def ordered(self) -> Ordered:
+        """The configuration with the order of its tiles."""
+        return Ordered(self.config, self.order)
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,8 +255,8 @@ class Knowledge:
             return self.measured[problem][config]
         whole = self.pool.traits.whole(problem)
         orders = kind_of(config).orders_by_gpc(config, whole, self.device) if bool(known.by_gpc[0, place]) else ()
-        ordered = orders[0] if orders else with_order(config, whole)
-        return Candidate(ordered, float(known.times[0, place]), source)
+        order = orders[0] if orders else config.usual_order(whole)
+        return Candidate(config, float(known.times[0, place]), source, order)
 
     @cached_property
     def _handicaps(self) -> Floats:
@@ -275,15 +284,14 @@ def _measurements(table: Table, kernels: Collection[Config]) -> dict[Problem, di
     found: dict[Problem, dict[Config, Candidate]] = {}
     # A table's points share their configurations; to compare objects is enough, and much faster.
     configs = {id(m.config): m.config for point in table.points for m in point.measured}
-    binaries = {at: config.binary() for at, config in configs.items()}
-    mine = {at: kernel for at, kernel in binaries.items() if kernel in kernels}
+    mine = {at for at, config in configs.items() if config in kernels}
     for point in table.points:
         here = found.setdefault(point.problem, {})
         for m in point.measured:
-            kernel = mine.get(id(m.config))
-            if kernel is not None and kernel not in here:
+            if id(m.config) in mine and m.config not in here:
                 # Medians of a race that was left early are of a cooler chip; ratios within a round are not.
-                here[kernel] = Candidate(m.config, point.measured[0].microseconds * (1 + m.behind), "measured")
+                time = point.measured[0].microseconds * (1 + m.behind)
+                here[m.config] = Candidate(m.config, time, "measured", m.order)
     return found
 
 

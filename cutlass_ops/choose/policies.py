@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TypeGuard
 
 import numpy as np
 
@@ -26,7 +25,7 @@ from cutlass_ops.choose.knowledge import SOURCES, Candidate, Expected, Knowledge
 from cutlass_ops.choose.pool import Pool
 from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.declare.chips import USUAL
-from cutlass_ops.declare.config import Config, GemvConfig, Sm90Config
+from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.device import Device, Problem
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import Operand
@@ -35,7 +34,6 @@ from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.gemv import space as gemv
 from cutlass_ops.kinds.sm80 import space as sm80
-from cutlass_ops.kinds.sm90.timer import usual_means
 from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.kinds.traits import Traits
 
@@ -394,48 +392,34 @@ def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
     if _kind(signature) == _kind(theirs):
         return table
     weights = Traits.of(signature).weights // Traits.of(theirs).weights
-    forms: dict[Config, Config | None] = {}
+    gathers = bool(signature.epilogue.gathered) and not theirs.epilogue.gathered
     # A table's thousands of measurements share some hundred configurations; to compare objects is enough.
-    shared: dict[int, Sm90Config | GemvConfig | None] = {}
+    shared: dict[int, Config | None] = {}
 
-    def takes_means(config: Config) -> TypeGuard[Sm90Config]:
-        gathers = bool(signature.epilogue.gathered) and not theirs.epilogue.gathered
-        return gathers and isinstance(config, Sm90Config)
-
-    def form(config: Config) -> Sm90Config | GemvConfig | None:
+    def form(config: Config) -> Config | None:
         if id(config) not in shared:
-            shared[id(config)] = formed(config)
+            wanted = kind_of(config).gathering(config) if gathers else config
+            # Kernels of Sm80 were measured beside those of Sm90 for few problems: they would seem better than they are.
+            shared[id(config)] = _legal(signature, wanted, device) if config.wgmma or config.few_rows else None
         return shared[id(config)]
-
-    def formed(config: Config) -> Sm90Config | GemvConfig | None:
-        binary = config.binary()
-        if binary not in forms:
-            wanted = replace(binary, means=usual_means(binary)) if takes_means(binary) else binary
-            forms[binary] = _legal(signature, wanted, device)
-        found = forms[binary]
-        if isinstance(found, GemvConfig):
-            return found
-        if not isinstance(config, Sm90Config) or not isinstance(found, Sm90Config):
-            return None
-        return replace(config, schedule=found.schedule, means=found.means, realign=found.realign)
 
     def restated(point: Point) -> Point:
         m, n, k = point.problem
         best = point.measured[0].microseconds
         later = more[point.problem]
         times = [
-            (best * (1 + measured.behind) + later[config.binary()], config)
+            (best * (1 + measured.behind) + later[config], config, measured.order)
             for measured in point.measured
             if (config := form(measured.config)) is not None
         ]
         times.sort(key=lambda time: time[0])
-        ranked = tuple(Measured(config, us, us / times[0][0] - 1) for us, config in times)
+        ranked = tuple(Measured(config, us, us / times[0][0] - 1, order) for us, config, order in times)
         return replace(point, problem=(m, n // weights, k), measured=ranked, peers=())
 
     whole = [p for p in table.points if p.problem[1] % weights == 0]
     kernels = tuple(found for c in table.kernels if (found := form(c)) is not None)
     raced = (found for p in whole for m in p.measured if (found := form(m.config)) is not None)
-    more = _later(theirs, signature, dict.fromkeys(c.binary() for c in raced), [p.problem for p in whole], device)
+    more = _later(theirs, signature, dict.fromkeys(raced), [p.problem for p in whole], device)
     points = map(restated, whole)
     return replace(table, points=tuple(p for p in points if p.measured), kernels=kernels)
 

@@ -22,15 +22,16 @@ from typing import Any
 from cutlass_ops.base import checked_json, env, locks
 from cutlass_ops.base.atomic import replacing
 from cutlass_ops.base.errors import ConfigError, StoreError
-from cutlass_ops.choose import selection
-from cutlass_ops.declare.config import SWIZZLES, Config, config_from_json, config_to_json
+from cutlass_ops.choose import format2, selection
+from cutlass_ops.declare.config import Config, config_from_json, config_to_json
 from cutlass_ops.declare.device import Problem as Problem
+from cutlass_ops.declare.order import USUAL_ORDER, Ordered, TileOrder
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.signature import signature_from_json as signature_from_json
 from cutlass_ops.declare.signature import signature_to_json as signature_to_json
 from cutlass_ops.kinds import legality
 
-FORMAT = 2
+FORMAT = 3
 # Kernels of a signature: so many for the problems that matter most, and so many in all.
 MAX_KERNELS = 16
 MOST_KERNELS = 192
@@ -41,10 +42,11 @@ _TO_A_PEER = 3.0
 # How far behind the fastest what is estimated is at least: more than dispatch takes for as good.
 _ESTIMATED = 0.005
 
-_FIELDS = "format device multiprocessors signature fallback deterministic configs kernels points"
+_FIELDS = "format device multiprocessors signature fallback deterministic configs orders kernels points"
 _MAX_BYTES = 64 << 20
 _MAX_CONFIGS = 1 << 16
 _MAX_POINTS = 1 << 16
+_MAX_ORDERS = 64  # more than there are
 _MAX_EXTENT = 1 << 40
 _MAX_ELEMENTS = 1 << 48  # of a matrix: more than any memory holds
 _MAX_PEERS = 16
@@ -62,16 +64,24 @@ class Measured:
     Attributes
     ----------
     config : Config
-        With the order of its tiles.
+        The configuration.
     microseconds : float
         Median over the rounds.
     behind : float
         Median over the rounds of its time over the fastest's of the same round, minus one.
+    order : TileOrder
+        The order of its tiles.
     """
 
     config: Config
     microseconds: float
     behind: float
+    order: TileOrder = USUAL_ORDER
+
+    @property
+    def ordered(self) -> Ordered:
+        """The configuration with the order of its tiles."""
+        return Ordered(self.config, self.order)
 
 
 @dataclass(frozen=True)
@@ -100,22 +110,22 @@ class Point:
 
         Without such a kernel nothing can be compared, and the older one's measurements are dropped.
         """
-        before = {m.config.binary(): m for m in reversed(older.measured)}
-        anchor = next((m for m in self.measured if m.config.binary() in before), None)
+        before = {m.config: m for m in reversed(older.measured)}
+        anchor = next((m for m in self.measured if m.config in before), None)
         if anchor is None:
             return self
-        factor = (1 + anchor.behind) / (1 + before[anchor.config.binary()].behind)
+        factor = (1 + anchor.behind) / (1 + before[anchor.config].behind)
         best = self.measured[0].microseconds
-        known = {m.config.binary() for m in self.measured}
+        known = {m.config for m in self.measured}
         further = [
-            Measured(m.config, best * (1 + m.behind) * factor, (1 + m.behind) * factor - 1)
+            Measured(m.config, best * (1 + m.behind) * factor, (1 + m.behind) * factor - 1, m.order)
             for m in older.measured
-            if m.config.binary() not in known
+            if m.config not in known
         ]
         # An estimate must not displace what was measured to be the fastest, nor be as good: few kernels would be chosen
         # among such estimates.
         least = best * (1 + _ESTIMATED)
-        further = [m if m.behind > _ESTIMATED else Measured(m.config, least, _ESTIMATED) for m in further]
+        further = [m if m.behind > _ESTIMATED else Measured(m.config, least, _ESTIMATED, m.order) for m in further]
         further = [m for m in further if m.behind <= BEHIND[1] and m.microseconds <= MICROSECONDS[1]]
         measured = tuple(sorted([*self.measured, *further], key=lambda m: m.behind))
         return replace(self, measured=measured, peers=self.peers or older.peers)
@@ -218,9 +228,10 @@ class Table:
         return replace(self, kernels=selection.extended([_losses(p) for p in points], chosen, most))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the table as plain values; each configuration once, referred to by its place."""
-        configs = list(dict.fromkeys([*self.kernels, *(m.config for p in self.points for m in p.measured)]))
-        places = {c: i for i, c in enumerate(configs)}
+        """Return the table as plain values; each configuration and order once, referred to by its place."""
+        measured = [m for p in self.points for m in p.measured]
+        places = {c: at for at, c in enumerate(dict.fromkeys([*self.kernels, *(m.config for m in measured)]))}
+        orders = {o: at for at, o in enumerate(dict.fromkeys(m.order for m in measured))}
         return {
             "format": FORMAT,
             "device": self.device,
@@ -228,13 +239,17 @@ class Table:
             "signature": signature_to_json(self.signature),
             "fallback": self.fallback,
             "deterministic": self.deterministic,
-            "configs": [config_to_json(c) for c in configs],
+            "configs": [config_to_json(c) for c in places],
+            "orders": [o.to_json() for o in orders],
             "kernels": [places[c] for c in self.kernels],
             "points": [
                 {
                     "problem": list(p.problem),
                     "date": p.date,
-                    "measured": [[places[m.config], round(m.microseconds, 3), round(m.behind, 4)] for m in p.measured],
+                    "measured": [
+                        [places[m.config], orders[m.order], round(m.microseconds, 3), round(m.behind, 4)]
+                        for m in p.measured
+                    ],
                     "peers": {name: round(us, 3) for name, us in p.peers},
                 }
                 for p in self.points
@@ -251,6 +266,8 @@ class Table:
             If anything is missing, unknown, of the wrong type or out of range, or a configuration is illegal for the
             signature; the message names the field.
         """
+        if isinstance(data, dict) and data.get("format") == 2:
+            data = format2.upgraded(data)
         fields = checked_json.mapping(data, "a tuning table", _FIELDS)
         if type(fields["format"]) is not int or fields["format"] != FORMAT:
             raise ConfigError(
@@ -261,19 +278,19 @@ class Table:
                 raise ConfigError(f"{name} is {checked_json.shown(fields[name])}: true or false is needed")
         signature = signature_from_json(fields["signature"])
         configs = [config_from_json(c) for c in checked_json.sequence(fields["configs"], "configs", _MAX_CONFIGS)]
-        for config in configs:
-            if config.swizzle not in SWIZZLES:
-                raise ConfigError(f"configuration {config.slug} is illegal: its swizzle is {config.swizzle}")
-        # The order of tiles apart, many are one kernel, and a check takes a while.
-        for kernel in dict.fromkeys(c.binary() for c in configs):
-            _require_legal(kernel, signature)
+        for config in dict.fromkeys(configs):
+            _require_legal(config, signature)
+        orders = [TileOrder.from_json(o) for o in checked_json.sequence(fields["orders"], "orders", _MAX_ORDERS)]
         return cls(
             device=checked_json.text(fields["device"], "device"),
             multiprocessors=checked_json.integer(fields["multiprocessors"], "multiprocessors", 1, 1 << 16),
             signature=signature,
-            points=tuple(_point(p, configs) for p in checked_json.sequence(fields["points"], "points", _MAX_POINTS)),
+            points=tuple(
+                _point(p, configs, orders) for p in checked_json.sequence(fields["points"], "points", _MAX_POINTS)
+            ),
             kernels=tuple(
-                _place(p, configs) for p in checked_json.sequence(fields["kernels"], "kernels", _MAX_CONFIGS)
+                configs[_place(p, "configuration", configs)]
+                for p in checked_json.sequence(fields["kernels"], "kernels", _MAX_CONFIGS)
             ),
             fallback=fields["fallback"],
             deterministic=fields["deterministic"],
@@ -378,8 +395,7 @@ def _losses(point: Point) -> dict[Config, float]:
     """
     found: dict[Config, float] = {}
     for m in point.measured:
-        kernel = m.config.binary()
-        found[kernel] = min(found.get(kernel, math.inf), math.log1p(max(m.behind, 0.0)))
+        found[m.config] = min(found.get(m.config, math.inf), math.log1p(max(m.behind, 0.0)))
     best = min(found.values())
     peer = min((time for _, time in point.peers), default=math.inf)
     lead = max(0.0, math.log(peer / point.measured[0].microseconds))
@@ -393,7 +409,7 @@ def _require_legal(config: Config, signature: OpSignature) -> None:
         raise ConfigError(f"configuration {config.slug} is illegal: {violations[0]}")
 
 
-def _point(data: object, configs: Sequence[Config]) -> Point:
+def _point(data: object, configs: Sequence[Config], orders: Sequence[TileOrder]) -> Point:
     fields = checked_json.mapping(data, "a point", "problem date measured peers")
     extents = checked_json.sequence(fields["problem"], "problem")
     if len(extents) != 3:
@@ -413,26 +429,34 @@ def _point(data: object, configs: Sequence[Config]) -> Point:
     times = tuple(
         (checked_json.text(n, "peers"), checked_json.number(us, "peers", *MICROSECONDS)) for n, us in peers.items()
     )
-    return Point((m, n, k), date, tuple(_measured(row, configs) for row in rows), times)
+    return Point((m, n, k), date, tuple(_measured(row, configs, orders) for row in rows), times)
 
 
-def _place(value: object, configs: Sequence[Config]) -> Config:
-    place = checked_json.integer(value, "a configuration's place", 0, 1 << 20)
-    if place >= len(configs):
-        raise ConfigError(f"the table refers to configuration {place} of {len(configs)}")
-    return configs[place]
+def _place(value: object, what: str, among: Sequence[object]) -> int:
+    place = checked_json.integer(value, f"a place of {what}", 0, 1 << 20)
+    if place >= len(among):
+        raise ConfigError(f"the table refers to {what} {place} of {len(among)}")
+    return place
 
 
-def _measured(data: object, configs: Sequence[Config]) -> Measured:
+def _measured(data: object, configs: Sequence[Config], orders: Sequence[TileOrder]) -> Measured:
     row = checked_json.sequence(data, "measured")
-    if len(row) != 3:
-        raise ConfigError(f"measured has rows of {len(row)}: they have a place, microseconds and a part")
-    place, microseconds, behind = row
-    return Measured(
-        _place(place, configs),
+    if len(row) != 4:
+        raise ConfigError(
+            f"measured has rows of {len(row)}: they have the places of a configuration and of an order of its tiles, "
+            "microseconds, and a part"
+        )
+    place, order, microseconds, behind = row
+    found = Measured(
+        configs[_place(place, "configuration", configs)],
         checked_json.number(microseconds, "measured", *MICROSECONDS),
         checked_json.number(behind, "measured", *BEHIND),
+        orders[_place(order, "order", orders)],
     )
+    refusal = found.config.refuses(found.order)
+    if refusal:
+        raise ConfigError(f"configuration {found.config.slug} has no order {found.order}: {refusal}")
+    return found
 
 
 def _slug(text: str) -> str:

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import functools
 import typing
+import warnings
+from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from types import NoneType
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from cutlass_ops.base import checked_json
 from cutlass_ops.base.errors import ConfigError
+from cutlass_ops.declare.order import USUAL_ORDER, TileOrder
 
-SWIZZLES = (1, 2, 4, 8)  # how many tiles wide the strips may be in which tiles are visited
+_Class = TypeVar("_Class", bound=type)
 
 
 class _Shape:
@@ -73,15 +76,26 @@ class KernelConfig:
             if type(value) not in types or (choices and value not in choices):
                 raise ConfigError(f"{name} must be {_wanted(types, choices)}, not {value!r}")
 
-    @property
-    def ordered(self) -> bool:
-        """Whether its tiles have a raster order that a launch may choose."""
-        return False
+    # The order of tiles that was given here, as it could be before TileOrder. It is no part of the value.
+    given_order: ClassVar[TileOrder] = USUAL_ORDER
 
     @property
-    def order(self) -> str:
-        """Short readable name of the order of its tiles; none where a launch cannot choose one."""
-        return ""
+    def ordered(self) -> bool:
+        """Whether a launch may choose a raster order of the tiles."""
+        return False
+
+    def refuses(self, order: TileOrder) -> str | None:
+        """Say why a launch cannot visit the tiles in an order; None if it can."""
+        return None if order == USUAL_ORDER else "its tiles have one order"
+
+    def usual_order(self, problem: tuple[int, int, int]) -> TileOrder:
+        """Return the order of tiles for a problem (M, N, K), where none was measured."""
+        return USUAL_ORDER
+
+    @property
+    def copies(self) -> bool:
+        """Whether the launch copies A or B to aligned lines first."""
+        return False
 
     def transposes(self, d_col_major: bool) -> bool:
         """Whether the kernel computes D^T. By default so that the epilogue writes rows."""
@@ -205,7 +219,6 @@ class ClusterShape(_Shape):
 
 Schedule = Literal["pingpong", "cooperative", "warp_specialized"]
 TileScheduler = Literal["persistent", "stream_k"]
-Raster = Literal["heuristic", "along_m", "along_n"]
 Means = Literal["gathered", "beside", "ahead"]
 # What they say of an epilogue's means of A's rows.
 MEANS: dict[Means, str] = {
@@ -215,6 +228,32 @@ MEANS: dict[Means, str] = {
 }
 
 
+def _taking_order(*names: str) -> Callable[[_Class], _Class]:
+    """Let a configuration go on taking the order of its tiles, which is an argument of :class:`KernelSpec` now."""
+
+    def taking(cls: _Class) -> _Class:
+        plain = cls.__init__  # type: ignore[misc]
+
+        @functools.wraps(plain)
+        def init(self: Any, *args: Any, **given: Any) -> None:
+            order = {name: given.pop(name) for name in names if name in given}
+            plain(self, *args, **given)
+            if order:
+                told = ", ".join(f"{name}={value!r}" for name, value in order.items())
+                warnings.warn(
+                    f"{cls.__name__}({told}) is deprecated: write KernelSpec(..., order=TileOrder({told}))",
+                    DeprecationWarning,
+                    stacklevel=2,
+                )
+                object.__setattr__(self, "given_order", TileOrder(**order))
+
+        cls.__init__ = init  # type: ignore[misc]
+        return cls
+
+    return taking
+
+
+@_taking_order("swizzle")
 @dataclass(frozen=True, repr=False)
 class Sm80Config(KernelConfig):
     """A multistage ``mma.sync`` kernel (CUTLASS 2.x), for Sm80 and every later target.
@@ -225,9 +264,6 @@ class Sm80Config(KernelConfig):
         Tile shapes in elements.
     stages : int
         Shared-memory pipeline stages; 2 means loads through registers, 3 and more ``cp.async``.
-    swizzle : int
-        Tiles that neighbouring thread blocks cover along N before moving on along M: 1, 2, 4 or 8. A launch argument:
-        it does not change the compiled code.
     stream_k : bool
         Split the work of the last wave along K over all multiprocessors.
 
@@ -246,7 +282,6 @@ class Sm80Config(KernelConfig):
     warp: WarpShape
     instruction: InstructionShape = InstructionShape(16, 8, 16)
     stages: int = 3
-    swizzle: int = 1
     stream_k: bool = False
 
     arch: ClassVar[str] = "sm80"
@@ -274,11 +309,13 @@ class Sm80Config(KernelConfig):
         """Whether one thread block adds up all of a tile's K, first to last. All such kernels round alike."""
         return not self.stream_k
 
-    def binary(self) -> Sm80Config:
-        """Return the configuration as far as it changes the compiled code: without the launch argument."""
-        return replace(self, swizzle=1)
+    def refuses(self, order: TileOrder) -> str | None:
+        """Say why a launch cannot visit the tiles in an order; None if it can."""
+        alike = order.raster == USUAL_ORDER.raster and not order.by_gpc
+        return None if alike else "strips run along M; only swizzle can be chosen"
 
 
+@_taking_order("raster", "swizzle", "by_gpc")
 @dataclass(frozen=True, repr=False)
 class Sm90Config(KernelConfig):
     """A warp-specialised TMA + ``wgmma`` kernel (CUTLASS 3.x), for sm_90a.
@@ -311,13 +348,6 @@ class Sm90Config(KernelConfig):
     realign : bool
         Whether A or B, or both, lie as TMA cannot read them: their address or leading dimension is no multiple of 16
         bytes. A small kernel then copies them ahead of the GEMM, into workspace, to lines that are aligned.
-    raster, swizzle
-        Order in which tiles are visited: strips of ``swizzle`` clusters, along M or N of the kernel's orientation.
-        Launch arguments: they do not change the compiled code.
-    by_gpc : bool
-        Whether each GPC (graphics processing cluster) takes a run of tiles that follow each other in that order: its
-        multiprocessors' reads of one line are merged on their way to the L2 cache. For problems of few waves, where
-        that traffic is the limit; such a launch does not overlap with the kernel before it. A launch argument.
 
     Raises
     ------
@@ -339,9 +369,6 @@ class Sm90Config(KernelConfig):
     split_k: int = 1
     means: Means = "gathered"
     realign: bool = False
-    raster: Raster = "heuristic"
-    swizzle: int = 1
-    by_gpc: bool = False
 
     arch: ClassVar[str] = "sm90"
     default_target: ClassVar[str] = "sm_90a"
@@ -351,6 +378,11 @@ class Sm90Config(KernelConfig):
     def ordered(self) -> bool:
         """Whether its tiles have an order that a launch may choose: a persistent kernel that does not split K."""
         return self.schedule != "warp_specialized" and self.whole_k
+
+    @property
+    def copies(self) -> bool:
+        """Whether the launch copies A or B to aligned lines first."""
+        return self.realign
 
     @property
     def whole_k(self) -> bool:
@@ -368,10 +400,30 @@ class Sm90Config(KernelConfig):
         tile = self.threadblock
         return tile if self.split_k == 1 else replace(tile, n=max(1, tile.n // self.split_k))
 
-    @property
-    def order(self) -> str:
-        """Short readable name of the order of its tiles; none where a launch cannot choose one."""
-        return f"{self.raster} {self.swizzle}" + (" by gpc" if self.by_gpc else "") if self.ordered else ""
+    def refuses(self, order: TileOrder) -> str | None:
+        """Say why a launch cannot visit the tiles in an order; None if it can."""
+        if self.ordered or not order.by_gpc:
+            return None
+        return "by_gpc needs a persistent kernel that does not split K"
+
+    def usual_order(self, problem: tuple[int, int, int]) -> TileOrder:
+        """Return the order of tiles for a problem (M, N, K), where none was measured.
+
+        An operand that does not stay in the L2 cache is read from device memory once for each strip of tiles that
+        crosses it. The order with the fewest such reads comes first. Otherwise neighbours share the operand that the
+        cluster's multicast does not; and where idle warps read A's rows beside the main loop, new rows come last, as
+        epilogues wait for them (benchmarks/NOTES.md).
+        """
+        if not self.ordered:
+            return USUAL_ORDER
+        m, n, k = (problem[1], problem[0], problem[2]) if self.swap_ab else problem
+        tile, cluster = self.threadblock, self.cluster
+        rows, columns = _ceil(m, tile.m * cluster.m), _ceil(n, tile.n * cluster.n)
+        by_m, by_n = _reads_again(m * k, columns), _reads_again(n * k, rows)
+        otherwise = not self.swap_ab if self.means == "beside" else cluster.m >= cluster.n
+        along_n = otherwise if by_n == by_m else by_n < by_m
+        strips = rows if along_n else columns
+        return TileOrder("along_n" if along_n else "along_m", swizzle=2 if strips >= 8 else 1)
 
     @property
     def along_problem(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -400,9 +452,19 @@ class Sm90Config(KernelConfig):
         stages = "" if self.stages is None else f"_s{self.stages}"
         return f"sm90_{self.threadblock}_{self.cluster}_{schedule}{stages}{tail}"
 
-    def binary(self) -> Sm90Config:
-        """Return the configuration as far as it changes the compiled code: without the launch arguments."""
-        return replace(self, raster="heuristic", swizzle=1, by_gpc=False)
+
+# An operand up to this size stays in the L2 cache of 50 MB that chips with wgmma have, while another streams by.
+_KEPT_BYTES = 40e6
+
+
+def _reads_again(elements: int, strips: int) -> float:
+    """Return the bytes that an operand is read again from device memory, walked along once for each strip."""
+    size = 2.0 * elements
+    return size * (strips - 1) if size > _KEPT_BYTES else 0.0
+
+
+def _ceil(x: int, y: int) -> int:
+    return -(-x // y)
 
 
 @dataclass(frozen=True, repr=False)
@@ -441,7 +503,6 @@ class GemvConfig(KernelConfig):
     arch: ClassVar[str] = "gemv"
     default_target: ClassVar[str] = "sm_80"
     few_rows: ClassVar[bool] = True
-    swizzle: ClassVar[int] = 1  # there is one order
 
     @property
     def by_tile(self) -> bool:
@@ -470,21 +531,15 @@ class GemvConfig(KernelConfig):
         """Short readable name, unique among legal configurations."""
         return f"gemv_{self.rows}x{self.warps}_p{self.pieces}"
 
-    def binary(self) -> GemvConfig:
-        """Return the configuration as far as it changes the compiled code: all of it."""
-        return self
-
 
 Config = Sm80Config | Sm90Config | GemvConfig
 
 
 def config_to_json(config: Config) -> dict[str, Any]:
-    """Return the canonical JSON form of a configuration. What came later is left out where it says nothing."""
-    values = {"arch": config.arch} | asdict(config)
-    for name, says_nothing in (("split_k", 1), ("means", "gathered"), ("realign", False)):
-        if values.get(name) == says_nothing:
-            del values[name]
-    return values
+    """Return the canonical JSON form of a configuration. Defaults are left out, so that a new field renames nothing."""
+    given = [f.name for f in fields(config) if getattr(config, f.name) != f.default]
+    values = asdict(config)
+    return {"arch": config.arch} | {name: values[name] for name in given}
 
 
 def config_from_json(data: object) -> Config:

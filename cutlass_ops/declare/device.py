@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from cutlass_ops.declare.config import Config, Sm90Config
+from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import KernelSpec, Operand
 
 Problem = tuple[int, int, int]
-
-# An operand up to this size stays in the L2 cache of 50 MB that chips with wgmma have, while another streams by.
-_KEPT_BYTES = 40e6
 
 
 @dataclass(frozen=True)
@@ -44,33 +41,3 @@ class Device:
     def spec(self, signature: OpSignature, config: Config) -> KernelSpec:
         """Return the kernel that serves a signature here with a configuration."""
         return signature.spec(config, config.target_on(self.capability))
-
-
-def with_order(config: Config, problem: Problem) -> Config:
-    """Set the order in which tiles are visited.
-
-    An operand that does not stay in the L2 cache is read from device memory once for each strip of tiles that crosses
-    it: the order with the fewest such reads comes first. Where idle warps read A's rows beside the main loop, new rows
-    then come last, as epilogues wait for them; else neighbours share the operand that the cluster's multicast does not
-    (benchmarks/NOTES.md).
-    """
-    if not isinstance(config, Sm90Config) or not config.ordered:
-        return config
-    m, n, k = (problem[1], problem[0], problem[2]) if config.swap_ab else problem
-    tile, cluster = config.threadblock, config.cluster
-    rows, columns = _ceil(m, tile.m * cluster.m), _ceil(n, tile.n * cluster.n)
-    by_m, by_n = _reads_again(m * k, columns), _reads_again(n * k, rows)
-    otherwise = not config.swap_ab if config.means == "beside" else cluster.m >= cluster.n
-    along_n = otherwise if by_n == by_m else by_n < by_m
-    strips = rows if along_n else columns
-    return replace(config, raster="along_n" if along_n else "along_m", swizzle=2 if strips >= 8 else 1)
-
-
-def _reads_again(elements: int, strips: int) -> float:
-    """Return the bytes that an operand is read again from device memory, walked along once for each strip."""
-    size = 2.0 * elements
-    return size * (strips - 1) if size > _KEPT_BYTES else 0.0
-
-
-def _ceil(x: int, y: int) -> int:
-    return -(-x // y)

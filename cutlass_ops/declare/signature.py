@@ -7,6 +7,7 @@ from typing import Any
 
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.declare.config import Config, Sm90Config, ThreadblockShape, config_to_json
+from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.spec import KernelSpec, Major, Operand
 from cutlass_ops.epilogue.graph import Graph
 
@@ -49,7 +50,7 @@ class OpSignature:
         """Whether A or B has to be copied before TMA can read it."""
         return not (self.a.aligned and self.b.aligned)
 
-    def spec(self, config: Config, target: str | None = None) -> KernelSpec:
+    def spec(self, config: Config, target: str | None = None, order: TileOrder | None = None) -> KernelSpec:
         """Return the kernel that serves this signature with a configuration."""
         return KernelSpec(
             a=self.a,
@@ -60,6 +61,7 @@ class OpSignature:
             outputs={o.name: t for o, t in zip(self.epilogue.outputs[1:], self.outputs, strict=True)},
             config=config,
             target=target,
+            order=order,
         )
 
 

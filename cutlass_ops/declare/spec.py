@@ -15,6 +15,7 @@ from cutlass_ops.base.dtypes import ALL as DTYPES
 from cutlass_ops.base.dtypes import NAMES, DType, dtype, f32
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.declare.config import Config, Sm80Config, Sm90Config, config_from_json, config_to_json
+from cutlass_ops.declare.order import USUAL_ORDER, TileOrder
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Input, Kind, Output
 
@@ -132,14 +133,17 @@ class KernelSpec:
         a product B's type), further tiles D's type, and reductions FP32.
     target : str, optional
         Machine-code target; by default sm_90a for an :class:`Sm90Config` and sm_80 for the others.
+    order : TileOrder, optional
+        The order in which the kernel, if called itself, visits its tiles. A launch argument: specs that differ in it
+        alone are equal.
 
     Raises
     ------
     TypeError
         If an argument is of another type; the message says which one and what was needed.
     ValueError
-        If an operand or target cannot be parsed, a matrix has no major, or ``inputs``/``outputs`` names something the
-        epilogue has not.
+        If an operand or target cannot be parsed, a matrix has no major, ``inputs``/``outputs`` names something the
+        epilogue has not, or the configuration does not take the order.
 
     Examples
     --------
@@ -162,8 +166,8 @@ class KernelSpec:
     outputs: tuple[Operand, ...]
     config: Config
     target: str
-    # The configuration as given, with launch arguments, which make no other kernel.
-    launch_config: Config = field(compare=False)
+    # A launch argument: it makes no other kernel.
+    order: TileOrder = field(compare=False)
 
     def __init__(
         self,
@@ -176,6 +180,7 @@ class KernelSpec:
         inputs: Mapping[str, str | Operand] | None = None,
         outputs: Mapping[str, str | Operand] | None = None,
         target: str | None = None,
+        order: TileOrder | None = None,
     ) -> None:
         if not isinstance(config, Config):
             raise TypeError(f"config must be an Sm90Config, an Sm80Config or a GemvConfig, not {reprlib.repr(config)}")
@@ -189,21 +194,22 @@ class KernelSpec:
             ("epilogue", graph),
             ("inputs", _types("inputs", inputs, typed_inputs)),
             ("outputs", _types("outputs", outputs, typed_outputs)),
-            ("config", config.binary()),
-            ("launch_config", config),
+            ("config", config),
             ("target", arch.target(config.default_target if target is None else target).name),
+            ("order", _order(config, order)),
         ):
             object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
         """Return what was declared, without what is the default, on one line; of the epilogue its title."""
         given = [f"{name}={str(getattr(self, name))!r}" for name in ("a", "b", "d")]
-        given += [f"epilogue={self.epilogue!r}", f"config={self.launch_config!r}"]
+        given += [f"epilogue={self.epilogue!r}", f"config={self.config!r}"]
         typed_inputs, typed_outputs = _defaults(self.epilogue, self.b, self.d)
         for name, types, usual in (("inputs", self.inputs, typed_inputs), ("outputs", self.outputs, typed_outputs)):
             others = {n: _text(k, t) for (n, (k, u)), t in zip(usual.items(), types, strict=True) if t != u}
             given += [f"{name}={others}"] if others else []
         given += [f"target={self.target!r}"] if self.target != self.config.default_target else []
+        given += [f"order={self.order!r}"] if self.order != USUAL_ORDER else []
         return f"KernelSpec({', '.join(given)})"
 
     def to_json(self) -> dict[str, Any]:
@@ -282,6 +288,16 @@ class KernelSpec:
     def sm80(self) -> Sm80Config | None:
         """The configuration if it is an Sm80 one."""
         return self.config if isinstance(self.config, Sm80Config) else None
+
+
+def _order(config: Config, given: TileOrder | None) -> TileOrder:
+    order = config.given_order if given is None else given
+    if not isinstance(order, TileOrder):
+        raise TypeError(f"order must be a TileOrder, not {reprlib.repr(order)}")
+    refusal = config.refuses(order)
+    if refusal:
+        raise ConfigError(f"{config!r} does not take {order!r}: {refusal}")
+    return order
 
 
 def _graph(epilogue: object) -> Graph:

@@ -17,9 +17,8 @@ from cutlass_ops.kinds.table import kind_of
 
 
 def _field_values(spec: KernelSpec, config: Config) -> Iterator[str]:
-    # The declaration as it was given: KernelSpec leaves launch arguments out of `config`.
     for name, allowed in kind_of(config).values.items():
-        value = getattr(spec.launch_config, name)
+        value = getattr(config, name)
         if value not in allowed:
             yield f"{name} is {value}: use {' or '.join(map(str, allowed))}"
     stages = getattr(config, "stages", None)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol
 
 from cutlass_ops.base.mma import MmaSpec
 from cutlass_ops.declare.device import Device, Problem
+from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.kinds.arrays import Flags, Floats
@@ -42,8 +43,6 @@ class Kind(Generic[AnyConfig]):
         What messages call such a configuration.
     template : str
         The file that is rendered.
-    values : mapping of str to tuple of int
-        Numbers that a field may have, where not every one has a meaning.
     rules : tuple of Rule
         When a configuration is legal, besides the rules of all kinds.
     shared_memory : callable
@@ -58,10 +57,14 @@ class Kind(Generic[AnyConfig]):
         Configurations worth considering for a signature, legal or not.
     near : callable
         Whether one configuration is a step away from another.
+    values : mapping of str to tuple of int
+        Numbers that a field may have, where not every one has a meaning.
     forms : callable
         What stands for a configuration where it is not legal for a signature, itself first.
+    gathering : callable
+        A configuration with means of A's rows from where they cost least.
     orders, orders_by_gpc : callable
-        A configuration with every order of its tiles that is worth measuring at a problem, and with those by GPC.
+        The orders of a configuration's tiles that are worth measuring at a problem, and those of them by GPC.
     handicap : callable
         What a predicted time is multiplied by before it is compared with others.
     unit : callable
@@ -73,7 +76,6 @@ class Kind(Generic[AnyConfig]):
     config: type[AnyConfig]
     noun: str
     template: str
-    values: Mapping[str, tuple[int, ...]]
     rules: tuple[Rule[AnyConfig], ...]
     shared_memory: Callable[[KernelSpec, AnyConfig, int | None], int]
     context: Callable[[KernelSpec], dict[str, Any]]
@@ -84,6 +86,8 @@ class Kind(Generic[AnyConfig]):
     unit: Callable[[AnyConfig], tuple[str, str | None]]
     means: Callable[[AnyConfig], str]
     forms: Callable[[OpSignature, AnyConfig], Iterator[AnyConfig]] = lambda _, config: iter((config,))
-    orders: Callable[[AnyConfig, Problem, Device], list[AnyConfig]] = lambda *_: []
-    orders_by_gpc: Callable[[AnyConfig, Problem, Device], list[AnyConfig]] = lambda *_: []
+    values: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    gathering: Callable[[AnyConfig], AnyConfig] = lambda config: config
+    orders: Callable[[AnyConfig, Problem, Device], list[TileOrder]] = lambda *_: []
+    orders_by_gpc: Callable[[AnyConfig, Problem, Device], list[TileOrder]] = lambda *_: []
     handicap: Callable[[AnyConfig], float] = lambda _: 1.0

@@ -146,7 +146,7 @@ def _spelled(spec: KernelSpec, change: Mapping[str, object]) -> str:
 
 
 def _value(spec: KernelSpec, name: str) -> object:
-    value: object = spec.launch_config
+    value: object = spec.config
     for part in name.split("."):
         value = getattr(value, part)
     return value
@@ -154,7 +154,7 @@ def _value(spec: KernelSpec, name: str) -> object:
 
 def _changed(spec: KernelSpec, change: Mapping[str, object]) -> KernelSpec:
     """Return a declaration with other values of some fields, named as :attr:`Broken.changes` names them."""
-    config: Any = spec.launch_config
+    config: Any = spec.config
     for name, value in change.items():
         if name == "target":
             continue

@@ -195,7 +195,7 @@ class Op(Warm):
         decision = self._decide(call)
         if decision.peer is not None:
             return make_peer_plan(decision.peer, call)
-        plan = make_plan(self.name, decision.spec, decision.config, call)
+        plan = make_plan(self.name, decision.spec, decision.order, call)
         # What other numbers of rows may need is compiled meanwhile, so that no later batch has to wait for it.
         if env.jit_enabled():
             BACKGROUND.add(decision.specs)
@@ -298,7 +298,7 @@ class Kernel(Warm):
         if call.is_reference:
             call.run_reference()
             return self.wrap(call)
-        plan = make_plan(self.name, self.spec, self.spec.launch_config, call, exact=True)
+        plan = make_plan(self.name, self.spec, self.spec.order, call, exact=True)
         plan.launch_call(call)
         self._remember(plan, call, a, b, out_dtype)
         return self.wrap(call)

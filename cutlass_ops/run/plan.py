@@ -13,7 +13,7 @@ from torch import Tensor
 from cutlass_ops.artifacts.loader import LoadedKernel, Reason, refusal
 from cutlass_ops.base import arch, env
 from cutlass_ops.base.errors import LoadError
-from cutlass_ops.declare.config import Config, Sm90Config
+from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.run import operands
 from cutlass_ops.run.call import Call
@@ -22,9 +22,6 @@ from cutlass_ops.run.registry import REGISTRY
 
 # What the caller gave for each output, D first; None where that is nothing at all.
 Given: TypeAlias = tuple[Tensor | None, ...] | None
-
-_RASTER = {"heuristic": 0, "along_m": 1, "along_n": 2}
-_BY_GPC = 4
 
 
 # A warm call reads these: slots take less than half the time of a named tuple's fields.
@@ -41,7 +38,7 @@ class Plan:
     launch : callable
         The kernel's own entry.
     raster, swizzle : int
-        Order in which tiles are visited, as :func:`order` numbers it.
+        Order in which tiles are visited, as :attr:`TileOrder.numbers` has it.
     workspace : int
         Bytes of workspace that a launch needs.
     outputs : tuple
@@ -239,14 +236,7 @@ def _laid_out(value: Tensor | float) -> tuple[Any, ...] | None:
     return value.shape, value.stride(), value.dtype, value.device, value.data_ptr() % arch.TMA_ALIGNMENT_BYTES
 
 
-def order(config: Config) -> tuple[int, int]:
-    """Return a configuration's order of tiles as kernels number it: raster order, by GPC or not, and swizzle."""
-    if not isinstance(config, Sm90Config):
-        return 0, config.swizzle
-    return _RASTER[config.raster] + (_BY_GPC if config.by_gpc else 0), config.swizzle
-
-
-def make_plan(name: str, spec: KernelSpec, config: Config, call: Call, *, exact: bool = False) -> Plan:
+def make_plan(name: str, spec: KernelSpec, order: TileOrder, call: Call, *, exact: bool = False) -> Plan:
     """Plan calls like this one with a kernel.
 
     Parameters
@@ -255,8 +245,8 @@ def make_plan(name: str, spec: KernelSpec, config: Config, call: Call, *, exact:
         What is called, for profilers.
     spec : KernelSpec
         The kernel; it is built if nothing has it.
-    config : Config
-        Its configuration with the launch arguments.
+    order : TileOrder
+        In which its tiles are visited.
     call : Call
         The call.
     exact : bool
@@ -264,7 +254,7 @@ def make_plan(name: str, spec: KernelSpec, config: Config, call: Call, *, exact:
     """
     kernel = REGISTRY.kernel(spec)
     problem, graph = call.problem, call.graph
-    raster, swizzle = order(config)
+    raster, swizzle = order.numbers
     with torch.cuda.device(problem.a.device):
         workspace = int(kernel.workspace_size(problem.m, problem.n, problem.k, raster, swizzle))
     return Plan(

@@ -248,13 +248,13 @@ class _Need:
             signature, device = policy.signature, policy.device
             what = f"a {signature.a}, b {signature.b}, d {signature.d}"
             raise ConfigError(arch.unserved(what, device.capability, device.name))
-        chosen = policies.kept(policy, n, k) if whole else (policy.choose(problem).config.binary(),)
+        chosen = policies.kept(policy, n, k) if whole else (policy.choose(problem).config,)
         self.configs |= dict.fromkeys(chosen)
         self._rows.setdefault((n, k), set()).add(m)
 
     def add_table(self, tuned: Tuned) -> None:
         table = tuned.table if tuned.table.kernels else tuned.table.select()
-        self.configs |= dict.fromkeys(c.binary() for c in table.kernels[: tuned.kernels])
+        self.configs |= dict.fromkeys(table.kernels[: tuned.kernels])
         for point in table.points:
             self._rows.setdefault(point.problem[1:], set()).add(point.problem[0])
 
@@ -265,7 +265,7 @@ class _Need:
         for (n, k), rows in self._rows.items():
             best = ((m, policy.best((m, n, k))) for m in sorted({*ROWS, *rows}))
             # More rows than any kernel can be launched with are no choice of the bundle's.
-            found = [(m, candidate.config) for m, candidate in best if candidate is not None]
+            found = [(m, candidate.ordered) for m, candidate in best if candidate is not None]
             if not found:
                 policy.choose((min(rows), n, k))  # says why, in its error
             # Of numbers of rows that follow each other and get the same, the last one stands for all.

@@ -14,7 +14,7 @@ from cutlass_ops.choose import policies
 from cutlass_ops.choose.knowledge import Candidate
 from cutlass_ops.choose.policies import Policy
 from cutlass_ops.declare.chips import CHIPS
-from cutlass_ops.declare.config import Config, Sm90Config
+from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.device import Device, Problem
 from cutlass_ops.declare.roofline import Roofline, roofline
 from cutlass_ops.kinds.table import kind_of
@@ -339,7 +339,7 @@ def _means(signature: OpSignature, config: Config) -> tuple[Finding, ...]:
 
 def _misaligned(signature: OpSignature, config: Config | None) -> str:
     names = [n for n, o in (("a", signature.a), ("b", signature.b)) if not o.aligned]
-    copied = isinstance(config, Sm90Config) and config.realign
+    copied = config is not None and config.copies
     return (
         f"{' and '.join(names)} not aligned to 16 bytes in address and leading dimension, which TMA needs"
         + (", so copied to aligned lines first, in workspace; " if copied else "; ")
@@ -361,7 +361,5 @@ def _named(candidate: Candidate) -> str:
 
 
 def _order(candidate: Candidate) -> dict[str, Any]:
-    config = candidate.config
-    if not isinstance(config, Sm90Config) or not config.ordered:
-        return {}
-    return {"raster": config.raster, "swizzle": config.swizzle, "by_gpc": config.by_gpc}
+    """Return the order of a candidate's tiles, if a launch may choose it."""
+    return asdict(candidate.order) if candidate.config.ordered else {}

@@ -21,7 +21,8 @@ from cutlass_ops.base import checked_json
 from cutlass_ops.base.errors import ConfigError, MeasuringError
 from cutlass_ops.base.programs import Program
 from cutlass_ops.choose.tables import BEHIND, MICROSECONDS, Measured, Problem, signature_to_json
-from cutlass_ops.declare.config import SWIZZLES, Config, config_from_json, config_to_json
+from cutlass_ops.declare.config import config_from_json, config_to_json
+from cutlass_ops.declare.order import Ordered, TileOrder
 from cutlass_ops.run.registry import OpSignature
 
 WORKER = (sys.executable, "-m", "cutlass_ops.tuner.worker")
@@ -60,13 +61,13 @@ class Outcome:
         The kernels that are right, the fastest first.
     peers : mapping of str to float
         Microseconds of PyTorch's ways to compute the same.
-    failed : dict of Config to str
+    failed : dict of Ordered to str
         The other kernels, with what is wrong with each.
     """
 
     measured: tuple[Measured, ...] = ()
     peers: Mapping[str, float] = field(default_factory=dict)
-    failed: dict[Config, str] = field(default_factory=dict)
+    failed: dict[Ordered, str] = field(default_factory=dict)
 
 
 class Measurer:
@@ -101,7 +102,7 @@ class Measurer:
             worker.end()
 
     def measure(
-        self, signature: OpSignature, problem: Problem, kernels: Mapping[Config, Path], *, rounds: int
+        self, signature: OpSignature, problem: Problem, kernels: Mapping[Ordered, Path], *, rounds: int
     ) -> Outcome:
         """Check and race kernels at a problem.
 
@@ -111,7 +112,7 @@ class Measurer:
             Epilogue and operand types.
         problem : tuple of int
             M, N and K.
-        kernels : mapping of Config to Path
+        kernels : mapping of Ordered to Path
             Configurations with the order of their tiles, and their artifacts' folders.
         rounds : int
             Of the race.
@@ -132,14 +133,17 @@ class Measurer:
         return outcome
 
     def _attempt(
-        self, signature: OpSignature, problem: Problem, kernels: Mapping[Config, Path], rounds: int, outcome: Outcome
-    ) -> Config | None:
+        self, signature: OpSignature, problem: Problem, kernels: Mapping[Ordered, Path], rounds: int, outcome: Outcome
+    ) -> Ordered | None:
         """Try once; return the kernel that brought the worker down, or None when the outcome is complete."""
         worker = self._start()
         job = {
             "signature": signature_to_json(signature),
             "problem": list(problem),
-            "kernels": [{"config": config_to_json(c), "folder": str(folder)} for c, folder in kernels.items()],
+            "kernels": [
+                {"config": config_to_json(entrant.config), "order": entrant.order.to_json(), "folder": str(folder)}
+                for entrant, folder in kernels.items()
+            ],
             "rounds": rounds,
         }
         reading = _Reading(list(kernels), outcome)
@@ -285,11 +289,11 @@ class _Worker:
 class _Reading:
     """What a worker's events say of a job."""
 
-    def __init__(self, kernels: Sequence[Config], outcome: Outcome) -> None:
+    def __init__(self, kernels: Sequence[Ordered], outcome: Outcome) -> None:
         self._kernels = kernels
         self._outcome = outcome
         # Whose fault it would be if the worker stopped now.
-        self.suspect: Config | None = None
+        self.suspect: Ordered | None = None
 
     def takes(self, event: Mapping[str, Any]) -> bool:
         """Take in an event; return whether it is the last.
@@ -316,7 +320,7 @@ class _Reading:
             raise ConfigError("that it is ready, in the middle of a job")
         return bool(kind == "done")
 
-    def _kernel(self, event: Mapping[str, Any]) -> Config:
+    def _kernel(self, event: Mapping[str, Any]) -> Ordered:
         return self._kernels[checked_json.integer(event["kernel"], "kernel", 0, len(self._kernels) - 1)]
 
     def _take_times(self, event: Mapping[str, Any]) -> None:
@@ -328,12 +332,12 @@ class _Reading:
             checked_json.text(name, "peers"): checked_json.number(us, "peers", *MICROSECONDS)
             for name, us in peers.items()
         }
-        if len({m.config for m in measured}) != len(measured):
+        if len({m.ordered for m in measured}) != len(measured):
             raise ConfigError("a kernel's times, twice")
         if list(measured) != sorted(measured, key=lambda m: m.behind):
             raise ConfigError("times in another order than the fastest first")
-        right = {c.binary() for c in self._kernels if c not in self._outcome.failed}
-        if {m.config.binary() for m in measured} != right:
+        right = {entrant.config for entrant in self._kernels if entrant not in self._outcome.failed}
+        if {m.config for m in measured} != right:
             raise ConfigError("times of other kernels than those that are right")
         self._outcome.measured, self._outcome.peers = measured, times
 
@@ -358,11 +362,13 @@ def _why(event: Mapping[str, Any]) -> str:
 
 def _measured(data: object) -> Measured:
     row = checked_json.sequence(data, "measured")
-    if len(row) != 3:
-        raise ConfigError(f"measured has rows of {len(row)}: they have a configuration, microseconds and a part")
-    config = config_from_json(row[0])
-    if config.swizzle not in SWIZZLES:
-        raise ConfigError(f"measured has an order of tiles that there is not: its swizzle is {config.swizzle}")
+    if len(row) != 4:
+        raise ConfigError(
+            f"measured has rows of {len(row)}: a configuration, an order of its tiles, microseconds, a part"
+        )
     return Measured(
-        config, checked_json.number(row[1], "measured", *MICROSECONDS), checked_json.number(row[2], "measured", *BEHIND)
+        config_from_json(row[0]),
+        checked_json.number(row[2], "measured", *MICROSECONDS),
+        checked_json.number(row[3], "measured", *BEHIND),
+        TileOrder.from_json(row[1]),
     )

@@ -11,13 +11,13 @@ from torch import Tensor
 from cutlass_ops.artifacts.loader import LoadedKernel, refusal
 from cutlass_ops.choose.tables import Measured, Problem
 from cutlass_ops.declare.config import Config
+from cutlass_ops.declare.order import Ordered
 from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.run import reference
 from cutlass_ops.run.call import device_of
 from cutlass_ops.run.peers import Peer, peers
-from cutlass_ops.run.plan import order
 from cutlass_ops.run.registry import OpSignature
 from cutlass_ops.tuner import racing
 from cutlass_ops.tuner.racing import Standing
@@ -76,20 +76,20 @@ class Trial:
         self._sets = [self._draw() for _ in range(rotation(width * (m * k + n * k + m * n), l2_bytes))]
         self._wanted = self._exact(self._sets[0])
         self._watch = Stopwatch(expected_us(m, n, k, width))
-        self._kernels: dict[Config, LoadedKernel] = {}
+        self._kernels: dict[Ordered, LoadedKernel] = {}
         self._peers: list[str] = []
 
-    def admit(self, config: Config, kernel: LoadedKernel) -> str | None:
+    def admit(self, entrant: Ordered, kernel: LoadedKernel) -> str | None:
         """Enter a kernel for the race if it is right; return what is wrong if it is not.
 
         Parameters
         ----------
-        config : Config
+        entrant : Ordered
             Its configuration with the order of its tiles.
         kernel : LoadedKernel
             The kernel.
         """
-        run = self._run(config, kernel)
+        run = self._run(entrant, kernel)
         for output in self._sets[0].outputs:
             output.fill_(float("nan"))
         status = run(0)
@@ -99,13 +99,13 @@ class Trial:
             return f"it refused argument {position}: {reason.name.lower()}"
         wrong = self._wrong()
         if wrong is None:
-            self._kernels[config] = kernel
-            self._watch.add(config, run)
+            self._kernels[entrant] = kernel
+            self._watch.add(entrant, run)
         return wrong
 
-    def rehearse(self, config: Config) -> None:
+    def rehearse(self, entrant: Ordered) -> None:
         """Run a kernel that was admitted as the race will, alone: if it fails only then, it is known by name."""
-        self._watch.round([config])
+        self._watch.round([entrant])
 
     def admit_peers(self) -> None:
         """Enter PyTorch's ways to compute the same."""
@@ -135,35 +135,39 @@ class Trial:
         measure = _measurement(self._watch, on_round)
         rounds *= _MORE_ROUNDS if _heats(self._problem) else 1
         # A peer that is ahead must not cost the kernels their rounds.
-        standings = racing.race([*self._kernels], measure, guests=self._peers, rounds=rounds)
+        entrants: list[Ordered | str] = [*self._kernels]
+        standings = racing.race(entrants, measure, guests=self._peers, rounds=rounds)
         ranked = [s.entrant for s in standings if not isinstance(s.entrant, str)]
         finalists = _best_orders(ranked)[:_FINALISTS]
         further = self._further(finalists)
-        second = racing.race([finalists[0], *further], measure, guests=self._peers, rounds=rounds) if further else []
+        entrants = [finalists[0], *further]
+        second = racing.race(entrants, measure, guests=self._peers, rounds=rounds) if further else []
         ratios = _combined(standings, second, finalists[0])
         # Medians over different rounds cannot be compared, since the chip's clock moves; ratios within a round can.
         best = min((c for c in ratios if not isinstance(c, str)), key=ratios.__getitem__)
         unit = next(s.median for s in [*second, *standings] if s.entrant == best) / ratios[best]
         measured = [
-            Measured(c, unit * r, r / ratios[best] - 1)
+            Measured(c.config, unit * r, r / ratios[best] - 1, c.order)
             for c, r in sorted(ratios.items(), key=lambda item: item[1])
             if not isinstance(c, str)
         ]
         return tuple(measured), tuple((name, unit * ratios[name]) for name in self._peers)
 
-    def _further(self, finalists: Sequence[Config]) -> list[Config]:
+    def _further(self, finalists: Sequence[Ordered]) -> list[Ordered]:
         """Enter other orders of tiles of some kernels, which differ."""
-        entered: list[Config] = []
-        for config in finalists:
-            for ordered in kind_of(config).orders(config, self._problem, device_of(self._device)):
-                if ordered not in self._kernels:
-                    self._watch.add(ordered, self._run(ordered, self._kernels[config]))
-                    entered.append(ordered)
+        entered: list[Ordered] = []
+        for finalist in finalists:
+            config = finalist.config
+            for order in kind_of(config).orders(config, self._problem, device_of(self._device)):
+                other = Ordered(config, order)
+                if other not in self._kernels:
+                    self._watch.add(other, self._run(other, self._kernels[finalist]))
+                    entered.append(other)
         return entered
 
-    def _run(self, config: Config, kernel: LoadedKernel) -> Callable[[int], int]:
+    def _run(self, entrant: Ordered, kernel: LoadedKernel) -> Callable[[int], int]:
         m, n, k = self._problem
-        raster, swizzle = order(config)
+        raster, swizzle = entrant.order.numbers
         with torch.cuda.device(self._device):
             size = int(kernel.workspace_size(m, n, k, raster, swizzle))
         workspace = torch.empty(size, dtype=torch.uint8, device=self._device) if size else None
@@ -246,10 +250,10 @@ def _heats(problem: Problem) -> bool:
     return expected_us(*problem) > _HEATING_US
 
 
-def _measurement(watch: Stopwatch, on_round: Callable[[], None]) -> Callable[[Sequence[Config | str]], list[float]]:
+def _measurement(watch: Stopwatch, on_round: Callable[[], None]) -> Callable[[Sequence[Ordered | str]], list[float]]:
     """Return what times one round after another, and says so before each."""
 
-    def measure(order: Sequence[Config | str]) -> list[float]:
+    def measure(order: Sequence[Ordered | str]) -> list[float]:
         on_round()
         return watch.round(order)
 
@@ -269,19 +273,19 @@ def _empty(shape: tuple[int, ...], operand: Operand, device: torch.device) -> Te
     return matrix if operand.major == "row" else matrix.t()
 
 
-def _best_orders(ranked: Sequence[Config]) -> list[Config]:
+def _best_orders(ranked: Sequence[Ordered]) -> list[Ordered]:
     """Return each kernel once, in the first of the orders of tiles in which it is there."""
-    best: dict[Config, Config] = {}
-    for config in ranked:
-        best.setdefault(config.binary(), config)
+    best: dict[Config, Ordered] = {}
+    for entrant in ranked:
+        best.setdefault(entrant.config, entrant)
     return list(best.values())
 
 
 def _combined(
-    first: Sequence[Standing[Config | str]], second: Sequence[Standing[Config | str]], anchor: Config
-) -> dict[Config | str, float]:
+    first: Sequence[Standing[Ordered | str]], second: Sequence[Standing[Ordered | str]], anchor: Ordered
+) -> dict[Ordered | str, float]:
     """Return everyone's time over the anchor's, who ran in both races; where both know it, the second does."""
-    found: dict[Config | str, float] = {}
+    found: dict[Ordered | str, float] = {}
     for standings in (first, second):
         unit = next((1 + s.behind for s in standings if s.entrant == anchor), 1.0)
         found |= {s.entrant: (1 + s.behind) / unit for s in standings}

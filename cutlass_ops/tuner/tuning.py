@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
@@ -32,10 +32,12 @@ from cutlass_ops.choose.policies import Policy
 from cutlass_ops.choose.tables import Point, Problem, Table
 from cutlass_ops.compilation.builder import building
 from cutlass_ops.declare.config import Config
-from cutlass_ops.declare.device import Device, with_order
+from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.order import Ordered
 from cutlass_ops.declare.spec import KernelSpec, Major
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.kinds import legality
+from cutlass_ops.kinds.kind import Kind
 from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.run.call import call_at, device_of, signature_of
 from cutlass_ops.run.ops import called
@@ -54,11 +56,11 @@ _CENTRES = 2
 
 @dataclass(frozen=True)
 class Task:
-    """One problem and the configurations that may win there, the likeliest first."""
+    """One problem and the configurations that may win there with the orders of their tiles, the likeliest first."""
 
     signature: OpSignature
     problem: Problem
-    configs: tuple[Config, ...]
+    entrants: tuple[Ordered, ...]
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ def plan(
     tasks: list[Task] = []
     for signature, each in problems.items():
         table = (known or {}).get(signature) if effort.refine else None
-        best = {p.problem: [m.config.binary() for m in p.measured] for p in table.points} if table else {}
+        best = {p.problem: [m.config for m in p.measured] for p in table.points} if table else {}
         tasks += _plan(signature, {p: _centres(best.get(p, ())) for p in each}, device, effort, deterministic)
     return tasks
 
@@ -178,7 +180,7 @@ def _plan(
     predicted: dict[Problem, dict[Config, float]] = {}
     for allowed, each in among.items():
         predicted |= _predicted(policy, each, allowed)
-    now = {} if pool else {p: dispatch.choose(signature, device, p)[1].binary() for p in predicted}
+    now = {} if pool else {p: dispatch.choose(signature, device, p)[0].config for p in predicted}
     usual = Counter(c for p, c in now.items() if c in predicted[p])
     kept = set(_cover(predicted, effort.kernels, [c for c, _ in usual.most_common(effort.kernels // 2)]))
     tasks = []
@@ -191,15 +193,15 @@ def _plan(
         first = [*best, *(c for c in ranked if c == now.get(problem))]
         room = max(min(max(close, _AT_LEAST), effort.candidates), len(first))
         near = list(dict.fromkeys([*first, *ranked]))[:room]
-        kinds = [c for kind in {type(c): None for c in ranked} for c in _first(ranked, kind)]
+        kinds = [c for kind in dict.fromkeys(map(kind_of, ranked)) for c in _first(ranked, kind)]
         near += [c for c in kinds if c not in near and times[c] <= _FAR * times[ranked[0]]]
         near.sort(key=lambda c: (c not in best, times[c]))
         tasks.append(Task(signature, problem, tuple(o for c in near for o in entrants(c, problem, device))))
     return tasks
 
 
-def _first(ranked: Sequence[Config], kind: type[Config]) -> list[Config]:
-    return [c for c in ranked if type(c) is kind][:_OF_A_KIND]
+def _first(ranked: Sequence[Config], kind: Kind[Any]) -> list[Config]:
+    return [c for c in ranked if kind_of(c) is kind][:_OF_A_KIND]
 
 
 def _predicted(
@@ -212,9 +214,10 @@ def _predicted(
     return {p: dict(zip(configs, row, strict=True)) for p, row in zip(problems, times, strict=True)}
 
 
-def entrants(config: Config, problem: Problem, device: Device) -> list[Config]:
+def entrants(config: Config, problem: Problem, device: Device) -> list[Ordered]:
     """Return a kernel as it enters a race: in the usual order of tiles, and by GPC where that may be worth much."""
-    return [with_order(config, problem), *kind_of(config).orders_by_gpc(config, problem, device)[:1]]
+    orders = config.usual_order(problem), *kind_of(config).orders_by_gpc(config, problem, device)[:1]
+    return [Ordered(config, order) for order in orders]
 
 
 def _considered(policy: Policy, problem: Problem, centres: Sequence[Config], device: Device) -> list[Config]:
@@ -256,7 +259,7 @@ def _cover(
 
 
 DTypes = str | torch.dtype | Sequence[str | torch.dtype]
-Measure = Callable[[OpSignature, Problem, Mapping[Config, Path]], Outcome]
+Measure = Callable[[OpSignature, Problem, Mapping[Ordered, Path]], Outcome]
 
 
 @dataclass(frozen=True)
@@ -340,7 +343,7 @@ def run(
 
     todo = [task for task in tasks if again or effort.refine or task.problem not in known[task.signature]]
     report.known = len(tasks) - len(todo)
-    specs = [[place.device.spec(task.signature, c.binary()) for c in task.configs] for task in todo]
+    specs = [[place.device.spec(task.signature, e.config) for e in task.entrants] for task in todo]
     with (
         building(dict.fromkeys(spec for each in specs for spec in each), executor=executor) as builds,
         progress(len(todo), "problems measured", show) as steps,
@@ -413,11 +416,11 @@ def _next(jobs: Sequence[_Job]) -> _Job:
 
 def _measure(job: _Job, measure: Measure, report: Report) -> Point | None:
     task, folders, slugs = job.task, {}, {}
-    for config, spec, build in zip(task.configs, job.specs, job.builds, strict=True):
+    for entrant, spec, build in zip(task.entrants, job.specs, job.builds, strict=True):
         error = build.exception()
-        slugs[config] = spec.slug
+        slugs[entrant] = spec.slug
         if error is None:
-            folders[config] = build.result().present().folder
+            folders[entrant] = build.result().present().folder
         elif isinstance(error, CompileError):
             report.failed[spec.slug] = str(error)
         else:
@@ -425,7 +428,7 @@ def _measure(job: _Job, measure: Measure, report: Report) -> Point | None:
     if not folders:
         return None
     outcome = measure(task.signature, task.problem, folders)
-    report.failed.update({slugs[config]: why for config, why in outcome.failed.items()})
+    report.failed.update({slugs[entrant]: why for entrant, why in outcome.failed.items()})
     if not outcome.measured:
         return None
     today = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
@@ -438,8 +441,7 @@ def _line(problem: Problem, point: Point | None) -> str:
     best = point.measured[0]
     peer = min(point.peers, key=lambda p: p[1], default=None)
     against = f", {peer[0]} {peer[1]:.1f} us, ratio {peer[1] / best.microseconds:.3f}" if peer else ""
-    order = f" {best.config.order}".rstrip()
-    return f"{_name(problem)}: {best.microseconds:.1f} us{against}, {best.config.slug}{order}"
+    return f"{_name(problem)}: {best.microseconds:.1f} us{against}, {best.ordered}"
 
 
 @BUNDLES.aside()
@@ -558,7 +560,7 @@ def tune(
     tasks = plan(problems, place.device, effort, known, deterministic=deterministic)
     with Measurer(device, silence) as measurer:
 
-        def measure(signature: OpSignature, problem: Problem, kernels: Mapping[Config, Path]) -> Outcome:
+        def measure(signature: OpSignature, problem: Problem, kernels: Mapping[Ordered, Path]) -> Outcome:
             return measurer.measure(signature, problem, kernels, rounds=effort.rounds)
 
         return run(

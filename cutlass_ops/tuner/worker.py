@@ -44,6 +44,7 @@ def _serve(job: dict[str, Any], device: Any, emit: Emit) -> None:
     from cutlass_ops.artifacts.store import open_entry
     from cutlass_ops.choose.tables import signature_from_json
     from cutlass_ops.declare.config import config_from_json, config_to_json
+    from cutlass_ops.declare.order import Ordered, TileOrder
     from cutlass_ops.tuner.trial import Trial
 
     problem = tuple(job["problem"])
@@ -55,16 +56,16 @@ def _serve(job: dict[str, Any], device: Any, emit: Emit) -> None:
         return
     for number, kernel in enumerate(job["kernels"]):
         emit("checking", kernel=number)
-        config = config_from_json(kernel["config"])
-        wrong = trial.admit(config, loader.load(open_entry(Path(kernel["folder"]))))
+        entrant = Ordered(config_from_json(kernel["config"]), TileOrder.from_json(kernel["order"]))
+        wrong = trial.admit(entrant, loader.load(open_entry(Path(kernel["folder"]))))
         if wrong is None:
-            trial.rehearse(config)
+            trial.rehearse(entrant)
         else:
             emit("wrong", kernel=number, why=wrong)
     emit("peers")
     trial.admit_peers()
     measured, others = trial.race(job["rounds"], lambda: emit("racing"))
-    rows = [[config_to_json(m.config), m.microseconds, m.behind] for m in measured]
+    rows = [[config_to_json(m.config), m.order.to_json(), m.microseconds, m.behind] for m in measured]
     emit("done", measured=rows, peers=dict(others))
     del trial
     torch.cuda.empty_cache()

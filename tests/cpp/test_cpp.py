@@ -24,7 +24,6 @@ from cutlass_ops.artifacts.manifest import File, sealed
 from cutlass_ops.base import arch
 from cutlass_ops.base.errors import BundleError
 from cutlass_ops.epilogue import graph, names, operations
-from cutlass_ops.run import plan
 from cutlass_ops.ship import packing, shipping
 from tests import cmake
 from tests.faults.fuzz import seeds
@@ -111,7 +110,7 @@ def test_choices_and_orders_are_python_s(probe, bundle, keys):
     rows = [1, 15, 16, 17, 64, 65, 512, 513, 1024, 1025, 10**6]
     for capability, n, k in (((9, 0), 256, 512), ((9, 0), 512, 256), ((8, 0), 256, 512)):
         choice = open_bundle(bundle).choice(signature, capability, n, k)
-        wanted = [(keys[config.binary()], *plan.order(config)) for config in map(choice.at, rows)]
+        wanted = [(keys[chosen.config], *chosen.order.numbers) for chosen in map(choice.at, rows)]
         code, out = probe("choose", bundle, *capability, n, k, *rows)
         assert code == 0
         assert [tuple(line.split()) for line in out.splitlines()] == [tuple(map(str, row)) for row in wanted]

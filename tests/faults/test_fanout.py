@@ -113,7 +113,7 @@ def test_an_executor_compiles_what_is_tuned(kit, pool, tmp_path, monkeypatch):
     report = tuning.run(tasks, place, effort, measure=measure, executor=pool)
     assert (report.measured, report.failed, sorted(seen)) == (2, {}, problems)
     assert len(tables.load(place.path(wanted)).points) == 2
-    assert kit.compilations == len({c.binary() for task in tasks for c in task.configs})
+    assert kit.compilations == len({e.config for task in tasks for e in task.entrants})
     assert not any(str(tmp_path / "cache") in folder for folder in compiled_by(kit))
 
 

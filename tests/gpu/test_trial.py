@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import cutlass_ops as co
+from cutlass_ops.declare.order import Ordered, TileOrder
 from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.run.call import device_of
 from cutlass_ops.run.registry import REGISTRY, OpSignature
@@ -36,17 +37,17 @@ def spec():
 def test_every_right_kernel_passes_whatever_its_operands_and_outputs(name):
     spec = EXACT[name]
     trial = Trial(signature_of(spec), PROBLEM, DEVICE)
-    assert trial.admit(spec.config, REGISTRY.kernel(spec)) is None
+    assert trial.admit(Ordered(spec.config), REGISTRY.kernel(spec)) is None
 
 
 def test_a_race_has_kernels_in_several_orders_and_peers(spec):
     trial, rounds = Trial(signature_of(spec), PROBLEM, DEVICE), []
-    assert trial.admit(spec.config, REGISTRY.kernel(spec)) is None
+    assert trial.admit(Ordered(spec.config), REGISTRY.kernel(spec)) is None
     trial.admit_peers()
     orders = kind_of(spec.config).orders(spec.config, PROBLEM, device_of(DEVICE))
     measured, peers = trial.race(3, lambda: rounds.append(1))
-    assert {m.config.binary() for m in measured} == {spec.config}
-    assert {m.config.order for m in measured} == {"heuristic 1"} | {o.order for o in orders}
+    assert {m.config for m in measured} == {spec.config}
+    assert {m.order for m in measured} == {TileOrder(), *orders}
     assert [m.behind for m in measured] == sorted(m.behind for m in measured)
     assert measured[0].behind == 0
     assert all(1 < m.microseconds < 1000 for m in measured)
@@ -57,22 +58,22 @@ def test_a_race_has_kernels_in_several_orders_and_peers(spec):
 
 def test_kernels_that_heat_the_chip_race_three_times_as_long(spec):
     trial, rounds = Trial(signature_of(spec), (1024, 4096, 4096), DEVICE), []
-    assert trial.admit(spec.config, REGISTRY.kernel(spec)) is None
+    assert trial.admit(Ordered(spec.config), REGISTRY.kernel(spec)) is None
     measured, _ = trial.race(3, lambda: rounds.append(1))
     assert len(rounds) == 18
-    (again,) = trial._watch.round([spec.config])
+    (again,) = trial._watch.round([Ordered(spec.config)])
     assert measured[0].microseconds / 2 < again < 2 * measured[0].microseconds
 
 
 def test_a_kernel_may_enter_in_several_orders(spec):
     trial = Trial(signature_of(spec), PROBLEM, DEVICE)
     orders = kind_of(spec.config).orders(spec.config, PROBLEM, device_of(DEVICE))
-    for config in (spec.config, orders[0], orders[-1]):
-        assert trial.admit(config, REGISTRY.kernel(spec)) is None
-        trial.rehearse(config)
+    for order in (TileOrder(), orders[0], orders[-1]):
+        assert trial.admit(Ordered(spec.config, order), REGISTRY.kernel(spec)) is None
+        trial.rehearse(Ordered(spec.config, order))
     measured, _ = trial.race(3, lambda: None)
-    assert [m.config for m in measured].count(orders[0]) == 1
-    assert {m.config.order for m in measured} == {"heuristic 1"} | {o.order for o in orders}
+    assert [m.order for m in measured].count(orders[0]) == 1
+    assert {m.order for m in measured} == {TileOrder(), *orders}
 
 
 def test_a_workspace_lives_as_long_as_the_graph_that_uses_it():
@@ -82,7 +83,7 @@ def test_a_workspace_lives_as_long_as_the_graph_that_uses_it():
     size = kernel.workspace_size(*problem, 0, 1)
     assert size > 1 << 20
     before = torch.cuda.memory_allocated()
-    assert trial.admit(spec.config, kernel) is None
+    assert trial.admit(Ordered(spec.config), kernel) is None
     assert torch.cuda.memory_allocated() - before >= size
     torch.cuda.empty_cache()
     trial.rehearse(spec.config)
@@ -90,7 +91,7 @@ def test_a_workspace_lives_as_long_as_the_graph_that_uses_it():
 
 def test_a_trial_goes_without_the_garbage_collector(spec):
     trial = Trial(signature_of(spec), PROBLEM, DEVICE)
-    assert trial.admit(spec.config, REGISTRY.kernel(spec)) is None
+    assert trial.admit(Ordered(spec.config), REGISTRY.kernel(spec)) is None
     trial.admit_peers()
     trial.race(3, lambda: None)
     seen, enabled = weakref.ref(trial), gc.isenabled()
@@ -127,21 +128,21 @@ def fake(spec, after=None, run=True):
 )
 def test_a_wrong_kernel_does_not_race(spec, after, run, why):
     trial = Trial(signature_of(spec), PROBLEM, DEVICE)
-    assert why in trial.admit(spec.config, fake(spec, after, run))
+    assert why in trial.admit(Ordered(spec.config), fake(spec, after, run))
     assert trial.race(3, lambda: None) == ((), ())
 
 
 def test_a_kernel_that_refuses_its_arguments(spec):
     other = next(s for s in kernels.configurations().values() if s.a.dtype.name == "f16" and s.a.major == "col")
     trial = Trial(signature_of(spec), PROBLEM, DEVICE)
-    assert "refused argument 0" in trial.admit(other.config, REGISTRY.kernel(other))
+    assert "refused argument 0" in trial.admit(Ordered(other.config), REGISTRY.kernel(other))
 
 
 def test_in_a_process_of_its_own(spec):
     folder = REGISTRY.kernel(spec).artifact.folder
     with Measurer(0) as measurer:
-        outcome = measurer.measure(signature_of(spec), PROBLEM, {spec.config: folder}, rounds=3)
-    assert {m.config.binary() for m in outcome.measured} == {spec.config}
+        outcome = measurer.measure(signature_of(spec), PROBLEM, {Ordered(spec.config): folder}, rounds=3)
+    assert {m.config for m in outcome.measured} == {spec.config}
     assert set(outcome.peers) == {"eager", "cublaslt"}
     assert outcome.failed == {}
 

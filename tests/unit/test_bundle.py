@@ -12,6 +12,7 @@ from cutlass_ops.artifacts import container
 from cutlass_ops.artifacts.bundle import open_bundle, write_bundle
 from cutlass_ops.artifacts.manifest import Choice, Manifest
 from cutlass_ops.base.errors import BundleError
+from cutlass_ops.declare.order import Ordered, TileOrder
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,7 @@ def test_a_manifest_holds_no_path_and_no_time(contents, tmp_path):
 
 def test_the_manifest_says_which_versions_made_it(contents):
     data = json.loads(contents.manifest.to_bytes())
-    assert data["format"] == "cutlass_ops.artifacts.bundle/1"
+    assert data["format"] == "cutlass_ops.bundle/2"
     assert set(data["toolchain"]) == {"nvcc", "host_compiler", "cutlass", "tvm_ffi"}
     assert set(data["flags"]) == {"sm_80"}
 
@@ -83,7 +84,7 @@ def _deep(data):
     [
         (
             lambda d: d.update(format="cutlass_ops.artifacts.bundle/2"),
-            "this version reads 'cutlass_ops.artifacts.bundle/1'",
+            "this version reads 'cutlass_ops.bundle/2'",
         ),
         (lambda d: d.update(abi=1), "make it again"),
         (lambda d: d.update(templates=99), "templates 99"),
@@ -106,7 +107,7 @@ def _deep(data):
         (lambda d: _deep(d)["library"].update(size=-1), "library holds -1"),
         (lambda d: _deep(d)["library"].update(size=1 << 40), "library holds"),
         (lambda d: _deep(d)["library"].update(size=3), "of another size"),
-        (lambda d: _deep(d)["config"].update(swizzle=4), "how tiles are ordered"),
+        (lambda d: _deep(d)["config"].update(swizzle=4), "unknown field 'swizzle'"),
         (lambda d: _deep(d)["config"].update(stages="3"), "stages must be an integer"),
         (lambda d: _deep(d)["config"].update(stages=10**400), "is not an integer of 64 bits"),
         (lambda d: _deep(d)["config"].update(stages=-(1 << 31)), "stages of a configuration is a number"),
@@ -137,7 +138,7 @@ def test_a_wrong_manifest_is_refused_with_a_reason(tmp_path, contents, change, w
         b"null",
         b"{",
         b"[" * 100_000,
-        b'{"format":"cutlass_ops.artifacts.bundle/1"}',
+        b'{"format":"cutlass_ops.bundle/2"}',
         b"\xff\xfe",
         b'{"format":NaN}',
         b"1" * 5000,
@@ -229,7 +230,7 @@ def test_a_choice_says_which_kernel_serves_which_rows(tmp_path, contents):
     found = open_bundle(_with_choice(tmp_path / "a", contents, GOOD))
     group = found.manifest.groups[0]
     choice = found.choice(group.signature, (8, 0), 64, 32)
-    assert [choice.at(m).swizzle for m in (1, 16, 17, 4096, 10**9)] == [1, 1, 4, 4, 4]
+    assert [choice.at(m).order.swizzle for m in (1, 16, 17, 4096, 10**9)] == [1, 1, 4, 4, 4]
     assert found.choice(group.signature, (9, 0), 64, 32) is None
     assert found.choice(group.signature, (8, 0), 64, 33) is None
     assert found.configs(group.signature, (8, 0)) == tuple(r.spec.config for r in group.kernels)
@@ -242,8 +243,9 @@ def test_a_choice_says_which_kernel_serves_which_rows(tmp_path, contents):
         ({"rows": []}, "at least one"),
         ({"rows": [[5, 0, {}], [5, 0, {}]]}, "increasing order"),
         ({"rows": [[5, 99, {}]]}, "rows holds 99"),
-        ({"rows": [[5, 0, {"stages": 9}]]}, "changes the kernel"),
-        ({"rows": [[5, 0, {"swizzle": 3}]]}, "changes the kernel"),
+        ({"rows": [[5, 0, {"stages": 9}]]}, "an order of tiles has no 'stages'"),
+        ({"rows": [[5, 0, {"swizzle": 3}]]}, "swizzle must be one of 1, 2, 4, 8, not 3"),
+        ({"rows": [[5, 0, {"by_gpc": True}]]}, "only swizzle can be chosen"),
         ({"rows": [[5, 0, {"swizzle": True}]]}, "swizzle must be"),
         ({"rows": [[5, 0]]}, "a row of a choice has"),
         ({"rows": [[5, 0, {}]] * 2000}, "at most 1024"),
@@ -260,7 +262,7 @@ def test_a_wrong_choice_is_refused(tmp_path, contents, wrong, why):
 def test_choices_come_back_as_they_were(contents):
     group = contents.manifest.groups[0]
     config = group.kernels[0].spec.config
-    choices = (Choice((8, 0), 64, 32, ((16, config), (4096, replace(config, swizzle=4)))),)
+    choices = (Choice((8, 0), 64, 32, ((16, Ordered(config)), (4096, Ordered(config, TileOrder(swizzle=4))))),)
     manifest = replace(contents.manifest, groups=(replace(group, choices=choices), *contents.manifest.groups[1:]))
     assert Manifest.from_bytes(manifest.to_bytes()) == manifest
 

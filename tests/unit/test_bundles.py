@@ -21,6 +21,7 @@ from cutlass_ops.base.errors import BundleError, MissingKernelError, ToolchainEr
 from cutlass_ops.choose import dispatch, policies, tables
 from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.compilation import background
+from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.run import ops
@@ -181,9 +182,9 @@ def test_only_kernels_in_the_bundle_are_picked(linear):
     assert set(dispatch.specs(signature(), A100)) <= shipped
     assert len(shipped) < len(usual)
     for problem in ((1, 4096, 4096), (512, 4096, 4096), (7, 1000, 64), (8192, 8192, 8192)):
-        spec, config = dispatch.choose(signature(), A100, problem)
+        spec, order = dispatch.choose(signature(), A100, problem)
         assert spec in shipped
-        assert config.binary() == spec.config
+        assert spec.config.refuses(order) is None
     assert set(dispatch.specs_for(signature(), A100, 4096, 4096)) <= shipped
     # Another signature has none in the bundle: what is picked is as without it.
     assert set(dispatch.specs(signature(dtype="f16"), A100)).isdisjoint(shipped)
@@ -203,9 +204,9 @@ def test_at_the_catalogues_shapes_the_choice_is_that_of_a_machine_with_every_ker
 def test_an_explanation_agrees_with_the_choice(linear, problem):
     co.load_bundle(linear[0])
     found = explain_call("it", call_at(builtin.bias_relu.graph, problem, "bf16", "row", "col"), A100)
-    spec, config = dispatch.choose(signature(), A100, problem)
+    spec, order = dispatch.choose(signature(), A100, problem)
     assert found.served_by == spec.slug
-    assert found.candidates[0].config == config
+    assert (found.candidates[0].config, found.candidates[0].order) == (spec.config, order)
     assert ("the loaded bundle" in found.why) == (problem[2] == 4096)
 
 
@@ -230,7 +231,7 @@ def test_a_single_kernel_needs_no_choice(tmp_path, monkeypatch, no_user_tables):
     co.load_bundle(tmp_path / "a")
     with monkeypatch.context() as patch:
         patch.setattr(dispatch, "_policy", None)
-        assert dispatch.choose(signature(), A100, (100, 300, 500)) == (spec, spec.config)
+        assert dispatch.choose(signature(), A100, (100, 300, 500)) == (spec, TileOrder())
 
 
 def test_kernels_of_one_kind_are_chosen_among(no_user_tables, monkeypatch):
@@ -262,7 +263,7 @@ def test_a_table_travels_along(tmp_path, no_user_tables):
     assert tables.parse(made.read_table(made.manifest.tables[0]), "it") == table
     co.load_bundle(tmp_path / "a")
     assert policies.policy(of, A100).own == table
-    assert dispatch.choose(of, A100, (300, 400, 512))[1] == fast
+    assert dispatch.choose(of, A100, (300, 400, 512))[0].config == fast
     assert set(policies.policy(of, A100).kernels) == {slow, fast}
 
 

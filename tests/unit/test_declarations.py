@@ -28,6 +28,7 @@ from cutlass_ops.declare.config import (
     config_from_json,
     config_to_json,
 )
+from cutlass_ops.declare.order import SWIZZLES, Raster, TileOrder
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue import builtin, title
 from cutlass_ops.kinds.legality import check
@@ -46,7 +47,6 @@ SM80 = st.builds(
     warp=shapes(WarpShape),
     instruction=st.sampled_from((InstructionShape(16, 8, 16), InstructionShape(16, 8, 8), InstructionShape(8, 8, 4))),
     stages=st.integers(0, 12),
-    swizzle=st.integers(1, 8),
     stream_k=st.booleans(),
 )
 SM90 = st.builds(
@@ -57,11 +57,8 @@ SM90 = st.builds(
     scheduler=st.sampled_from(("persistent", "stream_k")),
     stages=st.none() | st.integers(0, 12),
     swap_ab=st.booleans(),
-    raster=st.sampled_from(("heuristic", "along_m", "along_n")),
-    by_gpc=st.booleans(),
     split_k=st.sampled_from((1, 2, 4)),
     means=st.sampled_from(get_args(Means)),
-    swizzle=st.integers(1, 8),
 )
 CONFIGS = SM80 | SM90
 OPERANDS = st.builds(
@@ -277,11 +274,60 @@ def test_every_field_makes_another_kernel():
     assert len(set(every)) == len({s.canonical() for s in every}) == len({s.slug for s in every}) == len(every)
 
 
-@pytest.mark.parametrize("launch", [{"raster": "along_n"}, {"swizzle": 4}, {"by_gpc": True}])
-def test_launch_arguments_are_no_part_of_a_kernel(launch):
-    config = spec().config
-    assert spec(config=replace(config, **launch)) == spec()
-    assert replace(config, **launch) != config
+@pytest.mark.parametrize("order", [{"raster": "along_n"}, {"swizzle": 4}, {"by_gpc": True}])
+def test_an_order_of_tiles_given_as_before_is_taken_and_deprecated(order):
+    config, named = spec().config, ", ".join(f"{k}={v!r}" for k, v in order.items())
+    with pytest.warns(DeprecationWarning, match=re.escape(f"KernelSpec(..., order=TileOrder({named}))")):
+        given = replace(config, **order)
+    assert given == config
+    assert spec(config=given) == spec()
+    assert spec(config=pickle.loads(pickle.dumps(copy.deepcopy(given)))).order == TileOrder(**order)
+    # What a declaration says itself comes first.
+    assert spec(config=given, order=TileOrder("along_m")).order == TileOrder("along_m")
+
+
+def test_so_is_that_of_an_sm80_kernel():
+    with pytest.warns(DeprecationWarning, match="TileOrder"):
+        config = Sm80Config(ThreadblockShape(64, 64, 32), WarpShape(32, 32, 32), swizzle=8)
+    assert spec(config=config).order == TileOrder(swizzle=8)
+    with pytest.raises(TypeError, match="raster"):
+        Sm80Config(ThreadblockShape(64, 64, 32), WarpShape(32, 32, 32), raster="along_m")
+
+
+ORDERED = Sm90Config(ThreadblockShape(128, 128, 64))
+
+
+@pytest.mark.parametrize(
+    ("config", "order", "why"),
+    [
+        (replace(ORDERED, schedule="warp_specialized"), TileOrder(by_gpc=True), "by_gpc needs a persistent kernel"),
+        (replace(ORDERED, scheduler="stream_k"), TileOrder(by_gpc=True), "does not split K"),
+        (Sm80Config(ThreadblockShape(64, 64, 32), WarpShape(32, 32, 32)), TileOrder("along_m"), "only swizzle"),
+        (GemvConfig(), TileOrder(swizzle=2), "one order"),
+    ],
+)
+def test_an_order_that_a_kernel_does_not_take_is_refused(config, order, why):
+    with pytest.raises(ConfigError, match=why):
+        spec(config=config, order=order)
+
+
+def test_an_order_is_a_tile_order():
+    with pytest.raises(TypeError, match="order must be a TileOrder, not 'along_m'"):
+        spec(order="along_m")
+
+
+@pytest.mark.parametrize("raster", get_args(Raster))
+@pytest.mark.parametrize("swizzle", SWIZZLES)
+@pytest.mark.parametrize("by_gpc", [False, True])
+def test_an_order_survives_json(raster, swizzle, by_gpc):
+    order = TileOrder(raster, swizzle, by_gpc)
+    assert TileOrder.from_json(json.loads(json.dumps(order.to_json()))) == order
+
+
+def test_json_of_what_is_usual_is_empty():
+    assert TileOrder().to_json() == {}
+    assert config_to_json(GemvConfig()) == {"arch": "gemv"}
+    assert config_to_json(ORDERED) == {"arch": "sm90", "threadblock": {"m": 128, "n": 128, "k": 64}}
 
 
 def test_the_default_types_follow_d():
@@ -318,8 +364,8 @@ def test_a_slug_is_a_file_name_and_an_identifier_of_one_kernel(drawn):
 @PATIENT
 @given(st.lists(CONFIGS, min_size=2, max_size=8))
 def test_a_config_slug_names_one_binary(drawn):
-    binaries = {c.binary() for c in drawn}
-    assert len({c.binary().slug for c in drawn}) == len(binaries)
+    binaries = set(drawn)
+    assert len({c.slug for c in drawn}) == len(binaries)
 
 
 @pytest.mark.parametrize(("means", "tail"), [("gathered", ""), ("beside", "_beside"), ("ahead", "_ahead")])
@@ -397,8 +443,8 @@ def test_a_configuration_s_repr_is_python(config):
         (ClusterShape(), "ClusterShape(1, 1)"),
         (Sm90Config(ThreadblockShape(64, 8, 64)), "Sm90Config(ThreadblockShape(64, 8, 64))"),
         (
-            Sm90Config(ThreadblockShape(64, 8, 64), schedule="cooperative", swizzle=4, by_gpc=True),
-            "Sm90Config(ThreadblockShape(64, 8, 64), schedule='cooperative', swizzle=4, by_gpc=True)",
+            Sm90Config(ThreadblockShape(64, 8, 64), schedule="cooperative", swap_ab=True),
+            "Sm90Config(ThreadblockShape(64, 8, 64), schedule='cooperative', swap_ab=True)",
         ),
         (
             Sm80Config(ThreadblockShape(64, 64, 32), WarpShape(32, 32, 32), stages=4),
@@ -416,8 +462,9 @@ def test_a_repr_leaves_out_defaults(value, text):
 def test_a_spec_s_repr_fits_on_a_line_or_two():
     short = "KernelSpec(a='bf16.row', b='bf16.col', d='bf16.row', epilogue=<graph bias_relu>, config={})"
     assert repr(spec()) == short.format("Sm90Config(ThreadblockShape(128, 128, 64))")
-    ordered = replace(spec().config, swizzle=4)
-    assert repr(spec(config=ordered)) == short.format("Sm90Config(ThreadblockShape(128, 128, 64), swizzle=4)")
+    order = "order=TileOrder(raster='heuristic', swizzle=4, by_gpc=False)"
+    ordered = short.format(f"Sm90Config(ThreadblockShape(128, 128, 64)), {order}")
+    assert repr(spec(order=TileOrder(swizzle=4))) == ordered
     other = spec(epilogue=saved, inputs={"bias": "f32", "residual": "bf16.row"}, outputs={"pre": "f32.col"})
     assert "inputs={'bias': 'f32'}, outputs={'pre': 'f32.col'})" in repr(other)
     assert repr(spec(target="sm_80")).endswith(", target='sm_80')")
@@ -454,9 +501,9 @@ WRONG_FIELDS = [
     (lambda **f: Sm90Config(TILE, **f), "split_k", ["2", True, None]),
     (lambda **f: Sm90Config(TILE, **f), "means", ["before", True, None]),
     (lambda **f: Sm90Config(TILE, **f), "realign", [0, None]),
-    (lambda **f: Sm90Config(TILE, **f), "raster", ["along_k", None]),
-    (lambda **f: Sm90Config(TILE, **f), "swizzle", ["2", 2.0, True]),
-    (lambda **f: Sm90Config(TILE, **f), "by_gpc", [1, None]),
+    (TileOrder, "raster", ["along_k", None]),
+    (TileOrder, "swizzle", ["2", 2.0, True, 3, 16, 0]),
+    (TileOrder, "by_gpc", [1, None]),
     (lambda **f: Sm80Config(TILE, **f), "warp", [TILE, (64, 64, 32), None]),
     (lambda **f: Sm80Config(TILE, WarpShape(64, 64, 64), **f), "instruction", [(16, 8, 16), None]),
     (lambda **f: Sm80Config(TILE, WarpShape(64, 64, 64), **f), "stages", [None, "3", True]),
@@ -474,7 +521,7 @@ def test_a_configuration_has_fields_of_the_declared_types(make, field, value):
 
 
 def test_every_field_of_every_configuration_is_checked():
-    there = {(cls.__name__, f.name) for cls in (Sm90Config, Sm80Config, GemvConfig) for f in fields(cls)}
+    there = {(cls.__name__, f.name) for cls in (Sm90Config, Sm80Config, GemvConfig, TileOrder) for f in fields(cls)}
     tried = {field for _, field, _ in WRONG_FIELDS}
     assert {name for _, name in there} == tried
 
@@ -599,11 +646,7 @@ def test_an_unknown_dtype_is_refused_with_those_there_are(name):
         ("schedule", "fast"),
         ("schedule", ["pingpong"]),
         ("scheduler", 1),
-        ("raster", None),
-        ("swizzle", "2"),
-        ("by_gpc", 1),
         ("split_k", True),
-        ("swizzle", True),
         ("swap_ab", 1),
         ("means", "before"),
         ("means", False),

@@ -18,7 +18,8 @@ from cutlass_ops.base import resources
 from cutlass_ops.choose import dispatch, policies, pool, tables
 from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.declare.config import ClusterShape, GemvConfig, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
-from cutlass_ops.declare.device import Device, with_order
+from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.sm80 import space as space_sm80
@@ -74,7 +75,7 @@ def test_every_table_that_ships_is_whole_and_where_it_is_looked_for(monkeypatch)
 
 def loss(table, problem, config):
     point = next(p for p in table.points if p.problem == problem)
-    return next(m.behind for m in point.measured if m.config.binary() == config)
+    return next(m.behind for m in point.measured if m.config == config)
 
 
 def test_the_grid_needs_few_kernels_and_loses_little():
@@ -98,9 +99,9 @@ def test_problems_that_were_not_measured_lose_little_either(tmp_path):
         left_out = set(problems[parity::2])
         policy = policies.Policy.of([without(table, left_out)], signature(), H100, table.kernels)
         for point in table.points:
-            measured = {m.config.binary(): m.behind for m in point.measured}
+            measured = {m.config: m.behind for m in point.measured}
             if point.problem in left_out and measured.keys() & set(policy.kernels):
-                best = policy.ranked(point.problem, measured.keys() & set(policy.kernels))[0].config.binary()
+                best = policy.ranked(point.problem, measured.keys() & set(policy.kernels))[0].config
                 losses.append(measured[best])
     assert len(losses) > 250
     assert math.prod(1 + x for x in losses) ** (1 / len(losses)) < 1.04
@@ -111,7 +112,7 @@ def test_an_h200_has_its_own_grid_and_an_h100s_kernels_elsewhere():
     assert {p.problem for p in policy.own.points} >= set(SHAPES.GRID)
     grid = {policy.choose(p).config for p in SHAPES.GRID}
     assert all(policy.choose(p).source == "measured" for p in SHAPES.GRID[::7])
-    assert len({c.binary() for c in grid}) <= tables.MAX_KERNELS
+    assert len(set(grid)) <= tables.MAX_KERNELS
     assert set(policy.kernels) >= set(shipped().kernels)
     other = policies.policy(signature(builtin.bias_gelu, "f16"), H200)
     assert [t.device for t in other.tables] == [H200.name, H100.name]
@@ -121,14 +122,15 @@ def test_an_h200_has_its_own_grid_and_an_h100s_kernels_elsewhere():
 
 # ---- What is measured decides ------------------------------------------------------------------------------------
 
-FAST = Sm90Config(ThreadblockShape(128, 192, 64), ClusterShape(2, 1), raster="along_m", swizzle=4)
+FAST = Sm90Config(ThreadblockShape(128, 192, 64), ClusterShape(2, 1))
 
 
 def test_what_the_user_measured_is_taken_with_its_order_of_tiles():
     for fast, slow in ((FAST, SLOW), (SLOW, FAST)):
-        user_table(Measured(fast, 10.0, 0.0), Measured(slow, 20.0, 1.0))
-        spec, config = chosen(ODD)
-        assert (spec.config, config) == (fast.binary(), fast)
+        order = TileOrder("along_m", swizzle=4)
+        user_table(Measured(fast, 10.0, 0.0, order), Measured(slow, 20.0, 1.0))
+        spec, taken = chosen(ODD)
+        assert (spec.config, taken) == (fast, order)
         found = policies.policy(signature(), H100).choose(ODD)
         assert (found.source, found.microseconds) == ("measured", 10.0)
 
@@ -139,7 +141,7 @@ def test_what_the_user_measured_is_taken_with_its_order_of_tiles():
 def test_of_long_kernels_that_are_equally_fast_the_one_with_the_largest_tile_is_taken(microseconds, behind, first):
     user_table(Measured(SLOW, microseconds, 0.0), Measured(FAST, microseconds * (1 + behind), behind))
     (best,) = policies.policy(signature(), H100).ranked(ODD, count=1)
-    assert best.config.binary() == first.binary()
+    assert best.config == first
 
 
 @pytest.mark.parametrize(
@@ -206,11 +208,11 @@ def test_where_the_model_promises_too_much_a_kernel_of_which_nothing_is_known_is
     )
     policy = policies.Policy.of([Table(H100.name, 132, signature(), points)], signature(), H100, (known, unknown))
     first, second = policy.ranked(ODD)
-    assert (first.config.binary(), first.source, second.source) == (known, "interpolated", "model")
+    assert (first.config, first.source, second.source) == (known, "interpolated", "model")
     assert second.microseconds > 1.3 * slower
     # Far away, the model's word stands.
     far = (32, 1024, 512)
-    expected = {c.config.binary(): c.microseconds for c in policy.ranked(far)}
+    expected = {c.config: c.microseconds for c in policy.ranked(far)}
     assert expected[unknown] == pytest.approx(pool.predict(unknown, far, H100), rel=0.01)
 
 
@@ -335,7 +337,7 @@ def test_a_problem_at_which_no_kernel_can_be_launched_is_refused_in_words():
     """A kernel that is not persistent has a thread block for each tile, and a grid only so many along N."""
     kernel = Sm90Config(ThreadblockShape(64, 64, 64), schedule="warp_specialized")
     policy = policies.Policy.of((), signature(), H100, [kernel])
-    assert policy.choose((64, 4096, 4096)).config.binary() == kernel
+    assert policy.choose((64, 4096, 4096)).config == kernel
     with pytest.raises(co.UnsupportedError, match=r"can be launched at M=64 N=4480000 K=4096: .* Make several calls"):
         policy.choose((64, 4480000, 4096))
     nothing = policies.Policy.of((), signature(), H100, [])
@@ -441,7 +443,7 @@ def _times(policy, problem):
     """Return what a policy's first table says of kernels at a problem: microseconds and kernels."""
     measured = policy.tables[0].at(problem).measured
     best = measured[0].microseconds
-    return [(best * (1 + m.behind), m.config.binary()) for m in measured]
+    return [(best * (1 + m.behind), m.config) for m in measured]
 
 
 def test_a_reduction_copies_its_operands_too():
@@ -485,11 +487,10 @@ def test_every_number_of_rows_is_served_by_the_kernels_of_its_weight(n, k):
 @pytest.mark.parametrize("device", [H100, A100, Device((8, 9), 142)])
 def test_any_shape_gets_a_legal_kernel_of_its_signature(device, m, n, k):
     of = signature()
-    spec, config = chosen((m, n, k), of, device)
+    spec, order = chosen((m, n, k), of, device)
     assert spec in dispatch.specs(of, device)
     assert not legality.check(spec)
-    # The configuration is the kernel's own, with the order of tiles for this shape.
-    assert config.binary() == spec.config.binary()
+    assert spec.config.refuses(order) is None
 
 
 @pytest.mark.parametrize(
@@ -521,7 +522,7 @@ def test_any_alignment_and_dtype_of_d_can_be_served_by_tma(d, d_dtype):
 @pytest.mark.parametrize("m", [1, 2, 8, 16, 32])
 @pytest.mark.parametrize(("n", "k"), [(4096, 4096), (6144, 4096)])
 def test_few_rows_fill_what_is_multiplied_at_a_time(m, n, k):
-    _, config = chosen((m, n, k))
+    config = chosen((m, n, k))[0].config
     assert m > 8 or isinstance(config, GemvConfig)
     # More would multiply rows that are not there.
     assert m <= rows_of_a(config) <= max(8, 2 * m)
@@ -609,8 +610,8 @@ def test_a_kernel_without_an_order_of_tiles_is_tried_in_none():
 
 
 def test_a_weight_beyond_the_cache_is_read_once_where_the_rows_stay_in_it():
-    assert with_order(CLUSTERED, (768, 28672, 4096)).raster == "along_m"
-    assert with_order(CLUSTERED, (8192, 28672, 4096)).raster == "along_n"
+    assert CLUSTERED.usual_order((768, 28672, 4096)).raster == "along_m"
+    assert CLUSTERED.usual_order((8192, 28672, 4096)).raster == "along_n"
 
 
 def test_new_rows_come_last_where_idle_warps_have_yet_to_read_them():
@@ -618,14 +619,14 @@ def test_new_rows_come_last_where_idle_warps_have_yet_to_read_them():
         for along_m, along_n in ((1, 2), (2, 1)):
             cluster = ClusterShape(along_m, along_n)
             beside = replace(CLUSTERED, cluster=cluster, swap_ab=swapped, means="beside")
-            assert with_order(beside, (3072, 2560, 2560)).raster == raster
+            assert beside.usual_order((3072, 2560, 2560)).raster == raster
     # But no operand is read again from memory for it.
     without, beside = (replace(CLUSTERED, means=means) for means in ("gathered", "beside"))
     for problem in ((768, 28672, 4096), (8192, 28672, 4096)):
-        assert with_order(beside, problem).raster == with_order(without, problem).raster
+        assert beside.usual_order(problem).raster == without.usual_order(problem).raster
 
 
 def test_the_order_of_tiles_is_no_part_of_the_kernel():
     shapes = [(m, n, 4096) for m in range(64, 8192, 191) for n in (4096, 8192, 28672)]
     found = [chosen(shape) for shape in shapes]
-    assert len({config for _, config in found}) > len({spec for spec, _ in found})
+    assert len(set(found)) > len({spec for spec, _ in found})

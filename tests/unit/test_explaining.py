@@ -28,9 +28,9 @@ def explained(problem=(512, 4096, 4096), op=ops.gemm_bias_relu, device=H100, dty
 def test_it_agrees_with_the_choice(problem):
     found = explained(problem)
     signature = signature_of(call_at(ops.gemm_bias_relu.graph, problem, "bf16", "row", "col"), H100)
-    spec, config = dispatch.choose(signature, H100, problem)
+    spec, order = dispatch.choose(signature, H100, problem)
     assert found.served_by == spec.slug
-    assert found.candidates[0].config == config
+    assert (found.candidates[0].config, found.candidates[0].order) == (spec.config, order)
     times = [c.microseconds for c in found.candidates]
     assert len(set(found.candidates)) == len(times)
     assert json.loads(json.dumps(found.to_json()))["problem"] == list(problem)

@@ -131,9 +131,7 @@ WS, COOP = {"schedule": "warp_specialized"}, {"schedule": "cooperative"}
 # Rule, a declaration that keeps it, and a neighbour that breaks it and nothing else.
 NEIGHBOURS = [
     ("field_values", sm90(stages=2), sm90(stages=1)),
-    ("field_values", sm90(swizzle=8), sm90(swizzle=3)),
     ("field_values", sm80(stages=2), sm80(stages=65)),
-    ("field_values", sm80(swizzle=8), sm80(swizzle=16)),
     ("field_values", gemv(8, pieces=4), gemv(3)),
     ("field_values", gemv(warps=16), gemv(warps=12)),
     ("field_values", gemv(pieces=16), gemv(pieces=3)),
@@ -176,8 +174,6 @@ NEIGHBOURS = [
     ("split_k", sm90(n=64, split_k=8, **WS), sm90(n=80, split_k=8, **WS, **MN_MAJOR)),
     ("split_k", sm90(stages=6, k=32, split_k=4, **COOP), sm90(stages=4, k=32, split_k=4, **COOP)),
     ("split_k", sm90(epilogue=row_sum, **COOP), sm90(epilogue=row_sum, split_k=2, **COOP)),
-    ("by_gpc", sm90(by_gpc=True), sm90(by_gpc=True, **WS)),
-    ("by_gpc", sm90(by_gpc=True, **COOP), sm90(by_gpc=True, scheduler="stream_k", **COOP)),
     ("cluster_size", sm90(**cluster(2, 4)), sm90(**cluster(4, 4))),
     ("cluster_shape", sm90(**cluster(2, 1)), sm90(n=96, **cluster(3, 1))),
     ("multicast", sm90(n=8, k=16, stages=4, **cluster(2, 1)), sm90(n=8, k=16, stages=4, **cluster(4, 1))),
@@ -344,7 +340,7 @@ _CHANGE = re.compile(rf"[a-z_]+(?:\.[mnk])?={_VALUE}(?:, [a-z_]+(?:\.[mnk])?={_V
 def taken(spec, advice):
     """The declaration after the change that a message names, such as ``schedule='cooperative', threadblock.m=128``."""
     shapes = {c.__name__: c for c in (ClusterShape, InstructionShape)}
-    config, target = spec.launch_config, spec.target
+    config, target = spec.config, spec.target
     for name, value in re.findall(rf"([a-z_.]+)=({_VALUE})", advice):
         value, (field, _, side) = eval(value, shapes), name.partition(".")
         if name == "target":
@@ -409,13 +405,12 @@ def test_advice_about_sm90_can_be_taken(epilogue):
             "schedule": schedule,
             "scheduler": scheduler,
             "split_k": split,
-            "by_gpc": n == 144,
             "realign": n == 24,
         }
         one = sm90(m, n, 64, epilogue=epilogue, **config)
         take_all_advice(one)
         advised |= {v.rule for v in check(one) if _CHANGE.search(v.message)}
-    assert advised >= {"scheduler", "split_k", "by_gpc", "accumulators", "realign"}
+    assert advised >= {"scheduler", "split_k", "accumulators", "realign"}
 
 
 @co.epilogue
@@ -451,7 +446,6 @@ def test_advice_about_a_neighbour_can_be_taken(broken):
         (sm90(128, 224), "accumulators", "schedule='cooperative'", "pingpong'$"),
         (sm90(64, scheduler="stream_k"), "scheduler", "scheduler='persistent'", "cooperative'$"),
         (sm90(64, split_k=2), "split_k", "schedule='warp_specialized'", "schedule='cooperative'"),
-        (sm90(by_gpc=True, split_k=2, **COOP), "by_gpc", "by_gpc=False", r"use schedule='pingpong'$"),
         (sm90(64, epilogue=row_sum_and_tile, **WS), "reduction_schedule", "schedule='pingpong'", "cooperative"),
         (sm90(n=72, epilogue=column_sum_and_tile), "reduction_tile", "threadblock.n=64", "multiple of 32"),
         (sm80((128, 128, 64), (64, 64, 32)), "sliced_k", "warp.k=64", "stream_k"),
@@ -487,7 +481,7 @@ def test_every_reason_is_reported_at_once():
 
 
 def test_meaningless_numbers_are_reported_alone():
-    assert [v.rule for v in check(sm90(96, 44, 40, stages=0, swizzle=3))] == ["field_values", "field_values"]
+    assert [v.rule for v in check(sm90(96, 44, 40, stages=0, split_k=3))] == ["field_values", "field_values"]
 
 
 @pytest.mark.parametrize("value", [None, "spec", Sm90Config(ThreadblockShape(128, 128, 64))])

@@ -171,7 +171,7 @@ def test_without_reductions_there_is_no_second_step():
 )
 def test_stream_k_keeps_tiles_whole_for_reductions_along_m(epilogue, d, separate):
     s = spec(d=d, epilogue=epilogue, config=STREAM_K)
-    assert context(s)["swizzle"]["type"] == f"sm80::StreamKSwizzle<{separate}>"
+    assert context(s)["swizzle"] == f"sm80::StreamKSwizzle<{separate}>"
 
 
 def test_targets_differ_only_in_their_limit():

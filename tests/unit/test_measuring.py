@@ -15,6 +15,7 @@ from signatures import signature
 
 from cutlass_ops.base.errors import ConfigError, MeasuringError
 from cutlass_ops.declare.config import Sm90Config, ThreadblockShape, config_to_json
+from cutlass_ops.declare.order import Ordered, TileOrder
 from cutlass_ops.tuner import measuring
 from cutlass_ops.tuner.measuring import Measurer
 
@@ -43,16 +44,16 @@ for line in sys.stdin:
         if k == 256:
             say("wrong", kernel=number, why="D is wrong")
         else:
-            right.append(kernel["config"])
+            right.append([kernel["config"], kernel["order"]])
     say("peers")
     if mode == "tired":
         time.sleep(600)
     say("racing")
-    say("done", measured=[[c, 10.0 + i, i / 10] for i, c in enumerate(right)], peers={"eager": 30.0})
+    say("done", measured=[[*c, 10.0 + i, i / 10] for i, c in enumerate(right)], peers={"eager": 30.0})
 """
 
-GOOD = [Sm90Config(ThreadblockShape(64, n, 64)) for n in (64, 128)]
-HANGS, DIES, WRONG = (Sm90Config(ThreadblockShape(64, 64, k)) for k in (32, 128, 256))
+GOOD = [Ordered(Sm90Config(ThreadblockShape(64, n, 64)), TileOrder("along_m")) for n in (64, 128)]
+HANGS, DIES, WRONG = (Ordered(Sm90Config(ThreadblockShape(64, 64, k))) for k in (32, 128, 256))
 PROBLEM = (512, 4096, 4096)
 
 
@@ -80,7 +81,7 @@ measurer_folder = "/nowhere"
 
 def test_right_kernels_come_back_in_order(measurer):
     outcome = measure(measurer(), GOOD)
-    assert [(m.config, m.microseconds, m.behind) for m in outcome.measured] == [
+    assert [(m.ordered, m.microseconds, m.behind) for m in outcome.measured] == [
         (GOOD[0], 10.0, 0.0),
         (GOOD[1], 11.0, 0.1),
     ]
@@ -90,7 +91,7 @@ def test_right_kernels_come_back_in_order(measurer):
 
 def test_a_wrong_kernel_is_named_and_left_out(measurer):
     outcome = measure(measurer(), [WRONG, *GOOD])
-    assert [m.config for m in outcome.measured] == GOOD
+    assert [m.ordered for m in outcome.measured] == GOOD
     assert outcome.failed == {WRONG: "D is wrong"}
 
 
@@ -98,16 +99,16 @@ def test_a_wrong_kernel_is_named_and_left_out(measurer):
 def test_the_others_are_measured_after_a_kernel_brought_the_worker_down(measurer, bad, why):
     one = measurer(silence=2.0)
     outcome = measure(one, [GOOD[0], bad, GOOD[1]])
-    assert [m.config for m in outcome.measured] == GOOD
+    assert [m.ordered for m in outcome.measured] == GOOD
     assert why in outcome.failed.pop(bad)
     assert outcome.failed == {}
     # The next problem finds a worker that works.
-    assert [m.config for m in measure(one, GOOD).measured] == GOOD
+    assert [m.ordered for m in measure(one, GOOD).measured] == GOOD
 
 
 def test_several_bad_kernels_at_once(measurer):
     outcome = measure(measurer(silence=2.0), [DIES, HANGS, WRONG, GOOD[1]])
-    assert [m.config for m in outcome.measured] == [GOOD[1]]
+    assert [m.ordered for m in outcome.measured] == [GOOD[1]]
     assert set(outcome.failed) == {DIES, HANGS, WRONG}
 
 
@@ -148,8 +149,8 @@ write('{"event": "ready"}\\n' + '{"event": "preparing"}\\n' * (mode == "unasked"
 if mode == "deaf":
     time.sleep(600)
 job = json.loads(sys.stdin.readline())
-c = [kernel["config"] for kernel in job["kernels"]]
-rows = [[each, 10.0 + i, i / 10] for i, each in enumerate(c)]
+c = [[kernel["config"], kernel["order"]] for kernel in job["kernels"]]
+rows = [[*each, 10.0 + i, i / 10] for i, each in enumerate(c)]
 say("preparing")
 if mode == "line without end":
     write("x" * (6 << 20))
@@ -280,15 +281,15 @@ DONE = '{"event": "done", "measured": %s, "peers": %s}'
         (DONE % ("[[C0, 1.0, 0.0], [C1, 1.0, 1e300]]", "{}"), "measured holds 1e+300"),
         (DONE % ("[[C0, 1.0, -1], [C1, 1.0, 0.0]]", "{}"), "measured holds -1"),
         (DONE % ("[[C0, true, 0.0], [C1, 1.0, 0.0]]", "{}"), "measured holds True"),
-        (DONE % ("[[C0, 1.0]]", "{}"), "measured has rows of 2"),
-        (DONE % ("[[{}, 1.0, 0.0]]", "{}"), "unknown configuration arch"),
+        (DONE % ("[[C0, 1.0]]", "{}"), "measured has rows of 3"),
+        (DONE % ("[[{}, {}, 1.0, 0.0]]", "{}"), "unknown configuration arch"),
         (DONE % ("3", "{}"), "measured is a list, not int"),
     ],
 )
 def test_what_is_well_formed_and_no_event_ends_the_worker(tmp_path, line, why):
     """Read as one event after the other: a process for each would take long."""
-    texts = [json.dumps(config_to_json(c)) for c in GOOD]
-    rows = json.dumps([[json.loads(c), 10.0, i / 10] for i, c in enumerate(texts)])
+    texts = [json.dumps([config_to_json(e.config), e.order.to_json()])[1:-1] for e in GOOD]
+    rows = json.dumps([[*json.loads(f"[{c}]"), 10.0, i / 10] for i, c in enumerate(texts)])
     text = line.replace("ROWS", rows).replace("C0", texts[0]).replace("C1", texts[1])
     with pytest.raises(ConfigError, match=re.escape(why)):
         measuring._Reading(GOOD, measuring.Outcome()).takes(measuring._event(text.encode()))
@@ -296,8 +297,8 @@ def test_what_is_well_formed_and_no_event_ends_the_worker(tmp_path, line, why):
 
 def test_the_same_through_a_worker(odd, pids):
     assert "the process that measures says what it never does" in odd('{"event": "checking", "kernel": 2}')
-    row = [{**config_to_json(GOOD[0]), "swizzle": 3}, 1.0, 0.0]
-    assert "an order of tiles that there is not" in odd(DONE % (json.dumps([row]), "{}"))
+    row = [config_to_json(GOOD[0].config), {"swizzle": 3}, 1.0, 0.0]
+    assert "swizzle must be one of" in odd(DONE % (json.dumps([row]), "{}"))
     assert not any(map(alive, pids))
 
 
@@ -344,7 +345,7 @@ def test_an_interrupted_job_leaves_no_answer_for_the_next(measurer, monkeypatch,
         patch.setattr(measuring._Worker, "line", interrupt)
         with pytest.raises(KeyboardInterrupt):
             measure(one, GOOD)
-    assert measure(one, GOOD[:1]).measured[0].config == GOOD[0]
+    assert measure(one, GOOD[:1]).measured[0].ordered == GOOD[0]
     assert len(pids) == 2
 
 

@@ -122,5 +122,5 @@ def test_neighbours_differ_in_one_thing():
 def test_every_swizzle_is_an_order_of_tiles():
     config = space_sm80.UNTUNED_UNALIGNED[3]
     assert not config.stream_k
-    assert [c.swizzle for c in kind_of(config).orders(config, ODD, H100)] == [1, 2, 4, 8]
+    assert [o.swizzle for o in kind_of(config).orders(config, ODD, H100)] == [1, 2, 4, 8]
     assert kind_of(space_sm80.UNTUNED_UNALIGNED[0]).orders(space_sm80.UNTUNED_UNALIGNED[0], ODD, H100) == []

@@ -28,6 +28,7 @@ from cutlass_ops.choose import dispatch, policies, tables
 from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.compilation.builder import build_many
 from cutlass_ops.declare.config import Sm80Config, Sm90Config, ThreadblockShape, WarpShape
+from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.kinds import legality
@@ -359,7 +360,7 @@ def test_nested_as_deeply_as_can_be_parsed(contents, path):
     """What is parsed by a hair can be shown in no message and written nowhere."""
     good = json.loads(contents.manifest.to_bytes())
     if path == ("choices",):
-        choice = {"capability": [8, 0], "n": 1, "k": 1, "rows": [[1, 0, {"swizzle": 1}]]}
+        choice = {"capability": [8, 0], "n": 1, "k": 1, "rows": [[1, 0, {"swizzle": 2}]]}
         good["signatures"][0]["choices"] = [choice]
         path = ("signatures", 0, "choices", 0, "rows", 0, 2, "swizzle")
     for depth in DEPTHS:
@@ -377,11 +378,11 @@ def test_each_order_of_tiles_of_a_kernel_is_read_once(contents, monkeypatch):
     choices = [{"capability": [8, 0], "n": n, "k": 1, "rows": rows} for n in (1, 2)]
     good["signatures"][0]["choices"] = choices
     read, written = [], []
-    of_json, to_json = manifest_module.config_from_json, manifest_module.config_to_json
-    monkeypatch.setattr(manifest_module, "config_from_json", lambda value: read.append(value) or of_json(value))
-    monkeypatch.setattr(manifest_module, "config_to_json", lambda value: written.append(value) or to_json(value))
+    of_json, to_json = TileOrder.from_json, TileOrder.to_json
+    monkeypatch.setattr(TileOrder, "from_json", lambda value: read.append(value) or of_json(value))
+    monkeypatch.setattr(TileOrder, "to_json", lambda self: written.append(self) or to_json(self))
     found = Manifest.from_bytes(manifest_module.sealed(good))
-    assert [config.swizzle for _, config in found.groups[0].choices[1].rows[:4]] == [2, 4, 8, 1]
+    assert [chosen.order.swizzle for _, chosen in found.groups[0].choices[1].rows[:4]] == [2, 4, 8, 1]
     assert len(read) < 10
     assert len(written) < 50
 

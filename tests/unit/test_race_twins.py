@@ -85,12 +85,12 @@ def test_a_new_problem_has_the_first_by_the_model_and_what_is_chosen():
     policy = policies.policy(signature, H100)
     new, known = (418, 4864, 11776), RACE.near(policy.own.points)[0]
     found, tabled = RACE.entries(policy, dict.fromkeys((new, known), "nvjet_sm90_tst_192x88_64x6_2x1_v_bz_TNT"), 3)
-    assert found.usual[0] == dispatch.choose(signature, H100, new)[1].binary()
-    assert {c.config.binary() for c in policy.ranked(new)[:1]} <= {*found.usual}
+    assert found.usual[0] == dispatch.choose(signature, H100, new)[0].config
+    assert {c.config for c in policy.ranked(new)[:1]} <= {*found.usual}
     assert len(found.usual) in (3, 4)
     assert [c.slug for c in found.twins] == ["sm90_192x88x64_2x1_pp_swap"]
     assert (found.raced, tabled.raced) == (False, True)
-    raced = {m.config.binary() for p in policy.own.points if p.problem == known for m in p.measured}
+    raced = {m.config for p in policy.own.points if p.problem == known for m in p.measured}
     assert not raced & {*tabled.twins}
 
 

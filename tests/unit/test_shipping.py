@@ -51,7 +51,7 @@ def test_a_weight_is_every_kernel_that_some_number_of_rows_needs():
     found = shipment(Catalogue(kernels=(kernels(shapes=(), weights=("4096x1024",)),)))
     assert set(found.specs) == set(dispatch.specs_for(signature(), A100, 4096, 1024))
     ((choice,),) = found.choices.values()
-    chosen = {choice.at(m).binary() for m in policies.ROWS}
+    chosen = {choice.at(m).config for m in policies.ROWS}
     assert chosen <= {spec.config for spec in found.specs}
     assert len(chosen) > 1
 
@@ -165,7 +165,7 @@ def test_a_table_is_its_most_useful_kernels():
     assert [spec.config for spec in found.specs] == list(usual[:2])
     assert found.tables == (table,)
     ((choice,),) = found.choices.values()
-    assert choice.at(300).binary() == usual[0]
+    assert choice.at(300).config == usual[0]
     assert (choice.n, choice.k) == (400, 512)
 
 

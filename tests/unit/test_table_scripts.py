@@ -12,6 +12,7 @@ from cutlass_ops.choose import tables
 from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.declare.config import GemvConfig, Sm90Config, ThreadblockShape
 from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.epilogue import builtin
 from tests.scripts import script
 
@@ -46,7 +47,7 @@ def test_what_is_lost_is_what_the_best_of_those_chosen_loses():
 
 
 A, B = (Sm90Config(ThreadblockShape(128, n, 64)) for n in (64, 128))
-TURNED = Sm90Config(ThreadblockShape(128, 64, 64), raster="along_m", swizzle=4)
+TURNED = TileOrder("along_m", swizzle=4)
 
 
 def point(*measured, peers=(("eager", 30.0), ("cublaslt", 12.0))):
@@ -55,9 +56,9 @@ def point(*measured, peers=(("eager", 30.0), ("cublaslt", 12.0))):
 
 def test_of_each_kernel_the_best_order_stays():
     best = ship_table.best_orders(
-        point(Measured(TURNED, 10.0, 0.0), Measured(A, 11.0, 0.1), Measured(B, 12.0, 0.2)), ()
+        point(Measured(A, 10.0, 0.0, TURNED), Measured(A, 11.0, 0.1), Measured(B, 12.0, 0.2)), ()
     )
-    assert [m.config for m in best.measured] == [TURNED, B]
+    assert [(m.config, m.order) for m in best.measured] == [(A, TURNED), (B, TileOrder())]
 
 
 def test_without_the_fastest_the_others_are_told_from_the_best_of_them():

@@ -16,18 +16,20 @@ from cutlass_ops.base.errors import ConfigError, StoreError
 from cutlass_ops.choose import policies, tables
 from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.declare.config import Sm80Config, Sm90Config, ThreadblockShape, WarpShape
+from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.epilogue import builtin
 from tests.strategies import PATIENT
 from tests.unit.test_model import sweeps
 
 SMALL = Sm90Config(ThreadblockShape(64, 128, 64), schedule="warp_specialized")
-LARGE = Sm90Config(ThreadblockShape(128, 192, 64), raster="along_n", swizzle=2)
+LARGE = Sm90Config(ThreadblockShape(128, 192, 64))
+ORDER = TileOrder("along_n", swizzle=2)
 OLD = Sm80Config(ThreadblockShape(64, 64, 32), WarpShape(32, 32, 32), stages=4)
 
 
 def point(m, date="2026-11-21", first=SMALL, second=LARGE):
     return Point(
-        (m, 4096, 4096), date, (Measured(first, 10.0, 0.0), Measured(second, 11.0, 0.1)), (("cublaslt", 10.5),)
+        (m, 4096, 4096), date, (Measured(first, 10.0, 0.0), Measured(second, 11.0, 0.1, ORDER)), (("cublaslt", 10.5),)
     )
 
 
@@ -98,7 +100,7 @@ def swept():
 
 
 def losses(whole, kept):
-    return [min((m.behind for m in p.measured if m.config.binary() in kept), default=1.0) for p in whole.points]
+    return [min((m.behind for m in p.measured if m.config in kept), default=1.0) for p in whole.points]
 
 
 def test_sixteen_kernels_of_a_hundred_lose_almost_nothing():
@@ -124,27 +126,95 @@ def test_the_first_kernels_are_for_the_problems_that_matter_most():
 
 
 def test_the_order_of_tiles_makes_no_further_kernel():
-    assert table(point(1, second=replace(LARGE, raster="along_m")), point(2)).select().kernels == (SMALL,)
+    again = Measured(SMALL, 10.5, 0.05, TileOrder("along_m"))
+    twice = replace(point(1), measured=(*point(1).measured, again))
+    assert table(twice, point(2)).select().kernels == (SMALL,)
     both = table(point(1), point(2, first=LARGE, second=SMALL)).select().kernels
-    assert set(both) == {SMALL, LARGE.binary()}
+    assert set(both) == {SMALL, LARGE}
 
 
 def test_an_empty_table_has_no_kernels():
     assert table().select().kernels == ()
 
 
-@pytest.mark.parametrize(
-    "config", [replace(LARGE, swizzle=3), replace(LARGE, threadblock=ThreadblockShape(128, 204, 64))]
-)
-def test_an_illegal_kernel_or_order_is_refused(config):
+def test_an_illegal_kernel_is_refused():
+    illegal = replace(LARGE, threadblock=ThreadblockShape(128, 204, 64))
     with pytest.raises(ConfigError, match=r"configuration sm90_128x.* is illegal"):
-        Table.from_json(table(point(1, second=config)).to_json())
+        Table.from_json(table(point(1, second=illegal)).to_json())
+
+
+@pytest.mark.parametrize(
+    ("order", "why"),
+    [({"swizzle": 3}, "swizzle must be one of"), ({"stages": 3}, "has no 'stages'"), ({"by_gpc": True}, "no order")],
+)
+def test_an_order_that_there_is_not_is_refused(order, why):
+    data = table(point(1)).to_json()
+    data["orders"] = [order] * len(data["orders"])
+    with pytest.raises(ConfigError, match=why):
+        Table.from_json(data)
+
+
+# A table as format 2 has it: every field is written out, and an order of tiles is a part of its configuration.
+OLD_CONFIG = {
+    "arch": "sm90", "threadblock": {"m": 128, "n": 192, "k": 64}, "cluster": {"m": 1, "n": 1}, "schedule": "pingpong",
+    "scheduler": "persistent", "stages": None, "swap_ab": False, "raster": "heuristic", "swizzle": 1, "by_gpc": False,
+}  # fmt: skip
+
+
+def of_format_2():
+    ordered = [OLD_CONFIG | change for change in ({}, {"raster": "along_n", "swizzle": 2}, {"by_gpc": True})]
+    data = {k: v for k, v in table().to_json().items() if k != "orders"}
+    rows = [[2, 10.0, 0.0], [1, 11.0, 0.1], [0, 12.0, 0.2]]
+    problem = {"problem": [512, 4096, 4096], "date": "2026-11-21", "measured": rows, "peers": {"cublaslt": 10.5}}
+    return data | {"format": 2, "configs": ordered, "kernels": [1, 0], "points": [problem]}
+
+
+def test_a_table_of_format_2_is_read_with_every_measurement(tmp_path):
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(of_format_2()))
+    found = tables.load(path)
+    assert found.kernels == (LARGE,)
+    (only,) = found.points
+    assert only.measured == (
+        Measured(LARGE, 10.0, 0.0, TileOrder(by_gpc=True)),
+        Measured(LARGE, 11.0, 0.1, ORDER),
+        Measured(LARGE, 12.0, 0.2),
+    )
+    assert only.peers == (("cublaslt", 10.5),)
+    # What is added to it is written in today's format.
+    tables.update(path, table(point(64)))
+    assert json.loads(path.read_text())["format"] == tables.FORMAT
+    assert set(tables.load(path).points) == {only, point(64)}
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"kernels": [3]}, "configuration 3 of 3"),
+        ({"kernels": ["a"]}, "place"),
+        ({"configs": ["sm90"]}, "a configuration"),
+        ({"points": [{}]}, "a point"),
+        ({"orders": []}, "a tuning table"),
+        ({"points": 3}, "points"),
+    ],
+)
+def test_a_wrong_table_of_format_2_is_refused(change, why):
+    with pytest.raises(ConfigError, match=why):
+        tables.parse(json.dumps(of_format_2() | change).encode(), "it")
+
+
+@pytest.mark.parametrize("row", [[], [0], [9, 1.0, 0.0], [0, 1.0], [0, 1.0, 0.0, 0.0], 3, None])
+def test_a_wrong_row_of_format_2_is_refused(row):
+    data = of_format_2()
+    data["points"][0]["measured"] = [row]
+    with pytest.raises(ConfigError):
+        tables.parse(json.dumps(data).encode(), "it")
 
 
 def test_kernels_are_kept_with_the_table(tmp_path):
     path = tmp_path / "table.json"
     tables.update(path, table(point(1), point(2, first=LARGE, second=SMALL)).select())
-    assert set(tables.load(path).kernels) == {SMALL, LARGE.binary()}
+    assert set(tables.load(path).kernels) == {SMALL, LARGE}
     tables.update(path, table(point(3)))
     assert len(tables.load(path).kernels) == 2
 

@@ -1,7 +1,6 @@
 """What a trial decides without a device; tests/gpu/test_trial.py has the rest."""
 
 import contextlib
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,17 +8,18 @@ import torch
 from signatures import signature
 
 from cutlass_ops.declare.chips import USUAL
-from cutlass_ops.declare.config import InstructionShape, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
-from cutlass_ops.run import plan
+from cutlass_ops.declare.config import Sm90Config, ThreadblockShape
+from cutlass_ops.declare.order import Ordered, TileOrder
 from cutlass_ops.tuner import timing, trial
 
 FIRST, SECOND = (Sm90Config(ThreadblockShape(128, n, 64)) for n in (128, 192))
 
 
 def test_a_kernel_is_a_finalist_once_and_as_early_as_its_best_order():
-    by_gpc = replace(FIRST, raster="along_m", by_gpc=True)
-    assert trial._best_orders([by_gpc, SECOND, FIRST]) == [by_gpc, SECOND]
-    assert trial._best_orders([SECOND, FIRST, by_gpc]) == [SECOND, FIRST]
+    first, second = Ordered(FIRST), Ordered(SECOND)
+    by_gpc = Ordered(FIRST, TileOrder("along_m", by_gpc=True))
+    assert trial._best_orders([by_gpc, second, first]) == [by_gpc, second]
+    assert trial._best_orders([second, first, by_gpc]) == [second, first]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -34,13 +34,8 @@ def test_rounding_counts_for_values_that_an_epilogue_has_rounded_itself(dtype):
 @pytest.mark.parametrize("by_gpc", [False, True])
 def test_every_order_of_tiles_has_a_number_of_its_own(by_gpc):
     rasters = ("heuristic", "along_m", "along_n")
-    numbers = [plan.order(replace(FIRST, raster=r, swizzle=4, by_gpc=by_gpc)) for r in rasters]
+    numbers = [TileOrder(r, 4, by_gpc).numbers for r in rasters]
     assert numbers == [(n + (4 if by_gpc else 0), 4) for n in range(3)]  # as templates/include/cutlass_ops/sm90_gemm.h
-
-
-def test_an_sm80_kernel_has_a_swizzle_only():
-    config = Sm80Config(ThreadblockShape(64, 64, 32), WarpShape(32, 32, 32), InstructionShape(16, 8, 16), swizzle=8)
-    assert plan.order(config) == (0, 8)
 
 
 @pytest.mark.parametrize("size", [1e3, 1e6, 20e6, 60e6, 200e6, 1e10])
@@ -57,7 +52,7 @@ def test_launches_of_a_trial_take_turns_with_the_inputs(monkeypatch):
     monkeypatch.setattr(trial.torch.cuda, "get_device_properties", lambda device: cached)
     read = []
     kernel = SimpleNamespace(launch=lambda a, *_: read.append(a.data_ptr()), workspace_size=lambda *_: 0)
-    run = trial.Trial(signature(), (64, 64, 64), torch.device("cpu"))._run(FIRST, kernel)
+    run = trial.Trial(signature(), (64, 64, 64), torch.device("cpu"))._run(Ordered(FIRST), kernel)
     for index in range(24):
         run(index)
     assert len(set(read)) == 12

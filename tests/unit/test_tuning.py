@@ -20,6 +20,7 @@ from cutlass_ops.base.errors import CompileError, MeasuringError, NoDeviceError,
 from cutlass_ops.choose import dispatch, policies, pool, space, tables
 from cutlass_ops.choose.tables import Measured
 from cutlass_ops.declare.config import ClusterShape, Means, Sm80Config, Sm90Config, ThreadblockShape
+from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.run import norms
@@ -61,12 +62,14 @@ class Chip:
         self.measured.append(problem)
         if problem in self.fail:
             raise MeasuringError("it does not end")
-        failed = {c: "D is wrong" for c in kernels if c.binary() in self.wrong}
+        failed = {c: "D is wrong" for c in kernels if c.config in self.wrong}
         right = [c for c in kernels if c not in failed]
-        times = {c: pool.predict(c, problem, H100) * self.rng.uniform(1, 1.05) for c in right}
+        times = {c: pool.predict(c.config, problem, H100) * self.rng.uniform(1, 1.05) for c in right}
         order = sorted(right, key=times.__getitem__)
         best = times[order[0]] if order else 0
-        return Outcome(tuple(Measured(c, times[c], times[c] / best - 1) for c in order), {"eager": 99.0}, failed)
+        return Outcome(
+            tuple(Measured(c.config, times[c], times[c] / best - 1, c.order) for c in order), {"eager": 99.0}, failed
+        )
 
 
 @pytest.fixture
@@ -83,36 +86,36 @@ def tasks(effort=SMALL, problems=PROBLEMS):
 def test_few_kernels_cover_every_problem_and_the_likeliest_race():
     planned = tasks()
     assert [t.problem for t in planned] == PROBLEMS
-    assert len({c.binary() for t in planned for c in t.configs}) <= 10
+    assert len({e.config for t in planned for e in t.entrants}) <= 10
     for task in planned:
-        assert 1 <= len({c.binary() for c in task.configs}) <= 4
-        assert len(set(task.configs)) == len(task.configs)
+        assert 1 <= len({e.config for e in task.entrants}) <= 4
+        assert len(set(task.entrants)) == len(task.entrants)
         (best,) = space.ranked(signature(), task.problem, 1, H100)
-        *times, of_best = expected([*task.configs, best], task.problem)
+        *times, of_best = expected([*(e.config for e in task.entrants), best], task.problem)
         assert times == sorted(times)
         assert times[0] <= 1.1 * of_best
 
 
 def test_what_serves_untuned_races_so_that_tuning_makes_no_call_slower():
     problems = [(345, 2560, 9344), (8, 4096, 14336), (898, 3712, 832)]
-    serving = {p: dispatch.choose(signature(), H100, p)[1].binary() for p in problems}
+    serving = {p: dispatch.choose(signature(), H100, p)[0].config for p in problems}
     for task in tasks(SMALL, problems):
-        assert serving[task.problem] in {c.binary() for c in task.configs}
+        assert serving[task.problem] in {e.config for e in task.entrants}
 
 
 def test_what_serves_races_however_slow_it_is_expected_to_be(monkeypatch):
-    usual = {c.binary() for t in tasks() for c in t.configs}
+    usual = {e.config for t in tasks() for e in t.entrants}
     slow = next(c for c in reversed(policies.policy(signature(), H100).kernels) if c not in usual)
-    monkeypatch.setattr(dispatch, "choose", lambda *_: (None, slow))
+    monkeypatch.setattr(dispatch, "choose", lambda *_: (H100.spec(signature(), slow), TileOrder()))
     for task in tasks():
-        assert slow in {c.binary() for c in task.configs}
-        assert task.configs[0].binary() != slow
+        assert slow in {e.config for e in task.entrants}
+        assert task.entrants[0].config != slow
 
 
 def test_of_many_kernels_that_serve_those_that_serve_most_race():
     """Among so few kernels that model and what serves now share them."""
-    serving = Counter(dispatch.choose(signature(), H100, p)[1].binary() for p in PROBLEMS)
-    raced_now = {c.binary() for t in tasks(Effort(kernels=4, candidates=4)) for c in t.configs}
+    serving = Counter(dispatch.choose(signature(), H100, p)[0].config for p in PROBLEMS)
+    raced_now = {e.config for t in tasks(Effort(kernels=4, candidates=4)) for e in t.entrants}
     assert len(raced_now) == 4
     assert len(raced_now & {*serving}) >= 2
 
@@ -120,7 +123,7 @@ def test_of_many_kernels_that_serve_those_that_serve_most_race():
 def test_a_pool_is_all_there_is_to_choose_from():
     pool = tuple(space.ranked(signature(), PROBLEMS[0], 3, H100))
     planned = tasks(Effort(kernels=10, candidates=4, pool=pool))
-    assert {c.binary() for t in planned for c in t.configs} == set(pool)
+    assert {e.config for t in planned for e in t.entrants} == set(pool)
 
 
 def test_what_the_model_puts_far_ahead_does_not_race_alone():
@@ -135,7 +138,7 @@ def test_what_the_model_puts_far_ahead_does_not_race_alone():
         narrow, (8, 4096, 14336), H100
     )
     (task,) = tasks(Effort(kernels=10, candidates=12, pool=(narrow, *wide)), [(8, 4096, 14336)])
-    raced = list(dict.fromkeys(c.binary() for c in task.configs))
+    raced = list(dict.fromkeys(e.config for e in task.entrants))
     assert raced[0] == narrow
     assert len(raced) == 4
 
@@ -151,12 +154,12 @@ def test_the_model_promises_no_more_of_what_is_not_known_than_of_what_is(monkeyp
     policy = policies.Policy.of([table], signature(), H100, table.kernels)
     monkeypatch.setattr(policies, "policy", lambda *_: policy)
     point = next(p for p in table.points if p.problem == problem)
-    best = next(m.config.binary() for m in point.measured if m.config.binary() in table.kernels)
+    best = next(m.config for m in point.measured if m.config in table.kernels)
     limit = 1.1 * pool.predict(best, problem, H100)
     ranked = space.ranked(signature(), problem, 4000, H100)
     unknown = next(c for c in ranked if c not in policy.kernels and pool.predict(c, problem, H100) > limit)
     (task,) = tasks(Effort(kernels=2, candidates=2, pool=(unknown, best)), [problem])
-    assert task.configs[0].binary() == best
+    assert task.entrants[0].config == best
 
 
 def test_what_was_measured_counts_among_further_kernels_as_well():
@@ -166,7 +169,7 @@ def test_what_was_measured_counts_among_further_kernels_as_well():
     assert further
     wide = policy.with_further(further)
     assert wide.kernels == (*policy.kernels, *further)
-    measured = {m.config.binary() for m in policy.own.at(problem).measured}
+    measured = {m.config for m in policy.own.at(problem).measured}
     times = dict(zip(wide.kernels, wide.expected([problem]).times[0].tolist(), strict=True))
     assert measured
     assert all(times[c] == known[policy.kernels.index(c)] for c in measured)
@@ -174,15 +177,15 @@ def test_what_was_measured_counts_among_further_kernels_as_well():
 
 def expected(configs, problem):
     """Return the times that dispatch would expect of kernels."""
-    wide = policies.policy(signature(), H100).with_further(c.binary() for c in configs)
+    wide = policies.policy(signature(), H100).with_further(c for c in configs)
     (times,) = wide.expected([problem]).times.tolist()
-    return [times[wide.kernels.index(c.binary())] for c in configs]
+    return [times[wide.kernels.index(c)] for c in configs]
 
 
 @pytest.mark.slow
 def test_more_kernels_cover_better():
     def loss(effort):
-        return sum(expected(t.configs[:1], t.problem)[0] for t in tasks(effort))
+        return sum(expected([t.entrants[0].config], t.problem)[0] for t in tasks(effort))
 
     assert loss(Effort(kernels=12)) <= loss(Effort(kernels=3))
 
@@ -216,17 +219,15 @@ def test_a_refinement_looks_around_what_was_best(place, chip):
     effort = Effort(kernels=20, candidates=6, rounds=3, refine=True)
     refined = plan({signature(): PROBLEMS}, H100, effort, {signature(): before})
     for task in refined:
-        best = next(p for p in before.points if p.problem == task.problem).measured[0].config.binary()
-        assert task.configs[0].binary() == best
-    new = {c.binary() for t in refined for c in t.configs} - {
-        m.config.binary() for p in before.points for m in p.measured
-    }
+        best = next(p for p in before.points if p.problem == task.problem).measured[0].config
+        assert task.entrants[0].config == best
+    new = {e.config for t in refined for e in t.entrants} - {m.config for p in before.points for m in p.measured}
     assert new
     report = run(refined, place, effort, measure=chip.measure)
     assert report.measured == len(PROBLEMS)
     after = tables.load(place.path(signature()))
     for old, now in zip(before.points, after.points, strict=True):
-        assert {m.config.binary() for m in now.measured} >= {m.config.binary() for m in old.measured}
+        assert {m.config for m in now.measured} >= {m.config for m in old.measured}
 
 
 def test_neighbours_are_one_step_away():
@@ -266,7 +267,7 @@ def test_ways_that_are_illegal_are_no_neighbours():
 def test_operands_that_tma_cannot_load_are_tuned_among_sm80_kernels():
     odd = signature_at(builtin.bias_relu.graph, (64, 4097, 4097), "bf16", "row", "col", None, H100)
     assert odd.a == Operand.of("bf16.row.align1")
-    configs = {type(c) for t in plan({odd: [(64, 4097, 4097)]}, H100, SMALL) for c in t.configs}
+    configs = {type(e.config) for t in plan({odd: [(64, 4097, 4097)]}, H100, SMALL) for e in t.entrants}
     assert configs == {Sm80Config}
 
 
@@ -298,7 +299,7 @@ def test_a_run_that_is_interrupted_keeps_what_it_has(place, chip):
     kept = tables.load(place.path(signature()))
     assert len(kept.points) == 2
     # Calls can use it as it is.
-    assert {p.measured[0].config.binary() for p in kept.points} <= set(kept.kernels)
+    assert {p.measured[0].config for p in kept.points} <= set(kept.kernels)
     assert run(tasks(), place, SMALL, measure=chip.measure).known == 2
 
 
@@ -309,14 +310,14 @@ def test_time_is_up(place, chip):
 
 def test_a_kernel_that_cannot_be_compiled_or_is_wrong_leaves_the_others(place, chip):
     planned = tasks()
-    kernels, task = next((k, t) for t in planned if len(k := list(dict.fromkeys(c.binary() for c in t.configs))) >= 4)
+    kernels, task = next((k, t) for t in planned if len(k := list(dict.fromkeys(e.config for e in t.entrants))) >= 4)
     refused, wrong = kernels[:2]
     planned = [task]
     chip.refuse, chip.wrong = {refused}, {wrong}
     report = run(planned, place, SMALL, measure=chip.measure)
     assert report.measured == 1
     first = tables.load(place.path(signature())).points[0]
-    assert not {refused, wrong} & {m.config.binary() for m in first.measured}
+    assert not {refused, wrong} & {m.config for m in first.measured}
     reasons = {H100.spec(signature(), c).slug for c in (refused,)}
     assert reasons <= set(report.failed)
     assert any("too complex" in why for why in report.failed.values())
@@ -350,7 +351,7 @@ def test_problems_are_measured_in_the_order_in_which_their_kernels_are_there(pla
     @contextmanager
     def building(specs, *, executor=None):
         futures = {spec: Future() for spec in specs}
-        wanted = {H100.spec(signature(), c.binary()) for c in last.configs}
+        wanted = {H100.spec(signature(), e.config) for e in last.entrants}
         for spec, future in sorted(futures.items(), key=lambda item: item[0] not in wanted):
             if spec in wanted:
                 future.set_result(Artifact(spec.slug, spec.slug, "", {}))
@@ -396,18 +397,18 @@ LONG = (64, 512, 28672)
 
 
 def raced(planned):
-    return [c for task in planned for c in task.configs]
+    return [e for task in planned for e in task.entrants]
 
 
 def test_only_kernels_that_take_all_of_k_race_where_results_must_not_depend_on_the_choice(place, chip):
     effort = Effort(kernels=40, candidates=12, rounds=3)
     free = plan({signature(): [LONG]}, H100, effort)
-    assert not free[0].configs[0].whole_k
+    assert not free[0].entrants[0].config.whole_k
     assert run(free, place, effort, measure=chip.measure).measured == 1
 
     bound = plan({signature(): [LONG]}, H100, effort, {signature(): place.table(signature())}, deterministic=True)
     assert raced(bound)
-    assert all(c.whole_k for c in raced(bound))
+    assert all(e.config.whole_k for e in raced(bound))
     # What won before may not serve, so the problem is measured again, but not a third time.
     report = run(bound, place, effort, measure=chip.measure, deterministic=True)
     assert (report.measured, report.known) == (1, 0)
@@ -426,8 +427,8 @@ def test_a_refinement_looks_around_no_kernel_that_may_not_serve(place, chip):
     effort = Effort(kernels=40, candidates=12, rounds=3, refine=True)
     run(plan({signature(): [LONG]}, H100, effort), place, effort, measure=chip.measure)
     known = {signature(): place.table(signature())}
-    assert any(not c.whole_k for c in raced(plan({signature(): [LONG]}, H100, effort, known)))
-    assert all(c.whole_k for c in raced(plan({signature(): [LONG]}, H100, effort, known, deterministic=True)))
+    assert any(not e.config.whole_k for e in raced(plan({signature(): [LONG]}, H100, effort, known)))
+    assert all(e.config.whole_k for e in raced(plan({signature(): [LONG]}, H100, effort, known, deterministic=True)))
 
 
 def test_pytorch_and_one_order_of_additions_exclude_each_other():

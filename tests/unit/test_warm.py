@@ -10,7 +10,7 @@ from signatures import A100
 import cutlass_ops as co
 from cutlass_ops.declare.config import ThreadblockShape, WarpShape
 from cutlass_ops.epilogue import builtin
-from cutlass_ops.run import gated, norms, ops, plan
+from cutlass_ops.run import gated, norms, ops
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 M, N, K, EPS = 48, 520, 264, 1e-5
@@ -88,13 +88,13 @@ def test_an_op_of_one_output_takes_a_mapping_warm_as_well(form):
 @pytest.mark.parametrize(("epilogue", "inputs"), [(builtin.identity, ()), (several, (BIAS, 0.5))])
 def test_a_warm_launch_visits_tiles_in_the_order_of_a_cold_one(device, epilogue, inputs):
     """Raster and swizzle are the kernel's by their position alone."""
-    config = co.Sm90Config(ThreadblockShape(128, 128, 64), schedule="pingpong", raster="along_n", swizzle=4)
+    config, order = co.Sm90Config(ThreadblockShape(128, 128, 64)), co.TileOrder("along_n", swizzle=4)
     types = {"a": "bf16.row", "b": "bf16.col", "d": "bf16.row", "inputs": {"bias": "f32"} if inputs else {}}
-    kernel = co.build(co.KernelSpec(**types, epilogue=epilogue, config=config))
+    kernel = co.build(co.KernelSpec(**types, epilogue=epilogue, config=config, order=order))
     for _ in range(2):
         kernel(A, B, *inputs)
     assert kernel.served_warm == 1
-    assert [(launch.raster, launch.swizzle) for launch in device.launches] == [plan.order(config)] * 2 == [(2, 4)] * 2
+    assert [(launch.raster, launch.swizzle) for launch in device.launches] == [order.numbers] * 2 == [(2, 4)] * 2
 
 
 @co.epilogue
@@ -251,7 +251,8 @@ def test_to_plan_a_call_compiles_and_queues_nothing(op, device):
     op(A, B, BIAS, 0.5)
     (launch,) = device.launches
     assert choice.spec == launch.spec
-    assert choice.config.binary() == choice.spec.config
+    assert choice.config == launch.spec.config
+    assert choice.order.numbers == (launch.raster, launch.swizzle)
     assert choice.peer is None
 
 

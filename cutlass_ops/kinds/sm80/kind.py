@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cutlass_ops.declare.config import MEANS, SWIZZLES, Sm80Config
+from cutlass_ops.declare.config import MEANS, Sm80Config
 from cutlass_ops.kinds.kind import Kind
 from cutlass_ops.kinds.sm80 import footprint, lowering, rules, space
 from cutlass_ops.kinds.sm80.model import Sm80Timer
@@ -11,7 +11,6 @@ SM80 = Kind(
     config=Sm80Config,
     noun="an Sm80Config",
     template="sm80_gemm.cu.j2",
-    values={"swizzle": SWIZZLES},
     rules=rules.SM80,
     shared_memory=footprint.shared_memory,
     context=lowering.context,

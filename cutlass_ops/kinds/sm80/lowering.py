@@ -39,7 +39,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "warp": f"{w.m}, {w.n}, {w.k}",
         "instruction": f"{i.m}, {i.n}, {i.k}",
         "stages": config.stages,
-        "swizzle": {"type": _swizzle(spec, config), "width": config.swizzle},
+        "swizzle": _swizzle(spec, config),
         "swap_ab": swapped(spec),
         "nodes": [asdict(n) for n in _nodes(spec, lowered)],
         # No access of the epilogue is wider than D's, and D's extent is a multiple of that.

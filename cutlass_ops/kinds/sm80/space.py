@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from cutlass_ops.declare.config import SWIZZLES, Sm80Config, ThreadblockShape, WarpShape
+from cutlass_ops.declare.config import Sm80Config, ThreadblockShape, WarpShape
 from cutlass_ops.declare.device import Device, Problem
+from cutlass_ops.declare.order import SWIZZLES, TileOrder
 from cutlass_ops.declare.signature import OpSignature
 
 _SIDES = (32, 64, 128, 256)
@@ -56,6 +57,6 @@ def near(one: Sm80Config, other: Sm80Config) -> bool:
     return sum(x != y for x, y in zip(features(one), features(other), strict=True)) == 1
 
 
-def orders(config: Sm80Config, _: Problem, __: Device) -> list[Sm80Config]:
-    """Return a configuration with every swizzle; stream-K has an order of its own."""
-    return [] if config.stream_k else [replace(config, swizzle=swizzle) for swizzle in SWIZZLES]
+def orders(config: Sm80Config, _: Problem, __: Device) -> list[TileOrder]:
+    """Return every swizzle; stream-K has an order of its own."""
+    return [] if config.stream_k else [TileOrder(swizzle=swizzle) for swizzle in SWIZZLES]

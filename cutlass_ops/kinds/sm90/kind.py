@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cutlass_ops.base import arch
-from cutlass_ops.declare.config import MEANS, SWIZZLES, Sm90Config
+from cutlass_ops.declare.config import MEANS, Sm90Config
 from cutlass_ops.kinds.kind import Kind
 from cutlass_ops.kinds.sm90 import footprint, lowering, order, rules, space
-from cutlass_ops.kinds.sm90.timer import Sm90Timer
+from cutlass_ops.kinds.sm90.timer import Sm90Timer, usual_means
 
 # What stream-K has to be ahead by, as its times are foretold: where it came first it took that much longer, by the
 # measurements of bias + ReLU at weights that were left out. Others did not.
@@ -21,7 +23,7 @@ SM90 = Kind(
     config=Sm90Config,
     noun="an Sm90Config",
     template="sm90_gemm.cu.j2",
-    values={"split_k": (1, 2, 4, 8), "swizzle": SWIZZLES},
+    values={"split_k": (1, 2, 4, 8)},
     rules=rules.SM90,
     shared_memory=footprint.shared_memory,
     context=lowering.context,
@@ -30,6 +32,7 @@ SM90 = Kind(
     candidates=space.candidates,
     near=space.near,
     forms=space.forms,
+    gathering=lambda config: replace(config, means=usual_means(config)),
     orders=order.orders,
     orders_by_gpc=order.orders_by_gpc,
     handicap=_handicap,

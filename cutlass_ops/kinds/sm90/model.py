@@ -255,12 +255,13 @@ class Batch:
     by_gpc: Flags
 
     @classmethod
-    def of(cls, configs: Iterable[Sm90Config]) -> Batch:
-        """Return configurations side by side."""
+    def of(cls, configs: Iterable[Sm90Config], by_gpc: bool | Sequence[bool] = False) -> Batch:
+        """Return configurations side by side, all of them with an order of tiles by GPC or not, or each as given."""
         configs = tuple(configs)
-        numbers = np.array([_numbers(c) for c in configs], np.float64).reshape(-1, len(fields(cls)) - 1)
-        *extents, schedule, way, stream_k, by_gpc = np.ascontiguousarray(numbers.T)[:, None]
-        return cls(configs, *[*extents, schedule.astype(np.int64), way.astype(np.int64), stream_k > 0, by_gpc > 0])
+        numbers = np.array([_numbers(c) for c in configs], np.float64).reshape(-1, len(fields(cls)) - 2)
+        *extents, schedule, way, stream_k = np.ascontiguousarray(numbers.T)[:, None]
+        ordered = np.broadcast_to(np.asarray(by_gpc, np.bool_), (1, len(configs)))
+        return cls(configs, *[*extents, schedule.astype(np.int64), way.astype(np.int64), stream_k > 0, ordered])
 
 
 def _numbers(config: Sm90Config) -> tuple[float, ...]:
@@ -271,7 +272,7 @@ def _numbers(config: Sm90Config) -> tuple[float, ...]:
     stream_k = config.scheduler == "stream_k"
     size = part.m * part.n / 128**2
     way = WAYS.index(config.means)
-    return (*tile, *cluster, own.m, own.n, own.k, size, config.split_k, schedule, way, stream_k, config.by_gpc)
+    return (*tile, *cluster, own.m, own.n, own.k, size, config.split_k, schedule, way, stream_k)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from cutlass_ops.declare.config import Raster, Sm90Config
+from cutlass_ops.declare.config import Sm90Config
 from cutlass_ops.declare.device import Device, Problem
+from cutlass_ops.declare.order import Raster, TileOrder
 from cutlass_ops.kinds.sm90 import model
 
 _ORDERS: dict[Raster, tuple[int, ...]] = {"along_m": (1, 2), "along_n": (1, 2, 4)}
@@ -13,20 +12,16 @@ _SWIZZLES_BY_GPC = (1, 2, 4)
 WAVES_BY_GPC = 2  # the most for which an order by GPC is worth trying
 
 
-def orders(config: Sm90Config, problem: Problem, device: Device) -> list[Sm90Config]:
-    """Return a configuration with every order of its tiles that is worth measuring at a problem."""
+def orders(config: Sm90Config, problem: Problem, device: Device) -> list[TileOrder]:
+    """Return every order of a configuration's tiles that is worth measuring at a problem."""
     if not config.ordered:
         return []
-    usual = [
-        replace(config, raster=raster, swizzle=swizzle, by_gpc=False)
-        for raster, swizzles in _ORDERS.items()
-        for swizzle in swizzles
-    ]
+    usual = [TileOrder(raster, swizzle) for raster, swizzles in _ORDERS.items() for swizzle in swizzles]
     return [*usual, *orders_by_gpc(config, problem, device)]
 
 
-def orders_by_gpc(config: Sm90Config, problem: Problem, device: Device) -> list[Sm90Config]:
-    """Return a configuration with the orders by GPC that are worth measuring at a problem, the likeliest first.
+def orders_by_gpc(config: Sm90Config, problem: Problem, device: Device) -> list[TileOrder]:
+    """Return the orders by GPC that are worth measuring at a problem, the likeliest first.
 
     Within a GPC only reads that are not multicast merge, so runs of tiles share the operand that the cluster does not.
     More than a few waves drift apart in time, and their reads with them.
@@ -39,8 +34,4 @@ def orders_by_gpc(config: Sm90Config, problem: Problem, device: Device) -> list[
     rasters: tuple[Raster, ...] = ("along_m", "along_n")
     if cluster.m != cluster.n:
         rasters = ("along_n",) if cluster.m > cluster.n else ("along_m",)
-    return [
-        replace(config, raster=raster, swizzle=swizzle, by_gpc=True)
-        for raster in rasters
-        for swizzle in _SWIZZLES_BY_GPC
-    ]
+    return [TileOrder(raster, swizzle, by_gpc=True) for raster in rasters for swizzle in _SWIZZLES_BY_GPC]

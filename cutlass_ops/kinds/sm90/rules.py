@@ -193,16 +193,6 @@ def _split_k(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
             yield Broken(f"{what} and output {output.name} is a reduction, which these kernels do not have", (whole,))
 
 
-def _by_gpc(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
-    launch = spec.launch_config
-    if isinstance(launch, Sm90Config) and launch.by_gpc and not config.ordered:
-        yield Broken(
-            f"by_gpc with schedule {config.schedule!r}, scheduler {config.scheduler!r} and split_k {config.split_k}, "
-            "where the order of tiles is CUTLASS's",
-            ({"by_gpc": False}, *(change | _WHOLE_K for change in _PERSISTENT)),
-        )
-
-
 def _cluster_size(_: KernelSpec, config: Sm90Config) -> Iterator[str]:
     cluster = config.cluster
     if cluster.m * cluster.n > arch.MAX_CLUSTER:
@@ -360,7 +350,6 @@ SM90: tuple[Rule[Sm90Config], ...] = (
     Rule("accumulators", "policy", _accumulators),
     Rule("scheduler", "compiler", _scheduler),
     Rule("split_k", "policy", _split_k),
-    Rule("by_gpc", "policy", _by_gpc),
     Rule("cluster_size", "policy", _cluster_size),
     Rule("cluster_shape", "policy", _cluster_shape),
     Rule("multicast", "hardware", _multicast),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -66,7 +66,7 @@ class Sm90Timer:
 
     @cached_property
     def _by_gpc(self) -> model.Batch:
-        return model.Batch.of(replace(c, by_gpc=True) for c in self.configs)
+        return model.Batch.of(self.configs, by_gpc=True)
 
     @cached_property
     def _ordered(self) -> Flags:

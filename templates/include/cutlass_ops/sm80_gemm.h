@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <limits>
@@ -188,7 +189,7 @@ cudaError_t finish(void const* kernel, float const* partial, Element* out, GemmC
 }  // namespace sm80
 
 // `Gemm` is what a rendered file defines:
-//   GemmKernel; kSwizzle; static void const* kernel(); struct Operands { Problem problem; ... }; static Operands read(Call&);
+//   GemmKernel; static void const* kernel(); struct Operands { Problem problem; ... }; static Operands read(Call&);
 //   static GemmCoord problem(Operands const&);            in the kernel's orientation
 //   static void assign(Operands&, Workspace&);            gives partial values of reductions, and means, their place
 //   static cudaError_t begin(Operands const&, cudaStream_t);   takes means of A's rows
@@ -250,7 +251,7 @@ struct Sm80Entry {
       grid = params.get_grid_dims();
     } else {
       params.swizzle_log_tile =
-          sm80::ThreadblockSwizzle::log_tile(params.grid_tiled_shape, swizzle > 0 ? swizzle : Gemm::kSwizzle);
+          sm80::ThreadblockSwizzle::log_tile(params.grid_tiled_shape, std::max(swizzle, 1));
       grid = sm80::ThreadblockSwizzle::grid(params.grid_tiled_shape, params.swizzle_log_tile);
     }
     void* arguments[] = {&params};

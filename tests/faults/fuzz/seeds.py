@@ -24,6 +24,7 @@ from cutlass_ops.artifacts.loader import ABI
 from cutlass_ops.artifacts.manifest import Choice, File, Group, KernelRecord, Manifest
 from cutlass_ops.artifacts.store import identity_key
 from cutlass_ops.declare.config import Config, GemvConfig, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
+from cutlass_ops.declare.order import Ordered, TileOrder
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import KernelSpec
 
@@ -43,14 +44,14 @@ CHOICES = (
         256,
         512,
         (
-            (16, PINGPONG),
-            (64, replace(COOPERATIVE, raster="along_n", swizzle=4)),
-            (512, replace(COOPERATIVE, raster="along_m", by_gpc=True)),
-            (1024, replace(PINGPONG, by_gpc=True, swizzle=2)),
+            (16, Ordered(PINGPONG)),
+            (64, Ordered(COOPERATIVE, TileOrder("along_n", 4))),
+            (512, Ordered(COOPERATIVE, TileOrder("along_m", by_gpc=True))),
+            (1024, Ordered(PINGPONG, TileOrder(swizzle=2, by_gpc=True))),
         ),
     ),
-    Choice((9, 0), 512, 256, ((1, PINGPONG),)),
-    Choice((8, 0), 256, 512, ((16, FEW_ROWS), (64, replace(MMA_SYNC, swizzle=8)))),
+    Choice((9, 0), 512, 256, ((1, Ordered(PINGPONG)),)),
+    Choice((8, 0), 256, 512, ((16, Ordered(FEW_ROWS)), (64, Ordered(MMA_SYNC, TileOrder(swizzle=8))))),
 )
 
 

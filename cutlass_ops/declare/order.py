@@ -1,0 +1,112 @@
+"""The order in which a launch visits the tiles of a kernel."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from cutlass_ops.base import checked_json
+from cutlass_ops.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cutlass_ops.declare.config import Config
+
+Raster = Literal["heuristic", "along_m", "along_n"]
+SWIZZLES = (1, 2, 4, 8)
+
+# As templates/include/cutlass_ops/sm90_gemm.h and cpp/src/manifest.cpp number orders.
+_RASTERS: dict[Raster, int] = {"heuristic": 0, "along_m": 1, "along_n": 2}
+_BY_GPC = 4
+
+
+@dataclass(frozen=True)
+class TileOrder:
+    """The order in which a launch visits the tiles of a kernel.
+
+    It is a launch argument: it changes neither the compiled code nor a bit of the result.
+
+    Attributes
+    ----------
+    raster : {"heuristic", "along_m", "along_n"}
+        Along which of the kernel's own sides strips of tiles run. ``"heuristic"`` lets CUTLASS choose.
+    swizzle : {1, 2, 4, 8}
+        Width of a strip, in clusters (Sm90) or tiles (Sm80).
+    by_gpc : bool
+        Whether each GPC (graphics processing cluster) takes a run of consecutive tiles, so that its multiprocessors'
+        reads of one line are merged on their way to the L2 cache. It pays for problems of few waves. Such a launch does
+        not overlap with the kernel before it.
+
+    Raises
+    ------
+    ConfigError
+        If a field has another value.
+
+    Examples
+    --------
+    >>> order = co.TileOrder("along_n", swizzle=2)
+    >>> str(order), order.numbers
+    ('along_n 2', (2, 2))
+    """
+
+    raster: Raster = "heuristic"
+    swizzle: int = 1
+    by_gpc: bool = False
+
+    def __post_init__(self) -> None:
+        if self.raster not in get_args(Raster):
+            raise ConfigError(f"raster must be one of {', '.join(get_args(Raster))}, not {self.raster!r}")
+        # Not only `in`: True is 1.
+        if type(self.swizzle) is not int or self.swizzle not in SWIZZLES:
+            raise ConfigError(f"swizzle must be one of {', '.join(map(str, SWIZZLES))}, not {self.swizzle!r}")
+        if type(self.by_gpc) is not bool:
+            raise ConfigError(f"by_gpc must be True or False, not {self.by_gpc!r}")
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """The launch arguments: raster order, plus 4 if by GPC; and swizzle."""
+        return _RASTERS[self.raster] + (_BY_GPC if self.by_gpc else 0), self.swizzle
+
+    def __str__(self) -> str:
+        return f"{self.raster} {self.swizzle}" + (" by gpc" if self.by_gpc else "")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields that differ from their default."""
+        usual = asdict(TileOrder())
+        return {name: value for name, value in asdict(self).items() if value != usual[name]}
+
+    @classmethod
+    def from_json(cls, data: object) -> TileOrder:
+        """Rebuild an order from :meth:`to_json`'s value.
+
+        Raises
+        ------
+        ConfigError
+            If a field is unknown or has another value.
+        """
+        given = checked_json.mapping(data, "an order of tiles", None)
+        unknown = given.keys() - asdict(cls()).keys()
+        if unknown:
+            raise ConfigError(f"an order of tiles has no {checked_json.shown(min(unknown))}")
+        return cls(**given)
+
+
+USUAL_ORDER = TileOrder()
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """A configuration with the order of its tiles: what enters a race, and what serves a problem.
+
+    Attributes
+    ----------
+    config : Config
+        The kernel's configuration.
+    order : TileOrder
+        The order of its tiles.
+    """
+
+    config: Config
+    order: TileOrder = USUAL_ORDER
+
+    def __str__(self) -> str:
+        return f"{self.config.slug} {self.order}" if self.config.ordered else self.config.slug
