@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from cutlass_ops.artifacts.bundles import BUNDLES
+from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.device import Device, Problem, with_order
 from cutlass_ops.declare.signature import OpSignature
@@ -81,7 +81,7 @@ def decide(signature: OpSignature, device: Device, problem: Problem) -> Decision
     """
     config = chosen_in_bundle(signature, device, problem)
     if config is not None:
-        kept = BUNDLES.of_one_kind(signature, device.capability)
+        kept = Bundles.current().of_one_kind(signature, device.capability)
         return Decision(signature, device, problem, config, kept, bundled=True)
     policy = _policy(signature, device)
     if not policy.kernels:
@@ -112,10 +112,10 @@ def choose(signature: OpSignature, device: Device, problem: Problem) -> tuple[Ke
 
 def chosen_in_bundle(signature: OpSignature, device: Device, problem: Problem) -> Config | None:
     """Return what a loaded bundle says about a problem, or its only kernel; None if no bundle says anything."""
-    configs = BUNDLES.of_one_kind(signature, device.capability)
+    configs = Bundles.current().of_one_kind(signature, device.capability)
     if len(configs) == 1:
         return with_order(configs[0], problem)
-    return BUNDLES.choice(signature, device.capability, problem) if configs else None
+    return Bundles.current().choice(signature, device.capability, problem) if configs else None
 
 
 # Tables and the model take as long to import as all that a call needs which a bundle has decided.

@@ -20,7 +20,7 @@ from typing import get_args
 
 import torch
 
-from cutlass_ops.artifacts.bundles import BUNDLES
+from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.artifacts.store import Artifact
 from cutlass_ops.base import arch, env, writable
 from cutlass_ops.base.dtypes import dtype as element_named
@@ -442,7 +442,7 @@ def _line(problem: Problem, point: Point | None) -> str:
     return f"{_name(problem)}: {best.microseconds:.1f} us{against}, {best.config.slug}{order}"
 
 
-@BUNDLES.aside()
+@Bundles.aside()
 def tune(
     op: object,
     shapes: Iterable[Problem],
