@@ -42,7 +42,10 @@ class Session:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[Session]:
-        """Have the whole process, with all its threads, use this session for as long as the context lasts."""
+        """Have the whole process use this session for as long as the context lasts.
+
+        Threads use it too: when it begins and ends, none may be in a call.
+        """
         before = _current
         _activate(self)
         try:
@@ -76,7 +79,7 @@ def forget_at_change(forget: Callable[[], object]) -> None:
 
 
 class Part:
-    """What a session has one object of. Made by nothing but the session, and what it keeps is the session's alone."""
+    """What a session has one object of. Other parts that it needs it takes from its own session."""
 
     def __init__(self, session: Session) -> None:
         self.session = session

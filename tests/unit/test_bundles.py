@@ -78,7 +78,8 @@ def test_loaded_then_bundle_then_store_then_build(write, loads, tmp_path, monkey
     assert kit.compilations == 1
     kernels.kernels([sm80_spec(3), sm80_spec(4)])
     assert len(loads) == 2
-    Registry.current().kernels([sm80_spec(4)])
+    Session().part(Registry).kernels([sm80_spec(4)])
+    assert len(loads) == 3
     assert kit.compilations == 1
 
 

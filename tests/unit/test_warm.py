@@ -51,7 +51,6 @@ def wanted():
 
 @pytest.fixture
 def op(device):
-    # Plans that other tests made hold other kernels.
     return ops.Op("several", several)
 
 
