@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 import cutlass_ops as co
-from cutlass_ops.compilation.background import BACKGROUND
+from cutlass_ops.compilation.background import Background
 
 CALLS, ROUNDS = 200, 41
 
@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     # Compilers of kernels that other numbers of rows may need would take processors from what is timed.
-    BACKGROUND.close()
+    Background.current().close()
     rows = [row(name, Calls.at(*problem)) for name, problem in PROBLEMS.items()]
     memory = json.loads(subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, check=True).stdout)
     harness.save(args.out, {**harness.environment(), "host_memory_mib": round(memory, 1), "rows": rows})

@@ -23,9 +23,9 @@ from typing import Any
 import cutlass_ops as co
 from cutlass_ops.base import resources
 from cutlass_ops.choose import dispatch, policies, tables
-from cutlass_ops.declare.config import Config, config_from_json, config_to_json
+from cutlass_ops.declare.config import Config, Ordered, config_from_json, config_to_json
 from cutlass_ops.declare.device import Device, Problem
-from cutlass_ops.declare.order import Ordered, TileOrder
+from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.signature import OpSignature, signature_from_json, signature_to_json
 from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue import builtin

@@ -24,7 +24,7 @@ import torch._inductor.config
 from torch import Tensor
 
 from cutlass_ops.choose import dispatch
-from cutlass_ops.compilation.background import BACKGROUND
+from cutlass_ops.compilation.background import Background
 from cutlass_ops.compilation.builder import build_many
 from cutlass_ops.declare.device import Device, Problem
 from cutlass_ops.run.call import check_call, device_of, signature_of
@@ -60,7 +60,7 @@ def time_interleaved(variants: Mapping[str, Run], expected_us: float, rounds: in
         Rounds that count; one more warms up.
     """
     # Compilers of kernels that other numbers of rows may need would take processors from what is timed.
-    BACKGROUND.close()
+    Background.current().close()
     watch = Stopwatch(expected_us)
     for name, run in variants.items():
         watch.add(name, run)

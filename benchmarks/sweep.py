@@ -23,7 +23,7 @@ from cutlass_ops.artifacts.loader import LoadedKernel
 from cutlass_ops.declare.config import ClusterShape, Schedule, Sm90Config, ThreadblockShape
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.run import ops
-from cutlass_ops.run.registry import REGISTRY
+from cutlass_ops.run.registry import Registry
 from cutlass_ops.tuner.timing import expected_us
 
 RASTERS = {"along_m": 1, "along_n": 2}
@@ -151,7 +151,7 @@ def main() -> None:
     args = parser.parse_args()
     begin = time.monotonic()
     pool = POOLS[args.pool]()
-    kernels = dict(zip(pool, REGISTRY.kernels([spec_of(c) for c in pool]), strict=True))
+    kernels = dict(zip(pool, Registry.current().kernels([spec_of(c) for c in pool]), strict=True))
     print(f"{len(kernels)} kernels after {time.monotonic() - begin:.0f} s", flush=True)
     rows = []
     for m, n, k in SHAPES[args.pool]:

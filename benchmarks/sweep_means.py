@@ -22,9 +22,8 @@ import torch
 
 from cutlass_ops.choose import policies
 from cutlass_ops.compilation.builder import build_many
-from cutlass_ops.declare.config import Means, Sm90Config, config_to_json
+from cutlass_ops.declare.config import Means, Ordered, Sm90Config, config_to_json
 from cutlass_ops.declare.device import Device
-from cutlass_ops.declare.order import Ordered
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.sm90 import model

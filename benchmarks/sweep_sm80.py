@@ -21,7 +21,7 @@ from cutlass_ops.declare.device import Device
 from cutlass_ops.kinds import legality
 from cutlass_ops.run import ops
 from cutlass_ops.run.call import device_of
-from cutlass_ops.run.registry import REGISTRY, OpSignature
+from cutlass_ops.run.registry import OpSignature, Registry
 from cutlass_ops.tuner.timing import expected_us
 from cutlass_ops.tuner.tuning import signature_at
 
@@ -68,7 +68,7 @@ def main() -> None:
     for alignment, k in LINES.items():
         signature = signature_at(graph, (64, COLUMNS[0], k), "bf16", "row", "col", None, device)
         configs = pool(signature, device, alignment)
-        kernels = REGISTRY.kernels([device.spec(signature, c) for c in configs])
+        kernels = Registry.current().kernels([device.spec(signature, c) for c in configs])
         print(f"{len(kernels)} kernels after {time.monotonic() - begin:.0f} s", flush=True)
         for n in COLUMNS:
             for m in ROWS:

@@ -49,7 +49,7 @@ from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue import Col, Epilogue, Product, Reduction, Row, Scalar, Tile, Value, epilogue
 from cutlass_ops.epilogue.functions import *  # noqa: F403
 from cutlass_ops.epilogue.unknown import unknown_name
-from cutlass_ops.run.registry import REGISTRY as registry  # noqa: N811
+from cutlass_ops.run.registry import Registry as _Registry
 
 
 def _is_command() -> bool:
@@ -62,6 +62,9 @@ def _is_command() -> bool:
 
 
 if TYPE_CHECKING:
+    registry: _Registry
+    """The kernels that this process has loaded. ``registry.entries()`` lists them, with its ``spec`` and ``kernel``."""
+
     from cutlass_ops.kinds.legality import Violation, check
     from cutlass_ops.kinds.render import render as source
     from cutlass_ops.tools.explaining import Explanation, explain
@@ -185,6 +188,8 @@ if not TYPE_CHECKING:
 
         if name not in __all__:
             raise unknown_name(__name__, name, (*__all__, *e.__all__))
+        if name == "registry":
+            return _Registry.current()
         module, attribute = _LATER.get(name, ("", name))
         modules = [import_module(f"cutlass_ops.{each}") for each in ((module,) if module else _OPS)]
         globals()[name] = found = next(getattr(each, attribute) for each in modules if hasattr(each, attribute))

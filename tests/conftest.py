@@ -4,6 +4,11 @@ import pytest
 import torch
 from hypothesis import settings
 
+from cutlass_ops.artifacts import bundles
+from cutlass_ops.base import env
+from cutlass_ops.base.session import Session
+from cutlass_ops.choose import policies
+
 # A case may take as long as it takes. Where the slow tests are left out, tests of properties try fewer cases.
 settings.register_profile("all", deadline=None)
 settings.register_profile("quick", deadline=None, max_examples=15)
@@ -23,6 +28,32 @@ def write(tmp_path):
         return path
 
     return _write
+
+
+@pytest.fixture(scope="module")
+def _of_this_file():
+    return Session()
+
+
+@pytest.fixture
+def session(request, tmp_path):
+    """A session of the test's own, which finds no bundle and no user's table but those that the test makes.
+
+    The first choices of a session take a second. Where a whole file is marked to use this, those of its tests that
+    patch nothing have one in common.
+    """
+    mark = request.node.getparent(pytest.Module).get_closest_marker("usefixtures")
+    shared = mark is not None and "session" in mark.args and "monkeypatch" not in request.fixturenames
+    own = request.getfixturevalue("_of_this_file") if shared else Session()
+    patch = request.getfixturevalue("monkeypatch")
+    for variable in (env.BUNDLES, env.BUNDLE_KEY, env.BUNDLE_VERSION):
+        patch.delenv(variable.name, raising=False)
+    patch.setattr(bundles, "_installed", list)
+    patch.setenv(env.TUNING_DIR.name, str(tmp_path / "tuning"))
+    with own.active():
+        yield own
+        if shared and (tmp_path / "tuning").exists():
+            policies.forget()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The bundles of a process: those that it loaded, that its environment names, and that are installed as packages."""
+"""The bundles of a session: those that it loaded, that its environment names, and that are installed as packages."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 from cutlass_ops.artifacts.bundle import Bundle, BundledKernel, open_bundle
 from cutlass_ops.artifacts.signing import PublicKeys
 from cutlass_ops.base import env, forks
-from cutlass_ops.declare.config import Config
-from cutlass_ops.declare.order import Ordered
+from cutlass_ops.base.session import Part, Session
+from cutlass_ops.declare.config import Config, Ordered
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import KernelSpec
 
@@ -28,15 +28,16 @@ def _installed() -> list[Path]:
     return sorted((path for folder in folders for path in Path(folder).glob("*.bundle")), key=lambda path: path.name)
 
 
-class Bundles:
-    """Bundles in the order of their precedence.
+class Bundles(Part):
+    """A session's bundles, in the order of their precedence.
 
     The last loaded comes first, then those of the environment as it names them, then those that are installed, in the
     order of their names. A kernel comes from the first that has it. Environment and installation are looked at when a
     kernel is first asked for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
         self._reset()
         self._loaded: tuple[Bundle, ...] = ()
         self._named: tuple[Bundle, ...] | None = None
@@ -94,20 +95,16 @@ class Bundles:
                 self.generation += 1
             return self._loaded + self._named
 
+    @classmethod
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """Have this thread find nothing in any bundle for as long as the context lasts."""
-        self._local.aside = True
+    def aside(cls) -> Iterator[None]:
+        """Have this thread find nothing in any bundle of the session for as long as the context lasts."""
+        local = cls.current()._local
+        local.aside = True
         try:
             yield
         finally:
-            self._local.aside = False
-
-    def forget(self) -> None:
-        """Leave all bundles out from now on; what is loaded of them stays loaded."""
-        with self._lock:
-            self._loaded, self._named = (), None
-            self.generation += 1
+            local.aside = False
 
     def find(self, spec: KernelSpec) -> BundledKernel | None:
         """Return a kernel from the first bundle that has it."""
@@ -157,9 +154,6 @@ class Bundles:
         )
 
 
-BUNDLES = Bundles()
-
-
 def load_bundle(
     path: str | os.PathLike[str], *, public_key: PublicKeys | None = None, minimum_version: int | None = None
 ) -> Bundle:
@@ -197,4 +191,4 @@ def load_bundle(
     >>> bundle = co.load_bundle("kernels.bundle", public_key="/etc/keys/kernels.pem")  # doctest: +SKIP
     >>> d = co.gemm_bias_relu(x, weight.t(), bias)  # from the bundle, without a compiler  # doctest: +SKIP
     """
-    return BUNDLES.load(path, public_key, minimum_version)
+    return Bundles.current().load(path, public_key, minimum_version)

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from cutlass_ops.artifacts.container import MAX_FILE
 from cutlass_ops.base import arch, checked_json
 from cutlass_ops.base.errors import BundleError, ConfigError
-from cutlass_ops.declare.config import Config, config_from_json, config_to_json
-from cutlass_ops.declare.order import Ordered, TileOrder
+from cutlass_ops.declare.config import Config, Ordered, config_from_json, config_to_json
+from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.signature import OpSignature, signature_from_json, signature_to_json
 from cutlass_ops.declare.spec import KernelSpec
 

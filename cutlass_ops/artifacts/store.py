@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fnmatch
-import functools
 import hashlib
 import json
 import logging
@@ -38,6 +37,7 @@ from cutlass_ops.base import checked_json, env, locks, recency, resources
 from cutlass_ops.base.errors import LoadError, StoreError
 from cutlass_ops.base.private import read_private, require_private
 from cutlass_ops.base.recency import Use
+from cutlass_ops.base.session import cached
 from cutlass_ops.declare.spec import KernelSpec
 
 if TYPE_CHECKING:
@@ -521,11 +521,11 @@ class KernelStore:
         limit = env.cache_size()
         if limit is None:
             return
-        added = _added.get(self.root, limit) + sum(f["size"] for f in published.manifest["files"].values())
+        added = _added().get(self.root, limit) + sum(f["size"] for f in published.manifest["files"].values())
         if added * _MEASURED_PARTS < limit:
-            _added[self.root] = added
+            _added()[self.root] = added
             return
-        _added[self.root] = 0
+        _added()[self.root] = 0
         kernels = self._uses()
         kept = [use for use in kernels if use.folder == published.folder]
         others = [use for use in kernels if use.folder != published.folder]
@@ -649,10 +649,15 @@ class KernelStore:
 _ADVICE = (
     f"kernels that are there can be used, but to build new ones set {env.CACHE_DIR.name} to a folder on a local disk"
 )
-_added: dict[Path, int] = {}  # bytes that this process has published since it last measured a store
 
 
-@functools.lru_cache(maxsize=8)
+@cached(maxsize=None)
+def _added() -> dict[Path, int]:
+    """Return how many bytes were published in each store since it was last measured."""
+    return {}
+
+
+@cached(maxsize=8)
 def _index(folder: Path) -> Index:
     return Index(folder, _source_key)
 

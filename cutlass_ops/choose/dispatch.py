@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from cutlass_ops.artifacts.bundles import BUNDLES
-from cutlass_ops.declare.config import Config
+from cutlass_ops.artifacts.bundles import Bundles
+from cutlass_ops.declare.config import Config, Ordered
 from cutlass_ops.declare.device import Device, Problem
-from cutlass_ops.declare.order import Ordered, TileOrder
+from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import KernelSpec
 
@@ -84,7 +84,7 @@ def decide(signature: OpSignature, device: Device, problem: Problem) -> Decision
     """
     bundled = chosen_in_bundle(signature, device, problem)
     if bundled is not None:
-        kept = BUNDLES.of_one_kind(signature, device.capability)
+        kept = Bundles.current().of_one_kind(signature, device.capability)
         return Decision(signature, device, problem, bundled.config, bundled.order, kept, bundled=True)
     policy = _policy(signature, device)
     if not policy.kernels:
@@ -116,10 +116,10 @@ def choose(signature: OpSignature, device: Device, problem: Problem) -> tuple[Ke
 
 def chosen_in_bundle(signature: OpSignature, device: Device, problem: Problem) -> Ordered | None:
     """Return what a loaded bundle says about a problem, or its only kernel; None if no bundle says anything."""
-    configs = BUNDLES.of_one_kind(signature, device.capability)
+    configs = Bundles.current().of_one_kind(signature, device.capability)
     if len(configs) == 1:
         return Ordered(configs[0], configs[0].usual_order(problem))
-    return BUNDLES.choice(signature, device.capability, problem) if configs else None
+    return Bundles.current().choice(signature, device.capability, problem) if configs else None
 
 
 # Tables and the model take as long to import as all that a call needs which a bundle has decided.

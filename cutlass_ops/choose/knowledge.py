@@ -11,9 +11,9 @@ import numpy as np
 
 from cutlass_ops.choose.pool import Pool, at_once
 from cutlass_ops.choose.tables import Table
-from cutlass_ops.declare.config import Config
+from cutlass_ops.declare.config import Config, Ordered
 from cutlass_ops.declare.device import Device, Problem
-from cutlass_ops.declare.order import USUAL_ORDER, Ordered, TileOrder
+from cutlass_ops.declare.order import USUAL_ORDER, TileOrder
 from cutlass_ops.kinds.arrays import Flags, Floats, Places
 from cutlass_ops.kinds.sm90.model import costs_of
 from cutlass_ops.kinds.table import kind_of

@@ -17,9 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-from cutlass_ops.artifacts.bundles import BUNDLES
+from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.base import arch, env, resources
 from cutlass_ops.base.errors import BundleError, ConfigError, UnsupportedError
+from cutlass_ops.base.session import cached
 from cutlass_ops.choose import tables
 from cutlass_ops.choose.knowledge import SOURCES, Candidate, Expected, Knowledge
 from cutlass_ops.choose.pool import Pool
@@ -166,7 +167,7 @@ class Policy:
         return found
 
 
-@lru_cache(maxsize=4096)
+@cached(maxsize=4096)
 def kept(policy: Policy, n: int, k: int) -> tuple[Config, ...]:
     """Return the kernels that any number of rows of A may be served by, given B's extents.
 
@@ -207,10 +208,11 @@ def policy(signature: OpSignature, device: Device) -> Policy:
     the user's folder and in the package, for this signature and device; for kernels of Sm90 the package's tables of
     other epilogues say what these do not.
     """
-    return _policy(signature, device, BUNDLES.of_one_kind(signature, device.capability), BUNDLES.generation)
+    bundles = Bundles.current()
+    return _policy(signature, device, bundles.of_one_kind(signature, device.capability), bundles.generation)
 
 
-@lru_cache(maxsize=256)
+@cached(maxsize=256)
 def _policy(signature: OpSignature, device: Device, bundled: tuple[Config, ...], generation: int) -> Policy:
     if arch.target_for(device.capability, wgmma=False) is None:
         return Policy.of((), signature, device, ())
@@ -303,7 +305,7 @@ def _is_there(path: Path) -> bool:
     return os.path.lexists(path) or (os.path.lexists(folder) and not os.path.isdir(folder))
 
 
-@lru_cache(maxsize=1024)
+@cached(maxsize=1024)
 def _warn_once(message: str) -> None:
     try:
         warnings.warn(message, RuntimeWarning, stacklevel=2)
@@ -313,7 +315,7 @@ def _warn_once(message: str) -> None:
 
 
 def _from_bundle(device: str, signature: OpSignature) -> Table | None:
-    for path, text in BUNDLES.tables():
+    for path, text in Bundles.current().tables():
         try:
             table = tables.parse(text, f"a table in {path}")
         except ConfigError as exc:

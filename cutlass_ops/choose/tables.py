@@ -23,9 +23,9 @@ from cutlass_ops.base import checked_json, env, locks
 from cutlass_ops.base.atomic import replacing
 from cutlass_ops.base.errors import ConfigError, StoreError
 from cutlass_ops.choose import format2, selection
-from cutlass_ops.declare.config import Config, config_from_json, config_to_json
+from cutlass_ops.declare.config import Config, Ordered, config_from_json, config_to_json
 from cutlass_ops.declare.device import Problem as Problem
-from cutlass_ops.declare.order import USUAL_ORDER, Ordered, TileOrder
+from cutlass_ops.declare.order import USUAL_ORDER, TileOrder
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.signature import signature_from_json as signature_from_json
 from cutlass_ops.declare.signature import signature_to_json as signature_to_json

@@ -9,8 +9,9 @@ import queue
 import threading
 from collections.abc import Callable, Iterable
 
-from cutlass_ops.artifacts.bundles import BUNDLES
+from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.base import env, forks
+from cutlass_ops.base.session import Part, Session
 from cutlass_ops.declare.spec import KernelSpec
 
 # How long the interpreter's end waits for compilers to be gone.
@@ -19,21 +20,24 @@ _PATIENCE = 5.0
 _NICE = 10
 
 
-class Background:
+class Background(Part):
     """Builds kernels in daemon threads, each once, and gives up when the interpreter ends.
 
     A kernel that cannot be built is left alone: the call that needs it tries again and has the error.
 
     Parameters
     ----------
-    build : callable
-        Builds one kernel; takes the specification and an event that cancels it.
+    session : Session
+        What it builds for.
+    build : callable, optional
+        Builds one kernel; takes the specification and an event that cancels it. By default, what no bundle of the
+        session has goes to the store.
     """
 
-    def __init__(self, build: Callable[[KernelSpec, threading.Event], object]) -> None:
-        self._build = build
+    def __init__(self, session: Session, build: Callable[[KernelSpec, threading.Event], object] | None = None) -> None:
+        super().__init__(session)
+        self._build = build or self._found_or_built
         self._reset()
-        atexit.register(self.close)
         # Threads do not survive a fork.
         forks.reset_in_child(self._reset)
 
@@ -54,6 +58,8 @@ class Background:
             for spec in fresh:
                 self._queue.put(spec)
             for _ in range(min(len(fresh), env.jobs() - len(self._threads))):
+                if not self._threads:
+                    atexit.register(self.close)
                 thread = threading.Thread(target=self._work, name="cutlass_ops_background", daemon=True)
                 self._threads.append(thread)
                 thread.start()
@@ -82,11 +88,7 @@ class Background:
             finally:
                 work.task_done()
 
+    def _found_or_built(self, spec: KernelSpec, cancel: threading.Event) -> object:
+        from cutlass_ops.compilation.builder import build_artifact
 
-def _build(spec: KernelSpec, cancel: threading.Event) -> object:
-    from cutlass_ops.compilation.builder import build_artifact
-
-    return BUNDLES.find(spec) or build_artifact(spec, cancel=cancel)
-
-
-BACKGROUND = Background(_build)
+        return self.session.part(Bundles).find(spec) or build_artifact(spec, cancel=cancel)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from cutlass_ops.base import arch, env, programs
 from cutlass_ops.base.errors import ToolchainError
+from cutlass_ops.base.session import cached
 
 # sm_90a's instructions and C++17 in device code; 13.0 and 13.5 are what is tested.
 MIN_NVCC = (12, 4)
@@ -118,7 +118,7 @@ def find_toolchain() -> Toolchain:
     """Find the compiler and everything that goes with it.
 
     nvcc is the first of: ``CUTLASS_OPS_NVCC``; ``bin/nvcc`` in ``CUDA_HOME``, then in ``CUDA_PATH``; the one on PATH;
-    the one from the PyPI wheels. The answer is kept for the process, for as long as these say the same.
+    the one from the PyPI wheels. The answer is kept, for as long as these say the same.
 
     Raises
     ------
@@ -185,7 +185,7 @@ def _find_host_compiler(path: str) -> Path:
     return Path(found).absolute()
 
 
-@functools.lru_cache(maxsize=8)
+@cached(maxsize=8)
 def _examine(nvcc: Path, source: str, host: Path, cutlass: Path | None, path: str | None = None) -> Toolchain:
     path = _search_path() if path is None else path
     require_literal(nvcc, f"{source} has nvcc in a folder", f"name another in {env.NVCC.name}")

@@ -535,6 +535,25 @@ class GemvConfig(KernelConfig):
 Config = Sm80Config | Sm90Config | GemvConfig
 
 
+@dataclass(frozen=True)
+class Ordered:
+    """A configuration with the order of its tiles: what enters a race, and what serves a problem.
+
+    Attributes
+    ----------
+    config : Config
+        The kernel's configuration.
+    order : TileOrder
+        The order of its tiles.
+    """
+
+    config: Config
+    order: TileOrder = USUAL_ORDER
+
+    def __str__(self) -> str:
+        return f"{self.config.slug} {self.order}" if self.config.ordered else self.config.slug
+
+
 def config_to_json(config: Config) -> dict[str, Any]:
     """Return the canonical JSON form of a configuration. Defaults are left out, so that a new field renames nothing."""
     given = [f.name for f in fields(config) if getattr(config, f.name) != f.default]

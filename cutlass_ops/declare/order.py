@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from cutlass_ops.base import checked_json
 from cutlass_ops.base.errors import ConfigError
-
-if TYPE_CHECKING:
-    from cutlass_ops.declare.config import Config
 
 Raster = Literal["heuristic", "along_m", "along_n"]
 SWIZZLES = (1, 2, 4, 8)
@@ -91,22 +88,3 @@ class TileOrder:
 
 
 USUAL_ORDER = TileOrder()
-
-
-@dataclass(frozen=True)
-class Ordered:
-    """A configuration with the order of its tiles: what enters a race, and what serves a problem.
-
-    Attributes
-    ----------
-    config : Config
-        The kernel's configuration.
-    order : TileOrder
-        The order of its tiles.
-    """
-
-    config: Config
-    order: TileOrder = USUAL_ORDER
-
-    def __str__(self) -> str:
-        return f"{self.config.slug} {self.order}" if self.config.ordered else self.config.slug

@@ -18,7 +18,7 @@ from cutlass_ops.base import arch, env
 from cutlass_ops.base.errors import NoDeviceError, UnsupportedError
 from cutlass_ops.choose import dispatch
 from cutlass_ops.choose.dispatch import Decision
-from cutlass_ops.compilation.background import BACKGROUND
+from cutlass_ops.compilation.background import Background
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue import Epilogue, builtin
@@ -27,7 +27,7 @@ from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.run import traced
 from cutlass_ops.run.call import Call, check_call, device_of, signature_of
 from cutlass_ops.run.plan import PeerPlan, Plan, can_fall_back, make_ops_plan, make_peer_plan, make_plan
-from cutlass_ops.run.registry import REGISTRY, OpSignature
+from cutlass_ops.run.registry import OpSignature, Registry
 from cutlass_ops.run.warm import Warm
 
 
@@ -119,7 +119,7 @@ class Op(Warm):
         **named: Any,
     ) -> int:
         """Compile and load every kernel that calls of this op with a weight may need: see :func:`warm_up`."""
-        return len(REGISTRY.kernels(self._specs_for(self.checked(a, b, inputs, named, out, out_dtype))))
+        return len(Registry.current().kernels(self._specs_for(self.checked(a, b, inputs, named, out, out_dtype))))
 
     def instead_of(self, call: Call) -> list[tuple[Op, Call]]:
         """Return the ops that serve a checked call where no kernel does, each with its own checked call.
@@ -198,7 +198,7 @@ class Op(Warm):
         plan = make_plan(self.name, decision.spec, decision.order, call)
         # What other numbers of rows may need is compiled meanwhile, so that no later batch has to wait for it.
         if env.jit_enabled():
-            BACKGROUND.add(decision.specs)
+            Background.current().add(decision.specs)
         return plan
 
     def _decide(self, call: Call) -> Decision:
@@ -345,7 +345,7 @@ def build(spec: KernelSpec) -> Kernel:
     >>> kernel = co.build(spec)  # doctest: +SKIP
     >>> d = kernel(x, weight.t(), bias=bias)  # doctest: +SKIP
     """
-    return Kernel(spec, REGISTRY.kernel(spec))
+    return Kernel(spec, Registry.current().kernel(spec))
 
 
 # ---- Construction ------------------------------------------------------------------------------------------------

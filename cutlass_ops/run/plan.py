@@ -18,7 +18,7 @@ from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.run import operands
 from cutlass_ops.run.call import Call
 from cutlass_ops.run.peers import Peer, peers
-from cutlass_ops.run.registry import REGISTRY
+from cutlass_ops.run.registry import Registry
 
 # What the caller gave for each output, D first; None where that is nothing at all.
 Given: TypeAlias = tuple[Tensor | None, ...] | None
@@ -252,7 +252,7 @@ def make_plan(name: str, spec: KernelSpec, order: TileOrder, call: Call, *, exac
     exact : bool
         Whether new outputs have the kernel's own majors, as where it alone was asked for; else they are contiguous.
     """
-    kernel = REGISTRY.kernel(spec)
+    kernel = Registry.current().kernel(spec)
     problem, graph = call.problem, call.graph
     raster, swizzle = order.numbers
     with torch.cuda.device(problem.a.device):

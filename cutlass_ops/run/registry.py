@@ -7,17 +7,18 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from cutlass_ops.artifacts import loader
-from cutlass_ops.artifacts.bundles import BUNDLES
+from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.artifacts.loader import LoadedKernel
 from cutlass_ops.artifacts.store import Artifact
 from cutlass_ops.base import forks
 from cutlass_ops.base.errors import MissingKernelError, ToolchainError
+from cutlass_ops.base.session import Part, Session
 from cutlass_ops.declare.signature import OpSignature as OpSignature
 from cutlass_ops.declare.spec import KernelSpec
 
 
 class Entry(NamedTuple):
-    """One kernel that this process has loaded."""
+    """One kernel that is loaded."""
 
     spec: KernelSpec
     kernel: LoadedKernel
@@ -27,10 +28,11 @@ class Entry(NamedTuple):
         return {"slug": self.spec.slug, "key": self.kernel.artifact.key, "spec": self.spec.to_json()}
 
 
-class Registry:
-    """The kernels of one process, by specification."""
+class Registry(Part):
+    """The kernels that a session has loaded, by specification."""
 
-    def __init__(self) -> None:
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
         self._entries: dict[KernelSpec, Entry] = {}
         self._reset()
         forks.reset_in_child(self._reset)
@@ -57,7 +59,7 @@ class Registry:
         wanted = list(specs)
         missing = [spec for spec in dict.fromkeys(wanted) if spec not in self._entries]
         if missing:
-            for spec, artifact in _found(missing).items():
+            for spec, artifact in _found(self.session.part(Bundles), missing).items():
                 entry = Entry(spec, loader.load(artifact))
                 with self._lock:
                     self._entries.setdefault(spec, entry)
@@ -69,15 +71,15 @@ class Registry:
             return tuple(self._entries.values())
 
 
-def _found(specs: Sequence[KernelSpec]) -> dict[KernelSpec, Artifact]:
-    bundled = {spec: BUNDLES.find(spec) for spec in specs}
+def _found(bundles: Bundles, specs: Sequence[KernelSpec]) -> dict[KernelSpec, Artifact]:
+    bundled = {spec: bundles.find(spec) for spec in specs}
     others = [spec for spec, kernel in bundled.items() if kernel is None]
     try:
         built = _build(others) if others else {}
     except (ToolchainError, MissingKernelError) as exc:
-        if not BUNDLES.all():
+        if not bundles.all():
             raise
-        raise MissingKernelError(f"{exc}. {BUNDLES.missing(others)}") from exc
+        raise MissingKernelError(f"{exc}. {bundles.missing(others)}") from exc
     return {spec: bundled[spec] or built[spec] for spec in specs}
 
 
@@ -86,7 +88,3 @@ def _build(specs: Sequence[KernelSpec]) -> dict[KernelSpec, Artifact]:
     from cutlass_ops.compilation.builder import build_many
 
     return dict(zip(specs, build_many(specs), strict=True))
-
-
-REGISTRY = Registry()
-"""The kernels that this process has loaded. ``registry.entries()`` lists them, with its ``spec`` and ``kernel``."""

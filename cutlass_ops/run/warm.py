@@ -7,6 +7,7 @@ kernel or says what is wrong in words.
 
 from __future__ import annotations
 
+import weakref
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from cutlass_ops.base import session
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.run import operands, traced
@@ -32,6 +34,8 @@ _transforms, _jit_tracer = torch._C._functorch.peek_interpreter_stack, torch._C.
 _MAX_PLANS = 1 << 16
 # Kernels that calls of one shape may need: other majors, alignments or dtypes of inputs.
 _PLANS_A_SHAPE = 8
+
+_ALL: weakref.WeakSet[Warm] = weakref.WeakSet()
 
 
 class Warm(traced.Portable):
@@ -65,6 +69,7 @@ class Warm(traced.Portable):
         self._output_names = frozenset(self.outputs)
         self._others_not_given = (None,) * (len(self.outputs) - 1)
         self._plans: dict[tuple[Any, ...], tuple[AnyPlan, ...]] = {}
+        _ALL.add(self)
 
     def __call__(
         self,
@@ -191,3 +196,12 @@ def _dtypes(given: Sequence[Tensor | None], out_dtype: torch.dtype | None) -> An
     of_d = out_dtype if d is None else d.dtype
     of_others = tuple(None if x is None else x.dtype for x in others)
     return (of_d, *of_others) if any(of_others) else of_d
+
+
+def _forget() -> None:
+    # Another session has other kernels. A warm call does not ask for the session.
+    for each in list(_ALL):
+        each._plans = {}
+
+
+session.forget_at_change(_forget)

@@ -15,7 +15,7 @@ from typing import Any, cast, get_args
 
 import torch
 
-from cutlass_ops.artifacts.bundles import BUNDLES
+from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.artifacts.manifest import MAX_VERSION, Choice
 from cutlass_ops.base import arch, checked_json, dtypes
 from cutlass_ops.base.errors import ConfigError, CutlassOpsError
@@ -217,7 +217,7 @@ def shipment(catalogue: Catalogue) -> Shipment:
     found = Shipment(dict.fromkeys(catalogue.specs), tables=tuple(t.table for t in catalogue.tuned))
     needs: dict[tuple[OpSignature, Device], _Need] = {}
     # What is shipped must not depend on bundles that are loaded here.
-    with BUNDLES.aside():
+    with Bundles.aside():
         for kernels, op in ((each, op) for each in catalogue.kernels for op in each.ops):
             with _said_of(op if isinstance(op, str) else getattr(op, "name", repr(op))):
                 for signature, device, problem, whole in _calls(kernels, op):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cutlass_ops.artifacts.bundles import BUNDLES
+from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base import arch, env, resources
 from cutlass_ops.base.errors import BundleError, StoreError, ToolchainError
@@ -190,7 +190,7 @@ def _store(problems: list[str]) -> Store | None:
 
 def _bundles(problems: list[str]) -> tuple[Bundled, ...]:
     try:
-        found = [(str(b.path), b.manifest) for b in BUNDLES.all()]
+        found = [(str(b.path), b.manifest) for b in Bundles.current().all()]
     except (BundleError, ValueError, OSError) as exc:
         problems.append(str(exc))
         return ()

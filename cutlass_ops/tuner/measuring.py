@@ -21,8 +21,8 @@ from cutlass_ops.base import checked_json
 from cutlass_ops.base.errors import ConfigError, MeasuringError
 from cutlass_ops.base.programs import Program
 from cutlass_ops.choose.tables import BEHIND, MICROSECONDS, Measured, Problem, signature_to_json
-from cutlass_ops.declare.config import config_from_json, config_to_json
-from cutlass_ops.declare.order import Ordered, TileOrder
+from cutlass_ops.declare.config import Ordered, config_from_json, config_to_json
+from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.run.registry import OpSignature
 
 WORKER = (sys.executable, "-m", "cutlass_ops.tuner.worker")

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from cutlass_ops.artifacts.loader import LoadedKernel, refusal
 from cutlass_ops.choose.tables import Measured, Problem
-from cutlass_ops.declare.config import Config
-from cutlass_ops.declare.order import Ordered
+from cutlass_ops.declare.config import Config, Ordered
 from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.kinds.table import kind_of

@@ -20,7 +20,7 @@ from typing import Any, get_args
 
 import torch
 
-from cutlass_ops.artifacts.bundles import BUNDLES
+from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.artifacts.store import Artifact
 from cutlass_ops.base import arch, env, writable
 from cutlass_ops.base.dtypes import dtype as element_named
@@ -31,9 +31,8 @@ from cutlass_ops.choose import dispatch, policies, space, tables
 from cutlass_ops.choose.policies import Policy
 from cutlass_ops.choose.tables import Point, Problem, Table
 from cutlass_ops.compilation.builder import building
-from cutlass_ops.declare.config import Config
+from cutlass_ops.declare.config import Config, Ordered
 from cutlass_ops.declare.device import Device
-from cutlass_ops.declare.order import Ordered
 from cutlass_ops.declare.spec import KernelSpec, Major
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.kinds import legality
@@ -444,7 +443,7 @@ def _line(problem: Problem, point: Point | None) -> str:
     return f"{_name(problem)}: {best.microseconds:.1f} us{against}, {best.ordered}"
 
 
-@BUNDLES.aside()
+@Bundles.aside()
 def tune(
     op: object,
     shapes: Iterable[Problem],

@@ -14,7 +14,6 @@ from distributed import Client, LocalCluster
 from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
 from signatures import signature
 
-from cutlass_ops.artifacts.bundles import BUNDLES
 from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base import executors
 from cutlass_ops.base.errors import CompileError, ToolchainError
@@ -32,20 +31,13 @@ SPECS = [sm80_spec(stages, dtype) for dtype in ("bf16", "f16") for stages in (2,
 
 
 @pytest.fixture
-def kit(tmp_path, monkeypatch):
+def kit(tmp_path, monkeypatch, session):
     """Compilers that this process and all that it starts find."""
     kit = FakeToolkit(tmp_path / "kit")
     monkeypatch.setenv("CUTLASS_OPS_NVCC", str(kit.nvcc))
     monkeypatch.setenv("NVCC_CCBIN", str(kit.host))
-    for name in (
-        "CUDA_HOME",
-        "CUDA_PATH",
-        "CUTLASS_OPS_BUNDLES",
-        "CUTLASS_OPS_BUNDLE_KEY",
-        "CUTLASS_OPS_BUNDLE_VERSION",
-    ):
+    for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
-    BUNDLES.forget()
     return kit
 
 

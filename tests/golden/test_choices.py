@@ -5,7 +5,7 @@ Where choices are meant to change, `python benchmarks/choices.py` writes them do
 
 import pytest
 
-from cutlass_ops.choose import policies
+from cutlass_ops.base.session import Session
 from tests.scripts import script
 
 choices = script("choices")
@@ -13,12 +13,10 @@ GOLDEN = choices.read()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_user_tables(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
+def session(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch, Session().active() as own:
         patch.setenv("CUTLASS_OPS_TUNING_DIR", str(tmp_path_factory.mktemp("tuning")))
-        policies.forget()
-        yield
-    policies.forget()
+        yield own
 
 
 def test_enough_was_written_down():

@@ -19,9 +19,9 @@ def _kernels(request):
 def _nothing_in_the_background(request, monkeypatch):
     """Kernels that no test needs would take the processors from those that one does."""
     if "background" not in request.keywords:
-        from cutlass_ops.compilation.background import BACKGROUND
+        from cutlass_ops.compilation.background import Background
 
-        monkeypatch.setattr(BACKGROUND, "add", lambda specs: None)
+        monkeypatch.setattr(Background, "add", lambda background, specs: None)
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.run import call, norms, ops
-from cutlass_ops.run.registry import REGISTRY, OpSignature
+from cutlass_ops.run.registry import OpSignature, Registry
 from tests.strategies import Program, programs
 
 DTYPES = ("bf16", "f16")
@@ -585,7 +585,7 @@ def build(names: Iterable[str], modules: Iterable[str]) -> int:
     if DISPATCHING & set(modules):
         device = call.device_of(torch.device("cuda", 0))
         wanted += [*dispatched(device), *called(device)]
-    REGISTRY.kernels(dict.fromkeys(wanted))
+    Registry.current().kernels(dict.fromkeys(wanted))
     return len(set(wanted))
 
 

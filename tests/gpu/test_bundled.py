@@ -43,7 +43,7 @@ SERVE = textwrap.dedent("""
     sys.addaudithook(watch)
     import cutlass_ops as co
     from cutlass_ops.artifacts.bundle import BundledKernel
-    from cutlass_ops.run.registry import REGISTRY
+    from cutlass_ops.run.registry import Registry
 
     bundle = co.load_bundle(sys.argv[1])
     for m in (64, 300, 7):
@@ -58,7 +58,7 @@ SERVE = textwrap.dedent("""
         missing = None
     except co.MissingKernelError as exc:
         missing = str(exc)
-    bundled = [isinstance(entry.kernel.artifact, BundledKernel) for entry in REGISTRY.entries()]
+    bundled = [isinstance(entry.kernel.artifact, BundledKernel) for entry in Registry.current().entries()]
     found = {"errors": errors, "bundled": bundled, "missing": missing}
     print(json.dumps(found | {"started": started, "written": written}))
 """)

@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 
 import cutlass_ops as co
 from cutlass_ops.artifacts.loader import Reason, refusal
-from cutlass_ops.compilation.background import BACKGROUND
+from cutlass_ops.compilation.background import Background
 from cutlass_ops.run import ops
 from tests.gpu import kernels, oracle, tensors
 
@@ -255,7 +255,7 @@ def test_nothing_is_compiled_after_warming_up(monkeypatch):
 def test_the_first_call_leaves_other_rows_to_the_background(monkeypatch):
     a, b, bias = problem(8, 256, 512)
     co.gemm_bias_silu(a, b, bias)
-    BACKGROUND.wait()
+    Background.current().wait()
     monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
     rows_without_a_compiler(co.gemm_bias_silu, b, bias, lambda x, w, v: F.silu(x.double() @ w.double() + v.double()))
 

@@ -6,7 +6,7 @@ import torch
 import cutlass_ops as co
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.run import reference
-from cutlass_ops.run.registry import REGISTRY
+from cutlass_ops.run.registry import Registry
 from tests.gpu import edges, kernels, placement
 from tests.gpu.placement import Placed, PlacedVector, fit, place, torch_dtype, whole
 
@@ -22,7 +22,7 @@ MANY_TILES = (1093, 1127, 131)
 
 @pytest.fixture(autouse=True, scope="module")
 def _built():
-    REGISTRY.kernels(edges.specs().values())
+    Registry.current().kernels(edges.specs().values())
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import torch
 import cutlass_ops as co
 from cutlass_ops.artifacts.loader import Reason, refusal
 from cutlass_ops.run import ops
-from cutlass_ops.run.registry import REGISTRY
+from cutlass_ops.run.registry import Registry
 from tests.gpu import edges, kernels, placement
 from tests.gpu.placement import whole
 from tests.gpu.warm import served_warm
@@ -32,7 +32,7 @@ ORDERED = [name for name, spec in CONFIGURATIONS.items() if spec.sm90 and spec.s
 
 @pytest.fixture(autouse=True, scope="module")
 def _built():
-    REGISTRY.kernels(edges.specs().values())
+    Registry.current().kernels(edges.specs().values())
 
 
 @pytest.fixture(autouse=True)
@@ -425,13 +425,13 @@ def test_empty_extents_with_out_and_residual(shape):
 def test_m_does_not_grow_the_registry():
     _, b, bias = problem(1, 256, 128)
     co.gemm_bias_relu.warm_up(whole(1, 128).to(BF16), b, bias)
-    loaded = len(REGISTRY.entries())
+    loaded = len(Registry.current().entries())
     kernels_used = set()
     for m in [*range(1, 300), 511, 777, 1024, 4097, 8192]:
         a = whole(m, 128).to(BF16)
         assert torch.equal(co.gemm_bias_relu(a, b, bias), exact(a, b, bias)), m
         kernels_used.add(co.gemm_bias_relu.plan(a, b, bias).spec)
-    assert len(REGISTRY.entries()) == loaded
+    assert len(Registry.current().entries()) == loaded
     assert len(kernels_used) >= 2
 
 

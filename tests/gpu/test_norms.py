@@ -13,7 +13,7 @@ from cutlass_ops.choose import dispatch
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.run import norms, ops
 from cutlass_ops.run.call import check_call, device_of, signature_of
-from cutlass_ops.run.registry import REGISTRY
+from cutlass_ops.run.registry import Registry
 from tests.gpu import oracle, tensors
 from tests.gpu.tensors import DTYPES
 
@@ -84,7 +84,7 @@ def _built():
                 call = check_call(op.graph, a, b, named, None, d)
                 problem = (call.problem.m, call.problem.n, call.problem.k)
                 specs[dispatch.choose(signature_of(call, device), device, problem)[0]] = None
-    REGISTRY.kernels(specs)
+    Registry.current().kernels(specs)
 
 
 def draw(dtype, shape, kind="normal"):
@@ -138,11 +138,11 @@ def test_rmsnorm(shape, dtype, way, kind):
 @pytest.mark.parametrize("eps", [0.0, 1e-3, 1.0])
 def test_one_kernel_serves_every_eps(eps):
     x, weight, _ = draw("bf16", SHAPES[1])
-    before = len(REGISTRY.entries())
+    before = len(Registry.current().entries())
     wanted = F.linear(F.rms_norm(x.double(), x.shape[-1:], None, eps), weight.double())
     for value in (eps, torch.tensor(eps), torch.tensor(eps, device="cuda")):
         oracle.assert_close(co.rmsnorm_gemm(x, weight.t(), eps=value), wanted)
-    assert len(REGISTRY.entries()) == before
+    assert len(Registry.current().entries()) == before
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import cutlass_ops as co
-from cutlass_ops.declare.order import Ordered, TileOrder
+from cutlass_ops.declare.config import Ordered
+from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.run.call import device_of
-from cutlass_ops.run.registry import REGISTRY, OpSignature
+from cutlass_ops.run.registry import OpSignature, Registry
 from cutlass_ops.tuner.measuring import Measurer
 from cutlass_ops.tuner.trial import Trial
 from cutlass_ops.tuner.tuning import Effort, tune
@@ -37,12 +38,12 @@ def spec():
 def test_every_right_kernel_passes_whatever_its_operands_and_outputs(name):
     spec = EXACT[name]
     trial = Trial(signature_of(spec), PROBLEM, DEVICE)
-    assert trial.admit(Ordered(spec.config), REGISTRY.kernel(spec)) is None
+    assert trial.admit(Ordered(spec.config), Registry.current().kernel(spec)) is None
 
 
 def test_a_race_has_kernels_in_several_orders_and_peers(spec):
     trial, rounds = Trial(signature_of(spec), PROBLEM, DEVICE), []
-    assert trial.admit(Ordered(spec.config), REGISTRY.kernel(spec)) is None
+    assert trial.admit(Ordered(spec.config), Registry.current().kernel(spec)) is None
     trial.admit_peers()
     orders = kind_of(spec.config).orders(spec.config, PROBLEM, device_of(DEVICE))
     measured, peers = trial.race(3, lambda: rounds.append(1))
@@ -58,7 +59,7 @@ def test_a_race_has_kernels_in_several_orders_and_peers(spec):
 
 def test_kernels_that_heat_the_chip_race_three_times_as_long(spec):
     trial, rounds = Trial(signature_of(spec), (1024, 4096, 4096), DEVICE), []
-    assert trial.admit(Ordered(spec.config), REGISTRY.kernel(spec)) is None
+    assert trial.admit(Ordered(spec.config), Registry.current().kernel(spec)) is None
     measured, _ = trial.race(3, lambda: rounds.append(1))
     assert len(rounds) == 18
     (again,) = trial._watch.round([Ordered(spec.config)])
@@ -69,7 +70,7 @@ def test_a_kernel_may_enter_in_several_orders(spec):
     trial = Trial(signature_of(spec), PROBLEM, DEVICE)
     orders = kind_of(spec.config).orders(spec.config, PROBLEM, device_of(DEVICE))
     for order in (TileOrder(), orders[0], orders[-1]):
-        assert trial.admit(Ordered(spec.config, order), REGISTRY.kernel(spec)) is None
+        assert trial.admit(Ordered(spec.config, order), Registry.current().kernel(spec)) is None
         trial.rehearse(Ordered(spec.config, order))
     measured, _ = trial.race(3, lambda: None)
     assert [m.order for m in measured].count(orders[0]) == 1
@@ -79,7 +80,7 @@ def test_a_kernel_may_enter_in_several_orders(spec):
 def test_a_workspace_lives_as_long_as_the_graph_that_uses_it():
     spec = next(s for name, s in kernels.configurations().items() if "streamk" in name)
     problem = (640, 640, 8192)
-    kernel, trial = REGISTRY.kernel(spec), Trial(signature_of(spec), problem, DEVICE)
+    kernel, trial = Registry.current().kernel(spec), Trial(signature_of(spec), problem, DEVICE)
     size = kernel.workspace_size(*problem, 0, 1)
     assert size > 1 << 20
     before = torch.cuda.memory_allocated()
@@ -91,7 +92,7 @@ def test_a_workspace_lives_as_long_as_the_graph_that_uses_it():
 
 def test_a_trial_goes_without_the_garbage_collector(spec):
     trial = Trial(signature_of(spec), PROBLEM, DEVICE)
-    assert trial.admit(Ordered(spec.config), REGISTRY.kernel(spec)) is None
+    assert trial.admit(Ordered(spec.config), Registry.current().kernel(spec)) is None
     trial.admit_peers()
     trial.race(3, lambda: None)
     seen, enabled = weakref.ref(trial), gc.isenabled()
@@ -106,7 +107,7 @@ def test_a_trial_goes_without_the_garbage_collector(spec):
 
 def fake(spec, after=None, run=True):
     """A kernel with something wrong about it."""
-    real = REGISTRY.kernel(spec)
+    real = Registry.current().kernel(spec)
 
     def launch(a, b, d, *others):
         status = real.launch(a, b, d, *others) if run else 0
@@ -135,11 +136,11 @@ def test_a_wrong_kernel_does_not_race(spec, after, run, why):
 def test_a_kernel_that_refuses_its_arguments(spec):
     other = next(s for s in kernels.configurations().values() if s.a.dtype.name == "f16" and s.a.major == "col")
     trial = Trial(signature_of(spec), PROBLEM, DEVICE)
-    assert "refused argument 0" in trial.admit(Ordered(other.config), REGISTRY.kernel(other))
+    assert "refused argument 0" in trial.admit(Ordered(other.config), Registry.current().kernel(other))
 
 
 def test_in_a_process_of_its_own(spec):
-    folder = REGISTRY.kernel(spec).artifact.folder
+    folder = Registry.current().kernel(spec).artifact.folder
     with Measurer(0) as measurer:
         outcome = measurer.measure(signature_of(spec), PROBLEM, {Ordered(spec.config): folder}, rounds=3)
     assert {m.config for m in outcome.measured} == {spec.config}

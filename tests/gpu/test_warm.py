@@ -9,7 +9,7 @@ import torch
 import cutlass_ops as co
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.run import gated, ops
-from cutlass_ops.run.registry import REGISTRY
+from cutlass_ops.run.registry import Registry
 from tests.gpu import kernels, tensors
 from tests.gpu.warm import served_warm
 
@@ -119,7 +119,7 @@ def _built():
     for function, arguments, named in requests().values():
         request = ops.requested(function, *arguments, **named)
         asked.append(request.op.plan(*request.arguments, **request.named))
-    REGISTRY.kernels(choice.spec for choice in asked)
+    Registry.current().kernels(choice.spec for choice in asked)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])

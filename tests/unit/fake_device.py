@@ -8,7 +8,10 @@ import torch
 from signatures import H100
 
 from cutlass_ops.artifacts.loader import Reason
+from cutlass_ops.base.session import Session
+from cutlass_ops.compilation.background import Background
 from cutlass_ops.run import call, ops, plan
+from cutlass_ops.run.registry import Registry
 from cutlass_ops.tools import explaining
 
 
@@ -72,8 +75,6 @@ def fake_device(monkeypatch, device=H100):
     monkeypatch.setattr(ops.Kernel, "_require_device", lambda kernel, tensor: None)
     for module in (ops, explaining):
         monkeypatch.setattr(module, "device_of", lambda _: fake.device)
-    for module in (ops, plan):
-        monkeypatch.setattr(module, "REGISTRY", fake)
-    monkeypatch.setattr(ops, "BACKGROUND", SimpleNamespace(add=fake.queued.extend))
     monkeypatch.setattr(plan.torch.cuda, "device", lambda _: contextlib.nullcontext())
-    yield fake
+    with Session({Registry: fake, Background: SimpleNamespace(add=fake.queued.extend)}).active():
+        yield fake

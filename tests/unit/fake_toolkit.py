@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from pathlib import Path
 
+from cutlass_ops.base.session import Session
 from cutlass_ops.compilation import toolchain
 from cutlass_ops.compilation.toolchain import Toolchain
 from cutlass_ops.declare.config import Sm80Config, Sm90Config, ThreadblockShape, WarpShape
@@ -162,8 +163,8 @@ class FakeToolkit:
         return len((self.root / "count").read_text().splitlines())
 
     def find_anew(self) -> Toolchain:
-        toolchain._examine.cache_clear()
-        return self.find()
+        with Session().active():
+            return self.find()
 
     def find(self) -> Toolchain:
         return toolchain._examine(self.nvcc, "test", self.host, None)

@@ -9,6 +9,7 @@ import pytest
 from fake_toolkit import sm80_spec
 from processes import WITHOUT_PYTORCH
 
+from cutlass_ops.base.session import Session
 from cutlass_ops.compilation.background import Background
 
 SPECS = [sm80_spec(stages) for stages in (2, 3, 4, 5)]
@@ -31,7 +32,7 @@ def background(built, monkeypatch):
         if spec == SPECS[1]:
             raise RuntimeError("this one cannot be built")
 
-    return Background(build)
+    return Background(Session(), build)
 
 
 def test_each_is_built_once_and_a_failure_stops_nothing(background, built):
@@ -48,7 +49,7 @@ def test_each_is_built_once_and_a_failure_stops_nothing(background, built):
 def test_compilers_give_way_to_those_that_a_call_waits_for():
     ask = [sys.executable, "-c", "import os; print(os.nice(0))"]
     found = []
-    background = Background(lambda spec, cancel: found.append(int(subprocess.check_output(ask))))
+    background = Background(Session(), lambda spec, cancel: found.append(int(subprocess.check_output(ask))))
     before = int(subprocess.check_output(ask))
     background.add(SPECS[:1])
     background.wait()
@@ -58,7 +59,7 @@ def test_compilers_give_way_to_those_that_a_call_waits_for():
 
 def test_the_caller_does_not_wait():
     go, in_time = threading.Event(), []
-    background = Background(lambda spec, cancel: in_time.append(go.wait(60)))
+    background = Background(Session(), lambda spec, cancel: in_time.append(go.wait(60)))
     background.add(SPECS)
     assert in_time == []
     go.set()
@@ -74,7 +75,7 @@ def test_closing_cancels_what_runs_and_drops_what_waits(monkeypatch):
         seen.append(spec)
         cancelled.append(cancel.wait(60))
 
-    background = Background(build)
+    background = Background(Session(), build)
     background.add(SPECS)
     while not seen:
         time.sleep(0.001)
@@ -91,11 +92,12 @@ def test_the_interpreter_ends_at_once():
 import os, sys
 sys.path.insert(0, "tests/unit")
 from fake_toolkit import sm80_spec
+from cutlass_ops.base.session import Session
 from cutlass_ops.compilation.background import Background
 def build(spec, cancel):
     os.write(1, b"begun ")
     os.write(1, b"cancelled " if cancel.wait(600) else b"waited ")
-background = Background(build)
+background = Background(Session(), build)
 background.add([sm80_spec(2), sm80_spec(3)])
 """
     said = subprocess.check_output([sys.executable, "-c", WITHOUT_PYTORCH + code], text=True).split()
@@ -107,9 +109,10 @@ def test_a_forked_process_has_threads_of_its_own(tmp_path):
 import os, sys
 sys.path.insert(0, "tests/unit")
 from fake_toolkit import sm80_spec
+from cutlass_ops.base.session import Session
 from cutlass_ops.compilation.background import Background
 built = []
-background = Background(lambda spec, cancel: built.append(spec))
+background = Background(Session(), lambda spec, cancel: built.append(spec))
 background.add([sm80_spec(2)])
 background.wait()
 child = os.fork()

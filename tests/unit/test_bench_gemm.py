@@ -10,7 +10,7 @@ BENCH, SHAPES = script("bench_gemm"), script("shapes")
 CASES = [BENCH.Case("grid", "bias_relu", "bf16", "row-col", *problem) for problem in SHAPES.GRID]
 
 
-pytestmark = pytest.mark.usefixtures("no_user_tables")
+pytestmark = pytest.mark.usefixtures("session")
 
 
 def tuned(problems):

@@ -45,7 +45,7 @@ def test_the_rmsnorm_is_timed_in_every_legal_way_with_the_same_tiles(config, oth
     assert {way: spec.config for way, spec in found.items()} == {way: replace(config, means=way) for way in others}
 
 
-def test_a_kernel_of_ordinary_loads_takes_means_in_one_way(monkeypatch, no_user_tables):
+def test_a_kernel_of_ordinary_loads_takes_means_in_one_way(monkeypatch, session):
     bench = script("bench_rmsnorm")
     monkeypatch.setattr(bench, "device_of", lambda device: H100)
     x, w = (torch.empty(shape, device="meta", dtype=BF16) for shape in ((1, 4096), (4096, 4096)))

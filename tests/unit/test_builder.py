@@ -19,6 +19,7 @@ from cutlass_ops.artifacts import store as store_module
 from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base import locks
 from cutlass_ops.base.errors import CompileError, ConfigError, MissingKernelError, StoreError, ToolchainError
+from cutlass_ops.base.session import Session
 from cutlass_ops.compilation import builder as build_module
 from cutlass_ops.compilation import remote
 from cutlass_ops.compilation.builder import build_artifact, build_many, building
@@ -187,11 +188,10 @@ def test_frozen_reads_an_entry_once_however_many_kernels_are_looked_for(store, t
     monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
     read, source_key = [], store_module._source_key
     monkeypatch.setattr(store_module, "_source_key", lambda folder: read.append(folder) or source_key(folder))
-    store_module._index.cache_clear()
-    for _ in range(3):
-        assert build_many(SPECS, store=store) == made
+    with Session().active():
+        for _ in range(3):
+            assert build_many(SPECS, store=store) == made
     assert len(read) == len(set(read)) == len(SPECS)
-    store_module._index.cache_clear()
 
 
 def test_frozen_names_what_is_missing_and_the_command(store, monkeypatch):

@@ -12,7 +12,8 @@ from cutlass_ops.artifacts import container
 from cutlass_ops.artifacts.bundle import open_bundle, write_bundle
 from cutlass_ops.artifacts.manifest import Choice, Manifest
 from cutlass_ops.base.errors import BundleError
-from cutlass_ops.declare.order import Ordered, TileOrder
+from cutlass_ops.declare.config import Ordered
+from cutlass_ops.declare.order import TileOrder
 
 
 @pytest.fixture(scope="module")

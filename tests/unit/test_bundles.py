@@ -15,12 +15,13 @@ from signatures import A100, H100, signature
 
 import cutlass_ops as co
 from cutlass_ops.artifacts import bundles, loader
-from cutlass_ops.artifacts.bundles import BUNDLES
+from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base.errors import BundleError, MissingKernelError, ToolchainError
+from cutlass_ops.base.session import Session
 from cutlass_ops.choose import dispatch, policies, tables
 from cutlass_ops.choose.tables import Measured, Point, Table
-from cutlass_ops.compilation import background
+from cutlass_ops.compilation.background import Background
 from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue import builtin
@@ -35,13 +36,8 @@ LINEAR = shipping.Kernels(ops=("gemm_bias_relu",), archs=("sm_80",), shapes=("16
 
 
 @pytest.fixture(autouse=True)
-def no_bundles(monkeypatch):
-    monkeypatch.delenv("CUTLASS_OPS_BUNDLES", raising=False)
-    monkeypatch.delenv("CUTLASS_OPS_BUNDLE_KEY", raising=False)
-    monkeypatch.setattr(bundles, "_installed", list)
-    BUNDLES.forget()
-    yield
-    BUNDLES.forget()
+def own(session):
+    """Each test has a session of its own."""
 
 
 @pytest.fixture
@@ -76,14 +72,15 @@ def test_loaded_then_bundle_then_store_then_build(write, loads, tmp_path, monkey
     monkeypatch.setenv("CUTLASS_OPS_NVCC", str(kit.nvcc))
     monkeypatch.setenv("NVCC_CCBIN", str(kit.host))
     monkeypatch.setenv("CUTLASS_OPS_CACHE_DIR", str(tmp_path / "own store"))
-    kernels = Registry()
+    kernels = Registry.current()
     co.load_bundle(write("a", 3))
     kernels.kernels([sm80_spec(3), sm80_spec(4)])
     assert [type(a).__name__ for a in loads] == ["BundledKernel", "Artifact"]
     assert kit.compilations == 1
     kernels.kernels([sm80_spec(3), sm80_spec(4)])
     assert len(loads) == 2
-    Registry().kernels([sm80_spec(4)])
+    Session().part(Registry).kernels([sm80_spec(4)])
+    assert len(loads) == 3
     assert kit.compilations == 1
 
 
@@ -94,35 +91,36 @@ def test_the_last_loaded_comes_first_then_the_environment_in_its_order(write, mo
     monkeypatch.setenv("CUTLASS_OPS_BUNDLES", os.pathsep.join(map(str, paths[:2])))
     for path in paths[2:]:
         co.load_bundle(path)
-    assert [b.path.name for b in BUNDLES.all()] == ["last", "first", "env1", "env2"]
+    assert [b.path.name for b in Bundles.current().all()] == ["last", "first", "env1", "env2"]
     for stages, count in ((3, 4), (4, 1), (5, 2)):
-        assert BUNDLES.find(sm80_spec(stages)).manifest["sass"] == {"HMMA": count}
+        assert Bundles.current().find(sm80_spec(stages)).manifest["sass"] == {"HMMA": count}
     co.load_bundle(paths[2])
-    assert BUNDLES.find(sm80_spec(3)).manifest["sass"] == {"HMMA": 3}
-    assert len(BUNDLES.all()) == 4
+    assert Bundles.current().find(sm80_spec(3)).manifest["sass"] == {"HMMA": 3}
+    assert len(Bundles.current().all()) == 4
 
 
 def test_installed_bundles_come_last(write, monkeypatch):
     paths = [write(name, 3) for name in ("installed", "env")]
     monkeypatch.setattr(bundles, "_installed", lambda: [paths[0]])
     monkeypatch.setenv("CUTLASS_OPS_BUNDLES", str(paths[1]))
-    assert [b.path for b in BUNDLES.all()] == [paths[1], paths[0]]
+    assert [b.path for b in Bundles.current().all()] == [paths[1], paths[0]]
 
 
 def test_a_bad_path_in_the_environment_is_an_error_when_a_kernel_is_asked_for(monkeypatch, tmp_path):
     monkeypatch.setenv("CUTLASS_OPS_BUNDLES", str(tmp_path / "none"))
     with pytest.raises(BundleError, match="none cannot be read"):
-        BUNDLES.find(sm80_spec())
+        Bundles.current().find(sm80_spec())
     monkeypatch.setenv("CUTLASS_OPS_BUNDLES", "relative.bundle")
     with pytest.raises(ValueError, match="must be an absolute path"):
-        BUNDLES.find(sm80_spec())
+        Bundles.current().find(sm80_spec())
 
 
 def test_nothing_in_a_bundle_is_compiled_in_the_background(write, no_compiler):
     co.load_bundle(write("a", 3))
-    assert background.BACKGROUND._build(sm80_spec(3), None).spec == sm80_spec(3)
+    background = Background.current()
+    assert background._build(sm80_spec(3), None).spec == sm80_spec(3)
     with pytest.raises(ToolchainError):
-        background.BACKGROUND._build(sm80_spec(4), None)
+        background._build(sm80_spec(4), None)
 
 
 # ---- What is said --------------------------------------------------------------------------------------------------
@@ -132,7 +130,7 @@ def test_a_missing_kernel_names_what_there_is(write, no_compiler, loads):
     co.load_bundle(write("a", 3))
     wanted = KernelSpec(a="f16.row", b="f16.col", d="f16.row", epilogue=sm80_spec().epilogue, config=sm80_spec().config)
     with pytest.raises(MissingKernelError) as error:
-        Registry().kernel(wanted)
+        Registry.current().kernel(wanted)
     text = str(error.value)
     assert "have no kernel for a f16.row, b f16.col, d f16.row on sm_80" in text
     assert "with this epilogue they have a bf16.row, b bf16.col, d bf16.row on sm_80" in text
@@ -141,21 +139,21 @@ def test_a_missing_kernel_names_what_there_is(write, no_compiler, loads):
         a="f16.row", b="f16.col", d="f16.row", epilogue=builtin.bias_relu.graph, config=sm80_spec().config
     )
     with pytest.raises(MissingKernelError, match="none has this epilogue"):
-        Registry().kernel(other)
+        Registry.current().kernel(other)
 
 
 def test_without_bundles_the_compilers_own_error_stands(no_compiler):
     with pytest.raises(ToolchainError):
-        Registry().kernel(sm80_spec())
+        Registry.current().kernel(sm80_spec())
 
 
 def test_with_compilation_switched_off(write, monkeypatch, tmp_path, loads):
     co.load_bundle(write("a", 3))
     monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
     monkeypatch.setenv("CUTLASS_OPS_CACHE_DIR", str(tmp_path / "none"))
-    Registry().kernel(sm80_spec(3))
+    Registry.current().kernel(sm80_spec(3))
     with pytest.raises(MissingKernelError, match="compilation is switched off"):
-        Registry().kernel(sm80_spec(4))
+        Registry.current().kernel(sm80_spec(4))
     assert not (tmp_path / "none").exists()
 
 
@@ -163,7 +161,7 @@ def test_with_compilation_switched_off(write, monkeypatch, tmp_path, loads):
 
 
 @pytest.fixture
-def linear(tmp_path, no_user_tables):
+def linear(tmp_path):
     """A bundle for bias + ReLU on sm_80."""
     kit = FakeToolkit(tmp_path / "kit")
     contents = shipping.shipment(shipping.Catalogue(kernels=(LINEAR,)))
@@ -188,8 +186,8 @@ def test_only_kernels_in_the_bundle_are_picked(linear):
     assert set(dispatch.specs_for(signature(), A100, 4096, 4096)) <= shipped
     # Another signature has none in the bundle: what is picked is as without it.
     assert set(dispatch.specs(signature(dtype="f16"), A100)).isdisjoint(shipped)
-    BUNDLES.forget()
-    assert dispatch.specs(signature(), A100) == usual
+    with Session().active():
+        assert dispatch.specs(signature(), A100) == usual
 
 
 def test_at_the_catalogues_shapes_the_choice_is_that_of_a_machine_with_every_kernel(linear):
@@ -225,7 +223,7 @@ def test_at_a_known_weight_no_table_and_no_model_is_needed(linear, monkeypatch):
             dispatch.choose(signature(), A100, (100, 4096, 5000))
 
 
-def test_a_single_kernel_needs_no_choice(tmp_path, monkeypatch, no_user_tables):
+def test_a_single_kernel_needs_no_choice(tmp_path, monkeypatch):
     spec = _with_bias_relu(sm80_spec())
     packed(tmp_path, [spec]).write(tmp_path / "a")
     co.load_bundle(tmp_path / "a")
@@ -234,22 +232,22 @@ def test_a_single_kernel_needs_no_choice(tmp_path, monkeypatch, no_user_tables):
         assert dispatch.choose(signature(), A100, (100, 300, 500)) == (spec, TileOrder())
 
 
-def test_kernels_of_one_kind_are_chosen_among(no_user_tables, monkeypatch):
+def test_kernels_of_one_kind_are_chosen_among(monkeypatch):
     """Of those that run on a device, wgmma's before those of mma.sync, whichever bundle came first."""
     old, new = sm80_spec().config, sm90_spec().config
     for held, wanted in (((old, new), (new,)), ((old,), (old,)), ((), ())):
-        monkeypatch.setattr(BUNDLES, "configs", lambda *_, held=held: held)
-        assert BUNDLES.of_one_kind(signature(), H100.capability) == wanted
-    monkeypatch.setattr(BUNDLES, "configs", lambda *_: (old, new))
+        monkeypatch.setattr(Bundles, "configs", lambda *_, held=held: held)
+        assert Bundles.current().of_one_kind(signature(), H100.capability) == wanted
+    monkeypatch.setattr(Bundles, "configs", lambda *_: (old, new))
     # Where wgmma's take copies of operands, few rows are served by those of mma.sync.
-    assert BUNDLES.of_one_kind(signature(b=1), H100.capability) == (old, new)
+    assert Bundles.current().of_one_kind(signature(b=1), H100.capability) == (old, new)
 
 
 def _with_bias_relu(spec):
     return KernelSpec(a=spec.a, b=spec.b, d=spec.d, epilogue=builtin.bias_relu.graph, config=spec.config)
 
 
-def test_a_table_travels_along(tmp_path, no_user_tables):
+def test_a_table_travels_along(tmp_path):
     """With a bundle's table the choice is by its measurements."""
     of = signature(builtin.bias_gelu)
     usual = policies.policy(of, A100).kernels
@@ -278,16 +276,16 @@ def test_an_op_is_planned_from_a_bundle(linear, monkeypatch, no_compiler):
     assert op._plan(call_at(op.graph, (16, 4096, 4096), "bf16", "row", "col", torch.bfloat16)) is asked
     ((spec, _),) = asked
     assert spec in contents.specs
-    assert BUNDLES.find(spec)
+    assert Bundles.current().find(spec)
 
 
 def test_a_choice_is_for_the_first_bundle_with_the_signature(linear, tmp_path):
     path, _ = linear
     first = co.load_bundle(path)
     group = first.manifest.groups[0]
-    found = BUNDLES.choice(group.signature, (8, 0), (16, group.choices[0].n, group.choices[0].k))
+    found = Bundles.current().choice(group.signature, (8, 0), (16, group.choices[0].n, group.choices[0].k))
     assert found == group.choices[0].at(16)
-    assert BUNDLES.choice(group.signature, (8, 0), (16, 1, 1)) is None
+    assert Bundles.current().choice(group.signature, (8, 0), (16, 1, 1)) is None
 
 
 # ---- Where there is nothing but Python, PyTorch and tvm-ffi --------------------------------------------------------

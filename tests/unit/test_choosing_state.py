@@ -12,14 +12,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cutlass_ops.choose import dispatch, policies, space
+from cutlass_ops.base.session import Session
+from cutlass_ops.choose import dispatch, space
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.run.call import call_at
 from cutlass_ops.tools.explaining import explain_call
 from cutlass_ops.tuner import tuning
 from tests.sampling import sampled
 
-pytestmark = pytest.mark.usefixtures("no_user_tables")
+pytestmark = pytest.mark.usefixtures("session")
 
 
 class NoDispatch(TorchDispatchMode):
@@ -78,14 +79,14 @@ CALLS = [
 
 def asked():
     """Return all that is decided of some calls, as if they were this process's first."""
-    policies.forget()
     found = []
-    for device, graph, dtype, problem in CALLS:
-        call = call_at(graph, problem, dtype, "row", "col")
-        of = tuning.signature_at(graph, problem, dtype, "row", "col", None, device)
-        found.append(dispatch.choose(of, device, problem))
-        found.append(explain_call("it", call, device).to_json())
-        found.append(dispatch.specs_for(of, device, *problem[1:]))
+    with Session().active():
+        for device, graph, dtype, problem in CALLS:
+            call = call_at(graph, problem, dtype, "row", "col")
+            of = tuning.signature_at(graph, problem, dtype, "row", "col", None, device)
+            found.append(dispatch.choose(of, device, problem))
+            found.append(explain_call("it", call, device).to_json())
+            found.append(dispatch.specs_for(of, device, *problem[1:]))
     found.append(space.ranked(signature(), (333, 5000, 4096), 20, H100))
     return found
 

@@ -14,7 +14,7 @@ from cutlass_ops.choose.tables import Table
 from cutlass_ops.ship import shipping
 from cutlass_ops.tools import cli
 
-pytestmark = pytest.mark.usefixtures("no_user_tables")
+pytestmark = pytest.mark.usefixtures("session")
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOYMENT = (ROOT / "docs" / "deployment.md").read_text()

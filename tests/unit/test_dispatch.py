@@ -37,7 +37,7 @@ MAJORS = [(a, b) for a in ("row", "col") for b in ("row", "col")]
 MOST = tables.MOST_KERNELS
 
 
-pytestmark = pytest.mark.usefixtures("no_user_tables")
+pytestmark = pytest.mark.usefixtures("session")
 
 
 def named(value):

@@ -17,7 +17,7 @@ from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.sm90 import model, timer
 from cutlass_ops.tuner.tuning import signature_at
 
-pytestmark = pytest.mark.usefixtures("no_user_tables")
+pytestmark = pytest.mark.usefixtures("session")
 
 
 def signature_of_graph(graph, problem, **changes):

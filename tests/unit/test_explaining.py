@@ -17,7 +17,7 @@ from cutlass_ops.run import gated, norms, ops
 from cutlass_ops.run.call import call_at, signature_of
 from cutlass_ops.tools.explaining import explain_call
 
-pytestmark = pytest.mark.usefixtures("no_user_tables")
+pytestmark = pytest.mark.usefixtures("session")
 
 
 def explained(problem=(512, 4096, 4096), op=ops.gemm_bias_relu, device=H100, dtype="bf16", majors=("row", "col")):
@@ -117,10 +117,7 @@ def test_the_parts_are_what_then_runs(device, norm):
     given = {} if norm is None else {"eps": 1e-5}
     found = co.explain(co.gemm_swiglu, x, w.t(), up.t(), **given)
     assert (device.loaded, device.launches, device.queued) == ({}, [], [])
-    op = gated.swiglu_op(norm)
-    op._plans.clear()
     co.gemm_swiglu(x, w.t(), up.t(), **given)
-    op._plans.clear()
     assert [part.served_by for part in found.parts] == [launch.spec.slug for launch in device.launches]
     assert len(found.parts) == 2
 
@@ -201,9 +198,6 @@ def test_every_function_is_explained_and_warmed_up_as_it_is_called(device, monke
     assert count == len(device.loaded) > 0
     # Nothing is left to compile.
     device.closed = True
-    parts = [op, *(part for part, _ in op.instead_of(call_at(op.graph, (8, 128, 64), "bf16", "row", "row")))]
-    for each in parts:
-        monkeypatch.setattr(each, "_plans", {})
     function(*arguments, **named)
     assert device.launches
 

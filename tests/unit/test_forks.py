@@ -9,9 +9,12 @@ from processes import WITHOUT_PYTORCH
 _SCRIPT = """
 import gc, importlib, os, pathlib, pkgutil, queue, sys, threading, types
 import cutlass_ops
-from cutlass_ops.compilation import builder
-from cutlass_ops.artifacts import store
+from cutlass_ops.artifacts import loader, store
+from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.base import locks as file_locks
+from cutlass_ops.compilation import builder
+from cutlass_ops.compilation.background import Background
+from cutlass_ops.run.registry import Registry
 
 LOCKS = (type(threading.Lock()), type(threading.RLock()))
 MODULES = [importlib.import_module(m.name) for m in pkgutil.walk_packages(cutlass_ops.__path__, "cutlass_ops.")
@@ -48,15 +51,13 @@ def found():
 
 builder._turns()
 store._index(pathlib.Path('/nowhere'))
+PARTS = (Registry, Bundles, Background)
+for part in PARTS:
+    part.current()
 before = found()
-NAMES = {"artifacts.loader": "_lock", "run.registry": "REGISTRY._lock", "artifacts.bundles": "BUNDLES._lock",
-         "compilation.background": "BACKGROUND._lock", "base.locks": "_gate", "artifacts.store": "INDEX._lock"}
-store.INDEX = store._index(pathlib.Path('/nowhere'))
-for name, path in NAMES.items():
-    value = sys.modules["cutlass_ops." + name]
-    for part in path.split("."):
-        value = getattr(value, part)
-    assert any(value is lock for lock in before), name
+for lock in (loader._lock, file_locks._gate, store._index(pathlib.Path('/nowhere'))._lock,
+             *(part.current()._lock for part in PARTS)):
+    assert any(lock is each for each in before), lock
 semaphore = builder._turns()
 assert any(semaphore._cond._lock is lock for lock in before)
 
@@ -118,8 +119,9 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 def test_an_object_is_not_kept_alive():
     script = """
 import gc, os, sys, weakref
+from cutlass_ops.base.session import Session
 from cutlass_ops.run.registry import Registry
-reference = weakref.ref(Registry())
+reference = weakref.ref(Session().part(Registry))
 gc.collect()
 assert reference() is None
 if (child := os.fork()) == 0:

@@ -19,7 +19,7 @@ from cutlass_ops.kinds.render import render
 from cutlass_ops.tuner import tuning
 from tests.scripts import script
 
-pytestmark = pytest.mark.usefixtures("no_user_tables")
+pytestmark = pytest.mark.usefixtures("session")
 
 
 @co.epilogue

@@ -14,8 +14,8 @@ import pytest
 from signatures import signature
 
 from cutlass_ops.base.errors import ConfigError, MeasuringError
-from cutlass_ops.declare.config import Sm90Config, ThreadblockShape, config_to_json
-from cutlass_ops.declare.order import Ordered, TileOrder
+from cutlass_ops.declare.config import Ordered, Sm90Config, ThreadblockShape, config_to_json
+from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.tuner import measuring
 from cutlass_ops.tuner.measuring import Measurer
 

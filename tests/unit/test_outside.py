@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from signatures import A100, H100, signature
 
 from cutlass_ops.artifacts import bundle as bundle_module
-from cutlass_ops.artifacts import bundles, container
+from cutlass_ops.artifacts import container
 from cutlass_ops.artifacts import manifest as manifest_module
-from cutlass_ops.artifacts.bundles import BUNDLES
+from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.artifacts.manifest import Manifest
 from cutlass_ops.artifacts.store import KernelStore, open_entry
 from cutlass_ops.base import checked_json
@@ -97,15 +97,8 @@ JSON = TABLE.to_json()
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch):
-    for name in ("CUTLASS_OPS_BUNDLES", "CUTLASS_OPS_BUNDLE_KEY", "CUTLASS_OPS_BUNDLE_VERSION"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(bundles, "_installed", list)
-    BUNDLES.forget()
-    policies.forget()
-    yield
-    BUNDLES.forget()
-    policies.forget()
+def own(session):
+    """Each test has a session of its own."""
 
 
 @pytest.fixture
@@ -315,7 +308,7 @@ def test_a_wrong_table_in_a_bundle_is_the_bundles_error_and_a_problem(tmp_path, 
     (problem,) = verify(path).problems
     assert problem.startswith("tables/")
     assert "it is not a tuning table" in problem
-    BUNDLES.load(path)
+    Bundles.current().load(path)
     with pytest.raises(BundleError, match=r"a table in .*/a is not a tuning table"):
         dispatch.choose(SIGNATURE, A100, (1, 4096, 4096))
 

@@ -38,8 +38,8 @@ def test_kernels_of_a_bundle_are_packed_again_to_the_same_bytes(bundle):
 
 
 LOOK = f"""{WITHOUT_PYTORCH}
-from cutlass_ops.artifacts.bundles import BUNDLES
-(found,) = BUNDLES.all()
+from cutlass_ops.artifacts.bundles import Bundles
+(found,) = Bundles.current().all()
 print(found.path.name, len(found.kernels()))
 """
 

@@ -86,7 +86,7 @@ def test_which_calls_a_peer_can_serve():
     assert not can_fall_back(call_of(builtin.bias_relu, a=torch.randn(2, 3, K).bfloat16()))
 
 
-def test_an_op_takes_the_peer_that_tuning_allowed(tmp_path, monkeypatch):
+def test_an_op_takes_the_peer_that_tuning_allowed(tmp_path, monkeypatch, session):
     monkeypatch.setenv("CUTLASS_OPS_TUNING_DIR", str(tmp_path))
     monkeypatch.setattr(ops, "device_of", lambda device: H100)
     call = call_of(builtin.bias_relu)
@@ -96,15 +96,12 @@ def test_an_op_takes_the_peer_that_tuning_allowed(tmp_path, monkeypatch):
     table = Table(H100.name, 132, signature, (point,), fallback=True).select()
     tables.update(tables.path_of(tmp_path, H100.name, signature), table)
     policies.forget()
-    try:
-        plan = ops.gemm_bias_relu._plan(call)
-        assert isinstance(plan, PeerPlan)
-        assert plan.name == "cublaslt"
-        found = explaining.explain_call("gemm_bias_relu", call, H100)
-        assert found.served_by == "PyTorch (cublaslt)"
-        assert "told to allow it" in found.why
-    finally:
-        policies.forget()
+    plan = ops.gemm_bias_relu._plan(call)
+    assert isinstance(plan, PeerPlan)
+    assert plan.name == "cublaslt"
+    found = explaining.explain_call("gemm_bias_relu", call, H100)
+    assert found.served_by == "PyTorch (cublaslt)"
+    assert "told to allow it" in found.why
 
 
 @pytest.mark.parametrize("eps", [1e-6, 0.5])

@@ -8,14 +8,15 @@ import torch
 from signatures import H100
 
 import cutlass_ops as co
-from cutlass_ops.choose import policies
+from cutlass_ops.base.session import Session
 from cutlass_ops.compilation.background import Background
 from cutlass_ops.run import call, ops, plan
+from cutlass_ops.run.registry import Registry
 
 N, K = 520, 264
 
 
-class Registry:
+class Kernels:
     """Kernels that compute in PyTorch and count their launches; compiling is switched off once it is closed."""
 
     def __init__(self):
@@ -40,20 +41,12 @@ class Registry:
 @pytest.fixture
 def service(monkeypatch, tmp_path):
     monkeypatch.setenv("CUTLASS_OPS_TUNING_DIR", str(tmp_path))
-    policies.forget()
-    registry, queued = Registry(), []
-    background = Background(lambda spec, cancel: registry.kernel(spec))
-    monkeypatch.setattr(background, "add", lambda specs: queued.extend(specs))
+    registry, queued = Kernels(), []
     monkeypatch.setattr(call.Call, "is_reference", False)
     monkeypatch.setattr(ops, "device_of", lambda device: H100)
-    monkeypatch.setattr(ops, "REGISTRY", registry)
-    monkeypatch.setattr(plan, "REGISTRY", registry)
-    monkeypatch.setattr(ops, "BACKGROUND", background)
     monkeypatch.setattr(plan.torch.cuda, "device", lambda device: contextlib.nullcontext())
-    # Plans that other tests made hold other kernels.
-    op = ops.Op("service", co.gemm_bias_relu.epilogue)
-    yield SimpleNamespace(registry=registry, queued=queued, op=op)
-    policies.forget()
+    with Session({Registry: registry, Background: SimpleNamespace(add=queued.extend)}).active():
+        yield SimpleNamespace(registry=registry, queued=queued, op=co.gemm_bias_relu)
 
 
 @pytest.fixture

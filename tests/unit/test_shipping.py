@@ -7,8 +7,8 @@ from fake_toolkit import sm80_spec
 from signatures import A100, H100, signature
 
 import cutlass_ops as co
-from cutlass_ops.artifacts.bundles import BUNDLES
 from cutlass_ops.base.errors import ConfigError
+from cutlass_ops.base.session import Session
 from cutlass_ops.choose import dispatch, policies
 from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.declare.config import Sm80Config, Sm90Config
@@ -17,7 +17,7 @@ from cutlass_ops.run import norms
 from cutlass_ops.ship import catalog, shipping
 from cutlass_ops.ship.shipping import Catalogue, Kernels, shipment
 
-pytestmark = pytest.mark.usefixtures("no_user_tables")
+pytestmark = pytest.mark.usefixtures("session")
 
 MINE = 'import cutlass_ops as co\n\n@co.epilogue\ndef twice(acc):\n    """D = 2 A @ B."""\n    return acc * 2\n'
 
@@ -330,9 +330,7 @@ def test_a_loaded_bundle_changes_nothing(tmp_path):
     usual = list(shipment(wanted).specs)
     other = next(s for s in dispatch.specs(signature(), A100) if s not in usual)
     packed(tmp_path, [other]).write(tmp_path / "a")
-    try:
+    with Session().active():
         co.load_bundle(tmp_path / "a")
         assert dispatch.specs(signature(), A100) == (other,)
         assert list(shipment(wanted).specs) == usual
-    finally:
-        BUNDLES.forget()

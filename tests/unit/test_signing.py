@@ -11,12 +11,13 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from fake_toolkit import sm80_spec
 
 import cutlass_ops as co
-from cutlass_ops.artifacts import bundles, container
+from cutlass_ops.artifacts import container
 from cutlass_ops.artifacts.bundle import open_bundle
-from cutlass_ops.artifacts.bundles import BUNDLES
+from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.artifacts.manifest import Manifest
 from cutlass_ops.artifacts.signing import require_signature, sign
 from cutlass_ops.base.errors import BundleError, ConfigError
+from cutlass_ops.base.session import Session
 from cutlass_ops.ship import shipping, verifying
 
 
@@ -36,12 +37,8 @@ def contents(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def no_bundles(monkeypatch):
-    for name in ("CUTLASS_OPS_BUNDLES", "CUTLASS_OPS_BUNDLE_KEY", "CUTLASS_OPS_BUNDLE_VERSION"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(bundles, "_installed", list)
-    yield
-    BUNDLES.forget()
+def own(session):
+    """Each test has a session of its own."""
 
 
 def test_a_message_is_the_signers(keys, others):
@@ -93,7 +90,7 @@ def test_an_unsigned_bundle_is_refused_where_a_key_is_given(tmp_path, contents, 
         co.load_bundle(tmp_path / "a")
     monkeypatch.setenv("CUTLASS_OPS_BUNDLES", str(tmp_path / "a"))
     with pytest.raises(BundleError, match="it is not signed"):
-        BUNDLES.all()
+        Bundles.current().all()
 
 
 def test_the_signature_is_checked_before_the_manifest_is_read(tmp_path, contents, keys, monkeypatch):
@@ -138,9 +135,9 @@ def test_a_variable_that_names_no_key_loads_nothing(tmp_path, contents, monkeypa
     """To be set and empty is a mistake, and not the wish to load what nobody signed."""
     contents.write(tmp_path / "a")
     monkeypatch.setenv("CUTLASS_OPS_BUNDLES", str(tmp_path / "a"))
-    assert len(BUNDLES.all()) == 1
+    assert len(Bundles.current().all()) == 1
     monkeypatch.setenv("CUTLASS_OPS_BUNDLE_KEY", text)
-    for load in (BUNDLES.all, lambda: co.load_bundle(tmp_path / "a")):
+    for load in (Bundles.current().all, lambda: co.load_bundle(tmp_path / "a")):
         with pytest.raises(ValueError, match=r"CUTLASS_OPS_BUNDLE_KEY is '.*', which has an empty path"):
             load()
 
@@ -180,14 +177,14 @@ def test_one_of_several_keys_must_have_signed(tmp_path, contents, keys, others, 
     assert (found.signed, found.signed_by, found.problems) == (True, str(keys[1]), ())
     with pytest.raises(BundleError, match=f"not by the key in {others[1]}, {others[1]}"):
         co.load_bundle(tmp_path / "a", public_key=[others[1], others[1]])
-    BUNDLES.forget()
     monkeypatch.setenv("CUTLASS_OPS_BUNDLE_KEY", f"{others[1]}:{keys[1]}")
     monkeypatch.setenv("CUTLASS_OPS_BUNDLES", str(tmp_path / "a"))
-    assert [b.signed_by for b in BUNDLES.all()] == [keys[1]]
+    with Session().active():
+        assert [b.signed_by for b in Bundles.current().all()] == [keys[1]]
     assert co.load_bundle(tmp_path / "a", public_key=keys[1]).signed_by == keys[1]
     monkeypatch.setenv("CUTLASS_OPS_BUNDLE_KEY", str(others[1]))
     with pytest.raises(BundleError, match="not by the key"):
-        BUNDLES.all()
+        Bundles.current().all()
 
 
 def test_a_key_that_is_not_there_is_seen_though_another_one_signed(tmp_path, contents, keys):
@@ -275,9 +272,9 @@ def test_an_older_bundle_is_refused_though_it_is_signed(tmp_path, versions, keys
         (problem,) = verifying.verify(tmp_path / name, keys[1], minimum_version=2).problems
         assert why in problem
         monkeypatch.setenv("CUTLASS_OPS_BUNDLES", str(tmp_path / name))
-        assert BUNDLES.all()
+        assert Bundles.current().all()
         monkeypatch.setenv("CUTLASS_OPS_BUNDLE_VERSION", "2")
-        for load in (BUNDLES.all, lambda name=name: co.load_bundle(tmp_path / name)):
+        for load in (Bundles.current().all, lambda name=name: co.load_bundle(tmp_path / name)):
             with pytest.raises(BundleError, match=why):
                 load()
         monkeypatch.delenv("CUTLASS_OPS_BUNDLE_VERSION")
@@ -330,10 +327,10 @@ def test_changes_of_the_environment_count_at_once(tmp_path, versions, keys, monk
     """Also from unset to empty, which are not the same."""
     versions[1].write(tmp_path / "a")
     monkeypatch.setenv("CUTLASS_OPS_BUNDLES", str(tmp_path / "a"))
-    assert BUNDLES.all()
+    assert Bundles.current().all()
     for name, value in (("CUTLASS_OPS_BUNDLE_KEY", ""), ("CUTLASS_OPS_BUNDLE_VERSION", "")):
         monkeypatch.setenv(name, value)
         with pytest.raises(ValueError, match=name):
-            BUNDLES.all()
+            Bundles.current().all()
         monkeypatch.delenv(name)
-        assert BUNDLES.all()
+        assert Bundles.current().all()

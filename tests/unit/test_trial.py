@@ -8,8 +8,8 @@ import torch
 from signatures import signature
 
 from cutlass_ops.declare.chips import USUAL
-from cutlass_ops.declare.config import Sm90Config, ThreadblockShape
-from cutlass_ops.declare.order import Ordered, TileOrder
+from cutlass_ops.declare.config import Ordered, Sm90Config, ThreadblockShape
+from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.tuner import timing, trial
 
 FIRST, SECOND = (Sm90Config(ThreadblockShape(128, n, 64)) for n in (128, 192))

@@ -11,7 +11,7 @@ import pytest
 from choosing import ODD, SLOW, chosen, user_table
 from signatures import H100, signature
 
-from cutlass_ops.artifacts import bundles
+from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base import env
 from cutlass_ops.base.errors import ConfigError, MissingKernelError, StoreError
@@ -24,7 +24,7 @@ from tests.sampling import sampled
 
 FAST = Sm90Config(ThreadblockShape(128, 192, 64), ClusterShape(2, 1))
 
-pytestmark = pytest.mark.usefixtures("no_user_tables")
+pytestmark = pytest.mark.usefixtures("session")
 
 
 @pytest.fixture
@@ -302,8 +302,8 @@ def test_a_store_that_may_not_be_looked_into_has_none_either(at_home, monkeypatc
 def test_what_a_bundle_has_needs_no_home(usual, at_home, monkeypatch):
     """Where a bundle decided nothing between its kernels, tables and the model do: the user's too, if there are any."""
     kernels = (SLOW, FAST, usual[0].config)
-    monkeypatch.setattr(bundles.BUNDLES, "configs", lambda *_: kernels)
-    monkeypatch.setattr(bundles.BUNDLES, "choice", lambda *_: None)
+    monkeypatch.setattr(Bundles, "configs", lambda *_: kernels)
+    monkeypatch.setattr(Bundles, "choice", lambda *_: None)
     for home in ("", "here", "/dev/null"):
         monkeypatch.setenv("HOME", home)
         policies.forget()

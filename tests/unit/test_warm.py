@@ -51,7 +51,6 @@ def wanted():
 
 @pytest.fixture
 def op(device):
-    # Plans that other tests made hold other kernels.
     return ops.Op("several", several)
 
 
@@ -259,11 +258,10 @@ def test_to_plan_a_call_compiles_and_queues_nothing(op, device):
 # ---- Several ops in one op's place ---------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("no_user_tables")
+@pytest.mark.usefixtures("session")
 def test_two_gemms_are_warm_too(monkeypatch):
     with fake_device(monkeypatch, A100) as device:
         op, up = gated.swiglu_op(None), matrix(N, K).t()
-        monkeypatch.setattr(op, "_plans", {})
         before = op.served_warm
         for out in (None, None, {"d": empty("d")}, {"d": empty("d")}):
             op(A, B, up, out=out)
@@ -272,13 +270,11 @@ def test_two_gemms_are_warm_too(monkeypatch):
         assert len(device.launches) == 8
 
 
-@pytest.mark.usefixtures("no_user_tables")
+@pytest.mark.usefixtures("session")
 def test_each_of_two_gemms_is_warm_the_second_time(monkeypatch):
     with fake_device(monkeypatch, A100):
         op, up = gated.swiglu_op(None), matrix(N, K).t()
         parts = [part for part, _ in op.instead_of(op.checked(A, B, (up,), {}, None, None))]
-        for each in (op, *parts):
-            monkeypatch.setattr(each, "_plans", {})
         op(A, B, up)
         before = [part.served_warm for part in parts]
         op(A, B, up)

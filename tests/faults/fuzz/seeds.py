@@ -23,8 +23,8 @@ from cutlass_ops.artifacts import container
 from cutlass_ops.artifacts.loader import ABI
 from cutlass_ops.artifacts.manifest import Choice, File, Group, KernelRecord, Manifest
 from cutlass_ops.artifacts.store import identity_key
-from cutlass_ops.declare.config import Config, GemvConfig, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
-from cutlass_ops.declare.order import Ordered, TileOrder
+from cutlass_ops.declare.config import Config, GemvConfig, Ordered, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
+from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import KernelSpec
 
