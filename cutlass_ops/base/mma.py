@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from cutlass_ops.base.dtypes import DType, bf16, f16, f32
 
+Block = tuple[int, int]
+
 
 @dataclass(frozen=True)
 class MmaSpec:
@@ -27,6 +29,8 @@ class MmaSpec:
         Whether ``wgmma`` reads operands of these types only where K runs along their lines.
     rate : float
         Products in a clock, of those of BF16.
+    scalings : tuple of ((int, int), (int, int))
+        Blocks of A and of B, in elements along M and K and along K and N, whose scales a main loop applies.
     """
 
     a: DType
@@ -37,6 +41,11 @@ class MmaSpec:
     wgmma_opcode: str
     wgmma_k_major_only: bool = False
     rate: float = 1.0
+    scalings: tuple[tuple[Block, Block], ...] = ()
+
+    def scales(self, blocks: tuple[Block | None, Block | None]) -> bool:
+        """Whether a main loop applies the scales of such blocks of A and of B, or there are none."""
+        return blocks == (None, None) or blocks in self.scalings
 
 
 _16_BITS = ((16, 8, 16), (16, 8, 8))

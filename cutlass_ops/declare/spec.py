@@ -21,14 +21,17 @@ from cutlass_ops.epilogue.nodes import Input, Kind, Output
 
 Major = Literal["row", "col"]
 
-_OPERAND = re.compile(r"(?P<dtype>[a-z0-9]+)(\.(?P<major>row|col))?(\.align(?P<alignment>[0-9]{1,4}))?")
+_OPERAND = re.compile(
+    r"(?P<dtype>[a-z0-9]+)(\.(?P<major>row|col))?(\.align(?P<alignment>[0-9]{1,4}))?"
+    r"(\.blocks(?P<rows>[1-9][0-9]{0,4})x(?P<columns>[1-9][0-9]{0,4}))?"
+)
 _MAJOR = re.compile(r"\.(row|col)")
-_FORM = "DTYPE[.row|.col][.alignN], such as 'bf16.row'"
+_FORM = "DTYPE[.row|.col][.alignN][.blocksRxC], such as 'bf16.row'"
 
 
 @dataclass(frozen=True, repr=False)
 class Operand:
-    """Type of a tensor: element type, major and alignment.
+    """Type of a tensor: element type, major, alignment and scaling.
 
     Attributes
     ----------
@@ -39,6 +42,9 @@ class Operand:
     alignment : int
         Largest power of two, in elements and up to 16 bytes, that divides the address, every leading dimension and
         the extent along the major dimension's accesses. 16 bytes is what TMA needs.
+    scaling : tuple of (int, int), optional
+        Rows and columns of the blocks of elements that share one FP32 scale, which the main loop applies; none by
+        default. A scale of the whole tensor, of a row or of a column is an input of the epilogue instead.
 
     Raises
     ------
@@ -57,6 +63,7 @@ class Operand:
     dtype: DType
     major: Major
     alignment: int
+    scaling: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         given = (self.dtype, self.major, self.alignment)
@@ -64,10 +71,14 @@ class Operand:
             raise ConfigError(f"Operand{given} needs an element type and 'row' or 'col': use Operand.of('bf16.row')")
         if type(self.alignment) is not int or self.alignment < 1:
             raise ConfigError(f"an alignment is a positive number of elements, not {self.alignment!r}")
+        if self.scaling is not None and not _is_block(self.scaling):
+            raise ConfigError(f"scaling is None or the (rows, columns) of a block, not {self.scaling!r}")
 
     @classmethod
     def of(cls, text: str | DType | Operand) -> Operand:
-        """Parse ``"bf16.row"``, ``"f16.col.align2"`` or ``"f32"``; the alignment defaults to 16 bytes.
+        """Parse ``"bf16.row"``, ``"f16.col.align2"``, ``"bf16.row.blocks1x128"`` or ``"f32"``.
+
+        The alignment defaults to 16 bytes.
 
         Raises
         ------
@@ -87,7 +98,8 @@ class Operand:
             raise ValueError(f"operand {checked_json.shown(text)} is not of the form {_FORM}")
         element = dtype(match["dtype"])
         alignment = int(match["alignment"]) if match["alignment"] else element.tma_alignment
-        return cls(element, cast(Major, match["major"] or "row"), alignment)
+        scaling = (int(match["rows"]), int(match["columns"])) if match["rows"] else None
+        return cls(element, cast(Major, match["major"] or "row"), alignment, scaling)
 
     @property
     def aligned(self) -> bool:
@@ -97,14 +109,20 @@ class Operand:
     @property
     def transposed(self) -> Operand:
         """The same memory seen as the transposed matrix."""
-        return Operand(self.dtype, "col" if self.major == "row" else "row", self.alignment)
+        scaling = None if self.scaling is None else (self.scaling[1], self.scaling[0])
+        return Operand(self.dtype, "col" if self.major == "row" else "row", self.alignment, scaling)
 
     def __str__(self) -> str:
         tail = "" if self.aligned else f".align{self.alignment}"
+        tail += "" if self.scaling is None else ".blocks{}x{}".format(*self.scaling)
         return f"{self.dtype}.{self.major}{tail}"
 
     def __repr__(self) -> str:
         return f"Operand.of({str(self)!r})"
+
+
+def _is_block(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and all(type(extent) is int and extent > 0 for extent in value)
 
 
 class HasGraph(Protocol):
@@ -353,10 +371,11 @@ def _types(what: str, given: object, usual: Typed) -> tuple[Operand, ...]:
         known = f"it has {', '.join(usual)}" if usual else "it has none"
         known += ", and d is an argument of its own" if what == "outputs" else ""
         raise ValueError(f"{what} names {', '.join(sorted(unknown))}, which the epilogue does not have: {known}")
-    return tuple(
-        _normal(kind, _operand(f"{what}[{name!r}]", given[name])) if name in given else operand
-        for name, (kind, operand) in usual.items()
-    )
+    found = {name: _operand(f"{what}[{name!r}]", text) for name, text in given.items()}
+    for name, operand in found.items():
+        if operand.scaling is not None:
+            raise ValueError(f"{what}[{name!r}] is {operand}: only a and b have blocks with scales; use one without")
+    return tuple(_normal(kind, found[name]) if name in found else operand for name, (kind, operand) in usual.items())
 
 
 _MATRICES = (Kind.TILE, Kind.PRODUCT)

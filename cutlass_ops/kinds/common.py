@@ -46,6 +46,18 @@ def _operand_dtypes(spec: KernelSpec, _: Config) -> Iterator[str]:
         yield f"a is {spec.a.dtype} and b is {spec.b.dtype}: both must be f16, or both bf16; convert one of them"
 
 
+def _scaling(spec: KernelSpec, _: Config) -> Iterator[str]:
+    mma = mma_of(spec.a.dtype, spec.b.dtype)
+    if mma is not None and not mma.scales((spec.a.scaling, spec.b.scaling)):
+        known = " or ".join(f"{a[0]}x{a[1]} and {b[0]}x{b[1]}" for a, b in mma.scalings)
+        yield (
+            f"a is {spec.a} and b is {spec.b}: no main loop applies scales of such blocks to {spec.a.dtype} and "
+            f"{spec.b.dtype}; use operands " + (f"with blocks of {known}" if known else "without blocks")
+        )
+    if spec.d.scaling is not None:
+        yield f"d is {spec.d}: only a and b have blocks with scales; use one without"
+
+
 def _alignment(spec: KernelSpec, _: Config) -> Iterator[str]:
     for name, operand in _matrices(spec):
         widest = operand.dtype.tma_alignment
@@ -89,6 +101,7 @@ def _shared_memory(spec: KernelSpec, config: Config) -> Iterator[Broken]:
 COMMON: tuple[Rule[Config], ...] = (
     Rule("target", "hardware", _target),
     Rule("operand_dtypes", "policy", _operand_dtypes),
+    Rule("scaling", "policy", _scaling),
     Rule("alignment", "policy", _alignment),
     Rule("shared_memory", "hardware", _shared_memory),
 )

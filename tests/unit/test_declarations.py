@@ -593,6 +593,17 @@ def test_an_architecture_without_kernels_gets_the_supported_ones_and_what_to_do(
     assert all(c in str(caught.value) for c in capabilities)
 
 
+@pytest.mark.parametrize("scaling", [(1,), (0, 128), (1, 128.0), [1, 128], 128, (True, 1)])
+def test_a_scaling_is_the_block_that_shares_a_scale(scaling):
+    with pytest.raises(ConfigError, match="scaling is None or the"):
+        Operand(bf16, "row", 8, scaling)
+
+
+def test_vectors_and_outputs_have_no_blocks():
+    with pytest.raises(ValueError, match=r"inputs\['bias'\] is bf16.row.blocks1x128: only a and b"):
+        spec(inputs={"bias": "bf16.blocks1x128"})
+
+
 @pytest.mark.parametrize(
     "fields", [("bf16", "row", 8), (bf16, "rows", 8), (bf16, "row", "8"), (bf16, "row", 0), (None,) * 3]
 )
@@ -609,6 +620,8 @@ def test_an_operand_is_of_an_element_type_a_major_and_an_alignment(fields):
     [
         ("bf16.row", Operand(bf16, "row", 8)),
         ("f16.col.align2", Operand(f16, "col", 2)),
+        ("bf16.row.blocks1x128", Operand(bf16, "row", 8, (1, 128))),
+        ("f16.row.align1.blocks128x64", Operand(f16, "row", 1, (128, 64))),
         ("f32", Operand(f32, "row", 4)),
         ("float16", Operand(f16, "row", 8)),
         (bf16, Operand(bf16, "row", 8)),
@@ -621,7 +634,7 @@ def test_operands_are_parsed(text, operand):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "bf16.", "bf16.rows", "BF16", "bf16.row.align", "bf16.row.align-1", "row", " f16"]
+    "text", ["", "bf16.", "bf16.rows", "BF16", "bf16.row.align", "bf16.row.align-1", "row", " f16", "f16.blocks0x1", "f16.blocks128"]
 )
 def test_other_text_is_no_operand(text):
     with pytest.raises(ValueError, match=r"operand|dtype"):
@@ -629,8 +642,8 @@ def test_other_text_is_no_operand(text):
 
 
 def test_transposing_twice_changes_nothing():
-    operand = Operand.of("bf16.col.align2")
-    assert operand.transposed == Operand.of("bf16.row.align2")
+    operand = Operand.of("bf16.col.align2.blocks1x128")
+    assert operand.transposed == Operand.of("bf16.row.align2.blocks128x1")
     assert operand.transposed.transposed == operand
 
 
