@@ -17,6 +17,7 @@ import torch
 from cutlass_ops.choose import tables
 from cutlass_ops.choose.tables import Problem
 from cutlass_ops.declare.config import Config, config_from_json
+from cutlass_ops.epilogue import builtin
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.kinds.gemv import space as space_gemv
 from cutlass_ops.run import norms, ops
@@ -32,10 +33,10 @@ def main() -> None:
     named = {op.name: op for op in ops.NAMED}
     named |= {
         "rmsnorm": norms.rmsnorm_op(),
-        "swiglu": ops.op(named.swiglu),
-        "rmsnorm_swiglu": norms.rmsnorm_op(named.swiglu),
+        "swiglu": ops.op(builtin.swiglu),
+        "rmsnorm_swiglu": norms.rmsnorm_op(builtin.swiglu),
         "rmsnorm_sums": norms.rmsnorm_op(given="sums"),
-        "rmsnorm_swiglu_sums": norms.rmsnorm_op(named.swiglu, given="sums"),
+        "rmsnorm_swiglu_sums": norms.rmsnorm_op(builtin.swiglu, given="sums"),
         "residual_rms": norms.residual_rms_op(torch.bfloat16),
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

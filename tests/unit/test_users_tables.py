@@ -186,12 +186,12 @@ def holding(change):
 
 
 HOSTILE = {
-    "a time of 0": holding(lambda row: row.__setitem__(1, 0)),
-    "a time without an end": holding(lambda row: row.__setitem__(1, 10**400)),
-    "a part of -1": holding(lambda row: row.__setitem__(2, -1)),
-    "a part below": holding(lambda row: row.__setitem__(2, -3.5)),
-    "a part without an end": holding(lambda row: row.__setitem__(2, 10**400)),
-    "a part that is none": holding(lambda row: row.__setitem__(2, float("nan"))),
+    "a time of 0": holding(lambda row: row.__setitem__(2, 0)),
+    "a time without an end": holding(lambda row: row.__setitem__(2, 10**400)),
+    "a part of -1": holding(lambda row: row.__setitem__(3, -1)),
+    "a part below": holding(lambda row: row.__setitem__(3, -3.5)),
+    "a part without an end": holding(lambda row: row.__setitem__(3, 10**400)),
+    "a part that is none": holding(lambda row: row.__setitem__(3, float("nan"))),
 }
 
 
