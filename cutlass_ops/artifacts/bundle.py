@@ -302,7 +302,7 @@ def _require_recent(manifest: Manifest, least: int) -> None:
     if manifest.version is None:
         raise BundleError(f"it has no version, but version {least} or later is required: set one in its catalogue")
     if manifest.version < least:
-        raise BundleError(f"its version is {manifest.version}, but version {least} or later is required: use a newer bundle")
+        raise BundleError(f"its version is {manifest.version}, but {least} or later is required: use a newer one")
 
 
 def _read(found: Container, name: str, file: File) -> bytes:

@@ -386,7 +386,7 @@ def test_a_program_can_be_tied_to_one_bundle(probe, bundle, contents):
         ({"signatures": [{}]}, "the field choices of a signature's entry is expected"),
         ({"abi": "1"}, "abi must be an integer from 1 to 65536, not something else"),
         ({"abi": 10**400}, "abi must be an integer from 1 to 65536, not 10000000000000000000..."),
-        ({"abi": 1.0}, "abi holds something else"),
+        ({"abi": 1.0}, "abi must be an integer from 1 to 65536, not something else"),
         ({"toolchain": []}, "toolchain, an object, is expected"),
         ({"tables": eval("[" * 40 + "]" * 40)}, "a table, an object, is expected"),
         ({"library_version": "0.1\0"}, "library_version must be a text of printable ASCII"),
@@ -720,7 +720,7 @@ def test_what_is_no_key_is_an_error_whichever_signed(checks, probe, signed, keys
     (tmp_path / "loose").write_bytes(public.read_bytes())
     (tmp_path / "loose").chmod(0o666)
     for wrong, said in {
-        "": "ArgumentError: a public key is the path of a PEM file, and one of those given is empty",
+        "": "ArgumentError: a path of a public key is empty: name a PEM file",
         private: "has no usable public key",
         keys_of["ed448"][1]: "must be an Ed25519 key in PEM",
         tmp_path / "empty": "has no usable public key",

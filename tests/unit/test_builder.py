@@ -151,7 +151,7 @@ def test_a_store_in_a_path_that_a_shell_would_change(toolkit, toolchain, tmp_pat
 
 def test_a_compiler_that_makes_nothing(store, toolkit, toolchain):
     toolkit.does("exit 0")
-    with pytest.raises(CompileError, match=r"nvcc made no kernel\.fatbin"):
+    with pytest.raises(CompileError, match=r"nvcc did not create kernel\.fatbin"):
         build_artifact(SPEC, store=store, toolchain=toolchain)
 
 

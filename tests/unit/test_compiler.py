@@ -365,7 +365,7 @@ def late(folder, monkeypatch):
 def test_what_took_too_long_is_gone_at_once(folder, toolkit):
     """Also where no init waits for what its parent left."""
     toolkit.does("echo $$ > pid; exec sleep 600")
-    with pytest.raises(CompileError, match="ended after 10 s"):
+    with pytest.raises(CompileError, match="killed after 10 s"):
         compile_(folder, toolkit, timeout=10)
     with pytest.raises(ProcessLookupError):
         os.kill(int((folder / "pid").read_text()), 0)
@@ -374,7 +374,7 @@ def test_what_took_too_long_is_gone_at_once(folder, toolkit):
 @pytest.mark.usefixtures("late")
 def test_timeout_ends_the_compiler_and_its_children(folder, toolkit):
     toolkit.does("(sleep 600 & echo $! > pid; wait)")
-    with pytest.raises(CompileError, match="ended after 10 s"):
+    with pytest.raises(CompileError, match="killed after 10 s"):
         compile_(folder, toolkit, timeout=10)
     assert ended(int((folder / "pid").read_text()))
 

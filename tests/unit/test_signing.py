@@ -268,7 +268,7 @@ def test_an_older_bundle_is_refused_though_it_is_signed(tmp_path, versions, keys
     new = co.load_bundle(tmp_path / "2", public_key=keys[1], minimum_version=2)
     assert new.manifest.version == 2
     assert co.load_bundle(tmp_path / "20261126", minimum_version=2).manifest.version == 20261126
-    for name, why in (("1", "its version is 1, but version 2 or later is required"), ("None", "it has no version")):
+    for name, why in (("1", "its version is 1, but 2 or later is required"), ("None", "it has no version")):
         assert co.load_bundle(tmp_path / name, public_key=keys[1])
         with pytest.raises(BundleError, match=why):
             co.load_bundle(tmp_path / name, public_key=keys[1], minimum_version=2)

@@ -193,7 +193,7 @@ def test_a_named_nvcc_must_be_there(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda kit: kit.says_version("11.8.89"), "version 11.8.89; 12.4 or later"),
+        (lambda kit: kit.says_version("11.8.89"), "version 11.8.89, but 12.4 or later"),
         (lambda kit: (kit.root / "version").write_text("hello"), "prints no version"),
         (lambda kit: (kit.root / "version").unlink(), "failed"),
         (lambda kit: (kit.root / "include" / "nv" / "target").unlink(), "lacks the CUDA header nv/target"),
