@@ -1,4 +1,4 @@
-"""Names of the arrays that the models compute with."""
+"""Types of the arrays in the time models."""
 
 from __future__ import annotations
 

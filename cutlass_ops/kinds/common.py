@@ -1,4 +1,4 @@
-"""The rules of legality for all kinds of kernels."""
+"""Legality rules for all kinds of kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cutlass_ops.kinds.layout import MAX_STAGES, MIN_STAGES
 from cutlass_ops.kinds.rules import Broken, Rule
 from cutlass_ops.kinds.table import kind_of
 
-# ---- Numbers that mean something ------------------------------------------------------------------------------------
+# ---- Valid values ---------------------------------------------------------------------------------------------------
 
 
 def _field_values(spec: KernelSpec, config: Config) -> Iterator[str]:
@@ -80,7 +80,7 @@ def _matrices(spec: KernelSpec) -> Iterator[tuple[str, Operand]]:
 
 def _shared_memory(spec: KernelSpec, config: Config) -> Iterator[Broken]:
     if not hasattr(config, "stages"):
-        return  # it keeps a few numbers there
+        return  # a GEMV kernel needs only a few bytes
     limit = arch.target(spec.target).shared_memory
     stages = config.stages if config.stages is not None else MIN_STAGES
 

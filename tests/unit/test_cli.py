@@ -292,7 +292,7 @@ def _refuse(*_):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "spec.json: it is not JSON that is read here: Expecting value"),
+        ("", "spec.json: it is not valid JSON: Expecting value"),
         ("[]", "spec.json: a kernel spec is a JSON object"),
         ("{}", "spec.json: a kernel spec has the fields"),
         (None, "spec.json cannot be used: No such file"),
@@ -679,13 +679,16 @@ def test_several_keys_and_a_least_version_hold_for_every_command(kit, run, catal
     commands = (("list", "--bundle", target), ("inspect", key, "--bundle", target), ("verify", target))
     for command in commands:
         assert run(*command, *keys, "--minimum-version", 3)[0] == 0
-        for wrong, why in (((*keys, "--minimum-version", 4), "its version is 3"), (("--key", other), "not by the key")):
+        for wrong, why in (
+            ((*keys, "--minimum-version", 4), "its version is 3"),
+            (("--key", other), "not from the key"),
+        ):
             code, out, err = run(*command, *wrong)
             assert (code, why in out + err) == (5, True)
         code, _, err = run(*command, "--key", "")
         assert (code, "not a regular file" in err) == (1, True)
         code, _, err = run(*command, "--minimum-version", 0)
-        assert (code, "minimum_version is 0" in err) == (1, True)
+        assert (code, "minimum_version must be an integer from 1" in err) == (1, True)
         for name, value, why in (("KEY", "", "has an empty path"), ("VERSION", "", "must be a positive integer")):
             with monkeypatch.context() as patch:
                 patch.setenv(f"CUTLASS_OPS_BUNDLE_{name}", value)
@@ -732,7 +735,7 @@ def test_a_folder(kit, run, catalogue, tmp_path):
     assert run("verify", tmp_path / "a")[0] == 0
     code, _, err = run("bundle", catalogue, "--folder", "--out", tmp_path / "a")
     assert code == 1
-    assert "is there already" in err
+    assert "already exists" in err
 
 
 def test_what_is_wrong_with_a_bundle_is_exit_code_5(kit, run, catalogue, tmp_path):
@@ -743,7 +746,7 @@ def test_what_is_wrong_with_a_bundle_is_exit_code_5(kit, run, catalogue, tmp_pat
     target.write_bytes(data)
     code, out, _ = run("verify", target)
     assert code == 5
-    assert re.search(r"wrong: kernels/.*its SHA-256 is another", out)
+    assert re.search(r"wrong: kernels/.*its SHA-256 differs", out)
     code, out, _ = run("verify", target, "--json")
     assert code == 5
     assert len(json.loads(out)["problems"]) == 1
@@ -849,17 +852,17 @@ def test_doctor_counts_bundles(kit, run, catalogue, tmp_path, monkeypatch):
         (["--out", "folder"], "folder is a folder: name a file in it"),
         (["--out", "file/under"], "file is not a folder"),
         (["--out", "/dev/null"], "/dev/null is a device"),
-        (["--out", "/proc/a.bundle"], "may not make files in /proc"),
-        (["--out", "/proc/a/b.bundle"], "may not make files in /proc"),
+        (["--out", "/proc/a.bundle"], "may not create files in /proc"),
+        (["--out", "/proc/a/b.bundle"], "may not create files in /proc"),
         (["--out", "n" * 250], "its name is too long"),
         (["--out", "pipe"], "is a device, a pipe or a socket"),
-        (["--folder", "--out", "folder"], "is there already"),
-        (["--folder", "--out", "file"], "is there already"),
-        (["--folder", "--out", "/proc/a"], "may not make files in /proc"),
+        (["--folder", "--out", "folder"], "already exists"),
+        (["--folder", "--out", "file"], "already exists"),
+        (["--folder", "--out", "/proc/a"], "may not create files in /proc"),
         (["--wheel", "name", "--wheel-version", "1.0"], "whl is a folder"),
         (["--sign", "folder"], "is not a regular file"),
         (["--sign", "/dev/zero"], "is not a regular file"),
-        (["--sign", "file"], "holds no private key"),
+        (["--sign", "file"], "has no usable private key"),
     ],
 )
 def test_bundle_compiles_nothing_for_a_place_that_cannot_be_written(

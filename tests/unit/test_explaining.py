@@ -135,7 +135,7 @@ def test_where_only_a_part_is_served_nothing_is(monkeypatch, lost):
     monkeypatch.setattr(policies, "policy", without)
     found = explain_call(op.name, call, A100, op)
     assert (found.served_by, found.parts, found.microseconds) == ("nothing", (), None)
-    assert "no kernel serves a bf16.row" in found.why
+    assert "no kernel supports a bf16.row" in found.why
 
 
 def test_a_device_that_serves_no_part_is_said_to_be_that():

@@ -457,5 +457,5 @@ def test_nothing_is_changed_but_the_output():
 def test_on_a_device_the_norms_own_op_is_asked_for_a_kernel(monkeypatch):
     monkeypatch.setattr(ops, "device_of", lambda device: Device((9, 0), 132))
     monkeypatch.setattr(ops.dispatch, "decide", lambda *_: None)
-    with pytest.raises(co.UnsupportedError, match=r"no kernel serves rmsnorm_gemm with a bf16\.row"):
+    with pytest.raises(co.UnsupportedError, match=r"no kernel supports rmsnorm_gemm with a bf16\.row"):
         norms.rmsnorm_op().plan(X, W, EPS)

@@ -112,7 +112,7 @@ def test_bfloat16_in_many_spellings(text):
 @pytest.mark.parametrize("dtype", ["f32", "float32", torch.float32])
 def test_tuning_does_not_advise_what_it_refuses(monkeypatch, dtype):
     monkeypatch.setattr(tuning, "_place", lambda *_: tuning.Place(H100.name, H100, None))
-    with pytest.raises(ValueError, match=r"is not possible here: use one of bf16, f16$"):
+    with pytest.raises(ValueError, match=r"is not supported here: use one of bf16, f16$"):
         tuning.tune(builtin.identity, [(1, 64, 64)], dtypes=dtype)
     with pytest.raises(ValueError, match=r"unknown dtype 'f64': use one of bf16, f16$"):
         tuning.tune(builtin.identity, [(1, 64, 64)], dtypes="f64")
