@@ -16,7 +16,7 @@ from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
 from cutlass_ops.artifacts import store as store_module
 from cutlass_ops.artifacts.compiled import Compiled
 from cutlass_ops.artifacts.store import Artifact, KernelStore, identity_key, open_entry
-from cutlass_ops.base import recency, resources
+from cutlass_ops.base import locks, recency, resources
 from cutlass_ops.base.errors import LoadError, StoreError
 from cutlass_ops.compilation import identity
 from cutlass_ops.compilation.identity import kernel_identity, kernel_key
@@ -426,7 +426,8 @@ def test_no_file_of_a_lock_stays(store, put):
     assert list((store.root / "locks").iterdir()) == []
 
 
-def test_who_waits_while_the_store_is_deleted_goes_on(store):
+def test_who_waits_while_the_store_is_deleted_goes_on(store, monkeypatch, caplog):
+    monkeypatch.setattr(locks, "_PATIENCE", -1.0)  # who waits says so at once
     entered = threading.Event()
 
     def work():
@@ -436,6 +437,8 @@ def test_who_waits_while_the_store_is_deleted_goes_on(store):
     with store.lock("a" * 64):
         thread = threading.Thread(target=work)
         thread.start()
+        while not caplog.records:
+            time.sleep(0.01)
         shutil.rmtree(store.root)
     thread.join()
     assert entered.is_set()
