@@ -211,9 +211,9 @@ def test_every_function_is_explained_and_warmed_up_as_it_is_called(device, monke
 def test_functions_refuse_what_a_call_refuses():
     x, w = torch.zeros(4, 8).bfloat16(), torch.zeros(8, 16).bfloat16()
     for ask in (co.explain, co.warm_up):
-        with pytest.raises(TypeError, match="rmsnorm_gemm needs eps"):
+        with pytest.raises(TypeError, match="eps and rstd are missing"):
             ask(co.rmsnorm_gemm, x, w)
-        with pytest.raises(TypeError, match="gamma belongs to a norm"):
+        with pytest.raises(TypeError, match="needs a norm"):
             ask(co.gemm_swiglu, x, w, w, torch.ones(8))
         with pytest.raises(TypeError, match="bias is unknown"):
             ask(co.rmsnorm_gemm, x, w, eps=EPS, bias=w)
@@ -284,7 +284,7 @@ def test_tensors_on_the_cpu_and_every_way_to_name_an_op():
     assert co.explain(doubled, a, b).op == "doubled"
     with pytest.raises(TypeError, match=r"pass cutlass_ops\.gemm, a named op"):
         co.explain(torch.mm, a, b)
-    with pytest.raises(TypeError, match=r"gemm_bias_relu has its epilogue: pass cutlass_ops\.gemm with epilogue="):
+    with pytest.raises(TypeError, match=r"gemm_bias_relu already has an epilogue: pass cutlass_ops.gemm"):
         co.explain(co.gemm_bias_relu, a, b, bias, epilogue=doubled)
     with pytest.raises(TypeError, match="bias is missing"):
         co.explain(co.gemm_bias_relu, a, b)
