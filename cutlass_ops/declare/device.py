@@ -1,4 +1,4 @@
-"""What a call's way to its kernel needs to know of a device, and what follows from that without any table or model."""
+"""A device as the choice of a kernel sees it, and decisions that need neither table nor model."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from cutlass_ops.declare.spec import KernelSpec, Operand
 
 Problem = tuple[int, int, int]
 
-# An operand up to this size stays in the L2 cache of 50 MB that chips with wgmma have, while another streams by.
+# An operand up to this size stays in the 50 MB L2 cache of chips with wgmma while another operand streams through.
 _KEPT_BYTES = 40e6
 
 
 @dataclass(frozen=True)
 class Device:
-    """What the choice of a kernel needs to know of a device.
+    """A device as the choice of a kernel sees it.
 
     Attributes
     ----------
     capability : tuple of int
         Compute capability.
     multiprocessors : int
-        How many there are.
+        Number of multiprocessors.
     name : str
-        The driver's name for it, under which measurements are kept.
+        The driver's name, under which measurements are kept.
     """
 
     capability: tuple[int, int]
@@ -34,25 +34,24 @@ class Device:
 
     @property
     def has_wgmma(self) -> bool:
-        """Whether there are TMA and wgmma."""
+        """Whether the device has TMA and wgmma."""
         return self.capability == (9, 0)
 
     def loads_by_tma(self, a: Operand, b: Operand) -> bool:
-        """Whether A and B may go through TMA to wgmma as they are: their addresses and lines are aligned."""
+        """Whether TMA can load A and B without a copy: their addresses and lines are aligned."""
         return self.has_wgmma and a.aligned and b.aligned
 
     def spec(self, signature: OpSignature, config: Config) -> KernelSpec:
-        """Return the kernel that serves a signature here with a configuration."""
+        """Return the specification of a signature's kernel with a configuration on this device."""
         return signature.spec(config, config.target_on(self.capability))
 
 
 def with_order(config: Config, problem: Problem) -> Config:
-    """Set the order in which tiles are visited.
+    """Set the order of tiles.
 
-    An operand that does not stay in the L2 cache is read from device memory once for each strip of tiles that crosses
-    it: the order with the fewest such reads comes first. Where idle warps read A's rows beside the main loop, new rows
-    then come last, as epilogues wait for them; else neighbours share the operand that the cluster's multicast does not
-    (benchmarks/NOTES.md).
+    An operand too large for the L2 cache is read from device memory once for each strip of tiles that crosses it. The
+    order with the fewest such reads wins. If equal: kernels whose idle warps read A's rows take new rows last, since
+    epilogues wait for them; others let neighbours share the operand that is not multicast (benchmarks/NOTES.md).
     """
     if not isinstance(config, Sm90Config) or not config.ordered:
         return config
@@ -67,7 +66,7 @@ def with_order(config: Config, problem: Problem) -> Config:
 
 
 def _reads_again(elements: int, strips: int) -> float:
-    """Return the bytes that an operand is read again from device memory, walked along once for each strip."""
+    """Return the bytes of an operand that strips after the first read again from device memory."""
     size = 2.0 * elements
     return size * (strips - 1) if size > _KEPT_BYTES else 0.0
 
