@@ -550,7 +550,7 @@ def test_an_architecture_without_kernels_gets_the_supported_ones_and_what_to_do(
     "fields", [("bf16", "row", 8), (bf16, "rows", 8), (bf16, "row", "8"), (bf16, "row", 0), (None,) * 3]
 )
 def test_an_operand_is_of_an_element_type_a_major_and_an_alignment(fields):
-    with pytest.raises(ConfigError, match=r"Operand.*Operand.of\('bf16.row'\)|alignment is a positive number"):
+    with pytest.raises(ConfigError, match=r"Operand.*Operand.of\('bf16.row'\)|alignment must be a positive number"):
         Operand(*fields)
 
 

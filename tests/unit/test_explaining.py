@@ -153,7 +153,7 @@ def test_what_no_grid_can_cover_is_explained(monkeypatch):
     monkeypatch.setattr(policies, "policy", lambda *_: policy)
     found = explained((64, 4480000, 4096))
     assert found.served_by == "nothing"
-    assert "its grid would have more thread blocks" in found.why
+    assert "the grid would have more thread blocks" in found.why
 
 
 EPS = 1e-5
