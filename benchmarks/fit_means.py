@@ -1,10 +1,10 @@
-"""Fits what the cost model adds for means of A's rows to sweeps, and says how far off it is.
+"""Fits the cost model's extra time for means of A's rows to sweeps, and prints its error.
 
     python benchmarks/fit_means.py benchmarks/results/sweep_means_h100.json    # and later ones of single ways
 
-Reads results of sweep_means.py; what the last file says of a way counts. Prints the fitted
-:class:`cutlass_ops.kinds.sm90.model.Taking`, to be copied there by hand. Kernels that take means beside and visit all
-rows in their first wave of several are left out: dispatch has them visit new rows last.
+Reads results of sweep_means.py; the last file with a way counts. Prints the fitted
+:class:`cutlass_ops.kinds.sm90.model.Taking`, to be copied there by hand. Kernels of `beside` that visit all rows in the
+first of several waves are ignored, since dispatch lets them visit new rows last.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cutlass_ops.declare.config import Means, Sm90Config, config_from_json
 from cutlass_ops.kinds.sm90 import model
 from cutlass_ops.kinds.sm90.model import Floats, PerSchedule, Taking
 
-# What is further off says nothing about the rest.
+# Larger errors are outliers.
 _OUTLIER = 0.15
 
 
@@ -73,7 +73,7 @@ def _rows_first(config: Sm90Config, problem: tuple[int, int, int]) -> bool:
 
 
 def latest(files: Sequence[Path]) -> dict[Means, Measured]:
-    """Return what sweeps say of each way: the last one that has it."""
+    """Return each way's measurements, from the last sweep that has it."""
     found = {}
     for rows in (json.loads(file.read_text())["rows"] for file in files):
         found |= {way: Measured.of(rows, way) for way in model.WAYS if any(way in row["us"] for row in rows)}
