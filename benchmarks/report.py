@@ -69,31 +69,31 @@ How a ratio is measured:
 
 | Set | Shapes ([shapes.py](../benchmarks/shapes.py)) |
 | --- | --- |
-| grid | Four weights of an 8B model with 1 to 8192 rows, and squares. The shipped tables are tuned on these, too. |
+| grid | Four weights of an 8B model with 1 to 8192 rows, and squares. The shipped tables are also tuned on these. |
 | grid, held out | The grid. Each half is served as if only the other half had been tuned. |
-| unseen | Other weights and numbers of rows than any that was tuned. |
+| unseen | Weights and numbers of rows that were not tuned. |
 | last | Problems drawn at random after tables and model were finished. |
 | decode | Weights of 200 MB and more, with up to 64 rows. |
-| misaligned | N or K that 16 bytes do not divide; and N = 1000 and K = 1000, which they do. |
+| misaligned | N or K that is not a multiple of 16 bytes; also N = 1000 and K = 1000, which are. |
 
 *Were the epilogue free* is the geometric mean if ours took no longer than our GEMM without an epilogue. That GEMM is
-timed in the same rounds. What is missing beyond this mean lies in the GEMM, not in the epilogue.
+timed in the same rounds. The rest of a loss is due to the GEMM, not the epilogue.
 
 – means: not measured.
 
 ```bash
-python benchmarks/bench_gemm.py --out benchmarks/results/gemm_h100.json  # on a GPU; --help lists what can be chosen
+python benchmarks/bench_gemm.py --out benchmarks/results/gemm_h100.json  # on a GPU; see --help
 python benchmarks/bench_host.py --out benchmarks/results/host_h100.json  # on a GPU
-python benchmarks/bench_compile.py --out benchmarks/results/compile_2_processors.json  # without one
-python benchmarks/stale.py  # which rows are to be measured again since dispatch has another kernel, without one
-python benchmarks/report.py  # this document, without one
+python benchmarks/bench_compile.py --out benchmarks/results/compile_2_processors.json  # without a GPU
+python benchmarks/stale.py  # rows to measure again, since dispatch has another kernel; without a GPU
+python benchmarks/report.py  # this document, without a GPU
 ```
 
-[NOTES.md](../benchmarks/NOTES.md) records what was tried, and what came out.
+[NOTES.md](../benchmarks/NOTES.md) records experiments and their results.
 """
 
 SUMMARY = """\
-*Kernels changed since* counts the shapes of a result at which dispatch now chooses another kernel than was measured.
+*Kernels changed since* counts the shapes of a result at which dispatch now chooses another kernel than the measured one.
 """
 
 # README.md has this between its two marks.

@@ -50,38 +50,34 @@ class Variable(NamedTuple):
 
 
 CACHE_DIR = Variable("CUTLASS_OPS_CACHE_DIR", "~/.cache/cutlass_ops", "folder of the kernel store")
-XDG_CACHE_HOME = Variable("XDG_CACHE_HOME", "~/.cache", "folder that holds the default kernel store's")
-JIT = Variable("CUTLASS_OPS_JIT", "1", "0: never compile, use only kernels that are there")
-NVCC = Variable("CUTLASS_OPS_NVCC", "looked for", "path of the nvcc to use before any other")
-CUDA_HOME = Variable("CUDA_HOME", "looked for", "CUDA toolkit whose bin/nvcc is used before that on PATH")
-CUDA_PATH = Variable("CUDA_PATH", "looked for", "the same as CUDA_HOME, which goes first")
+XDG_CACHE_HOME = Variable("XDG_CACHE_HOME", "~/.cache", "parent folder of the default kernel store")
+JIT = Variable("CUTLASS_OPS_JIT", "1", "0: never compile, use only existing kernels")
+NVCC = Variable("CUTLASS_OPS_NVCC", "found by search", "path of the nvcc to use before any other")
+CUDA_HOME = Variable("CUDA_HOME", "found by search", "CUDA toolkit whose bin/nvcc is used before that on PATH")
+CUDA_PATH = Variable("CUDA_PATH", "found by search", "the same as CUDA_HOME, which takes precedence")
 NVCC_CCBIN = Variable("NVCC_CCBIN", "g++ on PATH", "host compiler, or the folder of its g++")
 CUTLASS_DIR = Variable("CUTLASS_OPS_CUTLASS_DIR", "package nvidia-cutlass", "CUTLASS checkout to compile with")
 JOBS = Variable("CUTLASS_OPS_JOBS", "CPUs of this process", "kernels compiled at the same time")
-LINEINFO = Variable(
-    "CUTLASS_OPS_LINEINFO", "0", "1: kernels say which line of C++ an instruction is from, for profilers (-lineinfo)"
-)
-NVTX = Variable("CUTLASS_OPS_NVTX", "0", "1: calls are NVTX ranges, which profilers show by the op's name")
+LINEINFO = Variable("CUTLASS_OPS_LINEINFO", "0", "1: kernels have C++ line numbers for profilers (-lineinfo)")
+NVTX = Variable("CUTLASS_OPS_NVTX", "0", "1: profilers show calls as NVTX ranges with the op's name")
 PROGRESS = Variable("CUTLASS_OPS_PROGRESS", "auto", "0: silent, 1: a bar, auto: a bar on a terminal, else plain lines")
 
 EXECUTOR_TIMEOUT = Variable(
-    "CUTLASS_OPS_EXECUTOR_TIMEOUT", "1800", "seconds for which no kernel may come back from an executor"
+    "CUTLASS_OPS_EXECUTOR_TIMEOUT", "1800", "most seconds to wait for the next kernel from an executor"
 )
 
 CACHE_SIZE = Variable(
-    "CUTLASS_OPS_CACHE_SIZE", "2GB", "size of the kernel store beyond which the least recently used go, or none"
+    "CUTLASS_OPS_CACHE_SIZE", "2GB", "size limit of the kernel store, which removes the least recently used, or none"
 )
 TUNING_DIR = Variable("CUTLASS_OPS_TUNING_DIR", "tuning/ in the cache folder", "folder of the user's tuning tables")
 
-BUNDLES = Variable(
-    "CUTLASS_OPS_BUNDLES", "none", "bundles of compiled kernels, the first to look in first, parted by ':'"
-)
+BUNDLES = Variable("CUTLASS_OPS_BUNDLES", "none", "bundles of compiled kernels in search order, separated by ':'")
 BUNDLE_KEY = Variable(
     "CUTLASS_OPS_BUNDLE_KEY",
     "none",
-    "PEM files of Ed25519 keys, parted by ':', of which one must have signed each bundle",
+    "PEM files of Ed25519 keys, separated by ':'; one of them must have signed each bundle",
 )
-BUNDLE_VERSION = Variable("CUTLASS_OPS_BUNDLE_VERSION", "none", "version that every bundle must have at least")
+BUNDLE_VERSION = Variable("CUTLASS_OPS_BUNDLE_VERSION", "none", "minimum version of every bundle")
 
 VARIABLES = (
     CACHE_DIR,
@@ -201,14 +197,14 @@ def bundle_keys() -> tuple[Path, ...] | None:
     # A variable that was to name a key, and names none, must not have unsigned bundles loaded.
     if not all(parts):
         raise ValueError(
-            f"{BUNDLE_KEY.name} is {text!r}, which has an empty path: name PEM files, parted by {os.pathsep!r}, or "
+            f"{BUNDLE_KEY.name} is {text!r}, which has an empty path: name PEM files, separated by {os.pathsep!r}, or "
             "unset it to load bundles that nobody signed"
         )
     return tuple(_absolute(BUNDLE_KEY, part) for part in parts)
 
 
 def bundle_version() -> int | None:
-    """Return the version that every bundle must have at least, or None while the variable is unset.
+    """Return the minimum version of every bundle, or None while the variable is unset.
 
     Raises
     ------

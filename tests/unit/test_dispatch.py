@@ -224,7 +224,7 @@ def test_a_users_table_that_is_none_is_left_out_and_said_to_be():
     user_table(Measured(SLOW, 10.0, 0.0))
     tables.path_of(policies.env.tuning_dir(), H100.name, signature()).write_text("{")
     policies.forget()
-    with pytest.warns(RuntimeWarning, match=r"left out: .*is not a tuning table.* tune again"):
+    with pytest.warns(RuntimeWarning, match=r"ignored: .*is not a tuning table.* tune again"):
         assert chosen(ODD)[0].config != SLOW
 
 
