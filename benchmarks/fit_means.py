@@ -30,16 +30,16 @@ _OUTLIER = 0.15
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """Kernels that take means in one way, each at a problem: what it takes without, and how much longer with.
+    """Kernels that compute means in one way, each at a problem: the time without means, and the extra time with them.
 
     Attributes
     ----------
     problems : tuple of (M, N, K)
-        Each kernel's.
+        The problem of each kernel.
     batch : model.Batch
         The kernels.
     given, later : array
-        Microseconds, of shape (kernels,).
+        Microseconds without means, and extra microseconds with them, (kernels,).
     """
 
     problems: tuple[tuple[int, int, int], ...]
@@ -49,7 +49,7 @@ class Measured:
 
     @classmethod
     def of(cls, rows: Sequence[dict[str, Any]], way: Means) -> Measured:
-        """Return what a sweep says of a way."""
+        """Return a sweep's measurements of a way."""
         found = []
         for row in rows:
             config, problem = config_from_json(row["config"]), (row["m"], row["n"], row["k"])
@@ -61,7 +61,7 @@ class Measured:
         return cls(problems, model.Batch.of(configs), np.array(given), np.array(later))
 
     def errors(self, taking: Taking) -> Floats:
-        """Return by what part of its whole time the model is off for each kernel."""
+        """Return the model's error as a part of each kernel's whole time."""
         given = np.broadcast_to(self.given, (len(self.problems), len(self.given)))
         predicted = model.means(self.batch, self.problems, given, taking=taking).diagonal()
         return (predicted - self.later) / (self.given + self.later)
@@ -81,7 +81,7 @@ def latest(files: Sequence[Path]) -> dict[Means, Measured]:
 
 
 def loss(measured: Sequence[Measured], taking: Taking) -> float:
-    """Return the mean squared error, none counted for more than an outlier's."""
+    """Return the mean squared error, with outliers clipped."""
     errors = np.concatenate([each.errors(taking) for each in measured])
     return float(np.minimum(errors**2, _OUTLIER**2).mean())
 
