@@ -430,7 +430,10 @@ def inspect(
     minimum_version: MinimumVersion = None,
     as_json: Json = False,
 ) -> None:
-    """Show the Tensor Core instructions, registers, shared memory, spills, stages and occupancy of kernels."""
+    """Report on compiled kernels.
+
+    Shows Tensor Core instructions, registers, shared memory, spills, stages and occupancy.
+    """
     _require_bundle(in_bundle, key, minimum_version)
     from cutlass_ops.tools import commands
 
@@ -466,7 +469,7 @@ def clean(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Remove compiled kernels from the store: all, or those not used recently."""
+    """Remove kernels from the store: all, or unused ones."""
     from cutlass_ops.tools import commands
 
     unused_for = None if older_than is None else units.duration(older_than, "--older-than")
@@ -476,7 +479,10 @@ def clean(
 
 @app.command()
 def cmakedir(as_json: Json = False) -> None:
-    """Print the folder of the CMake package, with which C++ programs open bundles."""
+    """Print the folder of the CMake package.
+
+    C++ programs use it to open bundles.
+    """
     from cutlass_ops.tools import commands
 
     _end(commands.cmakedir(as_json))

@@ -305,7 +305,7 @@ def _why(policy: Policy, problem: Problem, best: Candidate, count: int) -> str:
     how = {
         "measured": f"measured fastest at exactly this shape, for {measured_for}",
         "interpolated": f"predicted by the cost model, corrected by measurements at similar shapes for {corrected_for}",
-        "model": "predicted by the cost model: nothing similar was measured; cutlass_ops.tune() measures",
+        "model": "predicted by the cost model, since nothing similar was measured (run cutlass_ops.tune() to measure)",
     }[best.source]
     bound = policy.own is not None and policy.own.deterministic
     only = ", all with bit-identical results (deterministic tuning)" if bound else ""

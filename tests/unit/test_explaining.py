@@ -45,7 +45,7 @@ def test_it_says_what_was_measured_and_what_was_not():
     other = explained(op=ops.gemm_bias_gelu)
     assert "another epilogue" in other.why
     assert other.peers == {}
-    assert "cutlass_ops.tune() measures" in explained((64, 4097, 4097)).why
+    assert "run cutlass_ops.tune() to measure" in explained((64, 4097, 4097)).why
 
 
 def test_the_text_has_the_verdict_then_the_five_best_then_details():
