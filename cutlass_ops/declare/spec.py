@@ -49,7 +49,7 @@ class Operand:
     Raises
     ------
     ConfigError
-        If a field has a value of another type, or an alignment is not positive.
+        If a field has the wrong type, or the alignment is not positive.
 
     Examples
     --------
@@ -83,16 +83,16 @@ class Operand:
         Raises
         ------
         TypeError
-            If it is no text, no :class:`DType` and no operand.
+            If it is not a text, a :class:`DType` or an operand.
         ValueError
-            If the text is not of that form, or names an unknown dtype.
+            If the text has another form, or an unknown dtype.
         """
         if isinstance(text, Operand):
             return text
         if isinstance(text, DType):
             return cls(text, "row", text.tma_alignment)
         if not isinstance(text, str):
-            raise TypeError(f"an operand is a text of the form {_FORM}, not {text!r}")
+            raise TypeError(f"an operand must be a text of the form {_FORM}, not {text!r}")
         match = _OPERAND.fullmatch(text)
         if match is None:
             raise ValueError(f"operand {checked_json.shown(text)} is not of the form {_FORM}")
@@ -126,7 +126,7 @@ def _is_block(value: object) -> bool:
 
 
 class HasGraph(Protocol):
-    """Anything that carries an epilogue graph: a traced function, or a wrapper of one."""
+    """Anything with an epilogue graph: a traced function, or a wrapper of one."""
 
     @property
     def graph(self) -> Graph:
@@ -143,12 +143,12 @@ class KernelSpec:
     a, b, d : str or Operand
         Types of A (M, K), B (K, N) and D (M, N), such as ``"bf16.row"``.
     epilogue : Graph or traced function
-        What happens to the FP32 accumulator.
+        Function of the FP32 accumulator and the inputs.
     config : Sm80Config, Sm90Config or GemvConfig
         Tile shapes and schedule.
     inputs, outputs : mapping of str to str or Operand, optional
-        Types of the epilogue's inputs and further outputs by name. By default inputs have D's dtype (scalars FP32,
-        a product B's type), further tiles D's type, and reductions FP32.
+        Types of the epilogue's inputs and other outputs by name. By default inputs have D's dtype (scalars FP32,
+        a product B's type), other tiles D's type, and reductions FP32.
     target : str, optional
         Machine-code target; by default sm_90a for an :class:`Sm90Config` and sm_80 for the others.
     order : TileOrder, optional
@@ -158,7 +158,7 @@ class KernelSpec:
     Raises
     ------
     TypeError
-        If an argument is of another type; the message says which one and what was needed.
+        If an argument has the wrong type. The message names it and the right type.
     ValueError
         If an operand or target cannot be parsed, a matrix has no major, ``inputs``/``outputs`` names something the
         epilogue has not, or the configuration does not take the order.
@@ -219,7 +219,7 @@ class KernelSpec:
             object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
-        """Return what was declared, without what is the default, on one line; of the epilogue its title."""
+        """Return the declaration on one line, without defaults, and with the epilogue's title."""
         given = [f"{name}={str(getattr(self, name))!r}" for name in ("a", "b", "d")]
         given += [f"epilogue={self.epilogue!r}", f"config={self.config!r}"]
         typed_inputs, typed_outputs = _defaults(self.epilogue, self.b, self.d)
@@ -244,7 +244,7 @@ class KernelSpec:
         }
 
     def canonical(self) -> str:
-        """Return the canonical JSON text, the part of a kernel's identity that the user declares."""
+        """Return the canonical JSON text, the declared part of a kernel's identity."""
         return json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
     @classmethod
@@ -258,10 +258,10 @@ class KernelSpec:
         """
         fields = {"a", "b", "d", "epilogue", "inputs", "outputs", "config", "target"}
         if not isinstance(data, Mapping):
-            raise ConfigError(f"a kernel spec is a JSON object, not {type(data).__name__}")
+            raise ConfigError(f"a kernel spec must be a JSON object, not {type(data).__name__}")
         if set(data) != fields:
             found = checked_json.shown(", ".join(sorted(map(str, data))))
-            raise ConfigError(f"a kernel spec has the fields {', '.join(sorted(fields))}, not {found}")
+            raise ConfigError(f"a kernel spec must have the fields {', '.join(sorted(fields))}, not {found}")
         try:
             return cls(
                 a=data["a"],
@@ -278,10 +278,7 @@ class KernelSpec:
 
     @property
     def slug(self) -> str:
-        """Short readable name with a digest of the whole declaration: fit for a file or a C++ identifier.
-
-        It is the kernel's name in traces and profiles.
-        """
+        """The kernel's name in files, C++, traces and profiles: readable, with a digest of the whole declaration."""
         digest = hashlib.sha256(self.canonical().encode()).hexdigest()[:12]
         what = "_".join(filter(None, ("gemm", self.epilogue.title)))
         types = "_".join(str(t).replace(".", "") for t in (self.a, self.b, self.d))
@@ -325,13 +322,13 @@ def _graph(epilogue: object) -> Graph:
     what = getattr(epilogue, "__name__", None) or reprlib.repr(epilogue)
     advice = "decorate the function with @cutlass_ops.epilogue" if callable(epilogue) else "write a function of acc"
     raise TypeError(
-        f"epilogue must be a function decorated with @cutlass_ops.epilogue, not {what}: {advice}; for D = A @ B it "
-        "returns acc"
+        f"epilogue must be a function decorated with @cutlass_ops.epilogue, not {what}: {advice}; for D = A @ B, "
+        "return acc"
     )
 
 
 def _matrix(name: str, given: object) -> Operand:
-    """Parse the type of A, B or D, which has a major: no guess would suit both A and a linear layer's weight."""
+    """Parse the type of A, B or D. The major is required: no default suits both A and a linear layer's weight."""
     operand = _operand(name, given)
     if not isinstance(given, Operand) and not _MAJOR.search(str(given)):
         either = f"'{operand.dtype}.row' or '{operand.dtype}.col'"
@@ -343,7 +340,7 @@ def _operand(name: str, given: object) -> Operand:
     try:
         return Operand.of(cast(str, given))
     except (TypeError, ValueError) as exc:
-        # A torch.dtype, say: its name is known, its major is not.
+        # A torch.dtype has a known name, but no major.
         element = str(given).removeprefix("torch.")
         known = type(given).__name__ == "dtype" and element in NAMES
         advice = f"; use '{dtype(element)}.row' or '{dtype(element)}.col'" if known else ""
@@ -354,7 +351,7 @@ Typed = dict[str, tuple[Kind, Operand]]
 
 
 def _defaults(graph: Graph, b: Operand, d: Operand) -> tuple[Typed, Typed]:
-    """Return kind and usual type of the inputs, and of the outputs after D, by name."""
+    """Return kind and default type of the inputs, and of the outputs after D, by name."""
     usual: dict[Kind, DType | Operand] = {Kind.SCALAR: f32, Kind.PRODUCT: b}
     inputs = {i.name: (i.kind, _normal(i.kind, Operand.of(usual.get(i.kind, d)))) for i in graph.inputs}
     outputs = {o.name: (o.kind, _normal(o.kind, Operand.of(f32 if o.reduce else d))) for o in graph.outputs[1:]}
@@ -362,14 +359,14 @@ def _defaults(graph: Graph, b: Operand, d: Operand) -> tuple[Typed, Typed]:
 
 
 def _types(what: str, given: object, usual: Typed) -> tuple[Operand, ...]:
-    """Return the types of inputs or outputs, as given or else the usual ones."""
+    """Return the types of inputs or outputs: the given ones, and defaults for the others."""
     given = {} if given is None else given
     if not isinstance(given, Mapping):
         raise TypeError(f"{what} must be a mapping from names to types such as 'bf16.row', not {reprlib.repr(given)}")
     unknown = [str(name) for name in given if name not in usual]
     if unknown:
         known = f"it has {', '.join(usual)}" if usual else "it has none"
-        known += ", and d is an argument of its own" if what == "outputs" else ""
+        known += ", and d is a separate argument" if what == "outputs" else ""
         raise ValueError(f"{what} names {', '.join(sorted(unknown))}, which the epilogue does not have: {known}")
     found = {name: _operand(f"{what}[{name!r}]", text) for name, text in given.items()}
     for name, operand in found.items():
@@ -382,7 +379,7 @@ _MATRICES = (Kind.TILE, Kind.PRODUCT)
 
 
 def _normal(kind: Kind, operand: Operand) -> Operand:
-    """Vectors and scalars have neither major nor a wider alignment than their element's."""
+    """Drop major and alignment of vectors and scalars."""
     return operand if kind in _MATRICES else Operand(operand.dtype, "row", 1)
 
 

@@ -368,5 +368,5 @@ def test_a_bundle_loads_where_nothing_is_installed_that_compiles(tmp_path):
     assert threads == "128"
     assert missing == "True"
     assert float(total) == 4 * 4 * 8
-    assert "runs on a CUDA device" in device
+    assert "runs only on CUDA devices" in device
     assert json.loads(seen.replace("'", '"')) == []

@@ -534,7 +534,7 @@ class NoEpilogue:
     ("argument", "value", "error", "said"),
     [
         ("epilogue", lambda acc: acc, TypeError, r"decorated with @cutlass_ops.epilogue, not <lambda>: decorate"),
-        ("epilogue", None, TypeError, r"epilogue must be a function .* not None: .* for D = A @ B it returns acc"),
+        ("epilogue", None, TypeError, r"epilogue must be a function .* not None: .* for D = A @ B, return acc"),
         ("epilogue", "relu", TypeError, "epilogue must be a function .* not 'relu'"),
         ("epilogue", NoEpilogue(), TypeError, "epilogue must be a function"),
         ("epilogue", co.gemm, TypeError, "epilogue must be a function .* not gemm"),
@@ -544,12 +544,12 @@ class NoEpilogue:
         ("b", "float16", ValueError, r"^b is 'float16', which has no major: use 'f16.row' or 'f16.col'$"),
         ("d", "f32.align2", ValueError, "^d is 'f32.align2', which has no major"),
         ("d", bf16, ValueError, "^d is 'bf16', which has no major"),
-        ("a", None, TypeError, "^a: an operand is a text of the form .*, not None$"),
-        ("b", b"bf16.col", TypeError, "^b: an operand is a text"),
-        ("d", ("bf16", "row"), TypeError, "^d: an operand is a text"),
+        ("a", None, TypeError, "^a: an operand must be a text of the form .*, not None$"),
+        ("b", b"bf16.col", TypeError, "^b: an operand must be a text"),
+        ("d", ("bf16", "row"), TypeError, "^d: an operand must be a text"),
         ("a", "bf16.rows", ValueError, "^a: operand 'bf16.rows' is not of the form"),
         ("a", "f64.row", ValueError, "^a: unknown dtype 'f64': use one of f16, bf16, f32"),
-        ("a", "bf16.row.align0", ValueError, "^a: an alignment is a positive number of elements, not 0"),
+        ("a", "bf16.row.align0", ValueError, "^a: alignment must be a positive number of elements, not 0"),
         ("config", "sm90", TypeError, "config must be an Sm90Config, an Sm80Config or a GemvConfig, not 'sm90'"),
         ("config", (128, 128, 64), TypeError, r"config must be .*, not \(128, 128, 64\)"),
         ("config", None, TypeError, "config must be .*, not None"),
@@ -560,7 +560,7 @@ class NoEpilogue:
         ("inputs", {1: "f32", "x": "f32"}, ValueError, "^inputs names 1, x, which"),
         ("inputs", ["f32"], TypeError, "^inputs must be a mapping"),
         ("inputs", "f32", TypeError, "^inputs must be a mapping"),
-        ("outputs", {"d": "f32.row"}, ValueError, "^outputs names d, .* it has none, and d is an argument of its own$"),
+        ("outputs", {"d": "f32.row"}, ValueError, "^outputs names d, .* it has none, and d is a separate argument$"),
         ("outputs", [], TypeError, "^outputs must be a mapping"),
         ("target", 90, ValueError, "^target 90 is not supported: use one of sm_80, "),
         ("target", ["sm_90"], ValueError, "^target "),
@@ -608,7 +608,7 @@ def test_vectors_and_outputs_have_no_blocks():
     "fields", [("bf16", "row", 8), (bf16, "rows", 8), (bf16, "row", "8"), (bf16, "row", 0), (None,) * 3]
 )
 def test_an_operand_is_of_an_element_type_a_major_and_an_alignment(fields):
-    with pytest.raises(ConfigError, match=r"Operand.*Operand.of\('bf16.row'\)|alignment is a positive number"):
+    with pytest.raises(ConfigError, match=r"Operand.*Operand.of\('bf16.row'\)|alignment must be a positive number"):
         Operand(*fields)
 
 

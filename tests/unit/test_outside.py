@@ -266,7 +266,7 @@ def test_a_peer_that_there_is_not_is_no_way_to_serve_a_call(users):
 @pytest.mark.parametrize("change", [{"device": "another"}, {"signature": signature(dtype="f16")}])
 def test_a_users_table_about_something_else_is_left_out(users, change, capsys):
     users.write_text(json.dumps(replace(TABLE, **change).to_json()))
-    with pytest.warns(RuntimeWarning, match="left out: .* is about other calls or another device"):
+    with pytest.warns(RuntimeWarning, match="ignored: .* is for other calls or another device"):
         dispatch.choose(SIGNATURE, A100, (1, 4096, 4096))
     dispatch.choose(SIGNATURE, A100, (2, 4096, 4096))
     assert capsys.readouterr().err == ""  # where warnings are errors, as here, a second one would stand there

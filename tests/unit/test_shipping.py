@@ -231,7 +231,7 @@ def test_a_toml_catalogue(toml, tmp_path):
         ),
         (
             'K archs = ["sm_80"]\nops = ["gemm"]\nshapes = ["1x1"]',
-            "'1x1' is not a problem size: it has 2 extents and not 3. Give MxNxK",
+            "'1x1' is not a problem size: it has 2 extents, not 3. Give MxNxK",
         ),
         ('K archs = ["sm_80"]\nops = ["gemm"]\nshapes = ["1x0x1"]', "'1x0x1' is not a problem size"),
         ('K archs = ["sm_80"]\nops = ["gemm"]\nweights = ["1x1x1"]', "'1x1x1' is not the size of a weight"),
@@ -272,7 +272,7 @@ def test_mistakes_are_named(toml, text, why):
 
 def test_a_spec_that_is_none(toml, tmp_path):
     (tmp_path / "spec.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"spec\.json: a kernel spec has the fields"):
+    with pytest.raises(ConfigError, match=r"spec\.json: a kernel spec must have the fields"):
         toml('format = 1\nspecs = ["spec.json"]')
 
 

@@ -106,7 +106,7 @@ def test_where_warnings_are_errors_no_call_fails(usual, capsys):
         policies._policy.cache_clear()
         assert chosen(ODD) == usual
     (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith("cutlass_ops: a tuning table is left out: ")
+    assert said.startswith("cutlass_ops: a tuning table is ignored: ")
 
 
 @pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), OSError(5, "Input/output error")])
@@ -120,7 +120,7 @@ def test_a_folder_that_cannot_be_read_is_said_once(usual, monkeypatch, error):
         return stat(self, **more)
 
     monkeypatch.setattr(Path, "stat", refuses)
-    match = f"left out: {re.escape(str(env.tuning_dir()))} cannot be read: {error.strerror}.*CUTLASS_OPS_TUNING_DIR"
+    match = f"ignored: {re.escape(str(env.tuning_dir()))} cannot be read: {error.strerror}.*CUTLASS_OPS_TUNING_DIR"
     assert warned(match=match) == (usual, 1)
 
 
@@ -142,14 +142,14 @@ def dangling_table(at):
 def test_a_folder_that_is_none_is_said_once(usual, make):
     make(env.tuning_dir())
     policies.forget()
-    assert warned(match=r"left out: .* cannot be read: .*CUTLASS_OPS_TUNING_DIR") == (usual, 1)
+    assert warned(match=r"ignored: .* cannot be read: .*CUTLASS_OPS_TUNING_DIR") == (usual, 1)
 
 
 @pytest.mark.parametrize("name", ["relative", "~nobody-has-this-name/tuning"])
 def test_a_folder_that_no_variable_can_mean_is_said_once(usual, monkeypatch, name):
     monkeypatch.setenv("CUTLASS_OPS_TUNING_DIR", name)
     policies.forget()
-    assert warned(match=f"left out: CUTLASS_OPS_TUNING_DIR .*{name}") == (usual, 1)
+    assert warned(match=f"ignored: CUTLASS_OPS_TUNING_DIR .*{name}") == (usual, 1)
     with pytest.raises(ValueError, match="CUTLASS_OPS_TUNING_DIR"):
         env.tuning_dir()
 
@@ -203,7 +203,7 @@ HOSTILE = {
 def test_a_table_that_is_none_is_left_out(usual, make):
     make()
     policies.forget()
-    found, count = warned(match=f"left out: .*{re.escape(path().name)}")
+    found, count = warned(match=f"ignored: .*{re.escape(path().name)}")
     assert found == usual
     assert count == 1
 
