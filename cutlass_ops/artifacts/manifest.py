@@ -314,7 +314,8 @@ def _group(data: object) -> Group:
     if any(o.alignment < 1 for o in (signature.a, signature.b, signature.d, *signature.inputs, *signature.outputs)):
         raise ConfigError("an operand is aligned to at least one element")
     mma = mma_of(signature.a.dtype, signature.b.dtype)
-    if mma is None or not mma.scales((signature.a.scaling, signature.b.scaling)) or signature.d.scaling:
+    blocks = (signature.a.scaling, signature.b.scaling)
+    if signature.d.scaling or (blocks != (None, None) and (mma is None or not mma.scales(blocks))):
         raise ConfigError(f"no kernel has a {signature.a}, b {signature.b} and d {signature.d}")
     kernels = tuple(_kernel(k, signature) for k in checked_json.sequence(fields["kernels"], "kernels", _MAX_KERNELS))
     if not kernels:
