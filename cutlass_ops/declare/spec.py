@@ -70,7 +70,7 @@ class Operand:
         if self.dtype not in DTYPES or self.major not in get_args(Major):
             raise ConfigError(f"Operand{given} needs an element type and 'row' or 'col': use Operand.of('bf16.row')")
         if type(self.alignment) is not int or self.alignment < 1:
-            raise ConfigError(f"an alignment is a positive number of elements, not {self.alignment!r}")
+            raise ConfigError(f"alignment must be a positive number of elements, not {self.alignment!r}")
         if self.scaling is not None and not _is_block(self.scaling):
             raise ConfigError(f"scaling is None or the (rows, columns) of a block, not {self.scaling!r}")
 
