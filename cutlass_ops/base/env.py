@@ -61,6 +61,9 @@ JOBS = Variable("CUTLASS_OPS_JOBS", "CPUs of this process", "kernels compiled at
 LINEINFO = Variable(
     "CUTLASS_OPS_LINEINFO", "0", "1: compile kernels with source line numbers for profilers (-lineinfo)"
 )
+STAND_IN = Variable(
+    "CUTLASS_OPS_STAND_IN", "1", "0: a call waits until its best kernel is compiled, and no other kernel serves it"
+)
 NVTX = Variable("CUTLASS_OPS_NVTX", "0", "1: mark each call as an NVTX range with the op's name, for profilers")
 PROGRESS = Variable("CUTLASS_OPS_PROGRESS", "auto", "0: silent, 1: a bar, auto: a bar on a terminal, else plain lines")
 
@@ -291,6 +294,17 @@ def lineinfo_enabled() -> bool:
         If ``CUTLASS_OPS_LINEINFO`` is neither 0 nor 1.
     """
     return _choice(LINEINFO, {"0": False, "1": True}, False)
+
+
+def stand_in() -> bool:
+    """Whether another kernel serves a call until its best one is compiled.
+
+    Raises
+    ------
+    ValueError
+        If the variable is neither 0 nor 1.
+    """
+    return _choice(STAND_IN, {"0": False, "1": True}, True)
 
 
 def nvtx_enabled() -> bool:

@@ -6,6 +6,7 @@ candidates.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -72,6 +73,11 @@ class Decision:
             return tuple(ranked)
         (known,) = policy.ranked(self.problem, [self.config])
         return (replace(known, order=self.order), *(c for c in ranked if c.config != self.config))
+
+    def alternatives(self) -> Iterator[Candidate]:
+        """Yield the signature's other kernels that can be launched, the fastest first, measured or not."""
+        policy = _policy(self.signature, self.device)
+        return (c for c in policy.every(self.problem) if c.config != self.config)
 
 
 def decide(signature: OpSignature, device: Device, problem: Problem) -> Decision | None:

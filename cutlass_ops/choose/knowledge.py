@@ -248,6 +248,13 @@ class Knowledge:
         wanted = wanted[times[wanted].argsort(kind="stable")][:count]
         return [self._candidate(problem, places[at], known) for at in wanted.tolist()]
 
+    def every(self, problem: Problem) -> list[Candidate]:
+        """Return all kernels that can be launched at a problem, the fastest first, be they measured or not."""
+        known = self.expected([problem])
+        times = known.times[0]
+        places = [at for at in times.argsort(kind="stable").tolist() if np.isfinite(times[at])]
+        return [self._candidate(problem, at, known) for at in places]
+
     def _candidate(self, problem: Problem, place: int, known: Expected) -> Candidate:
         config, source = self.pool.configs[place], SOURCES[int(known.sources[0, place])]
         if source == "measured":

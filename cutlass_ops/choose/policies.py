@@ -128,6 +128,10 @@ class Policy:
         """Return the best candidates for a problem, best first. If some were measured, only these."""
         return self._knowledge.ranked(problem, self.kernels if among is None else among, count)
 
+    def every(self, problem: Problem) -> list[Candidate]:
+        """Return all kernels that can be launched at a problem, the fastest first, be they measured or not."""
+        return self._knowledge.every(problem)
+
     def peers(self, problem: Problem) -> Mapping[str, float]:
         """Return the measured microseconds of peers at a problem, by name."""
         point = self.own.at(problem) if self.own else None

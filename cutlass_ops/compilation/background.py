@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
+import logging
 import os
 import queue
 import threading
 from collections.abc import Callable, Iterable
+from typing import Literal, TypeAlias
 
 from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.base import env, forks
 from cutlass_ops.base.session import Part, Session
 from cutlass_ops.declare.spec import KernelSpec
+
+_log = logging.getLogger("cutlass_ops")
+
+# What becomes of a kernel. An exception is why it cannot be built.
+_State: TypeAlias = Literal["queued", "building", "built"] | Exception
 
 # How long the interpreter's end waits for compilers to be gone.
 _PATIENCE = 5.0
@@ -43,26 +51,53 @@ class Background(Part):
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
-        self._queue: queue.Queue[KernelSpec] = queue.Queue()
+        self._queue: queue.PriorityQueue[tuple[int, int, KernelSpec]] = queue.PriorityQueue()
+        self._count = itertools.count()
         self._cancel = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._known: set[KernelSpec] = set()
+        self._known: dict[KernelSpec, _State] = {}
+        self._waiting: dict[KernelSpec, list[Callable[[], object]]] = {}
 
-    def add(self, specs: Iterable[KernelSpec]) -> None:
-        """Have kernels built, those that were not added before."""
+    def add(self, specs: Iterable[KernelSpec], *, first: bool = False) -> None:
+        """Have kernels built, those that were not added before.
+
+        Parameters
+        ----------
+        specs : iterable of KernelSpec
+            The kernels, in this order.
+        first : bool
+            Whether they come before those that wait, as a call runs on another kernel until they are there.
+        """
         with self._lock:
             if self._cancel.is_set():
                 return
-            fresh = [s for s in dict.fromkeys(specs) if s not in self._known]
-            self._known.update(fresh)
-            for spec in fresh:
-                self._queue.put(spec)
+            wanted = dict.fromkeys(specs)
+            fresh = [s for s in wanted if s not in self._known]
+            self._known.update(dict.fromkeys(fresh, "queued"))
+            # One that waits already is queued once more: whoever takes it second finds that it is done.
+            earlier = [s for s in wanted if s not in fresh and self._known[s] == "queued"] if first else []
+            for spec in (*earlier, *fresh):
+                self._queue.put((0 if first else 1, next(self._count), spec))
             for _ in range(min(len(fresh), env.jobs() - len(self._threads))):
                 if not self._threads:
                     atexit.register(self.close)
                 thread = threading.Thread(target=self._work, name="cutlass_ops_background", daemon=True)
                 self._threads.append(thread)
                 thread.start()
+
+    def when_built(self, spec: KernelSpec, do: Callable[[], object]) -> None:
+        """Call a function once a kernel that was added is built, at once if it is. If it cannot be built, never."""
+        with self._lock:
+            built = self._known.get(spec) == "built"
+            if not built:
+                self._waiting.setdefault(spec, []).append(do)
+        if built:
+            do()
+
+    def failure(self, spec: KernelSpec) -> Exception | None:
+        """Return why a kernel could not be built, if it was tried."""
+        state = self._known.get(spec)
+        return state if isinstance(state, Exception) else None
 
     def wait(self) -> None:
         """Wait until all that was added is done."""
@@ -80,13 +115,40 @@ class Background(Part):
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while True:
-            spec = work.get()
+            _, _, spec = work.get()
             try:
-                if not cancel.is_set():
-                    with contextlib.suppress(Exception):
-                        self._build(spec, cancel)
+                if not cancel.is_set() and self._begins(spec):
+                    self._ended(spec, self._outcome(spec, cancel))
             finally:
                 work.task_done()
+
+    def _begins(self, spec: KernelSpec) -> bool:
+        """Note that a kernel is being built; False if another thread has taken it."""
+        with self._lock:
+            queued = self._known.get(spec) == "queued"
+            if queued:
+                self._known[spec] = "building"
+        return queued
+
+    def _outcome(self, spec: KernelSpec, cancel: threading.Event) -> _State:
+        try:
+            self._build(spec, cancel)
+        except Exception as exc:
+            return exc
+        return "built"
+
+    def _ended(self, spec: KernelSpec, outcome: _State) -> None:
+        with self._lock:
+            self._known[spec] = outcome
+            waiting = self._waiting.pop(spec, [])
+        if outcome == "built":
+            _log.info("compiled in the background: %s", spec.slug)
+            for do in waiting:
+                # The thread must live on, whatever is wrong there.
+                with contextlib.suppress(Exception):
+                    do()
+        else:
+            _log.warning("cannot be compiled in the background: %s: %s", spec.slug, outcome)
 
     def _found_or_built(self, spec: KernelSpec, cancel: threading.Event) -> object:
         from cutlass_ops.compilation.builder import build_artifact

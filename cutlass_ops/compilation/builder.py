@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from cutlass_ops.artifacts.compiled import Compiled
 from cutlass_ops.artifacts.store import LIBRARY, SOURCE, Artifact, KernelStore, identity_key
 from cutlass_ops.base import arch, env, forks, linkage
-from cutlass_ops.base.errors import CompileError, MissingKernelError, StoreError
+from cutlass_ops.base.errors import CompileError, MissingKernelError, StoreError, ToolchainError
 from cutlass_ops.base.progress import Progress, progress
 from cutlass_ops.compilation.abi_check import prove_halves_agree
 from cutlass_ops.compilation.compiler import LOG, compile_kernel
@@ -116,6 +116,24 @@ def _built(
 
 def _elsewhere(executor: Executor | None) -> Elsewhere | None:
     return None if executor is None else Elsewhere(executor)
+
+
+def stored(spec: KernelSpec) -> Artifact | None:
+    """Return the compiled kernel for a declaration if the user's store has it; compile nothing.
+
+    Raises
+    ------
+    ConfigError
+        If the declaration is not legal.
+    StoreError
+        If the store is not private.
+    """
+    try:
+        if not env.jit_enabled():
+            return _stored(spec, None, None)
+        return _job(spec, None, KernelStore.default(), find_toolchain(), None).lookup()
+    except (MissingKernelError, ToolchainError):
+        return None
 
 
 def build_many(

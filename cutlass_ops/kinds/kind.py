@@ -67,6 +67,8 @@ class Kind(Generic[AnyConfig]):
         Return the orders of tiles that are worth measuring at a problem: all of them, and those by GPC.
     handicap : callable
         Returns the factor on a predicted time before it is compared with other kernels' times.
+    compile_seconds : float
+        Usual time that one kernel takes to compile, of one processor: what tells kinds apart.
     unit : callable
         Returns which instructions compute, and how D is stored if its type does not determine it, in words.
     means : callable
@@ -85,6 +87,7 @@ class Kind(Generic[AnyConfig]):
     near: Callable[[AnyConfig, AnyConfig], bool]
     unit: Callable[[AnyConfig], tuple[str, str | None]]
     means: Callable[[AnyConfig], str]
+    compile_seconds: float
     forms: Callable[[OpSignature, AnyConfig], Iterator[AnyConfig]] = lambda _, config: iter((config,))
     values: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     gathering: Callable[[AnyConfig], AnyConfig] = lambda config: config

@@ -28,6 +28,7 @@ from cutlass_ops.run import traced
 from cutlass_ops.run.call import Call, check_call, device_of, signature_of
 from cutlass_ops.run.plan import PeerPlan, Plan, can_fall_back, make_ops_plan, make_peer_plan, make_plan
 from cutlass_ops.run.registry import OpSignature, Registry
+from cutlass_ops.run.supply import Supply, supply
 from cutlass_ops.run.warm import Warm
 
 
@@ -176,7 +177,7 @@ class Op(Warm):
             call.run_reference()
             return self.wrap(call)
         try:
-            plan = self._plan(call)
+            plan, supplied = self._plan(call)
         except UnsupportedError:
             if self._instead is None:
                 raise
@@ -187,18 +188,21 @@ class Op(Warm):
             return compute(a, b, *inputs, out=call.given[0], out_dtype=call.outputs[0].dtype)
         plan.launch_call(call)
         self._remember(plan, call, a, b, out_dtype)
+        if supplied is not None:
+            supplied.until_it_is_there(functools.partial(self._forget, plan))
         return self.wrap(call)
 
-    def _plan(self, call: Call) -> Plan | PeerPlan:
+    def _plan(self, call: Call) -> tuple[Plan | PeerPlan, Supply | None]:
         """Return a plan for a call, ready to run. A missing kernel is built."""
         decision = self._decide(call)
         if decision.peer is not None:
-            return make_peer_plan(decision.peer, call)
-        plan = make_plan(self.name, decision.spec, decision.order, call)
+            return make_peer_plan(decision.peer, call), None
+        supplied = supply(decision)
+        plan = make_plan(self.name, supplied.spec, supplied.serves.order, call)
         # What other numbers of rows may need is compiled meanwhile, so that no later batch has to wait for it.
         if env.jit_enabled():
             Background.current().add(decision.specs)
-        return plan
+        return plan, supplied
 
     def _decide(self, call: Call) -> Decision:
         """Decide what serves a call.

@@ -54,16 +54,42 @@ class Registry(Part):
         """
         return self.kernels((spec,))[0]
 
+    def has(self, spec: KernelSpec) -> bool:
+        """Whether a kernel is loaded."""
+        return spec in self._entries
+
+    def found(self, spec: KernelSpec) -> Artifact | None:
+        """Return a kernel from a bundle or the store, without compiling or loading it; None if it is not there."""
+        return self.session.part(Bundles).find(spec) or _stored(spec)
+
+    def at_hand(self, spec: KernelSpec) -> LoadedKernel | None:
+        """Return a kernel if it is loaded, or can be loaded from a bundle or the store; compile nothing.
+
+        Raises
+        ------
+        LoadError
+            If it is there but cannot be loaded.
+        """
+        if spec not in self._entries:
+            artifact = self.found(spec)
+            if artifact is None:
+                return None
+            self._add(spec, artifact)
+        return self._entries[spec].kernel
+
     def kernels(self, specs: Iterable[KernelSpec]) -> list[LoadedKernel]:
         """Return the kernels for several specs, compiling missing ones in parallel."""
         wanted = list(specs)
         missing = [spec for spec in dict.fromkeys(wanted) if spec not in self._entries]
         if missing:
             for spec, artifact in _found(self.session.part(Bundles), missing).items():
-                entry = Entry(spec, loader.load(artifact))
-                with self._lock:
-                    self._entries.setdefault(spec, entry)
+                self._add(spec, artifact)
         return [self._entries[spec].kernel for spec in wanted]
+
+    def _add(self, spec: KernelSpec, artifact: Artifact) -> None:
+        entry = Entry(spec, loader.load(artifact))
+        with self._lock:
+            self._entries.setdefault(spec, entry)
 
     def entries(self) -> tuple[Entry, ...]:
         """List the loaded kernels."""
@@ -88,3 +114,9 @@ def _build(specs: Sequence[KernelSpec]) -> dict[KernelSpec, Artifact]:
     from cutlass_ops.compilation.builder import build_many
 
     return dict(zip(specs, build_many(specs), strict=True))
+
+
+def _stored(spec: KernelSpec) -> Artifact | None:
+    from cutlass_ops.compilation.builder import stored
+
+    return stored(spec)

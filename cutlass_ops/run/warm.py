@@ -185,6 +185,12 @@ class Warm(traced.Portable):
         others = (p for p in self._plans.get(key, ()) if not p.same_as(plan))
         self._plans[key] = (plan, *others)[:_PLANS_A_SHAPE]
 
+    def _forget(self, plan: AnyPlan) -> None:
+        """Have a plan serve no further call. Another thread may call meanwhile."""
+        for key, plans in list(self._plans.items()):
+            if plan in plans:
+                self._plans[key] = tuple(p for p in plans if p is not plan)
+
 
 def _dtypes(given: Sequence[Tensor | None], out_dtype: torch.dtype | None) -> Any:
     """Return the requested dtypes of outputs: D's, and the others' if any is given.

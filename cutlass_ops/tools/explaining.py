@@ -22,6 +22,7 @@ from cutlass_ops.kinds.traits import Traits
 from cutlass_ops.run.call import Call, device_of, signature_of, without_modes
 from cutlass_ops.run.ops import Op, decide, requested
 from cutlass_ops.run.registry import OpSignature
+from cutlass_ops.run.supply import Supply, stand_in
 
 
 @dataclass(frozen=True)
@@ -249,6 +250,7 @@ def explain_call(name: str, call: Call, device: Device, op: Op | None = None) ->
     if decision.peer is not None:
         served_by, expected = f"PyTorch ({decision.peer})", peers.get(decision.peer)
         why = "measured faster than every kernel here, and tuning allowed PyTorch"
+    now = stand_in(decision) if decision.peer is None else None
     whole = (call.problem.m, call.problem.n * Traits.of(signature).weights, call.problem.k)
     chip = CHIPS.get(device.name)
     moved = sum(t.numel() * t.element_size() for t in _tensors(call))
@@ -257,7 +259,7 @@ def explain_call(name: str, call: Call, device: Device, op: Op | None = None) ->
         problem,
         served_by,
         why,
-        (*_contract(signature, device, ranked[0].config), *_means(signature, ranked[0].config)),
+        (*_contract(signature, device, ranked[0].config), *_means(signature, ranked[0].config), *_now(now)),
         ranked,
         roofline(whole, moved, chip) if chip else None,
         peers,
@@ -286,6 +288,13 @@ def _otherwise(name: str, call: Call, device: Device, op: Op | None, why: str) -
         microseconds=sum(t for t in times if t is not None) if None not in times else None,
         parts=parts,
     )
+
+
+def _now(supply: Supply | None) -> tuple[Finding, ...]:
+    """Say what serves until the best kernel is compiled, if something does."""
+    if supply is None:
+        return ()
+    return (Finding("now", f"the kernel is not compiled yet: until it is, {supply.spec.slug} serves"),)
 
 
 _NOTHING = "nothing"

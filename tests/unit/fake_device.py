@@ -24,17 +24,45 @@ class FakeDevice:
     launches: list = field(default_factory=list)
     queued: list = field(default_factory=list)
     closed: bool = False
+    absent: set = field(default_factory=set)  # kernels that only a compiler has
+    waiting: dict = field(default_factory=dict)
+    failed: dict = field(default_factory=dict)
 
     def kernel(self, spec):
         return self.kernels([spec])[0]
+
+    def has(self, spec):
+        return spec in self.loaded
+
+    def found(self, spec):
+        return None if spec in self.absent else spec
+
+    def at_hand(self, spec):
+        return None if spec in self.absent else self.kernel(spec)
 
     def kernels(self, specs):
         specs = list(specs)
         for spec in specs:
             if spec not in self.loaded:
                 assert not self.closed, f"{spec.slug} would have to be compiled"
+                self.absent.discard(spec)
                 self.loaded[spec] = self._kernel(spec)
         return [self.loaded[spec] for spec in specs]
+
+    @property
+    def background(self):
+        """Queues what is added, and builds nothing until a test calls :meth:`built`."""
+        return SimpleNamespace(
+            add=lambda specs, first=False: self.queued.extend(specs),
+            when_built=lambda spec, do: self.waiting.setdefault(spec, []).append(do),
+            failure=self.failed.get,
+        )
+
+    def built(self, spec):
+        """Have a kernel arrive from the background."""
+        self.absent.discard(spec)
+        for do in self.waiting.pop(spec, ()):
+            do()
 
     def _kernel(self, spec):
         graph = spec.epilogue
@@ -76,5 +104,5 @@ def fake_device(monkeypatch, device=H100):
     for module in (ops, explaining):
         monkeypatch.setattr(module, "device_of", lambda _: fake.device)
     monkeypatch.setattr(plan.torch.cuda, "device", lambda _: contextlib.nullcontext())
-    with Session({Registry: fake, Background: SimpleNamespace(add=fake.queued.extend)}).active():
+    with Session({Registry: fake, Background: fake.background}).active():
         yield fake

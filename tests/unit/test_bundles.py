@@ -273,7 +273,7 @@ def test_an_op_is_planned_from_a_bundle(linear, monkeypatch, no_compiler):
     monkeypatch.setattr(ops, "device_of", lambda _: A100)
     monkeypatch.setattr(ops, "make_plan", lambda name, spec, config, call: asked.append((spec, config)) or asked)
     op = Op("gemm_bias_relu", builtin.bias_relu)
-    assert op._plan(call_at(op.graph, (16, 4096, 4096), "bf16", "row", "col", torch.bfloat16)) is asked
+    assert op._plan(call_at(op.graph, (16, 4096, 4096), "bf16", "row", "col", torch.bfloat16))[0] is asked
     ((spec, _),) = asked
     assert spec in contents.specs
     assert Bundles.current().find(spec)

@@ -25,6 +25,11 @@ class Kernels:
     def kernel(self, spec):
         return self.kernels([spec])[0]
 
+    def has(self, spec):
+        return spec in self.loaded
+
+    at_hand = kernel
+
     def kernels(self, specs):
         for spec in specs:
             if spec not in self.loaded:
@@ -45,7 +50,8 @@ def service(monkeypatch, tmp_path):
     monkeypatch.setattr(call.Call, "is_reference", False)
     monkeypatch.setattr(ops, "device_of", lambda device: H100)
     monkeypatch.setattr(plan.torch.cuda, "device", lambda device: contextlib.nullcontext())
-    with Session({Registry: registry, Background: SimpleNamespace(add=queued.extend)}).active():
+    background = SimpleNamespace(add=lambda specs, first=False: queued.extend(specs))
+    with Session({Registry: registry, Background: background}).active():
         yield SimpleNamespace(registry=registry, queued=queued, op=co.gemm_bias_relu)
 
 

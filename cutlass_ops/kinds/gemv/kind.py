@@ -28,4 +28,5 @@ GEMV = Kind(
     near=space.near,
     unit=_unit,
     means=lambda _: "added up by the warps of each thread block together, beside the product",
+    compile_seconds=2.0,
 )

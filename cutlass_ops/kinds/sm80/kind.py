@@ -21,4 +21,5 @@ SM80 = Kind(
     orders=space.orders,
     unit=lambda _: ("mma.sync, operands loaded by cp.async or registers", None),
     means=lambda _: MEANS["ahead"],
+    compile_seconds=5.0,
 )

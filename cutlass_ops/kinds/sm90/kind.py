@@ -38,4 +38,5 @@ SM90 = Kind(
     handicap=_handicap,
     unit=lambda _: ("wgmma, operands loaded by TMA", None),
     means=lambda config: MEANS[config.means],
+    compile_seconds=19.0,
 )

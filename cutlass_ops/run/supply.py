@@ -1,0 +1,140 @@
+"""Which kernel serves a call now: the best one, or another until the best one is compiled.
+
+A call must not wait for a compiler where any kernel of its signature can serve it. Such a stand-in serves until the
+best kernel has arrived from the background.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from cutlass_ops.base import env
+from cutlass_ops.base.errors import CompileError, MissingKernelError
+from cutlass_ops.choose.dispatch import Decision
+from cutlass_ops.compilation.background import Background
+from cutlass_ops.declare.config import Config, Ordered
+from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.run.registry import Registry
+
+_log = logging.getLogger("cutlass_ops")
+
+
+@dataclass(frozen=True)
+class Supply:
+    """What serves a call now.
+
+    Attributes
+    ----------
+    spec : KernelSpec
+        The kernel.
+    serves : Ordered
+        Its configuration, with the order of its tiles.
+    awaited : KernelSpec or None
+        The best kernel, if this one stands in for it until it is compiled.
+    """
+
+    spec: KernelSpec
+    serves: Ordered
+    awaited: KernelSpec | None = None
+
+    def until_it_is_there(self, forget: Callable[[], object]) -> None:
+        """Have a function called once the best kernel is there, so that the stand-in serves no further call."""
+        awaited, registry = self.awaited, Registry.current()
+        if awaited is None:
+            return
+
+        def arrived() -> None:
+            registry.at_hand(awaited)  # here, so that no call has to load it
+            forget()
+
+        Background.current().when_built(awaited, arrived)
+
+
+def supply(decision: Decision) -> Supply:
+    """Return what serves a decided call now. Wait for a compiler only if no kernel of the signature is there.
+
+    Raises
+    ------
+    MissingKernelError
+        If the stream is being captured into a CUDA graph, and no kernel of the signature is there.
+    CompileError, ToolchainError, StoreError
+        If no kernel of the signature can be had.
+    """
+    registry = Registry.current()
+    best = Supply(decision.spec, Ordered(decision.config, decision.order))
+    if decision.bundled or not env.jit_enabled() or not env.stand_in() or registry.has(best.spec):
+        return best
+    captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if (None if captured else registry.at_hand(best.spec)) is not None:
+        return best
+    found = _at_hand(decision, loaded=True) or (None if captured else _at_hand(decision, loaded=False))
+    if found is None and captured and registry.at_hand(best.spec) is None:
+        raise MissingKernelError(
+            f"no kernel for this call is compiled, and the stream is being captured into a CUDA graph: call "
+            f"cutlass_ops.warm_up before, with such arguments. The best kernel is {best.spec.slug}"
+        )
+    if found is None and not captured:
+        found = _quickest(decision)
+    if found is None:
+        return best
+    background = Background.current()
+    why_not = background.failure(best.spec)
+    if why_not is not None:
+        _log.warning(
+            "%s serves, since the best kernel %s cannot be compiled: %s", found.spec.slug, best.spec.slug, why_not
+        )
+        return found
+    background.add([best.spec], first=True)
+    _log.info("%s serves until %s is compiled", found.spec.slug, best.spec.slug)
+    return Supply(found.spec, found.serves, best.spec)
+
+
+def stand_in(decision: Decision) -> Supply | None:
+    """Return what would serve a decided call in place of its best kernel, if that is not compiled; load nothing."""
+    if not env.jit_enabled() or not env.stand_in() or _is_there(decision.spec):
+        return None
+    found = next((each for each in _others(decision) if _is_there(each.spec)), None)
+    return None if found is None else Supply(found.spec, found.serves, decision.spec)
+
+
+def _is_there(spec: KernelSpec) -> bool:
+    return Registry.current().has(spec) or Registry.current().found(spec) is not None
+
+
+def _others(decision: Decision) -> Iterator[Supply]:
+    """Yield the signature's other kernels that can be launched, the fastest first."""
+    for candidate in decision.alternatives():
+        yield Supply(decision.device.spec(decision.signature, candidate.config), candidate.ordered)
+
+
+def _at_hand(decision: Decision, *, loaded: bool) -> Supply | None:
+    """Return the fastest other kernel that is loaded, or else could be without a compiler."""
+    registry = Registry.current()
+    there = registry.has if loaded else (lambda spec: registry.at_hand(spec) is not None)
+    return next((each for each in _others(decision) if there(each.spec)), None)
+
+
+def _quickest(decision: Decision) -> Supply | None:
+    """Compile the kernel that compiles fastest; None if that is the best one, or it cannot be compiled."""
+    others = [each for each in _others(decision) if _compiles(each.serves.config) < _compiles(decision.config)]
+    if not others:
+        return None
+    quickest = min(others, key=lambda each: _compiles(each.serves.config))  # of those of one kind, the fastest
+    Background.current().add([decision.spec], first=True)
+    try:
+        Registry.current().kernel(quickest.spec)
+    except CompileError as exc:
+        _log.warning("%s cannot be compiled: %s", quickest.spec.slug, exc)
+        return None
+    return quickest
+
+
+def _compiles(config: Config) -> float:
+    # Kinds have their models with them, which a call that a bundle serves does not need.
+    from cutlass_ops.kinds.table import kind_of
+
+    return kind_of(config).compile_seconds

@@ -1,0 +1,240 @@
+"""No call waits for a compiler where another kernel of its signature can serve."""
+
+import logging
+
+import pytest
+import torch
+from fake_device import fake_device
+from signatures import H100, signature
+
+import cutlass_ops as co
+from cutlass_ops.base.errors import CompileError, MissingKernelError
+from cutlass_ops.choose import dispatch, policies
+from cutlass_ops.choose.tables import Measured, Point, Table
+from cutlass_ops.compilation.background import Background
+from cutlass_ops.declare.config import GemvConfig
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.kinds.table import KINDS
+from cutlass_ops.run import ops, supply
+
+M, N, K = 48, 520, 264
+BF16 = torch.bfloat16
+
+
+def rows(count):
+    return torch.randn(count, K).to(BF16) / 8
+
+
+B, BIAS = torch.randn(N, K).to(BF16).t() / 8, torch.randn(N).to(BF16)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    with fake_device(monkeypatch) as fake:
+        yield fake
+
+
+@pytest.fixture
+def op():
+    return ops.Op("relu", builtin.bias_relu)
+
+
+def best(m=M):
+    return dispatch.decide(signature(), H100, (m, N, K))
+
+
+@pytest.fixture
+def specs(device):
+    """Every kernel of the signature; none of them is compiled."""
+    found = dispatch.specs(signature(), H100)
+    device.absent.update(found)
+    return found
+
+
+def right(a, d):
+    assert torch.equal(d, torch.relu(a.float() @ B.float() + BIAS.float()).to(BF16))
+
+
+def test_where_the_best_kernel_is_there_it_serves(op, device):
+    op(rows(M), B, BIAS)
+    assert device.launches[0].spec == best().spec
+    assert device.waiting == {}
+
+
+def test_a_loaded_kernel_stands_in_until_the_best_one_has_come(op, device, specs, caplog):
+    caplog.set_level(logging.INFO, "cutlass_ops")
+    wanted, other = best().spec, next(s for s in specs if s != best().spec)
+    device.absent.discard(other)
+    device.kernel(other)
+    a = rows(M)
+    for _ in range(2):
+        right(a, op(a, B, BIAS))
+    assert [launch.spec for launch in device.launches] == [other, other]
+    assert op.served_warm == 1
+    assert device.queued[0] == wanted
+    assert f"{other.slug} serves until {wanted.slug} is compiled" in caplog.text
+    device.built(wanted)
+    for _ in range(2):
+        right(a, op(a, B, BIAS))
+    assert [launch.spec for launch in device.launches[2:]] == [wanted, wanted]
+    assert op.served_warm == 2
+    assert device.waiting == {}
+
+
+def test_the_fastest_of_those_that_are_there_stands_in(op, device, specs):
+    decision = best()
+    first, second, *_ = (H100.spec(signature(), c.config) for c in decision.alternatives())
+    device.absent -= {first, second}
+    assert supply.supply(decision).spec == first
+    device.kernel(second)  # what is loaded needs no look into the store
+    device.loaded.pop(first, None)
+    device.absent.add(first)
+    assert supply.supply(decision).spec == second
+
+
+def test_with_no_kernel_at_all_the_call_waits_for_the_one_that_compiles_fastest(op, device, specs):
+    a = rows(M)
+    right(a, op(a, B, BIAS))
+    (launch,) = device.launches
+    assert isinstance(launch.spec.config, GemvConfig)
+    assert device.queued[0] == best().spec
+    device.built(best().spec)
+    right(a, op(a, B, BIAS))
+    assert device.launches[1].spec == best().spec
+
+
+def test_where_that_is_the_best_one_nothing_stands_in(device, specs):
+    decision = dispatch.decide(signature(), H100, (1, 28672, 4096))
+    assert isinstance(decision.config, GemvConfig)
+    found = supply.supply(decision)
+    assert (found.spec, found.awaited) == (decision.spec, None)
+    assert device.loaded == {}  # the plan compiles it
+
+
+def test_kinds_are_told_apart_by_what_a_compilation_takes():
+    assert [kind.config.arch for kind in sorted(KINDS, key=lambda k: k.compile_seconds)] == ["gemv", "sm80", "sm90"]
+
+
+def test_a_setting_has_calls_wait_for_the_best_kernel(op, device, specs, monkeypatch):
+    monkeypatch.setenv("CUTLASS_OPS_STAND_IN", "0")
+    device.kernel(specs[-1])
+    op(rows(M), B, BIAS)
+    assert device.launches[0].spec == best().spec
+    monkeypatch.setenv("CUTLASS_OPS_STAND_IN", "perhaps")
+    with pytest.raises(ValueError, match="CUTLASS_OPS_STAND_IN"):
+        op(rows(M + 1), B, BIAS)
+
+
+def test_what_cannot_be_compiled_is_said_and_the_stand_in_stays(op, device, specs, caplog):
+    other = next(s for s in specs if s != best().spec)
+    device.absent.discard(other)
+    device.failed[best().spec] = CompileError("too complex")
+    a = rows(M)
+    for _ in range(2):
+        right(a, op(a, B, BIAS))
+    assert {launch.spec for launch in device.launches} == {other}
+    assert op.served_warm == 1
+    assert "cannot be compiled: too complex" in caplog.text
+
+
+def test_a_stand_in_that_cannot_be_compiled_is_none(op, device, specs, monkeypatch, caplog):
+    compile_it = device.kernel
+
+    def kernel(spec):
+        if isinstance(spec.config, GemvConfig):
+            raise CompileError("too simple")
+        return compile_it(spec)
+
+    monkeypatch.setattr(device, "kernel", kernel)
+    op(rows(M), B, BIAS)
+    assert device.launches[0].spec == best().spec
+    assert "too simple" in caplog.text
+
+
+def test_where_no_choice_may_change_a_bit_only_kernels_that_give_the_same_bits_stand_in(op, device, specs, monkeypatch):
+    kernels = tuple(c for c in policies.policy(signature(), H100).kernels if c.whole_k)
+    point = Point((M, N, K), "2026-11-26", tuple(Measured(c, 10.0 + i, i / 10) for i, c in enumerate(kernels[:3])))
+    table = Table(H100.name, 132, signature(), (point,), kernels=kernels, deterministic=True)
+    policy = policies.Policy.of([table], signature(), H100, kernels)
+    monkeypatch.setattr(policies, "policy", lambda *_: policy)
+    gemv = H100.spec(signature(), GemvConfig(rows=16))
+    device.absent.discard(gemv)
+    device.kernel(gemv)
+    op(rows(M), B, BIAS)
+    (launch,) = device.launches
+    assert launch.spec.config.whole_k
+
+
+def test_a_captured_call_takes_only_what_is_loaded(op, device, specs, monkeypatch):
+    monkeypatch.setattr(supply.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(supply.torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(MissingKernelError, match=r"cutlass_ops\.warm_up before"):
+        op(rows(M), B, BIAS)
+    other = next(s for s in specs if s != best().spec)
+    device.absent.discard(other)
+    device.kernel(other)
+    op(rows(M), B, BIAS)
+    assert device.launches[0].spec == other
+
+
+def test_explain_says_what_serves_meanwhile(device, specs):
+    other = next(s for s in specs if s != best().spec)
+    a = rows(M)
+    assert "now" not in {f.name for f in co.explain(co.gemm_bias_relu, a, B, BIAS).contract}
+    device.absent.discard(other)
+    found = co.explain(co.gemm_bias_relu, a, B, BIAS)
+    (says,) = [f.says for f in found.contract if f.name == "now"]
+    assert other.slug in says
+    assert found.served_by == best().spec.slug
+    assert device.loaded == {}
+    device.absent.clear()
+    assert "now" not in {f.name for f in co.explain(co.gemm_bias_relu, a, B, BIAS).contract}
+
+
+# ---- The background ------------------------------------------------------------------------------------------------
+
+
+def test_what_a_call_awaits_comes_first(session, monkeypatch, specs_of_sm80):
+    import threading
+
+    monkeypatch.setenv("CUTLASS_OPS_JOBS", "1")
+    begun, go, built = threading.Event(), threading.Event(), []
+
+    def build(spec, cancel):
+        begun.set()
+        go.wait(60)
+        built.append(spec)
+
+    background, arrived = Background(session, build), []
+    first, second, third, fourth = specs_of_sm80
+    background.add([first, second, third])
+    begun.wait(60)
+    background.add([third], first=True)
+    background.add([fourth], first=True)
+    background.when_built(third, lambda: arrived.append(list(built)))
+    go.set()
+    background.wait()
+    assert built == [first, third, fourth, second]
+    assert arrived == [[first, third]]
+    background.when_built(second, lambda: arrived.append("at once"))
+    assert arrived[1:] == ["at once"]
+
+
+def test_why_a_kernel_could_not_be_built_is_kept_and_logged(session, specs_of_sm80, caplog):
+    def build(spec, cancel):
+        raise CompileError("too complex")
+
+    background = Background(session, build)
+    background.when_built(specs_of_sm80[0], lambda: pytest.fail("it is not built"))
+    background.add(specs_of_sm80[:1])
+    background.wait()
+    assert str(background.failure(specs_of_sm80[0])) == "too complex"
+    assert background.failure(specs_of_sm80[1]) is None
+    assert "too complex" in caplog.text
+
+
+@pytest.fixture
+def specs_of_sm80():
+    from fake_toolkit import sm80_spec
+
+    return [sm80_spec(stages) for stages in (2, 3, 4, 5)]
