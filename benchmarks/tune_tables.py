@@ -15,7 +15,6 @@ import shapes
 import torch
 
 from cutlass_ops.choose import tables
-from cutlass_ops.choose.tables import Problem
 from cutlass_ops.declare.config import Config, config_from_json
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.kinds.gemv import space as space_gemv
@@ -89,16 +88,16 @@ def _few_rows(folder: Path, epilogue: Graph) -> tuple[Config, ...]:
         for table in map(tables.load, folder.glob("*.json"))
         if table.signature.epilogue == epilogue
         for point in table.points
-        if point.problem[0] <= max(shapes.FEW_ROWS)
+        if point.problem.m <= max(shapes.FEW_ROWS)
         for measured in point.measured[:2]
     ]
     return tuple(dict.fromkeys([*space_gemv.candidates(), *best]))
 
 
-def _at_least(ratio: float, folder: Path, epilogue: Graph) -> set[Problem]:
+def _at_least(ratio: float, folder: Path, epilogue: Graph) -> set[shapes.Shape]:
     """Return the problems at which tables of an epilogue have no peer that is faster by more than a ratio."""
     return {
-        point.problem
+        point.problem.extents
         for table in map(tables.load, folder.glob("*.json"))
         for point in table.points
         if table.signature.epilogue == epilogue

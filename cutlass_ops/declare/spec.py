@@ -15,6 +15,7 @@ from cutlass_ops.base.dtypes import ALL as DTYPES
 from cutlass_ops.base.dtypes import NAMES, DType, dtype, f32
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.declare.config import Config, Sm80Config, Sm90Config, config_from_json, config_to_json
+from cutlass_ops.declare.form import DENSE, Form
 from cutlass_ops.declare.order import USUAL_ORDER, TileOrder
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Input, Kind, Output
@@ -23,7 +24,7 @@ Major = Literal["row", "col"]
 
 _OPERAND = re.compile(r"(?P<dtype>[a-z0-9]+)(\.(?P<major>row|col))?(\.align(?P<alignment>[0-9]{1,4}))?")
 _MAJOR = re.compile(r"\.(row|col)")
-_FORM = "DTYPE[.row|.col][.alignN], such as 'bf16.row'"
+_SPELLED = "DTYPE[.row|.col][.alignN], such as 'bf16.row'"
 
 
 @dataclass(frozen=True, repr=False)
@@ -81,10 +82,10 @@ class Operand:
         if isinstance(text, DType):
             return cls(text, "row", text.tma_alignment)
         if not isinstance(text, str):
-            raise TypeError(f"an operand is a text of the form {_FORM}, not {text!r}")
+            raise TypeError(f"an operand is a text of the form {_SPELLED}, not {text!r}")
         match = _OPERAND.fullmatch(text)
         if match is None:
-            raise ValueError(f"operand {checked_json.shown(text)} is not of the form {_FORM}")
+            raise ValueError(f"operand {checked_json.shown(text)} is not of the form {_SPELLED}")
         element = dtype(match["dtype"])
         alignment = int(match["alignment"]) if match["alignment"] else element.tma_alignment
         return cls(element, cast(Major, match["major"] or "row"), alignment)
@@ -136,6 +137,8 @@ class KernelSpec:
     order : TileOrder, optional
         The order in which the kernel, if called itself, visits its tiles. A launch argument: specs that differ in it
         alone are equal.
+    form : str or Form
+        How the GEMMs of one launch belong together: ``"dense"`` is one GEMM.
 
     Raises
     ------
@@ -168,6 +171,7 @@ class KernelSpec:
     target: str
     # A launch argument: it makes no other kernel.
     order: TileOrder = field(compare=False)
+    form: Form = DENSE
 
     def __init__(
         self,
@@ -181,6 +185,7 @@ class KernelSpec:
         outputs: Mapping[str, str | Operand] | None = None,
         target: str | None = None,
         order: TileOrder | None = None,
+        form: str | Form = DENSE,
     ) -> None:
         if not isinstance(config, Config):
             raise TypeError(f"config must be an Sm90Config, an Sm80Config or a GemvConfig, not {reprlib.repr(config)}")
@@ -197,6 +202,7 @@ class KernelSpec:
             ("config", config),
             ("target", arch.target(config.default_target if target is None else target).name),
             ("order", _order(config, order)),
+            ("form", Form.of(form)),
         ):
             object.__setattr__(self, name, value)
 
@@ -210,11 +216,12 @@ class KernelSpec:
             given += [f"{name}={others}"] if others else []
         given += [f"target={self.target!r}"] if self.target != self.config.default_target else []
         given += [f"order={self.order!r}"] if self.order != USUAL_ORDER else []
+        given += [f"form={self.form.name!r}"] if self.form != DENSE else []
         return f"KernelSpec({', '.join(given)})"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the canonical JSON form: equal specs give equal values."""
-        return {
+        """Return the canonical JSON form: equal specs give equal values. The dense form is left out."""
+        values = {
             "a": str(self.a),
             "b": str(self.b),
             "d": str(self.d),
@@ -224,6 +231,7 @@ class KernelSpec:
             "config": config_to_json(self.config),
             "target": self.target,
         }
+        return values if self.form == DENSE else {**values, "form": self.form.name}
 
     def canonical(self) -> str:
         """Return the canonical JSON text, the part of a kernel's identity that the user declares."""
@@ -241,7 +249,7 @@ class KernelSpec:
         fields = {"a", "b", "d", "epilogue", "inputs", "outputs", "config", "target"}
         if not isinstance(data, Mapping):
             raise ConfigError(f"a kernel spec is a JSON object, not {type(data).__name__}")
-        if set(data) != fields:
+        if set(data) - {"form"} != fields:
             found = checked_json.shown(", ".join(sorted(map(str, data))))
             raise ConfigError(f"a kernel spec has the fields {', '.join(sorted(fields))}, not {found}")
         try:
@@ -254,6 +262,7 @@ class KernelSpec:
                 outputs=data["outputs"],
                 config=config_from_json(data["config"]),
                 target=data["target"],
+                form=data.get("form", DENSE),
             )
         except (TypeError, KeyError, AttributeError, ValueError) as exc:
             raise ConfigError(f"not a kernel spec: {exc}") from exc
@@ -265,7 +274,8 @@ class KernelSpec:
         It is the kernel's name in traces and profiles.
         """
         digest = hashlib.sha256(self.canonical().encode()).hexdigest()[:12]
-        what = "_".join(filter(None, ("gemm", self.epilogue.title)))
+        form = "" if self.form == DENSE else self.form.name
+        what = "_".join(filter(None, ("gemm", form, self.epilogue.title)))
         types = "_".join(str(t).replace(".", "") for t in (self.a, self.b, self.d))
         return f"{what}_{types}_{self.config.slug}_{self.target}_{digest}"
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol
 
 from cutlass_ops.base.mma import MmaSpec
-from cutlass_ops.declare.device import Device, Problem
+from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.form import Form
 from cutlass_ops.declare.order import TileOrder
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.kinds.arrays import Flags, Floats
@@ -39,6 +41,8 @@ class Kind(Generic[AnyConfig]):
     ----------
     config : type
         The class of its configurations.
+    forms : tuple of Form
+        The forms of problems that its kernels serve.
     noun : str
         What messages call such a configuration.
     template : str
@@ -59,7 +63,7 @@ class Kind(Generic[AnyConfig]):
         Whether one configuration is a step away from another.
     values : mapping of str to tuple of int
         Numbers that a field may have, where not every one has a meaning.
-    forms : callable
+    variants : callable
         What stands for a configuration where it is not legal for a signature, itself first.
     gathering : callable
         A configuration with means of A's rows from where they cost least.
@@ -74,6 +78,7 @@ class Kind(Generic[AnyConfig]):
     """
 
     config: type[AnyConfig]
+    forms: tuple[Form, ...]
     noun: str
     template: str
     rules: tuple[Rule[AnyConfig], ...]
@@ -85,7 +90,7 @@ class Kind(Generic[AnyConfig]):
     near: Callable[[AnyConfig, AnyConfig], bool]
     unit: Callable[[AnyConfig], tuple[str, str | None]]
     means: Callable[[AnyConfig], str]
-    forms: Callable[[OpSignature, AnyConfig], Iterator[AnyConfig]] = lambda _, config: iter((config,))
+    variants: Callable[[OpSignature, AnyConfig], Iterator[AnyConfig]] = lambda _, config: iter((config,))
     values: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     gathering: Callable[[AnyConfig], AnyConfig] = lambda config: config
     orders: Callable[[AnyConfig, Problem, Device], list[TileOrder]] = lambda *_: []

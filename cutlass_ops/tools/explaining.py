@@ -15,7 +15,8 @@ from cutlass_ops.choose.knowledge import Candidate
 from cutlass_ops.choose.policies import Policy
 from cutlass_ops.declare.chips import CHIPS
 from cutlass_ops.declare.config import Config
-from cutlass_ops.declare.device import Device, Problem
+from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.roofline import Roofline, roofline
 from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.kinds.traits import Traits
@@ -210,7 +211,7 @@ def explain(op: object, *arguments: Any, **named: Any) -> Explanation:
     out, out_dtype = given.pop("out", None), given.pop("out_dtype", None)
     call = asked.checked(a, b, tuple(inputs), given, out, out_dtype)
     if call.is_reference:
-        problem = (call.problem.m, call.problem.n, call.problem.k)
+        problem = call.problem.extents
         where = "an extent is 0" if 0 in problem else "the tensors are on the CPU"
         why = f"{where}, so that the reference implementation computes it"
         return Explanation(asked.name, problem, "PyTorch", why, device=_name(a.device))
@@ -232,7 +233,7 @@ def explain_call(name: str, call: Call, device: Device, op: Op | None = None) ->
     op : Op, optional
         What is called, if that is known: it says which other ops serve the call where no kernel does.
     """
-    problem = (call.problem.m, call.problem.n, call.problem.k)
+    problem = call.problem
     signature = signature_of(call, device)
     try:
         decision = decide(signature, device, call)
@@ -249,12 +250,12 @@ def explain_call(name: str, call: Call, device: Device, op: Op | None = None) ->
     if decision.peer is not None:
         served_by, expected = f"PyTorch ({decision.peer})", peers.get(decision.peer)
         why = "measured to be faster than every kernel here, and tuning was told to allow it"
-    whole = (call.problem.m, call.problem.n * Traits.of(signature).weights, call.problem.k)
+    whole = Traits.of(signature).whole(problem)
     chip = CHIPS.get(device.name)
     moved = sum(t.numel() * t.element_size() for t in _tensors(call))
     return Explanation(
         name,
-        problem,
+        problem.extents,
         served_by,
         why,
         (*_contract(signature, device, ranked[0].config), *_means(signature, ranked[0].config)),
@@ -268,7 +269,7 @@ def explain_call(name: str, call: Call, device: Device, op: Op | None = None) ->
 
 def _otherwise(name: str, call: Call, device: Device, op: Op | None, why: str) -> Explanation:
     """Explain a call that no one kernel serves: by the ops that compute it instead, if all of them are served."""
-    problem = (call.problem.m, call.problem.n, call.problem.k)
+    problem = call.problem.extents
     contract = _contract(signature_of(call, device), device, None)
     parts = tuple(explain_call(part.name, each, device, part) for part, each in op.instead_of(call)) if op else ()
     # Without all of them the call ends in an error, which is that of the first one that is not served.
@@ -294,8 +295,8 @@ _BUNDLED = "chosen when the loaded bundle was made; one of {} kernels that bundl
 
 
 def _tensors(call: Call) -> list[Tensor]:
-    inputs = [x for x in call.problem.inputs.values() if isinstance(x, Tensor)]
-    return [call.problem.a, call.problem.b, *inputs, *call.outputs]
+    inputs = [x for x in call.arguments.inputs.values() if isinstance(x, Tensor)]
+    return [call.arguments.a, call.arguments.b, *inputs, *call.outputs]
 
 
 def _why(policy: Policy, problem: Problem, best: Candidate, count: int) -> str:

@@ -14,6 +14,7 @@ from itertools import pairwise
 import torch
 
 from cutlass_ops.declare.chips import USUAL
+from cutlass_ops.declare.problem import Problem
 
 Run = Callable[[int], object]
 
@@ -36,9 +37,10 @@ def rotation(bytes_touched: float, l2_bytes: float = USUAL.l2_bytes) -> int:
     return max(fewest, min(most, math.ceil(_L2_FULL * l2_bytes / bytes_touched)))
 
 
-def expected_us(m: int, n: int, k: int, element_bytes: int = 2) -> float:
-    """Return roughly how many microseconds a GEMM takes: good for deciding how often to repeat it, and nothing else."""
-    return max(2 * m * n * k / _FLOP_PER_US, element_bytes * (m * k + n * k + m * n) / _BYTES_PER_US) + _START_US
+def expected_us(problem: Problem, element_bytes: int = 2) -> float:
+    """Return roughly how many microseconds a problem takes: good for deciding how often to repeat it, no more."""
+    moved = problem.bytes(element_bytes, element_bytes, element_bytes)
+    return max(problem.flops / _FLOP_PER_US, moved / _BYTES_PER_US) + _START_US
 
 
 class Stopwatch:

@@ -57,7 +57,7 @@ def near(one: Sm90Config, other: Sm90Config) -> bool:
     return len(set(tiles)) == 1 and changes <= 1
 
 
-def forms(signature: OpSignature, config: Sm90Config) -> Iterator[Sm90Config]:
+def variants(signature: OpSignature, config: Sm90Config) -> Iterator[Sm90Config]:
     """Yield a configuration, and what may stand for it where it is not legal.
 
     That is one that copies operands which TMA cannot read, that has means of A's rows from elsewhere, or its pingpong
