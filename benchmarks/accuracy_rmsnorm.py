@@ -1,13 +1,12 @@
-"""Errors of norms fused with GEMMs against float64, beside those of F.rms_norm or F.layer_norm and F.linear.
+"""Measures errors of norms fused with GEMMs against float64, beside those of F.rms_norm or F.layer_norm and F.linear.
 
     python benchmarks/accuracy_rmsnorm.py --out benchmarks/results/accuracy_rmsnorm_h100.json
     python benchmarks/accuracy_rmsnorm.py --sizes 64 256 4096    # M, N and K; without --out it only prints
 
-It runs on the CPU where there is no GPU. Each row: {"op", "case", "dtype", "way", "m", "n", "k", "error", "pytorch",
+It runs on the CPU if there is no GPU. Each row: {"op", "case", "dtype", "way", "m", "n", "k", "error", "pytorch",
 "ratio", "worst_row_ratio"}: relative errors in the Frobenius norm, ours over PyTorch's, and the same for the worst row
-of each. The way says where the statistic of x's rows is from. `mean r` is rows whose mean is r times their deviation.
-Ways that end in `modelled` run no kernel: their sums are truncated to FP32 after every 16 products, a guess at what
-Tensor Cores do, for machines without any.
+of each. The way is the source of the row statistic. `mean r`: the mean of a row is r times its deviation. Ways that end
+in `modelled` run no kernel: sums are truncated to FP32 after every 16 products, a guess at what Tensor Cores do.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def _outliers(x: Tensor) -> Tensor:
 
 
 def cases() -> dict[str, Callable[[Tensor], Tensor]]:
-    """Return what becomes of normal rows, by name."""
+    """Return functions of normal rows, by the case's name."""
     found = {"random": _random, "outlier channels": _outliers, "tiny": lambda x: x * 1e-4}
     return found | {f"mean {ratio}": lambda x, ratio=ratio: x + ratio for ratio in RATIOS}
 
@@ -82,7 +81,7 @@ def _one_pass(x: Tensor) -> dict[str, Tensor]:
     return {"mean": mean, "rstd": (variance + EPS).rsqrt()}
 
 
-# For each op its ways, given x (M, K), weight (N, K), gamma and beta (K,).
+# The ways of each op, for x (M, K), weight (N, K), gamma and beta (K,).
 WAYS: dict[str, dict[str, Way]] = {
     "rmsnorm_gemm": {
         "gathered": lambda x, w, gamma, beta: co.rmsnorm_gemm(x, co.prepare(w.t(), gamma), eps=EPS),
@@ -138,7 +137,7 @@ def measure(sizes: tuple[int, int, int], device: str) -> Iterator[dict[str, Any]
 
 
 def _build_ahead(drawn: tuple[Tensor, ...]) -> None:
-    """Let every way compile its kernel, all at the same time."""
+    """Compile the kernels of all ways in parallel."""
     harness.side_by_side(
         partial(way, *(t.to(dtype) for t in drawn))
         for ways in WAYS.values()
@@ -156,7 +155,7 @@ def errors(found: Tensor, exact: Tensor) -> tuple[float, float]:
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Return what the result belongs to."""
+    """Return the environment of the result."""
     if device == "cuda":
         return harness.environment()
     date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")

@@ -1,10 +1,10 @@
-"""How long the default catalogue takes to become a bundle, and how large that is.
+"""Measures the time to bundle the default catalogue, and the bundle's size.
 
     python benchmarks/bench_bundle.py --out benchmarks/results/bundle_2_processors.json   # needs nvcc and g++, no GPU
 
-Each run is `cutlass-ops bundle` in a new process, on an idle machine and into an empty store. Each row: {"seconds"} as
-the command says them. What is the same for all runs stands above the rows, "manifest_sha256" with it: runs that differ
-in it have made different bundles, and are refused.
+Each run is `cutlass-ops bundle` in a new process, on an idle machine, into an empty store. Each row: {"seconds"}, as
+the command reports them. The top level has what all runs share, such as "manifest_sha256"; runs that made different
+bundles are refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import cutlass_ops as co
 
 
 def build(catalogue: str | None) -> dict[str, Any]:
-    """Return what the command says of one bundle of a catalogue, the default one without an argument."""
+    """Return the command's report on one bundle of a catalogue, by default the library's own."""
     with tempfile.TemporaryDirectory() as folder:
         which = [] if catalogue is None else [catalogue]
         command = [sys.executable, "-m", "cutlass_ops", "bundle", *which, "--out", f"{folder}/bundle", "--json"]
@@ -38,12 +38,12 @@ def build(catalogue: str | None) -> dict[str, Any]:
 
 
 def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the result of several runs, which have to have made the same bundle.
+    """Return the result of several runs.
 
     Raises
     ------
     RuntimeError
-        If they have not.
+        If they made different bundles.
     """
     rows = [{"seconds": run["seconds"]} for run in runs]
     same = [{name: value for name, value in run.items() if name != "seconds"} for run in runs]
@@ -55,7 +55,7 @@ def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     """Build the bundle several times and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("catalogue", nargs="?", help="Another catalogue than the default one.")
+    parser.add_argument("catalogue", nargs="?", help="A catalogue. Default: the library's own.")
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

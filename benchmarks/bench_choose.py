@@ -1,9 +1,9 @@
-"""What the choice of a kernel takes on the host: the first of a signature, of a weight, and of a number of rows.
+"""Measures the host time to choose a kernel: first for a signature, for a weight, and for a number of rows.
 
     python benchmarks/bench_choose.py
 
-Milliseconds of processor time, over all threads, so that other programs matter little: the least of some tries, each
-after what a process remembers was forgotten. Needs no GPU.
+Milliseconds of processor time over all threads, so that other programs matter little: the minimum of several tries,
+each with empty caches. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TRIES = 3
 
 
 def took(do: Callable[[], object]) -> float:
-    """Return the milliseconds that something takes."""
+    """Return the milliseconds that a function takes."""
     began = time.process_time()
     do()
     return 1e3 * (time.process_time() - began)

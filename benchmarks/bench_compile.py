@@ -1,10 +1,10 @@
-"""How long one kernel takes to compile, against plain nvcc on the same file.
+"""Measures the time to compile one kernel, against plain nvcc on the same file.
 
     python benchmarks/bench_compile.py --out benchmarks/results/compile_h100.json   # needs nvcc and g++, no GPU
 
-Ours is what a first call waits for on a cold cache: rendering, both halves, the link and the proofs. The peer is one
+Ours is the wait of a first call with a cold cache: rendering, both halves, the link and the proofs. The peer is one
 nvcc that makes a shared library of the same source. They take turns, one kernel at a time, on an idle machine.
-Each row: {"kernel", "ours_s", "nvcc_s", "ratio"}, where the ratio is ours over nvcc's, and below 1 is faster.
+Each row: {"kernel", "ours_s", "nvcc_s", "ratio"}. The ratio is ours over nvcc's: below 1, ours is faster.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from cutlass_ops.run.registry import OpSignature
 
 
 def kernels() -> list[KernelSpec]:
-    """Return one kernel of each kind, as shapes of the grid are served by."""
+    """Return one kernel of each kind that serves shapes of the grid."""
     tile, cluster = co.ThreadblockShape, co.ClusterShape
     configs = [
         co.Sm90Config(tile(128, 128, 64), cluster(1, 2), schedule="pingpong"),

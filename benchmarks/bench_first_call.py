@@ -1,14 +1,12 @@
-"""How long a process without compilers takes from the import of this library to its first result from a bundle.
+"""Measures the time from the import of this library to a first result from a bundle, in a process without compilers.
 
     cutlass-ops bundle examples/deploy/catalogue.toml --out kernels.bundle
     python benchmarks/bench_first_call.py kernels.bundle --out benchmarks/results/first_call_h100.json
 
-Each run is examples/deploy/serve.py in a new process, and in an environment made for it: PyTorch and what it requires,
-this library and what it requires, and nothing else of what is installed here. All is compiled to byte code, as
-installers do. With --key, the bundle's signature is checked too, and cryptography is there.
-Every other process leaves it to chance whether Python collects meanwhile what PyTorch's import left, and is not
-"collected". Each row, in milliseconds: {"torch", "device"} before the clock starts, then {"first"} and of that
-{"import", "bundle", "call"}.
+Each run is examples/deploy/serve.py in a new process, in an environment with only PyTorch, this library and their
+requirements, all as byte code. With --key, the bundle's signature is checked too, with cryptography.
+Half of the processes run garbage collection before the call ("collected"); the others leave it to chance. Each row, in
+milliseconds: {"torch", "device"} before the clock starts, then {"first"} and its parts {"import", "bundle", "call"}.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ _BEFORE = re.compile(r"PyTorch's import (\d+) ms, the device's start (\d+) ms")
 
 
 def required(*names: str) -> set[str]:
-    """Return packages and all that they require here."""
+    """Return packages and all their installed requirements."""
     found: dict[str, set[str]] = {}
     left = [Requirement(name) for name in names]
     while left:
@@ -58,7 +56,7 @@ def make_environment(folder: Path, packages: set[str]) -> None:
             here = Path(str(metadata.distribution(package).locate_file(name)))
             if here.exists() and not (folder / name).exists():
                 (folder / name).symlink_to(here)
-    # As an installer leaves it: copied, with byte code.
+    # Copy with byte code, as an installer does.
     for module in ("cutlass_ops", "tvm_ffi"):
         (folder / module).unlink(missing_ok=True)
         source = Path(co.__file__).parent if module == "cutlass_ops" else _package(module)
@@ -71,14 +69,14 @@ def _package(module: str) -> Path:
 
 
 def run(environment: Path, arguments: list[str]) -> dict[str, Any]:
-    """Run the program once; return its times."""
+    """Run the program once and return its times."""
     command = [sys.executable, "-S", str(SERVE), *arguments]
     bare = {"PATH": "/nowhere", "HOME": "/nonexistent", "CUTLASS_OPS_JIT": "0", "PYTHONPATH": str(environment)}
     return read(subprocess.run(command, env=bare, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
 
 def read(said: str) -> dict[str, Any]:
-    """Return the times that the program says."""
+    """Return the times that the program printed."""
     first, before = _FIRST.search(said), _BEFORE.search(said)
     if first is None or before is None:
         raise RuntimeError(f"{SERVE.name} did not say how long it took:\n{said}")
@@ -98,7 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--key", type=Path, help="check the bundle's signature with this key")
-    parser.add_argument("--runs", type=int, default=12, help="of each kind")
+    parser.add_argument("--runs", type=int, default=12, help="number of processes of each kind")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     arguments = [str(path.resolve()) for path in (args.bundle, args.key) if path]

@@ -1,8 +1,8 @@
-"""Fused GEMMs against cuBLASLt, eager PyTorch and torch.compile.
+"""Measures fused GEMMs against cuBLASLt, eager PyTorch and torch.compile.
 
     python benchmarks/bench_gemm.py --out benchmarks/results/gemm_h100.json
     python benchmarks/bench_gemm.py --ops bias_relu --dtypes bf16 --peers cublaslt eager --out /tmp/r.json
-    python benchmarks/bench_gemm.py --resume /tmp/r.json --out /tmp/all.json    # the rows that are not there yet
+    python benchmarks/bench_gemm.py --resume /tmp/r.json --out /tmp/all.json    # only missing rows
 
     python benchmarks/bench_gemm.py --set decode --ops gemm --peers eager --out benchmarks/results/gemm_decode_h100.json
     python benchmarks/bench_gemm.py --layouts row-row col-col --rows 1024 --out /tmp/majors.json
@@ -10,7 +10,7 @@
 
 Each row: {"set", "op", "dtype", "layout", "m", "n", "k", "ours_ms", "peers": {name: ms}, "best_peer",
 "ratio_to_best_peer", "ratio_range", "plain_over_ours", "error_over_eager", "bandwidth", "kernel"}. A layout names the
-majors of A and B. `plain` is our GEMM without an epilogue: what one with an epilogue could at best be as fast as.
+majors of A and B. `plain` is our GEMM without an epilogue, the limit for one with an epilogue.
 The bandwidth is that of operands and D, each once, over that of a device-to-device copy of 1 GiB.
 """
 
@@ -56,7 +56,7 @@ def bias_gelu_residual(acc, bias: co.Row, residual: co.Tile):  # noqa: ANN001, A
 
 @dataclass(frozen=True)
 class Inputs:
-    """One set of a case's tensors: A (M, K), B (K, N) and what an epilogue may take."""
+    """One set of a case's tensors: A (M, K), B (K, N) and possible inputs of epilogues."""
 
     a: Tensor
     b: Tensor
@@ -71,7 +71,7 @@ def _linear(x: Inputs) -> Tensor:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """An op, its composition in PyTorch, and the same with an epilogue of cuBLASLt, if it has a fitting one."""
+    """An op, its composition in PyTorch, and the same with cuBLASLt's epilogue, if there is one."""
 
     op: ops.Op
     inputs: tuple[str, ...]
@@ -96,7 +96,7 @@ LAYOUTS = ("row-col", "row-row", "col-row", "col-col")
 
 
 def make_inputs(m: int, n: int, k: int, dtype: torch.dtype, layout: str = "row-col") -> list[Inputs]:
-    """Draw as many sets of inputs as rotation needs."""
+    """Draw enough sets of inputs to rotate."""
     major_a, major_b = layout.split("-")
 
     def draw(rows: int, columns: int, major: str = "row") -> Tensor:
@@ -117,7 +117,7 @@ def check(bench: Benchmark, x: Inputs) -> float:
     Raises
     ------
     AssertionError
-        If the error is more than twice eager PyTorch's, or anything was left unwritten.
+        If the error is more than twice eager PyTorch's, or an element was not written.
     """
     x.out.fill_(float("nan"))
     bench.op(x.a, x.b, *(getattr(x, name) for name in bench.inputs), out=x.out)
@@ -133,7 +133,7 @@ def check(bench: Benchmark, x: Inputs) -> float:
 
 @dataclass(frozen=True)
 class Case:
-    """What a row is about."""
+    """The case of a row."""
 
     set: str
     op: str
@@ -149,7 +149,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Part:
-    """Cases that go together, and what counts as tuned while they run: at some weights, a few problems only."""
+    """Cases that run together, and the problems of their weights that count as tuned meanwhile."""
 
     cases: list[Case]
     weights: frozenset[tuple[int, int]] = frozenset()
@@ -157,7 +157,7 @@ class Part:
 
     @contextmanager
     def known(self) -> Iterator[None]:
-        """Have kernels chosen as if of what ships nothing else had been measured at these weights."""
+        """Choose kernels as if the shipped tables had no other problems of these weights."""
         shipped = policies._shipped
 
         def less(device: str, signature: OpSignature) -> Table | None:
@@ -177,7 +177,7 @@ class Part:
 
 
 def halves(cases: list[Case]) -> list[Part]:
-    """Return every other problem's cases, with the other problems as what was tuned, and the reverse."""
+    """Return each half of the cases, with the problems of the other half counting as tuned."""
     of = {case: Problem(case.m, case.n, case.k) for case in cases}
     problems = list(dict.fromkeys(of.values()))
     weights = frozenset((p.n, p.k) for p in problems)
@@ -188,7 +188,7 @@ def halves(cases: list[Case]) -> list[Part]:
 
 
 def in_order(parts: list[Part], done: set[tuple[Any, ...]], device: Device) -> Iterator[Case]:
-    """Yield the cases that are not done, those of each part with what counts as tuned there and all kernels built."""
+    """Yield the missing cases part by part, with the part's tuned problems set and all kernels built."""
     for part in parts:
         with part.known():
             left = [case for case in part.cases if astuple(case) not in done]
@@ -207,7 +207,7 @@ def kernels_of(cases: list[Case], device: Device) -> list[KernelSpec]:
 
 
 def asked(case: Case, device: Device) -> tuple[OpSignature, Problem]:
-    """Return what dispatch is asked for a case."""
+    """Return a case's signature, device and problem for dispatch."""
     problem, (a, b) = Problem(case.m, case.n, case.k), case.layout.split("-")
     return signature_at(BENCHMARKS[case.op].op.graph, problem, case.dtype, a, b, None, device), problem
 
@@ -265,7 +265,7 @@ def _peers(bench: Benchmark, names: list[str]) -> dict[str, Callable[[Inputs], T
 
 def _compiled(bench: Benchmark) -> Callable[[Inputs], Tensor]:
     torch._dynamo.reset()
-    # Threads, since autotuning compiles again what worker processes compiled: 8 s a shape instead of 1.
+    # Threads, since autotuning repeats the compilations of worker processes: 8 s per shape instead of 1.
     torch._inductor.config.compile_threads = 1
 
     def function(*tensors: Tensor) -> Tensor:
@@ -322,7 +322,7 @@ def main() -> None:
     parser.add_argument("--held-out", action="store_true", help="each half of the set as if tuned on the other alone")
     parser.add_argument("--rows", nargs="+", type=int, default=None, help="only these M")
     parser.add_argument("--limit", type=float, default=1e9, help="stop after this many seconds")
-    parser.add_argument("--resume", nargs="+", type=Path, default=[], help="results whose rows need no repetition")
+    parser.add_argument("--resume", nargs="+", type=Path, default=[], help="result with rows to keep")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     environment = harness.environment()

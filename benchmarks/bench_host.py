@@ -1,8 +1,8 @@
-"""What a call costs on the host: time of a warm call, and memory of a process that runs one op.
+"""Measures a call's cost on the host: time of a warm call, and memory of a process that runs one op.
 
     python benchmarks/bench_host.py --out benchmarks/results/host_h100.json
 
-Times are of enqueueing alone: rounds are short enough that the device's queue never fills. Each row:
+Times are only of enqueueing: rounds are short enough that the device's queue never fills. Each row:
 {"problem", "kernel", ratios of ours to others', formed within rounds, "us": {call: [median, least, most]}}.
 """
 
@@ -50,7 +50,7 @@ PROBLEMS = {"few rows": (16, 256, 256), "full tiles": (256, 256, 256), "partly f
 
 @dataclass(frozen=True)
 class Calls:
-    """Ways to make the same call at one problem, and the kernel that ours takes."""
+    """Ways to make the same call at one problem, and the kernel of ours."""
 
     kernel: str
     variants: dict[str, Callable[[], object]]
@@ -78,7 +78,7 @@ class Calls:
 
 
 def measure(calls: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
-    """Time the calls in interleaved rounds; return microseconds a call for each round."""
+    """Time the calls in interleaved rounds; return microseconds per call for each round."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     names = list(calls)
     for number in range(ROUNDS + 3):

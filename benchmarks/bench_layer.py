@@ -1,13 +1,12 @@
-"""A Llama-3.1-8B decoder layer on fused GEMMs, against transformers' layer, eager and with torch.compile.
+"""Measures a Llama-3.1-8B decoder layer on fused GEMMs, against transformers' layer, eager and with torch.compile.
 
     python benchmarks/bench_layer.py --out benchmarks/results/layer_h100.json
     python benchmarks/bench_layer.py --phases decode --cache 4096 --skip compile --out /tmp/r.json
-    python benchmarks/bench_layer.py --resume /tmp/r.json --out /tmp/all.json    # the rows that are not there yet
+    python benchmarks/bench_layer.py --resume /tmp/r.json --out /tmp/all.json    # only missing rows
 
-The layer is that of examples/transformer_block.py. In `ours` each norm's kernel takes the statistic of its rows itself,
-in `passed` it is given, that of the layer's input as well, as the layer before leaves it. Both are compiled by
-torch.compile, in whose graphs the fused GEMMs are operators; `plain` is `ours` without.
-Prefill is one sequence of M positions; decoding is M sequences of one position each, over a cache of keys and values.
+The layer is that of examples/transformer_block.py. In `ours`, each norm's kernel computes the statistic of its rows. In
+`passed`, it is given, also that of the layer's input. Both run under torch.compile; `plain` is `ours` without.
+Prefill is one sequence of M positions. Decoding is M sequences of one position each, over a cache of keys and values.
 Each row: {"phase", "m", "cache", "error_over_eager", "ms": {name: ms}, "over_ours": {name: ratio and range}}.
 """
 
@@ -45,7 +44,7 @@ class Variants(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """A layer's input; its positions, with cosines and sines as transformers has them; its statistic; and caches."""
+    """A layer's input, positions, transformers' cosines and sines, statistic, and caches."""
 
     x: Tensor
     positions: Tensor
@@ -56,7 +55,7 @@ class Inputs(NamedTuple):
 
 
 def draw(config: Any, phase: str, m: int, length: int) -> Inputs:
-    """Draw what a layer is called with."""
+    """Draw a layer's arguments."""
     batch, sequence = (1, m) if phase == "prefill" else (m, 1)
     cache = None if phase == "prefill" else block.Cache(batch, length, config, "cuda")
     x = torch.randn(batch, sequence, config.hidden_size, device="cuda", dtype=block.DTYPE)
@@ -68,7 +67,7 @@ def draw(config: Any, phase: str, m: int, length: int) -> Inputs:
 
 
 def build_ahead(config: Any, cases: list[tuple[str, int]], length: int) -> None:
-    """Let the layers of all cases compile their kernels, all at the same time."""
+    """Compile the kernels of all cases in parallel."""
     layer = block.random_layer(config, "cuda")
     fused = [block.FusedLayer.of(layer, config, way) for way in block.Statistic]
     drawn = [draw(config, *case, length) for case in cases]
@@ -115,13 +114,13 @@ def run_case(config: Any, phase: str, m: int, length: int, peers: list[str]) -> 
 
 
 def transformers_output(layer: torch.nn.Module, x: Tensor, rope: tuple[Tensor, Tensor], cache: Any) -> Tensor:
-    """Return the layer's output as transformers computes it."""
+    """Return the layer's output by transformers."""
     # By position, after a mask and positions: its name has changed between versions.
     return layer(x, None, None, cache, position_embeddings=rope)
 
 
 def exact_output(layer: torch.nn.Module, x: Tensor, rope: tuple[Tensor, Tensor], cache: Any) -> Tensor:
-    """Return the layer's output in FP64, computed on what the cache holds."""
+    """Return the layer's output in FP64, with the same cache."""
     wide = copy.deepcopy(layer).double()
     doubled = None if cache is None else cache.double()
     cosines, sines = (t.double() for t in rope)
@@ -132,9 +131,9 @@ def main() -> None:
     """Run both phases and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--phases", nargs="+", default=["prefill", "decode"], choices=["prefill", "decode"])
-    parser.add_argument("--cache", type=int, default=1024, help="positions of the cache, the new one included")
+    parser.add_argument("--cache", type=int, default=1024, help="positions of the cache, including the new one")
     parser.add_argument("--skip", nargs="+", default=[], choices=PEERS, help="variants to leave out")
-    parser.add_argument("--resume", nargs="+", type=Path, default=[], help="results whose rows need no repetition")
+    parser.add_argument("--resume", nargs="+", type=Path, default=[], help="result with rows to keep")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     head = harness.environment()

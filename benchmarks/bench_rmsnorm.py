@@ -1,13 +1,13 @@
-"""RMSNorm fused with the GEMM that follows, against the GEMM alone, eager PyTorch and torch.compile.
+"""Measures RMSNorm fused with the next GEMM, against the GEMM alone, eager PyTorch and torch.compile.
 
     python benchmarks/bench_rmsnorm.py --out benchmarks/results/rmsnorm_h100.json
     python benchmarks/bench_rmsnorm.py --set unseen --skip ways --out benchmarks/results/rmsnorm_unseen_h100.json
     python benchmarks/bench_rmsnorm.py --rows 16 4096 --dtypes bf16 --skip compile --out /tmp/r.json
 
 Each row: {"dtype", "m", "n", "k", "error_over_eager", "kernel", "ms": {name: ms}, "over_ours": {name: ratio, range}}.
-`ours` is what dispatch chooses; `gathered`, `beside` and `ahead` are the ways to take the statistic from x with the
-same tiles, where they are legal (`Sm90Config.means`); `statistic` is given the sums of squares that the GEMM before
-would have left; `gemm` is this library's GEMM without a norm: what the fused kernel can at best be as fast as.
+`ours` is dispatch's choice. `gathered`, `beside` and `ahead` compute the statistic from x with the same tiles, if legal
+(`Sm90Config.means`). `statistic` takes sums of squares, as from a previous GEMM. `gemm` is our GEMM without a norm, the
+limit for the fused kernel.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ VARIANTS: dict[str, Callable[[Inputs], Tensor]] = {
 
 
 def ways(x: Tensor, w: Tensor) -> dict[str, KernelSpec]:
-    """Return the kernel that serves `ours` for x (M, K) and w (K, N), in the other ways to take the means.
+    """Return the kernel of `ours` for x (M, K) and w (K, N), with each other way to compute the means.
 
-    A kernel of ordinary loads has one way.
+    A GEMV kernel has only one way.
     """
     device = device_of(torch.device("cuda", 0))
     signature, problem = harness.asked(norms.rmsnorm_op(), (x, w, EPS), device)
@@ -91,7 +91,7 @@ def ways(x: Tensor, w: Tensor) -> dict[str, KernelSpec]:
 
 
 def build_ahead(dtypes: list[str], problems: list[shapes.Shape], peers: list[str]) -> None:
-    """Compile all kernels side by side."""
+    """Compile all kernels in parallel."""
     calls: list[tuple[ops.Op, tuple[Any, ...]]] = []
     further: dict[KernelSpec, None] = {}
     for dtype, (m, n, k) in product(dtypes, problems):

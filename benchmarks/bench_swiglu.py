@@ -1,12 +1,12 @@
-"""SwiGLU as one kernel, against two GEMMs, eager PyTorch and torch.compile.
+"""Measures SwiGLU as one kernel, against two GEMMs, eager PyTorch and torch.compile.
 
     python benchmarks/bench_swiglu.py --out benchmarks/results/swiglu_h100.json
     python benchmarks/bench_swiglu.py --set unseen --out benchmarks/results/swiglu_unseen_h100.json
     python benchmarks/bench_swiglu.py --rows 16 4096 --skip compile --out /tmp/r.json
 
 Each row: {"dtype", "m", "n", "k", "error_over_eager", "kernel", "ms": {name: ms}, "over_ours": {name: ratio, range}};
-N is the number of columns that are written. `two_gemms` are this library's, the second with the first one's result as a
-tile; `eager_one_linear` multiplies by both weights at once, as serving engines keep them, and then gates.
+N is the number of output columns. `two_gemms` are this library's; the second takes the first one's result as a tile.
+`eager_one_linear` multiplies by both weights at once, as serving engines store them, and then gates.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def one_linear(x: Tensor, both: Tensor) -> Tensor:
 
 
 def two_gemms(x: Tensor, both: Tensor, out: Tensor) -> Tensor:
-    """Compute the same as :func:`cutlass_ops.gemm_swiglu` does where no kernel takes both weights."""
+    """Compute the same with two GEMMs, the fallback of :func:`cutlass_ops.gemm_swiglu`."""
     gate, up = both.chunk(2)
     gated = co.gemm(x, gate.t(), epilogue=builtin.swiglu_gate)
     return co.gemm(x, up.t(), epilogue=builtin.swiglu_up, gate=gated, out=out)
 
 
 def build_ahead(dtypes: list[str], problems: list[shapes.Shape]) -> None:
-    """Compile all kernels side by side."""
+    """Compile all kernels in parallel."""
     calls: list[tuple[ops.Op, tuple[Any, ...]]] = []
     for dtype, (m, n, k) in product(dtypes, problems):
         x, w, gate = (torch.empty(s, device="meta", dtype=DTYPES[dtype]) for s in ((m, k), (n, k), (m, n)))

@@ -1,10 +1,10 @@
-"""Writes down which kernels dispatch chooses, so that a change of its code is seen to change nothing else.
+"""Records which kernels dispatch chooses, so that a test shows unintended changes.
 
     python benchmarks/choices.py    # a few minutes; writes tests/golden/choices.json.gz, which tests/golden compares
 
-Asked are every problem of every table that ships, and drawn ones: epilogues, element types, majors, alignments and
-devices with and without tables. Run it where choices are meant to change (a table, the model, the space), and look at
-how many do, as it says. A kernel that is as fast as the chosen one but for a rounding is written down beside it.
+It covers every problem of every shipped table, and random ones: epilogues, element types, majors, alignments and
+devices with and without tables. Run it after a change that should change choices (a table, the model, the space), and
+check the number of changes that it prints. Kernels as fast as the chosen one up to rounding are recorded beside it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from cutlass_ops.tuner.tuning import signature_at
 
 GOLDEN = Path(__file__).parents[1] / "tests" / "golden" / "choices.json.gz"
 
-# Times that are no further apart are one time, added up in another order.
+# Times closer than this are equal, up to the order of sums.
 TIE = 1e-9
 WEIGHTS, ROWS = 3, 40  # of each drawn case
 TIMED = 16  # one in so many has its time written down
@@ -55,20 +55,20 @@ UNALIGNED = ((4097, 4097), (4098, 4098), (4100, 4100))
 
 @co.epilogue
 def statistics(acc, bias: co.Row):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """Reduce along each side, and leave a further tile."""
+    """Reduce along each side, and store another tile."""
     pre = acc + bias
     return {"d": co.relu(pre), "pre": pre, "square": co.sum_square(pre, dim=1), "top": co.max(pre, dim=0)}
 
 
 @co.epilogue
 def geglu(acc, up: co.Product):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """Have two products of which no table ships."""
+    """Two products, for which no table ships."""
     return co.gelu(acc) * up
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked of one signature on one device."""
+    """The problems of one signature on one device."""
 
     device: Device
     signature: OpSignature
@@ -82,7 +82,7 @@ class Case:
             yield chosen.ordered, [c.ordered for c in others if c.microseconds <= chosen.microseconds * (1 + TIE)]
 
     def times(self) -> list[tuple[float, str]]:
-        """Return the time that some of the chosen kernels are expected to take, and where it comes from."""
+        """Return the expected times of some chosen kernels, and their sources."""
         policy = policies.policy(self.signature, self.device)
         found = (policy.choose(problem) for problem in self.problems[::TIMED])
         return [(float(f"{c.microseconds:.9g}"), c.source) for c in found]
@@ -94,7 +94,7 @@ class Case:
 
 
 def shipped() -> Iterator[Case]:
-    """Yield what was measured, as the tables that ship say."""
+    """Yield the measured problems of the shipped tables."""
     for path in sorted(resources.tuned().glob("*.json")):
         table = tables.load(path)
         device = Device((9, 0), table.multiprocessors, table.device)
@@ -102,12 +102,12 @@ def shipped() -> Iterator[Case]:
 
 
 def drawn() -> Iterator[Case]:
-    """Yield drawn problems of many kinds of calls."""
+    """Yield random problems of many kinds of calls."""
     rng = random.Random(2026)
     for device, graph, dtype, a, b, (n, k) in _kinds():
         signature = signature_at(graph, Problem(1024, n, k), dtype, a, b, None, device)
         yield Case(device, signature, _problems(rng, n % 8, k % 8))
-    # Lines of one operand that are aligned to less than those of the other, as a view of a larger tensor has them.
+    # One operand with lower alignment than the other, such as a view of a larger tensor.
     for alignments in ((1, 8, 8), (8, 1, 8), (4, 8, 4), (8, 2, 1)):
         of = signature_at(builtin.bias_gelu.graph, Problem(1024, *EVEN), "bf16", "row", "col", None, H100)
         a, b, d = (Operand(o.dtype, o.major, to) for o, to in zip((of.a, of.b, of.d), alignments, strict=True))
@@ -182,10 +182,7 @@ def written(found: Iterable[Case]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Golden:
-    """One case as it was written down.
-
-    That is what may be chosen at each problem, the chosen one first; the times of some; what the first weight keeps.
-    """
+    """One recorded case: the possible choices at each problem, chosen first; some times; the first weight's kernels."""
 
     case: Case
     chosen: tuple[tuple[Ordered, ...], ...]
@@ -194,7 +191,7 @@ class Golden:
 
 
 def read(path: Path = GOLDEN) -> list[Golden]:
-    """Return what was written down."""
+    """Return the recorded cases."""
     data = json.loads(gzip.decompress(path.read_bytes()))
     kernels = [Ordered(config_from_json(config), TileOrder.from_json(order)) for config, order in data["kernels"]]
     found = []
@@ -222,11 +219,11 @@ def changed(golden: Golden) -> list[tuple[Problem, Ordered, Ordered]]:
 
 
 def main() -> None:
-    """Say what changed, and write the file."""
+    """Print what changed, and write the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=GOLDEN)
     out = parser.parse_args().out
-    # A user's own tables are not what ships.
+    # Ignore the user's tables.
     with tempfile.TemporaryDirectory() as nothing:
         os.environ["CUTLASS_OPS_TUNING_DIR"] = nothing
         if out.exists():

@@ -1,11 +1,11 @@
-"""Chooses the few kernels that serve any problem nearly as well as the whole space would, by what tables know.
+"""Chooses a few kernels that serve any problem nearly as well as the whole space, from tables.
 
     python benchmarks/choose_pool.py cutlass_ops/tuned/TABLE.json pool.json --count 96 --first 16
 
-Times are measured ones, else the cost model's, corrected by what was measured nearby. Further tables, such as another
-device's, speak where the first says nothing. Its first kernels are chosen in any case; the others follow in the order
-in which they help, over the shapes that are tuned and many more. What they are worth is for `tune_tables.py --pool` to
-measure; with fewer kernels than won before, a problem may lose its winner.
+Times are measured, else the cost model's, corrected by nearby measurements. Other tables, such as another device's,
+fill gaps of the first. The first table's first kernels are always chosen; the others follow in the order in which they
+help, over the tuned shapes and many more. `tune_tables.py --pool` then measures them. With fewer kernels than won
+before, a problem may lose its winner.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.kinds.sm90.model import Floats
 
-# A kernel that is nearly as fast as the best counts as well, as the model errs by so much.
+# The model's error: kernels within it of the best count as well.
 NEARLY = 0.05
 
 
 def choose(losses: Floats, first: int, count: int) -> list[int]:
-    """Return the kernels that together lose least, each the one that helps most besides those before it.
+    """Return the kernels that together lose least, each the one that helps most beside those before it.
 
     Parameters
     ----------
     losses : array
-        Of shape (problems, kernels): logarithms of times over the fastest's.
+        (problems, kernels): logarithms of times over the fastest's.
     first : int
-        How many kernels are chosen whatever they lose: the first ones, in their order.
+        Number of first kernels that are always chosen, in their order.
     count : int
-        How many are chosen in all, at most.
+        Most kernels to choose in all.
     """
     nearly = np.maximum(NEARLY - losses, 0).sum(0)
     chosen = list(range(min(first, count)))
@@ -50,17 +50,17 @@ def choose(losses: Floats, first: int, count: int) -> list[int]:
 
 
 def reached(losses: Floats, chosen: list[int]) -> Floats:
-    """Return what is lost at each problem with some kernels only; without any, a half of the speed."""
+    """Return the loss at each problem with only some kernels; with none, half of the speed."""
     return losses[:, chosen].min(1, initial=math.log(2.0))
 
 
 def main() -> None:
-    """Choose, and say what is lost against the whole space."""
+    """Choose, and print the loss against the whole space."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", type=Path, nargs="+")
     parser.add_argument("pool", type=Path)
     parser.add_argument("--count", type=int, default=96)
-    parser.add_argument("--first", type=int, help="how many of the first table's kernels are chosen in any case: all")
+    parser.add_argument("--first", type=int, help="first kernels of the first table to always choose; default: all")
     parser.add_argument("--drawn", type=int, default=700)
     args = parser.parse_args()
     given = [tables.load(path) for path in args.tables]

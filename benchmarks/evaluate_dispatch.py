@@ -1,9 +1,9 @@
-"""Says how much dispatch loses to the best of everything measured, at shapes that its table has and at others.
+"""Evaluates how much dispatch loses to the best measured kernel, at shapes of its table and at others.
 
     python benchmarks/evaluate_dispatch.py cutlass_ops/tuned/*.json
 
 Needs no GPU: the table's own measurements are the truth. A kernel that was not measured at a shape counts as twice as
-slow, and is not chosen there; at how many shapes the choice would have been such a kernel is said.
+slow and is not chosen there. The output says at how many shapes such a kernel would have been chosen.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cutlass_ops.declare.problem import Problem
 
 
 def chosen(found: Iterable[tuple[float, bool]]) -> str:
-    """Return the summary of what is lost, and how often the choice had raced."""
+    """Return the summary of losses, and how often the choice had raced."""
     losses, raced = zip(*found, strict=True)
     return f"{summary(losses)}; the first of all kernels had raced at {sum(raced)}"
 
@@ -37,16 +37,16 @@ def summary(losses: Iterable[float]) -> str:
 
 
 def loss(point: Point, kernels: Iterable[Config]) -> float:
-    """Return what the best of some kernels loses; 1 if none of them was measured."""
+    """Return the loss of the best of some kernels; 1 if none of them was measured."""
     kept = set(kernels)
     return min((m.behind for m in point.measured if m.config in kept), default=1.0)
 
 
 def left_out(table: Table, device: Device, group: Callable[[Problem], object]) -> Iterable[tuple[float, bool]]:
-    """Decide all problems of one group after the other by those of the others.
+    """Decide the problems of each group by the measurements of the other groups.
 
-    Yield what is lost by the choice among kernels that raced there, and whether that among all kernels is one of them.
-    Where it is not, nobody knows what it loses; where that is often, the model promises too much of what did not race.
+    Yield the loss of the choice among kernels that raced there, and whether the choice among all kernels raced too. If
+    not, its loss is unknown; if that is frequent, the model is too optimistic about kernels that did not race.
     """
     for name in dict.fromkeys(group(p.problem) for p in table.points):
         others = tuple(p for p in table.points if group(p.problem) != name)
@@ -60,7 +60,7 @@ def left_out(table: Table, device: Device, group: Callable[[Problem], object]) -
 
 
 def keeping(table: Table, device: Device, weights: Iterable[tuple[int, int]]) -> tuple[list[int], list[float]]:
-    """Return how many kernels weights keep, and what is lost by that: by prediction, over rows that nobody chose."""
+    """Return how many kernels weights keep, and the predicted loss by that at other numbers of rows."""
     policy = policies.Policy.of([table], table.signature, device, table.kernels)
     rows = sorted({m for m, _, _ in shapes.drawn(seed=5, count=400)})
     counts, losses = [], []

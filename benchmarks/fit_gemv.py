@@ -1,9 +1,9 @@
-"""Fits the cost model of kernels of ordinary loads to tuning tables, and says how well it ranks them.
+"""Fits the cost model of GEMV kernels to tuning tables, and prints how well it ranks them.
 
     python benchmarks/fit_gemv.py cutlass_ops/tuned/nvidia-h100*.json
 
 Prints the fitted :class:`cutlass_ops.kinds.gemv.model.Numbers`, to be copied there by hand.
-Tables of norms, second products and reductions are left out: these take time of their own.
+Tables of norms, second products and reductions are ignored, since these take extra time.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from cutlass_ops.declare.problem import Problem
 from cutlass_ops.kinds.gemv import model as model_gemv
 from cutlass_ops.kinds.gemv.model import H100, Numbers
 
-# {problem: {kernel: microseconds}}, problems of one table apart from those of another.
+# {problem: {kernel: microseconds}}, with the problems of each table kept apart.
 Measured = dict[tuple[int, Problem], dict[GemvConfig, float]]
 
-# Times far from the best of their problem say little about a choice.
+# Times far from the best of their problem matter little for a choice.
 RELEVANT = 0.1
 
 
 def read(found: Iterable[Table]) -> Measured:
-    """Return what tables say of GEMV kernels where there was a choice of them."""
+    """Return the measurements of GEMV kernels at problems with several of them."""
     times: Measured = defaultdict(dict)
     for number, table in enumerate(found):
         epilogue = table.signature.epilogue

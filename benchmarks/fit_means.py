@@ -1,10 +1,10 @@
-"""Fits what the cost model adds for means of A's rows to sweeps, and says how far off it is.
+"""Fits the cost model's extra time for means of A's rows to sweeps, and prints its error.
 
     python benchmarks/fit_means.py benchmarks/results/sweep_means_h100.json    # and later ones of single ways
 
-Reads results of sweep_means.py; what the last file says of a way counts. Prints the fitted
-:class:`cutlass_ops.kinds.sm90.model.Taking`, to be copied there by hand. Kernels that take means beside and visit all
-rows in their first wave of several are left out: dispatch has them visit new rows last.
+Reads results of sweep_means.py; the last file with a way counts. Prints the fitted
+:class:`cutlass_ops.kinds.sm90.model.Taking`, to be copied there by hand. Kernels of `beside` that visit all rows in the
+first of several waves are ignored, since dispatch lets them visit new rows last.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from cutlass_ops.declare.problem import Problem
 from cutlass_ops.kinds.sm90 import model
 from cutlass_ops.kinds.sm90.model import Floats, PerSchedule, Taking
 
-# What is further off says nothing about the rest.
+# Larger errors are outliers.
 _OUTLIER = 0.15
 
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """Kernels that take means in one way, each at a problem: what it takes without, and how much longer with.
+    """Kernels that compute means in one way, each at a problem: the time without means, and the extra time with them.
 
     Attributes
     ----------
     problems : tuple of Problem
-        Each kernel's.
+        The problem of each kernel.
     batch : model.Batch
         The kernels.
     given, later : array
-        Microseconds, of shape (kernels,).
+        Microseconds without means, and extra microseconds with them, (kernels,).
     """
 
     problems: tuple[Problem, ...]
@@ -52,7 +52,7 @@ class Measured:
 
     @classmethod
     def of(cls, rows: Sequence[dict[str, Any]], way: Means) -> Measured:
-        """Return what a sweep says of a way."""
+        """Return a sweep's measurements of a way."""
         found = []
         for row in rows:
             # Older sweeps have the order of tiles among the fields of the configuration.
@@ -67,7 +67,7 @@ class Measured:
         return cls(problems, model.Batch.of(configs), np.array(given), np.array(later))
 
     def errors(self, taking: Taking) -> Floats:
-        """Return by what part of its whole time the model is off for each kernel."""
+        """Return the model's error as a part of each kernel's whole time."""
         given = np.broadcast_to(self.given, (len(self.problems), len(self.given)))
         predicted = model.means(self.batch, self.problems, given, taking=taking).diagonal()
         return (predicted - self.later) / (self.given + self.later)
@@ -79,7 +79,7 @@ def _rows_first(config: Sm90Config, order: TileOrder, problem: Problem) -> bool:
 
 
 def latest(files: Sequence[Path]) -> dict[Means, Measured]:
-    """Return what sweeps say of each way: the last one that has it."""
+    """Return each way's measurements, from the last sweep that has it."""
     found = {}
     for rows in (json.loads(file.read_text())["rows"] for file in files):
         found |= {way: Measured.of(rows, way) for way in model.WAYS if any(way in row["us"] for row in rows)}
@@ -87,7 +87,7 @@ def latest(files: Sequence[Path]) -> dict[Means, Measured]:
 
 
 def loss(measured: Sequence[Measured], taking: Taking) -> float:
-    """Return the mean squared error, none counted for more than an outlier's."""
+    """Return the mean squared error, with outliers clipped."""
     errors = np.concatenate([each.errors(taking) for each in measured])
     return float(np.minimum(errors**2, _OUTLIER**2).mean())
 

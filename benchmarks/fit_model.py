@@ -1,8 +1,8 @@
-"""Fits the cost model's numbers of a chip to measurements, and says how well the model ranks.
+"""Fits the cost model's numbers of a chip to measurements, and prints how well the model ranks.
 
     python benchmarks/fit_model.py cutlass_ops/tuned/nvidia-h100*.json benchmarks/results/sweep_*_h100.json
 
-Reads tuning tables and the results of sweep.py. What is compared is what raced together: each file by itself.
+Reads tuning tables and the results of sweep.py. Only kernels that raced together are compared: each file by itself.
 
 Prints the fitted :class:`cutlass_ops.kinds.sm90.model.Costs`, to be copied there by hand.
 """
@@ -33,7 +33,7 @@ Lines = tuple[model.Extent, model.Extent]
 _SLUG = re.compile(r"sm90_(\d+)x(\d+)x(\d+)_(\d+)x(\d+)_(?P<schedule>ws|pp|coop)(?P<swap>_swap)?")
 _SCHEDULES: dict[str, Schedule] = {"ws": "warp_specialized", "pp": "pingpong", "coop": "cooperative"}
 
-# Times far from the best of their shape say little about a choice.
+# Times far from the best of their shape matter little for a choice.
 RELEVANT = 0.15
 
 
@@ -56,7 +56,7 @@ def read(path: Path) -> Sweep:
 
 
 def _read_table(table: tables.Table) -> Sweep:
-    # Two products take as long as one of twice the columns, which is what the model is asked for.
+    # Two products take as long as one with twice the columns, which the model predicts.
     products = 1 + len(table.signature.epilogue.products)
     found: Sweep = {}
     for point in table.points:

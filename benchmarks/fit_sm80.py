@@ -1,4 +1,4 @@
-"""Fits the Sm80 cost model to a sweep, and says how well it ranks.
+"""Fits the Sm80 cost model to a sweep, and prints how well it ranks.
 
     python benchmarks/fit_sm80.py benchmarks/results/sweep_sm80_h100.json
 
@@ -21,18 +21,18 @@ from cutlass_ops.declare.problem import Problem
 from cutlass_ops.kinds.sm80 import model as model_sm80
 from cutlass_ops.kinds.sm80.model import Costs
 
-# Alignment and problem; and what each configuration took there, in microseconds.
+# Alignment and problem, and each configuration's microseconds there.
 Place = tuple[int, Problem]
 Sweep = dict[Place, dict[Sm80Config, float]]
 
 _SLUG = re.compile(r"sm80_(\d+)x(\d+)x(\d+)_(\d+)x(\d+)x(\d+)_16x8x16_s(\d)(_streamk)?")
 MULTIPROCESSORS = 132
-# Times far from the best of their problem say little about a choice.
+# Times far from the best of their problem matter little for a choice.
 RELEVANT = 0.3
 
 
 def read(path: Path) -> Sweep:
-    """Return what a sweep measured."""
+    """Return a sweep's measurements."""
     rows = json.loads(path.read_text())["rows"]
     return {
         (r["alignment"], Problem(r["m"], r["n"], r["k"])): {parse(slug): ms * 1e3 for slug, ms in r["times"].items()}

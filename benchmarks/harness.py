@@ -1,7 +1,7 @@
-"""Variants timed against each other with :mod:`cutlass_ops.tuner.timing`, ratios per round, and results as files.
+"""Timing of variants against each other with :mod:`cutlass_ops.tuner.timing`, ratios per round, and result files.
 
-In each round every variant runs once, in a fresh random order: a fixed order would give the one that follows a pause a
-cooler chip. A ratio is formed within a round, then the median over rounds.
+In each round every variant runs once, in a new random order, since the first after a pause has a cooler chip. Ratios
+are formed within a round, then the median over rounds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ROUNDS = 25
 
 @dataclass(frozen=True)
 class Timing:
-    """Times of one variant, in milliseconds a call, one for each round."""
+    """Times of one variant, in milliseconds per call, one for each round."""
 
     rounds: tuple[float, ...]
 
@@ -49,14 +49,14 @@ class Timing:
 
 
 def time_interleaved(variants: Mapping[str, Run], expected_us: float, rounds: int = ROUNDS) -> dict[str, Timing]:
-    """Time variants against each other. From here on no kernel is compiled in the background of the process.
+    """Time variants against each other. This stops background compilation in the process.
 
     Parameters
     ----------
     variants : mapping of str to callable
-        Each is called with a launch index, from which it picks its inputs.
+        Each takes a launch index, by which it chooses its inputs.
     expected_us : float
-        Rough time of one call, which sets how many fit in a replay.
+        Rough time of one call, to decide the number of calls in a replay.
     rounds : int
         Rounds that count; one more warms up.
     """
@@ -81,7 +81,7 @@ def ratios(ours: Timing, peer: Timing) -> dict[str, float]:
 
 
 def compare(variants: Mapping[str, Run], expected_us: float) -> dict[str, Any]:
-    """Time variants against each other; return milliseconds, and every other one's time over that of the first."""
+    """Time variants against each other; return milliseconds, and the others' times over the first one's."""
     times = time_interleaved(variants, expected_us)
     ours, *others = variants
     return {
@@ -91,15 +91,15 @@ def compare(variants: Mapping[str, Run], expected_us: float) -> dict[str, Any]:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function as torch.compile makes it with max-autotune, for one shape."""
+    """Compile a function with torch.compile and max-autotune, for one shape."""
     torch._dynamo.reset()
-    # Threads, since autotuning compiles again what worker processes compiled: 8 s a shape instead of 1.
+    # Threads, since autotuning repeats the compilations of worker processes: 8 s per shape instead of 1.
     torch._inductor.config.compile_threads = 1
     return torch.compile(function, mode="max-autotune-no-cudagraphs", dynamic=False)
 
 
 def side_by_side(calls: Iterable[Callable[[], object]]) -> None:
-    """Make calls at the same time, so that the kernels that they need are compiled at the same time."""
+    """Make calls in parallel, so that their kernels are compiled in parallel."""
     waiting = list(calls)
     with ThreadPoolExecutor(len(waiting)) as pool:
         for future in [pool.submit(call) for call in waiting]:
@@ -107,14 +107,14 @@ def side_by_side(calls: Iterable[Callable[[], object]]) -> None:
 
 
 def asked(op: Op, arguments: Sequence[Any], device: Device) -> tuple[OpSignature, Problem]:
-    """Return what dispatch is asked for an op's call; its tensors need no data."""
+    """Return the signature, device and problem of an op's call, whose tensors need no data."""
     a, b, *inputs = arguments
     call = check_call(op.graph, a, b, dict(zip((i.name for i in op.graph.inputs), inputs, strict=True)), None, None)
     return signature_of(call, device), call.problem
 
 
 def build_ahead(calls: Iterable[tuple[Op, Sequence[Any]]]) -> None:
-    """Compile side by side the kernels of calls: each an op and its arguments, tensors on the device "meta"."""
+    """Compile the kernels of calls in parallel. Each is an op and its arguments, with tensors on "meta"."""
     device = device_of(torch.device("cuda", 0))
     specs = {}
     for op, arguments in calls:
@@ -129,7 +129,7 @@ def check(found: Tensor, exact: Tensor, eager: Tensor) -> float:
     Raises
     ------
     AssertionError
-        If the error is more than twice eager PyTorch's, or anything was left unwritten.
+        If the error is more than twice eager PyTorch's, or an element was not written.
     """
     assert not found.isnan().any(), "output left unwritten"
     ours, theirs = ((x.double() - exact).norm() / exact.norm() for x in (found, eager))
@@ -144,7 +144,7 @@ def geomean(values: list[float]) -> float:
 
 
 def environment() -> dict[str, Any]:
-    """Return the chip, date and versions that a result belongs to."""
+    """Return the chip, date and versions of a result."""
     import cutlass_ops
 
     properties = torch.cuda.get_device_properties(0)
@@ -169,7 +169,7 @@ def measured(paths: list[Path], environment: dict[str, Any]) -> list[dict[str, A
     Raises
     ------
     SystemExit
-        If a result belongs to another chip, date or version: one table never mixes them.
+        If a result has another chip, date or version, since one table never mixes them.
     """
     rows: list[dict[str, Any]] = []
     for path in paths:
@@ -182,7 +182,7 @@ def measured(paths: list[Path], environment: dict[str, Any]) -> list[dict[str, A
 
 
 def save(path: Path, result: Mapping[str, Any]) -> None:
-    """Write a result, one row a line, so that a change of it reads well."""
+    """Write a result, one row per line, for readable diffs."""
     path.parent.mkdir(parents=True, exist_ok=True)
     head = {key: value for key, value in result.items() if key != "rows"}
     rows = ",\n  ".join(json.dumps(row) for row in result["rows"])

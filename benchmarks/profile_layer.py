@@ -1,10 +1,10 @@
-"""Where the time of a decoder layer goes, kernel by kernel: ours and torch.compile's, by PyTorch's profiler.
+"""Profiles a decoder layer kernel by kernel with PyTorch's profiler: ours and torch.compile's.
 
     python benchmarks/profile_layer.py --out benchmarks/results/layer_kernels_h100.json
 
-The layers are those of bench_layer.py. Kernels that overlap are counted in full each, and gaps between kernels not at
-all, so that the sum is not the layer's time. Each row: {"phase", "m", "variant", "kind", "kernel", "count", "us"} for
-one call of the layer, where the kind is "gemm", "attention" or "other".
+The layers are those of bench_layer.py. Overlapping kernels are counted in full and gaps between kernels not at all, so
+the sum is not the layer's time. Each row: {"phase", "m", "variant", "kind", "kernel", "count", "us"} for one call of
+the layer. The kind is "gemm", "attention" or "other".
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ KINDS = {
 
 
 def kind_of(kernel: str) -> str:
-    """Say what a kernel does, by its name."""
-    # torch.compile names a pointwise kernel after all that it stands between.
+    """Return the kind of a kernel by its name."""
+    # torch.compile names a pointwise kernel after its neighbours too.
     if "triton_poi" in kernel:
         return "other"
     return next((kind for kind, parts in KINDS.items() if any(part in kernel.lower() for part in parts)), "other")
 
 
 def kernels_of(run: Callable[[], object]) -> list[dict[str, Any]]:
-    """Return the kernels of one call, the longest first."""
+    """Return the kernels of one call, longest first."""
     for _ in range(3):
         run()
     torch.cuda.synchronize()
@@ -66,7 +66,7 @@ def main() -> None:
     """Profile both layers in both phases and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=["prefill:4096", "decode:1", "decode:64"])
-    parser.add_argument("--cache", type=int, default=1024, help="positions of the cache, the new one included")
+    parser.add_argument("--cache", type=int, default=1024, help="positions of the cache, including the new one")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     torch.manual_seed(0)

@@ -1,13 +1,12 @@
-"""Races the tile and clusters that cuBLAS takes at a problem, where the configuration space has them.
+"""Races configurations with the tile and clusters of cuBLAS's kernel at a problem, if the space has them.
 
     python benchmarks/race_twins.py --op bias_relu --folder /tmp/tables
     python benchmarks/race_twins.py --op gemm --layout row-row --shapes majors --part 1/2 --folder /tmp/tables
     python benchmarks/race_twins.py --problems 418x4864x11776 --first 14 --folder /tmp/tables    # why a result loses
 
-What dispatch chooses races beside them; at problems that the shipped table does not have the cost model's first kernels
-as well, at those it has the two best, and of those only where a peer is within 3% of the best. What is in the folder is
-shipped by ship_table.py. cuBLAS's choice is in the names of its kernels, which it makes no promise of: a name that is
-not understood has no twin.
+Dispatch's choice races beside them. At new problems, the cost model's first kernels race too. At problems of the
+shipped table, the two best race, and only if a peer is within 3% of the best. ship_table.py ships the folder's tables.
+cuBLAS's choice is read from its kernels' names, which may change: a name that is not understood has no twin.
 """
 
 from __future__ import annotations
@@ -42,26 +41,26 @@ from cutlass_ops.tuner.measuring import Measurer
 
 # nvjet_sm90_tst_128x216_64x4_2x1_v_bz_coopA_relubias_TNT: tile, K and stages, clusters, order, schedule, epilogue.
 _NAME = re.compile(r"nvjet_sm90_[a-z]+_(\d+)x(\d+)_\d+x\d+_(\d)x(\d)_[a-z]_[a-z]+(?:_(coop))?")
-# A peer's time over the best kernel's, below which the kernels that raced may not be the right ones.
+# If a peer's time over the best kernel's is below this, better kernels may not have raced.
 _NEAR = 1.03
 _TILE_M = (64, 128, 192, 256)
-# Tiles so narrow are faster with K steps of 128 as often as not.
+# Tiles this narrow are as often faster with K steps of 128.
 _SHORT = 96
 _ROUNDS = 11
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What may race at a problem.
+    """The possible racers at a problem.
 
     Attributes
     ----------
     usual : tuple of Config
-        Without cuBLAS's tiles, beginning with what dispatch chooses.
+        Without cuBLAS's tiles, dispatch's choice first.
     twins : tuple of Sm90Config
-        With cuBLAS's tile and clusters, those that are not among the usual ones and have not raced.
+        With cuBLAS's tile and clusters, if not among the usual ones and not raced yet.
     raced : bool
-        Whether the usual ones have raced, and need not do so again alone.
+        Whether the usual ones have raced, so that they need not race again without twins.
     """
 
     problem: Problem
@@ -92,7 +91,7 @@ def twins(name: str) -> Iterator[Sm90Config]:
 
 
 def cublas_kernels(op: str, dtype: str, layout: str, problems: Sequence[Problem]) -> dict[Problem, str]:
-    """Return the name of the kernel that cuBLAS runs at each problem; of several, the longest."""
+    """Return the name of cuBLAS's kernel at each problem; of several, the longest-running."""
     bench, found = BENCHMARKS[op], {}
     call = bench.cublaslt or bench.eager
     for problem in problems:
@@ -106,7 +105,7 @@ def cublas_kernels(op: str, dtype: str, layout: str, problems: Sequence[Problem]
 
 
 def near(points: Iterable[Point]) -> list[Problem]:
-    """Return the problems at which a peer is nearly as fast as the best kernel, or faster; none that is reported."""
+    """Return the problems at which a peer is nearly as fast as the best kernel, or faster, except reported ones."""
     reported = {*shapes.GRID, *shapes.UNSEEN, *shapes.LAST}
     return [
         p.problem
@@ -118,7 +117,7 @@ def near(points: Iterable[Point]) -> list[Problem]:
 
 
 def entries(policy: policies.Policy, names: dict[Problem, str], first: int) -> list[Entry]:
-    """Return what may race at each problem."""
+    """Return the possible racers at each problem."""
     signature, known = policy.signature, {p.problem: p for p in policy.own.points} if policy.own else {}
     found = []
     for problem, name in names.items():
@@ -134,7 +133,7 @@ def entries(policy: policies.Policy, names: dict[Problem, str], first: int) -> l
 
 
 def limited(found: Iterable[Entry], known: Iterable[Config], most: int) -> list[Entry]:
-    """Return what races, with so many kernels at most that are not known: those that are twins most often."""
+    """Return the racers with at most this many unknown kernels: those that are twins most often."""
     listed, pool = list(found), set(known)
     uses = Counter(c for e in listed for c in e.twins if c not in pool)
     allowed = pool | {c for c, _ in uses.most_common(most)}
@@ -143,7 +142,7 @@ def limited(found: Iterable[Entry], known: Iterable[Config], most: int) -> list[
 
 
 def line(entry: Entry, name: str, point: Point) -> str:
-    """Return what came out at a problem: cuBLAS's kernel, the peers, what is chosen, the best twin, the best of all."""
+    """Return a problem's result: cuBLAS's kernel, the peers, the choice, the best twin, the best of all."""
     best: dict[Config, float] = {}
     for measured in point.measured:
         best.setdefault(measured.config, measured.microseconds)
@@ -164,11 +163,13 @@ def main() -> None:
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
     parser.add_argument("--layout", choices=LAYOUTS, default="row-col", help="majors of A and B")
     parser.add_argument("--shapes", choices=list(SHAPES), default="tuning")
-    parser.add_argument("--problems", nargs="+", type=problems_of, help="these instead: 418x4864x11776")
-    parser.add_argument("--first", type=int, default=3, help="so many of the model's at a problem that is new")
-    parser.add_argument("--most", type=int, default=100, help="so many kernels that the table does not have")
+    parser.add_argument(
+        "--problems", nargs="+", type=problems_of, help="these problems instead, such as 418x4864x11776"
+    )
+    parser.add_argument("--first", type=int, default=3, help="number of the model's kernels at a new problem")
+    parser.add_argument("--most", type=int, default=100, help="most kernels that the table does not have")
     parser.add_argument("--part", default="0/1", help="1/2: the second half of the races, for another GPU")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing new after so long")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no race after this many seconds")
     parser.add_argument("--folder", type=Path, required=True)
     args = parser.parse_args()
     device = torch.device("cuda", 0)

@@ -1,7 +1,5 @@
 """Writes docs/performance.md, its plots and README.md's table of speed from the raw results.
 
-No number there is typed by hand.
-
     python benchmarks/report.py                                        # all of benchmarks/results
     python benchmarks/report.py /tmp/gemm_a.json --host --compile --out /tmp/report.md    # one file and nothing else
 
@@ -69,31 +67,31 @@ How a ratio is measured:
 
 | Set | Shapes ([shapes.py](../benchmarks/shapes.py)) |
 | --- | --- |
-| grid | Four weights of an 8B model with 1 to 8192 rows, and squares. The shipped tables are tuned on these, too. |
+| grid | Four weights of an 8B model with 1 to 8192 rows, and squares. The shipped tables are also tuned on these. |
 | grid, held out | The grid. Each half is served as if only the other half had been tuned. |
-| unseen | Other weights and numbers of rows than any that was tuned. |
+| unseen | Weights and numbers of rows that were not tuned. |
 | last | Problems drawn at random after tables and model were finished. |
 | decode | Weights of 200 MB and more, with up to 64 rows. |
-| misaligned | N or K that 16 bytes do not divide; and N = 1000 and K = 1000, which they do. |
+| misaligned | N or K that is not a multiple of 16 bytes; also N = 1000 and K = 1000, which are. |
 
 *Were the epilogue free* is the geometric mean if ours took no longer than our GEMM without an epilogue. That GEMM is
-timed in the same rounds. What is missing beyond this mean lies in the GEMM, not in the epilogue.
+timed in the same rounds. The rest of a loss is due to the GEMM, not the epilogue.
 
 – means: not measured.
 
 ```bash
-python benchmarks/bench_gemm.py --out benchmarks/results/gemm_h100.json  # on a GPU; --help lists what can be chosen
+python benchmarks/bench_gemm.py --out benchmarks/results/gemm_h100.json  # on a GPU; see --help
 python benchmarks/bench_host.py --out benchmarks/results/host_h100.json  # on a GPU
-python benchmarks/bench_compile.py --out benchmarks/results/compile_2_processors.json  # without one
-python benchmarks/stale.py  # which rows are to be measured again since dispatch has another kernel, without one
-python benchmarks/report.py  # this document, without one
+python benchmarks/bench_compile.py --out benchmarks/results/compile_2_processors.json  # without a GPU
+python benchmarks/stale.py  # rows to measure again, since dispatch has another kernel; without a GPU
+python benchmarks/report.py  # this document, without a GPU
 ```
 
-[NOTES.md](../benchmarks/NOTES.md) records what was tried, and what came out.
+[NOTES.md](../benchmarks/NOTES.md) records experiments and their results.
 """
 
 SUMMARY = """\
-*Kernels changed since* counts the shapes of a result at which dispatch now chooses another kernel than was measured.
+*Kernels changed since* counts the shapes of a result at which dispatch no longer chooses the measured kernel.
 """
 
 # README.md has this between its two marks.
@@ -102,7 +100,7 @@ OVERVIEW = "overview"
 
 
 class Line(NamedTuple):
-    """A line of README.md's table: what it is called, its file of results, and the majors of A and B."""
+    """A line of README.md's table: its title, its file of results, and the majors of A and B."""
 
     title: str
     result: str
@@ -125,7 +123,7 @@ LINES = (
 
 
 class Case(NamedTuple):
-    """What a table has in common; its shapes are M, N and K."""
+    """The common properties of a table's rows."""
 
     set: str
     op: str
@@ -179,7 +177,7 @@ def read(path: Path) -> Result:
     Raises
     ------
     SystemExit
-        If a case has a shape twice: a matrix would show one of them and hide the other.
+        If a case has a shape twice, since a matrix would hide one of them.
     """
     data = json.loads(path.read_text())
     rows = [{**_DEFAULTS, **row} for row in data.pop("rows")]
@@ -197,7 +195,7 @@ def read_causes(path: Path) -> dict[str, list[dict[str, Any]]]:
     Raises
     ------
     SystemExit
-        If a key is unknown: misspelt, a condition would not count, and the entry would match too much.
+        If a key is unknown, since a misspelt condition would match too much.
     """
     entries = {"about": [], "cause": [], **tomllib.loads(path.read_text())}
     keys = {"about": {"result", "geomean", "text"}, "cause": {*_EXACT, "ratio", "text"}}
@@ -268,14 +266,14 @@ def cause(entries: Sequence[dict[str, Any]], name: str, row: Row) -> str:
 
 
 def about(entries: Sequence[dict[str, Any]], result: Result) -> str | None:
-    """Return what is to be said of a result's circumstances, if anything."""
+    """Return causes.toml's text on a result's circumstances, if there is one."""
     geomean = round(statistics.geometric_mean(ratios(result.rows)), 3)
     texts = [e["text"].strip() for e in entries if e["result"] == result.name and e["geomean"] == geomean]
     return texts[0] if texts else None
 
 
 def others(name: str) -> str | None:
-    """Return how many of a result's kernels are no longer chosen, as stale.py counted them; nothing where all are."""
+    """Return a sentence on how many of a result's kernels are no longer chosen, by stale.py; empty if none."""
     counted = _counted(name)
     if not counted["others"]:
         return None
@@ -302,7 +300,7 @@ def table(header: Sequence[object], rows: Iterable[Sequence[object]], text: Sequ
 
 
 def share(part: int, whole: int) -> str:
-    """Return a part in numbers and per cent."""
+    """Return a part as numbers and per cent."""
     return f"{part} of {whole} ({100 * part / whole:.0f}%)"
 
 
@@ -312,7 +310,7 @@ def microseconds(ms: float | None) -> str:
 
 
 def environment(head: dict[str, Any]) -> str:
-    """Return where and with what a result was measured, as far as the file says."""
+    """Return chip, date and versions of a result, as far as the file has them."""
     keys = ("driver", "power_limit", "python", "torch", "cuda", "cutlass_ops")
     parts = [f"`{key}` {head[key]}" for key in keys if key in head]
     return ", ".join([head["chip"], f"measured on {head['date']}", *parts])
@@ -552,7 +550,7 @@ def document(
 
 
 def moved_bytes(row: Row) -> int:
-    """Return the bytes of operands, inputs and D, each once. D is of the operands' type, as bench_gemm.py has it."""
+    """Return the bytes of operands, inputs and D, each once. D has the operands' type, as in bench_gemm.py."""
     m, n, k = problem(row)
     elements = m * k + n * k + m * n
     # An op's name lists its inputs.
@@ -569,13 +567,13 @@ def roofline_point(row: Row) -> tuple[float, float]:
 
 
 def ceilings(head: dict[str, Any]) -> tuple[float, float] | None:
-    """Return TFLOP/s of the Tensor Cores and TB/s of device memory, or None for a chip whose peaks are not known."""
+    """Return TFLOP/s of the Tensor Cores and TB/s of device memory, or None for an unknown chip."""
     peaks = CHIPS.get(head["chip"])
     return (peaks.tflops, peaks.gb_per_s / 1e3) if peaks else None
 
 
 def roofline_text(result: Result) -> str:
-    """Return what the roofline plot shows."""
+    """Return the description of the roofline plot."""
     text = "TFLOP/s of ours over arithmetic intensity. Operands, inputs and D are counted once."
     if (found := ceilings(result.head)) is None:
         return f"{text} Ceilings of this chip are not known to `cutlass_ops/declare/roofline.py`."
@@ -621,7 +619,7 @@ def figures(results: Iterable[Result]) -> list[Figure]:
 
 
 def plot_path(figure: Figure, out: Path) -> Path:
-    """Return where a document's plot lies: in a folder named as the document."""
+    """Return the path of a document's plot, in a folder with the document's name."""
     return out.with_suffix("") / f"{figure.name}.svg"
 
 
@@ -697,7 +695,7 @@ def _draw_roofline(axes: Any, figure: Figure) -> None:
 
 
 def main() -> None:
-    """Write the document and its plots, and with docs/performance.md what README.md says of speed."""
+    """Write the document and its plots, and with docs/performance.md also README.md's table of speed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", nargs="*", type=Path, default=sorted(RESULTS.glob("gemm*.json")))
     parser.add_argument("--host", nargs="*", type=Path, default=sorted(RESULTS.glob("host*.json")))

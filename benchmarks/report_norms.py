@@ -1,9 +1,9 @@
-"""Writes docs/norms.md from the raw results of norms and gates, so that no number there is typed by hand.
+"""Writes docs/norms.md from the raw results of norms and gates.
 
     python benchmarks/report_norms.py
 
-Needs no GPU. It reads the files of benchmarks/results that bench_rmsnorm.py, bench_swiglu.py, bench_layer.py,
-profile_layer.py and accuracy_rmsnorm.py wrote; a part whose file does not exist says so.
+Needs no GPU. It reads the results of bench_rmsnorm.py, bench_swiglu.py, bench_layer.py, profile_layer.py and
+accuracy_rmsnorm.py in benchmarks/results. A part without its file says so.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def number(value: float | None) -> str:
 
 
 def own_gemm(row: Row) -> float:
-    """Return our time over that of our GEMM without the norm: as the median of the rounds' ratios has it."""
+    """Return our time over that of our GEMM without the norm, the median of the rounds' ratios."""
     return 1 / row["over_ours"]["gemm"]["median"]
 
 
@@ -64,7 +64,7 @@ def _case(row: Row) -> str:
 
 
 def losses(rows: Iterable[Row]) -> str:
-    """Say at which shapes a peer is faster, and by how much."""
+    """Return the shapes at which a peer is faster, and by how much, as text."""
     lost = [(row, name) for row in rows for name in PEERS if (median(row, name) or 1) < 1]
     if not lost:
         return "No peer is faster at any of these shapes."
@@ -152,7 +152,7 @@ def layer(data: Row) -> str:
 
 
 def layer_kernels(data: Row) -> str:
-    """Return the table of a decoder layer's kernels, those that take a hundredth of its time or more."""
+    """Return the table of a decoder layer's kernels that take at least 1% of its time."""
     cells = []
     for phase, m, variant in dict.fromkeys((row["phase"], row["m"], row["variant"]) for row in data["rows"]):
         mine = [r for r in data["rows"] if (r["phase"], r["m"], r["variant"]) == (phase, m, variant)]
@@ -169,20 +169,20 @@ def layer_kernels(data: Row) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """What a result was to reach.
+    """A target of a result.
 
     Attributes
     ----------
     what : str
-        In words.
+        Description.
     file : str
         The result, in benchmarks/results.
     concerns : callable
-        Whether a row is meant.
+        Whether a row counts.
     value, reached : callable
-        What was measured, and whether that is enough.
+        The measured value of a row, and whether it reaches the target.
     missed : str
-        Why it is not reached, where that is so.
+        Why the target is missed, if it is.
     """
 
     what: str
@@ -258,7 +258,7 @@ def overview(results: Path) -> str:
 
 
 def targets(results: Path) -> str:
-    """Return a table of targets: which are reached, at which shapes others are not, and why."""
+    """Return a table of targets: whether each is reached, and if not, at which shapes and why."""
     cells = []
     for target in TARGETS:
         path = results / target.file

@@ -1,7 +1,7 @@
-"""The problems that are measured, and those that the shipped tables are tuned on.
+"""The problems that benchmarks measure and that the shipped tables are tuned on.
 
-``GRID`` is what results are reported over: four weights of an 8B model with 1 to 8192 rows, and squares. ``TUNING`` has
-these and the weights of other models, so that dispatch has something to go by nearly everywhere.
+``GRID`` is for reported results: four weights of an 8B model with 1 to 8192 rows, and squares. ``TUNING`` also has the
+weights of other models, so that dispatch has measurements nearly everywhere.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ OTHER_WEIGHTS = (
     *((32000, 4096), (128256, 4096), (1536, 8960), (11008, 4096), (4096, 11008)),
 )
 OTHER_ROWS = (1, 8, 32, 64, 96, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 6144)
-# Weights and numbers of rows that powers of two divide less often.
+# Weights and numbers of rows that are less divisible by powers of two.
 IRREGULAR_WEIGHTS = (
     *((3584, 3584), (18944, 3584), (4608, 3584), (2560, 9728)),
     *((9728, 2560), (6144, 2048), (4096, 12288), (5120, 17408)),
 )
-# Lines in memory that begin between the L2 cache's.
+# Lines in memory that are not aligned to those of the L2 cache.
 ODD_WEIGHTS = ((4096, 1000), (1000, 4096), (2728, 1032), (1064, 2728), (5000, 11000))
 ODD_ROWS = (16, 48, 128, 256, 512, 1024, 2048, 4096)
-# Rows of a column-major A, whose lines then begin between the cache's; and such that its lines are shorter than those.
+# Rows of a column-major A with lines that are not aligned to the cache's, or are shorter.
 ODD_LINES = (
     *(40, 72, 104, 136, 168, 216, 248, 280, 328, 392, 440, 488, 552, 632),
     *(712, 808, 904, 1048, 1208, 1416, 1656, 1912, 2232, 2712, 3304, 4104, 5208),
@@ -40,7 +40,7 @@ IRREGULAR_ROWS = (
     *(4, 20, 40, 56, 80, 112, 144, 160, 224, 288, 320, 448),
     *(576, 640, 704, 896, 1152, 1280, 1408, 1664, 1920, 2304, 2816, 4608),
 )
-# Mixtures of experts and small models, with numbers of rows as tokens come.
+# Mixtures of experts and small models, with numbers of rows as for tokens.
 EXPERT_WEIGHTS = (
     *((7168, 2048), (4096, 7168), (2112, 7168), (24576, 1536), (32768, 512), (1408, 2048), (2048, 1408)),
     *((10944, 2048), (2048, 10944), (2880, 2880), (5120, 2880), (6912, 2560), (2560, 6912)),
@@ -57,7 +57,7 @@ def _grid() -> tuple[Shape, ...]:
 
 
 def drawn(seed: int, count: int) -> tuple[Shape, ...]:
-    """Draw problems of all sizes: weights that 64 to 512 divide and any number of rows, each scale as likely."""
+    """Draw problems of all sizes: weights in multiples of 64 to 512 and any number of rows, log-uniform."""
     rng = random.Random(seed)
 
     def extent(largest: float) -> int:
@@ -68,7 +68,7 @@ def drawn(seed: int, count: int) -> tuple[Shape, ...]:
 
 
 def _tuning() -> tuple[Shape, ...]:
-    # Three row counts in five of each weight, other ones for each, so that neighbours complete each other.
+    # Three of five row counts for each weight, in turn, so that similar weights complete each other.
     others = [
         (m, n, k)
         for at, (n, k) in enumerate(OTHER_WEIGHTS)
@@ -99,10 +99,10 @@ def _tuning() -> tuple[Shape, ...]:
 
 
 def _majors() -> tuple[Shape, ...]:
-    # A leading dimension that 16 bytes do not divide is another signature's.
+    # A leading dimension that is not a multiple of 16 bytes belongs to another signature.
     odd = [(m, n, k) for n, k in ODD_WEIGHTS for m in ODD_ROWS]
     between = [(m, n, k) for n, k in ((2048, 2048), (8192, 2048), (11008, 4096), (5120, 5120)) for m in (32, 192, 768)]
-    # Three numbers of rows of each other weight, as a layer's gradients need them too.
+    # Three numbers of rows for the other weights, which gradients of a layer need too.
     others = [
         (m, n, k)
         for at, (n, k) in enumerate((*OTHER_WEIGHTS, *IRREGULAR_WEIGHTS))
@@ -134,31 +134,31 @@ def _unseen() -> tuple[Shape, ...]:
 
 GRID = _grid()
 TUNING = _tuning()
-# What operands of other majors than a linear layer's are tuned at.
+# Tuning problems for other majors than a linear layer's.
 MAJORS = _majors()
-# What a column-major A is tuned at besides.
+# Other tuning problems for a column-major A.
 LINES = _lines()
-# Other weights and other numbers of rows than any that was tuned.
+# Weights and numbers of rows that were not tuned.
 UNSEEN = _unseen()
-# Drawn when tables and model were what they are: unlike UNSEEN's, no result at these was known when they were made.
+# Drawn after tables and model were finished: unlike for UNSEEN, no result was known before.
 LAST = drawn(seed=2026, count=60)
-# N or K that 16 bytes do not divide, and N = 1000 and K = 1000, which they do.
+# N or K that is not a multiple of 16 bytes, and N = 1000 and K = 1000, which are.
 MISALIGNED: tuple[Shape, ...] = tuple(
     (m, n, k)
     for n, k in ((4097, 4096), (4096, 4097), (4097, 4097), (1000, 4096), (4096, 1000), (50257, 768), (50257, 4096))
     for m in (16, 128, 1024, 4096)
 )
-# Weights of 200 MB and more, which one token after the other reads whole.
+# Weights of 200 MB and more, which each token reads completely.
 DECODE: tuple[Shape, ...] = tuple(
     (m, n, k) for n, k in ((28672, 4096), (32000, 4096), (128256, 4096), (57344, 8192)) for m in (1, 8, 16, 32, 64)
 )
-# A decoder's GEMMs behind a norm: queries, keys and values together, and gate and up side by side; or as two weights.
+# A decoder's GEMMs after a norm: queries, keys and values together, and gate and up side by side, or as two weights.
 NORMS: tuple[Shape, ...] = tuple(
     (m, n, k) for n, k in ((6144, 4096), (28672, 4096)) for m in (1, 16, 64, 256, 1024, 2048, 4096, 8192)
 )
 GATES: tuple[Shape, ...] = tuple((m, 14336, 4096) for m in (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192))
-# What the ways to take means of A's rows are compared at, and norms are tuned at besides: other weights, with half of
-# these numbers of rows each.
+# Problems for comparing the ways to compute means of A's rows, and for tuning norms: other weights, each with half of
+# these numbers of rows.
 _NORM_WEIGHTS = ((2048, 2048), (2560, 2560), (9216, 3072), (5120, 3584), (7168, 5120), (8192, 8192), (16384, 2048))
 _NORM_ROWS = (32, 64, 96, 192, 384, 768, 1536, 3072)
 MEANS: tuple[Shape, ...] = tuple(
@@ -167,7 +167,7 @@ MEANS: tuple[Shape, ...] = tuple(
     for number, m in enumerate(_NORM_ROWS)
     if (number + at) % 2 == 0
 )
-# The same in models from 1B to 70B, with numbers of rows that nobody tuned either.
+# The same for models from 1B to 70B, with numbers of rows that were not tuned either.
 UNSEEN_ROWS = (1, 7, 100, 333, 1000, 2500)
 UNSEEN_NORMS: tuple[Shape, ...] = tuple(
     (m, n, k) for n, k in ((3072, 2048), (4608, 3584), (13824, 5120), (10240, 8192)) for m in UNSEEN_ROWS
@@ -175,11 +175,11 @@ UNSEEN_NORMS: tuple[Shape, ...] = tuple(
 UNSEEN_GATES: tuple[Shape, ...] = tuple(
     (m, n, k) for n, k in ((5632, 2048), (8960, 1536), (18944, 3584), (13824, 5120)) for m in UNSEEN_ROWS
 )
-# What follows attention and the gates in an 8B model's layer, added to the residual stream.
+# The GEMMs after attention and gates in an 8B model's layer, which add to the residual stream.
 RESIDUALS: tuple[Shape, ...] = tuple(
     (m, 4096, k) for k in (4096, 14336) for m in (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 )
-# As many rows as kernels of ordinary loads serve, with weights of all sizes; and with those of the grid alone.
+# Numbers of rows that GEMV kernels serve, with weights of all sizes, and with those of the grid.
 FEW_ROWS = (1, 2, 4, 8, 16)
 FEW: tuple[Shape, ...] = tuple(
     (m, n, k)

@@ -1,19 +1,19 @@
-"""Makes the table that ships with the library out of those that tune_tables.py filled, the oldest first.
+"""Makes the shipped table from the tables of tune_tables.py, oldest first.
 
     python benchmarks/ship_table.py TABLE... cutlass_ops/tuned --pool pool.json
     python benchmarks/ship_table.py SILU... cutlass_ops/tuned --pool pool.json --like RELU...
 
-At each shape the best order of tiles of each kernel stays, of the kernels of a pool if one is given; a shape at which
-all kernels lost clearly to a peer goes, as the right one did not race there. Kernels that did not race at a shape may
-have done so with another epilogue or element type: the tables given by --like say how far behind they were there of one
-that did, and so far behind they count. The grid's shapes have the measurements of
-sixteen kernels only, which therefore serve them (`evaluate_dispatch.py` says what that loses). All kernels are for
-other shapes, where one may win that never did where it was measured. What a given table lists stays, as a table that
-was shipped before no longer says of all its kernels where they raced. But a kernel goes that no table of the folder has
-a time of, if one of them has a time of the same kernel with another K extent, which the model cannot tell from it: its
-word alone had kernels chosen that take 1.4 times as long. Of more than a table may list, those stay that help most.
-Races are short: where `bench_gemm.py`, with the chip at its limit of power, or other epilogues tell two kernels apart
-that races do not, --exchange has the one serve the grid that was not chosen.
+- At each shape, each kernel (of the pool, if given) keeps its best tile order.
+- Shapes at which all kernels lost clearly to a peer are dropped, since the right kernel did not race there.
+- --like: kernels that did not race at a shape count with their distance in tables of another epilogue or element type.
+- The grid's shapes keep the measurements of only sixteen kernels, which then serve them. `evaluate_dispatch.py` prints
+  the loss. All kernels may serve other shapes.
+- Kernels that a given table lists stay, since a table shipped before no longer has all races.
+- A kernel without any time in the folder is dropped if the same kernel with another K extent has one. The model cannot
+  distinguish them, and alone it chose kernels that take 1.4 times as long.
+- If there are more kernels than a table may list, those that help most stay.
+- --exchange: another kernel serves the grid, if `bench_gemm.py` at the power limit or other epilogues distinguish two
+  kernels that short races do not.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.declare.config import Config, Sm90Config, config_from_json
 from cutlass_ops.declare.problem import Problem
 
-# How many kernels are chosen for the grid.
+# Number of kernels for the grid.
 FEW = 16
-# A peer's time over the winner's, below which a shape says nothing.
+# Shapes at which a peer's time over the winner's is below this are dropped.
 WORTH = 0.85
 
 
 def best_orders(point: Point, pool: Collection[Config]) -> Point:
-    """Return a point with a pool's kernels only, each in its best order of tiles."""
+    """Return a point with only a pool's kernels, each in its best tile order."""
     best: dict[Config, Measured] = {}
     for measured in point.measured:
         if not pool or measured.config in pool:
@@ -59,7 +59,7 @@ def best_orders(point: Point, pool: Collection[Config]) -> Point:
 
 
 def completed(table: Table, other: Table) -> Table:
-    """Return a table with what another signature's knows besides at the same problems."""
+    """Return a table completed by another signature's table at the same problems."""
     points = ((point, other.at(point.problem)) for point in table.points)
     return replace(table, points=tuple(mine.joined(its) if its else mine for mine, its in points))
 
@@ -71,14 +71,14 @@ def _by_use(points: Iterable[Point]) -> list[Config]:
 
 
 def timed(folder: Path, like: Table) -> set[Config]:
-    """Return the kernels that a folder's tables have times of, for a table's device and majors."""
+    """Return the kernels with times in a folder's tables, for a table's device and majors."""
     there = (table for table in map(tables.load, folder.glob("*.json")) if table.device == like.device)
     alike = (table for table in there if table.signature.majors == like.signature.majors)
     return {m.config for table in alike for p in table.points for m in p.measured}
 
 
 def untold(config: Config, known: Collection[Config]) -> bool:
-    """Whether nothing tells how fast a kernel is beside a known one, from which it differs in its tile's K alone."""
+    """Whether a kernel has no time, but differs from a known kernel only in its tile's K."""
     if config in known or not isinstance(config, Sm90Config):
         return False
     tile = config.threadblock
@@ -91,7 +91,7 @@ def exchanged(kernels: Iterable[Config], known: Iterable[Config], pairs: Iterabl
     Raises
     ------
     SystemExit
-        If one is not there to be exchanged, or what it is exchanged for has no time.
+        If a kernel to exchange is missing, or its replacement has no time.
     """
     mine, named = {c.slug: c for c in kernels}, {c.slug: c for c in known}
     instead = dict(pair.split("=") for pair in pairs)
@@ -111,8 +111,8 @@ def main() -> None:
     parser.add_argument("tables", type=Path, nargs="+")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--pool", type=Path, help="the kernels to choose among, from choose_pool.py")
-    parser.add_argument("--like", type=Path, nargs="+", default=[], help="another signature's tables, the oldest first")
-    parser.add_argument("--exchange", nargs="+", default=[], metavar="NAME=NAME", help="of the grid's kernels, these")
+    parser.add_argument("--like", type=Path, nargs="+", default=[], help="another signature's tables, oldest first")
+    parser.add_argument("--exchange", nargs="+", default=[], metavar="NAME=NAME", help="exchange kernels of the grid")
     args = parser.parse_args()
     given = [tables.load(path) for path in args.tables]
     table = reduce(Table.merged, given)

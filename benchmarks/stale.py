@@ -1,9 +1,9 @@
-"""Counts the rows of results whose kernel is no longer what dispatch chooses: those to measure again. Needs no GPU.
+"""Counts the rows of results whose kernel dispatch no longer chooses, which need measuring again. Needs no GPU.
 
     python benchmarks/stale.py    # minutes; writes benchmarks/stale.json, which report.py and report_norms.py quote
     python benchmarks/stale.py benchmarks/results/gemm_decode_h100.json --out /tmp/stale.json
 
-Prints each such row with both kernels. What is written is {result: {"rows": how many, "others": of these}}.
+Prints each such row with both kernels. Writes {result: {"rows": number of rows, "others": number of such rows}}.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from cutlass_ops.run.registry import OpSignature
 Row = dict[str, Any]
 
 OUT = Path(__file__).with_name("stale.json")
-# The others' kernels were declared and not chosen, or are those of a whole layer.
+# Other results have declared kernels, or those of a whole layer.
 RESULTS = [
     path
     for kind in ("gemm_*", "rmsnorm_*", "swiglu_*")
@@ -41,7 +41,7 @@ RESULTS = [
 
 
 def asked(kind: str, row: Row, device: Device) -> tuple[OpSignature, Problem]:
-    """Return what dispatch is asked for a row of a result that is named by its kind."""
+    """Return the signature, device and problem of a row of a result, by the result's name."""
     if kind == "gemm":
         return bench_gemm.asked(_case(row), device)
     m, n, k, dtype = row["m"], row["n"], row["k"], bench_gemm.DTYPES[row["dtype"]]
@@ -65,15 +65,15 @@ def chosen(result: str, rows: list[Row], device: Device) -> Iterator[tuple[Row, 
 
 
 def _parts(rows: list[Row]) -> Iterator[tuple[Part, list[Row]]]:
-    """Yield what counted as tuned, and the rows measured with it."""
-    # In the set's order, by which it was halved: rows measured later are at the end.
+    """Yield the problems that counted as tuned, and the rows measured with them."""
+    # Restore the set's order, by which it was halved: rows measured later are at the end.
     of = {_case(r): r for r in sorted(rows, key=lambda r: shapes.GRID.index((r["m"], r["n"], r["k"])))}
     for part in halves(list(of)):
         yield part, [of[case] for case in part.cases]
 
 
 def others(path: Path) -> list[tuple[Row, str]]:
-    """Return the rows of a result whose kernel differs from what dispatch chooses now, each with that."""
+    """Return the rows of a result whose kernel differs from dispatch's current choice, each with that choice."""
     result = json.loads(path.read_text())
     device = Device((9, 0), result["multiprocessors"], result["chip"])
     return [(row, slug) for row, slug in chosen(path.stem, result["rows"], device) if slug != row["kernel"]]

@@ -37,7 +37,7 @@ def config(m: int, n: int, k: int, schedule: Schedule, cluster: str = "1x1", swa
 
 
 def decode_pool() -> list[Sm90Config]:
-    """Up to 128 rows: swapped with a narrow side for the rows, or 64 and 128 rows with a side that covers N evenly."""
+    """Up to 128 rows: swapped with a narrow side for the rows, or 64 and 128 rows with an even split of N."""
     alone: Schedule = "warp_specialized"
     swapped = [(16, 64), (16, 128), (16, 256), (32, 64), (32, 256), (64, 64), (64, 128), (128, 64)]
     return [
@@ -91,7 +91,7 @@ Launch = Callable[[bench_gemm.Inputs], int]
 
 
 def launching(kernel: LoadedKernel, raster: int, swizzle: int, workspace: Tensor | None = None) -> Launch:
-    """Return what launches a kernel with an order of tiles."""
+    """Return a function that launches a kernel with a tile order."""
     return lambda x: kernel.launch(x.a, x.b, x.out, x.bias, raster, swizzle, workspace)
 
 
@@ -109,7 +109,7 @@ def measure(
     expected : float
         Rough time of one call in microseconds.
     rounds : int
-        How often each is timed.
+        Number of timings of each.
 
     Returns
     -------

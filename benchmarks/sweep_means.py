@@ -1,10 +1,10 @@
-"""Times each way to take means of A's rows against the same tiles without: raw data for what the cost model adds.
+"""Times each way to compute means of A's rows against the same tiles without: raw data for the cost model.
 
     python benchmarks/sweep_means.py --out benchmarks/results/sweep_means_h100.json
     python benchmarks/sweep_means.py --ways beside --out benchmarks/results/sweep_beside_h100.json
 
-RMSNorm + GEMM, BF16. Each row: {"m", "n", "k", "config", "us": {"given": us, way: us, ...}}: `given` is the kernel that
-has the statistic as an argument, in the tiles of `config`; the others take it from A (`Sm90Config.means`).
+RMSNorm + GEMM, BF16. Each row: {"m", "n", "k", "config", "us": {"given": us, way: us, ...}}: `given` is the kernel with
+the statistic as an argument and the tiles of `config`; the others compute it from A (`Sm90Config.means`).
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _launching(spec: KernelSpec, given: bool, sets: list[bench_rmsnorm.Inputs]) 
 def main() -> None:
     """Run all problems and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiles", type=int, default=4, help="how many a problem")
+    parser.add_argument("--tiles", type=int, default=4, help="number of tiles per problem")
     parser.add_argument("--ways", nargs="+", choices=model.WAYS, default=list(model.WAYS), help="only these")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

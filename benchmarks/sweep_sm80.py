@@ -36,7 +36,7 @@ TILES = (
     *((128, 256, 32, 64, 64), (128, 256, 64, 64, 64), (256, 128, 32, 64, 64), (256, 128, 64, 64, 64)),
     *((256, 64, 32, 64, 64), (256, 64, 64, 64, 32)),
 )
-# Of these, stream-K is tried as well.
+# Stream-K is tried with these too.
 STREAM_K = ((32, 128, 64), (32, 256, 32), (64, 256, 64), (128, 128, 32), (128, 256, 32), (256, 128, 32))
 STAGES = {1: (2,), 2: (3, 5)}
 LINES = {1: 4097, 2: 4098}
@@ -45,7 +45,7 @@ COLUMNS = (4096, 11008)
 
 
 def pool(signature: OpSignature, device: Device, alignment: int) -> list[Sm80Config]:
-    """Return the legal ones of the configurations for an alignment."""
+    """Return the legal configurations for an alignment."""
     found = []
     for m, n, k, warp_m, warp_n in TILES:
         for stages in STAGES[alignment]:

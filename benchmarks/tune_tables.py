@@ -2,7 +2,7 @@
 
     python benchmarks/tune_tables.py --op gemm_bias_relu --dtypes bf16 --folder cutlass_ops/tuned
 
-Stopped and started again, it goes on where it was.
+A stopped run continues where it ended.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 
 from cutlass_ops.choose import tables
 from cutlass_ops.declare.config import Config, config_from_json
+from cutlass_ops.epilogue import builtin
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.kinds.gemv import space as space_gemv
 from cutlass_ops.run import norms, ops
@@ -27,31 +28,33 @@ SHAPES = {name: getattr(shapes, name.upper()) for name in _SETS}
 
 
 def main() -> None:
-    """Tune, and say what failed."""
+    """Tune, and print failures."""
     named = {op.name: op for op in ops.NAMED}
     named |= {
         "rmsnorm": norms.rmsnorm_op(),
-        "swiglu": ops.op(named.swiglu),
-        "rmsnorm_swiglu": norms.rmsnorm_op(named.swiglu),
+        "swiglu": ops.op(builtin.swiglu),
+        "rmsnorm_swiglu": norms.rmsnorm_op(builtin.swiglu),
         "rmsnorm_sums": norms.rmsnorm_op(given="sums"),
-        "rmsnorm_swiglu_sums": norms.rmsnorm_op(named.swiglu, given="sums"),
+        "rmsnorm_swiglu_sums": norms.rmsnorm_op(builtin.swiglu, given="sums"),
         "residual_rms": norms.residual_rms_op(torch.bfloat16),
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--op", choices=list(named), default="gemm_bias_relu")
     parser.add_argument("--dtypes", nargs="+", default=["bf16"])
-    parser.add_argument("--majors", nargs=2, choices=["row", "col"], default=["row", "col"], help="of A and B")
+    parser.add_argument("--majors", nargs=2, choices=["row", "col"], default=["row", "col"], help="majors of A and B")
     parser.add_argument("--shapes", choices=list(SHAPES), default="tuning")
     parser.add_argument("--kernels", type=int, default=96)
     parser.add_argument("--candidates", type=int, default=12)
-    parser.add_argument("--within", type=float, default=1.15, help="race what is predicted to take so much longer")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing new after so long")
-    parser.add_argument("--again", action="store_true", help="measure again what was measured before")
-    parser.add_argument("--refine", action="store_true", help="look around what was measured to be the best")
-    parser.add_argument("--below", type=float, help="only where the best peer's time over ours was less, or unknown")
+    parser.add_argument(
+        "--within", type=float, default=1.15, help="race kernels predicted to take up to this factor longer"
+    )
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no problem after this many seconds")
+    parser.add_argument("--again", action="store_true", help="also measure problems measured before")
+    parser.add_argument("--refine", action="store_true", help="also try neighbours of the best kernels so far")
+    parser.add_argument("--below", type=float, help="only if the best peer's time over ours was less, or unknown")
     parser.add_argument("--pool", type=Path, help="the only kernels to measure, from choose_pool.py")
-    parser.add_argument("--gemv", action="store_true", help="only GEMV kernels, and the best others of as few rows")
-    parser.add_argument("--problems", nargs="+", help="only these of the shapes: 4096x4096x14336")
+    parser.add_argument("--gemv", action="store_true", help="only GEMV kernels, and the best others at few rows")
+    parser.add_argument("--problems", nargs="+", help="only these shapes, such as 4096x4096x14336")
     parser.add_argument("--part", default="0/1", help="2/3: the last third of the shapes, taken at regular distances")
     parser.add_argument("--folder", type=Path, required=True)
     args = parser.parse_args()
@@ -69,7 +72,7 @@ def main() -> None:
     if args.problems:
         wanted = tuple(shape for shape in wanted if "x".join(map(str, shape)) in args.problems)
     first, step = map(int, args.part.split("/"))
-    # The grid is what results are reported over: no part goes without it.
+    # Results are reported over the grid, so every part has it.
     wanted = tuple(shape for at, shape in enumerate(wanted) if at % step == first or shape in shapes.GRID)
     report = tune(
         named[args.op], wanted, dtypes=args.dtypes, a=args.majors[0], b=args.majors[1], effort=effort,
@@ -82,7 +85,7 @@ def main() -> None:
 
 
 def _few_rows(folder: Path, epilogue: Graph) -> tuple[Config, ...]:
-    """Return all GEMV kernels, and the two best of an epilogue's tables at each problem of as few rows."""
+    """Return all GEMV kernels, and the two best of an epilogue's tables at each problem with few rows."""
     best = [
         measured.config
         for table in map(tables.load, folder.glob("*.json"))
@@ -95,7 +98,7 @@ def _few_rows(folder: Path, epilogue: Graph) -> tuple[Config, ...]:
 
 
 def _at_least(ratio: float, folder: Path, epilogue: Graph) -> set[shapes.Shape]:
-    """Return the problems at which tables of an epilogue have no peer that is faster by more than a ratio."""
+    """Return the problems at which no peer in an epilogue's tables is faster by more than a ratio."""
     return {
         point.problem.extents
         for table in map(tables.load, folder.glob("*.json"))

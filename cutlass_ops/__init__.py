@@ -6,7 +6,7 @@
 >>> co.gemm_bias_relu(a, b, bias).tolist()
 [[9.0, 9.0, 9.0], [9.0, 9.0, 9.0]]
 
-Importing does no work: no file or folder is made, no device touched, no compiler looked for.
+Importing creates no file, touches no device and searches for no compiler.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ if TYPE_CHECKING:
     from cutlass_ops.tools.explaining import Explanation, explain
     from cutlass_ops.tuner.tuning import Effort, tune
 
-# The command line answers without PyTorch, which takes a second to import. Everywhere else ops are there at once:
-# programs that torch.export saved call their operators.
+# The command line starts without PyTorch, which takes a second to import. Elsewhere ops are imported at once, since
+# programs saved by torch.export call their operators.
 if TYPE_CHECKING or not _is_command():
     from cutlass_ops.run.gated import gemm_swiglu
     from cutlass_ops.run.norms import (

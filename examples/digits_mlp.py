@@ -29,7 +29,7 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 def train(images: Tensor, labels: Tensor) -> nn.Sequential:
-    """Fit the network to the images given."""
+    """Train the network on images and labels."""
     model = nn.Sequential(
         nn.Linear(images.shape[1], HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CLASSES)
     )
@@ -43,7 +43,7 @@ def train(images: Tensor, labels: Tensor) -> nn.Sequential:
 
 
 def fused(model: nn.Sequential, x: Tensor) -> Tensor:
-    """Run the network's layers as fused GEMMs: a layer's weight (N, K) is B transposed."""
+    """Run the network's layers as fused GEMMs. B is the transpose of a layer's weight (N, K)."""
     first, _, second, _, last = model
     x = co.gemm_bias_relu(x, first.weight.t(), first.bias)
     x = co.gemm_bias_relu(x, second.weight.t(), second.bias)
@@ -51,7 +51,7 @@ def fused(model: nn.Sequential, x: Tensor) -> Tensor:
 
 
 def milliseconds(function: Callable[[], Tensor]) -> float:
-    """Return the median time of a call, the device's work included."""
+    """Return the median time of a call, including the device's work."""
     times = []
     for _ in range(50):
         began = time.perf_counter()

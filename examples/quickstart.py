@@ -28,7 +28,7 @@ KERNEL = co.KernelSpec(
 
 
 def tensors(device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return x (M, K), weight (N, K) and bias (N,), as a linear layer has them."""
+    """Return x (M, K), and a linear layer's weight (N, K) and bias (N,)."""
     torch.manual_seed(0)
     x, weight, bias = torch.randn(M, K), torch.randn(N, K) / K**0.5, torch.randn(N)
     return tuple(t.to(device, torch.bfloat16) for t in (x, weight, bias))
@@ -46,7 +46,7 @@ def compare(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> None:
 
 
 def with_gpu() -> None:
-    """Run the op; the first call compiles the kernels for its types."""
+    """Run the op. The first call compiles the kernel."""
     x, weight, bias = tensors("cuda")
     print(f"relu(x @ W.T + bias), M {M}, N {N}, K {K}, bfloat16, on {torch.cuda.get_device_name()}")
     compare(x, weight, bias)
@@ -54,7 +54,7 @@ def with_gpu() -> None:
 
 
 def without_gpu() -> None:
-    """Compile one kernel, show what its machine code holds, and compute with the reference."""
+    """Compile one kernel, show its Tensor Core instructions, and compute with the reference."""
     print(
         "There is no GPU here, so a Hopper (sm_90a) kernel is compiled and examined, which takes a minute:", flush=True
     )

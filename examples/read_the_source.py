@@ -1,4 +1,4 @@
-"""Print the C++ that a declaration becomes; no compiler and no GPU are needed.
+"""Print the C++ of a declaration, without a compiler or GPU.
 
 Usage: python examples/read_the_source.py [sm80 | sm90]
 """

@@ -1,9 +1,9 @@
 """A Llama decoder layer on fused GEMMs, compared with the one in Hugging Face's transformers.
 
-Four kernels beside attention: RMSNorm → QKV, with queries and keys rotated; O + residual; RMSNorm → gate and up,
-multiplied in the same kernel; down + residual. What a norm needs to know of its rows either its own kernel finds out,
-or the GEMM before it has written the sums of their squares (`Statistic.PASSED`). On a GPU the layer has the size of
-Llama-3.1-8B's, on the CPU it is smaller and computed by the reference implementation.
+Four kernels besides attention: RMSNorm → QKV, with queries and keys rotated; O + residual; RMSNorm → gate and up,
+multiplied in the same kernel; down + residual. A norm's kernel computes the statistic of its rows, or takes sums of
+squares from the previous GEMM (`Statistic.PASSED`). On a GPU the layer has the size of Llama-3.1-8B's. On the CPU it is
+smaller and runs on the reference implementation.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ SMALL = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 8,
 
 
 def configuration(sizes: dict[str, int]) -> LlamaConfig:
-    """Return Llama-3.1's configuration with these sizes; its attention is PyTorch's."""
+    """Return Llama-3.1's configuration with these sizes and PyTorch's attention."""
     rope = {"rope_type": "default", "rope_theta": 500000.0}
     return LlamaConfig(**sizes, rms_norm_eps=1e-5, rope_parameters=rope, attn_implementation="sdpa")
 
 
 def random_layer(config: LlamaConfig, device: str) -> LlamaDecoderLayer:
-    """Return transformers' layer with random weights, norms included, of the size that training leaves them at."""
+    """Return transformers' layer with random weights and norms of the usual scale after training."""
     layer = LlamaDecoderLayer(config, 0).to(device, DTYPE).eval().requires_grad_(False)
     for name, parameter in layer.named_parameters():
         if "layernorm" in name:
@@ -45,7 +45,7 @@ def random_layer(config: LlamaConfig, device: str) -> LlamaDecoderLayer:
 
 
 class Cache:
-    """Keys and values of a fixed number of positions, the last of which are overwritten at each call."""
+    """Keys and values of a fixed number of positions. Each call overwrites the last ones."""
 
     def __init__(self, batch: int, length: int, config: LlamaConfig, device: str) -> None:
         shape = (batch, config.num_key_value_heads, length, config.head_dim)
@@ -58,13 +58,13 @@ class Cache:
         return other
 
     def in_pairs(self) -> Cache:
-        """Return a copy whose keys are as the fused layer has them."""
+        """Return a copy with keys in the fused layer's order."""
         other = copy.copy(self)
         other._keys, other._values = in_pairs(self._keys), self._values.clone()
         return other
 
     def update(self, keys: Tensor, values: Tensor, layer: int = 0, **_: object) -> tuple[Tensor, Tensor]:
-        """Write the new positions and return all; transformers' layer calls its cache alike."""
+        """Write the new positions and return all. This is the cache interface of transformers."""
         new = keys.shape[2]
         self._keys[:, :, -new:], self._values[:, :, -new:] = keys, values
         return self._keys, self._values
@@ -72,21 +72,21 @@ class Cache:
 
 @co.epilogue
 def rotary(acc, position: co.Col, frequency: co.Row):  # noqa: ANN001, ANN201
-    """Rotate neighbouring columns by an angle in radians; the frequency is negative in the first of a pair."""
+    """Rotate pairs of columns by an angle in radians. The frequency is negative in a pair's first column."""
     angle = position * frequency
     return acc * co.cos(angle) + co.swap_pairs(acc) * co.sin(angle)
 
 
 def in_pairs(heads: Tensor) -> Tensor:
-    """Put the halves of a head (..., dimension), which transformers rotates against each other, side by side.
+    """Interleave the halves of a head (..., dimension), which transformers rotates against each other.
 
-    Columns of queries and of keys alike: their products do not change.
+    Reordering queries and keys alike does not change their products.
     """
     return heads.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 
 class Statistic(Enum):
-    """Where a norm's statistic of its rows is from."""
+    """The source of a norm's statistic of its rows."""
 
     TAKEN = "taken by the norm's own kernel"
     PASSED = "passed on by the GEMM before"
@@ -94,7 +94,7 @@ class Statistic(Enum):
 
 @dataclass(frozen=True, eq=False)
 class FusedLayer:
-    """The same layer's weights, prepared: each norm's gamma is folded into the weights that follow it."""
+    """The layer's prepared weights: each norm's gamma is folded into the next weights."""
 
     config: LlamaConfig
     statistic: Statistic
@@ -107,7 +107,7 @@ class FusedLayer:
 
     @classmethod
     def of(cls, layer: LlamaDecoderLayer, config: LlamaConfig, statistic: Statistic = Statistic.TAKEN) -> FusedLayer:
-        """Prepare a layer of transformers. Its weights are (N, K): B is their transpose."""
+        """Prepare a layer of transformers. B is the transpose of its weights (N, K)."""
         attention, mlp = layer.self_attn, layer.mlp
         turning = torch.cat([attention.q_proj.weight, attention.k_proj.weight])
         heads = turning.unflatten(0, (-1, config.head_dim)).transpose(1, 2)
@@ -126,7 +126,7 @@ class FusedLayer:
 
     @staticmethod
     def _frequency(config: LlamaConfig, values: int) -> Tensor:
-        """Return radians a position for each column of QKV: signed in pairs, and zero for values."""
+        """Return radians per position for each column of QKV: signed in pairs, and zero for values."""
         inverse = LlamaRotaryEmbedding(config).inv_freq
         head = torch.stack((-inverse, inverse), dim=1).flatten()
         return torch.cat([head.repeat(config.num_attention_heads + config.num_key_value_heads), torch.zeros(values)])
@@ -147,14 +147,14 @@ class FusedLayer:
         positions : Tensor
             (batch, sequence), FP32.
         statistic : RowStatistic, optional
-            That of x, from the layer before; without it the first kernel takes it from x.
+            The statistic of x from the previous layer. Without it, the first kernel computes it from x.
         cache : Cache, optional
             Earlier keys and values, for a sequence of one position.
 
         Returns
         -------
         tuple
-            The layer's output, and its statistic for the next layer if it passes any on.
+            The layer's output, and its statistic for the next layer, or None.
         """
         rotation = {"epilogue": rotary, "position": positions, "frequency": self.frequency}
         attended = self._attention(co.rmsnorm_gemm(x, self.qkv, **rotation, **self._known(statistic)), cache)
@@ -189,7 +189,7 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 
 def main() -> None:
-    """Run two layers in three ways, and compare them with FP64."""
+    """Run two layers in three ways and compare them with FP64."""
     torch.manual_seed(0)
     device, sizes = ("cuda", EIGHT_B) if torch.cuda.is_available() else ("cpu", SMALL)
     config = configuration(sizes)

@@ -22,9 +22,9 @@ namespace {
 
 namespace ffi = tvm::ffi;
 
-constexpr size_t kShown = 20;  // of a list in a message
+constexpr size_t kShown = 20;  // maximum items of a list in a message
 
-// Whatever goes wrong is an Error: memory that is not there as well.
+// Turns every exception into an Error, even std::bad_alloc.
 template <class Body>
 auto guarded(Body&& body) -> decltype(body()) {
   try {
@@ -108,7 +108,7 @@ namespace {
 enum Reason { kKind = 1, kShape, kDtype, kDevice, kMajor, kAlignment, kOverlap, kWorkspace, kCount, kNull };
 
 DLTensor view(Tensor const& t) {
-  if (t.strides.size() != t.shape.size()) throw ArgumentError("a tensor has as many strides as extents");
+  if (t.strides.size() != t.shape.size()) throw ArgumentError("a tensor must have as many strides as extents");
   return {t.data, {kDLCUDA, t.device}, int32_t(t.shape.size()), t.dtype, const_cast<int64_t*>(t.shape.data()),
           const_cast<int64_t*>(t.strides.data()), 0};
 }
@@ -131,7 +131,7 @@ std::string shown(Argument const& argument) {
          std::to_string(t.device);
 }
 
-// A kernel's refusal in words, as cutlass_ops/run/plan.py has them.
+// The message for a rejected launch, as in cutlass_ops/run/plan.py.
 ArgumentError refusal(int64_t status, std::string const& kernel, std::vector<Operand> const& operands,
                       std::vector<Argument> const& arguments) {
   auto const position = size_t(status / 16);
@@ -167,7 +167,7 @@ ArgumentError refusal(int64_t status, std::string const& kernel, std::vector<Ope
   return ArgumentError(operand.name + " " + what + "; it is " + shown(arguments.at(position)) + tail);
 }
 
-// Makes a stream tvm-ffi's current one on this thread: the one that kernels launch on.
+// Makes a stream tvm-ffi's current stream of this thread, on which kernels launch.
 class CurrentStream {
  public:
   CurrentStream(int device, void* stream) : device_(device) {
@@ -194,7 +194,7 @@ int64_t Kernel::workspace_size(int64_t m, int64_t n, int64_t k, Order order) con
 int64_t Kernel::asked_workspace(int64_t m, int64_t n, int64_t k, Order order) const {
   for (int64_t extent : {m, n, k}) {
     if (extent < 1 || extent > INT32_MAX) {
-      throw ArgumentError("M, N and K are from 1 to 2147483647, not " + std::to_string(extent));
+      throw ArgumentError("M, N and K must be from 1 to 2147483647, not " + std::to_string(extent));
     }
   }
   try {
@@ -259,7 +259,7 @@ struct Bundle::Opened {
 
 namespace {
 
-// The manifest's text, after all that has to be checked before it is read.
+// The manifest's text, after the checks that come before parsing it.
 std::string manifest_text(Container const& container, std::string const& digest, std::vector<std::string> const& public_keys) {
   auto const size_of = [&](char const* name) {
     auto const found = container.sizes().find(name);
@@ -278,13 +278,13 @@ std::string manifest_text(Container const& container, std::string const& digest,
   int64_t const signature = size_of("manifest.sig");
   if (signature < 0) throw BundleError("it is not signed: it has no manifest.sig");
   if (signature != int64_t(kSignature)) {
-    throw BundleError("manifest.sig has " + std::to_string(signature) + " bytes: a signature has " + std::to_string(kSignature));
+    throw BundleError("manifest.sig must have " + std::to_string(kSignature) + " bytes, not " + std::to_string(signature));
   }
   require_signature(text, container.read("manifest.sig"), public_keys);
   return text;
 }
 
-// It has exactly the files that its manifest names.
+// Checks that the bundle has exactly the files in its manifest.
 void require_files(Container const& container, Manifest const& manifest) {
   std::map<std::string, int64_t> there = container.sizes();
   there.erase("manifest.json");
@@ -306,14 +306,14 @@ void require_version(Manifest const& manifest) {
     return "ABI " + std::to_string(abi) + ", templates " + std::to_string(templates);
   };
   throw BundleError("its kernels are by cutlass_ops " + manifest.library_version + " (" + shown(manifest.abi, manifest.templates) +
-                    "), and this program calls kernels of " + shown(kAbi, kTemplates) + ": make the bundle, or the program, again");
+                    "), and this program calls kernels of " + shown(kAbi, kTemplates) + ": build the bundle or the program again");
 }
 
 void require_recent(Manifest const& manifest, int64_t least) {
-  if (least < 0) throw ArgumentError("minimum_version is " + std::to_string(least) + ": 1 or more is needed, or 0 for any");
+  if (least < 0) throw ArgumentError("minimum_version must be 1 or more, or 0 for any, not " + std::to_string(least));
   if (manifest.version >= least) return;
   throw BundleError((manifest.version == 0 ? "it has no version" : "its version is " + std::to_string(manifest.version)) +
-                    ", and at least " + std::to_string(least) + " is asked for: use a newer one");
+                    ", but version " + std::to_string(least) + " or later is required: use a newer bundle");
 }
 
 }  // namespace
@@ -374,20 +374,20 @@ Kernel Bundle::loaded(std::string const& key) const {
   std::string const name = typed(signature) + " for " + kernel.target + ", " + kernel.key.substr(0, 12);
   std::string const file = "kernels/" + kernel.key + ".so", where = "bundle " + opened_->path + ": " + file;
   if (manifest.key_of(found[0].first, found[0].second) != kernel.key) {
-    throw BundleError(where + ": its key is not that of what the manifest says of it");
+    throw BundleError(where + ": its key does not match its identity in the manifest");
   }
 
-  // Never destroyed: kernels stay until the process ends, since CUDA's own clean-up may run later than this one's.
+  // Never destroyed: at exit, CUDA may clean up later than this program, so kernels must stay loaded.
   static auto& mutex = *new std::mutex;
   static auto& all = *new std::map<std::string, std::shared_ptr<Kernel::Loaded const>>;
   std::lock_guard<std::mutex> const lock(mutex);
   if (auto const here = all.find(kernel.sha256); here != all.end()) return Kernel(here->second, name, signature.operands);
   std::string const data = opened_->container->read(file);
-  if (sha256(data) != kernel.sha256) throw BundleError(where + " is not what the manifest says: its SHA-256 is another");
+  if (sha256(data) != kernel.sha256) throw BundleError(where + " does not match the manifest: its SHA-256 differs");
   if (std::string const problem = linkage_problem(data); !problem.empty()) throw LoadError(where + " cannot be loaded: " + problem);
   try {
     Mappable const mappable(data);
-    // Module::LoadFromFile goes by the file's ending, and descriptors have none.
+    // Module::LoadFromFile needs a file extension, which descriptors lack.
     ffi::Function const open = ffi::Function::GetGlobalRequired("ffi.Module.load_from_file.so");
     auto const module = open(mappable.path(), "so").cast<ffi::Module>();
     auto const function = [&](char const* symbol) { return module->GetFunction(symbol).value(); };

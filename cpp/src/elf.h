@@ -1,4 +1,4 @@
-// What a kernel's library has the dynamic linker do, before the dynamic linker does it.
+// Checks which libraries a kernel's library makes the dynamic linker load, before it is loaded.
 
 #pragma once
 
@@ -7,8 +7,8 @@
 
 namespace cutlass_ops {
 
-// Why the library must not be mapped: it is no shared library for x86-64, or the dynamic linker would take code for it from
-// where anybody may have put some (DT_RPATH, DT_RUNPATH and their like, or a library that no kernel needs). Empty if it may.
+// Returns why the library must not be mapped, or an empty string. It must be a shared library for x86-64. It must not make
+// the dynamic linker load unchecked code (DT_RPATH, DT_RUNPATH and the like, or a library that kernels must not load).
 std::string linkage_problem(std::string_view library);
 
 }  // namespace cutlass_ops

@@ -31,7 +31,7 @@ int Descriptor::release() { return std::exchange(number_, -1); }
 namespace {
 
 // As in cutlass_ops/artifacts/container.py.
-constexpr int64_t kMaxArchive = 0xffffffff;  // bytes; more would need another form of ZIP
+constexpr int64_t kMaxArchive = 0xffffffff;  // bytes; more needs ZIP64
 constexpr size_t kMaxFiles = 20'000;
 constexpr uint32_t kMaxName = 100;
 
@@ -39,9 +39,9 @@ BundleError unreadable(std::string const& path) {
   return BundleError(path + " cannot be read: " + std::strerror(errno));
 }
 
-// Opens what nobody but this user (or root) can have written: code will come from it.
+// Opens a file that only this user or root can have written, since code is loaded from it.
 Descriptor open_private(int folder, std::string const& name, std::string const& path, bool is_folder) {
-  // O_NONBLOCK: opening a pipe that somebody put there must not wait for a writer.
+  // O_NONBLOCK: do not block if someone put a pipe there.
   int const flags = O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK | (is_folder ? O_DIRECTORY : 0);
   Descriptor found(openat(folder, name.c_str(), flags));
   struct stat info;
@@ -52,7 +52,7 @@ Descriptor open_private(int folder, std::string const& name, std::string const& 
                       std::to_string(geteuid()) + ")");
   }
   if (info.st_mode & (S_IWGRP | S_IWOTH)) {
-    throw BundleError(path + " can be written by others: compiled code would be loaded from it; correct it with "
+    throw BundleError(path + " can be written by others: compiled code would be loaded from it; fix it with "
                       "chmod -R go-w");
   }
   return found;
@@ -64,7 +64,7 @@ int64_t size_of(Descriptor const& file, std::string const& path) {
   return info.st_size;
 }
 
-// Reads at a place, and not through the file's own position, which processes share after a fork.
+// Reads with pread: after a fork, processes share the file position.
 std::string read_at(Descriptor const& file, int64_t offset, int64_t count, std::string const& path) {
   std::string data(size_t(count), '\0');
   for (int64_t done = 0; done < count;) {
@@ -83,13 +83,13 @@ bool is_named(std::string_view name, std::string_view folder, std::string_view e
          name.substr(folder.size() + 64) == ending;
 }
 
-// Names are what a digest and a kind of file make, and nothing that a manifest could choose.
+// Names are made from digests and file types; a manifest cannot choose them.
 bool is_name(std::string_view name) {
   return name == "manifest.json" || name == "manifest.sig" || is_named(name, "kernels/", ".so") ||
          is_named(name, "sources/", ".cu") || is_named(name, "tables/", ".json");
 }
 
-// A name that came from outside, for a message.
+// An untrusted name, for a message.
 std::string shown(std::string_view name) {
   std::string text(name.substr(0, kMaxName));
   for (char& c : text) c = c < ' ' || c > '~' ? '?' : c;
@@ -128,13 +128,13 @@ class Folder : public Container {
     size_t const slash = name.find('/');
     std::string const folder = slash == std::string::npos ? "" : name.substr(0, slash);
     Descriptor const file = open_private(folders_.at(folder).get(), name.substr(slash + 1), path, false);
-    if (size_of(file, path) != found->second) throw BundleError(path + " is not as long as it was when the bundle was opened");
+    if (size_of(file, path) != found->second) throw BundleError(path + " changed its size since the bundle was opened");
     return read_at(file, 0, found->second, path);
   }
 
  private:
   std::vector<std::string> names(Descriptor const& folder) const {
-    // Of its own, since a place among the entries belongs to a descriptor.
+    // A separate descriptor, since the position among the entries belongs to it.
     Descriptor opened(openat(folder.get(), ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC));
     std::unique_ptr<DIR, int (*)(DIR*)> const entries(opened.get() < 0 ? nullptr : fdopendir(opened.get()), &closedir);
     if (entries == nullptr) throw unreadable(path_);
@@ -151,11 +151,11 @@ class Folder : public Container {
   }
 
   int64_t size(Descriptor const& folder, std::string const& name, std::string const& full) const {
-    if (!is_name(full)) throw BundleError(path_ + ": no bundle has a file named " + shown(full));
+    if (!is_name(full)) throw BundleError(path_ + ": a bundle cannot have a file named " + shown(full));
     std::string const path = path_ + "/" + full;
     struct stat info;
     if (fstatat(folder.get(), name.c_str(), &info, AT_SYMLINK_NOFOLLOW) != 0) throw unreadable(path);
-    if (!S_ISREG(info.st_mode)) throw BundleError(path + " is a link, or no regular file");
+    if (!S_ISREG(info.st_mode)) throw BundleError(path + " is not a regular file");
     require_size(info.st_size, path);
     return info.st_size;
   }
@@ -183,8 +183,8 @@ std::string bytes(std::initializer_list<std::pair<int, uint32_t>> numbers) {
 
 constexpr size_t kCentral = 46, kEnd = 22;
 
-// A ZIP file in the one form that cutlass_ops/artifacts/container.py writes: what is read is compared with what would have been
-// written, so that compression, links, duplicates, overlaps and hidden parts need no rule each.
+// A ZIP file in the canonical form that cutlass_ops/artifacts/container.py writes. Reading compares the file with that form, so
+// compression, links, duplicates, overlaps and hidden parts need no separate checks.
 class Archive : public Container {
  public:
   explicit Archive(std::string path) : path_(std::move(path)), file_(open_private(AT_FDCWD, path_, path_, false)) {
@@ -196,7 +196,7 @@ class Archive : public Container {
         int64_t(offset) + length + int64_t(kEnd) != size || count > kMaxFiles) {
       throw foreign();
     }
-    // Before it is read: what there may be says how long it may be.
+    // Check the size before reading: the number of entries limits it.
     if (int64_t(length) > int64_t(count) * int64_t(kCentral + kMaxName)) throw foreign();
     std::string const directory = read_at(file_, offset, length, path_);
     size_t at = 0;
@@ -206,7 +206,7 @@ class Archive : public Container {
       if (directory.size() - at < kCentral) throw foreign();
       Entry const entry{number(directory, at + 16, 4), number(directory, at + 24, 4), uint32_t(place)};
       std::string const name = directory.substr(at + kCentral, std::min(number(directory, at + 28, 2), kMaxName));
-      if (!is_name(name)) throw BundleError(path_ + ": no bundle has a file named " + shown(name));
+      if (!is_name(name)) throw BundleError(path_ + ": a bundle cannot have a file named " + shown(name));
       std::string const central = central_header(name, entry);
       if (directory.compare(at, central.size(), central) != 0 || name <= last) throw foreign();
       require_size(entry.size, path_ + ": " + name);
@@ -234,7 +234,7 @@ class Archive : public Container {
     uint32_t crc, size, offset;
   };
 
-  // Version 2.0, stored, on the first day that ZIP can name.
+  // Version 2.0, stored, on ZIP's first day.
   static std::string local_header(std::string const& name, Entry const& e) {
     return bytes({{4, 0x04034b50}, {2, 20}, {2, 0}, {2, 0}, {2, 0}, {2, 0x21}, {4, e.crc}, {4, e.size}, {4, e.size},
                   {2, uint32_t(name.size())}, {2, 0}}) + name;
@@ -245,7 +245,7 @@ class Archive : public Container {
   }
 
   BundleError foreign() const {
-    return BundleError(path_ + " is not a bundle as cutlass_ops writes it: it is truncated, packed again, or something else");
+    return BundleError(path_ + " is not a bundle of cutlass_ops: it is truncated, repacked, or another kind of file");
   }
 
   std::string path_;
@@ -263,10 +263,10 @@ bool write_all(int file, std::string_view data) {
   return true;
 }
 
-// Sealed memory: nobody can exchange the bytes any more, and nothing is written to a disk. None where a system has none.
+// A sealed memory file: nobody can replace the bytes, and nothing is written to disk. None if the system has no memory files.
 Descriptor sealed(std::string_view data) {
   int number = memfd_create("cutlass_ops", MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_EXEC);
-  // Before Linux 6.3 there is no such flag, and no need of it.
+  // Linux before 6.3 has no such flag and does not need it.
   if (number < 0) number = memfd_create("cutlass_ops", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   Descriptor memory(number);
   if (number < 0 || !write_all(number, data)) return Descriptor(-1);
@@ -274,9 +274,9 @@ Descriptor sealed(std::string_view data) {
   return memory;
 }
 
-// A name of a descriptor that no other file has had in this process and has still: its inode's number in slashes and dots,
-// which to the system mean nothing. What is mapped keeps its inode, so that the number is not another's, whoever else loads
-// libraries here. The first dot keeps the name apart from those that Python uses.
+// A path to a descriptor that no other mapped file in this process has. It encodes the inode's number in extra slashes and
+// dots, which do not change the path's meaning. A mapped file keeps its inode, so no other mapped file has the same number,
+// whoever loads libraries here. The first dot keeps the path different from Python's.
 std::string unique_name(Descriptor const& memory) {
   struct stat info;
   if (fstat(memory.get(), &info) != 0) throw LoadError(std::string("memory for a kernel has no number: ") + std::strerror(errno));
@@ -285,7 +285,7 @@ std::string unique_name(Descriptor const& memory) {
   return name + "/fd/" + std::to_string(memory.get());
 }
 
-// A link to what a user names is the user's own; within a bundle there are none.
+// The user may link to a file or bundle. Links inside a bundle are rejected.
 std::string real_path(std::string const& path, std::string const& what) {
   if (path.find('\0') != std::string::npos) throw BundleError(shown(path) + " cannot be read: its name has a zero byte");
   std::unique_ptr<char, decltype(&std::free)> const real(realpath(path.c_str(), nullptr), &std::free);
@@ -316,7 +316,7 @@ Mappable::Mappable(std::string_view data) : memory_(sealed(data)) {
     path_ = unique_name(memory_);
     return;
   }
-  // A file in a private folder, for systems that forbid to execute memory.
+  // A file in a private folder, for systems that forbid executing memory files.
   char const* const root = std::getenv("TMPDIR");
   std::string name = std::string(root != nullptr && *root != '\0' ? root : "/tmp") + "/cutlass_ops.XXXXXX";
   if (mkdtemp(name.data()) == nullptr) throw LoadError(name + " cannot be made: " + std::strerror(errno));

@@ -1,5 +1,5 @@
-// A bundle's files, in an archive or a folder, and memory that the dynamic linker takes a library from. The same rules as
-// in cutlass_ops/artifacts/container.py, private.py and loader.py.
+// A bundle's files, in an archive or a folder, and memory files that libraries are loaded from. The rules are those of
+// cutlass_ops/artifacts/container.py and loader.py, and of cutlass_ops/base/private.py.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace cutlass_ops {
 
-// A file descriptor that is closed.
+// Owns a file descriptor.
 class Descriptor {
  public:
   explicit Descriptor(int number) : number_(number) {}
@@ -25,13 +25,13 @@ class Descriptor {
   int number_;
 };
 
-// A bundle's files, opened once: what is renamed over it later changes nothing.
+// A bundle's files. They are opened once, so a later rename over the bundle changes nothing.
 class Container {
  public:
   virtual ~Container() = default;
   // Bytes of each file, at most kMaxFile.
   std::map<std::string, int64_t> const& sizes() const { return sizes_; }
-  // As many bytes as sizes() says; BundleError if the file is not there, or not as it was.
+  // A file's contents, as many bytes as sizes() says. BundleError if the file is missing or changed.
   virtual std::string read(std::string const& name) const = 0;
 
  protected:
@@ -40,18 +40,18 @@ class Container {
 
 std::unique_ptr<Container> open_container(std::string const& path);
 
-// All of a small file that nobody else may write, such as a public key.
+// The contents of a small file that no other user may write, such as a public key.
 std::string read_file(std::string const& path, int64_t most);
 
-// A path under which the dynamic linker finds exactly these bytes, for as long as this lives. It is one that no library in
-// this process was opened under: the dynamic linker knows them by their names, and would return another.
+// A path from which the dynamic linker loads exactly these bytes, valid as long as this object. No library in this process was
+// opened under the same path: the dynamic linker identifies libraries by path, and would return the other one.
 class Mappable {
  public:
   explicit Mappable(std::string_view data);
   std::string const& path() const { return path_; }
 
  private:
-  // Where memory cannot be executed: a folder with a file that go with this.
+  // A file in a temporary folder, if memory files cannot be executed. The destructor removes both.
   class Folder {
    public:
     Folder() = default;

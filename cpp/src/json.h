@@ -1,6 +1,6 @@
-// JSON in the one spelling that cutlass_ops/base/checked_json.py's canonical() gives values of a manifest: fields in the order of their
-// names, no space, integers, and texts of printable ASCII. A reader of a format calls for what comes next, so that nothing is
-// kept that the format does not have, nothing recurses, and no other spelling of a value is taken for it.
+// A reader of canonical JSON, as cutlass_ops/base/checked_json.py's canonical() writes it: fields sorted by name, no spaces,
+// integers, and strings of printable ASCII. The caller asks for each expected value in turn. So unknown fields are not stored,
+// nothing recurses, and other spellings of a value are rejected.
 
 #pragma once
 
@@ -13,18 +13,18 @@
 
 namespace cutlass_ops {
 
-// The text is not what was called for.
+// The text is not the expected value.
 struct JsonError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
 class Json {
  public:
-  // The text must live as long as what text() and since() return.
+  // The text must outlive the results of text() and since().
   explicit Json(std::string_view text) : text_(text) {}
 
   size_t at() const { return at_; }
-  // What was read since a place.
+  // The text that was read since a position.
   std::string_view since(size_t begin) const { return text_.substr(begin, at_ - begin); }
 
   bool take(std::string_view token) {
@@ -37,7 +37,7 @@ class Json {
     if (!take(token)) throw error(what + " is expected");
   }
 
-  // A text of one to so many characters.
+  // A string of 1 to `most` characters.
   std::string text(char const* what, size_t most = 100) {
     expect("\"", std::string(what) + ", a text,");
     std::string found;
@@ -45,7 +45,7 @@ class Json {
       if (at_ == text_.size()) throw error(std::string(what) + " does not end");
       char c = text_[at_++];
       if (c == '"') break;
-      // All that has to be escaped in printable ASCII.
+      // The only escapes that printable ASCII needs.
       if (c == '\\' && at_ < text_.size() && (text_[at_] == '"' || text_[at_] == '\\')) {
         c = text_[at_++];
       } else if (c < ' ' || c > '~' || c == '\\') {
@@ -76,8 +76,8 @@ class Json {
     if (!is_canonical || !fits || found < low || found > high) {
       at_ = begin;
       std::string const shown = is_canonical ? std::string(number.substr(0, 20)) + (number.size() > 20 ? "..." : "") : "something else";
-      throw error(std::string(what) + " holds " + shown + ": an integer from " + std::to_string(low) + " to " +
-                  std::to_string(high) + " is needed");
+      throw error(std::string(what) + " must be an integer from " + std::to_string(low) + " to " + std::to_string(high) +
+                  ", not " + shown);
     }
     return found;
   }
@@ -88,7 +88,7 @@ class Json {
     return false;
   }
 
-  // Calls for each value of a list, which has at most so many.
+  // Calls a function for each value of a list of at most `most` values.
   template <class Each>
   void list(char const* what, size_t most, Each&& each) {
     expect("[", std::string(what) + ", a list,");
@@ -101,7 +101,7 @@ class Json {
     expect("]", "the end of " + std::string(what));
   }
 
-  // Calls with the name of each field of an object, which has at most so many, to read the value.
+  // Calls a function with the name of each field of an object of at most `most` fields. The function reads the value.
   template <class Each>
   void object(char const* what, size_t most, Each&& each) {
     expect("{", std::string(what) + ", an object,");
@@ -126,17 +126,17 @@ class Json {
   size_t at_ = 0;
 };
 
-// An object whose fields are known, to be read in the order of their names.
+// An object with known fields, which are read sorted by name.
 class Fields {
  public:
   Fields(Json& json, char const* what) : json_(json), what_(what) { json_.expect("{", std::string(what) + ", an object,"); }
 
-  // Goes to a field's value.
+  // Moves to a field's value.
   void field(char const* name) {
     if (!has(name)) throw json_.error("the field " + std::string(name) + " of " + what_ + " is expected");
   }
 
-  // Goes to a field's value if the field is there.
+  // Moves to a field's value if the field exists.
   bool has(char const* name) {
     if (!json_.take((first_ ? "\"" : ",\"") + std::string(name) + "\":")) return false;
     first_ = false;

@@ -18,7 +18,7 @@ constexpr std::string_view kFormat = "cutlass_ops.bundle/2";
 constexpr size_t kMaxKernels = 4'000, kMaxChoices = 4'096, kMaxRows = 1'024, kMaxTables = 256, kMaxFunctions = 64;
 constexpr size_t kMaxInputs = 16, kMaxOutputs = 8, kMaxNodes = 256, kMaxProducts = 1, kMaxName = 64;
 constexpr int64_t kMaxExtent = int64_t(1) << 40, kMaxVersion = 1 << 16, kMaxBundleVersion = 999'999'999'999'999, kMaxResource = int64_t(1) << 32;
-constexpr int64_t kMaxNumber = (int64_t(1) << 31) - 1;  // of a configuration
+constexpr int64_t kMaxNumber = (int64_t(1) << 31) - 1;  // in a configuration
 
 // ---- Tables ------------------------------------------------------------------------------------------------------
 
@@ -47,7 +47,7 @@ struct Target {
 constexpr Target kTargets[] = {
     {"sm_80", 8, 0, false}, {"sm_86", 8, 6, false}, {"sm_89", 8, 9, false}, {"sm_90", 9, 0, false}, {"sm_90a", 9, 0, true}};
 
-// Names that no input or output has: keywords of C++ and Python, and what a kernel or a call has itself
+// Names that inputs and outputs cannot have: keywords of C++ and Python, and names that kernels or calls use themselves
 // (cutlass_ops/epilogue/names.py).
 constexpr std::string_view kReserved[] = {
     // clang-format off
@@ -114,7 +114,7 @@ bool is_letter(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z')
 bool is_lower(char c) { return c >= 'a' && c <= 'z'; }
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
 
-// A name of an input or output becomes an identifier of C++ and a keyword argument of Python.
+// A name of an input or output is also a C++ identifier and a Python keyword argument.
 std::string identifier(Json& json, char const* what) {
   std::string const name = json.text(what, kMaxName);
   auto const fits = [](char c) { return is_letter(c) || is_digit(c) || c == '_'; };
@@ -124,7 +124,7 @@ std::string identifier(Json& json, char const* what) {
   return name;
 }
 
-// An operand's type, such as "bf16.row.align1". Vectors and scalars are all rows without alignment.
+// An operand's type, such as "bf16.row.align1". Vectors and scalars are written as rows without alignment.
 std::string operand(Json& json, char const* what, bool is_matrix) {
   std::string const found = json.text(what);
   std::string_view rest = found;
@@ -145,7 +145,7 @@ std::string operand(Json& json, char const* what, bool is_matrix) {
   return found;
 }
 
-// Whether a text is what Python's float.hex() gives for a value of FP32.
+// Whether a string is the result of Python's float.hex() for an FP32 value.
 bool is_constant(std::string_view text) {
   if (text == "nan") return true;
   if (text.substr(0, 1) == "-") text.remove_prefix(1);
@@ -161,7 +161,7 @@ bool is_constant(std::string_view text) {
   int exponent = 0;
   for (char c : digits) exponent = exponent * 10 + (c - '0');
   if (text[18] == '-') exponent = -exponent;
-  // 23 bits behind the first, fewer where the number is below the least normal one.
+  // 23 bits after the first, fewer for subnormal numbers.
   int const unused = 52 - 23 + std::max(0, -126 - exponent);
   return (text[18] == '+' || text[18] == '-') && exponent <= 127 && exponent >= -149 && mantissa % (uint64_t(1) << unused) == 0;
 }
@@ -262,7 +262,7 @@ struct Node {
   Op const* op;
   std::vector<size_t> arguments;
   std::string attribute;
-  std::string text;  // as it stands in the manifest
+  std::string text;  // the text in the manifest
 };
 
 struct Output {
@@ -319,7 +319,7 @@ Node node(Json& json, Graph const& graph) {
 Output output(Json& json, Graph const& graph) {
   json.expect("[", "an output, a list,");
   Output found;
-  // The first is D, whose name no other has.
+  // The first output is D. No other may have its name.
   bool const first = graph.outputs.empty();
   found.name = first ? one_of(json, "the first output", {"d"}) : identifier(json, "an output");
   json.expect(",", "the node of an output");
@@ -339,13 +339,13 @@ Output output(Json& json, Graph const& graph) {
   return found;
 }
 
-// Whether each node stands once, is used, and they are in the order in which the outputs first need them.
+// Whether nodes are unique, used, and in the order in which the outputs first need them.
 bool is_canonical(Graph const& graph) {
   std::set<std::string_view> texts;
   for (Node const& node : graph.nodes) {
     if (!texts.insert(node.text).second) return false;
   }
-  size_t placed = 0;  // nodes before this one are
+  size_t placed = 0;  // nodes before this index have been visited in order
   for (Output const& output : graph.outputs) {
     std::vector<size_t> left = {output.node};
     while (!left.empty()) {
@@ -406,9 +406,9 @@ Graph graph(Json& json) {
   return found;
 }
 
-// An epilogue as expressions: what tells a person, and a program, which one it is.
+// An epilogue as expressions, by which people and programs identify it.
 std::string expressions(Graph const& graph) {
-  constexpr size_t kMost = 1000;  // shared subexpressions could make it exponentially long
+  constexpr size_t kMost = 1000;  // characters; shared subexpressions could make it exponentially long
   std::vector<std::string> nodes;
   for (Node const& node : graph.nodes) {
     std::string arguments;
@@ -432,7 +432,7 @@ std::string expressions(Graph const& graph) {
 
 // ---- Signatures, kernels and choices -----------------------------------------------------------------------------
 
-// Types by name, for just the names that there are.
+// Types by name, which must be exactly the given names.
 std::map<std::string, std::string> types(Json& json, char const* what, std::vector<Named> const& all) {
   std::map<std::string, std::string> found;
   json.object(what, all.size(), [&](std::string const& name) {
@@ -518,7 +518,7 @@ Kernel kernel(Json& json) {
   return found;
 }
 
-// A choice as it stands in the manifest, before the kernels that it names.
+// A choice in the manifest, read before the kernels that it names.
 struct Row {
   int64_t most;
   size_t kernel;
@@ -628,12 +628,12 @@ void flags(Json& json, Manifest& manifest) {
   });
 }
 
-// Its own digest, which shows a change by accident, is that of the text without it.
+// The manifest's own digest detects accidental changes. It covers the text without the digest.
 void require_own_digest(Json const& json, std::string const& text, size_t begin, size_t end, std::string const& own) {
   if (sha256(std::string(text).erase(begin, end - begin)) != own) throw json.error("its own SHA-256 is another: it was changed");
 }
 
-// Said first: another format may differ in any field.
+// Check the format first: another format may differ in any field.
 void require_format(std::string const& text) {
   constexpr std::string_view kField = "\"format\":\"";
   size_t const at = text.find(kField);

@@ -1,5 +1,5 @@
-// What a bundle says of itself: the same rules as in cutlass_ops/artifacts/manifest.py, and what it names of the epilogue language and of
-// configurations. tests/cpp compares the tables, tests/faults the readers.
+// A bundle's manifest, with the rules of cutlass_ops/artifacts/manifest.py and the names of the epilogue language and of
+// configurations. tests/cpp compares the tables with Python's, tests/faults the readers.
 
 #pragma once
 
@@ -25,29 +25,29 @@ struct Manifest {
   std::string nvcc;     // version of the compiler
   int64_t version = 0;  // the catalogue's; 0 if it has none
   std::vector<Signature> signatures;
-  // Sizes of all files that the bundle has besides the manifest and its signature, by name.
+  // Sizes by name of all files except the manifest and its signature.
   std::map<std::string, int64_t> files;
 
-  // Parts of its text, of which kernels' keys are hashes.
+  // Parts of the manifest's text, from which kernels' keys are hashed.
   struct Identity {
     std::string config, headers, source;
   };
   struct Declaration {
-    std::string types_a_b, types_d;  // a signature in two parts, between which a configuration comes
+    std::string types_a_b, types_d;  // a signature's parts before and after the configuration
     std::vector<Identity> kernels;
   };
   std::vector<Declaration> declarations;     // of each signature
   std::map<std::string, std::string> flags;  // of each target
   std::string toolchain;
 
-  // The key that belongs to what it says of a kernel.
+  // The key that follows from a kernel's identity in the manifest.
   std::string key_of(size_t signature, size_t kernel) const;
 };
 
-// Reads a manifest, which need not be trusted. BundleError if it is not what cutlass_ops writes, or of another version.
+// Reads an untrusted manifest. BundleError if it is not in the form that cutlass_ops writes, or of another version.
 Manifest read_manifest(std::string const& text);
 
-// The tables that are Python's as well, for the tests: a line for each.
+// The tables that Python has too, one per line, for the tests.
 std::string manifest_tables();
 
 }  // namespace cutlass_ops

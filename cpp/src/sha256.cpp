@@ -51,7 +51,7 @@ std::string sha256(std::string_view data) {
   auto const* bytes = reinterpret_cast<unsigned char const*>(data.data());
   for (size_t at = 0; at < whole; at += 64) add_block(hash, bytes + at);
 
-  // What is left, a one bit, zeros, and the length in bits: one block or two.
+  // The rest, a one bit, zeros, and the length in bits: one or two blocks.
   std::string tail(data.substr(whole));
   tail += '\x80';
   tail.resize(tail.size() <= 56 ? 56 : 120, '\0');

@@ -1,5 +1,5 @@
-// SHA-256 (FIPS 180-4) as hexadecimal digits. It guards no secret, so plain code will do; a library for it would be all that
-// a program needs besides tvm-ffi. tests/cpp compares it with Python's.
+// SHA-256 (FIPS 180-4) as hexadecimal digits. The data is not secret, so plain code is safe, and programs need no library
+// besides tvm-ffi. tests/cpp compares it with Python's.
 
 #pragma once
 

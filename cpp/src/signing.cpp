@@ -13,7 +13,7 @@
 namespace cutlass_ops {
 namespace {
 
-constexpr int64_t kMaxKey = 64 << 10;  // bytes; an Ed25519 key has some 110
+constexpr int64_t kMaxKey = 64 << 10;  // bytes; an Ed25519 key has about 110
 
 template <auto Free>
 struct Freed {
@@ -24,7 +24,7 @@ struct Freed {
 };
 using Key = std::unique_ptr<EVP_PKEY, Freed<EVP_PKEY_free>>;
 
-// OpenSSL's list of errors is the thread's, and may hold the program's own.
+// OpenSSL has one list of errors per thread, which may hold errors of the program.
 class Errors {
  public:
   Errors() { ERR_set_mark(); }
@@ -33,17 +33,17 @@ class Errors {
   Errors& operator=(Errors const&) = delete;
 };
 
-// No public key has a password, and OpenSSL would ask for it on the terminal.
+// Public keys have no password. Without this, OpenSSL would ask for one on the terminal.
 int no_password(char*, int, int, void*) { return -1; }
 
 Key read_key(std::string const& path) {
-  if (path.empty()) throw ArgumentError("a public key is the path of a PEM file, and one of those given is empty");
+  if (path.empty()) throw ArgumentError("a path of a public key is empty: name a PEM file");
   std::string const text = read_file(path, kMaxKey);
   std::unique_ptr<BIO, Freed<BIO_free>> const memory(BIO_new_mem_buf(text.data(), int(text.size())));
   Key key(memory == nullptr ? nullptr : PEM_read_bio_PUBKEY(memory.get(), nullptr, &no_password, nullptr));
-  if (key == nullptr) throw ArgumentError(path + " holds no public key that can be used: an Ed25519 key in PEM is needed");
+  if (key == nullptr) throw ArgumentError(path + " has no usable public key: an Ed25519 key in PEM is needed");
   if (EVP_PKEY_base_id(key.get()) != EVP_PKEY_ED25519) {
-    throw ArgumentError(path + " holds another kind of key: an Ed25519 key in PEM is needed");
+    throw ArgumentError(path + " must be an Ed25519 key in PEM, but has another kind of key");
   }
   return key;
 }
@@ -67,13 +67,13 @@ void require_signing() {}
 
 void require_signature(std::string_view message, std::string_view signature, std::vector<std::string> const& public_keys) {
   Errors const errors;
-  // All of them first: one that cannot be used is a mistake, whichever signed.
+  // Read all keys first: an unusable key is a mistake, whichever key signed.
   for (Key const& key : read_keys(public_keys)) {
     if (signature.size() == kSignature && is_by(key.get(), message, signature)) return;
   }
   std::string names;
   for (std::string const& path : public_keys) names += (names.empty() ? "" : " or ") + path;
-  throw BundleError("the signature is not by the key in " + names + ", or the manifest was changed");
+  throw BundleError("the signature is not from the key in " + names + ", or the manifest was changed");
 }
 
 }  // namespace cutlass_ops

@@ -1,4 +1,4 @@
-"""Compiled kernels: kept on disk, checked, signed, packed into bundles, and loaded.
+"""Store, check, sign, bundle and load compiled kernels.
 
-It imports `base`, `epilogue` and `declare`, and starts no compiler.
+This package imports `base`, `epilogue` and `declare`, and starts no compiler.
 """

@@ -1,4 +1,4 @@
-"""Bundles of compiled kernels: opened, checked, and read a kernel at a time."""
+"""Open, check and write bundles of compiled kernels. Kernels are read one at a time."""
 
 from __future__ import annotations
 
@@ -33,55 +33,55 @@ from cutlass_ops.declare.spec import KernelSpec
 
 @dataclass(frozen=True)
 class BundledKernel(Artifact):
-    """One compiled kernel in a bundle; its ``folder`` is the bundle's path."""
+    """A compiled kernel in a bundle. ``folder`` is the bundle's path."""
 
     container: Container = field(compare=False, repr=False)
 
     @property
     def library(self) -> Path:
-        """The shared library, as a path that exists if the bundle is a folder."""
+        """Path of the shared library. It exists only if the bundle is a folder."""
         return self.folder / f"kernels/{self.key}.so"
 
     @property
     def source(self) -> Path:
-        """The C++ source, as a path that exists if the bundle is a folder."""
+        """Path of the C++ source. It exists only if the bundle is a folder."""
         return self.folder / f"sources/{self.key}.cu"
 
     def read_library(self) -> bytes:
-        """Read the library, and check that it is what the manifest says, and was made as that says.
+        """Read the library, and check its contents and its key against the manifest.
 
         Raises
         ------
         BundleError
-            If it is not.
+            If they do not match.
         """
         if identity_key(self.manifest["identity"]) != self.key:
             name = f"bundle {self.folder}: kernels/{self.key}.so"
-            raise BundleError(f"{name}: its key is not that of what the manifest says of it")
+            raise BundleError(f"{name}: its key does not match its identity in the manifest")
         return _read(self.container, f"kernels/{self.key}.so", File(self.sha256, self.size))
 
     def read_source(self) -> bytes:
-        """Read the source, and check that it is what the manifest says.
+        """Read the source, and check it against the manifest.
 
         Raises
         ------
         BundleError
-            If it is not.
+            If it does not match.
         """
         return _read(self.container, f"sources/{self.key}.cu", File(**self.manifest["files"][SOURCE]))
 
 
 class Bundle:
-    """An opened bundle. Its manifest has been checked; each file is, when it is read.
+    """An open bundle. Its manifest is checked when it is opened, each file when it is read.
 
     Attributes
     ----------
     path : Path
-        Where it lies.
+        Path of the archive or folder.
     manifest : Manifest
-        What is in it.
+        Its contents.
     signed_by : Path or None
-        The file of the key that signed it; None if no key was given.
+        File of the public key that verified the signature; None if no key was given.
 
     Examples
     --------
@@ -101,7 +101,7 @@ class Bundle:
         return f"<bundle {self.path}: {len(self._records)} kernels for {', '.join(self.manifest.targets)}>"
 
     def find(self, spec: KernelSpec) -> BundledKernel | None:
-        """Return the kernel of a declaration, if it is there."""
+        """Return the kernel of a declaration, or None."""
         record = self._records.get(spec)
         return None if record is None else self.kernel(record)
 
@@ -121,12 +121,12 @@ class Bundle:
         return tuple(map(self.kernel, self.manifest.kernels))
 
     def configs(self, signature: OpSignature, capability: tuple[int, int]) -> tuple[Config, ...]:
-        """Return the configurations in which there are kernels for calls on a device."""
+        """Return the configurations of a signature's kernels that run on a device."""
         group = self._groups.get(signature)
         return tuple(r.spec.config for r in group.kernels if r.runs_on(capability)) if group else ()
 
     def choice(self, signature: OpSignature, capability: tuple[int, int], n: int, k: int) -> Choice | None:
-        """Return which kernel serves which rows with a weight, if that was chosen when the bundle was made."""
+        """Return which kernel runs which M for a weight, or None if the bundle stores no choice for it."""
         group = self._groups.get(signature)
         here = (c for c in (group.choices if group else ()) if (c.capability, c.n, c.k) == (capability, n, k))
         return next(here, None)
@@ -137,7 +137,7 @@ class Bundle:
         Raises
         ------
         BundleError
-            If it is not what the manifest says.
+            If it does not match the manifest.
         """
         return _read(self._container, record.source_name, record.source)
 
@@ -147,7 +147,7 @@ class Bundle:
         Raises
         ------
         BundleError
-            If it is not what the manifest says.
+            If it does not match the manifest.
         """
         return _read(self._container, table_name(table), table)
 
@@ -159,27 +159,27 @@ def open_bundle(
     minimum_version: int | None = None,
     beside: Path | None = None,
 ) -> Bundle:
-    """Open a bundle and check all but the contents of its kernels, sources and tables.
+    """Open a bundle. Check everything except the contents of kernels, sources and tables.
 
     Parameters
     ----------
     path : path
         The archive or the folder.
     public_key : path or iterable of path, optional
-        PEM files of Ed25519 keys, of which one must have signed the manifest. That is checked before anything else is
-        read.
+        PEM files of Ed25519 keys. One of them must have signed the manifest. The signature is checked before anything
+        else is read.
     minimum_version : int, optional
-        The version that it must have at least, as its catalogue gave it.
+        Minimum version of the bundle, as set in its catalogue.
     beside : Path, optional
         As for :func:`cutlass_ops.artifacts.container.open_container`.
 
     Raises
     ------
     BundleError
-        If it is not safe to read, not whole, of another format, not signed as it should be, older than it must be, or
-        made for another version of this library.
+        If the bundle is unsafe, incomplete, of another format, not signed by one of the keys, too old, or made for
+        another version of this library.
     TypeError, ValueError, OSError
-        If a public key cannot be read, or the minimum version is none.
+        If a public key cannot be read, or the minimum version is not valid.
     """
     keys = None if public_key is None else public_key_paths(public_key)
     if minimum_version is not None:
@@ -199,17 +199,17 @@ def open_bundle(
 
 
 def require_version_number(value: object, name: str) -> None:
-    """Refuse what is no version of a bundle.
+    """Check a bundle's version number.
 
     Raises
     ------
     TypeError, ValueError
-        If it is no integer, or none that a bundle can have.
+        If it is not an integer, or out of range.
     """
     if type(value) is not int:
-        raise TypeError(f"{name} is of type {type(value).__name__}: an integer is needed")
+        raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
     if not 1 <= value <= MAX_VERSION:
-        raise ValueError(f"{name} is {checked_json.shown(value)}: an integer from 1 to {MAX_VERSION} is needed")
+        raise ValueError(f"{name} must be an integer from 1 to {MAX_VERSION}, not {checked_json.shown(value)}")
 
 
 def write_bundle(
@@ -220,36 +220,36 @@ def write_bundle(
     private_key: Path | None = None,
     folder: bool = False,
 ) -> None:
-    """Write a bundle: the same contents give the same bytes.
+    """Write a bundle. The same contents give the same bytes.
 
     Parameters
     ----------
     path : Path
-        Where to; an archive there is replaced.
+        Output path. An existing archive is replaced.
     manifest : Manifest
-        What is in it.
+        The manifest.
     files : mapping of str to bytes
-        All that the manifest names.
+        Contents of every file in the manifest.
     private_key : Path, optional
         PEM file of an Ed25519 key to sign the manifest with.
     folder : bool
-        Whether to write a folder, and not an archive.
+        Whether to write a folder instead of an archive.
 
     Raises
     ------
     ValueError
-        If the folder is there already, or the key cannot be used.
+        If the folder already exists, or the key cannot be used.
     BundleError
-        If the files are not those of the manifest.
+        If the files do not match the manifest.
     OSError
         If it cannot be written.
     """
     if set(files) != set(manifest.files):
-        raise BundleError("the files are not those that the manifest names")
+        raise BundleError("the files do not match the names in the manifest")
     for name, file in manifest.files.items():
         _require_content(name, files[name], file)
     text = manifest.to_bytes()
-    # What cannot be read again must not be shipped.
+    # Do not ship a manifest that cannot be read back.
     Manifest.from_bytes(text)
     written = {**files, MANIFEST: text}
     if private_key is not None:
@@ -270,7 +270,7 @@ def _signature(found: Container) -> bytes:
     if SIGNATURE not in found.sizes:
         raise BundleError(f"it is not signed: it has no {SIGNATURE}")
     if found.sizes[SIGNATURE] != SIGNATURE_BYTES:
-        raise BundleError(f"{SIGNATURE} has {found.sizes[SIGNATURE]} bytes: a signature has {SIGNATURE_BYTES}")
+        raise BundleError(f"{SIGNATURE} must have {SIGNATURE_BYTES} bytes, not {found.sizes[SIGNATURE]}")
     return found.read(SIGNATURE)
 
 
@@ -293,16 +293,16 @@ def _require_version(manifest: Manifest) -> None:
     if ours != theirs:
         raise BundleError(
             f"its kernels are by cutlass_ops {manifest.library_version} (ABI {theirs[0]}, templates {theirs[1]}), and "
-            f"this is {resources.library_version()} (ABI {ours[0]}, templates {ours[1]}): make it again with this "
+            f"this is {resources.library_version()} (ABI {ours[0]}, templates {ours[1]}): build it again with this "
             "version's `cutlass-ops bundle`, or install that one"
         )
 
 
 def _require_recent(manifest: Manifest, least: int) -> None:
     if manifest.version is None:
-        raise BundleError(f"it has no version, and at least {least} is asked for: give its catalogue one")
+        raise BundleError(f"it has no version, but version {least} or later is required: set one in its catalogue")
     if manifest.version < least:
-        raise BundleError(f"its version is {manifest.version}, and at least {least} is asked for: use a newer one")
+        raise BundleError(f"its version is {manifest.version}, but {least} or later is required: use a newer one")
 
 
 def _read(found: Container, name: str, file: File) -> bytes:
@@ -316,7 +316,7 @@ def _read(found: Container, name: str, file: File) -> bytes:
 
 def _require_content(name: str, data: bytes, file: File) -> None:
     if len(data) != file.size or hashlib.sha256(data).hexdigest() != file.sha256:
-        raise BundleError(f"{name} is not what the manifest says: its SHA-256 is another")
+        raise BundleError(f"{name} does not match the manifest: its SHA-256 differs")
 
 
 def manifest_of(
@@ -330,13 +330,13 @@ def manifest_of(
     Parameters
     ----------
     artifacts : iterable of Artifact
-        Kernels, all by one toolchain.
+        Kernels, all from one toolchain.
     choices : mapping of OpSignature to tuple of Choice
-        Which of them serve which problems.
+        Which kernel runs which problem.
     tables : iterable of bytes
         Tuning tables as JSON.
     version : int, optional
-        The catalogue's.
+        Version of the catalogue.
 
     Raises
     ------
@@ -354,7 +354,7 @@ def manifest_of(
         groups.setdefault(OpSignature.of(spec), []).append(_record(artifact, spec))
     if len(heads) != 1:
         found = "; ".join(sorted(head.decode() for head in heads)) or "there are none"
-        raise BundleError(f"the kernels of a bundle come from one toolchain: {found}")
+        raise BundleError(f"all kernels of a bundle must come from one toolchain, not: {found}")
     (head,) = heads.values()
     return Manifest(
         abi=ABI,

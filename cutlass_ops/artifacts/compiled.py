@@ -1,4 +1,4 @@
-"""What a compilation reports, as it is kept beside the library."""
+"""The compiler's report, which is stored with the library."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Compiled:
-    """Outcome of one compilation.
+    """Result of one compilation.
 
     Attributes
     ----------
     seconds : float
-        Time it took.
+        Compile time.
     resources : tuple of dict
-        For each ``__global__`` function: name, registers for each thread, and in bytes its static shared memory,
-        stack, spill stores and spill loads.
+        For each ``__global__`` function: name, registers per thread, and static shared memory, stack, spill stores and
+        spill loads in bytes.
     """
 
     seconds: float

@@ -1,8 +1,8 @@
-"""A bundle's files, in one archive or one folder: written the same every time, and read as data from outside.
+"""Read and write a bundle's files, as an archive or a folder. Reading trusts nothing.
 
-An archive is a ZIP file without compression, in one form only: entries in the order of their names, nothing before,
-between or behind them, no times, no attributes. So it has no links, duplicates, overlaps or hidden parts that would
-have to be looked for: what is read is compared with what would have been written. Any unzip program opens it.
+An archive is an uncompressed ZIP file in one canonical form: entries sorted by name, without gaps, times or attributes.
+Reading compares the file with what :func:`write` would have written. So links, duplicates, overlaps and hidden parts
+need no separate checks. Any unzip program can open an archive.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from cutlass_ops.base.private import NotPrivateError, open_private, read_private
 MANIFEST = "manifest.json"
 SIGNATURE = "manifest.sig"
 
-# Names are what a digest and a kind of file make, and nothing that a manifest could choose.
+# Names are made from digests and file types; a manifest cannot choose them.
 _NAME = re.compile(
     r"manifest\.json|manifest\.sig|kernels/[0-9a-f]{64}\.so|sources/[0-9a-f]{64}\.cu|tables/[0-9a-f]{64}\.json"
 )
 _FOLDERS = ("kernels", "sources", "tables")
 
 MAX_FILES = 20_000
-MAX_FILE = 64 << 20  # bytes; a kernel has some 200 KB
-_MAX_ARCHIVE = (1 << 32) - 1  # bytes; more would need another form of ZIP
+MAX_FILE = 64 << 20  # bytes; a kernel has about 200 KB
+_MAX_ARCHIVE = (1 << 32) - 1  # bytes; more needs ZIP64
 _MAX_NAME = 100
 
 _LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _END = struct.Struct("<4s4H2IH")
 _VERSION = 20
-_DATE = 0x21  # 1980-01-01, the first day that ZIP can name
+_DATE = 0x21  # 1980-01-01, ZIP's first day
 
 
 class _Entry(NamedTuple):
@@ -53,13 +53,13 @@ class _Entry(NamedTuple):
 
     @property
     def local(self) -> bytes:
-        """What stands before its bytes."""
+        """The local header, before the file's bytes."""
         name = self.name.encode()
         return _LOCAL.pack(b"PK\3\4", _VERSION, 0, 0, 0, _DATE, self.crc, self.size, self.size, len(name), 0) + name
 
     @property
     def central(self) -> bytes:
-        """What stands for it in the directory."""
+        """The entry in the central directory."""
         name = self.name.encode()
         fixed = (b"PK\1\2", _VERSION, _VERSION, 0, 0, 0, _DATE, self.crc, self.size, self.size, len(name))
         return _CENTRAL.pack(*fixed, 0, 0, 0, 0, 0, self.offset) + name
@@ -77,14 +77,14 @@ def _end(count: int, size: int, offset: int) -> bytes:
 
 
 class Container(ABC):
-    """A bundle's files, opened once: what is renamed over it later changes nothing.
+    """A bundle's files. They are opened once, so a later rename over the bundle changes nothing.
 
     Attributes
     ----------
     path : Path
-        Where it lies.
+        Path of the bundle.
     sizes : mapping of str to int
-        Bytes of each file.
+        Size of each file in bytes.
     """
 
     path: Path
@@ -92,12 +92,12 @@ class Container(ABC):
 
     @abstractmethod
     def read(self, name: str) -> bytes:
-        """Return a file's bytes, as many as ``sizes`` says.
+        """Return a file's contents, ``sizes[name]`` bytes.
 
         Raises
         ------
         BundleError
-            If it is not there, or not as it was.
+            If the file is missing or changed.
         """
 
 
@@ -109,28 +109,28 @@ def open_container(path: str | os.PathLike[str], beside: Path | None = None) -> 
     path : path
         The archive or the folder.
     beside : Path, optional
-        For an archive that was installed as a package, the folder of packages: see
+        For an archive inside an installed package, the folder of packages: see
         :func:`cutlass_ops.base.private.require_private`.
 
     Raises
     ------
     BundleError
-        If it cannot be read, can be written by others, or is in any way not as :func:`write` makes it.
+        If it cannot be read, can be written by others, or differs from what :func:`write` makes.
     """
     given = Path(path).absolute()
     try:
-        # A link to the bundle is the user's own; within it there are none.
+        # The user may link to a bundle. Links inside a bundle are rejected.
         real = given.resolve(strict=True)
         return _Folder(real) if real.is_dir() else _Archive(real, beside)
     except OSError as exc:
         raise BundleError(f"bundle {given} cannot be read: {exc.strerror or exc}") from None
-    except (RuntimeError, ValueError) as exc:  # links in a circle, before Python 3.13; a name with a zero byte
+    except (RuntimeError, ValueError) as exc:  # a link loop, before Python 3.13; a name with a zero byte
         raise BundleError(f"bundle {str(given)!r} cannot be read: {exc}") from None
     except BundleError:
         raise
     except NotPrivateError as exc:
         raise BundleError(
-            f"bundle {given} is not safe: {exc}. Compiled code would be loaded from it: correct it with chown and "
+            f"bundle {given} is not safe: {exc}. Compiled code would be loaded from it: fix it with chown and "
             f"chmod -R go-w"
         ) from None
     except LoadError as exc:
@@ -151,7 +151,7 @@ class _Archive(Container):
         head = entry.local
         data = self._bytes(entry.offset, len(head) + entry.size)
         if not data.startswith(head):
-            raise BundleError(f"{self.path}: what stands before {name} is not what its directory says")
+            raise BundleError(f"{self.path}: the header of {name} does not match the directory")
         return data[len(head) :]
 
     def _directory(self) -> Iterator[_Entry]:
@@ -161,46 +161,46 @@ class _Archive(Container):
         tail = self._bytes(size - _END.size, _END.size)
         magic, _, _, _, count, length, offset, _ = _END.unpack(tail)
         if magic != b"PK\5\6" or tail != _end(count, length, offset):
-            raise self._foreign("it does not end as a ZIP file without comment does; it may be truncated")
+            raise self._foreign("it does not end like a ZIP file without a comment; it may be truncated")
         if offset + length + _END.size != size or count > MAX_FILES or length > count * (_CENTRAL.size + _MAX_NAME):
-            raise self._foreign(f"its directory of {count} files and {length} bytes is not possible")
+            raise self._foreign(f"its directory of {count} files and {length} bytes is impossible")
         directory, read, at, last = self._bytes(offset, length), 0, 0, ""
         for _ in range(count):
             entry = self._entry(directory[read : read + _CENTRAL.size + _MAX_NAME], at)
             if entry.name <= last:
-                raise self._foreign(f"{entry.name} stands twice, or not in its place")
+                raise self._foreign(f"{entry.name} is a duplicate or not in order")
             read, at, last = read + len(entry.central), entry.end, entry.name
             yield entry
         if read != length or at != offset:
-            raise self._foreign("it holds more than its directory says")
+            raise self._foreign("it has more contents than its directory lists")
 
     def _entry(self, directory: bytes, offset: int) -> _Entry:
-        """Return the entry with which a part of the directory begins; it must be what would have been written."""
+        """Return the first entry of a part of the directory. It must be in canonical form."""
         if len(directory) < _CENTRAL.size:
             raise self._foreign("its directory is cut off")
         fields = _CENTRAL.unpack_from(directory)
         name = directory[_CENTRAL.size :][: min(fields[10], _MAX_NAME)]
         if not _NAME.fullmatch(text := name.decode("ascii", "replace")):
-            raise self._foreign(f"no bundle has a file named {text!r}")
+            raise self._foreign(f"a bundle cannot have a file named {text!r}")
         entry = _Entry(text, fields[7], fields[9], offset)
         if not directory.startswith(entry.central):
-            raise self._foreign(f"the entry of {text} is compressed, linked, overlapping, or has more than it needs")
+            raise self._foreign(f"the entry of {text} is compressed, linked, overlapping, or has extra fields")
         if entry.size > MAX_FILE:
             raise self._foreign(f"{text} has {entry.size} bytes: at most {MAX_FILE} are allowed")
         return entry
 
     def _bytes(self, offset: int, count: int) -> bytes:
-        # Not through a file's own position, which processes share after a fork.
+        # pread: after a fork, processes share the file position.
         try:
             data = os.pread(self._descriptor, count, offset)
         except OSError as exc:
             raise BundleError(f"{self.path} cannot be read: {exc.strerror or exc}") from None
         if len(data) != count:
-            raise BundleError(f"{self.path} is truncated: {count} bytes at {offset} are {len(data)}")
+            raise BundleError(f"{self.path} is truncated: it has {len(data)} of {count} bytes at {offset}")
         return data
 
     def _foreign(self, why: str) -> BundleError:
-        return BundleError(f"{self.path} is not a bundle as this library writes it: {why}")
+        return BundleError(f"{self.path} is not a bundle of this library: {why}")
 
 
 class _Folder(Container):
@@ -223,7 +223,7 @@ class _Folder(Container):
         except LoadError as exc:
             raise BundleError(str(exc)) from None
         if len(data) != self.sizes[name]:
-            raise BundleError(f"{self.path / name} is not as long as it was when the bundle was opened")
+            raise BundleError(f"{self.path / name} changed its size since the bundle was opened")
         return data
 
     def _open(self, path: Path, parent: int | None) -> int:
@@ -247,9 +247,9 @@ class _Folder(Container):
 
     def _size(self, name: str, info: os.stat_result) -> int:
         if not _NAME.fullmatch(name):
-            raise BundleError(f"{self.path}: no bundle has a file named {name!r}")
+            raise BundleError(f"{self.path}: a bundle cannot have a file named {name!r}")
         if not stat.S_ISREG(info.st_mode):
-            raise BundleError(f"{self.path / name} is a link, or no regular file")
+            raise BundleError(f"{self.path / name} is not a regular file")
         if info.st_size > MAX_FILE:
             raise BundleError(f"{self.path / name} has {info.st_size} bytes: at most {MAX_FILE} are allowed")
         return info.st_size
@@ -264,12 +264,12 @@ def _owned(owner: Container, descriptor: int) -> int:
 
 
 def write(path: Path, files: Mapping[str, bytes], *, folder: bool = False) -> None:
-    """Write files as one archive, or as a folder: the same files give the same bytes. It appears at once and whole.
+    """Write files atomically, as an archive or a folder. The same files give the same bytes.
 
     Parameters
     ----------
     path : Path
-        The archive, which is replaced if it is there, or the folder, which must not be there.
+        Output path. An existing archive is replaced; an existing folder is an error.
     files : mapping of str to bytes
         Contents by name.
     folder : bool
@@ -278,13 +278,13 @@ def write(path: Path, files: Mapping[str, bytes], *, folder: bool = False) -> No
     Raises
     ------
     ValueError
-        If the folder is there already, or the files are too many or too large.
+        If the folder already exists, or the files are too many or too large.
     OSError
         If it cannot be written.
     """
     _require_bounds(files)
     if folder and os.path.lexists(path):
-        raise ValueError(f"{path} is there already: remove it, or name another folder")
+        raise ValueError(f"{path} already exists: remove it, or name another folder")
     with replacing(path) as aside:
         (_write_folder if folder else _write_archive)(aside, files)
 
@@ -292,12 +292,12 @@ def write(path: Path, files: Mapping[str, bytes], *, folder: bool = False) -> No
 def _require_bounds(files: Mapping[str, bytes]) -> None:
     wrong = [name for name in files if not _NAME.fullmatch(name)]
     if wrong:
-        raise ValueError(f"no bundle has a file named {wrong[0]!r}")
+        raise ValueError(f"a bundle cannot have a file named {wrong[0]!r}")
     large = [name for name, data in files.items() if len(data) > MAX_FILE]
     if large:
         raise ValueError(f"{large[0]} has {len(files[large[0]])} bytes: at most {MAX_FILE} are allowed")
     if len(files) > MAX_FILES or sum(map(len, files.values())) > _MAX_ARCHIVE - (MAX_FILES << 8):
-        raise ValueError(f"{len(files)} files are too many, or too large together: make several bundles")
+        raise ValueError(f"{len(files)} files are too many or too large for one bundle: make several bundles")
 
 
 def _write_archive(path: Path, files: Mapping[str, bytes]) -> None:
@@ -326,6 +326,6 @@ def _write_folder(path: Path, files: Mapping[str, bytes]) -> None:
 
 def _finish(file: BinaryIO) -> None:
     file.flush()
-    # Whatever the umask says: others may read it, and nobody else may write it.
+    # Regardless of the umask, others may read the file, and only the owner may write it.
     os.fchmod(file.fileno(), 0o644)
     os.fsync(file.fileno())

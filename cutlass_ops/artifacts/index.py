@@ -1,4 +1,4 @@
-"""Which of a store's entries are of which identity, read once in a process."""
+"""An index of a store's entries by source identity. A process reads each entry once."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import NamedTuple
 
 from cutlass_ops.base import forks
 
-# A folder that changed so recently may change again without another time of change.
+# A folder that changed less than this ago may change again without a new mtime.
 _SETTLED = 2.0  # seconds
 _UNREAD = ""
 
 
 class _Shard(NamedTuple):
-    """One folder of entries, as it was when it was last read.
+    """One folder of entries, as last read.
 
-    ``changed`` is its time of change if that can be relied on; ``read`` has for each entry, by name and inode, what it
-    is of, and None for what is no entry; ``names`` has the names of entries by what they are of.
+    ``changed`` is its mtime, or None if it must be read again. ``read`` maps (name, inode) to the entry's source
+    identity, or None if it is not an entry. ``names`` maps a source identity to the names of its entries.
     """
 
     changed: int | None
@@ -29,17 +29,17 @@ class _Shard(NamedTuple):
 
 
 class Index:
-    """A store's entries by what they are of.
+    """A store's entries by source identity.
 
-    An entry is read once, a folder of entries only when it changed.
+    An entry is read once. A folder of entries is listed again only when it changed.
 
     Parameters
     ----------
     root : Path
-        The folder of the folders of entries.
+        The folder that has the folders of entries.
     read : callable
-        Takes an entry's folder and returns what it is of, or None if it is no entry. An OSError means that it may be
-        read the next time.
+        Takes an entry's folder and returns its source identity, or None if it is not an entry. If it raises OSError,
+        the entry is tried again next time.
     """
 
     def __init__(self, root: Path, read: Callable[[Path], str | None]) -> None:
@@ -53,7 +53,7 @@ class Index:
         self._lock = threading.Lock()
 
     def names(self, what: str) -> list[str]:
-        """Return the names of the entries that are of something, in their order."""
+        """Return the sorted names of the entries with this source identity."""
         with self._lock:
             self._shards = {name: self._refreshed(name, info) for name, info in self._folders()}
             return sorted(name for shard in self._shards.values() for name in shard.names.get(what, ()))

@@ -1,4 +1,4 @@
-"""From an artifact on disk to callables. Only this module imports tvm-ffi."""
+"""Load an artifact into this process. Only this module imports tvm-ffi."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from cutlass_ops.artifacts.store import Artifact
 from cutlass_ops.base import arch, env, forks, linkage
 from cutlass_ops.base.errors import LoadError
 
-# What a kernel's library is to this module: raise it when the arguments or results of these functions change.
+# Version of a kernel library's interface. Raise it when the arguments or results of these functions change.
 ABI = 2
 SYMBOLS = ("launch", "workspace_size", "describe")
 
 
 class Reason(IntEnum):
-    """Why a launch refused an argument; numbered as in ``templates/include/cutlass_ops/binding.h``."""
+    """Why a launch rejected an argument. The numbers are those of ``templates/include/cutlass_ops/binding.h``."""
 
     KIND = 1
     SHAPE = 2
@@ -44,12 +44,12 @@ class Reason(IntEnum):
 
 
 def refusal(status: int) -> tuple[int, Reason]:
-    """Return the position of the argument that a launch refused, and the reason.
+    """Return the position of the argument that a launch rejected, and the reason.
 
     Parameters
     ----------
     status : int
-        What :attr:`LoadedKernel.launch` returned, other than 0.
+        Nonzero result of :attr:`LoadedKernel.launch`.
     """
     position, reason = divmod(status, 16)
     return position, Reason(reason)
@@ -62,12 +62,12 @@ class LoadedKernel:
     Attributes
     ----------
     artifact : Artifact
-        What was loaded.
+        The artifact.
     launch : callable
-        Launches on the current stream of the operands' device and returns 0, or launches nothing and returns a
-        status for :func:`refusal`.
+        Launches on the current stream of the operands' device and returns 0. If it rejects an argument, it launches
+        nothing and returns a status for :func:`refusal`.
     workspace_size : callable
-        Bytes of workspace for a problem's M, N, K with a raster order and a swizzle, on the current device.
+        Takes M, N, K, raster order and swizzle. Returns the bytes of workspace on the current device.
     """
 
     artifact: Artifact
@@ -75,7 +75,7 @@ class LoadedKernel:
     workspace_size: Callable[[int, int, int, int, int], int]
     _describe: Callable[[], str]
 
-    # A copy would share the library's memory and free it once more.
+    # A copy would share the library's memory and free it twice.
     def __copy__(self) -> LoadedKernel:
         return self
 
@@ -83,10 +83,10 @@ class LoadedKernel:
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        raise TypeError("a loaded kernel belongs to its process: pickle its specification, or what build() returned")
+        raise TypeError("a loaded kernel cannot be pickled: pickle its specification, or the result of build()")
 
     def describe(self) -> dict[str, int]:
-        """Return what the kernel reports of itself: ``stages``, ``threads`` and ``shared_memory`` (dynamic, bytes)."""
+        """Return the kernel's ``stages``, ``threads`` and ``shared_memory`` (dynamic, in bytes)."""
         return dict(json.loads(self._describe()))
 
 
@@ -103,13 +103,13 @@ forks.reset_in_child(_reset)
 
 
 def load(artifact: Artifact) -> LoadedKernel:
-    """Load a kernel, once in a process.
+    """Load a kernel, once per process.
 
     Raises
     ------
     LoadError
-        If the library is no longer what its manifest says, has the dynamic linker search folders of its own or load
-        what no kernel needs, or cannot be loaded here.
+        If the library no longer matches its manifest, has its own library search paths, needs libraries that kernels
+        must not load, or cannot be loaded here.
     """
     name = (artifact.key, artifact.sha256)
     with _lock:
@@ -120,10 +120,9 @@ def load(artifact: Artifact) -> LoadedKernel:
 
 @functools.cache
 def prepare() -> None:
-    """Have what launches kernels in memory, where there is a GPU: a program is being made that will need it.
+    """Import tvm-ffi if there is a GPU, before a program that launches kernels is compiled.
 
-    PyTorch 2.11's AOTInductor was seen to crash where it loads a package, even one of PyTorch alone, before tvm-ffi is
-    there.
+    Otherwise, PyTorch 2.11's AOTInductor crashed when it loaded a package, even a package of PyTorch operations only.
     """
     import torch
 
@@ -139,7 +138,7 @@ def _load(artifact: Artifact) -> LoadedKernel:
     tvm_ffi = _import_tvm_ffi()
     _provide_cudart(artifact)
     try:
-        # load_module goes by the file's ending, and descriptors have none.
+        # load_module needs a file extension, which descriptors lack.
         open_library = tvm_ffi.get_global_func("ffi.Module.load_from_file.so")
         with _mappable(data) as path:
             module = open_library(path, "so")
@@ -151,10 +150,10 @@ def _load(artifact: Artifact) -> LoadedKernel:
 
 @contextlib.contextmanager
 def _mappable(data: bytes) -> Iterator[str]:
-    """Yield a path under which the dynamic linker finds exactly these bytes, which nobody can exchange any more.
+    """Yield a path from which the dynamic linker loads exactly these bytes, which nobody can replace.
 
-    That is memory where it can be, sealed, so that nothing is written to a disk. Some systems forbid to execute it;
-    there a file in a private folder stands in, and is gone as soon as it is mapped.
+    It is a sealed memory file. Where the system forbids executing those, it is a file in a private temporary folder,
+    removed after loading.
     """
     try:
         descriptor = _sealed(data)
@@ -175,7 +174,7 @@ def _sealed(data: bytes) -> int:
     try:
         descriptor = os.memfd_create("cutlass_ops", flags | _MFD_EXEC)
     except OSError:
-        # Before Linux 6.3 there is no such flag, and no need of it.
+        # Linux before 6.3 has no such flag and does not need it.
         descriptor = os.memfd_create("cutlass_ops", flags)
     try:
         left = memoryview(data)
@@ -194,10 +193,10 @@ _serials = itertools.count()
 
 
 def _unique(descriptor: int) -> str:
-    """Return a name of a descriptor that this process has not used before.
+    """Return a path to a descriptor that this process has not used before.
 
-    The dynamic linker knows libraries by the name that they were opened under, and would return an older kernel where a
-    number is used again. To the system one slash is as good as many.
+    The dynamic linker identifies libraries by path: if a descriptor's number is reused, it would return the older
+    kernel. Extra slashes make the path unique.
     """
     high, low = divmod(next(_serials), 256)
     return f"/proc{'/' * (1 + high)}self{'/' * (1 + low)}fd/{descriptor}"
@@ -215,9 +214,9 @@ def _import_tvm_ffi() -> ModuleType:
 
 
 def _provide_cudart(artifact: Artifact) -> None:
-    """Map the CUDA runtime that the kernel was linked with, unless PyTorch already has.
+    """Load the CUDA runtime that the kernel was linked with, unless PyTorch already has.
 
-    PyTorch may come without one (CPU) or with another major version; both can be in one process.
+    PyTorch may have none (CPU) or another major version. Two major versions can be in one process.
     """
     version = str(artifact.manifest["identity"]["toolchain"]["nvcc"])
     name = f"libcudart.so.{version.partition('.')[0]}"
@@ -229,7 +228,7 @@ def _provide_cudart(artifact: Artifact) -> None:
         return
     raise LoadError(
         f"{artifact.where} needs {name}, which is neither loaded nor on the library path, in CUDA_HOME or in the "
-        f'PyPI wheels: pip install "cutlass_ops[toolkit]" brings it'
+        f'PyPI wheels: install it with pip install "cutlass_ops[toolkit]"'
     )
 
 
@@ -239,7 +238,7 @@ def _cudart_files(name: str) -> Iterator[Path]:
     for root in filter(os.path.isabs, sys.path):
         yield from Path(root).glob(f"nvidia/cu*/lib/{name}")
     yield Path("/usr/local/cuda/lib64") / name
-    # Last, the toolkit of an nvcc that is named or on PATH. It is not started.
+    # Last, the toolkit of the nvcc in CUTLASS_OPS_NVCC or on PATH. It is not started.
     for nvcc in filter(None, (env.NVCC.text, shutil.which("nvcc"))):
         home = Path(nvcc).resolve().parent.parent
         yield from (home / folder / name for folder in ("lib64", "lib", "targets/x86_64-linux/lib"))

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from cutlass_ops.artifacts.container import MAX_FILE
 from cutlass_ops.base import arch, checked_json
 from cutlass_ops.base.errors import BundleError, ConfigError
+from cutlass_ops.base.mma import mma_of
 from cutlass_ops.declare.config import Config, Ordered, config_from_json, config_to_json
 from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.problem import MOST_EXTENT
@@ -312,6 +313,9 @@ def _group(data: object) -> Group:
     signature = signature_from_json(fields["signature"])
     if any(o.alignment < 1 for o in (signature.a, signature.b, signature.d, *signature.inputs, *signature.outputs)):
         raise ConfigError("an operand is aligned to at least one element")
+    mma = mma_of(signature.a.dtype, signature.b.dtype)
+    if mma is None or not mma.scales((signature.a.scaling, signature.b.scaling)) or signature.d.scaling:
+        raise ConfigError(f"no kernel has a {signature.a}, b {signature.b} and d {signature.d}")
     kernels = tuple(_kernel(k, signature) for k in checked_json.sequence(fields["kernels"], "kernels", _MAX_KERNELS))
     if not kernels:
         raise ConfigError("a signature has no kernels")

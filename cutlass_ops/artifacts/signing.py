@@ -1,6 +1,6 @@
 """Ed25519 signatures of a bundle's manifest. Only this module imports cryptography.
 
-Keys are PEM files and signatures 64 plain bytes, so that openssl makes and checks them as well.
+Keys are PEM files and signatures are 64 raw bytes, so openssl can make and check them too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from cutlass_ops.base.errors import BundleError, LoadError
 from cutlass_ops.base.private import NotPrivateError, read_private
 
-# One PEM file, or several: while keys are exchanged, bundles by the old and by the new one are about.
+# One PEM file, or several: during a key rotation, bundles may be signed with the old or the new key.
 PublicKeys: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 
 SIGNATURE_BYTES = 64
@@ -27,14 +27,14 @@ def sign(message: bytes, private_key: Path) -> bytes:
     Parameters
     ----------
     message : bytes
-        What is signed.
+        The message.
     private_key : Path
         PEM file of an Ed25519 private key without password.
 
     Raises
     ------
     ValueError
-        If the file holds no such key.
+        If the file has no such key.
     BundleError
         If the package cryptography is not installed, or others may write the file.
     OSError
@@ -44,7 +44,7 @@ def sign(message: bytes, private_key: Path) -> bytes:
 
 
 def require_private_key(path: Path) -> None:
-    """Refuse a file with which nothing can be signed, before much is done for what is to be signed.
+    """Check that a file can sign, before starting long work.
 
     Raises
     ------
@@ -60,65 +60,65 @@ def _private(path: Path) -> Any:
     try:
         key = serialization.load_pem_private_key(data, password=None)
     except (ValueError, TypeError, errors.UnsupportedAlgorithm) as exc:
-        raise ValueError(f"{path} holds no private key that can be used: {exc}") from None
+        raise ValueError(f"{path} has no usable private key: {exc}") from None
     if not isinstance(key, ed25519.Ed25519PrivateKey):
-        raise ValueError(f"{path} holds another kind of key: make one with openssl genpkey -algorithm ed25519")
+        raise ValueError(f"{path} is not an Ed25519 key: make one with openssl genpkey -algorithm ed25519")
     return key
 
 
 def public_key_paths(given: PublicKeys) -> tuple[Path, ...]:
-    """Return the files that a caller named as public keys.
+    """Return a ``public_key`` argument as a tuple of paths.
 
     Raises
     ------
     TypeError
-        If it is neither a path nor some paths.
+        If it is neither a path nor an iterable of paths.
     ValueError
-        If there is none, or one is empty: nothing that was to name a key may mean that none is asked for.
+        If there is no path, or one is empty. An empty argument must not turn signature checks off.
     """
     paths = [given] if isinstance(given, str | os.PathLike) else given
     if isinstance(paths, bytes) or not isinstance(paths, Iterable):
-        raise TypeError(f"public_key is of type {type(given).__name__}: the path of a PEM file, or several, are needed")
+        raise TypeError(f"public_key must be the path of a PEM file, or several, not {type(given).__name__}")
     found = tuple(map(_path, paths))
     if not found:
-        raise ValueError("public_key names no file: name one, or leave it out")
+        raise ValueError("public_key names no file: name a PEM file, or leave it out")
     return found
 
 
 def _path(given: object) -> Path:
     if not isinstance(given, str | os.PathLike):
-        raise TypeError(f"public_key has a {type(given).__name__}: paths of PEM files are needed")
+        raise TypeError(f"public_key must be paths of PEM files, not {type(given).__name__}")
     if given == "":
         raise ValueError("public_key has an empty path: name a PEM file, or leave it out")
     return Path(given)
 
 
 def require_signature(message: bytes, signature: bytes, public_keys: Sequence[Path]) -> Path:
-    """Refuse a message that was not signed with the private key that belongs to one of some public ones.
+    """Check that a message is signed with one of some keys.
 
     Parameters
     ----------
     message, signature : bytes
-        What was signed, and the signature.
+        The message and its signature.
     public_keys : sequence of Path
         PEM files of Ed25519 public keys, at least one.
 
     Returns
     -------
     Path
-        The file of the key that signed it.
+        File of the key that verified the signature.
 
     Raises
     ------
     BundleError
-        If the signature is another's, or cannot be checked, or others may write a key's file.
+        If no key verifies the signature, it cannot be checked, or others may write a key's file.
     ValueError
-        If a file holds no such key.
+        If a file has no such key.
     OSError
         If a file cannot be read.
     """
     _, _, errors = _cryptography()
-    # All of them, before any is believed: a key that is not there is a mistake that must be seen.
+    # Read all keys first: a missing key is a mistake that must not go unnoticed.
     for path, key in [(path, _public(path)) for path in public_keys]:
         try:
             key.verify(signature, message)
@@ -126,7 +126,7 @@ def require_signature(message: bytes, signature: bytes, public_keys: Sequence[Pa
             continue
         return path
     names = ", ".join(map(str, public_keys))
-    raise BundleError(f"the signature is not by the key in {names}, or the manifest was changed")
+    raise BundleError(f"the signature is not from the key in {names}, or the manifest was changed")
 
 
 def _public(path: Path) -> Any:
@@ -134,23 +134,23 @@ def _public(path: Path) -> Any:
     try:
         key = serialization.load_pem_public_key(_read(path))
     except (ValueError, TypeError, errors.UnsupportedAlgorithm) as exc:
-        raise ValueError(f"{path} holds no public key that can be used: {exc}") from None
+        raise ValueError(f"{path} has no usable public key: {exc}") from None
     if not isinstance(key, ed25519.Ed25519PublicKey):
-        raise ValueError(f"{path} holds another kind of key: an Ed25519 key in PEM is needed")
+        raise ValueError(f"{path} must be an Ed25519 key in PEM, but has another kind of key")
     return key
 
 
 def _read(path: Path) -> bytes:
-    """Return the contents of a key's file, which decide what is loaded as much as those of a bundle do."""
+    """Read a key file. It must be as well protected as a bundle: it decides which code is loaded."""
     try:
-        # A link to the file is the user's own.
+        # The user may link to the file.
         data = read_private(path.resolve(strict=True), _MAX_KEY)
     except NotPrivateError as exc:
-        raise BundleError(f"the key in {path} is not safe: {exc}. Correct it with chown and chmod go-w") from None
-    except (LoadError, RuntimeError) as exc:  # no regular file; links in a circle, before Python 3.13
+        raise BundleError(f"the key in {path} is not safe: {exc}. Fix it with chown and chmod go-w") from None
+    except (LoadError, RuntimeError) as exc:  # not a regular file; a link loop, before Python 3.13
         raise ValueError(f"{path} cannot be read: {exc}") from None
     if len(data) > _MAX_KEY:
-        raise ValueError(f"{path} has more than {_MAX_KEY} bytes, which no key has")
+        raise ValueError(f"{path} is not a key: it has more than {_MAX_KEY} bytes")
     return data
 
 

@@ -1,13 +1,13 @@
-"""Compiled kernels on disk: their identity, one compilation across processes, and nothing loaded that is not whole.
+"""The kernel store: compiled kernels on disk, built once among all processes, and checked before use.
 
 Layout of a store, which is safe to delete at any time::
 
     v1/<first two of key>/<key>/   kernel.so, kernel.cu, manifest.json: published by one rename, never changed
-    locks/<key>                    there while a kernel is built; the system drops the lock with the process
-    tmp/<key>/                     a build in progress; belongs to who holds the lock
+    locks/<key>                    exists while a kernel is built; the system releases the lock with the process
+    tmp/<key>/                     a build in progress; belongs to the holder of the lock
     failed/<key>/                  the last failed build: source, log, and links to run its command again
 
-A folder's time of change is when it was last used: where there is too much, what was not used for longest goes.
+A kernel's folder is touched on use. If the store grows too large, the least recently used kernels are removed.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ MANIFEST = "manifest.json"
 
 _KEY = "[0-9a-f]" * 64
 _MAX_MANIFEST = 1 << 20  # bytes
-# Of failed builds, so many are kept and so many bytes.
+# Limits on the failed builds that are kept: their number and their bytes.
 _MOST_FAILED = 100
 _MAX_FAILED = 100_000_000
-# A process measures the store when it first publishes a kernel, and again whenever it has added this part of the limit.
+# A process measures the store at its first published kernel, then again each time it has added 1/64 of the limit.
 _MEASURED_PARTS = 64
 
 _log = logging.getLogger("cutlass_ops")
 
 
 def identity_key(identity: Mapping[str, Any]) -> str:
-    """Return the key that belongs to an identity: the SHA-256 of its canonical JSON.
+    """Return the key of an identity: the SHA-256 of its canonical JSON.
 
     Raises
     ------
     TypeError, ValueError
-        If the identity holds anything that has no canonical JSON.
+        If JSON cannot hold the identity.
     """
     text = json.dumps(identity, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return _sha256(text.encode())
@@ -78,22 +78,22 @@ def _sha256(data: bytes) -> str:
 
 @dataclass(frozen=True)
 class Artifact:
-    """One compiled kernel on disk, found whole when it was looked up.
+    """One compiled kernel on disk. It was complete when it was looked up.
 
     Attributes
     ----------
     key : str
         Hash of everything that changes the binary.
     folder : Path
-        Where its files lie.
+        Folder of its files.
     sha256 : str
-        Of the library; checked again before it is loaded.
+        SHA-256 of the library, checked again before loading.
     manifest : mapping
         ``identity`` (what the key hashes), ``files``, ``sass`` (opcode counts), ``resources``, ``created``,
         ``compile_seconds``, ``library_version``.
     again : callable, optional
-        If the kernel is removed from the store before it is read, builds it again and returns what a function makes of
-        it, before which nobody can remove it.
+        Rebuilds a kernel that was removed from the store. It takes a function, calls it with the new artifact before
+        another process can remove that, and returns the result.
     """
 
     key: str
@@ -111,34 +111,34 @@ class Artifact:
 
     @property
     def where(self) -> str:
-        """Where the library lies, in words."""
+        """The library's location, for messages."""
         return str(self.library)
 
     @property
     def size(self) -> int:
-        """Bytes of the library."""
+        """Size of the library in bytes."""
         return int(self.manifest["files"][LIBRARY]["size"])
 
     def read_library(self) -> bytes:
-        """Read the library, and check again that it is what the manifest says.
+        """Read the library and check it against the manifest again.
 
         Raises
         ------
         LoadError
-            If it is not.
+            If it does not match.
         CutlassOpsError
             If it was removed and cannot be built again.
         """
         return self._read(LIBRARY)
 
     def read_source(self) -> bytes:
-        """Read the source as :meth:`read_library` does the library."""
+        """Read and check the source. Errors are those of :meth:`read_library`."""
         return self._read(SOURCE)
 
     def present(self) -> Artifact:
-        """Return the kernel as it is in the store now, for who reads it there in a moment.
+        """Mark the kernel as used and return it; rebuild it first if it was removed.
 
-        It is built again if it was removed since it was looked up, and counts as used now.
+        Call this before reading the files directly.
         """
         if self.again is None:
             return self
@@ -157,7 +157,7 @@ class Artifact:
         return data
 
     def _read_here(self, name: str) -> bytes | None:
-        """Read a file and check it; None if it is not there."""
+        """Read a file and check it; return None if it is missing."""
         expected, path = self.manifest["files"][name], self.folder / name
         try:
             data = read_private(path, limit=expected["size"])
@@ -166,12 +166,12 @@ class Artifact:
         except OSError as exc:
             raise LoadError(f"{path} cannot be read: {exc}") from None
         if _sha256(data) != expected["sha256"]:
-            raise LoadError(f"{path} changed since it was looked up: its SHA-256 is not the manifest's")
+            raise LoadError(f"{path} changed since it was looked up: its SHA-256 does not match the manifest")
         return data
 
     @property
     def source(self) -> Path:
-        """The C++ source that it was compiled from."""
+        """Path of the C++ source."""
         return self.folder / SOURCE
 
     @property
@@ -192,24 +192,24 @@ class Artifact:
 
 
 def open_entry(folder: Path) -> Artifact:
-    """Read one entry and check it: manifest, owner, sizes, hashes.
+    """Read one entry and check its manifest, owner, sizes and hashes.
 
     Raises
     ------
     LoadError
-        If it is not whole; the message says in what way.
+        If a check fails. The message says which.
     """
     try:
         info = folder.lstat()
         if not stat.S_ISDIR(info.st_mode):
-            raise LoadError(f"{folder} is not a folder of its own")
+            raise LoadError(f"{folder} is not a folder, or is a link")
         require_private(info, folder)
         manifest = _read_manifest(folder)
         for name in (LIBRARY, SOURCE):
             expected = manifest["files"][name]
             data = read_private(folder / name, limit=expected["size"])
             if len(data) != expected["size"] or _sha256(data) != expected["sha256"]:
-                raise LoadError(f"{folder / name} is not what its manifest says: {len(data)} bytes")
+                raise LoadError(f"{folder / name} ({len(data)} bytes) does not match its manifest")
     except OSError as exc:
         raise LoadError(f"{folder} cannot be read: {exc}") from None
     return Artifact(folder.name, folder, manifest["files"][LIBRARY]["sha256"], manifest)
@@ -219,7 +219,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     text = read_private(path, limit=_MAX_MANIFEST)
     if len(text) > _MAX_MANIFEST:
-        raise LoadError(f"{path} is larger than a manifest can be")
+        raise LoadError(f"{path} is too large for a manifest")
     try:
         data = checked_json.parsed(text, "it", _MAX_MANIFEST)
         key = identity_key(data["identity"])
@@ -238,7 +238,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
         raise LoadError(f"{path} is not a manifest: {exc!r}") from None
     if not good:
-        raise LoadError(f"{path} is not the manifest of this kernel, or of another format")
+        raise LoadError(f"{path} is the manifest of another kernel or of another format")
     return dict(data)
 
 
@@ -258,12 +258,12 @@ class KernelStore:
 
     @classmethod
     def default(cls) -> KernelStore:
-        """Return the user's own store: ``CUTLASS_OPS_CACHE_DIR``, else in the user's cache folder.
+        """Return the user's store: ``CUTLASS_OPS_CACHE_DIR``, or else in the user's cache folder.
 
         Raises
         ------
         StoreError
-            If there is no folder for it.
+            If the user has no home folder and no variable names another.
         ValueError
             If the variable is relative.
         """
@@ -276,7 +276,7 @@ class KernelStore:
         return f"KernelStore({str(self.root)!r})"
 
     def lookup(self, key: str) -> Artifact | None:
-        """Return the kernel with this key if a whole one is there, and note its use. Anything else is a miss.
+        """Return the kernel with this key and mark it as used; return None if it is missing or incomplete.
 
         Raises
         ------
@@ -296,19 +296,19 @@ class KernelStore:
         try:
             return open_entry(folder)
         except LoadError as exc:
-            # It may have been removed while it was read, and be there again.
+            # Another process may have removed and rebuilt it meanwhile.
             if _inode(folder) != inode:
                 return self._whole(folder)
             _log.warning("a stored kernel is ignored: %s", exc)
             return None
 
     def entries(self) -> Iterator[Artifact]:
-        """Yield every whole kernel in the store, in the order of their keys.
+        """Yield every complete kernel in the store, sorted by key.
 
         Raises
         ------
         StoreError
-            If it is no folder, or others may write it.
+            If the store is not a folder, or others may write it.
         """
         self._require_private_root()
         for folder in sorted((self.root / f"v{FORMAT}").glob(f"??/{_KEY}")):
@@ -317,7 +317,7 @@ class KernelStore:
                 yield artifact
 
     def find(self, identity: Mapping[str, Any]) -> Artifact | None:
-        """Return a kernel with this :func:`source_identity`, whichever compiler made it, and note its use.
+        """Return a kernel with this :func:`source_identity`, from any compiler, and mark it as used.
 
         Raises
         ------
@@ -331,23 +331,23 @@ class KernelStore:
 
     @contextlib.contextmanager
     def lock(self, key: str, cancel: threading.Event | None = None, name: str | None = None) -> Iterator[None]:
-        """Hold the right to build one kernel, among all threads and processes; it ends with the process.
+        """Hold the lock to build one kernel, exclusive among all threads and processes.
 
         Parameters
         ----------
         key : str
             The kernel's key.
         cancel : threading.Event, optional
-            Ends the wait when set.
+            Set it to stop waiting.
         name : str, optional
-            The kernel's name, for who waits; by default the key.
+            The kernel's name, shown to other waiting processes; the default is the key.
 
         Raises
         ------
         StoreError
             If the store cannot be written, or its file system has no locks.
         CancelledError
-            If ``cancel`` is set while another holds the lock.
+            If ``cancel`` is set while waiting.
         """
         what = f"the build of {name or key}"
         with contextlib.ExitStack() as stack:
@@ -355,19 +355,19 @@ class KernelStore:
                 try:
                     stack.enter_context(locks.held(self._lock_file(key), what, _ADVICE, cancel))
                 except FileNotFoundError:
-                    # The store was deleted while this waited; its folders are made again.
+                    # The store was deleted while waiting. Create its folders again.
                     stack.enter_context(locks.held(self._lock_file(key), what, _ADVICE, cancel))
             yield
 
     def workspace(self, key: str, source: str) -> Path:
-        """Return a fresh folder to build one kernel in, its source written. The caller holds the kernel's lock.
+        """Create an empty folder to build one kernel in, and write the source. The caller holds the kernel's lock.
 
         Raises
         ------
         StoreError
             If the store cannot be written.
         """
-        env.cache_size()  # a wrong one is said before anything is compiled
+        env.cache_size()  # report a wrong value before compiling
         with self.writing():
             folder = self._folder("tmp") / key
             self.discard(folder)
@@ -379,18 +379,18 @@ class KernelStore:
     def publish(
         self, folder: Path, identity: Mapping[str, Any], sass: Mapping[str, int], compiled: Compiled
     ) -> Artifact:
-        """Make a built kernel visible, at once and whole. The caller holds the kernel's lock.
+        """Publish a built kernel atomically. The caller holds the kernel's lock.
 
         Parameters
         ----------
         folder : Path
-            From :meth:`workspace`, with the library in it. It is gone afterwards.
+            The folder from :meth:`workspace`, with the library in it. It is moved into the store.
         identity : mapping
             From :func:`cutlass_ops.compilation.identity.kernel_identity`.
         sass : mapping
-            Opcode counts that prove what the kernel uses.
+            The kernel's opcode counts.
         compiled : Compiled
-            What the compiler reported.
+            The compiler's report.
 
         Raises
         ------
@@ -415,10 +415,10 @@ class KernelStore:
         with self.writing():
             (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n", encoding="utf-8")
             _keep_only(folder, (LIBRARY, SOURCE, MANIFEST))
-            # From now on it may be removed at any time, by who keeps the store small.
+            # Open it before the rename: afterwards, a process that shrinks the store may remove it at any time.
             artifact = replace(open_entry(folder), folder=entry)
             self._folder(f"v{FORMAT}", entry.parent.name)
-            # What is there is not whole, or nothing would have been built.
+            # An existing entry is incomplete, otherwise nothing would have been built.
             self.discard(entry)
             recency.touch(folder)
             folder.rename(entry)
@@ -426,14 +426,14 @@ class KernelStore:
         try:
             self._keep_small(artifact)
         except (OSError, StoreError) as exc:
-            # The kernel is there, whatever is too much beside it.
-            _log.warning("the kernel store %s cannot be kept small: %s", self.root, exc)
+            # The kernel itself is published.
+            _log.warning("cannot limit the size of the kernel store %s: %s", self.root, exc)
         return artifact
 
     def keep_failed(self, folder: Path) -> Path:
-        """Move a failed build to where a person can look at it, in place of that kernel's last failure.
+        """Keep a failed build for inspection, in place of that kernel's last failure.
 
-        The oldest failures go where there are too many.
+        If there are too many failures, the oldest are removed.
 
         Raises
         ------
@@ -452,7 +452,7 @@ class KernelStore:
         return kept
 
     def discard(self, folder: Path) -> None:
-        """Remove a folder so that nobody sees it half removed.
+        """Remove a folder atomically.
 
         Raises
         ------
@@ -465,17 +465,17 @@ class KernelStore:
             _remove(aside)
 
     def clean(self, *, unused_for: float | None = None, keep: int | None = None) -> int:
-        """Remove kernels, and abandoned builds and locks; return how many kernels were removed.
+        """Remove kernels, abandoned builds and abandoned locks; return the number of removed kernels.
 
-        Builds in progress go on, and processes keep what they have loaded.
+        Without arguments, remove every kernel and every failed build. Builds in progress continue, and processes keep
+        the kernels that they have loaded.
 
         Parameters
         ----------
         unused_for : float, optional
-            Seconds: only kernels that were not looked up for so long, and failures that are as old.
+            Remove kernels that were not looked up, and failed builds that happened, for this many seconds.
         keep : int, optional
-            Bytes: only as many kernels as have the others fit, the least recently used first.
-            Without either, every kernel and failure is removed.
+            Remove the least recently used kernels until at most this many bytes are left.
 
         Raises
         ------
@@ -503,7 +503,7 @@ class KernelStore:
         return sum(use in removed for use in kernels)
 
     def size(self) -> int:
-        """Return the bytes of all kernels.
+        """Return the total size of all kernels in bytes.
 
         Raises
         ------
@@ -517,7 +517,7 @@ class KernelStore:
         return recency.uses((self.root / f"v{FORMAT}").glob("*/*"))
 
     def _keep_small(self, published: Artifact) -> None:
-        """Remove the kernels that were not used for longest, if with a new one there are too many."""
+        """Remove the least recently used kernels if a new one makes the store too large."""
         limit = env.cache_size()
         if limit is None:
             return
@@ -531,12 +531,12 @@ class KernelStore:
         others = [use for use in kernels if use.folder != published.folder]
         for use in recency.excess(others, limit - sum(use.size for use in kept)):
             with contextlib.suppress(FileNotFoundError):
-                # Somebody may have used it, or built it again, since it was looked at.
+                # Another process may have used or rebuilt it meanwhile.
                 if recency.last_use(use.folder) == use.last:
                     self._remove_unlocked(use.folder)
 
     def _remove_unlocked(self, folder: Path) -> bool:
-        """Remove a kernel or a failed build, unless somebody has its lock, who may be about to read it."""
+        """Remove a kernel or a failed build, unless its lock is held: the holder may be about to read it."""
         if not fnmatch.fnmatchcase(folder.name, _KEY):
             self.discard(folder)
             return True
@@ -547,19 +547,19 @@ class KernelStore:
 
     @contextlib.contextmanager
     def _unlocked(self, key: str) -> Iterator[bool]:
-        """Say whether nobody has a kernel's lock, and keep it so as long as the context lasts."""
+        """Yield whether a kernel's lock is free, and hold it during the context if it is."""
         path = self._lock_file(key)
         with contextlib.ExitStack() as stack:
             try:
                 free = stack.enter_context(locks.attempted(path, f"the removal of {key}", _ADVICE))
             except StoreError:
-                # The file system has no locks: nobody builds anything there.
+                # The file system has no locks, so nobody can build there.
                 free = True
             yield free
 
     def _entry(self, key: str) -> Path:
         if not fnmatch.fnmatchcase(key, _KEY):
-            raise ValueError(f"a kernel's key is a SHA-256 in hexadecimal, not {key!r}")
+            raise ValueError(f"a kernel's key must be a SHA-256 in lower-case hexadecimal, not {key!r}")
         return self.root / f"v{FORMAT}" / key[:2] / key
 
     def _require_private_root(self) -> None:
@@ -570,11 +570,11 @@ class KernelStore:
             return
         except OSError as exc:
             raise StoreError(
-                f"the kernel store {self.root} cannot be used: {exc}. {env.CACHE_DIR.name} names another folder"
+                f"the kernel store {self.root} cannot be used: {exc}. Set {env.CACHE_DIR.name} to another folder"
             ) from None
         except LoadError as exc:
             raise StoreError(
-                f"the kernel store is not private: {exc}. Compiled code would be loaded from it: correct it with "
+                f"the kernel store is not private: {exc}. Compiled code would be loaded from it: fix it with "
                 f"chown and chmod go-w, or set {env.CACHE_DIR.name} to a folder of your own"
             ) from None
         if not stat.S_ISDIR(info.st_mode):
@@ -584,27 +584,27 @@ class KernelStore:
             )
 
     def _folder(self, *names: str) -> Path:
-        """Return a folder of the store, made if it is not there."""
+        """Return a folder of the store; create it if missing."""
         folder = self.root
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._require_private_root()
         for name in names:
             folder /= name
             folder.mkdir(mode=0o700, exist_ok=True)
-            # What is written there must not land where a link leads, or where others can exchange it.
+            # Do not write through a link, or where other users can replace files.
             if not stat.S_ISDIR(folder.lstat().st_mode):
                 raise StoreError(f"the kernel store {self.root} cannot be used: {folder} is a link. Remove it")
             try:
                 require_private(folder.lstat(), folder)
             except LoadError as exc:
-                raise StoreError(f"the kernel store is not private: {exc}. Correct it with chown, chmod go-w") from None
+                raise StoreError(f"the kernel store is not private: {exc}. Fix it with chown, chmod go-w") from None
         return folder
 
     def _lock_file(self, key: str) -> Path:
         return self._folder("locks") / self._entry(key).name
 
     def _sweep(self, held: str | None = None) -> None:
-        """Remove what builders left that are no more: whose locks nobody, or this caller, holds."""
+        """Remove abandoned builds: those whose lock is free or held by this caller."""
         for folder in self._folder("tmp").glob(f"{_KEY}*"):
             key = folder.name[:64]
             if key == held:
@@ -615,40 +615,38 @@ class KernelStore:
                     _remove(folder)
 
     def _sweep_locks(self) -> None:
-        """Remove the files of locks that nobody holds: who gives one back removes its file."""
+        """Remove the files of free locks, by taking and releasing each."""
         for path in self._folder("locks").glob(_KEY):
             if path.is_symlink() or not path.is_file():
                 _remove(path)
                 continue
             with self._unlocked(path.name):
-                pass  # its file goes with it
+                pass  # releasing a lock removes its file
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Put what goes wrong with files of the store into words.
+        """Turn any OSError into a StoreError that says what to do.
 
         Raises
         ------
         StoreError
-            In place of any OSError.
+            If the block raises OSError.
         """
         try:
             yield
         except OSError as exc:
-            where = f"{env.CACHE_DIR.name} names another folder for compiled kernels"
+            remedy = f"set {env.CACHE_DIR.name} to another folder for compiled kernels"
             if exc.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise StoreError(f"no space is left in the kernel store {self.root}; {where}") from exc
+                raise StoreError(f"no space is left in the kernel store {self.root}: {remedy}") from exc
             if exc.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
                 raise StoreError(
-                    f"the kernel store {self.root} cannot be written ({exc}): kernels in it can be used, but new ones "
-                    f"must be built elsewhere; {where}"
+                    f"the kernel store {self.root} cannot be written ({exc}). Its kernels can be used; to build new "
+                    f"ones, {remedy}"
                 ) from exc
             raise StoreError(f"the kernel store {self.root} cannot be used: {exc}") from exc
 
 
-_ADVICE = (
-    f"kernels that are there can be used, but to build new ones set {env.CACHE_DIR.name} to a folder on a local disk"
-)
+_ADVICE = f"existing kernels can be used, but to build new ones set {env.CACHE_DIR.name} to a folder on a local disk"
 
 
 @cached(maxsize=None)
@@ -678,7 +676,7 @@ def _inode(path: Path) -> int | None:
 
 
 def _keep_only(folder: Path, names: Sequence[str]) -> None:
-    """Remove everything else, and make what stays private and durable."""
+    """Remove all other files, and make these private and durable."""
     for path in folder.iterdir():
         if path.name not in names:
             _remove(path)

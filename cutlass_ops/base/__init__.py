@@ -1,5 +1,5 @@
-"""What every other room uses and that knows nothing of GEMMs.
+"""Helpers that every other package uses and that know nothing about GEMMs.
 
-Element types and what the hardware offers, errors, environment variables, files, locks and processes.
-It imports no other room.
+Element types, hardware limits, errors, environment variables, files, locks and processes.
+This package imports no other package of the library.
 """

@@ -1,6 +1,6 @@
-"""The Tensor Core contract: what each target's hardware offers, in one table.
+"""The hardware limits of each target, in one table.
 
-Validation, tuning and offline generation read these values here and nowhere else.
+Validation, tuning and offline generation all read these values.
 
 Sources: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability" (shared memory, registers,
 threads); PTX ISA, sections on ``mma.sync`` and ``wgmma.mma_async`` (instruction shapes) and ``cp.async`` (copy sizes).
@@ -22,17 +22,17 @@ class Target(NamedTuple):
     Attributes
     ----------
     name : str
-        The name that nvcc gives it, ``"sm_90a"``.
+        nvcc's name, such as ``"sm_90a"``.
     capability : tuple of int
-        Compute capability of the devices that run its machine code.
+        Compute capability of the devices that run this machine code.
     shared_memory : int
-        Bytes of shared memory that one thread block may use.
+        Maximum shared memory of one thread block, in bytes.
     shared_memory_per_sm : int
-        Bytes of shared memory on one multiprocessor, each resident block taking 1 KiB more than it asks for.
+        Shared memory of one SM, in bytes. Each resident block takes 1 KiB more than it requests.
     blocks_per_sm, threads_per_sm : int
-        Thread blocks and threads that one multiprocessor holds at a time, at most.
+        Maximum number of thread blocks and threads resident on one SM.
     wgmma : bool
-        Whether warpgroup-wide matrix instructions, the bulk tensor copy engine and clusters are there.
+        Whether the target has wgmma, TMA and clusters.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Target(NamedTuple):
 
     @property
     def gencode(self) -> str:
-        """The ``-gencode`` value for nvcc: this target's machine code and no PTX."""
+        """The ``-gencode`` value for nvcc: machine code for this target, no PTX."""
         return f"arch=compute_{self.name[3:]},code={self.name}"
 
 
@@ -64,21 +64,21 @@ MAX_THREADS = 1024
 MAX_GRID_Y = 65535
 REGISTERS_PER_SM = 64 * KIB
 MAX_REGISTERS_PER_THREAD = 255
-OVERLAPS = (9, 0)  # compute capability from which a kernel may start while the one before it ends
+OVERLAPS = (9, 0)  # lowest compute capability with programmatic dependent launch
 WARP = 32
 WARPGROUP = 128
 CACHE_LINE_BYTES = 128
-SWIZZLE_BYTES = (128, 64, 32)  # widths of the swizzled layouts that TMA and wgmma share, the widest first
-UNSWIZZLED_BYTES = 16  # of the layout that serves every other extent
-MAX_CLUSTER = 8  # 16 is a non-portable size: it needs an opt-in and may fail to be scheduled
+SWIZZLE_BYTES = (128, 64, 32)  # widths of the swizzled layouts that TMA and wgmma share, widest first
+UNSWIZZLED_BYTES = 16  # width of the unswizzled layout, for every other extent
+MAX_CLUSTER = 8  # 16 is not portable: it needs an opt-in, and the launch may fail
 
-# wgmma: M is 64 for a warpgroup, N any multiple of 8 up to 256, K 32 bytes.
+# wgmma: M is 64 per warpgroup, N any multiple of 8 up to 256, K 32 bytes.
 WGMMA_M = 64
 WGMMA_N_STEP = 8
 WGMMA_N_MAX = 256
 WGMMA_K_BYTES = 32
 
-# cp.async copies 4, 8 or 16 bytes; narrower loads go through registers, which allows two stages only.
+# cp.async copies 4, 8 or 16 bytes. Narrower loads go through registers, which allows only two stages.
 CP_ASYNC_BYTES = (4, 8, 16)
 TMA_ALIGNMENT_BYTES = 16
 TMA_LOAD_OPCODE = "UTMALDG"
@@ -90,18 +90,18 @@ def target(name: str) -> Target:
     Raises
     ------
     ValueError
-        If there is no such target; the message lists those there are, and says what to do for another architecture.
+        If there is no such target. The message lists the targets and says what to do on another architecture.
     """
     if isinstance(name, str) and name in TARGETS:
         return TARGETS[name]
-    raise ValueError(f"target is {name!r}, for which there are no kernels: {_instead(name)}")
+    raise ValueError(f"target {name!r} is not supported: {_instead(name)}")
 
 
 _SM = re.compile(r"sm_?(?P<number>[0-9]{2,3})[af]?")
 
 
 def _instead(name: object) -> str:
-    """Say what to do about a target that is none of these."""
+    """Say what to use instead of an unknown target."""
     match = _SM.fullmatch(name) if isinstance(name, str) else None
     if match is None:
         return f"use one of {', '.join(TARGETS)}"
@@ -111,72 +111,72 @@ def _instead(name: object) -> str:
     if same:
         return f"use one of {same}"
     if (major, minor) < oldest:
-        why = "is older than the instructions that kernels are made of (mma.sync on BF16, cp.async)"
+        why = "lacks the instructions that the kernels use (mma.sync on BF16, cp.async)"
     elif (major, minor) > newest:
-        why = "does not run their machine code, and they hold no PTX"
+        why = "cannot run the kernels' machine code, and they contain no PTX"
     else:
-        why = "has none of its own"
+        why = "has no kernels of its own"
     return (
-        f"compute capability {major}.{minor} {why}. Supported are {', '.join(TARGETS)}, compute capability 8.0, 8.6, "
-        f"8.9 and 9.0: name one of these and run on such a device, or use torch.matmul on this one"
+        f"compute capability {major}.{minor} {why}. Supported targets: {', '.join(TARGETS)} (compute capability 8.0, "
+        f"8.6, 8.9 and 9.0). Use one of these on such a device, or use torch.matmul on this one"
     )
 
 
 def target_for(capability: tuple[int, int], *, wgmma: bool) -> Target | None:
-    """Return the target whose machine code runs on a device of this compute capability, or None."""
+    """Return the target for devices of this compute capability, or None."""
     found = [t for t in TARGETS.values() if t.capability == capability and t.wgmma == wgmma]
     return found[0] if found else None
 
 
 def unserved(what: str, capability: tuple[int, int], device: str = "") -> str:
-    """Return the message for what no kernel serves on devices of a compute capability: why, and what to do.
+    """Return the error message for an op that no kernel supports on this compute capability.
 
     Parameters
     ----------
     what : str
-        The op, with its operands' types.
+        The op and its operands' types.
     capability : tuple of int
-        Of the device.
+        Compute capability of the device.
     device : str
-        Its name, where that is known.
+        Name of the device, if known.
     """
     major, minor = capability
     known = sorted({t.capability for t in TARGETS.values()})
     *others, last = (f"sm_{a}{b}" for a, b in known)
     served = f"{', '.join(others)} and {last}"
     there = f"{device and device + ', '}compute capability {major}.{minor} (sm_{major}{minor})"
-    where = f"no kernel serves {what} on {there}"
+    where = f"no kernel supports {what} on {there}"
     if capability in known:
-        return f"{where}: use PyTorch's operation for these types, or other layouts or alignments"
+        return f"{where}: use other layouts or alignments, or PyTorch's operation"
     age = "newer devices are not supported yet" if capability > known[-1] else "this device is not supported"
     return (
-        f"{where}: there are kernels for {served}, and {age}. Use PyTorch's operation on it; on the CPU the reference "
-        "implementation computes the same"
+        f"{where}: there are kernels for {served}, and {age}. Use PyTorch's operation on this device, or the reference "
+        "implementation on the CPU"
     )
 
 
 def other_platform() -> str:
-    """Return why kernels are neither compiled nor loaded on this machine; an empty string on Linux on x86-64."""
+    """Return why this machine cannot compile or load kernels; an empty string on Linux on x86-64."""
     here = f"{sys.platform} on {os.uname().machine}"
     if here == "linux on x86_64":
         return ""
     return (
-        f"kernels are compiled and run on Linux on x86-64, and this is {here}: here the reference implementation alone "
-        "works, on tensors on the CPU"
+        f"kernels need Linux on x86-64, and this is {here}: only the reference implementation works here, on CPU "
+        "tensors"
     )
 
 
 def no_device(device: object) -> str:
-    """Return the message for tensors that are on neither a CUDA device nor the CPU."""
+    """Return the error message for tensors that are on neither a CUDA device nor the CPU."""
     return (
-        f"tensors are on {device}: kernels run on CUDA devices, the reference implementation on the CPU. Use PyTorch's "
-        "operation there, or move the tensors"
+        f"tensors are on {device}: kernels run on CUDA devices, the reference implementation on the CPU. Move the "
+        "tensors, or use PyTorch's operation"
     )
 
 
-# What of a machine instruction's lowest bits says what it is, for those that are counted (sass.py).
+# Opcode bits (the lowest 9 of an instruction) of the instructions that sass.py counts.
 # Read off nvdisasm 13.5's output for kernels by nvcc 13.0 and 13.5 for sm_80, sm_86, sm_89, sm_90 and sm_90a; no other
-# instruction in them shares these bits. tests/unit/test_sass.py compares with nvdisasm again, where there is one.
+# instruction in these kernels shares the bits. tests/unit/test_sass.py compares with nvdisasm where it is installed.
 OPCODES: dict[int, str] = {
     0x037: "IMMA",
     0x03C: "HMMA",

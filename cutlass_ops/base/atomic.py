@@ -1,4 +1,4 @@
-"""Files and folders that appear at once and whole."""
+"""Write files and folders atomically."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a new name beside a path; what is made there takes the path's place when the block ends without an error.
+    """Yield a temporary path; rename it to ``path`` if the block succeeds, else remove it.
 
-    A file of the path's name is replaced; a folder must not be there. Who opens the new name in mode ``"x"`` follows no
-    link.
+    An existing file at ``path`` is replaced; an existing folder is an error. Open the temporary path in mode ``"x"``,
+    which follows no link.
 
     Parameters
     ----------
     path : Path
-        Its folder is made if it is not there.
+        Final path. Its folder is created if missing.
 
     Raises
     ------
     OSError
-        If the folder cannot be made, or the path not be replaced.
+        If the folder cannot be created, or ``path`` cannot be replaced.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")

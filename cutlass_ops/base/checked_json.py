@@ -1,4 +1,4 @@
-"""Plain values that came from outside, such as parsed JSON, checked where they are read."""
+"""Read untrusted JSON and check its values."""
 
 from __future__ import annotations
 
@@ -13,37 +13,38 @@ from cutlass_ops.base.errors import ConfigError
 
 T = TypeVar("T")
 
-# More characters than any number needs that is one of 64 bits.
+# No 64-bit number needs more characters.
 _MAX_DIGITS = 50
 _MAX_MESSAGE = 1000
 
 
 def read(text: bytes, what: str, most: int, build: Callable[[Any], T]) -> T:
-    """Return what a function makes of the value of a JSON text from outside, as :func:`parsed` reads it.
+    """Parse untrusted JSON with :func:`parsed` and return ``build(value)``.
 
     Raises
     ------
     ConfigError
-        If it is none, or the function says so.
+        If the text is not valid, or ``build`` raises it.
     """
     try:
         return build(parsed(text, what, most))
-    except RecursionError:  # parsed by a hair, and shown or written again by less
+    except RecursionError:  # a value that was just shallow enough to parse may be too deep to print or write
         raise ConfigError(f"{what} is nested too deeply") from None
 
 
 def parsed(text: bytes, what: str, most: int) -> Any:
-    """Return the value of a JSON text from outside, of at most so many bytes.
+    """Parse untrusted JSON of at most ``most`` bytes.
 
-    It is UTF-8, no name stands twice in an object, integers have 64 bits with a sign, and other numbers are finite.
+    The text must be UTF-8. Object keys must be unique, integers must fit into 64 signed bits, and other numbers must be
+    finite.
 
     Raises
     ------
     ConfigError
-        If it is none.
+        If the text breaks one of these rules.
     """
     if len(text) > most:
-        raise ConfigError(f"{what} has more than {most} bytes, which none has")
+        raise ConfigError(f"{what} has more than {most} bytes, the limit")
     try:
         return json.loads(
             text.decode(),
@@ -53,109 +54,118 @@ def parsed(text: bytes, what: str, most: int) -> Any:
             parse_constant=_no_constant,
         )
     except RecursionError:
-        raise ConfigError(f"{what} is not JSON that is read here: it is nested too deeply") from None
+        raise ConfigError(f"{what} is not valid JSON: it is nested too deeply") from None
     except ValueError as exc:
-        raise ConfigError(f"{what} is not JSON that is read here: {said(exc)}") from None
+        raise ConfigError(f"{what} is not valid JSON: {said(exc)}") from None
 
 
 def said(error: Exception) -> str:
-    """Return an error's message as :func:`printable` does."""
+    """Return an error's message, made :func:`printable`."""
     return printable(str(error))
 
 
 def printable(text: str) -> str:
-    """Return a text as one that can be printed, and is not too long, whatever from outside stands in it."""
+    """Escape the unprintable characters of an untrusted text, and shorten it."""
     short = text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}..."
     return short if short.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in short)
 
 
 def shown(value: object) -> str:
-    """Return a short text that shows a value, whatever it is."""
+    """Return a short repr of any value."""
     try:
         return reprlib.repr(value)
-    except ValueError:  # an integer of more digits than Python writes
-        return f"a value of type {type(value).__name__} that is too long to be shown"
+    except ValueError:  # an integer with more digits than Python prints
+        return f"a value of type {type(value).__name__} that is too long to show"
 
 
 def canonical(value: object) -> bytes:
-    """Return the one JSON text of a value: equal values give equal bytes.
+    """Return the canonical JSON of a value: equal values give equal bytes.
 
     Raises
     ------
     TypeError, ValueError
-        If it has no JSON.
+        If JSON cannot hold the value.
     """
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def mapping(data: object, what: str, names: str | None) -> Mapping[str, Any]:
-    """Return an object that has just these fields, given as words of one text; None allows any.
+    """Return ``data`` if it is an object with exactly these fields.
+
+    Parameters
+    ----------
+    data : object
+        The parsed value.
+    what : str
+        Its name, for messages.
+    names : str or None
+        Names of the fields, separated by spaces. None allows any.
 
     Raises
     ------
     ConfigError
-        If it is none.
+        If it is not.
     """
     if not isinstance(data, dict):
-        raise ConfigError(f"{what} is an object, not {type(data).__name__}")
+        raise ConfigError(f"{what} must be an object, not {type(data).__name__}")
     if names is not None and set(data) != set(names.split()):
-        raise ConfigError(f"{what} has the fields {names}, not {shown(' '.join(sorted(map(str, data))))}")
+        raise ConfigError(f"{what} must have the fields {names}, not {shown(' '.join(sorted(map(str, data))))}")
     return data
 
 
 def sequence(data: object, what: str, most: int | None = None) -> list[Any]:
-    """Return a list of at most so many values.
+    """Return ``data`` if it is a list of at most ``most`` values.
 
     Raises
     ------
     ConfigError
-        If it is none, or longer.
+        If it is not.
     """
     if not isinstance(data, list):
-        raise ConfigError(f"{what} is a list, not {type(data).__name__}")
+        raise ConfigError(f"{what} must be a list, not {type(data).__name__}")
     if most is not None and len(data) > most:
         raise ConfigError(f"{what} has {len(data)} values: at most {most} are allowed")
     return data
 
 
 def text(data: object, what: str, most: int = 100, *, ascii_only: bool = True) -> str:
-    """Return a printable text of at most so many characters, of ASCII alone where C++ reads it as well.
+    """Return ``data`` if it is a printable string of 1 to ``most`` characters. Strings that C++ also reads are ASCII.
 
     Raises
     ------
     ConfigError
-        If it is none.
+        If it is not.
     """
     if not isinstance(data, str) or not data.isprintable() or not 0 < len(data) <= most:
-        raise ConfigError(f"{what} is {shown(data)}: a short printable text is needed")
+        raise ConfigError(f"{what} must be a printable string of 1 to {most} characters, not {shown(data)}")
     if ascii_only and not data.isascii():
-        raise ConfigError(f"{what} is {shown(data)}: a text of ASCII is needed")
+        raise ConfigError(f"{what} must be ASCII, not {shown(data)}")
     return data
 
 
 def integer(data: object, what: str, low: int, high: int) -> int:
-    """Return an integer within bounds.
+    """Return ``data`` if it is an integer from ``low`` to ``high``.
 
     Raises
     ------
     ConfigError
-        If it is none.
+        If it is not.
     """
     if type(data) is not int or not low <= data <= high:
-        raise ConfigError(f"{what} holds {shown(data)}: an integer from {low} to {high} is needed")
+        raise ConfigError(f"{what} must be an integer from {low} to {high}, not {shown(data)}")
     return data
 
 
 def number(data: object, what: str, low: float, high: float) -> float:
-    """Return a number within bounds.
+    """Return ``data`` as a float if it is a number from ``low`` to ``high``.
 
     Raises
     ------
     ConfigError
-        If it is none.
+        If it is not.
     """
     if type(data) not in (int, float) or not isinstance(data, int | float) or not low <= data <= high:
-        raise ConfigError(f"{what} holds {shown(data)}: a number from {low:g} to {high:g} is needed")
+        raise ConfigError(f"{what} must be a number from {low:g} to {high:g}, not {shown(data)}")
     return float(data)
 
 
@@ -163,24 +173,24 @@ def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"{shown(twice)} stands twice in an object")
+        raise ValueError(f"an object has the key {shown(twice)} twice")
     return found
 
 
 def _integer(text: str) -> int:
-    # Python itself refuses thousands of digits, with advice that is none here.
+    # Python refuses thousands of digits with advice that does not apply here.
     value = int(text) if len(text) <= _MAX_DIGITS else None
     if value is None or not -(1 << 63) <= value < 1 << 63:
-        raise ValueError(f"{shown(text)} is not an integer of 64 bits")
+        raise ValueError(f"{shown(text)} is not a 64-bit integer")
     return value
 
 
 def _number(text: str) -> float:
     value = float(text) if len(text) <= _MAX_DIGITS else math.inf
     if not math.isfinite(value):
-        raise ValueError(f"{shown(text)} is too large a number, or too long")
+        raise ValueError(f"the number {shown(text)} is too large or too long")
     return value
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number of JSON")
+    raise ValueError(f"{name} is not a JSON number")

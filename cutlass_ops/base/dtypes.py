@@ -1,4 +1,4 @@
-"""The element types of operands, and what each is called in Python, in C++ and in DLPack."""
+"""The element types of operands, with their names in Python, C++ and DLPack."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class DType(NamedTuple):
     torch_name : str
         Attribute of ``torch`` that holds the same type.
     dl_code : int
-        DLPack type code, compared by the compiled kernel.
+        DLPack type code, which the compiled kernel checks.
     """
 
     name: str
@@ -39,7 +39,7 @@ class DType(NamedTuple):
 
     @property
     def tma_alignment(self) -> int:
-        """Elements in 16 bytes: what the bulk tensor copy engine needs of a pointer and a leading dimension."""
+        """Elements in 16 bytes: TMA's alignment of pointers and leading dimensions."""
         return 128 // self.bits
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ bf16 = DType("bf16", 16, "cutlass::bfloat16_t", "bfloat16", _DL_BFLOAT)
 f32 = DType("f32", 32, "float", "float32", _DL_FLOAT)
 
 ALL: tuple[DType, ...] = (f16, bf16, f32)
-# By our name and by PyTorch's, and by what others call them.
+# Our names, PyTorch's, and other common names.
 NAMES: dict[str, DType] = {t.name: t for t in ALL} | {t.torch_name: t for t in ALL}
 NAMES |= {"fp16": f16, "half": f16, "bfloat": bf16, "fp32": f32, "float": f32, "single": f32}
 
@@ -62,20 +62,20 @@ def dtype(name: object, among: tuple[DType, ...] = ALL) -> DType:
     Parameters
     ----------
     name : str, DType or torch.dtype
-        ``"f16"``, ``"bf16"`` or ``"f32"``; or as others write it, such as ``"fp16"``, ``"float16"``,
+        ``"f16"``, ``"bf16"`` or ``"f32"``, or another common spelling, such as ``"fp16"``, ``"float16"``,
         ``"torch.bfloat16"`` or ``"BF16"``.
     among : tuple of DType
-        Those that are possible where the name stands.
+        Types that are allowed here.
 
     Raises
     ------
     ValueError
-        If there is no such type, or it is not possible there; the message lists those that are.
+        If the type is unknown or not allowed. The message lists the allowed types.
     """
     found = name if isinstance(name, DType) else NAMES.get(str(name).strip().lower().removeprefix("torch."))
     known = ", ".join(t.name for t in among)
     if found is None:
         raise ValueError(f"unknown dtype {name!r}: use one of {known}")
     if found not in among:
-        raise ValueError(f"dtype {str(name)!r} is not possible here: use one of {known}")
+        raise ValueError(f"dtype {str(name)!r} is not supported here: use one of {known}")
     return found

@@ -1,4 +1,4 @@
-"""The sections of ELF64 images: shared libraries, and the machine code for GPUs inside them."""
+"""Read ELF64 images: shared libraries, and the GPU machine code inside them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _EM_CUDA = 190
 _ABI_MOVED = 8
 _PT_LOAD, _PT_DYNAMIC = 1, 2
 _DT_NULL, _DT_NEEDED, _DT_STRTAB = 0, 1, 5
-_LOADED = (_DT_NEEDED, 0x7FFFFFFD, 0x7FFFFFFF)  # the latter: DT_AUXILIARY and DT_FILTER
+_LOADED = (_DT_NEEDED, 0x7FFFFFFD, 0x7FFFFFFF)  # the last two: DT_AUXILIARY and DT_FILTER
 _SEARCHED = (15, 29)  # DT_RPATH, DT_RUNPATH
 _BINDINGS = (1, 2)  # global and weak
 _SYMBOL = struct.Struct("<IBBHQQ")  # name, binding and type, visibility, section, value, size
@@ -21,13 +21,13 @@ _SEGMENT = struct.Struct(
 )  # type, flags, offset, address, physical address, size in the file, in memory, align
 _PAGE = 4096
 _SHF_EXECINSTR = 4
-_SHT_NOBITS = 8  # takes no room in the file
-# A kernel's library has one image, some hundred symbols, and some six libraries that it needs.
+_SHT_NOBITS = 8  # takes no space in the file
+# A kernel's library has one image, a few hundred symbols, and needs about six libraries.
 _MAX_IMAGES = 8
 _MAX_SYMBOLS = 1 << 16
 _MAX_LIBRARIES = 64
-_MAX_FILE_NAME, _MAX_PATH = 255, 4096  # bytes, as Linux has them
-# Section names may share their ends, but all together they are not many times as long as the table that they stand in.
+_MAX_FILE_NAME, _MAX_PATH = 255, 4096  # bytes, Linux's limits
+# Section names may share their ends. In a real image their total length is no more than a few times the table's.
 _SHARED = 4
 _SECTION = struct.Struct("<IIQQQQ")  # name, type, flags, address, offset, size: the head of a section's header
 
@@ -39,11 +39,11 @@ class Section:
     Attributes
     ----------
     name : str
-        Such as ``".text.kernel"``.
+        For example ``".text.kernel"``.
     executable : bool
-        Whether it holds instructions.
+        Whether it contains instructions.
     data : bytes
-        What it holds.
+        Its contents.
     """
 
     name: str
@@ -52,14 +52,14 @@ class Section:
 
 
 def gpu_images(library: bytes) -> Iterator[bytes]:
-    """Yield the machine-code images inside a shared library, each followed by whatever comes after it there.
+    """Yield the GPU images inside a shared library, each with all bytes that follow it.
 
     Raises
     ------
     struct.error
-        If there are more than any kernel's library holds.
+        If there are more images than any kernel's library has.
     """
-    # The first header is the library's own.
+    # The first ELF header is the library's own.
     at, images = library.find(_MAGIC, len(_MAGIC)), 0
     while at != -1:
         if library[at + 18 : at + 20] == _EM_CUDA.to_bytes(2, "little"):
@@ -71,25 +71,25 @@ def gpu_images(library: bytes) -> Iterator[bytes]:
 
 
 def sm_version(image: bytes) -> int:
-    """Return the compute capability that a machine-code image is for, as two digits: 90 for sm_90 and sm_90a.
+    """Return the compute capability of a GPU image as two digits: 90 for sm_90 and sm_90a.
 
     Raises
     ------
     struct.error
-        If the image ends before it says so.
+        If the image is truncated.
     """
     (flags,) = _unpack(struct.Struct("<I"), image, 0x30)
-    # From this version of the format on, which CUDA 13 writes, the number has moved.
+    # CUDA 13 writes a newer ABI version, in which the number has moved.
     return flags >> 8 & 0xFF if image[8] >= _ABI_MOVED else flags & 0xFF
 
 
 def exports(library: bytes, names: Collection[str]) -> set[str]:
-    """Return those of some names that a shared library defines for others.
+    """Return which of ``names`` a shared library exports.
 
     Raises
     ------
     struct.error
-        If it ends before its sections do, or has more symbols than any kernel's library.
+        If the library is truncated, or has more symbols than any kernel's library.
     """
     found = {section.name: section.data for section in sections(library)}
     symbols, table = found.get(".dynsym", b""), found.get(".dynstr", b"")
@@ -97,24 +97,24 @@ def exports(library: bytes, names: Collection[str]) -> set[str]:
         raise struct.error(f"it has more than {_MAX_SYMBOLS} symbols")
     rows = _SYMBOL.iter_unpack(_whole(symbols, _SYMBOL.size))
     defined = [name for name, info, _, where, _, _ in rows if where and info >> 4 in _BINDINGS]
-    # Names are compared where they stand: thousands of symbols may share one of millions of characters.
+    # Compare names in place: in a hostile file, thousands of symbols may share one name of millions of characters.
     texts = {name: name.encode() + b"\0" for name in names}
     return {name for name, text in texts.items() if any(table.startswith(text, at) for at in defined)}
 
 
 def needed(library: bytes) -> list[str]:
-    """Return the libraries that a shared library has the dynamic linker load.
+    """Return the libraries that the dynamic linker loads for a shared library.
 
     Raises
     ------
     struct.error
-        If what the dynamic linker reads is not there, or is more than any kernel's library has.
+        If the dynamic section is broken, or larger than any kernel's library has.
     """
     return _dynamic_texts(library, _LOADED, _MAX_FILE_NAME)
 
 
 def search_paths(library: bytes) -> list[str]:
-    """Return the folders in which a shared library has libraries looked for before the system's: RPATH and RUNPATH.
+    """Return the library search paths that a shared library sets: RPATH and RUNPATH.
 
     Raises
     ------
@@ -125,7 +125,7 @@ def search_paths(library: bytes) -> list[str]:
 
 
 def _dynamic_texts(library: bytes, tags: tuple[int, ...], most: int) -> list[str]:
-    """Return texts of the dynamic section as the dynamic linker finds them: by segments, for sections may lie."""
+    """Return strings of the dynamic section. Use segments, as the dynamic linker does: section headers may lie."""
     loads, dynamic = _segments(library)
     entries: list[tuple[int, ...]] = []
     for entry in _DYNAMIC.iter_unpack(_whole(_loaded_at(library, loads, dynamic), _DYNAMIC.size)):
@@ -139,13 +139,13 @@ def _dynamic_texts(library: bytes, tags: tuple[int, ...], most: int) -> list[str
     if not wanted:
         return []
     if len(tables) != 1 or len(wanted) > _MAX_LIBRARIES:
-        raise struct.error(f"it has {len(tables)} tables of names, for {len(wanted)} libraries")
+        raise struct.error(f"it has {len(tables)} string tables, for {len(wanted)} libraries")
     names = _loaded_at(library, loads, tables[0])
     return [_name(names, at, most) for at in wanted]
 
 
 def _segments(library: bytes) -> tuple[list[tuple[int, int, int]], int]:
-    """Return what is loaded, as addresses, offsets and sizes, and the dynamic section's address."""
+    """Return the loaded segments as (address, offset, size), and the dynamic section's address."""
     (table,) = _unpack(struct.Struct("<Q"), library, 0x20)
     entry_size, entries = _unpack(struct.Struct("<HH"), library, 0x36)
     if library[: len(_MAGIC)] != _MAGIC or entry_size != _SEGMENT.size:
@@ -155,9 +155,9 @@ def _segments(library: bytes) -> tuple[list[tuple[int, int, int]], int]:
     dynamic = [address for kind, _, _, address, *_ in headers if kind == _PT_DYNAMIC]
     free = 0
     for address, offset, size in loads:
-        # Whole pages are mapped: what two segments claim would be the later one's.
+        # Whole pages are mapped: if two segments shared a page, the later one would win.
         if address // _PAGE * _PAGE < free or (address - offset) % _PAGE:
-            raise struct.error("its segments overlap, or do not lie on pages")
+            raise struct.error("its segments overlap or are not aligned to pages")
         free = -(-(address + size) // _PAGE) * _PAGE
     if len(dynamic) != 1:
         raise struct.error(f"it has {len(dynamic)} dynamic sections")
@@ -165,7 +165,7 @@ def _segments(library: bytes) -> tuple[list[tuple[int, int, int]], int]:
 
 
 def _loaded_at(library: bytes, loads: list[tuple[int, int, int]], at: int) -> bytes:
-    """Return what lies at an address when the library is loaded, to the end of its segment in the file."""
+    """Return the bytes from an address of the loaded library to the end of that segment in the file."""
     for address, offset, size in loads:
         if address <= at < address + size:
             if offset + size > len(library):
@@ -191,12 +191,12 @@ def sections(image: bytes) -> Iterator[Section]:
     Raises
     ------
     struct.error
-        If the image ends before its sections do.
+        If the image is truncated.
     """
     (table,) = _unpack(struct.Struct("<Q"), image, 0x28)
     entry_size, entries, names_at = _unpack(struct.Struct("<HHH"), image, 0x3A)
     headers = [_unpack(_SECTION, image, table + index * entry_size) for index in range(entries)]
-    # Sections of a real image do not overlap; those of a hostile one could be as large as the file, each.
+    # Sections of a real image do not overlap. In a hostile one, each could be as large as the file.
     if sum(size for _, kind, _, _, _, size in headers if kind != _SHT_NOBITS) > len(image):
         raise struct.error("its sections overlap")
     names = _contents(image, headers[names_at]) if names_at < entries else b"\0"
@@ -208,7 +208,7 @@ def sections(image: bytes) -> Iterator[Section]:
 
 
 def _unpack(form: struct.Struct, data: bytes, at: int) -> tuple[int, ...]:
-    # Not unpack_from: it raises OverflowError for what no file is as long as.
+    # Not unpack_from: it raises OverflowError for huge offsets.
     return form.unpack(data[at : at + form.size])
 
 

@@ -1,4 +1,4 @@
-"""Every environment variable that this library reads: typed, and read when it is needed, never at import."""
+"""Every environment variable that this library reads. Each is read on use, never at import."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _POSITIVE = re.compile(r"0*[1-9][0-9]{0,14}")
 
 
 class NoHomeError(ValueError):
-    """The user has no home folder, and no variable names another place."""
+    """The user has no home folder, and no variable names another folder."""
 
 
 class Variable(NamedTuple):
@@ -29,9 +29,9 @@ class Variable(NamedTuple):
     name : str
         Its name in the environment.
     default : str
-        What holds while it is unset or empty, in words.
+        The default while it is unset or empty, as a value or in words.
     doc : str
-        What it decides.
+        What it sets.
     """
 
     name: str
@@ -45,43 +45,43 @@ class Variable(NamedTuple):
 
     @property
     def given(self) -> str | None:
-        """The raw value, which may be empty, or None while it is unset."""
+        """The raw value, possibly empty, or None while it is unset."""
         return os.environ.get(self.name)
 
 
 CACHE_DIR = Variable("CUTLASS_OPS_CACHE_DIR", "~/.cache/cutlass_ops", "folder of the kernel store")
-XDG_CACHE_HOME = Variable("XDG_CACHE_HOME", "~/.cache", "folder that holds the default kernel store's")
-JIT = Variable("CUTLASS_OPS_JIT", "1", "0: never compile, use only kernels that are there")
-NVCC = Variable("CUTLASS_OPS_NVCC", "looked for", "path of the nvcc to use before any other")
-CUDA_HOME = Variable("CUDA_HOME", "looked for", "CUDA toolkit whose bin/nvcc is used before that on PATH")
-CUDA_PATH = Variable("CUDA_PATH", "looked for", "the same as CUDA_HOME, which goes first")
+XDG_CACHE_HOME = Variable("XDG_CACHE_HOME", "~/.cache", "parent of the default kernel store folder")
+JIT = Variable("CUTLASS_OPS_JIT", "1", "0: never compile, use only existing kernels")
+NVCC = Variable("CUTLASS_OPS_NVCC", "looked for", "path of nvcc, used before any other")
+CUDA_HOME = Variable("CUDA_HOME", "looked for", "CUDA toolkit whose bin/nvcc is used before the one on PATH")
+CUDA_PATH = Variable("CUDA_PATH", "looked for", "same as CUDA_HOME, which takes precedence")
 NVCC_CCBIN = Variable("NVCC_CCBIN", "g++ on PATH", "host compiler, or the folder of its g++")
 CUTLASS_DIR = Variable("CUTLASS_OPS_CUTLASS_DIR", "package nvidia-cutlass", "CUTLASS checkout to compile with")
 JOBS = Variable("CUTLASS_OPS_JOBS", "CPUs of this process", "kernels compiled at the same time")
 LINEINFO = Variable(
-    "CUTLASS_OPS_LINEINFO", "0", "1: kernels say which line of C++ an instruction is from, for profilers (-lineinfo)"
+    "CUTLASS_OPS_LINEINFO", "0", "1: compile kernels with source line numbers for profilers (-lineinfo)"
 )
-NVTX = Variable("CUTLASS_OPS_NVTX", "0", "1: calls are NVTX ranges, which profilers show by the op's name")
+NVTX = Variable("CUTLASS_OPS_NVTX", "0", "1: mark each call as an NVTX range with the op's name, for profilers")
 PROGRESS = Variable("CUTLASS_OPS_PROGRESS", "auto", "0: silent, 1: a bar, auto: a bar on a terminal, else plain lines")
 
 EXECUTOR_TIMEOUT = Variable(
-    "CUTLASS_OPS_EXECUTOR_TIMEOUT", "1800", "seconds for which no kernel may come back from an executor"
+    "CUTLASS_OPS_EXECUTOR_TIMEOUT", "1800", "seconds to wait for the next kernel from an executor"
 )
 
 CACHE_SIZE = Variable(
-    "CUTLASS_OPS_CACHE_SIZE", "2GB", "size of the kernel store beyond which the least recently used go, or none"
+    "CUTLASS_OPS_CACHE_SIZE", "2GB", "maximum size of the kernel store, or none; the least recently used kernels go"
 )
 TUNING_DIR = Variable("CUTLASS_OPS_TUNING_DIR", "tuning/ in the cache folder", "folder of the user's tuning tables")
 
 BUNDLES = Variable(
-    "CUTLASS_OPS_BUNDLES", "none", "bundles of compiled kernels, the first to look in first, parted by ':'"
+    "CUTLASS_OPS_BUNDLES", "none", "bundles of compiled kernels, separated by ':', searched in this order"
 )
 BUNDLE_KEY = Variable(
     "CUTLASS_OPS_BUNDLE_KEY",
     "none",
-    "PEM files of Ed25519 keys, parted by ':', of which one must have signed each bundle",
+    "PEM files of Ed25519 keys, separated by ':'; each bundle must be signed with one of them",
 )
-BUNDLE_VERSION = Variable("CUTLASS_OPS_BUNDLE_VERSION", "none", "version that every bundle must have at least")
+BUNDLE_VERSION = Variable("CUTLASS_OPS_BUNDLE_VERSION", "none", "minimum version of every bundle")
 
 VARIABLES = (
     CACHE_DIR,
@@ -113,13 +113,13 @@ def cache_dir() -> Path:
     ValueError
         If ``CUTLASS_OPS_CACHE_DIR`` is relative.
     NoHomeError
-        If it is unset and there is no home folder; a ValueError as well.
+        If it is unset and there is no home folder. NoHomeError is a ValueError.
     """
     given = _path(CACHE_DIR)
     if given is not None:
         return given
     xdg = XDG_CACHE_HOME.text
-    # The XDG specification has relative values ignored.
+    # The XDG specification says to ignore relative values.
     if xdg is not None and os.path.isabs(xdg):
         return Path(xdg, "cutlass_ops")
     home = _home()
@@ -129,12 +129,12 @@ def cache_dir() -> Path:
 
 
 def cache_size() -> int | None:
-    """Return how many bytes the kernels in the store may have; None if as many as there are.
+    """Return the maximum size of the kernel store in bytes, or None for no limit.
 
     Raises
     ------
     ValueError
-        If ``CUTLASS_OPS_CACHE_SIZE`` is neither a size, such as 2GB, nor none.
+        If ``CUTLASS_OPS_CACHE_SIZE`` is neither a size such as 2GB, nor none.
     """
     text = CACHE_SIZE.text or CACHE_SIZE.default
     if text == "none":
@@ -146,7 +146,7 @@ def cache_size() -> int | None:
 
 
 def executor_timeout() -> float:
-    """Return for how many seconds no kernel may come back from an executor.
+    """Return how many seconds to wait for the next kernel from an executor.
 
     Raises
     ------
@@ -175,7 +175,7 @@ def tuning_dir() -> Path:
 
 
 def bundles() -> tuple[Path, ...]:
-    """Return the bundles that the user named, the first to look in first.
+    """Return the user's bundles in the order in which they are searched.
 
     Raises
     ------
@@ -187,33 +187,33 @@ def bundles() -> tuple[Path, ...]:
 
 
 def bundle_keys() -> tuple[Path, ...] | None:
-    """Return the keys of which one must have signed each bundle, or None while the variable is unset.
+    """Return the keys that may sign bundles, or None while the variable is unset.
 
     Raises
     ------
     ValueError
-        If ``CUTLASS_OPS_BUNDLE_KEY`` is set and empty, or holds an empty or a relative path.
+        If ``CUTLASS_OPS_BUNDLE_KEY`` is set and empty, or has an empty or relative path.
     """
     text = BUNDLE_KEY.given
     if text is None:
         return None
     parts = text.split(os.pathsep)
-    # A variable that was to name a key, and names none, must not have unsigned bundles loaded.
+    # An empty value is likely a mistake: it must not turn signature checks off.
     if not all(parts):
         raise ValueError(
-            f"{BUNDLE_KEY.name} is {text!r}, which has an empty path: name PEM files, parted by {os.pathsep!r}, or "
-            "unset it to load bundles that nobody signed"
+            f"{BUNDLE_KEY.name} is {text!r}, which has an empty path: name PEM files, separated by {os.pathsep!r}, or "
+            "unset it to load unsigned bundles"
         )
     return tuple(_absolute(BUNDLE_KEY, part) for part in parts)
 
 
 def bundle_version() -> int | None:
-    """Return the version that every bundle must have at least, or None while the variable is unset.
+    """Return the minimum version of every bundle, or None while the variable is unset.
 
     Raises
     ------
     ValueError
-        If ``CUTLASS_OPS_BUNDLE_VERSION`` is set and no positive integer.
+        If ``CUTLASS_OPS_BUNDLE_VERSION`` is set and not a positive integer.
     """
     text = BUNDLE_VERSION.given
     return None if text is None else _positive(BUNDLE_VERSION, text)
@@ -242,18 +242,18 @@ def nvcc() -> Path | None:
 
 
 def cuda_homes() -> tuple[tuple[str, Path], ...]:
-    """Return the toolkit folders that the user named, with each variable's name, the first to use first.
+    """Return (variable name, toolkit folder) of the user's toolkits, in order of precedence.
 
     Raises
     ------
     ValueError
-        If one lies in a home folder that there is not.
+        If a path names a home folder that does not exist.
     """
     return tuple((v.name, _expanded(v, v.text)) for v in (CUDA_HOME, CUDA_PATH) if v.text is not None)
 
 
 def host_compiler() -> str | None:
-    """Return the host compiler that the user named, if any: a command, a path or a folder."""
+    """Return the user's host compiler, if set: a command, a path or a folder."""
     return NVCC_CCBIN.text
 
 
@@ -283,7 +283,7 @@ def jobs() -> int:
 
 
 def lineinfo_enabled() -> bool:
-    """Return whether kernels are compiled with the lines of their source, which makes other kernels of them.
+    """Return whether to compile kernels with source line numbers. This changes their keys.
 
     Raises
     ------
@@ -305,7 +305,7 @@ def nvtx_enabled() -> bool:
 
 
 def progress() -> bool | None:
-    """Return whether progress is a bar (True), nothing (False), or what suits standard error (None).
+    """Return how to show progress: as a bar (True), not at all (False), or to suit standard error (None).
 
     Raises
     ------
@@ -337,25 +337,25 @@ def _path(variable: Variable) -> Path | None:
 
 def _absolute(variable: Variable, text: str) -> Path:
     path = _expanded(variable, text)
-    # A relative path would mean something else in every working folder.
+    # A relative path would mean different folders in different working directories.
     if not path.is_absolute():
         raise ValueError(f"{variable.name} must be an absolute path, not {text!r}")
     return path
 
 
 def _expanded(variable: Variable, text: str) -> Path:
-    """Return a path with the home folder that it may begin with."""
+    """Expand a leading ``~`` or ``~user``."""
     user, *rest = Path(text).parts or ("",)
     if not user.startswith("~"):
         return Path(text)
     home = _home(user)
     if home is None:
-        raise ValueError(f"{variable.name} is {text!r}, and there is no such home folder: name an absolute path")
+        raise ValueError(f"{variable.name} is {text!r}, but that home folder does not exist: use an absolute path")
     return Path(home, *rest)
 
 
 def _home(user: str = "~") -> Path | None:
-    """Return a user's home folder, by default this one's. One that is empty or relative is none."""
+    """Return a user's home folder, or None if it is empty, relative or unknown."""
     if user == "~" and os.environ.get("HOME") == "":
         return None
     try:

@@ -1,7 +1,7 @@
-"""Every exception type that this library raises itself.
+"""Every exception type that this library defines.
 
-Callers' mistakes are ``ValueError`` and ``TypeError``, as everywhere in Python. What remains derives from
-:class:`CutlassOpsError`, so that one ``except`` clause catches what this library alone can report.
+Wrong arguments raise ``ValueError`` and ``TypeError``, as usual in Python. All other errors derive from
+:class:`CutlassOpsError`, so that one ``except`` clause catches them.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ class CutlassOpsError(Exception):
     """Base of every error type that this library defines."""
 
     def __str__(self) -> str:
-        # A path may hold bytes that are no text, which Python has as characters that cannot be written.
+        # Python reads a path that is not UTF-8 with surrogate characters, which cannot be printed.
         return super().__str__().encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 class EpilogueError(CutlassOpsError, ValueError):
-    """An epilogue function cannot be traced; the message shows the function, the file and the line."""
+    """An epilogue function cannot be traced. The message names the function, the file and the line."""
 
 
 class ConfigError(CutlassOpsError, ValueError):
-    """A declaration breaks the Tensor Cores' contract; ``check()`` lists the reasons."""
+    """A declaration breaks a hardware limit. ``check()`` lists the reasons."""
 
 
 class UnsupportedError(CutlassOpsError):
-    """The request is well formed, but no kernel of this library can serve it on this device."""
+    """The request is valid, but this library has no kernel for it on this device."""
 
 
 class ToolchainError(CutlassOpsError):
@@ -32,28 +32,28 @@ class ToolchainError(CutlassOpsError):
 
 
 class CompileError(CutlassOpsError):
-    """The CUDA compiler refused a rendered kernel; the message carries its first error and the source's path."""
+    """nvcc could not compile a kernel. The message has its first error and the path of the source."""
 
 
 class StoreError(CutlassOpsError):
-    """The kernel store cannot be used: not private, not writable, not there."""
+    """The kernel store cannot be used: it is missing, not private or not writable."""
 
 
 class LoadError(CutlassOpsError):
-    """An artifact could not be loaded, or is not what its manifest says."""
+    """An artifact cannot be loaded or does not match its manifest."""
 
 
 class BundleError(LoadError):
-    """A bundle is not safe, not whole, not of this version's format, or not signed as it should be."""
+    """A bundle is unsafe, incomplete, of another format version, or not signed with a trusted key."""
 
 
 class MissingKernelError(CutlassOpsError):
-    """Nothing can be compiled here, and no bundle and no store has the kernel that the message names."""
+    """No bundle and no store has the kernel, and compiling is off or impossible."""
 
 
 class NoDeviceError(CutlassOpsError):
-    """A kernel was asked to run, and this process sees no usable CUDA device."""
+    """There is no usable CUDA device to run a kernel on."""
 
 
 class MeasuringError(CutlassOpsError):
-    """Nothing could be measured, for a reason that is no single kernel's fault."""
+    """Measuring failed as a whole, not for a single kernel."""

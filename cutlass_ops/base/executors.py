@@ -1,4 +1,4 @@
-"""Executors that the command line names. Only this module imports distributed."""
+"""Executors that can be named on the command line. Only this module imports distributed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cutlass_ops.base import env
 from cutlass_ops.base.errors import ToolchainError
 
 _PATIENCE = 10  # seconds
-_PAUSE = 0.5  # seconds, in which a job's compilers are ended and its folder is removed
+_PAUSE = 0.5  # seconds for a job to end its compilers and remove its folder
 FORMS = "processes, processes:N, or dask://HOST:PORT of a scheduler"
 
 _PROCESSES = re.compile(r"processes(:([1-9][0-9]{0,3}))?")
@@ -27,18 +27,18 @@ _DASK = re.compile(r"dask://([^/\s]+:[0-9]+)")
 
 @contextlib.contextmanager
 def named(text: str) -> Iterator[Executor]:
-    """Yield the executor that a text names, for as long as the context lasts.
+    """Yield an executor by name; shut it down at the end.
 
     Parameters
     ----------
     text : str
-        ``"processes"`` or ``"processes:N"`` for processes of this machine, ``"dask://HOST:PORT"`` for the scheduler of
-        a Dask cluster, whose workers have this library and the compilers.
+        ``"processes"`` or ``"processes:N"`` for processes on this machine, or ``"dask://HOST:PORT"`` for a Dask
+        scheduler. Dask workers need this library and the compilers.
 
     Raises
     ------
     ValueError
-        If it names none.
+        If the name is not one of these.
     ToolchainError
         If the package distributed is not installed, or no scheduler answers.
     """
@@ -53,12 +53,12 @@ def named(text: str) -> Iterator[Executor]:
 
 
 def require_named(text: str) -> None:
-    """Refuse a text that names no executor.
+    """Check an executor's name.
 
     Raises
     ------
     ValueError
-        If it does not.
+        If it is not valid.
     """
     if not _PROCESSES.fullmatch(text) and not _DASK.fullmatch(text):
         raise ValueError(f"{text!r} is not an executor: write {FORMS}")
@@ -79,9 +79,9 @@ def _processes(count: int) -> Iterator[Executor]:
 
 
 def _end(workers: set[BaseProcess]) -> None:
-    """End workers with their compilers; those that do not end when they are told are killed."""
+    """Terminate workers and their compilers. Kill workers that do not end in time."""
     deadline = time.monotonic() + _PATIENCE
-    # The pool takes the end of a job for its result, and begins the next one that it has queued.
+    # Repeat: when a job ends, the pool starts the next queued one.
     while workers:
         for worker in workers:
             worker.terminate() if time.monotonic() < deadline else worker.kill()
@@ -90,7 +90,7 @@ def _end(workers: set[BaseProcess]) -> None:
 
 
 def _obey() -> None:
-    """Have a worker end its job, and the job's compilers, when its starter says so or ends, and only then."""
+    """Make a worker stop, with its compilers, on SIGTERM or when its parent ends, but not on Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _quit)
     threading.Thread(target=_end_with_starter, daemon=True).start()

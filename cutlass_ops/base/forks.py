@@ -1,4 +1,4 @@
-"""What a forked process has to make anew: locks that threads held which are not there."""
+"""Reset locks in a forked process: threads that held them do not exist there."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _resets: list[Callable[[], Reset | None]] = []
 
 
 def reset_in_child(reset: Reset) -> None:
-    """Have a function called in every process that is forked from now on, before anything else runs there.
+    """Register a function that replaces locks. Every process forked from now on calls it first.
 
-    It puts new locks in place of the old ones. Who forks within a lock leaves the one that it entered.
+    A thread that forks inside a ``with`` on a lock releases the old lock, not the new one.
 
     Parameters
     ----------
     reset : callable
-        A method does not keep its object alive.
+        A bound method does not keep its object alive.
     """
     _resets.append(weakref.WeakMethod(reset) if inspect.ismethod(reset) else lambda: reset)
 
@@ -39,7 +39,7 @@ def _in_child() -> None:
 
 
 def _reset_properties() -> None:
-    """Open the locks of this package's cached properties, which they have before Python 3.12."""
+    """Replace the locks of this package's cached properties. From Python 3.12 on, they have none."""
     if sys.version_info >= (3, 12):
         return
     for name, module in list(sys.modules.items()):

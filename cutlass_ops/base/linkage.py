@@ -1,4 +1,4 @@
-"""What a kernel's library may ask of the dynamic linker."""
+"""Check which libraries a kernel's library makes the dynamic linker load."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ import struct
 from cutlass_ops.base import elf
 from cutlass_ops.base.errors import CutlassOpsError, LoadError
 
-# The C and C++ runtimes, tvm-ffi and the CUDA runtime. No name has a slash: it would be a path.
+# The C and C++ runtimes, tvm-ffi and the CUDA runtime. A slash would make the name a path.
 _LIBRARY = re.compile(r"libtvm_ffi\.so|(libcudart|libstdc\+\+|libgcc_s|libm|libc|ld-linux-x86-64)\.so\.[0-9]+")
 
 
 def require_own_libraries(library: bytes, where: str, error: type[CutlassOpsError] = LoadError) -> None:
-    """Refuse a library that says where libraries are to be looked for, or needs one that no kernel does.
+    """Reject a library with its own search paths, or that needs libraries other than the kernel runtime's.
 
     Parameters
     ----------
     library : bytes
-        What the file holds.
+        Contents of the file.
     where : str
-        Where it lies, for messages.
+        Its path, for messages.
     error : type
-        What is raised.
+        Type of the error to raise.
 
     Raises
     ------
     LoadError, or ``error``
-        With the folders or the libraries.
+        If the library is rejected. The message names the paths or libraries.
     """
     try:
         paths, needed = elf.search_paths(library), elf.needed(library)
@@ -35,9 +35,9 @@ def require_own_libraries(library: bytes, where: str, error: type[CutlassOpsErro
         raise error(f"{where} is not a shared library: {exc}") from None
     if paths:
         raise error(
-            f"{where} has the dynamic linker search {', '.join(map(repr, paths))} (RPATH or RUNPATH) for libraries "
-            f"that nobody checked: compile it with a g++ that adds no -rpath"
+            f"{where} makes the dynamic linker search {', '.join(map(repr, paths))} (RPATH or RUNPATH) for unchecked "
+            f"libraries: compile it with a g++ that adds no -rpath"
         )
     foreign = [name for name in needed if not _LIBRARY.fullmatch(name)]
     if foreign:
-        raise error(f"{where} needs {', '.join(foreign)}, which no kernel does")
+        raise error(f"{where} needs {', '.join(foreign)}, which kernels must not load")

@@ -1,7 +1,7 @@
-"""Locks among processes, as files: each has one holder at a time, and none that is dead.
+"""File locks between processes.
 
-The system drops a lock with the process that holds it, and a forked one has no part in it. A file is removed by its
-holder, so that whoever gets a lock looks whether the file is still the one of that name.
+The system releases a lock when its process ends. A forked process does not share the lock. The holder removes the lock
+file, so a process that gets a lock checks that the path still names the same file.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pathlib import Path
 
 from cutlass_ops.base.errors import StoreError
 
-_POLL = 0.05  # seconds between looks at a lock that another holds
-_PATIENCE = 5.0  # seconds until a waiter says whom it waits for
-_AGAIN = 60.0  # seconds until it says so again
+_POLL = 0.05  # seconds between attempts
+_PATIENCE = 5.0  # seconds of waiting before the first warning
+_AGAIN = 60.0  # seconds between warnings
 _MAX_NOTE = 4096  # bytes
 _UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -34,29 +34,29 @@ _log = logging.getLogger("cutlass_ops")
 
 @contextlib.contextmanager
 def held(path: Path, what: str, advice: str, cancel: threading.Event | None = None) -> Iterator[None]:
-    """Hold a lock among all threads and processes for as long as the context lasts.
+    """Hold a lock, exclusive among all threads and processes, during the context.
 
-    Who waits for more than some seconds says for whom, as a warning of the logger ``cutlass_ops``.
+    After some seconds of waiting, the logger ``cutlass_ops`` warns who holds the lock.
 
     Parameters
     ----------
     path : Path
-        Its file, which is there while somebody holds the lock. The folder has to exist.
+        The lock file, which exists while the lock is held. Its folder must exist.
     what : str
-        What the lock is for, in words.
+        What the lock protects, in words.
     advice : str
-        What to do where the file system has no locks.
+        What to do if the file system has no locks.
     cancel : threading.Event, optional
-        Ends the wait when set.
+        Set it to stop waiting.
 
     Raises
     ------
     StoreError
         If the file system has no locks.
     OSError
-        If the file cannot be made, or is a link.
+        If the file cannot be created, or is a link.
     CancelledError
-        If ``cancel`` is set while another holds the lock.
+        If ``cancel`` is set while waiting.
     """
     handle = _acquired(path, what, advice, cancel)
     try:
@@ -67,7 +67,7 @@ def held(path: Path, what: str, advice: str, cancel: threading.Event | None = No
 
 @contextlib.contextmanager
 def attempted(path: Path, what: str, advice: str) -> Iterator[bool]:
-    """Hold a lock if nobody else does, and say whether it is held; as :func:`held` otherwise."""
+    """Hold a lock if it is free; yield whether it is held. Parameters and errors are those of :func:`held`."""
     handle = _attempt(_Handle(path), what, advice)
     try:
         yield handle is not None
@@ -93,7 +93,7 @@ def _acquired(path: Path, what: str, advice: str, cancel: threading.Event | None
 
 
 def _attempt(handle: _Handle, what: str, advice: str) -> _Handle | None:
-    """Return the handle if it has the lock now; close it otherwise."""
+    """Lock the handle and return it; if that fails, close it and return None."""
     try:
         fcntl.flock(handle.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if handle.is_current():
@@ -106,8 +106,8 @@ def _attempt(handle: _Handle, what: str, advice: str) -> _Handle | None:
         if exc.errno not in _UNSUPPORTED:
             raise
         raise StoreError(
-            f"the file system of {handle.path.parent} has no file locks ({exc.strerror}), and without them processes "
-            f"would get into each other's way: {advice}"
+            f"the file system of {handle.path.parent} has no file locks ({exc.strerror}), which concurrent processes "
+            f"need: {advice}"
         ) from None
     except BaseException:
         handle.close()
@@ -121,7 +121,7 @@ class _Handle:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        # O_NONBLOCK: opening a pipe that somebody put there must not wait.
+        # O_NONBLOCK: do not block if someone put a pipe there.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         with _gate:
             self.descriptor = os.open(path, flags, 0o600)
@@ -131,7 +131,7 @@ class _Handle:
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
 
     def is_current(self) -> bool:
-        """Whether the path still names this file."""
+        """Return whether the path still names this file."""
         try:
             there, mine = os.lstat(self.path), os.fstat(self.descriptor)
         except FileNotFoundError:
@@ -139,16 +139,16 @@ class _Handle:
         return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
 
     def sign(self, what: str) -> None:
-        """Write down who holds the lock."""
+        """Write the holder into the file."""
         since = datetime.now(timezone.utc).isoformat(timespec="seconds")
         note = {"pid": os.getpid(), "host": socket.gethostname(), "since": since, "what": what}
-        # A full disk must not cost the lock.
+        # The lock works without the note, for example on a full disk.
         with contextlib.suppress(OSError):
             os.ftruncate(self.descriptor, 0)
             os.pwrite(self.descriptor, json.dumps(note).encode()[:_MAX_NOTE], 0)
 
     def note(self) -> str | None:
-        """Say who holds the lock, if that was written down."""
+        """Return who holds the lock, if the file says so."""
         try:
             note = json.loads(os.pread(self.descriptor, _MAX_NOTE, 0))
             return f"process {note['pid']} on {note['host']} has had the lock since {note['since']}"
@@ -156,14 +156,14 @@ class _Handle:
             return None
 
     def release(self) -> None:
-        """Give the lock back and remove its file, unless this is a forked process, to which it does not belong."""
+        """Release the lock and remove its file. Do nothing in a forked process, which does not own the lock."""
         if self not in _handles:
             return
         with contextlib.suppress(OSError):
             if self.is_current():
                 self.path.unlink()
         with contextlib.suppress(OSError):
-            # Closing alone would leave it to a process that was forked behind Python's back.
+            # Closing is not enough: a process forked outside Python may still hold the descriptor.
             fcntl.flock(self.descriptor, fcntl.LOCK_UN)
         self.close()
 
@@ -174,8 +174,8 @@ class _Handle:
                 os.close(self.descriptor)
 
 
-# A forked process has the descriptors as well, and with them the locks, for as long as it lives. It closes those that
-# it knows of; so no process is forked between opening one and writing that down.
+# A forked process inherits the descriptors, and with them the locks. It closes all descriptors in _handles. Fork waits
+# for _gate, so that it does not happen between opening a descriptor and adding it.
 _gate = threading.RLock()
 _handles: set[_Handle] = set()
 

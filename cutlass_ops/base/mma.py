@@ -1,7 +1,7 @@
-"""The Tensor Cores' instructions by the types that they take, in one table. Nothing else in the library lists types.
+"""The Tensor Core instructions by operand type, in one table. Nothing else in the library lists types.
 
-Sources: PTX ISA, sections on ``mma.sync`` (shapes), ``wgmma.mma_async`` (shapes, operands' majors) and their types; the
-opcodes are those that nvdisasm shows.
+Sources: PTX ISA, sections on ``mma.sync`` (shapes), ``wgmma.mma_async`` (shapes, operands' majors) and their types. The
+opcodes are nvdisasm's.
 """
 
 from __future__ import annotations
@@ -10,23 +10,27 @@ from dataclasses import dataclass
 
 from cutlass_ops.base.dtypes import DType, bf16, f16, f32
 
+Block = tuple[int, int]
+
 
 @dataclass(frozen=True)
 class MmaSpec:
-    """What multiplies elements of two types.
+    """The matrix instructions for one pair of operand types.
 
     Attributes
     ----------
     a, b, accumulator : DType
-        Types of A, B and of the sums.
+        Types of A, B and the accumulator.
     shapes : tuple of (M, N, K)
-        Of ``mma.sync``, the usual one first.
+        Instruction shapes of ``mma.sync``, the usual one first.
     opcode, wgmma_opcode : str
-        What proves in machine code that ``mma.sync`` and ``wgmma`` of these types are there.
+        Machine-code opcodes of ``mma.sync`` and ``wgmma``.
     wgmma_k_major_only : bool
-        Whether ``wgmma`` reads operands of these types only where K runs along their lines.
+        Whether ``wgmma`` needs K-major operands.
     rate : float
-        Products in a clock, of those of BF16.
+        Throughput relative to BF16.
+    scalings : tuple of ((int, int), (int, int))
+        Blocks of A (elements along M and K) and of B (along K and N) whose scales a main loop applies.
     """
 
     a: DType
@@ -37,6 +41,11 @@ class MmaSpec:
     wgmma_opcode: str
     wgmma_k_major_only: bool = False
     rate: float = 1.0
+    scalings: tuple[tuple[Block, Block], ...] = ()
+
+    def scales(self, blocks: tuple[Block | None, Block | None]) -> bool:
+        """Whether a main loop applies the scales of such blocks of A and of B, or there are none."""
+        return blocks == (None, None) or blocks in self.scalings
 
 
 _16_BITS = ((16, 8, 16), (16, 8, 8))
@@ -45,7 +54,7 @@ MMAS: tuple[MmaSpec, ...] = (
     MmaSpec(bf16, bf16, f32, _16_BITS, "HMMA", "HGMMA"),
     MmaSpec(f16, f16, f32, _16_BITS, "HMMA", "HGMMA"),
 )
-# What A and B may be, and D.
+# Types of A and B, and of D.
 OPERANDS: tuple[DType, ...] = tuple(dict.fromkeys(t for mma in MMAS for t in (mma.a, mma.b)))
 RESULTS: tuple[DType, ...] = (f16, bf16, f32)
 
@@ -53,10 +62,10 @@ _BY_TYPES = {(mma.a, mma.b): mma for mma in MMAS}
 
 
 def mma_of(a: DType, b: DType) -> MmaSpec | None:
-    """Return what multiplies elements of two types, or None."""
+    """Return the instructions for two operand types, or None."""
     return _BY_TYPES.get((a, b))
 
 
 def pairs() -> str:
-    """Return the pairs of types that can be multiplied, for messages."""
+    """Return the supported pairs of types, for messages."""
     return ", ".join(f"{mma.a} with {mma.b}" for mma in MMAS)

@@ -1,4 +1,4 @@
-"""Files that nobody but this user can have written: the only ones that code may come from."""
+"""Read only files that no other user can have written. Code is loaded from such files only."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from cutlass_ops.base.errors import LoadError
 
 
 class NotPrivateError(LoadError):
-    """Somebody else owns a file or folder, or may write it."""
+    """Another user owns a file or folder, or may write to it."""
 
 
 def read_private(path: Path, limit: int, *, folder: int | None = None) -> bytes:
-    """Read a file that nobody but this user (or root) can have written, up to one byte more than ``limit``.
+    """Read at most ``limit + 1`` bytes of a file that only this user or root can have written.
 
     Parameters
     ----------
     path : Path
         The file.
     limit : int
-        Bytes.
+        Maximum size in bytes. One byte more is read, to detect larger files.
     folder : int, optional
-        Descriptor of the folder in which the file's name is looked up, in place of the path's own.
+        Descriptor of the folder that has the file; the default is the path's own folder.
 
     Raises
     ------
     LoadError
-        If it is no regular file, or others may write it.
+        If it is not a regular file, or other users may write it.
     OSError
         If it cannot be opened, or is a link.
     """
@@ -37,16 +37,16 @@ def read_private(path: Path, limit: int, *, folder: int | None = None) -> bytes:
 
 
 def open_private(path: Path, *, folder: int | None = None, beside: Path | None = None) -> int:
-    """Open a file as :func:`read_private` does, and return its descriptor.
+    """Open a file that only this user or root can have written, and return its descriptor.
 
     Parameters
     ----------
     path, folder
-        As there.
+        As for :func:`read_private`.
     beside : Path, optional
         As for :func:`require_private`.
     """
-    # O_NONBLOCK: opening a pipe that somebody put there must not wait for a writer.
+    # O_NONBLOCK: do not block if someone put a pipe there.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     descriptor = os.open(path if folder is None else path.name, flags, dir_fd=folder)
     try:
@@ -61,24 +61,24 @@ def open_private(path: Path, *, folder: int | None = None, beside: Path | None =
 
 
 def require_private(info: os.stat_result, path: Path, beside: Path | None = None) -> None:
-    """Refuse what belongs to another user, or can be written by others.
+    """Reject a file or folder that another user owns or may write.
 
     Parameters
     ----------
     info : os.stat_result
-        Of the file or folder.
+        Status of the file or folder.
     path : Path
-        Its name, for the message.
+        Its path, for the message.
     beside : Path, optional
-        A folder of code that this process imports anyway: a group that may write there may write the file too, as an
-        installer leaves it under a umask of 002.
+        A folder that this process imports code from anyway. If its group may write to it, the same group may write the
+        file too. Installers leave such files under a umask of 002.
 
     Raises
     ------
     NotPrivateError
-        With the reason.
+        If it is rejected. The message has the reason.
     """
-    # Root could do anything anyway; read-only stores are often installed by it.
+    # Root can do anything anyway, and often installs read-only stores.
     if info.st_uid not in (os.geteuid(), 0):
         raise NotPrivateError(f"{path} belongs to user {info.st_uid}, not to this one ({os.geteuid()})")
     writable = info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

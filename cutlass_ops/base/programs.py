@@ -1,4 +1,4 @@
-"""Programs that this library starts: each with all that it starts in turn, and none of them outlives this process."""
+"""Start programs so that neither they nor their children outlive this process."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import subprocess
 from collections.abc import Sequence
 from typing import IO, Any
 
-# A shell leads a process group. In it runs the program, and beside it a process that waits for the end of a pipe whose
-# other end only this process has. However this process ends, by SIGKILL too, the pipe ends as well, and the group is
-# killed. (PR_SET_PDEATHSIG goes with the thread that started a program, and reaches no compiler that nvcc starts.)
-# $0 is the pipe's descriptor. In 3 and 4 are the program's streams: sh gives what runs beside it an empty input, and
-# may say on its own standard error that a program was killed, which the program did not say. It keeps no output open
-# that the program closes. Told to end, it waits for the program, so that nothing of that is left to an init which may
-# not be there.
+# A shell leads a process group with two processes: the program, and a watcher that reads from a pipe. Only this process
+# has the pipe's other end. However this process ends, even by SIGKILL, the pipe closes and the watcher kills the group.
+# (PR_SET_PDEATHSIG depends on the thread that started the program, and does not reach the compilers that nvcc starts.)
+# $0 is the pipe's descriptor. Descriptors 3 and 4 are the program's stdin and stderr: sh gives background jobs an empty
+# stdin, and may print "Killed" on its own stderr, which must not look like the program's. The shell closes its stdout,
+# so that the program can close the last copy. On SIGTERM it waits for the program: there may be no init to reap it.
 _SUPERVISOR = """
 exec 3<&0 4>&2 2>/dev/null
 { read -r _ <"/proc/self/fd/$0"; kill -KILL 0; } <&- >/dev/null 3<&- 4>&- &
@@ -31,10 +30,10 @@ wait $watch
 exit $status
 """
 
-_PATIENCE = 0.5  # seconds, where this process ignores SIGTERM and the shell therefore does
-_SHELLS = 10  # descriptors below are the shell's own
+_PATIENCE = 0.5  # seconds until SIGKILL; the shell ignores SIGTERM if this process does
+_SHELLS = 10  # the shell uses descriptors below this
 
-# The ends of pipes that keep programs alive, and whose they are. A fork of this process must not have them as well.
+# The pipe ends that keep programs alive, and their programs. A fork of this process must close its copies.
 _held: dict[int, Program] = {}
 
 
@@ -47,14 +46,14 @@ os.register_at_fork(after_in_child=_let_go_of_all)
 
 
 class Program:
-    """A program that runs, in a process group of its own.
+    """A running program in its own process group.
 
     Parameters
     ----------
     command : sequence of str
-        Path of the program, and its arguments.
+        Path of the program and its arguments.
     **options
-        As for :class:`subprocess.Popen`: ``cwd``, ``env``, streams.
+        Options of :class:`subprocess.Popen`: ``cwd``, ``env``, streams.
 
     Raises
     ------
@@ -63,7 +62,7 @@ class Program:
     """
 
     def __init__(self, command: Sequence[str], **options: Any) -> None:
-        # The shell would say so too, but only in its status.
+        # The shell would report these errors only as an exit status.
         if not os.path.isfile(command[0]):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
         if not os.access(command[0], os.X_OK):
@@ -94,16 +93,16 @@ class Program:
 
     @property
     def status(self) -> int | None:
-        """How it ended: its exit status, or a signal's number below zero; None while it runs."""
+        """The exit status, the negative number of the signal that ended it, or None while it runs."""
         code = self._shell.poll()
         if code is None:
             return None
         self._let_go()
-        # The shell says it as a number above 128.
+        # The shell reports a signal as 128 + its number.
         return 128 - code if code - 128 in signal.valid_signals() else code
 
     def end(self) -> bool:
-        """End it and all that it started; say whether there was anything to end."""
+        """End the program and its children. Return whether it was still running."""
         if self.status is not None:
             return False
         try:
@@ -119,23 +118,23 @@ class Program:
         return True
 
     def _let_go(self) -> None:
-        # Once it is closed its number may be another's.
+        # Once closed, the number may belong to another file.
         if _held.get(self._hold) is self:
             del _held[self._hold]
             os.close(self._hold)
 
 
 def ask(command: Sequence[str], timeout: float, **options: Any) -> tuple[int, str]:
-    """Run a program that answers at once; return its status and what it said.
+    """Run a short program; return its exit status and output.
 
-    It has no process beside it that would end it with this one: that takes longer than the answer.
+    It has no watcher as :class:`Program` has: starting one takes longer than the program.
 
     Parameters
     ----------
     command, **options
         As for :class:`Program`.
     timeout : float
-        Seconds after which it is ended, with all that it started.
+        Seconds until the program and its children are killed.
 
     Raises
     ------

@@ -1,6 +1,6 @@
-"""How far something long is: a bar on a terminal, a line for each step elsewhere, or nothing.
+"""Show progress: a bar on a terminal, a line per step elsewhere, or nothing.
 
-Only this module imports rich. Where that is not installed, a terminal gets lines as well.
+Only this module imports rich. Without it, a terminal gets lines too.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _REFRESH = 4  # times a second
 
 
 class Progress:
-    """Steps that are counted and not shown.
+    """Count steps without showing them.
 
     Parameters
     ----------
     total : int
-        How many steps there are.
+        Number of steps.
     what : str
-        What a finished one is, such as ``"kernels compiled"``.
+        Name of finished steps, such as ``"kernels compiled"``.
     """
 
     def __init__(self, total: int, what: str) -> None:
@@ -42,11 +42,11 @@ class Progress:
         Parameters
         ----------
         step : str
-            What was finished, in words.
+            Description of the step.
         failed : bool
             Whether it failed.
         keep : bool
-            Whether its words are a result, which a bar must not swallow.
+            Whether the description is a result, which must stay visible above a bar.
         """
         self._done += not failed
         self._failed += failed
@@ -54,11 +54,11 @@ class Progress:
 
     @property
     def ended(self) -> int:
-        """Steps that are over, well or not."""
+        """Number of finished steps, successful or failed."""
         return self._done + self._failed
 
     def state(self) -> str:
-        """Say how far it is and, once there is a pace, how long the rest will take."""
+        """Return the progress as text, with the estimated remaining time after the first step."""
         seconds = time.monotonic() - self._began
         failed = f", {self._failed} failed" if self._failed else ""
         left = self.total - self.ended
@@ -70,7 +70,7 @@ class Progress:
 
 
 class _Lines(Progress):
-    """A line for each step."""
+    """Print a line per step."""
 
     def __init__(self, total: int, what: str, write: Callable[[str], None]) -> None:
         super().__init__(total, what)
@@ -81,7 +81,7 @@ class _Lines(Progress):
 
 
 class _Bar(Progress):
-    """A bar that moves by itself while the context lasts; results scroll by above it."""
+    """A bar that refreshes itself during the context. Results scroll above it."""
 
     def __init__(self, total: int, what: str, stream: TextIO) -> None:
         from rich.console import Console
@@ -90,7 +90,7 @@ class _Bar(Progress):
         super().__init__(total, what)
         forgiving: Any = _Forgiving(stream)
         self._console = Console(file=forgiving, force_terminal=True, force_jupyter=False, highlight=False)
-        # The caller's streams stay as they are: other threads may be writing to them.
+        # Do not redirect the caller's streams: other threads may be writing to them.
         self._live = Live(
             get_renderable=self._rendered,
             console=self._console,
@@ -122,7 +122,7 @@ class _Bar(Progress):
 
 
 class _Forgiving:
-    """A stream whose failures are nobody's: a closed or full one must not cost a kernel."""
+    """A stream that ignores write errors: a closed or full stream must not stop a build."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -140,17 +140,16 @@ class _Forgiving:
 
 @contextlib.contextmanager
 def progress(total: int, what: str, show: Callable[[str], None] | None = None) -> Iterator[Progress]:
-    """Show how far something is, for as long as the context lasts.
+    """Show progress during the context.
 
     Parameters
     ----------
     total : int
-        How many steps there are; without any, nothing is shown.
+        Number of steps; with 0, nothing is shown.
     what : str
-        What a finished one is, such as ``"kernels compiled"``.
+        Name of finished steps, such as ``"kernels compiled"``.
     show : callable, optional
-        Takes a line for each step; by default they go to standard error, as a bar if that is a terminal, and
-        ``CUTLASS_OPS_PROGRESS`` decides.
+        Takes a line per step. By default, ``CUTLASS_OPS_PROGRESS`` decides, and progress goes to standard error.
 
     Raises
     ------

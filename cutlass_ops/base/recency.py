@@ -1,4 +1,4 @@
-"""Which folders were used when, and which of them go when there are too many."""
+"""Track when folders were last used, and choose which to evict."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Use(NamedTuple):
-    """One folder: when it was last used, in nanoseconds since 1970, and the bytes of its files."""
+    """One folder: its last use, in nanoseconds since 1970, and the size of its files in bytes."""
 
     folder: Path
     last: int
@@ -19,7 +19,7 @@ class Use(NamedTuple):
 
 
 def touch(folder: Path) -> None:
-    """Note that a folder is used now. Where that cannot be written, nothing is noted."""
+    """Mark a folder as used now, if it is writable."""
     now = time.time_ns()
     with contextlib.suppress(OSError):
         os.utime(folder, ns=(now, now), follow_symlinks=False)
@@ -31,13 +31,13 @@ def last_use(folder: Path) -> int:
     Raises
     ------
     OSError
-        If it is not there.
+        If it does not exist.
     """
     return folder.lstat().st_mtime_ns
 
 
 def uses(folders: Iterable[Path]) -> list[Use]:
-    """Look at folders, the one that was not used for longest first; what is gone meanwhile is left out."""
+    """Return the folders' uses, least recently used first. Skip folders that no longer exist."""
     found = []
     for folder in folders:
         with contextlib.suppress(FileNotFoundError):
@@ -46,7 +46,7 @@ def uses(folders: Iterable[Path]) -> list[Use]:
 
 
 def excess(ordered: Sequence[Use], size: int, count: int | None = None) -> list[Use]:
-    """Return those of :func:`uses` that go, so that at most so many bytes and folders stay."""
+    """Return which of :func:`uses` to evict so that at most ``size`` bytes and ``count`` folders stay."""
     total, left = sum(use.size for use in ordered), len(ordered)
     gone = []
     for use in ordered:

@@ -1,4 +1,4 @@
-"""Where the files that travel with the library lie: templates, their headers, and the generated catalogue."""
+"""Paths of the files that ship with the library: templates, their headers, and the generated catalogue."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def include() -> Path:
 
 
 def cmake() -> Path:
-    """Return the folder of the CMake package with which C++ programs open bundles.
+    """Return the folder of the CMake package that C++ programs use to open bundles.
 
     Raises
     ------
@@ -48,7 +48,7 @@ def cmake() -> Path:
 
 
 def generated() -> Path:
-    """Return the folder of the default catalogue, rendered.
+    """Return the folder of the rendered default catalogue.
 
     Raises
     ------
@@ -59,7 +59,7 @@ def generated() -> Path:
 
 
 def tuned() -> Path:
-    """Return the folder of the tuning tables that ship with the library, a part of the package itself."""
+    """Return the folder of the tuning tables in the package."""
     return _PACKAGE / "tuned"
 
 
@@ -68,9 +68,9 @@ def _find(name: str) -> Path:
     if installed.is_dir():
         return installed
     checkout = _PACKAGE.parent
-    # Beside an installed package lie other packages' folders: only a checkout has the project file.
+    # Next to an installed package are other packages' folders. Only a checkout has the project file.
     if (checkout / "pyproject.toml").is_file() and (checkout / name).is_dir():
         return checkout / name
     raise FileNotFoundError(
-        f"cutlass_ops is incomplete: neither {installed} nor {checkout / name} is there; reinstall the package"
+        f"cutlass_ops is incomplete: neither {installed} nor {checkout / name} exists; reinstall the package"
     )

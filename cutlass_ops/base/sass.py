@@ -1,9 +1,8 @@
-"""Which instructions machine code holds, counted.
+"""Count the instructions in a kernel's machine code.
 
-The opcodes are decoded here, from the artifact's own bytes. That always works: no toolkit needs to bring cuobjdump or
-nvdisasm (the minimal ones do not), nothing is started, and a deployed kernel can be examined where no toolkit is.
-It is possible because artifacts hold their machine code uncompressed, and because from sm_70 on every instruction
-has 16 bytes, of which the lowest 9 bits are the opcode without its operand form.
+The opcodes are decoded from the artifact's bytes, so this works without cuobjdump and nvdisasm, which minimal toolkits
+lack, and on deployment machines without a toolkit. Two facts make it possible. Artifacts hold uncompressed code. From
+sm_70 on, every instruction has 16 bytes, whose lowest 9 bits are the opcode without its operand form.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from cutlass_ops.base.errors import CompileError
 
 
 def count_opcodes(library: Path) -> dict[str, int]:
-    """Count the instructions of :data:`cutlass_ops.base.arch.OPCODES` in a shared library, as :func:`opcodes` does."""
+    """Count the instructions of :data:`cutlass_ops.base.arch.OPCODES` in a shared library."""
     return opcodes(library.read_bytes(), str(library))
 
 
@@ -28,9 +27,9 @@ def opcodes(library: bytes, where: str) -> dict[str, int]:
     Parameters
     ----------
     library : bytes
-        What the file holds.
+        Contents of the file.
     where : str
-        Where it lies, for messages.
+        Its path, for messages.
 
     Raises
     ------
@@ -49,5 +48,5 @@ def opcodes(library: bytes, where: str) -> dict[str, int]:
     except struct.error as exc:
         raise CompileError(f"the machine code in {where} cannot be read: {exc}") from None
     if not sections:
-        raise CompileError(f"{where} holds no uncompressed GPU machine code")
+        raise CompileError(f"{where} has no uncompressed GPU machine code")
     return dict(sorted(counts.items()))

@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them."""
+"""Parse sizes and durations such as ``2GB`` and ``30d``."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _QUANTITY = re.compile(r"(\d{1,15}(?:\.\d{1,15})?) ?([A-Za-z]*)", re.ASCII)
 
 
 def size(text: str, name: str) -> int:
-    """Return the bytes that a text such as ``"2GB"``, ``"1.5 GiB"`` or ``"4096"`` stands for.
+    """Parse a size such as ``"2GB"``, ``"1.5 GiB"`` or ``"4096"`` into bytes.
 
     Parameters
     ----------
     text : str
-        What was given.
+        The size.
     name : str
-        Which option or variable it was given for.
+        Name of the option or variable, for the message.
 
     Raises
     ------
     ValueError
-        If it stands for none, or for less than one byte.
+        If it is not a size of at least one byte.
     """
     found = _quantity(text, _BYTES)
     if not found >= 1:
@@ -36,7 +36,7 @@ def size(text: str, name: str) -> int:
 
 
 def duration(text: str, name: str) -> float:
-    """Return the seconds that a text such as ``"30d"``, ``"12h"`` or ``"1.5w"`` stands for.
+    """Parse a duration such as ``"30d"``, ``"12h"`` or ``"1.5w"`` into seconds.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ def duration(text: str, name: str) -> float:
     Raises
     ------
     ValueError
-        If it stands for none.
+        If it is not a duration.
     """
     found = _quantity(text, _SECONDS)
     if math.isnan(found):

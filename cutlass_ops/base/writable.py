@@ -1,4 +1,4 @@
-"""Whether a file or folder can be written, asked before much is done for what goes there."""
+"""Check that an output path is writable before starting long work."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import os
 import tempfile
 from pathlib import Path
 
-# What is written goes by a longer name until it is whole: a dot before, a dot and 32 digits behind.
+# atomic.replacing adds this to a name: a dot in front, a dot and 32 digits behind.
 _LONGER = 34
 
 
 def require_file(path: Path) -> None:
-    """Refuse a path at which no file can be written, or replaced.
+    """Check that a file can be written or replaced at a path.
 
     Raises
     ------
     ValueError
-        With the reason, and what to do.
+        If not. The message has the reason and what to do.
     """
     if path.is_dir():
         raise ValueError(f"{path} is a folder: name a file in it")
@@ -26,7 +26,7 @@ def require_file(path: Path) -> None:
 
 
 def require_new(path: Path) -> None:
-    """Refuse a path at which no folder can be made, or something is.
+    """Check that a path does not exist and that a folder can be created there.
 
     Raises
     ------
@@ -34,12 +34,12 @@ def require_new(path: Path) -> None:
         As for :func:`require_file`.
     """
     if os.path.lexists(path):
-        raise ValueError(f"{path} is there already: remove it, or name another folder")
+        raise ValueError(f"{path} already exists: remove it, or name another folder")
     _require_place(path)
 
 
 def require_folder(path: Path) -> None:
-    """Refuse a path that is not a folder in which files can be written, and cannot be made one.
+    """Check that a path is a folder in which files can be written, or can become one.
 
     Raises
     ------
@@ -47,7 +47,7 @@ def require_folder(path: Path) -> None:
         As for :func:`require_file`.
     """
     if os.path.lexists(path) and not path.is_dir():
-        raise ValueError(f"{path} is not a folder: name one")
+        raise ValueError(f"{path} is not a folder: name a folder")
     _require_place(path / "file")
 
 
@@ -60,9 +60,9 @@ def _require_place(path: Path) -> None:
     if any(len(os.fsencode(part)) > longest - _LONGER for part in whole.relative_to(above).parts):
         raise ValueError(f"{path} cannot be written: its name is too long, choose a shorter one")
     try:
-        # Leaves nothing behind, and asks the file system itself: root, too, cannot write everywhere.
+        # A real attempt: permission bits are not enough, since even root cannot write everywhere.
         tempfile.TemporaryFile(dir=above).close()
     except OSError as exc:
         raise ValueError(
-            f"{path} cannot be written: this user may not make files in {above} ({exc.strerror}). Name another place"
+            f"{path} cannot be written: this user may not create files in {above} ({exc.strerror}). Name another path"
         ) from None

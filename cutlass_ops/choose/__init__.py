@@ -1,4 +1,4 @@
-"""Which kernel serves a problem: what was measured, what the models predict, and what follows.
+"""The choice of a kernel for a problem, from measurements and cost models.
 
-No module here imports PyTorch. It imports the rooms below.
+No module here imports PyTorch. Imports the rooms below.
 """

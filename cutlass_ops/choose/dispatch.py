@@ -1,7 +1,7 @@
-"""What serves a call, decided once: what a loaded bundle says, else what is known of the signature's kernels.
+"""The one decision about a call: by a loaded bundle, else by measurements and models.
 
-A :class:`Decision` answers all that is asked about a call: the call takes its kernel or its peer, the background and
-``warm_up`` what other numbers of rows may need, and ``explain`` the candidates.
+A call uses a :class:`Decision`'s kernel or peer, the background and ``warm_up`` its other kernels, and ``explain`` its
+candidates.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Decision:
     Attributes
     ----------
     signature : OpSignature
-        What the call asks for.
+        The call's signature.
     device : Device
         Where it runs.
     problem : Problem
@@ -39,11 +39,11 @@ class Decision:
     order : TileOrder
         The order of its tiles.
     kept : tuple of Config
-        The kernels that some number of rows may need, given B's extents.
+        The kernels that this weight (N, K) may need at some number of rows.
     bundled : bool
-        Whether it was decided when a bundle was made: neither a table nor the model is looked at.
+        Whether the decision was made with the bundle, without tables or models.
     peer : str or None
-        What serves the call in the kernel's place: it was measured to be faster, and tuning allowed it.
+        The peer that serves the call instead: it was measured faster, and tuning allowed it.
     """
 
     signature: OpSignature
@@ -62,11 +62,11 @@ class Decision:
 
     @property
     def specs(self) -> tuple[KernelSpec, ...]:
-        """The kernels that some number of rows may need."""
+        """The specifications of :attr:`kept`."""
         return tuple(self.device.spec(self.signature, c) for c in self.kept)
 
     def candidates(self) -> tuple[Candidate, ...]:
-        """Return the kernels considered, the one that serves first, each with its time as far as that is known."""
+        """Return the kernels considered with their times, the one that serves first."""
         policy = _policy(self.signature, self.device)
         ranked = policy.ranked(self.problem, policy.kernels if self.bundled else self.kept)
         if not self.bundled:
@@ -81,7 +81,7 @@ def decide(signature: OpSignature, device: Device, problem: Problem) -> Decision
     Raises
     ------
     UnsupportedError
-        If kernels serve the signature, and none of them can be launched at the problem.
+        If kernels serve the signature, but none can be launched at the problem.
     """
     bundled = chosen_in_bundle(signature, device, problem)
     if bundled is not None:
@@ -96,12 +96,12 @@ def decide(signature: OpSignature, device: Device, problem: Problem) -> Decision
 
 
 def specs(signature: OpSignature, device: Device) -> tuple[KernelSpec, ...]:
-    """Return every kernel that may be picked for a signature on a device; none if none serves it."""
+    """Return every kernel that may be chosen for a signature on a device."""
     return tuple(device.spec(signature, c) for c in _policy(signature, device).kernels)
 
 
 def specs_for(signature: OpSignature, device: Device, n: int, k: int) -> tuple[KernelSpec, ...]:
-    """Return the kernels that may be picked for any number of rows of A, given B's extents; none if none serves."""
+    """Return the kernels that a weight (N, K) may need at any number of rows."""
     decision = decide(signature, device, Problem(1, n, k))
     return () if decision is None else decision.specs
 
@@ -109,7 +109,7 @@ def specs_for(signature: OpSignature, device: Device, n: int, k: int) -> tuple[K
 def choose(signature: OpSignature, device: Device, problem: Problem) -> tuple[KernelSpec, TileOrder]:
     """Return the kernel that serves a problem, and the order of its tiles.
 
-    It is for signatures that some kernel serves, and asks for no peer: what the tuner, catalogues and benchmarks need.
+    For the tuner, catalogues and benchmarks: some kernel must serve the signature, and peers are not considered.
     """
     chosen = chosen_in_bundle(signature, device, problem) or _policy(signature, device).choose(problem).ordered
     return device.spec(signature, chosen.config), chosen.order
@@ -123,7 +123,7 @@ def chosen_in_bundle(signature: OpSignature, device: Device, problem: Problem) -
     return Bundles.current().choice(signature, device.capability, problem) if configs else None
 
 
-# Tables and the model take as long to import as all that a call needs which a bundle has decided.
+# Imported late: tables and models take as long to import as everything that a bundled call needs.
 
 
 def _policy(signature: OpSignature, device: Device) -> Policy:

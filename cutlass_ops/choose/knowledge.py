@@ -1,4 +1,4 @@
-"""What is known of kernels at a problem: measured times, else the model's, corrected by what was measured nearby."""
+"""Times of kernels at a problem: measured, else the model's, corrected by measurements nearby."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from cutlass_ops.kinds.table import kind_of
 Source = Literal["model", "interpolated", "measured"]
 SOURCES: tuple[Source, ...] = ("model", "interpolated", "measured")
 
-# How far a measurement reaches: standard deviation in powers of two of M and of K, and in operands whose lines begin
-# between the L2 cache's; in powers of two of the number of tiles; and how much what the model errs by there for all
-# kernels of a kind weighs against it (`benchmarks/evaluate_dispatch.py`).
+# How far a measurement reaches: standard deviations in log2 of M, log2 of K, and the number of operands that are not
+# aligned to cache lines; in log2 of the number of tiles; and the weight of the mean error of all kernels of a kind
+# (`benchmarks/evaluate_dispatch.py`).
 _REACH = np.array([0.6, 1.3, 0.5])
 _REACH_OF_TILES = 0.6
 _PRIOR = 1.0
-# Measurements that are no further apart say nothing: what differs is noise.
+# Times that differ by less than this are equal up to noise.
 _NOISE = 0.005
-# How much must have been measured nearby for a time to be more than the model's word.
+# Weight of nearby measurements from which a time counts as interpolated.
 _NEAR = 0.5
 
 
@@ -63,16 +63,16 @@ class Candidate:
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """What is known of kernels at problems. Arrays of shape (problems, kernels).
+    """Expected times of kernels at problems. Arrays of shape (problems, kernels).
 
     Attributes
     ----------
     times : array
         Microseconds.
     sources : array
-        Where they come from, as places in :data:`SOURCES`.
+        Where they come from, as indices into :data:`SOURCES`.
     by_gpc : array
-        Where the model would have an order of tiles by GPC.
+        Whether the model prefers a tile order by GPC.
     """
 
     times: Floats
@@ -80,21 +80,20 @@ class Expected:
     by_gpc: Flags
 
     def decisive(self) -> Floats:
-        """Return the times, infinite for what was not measured where others were."""
+        """Return the times; infinite for unmeasured kernels at problems where others were measured."""
         measured = self.sources == SOURCES.index("measured")
         return np.where(measured.any(1, keepdims=True) & ~measured, np.inf, self.times)
 
 
 class Where(NamedTuple):
-    """Where problems lie for the kernels of a pool, as notes are compared by it: in units of how far these reach.
+    """Coordinates of problems for a pool, in units of the reach of a measurement.
 
     Attributes
     ----------
     problems : array
-        Of shape (problems, 3): powers of two of M and of K, and of how many operands the lines begin between the
-        cache's.
+        (problems, 3): log2 of M, log2 of K, and the number of operands not aligned to cache lines.
     tiles : array
-        Of shape (problems, kernels): powers of two of the number of tiles.
+        (problems, kernels): log2 of the number of tiles.
     """
 
     problems: Floats
@@ -102,7 +101,7 @@ class Where(NamedTuple):
 
     @classmethod
     def of(cls, problems: Sequence[Problem], pool: Pool) -> Where:
-        """Return where problems lie for a pool."""
+        """Return the coordinates of problems for a pool."""
         extents = Extents.of(problems)
         m, k = np.log2(extents.m[:, 0]), np.log2(extents.k[:, 0])
         tiles = np.log2(pool.tiles(problems)) / _REACH_OF_TILES
@@ -110,7 +109,7 @@ class Where(NamedTuple):
 
 
 class _Errors(NamedTuple):
-    """By how much the model was off: where problems lie, and of each measurement its problem, kernel and error."""
+    """Errors of the model: coordinates of problems, and each measurement's problem, kernel and error."""
 
     where: Where
     rows: Places
@@ -120,18 +119,18 @@ class _Errors(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Notes:
-    """By how much the model was off where kernels were measured: all notes of one kernel, then all of the next.
+    """Errors of the model at measurements, sorted by kernel.
 
     Attributes
     ----------
     problems : array
-        Where the measured problems lie, as :class:`Where` has them.
+        Coordinates of the measured problems, as in :class:`Where`.
     rows, kernels : array
-        Each note's problem, as a place among these, and its kernel, as a place in the pool.
+        Each note's problem, as an index into these, and its kernel, as an index into the pool.
     tiles : array
-        Where each note's problem lies by its kernel's tiles, as :class:`Where` has them.
+        Each note's coordinate by its kernel's tiles, as in :class:`Where`.
     errors : array
-        Measured over predicted, as a power of two.
+        log2 of measured over predicted time.
     """
 
     problems: Floats
@@ -154,13 +153,13 @@ class Notes:
         return cls(problems, rows[order], kernels[order], tiles[order], errors[order])
 
     def near(self, where: Where) -> tuple[Floats, Floats]:
-        """Return the weighted sum of errors near problems, and of their weights, of shape (problems, kernels)."""
+        """Return the weighted sum of errors near problems and the sum of weights, of shape (problems, kernels)."""
         errors, totals = np.zeros_like(where.tiles), np.zeros_like(where.tiles)
         kernels, starts = self._noted
         step = at_once(max(len(self.errors), len(self.problems)))
         for first in range(0, len(where.tiles) if len(kernels) else 0, step):
             part = slice(first, first + step)
-            # What a note's kernel does not matter for is compared once for each problem that was measured.
+            # Distances that do not depend on the kernel are computed once for each measured problem.
             away = ((where.problems[part, None] - self.problems) ** 2).sum(2).take(self.rows, 1)
             away += (where.tiles[part].take(self.kernels, 1) - self.tiles) ** 2
             with np.errstate(under="ignore"):
@@ -171,14 +170,14 @@ class Notes:
 
     @cached_property
     def _noted(self) -> tuple[Places, Places]:
-        """The kernels that have notes, and where each one's begin."""
+        """The kernels with notes, and the first index of each."""
         kernels, starts = np.unique(self.kernels, return_index=True)
         return kernels, starts
 
 
 @dataclass(frozen=True, eq=False)
 class Knowledge:
-    """What is known of a pool of kernels on a device.
+    """Measurements and the model's errors for a pool of kernels on a device.
 
     Attributes
     ----------
@@ -187,9 +186,9 @@ class Knowledge:
     device : Device
         Where they run.
     measured : mapping of problem to mapping of Config to Candidate
-        Each kernel in its best order of tiles.
+        Measurements, each kernel in its best tile order.
     notes : Notes
-        Where the model was off.
+        Errors of the model.
     """
 
     pool: Pool
@@ -199,22 +198,22 @@ class Knowledge:
 
     @classmethod
     def of(cls, tables: Sequence[Table], kernels: Collection[Config], pool: Pool, device: Device) -> Knowledge:
-        """Return what tables say of those kernels of a pool that they are about; at a problem the first has its say."""
+        """Return what tables have on some kernels of a pool. If several have a problem, the first counts."""
         measured: dict[Problem, Mapping[Config, Candidate]] = {}
         errors: list[_Errors] = []
         for table in tables:
             found = {p: _ranked(times, device) for p, times in _measurements(table, kernels).items()}
-            # Operands of other majors take other times, and other devices do, but the model is off by as much.
+            # Times depend on majors and device, but the model's error is the same.
             there = replace(device, multiprocessors=table.multiprocessors, name=table.device)
             laid_out = replace(pool, traits=replace(pool.traits, majors=table.signature.majors))
             errors.append(_errors(found, laid_out, there))
-            # Where operands have to be copied or D is scattered, what is known of others is an estimate.
+            # Measurements of another layout are only estimates.
             if pool.is_like(table.signature):
                 measured = found | measured
         return cls(pool, device, measured, Notes.of(errors))
 
     def expected(self, problems: Sequence[Problem]) -> Expected:
-        """Return what is known of every kernel at some problems."""
+        """Return the expected times of every kernel at some problems."""
         found = [self._expected(part) for part in self.pool.parts(problems)]
         return Expected(*(np.concatenate(each) for each in zip(*found, strict=True)))
 
@@ -231,9 +230,9 @@ class Knowledge:
         return times, sources, by_gpc
 
     def _usual(self, errors: Floats, weight: Floats) -> Floats:
-        """Return what the model errs by for kernels of one kind, given sums of errors and weights near each problem.
+        """Return the model's mean error for each kind near each problem, from sums of errors and weights.
 
-        Where the model promises too much, a kernel of which nothing is known would else come before those that are.
+        Without it, an optimistic model would rank unmeasured kernels first.
         """
         usual = np.zeros_like(errors)
         for kind in self._kinds:
@@ -241,7 +240,7 @@ class Knowledge:
         return usual
 
     def ranked(self, problem: Problem, among: Iterable[Config], count: int | None = None) -> list[Candidate]:
-        """Return the first candidates for a problem, the best first; where some of them were measured, only these."""
+        """Return the best candidates for a problem, best first. If some were measured, only these."""
         places = [self._index[c] for c in among]
         known = self.expected([problem])
         times, sources = known.times[0, places], known.sources[0, places]
@@ -265,7 +264,7 @@ class Knowledge:
 
     @cached_property
     def _kinds(self) -> list[list[int]]:
-        """The places of each kind's kernels, as kinds have models of their own."""
+        """The indices of each kind's kernels."""
         kinds = [kind_of(c) for c in self.pool.configs]
         return [[at for at, k in enumerate(kinds) if k is kind] for kind in dict.fromkeys(kinds)]
 
@@ -275,15 +274,15 @@ class Knowledge:
 
 
 def _reads(config: Config) -> float:
-    """Return the elements of A and B that a tile reads for each product."""
+    """Return the elements of A and B that a tile reads per multiplication."""
     tile = config.threadblock
     return 1 / tile.m + 1 / tile.n
 
 
 def _measurements(table: Table, kernels: Collection[Config]) -> dict[Problem, dict[Config, Candidate]]:
-    """Return what was measured of some kernels, each in its best order of tiles."""
+    """Return the measurements of some kernels, each in its best tile order."""
     found: dict[Problem, dict[Config, Candidate]] = {}
-    # A table's points share their configurations; to compare objects is enough, and much faster.
+    # A table's points share configuration objects: compare identities, for speed.
     configs = {id(m.config): m.config for point in table.points for m in point.measured}
     mine = {at for at, config in configs.items() if config in kernels}
     for point in table.points:
@@ -297,9 +296,9 @@ def _measurements(table: Table, kernels: Collection[Config]) -> dict[Problem, di
 
 
 def _ranked(measured: Mapping[Config, Candidate], device: Device) -> dict[Config, Candidate]:
-    """Return measurements such that of long kernels that are equally fast the one with the largest tile comes first.
+    """Sort equally fast long kernels by tile size, largest first, by exchanging their times.
 
-    It reads least for each product and so draws least power, which sets the clock of long kernels. They exchange times.
+    The largest tile reads least per multiplication and so draws least power, which limits the clock of long kernels.
     """
     times = sorted(c.microseconds for c in measured.values())
     if not times or times[0] <= costs_of(device).throttle_after:
@@ -310,14 +309,14 @@ def _ranked(measured: Mapping[Config, Candidate], device: Device) -> dict[Config
 
 
 def _errors(measured: Mapping[Problem, Mapping[Config, Candidate]], pool: Pool, device: Device) -> _Errors:
-    """Return where and by how much the model is off for the kernels of a pool."""
+    """Return the model's errors for the kernels of a pool."""
     index = {c: at for at, c in enumerate(pool.configs)}
     entries = [(row, index[c], x.microseconds) for row, known in enumerate(measured.values()) for c, x in known.items()]
     rows, kernels = np.array([e[:2] for e in entries], np.int64).reshape(-1, 2).T
     problems = list(measured)
     predicted = pool.times(problems, device)[rows, kernels]
     times = np.array([e[2] for e in entries], np.float64)
-    # That a kernel cannot be launched is no time to be off from.
+    # Kernels that cannot be launched have no predicted time.
     known = np.isfinite(predicted)
     errors = np.log2(times[known] / predicted[known])
     return _Errors(Where.of(problems, pool), rows[known], kernels[known], errors)

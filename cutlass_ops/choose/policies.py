@@ -1,7 +1,7 @@
-"""What decides between a signature's kernels: measurement, else the model, corrected by what was measured nearby.
+"""Policies: the choice between a signature's kernels, by measurement, else by the model, corrected nearby.
 
-A signature has a few kernels. For a weight, that is for given N and K, those are kept that some number of rows needs;
-after they are compiled nothing is, whatever the batch.
+For a weight (N, K), the kernels are kept that some number of rows needs. Once they are compiled, no batch size compiles
+another.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.kinds.traits import Traits
 
 
-# Rows of A at which the choice for a weight is made in advance.
+# Rows of A for which a weight's kernels are chosen in advance.
 def _rows() -> Iterator[int]:
-    """Yield numbers of rows: few, and from eight on eight more than the last one, or at most a thirty-second of it."""
+    """Yield numbers of rows, in steps of 8 or of at most a thirty-second."""
     yield from (1, 2, 4)
     rows = 8
     while rows <= 16384:
@@ -52,22 +52,22 @@ def _rows() -> Iterator[int]:
 
 
 ROWS = tuple(_rows())
-# Kernels are kept for a weight until no number of rows would be so much faster with another. The model's word alone
-# gets less than measurements nearby: with weights left out, its first choices lost clearly less than those within 2%.
+# Kernels are added for a weight until no number of rows would gain more than this from another. The model alone gets
+# less slack than nearby measurements: with weights left out, its first choices lost clearly less than those within 2%.
 _SLACK = {"measured": 0.004, "interpolated": 0.02, "model": 0.005}
-# Tables round to a ten-thousandth: what is behind by just the slack is not behind by more, however sums are rounded.
+# Tables round to 1e-4, so a loss of exactly the slack must not exceed it by rounding of sums.
 _ROUNDING = 1e-9
-# What is lost beyond that counts so many times more: it has to be mended by some kernel, and one may mend it for many.
+# Weight of losses beyond the slack: some kernel must remove them, and one kernel may do so for many problems.
 _MISSED = 4.0
 
 
-# A peer is faster where it takes less than this part of the best kernel's time.
+# A peer is faster if it takes less than this part of the best kernel's time.
 _CLEARLY = 0.99
 
 
 @dataclass(frozen=True, eq=False)
 class Policy:
-    """What decides for one signature on one kind of device.
+    """The choice of kernels for one signature on one kind of device.
 
     Attributes
     ----------
@@ -76,10 +76,10 @@ class Policy:
     device : Device
         Where it runs.
     kernels : tuple of Config
-        All that may be chosen, the most useful first.
+        All that may be chosen, most useful first.
     tables : tuple of Table
-        What was measured, at a problem that several have by the first. They may be of another epilogue, element type or
-        device, where times are close.
+        Measurements. If several tables have a problem, the first counts. They may be of another epilogue, element type
+        or device with similar times.
     """
 
     signature: OpSignature
@@ -90,52 +90,52 @@ class Policy:
 
     @classmethod
     def of(cls, known: Iterable[Table], signature: OpSignature, device: Device, pool: Iterable[Config]) -> Policy:
-        """Return what follows from tables, for kernels of a pool as far as they are legal.
+        """Return the policy of some tables for the legal kernels of a pool.
 
         Parameters
         ----------
         known : iterable of Table
-            What was measured, that which counts first before the others.
+            Measurements, in order of precedence.
         signature : OpSignature
             Epilogue and operand types.
         device : Device
             Where it runs.
         pool : iterable of Config
-            What may be chosen, the most useful first.
+            Kernels that may be chosen, most useful first.
         """
         legal = {c: _legal(signature, c, device) for c in dict.fromkeys(pool)}
         kernels = tuple(dict.fromkeys(c for c in legal.values() if c is not None))
-        # What was measured counts for a kernel itself, not for the form of it that had to be taken instead.
+        # A measurement counts for the kernel itself, not for its legal replacement.
         same = {c for c, found in legal.items() if found == c}
         known = tuple(known)
         return cls(signature, device, kernels, known, Knowledge.of(known, same, Pool.of(kernels, signature), device))
 
     def with_further(self, kernels: Iterable[Config]) -> Policy:
-        """Return what would decide if there were further kernels."""
+        """Return the policy with more kernels."""
         return Policy.of(self.tables, self.signature, self.device, (*self.kernels, *kernels))
 
     @property
     def own(self) -> Table | None:
-        """What was measured of this signature on this kind of device."""
+        """The measurements of this signature on this kind of device."""
         return next((t for t in self.tables if t.is_about(self.signature, self.device.name)), None)
 
     def expected(self, problems: Sequence[Problem]) -> Expected:
-        """Return what is known of every kernel at some problems."""
+        """Return the expected times of every kernel at some problems."""
         return self._knowledge.expected(problems)
 
     def ranked(
         self, problem: Problem, among: Iterable[Config] | None = None, count: int | None = None
     ) -> list[Candidate]:
-        """Return the first candidates for a problem, the best first; where some of them were measured, only these."""
+        """Return the best candidates for a problem, best first. If some were measured, only these."""
         return self._knowledge.ranked(problem, self.kernels if among is None else among, count)
 
     def peers(self, problem: Problem) -> Mapping[str, float]:
-        """Return what others took for a problem, in microseconds by name, if that was measured here."""
+        """Return the measured microseconds of peers at a problem, by name."""
         point = self.own.at(problem) if self.own else None
         return dict(point.peers) if point else {}
 
     def fallback(self, problem: Problem) -> str | None:
-        """Return the peer that was measured to be faster than every kernel, if the user allowed to take it."""
+        """Return the peer that was measured faster than every kernel, if the user allowed it."""
         point = self.own.at(problem) if self.own and self.own.fallback else None
         if point is None or not point.peers or not point.measured:
             return None
@@ -143,13 +143,13 @@ class Policy:
         return name if microseconds < _CLEARLY * point.measured[0].microseconds else None
 
     def best(self, problem: Problem) -> Candidate | None:
-        """Return the best of the kernels that are kept for the problem's weight; None if none can be launched there."""
+        """Return the best of the kernels kept for the problem's weight; None if none can be launched there."""
         among = kept(self, problem.n, problem.k, problem.count)
         found = self.ranked(problem, among, count=1) if among else []
         return found[0] if found and math.isfinite(found[0].microseconds) else None
 
     def choose(self, problem: Problem) -> Candidate:
-        """Return what :meth:`best` does.
+        """Return the result of :meth:`best`.
 
         Raises
         ------
@@ -161,17 +161,17 @@ class Policy:
             m, n, k = problem.extents
             raise UnsupportedError(
                 f"no kernel for a {self.signature.a}, b {self.signature.b} and d {self.signature.d} can be launched at "
-                f"M={m} N={n} K={k}: its grid would have more thread blocks than a device takes. Make several calls, "
-                "each with a part of a's rows or of b's columns"
+                f"M={m} N={n} K={k}: the grid would have more thread blocks than a device supports. Split the call by "
+                "a's rows or b's columns"
             )
         return found
 
 
 @cached(maxsize=4096)
 def kept(policy: Policy, n: int, k: int, count: int = 1) -> tuple[Config, ...]:
-    """Return the kernels that any number of rows of A may be served by, given B's extents and the number of GEMMs.
+    """Return the kernels that so many weights (N, K) may need at any number of rows.
 
-    Greedy: the next kernel is always that which helps most over all numbers of rows, until none helps much.
+    Greedy: add the kernel that helps most over all numbers of rows, until none helps much.
     """
     if not policy.kernels:
         return ()
@@ -182,7 +182,7 @@ def kept(policy: Policy, n: int, k: int, count: int = 1) -> tuple[Config, ...]:
     times = known.decisive()
     best, fastest = times.min(1, keepdims=True), times.argmin(1, keepdims=True)
     slack = np.array([_SLACK[s] + _ROUNDING for s in SOURCES])[np.take_along_axis(known.sources, fastest, 1)]
-    # Where no kernel can be launched, none loses anything.
+    # If no kernel can be launched, none has a loss.
     possible = np.isfinite(best)
     losses = np.where(possible, times / np.where(possible, best, 1) - 1, 0)
     chosen: list[int] = []
@@ -197,17 +197,16 @@ def kept(policy: Policy, n: int, k: int, count: int = 1) -> tuple[Config, ...]:
 
 
 def forget() -> None:
-    """Read the user's tables anew from now on."""
+    """Clear the caches, so that the user's tables are read again."""
     for each in (_policy, kept, _warn_once):
         each.cache_clear()
 
 
 def policy(signature: OpSignature, device: Device) -> Policy:
-    """Return what decides for a signature on a device.
+    """Return the policy for a signature on a device.
 
-    Where loaded bundles have kernels for it, only these may be picked. Measurements are looked for in the bundles, in
-    the user's folder and in the package, for this signature and device; for kernels of Sm90 the package's tables of
-    other epilogues say what these do not.
+    If loaded bundles have kernels for it, only these may be chosen. Measurements come from the bundles, the user's
+    folder and the package. For kernels of Sm90, the package's tables of other epilogues fill gaps.
     """
     bundles = Bundles.current()
     return _policy(signature, device, bundles.of_one_kind(signature, device.capability), bundles.generation)
@@ -233,10 +232,10 @@ def _policy(signature: OpSignature, device: Device, bundled: tuple[Config, ...],
         usual = sm80.UNTUNED_UNALIGNED
     if device.has_wgmma:
         known = (*mine, *_borrowed(own, signature, device))
-        # A kernel takes other times with operands of other majors: where there are any of these, it is one of them.
+        # Times depend on the operands' majors: prefer kernels from tables with the same majors.
         alike = [t for t in known if t.signature.majors == signature.majors]
         pool = [c for table in alike or known for c in table.kernels]
-        # Operands that have to be copied for TMA are read faster as they are where there are few rows.
+        # With few rows, reading misaligned operands directly is faster than copying them for TMA.
         found = Policy.of(known, signature, device, allowed([*pool, *usual] if signature.realigns else pool))
         if _serves_many_rows(found):
             return found
@@ -245,22 +244,19 @@ def _policy(signature: OpSignature, device: Device, bundled: tuple[Config, ...],
 
 
 def _serves_many_rows(policy: Policy) -> bool:
-    """Whether there are kernels of Tensor Cores: those for few rows serve others as well, but far too slowly."""
+    """Whether there are Tensor Core kernels. GEMV kernels can serve many rows too, but far too slowly."""
     return any(not c.few_rows for c in policy.kernels)
 
 
 def _own(signature: OpSignature, device: Device) -> Table | None:
-    """Return what was measured for a signature on a device, the user's own results first.
-
-    After them comes a bundle's table, and only without one that which ships.
-    """
+    """Return the measurements of a signature on a device: the user's, then a bundle's, else the package's."""
     found = _from_bundle(device.name, signature) or _shipped(device.name, signature)
     try:
         mine = _read(signature, device)
         return found if mine is None else _with_users(mine, found)
     except (ValueError, ConfigError) as exc:
-        # It costs speed, not results: no reason to fail a call, and none to say nothing.
-        _warn_once(f"a tuning table is left out: {exc}")
+        # A bad table costs only speed, so warn instead of failing the call.
+        _warn_once(f"a tuning table is ignored: {exc}")
         return found
 
 
@@ -268,13 +264,13 @@ def _with_users(mine: Table, found: Table | None) -> Table:
     mine = mine if mine.kernels else mine.select()
     if found is None:
         return mine
-    # Of a chip of the same name that has fewer multiprocessors, as a part of one does, other times say less.
+    # A part of a chip has the same name but fewer multiprocessors, and other times.
     alike = mine.multiprocessors == found.multiprocessors
     return replace(found.merged(mine) if alike else mine, kernels=_both(mine, found))
 
 
 def _read(signature: OpSignature, device: Device) -> Table | None:
-    """Return the user's own table; None if none is there.
+    """Return the user's own table, or None.
 
     Raises
     ------
@@ -296,12 +292,12 @@ def _read(signature: OpSignature, device: Device) -> Table | None:
         hint = f"Let this user read it, or set {env.TUNING_DIR.name} to another folder"
         raise ValueError(f"{folder} cannot be read: {exc.strerror}. {hint}") from None
     if not table.is_about(signature, device.name):
-        raise ValueError(f"{path} is about other calls or another device. Remove it, or tune again")
+        raise ValueError(f"{path} is for other calls or another device. Remove it, or tune again")
     return table
 
 
 def _is_there(path: Path) -> bool:
-    """Whether something has the name of a table, or that of its folder and is no folder."""
+    """Whether the table's path exists, or its folder's path exists and is not a folder."""
     folder = path.parent
     return os.path.lexists(path) or (os.path.lexists(folder) and not os.path.isdir(folder))
 
@@ -311,7 +307,7 @@ def _warn_once(message: str) -> None:
     try:
         warnings.warn(message, RuntimeWarning, stacklevel=2)
     except RuntimeWarning:
-        # Where warnings are errors it is still said, and still fails no call.
+        # If warnings are errors, print it instead of failing the call.
         print(f"cutlass_ops: {message}", file=sys.stderr)
 
 
@@ -337,9 +333,9 @@ def _shipped(device: str, signature: OpSignature) -> Table | None:
 
 
 def _borrowed(own: Table | None, signature: OpSignature, device: Device) -> tuple[Table, ...]:
-    """Return what other tables say of kernels of Sm90, the nearest first; nothing if one's own says it.
+    """Return other tables to borrow from for kernels of Sm90, nearest first; none if the own table is the reference.
 
-    First a nearer signature's than the reference, then the reference: each as this device has it, then as an H100 does.
+    First a similar signature's, then the reference; each first from this device, then from an H100.
     """
     reference = _reference()
     if own is not None and own.is_about(reference.signature, reference.device):
@@ -353,7 +349,7 @@ def _borrowed(own: Table | None, signature: OpSignature, device: Device) -> tupl
 
 
 def _reference() -> Table:
-    """Return the table that stands in where there is no better: bias + ReLU in BF16 on an H100."""
+    """Return the default table: bias + ReLU in BF16 on an H100."""
     operand, bias = Operand.of("bf16.row"), Operand.of("bf16.row.align1")
     signature = OpSignature(builtin.bias_relu.graph, operand, operand.transposed, operand, (bias,), ())
     table = _shipped(USUAL.name, signature)
@@ -363,9 +359,9 @@ def _reference() -> Table:
 
 
 def _like(signature: OpSignature) -> OpSignature | None:
-    """Return the signature in BF16 that takes of A what another does, and as many weights, if that is not a GEMM alone.
+    """Return the BF16 signature with the same norm and gate, or None for a plain GEMM.
 
-    That is a norm, a gate, or both; what follows these costs little beside.
+    The rest of the epilogue costs little in comparison.
     """
     norm, gate = bool(signature.epilogue.gathered), bool(signature.epilogue.products)
     graph = builtin.rms_norm.graph if norm else builtin.swiglu.graph
@@ -380,16 +376,16 @@ def _like(signature: OpSignature) -> OpSignature | None:
 
 
 def _plain(signature: OpSignature) -> OpSignature:
-    """Return plain GEMM in BF16 with a signature's majors of A and B."""
+    """Return the signature of plain GEMM in BF16 with the same majors of A and B."""
     a, b = (Operand.of(f"bf16.{major}") for major in signature.majors)
     return OpSignature(builtin.identity.graph, a, b, Operand.of("bf16.row"), (), ())
 
 
 def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
-    """Return another signature's table as if it were about this one, which may take more of A and multiply it by more.
+    """Convert another signature's table to this one, which may also have means of A's rows and a second weight.
 
-    Kernels stand for the form of them that serves; what it takes to copy operands, to have means of A's rows and to
-    scatter D counts. Two weights of N columns are what one of 2N was.
+    Kernels are replaced by their legal forms. The model adds the time for copies of operands, means of A's rows and
+    scattered stores of D. Two weights of N columns count as one of 2N.
     """
     theirs = table.signature
     if _kind(signature) == _kind(theirs):
@@ -429,7 +425,7 @@ def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
 def _later(
     theirs: OpSignature, mine: OpSignature, kernels: Iterable[Config], problems: Sequence[Problem], device: Device
 ) -> dict[Problem, dict[Config, float]]:
-    """Return by how many microseconds what one signature's kernels do not do makes another's later.
+    """Return the extra microseconds of one signature's kernels over another's, for work besides the GEMM.
 
     Problems count the columns of the first one's weights.
     """
@@ -446,12 +442,12 @@ def _of_one(problem: Problem, weights: int) -> Problem:
 
 
 def _kind(signature: OpSignature) -> tuple[bool, int, bool, bool]:
-    """Return what decides whether one signature's times are another's."""
+    """Return the properties in which signatures with the same times agree."""
     traits = Traits.of(signature)
     return traits.gathers, traits.weights, signature.realigns, traits.scatters
 
 
 def _legal(signature: OpSignature, config: Config, device: Device) -> Config | None:
-    """Return a configuration if it is legal, else the form of it that is."""
+    """Return a configuration if it is legal, else its legal variant, or None."""
     variants = kind_of(config).variants(signature, config)
     return next((c for c in variants if not legality.check(device.spec(signature, c))), None)

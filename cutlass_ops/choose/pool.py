@@ -1,4 +1,4 @@
-"""Configurations side by side: how long each may take, by the models of their kinds."""
+"""Pools of configurations, and their times by the models of their kinds."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from cutlass_ops.kinds.kind import Kind, Timer
 from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.kinds.traits import Traits
 
-# Problems times configurations that are compared at once: what is computed on the way then stays in a core's cache, and
-# memory is bounded, however many are asked for.
+# Problems times configurations to compare at once: bounds memory, and keeps intermediate arrays in a core's cache.
 AT_ONCE = 1 << 14
 _USUAL = Traits()
 
 
 def at_once(width: int) -> int:
-    """Return how many problems are compared at once with so many configurations or notes."""
+    """Return how many problems to compare at once with this many configurations or notes."""
     return max(1, AT_ONCE // max(1, width))
 
 
@@ -36,9 +35,9 @@ class Pool:
     Attributes
     ----------
     configs : tuple of Config
-        Of any kind.
+        Configurations of any kind.
     traits : Traits
-        Of the signature that they serve.
+        Traits of the signature that they serve.
     """
 
     configs: tuple[Config, ...]
@@ -50,25 +49,24 @@ class Pool:
         return cls(tuple(configs), Traits.of(signature))
 
     def is_like(self, signature: OpSignature) -> bool:
-        """Whether a signature's operands lie in memory as those of these do."""
+        """Whether a signature's operands have the same layout as this pool's."""
         mine, theirs = self.traits, Traits.of(signature)
         return (theirs.majors, theirs.alignments, theirs.scatters) == (mine.majors, mine.alignments, mine.scatters)
 
     @cached_property
     def _timers(self) -> list[tuple[list[int], Timer]]:
-        """The model of each kind's configurations, and where these are among all."""
+        """The model of each kind, and the indices of its configurations."""
         places: dict[Kind[Any], list[int]] = {}
         for at, config in enumerate(self.configs):
             places.setdefault(kind_of(config), []).append(at)
         return [(found, kind.timer([self.configs[at] for at in found], self.traits)) for kind, found in places.items()]
 
     def besides(self, problems: Sequence[Problem], device: Device) -> Floats:
-        """Return by how many microseconds kernels are later for what they do besides a GEMM.
+        """Return the extra microseconds of kernels for work besides a GEMM, of shape (problems, configurations).
 
-        That is means of A's rows, copies of operands that TMA cannot read, and stores of single elements of D. Of shape
-        (problems, configurations).
+        That is means of A's rows, copies of misaligned operands, and stores of single elements of D.
         """
-        with np.errstate(all="ignore"):  # an underflow is 0, whatever the process has NumPy do about one
+        with np.errstate(all="ignore"):  # an underflow is 0, even if the process makes NumPy raise
             return np.concatenate([self._besides(part, device) for part in self.parts(problems)])
 
     def _besides(self, problems: Sequence[Problem], device: Device) -> Floats:
@@ -79,15 +77,15 @@ class Pool:
         return found
 
     def times(self, problems: Sequence[Problem], device: Device) -> Floats:
-        """Return times in microseconds, good for comparing, of shape (problems, configurations).
+        """Return times in microseconds, for comparisons, of shape (problems, configurations).
 
-        Kernels whose tiles have an order are taken in the better of two, the usual one and one by GPC. Infinite where a
-        kernel cannot be launched.
+        A kernel with a tile order counts with the better of the usual order and one by GPC. Times are infinite for
+        kernels that cannot be launched.
         """
         return self.times_and_order(problems, device)[0]
 
     def times_and_order(self, problems: Sequence[Problem], device: Device) -> tuple[Floats, Flags]:
-        """Return the times, and where it is an order by GPC that takes so long."""
+        """Return the times, and whether each is that of an order by GPC."""
         with np.errstate(all="ignore"):
             times, by_gpc = zip(*(self._times_and_order(part, device) for part in self.parts(problems)), strict=True)
         return np.concatenate(times), np.concatenate(by_gpc)
@@ -101,12 +99,12 @@ class Pool:
         return times, gpc
 
     def parts(self, problems: Sequence[Problem]) -> list[Sequence[Problem]]:
-        """Return problems in parts, each so small that it may be compared with all configurations at once."""
+        """Split problems into parts small enough to compare with all configurations at once."""
         step = at_once(len(self.configs))
         return [problems[at : at + step] for at in range(0, max(1, len(problems)), step)]
 
     def tiles(self, problems: Sequence[Problem]) -> Floats:
-        """Return how many tiles cover problems, whole clusters, of shape (problems, configurations)."""
+        """Return the number of tiles, in whole clusters, that cover problems, of shape (problems, configurations)."""
         m, n, _, gemms = Extents.of([self.traits.whole(p) for p in problems])
         tile_m, tile_n, cluster_m, cluster_n = self._extents
         rows, columns = np.ceil(np.ceil(m / tile_m) / cluster_m), np.ceil(np.ceil(n / tile_n) / cluster_n)

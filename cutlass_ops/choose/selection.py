@@ -1,4 +1,4 @@
-"""Which few kernels serve many problems: chosen by what each of them loses to the fastest at each problem."""
+"""The choice of a few kernels for many problems, by each kernel's loss to the fastest at each problem."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from numpy.typing import NDArray
 
 Kernel = TypeVar("Kernel", bound=Hashable)
 
-# What a kernel loses where it was not measured, and the most that any other counts: it would be twice as slow.
+# The loss of a kernel that was not measured, and the largest loss that counts: twice as slow.
 _MOST = math.log(2.0)
-# Of what weight a loss's square is: one of a twentieth counts twice as much as ten of a two-hundredth.
+# Weight of a loss's square: one loss of 5% counts twice as much as ten losses of 0.5%.
 _SQUARES = 20.0
-# A kernel helps only if it costs so much less: what differs by less are sums in another order.
+# A kernel must reduce the cost by more than this: smaller differences come from the order of sums.
 _ROUNDING = 1e-12
 
 
 def chosen(losses: Sequence[Mapping[Kernel, float]], count: int) -> tuple[Kernel, ...]:
-    """Choose the kernels of which none can be exchanged for another that would help more.
+    """Choose kernels so that exchanging any one for another would not help.
 
     Parameters
     ----------
     losses : sequence of mapping of Kernel to float
-        For each problem, logarithms of kernels' times over the fastest's there.
+        For each problem, the logarithm of each kernel's time over the fastest's.
     count : int
-        How many at most.
+        Most kernels to choose.
 
     Returns
     -------
     tuple of Kernel
-        The most useful first.
+        The chosen kernels, most useful first.
     """
     table = _Losses.of(losses)
     kept = table.exchanged(table.extended([], count))
@@ -41,7 +41,7 @@ def chosen(losses: Sequence[Mapping[Kernel, float]], count: int) -> tuple[Kernel
 
 
 def extended(losses: Sequence[Mapping[Kernel, float]], first: Sequence[Kernel], count: int) -> tuple[Kernel, ...]:
-    """Add to the first kernels, one after the other, the one that helps most, until none helps or there are enough."""
+    """Add to the first kernels, one at a time, the one that helps most, until `count` or until none helps."""
     table = _Losses.of(losses)
     known = [table.kernels.index(k) for k in first if k in table.kernels]
     further = table.extended(known, count - len(first) + len(known))[len(known) :]
@@ -50,7 +50,7 @@ def extended(losses: Sequence[Mapping[Kernel, float]], first: Sequence[Kernel], 
 
 @dataclass(frozen=True, eq=False)
 class _Losses(Generic[Kernel]):
-    """Losses as a matrix of shape (problems, kernels); kernels are named by their places."""
+    """Losses as a matrix of shape (problems, kernels). Kernels are named by their indices."""
 
     kernels: tuple[Kernel, ...]
     each: NDArray[np.float64]
@@ -62,7 +62,7 @@ class _Losses(Generic[Kernel]):
         return cls(kernels, np.array(rows, np.float64).reshape(len(losses), len(kernels)))
 
     def extended(self, first: Sequence[int], count: int, among: Sequence[int] | None = None) -> list[int]:
-        """Add the kernel that helps most, until none helps or there are enough."""
+        """Add the kernel that helps most, until `count` or until none helps."""
         kept = list(first)
         while len(kept) < count:
             costs = self._costs(kept)
@@ -74,7 +74,7 @@ class _Losses(Generic[Kernel]):
         return kept
 
     def exchanged(self, kept: Sequence[int]) -> list[int]:
-        """Exchange one kernel for another as long as that helps."""
+        """Exchange single kernels as long as that helps."""
         mine, before = list(kept), math.inf
         while (now := self._cost(mine)) < before:
             before = now
@@ -86,7 +86,7 @@ class _Losses(Generic[Kernel]):
         return mine
 
     def _costs(self, kept: Sequence[int]) -> NDArray[np.float64]:
-        """Return what some kernels cost together with each of all."""
+        """Return the cost of the kept kernels together with each single kernel."""
         return np.asarray(_cost(np.minimum(self._reached(kept)[:, None], self.each)).sum(0))
 
     def _cost(self, kept: Sequence[int]) -> float:

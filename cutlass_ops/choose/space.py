@@ -1,4 +1,4 @@
-"""Every configuration that is legal for a signature, and those worth compiling for a problem."""
+"""All legal configurations of a signature, and those worth compiling for a problem."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cutlass_ops.kinds.table import kind_of
 
 @lru_cache(maxsize=192)
 def _legal(kind: Kind[Any], signature: OpSignature, capability: tuple[int, int]) -> tuple[Any, ...]:
-    """Return every legal configuration of a kind. The order of tiles is a launch argument and no part of it."""
+    """Return every legal configuration of a kind, without tile orders, which are launch arguments."""
     every = kind.candidates(signature)
     return tuple(c for c in every if legality.is_legal(signature.spec(c, c.target_on(capability))))
 
@@ -39,21 +39,21 @@ def sm80_configurations(signature: OpSignature, device: Device) -> tuple[Sm80Con
 
 
 def gemv_configurations(signature: OpSignature, device: Device) -> tuple[GemvConfig, ...]:
-    """Return every legal configuration of kernels of ordinary loads."""
+    """Return every legal configuration of GEMV kernels."""
     return _legal(GEMV, signature, device.capability)
 
 
 def few_rows(signature: OpSignature, problem: Problem, device: Device) -> list[Config]:
-    """Return those of them that read B once for a problem's rows, and the least of Tensor Cores'."""
+    """Return the GEMV configurations that read B once for a problem's rows, and the smallest with Tensor Cores."""
     rows = problem.m
     return [c for c in gemv_configurations(signature, device) if c.rows >= rows and (c.rows < 2 * rows or c.rows == 8)]
 
 
 def ranked(signature: OpSignature, problem: Problem, limit: int, device: Device) -> list[Config]:
-    """Return the configurations of Tensor Core kernels that the model puts first for a problem, fastest first.
+    """Return the Tensor Core configurations that the model predicts to be fastest for a problem, fastest first.
 
-    The model does not see what a tile's K extent does, nor the orientation of a large tile: of those that differ in
-    nothing else, the usual one stands for all. :func:`neighbours` has the others.
+    The model ignores a tile's K extent and the orientation of large tiles. Of configurations that differ only in these,
+    the usual one is returned; :func:`neighbours` has the others.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ def ranked(signature: OpSignature, problem: Problem, limit: int, device: Device)
     problem : Problem
         Each extent at least 1.
     limit : int
-        How many.
+        Most configurations to return.
     device : Device
         Where they run.
     """
@@ -73,9 +73,9 @@ def ranked(signature: OpSignature, problem: Problem, limit: int, device: Device)
 
 @lru_cache(maxsize=64)
 def _pool(signature: OpSignature, device: Device) -> Pool:
-    """Return what serves a signature on a device for any number of rows: kernels of Sm90, if there are any.
+    """Return the kernels that serve a signature at any number of rows: those of Sm90, if there are any.
 
-    Where these copy operands first, those of Sm80 as well.
+    If these copy operands first, or there are none, those of Sm80 as well.
     """
     found = usual(signature).configs if device.has_wgmma else ()
     if not found or signature.realigns:
@@ -85,11 +85,11 @@ def _pool(signature: OpSignature, device: Device) -> Pool:
 
 @lru_cache(maxsize=64)
 def usual(signature: OpSignature) -> Pool:
-    """Return the configurations of Sm90 that the model can tell apart, each with the usual K extent and orientation."""
+    """Return the Sm90 configurations that the model can distinguish, each with the usual K extent and orientation."""
     return Pool.of((c for c in configurations(signature) if sm90.is_usual(c, signature.a.dtype.bytes)), signature)
 
 
 def neighbours(signature: OpSignature, config: Config, device: Device) -> list[Config]:
-    """Return the legal configurations one step away, as the configuration's kind says what a step is."""
+    """Return the legal configurations one step away; the kind defines a step."""
     kind = kind_of(config)
     return [c for c in _legal(kind, signature, device.capability) if c != config and kind.near(c, config)]

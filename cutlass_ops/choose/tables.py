@@ -1,7 +1,7 @@
-"""What was measured: for one signature on one kind of device, how fast which configuration is at which problem.
+"""Tuning tables: measured times of configurations at problems, for one signature on one kind of device.
 
-A table is plain JSON, so that it can be kept, merged, shipped and read. Reading one runs nothing, and believes nothing
-that :func:`cutlass_ops.kinds.legality.check` refuses.
+A table is plain JSON. Reading one runs no code and refuses configurations that :func:`cutlass_ops.kinds.legality.check`
+refuses.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ MAX_KERNELS = 16
 MOST_KERNELS = 192
 
 
-# How many times what a kernel loses to a peer counts besides what it loses to the best kernel.
+# Weight of a kernel's loss to a peer, beside its loss to the best kernel.
 _TO_A_PEER = 3.0
-# How far behind the fastest what is estimated is at least: more than dispatch takes for as good.
+# The least distance of an estimate behind the fastest: more than dispatch treats as equal.
 _ESTIMATED = 0.005
 
 _FIELDS = "format device multiprocessors signature fallback deterministic configs orders kernels points"
@@ -49,8 +49,8 @@ _MAX_POINTS = 1 << 16
 _MAX_ORDERS = 64  # more than there are
 _MAX_PEERS = 16
 _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
-# Bounds of what is measured: far beyond any kernel's, and such that ratios and their logarithms are finite. A table has
-# three digits of a microsecond.
+# Bounds of measurements: far beyond any kernel's, with finite ratios and logarithms. A table has three digits of a
+# microsecond.
 MICROSECONDS = (0.001, 1e12)
 BEHIND = (-0.9, 1e6)
 
@@ -93,9 +93,9 @@ class Point:
     date : str
         Day of the session, such as ``"2026-11-21"``.
     measured : tuple of Measured
-        The fastest first.
+        Measurements, fastest first.
     peers : tuple of (str, float)
-        Microseconds of others, by name.
+        Microseconds of peers, by name.
     """
 
     problem: Problem
@@ -104,9 +104,9 @@ class Point:
     peers: tuple[tuple[str, float], ...] = ()
 
     def joined(self, older: Point) -> Point:
-        """Return the point with what an older one knows besides, restated by a kernel that both have.
+        """Return the point with an older point's other kernels, rescaled by a kernel that both have.
 
-        Without such a kernel nothing can be compared, and the older one's measurements are dropped.
+        Without such a kernel, the older measurements are not comparable and are dropped.
         """
         before = {m.config: m for m in reversed(older.measured)}
         anchor = next((m for m in self.measured if m.config in before), None)
@@ -120,8 +120,7 @@ class Point:
             for m in older.measured
             if m.config not in known
         ]
-        # An estimate must not displace what was measured to be the fastest, nor be as good: few kernels would be chosen
-        # among such estimates.
+        # An estimate must neither displace nor equal the measured fastest, or kernels would be chosen by estimates.
         least = best * (1 + _ESTIMATED)
         further = [m if m.behind > _ESTIMATED else Measured(m.config, least, _ESTIMATED, m.order) for m in further]
         further = [m for m in further if m.behind <= BEHIND[1] and m.microseconds <= MICROSECONDS[1]]
@@ -136,19 +135,19 @@ class Table:
     Attributes
     ----------
     device : str
-        Its name, as the driver gives it.
+        The driver's name.
     multiprocessors : int
-        How many it has.
+        Number of multiprocessors.
     signature : OpSignature
         Epilogue and operand types.
     points : tuple of Point
         One for each problem, in the order of their problems.
     kernels : tuple of Config
-        The few that are worth compiling, the most useful first, as :meth:`select` found them.
+        The kernels worth compiling, most useful first, as :meth:`select` found them.
     fallback : bool
-        Whether calls may be served by a peer at problems where it was faster than every kernel.
+        Whether a peer may serve calls at problems where it was faster than every kernel.
     deterministic : bool
-        Whether only kernels may serve that add up a tile's K as a whole, so that no choice among them changes a bit.
+        Whether only kernels that give bit-identical results may serve (those that sum a tile's whole K).
     """
 
     device: str
@@ -174,7 +173,7 @@ class Table:
         return (self.signature, self.device) == (signature, device)
 
     def at(self, problem: Problem) -> Point | None:
-        """Return what was measured at a problem, if anything was."""
+        """Return the measurements at a problem, or None."""
         return next((p for p in self.points if p.problem == problem), None)
 
     def allows(self, config: Config) -> bool:
@@ -184,7 +183,7 @@ class Table:
     def merged(self, other: Table) -> Table:
         """Return the points of both.
 
-        Where both have a problem, the later day's is joined with the older one's; on the same day, `other`'s is later.
+        If both have a problem, the later day's point is joined with the older one's. On the same day, `other` is later.
 
         Raises
         ------
@@ -212,15 +211,15 @@ class Table:
     def select(self, first: Iterable[Problem] = (), few: int = MAX_KERNELS, most: int = MOST_KERNELS) -> Table:
         """Return the table with the few kernels that together lose least to each point's best.
 
-        The first few are such that to exchange one of them would not help; after them, the next one is always the one
-        that helps most. A kernel that was not measured at a point counts there as twice as slow.
+        Exchanging one of the first `few` would not help; the others are added greedily. A kernel counts as twice as
+        slow at points where it was not measured.
 
         Parameters
         ----------
         first : iterable of Problem
-            Problems for which alone the first `few` are chosen; by default all.
+            Problems for which the first `few` kernels are chosen; by default all.
         few, most : int
-            How many kernels are for these, and how many there are in all.
+            Number of kernels for these problems, and in all.
         """
         wanted = set(first)
         usable = (replace(p, measured=tuple(m for m in p.measured if self.allows(m.config))) for p in self.points)
@@ -266,7 +265,7 @@ class Table:
         ------
         ConfigError
             If anything is missing, unknown, of the wrong type or out of range, or a configuration is illegal for the
-            signature; the message names the field.
+            signature. The message names the field.
         """
         if isinstance(data, dict) and data.get("format") == 2:
             data = format2.upgraded(data)
@@ -300,7 +299,7 @@ class Table:
 
 
 def path_of(folder: Path, device: str, signature: OpSignature) -> Path:
-    """Return where a signature's table for a kind of device lies in a folder of tables."""
+    """Return the path of a signature's table for a kind of device in a folder of tables."""
     text = json.dumps([device, signature_to_json(signature)], sort_keys=True)
     return folder / f"{_slug(device)}_{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
@@ -311,11 +310,11 @@ def load(path: Path) -> Table:
     Raises
     ------
     ConfigError
-        If the file is no table; the message names it.
+        If the file is not a table. The message names it.
     OSError
         If it cannot be read.
     """
-    # To open a pipe would wait for who writes it.
+    # Opening a pipe would wait for its writer.
     if not stat.S_ISREG(path.stat().st_mode):
         raise ConfigError(f"{path} is not a tuning table: it is not a file")
     with path.open("rb") as file:
@@ -328,7 +327,7 @@ def parse(text: bytes, where: str) -> Table:
     Raises
     ------
     ConfigError
-        If it is none; the message says where it stands.
+        If it is not a table. The message says where it is from.
     """
     try:
         return checked_json.read(text, "it", _MAX_BYTES, Table.from_json)
@@ -337,14 +336,14 @@ def parse(text: bytes, where: str) -> Table:
 
 
 def update(path: Path, table: Table) -> Table:
-    """Merge a table into the file, which is made if it is not there, and return what it then holds.
+    """Merge a table into a file, which is created if it is missing, and return the merged table.
 
-    Other processes that do so at the same time lose nothing, and a reader sees the file before or after, never between.
+    Concurrent updates lose nothing, and a reader sees the file before or after the update.
 
     Raises
     ------
     ConfigError
-        If the file is there and no table, or one of another signature or device.
+        If the file is not a table, or one of another signature or device.
     StoreError
         If the folder cannot be written, its lock is a link, or the file system has no locks.
     """
@@ -353,7 +352,7 @@ def update(path: Path, table: Table) -> Table:
     with _writing(path.parent), held:
         merged = load(path).merged(table) if path.exists() else table
         text = json.dumps(merged.to_json(), separators=(",", ":"), allow_nan=False)
-        # For its owner alone, as all that tuning keeps.
+        # Readable by its owner alone, as all files of the tuner.
         with replacing(path) as aside, open(aside, "x", encoding="utf-8", opener=_privately) as file:
             file.write(text)
             file.flush()
@@ -366,7 +365,7 @@ def _privately(path: str, flags: int) -> int:
 
 
 def prepare(folder: Path) -> None:
-    """Make a folder for tables if it is not there, and see whether tables can be written: measuring them takes long.
+    """Make a folder for tables, and check that it can be written before measuring for long.
 
     Raises
     ------
@@ -379,7 +378,7 @@ def prepare(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Make a folder if it is not there, and put what goes wrong with its files into words."""
+    """Make a folder, and turn errors with its files into a StoreError."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         yield
@@ -391,10 +390,7 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 def _losses(point: Point) -> dict[Config, float]:
-    """Return for each kernel of a point what it loses to the best of them there, as a logarithm.
-
-    What it loses to a peer counts several times.
-    """
+    """Return the log loss of each kernel of a point to the best one. A loss to a peer counts several times."""
     found: dict[Config, float] = {}
     for m in point.measured:
         found[m.config] = min(found.get(m.config, math.inf), math.log1p(max(m.behind, 0.0)))
@@ -405,7 +401,7 @@ def _losses(point: Point) -> dict[Config, float]:
 
 
 def _require_legal(config: Config, signature: OpSignature) -> None:
-    # Where the target is the device's, the rules of a configuration do not depend on it.
+    # Checked for the default target here; policies check again for the device.
     violations = legality.check(signature.spec(config, config.default_target))
     if violations:
         raise ConfigError(f"configuration {config.slug} is illegal: {violations[0]}")

@@ -1,4 +1,4 @@
-"""From a declaration to an artifact: which compilers there are, what a build depends on, and one build for all.
+"""Compile declarations into artifacts: find compilers, compute keys, build each kernel once.
 
-Not `build`, which is the name of a public function. It imports the rooms below, and nothing that chooses or calls.
+The package is not named `build` because that is a public function. It imports only lower layers.
 """

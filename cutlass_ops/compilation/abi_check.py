@@ -1,8 +1,8 @@
-"""Proof that the two halves of a library agree: the host's, and the device's that another compiler made.
+"""Check that a library's host code and device code, from two compilers, agree on the kernels' parameters.
 
-A launch copies as many bytes of parameters as the machine code says. Were the host's structure another, the kernel
-would run on garbage. So ``templates/include/cutlass_ops/halves.h`` writes the size that the host reckons with into a
-section of the library for each kernel, and here it is compared with that in the machine code.
+A launch copies as many bytes of parameters as the machine code declares. If the host's structure had another layout,
+the kernel would read garbage. So ``templates/include/cutlass_ops/halves.h`` writes the host's size of each kernel's
+parameters into a section of the library. This module compares it with the size in the machine code.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from cutlass_ops.base.errors import CompileError
 
 _HOST = ".cutlass_ops."
 _DEVICE = ".nv.info."
-# Attributes of a kernel: form, attribute, and a value or, in one form, the length of what follows.
+# A kernel attribute: form, attribute, and a value or, for form 4, the length of the data that follows.
 _ATTRIBUTE = struct.Struct("<BBH")
 _FOLLOWED = 4
-_PARAMETER, _SIZE = 0x17, struct.Struct("<8xI")  # EIATTR_KPARAM_INFO: after the parameter's number and place
+_PARAMETER, _SIZE = 0x17, struct.Struct("<8xI")  # EIATTR_KPARAM_INFO: the size follows the parameter's index and offset
 _SIZE_SHIFT = 18
-# EIATTR_KPARAM_INFO_V2, which nvcc writes instead where a kernel's parameters have more than 4096 bytes.
+# EIATTR_KPARAM_INFO_V2: nvcc writes it instead if a kernel's parameters have more than 4096 bytes.
 _WIDE_PARAMETER, _WIDE_SIZE = 0x45, struct.Struct("<8xH")
 
 
 def prove_halves_agree(library: Path) -> None:
-    """Compare the size of every kernel's parameters in the host's code with that in the machine code.
+    """Compare the sizes of every kernel's parameters in the host code and in the device code.
 
     Raises
     ------
     CompileError
-        If a kernel is in one half only, or its parameters have two sizes.
+        If a kernel is in only one of them, or the sizes differ.
     """
     data = library.read_bytes()
     try:
@@ -51,8 +51,8 @@ def prove_halves_agree(library: Path) -> None:
         raise CompileError(f"the kernels in {library} cannot be read: {exc}") from None
     if not host or host != device:
         raise CompileError(
-            f"the two halves of {library} do not belong together. Bytes of parameters on the host: {host}; on the "
-            f"device: {device}. nvcc and the host compiler lay structures out differently: use another pair of them"
+            f"host code and device code in {library} disagree. Bytes of parameters on the host: {host}; on the "
+            f"device: {device}. nvcc and the host compiler lay out structures differently: use another pair of them"
         )
 
 

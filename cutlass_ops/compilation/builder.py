@@ -1,4 +1,4 @@
-"""From a declaration to an artifact in the store: looked up, or rendered, compiled, proved and published."""
+"""Build a declaration into an artifact in the store: look it up, or render, compile, check and publish it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from cutlass_ops.kinds.proof import prove_tensor_cores
 
 T = TypeVar("T")
 
-# Threads that wait for an executor at the same time.
+# Maximum number of threads that wait for an executor.
 _WAITING = 256
 
 
 @dataclass(frozen=True)
 class _Job:
-    """One kernel to build, with the place and the means."""
+    """One kernel to build, with its store and compilers."""
 
     spec: KernelSpec
     source: str
@@ -49,7 +49,7 @@ class _Job:
         return None if found is None else self.lasting(found)
 
     def lasting(self, artifact: Artifact) -> Artifact:
-        """Return the kernel such that it is built again if it is removed from the store before it is read."""
+        """Return the artifact with a way to rebuild it if it is removed from the store before it is read."""
         return replace(artifact, again=functools.partial(_again, replace(self, elsewhere=None)))
 
 
@@ -62,35 +62,35 @@ def build_artifact(
     cancel: threading.Event | None = None,
     executor: Executor | None = None,
 ) -> Artifact:
-    """Return the compiled kernel for a declaration; compile it if the store has none.
+    """Return the compiled kernel for a declaration; compile it if the store does not have it.
 
-    Of all processes and threads that ask for one kernel at a time, one compiles and the others wait.
+    If several processes or threads ask for the same kernel, one compiles and the others wait.
 
     Parameters
     ----------
     spec : KernelSpec
         The declaration.
     source : str, optional
-        Its rendering, if that is at hand.
+        Its rendered source, if already known.
     store : KernelStore, optional
-        By default the user's own.
+        The default is the user's store.
     toolchain : Toolchain, optional
-        By default what :func:`cutlass_ops.compilation.toolchain.find_toolchain` finds.
+        The default is the result of :func:`cutlass_ops.compilation.toolchain.find_toolchain`.
     cancel : threading.Event, optional
-        Ends a compilation, or the wait for one, when set.
+        Set it to stop compiling or waiting.
     executor : concurrent.futures.Executor, optional
-        Compiles, where it has the same compilers; by default this process does. The store stays here.
+        Compiles the kernel with the same compilers; the default is this process. This process writes the store.
 
     Raises
     ------
     ConfigError
         If the declaration is not legal.
     MissingKernelError
-        If compilation is switched off (``CUTLASS_OPS_JIT=0``) and the store has no such kernel.
+        If compilation is off (``CUTLASS_OPS_JIT=0``) and the store does not have the kernel.
     ToolchainError
         If there is no usable compiler.
     CompileError
-        If the compiler refuses the source, or the result does not use the Tensor Cores as declared.
+        If the compiler rejects the source, or the result does not use the Tensor Cores as declared.
     StoreError
         If the store is not private or cannot be written.
     CancelledError
@@ -126,19 +126,19 @@ def build_many(
     toolchain: Toolchain | None = None,
     executor: Executor | None = None,
 ) -> list[Artifact]:
-    """Build several kernels, some at the same time, and show progress on standard error.
+    """Build several kernels in parallel, and show progress on standard error.
 
-    A kernel that cannot be compiled does not stop the others. An interrupt ends all compilers; what was finished stays.
-    What an executor loses or cancels is compiled here; if nothing comes back from it for half an hour, or for as many
-    seconds as ``CUTLASS_OPS_EXECUTOR_TIMEOUT`` says, that is an error.
+    A kernel that cannot be compiled does not stop the others. An interrupt ends all compilers; finished kernels stay.
+    Kernels that an executor loses or cancels are compiled in this process. It is an error if the executor returns
+    nothing for half an hour, or for ``CUTLASS_OPS_EXECUTOR_TIMEOUT`` seconds.
 
     Parameters
     ----------
     specs : iterable of KernelSpec
         The declarations.
     jobs : int, optional
-        Kernels compiled at the same time; by default ``CUTLASS_OPS_JOBS``, else as many as there are CPUs, and with an
-        executor all that it takes.
+        Number of kernels compiled at the same time. The default is ``CUTLASS_OPS_JOBS``, or else the number of CPUs;
+        with an executor, as many as it takes.
     store, toolchain, executor
         As for :func:`build_artifact`.
 
@@ -150,7 +150,7 @@ def build_many(
     Raises
     ------
     CompileError
-        If any kernel failed; the message holds the first failure and names the others.
+        If any kernel failed. The message has the first failure and names the others.
     ConfigError, MissingKernelError, ToolchainError, StoreError
         As for :func:`build_artifact`.
     """
@@ -171,9 +171,9 @@ def build_many(
 def building(
     specs: Iterable[KernelSpec], *, jobs: int | None = None, executor: Executor | None = None
 ) -> Iterator[dict[KernelSpec, Future[Artifact]]]:
-    """Build kernels in the background, in this order, for as long as the context lasts.
+    """Build kernels in the background, in this order, during the context.
 
-    Yields a future for each; what is not finished at the end of the context is given up.
+    Yields a future for each. Unfinished kernels are cancelled at the end of the context.
 
     Parameters
     ----------
@@ -192,7 +192,7 @@ def building(
 
 
 def _at_once(executor: Executor | None) -> int:
-    # The threads of this process only wait for an executor, which knows how much it can do at once.
+    # With an executor, the threads only wait; the executor limits the number of jobs itself.
     return env.jobs() if executor is None else _WAITING
 
 
@@ -210,17 +210,17 @@ def _source(spec: KernelSpec, source: str | None) -> str:
 
 
 def _stored(spec: KernelSpec, source: str | None, store: KernelStore | None) -> Artifact:
-    """Find a kernel without a compiler: any compiler's build of the same source will do."""
+    """Find a kernel without a compiler. Any compiler's build of the same source will do."""
     identity = source_identity(spec, _source(spec, source))
     try:
         store = store or KernelStore.default()
         found, why = store.find(identity), f"{store.root} has no kernel {spec.slug}"
     except StoreError as exc:
-        found, why = None, f"no kernel {spec.slug} can be looked for, as {exc}"
+        found, why = None, f"kernel {spec.slug} cannot be looked up: {exc}"
     if found is None:
         raise MissingKernelError(
-            f"compilation is switched off ({env.JIT.name}=0) and {why}. "
-            f"Build it where a compiler is, with `python -m cutlass_ops build SPEC.json`, where SPEC.json holds: "
+            f"compilation is off ({env.JIT.name}=0) and {why}. "
+            f"Build it on a machine with a compiler: `python -m cutlass_ops build SPEC.json`, with SPEC.json: "
             f"{spec.canonical()}"
         )
     return replace(found, again=functools.partial(_stored_again, spec, source, store))
@@ -232,12 +232,12 @@ def _stored_again(spec: KernelSpec, source: str | None, store: KernelStore | Non
 
 def _build(job: _Job, cancel: threading.Event | None) -> Artifact:
     with job.store.lock(job.key, cancel, job.spec.slug):
-        # Whoever held the lock before may have built it.
+        # The previous holder of the lock may have built it.
         return job.lookup() or job.lasting(_compile(job, cancel))
 
 
 def _again(job: _Job, use: Callable[[Artifact], T]) -> T:
-    """Build a kernel again that was removed, and use it while nobody can remove it."""
+    """Rebuild a kernel that was removed, and use it while the lock protects it from removal."""
     with job.store.lock(job.key, None, job.spec.slug):
         return use(job.lookup() or job.lasting(_compile(job, None)))
 
@@ -265,16 +265,16 @@ def _compile(job: _Job, cancel: threading.Event | None) -> Artifact:
 
 @functools.cache
 def _turns() -> threading.Semaphore:
-    """Return what holds back the many threads that waited for an executor, once that is lost."""
+    """Return the limit on local compilations if an executor is lost: up to 256 threads may have waited for it."""
     return threading.Semaphore(env.jobs())
 
 
-# A forked process has none of the threads that took their turn.
+# The threads that hold the semaphore do not exist in a forked process.
 forks.reset_in_child(_turns.cache_clear)
 
 
 def _compiled_elsewhere(job: _Job, folder: Path, cancel: threading.Event | None) -> Compiled | None:
-    """Have the job's executor compile into a folder; None if there is none, or it can compile nothing any more."""
+    """Compile into a folder with the job's executor; return None if there is none, or it lost the kernel."""
     if job.elsewhere is None:
         return None
     product = job.elsewhere.compile(job.spec, job.source, job.identity, cancel)
@@ -286,7 +286,7 @@ def _compiled_elsewhere(job: _Job, folder: Path, cancel: threading.Event | None)
 
 def _explained(job: _Job, folder: Path, exc: CompileError) -> CompileError:
     kept = job.store.keep_failed(folder)
-    # The message names files and the command in the folder that was just moved.
+    # The message has paths in the folder that was just moved.
     reason = exc.args[0].replace(str(folder), str(kept))
     log = f"\n  log: {kept / LOG}" if (kept / LOG).exists() else ""
     return CompileError(f"{job.spec.slug}: {reason}\n  source: {kept / SOURCE}{log}")
@@ -298,7 +298,7 @@ def _build_all(jobs: list[_Job], workers: int) -> dict[KernelSpec, Artifact]:
         ThreadPoolExecutor(workers, thread_name_prefix="cutlass_ops_build") as pool,
         progress(len(jobs), "kernels compiled") as steps,
     ):
-        # An interrupt may come while kernels are handed out: what has begun ends then, too.
+        # Submit inside the try block: an interrupt may come between submissions and must end the running builds.
         try:
             futures = {pool.submit(_build, job, cancel): job for job in jobs}
             _watch(futures, steps)
@@ -310,7 +310,7 @@ def _build_all(jobs: list[_Job], workers: int) -> dict[KernelSpec, Artifact]:
 
 
 def _watch(futures: Mapping[Future[Artifact], _Job], steps: Progress) -> None:
-    """Wait for all; stop at an error that would befall every kernel."""
+    """Wait for all kernels. Stop at an error that is not a CompileError, since it would affect every kernel."""
     pending = set(futures)
     while pending:
         done, pending = wait(pending, return_when=FIRST_COMPLETED)
@@ -328,7 +328,7 @@ def _results(futures: Mapping[Future[Artifact], _Job]) -> dict[KernelSpec, Artif
     if failed:
         first, *others = failed
         raise CompileError(
-            f"{len(failed)} of {len(futures)} kernels cannot be compiled. The first: {failed[first]}\n"
-            f"The others: {', '.join(others)}"
+            f"{len(failed)} of {len(futures)} kernels cannot be compiled. First: {failed[first]}\n"
+            f"Others: {', '.join(others)}"
         )
     return {job.spec: future.result() for future, job in futures.items()}

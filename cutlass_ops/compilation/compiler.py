@@ -1,7 +1,8 @@
-"""From a rendered source to a shared library: its two halves are compiled at the same time, and linked.
+"""Compile a rendered source into a shared library: device code and host code in parallel, then linked.
 
-nvcc makes the device's half, the host compiler the host's (``templates/include/cutlass_ops/halves.h`` says how it reads
-CUDA). nvcc alone would compile one half after the other, and takes longer for the host's.
+nvcc compiles the device code. The host compiler compiles the host code directly;
+``templates/include/cutlass_ops/halves.h`` explains how it reads CUDA. nvcc alone would compile them one after the other
+and take longer for the host code.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ LOG = "compile.log"
 
 _POLL = 0.02  # seconds
 
-IMAGE = "cutlass_ops/image.S"  # among the headers: puts the device's half into the library
+IMAGE = "cutlass_ops/image.S"  # in the folder of headers; embeds the device code in the library
 
-_DEVICE = "kernel.fatbin"  # as image.S calls it
+_DEVICE = "kernel.fatbin"  # the name in image.S
 _HOST = "kernel.o"
 
-# CUDA's headers may lie in several folders; nvcc finds its own.
+# Maximum number of folders of CUDA headers, for the host compiler. nvcc finds its own.
 _CUDA_FOLDERS = 3
 
-# ptxas announces these as information, but they cost most of a kernel's speed: serialised wgmma, ignored setmaxnreg.
+# ptxas reports serialised wgmma and ignored setmaxnreg as mere information, but they make kernels several times slower.
 _SLOW_CODE = re.compile(r"^.*\(C75(?:10|08)\).*$", re.MULTILINE)
 _ERROR = re.compile(r"^.*(?:\b(?:error|fatal)\b[^:\n]{0,12}:|undefined reference|/ld: |No space left).*$", re.MULTILINE)
 _RESOURCES = re.compile(
@@ -51,12 +52,12 @@ _SHARED = re.compile(r"(\d+) bytes smem")
 def compile_flags(target: Target) -> dict[str, tuple[str, ...]]:
     """Return the flags of the three steps for a target: ``"device"``, ``"host"`` and ``"link"``.
 
-    They are the same on every machine: folders are named through links that :func:`compile_kernel` makes beside the
-    source. Neither they nor the artifact name a path of this machine, so equal inputs give equal bytes anywhere.
+    The flags are the same on every machine: they name folders through links that :func:`compile_kernel` makes beside
+    the source. So neither flags nor artifacts contain paths of this machine, and equal inputs give equal bytes.
     """
     common = (
         "-std=c++17",
-        "-DNDEBUG",  # with assertions in, ptxas serialises every wgmma
+        "-DNDEBUG",  # with assertions, ptxas serialises every wgmma
         "-Iinc/cutlass_ops",
         "-Iinc/cutlass",
         "-Iinc/cutlass_tools",
@@ -69,10 +70,10 @@ def compile_flags(target: Target) -> dict[str, tuple[str, ...]]:
             "--expt-relaxed-constexpr",
             f"-gencode={target.gencode}",
             "-fatbin",
-            "--no-compress",  # sass.py reads the code; a tenth larger, and loaded faster
-            "-Xcudafe=--orig_src_path_name,kernel.cu",  # a hash of it names what the source keeps to itself
+            "--no-compress",  # sass.py reads the code; 10% larger, but faster to load
+            "-Xcudafe=--orig_src_path_name,kernel.cu",  # names of internal symbols contain a hash of this path
             "-Xptxas=-v",
-            "-diag-suppress=177",  # what only the host's half refers to
+            "-diag-suppress=177",  # unused in device code: only host code refers to it
             *(("-lineinfo",) if env.lineinfo_enabled() else ()),
         ),
         "host": (
@@ -82,14 +83,14 @@ def compile_flags(target: Target) -> dict[str, tuple[str, ...]]:
             "-O2",
             "-fPIC",
             "-fvisibility=hidden",
-            "-fpermissive",  # CUTLASS gives names a second meaning within one class
+            "-fpermissive",  # CUTLASS changes the meaning of names within a class
             "-w",
             "-c",
         ),
         "link": (
             "-shared",
             "-Llib",
-            "-lcudart",  # PyTorch brings the runtime along
+            "-lcudart",  # PyTorch provides the runtime
             "-ltvm_ffi",
             "-Wl,-s",
         ),
@@ -111,32 +112,32 @@ def compile_kernel(
     Parameters
     ----------
     folder : Path
-        Folder to work in. Beside the library it gets the log, both halves, the links ``inc`` and ``lib`` through which
-        a printed command can be run again, and ``tmp``.
+        Folder to work in. Beside the library it gets the log, the device and host code, ``tmp``, and the links ``inc``
+        and ``lib``, which are needed to run a printed command again.
     source, library : str
-        Names of the source and of the result in that folder.
+        File names of the source and the result in that folder.
     target : Target
         Machine-code target.
     toolchain : Toolchain
         From :func:`cutlass_ops.compilation.toolchain.find_toolchain`.
     timeout : float
-        Seconds after which the compilers are ended.
+        Seconds until the compilers are killed.
     cancel : threading.Event, optional
-        Ends the compilers when set.
+        Set it to end the compilers.
 
     Raises
     ------
     CompileError
-        If a compiler fails, takes too long, or had to give up what makes the kernel fast; the message holds its first
-        error and the command.
+        If a compiler fails, takes too long, or reports a severe loss of speed. The message has its first error and the
+        command.
     CancelledError
         If ``cancel`` was set.
     ToolchainError
-        If a compiler cannot be started or was exchanged meanwhile, or a shell would change the folder's path.
+        If a compiler cannot be started or was replaced meanwhile, or a shell would change the folder's path.
     """
-    # nvcc writes its working folder into the commands that it gives to a shell.
+    # nvcc writes its working folder into shell commands.
     remedy = f"set {env.CACHE_DIR.name}, or for a worker TMPDIR, to another folder"
-    require_literal(folder.absolute(), "kernels are compiled in", remedy)
+    require_literal(folder.absolute(), "the folder to compile in is", remedy)
     link_inputs(folder, toolchain)
     flags = compile_flags(target)
     nvcc, host = str(toolchain.nvcc), str(toolchain.host_compiler)
@@ -148,12 +149,12 @@ def compile_kernel(
     log = run(device_step, host_step)
     run(link_step)
     if not toolchain.unchanged:
-        raise ToolchainError(f"{nvcc}, {host} or a part of them was exchanged while it compiled: start again")
+        raise ToolchainError(f"{nvcc}, {host} or a part of them was replaced during the compilation: start again")
     return Compiled(time.monotonic() - began, tuple(_resources_used(log)))
 
 
 def link_inputs(folder: Path, toolchain: Toolchain) -> None:
-    """Make the links that the flags name: ``inc`` and ``lib``; and ``tmp``."""
+    """Create the links that the flags use, ``inc`` and ``lib``, and the folder ``tmp``."""
     links = {
         "inc/cutlass_ops": resources.include(),
         "inc/cutlass": toolchain.cutlass_dir / "include",
@@ -161,7 +162,7 @@ def link_inputs(folder: Path, toolchain: Toolchain) -> None:
         "inc/tvm_ffi": toolchain.tvm_ffi_dir / "include",
         "lib/libtvm_ffi.so": toolchain.tvm_ffi_dir / "lib" / "libtvm_ffi.so",
     }
-    # The host compiler searches the system's own folders, in an order that must stay.
+    # The host compiler searches /usr/include itself. Naming it would change the search order.
     cuda = [folder for folder in toolchain.include_dirs if folder != Path("/usr/include")]
     links |= {f"inc/cuda{i}": folder for i, folder in enumerate(cuda[:_CUDA_FOLDERS])}
     if toolchain.cudart is not None:
@@ -174,7 +175,7 @@ def link_inputs(folder: Path, toolchain: Toolchain) -> None:
 
 @dataclass(frozen=True)
 class _Step:
-    """One compiler's command, and the file that it is to make."""
+    """One compiler's command and its output file."""
 
     command: tuple[str, ...]
     result: str
@@ -186,7 +187,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Run:
-    """Runs steps in a folder until a deadline, and writes down what they say."""
+    """Runs steps in a folder until a deadline, and logs their output."""
 
     folder: Path
     path: str
@@ -195,11 +196,11 @@ class _Run:
     cancel: threading.Event | None
 
     def __call__(self, *steps: _Step) -> str:
-        """Run steps at the same time and return what they said; the first that fails ends the others."""
+        """Run steps in parallel and return their output. If one fails, end the others."""
         running: dict[_Step, Program] = {}
         given_up: set[_Step] = set()
         try:
-            # Each is ended, even if another interrupt comes while one is.
+            # ExitStack ends every program, even if a second interrupt comes meanwhile.
             with contextlib.ExitStack() as ends:
                 for step in steps:
                     running[step] = self._start(step)
@@ -217,7 +218,7 @@ class _Run:
         return "".join(said.values())
 
     def _start(self, step: _Step) -> Program:
-        # The compilers' own temporary files lie in the folder, so that they go with it however this process ends.
+        # Temporary files of the compilers are in the folder too, and so are removed with it however this process ends.
         with self._output(step).open("wb") as output:
             try:
                 return Program(
@@ -239,11 +240,11 @@ class _Run:
                 raise CancelledError
             if time.monotonic() > self.deadline:
                 late = next(step for step, program in running.items() if program.status is None)
-                raise CompileError(f"{late.program} was ended after {self.timeout:.0f} s: {shlex.join(late.command)}")
+                raise CompileError(f"{late.program} was killed after {self.timeout:.0f} s: {shlex.join(late.command)}")
             time.sleep(_POLL)
 
     def _note(self, said: Mapping[_Step, str]) -> None:
-        # Whatever the locale: a compiler says what it likes, and paths are bytes.
+        # Independent of the locale: compiler output and paths may be any bytes.
         with (self.folder / LOG).open("a", encoding="utf-8", errors="backslashreplace") as log:
             log.writelines(f"$ {shlex.join(step.command)}\n{text}" for step, text in said.items())
 
@@ -264,12 +265,12 @@ def _failure(step: _Step, folder: Path, log: str, status: int | None) -> str | N
         slow = _SLOW_CODE.search(log)
         if slow:
             return slow[0].strip()
-        return None if (folder / step.result).is_file() else f"{step.program} made no {step.result}"
+        return None if (folder / step.result).is_file() else f"{step.program} did not create {step.result}"
     match = _ERROR.search(log)
     if match is not None:
         return match[0].strip()[:1000]
     last = log.strip().rpartition("\n")[2]
-    return f"{step.program} failed with status {status}" + (f": {last[:1000]}" if last else " and said nothing")
+    return f"{step.program} failed with status {status}" + (f": {last[:1000]}" if last else " and no output")
 
 
 def _resources_used(log: str) -> Iterator[dict[str, str | int]]:

@@ -1,4 +1,4 @@
-"""What a kernel's binary depends on, and the key that follows from it."""
+"""A kernel's identity, which is everything that its binary depends on, and its key."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from cutlass_ops.declare.spec import KernelSpec
 
 
 def kernel_identity(spec: KernelSpec, source: str, toolchain: Toolchain) -> dict[str, Any]:
-    """Return everything that changes a kernel's binary, as JSON values; none of it depends on where things lie.
+    """Return everything that changes a kernel's binary, as JSON values without paths.
 
     Parameters
     ----------
     spec : KernelSpec
         The declaration.
     source : str
-        What it renders to.
+        Its rendered source.
     toolchain : Toolchain
-        What will compile it.
+        The compilers.
     """
     return source_identity(spec, source) | {"toolchain": toolchain.identity}
 
@@ -52,7 +52,7 @@ def kernel_key(spec: KernelSpec, source: str, toolchain: Toolchain) -> str:
     Raises
     ------
     TypeError, ValueError
-        If any of it has no canonical JSON.
+        If JSON cannot hold the identity.
     """
     return identity_key(kernel_identity(spec, source, toolchain))
 
@@ -61,14 +61,14 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s*["<](cutlass_ops/[^">]+)[">]', re.MULT
 
 
 def _headers_digest(source: str) -> str:
-    """Return the digest of those of this library's headers that go into a kernel: all that its source includes."""
+    """Return the digest of this library's headers that a source includes, directly or indirectly."""
     root = resources.include()
     texts: dict[str, bytes] = {}
     left = [IMAGE, *_INCLUDE.findall(source)]
     while left:
         name = left.pop()
         path = root / name
-        # The compiler says what is wrong with a header that is not there.
+        # Skip a missing header: the compiler reports it.
         if name not in texts and path.is_file():
             texts[name] = path.read_bytes()
             left += _INCLUDE.findall(texts[name].decode())

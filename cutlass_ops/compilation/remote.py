@@ -1,6 +1,6 @@
-"""A compilation in another process, on this machine or another: what goes there, and what comes back.
+"""Compile kernels in another process, on this or another machine.
 
-A worker has this library and the compilers, and needs no store: the library travels back as bytes.
+A worker needs this library and the compilers, but no store: it returns the compiled library as bytes.
 """
 
 from __future__ import annotations
@@ -25,45 +25,45 @@ from cutlass_ops.compilation.toolchain import find_toolchain
 from cutlass_ops.declare.spec import KernelSpec
 
 _POLL = 0.05  # seconds
-_NAMED = 10  # kernels that an error names
+_NAMED = 10  # maximum number of kernels named in an error
 
 _log = logging.getLogger("cutlass_ops")
 
 
 @dataclass(frozen=True)
 class Product:
-    """A compiled kernel: its library's bytes, and what the compiler reported."""
+    """A compiled kernel: the bytes of its library, and the compiler's report."""
 
     library: bytes
     compiled: Compiled
 
 
 def compile_source(declaration: Mapping[str, Any], source: str, identity: Mapping[str, Any]) -> Product:
-    """Compile one kernel with the compilers that are here.
+    """Compile one kernel with this machine's compilers.
 
     Parameters
     ----------
     declaration : mapping
         The specification, as JSON values.
     source : str
-        What it renders to.
+        Its rendered source.
     identity : mapping
-        What :func:`cutlass_ops.compilation.identity.kernel_identity` gave where the kernel is wanted.
+        The result of :func:`cutlass_ops.compilation.identity.kernel_identity` in the requesting process.
 
     Raises
     ------
     ToolchainError
-        If another compiler, another version of this library or other headers are here: the kernel would be another.
+        If this machine has another identity: other compilers, headers or another version of this library.
     CompileError
-        If the compiler refuses the source.
+        If the compiler rejects the source.
     """
     spec, toolchain = KernelSpec.from_json(declaration), find_toolchain()
     here = kernel_identity(spec, source, toolchain)
     if here != identity:
         names = sorted(name for name in {*here, *identity} if here.get(name) != identity.get(name))
         raise ToolchainError(
-            f"a worker would build another kernel than is wanted: its {', '.join(names)} differ. Install the same "
-            f"versions of this library and of the compilers there; its compilers are {here['toolchain']}"
+            f"a worker would build a different kernel: its {', '.join(names)} differ. Install the same versions of "
+            f"this library and of the compilers there; its compilers are {here['toolchain']}"
         )
     with tempfile.TemporaryDirectory(prefix="cutlass_ops.") as folder:
         place = Path(folder)
@@ -71,18 +71,18 @@ def compile_source(declaration: Mapping[str, Any], source: str, identity: Mappin
         try:
             compiled = compile_kernel(place, SOURCE, LIBRARY, arch.target(spec.target), toolchain)
         except CompileError as exc:
-            # The folder that the command names will be gone.
+            # Drop the command: its folder will be removed.
             raise CompileError(str(exc).partition("\n  command: ")[0]) from None
         return Product((place / LIBRARY).read_bytes(), compiled)
 
 
 class Elsewhere:
-    """An executor that compiles kernels, for all threads that wait for it, and when it last gave anything back.
+    """An executor that compiles kernels for several threads, with a timeout on the time since its last result.
 
     Parameters
     ----------
     executor : concurrent.futures.Executor
-        Whatever it is: nothing about it is taken for granted but its futures.
+        Any executor. Only its futures are relied on.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -94,19 +94,19 @@ class Elsewhere:
     def compile(
         self, spec: KernelSpec, source: str, identity: Mapping[str, Any], cancel: threading.Event | None
     ) -> Product | None:
-        """Have one kernel compiled; return None if the executor lost it or takes no more.
+        """Compile one kernel on the executor; return None if the executor lost it or takes no more jobs.
 
         Parameters
         ----------
         spec, source, identity
             As for :func:`compile_source`.
         cancel : threading.Event, optional
-            Ends the wait when set.
+            Set it to stop waiting.
 
         Raises
         ------
         ToolchainError, CompileError
-            As :func:`compile_source` there, or if nothing came back from the executor for too long.
+            As for :func:`compile_source`; ToolchainError also if the executor returned nothing for too long.
         CancelledError
             If ``cancel`` was set.
         """
@@ -114,10 +114,10 @@ class Elsewhere:
         try:
             future = self._executor.submit(compile_source, spec.to_json(), source, dict(identity))
         except Exception as exc:
-            _log.warning("%s is compiled here, since the executor takes no more: %r", spec.slug, exc)
+            _log.warning("compiling %s locally: the executor takes no more jobs: %r", spec.slug, exc)
             return None
         self._left[future] = spec.slug
-        # What an executor cancels when it is shut down is done, though waiting for it alone would never end.
+        # Poll: wait() alone never returns for a future that the executor cancelled on shutdown.
         while not future.done():
             if cancel is not None and cancel.is_set():
                 future.cancel()
@@ -134,21 +134,21 @@ class Elsewhere:
         names = sorted(self._left.values())
         others = f" and {len(names) - _NAMED} others" if len(names) > _NAMED else ""
         return (
-            f"no kernel has come back from the executor for {self._limit:g} s, and {len(names)} are left: "
-            f"{', '.join(names[:_NAMED])}{others}. See whether its workers are there and at work; "
-            f"{env.EXECUTOR_TIMEOUT.name} sets for how many seconds to wait"
+            f"the executor has returned no kernel for {self._limit:g} s, and {len(names)} are left: "
+            f"{', '.join(names[:_NAMED])}{others}. Check that its workers are running, or set "
+            f"{env.EXECUTOR_TIMEOUT.name} to more seconds"
         )
 
 
 def _result(future: Future[Product], spec: KernelSpec) -> Product | None:
     if future.cancelled():
-        _log.warning("%s is compiled here, since the executor cancelled it", spec.slug)
+        _log.warning("compiling %s locally: the executor cancelled it", spec.slug)
         return None
     error = future.exception()
     if error is None:
         return future.result()
     if isinstance(error, CutlassOpsError):
         raise error
-    # A worker that died took others' work along, or was told to end, or all workers are gone.
-    _log.warning("%s is compiled here, since the executor lost it: %r", spec.slug, error)
+    # A worker died or was told to stop, or all workers are gone.
+    _log.warning("compiling %s locally: the executor lost it: %r", spec.slug, error)
     return None

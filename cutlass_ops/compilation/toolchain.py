@@ -1,4 +1,4 @@
-"""The CUDA compiler and all that goes with it: which ones are used, and why."""
+"""Find the compilers, headers and libraries that build kernels, and identify their versions."""
 
 from __future__ import annotations
 
@@ -19,64 +19,64 @@ from cutlass_ops.base import arch, env, programs
 from cutlass_ops.base.errors import ToolchainError
 from cutlass_ops.base.session import cached
 
-# sm_90a's instructions and C++17 in device code; 13.0 and 13.5 are what is tested.
+# Needed for sm_90a and for C++17 in device code. 13.0 and 13.5 are tested.
 MIN_NVCC = (12, 4)
 
 _INSTALL = 'pip install "cutlass_ops[toolkit]"'
 
-# What g++ starts: cc1plus and the two that a folder on PATH may hold as well, as and ld.
+# Programs that g++ starts. It may find as and ld on PATH.
 _HOST_PROGRAMS = ("cc1plus", "collect2", "as", "ld")
 _NVCC_PROGRAMS = ("cicc", "ptxas", "fatbinary")
-# Parts of CUDA that come apart from nvcc say so here.
+# Headers with the versions of the parts of CUDA that can be installed apart from nvcc.
 _CUDA_VERSIONS = ("cuda_runtime_api.h", "cuda/std/__cccl/version.h")
 
-TEMPORARY = "tmp"  # folder of a compiler's temporary files, in the folder that it runs in
-_TIMEOUT = 60.0  # seconds in which a compiler says what it is
+TEMPORARY = "tmp"  # folder of a compiler's temporary files, relative to its working directory
+_TIMEOUT = 60.0  # seconds for a compiler to report its version
 
-_WHOLE = 8 << 20  # bytes
-_END = 256 << 10  # bytes
+_WHOLE = 8 << 20  # bytes; larger files are hashed in part
+_END = 256 << 10  # bytes hashed at either end of a large file
 
-# What a shell changes: within double quotes, and without. No path needs control characters.
+# Characters that a shell changes in double quotes, and without quotes. Paths do not need control characters.
 _NOT_LITERAL = re.compile(r'["$`\\\x00-\x1f\x7f]')
 _NOT_BARE = re.compile(r"[^\w@%+=:,./\x80-\U0010ffff-]", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """What compiles kernels, and where each part of it was found.
+    """The compilers, headers and libraries that build kernels.
 
     Attributes
     ----------
     nvcc : Path
-        The compiler.
+        The CUDA compiler.
     source : str
-        Why this one: the variable that names it, ``"PATH"`` or ``"PyPI wheels"``.
+        Where it was found: the name of a variable, ``"PATH"`` or ``"PyPI wheels"``.
     nvcc_version : str
-        Such as ``"13.0.88"``.
+        For example ``"13.0.88"``.
     include_dirs, lib_dirs : tuple of Path
-        Where it looks for CUDA's headers and libraries.
+        Folders of CUDA's headers and libraries.
     cudart : Path or None
-        The shared CUDA runtime to link with; None leaves it to the linker's own search.
+        The shared CUDA runtime to link with; None leaves it to the linker's search.
     host_compiler : Path
-        The C++ compiler behind nvcc.
+        The C++ compiler.
     host_version : str
-        First line of what it says about its version.
+        First line of the output of its ``--version``.
     nvcc_digest, host_digest : str
-        Of the programs that each consists of, which may come from several packages or folders.
+        Digests of each compiler's programs, which may come from several packages or folders.
     parts : tuple of (Path, tuple of int)
-        Files that were read for these digests, or names on PATH, each with what shows that it is still the same.
+        The digested files, or names on PATH, each with a stamp that shows whether it changed.
     path : str
-        The ``PATH`` that all of them are found by, and run with.
+        The ``PATH`` that the compilers are found in and run with.
     cutlass_dir : Path
-        Folder that holds CUTLASS's ``include`` and ``tools``.
+        Folder with CUTLASS's ``include`` and ``tools``.
     cutlass_version : str
-        From ``cutlass/version.h``; with a digest of the headers where the user named the folder.
+        From ``cutlass/version.h``, with a digest of the headers if the user named the folder.
     tvm_ffi_dir : Path
-        Installed package ``tvm_ffi``, which holds ``include`` and ``lib``.
+        Installed package ``tvm_ffi``, which has ``include`` and ``lib``.
     tvm_ffi_version : str
         Its version.
     cuobjdump, nvdisasm : Path or None
-        Disassembler, if there is one. Nothing but reading along needs it.
+        Disassemblers, if installed. Only inspection uses them.
     """
 
     nvcc: Path
@@ -100,12 +100,12 @@ class Toolchain:
 
     @property
     def unchanged(self) -> bool:
-        """Whether all that was examined is still the same."""
+        """Whether all parts are unchanged since they were found."""
         return all(_stamp(part, self.path) == stamp for part, stamp in self.parts)
 
     @property
     def identity(self) -> dict[str, str]:
-        """The versions and digests that decide the machine code: part of a kernel's key, and free of machine paths."""
+        """The versions and digests that determine the machine code: part of a kernel's key, without paths."""
         return {
             "nvcc": f"{self.nvcc_version}+{self.nvcc_digest}",
             "host_compiler": f"{self.host_version}+{self.host_digest}",
@@ -115,15 +115,15 @@ class Toolchain:
 
 
 def find_toolchain() -> Toolchain:
-    """Find the compiler and everything that goes with it.
+    """Find the compilers, headers and libraries.
 
     nvcc is the first of: ``CUTLASS_OPS_NVCC``; ``bin/nvcc`` in ``CUDA_HOME``, then in ``CUDA_PATH``; the one on PATH;
-    the one from the PyPI wheels. The answer is kept, for as long as these say the same.
+    the one from the PyPI wheels. The result is cached as long as these are unchanged.
 
     Raises
     ------
     ToolchainError
-        If a part is missing or unusable; the message says what to install or set.
+        If a part is missing or unusable. The message says what to install or set.
     """
     if arch.other_platform():
         raise ToolchainError(arch.other_platform())
@@ -132,14 +132,14 @@ def find_toolchain() -> Toolchain:
     inputs = (nvcc, source, _find_host_compiler(path), env.cutlass_dir(), path)
     found = _examine(*inputs)
     if not found.unchanged:
-        # A compiler was installed meanwhile, under the same name.
+        # A compiler was replaced under the same name.
         _examine.cache_clear()
         found = _examine(*inputs)
     return found
 
 
 def _search_path() -> str:
-    # What is relative means another folder wherever a compiler runs.
+    # Drop relative folders: they depend on the working directory.
     folders = (os.environ.get("PATH") or os.defpath).split(os.pathsep)
     return os.pathsep.join(folder for folder in folders if os.path.isabs(folder))
 
@@ -160,15 +160,15 @@ def _find_nvcc(path: str) -> tuple[Path, str]:
         if os.access(folder / "nvcc", os.X_OK):
             return folder / "nvcc", "PyPI wheels"
     raise ToolchainError(
-        f"no CUDA compiler: {env.NVCC.name} is not set, CUDA_HOME and CUDA_PATH hold no bin/nvcc, none is on PATH, "
+        f"no CUDA compiler: {env.NVCC.name} is not set, CUDA_HOME and CUDA_PATH have no bin/nvcc, PATH has no nvcc, "
         f"and the PyPI wheels are not installed. Install them with: {_INSTALL}"
     )
 
 
 def _wheel_bins() -> Iterator[Path]:
-    """Yield the folders of programs in NVIDIA's wheels, the newest CUDA first; nothing is imported.
+    """Yield the folders of programs in NVIDIA's wheels, newest CUDA first.
 
-    Some of these wheels make `nvidia` a package of one folder. Others may lie beside it, in another of `sys.path`.
+    All of `sys.path` is searched: the import system may see only one of several `nvidia` folders.
     """
     for root in sys.path:
         if os.path.isabs(root):
@@ -181,18 +181,18 @@ def _find_host_compiler(path: str) -> Path:
     found = shutil.which(command, path=path)
     if found is None:
         hint = f"{env.NVCC_CCBIN.name} names {named!r}" if named else "install it (Debian: apt-get install g++)"
-        raise ToolchainError(f"no C++ compiler: {command} is not there; {hint}")
+        raise ToolchainError(f"no C++ compiler: {command} is not found; {hint}")
     return Path(found).absolute()
 
 
 @cached(maxsize=8)
 def _examine(nvcc: Path, source: str, host: Path, cutlass: Path | None, path: str | None = None) -> Toolchain:
     path = _search_path() if path is None else path
-    require_literal(nvcc, f"{source} has nvcc in a folder", f"name another in {env.NVCC.name}")
-    require_literal(host, f"{env.NVCC_CCBIN.name}, or PATH, gives the host compiler", "name a link to it there")
+    require_literal(nvcc, f"nvcc from {source} is", f"name another in {env.NVCC.name}")
+    require_literal(host, f"the host compiler from {env.NVCC_CCBIN.name} or PATH is", "use a link to it")
     try:
         with tempfile.TemporaryDirectory(prefix="cutlass_ops.") as folder:
-            require_literal(Path(folder), "temporary files lie in", "set TMPDIR to another folder")
+            require_literal(Path(folder), "the temporary folder is", "set TMPDIR to another folder")
             return _examined(_Ask(Path(folder), path), nvcc, source, host, cutlass)
     except OSError as exc:
         raise ToolchainError(f"{nvcc} and {host} cannot be examined: {exc}") from None
@@ -203,13 +203,13 @@ def _examined(ask: _Ask, nvcc: Path, source: str, host: Path, cutlass: Path | No
     settings = _nvcc_settings(nvcc, host, ask)
     top = Path(settings["TOP"]).resolve()
     for folder in (Path(settings["TOP"]), *_named(settings, ("INCLUDES", "SYSTEM_INCLUDES"))):
-        require_literal(folder / "x", f"{nvcc} has parts in a folder", f"name another in {env.NVCC.name}")
+        require_literal(folder / "x", f"a folder of {nvcc} is", f"name another nvcc in {env.NVCC.name}")
     include_dirs = _folders(settings, ("INCLUDES", "SYSTEM_INCLUDES"), top / "include")
     lib_dirs = _folders(settings, ("LIBRARIES",), top / "lib64", top / "lib")
-    # Distributions put CUDA's headers among the system's.
+    # Linux distributions install CUDA's headers in /usr/include.
     for header in ("cuda_runtime.h", "nv/target"):
         if not any((folder / header).is_file() for folder in (*include_dirs, Path("/usr/include"))):
-            raise ToolchainError(f"{nvcc} comes without the CUDA header {header}. Install a whole set with: {_INSTALL}")
+            raise ToolchainError(f"{nvcc} lacks the CUDA header {header}. Install a complete set with: {_INSTALL}")
     cutlass_dir, cutlass_version = _find_cutlass(cutlass)
     tvm_ffi_dir, tvm_ffi_version = _find_tvm_ffi()
     cudart = _find_cudart(lib_dirs)
@@ -218,7 +218,7 @@ def _examined(ask: _Ask, nvcc: Path, source: str, host: Path, cutlass: Path | No
     if cudart is not None:
         nvcc_parts.append(cudart)
     host_parts = [host, *_host_parts(host, ask)]
-    # Before they are read: what changes meanwhile is seen the next time.
+    # Take the stamps before reading the files: a change in between is then noticed the next time.
     parts = tuple((part, _stamp(part, ask.path)) for part in (*nvcc_parts, *host_parts))
     return Toolchain(
         nvcc=nvcc,
@@ -243,48 +243,48 @@ def _examined(ask: _Ask, nvcc: Path, source: str, host: Path, cutlass: Path | No
 
 
 def require_literal(path: Path, what: str, remedy: str) -> None:
-    """Refuse a path that a shell would change: nvcc has one run its parts.
+    """Check that a shell would not change a path: nvcc runs its parts through a shell.
 
-    Folders stand in double quotes there, and the host compiler's own name bare.
+    nvcc quotes folders with double quotes, and does not quote the host compiler's name.
 
     Parameters
     ----------
     path : Path
         The path.
     what, remedy : str
-        What it is and what to do, for the message.
+        Start and end of the message: what the path is, and what to do.
 
     Raises
     ------
     ToolchainError
-        With the character that is not taken as it stands.
+        If the path has a special character. The message names it.
     """
     found = _NOT_LITERAL.search(str(path)) or _NOT_BARE.search(path.name)
     if found is not None:
         raise ToolchainError(
-            f"{what} {str(path)!r}: nvcc gives it to a shell, which would not take {found[0]!r} as it stands; {remedy}"
+            f"{what} {str(path)!r}: nvcc passes it to a shell, where {found[0]!r} has a special meaning; {remedy}"
         )
 
 
 def _host_version(host: Path, ask: _Ask) -> str:
     text = ask([str(host), "--version"])
-    # It reads CUTLASS's device code as host code, which takes GCC's -fpermissive.
+    # The host compiler parses CUTLASS's device code as host code, which needs GCC's -fpermissive.
     if "Free Software Foundation" not in text:
         raise ToolchainError(
             f"{host} is not GCC, but {text.partition(chr(10))[0].strip()!r}: name a g++ in {env.NVCC_CCBIN.name}, or "
-            f"unset it where g++ is on PATH"
+            f"unset it if g++ is on PATH"
         )
     return text.partition("\n")[0]
 
 
 def _host_parts(host: Path, ask: _Ask) -> Iterator[Path]:
-    # At once, as each process that is started takes its time.
+    # One shell for all: starting processes is slow.
     each = 'for name do "$0" -print-prog-name="$name" || exit; done'
     answers = ask(["/bin/sh", "-c", each, str(host), *_HOST_PROGRAMS]).splitlines()
     if len(answers) != len(_HOST_PROGRAMS):
-        raise ToolchainError(f"{host} does not say where its {', '.join(_HOST_PROGRAMS)} are: {answers}")
+        raise ToolchainError(f"{host} -print-prog-name does not name {', '.join(_HOST_PROGRAMS)}: {answers}")
     for name, answer in zip(_HOST_PROGRAMS, answers, strict=True):
-        # A bare name says that it is looked for on PATH, each time anew.
+        # A bare name means that g++ searches PATH each time.
         if shutil.which(answer, path=ask.path) is None:
             raise ToolchainError(f"{host} finds no {name}: install the rest of GCC and binutils")
         yield Path(answer)
@@ -292,15 +292,15 @@ def _host_parts(host: Path, ask: _Ask) -> Iterator[Path]:
 
 def _nvcc_parts(nvcc: Path, settings: Mapping[str, str], top: Path, path: str) -> Iterator[Path]:
     here = Path(settings.get("_HERE_", top / "bin"))
-    # As nvcc has it: its own folders come first.
+    # nvcc searches its own folders first.
     folders = (settings.get("CICC_PATH", top / "nvvm" / "bin"), settings.get("PATH", f"{here}{os.pathsep}{path}"))
     for name in _NVCC_PROGRAMS:
         found = shutil.which(name, path=os.pathsep.join(map(str, folders)))
         if found is None:
-            raise ToolchainError(f"{nvcc} comes without {name}. Install a whole set with: {_INSTALL}")
+            raise ToolchainError(f"{nvcc} lacks {name}. Install a complete set with: {_INSTALL}")
         yield Path(found)
     libdevice = Path(settings.get("NVVMIR_LIBRARY_DIR", top / "nvvm" / "libdevice"))
-    # The nvcc that was found may be a script that starts the real one.
+    # The found nvcc may be a script that starts the real one.
     for part in (here / "nvcc", here / "nvcc.profile", *sorted(libdevice.glob("*.bc"))):
         if part.is_file():
             yield part
@@ -318,7 +318,7 @@ def _located(part: Path, path: str) -> Path | None:
 
 
 def _stamp(part: Path, path: str) -> tuple[int, ...]:
-    """Return what shows that a file is still the same, in this process."""
+    """Return a stamp that changes when the file does. It is valid in this process only."""
     where = _located(part, path)
     try:
         info = None if where is None else where.stat()
@@ -328,11 +328,11 @@ def _stamp(part: Path, path: str) -> tuple[int, ...]:
 
 
 def _digest(parts: Iterable[Path], path: str) -> str:
-    """Return a digest of what programs are; where they lie and since when differs from machine to machine.
+    """Return a digest of the programs' contents, without paths and times, which differ between machines.
 
-    Of large ones their size and both ends count. What PATH can exchange, and every script, is small and read whole.
-    cc1plus, cicc and ptxas have up to 200 MB, which take longer to read than all else before a compilation; another
-    build of them has another size or other ends.
+    Of large files, only the size and both ends are hashed: cc1plus, cicc and ptxas have up to 200 MB and would take
+    longer to read than everything else before a compilation. Another build has another size or other ends. Scripts, and
+    programs that PATH can replace, are small and hashed completely.
     """
     digest = hashlib.sha256()
     for where in (_located(part, path) for part in parts):
@@ -352,19 +352,19 @@ def _nvcc_version(nvcc: Path, ask: _Ask) -> str:
     text = ask([str(nvcc), "--version"])
     match = re.search(r"\bV(\d+)\.(\d+)\.(\d+)", text)
     if match is None:
-        raise ToolchainError(f"{nvcc} --version names no version: {text.strip()!r}")
+        raise ToolchainError(f"{nvcc} --version prints no version: {text.strip()!r}")
     if (int(match[1]), int(match[2])) < MIN_NVCC:
         needed = ".".join(map(str, MIN_NVCC))
-        raise ToolchainError(f"{nvcc} is version {match[0][1:]}; {needed} or later is needed: {_INSTALL}")
+        raise ToolchainError(f"{nvcc} is version {match[0][1:]}, but {needed} or later is needed: {_INSTALL}")
     return match[0][1:]
 
 
 def _nvcc_settings(nvcc: Path, host: Path, ask: _Ask) -> dict[str, str]:
-    """Ask nvcc where its parts are: its own path may be a link or a script that starts the real one."""
+    """Ask nvcc where its parts are. Its path does not tell: it may be a link, or a script that starts the real one."""
     command = [str(nvcc), f"-ccbin={host}", "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull]
     settings = dict(re.findall(r"^#\$ (\w+)=(.*)$", ask(command), re.MULTILINE))
     if "TOP" not in settings:
-        raise ToolchainError(f"{nvcc} --dryrun does not say where its toolkit is")
+        raise ToolchainError(f"{nvcc} --dryrun does not print its toolkit's folder (TOP)")
     return settings
 
 
@@ -374,14 +374,14 @@ def _named(settings: Mapping[str, str], names: Sequence[str]) -> list[Path]:
 
 
 def _folders(settings: Mapping[str, str], names: Sequence[str], *more: Path) -> tuple[Path, ...]:
-    # Stubs satisfy a linker and no program.
+    # Stub libraries are for linking only and cannot be loaded.
     given = (*_named(settings, names), *more)
     found = (folder.resolve() for folder in given if folder.is_dir() and folder.name != "stubs")
     return tuple(dict.fromkeys(found))
 
 
 def _find_cudart(lib_dirs: Sequence[Path]) -> Path | None:
-    # Wheels hold the versioned name only, which -lcudart does not find.
+    # Wheels have only the versioned name, which -lcudart does not find.
     found = (library for folder in lib_dirs for library in sorted(folder.glob("libcudart.so*")))
     return next(found, None)
 
@@ -390,23 +390,23 @@ def _find_cutlass(named: Path | None) -> tuple[Path, str]:
     if named is not None:
         where, folder = f"{env.CUTLASS_DIR.name} names {named}", named
     else:
-        # Importing this package would do a lot of work.
+        # Do not import the package: it does a lot of work at import.
         spec = importlib.util.find_spec("cutlass_library")
         if spec is None or spec.origin is None:
             raise ToolchainError(
                 f"the CUTLASS headers are missing: pip install nvidia-cutlass, or set {env.CUTLASS_DIR.name}"
             )
         folder = Path(spec.origin).parent / "source"
-        where = f"the package nvidia-cutlass lies in {folder}"
+        where = f"the package nvidia-cutlass is in {folder}"
     header = folder / "include" / "cutlass" / "version.h"
     if not header.is_file():
         raise ToolchainError(f"{where}, which has no include/cutlass/version.h")
     text = header.read_text(encoding="utf-8", errors="replace")
     found = dict(re.findall(r"#define CUTLASS_(MAJOR|MINOR|PATCH)\s+(\d+)", text))
     if len(found) != 3:
-        raise ToolchainError(f"{header} names no version of CUTLASS")
+        raise ToolchainError(f"{header} does not define CUTLASS's version")
     version = ".".join(found[part] for part in ("MAJOR", "MINOR", "PATCH"))
-    # A released package is what its version says; a user's checkout may be edited.
+    # A user's checkout may be edited, so its headers are hashed.
     return folder, version if named is None else f"{version}+{_headers_digest(folder)}"
 
 
@@ -433,7 +433,7 @@ def _find_tool(name: str, top: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class _Ask:
-    """Runs programs that say what they are, in a folder of their own."""
+    """Runs programs that report their version or parts, in a temporary folder."""
 
     folder: Path
     path: str
@@ -450,12 +450,12 @@ class _Ask:
 
 
 def environment(path: str) -> dict[str, str]:
-    """Return the environment that compilers run in: all of it, since any other variable may be one that they read.
+    """Return the complete environment for compilers. Any other variable might change the machine code.
 
     Parameters
     ----------
     path : str
-        ``PATH``, as :attr:`Toolchain.path` has it.
+        :attr:`Toolchain.path`.
     """
-    # nvcc has a shell expand TMPDIR, and a relative one says nothing of this machine.
+    # TMPDIR is relative: nvcc expands it in a shell, and a relative path does not depend on this machine.
     return {"PATH": path, "TMPDIR": TEMPORARY, "LC_ALL": "C"}

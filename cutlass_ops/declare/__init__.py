@@ -1,4 +1,4 @@
-"""What a kernel is, as frozen values: configuration, specification, signature, device.
+"""Frozen values that declare a kernel: configuration, specification, signature, device.
 
-Values only: whether they fit together is asked in `kinds`. It imports `base` and `epilogue`.
+`kinds` checks whether they fit together. Imports `base` and `epilogue`.
 """

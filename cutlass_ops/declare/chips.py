@@ -1,7 +1,7 @@
-"""What is known of GPUs by the driver's names for them, in one table.
+"""A table of GPUs by the driver's names.
 
-Sources: NVIDIA's data sheets (peaks) and architecture whitepapers (multiprocessors, L2 caches). What the models of how
-long kernels take were fitted to lies with them, in ``kinds``.
+Sources: NVIDIA's data sheets (peaks) and architecture whitepapers (multiprocessors, L2 caches). Constants fitted to
+measurements are beside the cost models, in ``kinds``.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ class Chip:
     Attributes
     ----------
     name : str
-        The driver's.
+        The driver's name.
     capability : tuple of int
-        Compute capability; what every device of one has lies in :data:`cutlass_ops.base.arch.TARGETS`.
+        Compute capability. :data:`cutlass_ops.base.arch.TARGETS` has its common properties.
     multiprocessors : int
-        How many are enabled.
+        Number of enabled multiprocessors.
     tflops : float
-        Dense TFLOP/s of the Tensor Cores for FP16 and BF16, accumulated in FP32, at their highest clock.
+        Dense TFLOP/s of the Tensor Cores for FP16 and BF16, accumulated in FP32, at the highest clock.
     gb_per_s : float
         GB/s of device memory.
     l2_bytes : int
-        Of the L2 cache.
+        Bytes of the L2 cache.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Chip:
 
     @property
     def device(self) -> Device:
-        """What the choice of a kernel needs to know of it."""
+        """The device, for the choice of a kernel."""
         return Device(self.capability, self.multiprocessors, self.name)
 
 
@@ -62,5 +62,5 @@ CHIPS = {
         Chip("NVIDIA L4", (8, 9), 58, 121, 300, 48 * MB),
     )
 }
-# What tables that others borrow from were measured on, and what stands for a chip of which nothing is known.
+# The chip of the tables that others borrow from. It stands in for unknown chips.
 USUAL = CHIPS["NVIDIA H100 80GB HBM3"]

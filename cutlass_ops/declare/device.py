@@ -1,4 +1,4 @@
-"""What a call's way to its kernel needs to know of a device, and what follows from that without any table or model."""
+"""A device as the choice of a kernel sees it, and decisions that need neither table nor model."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from cutlass_ops.declare.spec import KernelSpec, Operand
 
 @dataclass(frozen=True)
 class Device:
-    """What the choice of a kernel needs to know of a device.
+    """A device as the choice of a kernel sees it.
 
     Attributes
     ----------
     capability : tuple of int
         Compute capability.
     multiprocessors : int
-        How many there are.
+        Number of multiprocessors.
     name : str
-        The driver's name for it, under which measurements are kept.
+        The driver's name, under which measurements are kept.
     """
 
     capability: tuple[int, int]
@@ -29,13 +29,13 @@ class Device:
 
     @property
     def has_wgmma(self) -> bool:
-        """Whether there are TMA and wgmma."""
+        """Whether the device has TMA and wgmma."""
         return self.capability == (9, 0)
 
     def loads_by_tma(self, a: Operand, b: Operand) -> bool:
-        """Whether A and B may go through TMA to wgmma as they are: their addresses and lines are aligned."""
+        """Whether TMA can load A and B without a copy: their addresses and lines are aligned."""
         return self.has_wgmma and a.aligned and b.aligned
 
     def spec(self, signature: OpSignature, config: Config) -> KernelSpec:
-        """Return the kernel that serves a signature here with a configuration."""
+        """Return the specification of a signature's kernel with a configuration on this device."""
         return signature.spec(config, config.target_on(self.capability))

@@ -1,4 +1,4 @@
-"""GPUs that are known by name, for what is decided without one: what it would run, and what is shipped for it."""
+"""Known GPUs by name, for explaining and shipping kernels without a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cutlass_ops.declare.device import Device
 
 GPUS = {name: chip.device for name, chip in CHIPS.items()}
 
-# For which GPU kernels are chosen, by the target that stands for it; others of its compute capability run them too.
+# The GPU for which a target's kernels are chosen. Others of its compute capability run them too.
 BY_TARGET = {
     "sm_80": GPUS["NVIDIA A100-SXM4-80GB"],
     "sm_86": GPUS["NVIDIA RTX A6000"],
@@ -27,25 +27,24 @@ def gpu_named(text: str) -> Device:
     Parameters
     ----------
     text : str
-        A part of the driver's name such as ``"H200"``, or a compute capability such as ``"sm_90"`` or ``"8.6"``, which
-        stands for one GPU of it. Of several names that have the part, the first one counts, or the one that is the
-        same.
+        Whole words of the driver's name such as ``"H200"``, or a compute capability such as ``"sm_90"`` or ``"8.6"``,
+        which stands for one GPU. If several names match, an exact match or else the first one is returned.
 
     Raises
     ------
     ConfigError
-        If it names none; the message lists the names there are.
+        If it names none. The message lists the known names.
     """
     wanted = " ".join(re.split(r"[\s_-]+", text.strip().lower()))
     number = re.fullmatch(r"(?:sm ?|compute ?)?([0-9])\.?([0-9])a?", wanted)
     if number and f"sm_{number[1]}{number[2]}" in _CAPABILITIES:
         return _CAPABILITIES[f"sm_{number[1]}{number[2]}"]
     names = {" ".join(re.split(r"[\s_-]+", name.lower())): gpu for name, gpu in GPUS.items()}
-    # Whole words: L4 is not the beginning of L40S.
+    # Whole words, so that L4 does not match L40S.
     found = [gpu for name, gpu in names.items() if wanted and re.search(rf"(?<!\w){re.escape(wanted)}(?!\w)", name)]
     if not found or wanted == "nvidia":
         raise ConfigError(
-            f"{reprlib.repr(text)} is not a GPU that is known here: use {', '.join(_CAPABILITIES)}, or a part of the "
-            f"name of {', '.join(GPUS)}"
+            f"{reprlib.repr(text)} is not a known GPU: use {', '.join(_CAPABILITIES)}, or a part of the name of "
+            f"{', '.join(GPUS)}"
         )
     return names.get(wanted, found[0])

@@ -1,7 +1,7 @@
-"""How a kernel sees the problem: which way round it computes, and what then runs along its own M and N.
+"""A kernel's orientation: which operands lie along its own M and N.
 
-A kernel computes D, or D^T = B^T A^T. Tiles, clusters and the epilogue's visitors are in its own orientation; operands,
-inputs and outputs are declared in the problem's.
+A kernel computes D, or D^T = B^T A^T. Tiles, clusters and the epilogue's visitors use the kernel's orientation;
+declared operands, inputs and outputs use the problem's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Side:
     name : str
         ``"a"`` or ``"b"``: the operand's name in the spec.
     side : str
-        ``"m"`` or ``"n"``: what the operand has besides K.
+        ``"m"`` or ``"n"``: the operand's dimension besides K.
     k_major : bool
         Whether neighbours along K are adjacent in memory.
     extent : int
@@ -38,7 +38,7 @@ class Side:
 
 
 def swapped(spec: KernelSpec) -> bool:
-    """Whether the kernel computes D^T: as Sm90's configuration says; on Sm80 because the epilogue writes rows of D."""
+    """Whether the kernel computes D^T. Sm90's configuration decides; Sm80's epilogue writes rows of D."""
     return spec.config.transposes(spec.d.major == "col")
 
 
@@ -56,15 +56,15 @@ def sides(spec: KernelSpec) -> tuple[Side, Side]:
 
 
 def halved(spec: KernelSpec, tile: ThreadblockShape) -> ThreadblockShape:
-    """Return the part of D that a tile gives: half of it where half of the weight's tile is another weight's."""
+    """Return the part of D that a tile computes: half of the tile if two weights share it."""
     if not spec.epilogue.products:
         return tile
-    # At least 1: no declaration is so wrong that its memory cannot be reckoned.
+    # At least 1, so that the memory of any illegal declaration can still be computed.
     return replace(tile, m=max(1, tile.m // 2)) if swapped(spec) else replace(tile, n=max(1, tile.n // 2))
 
 
 def along_n(spec: KernelSpec, kind: Kind) -> bool:
-    """Whether an input or output of this kind is a vector with one value for each of the kernel's columns."""
+    """Whether an input or output of this kind has one value for each of the kernel's columns."""
     return kind is (Kind.COL if swapped(spec) else Kind.ROW)
 
 

@@ -1,4 +1,4 @@
-"""What a problem takes at least on a chip: the roofline, by the peaks that the chip's data sheet promises."""
+"""The roofline: the least time of a problem on a chip, by the peaks of its data sheet."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from cutlass_ops.declare.chips import Chip
 from cutlass_ops.declare.problem import Problem
 
-# Microseconds from one kernel to the next, as the fastest of ours reach.
+# Microseconds from one kernel to the next, reached by our fastest.
 _LAUNCH = 2.1
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """What a problem takes at least, whatever the kernel, in microseconds.
+    """Lower bounds of a problem's time for any kernel, in microseconds.
 
     Attributes
     ----------
     compute : float
-        Its products at the Tensor Cores' peak.
+        The products at the Tensor Cores' peak.
     memory : float
-        Its operands and D once through device memory, at the memory's peak.
+        All operands and D once through device memory, at its peak.
     launch : float
-        From one kernel to the next.
+        The time from one kernel to the next.
     """
 
     compute: float
@@ -31,12 +31,12 @@ class Roofline:
 
     @property
     def bound(self) -> str:
-        """What weighs most: ``"compute"``, ``"memory"`` or ``"launch"``."""
+        """The largest bound: ``"compute"``, ``"memory"`` or ``"launch"``."""
         return max(("compute", "memory", "launch"), key=lambda name: float(getattr(self, name)))
 
 
 def roofline(problem: Problem, moved_bytes: int, chip: Chip) -> Roofline:
-    """Return what a problem takes at least.
+    """Return the lower bounds of a problem's time.
 
     Parameters
     ----------
@@ -45,6 +45,6 @@ def roofline(problem: Problem, moved_bytes: int, chip: Chip) -> Roofline:
     moved_bytes : int
         Bytes of all operands, inputs and outputs.
     chip : Chip
-        Whose peaks they are.
+        The chip, with its peaks.
     """
     return Roofline(problem.flops / (chip.tflops * 1e6), moved_bytes / (chip.gb_per_s * 1e3))

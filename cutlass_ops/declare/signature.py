@@ -1,4 +1,4 @@
-"""What a call asks of a kernel, without how it is computed; as values and as JSON."""
+"""A call's signature: what a kernel must compute, as values and as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ANY_CONFIG = Sm90Config(ThreadblockShape(128, 128, 64))
 
 @dataclass(frozen=True)
 class OpSignature:
-    """What a call asks for, without how: the epilogue and the type of every operand.
+    """What a call asks for: the epilogue and the type of every operand, without a configuration.
 
     Attributes
     ----------
@@ -26,7 +26,7 @@ class OpSignature:
     a, b, d : Operand
         Types of A, B and D.
     inputs, outputs : tuple of Operand
-        Types of the epilogue's inputs and further outputs, in order.
+        Types of the epilogue's inputs and outputs besides D, in order.
     form : Form
         How the GEMMs of one call belong together.
     """
@@ -46,17 +46,17 @@ class OpSignature:
 
     @property
     def majors(self) -> tuple[Major, Major]:
-        """Those of A and B."""
+        """Majors of A and B."""
         return self.a.major, self.b.major
 
     @property
     def alignments(self) -> tuple[int, int]:
-        """Elements to which the lines of A and B are aligned."""
+        """Alignments of A and B in elements."""
         return self.a.alignment, self.b.alignment
 
     @property
     def realigns(self) -> bool:
-        """Whether A or B has to be copied before TMA can read it."""
+        """Whether A or B must be copied before TMA can read it."""
         return not (self.a.aligned and self.b.aligned)
 
     def spec(self, config: Config, target: str | None = None, order: TileOrder | None = None) -> KernelSpec:
@@ -87,11 +87,11 @@ def signature_from_json(data: object) -> OpSignature:
     Raises
     ------
     ConfigError
-        If it is none.
+        If it is not a signature.
     """
     if not isinstance(data, dict):
-        raise ConfigError(f"signature is an object, not {type(data).__name__}")
+        raise ConfigError(f"signature must be an object, not {type(data).__name__}")
     if data.keys() & {"config", "target"}:
-        raise ConfigError("a signature has no config and no target")
+        raise ConfigError("a signature must not have config or target")
     spec = KernelSpec.from_json({**data, "config": config_to_json(_ANY_CONFIG), "target": _ANY_CONFIG.default_target})
     return OpSignature.of(spec)

@@ -22,14 +22,17 @@ from cutlass_ops.epilogue.nodes import Input, Kind, Output
 
 Major = Literal["row", "col"]
 
-_OPERAND = re.compile(r"(?P<dtype>[a-z0-9]+)(\.(?P<major>row|col))?(\.align(?P<alignment>[0-9]{1,4}))?")
+_OPERAND = re.compile(
+    r"(?P<dtype>[a-z0-9]+)(\.(?P<major>row|col))?(\.align(?P<alignment>[0-9]{1,4}))?"
+    r"(\.blocks(?P<rows>[1-9][0-9]{0,4})x(?P<columns>[1-9][0-9]{0,4}))?"
+)
 _MAJOR = re.compile(r"\.(row|col)")
-_SPELLED = "DTYPE[.row|.col][.alignN], such as 'bf16.row'"
+_FORM = "DTYPE[.row|.col][.alignN][.blocksRxC], such as 'bf16.row'"
 
 
 @dataclass(frozen=True, repr=False)
 class Operand:
-    """Type of a tensor: element type, major and alignment.
+    """Type of a tensor: element type, major, alignment and scaling.
 
     Attributes
     ----------
@@ -40,11 +43,14 @@ class Operand:
     alignment : int
         Largest power of two, in elements and up to 16 bytes, that divides the address, every leading dimension and
         the extent along the major dimension's accesses. 16 bytes is what TMA needs.
+    scaling : tuple of (int, int), optional
+        Rows and columns of the blocks of elements that share one FP32 scale, which the main loop applies; none by
+        default. A scale of the whole tensor, of a row or of a column is an input of the epilogue instead.
 
     Raises
     ------
     ConfigError
-        If a field has a value of another type, or an alignment is not positive.
+        If a field has the wrong type, or the alignment is not positive.
 
     Examples
     --------
@@ -58,6 +64,7 @@ class Operand:
     dtype: DType
     major: Major
     alignment: int
+    scaling: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         given = (self.dtype, self.major, self.alignment)
@@ -65,30 +72,35 @@ class Operand:
             raise ConfigError(f"Operand{given} needs an element type and 'row' or 'col': use Operand.of('bf16.row')")
         if type(self.alignment) is not int or self.alignment < 1:
             raise ConfigError(f"an alignment is a positive number of elements, not {self.alignment!r}")
+        if self.scaling is not None and not _is_block(self.scaling):
+            raise ConfigError(f"scaling is None or the (rows, columns) of a block, not {self.scaling!r}")
 
     @classmethod
     def of(cls, text: str | DType | Operand) -> Operand:
-        """Parse ``"bf16.row"``, ``"f16.col.align2"`` or ``"f32"``; the alignment defaults to 16 bytes.
+        """Parse ``"bf16.row"``, ``"f16.col.align2"``, ``"bf16.row.blocks1x128"`` or ``"f32"``.
+
+        The alignment defaults to 16 bytes.
 
         Raises
         ------
         TypeError
-            If it is no text, no :class:`DType` and no operand.
+            If it is not a text, a :class:`DType` or an operand.
         ValueError
-            If the text is not of that form, or names an unknown dtype.
+            If the text has another form, or an unknown dtype.
         """
         if isinstance(text, Operand):
             return text
         if isinstance(text, DType):
             return cls(text, "row", text.tma_alignment)
         if not isinstance(text, str):
-            raise TypeError(f"an operand is a text of the form {_SPELLED}, not {text!r}")
+            raise TypeError(f"an operand must be a text of the form {_FORM}, not {text!r}")
         match = _OPERAND.fullmatch(text)
         if match is None:
-            raise ValueError(f"operand {checked_json.shown(text)} is not of the form {_SPELLED}")
+            raise ValueError(f"operand {checked_json.shown(text)} is not of the form {_FORM}")
         element = dtype(match["dtype"])
         alignment = int(match["alignment"]) if match["alignment"] else element.tma_alignment
-        return cls(element, cast(Major, match["major"] or "row"), alignment)
+        scaling = (int(match["rows"]), int(match["columns"])) if match["rows"] else None
+        return cls(element, cast(Major, match["major"] or "row"), alignment, scaling)
 
     @property
     def aligned(self) -> bool:
@@ -98,18 +110,24 @@ class Operand:
     @property
     def transposed(self) -> Operand:
         """The same memory seen as the transposed matrix."""
-        return Operand(self.dtype, "col" if self.major == "row" else "row", self.alignment)
+        scaling = None if self.scaling is None else (self.scaling[1], self.scaling[0])
+        return Operand(self.dtype, "col" if self.major == "row" else "row", self.alignment, scaling)
 
     def __str__(self) -> str:
         tail = "" if self.aligned else f".align{self.alignment}"
+        tail += "" if self.scaling is None else ".blocks{}x{}".format(*self.scaling)
         return f"{self.dtype}.{self.major}{tail}"
 
     def __repr__(self) -> str:
         return f"Operand.of({str(self)!r})"
 
 
+def _is_block(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and all(type(extent) is int and extent > 0 for extent in value)
+
+
 class HasGraph(Protocol):
-    """Anything that carries an epilogue graph: a traced function, or a wrapper of one."""
+    """Anything with an epilogue graph: a traced function, or a wrapper of one."""
 
     @property
     def graph(self) -> Graph:
@@ -126,12 +144,12 @@ class KernelSpec:
     a, b, d : str or Operand
         Types of A (M, K), B (K, N) and D (M, N), such as ``"bf16.row"``.
     epilogue : Graph or traced function
-        What happens to the FP32 accumulator.
+        Function of the FP32 accumulator and the inputs.
     config : Sm80Config, Sm90Config or GemvConfig
         Tile shapes and schedule.
     inputs, outputs : mapping of str to str or Operand, optional
-        Types of the epilogue's inputs and further outputs by name. By default inputs have D's dtype (scalars FP32,
-        a product B's type), further tiles D's type, and reductions FP32.
+        Types of the epilogue's inputs and other outputs by name. By default inputs have D's dtype (scalars FP32,
+        a product B's type), other tiles D's type, and reductions FP32.
     target : str, optional
         Machine-code target; by default sm_90a for an :class:`Sm90Config` and sm_80 for the others.
     order : TileOrder, optional
@@ -143,7 +161,7 @@ class KernelSpec:
     Raises
     ------
     TypeError
-        If an argument is of another type; the message says which one and what was needed.
+        If an argument has the wrong type. The message names it and the right type.
     ValueError
         If an operand or target cannot be parsed, a matrix has no major, ``inputs``/``outputs`` names something the
         epilogue has not, or the configuration does not take the order.
@@ -207,7 +225,7 @@ class KernelSpec:
             object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
-        """Return what was declared, without what is the default, on one line; of the epilogue its title."""
+        """Return the declaration on one line, without defaults, and with the epilogue's title."""
         given = [f"{name}={str(getattr(self, name))!r}" for name in ("a", "b", "d")]
         given += [f"epilogue={self.epilogue!r}", f"config={self.config!r}"]
         typed_inputs, typed_outputs = _defaults(self.epilogue, self.b, self.d)
@@ -220,7 +238,7 @@ class KernelSpec:
         return f"KernelSpec({', '.join(given)})"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the canonical JSON form: equal specs give equal values. The dense form is left out."""
+        """Return the canonical JSON: equal specs give equal values. It omits the form where that is dense."""
         values = {
             "a": str(self.a),
             "b": str(self.b),
@@ -234,7 +252,7 @@ class KernelSpec:
         return values if self.form == DENSE else {**values, "form": self.form.name}
 
     def canonical(self) -> str:
-        """Return the canonical JSON text, the part of a kernel's identity that the user declares."""
+        """Return the canonical JSON text, the declared part of a kernel's identity."""
         return json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
     @classmethod
@@ -248,10 +266,10 @@ class KernelSpec:
         """
         fields = {"a", "b", "d", "epilogue", "inputs", "outputs", "config", "target"}
         if not isinstance(data, Mapping):
-            raise ConfigError(f"a kernel spec is a JSON object, not {type(data).__name__}")
+            raise ConfigError(f"a kernel spec must be a JSON object, not {type(data).__name__}")
         if set(data) - {"form"} != fields:
             found = checked_json.shown(", ".join(sorted(map(str, data))))
-            raise ConfigError(f"a kernel spec has the fields {', '.join(sorted(fields))}, not {found}")
+            raise ConfigError(f"a kernel spec must have the fields {', '.join(sorted(fields))}, not {found}")
         try:
             return cls(
                 a=data["a"],
@@ -269,10 +287,7 @@ class KernelSpec:
 
     @property
     def slug(self) -> str:
-        """Short readable name with a digest of the whole declaration: fit for a file or a C++ identifier.
-
-        It is the kernel's name in traces and profiles.
-        """
+        """The kernel's name in files, C++, traces and profiles: readable, with a digest of the whole declaration."""
         digest = hashlib.sha256(self.canonical().encode()).hexdigest()[:12]
         form = "" if self.form == DENSE else self.form.name
         what = "_".join(filter(None, ("gemm", form, self.epilogue.title)))
@@ -317,13 +332,13 @@ def _graph(epilogue: object) -> Graph:
     what = getattr(epilogue, "__name__", None) or reprlib.repr(epilogue)
     advice = "decorate the function with @cutlass_ops.epilogue" if callable(epilogue) else "write a function of acc"
     raise TypeError(
-        f"epilogue must be a function decorated with @cutlass_ops.epilogue, not {what}: {advice}; for D = A @ B it "
-        "returns acc"
+        f"epilogue must be a function decorated with @cutlass_ops.epilogue, not {what}: {advice}; for D = A @ B, "
+        "return acc"
     )
 
 
 def _matrix(name: str, given: object) -> Operand:
-    """Parse the type of A, B or D, which has a major: no guess would suit both A and a linear layer's weight."""
+    """Parse the type of A, B or D. The major is required: no default suits both A and a linear layer's weight."""
     operand = _operand(name, given)
     if not isinstance(given, Operand) and not _MAJOR.search(str(given)):
         either = f"'{operand.dtype}.row' or '{operand.dtype}.col'"
@@ -335,7 +350,7 @@ def _operand(name: str, given: object) -> Operand:
     try:
         return Operand.of(cast(str, given))
     except (TypeError, ValueError) as exc:
-        # A torch.dtype, say: its name is known, its major is not.
+        # A torch.dtype has a known name, but no major.
         element = str(given).removeprefix("torch.")
         known = type(given).__name__ == "dtype" and element in NAMES
         advice = f"; use '{dtype(element)}.row' or '{dtype(element)}.col'" if known else ""
@@ -346,7 +361,7 @@ Typed = dict[str, tuple[Kind, Operand]]
 
 
 def _defaults(graph: Graph, b: Operand, d: Operand) -> tuple[Typed, Typed]:
-    """Return kind and usual type of the inputs, and of the outputs after D, by name."""
+    """Return kind and default type of the inputs, and of the outputs after D, by name."""
     usual: dict[Kind, DType | Operand] = {Kind.SCALAR: f32, Kind.PRODUCT: b}
     inputs = {i.name: (i.kind, _normal(i.kind, Operand.of(usual.get(i.kind, d)))) for i in graph.inputs}
     outputs = {o.name: (o.kind, _normal(o.kind, Operand.of(f32 if o.reduce else d))) for o in graph.outputs[1:]}
@@ -354,26 +369,27 @@ def _defaults(graph: Graph, b: Operand, d: Operand) -> tuple[Typed, Typed]:
 
 
 def _types(what: str, given: object, usual: Typed) -> tuple[Operand, ...]:
-    """Return the types of inputs or outputs, as given or else the usual ones."""
+    """Return the types of inputs or outputs: the given ones, and defaults for the others."""
     given = {} if given is None else given
     if not isinstance(given, Mapping):
         raise TypeError(f"{what} must be a mapping from names to types such as 'bf16.row', not {reprlib.repr(given)}")
     unknown = [str(name) for name in given if name not in usual]
     if unknown:
         known = f"it has {', '.join(usual)}" if usual else "it has none"
-        known += ", and d is an argument of its own" if what == "outputs" else ""
+        known += ", and d is a separate argument" if what == "outputs" else ""
         raise ValueError(f"{what} names {', '.join(sorted(unknown))}, which the epilogue does not have: {known}")
-    return tuple(
-        _normal(kind, _operand(f"{what}[{name!r}]", given[name])) if name in given else operand
-        for name, (kind, operand) in usual.items()
-    )
+    found = {name: _operand(f"{what}[{name!r}]", text) for name, text in given.items()}
+    for name, operand in found.items():
+        if operand.scaling is not None:
+            raise ValueError(f"{what}[{name!r}] is {operand}: only a and b have blocks with scales; use one without")
+    return tuple(_normal(kind, found[name]) if name in found else operand for name, (kind, operand) in usual.items())
 
 
 _MATRICES = (Kind.TILE, Kind.PRODUCT)
 
 
 def _normal(kind: Kind, operand: Operand) -> Operand:
-    """Vectors and scalars have neither major nor a wider alignment than their element's."""
+    """Drop major and alignment of vectors and scalars."""
     return operand if kind in _MATRICES else Operand(operand.dtype, "row", 1)
 
 

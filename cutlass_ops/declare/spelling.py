@@ -1,6 +1,6 @@
-"""What people type on a command line or in a catalogue: sizes, element types, majors and ops.
+"""Parsing of sizes, element types, majors and ops on a command line or in a catalogue.
 
-What can mean one thing only is read, whichever way it is written; all else is refused with an example to copy.
+Every unambiguous spelling is accepted. Anything else is refused with an example to copy.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from cutlass_ops.declare.spec import Major
 from cutlass_ops.epilogue import Epilogue, builtin
 from cutlass_ops.epilogue.unknown import alike
 
-# Problems that one text may stand for.
+# Most problems for one text.
 _MOST_PROBLEMS = 1 << 16
 
 _PROBLEM = "Give MxNxK, such as 512x4096x4096; each may be a list, such as 1,16,64x4096x4096"
 _WEIGHT = "Give NxK, such as 4096x4096; each may be a list, such as 4096,8192x4096"
 
-# The epilogues of the norms' functions (norms.py, gated.py) without further arguments, by the dtype of A and B.
+# The default epilogues of the functions in norms.py and gated.py, by the dtype of A and B.
 _16_BITS = tuple(t.name for t in mma.OPERANDS)
 NORMS: dict[str, Mapping[str, Epilogue]] = {
     "rmsnorm_gemm": dict.fromkeys(_16_BITS, builtin.rms_norm),
@@ -34,7 +34,7 @@ NORMS: dict[str, Mapping[str, Epilogue]] = {
     "gemm_swiglu": dict.fromkeys(_16_BITS, builtin.swiglu),
 }
 OPS = (*builtin.BY_OP, *NORMS)
-# Of inputs that these functions have in another dtype than A's.
+# Dtypes of these functions' inputs that differ from A's.
 INPUT_DTYPES: dict[str, Mapping[str, str]] = {"layernorm_gemm": {"column_sum": dtypes.f32.name}}
 
 _AROUND = re.compile(r"\s*([,x=])\s*")
@@ -54,13 +54,13 @@ def problems_of(texts: str | Iterable[str]) -> list[Problem]:
     Parameters
     ----------
     texts : str or iterable of str
-        Extents are parted by ``x``, ``X``, ``*`` or ``×``, or named: ``"M=1,16 N=4096 K=4096"``; ``"(512, 4096,
-        4096)"`` is read as well. Spaces around signs do not matter, so that a command line's words may be given.
+        Extents are separated by ``x``, ``X``, ``*`` or ``×``, or named, as in ``"M=1,16 N=4096 K=4096"``. ``"(512,
+        4096, 4096)"`` also works. Spaces around separators are ignored, so the words of a command line are accepted.
 
     Raises
     ------
     ConfigError
-        If a text is not of that form, or what it stands for is too large or too much.
+        If a text has another form, or stands for too large or too many problems.
     """
     whole = texts if isinstance(texts, str) else " ".join(texts)
     if not whole.strip():
@@ -78,7 +78,7 @@ def problems_of(texts: str | Iterable[str]) -> list[Problem]:
 
 
 def weights_of(text: str, rows: int = 1) -> list[tuple[int, int]]:
-    """Return the weights of a text such as ``"4096x4096"``, which has B's N and K, for up to so many rows of A.
+    """Return the weights (N, K) of a text such as ``"4096x4096"``, checked for up to `rows` rows of A.
 
     Raises
     ------
@@ -102,7 +102,7 @@ def dtype_of(text: str) -> str:
     Raises
     ------
     ConfigError
-        If it is another one, or none.
+        If the text names neither.
     """
     try:
         found = dtypes.dtype(text)
@@ -119,7 +119,7 @@ def major_of(text: str) -> Major:
     Raises
     ------
     ConfigError
-        If it names none.
+        If the text does not name one.
     """
     found = _MAJORS.get(text.strip().lower())
     if found is None:
@@ -138,30 +138,30 @@ def op_of(text: str) -> str:
     Raises
     ------
     ConfigError
-        If it is neither; the message lists the ops.
+        If it is neither. The message lists the ops.
     """
     name = re.sub(r"^(co|cutlass_ops)[.:]", "", text.strip())
     if name.lower().replace("-", "_") in OPS:
         return name.lower().replace("-", "_")
     module, colon, attribute = (part.strip() for part in text.partition(":"))
     if colon and module and attribute:
-        # A file of the working folder is a module.
+        # A file in the working folder is a module.
         path = module.removeprefix("./").removesuffix(".py").replace("/", ".") if module.endswith(".py") else module
         return f"{path}:{attribute}"
     question = f" {alike(name, OPS)}" if alike(name, OPS) else ""
     raise ConfigError(
-        f"{reprlib.repr(text)} is not the name of an op:{question} The ops are {', '.join(OPS)}; an epilogue of your "
-        "own is MODULE:NAME"
+        f"{reprlib.repr(text)} is not the name of an op:{question} The ops are {', '.join(OPS)}. Write your own "
+        "epilogue as MODULE:NAME"
     )
 
 
 def _words(text: str) -> list[str]:
-    """Part a text into one word for each problem, with the signs x , and = and no spaces around them."""
+    """Split a text into one word for each problem, with separators x , and = and no spaces around them."""
     signs = _AROUND.sub(r"\1", re.sub(r"[*×]", "x", text.lower()))
     words: list[str] = []
     for word in re.split(r"[\s;]+", _TUPLE.sub(r"\1x\2x\3", signs).strip()):
         before = words[-1] if words else ""
-        # Extents that were named one by one belong together.
+        # Join extents that were named one by one.
         if _names(word) and _names(before) and not _names(word) & _names(before):
             words[-1] = f"{before}x{word}"
         elif word:
@@ -179,7 +179,7 @@ def _sides(word: str, names: str, what: str, example: str) -> list[list[int]]:
         parts = _in_order(parts, names, word, what, example)
     if len(parts) != len(names):
         extents = "1 extent" if len(parts) == 1 else f"{len(parts)} extents"
-        _refuse(word, what, f"it has {extents} and not {len(names)}", example)
+        _refuse(word, what, f"it has {extents}, not {len(names)}", example)
     return [_extents(part, word, what, example) for part in parts]
 
 

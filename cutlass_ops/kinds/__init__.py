@@ -1,4 +1,5 @@
-"""The kinds of kernels, one folder each: what is legal, how it is rendered, how long it takes.
+"""The kinds of kernels: legality rules, rendering and time models.
 
-Here lie the rules and the C++ spelling that all kinds share. It imports `base`, `epilogue` and `declare`.
+Each kind has its own folder. Rules and C++ spellings shared by all kinds are in this folder. This package imports
+`base`, `epilogue` and `declare`.
 """

@@ -1,4 +1,4 @@
-"""Arrays that the models compute with: their types, and the extents of problems."""
+"""Arrays of the time models: their types, and the extents of problems."""
 
 from __future__ import annotations
 

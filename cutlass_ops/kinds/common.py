@@ -1,4 +1,4 @@
-"""The rules of legality for all kinds of kernels."""
+"""Legality rules for all kinds of kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cutlass_ops.kinds.layout import MAX_STAGES, MIN_STAGES
 from cutlass_ops.kinds.rules import Broken, Rule
 from cutlass_ops.kinds.table import KINDS, kind_of
 
-# ---- Numbers that mean something ------------------------------------------------------------------------------------
+# ---- Valid values ---------------------------------------------------------------------------------------------------
 
 
 def _field_values(spec: KernelSpec, config: Config) -> Iterator[str]:
@@ -56,6 +56,18 @@ def _operand_dtypes(spec: KernelSpec, _: Config) -> Iterator[str]:
         yield f"a is {spec.a.dtype} and b is {spec.b.dtype}: both must be f16, or both bf16; convert one of them"
 
 
+def _scaling(spec: KernelSpec, _: Config) -> Iterator[str]:
+    mma = mma_of(spec.a.dtype, spec.b.dtype)
+    if mma is not None and not mma.scales((spec.a.scaling, spec.b.scaling)):
+        known = " or ".join(f"{a[0]}x{a[1]} and {b[0]}x{b[1]}" for a, b in mma.scalings)
+        yield (
+            f"a is {spec.a} and b is {spec.b}: no main loop applies scales of such blocks to {spec.a.dtype} and "
+            f"{spec.b.dtype}; use operands " + (f"with blocks of {known}" if known else "without blocks")
+        )
+    if spec.d.scaling is not None:
+        yield f"d is {spec.d}: only a and b have blocks with scales; use one without"
+
+
 def _alignment(spec: KernelSpec, _: Config) -> Iterator[str]:
     for name, operand in _matrices(spec):
         widest = operand.dtype.tma_alignment
@@ -78,7 +90,7 @@ def _matrices(spec: KernelSpec) -> Iterator[tuple[str, Operand]]:
 
 def _shared_memory(spec: KernelSpec, config: Config) -> Iterator[Broken]:
     if not hasattr(config, "stages"):
-        return  # it keeps a few numbers there
+        return  # a GEMV kernel needs only a few bytes
     limit = arch.target(spec.target).shared_memory
     stages = config.stages if config.stages is not None else MIN_STAGES
 
@@ -100,6 +112,7 @@ COMMON: tuple[Rule[Config], ...] = (
     Rule("target", "hardware", _target),
     Rule("form", "policy", _form),
     Rule("operand_dtypes", "policy", _operand_dtypes),
+    Rule("scaling", "policy", _scaling),
     Rule("alignment", "policy", _alignment),
     Rule("shared_memory", "hardware", _shared_memory),
 )

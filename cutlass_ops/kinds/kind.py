@@ -1,4 +1,4 @@
-"""What a kind of kernels is to the rest of the library: one object with everything that depends on it."""
+"""The interface of a kind of kernels: one object with everything that depends on the kind."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from cutlass_ops.kinds.traits import Traits
 
 
 class Timer(Protocol):
-    """The model of some configurations of one kind. Problems count the columns of all weights."""
+    """The time model of some configurations of one kind. N of a problem is that of all weights together."""
 
     def times(self, problems: Sequence[Problem], device: Device) -> tuple[Floats, Flags]:
-        """Return microseconds, and where an order of tiles by GPC takes so long; of shape (problems, configurations).
+        """Return times in microseconds, and whether they are for tiles ordered by GPC.
 
-        Infinite where a kernel cannot be launched.
+        Both have the shape (problems, configurations). The time is infinite if a kernel cannot be launched.
         """
         ...
 
     def besides(self, problems: Sequence[Problem], device: Device) -> Floats:
-        """Return the microseconds of these that are for what kernels do besides a GEMM, of the same shape."""
+        """Return the part of :meth:`times` that is not the GEMM, such as operand copies. The shape is the same."""
         ...
 
 
@@ -40,41 +40,41 @@ class Kind(Generic[AnyConfig]):
     Attributes
     ----------
     config : type
-        The class of its configurations.
+        Class of its configurations.
     forms : tuple of Form
         The forms of problems that its kernels serve.
     noun : str
-        What messages call such a configuration.
+        Name of such a configuration in messages.
     template : str
-        The file that is rendered.
+        File name of the template.
     rules : tuple of Rule
-        When a configuration is legal, besides the rules of all kinds.
+        Legality rules of this kind, besides the common ones.
     shared_memory : callable
-        Bytes that one thread block takes, with some stages or the configuration's own.
+        Returns the shared memory of one thread block in bytes, for given stages or the configuration's own.
     context : callable
-        What the template renders.
+        Returns the values for the template.
     proof : callable
-        Opcodes that the machine code must hold.
+        Returns the opcodes that the machine code must contain.
     timer : callable
-        The model of some configurations, for operands with some traits.
+        Returns the time model of some configurations for operands with given traits.
     candidates : callable
-        Configurations worth considering for a signature, legal or not.
+        Yields configurations worth considering for a signature, legal or not.
     near : callable
-        Whether one configuration is a step away from another.
+        Returns whether two configurations differ by one step.
     values : mapping of str to tuple of int
-        Numbers that a field may have, where not every one has a meaning.
+        Valid values of fields that allow only a few.
     variants : callable
-        What stands for a configuration where it is not legal for a signature, itself first.
+        Yields a configuration and its substitutes for a signature for which it is not legal.
     gathering : callable
-        A configuration with means of A's rows from where they cost least.
+        Returns a configuration with the cheapest way to take means of A's rows.
     orders, orders_by_gpc : callable
-        The orders of a configuration's tiles that are worth measuring at a problem, and those of them by GPC.
+        Return the orders of tiles that are worth measuring at a problem: all of them, and those by GPC.
     handicap : callable
-        What a predicted time is multiplied by before it is compared with others.
+        Returns the factor on a predicted time before it is compared with other kernels' times.
     unit : callable
-        Which instructions compute, and how D is stored if not as its type says; in words.
+        Returns which instructions compute, and how D is stored if its type does not determine it, in words.
     means : callable
-        Where means of A's rows are from; in words.
+        Returns where means of A's rows are computed, in words.
     """
 
     config: type[AnyConfig]

@@ -1,10 +1,10 @@
-"""How C++ lays objects out in shared memory."""
+"""Sizes of C++ objects in shared memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# One stage of a pipeline is filled while one is used; no tile is so small that it needs more than the most.
+# A pipeline needs one stage to fill and one to use. Even the smallest tile does not need more than the maximum.
 MIN_STAGES, MAX_STAGES = 2, 64
 
 # CUTLASS's default alignment of an array in shared memory (cutlass/array.h, cute/container/array_aligned.hpp).
@@ -20,12 +20,12 @@ class Block:
 
 
 def round_up(value: int, multiple: int) -> int:
-    """Return the next multiple."""
+    """Round a value up to a multiple."""
     return -(-value // multiple) * multiple
 
 
 def struct(*members: Block, alignment: int = 1) -> Block:
-    """Lay members out one after the other as C++ does; ``alignment`` is the least that the struct itself has."""
+    """Return the layout of a C++ struct. ``alignment`` is the struct's own ``alignas``."""
     offset = 0
     for member in members:
         offset = round_up(offset, member.alignment) + member.size
@@ -34,6 +34,6 @@ def struct(*members: Block, alignment: int = 1) -> Block:
 
 
 def union(*members: Block) -> Block:
-    """Lay members out in the same place."""
+    """Return the layout of a C++ union."""
     alignment = max(m.alignment for m in members)
     return Block(round_up(max(m.size for m in members), alignment), alignment)

@@ -1,7 +1,6 @@
-"""Why a kernel declaration cannot be built, before any compiler runs.
+"""Check whether a kernel declaration can be built, without running a compiler.
 
-The rules lie in :mod:`cutlass_ops.kinds.common`, and in the ``rules`` of each kind's folder; ``docs/legality.md`` lists
-them all.
+The rules are in :mod:`cutlass_ops.kinds.common` and in ``rules.py`` of each kind's folder.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Violation:
 
 
 def check(spec: KernelSpec) -> tuple[Violation, ...]:
-    """Return every reason why a declaration cannot become a kernel; none if it can.
+    """Return every reason why a declaration is illegal.
 
     Parameters
     ----------
@@ -58,13 +57,13 @@ def check(spec: KernelSpec) -> tuple[Violation, ...]:
     Returns
     -------
     tuple of Violation
-        In the order of the tables. If a number has no meaning at all (a single stage, strips three tiles wide), only
-        such numbers are reported, since nothing can be derived from them. Values of another type make no declaration.
+        Empty if the declaration is legal. If a field has an invalid value (such as a single stage, or a swizzle of
+        three), only such fields are reported, since the other rules need valid values.
 
     Raises
     ------
     TypeError
-        If it is no declaration.
+        If it is not a declaration.
 
     Examples
     --------
@@ -87,17 +86,17 @@ def check(spec: KernelSpec) -> tuple[Violation, ...]:
 
 
 def is_legal(spec: KernelSpec) -> bool:
-    """Whether a declaration can become a kernel: :func:`check` without the reasons, for thousands of them."""
+    """Return whether a declaration is legal. This is faster than :func:`check`, which builds the messages."""
     return next(_broken(spec), None) is None
 
 
 def require_legal(spec: KernelSpec) -> None:
-    """Refuse a declaration that cannot become a kernel.
+    """Raise an error if a declaration is illegal.
 
     Raises
     ------
     ConfigError
-        If :func:`check` finds anything; the message lists all of it.
+        If :func:`check` finds a violation. The message lists all of them.
     """
     violations = check(spec)
     if violations:
@@ -106,7 +105,7 @@ def require_legal(spec: KernelSpec) -> None:
 
 
 def _broken(spec: KernelSpec) -> Iterator[tuple[str, str | Broken]]:
-    """Yield the name of each broken rule, and how it is broken."""
+    """Yield the name of each broken rule and how it is broken."""
     meaningless = tuple(_apply(VALUES, spec, spec.config))
     if meaningless:
         yield from meaningless
@@ -128,7 +127,7 @@ def _message(spec: KernelSpec, rule: str, broken: str | Broken) -> str:
     named = []
     for change in broken.changes:
         after = {name for name, _ in _broken(_changed(spec, change))}
-        # Advice that breaks another rule would send its reader in a circle.
+        # Do not advise a change that breaks another rule.
         if rule not in after and after <= before:
             named.append(_spelled(spec, change))
     advice = [broken.advice] if broken.advice else []
@@ -140,7 +139,7 @@ def _message(spec: KernelSpec, rule: str, broken: str | Broken) -> str:
 
 
 def _spelled(spec: KernelSpec, change: Mapping[str, object]) -> str:
-    """Spell a change as Python would, without what is so already."""
+    """Spell a change as Python keyword arguments, without fields that already have the value."""
     now = {name: spec.target if name == "target" else _value(spec, name) for name in change}
     return ", ".join(f"{name}={value!r}" for name, value in change.items() if now[name] != value)
 

@@ -1,4 +1,4 @@
-"""Proof from the machine code itself that a kernel uses the Tensor Cores."""
+"""Check in the machine code that a kernel uses the Tensor Cores."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from cutlass_ops.kinds.table import kind_of
 
 
 def prove_tensor_cores(library: Path, spec: KernelSpec) -> dict[str, int]:
-    """Return the opcode counts of a library on disk, as :func:`proved` does."""
+    """Call :func:`proved` with a library on disk."""
     return proved(library.read_bytes(), str(library), spec)
 
 
 def proved(library: bytes, where: str, spec: KernelSpec) -> dict[str, int]:
-    """Return a kernel's opcode counts, once they show the instructions that its declaration promises.
+    """Check that a kernel has the instructions that its configuration requires, and return its opcode counts.
 
-    An Sm90 configuration promises ``wgmma`` (HGMMA) and bulk tensor copies of the operands (UTMALDG), an Sm80
-    configuration ``mma.sync`` (HMMA), a GEMV configuration that too, from eight rows on.
+    An Sm90 configuration requires ``wgmma`` (HGMMA) and TMA loads (UTMALDG). An Sm80 configuration requires
+    ``mma.sync`` (HMMA), as does a GEMV configuration with eight rows or more.
 
     Parameters
     ----------
     library : bytes
-        What the file holds.
+        Contents of the file.
     where : str
-        Where it lies, for messages.
+        Its path, for messages.
     spec : KernelSpec
         The declaration.
 
     Raises
     ------
     CompileError
-        If an expected instruction is missing: the kernel would run, but not as declared.
+        If a required instruction is missing: the kernel would run, but more slowly.
     """
     counts = opcodes(library, where)
     mma = mma_of(spec.a.dtype, spec.b.dtype)

@@ -1,6 +1,6 @@
-"""From a spec to readable C++ text; the only importer of jinja2.
+"""Render a spec as readable C++. Only this module imports jinja2.
 
-Templates name types, instantiate and bind. They receive plain values, and an undefined one is an error.
+Templates name types, instantiate them and bind them. They receive plain values. An undefined value is an error.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _WIDTH = 110
 
 
 def render(spec: KernelSpec) -> str:
-    """Return the C++ source of a kernel, the same bytes for the same spec.
+    """Return the C++ source of a kernel. Equal specs give equal bytes.
 
     Parameters
     ----------
     spec : KernelSpec
-        A legal declaration; :func:`cutlass_ops.kinds.legality.require_legal` says whether it is.
+        A legal declaration, which :func:`check` accepts.
 
     Returns
     -------
     str
-        A self-contained ``.cu`` file, but for the headers of CUTLASS, tvm-ffi and this library.
+        A ``.cu`` file that needs only the headers of CUTLASS, tvm-ffi and this library.
 
     Raises
     ------
     TypeError
-        If it is no declaration.
+        If it is not a declaration.
     ToolchainError
         If the package jinja2 is not installed.
 
@@ -70,7 +70,7 @@ def _header(spec: KernelSpec) -> dict[str, Any]:
 @lru_cache(maxsize=1)
 def _environment() -> jinja2.Environment:
     try:
-        import jinja2  # not needed where kernels are only loaded
+        import jinja2  # imported here: loading kernels does not need it
     except ImportError:
         raise ToolchainError(
             'a kernel cannot be rendered without the package jinja2: pip install "cutlass_ops[build]"'
@@ -79,7 +79,7 @@ def _environment() -> jinja2.Environment:
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(resources.templates()),
         undefined=jinja2.StrictUndefined,
-        autoescape=False,  # C++, not HTML; every name is validated before it gets here
+        autoescape=False,  # the output is C++, not HTML, and all names are already validated
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,

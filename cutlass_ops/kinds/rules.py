@@ -1,9 +1,8 @@
-"""What a rule of legality is.
+"""Legality rules.
 
-Each rule is one small function in a table: that of :mod:`cutlass_ops.kinds.common`, and one for each kind, in the
-``rules`` of its folder. It stands on one of three grounds: the hardware cannot do it, CUTLASS does not compile it, or
-this library refuses it because it would be wrong, slow or untested.
-``docs/legality.md`` lists them all.
+Each rule is a small function in a table. Common rules are in :mod:`cutlass_ops.kinds.common`, and each kind's rules are
+in ``rules.py`` of its folder. A rule has one of three grounds: the hardware cannot do it, CUTLASS does not compile it,
+or this library rejects it as wrong, slow or untested. ``docs/legality.md`` lists all rules.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 @dataclass(frozen=True)
 class Broken:
-    """One way in which a declaration breaks a rule, and what to do about it.
+    """One way in which a declaration breaks a rule, and what to do.
 
     Attributes
     ----------
     what : str
         The field, its value, and what is needed.
     changes : tuple of mapping
-        Values of fields with which the rule would be kept: of the configuration (a side of a shape is
-        ``"threadblock.m"``), or ``"target"``. Only those are named with which no other rule is broken instead.
+        Changes that would satisfy the rule: new values by the name of a field of the configuration (such as
+        ``"threadblock.m"``), or ``"target"``. The message leaves out changes that would break another rule.
     advice : str
-        What else to do.
+        Other ways to satisfy the rule.
     """
 
     what: str
@@ -50,7 +49,8 @@ class Rule(Generic[AnyConfig]):
     ground : str
         ``"hardware"``, ``"compiler"`` or ``"policy"``.
     broken : callable
-        Yields each way in which a spec breaks the rule; text where nothing depends on other rules.
+        Yields each way in which a spec breaks the rule: a complete message, or a :class:`Broken` if the advice depends
+        on other rules.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What an epilogue asks of a kernel's stores, and which kinds of kernels can be legal for it."""
+"""Which epilogue a kernel uses, and which kinds of kernels can be legal for a spec."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from cutlass_ops.epilogue.nodes import Input, Kind
 
 
 def source(spec: KernelSpec) -> tuple[Input, Operand] | None:
-    """Return the tile input that TMA loads as the collective epilogue's C, as :func:`source_name` says."""
+    """Return the tile input that TMA loads as the collective epilogue's C, or None: see :func:`source_name`."""
     return next(((i, operand) for i, operand in spec.typed_inputs if i.kind is Kind.TILE and operand.aligned), None)
 
 
 def source_name(spec: KernelSpec) -> str | None:
-    """Return the name of the tile input that TMA loads as the collective epilogue's C, or None if there is none.
+    """Return the name of the tile input that TMA loads as the collective epilogue's C, or None.
 
-    It is the first one aligned to 16 bytes. Further tile inputs are loaded by visitors of their own.
+    It is the first one aligned to 16 bytes. Visitors load the other tile inputs.
     """
     found = source(spec)
     return found and found[0].name
 
 
 def plain_epilogue(spec: KernelSpec) -> bool:
-    """Whether ``epilogue.h`` stores D: where TMA can, and no tensor has D's size but it and CUTLASS's C."""
+    """Return whether ``epilogue.h`` stores D: TMA can store D, and no other tensor but C has D's size."""
     read = [i.name for i in spec.epilogue.inputs if i.kind is Kind.TILE]
     written = [o for o in spec.epilogue.outputs[1:] if o.reduce is None]
     return spec.d.aligned and not written and all(name == source_name(spec) for name in read)
 
 
 def sm80_serves(spec: KernelSpec) -> bool:
-    """Whether an :class:`Sm80Config` can be legal for what a spec computes; its rules say the same."""
+    """Return whether any :class:`Sm80Config` can be legal for a spec. It agrees with the rules."""
     pairs = not spec.epilogue.swaps_pairs or (spec.d.major == "row" and spec.d.alignment > 1)
     return pairs and not spec.epilogue.products
 
 
 def sm90_serves(spec: KernelSpec) -> bool:
-    """Whether an :class:`Sm90Config` can be legal for what a spec computes; its rules say the same."""
+    """Return whether any :class:`Sm90Config` can be legal for a spec. It agrees with the rules."""
     plain = plain_epilogue(spec)
     alone = plain and not spec.outputs and source_name(spec) is None and spec.b.major == "col"
     return (plain or not spec.epilogue.swaps_pairs) and (alone or not spec.epilogue.products)

@@ -1,4 +1,4 @@
-"""The kinds of kernels there are."""
+"""The table of all kinds of kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cutlass_ops.kinds.rules import AnyConfig
 from cutlass_ops.kinds.sm80.kind import SM80
 from cutlass_ops.kinds.sm90.kind import SM90
 
-# Every kind is a row here, and a folder beside this file.
+# Every kind is an entry here and a folder beside this file.
 KINDS: tuple[Kind[Any], ...] = (SM90, SM80, GEMV)
 _BY_CONFIG: dict[type, Kind[Any]] = {kind.config: kind for kind in KINDS}
 
@@ -22,13 +22,13 @@ def kind_of(config: AnyConfig) -> Kind[AnyConfig]:
 
 
 def shared_memory(spec: KernelSpec, stages: int | None = None) -> int:
-    """Return the bytes of shared memory that one thread block of a kernel takes.
+    """Return the shared memory of one thread block in bytes.
 
     Parameters
     ----------
     spec : KernelSpec
-        A declaration whose fields have a meaning.
+        A declaration with valid field values.
     stages : int, optional
-        Stages of the main loop's pipeline, by default the configuration's; if it leaves them open, as many as fit.
+        Stages of the main loop. The default is the configuration's number, or else as many as fit.
     """
     return kind_of(spec.config).shared_memory(spec, spec.config, stages)

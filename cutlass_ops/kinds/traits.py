@@ -1,4 +1,4 @@
-"""What of a signature decides how long its kernels take, besides their configurations."""
+"""The properties of a signature that affect its kernels' times."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ Extent = Literal["m", "n", "k"]
 
 @dataclass(frozen=True)
 class Traits:
-    """What of a signature decides how long its kernels take.
+    """The properties of a signature that affect its kernels' times.
 
     Attributes
     ----------
     majors : tuple of {"row", "col"}
-        Those of A and B.
+        Majors of A and B.
     alignments : tuple of int
-        Elements to which the lines of A and B are aligned.
+        Alignments of A and B, in elements.
     weights : int
-        How many matrices are multiplied by A. Problems count the columns of one of them.
+        Number of matrices that A is multiplied by. N of a problem is that of one of them.
     scatters : bool
-        Whether lines of D are aligned to no more than one element, so that each is stored by itself.
+        Whether D is aligned to one element only, so that each element is stored by itself.
     gathers : bool
-        Whether the epilogue takes means of A's rows.
+        Whether the epilogue uses means of A's rows.
     """
 
     majors: tuple[Major, Major] = ("row", "col")
@@ -43,7 +43,7 @@ class Traits:
 
     @classmethod
     def of(cls, signature: OpSignature) -> Traits:
-        """Return those of a signature."""
+        """Return the traits of a signature."""
         return cls(
             majors=signature.majors,
             alignments=signature.alignments,
@@ -54,20 +54,20 @@ class Traits:
 
     @property
     def lines(self) -> tuple[Extent, Extent]:
-        """Along which extents the lines of A and of B lie in memory."""
+        """The extents that are contiguous in A and in B."""
         a, b = self.majors
         return ("k" if a == "row" else "m"), ("k" if b == "col" else "n")
 
     def whole(self, problem: Problem) -> Problem:
-        """Return a problem with the columns of all weights."""
+        """Return a problem with N of all weights together."""
         return problem._replace(n=problem.n * self.weights)
 
     def odd(self, problems: Sequence[Problem]) -> Places:
-        """Return of how many operands the lines are :func:`odd`, of shape (problems,)."""
+        """Return how many operands have :func:`odd` lines, with shape (problems,)."""
         extents = Extents.of(problems)
         return np.asarray(sum(odd(getattr(extents, line)[:, 0]).astype(np.int64) for line in self.lines))
 
 
 def odd(line: Floats, element_bytes: int = 2) -> Flags:
-    """Return whether lines of so many elements, one after the other in memory, begin between the L2 cache's."""
+    """Return whether the length of a line, in elements, is not a multiple of the L2 cache's lines."""
     return np.asarray(line * element_bytes % arch.CACHE_LINE_BYTES != 0)

@@ -1,4 +1,4 @@
-"""From a call to a launch: operands are checked, a kernel is chosen and loaded, and its plan is kept.
+"""From a call to a launch: check operands, choose and load a kernel, keep its plan.
 
-The public ops lie here, and their meaning to PyTorch. It imports the rooms below.
+Contains the public ops and their operators in PyTorch. Imports the rooms below.
 """

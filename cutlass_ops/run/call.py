@@ -1,6 +1,6 @@
-"""One checked call: the problem, its outputs, and the signature that a kernel must have to serve it.
+"""One checked call: the problem, its outputs, and the signature of kernels that can serve it.
 
-This is the slow path, taken once for a combination of shapes; a warm call goes straight to its plan.
+This is the slow path, taken once for each combination of shapes. A warm call goes straight to its plan.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Call(NamedTuple):
     graph : Graph
         The epilogue.
     arguments : Arguments
-        Operands and inputs, brought to two dimensions.
+        Operands and inputs in two dimensions.
     outputs : tuple of Tensor
-        The outputs as the kernel sees them, D first: given by the caller or freshly allocated.
+        The outputs as the kernel sees them, D first: the caller's or new ones.
     given : tuple of Tensor or None
-        What the caller gave for each.
+        The caller's tensor for each output.
     """
 
     graph: Graph
@@ -53,7 +53,7 @@ class Call(NamedTuple):
 
     @property
     def is_reference(self) -> bool:
-        """Whether PyTorch serves the call: tensors on the CPU, or an extent of 0, which no kernel takes."""
+        """Whether PyTorch serves the call: for tensors on the CPU, or an extent of 0."""
         return self.arguments.a.device.type == "cpu" or 0 in self.problem.extents
 
     @property
@@ -62,7 +62,7 @@ class Call(NamedTuple):
         return self.arguments.problem
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor of the call, and what messages call it."""
+        """Yield every tensor of the call with its name in messages."""
         yield from (("a", self.arguments.a), ("b", self.arguments.b))
         yield from ((name, value) for name, value in self.arguments.inputs.items() if isinstance(value, Tensor))
         yield from zip(map(operands.output_name, self.graph.outputs), self.outputs, strict=True)
@@ -75,7 +75,7 @@ class Call(NamedTuple):
         ]
 
     def run_reference(self) -> None:
-        """Compute the outputs in PyTorch, of operands that a kernel could address as well."""
+        """Compute the outputs in PyTorch, for operands that a kernel could also address."""
         _check_layouts(self)
         values = reference.gemm_reference(
             self.arguments.a,
@@ -98,19 +98,19 @@ def check_call(
     out_dtype: torch.dtype | None,
     spec: KernelSpec | None = None,
 ) -> Call:
-    """Check a call's arguments and allocate the outputs that were not given.
+    """Check a call's arguments and allocate missing outputs.
 
     Parameters
     ----------
     graph, a, b, inputs, out, out_dtype
         The call.
     spec : KernelSpec, optional
-        The kernel that is to serve it, if that is fixed; it decides the outputs' types.
+        The kernel, if it is fixed. It then decides the outputs' types.
 
     Raises
     ------
     TypeError, ValueError
-        If an argument does not fit; the message says which and why.
+        If an argument does not fit. The message names it.
     """
     arguments = operands.check_arguments(graph, a, b, inputs)
     if out_dtype is not None and out_dtype not in _OUT_DTYPES:
@@ -134,9 +134,9 @@ def check_call(
 
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
-    """Have tensors that only stand for a call made and looked at as if no mode of PyTorch's were on.
+    """Turn PyTorch's modes off while the library handles tensors without data.
 
-    They have no data and are no work of the caller's: what counts, traces or fakes that has no part in them.
+    These tensors are not the caller's work, so modes that count, trace or fake operations must not see them.
     """
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
@@ -152,7 +152,7 @@ def call_at(
     out_dtype: torch.dtype | None = None,
     input_dtypes: Mapping[str, str] | None = None,
 ) -> Call:
-    """Return a call with contiguous tensors of these extents, which have no data.
+    """Return a call with contiguous tensors of these extents, without data.
 
     Parameters
     ----------
@@ -161,18 +161,18 @@ def call_at(
     problem : Problem
         One GEMM's extents.
     dtype : str
-        Of A, B and the epilogue's inputs: ``"bf16"`` or ``"f16"``.
+        Dtype of A, B and the epilogue's inputs: ``"bf16"`` or ``"f16"``.
     a, b : {"row", "col"}
-        Majors of A and B; a product's matrix has B's.
+        Majors of A and B. A product's matrix has B's.
     out_dtype : torch.dtype, optional
         D's dtype; by default that of A.
     input_dtypes : mapping of str to str, optional
-        Dtypes of some of the epilogue's inputs by name, where they are not A's.
+        Dtypes of inputs by name, if they are not A's.
 
     Raises
     ------
     ValueError
-        If `input_dtypes` names an input that there is not, or no dtype, or the problem has several GEMMs.
+        If `input_dtypes` contains an unknown input or dtype, or the problem has several GEMMs.
     """
     refusal = DENSE.refuses(problem)
     if refusal:
@@ -181,7 +181,8 @@ def call_at(
     others = dict(input_dtypes or {})
     unknown = sorted(set(others) - {i.name for i in graph.inputs})
     if unknown:
-        raise ValueError(f"input_dtypes names {', '.join(unknown)}, which the epilogue does not have")
+        names = ", ".join(i.name for i in graph.inputs) or "none"
+        raise ValueError(f"input_dtypes names {', '.join(unknown)}: the epilogue's inputs are {names}")
 
     def empty(rows: int, columns: int, major: Major, name: str = "") -> Tensor:
         shape = (rows, columns) if major == "row" else (columns, rows)
@@ -201,12 +202,12 @@ def call_at(
 
 
 def given_outputs(graph: Graph, out: Any) -> tuple[Any, ...]:
-    """Return what the caller gave for each output: one tensor is D, a mapping names them.
+    """Return the caller's tensor or None for each output. A single tensor is D; a mapping names outputs.
 
     Raises
     ------
     TypeError, ValueError
-        If it is neither, or names an output that there is not.
+        If `out` is neither, or names an unknown output.
     """
     names = [o.name for o in graph.outputs]
     if out is None:
@@ -229,12 +230,12 @@ def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, 
 
 @lru_cache(maxsize=64)
 def device_of(device: torch.device) -> Device:
-    """Return what the choice of a kernel needs to know of a CUDA device.
+    """Describe a CUDA device for the choice of a kernel.
 
     Raises
     ------
     NoDeviceError
-        If the device is no CUDA device.
+        If it is not a CUDA device.
     """
     if device.type != "cuda":
         raise NoDeviceError(arch.no_device(device))
@@ -243,7 +244,7 @@ def device_of(device: torch.device) -> Device:
 
 
 def _check_layouts(call: Call) -> None:
-    """Refuse what a kernel could not address, so that what runs on the CPU runs on a GPU."""
+    """Refuse layouts that a kernel cannot address, so that code that runs on the CPU also runs on a GPU."""
     tiles = {i.name for i in call.graph.inputs if i.kind is Kind.TILE}
     tiles |= {operands.output_name(o) for o in call.graph.outputs if o.kind is Kind.TILE}
     for name, tensor in call.tensors():
@@ -258,12 +259,12 @@ def _products(call: Call) -> dict[str, Tensor]:
 
 @without_modes()
 def signature_of(call: Call, device: Device) -> OpSignature:
-    """Return the operand types that a kernel must have to serve a call.
+    """Return the operand types of kernels that can serve a call.
 
     Raises
     ------
     ValueError
-        If a matrix has no major that a kernel can address, or B and a product's matrix have none in common.
+        If a kernel cannot address a matrix, or B and a product's matrix have different majors.
     """
     graph, arguments = call.graph, call.arguments
     for name, tensor in call.tensors():
@@ -275,8 +276,8 @@ def signature_of(call: Call, device: Device) -> OpSignature:
 
     def tile(name: str, tensor: Tensor, *, is_output: bool) -> Operand:
         found = operands.matrix(name, tensor, operands.element_type(name, tensor))
-        # The bulk copy engine fills what it reads beyond an extent with zeros. Its stores were seen to reach beyond one
-        # that 16 bytes do not divide (benchmarks/NOTES.md).
+        # TMA reads zeros beyond an extent. Its stores were seen to write beyond extents that are not a multiple of
+        # 16 bytes (benchmarks/NOTES.md).
         if by_tma and found.operand.aligned and not is_output:
             return found.operand
         return found.for_vector_access()
@@ -307,7 +308,7 @@ def signature_of(call: Call, device: Device) -> OpSignature:
 
 
 def _alike(found: tuple[Operand, ...], is_tile: list[bool] | None = None) -> tuple[Operand, ...]:
-    """Give all misaligned matrices the lowest alignment among them: fewer kernels, and hardly a slower one."""
+    """Give all misaligned matrices their lowest common alignment: this needs fewer kernels at nearly the same speed."""
     tiles = is_tile or [True] * len(found)
     lowest = min((t.alignment for t, tile in zip(found, tiles, strict=True) if tile and not t.aligned), default=0)
     return tuple(

@@ -1,7 +1,7 @@
-"""A norm's vectors folded into the weight that follows it: diag(gamma) @ w, and what else has to be known of it.
+"""Folding a norm's vectors into the next weight: diag(gamma) @ w, its column sums, and beta @ w.
 
-Where PyTorch traces or watches, these are operators, so that a graph does not end here. What they refuse, they refuse
-when it runs.
+Under a tracer these are operators, so that they do not break the graph. They then check their arguments when the graph
+runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from cutlass_ops.base import arch
 from cutlass_ops.run import operands, traced
 
-# Columns of a weight that are looked at in FP64 at a time: a copy of a whole one would be large.
+# Columns converted to FP64 at a time, to save memory.
 _COLUMNS = 256
 
 
@@ -25,16 +25,16 @@ def fold(w: Tensor, gamma: Tensor, name: str = "w") -> Tensor:
     Parameters
     ----------
     w : Tensor
-        (K, N), FP16 or BF16, either major, which the result has too; its lines begin at multiples of 16 bytes.
+        (K, N), FP16 or BF16, either major. The result has the same major, and lines aligned to 16 bytes.
     gamma : Tensor
         (K,), FP16, BF16 or FP32.
     name : str
-        What messages call w.
+        Name of w in messages.
 
     Raises
     ------
     TypeError, ValueError
-        If they do not fit.
+        If an argument does not fit.
     """
     if traced.goes_by_operator(w=w, gamma=gamma):
         return cast("Tensor", torch.ops.cutlass_ops.fold(w, gamma, name))
@@ -48,42 +48,42 @@ def _fold(w: Tensor, gamma: Tensor, name: str) -> Tensor:
 
 
 def check_folded(w: Tensor, gamma: Tensor, folded: Tensor) -> None:
-    """Refuse a folded weight that its dtype cannot hold. It waits for the device.
+    """Check that the dtype can hold a folded weight. Waits for the device.
 
     Raises
     ------
     ValueError
-        If values overflowed, or a column lost more than roundings because its values are too small.
+        If values overflow, or a column loses more than one rounding because its values are denormal.
     """
     limits = torch.finfo(w.dtype)
 
     def count(columns: slice) -> Tensor:
         exact, found = w[:, columns].double() * gamma.double()[:, None], folded[:, columns].double()
         overflown = (found.isinf() & exact.isfinite()).any(0)
-        # Twice what rounding to nearest can lose of values that the dtype holds with all of their digits.
+        # Twice the largest rounding error of normal values.
         lost = (found - exact).norm(dim=0) > limits.eps * exact.norm(dim=0)
         return torch.stack([overflown, lost & ~overflown])
 
     overflown, lost = _by_columns(w, count).sum(1).tolist()
     if overflown:
         raise ValueError(
-            f"gamma times w is beyond the largest value of {w.dtype}, {limits.max:g}, in {overflown} of {w.shape[1]} "
+            f"gamma times w exceeds the largest value of {w.dtype}, {limits.max:g}, in {overflown} of {w.shape[1]} "
             "columns: use BF16, or divide gamma by a number and multiply by it in the epilogue"
         )
     if lost:
         raise ValueError(
-            f"gamma times w is too small for {w.dtype}, which has fewer digits below {limits.tiny:.1g}, in {lost} of "
-            f"{w.shape[1]} columns: use BF16, or multiply gamma by a number and divide by it in the epilogue"
+            f"gamma times w is too small for {w.dtype}, denormal below {limits.tiny:.1g}, in {lost} of {w.shape[1]} "
+            "columns: use BF16, or multiply gamma by a number and divide by it in the epilogue"
         )
 
 
 def column_sums(matrix: Tensor) -> Tensor:
-    """Return the sum of each column, (N,), added up in FP64 and rounded to FP32.
+    """Return the sum of each column, (N,), added in FP64 and rounded to FP32.
 
     Raises
     ------
     TypeError, ValueError
-        If it is no matrix.
+        If `matrix` is not a tensor of two dimensions.
     """
     if traced.goes_by_operator(w=matrix):
         return cast("Tensor", torch.ops.cutlass_ops.column_sums(matrix))
@@ -98,12 +98,12 @@ def _column_sums(matrix: Tensor) -> Tensor:
 
 
 def row_times(name: str, row: Tensor, w: Tensor) -> Tensor:
-    """Return row @ w, (N,), computed in FP64 and rounded to FP32, for a row (K,).
+    """Return row @ w, (N,), for a row (K,), computed in FP64 and rounded to FP32.
 
     Raises
     ------
     TypeError, ValueError
-        If they do not fit.
+        If an argument does not fit.
     """
     if traced.goes_by_operator(row=row, w=w):
         return cast("Tensor", torch.ops.cutlass_ops.row_times(name, row, w))
@@ -117,13 +117,13 @@ def _row_times(name: str, row: Tensor, w: Tensor) -> Tensor:
 
 
 def _by_columns(w: Tensor, function: Callable[[slice], Tensor]) -> Tensor:
-    """Apply a function to some of w's columns at a time, and join what it returns along its last dimension."""
+    """Apply a function to a few of w's columns at a time, and concatenate the results along the last dimension."""
     starts = range(0, max(w.shape[1], 1), _COLUMNS)
     return torch.cat([function(slice(start, start + _COLUMNS)) for start in starts], dim=-1)
 
 
 def _empty_like(w: Tensor) -> Tensor:
-    # By shape and strides alone, so that a compiler knows them before there is a tensor.
+    # Uses only shape and strides, which a compiler knows before there is a tensor.
     by_rows = operands.has_lines_along(w, 1)
     lines, length = w.shape if by_rows else w.shape[::-1]
     unit = arch.TMA_ALIGNMENT_BYTES // w.element_size()

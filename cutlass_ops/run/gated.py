@@ -24,7 +24,7 @@ def _prepare_swiglu(
 ) -> tuple[Op, tuple[Any, ...]]:
     normed = eps is not None or rstd is not None
     if not normed and (gamma is not None or isinstance(w_gate, PreparedWeight) or isinstance(w_up, PreparedWeight)):
-        raise TypeError("gamma belongs to a norm, and there is none without eps or rstd: pass one of them")
+        raise TypeError("gamma, or a prepared weight, needs a norm: pass eps= or rstd=")
     if not normed:
         return swiglu_op(None), (x, w_gate, w_up)
     norm, values = norms.rms_values(x, eps, rstd)
@@ -47,22 +47,21 @@ def gemm_swiglu(
 ) -> Tensor:
     """Compute silu(x @ w_gate) * (x @ w_up), or the same of rmsnorm(x), in one kernel that reads x once.
 
-    With `eps` or `rstd` an RMSNorm comes first, as in :func:`cutlass_ops.rmsnorm_gemm`. Another gate is one line: an
-    epilogue with a ``Product``. Where no kernel takes both weights (N along each of their lines; lines of the result
-    that are not aligned to 16 bytes; before Hopper), two GEMMs run, silu(x @ w_gate) first: that is slower by a tensor
-    written and read, and rounds the gate to x's dtype.
+    With `eps` or `rstd`, an RMSNorm comes first, as in :func:`cutlass_ops.rmsnorm_gemm`. For another gate, write an
+    epilogue with a ``Product``. Two GEMMs run instead, silu(x @ w_gate) first, if the weights are contiguous along N,
+    if lines of the result are not aligned to 16 bytes, or before Hopper. They write and read one more tensor and round
+    the gate to x's dtype.
 
     Parameters
     ----------
     x : Tensor
         (..., K), FP16 or BF16. Messages call it ``a``, w_gate ``b`` and w_up ``up``.
     w_gate, w_up : Tensor or PreparedWeight
-        (K, N) each, of x's dtype and of one major; behind a norm both may be what :func:`cutlass_ops.prepare` made of
-        them and gamma.
+        (K, N) each, of x's dtype and one major. With a norm, both may be results of :func:`cutlass_ops.prepare`.
     gamma : Tensor, optional
-        The norm's (K,), folded into both weights **at every call**; :func:`cutlass_ops.prepare` does it once.
+        The norm's (K,). **Every call** folds it into both weights; :func:`cutlass_ops.prepare` folds once.
     eps, rstd : optional
-        The norm's, as for :func:`cutlass_ops.rmsnorm_gemm`; without either there is none.
+        As for :func:`cutlass_ops.rmsnorm_gemm`. Without both there is no norm.
     out : Tensor, optional
         Where to write the result.
     out_dtype : torch.dtype, optional
@@ -76,11 +75,11 @@ def gemm_swiglu(
     Raises
     ------
     TypeError, ValueError
-        If an argument does not fit; the message says which, and what to do.
+        If an argument does not fit. The message names it and says what to do.
     UnsupportedError
-        If no kernel serves the device.
+        If no kernel supports the device.
     MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
-        If a kernel cannot be had.
+        If a kernel cannot be compiled, stored or loaded.
 
     Examples
     --------
@@ -89,7 +88,7 @@ def gemm_swiglu(
     >>> co.gemm_swiglu(x, w_gate, w_up).shape
     torch.Size([1, 4])
 
-    Behind an RMSNorm, whose gamma goes into both weights once:
+    With an RMSNorm, fold gamma into both weights once:
 
     >>> gamma = torch.ones(8).bfloat16()
     >>> co.gemm_swiglu(x, co.prepare(w_gate, gamma), co.prepare(w_up, gamma), eps=1e-6).shape
@@ -101,10 +100,7 @@ def gemm_swiglu(
 
 @traced.remembered
 def swiglu_op(norm: Epilogue | None) -> Op:
-    """Return the op behind :func:`gemm_swiglu`, which takes (a, b, *the norm's inputs, up).
-
-    Where no kernel takes both weights, it is two GEMMs.
-    """
+    """Return the op behind :func:`gemm_swiglu`, which takes (a, b, *the norm's inputs, up)."""
 
     def behind(epilogue: Epilogue) -> Graph:
         return epilogue.graph if norm is None else norm.graph.then(epilogue.graph, products=True)

@@ -1,7 +1,7 @@
 """Norms fused with the GEMM that follows: RMSNorm and LayerNorm of A's rows in the epilogue, gamma in the weight.
 
-A norm multiplies A's rows by numbers and A's columns by gamma. Gamma is folded into the weight; the rows' numbers are
-applied to the FP32 accumulator, before anything is rounded. docs/rmsnorm.md has the algebra and the limits.
+A norm scales A's rows by a statistic and A's columns by gamma. Gamma is folded into the weight. The statistic scales
+the FP32 accumulator before rounding. docs/rmsnorm.md has the algebra and the limits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cutlass_ops.epilogue import Epilogue, Graph, builtin
 from cutlass_ops.run import folding, operands, traced
 from cutlass_ops.run.ops import Op, graph_op, op_of, prepared_by
 
-# Keyword arguments of this module's functions, which no input of an epilogue can be given by.
+# Keyword arguments of this module's functions: no input of an epilogue may have these names.
 _OWN = frozenset(("x", "w", "gamma", "beta", "eps", "mean", "rstd", "epilogue"))
 
 
@@ -26,16 +26,16 @@ _OWN = frozenset(("x", "w", "gamma", "beta", "eps", "mean", "rstd", "epilogue"))
 
 @dataclass(frozen=True, eq=False)
 class RowStatistic:
-    """What an RMSNorm needs to know of each row of a tensor, as a GEMM's epilogue leaves it.
+    """The RMSNorm statistic of a tensor's rows, computed by a GEMM's epilogue.
 
     Attributes
     ----------
     sum_square : Tensor
-        Sum of squares of each row, FP32, shape (...): the tensor's without its last dimension.
+        Sum of squares of each row, FP32, (...): the tensor's shape without the last dimension.
     count : int
-        Elements of a row.
+        Elements in a row.
     eps : float
-        What is added to the mean of squares, inside the square root.
+        Added to the mean of squares, inside the square root.
 
     Examples
     --------
@@ -54,12 +54,12 @@ class RowStatistic:
 
     @property
     def rstd(self) -> Tensor:
-        """1 / √(mean of squares + eps) of each row, FP32, computed now; :func:`rmsnorm_gemm` does not need it."""
+        """1 / √(mean of squares + eps) of each row, FP32. Reading it launches kernels; `rmsnorm_gemm` does without."""
         return (self.sum_square / max(self.count, 1) + self.eps).rsqrt()
 
 
 class ResidualRms(NamedTuple):
-    """What :func:`gemm_residual_rms` returns: y (..., M, N), and the statistic of its rows.
+    """Result of :func:`gemm_residual_rms`: y (..., M, N) and the statistic of its rows.
 
     Examples
     --------
@@ -75,12 +75,12 @@ class ResidualRms(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PreparedWeight:
-    """A weight with an RMSNorm's gamma folded in: made by :func:`prepare`, taken by :func:`rmsnorm_gemm`.
+    """A weight with an RMSNorm's gamma folded in, made by :func:`prepare` for :func:`rmsnorm_gemm`.
 
     Attributes
     ----------
     matrix : Tensor
-        diag(gamma) @ w, (K, N), in w's dtype and major; leading dimension a multiple of 16 bytes.
+        diag(gamma) @ w, (K, N), in w's dtype and major. The leading dimension is a multiple of 16 bytes.
 
     Examples
     --------
@@ -95,9 +95,8 @@ class PreparedWeight:
 def prepare(w: Tensor, gamma: Tensor) -> PreparedWeight:
     """Fold an RMSNorm's gamma into the weight that follows it, once.
 
-    Costs a second weight (2·K·N bytes that stay; w itself is no longer needed) and, once, the time of reading w three
-    times and writing it once, with some tens of MiB in between; it waits for the device. Each value of gamma · w is
-    rounded once to w's dtype.
+    The result takes 2·K·N bytes; w itself is no longer needed. The call reads w three times, writes it once, uses some
+    tens of MiB of temporary memory and waits for the device. Each value of gamma · w is rounded once to w's dtype.
 
     Parameters
     ----------
@@ -109,13 +108,13 @@ def prepare(w: Tensor, gamma: Tensor) -> PreparedWeight:
     Returns
     -------
     PreparedWeight
-        To be passed to :func:`rmsnorm_gemm` in w's place, without gamma.
+        Pass it to :func:`rmsnorm_gemm` instead of w and gamma.
 
     Raises
     ------
     TypeError, ValueError
-        If an argument does not fit, or gamma · w is beyond w's dtype: it overflows, or a column loses more than a
-        rounding because it is too small for the dtype (in FP16, below 6e-5).
+        If an argument does not fit, or w's dtype cannot hold gamma · w: it overflows, or a column loses more than one
+        rounding because its values are denormal (in FP16, below 6e-5).
 
     Examples
     --------
@@ -164,26 +163,24 @@ def rmsnorm_gemm(
     """Compute epilogue(rmsnorm(x; gamma, eps) @ w, inputs) in one kernel.
 
     rmsnorm(x) = x / √(mean(x², -1) + eps) · gamma, as in ``torch.nn.functional.rms_norm``. Rows are scaled in FP32
-    before they are rounded.
+    before rounding.
 
     Parameters
     ----------
     x : Tensor
         (..., K), FP16 or BF16; leading dimensions are folded into M. Messages call it ``a``, and w ``b``.
     w : Tensor or PreparedWeight
-        (K, N), the same dtype: ``weight.t()`` of a linear layer, or what :func:`prepare` made of it and gamma.
+        (K, N), the same dtype: ``weight.t()`` of a linear layer, or the result of :func:`prepare`.
     gamma : Tensor, optional
-        (K,). It is folded into w **at every call**, by a kernel that reads and writes all of w, and nothing is checked:
-        where gamma · w overflows its dtype, columns of D are infinite or NaN. :func:`prepare` does it once and checks.
+        (K,). **Every call** folds it into w with a kernel that reads and writes all of w. Overflow is not checked: it
+        makes columns of D infinite or NaN. :func:`prepare` folds once and checks.
     eps : float, optional
-        What is added to the mean of squares; needed unless `rstd` is given. A launch argument: no kernel is compiled
-        for it.
+        Added to the mean of squares; required without `rstd`. It is a launch argument, so any value uses one kernel.
     rstd : RowStatistic or Tensor, optional
-        What is known of x's rows: the statistic that :func:`gemm_residual_rms` returned with x, or an FP32 tensor (...)
-        that rows are multiplied by. Without it the kernel gathers mean squares from x itself.
+        The statistic that :func:`gemm_residual_rms` returned with x, or an FP32 tensor (...) of factors for the rows.
+        Without it the kernel computes mean squares from x.
     epilogue : Epilogue, optional
-        What follows. A ``Product`` is one of rmsnorm(x) here: it is scaled as the accumulator is, and its matrix is
-        prepared where w is.
+        Applied to the normalised product. A ``Product`` is scaled in the same way; its matrix must be prepared if w is.
     out, out_dtype, **inputs
         As for :func:`cutlass_ops.gemm`.
 
@@ -195,11 +192,11 @@ def rmsnorm_gemm(
     Raises
     ------
     TypeError, ValueError
-        If an argument does not fit; the message says which, and what to do.
+        If an argument does not fit. The message names it and says what to do.
     UnsupportedError
-        If no kernel serves the device.
+        If no kernel supports the device.
     MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
-        If the kernel cannot be had.
+        If the kernel cannot be compiled, stored or loaded.
 
     Examples
     --------
@@ -223,14 +220,16 @@ _GIVEN = {None: builtin.rms_norm, "sums": builtin.rms_norm_of_sums, "rstd": buil
 def rmsnorm_op(epilogue: Epilogue | None = None, *, given: Literal["sums", "rstd"] | None = None) -> Op:
     """Return the op behind :func:`rmsnorm_gemm`, for ``tune`` and ``plan``.
 
-    It takes (a, b, eps, *inputs), b with gamma folded in, and gathers from a. Given ``"sums"``, as in a
-    :class:`RowStatistic`, it is another one and takes (a, b, row_sum_square, inverse_count, eps, *inputs); given
-    ``"rstd"``, a tensor, (a, b, rstd, *inputs).
+    b has gamma folded in. The op's arguments depend on `given`:
+
+    - None, statistics from a: (a, b, eps, *inputs)
+    - ``"sums"``, as in a :class:`RowStatistic`: (a, b, row_sum_square, inverse_count, eps, *inputs)
+    - ``"rstd"``, a tensor: (a, b, rstd, *inputs)
 
     Raises
     ------
     TypeError, ValueError
-        If the epilogue is none, or cannot follow a norm.
+        If `epilogue` is not an epilogue or cannot follow a norm, or `given` is unknown.
     """
     if given not in _GIVEN:
         raise ValueError(f'given is {given!r}: use "sums", "rstd" or None')
@@ -244,7 +243,7 @@ def _prepare_residual(
     if out is not None:
         operands.require_tensor("out", out)
         if out.dtype != a.dtype:
-            raise TypeError(f"out is {out.dtype} and a is {a.dtype}: y has a's dtype, which its statistic is of")
+            raise TypeError(f"out is {out.dtype} and a is {a.dtype}: pass an out of a's dtype")
     inputs["residual"] = residual
     return residual_rms_op(a.dtype, epilogue), (a, b)
 
@@ -262,8 +261,8 @@ def gemm_residual_rms(
 ) -> ResidualRms:
     """Compute y = epilogue(a @ b, inputs) + residual and the statistic of its rows in one kernel.
 
-    The statistic is that of y as it is stored, rounded to 16 bits. Passed as `rstd` to :func:`rmsnorm_gemm`, it leaves
-    nothing to read y but that GEMM.
+    The statistic is computed from y rounded to 16 bits, as stored. Pass it as `rstd` to :func:`rmsnorm_gemm`, so that
+    no other kernel reads y.
 
     Parameters
     ----------
@@ -272,27 +271,27 @@ def gemm_residual_rms(
     residual : Tensor
         (..., M, N), FP16, BF16 or FP32.
     eps : float
-        Of the norm that follows.
+        The next norm's eps.
     epilogue : Epilogue, optional
-        What happens to a @ b before the residual is added, such as a bias; D is its only output.
+        Applied to a @ b before the residual is added, such as a bias. It has no output but D.
     out : Tensor, optional
-        Where to write y, of a's dtype; it may be the residual.
+        Where to write y, of a's dtype. It may be the residual.
     **inputs
         The epilogue's inputs by name.
 
     Returns
     -------
     ResidualRms
-        (y, rstd): y of a's dtype, and a :class:`RowStatistic`, which holds as long as y is not written to.
+        (y, rstd): y of a's dtype, and a :class:`RowStatistic`, valid until y changes.
 
     Raises
     ------
     TypeError, ValueError
-        If an argument does not fit; the message says which, and what to do.
+        If an argument does not fit. The message names it and says what to do.
     UnsupportedError
-        If no kernel serves the device.
+        If no kernel supports the device.
     MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
-        If the kernel cannot be had.
+        If the kernel cannot be compiled, stored or loaded.
 
     Examples
     --------
@@ -317,7 +316,7 @@ def residual_rms_op(dtype: torch.dtype, epilogue: Epilogue | None = None) -> Op:
     Raises
     ------
     TypeError, ValueError
-        If the epilogue is none, or has further outputs.
+        If `epilogue` is not an epilogue, or has an output besides D.
     """
     return _residual_op(builtin.residual_rms_f16 if dtype == torch.float16 else builtin.residual_rms_bf16, epilogue)
 
@@ -327,7 +326,7 @@ def residual_rms_op(dtype: torch.dtype, epilogue: Epilogue | None = None) -> Op:
 
 @dataclass(frozen=True, eq=False)
 class PreparedLayerNormWeight:
-    """A weight with a LayerNorm's gamma and beta folded in: made by :func:`prepare_layernorm`.
+    """A weight with a LayerNorm's gamma and beta folded in, made by :func:`prepare_layernorm`.
 
     Attributes
     ----------
@@ -353,8 +352,8 @@ class PreparedLayerNormWeight:
 def prepare_layernorm(w: Tensor, gamma: Tensor | None = None, beta: Tensor | None = None) -> PreparedLayerNormWeight:
     """Fold a LayerNorm's gamma and beta into the weight that follows it, once.
 
-    Costs what :func:`prepare` costs, where gamma is given, and one more reading of w for the sums of its columns and
-    one for beta. The sums are those of the weight as it is stored, added up in FP64 and rounded to FP32.
+    The cost is that of :func:`prepare` if gamma is given, plus one read of w for the column sums and one for beta.
+    Column sums use the stored (rounded) weight. They are added in FP64 and rounded to FP32.
 
     Parameters
     ----------
@@ -366,7 +365,7 @@ def prepare_layernorm(w: Tensor, gamma: Tensor | None = None, beta: Tensor | Non
     Returns
     -------
     PreparedLayerNormWeight
-        To be passed to :func:`layernorm_gemm` in w's place, without gamma and beta.
+        Pass it to :func:`layernorm_gemm` instead of w, gamma and beta.
 
     Raises
     ------
@@ -399,7 +398,7 @@ def _prepare_layer(
 ) -> tuple[Op, tuple[Any, ...]]:
     if isinstance(w, PreparedLayerNormWeight):
         if gamma is not None or beta is not None:
-            raise TypeError("w is prepared, so gamma and beta are in it already: leave them out")
+            raise TypeError("w is prepared and already contains gamma and beta: leave them out")
         prepared = w
     else:
         prepared = _fold_layernorm(w, gamma, beta)
@@ -427,26 +426,25 @@ def layernorm_gemm(
     """Compute epilogue(layernorm(x; gamma, beta, eps) @ w, inputs) in one kernel.
 
     layernorm(x) = (x - mean(x)) / √(variance(x) + eps) · gamma + beta, as in ``torch.nn.functional.layer_norm``. The
-    kernel gathers mean and mean square in one pass, and the variance is their difference: it loses digits where a row's
-    mean is large against its deviation. Up to 50 times in FP16 and 200 times in BF16 the error stays within twice
-    PyTorch's. Nothing tells that it is more; beyond, pass `mean` and `rstd` in BF16, and do not fuse in FP16
-    (docs/rmsnorm.md).
+    kernel computes mean and mean square in one pass and subtracts, so it loses digits if a row's mean is large against
+    its deviation. The error stays within twice PyTorch's up to a ratio of 50 in FP16 and 200 in BF16. A larger ratio is
+    not detected: pass `mean` and `rstd` in BF16, and do not fuse in FP16 (docs/rmsnorm.md).
 
     Parameters
     ----------
     x : Tensor
         (..., K), FP16 or BF16. Messages call it ``a``, and w ``b``.
     w : Tensor or PreparedLayerNormWeight
-        (K, N), the same dtype, or what :func:`prepare_layernorm` made of it. A tensor is read several times **at every
-        call**, for the sums of its columns, gamma and beta, and overflow of gamma · w is not checked.
+        (K, N), the same dtype, or the result of :func:`prepare_layernorm`. **Every call** reads a plain tensor several
+        times, for column sums, gamma and beta. Overflow of gamma · w is not checked.
     gamma, beta : Tensor, optional
         (K,).
     eps : float, optional
-        What is added to the variance; needed unless `mean` and `rstd` are given.
+        Added to the variance; required without `mean` and `rstd`.
     mean, rstd : Tensor, optional
         Both or neither: mean and 1 / √(variance + eps) of each row of x, FP32, (...).
     epilogue : Epilogue, optional
-        What follows; it has no ``Product``.
+        Applied to the normalised product. It may not have a ``Product``.
     out, out_dtype, **inputs
         As for :func:`cutlass_ops.gemm`.
 
@@ -458,11 +456,11 @@ def layernorm_gemm(
     Raises
     ------
     TypeError, ValueError
-        If an argument does not fit; the message says which, and what to do.
+        If an argument does not fit. The message names it and says what to do.
     UnsupportedError
-        If no kernel serves the device.
+        If no kernel supports the device.
     MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
-        If the kernel cannot be had.
+        If the kernel cannot be compiled, stored or loaded.
 
     Examples
     --------
@@ -478,16 +476,19 @@ def layernorm_gemm(
 def layernorm_op(
     epilogue: Epilogue | None = None, *, shifted: bool = False, given: Literal["moments"] | None = None
 ) -> Op:
-    """Return the op behind :func:`layernorm_gemm`, ``shifted`` by beta or not.
+    """Return the op behind :func:`layernorm_gemm`, for ``tune`` and ``plan``.
 
-    It takes (a, b, column_sum, eps, *inputs), or with `shifted` (a, b, column_sum, eps, shift, *inputs), as
-    :class:`PreparedLayerNormWeight` has them. Given ``"moments"``, it is another one and takes (a, b,
-    column_sum, mean, rstd, *inputs), or (a, b, column_sum, mean, rstd, shift, *inputs).
+    :class:`PreparedLayerNormWeight` has b, column_sum and shift (of beta). The op's arguments depend on `given`:
+
+    - None, statistics from a: (a, b, column_sum, eps, *inputs)
+    - ``"moments"``: (a, b, column_sum, mean, rstd, *inputs)
+
+    With `shifted`, shift comes before the inputs.
 
     Raises
     ------
     TypeError, ValueError
-        If the epilogue is none, or cannot follow a norm, or `given` is something else.
+        If `epilogue` is not an epilogue or cannot follow a norm, or `given` is unknown.
     """
     if given not in (None, "moments"):
         raise ValueError(f'given is {given!r}: use "moments" or None')
@@ -495,7 +496,7 @@ def layernorm_op(
     return _composed("layernorm_gemm", norm, epilogue, shifted)
 
 
-# PyTorch takes these apart where programs take or return them, and keeps them in saved ones.
+# Lets traced and saved programs take and return these.
 _pytree.register_pytree_node(
     RowStatistic,
     lambda x: ([x.sum_square], [x.count, x.eps]),
@@ -533,17 +534,17 @@ def _composed(name: str, norm: Epilogue, epilogue: Epilogue | None, shifted: boo
 def _check_follower(name: str, epilogue: str, graph: Graph) -> None:
     if graph.gathered:
         raise ValueError(
-            f"{epilogue} takes {', '.join(graph.gathered)}, which {name} would gather from x before its norm: write "
-            "the whole as one epilogue for gemm"
+            f"{epilogue} takes {', '.join(graph.gathered)}, which {name} would compute from x before the norm: write "
+            "norm and epilogue as one epilogue for gemm"
         )
     if graph.products and name == "layernorm_gemm":
         raise ValueError(
-            f"{epilogue} has the product {graph.products[0]}, for which {name} has no column sums: run two GEMMs, the "
-            "first one's result a Tile of the second"
+            f"{epilogue} has the product {graph.products[0]}, but {name} has column sums only for w: run two GEMMs and "
+            "pass the first one's result to the second as a Tile"
         )
     taken = sorted(_OWN & {i.name for i in graph.inputs})
     if taken:
-        raise ValueError(f"{epilogue} has the input {', '.join(taken)}, an argument of {name} itself: rename it")
+        raise ValueError(f"{epilogue} has an input {', '.join(taken)}, and so has {name} itself: rename the input")
 
 
 @traced.remembered
@@ -555,26 +556,27 @@ def _residual_op(residual: Epilogue, epilogue: Epilogue | None) -> Op:
 def rms_values(
     x: Tensor, eps: float | None, rstd: RowStatistic | Tensor | None
 ) -> tuple[Epilogue, tuple[Tensor | float, ...]]:
-    """Return how an RMSNorm scales rows, and the arguments for it.
+    """Return an RMSNorm's epilogue and the arguments for it.
 
     Raises
     ------
     TypeError, ValueError
-        If `eps` and `rstd` do not go together, or are not x's.
+        If both or neither of `eps` and `rstd` are given, or `rstd` does not fit x.
     """
     if rstd is None:
         if eps is None:
-            raise TypeError("rmsnorm_gemm needs eps, or rstd, which has it in it: pass eps= as the norm has it")
+            raise TypeError("eps and rstd are missing: pass the norm's eps=, or rstd=, which includes it")
         return builtin.rms_norm, (eps,)
     if eps is not None:
-        raise TypeError("rstd has eps in it already: pass one of them")
+        raise TypeError("eps and rstd are both given, and rstd already includes eps: pass one of them")
     if not isinstance(rstd, RowStatistic):
         return builtin.rms_norm_of_rstd, (_statistic("rstd", rstd),)
     if isinstance(x, Tensor) and x.ndim and rstd.count != x.shape[-1]:
         raise ValueError(
-            f"rstd is of rows of {rstd.count} elements and x has {x.shape[-1]}: it is another tensor's statistic"
+            f"rstd is the statistic of rows of {rstd.count} elements, and x has {x.shape[-1]}: pass the one that came "
+            "with x"
         )
-    # The rows are in order, however x's leading dimensions were reshaped since.
+    # Reshaping x's leading dimensions keeps the order of rows.
     return builtin.rms_norm_of_sums, (rstd.sum_square.flatten(), 1.0 / max(rstd.count, 1), rstd.eps)
 
 
@@ -583,12 +585,12 @@ def _layer_values(
 ) -> tuple[Epilogue, tuple[Tensor | float, ...]]:
     if mean is None and rstd is None:
         if eps is None:
-            raise TypeError("layernorm_gemm needs eps, or mean and rstd: pass eps= as the norm has it")
+            raise TypeError("eps, mean and rstd are missing: pass the norm's eps=, or mean= and rstd=")
         return builtin.layer_norm, (eps,)
     if mean is None or rstd is None:
-        raise TypeError("mean and rstd go together: pass both or neither")
+        raise TypeError(f"{'rstd' if mean is None else 'mean'} is given alone: pass both mean and rstd, or neither")
     if eps is not None:
-        raise TypeError("rstd has eps in it already: pass one of them")
+        raise TypeError("eps and rstd are both given, and rstd already includes eps: pass one of them")
     return builtin.layer_norm_of_moments, (_statistic("mean", mean), _statistic("rstd", rstd))
 
 
@@ -597,7 +599,7 @@ def _statistic(name: str, value: Any) -> Tensor:
     found: Tensor = value
     if found.dtype != torch.float32:
         raise TypeError(
-            f"{name} is {found.dtype}: 16 bits would cost every element of the row its last digits. Use FP32"
+            f"{name} is {found.dtype}: pass FP32, since rounding it to 16 bits would affect every element of a row"
         )
     return found
 
@@ -606,7 +608,7 @@ def _statistic(name: str, value: Any) -> Tensor:
 
 
 def matrix_of(w: Tensor | PreparedWeight, gamma: Tensor | None, name: str) -> Tensor:
-    """Return the matrix that x is multiplied by: w with gamma in it, folded now if it is not prepared.
+    """Return w with gamma folded in, folding it now if w is not prepared.
 
     Raises
     ------
@@ -615,27 +617,27 @@ def matrix_of(w: Tensor | PreparedWeight, gamma: Tensor | None, name: str) -> Te
     """
     if isinstance(w, PreparedWeight):
         if gamma is not None:
-            raise TypeError(f"{name} is prepared, so gamma is in it already: leave gamma out")
+            raise TypeError(f"{name} is prepared and already contains gamma: leave gamma out")
         return w.matrix
     return w if gamma is None else folding.fold(w, gamma, name)
 
 
 def require_alike(w: Tensor | PreparedWeight, name: str, other: Any) -> None:
-    """Refuse two weights of which one is prepared.
+    """Require that both weights are prepared, or neither.
 
     Raises
     ------
     TypeError
-        If they are.
+        If only one is.
     """
     prepared = isinstance(w, PreparedWeight)
     if prepared != isinstance(other, PreparedWeight):
         which, left = ("w", name) if prepared else (name, "w")
-        raise TypeError(f"{which} is prepared and {left} is not: pass prepare({left}, gamma), or both as they are")
+        raise TypeError(f"{which} is prepared and {left} is not: pass prepare({left}, gamma), or two plain weights")
 
 
 def _fold_layernorm(w: Tensor, gamma: Tensor | None, beta: Tensor | None) -> PreparedLayerNormWeight:
     matrix = w if gamma is None else folding.fold(w, gamma)
     shift = None if beta is None else folding.row_times("beta", beta, w)
-    # Sums of the weight as it is stored: so its rounding is multiplied by x - mean(x), and not by x.
+    # Sum the rounded weight, so that its rounding errors are multiplied by x - mean(x) and not by x.
     return PreparedLayerNormWeight(matrix, folding.column_sums(matrix), shift)

@@ -1,7 +1,7 @@
-"""From tensors to operand types: what a call is, in terms that a signature can be made of, or why it is refused.
+"""Checks of a call's tensors, and their operand types.
 
-Everything here runs once a new combination of shapes is seen; a warm call goes straight to its kernel, which checks its
-arguments itself.
+This runs once for each new combination of shapes. A warm call goes straight to its kernel, which checks its arguments
+itself.
 """
 
 from __future__ import annotations
@@ -31,17 +31,16 @@ MAJORS: tuple[Major, ...] = ("row", "col")
 
 @dataclass(frozen=True)
 class Matrix:
-    """A two-dimensional tensor's type, with its alignment with and without regard to its extent.
+    """The type of a two-dimensional tensor, aligned by address and leading dimension, and its contiguous extent.
 
-    What the bulk copy engine loads needs an aligned address and leading dimension only. Whatever else moves whole
-    accesses, its stores among it, also needs the extent along the contiguous dimension to be a multiple of one.
+    TMA loads need no more. All other whole accesses, TMA stores included, need an aligned extent too.
     """
 
     operand: Operand
     length: int
 
     def for_vector_access(self) -> Operand:
-        """Return the type for kernels that predicate whole accesses."""
+        """Return the type for accesses that also need an aligned extent."""
         return Operand(self.operand.dtype, self.operand.major, math.gcd(self.operand.alignment, self.length))
 
 
@@ -51,7 +50,7 @@ def element_type(name: str, tensor: Tensor, allowed: Sequence[str] = _ANY) -> DT
     Raises
     ------
     TypeError
-        If it is none of those allowed.
+        If it is not allowed.
     """
     found = _DTYPES.get(tensor.dtype)
     if found is None or found.name not in allowed:
@@ -68,17 +67,17 @@ def matrix(name: str, tensor: Tensor, dtype: DType) -> Matrix:
     ValueError
         If neither dimension is contiguous, or rows overlap in memory.
     """
-    # Where a dimension of extent 1 leaves both readings open, the better aligned one; row-major if they are equal.
+    # A dimension of extent 1 allows both majors: take the better aligned one, row-major if equal.
     return max(_readings(name, tensor, dtype), key=lambda m: m.operand.alignment)
 
 
 def weights(b: Tensor, products: Mapping[str, Tensor], dtype: DType) -> tuple[Matrix, ...]:
-    """Return the types of B and of further matrices that A is multiplied by: of one major and one alignment.
+    """Return the types of B and of each product's matrix, with one major and one alignment.
 
     Raises
     ------
     ValueError
-        If they have no major in common, or one is no matrix that a kernel can address.
+        If they have no major in common, or a kernel cannot address one of them.
     """
     named = {"b": b} | dict(products)
     readings = {n: {m.operand.major: m for m in _readings(n, t, dtype)} for n, t in named.items()}
@@ -87,8 +86,7 @@ def weights(b: Tensor, products: Mapping[str, Tensor], dtype: DType) -> tuple[Ma
     if not alike:
         found = ", ".join(f"{name} is {'- or '.join(by)}-major" for name, by in readings.items())
         raise ValueError(
-            f"{found}: both weights need the same major, since one load serves both. Where one is weight.t(), pass the "
-            "other as a transpose as well"
+            f"{found}: both weights need the same major. If one is weight.t(), pass the other as a transpose as well"
         )
     lowest = [min(m.operand.alignment for m in matrices) for matrices in alike]
     best = lowest.index(max(lowest))
@@ -106,7 +104,7 @@ def _readings(name: str, tensor: Tensor, dtype: DType) -> list[Matrix]:
 
 
 def has_lines_along(tensor: Tensor, inner: int) -> bool:
-    """Whether a two-dimensional tensor's lines lie along a dimension; either of them where one has an extent of 1."""
+    """Whether a two-dimensional tensor is contiguous along a dimension. An extent of 1 can make both true."""
     length, runs = tensor.shape[inner], tensor.shape[1 - inner]
     return (length <= 1 or tensor.stride(inner) == 1) and (runs <= 1 or tensor.stride(1 - inner) >= length)
 
@@ -122,14 +120,14 @@ def _as_major(tensor: Tensor, inner: int, dtype: DType) -> Matrix | None:
 
 
 class Arguments(NamedTuple):
-    """One call's arguments, checked and brought to two dimensions.
+    """One call's checked arguments, in two dimensions.
 
     Attributes
     ----------
     problem : Problem
         Extents of the product.
     batch : tuple of int
-        The leading dimensions of A that were folded into M.
+        The leading dimensions of A, folded into M.
     a, b : Tensor
         A (M, K) and B (K, N).
     inputs : mapping of str to Tensor or float
@@ -143,13 +141,13 @@ class Arguments(NamedTuple):
     inputs: Mapping[str, Tensor | float]
 
     def output_shape(self, output: Output) -> tuple[int, ...]:
-        """Return the shape in which the caller sees an output."""
+        """Return an output's shape for the caller."""
         if output.kind is Kind.ROW:
             return (self.problem.n,)
         return self.batch if output.kind is Kind.COL else (*self.batch, self.problem.n)
 
     def flat_shape(self, output: Output) -> tuple[int, ...]:
-        """Return the shape in which the kernel sees an output."""
+        """Return an output's shape for the kernel."""
         m, n, _ = self.problem.extents
         return {Kind.ROW: (n,), Kind.COL: (m,), Kind.TILE: (m, n)}[output.kind]
 
@@ -160,9 +158,9 @@ def check_arguments(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any]) -> 
     Raises
     ------
     TypeError
-        If an argument is no tensor, has the wrong dtype, or is missing or unknown.
+        If an argument is not a tensor, has the wrong dtype, or is missing or unknown.
     ValueError
-        If shapes disagree, devices differ, or a tensor requires grad.
+        If shapes or devices differ, or a tensor requires grad.
     """
     require_tensor("a", a)
     require_tensor("b", b)
@@ -195,17 +193,17 @@ def _check_inputs(graph: Graph, inputs: Mapping[str, Any], a: Tensor, n: int) ->
 
 
 def scalar(name: str, value: Any) -> Any:
-    """Return a scalar as kernels take it: a float, or an FP32, FP16 or BF16 tensor without dimensions on a GPU.
+    """Convert a scalar for a kernel: a float, or a 0-d FP32, FP16 or BF16 tensor on a GPU.
 
-    One rule for eager, warm and compiled calls: a real number of Python's or NumPy's, or a tensor of one element of any
-    real type. What only PyTorch's dispatcher can read is returned as it is.
+    Eager, warm and compiled calls accept a real number of Python or NumPy, or a tensor of one element of any real
+    dtype. Values that only PyTorch's dispatcher can read are returned unchanged.
 
     Raises
     ------
     TypeError
-        If it is no real number, or a tensor of truth values or complex numbers.
+        If the value is not a real number, or a bool or complex tensor.
     ValueError
-        If it is a number beyond a double's range, or a tensor of several elements.
+        If it is beyond the range of a double, or a tensor of several elements.
     """
     if isinstance(value, (torch.SymInt, torch.SymFloat)) or traced.is_special(value):
         return value
@@ -217,10 +215,10 @@ def scalar(name: str, value: Any) -> Any:
 def _scalar_tensor(name: str, value: Tensor) -> Tensor | float:
     require_tensor(name, value)
     if value.dtype == torch.bool or value.is_complex():
-        raise TypeError(f"{name} is {value.dtype}: a Scalar is a real number")
+        raise TypeError(f"{name} is {value.dtype}: a Scalar must be a real number")
     if value.numel() != 1:
-        raise ValueError(f"{name} has shape {tuple(value.shape)}: a Scalar has one element")
-    # A number on the host needs no launch-time copy.
+        raise ValueError(f"{name} has shape {tuple(value.shape)}: a Scalar must have one element")
+    # A number on the host needs no copy at launch.
     if value.device.type == "cpu":
         return float(value.item())
     one = value.reshape(())
@@ -242,7 +240,7 @@ def _check_input(declared: Input, value: Any, a: Tensor, n: int) -> Tensor | flo
 
 def _check_product(name: str, value: Tensor, a: Tensor, n: int) -> Tensor:
     if value.dtype != a.dtype:
-        raise TypeError(f"{name} is {value.dtype} and a is {a.dtype}: what A is multiplied by has A's dtype")
+        raise TypeError(f"{name} is {value.dtype} and a is {a.dtype}: a Product must have a's dtype")
     k = a.shape[-1]
     if tuple(value.shape) != (k, n):
         raise ValueError(
@@ -254,7 +252,7 @@ def _check_product(name: str, value: Tensor, a: Tensor, n: int) -> Tensor:
 
 
 def _as_stored(tensor: Tensor) -> Tensor:
-    """Return a tensor whose values are those in memory: a lazy negation is carried out, as PyTorch's operations do."""
+    """Return a tensor without a lazy negation, since kernels read memory as it is."""
     return tensor.resolve_neg()
 
 
@@ -282,7 +280,7 @@ def fold(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     Raises
     ------
     ValueError
-        If its strides allow no such view.
+        If its strides do not allow the view.
     """
     if tensor.shape == shape:
         return tensor
@@ -296,17 +294,17 @@ def fold(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def output_name(output: Output) -> str:
-    """Return what messages call an output that the caller gave."""
+    """Return the name of a caller's output in messages."""
     return "out" if output.name == "d" else f"out[{output.name!r}]"
 
 
 def check_out(arguments: Arguments, output: Output, out: Any, dtype: torch.dtype | None = None) -> Tensor:
-    """Check a tensor that the caller gave for an output, and return its flat view.
+    """Check a caller's output tensor and return its flat view.
 
     Raises
     ------
     TypeError, ValueError
-        If it is no tensor, or has the wrong dtype, shape or device.
+        If it is not a tensor, or has the wrong dtype, shape or device.
     """
     name = output_name(output)
     require_tensor(name, out)
@@ -314,7 +312,7 @@ def check_out(arguments: Arguments, output: Output, out: Any, dtype: torch.dtype
     if dtype is not None and out.dtype != dtype:
         raise TypeError(f"{name} is {out.dtype}, and out_dtype asks for {dtype}")
     if out.is_neg():
-        raise ValueError(f"{name} is a lazy negation of its memory: pass a tensor of its own")
+        raise ValueError(f"{name} is a lazy negation: pass a tensor from torch.empty, for example")
     wanted, flat = arguments.output_shape(output), arguments.flat_shape(output)
     if tuple(out.shape) not in (wanted, flat):
         raise ValueError(f"{name} has shape {tuple(out.shape)}: it must have shape {wanted}")
@@ -342,7 +340,7 @@ def check_overlap(graph: Graph, arguments: Arguments, outputs: Sequence[Tensor])
             in_place = other_name in tiles and _same_layout(out, other)
             if not in_place and _overlap(out, other):
                 raise ValueError(
-                    f"{name} shares memory with {other_name}: give an output of its own"
+                    f"{name} shares memory with {other_name}: pass a separate tensor"
                     + (" (in place needs the same strides and dtype)" if other_name in tiles else "")
                 )
 
@@ -375,12 +373,12 @@ def _bytes(tensor: Tensor) -> tuple[int, int]:
 
 
 def require_tensor(name: str, value: Any) -> None:
-    """Refuse what is no dense tensor, or one that is differentiated.
+    """Require a dense tensor that is not being differentiated.
 
     Raises
     ------
     TypeError, ValueError
-        If it is; the message says what to do.
+        If it is not one. The message says what to do.
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
@@ -390,36 +388,37 @@ def require_tensor(name: str, value: Any) -> None:
         raise TypeError(f"{name} has layout {value.layout}: call {name}.to_dense() first")
     if value.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            f"{name} requires grad, and there is no backward yet: call under torch.no_grad(), or pass {name}.detach()"
+            f"{name} requires grad, and cutlass_ops has no backward: call under torch.no_grad(), or pass "
+            f"{name}.detach()"
         )
     if _has_tangent(value):
         raise ValueError(
-            f"{name} has a tangent of forward-mode differentiation, and there is no rule for it yet: pass "
+            f"{name} has a tangent, and cutlass_ops has no forward-mode differentiation: pass "
             f"torch.autograd.forward_ad.unpack_dual({name}).primal"
         )
 
 
 def _has_tangent(tensor: Tensor) -> bool:
-    # Outside of a level no tensor has one.
+    # No tensor has a tangent outside of a level.
     if forward_ad._current_level < 0:
         return False
     return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def require_memory(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor whose elements lie nowhere that a kernel could read them.
+    """Require a tensor with memory that a kernel can read.
 
     Raises
     ------
     TypeError, ValueError
-        If it is a stand-in for other tensors, or its storage was taken away.
+        If it wraps other tensors, or its storage was freed.
     """
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise TypeError(
-            f"{name} is a {type(tensor).__name__}, which has no memory of its own: pass the plain tensor behind it"
+            f"{name} is a {type(tensor).__name__}, which has no memory of its own: pass the tensor that it wraps"
         )
     if tensor.device.type != "meta" and tensor.numel() > 0 and tensor.data_ptr() == 0:
-        raise ValueError(f"{name} has no memory: its storage was freed or resized to 0")
+        raise ValueError(f"{name} has no memory, since its storage was freed or resized to 0: pass another tensor")
 
 
 def _require_same_device(name: str, tensor: Tensor, a: Tensor) -> None:

@@ -32,16 +32,15 @@ from cutlass_ops.run.warm import Warm
 
 
 class Instead(NamedTuple):
-    """How other ops compute what an op does, where no kernel serves its call.
+    """Other ops that compute a call that no single kernel serves.
 
     Attributes
     ----------
     why : str
-        Why several ops run then, in words.
+        The reason, for users.
     compute : callable
-        Takes a function that calls an op, then a call's arguments with `out` and `out_dtype`; returns D. It looks at
-        the tensors between its ops no further than their shapes and types: where a call is only explained or warmed up
-        for, nothing has been computed.
+        Takes a function that calls an op, then the call's arguments with `out` and `out_dtype`; returns D. It may read
+        only shapes and types of intermediate tensors: `explain` and `warm_up` run it without computing values.
     """
 
     why: str
@@ -56,12 +55,12 @@ class Op(Warm):
     name : str
         Name in messages.
     epilogue : Epilogue
-        What happens to the FP32 accumulator.
+        Function of the FP32 accumulator and the inputs.
     instead : Instead, optional
-        What computes a call's D where no kernel serves it.
+        Fallback for calls that no single kernel serves.
     made_by : pair of str and plain value, optional
-        The :func:`cutlass_ops.run.traced.maker` that makes such an op in another process, and what it needs; by default
-        the one of ops that are an epilogue and nothing else.
+        The :func:`cutlass_ops.run.traced.maker` that makes this op again in another process, and its argument. The
+        default rebuilds an op from its epilogue.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class Op(Warm):
     def results_of(
         self, a: Tensor, b: Tensor, inputs: Sequence[Any], out_dtype: torch.dtype | None = None
     ) -> list[Tensor]:
-        """Return outputs of the right shapes, dtypes and device for checked arguments, and compute nothing."""
+        """Return empty outputs of the right shapes, dtypes and device for checked arguments."""
         loader.prepare()
         return check_call(self.graph, a, b, dict(zip(self.names, inputs, strict=True)), None, out_dtype).results()
 
@@ -98,14 +97,14 @@ class Op(Warm):
         out_dtype: torch.dtype | None = None,
         **named: Any,
     ) -> Decision:
-        """Return what would serve a call with these arguments, without compiling, loading or running anything.
+        """Return the decision for a call with these arguments, without compiling, loading or running anything.
 
         Raises
         ------
         TypeError, ValueError
-            As the call itself would.
+            As the call itself.
         UnsupportedError
-            If no one kernel serves the call; :func:`cutlass_ops.explain` says whether other ops do.
+            If no single kernel serves the call. :func:`cutlass_ops.explain` says whether other ops do.
         """
         return self._decide(self.checked(a, b, inputs, named, out, out_dtype))
 
@@ -122,9 +121,9 @@ class Op(Warm):
         return len(Registry.current().kernels(self._specs_for(self.checked(a, b, inputs, named, out, out_dtype))))
 
     def instead_of(self, call: Call) -> list[tuple[Op, Call]]:
-        """Return the ops that serve a checked call where no kernel does, each with its own checked call.
+        """Return the fallback ops of a checked call, each with its own checked call; an empty list if there are none.
 
-        Nothing is computed: tensors between the ops have no values. An empty list where there are no such ops.
+        Nothing is computed: intermediate tensors have no values.
         """
         found: list[tuple[Op, Call]] = []
 
@@ -143,24 +142,24 @@ class Op(Warm):
 
     @property
     def why_instead(self) -> str:
-        """Why other ops serve a call where no kernel does, in words; empty where there are none."""
+        """The reason for the fallback ops, for users; empty if there are none."""
         return "" if self._instead is None else self._instead.why
 
     def checked(
         self, a: Any, b: Any, inputs: tuple[Any, ...], named: Mapping[str, Any], out: Any, out_dtype: torch.dtype | None
     ) -> Call:
-        """Return a call of this op, checked as the call itself does.
+        """Check a call's arguments as the call itself does.
 
         Raises
         ------
         TypeError, ValueError
-            If an argument does not fit; the message says which and why.
+            If an argument does not fit. The message names it.
         """
         values = dict(zip(self.names, self.positional(inputs, named), strict=True))
         return check_call(self.graph, a, b, values, out, out_dtype)
 
     def _specs_for(self, call: Call) -> tuple[KernelSpec, ...]:
-        """Return every kernel that a call's weight may need, be it of other ops, each once."""
+        """Return every kernel that a call's weight may need, each once, including those of fallback ops."""
         if call.is_reference:
             return ()
         try:
@@ -184,14 +183,14 @@ class Op(Warm):
             compute = functools.partial(self._instead.compute, _call)
             ops = make_ops_plan(compute, (a, b, *inputs), call.outputs[0].dtype)
             self._remember(ops, call, a, b, out_dtype)
-            # As later calls are: each of the ops then remembers the call that they make.
+            # The same path as later calls take, so that each op remembers its part.
             return compute(a, b, *inputs, out=call.given[0], out_dtype=call.outputs[0].dtype)
         plan.launch_call(call)
         self._remember(plan, call, a, b, out_dtype)
         return self.wrap(call)
 
     def _plan(self, call: Call) -> Plan | PeerPlan:
-        """Return what serves a call, ready to run; its kernel is built if nothing has it."""
+        """Return a plan for a call, ready to run. A missing kernel is built."""
         decision = self._decide(call)
         if decision.peer is not None:
             return make_peer_plan(decision.peer, call)
@@ -207,7 +206,7 @@ class Op(Warm):
         Raises
         ------
         UnsupportedError
-            If no one kernel does.
+            If no single kernel does.
         """
         device = device_of(call.arguments.a.device)
         signature = signature_of(call, device)
@@ -219,12 +218,12 @@ class Op(Warm):
 
 
 def decide(signature: OpSignature, device: Device, call: Call) -> Decision | None:
-    """Decide what serves a checked call; None if no kernel serves its signature. A peer is one that can serve it.
+    """Decide what serves a checked call; None if no kernel serves its signature. Unsuitable peers are dropped.
 
     Raises
     ------
     UnsupportedError
-        If none of the signature's kernels can be launched at its problem.
+        If no kernel of the signature can be launched at this problem.
     """
     found = dispatch.decide(signature, device, call.problem)
     if found is None or found.peer is None or can_fall_back(call, found.peer):
@@ -237,7 +236,7 @@ def _call(op: Op, *arguments: Any, **named: Any) -> Any:
 
 
 class Kernel(Warm):
-    """One exact kernel, as its specification declares it: no choice, no conversion.
+    """One exact kernel, as its specification declares it. It converts no operand and chooses nothing.
 
     Attributes
     ----------
@@ -281,7 +280,7 @@ class Kernel(Warm):
         Raises
         ------
         TypeError, ValueError
-            If an argument is not what the spec declares.
+            If an argument does not match the declaration.
         NoDeviceError
             If the operands are not on a CUDA device.
         """
@@ -305,12 +304,12 @@ class Kernel(Warm):
     def results_of(
         self, a: Tensor, b: Tensor, inputs: Sequence[Any], out_dtype: torch.dtype | None = None
     ) -> list[Tensor]:
-        """Return outputs of the right shapes, dtypes and device for checked arguments, and compute nothing."""
+        """Return empty outputs of the right shapes, dtypes and device for checked arguments."""
         return self._checked(a, b, inputs, None, out_dtype).results()
 
     def _require_device(self, a: Tensor) -> None:
         if a.device.type != "cuda":
-            raise NoDeviceError(f"{self!r} runs on a CUDA device, and a is on {a.device}")
+            raise NoDeviceError(f"a is on {a.device}, and {self!r} runs only on CUDA devices: move the operands there")
 
     def _checked(self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None) -> Call:
         values = dict(zip(self.names, inputs, strict=True))
@@ -333,9 +332,9 @@ def build(spec: KernelSpec) -> Kernel:
     Raises
     ------
     ConfigError
-        If the declaration is illegal; the message lists every reason.
+        If the declaration is illegal. The message lists every reason.
     MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
-        If the kernel cannot be had.
+        If the kernel cannot be compiled, stored or loaded.
 
     Examples
     --------
@@ -357,7 +356,7 @@ def graph_op(
     instead: Instead | None = None,
     made_by: tuple[str, Any] | None = None,
 ) -> Op:
-    """Return the op of a graph that was not traced from one function; the rest is as for :class:`Op`."""
+    """Return the op of a composed graph. Other parameters as for :class:`Op`."""
     return Op(name, Epilogue.of(name, doc, graph), instead, made_by)
 
 
@@ -395,8 +394,8 @@ def _docstring(epilogue: Epilogue) -> str:
         "out : Tensor or mapping, optional\n    Where to write the outputs.\n"
         "out_dtype : torch.dtype, optional\n    D's dtype; by default that of a.\n\n"
         f"Returns\n-------\n{outputs}\n\n"
-        "Raises\n------\nTypeError, ValueError\n    If an argument does not fit; the message says which and why.\n"
-        "UnsupportedError\n    If no kernel serves the device.\n"
+        "Raises\n------\nTypeError, ValueError\n    If an argument does not fit. The message names it.\n"
+        "UnsupportedError\n    If no kernel supports the device.\n"
     )
 
 
@@ -446,7 +445,7 @@ for _named in NAMED:
 
 @traced.remembered
 def op(epilogue: Epilogue) -> Op:
-    """Return the op of an epilogue; equal epilogues give the same op."""
+    """Return the op of an epilogue. Equal epilogues give the same op."""
     return Op(epilogue.name, epilogue)
 
 
@@ -464,13 +463,13 @@ def gemm(
     Parameters
     ----------
     a : Tensor
-        (..., M, K), FP16 or BF16, either major, any leading dimension; leading dimensions are folded into M.
+        (..., M, K), FP16 or BF16, either major, any stride between lines. Leading dimensions are folded into M.
     b : Tensor
-        (K, N), the same dtype. A weight of shape (N, K) is passed as ``weight.t()``.
+        (K, N), the same dtype. Pass a weight of shape (N, K) as ``weight.t()``.
     epilogue : Epilogue, optional
         A function decorated with :func:`cutlass_ops.epilogue`; by default D = A @ B.
     out : Tensor or mapping of str to Tensor, optional
-        Where to write D, or all outputs by name.
+        Where to write D, or the outputs by name.
     out_dtype : torch.dtype, optional
         D's dtype, FP16, BF16 or FP32; by default that of ``a``.
     **inputs
@@ -485,11 +484,11 @@ def gemm(
     Raises
     ------
     TypeError, ValueError
-        If an argument does not fit; the message says which, and what to do.
+        If an argument does not fit. The message names it and says what to do.
     UnsupportedError
-        If no kernel serves the device.
+        If no kernel supports the device.
     MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
-        If the kernel cannot be had.
+        If the kernel cannot be compiled, stored or loaded.
 
     Examples
     --------
@@ -517,7 +516,7 @@ def gemm(
 
 
 class Request(NamedTuple):
-    """A user's call as its op takes it.
+    """A user's call, brought to the arguments of its op.
 
     Attributes
     ----------
@@ -526,7 +525,7 @@ class Request(NamedTuple):
     arguments : tuple
         A, B, and the epilogue's inputs by position.
     named : dict
-        Further inputs by name, and `out` and `out_dtype` where they are given.
+        Other inputs by name, and `out` and `out_dtype` if given.
     """
 
     op: Op
@@ -534,15 +533,15 @@ class Request(NamedTuple):
     named: dict[str, Any]
 
 
-# What prepares the arguments of a function that is no op: it takes some of them by name, and returns the op and what
-# that takes by position. `inputs`, which it may change, `out` and `out_dtype` then go to the op by name.
+# Prepares the arguments of a function that is not an op: takes some of them by name, returns the op and its positional
+# arguments. `inputs` (which it may change), `out` and `out_dtype` then go to the op by name.
 Prepare = Callable[..., tuple[Op, tuple[Any, ...]]]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _PREPARED_BY: dict[object, Prepare] = {}
 
 
 def prepared_by(prepare: Prepare) -> Callable[[_Function], _Function]:
-    """Note what a function prepares its arguments by, so that it can be explained and warmed up as it is called."""
+    """Register a function's preparation, so that `explain` and `warm_up` accept the function itself."""
 
     def note(function: _Function) -> _Function:
         _PREPARED_BY[function] = prepare
@@ -552,19 +551,19 @@ def prepared_by(prepare: Prepare) -> Callable[[_Function], _Function]:
 
 
 def requested(op: Any, *arguments: Any, **named: Any) -> Request:
-    """Return what a user's call asks of which op.
+    """Resolve a user's call to its op and the op's arguments.
 
     Parameters
     ----------
     op : Op, Epilogue or function
-        What is called: as for :func:`called`, or a function of this library such as :func:`cutlass_ops.rmsnorm_gemm`.
+        As for :func:`called`, or a function of this library such as :func:`cutlass_ops.rmsnorm_gemm`.
     *arguments, **named
-        What it is called with.
+        The call's arguments.
 
     Raises
     ------
     TypeError, ValueError
-        If it is nothing that can be called so, or the arguments are not its own.
+        If `op` is none of these, or an argument does not fit.
     """
     prepare = _PREPARED_BY.get(op) if isinstance(op, FunctionType) else None
     if prepare is None:
@@ -581,57 +580,54 @@ def _request_of(op: Op, /, a: Any, b: Any, *inputs: Any, **named: Any) -> Reques
 
 
 def called(op: object, epilogue: Epilogue | None = None) -> Op:
-    """Return the op behind what a user calls: an op, :func:`gemm` with its epilogue, or a decorated function.
+    """Return the op of an op, of :func:`gemm` with an epilogue, or of a decorated function.
 
     Raises
     ------
     TypeError
-        If it is none of these, or has an epilogue already.
+        If `op` is none of these, or already has an epilogue.
     """
     if op is gemm:
         return op_of(epilogue)
     if isinstance(op, Op | Epilogue):
         if epilogue is not None:
-            raise TypeError(f"{op.name} has its epilogue: pass cutlass_ops.gemm with epilogue=")
+            raise TypeError(f"{op.name} already has an epilogue: pass cutlass_ops.gemm with epilogue=")
         return op if isinstance(op, Op) else op_of(op)
     raise TypeError(
         f"op is {op!r}: pass cutlass_ops.gemm, a named op such as cutlass_ops.gemm_bias_relu, a function decorated "
-        "with @cutlass_ops.epilogue, or what cutlass_ops.run.norms.rmsnorm_op() and its like return"
+        "with @cutlass_ops.epilogue, or an op from cutlass_ops.run.norms such as rmsnorm_op()"
     )
 
 
 def warm_up(op: object, *arguments: Any, **named: Any) -> int:
-    """Compile and load every kernel that calls with a weight may need, whatever the number of rows.
+    """Compile and load every kernel that calls with this weight may need, at any number of rows.
 
-    The first call compiles the kernel that it needs and leaves the others to background threads; after this, nothing is
-    left to compile. Where other ops serve the call, as two GEMMs do for :func:`cutlass_ops.gemm_swiglu` before Hopper,
-    it is their kernels. What a function does to its arguments before its kernel, such as folding gamma into a weight,
-    is done.
+    Without it, the first call compiles one kernel and background threads compile the others. If other ops serve the
+    call, such as two GEMMs for :func:`cutlass_ops.gemm_swiglu` before Hopper, their kernels are compiled. A function's
+    own preparation, such as folding gamma into a weight, does run.
 
     Parameters
     ----------
     op : Op, Epilogue or function
-        What is called: a named op such as ``cutlass_ops.gemm_bias_relu``, a decorated function, ``cutlass_ops.gemm``
-        with ``epilogue``, or another function such as ``cutlass_ops.rmsnorm_gemm``.
+        A named op such as ``cutlass_ops.gemm_bias_relu``, a decorated function, ``cutlass_ops.gemm`` with ``epilogue``,
+        or a function such as ``cutlass_ops.rmsnorm_gemm``.
     *arguments, **named
-        What it is called with. Extents of A other than K do not matter.
+        The arguments of a call. Only K matters among A's extents.
 
     Returns
     -------
     int
-        How many kernels there are; 0 on the CPU.
+        Number of kernels; 0 for tensors on the CPU.
 
     Raises
     ------
     TypeError, ValueError, UnsupportedError
-        As the call itself would.
+        As the call itself.
     MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
-        If a kernel cannot be had.
+        If a kernel cannot be compiled, stored or loaded.
 
     Examples
     --------
-    On a GPU it returns how many kernels there are; nothing is compiled for tensors on the CPU:
-
     >>> a = torch.ones(2, 8).bfloat16()  # (M, K)
     >>> b = torch.ones(3, 8).bfloat16().t()  # (K, N), from a weight (N, K)
     >>> co.warm_up(co.gemm_bias_relu, a, b, bias=torch.zeros(3).bfloat16())
@@ -647,7 +643,7 @@ def op_of(epilogue: Epilogue | None) -> Op:
     Raises
     ------
     TypeError
-        If it is none.
+        If `epilogue` is not one.
     """
     if epilogue is None:
         return _plain

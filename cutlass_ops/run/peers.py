@@ -1,4 +1,4 @@
-"""The same computation as others would run it: what a kernel has to be faster than."""
+"""The same computation in PyTorch: the peers that kernels are compared with."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Peer = Callable[[Tensor, Tensor, Sequence[Any]], Any]
 
 
 def peers(graph: Graph) -> Mapping[str, Peer]:
-    """Return PyTorch's ways to compute an epilogue, by name: D, or all outputs by name where there are several.
+    """Return PyTorch's ways to compute an epilogue, by name. Each returns D, or a mapping of several outputs.
 
-    ``eager`` is torch.mm with one elementwise kernel for each operation behind it. ``cublaslt`` is cuBLASLt's fused
-    epilogue, for the few that it has. In FP16, what takes values gathered from A is computed in FP32: until its rows
-    are scaled, the product may be beyond FP16's range.
+    ``eager`` is torch.mm and one elementwise kernel for each operation. ``cublaslt`` is cuBLASLt's fused epilogue, for
+    the few that it has. FP16 epilogues with statistics of A are computed in FP32, since the unscaled product may
+    overflow.
     """
     names = [i.name for i in graph.inputs]
 

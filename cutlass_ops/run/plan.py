@@ -1,4 +1,4 @@
-"""How calls of one shape are served: a loaded kernel with its launch arguments, ready to run again and again."""
+"""Plans: a loaded kernel with its launch arguments, or a fallback, ready for all calls of one shape."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class Plan:
     spec : KernelSpec
         The kernel.
     kernel : LoadedKernel
-        The same, loaded.
+        The loaded kernel.
     launch : callable
-        The kernel's own entry.
+        The kernel's entry function.
     raster, swizzle : int
         Order in which tiles are visited, as :attr:`TileOrder.numbers` has it.
     workspace : int
-        Bytes of workspace that a launch needs.
+        Bytes of workspace for a launch.
     outputs : tuple
-        Shape, strides and dtype of each output as the caller sees it, D first, where it is not given. The kernel folds
+        The caller's shape, strides and dtype of each output, D first, to allocate missing outputs. The kernel folds
         leading dimensions.
     """
 
@@ -55,12 +55,12 @@ class Plan:
     outputs: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
 
     def run(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], given: Given) -> tuple[Tensor, ...] | None:
-        """Launch on a warm call's arguments as they are.
+        """Launch on a warm call's unchecked arguments.
 
         Returns
         -------
         tuple of Tensor, or None
-            The outputs; None if the kernel refuses the arguments, so that they have to be looked at.
+            The outputs; None if the kernel refuses the arguments, which then need checking.
         """
         workspace = self._workspace(a) if self.workspace else None
         # With strides given, PyTorch makes a tensor in half of the time.
@@ -85,7 +85,7 @@ class Plan:
         Raises
         ------
         TypeError, ValueError
-            If the kernel refuses an argument; the message says which and why.
+            If the kernel refuses an argument. The message names it and says why.
         """
         checked = call.arguments
         workspace = self._workspace(checked.a) if self.workspace else None
@@ -104,18 +104,18 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class PeerPlan:
-    """Calls of one shape served by PyTorch, since it was faster there and the user allowed it.
+    """Calls of one shape served by PyTorch, which was faster there and which the user allowed.
 
     Attributes
     ----------
     name : str
-        Which of :func:`cutlass_ops.run.peers.peers`.
+        The peer's name in :func:`cutlass_ops.run.peers.peers`.
     peer : callable
-        The same.
+        The peer.
     inputs : tuple
-        Shape, dtype and device of each input of the epilogue that is a tensor; None for a number.
+        Shape, dtype and device of each tensor among the epilogue's inputs; None for a number.
     shape : tuple of int
-        D's shape as the caller sees it.
+        D's shape for the caller.
     """
 
     name: str
@@ -124,9 +124,9 @@ class PeerPlan:
     shape: tuple[int, ...]
 
     def run(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], given: Given) -> tuple[Tensor, ...] | None:
-        """Compute a warm call; None if its inputs are not those that were planned for.
+        """Compute a warm call; None if its inputs differ from the plan's.
 
-        PyTorch would broadcast what a kernel refuses, so that they have to be compared.
+        They are compared because PyTorch would broadcast shapes that a kernel refuses.
         """
         if tuple(map(_described, inputs)) != self.inputs or b.device != a.device:
             return None
@@ -146,23 +146,23 @@ class PeerPlan:
         call.outputs[0].copy_(self._compute(call.arguments.a, call.arguments.b, inputs))
 
     def _compute(self, a: Tensor, b: Tensor, inputs: Sequence[Any]) -> Any:
-        # Operands have the type that the caller gave them, as for a kernel.
+        # Autocast would change the operands' dtypes, unlike for a kernel.
         with torch.autocast(a.device.type, enabled=False):
             return self.peer(a, b, inputs)
 
 
 @dataclass(frozen=True, slots=True)
 class OpsPlan:
-    """Calls of one shape served by other ops, since no one kernel takes such operands.
+    """Calls of one shape served by other ops, since no single kernel takes such operands.
 
     Attributes
     ----------
     compute : callable
-        What computes D from a call's arguments, with `out` and `out_dtype`.
+        Computes D from a call's arguments, with `out` and `out_dtype`.
     operands : tuple
-        Of a, b and each input of the epilogue: what decides whether a kernel takes it.
+        Layout of a, b and each input of the epilogue, which decides whether a kernel takes it.
     out_dtype : torch.dtype
-        D's.
+        D's dtype.
     """
 
     compute: Callable[..., Tensor]
@@ -170,7 +170,7 @@ class OpsPlan:
     out_dtype: torch.dtype
 
     def run(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], given: Given) -> tuple[Tensor, ...] | None:
-        """Compute a warm call; None if its operands are not those that no kernel takes."""
+        """Compute a warm call; None if its operands differ from the plan's, since a kernel may take them."""
         if tuple(map(_laid_out, (a, b, *inputs))) != self.operands:
             return None
         out = None if given is None else given[0]
@@ -192,17 +192,17 @@ def make_ops_plan(
     Parameters
     ----------
     compute : callable
-        What computes D from a call's arguments, with `out` and `out_dtype`.
+        Computes D from a call's arguments, with `out` and `out_dtype`.
     operands : sequence
         The checked call's a, b and inputs.
     out_dtype : torch.dtype
-        D's.
+        D's dtype.
     """
     return OpsPlan(compute, tuple(map(_laid_out, operands)), out_dtype)
 
 
 def can_fall_back(call: Call, peer: str = "eager") -> bool:
-    """Whether :class:`PeerPlan` can serve a call with a peer: no batch, and nothing but D in A's dtype."""
+    """Whether :class:`PeerPlan` can serve a call with a peer: no batch, and D in A's dtype as the only output."""
     arguments = call.arguments
     return (
         peer in peers(call.graph)
@@ -218,9 +218,9 @@ def make_peer_plan(name: str, call: Call) -> PeerPlan:
     Parameters
     ----------
     name : str
-        Which of :func:`cutlass_ops.run.peers.peers`.
+        The peer's name in :func:`cutlass_ops.run.peers.peers`.
     call : Call
-        The call. Its A has two dimensions, and it has one output, of A's dtype.
+        The call. Its A has two dimensions, and D, of A's dtype, is its only output.
     """
     inputs = tuple(map(_described, call.arguments.inputs.values()))
     return PeerPlan(name, peers(call.graph)[name], inputs, (call.problem.m, call.problem.n))
@@ -242,7 +242,7 @@ def make_plan(name: str, spec: KernelSpec, order: TileOrder, call: Call, *, exac
     Parameters
     ----------
     name : str
-        What is called, for profilers.
+        The op's name, for profilers.
     spec : KernelSpec
         The kernel; it is built if nothing has it.
     order : TileOrder
@@ -250,7 +250,7 @@ def make_plan(name: str, spec: KernelSpec, order: TileOrder, call: Call, *, exac
     call : Call
         The call.
     exact : bool
-        Whether new outputs have the kernel's own majors, as where it alone was asked for; else they are contiguous.
+        Whether new outputs have the declared majors, as for an exact kernel; otherwise they are row-major.
     """
     kernel = Registry.current().kernel(spec)
     problem, arguments, graph = call.problem, call.arguments, call.graph
@@ -274,17 +274,17 @@ def make_plan(name: str, spec: KernelSpec, order: TileOrder, call: Call, *, exac
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a new tensor."""
+    """Return the strides of a new contiguous tensor."""
     return tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
 
 
 def _by_columns(shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
-    """Return the strides of a new tensor (..., N) whose columns are contiguous, each with all rows of the batch."""
+    """Return the strides of a new tensor (..., N) whose columns are contiguous across the whole batch."""
     return *_contiguous(shape[:-1]), rows
 
 
 def _in_range(name: str, launch: Callable[..., int]) -> Callable[..., int]:
-    """Have profilers show launches as ranges of a name."""
+    """Show launches in profilers as named ranges."""
 
     def launch_in_range(*arguments: Any) -> int:
         with torch.cuda.nvtx.range(name):
@@ -294,7 +294,7 @@ def _in_range(name: str, launch: Callable[..., int]) -> Callable[..., int]:
 
 
 def _explain(status: int, spec: KernelSpec, arguments: Sequence[Any]) -> Exception:
-    """Put a kernel's refusal into words."""
+    """Return a readable error for a kernel's refusal."""
     position, reason = refusal(status)
     inputs, outputs = spec.epilogue.inputs, spec.epilogue.outputs[1:]
     names = ["a", "b", "out", *(i.name for i in inputs), *map(operands.output_name, outputs)]

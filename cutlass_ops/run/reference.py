@@ -1,7 +1,6 @@
 """Epilogues and fused GEMMs in plain PyTorch: the CPU implementation, and the oracle of the tests.
 
-In FP32 it computes what the kernels compute, up to the order of sums and the last bit of the functions; in FP64 it is
-what both are measured against.
+In FP32 it matches the kernels, up to the order of sums and the last bit of the functions. In FP64 it is the oracle.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
 from cutlass_ops.epilogue.operations import GATHERED, to_fp32
 
-# One entry for each of cutlass_ops.epilogue.operations.GATHERED: a row's terms, whose mean it is.
+# The terms to average over a row, for each entry of cutlass_ops.epilogue.operations.GATHERED.
 _TERMS: dict[str, Callable[[Tensor], Tensor]] = {"mean_of_a": lambda a: a, "mean_square_of_a": torch.square}
 
 
 def _swap_pairs(x: Tensor) -> Tensor:
-    # What every column has alike, a column's neighbour has as well.
+    # A value that is the same in all columns is its own neighbour.
     if x.ndim == 0 or x.shape[-1] == 1:
         return x
     return x.reshape(-1, 2).flip(1).reshape(x.shape)
@@ -76,23 +75,22 @@ def evaluate(
         The accumulator, A @ B, shape (M, N), any float dtype.
     inputs : mapping of str to Tensor or float
         The inputs by name: (N,) for a row, (M,) for a column, (M, N) for a tile, (K, N) for a product, a number or a
-        0-d tensor for a scalar, in any float dtype. A Python number is rounded to FP32 first, as a kernel's launch
-        does.
+        0-d tensor for a scalar, in any float dtype. Python numbers are rounded to FP32, as at a kernel's launch.
     compute_dtype : torch.dtype
         Precision of the arithmetic, ``torch.float32`` as in a kernel or ``torch.float64`` as an oracle.
     a : Tensor, optional
-        A, shape (M, K), any float dtype: needed where the epilogue has a product of it or gathers values of its rows.
+        A, shape (M, K), any float dtype. Required if the epilogue has a product or statistics of A's rows.
 
     Returns
     -------
     dict of str to Tensor
-        The outputs by name, D as ``"d"``, not yet rounded to their dtypes: (M, N), (M,) for a reduction over each
-        row, (N,) for one over each column. A reduction over nothing is 0, or −inf for ``max``.
+        The outputs by name, D as ``"d"``, not rounded to their dtypes: (M, N), (M,) for a reduction over each row,
+        (N,) for one over each column. A reduction over nothing is 0, or −inf for ``max``.
 
     Raises
     ------
     ValueError
-        If an input is missing, unknown, or has the wrong shape, or A is needed and missing.
+        If an input is missing, unknown, or has the wrong shape, or A is missing.
     """
     if acc.ndim != 2:
         raise ValueError(f"acc must have two dimensions (M, N), not shape {tuple(acc.shape)}")
@@ -115,7 +113,7 @@ def evaluate(
         elif node.op == "const" and isinstance(node.attr, float):
             values.append(_number(node.attr, acc.device).to(compute_dtype))
         elif node.op in GATHERED and a is not None:
-            # The mean over nothing is 0, as in a kernel: K is no more than a number to divide by.
+            # The mean over nothing is 0, as in a kernel.
             sums = _TERMS[node.op](a.to(compute_dtype)).sum(1, keepdim=True)
             values.append(sums / max(a.shape[1], 1))
         else:
@@ -142,9 +140,9 @@ def gemm_reference(
     graph, inputs
         As for :func:`evaluate`.
     d_dtype : torch.dtype
-        Element type of D, and of further (M, N) outputs that ``output_dtypes`` does not name.
+        Element type of D, and of other (M, N) outputs that ``output_dtypes`` does not name.
     output_dtypes : mapping of str to torch.dtype, optional
-        Element types of further outputs; by default reductions are FP32.
+        Element types of the other outputs; by default reductions are FP32.
     compute_dtype : torch.dtype
         Precision of the product and of the epilogue.
 
@@ -164,11 +162,11 @@ def gemm_reference(
     unknown = set(given) - {o.name for o in graph.outputs[1:]}
     if unknown:
         raise ValueError(f"output_dtypes names {', '.join(sorted(unknown))}, which the epilogue does not have")
-    # Autocast would take the product, and that of a Product, in 16 bits.
+    # Autocast would compute the products in 16 bits.
     with torch.autocast(a.device.type, enabled=False):
         values = evaluate(graph, a.to(compute_dtype) @ b.to(compute_dtype), inputs, compute_dtype, a=a)
     default = {o.name: torch.float32 if o.reduce else d_dtype for o in graph.outputs}
-    # Always fresh row-major tensors: an output may be a broadcast or an input as it is.
+    # New row-major tensors, since an output may be a broadcast or an input itself.
     return {
         name: torch.empty(value.shape, dtype=(default | given)[name], device=value.device).copy_(value)
         for name, value in values.items()
@@ -204,7 +202,7 @@ def _broadcastable(kind: Kind, value: Tensor | float, device: torch.device) -> T
 
 
 def _number(value: float, device: torch.device) -> Tensor:
-    # Filled on the device: a number that is copied there cannot be part of a CUDA graph.
+    # Fill on the device: a CUDA graph cannot contain a copy from the host.
     return torch.full((), to_fp32(value), dtype=torch.float32, device=device)
 
 
@@ -220,6 +218,6 @@ def _output(output: Output, tile: Tensor) -> Tensor:
         return tile
     dim = 1 if output.kind is Kind.COL else 0
     if output.reduce == "max":
-        # PyTorch refuses the maximum of nothing.
+        # PyTorch has no maximum of nothing.
         return tile.amax(dim) if tile.shape[dim] else tile.new_full((tile.shape[1 - dim],), -torch.inf)
     return (tile if output.reduce == "sum" else tile.square()).sum(dim)

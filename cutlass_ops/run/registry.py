@@ -55,7 +55,7 @@ class Registry(Part):
         return self.kernels((spec,))[0]
 
     def kernels(self, specs: Iterable[KernelSpec]) -> list[LoadedKernel]:
-        """Return the kernels for several specs, compiling those that are missing side by side."""
+        """Return the kernels for several specs, compiling missing ones in parallel."""
         wanted = list(specs)
         missing = [spec for spec in dict.fromkeys(wanted) if spec not in self._entries]
         if missing:
@@ -66,7 +66,7 @@ class Registry(Part):
         return [self._entries[spec].kernel for spec in wanted]
 
     def entries(self) -> tuple[Entry, ...]:
-        """List what is loaded."""
+        """List the loaded kernels."""
         with self._lock:
             return tuple(self._entries.values())
 

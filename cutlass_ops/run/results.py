@@ -1,7 +1,7 @@
-"""The results of an epilogue with several outputs: a tuple whose elements have names as well.
+"""The results of an epilogue with several outputs: a tuple with named elements.
 
-One class serves all epilogues, so that PyTorch can take results apart, save programs that return them, and load
-these in a process that has never seen the epilogue.
+One class serves all epilogues, so that PyTorch can save programs that return it and load them in a process that has
+never seen the epilogue.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.utils import _pytree
 
 
 class Outputs(tuple[Any, ...]):
-    """What a call returns where D is not the only output.
+    """The results of a call with several outputs.
 
     Parameters
     ----------

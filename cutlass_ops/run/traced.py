@@ -1,9 +1,8 @@
-"""Ops as operators of PyTorch's, for whatever looks at operators: torch.compile, torch.export, fake tensors, modes.
+"""Ops as PyTorch operators, for torch.compile, torch.export, fake tensors and modes.
 
-PyTorch's tracer follows a call of an op only as far as this module: a program names the op by a string, and the call
-happens when the program runs. The string holds the whole epilogue, so that a saved program runs in a process that has
-never seen the function. What is found on the way (the op of an epilogue, of a norm and what follows it) is looked up
-while tracing, and is a constant of the graph.
+PyTorch's tracer stops at this module. A program names the op by a string and calls it when the program runs. The string
+holds the whole epilogue, so that a saved program runs in a process that has never seen the function. Ops are looked up
+during tracing and become constants of the graph.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ if TYPE_CHECKING:
 
 
 class Portable(ABC):
-    """What can be called in a program, an op or one kernel. It never changes: copies are the same object.
+    """An op or exact kernel that programs can call. It is immutable, so copies are the same object.
 
-    Pickled, it is the string that stands for it in programs, so that it needs no module of the user's.
+    Its pickle is the string that names it in programs, so that unpickling needs no module of the user.
 
     Attributes
     ----------
     about : str
-        What :func:`register` returned.
+        The result of :func:`register`.
     """
 
     about: str
@@ -49,16 +48,16 @@ class Portable(ABC):
 
     @abstractmethod
     def run_plain(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], out: Any, out_dtype: torch.dtype | None) -> Any:
-        """Run it on tensors with memory of their own, and let no mode see it."""
+        """Run it on tensors with memory of their own, hidden from modes."""
 
     @abstractmethod
     def results_of(
         self, a: Tensor, b: Tensor, inputs: Sequence[Any], out_dtype: torch.dtype | None = None
     ) -> list[Tensor]:
-        """Return outputs of the right shapes, dtypes and device, and compute nothing."""
+        """Return empty outputs of the right shapes, dtypes and device."""
 
     def as_list(self, a: Tensor, b: Tensor, *inputs: Any, **given: Any) -> list[Tensor]:
-        """Run it, and return its outputs as a list."""
+        """Run it and return its outputs as a list."""
         found = self(a, b, *inputs, **given)
         return [found] if isinstance(found, Tensor) else list(found)
 
@@ -82,7 +81,7 @@ _MAKERS: dict[str, Callable[[str, Any], Portable]] = {}
 
 
 def maker(how: str) -> Callable[[Callable[[str, Any], Portable]], Callable[[str, Any], Portable]]:
-    """Have a function make what strings of one kind stand for, from a name and plain values."""
+    """Register a function that makes the objects of one kind of string, from a name and plain values."""
 
     def register_maker(make: Callable[[str, Any], Portable]) -> Callable[[str, Any], Portable]:
         _MAKERS[how] = make
@@ -92,20 +91,20 @@ def maker(how: str) -> Callable[[Callable[[str, Any], Portable]], Callable[[str,
 
 
 def register(name: str, graph: Graph, called: Portable, how: str, plain: Any) -> str:
-    """Make something known to programs; return what they need to know of it, as one string.
+    """Register an object for programs; return the string that describes and names it.
 
     Parameters
     ----------
     name : str
-        For whoever reads a program.
+        Name for readers of a program.
     graph : Graph
         The epilogue.
     called : Portable
-        What is called.
+        The op or kernel.
     how : str
         The :func:`maker` that makes it again in another process.
     plain
-        What that needs, as plain values.
+        The maker's argument, as plain values.
     """
     op = f"{name} {json.dumps({how: plain}, separators=(',', ':'))}"
     _LIVE.setdefault(op, called)
@@ -115,12 +114,12 @@ def register(name: str, graph: Graph, called: Portable, how: str, plain: Any) ->
 
 
 def find(op: str) -> Portable:
-    """Return what a string in a program stands for: what this process has already, else made from the string.
+    """Return the object that a string names: the one of this process, or a new one made from the string.
 
     Raises
     ------
     ConfigError
-        If this version of the library cannot read it.
+        If this version of the library cannot read the string.
     """
     return _LIVE.get(op) or _made(op)
 
@@ -139,7 +138,7 @@ def _made(op: str) -> Portable:
 
 
 def bind(op: str, names: tuple[str, ...], inputs: Sequence[Any], named: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Bring inputs given by position and by name into the epilogue's order.
+    """Return inputs given by position and by name in the epilogue's order.
 
     Raises
     ------
@@ -161,7 +160,7 @@ def bind(op: str, names: tuple[str, ...], inputs: Sequence[Any], named: Mapping[
 
 
 class Traced:
-    """What stands for an op while its caller is traced, and calls it as an operator."""
+    """Stand-in for an op while its caller is traced. It calls the op as an operator."""
 
     def __init__(self, about: str) -> None:
         names, products, scalars, outputs, self.op = about.split(";", 4)
@@ -175,7 +174,7 @@ class Traced:
         self, a: Any, b: Any, *inputs: Any, out: Any = None, out_dtype: torch.dtype | None = None, **named: Any
     ) -> Any:
         """Call the op as an operator."""
-        # While a function is traced, the tracer itself may end at this question where the answer is yes.
+        # During tracing, the tracer itself may stop at this question if the answer is yes.
         if torch.compiler.is_dynamo_compiling() and torch._C._functorch.maybe_current_level() is not None:
             raise NotImplementedError(_NO_TRANSFORM)
         values = bind(self.op.partition(" ")[0], self.names, inputs, named)
@@ -196,7 +195,7 @@ class Traced:
         return results[0] if len(self.outputs) == 1 else Outputs(self.outputs, results)
 
     def _outputs(self, a: Any, b: Any, out: Any, out_dtype: torch.dtype | None) -> list[Any]:
-        """Return all outputs: those that the caller gave, and the others without values."""
+        """Return all outputs: the caller's, and empty tensors for the others."""
         given = out if isinstance(out, Mapping) else {"d": out}
         unknown = [name for name in given if name not in self.outputs]
         if unknown:
@@ -217,22 +216,22 @@ class Traced:
 
 
 def scalar_argument(name: str, value: Any) -> Tensor | float:
-    """Return a scalar as an operator takes it: a tensor, or a number that is a constant of the program.
+    """Convert a scalar for an operator: a tensor, or a number that is a constant of the program.
 
-    A number that a compiled program is to take again and again becomes a tensor; else each value would be a program.
+    A number that varies between calls of a compiled program becomes a tensor. Otherwise each value would recompile it.
 
     Raises
     ------
     TypeError, ValueError
-        If it is no scalar: see :func:`number`.
+        As for :func:`number`.
     """
     if isinstance(value, Tensor):
         return value
     symbolic = isinstance(value, (torch.SymInt, torch.SymFloat))
     if not symbolic and torch.compiler.is_dynamo_compiling() and not isinstance(value, (bool, str)):
         if type(value) not in (int, float):
-            return torch.as_tensor(value)  # what NumPy's scalars are to the tracer
-        # While a function is traced, an argument of it has the type of a number as well.
+            return torch.as_tensor(value)  # the tracer treats NumPy's scalars as arrays
+        # During tracing, a variable argument also has the type of a plain number.
         symbolic = not _symbolic_shapes().has_static_value(value)
     if symbolic:
         return torch.mul(torch.ones((), dtype=torch.float64, device="cpu"), value)
@@ -247,12 +246,12 @@ _LARGEST = int(sys.float_info.max)
 
 
 def number(name: str, value: Any) -> float:
-    """Return a scalar that is no tensor as a float.
+    """Return a scalar that is not a tensor as a float.
 
     Raises
     ------
     TypeError
-        If it is no real number.
+        If it is not a real number.
     ValueError
         If it is beyond the range of a double.
     """
@@ -260,9 +259,9 @@ def number(name: str, value: Any) -> float:
         value = value.item()  # NumPy's
     if isinstance(value, (bool, str, bytes)) or not hasattr(value, "__float__"):
         raise TypeError(f"{name} must be a number or a tensor of one element, not {type(value).__name__}")
-    # float() would raise an error that PyTorch's tracer takes for one of its own.
+    # PyTorch's tracer would mistake float()'s OverflowError for its own.
     if isinstance(value, int) and abs(value) > _LARGEST:
-        raise ValueError(f"{name} is beyond a double's range: pass a number up to 3.4e38, FP32's")
+        raise ValueError(f"{name} is beyond the range of a double: pass a number up to 3.4e38, the range of FP32")
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -277,31 +276,31 @@ _before_dispatch: Callable[[], int] = torch._ops._len_torch_dispatch_stack_pre_d
 
 
 def is_watched() -> bool:
-    """Whether something wants to see this thread's operators: a mode, a tracer, or a transform such as vmap."""
+    """Whether a mode, a tracer, or a transform such as vmap watches this thread's operators."""
     if _dispatch_modes() or _transforms() is not None or _jit_tracer() is not None:
         return True
-    # Tracing before dispatch has modes of its own, and always one for functions besides.
+    # Tracing before dispatch has its own modes, and always a function mode as well.
     return bool(_function_modes()) and _before_dispatch() > 0
 
 
 def is_elsewhere(a: Any, b: Any, inputs: Sequence[Any], out: Any) -> bool:
-    """Whether a call has to go by :func:`detour`: PyTorch watches, or an argument is not what lies in its memory."""
+    """Whether a call must take :func:`detour`: PyTorch watches, or an argument is not just its memory."""
     return is_watched() or any(map(is_special, _arguments(a, b, inputs, out)))
 
 
 def detour(called: Portable, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None) -> Any:
-    """Make a call by way of PyTorch: modes see an operator, and tensors of other classes say what it means for them.
+    """Make a call through PyTorch: modes see an operator, and tensor subclasses override it.
 
     Raises
     ------
     TypeError, NotImplementedError
-        If an argument stands for what no kernel can read; the message says what to pass.
+        If a kernel cannot read an argument. The message says what to pass.
     """
     entry = Traced(called.about)
     values = _arguments(a, b, inputs, out)
     overriding = tuple(filter(_overrides, values))
     if overriding:
-        # What a tensor's class makes of a tuple may lack the names: these come afterwards.
+        # A tensor subclass may rebuild the tuple without names: add them afterwards.
         listed = len(entry.outputs) > 1 and all(isinstance(x, Tensor) for x in overriding)
         run: Callable[..., Any] = called.as_list if listed else called
         given = {name: x for name, x in (("out", out), ("out_dtype", out_dtype)) if x is not None}
@@ -312,19 +311,19 @@ def detour(called: Portable, a: Any, b: Any, inputs: Sequence[Any], out: Any, ou
     for value in out.values() if isinstance(out, Mapping) else (out,):
         _refuse_others("out", value)
         if isinstance(value, Tensor) and torch._is_functional_tensor(value):
-            raise TypeError("out is a functional tensor, which nothing writes to: leave out away, and copy the result")
+            raise TypeError("out is a functional tensor, which cannot be written to: omit `out`, and copy the result")
     if is_watched() or any(map(_needs_operator, values)) or _only_shapes(values):
         return entry(a, b, *inputs, out=out, out_dtype=out_dtype)
     return called.run_plain(a, b, tuple(inputs), out, out_dtype)
 
 
 def goes_by_operator(**tensors: Any) -> bool:
-    """Whether a function of these arguments, other than an op, has to go through its operator: see :func:`detour`.
+    """Whether a function that is not an op must run as an operator for these arguments: see :func:`detour`.
 
     Raises
     ------
     TypeError, NotImplementedError
-        If an argument stands for what no operator can read.
+        If an operator cannot read an argument.
     """
     if torch.compiler.is_dynamo_compiling():
         return True
@@ -342,7 +341,7 @@ def _arguments(a: Any, b: Any, inputs: Sequence[Any], out: Any) -> tuple[Any, ..
 
 
 def is_special(value: Any) -> bool:
-    """Whether an argument is more or less than what lies in its memory."""
+    """Whether an argument is something other than the values in its memory."""
     return _overrides(value) or _needs_operator(value) or _is_meta(value)
 
 
@@ -351,13 +350,13 @@ def _is_meta(value: Any) -> bool:
 
 
 def _only_shapes(values: Sequence[Any]) -> bool:
-    """Whether all tensors are on "meta". Where others are not, a call goes on, and says that devices differ."""
+    """Whether all tensors are on "meta". If only some are, the call's checks report different devices."""
     return all(_is_meta(x) for x in values if isinstance(x, Tensor))
 
 
 def _overrides(value: Any) -> bool:
-    """Whether an argument's class has its own idea of what functions of PyTorch's return; proxies of torch.fx have."""
-    # Where a mode for functions is active, PyTorch says so of every value.
+    """Whether an argument's class overrides PyTorch's functions, as proxies of torch.fx do."""
+    # has_torch_function is true for every value while a function mode is active.
     kind = type(value)
     return (
         kind not in (Tensor, Parameter)
@@ -367,7 +366,7 @@ def _overrides(value: Any) -> bool:
 
 
 def _needs_operator(value: Any) -> bool:
-    """Whether only PyTorch's dispatcher gets at what a tensor stands for."""
+    """Whether only PyTorch's dispatcher can read a tensor."""
     if not isinstance(value, Tensor):
         return False
     others = type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__
@@ -379,7 +378,7 @@ def _refuse_others(name: str, value: Any) -> None:
         return
     if hasattr(type(value), "to_local"):
         raise TypeError(
-            f"{name} is a {type(value).__name__}, whose parts lie on several devices, and a kernel runs on one: pass "
+            f"{name} is a {type(value).__name__}, spread over several devices, and a kernel runs on one: pass "
             f"{name}.to_local()"
         )
     if value.is_nested:
@@ -389,8 +388,8 @@ def _refuse_others(name: str, value: Any) -> None:
 
 
 _NO_TRANSFORM = (
-    "there is no rule for torch.func.grad, jvp or vmap yet: call cutlass_ops outside of the function that is "
-    "transformed. What vmap would do, leading dimensions of a do: they are folded into M"
+    "cutlass_ops does not support torch.func.grad, jvp or vmap: call it outside of the transformed function. Instead "
+    "of vmap, use leading dimensions of a, which are folded into M"
 )
 
 
@@ -400,9 +399,9 @@ _REMEMBERED: dict[str, Callable[..., Portable]] = {}
 
 
 def remembered(make: Callable[..., Made]) -> Callable[..., Made]:
-    """Have a function that makes ops, of epilogues and plain values, remember them, and be a constant of a trace.
+    """Cache a function that makes ops from epilogues and plain values, and make its result a constant of a trace.
 
-    PyTorch's tracer would go through a cache, and make an op at every call.
+    PyTorch's tracer would ignore an ordinary cache and make an op at every call.
     """
     name, cached = f"{make.__module__}.{make.__qualname__}", functools.lru_cache(maxsize=1024)(make)
     _REMEMBERED[name] = cached
@@ -413,7 +412,7 @@ def remembered(make: Callable[..., Made]) -> Callable[..., Made]:
             plain: list[Any] = []
             for x in args:
                 plain += [True, x.token] if isinstance(x, Epilogue) else [False, x]
-            return cast("Made", Traced(_about(name, *plain)))  # for as long as the trace takes
+            return cast("Made", Traced(_about(name, *plain)))  # only during the trace
         return cached(*args)
 
     return made
@@ -424,7 +423,7 @@ def _about(remembered: str, *plain: Any) -> str:
     return _REMEMBERED[remembered](*(Epilogue.by_token(x) if is_token else x for is_token, x in pairs)).about
 
 
-# What the decorator torch._dynamo.assume_constant_result would set; to import it takes a second.
+# Set by hand what torch._dynamo.assume_constant_result sets: importing that takes a second.
 _about._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -434,7 +433,7 @@ _about._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _inputs(
     tensors: Sequence[Tensor] | None, numbers: Sequence[float] | None, places: Sequence[int] | None
 ) -> tuple[Tensor | float, ...]:
-    # AOTInductor's packages hand over None for an empty list.
+    # AOTInductor's packages pass None for an empty list.
     values: list[Tensor | float] = list(tensors or ())
     for number, place in zip(numbers or (), places or (), strict=True):
         values.insert(place, number)
@@ -464,25 +463,25 @@ _LIBRARY = torch.library.Library("cutlass_ops", "DEF")  # type: ignore[no-untype
 
 
 def declare(schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> None:
-    """Make an operator of PyTorch's, for as long as this module is there.
+    """Define a PyTorch operator.
 
     Parameters
     ----------
     schema : str
-        Name, arguments and results, as PyTorch writes them.
+        Name, arguments and results, in PyTorch's notation.
     run : callable
-        Computes it.
+        Computes the results.
     shapes : callable
-        Takes the same arguments, and returns results without data.
+        Takes the same arguments and returns results without data.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    # What register_fake does as well, but for the name of the source line that it reads, which takes 2 ms.
+    # register_fake would do the same, but takes 2 ms to find the name of the source line.
     _LIBRARY.impl(name, shapes, "Meta")  # type: ignore[no-untyped-call]
 
 
-# Inputs that are numbers have their places given, since a list of tensors that may be missing is not for every tracer.
+# Numbers come with their positions, since some tracers do not support lists of optional tensors.
 _ARGUMENTS = "str op, Tensor a, Tensor b, Tensor[] tensors, float[] numbers, int[] places"
 declare(f"fused_gemm({_ARGUMENTS}, ScalarType? out_dtype) -> Tensor[]", _run, _shapes)
 declare(f"fused_gemm_out({_ARGUMENTS}, Tensor(a!)[] out) -> ()", _run_out, lambda *_: None)

@@ -1,8 +1,7 @@
-"""What was called before at the same shapes is served again without a look: a warm call.
+"""Warm calls: calls at shapes seen before reuse a plan without checking arguments in Python.
 
-A warm call is one dictionary look-up, an allocation for each output that is not given, and one foreign call: the kernel
-itself checks every argument against what it was compiled for, and a refusal leads to the slow path, which finds another
-kernel or says what is wrong in words.
+A warm call is one dictionary look-up, an allocation for each missing output, and one foreign call. The kernel itself
+checks every argument. If it refuses, the slow path finds another kernel or raises an error.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ from cutlass_ops.run.call import Call
 from cutlass_ops.run.plan import AnyPlan, Given
 from cutlass_ops.run.results import Outputs
 
-# A warm call asks these: to look each of them up in its module would take as long as the answer.
+# Bound here for warm calls: looking them up in their modules takes as long as calling them.
 _is_traced = torch.compiler.is_dynamo_compiling
 _grad_enabled = torch.is_grad_enabled
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _transforms, _jit_tracer = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 
-# Shapes that an op remembers; a service with every M up to 8192 for a few weights stays well below.
+# Shapes that an op remembers: enough for every M up to 8192 at a few weights.
 _MAX_PLANS = 1 << 16
-# Kernels that calls of one shape may need: other majors, alignments or dtypes of inputs.
+# Plans for one shape: calls may differ in majors, alignments or dtypes of inputs.
 _PLANS_A_SHAPE = 8
 
 _ALL: weakref.WeakSet[Warm] = weakref.WeakSet()
 
 
 class Warm(traced.Portable):
-    """What remembers how calls were served, to serve calls like them again: an op, or one kernel.
+    """Base of ops and exact kernels: remembers how a call was served and serves like calls the same way.
 
     Parameters
     ----------
@@ -51,10 +50,10 @@ class Warm(traced.Portable):
     Attributes
     ----------
     served_warm : int
-        Calls that a remembered plan served. Threads that count at the same time may lose some, and so below.
+        Calls that a remembered plan served. Both counts are approximate if threads call at the same time.
     refused_warm : int
-        Calls at shapes seen before that no remembered plan took, since an alignment, a major or a dtype differs; each
-        of them was looked at anew.
+        Calls at known shapes that no remembered plan took, since an alignment, a major or a dtype differs. Each took
+        the slow path.
     """
 
     def __init__(self, name: str, graph: Graph) -> None:
@@ -80,7 +79,7 @@ class Warm(traced.Portable):
         out_dtype: torch.dtype | None = None,
         **named: Any,
     ) -> Any:
-        """Run it; see its own documentation for shapes and errors."""
+        """Run it. Its own documentation has shapes and errors."""
         if _is_traced():
             return traced.Traced(self.about)(a, b, *inputs, out=out, out_dtype=out_dtype, **named)
         if named or len(inputs) != self._count:
@@ -90,7 +89,7 @@ class Warm(traced.Portable):
                 x if name is None or type(x) is float else operands.scalar(name, x)
                 for name, x in zip(self._scalars, inputs, strict=True)
             )
-        # As traced.is_watched() asks, without the call, which would show.
+        # traced.is_watched(), inlined for speed.
         watched = _dispatch_modes() or _transforms() is not None or _jit_tracer() is not None
         if not watched and not (_function_modes() and traced.is_watched()):
             results = self._run_warm(a, b, inputs, out, out_dtype)
@@ -101,7 +100,7 @@ class Warm(traced.Portable):
         return self._run_cold(a, b, inputs, out, out_dtype)
 
     def run_plain(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], out: Any, out_dtype: torch.dtype | None) -> Any:
-        """Run it on tensors with memory of their own, whatever watches this thread's operators."""
+        """Run it on tensors with memory of their own, even if something watches this thread's operators."""
         if self._has_scalars:
             inputs = tuple(
                 x if name is None else operands.scalar(name, x) for name, x in zip(self._scalars, inputs, strict=True)
@@ -111,10 +110,10 @@ class Warm(traced.Portable):
 
     @abstractmethod
     def _run_cold(self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None) -> Any:
-        """Look at a call, serve it, and remember how."""
+        """Check a call, serve it, and remember how."""
 
     def positional(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Bring inputs given by name into the epilogue's order.
+        """Return inputs given by position and by name in the epilogue's order.
 
         Raises
         ------
@@ -124,13 +123,13 @@ class Warm(traced.Portable):
         return traced.bind(self.name, self.names, inputs, named)
 
     def wrap(self, call: Call) -> Any:
-        """Return a call's results as the caller expects them: D, or a named tuple with D first."""
+        """Return a call's results to the caller: D, or a named tuple with D first."""
         results = call.results()
         return results[0] if len(results) == 1 else Outputs(self.outputs, results)
 
     def _run_warm(self, a: Any, b: Any, inputs: tuple[Any, ...], out: Any, out_dtype: torch.dtype | None) -> Any:
-        """Run a call as one like it ran before; None where there was none, or where arguments must be looked at."""
-        # A function call for each argument would cost as much as the rest.
+        """Run a call by a remembered plan; None if there is none, or if its arguments need checking."""
+        # Inlined: a function call for each argument would cost as much as the rest.
         grad = _grad_enabled()
         for x in (a, b, *inputs):
             kind = type(x)
@@ -153,7 +152,7 @@ class Warm(traced.Portable):
             dtypes = _dtypes(given, out_dtype)
         try:
             plans = self._plans.get((a.shape, b.shape, a.dtype, dtypes, a.get_device()))
-        except (AttributeError, RuntimeError):  # no tensor, or a nested one, which has no shape
+        except (AttributeError, RuntimeError):  # not a tensor, or a nested one, which has no shape
             return None
         if plans is not None:
             for plan in plans:
@@ -165,8 +164,8 @@ class Warm(traced.Portable):
         return None
 
     def _given_by_name(self, out: Any, out_dtype: torch.dtype | None) -> Given:
-        """Return what a mapping gives for each output; None where it must be looked at."""
-        # What else could be said of a mapping costs more than to look.
+        """Return a mapping's tensor for each output; None if it needs checking."""
+        # Other mappings take the slow path: telling them apart costs as much.
         if type(out) is not dict or not out.keys() <= self._output_names:
             return None
         given = tuple(map(out.get, self.outputs))
@@ -178,19 +177,19 @@ class Warm(traced.Portable):
         return given if d is None or out_dtype is None or d.dtype == out_dtype else None
 
     def _remember(self, plan: AnyPlan, call: Call, a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> None:
-        """Have a plan serve further calls like one, which had these operands."""
+        """Remember a plan for calls like this one."""
         if len(self._plans) >= _MAX_PLANS:
             self._plans.clear()
-        # What decides the choice of a kernel, as far as looking at it is cheap; the kernel checks the rest.
+        # The cheap part of what decides the kernel. The kernel checks the rest.
         key = a.shape, b.shape, a.dtype, _dtypes(call.given, out_dtype), a.get_device()
         others = (p for p in self._plans.get(key, ()) if not p.same_as(plan))
         self._plans[key] = (plan, *others)[:_PLANS_A_SHAPE]
 
 
 def _dtypes(given: Sequence[Tensor | None], out_dtype: torch.dtype | None) -> Any:
-    """Return what a call says of its outputs' dtypes: D's, and those of others where any of them is given.
+    """Return the requested dtypes of outputs: D's, and the others' if any is given.
 
-    They decide what is allocated for those that are not.
+    They decide the dtypes of allocated outputs.
     """
     d, *others = given
     of_d = out_dtype if d is None else d.dtype

@@ -1,4 +1,4 @@
-"""From a catalogue to a bundle, and whether a bundle is what it says.
+"""Build catalogues into bundles, and verify bundles.
 
-It imports the rooms below.
+This package imports only lower layers.
 """

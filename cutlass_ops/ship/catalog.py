@@ -1,7 +1,7 @@
-"""The default catalogue: which kernels ship as readable source under ``generated/``, and whether that is up to date.
+"""The default catalogue: kernels whose readable source is kept in ``generated/``.
 
-One kernel stands for each named op, element type and target: it shows what the library writes, and a golden test turns
-every change of a template into a diff that a person reads. What runs for a shape is chosen elsewhere.
+It has one kernel per named op, element type and target. The files show what the library generates, and a golden test
+turns every template change into a readable diff. Dispatch does not use this catalogue.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CONFIGS: tuple[Config, ...] = (
     Sm90Config(threadblock=ThreadblockShape(128, 128, 64), cluster=ClusterShape(2, 1), schedule="pingpong"),
 )
 
-# Every op in BF16; FP16 differs in type names only, which one op shows.
+# Every op in BF16. FP16 differs only in type names, so one op is enough.
 _OPS = (*((op, "bf16") for op in builtin.BY_OP), ("gemm_bias_relu", "f16"))
 
 _FILE = re.compile(r"sm_\w+/\w+\.cu")
@@ -44,7 +44,7 @@ class Entry:
     Attributes
     ----------
     op : str
-        The named op that it serves, or the kernel's own name.
+        Name of the op, or of the kernel.
     spec : KernelSpec
         The declaration.
     """
@@ -54,12 +54,12 @@ class Entry:
 
     @property
     def file(self) -> str:
-        """Path of its source in the catalogue's folder."""
+        """Path of the source, relative to the catalogue's folder."""
         return f"{self.spec.target}/{self.op}_{self.spec.a.dtype}.cu"
 
 
 def default() -> tuple[Entry, ...]:
-    """Return the default catalogue: A and D row-major, B column-major, which is ``torch.nn.Linear``'s layout."""
+    """Return the default catalogue. Layouts are those of ``torch.nn.Linear``: A and D row-major, B column-major."""
     return tuple(
         Entry(op, KernelSpec(a=f"{t}.row", b=f"{t}.col", d=f"{t}.row", epilogue=builtin.BY_OP[op], config=config))
         for config in _CONFIGS
@@ -73,18 +73,18 @@ def files(entries: Sequence[Entry] | None = None) -> dict[str, str]:
     Parameters
     ----------
     entries : sequence of Entry, optional
-        By default those of :func:`default`.
+        The default is :func:`default`.
 
     Returns
     -------
     dict of str to str
-        Text by path in the catalogue's folder, the same bytes every time: the sources, and a manifest that names
-        versions, declarations and SHA-256 of each.
+        File contents by relative path: the sources, and a manifest with versions, declarations and SHA-256 digests. The
+        output is deterministic.
 
     Raises
     ------
     ToolchainError
-        If what makes kernels, ``cutlass_ops[build]``, is not installed.
+        If ``cutlass_ops[build]`` is not installed.
     """
     entries = default() if entries is None else entries
     sources = {entry.file: render.render(entry.spec) for entry in entries}
@@ -110,38 +110,38 @@ def _cutlass_version() -> str:
         return importlib.metadata.version("nvidia-cutlass")
     except importlib.metadata.PackageNotFoundError:
         raise ToolchainError(
-            "sources name the version of the package nvidia-cutlass, and it is not here: "
+            "the package nvidia-cutlass, whose version generated sources name, is not installed: "
             'pip install "cutlass_ops[build]"'
         ) from None
 
 
 def _manifest(head: dict[str, object], kernels: list[dict[str, object]]) -> str:
-    """Write one line for each kernel, so that a diff names the kernels that changed."""
+    """Write one line per kernel, so that a diff shows which kernels changed."""
     lines = [f" {json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
     rows = ",\n".join(f"  {json.dumps(kernel, sort_keys=True)}" for kernel in kernels)
     return "\n".join(["{", *lines, ' "kernels": [', rows, " ]", "}", ""])
 
 
 def stale(folder: Path, entries: Sequence[Entry] | None = None) -> list[str]:
-    """Return the paths that :func:`write` would write or remove in a folder, sorted."""
+    """Return the sorted paths that :func:`write` would write or remove in a folder."""
     wanted = files(entries)
     return sorted(_differing(folder, wanted) | _abandoned(folder, wanted))
 
 
 def write(folder: Path, entries: Sequence[Entry] | None = None) -> list[str]:
-    """Bring a folder up to date with a catalogue; a run that is stopped leaves whole files, and the next one goes on.
+    """Bring a folder up to date with a catalogue. Each file is written atomically, and an interrupted run can resume.
 
     Parameters
     ----------
     folder : Path
-        Made if it is not there. Files that no manifest of a catalogue names are left alone.
+        Created if missing. Files that are not in the folder's manifest are left alone.
     entries : sequence of Entry, optional
-        By default those of :func:`default`.
+        The default is :func:`default`.
 
     Returns
     -------
     list of str
-        What was written or removed, sorted.
+        Sorted paths of the files that were written or removed.
 
     Raises
     ------
@@ -156,7 +156,7 @@ def write(folder: Path, entries: Sequence[Entry] | None = None) -> list[str]:
         _replace(folder / name, wanted[name].encode())
     for name in abandoned:
         (folder / name).unlink()
-    # Last: until then, the old one names what there is to remove.
+    # Write the manifest last: until then, the old one names the files to remove.
     if MANIFEST in changed:
         _replace(folder / MANIFEST, wanted[MANIFEST].encode())
     return sorted(changed | abandoned)
@@ -172,13 +172,13 @@ def _differing(folder: Path, wanted: dict[str, str]) -> set[str]:
 
 
 def _abandoned(folder: Path, wanted: dict[str, str]) -> set[str]:
-    """Return the files that the folder's manifest names and the catalogue no longer has."""
+    """Return files that are in the folder's manifest but no longer in the catalogue."""
     try:
         manifest = checked_json.parsed(_read(folder / MANIFEST) or b"{}", MANIFEST, _MAX_MANIFEST)
         named = {str(kernel["file"]) for kernel in manifest["kernels"]}
     except (ConfigError, KeyError, TypeError):
         return set()
-    # The manifest may be anybody's: only names like the catalogue's own count.
+    # The manifest is not trusted: accept only names of the catalogue's form.
     unwanted = named - wanted.keys()
     return {name for name in unwanted if _FILE.fullmatch(name) and (folder / name).is_file()}
 

@@ -1,4 +1,4 @@
-"""From a catalogue to a bundle: every kernel built, packed with its source, the choices and the tuning tables."""
+"""Build a catalogue's kernels, and pack them into a bundle with their sources, choices and tuning tables."""
 
 from __future__ import annotations
 
@@ -36,30 +36,30 @@ class Packed:
     Attributes
     ----------
     manifest : Manifest
-        What it says of itself.
+        The manifest.
     files : mapping of str to bytes
-        Kernels, sources and tables.
+        Kernels, sources and tables by name.
     """
 
     manifest: Manifest
     files: Mapping[str, bytes]
 
     def write(self, path: Path, *, private_key: Path | None = None, folder: bool = False) -> Bundle:
-        """Write the bundle, and open what was written.
+        """Write the bundle, then open it.
 
         Parameters
         ----------
         path : Path
-            Where to; an archive there is replaced, a folder is not.
+            Output path. An existing archive is replaced; an existing folder is an error.
         private_key : Path, optional
             PEM file of an Ed25519 key to sign the manifest with.
         folder : bool
-            Whether to write a folder, and not an archive.
+            Whether to write a folder instead of an archive.
 
         Raises
         ------
         ValueError
-            If the folder is there already, or the key cannot be used.
+            If the folder already exists, or the key cannot be used.
         BundleError, OSError
             If it cannot be written.
         """
@@ -75,21 +75,21 @@ def pack(
     toolchain: Toolchain | None = None,
     executor: Executor | None = None,
 ) -> Packed:
-    """Build everything in a catalogue, no GPU needed, and pack it.
+    """Build and pack everything in a catalogue. No GPU is needed.
 
     Parameters
     ----------
     catalogue : Catalogue
-        What to ship.
+        The catalogue.
     jobs, store, toolchain, executor
         As for :func:`cutlass_ops.compilation.builder.build_many`.
 
     Raises
     ------
     ConfigError
-        If no kernel serves an entry of the catalogue.
+        If no kernel supports an entry of the catalogue.
     BundleError
-        If stored kernels of several toolchains would be mixed.
+        If the kernels come from several toolchains.
     CompileError, ToolchainError, StoreError, MissingKernelError
         If a kernel cannot be built.
     """
@@ -107,18 +107,18 @@ def pack(
 
 
 def write_wheel(bundle: Path, folder: Path, name: str, version: str | None = None) -> Path:
-    """Pack a bundle into a wheel; where it is installed, the bundle is found without further ado.
+    """Pack a bundle into a wheel. Once the wheel is installed, the library finds the bundle by itself.
 
     Parameters
     ----------
     bundle : Path
-        An archive.
+        The archive.
     folder : Path
-        Where the wheel is written to.
+        Output folder.
     name : str
-        Of the distribution, such as ``"my-kernels"``.
+        Name of the distribution, such as ``"my-kernels"``.
     version : str, optional
-        By default this library's, with the beginning of the bundle's SHA-256.
+        The default is this library's version plus the first 12 digits of the bundle's SHA-256.
 
     Returns
     -------
@@ -128,7 +128,7 @@ def write_wheel(bundle: Path, folder: Path, name: str, version: str | None = Non
     Raises
     ------
     ValueError
-        If name or version are none that packages can have.
+        If the name or the version is not valid for a package.
     OSError
         If it cannot be written.
     """
@@ -152,7 +152,7 @@ def write_wheel(bundle: Path, folder: Path, name: str, version: str | None = Non
 
 
 def wheel_path(folder: Path, name: str, version: str) -> Path:
-    """Return where :func:`write_wheel` writes a wheel of this name and version.
+    """Return the path of the wheel that :func:`write_wheel` writes.
 
     Raises
     ------
@@ -168,17 +168,17 @@ def _stem(name: str) -> str:
 
 
 def require_wheel(name: str, version: str | None) -> None:
-    """Refuse a name or a version that no package can have.
+    """Check the name and the version of a package.
 
     Raises
     ------
     ValueError
-        With the reason.
+        If one is not valid.
     """
     if not _NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is not a name for a package: use letters, digits, '-', '_' and '.'")
+        raise ValueError(f"{name!r} is not a valid package name: use letters, digits, '-', '_' and '.'")
     if version is not None and not _VERSION.fullmatch(version):
-        raise ValueError(f"{version!r} is not a version of a package: use one such as 1.2 or 1.2.post1")
+        raise ValueError(f"{version!r} is not a valid package version: use a version such as 1.2 or 1.2.post1")
 
 
 def _record(files: Mapping[str, bytes], own: str) -> bytes:

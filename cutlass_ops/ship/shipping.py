@@ -1,4 +1,4 @@
-"""What to ship: a catalogue, declared in TOML or in Python, and the kernels, choices and tables that it means."""
+"""Catalogues, declared in TOML or Python, and the kernels, choices and tables that they select."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ else:
 FORMAT = 1
 
 _DTYPES = ("bf16", "f16", "f32")
-# Elements of a matrix: more than any memory holds, and few enough to count bytes in 64 bits.
+# Maximum elements of a matrix: more than any memory holds, and few enough to count bytes in 64 bits.
 _MOST = 1 << 48
 _MAX_SPEC = 1 << 20  # bytes
-_MAX_PATH = 4096  # characters, as Linux has it
-# Rows of A where a weight is given alone: any that TMA can address.
+_MAX_PATH = 4096  # characters, Linux's limit
+# M for entries that give only a weight: any value with TMA's alignment.
 _ALIGNED = 1024
 
 
@@ -60,22 +60,21 @@ class Kernels:
     ----------
     ops : tuple of str or Epilogue
         Named ops such as ``"gemm_bias_relu"`` or ``cutlass_ops.gemm_bias_relu``, epilogues, ``cutlass_ops.gemm`` for
-        D = A @ B, or import paths ``"MODULE:NAME"`` of such.
+        D = A @ B, or import paths ``"MODULE:NAME"`` of these.
     archs : tuple of str
-        Targets that stand for devices: sm_80, sm_86, sm_89, sm_90a. On sm_90a, operands that TMA cannot address get
-        kernels for sm_90.
+        Targets: sm_80, sm_86, sm_89, sm_90a. On sm_90a, operands that TMA cannot address get kernels for sm_90.
     dtypes : tuple of str
-        Of A and B.
+        Dtypes of A and B.
     layouts : tuple of str
-        Majors of A and B, ``"row,col"`` for a weight (N, K) passed as ``weight.t()``.
+        Majors of A and B: ``"row,col"`` for a weight (N, K) passed as ``weight.t()``.
     out_dtypes : tuple of str
-        Of D; by default that of A.
+        Dtypes of D. The default is the dtype of A.
     input_dtypes : tuple of (str, str)
-        Dtypes of the epilogue's inputs by name, where they are not that of A, such as ``("mean_square", "f32")``.
+        Names and dtypes of epilogue inputs whose dtype differs from A's, such as ``("mean_square", "f32")``.
     shapes : tuple of str
-        Problems ``"MxNxK"``; extents may be lists, as in ``"1,16x4096x4096"``. Their alignments follow from them.
+        Problems ``"MxNxK"``. Extents may be lists, as in ``"1,16x4096x4096"``. They determine the alignments.
     weights : tuple of str
-        B's extents ``"NxK"``, for every number of rows.
+        Shapes ``"NxK"`` of B, for every M.
     """
 
     ops: tuple[str | HasGraph, ...]
@@ -89,17 +88,17 @@ class Kernels:
 
     def __post_init__(self) -> None:
         for name in ("archs", "dtypes", "layouts", "out_dtypes", "shapes", "weights"):
-            _require_tuple(getattr(self, name), name, str, "texts")
+            _require_tuple(getattr(self, name), name, str, "strings")
         _require_tuple(self.ops, "ops", object, "names and epilogues")
-        _require_tuple(self.input_dtypes, "input_dtypes", tuple, "pairs of texts")
+        _require_tuple(self.input_dtypes, "input_dtypes", tuple, "pairs of strings")
         for pair in self.input_dtypes:
             if len(pair) != 2:
-                raise ConfigError(f"input_dtypes has {checked_json.shown(pair)}: pairs of name and dtype are needed")
+                raise ConfigError(f"input_dtypes must have pairs of name and dtype, not {checked_json.shown(pair)}")
         for name in ("ops", "archs", "dtypes", "layouts"):
             if not getattr(self, name):
                 raise ConfigError(f"{name} is empty: at least one is needed")
         if not self.shapes and not self.weights:
-            raise ConfigError("neither shapes nor weights are given: say for which problems kernels are needed")
+            raise ConfigError("neither shapes nor weights are given: give the problems that need kernels")
         _require_known(self.archs, "archs", BY_TARGET)
         _require_dtypes(self.dtypes, "dtypes", ("bf16", "f16"))
         _require_dtypes(self.out_dtypes, "out_dtypes", _DTYPES)
@@ -121,16 +120,16 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Tuned:
-    """Kernels that a tuning table names, and the table.
+    """A tuning table and its kernels.
 
     Attributes
     ----------
     table : Table
-        From ``cutlass-ops tune --folder``.
+        Table from ``cutlass-ops tune --folder``.
     arch : str
-        Target that stands for the device it was measured on.
+        Target of the device that it was measured on.
     kernels : int
-        How many of its kernels, the most useful first.
+        Number of kernels to ship, the most useful first.
     """
 
     table: Table
@@ -139,10 +138,10 @@ class Tuned:
 
     def __post_init__(self) -> None:
         if not isinstance(self.table, Table):
-            raise ConfigError(f"table is {self.table!r}: load one with cutlass_ops.choose.tables.load")
+            raise ConfigError(f"table must be a Table, not {self.table!r}: use cutlass_ops.choose.tables.load")
         _require_known((self.arch,), "arch", BY_TARGET)
         if type(self.kernels) is not int or self.kernels < 1:
-            raise ConfigError(f"kernels is {checked_json.shown(self.kernels)}: a positive integer is needed")
+            raise ConfigError(f"kernels must be a positive integer, not {checked_json.shown(self.kernels)}")
 
 
 @dataclass(frozen=True)
@@ -152,18 +151,18 @@ class Catalogue:
     Attributes
     ----------
     kernels : tuple of Kernels
-        By ops and problems.
+        Kernels by op and problem.
     tuned : tuple of Tuned
-        By tuning tables.
+        Kernels by tuning table.
     specs : tuple of KernelSpec
-        Exact declarations.
+        Kernels by exact declaration.
     version : int, optional
-        Of the bundle, such as 3 or 20261126: what loads bundles may ask for a version that it must have at least.
+        Version of the bundle, such as 3 or 20261126. Programs that load bundles may require a minimum version.
 
     Raises
     ------
     ConfigError
-        If it is empty, or a declaration is illegal.
+        If the catalogue is empty, or a declaration is illegal.
     """
 
     kernels: tuple[Kernels, ...] = ()
@@ -185,16 +184,16 @@ class Catalogue:
 
 @dataclass
 class Shipment:
-    """What a catalogue means.
+    """The contents that a catalogue selects.
 
     Attributes
     ----------
     specs : dict of KernelSpec to None
-        All kernels, in the order in which the catalogue needs them first.
+        All kernels, in the order of their first use in the catalogue.
     choices : dict of OpSignature to tuple of Choice
-        Which of them serve which problems.
+        Which kernel runs which problem.
     tables : tuple of Table
-        What travels along.
+        Tuning tables to include.
     """
 
     specs: dict[KernelSpec, None] = field(default_factory=dict)
@@ -203,17 +202,17 @@ class Shipment:
 
 
 def default() -> Catalogue:
-    """Return the default catalogue: one kernel for each named op, element type and target, as in ``generated/``."""
+    """Return the default catalogue: one kernel per named op, element type and target, as in ``generated/``."""
     return Catalogue(specs=tuple(entry.spec for entry in catalog.default()))
 
 
 def shipment(catalogue: Catalogue) -> Shipment:
-    """Return the kernels that a catalogue means, and which of them serves what; nothing is compiled.
+    """Return a catalogue's kernels and choices. Nothing is compiled.
 
     Raises
     ------
     ConfigError
-        If no kernel serves an entry of it.
+        If no kernel supports an entry.
     """
     found = Shipment(dict.fromkeys(catalogue.specs), tables=tuple(t.table for t in catalogue.tuned))
     needs: dict[tuple[OpSignature, Device], _Need] = {}
@@ -235,7 +234,7 @@ def shipment(catalogue: Catalogue) -> Shipment:
 
 
 class _Need:
-    """What a catalogue needs for one signature on one kind of device."""
+    """A catalogue's kernels and choices for one signature on one device."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -261,7 +260,7 @@ class _Need:
             self._rows.setdefault((n, k), set()).add(m)
 
     def choices(self) -> Iterator[Choice]:
-        """Yield what is chosen for each weight among the kernels that are shipped."""
+        """Yield the choices for each weight among the shipped kernels."""
         before = self._policy
         policy = Policy.of(before.tables, before.signature, before.device, self.configs)
         for (n, k), rows in self._rows.items():
@@ -269,8 +268,8 @@ class _Need:
             # More rows than any kernel can be launched with are no choice of the bundle's.
             found = [(m, candidate.ordered) for m, candidate in best if candidate is not None]
             if not found:
-                policy.choose(Problem(min(rows), n, k))  # says why, in its error
-            # Of numbers of rows that follow each other and get the same, the last one stands for all.
+                policy.choose(Problem(min(rows), n, k))  # raises an error with the reason
+            # If consecutive values of M get the same configuration, keep only the last.
             last = [row for row, after in itertools.pairwise(found) if row[1] != after[1]]
             yield Choice(policy.device.capability, n, k, (*last, found[-1]))
 
@@ -282,7 +281,7 @@ def _policy(table: Table, device: Device) -> Policy:
 
 
 def _calls(kernels: Kernels, op: str | HasGraph) -> Iterator[tuple[OpSignature, Device, Problem, bool]]:
-    """Yield signature, device and problem of an op's calls that an entry means, and whether for any number of rows."""
+    """Yield (signature, device, problem, whether for every M) of an entry's calls of an op."""
     problems = [(p, False) for text in kernels.shapes for p in problems_of(text)]
     problems += [(Problem(_ALIGNED, n, k), True) for text in kernels.weights for n, k in weights_of(text, _ALIGNED)]
     inputs = {**(INPUT_DTYPES.get(op, {}) if isinstance(op, str) else {}), **dict(kernels.input_dtypes)}
@@ -311,12 +310,12 @@ def load(name: str) -> Catalogue:
     ----------
     name : str
         A TOML file, a Python file that defines ``catalogue``, or an import path ``MODULE:NAME`` of a
-        :class:`Catalogue`. Import paths and files within a file are looked for in its folder first.
+        :class:`Catalogue`. Import paths and files named in a file are searched in the file's folder first.
 
     Raises
     ------
     ConfigError
-        If it is none; the message says where and why.
+        If it is not a valid catalogue. The message says where and why.
     OSError
         If the file cannot be read.
     """
@@ -324,14 +323,14 @@ def load(name: str) -> Catalogue:
     if path.suffix == ".toml":
         return _from_toml(path.absolute())
     if path.suffix == ".py":
-        path.open("rb").close()  # that it cannot be read is no error in it
+        path.open("rb").close()  # an unreadable file is an OSError, not a ConfigError
         with _importing_from(path.absolute().parent), _foreign(name):
             found = runpy.run_path(name).get("catalogue")
     else:
         with _importing_from(Path.cwd()):
             found = import_object(name, "a TOML file, a Python file, or MODULE:NAME of a catalogue")
     if not isinstance(found, Catalogue):
-        raise ConfigError(f"{name} is not a cutlass_ops.ship.shipping.Catalogue: it is {type(found).__name__}")
+        raise ConfigError(f"{name} must be a cutlass_ops.ship.shipping.Catalogue, not {type(found).__name__}")
     return found
 
 
@@ -349,7 +348,7 @@ def _parsed(text: bytes) -> dict[str, Any]:
         return dict(tomllib.loads(text.decode()))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
         raise ConfigError(str(exc)) from None
-    except (ValueError, RecursionError):  # thousands of digits, or of brackets
+    except (ValueError, RecursionError):  # thousands of digits or brackets
         raise ConfigError("it has a number that is too long, or is nested too deeply") from None
 
 
@@ -368,7 +367,7 @@ def _catalogue(data: Mapping[str, Any], folder: Path) -> Catalogue:
 def _each(data: Mapping[str, Any], name: str, read: Callable[[Mapping[str, Any]], Any]) -> Iterator[Any]:
     entries = data.get(name, [])
     if not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
-        raise ConfigError(f"{name} are tables of their own: write [[{name}]] before each")
+        raise ConfigError(f"{name} must be an array of tables: write [[{name}]] before each")
     for number, entry in enumerate(entries, 1):
         with _said_of(f"[[{name}]] number {number}"):
             yield read(entry)
@@ -388,7 +387,7 @@ def _kernels(entry: Mapping[str, Any]) -> Kernels:
     lists = {name: tuple(_texts(value, name)) for name, value in entry.items() if name != "input_dtypes"}
     inputs = entry.get("input_dtypes", {})
     if not isinstance(inputs, dict) or not all(isinstance(dtype, str) for dtype in inputs.values()):
-        raise ConfigError(f'input_dtypes is {checked_json.shown(inputs)}: write {{ NAME = "f32" }}')
+        raise ConfigError(f'input_dtypes must be a table such as {{ NAME = "f32" }}, not {checked_json.shown(inputs)}')
     return Kernels(**lists, input_dtypes=tuple(inputs.items()))
 
 
@@ -412,9 +411,9 @@ def read_spec(path: Path) -> KernelSpec:
     Raises
     ------
     ConfigError
-        If it is none; the message names the file.
+        If it is not a valid declaration. The message names the file.
     OSError
-        If it cannot be read.
+        If the file cannot be read.
     """
     try:
         with path.open("rb") as file:
@@ -424,12 +423,12 @@ def read_spec(path: Path) -> KernelSpec:
 
 
 def graph_named(name: str, dtype: str = "bf16") -> HasGraph:
-    """Return a named op's epilogue for a dtype of A and B, or what an import path names.
+    """Return the epilogue of a named op for a dtype of A and B, or the epilogue at an import path.
 
     Raises
     ------
     ConfigError
-        If there is no such op, or the path leads to no epilogue.
+        If there is no such op or epilogue.
     """
     known = epilogue_of(name, dtype)
     if known is not None:
@@ -447,23 +446,23 @@ def _epilogue(found: object, name: object) -> HasGraph:
 
 
 def import_object(name: str, instead: str) -> object:
-    """Return what an import path ``MODULE:NAME`` names.
+    """Return the object at an import path ``MODULE:NAME``.
 
     Raises
     ------
     ConfigError
-        If it names nothing; ``instead`` says what else could stand there.
+        If it cannot be imported. ``instead`` describes the valid values.
     """
     module, colon, attribute = name.partition(":")
     if not colon:
-        raise ConfigError(f"{name!r} is not known here: use {instead}")
+        raise ConfigError(f"unknown name {name!r}: use {instead}")
     with _foreign(name):
         return cast(object, getattr(importlib.import_module(module), attribute))
 
 
 @contextmanager
 def _foreign(name: str) -> Iterator[None]:
-    """Have whatever a user's own module raises, which may be anything, end in one message with its place."""
+    """Turn any exception from a user's module into a ConfigError with its location."""
     try:
         yield
     except (CutlassOpsError, ImportError, AttributeError) as exc:
@@ -501,13 +500,13 @@ def _require_fields(
 
 def _texts(value: object, name: str) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
-        raise ConfigError(f'{name} is {checked_json.shown(value)}: a list of texts is needed, such as ["..."]')
+        raise ConfigError(f'{name} must be a list of strings such as ["..."], not {checked_json.shown(value)}')
     return value
 
 
 def _require_tuple(values: object, name: str, kind: type, words: str) -> None:
     if not isinstance(values, tuple) or not all(isinstance(v, kind) for v in values):
-        raise ConfigError(f"{name} is {checked_json.shown(values)}: a tuple of {words} is needed")
+        raise ConfigError(f"{name} must be a tuple of {words}, not {checked_json.shown(values)}")
 
 
 def _require_dtypes(values: Iterable[str], name: str, known: Iterable[str]) -> None:

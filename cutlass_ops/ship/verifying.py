@@ -1,4 +1,4 @@
-"""Whether a bundle is what it says: every hash, key, target, symbol, instruction, and the signature."""
+"""Verify a bundle: every hash, key, target, symbol and instruction, and the signature."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ _PREFIX = "__tvm_ffi_"
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found out about a bundle.
+    """Result of verifying a bundle.
 
     Attributes
     ----------
     path : str
-        The bundle.
+        Path of the bundle.
     kernels, tables : int
-        How many were checked.
+        Number of kernels and tables that were checked.
     targets : tuple of str
-        Machines that they are for.
+        Targets of the kernels.
     signed : bool
-        Whether the manifest was signed with a key that was given; False if none was given.
+        Whether one of the given keys verified the signature; False if no key was given.
     problems : tuple of str
-        What is wrong, each with the file's name. The bundle is good if there are none.
+        Problems, each with the file's name. The bundle is good if there are none.
     signed_by : str or None
-        The file of the key that signed it.
+        File of the key that verified the signature.
     version : int or None
-        Its version, if its catalogue gave it one.
+        The bundle's version, if set in its catalogue.
     """
 
     path: str
@@ -59,21 +59,21 @@ class Verdict:
 def verify(
     path: str | os.PathLike[str], public_key: PublicKeys | None = None, *, minimum_version: int | None = None
 ) -> Verdict:
-    """Check all of a bundle; nothing in it is run or loaded.
+    """Check everything in a bundle without loading or running any of it.
 
     Parameters
     ----------
     path : path
         The archive or the folder.
     public_key : path or iterable of path, optional
-        PEM files of Ed25519 keys, of which one must have signed it.
+        PEM files of Ed25519 keys. One of them must have signed the bundle.
     minimum_version : int, optional
-        The version that it must have at least.
+        Minimum version of the bundle.
 
     Raises
     ------
     TypeError, ValueError, OSError
-        If a public key cannot be read, or the minimum version is none.
+        If a public key cannot be read, or the minimum version is not valid.
     """
     try:
         bundle = open_bundle(path, public_key, minimum_version=minimum_version)
@@ -117,7 +117,7 @@ def _check_library(bundle: Bundle, record: KernelRecord) -> None:
     data = bundle.kernel(record).read_library()
     found = proof.proved(data, "it", record.spec)
     if found != record.opcodes:
-        raise BundleError("its machine code does not hold the instructions that the manifest counts")
+        raise BundleError("the instruction counts of its machine code do not match the manifest")
     try:
         _require_targets(data, record.spec.target)
         _require_exports(data)
@@ -131,7 +131,7 @@ def _require_targets(data: bytes, target: str) -> None:
     major, minor = arch.target(target).capability
     if found != {10 * major + minor}:
         names = ", ".join(f"sm_{version}" for version in sorted(found))
-        raise BundleError(f"its machine code is for {names or 'no GPU'}, and the manifest says {target}")
+        raise BundleError(f"its machine code is for {names or 'no GPU'}, but the manifest says {target}")
 
 
 def _require_exports(data: bytes) -> None:

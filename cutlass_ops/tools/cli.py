@@ -1,10 +1,10 @@
 """The command line: ``python -m cutlass_ops``, or ``cutlass-ops``.
 
-Exit codes: 0 done, 1 an error or a negative answer, 2 wrong usage, 3 a kernel cannot be compiled, 4 a compiler, a GPU,
-a store or a kernel that is needed is not there or not usable, 5 a bundle is not what it should be, 130 interrupted.
+Exit codes: 0 success, 1 an error or a negative answer, 2 wrong usage, 3 a kernel does not compile, 4 a compiler, GPU,
+store or kernel is missing or unusable, 5 a bundle is invalid, 130 interrupted.
 
-Here is what can be typed. What is then done is in ``commands.py``, which is imported once a command begins: PyTorch
-takes a second to import, and help and version need none of it.
+This module parses arguments. ``commands.py`` does the work and is imported only when a command runs, because importing
+PyTorch takes a second and help and version do not need it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    # Plain text: the same in a terminal, in a pipe and in a log, and nothing more to import.
+    # Plain text: the same in a terminal, a pipe and a log, and rich need not be imported.
     rich_markup_mode=None,
 )
 
@@ -59,13 +59,13 @@ _INTERRUPTED = 130
 
 def main() -> None:
     """Run the command line; errors become one message and an exit code."""
-    # To be told to end is the same as to be interrupted: compilers are ended, and nothing is left half-written.
+    # SIGTERM acts like an interrupt, so that compilers are stopped and nothing is left half-written.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):
-        # Compilers and paths say what a locale cannot.
+        # Output of compilers and paths may have characters that the locale lacks.
         if isinstance(stream, io.TextIOWrapper):
             ascii_only = codecs.lookup(stream.encoding).name == "ascii"
-            # Typer writes UTF-8 there too, but a question mark for each byte that is no text.
+            # Typer writes UTF-8 there too, but replaces each undecodable byte by a question mark.
             stream.reconfigure(encoding="utf-8" if ascii_only else None, errors="backslashreplace")
     try:
         app()
@@ -80,12 +80,12 @@ def main() -> None:
         if exc.code == _INTERRUPTED:
             _end_interrupted()
         if exc.code == _WRONG_USAGE:
-            # Typer has said on standard error what is wrong, and keeps it in the exception that it ended with.
+            # Typer has printed the message on standard error, and keeps it in the exception.
             said = getattr(exc.__context__, "format_message", lambda: "see standard error")
             _say_error("UsageError", said())
         raise
     except Exception as exc:
-        # A mistake in this library: what calls it by machine gets its answer, and a person the traceback.
+        # A defect of this library: print JSON for programs, and the traceback for people.
         _say_error(type(exc).__name__, str(exc))
         raise
 
@@ -98,13 +98,13 @@ def _message(exc: Exception) -> str:
 
 def _say_error(kind: str, message: str) -> None:
     if "--json" in sys.argv:
-        # If it is standard output that failed, nobody reads this either.
+        # Standard output itself may have failed.
         with contextlib.suppress(OSError):
             typer.echo(json.dumps({"error": {"kind": kind, "message": message}}))
 
 
 def _end_interrupted() -> NoReturn:
-    message = "finished kernels stay in the store, and nothing is half-written"
+    message = "finished kernels stay in the store; nothing is left half-written"
     typer.echo(f"interrupted: {message}", err=True)
     _say_error("KeyboardInterrupt", message)
     sys.exit(_INTERRUPTED)
@@ -114,7 +114,7 @@ def _end_interrupted() -> NoReturn:
 
 
 def _readable(read: Callable[[Any], object]) -> Callable[[Any], Any]:
-    """Return a check for an argument's value: what `read` refuses is wrong usage."""
+    """Return a check that reports a value that `read` refuses as wrong usage."""
 
     def check(value: Any) -> Any:
         try:
@@ -133,7 +133,7 @@ def _dtypes(texts: list[str]) -> list[str]:
 
 def _require_time(seconds: float) -> None:
     if not seconds > 0:
-        raise ValueError(f"{seconds} is not a time: give a positive number of seconds")
+        raise ValueError(f"{seconds} is not a time: pass a positive number of seconds")
 
 
 def _require_wheel(name: str) -> None:
@@ -182,27 +182,27 @@ Where = Annotated[
         "--executor",
         metavar="EXECUTOR",
         callback=_readable(executors.require_named),
-        help=f"What compiles: {executors.FORMS}. Default: this process.",
+        help=f"Where to compile: {executors.FORMS}. Default: this process.",
     ),
 ]
 PublicKeyFiles = Annotated[
     list[Path] | None,
     typer.Option(
         "--key",
-        help=f"PEM file of an Ed25519 public key; one of several must have signed. Default: {env.BUNDLE_KEY.name}.",
+        help=f"PEM file of an Ed25519 public key. If repeated, one must have signed. Default: {env.BUNDLE_KEY.name}.",
     ),
 ]
 MinimumVersion = Annotated[
     int | None,
-    typer.Option(help=f"Refuse a bundle of a lower version, or none. Default: {env.BUNDLE_VERSION.name}."),
+    typer.Option(help=f"Refuse a bundle with a lower version or without one. Default: {env.BUNDLE_VERSION.name}."),
 ]
-FromBundle = Annotated[Path | None, typer.Option("--bundle", help="Look in this bundle, and not in the store.")]
+FromBundle = Annotated[Path | None, typer.Option("--bundle", help="Use this bundle instead of the store.")]
 OpName = Annotated[
     str,
     typer.Argument(
         metavar="OP",
         callback=_readable(spelling.op_of),
-        help=f"{', '.join(spelling.OPS)}, or MODULE:NAME of an epilogue of your own.",
+        help=f"{', '.join(spelling.OPS)}, or MODULE:NAME of your own epilogue.",
     ),
 ]
 Problems = Annotated[
@@ -218,7 +218,7 @@ MajorOf = Annotated[
     typer.Option(
         metavar="MAJOR",
         callback=_readable(spelling.major_of),
-        help="row or col. A weight (N, K) that is passed as weight.t() is col.",
+        help="row or col. A weight (N, K) passed as weight.t() is col.",
     ),
 ]
 
@@ -228,7 +228,7 @@ MajorOf = Annotated[
 
 @app.command()
 def doctor(as_json: Json = False) -> None:
-    """Say which compiler, CUTLASS, GPU and store are used and why.
+    """Show which compiler, CUTLASS, GPU and store are used, and why.
 
     Exit code 0 if a kernel can be compiled or run.
     """
@@ -246,7 +246,7 @@ def generate(
 ) -> None:
     """Render a catalogue as C++ files and a manifest."""
     if catalogue is not None and out is None:
-        raise typer.BadParameter("--out is missing: name the folder for the sources of this catalogue")
+        raise typer.BadParameter("--out is missing: name a folder for the sources of this catalogue")
     from cutlass_ops.tools import commands
 
     _end(commands.generate(catalogue, out, check, as_json))
@@ -255,13 +255,13 @@ def generate(
 @app.command()
 def build(
     names: Annotated[
-        list[str], typer.Argument(metavar="SPEC.json|CATALOGUE...", help="Declarations of kernels, or catalogues.")
+        list[str], typer.Argument(metavar="SPEC.json|CATALOGUE...", help="Kernel declarations or catalogues.")
     ],
     jobs: Jobs = None,
     executor: Where = None,
     as_json: Json = False,
 ) -> None:
-    """Compile kernels into the store. Those that are there already are not compiled again."""
+    """Compile kernels into the store. Kernels that are already there are not compiled again."""
     from cutlass_ops.tools import commands
 
     _end(commands.build(names, jobs, executor, as_json))
@@ -271,14 +271,14 @@ def build(
 def bundle(
     catalogue: CatalogueName = None,
     out: Annotated[Path, typer.Option(help="The bundle to write.")] = Path("kernels.bundle"),
-    folder: Annotated[bool, typer.Option("--folder", help="Write a folder, and not one file.")] = False,
+    folder: Annotated[bool, typer.Option("--folder", help="Write a folder instead of one file.")] = False,
     sign: Annotated[Path | None, typer.Option(help="PEM file of the Ed25519 private key to sign with.")] = None,
     wheel: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
             callback=_readable(_require_wheel),
-            help="Write a wheel of this name as well, beside the bundle.",
+            help="Also write a wheel of this name, beside the bundle.",
         ),
     ] = None,
     wheel_version: Annotated[
@@ -290,12 +290,12 @@ def bundle(
 ) -> None:
     """Build a catalogue's kernels and pack them. No GPU is needed.
 
-    Sources, choices and tuning tables are packed with them.
+    The bundle also has their sources, choices and tuning tables.
     """
     if wheel is not None and folder:
         raise typer.BadParameter("--wheel and --folder exclude each other: a wheel holds one file")
     if wheel_version is not None and wheel is None:
-        raise typer.BadParameter("--wheel-version is the version of a wheel: name one with --wheel")
+        raise typer.BadParameter("--wheel-version needs --wheel: name the wheel")
     from cutlass_ops.tools import commands
 
     code = commands.bundle(
@@ -312,9 +312,9 @@ def verify(
     minimum_version: MinimumVersion = None,
     as_json: Json = False,
 ) -> None:
-    """Check everything that a bundle says of itself.
+    """Check everything that a bundle claims.
 
-    Hashes, keys, targets, symbols, instructions and the signature are compared. Exit code 5 if anything is wrong.
+    Compares hashes, keys, targets, symbols, instructions and the signature. Exit code 5 if anything is wrong.
     """
     from cutlass_ops.tools import commands
 
@@ -331,39 +331,39 @@ def tune(
     ] = ["bf16"],  # noqa: B006
     a: MajorOf = "row",
     b: MajorOf = "col",
-    kernels: Annotated[int | None, typer.Option(min=1, help="Compile at most so many kernels. Default: 48.")] = None,
+    kernels: Annotated[int | None, typer.Option(min=1, help="Most kernels to compile. Default: 48.")] = None,
     candidates: Annotated[
-        int | None, typer.Option(min=1, help="Race at most so many kernels at a problem. Default: 12.")
+        int | None, typer.Option(min=1, help="Most kernels to race at one problem. Default: 12.")
     ] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of each race. Default: 11.")] = None,
     seconds: Annotated[
         float | None,
         typer.Option(
             callback=_readable(_require_time),
-            help="Begin no problem after so many seconds. Default: no limit.",
+            help="Start no problem after this many seconds. Default: no limit.",
         ),
     ] = None,
     folder: Annotated[
         Path | None, typer.Option(help="Folder of the tables. Default: where calls look for them.")
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Measure also what was measured before.")] = False,
-    refine: Annotated[bool, typer.Option("--refine", help="Look around what was measured to be the best.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Also measure problems measured before.")] = False,
+    refine: Annotated[bool, typer.Option("--refine", help="Also try neighbours of the best kernels so far.")] = False,
     allow_fallback: Annotated[
-        bool, typer.Option("--allow-fallback", help="Let PyTorch serve calls where it was faster.")
+        bool, typer.Option("--allow-fallback", help="Let PyTorch serve calls for which it was faster.")
     ] = False,
     deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="Use only kernels that agree with each other to the last bit.")
+        bool, typer.Option("--deterministic", help="Use only kernels that give bit-identical results.")
     ] = False,
     executor: Where = None,
     as_json: Json = False,
 ) -> None:
-    """Measure which kernels are the fastest, and keep the result.
+    """Measure which kernels are fastest, and keep the result.
 
-    A run that was stopped goes on where it was. Exit code 1 if a problem could not be measured or time was up.
+    A stopped run continues where it ended. Exit code 1 if a problem failed or time ran out.
     """
     if allow_fallback and deterministic:
         raise typer.BadParameter(
-            "--allow-fallback and --deterministic exclude each other: PyTorch's kernels give other bits"
+            "--allow-fallback and --deterministic exclude each other: PyTorch's results differ in the last bits"
         )
     effort = {"kernels": kernels, "candidates": candidates, "rounds": rounds, "seconds": seconds}
     from cutlass_ops.tools import commands
@@ -382,7 +382,7 @@ def explain(
     op: OpName,
     problems: Problems,
     dtype: Annotated[
-        str, typer.Option(metavar="DTYPE", callback=_readable(spelling.dtype_of), help="Of A and B: bf16 or f16.")
+        str, typer.Option(metavar="DTYPE", callback=_readable(spelling.dtype_of), help="Dtype of A and B: bf16 or f16.")
     ] = "bf16",
     a: MajorOf = "row",
     b: MajorOf = "col",
@@ -391,12 +391,12 @@ def explain(
         typer.Option(
             metavar="GPU",
             callback=_readable(gpus.gpu_named),
-            help="As this GPU would, such as H200 or sm_80. Default: the one that is here, else an H100.",
+            help="The GPU to explain for, such as H200 or sm_80. Default: this machine's GPU, else an H100.",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say which kernel serves a problem, how long it takes and why."""
+    """Show which kernel serves a problem, its expected time, and why."""
     from cutlass_ops.tools import commands
 
     code = commands.explain(
@@ -423,16 +423,16 @@ def list_kernels(
 @app.command()
 def inspect(
     kernels: Annotated[
-        list[str], typer.Argument(metavar="KERNEL...", help="A kernel's folder, or how its key or slug begins.")
+        list[str], typer.Argument(metavar="KERNEL...", help="A kernel's folder, or the beginning of its key or slug.")
     ],
     in_bundle: FromBundle = None,
     key: PublicKeyFiles = None,
     minimum_version: MinimumVersion = None,
     as_json: Json = False,
 ) -> None:
-    """Show what kernels are made of.
+    """Report on compiled kernels.
 
-    That is Tensor Core instructions, registers, shared memory, spills, stages and occupancy.
+    Shows Tensor Core instructions, registers, shared memory, spills, stages and occupancy.
     """
     _require_bundle(in_bundle, key, minimum_version)
     from cutlass_ops.tools import commands
@@ -444,9 +444,9 @@ def _require_bundle(in_bundle: Path | None, key: list[Path] | None, minimum_vers
     if in_bundle is not None:
         return
     if key:
-        raise typer.BadParameter("--key is for --bundle: kernels in the store are not signed")
+        raise typer.BadParameter("--key needs --bundle: kernels in the store are not signed")
     if minimum_version is not None:
-        raise typer.BadParameter("--minimum-version is for --bundle: kernels in the store have no version")
+        raise typer.BadParameter("--minimum-version needs --bundle: kernels in the store have no version")
 
 
 @app.command()
@@ -456,7 +456,7 @@ def clean(
         typer.Option(
             metavar="TIME",
             callback=_readable(lambda text: units.duration(text, "--older-than")),
-            help="Only what was not used for so long, such as 30d or 12h.",
+            help="Remove only kernels unused for this long, such as 30d or 12h.",
         ),
     ] = None,
     keep_size: Annotated[
@@ -464,12 +464,12 @@ def clean(
         typer.Option(
             metavar="SIZE",
             callback=_readable(lambda text: units.size(text, "--keep-size")),
-            help="Only what is beyond this size, such as 1GB, by last use.",
+            help="Remove the least recently used kernels beyond this size, such as 1GB.",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Remove compiled kernels from the store: all, or those that were not used lately."""
+    """Remove kernels from the store: all, or unused ones."""
     from cutlass_ops.tools import commands
 
     unused_for = None if older_than is None else units.duration(older_than, "--older-than")
@@ -481,7 +481,7 @@ def clean(
 def cmakedir(as_json: Json = False) -> None:
     """Print the folder of the CMake package.
 
-    C++ programs open bundles with it.
+    C++ programs use it to open bundles.
     """
     from cutlass_ops.tools import commands
 

@@ -1,4 +1,4 @@
-"""What the commands of the command line do, once their arguments were read; see ``cli.py`` for those.
+"""The command line's commands. ``cli.py`` parses their arguments.
 
 Each function prints its answer, as one JSON value or as lines, and returns the exit code.
 """
@@ -39,19 +39,19 @@ from cutlass_ops.tools.inspection import inspect as inspect_kernel
 from cutlass_ops.tuner import tuning
 from cutlass_ops.tuner.tuning import Effort, Report
 
-# What `explain` goes by where there is no GPU and none was named.
+# The device for `explain` if there is no GPU and none was named.
 USUAL = chips.USUAL.device
 
 
 def doctor(as_json: bool) -> int:
-    """Print what this installation can do; 1 if that is nothing."""
+    """Print what this installation can do; 1 if it can neither compile nor run a kernel."""
     found = diagnose()
     _show(as_json, found.to_json(), *found.lines())
     return 0 if found.healthy else 1
 
 
 def generate(catalogue: str | None, out: Path | None, check: bool, as_json: bool) -> int:
-    """Render a catalogue; 1 if only that was asked for and files are stale."""
+    """Render a catalogue, or check it; 1 if the check finds stale files."""
     folder = out or resources.generated()
     if not check:
         writable.require_folder(folder)
@@ -100,7 +100,7 @@ def bundle(
 
 
 def _require_writable(out: Path, folder: bool, sign: Path | None, wheel: str | None, version: str | None) -> None:
-    """Refuse what would fail once all kernels are compiled, before the first one is."""
+    """Check the outputs before compiling, so that a bad path does not fail after it."""
     (writable.require_new if folder else writable.require_file)(out)
     if wheel is not None:
         writable.require_file(packing.wheel_path(out.absolute().parent, wheel, version or "0" * 64))
@@ -112,12 +112,9 @@ def verify(path: Path, key: list[Path] | None, minimum_version: int | None, fail
     """Check a bundle; `failing` if anything is wrong."""
     keys, least = _asked(key, minimum_version)
     found = verifying.verify(path, keys, minimum_version=least)
-    signed = f"signed by {found.signed_by}" if found.signed else "no signature was asked for"
+    signed = f"signed by {found.signed_by}" if found.signed else "no signature was required"
     version = "" if found.version is None else f", version {found.version}"
-    good = (
-        f"{found.path}{version}: {found.kernels} kernels for {', '.join(found.targets)} are what the manifest says; "
-        f"{signed}"
-    )
+    good = f"{found.path}{version}: {found.kernels} kernels for {', '.join(found.targets)} match the manifest; {signed}"
     _show(
         as_json,
         found.to_json(),
@@ -142,11 +139,11 @@ def tune(
     executor: str | None,
     as_json: bool,
 ) -> int:
-    """Measure; 1 if a problem is left."""
+    """Measure; 1 if a problem was not measured."""
     where = folder.absolute() if folder else env.tuning_dir()
     limits = Effort(**effort)
     report, began = Report(), time.monotonic()
-    # An op of several dtypes is tuned for all at once, but for norms that are one op for each.
+    # One op is tuned for all dtypes at once. Norms have another op for each dtype.
     ops = {dtype: _op(op, dtype) for dtype in dtypes}
     with _executor(executor) as pool:
         for each in dict.fromkeys(ops.values()):
@@ -178,7 +175,7 @@ def explain(
     note = []
     if device is None:
         device = device_of(torch.device("cuda", torch.cuda.current_device())) if here else USUAL
-        note = [] if here else [f"\nno CUDA device here: as on {device.name} (--device names another)"]
+        note = [] if here else [f"\nno CUDA device here: explained for {device.name} (--device names another)"]
     found = [_explained(op, problem, dtype, a, b, device) for problem in problems]
     _show(as_json, [each.to_json() for each in found], "\n\n".join(map(str, found)), *note)
     return 0
@@ -187,7 +184,7 @@ def explain(
 def _explained(op: str, problem: Problem, dtype: str, a: Major, b: Major, device: Device) -> Explanation:
     inputs = spelling.INPUT_DTYPES.get(op)
     call = call_at(_op(op, dtype).graph, problem, dtype, a, b, input_dtypes=inputs)
-    # What this function calls is served by other ops where no kernel takes both weights, which a graph does not say.
+    # Only the op knows that two GEMMs serve calls for which no kernel takes both weights.
     known = gated.swiglu_op(None) if op == "gemm_swiglu" else None
     return explain_call(op, call, device, known)
 
@@ -204,7 +201,7 @@ def list_kernels(in_bundle: Path | None, key: list[Path] | None, minimum_version
 def inspect(
     kernels: list[str], in_bundle: Path | None, key: list[Path] | None, minimum_version: int | None, as_json: bool
 ) -> int:
-    """Print what kernels are made of."""
+    """Print reports on kernels."""
     artifacts = [_find(text, in_bundle, key, minimum_version) for text in kernels]
     _show_reports(as_json, [(artifact, inspect_kernel(artifact)) for artifact in artifacts])
     return 0
@@ -235,7 +232,7 @@ def _show(as_json: bool, value: Any, *lines: str) -> None:
 
 
 def _op(name: str, dtype: str) -> HasGraph:
-    """Return a named op's epilogue, or what an import path names: modules of the working folder come first."""
+    """Return the epilogue of a named op or of an import path; modules of the working folder come first."""
     folder = str(Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -283,7 +280,7 @@ def _about_line(about: dict[str, Any]) -> str:
 
 
 def _asked(key: list[Path] | None, minimum_version: int | None) -> tuple[Sequence[Path] | None, int | None]:
-    """Return which keys and which version are asked of a bundle: those of the command line, else the environment's."""
+    """Return the required keys and version of a bundle: from the command line, else from the environment."""
     least = env.bundle_version() if minimum_version is None else minimum_version
     return key or env.bundle_keys(), least
 
@@ -291,7 +288,7 @@ def _asked(key: list[Path] | None, minimum_version: int | None) -> tuple[Sequenc
 def _kernels(
     in_bundle: Path | None, key: list[Path] | None, minimum_version: int | None
 ) -> tuple[str, Iterable[Artifact]]:
-    """Return where kernels are looked for, and those there."""
+    """Return the store or bundle, and its kernels."""
     if in_bundle is not None:
         keys, least = _asked(key, minimum_version)
         return str(in_bundle), open_bundle(in_bundle, keys, minimum_version=least).kernels()
@@ -327,9 +324,10 @@ def _find(text: str, in_bundle: Path | None, key: list[Path] | None, minimum_ver
     if len(found) == 1:
         return found[0]
     if found:
-        raise ValueError(f"{text} names {len(found)} kernels: {', '.join(a.key[:12] for a in found)}")
+        keys = ", ".join(a.key[:12] for a in found)
+        raise ValueError(f"{text} matches {len(found)} kernels: {keys}. Give more of the key")
     raise LoadError(
-        f"{text!r} is not a kernel's folder, and no key or slug in {where} begins so: `list` shows what is there"
+        f"{text!r} is not a kernel's folder, and no key or slug in {where} starts with it: `list` shows the kernels"
     )
 
 

@@ -1,4 +1,4 @@
-"""What this installation can do, and why: compiler, GPUs, store, bundles, and every environment variable."""
+"""A diagnosis of this installation: compiler, GPUs, store, bundles, and every environment variable."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cutlass_ops.epilogue.unknown import alike
 ORDER = "CUTLASS_OPS_NVCC, then bin/nvcc in CUDA_HOME and in CUDA_PATH, then PATH, then the PyPI wheels"
 
 
-# What people set for compilers. They see nothing of it here: compilers run in an environment of their own.
+# Variables that people set for compilers, which do not reach compilers here.
 _IGNORED = (
     *("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN"),
     *("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH"),
@@ -31,7 +31,7 @@ _IGNORED = (
 
 @dataclass(frozen=True)
 class Gpu:
-    """One CUDA device that PyTorch sees; ``target`` is None if no kernel of this library runs on it."""
+    """A CUDA device that PyTorch sees. ``target`` is None if no kernel of this library runs on it."""
 
     name: str
     capability: tuple[int, int]
@@ -40,7 +40,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Store:
-    """The kernel store: how many kernels it holds, and their size in bytes."""
+    """The kernel store, its number of kernels, and their size in bytes."""
 
     path: str
     kernels: int
@@ -49,7 +49,7 @@ class Store:
 
 @dataclass(frozen=True)
 class Bundled:
-    """One bundle that calls are served from: how many kernels it holds, and for which targets."""
+    """A bundle that serves calls, its number of kernels, and their targets."""
 
     path: str
     kernels: int
@@ -58,28 +58,28 @@ class Bundled:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found.
+    """The diagnosis.
 
     Attributes
     ----------
     versions : dict
-        Of this library, Python and PyTorch.
+        Versions of this library, Python and PyTorch.
     toolchain : Toolchain or None
-        What would compile a kernel.
+        The toolchain that compiles kernels.
     gpus : tuple of Gpu
         The devices that PyTorch sees.
     store : Store or None
-        Where compiled kernels are kept.
+        The store of compiled kernels.
     bundles : tuple of Bundled
-        Loaded, named by the environment or installed, the first to look in first.
+        Loaded, named by the environment or installed, in look-up order.
     can_compile, can_run : bool
-        Whether a kernel can be compiled, and whether one can be had and run.
+        Whether a kernel can be compiled, and whether one is available and can run.
     problems : tuple of str
-        What stands in the way, each with what to do.
+        Obstacles, each with a remedy.
     remarks : tuple of str
-        Environment variables that do not do what whoever set them may expect.
+        Environment variables without effect.
     environment : dict
-        Every variable that this library reads: its value, or None.
+        Every variable that this library reads, and its value or None.
     """
 
     versions: dict[str, str]
@@ -95,7 +95,7 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """Whether this installation is of any use: it can compile a kernel or run one."""
+        """Whether this installation can compile or run a kernel."""
         return self.can_compile or self.can_run
 
     def to_json(self) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class Diagnosis:
         return data
 
     def lines(self) -> Iterator[str]:
-        """Yield the diagnosis for a person."""
+        """Yield the diagnosis as lines of text."""
         yield ", ".join(f"{name} {version}" for name, version in self.versions.items())
         yield from _section("Compiler", self._compiler())
         yield from _section("GPU", [_gpu_line(gpu) for gpu in self.gpus] or ["none that PyTorch sees"])
@@ -124,7 +124,7 @@ class Diagnosis:
         yield f"Can compile a kernel: {able[self.can_compile]}. Can run one: {able[self.can_run]}."
 
     def _compiler(self) -> list[str]:
-        order = f"nvcc is looked for in {ORDER}"
+        order = f"search order for nvcc: {ORDER}"
         found = self.toolchain
         if found is None:
             return ["none", order]
@@ -133,13 +133,13 @@ class Diagnosis:
             f"CUTLASS        {found.cutlass_version}, {found.cutlass_dir}",
             f"host compiler  {found.host_version}, {found.host_compiler}",
             f"tvm-ffi        {found.tvm_ffi_version}, {found.tvm_ffi_dir}",
-            f"cuobjdump      {found.cuobjdump or 'none: not needed, the machine code is read without it'}",
+            f"cuobjdump      {found.cuobjdump or 'none, and not needed'}",
             order,
         ]
 
 
 def diagnose() -> Diagnosis:
-    """Look at everything that compiling and running a kernel depends on; nothing is changed."""
+    """Examine everything that compiling and running a kernel needs, without changing anything."""
     problems: list[str] = []
     toolchain = _toolchain(problems)
     store = _store(problems)
@@ -178,7 +178,7 @@ def _toolchain(problems: list[str]) -> Toolchain | None:
 def _store(problems: list[str]) -> Store | None:
     try:
         store = KernelStore.default()
-        # Looking anything up refuses a store that others may write.
+        # A look-up checks that other users cannot write to the store.
         store.lookup("0" * 64)
         artifacts, size = list(store.entries()), store.size()
         env.cache_size()
@@ -204,12 +204,12 @@ def _jit(problems: list[str]) -> bool:
         problems.append(str(exc))
         return False
     if not enabled:
-        problems.append(f"compilation is switched off: {env.JIT.name}=0")
+        problems.append(f"{env.JIT.name}=0 switches compilation off: unset it to compile kernels")
     return enabled
 
 
 def _wrong_values() -> Iterator[str]:
-    """Yield what is wrong with variables that nothing above reads, and that a build or a call would stumble over."""
+    """Yield errors in variables that only builds and calls read."""
     for read in (env.jobs, env.progress, env.tuning_dir, env.bundle_keys):
         yield from _said_by(read)
 
@@ -225,24 +225,24 @@ def _said_by(read: Callable[[], object]) -> Iterator[str]:
 
 
 def _remarks() -> Iterator[str]:
-    """Yield what is set in the environment and does nothing."""
+    """Yield environment variables that are set without effect."""
     names = [variable.name for variable in env.VARIABLES]
     for name in sorted(os.environ):
         if name.upper().startswith("CUTLASS_OPS") and name not in names:
-            # They begin alike.
+            # The names share a prefix, so a high similarity is required.
             question = (
                 alike(name, names, 1, 0.85) or f"they are {', '.join(n for n in names if n.startswith('CUTLASS_OPS'))}"
             )
             yield f"{name} is not a variable of this library: {question}"
     for variable in env.VARIABLES:
         if os.environ.get(variable.name) == "" and variable not in (env.BUNDLE_KEY, env.BUNDLE_VERSION):
-            yield f"{variable.name} is set and empty, which counts as unset"
+            yield f"{variable.name} is empty, which counts as unset"
     yield from _cuda_homes()
     xdg = env.XDG_CACHE_HOME.text
     if xdg is not None and not os.path.isabs(xdg):
-        yield f"{env.XDG_CACHE_HOME.name} is {xdg!r}, which is ignored: an absolute path is needed"
+        yield f"{env.XDG_CACHE_HOME.name} is {xdg!r}, which is ignored: use an absolute path"
     elif xdg is not None and env.CACHE_DIR.text:
-        yield f"{env.XDG_CACHE_HOME.name} is ignored: {env.CACHE_DIR.name} goes first"
+        yield f"{env.XDG_CACHE_HOME.name} is ignored: {env.CACHE_DIR.name} takes precedence"
     if env.JIT.text == "0":
         for variable in (env.NVCC, env.NVCC_CCBIN, env.CUTLASS_DIR, env.JOBS):
             if variable.text:
@@ -260,11 +260,11 @@ def _cuda_homes() -> Iterator[str]:
     for name, home in env.cuda_homes():
         nvcc = home / "bin" / "nvcc"
         if not home.is_dir():
-            yield f"{name} is {str(home)!r}, which is not a folder: it is ignored. Correct it, or unset it"
+            yield f"{name} is {str(home)!r}, which is not a folder and is ignored: correct it or unset it"
         elif not os.access(nvcc, os.X_OK):
-            yield f"{name} is {str(home)!r}, which has no bin/nvcc to run: it is ignored. Correct it, or unset it"
+            yield f"{name} is {str(home)!r}, which has no executable bin/nvcc and is ignored: correct it or unset it"
         elif before is not None:
-            yield f"{name} is ignored: {before} goes first"
+            yield f"{name} is ignored: {before} takes precedence"
         else:
             before = name
 

@@ -1,4 +1,4 @@
-"""Why a call is served as it is: what its tensors allow, which kernels were considered, how near the limit it is."""
+"""Explanations of a call: what its tensors allow, which kernels were considered, how close the best is to the limit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from cutlass_ops.run.registry import OpSignature
 
 @dataclass(frozen=True)
 class Finding:
-    """One part of the Tensor Cores' contract, and how the call's tensors fulfil it."""
+    """One property of a call or its kernel, as text."""
 
     name: str
     says: str
@@ -48,23 +48,23 @@ class Explanation:
     problem : tuple of int
         M, N and K.
     served_by : str
-        Slug of the kernel's specification, or ``"PyTorch"``, with the peer's name where tuning allowed it.
+        Slug of the kernel's specification, or ``"PyTorch"``, with the peer's name if tuning allowed it.
     why : str
         The reason, in a sentence.
     contract : tuple of Finding
-        What the tensors' types, layouts and addresses lead to.
+        Consequences of the tensors' types, layouts and addresses.
     candidates : tuple of Candidate
-        The kernels considered, the best first; the first is taken.
+        The kernels considered, best first. The first serves the call, unless a peer does.
     roofline : Roofline or None
-        What the problem takes at least; None where the chip's peaks are not known.
+        Lower bounds of the time; None if the chip's peaks are unknown.
     peers : dict of str to float
-        Microseconds of PyTorch's ways to compute the same, where the tuner measured them.
+        Measured microseconds of PyTorch's ways to compute the same.
     device : str
         Name of the device, or ``"the CPU"``.
     microseconds : float or None
-        What the call is expected to take on the device, without its launch from Python; None where nothing is known.
+        Expected time on the device, without the launch from Python; None if unknown.
     parts : tuple of Explanation
-        Where no kernel serves the call and several ops do, one after the other: how each of them is served.
+        If several ops serve the call instead of one kernel: an explanation of each.
 
     Examples
     --------
@@ -95,14 +95,14 @@ class Explanation:
 
     @property
     def verdict(self) -> str:
-        """What serves the call, how long it is expected to take, and why, in a sentence."""
+        """What serves the call, its expected time, and why, in a sentence."""
         m, n, k = self.problem
         time = "" if self.microseconds is None else f", expected to take {self.microseconds:.1f} us"
         return f"{self.op}, M={m} N={n} K={k}, on {self.device} is served by {self.served_by}{time}: {self.why}."
 
     @property
     def achieved(self) -> float | None:
-        """The roofline over the kernel's time: 1 is as fast as the chip allows. None if nothing is known."""
+        """The roofline over the kernel's time: 1 is as fast as the chip allows. None if unknown."""
         if self.roofline is None or not self.candidates:
             return None
         return max(self.roofline.compute, self.roofline.memory) / self.candidates[0].microseconds
@@ -139,7 +139,7 @@ class Explanation:
         return f"<explanation of {self.op} {m}x{n}x{k} on {self.device}: {self.served_by}{time}>"
 
     def __str__(self) -> str:
-        """Return the verdict, a table of the best candidates, and the details, as lines of text; so for each part."""
+        """Return the verdict, a table of the best candidates and the details, for the whole and each part."""
         whole = "\n".join([self.verdict, *self._table(), *self._details()])
         return "\n\n".join([whole, *map(str, self.parts)])
 
@@ -153,7 +153,7 @@ class Explanation:
         serves = next((f"{name} (PyTorch's)" for name, _ in peers if f"({name})" in self.served_by), rows[0][2])
         lines = ["", "           us  known by     kernel"]
         lines += [f"  {'->' if name == serves else '':2} {us:8.1f}  {source:<12} {name}" for us, source, name in rows]
-        return [*lines, *([f"     and {more} more, which to_json() has"] if more > 0 else [])]
+        return [*lines, *([f"     and {more} more: see to_json()"] if more > 0 else [])]
 
     def _details(self) -> list[str]:
         findings = [*self._limit(), *self.contract]
@@ -164,7 +164,7 @@ class Explanation:
         if not self.candidates:
             return []
         if roof is None or achieved is None:
-            says = "how near that is to the roofline is not known: nothing is known of this chip's peaks"
+            says = "no roofline: this chip's peaks are unknown"
             return [Finding("limit", says)]
         says = (
             f"at least {roof.compute:.1f} us of compute, {roof.memory:.1f} of memory, {roof.launch:.1f} of launch: "
@@ -174,27 +174,27 @@ class Explanation:
 
 
 def explain(op: object, *arguments: Any, **named: Any) -> Explanation:
-    """Say how a call would be served, and why, without running or compiling a kernel.
+    """Explain how a call would be served, and why, without running or compiling its kernel.
 
-    What a function does to its arguments before its kernel, such as folding gamma into a weight, is done.
+    A function's own preparation, such as folding gamma into a weight, does run.
 
     Parameters
     ----------
     op : Op, Epilogue or function
-        What is called: a named op such as ``cutlass_ops.gemm_bias_relu``, a decorated function, ``cutlass_ops.gemm``
-        with its ``epilogue=``, or another function such as ``cutlass_ops.rmsnorm_gemm``.
+        A named op such as ``cutlass_ops.gemm_bias_relu``, a decorated function, ``cutlass_ops.gemm`` with
+        ``epilogue=``, or a function such as ``cutlass_ops.rmsnorm_gemm``.
     *arguments, **named
-        What it is called with.
+        The arguments of a call.
 
     Returns
     -------
     Explanation
-        Readable as text, and as plain values with ``to_json()``.
+        Print it as text, or use ``to_json()`` for plain values.
 
     Raises
     ------
     TypeError, ValueError
-        If an argument does not fit, as the call itself would.
+        As the call itself, if an argument does not fit.
 
     Examples
     --------
@@ -202,7 +202,7 @@ def explain(op: object, *arguments: Any, **named: Any) -> Explanation:
     >>> co.explain(co.gemm, a, b).served_by
     'PyTorch'
 
-    On a GPU the text has the kernel, its expected time, the reason and the alternatives:
+    On a GPU, the text names the kernel, its expected time, the reason and the alternatives:
 
     >>> print(co.explain(co.gemm_bias_relu, x, weight.t(), bias))  # doctest: +SKIP
     """
@@ -213,25 +213,25 @@ def explain(op: object, *arguments: Any, **named: Any) -> Explanation:
     if call.is_reference:
         problem = call.problem.extents
         where = "an extent is 0" if 0 in problem else "the tensors are on the CPU"
-        why = f"{where}, so that the reference implementation computes it"
+        why = f"{where}, so the reference implementation computes it"
         return Explanation(asked.name, problem, "PyTorch", why, device=_name(a.device))
     return explain_call(asked.name, call, device_of(a.device), asked)
 
 
 @without_modes()
 def explain_call(name: str, call: Call, device: Device, op: Op | None = None) -> Explanation:
-    """Say how a checked call would be served on a device.
+    """Explain how a checked call would be served on a device.
 
     Parameters
     ----------
     name : str
         The op's name.
     call : Call
-        The call; its tensors need no data.
+        The call. Its tensors need no data.
     device : Device
         Where it would run.
     op : Op, optional
-        What is called, if that is known: it says which other ops serve the call where no kernel does.
+        The op. It knows which other ops serve the call if no single kernel does.
     """
     problem = call.problem
     signature = signature_of(call, device)
@@ -249,7 +249,7 @@ def explain_call(name: str, call: Call, device: Device, op: Op | None = None) ->
     expected: float | None = ranked[0].microseconds
     if decision.peer is not None:
         served_by, expected = f"PyTorch ({decision.peer})", peers.get(decision.peer)
-        why = "measured to be faster than every kernel here, and tuning was told to allow it"
+        why = "measured faster than every kernel here, and tuning allowed PyTorch"
     whole = Traits.of(signature).whole(problem)
     chip = CHIPS.get(device.name)
     moved = sum(t.numel() * t.element_size() for t in _tensors(call))
@@ -268,11 +268,11 @@ def explain_call(name: str, call: Call, device: Device, op: Op | None = None) ->
 
 
 def _otherwise(name: str, call: Call, device: Device, op: Op | None, why: str) -> Explanation:
-    """Explain a call that no one kernel serves: by the ops that compute it instead, if all of them are served."""
+    """Explain a call that no single kernel serves: by its fallback ops, if all of them are served."""
     problem = call.problem.extents
     contract = _contract(signature_of(call, device), device, None)
     parts = tuple(explain_call(part.name, each, device, part) for part, each in op.instead_of(call)) if op else ()
-    # Without all of them the call ends in an error, which is that of the first one that is not served.
+    # If one is not served, the call raises its error.
     unserved = next((part.why for part in parts if not part.is_served), None)
     if op is None or not parts or unserved:
         return Explanation(name, problem, _NOTHING, unserved or why, contract, device=_called(device))
@@ -291,7 +291,7 @@ def _otherwise(name: str, call: Call, device: Device, op: Op | None, why: str) -
 
 _NOTHING = "nothing"
 _NUMBERS = {2: "two", 3: "three"}
-_BUNDLED = "chosen when the loaded bundle was made; one of {} kernels that bundles have for this signature"
+_BUNDLED = "chosen when the loaded bundle was made; one of {} bundled kernels for this signature"
 
 
 def _tensors(call: Call) -> list[Tensor]:
@@ -304,12 +304,12 @@ def _why(policy: Policy, problem: Problem, best: Candidate, count: int) -> str:
     measured_for = mine if policy.own and policy.own.at(problem) else others
     corrected_for = " and ".join(dict.fromkeys(mine if table is policy.own else others for table in policy.tables))
     how = {
-        "measured": f"the fastest at exactly this shape, as measured for {measured_for}",
+        "measured": f"measured fastest at exactly this shape, for {measured_for}",
         "interpolated": f"predicted by the cost model, corrected by measurements at similar shapes for {corrected_for}",
-        "model": "predicted by the cost model: nothing similar was measured; cutlass_ops.tune() would",
+        "model": "predicted by the cost model, since nothing similar was measured (run cutlass_ops.tune() to measure)",
     }[best.source]
     bound = policy.own is not None and policy.own.deterministic
-    only = ", all of which add up K as a whole (deterministic tuning)" if bound else ""
+    only = ", all with bit-identical results (deterministic tuning)" if bound else ""
     return f"{how}; one of {count} kernels kept for this weight{only}"
 
 
@@ -332,7 +332,7 @@ def _contract(signature: OpSignature, device: Device, config: Config | None) -> 
 
 
 def _means(signature: OpSignature, config: Config) -> tuple[Finding, ...]:
-    """Say where means of A's rows are from, if the epilogue takes any."""
+    """Say how statistics of A's rows are computed, if the epilogue takes any."""
     if not signature.epilogue.gathered:
         return ()
     return (Finding("rows of a", kind_of(config).means(config)),)
@@ -343,7 +343,7 @@ def _misaligned(signature: OpSignature, config: Config | None) -> str:
     copied = config is not None and config.copies
     return (
         f"{' and '.join(names)} not aligned to 16 bytes in address and leading dimension, which TMA needs"
-        + (", so copied to aligned lines first, in workspace; " if copied else "; ")
+        + (", so they are copied to aligned workspace first; " if copied else "; ")
         + "pad the leading dimension to a multiple of 8 elements"
     )
 

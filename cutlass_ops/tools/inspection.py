@@ -1,4 +1,4 @@
-"""What a compiled kernel is made of: instructions, registers, shared memory, spills and occupancy."""
+"""Reports on compiled kernels: instructions, registers, shared memory, spills and occupancy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cutlass_ops.base.arch import Target
 from cutlass_ops.base.errors import LoadError
 from cutlass_ops.base.sass import opcodes
 
-_REGISTER_UNIT = 8  # registers for each thread come in multiples of it
+_REGISTER_UNIT = 8  # registers of a thread are allocated in multiples of this
 
 
 @dataclass(frozen=True, repr=False)
@@ -25,11 +25,11 @@ class KernelReport:
     Attributes
     ----------
     slug, key, target : str
-        Which kernel, and for which machine.
+        The kernel's name, key and target.
     library_bytes : int
         Size of the shared library.
     sass : dict
-        Instructions in the machine code by opcode: Tensor Core, copies, and local memory (LDL, STL: spills or arrays).
+        Count of instructions by opcode: Tensor Core, copies, and local memory (LDL, STL: spills or arrays).
     registers : int
         Registers for each thread at launch.
     stack, spill_stores, spill_loads : int
@@ -37,12 +37,12 @@ class KernelReport:
     static_shared_memory : int
         Bytes for each thread block.
     dynamic_shared_memory, threads, stages : int or None
-        What the kernel says of itself: bytes and threads for each thread block, and pipeline stages. None where it
+        Bytes and threads for each thread block, and pipeline stages, as the loaded kernel reports them. None if it
         cannot be loaded.
     blocks_per_sm : int or None
-        Thread blocks that one multiprocessor holds at a time. None where the three before are.
+        Thread blocks that one multiprocessor holds at a time. None if the kernel cannot be loaded.
     device : str or None
-        The GPU whose driver gave ``blocks_per_sm``. None if it was computed from the registers and the shared memory.
+        The GPU whose driver gave ``blocks_per_sm``. None if it was computed from registers and shared memory.
     """
 
     slug: str
@@ -70,19 +70,19 @@ class KernelReport:
 
 
 def inspect(kernel: Artifact | str | os.PathLike[str]) -> KernelReport:
-    """Report on a compiled kernel; no GPU is needed, but one is asked where it is there.
+    """Report on a compiled kernel. No GPU is needed, but the driver of a matching one is asked for the occupancy.
 
     Parameters
     ----------
     kernel : Artifact or path
-        An artifact, or the path of one's folder or of a file in it.
+        An artifact, or the path of its folder or of a file in it.
 
     Raises
     ------
     LoadError
-        If the path holds no whole artifact.
+        If the path has no complete artifact.
     CompileError
-        If its machine code cannot be read.
+        If the machine code cannot be read.
     """
     artifact = kernel if isinstance(kernel, Artifact) else _open(Path(kernel))
     resources = _main_function(artifact)
@@ -113,10 +113,10 @@ def _open(path: Path) -> Artifact:
 
 
 def _main_function(artifact: Artifact) -> dict[str, Any]:
-    """Return what ptxas said of the GEMM itself; a final reduction, say, is smaller."""
+    """Return ptxas's numbers for the GEMM itself, the function with most registers."""
     functions = artifact.manifest["resources"]
     if not functions:
-        raise LoadError(f"the manifest of {artifact.where} says nothing about resources")
+        raise LoadError(f"the manifest of {artifact.where} has no resources: build the kernel again")
     return dict(max(functions, key=lambda f: f["registers"]))
 
 
@@ -153,7 +153,7 @@ def _ask_driver(artifact: Artifact, function: str, described: dict[str, int], ta
             return None
         return _blocks_per_sm(device, artifact, function, described), _device_name(device)
     except (ImportError, RuntimeError):
-        # No cuda-python, no driver, or one that cannot be used: the same as no device.
+        # No cuda-python, or no usable driver: the same as no device.
         return None
 
 

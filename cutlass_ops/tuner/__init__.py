@@ -1,4 +1,4 @@
-"""Measuring kernels against each other and against what others offer, and keeping the result.
+"""Measure kernels against each other and against other libraries, and store the results.
 
-Not `tune`, which is the name of a public function. It imports the rooms below.
+The package is not named `tune` because that is a public function. It imports only lower layers.
 """

@@ -1,9 +1,9 @@
-"""A race: which of several kernels is the fastest, when every single timing is noisy and the chip's clock drifts.
+"""Find the fastest of several kernels although timings are noisy and the chip's clock drifts.
 
-All entrants run once a round, in a fresh random order, so that drift reaches all of them alike. What counts is the
-ratio to the leader's time of the same round, and of these ratios the mean of the middle half: a long kernel may be
-ahead at one clock and behind at another, and a median would see only one of them. Whoever is clearly behind leaves
-early, and the rounds go to those that are still close.
+All entrants run once per round, in a new random order, so that drift affects all of them equally. Entrants are compared
+by their times relative to the leader's in the same round, averaged over the middle half of the rounds. (A long kernel
+may be ahead at one clock and behind at another; a median would see only one of them.) Entrants that are clearly behind
+drop out early.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from typing import Generic, TypeVar
 
 Entrant = TypeVar("Entrant", bound=Hashable)
 
-# After so many rounds, whoever is slower than the leader by more than this part in all but the luckiest quarter of its
-# rounds leaves.
+# (rounds, limit): after this many rounds, an entrant drops out if it is slower than the leader by more than the limit
+# in all but its best quarter of rounds.
 _LIMITS = ((2, 0.25), (3, 0.10), (5, 0.05), (8, 0.03))
 
 
 @dataclass(frozen=True)
 class Standing(Generic[Entrant]):
-    """How an entrant came in.
+    """An entrant's result.
 
     Attributes
     ----------
     entrant : Entrant
-        Whose standing it is.
+        The entrant.
     times : tuple of float
-        Its time in each round that it ran, in the unit of what was measured.
+        Its time in each of its rounds, in the unit of the measurement.
     behind : float
-        Its time over the winner's in these rounds, on average, minus one: 0 for the winner, 0.02 for 2% slower.
+        Average time relative to the winner's, minus one: 0 for the winner, 0.02 for 2% slower.
     """
 
     entrant: Entrant
@@ -58,25 +58,25 @@ def race(
     Parameters
     ----------
     entrants : sequence
-        Distinct and hashable.
+        Distinct, hashable entrants.
     measure : callable
-        Runs entrants once in the given order and returns how long each took, more than 0.
+        Runs entrants once in the given order and returns their times, which must be positive.
     guests : sequence
-        Run in every round as well, but compete with nobody: they neither lead nor leave.
+        Entrants that run in every round but never lead or drop out.
     rounds : int
-        How often those that stay run.
+        Number of rounds.
     seed : int
-        Of the random orders.
+        Seed of the random orders.
 
     Returns
     -------
     list of Standing
-        Everyone, the fastest first: those that stayed longer before those that left; then the guests.
+        All standings, fastest first: entrants that ran more rounds come before those that dropped out; guests are last.
 
     Raises
     ------
     ValueError
-        If there is no entrant, one is there twice, or there are no rounds.
+        If there is no entrant, an entrant is listed twice, or there are no rounds.
     """
     everyone = [*entrants, *guests]
     if not entrants or len(set(everyone)) != len(everyone):
@@ -100,7 +100,7 @@ def race(
 
 
 def _leader(times: dict[Entrant, list[float]], running: Sequence[Entrant]) -> Entrant:
-    """Return who is ahead: the smallest ratio to each round's fastest among those still running, on average."""
+    """Return the running entrant with the smallest average ratio to the fastest time of each round."""
     fastest = [min(each) for each in zip(*(times[e] for e in running), strict=True)]
     return min(running, key=lambda e: _middle(_ratios(times[e], fastest)))
 
@@ -112,7 +112,7 @@ def _middle(values: Sequence[float]) -> float:
 
 
 def _ratios(own: Sequence[float], other: Sequence[float]) -> list[float]:
-    """Return ratios round by round, as far as both ran."""
+    """Return the ratios of the rounds that both ran."""
     return [a / b for a, b in zip(own, other, strict=False)]
 
 

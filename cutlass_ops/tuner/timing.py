@@ -1,8 +1,7 @@
-"""Timing on a CUDA device that can be trusted: inputs rotated, host cost left out, all variants alike.
+"""Reliable timing on a CUDA device.
 
-Every variant is captured in a CUDA graph of several launches over rotated inputs, so that host cost and a warm L2 cache
-stay out. In a round all graphs are replayed once with nothing between them, since a variant that follows a pause would
-meet a cooler chip.
+Every variant is captured in a CUDA graph of several launches over rotated inputs. This excludes host time and a warm L2
+cache. In a round, all graphs are replayed once without a pause: after a pause, the chip would be cooler and faster.
 """
 
 from __future__ import annotations
@@ -18,47 +17,47 @@ from cutlass_ops.declare.problem import Problem
 
 Run = Callable[[int], object]
 
-# Inputs that are together so many times the L2 cache are rotated, in at least and at most so many sets: with one set
-# nothing would rotate, and more than twelve would fill the memory at large problems.
+# Rotated inputs have at least this many times the size of the L2 cache, within the minimum and maximum number of sets.
+# A single set would not rotate; more than twelve would fill the memory at large problems.
 _L2_FULL = 3
 _SETS = (2, 12)
-# What an H100 reaches, roughly, and the microseconds of a launch.
+# Rough throughput of an H100, and the time of a launch in microseconds.
 _FLOP_PER_US = 6.5e8
 _BYTES_PER_US = 2.8e6
 _START_US = 4.0
-# A replay long enough for an event's resolution, short enough for many rounds.
+# Time of one replay: long enough for an event's resolution, short enough for many rounds.
 _REPLAY_US = 1500.0
 _MAX_LAUNCHES = 32
 
 
 def rotation(bytes_touched: float, l2_bytes: float = USUAL.l2_bytes) -> int:
-    """Return how many sets of inputs to rotate so that none is still in the L2 cache when its turn comes."""
+    """Return how many sets of inputs to rotate so that no set is still in the L2 cache when it is used again."""
     fewest, most = _SETS
     return max(fewest, min(most, math.ceil(_L2_FULL * l2_bytes / bytes_touched)))
 
 
 def expected_us(problem: Problem, element_bytes: int = 2) -> float:
-    """Return roughly how many microseconds a problem takes: good for deciding how often to repeat it, no more."""
+    """Estimate a problem's time in microseconds, only to decide how often to repeat it."""
     moved = problem.bytes(element_bytes, element_bytes, element_bytes)
     return max(problem.flops / _FLOP_PER_US, moved / _BYTES_PER_US) + _START_US
 
 
 class Stopwatch:
-    """Variants captured in graphs, timed round by round.
+    """Time variants captured in CUDA graphs, round by round.
 
     Parameters
     ----------
     expected : float
-        Rough time of one call in microseconds, which sets how many a replay holds.
+        Rough time of one call in microseconds, which determines the number of calls per replay.
     """
 
     def __init__(self, expected: float) -> None:
         self._launches = max(3, min(_MAX_LAUNCHES, round(_REPLAY_US / expected)))
-        # A graph does not own the memory that its launches were given: what was captured stays with it.
+        # A graph does not own its launches' memory, so keep the captured function with it.
         self._graphs: dict[object, tuple[torch.cuda.CUDAGraph, Run]] = {}
 
     def add(self, name: object, run: Run) -> None:
-        """Capture a variant, called with a launch index from which it picks its inputs."""
+        """Capture a variant. ``run`` takes a launch index, which selects its inputs."""
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -74,7 +73,7 @@ class Stopwatch:
 
     def round(self, names: Sequence[object]) -> list[float]:
         """Replay variants in this order and return the microseconds of one call of each."""
-        # The first in the order must not follow a pause.
+        # Warm up with the last variant, so that the first does not follow a pause.
         self._replay(names[-1])
         events = [_event() for _ in range(len(names) + 1)]
         events[0].record()

@@ -1,8 +1,7 @@
-"""A process that measures, so that a kernel that hangs or kills its CUDA context takes nothing else with it.
+"""A worker process that measures kernels. A kernel that hangs or breaks its CUDA context affects only the worker.
 
-Run as ``python -m cutlass_ops.tuner.worker DEVICE``. Jobs come in on standard input and events leave on standard
-output, each one line of JSON; whoever started it ends it when events stop coming. :mod:`cutlass_ops.tuner.measuring` is
-the other end.
+It is started as ``python -m cutlass_ops.tuner.worker DEVICE``. It reads jobs from standard input and writes events to
+standard output, one line of JSON each. :mod:`cutlass_ops.tuner.measuring` starts it, and ends it if events stop coming.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ Emit = Callable[..., None]
 
 def main() -> None:
     """Serve jobs until standard input ends."""
-    # What any library prints must not come between the events.
+    # Redirect stdout to stderr: output of other libraries must not mix with the events.
     events = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 

@@ -1,4 +1,4 @@
-"""What runs in the container: load the bundle, run a layer, say how long that took.
+"""The program in the container: load the bundle, run a layer, print the times.
 
 python examples/deploy/serve.py BUNDLE [PUBLIC_KEY] [--no-collect]
 
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 def said(device: str, before: dict[str, float], times: dict[str, float]) -> str:
-    """Say how long it took until the first result, and what of that; in seconds, by what they were for."""
+    """Return the times until the first result as text; arguments are seconds by name."""
     parts = ", ".join(f"{name} {1000 * seconds:.0f}" for name, seconds in times.items())
     rest = ", ".join(f"{name} {1000 * seconds:.0f} ms" for name, seconds in before.items())
     return f"first result on {device} after {1000 * sum(times.values()):.0f} ms ({parts})\nbefore that: {rest}"
@@ -29,10 +29,10 @@ def said(device: str, before: dict[str, float], times: dict[str, float]) -> str:
 
 def main() -> None:
     """Serve one layer."""
-    parser = argparse.ArgumentParser(description="Serve one layer from a bundle, and say how long that took.")
+    parser = argparse.ArgumentParser(description="Serve one layer from a bundle, and print the times.")
     parser.add_argument("bundle", type=Path)
     parser.add_argument("key", type=Path, nargs="?", help="PEM file of the public key that must have signed")
-    parser.add_argument("--no-collect", action="store_true", help="leave what PyTorch's import left to be collected")
+    parser.add_argument("--no-collect", action="store_true", help="do not collect garbage before the call")
     args = parser.parse_args()
     begun = time.perf_counter()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -44,11 +44,11 @@ def main() -> None:
         torch.cuda.synchronize()
     device_there = time.perf_counter()
 
-    # PyTorch's import leaves so many objects that Python's next full collection takes 0.1 s, whenever it is due.
+    # After PyTorch's import, Python's next full collection takes 0.1 s, so run it before the clock starts.
     if not args.no_collect:
         gc.collect()
 
-    # From here on it is this library that takes time: its import, the bundle, the first result.
+    # The clock covers this library's import, the bundle and the first result.
     began = time.perf_counter()
     import cutlass_ops as co
 

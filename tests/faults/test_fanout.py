@@ -151,7 +151,7 @@ def test_a_pool_that_breaks_loses_nothing(kit, store, processes, caplog):
         made = build_many(SPECS, store=store, executor=pool)
         killer.join()
     assert [a.spec for a in made] == SPECS
-    assert "is compiled here, since the executor lost it" in caplog.text
+    assert "locally: the executor lost it" in caplog.text
     assert len(list(store.entries())) == len(SPECS)
     # Two were under way at most when the worker died.
     assert kit.compilations <= len(SPECS) + 2

@@ -81,7 +81,7 @@ def test_a_call_of_misaligned_operands_is_served_by_copies():
     bias = tensors.vector(2048, "bf16")
     found = co.explain(co.gemm_bias_relu, x, w.t(), bias)
     assert found.candidates[0].config.slug.endswith("_realign")
-    assert "copied to aligned lines" in str(found)
+    assert "copied to aligned workspace" in str(found)
     exact = torch.relu(x.double() @ w.t().double() + bias.double())
     d = co.gemm_bias_relu(x, w.t(), bias)
     assert (d.double() - exact).norm() / exact.norm() < 2**-8

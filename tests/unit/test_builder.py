@@ -144,7 +144,7 @@ def test_a_library_that_has_others_loaded_is_not_published(store, toolkit, toolc
 
 def test_a_store_in_a_path_that_a_shell_would_change(toolkit, toolchain, tmp_path):
     store = KernelStore(tmp_path / "$(touch ran)")
-    with pytest.raises(ToolchainError, match=r"would not take '\$' as it stands; set CUTLASS_OPS_CACHE_DIR"):
+    with pytest.raises(ToolchainError, match=r"where '\$' has a special meaning; set CUTLASS_OPS_CACHE_DIR"):
         build_artifact(sm80_spec(), source="source", store=store, toolchain=toolchain)
     assert left_over(store) == []
     assert toolkit.compilations == 0
@@ -152,7 +152,7 @@ def test_a_store_in_a_path_that_a_shell_would_change(toolkit, toolchain, tmp_pat
 
 def test_a_compiler_that_makes_nothing(store, toolkit, toolchain):
     toolkit.does("exit 0")
-    with pytest.raises(CompileError, match=r"nvcc made no kernel\.fatbin"):
+    with pytest.raises(CompileError, match=r"nvcc did not create kernel\.fatbin"):
         build_artifact(SPEC, store=store, toolchain=toolchain)
 
 
@@ -235,7 +235,7 @@ def test_several_failures_are_all_named(store, toolkit, toolchain):
     toolkit.does('echo "x: error: y"; exit 1')
     with pytest.raises(CompileError) as caught:
         build_many(SPECS, jobs=2, store=store, toolchain=toolchain)
-    assert str(caught.value).startswith(f"4 of 4 kernels cannot be compiled. The first: {SPECS[0].slug}: x: error: y")
+    assert str(caught.value).startswith(f"4 of 4 kernels cannot be compiled. First: {SPECS[0].slug}: x: error: y")
     assert all(spec.slug in str(caught.value) for spec in SPECS)
 
 
@@ -357,7 +357,7 @@ def test_what_an_executor_cancels_is_compiled_here(store, toolkit, toolchain, ca
     go.set()
     assert [a.spec for a in made] == SPECS
     assert toolkit.compilations == len(SPECS)
-    assert caplog.text.count("is compiled here, since the executor cancelled it") == len(SPECS)
+    assert caplog.text.count("locally: the executor cancelled it") == len(SPECS)
 
 
 @pytest.mark.parametrize(
@@ -379,7 +379,7 @@ def test_an_executor_that_takes_no_more(store, toolkit, toolchain, caplog):
     pool = ThreadPoolExecutor(1)
     pool.shutdown()
     assert len(build_many(SPECS, store=store, toolchain=toolchain, executor=pool)) == len(SPECS)
-    assert "since the executor takes no more" in caplog.text
+    assert "the executor takes no more jobs" in caplog.text
 
 
 def test_an_executor_that_gives_nothing_back_is_an_error(store, toolkit, toolchain, monkeypatch):
@@ -388,7 +388,7 @@ def test_an_executor_that_gives_nothing_back_is_an_error(store, toolkit, toolcha
     with pytest.raises(ToolchainError) as caught:
         build_many(SPECS, store=store, toolchain=toolchain, executor=executor)
     text = str(caught.value)
-    assert "no kernel has come back from the executor for 0.2 s, and 4 are left" in text
+    assert "the executor has returned no kernel for 0.2 s, and 4 are left" in text
     assert "CUTLASS_OPS_EXECUTOR_TIMEOUT" in text
     assert all(spec.slug in text for spec in SPECS)
     assert all(future.cancelled() for future in executor.given)

@@ -103,7 +103,7 @@ def test_doctor_without_a_compiler(kit, run, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("variable", "value", "problem"),
     [
-        ("CUTLASS_OPS_JIT", "0", "compilation is switched off"),
+        ("CUTLASS_OPS_JIT", "0", "CUTLASS_OPS_JIT=0 switches compilation off"),
         ("CUTLASS_OPS_JIT", "maybe", "must be one of 0, 1"),
         ("CUTLASS_OPS_NVCC", "/nowhere/nvcc", "names /nowhere/nvcc"),
         ("CUTLASS_OPS_CACHE_DIR", "relative", "must be an absolute path"),
@@ -153,13 +153,13 @@ def test_doctor_with_a_gpu_and_a_filled_store(kit, run, monkeypatch, spec_file, 
 @pytest.mark.parametrize(
     ("variables", "remark"),
     [
-        ({"CUDA_HOME": "/nowhere"}, "CUDA_HOME is '/nowhere', which is not a folder: it is ignored"),
-        ({"CUDA_PATH": "/nowhere"}, "CUDA_PATH is '/nowhere', which is not a folder: it is ignored"),
-        ({"CUDA_HOME": "/"}, "CUDA_HOME is '/', which has no bin/nvcc to run: it is ignored"),
-        ({"CUDA_HOME": "{kit}"}, "CUDA_HOME is ignored: CUTLASS_OPS_NVCC goes first"),
+        ({"CUDA_HOME": "/nowhere"}, "CUDA_HOME is '/nowhere', which is not a folder and is ignored"),
+        ({"CUDA_PATH": "/nowhere"}, "CUDA_PATH is '/nowhere', which is not a folder and is ignored"),
+        ({"CUDA_HOME": "/"}, "CUDA_HOME is '/', which has no executable bin/nvcc and is ignored"),
+        ({"CUDA_HOME": "{kit}"}, "CUDA_HOME is ignored: CUTLASS_OPS_NVCC takes precedence"),
         (
             {"CUDA_HOME": "{kit}", "CUDA_PATH": "{kit}", "CUTLASS_OPS_NVCC": ""},
-            "CUDA_PATH is ignored: CUDA_HOME goes first",
+            "CUDA_PATH is ignored: CUDA_HOME takes precedence",
         ),
         (
             {"CUTLASS_OPS_JITT": "0"},
@@ -174,9 +174,9 @@ def test_doctor_with_a_gpu_and_a_filled_store(kit, run, monkeypatch, spec_file, 
             {"CUTLASS_OPS_XYZ_ABC": "2"},
             "CUTLASS_OPS_XYZ_ABC is not a variable of this library: they are CUTLASS_OPS_",
         ),
-        ({"CUTLASS_OPS_PROGRESS": ""}, "CUTLASS_OPS_PROGRESS is set and empty, which counts as unset"),
+        ({"CUTLASS_OPS_PROGRESS": ""}, "CUTLASS_OPS_PROGRESS is empty, which counts as unset"),
         ({"XDG_CACHE_HOME": "relative"}, "XDG_CACHE_HOME is 'relative', which is ignored"),
-        ({"XDG_CACHE_HOME": "/tmp"}, "XDG_CACHE_HOME is ignored: CUTLASS_OPS_CACHE_DIR goes first"),
+        ({"XDG_CACHE_HOME": "/tmp"}, "XDG_CACHE_HOME is ignored: CUTLASS_OPS_CACHE_DIR takes precedence"),
         ({"NVCC_APPEND_FLAGS": "-G"}, "NVCC_APPEND_FLAGS is ignored: kernels are compiled without it"),
         ({"CUTLASS_OPS_JIT": "0", "CUTLASS_OPS_JOBS": "3"}, "CUTLASS_OPS_JOBS is ignored: with CUTLASS_OPS_JIT=0"),
         (
@@ -252,12 +252,12 @@ def test_list_inspect_and_clean(kit, run, spec_file):
         assert json.loads(out)[0]["key"] == rows[0]["key"]
     code, out, err = run("inspect", "gemm_")
     assert code == 1
-    assert "names 2 kernels" in err
+    assert "matches 2 kernels" in err
     assert json.loads(run("clean", "--json")[1])["removed"] == 2
     assert run("list")[1].strip().endswith("0 kernels")
     code, _, err = run("inspect", "gemm_")
     assert code == 4
-    assert "begins so" in err
+    assert "starts with it" in err
 
 
 def test_clean_what_is_old_or_too_much(kit, run, spec_file, tmp_path):
@@ -293,9 +293,9 @@ def _refuse(*_):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "spec.json: it is not JSON that is read here: Expecting value"),
-        ("[]", "spec.json: a kernel spec is a JSON object"),
-        ("{}", "spec.json: a kernel spec has the fields"),
+        ("", "spec.json: it is not valid JSON: Expecting value"),
+        ("[]", "spec.json: a kernel spec must be a JSON object"),
+        ("{}", "spec.json: a kernel spec must have the fields"),
         (None, "spec.json cannot be used: No such file"),
     ],
 )
@@ -431,7 +431,7 @@ def test_the_catalogue_that_ships_is_generated_by_default(kit, run):
 def test_explain_reads_every_combination_of_extents(kit, run):
     code, out, _ = run("explain", "gemm_bias_relu", "1,512x4096x4096,1024", "64x64x64")
     assert code == 0
-    assert "no CUDA device here: as on NVIDIA H100 80GB HBM3" in out
+    assert "no CUDA device here: explained for NVIDIA H100 80GB HBM3" in out
     assert re.findall(r"M=(\d+) N=(\d+) K=(\d+)", out) == [
         *(("1", "4096", "4096"), ("1", "4096", "1024"), ("512", "4096", "4096"), ("512", "4096", "1024")),
         ("64", "64", "64"),
@@ -447,7 +447,7 @@ def test_explain_says_first_what_serves_how_long_it_takes_and_why(kit, run):
     assert out == f"{found}\n"
     assert out.startswith(
         f"gemm_bias_relu, M=512 N=4096 K=4096, on {H100.name} is served by {found.served_by}, "
-        f"expected to take {found.microseconds:.1f} us: the fastest at exactly this shape"
+        f"expected to take {found.microseconds:.1f} us: measured fastest at exactly this shape"
     )
     (as_json,) = json.loads(run("explain", "gemm_bias_relu", "M=512", "N=4096", "K=4096", "--json")[1])
     assert as_json == json.loads(json.dumps(found.to_json()))
@@ -497,14 +497,14 @@ def test_explain_as_json_of_a_users_epilogue(kit, run, tmp_path, monkeypatch):
     ("args", "why"),
     [
         (["gemm_bias_rule", "1x1x1"], "'gemm_bias_rule' is not the name of an op: did you mean gemm_bias_relu"),
-        (["gemm", "1x1"], "'1x1' is not a problem size: it has 2 extents and not 3. Give MxNxK"),
+        (["gemm", "1x1"], "'1x1' is not a problem size: it has 2 extents, not 3. Give MxNxK"),
         (["gemm", "1x0x1"], "is not a problem size"),
         (["gemm", "1xax1"], "'a' is not a positive integer"),
         (["gemm", "9999999999x9999999999x9999999999"], "more than"),
         (["gemm", "1x1x1", "--b", "diagonal"], "'diagonal' is not a major: use row or col"),
         (["gemm", "1x1x1", "--dtype", "f64"], "'f64' is not an element type of A and B: use bf16 or f16"),
         (["gemm", "1x1x1", "--dtype", "f32"], "A and B cannot be f32: use bf16 or f16"),
-        (["gemm", "1x1x1", "--device", "sm_75"], "'sm_75' is not a GPU that is known here: use sm_80, sm_86"),
+        (["gemm", "1x1x1", "--device", "sm_75"], "'sm_75' is not a known GPU: use sm_80, sm_86"),
     ],
 )
 def test_explain_refuses_what_it_cannot_read(run, args, why):
@@ -634,7 +634,7 @@ def test_from_a_catalogue_to_a_verified_bundle(kit, run, catalogue, tmp_path):
     assert kit.compilations == len(sources)
     code, out, _ = run("verify", target)
     assert code == 0
-    assert f"{len(sources)} kernels for sm_80 are what the manifest says; no signature was asked for" in out
+    assert f"{len(sources)} kernels for sm_80 match the manifest; no signature was required" in out
     code, out, _ = run("list", "--bundle", target, "--json")
     rows = json.loads(out)
     assert len(rows) == len(sources)
@@ -680,22 +680,22 @@ def test_several_keys_and_a_least_version_hold_for_every_command(kit, run, catal
     commands = (("list", "--bundle", target), ("inspect", key, "--bundle", target), ("verify", target))
     for command in commands:
         assert run(*command, *keys, "--minimum-version", 3)[0] == 0
-        for wrong, why in (((*keys, "--minimum-version", 4), "its version is 3"), (("--key", other), "not by the key")):
+        for wrong, why in (
+            ((*keys, "--minimum-version", 4), "its version is 3"),
+            (("--key", other), "not from the key"),
+        ):
             code, out, err = run(*command, *wrong)
             assert (code, why in out + err) == (5, True)
         code, _, err = run(*command, "--key", "")
         assert (code, "not a regular file" in err) == (1, True)
         code, _, err = run(*command, "--minimum-version", 0)
-        assert (code, "minimum_version is 0" in err) == (1, True)
+        assert (code, "minimum_version must be an integer from 1" in err) == (1, True)
         for name, value, why in (("KEY", "", "has an empty path"), ("VERSION", "", "must be a positive integer")):
             with monkeypatch.context() as patch:
                 patch.setenv(f"CUTLASS_OPS_BUNDLE_{name}", value)
                 code, _, err = run(*command)
                 assert (code, why in err) == (1, True)
-    assert (
-        f"version 3: 4 kernels for sm_80 are what the manifest says; signed by {public}"
-        in run("verify", target, *keys)[1]
-    )
+    assert f"version 3: 4 kernels for sm_80 match the manifest; signed by {public}" in run("verify", target, *keys)[1]
     verdict = json.loads(run("verify", target, *keys, "--json")[1])
     assert (verdict["signed"], verdict["signed_by"], verdict["version"]) == (True, str(public), 3)
     monkeypatch.setenv("CUTLASS_OPS_BUNDLE_KEY", f"{other}:{public}")
@@ -733,7 +733,7 @@ def test_a_folder(kit, run, catalogue, tmp_path):
     assert run("verify", tmp_path / "a")[0] == 0
     code, _, err = run("bundle", catalogue, "--folder", "--out", tmp_path / "a")
     assert code == 1
-    assert "is there already" in err
+    assert "already exists" in err
 
 
 def test_what_is_wrong_with_a_bundle_is_exit_code_5(kit, run, catalogue, tmp_path):
@@ -744,7 +744,7 @@ def test_what_is_wrong_with_a_bundle_is_exit_code_5(kit, run, catalogue, tmp_pat
     target.write_bytes(data)
     code, out, _ = run("verify", target)
     assert code == 5
-    assert re.search(r"wrong: kernels/.*its SHA-256 is another", out)
+    assert re.search(r"wrong: kernels/.*its SHA-256 differs", out)
     code, out, _ = run("verify", target, "--json")
     assert code == 5
     assert len(json.loads(out)["problems"]) == 1
@@ -814,7 +814,7 @@ def test_an_interrupt_ends_the_compilers_and_leaves_nothing_half_written(kit, ca
         process.kill()
     assert process.returncode == 130
     assert json.loads(out)["error"]["kind"] == "KeyboardInterrupt"
-    assert "interrupted: finished kernels stay in the store, and nothing is half-written" in err
+    assert "interrupted: finished kernels stay in the store; nothing is left half-written" in err
     left = [p.name for p in tmp_path.iterdir()]
     assert sorted(left) == ["catalogue.toml", "store", "toolkit"]
     assert not list((tmp_path / "store").rglob("kernel.so"))
@@ -850,17 +850,17 @@ def test_doctor_counts_bundles(kit, run, catalogue, tmp_path, monkeypatch):
         (["--out", "folder"], "folder is a folder: name a file in it"),
         (["--out", "file/under"], "file is not a folder"),
         (["--out", "/dev/null"], "/dev/null is a device"),
-        (["--out", "/proc/a.bundle"], "may not make files in /proc"),
-        (["--out", "/proc/a/b.bundle"], "may not make files in /proc"),
+        (["--out", "/proc/a.bundle"], "may not create files in /proc"),
+        (["--out", "/proc/a/b.bundle"], "may not create files in /proc"),
         (["--out", "n" * 250], "its name is too long"),
         (["--out", "pipe"], "is a device, a pipe or a socket"),
-        (["--folder", "--out", "folder"], "is there already"),
-        (["--folder", "--out", "file"], "is there already"),
-        (["--folder", "--out", "/proc/a"], "may not make files in /proc"),
+        (["--folder", "--out", "folder"], "already exists"),
+        (["--folder", "--out", "file"], "already exists"),
+        (["--folder", "--out", "/proc/a"], "may not create files in /proc"),
         (["--wheel", "name", "--wheel-version", "1.0"], "whl is a folder"),
         (["--sign", "folder"], "is not a regular file"),
         (["--sign", "/dev/zero"], "is not a regular file"),
-        (["--sign", "file"], "holds no private key"),
+        (["--sign", "file"], "has no usable private key"),
     ],
 )
 def test_bundle_compiles_nothing_for_a_place_that_cannot_be_written(

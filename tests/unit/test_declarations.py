@@ -534,7 +534,7 @@ class NoEpilogue:
     ("argument", "value", "error", "said"),
     [
         ("epilogue", lambda acc: acc, TypeError, r"decorated with @cutlass_ops.epilogue, not <lambda>: decorate"),
-        ("epilogue", None, TypeError, r"epilogue must be a function .* not None: .* for D = A @ B it returns acc"),
+        ("epilogue", None, TypeError, r"epilogue must be a function .* not None: .* for D = A @ B, return acc"),
         ("epilogue", "relu", TypeError, "epilogue must be a function .* not 'relu'"),
         ("epilogue", NoEpilogue(), TypeError, "epilogue must be a function"),
         ("epilogue", co.gemm, TypeError, "epilogue must be a function .* not gemm"),
@@ -544,12 +544,12 @@ class NoEpilogue:
         ("b", "float16", ValueError, r"^b is 'float16', which has no major: use 'f16.row' or 'f16.col'$"),
         ("d", "f32.align2", ValueError, "^d is 'f32.align2', which has no major"),
         ("d", bf16, ValueError, "^d is 'bf16', which has no major"),
-        ("a", None, TypeError, "^a: an operand is a text of the form .*, not None$"),
-        ("b", b"bf16.col", TypeError, "^b: an operand is a text"),
-        ("d", ("bf16", "row"), TypeError, "^d: an operand is a text"),
+        ("a", None, TypeError, "^a: an operand must be a text of the form .*, not None$"),
+        ("b", b"bf16.col", TypeError, "^b: an operand must be a text"),
+        ("d", ("bf16", "row"), TypeError, "^d: an operand must be a text"),
         ("a", "bf16.rows", ValueError, "^a: operand 'bf16.rows' is not of the form"),
         ("a", "f64.row", ValueError, "^a: unknown dtype 'f64': use one of f16, bf16, f32"),
-        ("a", "bf16.row.align0", ValueError, "^a: an alignment is a positive number of elements, not 0"),
+        ("a", "bf16.row.align0", ValueError, "^a: alignment must be a positive number of elements, not 0"),
         ("config", "sm90", TypeError, "config must be an Sm90Config, an Sm80Config or a GemvConfig, not 'sm90'"),
         ("config", (128, 128, 64), TypeError, r"config must be .*, not \(128, 128, 64\)"),
         ("config", None, TypeError, "config must be .*, not None"),
@@ -560,11 +560,11 @@ class NoEpilogue:
         ("inputs", {1: "f32", "x": "f32"}, ValueError, "^inputs names 1, x, which"),
         ("inputs", ["f32"], TypeError, "^inputs must be a mapping"),
         ("inputs", "f32", TypeError, "^inputs must be a mapping"),
-        ("outputs", {"d": "f32.row"}, ValueError, "^outputs names d, .* it has none, and d is an argument of its own$"),
+        ("outputs", {"d": "f32.row"}, ValueError, "^outputs names d, .* it has none, and d is a separate argument$"),
         ("outputs", [], TypeError, "^outputs must be a mapping"),
-        ("target", 90, ValueError, "^target is 90, for which there are no kernels: use one of sm_80, "),
-        ("target", ["sm_90"], ValueError, "^target is "),
-        ("target", "", ValueError, "^target is ''"),
+        ("target", 90, ValueError, "^target 90 is not supported: use one of sm_80, "),
+        ("target", ["sm_90"], ValueError, "^target "),
+        ("target", "", ValueError, "^target ''"),
         ("target", "sm90", ValueError, "use one of sm_90, sm_90a$"),
     ],
 )
@@ -576,28 +576,39 @@ def test_a_wrong_argument_is_named(argument, value, error, said):
 @pytest.mark.parametrize(
     ("target", "why"),
     [
-        ("sm_70", "7.0 is older than"),
-        ("sm_75", "7.5 is older than"),
-        ("sm_87", "8.7 has none of its own"),
-        ("sm_100", "10.0 does not run their machine code"),
-        ("sm_100a", "10.0 does not run their machine code"),
-        ("sm_120", "12.0 does not run their machine code"),
+        ("sm_70", "7.0 lacks"),
+        ("sm_75", "7.5 lacks"),
+        ("sm_87", "8.7 has no kernels of its own"),
+        ("sm_100", "10.0 cannot run the kernels' machine code"),
+        ("sm_100a", "10.0 cannot run the kernels' machine code"),
+        ("sm_120", "12.0 cannot run the kernels' machine code"),
     ],
 )
 def test_an_architecture_without_kernels_gets_the_supported_ones_and_what_to_do(target, why):
     with pytest.raises(ValueError, match=rf"compute capability {why}") as caught:
         spec(target=target)
-    assert f"Supported are {', '.join(arch.TARGETS)}" in str(caught.value)
+    assert f"Supported targets: {', '.join(arch.TARGETS)}" in str(caught.value)
     assert "torch.matmul" in str(caught.value)
     capabilities = {f"{major}.{minor}" for major, minor in (t.capability for t in arch.TARGETS.values())}
     assert all(c in str(caught.value) for c in capabilities)
+
+
+@pytest.mark.parametrize("scaling", [(1,), (0, 128), (1, 128.0), [1, 128], 128, (True, 1)])
+def test_a_scaling_is_the_block_that_shares_a_scale(scaling):
+    with pytest.raises(ConfigError, match="scaling is None or the"):
+        Operand(bf16, "row", 8, scaling)
+
+
+def test_vectors_and_outputs_have_no_blocks():
+    with pytest.raises(ValueError, match=r"inputs\['bias'\] is bf16.row.blocks1x128: only a and b"):
+        spec(inputs={"bias": "bf16.blocks1x128"})
 
 
 @pytest.mark.parametrize(
     "fields", [("bf16", "row", 8), (bf16, "rows", 8), (bf16, "row", "8"), (bf16, "row", 0), (None,) * 3]
 )
 def test_an_operand_is_of_an_element_type_a_major_and_an_alignment(fields):
-    with pytest.raises(ConfigError, match=r"Operand.*Operand.of\('bf16.row'\)|alignment is a positive number"):
+    with pytest.raises(ConfigError, match=r"Operand.*Operand.of\('bf16.row'\)|alignment must be a positive number"):
         Operand(*fields)
 
 
@@ -609,6 +620,8 @@ def test_an_operand_is_of_an_element_type_a_major_and_an_alignment(fields):
     [
         ("bf16.row", Operand(bf16, "row", 8)),
         ("f16.col.align2", Operand(f16, "col", 2)),
+        ("bf16.row.blocks1x128", Operand(bf16, "row", 8, (1, 128))),
+        ("f16.row.align1.blocks128x64", Operand(f16, "row", 1, (128, 64))),
         ("f32", Operand(f32, "row", 4)),
         ("float16", Operand(f16, "row", 8)),
         (bf16, Operand(bf16, "row", 8)),
@@ -621,7 +634,19 @@ def test_operands_are_parsed(text, operand):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "bf16.", "bf16.rows", "BF16", "bf16.row.align", "bf16.row.align-1", "row", " f16"]
+    "text",
+    [
+        "",
+        "bf16.",
+        "bf16.rows",
+        "BF16",
+        "bf16.row.align",
+        "bf16.row.align-1",
+        "row",
+        " f16",
+        "f16.blocks0x1",
+        "f16.blocks128",
+    ],
 )
 def test_other_text_is_no_operand(text):
     with pytest.raises(ValueError, match=r"operand|dtype"):
@@ -629,8 +654,8 @@ def test_other_text_is_no_operand(text):
 
 
 def test_transposing_twice_changes_nothing():
-    operand = Operand.of("bf16.col.align2")
-    assert operand.transposed == Operand.of("bf16.row.align2")
+    operand = Operand.of("bf16.col.align2.blocks1x128")
+    assert operand.transposed == Operand.of("bf16.row.align2.blocks128x1")
     assert operand.transposed.transposed == operand
 
 

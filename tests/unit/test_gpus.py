@@ -46,5 +46,5 @@ def test_names_and_capabilities(text, name):
     "text", ["", " ", "nvidia", "sm_75", "sm_100", "10.0", "T4", "L", "100", "cuda:0", "()", "[", "\\"]
 )
 def test_others_are_refused_with_the_choices(text):
-    with pytest.raises(ConfigError, match=r"is not a GPU that is known here: use sm_80, .*NVIDIA H200.*NVIDIA L4"):
+    with pytest.raises(ConfigError, match=r"is not a known GPU: use sm_80, .*NVIDIA H200.*NVIDIA L4"):
         gpus.gpu_named(text)

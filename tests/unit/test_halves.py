@@ -60,7 +60,7 @@ def test_sizes_are_those_that_this_nvcc_writes(tmp_path, target, size):
     ],
 )
 def test_halves_that_do_not(write, data):
-    with pytest.raises(CompileError, match=r"the two halves of .* do not belong together"):
+    with pytest.raises(CompileError, match=r"host code and device code in .* disagree"):
         prove_halves_agree(write(data))
 
 

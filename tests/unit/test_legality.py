@@ -151,6 +151,8 @@ NEIGHBOURS = [
     ("form", sm90(), batched()),
     ("operand_dtypes", sm90(a="f16.row", b="f16.col"), sm90(a="f16.row", b="bf16.col")),
     ("operand_dtypes", sm90(d="f32.row"), sm90(a="f32.row", b="f32.col")),
+    ("scaling", sm90(), sm90(a="bf16.row.blocks1x128", b="bf16.col.blocks128x128")),
+    ("scaling", sm80(), sm80(d="bf16.row.blocks1x128")),
     ("alignment", sm90(d="bf16.row.align4"), sm90(d="bf16.row.align3")),
     ("alignment", sm80(d="bf16.row.align8"), sm80(d="bf16.row.align16")),
     ("alignment", sm90(epilogue=gated), sm90(epilogue=gated, inputs={"r": "f32.row.align8"})),

@@ -254,7 +254,7 @@ def test_what_fp16_cannot_hold_is_refused_and_bf16_serves():
     large[7] = 60000
     weight[11, 7] = 4
     with pytest.raises(
-        ValueError, match=r"beyond the largest value of torch\.float16, 65504, in 1 of 72 columns: use BF16"
+        ValueError, match=r"exceeds the largest value of torch\.float16, 65504, in 1 of 72 columns: use BF16"
     ):
         co.prepare(weight.t(), large)
     with pytest.raises(ValueError, match=r"too small for torch\.float16.* in 72 of 72 columns: use BF16"):
@@ -369,20 +369,20 @@ X, W, GAMMA = torch.ones(4, 8, dtype=BF16), torch.ones(8, 6, dtype=BF16), torch.
 SUMS = co.RowStatistic(torch.ones(4), 8, EPS)
 TILE = torch.ones(4, 6, dtype=BF16)
 ERRORS = {
-    "no eps": (lambda: co.rmsnorm_gemm(X, W), TypeError, "needs eps, or rstd"),
-    "eps twice": (lambda: co.rmsnorm_gemm(X, W, eps=EPS, rstd=SUMS), TypeError, "rstd has eps in it already"),
+    "no eps": (lambda: co.rmsnorm_gemm(X, W), TypeError, "eps and rstd are missing"),
+    "eps twice": (lambda: co.rmsnorm_gemm(X, W, eps=EPS, rstd=SUMS), TypeError, "eps and rstd are both given"),
     "eps as text": (lambda: co.rmsnorm_gemm(X, W, eps="1e-5"), TypeError, "^eps must be a number"),
-    "rstd in 16 bits": (lambda: co.rmsnorm_gemm(X, W, rstd=X[:, 0]), TypeError, r"^rstd is torch\.bfloat16.*Use FP32$"),
+    "rstd in 16 bits": (lambda: co.rmsnorm_gemm(X, W, rstd=X[:, 0]), TypeError, r"^rstd is torch\.bfloat16: pass FP32"),
     "rstd as a number": (lambda: co.rmsnorm_gemm(X, W, rstd=1.0), TypeError, r"^rstd must be a torch\.Tensor"),
     "rstd of other rows": (lambda: co.rmsnorm_gemm(X, W, rstd=torch.ones(5)), ValueError, r"^rstd has shape \(5,\)"),
     "another tensor's statistic": (
         lambda: co.rmsnorm_gemm(torch.ones(4, 6, dtype=BF16), torch.ones(6, 6, dtype=BF16), rstd=SUMS),
-        ValueError, "^rstd is of rows of 8 elements and x has 6",
+        ValueError, "^rstd is the statistic of rows of 8 elements, and x has 6",
     ),
     "gamma of N": (lambda: co.rmsnorm_gemm(X, W, GAMMA[:6], eps=EPS), ValueError, r"gamma \(6,\).*pass w\.t\(\)$"),
     "gamma in FP64": (lambda: co.rmsnorm_gemm(X, W, GAMMA.double(), eps=EPS), TypeError, r"^gamma is torch\.float64"),
     "gamma elsewhere": (lambda: co.rmsnorm_gemm(X, W, GAMMA.to("meta"), eps=EPS), ValueError, "^gamma is on meta"),
-    "gamma twice": (lambda: co.rmsnorm_gemm(X, co.prepare(W, GAMMA), GAMMA, eps=EPS), TypeError, "^w is prepared, so"),
+    "gamma twice": (lambda: co.rmsnorm_gemm(X, co.prepare(W, GAMMA), GAMMA, eps=EPS), TypeError, "^w is prepared and"),
     "a weight (N, K)": (lambda: co.rmsnorm_gemm(X, W.t(), eps=EPS), ValueError, r"pass b\.t\(\)$"),
     "a prepared weight without its norm": (lambda: co.gemm(X, co.prepare(W, GAMMA)), TypeError, "not PreparedWeight$"),
     "prepare of FP32": (lambda: co.prepare(W.float(), GAMMA), TypeError, r"^w is torch\.float32"),
@@ -394,7 +394,7 @@ ERRORS = {
         lambda: co.rmsnorm_gemm(X, W, eps=EPS, epilogue=gathering), ValueError, "^gathering takes mean_of_a, which",
     ),
     "an input by a taken name": (
-        lambda: co.rmsnorm_gemm(X, W, eps=EPS, epilogue=named_gamma), ValueError, "^named_gamma has the input gamma",
+        lambda: co.rmsnorm_gemm(X, W, eps=EPS, epilogue=named_gamma), ValueError, "^named_gamma has an input gamma",
     ),
     "an input by the norm's name": (
         lambda: co.rmsnorm_gemm(X, W, rstd=SUMS, epilogue=named_as_the_sums, row_sum_square=SUMS.sum_square),
@@ -424,17 +424,18 @@ ERRORS = {
         lambda: co.gemm_residual_rms(X, W, TILE, eps=EPS, epilogue=bias_gelu), ValueError, "D as its only output",
     ),
     "an op given something else": (lambda: norms.rmsnorm_op(given="sum"), ValueError, '^given is .sum.: use "sums"'),
-    "no eps for a layernorm": (lambda: co.layernorm_gemm(X, W), TypeError, "needs eps, or mean and rstd"),
-    "mean alone": (lambda: co.layernorm_gemm(X, W, mean=torch.ones(4)), TypeError, "mean and rstd go together"),
+    "no eps for a layernorm": (lambda: co.layernorm_gemm(X, W), TypeError, "eps, mean and rstd are missing"),
+    "mean alone": (lambda: co.layernorm_gemm(X, W, mean=torch.ones(4)), TypeError, "mean is given alone"),
     "moments and eps": (
-        lambda: co.layernorm_gemm(X, W, eps=EPS, mean=torch.ones(4), rstd=torch.ones(4)), TypeError, "has eps in it",
+        lambda: co.layernorm_gemm(X, W, eps=EPS, mean=torch.ones(4), rstd=torch.ones(4)),
+        TypeError, "eps and rstd are both given",
     ),
     "beta of N": (lambda: co.layernorm_gemm(X, W, None, GAMMA[:6], eps=EPS), ValueError, r"beta \(6,\)"),
     "gamma beside a prepared weight": (
-        lambda: co.layernorm_gemm(X, co.prepare_layernorm(W), GAMMA, eps=EPS), TypeError, "^w is prepared, so gamma",
+        lambda: co.layernorm_gemm(X, co.prepare_layernorm(W), GAMMA, eps=EPS), TypeError, "^w is prepared and already",
     ),
     "a product behind a layernorm": (
-        lambda: co.layernorm_gemm(X, W, eps=EPS, epilogue=geglu, up=W), ValueError, "^geglu has the product up, for",
+        lambda: co.layernorm_gemm(X, W, eps=EPS, epilogue=geglu, up=W), ValueError, "^geglu has the product up, but",
     ),
 }  # fmt: skip
 
@@ -457,5 +458,5 @@ def test_nothing_is_changed_but_the_output():
 def test_on_a_device_the_norms_own_op_is_asked_for_a_kernel(monkeypatch):
     monkeypatch.setattr(ops, "device_of", lambda device: Device((9, 0), 132))
     monkeypatch.setattr(ops.dispatch, "decide", lambda *_: None)
-    with pytest.raises(co.UnsupportedError, match=r"no kernel serves rmsnorm_gemm with a bf16\.row"):
+    with pytest.raises(co.UnsupportedError, match=r"no kernel supports rmsnorm_gemm with a bf16\.row"):
         norms.rmsnorm_op().plan(X, W, EPS)

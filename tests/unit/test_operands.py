@@ -233,7 +233,11 @@ REFUSED = {
     "scale as a column": ({"scale": torch.zeros(6, 1)}, ValueError, r"^scale has shape \(6, 1\)"),
     "residual as a row": ({"residual": torch.zeros(10)}, ValueError, r"^residual has shape \(10,\): as a Tile"),
     "residual transposed": ({"residual": torch.zeros(10, 6)}, ValueError, r"^residual .* \(6, 10\) for a result"),
-    "alpha of two elements": ({"alpha": torch.zeros(2)}, ValueError, r"^alpha has shape \(2,\): a Scalar has one"),
+    "alpha of two elements": (
+        {"alpha": torch.zeros(2)},
+        ValueError,
+        r"^alpha has shape \(2,\): a Scalar must have",
+    ),
     "alpha a truth value": (
         {"alpha": True},
         TypeError,
@@ -475,7 +479,7 @@ def test_an_output_must_not_share_memory_with_an_input(name):
         "bias": memory[40:48],
         "scale": memory[40:46],
     }
-    with pytest.raises(ValueError, match=rf"^out shares memory with {name}: give an output of its own$"):
+    with pytest.raises(ValueError, match=rf"^out shares memory with {name}: pass a separate tensor$"):
         overlap_check(memory[:48].view(6, 8), **{name: views[name]})
 
 
@@ -536,7 +540,7 @@ def test_a_products_matrix_is_taken_as_it_is():
 @pytest.mark.parametrize(
     ("up", "error", "message"),
     [
-        (torch.zeros(8, 10), TypeError, "^up is torch.float32 and a is torch.bfloat16: what A is multiplied by"),
+        (torch.zeros(8, 10), TypeError, "^up is torch.float32 and a is torch.bfloat16: a Product must have"),
         (torch.zeros(8, 9, dtype=BF16), ValueError, r"^up has shape \(8, 9\): .* b's shape \(K, N\), \(8, 10\)$"),
         (torch.zeros(10, 8, dtype=BF16), ValueError, r"^up has shape \(10, 8\): .* pass up\.t\(\)$"),
         (torch.zeros(8, 10, dtype=BF16, device="meta"), ValueError, "^up is on meta and a is on cpu"),
@@ -554,5 +558,5 @@ def test_no_output_may_lie_in_a_products_matrix():
     # As an (M, N) input could be overwritten, this one cannot: every tile of D reads all of its rows.
     square = torch.zeros(8, 8, dtype=BF16)
     values = {"bias": torch.zeros(8), "up": square}
-    with pytest.raises(ValueError, match=r"^out shares memory with up: give an output of its own$"):
+    with pytest.raises(ValueError, match=r"^out shares memory with up: pass a separate tensor$"):
         check_call(gated.graph, torch.zeros(8, 8, dtype=BF16), torch.zeros(8, 8, dtype=BF16), values, square, None)

@@ -114,7 +114,7 @@ def users(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("raw", [*NUMBERS[:4], "1e400", "-1e400", "1e999999999", "0." + "1" * 5000, *NUMBERS[-5:-2]])
 def test_a_number_that_none_is_is_no_json(raw):
-    with pytest.raises(ConfigError, match="it is not JSON that is read here: ") as error:
+    with pytest.raises(ConfigError, match="it is not valid JSON: ") as error:
         checked_json.parsed(b'{"a": [%s]}' % raw.encode(), "it", 1 << 20)
     assert len(str(error.value)) < 200
     assert "set_int_max_str_digits" not in str(error.value)
@@ -131,7 +131,7 @@ def test_integers_have_64_bits():
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (b'{"b": 1, "a": {"c": 1, "d": 2, "c": 1}}', "'c' stands twice"),
+        (b'{"b": 1, "a": {"c": 1, "d": 2, "c": 1}}', "the key 'c' twice"),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"a":' * 100_000, "nested too deeply"),
         (b"\xff\xfe1\x00", "can't decode"),
@@ -267,7 +267,7 @@ def test_a_peer_that_there_is_not_is_no_way_to_serve_a_call(users):
 @pytest.mark.parametrize("change", [{"device": "another"}, {"signature": signature(dtype="f16")}])
 def test_a_users_table_about_something_else_is_left_out(users, change, capsys):
     users.write_text(json.dumps(replace(TABLE, **change).to_json()))
-    with pytest.warns(RuntimeWarning, match="left out: .* is about other calls or another device"):
+    with pytest.warns(RuntimeWarning, match="ignored: .* is for other calls or another device"):
         dispatch.choose(SIGNATURE, A100, Problem(1, 4096, 4096))
     dispatch.choose(SIGNATURE, A100, Problem(2, 4096, 4096))
     assert capsys.readouterr().err == ""  # where warnings are errors, as here, a second one would stand there

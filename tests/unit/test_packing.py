@@ -96,7 +96,7 @@ def test_a_wheel_is_reproducible_and_whole(tmp_path, bundle):
 
 @pytest.mark.parametrize(("name", "version"), [("../x", "1"), ("a\n", "1"), ("", "1"), ("a", "x"), ("a", "1\nName: b")])
 def test_names_and_versions_are_checked(tmp_path, bundle, name, version):
-    with pytest.raises(ValueError, match=r"is not a (name|version)"):
+    with pytest.raises(ValueError, match=r"is not a valid package (name|version)"):
         write_wheel(bundle, tmp_path, name, version)
 
 

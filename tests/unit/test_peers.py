@@ -102,7 +102,7 @@ def test_an_op_takes_the_peer_that_tuning_allowed(tmp_path, monkeypatch, session
     assert plan.name == "cublaslt"
     found = explaining.explain_call("gemm_bias_relu", call, H100)
     assert found.served_by == "PyTorch (cublaslt)"
-    assert "told to allow it" in found.why
+    assert "tuning allowed PyTorch" in found.why
 
 
 @pytest.mark.parametrize("eps", [1e-6, 0.5])

@@ -52,8 +52,8 @@ def test_lists_and_several_problems(text, problems):
         ("", "it is empty"),
         ("  ", "it is empty"),
         ([], "it is empty"),
-        ("512x4096", "it has 2 extents and not 3"),
-        ("512,4096,4096", "it has 1 extent and not 3"),
+        ("512x4096", "it has 2 extents, not 3"),
+        ("512,4096,4096", "it has 1 extent, not 3"),
         ("1x2x3x4", "it has 4 extents"),
         ("0x2x3", "an extent of 0"),
         ("-1x2x3", "'-1' is not a positive integer"),
@@ -113,7 +113,7 @@ def test_bfloat16_in_many_spellings(text):
 @pytest.mark.parametrize("dtype", ["f32", "float32", torch.float32])
 def test_tuning_does_not_advise_what_it_refuses(monkeypatch, dtype):
     monkeypatch.setattr(tuning, "_place", lambda *_: tuning.Place(H100.name, H100, None))
-    with pytest.raises(ValueError, match=r"is not possible here: use one of bf16, f16$"):
+    with pytest.raises(ValueError, match=r"is not supported here: use one of bf16, f16$"):
         tuning.tune(builtin.identity, [(1, 64, 64)], dtypes=dtype)
     with pytest.raises(ValueError, match=r"unknown dtype 'f64': use one of bf16, f16$"):
         tuning.tune(builtin.identity, [(1, 64, 64)], dtypes="f64")

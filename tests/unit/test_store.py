@@ -16,7 +16,7 @@ from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
 from cutlass_ops.artifacts import store as store_module
 from cutlass_ops.artifacts.compiled import Compiled
 from cutlass_ops.artifacts.store import Artifact, KernelStore, identity_key, open_entry
-from cutlass_ops.base import recency, resources
+from cutlass_ops.base import locks, recency, resources
 from cutlass_ops.base.errors import LoadError, StoreError
 from cutlass_ops.compilation import identity
 from cutlass_ops.compilation.identity import kernel_identity, kernel_key
@@ -322,7 +322,7 @@ def test_a_store_that_is_a_file(tmp_path, put, store):
     [
         (errno.ENOSPC, "no space is left.*CUTLASS_OPS_CACHE_DIR"),
         (errno.EDQUOT, "no space is left"),
-        (errno.EROFS, "cannot be written.*built elsewhere"),
+        (errno.EROFS, "cannot be written.*to build new ones, set"),
         (errno.EIO, "cannot be used"),
     ],
 )
@@ -426,7 +426,8 @@ def test_no_file_of_a_lock_stays(store, put):
     assert list((store.root / "locks").iterdir()) == []
 
 
-def test_who_waits_while_the_store_is_deleted_goes_on(store):
+def test_who_waits_while_the_store_is_deleted_goes_on(store, monkeypatch, caplog):
+    monkeypatch.setattr(locks, "_PATIENCE", -1.0)  # who waits says so at once
     entered = threading.Event()
 
     def work():
@@ -436,6 +437,8 @@ def test_who_waits_while_the_store_is_deleted_goes_on(store):
     with store.lock("a" * 64):
         thread = threading.Thread(target=work)
         thread.start()
+        while not caplog.records:
+            time.sleep(0.01)
         shutil.rmtree(store.root)
     thread.join()
     assert entered.is_set()
@@ -483,12 +486,12 @@ def test_the_least_recently_used_go(store, put, monkeypatch):
     first, second, third = (used(put(sm80_spec(stages)), 100 - stages) for stages in (2, 3, 4))
     size = bytes_of(store.root / "v1")
     assert store.size() == size
-    monkeypatch.setenv("CUTLASS_OPS_CACHE_SIZE", str(size + 10))
+    monkeypatch.setenv("CUTLASS_OPS_CACHE_SIZE", str(size + 40))
     assert store.lookup(first.key)  # used again
     assert list(store.entries()) == sorted((first, second, third), key=lambda a: a.key)  # to list them is no use
     fourth = put(sm80_spec(5))
     assert {a.key for a in store.entries()} == {first.key, third.key, fourth.key}
-    assert bytes_of(store.root / "v1") <= size + 10
+    assert bytes_of(store.root / "v1") <= size + 40
     assert store.lookup(second.key) is None
     assert list((store.root / "tmp").iterdir()) == []
 
@@ -543,7 +546,7 @@ def test_what_cannot_be_removed_costs_no_kernel(store, put, monkeypatch, caplog)
 
     monkeypatch.setattr(recency, "excess", fail)
     assert store.lookup(put(sm80_spec(3)).key)
-    assert "cannot be kept small" in caplog.text
+    assert "cannot limit the size" in caplog.text
 
 
 def test_a_use_that_cannot_be_noted_is_a_use(store, put, monkeypatch):

@@ -178,7 +178,7 @@ def test_lazy_negations_are_carried_out():
 def test_a_tensor_without_memory_never_reaches_a_kernel():
     freed = torch.empty(M, K, dtype=BF16)
     freed.untyped_storage().resize_(0)
-    with pytest.raises(ValueError, match="a has no memory: its storage was freed"):
+    with pytest.raises(ValueError, match="a has no memory, since its storage was freed"):
         operands.require_memory("a", freed)
     with pytest.raises(TypeError, match="a is a TwoTensor, which has no memory of its own"):
         operands.require_memory("a", TwoTensor(X, X))
@@ -327,7 +327,7 @@ TRANSFORMED = {
 @pytest.mark.filterwarnings("ignore:.torch.jit")  # PyTorch's own
 def test_transforms_are_refused_in_words(transformed):
     for function in (lambda x: co.gemm_bias_relu(x, W, BIAS), lambda x: co.rmsnorm_gemm(x, W, eps=1e-5)):
-        with pytest.raises(NotImplementedError, match=r"no rule for torch\.func\.grad, jvp or vmap"):
+        with pytest.raises(NotImplementedError, match=r"does not support torch\.func\.grad, jvp or vmap"):
             transformed(function)
 
 
@@ -338,7 +338,7 @@ def test_transforms_are_refused_where_a_function_is_compiled(transformed):
     compiled = torch.compile(
         lambda: transformed(lambda x: co.gemm_bias_relu(x, W, BIAS)), backend="eager", fullgraph=True
     )
-    with pytest.raises(Exception, match=r"maybe_current_level|no rule for torch\.func"):
+    with pytest.raises(Exception, match=r"maybe_current_level|does not support torch\.func"):
         compiled()
 
 
@@ -430,7 +430,7 @@ def test_a_loaded_kernel_is_not_copied():
 
     kernel = LoadedKernel(None, None, None, None)
     assert copy.deepcopy(kernel) is kernel
-    with pytest.raises(TypeError, match="belongs to its process"):
+    with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(kernel)
 
 

@@ -114,7 +114,7 @@ def test_the_same_parts_elsewhere_are_the_same_identity(tmp_path):
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("bin/ptxas", "comes without ptxas"),
+        ("bin/ptxas", "lacks ptxas"),
         ("host/as", r"finds no as: install the rest of GCC and binutils"),
     ],
 )
@@ -129,10 +129,10 @@ def test_a_part_that_is_missing(toolkit, monkeypatch, name, what):
 @pytest.mark.parametrize(
     ("variable", "where", "what"),
     [
-        ("CUDA_HOME", "cuda", "CUDA_HOME has nvcc in a folder .*CUTLASS_OPS_NVCC"),
-        ("CUTLASS_OPS_NVCC", "cuda/bin/nvcc", "CUTLASS_OPS_NVCC has nvcc in a folder"),
-        ("NVCC_CCBIN", "cuda/host/g++", "NVCC_CCBIN, or PATH, gives the host compiler"),
-        ("TMPDIR", "cuda", "temporary files lie in .*set TMPDIR"),
+        ("CUDA_HOME", "cuda", "nvcc from CUDA_HOME is .*CUTLASS_OPS_NVCC"),
+        ("CUTLASS_OPS_NVCC", "cuda/bin/nvcc", "nvcc from CUTLASS_OPS_NVCC is"),
+        ("NVCC_CCBIN", "cuda/host/g++", "the host compiler from NVCC_CCBIN or PATH is"),
+        ("TMPDIR", "cuda", "the temporary folder is .*set TMPDIR"),
     ],
 )
 def test_paths_that_a_shell_would_change(toolkit, monkeypatch, tmp_path, variable, where, what):
@@ -151,7 +151,7 @@ def test_what_a_script_starts_lies_where_a_shell_changes_nothing(toolkit, monkey
     (toolkit.root / "settings").write_text(f"#$ {setting}\n")
     script = toolkit.nvcc.read_text()
     toolkit.nvcc.write_text(script.replace("exit 0;;", 'cat "$here/settings"; exit 0;;'))
-    with pytest.raises(ToolchainError, match=r"has parts in a folder '/opt/\$\(id\)/.*would not take '\$'"):
+    with pytest.raises(ToolchainError, match=r"is '/opt/\$\(id\)/.*where '\$' has a special meaning"):
         find_toolchain()
 
 
@@ -161,7 +161,7 @@ def test_a_host_compilers_name_stands_bare_in_a_shells_command(toolkit, monkeypa
     other = toolkit.host.with_name(name)
     other.symlink_to(toolkit.host)
     monkeypatch.setenv("NVCC_CCBIN", str(other))
-    with pytest.raises(ToolchainError, match=r"would not take .* as it stands; name a link to it there"):
+    with pytest.raises(ToolchainError, match=r"where .* has a special meaning; use a link to it"):
         find_toolchain()
 
 
@@ -193,10 +193,10 @@ def test_a_named_nvcc_must_be_there(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda kit: kit.says_version("11.8.89"), "version 11.8.89; 12.4 or later"),
-        (lambda kit: (kit.root / "version").write_text("hello"), "names no version"),
+        (lambda kit: kit.says_version("11.8.89"), "version 11.8.89, but 12.4 or later"),
+        (lambda kit: (kit.root / "version").write_text("hello"), "prints no version"),
         (lambda kit: (kit.root / "version").unlink(), "failed"),
-        (lambda kit: (kit.root / "include" / "nv" / "target").unlink(), "without the CUDA header nv/target"),
+        (lambda kit: (kit.root / "include" / "nv" / "target").unlink(), "lacks the CUDA header nv/target"),
         (lambda kit: kit.nvcc.write_text("not a program"), "cannot be run"),
     ],
 )
@@ -238,7 +238,7 @@ def test_a_cutlass_checkout_is_part_of_the_identity(toolkit, monkeypatch, tmp_pa
     header = tmp_path / "cutlass" / "include" / "cutlass" / "version.h"
     header.parent.mkdir(parents=True)
     header.write_text("#define CUTLASS_MAJOR 4\n#define CUTLASS_MINOR 9\n")
-    with pytest.raises(ToolchainError, match="names no version"):
+    with pytest.raises(ToolchainError, match="does not define"):
         find_toolchain()
     header.write_text("#define CUTLASS_MAJOR 4\n#define CUTLASS_MINOR 9\n#define CUTLASS_PATCH 1\n")
     first = find_toolchain().cutlass_version

@@ -107,7 +107,7 @@ def test_where_warnings_are_errors_no_call_fails(usual, capsys):
         policies._policy.cache_clear()
         assert chosen(ODD) == usual
     (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith("cutlass_ops: a tuning table is left out: ")
+    assert said.startswith("cutlass_ops: a tuning table is ignored: ")
 
 
 @pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), OSError(5, "Input/output error")])
@@ -121,7 +121,7 @@ def test_a_folder_that_cannot_be_read_is_said_once(usual, monkeypatch, error):
         return stat(self, **more)
 
     monkeypatch.setattr(Path, "stat", refuses)
-    match = f"left out: {re.escape(str(env.tuning_dir()))} cannot be read: {error.strerror}.*CUTLASS_OPS_TUNING_DIR"
+    match = f"ignored: {re.escape(str(env.tuning_dir()))} cannot be read: {error.strerror}.*CUTLASS_OPS_TUNING_DIR"
     assert warned(match=match) == (usual, 1)
 
 
@@ -143,14 +143,14 @@ def dangling_table(at):
 def test_a_folder_that_is_none_is_said_once(usual, make):
     make(env.tuning_dir())
     policies.forget()
-    assert warned(match=r"left out: .* cannot be read: .*CUTLASS_OPS_TUNING_DIR") == (usual, 1)
+    assert warned(match=r"ignored: .* cannot be read: .*CUTLASS_OPS_TUNING_DIR") == (usual, 1)
 
 
 @pytest.mark.parametrize("name", ["relative", "~nobody-has-this-name/tuning"])
 def test_a_folder_that_no_variable_can_mean_is_said_once(usual, monkeypatch, name):
     monkeypatch.setenv("CUTLASS_OPS_TUNING_DIR", name)
     policies.forget()
-    assert warned(match=f"left out: CUTLASS_OPS_TUNING_DIR .*{name}") == (usual, 1)
+    assert warned(match=f"ignored: CUTLASS_OPS_TUNING_DIR .*{name}") == (usual, 1)
     with pytest.raises(ValueError, match="CUTLASS_OPS_TUNING_DIR"):
         env.tuning_dir()
 
@@ -187,12 +187,12 @@ def holding(change):
 
 
 HOSTILE = {
-    "a time of 0": holding(lambda row: row.__setitem__(1, 0)),
-    "a time without an end": holding(lambda row: row.__setitem__(1, 10**400)),
-    "a part of -1": holding(lambda row: row.__setitem__(2, -1)),
-    "a part below": holding(lambda row: row.__setitem__(2, -3.5)),
-    "a part without an end": holding(lambda row: row.__setitem__(2, 10**400)),
-    "a part that is none": holding(lambda row: row.__setitem__(2, float("nan"))),
+    "a time of 0": holding(lambda row: row.__setitem__(2, 0)),
+    "a time without an end": holding(lambda row: row.__setitem__(2, 10**400)),
+    "a part of -1": holding(lambda row: row.__setitem__(3, -1)),
+    "a part below": holding(lambda row: row.__setitem__(3, -3.5)),
+    "a part without an end": holding(lambda row: row.__setitem__(3, 10**400)),
+    "a part that is none": holding(lambda row: row.__setitem__(3, float("nan"))),
 }
 
 
@@ -204,7 +204,7 @@ HOSTILE = {
 def test_a_table_that_is_none_is_left_out(usual, make):
     make()
     policies.forget()
-    found, count = warned(match=f"left out: .*{re.escape(path().name)}")
+    found, count = warned(match=f"ignored: .*{re.escape(path().name)}")
     assert found == usual
     assert count == 1
 

@@ -39,17 +39,17 @@ def test_a_good_bundle(tmp_path):
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (library(HMMA, sm=90), "its machine code is for sm_90, and the manifest says sm_80"),
+        (library(HMMA, sm=90), "its machine code is for sm_90, but the manifest says sm_80"),
         (library(HMMA, exports=EXPORTS[:2]), "it does not export __tvm_ffi_describe"),
         (library(HMMA, exports=("launch", "main")), "it does not export __tvm_ffi_launch, "),
-        (library(HMMA, needed=(*NEEDED, "libevil.so")), "it needs libevil.so, which no kernel does"),
+        (library(HMMA, needed=(*NEEDED, "libevil.so")), "it needs libevil.so, which kernels must not load"),
         (library(HMMA, needed=("libc.so.6", "libc.so.6/../evil.so")), "it needs libc.so.6/../evil.so, which"),
         (library(HMMA, needed=("libm.so.evil",)), "it needs libm.so.evil, which"),
         (library(HMMA, search={0x7FFFFFFF: "libfilter.so"}), "it needs libfilter.so, which"),
-        (library(HMMA, search={15: "$ORIGIN"}), "has the dynamic linker search '$ORIGIN' (RPATH or RUNPATH)"),
-        (library(HMMA, search={29: "/tmp/evil:/opt"}), "has the dynamic linker search '/tmp/evil:/opt'"),
-        (library(HMMA, search={29: ""}), "has the dynamic linker search ''"),
-        (_hidden(library(HMMA, search={29: "/tmp/evil"})), "has the dynamic linker search '/tmp/evil'"),
+        (library(HMMA, search={15: "$ORIGIN"}), "makes the dynamic linker search '$ORIGIN' (RPATH or RUNPATH)"),
+        (library(HMMA, search={29: "/tmp/evil:/opt"}), "makes the dynamic linker search '/tmp/evil:/opt'"),
+        (library(HMMA, search={29: ""}), "makes the dynamic linker search ''"),
+        (_hidden(library(HMMA, search={29: "/tmp/evil"})), "makes the dynamic linker search '/tmp/evil'"),
         (library(HMMA) + elf(190, {".text": b""}, flags=90), "its machine code is for sm_80, sm_90"),
     ],
 )
@@ -71,12 +71,12 @@ def _changed(tmp_path, change):
 
 def test_a_key_that_is_not_the_contents_own(tmp_path):
     (problem,) = _changed(tmp_path, lambda kernel, _: kernel.update(headers="0" * 64))
-    assert "its key is not that of what the manifest says" in problem
+    assert "its key does not match its identity in the manifest" in problem
 
 
 def test_opcodes_that_are_not_there(tmp_path):
     (problem,) = _changed(tmp_path, lambda kernel, _: kernel.update(sass={"HMMA": 7}))
-    assert "does not hold the instructions" in problem
+    assert "instruction counts" in problem
 
 
 def test_contents_that_were_changed(tmp_path):
@@ -86,7 +86,7 @@ def test_contents_that_were_changed(tmp_path):
 
     problems = _changed(tmp_path, change)
     assert len(problems) == 2
-    assert all("is not what the manifest says: its SHA-256 is another" in p for p in problems)
+    assert all("does not match the manifest: its SHA-256 differs" in p for p in problems)
 
 
 def test_an_illegal_declaration(tmp_path):
@@ -97,7 +97,7 @@ def test_an_illegal_declaration(tmp_path):
 def test_what_is_no_bundle(tmp_path):
     (tmp_path / "a").write_bytes(b"junk" * 100)
     (problem,) = verify(tmp_path / "a").problems
-    assert "is not a bundle as this library writes it" in problem
+    assert "is not a bundle of this library" in problem
 
 
 def test_no_changed_library_is_more_than_a_problem(tmp_path):

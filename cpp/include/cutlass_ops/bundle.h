@@ -1,5 +1,5 @@
-// Kernels of a bundle in a C++ program, without Python: open a bundle, look up what it has for a device and a problem,
-// load a kernel, launch it. docs/deployment.md says what bundles are, and examples/cpp is a whole program.
+// Run a bundle's kernels in a C++ program without Python: open a bundle, choose a kernel for a device and a problem, load
+// it, launch it. docs/deployment.md explains bundles. examples/cpp is a complete program.
 //
 //     cutlass_ops::Bundle bundle("kernels.bundle");
 //     auto const& signature = bundle.signature("d = relu(add(acc, bias))", {"bf16.row", "bf16.col", "bf16.row"});
@@ -7,7 +7,7 @@
 //     cutlass_ops::Kernel const kernel = bundle.load(choice.key);
 //     kernel.launch({a, b, d, bias}, choice.order, {}, stream);
 //
-// Everything here may be used from several threads at once. Errors are exceptions that derive from Error, whatever goes wrong.
+// Everything here is thread-safe. All errors are exceptions that derive from Error.
 
 #pragma once
 
@@ -26,7 +26,7 @@ struct Error : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// A bundle, or a file in it, is not safe to read, not whole, not what its manifest says, or of another version.
+// A bundle, or a file in it, is unsafe, incomplete, of another version, or does not match the manifest.
 struct BundleError : Error {
   using Error::Error;
 };
@@ -36,32 +36,32 @@ struct LoadError : Error {
   using Error::Error;
 };
 
-// An argument cannot be what it is: a launch refused it, and nothing was launched, or a file holds no public key.
+// An argument is not valid: a launch rejected it and launched nothing, or a file has no public key.
 struct ArgumentError : Error {
   using Error::Error;
 };
 
-// CUDA refused a launch.
+// CUDA reported an error at a launch.
 struct LaunchError : Error {
   using Error::Error;
 };
 
-// ---- What a bundle has -------------------------------------------------------------------------------------------
+// ---- Contents of a bundle ----------------------------------------------------------------------------------------
 
-// Of a device: {9, 0} for an H100.
+// Compute capability of a device: {9, 0} for an H100.
 struct Capability {
   int major = 0;
   int minor = 0;
 };
 
-// In which order a kernel takes its tiles: a matter of speed only. The numbers are those of the kernel's launch.
+// The order in which a kernel computes its tiles. It affects only the speed. The numbers are launch arguments.
 struct Order {
   int raster = 0;
   int swizzle = 1;
 };
 
-// One argument of a kernel. The type is written as in declarations: "bf16.row" needs 16-byte alignment, "bf16.row.align1"
-// none beyond that of an element.
+// One argument of a kernel. Types are spelled as in declarations: "bf16.row" needs 16-byte alignment, "bf16.row.align1"
+// only the alignment of an element.
 struct Operand {
   std::string name;
   std::string type;
@@ -70,10 +70,10 @@ struct Operand {
 struct KernelInfo {
   std::string key;     // 64 hexadecimal digits
   std::string target;  // such as "sm_90a"
-  std::string sha256;  // of its library
-  int64_t size = 0;    // of its library, in bytes
+  std::string sha256;  // of the library
+  int64_t size = 0;    // of the library, in bytes
 
-  // Whether a device of this compute capability takes the kernel.
+  // Whether the kernel runs on devices of this compute capability.
   bool runs_on(Capability capability) const;
 };
 
@@ -82,7 +82,7 @@ struct Choice {
   Order order;
 };
 
-// Which kernel serves up to how many rows with one weight: chosen when the bundle was made.
+// Which kernel to use up to which M, for one weight. It was decided when the bundle was built.
 struct Weight {
   struct Rows {
     int64_t most;
@@ -91,20 +91,20 @@ struct Weight {
   Capability capability;
   int64_t n = 0;
   int64_t k = 0;
-  std::vector<Rows> rows;  // in increasing order; the last serves all beyond
+  std::vector<Rows> rows;  // in increasing order; use the last for every larger M
 };
 
-// An epilogue with the types of its operands, and the kernels that compute it, each at any M, N and K.
+// An epilogue with the types of its operands, and its kernels. Each kernel works for any M, N and K.
 struct Signature {
   // The epilogue as expressions, such as "d = relu(add(acc, bias))"; outputs are separated by "; ".
   std::string epilogue;
-  // In the order in which a launch takes them: a, b, out, then the epilogue's inputs, then its further outputs.
+  // In launch order: a, b, out, then the epilogue's inputs, then its further outputs.
   std::vector<Operand> operands;
   std::vector<KernelInfo> kernels;
   std::vector<Weight> weights;
 
-  // Which kernel serves m rows with a weight that the bundle's catalogue named. Any kernel of the signature that runs on
-  // the device computes any other problem; LoadError then says so, since none was chosen to be fast.
+  // The kernel for m rows and a weight in the bundle's catalogue. Throws LoadError for other weights: any kernel of the
+  // signature that runs on the device can compute them, but none was chosen for speed.
   Choice choose(Capability capability, int64_t m, int64_t n, int64_t k) const;
 };
 
@@ -122,14 +122,14 @@ struct Tensor {
   std::vector<int64_t> strides;
   int device = 0;
 
-  // `ld` is the distance of neighbouring rows, or columns. A weight of N rows and K columns is, as B, the column-major
-  // matrix of K rows and N columns.
+  // `ld` is the distance between neighbouring rows, or columns. A weight of shape (N, K) is passed as B: a column-major
+  // matrix of shape (K, N).
   static Tensor row_major(void* data, DLDataType dtype, int64_t rows, int64_t cols, int64_t ld, int device = 0);
   static Tensor column_major(void* data, DLDataType dtype, int64_t rows, int64_t cols, int64_t ld, int device = 0);
   static Tensor vector(void* data, DLDataType dtype, int64_t length, int device = 0);
 };
 
-// A number is what a scalar input takes.
+// A scalar input takes a number.
 using Argument = std::variant<Tensor, double>;
 
 // Device memory that a launch may overwrite while it runs.
@@ -138,15 +138,15 @@ struct Workspace {
   int64_t bytes = 0;
 };
 
-// A kernel in this process, where it stays until the process ends. Copies are cheap.
+// A loaded kernel. It stays loaded until the process ends. Copies are cheap.
 class Kernel {
  public:
-  // Bytes of workspace, aligned to 256, that a launch needs on the current device.
+  // Bytes of workspace that a launch needs on the current device. The workspace must be aligned to 256 bytes.
   int64_t workspace_size(int64_t m, int64_t n, int64_t k, Order order = {}) const;
 
-  // Launches on a stream (a cudaStream_t) of the operands' device. M, N and K follow from the shapes. It does not wait, and
-  // allocates no device memory, but for kernels whose idle warps take means of A's rows (docs/rmsnorm.md): these do both where
-  // they need more memory than they have.
+  // Launches on a stream (a cudaStream_t) of the operands' device. M, N and K follow from the shapes. A launch does not wait
+  // and allocates no device memory, with one exception: kernels whose idle warps take means of A's rows (docs/rmsnorm.md) do
+  // both when they need more memory than before.
   void launch(std::vector<Argument> const& arguments, Order order, Workspace workspace, void* stream) const;
 
  private:
@@ -165,25 +165,25 @@ class Kernel {
 
 class Bundle {
  public:
-  // Opens an archive, or a folder (`cutlass-ops bundle --folder`), and checks all but the contents of its kernels, as
-  // Python's load_bundle does.
+  // Opens an archive, or a folder (`cutlass-ops bundle --folder`), and checks all but the contents of its kernels, like
+  // Python's load_bundle.
   //
-  // `manifest_sha256`, as `cutlass-ops bundle --json` prints it, ties the program to one bundle: no other is opened.
-  // `public_keys` are PEM files of Ed25519 keys: where there are any, the manifest must have been signed with one of them, and
-  // that is checked before it is read. A program that was built without OpenSSL then opens nothing. Of signed bundles an old
-  // one may be put in a new one's place: `minimum_version` is what the manifest's version must be at least. No environment
-  // variable is read. Without all of these, a bundle is as trustworthy as the way it came.
+  // `manifest_sha256` ties the program to one bundle: no other is opened. `cutlass-ops bundle --json` prints it.
+  // `public_keys` are PEM files of Ed25519 keys. If there are any, one of them must have signed the manifest. The signature is
+  // checked before the manifest is read. A program that was built without OpenSSL then opens nothing.
+  // `minimum_version` is the minimum version in the manifest. It prevents replacing a signed bundle with an older signed one.
+  // No environment variable is read. Without these arguments, a bundle is only as trustworthy as its source.
   explicit Bundle(std::string const& path, std::string const& manifest_sha256 = "",
                   std::vector<std::string> const& public_keys = {}, int64_t minimum_version = 0);
 
   std::vector<Signature> const& signatures() const;
 
-  // The signature of an epilogue, with operands whose types begin with these.
+  // The signature of an epilogue whose operand types begin with these.
   Signature const& signature(std::string const& epilogue, std::vector<std::string> const& types = {}) const;
 
-  // Loads the kernel whose key begins so. Its SHA-256 is compared before it is mapped, and the bytes that were compared
-  // are those that run; what would have the dynamic linker look for libraries in places of its own is refused. The process
-  // must have the CUDA runtime that the kernel was linked with, or find it on the library path.
+  // Loads the kernel whose key begins with this. Its SHA-256 is checked before it is mapped, and exactly the checked bytes
+  // run. A kernel with its own library search paths is rejected. The process must have the CUDA runtime that the kernel was
+  // linked with, or find it on the library path.
   Kernel load(std::string const& key) const;
 
  private:

@@ -1,1 +1,1 @@
-"""Kernels of ordinary loads for few rows of A, for Sm80 and every later target."""
+"""GEMV kernels: ordinary loads, for small M, on Sm80 and every later target."""

@@ -1,4 +1,4 @@
-"""What a kernel of ordinary loads takes of shared memory: ``templates/include/cutlass_ops/gemv.h``."""
+"""The shared memory of a GEMV kernel (``templates/include/cutlass_ops/gemv.h``)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from cutlass_ops.declare.spec import KernelSpec
 
 
 def shared_memory(spec: KernelSpec, config: GemvConfig, stages: int | None = None) -> int:
-    """Return the bytes that warps leave each other in ``gemv.h``; there are no stages.
+    """Return the bytes that warps exchange in ``gemv.h``. ``stages`` is ignored.
 
-    That is two sums of each row for its means, and products: of a whole tile, or of a column where pairs are swapped.
+    These are two sums per row for its means, and products: of a whole tile, or of a column if pairs are swapped.
     """
     columns = config.threadblock.n if config.by_tile else int(spec.epilogue.swaps_pairs)
     numbers = (2 if spec.epilogue.gathered else 0) + (1 + len(spec.epilogue.products)) * columns

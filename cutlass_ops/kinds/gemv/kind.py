@@ -1,4 +1,4 @@
-"""The kind of kernels of ordinary loads, as one row."""
+"""The GEMV kind of kernels."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How long kernels of ordinary loads take: to read B, and for the arithmetic on what was read.
+"""The time model of GEMV kernels: the time to read B, plus the time for the arithmetic.
 
-The numbers were fitted to what tuning measured on an H100 for up to 16 rows (``benchmarks/fit_gemv.py``).
+``benchmarks/fit_gemv.py`` fitted the numbers to tuning results on an H100 for M up to 16.
 """
 
 from __future__ import annotations
@@ -17,32 +17,31 @@ from cutlass_ops.declare.problem import Problem
 from cutlass_ops.kinds.arrays import Extents, Flags, Floats
 from cutlass_ops.kinds.traits import Traits
 
-_INSTRUCTIONS = 4 * 1.6e3  # that a multiprocessor issues in a microsecond
-_WARPS = 32  # of a multiprocessor, for the registers that they take
+_INSTRUCTIONS = 4 * 1.6e3  # instructions that one SM issues per microsecond
+_WARPS = 32  # warps resident on one SM, limited by registers
 
 
 class Numbers(NamedTuple):
-    """What was fitted.
+    """The fitted parameters.
 
     Attributes
     ----------
     bandwidth : float
-        Of the memory, in bytes a picosecond.
+        Memory bandwidth in bytes per picosecond.
     start : float
-        Microseconds before and after.
+        Fixed time of a launch in microseconds.
     per_piece, per_row, per_tile, per_eight : float
-        Instructions of a warp for each piece of B, and besides for each row of A, or for a tile and each eight rows of
-        it.
+        A warp's instructions per piece of B, and in addition per row of A, or per tile and per eight rows of it.
     warps, warps_of_tile, pieces, pieces_of_tile : float
-        Of the fastest thread block, as logarithms to base 2.
+        Warps and pieces of the fastest thread block, as base-2 logarithms.
     fewer_by_rows : float
-        By how much fewer pieces are best for each doubling of rows, which cost registers.
+        Decrease of the best log2(pieces) for each doubling of rows, which need registers.
     by_warps, by_pieces, by_pieces_of_tile : float
-        What another thread block loses: for each squared doubling.
+        Relative slowdown per squared log2 distance from the fastest thread block.
     in_vain : float
-        Of what the last step of K reads in vain, how much costs time.
+        Relative slowdown per unit of padding along K.
     latency : float
-        Of the memory, in microseconds.
+        Memory latency in microseconds.
     """
 
     bandwidth: float = 3.36
@@ -64,7 +63,7 @@ class Numbers(NamedTuple):
 
 
 H100 = Numbers()
-# By its memory's peak over an H100's.
+# Scaled by the ratio of the peak memory bandwidths.
 H200 = Numbers(bandwidth=4.81)
 _BY_CHIP = {"NVIDIA H200": H200}
 
@@ -72,7 +71,7 @@ _BY_CHIP = {"NVIDIA H200": H200}
 def predict(
     config: GemvConfig, problem: Problem, multiprocessors: int, element_bytes: int = 2, of: Numbers = H100
 ) -> float:
-    """Return one kernel's time in microseconds; :func:`times` for one configuration and problem."""
+    """Return :func:`times` for one configuration and one problem."""
     return times([config], [problem], multiprocessors, element_bytes, of).item()
 
 
@@ -83,7 +82,7 @@ def times(
     element_bytes: int = 2,
     of: Numbers = H100,
 ) -> Floats:
-    """Return kernels' times in microseconds, of shape (problems, configurations).
+    """Return kernels' times in microseconds, with shape (problems, configurations).
 
     Parameters
     ----------
@@ -92,11 +91,11 @@ def times(
     problems : sequence of Problem
         Each extent at least 1.
     multiprocessors : int
-        How many there are.
+        Number of SMs.
     element_bytes : int
-        Width of an operand's element.
+        Bytes of an operand's element.
     of : Numbers
-        The chip's.
+        The chip's parameters.
     """
     m, n, k, gemms = Extents.of(problems)
     each = [(c.rows, c.warps, c.pieces, c.threadblock.n, c.threadblock.k) for c in configs]
@@ -111,13 +110,13 @@ def times(
 
     passes = np.ceil(m / rows)
     blocks = gemms * np.ceil(n / columns)
-    # What is on its way at a time: few thread blocks keep no memory busy.
+    # Bytes in flight at a time: few thread blocks cannot saturate the memory.
     resident = np.minimum(blocks, multiprocessors * np.maximum(1, _WARPS // warps))
     on_its_way = element_bytes * resident * columns * np.minimum(depth, k)
     per_byte = np.hypot(1 / (of.bandwidth * 1e6), of.latency / on_its_way)
     memory = element_bytes * gemms * (m * k + k * n * passes + m * n) * per_byte
     of_column = k * element_bytes / 16  # pieces
-    read = gemms * passes * n * np.ceil(of_column / 32)  # by a warp each
+    read = gemms * passes * n * np.ceil(of_column / 32)  # reads by a whole warp
     compute = read * per_piece / (_INSTRUCTIONS * np.minimum(blocks, multiprocessors))
     step = pieces * np.where(by_tile, 4 * warps, 32)
     padding = np.ceil(of_column / step) * step / of_column - 1
@@ -126,16 +125,16 @@ def times(
 
 @dataclass(frozen=True, eq=False)
 class GemvTimer:
-    """The model of some configurations for operands with some traits; see :class:`cutlass_ops.kinds.kind.Timer`."""
+    """The time model of some configurations for given traits: see :class:`cutlass_ops.kinds.kind.Timer`."""
 
     configs: Sequence[GemvConfig]
     traits: Traits
 
     def times(self, problems: Sequence[Problem], device: Device) -> tuple[Floats, Flags]:
-        """Return microseconds; their tiles have no order by GPC."""
+        """Return times in microseconds. These kernels cannot order tiles by GPC."""
         found = times(self.configs, problems, device.multiprocessors, of=_BY_CHIP.get(device.name, H100))
         return found, np.zeros_like(found, np.bool_)
 
     def besides(self, problems: Sequence[Problem], _: Device) -> Floats:
-        """Return zeros: what these kernels do besides a GEMM is part of their times."""
+        """Return zeros: these kernels do no separate work besides the GEMM."""
         return np.zeros((len(problems), len(self.configs)))

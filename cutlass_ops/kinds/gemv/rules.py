@@ -1,4 +1,4 @@
-"""The rules of legality for kernels of ordinary loads: ``templates/include/cutlass_ops/gemv.h``."""
+"""Legality rules for GEMV kernels (``templates/include/cutlass_ops/gemv.h``)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.kinds.rules import Broken, Rule
 from cutlass_ops.kinds.serving import sm80_serves, sm90_serves
 
-# Registers that a thread may have for operands on their way and for sums: the rest is for addresses and the epilogue.
+# Maximum registers of a thread for loads in flight and for sums. The rest is for addresses and the epilogue.
 _MOST_REGISTERS = 160
 _PIECE_REGISTERS = 4
 

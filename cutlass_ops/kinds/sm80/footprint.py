@@ -1,8 +1,8 @@
-"""What an Sm80 kernel takes of shared memory, to the byte.
+"""The exact shared memory of an Sm80 kernel.
 
-The formulas compute as CUTLASS's headers do and give ``sizeof(GemmKernel::SharedStorage)``;
-``tests/compile/test_legality_compile.py`` compares them with the compiler's. They take any declaration whose fields
-have a meaning, legal or not.
+The formulas follow CUTLASS's headers and give ``sizeof(GemmKernel::SharedStorage)``.
+``tests/compile/test_legality_compile.py`` compares them with the compiler. They accept any declaration with valid field
+values, legal or not.
 
 Sources: the headers of CUTLASS 4.2, named at each formula relative to ``cutlass/``.
 """
@@ -17,7 +17,7 @@ from cutlass_ops.kinds.layout import Block, struct, union
 
 
 def shared_memory(spec: KernelSpec, config: Sm80Config, stages: int | None = None) -> int:
-    """``SharedStorage`` in ``gemm/kernel/gemm_universal.h``: main loop and epilogue use the same memory in turn."""
+    """``SharedStorage`` in ``gemm/kernel/gemm_universal.h``: a union of main loop and epilogue."""
     tile = config.threadblock
     row_bytes = tile.k * (config.stages if stages is None else stages) * spec.a.dtype.bytes
     mainloop = struct(Block(tile.m * row_bytes), Block(tile.n * row_bytes))
@@ -25,9 +25,9 @@ def shared_memory(spec: KernelSpec, config: Sm80Config, stages: int | None = Non
 
 
 def _epilogue(spec: KernelSpec, config: Sm80Config) -> Block:
-    """``EpilogueWithVisitorCallbacks::SharedStorage``: eight rows of accumulators a warp, and the visitors' own."""
+    """``EpilogueWithVisitorCallbacks::SharedStorage``: eight rows of accumulators per warp, and visitors' storage."""
     tile, warp = config.threadblock, config.warp
-    # CUTLASS exchanges twice as many rows at once where D's accesses are 16 bytes (default_epilogue_tensor_op.h).
+    # CUTLASS exchanges twice as many rows at once if D's accesses have 16 bytes (default_epilogue_tensor_op.h).
     fragments = 2 if spec.d.aligned else 1
     padding = 8
     rows = tile.m // warp.m * 8 * fragments

@@ -1,4 +1,4 @@
-"""The kind of multistage kernels of Sm80, as one row."""
+"""The Sm80 kind of kernels."""
 
 from __future__ import annotations
 

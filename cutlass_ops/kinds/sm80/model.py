@@ -1,7 +1,7 @@
-"""How long an Sm80 kernel takes, roughly, from its configuration.
+"""A rough time model of Sm80 kernels.
 
-A fit by ``benchmarks/fit_sm80.py`` to what ``benchmarks/sweep_sm80.py`` measured on an H100, at problems whose lines
-are aligned to one or two elements. Lines aligned to 8 and 16 bytes were not measured, nor were other chips.
+``benchmarks/fit_sm80.py`` fitted it to measurements by ``benchmarks/sweep_sm80.py`` on an H100, with operands aligned
+to one or two elements. Alignments of 8 and 16 bytes and other chips were not measured.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from cutlass_ops.kinds.arrays import Extents, Flags, Floats
 from cutlass_ops.kinds.traits import Traits
 
 _SHARPNESS = 4
-# As in the model of Sm90: what padding costs where memory is all that kernels wait for.
+# Cost of padding for memory-bound kernels, as in the Sm90 model.
 _PADDING, _MOST_PADDING = 0.01, 4.0
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What the model knows of a chip.
+    """The model's parameters of a chip.
 
     Attributes
     ----------
     products : float
-        Of one multiprocessor in a nanosecond.
+        Multiply-adds per nanosecond of one SM.
     small_warps : float
-        Part by which warps' tiles of 32 x 32 are slower: they load more for each product.
+        Relative slowdown of 32 x 32 warp tiles, which load more per product.
     loads : float
-        Elements aligned to one that a multiprocessor loads in a nanosecond.
+        Elements loaded per nanosecond by one SM at alignment 1.
     wide_loads : float
-        The same for elements aligned to two; four and eight are reckoned in proportion.
+        The same at alignment 2; scaled in proportion for 4 and 8.
     latency, wide_latency : float
-        Nanoseconds of a K step whose loads nothing hides, for elements aligned to one and to more.
+        Nanoseconds of a K step with exposed loads, at alignment 1 and above.
     stages : float
-        Power of the number of stages in flight by which they hide it.
+        The latency is divided by the number of stages in flight to this power.
     store : float
-        Nanoseconds for an element of D.
+        Nanoseconds per element of D.
     adding_up : float
-        Microseconds in which stream-K adds up tiles of 128 x 128.
+        Microseconds for stream-K to add up a tile of 128 x 128.
     launch : float
         Microseconds from one kernel to the next.
     dram : float
-        Bytes from device memory in a nanosecond.
+        Device memory bandwidth in bytes per nanosecond.
     registers : float
-        Of a thread, besides its accumulators.
+        Registers of a thread besides its accumulators.
     """
 
     products: float = 1188.0
@@ -79,7 +79,7 @@ def predict(
     element_bytes: int = 2,
     target: str = "sm_90",
 ) -> float:
-    """Return one kernel's time in microseconds; :func:`times` for one configuration and problem."""
+    """Return :func:`times` for one configuration and one problem."""
     return times([config], [problem], multiprocessors, alignment, costs, element_bytes, target).item()
 
 
@@ -92,7 +92,7 @@ def times(
     element_bytes: int = 2,
     target: str = "sm_90",
 ) -> Floats:
-    """Return kernels' times in microseconds, of shape (problems, configurations).
+    """Return kernels' times in microseconds, with shape (problems, configurations).
 
     Parameters
     ----------
@@ -101,15 +101,15 @@ def times(
     problems : sequence of Problem
         Each extent at least 1.
     multiprocessors : int
-        How many there are.
+        Number of SMs.
     alignment : int
-        Elements to which the lines of A and B are aligned: 1, 2, 4 or 8.
+        Alignment of A and B in elements: 1, 2, 4 or 8.
     costs : Costs
-        Where they run.
+        Parameters of the chip.
     element_bytes : int
-        Width of an operand's element.
+        Bytes of an operand's element.
     target : str
-        For which machine: how many thread blocks its multiprocessors hold.
+        Target, which limits the thread blocks on one SM.
     """
     m, n, k, gemms = Extents.of(problems)
     each = [(*_numbers(c), resident(c, costs, element_bytes, target)) for c in configs]
@@ -133,19 +133,19 @@ def times(
     work = np.where(split > 0, by_stream_k, by_tile)
 
     memory = element_bytes * gemms * (m * k + k * n + m * n) / costs.dram
-    # Among kernels that all wait for memory, the one with the least padding wins.
+    # Of several memory-bound kernels, prefer the one with the least padding.
     padding = 1 + _PADDING * (np.minimum(_MOST_PADDING, rows * tile_m / m) - 1)
     return np.asarray((_soft_max(work, memory) / 1e3 + costs.launch) * padding)
 
 
 def _numbers(config: Sm80Config) -> tuple[float, ...]:
-    """Return the sides of a thread block's tile, the size of a warp's, the stages, and whether tiles are split."""
+    """Return tile M, N and K, the warp tile's size, the stages, and whether it is stream-K."""
     tile, warp = config.threadblock, config.warp
     return tile.m, tile.n, tile.k, warp.m * warp.n, config.stages, config.stream_k
 
 
 def resident(config: Sm80Config, costs: Costs = H100, element_bytes: int = 2, target: str = "sm_90") -> int:
-    """Return about how many thread blocks a multiprocessor of a target holds."""
+    """Estimate how many thread blocks are resident on one SM of a target."""
     machine = arch.target(target)
     tile, threads = config.threadblock, config.warps * arch.WARP
     shared = config.stages * (tile.m + tile.n) * tile.k * element_bytes
@@ -166,18 +166,18 @@ def _soft_max(x: Floats, y: Floats) -> Floats:
 
 @dataclass(frozen=True, eq=False)
 class Sm80Timer:
-    """The model of some configurations for operands with some traits; see :class:`cutlass_ops.kinds.kind.Timer`."""
+    """The time model of some configurations for given traits: see :class:`cutlass_ops.kinds.kind.Timer`."""
 
     configs: Sequence[Sm80Config]
     traits: Traits
 
     def times(self, problems: Sequence[Problem], device: Device) -> tuple[Floats, Flags]:
-        """Return microseconds; their tiles have no order by GPC."""
+        """Return times in microseconds. These kernels cannot order tiles by GPC."""
         target = "sm_{}{}".format(*device.capability)
         alignment = min(self.traits.alignments)
         found = times(self.configs, problems, device.multiprocessors, alignment, target=target)
         return found, np.zeros_like(found, np.bool_)
 
     def besides(self, problems: Sequence[Problem], _: Device) -> Floats:
-        """Return zeros: what these kernels do besides a GEMM is part of their times."""
+        """Return zeros: these kernels do no separate work besides the GEMM."""
         return np.zeros((len(problems), len(self.configs)))

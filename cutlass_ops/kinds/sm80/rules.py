@@ -1,4 +1,4 @@
-"""The rules of legality for Sm80: ``mma.sync``, ``cp.async``, and how CUTLASS 2.x's warps share loads and stores.
+"""Legality rules for Sm80: ``mma.sync``, ``cp.async``, and how CUTLASS 2.x's warps share loads and stores.
 
 Sources: the headers of CUTLASS 4.2, named relative to ``cutlass/``; PTX ISA, ``mma.sync`` and ``cp.async``.
 """
@@ -15,9 +15,9 @@ from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.kinds.rules import Broken, Rule
 from cutlass_ops.kinds.serving import sm90_serves
 
-# Accumulator registers a thread may have, as a share of those there are: operands and epilogue need the rest.
+# Accumulators may use one half of a thread's registers. Operands and the epilogue need the rest.
 _MAX_ACCUMULATOR_SHARE = 2
-_ACCESS = 8  # 16-bit elements in one 16-byte access, how shared memory is always written
+_ACCESS = 8  # 16-bit elements in one 16-byte access; shared memory is always written in these
 _MAX_PREDICATES = 64  # transform/threadblock/predicated_tile_access_iterator.h: 4 words of 16
 _EPILOGUE_ROWS = 8
 _SHORTEST_LINE = 16  # gemm/warp/mma_tensor_op_tile_iterator.h: lines of 16, 32 and 64 elements of 16 bits
@@ -29,7 +29,7 @@ def _shapes(spec: KernelSpec) -> tuple[tuple[int, int, int], ...]:
 
 
 def _instruction(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
-    # For other dtypes there are none, and the rule about these says so.
+    # Other dtypes have no shapes; the rule operand_dtypes reports them.
     shapes = [InstructionShape(*shape) for shape in _shapes(spec)]
     if shapes and config.instruction not in shapes:
         yield Broken(
@@ -80,7 +80,7 @@ def _warp_accumulators(_: KernelSpec, config: Sm80Config) -> Iterator[str]:
     registers = min(arch.MAX_REGISTERS_PER_THREAD + 1, arch.REGISTERS_PER_SM // threads)
     used, limit = warp.m * warp.n // arch.WARP, registers // _MAX_ACCUMULATOR_SHARE
     if used > limit:
-        # With all of a multiprocessor's registers, smaller warp tiles are more warps that share them.
+        # If the thread block needs all registers of an SM, smaller warp tiles do not help: more warps share them.
         tile = config.threadblock
         too_large = tile.m * tile.n > arch.REGISTERS_PER_SM // _MAX_ACCUMULATOR_SHARE
         yield (
@@ -102,10 +102,11 @@ def _load_map(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
 
 
 def _covers(contiguous: int, strided: int, warps: int, k_major: bool) -> bool:
-    """Whether the warps' accesses cover an operand's tile exactly.
+    """Return whether the warps' accesses cover an operand's tile exactly.
 
-    ``DefaultMmaCore`` in ``gemm/threadblock/default_mma_core_sm80.h`` arranges a warp's lanes, and
-    ``PitchLinearWarpRakedThreadMap`` in ``transform/pitch_linear_thread_map.h`` the warps, silently rounding down.
+    ``DefaultMmaCore`` in ``gemm/threadblock/default_mma_core_sm80.h`` arranges a warp's lanes.
+    ``PitchLinearWarpRakedThreadMap`` in ``transform/pitch_linear_thread_map.h`` arranges the warps, and silently rounds
+    down.
     """
     accesses = contiguous // _ACCESS
     lanes = accesses if k_major else min(accesses, 8)
@@ -178,7 +179,7 @@ def _store_map(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
 
 
 def _stores_exactly(n: int, warps_n: int, d: Operand) -> bool:
-    """Whether the warps' accesses cover the eight rows that the epilogue writes in one step.
+    """Return whether the warps' accesses cover the eight rows that the epilogue writes in one step.
 
     ``RowArrangement`` in ``epilogue/threadblock/output_tile_thread_map.h``; ``templates/include/cutlass_ops/
     sm80_visitors.h`` asserts what this returns.

@@ -1,4 +1,4 @@
-"""Which Sm80 configurations there are to choose from, and those chosen from where nothing was tuned."""
+"""The search space of Sm80 configurations, and the choices without a tuning table."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def _sm80(m: int, n: int, k: int, warp_m: int, warp_n: int, stages: int, stream_
     return Sm80Config(ThreadblockShape(m, n, k), warp, stages=stages, stream_k=stream_k)
 
 
-# What is chosen from where nothing was tuned: those that lose least in benchmarks/results/sweep_sm80_h100.json, where
-# lines are aligned to two elements, and two deeper pipelines for wider alignments.
+# Choices without a tuning table: the set that loses least in benchmarks/results/sweep_sm80_h100.json, where operands
+# are aligned to two elements, and two deeper pipelines for wider alignments.
 UNTUNED = (
     *(_sm80(128, 256, 32, 64, 64, 3, True), _sm80(32, 128, 64, 32, 32, 3, True), _sm80(256, 128, 64, 64, 64, 3)),
     *(_sm80(64, 256, 64, 32, 64, 3, True), _sm80(256, 128, 32, 64, 64, 3, True), _sm80(64, 64, 64, 32, 32, 3)),
     *(_sm80(64, 64, 32, 32, 32, 5), _sm80(128, 128, 32, 64, 64, 4)),
 )
-# Operands aligned to less than 4 bytes cannot use cp.async: two stages, through registers.
+# Operands aligned to less than 4 bytes cannot use cp.async. They are loaded through registers, with two stages.
 UNTUNED_UNALIGNED = (
     *(_sm80(64, 256, 64, 32, 64, 2, True), _sm80(128, 256, 32, 64, 64, 2, True), _sm80(32, 256, 32, 32, 64, 2, True)),
     *(_sm80(128, 128, 64, 64, 32, 2), _sm80(256, 128, 32, 64, 64, 2, True), _sm80(128, 128, 32, 64, 64, 2, True)),
@@ -40,7 +40,7 @@ UNTUNED_UNALIGNED = (
 
 
 def candidates(_: OpSignature) -> Iterator[Sm80Config]:
-    """Yield tiles, warps' tiles, stages, whole tiles and stream-K."""
+    """Yield all combinations of tiles, warp tiles and stages, each with and without stream-K."""
     for m, n, k, stages in product(_SIDES, _SIDES, _TILES_K, _STAGES):
         for warp_m, warp_n in product(_WARP_SIDES, _WARP_SIDES):
             config = Sm80Config(ThreadblockShape(m, n, k), WarpShape(warp_m, warp_n, k), stages=stages)
@@ -50,7 +50,7 @@ def candidates(_: OpSignature) -> Iterator[Sm80Config]:
 
 
 def near(one: Sm80Config, other: Sm80Config) -> bool:
-    """Whether one differs by a side of the tile, its K extent, the warps' tile, the stages, or stream-K."""
+    """Return whether two configurations differ in exactly one of: tile M, N, K, warp tile, stages, stream-K."""
 
     def features(c: Sm80Config) -> tuple[object, ...]:
         return c.threadblock.m, c.threadblock.n, c.threadblock.k, (c.warp.m, c.warp.n), c.stages, c.stream_k

@@ -1,8 +1,8 @@
-"""What an Sm90 kernel takes: its shared memory to the byte, and the pipeline stages and epilogue tiles that lie there.
+"""The exact shared memory of an Sm90 kernel, its pipeline stages and its epilogue tiles.
 
-The formulas compute as CUTLASS's headers do and give ``sizeof(GemmKernel::SharedStorage)``;
-``tests/compile/test_legality_compile.py`` compares them with the compiler's. They take any declaration whose fields
-have a meaning, legal or not.
+The formulas follow CUTLASS's headers and give ``sizeof(GemmKernel::SharedStorage)``.
+``tests/compile/test_legality_compile.py`` compares them with the compiler. They accept any declaration with valid field
+values, legal or not.
 
 Sources: the headers of CUTLASS 4.2, named at each formula relative to ``cutlass/``.
 """
@@ -25,21 +25,21 @@ _MBARRIER_BYTES = 8
 _STEP_COLUMNS = 32  # kStepColumns in epilogue.h
 _WARP_ROWS = 16  # RowReduction in sm90_reduction.h
 _MEANS_ALIGNMENT = 1024  # TileMeans::kAlignment in gather.h
-_STAGED_ROWS = 3 * 8 * 32 * 16  # StagedRows in means_beside.h: pieces of 16 bytes, eight of each lane of three warps
+_STAGED_ROWS = 3 * 8 * 32 * 16  # StagedRows in means_beside.h: three warps, eight pieces of 16 bytes per lane
 
 
 def output_tile(spec: KernelSpec) -> ThreadblockShape:
-    """Return the part of D, as the kernel sees it, that one thread block finishes at a time."""
+    """Return the part of D (or D^T) that one thread block finishes at a time."""
     return halved(spec, _sm90(spec).part)
 
 
 def gathers(spec: KernelSpec) -> bool:
-    """Whether the main loop gathers values of A's rows: where the epilogue takes any, and nothing else does."""
+    """Return whether the main loop gathers values of A's rows for the epilogue."""
     return bool(spec.epilogue.gathered) and _sm90(spec).means == "gathered"
 
 
 def gathered_tiles(spec: KernelSpec) -> int:
-    """Return of how many tiles a thread block keeps the means at the same time: a pingpong kernel has two under way."""
+    """Return for how many tiles a thread block keeps means at a time. A pingpong kernel works on two tiles."""
     return 1 if _sm90(spec).schedule == "cooperative" else 2
 
 
@@ -49,17 +49,17 @@ def gathered_rows(spec: KernelSpec) -> int:
 
 
 def _stages_rows(spec: KernelSpec) -> bool:
-    """Whether idle warps read A's rows by way of shared memory: those of persistent kernels have too few registers."""
+    """Return whether idle warps read A's rows through shared memory: in persistent kernels they have few registers."""
     config = _sm90(spec)
     beside = bool(spec.epilogue.gathered) and config.means == "beside"
     return beside and config.schedule != "warp_specialized" and (config.realign or spec.a.aligned)
 
 
 def means_smem(spec: KernelSpec) -> int:
-    """Return the bytes of static shared memory that means of A's rows take.
+    """Return the static shared memory for means of A's rows in bytes.
 
-    Those gathered in the main loop lie there (``TileMeans`` in ``gather.h``), and rows on their way to idle warps
-    beside it (``StagedRows`` in ``means_beside.h``).
+    It holds the means gathered in the main loop (``TileMeans`` in ``gather.h``), or the rows that idle warps read
+    (``StagedRows`` in ``means_beside.h``).
     """
     if _stages_rows(spec):
         return _STAGED_ROWS
@@ -70,7 +70,7 @@ def means_smem(spec: KernelSpec) -> int:
 
 
 def epilogue_tile(spec: KernelSpec) -> tuple[int, int]:
-    """Return the (M, N) part of the CTA tile that one step of the epilogue handles, in elements.
+    """Return the (M, N) extents of one epilogue step's part of the CTA tile, in elements.
 
     ``sm90_compute_tile_shape_or_override`` in ``epilogue/collective/builders/sm90_builder.inl``, for 16 and 32 bits.
     """
@@ -83,16 +83,16 @@ def epilogue_tile(spec: KernelSpec) -> tuple[int, int]:
 
 
 def epilogue_stages(spec: KernelSpec) -> tuple[int, int]:
-    """Return how many epilogue tiles of C and of D shared memory holds.
+    """Return the numbers of epilogue tiles of C and of D in shared memory.
 
-    ``sm90_get_tma_dispatch_policy`` in ``epilogue/collective/builders/sm90_builder.inl``, except D's where
+    ``sm90_get_tma_dispatch_policy`` in ``epilogue/collective/builders/sm90_builder.inl``, except for D if
     ``epilogue.h`` stores it.
     """
     tile, (epi_m, epi_n) = output_tile(spec), epilogue_tile(spec)
     steps = -(-tile.m // epi_m) * -(-tile.n // epi_n)
     stages_d = min(steps, 2)
     if plain_epilogue(spec) and source_name(spec) is None:
-        # epilogue.h: two steps of 32 columns, or of all where a tile has fewer.
+        # epilogue.h: two steps of 32 columns, or of the whole tile if it has fewer.
         across = 2 if _sm90(spec).side_by_side else 1
         stages_d = 2 * across * min(_STEP_COLUMNS // epi_n, tile.n // across // epi_n)
     stages_c = max(min(steps, 4), stages_d + 1) if _same_width(spec) else min(steps, 4)
@@ -100,15 +100,15 @@ def epilogue_stages(spec: KernelSpec) -> tuple[int, int]:
 
 
 def epilogue_smem(spec: KernelSpec) -> int:
-    """Return the bytes of shared memory that the epilogue takes: tiles of C and D, and what its visitors keep."""
+    """Return the epilogue's shared memory in bytes: tiles of C and D, and the visitors' storage."""
     return _epilogue(spec).size
 
 
 def pipeline_stages(spec: KernelSpec) -> int:
-    """Return the stages of the main loop's pipeline that the kernel really has.
+    """Return the actual number of stages of the main loop.
 
-    The configuration's own number, or else the largest with which the kernel fits into the target's shared memory. It
-    is less than two if not even that fits.
+    It is the configuration's number, or else the largest that fits into the target's shared memory. A result below two
+    means that the kernel does not fit.
     """
     config = _sm90(spec)
     if config.stages is not None:
@@ -120,12 +120,12 @@ def pipeline_stages(spec: KernelSpec) -> int:
 
 
 def mainloop_smem(spec: KernelSpec, stages: int) -> int:
-    """Return the bytes of shared memory that the operands' tiles of some stages take."""
+    """Return the shared memory of the operands' tiles in bytes, for a number of stages."""
     return _mainloop(spec, _sm90(spec), stages).size
 
 
 def split_exchange(config: Sm90Config) -> int:
-    """Return the bytes that a block sends to those that split K with it and gets from them: FP32 accumulators."""
+    """Return the bytes of FP32 accumulators that a block sends to and receives from the blocks that split K with it."""
     part = config.part
     return 2 * (config.split_k - 1) * part.m * part.n * f32.bytes
 
@@ -137,13 +137,13 @@ def _sm90(spec: KernelSpec) -> Sm90Config:
 
 
 def _same_width(spec: KernelSpec) -> bool:
-    """Whether C has D's width, so that D may take C's place in shared memory."""
+    """Return whether C has D's width, so that D can reuse C's shared memory."""
     c = source(spec)
     return c is not None and c[1].dtype.bits == spec.d.dtype.bits
 
 
 def shared_memory(spec: KernelSpec, config: Sm90Config, stages: int | None = None) -> int:
-    """Return the bytes that one thread block takes: with some stages, by default those of the configuration."""
+    """Return one thread block's shared memory in bytes, for given stages or the configuration's own."""
     return means_smem(spec) + _shared_storage(spec, config, pipeline_stages(spec) if stages is None else stages)
 
 
@@ -157,11 +157,11 @@ def _shared_storage(spec: KernelSpec, config: Sm90Config, stages: int) -> int:
         each = Block(stages * _MBARRIER_BYTES)
         split = struct(each, each, barriers[1], Block(_MBARRIER_BYTES), alignment=16)
         return struct(split, struct(epilogue, mainloop, alignment=128)).size
-    if config.schedule == "warp_specialized":  # not persistent: the epilogue begins when the main loop has ended
+    if config.schedule == "warp_specialized":  # not persistent: the epilogue starts after the main loop
         return struct(union(mainloop, epilogue), struct(*barriers, alignment=16)).size
     if config.schedule == "pingpong":
-        barriers.append(Block(2 * full_and_empty))  # which warpgroup's turn it is, in main loop and epilogue
-    barriers.append(Block(full_and_empty))  # which producer's turn it is
+        barriers.append(Block(2 * full_and_empty))  # order of the warpgroups, in main loop and epilogue
+    barriers.append(Block(full_and_empty))  # order of the producers
     tensors = struct(epilogue, mainloop, alignment=128)
     return struct(struct(*barriers, alignment=16), Block(1), tensors).size
 
@@ -176,7 +176,7 @@ def _epilogue(spec: KernelSpec) -> Block:
     """``TensorStorage`` in ``epilogue/collective/sm90_epilogue_tma_warpspecialized.hpp``."""
     stages_c, stages_d = epilogue_stages(spec)
     c = source(spec)
-    # Room for D is there even if visitors store D past shared memory, but then it cannot take C's place.
+    # CUTLASS allocates D even if visitors store D without shared memory, but then D does not reuse C's memory.
     d = _tiles(spec, spec.d, stages_d)
     if c is None:
         collective = d
@@ -191,7 +191,7 @@ def _epilogue(spec: KernelSpec) -> Block:
 def _visitors(spec: KernelSpec) -> Iterator[Block]:
     """``SharedStorage`` of the visitors that have any.
 
-    Those of ``epilogue/fusion/sm90_visitor_{load,store}_*.hpp``, ``epilogue.h`` and ``sm90_reduction.h``.
+    They are in ``epilogue/fusion/sm90_visitor_{load,store}_*.hpp``, ``epilogue.h`` and ``sm90_reduction.h``.
     """
     stages_c, stages_d = epilogue_stages(spec)
     c = source_name(spec)
@@ -211,7 +211,7 @@ def _visitors(spec: KernelSpec) -> Iterator[Block]:
 
 
 def _tiles(spec: KernelSpec, operand: Operand, stages: int) -> Block:
-    """Epilogue tiles of one tensor, aligned to the period of their swizzle (``cutlass/detail/layout.hpp``)."""
+    """Return epilogue tiles of one tensor, aligned to the period of their swizzle (``cutlass/detail/layout.hpp``)."""
     epi_m, epi_n = epilogue_tile(spec)
     contiguous = epi_n if oriented(spec, operand).major == "row" else epi_m
     swizzle = _swizzle(contiguous * operand.dtype.bytes)
@@ -221,5 +221,5 @@ def _tiles(spec: KernelSpec, operand: Operand, stages: int) -> Block:
 
 
 def _swizzle(contiguous_bytes: int) -> int:
-    """Width in bytes of the swizzle that CUTLASS picks, 0 for none (``gemm/collective/builders/sm90_common.inl``)."""
+    """Return CUTLASS's swizzle width in bytes, 0 for none (``gemm/collective/builders/sm90_common.inl``)."""
     return next((width for width in arch.SWIZZLE_BYTES if contiguous_bytes % width == 0), 0)

@@ -1,4 +1,4 @@
-"""The kind of warp-specialised kernels of Sm90, as one row."""
+"""The Sm90 kind of kernels."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from cutlass_ops.kinds.kind import Kind
 from cutlass_ops.kinds.sm90 import footprint, lowering, order, rules, space
 from cutlass_ops.kinds.sm90.timer import Sm90Timer, usual_means
 
-# What stream-K has to be ahead by, as its times are foretold: where it came first it took that much longer, by the
-# measurements of bias + ReLU at weights that were left out. Others did not.
+# Factor on predicted times of stream-K kernels. Where the model put stream-K first, it was that much slower than
+# predicted (bias + ReLU, at weights left out of the fit). Other schedulers were not.
 _STREAM_K = 1.03
 
 

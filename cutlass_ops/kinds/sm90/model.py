@@ -1,9 +1,9 @@
-"""How long an Sm90 kernel takes, from its configuration and a chip's few numbers.
+"""The time model of Sm90 kernels.
 
-The model ranks configurations before any of them is compiled: of those that it puts first, eight a shape nearly always
-hold the fastest (``tests/unit/test_model.py`` says how nearly, over the sweeps in ``benchmarks/results``). Its numbers
-are a fit to those sweeps by ``benchmarks/fit_model.py``; a predicted time is no promise. It is blind to two things that
-the sweeps show little of: the K extent of a tile, and the orientation of a large one.
+The model ranks configurations before any is compiled. The fastest is nearly always among its first eight for a shape;
+``tests/unit/test_model.py`` measures how often, over the sweeps in ``benchmarks/results``. ``benchmarks/fit_model.py``
+fitted the parameters to those sweeps. The model ignores two effects that the sweeps hardly cover: a tile's K extent,
+and the orientation of a large tile.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from cutlass_ops.declare.problem import Problem
 from cutlass_ops.kinds.arrays import Extents, Flags, Floats, Places
 from cutlass_ops.kinds.traits import Extent, odd
 
-# Soft maxima: limits that are nearly reached together cost more than either. Tensor Cores, shared memory and L2 cache
-# within a K step; and a kernel's work against device memory, which overlap less well.
+# Sharpness of the soft maximum over limits within a K step (Tensor Cores, shared memory, L2 cache): two limits that are
+# nearly equal cost more than either alone. Work and device memory overlap less well: see Costs.overlap.
 _SHARPNESS = 8
-# Part of its time that a kernel loses for each time that its tiles have more rows than the problem, up to so many. Set
-# so that among kernels that all wait for memory the one with the least padding wins, and no other choice changes.
+# Relative slowdown per unit of padded rows over M, up to the maximum. It only decides between memory-bound kernels,
+# where the one with the least padding is to win.
 _PADDING, _MOST_PADDING = 0.01, 4
-# More rows of tiles than this read B from device memory no more often (fitted with `reread`).
+# Beyond this many rows of tiles, B is not read from device memory more often (fitted with `reread`).
 _MOST_REREADS = 5
 
-# Microseconds of a kernel before the GEMM that copies misaligned operands, and the GB/s that it reads and writes.
+# Start time in microseconds of the kernel that copies misaligned operands, and its bandwidth in GB/s (read plus write).
 _REALIGN_START = 2.5
 _REALIGN_BANDWIDTH = 2500.0
-# Microseconds more that it takes to store a million elements of D, one by one, where a thread's neighbours have other
-# rows of it and not the row's next elements. Set by differences of measured times (benchmarks/NOTES.md), not fitted.
+# Extra microseconds per million elements of D that are stored one by one, with neighbouring threads in different rows.
+# From differences of measured times (benchmarks/NOTES.md), not fitted.
 _SCATTERED = 3.4
-# What bounds an instruction's clocks: its products, or reading both operands from shared memory.
+# Limits on an instruction's clocks: products, and reads of both operands from shared memory.
 _PRODUCTS_PER_CLOCK = 2048
 _SHARED_BYTES_PER_CLOCK = 128
 
-# Requests of the L2 cache for 128 bytes that begin at any multiple of 16 between its lines: a multicast asks for the
-# lines that they lie in, another read for halves of lines. That is 1.875 and 2.75 times on average, as was counted;
-# with a fifth more, choices lose least (benchmarks/NOTES.md).
+# L2 cache requests per 128 bytes that start at any multiple of 16 bytes. A multicast requests whole cache lines, other
+# reads request half lines: 1.875 and 2.75 on average when counted. With a fifth more, choices lose least
+# (benchmarks/NOTES.md).
 _LINES_ASKED = 2.2
 _HALVES_ASKED = 3.3
 
@@ -54,66 +54,66 @@ WAYS: tuple[Means, ...] = get_args(Means)
 
 @dataclass(frozen=True)
 class PerSchedule:
-    """A number for each schedule."""
+    """One number per schedule."""
 
     warp_specialized: float
     pingpong: float
     cooperative: float
 
     def of(self, schedule: Schedule) -> float:
-        """Return a schedule's number."""
+        """Return the number of a schedule."""
         return float(getattr(self, schedule))
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What the model knows of a chip.
+    """The model's parameters of a chip.
 
     Attributes
     ----------
     multiprocessors : int
-        How many there are.
+        Number of SMs.
     multiprocessors_in_fours : int
-        How many clusters of four and more can use at once: they do not span processing clusters.
+        Number of SMs that clusters of four or more can use at a time. A cluster cannot span GPCs.
     clock : float
-        Clock in GHz at which the Tensor Cores would take as long at their peak as they do under a short load.
+        Effective clock of the Tensor Cores under a short load, in GHz.
     fill : float
-        Bytes a nanosecond that one multiprocessor takes into shared memory.
+        Bytes per nanosecond that one SM loads into shared memory.
     l2 : float
-        Bytes a nanosecond that all of them read from the L2 cache.
+        L2 cache bandwidth of all SMs, in bytes per nanosecond.
     lookups : float
-        Requests a nanosecond that the L2 cache looks up: one a clock in each of its slices.
+        L2 cache lookups per nanosecond: one per clock and slice.
     dram : float
-        Bytes a nanosecond from device memory, as kernels reach it.
+        Device memory bandwidth that kernels reach, in bytes per nanosecond.
     overlap : float
-        How well work and device memory's transfers overlap: the sharpness of their soft maximum.
+        How well work overlaps with device memory: the sharpness of their soft maximum.
     launch : PerSchedule
-        Microseconds from one kernel to the next, with its first loads.
+        Microseconds from one kernel to the next, including the first loads.
     cluster : float
-        Microseconds that blocks of a cluster wait for each other at their start.
+        Microseconds that the blocks of a cluster wait for each other at the start.
     throttle : float
-        By what part a long kernel is slower than a short one: power and heat lower the clock.
+        Relative slowdown of long kernels: power and heat lower the clock.
     throttle_after : float
-        Microseconds in which most of that shows.
+        Time constant of the throttling, in microseconds.
     reread : float
-        Part of B that each further row of tiles reads from device memory again.
+        Fraction of B that each further row of tiles reads from device memory again.
     straddle : float
-        How many more bytes are read of an operand whose lines in memory begin anywhere: each 128 bytes of a tile's row
-        then lie in two lines of the L2 cache.
+        Factor on the bytes read of an operand whose lines are not aligned to the L2 cache's: 128 bytes then lie in two
+        cache lines.
     multicast : float
-        Power of the number of blocks that a multicast serves by which it relieves the L2 cache: 1 if it were read once.
+        A multicast to n blocks divides L2 cache reads by n to this power; 1 would be ideal.
     merge : float
-        How many reads of one operand become one where a GPC takes a run of tiles.
+        Factor by which reads of an operand decrease if a GPC takes a run of tiles.
     alone : float
-        Microseconds more for a launch that does not overlap with the kernel before it.
+        Extra microseconds for a launch that does not overlap with the previous kernel.
     split : float
-        Microseconds for adding up the parts of a tile of 128 x 128 that stream-K has split.
+        Microseconds for stream-K to add up the parts of a 128 x 128 tile.
     meet : float
         Microseconds that blocks that split K wait for each other.
     exchange : float
-        Microseconds in which a block sends all of a tile of 128 x 128 to others that split K with it.
+        Microseconds for a block to send a whole 128 x 128 tile to the blocks that split K with it.
     epilogue : PerSchedule
-        Microseconds for an epilogue of 128 x 128 that nothing hides.
+        Microseconds for an exposed epilogue of a 128 x 128 tile.
     """
 
     multiprocessors: int
@@ -162,14 +162,14 @@ H100 = Costs(
     exchange=7.13,
     epilogue=PerSchedule(warp_specialized=1.546, pingpong=1.54, cooperative=1.32),
 )
-# The same multiprocessors beside faster memory, of whose peak kernels are taken to reach as much.
+# The same SMs with faster memory. Kernels are assumed to reach the same fraction of its peak.
 H200 = replace(H100, dram=4203.0)
 _CHIPS = {"NVIDIA H200": H200}
 
 
 @lru_cache(maxsize=16)
 def costs_of(device: Device) -> Costs:
-    """Return what the model goes by: of a chip that it does not know, an H100, with as many multiprocessors."""
+    """Return a device's parameters. An unknown chip is treated as an H100 with the device's number of SMs."""
     chip = _CHIPS.get(device.name, H100)
     fours = round(chip.multiprocessors_in_fours * device.multiprocessors / chip.multiprocessors)
     return replace(chip, multiprocessors=device.multiprocessors, multiprocessors_in_fours=fours)
@@ -177,23 +177,23 @@ def costs_of(device: Device) -> Costs:
 
 @dataclass(frozen=True)
 class Taking:
-    """What it takes to have means of A's rows.
+    """The costs of means of A's rows.
 
-    A fit to ``benchmarks/results/sweep_means_h100.json`` by ``benchmarks/fit_means.py``; but idle warps of persistent
-    kernels had A's rows in registers then, and what they take now is set by eye (``benchmarks/NOTES.md``).
+    ``benchmarks/fit_means.py`` fitted them to ``benchmarks/results/sweep_means_h100.json``. Since then, idle warps of
+    persistent kernels no longer keep A's rows in registers; their costs were set by eye (``benchmarks/NOTES.md``).
 
     Attributes
     ----------
     gathered, gathered_row : float
-        Microseconds for the main loop, whatever the number of rows in a tile and for each of them.
+        Microseconds for gathering in the main loop: per tile, and per row of the tile.
     ahead, ahead_rate : float
-        Microseconds of a kernel before the GEMM, and the bytes a nanosecond at which it reads A.
+        Start time in microseconds of a kernel before the GEMM, and the bytes per nanosecond at which it reads A.
     beside : PerSchedule
-        Microseconds where no epilogue has to wait for idle warps.
+        Microseconds if no epilogue has to wait for the idle warps.
     beside_after : float
-        Microseconds in which these warps have their first rows.
+        Microseconds until these warps have their first rows.
     beside_rate : PerSchedule
-        Bytes a nanosecond at which those of all multiprocessors read A.
+        Bytes per nanosecond at which the idle warps of all SMs read A.
     """
 
     gathered: float
@@ -218,26 +218,26 @@ TAKING = Taking(
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Configurations side by side, so that the times of thousands take milliseconds.
+    """Configurations as arrays, so that the times of thousands take milliseconds.
 
     Attributes
     ----------
     configs : tuple of Sm90Config
-        The configurations. All else are arrays of shape (1, configurations).
+        The configurations. All other attributes are arrays of shape (1, configurations).
     tile_m, tile_n, cluster_m, cluster_n : array
         Extents along the problem's M and N.
     wgmma_m, wgmma_n, tile_k : array
-        A tile's extents in the kernel's own orientation.
+        Extents of a tile in the kernel's orientation.
     part : array
-        What one block's epilogue handles, in tiles of 128 x 128.
+        Size of one block's epilogue, in tiles of 128 x 128.
     split_k : array
-        Blocks that share a tile's K.
+        Number of blocks that share a tile's K.
     schedule : array
-        Place of the schedule in :data:`SCHEDULES`.
+        Index of the schedule in :data:`SCHEDULES`.
     means : array
-        Place of the way to take means of A's rows in :data:`WAYS`.
+        Index of the way to compute means of A's rows in :data:`WAYS`.
     stream_k, by_gpc : array
-        Whether tiles are split where they do not fill a wave, and whether each GPC takes a run of them.
+        Whether tiles are split by stream-K, and whether each GPC takes a run of tiles.
     """
 
     configs: tuple[Sm90Config, ...]
@@ -283,15 +283,15 @@ class Grid:
     Attributes
     ----------
     rows, columns : array
-        Tiles along M and N of each of a problem's GEMMs, whole clusters.
+        Number of tiles along M and N of each GEMM of the problem, rounded up to whole clusters.
     tiles : array
-        Tiles of all of them.
+        Number of tiles of all GEMMs.
     steps : array
-        K steps of a thread block at a tile.
+        K steps of a thread block per tile.
     waves : array
-        How often the multiprocessors take a tile.
+        Number of waves of tiles.
     active : array
-        How many of them take one in a full wave.
+        Number of SMs that work in a full wave.
     """
 
     rows: Floats
@@ -331,16 +331,16 @@ def times(
     problems : sequence of Problem
         Each extent at least 1.
     chip : Costs
-        Where they run.
+        Parameters of the chip.
     element_bytes : int
-        Width of an operand's element.
+        Bytes of an operand's element.
     lines : tuple of {"m", "n", "k"}
-        Which extent lines of A and of B in memory have: K, unless A is column-major or B row-major.
+        The extents that are contiguous in A and in B: K, unless A is column-major or B row-major.
 
     Returns
     -------
     array
-        Of shape (problems, configurations), FP64.
+        FP64, with shape (problems, configurations).
     """
     m, n, k, gemms = Extents.of(problems)
     cover = grid(batch, problems, chip)
@@ -354,8 +354,8 @@ def times(
     rows_a = batch.tile_m * _rows(batch.tile_m, lines[0], element_bytes)
     rows_b = batch.tile_n * _rows(batch.tile_n, lines[1], element_bytes)
     fill = (rows_a + rows_b) * row_bytes / (chip.fill * 1e3)
-    # A tile of A is multicast to the blocks of a cluster along N, one of B to those along M. Without a multicast, a GPC
-    # that takes a run of tiles reads it once for several.
+    # A tile of A is multicast to the blocks of a cluster along N, a tile of B to those along M. Without multicast, a
+    # GPC that takes a run of tiles shares reads among several of them.
     merge = np.where(batch.by_gpc, chip.merge, 1.0)
     reads_a = batch.tile_m / np.where(batch.cluster_n > 1, batch.cluster_n**chip.multicast, merge)
     reads_b = batch.tile_n / np.where(batch.cluster_m > 1, batch.cluster_m**chip.multicast, merge)
@@ -369,7 +369,7 @@ def times(
     lookups = requests * row_bytes / arch.CACHE_LINE_BYTES * active / (chip.lookups * 1e3)
     step = _soft_max(compute, fill, shared, lookups)
 
-    # Of a pingpong kernel, one warp group's epilogue hides behind the other's products.
+    # In a pingpong kernel, one warpgroup's epilogue overlaps with the other's main loop.
     exposed = np.where(batch.schedule == SCHEDULES.index("pingpong"), 1.0, cover.waves)
     waves, adding_up = _split(batch, cover, chip)
     sent = batch.part * (batch.split_k - 1)
@@ -379,7 +379,7 @@ def times(
 
     rereads = 1 + chip.reread * np.minimum(cover.rows / batch.cluster_m - 1, _MOST_REREADS)
     memory = element_bytes * gemms * (m * k + k * n * rereads + m * n) / (chip.dram * 1e3)
-    # Among kernels that all wait for memory, the one with the least padding wins.
+    # Of several memory-bound kernels, prefer the one with the least padding.
     padding = 1 + _PADDING * (np.minimum(cover.rows * batch.tile_m / m, _MOST_PADDING) - 1)
     start = _per_schedule(batch, chip.launch)
     start = start + np.where(batch.cluster_m * batch.cluster_n * batch.split_k > 1, chip.cluster, 0.0)
@@ -396,11 +396,11 @@ def means(
     element_bytes: int = 2,
     taking: Taking = TAKING,
 ) -> Floats:
-    """Return by how many microseconds kernels are later for means of A's rows, of shape (problems, configurations).
+    """Return the extra microseconds for means of A's rows, with shape (problems, configurations).
 
-    The main loop gathers them from the rows of its tiles; a kernel before it reads A once; idle warps beside it do so
-    while the others multiply, and an epilogue waits where they have not come to its rows. Tiles are taken to be visited
-    in the order in which such a kernel visits them, with new rows last (:func:`cutlass_ops.declare.device.with_order`).
+    "gathered": the main loop gathers them from its tiles. "ahead": a kernel before the GEMM reads A once. "beside":
+    idle warps read A during the main loop, and an epilogue waits if they have not reached its rows. The model assumes
+    the usual order of tiles for such kernels, with new rows last (:func:`cutlass_ops.declare.device.with_order`).
 
     Parameters
     ----------
@@ -409,11 +409,11 @@ def means(
     problems : sequence of Problem
         Each extent at least 1.
     times : array
-        What kernels take without, shape (problems, configurations).
+        Microseconds without means, with shape (problems, configurations).
     chip, element_bytes
         As for :func:`times`.
     taking : Taking
-        What each way costs.
+        Costs of each way.
     """
     m, _, k, gemms = Extents.of(problems)
     rows = gemms * m
@@ -421,7 +421,7 @@ def means(
     gathered = taking.gathered + taking.gathered_row * batch.tile_m
     ahead = taking.ahead + element_bytes * rows * k / (taking.ahead_rate * 1e3)
 
-    # Epilogues of the first wave need the rows of its tiles, those of the last need all.
+    # The first wave's epilogues need the rows of its tiles. The last wave's need all rows.
     first = np.minimum(_ceil(cover.active, cover.columns) * batch.tile_m, rows)
     rate = _per_schedule(batch, taking.beside_rate) * cover.active / chip.multiprocessors
     read_first, read_all = (taking.beside_after + element_bytes * read * k / (rate * 1e3) for read in (first, rows))
@@ -434,7 +434,7 @@ def means(
 
 
 def realigning(a: bool, b: bool, problems: Sequence[Problem], element_bytes: int = 2) -> Floats:
-    """Return by how many microseconds a GEMM is later that has A, B or both copied first, of shape (problems, 1)."""
+    """Return the extra microseconds for copying A, B or both before the GEMM, with shape (problems, 1)."""
     m, n, k, gemms = Extents.of(problems)
     if not a and not b:
         return np.zeros_like(m)
@@ -442,19 +442,19 @@ def realigning(a: bool, b: bool, problems: Sequence[Problem], element_bytes: int
 
 
 def scattering(problems: Sequence[Problem]) -> Floats:
-    """Return by how many microseconds a GEMM is later that scatters single elements of D, of shape (problems, 1).
+    """Return the extra microseconds for storing single elements of D, with shape (problems, 1).
 
-    That is where lines of D are aligned to one element, and the kernel computes D and not its transpose.
+    This applies if D is aligned to one element and the kernel computes D, not its transpose.
     """
     m, n, _, gemms = Extents.of(problems)
     return _SCATTERED * m * n * gemms * 1e-6
 
 
 def _rows(extent: Floats, line: Extent, element_bytes: int) -> Floats:
-    """Return how many times more rows an operand's tile is copied in than in rows of 128 bytes.
+    """Return the number of rows in which an operand's tile is copied, relative to rows of 128 bytes.
 
-    Where its lines in memory have its own extent and not K, a row is as wide as a swizzled layout that divides it: a
-    tile of 176 columns goes in rows of 16.
+    If the operand is not K-major, a row is as wide as the widest swizzle that divides the tile: a tile of 176 columns
+    is copied in rows of 16 elements.
     """
     if line == "k":
         return np.ones_like(extent)
@@ -466,32 +466,32 @@ def _rows(extent: Floats, line: Extent, element_bytes: int) -> Floats:
 
 
 def _requests(lines_are_odd: Flags, sharing: Floats) -> Floats:
-    """Return how many requests a block makes of the L2 cache for each 128 bytes of an operand.
+    """Return a block's L2 cache requests per 128 bytes of an operand.
 
     Parameters
     ----------
     lines_are_odd : array
-        Whether its lines in memory are :func:`cutlass_ops.kinds.traits.odd`.
+        Whether the operand's lines are :func:`cutlass_ops.kinds.traits.odd`.
     sharing : array
-        The blocks that a multicast serves, which ask in turn.
+        Number of blocks that share a multicast and issue its requests in turn.
     """
     return np.where(lines_are_odd, np.where(sharing > 1, _LINES_ASKED, _HALVES_ASKED), 1.0) / sharing
 
 
 def predict(config: Sm90Config, problem: Problem, chip: Costs = H100, element_bytes: int = 2) -> float:
-    """Return one kernel's time in microseconds; :func:`times` for one configuration and problem."""
+    """Return :func:`times` for one configuration and one problem."""
     return times(Batch.of([config]), [problem], chip, element_bytes).item()
 
 
 def _split(batch: Batch, cover: Grid, chip: Costs) -> tuple[Floats, Floats]:
-    """Return how many tiles' K steps each multiprocessor takes, and stream-K's microseconds for adding up.
+    """Return the number of tiles per SM, and the microseconds for adding up split tiles.
 
-    CUTLASS splits no tile where there are fewer than a wave and more than half of one.
+    CUTLASS's stream-K splits no tiles if they fill more than half a wave but no more than one.
     """
     filled = cover.tiles / chip.multiprocessors
     splits = batch.stream_k & ((filled <= 0.5) | (filled > 1))
     whole = np.where(batch.stream_k, 1.0, cover.waves)
-    # Many parts of a tile wait for each other.
+    # The more parts a tile has, the longer they wait for each other.
     adding_up = chip.split * batch.wgmma_m * batch.wgmma_n / 128**2 * np.maximum(1 / filled, 1)
     return np.where(splits, filled, whole), np.where(splits, adding_up, 0.0)
 

@@ -1,4 +1,4 @@
-"""The rules of legality for Sm90: TMA, ``wgmma``, clusters, and CUTLASS 3.x's kernels and epilogue.
+"""Legality rules for Sm90: TMA, ``wgmma``, clusters, and CUTLASS 3.x's kernels and epilogue.
 
 Sources: the headers of CUTLASS 4.2, named relative to ``cutlass/``; PTX ISA, ``wgmma.mma_async`` and
 ``cp.async.bulk.tensor``.
@@ -26,17 +26,18 @@ from cutlass_ops.kinds.sm90.footprint import (
     split_exchange,
 )
 
-# Accumulator registers that a thread may have. Consumer threads get 240 registers (MmaRegisterRequirement in
-# gemm/kernel/sm90_gemm_tma_warpspecialized_{pingpong,cooperative}.hpp), those of the third kernel what it
-# needs of 255. Sixteen more spill: 700 bytes a thread at 224 with the first two (nvcc 13.0, bf16, bias + ReLU).
+# Maximum accumulator registers of a thread. With pingpong and cooperative, consumer threads get 240 registers
+# (MmaRegisterRequirement in gemm/kernel/sm90_gemm_tma_warpspecialized_{pingpong,cooperative}.hpp). With
+# warp_specialized, they get up to 255. Sixteen more accumulators spill: 700 bytes per thread at 224 for the first two
+# (nvcc 13.0, bf16, bias + ReLU).
 _MAX_ACCUMULATORS = {"pingpong": 208, "cooperative": 208, "warp_specialized": 224}
 _MAX_SIDE = 256  # elements along a side of a TMA box (cuTensorMapEncodeTiled)
-_GATHERED_COLUMNS = 64  # of A, read by eight lanes at a time (gather.h)
-_GATHERED_ROWS = 64  # more of them take longer to read than to multiply (docs/rmsnorm.md)
+_GATHERED_COLUMNS = 64  # columns of A that eight lanes read at a time (gather.h)
+_GATHERED_ROWS = 64  # more rows take longer to read than to multiply (docs/rmsnorm.md)
 _TMA_SMEM_ALIGNMENT = 128  # PTX ISA, cp.async.bulk.tensor: alignment of the address in shared memory
 
 
-# Those that run tiles in an order of their own, and take several with one thread block.
+# Changes to a persistent schedule, whose thread blocks run several tiles each.
 _PERSISTENT = ({"schedule": "pingpong"}, {"schedule": "cooperative"})
 _WHOLE_K = {"split_k": 1, "scheduler": "persistent"}
 
@@ -80,7 +81,8 @@ def _side_by_side(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broken
     if config.threadblock.n % step:
         yield f"{where}: use a multiple of {step} for threadblock.n"
     operand, half = sides(spec)[1], config.threadblock.n // 2
-    # Lines along N lie in columns of the widest swizzle that divides the tile: a half is some of them or a part of one.
+    # An N-major tile is stored in column blocks as wide as the widest swizzle that divides it. Half of the tile must be
+    # whole blocks or part of a single one.
     width = gcd(config.threadblock.n, arch.SWIZZLE_BYTES[0] // spec.a.dtype.bytes)
     if not operand.k_major and half % width and width % half:
         yield (
@@ -96,7 +98,7 @@ def _side_by_side(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broken
         )
 
 
-# How a tile's warpgroups do not share its columns.
+# Changes after which warpgroups do not share a tile's columns.
 _OTHER_ROWS = ({"schedule": "pingpong"}, {"threadblock.m": 128}, {"threadblock.m": 256})
 
 
@@ -209,7 +211,7 @@ def _cluster_shape(_: KernelSpec, config: Sm90Config) -> Iterator[str]:
 
 
 def _multicast(spec: KernelSpec, config: Sm90Config) -> Iterator[str]:
-    # Thread blocks side by side along N each load a part of A's tile for all of them, and so for B's along M.
+    # Thread blocks of a cluster along N each load a part of A's tile for all of them. The same holds for B along M.
     peers = {"m": config.cluster.n, "n": config.cluster.m}
     for operand in sides(spec):
         sharing = peers[operand.side]
@@ -302,8 +304,8 @@ def _reduction_schedule(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken
 
 
 def _reduction_tile(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
-    # Sm90RowReduction halves, in shuffles between the 8 lanes of a column, what a thread holds for n / 8 column pairs.
-    # From 8 pairs on it takes for granted that each lane is left with the same number of them.
+    # Sm90RowReduction shuffles between the 8 lanes of a column, and each time halves the n / 8 column pairs per thread.
+    # From 8 pairs on, it assumes that every lane is left with the same number of pairs.
     n = config.threadblock.n
     if n > 64 and n % 64 and not plain_epilogue(spec):
         for name in reduced_along_m(spec):

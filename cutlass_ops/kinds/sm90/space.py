@@ -1,4 +1,4 @@
-"""Which Sm90 configurations there are to choose from, and which stand for others."""
+"""The search space of Sm90 configurations, and their substitutes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CLUSTERS = ((1, 1), (2, 1), (1, 2), (4, 1), (1, 4), (2, 2), (4, 2), (2, 4))
 
 
 def candidates(signature: OpSignature) -> Iterator[Sm90Config]:
-    """Yield schedules, tiles, clusters, both orientations, whole and split tiles; stages are the most that fit."""
+    """Yield all combinations of schedule, tile, cluster, orientation and K splitting, with the most stages that fit."""
     ways = get_args(Means) if signature.epilogue.gathered else ("gathered",)
     return (replace(c, means=means, realign=signature.realigns) for c in _all() for means in ways)
 
@@ -34,7 +34,7 @@ def candidates(signature: OpSignature) -> Iterator[Sm90Config]:
 def _all() -> Iterator[Sm90Config]:
     for schedule, rows in _TILES_M.items():
         for m, n, k, cluster, swap in product(rows, _TILES_N, _TILES_K, _CLUSTERS, (False, True)):
-            # Stores of eight columns of D are pieces of 16 bytes, unless the columns are rows of D^T.
+            # D is stored in pieces of 16 bytes, 8 columns, unless the kernel computes D^T.
             if n % 16 and n != 8 and not swap:
                 continue
             config = Sm90Config(ThreadblockShape(m, n, k), ClusterShape(*cluster), schedule=schedule, swap_ab=swap)
@@ -46,7 +46,7 @@ def _all() -> Iterator[Sm90Config]:
 
 
 def near(one: Sm90Config, other: Sm90Config) -> bool:
-    """Whether one differs by K extent, cluster, schedule or orientation, by N ± 16, or by the way to take means."""
+    """Return whether two configurations differ in one of: tile K, cluster, schedule, orientation, N ± 16, means."""
     its, mine = one.threadblock, other.threadblock
     if replace(one, threadblock=replace(its, n=mine.n)) == other:
         return abs(mine.n - its.n) <= 16
@@ -58,10 +58,10 @@ def near(one: Sm90Config, other: Sm90Config) -> bool:
 
 
 def variants(signature: OpSignature, config: Sm90Config) -> Iterator[Sm90Config]:
-    """Yield a configuration, and what may stand for it where it is not legal.
+    """Yield a configuration and its substitutes for a signature for which it is not legal.
 
-    That is one that copies operands which TMA cannot read, that has means of A's rows from elsewhere, or its pingpong
-    form: CUTLASS's reductions are persistent.
+    Substitutes copy operands that TMA cannot read, compute means of A's rows in another way, or use the pingpong
+    schedule, since CUTLASS's reductions need a persistent kernel.
     """
     if signature.realigns:
         config = replace(config, realign=True)
@@ -74,10 +74,10 @@ def variants(signature: OpSignature, config: Sm90Config) -> Iterator[Sm90Config]
 
 
 def is_usual(config: Sm90Config, element_bytes: int) -> bool:
-    """Whether a tile has the usual K extent and orientation.
+    """Return whether a tile has the usual K extent and orientation.
 
-    K as long as a stage stays below 48 KiB, for the fewest barriers with enough stages left; B's columns on the wgmma's
-    fixed side only where the rows then have a narrower one, or an extent that the fixed side cannot have.
+    The usual K is the largest with which a stage has at most 48 KiB: fewer barriers, and still enough stages. The usual
+    orientation is not swapped, unless A's rows then get a side of at most 64 or one that a tile's M cannot have.
     """
     tile = config.threadblock
     extents = [k for k in _TILES_K if k == 64 or (k > 64 and (tile.m + tile.n) * k * element_bytes <= _STAGE_BYTES)]

@@ -1,4 +1,4 @@
-"""How long Sm90 kernels take for a signature: the model, and what they do besides a GEMM."""
+"""The time of Sm90 kernels for a signature: the model, plus work besides the GEMM."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from cutlass_ops.kinds.sm90 import model
 from cutlass_ops.kinds.sm90.order import WAVES_BY_GPC
 from cutlass_ops.kinds.traits import Traits
 
-_ALIGNED = bf16.tma_alignment  # and that of f16: operands have two bytes an element
+_ALIGNED = bf16.tma_alignment  # the same for f16: both have two bytes per element
 
 
 @dataclass(frozen=True, eq=False)
 class Sm90Timer:
-    """The model of some configurations for operands with some traits; see :class:`cutlass_ops.kinds.kind.Timer`."""
+    """The time model of some configurations for given traits: see :class:`cutlass_ops.kinds.kind.Timer`."""
 
     configs: Sequence[Sm90Config]
     traits: Traits
 
     def times(self, problems: Sequence[Problem], device: Device) -> tuple[Floats, Flags]:
-        """Return microseconds in the better of two orders of tiles, and where that is the one by GPC."""
+        """Return times in microseconds with the better order of tiles, and whether that is the order by GPC."""
         usual, by_gpc = self._times_by_order(problems, device)
         better = np.minimum(usual, by_gpc)
         return better + self._besides(problems, better, device), by_gpc < usual
 
     def besides(self, problems: Sequence[Problem], device: Device) -> Floats:
-        """Return the microseconds for means of A's rows, copies of operands, and stores of single elements of D."""
+        """Return microseconds for means of A's rows, copies of operands, and stores of single elements of D."""
         return self._besides(problems, np.minimum(*self._times_by_order(problems, device)), device)
 
     def _besides(self, problems: Sequence[Problem], times: Floats, device: Device) -> Floats:
@@ -53,10 +53,10 @@ class Sm90Timer:
         return np.where(self._launchable(cover), usual, np.inf), np.where(worth, by_gpc, np.inf)
 
     def _launchable(self, cover: model.Grid) -> Flags:
-        """Whether the grid's second extent can be: a kernel that is not persistent has thread blocks for each tile."""
+        """Return whether the grid's y extent is in range: a kernel that is not persistent has a block per tile."""
         batch = self._batch
         second = np.where(self._swapped, cover.rows, cover.columns)
-        # Blocks that split K take the first extent, and both of the tiles' follow.
+        # With split K, x is the split, and y and z are the tiles' extents.
         second = np.where(batch.split_k > 1, np.maximum(cover.rows, cover.columns), second)
         persistent = (batch.schedule != model.SCHEDULES.index("warp_specialized")) & (batch.split_k == 1)
         return np.asarray(persistent | (second <= arch.MAX_GRID_Y))
@@ -83,13 +83,13 @@ class Sm90Timer:
 
 
 def realigning(alignments: tuple[int, int], problems: Sequence[Problem]) -> Floats:
-    """Return how many microseconds it takes to copy operands of these alignments to lines that TMA can read."""
+    """Return microseconds to copy operands of these alignments so that TMA can read them."""
     a, b = (alignment < _ALIGNED for alignment in alignments)
     return model.realigning(a, b, problems)
 
 
 def usual_means(config: Sm90Config) -> Means:
-    """Return the way to take means of A's rows that costs least in such tiles: gathered where they have few rows."""
+    """Return the cheapest way to compute means of A's rows for a tile: gathered if the tile has few rows."""
     (rows, _), _ = config.along_problem
     gathered = model.TAKING.gathered + model.TAKING.gathered_row * rows
     return "gathered" if gathered <= model.TAKING.beside.of(config.schedule) else "beside"
