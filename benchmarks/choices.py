@@ -78,7 +78,8 @@ class Case:
         """Yield for each problem what is chosen, and what is as fast but for a rounding."""
         policy = policies.policy(self.signature, self.device)
         for problem in self.problems:
-            chosen, *others = policy.ranked(problem, policies.kept(policy, problem.n, problem.k), count=4)
+            kept = policies.kept(policy, problem.n, problem.k, problem.count)
+            chosen, *others = policy.ranked(problem, kept, count=4)
             yield chosen.ordered, [c.ordered for c in others if c.microseconds <= chosen.microseconds * (1 + TIE)]
 
     def times(self) -> list[tuple[float, str]]:

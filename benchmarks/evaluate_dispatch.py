@@ -65,7 +65,7 @@ def keeping(table: Table, device: Device, weights: Iterable[tuple[int, int]]) ->
     rows = sorted({m for m, _, _ in shapes.drawn(seed=5, count=400)})
     counts, losses = [], []
     for n, k in weights:
-        kept = policies.kept(policy, n, k)
+        kept = policies.kept(policy, n, k, 1)
         times = policy.expected([Problem(m, n, k) for m in rows]).decisive()
         few = times[:, [policy.kernels.index(c) for c in kept]]
         counts.append(len(kept))

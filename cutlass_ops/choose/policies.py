@@ -168,7 +168,7 @@ class Policy:
 
 
 @cached(maxsize=4096)
-def kept(policy: Policy, n: int, k: int, count: int = 1) -> tuple[Config, ...]:
+def kept(policy: Policy, n: int, k: int, count: int) -> tuple[Config, ...]:
     """Return the kernels that so many weights (N, K) may need at any number of rows.
 
     Greedy: add the kernel that helps most over all numbers of rows, until none helps much.

@@ -248,7 +248,7 @@ class _Need:
             signature, device = policy.signature, policy.device
             what = f"a {signature.a}, b {signature.b}, d {signature.d}"
             raise ConfigError(arch.unserved(what, device.capability, device.name))
-        chosen = policies.kept(policy, n, k) if whole else (policy.choose(problem).config,)
+        chosen = policies.kept(policy, n, k, problem.count) if whole else (policy.choose(problem).config,)
         self.configs |= dict.fromkeys(chosen)
         self._rows.setdefault((n, k), set()).add(m)
 

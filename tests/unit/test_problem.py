@@ -85,13 +85,13 @@ def test_a_problems_json_has_a_count_only_where_there_are_several(problem, text)
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"m": 1}, "problem is a list, not dict"),
+        ({"m": 1}, "problem must be a list, not dict"),
         ([1, 2], "problem has 2 extents: it has M, N and K, and may have a count"),
         ([1, 2, 3, 4, 5], "problem has 5 extents: it has M, N and K, and may have a count"),
-        ([1, 2, 0], f"problem holds 0: an integer from 1 to {MOST_EXTENT} is needed"),
-        ([1, 2, 3, 0], f"problem holds 0: an integer from 1 to {MOST_EXTENT} is needed"),
-        ([1, 2, True], f"problem holds True: an integer from 1 to {MOST_EXTENT} is needed"),
-        ([1, 2, 3.0], f"problem holds 3.0: an integer from 1 to {MOST_EXTENT} is needed"),
+        ([1, 2, 0], f"problem must be an integer from 1 to {MOST_EXTENT}, not 0"),
+        ([1, 2, 3, 0], f"problem must be an integer from 1 to {MOST_EXTENT}, not 0"),
+        ([1, 2, True], f"problem must be an integer from 1 to {MOST_EXTENT}, not True"),
+        ([1, 2, 3.0], f"problem must be an integer from 1 to {MOST_EXTENT}, not 3.0"),
         ([MOST_EXTENT + 1, 1, 1], f"problem holds {MOST_EXTENT + 1}: an integer from 1 to {MOST_EXTENT} is needed"),
         (
             [1 << 25, 1 << 24, 1],
