@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from cutlass_ops.choose import dispatch, policies
 from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.tuner.tuning import signature_at
@@ -40,7 +41,7 @@ def times(signature: OpSignature, device: Device) -> tuple[float, float, float]:
         first.append(took(lambda: policies.policy(signature, device)))
         for n, k in WEIGHTS:
             weights.append(took(lambda n=n, k=k: dispatch.specs_for(signature, device, n, k)))
-            rows += [took(lambda m=m, n=n, k=k: dispatch.choose(signature, device, (m, n, k))) for m in ROWS]
+            rows += [took(lambda m=m, n=n, k=k: dispatch.choose(signature, device, Problem(m, n, k))) for m in ROWS]
     return min(first), min(weights), min(rows)
 
 
@@ -51,7 +52,7 @@ def main() -> None:
     print("milliseconds: the first of a signature, of a weight, of a number of rows")
     for device in (H100, A100):
         for epilogue in (builtin.bias_relu, builtin.rms_norm):
-            signature = signature_at(epilogue.graph, (64, 4096, 4096), "bf16", "row", "col", None, device)
+            signature = signature_at(epilogue.graph, Problem(64, 4096, 4096), "bf16", "row", "col", None, device)
             # Tables are read once in a process.
             policies.policy(signature, device)
             found = ", ".join(f"{ms:.2f}" for ms in times(signature, device))

@@ -34,9 +34,10 @@ from torch import Tensor
 
 import cutlass_ops as co
 from cutlass_ops.choose import dispatch, policies
-from cutlass_ops.choose.tables import Problem, Table
+from cutlass_ops.choose.tables import Table
 from cutlass_ops.compilation.builder import build_many
 from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.run import ops
 from cutlass_ops.run.call import device_of
@@ -172,14 +173,14 @@ class Part:
             policies.forget()
 
     def _counts(self, problem: Problem) -> bool:
-        return problem[1:] not in self.weights or problem in self.tuned
+        return (problem.n, problem.k) not in self.weights or problem in self.tuned
 
 
 def halves(cases: list[Case]) -> list[Part]:
     """Return each half of the cases, with the problems of the other half counting as tuned."""
-    of = {case: (case.m, case.n, case.k) for case in cases}
+    of = {case: Problem(case.m, case.n, case.k) for case in cases}
     problems = list(dict.fromkeys(of.values()))
-    weights = frozenset((n, k) for _, n, k in problems)
+    weights = frozenset((p.n, p.k) for p in problems)
     found = []
     for mine, others in ((problems[::2], problems[1::2]), (problems[1::2], problems[::2])):
         found.append(Part([case for case in cases if of[case] in mine], weights, frozenset(others)))
@@ -207,7 +208,7 @@ def kernels_of(cases: list[Case], device: Device) -> list[KernelSpec]:
 
 def asked(case: Case, device: Device) -> tuple[OpSignature, Problem]:
     """Return a case's signature, device and problem for dispatch."""
-    problem, (a, b) = (case.m, case.n, case.k), case.layout.split("-")
+    problem, (a, b) = Problem(case.m, case.n, case.k), case.layout.split("-")
     return signature_at(BENCHMARKS[case.op].op.graph, problem, case.dtype, a, b, None, device), problem
 
 
@@ -232,7 +233,7 @@ def run_case(case: Case, peers: list[str], copy_bandwidth: float) -> dict[str, A
             variants["plain"] = plain
         for name, function in _peers(bench, peers).items():
             variants[name] = lambda index, f=function: f(sets[index % len(sets)])
-        times = harness.time_interleaved(variants, expected_us(m, n, k))
+        times = harness.time_interleaved(variants, expected_us(Problem(m, n, k)))
     mine, without = times.pop("ours"), times.pop("plain", None)
     best = min(times, key=lambda p: times[p].median)
     ratio = harness.ratios(mine, times[best])

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 import cutlass_ops as co
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.tuner.timing import Run, expected_us
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -108,7 +109,7 @@ def run_case(config: Any, phase: str, m: int, length: int, peers: list[str]) -> 
     return {
         "phase": phase, "m": m, "cache": length if phase == "decode" else 0,
         "error_over_eager": round(found.error, 3),
-        **harness.compare(found.runs, expected_us(m, _COLUMNS, 4096)),
+        **harness.compare(found.runs, expected_us(Problem(m, _COLUMNS, 4096))),
     }  # fmt: skip
 
 

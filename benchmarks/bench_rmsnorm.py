@@ -29,6 +29,7 @@ import cutlass_ops as co
 from cutlass_ops.choose import dispatch
 from cutlass_ops.compilation.builder import build_many
 from cutlass_ops.declare.config import Means, Sm90Config
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.kinds import legality
 from cutlass_ops.run import norms, ops
@@ -137,7 +138,7 @@ def run_case(dtype: str, m: int, n: int, k: int, peers: list[str]) -> dict[str, 
         "dtype": dtype, "m": m, "n": n, "k": k,
         "error_over_eager": round(error, 3),
         "kernel": plan.spec.config.slug,
-        **harness.compare(variants, expected_us(m, n, k)),
+        **harness.compare(variants, expected_us(Problem(m, n, k))),
     }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 import cutlass_ops as co
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.run import ops
 from cutlass_ops.tuner.timing import expected_us, rotation
@@ -98,7 +99,7 @@ def run_case(dtype: str, m: int, n: int, k: int, peers: list[str]) -> dict[str, 
         "dtype": dtype, "m": m, "n": n, "k": k,
         "error_over_eager": round(error, 3),
         "kernel": plan.spec.config.slug,
-        **harness.compare(variants, expected_us(m, 2 * n, k)),
+        **harness.compare(variants, expected_us(Problem(m, 2 * n, k))),
     }  # fmt: skip
 
 

@@ -24,8 +24,9 @@ import cutlass_ops as co
 from cutlass_ops.base import resources
 from cutlass_ops.choose import dispatch, policies, tables
 from cutlass_ops.declare.config import Config, Ordered, config_from_json, config_to_json
-from cutlass_ops.declare.device import Device, Problem
+from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.order import TileOrder
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature, signature_from_json, signature_to_json
 from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue import builtin
@@ -77,7 +78,8 @@ class Case:
         """Yield for each problem what is chosen, and what is as fast but for a rounding."""
         policy = policies.policy(self.signature, self.device)
         for problem in self.problems:
-            chosen, *others = policy.ranked(problem, policies.kept(policy, *problem[1:]), count=4)
+            kept = policies.kept(policy, problem.n, problem.k, problem.count)
+            chosen, *others = policy.ranked(problem, kept, count=4)
             yield chosen.ordered, [c.ordered for c in others if c.microseconds <= chosen.microseconds * (1 + TIE)]
 
     def times(self) -> list[tuple[float, str]]:
@@ -88,8 +90,8 @@ class Case:
 
     def kept(self) -> tuple[Config, ...]:
         """Return the kernels of the first weight."""
-        _, n, k = self.problems[0]
-        return tuple(s.config for s in dispatch.specs_for(self.signature, self.device, n, k))
+        first = self.problems[0]
+        return tuple(s.config for s in dispatch.specs_for(self.signature, self.device, first.n, first.k))
 
 
 def shipped() -> Iterator[Case]:
@@ -104,11 +106,11 @@ def drawn() -> Iterator[Case]:
     """Yield random problems of many kinds of calls."""
     rng = random.Random(2026)
     for device, graph, dtype, a, b, (n, k) in _kinds():
-        signature = signature_at(graph, (1024, n, k), dtype, a, b, None, device)
+        signature = signature_at(graph, Problem(1024, n, k), dtype, a, b, None, device)
         yield Case(device, signature, _problems(rng, n % 8, k % 8))
     # One operand with lower alignment than the other, such as a view of a larger tensor.
     for alignments in ((1, 8, 8), (8, 1, 8), (4, 8, 4), (8, 2, 1)):
-        of = signature_at(builtin.bias_gelu.graph, (1024, *EVEN), "bf16", "row", "col", None, H100)
+        of = signature_at(builtin.bias_gelu.graph, Problem(1024, *EVEN), "bf16", "row", "col", None, H100)
         a, b, d = (Operand(o.dtype, o.major, to) for o, to in zip((of.a, of.b, of.d), alignments, strict=True))
         yield Case(H100, replace(of, a=a, b=b, d=d), _problems(rng, 0, 0))
 
@@ -121,7 +123,7 @@ def _problems(rng: random.Random, odd_n: int, odd_k: int) -> tuple[Problem, ...]
         return max(1, round(2 ** rng.uniform(6, largest) / unit)) * unit + odd
 
     weights = [(extent(16, odd_n), extent(15, odd_k)) for _ in range(WEIGHTS)]
-    return tuple((round(2 ** rng.uniform(0, 14)), n, k) for n, k in weights for _ in range(ROWS))
+    return tuple(Problem(round(2 ** rng.uniform(0, 14)), n, k) for n, k in weights for _ in range(ROWS))
 
 
 Kind = tuple[Device, Graph, str, Any, Any, tuple[int, int]]
@@ -170,7 +172,7 @@ def written(found: Iterable[Case]) -> dict[str, Any]:
             {
                 "device": [list(device.capability), device.multiprocessors, device.name],
                 "signature": signature_to_json(case.signature),
-                "problems": case.problems,
+                "problems": [p.to_json() for p in case.problems],
                 "chosen": [places([chosen, *ties]) for chosen, ties in case.answers()],
                 "times": case.times(),
                 "kept": places(map(Ordered, case.kept())),
@@ -197,7 +199,7 @@ def read(path: Path = GOLDEN) -> list[Golden]:
     for each in data["cases"]:
         capability, multiprocessors, name = each["device"]
         device = Device(tuple(capability), multiprocessors, name)
-        problems = tuple((m, n, k) for m, n, k in each["problems"])
+        problems = tuple(map(Problem.from_json, each["problems"]))
         case = Case(device, signature_from_json(each["signature"]), problems)
         chosen = tuple(tuple(kernels[at] for at in row) for row in each["chosen"])
         times = tuple((us, source) for us, source in each["times"])

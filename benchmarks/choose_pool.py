@@ -21,6 +21,7 @@ import shapes
 from cutlass_ops.choose import policies, space, tables
 from cutlass_ops.declare.config import config_to_json
 from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.kinds.sm90.model import Floats
 
 # The model's error: kernels within it of the best count as well.
@@ -67,7 +68,7 @@ def main() -> None:
     device = Device((9, 0), table.multiprocessors, table.device)
     listed = [c for each in given for c in each.kernels]
     policy = policies.Policy.of(given, table.signature, device, [*listed, *space.usual(table.signature).configs])
-    problems = [*shapes.TUNING, *shapes.drawn(seed=3, count=args.drawn)]
+    problems = [Problem(*s) for s in (*shapes.TUNING, *shapes.drawn(seed=3, count=args.drawn))]
     times = policy.expected(problems).times
     losses = np.log(times / times.min(1, keepdims=True))
     first = len(table.kernels) if args.first is None else args.first

@@ -17,9 +17,10 @@ from pathlib import Path
 import shapes
 
 from cutlass_ops.choose import policies, tables
-from cutlass_ops.choose.tables import Point, Problem, Table
+from cutlass_ops.choose.tables import Point, Table
 from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.problem import Problem
 
 
 def chosen(found: Iterable[tuple[float, bool]]) -> str:
@@ -64,8 +65,8 @@ def keeping(table: Table, device: Device, weights: Iterable[tuple[int, int]]) ->
     rows = sorted({m for m, _, _ in shapes.drawn(seed=5, count=400)})
     counts, losses = [], []
     for n, k in weights:
-        kept = policies.kept(policy, n, k)
-        times = policy.expected([(m, n, k) for m in rows]).decisive()
+        kept = policies.kept(policy, n, k, 1)
+        times = policy.expected([Problem(m, n, k) for m in rows]).decisive()
         few = times[:, [policy.kernels.index(c) for c in kept]]
         counts.append(len(kept))
         losses += (few.min(1) / times.min(1) - 1).tolist()
@@ -79,11 +80,11 @@ def main() -> None:
     for path in parser.parse_args().tables:
         table = tables.load(path)
         device = Device((9, 0), table.multiprocessors, table.device)
-        grid = [p for p in table.points if p.problem in set(shapes.GRID)]
+        grid = [p for p in table.points if p.problem.extents in set(shapes.GRID)]
         print(f"{table.device}, {len(table.points)} shapes, {len(table.kernels)} kernels")
         print(f"  best of all at the grid: {summary(loss(p, table.kernels) for p in grid)}")
         print(f"  best of all: {summary(loss(p, table.kernels) for p in table.points)}")
-        print(f"  chosen, weights left out: {chosen(left_out(table, device, lambda p: p[1:]))}")
+        print(f"  chosen, weights left out: {chosen(left_out(table, device, lambda p: (p.n, p.k)))}")
         print(f"  chosen, every other shape left out: {chosen(left_out(table, device, _parity(table)))}")
         counts, losses = keeping(table, device, sorted({p[1:] for p in shapes.UNSEEN}))
         print(f"  a weight keeps {min(counts)} to {max(counts)} kernels, which loses by prediction: {summary(losses)}")

@@ -16,8 +16,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from cutlass_ops.choose import tables
-from cutlass_ops.choose.tables import Problem, Table
+from cutlass_ops.choose.tables import Table
 from cutlass_ops.declare.config import GemvConfig
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.kinds.gemv import model as model_gemv
 from cutlass_ops.kinds.gemv.model import H100, Numbers
 

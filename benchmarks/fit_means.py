@@ -23,6 +23,7 @@ import numpy as np
 from cutlass_ops.choose import format2
 from cutlass_ops.declare.config import Means, Sm90Config, config_from_json
 from cutlass_ops.declare.order import TileOrder
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.kinds.sm90 import model
 from cutlass_ops.kinds.sm90.model import Floats, PerSchedule, Taking
 
@@ -36,7 +37,7 @@ class Measured:
 
     Attributes
     ----------
-    problems : tuple of (M, N, K)
+    problems : tuple of Problem
         The problem of each kernel.
     batch : model.Batch
         The kernels.
@@ -44,7 +45,7 @@ class Measured:
         Microseconds without means, and extra microseconds with them, (kernels,).
     """
 
-    problems: tuple[tuple[int, int, int], ...]
+    problems: tuple[Problem, ...]
     batch: model.Batch
     given: Floats
     later: Floats
@@ -57,7 +58,7 @@ class Measured:
             # Older sweeps have the order of tiles among the fields of the configuration.
             given = (row["config"], row["order"]) if "order" in row else format2.parted(row["config"])
             config, order = config_from_json(given[0]), TileOrder.from_json(given[1])
-            problem = row["m"], row["n"], row["k"]
+            problem = Problem(row["m"], row["n"], row["k"])
             assert isinstance(config, Sm90Config)
             if way in row["us"] and (way != "beside" or not _rows_first(config, order, problem)):
                 us = row["us"]
@@ -72,7 +73,7 @@ class Measured:
         return (predicted - self.later) / (self.given + self.later)
 
 
-def _rows_first(config: Sm90Config, order: TileOrder, problem: tuple[int, int, int]) -> bool:
+def _rows_first(config: Sm90Config, order: TileOrder, problem: Problem) -> bool:
     waves = model.grid(model.Batch.of([config]), [problem], model.H100).waves
     return waves.item() > 1 and config.ordered and (order.raster == "along_m") != config.swap_ab
 

@@ -22,12 +22,12 @@ import numpy as np
 
 from cutlass_ops.choose import tables
 from cutlass_ops.declare.config import ClusterShape, Schedule, Sm90Config, ThreadblockShape
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.kinds.sm90 import model
 from cutlass_ops.kinds.sm90.model import Floats
 
-Shape = tuple[int, int, int]
 Entry = tuple[Sm90Config, bool]  # a kernel, and whether its tiles were ordered by GPC
-Sweep = dict[Shape, dict[Entry, float]]
+Sweep = dict[Problem, dict[Entry, float]]
 Lines = tuple[model.Extent, model.Extent]
 
 _SLUG = re.compile(r"sm90_(\d+)x(\d+)x(\d+)_(\d+)x(\d+)_(?P<schedule>ws|pp|coop)(?P<swap>_swap)?")
@@ -48,7 +48,7 @@ def read(path: Path) -> Sweep:
         return _read_table(tables.Table.from_json(data))
     found: Sweep = {}
     for row in data["rows"]:
-        times = found.setdefault((row["m"], row["n"], row["k"]), {})
+        times = found.setdefault(Problem(row["m"], row["n"], row["k"]), {})
         for name, ms in row["times"].items():
             entry = parse(name.split("|")[0]), False
             times[entry] = min(times.get(entry, math.inf), ms * 1e3)
@@ -60,7 +60,6 @@ def _read_table(table: tables.Table) -> Sweep:
     products = 1 + len(table.signature.epilogue.products)
     found: Sweep = {}
     for point in table.points:
-        m, n, k = point.problem
         times: dict[Entry, float] = {}
         for one in point.measured:
             if isinstance(one.config, Sm90Config):
@@ -70,7 +69,7 @@ def _read_table(table: tables.Table) -> Sweep:
                 times[entry] = min(times.get(entry, math.inf), time)
         # Kernels of ordinary loads have a model of their own, and some problems only them.
         if times:
-            found[m, n * products, k] = times
+            found[point.problem._replace(n=point.problem.n * products)] = times
     return found
 
 
@@ -96,7 +95,7 @@ class Measured:
     ``lines`` says along which extents the lines of A and of B lie in memory, as the model's ``times`` wants to know.
     """
 
-    problems: tuple[Shape, ...]
+    problems: tuple[Problem, ...]
     batch: model.Batch
     times: Floats
     lines: Lines

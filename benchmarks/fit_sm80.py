@@ -17,11 +17,12 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from cutlass_ops.declare.config import Sm80Config, ThreadblockShape, WarpShape
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.kinds.sm80 import model as model_sm80
 from cutlass_ops.kinds.sm80.model import Costs
 
 # Alignment and problem, and each configuration's microseconds there.
-Place = tuple[int, tuple[int, int, int]]
+Place = tuple[int, Problem]
 Sweep = dict[Place, dict[Sm80Config, float]]
 
 _SLUG = re.compile(r"sm80_(\d+)x(\d+)x(\d+)_(\d+)x(\d+)x(\d+)_16x8x16_s(\d)(_streamk)?")
@@ -34,7 +35,7 @@ def read(path: Path) -> Sweep:
     """Return a sweep's measurements."""
     rows = json.loads(path.read_text())["rows"]
     return {
-        (r["alignment"], (r["m"], r["n"], r["k"])): {parse(slug): ms * 1e3 for slug, ms in r["times"].items()}
+        (r["alignment"], Problem(r["m"], r["n"], r["k"])): {parse(slug): ms * 1e3 for slug, ms in r["times"].items()}
         for r in rows
     }
 

@@ -26,7 +26,8 @@ from torch import Tensor
 from cutlass_ops.choose import dispatch
 from cutlass_ops.compilation.background import Background
 from cutlass_ops.compilation.builder import build_many
-from cutlass_ops.declare.device import Device, Problem
+from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.run.call import check_call, device_of, signature_of
 from cutlass_ops.run.ops import Op
 from cutlass_ops.run.registry import OpSignature
@@ -109,7 +110,7 @@ def asked(op: Op, arguments: Sequence[Any], device: Device) -> tuple[OpSignature
     """Return the signature, device and problem of an op's call, whose tensors need no data."""
     a, b, *inputs = arguments
     call = check_call(op.graph, a, b, dict(zip((i.name for i in op.graph.inputs), inputs, strict=True)), None, None)
-    return signature_of(call, device), (call.problem.m, call.problem.n, call.problem.k)
+    return signature_of(call, device), call.problem
 
 
 def build_ahead(calls: Iterable[tuple[Op, Sequence[Any]]]) -> None:

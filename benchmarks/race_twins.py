@@ -30,8 +30,9 @@ from tune_tables import SHAPES
 
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.choose import dispatch, policies
-from cutlass_ops.choose.tables import Point, Problem
+from cutlass_ops.choose.tables import Point
 from cutlass_ops.declare.config import ClusterShape, Config, Schedule, Sm90Config, ThreadblockShape
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spelling import problems_of
 from cutlass_ops.kinds import legality
 from cutlass_ops.run.call import device_of
@@ -94,7 +95,7 @@ def cublas_kernels(op: str, dtype: str, layout: str, problems: Sequence[Problem]
     bench, found = BENCHMARKS[op], {}
     call = bench.cublaslt or bench.eager
     for problem in problems:
-        inputs = make_inputs(*problem, DTYPES[dtype], layout)[0]
+        inputs = make_inputs(*problem.extents, DTYPES[dtype], layout)[0]
         with profile(activities=[ProfilerActivity.CUDA]) as profiled:
             call(inputs)
             torch.cuda.synchronize()
@@ -109,7 +110,7 @@ def near(points: Iterable[Point]) -> list[Problem]:
     return [
         p.problem
         for p in points
-        if p.problem not in reported
+        if p.problem.extents not in reported
         and p.peers
         and min(time for _, time in p.peers) < _NEAR * p.measured[0].microseconds
     ]
@@ -152,7 +153,7 @@ def line(entry: Entry, name: str, point: Point) -> str:
 
     parts = [f"{peer} {each:.1f} us" for peer, each in point.peers]
     parts += [*time("chosen", entry.usual[:1]), *time("twin", twins(name)), *time("best", best)]
-    return f"{'x'.join(map(str, entry.problem))}: {name}; {', '.join(parts)}"
+    return f"{entry.problem}: {name}; {', '.join(parts)}"
 
 
 def main() -> None:
@@ -175,12 +176,13 @@ def main() -> None:
     place = tuning.Place(torch.cuda.get_device_name(device), device_of(device), args.folder.absolute())
     a, b = args.layout.split("-")
     graph = BENCHMARKS[args.op].op.graph
-    signature = tuning.signature_at(graph, (1024, 1024, 1024), args.dtype, a, b, None, place.device)
+    signature = tuning.signature_at(graph, Problem(1024, 1024, 1024), args.dtype, a, b, None, place.device)
     policy = policies.policy(signature, place.device)
     own: Sequence[Point] = policy.own.points if policy.own else ()
-    new = set(SHAPES[args.shapes]) - {p.problem for p in own}
+    wanted = [Problem(*shape) for shape in SHAPES[args.shapes]]
+    new = set(wanted) - {p.problem for p in own}
     given = [problem for each in args.problems or () for problem in each]
-    problems = given or [*near(own), *(p for p in SHAPES[args.shapes] if p in new)]
+    problems = given or [*near(own), *(p for p in wanted if p in new)]
     names = cublas_kernels(args.op, args.dtype, args.layout, problems)
     part, parts = map(int, args.part.split("/"))
     racing = limited(entries(policy, names, args.first), policy.kernels, args.most)[part::parts]

@@ -36,7 +36,7 @@ UNKNOWN = "cause unknown"
 ELEMENT_BYTES = {"bf16": 2, "f16": 2}
 
 Row = dict[str, Any]
-Problem = tuple[int, int, int]
+Extents = tuple[int, int, int]
 
 _DEFAULTS = {"set": "grid", "layout": "row-col"}
 _EXACT = ("result", "set", "op", "dtype", "layout", "m", "n", "k", "kernel")
@@ -211,7 +211,7 @@ def case(row: Row) -> Case:
     return Case(row["set"], row["op"], row["dtype"], row["layout"])
 
 
-def problem(row: Row) -> Problem:
+def problem(row: Row) -> Extents:
     """Return M, N and K."""
     return row["m"], row["n"], row["k"]
 
@@ -393,7 +393,7 @@ def matrix(rows: Sequence[Row]) -> str:
     found = {problem(row): row["ratio_to_best_peer"] for row in rows}
     columns = sorted({row["m"] for row in rows})
 
-    def cell(key: Problem) -> str:
+    def cell(key: Extents) -> str:
         if key not in found:
             return ""
         # All digits of the file: 0.9999 is a loss, and must not read 1.000.

@@ -31,6 +31,7 @@ import shapes
 from cutlass_ops.choose import tables
 from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.declare.config import Config, Sm90Config, config_from_json
+from cutlass_ops.declare.problem import Problem
 
 # Number of kernels for the grid.
 FEW = 16
@@ -121,18 +122,19 @@ def main() -> None:
     points = tuple(best_orders(p, pool) for p in table.points)
     points = tuple(p for p in points if p.measured and ratio(p) >= WORTH)
     everything = {m.config for p in points for m in p.measured}
-    chosen = replace(table, points=points).select(first=shapes.GRID, few=FEW, most=len(everything))
+    grid = {Problem(*shape) for shape in shapes.GRID}
+    chosen = replace(table, points=points).select(first=grid, few=FEW, most=len(everything))
     known = everything | timed(args.folder, table)
     listed = [c for each in given for c in each.kernels if not untold(c, known) and (not pool or c in pool)]
     few = exchanged(chosen.kernels[:FEW], everything, args.exchange)
     ordered = tuple(dict.fromkeys([*few, *chosen.kernels, *_by_use(points), *listed]))
     chosen = replace(chosen, kernels=ordered[: tables.MOST_KERNELS])
     before = chosen.points
-    points = tuple(best_orders(p, set(few) if p.problem in shapes.GRID else set(chosen.kernels)) for p in before)
+    points = tuple(best_orders(p, set(few) if p.problem in grid else set(chosen.kernels)) for p in before)
     chosen = replace(chosen, points=tuple(p for p in points if p.measured))
     path = tables.path_of(args.folder, table.device, table.signature)
     path.write_text(json.dumps(chosen.to_json()) + "\n")
-    lost = [min(m.behind for m in p.measured if m.config in few) for p in before if p.problem in shapes.GRID]
+    lost = [min(m.behind for m in p.measured if m.config in few) for p in before if p.problem in grid]
     print(f"{path}: {len(chosen.points)} shapes, {len(chosen.kernels)} kernels")
     print(f"{len(few)} kernels lose {sum(lost) / len(lost):.2%} on average and {max(lost):.1%} at worst at the grid")
 

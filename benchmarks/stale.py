@@ -22,8 +22,8 @@ import torch
 from bench_gemm import Case, Part, halves
 
 from cutlass_ops.choose import dispatch
-from cutlass_ops.choose.tables import Problem
 from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.run import norms, ops
 from cutlass_ops.run.registry import OpSignature

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from cutlass_ops.artifacts.loader import LoadedKernel
 from cutlass_ops.declare.config import ClusterShape, Schedule, Sm90Config, ThreadblockShape
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.run import ops
 from cutlass_ops.run.registry import Registry
@@ -166,7 +167,7 @@ def main() -> None:
                         continue  # the grid itself is the order
                     name = f"{configuration.slug}|{raster}|{swizzle}"
                     launches[name] = launching(kernel, number, swizzle)
-        peer_ms, times = measure((m, n, k), launches, expected_us(m, n, k), rounds=9)
+        peer_ms, times = measure((m, n, k), launches, expected_us(Problem(m, n, k)), rounds=9)
         best = sorted(times, key=lambda name: times[name])
         kinds = list(dict.fromkeys(name.split("|")[0] for name in best))[:5]
         rows.append({"m": m, "n": n, "k": k, "peer_ms": peer_ms, "times": times})

@@ -24,6 +24,7 @@ from cutlass_ops.choose import policies
 from cutlass_ops.compilation.builder import build_many
 from cutlass_ops.declare.config import Means, Ordered, Sm90Config, config_to_json
 from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.sm90 import model
@@ -43,11 +44,11 @@ Tile = tuple[Ordered, dict[str, KernelSpec]]
 def kernels(problem: shapes.Shape, device: Device, tiles: int, ways: Sequence[Means] = model.WAYS) -> list[Tile]:
     """Return the tiles that come first at a problem, and for each of them the kernels to compare."""
     taking, given = (
-        signature_at(norms.rmsnorm_op(given=name).graph, problem, "bf16", "row", "col", None, device, inputs)
+        signature_at(norms.rmsnorm_op(given=name).graph, Problem(*problem), "bf16", "row", "col", None, device, inputs)
         for name, inputs in ((None, None), ("sums", _SUMS))
     )
     policy = policies.policy(taking, device)
-    first = [(c.config, c.order) for c in policy.ranked(problem, count=4 * tiles)]
+    first = [(c.config, c.order) for c in policy.ranked(Problem(*problem), count=4 * tiles)]
     found = []
     for config, order in [(c, order) for c, order in first if isinstance(c, Sm90Config)][:tiles]:
         plain = replace(config, means=Sm90Config.means)
@@ -73,7 +74,7 @@ def run_problem(problem: shapes.Shape, tiles: list[Tile]) -> list[dict[str, Any]
             run(0)
             harness.check(first.out[sampled], exact, theirs)
             variants[number, name] = run
-    times = harness.time_interleaved(variants, expected_us(m, n, k))
+    times = harness.time_interleaved(variants, expected_us(Problem(m, n, k)))
     return [
         {
             "m": m, "n": n, "k": k,

@@ -18,6 +18,7 @@ import torch
 
 from cutlass_ops.declare.config import Sm80Config, ThreadblockShape, WarpShape
 from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.kinds import legality
 from cutlass_ops.run import ops
 from cutlass_ops.run.call import device_of
@@ -66,7 +67,7 @@ def main() -> None:
     device = device_of(torch.device("cuda", 0))
     graph = ops.gemm_bias_relu.graph
     for alignment, k in LINES.items():
-        signature = signature_at(graph, (64, COLUMNS[0], k), "bf16", "row", "col", None, device)
+        signature = signature_at(graph, Problem(64, COLUMNS[0], k), "bf16", "row", "col", None, device)
         configs = pool(signature, device, alignment)
         kernels = Registry.current().kernels([device.spec(signature, c) for c in configs])
         print(f"{len(kernels)} kernels after {time.monotonic() - begin:.0f} s", flush=True)
@@ -80,7 +81,7 @@ def main() -> None:
                     size = int(kernel.workspace_size(m, n, k, 0, 1))
                     workspace = torch.empty(size, dtype=torch.uint8, device="cuda") if size else None
                     launches[config.slug] = sweep.launching(kernel, 0, 1, workspace)
-                peer_ms, times = sweep.measure((m, n, k), launches, 2 * expected_us(m, n, k), rounds=7)
+                peer_ms, times = sweep.measure((m, n, k), launches, 2 * expected_us(Problem(m, n, k)), rounds=7)
                 rows.append({"alignment": alignment, "m": m, "n": n, "k": k, "peer_ms": peer_ms, "times": times})
                 best = min(times, key=lambda name: times[name])
                 print(f"{m}x{n}x{k}: peer {peer_ms * 1e3:.1f} us, {best} {times[best] * 1e3:.1f}", flush=True)

@@ -15,7 +15,6 @@ import shapes
 import torch
 
 from cutlass_ops.choose import tables
-from cutlass_ops.choose.tables import Problem
 from cutlass_ops.declare.config import Config, config_from_json
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.epilogue.graph import Graph
@@ -92,16 +91,16 @@ def _few_rows(folder: Path, epilogue: Graph) -> tuple[Config, ...]:
         for table in map(tables.load, folder.glob("*.json"))
         if table.signature.epilogue == epilogue
         for point in table.points
-        if point.problem[0] <= max(shapes.FEW_ROWS)
+        if point.problem.m <= max(shapes.FEW_ROWS)
         for measured in point.measured[:2]
     ]
     return tuple(dict.fromkeys([*space_gemv.candidates(), *best]))
 
 
-def _at_least(ratio: float, folder: Path, epilogue: Graph) -> set[Problem]:
+def _at_least(ratio: float, folder: Path, epilogue: Graph) -> set[shapes.Shape]:
     """Return the problems at which no peer in an epilogue's tables is faster by more than a ratio."""
     return {
-        point.problem
+        point.problem.extents
         for table in map(tables.load, folder.glob("*.json"))
         for point in table.points
         if table.signature.epilogue == epilogue

@@ -351,8 +351,7 @@ def manifest_of(
         head = {"toolchain": identity["toolchain"], "templates": identity["templates"]}
         heads[checked_json.canonical(head)] = head
         flags[spec.target] = {step: tuple(values) for step, values in identity["flags"].items()}
-        signature = OpSignature(spec.epilogue, spec.a, spec.b, spec.d, spec.inputs, spec.outputs)
-        groups.setdefault(signature, []).append(_record(artifact, spec))
+        groups.setdefault(OpSignature.of(spec), []).append(_record(artifact, spec))
     if len(heads) != 1:
         found = "; ".join(sorted(head.decode() for head in heads)) or "there are none"
         raise BundleError(f"all kernels of a bundle must come from one toolchain, not: {found}")

@@ -14,6 +14,7 @@ from cutlass_ops.artifacts.signing import PublicKeys
 from cutlass_ops.base import env, forks
 from cutlass_ops.base.session import Part, Session
 from cutlass_ops.declare.config import Config, Ordered
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import KernelSpec
 
@@ -125,15 +126,14 @@ class Bundles(Part):
             return tuple(c for c in found if c.wgmma or c.few_rows)
         return found
 
-    def choice(
-        self, signature: OpSignature, capability: tuple[int, int], problem: tuple[int, int, int]
-    ) -> Ordered | None:
+    def choice(self, signature: OpSignature, capability: tuple[int, int], problem: Problem) -> Ordered | None:
         """Return what the first bundle with this signature chose for a problem when it was made, if it did."""
-        m, n, k = problem
+        if problem.count != 1:  # a choice is for one GEMM
+            return None
         for bundle in self.all():
             if bundle.configs(signature, capability):
-                chosen = bundle.choice(signature, capability, n, k)
-                return None if chosen is None else chosen.at(m)
+                chosen = bundle.choice(signature, capability, problem.n, problem.k)
+                return None if chosen is None else chosen.at(problem.m)
         return None
 
     def tables(self) -> Iterator[tuple[Path, bytes]]:

@@ -21,6 +21,7 @@ from cutlass_ops.base.errors import BundleError, ConfigError
 from cutlass_ops.base.mma import mma_of
 from cutlass_ops.declare.config import Config, Ordered, config_from_json, config_to_json
 from cutlass_ops.declare.order import TileOrder
+from cutlass_ops.declare.problem import MOST_EXTENT
 from cutlass_ops.declare.signature import OpSignature, signature_from_json, signature_to_json
 from cutlass_ops.declare.spec import KernelSpec
 
@@ -33,7 +34,6 @@ _MAX_CHOICES = 4_096
 _MAX_ROWS = 1_024
 _MAX_TABLES = 256
 _MAX_FUNCTIONS = 64
-_MAX_EXTENT = 1 << 40
 _MAX_NUMBER = (1 << 31) - 1  # of a configuration
 
 _FIELDS = "format abi templates library_version toolchain flags signatures tables sha256"
@@ -375,7 +375,7 @@ def _choice(data: object, orders: _Orders) -> Choice:
     rows = tuple(_row(r, orders, capability) for r in checked_json.sequence(fields["rows"], "rows", _MAX_ROWS))
     if not rows or any(row[0] >= after[0] for row, after in itertools.pairwise(rows)):
         raise ConfigError("rows of a choice are in increasing order, and there is at least one")
-    n, k = (checked_json.integer(fields[name], name, 1, _MAX_EXTENT) for name in ("n", "k"))
+    n, k = (checked_json.integer(fields[name], name, 1, MOST_EXTENT) for name in ("n", "k"))
     return Choice(capability, n, k, rows)
 
 
@@ -383,7 +383,7 @@ def _row(data: object, orders: _Orders, capability: tuple[int, int]) -> tuple[in
     row = checked_json.sequence(data, "a row of a choice", 3)
     if len(row) != 3:
         raise ConfigError("a row of a choice has a number of rows, a kernel and an order of tiles")
-    most = checked_json.integer(row[0], "rows", 1, _MAX_EXTENT)
+    most = checked_json.integer(row[0], "rows", 1, MOST_EXTENT)
     place = checked_json.integer(row[1], "rows", 0, len(orders.kernels) - 1)
     chosen = orders.chosen(place, checked_json.mapping(row[2], "an order of tiles", None))
     record = orders.kernels[place]

@@ -95,6 +95,7 @@ VARIABLES = (
     BUNDLE_VERSION,
     XDG_CACHE_HOME,
     JIT,
+    STAND_IN,
     NVCC,
     CUDA_HOME,
     CUDA_PATH,

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.declare.config import Config, Ordered
-from cutlass_ops.declare.device import Device, Problem
+from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.order import TileOrder
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import KernelSpec
 
@@ -32,8 +33,8 @@ class Decision:
         The call's signature.
     device : Device
         Where it runs.
-    problem : tuple of int
-        M, N and K.
+    problem : Problem
+        Its extents.
     config : Config
         The kernel's configuration.
     order : TileOrder
@@ -107,7 +108,7 @@ def specs(signature: OpSignature, device: Device) -> tuple[KernelSpec, ...]:
 
 def specs_for(signature: OpSignature, device: Device, n: int, k: int) -> tuple[KernelSpec, ...]:
     """Return the kernels that a weight (N, K) may need at any number of rows."""
-    decision = decide(signature, device, (1, n, k))
+    decision = decide(signature, device, Problem(1, n, k))
     return () if decision is None else decision.specs
 
 
@@ -140,4 +141,4 @@ def _policy(signature: OpSignature, device: Device) -> Policy:
 def _kept(policy: Policy, problem: Problem) -> tuple[Config, ...]:
     from cutlass_ops.choose import policies
 
-    return policies.kept(policy, *problem[1:])
+    return policies.kept(policy, problem.n, problem.k, problem.count)

@@ -12,9 +12,10 @@ import numpy as np
 from cutlass_ops.choose.pool import Pool, at_once
 from cutlass_ops.choose.tables import Table
 from cutlass_ops.declare.config import Config, Ordered
-from cutlass_ops.declare.device import Device, Problem
+from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.order import USUAL_ORDER, TileOrder
-from cutlass_ops.kinds.arrays import Flags, Floats, Places
+from cutlass_ops.declare.problem import Problem
+from cutlass_ops.kinds.arrays import Extents, Flags, Floats, Places
 from cutlass_ops.kinds.sm90.model import costs_of
 from cutlass_ops.kinds.table import kind_of
 
@@ -101,8 +102,8 @@ class Where(NamedTuple):
     @classmethod
     def of(cls, problems: Sequence[Problem], pool: Pool) -> Where:
         """Return the coordinates of problems for a pool."""
-        extents = np.array(problems, np.float64).reshape(-1, 3)
-        m, k = np.log2(extents[:, 0]), np.log2(extents[:, 2])
+        extents = Extents.of(problems)
+        m, k = np.log2(extents.m[:, 0]), np.log2(extents.k[:, 0])
         tiles = np.log2(pool.tiles(problems)) / _REACH_OF_TILES
         return cls(np.stack([m, k, pool.traits.odd(problems)], 1) / _REACH, tiles)
 

@@ -27,7 +27,8 @@ from cutlass_ops.choose.pool import Pool
 from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.declare.chips import USUAL
 from cutlass_ops.declare.config import Config
-from cutlass_ops.declare.device import Device, Problem
+from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue import builtin
@@ -147,8 +148,7 @@ class Policy:
 
     def best(self, problem: Problem) -> Candidate | None:
         """Return the best of the kernels kept for the problem's weight; None if none can be launched there."""
-        _, n, k = problem
-        among = kept(self, n, k)
+        among = kept(self, problem.n, problem.k, problem.count)
         found = self.ranked(problem, among, count=1) if among else []
         return found[0] if found and math.isfinite(found[0].microseconds) else None
 
@@ -162,7 +162,7 @@ class Policy:
         """
         found = self.best(problem)
         if found is None:
-            m, n, k = problem
+            m, n, k = problem.extents
             raise UnsupportedError(
                 f"no kernel for a {self.signature.a}, b {self.signature.b} and d {self.signature.d} can be launched at "
                 f"M={m} N={n} K={k}: the grid would have more thread blocks than a device supports. Split the call by "
@@ -172,15 +172,16 @@ class Policy:
 
 
 @cached(maxsize=4096)
-def kept(policy: Policy, n: int, k: int) -> tuple[Config, ...]:
-    """Return the kernels that a weight (N, K) may need at any number of rows.
+def kept(policy: Policy, n: int, k: int, count: int) -> tuple[Config, ...]:
+    """Return the kernels that so many weights (N, K) may need at any number of rows.
 
     Greedy: add the kernel that helps most over all numbers of rows, until none helps much.
     """
     if not policy.kernels:
         return ()
-    tuned = (p.problem[0] for table in policy.tables for p in table.points if p.problem[1:] == (n, k))
-    problems = [(m, n, k) for m in sorted({*ROWS, *tuned})]
+    known_at = (p.problem for table in policy.tables for p in table.points)
+    tuned = {p.m for p in known_at if (p.n, p.k, p.count) == (n, k, count)}
+    problems = [Problem(m, n, k, count) for m in sorted({*ROWS, *tuned})]
     known = policy.expected(problems)
     times = known.decisive()
     best, fastest = times.min(1, keepdims=True), times.argmin(1, keepdims=True)
@@ -406,7 +407,6 @@ def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
         return shared[id(config)]
 
     def restated(point: Point) -> Point:
-        m, n, k = point.problem
         best = point.measured[0].microseconds
         later = more[point.problem]
         times = [
@@ -416,9 +416,9 @@ def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
         ]
         times.sort(key=lambda time: time[0])
         ranked = tuple(Measured(config, us, us / times[0][0] - 1, order) for us, config, order in times)
-        return replace(point, problem=(m, n // weights, k), measured=ranked, peers=())
+        return replace(point, problem=_of_one(point.problem, weights), measured=ranked, peers=())
 
-    whole = [p for p in table.points if p.problem[1] % weights == 0]
+    whole = [p for p in table.points if p.problem.n % weights == 0]
     kernels = tuple(found for c in table.kernels if (found := form(c)) is not None)
     raced = (found for p in whole for m in p.measured if (found := form(m.config)) is not None)
     more = _later(theirs, signature, dict.fromkeys(raced), [p.problem for p in whole], device)
@@ -436,8 +436,13 @@ def _later(
     pools = Pool.of(kernels, theirs), Pool.of(kernels, mine)
     weights = pools[1].traits.weights // pools[0].traits.weights
     without = pools[0].besides(problems, device)
-    later = pools[1].besides([(m, n // weights, k) for m, n, k in problems], device) - without
+    later = pools[1].besides([_of_one(p, weights) for p in problems], device) - without
     return {p: dict(zip(pools[0].configs, row, strict=True)) for p, row in zip(problems, later.tolist(), strict=True)}
+
+
+def _of_one(problem: Problem, weights: int) -> Problem:
+    """Return a problem with the columns of one of several weights."""
+    return problem._replace(n=problem.n // weights)
 
 
 def _kind(signature: OpSignature) -> tuple[bool, int, bool, bool]:
@@ -447,6 +452,6 @@ def _kind(signature: OpSignature) -> tuple[bool, int, bool, bool]:
 
 
 def _legal(signature: OpSignature, config: Config, device: Device) -> Config | None:
-    """Return a configuration if it is legal, else its legal form, or None."""
-    forms = kind_of(config).forms(signature, config)
-    return next((c for c in forms if not legality.check(device.spec(signature, c))), None)
+    """Return a configuration if it is legal, else its legal variant, or None."""
+    variants = kind_of(config).variants(signature, config)
+    return next((c for c in variants if not legality.check(device.spec(signature, c))), None)

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from cutlass_ops.declare.config import Config
-from cutlass_ops.declare.device import Device, Problem
+from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
-from cutlass_ops.kinds.arrays import Flags, Floats
+from cutlass_ops.kinds.arrays import Extents, Flags, Floats
 from cutlass_ops.kinds.kind import Kind, Timer
 from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.kinds.traits import Traits
@@ -104,10 +105,10 @@ class Pool:
 
     def tiles(self, problems: Sequence[Problem]) -> Floats:
         """Return the number of tiles, in whole clusters, that cover problems, of shape (problems, configurations)."""
-        m, n, _ = np.array([self.traits.whole(p) for p in problems], np.float64).reshape(-1, 3).T[:, :, None]
+        m, n, _, gemms = Extents.of([self.traits.whole(p) for p in problems])
         tile_m, tile_n, cluster_m, cluster_n = self._extents
         rows, columns = np.ceil(np.ceil(m / tile_m) / cluster_m), np.ceil(np.ceil(n / tile_n) / cluster_n)
-        return np.asarray(rows * cluster_m * columns * cluster_n)
+        return np.asarray(gemms * rows * cluster_m * columns * cluster_n)
 
     @cached_property
     def _extents(self) -> Floats:

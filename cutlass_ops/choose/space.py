@@ -9,7 +9,8 @@ import numpy as np
 
 from cutlass_ops.choose.pool import Pool
 from cutlass_ops.declare.config import Config, GemvConfig, Sm80Config, Sm90Config
-from cutlass_ops.declare.device import Device, Problem
+from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.gemv.kind import GEMV
@@ -44,7 +45,7 @@ def gemv_configurations(signature: OpSignature, device: Device) -> tuple[GemvCon
 
 def few_rows(signature: OpSignature, problem: Problem, device: Device) -> list[Config]:
     """Return the GEMV configurations that read B once for a problem's rows, and the smallest with Tensor Cores."""
-    rows = problem[0]
+    rows = problem.m
     return [c for c in gemv_configurations(signature, device) if c.rows >= rows and (c.rows < 2 * rows or c.rows == 8)]
 
 
@@ -58,8 +59,8 @@ def ranked(signature: OpSignature, problem: Problem, limit: int, device: Device)
     ----------
     signature : OpSignature
         Epilogue and operand types.
-    problem : tuple of int
-        M, N and K, each at least 1.
+    problem : Problem
+        Each extent at least 1.
     limit : int
         Most configurations to return.
     device : Device

@@ -24,8 +24,8 @@ from cutlass_ops.base.atomic import replacing
 from cutlass_ops.base.errors import ConfigError, StoreError
 from cutlass_ops.choose import format2, selection
 from cutlass_ops.declare.config import Config, Ordered, config_from_json, config_to_json
-from cutlass_ops.declare.device import Problem as Problem
 from cutlass_ops.declare.order import USUAL_ORDER, TileOrder
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.signature import signature_from_json as signature_from_json
 from cutlass_ops.declare.signature import signature_to_json as signature_to_json
@@ -47,8 +47,6 @@ _MAX_BYTES = 64 << 20
 _MAX_CONFIGS = 1 << 16
 _MAX_POINTS = 1 << 16
 _MAX_ORDERS = 64  # more than there are
-_MAX_EXTENT = 1 << 40
-_MAX_ELEMENTS = 1 << 48  # of a matrix: more than any memory holds
 _MAX_PEERS = 16
 _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 # Bounds of measurements: far beyond any kernel's, with finite ratios and logarithms. A table has three digits of a
@@ -90,8 +88,8 @@ class Point:
 
     Attributes
     ----------
-    problem : tuple of int
-        M, N and K.
+    problem : Problem
+        Its extents.
     date : str
         Day of the session, such as ``"2026-11-21"``.
     measured : tuple of Measured
@@ -164,6 +162,10 @@ class Table:
         ordered = tuple(sorted(self.points, key=lambda p: p.problem))
         if len({p.problem for p in ordered}) != len(ordered):
             raise ConfigError("a table has one point for each problem")
+        for point in ordered:
+            refusal = self.signature.form.refuses(point.problem)
+            if refusal:
+                raise ConfigError(refusal)
         object.__setattr__(self, "points", ordered)
 
     def is_about(self, signature: OpSignature, device: str) -> bool:
@@ -214,7 +216,7 @@ class Table:
 
         Parameters
         ----------
-        first : iterable of (M, N, K)
+        first : iterable of Problem
             Problems for which the first `few` kernels are chosen; by default all.
         few, most : int
             Number of kernels for these problems, and in all.
@@ -243,7 +245,7 @@ class Table:
             "kernels": [places[c] for c in self.kernels],
             "points": [
                 {
-                    "problem": list(p.problem),
+                    "problem": p.problem.to_json(),
                     "date": p.date,
                     "measured": [
                         [places[m.config], orders[m.order], round(m.microseconds, 3), round(m.behind, 4)]
@@ -407,12 +409,7 @@ def _require_legal(config: Config, signature: OpSignature) -> None:
 
 def _point(data: object, configs: Sequence[Config], orders: Sequence[TileOrder]) -> Point:
     fields = checked_json.mapping(data, "a point", "problem date measured peers")
-    extents = checked_json.sequence(fields["problem"], "problem")
-    if len(extents) != 3:
-        raise ConfigError(f"problem has {len(extents)} extents: it has M, N and K")
-    m, n, k = (checked_json.integer(e, "problem", 1, _MAX_EXTENT) for e in extents)
-    if max(m * n, n * k, m * k) > _MAX_ELEMENTS:
-        raise ConfigError(f"problem {m}x{n}x{k} has a matrix of more than {_MAX_ELEMENTS:,} elements")
+    problem = Problem.from_json(fields["problem"])
     date = checked_json.text(fields["date"], "date")
     if not _DATE.fullmatch(date):
         raise ConfigError(f"date is {date!r}: it reads like 2026-11-21")
@@ -425,7 +422,7 @@ def _point(data: object, configs: Sequence[Config], orders: Sequence[TileOrder])
     times = tuple(
         (checked_json.text(n, "peers"), checked_json.number(us, "peers", *MICROSECONDS)) for n, us in peers.items()
     )
-    return Point((m, n, k), date, tuple(_measured(row, configs, orders) for row in rows), times)
+    return Point(problem, date, tuple(_measured(row, configs, orders) for row in rows), times)
 
 
 def _place(value: object, what: str, among: Sequence[object]) -> int:

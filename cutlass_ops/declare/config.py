@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args
 from cutlass_ops.base import checked_json
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.declare.order import USUAL_ORDER, TileOrder
+from cutlass_ops.declare.problem import Problem
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -88,8 +89,8 @@ class KernelConfig:
         """Say why a launch cannot visit the tiles in an order; None if it can."""
         return None if order == USUAL_ORDER else "its tiles have one order"
 
-    def usual_order(self, problem: tuple[int, int, int]) -> TileOrder:
-        """Return the order of tiles for a problem (M, N, K), where none was measured."""
+    def usual_order(self, problem: Problem) -> TileOrder:
+        """Return the order of tiles for a problem, where none was measured."""
         return USUAL_ORDER
 
     @property
@@ -406,8 +407,8 @@ class Sm90Config(KernelConfig):
             return None
         return "by_gpc needs a persistent kernel that does not split K"
 
-    def usual_order(self, problem: tuple[int, int, int]) -> TileOrder:
-        """Return the order of tiles for a problem (M, N, K), where none was measured.
+    def usual_order(self, problem: Problem) -> TileOrder:
+        """Return the order of tiles for a problem, where none was measured. Each of its GEMMs has the same.
 
         An operand that does not stay in the L2 cache is read from device memory once for each strip of tiles that
         crosses it. The order with the fewest such reads comes first. Otherwise neighbours share the operand that the
@@ -416,7 +417,8 @@ class Sm90Config(KernelConfig):
         """
         if not self.ordered:
             return USUAL_ORDER
-        m, n, k = (problem[1], problem[0], problem[2]) if self.swap_ab else problem
+        m, n, k = problem.extents
+        m, n = (n, m) if self.swap_ab else (m, n)
         tile, cluster = self.threadblock, self.cluster
         rows, columns = _ceil(m, tile.m * cluster.m), _ceil(n, tile.n * cluster.n)
         by_m, by_n = _reads_again(m * k, columns), _reads_again(n * k, rows)

@@ -8,8 +8,6 @@ from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import KernelSpec, Operand
 
-Problem = tuple[int, int, int]
-
 
 @dataclass(frozen=True)
 class Device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cutlass_ops.declare.chips import Chip
+from cutlass_ops.declare.problem import Problem
 
 # Microseconds from one kernel to the next, reached by our fastest.
 _LAUNCH = 2.1
@@ -34,17 +35,16 @@ class Roofline:
         return max(("compute", "memory", "launch"), key=lambda name: float(getattr(self, name)))
 
 
-def roofline(problem: tuple[int, int, int], moved_bytes: int, chip: Chip) -> Roofline:
+def roofline(problem: Problem, moved_bytes: int, chip: Chip) -> Roofline:
     """Return the lower bounds of a problem's time.
 
     Parameters
     ----------
-    problem : tuple of int
-        M, N and K.
+    problem : Problem
+        With the columns of all weights.
     moved_bytes : int
         Bytes of all operands, inputs and outputs.
     chip : Chip
         The chip, with its peaks.
     """
-    m, n, k = problem
-    return Roofline(2 * m * n * k / (chip.tflops * 1e6), moved_bytes / (chip.gb_per_s * 1e3))
+    return Roofline(problem.flops / (chip.tflops * 1e6), moved_bytes / (chip.gb_per_s * 1e3))

@@ -7,6 +7,7 @@ from typing import Any
 
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.declare.config import Config, Sm90Config, ThreadblockShape, config_to_json
+from cutlass_ops.declare.form import DENSE, Form
 from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.spec import KernelSpec, Major, Operand
 from cutlass_ops.epilogue.graph import Graph
@@ -26,6 +27,8 @@ class OpSignature:
         Types of A, B and D.
     inputs, outputs : tuple of Operand
         Types of the epilogue's inputs and outputs besides D, in order.
+    form : Form
+        How the GEMMs of one call belong together.
     """
 
     epilogue: Graph
@@ -34,6 +37,12 @@ class OpSignature:
     d: Operand
     inputs: tuple[Operand, ...]
     outputs: tuple[Operand, ...]
+    form: Form = DENSE
+
+    @classmethod
+    def of(cls, spec: KernelSpec) -> OpSignature:
+        """Return the signature that a kernel serves."""
+        return cls(spec.epilogue, spec.a, spec.b, spec.d, spec.inputs, spec.outputs, spec.form)
 
     @property
     def majors(self) -> tuple[Major, Major]:
@@ -62,6 +71,7 @@ class OpSignature:
             config=config,
             target=target,
             order=order,
+            form=self.form,
         )
 
 
@@ -84,4 +94,4 @@ def signature_from_json(data: object) -> OpSignature:
     if data.keys() & {"config", "target"}:
         raise ConfigError("a signature must not have config or target")
     spec = KernelSpec.from_json({**data, "config": config_to_json(_ANY_CONFIG), "target": _ANY_CONFIG.default_target})
-    return OpSignature(spec.epilogue, spec.a, spec.b, spec.d, spec.inputs, spec.outputs)
+    return OpSignature.of(spec)

@@ -15,6 +15,7 @@ from cutlass_ops.base.dtypes import ALL as DTYPES
 from cutlass_ops.base.dtypes import NAMES, DType, dtype, f32
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.declare.config import Config, Sm80Config, Sm90Config, config_from_json, config_to_json
+from cutlass_ops.declare.form import DENSE, Form
 from cutlass_ops.declare.order import USUAL_ORDER, TileOrder
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Input, Kind, Output
@@ -154,6 +155,8 @@ class KernelSpec:
     order : TileOrder, optional
         The order in which the kernel, if called itself, visits its tiles. A launch argument: specs that differ in it
         alone are equal.
+    form : str or Form
+        How the GEMMs of one launch belong together: ``"dense"`` is one GEMM.
 
     Raises
     ------
@@ -186,6 +189,7 @@ class KernelSpec:
     target: str
     # A launch argument: it makes no other kernel.
     order: TileOrder = field(compare=False)
+    form: Form = DENSE
 
     def __init__(
         self,
@@ -199,6 +203,7 @@ class KernelSpec:
         outputs: Mapping[str, str | Operand] | None = None,
         target: str | None = None,
         order: TileOrder | None = None,
+        form: str | Form = DENSE,
     ) -> None:
         if not isinstance(config, Config):
             raise TypeError(f"config must be an Sm90Config, an Sm80Config or a GemvConfig, not {reprlib.repr(config)}")
@@ -215,6 +220,7 @@ class KernelSpec:
             ("config", config),
             ("target", arch.target(config.default_target if target is None else target).name),
             ("order", _order(config, order)),
+            ("form", Form.of(form)),
         ):
             object.__setattr__(self, name, value)
 
@@ -228,11 +234,12 @@ class KernelSpec:
             given += [f"{name}={others}"] if others else []
         given += [f"target={self.target!r}"] if self.target != self.config.default_target else []
         given += [f"order={self.order!r}"] if self.order != USUAL_ORDER else []
+        given += [f"form={self.form.name!r}"] if self.form != DENSE else []
         return f"KernelSpec({', '.join(given)})"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the canonical JSON form: equal specs give equal values."""
-        return {
+        """Return the canonical JSON: equal specs give equal values. It omits the form where that is dense."""
+        values = {
             "a": str(self.a),
             "b": str(self.b),
             "d": str(self.d),
@@ -242,6 +249,7 @@ class KernelSpec:
             "config": config_to_json(self.config),
             "target": self.target,
         }
+        return values if self.form == DENSE else {**values, "form": self.form.name}
 
     def canonical(self) -> str:
         """Return the canonical JSON text, the declared part of a kernel's identity."""
@@ -259,7 +267,7 @@ class KernelSpec:
         fields = {"a", "b", "d", "epilogue", "inputs", "outputs", "config", "target"}
         if not isinstance(data, Mapping):
             raise ConfigError(f"a kernel spec must be a JSON object, not {type(data).__name__}")
-        if set(data) != fields:
+        if set(data) - {"form"} != fields:
             found = checked_json.shown(", ".join(sorted(map(str, data))))
             raise ConfigError(f"a kernel spec must have the fields {', '.join(sorted(fields))}, not {found}")
         try:
@@ -272,6 +280,7 @@ class KernelSpec:
                 outputs=data["outputs"],
                 config=config_from_json(data["config"]),
                 target=data["target"],
+                form=data.get("form", DENSE),
             )
         except (TypeError, KeyError, AttributeError, ValueError) as exc:
             raise ConfigError(f"not a kernel spec: {exc}") from exc
@@ -280,7 +289,8 @@ class KernelSpec:
     def slug(self) -> str:
         """The kernel's name in files, C++, traces and profiles: readable, with a digest of the whole declaration."""
         digest = hashlib.sha256(self.canonical().encode()).hexdigest()[:12]
-        what = "_".join(filter(None, ("gemm", self.epilogue.title)))
+        form = "" if self.form == DENSE else self.form.name
+        what = "_".join(filter(None, ("gemm", form, self.epilogue.title)))
         types = "_".join(str(t).replace(".", "") for t in (self.a, self.b, self.d))
         return f"{what}_{types}_{self.config.slug}_{self.target}_{digest}"
 

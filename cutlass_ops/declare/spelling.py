@@ -14,13 +14,11 @@ from typing import NoReturn
 
 from cutlass_ops.base import dtypes, mma
 from cutlass_ops.base.errors import ConfigError
-from cutlass_ops.declare.device import Problem
+from cutlass_ops.declare.problem import MOST_ELEMENTS, Problem
 from cutlass_ops.declare.spec import Major
 from cutlass_ops.epilogue import Epilogue, builtin
 from cutlass_ops.epilogue.unknown import alike
 
-# Largest matrix: more elements than any memory holds, and its bytes still fit in 64 bits.
-MOST_ELEMENTS = 1 << 48
 # Most problems for one text.
 _MOST_PROBLEMS = 1 << 16
 
@@ -75,7 +73,7 @@ def problems_of(texts: str | Iterable[str]) -> list[Problem]:
             _refuse(word, "a problem size", f"it has a matrix of more than {MOST_ELEMENTS:,} elements", _PROBLEM)
         if len(problems) + math.prod(map(len, sides)) > _MOST_PROBLEMS:
             _refuse(whole, "a problem size", f"it stands for more than {_MOST_PROBLEMS:,} problems", "Give fewer")
-        problems += [(m, n, k) for m, n, k in itertools.product(*sides)]
+        problems += [Problem(*extents) for extents in itertools.product(*sides)]
     return problems
 
 

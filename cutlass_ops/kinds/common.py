@@ -11,7 +11,7 @@ from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.kinds.layout import MAX_STAGES, MIN_STAGES
 from cutlass_ops.kinds.rules import Broken, Rule
-from cutlass_ops.kinds.table import kind_of
+from cutlass_ops.kinds.table import KINDS, kind_of
 
 # ---- Valid values ---------------------------------------------------------------------------------------------------
 
@@ -38,6 +38,16 @@ def _target(spec: KernelSpec, config: Config) -> Iterator[Broken]:
         yield Broken(
             f"target is {spec.target}, which does not run {kind_of(config).noun}",
             tuple({"target": name} for name in fitting),
+        )
+
+
+def _form(spec: KernelSpec, config: Config) -> Iterator[Broken]:
+    kind = kind_of(config)
+    if spec.form not in kind.forms:
+        serving = [other.noun for other in KINDS if spec.form in other.forms]
+        yield Broken(
+            f"form is {spec.form}, and {kind.noun} serves {', '.join(map(str, kind.forms))}",
+            advice=f"use {' or '.join(serving)}" if serving else "use another form; no kind of kernel serves this one",
         )
 
 
@@ -100,6 +110,7 @@ def _shared_memory(spec: KernelSpec, config: Config) -> Iterator[Broken]:
 
 COMMON: tuple[Rule[Config], ...] = (
     Rule("target", "hardware", _target),
+    Rule("form", "policy", _form),
     Rule("operand_dtypes", "policy", _operand_dtypes),
     Rule("scaling", "policy", _scaling),
     Rule("alignment", "policy", _alignment),

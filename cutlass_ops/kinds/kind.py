@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol
 
 from cutlass_ops.base.mma import MmaSpec
-from cutlass_ops.declare.device import Device, Problem
+from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.form import Form
 from cutlass_ops.declare.order import TileOrder
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.kinds.arrays import Flags, Floats
@@ -39,6 +41,8 @@ class Kind(Generic[AnyConfig]):
     ----------
     config : type
         Class of its configurations.
+    forms : tuple of Form
+        The forms of problems that its kernels serve.
     noun : str
         Name of such a configuration in messages.
     template : str
@@ -59,7 +63,7 @@ class Kind(Generic[AnyConfig]):
         Returns whether two configurations differ by one step.
     values : mapping of str to tuple of int
         Valid values of fields that allow only a few.
-    forms : callable
+    variants : callable
         Yields a configuration and its substitutes for a signature for which it is not legal.
     gathering : callable
         Returns a configuration with the cheapest way to take means of A's rows.
@@ -76,6 +80,7 @@ class Kind(Generic[AnyConfig]):
     """
 
     config: type[AnyConfig]
+    forms: tuple[Form, ...]
     noun: str
     template: str
     rules: tuple[Rule[AnyConfig], ...]
@@ -88,7 +93,7 @@ class Kind(Generic[AnyConfig]):
     unit: Callable[[AnyConfig], tuple[str, str | None]]
     means: Callable[[AnyConfig], str]
     compile_seconds: float
-    forms: Callable[[OpSignature, AnyConfig], Iterator[AnyConfig]] = lambda _, config: iter((config,))
+    variants: Callable[[OpSignature, AnyConfig], Iterator[AnyConfig]] = lambda _, config: iter((config,))
     values: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     gathering: Callable[[AnyConfig], AnyConfig] = lambda config: config
     orders: Callable[[AnyConfig, Problem, Device], list[TileOrder]] = lambda *_: []

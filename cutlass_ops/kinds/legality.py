@@ -168,4 +168,5 @@ def _changed(spec: KernelSpec, change: Mapping[str, object]) -> KernelSpec:
         outputs={o.name: t for o, t in spec.typed_outputs},
         config=config,
         target=str(change.get("target", spec.target)),
+        form=spec.form,
     )

@@ -9,10 +9,10 @@ from typing import Literal
 import numpy as np
 
 from cutlass_ops.base import arch
-from cutlass_ops.declare.device import Problem
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import Major
-from cutlass_ops.kinds.arrays import Flags, Floats, Places
+from cutlass_ops.kinds.arrays import Extents, Flags, Floats, Places
 
 Extent = Literal["m", "n", "k"]
 
@@ -60,13 +60,12 @@ class Traits:
 
     def whole(self, problem: Problem) -> Problem:
         """Return a problem with N of all weights together."""
-        m, n, k = problem
-        return m, n * self.weights, k
+        return problem._replace(n=problem.n * self.weights)
 
     def odd(self, problems: Sequence[Problem]) -> Places:
         """Return how many operands have :func:`odd` lines, with shape (problems,)."""
-        extents = np.array(problems, np.float64).reshape(-1, 3)
-        return np.asarray(odd(extents[:, ["mnk".index(line) for line in self.lines]]).sum(1))
+        extents = Extents.of(problems)
+        return np.asarray(sum(odd(getattr(extents, line)[:, 0]).astype(np.int64) for line in self.lines))
 
 
 def odd(line: Floats, element_bytes: int = 2) -> Flags:

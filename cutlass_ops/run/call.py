@@ -19,11 +19,13 @@ from cutlass_ops.base.dtypes import dtype as element_named
 from cutlass_ops.base.dtypes import f32
 from cutlass_ops.base.errors import NoDeviceError
 from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.form import DENSE
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec, Major, Operand
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.run import operands, reference
-from cutlass_ops.run.operands import Problem
+from cutlass_ops.run.operands import Arguments
 from cutlass_ops.run.registry import OpSignature
 
 _OUT_DTYPES = tuple(getattr(torch, t.torch_name) for t in mma.RESULTS)
@@ -36,7 +38,7 @@ class Call(NamedTuple):
     ----------
     graph : Graph
         The epilogue.
-    problem : Problem
+    arguments : Arguments
         Operands and inputs in two dimensions.
     outputs : tuple of Tensor
         The outputs as the kernel sees them, D first: the caller's or new ones.
@@ -45,26 +47,30 @@ class Call(NamedTuple):
     """
 
     graph: Graph
-    problem: Problem
+    arguments: Arguments
     outputs: tuple[Tensor, ...]
     given: tuple[Tensor | None, ...]
 
     @property
     def is_reference(self) -> bool:
         """Whether PyTorch serves the call: for tensors on the CPU, or an extent of 0."""
-        problem = self.problem
-        return problem.a.device.type == "cpu" or 0 in (problem.m, problem.n, problem.k)
+        return self.arguments.a.device.type == "cpu" or 0 in self.problem.extents
+
+    @property
+    def problem(self) -> Problem:
+        """The extents of the product."""
+        return self.arguments.problem
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor of the call with its name in messages."""
-        yield from (("a", self.problem.a), ("b", self.problem.b))
-        yield from ((name, value) for name, value in self.problem.inputs.items() if isinstance(value, Tensor))
+        yield from (("a", self.arguments.a), ("b", self.arguments.b))
+        yield from ((name, value) for name, value in self.arguments.inputs.items() if isinstance(value, Tensor))
         yield from zip(map(operands.output_name, self.graph.outputs), self.outputs, strict=True)
 
     def results(self) -> list[Tensor]:
         """Return the outputs as the caller sees them."""
         return [
-            given if given is not None else flat.view(self.problem.output_shape(output))
+            given if given is not None else flat.view(self.arguments.output_shape(output))
             for output, given, flat in zip(self.graph.outputs, self.given, self.outputs, strict=True)
         ]
 
@@ -72,10 +78,10 @@ class Call(NamedTuple):
         """Compute the outputs in PyTorch, for operands that a kernel could also address."""
         _check_layouts(self)
         values = reference.gemm_reference(
-            self.problem.a,
-            self.problem.b,
+            self.arguments.a,
+            self.arguments.b,
             self.graph,
-            self.problem.inputs,
+            self.arguments.inputs,
             d_dtype=self.outputs[0].dtype,
             output_dtypes={o.name: t.dtype for o, t in zip(self.graph.outputs[1:], self.outputs[1:], strict=True)},
         )
@@ -106,24 +112,24 @@ def check_call(
     TypeError, ValueError
         If an argument does not fit. The message names it.
     """
-    problem = operands.check_problem(graph, a, b, inputs)
+    arguments = operands.check_arguments(graph, a, b, inputs)
     if out_dtype is not None and out_dtype not in _OUT_DTYPES:
         raise TypeError(f"out_dtype is {out_dtype}: use {', '.join(map(str, _OUT_DTYPES[:-1]))} or {_OUT_DTYPES[-1]}")
     given = given_outputs(graph, out)
     outputs = []
     for position, (output, tensor) in enumerate(zip(graph.outputs, given, strict=True)):
         if tensor is not None:
-            outputs.append(operands.check_out(problem, output, tensor, out_dtype if position == 0 else None))
+            outputs.append(operands.check_out(arguments, output, tensor, out_dtype if position == 0 else None))
             continue
         wanted = None if spec is None else (spec.d, *spec.outputs)[position]
-        d_dtype = outputs[0].dtype if outputs else (out_dtype or problem.a.dtype)
+        d_dtype = outputs[0].dtype if outputs else (out_dtype or arguments.a.dtype)
         default = torch.float32 if output.reduce else d_dtype
         dtype = default if wanted is None else getattr(torch, wanted.dtype.torch_name)
         col_major = wanted is not None and output.kind is Kind.TILE and wanted.major == "col"
-        outputs.append(_allocate(problem.flat_shape(output), dtype, problem.a.device, col_major))
+        outputs.append(_allocate(arguments.flat_shape(output), dtype, arguments.a.device, col_major))
     if any(t is not None for t in given):
-        operands.check_overlap(graph, problem, outputs)
-    return Call(graph, problem, tuple(outputs), given)
+        operands.check_overlap(graph, arguments, outputs)
+    return Call(graph, arguments, tuple(outputs), given)
 
 
 @contextlib.contextmanager
@@ -139,7 +145,7 @@ def without_modes() -> Iterator[None]:
 @without_modes()
 def call_at(
     graph: Graph,
-    problem: tuple[int, int, int],
+    problem: Problem,
     dtype: str,
     a: Major,
     b: Major,
@@ -152,8 +158,8 @@ def call_at(
     ----------
     graph : Graph
         The epilogue.
-    problem : tuple of int
-        M, N and K.
+    problem : Problem
+        One GEMM's extents.
     dtype : str
         Dtype of A, B and the epilogue's inputs: ``"bf16"`` or ``"f16"``.
     a, b : {"row", "col"}
@@ -166,9 +172,12 @@ def call_at(
     Raises
     ------
     ValueError
-        If `input_dtypes` contains an unknown input or dtype.
+        If `input_dtypes` contains an unknown input or dtype, or the problem has several GEMMs.
     """
-    m, n, k = problem
+    refusal = DENSE.refuses(problem)
+    if refusal:
+        raise ValueError(refusal)
+    m, n, k = problem.extents
     others = dict(input_dtypes or {})
     unknown = sorted(set(others) - {i.name for i in graph.inputs})
     if unknown:
@@ -241,11 +250,11 @@ def _check_layouts(call: Call) -> None:
     for name, tensor in call.tensors():
         if name == "a" or name in tiles:
             operands.matrix(name, tensor, operands.element_type(name, tensor))
-    operands.weights(call.problem.b, _products(call), operands.element_type("b", call.problem.b))
+    operands.weights(call.arguments.b, _products(call), operands.element_type("b", call.arguments.b))
 
 
 def _products(call: Call) -> dict[str, Tensor]:
-    return {n: t for n in call.graph.products if isinstance(t := call.problem.inputs[n], Tensor)}
+    return {n: t for n in call.graph.products if isinstance(t := call.arguments.inputs[n], Tensor)}
 
 
 @without_modes()
@@ -257,12 +266,12 @@ def signature_of(call: Call, device: Device) -> OpSignature:
     ValueError
         If a kernel cannot address a matrix, or B and a product's matrix have different majors.
     """
-    graph, problem = call.graph, call.problem
+    graph, arguments = call.graph, call.arguments
     for name, tensor in call.tensors():
         operands.require_memory(name, tensor)
-    dtype = operands.element_type("a", problem.a)
-    a = operands.matrix("a", problem.a, dtype)
-    b, *_ = operands.weights(problem.b, _products(call), dtype)
+    dtype = operands.element_type("a", arguments.a)
+    a = operands.matrix("a", arguments.a, dtype)
+    b, *_ = operands.weights(arguments.b, _products(call), dtype)
     by_tma = device.loads_by_tma(a.operand, b.operand)
 
     def tile(name: str, tensor: Tensor, *, is_output: bool) -> Operand:
@@ -286,7 +295,7 @@ def signature_of(call: Call, device: Device) -> OpSignature:
     d, *others = _alike(
         (
             tile("out", call.outputs[0], is_output=True),
-            *(typed(i.name, i.kind, problem.inputs[i.name]) for i in graph.inputs),
+            *(typed(i.name, i.kind, arguments.inputs[i.name]) for i in graph.inputs),
             *(
                 typed(o.name, o.kind, t, is_output=True)
                 for o, t in zip(graph.outputs[1:], call.outputs[1:], strict=True)

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 from cutlass_ops.base import arch, mma
 from cutlass_ops.base.dtypes import ALL, DType
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import Major, Operand
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Input, Kind, Output
@@ -118,12 +119,12 @@ def _as_major(tensor: Tensor, inner: int, dtype: DType) -> Matrix | None:
     return Matrix(Operand(dtype, "row" if inner == 1 else "col", addresses // dtype.bytes), length)
 
 
-class Problem(NamedTuple):
+class Arguments(NamedTuple):
     """One call's checked arguments, in two dimensions.
 
     Attributes
     ----------
-    m, n, k : int
+    problem : Problem
         Extents of the product.
     batch : tuple of int
         The leading dimensions of A, folded into M.
@@ -133,9 +134,7 @@ class Problem(NamedTuple):
         The epilogue's inputs by name: (N,), (M,), (M, N), a product's (K, N), or a scalar.
     """
 
-    m: int
-    n: int
-    k: int
+    problem: Problem
     batch: tuple[int, ...]
     a: Tensor
     b: Tensor
@@ -144,15 +143,16 @@ class Problem(NamedTuple):
     def output_shape(self, output: Output) -> tuple[int, ...]:
         """Return an output's shape for the caller."""
         if output.kind is Kind.ROW:
-            return (self.n,)
-        return self.batch if output.kind is Kind.COL else (*self.batch, self.n)
+            return (self.problem.n,)
+        return self.batch if output.kind is Kind.COL else (*self.batch, self.problem.n)
 
     def flat_shape(self, output: Output) -> tuple[int, ...]:
         """Return an output's shape for the kernel."""
-        return {Kind.ROW: (self.n,), Kind.COL: (self.m,), Kind.TILE: (self.m, self.n)}[output.kind]
+        m, n, _ = self.problem.extents
+        return {Kind.ROW: (n,), Kind.COL: (m,), Kind.TILE: (m, n)}[output.kind]
 
 
-def check_problem(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any]) -> Problem:
+def check_arguments(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any]) -> Arguments:
     """Check a call's operands and inputs against each other.
 
     Raises
@@ -179,7 +179,7 @@ def check_problem(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any]) -> Pr
         raise ValueError(f"b has {n} columns, and the epilogue swaps pairs of them: N must be even, so pad b by one")
     m = math.prod(batch)
     flat_a = fold("a", a, (m, k))
-    return Problem(m, n, k, batch, flat_a, b, _check_inputs(graph, inputs, a, n))
+    return Arguments(Problem(m, n, k), batch, flat_a, b, _check_inputs(graph, inputs, a, n))
 
 
 def _check_inputs(graph: Graph, inputs: Mapping[str, Any], a: Tensor, n: int) -> dict[str, Tensor | float]:
@@ -298,7 +298,7 @@ def output_name(output: Output) -> str:
     return "out" if output.name == "d" else f"out[{output.name!r}]"
 
 
-def check_out(problem: Problem, output: Output, out: Any, dtype: torch.dtype | None = None) -> Tensor:
+def check_out(arguments: Arguments, output: Output, out: Any, dtype: torch.dtype | None = None) -> Tensor:
     """Check a caller's output tensor and return its flat view.
 
     Raises
@@ -313,14 +313,14 @@ def check_out(problem: Problem, output: Output, out: Any, dtype: torch.dtype | N
         raise TypeError(f"{name} is {out.dtype}, and out_dtype asks for {dtype}")
     if out.is_neg():
         raise ValueError(f"{name} is a lazy negation: pass a tensor from torch.empty, for example")
-    wanted, flat = problem.output_shape(output), problem.flat_shape(output)
+    wanted, flat = arguments.output_shape(output), arguments.flat_shape(output)
     if tuple(out.shape) not in (wanted, flat):
         raise ValueError(f"{name} has shape {tuple(out.shape)}: it must have shape {wanted}")
-    _require_same_device(name, out, problem.a)
+    _require_same_device(name, out, arguments.a)
     return fold(name, out, flat)
 
 
-def check_overlap(graph: Graph, problem: Problem, outputs: Sequence[Tensor]) -> None:
+def check_overlap(graph: Graph, arguments: Arguments, outputs: Sequence[Tensor]) -> None:
     """Refuse outputs that share memory with an operand or with each other.
 
     An (M, N) input of the same layout may be overwritten in place.
@@ -332,7 +332,8 @@ def check_overlap(graph: Graph, problem: Problem, outputs: Sequence[Tensor]) -> 
     """
     names = list(map(output_name, graph.outputs))
     tiles = {i.name for i in graph.inputs if i.kind is Kind.TILE}
-    inputs = {"a": problem.a, "b": problem.b} | {k: v for k, v in problem.inputs.items() if isinstance(v, Tensor)}
+    inputs = {"a": arguments.a, "b": arguments.b}
+    inputs |= {k: v for k, v in arguments.inputs.items() if isinstance(v, Tensor)}
     for position, (name, out) in enumerate(zip(names, outputs, strict=True)):
         others = inputs | dict(zip(names[:position], outputs, strict=False))
         for other_name, other in others.items():

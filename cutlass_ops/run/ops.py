@@ -134,8 +134,8 @@ class Op(Warm):
             return op.wrap(part)
 
         if self._instead is not None:
-            problem = call.problem
-            arguments = (problem.a, problem.b, *problem.inputs.values())
+            checked = call.arguments
+            arguments = (checked.a, checked.b, *checked.inputs.values())
             d = call.outputs[0]
             out = None if call.given[0] is None else d
             self._instead.compute(noted, *arguments, out=out, out_dtype=d.dtype)
@@ -212,7 +212,7 @@ class Op(Warm):
         UnsupportedError
             If no single kernel does.
         """
-        device = device_of(call.problem.a.device)
+        device = device_of(call.arguments.a.device)
         signature = signature_of(call, device)
         decision = decide(signature, device, call)
         if decision is None:
@@ -229,8 +229,7 @@ def decide(signature: OpSignature, device: Device, call: Call) -> Decision | Non
     UnsupportedError
         If no kernel of the signature can be launched at this problem.
     """
-    problem = call.problem
-    found = dispatch.decide(signature, device, (problem.m, problem.n, problem.k))
+    found = dispatch.decide(signature, device, call.problem)
     if found is None or found.peer is None or can_fall_back(call, found.peer):
         return found
     return replace(found, peer=None)
@@ -297,7 +296,7 @@ class Kernel(Warm):
 
     def _run_cold(self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None) -> Any:
         call = self._checked(a, b, inputs, out, out_dtype)
-        self._require_device(call.problem.a)
+        self._require_device(call.arguments.a)
         if call.is_reference:
             call.run_reference()
             return self.wrap(call)

@@ -87,9 +87,9 @@ class Plan:
         TypeError, ValueError
             If the kernel refuses an argument. The message names it and says why.
         """
-        problem = call.problem
-        workspace = self._workspace(problem.a) if self.workspace else None
-        arguments = (problem.a, problem.b, call.outputs[0], *problem.inputs.values(), *call.outputs[1:])
+        checked = call.arguments
+        workspace = self._workspace(checked.a) if self.workspace else None
+        arguments = (checked.a, checked.b, call.outputs[0], *checked.inputs.values(), *call.outputs[1:])
         status = self.launch(*arguments, self.raster, self.swizzle, workspace)
         if status != 0:
             raise _explain(status, self.spec, arguments)
@@ -142,8 +142,8 @@ class PeerPlan:
 
     def launch_call(self, call: Call) -> None:
         """Compute a checked call."""
-        inputs = list(call.problem.inputs.values())
-        call.outputs[0].copy_(self._compute(call.problem.a, call.problem.b, inputs))
+        inputs = list(call.arguments.inputs.values())
+        call.outputs[0].copy_(self._compute(call.arguments.a, call.arguments.b, inputs))
 
     def _compute(self, a: Tensor, b: Tensor, inputs: Sequence[Any]) -> Any:
         # Autocast would change the operands' dtypes, unlike for a kernel.
@@ -203,12 +203,12 @@ def make_ops_plan(
 
 def can_fall_back(call: Call, peer: str = "eager") -> bool:
     """Whether :class:`PeerPlan` can serve a call with a peer: no batch, and D in A's dtype as the only output."""
-    problem = call.problem
+    arguments = call.arguments
     return (
         peer in peers(call.graph)
-        and len(problem.batch) == 1
+        and len(arguments.batch) == 1
         and len(call.outputs) == 1
-        and call.outputs[0].dtype == problem.a.dtype
+        and call.outputs[0].dtype == arguments.a.dtype
     )
 
 
@@ -222,7 +222,7 @@ def make_peer_plan(name: str, call: Call) -> PeerPlan:
     call : Call
         The call. Its A has two dimensions, and D, of A's dtype, is its only output.
     """
-    inputs = tuple(map(_described, call.problem.inputs.values()))
+    inputs = tuple(map(_described, call.arguments.inputs.values()))
     return PeerPlan(name, peers(call.graph)[name], inputs, (call.problem.m, call.problem.n))
 
 
@@ -253,9 +253,9 @@ def make_plan(name: str, spec: KernelSpec, order: TileOrder, call: Call, *, exac
         Whether new outputs have the declared majors, as for an exact kernel; otherwise they are row-major.
     """
     kernel = Registry.current().kernel(spec)
-    problem, graph = call.problem, call.graph
+    problem, arguments, graph = call.problem, call.arguments, call.graph
     raster, swizzle = order.numbers
-    with torch.cuda.device(problem.a.device):
+    with torch.cuda.device(arguments.a.device):
         workspace = int(kernel.workspace_size(problem.m, problem.n, problem.k, raster, swizzle))
     return Plan(
         spec=spec,
@@ -267,7 +267,7 @@ def make_plan(name: str, spec: KernelSpec, order: TileOrder, call: Call, *, exac
         outputs=tuple(
             (shape, _by_columns(shape, problem.m) if exact and of.major == "col" else _contiguous(shape), t.dtype)
             for shape, t, of in zip(
-                map(problem.output_shape, graph.outputs), call.outputs, (spec.d, *spec.outputs), strict=True
+                map(arguments.output_shape, graph.outputs), call.outputs, (spec.d, *spec.outputs), strict=True
             )
         ),
     )

@@ -23,8 +23,9 @@ from cutlass_ops.choose import policies, tables
 from cutlass_ops.choose.policies import ROWS, Policy
 from cutlass_ops.choose.tables import Table
 from cutlass_ops.declare.config import Config
-from cutlass_ops.declare.device import Device, Problem
+from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.gpus import BY_TARGET
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import HasGraph, KernelSpec, Major
 from cutlass_ops.declare.spelling import INPUT_DTYPES, OPS, epilogue_of, problems_of, weights_of
@@ -241,13 +242,13 @@ class _Need:
         self._rows: dict[tuple[int, int], set[int]] = {}
 
     def add(self, problem: Problem, whole: bool) -> None:
-        m, n, k = problem
+        m, n, k = problem.extents
         policy = self._policy
         if not policy.kernels:
             signature, device = policy.signature, policy.device
             what = f"a {signature.a}, b {signature.b}, d {signature.d}"
             raise ConfigError(arch.unserved(what, device.capability, device.name))
-        chosen = policies.kept(policy, n, k) if whole else (policy.choose(problem).config,)
+        chosen = policies.kept(policy, n, k, problem.count) if whole else (policy.choose(problem).config,)
         self.configs |= dict.fromkeys(chosen)
         self._rows.setdefault((n, k), set()).add(m)
 
@@ -255,18 +256,19 @@ class _Need:
         table = tuned.table if tuned.table.kernels else tuned.table.select()
         self.configs |= dict.fromkeys(table.kernels[: tuned.kernels])
         for point in table.points:
-            self._rows.setdefault(point.problem[1:], set()).add(point.problem[0])
+            m, n, k = point.problem.extents
+            self._rows.setdefault((n, k), set()).add(m)
 
     def choices(self) -> Iterator[Choice]:
         """Yield the choices for each weight among the shipped kernels."""
         before = self._policy
         policy = Policy.of(before.tables, before.signature, before.device, self.configs)
         for (n, k), rows in self._rows.items():
-            best = ((m, policy.best((m, n, k))) for m in sorted({*ROWS, *rows}))
+            best = ((m, policy.best(Problem(m, n, k))) for m in sorted({*ROWS, *rows}))
             # More rows than any kernel can be launched with are no choice of the bundle's.
             found = [(m, candidate.ordered) for m, candidate in best if candidate is not None]
             if not found:
-                policy.choose((min(rows), n, k))  # raises an error with the reason
+                policy.choose(Problem(min(rows), n, k))  # raises an error with the reason
             # If consecutive values of M get the same configuration, keep only the last.
             last = [row for row, after in itertools.pairwise(found) if row[1] != after[1]]
             yield Choice(policy.device.capability, n, k, (*last, found[-1]))
@@ -281,7 +283,7 @@ def _policy(table: Table, device: Device) -> Policy:
 def _calls(kernels: Kernels, op: str | HasGraph) -> Iterator[tuple[OpSignature, Device, Problem, bool]]:
     """Yield (signature, device, problem, whether for every M) of an entry's calls of an op."""
     problems = [(p, False) for text in kernels.shapes for p in problems_of(text)]
-    problems += [((_ALIGNED, n, k), True) for text in kernels.weights for n, k in weights_of(text, _ALIGNED)]
+    problems += [(Problem(_ALIGNED, n, k), True) for text in kernels.weights for n, k in weights_of(text, _ALIGNED)]
     inputs = {**(INPUT_DTYPES.get(op, {}) if isinstance(op, str) else {}), **dict(kernels.input_dtypes)}
     for dtype in kernels.dtypes:
         for layout in kernels.layouts:

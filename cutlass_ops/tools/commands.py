@@ -26,7 +26,8 @@ from cutlass_ops.base.errors import ConfigError, LoadError
 from cutlass_ops.choose import tables
 from cutlass_ops.compilation.builder import build_many
 from cutlass_ops.declare import chips, spelling
-from cutlass_ops.declare.device import Device, Problem
+from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import HasGraph, KernelSpec, Major
 from cutlass_ops.run import gated
 from cutlass_ops.run.call import call_at, device_of

@@ -15,7 +15,8 @@ from cutlass_ops.choose.knowledge import Candidate
 from cutlass_ops.choose.policies import Policy
 from cutlass_ops.declare.chips import CHIPS
 from cutlass_ops.declare.config import Config
-from cutlass_ops.declare.device import Device, Problem
+from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.roofline import Roofline, roofline
 from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.kinds.traits import Traits
@@ -211,7 +212,7 @@ def explain(op: object, *arguments: Any, **named: Any) -> Explanation:
     out, out_dtype = given.pop("out", None), given.pop("out_dtype", None)
     call = asked.checked(a, b, tuple(inputs), given, out, out_dtype)
     if call.is_reference:
-        problem = (call.problem.m, call.problem.n, call.problem.k)
+        problem = call.problem.extents
         where = "an extent is 0" if 0 in problem else "the tensors are on the CPU"
         why = f"{where}, so the reference implementation computes it"
         return Explanation(asked.name, problem, "PyTorch", why, device=_name(a.device))
@@ -233,7 +234,7 @@ def explain_call(name: str, call: Call, device: Device, op: Op | None = None) ->
     op : Op, optional
         The op. It knows which other ops serve the call if no single kernel does.
     """
-    problem = (call.problem.m, call.problem.n, call.problem.k)
+    problem = call.problem
     signature = signature_of(call, device)
     try:
         decision = decide(signature, device, call)
@@ -251,12 +252,12 @@ def explain_call(name: str, call: Call, device: Device, op: Op | None = None) ->
         served_by, expected = f"PyTorch ({decision.peer})", peers.get(decision.peer)
         why = "measured faster than every kernel here, and tuning allowed PyTorch"
     now = stand_in(decision) if decision.peer is None else None
-    whole = (call.problem.m, call.problem.n * Traits.of(signature).weights, call.problem.k)
+    whole = Traits.of(signature).whole(problem)
     chip = CHIPS.get(device.name)
     moved = sum(t.numel() * t.element_size() for t in _tensors(call))
     return Explanation(
         name,
-        problem,
+        problem.extents,
         served_by,
         why,
         (*_contract(signature, device, ranked[0].config), *_means(signature, ranked[0].config), *_now(now)),
@@ -270,7 +271,7 @@ def explain_call(name: str, call: Call, device: Device, op: Op | None = None) ->
 
 def _otherwise(name: str, call: Call, device: Device, op: Op | None, why: str) -> Explanation:
     """Explain a call that no single kernel serves: by its fallback ops, if all of them are served."""
-    problem = (call.problem.m, call.problem.n, call.problem.k)
+    problem = call.problem.extents
     contract = _contract(signature_of(call, device), device, None)
     parts = tuple(explain_call(part.name, each, device, part) for part, each in op.instead_of(call)) if op else ()
     # If one is not served, the call raises its error.
@@ -303,8 +304,8 @@ _BUNDLED = "chosen when the loaded bundle was made; one of {} bundled kernels fo
 
 
 def _tensors(call: Call) -> list[Tensor]:
-    inputs = [x for x in call.problem.inputs.values() if isinstance(x, Tensor)]
-    return [call.problem.a, call.problem.b, *inputs, *call.outputs]
+    inputs = [x for x in call.arguments.inputs.values() if isinstance(x, Tensor)]
+    return [call.arguments.a, call.arguments.b, *inputs, *call.outputs]
 
 
 def _why(policy: Policy, problem: Problem, best: Candidate, count: int) -> str:

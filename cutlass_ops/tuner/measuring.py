@@ -20,9 +20,10 @@ from typing import Any
 from cutlass_ops.base import checked_json
 from cutlass_ops.base.errors import ConfigError, MeasuringError
 from cutlass_ops.base.programs import Program
-from cutlass_ops.choose.tables import BEHIND, MICROSECONDS, Measured, Problem, signature_to_json
+from cutlass_ops.choose.tables import BEHIND, MICROSECONDS, Measured, signature_to_json
 from cutlass_ops.declare.config import Ordered, config_from_json, config_to_json
 from cutlass_ops.declare.order import TileOrder
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.run.registry import OpSignature
 
 WORKER = (sys.executable, "-m", "cutlass_ops.tuner.worker")
@@ -110,8 +111,8 @@ class Measurer:
         ----------
         signature : OpSignature
             Epilogue and operand types.
-        problem : tuple of int
-            M, N and K.
+        problem : Problem
+            Its extents.
         kernels : mapping of Ordered to Path
             Configurations with the order of their tiles, and their artifacts' folders.
         rounds : int
@@ -139,7 +140,7 @@ class Measurer:
         worker = self._start()
         job = {
             "signature": signature_to_json(signature),
-            "problem": list(problem),
+            "problem": problem.to_json(),
             "kernels": [
                 {"config": config_to_json(entrant.config), "order": entrant.order.to_json(), "folder": str(folder)}
                 for entrant, folder in kernels.items()

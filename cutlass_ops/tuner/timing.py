@@ -13,6 +13,7 @@ from itertools import pairwise
 import torch
 
 from cutlass_ops.declare.chips import USUAL
+from cutlass_ops.declare.problem import Problem
 
 Run = Callable[[int], object]
 
@@ -35,9 +36,10 @@ def rotation(bytes_touched: float, l2_bytes: float = USUAL.l2_bytes) -> int:
     return max(fewest, min(most, math.ceil(_L2_FULL * l2_bytes / bytes_touched)))
 
 
-def expected_us(m: int, n: int, k: int, element_bytes: int = 2) -> float:
-    """Estimate a GEMM's time in microseconds, only to decide how often to repeat it."""
-    return max(2 * m * n * k / _FLOP_PER_US, element_bytes * (m * k + n * k + m * n) / _BYTES_PER_US) + _START_US
+def expected_us(problem: Problem, element_bytes: int = 2) -> float:
+    """Estimate a problem's time in microseconds, only to decide how often to repeat it."""
+    moved = problem.bytes(element_bytes, element_bytes, element_bytes)
+    return max(problem.flops / _FLOP_PER_US, moved / _BYTES_PER_US) + _START_US
 
 
 class Stopwatch:

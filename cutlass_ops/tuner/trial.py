@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from cutlass_ops.artifacts.loader import LoadedKernel, refusal
-from cutlass_ops.choose.tables import Measured, Problem
+from cutlass_ops.choose.tables import Measured
 from cutlass_ops.declare.config import Config, Ordered
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.kinds.table import kind_of
@@ -55,8 +56,8 @@ class Trial:
     ----------
     signature : OpSignature
         Epilogue and operand types.
-    problem : tuple of int
-        M, N and K.
+    problem : Problem
+        Its extents.
     device : torch.device
         A CUDA device, with its index.
     seed : int
@@ -69,12 +70,11 @@ class Trial:
         self._problem = problem
         self._device = device
         self._generator = torch.Generator(device).manual_seed(seed)
-        m, n, k = problem
         width = signature.a.dtype.bytes
         l2_bytes = torch.cuda.get_device_properties(self._device).L2_cache_size
-        self._sets = [self._draw() for _ in range(rotation(width * (m * k + n * k + m * n), l2_bytes))]
+        self._sets = [self._draw() for _ in range(rotation(problem.bytes(width, width, width), l2_bytes))]
         self._wanted = self._exact(self._sets[0])
-        self._watch = Stopwatch(expected_us(m, n, k, width))
+        self._watch = Stopwatch(expected_us(problem, width))
         self._kernels: dict[Ordered, LoadedKernel] = {}
         self._peers: list[str] = []
 
@@ -165,7 +165,7 @@ class Trial:
         return entered
 
     def _run(self, entrant: Ordered, kernel: LoadedKernel) -> Callable[[int], int]:
-        m, n, k = self._problem
+        m, n, k = self._problem.extents
         raster, swizzle = entrant.order.numbers
         with torch.cuda.device(self._device):
             size = int(kernel.workspace_size(m, n, k, raster, swizzle))
@@ -193,7 +193,7 @@ class Trial:
     # ---- Tensors -------------------------------------------------------------------------------------------------
 
     def _draw(self) -> _Tensors:
-        signature, (m, n, k) = self._signature, self._problem
+        signature, (m, n, k) = self._signature, self._problem.extents
         extents = {Kind.ROW: (n,), Kind.COL: (m,), Kind.TILE: (m, n), Kind.PRODUCT: (k, n)}
         scales = {Kind.PRODUCT: k**-0.25}
         graph = signature.epilogue
@@ -246,7 +246,7 @@ def _rounding(values: Tensor, dtype: torch.dtype) -> float:
 
 def _heats(problem: Problem) -> bool:
     """Whether kernels at a problem heat the chip."""
-    return expected_us(*problem) > _HEATING_US
+    return expected_us(problem) > _HEATING_US
 
 
 def _measurement(watch: Stopwatch, on_round: Callable[[], None]) -> Callable[[Sequence[Ordered | str]], list[float]]:

@@ -29,10 +29,11 @@ from cutlass_ops.base.mma import OPERANDS
 from cutlass_ops.base.progress import progress
 from cutlass_ops.choose import dispatch, policies, space, tables
 from cutlass_ops.choose.policies import Policy
-from cutlass_ops.choose.tables import Point, Problem, Table
+from cutlass_ops.choose.tables import Point, Table
 from cutlass_ops.compilation.builder import building
 from cutlass_ops.declare.config import Config, Ordered
 from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec, Major
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.kinds import legality
@@ -369,7 +370,7 @@ def run(
 
 def _attempt(job: _Job, measure: Measure, report: Report) -> Point | None:
     """Measure a job's problem; what went wrong is in the report."""
-    name = _name(job.task.problem)
+    name = str(job.task.problem)
     try:
         point = _measure(job, measure, report)
     except MeasuringError as exc:
@@ -436,17 +437,17 @@ def _measure(job: _Job, measure: Measure, report: Report) -> Point | None:
 
 def _line(problem: Problem, point: Point | None) -> str:
     if point is None:
-        return _name(problem)
+        return str(problem)
     best = point.measured[0]
     peer = min(point.peers, key=lambda p: p[1], default=None)
     against = f", {peer[0]} {peer[1]:.1f} us, ratio {peer[1] / best.microseconds:.3f}" if peer else ""
-    return f"{_name(problem)}: {best.microseconds:.1f} us{against}, {best.ordered}"
+    return f"{problem}: {best.microseconds:.1f} us{against}, {best.ordered}"
 
 
 @Bundles.aside()
 def tune(
     op: object,
-    shapes: Iterable[Problem],
+    shapes: Iterable[tuple[int, int, int] | Problem],
     *,
     dtypes: DTypes = ("bf16",),
     a: Major = "row",
@@ -545,7 +546,7 @@ def tune(
     graph, effort = called(op).graph, effort or Effort()
     place = _place(device, folder)
     problems: dict[OpSignature, list[Problem]] = {}
-    wanted = [_problem(shape) for shape in shapes]
+    wanted = [Problem.of(shape) for shape in shapes]
     for dtype in [dtypes] if isinstance(dtypes, str | torch.dtype) else dtypes:
         for problem in wanted:
             name = element_named(dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch."), OPERANDS).name
@@ -601,14 +602,3 @@ def _folder() -> Path:
         return env.tuning_dir()
     except env.NoHomeError as exc:
         raise StoreError(f"tuning tables cannot be kept: {exc}") from None
-
-
-def _problem(shape: object) -> Problem:
-    if not isinstance(shape, Sequence) or len(shape) != 3 or not all(type(x) is int and x > 0 for x in shape):
-        raise ValueError(f"{shape} is not a problem size: give (M, N, K), positive integers, such as (512, 4096, 4096)")
-    m, n, k = shape
-    return m, n, k
-
-
-def _name(problem: Problem) -> str:
-    return "x".join(map(str, problem))

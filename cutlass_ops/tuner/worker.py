@@ -44,9 +44,10 @@ def _serve(job: dict[str, Any], device: Any, emit: Emit) -> None:
     from cutlass_ops.choose.tables import signature_from_json
     from cutlass_ops.declare.config import Ordered, config_from_json, config_to_json
     from cutlass_ops.declare.order import TileOrder
+    from cutlass_ops.declare.problem import Problem
     from cutlass_ops.tuner.trial import Trial
 
-    problem = tuple(job["problem"])
+    problem = Problem.from_json(job["problem"])
     emit("preparing")
     try:
         trial = Trial(signature_from_json(job["signature"]), problem, device)

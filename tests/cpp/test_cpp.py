@@ -441,7 +441,7 @@ def test_tables_and_limits_are_python_s(probe):
         m._MAX_FUNCTIONS,
     ]
     limits += [
-        m._MAX_EXTENT,
+        m.MOST_EXTENT,
         graph.MAX_INPUTS,
         graph.MAX_OUTPUTS,
         graph.MAX_NODES,

@@ -205,6 +205,16 @@ def test_they_agree_on_every_field(agree, contents):
     agree(texts[:: max(1, len(texts) // 1000)])
 
 
+@pytest.mark.parametrize("form", ["dense", "batched", None])
+def test_they_agree_that_no_signature_has_a_form(agree, contents, form):
+    """The dense form is left out, and there is no other."""
+    good = contents[0].to_bytes()
+    data = json.loads(good)
+    del data["sha256"]
+    data["signatures"][0]["signature"]["form"] = form
+    assert agree([good, sealed(data)]) == 1
+
+
 def test_they_agree_on_constants(agree, contents):
     good = contents[0].to_bytes()
     exponents = [-151, -150, -149, -148, -127, -126, -1, 0, 1, 127, 128, 1023]

@@ -21,6 +21,7 @@ from cutlass_ops.base import arch, executors, locks
 from cutlass_ops.compilation.builder import build_artifact, build_many
 from cutlass_ops.compilation.compiler import compile_kernel
 from cutlass_ops.compilation.toolchain import Toolchain
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.tuner.measuring import Measurer
 
 LIBRARY = library(*[HMMA] * 200)
@@ -145,7 +146,7 @@ for name in ("device.new", "host.new"):
 time.sleep(600)
 """
     with Measurer(command=(sys.executable, "-c", worker)) as measurer:
-        measurer.measure(signature(), (1, 1, 1), dict.fromkeys([SPECS[0].config], folder), rounds=1)
+        measurer.measure(signature(), Problem(1, 1, 1), dict.fromkeys([SPECS[0].config], folder), rounds=1)
 
 
 def groups_in(folder: Path) -> list[int]:

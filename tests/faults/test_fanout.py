@@ -22,6 +22,7 @@ from cutlass_ops.choose.tables import Measured
 from cutlass_ops.compilation import builder
 from cutlass_ops.compilation.builder import build_many
 from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.ship import packing, shipping
 from cutlass_ops.tuner import tuning
 from cutlass_ops.tuner.measuring import Outcome
@@ -88,7 +89,7 @@ def test_a_bundle_is_the_same_whoever_compiled(kit, tmp_path, pool):
 def test_an_executor_compiles_what_is_tuned(kit, pool, tmp_path, monkeypatch):
     monkeypatch.setenv("CUTLASS_OPS_CACHE_DIR", str(tmp_path / "cache"))
     a100 = Device((8, 0), 108, "NVIDIA A100-SXM4-80GB")
-    wanted, problems = signature(), [(16, 1024, 1024), (512, 1024, 1024)]
+    wanted, problems = signature(), [Problem(16, 1024, 1024), Problem(512, 1024, 1024)]
     effort = Effort(kernels=4, candidates=3)
     seen = []
 

@@ -13,6 +13,7 @@ import cutlass_ops as co
 from cutlass_ops.choose import dispatch
 from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.epilogue.nodes import Kind
@@ -510,7 +511,8 @@ WARM = ((256, 512), (256, 128))
 def dispatched(device: Device) -> list[KernelSpec]:
     """Return the kernels that the tests' calls are served by."""
     known = signatures()
-    found = [dispatch.choose(known[name], device, p)[0] for name, problems in PROBLEMS.items() for p in problems]
+    asked = [(known[name], Problem(*extents)) for name, each in PROBLEMS.items() for extents in each]
+    found = [dispatch.choose(signature, device, problem)[0] for signature, problem in asked]
     for weight in WARM:
         found += dispatch.specs_for(known["bias_relu"], device, *weight)
     return found
@@ -536,7 +538,7 @@ def called(device: Device) -> list[KernelSpec]:
         (m, k), n = a.shape, w.shape[0]
         bias = tensors.vector(n, "bf16")
         signature = call.signature_of(call.check_call(op.graph, a, w.t(), {"bias": bias}, None, None), device)
-        found.append(dispatch.choose(signature, device, (m, n, k))[0])
+        found.append(dispatch.choose(signature, device, Problem(m, n, k))[0])
     # One weight's whole set, for the test of the background.
     signature = replace(signatures()["bias_relu"], epilogue=OPS["gemm_bias_silu"].graph)
     found += dispatch.specs_for(signature, device, 256, 512)

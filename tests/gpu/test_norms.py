@@ -82,7 +82,7 @@ def _built():
             for op, (a, b, *inputs), d in calls(dtype, shape):
                 named = dict(zip((i.name for i in op.graph.inputs), inputs, strict=True))
                 call = check_call(op.graph, a, b, named, None, d)
-                problem = (call.problem.m, call.problem.n, call.problem.k)
+                problem = call.problem
                 specs[dispatch.choose(signature_of(call, device), device, problem)[0]] = None
     Registry.current().kernels(specs)
 

@@ -10,6 +10,7 @@ import torch
 import cutlass_ops as co
 from cutlass_ops.declare.config import Ordered
 from cutlass_ops.declare.order import TileOrder
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.run.call import device_of
 from cutlass_ops.run.registry import OpSignature, Registry
@@ -21,7 +22,7 @@ from tests.gpu import kernels
 pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda", 0)
-PROBLEM = (264, 520, 136)
+PROBLEM = Problem(264, 520, 136)
 EXACT = {**kernels.configurations(), **kernels.multi_output(), **kernels.drawn_specs()}
 
 
@@ -58,7 +59,7 @@ def test_a_race_has_kernels_in_several_orders_and_peers(spec):
 
 
 def test_kernels_that_heat_the_chip_race_three_times_as_long(spec):
-    trial, rounds = Trial(signature_of(spec), (1024, 4096, 4096), DEVICE), []
+    trial, rounds = Trial(signature_of(spec), Problem(1024, 4096, 4096), DEVICE), []
     assert trial.admit(Ordered(spec.config), Registry.current().kernel(spec)) is None
     measured, _ = trial.race(3, lambda: rounds.append(1))
     assert len(rounds) == 18
@@ -79,9 +80,9 @@ def test_a_kernel_may_enter_in_several_orders(spec):
 
 def test_a_workspace_lives_as_long_as_the_graph_that_uses_it():
     spec = next(s for name, s in kernels.configurations().items() if "streamk" in name)
-    problem = (640, 640, 8192)
+    problem = Problem(640, 640, 8192)
     kernel, trial = Registry.current().kernel(spec), Trial(signature_of(spec), problem, DEVICE)
-    size = kernel.workspace_size(*problem, 0, 1)
+    size = kernel.workspace_size(*problem.extents, 0, 1)
     assert size > 1 << 20
     before = torch.cuda.memory_allocated()
     assert trial.admit(Ordered(spec.config), kernel) is None
@@ -158,5 +159,5 @@ def test_tuning_from_end_to_end(tmp_path):
     assert len(lines) == 2
     (table,) = report.tables.values()
     assert table.device == torch.cuda.get_device_name(0)
-    assert [p.problem for p in table.points] == [(64, 1024, 1024), (64, 1024, 1032)]
+    assert [p.problem.extents for p in table.points] == [(64, 1024, 1024), (64, 1024, 1032)]
     assert [path.suffix for path in tmp_path.iterdir() if not path.name.startswith(".")] == [".json"]

@@ -5,9 +5,10 @@ from signatures import H100, signature
 from cutlass_ops.choose import dispatch, policies, tables
 from cutlass_ops.choose.tables import Point, Table
 from cutlass_ops.declare.config import GemvConfig, Sm90Config, ThreadblockShape
+from cutlass_ops.declare.problem import Problem
 
 SLOW = Sm90Config(ThreadblockShape(64, 64, 64), schedule="pingpong")
-ODD = (640, 4224, 4032)
+ODD = Problem(640, 4224, 4032)
 
 
 def chosen(shape, of=None, device=H100):

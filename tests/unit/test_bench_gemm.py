@@ -4,6 +4,7 @@ import pytest
 from signatures import H100, signature
 
 from cutlass_ops.choose import policies
+from cutlass_ops.declare.problem import Problem
 from tests.scripts import script
 
 BENCH, SHAPES = script("bench_gemm"), script("shapes")
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("session")
 
 def tuned(problems):
     policy = policies.policy(signature(), H100)
-    return [policy.choose(problem).source == "measured" for problem in problems]
+    return [policy.choose(Problem(*problem)).source == "measured" for problem in problems]
 
 
 def test_each_half_is_chosen_for_as_if_tuned_on_the_other_alone():

@@ -8,6 +8,7 @@ import torch
 from signatures import H100, signature
 
 from cutlass_ops.declare.config import GemvConfig, Sm90Config, ThreadblockShape
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin
 from tests.scripts import script
 
@@ -49,7 +50,7 @@ def test_a_kernel_of_ordinary_loads_takes_means_in_one_way(monkeypatch, session)
     bench = script("bench_rmsnorm")
     monkeypatch.setattr(bench, "device_of", lambda device: H100)
     x, w = (torch.empty(shape, device="meta", dtype=BF16) for shape in ((1, 4096), (4096, 4096)))
-    chosen, _ = bench.dispatch.choose(signature(builtin.rms_norm), H100, (1, 4096, 4096))
+    chosen, _ = bench.dispatch.choose(signature(builtin.rms_norm), H100, Problem(1, 4096, 4096))
     assert isinstance(chosen.config, GemvConfig)
     assert bench.ways(x, w.t()) == {}
 
@@ -65,7 +66,7 @@ def test_swiglus_variants_agree():
 
 @pytest.mark.slow
 def test_the_accuracy_of_norms_is_measured_and_holds():
-    rows = list(script("accuracy_rmsnorm").measure((16, 48, 512), "cpu"))
+    rows = list(script("accuracy_rmsnorm").measure(Problem(16, 48, 512), "cpu"))
     assert len({(r["op"], r["case"], r["dtype"], r["way"]) for r in rows}) == len(rows) == (2 + 4) * 2 * 9
     for row in rows:
         far = row["case"].startswith("mean") and int(row["case"].split()[1])

@@ -23,6 +23,7 @@ from cutlass_ops.choose import dispatch, policies, tables
 from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.compilation.background import Background
 from cutlass_ops.declare.order import TileOrder
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.run import ops
@@ -179,7 +180,7 @@ def test_only_kernels_in_the_bundle_are_picked(linear):
     shipped = set(contents.specs)
     assert set(dispatch.specs(signature(), A100)) <= shipped
     assert len(shipped) < len(usual)
-    for problem in ((1, 4096, 4096), (512, 4096, 4096), (7, 1000, 64), (8192, 8192, 8192)):
+    for problem in (Problem(1, 4096, 4096), Problem(512, 4096, 4096), Problem(7, 1000, 64), Problem(8192, 8192, 8192)):
         spec, order = dispatch.choose(signature(), A100, problem)
         assert spec in shipped
         assert spec.config.refuses(order) is None
@@ -192,20 +193,20 @@ def test_only_kernels_in_the_bundle_are_picked(linear):
 
 def test_at_the_catalogues_shapes_the_choice_is_that_of_a_machine_with_every_kernel(linear):
     path, _ = linear
-    problems = [(16, 4096, 4096), (512, 4096, 4096)]
+    problems = [Problem(16, 4096, 4096), Problem(512, 4096, 4096)]
     usual = [dispatch.choose(signature(), A100, p)[0] for p in problems]
     co.load_bundle(path)
     assert [dispatch.choose(signature(), A100, p)[0] for p in problems] == usual
 
 
-@pytest.mark.parametrize("problem", [(16, 4096, 4096), (100, 4096, 4096), (100, 4096, 5000)])
+@pytest.mark.parametrize("problem", [Problem(16, 4096, 4096), Problem(100, 4096, 4096), Problem(100, 4096, 5000)])
 def test_an_explanation_agrees_with_the_choice(linear, problem):
     co.load_bundle(linear[0])
     found = explain_call("it", call_at(builtin.bias_relu.graph, problem, "bf16", "row", "col"), A100)
     spec, order = dispatch.choose(signature(), A100, problem)
     assert found.served_by == spec.slug
     assert (found.candidates[0].config, found.candidates[0].order) == (spec.config, order)
-    assert ("the loaded bundle" in found.why) == (problem[2] == 4096)
+    assert ("the loaded bundle" in found.why) == (problem.k == 4096)
 
 
 def test_at_a_known_weight_no_table_and_no_model_is_needed(linear, monkeypatch):
@@ -217,10 +218,10 @@ def test_at_a_known_weight_no_table_and_no_model_is_needed(linear, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(dispatch, "_policy", refuse)
-        assert dispatch.decide(signature(), A100, (100, 4096, 4096)).peer is None
-        assert dispatch.choose(signature(), A100, (100, 4096, 4096))
+        assert dispatch.decide(signature(), A100, Problem(100, 4096, 4096)).peer is None
+        assert dispatch.choose(signature(), A100, Problem(100, 4096, 4096))
         with pytest.raises(AssertionError, match="the model was asked"):
-            dispatch.choose(signature(), A100, (100, 4096, 5000))
+            dispatch.choose(signature(), A100, Problem(100, 4096, 5000))
 
 
 def test_a_single_kernel_needs_no_choice(tmp_path, monkeypatch):
@@ -229,7 +230,7 @@ def test_a_single_kernel_needs_no_choice(tmp_path, monkeypatch):
     co.load_bundle(tmp_path / "a")
     with monkeypatch.context() as patch:
         patch.setattr(dispatch, "_policy", None)
-        assert dispatch.choose(signature(), A100, (100, 300, 500)) == (spec, TileOrder())
+        assert dispatch.choose(signature(), A100, Problem(100, 300, 500)) == (spec, TileOrder())
 
 
 def test_kernels_of_one_kind_are_chosen_among(monkeypatch):
@@ -252,7 +253,7 @@ def test_a_table_travels_along(tmp_path):
     of = signature(builtin.bias_gelu)
     usual = policies.policy(of, A100).kernels
     slow, fast = usual[0], usual[-1]
-    point = Point((300, 400, 512), "2026-01-01", (Measured(fast, 1.0, 0.0), Measured(slow, 9.0, 8.0)))
+    point = Point(Problem(300, 400, 512), "2026-01-01", (Measured(fast, 1.0, 0.0), Measured(slow, 9.0, 8.0)))
     table = Table(A100.name, A100.multiprocessors, of, (point,), kernels=(slow, fast))
     wanted = shipping.Catalogue(tuned=(shipping.Tuned(table, "sm_80"),))
     kit = FakeToolkit(tmp_path / "kit")
@@ -261,7 +262,7 @@ def test_a_table_travels_along(tmp_path):
     assert tables.parse(made.read_table(made.manifest.tables[0]), "it") == table
     co.load_bundle(tmp_path / "a")
     assert policies.policy(of, A100).own == table
-    assert dispatch.choose(of, A100, (300, 400, 512))[0].config == fast
+    assert dispatch.choose(of, A100, Problem(300, 400, 512))[0].config == fast
     assert set(policies.policy(of, A100).kernels) == {slow, fast}
 
 
@@ -273,7 +274,7 @@ def test_an_op_is_planned_from_a_bundle(linear, monkeypatch, no_compiler):
     monkeypatch.setattr(ops, "device_of", lambda _: A100)
     monkeypatch.setattr(ops, "make_plan", lambda name, spec, config, call: asked.append((spec, config)) or asked)
     op = Op("gemm_bias_relu", builtin.bias_relu)
-    assert op._plan(call_at(op.graph, (16, 4096, 4096), "bf16", "row", "col", torch.bfloat16))[0] is asked
+    assert op._plan(call_at(op.graph, Problem(16, 4096, 4096), "bf16", "row", "col", torch.bfloat16))[0] is asked
     ((spec, _),) = asked
     assert spec in contents.specs
     assert Bundles.current().find(spec)
@@ -283,9 +284,9 @@ def test_a_choice_is_for_the_first_bundle_with_the_signature(linear, tmp_path):
     path, _ = linear
     first = co.load_bundle(path)
     group = first.manifest.groups[0]
-    found = Bundles.current().choice(group.signature, (8, 0), (16, group.choices[0].n, group.choices[0].k))
+    found = Bundles.current().choice(group.signature, (8, 0), Problem(16, group.choices[0].n, group.choices[0].k))
     assert found == group.choices[0].at(16)
-    assert Bundles.current().choice(group.signature, (8, 0), (16, 1, 1)) is None
+    assert Bundles.current().choice(group.signature, (8, 0), Problem(16, 1, 1)) is None
 
 
 # ---- Where there is nothing but Python, PyTorch and tvm-ffi --------------------------------------------------------

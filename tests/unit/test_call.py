@@ -3,6 +3,7 @@ import torch
 
 import cutlass_ops as co
 from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.run.call import call_at, check_call, signature_of
 
@@ -148,7 +149,7 @@ def test_a_spec_types_a_product_as_b_unless_told_otherwise():
 
 @pytest.mark.parametrize("major", ["row", "col"])
 def test_a_call_without_data_has_a_product_of_bs_major(major):
-    call = call_at(builtin.swiglu.graph, (64, 128, 256), "bf16", "row", major)
-    assert call.problem.inputs["up"].shape == (256, 128)
-    assert call.problem.inputs["up"].stride() == call.problem.b.stride()
+    call = call_at(builtin.swiglu.graph, Problem(64, 128, 256), "bf16", "row", major)
+    assert call.arguments.inputs["up"].shape == (256, 128)
+    assert call.arguments.inputs["up"].stride() == call.arguments.b.stride()
     assert signature_of(call, H100).inputs[0].major == major

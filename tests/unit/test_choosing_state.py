@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cutlass_ops.base.session import Session
 from cutlass_ops.choose import dispatch, space
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.run.call import call_at
 from cutlass_ops.tools.explaining import explain_call
@@ -70,10 +71,10 @@ SURROUNDINGS = {
 
 # Measured and not, a norm, operands that are copied, and a device of which no table ships.
 CALLS = [
-    (H100, builtin.bias_relu.graph, "bf16", (4096, 4096, 4096)),
-    (H200, builtin.rms_norm.graph, "f16", (333, 5000, 4096)),
-    (H100, builtin.residual.graph, "bf16", (100, 4096, 4097)),
-    (A100, builtin.bias_relu.graph, "f16", (333, 5000, 4096)),
+    (H100, builtin.bias_relu.graph, "bf16", Problem(4096, 4096, 4096)),
+    (H200, builtin.rms_norm.graph, "f16", Problem(333, 5000, 4096)),
+    (H100, builtin.residual.graph, "bf16", Problem(100, 4096, 4097)),
+    (A100, builtin.bias_relu.graph, "f16", Problem(333, 5000, 4096)),
 ]
 
 
@@ -86,8 +87,8 @@ def asked():
             of = tuning.signature_at(graph, problem, dtype, "row", "col", None, device)
             found.append(dispatch.choose(of, device, problem))
             found.append(explain_call("it", call, device).to_json())
-            found.append(dispatch.specs_for(of, device, *problem[1:]))
-    found.append(space.ranked(signature(), (333, 5000, 4096), 20, H100))
+            found.append(dispatch.specs_for(of, device, problem.n, problem.k))
+    found.append(space.ranked(signature(), Problem(333, 5000, 4096), 20, H100))
     return found
 
 
@@ -113,10 +114,11 @@ from cutlass_ops.epilogue import builtin
 from cutlass_ops.choose import dispatch
 from cutlass_ops.tuner import tuning
 from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.problem import Problem
 H100 = Device((9, 0), 132, "NVIDIA H100 80GB HBM3")
-of = tuning.signature_at(builtin.bias_relu.graph, (333, 5000, 4096), "bf16", "row", "col", None, H100)
-print(dispatch.choose(of, H100, (333, 5000, 4096))[0].config.slug)
+of = tuning.signature_at(builtin.bias_relu.graph, Problem(333, 5000, 4096), "bf16", "row", "col", None, H100)
+print(dispatch.choose(of, H100, Problem(333, 5000, 4096))[0].config.slug)
 """
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
-    expected, _ = dispatch.choose(signature(), H100, (333, 5000, 4096))
+    expected, _ = dispatch.choose(signature(), H100, Problem(333, 5000, 4096))
     assert done.stdout.strip() == expected.config.slug

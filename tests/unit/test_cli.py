@@ -20,6 +20,7 @@ from cutlass_ops.base import env
 from cutlass_ops.choose import policies, tables
 from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.compilation import toolchain
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.run.call import call_at
 from cutlass_ops.ship import catalog
@@ -441,7 +442,7 @@ def test_explain_says_first_what_serves_how_long_it_takes_and_why(kit, run):
     code, out, _ = run("explain", "gemm_bias_relu", "512X4096X4096", "--dtype", "torch.bfloat16", "--device", "h100")
     assert code == 0
     found = explain_call(
-        "gemm_bias_relu", call_at(builtin.bias_relu.graph, (512, 4096, 4096), "bf16", "row", "col"), H100
+        "gemm_bias_relu", call_at(builtin.bias_relu.graph, Problem(512, 4096, 4096), "bf16", "row", "col"), H100
     )
     assert out == f"{found}\n"
     assert out.startswith(
@@ -538,7 +539,7 @@ def test_tune_needs_a_device(kit, run):
 def test_tune_passes_on_what_it_was_told_and_says_what_came_of_it(kit, run, monkeypatch, tmp_path):
     calls = []
     config = policies.policy(signature(), H100).kernels[0]
-    found = Table(H100.name, 132, signature(), (Point((1, 2, 3), "2026-01-01", (Measured(config, 1.0, 0.0),)),))
+    found = Table(H100.name, 132, signature(), (Point(Problem(1, 2, 3), "2026-01-01", (Measured(config, 1.0, 0.0),)),))
 
     def tune(op, problems, **options):
         calls.append((op, problems, options))
@@ -556,7 +557,7 @@ def test_tune_passes_on_what_it_was_told_and_says_what_came_of_it(kit, run, monk
     assert f"table: {tmp_path}/t/nvidia-h100" in out
     ((op, problems, options),) = calls
     assert op is builtin.identity
-    assert problems == [(1, 2, 3), (4, 2, 3)]
+    assert problems == [Problem(1, 2, 3), Problem(4, 2, 3)]
     assert (options["dtypes"], options["again"], options["folder"]) == (["f16"], True, tmp_path / "t")
     assert (options["effort"].kernels, options["effort"].seconds) == (5, 9.0)
     code, out, _ = run("tune", "gemm", "1x2x3", "--json")

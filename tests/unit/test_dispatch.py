@@ -20,6 +20,7 @@ from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.declare.config import ClusterShape, GemvConfig, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.order import TileOrder
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.sm80 import space as space_sm80
@@ -32,6 +33,7 @@ from tests.scripts import script
 from tests.strategies import PATIENT
 
 SHAPES = script("shapes")
+GRID = [Problem(*shape) for shape in SHAPES.GRID]
 ship_table = script("ship_table")
 MAJORS = [(a, b) for a in ("row", "col") for b in ("row", "col")]
 MOST = tables.MOST_KERNELS
@@ -68,7 +70,7 @@ def test_every_table_that_ships_is_whole_and_where_it_is_looked_for(monkeypatch)
             wanted = SHAPES.RESIDUALS
         if table.signature.a.major == "col":
             wanted = sorted({*SHAPES.GRID} & {*SHAPES.MAJORS})
-        assert set(wanted) <= {p.problem for p in table.points}
+        assert set(wanted) <= {p.problem.extents for p in table.points}
         known = ship_table.timed(resources.tuned(), table)
         assert not [c.slug for c in table.kernels if ship_table.untold(c, known)]
 
@@ -80,7 +82,7 @@ def loss(table, problem, config):
 
 def test_the_grid_needs_few_kernels_and_loses_little():
     table = shipped()
-    picked = {p: chosen(p)[0].config for p in SHAPES.GRID}
+    picked = {p: chosen(p)[0].config for p in GRID}
     assert len(set(picked.values())) <= tables.MAX_KERNELS
     losses = [loss(table, p, c) for p, c in picked.items()]
     assert math.prod(1 + x for x in losses) ** (1 / len(losses)) < 1.01
@@ -109,15 +111,15 @@ def test_problems_that_were_not_measured_lose_little_either(tmp_path):
 
 def test_an_h200_has_its_own_grid_and_an_h100s_kernels_elsewhere():
     policy = policies.policy(signature(), H200)
-    assert {p.problem for p in policy.own.points} >= set(SHAPES.GRID)
-    grid = {policy.choose(p).config for p in SHAPES.GRID}
-    assert all(policy.choose(p).source == "measured" for p in SHAPES.GRID[::7])
+    assert {p.problem for p in policy.own.points} >= set(GRID)
+    grid = {policy.choose(p).config for p in GRID}
+    assert all(policy.choose(p).source == "measured" for p in GRID[::7])
     assert len(set(grid)) <= tables.MAX_KERNELS
     assert set(policy.kernels) >= set(shipped().kernels)
     other = policies.policy(signature(builtin.bias_gelu, "f16"), H200)
     assert [t.device for t in other.tables] == [H200.name, H100.name]
-    best = next(p for p in policy.own.points if p.problem == SHAPES.GRID[0]).measured[0]
-    assert other.choose(SHAPES.GRID[0]).microseconds == pytest.approx(best.microseconds)
+    best = next(p for p in policy.own.points if p.problem == GRID[0]).measured[0]
+    assert other.choose(GRID[0]).microseconds == pytest.approx(best.microseconds)
 
 
 # ---- What is measured decides ------------------------------------------------------------------------------------
@@ -154,7 +156,7 @@ def test_a_peer_is_taken_only_where_it_was_clearly_faster_and_that_is_allowed(al
     policies.forget()
     policy = policies.policy(signature(), H100)
     assert policy.fallback(ODD) == expected
-    assert policy.fallback((641, *ODD[1:])) is None
+    assert policy.fallback(ODD._replace(m=641)) is None
     # For another epilogue the same peer says nothing.
     assert policies.Policy.of([table], signature(builtin.bias_gelu), H100, table.kernels).fallback(ODD) is None
 
@@ -186,14 +188,14 @@ def test_after_deterministic_tuning_no_sm80_kernel_splits_k_either(alignment):
 
 def test_what_was_measured_speaks_for_its_neighbours():
     for rows in (624, 632, 640):  # one measurement does not outweigh the model
-        user_table(Measured(SLOW, 1.0, 0.0), Measured(FAST, 10.0, 9.0), problem=(rows, *ODD[1:]))
+        user_table(Measured(SLOW, 1.0, 0.0), Measured(FAST, 10.0, 9.0), problem=ODD._replace(m=rows))
     policy = policies.policy(signature(), H100)
-    (near,), (far,) = policy.ranked((648, 4224, 4032), [SLOW]), policy.ranked((8192, 8192, 8192), [SLOW])
+    (near,), (far,) = policy.ranked(Problem(648, 4224, 4032), [SLOW]), policy.ranked(Problem(8192, 8192, 8192), [SLOW])
     assert near.source == "interpolated"
-    model = pool.predict(SLOW, (648, 4224, 4032), H100)
+    model = pool.predict(SLOW, Problem(648, 4224, 4032), H100)
     assert near.microseconds < model / 4
     assert far.source == "model"
-    assert far.microseconds == pytest.approx(pool.predict(SLOW, (8192, 8192, 8192), H100), rel=0.1)
+    assert far.microseconds == pytest.approx(pool.predict(SLOW, Problem(8192, 8192, 8192), H100), rel=0.1)
 
 
 def test_where_the_model_promises_too_much_a_kernel_of_which_nothing_is_known_is_not_believed():
@@ -201,7 +203,7 @@ def test_where_the_model_promises_too_much_a_kernel_of_which_nothing_is_known_is
     unknown = replace(known, threadblock=ThreadblockShape(128, 128, 64))
     fast, slower = (pool.predict(c, ODD, H100) for c in (known, unknown))
     assert 1.2 * fast < slower < 1.3 * fast
-    problems = [(rows, *ODD[1:]) for rows in (616, 624, 632, 648, 656, 664)]
+    problems = [ODD._replace(m=rows) for rows in (616, 624, 632, 648, 656, 664)]
     # Half as fast again as foretold, near by: more than the other is foretold to take there.
     points = tuple(
         Point(p, "2026-11-24", (Measured(known, 1.5 * pool.predict(known, p, H100), 0.0),)) for p in problems
@@ -211,7 +213,7 @@ def test_where_the_model_promises_too_much_a_kernel_of_which_nothing_is_known_is
     assert (first.config, first.source, second.source) == (known, "interpolated", "model")
     assert second.microseconds > 1.3 * slower
     # Far away, the model's word stands.
-    far = (32, 1024, 512)
+    far = Problem(32, 1024, 512)
     expected = {c.config: c.microseconds for c in policy.ranked(far)}
     assert expected[unknown] == pytest.approx(pool.predict(unknown, far, H100), rel=0.01)
 
@@ -234,7 +236,7 @@ def test_an_epilogue_that_was_not_measured_borrows():
     policy = policies.policy(signature(builtin.bias_gelu, "f16"), H100)
     assert policy.own is None
     assert policies.policy(signature(), H100).own
-    assert policy.choose((4096, 4096, 4096)).source == "measured"
+    assert policy.choose(Problem(4096, 4096, 4096)).source == "measured"
 
 
 @co.epilogue
@@ -247,10 +249,10 @@ def geglu(acc, up: co.Product):
     sampled(
         3,
         (
-            (norms.rmsnorm_op(builtin.bias_silu), norms.rmsnorm_op(), (4096, 6144, 4096)),
-            (norms.layernorm_op(), norms.rmsnorm_op(), (4096, 6144, 4096)),
-            (ops.op(geglu), ops.op(builtin.swiglu), (4096, 14336, 4096)),
-            (norms.rmsnorm_op(geglu), norms.rmsnorm_op(builtin.swiglu), (4096, 14336, 4096)),
+            (norms.rmsnorm_op(builtin.bias_silu), norms.rmsnorm_op(), Problem(4096, 6144, 4096)),
+            (norms.layernorm_op(), norms.rmsnorm_op(), Problem(4096, 6144, 4096)),
+            (ops.op(geglu), ops.op(builtin.swiglu), Problem(4096, 14336, 4096)),
+            (norms.rmsnorm_op(geglu), norms.rmsnorm_op(builtin.swiglu), Problem(4096, 14336, 4096)),
         ),
         ("bf16", "f16"),
     ),
@@ -275,7 +277,7 @@ def test_what_follows_a_norm_or_gates_borrows_from_what_was_measured_of_these(ca
     ids=named,
 )
 def test_epilogues_of_other_majors_borrow_from_plain_gemm_of_these_and_no_other(epilogue, dtype, majors):
-    problem = (512, 4096, 4096)
+    problem = Problem(512, 4096, 4096)
     plain = policies.policy(signature(builtin.identity, majors=majors), H100)
     policy = policies.policy(signature(epilogue, dtype, majors=majors), H100)
     assert plain.own
@@ -293,8 +295,8 @@ def test_epilogues_of_other_majors_borrow_from_plain_gemm_of_these_and_no_other(
     [
         (signature(builtin.bias_gelu, majors=("col", "row")), signature(builtin.identity, majors=("col", "row"))),
         (
-            signature_at(norms.layernorm_op().graph, (512, 4096, 4096), "bf16", "row", "col", None, H100),
-            signature_at(norms.rmsnorm_op().graph, (512, 4096, 4096), "bf16", "row", "col", None, H100),
+            signature_at(norms.layernorm_op().graph, Problem(512, 4096, 4096), "bf16", "row", "col", None, H100),
+            signature_at(norms.rmsnorm_op().graph, Problem(512, 4096, 4096), "bf16", "row", "col", None, H100),
         ),
     ],
     ids=["col-row", "norm"],
@@ -321,7 +323,7 @@ def forget():
 
 
 def test_stream_k_has_to_be_ahead_to_be_chosen_unless_it_was_measured():
-    of, problem = signature(builtin.bias_relu), (1300, 3584, 18944)
+    of, problem = signature(builtin.bias_relu), Problem(1300, 3584, 18944)
     whole = Sm90Config(ThreadblockShape(128, 192, 64), schedule="cooperative")
     configs = (whole, replace(whole, scheduler="stream_k"))
     foretold = pool.Pool.of(configs, of).times([problem], H100)
@@ -337,17 +339,17 @@ def test_a_problem_at_which_no_kernel_can_be_launched_is_refused_in_words():
     """A kernel that is not persistent has a thread block for each tile, and a grid only so many along N."""
     kernel = Sm90Config(ThreadblockShape(64, 64, 64), schedule="warp_specialized")
     policy = policies.Policy.of((), signature(), H100, [kernel])
-    assert policy.choose((64, 4096, 4096)).config == kernel
+    assert policy.choose(Problem(64, 4096, 4096)).config == kernel
     with pytest.raises(co.UnsupportedError, match=r"can be launched at M=64 N=4480000 K=4096: .* Split the call"):
-        policy.choose((64, 4480000, 4096))
+        policy.choose(Problem(64, 4480000, 4096))
     nothing = policies.Policy.of((), signature(), H100, [])
     with pytest.raises(co.UnsupportedError, match=r"can be launched at M=64 N=64 K=64"):
-        nothing.choose((64, 64, 64))
+        nothing.choose(Problem(64, 64, 64))
 
 
 def test_what_an_epilogue_was_tuned_for_takes_nothing_from_what_it_borrows_elsewhere():
-    of, problem = signature(builtin.bias_gelu), (4096, 4096, 4096)
-    elsewhere = [*SHAPES.GRID, (640, 5120, 4096)]
+    of, problem = signature(builtin.bias_gelu), Problem(4096, 4096, 4096)
+    elsewhere = [*GRID, Problem(640, 5120, 4096)]
     before = {p: chosen(p, of) for p in elsewhere if p != problem}
     assert chosen(problem, of)[0].config != SLOW
     user_table(Measured(SLOW, 10.0, 0.0), problem=problem, of=of)
@@ -359,7 +361,7 @@ def test_what_an_epilogue_was_tuned_for_takes_nothing_from_what_it_borrows_elsew
 
 def test_a_user_table_of_sm80_kernels():
     of = signature(a=1, b=1, d=1)
-    problem = (4096, 4097, 4097)
+    problem = Problem(4096, 4097, 4097)
     large = space_sm80.UNTUNED_UNALIGNED[1]
     small = Sm80Config(ThreadblockShape(64, 64, 32), WarpShape(32, 64, 32), stages=2)
     assert small not in space_sm80.UNTUNED_UNALIGNED
@@ -387,16 +389,16 @@ def test_what_reads_operands_that_tma_cannot(a, b):
 def test_operands_that_tma_cannot_read_are_copied_where_that_is_little(epilogue, alignments):
     a, b = alignments
     of = signature(epilogue, a=a, b=b, d=8)
-    assert isinstance(chosen((4096, 4096, 4097), of)[0].config, Sm90Config)
+    assert isinstance(chosen(Problem(4096, 4096, 4097), of)[0].config, Sm90Config)
     policy = policies.policy(of, H100)
     for config in policy.kernels:
         assert isinstance(config, Sm80Config) or config.realign
     # What aligned operands took is no measurement of these, not even at the same extents.
-    assert policy.choose((4096, 4096, 4096)).source != "measured"
-    aligned = policies.policy(signature(epilogue, d=8), H100).choose((4096, 4096, 4096))
+    assert policy.choose(Problem(4096, 4096, 4096)).source != "measured"
+    aligned = policies.policy(signature(epilogue, d=8), H100).choose(Problem(4096, 4096, 4096))
     weights = 1 + len(of.epilogue.products)
-    copies = timer.realigning((a, b), [(4096, weights * 4096, 4096)]).item()
-    expected = policy.choose((4096, 4096, 4096)).microseconds
+    copies = timer.realigning((a, b), [Problem(4096, weights * 4096, 4096)]).item()
+    expected = policy.choose(Problem(4096, 4096, 4096)).microseconds
     assert 0.9 * aligned.microseconds + copies < expected < 1.1 * aligned.microseconds + copies
 
 
@@ -411,7 +413,7 @@ def test_copies_leave_the_columns_of_a_table_as_they_are():
     sampled(
         5,
         (builtin.identity, builtin.bias_relu),
-        ((1024, 50257, 4096), (4096, 50257, 768), (4096, 4097, 4096)),
+        (Problem(1024, 50257, 4096), Problem(4096, 50257, 768), Problem(4096, 4097, 4096)),
         MAJORS,
     ),
     ids=named,
@@ -423,7 +425,7 @@ def test_a_d_with_odd_lines_is_computed_transposed(epilogue, problem, majors):
 
 
 def test_scattered_stores_of_d_count_beside_what_was_measured_without():
-    problem = (4096, 4096, 4096)
+    problem = Problem(4096, 4096, 4096)
     aligned, odd = (policies.policy(signature(d=d), H100) for d in (8, 1))
     assert aligned.choose(problem).source == "measured"
     assert odd.own is None
@@ -447,12 +449,12 @@ def _times(policy, problem):
 
 
 def test_a_reduction_copies_its_operands_too():
-    assert chosen((4096, 4096, 4097), signature(statistics, a=1))[0].config.realign
+    assert chosen(Problem(4096, 4096, 4097), signature(statistics, a=1))[0].config.realign
 
 
 def test_of_few_rows_a_weight_is_not_copied():
-    assert isinstance(chosen((1, 4096, 4097), signature(a=1, b=1, d=8))[0].config, Sm80Config)
-    assert isinstance(chosen((1, 4096, 4097), signature(a=1, b=8, d=8))[0].config, Sm90Config)
+    assert isinstance(chosen(Problem(1, 4096, 4097), signature(a=1, b=1, d=8))[0].config, Sm80Config)
+    assert isinstance(chosen(Problem(1, 4096, 4097), signature(a=1, b=8, d=8))[0].config, Sm90Config)
 
 
 def test_an_a100_copies_nothing():
@@ -466,7 +468,7 @@ def test_an_a100_copies_nothing():
 @pytest.mark.parametrize("problem", [(3417, 1024, 8448), *SHAPES.LAST[::4]])
 def test_between_the_rows_for_which_a_weight_keeps_kernels_one_of_them_is_as_good(problem):
     """A tile may be one wave for a hundred numbers of rows and two beyond: 256x104 at 3417 rows of 1024 columns."""
-    policy = policies.policy(signature(), H100)
+    policy, problem = policies.policy(signature(), H100), Problem(*problem)
     serves, best = policy.choose(problem), policy.ranked(problem, count=1)[0]
     assert serves.microseconds <= 1.02 * best.microseconds
 
@@ -476,7 +478,7 @@ def test_every_number_of_rows_is_served_by_the_kernels_of_its_weight(n, k):
     of = signature(d=8 if n % 8 == 0 else 1)
     built = dispatch.specs_for(of, H100, n, k)
     rows = sorted({*range(1, 257, 5), *range(257, 8193, 127), 16384, 1 << 20})
-    used = {dispatch.choose(of, H100, (m, n, k))[0] for m in rows}
+    used = {dispatch.choose(of, H100, Problem(m, n, k))[0] for m in rows}
     assert used <= set(built)
     assert len(built) <= 48
     assert set(built) <= set(dispatch.specs(of, H100))
@@ -487,7 +489,7 @@ def test_every_number_of_rows_is_served_by_the_kernels_of_its_weight(n, k):
 @pytest.mark.parametrize("device", [H100, A100, Device((8, 9), 142)])
 def test_any_shape_gets_a_legal_kernel_of_its_signature(device, m, n, k):
     of = signature()
-    spec, order = chosen((m, n, k), of, device)
+    spec, order = chosen(Problem(m, n, k), of, device)
     assert spec in dispatch.specs(of, device)
     assert not legality.check(spec)
     assert spec.config.refuses(order) is None
@@ -522,7 +524,7 @@ def test_any_alignment_and_dtype_of_d_can_be_served_by_tma(d, d_dtype):
 @pytest.mark.parametrize("m", [1, 2, 8, 16, 32])
 @pytest.mark.parametrize(("n", "k"), [(4096, 4096), (6144, 4096)])
 def test_few_rows_fill_what_is_multiplied_at_a_time(m, n, k):
-    config = chosen((m, n, k))[0].config
+    config = chosen(Problem(m, n, k))[0].config
     assert m > 8 or isinstance(config, GemvConfig)
     # More would multiply rows that are not there.
     assert m <= rows_of_a(config) <= max(8, 2 * m)
@@ -532,7 +534,7 @@ def test_few_rows_fill_what_is_multiplied_at_a_time(m, n, k):
 @pytest.mark.parametrize("shape", [(8192, 4096, 4096), (4096, 28672, 4096), (256, 4096, 14336), (64, 4096, 14336)])
 def test_tiles_whose_adjacent_elements_are_many_are_copied_in_wide_rows(a, b, shape):
     """Even where they were measured for other majors, tiles of 144, 176 or 200 would be copied in rows of 16 or 8."""
-    tile, _ = chosen(shape, signature(majors=(a, b)))[0].config.along_problem
+    tile, _ = chosen(Problem(*shape), signature(majors=(a, b)))[0].config.along_problem
     if a == "col" and shape[0] > 64:
         assert tile[0] % 32 == 0
     if b == "row":
@@ -541,7 +543,7 @@ def test_tiles_whose_adjacent_elements_are_many_are_copied_in_wide_rows(a, b, sh
 
 @pytest.mark.parametrize("m", [512, 4096, 8192])
 def test_many_rows_use_large_tiles(m):
-    tile = chosen((m, 8192, 8192))[0].config.threadblock
+    tile = chosen(Problem(m, 8192, 8192))[0].config.threadblock
     assert tile.m * tile.n >= 128 * 96
 
 
@@ -552,13 +554,13 @@ def test_more_work_is_never_predicted_to_be_much_faster(config, side):
     for extent in (512, 1024, 4096, 16384):
         shape = [4096, 4096, 4096]
         shape[side] = extent
-        times.append(pool.predict(config, tuple(shape), H100))
+        times.append(pool.predict(config, Problem(*shape), H100))
     assert all(later >= 0.9 * earlier for earlier, later in itertools.pairwise(times))
 
 
 @pytest.mark.parametrize("shape", [(64, 8_400_000, 64), (1, 16_800_000, 8), (8_388_608, 16, 1024)])
 def test_no_grid_is_larger_than_the_hardware_allows(shape):
-    config = chosen(shape)[1]
+    config = chosen(Problem(*shape))[1]
     if isinstance(config, Sm90Config):
         columns = shape[0] if config.swap_ab else shape[1]
         assert config.schedule != "warp_specialized" or columns / config.threadblock.n <= 65535
@@ -594,24 +596,24 @@ CLUSTERED = Sm90Config(ThreadblockShape(128, 192, 64), ClusterShape(2, 1))
 )
 def test_runs_of_tiles_of_a_gpc_share_the_operand_that_is_not_multicast(cluster, rasters):
     config = replace(CLUSTERED, cluster=ClusterShape(*cluster))
-    one_wave = kind_of(config).orders(config, (1024, 1024, 4096), H100)
+    one_wave = kind_of(config).orders(config, Problem(1024, 1024, 4096), H100)
     assert {c.raster for c in one_wave if c.by_gpc} == rasters
     assert {c.raster for c in one_wave if not c.by_gpc} == {"along_m", "along_n"}
     assert len(set(one_wave)) == len(one_wave)
 
 
 def test_long_problems_are_not_tried_by_gpc():
-    assert not any(c.by_gpc for c in kind_of(CLUSTERED).orders(CLUSTERED, (8192, 8192, 8192), H100))
+    assert not any(c.by_gpc for c in kind_of(CLUSTERED).orders(CLUSTERED, Problem(8192, 8192, 8192), H100))
 
 
 def test_a_kernel_without_an_order_of_tiles_is_tried_in_none():
     single = replace(CLUSTERED, threadblock=ThreadblockShape(64, 128, 64), schedule="warp_specialized")
-    assert kind_of(single).orders(single, (1024, 1024, 4096), H100) == []
+    assert kind_of(single).orders(single, Problem(1024, 1024, 4096), H100) == []
 
 
 def test_a_weight_beyond_the_cache_is_read_once_where_the_rows_stay_in_it():
-    assert CLUSTERED.usual_order((768, 28672, 4096)).raster == "along_m"
-    assert CLUSTERED.usual_order((8192, 28672, 4096)).raster == "along_n"
+    assert CLUSTERED.usual_order(Problem(768, 28672, 4096)).raster == "along_m"
+    assert CLUSTERED.usual_order(Problem(8192, 28672, 4096)).raster == "along_n"
 
 
 def test_new_rows_come_last_where_idle_warps_have_yet_to_read_them():
@@ -619,14 +621,14 @@ def test_new_rows_come_last_where_idle_warps_have_yet_to_read_them():
         for along_m, along_n in ((1, 2), (2, 1)):
             cluster = ClusterShape(along_m, along_n)
             beside = replace(CLUSTERED, cluster=cluster, swap_ab=swapped, means="beside")
-            assert beside.usual_order((3072, 2560, 2560)).raster == raster
+            assert beside.usual_order(Problem(3072, 2560, 2560)).raster == raster
     # But no operand is read again from memory for it.
     without, beside = (replace(CLUSTERED, means=means) for means in ("gathered", "beside"))
-    for problem in ((768, 28672, 4096), (8192, 28672, 4096)):
+    for problem in (Problem(768, 28672, 4096), Problem(8192, 28672, 4096)):
         assert beside.usual_order(problem).raster == without.usual_order(problem).raster
 
 
 def test_the_order_of_tiles_is_no_part_of_the_kernel():
-    shapes = [(m, n, 4096) for m in range(64, 8192, 191) for n in (4096, 8192, 28672)]
+    shapes = [Problem(m, n, 4096) for m in range(64, 8192, 191) for n in (4096, 8192, 28672)]
     found = [chosen(shape) for shape in shapes]
     assert len(set(found)) > len({spec for spec, _ in found})

@@ -11,6 +11,7 @@ import cutlass_ops as co
 from cutlass_ops.choose import dispatch, policies, pool
 from cutlass_ops.choose.tables import Measured
 from cutlass_ops.declare.config import Means, Sm90Config
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.kinds import legality
@@ -27,7 +28,7 @@ def signature_of_graph(graph, problem, **changes):
 
 @pytest.mark.parametrize(("m", "means"), [(96, "gathered"), (64, "beside"), (1024, "beside"), (4096, "beside")])
 def test_kernels_with_a_norm_have_the_times_of_those_without_and_what_means_take(m, means):
-    problem = (m, 4096, 4096)
+    problem = Problem(m, 4096, 4096)
     usual = policies.policy(signature_of_graph(builtin.bias_relu.graph, problem), H100)
     norm = policies.policy(signature_of_graph(builtin.layer_norm.graph, problem), H100)
     best = next(c for c in usual.ranked(problem) if isinstance(c.config, Sm90Config) and c.config.whole_k)
@@ -41,7 +42,7 @@ def test_kernels_with_a_norm_have_the_times_of_those_without_and_what_means_take
 
 
 def test_measured_kernels_take_means_in_the_way_that_costs_their_tile_least():
-    signature = signature_of_graph(builtin.layer_norm.graph, (1024, 4096, 4096))
+    signature = signature_of_graph(builtin.layer_norm.graph, Problem(1024, 4096, 4096))
     borrowed = policies._as_if_about(policies._reference(), signature, H100)
     kernels = [c for c in borrowed.kernels if isinstance(c, Sm90Config)]
     assert {c.means for c in kernels} == {"gathered", "beside", "ahead"}
@@ -65,7 +66,7 @@ def test_a_table_about_a_norm_itself_is_taken_at_its_word(means):
 
 
 def test_where_neither_main_loop_nor_idle_warps_can_a_kernel_before_does_and_counts():
-    problem = (1024, 4096, 4096)
+    problem = Problem(1024, 4096, 4096)
     misaligned = signature_of_graph(builtin.rms_norm.graph, problem, d=Operand.of("bf16.row.align1"))
     policy = policies.policy(misaligned, H100)
     assert policy.kernels
@@ -83,7 +84,7 @@ def gated_by_relu(acc, up: co.Product):
 
 
 def test_two_weights_take_as_long_as_one_of_twice_the_columns():
-    one, two = (1024, 6144, 4096), (1024, 3072, 4096)  # at which no table of gates was measured
+    one, two = Problem(1024, 6144, 4096), Problem(1024, 3072, 4096)  # at which no table of gates was measured
     gate = policies.policy(signature_of_graph(gated_by_relu.graph, two), H100)
     usual = policies.policy(signature_of_graph(builtin.bias_relu.graph, one), H100)
     best = gate.ranked(two, count=1)[0]
@@ -94,14 +95,14 @@ def test_two_weights_take_as_long_as_one_of_twice_the_columns():
 
 
 def test_two_weights_between_measured_shapes_are_predicted_as_one_twice_as_wide():
-    policy = policies.policy(signature_of_graph(builtin.swiglu.graph, (300, 5000, 4096)), H100)
-    wide = policy.ranked((300, 5000, 4096), count=1)[0].microseconds
-    half = policy.ranked((300, 2504, 4096), count=1)[0].microseconds
+    policy = policies.policy(signature_of_graph(builtin.swiglu.graph, Problem(300, 5000, 4096)), H100)
+    wide = policy.ranked(Problem(300, 5000, 4096), count=1)[0].microseconds
+    half = policy.ranked(Problem(300, 2504, 4096), count=1)[0].microseconds
     assert 1.5 * half < wide < 2.6 * half
 
 
 def test_a_pool_for_two_weights_counts_the_columns_of_both():
-    one, two = (1000, 5008, 4096), (1000, 2504, 4096)
+    one, two = Problem(1000, 5008, 4096), Problem(1000, 2504, 4096)
     gate = policies.policy(signature_of_graph(builtin.swiglu.graph, two), H100)
     both = pool.Pool.of(gate.kernels, gate.signature)
     single = replace(both, traits=replace(both.traits, weights=1))
@@ -111,7 +112,7 @@ def test_a_pool_for_two_weights_counts_the_columns_of_both():
 
 
 def test_sm80_serves_norms_and_refuses_two_weights():
-    problem = (256, 1024, 1024)
+    problem = Problem(256, 1024, 1024)
     norm = signature_at(builtin.rms_norm.graph, problem, "bf16", "row", "col", None, A100)
     assert dispatch.specs(norm, A100)
     gate = signature_at(builtin.swiglu.graph, problem, "bf16", "row", "col", None, A100)

@@ -12,6 +12,7 @@ from cutlass_ops.choose import dispatch, policies, tables
 from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.declare.config import Sm90Config, ThreadblockShape
 from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.run import gated, norms, ops
 from cutlass_ops.run.call import call_at, signature_of
@@ -20,12 +21,16 @@ from cutlass_ops.tools.explaining import explain_call
 pytestmark = pytest.mark.usefixtures("session")
 
 
-def explained(problem=(512, 4096, 4096), op=ops.gemm_bias_relu, device=H100, dtype="bf16", majors=("row", "col")):
+USUAL = Problem(512, 4096, 4096)
+
+
+def explained(problem=USUAL, op=ops.gemm_bias_relu, device=H100, dtype="bf16", majors=("row", "col")):
     return explain_call(op.name, call_at(op.graph, problem, dtype, *majors), device, op)
 
 
-@pytest.mark.parametrize("problem", [(512, 4096, 4096), (500, 4096, 4096), (3, 777, 512), (64, 4097, 4097)])
-def test_it_agrees_with_the_choice(problem):
+@pytest.mark.parametrize("extents", [(512, 4096, 4096), (500, 4096, 4096), (3, 777, 512), (64, 4097, 4097)])
+def test_it_agrees_with_the_choice(extents):
+    problem = Problem(*extents)
     found = explained(problem)
     signature = signature_of(call_at(ops.gemm_bias_relu.graph, problem, "bf16", "row", "col"), H100)
     spec, order = dispatch.choose(signature, H100, problem)
@@ -33,7 +38,7 @@ def test_it_agrees_with_the_choice(problem):
     assert (found.candidates[0].config, found.candidates[0].order) == (spec.config, order)
     times = [c.microseconds for c in found.candidates]
     assert len(set(found.candidates)) == len(times)
-    assert json.loads(json.dumps(found.to_json()))["problem"] == list(problem)
+    assert json.loads(json.dumps(found.to_json()))["problem"] == list(found.problem) == list(extents)
 
 
 def test_it_says_what_was_measured_and_what_was_not():
@@ -45,11 +50,11 @@ def test_it_says_what_was_measured_and_what_was_not():
     other = explained(op=ops.gemm_bias_gelu)
     assert "another epilogue" in other.why
     assert other.peers == {}
-    assert "run cutlass_ops.tune() to measure" in explained((64, 4097, 4097)).why
+    assert "run cutlass_ops.tune() to measure" in explained(Problem(64, 4097, 4097)).why
 
 
 def test_the_text_has_the_verdict_then_the_five_best_then_details():
-    found = explained((64, 4097, 4097))
+    found = explained(Problem(64, 4097, 4097))
     assert len(found.candidates) > 5
     lines = str(found).splitlines()
     assert lines[0] == found.verdict
@@ -66,7 +71,7 @@ def test_the_text_has_the_verdict_then_the_five_best_then_details():
 
 
 def test_in_a_prompt_it_is_one_line():
-    for found in (explained(), explained((64, 4097, 4097)), explained(device=Device((7, 5), 40))):
+    for found in (explained(), explained(Problem(64, 4097, 4097)), explained(device=Device((7, 5), 40))):
         assert "\n" not in repr(found)
         assert len(repr(found)) < 240
         assert found.op in repr(found)
@@ -96,7 +101,7 @@ def test_where_pytorch_serves_its_time_is_the_expected_one(monkeypatch):
 
 
 def test_gates_where_no_kernel_takes_two_weights():
-    found = explained((8, 64, 64), gated.swiglu_op(None), A100)
+    found = explained(Problem(8, 64, 64), gated.swiglu_op(None), A100)
     assert found.served_by == "two GEMMs"
     assert "no kernel takes both weights" in found.why
     # The first part leaves its result to the second, as a tile.
@@ -106,7 +111,7 @@ def test_gates_where_no_kernel_takes_two_weights():
         assert part.verdict in str(found)
     assert json.loads(json.dumps(found.to_json()))["parts"] == [part.to_json() for part in found.parts]
     # Without the op nothing says what runs instead, as for the same epilogue of a user's own.
-    alone = explained((8, 64, 64), ops.op(builtin.swiglu), A100)
+    alone = explained(Problem(8, 64, 64), ops.op(builtin.swiglu), A100)
     assert (alone.served_by, alone.parts) == ("nothing", ())
 
 
@@ -125,7 +130,7 @@ def test_the_parts_are_what_then_runs(device, norm):
 @pytest.mark.parametrize("lost", [0, 1])
 def test_where_only_a_part_is_served_nothing_is(monkeypatch, lost):
     op, policy = gated.swiglu_op(None), policies.policy
-    call = call_at(op.graph, (8, 64, 64), "bf16", "row", "col")
+    call = call_at(op.graph, Problem(8, 64, 64), "bf16", "row", "col")
     graph = op.instead_of(call)[lost][0].graph
 
     def without(signature, device):
@@ -139,7 +144,7 @@ def test_where_only_a_part_is_served_nothing_is(monkeypatch, lost):
 
 
 def test_a_device_that_serves_no_part_is_said_to_be_that():
-    found = explained((8, 64, 64), gated.swiglu_op(None), Device((7, 5), 40, "Tesla T4"))
+    found = explained(Problem(8, 64, 64), gated.swiglu_op(None), Device((7, 5), 40, "Tesla T4"))
     assert found.served_by == "nothing"
     assert "Tesla T4" in found.why
 
@@ -148,7 +153,7 @@ def test_what_no_grid_can_cover_is_explained(monkeypatch):
     kernel = Sm90Config(ThreadblockShape(64, 64, 64), schedule="warp_specialized")
     policy = policies.Policy.of((), signature(), H100, [kernel])
     monkeypatch.setattr(policies, "policy", lambda *_: policy)
-    found = explained((64, 4480000, 4096))
+    found = explained(Problem(64, 4480000, 4096))
     assert found.served_by == "nothing"
     assert "the grid would have more thread blocks" in found.why
 
@@ -218,7 +223,8 @@ def test_functions_refuse_what_a_call_refuses():
 
 
 @pytest.mark.parametrize(
-    ("problem", "bound"), [((8192, 8192, 8192), "compute"), ((1, 8192, 8192), "memory"), ((16, 64, 64), "launch")]
+    ("problem", "bound"),
+    [(Problem(8192, 8192, 8192), "compute"), (Problem(1, 8192, 8192), "memory"), (Problem(16, 64, 64), "launch")],
 )
 def test_the_bound(problem, bound):
     found = explained(problem)
@@ -228,11 +234,11 @@ def test_the_bound(problem, bound):
 
 
 def test_a_roofline_is_of_the_chip_itself():
-    problem = (1, 8192, 8192)
+    problem = Problem(1, 8192, 8192)
     here, there = explained(problem), explained(problem, device=H200)
     assert there.roofline.memory == pytest.approx(here.roofline.memory * 3352 / 4800)
     assert there.roofline.compute == here.roofline.compute
-    assert explained((8192,) * 3, device=A100).roofline.compute == pytest.approx(2 * 8192**3 / 312e6)
+    assert explained(Problem(8192, 8192, 8192), device=A100).roofline.compute == pytest.approx(2 * 8192**3 / 312e6)
     unknown = explained(problem, device=replace(A100, name="another"))
     assert unknown.achieved is None
     assert unknown.to_json()["roofline"] is None
@@ -240,11 +246,11 @@ def test_a_roofline_is_of_the_chip_itself():
 
 
 def test_misaligned_operands_get_the_reason_and_the_remedy():
-    says = {f.name: f.says for f in explained((64, 4096, 4097)).contract}
+    says = {f.name: f.says for f in explained(Problem(64, 4096, 4097)).contract}
     assert "mma.sync" in says["unit"]
     assert "a and b not aligned to 16 bytes" in says["unit"]
     assert "pad the leading dimension" in says["unit"]
-    copied = {f.name: f.says for f in explained((4096, 4096, 4097)).contract}["unit"]
+    copied = {f.name: f.says for f in explained(Problem(4096, 4096, 4097)).contract}["unit"]
     assert copied.startswith("wgmma")
     assert "copied to aligned workspace first" in copied
     assert "pad the leading dimension" in copied
@@ -293,7 +299,7 @@ def test_warming_up_on_the_cpu_is_nothing():
 
 def test_it_says_that_tuning_was_deterministic():
     assert "deterministic" not in explained().why
-    of = signature_of(call_at(ops.gemm_bias_relu.graph, (512, 4096, 4096), "bf16", "row", "col"), H100)
+    of = signature_of(call_at(ops.gemm_bias_relu.graph, Problem(512, 4096, 4096), "bf16", "row", "col"), H100)
     table = Table(H100.name, 132, of, deterministic=True)
     tables.update(tables.path_of(policies.env.tuning_dir(), H100.name, of), table)
     policies.forget()
@@ -305,7 +311,7 @@ def test_it_says_that_tuning_was_deterministic():
 
 def test_it_says_for_what_a_time_was_measured():
     """A signature's own table speaks for its shapes; elsewhere what is borrowed does."""
-    problem, elsewhere = (640, 5120, 4096), (4096, 4096, 4096)
+    problem, elsewhere = Problem(640, 5120, 4096), Problem(4096, 4096, 4096)
     op = ops.gemm_bias_gelu
     of = signature_of(call_at(op.graph, problem, "bf16", "row", "col"), H100)
     config = policies.policy(of, H100).kernels[0]
@@ -326,7 +332,7 @@ def test_it_says_for_what_a_time_was_measured():
     [(1, "FP32 arithmetic", "element by element"), (8, "mma.sync", "element by element"), (512, "wgmma", "by TMA")],
 )
 def test_what_multiplies_and_how_it_is_stored(rows, unit, stored):
-    says = {f.name: f.says for f in explained((rows, 6144, 4096)).contract}
+    says = {f.name: f.says for f in explained(Problem(rows, 6144, 4096)).contract}
     assert says["unit"].startswith(unit)
     assert f"stored {stored}" in says["d"]
 
@@ -334,10 +340,10 @@ def test_what_multiplies_and_how_it_is_stored(rows, unit, stored):
 @pytest.mark.parametrize(
     ("problem", "says"),
     [
-        ((1, 6144, 4096), "by the warps of each thread block"),
-        ((16, 6144, 4096), "gathered by the main loop"),
-        ((4096, 6144, 4096), "idle warps beside the main loop"),
-        ((64, 4096, 4097), "small kernel ahead"),
+        (Problem(1, 6144, 4096), "by the warps of each thread block"),
+        (Problem(16, 6144, 4096), "gathered by the main loop"),
+        (Problem(4096, 6144, 4096), "idle warps beside the main loop"),
+        (Problem(64, 4096, 4097), "small kernel ahead"),
     ],
 )
 def test_where_means_of_rows_are_from(problem, says):

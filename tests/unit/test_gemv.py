@@ -10,6 +10,7 @@ from cutlass_ops.base import arch, resources
 from cutlass_ops.choose import policies, pool, space, tables
 from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.declare.config import GemvConfig, Sm80Config, Sm90Config, config_from_json, config_to_json
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.kinds.gemv import model as model_gemv
@@ -107,11 +108,11 @@ def test_its_json_says_all():
 
 def test_it_takes_as_long_as_reading_b():
     weight = 2 * 28672 * 4096 / 3.1e6
-    assert model_gemv.predict(GemvConfig(), (1, 28672, 4096), 132) == pytest.approx(weight, rel=0.03)
+    assert model_gemv.predict(GemvConfig(), Problem(1, 28672, 4096), 132) == pytest.approx(weight, rel=0.03)
     # Every further pass over B costs as much again, and so does much arithmetic.
-    assert model_gemv.predict(GemvConfig(1), (2, 28672, 4096), 132) > 1.9 * weight
-    assert model_gemv.predict(GemvConfig(4), (8, 28672, 4096), 132) > 1.9 * weight
-    assert model_gemv.predict(GemvConfig(8, 8, 4), (8, 28672, 4096), 132) == pytest.approx(weight, rel=0.1)
+    assert model_gemv.predict(GemvConfig(1), Problem(2, 28672, 4096), 132) > 1.9 * weight
+    assert model_gemv.predict(GemvConfig(4), Problem(8, 28672, 4096), 132) > 1.9 * weight
+    assert model_gemv.predict(GemvConfig(8, 8, 4), Problem(8, 28672, 4096), 132) == pytest.approx(weight, rel=0.1)
 
 
 @pytest.mark.parametrize(("count", "most"), [(1, 1.02), (4, 1.002)])
@@ -125,7 +126,7 @@ def test_the_models_first_kernels_hold_the_fastest_of_the_tables_that_ship(count
 def test_fitting_finds_the_numbers_again():
     fit = script("fit_gemv")
     true = fit.H100._replace(bandwidth=2.0, start=3.0)
-    problems = [(m, n, k) for m in (1, 2, 8) for n, k in ((1024, 1024), (4096, 4096), (28672, 4096))]
+    problems = [Problem(m, n, k) for m in (1, 2, 8) for n, k in ((1024, 1024), (4096, 4096), (28672, 4096))]
     kernels = [c for c in space_gemv.candidates() if c.warps == 8]
     measured = {(0, p): dict(zip(kernels, fit.predicted(p, kernels, true, 132), strict=True)) for p in problems}
     fitted = fit.fit(measured, fit.H100, 132, 300)
@@ -134,7 +135,7 @@ def test_fitting_finds_the_numbers_again():
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 8, 9, 16])
 def test_few_rows_have_kernels_that_read_b_once(rows):
-    found = space.few_rows(signature(), (rows, 6144, 4096), H100)
+    found = space.few_rows(signature(), Problem(rows, 6144, 4096), H100)
     assert len(found) >= 6
     assert all(c.rows >= rows and (c.rows < 2 * rows or c.rows == 8) for c in found)
     assert any(c.by_tile for c in found)
@@ -142,21 +143,21 @@ def test_few_rows_have_kernels_that_read_b_once(rows):
 
 
 def test_many_rows_have_none():
-    assert space.few_rows(signature(), (17, 6144, 4096), H100) == []
-    assert all(isinstance(c, Sm90Config) for c in space.ranked(signature(), (64, 6144, 4096), 40, H100))
+    assert space.few_rows(signature(), Problem(17, 6144, 4096), H100) == []
+    assert all(isinstance(c, Sm90Config) for c in space.ranked(signature(), Problem(64, 6144, 4096), 40, H100))
 
 
 @pytest.mark.parametrize(("device", "kind"), [(H100, Sm90Config), (A100, Sm80Config)])
 def test_one_row_is_raced_with_both_kinds(device, kind):
-    problem = (1, 6144, 4096)
+    problem = Problem(1, 6144, 4096)
     (task,) = tuning.plan({signature(): [problem]}, device, tuning.Effort(kernels=24, candidates=24))
     assert {type(e.config) for e in task.entrants} == {GemvConfig, kind}
     assert next(e.config for e in task.entrants if isinstance(e.config, GemvConfig)).rows == 1
 
 
 def test_a_refinement_looks_at_them_although_none_was_measured():
-    problem = (2, 6144, 4096)
-    best = space.ranked(signature(), (64, 6144, 4096), 1, H100)[0]
+    problem = Problem(2, 6144, 4096)
+    best = space.ranked(signature(), Problem(64, 6144, 4096), 1, H100)[0]
     table = Table(H100.name, 132, signature(), points=(Point(problem, "2026-11-22", (Measured(best, 20.0, 0.0),), ()),))
     effort = tuning.Effort(kernels=96, candidates=16, refine=True)
     (task,) = tuning.plan({signature(): [problem]}, H100, effort, {signature(): table})
@@ -164,7 +165,7 @@ def test_a_refinement_looks_at_them_although_none_was_measured():
 
 
 def test_deterministic_tuning_leaves_them_out():
-    (task,) = tuning.plan({signature(): [(1, 6144, 4096)]}, H100, tuning.Effort(), deterministic=True)
+    (task,) = tuning.plan({signature(): [Problem(1, 6144, 4096)]}, H100, tuning.Effort(), deterministic=True)
     assert not any(isinstance(e.config, GemvConfig) for e in task.entrants)
 
 
@@ -179,7 +180,7 @@ def test_neighbours_differ_in_one_thing():
 def test_a_pool_of_all_kinds_has_each_one_s_time():
     usual = space.usual(signature()).configs[:5]
     mixed = pool.Pool.of((usual[0], GemvConfig(1), *usual[1:], GemvConfig(4)), signature())
-    problems = [(1, 6144, 4096), (64, 6144, 4096), (1000, 512, 512)]
+    problems = [Problem(1, 6144, 4096), Problem(64, 6144, 4096), Problem(1000, 512, 512)]
     times, by_gpc = mixed.times_and_order(problems, H100)
     alone, order = pool.Pool.of(usual, signature()).times_and_order(problems, H100)
     places = [0, 2, 3, 4, 5]
@@ -193,9 +194,9 @@ def test_a_pool_of_all_kinds_has_each_one_s_time():
 
 
 def test_without_any_table_an_ampere_takes_one_for_a_row():
-    chosen = policies.policy(signature(), A100).choose((1, 8192, 8192))
+    chosen = policies.policy(signature(), A100).choose(Problem(1, 8192, 8192))
     assert isinstance(chosen.config, GemvConfig)
-    assert isinstance(policies.policy(signature(), A100).choose((512, 8192, 8192)).config, Sm80Config)
+    assert isinstance(policies.policy(signature(), A100).choose(Problem(512, 8192, 8192)).config, Sm80Config)
     assert not any(isinstance(c, GemvConfig) for c in policies.policy(signature(a=4, b=4), A100).kernels)
 
 
@@ -203,11 +204,12 @@ def test_what_was_measured_for_it_serves_another_epilogue():
     # A table of another epilogue says as much of it as of the others; a reduction it cannot have.
     kernels = (GemvConfig(1), *space.usual(signature()).configs[:1])
     measured = (Measured(kernels[0], 10.0, 0.0), Measured(kernels[1], 12.0, 0.2))
-    table = Table(H100.name, 132, signature(), kernels=kernels, points=(Point((1, 8192, 4096), "", measured, ()),))
+    points = (Point(Problem(1, 8192, 4096), "", measured, ()),)
+    table = Table(H100.name, 132, signature(), kernels=kernels, points=points)
     gated = policies._as_if_about(table, signature(builtin.swiglu), H100)
     assert gated.kernels[0] == GemvConfig(1)
     (point,) = gated.points
-    assert (point.problem, point.measured[0].config) == ((1, 4096, 4096), GemvConfig(1))
+    assert (point.problem, point.measured[0].config) == (Problem(1, 4096, 4096), GemvConfig(1))
     reduction = signature(builtin.residual_rms_bf16)
     assert policies._legal(reduction, GemvConfig(1), H100) is None
 

@@ -4,6 +4,7 @@ import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -21,6 +22,7 @@ from cutlass_ops.declare.config import (
     ThreadblockShape,
     WarpShape,
 )
+from cutlass_ops.declare.form import FORMS, Form
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue import builtin
@@ -128,6 +130,14 @@ def cluster(m, n):
 MN_MAJOR = {"a": "bf16.col", "b": "bf16.row"}
 WS, COOP = {"schedule": "warp_specialized"}, {"schedule": "cooperative"}
 
+
+def batched():
+    """A declaration of a form that no kind serves yet."""
+    form = Form("batched", "the number of batches")
+    with mock.patch.dict(FORMS, {form.name: form}):
+        return KernelSpec(a="bf16.row", b="bf16.col", d="bf16.row", epilogue=bias_relu, config=sm90().config, form=form)
+
+
 # Rule, a declaration that keeps it, and a neighbour that breaks it and nothing else.
 NEIGHBOURS = [
     ("field_values", sm90(stages=2), sm90(stages=1)),
@@ -138,6 +148,7 @@ NEIGHBOURS = [
     ("target", sm90(target="sm_90a"), sm90(target="sm_90")),
     ("target", gemv(target="sm_90"), gemv(target="sm_90a")),
     ("target", sm80(target="sm_90"), sm80(target="sm_90a")),
+    ("form", sm90(), batched()),
     ("operand_dtypes", sm90(a="f16.row", b="f16.col"), sm90(a="f16.row", b="bf16.col")),
     ("operand_dtypes", sm90(d="f32.row"), sm90(a="f32.row", b="f32.col")),
     ("scaling", sm90(), sm90(a="bf16.row.blocks1x128", b="bf16.col.blocks128x128")),

@@ -16,6 +16,7 @@ from signatures import signature
 from cutlass_ops.base.errors import ConfigError, MeasuringError
 from cutlass_ops.declare.config import Ordered, Sm90Config, ThreadblockShape, config_to_json
 from cutlass_ops.declare.order import TileOrder
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.tuner import measuring
 from cutlass_ops.tuner.measuring import Measurer
 
@@ -54,7 +55,7 @@ for line in sys.stdin:
 
 GOOD = [Ordered(Sm90Config(ThreadblockShape(64, n, 64)), TileOrder("along_m")) for n in (64, 128)]
 HANGS, DIES, WRONG = (Ordered(Sm90Config(ThreadblockShape(64, 64, k))) for k in (32, 128, 256))
-PROBLEM = (512, 4096, 4096)
+PROBLEM = Problem(512, 4096, 4096)
 
 
 @pytest.fixture
@@ -119,8 +120,8 @@ def test_when_no_kernel_is_to_blame_the_problem_is(measurer):
 
 def test_a_problem_that_cannot_be_measured_leaves_the_worker_alive(measurer):
     one = measurer()
-    with pytest.raises(MeasuringError, match=r"\(666, 1, 1\) cannot be measured: too large"):
-        measure(one, GOOD, (666, 1, 1))
+    with pytest.raises(MeasuringError, match="666x1x1 cannot be measured: too large"):
+        measure(one, GOOD, Problem(666, 1, 1))
     assert measure(one, GOOD).measured
 
 

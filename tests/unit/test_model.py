@@ -16,6 +16,7 @@ from cutlass_ops.base import resources
 from cutlass_ops.choose import knowledge, policies, pool, space, tables
 from cutlass_ops.choose.pool import Pool
 from cutlass_ops.declare.config import GemvConfig, Means, Sm90Config, ThreadblockShape
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.sm90 import model, timer
@@ -98,16 +99,16 @@ def test_a_chip_with_faster_memory_is_known_by_its_name():
     tiles = config("sm90_128x128x64_1x2_pp")
     gemv = GemvConfig(rows=1, warps=8, pieces=8)
     for kernel in (tiles, gemv):
-        read, long = ((1, 28672, 4096), (1, 128256, 8192))
+        read, long = Problem(1, 28672, 4096), Problem(1, 128256, 8192)
         there, here = (pool.predict(kernel, long, d) - pool.predict(kernel, read, d) for d in (H200, H100))
         assert 1.2 < here / there < 1.45
-    many = (8192, 8192, 8192)
+    many = Problem(8192, 8192, 8192)
     assert pool.predict(tiles, many, H200) == pytest.approx(pool.predict(tiles, many, H100), rel=0.02)
     assert model.costs_of(replace(H100, name="another")) == model.H100
 
 
 def test_what_was_measured_on_one_chip_says_by_how_much_the_model_is_off_on_another():
-    problem = (24, 40960, 6144)  # not measured anywhere
+    problem = Problem(24, 40960, 6144)  # not measured anywhere
     here, there = (policies.policy(signature(), d).choose(problem) for d in (H100, H200))
     assert there.source == "interpolated"
     assert 1.2 < here.microseconds / there.microseconds < 1.5
@@ -115,7 +116,7 @@ def test_what_was_measured_on_one_chip_says_by_how_much_the_model_is_off_on_anot
 
 def test_many_at_once_are_predicted_as_one_by_one():
     configs = space.configurations(signature())[::293]
-    shapes = [(1, 4096, 4096), (333, 12288, 4096), (4096, 4096, 14336), (200, 3584, 18944)]
+    shapes = [Problem(1, 4096, 4096), Problem(333, 12288, 4096), Problem(4096, 4096, 14336), Problem(200, 3584, 18944)]
     together = model.times(model.Batch.of(configs), shapes)
     assert together.shape == (len(shapes), len(configs))
     for i, shape in enumerate(shapes):
@@ -131,7 +132,7 @@ def test_no_time_is_below_what_memory_and_tensor_cores_allow(m, n, k):
         config("sm90_128x192x64_2x1_pp"),
         config("sm90_256x128x64_1x2_coop"),
     ):
-        time = model.predict(of, (m, n, k))
+        time = model.predict(of, Problem(m, n, k))
         assert time >= 2 * (m * k + k * n + m * n) / (model.H100.dram * 1e3)
         assert time >= 2 * m * n * k / 989e6  # peak of an H100, in FLOP a microsecond
 
@@ -143,7 +144,7 @@ def taken(configs, problems):
 
 
 def test_means_gathered_cost_by_the_rows_of_a_tile():
-    problems = [(16, 4096, 4096), (4096, 4096, 4096), (4096, 512, 8192)]
+    problems = [Problem(16, 4096, 4096), Problem(4096, 4096, 4096), Problem(4096, 512, 8192)]
     few, many = (config(f"sm90_{name}") for name in ("64x16x64_1x1_pp_swap", "64x64x64_1x1_pp"))
     later = taken([few, many], problems)
     assert (later > 0).all()
@@ -153,16 +154,16 @@ def test_means_gathered_cost_by_the_rows_of_a_tile():
 
 def test_means_ahead_cost_reading_a():
     ahead = Sm90Config(ThreadblockShape(128, 128, 64), means="ahead")
-    problems = [(16, 4096, 4096), (4096, 4096, 4096), (4096, 512, 8192), (1, 1, 1)]
+    problems = [Problem(16, 4096, 4096), Problem(4096, 4096, 4096), Problem(4096, 512, 8192), Problem(1, 1, 1)]
     *later, start = taken([ahead], problems).flatten().tolist()
     read = [one - start for one in later]
-    assert read == pytest.approx([read[0] * m * k / (16 * 4096) for m, _, k in problems[:3]], rel=1e-3)
+    assert read == pytest.approx([read[0] * p.m * p.k / (16 * 4096) for p in problems[:3]], rel=1e-3)
 
 
 def test_means_beside_cost_more_where_epilogues_wait_for_them():
     beside = Sm90Config(ThreadblockShape(128, 128, 64), means="beside")
     # In one short wave all of 8192 rows; in many long ones a few of many rows at a time.
-    hidden, waited = taken([beside], [(4096, 16384, 4096), (8192, 128, 4096)]).flatten().tolist()
+    hidden, waited = taken([beside], [Problem(4096, 16384, 4096), Problem(8192, 128, 4096)]).flatten().tolist()
     assert hidden == pytest.approx(model.TAKING.beside.pingpong)
     assert waited > hidden + 1
 
@@ -173,7 +174,7 @@ def test_a_pool_counts_what_means_take():
         *(Sm90Config(ThreadblockShape(64, 64, 64), means=w) for w in ("beside", "ahead")),
     ]
     norm, plain = signature(builtin.rms_norm), signature()
-    problems = [(64, 4096, 4096), (4096, 4096, 4096)]
+    problems = [Problem(64, 4096, 4096), Problem(4096, 4096, 4096)]
     norms = Pool.of(ways, norm)
     alone = Pool.of([replace(c, means="gathered") for c in ways], plain).times(problems, H100)
     later = model.means(model.Batch.of(ways), problems, alone)
@@ -234,7 +235,7 @@ def test_a_fit_of_means_improves_on_where_it_began(sweep_of_means):
 def test_more_work_is_not_predicted_to_be_faster():
     of = config("sm90_128x128x64_2x1_pp")
     for side in range(3):
-        shapes = [tuple(e if i == side else 4096 for i in range(3)) for e in (512, 1024, 4096, 16384)]
+        shapes = [Problem(*(e if i == side else 4096 for i in range(3))) for e in (512, 1024, 4096, 16384)]
         times = [model.predict(of, s) for s in shapes]
         assert all(b >= a for a, b in itertools.pairwise(times))
 
@@ -255,7 +256,7 @@ def rows(of, shape):
 def test_the_space_is_legal_and_large_and_its_parts_are_whole():
     everything = space.configurations(signature())
     assert len(everything) == len(set(everything)) > 2000
-    shape = (512, 4096, 4096)
+    shape = Problem(512, 4096, 4096)
     first = space.ranked(signature(), shape, 40, H100)
     assert len(first) == 40
     assert set(first) <= set(everything)
@@ -308,7 +309,7 @@ def test_what_won_a_sweep_is_within_reach(measured):
 
 @pytest.mark.parametrize("shape", [(64, 16_800_000, 64), (16_800_000, 16, 64)])
 def test_no_ranked_grid_is_larger_than_the_hardware_allows(shape):
-    found = space.ranked(signature(), shape, 400, H100)
+    found = space.ranked(signature(), Problem(*shape), 400, H100)
     assert found
     for of in found:
         tile, cluster = of.along_problem
@@ -326,7 +327,7 @@ def time_of(slug, problem, a="k", b="k"):
 @pytest.mark.parametrize(("columns", "times"), [(192, 1.0), (160, 1.0), (176, 1.3), (200, 1.5)])
 def test_a_tile_is_copied_in_rows_as_wide_as_divide_it_where_its_columns_are_adjacent(columns, times):
     """Measured: 128x176 takes 1.45 times as long with a row-major B, and 128x200 2.2 times (benchmarks/NOTES.md)."""
-    slug, problem = f"sm90_128x{columns}x64_2x1_pp", (4096, 28672, 4096)
+    slug, problem = f"sm90_128x{columns}x64_2x1_pp", Problem(4096, 28672, 4096)
     ratio = time_of(slug, problem, b="n") / time_of(slug, problem)
     assert ratio == pytest.approx(1.0, abs=0.07) if times == 1.0 else ratio > times
     # Swapped, it is the rows of A that lie there.
@@ -335,16 +336,17 @@ def test_a_tile_is_copied_in_rows_as_wide_as_divide_it_where_its_columns_are_adj
 
 def test_lines_that_begin_between_the_caches_lines_cost_most_where_least_is_read_twice():
     narrow, wide = "sm90_64x256x64_1x1_pp", "sm90_256x128x64_1x2_coop_swap"
-    losses = [time_of(s, (1024, 4096, 1000)) / time_of(s, (1024, 4096, 1024)) for s in (narrow, wide)]
+    between, aligned = Problem(1024, 4096, 1000), Problem(1024, 4096, 1024)
+    losses = [time_of(s, between) / time_of(s, aligned) for s in (narrow, wide)]
     assert losses[0] > 1.3 > 1.2 > losses[1]
     # Lines along N: it is N that counts.
-    assert time_of(narrow, (1024, 4096, 1000), "m", "n") < 1.05 * time_of(narrow, (1024, 4096, 1024), "m", "n")
+    assert time_of(narrow, between, "m", "n") < 1.05 * time_of(narrow, aligned, "m", "n")
 
 
 def test_of_lines_between_the_caches_lines_it_is_the_requests_of_the_cache_that_cost():
     """Profiled: clusters that share A make half as many, and cuBLAS takes 25.6 us with them for 34.0 without."""
     shares_a, shares_b = "sm90_128x128x64_1x2_coop", "sm90_128x128x64_2x1_coop"
-    aligned, odd = ([time_of(s, (m, 8192, 3072), "m", "n") for s in (shares_a, shares_b)] for m in (256, 200))
+    aligned, odd = ([time_of(s, Problem(m, 8192, 3072), "m", "n") for s in (shares_a, shares_b)] for m in (256, 200))
     assert aligned[1] < aligned[0]
     assert odd[1] > 1.05 * odd[0]
 
@@ -352,9 +354,9 @@ def test_of_lines_between_the_caches_lines_it_is_the_requests_of_the_cache_that_
 def test_what_was_measured_with_such_lines_says_little_of_others():
     column_major = signature(majors=("col", "row"))
     found = Pool.of(policies.policy(column_major, H100).kernels[:8], column_major)
-    problems = [(256, 4096, 1000), (200, 4096, 4096), (256, 4104, 4096), (200, 4104, 4096)]
+    problems = [Problem(256, 4096, 1000), Problem(200, 4096, 4096), Problem(256, 4104, 4096), Problem(200, 4104, 4096)]
     assert found.traits.odd(problems).tolist() == [0, 1, 1, 2]
-    where = knowledge.Where.of([(256, 4096, 4096), (256, 4096, 4096), (248, 4096, 4096)], found)
+    where = knowledge.Where.of([Problem(m, 4096, 4096) for m in (256, 256, 248)], found)
     places = np.arange(8)
     notes = knowledge.Notes(where.problems, np.zeros(8, np.int64), places, where.tiles[0], np.ones(8))
     _, near, far = notes.near(where)[0]
@@ -364,7 +366,7 @@ def test_what_was_measured_with_such_lines_says_little_of_others():
 
 def test_what_is_compared_in_parts_is_compared_alike(monkeypatch):
     policy = policies.policy(signature(), H100)
-    problems = [(m, 6144, 4096) for m in (1, 100, 512, 3000)]
+    problems = [Problem(m, 6144, 4096) for m in (1, 100, 512, 3000)]
     together = policy.expected(problems)
     besides = Pool.of(policy.kernels, signature(builtin.rms_norm)).besides(problems, H100)
     monkeypatch.setattr(pool, "AT_ONCE", 1)

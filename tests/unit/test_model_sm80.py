@@ -10,6 +10,7 @@ from cutlass_ops.choose import space
 from cutlass_ops.choose.pool import Pool
 from cutlass_ops.declare.config import Sm80Config, Sm90Config, ThreadblockShape, WarpShape
 from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.sm80 import model as model_sm80
 from cutlass_ops.kinds.sm80 import space as space_sm80
@@ -19,7 +20,7 @@ from tests.scripts import BENCHMARKS, script
 
 fit_sm80 = script("fit_sm80")
 
-ODD = (64, 4096, 4097)
+ODD = Problem(64, 4096, 4097)
 
 
 def odd(alignment=1):
@@ -54,13 +55,13 @@ def test_the_kernels_of_choice_serve_nearly_as_well_as_all(sweep, alignment, ker
 @pytest.mark.parametrize("config", [*space_sm80.UNTUNED_UNALIGNED, *space_sm80.UNTUNED])
 def test_no_time_is_below_what_memory_allows(config, alignment):
     for m, n, k in ((1, 1, 1), (1, 4096, 4097), (4096, 11008, 4097)):
-        time = model_sm80.predict(config, (m, n, k), 132, alignment)
+        time = model_sm80.predict(config, Problem(m, n, k), 132, alignment)
         assert time >= 2 * (m * k + k * n + m * n) / (model_sm80.H100.dram * 1e3)
 
 
 def test_wider_accesses_are_never_slower():
     for config in space_sm80.UNTUNED_UNALIGNED:
-        times = [model_sm80.predict(config, (512, 4096, 4096), 132, alignment) for alignment in (1, 2, 4, 8)]
+        times = [model_sm80.predict(config, Problem(512, 4096, 4096), 132, alignment) for alignment in (1, 2, 4, 8)]
         assert times == sorted(times, reverse=True)
 
 
@@ -77,7 +78,7 @@ def test_a_kernel_with_much_shared_memory_is_alone_where_there_is_less():
     config = Sm80Config(ThreadblockShape(128, 128, 32), WarpShape(64, 64, 32), stages=4)
     assert [model_sm80.resident(config, target=f"sm_{n}") for n in (80, 86, 89, 90)] == [2, 1, 1, 2]
     a10 = Device((8, 6), 108)
-    problem, alone = (8192, 4096, 4096), Pool((config,))
+    problem, alone = Problem(8192, 4096, 4096), Pool((config,))
     assert alone.times([problem], a10) > alone.times([problem], A100)
 
 
@@ -96,7 +97,7 @@ def test_what_has_no_wgmma_is_sought_among_sm80_kernels(of, device):
 @pytest.mark.parametrize("of", sampled(2, (odd(1), odd(2))))
 def test_what_tma_cannot_load_is_sought_among_both_kinds(of):
     """To copy operands is little where there are many rows, and as much as the whole product where there are few."""
-    few, many = (space.ranked(of, (m, 4096, 4097), 40, H100) for m in (1, 4096))
+    few, many = (space.ranked(of, Problem(m, 4096, 4097), 40, H100) for m in (1, 4096))
     assert isinstance(few[0], Sm80Config)
     assert isinstance(many[0], Sm90Config)
     for config in (*few, *many):

@@ -13,7 +13,7 @@ from cutlass_ops.base.dtypes import bf16, f16, f32
 from cutlass_ops.declare.device import Device
 from cutlass_ops.run import operands
 from cutlass_ops.run.call import check_call, given_outputs, signature_of
-from cutlass_ops.run.operands import check_overlap, check_problem, element_type, fold, matrix
+from cutlass_ops.run.operands import check_arguments, check_overlap, element_type, fold, matrix
 from tests.strategies import PATIENT
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -166,14 +166,14 @@ def arguments(m=6, n=10, k=8, batch=None, **changed):
     return {name: value for name, value in values.items() if value is not MISSING}
 
 
-def problem_of(**values):
+def checked_of(**values):
     a, b = values.pop("a"), values.pop("b")
-    return check_problem(full.graph, a, b, values)
+    return check_arguments(full.graph, a, b, values)
 
 
-def test_a_problem_is_its_extents_and_flat_tensors():
-    found = problem_of(**arguments())
-    assert (found.m, found.n, found.k, found.batch) == (6, 10, 8, (6,))
+def test_checked_arguments_are_extents_and_flat_tensors():
+    found = checked_of(**arguments())
+    assert (found.problem.extents, found.batch) == ((6, 10, 8), (6,))
     assert found.inputs["alpha"] == 2.0
     assert type(found.inputs["alpha"]) is float
     assert [found.output_shape(o) for o in full.graph.outputs] == [(6, 10), (6, 10), (6,), (10,)]
@@ -183,9 +183,9 @@ def test_a_problem_is_its_extents_and_flat_tensors():
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3), (2, 1, 3), (0, 4), (1, 1)])
 def test_leading_dimensions_are_folded_into_m(batch):
     values = arguments(batch=batch)
-    found = problem_of(**values)
+    found = checked_of(**values)
     m = math.prod(batch)
-    assert found.m == m
+    assert found.problem.m == m
     assert found.a.shape == (m, 8)
     assert found.inputs["scale"].shape == (m,)
     assert found.inputs["residual"].shape == (m, 10)
@@ -195,12 +195,12 @@ def test_leading_dimensions_are_folded_into_m(batch):
 
 
 def test_inputs_may_already_be_flat():
-    found = problem_of(**arguments(batch=(2, 3), scale=torch.zeros(6), residual=torch.zeros(6, 10, dtype=BF16)))
+    found = checked_of(**arguments(batch=(2, 3), scale=torch.zeros(6), residual=torch.zeros(6, 10, dtype=BF16)))
     assert found.inputs["residual"].shape == (6, 10)
 
 
 def test_a_scalar_on_the_cpu_becomes_a_number():
-    found = problem_of(**arguments(alpha=torch.tensor(0.5, dtype=F16)))
+    found = checked_of(**arguments(alpha=torch.tensor(0.5, dtype=F16)))
     assert found.inputs["alpha"] == 0.5
     assert type(found.inputs["alpha"]) is float
 
@@ -253,7 +253,7 @@ REFUSED = {
 @pytest.mark.parametrize(("changed", "error", "message"), REFUSED.values(), ids=REFUSED)
 def test_arguments_that_do_not_fit_are_named(changed, error, message):
     with pytest.raises(error, match=message):
-        problem_of(**arguments(**changed))
+        checked_of(**arguments(**changed))
 
 
 @pytest.mark.parametrize("name", ["a", "b", "bias", "scale", "residual", "alpha"])
@@ -261,9 +261,9 @@ def test_gradients_are_refused_by_name_unless_they_are_off(name):
     values = arguments(alpha=torch.tensor(1.0))
     values[name].requires_grad_()
     with pytest.raises(ValueError, match=rf"^{name} requires grad.*torch\.no_grad\(\).*{name}\.detach\(\)"):
-        problem_of(**values)
+        checked_of(**values)
     with torch.no_grad():
-        assert problem_of(**values).m == 6
+        assert checked_of(**values).problem.m == 6
 
 
 def test_folding_needs_no_copy_or_is_refused():
@@ -459,11 +459,11 @@ def test_a_window_that_runs_into_the_next_row_is_found():
 def overlap_check(out, name="d", **changed):
     values = arguments(n=8, residual=torch.zeros(6, 8, dtype=BF16)) | changed
     a, b = values.pop("a"), values.pop("b")
-    problem = check_problem(full.graph, a, b, values)
-    fresh = [torch.zeros(problem.flat_shape(o), dtype=F32) for o in full.graph.outputs]
+    checked = check_arguments(full.graph, a, b, values)
+    fresh = [torch.zeros(checked.flat_shape(o), dtype=F32) for o in full.graph.outputs]
     position = [o.name for o in full.graph.outputs].index(name)
     fresh[position] = out
-    check_overlap(full.graph, problem, fresh)
+    check_overlap(full.graph, checked, fresh)
 
 
 def test_an_output_of_its_own_is_accepted():
@@ -523,18 +523,18 @@ def gated(acc, bias: co.Row, up: co.Product):
     return co.silu(acc + bias) * up
 
 
-def gated_problem(**changed):
+def checked_gated(**changed):
     values = {
         "a": torch.zeros(2, 3, 8, dtype=BF16), "b": torch.zeros(8, 10, dtype=BF16),
         "bias": torch.zeros(10), "up": torch.zeros(8, 10, dtype=BF16),
     } | changed  # fmt: skip
     a, b = values.pop("a"), values.pop("b")
-    return check_problem(gated.graph, a, b, values)
+    return check_arguments(gated.graph, a, b, values)
 
 
 def test_a_products_matrix_is_taken_as_it_is():
     up = torch.zeros(10, 8, dtype=BF16).t()
-    assert gated_problem(up=up).inputs["up"] is up
+    assert checked_gated(up=up).inputs["up"] is up
 
 
 @pytest.mark.parametrize(
@@ -551,7 +551,7 @@ def test_a_products_matrix_is_taken_as_it_is():
 )
 def test_a_products_matrix_that_does_not_fit_is_refused(up, error, message):
     with pytest.raises(error, match=message):
-        gated_problem(up=up)
+        checked_gated(up=up)
 
 
 def test_no_output_may_lie_in_a_products_matrix():

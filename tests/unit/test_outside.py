@@ -29,6 +29,7 @@ from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.compilation.builder import build_many
 from cutlass_ops.declare.config import Sm80Config, Sm90Config, ThreadblockShape, WarpShape
 from cutlass_ops.declare.order import TileOrder
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.kinds import legality
@@ -88,7 +89,7 @@ SIGNATURE = signature()
 
 def point(m, peers=(("eager", 1.0),)):
     return Point(
-        (m, 4096, 4096), "2026-11-21", (Measured(KERNELS[0], 10.0, 0.0), Measured(KERNELS[1], 11.0, 0.1)), peers
+        Problem(m, 4096, 4096), "2026-11-21", (Measured(KERNELS[0], 10.0, 0.0), Measured(KERNELS[1], 11.0, 0.1)), peers
     )
 
 
@@ -223,7 +224,7 @@ def test_a_users_table_never_fails_a_call(users, path, raw):
     users.write_bytes(spoilt(JSON, path, raw))
     policies.forget()
     with pytest.warns() if not _good(users) else contextlib.nullcontext():
-        spec, _ = dispatch.choose(SIGNATURE, A100, (3, 4096, 4096))
+        spec, _ = dispatch.choose(SIGNATURE, A100, Problem(3, 4096, 4096))
     assert spec.target == "sm_80"
     found = explain_call("gemm_bias_relu", _call(), A100)
     assert found.candidates
@@ -239,7 +240,7 @@ def _good(path):
 
 
 def _call():
-    return call_at(builtin.bias_relu.graph, (1, 4096, 4096), "bf16", "row", "col")
+    return call_at(builtin.bias_relu.graph, Problem(1, 4096, 4096), "bf16", "row", "col")
 
 
 def test_a_kernel_that_cannot_have_been_launched_spoils_no_other(monkeypatch, tmp_path):
@@ -247,10 +248,10 @@ def test_a_kernel_that_cannot_have_been_launched_spoils_no_other(monkeypatch, tm
     monkeypatch.setenv("CUTLASS_OPS_TUNING_DIR", str(tmp_path))
     of = signature(builtin.bias_gelu)
     kernel = Sm90Config(ThreadblockShape(64, 128, 64), schedule="warp_specialized")
-    lie = Point((1, 1 << 30, 64), "2026-11-21", (Measured(kernel, 10.0, 0.0),))
+    lie = Point(Problem(1, 1 << 30, 64), "2026-11-21", (Measured(kernel, 10.0, 0.0),))
     path = tables.path_of(tmp_path, H100.name, of)
     path.write_text(json.dumps(Table(H100.name, 132, of, (lie,), (kernel,)).to_json()))
-    times = policies.policy(of, H100).expected([(1, 4096, 4096), (64, 1 << 29, 64)]).times
+    times = policies.policy(of, H100).expected([Problem(1, 4096, 4096), Problem(64, 1 << 29, 64)]).times
     assert not np.isnan(times).any()
 
 
@@ -267,8 +268,8 @@ def test_a_peer_that_there_is_not_is_no_way_to_serve_a_call(users):
 def test_a_users_table_about_something_else_is_left_out(users, change, capsys):
     users.write_text(json.dumps(replace(TABLE, **change).to_json()))
     with pytest.warns(RuntimeWarning, match="ignored: .* is for other calls or another device"):
-        dispatch.choose(SIGNATURE, A100, (1, 4096, 4096))
-    dispatch.choose(SIGNATURE, A100, (2, 4096, 4096))
+        dispatch.choose(SIGNATURE, A100, Problem(1, 4096, 4096))
+    dispatch.choose(SIGNATURE, A100, Problem(2, 4096, 4096))
     assert capsys.readouterr().err == ""  # where warnings are errors, as here, a second one would stand there
 
 
@@ -310,7 +311,7 @@ def test_a_wrong_table_in_a_bundle_is_the_bundles_error_and_a_problem(tmp_path, 
     assert "it is not a tuning table" in problem
     Bundles.current().load(path)
     with pytest.raises(BundleError, match=r"a table in .*/a is not a tuning table"):
-        dispatch.choose(SIGNATURE, A100, (1, 4096, 4096))
+        dispatch.choose(SIGNATURE, A100, Problem(1, 4096, 4096))
 
 
 @FEW

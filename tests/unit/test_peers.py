@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cutlass_ops as co
 from cutlass_ops.choose import policies, tables
 from cutlass_ops.choose.tables import Measured, Point, Table
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.run import ops
 from cutlass_ops.run.call import check_call, signature_of
@@ -35,12 +36,12 @@ def call_of(epilogue, out=None, out_dtype=None, a=None):
 @pytest.mark.parametrize("epilogue", builtin.BY_OP.values(), ids=lambda e: e.name)
 def test_every_peer_computes_the_epilogue(epilogue):
     call = call_of(epilogue)
-    problem = call.problem
-    wanted = co.gemm(problem.a.double().bfloat16(), problem.b, epilogue=epilogue, **problem.inputs).double()
+    given = call.arguments
+    wanted = co.gemm(given.a.double().bfloat16(), given.b, epilogue=epilogue, **given.inputs).double()
     found = peers(epilogue.graph)
     assert "eager" in found
     for peer in found.values():
-        d = peer(problem.a, problem.b, list(problem.inputs.values()))
+        d = peer(given.a, given.b, list(given.inputs.values()))
         assert (d.shape, d.dtype) == ((M, N), torch.bfloat16)
         torch.testing.assert_close(d.double(), wanted, rtol=0.03, atol=0.1)
 
@@ -49,7 +50,7 @@ def test_a_peers_plan_serves_cold_and_warm_calls():
     call = call_of(builtin.bias_relu_residual)
     plan = make_peer_plan("eager", call)
     plan.launch_call(call)
-    a, b, inputs = call.problem.a, call.problem.b, tuple(call.problem.inputs.values())
+    a, b, inputs = call.arguments.a, call.arguments.b, tuple(call.arguments.inputs.values())
     (warm,) = plan.run(a, b, inputs, None)
     assert torch.equal(warm, call.outputs[0])
     out = torch.full((M, N), float("nan"), dtype=torch.bfloat16)
@@ -69,9 +70,9 @@ def test_a_peers_plan_serves_cold_and_warm_calls():
 def test_a_peers_plan_refuses_other_inputs(inputs):
     call = call_of(builtin.bias_relu_residual)
     plan = make_peer_plan("eager", call)
-    assert plan.run(call.problem.a, call.problem.b, inputs, None) is None
-    right = tuple(call.problem.inputs.values())
-    assert plan.run(call.problem.a, call.problem.b, right, (torch.empty(M, N + 1).bfloat16(),)) is None
+    assert plan.run(call.arguments.a, call.arguments.b, inputs, None) is None
+    right = tuple(call.arguments.inputs.values())
+    assert plan.run(call.arguments.a, call.arguments.b, right, (torch.empty(M, N + 1).bfloat16(),)) is None
 
 
 def test_which_calls_a_peer_can_serve():
@@ -92,7 +93,7 @@ def test_an_op_takes_the_peer_that_tuning_allowed(tmp_path, monkeypatch, session
     call = call_of(builtin.bias_relu)
     signature = signature_of(call, H100)
     (kernel, *_) = policies.policy(signature, H100).kernels
-    point = Point((M, N, K), "2026-11-21", (Measured(kernel, 10.0, 0.0),), (("cublaslt", 8.0),))
+    point = Point(Problem(M, N, K), "2026-11-21", (Measured(kernel, 10.0, 0.0),), (("cublaslt", 8.0),))
     table = Table(H100.name, 132, signature, (point,), fallback=True).select()
     tables.update(tables.path_of(tmp_path, H100.name, signature), table)
     policies.forget()

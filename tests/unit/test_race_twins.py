@@ -4,6 +4,7 @@ import pytest
 from signatures import H100
 
 from cutlass_ops.choose import dispatch, policies, tables
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.tuner import tuning
 from tests.scripts import script
 
@@ -61,7 +62,7 @@ def config(n):
 
 
 def entry(at, usual, twins, raced=False):
-    return RACE.Entry((at, at, at), tuple(usual), tuple(twins), raced)
+    return RACE.Entry(Problem(at, at, at), tuple(usual), tuple(twins), raced)
 
 
 def test_kernels_that_no_table_has_are_those_that_are_twins_most_often():
@@ -81,9 +82,9 @@ def test_kernels_that_have_raced_do_not_race_again_alone():
 
 def test_a_new_problem_has_the_first_by_the_model_and_what_is_chosen():
     graph = RACE.BENCHMARKS["bias_relu"].op.graph
-    signature = tuning.signature_at(graph, (1024, 1024, 1024), "bf16", "row", "col", None, H100)
+    signature = tuning.signature_at(graph, Problem(1024, 1024, 1024), "bf16", "row", "col", None, H100)
     policy = policies.policy(signature, H100)
-    new, known = (418, 4864, 11776), RACE.near(policy.own.points)[0]
+    new, known = Problem(418, 4864, 11776), RACE.near(policy.own.points)[0]
     found, tabled = RACE.entries(policy, dict.fromkeys((new, known), "nvjet_sm90_tst_192x88_64x6_2x1_v_bz_TNT"), 3)
     assert found.usual[0] == dispatch.choose(signature, H100, new)[0].config
     assert {c.config for c in policy.ranked(new)[:1]} <= {*found.usual}
@@ -96,7 +97,7 @@ def test_a_new_problem_has_the_first_by_the_model_and_what_is_chosen():
 
 def test_a_line_says_what_came_out():
     times = (tables.Measured(config(136), 9.0, 0.0), tables.Measured(config(128), 10.0, 0.0))
-    point = tables.Point((3, 3, 3), "2026-11-25", times, (("cublaslt", 9.5),))
+    point = tables.Point(Problem(3, 3, 3), "2026-11-25", times, (("cublaslt", 9.5),))
     said = RACE.line(entry(3, [config(128)], [config(136)]), "nvjet_sm90_tst_128x136_64x4_1x1_v_bz_TNT", point)
     ours = config(136).slug
     assert said.startswith("3x3x3: nvjet_sm90_tst_128x136_64x4_1x1_v_bz_TNT; cublaslt 9.5 us, ")
@@ -105,9 +106,11 @@ def test_a_line_says_what_came_out():
 
 def test_problems_race_again_where_a_peer_is_close_and_nothing_is_reported():
     def point(problem, peer):
-        return tables.Point(problem, "2026-11-25", (tables.Measured(config(128), 10.0, 0.0),), (("cublaslt", peer),))
+        return tables.Point(
+            Problem(*problem), "2026-11-25", (tables.Measured(config(128), 10.0, 0.0),), (("cublaslt", peer),)
+        )
 
     reported = (RACE.shapes.GRID[-1], RACE.shapes.UNSEEN[-1], RACE.shapes.LAST[-1])
     points = [point((100, 1024, 1024), 10.2), point((100, 2048, 1024), 10.4), point((100, 4096, 1024), 9.0)]
     near = RACE.near([*points, *(point(problem, 9.0) for problem in reported)])
-    assert near == [(100, 1024, 1024), (100, 4096, 1024)]
+    assert near == [Problem(100, 1024, 1024), Problem(100, 4096, 1024)]

@@ -12,6 +12,7 @@ from cutlass_ops.base.session import Session
 from cutlass_ops.choose import dispatch, policies
 from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.declare.config import Sm80Config, Sm90Config
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.run import norms
 from cutlass_ops.ship import catalog, shipping
@@ -41,7 +42,7 @@ def kernels(**fields):
 
 def test_a_shape_is_the_kernel_that_serves_it():
     found = shipment(Catalogue(kernels=(kernels(),)))
-    assert list(found.specs) == [dispatch.choose(signature(), A100, (512, 4096, 4096))[0]]
+    assert list(found.specs) == [dispatch.choose(signature(), A100, Problem(512, 4096, 4096))[0]]
     ((of, (choice,)),) = found.choices.items()
     assert of == signature()
     assert (choice.capability, choice.n, choice.k) == ((8, 0), 4096, 4096)
@@ -90,7 +91,7 @@ def test_alignments_follow_from_shapes():
 
 def test_hopper_gets_its_own_kernels():
     found = shipment(Catalogue(kernels=(kernels(archs=("sm_90a",)),)))
-    assert list(found.specs) == [dispatch.choose(signature(), H100, (512, 4096, 4096))[0]]
+    assert list(found.specs) == [dispatch.choose(signature(), H100, Problem(512, 4096, 4096))[0]]
     assert {type(s.config) for s in found.specs} == {Sm90Config}
 
 
@@ -159,7 +160,7 @@ def test_the_same_kernel_is_shipped_once():
 
 def test_a_table_is_its_most_useful_kernels():
     usual = policies.policy(signature(), A100).kernels
-    points = (Point((300, 400, 512), "2026-01-01", tuple(Measured(c, 1.0 + i, i) for i, c in enumerate(usual))),)
+    points = (Point(Problem(300, 400, 512), "2026-01-01", tuple(Measured(c, 1.0 + i, i) for i, c in enumerate(usual))),)
     table = Table(A100.name, A100.multiprocessors, signature(), points, kernels=usual[:3])
     found = shipment(Catalogue(tuned=(shipping.Tuned(table, "sm_80", kernels=2),)))
     assert [spec.config for spec in found.specs] == list(usual[:2])

@@ -7,13 +7,14 @@ from signatures import H100
 from cutlass_ops.base import dtypes
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.declare import spelling
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.run import gated, norms
 from cutlass_ops.ship import shipping
 from cutlass_ops.tuner import tuning
 
 _MANY = ",".join(map(str, range(1, 500)))
-ONE = [(512, 4096, 1024)]
+ONE = [Problem(512, 4096, 1024)]
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def test_one_problem_in_many_spellings(text):
     ],
 )
 def test_lists_and_several_problems(text, problems):
-    assert spelling.problems_of(text) == problems
+    assert spelling.problems_of(text) == [Problem(*extents) for extents in problems]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def test_a_catalogue_has_the_same_spellings():
     )
     (first, *_), *_ = [list(shipping._calls(kernels, op)) for op in kernels.ops]
     signature, _, problem, _ = first
-    assert (signature.a.dtype.name, problem) == ("f16", (64, 512, 512))
+    assert (signature.a.dtype.name, problem) == ("f16", Problem(64, 512, 512))
     with pytest.raises(ConfigError, match="dtypes has 'f32': use bf16, f16"):
         shipping.Kernels(ops=("gemm",), archs=("sm_90a",), dtypes=("f32",), shapes=("1x1x1",))
 

@@ -13,6 +13,7 @@ from cutlass_ops.choose import dispatch, policies
 from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.compilation.background import Background
 from cutlass_ops.declare.config import GemvConfig
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.kinds.table import KINDS
 from cutlass_ops.run import ops, supply
@@ -40,7 +41,7 @@ def op():
 
 
 def best(m=M):
-    return dispatch.decide(signature(), H100, (m, N, K))
+    return dispatch.decide(signature(), H100, Problem(m, N, K))
 
 
 @pytest.fixture
@@ -104,7 +105,7 @@ def test_with_no_kernel_at_all_the_call_waits_for_the_one_that_compiles_fastest(
 
 
 def test_where_that_is_the_best_one_nothing_stands_in(device, specs):
-    decision = dispatch.decide(signature(), H100, (1, 28672, 4096))
+    decision = dispatch.decide(signature(), H100, Problem(1, 28672, 4096))
     assert isinstance(decision.config, GemvConfig)
     found = supply.supply(decision)
     assert (found.spec, found.awaited) == (decision.spec, None)
@@ -153,7 +154,9 @@ def test_a_stand_in_that_cannot_be_compiled_is_none(op, device, specs, monkeypat
 
 def test_where_no_choice_may_change_a_bit_only_kernels_that_give_the_same_bits_stand_in(op, device, specs, monkeypatch):
     kernels = tuple(c for c in policies.policy(signature(), H100).kernels if c.whole_k)
-    point = Point((M, N, K), "2026-11-26", tuple(Measured(c, 10.0 + i, i / 10) for i, c in enumerate(kernels[:3])))
+    point = Point(
+        Problem(M, N, K), "2026-11-26", tuple(Measured(c, 10.0 + i, i / 10) for i, c in enumerate(kernels[:3]))
+    )
     table = Table(H100.name, 132, signature(), (point,), kernels=kernels, deterministic=True)
     policy = policies.Policy.of([table], signature(), H100, kernels)
     monkeypatch.setattr(policies, "policy", lambda *_: policy)

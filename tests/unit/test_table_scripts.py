@@ -13,6 +13,7 @@ from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.declare.config import GemvConfig, Sm90Config, ThreadblockShape
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.order import TileOrder
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin
 from tests.scripts import script
 
@@ -51,7 +52,7 @@ TURNED = TileOrder("along_m", swizzle=4)
 
 
 def point(*measured, peers=(("eager", 30.0), ("cublaslt", 12.0))):
-    return Point((64, 4096, 4096), "2026-11-21", tuple(measured), peers)
+    return Point(Problem(64, 4096, 4096), "2026-11-21", tuple(measured), peers)
 
 
 def test_of_each_kernel_the_best_order_stays():
@@ -118,7 +119,7 @@ def test_a_kernel_that_was_chosen_is_exchanged_for_another_in_its_place():
 def test_where_weights_are_left_out_a_choice_that_never_raced_is_told():
     """B is known to be fast at one weight; at the other, which comes first, only A raced."""
     whole = point(Measured(B, 10.0, 0.0), Measured(A, 20.0, 1.0))
-    alone = replace(point(Measured(A, 20.0, 0.0)), problem=(64, 4096, 2048))
+    alone = replace(point(Measured(A, 20.0, 0.0)), problem=Problem(64, 4096, 2048))
     device = Device((9, 0), 132, "NVIDIA H100 80GB HBM3")
 
     def found(*points):

@@ -17,6 +17,7 @@ from cutlass_ops.choose import policies, tables
 from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.declare.config import Sm80Config, Sm90Config, ThreadblockShape, WarpShape
 from cutlass_ops.declare.order import TileOrder
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin
 from tests.strategies import PATIENT
 from tests.unit.test_model import sweeps
@@ -29,7 +30,10 @@ OLD = Sm80Config(ThreadblockShape(64, 64, 32), WarpShape(32, 32, 32), stages=4)
 
 def point(m, date="2026-11-21", first=SMALL, second=LARGE):
     return Point(
-        (m, 4096, 4096), date, (Measured(first, 10.0, 0.0), Measured(second, 11.0, 0.1, ORDER)), (("cublaslt", 10.5),)
+        Problem(m, 4096, 4096),
+        date,
+        (Measured(first, 10.0, 0.0), Measured(second, 11.0, 0.1, ORDER)),
+        (("cublaslt", 10.5),),
     )
 
 
@@ -54,21 +58,23 @@ def test_the_later_day_wins_where_both_have_a_problem():
 
 
 def test_what_only_the_older_measurement_knows_is_restated_by_what_both_know():
-    old = Point((1, 64, 64), "2026-11-20", (Measured(SMALL, 10.0, 0.0), Measured(OLD, 12.0, 0.2)), (("eager", 9.0),))
-    new = Point((1, 64, 64), "2026-11-21", (Measured(LARGE, 20.0, 0.0), Measured(SMALL, 25.0, 0.25)))
+    old = Point(
+        Problem(1, 64, 64), "2026-11-20", (Measured(SMALL, 10.0, 0.0), Measured(OLD, 12.0, 0.2)), (("eager", 9.0),)
+    )
+    new = Point(Problem(1, 64, 64), "2026-11-21", (Measured(LARGE, 20.0, 0.0), Measured(SMALL, 25.0, 0.25)))
     (found,) = table(old).merged(table(new)).points
     assert [m.config for m in found.measured] == [LARGE, SMALL, OLD]
     assert found.measured[2].behind == pytest.approx(1.25 * 1.2 - 1)
     assert found.measured[2].microseconds == pytest.approx(20 * 1.25 * 1.2)
     assert (found.date, found.peers) == ("2026-11-21", (("eager", 9.0),))
     # Nothing that both have: nothing can be said about the older one's.
-    alone = Point((1, 64, 64), "2026-11-21", (Measured(LARGE, 20.0, 0.0),))
+    alone = Point(Problem(1, 64, 64), "2026-11-21", (Measured(LARGE, 20.0, 0.0),))
     assert table(old).merged(table(alone)).points == (alone,)
 
 
 def test_what_was_measured_to_be_the_fastest_stays_so():
-    old = Point((1, 64, 64), "2026-11-20", (Measured(OLD, 8.0, 0.0), Measured(SMALL, 10.0, 0.25)))
-    new = Point((1, 64, 64), "2026-11-21", (Measured(SMALL, 10.0, 0.0), Measured(LARGE, 11.0, 0.1)))
+    old = Point(Problem(1, 64, 64), "2026-11-20", (Measured(OLD, 8.0, 0.0), Measured(SMALL, 10.0, 0.25)))
+    new = Point(Problem(1, 64, 64), "2026-11-21", (Measured(SMALL, 10.0, 0.0), Measured(LARGE, 11.0, 0.1)))
     (found,) = table(old).merged(table(new)).points
     assert [m.config for m in found.measured] == [SMALL, OLD, LARGE]
     # By the older race it would be 20% ahead; it is not even as good, since few kernels are chosen among the best.
@@ -334,10 +340,11 @@ def test_where_a_peer_is_close_the_fastest_kernel_is_kept():
 
     def near(m, peer):
         measured = (Measured(SMALL, 10.0, 0.0), Measured(other, 10.2, 0.02))
-        return Point((m, 64, 64), "2026-11-21", measured, (("eager", peer),))
+        return Point(Problem(m, 64, 64), "2026-11-21", measured, (("eager", peer),))
 
     elsewhere = [
-        Point((m, 64, 64), "2026-11-21", (Measured(other, 10.0, 0.0), Measured(SMALL, 10.3, 0.03))) for m in (7, 8)
+        Point(Problem(m, 64, 64), "2026-11-21", (Measured(other, 10.0, 0.0), Measured(SMALL, 10.3, 0.03)))
+        for m in (7, 8)
     ]
     assert table(near(1, 20.0), *elsewhere).select(few=1, most=1).kernels == (other,)
     assert table(near(1, 10.0), *elsewhere).select(few=1, most=1).kernels == (SMALL,)

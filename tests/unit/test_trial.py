@@ -10,6 +10,7 @@ from signatures import signature
 from cutlass_ops.declare.chips import USUAL
 from cutlass_ops.declare.config import Ordered, Sm90Config, ThreadblockShape
 from cutlass_ops.declare.order import TileOrder
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.tuner import timing, trial
 
 FIRST, SECOND = (Sm90Config(ThreadblockShape(128, n, 64)) for n in (128, 192))
@@ -52,7 +53,7 @@ def test_launches_of_a_trial_take_turns_with_the_inputs(monkeypatch):
     monkeypatch.setattr(trial.torch.cuda, "get_device_properties", lambda device: cached)
     read = []
     kernel = SimpleNamespace(launch=lambda a, *_: read.append(a.data_ptr()), workspace_size=lambda *_: 0)
-    run = trial.Trial(signature(), (64, 64, 64), torch.device("cpu"))._run(Ordered(FIRST), kernel)
+    run = trial.Trial(signature(), Problem(64, 64, 64), torch.device("cpu"))._run(Ordered(FIRST), kernel)
     for index in range(24):
         run(index)
     assert len(set(read)) == 12

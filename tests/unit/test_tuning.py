@@ -21,6 +21,7 @@ from cutlass_ops.choose import dispatch, policies, pool, space, tables
 from cutlass_ops.choose.tables import Measured
 from cutlass_ops.declare.config import ClusterShape, Means, Sm80Config, Sm90Config, ThreadblockShape
 from cutlass_ops.declare.order import TileOrder
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.run import norms
@@ -29,7 +30,13 @@ from cutlass_ops.tuner import tuning
 from cutlass_ops.tuner.measuring import Outcome
 from cutlass_ops.tuner.tuning import Effort, Place, plan, run, signature_at
 
-PROBLEMS = [(1, 4096, 4096), (64, 4096, 4096), (512, 6144, 4096), (2048, 4096, 4096), (8192, 8192, 8192)]
+PROBLEMS = [
+    Problem(1, 4096, 4096),
+    Problem(64, 4096, 4096),
+    Problem(512, 6144, 4096),
+    Problem(2048, 4096, 4096),
+    Problem(8192, 8192, 8192),
+]
 SMALL = Effort(kernels=10, candidates=4, rounds=3)
 
 
@@ -97,7 +104,7 @@ def test_few_kernels_cover_every_problem_and_the_likeliest_race():
 
 
 def test_what_serves_untuned_races_so_that_tuning_makes_no_call_slower():
-    problems = [(345, 2560, 9344), (8, 4096, 14336), (898, 3712, 832)]
+    problems = [Problem(345, 2560, 9344), Problem(8, 4096, 14336), Problem(898, 3712, 832)]
     serving = {p: dispatch.choose(signature(), H100, p)[0].config for p in problems}
     for task in tasks(SMALL, problems):
         assert serving[task.problem] in {e.config for e in task.entrants}
@@ -134,10 +141,10 @@ def test_what_the_model_puts_far_ahead_does_not_race_alone():
         for n in (128, 192)
         for swap in (False, True)
     ]
-    assert min(pool.predict(c, (8, 4096, 14336), H100) for c in wide) > 1.15 * pool.predict(
-        narrow, (8, 4096, 14336), H100
+    assert min(pool.predict(c, Problem(8, 4096, 14336), H100) for c in wide) > 1.15 * pool.predict(
+        narrow, Problem(8, 4096, 14336), H100
     )
-    (task,) = tasks(Effort(kernels=10, candidates=12, pool=(narrow, *wide)), [(8, 4096, 14336)])
+    (task,) = tasks(Effort(kernels=10, candidates=12, pool=(narrow, *wide)), [Problem(8, 4096, 14336)])
     raced = list(dict.fromkeys(e.config for e in task.entrants))
     assert raced[0] == narrow
     assert len(raced) == 4
@@ -145,7 +152,7 @@ def test_what_the_model_puts_far_ahead_does_not_race_alone():
 
 def test_the_model_promises_no_more_of_what_is_not_known_than_of_what_is(monkeypatch):
     """Where all that was measured takes twice what the model says, an unknown kernel will as well."""
-    problem, shipped = (4096, 4096, 4096), tables.load(tables.path_of(resources.tuned(), H100.name, signature()))
+    problem, shipped = Problem(4096, 4096, 4096), tables.load(tables.path_of(resources.tuned(), H100.name, signature()))
 
     def slower(point):
         return replace(point, measured=tuple(replace(m, microseconds=2 * m.microseconds) for m in point.measured))
@@ -163,7 +170,7 @@ def test_the_model_promises_no_more_of_what_is_not_known_than_of_what_is(monkeyp
 
 
 def test_what_was_measured_counts_among_further_kernels_as_well():
-    policy, problem = policies.policy(signature(), H100), (4096, 4096, 4096)
+    policy, problem = policies.policy(signature(), H100), Problem(4096, 4096, 4096)
     known = policy.expected([problem]).times[0].tolist()
     further = [c for c in space.ranked(signature(), problem, 400, H100) if c not in policy.kernels][:2]
     assert further
@@ -265,9 +272,9 @@ def test_ways_that_are_illegal_are_no_neighbours():
 
 
 def test_operands_that_tma_cannot_load_are_tuned_among_sm80_kernels():
-    odd = signature_at(builtin.bias_relu.graph, (64, 4097, 4097), "bf16", "row", "col", None, H100)
+    odd = signature_at(builtin.bias_relu.graph, Problem(64, 4097, 4097), "bf16", "row", "col", None, H100)
     assert odd.a == Operand.of("bf16.row.align1")
-    configs = {type(e.config) for t in plan({odd: [(64, 4097, 4097)]}, H100, SMALL) for e in t.entrants}
+    configs = {type(e.config) for t in plan({odd: [Problem(64, 4097, 4097)]}, H100, SMALL) for e in t.entrants}
     assert configs == {Sm80Config}
 
 
@@ -280,9 +287,9 @@ def test_what_was_measured_is_kept_and_not_measured_again(place, chip):
     assert table.points[0].peers == (("eager", 99.0),)
 
     chip.built.clear()
-    again = run(tasks(problems=[*PROBLEMS, (3, 4096, 4096)]), place, SMALL, measure=chip.measure)
+    again = run(tasks(problems=[*PROBLEMS, Problem(3, 4096, 4096)]), place, SMALL, measure=chip.measure)
     assert (again.measured, again.known) == (1, 5)
-    assert chip.measured[5:] == [(3, 4096, 4096)]
+    assert chip.measured[5:] == [Problem(3, 4096, 4096)]
     # Only what the new problem needs was compiled.
     assert len(chip.built) <= SMALL.candidates
     assert run(tasks(), place, SMALL, measure=chip.measure, again=True).measured == 5
@@ -370,7 +377,7 @@ def test_problems_are_measured_in_the_order_in_which_their_kernels_are_there(pla
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 def test_a_signature_is_that_of_a_call(dtype):
-    found = signature_at(builtin.bias_relu_residual.graph, (512, 4096, 4096), dtype, "row", "col", None, H100)
+    found = signature_at(builtin.bias_relu_residual.graph, Problem(512, 4096, 4096), dtype, "row", "col", None, H100)
     assert (str(found.a), str(found.b), str(found.d)) == (f"{dtype}.row", f"{dtype}.col", f"{dtype}.row")
     assert [str(i.dtype) for i in found.inputs] == [dtype, dtype]
     assert Sm90Config in {type(c) for c in policies.policy(found, H100).kernels}
@@ -381,7 +388,7 @@ def test_inputs_may_have_dtypes_of_their_own():
     x, w = torch.empty(64, 256, dtype=torch.bfloat16), torch.empty(128, 256, dtype=torch.bfloat16)
     values = {"row_sum_square": torch.empty(64), "inverse_count": 1 / 256, "eps": 1e-5}
     called = signature_of(check_call(graph, x, w.t(), values, None, None), H100)
-    arguments = (graph, (64, 128, 256), "bf16", "row", "col", None, H100)
+    arguments = (graph, Problem(64, 128, 256), "bf16", "row", "col", None, H100)
     assert signature_at(*arguments, {"row_sum_square": "f32"}) == called
     assert signature_at(*arguments) != called
     with pytest.raises(ValueError, match="input_dtypes names sums: the epilogue's inputs are"):
@@ -393,7 +400,7 @@ def test_inputs_may_have_dtypes_of_their_own():
 # ---- Deterministic -----------------------------------------------------------------------------------------------
 
 # Few tiles and much K: whoever may split K does.
-LONG = (64, 512, 28672)
+LONG = Problem(64, 512, 28672)
 
 
 def raced(planned):

@@ -19,6 +19,7 @@ from cutlass_ops.choose import dispatch, policies, tables
 from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.compilation.builder import build_artifact, build_many
 from cutlass_ops.declare.config import ClusterShape, Sm90Config, ThreadblockShape
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.tuner import tuning
 from tests.sampling import sampled
 
@@ -222,12 +223,12 @@ def test_what_was_measured_on_a_part_of_a_chip_is_taken(usual):
 
 def test_a_time_of_what_cannot_be_launched_is_no_time():
     """The model has no time to compare it with, and would know nothing of any other kernel."""
-    huge = (64, 16_800_000, 64)
+    huge = Problem(64, 16_800_000, 64)
     single = Sm90Config(ThreadblockShape(64, 64, 64), schedule="warp_specialized")
     user_table(Measured(single, 10.0, 0.0), Measured(SLOW, 20.0, 1.0), problem=huge)
     assert chosen(huge)[0].config == single
     for rows in (1, 64, 4096):
-        assert chosen((rows, 16_800_000, 64))[0].config in {s.config for s in dispatch.specs(signature(), H100)}
+        assert chosen(Problem(rows, 16_800_000, 64))[0].config in {s.config for s in dispatch.specs(signature(), H100)}
 
 
 # ---- Writing ---------------------------------------------------------------------------------------------------------

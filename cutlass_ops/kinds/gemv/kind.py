@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cutlass_ops.declare.config import GemvConfig
+from cutlass_ops.declare.form import DENSE
 from cutlass_ops.kinds.gemv import footprint, lowering, rules, space
 from cutlass_ops.kinds.gemv.model import GemvTimer
 from cutlass_ops.kinds.kind import Kind
@@ -16,6 +17,7 @@ def _unit(config: GemvConfig) -> tuple[str, str]:
 
 GEMV = Kind(
     config=GemvConfig,
+    forms=(DENSE,),
     noun="a GemvConfig",
     template="gemv.cu.j2",
     values={"rows": (1, 2, 4, 8, 16), "warps": (1, 2, 4, 8, 16, 32), "pieces": (1, 2, 4, 8, 16)},

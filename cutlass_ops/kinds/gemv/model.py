@@ -12,8 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from cutlass_ops.declare.config import GemvConfig
-from cutlass_ops.declare.device import Device, Problem
-from cutlass_ops.kinds.arrays import Flags, Floats
+from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.problem import Problem
+from cutlass_ops.kinds.arrays import Extents, Flags, Floats
 from cutlass_ops.kinds.traits import Traits
 
 _INSTRUCTIONS = 4 * 1.6e3  # instructions that one SM issues per microsecond
@@ -68,7 +69,7 @@ _BY_CHIP = {"NVIDIA H200": H200}
 
 
 def predict(
-    config: GemvConfig, problem: tuple[int, int, int], multiprocessors: int, element_bytes: int = 2, of: Numbers = H100
+    config: GemvConfig, problem: Problem, multiprocessors: int, element_bytes: int = 2, of: Numbers = H100
 ) -> float:
     """Return :func:`times` for one configuration and one problem."""
     return times([config], [problem], multiprocessors, element_bytes, of).item()
@@ -76,7 +77,7 @@ def predict(
 
 def times(
     configs: Sequence[GemvConfig],
-    problems: Sequence[tuple[int, int, int]],
+    problems: Sequence[Problem],
     multiprocessors: int,
     element_bytes: int = 2,
     of: Numbers = H100,
@@ -87,7 +88,7 @@ def times(
     ----------
     configs : sequence of GemvConfig
         Legal configurations.
-    problems : sequence of (M, N, K)
+    problems : sequence of Problem
         Each extent at least 1.
     multiprocessors : int
         Number of SMs.
@@ -96,7 +97,7 @@ def times(
     of : Numbers
         The chip's parameters.
     """
-    m, n, k = np.array(problems, np.float64).reshape(-1, 3).T[:, :, None]
+    m, n, k, gemms = Extents.of(problems)
     each = [(c.rows, c.warps, c.pieces, c.threadblock.n, c.threadblock.k) for c in configs]
     rows, warps, pieces, columns, depth = np.array(each, np.float64).reshape(-1, 5).T
     by_tile = np.array([c.by_tile for c in configs], np.bool_)
@@ -108,14 +109,14 @@ def times(
     unlike = of.by_warps * more_warps**2 + np.where(by_tile, of.by_pieces_of_tile, of.by_pieces) * more_pieces**2
 
     passes = np.ceil(m / rows)
-    blocks = np.ceil(n / columns)
+    blocks = gemms * np.ceil(n / columns)
     # Bytes in flight at a time: few thread blocks cannot saturate the memory.
     resident = np.minimum(blocks, multiprocessors * np.maximum(1, _WARPS // warps))
     on_its_way = element_bytes * resident * columns * np.minimum(depth, k)
     per_byte = np.hypot(1 / (of.bandwidth * 1e6), of.latency / on_its_way)
-    memory = element_bytes * (m * k + k * n * passes + m * n) * per_byte
+    memory = element_bytes * gemms * (m * k + k * n * passes + m * n) * per_byte
     of_column = k * element_bytes / 16  # pieces
-    read = passes * n * np.ceil(of_column / 32)  # reads by a whole warp
+    read = gemms * passes * n * np.ceil(of_column / 32)  # reads by a whole warp
     compute = read * per_piece / (_INSTRUCTIONS * np.minimum(blocks, multiprocessors))
     step = pieces * np.where(by_tile, 4 * warps, 32)
     padding = np.ceil(of_column / step) * step / of_column - 1

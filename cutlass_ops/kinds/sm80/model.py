@@ -13,8 +13,9 @@ import numpy as np
 
 from cutlass_ops.base import arch
 from cutlass_ops.declare.config import Sm80Config
-from cutlass_ops.declare.device import Device, Problem
-from cutlass_ops.kinds.arrays import Flags, Floats
+from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.problem import Problem
+from cutlass_ops.kinds.arrays import Extents, Flags, Floats
 from cutlass_ops.kinds.traits import Traits
 
 _SHARPNESS = 4
@@ -71,7 +72,7 @@ H100 = Costs()
 
 def predict(
     config: Sm80Config,
-    problem: tuple[int, int, int],
+    problem: Problem,
     multiprocessors: int,
     alignment: int = 8,
     costs: Costs = H100,
@@ -84,7 +85,7 @@ def predict(
 
 def times(
     configs: Sequence[Sm80Config],
-    problems: Sequence[tuple[int, int, int]],
+    problems: Sequence[Problem],
     multiprocessors: int,
     alignment: int = 8,
     costs: Costs = H100,
@@ -97,7 +98,7 @@ def times(
     ----------
     configs : sequence of Sm80Config
         Legal configurations.
-    problems : sequence of (M, N, K)
+    problems : sequence of Problem
         Each extent at least 1.
     multiprocessors : int
         Number of SMs.
@@ -110,11 +111,11 @@ def times(
     target : str
         Target, which limits the thread blocks on one SM.
     """
-    m, n, k = np.array(problems, np.float64).reshape(-1, 3).T[:, :, None]
+    m, n, k, gemms = Extents.of(problems)
     each = [(*_numbers(c), resident(c, costs, element_bytes, target)) for c in configs]
     tile_m, tile_n, tile_k, warps, stages, split, blocks = np.array(each, np.float64).reshape(-1, 7).T
     rows = np.ceil(m / tile_m)
-    tiles, steps = rows * np.ceil(n / tile_n), np.ceil(k / tile_k)
+    tiles, steps = gemms * rows * np.ceil(n / tile_n), np.ceil(k / tile_k)
     compute = tile_m * tile_n * tile_k / costs.products * (1 + costs.small_warps * 32 * 32 / warps)
     loads = costs.loads if alignment == 1 else costs.wide_loads * alignment / 2
     step = _soft_max(compute, (tile_m + tile_n) * tile_k / loads)
@@ -131,7 +132,7 @@ def times(
     by_tile = by_tile + (full + (rest > 0)) * tile_m * tile_n * costs.store
     work = np.where(split > 0, by_stream_k, by_tile)
 
-    memory = element_bytes * (m * k + k * n + m * n) / costs.dram
+    memory = element_bytes * gemms * (m * k + k * n + m * n) / costs.dram
     # Of several memory-bound kernels, prefer the one with the least padding.
     padding = 1 + _PADDING * (np.minimum(_MOST_PADDING, rows * tile_m / m) - 1)
     return np.asarray((_soft_max(work, memory) / 1e3 + costs.launch) * padding)

@@ -7,8 +7,9 @@ from dataclasses import replace
 from itertools import product
 
 from cutlass_ops.declare.config import Sm80Config, ThreadblockShape, WarpShape
-from cutlass_ops.declare.device import Device, Problem
+from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.order import SWIZZLES, TileOrder
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
 
 _SIDES = (32, 64, 128, 256)

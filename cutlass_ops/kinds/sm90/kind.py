@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from cutlass_ops.base import arch
 from cutlass_ops.declare.config import MEANS, Sm90Config
+from cutlass_ops.declare.form import DENSE
 from cutlass_ops.kinds.kind import Kind
 from cutlass_ops.kinds.sm90 import footprint, lowering, order, rules, space
 from cutlass_ops.kinds.sm90.timer import Sm90Timer, usual_means
@@ -21,6 +22,7 @@ def _handicap(config: Sm90Config) -> float:
 
 SM90 = Kind(
     config=Sm90Config,
+    forms=(DENSE,),
     noun="an Sm90Config",
     template="sm90_gemm.cu.j2",
     values={"split_k": (1, 2, 4, 8)},
@@ -31,7 +33,7 @@ SM90 = Kind(
     timer=Sm90Timer,
     candidates=space.candidates,
     near=space.near,
-    forms=space.forms,
+    variants=space.variants,
     gathering=lambda config: replace(config, means=usual_means(config)),
     orders=order.orders,
     orders_by_gpc=order.orders_by_gpc,

@@ -19,7 +19,8 @@ import numpy as np
 from cutlass_ops.base import arch
 from cutlass_ops.declare.config import Means, Schedule, Sm90Config
 from cutlass_ops.declare.device import Device
-from cutlass_ops.kinds.arrays import Flags, Floats, Places
+from cutlass_ops.declare.problem import Problem
+from cutlass_ops.kinds.arrays import Extents, Flags, Floats, Places
 from cutlass_ops.kinds.traits import Extent, odd
 
 # Sharpness of the soft maximum over limits within a K step (Tensor Cores, shared memory, L2 cache): two limits that are
@@ -282,7 +283,9 @@ class Grid:
     Attributes
     ----------
     rows, columns : array
-        Number of tiles along the problem's M and N, rounded up to whole clusters.
+        Number of tiles along M and N of each GEMM of the problem, rounded up to whole clusters.
+    tiles : array
+        Number of tiles of all GEMMs.
     steps : array
         K steps of a thread block per tile.
     waves : array
@@ -293,26 +296,28 @@ class Grid:
 
     rows: Floats
     columns: Floats
+    tiles: Floats
     steps: Floats
     waves: Floats
     active: Floats
 
 
-def grid(batch: Batch, problems: Sequence[tuple[int, int, int]], chip: Costs) -> Grid:
-    """Return how configurations cover problems of M, N and K."""
-    m, n, k = _extents(problems)
+def grid(batch: Batch, problems: Sequence[Problem], chip: Costs) -> Grid:
+    """Return how configurations cover problems."""
+    m, n, k, gemms = Extents.of(problems)
     rows = _ceil(_ceil(m, batch.tile_m), batch.cluster_m) * batch.cluster_m
     columns = _ceil(_ceil(n, batch.tile_n), batch.cluster_n) * batch.cluster_n
     together = batch.cluster_m * batch.cluster_n * batch.split_k
     slots = np.where(together <= 2, float(chip.multiprocessors), float(chip.multiprocessors_in_fours))
-    blocks = rows * columns * batch.split_k
+    tiles = gemms * rows * columns
+    blocks = tiles * batch.split_k
     steps = _ceil(_ceil(k, batch.tile_k), batch.split_k)
-    return Grid(rows, columns, steps, _ceil(blocks, slots), np.minimum(blocks, slots))
+    return Grid(rows, columns, tiles, steps, _ceil(blocks, slots), np.minimum(blocks, slots))
 
 
 def times(
     batch: Batch,
-    problems: Sequence[tuple[int, int, int]],
+    problems: Sequence[Problem],
     chip: Costs = H100,
     element_bytes: int = 2,
     lines: tuple[Extent, Extent] = ("k", "k"),
@@ -323,7 +328,7 @@ def times(
     ----------
     batch : Batch
         Legal configurations.
-    problems : sequence of (M, N, K)
+    problems : sequence of Problem
         Each extent at least 1.
     chip : Costs
         Parameters of the chip.
@@ -337,7 +342,7 @@ def times(
     array
         FP64, with shape (problems, configurations).
     """
-    m, n, k = _extents(problems)
+    m, n, k, gemms = Extents.of(problems)
     cover = grid(batch, problems, chip)
 
     # One K step of one tile, in microseconds.
@@ -373,7 +378,7 @@ def times(
     busy = busy * (1 + chip.throttle * (1 - np.exp2(-busy / (chip.throttle_after * math.log(2)))))
 
     rereads = 1 + chip.reread * np.minimum(cover.rows / batch.cluster_m - 1, _MOST_REREADS)
-    memory = element_bytes * (m * k + k * n * rereads + m * n) / (chip.dram * 1e3)
+    memory = element_bytes * gemms * (m * k + k * n * rereads + m * n) / (chip.dram * 1e3)
     # Of several memory-bound kernels, prefer the one with the least padding.
     padding = 1 + _PADDING * (np.minimum(cover.rows * batch.tile_m / m, _MOST_PADDING) - 1)
     start = _per_schedule(batch, chip.launch)
@@ -385,7 +390,7 @@ def times(
 
 def means(
     batch: Batch,
-    problems: Sequence[tuple[int, int, int]],
+    problems: Sequence[Problem],
     times: Floats,
     chip: Costs = H100,
     element_bytes: int = 2,
@@ -401,7 +406,7 @@ def means(
     ----------
     batch : Batch
         Legal configurations.
-    problems : sequence of (M, N, K)
+    problems : sequence of Problem
         Each extent at least 1.
     times : array
         Microseconds without means, with shape (problems, configurations).
@@ -410,15 +415,16 @@ def means(
     taking : Taking
         Costs of each way.
     """
-    m, _, k = _extents(problems)
+    m, _, k, gemms = Extents.of(problems)
+    rows = gemms * m
     cover = grid(batch, problems, chip)
     gathered = taking.gathered + taking.gathered_row * batch.tile_m
-    ahead = taking.ahead + element_bytes * m * k / (taking.ahead_rate * 1e3)
+    ahead = taking.ahead + element_bytes * rows * k / (taking.ahead_rate * 1e3)
 
     # The first wave's epilogues need the rows of its tiles. The last wave's need all rows.
-    first = np.minimum(_ceil(cover.active, cover.columns) * batch.tile_m, m)
+    first = np.minimum(_ceil(cover.active, cover.columns) * batch.tile_m, rows)
     rate = _per_schedule(batch, taking.beside_rate) * cover.active / chip.multiprocessors
-    read_first, read_all = (taking.beside_after + element_bytes * rows * k / (rate * 1e3) for rows in (first, m))
+    read_first, read_all = (taking.beside_after + element_bytes * read * k / (rate * 1e3) for read in (first, rows))
     multiplying = times - _per_schedule(batch, chip.launch)
     late = np.maximum(np.maximum(read_first - multiplying / cover.waves, read_all - multiplying), 0)
     beside = _per_schedule(batch, taking.beside) + late
@@ -427,21 +433,21 @@ def means(
     return np.choose(batch.means, [found[way] for way in WAYS])
 
 
-def realigning(a: bool, b: bool, problems: Sequence[tuple[int, int, int]], element_bytes: int = 2) -> Floats:
+def realigning(a: bool, b: bool, problems: Sequence[Problem], element_bytes: int = 2) -> Floats:
     """Return the extra microseconds for copying A, B or both before the GEMM, with shape (problems, 1)."""
-    m, n, k = _extents(problems)
+    m, n, k, gemms = Extents.of(problems)
     if not a and not b:
         return np.zeros_like(m)
-    return _REALIGN_START + 2 * element_bytes * (m * k * a + k * n * b) / (_REALIGN_BANDWIDTH * 1e3)
+    return _REALIGN_START + 2 * element_bytes * gemms * (m * k * a + k * n * b) / (_REALIGN_BANDWIDTH * 1e3)
 
 
-def scattering(problems: Sequence[tuple[int, int, int]]) -> Floats:
+def scattering(problems: Sequence[Problem]) -> Floats:
     """Return the extra microseconds for storing single elements of D, with shape (problems, 1).
 
     This applies if D is aligned to one element and the kernel computes D, not its transpose.
     """
-    m, n, _ = _extents(problems)
-    return _SCATTERED * m * n * 1e-6
+    m, n, _, gemms = Extents.of(problems)
+    return _SCATTERED * m * n * gemms * 1e-6
 
 
 def _rows(extent: Floats, line: Extent, element_bytes: int) -> Floats:
@@ -472,7 +478,7 @@ def _requests(lines_are_odd: Flags, sharing: Floats) -> Floats:
     return np.where(lines_are_odd, np.where(sharing > 1, _LINES_ASKED, _HALVES_ASKED), 1.0) / sharing
 
 
-def predict(config: Sm90Config, problem: tuple[int, int, int], chip: Costs = H100, element_bytes: int = 2) -> float:
+def predict(config: Sm90Config, problem: Problem, chip: Costs = H100, element_bytes: int = 2) -> float:
     """Return :func:`times` for one configuration and one problem."""
     return times(Batch.of([config]), [problem], chip, element_bytes).item()
 
@@ -482,7 +488,7 @@ def _split(batch: Batch, cover: Grid, chip: Costs) -> tuple[Floats, Floats]:
 
     CUTLASS's stream-K splits no tiles if they fill more than half a wave but no more than one.
     """
-    filled = cover.rows * cover.columns / chip.multiprocessors
+    filled = cover.tiles / chip.multiprocessors
     splits = batch.stream_k & ((filled <= 0.5) | (filled > 1))
     whole = np.where(batch.stream_k, 1.0, cover.waves)
     # The more parts a tile has, the longer they wait for each other.
@@ -492,12 +498,6 @@ def _split(batch: Batch, cover: Grid, chip: Costs) -> tuple[Floats, Floats]:
 
 def _per_schedule(batch: Batch, each: PerSchedule) -> Floats:
     return np.array([each.of(s) for s in SCHEDULES], np.float64)[batch.schedule]
-
-
-def _extents(problems: Sequence[tuple[int, int, int]]) -> tuple[Floats, Floats, Floats]:
-    """Return M, N and K, each of shape (problems, 1)."""
-    m, n, k = np.array(problems, np.float64).reshape(-1, 3).T[:, :, None]
-    return m, n, k
 
 
 def _soft_max(*values: Floats, sharpness: float = _SHARPNESS) -> Floats:

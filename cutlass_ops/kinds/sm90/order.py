@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from cutlass_ops.declare.config import Sm90Config
-from cutlass_ops.declare.device import Device, Problem
+from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.order import Raster, TileOrder
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.kinds.sm90 import model
 
 _ORDERS: dict[Raster, tuple[int, ...]] = {"along_m": (1, 2), "along_n": (1, 2, 4)}

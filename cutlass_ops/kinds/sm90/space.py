@@ -57,7 +57,7 @@ def near(one: Sm90Config, other: Sm90Config) -> bool:
     return len(set(tiles)) == 1 and changes <= 1
 
 
-def forms(signature: OpSignature, config: Sm90Config) -> Iterator[Sm90Config]:
+def variants(signature: OpSignature, config: Sm90Config) -> Iterator[Sm90Config]:
     """Yield a configuration and its substitutes for a signature for which it is not legal.
 
     Substitutes copy operands that TMA cannot read, compute means of A's rows in another way, or use the pingpong

@@ -11,7 +11,8 @@ import numpy as np
 from cutlass_ops.base import arch
 from cutlass_ops.base.dtypes import bf16
 from cutlass_ops.declare.config import Means, Sm90Config
-from cutlass_ops.declare.device import Device, Problem
+from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.kinds.arrays import Flags, Floats
 from cutlass_ops.kinds.sm90 import model
 from cutlass_ops.kinds.sm90.order import WAVES_BY_GPC
@@ -40,7 +41,7 @@ class Sm90Timer:
     def _besides(self, problems: Sequence[Problem], times: Floats, device: Device) -> Floats:
         traits = self.traits
         copied = realigning(traits.alignments, problems) * self._copies
-        stored = model.scattering([(m, n // traits.weights, k) for m, n, k in problems]) * ~self._swapped
+        stored = model.scattering([p._replace(n=p.n // traits.weights) for p in problems]) * ~self._swapped
         found = copied + stored if traits.scatters else copied
         return found + model.means(self._batch, problems, times, model.costs_of(device)) if traits.gathers else found
 

@@ -1,0 +1,65 @@
+"""Forms of problems: how the GEMMs of one launch belong together."""
+
+from __future__ import annotations
+
+import reprlib
+from dataclasses import dataclass
+
+from cutlass_ops.base import checked_json
+from cutlass_ops.base.errors import ConfigError
+from cutlass_ops.declare.problem import Problem
+
+
+@dataclass(frozen=True, repr=False)
+class Form:
+    """One form: it decides the code of a kernel, and what a problem's count means.
+
+    Attributes
+    ----------
+    name : str
+        Name in JSON.
+    count : str
+        What a problem's count means, in words.
+    several : bool
+        Whether a problem may have a count above 1.
+    """
+
+    name: str
+    count: str
+    several: bool = True
+
+    @classmethod
+    def of(cls, given: object) -> Form:
+        """Return a form of :data:`FORMS`, given itself or by name.
+
+        Raises
+        ------
+        TypeError
+            If it is neither a form nor a text.
+        ConfigError
+            If there is no such form.
+        """
+        name = given.name if isinstance(given, Form) else given
+        if not isinstance(name, str):
+            raise TypeError(f"form must be the name of a form, not {reprlib.repr(given)}: use {' or '.join(FORMS)}")
+        found = FORMS.get(name)
+        if found is None or (isinstance(given, Form) and given != found):
+            raise ConfigError(f"form is {checked_json.shown(name)}, which there is not: use {' or '.join(FORMS)}")
+        return found
+
+    def refuses(self, problem: Problem) -> str | None:
+        """Say why a problem cannot have this form; None if it can."""
+        if self.several or problem.count == 1:
+            return None
+        return f"problem {problem} has {problem.count} GEMMs, and the form {self.name} has one: {self.count}"
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __repr__(self) -> str:
+        return f"Form.of({self.name!r})"
+
+
+DENSE = Form("dense", "the count is 1", several=False)
+# Every form is a row here. The kinds of kernels say which of them they serve.
+FORMS: dict[str, Form] = {form.name: form for form in (DENSE,)}
