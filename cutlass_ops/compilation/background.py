@@ -14,6 +14,7 @@ from typing import Literal, TypeAlias
 
 from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.base import env, forks
+from cutlass_ops.base.errors import CompileError
 from cutlass_ops.base.session import Part, Session
 from cutlass_ops.declare.spec import KernelSpec
 
@@ -148,7 +149,9 @@ class Background(Part):
                 with contextlib.suppress(Exception):
                     do()
         else:
-            _log.warning("cannot be compiled in the background: %s: %s", spec.slug, outcome)
+            # Without a compiler all fail alike, and the call that needs one says so.
+            level = logging.WARNING if isinstance(outcome, CompileError) else logging.INFO
+            _log.log(level, "cannot be compiled in the background: %s: %s", spec.slug, outcome)
 
     def _found_or_built(self, spec: KernelSpec, cancel: threading.Event) -> object:
         from cutlass_ops.compilation.builder import build_artifact

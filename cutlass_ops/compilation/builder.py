@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
@@ -26,6 +27,7 @@ from cutlass_ops.kinds import legality, render
 from cutlass_ops.kinds.proof import prove_tensor_cores
 
 T = TypeVar("T")
+_log = logging.getLogger("cutlass_ops")
 
 # Maximum number of threads that wait for an executor.
 _WAITING = 256
@@ -272,7 +274,9 @@ def _compile(job: _Job, cancel: threading.Event | None) -> Artifact:
             prove_halves_agree(folder / LIBRARY)
             linkage.require_own_libraries((folder / LIBRARY).read_bytes(), str(folder / LIBRARY), CompileError)
             sass = prove_tensor_cores(folder / LIBRARY, job.spec)
-        return job.store.publish(folder, job.identity, sass, compiled)
+        published = job.store.publish(folder, job.identity, sass, compiled)
+        _log.info("compiled %s in %.1f s", job.spec.slug, compiled.seconds)
+        return published
     except CompileError as exc:
         raise _explained(job, folder, exc) from None
     except BaseException:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import FunctionType
@@ -30,6 +31,8 @@ from cutlass_ops.run.plan import PeerPlan, Plan, can_fall_back, make_ops_plan, m
 from cutlass_ops.run.registry import OpSignature, Registry
 from cutlass_ops.run.supply import Supply, supply
 from cutlass_ops.run.warm import Warm
+
+_log = logging.getLogger("cutlass_ops")
 
 
 class Instead(NamedTuple):
@@ -181,6 +184,7 @@ class Op(Warm):
         except UnsupportedError:
             if self._instead is None:
                 raise
+            _log.info("%s: no single kernel serves, so several ops do: %s", self.name, self._instead.why)
             compute = functools.partial(self._instead.compute, _call)
             ops = make_ops_plan(compute, (a, b, *inputs), call.outputs[0].dtype)
             self._remember(ops, call, a, b, out_dtype)
@@ -196,8 +200,10 @@ class Op(Warm):
         """Return a plan for a call, ready to run. A missing kernel is built."""
         decision = self._decide(call)
         if decision.peer is not None:
+            _log.info("%s %s: PyTorch (%s) serves, as tuning allowed", self.name, decision.problem, decision.peer)
             return make_peer_plan(decision.peer, call), None
         supplied = supply(decision)
+        _log.debug("%s %s: %s serves", self.name, decision.problem, supplied.spec.slug)
         plan = make_plan(self.name, supplied.spec, supplied.serves.order, call)
         # What other numbers of rows may need is compiled meanwhile, so that no later batch has to wait for it.
         if env.jit_enabled():

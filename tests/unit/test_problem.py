@@ -92,7 +92,7 @@ def test_a_problems_json_has_a_count_only_where_there_are_several(problem, text)
         ([1, 2, 3, 0], f"problem must be an integer from 1 to {MOST_EXTENT}, not 0"),
         ([1, 2, True], f"problem must be an integer from 1 to {MOST_EXTENT}, not True"),
         ([1, 2, 3.0], f"problem must be an integer from 1 to {MOST_EXTENT}, not 3.0"),
-        ([MOST_EXTENT + 1, 1, 1], f"problem holds {MOST_EXTENT + 1}: an integer from 1 to {MOST_EXTENT} is needed"),
+        ([MOST_EXTENT + 1, 1, 1], f"problem must be an integer from 1 to {MOST_EXTENT}, not {MOST_EXTENT + 1}"),
         (
             [1 << 25, 1 << 24, 1],
             f"problem 33554432x16777216x1 has a matrix of more than {MOST_ELEMENTS:,} elements",

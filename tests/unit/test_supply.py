@@ -194,6 +194,14 @@ def test_explain_says_what_serves_meanwhile(device, specs):
     assert "now" not in {f.name for f in co.explain(co.gemm_bias_relu, a, B, BIAS).contract}
 
 
+def test_the_log_has_the_kernel_of_each_new_shape(op, device, caplog):
+    caplog.set_level(logging.DEBUG, "cutlass_ops")
+    for _ in range(2):
+        op(rows(M), B, BIAS)
+    said = [r.getMessage() for r in caplog.records if r.name == "cutlass_ops"]
+    assert said == [f"relu {M}x{N}x{K}: {best().spec.slug} serves"]
+
+
 # ---- The background ------------------------------------------------------------------------------------------------
 
 
