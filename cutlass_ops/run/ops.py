@@ -176,6 +176,9 @@ class Op(Warm):
         if call.is_reference:
             call.run_reference()
             return self.wrap(call)
+        results = self._run_spread(call, a, b, out, out_dtype)
+        if results is not None:
+            return results
         try:
             plan = self._plan(call)
         except UnsupportedError:
@@ -298,6 +301,9 @@ class Kernel(Warm):
         if call.is_reference:
             call.run_reference()
             return self.wrap(call)
+        results = self._run_spread(call, a, b, out, out_dtype)
+        if results is not None:
+            return results
         plan = make_plan(self.name, self.spec, self.spec.launch_config, call, exact=True)
         plan.launch_call(call)
         self._remember(plan, call, a, b, out_dtype)
@@ -384,6 +390,7 @@ _SHAPES = {
     Kind.TILE: "(M, N)",
     Kind.SCALAR: "number or 0-d",
     Kind.PRODUCT: "(K, N), the same dtype and major as b",
+    Kind.INTEGER: "int or 0-d",
 }
 
 
@@ -476,7 +483,8 @@ def gemm(
         D's dtype, FP16, BF16 or FP32; by default that of ``a``.
     **inputs
         The epilogue's inputs by name: Row (N,), Col (M,), Tile (M, N), Scalar a number or 0-d tensor, Product (K, N) of
-        ``b``'s dtype and major.
+        ``b``'s dtype and major, Integer an int or a 0-d tensor. A row may have leading dimensions of 1, a column a last
+        one, and a tile may have 1 for M or N. Where values repeat in memory, a copy is made at each call.
 
     Returns
     -------

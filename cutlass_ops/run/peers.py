@@ -21,12 +21,14 @@ def peers(graph: Graph) -> Mapping[str, Peer]:
 
     ``eager`` is torch.mm with one elementwise kernel for each operation behind it. ``cublaslt`` is cuBLASLt's fused
     epilogue, for the few that it has. In FP16, what takes values gathered from A is computed in FP32: until its rows
-    are scaled, the product may be beyond FP16's range.
+    are scaled, the product may be beyond FP16's range. So is, in both, what counts rows or columns or takes random
+    numbers, which 16 bits do not hold.
     """
     names = [i.name for i in graph.inputs]
 
     def eager(a: Tensor, b: Tensor, inputs: Sequence[Any]) -> Any:
-        dtype = torch.float32 if graph.gathered and a.dtype is torch.float16 else a.dtype
+        wide = graph.knows_places or (graph.gathered and a.dtype is torch.float16)
+        dtype = torch.float32 if wide else a.dtype
         acc = torch.mm(a.to(dtype), b.to(dtype))
         values = reference.evaluate(graph, acc, dict(zip(names, inputs, strict=True)), dtype, a=a)
         values = {o.name: values[o.name] if o.reduce else values[o.name].to(a.dtype) for o in graph.outputs}
