@@ -243,9 +243,9 @@ def named_for_cpp(spec: KernelSpec) -> KernelSpec:
     Those that take the place of others have no lower-case letter, which no name has that stays.
     """
     graph = spec.epilogue
-    inputs = {i.name: i.name if is_plain(i.name) else f"IN{at}_" for at, i in enumerate(graph.inputs)}
+    inputs = {i.name: i.name if is_plain(i.name) else f"IN{at}" for at, i in enumerate(graph.inputs)}
     further = graph.outputs[1:]
-    outputs = {o.name: o.name if is_plain(o.name) else f"OUT{at}_" for at, o in enumerate(further)}
+    outputs = {o.name: o.name if is_plain(o.name) else f"OUT{at}" for at, o in enumerate(further)}
     if all(new == old for names in (inputs, outputs) for old, new in names.items()):
         return spec
     renamed = Graph(

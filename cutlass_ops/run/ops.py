@@ -560,7 +560,7 @@ def prepared_by(prepare: Prepare) -> Callable[[_Function], _Function]:
     return note
 
 
-def requested(op: Any, *arguments: Any, **named: Any) -> Request:
+def requested(op: Any, /, *arguments: Any, **named: Any) -> Request:
     """Return what a user's call asks of which op.
 
     Parameters
@@ -609,7 +609,7 @@ def called(op: object, epilogue: Epilogue | None = None) -> Op:
     )
 
 
-def warm_up(op: object, *arguments: Any, **named: Any) -> int:
+def warm_up(op: object, /, *arguments: Any, **named: Any) -> int:
     """Compile and load every kernel that calls with a weight may need, whatever the number of rows.
 
     The first call compiles the kernel that it needs and leaves the others to background threads; after this, nothing is

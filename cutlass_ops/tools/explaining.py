@@ -172,7 +172,7 @@ class Explanation:
         return [Finding("limit", says)]
 
 
-def explain(op: object, *arguments: Any, **named: Any) -> Explanation:
+def explain(op: object, /, *arguments: Any, **named: Any) -> Explanation:
     """Say how a call would be served, and why, without running or compiling a kernel.
 
     What a function does to its arguments before its kernel, such as folding gamma into a weight, is done.

@@ -22,7 +22,7 @@ def everything(acc, c: co.Row, d: co.Col, new: co.Scalar, seed: co.Integer):
         x = x + getattr(co, name)(x)
     x = co.gelu(x, approximate="tanh") - co.leaky_relu(x, 0.5) / co.elu(x, new)
     x = co.minimum(co.maximum(x, c), d) + co.pow(x, new) + co.cast(x, "bf16")
-    x = x + (x < 1) + (x <= c) + (x > d) + (x >= 2) + (x == new)
+    x = x + (x < 1) + (x <= c) + (x > 3) + (x >= 2) + (x == new)
     return co.where(co.dropout_mask(new, seed, 7), x, co.uniform(seed))
 
 
