@@ -5,6 +5,7 @@ import pytest
 import cutlass_ops as co
 from cutlass_ops.compilation.builder import build_artifact
 from cutlass_ops.epilogue.operations import GATHERED, INDICES, OPS, REDUCTIONS, SWAP_PAIRS
+from cutlass_ops.kinds.table import shared_memory
 from cutlass_ops.tools.inspection import inspect
 from tests.gpu import language
 
@@ -64,6 +65,8 @@ def test_every_operation_compiles(epilogue, config, opcode):
     spec = co.KernelSpec(a="bf16.row", b="bf16.col", d="bf16.row", epilogue=epilogue, config=config)
     assert co.check(spec) == ()
     report = inspect(build_artifact(spec))
+    if not isinstance(config, co.GemvConfig):
+        assert report.static_shared_memory + report.dynamic_shared_memory == shared_memory(spec)
     assert opcode is None or report.sass[opcode] > 0
     assert report.spill_stores == report.spill_loads == 0
 
