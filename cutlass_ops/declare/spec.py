@@ -303,6 +303,8 @@ def _matrix(name: str, given: object) -> Operand:
     if not isinstance(given, Operand) and not _MAJOR.search(str(given)):
         either = f"'{operand.dtype}.row' or '{operand.dtype}.col'"
         raise ValueError(f"{name} is {str(given)!r}, which has no major: use {either}")
+    if operand.dtype not in ALL:
+        raise ValueError(f"{name} is {operand.dtype}: use one of {', '.join(map(str, ALL))}")
     return operand
 
 
