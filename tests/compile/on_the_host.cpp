@@ -24,6 +24,7 @@ int __float_as_int(float value) {
 
 using cutlass_ops::reduce::ArgMax;
 using cutlass_ops::reduce::ArgMin;
+using cutlass_ops::reduce::LogSumExp;
 
 template <class Reduce>
 int joined(float x, float y) {
@@ -47,7 +48,14 @@ int main(int count, char** arguments) {
   }
   float const values[] = {1, 3, 3, NAN, NAN, -INFINITY, INFINITY, 0.0f, -0.0f};
   for (float x : values) {
-    for (float y : values) std::printf("joined %d %d\n", joined<ArgMax>(x, y), joined<ArgMin>(x, y));
+    for (float y : values) {
+      std::printf("joined %d %d\n", joined<ArgMax>(x, y), joined<ArgMin>(x, y));
+      for (float z : {0.5f, NAN, -INFINITY}) {
+        auto both = LogSumExp::combine(LogSumExp::lift(x, 0), LogSumExp::lift(y, 1));
+        both = LogSumExp::combine(both, LogSumExp::combine(LogSumExp::identity(), LogSumExp::lift(z, 2)));
+        std::printf("summed %d\n", __float_as_int(LogSumExp::result(both)));
+      }
+    }
     std::printf("functions %d %d %d\n", __float_as_int(cutlass_ops::sign(x)), __float_as_int(cutlass_ops::round(x / 2)),
                 int(cutlass_ops::isnan(x)));
   }

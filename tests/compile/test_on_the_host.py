@@ -47,6 +47,12 @@ def test_of_two_values_a_reduction_keeps_the_one_that_pytorch_does(said):
     assert said["joined"] == [((2, 5)[pair.argmax()], (2, 5)[pair.argmin()]) for pair in pairs]
 
 
+def test_sums_of_exponentials_keep_infinities_and_nan(said):
+    triples = torch.tensor([[x, y, z] for x in VALUES for y in VALUES for z in (0.5, math.nan, -math.inf)])
+    found = torch.tensor(said["summed"], dtype=torch.int32).view(torch.float32)[:, 0]
+    torch.testing.assert_close(found, triples.logsumexp(1), equal_nan=True)
+
+
 def test_functions_of_special_values(said):
     x = torch.tensor(VALUES)
     wanted = torch.stack([torch.sign(x).view(torch.int32), torch.round(x / 2).view(torch.int32), x.isnan().int()], 1)

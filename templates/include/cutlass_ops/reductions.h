@@ -75,10 +75,10 @@ struct LogSumExp {
   CUTLASS_DEVICE static State identity() { return {-infinity(), 0.0f}; }
   CUTLASS_DEVICE static State lift(float x, int) { return {x, 1.0f}; }
   CUTLASS_DEVICE static State combine(State const& x, State const& y) {
-    // Two infinities of one sign are level, though their difference is NaN.
+    // Two infinities of one sign are level, though their difference is NaN. NaN stays in the sum.
     float const lesser = expf(x.first == y.first ? 0.0f : -fabsf(x.first - y.first));
     bool const leads = x.first >= y.first;
-    return {maximum(x.first, y.first), leads ? x.second + y.second * lesser : x.second * lesser + y.second};
+    return leads ? State{x.first, x.second + y.second * lesser} : State{y.first, x.second * lesser + y.second};
   }
   CUTLASS_DEVICE static float result(State const& x) { return x.first + logf(x.second); }
 };
