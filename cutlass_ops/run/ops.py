@@ -173,6 +173,7 @@ class Op(Warm):
 
     def _run_cold(self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None) -> Any:
         call = check_call(self.graph, a, b, dict(zip(self.names, inputs, strict=True)), out, out_dtype)
+        self.copied_inputs += len(call.problem.copied)
         if call.is_reference:
             call.run_reference()
             return self.wrap(call)
@@ -298,6 +299,7 @@ class Kernel(Warm):
     def _run_cold(self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None) -> Any:
         call = self._checked(a, b, inputs, out, out_dtype)
         self._require_device(call.problem.a)
+        self.copied_inputs += len(call.problem.copied)
         if call.is_reference:
             call.run_reference()
             return self.wrap(call)

@@ -180,7 +180,6 @@ class Warm(traced.Portable):
     def _run_spread(self, call: Call, a: Tensor, b: Tensor, out: Any, out_dtype: torch.dtype | None) -> Any:
         """Run a checked call of which inputs are broadcast, as one like it ran before; None where there was none."""
         problem = call.problem
-        self.copied_inputs += len(problem.copied)
         if not problem.spread and not problem.copied:
             return None
         return self._run_warm(a, b, tuple(problem.inputs.values()), out, out_dtype)
