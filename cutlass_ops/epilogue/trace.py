@@ -19,7 +19,7 @@ from cutlass_ops.base.errors import ConfigError, EpilogueError
 from cutlass_ops.epilogue.graph import Graph, canonical
 from cutlass_ops.epilogue.names import check_name
 from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
-from cutlass_ops.epilogue.values import ANNOTATIONS, TRACER, Reduction, Tracer, Value
+from cutlass_ops.epilogue.values import ANNOTATIONS, TRACER, Computed, Reduction, Tracer, Value
 
 _serials = itertools.count()
 _BY_TOKEN: weakref.WeakValueDictionary[str, Epilogue] = weakref.WeakValueDictionary()
@@ -287,7 +287,7 @@ def _resolve(function: types.FunctionType, text: str) -> object:
 def _arguments(tracer: Tracer, inputs: Sequence[Input]) -> tuple[list[Value], dict[str, Value]]:
     kinds = {t.kind: t for t in ANNOTATIONS.values()}
     tracer.kinds = {i.name: i.kind for i in inputs}
-    values = [Value(tracer, tracer.add(Node("acc")))]
+    values: list[Value] = [Computed(tracer, tracer.add(Node("acc")))]
     values += [kinds[i.kind](tracer, tracer.add(Node("input", (), i.name))) for i in inputs]
     parameters = inspect.signature(tracer.function).parameters.values()
     pairs = list(zip(parameters, values, strict=True))

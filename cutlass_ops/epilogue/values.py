@@ -144,15 +144,15 @@ class Tracer:
     def apply(self, op: str, args: Sequence[object], attr: str | None = None) -> Value:
         """Append an operation, or its result where that is a constant."""
         if op not in OPS:
-            return Value(self, self.add(Node(op)))
+            return Computed(self, self.add(Node(op)))
         signature = self._signature(op, args)
         indices = tuple(self.lift(a, wanted) for a, wanted in zip(args, signature[0], strict=True))
         constants = [n.attr for n in (self.nodes[i] for i in indices) if isinstance(n.attr, float)]
         if op in _FOLDED and len(constants) == len(indices):
-            return Value(self, self.add(Node("const", (), to_fp32(_FOLDED[op](*constants)))))
+            return Computed(self, self.add(Node("const", (), to_fp32(_FOLDED[op](*constants)))))
         if op == SWAP_PAIRS and constants:
-            return Value(self, indices[0])
-        return Value(self, self.add(Node(op, indices, attr)))
+            return Computed(self, indices[0])
+        return Computed(self, self.add(Node(op, indices, attr)))
 
     def _signature(self, op: str, args: Sequence[object]) -> Signature:
         """Return the types that an operation takes of some arguments, as they are or else converted to FP32."""
@@ -378,6 +378,16 @@ class Value(Symbol):
         return f"<traced {node.op} %{self.node}>"
 
 
+class Computed(Value):
+    """The accumulator, and what is computed.
+
+    Inputs have classes of their own. None of these is derived from this one, since Python would then compare the other
+    way round: ``acc > bias`` is kept as it is written.
+    """
+
+    __slots__ = ()
+
+
 class Reduction(Symbol):
     """A reduction of a value over a row or a column of D: an output, and nothing to compute with.
 
@@ -553,7 +563,7 @@ def power(tracer: Tracer, x: object, y: object) -> Value:
     """Return x to the power of y, as PyTorch computes it."""
     if isinstance(x, Value) and isinstance(y, numbers.Real) and not isinstance(y, bool):
         if y == 1:
-            return Value(tracer, tracer.lift(x))
+            return Computed(tracer, tracer.lift(x))
         if y == 3:
             return tracer.apply("mul", (tracer.apply("square", (x,)), x))
         if float(y) in _POWERS:
@@ -578,7 +588,7 @@ def apply(op: str, *args: object) -> Value:
 def apply_float(x: object) -> Value:
     """Return a value or a number as an FP32 value."""
     tracer = _current("to_float")
-    return Value(tracer, tracer.lift(x))
+    return Computed(tracer, tracer.lift(x))
 
 
 def apply_power(x: object, y: object) -> Value:
@@ -594,7 +604,7 @@ def apply_cast(x: object, dtype: str | dtypes.DType) -> Value:
     except (ValueError, TypeError) as exc:
         raise tracer.error(str(exc)) from None
     if element is dtypes.f32:
-        return Value(tracer, tracer.lift(x))
+        return Computed(tracer, tracer.lift(x))
     return tracer.apply("cast", (x,), element.name)
 
 

@@ -230,6 +230,18 @@ class TestGraph:
         # What stands on the left comes first.
         assert [n.op for n in epilogue(numpy).graph.nodes].count(mirrored) == 1
 
+    @pytest.mark.parametrize("name", ["lt", "le", "gt", "ge", "eq", "ne"])
+    def test_comparisons_are_kept_as_they_are_written(self, name):
+        def written(acc, bias: Row, scale: Col):
+            x = getattr(operator, name)(acc, bias) & getattr(operator, name)(bias, scale)
+            return co.where(x & getattr(operator, name)(scale, acc), acc, 0.0)
+
+        def called(acc, bias: Row, scale: Col):
+            x = getattr(co, name)(acc, bias) & getattr(co, name)(bias, scale)
+            return co.where(x & getattr(co, name)(scale, acc), acc, 0.0)
+
+        assert epilogue(written) == epilogue(called)
+
     def test_conditions_are_joined_by_operators(self):
         def called(acc):
             return co.where(co.logical_or(co.logical_and(acc > 0, acc < 1), co.logical_not(acc < 5)), acc, 0)
