@@ -46,7 +46,7 @@ from cutlass_ops.declare.config import (
 )
 from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.spec import KernelSpec, Operand
-from cutlass_ops.epilogue import Col, Epilogue, Product, Reduction, Row, Scalar, Tile, Value, epilogue
+from cutlass_ops.epilogue import Col, Epilogue, Integer, Product, Reduction, Row, Scalar, Tile, Value, epilogue
 from cutlass_ops.epilogue.functions import *  # noqa: F403
 from cutlass_ops.epilogue.unknown import unknown_name
 from cutlass_ops.run.registry import Registry as _Registry
@@ -126,6 +126,7 @@ __all__ = [
     "Explanation",
     "GemvConfig",
     "InstructionShape",
+    "Integer",
     "Kernel",
     "KernelSpec",
     "LoadError",

@@ -16,9 +16,9 @@ from cutlass_ops.epilogue import functions
 from cutlass_ops.epilogue.functions import *  # noqa: F403
 from cutlass_ops.epilogue.trace import epilogue
 from cutlass_ops.epilogue.unknown import unknown_name
-from cutlass_ops.epilogue.values import Col, Product, Row, Scalar, Tile
+from cutlass_ops.epilogue.values import Col, Integer, Product, Row, Scalar, Tile
 
-__all__ = ["Col", "Product", "Row", "Scalar", "Tile", "epilogue"]
+__all__ = ["Col", "Integer", "Product", "Row", "Scalar", "Tile", "epilogue"]
 __all__ += functions.__all__
 
 

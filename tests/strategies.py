@@ -58,6 +58,24 @@ TORCH = SimpleNamespace(
     ),
     silu=F.silu,
     hardswish=F.hardswish,
+    where=torch.where,
+    isnan=torch.isnan,
+    erf=torch.erf,
+    log=torch.log,
+    log2=torch.log2,
+    log1p=torch.log1p,
+    exp2=torch.exp2,
+    expm1=torch.expm1,
+    pow=torch.pow,
+    reciprocal=torch.reciprocal,
+    sign=torch.sign,
+    floor=torch.floor,
+    ceil=torch.ceil,
+    round=torch.round,
+    trunc=torch.trunc,
+    softplus=lambda x: torch.where(x > 20, x, torch.log1p(torch.exp(x))),
+    elu=lambda x, alpha: torch.where(x > 0, x, torch.tensor(alpha, dtype=x.dtype) * torch.expm1(x)),
+    mish=lambda x: x * torch.tanh(torch.log1p(torch.exp(x))),
     cast=lambda x, name: x.to({"bf16": torch.bfloat16, "f16": torch.float16}[name]).to(x.dtype),
 )
 
@@ -82,6 +100,19 @@ TAME_UNARY: dict[str, Step] = {
     "hardswish": lambda f, x: f.hardswish(x),
     "clamp": lambda f, x: f.clamp(x, min=-1.5, max=2.0),
     "clamp_min": lambda f, x: f.clamp(x, min=-0.5),
+    "erf": lambda f, x: f.erf(x),
+    "log": lambda f, x: f.log(f.abs(x) + 0.5),
+    "log2": lambda f, x: f.log2(f.abs(x) + 0.5),
+    "log1p": lambda f, x: f.log1p(f.abs(x)),
+    "exp2": lambda f, x: f.exp2(f.clamp(x, -4.0, 1.0)),
+    "expm1": lambda f, x: f.expm1(f.clamp(x, -4.0, 1.0)),
+    "reciprocal": lambda f, x: f.reciprocal(f.abs(x) + 1.0),
+    "softplus": lambda f, x: f.softplus(x),
+    "elu": lambda f, x: f.elu(x, 0.5),
+    "mish": lambda f, x: f.mish(x),
+    # Neither side of a condition is far from the other where they meet.
+    "where": lambda f, x: f.where(x >= 0.0, x, 0.25 * x),
+    "not_nan": lambda f, x: f.where(~f.isnan(x), x, 0.0 * x),
 }
 TAME_BINARY: dict[str, Step] = {
     "add": lambda f, x, y: x + y,
@@ -90,6 +121,8 @@ TAME_BINARY: dict[str, Step] = {
     "div": lambda f, x, y: x / (f.abs(y) + 1.0),
     "minimum": lambda f, x, y: f.minimum(x, y),
     "maximum": lambda f, x, y: f.maximum(x, y),
+    "pow": lambda f, x, y: f.pow(f.abs(x) + 0.5, f.tanh(y)),
+    "greater": lambda f, x, y: f.where((x > y) | f.isnan(x), x, y + 0.0 * x),
 }
 # Steps that reach infinities, NaN and rounding to 16 bits: for exact comparisons.
 WILD_UNARY: dict[str, Step] = TAME_UNARY | {
@@ -99,14 +132,51 @@ WILD_UNARY: dict[str, Step] = TAME_UNARY | {
     "exp": lambda f, x: f.exp(x),
     "cast_bf16": lambda f, x: f.cast(x, "bf16"),
     "cast_f16": lambda f, x: f.cast(x, "f16"),
-    "reciprocal": lambda f, x: 1.0 / x,
+    "inverse": lambda f, x: 1.0 / x,
+    "reciprocal": lambda f, x: f.reciprocal(x),
+    "log": lambda f, x: f.log(x),
+    "log2": lambda f, x: f.log2(x),
+    "log1p": lambda f, x: f.log1p(x),
+    "exp2": lambda f, x: f.exp2(x),
+    "expm1": lambda f, x: f.expm1(x),
+    "sign": lambda f, x: f.sign(x),
+    "floor": lambda f, x: f.floor(x),
+    "ceil": lambda f, x: f.ceil(x),
+    "round": lambda f, x: f.round(x),
+    "trunc": lambda f, x: f.trunc(x),
+    "cleaned": lambda f, x: f.where(f.isnan(x), 0.0 * f.sign(x), x),
     "rsub": lambda f, x: 1.0 - x,
 }
 WILD_BINARY: dict[str, Step] = TAME_BINARY | {
     "mul": lambda f, x, y: x * y,
     "div": lambda f, x, y: x / y,
+    "pow": lambda f, x, y: f.pow(x, y),
+    "lt": lambda f, x, y: x * (x < y),
+    "le": lambda f, x, y: f.where(x <= y, x, y),
+    "ge": lambda f, x, y: f.where(x >= y, y, x),
+    "eq": lambda f, x, y: x + (x == y),
+    "ne": lambda f, x, y: f.where((x != y) & (y > x), x, y + x),
 }
-STEPS: dict[bool, dict[str, Step]] = {True: TAME_UNARY | TAME_BINARY, False: WILD_UNARY | WILD_BINARY}
+# Steps whose conditions are exactly the same at any precision, for a namespace that knows places.
+PLACED_BINARY: dict[str, Step] = {
+    "causal": lambda f, x, y: f.where(f.column_index() <= f.row_index() + 3, x, y),
+    "striped": lambda f, x, y: f.where((f.row_index() == 7) | (f.column_index() > 40), y, x),
+    "dropped": lambda f, x, y: f.where(f.uniform(11, 5) >= 0.25, x, y),
+    "sloped": lambda f, x, y: x + f.tanh(y) * (f.column_index() < 32) * 0.5,
+}
+STEPS: dict[bool, dict[str, Step]] = {True: TAME_UNARY | TAME_BINARY | PLACED_BINARY, False: WILD_UNARY | WILD_BINARY}
+
+REDUCED: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "sum": torch.sum,
+    "sum_square": torch.sum,
+    "max": torch.amax,
+    "min": torch.amin,
+    "logsumexp": torch.logsumexp,
+    "argmax": lambda x, dim: torch.argmax(x, dim).int(),
+    "argmin": lambda x, dim: torch.argmin(x, dim).int(),
+}
+# Those of which a small difference makes a small one.
+SMOOTH = ("sum", "sum_square", "max", "min", "logsumexp")
 
 # A leaf's name, a step's index, or a number.
 Argument = str | int | float
@@ -166,7 +236,7 @@ class Program:
             tile = found[value].expand(acc.shape)
             if reduce == "sum_square":
                 tile = tile * tile
-            outputs[name] = tile if reduce is None else tile.amax(dim) if reduce == "max" else tile.sum(dim)
+            outputs[name] = tile if reduce is None else REDUCED[reduce](tile, dim)
         return outputs
 
     def tensors(
@@ -221,7 +291,7 @@ def programs(
         steps.append((name, tuple(args)))
     outputs: list[tuple[str, Argument, str | None, int | None]] = [("d", draw(st.sampled_from(values)), None, None)]
     for name in OUTPUT_NAMES[: draw(st.integers(0, max_outputs - 1))]:
-        reduce = draw(st.sampled_from((None, "sum", "sum_square", "max")))
+        reduce = draw(st.sampled_from((None, *(SMOOTH if tame else REDUCED))))
         dim = draw(st.sampled_from((0, 1, -1, -2))) if reduce else None
         outputs.append((name, draw(st.sampled_from(values)), reduce, dim))
     if "acc" not in _reached(steps, outputs):

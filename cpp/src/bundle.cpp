@@ -126,6 +126,7 @@ std::string shown(DLDataType type) {
 
 std::string shown(Argument const& argument) {
   if (double const* number = std::get_if<double>(&argument)) return "the number " + std::to_string(*number);
+  if (int64_t const* whole = std::get_if<int64_t>(&argument)) return "the number " + std::to_string(*whole);
   Tensor const& t = std::get<Tensor>(argument);
   return shown(t.dtype) + ", shape " + listed(t.shape) + ", strides " + listed(t.strides) + ", on device " +
          std::to_string(t.device);
@@ -224,6 +225,8 @@ void Kernel::launched(std::vector<Argument> const& arguments, Order order, Works
   for (Argument const& argument : arguments) {
     if (double const* number = std::get_if<double>(&argument)) {
       packed.emplace_back(*number);
+    } else if (int64_t const* whole = std::get_if<int64_t>(&argument)) {
+      packed.emplace_back(*whole);
     } else {
       packed.emplace_back(&views.emplace_back(view(std::get<Tensor>(argument))));
     }

@@ -66,13 +66,13 @@ class Json {
     size_t const digits = at_;
     for (; at_ < text_.size() && text_[at_] >= '0' && text_[at_] <= '9'; ++at_) {
       uint64_t const digit = uint64_t(text_[at_] - '0');
-      fits = fits && value <= (uint64_t(std::numeric_limits<int64_t>::max()) - digit) / 10;
+      fits = fits && value <= (uint64_t(std::numeric_limits<int64_t>::max()) + (negative ? 1 : 0) - digit) / 10;
       if (fits) value = value * 10 + digit;
     }
     std::string_view const number = since(begin);
     bool const is_whole = at_ > digits && (at_ == text_.size() || std::string_view(".eE").find(text_[at_]) == std::string_view::npos);
     bool const is_canonical = is_whole && (text_[digits] != '0' || number.size() == 1);
-    int64_t const found = negative ? -int64_t(value) : int64_t(value);
+    int64_t const found = int64_t(negative ? uint64_t(0) - value : value);
     if (!is_canonical || !fits || found < low || found > high) {
       at_ = begin;
       std::string const shown = is_canonical ? std::string(number.substr(0, 20)) + (number.size() > 20 ? "..." : "") : "something else";

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <optional>
 #include <set>
 #include <string_view>
@@ -25,17 +26,33 @@ constexpr int64_t kMaxNumber = (int64_t(1) << 31) - 1;  // in a configuration
 struct Op {
   std::string_view name;
   size_t arity;
+  // What it takes and gives, each way a word: FP32 values, truth values, indices of 32 bits, seeds of 64. An input that is an
+  // integer is a seed.
+  std::string_view types;
 };
-// Leaves first: the accumulator, an input, a constant, and what is gathered from A's rows.
+// Leaves first: the accumulator, an input, constants, what is gathered from A's rows, and places.
 constexpr Op kOps[] = {
-    {"acc", 0},     {"input", 0},      {"const", 0},     {"mean_of_a", 0}, {"mean_square_of_a", 0}, {"add", 2},  {"sub", 2},
-    {"mul", 2},     {"div", 2},        {"neg", 1},       {"minimum", 2},   {"maximum", 2},          {"abs", 1},  {"square", 1},
-    {"sqrt", 1},    {"rsqrt", 1},      {"exp", 1},       {"sin", 1},       {"cos", 1},              {"tanh", 1}, {"sigmoid", 1},
-    {"relu", 1},    {"leaky_relu", 2}, {"gelu", 1},      {"gelu_tanh", 1}, {"silu", 1},             {"hardswish", 1},
-    {"cast", 1},    {"swap_pairs", 1},
+    // clang-format off
+    {"acc", 0, "f"}, {"input", 0, "f"}, {"const", 0, "f"}, {"integer", 0, "i"}, {"seed", 0, "s"}, {"mean_of_a", 0, "f"},
+    {"mean_square_of_a", 0, "f"}, {"row_index", 0, "i"}, {"column_index", 0, "i"}, {"add", 2, "fff iii"},
+    {"sub", 2, "fff iii"}, {"mul", 2, "fff iii"}, {"div", 2, "fff"}, {"neg", 1, "ff ii"}, {"minimum", 2, "fff"},
+    {"maximum", 2, "fff"}, {"lt", 2, "fft iit"}, {"le", 2, "fft iit"}, {"gt", 2, "fft iit"}, {"ge", 2, "fft iit"},
+    {"eq", 2, "fft iit ttt"}, {"ne", 2, "fft iit ttt"}, {"logical_and", 2, "ttt"}, {"logical_or", 2, "ttt"},
+    {"logical_not", 1, "tt"}, {"where", 3, "tfff tiii"}, {"isnan", 1, "ft"}, {"to_float", 1, "tf if"}, {"abs", 1, "ff"},
+    {"sign", 1, "ff"}, {"floor", 1, "ff"}, {"ceil", 1, "ff"}, {"round", 1, "ff"}, {"trunc", 1, "ff"}, {"reciprocal", 1, "ff"},
+    {"square", 1, "ff"}, {"sqrt", 1, "ff"}, {"rsqrt", 1, "ff"}, {"pow", 2, "fff"}, {"exp", 1, "ff"}, {"exp2", 1, "ff"},
+    {"expm1", 1, "ff"}, {"log", 1, "ff"}, {"log2", 1, "ff"}, {"log1p", 1, "ff"}, {"erf", 1, "ff"}, {"sin", 1, "ff"},
+    {"cos", 1, "ff"}, {"tanh", 1, "ff"}, {"sigmoid", 1, "ff"}, {"relu", 1, "ff"}, {"leaky_relu", 2, "fff"}, {"elu", 2, "fff"},
+    {"gelu", 1, "ff"}, {"gelu_tanh", 1, "ff"}, {"silu", 1, "ff"}, {"mish", 1, "ff"}, {"softplus", 1, "ff"},
+    {"hardswish", 1, "ff"}, {"cast", 1, "ff"}, {"swap_pairs", 1, "ff"}, {"uniform", 2, "ssf"},
+    // clang-format on
 };
-constexpr std::string_view kReductions[] = {"sum", "sum_square", "max"};
-constexpr std::string_view kKinds[] = {"row", "col", "tile", "scalar", "product"};
+struct Reduction {
+  std::string_view name;
+  std::string_view result;  // the type of its results, if they have one only
+};
+constexpr Reduction kReductions[] = {{"sum", ""}, {"sum_square", ""}, {"max", ""}, {"min", ""}, {"argmax", "i32"}, {"argmin", "i32"}, {"logsumexp", ""}};
+constexpr std::string_view kKinds[] = {"row", "col", "tile", "scalar", "product", "integer"};
 constexpr std::string_view kOpcodes[] = {"IMMA",     "HMMA",   "DMMA",  "LDL",   "STL",  "LDGSTS", "UTMALDG",
                                          "UTMASTG", "UTMAREDG", "UBLKCP", "HGMMA", "IGMMA", "QGMMA"};
 // Targets with the compute capability that runs them and whether they have wgmma.
@@ -47,25 +64,13 @@ struct Target {
 constexpr Target kTargets[] = {
     {"sm_80", 8, 0, false}, {"sm_86", 8, 6, false}, {"sm_89", 8, 9, false}, {"sm_90", 9, 0, false}, {"sm_90a", 9, 0, true}};
 
-// Names that inputs and outputs cannot have: keywords of C++ and Python, and names that kernels or calls use themselves
-// (cutlass_ops/epilogue/names.py).
+// Names that no input or output has: keywords of Python, and what a call has itself (cutlass_ops/epilogue/names.py).
 constexpr std::string_view kReserved[] = {
     // clang-format off
-    "a", "acc", "accumulator", "alignas", "alignment", "alignof", "and", "and_eq", "args", "arguments", "as", "asm", "assert",
-    "async", "auto", "await", "b", "bitand", "bitor", "blockDim", "blockIdx", "bool", "break", "c", "case", "catch", "char",
-    "char16_t", "char32_t", "char8_t", "class", "co_await", "co_return", "co_yield", "compl", "concept", "config", "const",
-    "const_cast", "consteval", "constexpr", "constinit", "continue", "cuda", "cute", "cutlass", "cutlass_ops", "d", "decltype",
-    "def", "default", "del", "delete", "device", "dim3", "do", "double", "dtype", "dynamic_cast", "elif", "else", "enum",
-    "epilogue", "errno", "except", "explicit", "export", "extern", "False", "false", "finally", "float", "for", "friend",
-    "from", "gemm", "global", "goto", "gridDim", "half", "if", "import", "in", "inline", "inputs", "int", "is", "k", "kernel",
-    "l", "lambda", "lda", "ldb", "ldc", "ldd", "linux", "long", "m", "main", "major", "mean_of_a", "mean_square_of_a", "means",
-    "minor", "mutable", "n", "namespace", "new", "noexcept", "None", "nonlocal", "not", "not_eq", "nullptr", "operator", "or",
-    "or_eq", "out", "out_dtype", "outputs", "params", "pass", "private", "problem", "protected", "public", "raise", "raster",
-    "register", "reinterpret_cast", "requires", "return", "self", "shape", "short", "signed", "sizeof", "spec", "static",
-    "static_assert", "static_cast", "std", "stderr", "stdin", "stdout", "stream", "stride", "struct", "switch", "swizzle",
-    "target", "template", "this", "thread_local", "threadIdx", "throw", "True", "true", "try", "tvm", "typedef", "typeid",
-    "typename", "union", "unix", "unsigned", "using", "virtual", "void", "volatile", "warpSize", "wchar_t", "while", "with",
-    "workspace", "xor", "xor_eq", "yield"
+    "a", "and", "as", "assert", "async", "await", "b", "break", "class", "continue", "def", "del", "elif", "else",
+    "epilogue", "except", "False", "finally", "for", "from", "global", "if", "import", "in", "is", "lambda", "None",
+    "nonlocal", "not", "or", "out", "out_dtype", "pass", "raise", "return", "self", "True", "try", "while", "with",
+    "yield"
     // clang-format on
 };
 
@@ -111,22 +116,25 @@ File file(Json& json, char const* what) {
 }
 
 bool is_letter(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z'); }
-bool is_lower(char c) { return c >= 'a' && c <= 'z'; }
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
 
-// A name of an input or output is also a C++ identifier and a Python keyword argument.
+// A name of an input or output is a keyword argument in Python. In C++ it may have another one there.
 std::string identifier(Json& json, char const* what) {
   std::string const name = json.text(what, kMaxName);
   auto const fits = [](char c) { return is_letter(c) || is_digit(c) || c == '_'; };
-  bool const good = is_letter(name[0]) && std::all_of(name.begin(), name.end(), fits) && name.find("__") == name.npos &&
-                    name.back() != '_' && (name.size() == 1 || std::any_of(name.begin(), name.end(), is_lower));
+  bool const good = is_letter(name[0]) && std::all_of(name.begin(), name.end(), fits);
   if (!good || has(kReserved, name)) throw json.error(std::string(what) + " has a name that it cannot have");
   return name;
 }
 
-// An operand's type, such as "bf16.row.align1". Vectors and scalars are written as rows without alignment.
-std::string operand(Json& json, char const* what, bool is_matrix) {
+// An operand's type, such as "bf16.row.align1". Vectors and scalars are written as rows without alignment. Indices and seeds have
+// one type, `whole`, which nothing else has.
+std::string operand(Json& json, char const* what, bool is_matrix, std::string_view whole = "") {
   std::string const found = json.text(what);
+  if (!whole.empty()) {
+    if (found != std::string(whole) + ".row.align1") throw json.error(std::string(what) + " has a type that it cannot have");
+    return found;
+  }
   std::string_view rest = found;
   auto const take = [&](std::string_view token) {
     bool const is = rest.substr(0, token.size()) == token;
@@ -256,17 +264,20 @@ TileOrder tile_order(Json& json) {
 
 struct Named {
   std::string name, kind;
+  std::string_view whole = "";  // its type where it counts or seeds
 };
 
 struct Node {
   Op const* op;
   std::vector<size_t> arguments;
+  char type;  // of its value: a letter of Op::types
   std::string attribute;
   std::string text;  // the text in the manifest
 };
 
 struct Output {
   std::string name, kind, reduction;
+  std::string_view whole;  // as above
   size_t node;
 };
 
@@ -282,6 +293,16 @@ std::string kind(Json& json) {
   return found;
 }
 
+// What an operation gives for arguments of some types, each a letter.
+char given(Json& json, Op const& op, std::string const& taken) {
+  for (std::string_view rest = op.types; !rest.empty();) {
+    std::string_view const way = rest.substr(0, rest.find(' '));
+    if (way.substr(0, way.size() - 1) == taken) return way.back();
+    rest.remove_prefix(std::min(rest.size(), way.size() + 1));
+  }
+  throw json.error("an operation takes no arguments of such types");
+}
+
 Node node(Json& json, Graph const& graph) {
   size_t const begin = json.at();
   json.expect("[", "a node, a list,");
@@ -293,12 +314,19 @@ Node node(Json& json, Graph const& graph) {
   int64_t const last = int64_t(graph.nodes.size()) - 1;
   json.list("arguments", found.op->arity, [&] { found.arguments.push_back(size_t(json.integer("a node", 0, last))); });
   if (found.arguments.size() != found.op->arity) throw json.error("an operation has too few arguments");
+  std::string taken;
+  for (size_t argument : found.arguments) taken += graph.nodes[argument].type;
+  found.type = given(json, *found.op, taken);
   json.expect(",", "the attribute of an operation");
   bool good = true;
   if (name == "input") {
     found.attribute = json.text("an input");
-    auto const& all = graph.inputs;
-    good = std::any_of(all.begin(), all.end(), [&](Named const& input) { return input.name == found.attribute; });
+    Named const* const input = named(graph.inputs, found.attribute);
+    good = input != nullptr;
+    if (good && !input->whole.empty()) found.type = 's';
+  } else if (name == "integer" || name == "seed") {
+    int64_t const most = name == "seed" ? std::numeric_limits<int64_t>::max() : kMaxNumber;
+    found.attribute = std::to_string(json.integer("a constant", -most - 1, most));
   } else if (name == "const") {
     found.attribute = json.text("a constant");
     good = is_constant(found.attribute);
@@ -332,8 +360,11 @@ Output output(Json& json, Graph const& graph) {
     good = found.kind == "tile";
   } else {
     found.reduction = json.text("a reduction");
-    good = !first && has(kReductions, found.reduction) && (found.kind == "row" || found.kind == "col");
+    Reduction const* const reduction = named(kReductions, found.reduction);
+    good = !first && reduction != nullptr && (found.kind == "row" || found.kind == "col");
+    if (good) found.whole = reduction->result;
   }
+  good = good && graph.nodes[found.node].type == 'f';
   if (!good) throw json.error("an output has a kind or a reduction that it cannot have");
   json.expect("]", "the end of an output");
   return found;
@@ -369,7 +400,7 @@ bool is_canonical(Graph const& graph) {
 
 Graph graph(Json& json) {
   Graph found;
-  std::set<std::string> names = {"d"};
+  std::set<std::string> names;
   auto const own = [&](std::string const& name) {
     if (!names.insert(name).second) throw json.error("two inputs or outputs have the name " + name);
   };
@@ -382,6 +413,7 @@ Graph graph(Json& json) {
     json.expect(",", "the kind of an input");
     found.inputs.push_back({std::move(name), kind(json)});
     json.expect("]", "the end of an input");
+    if (found.inputs.back().kind == "integer") found.inputs.back().whole = "i64";
     own(found.inputs.back().name);
     if (found.inputs.back().kind == "product" && ++products > kMaxProducts) throw json.error("an epilogue has one product");
   });
@@ -390,7 +422,9 @@ Graph graph(Json& json) {
   fields.field("outputs");
   json.list("outputs", kMaxOutputs, [&] {
     found.outputs.push_back(output(json, found));
-    if (found.outputs.size() > 1) own(found.outputs.back().name);
+    bool const further = found.outputs.size() > 1;
+    if (further && found.outputs.back().name == "d") throw json.error("two outputs have the name d");
+    if (further) own(found.outputs.back().name);
   });
   fields.end();
   if (found.outputs.empty()) throw json.error("an epilogue has no outputs");
@@ -414,7 +448,7 @@ std::string expressions(Graph const& graph) {
     std::string arguments;
     for (size_t argument : node.arguments) arguments += (arguments.empty() ? "" : ", ") + nodes[argument];
     std::string expression(node.op->name);
-    if (expression == "input" || expression == "const") {
+    if (expression == "input" || expression == "const" || expression == "integer" || expression == "seed") {
       expression = node.attribute;
     } else if (!arguments.empty()) {
       expression += "(" + arguments + (node.attribute.empty() ? "" : ", " + node.attribute) + ")";
@@ -438,7 +472,7 @@ std::map<std::string, std::string> types(Json& json, char const* what, std::vect
   json.object(what, all.size(), [&](std::string const& name) {
     Named const* const known = named(all, name);
     if (known == nullptr) throw json.error(std::string(what) + " has the type of something else");
-    found[name] = operand(json, what, known->kind == "tile" || known->kind == "product");
+    found[name] = operand(json, what, known->kind == "tile" || known->kind == "product", known->whole);
   });
   if (found.size() != all.size()) throw json.error(std::string(what) + " has too few types");
   return found;
@@ -460,7 +494,10 @@ Manifest::Declaration signature(Json& json, Signature& found) {
   Graph const epilogue = graph(json);
   found.epilogue = expressions(epilogue);
   std::vector<Named> further;
-  for (size_t i = 1; i < epilogue.outputs.size(); ++i) further.push_back({epilogue.outputs[i].name, epilogue.outputs[i].kind});
+  for (size_t i = 1; i < epilogue.outputs.size(); ++i) {
+    Output const& output = epilogue.outputs[i];
+    further.push_back({output.name, output.kind, output.whole});
+  }
   for (auto const& [name, all] : {std::pair{"inputs", &epilogue.inputs}, std::pair{"outputs", &std::as_const(further)}}) {
     fields.field(name);
     std::map<std::string, std::string> const given = types(json, name, *all);
@@ -723,8 +760,14 @@ std::string manifest_tables() {
     text += "\n";
   };
   auto const plain = [](std::string_view value) { return std::string(value); };
-  add("ops", kOps, [](Op const& op) { return std::string(op.name) + ":" + std::to_string(op.arity); });
-  add("reductions", kReductions, plain);
+  add("ops", kOps, [](Op const& op) {
+    std::string text = std::string(op.name) + ":" + std::to_string(op.arity) + ":" + std::string(op.types);
+    std::replace(text.begin(), text.end(), ' ', ',');
+    return text;
+  });
+  add("reductions", kReductions, [](Reduction const& r) {
+    return std::string(r.name) + (r.result.empty() ? "" : ":") + std::string(r.result);
+  });
   add("kinds", kKinds, plain);
   add("opcodes", kOpcodes, plain);
   add("targets", kTargets, [](Target const& t) {

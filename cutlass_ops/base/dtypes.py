@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 # DLPack's type codes (dlpack.h, DLDataTypeCode).
+_DL_INT = 0
 _DL_FLOAT = 2
 _DL_BFLOAT = 4
 
@@ -50,9 +51,15 @@ f16 = DType("f16", 16, "cutlass::half_t", "float16", _DL_FLOAT)
 bf16 = DType("bf16", 16, "cutlass::bfloat16_t", "bfloat16", _DL_BFLOAT)
 f32 = DType("f32", 32, "float", "float32", _DL_FLOAT)
 
+# Of indices that a reduction gives, and of seeds.
+i32 = DType("i32", 32, "int32_t", "int32", _DL_INT)
+i64 = DType("i64", 64, "int64_t", "int64", _DL_INT)
+
+# What values may be.
 ALL: tuple[DType, ...] = (f16, bf16, f32)
+INTEGERS: tuple[DType, ...] = (i32, i64)
 # Our names, PyTorch's, and other common names.
-NAMES: dict[str, DType] = {t.name: t for t in ALL} | {t.torch_name: t for t in ALL}
+NAMES: dict[str, DType] = {t.name: t for t in (*ALL, *INTEGERS)} | {t.torch_name: t for t in (*ALL, *INTEGERS)}
 NAMES |= {"fp16": f16, "half": f16, "bfloat": bf16, "fp32": f32, "float": f32, "single": f32}
 
 

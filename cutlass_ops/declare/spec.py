@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, cast, get_args
 
 from cutlass_ops.base import arch, checked_json
-from cutlass_ops.base.dtypes import ALL as DTYPES
-from cutlass_ops.base.dtypes import NAMES, DType, dtype, f32
+from cutlass_ops.base.dtypes import ALL, INTEGERS, NAMES, DType, dtype, f32, i32, i64
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.declare.config import Config, Sm80Config, Sm90Config, config_from_json, config_to_json
 from cutlass_ops.declare.form import DENSE, Form
 from cutlass_ops.declare.order import USUAL_ORDER, TileOrder
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Input, Kind, Output
+from cutlass_ops.epilogue.operations import REDUCTIONS
 
 Major = Literal["row", "col"]
 
@@ -26,6 +26,7 @@ _OPERAND = re.compile(
     r"(?P<dtype>[a-z0-9]+)(\.(?P<major>row|col))?(\.align(?P<alignment>[0-9]{1,4}))?"
     r"(\.blocks(?P<rows>[1-9][0-9]{0,4})x(?P<columns>[1-9][0-9]{0,4}))?"
 )
+_INTEGERS = tuple(t.name for t in INTEGERS)
 _MAJOR = re.compile(r"\.(row|col)")
 _FORM = "DTYPE[.row|.col][.alignN][.blocksRxC], such as 'bf16.row'"
 
@@ -68,7 +69,7 @@ class Operand:
 
     def __post_init__(self) -> None:
         given = (self.dtype, self.major, self.alignment)
-        if self.dtype not in DTYPES or self.major not in get_args(Major):
+        if self.dtype not in (*ALL, *INTEGERS) or self.major not in get_args(Major):
             raise ConfigError(f"Operand{given} needs an element type and 'row' or 'col': use Operand.of('bf16.row')")
         if type(self.alignment) is not int or self.alignment < 1:
             raise ConfigError(f"alignment must be a positive number of elements, not {self.alignment!r}")
@@ -97,7 +98,7 @@ class Operand:
         match = _OPERAND.fullmatch(text)
         if match is None:
             raise ValueError(f"operand {checked_json.shown(text)} is not of the form {_FORM}")
-        element = dtype(match["dtype"])
+        element = dtype(match["dtype"], (*ALL, *INTEGERS) if match["dtype"] in _INTEGERS else ALL)
         alignment = int(match["alignment"]) if match["alignment"] else element.tma_alignment
         scaling = (int(match["rows"]), int(match["columns"])) if match["rows"] else None
         return cls(element, cast(Major, match["major"] or "row"), alignment, scaling)
@@ -343,6 +344,8 @@ def _matrix(name: str, given: object) -> Operand:
     if not isinstance(given, Operand) and not _MAJOR.search(str(given)):
         either = f"'{operand.dtype}.row' or '{operand.dtype}.col'"
         raise ValueError(f"{name} is {str(given)!r}, which has no major: use {either}")
+    if operand.dtype not in ALL:
+        raise ValueError(f"{name} is {operand.dtype}: use one of {', '.join(map(str, ALL))}")
     return operand
 
 
@@ -362,10 +365,14 @@ Typed = dict[str, tuple[Kind, Operand]]
 
 def _defaults(graph: Graph, b: Operand, d: Operand) -> tuple[Typed, Typed]:
     """Return kind and default type of the inputs, and of the outputs after D, by name."""
-    usual: dict[Kind, DType | Operand] = {Kind.SCALAR: f32, Kind.PRODUCT: b}
+    usual: dict[Kind, DType | Operand] = {Kind.SCALAR: f32, Kind.PRODUCT: b, Kind.INTEGER: i64}
     inputs = {i.name: (i.kind, _normal(i.kind, Operand.of(usual.get(i.kind, d)))) for i in graph.inputs}
-    outputs = {o.name: (o.kind, _normal(o.kind, Operand.of(f32 if o.reduce else d))) for o in graph.outputs[1:]}
+    outputs = {o.name: (o.kind, _normal(o.kind, Operand.of(_result(o) if o.reduce else d))) for o in graph.outputs[1:]}
     return inputs, outputs
+
+
+def _result(output: Output) -> DType:
+    return dtype(REDUCTIONS[output.reduce or ""].result, (f32, i32))
 
 
 def _types(what: str, given: object, usual: Typed) -> tuple[Operand, ...]:
@@ -382,6 +389,11 @@ def _types(what: str, given: object, usual: Typed) -> tuple[Operand, ...]:
     for name, operand in found.items():
         if operand.scaling is not None:
             raise ValueError(f"{what}[{name!r}] is {operand}: only a and b have blocks with scales; use one without")
+        # Indices and seeds have one type, which no other value has.
+        wanted = usual[name][1].dtype
+        if operand.dtype != wanted and {operand.dtype, wanted} & set(INTEGERS):
+            possible = wanted if wanted in INTEGERS else ", ".join(map(str, ALL))
+            raise ValueError(f"{what}[{name!r}] is {operand.dtype}: use {possible}")
     return tuple(_normal(kind, found[name]) if name in found else operand for name, (kind, operand) in usual.items())
 
 

@@ -16,7 +16,16 @@ from cutlass_ops.base import dtypes
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.epilogue.names import check_name
 from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
-from cutlass_ops.epilogue.operations import GATHERED, OPS, SWAP_PAIRS, to_fp32
+from cutlass_ops.epilogue.operations import (
+    GATHERED,
+    INDICES,
+    OPS,
+    REDUCTIONS,
+    SWAP_PAIRS,
+    UNIFORM,
+    Type,
+    to_fp32,
+)
 from cutlass_ops.epilogue.title import title
 
 MAX_INPUTS = 16
@@ -24,9 +33,10 @@ MAX_OUTPUTS = 8
 MAX_PRODUCTS = 1
 MAX_NODES = 256
 
-REDUCTIONS = ("sum", "sum_square", "max")
+# Bits of constants that are whole numbers, the sign among them.
+_BITS = {"integer": 32, "seed": 64}
 
-_LEAVES = frozenset(("acc", "input", "const", *GATHERED))
+_LEAVES = frozenset(("acc", "input", "const", "integer", "seed", *GATHERED, *INDICES))
 
 
 @dataclass(frozen=True, repr=False)
@@ -66,6 +76,16 @@ class Graph:
         return any(node.op == SWAP_PAIRS for node in self.nodes)
 
     @property
+    def knows_places(self) -> bool:
+        """Whether a value depends on the row or the column where it is."""
+        return any(node.op in INDICES or node.op == UNIFORM for node in self.nodes)
+
+    @property
+    def types(self) -> tuple[Type, ...]:
+        """The type of each node's value."""
+        return value_types(self.inputs, self.nodes)
+
+    @property
     def products(self) -> tuple[str, ...]:
         """Names of the inputs that are multiplied by A: one at most."""
         return tuple(i.name for i in self.inputs if i.kind is Kind.PRODUCT)
@@ -90,7 +110,9 @@ class Graph:
             further = ", ".join(o.name for o in self.outputs[1:])
             raise ConfigError(f"an epilogue that another follows has D as its only output, and this one has {further}")
         mine = {i.name for i in self.inputs}
-        taken = [name for name in (*(i.name for i in other.inputs), *(o.name for o in other.outputs)) if name in mine]
+        taken = [
+            name for name in (*(i.name for i in other.inputs), *(o.name for o in other.outputs[1:])) if name in mine
+        ]
         if taken:
             raise ConfigError(f"both epilogues have the name {', '.join(taken)}: rename it in one of them")
         nodes: list[Node] = []
@@ -183,10 +205,12 @@ def validate(graph: Graph) -> None:
         if len(values) > limit:
             raise ConfigError(f"an epilogue has at most {limit} {what}, not {len(values)}")
     _check_names(graph)
+    types: list[Type] = []
     for index, node in enumerate(graph.nodes):
         _check_node(node, index, graph)
+        types.append(_type_of(node, index, graph, types))
     for output in graph.outputs:
-        _check_output(output, graph)
+        _check_output(output, graph, types)
     if (graph.nodes, graph.outputs) != _renumber(graph.nodes, graph.outputs):
         raise ConfigError(
             "the epilogue graph is not canonical: each node stands once, is used, and they are in the order in which "
@@ -198,6 +222,45 @@ def validate(graph: Graph) -> None:
         raise ConfigError(f"no output depends on the input {', '.join(unused)}: use it or remove it")
     if not any(node.op == "acc" for node in graph.nodes):
         raise ConfigError("no output depends on the accumulator, so there is nothing to multiply")
+
+
+def value_types(inputs: Sequence[Input], nodes: Sequence[Node]) -> tuple[Type, ...]:
+    """Return the type of each node's value.
+
+    Raises
+    ------
+    KeyError
+        If an operation takes no such arguments.
+    """
+    kinds = {i.name: i.kind for i in inputs}
+    found: list[Type] = []
+    for node in nodes:
+        found.append(type_of(node, [found[a] for a in node.args], kinds))
+    return tuple(found)
+
+
+def type_of(node: Node, args: Sequence[Type], kinds: Mapping[str, Kind]) -> Type:
+    """Return the type of one node's value.
+
+    Parameters
+    ----------
+    node : Node
+        The node.
+    args : sequence of Type
+        Types of its arguments.
+    kinds : mapping of str to Kind
+        The kind of each input.
+
+    Raises
+    ------
+    KeyError
+        If the operation takes no such arguments.
+    """
+    if node.op in OPS:
+        return dict(OPS[node.op].signatures)[tuple(args)]
+    if node.op == "seed" or (node.op == "input" and kinds.get(str(node.attr)) is Kind.INTEGER):
+        return Type.SEED
+    return Type.INDEX if node.op == "integer" or node.op in INDICES else Type.FLOAT
 
 
 def _renumber(nodes: Sequence[Node], outputs: Sequence[Output]) -> tuple[tuple[Node, ...], tuple[Output, ...]]:
@@ -219,11 +282,11 @@ def _renumber(nodes: Sequence[Node], outputs: Sequence[Output]) -> tuple[tuple[N
 def _check_names(graph: Graph) -> None:
     if not graph.outputs or graph.outputs[0].name != "d":
         raise ConfigError("an epilogue's first output is 'd'")
-    seen = {"d"}
+    seen: set[str] = set()
     named = [(i.name, "input") for i in graph.inputs] + [(o.name, "output") for o in graph.outputs[1:]]
     for name, what in named:
         check_name(name, what)
-        if name in seen:
+        if name in seen or (what, name) == ("output", "d"):
             raise ConfigError(f"{what} name {name!r} is taken: inputs and outputs need names of their own")
         seen.add(name)
     for given in graph.inputs:
@@ -251,20 +314,38 @@ def _check_node(node: Node, index: int, graph: Graph) -> None:
         raise ConfigError(f"node {index}: {reprlib.repr(node.attr)} is not an attribute for {node.op}")
 
 
+def fits(number: int, bits: int) -> bool:
+    """Whether a whole number has so many bits, its sign among them."""
+    return -(1 << (bits - 1)) <= number < 1 << (bits - 1)
+
+
+def _type_of(node: Node, index: int, graph: Graph, types: Sequence[Type]) -> Type:
+    taken = [types[a] for a in node.args]
+    try:
+        return type_of(node, taken, {i.name: i.kind for i in graph.inputs})
+    except KeyError:
+        given = ", ".join(t.value for t in taken)
+        raise ConfigError(f"node {index}: {node.op} takes no arguments of the types {given}") from None
+
+
 def _attr_fits(node: Node, graph: Graph) -> bool:
     if node.op == "input":
         return isinstance(node.attr, str) and any(i.name == node.attr for i in graph.inputs)
     if node.op == "const":
         return type(node.attr) is float and to_fp32(node.attr).hex() == node.attr.hex()
+    if node.op in _BITS:
+        return type(node.attr) is int and fits(node.attr, _BITS[node.op])
     if node.op == "cast":
         # Values are FP32 already: a cast to that is nothing, and has no node.
         return isinstance(node.attr, str) and any(t.name == node.attr for t in dtypes.ALL if t is not dtypes.f32)
     return node.attr is None
 
 
-def _check_output(output: Output, graph: Graph) -> None:
+def _check_output(output: Output, graph: Graph, types: Sequence[Type]) -> None:
     if type(output.node) is not int or not 0 <= output.node < len(graph.nodes):
         raise ConfigError(f"output {output.name!r}: {reprlib.repr(output.node)} is not the index of a node")
+    if types[output.node] is not Type.FLOAT:
+        raise ConfigError(f"output {output.name!r}: a {types[output.node].value} is not stored: use to_float of it")
     if output.reduce is None:
         if output.kind is not Kind.TILE:
             raise ConfigError(f"output {output.name!r} is not reduced, so it must be a tile")

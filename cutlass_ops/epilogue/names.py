@@ -1,4 +1,7 @@
-"""Which names an epilogue's inputs and outputs may have: they become C++ identifiers and Python keyword arguments."""
+"""Which names an epilogue's inputs and outputs may have: they are keyword arguments in Python.
+
+In C++ they have these names as well, where nothing else has them (:func:`is_plain`).
+"""
 
 from __future__ import annotations
 
@@ -21,23 +24,26 @@ true try typedef typeid typename union unsigned using virtual void volatile wcha
 """
 CPP_KEYWORDS = frozenset(_KEYWORDS.split())
 
-# Names with another meaning where an input's name stands: in a rendered kernel, or as a keyword of gemm() and build().
+# Names that a rendered kernel has itself, and macros of the headers that it includes.
 _TAKEN = """
-a b c d l m n k acc accumulator out out_dtype inputs outputs args arguments params problem workspace stream device
+a b c d l m n k acc accumulator inputs outputs args arguments params problem workspace stream device
 raster swizzle
-stride shape alignment lda ldb ldc ldd epilogue config spec target kernel dtype gemm self
+stride shape alignment lda ldb ldc ldd config spec target kernel dtype gemm
 cutlass cute cutlass_ops std tvm cuda main
 threadIdx blockIdx blockDim gridDim warpSize dim3 half
-mean_of_a mean_square_of_a means
+mean_of_a mean_square_of_a means row_index column_index
 assert errno stdin stdout stderr linux unix major minor
 """
-RESERVED = frozenset(_TAKEN.split())
+IN_KERNELS = frozenset(_TAKEN.split())
+
+# What a call has besides the epilogue's inputs: an input of such a name could not be told from it.
+RESERVED = frozenset(("a", "b", "out", "out_dtype", "epilogue", "self"))
 
 _IDENTIFIER = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 
 def check_name(name: object, what: str) -> None:
-    """Refuse a name that could not stand in C++ or at a call.
+    """Refuse a name that could not stand at a call. What C++ has against a name is no concern of the user's.
 
     Parameters
     ----------
@@ -63,14 +69,18 @@ def _problem(name: object) -> str | None:
         return f"has {len(name)} characters, more than {MAX_LENGTH}"
     if not _IDENTIFIER.fullmatch(name):
         return "must be ASCII letters, digits and underscores, starting with a letter"
-    if "__" in name or name.endswith("_"):
-        return "holds a double underscore or ends in one, as names of the kernel's own do"
-    if len(name) > 1 and name.upper() == name:
-        return "has no lower-case letter, as C++ macros have"
-    if name in CPP_KEYWORDS:
-        return "is a C++ keyword"
     if keyword.iskeyword(name):
         return "is a Python keyword"
     if name in RESERVED:
-        return "is reserved for the kernel's own use"
+        return "is an argument of every call"
     return None
+
+
+def is_plain(name: str) -> bool:
+    """Whether a name that :func:`check_name` lets pass can stand in C++ as it is.
+
+    Not so are keywords, names of the kernel's own, which end in an underscore or stand in :data:`IN_KERNELS`, and what
+    may be a macro or belongs to the compiler.
+    """
+    shouted = len(name) > 1 and name.upper() == name
+    return not (shouted or "__" in name or name.endswith("_") or name in CPP_KEYWORDS or name in IN_KERNELS)

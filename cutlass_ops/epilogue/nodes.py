@@ -13,6 +13,7 @@ class Kind(str, Enum):
     ``ROW`` is one value for each column of D, shape (N,); ``COL`` one value for each row of D, shape (M,);
     ``TILE`` one value for each element, shape (M, N); ``SCALAR`` a single value. ``PRODUCT`` is an input of shape
     (K, N) whose product with A has one value for each element: that value is what the epilogue computes with.
+    ``INTEGER`` is a single whole number of 64 bits: a seed.
     """
 
     ROW = "row"
@@ -20,6 +21,7 @@ class Kind(str, Enum):
     TILE = "tile"
     SCALAR = "scalar"
     PRODUCT = "product"
+    INTEGER = "integer"
 
 
 class Input(NamedTuple):
@@ -39,22 +41,24 @@ class Input(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """One operation on FP32 values.
+    """One value, and how it is computed.
 
     Attributes
     ----------
     op : str
-        ``"acc"``, ``"input"``, ``"const"``, a name in :data:`cutlass_ops.epilogue.operations.GATHERED` or one in
+        ``"acc"``, ``"input"``, ``"const"``, ``"integer"``, ``"seed"``, a name in
+        :data:`cutlass_ops.epilogue.operations.GATHERED` or :data:`~cutlass_ops.epilogue.operations.INDICES`, or one in
         :data:`cutlass_ops.epilogue.operations.OPS`.
     args : tuple of int
         Indices of earlier nodes.
-    attr : str, float or None
-        The input's name for ``"input"``, the value for ``"const"`` (an FP32 value), the element type for ``"cast"``.
+    attr : str, float, int or None
+        The input's name for ``"input"``, the value for ``"const"`` (an FP32 value), ``"integer"`` (of 32 bits) and
+        ``"seed"`` (of 64), the element type for ``"cast"``.
     """
 
     op: str
     args: tuple[int, ...] = ()
-    attr: str | float | None = None
+    attr: str | float | int | None = None
 
     # Constants are equal when their bits are: 0.0 and -0.0 are two kernels, and NaN equals itself.
     def _key(self) -> tuple[object, ...]:
@@ -80,7 +84,7 @@ class Output(NamedTuple):
         ``TILE`` for an (M, N) tensor, ``COL`` for a reduction over each row, shape (M,), ``ROW`` for one over each
         column, shape (N,).
     reduce : str or None
-        ``"sum"``, ``"sum_square"`` or ``"max"`` for a reduction, None for a tile.
+        A name in :data:`cutlass_ops.epilogue.operations.REDUCTIONS` for a reduction, None for a tile.
     """
 
     name: str

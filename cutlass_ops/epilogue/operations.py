@@ -1,14 +1,41 @@
 """The operations of an epilogue, and what it may gather from A, in tables.
 
-Operations take and give FP32 values. :mod:`cutlass_ops.kinds.cpp` spells them in C++, and
-:mod:`cutlass_ops.run.reference` holds the same table for PyTorch.
+Most operations take and give FP32 values; :class:`Type` lists what else there is. :mod:`cutlass_ops.kinds.cpp` spells
+them in C++, and :mod:`cutlass_ops.run.reference` holds the same table for PyTorch.
 """
 
 from __future__ import annotations
 
 import math
 import struct
+from enum import Enum
 from typing import NamedTuple
+
+
+class Type(str, Enum):
+    """What a value is. Only FP32 values are stored and reduced: the tracer converts what an epilogue returns.
+
+    ``TRUTH`` is a truth value, which a comparison gives. ``INDEX`` is a whole number of 32 bits with a sign, which
+    counts rows or columns. ``SEED`` is a whole number of 64 bits with a sign, which only a random number takes.
+    """
+
+    FLOAT = "float"
+    TRUTH = "truth"
+    INDEX = "index"
+    SEED = "seed"
+
+
+# Types of the arguments, and of the value.
+Signature = tuple[tuple[Type, ...], Type]
+
+_F, _T, _I, _S = Type.FLOAT, Type.TRUTH, Type.INDEX, Type.SEED
+_ORDERS: tuple[Signature, ...] = (((_F, _F), _T), ((_I, _I), _T))
+_EQUALS: tuple[Signature, ...] = (*_ORDERS, ((_T, _T), _T))
+_BOTH: tuple[Signature, ...] = (((_T, _T), _T),)
+_WHOLE: tuple[Signature, ...] = (((_F, _F), _F), ((_I, _I), _I))
+
+_MORE = "cutlass_ops/functions.h"
+_TURNS = "cutlass_ops/trigonometry.h"
 
 
 class OpInfo(NamedTuple):
@@ -19,50 +46,116 @@ class OpInfo(NamedTuple):
     arity : int
         Number of arguments.
     cpp : str
-        A C++ operator (``"+"``), or the qualified name of a device function on floats; empty for :data:`SWAP_PAIRS`.
+        A C++ operator (``"+"``), or the qualified name of a device function; empty where a value needs more than those
+        of its arguments, as :data:`SWAP_PAIRS` does.
     formula : str
-        What it computes, of arguments x and y.
+        What it computes, of arguments x and y, or c, x and y.
     torch : str
         The equivalent PyTorch expression.
+    header : str
+        Where the device function is defined, if not in ``cutlass_ops/epilogue_math.h``: only kernels that use it
+        include that.
+    typed : tuple of signatures
+        The types that it takes and gives, the usual ones first; none where all are FP32.
     """
 
     arity: int
     cpp: str
     formula: str
     torch: str
+    header: str = ""
+    typed: tuple[Signature, ...] = ()
+
+    @property
+    def signatures(self) -> tuple[Signature, ...]:
+        """The types that it takes and gives, the usual ones first."""
+        return self.typed or (((_F,) * self.arity, _F),)
 
 
 # The one operation that takes a value of another element of D: that of the column beside this one.
 SWAP_PAIRS = "swap_pairs"
+# The one that depends on where an element is, and on numbers that are the same for all.
+UNIFORM = "uniform"
+# What makes an FP32 value of another type's.
+TO_FLOAT = "to_float"
 
 OPS: dict[str, OpInfo] = {
-    "add": OpInfo(2, "+", "x + y", "torch.add(x, y)"),
-    "sub": OpInfo(2, "-", "x − y", "torch.sub(x, y)"),
-    "mul": OpInfo(2, "*", "x · y", "torch.mul(x, y)"),
+    "add": OpInfo(2, "+", "x + y", "torch.add(x, y)", typed=_WHOLE),
+    "sub": OpInfo(2, "-", "x − y", "torch.sub(x, y)", typed=_WHOLE),
+    "mul": OpInfo(2, "*", "x · y", "torch.mul(x, y)", typed=_WHOLE),
     "div": OpInfo(2, "/", "x / y", "torch.div(x, y)"),
-    "neg": OpInfo(1, "-", "−x", "torch.neg(x)"),
+    "neg": OpInfo(1, "-", "−x", "torch.neg(x)", typed=(((_F,), _F), ((_I,), _I))),
     "minimum": OpInfo(2, "cutlass_ops::minimum", "the lesser of x and y; NaN if either is", "torch.minimum(x, y)"),
     "maximum": OpInfo(2, "cutlass_ops::maximum", "the greater of x and y; NaN if either is", "torch.maximum(x, y)"),
+    "lt": OpInfo(2, "<", "whether x is less than y", "torch.lt(x, y)", typed=_ORDERS),
+    "le": OpInfo(2, "<=", "whether x is y or less", "torch.le(x, y)", typed=_ORDERS),
+    "gt": OpInfo(2, ">", "whether x is greater than y", "torch.gt(x, y)", typed=_ORDERS),
+    "ge": OpInfo(2, ">=", "whether x is y or greater", "torch.ge(x, y)", typed=_ORDERS),
+    "eq": OpInfo(2, "==", "whether x equals y; NaN equals nothing", "torch.eq(x, y)", typed=_EQUALS),
+    "ne": OpInfo(2, "!=", "whether x does not equal y", "torch.ne(x, y)", typed=_EQUALS),
+    "logical_and": OpInfo(2, "&&", "whether x and y are both true", "torch.logical_and(x, y)", typed=_BOTH),
+    "logical_or": OpInfo(2, "||", "whether x or y is true", "torch.logical_or(x, y)", typed=_BOTH),
+    "logical_not": OpInfo(1, "!", "whether x is false", "torch.logical_not(x)", typed=(((_T,), _T),)),
+    "where": OpInfo(
+        3,
+        "cutlass_ops::where",
+        "x where c is true, else y",
+        "torch.where(c, x, y)",
+        _MORE,
+        (((_T, _F, _F), _F), ((_T, _I, _I), _I)),
+    ),
+    "isnan": OpInfo(1, "cutlass_ops::isnan", "whether x is NaN", "torch.isnan(x)", _MORE, (((_F,), _T),)),
+    TO_FLOAT: OpInfo(
+        1,
+        "float",
+        "1 or 0 for a truth value; an index rounded to FP32",
+        "x.float()",
+        typed=(((_T,), _F), ((_I,), _F)),
+    ),
     "abs": OpInfo(1, "cutlass_ops::abs", "x without its sign", "torch.abs(x)"),
+    "sign": OpInfo(1, "cutlass_ops::sign", "1 if x > 0, −1 if x < 0, else 0 (so for NaN)", "torch.sign(x)", _MORE),
+    "floor": OpInfo(1, "cutlass_ops::floor", "the greatest whole number up to x", "torch.floor(x)", _MORE),
+    "ceil": OpInfo(1, "cutlass_ops::ceil", "the least whole number from x on", "torch.ceil(x)", _MORE),
+    "round": OpInfo(1, "cutlass_ops::round", "the nearest whole number, ties to even", "torch.round(x)", _MORE),
+    "trunc": OpInfo(1, "cutlass_ops::trunc", "x without what follows the point", "torch.trunc(x)", _MORE),
+    "reciprocal": OpInfo(1, "cutlass_ops::reciprocal", "1 / x", "torch.reciprocal(x)", _MORE),
     "square": OpInfo(1, "cutlass_ops::square", "x · x", "torch.square(x)"),
     "sqrt": OpInfo(1, "cutlass_ops::sqrt", "√x", "torch.sqrt(x)"),
     "rsqrt": OpInfo(1, "cutlass_ops::rsqrt", "1 / √x", "torch.rsqrt(x)"),
+    "pow": OpInfo(2, "cutlass_ops::pow", "x to the power of y", "torch.pow(x, y)", _MORE),
     "exp": OpInfo(1, "cutlass_ops::exp", "eˣ", "torch.exp(x)"),
-    "sin": OpInfo(1, "cutlass_ops::sin", "sin x, of radians", "torch.sin(x)"),
-    "cos": OpInfo(1, "cutlass_ops::cos", "cos x, of radians", "torch.cos(x)"),
+    "exp2": OpInfo(1, "cutlass_ops::exp2", "2ˣ", "torch.exp2(x)", _MORE),
+    "expm1": OpInfo(1, "cutlass_ops::expm1", "eˣ − 1, exact near 0", "torch.expm1(x)", _MORE),
+    "log": OpInfo(1, "cutlass_ops::log", "ln x", "torch.log(x)", _MORE),
+    "log2": OpInfo(1, "cutlass_ops::log2", "log₂ x", "torch.log2(x)", _MORE),
+    "log1p": OpInfo(1, "cutlass_ops::log1p", "ln (1 + x), exact near 0", "torch.log1p(x)", _MORE),
+    "erf": OpInfo(1, "cutlass_ops::erf", "2/√π · ∫₀ˣ e^(−t²) dt", "torch.erf(x)", _MORE),
+    "sin": OpInfo(1, "cutlass_ops::sin", "sin x, of radians", "torch.sin(x)", _TURNS),
+    "cos": OpInfo(1, "cutlass_ops::cos", "cos x, of radians", "torch.cos(x)", _TURNS),
     "tanh": OpInfo(1, "cutlass_ops::tanh", "tanh x", "torch.tanh(x)"),
     "sigmoid": OpInfo(1, "cutlass_ops::sigmoid", "1 / (1 + e⁻ˣ)", "torch.sigmoid(x)"),
     "relu": OpInfo(1, "cutlass_ops::relu", "0 if x < 0, else x (so NaN stays NaN)", "torch.relu(x)"),
     "leaky_relu": OpInfo(2, "cutlass_ops::leaky_relu", "x if x > 0, else x · y", "F.leaky_relu(x, y)"),
+    "elu": OpInfo(2, "cutlass_ops::elu", "x if x > 0, else y · (eˣ − 1)", "F.elu(x, y)", _MORE),
     "gelu": OpInfo(1, "cutlass_ops::gelu", "x/2 · (1 + erf(x / √2))", "F.gelu(x)"),
     "gelu_tanh": OpInfo(
         1, "cutlass_ops::gelu_tanh", "x/2 · (1 + tanh(√(2/π) · (x + 0.044715 x³)))", 'F.gelu(x, approximate="tanh")'
     ),
     "silu": OpInfo(1, "cutlass_ops::silu", "x / (1 + e⁻ˣ)", "F.silu(x)"),
+    "mish": OpInfo(1, "cutlass_ops::mish", "x · tanh(ln(1 + eˣ))", "F.mish(x)", _MORE),
+    "softplus": OpInfo(1, "cutlass_ops::softplus", "ln(1 + eˣ), and x where x > 20", "F.softplus(x)", _MORE),
     "hardswish": OpInfo(1, "cutlass_ops::hardswish", "x · min(max(x + 3, 0), 6) / 6", "F.hardswish(x)"),
     "cast": OpInfo(1, "cutlass_ops::cast", "x rounded to the dtype, to nearest even", "x.to(dtype).to(x.dtype)"),
     SWAP_PAIRS: OpInfo(
         1, "", "x of column n + 1 where n is even, of n − 1 where n is odd", "x.reshape(-1, 2).flip(1).reshape(x.shape)"
+    ),
+    UNIFORM: OpInfo(
+        2,
+        "",
+        "a random number from 0 up to 1, of seed x and offset y",
+        "cutlass_ops.run.reference.uniform(x, y, M, N)",
+        "cutlass_ops/random.h",
+        (((_S, _S), _F),),
     ),
 }
 
@@ -86,6 +179,89 @@ class GatheredInfo(NamedTuple):
 GATHERED: dict[str, GatheredInfo] = {
     "mean_of_a": GatheredInfo("Σ a / K over A's row", "a.float().mean(1)"),
     "mean_square_of_a": GatheredInfo("Σ a · a / K over A's row", "a.float().square().mean(1)"),
+}
+
+
+class IndexInfo(NamedTuple):
+    """Where an element of D is.
+
+    Attributes
+    ----------
+    formula : str
+        What it counts.
+    torch : str
+        The equivalent PyTorch expression.
+    """
+
+    formula: str
+    torch: str
+
+
+# Leaves of a graph as well, of the type INDEX.
+INDICES: dict[str, IndexInfo] = {
+    "row_index": IndexInfo("the row of D, from 0 on", "torch.arange(M)[:, None]"),
+    "column_index": IndexInfo("the column of D, from 0 on", "torch.arange(N)"),
+}
+
+
+class ReductionInfo(NamedTuple):
+    """One reduction of a value over each row or each column of D.
+
+    Attributes
+    ----------
+    formula : str
+        What it gives.
+    torch : str
+        The equivalent PyTorch expression.
+    result : str
+        The dtype of its results where a declaration names no other. What gives indices gives ``"i32"`` and no other.
+    empty : float
+        Its result over nothing.
+    header : str
+        Where C++ has it, if not in ``cutlass_ops/reduce.h``.
+    paired : bool
+        Whether it keeps two numbers of each result, and not one FP32 value.
+    """
+
+    formula: str
+    torch: str
+    result: str = "f32"
+    empty: float = 0.0
+    header: str = ""
+    paired: bool = False
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that it keeps of each result."""
+        return 8 if self.paired else 4
+
+
+_REDUCTIONS = "cutlass_ops/reductions.h"
+
+REDUCTIONS: dict[str, ReductionInfo] = {
+    "sum": ReductionInfo("Σ x", "x.sum(dim)"),
+    "sum_square": ReductionInfo("Σ x · x", "x.square().sum(dim)"),
+    "max": ReductionInfo("the greatest x; NaN if any is", "x.amax(dim)", empty=-math.inf),
+    "min": ReductionInfo("the least x; NaN if any is", "x.amin(dim)", empty=math.inf, header=_REDUCTIONS),
+    "argmax": ReductionInfo(
+        "where the greatest x is, the first if several are; the first NaN if any is",
+        "x.argmax(dim).int()",
+        "i32",
+        -1,
+        _REDUCTIONS,
+        True,
+    ),
+    "argmin": ReductionInfo(
+        "where the least x is, the first if several are; the first NaN if any is",
+        "x.argmin(dim).int()",
+        "i32",
+        -1,
+        _REDUCTIONS,
+        True,
+    ),
+    "logsumexp": ReductionInfo(
+        "ln Σ eˣ, without overflow", "x.logsumexp(dim)", empty=-math.inf, header=_REDUCTIONS, paired=True
+    ),
 }
 
 

@@ -12,7 +12,7 @@ from cutlass_ops.epilogue.nodes import Node, Output
 
 MAX_LENGTH = 48
 
-_SILENT = ("acc", "const", "add", "sub", "mul", "div")
+_SILENT = ("acc", "const", "integer", "seed", "to_float", "add", "sub", "mul", "div")
 
 
 def title(nodes: Sequence[Node], outputs: Sequence[Output]) -> str:
@@ -39,7 +39,9 @@ def title(nodes: Sequence[Node], outputs: Sequence[Output]) -> str:
     for output in outputs:
         visit(output.node)
     words += [output.name for output in outputs[1:]]
-    return "_".join(words)[:MAX_LENGTH].rstrip("_")
+    # A name may end in an underscore or hold two, as identifiers of C++ should not.
+    joined = "_".join(word for name in words for word in name.split("_") if word)
+    return joined[:MAX_LENGTH].rstrip("_")
 
 
 def _with_accumulator(nodes: Sequence[Node]) -> set[int]:

@@ -5,6 +5,7 @@ Nothing reads the function's source to understand it; source lines serve error m
 
 from __future__ import annotations
 
+import ast
 import inspect
 import itertools
 import sys
@@ -18,7 +19,7 @@ from cutlass_ops.base.errors import ConfigError, EpilogueError
 from cutlass_ops.epilogue.graph import Graph, canonical
 from cutlass_ops.epilogue.names import check_name
 from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
-from cutlass_ops.epilogue.values import ANNOTATIONS, TRACER, Reduction, Tracer, Value
+from cutlass_ops.epilogue.values import ANNOTATIONS, TRACER, Computed, Reduction, Tracer, Value
 
 _serials = itertools.count()
 _BY_TOKEN: weakref.WeakValueDictionary[str, Epilogue] = weakref.WeakValueDictionary()
@@ -152,8 +153,10 @@ def epilogue(function: Callable[..., Any]) -> Epilogue:
     """Turn a Python function into an epilogue, by tracing it once.
 
     The first parameter is the FP32 accumulator; each further one is annotated :class:`Row`, :class:`Col`,
-    :class:`Tile`, :class:`Scalar` or :class:`Product`. The function returns D's value, or a dictionary with ``"d"`` and
-    further outputs: values, each an (M, N) tensor, and reductions.
+    :class:`Tile`, :class:`Scalar`, :class:`Product` or :class:`Integer`. The function returns D's value, or a
+    dictionary with ``"d"`` and further outputs: values, each an (M, N) tensor, and reductions. It may return a tuple, D
+    first. Its further outputs are then called ``output1``, ``output2`` and so on, or as the function's annotation says:
+    a tuple of names, or a NamedTuple.
 
     Parameters
     ----------
@@ -182,13 +185,21 @@ def epilogue(function: Callable[..., Any]) -> Epilogue:
     >>> co.gemm(a, b, epilogue=swish_residual, bias=bias, residual=residual, scale=0.5).shape
     torch.Size([2, 3])
 
+    An annotation names what a tuple has:
+
+    >>> @co.epilogue
+    ... def with_sums(acc) -> ("d", "row_sum"):
+    ...     return co.e.relu(acc), co.e.sum(acc, dim=1)
+    >>> co.gemm(a, b, epilogue=with_sums).row_sum.tolist()
+    [24.0, 24.0]
+
     What cannot be traced is refused where the function is defined:
 
     >>> @co.epilogue
     ... def leaky(acc):
     ...     return acc if acc > 0 else 0.1 * acc
     Traceback (most recent call last):
-    cutlass_ops.base.errors.EpilogueError: leaky: an epilogue cannot compare traced values: ...
+    cutlass_ops.base.errors.EpilogueError: leaky: an epilogue cannot branch on a traced value ...
     """
     if isinstance(function, Epilogue):
         return function
@@ -238,7 +249,7 @@ def _inputs(tracer: Tracer) -> list[Input]:
             given = "no annotation" if parameter.annotation is parameter.empty else f"annotation {parameter.annotation}"
             raise tracer.error_at_def(
                 f"parameter {parameter.name} has {given}: annotate it co.Row (N,), co.Col (M,), co.Tile (M, N), "
-                "co.Scalar or co.Product (K, N)"
+                "co.Scalar, co.Product (K, N) or co.Integer"
             )
         try:
             check_name(parameter.name, "input")
@@ -275,7 +286,8 @@ def _resolve(function: types.FunctionType, text: str) -> object:
 
 def _arguments(tracer: Tracer, inputs: Sequence[Input]) -> tuple[list[Value], dict[str, Value]]:
     kinds = {t.kind: t for t in ANNOTATIONS.values()}
-    values = [Value(tracer, tracer.add(Node("acc")))]
+    tracer.kinds = {i.name: i.kind for i in inputs}
+    values: list[Value] = [Computed(tracer, tracer.add(Node("acc")))]
     values += [kinds[i.kind](tracer, tracer.add(Node("input", (), i.name))) for i in inputs]
     parameters = inspect.signature(tracer.function).parameters.values()
     pairs = list(zip(parameters, values, strict=True))
@@ -286,6 +298,8 @@ def _arguments(tracer: Tracer, inputs: Sequence[Input]) -> tuple[list[Value], di
 def _outputs(tracer: Tracer, result: object) -> list[Output]:
     if isinstance(result, Value):
         result = {"d": result}
+    if isinstance(result, (tuple, list)):
+        result = _named(tracer, result)
     if isinstance(result, Reduction):
         raise tracer.error_at_def('a reduction cannot be D: return {"d": value, "name": reduction}')
     if result is None:
@@ -300,6 +314,34 @@ def _outputs(tracer: Tracer, result: object) -> list[Output]:
     return [_output(tracer, name, result[name]) for name in ["d", *(k for k in result if k != "d")]]
 
 
+def _named(tracer: Tracer, result: Sequence[object]) -> dict[str, object]:
+    """Return the values of a tuple by name: its own names, those of the function's annotation, or numbers."""
+    names = getattr(result, "_fields", None) or _annotated(tracer.function)
+    if names is None:
+        names = ("d", *(f"output{number}" for number in range(1, len(result))))
+    if len(names) != len(result) or len(set(names)) != len(names) or "d" not in names:
+        raise tracer.error_at_def(
+            f"the function returns {len(result)} values, and they are called {', '.join(names) or 'nothing'}: each "
+            "needs a name of its own, and D's is 'd'"
+        )
+    return dict(zip(names, result, strict=True))
+
+
+def _annotated(function: types.FunctionType) -> tuple[str, ...] | None:
+    """Return the names that an annotation of what a function returns has: a tuple of texts, or a NamedTuple."""
+    annotation: object = inspect.signature(function).return_annotation
+    if isinstance(annotation, str):
+        text = annotation
+        try:
+            annotation = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            annotation = _resolve(function, text)
+    annotation = getattr(annotation, "_fields", annotation)
+    if isinstance(annotation, (tuple, list)) and annotation and all(isinstance(name, str) for name in annotation):
+        return tuple(annotation)
+    return None
+
+
 def _output(tracer: Tracer, name: str, value: object) -> Output:
     if name != "d":
         try:
@@ -311,7 +353,7 @@ def _output(tracer: Tracer, name: str, value: object) -> Output:
     if value.tracer is not tracer:
         raise tracer.error_at_def(f"output {name!r} belongs to another epilogue's tracing")
     if isinstance(value, Value):
-        return Output(name, value.node)
+        return Output(name, tracer.lift(value))
     if name == "d":
         raise tracer.error_at_def("'d' is the (M, N) result and cannot be a reduction: give that another name")
     return Output(name, value.node, value.kind, value.function)

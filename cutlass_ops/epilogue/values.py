@@ -15,12 +15,13 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn, cast
 
 from cutlass_ops.base import dtypes
 from cutlass_ops.base.errors import EpilogueError
+from cutlass_ops.epilogue.graph import fits, type_of
 from cutlass_ops.epilogue.nodes import Kind, Node
-from cutlass_ops.epilogue.operations import OPS, SWAP_PAIRS, to_fp32
+from cutlass_ops.epilogue.operations import OPS, SWAP_PAIRS, TO_FLOAT, Signature, Type, to_fp32
 
 # Operations on constants that FP64 arithmetic and one rounding to FP32 give bit for bit as FP32 arithmetic does.
 _FOLDED: dict[str, Callable[..., float]] = {
@@ -31,15 +32,21 @@ _FOLDED: dict[str, Callable[..., float]] = {
     "abs": operator.abs,
 }
 
-_SELECT = "use co.maximum, co.minimum, co.clamp, co.relu or co.leaky_relu"
-_BRANCH = f"an epilogue cannot branch on a traced value (if, while, and, or, not, assert): {_SELECT}"
-_COMPARE = f"an epilogue cannot compare traced values: {_SELECT}"
+_BRANCH = (
+    "an epilogue cannot branch on a traced value (if, while, and, or, not, assert, a < b < c, max(x, y)): use "
+    "co.where(condition, x, y), co.maximum, co.minimum, co.clamp, co.relu or co.leaky_relu; conditions are joined by "
+    "& and |, and ~ is not"
+)
 _NUMBER = "a traced value is not a Python number: use the functions of cutlass_ops (co.exp, not math.exp)"
 _SEQUENCE = "a traced value stands for one element: it cannot be indexed, iterated or measured with len()"
-_ROUND = "rounding to integers is not supported: co.cast rounds to a dtype"
+_ROUND = (
+    "Python's rounding takes no traced value: use co.round, co.floor, co.ceil or co.trunc; co.cast rounds to a dtype"
+)
 _OPERATOR = "the operator {} is not supported: an epilogue computes element by element with + - * / and co's functions"
 _ARRAY = "a traced value is not a NumPy array: use the functions of cutlass_ops (co.exp, not numpy.exp)"
 _METHOD = "use + - * / and the functions of cutlass_ops"
+_LOGIC = "the operator {} is not supported for numbers: it takes conditions, such as {}"
+_SEED = "an Integer is a seed or an offset of co.uniform and co.dropout_mask: use a co.Scalar to compute with a number"
 _REDUCED = "a reduction can only be an output, in the returned dictionary: no operation takes it"
 _TENSOR = (
     "a tensor or array cannot be a constant: give the function a parameter annotated co.Row, co.Col, co.Tile or "
@@ -48,7 +55,7 @@ _TENSOR = (
 
 _REFUSED: dict[str, str] = {
     "__bool__": _BRANCH,
-    **dict.fromkeys(("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"), _COMPARE),
+    **dict.fromkeys(("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"), _REDUCED),
     **dict.fromkeys(("__int__", "__float__", "__complex__", "__index__"), _NUMBER),
     **dict.fromkeys(("__len__", "__iter__", "__getitem__", "__setitem__", "__contains__", "__reversed__"), _SEQUENCE),
     **dict.fromkeys(("__round__", "__floor__", "__ceil__", "__trunc__"), _ROUND),
@@ -74,7 +81,8 @@ _REFUSED: dict[str, str] = {
 
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "pow")
 
-_UFUNCS = {"add": "add", "subtract": "sub", "multiply": "mul", "divide": "div"}
+_UFUNCS = {"add": "add", "subtract": "sub", "multiply": "mul", "divide": "div", "power": "pow"}
+_UFUNCS |= {"less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge", "equal": "eq", "not_equal": "ne"}
 
 
 class _Line(NamedTuple):
@@ -103,10 +111,12 @@ def _calling_line(file: str | None = None) -> _Line | None:
 
 
 class Tracer:
-    """One run of one function: the nodes made so far, and where errors are."""
+    """One run of one function: the nodes made so far with the types of their values, and where errors are."""
 
     def __init__(self, function: types.FunctionType) -> None:
         self.nodes: list[Node] = []
+        self.types: list[Type] = []
+        self.kinds: dict[str, Kind] = {}
         self.function = function
 
     def error(self, problem: str) -> EpilogueError:
@@ -127,28 +137,72 @@ class Tracer:
 
     def add(self, node: Node) -> int:
         """Append a node and return its index."""
+        self.types.append(type_of(node, [self.types[a] for a in node.args], self.kinds))
         self.nodes.append(node)
         return len(self.nodes) - 1
 
     def apply(self, op: str, args: Sequence[object], attr: str | None = None) -> Value:
         """Append an operation, or its result where that is a constant."""
-        indices = tuple(self.lift(a) for a in args)
+        if op not in OPS:
+            return Computed(self, self.add(Node(op)))
+        signature = self._signature(op, args)
+        indices = tuple(self.lift(a, wanted) for a, wanted in zip(args, signature[0], strict=True))
         constants = [n.attr for n in (self.nodes[i] for i in indices) if isinstance(n.attr, float)]
         if op in _FOLDED and len(constants) == len(indices):
-            return Value(self, self.add(Node("const", (), to_fp32(_FOLDED[op](*constants)))))
+            return Computed(self, self.add(Node("const", (), to_fp32(_FOLDED[op](*constants)))))
         if op == SWAP_PAIRS and constants:
-            return Value(self, indices[0])
-        return Value(self, self.add(Node(op, indices, attr)))
+            return Computed(self, indices[0])
+        return Computed(self, self.add(Node(op, indices, attr)))
 
-    def lift(self, x: object) -> int:
-        """Return the node of a traced value or a number."""
+    def _signature(self, op: str, args: Sequence[object]) -> Signature:
+        """Return the types that an operation takes of some arguments, as they are or else converted to FP32."""
+        possible = OPS[op].signatures
+        for is_fit in (self._is, self._becomes):
+            for signature in possible:
+                if all(map(is_fit, args, signature[0])):
+                    return signature
+        for arg in args:
+            self.lift(arg, Type.SEED if possible[0][0][0] is Type.SEED else None)  # what is no value at all is an error
+        if Type.SEED in possible[0][0]:
+            raise self.error(
+                f"co.{op} takes whole numbers of 64 bits: annotate the parameter co.Integer, or write a Python int"
+            )
+        if any(isinstance(x, Value) and x.type is Type.SEED for x in args):
+            raise self.error(_SEED)
+        if op == "where":
+            raise self.error(
+                "co.where takes a condition, such as x > 0, and then two numbers: write x != 0 for a number"
+            )
+        raise self.error(_LOGIC.format(*_JOINED[op]))
+
+    def _is(self, x: object, wanted: Type) -> bool:
+        """Whether an argument is of a type, a number of Python's being of any that holds it."""
+        if isinstance(x, Value):
+            return x.type is wanted
+        if wanted in _BITS:
+            return isinstance(x, numbers.Integral) and not isinstance(x, bool) and fits(int(x), _BITS[wanted])
+        return wanted is Type.FLOAT
+
+    def _becomes(self, x: object, wanted: Type) -> bool:
+        return self._is(x, wanted) or (
+            wanted is Type.FLOAT and isinstance(x, Value) and x.type in (Type.TRUTH, Type.INDEX)
+        )
+
+    def lift(self, x: object, wanted: Type | None = Type.FLOAT) -> int:
+        """Return the node of a traced value or a number, as a value of a type; of any where that is None."""
         if isinstance(x, Value):
             if x.tracer is not self:
                 raise self.error("this value belongs to another epilogue's tracing: pass it as a parameter")
+            if wanted is Type.FLOAT and x.type is not Type.FLOAT:
+                if x.type is Type.SEED:
+                    raise self.error(_SEED)
+                return self.add(Node(TO_FLOAT, (x.node,)))
             return x.node
         if isinstance(x, Reduction):
             raise self.error(_REDUCED)
         if isinstance(x, numbers.Real) and not isinstance(x, bool):
+            if wanted in _BITS and isinstance(x, numbers.Integral):
+                return self.add(Node("seed" if wanted is Type.SEED else "integer", (), int(x)))
             return self.add(Node("const", (), self._constant(x)))
         if _is_array(x):
             raise self.error(_TENSOR)
@@ -165,6 +219,14 @@ class Tracer:
         return rounded
 
 
+# Bits of the types that count.
+_BITS = {Type.INDEX: 32, Type.SEED: 64}
+_JOINED = {
+    "logical_and": ("&", "(x > 0) & (x < 1)"),
+    "logical_or": ("|", "(x < 0) | (x > 1)"),
+    "logical_not": ("~", "~(x > 0)"),
+}
+
 TRACER: ContextVar[Tracer | None] = ContextVar("cutlass_ops_tracer", default=None)
 
 
@@ -174,6 +236,11 @@ def _instead(name: str) -> str:
 
 def _is_array(x: object) -> bool:
     return hasattr(type(x), "__array__") and not isinstance(x, Symbol)
+
+
+def _number(x: Any) -> Any:
+    """Return what an array without dimensions holds, which NumPy makes of a scalar to compare it."""
+    return x if isinstance(x, Symbol) or not hasattr(x, "ndim") or x.ndim else x.item()
 
 
 class Symbol:
@@ -195,7 +262,7 @@ class Symbol:
         # NumPy scalars on the left of an operator come here.
         name = ufunc.__name__
         if name in _UFUNCS and method == "__call__" and not kwargs:
-            return self.tracer.apply(_UFUNCS[name], inputs)
+            return self.tracer.apply(_UFUNCS[name], tuple(map(_number, inputs)))
         raise self.tracer.error(f"NumPy's {name} cannot take a traced value: {_instead(name)}")
 
     @classmethod
@@ -214,7 +281,7 @@ class Symbol:
 
 
 class Value(Symbol):
-    """One element of an epilogue's computation in FP32, while the function is traced.
+    """One element of an epilogue's computation, while the function is traced: FP32, unless :attr:`type` says otherwise.
 
     Examples
     --------
@@ -260,17 +327,65 @@ class Value(Symbol):
     def __abs__(self) -> Value:
         return self.tracer.apply("abs", (self,))
 
-    def __pow__(self, exponent: object) -> NoReturn:
-        known: dict[object, str] = {2: "co.square(x)", 0.5: "co.sqrt(x)", -0.5: "co.rsqrt(x)", -1: "1 / x"}
-        instead = known.get(exponent if isinstance(exponent, (int, float)) else None, "a product or co.exp")
-        raise self.tracer.error(f"the operator ** is not supported: use {instead}")
+    def __pow__(self, exponent: Value | float) -> Value:
+        return power(self.tracer, self, exponent)
 
-    def __rpow__(self, base: object) -> NoReturn:
-        raise self.tracer.error("the operator ** is not supported: use co.exp(x * math.log(base))")
+    def __rpow__(self, base: float) -> Value:
+        return power(self.tracer, base, self)
+
+    def __lt__(self, other: Value | float) -> Value:
+        return self.tracer.apply("lt", (self, other))
+
+    def __le__(self, other: Value | float) -> Value:
+        return self.tracer.apply("le", (self, other))
+
+    def __gt__(self, other: Value | float) -> Value:
+        return self.tracer.apply("gt", (self, other))
+
+    def __ge__(self, other: Value | float) -> Value:
+        return self.tracer.apply("ge", (self, other))
+
+    def __eq__(self, other: object) -> Value:  # type: ignore[override]
+        return self.tracer.apply("eq", (self, other))
+
+    def __ne__(self, other: object) -> Value:  # type: ignore[override]
+        return self.tracer.apply("ne", (self, other))
+
+    __hash__ = object.__hash__
+
+    def __and__(self, other: Value) -> Value:
+        return self.tracer.apply("logical_and", (self, other))
+
+    def __rand__(self, other: Value) -> Value:
+        return self.tracer.apply("logical_and", (other, self))
+
+    def __or__(self, other: Value) -> Value:
+        return self.tracer.apply("logical_or", (self, other))
+
+    def __ror__(self, other: Value) -> Value:
+        return self.tracer.apply("logical_or", (other, self))
+
+    def __invert__(self) -> Value:
+        return self.tracer.apply("logical_not", (self,))
+
+    @property
+    def type(self) -> Type:
+        """What it is: an FP32 value, a truth value, an index or a seed."""
+        return self.tracer.types[self.node]
 
     def __repr__(self) -> str:
         node = self.tracer.nodes[self.node]
         return f"<traced {node.op} %{self.node}>"
+
+
+class Computed(Value):
+    """The accumulator, and what is computed.
+
+    Inputs have classes of their own. None of these is derived from this one, since Python would then compare the other
+    way round: ``acc > bias`` is kept as it is written.
+    """
+
+    __slots__ = ()
 
 
 class Reduction(Symbol):
@@ -409,9 +524,54 @@ class Product(Value):
     kind: ClassVar[Kind] = Kind.PRODUCT
 
 
-ANNOTATIONS: dict[str, type[Row | Col | Tile | Scalar | Product]] = {
-    t.__name__: t for t in (Row, Col, Tile, Scalar, Product)
+class Integer(Value):
+    """Annotation of an input that is one whole number of 64 bits: a seed or an offset of :func:`cutlass_ops.e.uniform`.
+
+    A call takes a Python int, or a tensor of one element of an integer dtype. One on the GPU is read there.
+
+    Examples
+    --------
+    >>> @co.epilogue
+    ... def noisy(acc, seed: co.Integer):
+    ...     return acc + co.e.uniform(seed)
+    >>> a, b = torch.zeros(1, 8).bfloat16(), torch.zeros(8, 2).bfloat16()
+    >>> first = co.gemm(a, b, epilogue=noisy, seed=2**40)
+    >>> torch.equal(co.gemm(a, b, epilogue=noisy, seed=2**40), first)
+    True
+    """
+
+    __slots__ = ()
+    kind: ClassVar[Kind] = Kind.INTEGER
+
+
+ANNOTATIONS: dict[str, type[Row | Col | Tile | Scalar | Product | Integer]] = {
+    t.__name__: t for t in (Row, Col, Tile, Scalar, Product, Integer)
 }
+
+
+# Powers that PyTorch computes in other ways where the exponent is a Python number.
+_POWERS: dict[float, tuple[str, ...]] = {
+    2: ("square",),
+    0.5: ("sqrt",),
+    -0.5: ("rsqrt",),
+    -1: ("reciprocal",),
+    -2: ("square", "reciprocal"),
+}
+
+
+def power(tracer: Tracer, x: object, y: object) -> Value:
+    """Return x to the power of y, as PyTorch computes it."""
+    if isinstance(x, Value) and isinstance(y, numbers.Real) and not isinstance(y, bool):
+        if y == 1:
+            return Computed(tracer, tracer.lift(x))
+        if y == 3:
+            return tracer.apply("mul", (tracer.apply("square", (x,)), x))
+        if float(y) in _POWERS:
+            found: object = x
+            for op in _POWERS[float(y)]:
+                found = tracer.apply(op, (found,))
+            return cast("Value", found)
+    return tracer.apply("pow", (x, y))
 
 
 def apply(op: str, *args: object) -> Value:
@@ -425,6 +585,17 @@ def apply(op: str, *args: object) -> Value:
     return _current(op).apply(op, args)
 
 
+def apply_float(x: object) -> Value:
+    """Return a value or a number as an FP32 value."""
+    tracer = _current("to_float")
+    return Computed(tracer, tracer.lift(x))
+
+
+def apply_power(x: object, y: object) -> Value:
+    """Raise a value or a number to the power of another."""
+    return power(_current("pow"), x, y)
+
+
 def apply_cast(x: object, dtype: str | dtypes.DType) -> Value:
     """Round a value to an element type; to FP32 that is the value itself."""
     tracer = _current("cast")
@@ -433,7 +604,7 @@ def apply_cast(x: object, dtype: str | dtypes.DType) -> Value:
     except (ValueError, TypeError) as exc:
         raise tracer.error(str(exc)) from None
     if element is dtypes.f32:
-        return Value(tracer, tracer.lift(x))
+        return Computed(tracer, tracer.lift(x))
     return tracer.apply("cast", (x,), element.name)
 
 

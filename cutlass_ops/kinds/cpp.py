@@ -11,10 +11,13 @@ from collections.abc import Sequence
 
 from cutlass_ops.base.dtypes import dtype
 from cutlass_ops.epilogue.nodes import Node
-from cutlass_ops.epilogue.operations import OPS, SWAP_PAIRS, to_fp32
+from cutlass_ops.epilogue.operations import OPS, TO_FLOAT, Type, to_fp32
 
 # Where functions are defined that few epilogues need.
-HEADERS: dict[str, str] = {"sin": "cutlass_ops/trigonometry.h", "cos": "cutlass_ops/trigonometry.h"}
+HEADERS: dict[str, str] = {name: info.header for name, info in OPS.items() if info.header}
+
+# What values are in C++, inside a function.
+TYPES: dict[Type, str] = {Type.FLOAT: "float", Type.TRUTH: "bool", Type.INDEX: "int"}
 
 
 def float_literal(value: float) -> str:
@@ -44,8 +47,20 @@ def _reads_back(text: str, value: float) -> bool:
     return all(to_fp32(x) == value for x in (math.nextafter(near, -math.inf), near, math.nextafter(near, math.inf)))
 
 
+def integer_literal(value: int) -> str:
+    """Spell a whole number of 32 bits in C++, which reads a sign as an operator."""
+    if value == -(1 << 31):
+        return "(-2147483647 - 1)"
+    return f"({value})" if value < 0 else str(value)
+
+
+def seed_literal(value: int) -> str:
+    """Spell a whole number of 64 bits in C++."""
+    return "INT64_MIN" if value == -(1 << 63) else f"INT64_C({value})"
+
+
 def cpp_expression(node: Node, arg_names: Sequence[str]) -> str:
-    """Spell one operation or constant as a C++ expression of type float.
+    """Spell one operation or constant as a C++ expression.
 
     Parameters
     ----------
@@ -61,14 +76,16 @@ def cpp_expression(node: Node, arg_names: Sequence[str]) -> str:
     """
     if node.op == "const" and isinstance(node.attr, float):
         return float_literal(node.attr)
-    if node.op not in OPS or node.op == SWAP_PAIRS:
+    if node.op == "integer":
+        return integer_literal(int(node.attr or 0))
+    if node.op not in OPS or not OPS[node.op].cpp:
         raise ValueError(f"{node.op!r} is not an operation on an element: its value has a name in the kernel")
     info = OPS[node.op]
     if len(arg_names) != info.arity:
         raise ValueError(f"{node.op} takes {info.arity} arguments, not {len(arg_names)}")
     if node.op == "cast":
         return f"{info.cpp}<{dtype(str(node.attr)).cpp}>({arg_names[0]})"
-    if info.cpp.startswith("cutlass_ops::"):
+    if info.cpp.startswith("cutlass_ops::") or node.op == TO_FLOAT:
         return f"{info.cpp}({', '.join(arg_names)})"
     if info.arity == 1:
         return f"({info.cpp}{arg_names[0]})"

@@ -4,6 +4,9 @@ CUTLASS's visitors pass fragments from node to node. One visitor for each operat
 read, so the elementwise part of a graph becomes as few C++ functions as the outputs allow: one for each value that is
 stored or reduced, and one for each subexpression that several of those share, so that nothing is computed twice. Where
 pairs of columns are swapped, values go from element to element, which no such function does: a visitor of its own.
+
+Between functions values are FP32. Truth values and indices are therefore computed anew in each function that needs one.
+What depends on an element's place is loaded, as an input is: an index as the bits of an FP32 value.
 """
 
 from __future__ import annotations
@@ -15,9 +18,10 @@ from typing import Any
 
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue.graph import Graph
+from cutlass_ops.epilogue.names import is_plain
 from cutlass_ops.epilogue.nodes import Kind, Node, Output
-from cutlass_ops.epilogue.operations import GATHERED, SWAP_PAIRS
-from cutlass_ops.kinds.cpp import HEADERS, cpp_expression
+from cutlass_ops.epilogue.operations import GATHERED, INDICES, REDUCTIONS, SWAP_PAIRS, UNIFORM, Type
+from cutlass_ops.kinds.cpp import HEADERS, TYPES, cpp_expression, seed_literal
 
 ACC = "acc"
 
@@ -66,12 +70,36 @@ class Store:
 
 
 @dataclass(frozen=True)
+class Place:
+    """A leaf whose value follows from where an element is.
+
+    Attributes
+    ----------
+    name : str
+        Name of the value.
+    functor : str
+        The C++ type that gives it of a row and a column.
+    arguments : tuple of str
+        Its launch arguments, of which ``o.`` begins those that a call has.
+    """
+
+    name: str
+    functor: str
+    arguments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Lowered:
     """An epilogue as loads, computes in topological order, and stores; D is the first store."""
 
     leaves: tuple[str, ...]
     computes: tuple[Compute, ...]
     stores: tuple[Store, ...]
+    places: tuple[Place, ...] = ()
+
+    def place(self, leaf: str) -> Place | None:
+        """Return what a leaf's place makes it, if that is what it is."""
+        return next((p for p in self.places if p.name == leaf), None)
 
 
 def lower(graph: Graph) -> Lowered:
@@ -83,19 +111,42 @@ def lower(graph: Graph) -> Lowered:
     used = {arg for compute in computes for arg in compute.args}
     leaves = tuple(name for name in _leaves(graph) if name in used)
     stores = tuple(Store(o, names[o.node]) for o in graph.outputs)
-    return Lowered(leaves, computes, stores)
+    return Lowered(leaves, computes, stores, _places(graph))
 
 
 def _leaves(graph: Graph) -> tuple[str, ...]:
     """Name everything that the epilogue may load, in the order that parameters have everywhere."""
-    return (ACC, *graph.gathered, *(i.name for i in graph.inputs))
+    return (ACC, *graph.gathered, *(place.name for place in _places(graph)), *(i.name for i in graph.inputs))
+
+
+_PLACES = {"row_index": "cutlass_ops::RowOfPlace", "column_index": "cutlass_ops::ColumnOfPlace"}
+
+
+def _places(graph: Graph) -> tuple[Place, ...]:
+    used = {node.op for node in graph.nodes}
+    indices = tuple(Place(name, _PLACES[name]) for name in INDICES if name in used)
+    randoms = (
+        Place(_leaf_name(graph, node), "cutlass_ops::Uniform", tuple(_seed(graph.nodes[a]) for a in node.args))
+        for node in graph.nodes
+        if node.op == UNIFORM
+    )
+    return (*indices, *randoms)
+
+
+def _seed(node: Node) -> str:
+    return f"o.{node.attr}" if node.op == "input" else f"{{{seed_literal(int(node.attr or 0))}, nullptr}}"
+
+
+_LOADED = ("acc", "input", UNIFORM, *GATHERED, *INDICES)
 
 
 def _is_leaf(node: Node) -> bool:
-    return node.op in ("acc", "input", *GATHERED)
+    return node.op in _LOADED
 
 
-def _leaf_name(node: Node) -> str:
+def _leaf_name(graph: Graph, node: Node) -> str:
+    if node.op == UNIFORM:
+        return f"uniform{[n for n in graph.nodes if n.op == UNIFORM].index(node)}_"
     return str(node.attr) if node.op == "input" else node.op
 
 
@@ -105,11 +156,14 @@ def _owners(graph: Graph) -> dict[int, set[int]]:
     for index, node in enumerate(graph.nodes):
         if node.op == SWAP_PAIRS:
             alone |= {index, *(a for a in node.args if not _is_leaf(graph.nodes[a]))}
+    types = graph.types
     owners: dict[int, set[int]] = {index: {index} for index in alone}
     for index in reversed(range(len(graph.nodes))):
         node = graph.nodes[index]
         mine = owners.get(index, set())
-        if index not in alone and len(mine) > 1 and not _is_leaf(node) and node.op != "const":
+        if _is_leaf(node):
+            continue
+        if index not in alone and len(mine) > 1 and types[index] is Type.FLOAT and node.op != "const":
             mine = owners[index] = {index}
         for arg in node.args:
             owners.setdefault(arg, set()).update(mine if arg not in alone else {arg})
@@ -136,10 +190,11 @@ def _compute(graph: Graph, root: int, roots: list[int], names: dict[int, str]) -
     """Write the function that computes ``root`` from leaves and from other computes."""
     if graph.nodes[root].op == SWAP_PAIRS:
         (swapped,) = graph.nodes[root].args
-        return Compute(names[root], (names.get(swapped) or _leaf_name(graph.nodes[swapped]),), ())
+        return Compute(names[root], (names.get(swapped) or _leaf_name(graph, graph.nodes[swapped]),), ())
     args: list[str] = []
     lines: list[str] = []
     spelled: dict[int, str] = {}
+    types = graph.types
 
     def value(index: int) -> str:
         if index in spelled:
@@ -147,14 +202,16 @@ def _compute(graph: Graph, root: int, roots: list[int], names: dict[int, str]) -
         node = graph.nodes[index]
         if index != root and index in names:
             spelled[index] = _parameter(names[index])
+        elif node.op in INDICES:
+            spelled[index] = f"cutlass_ops::index_of({_parameter(node.op)})"
         elif _is_leaf(node):
-            spelled[index] = _parameter(_leaf_name(node))
-        elif node.op == "const":
+            spelled[index] = _parameter(_leaf_name(graph, node))
+        elif node.op in ("const", "integer"):
             spelled[index] = cpp_expression(node, ())
         else:
             expression = cpp_expression(node, tuple(value(a) for a in node.args))
             spelled[index] = f"v{len(lines)}_"
-            lines.append(f"float const {spelled[index]} = {expression};")
+            lines.append(f"{TYPES[types[index]]} const {spelled[index]} = {expression};")
         return spelled[index]
 
     def _parameter(name: str) -> str:
@@ -168,17 +225,75 @@ def _compute(graph: Graph, root: int, roots: list[int], names: dict[int, str]) -
     return Compute(names[root], (*leaves, *(name for name in args if name not in leaves)), tuple(lines))
 
 
-# What reduce.h has for each reduction.
-REDUCTIONS = {"sum": "Sum", "sum_square": "SumSquare", "max": "Max"}
+# What reduce.h and reductions.h have for each reduction.
+REDUCERS = {
+    "sum": "Sum",
+    "sum_square": "SumSquare",
+    "max": "Max",
+    "min": "Min",
+    "argmax": "ArgMax",
+    "argmin": "ArgMin",
+    "logsumexp": "LogSumExp",
+}
+
+
+def named_for_cpp(spec: KernelSpec) -> KernelSpec:
+    """Return the same kernel with names that can stand in C++: most names can, and stay.
+
+    Those that take the place of others have no lower-case letter, which no name has that stays.
+    """
+    graph = spec.epilogue
+    inputs = {i.name: i.name if is_plain(i.name) else f"IN{at}" for at, i in enumerate(graph.inputs)}
+    further = graph.outputs[1:]
+    outputs = {o.name: o.name if is_plain(o.name) else f"OUT{at}" for at, o in enumerate(further)}
+    if all(new == old for names in (inputs, outputs) for old, new in names.items()):
+        return spec
+    renamed = Graph(
+        tuple(i._replace(name=inputs[i.name]) for i in graph.inputs),
+        tuple(Node(n.op, n.args, inputs[str(n.attr)]) if n.op == "input" else n for n in graph.nodes),
+        (graph.outputs[0], *(o._replace(name=outputs[o.name]) for o in further)),
+    )
+    return KernelSpec(
+        a=spec.a,
+        b=spec.b,
+        d=spec.d,
+        epilogue=renamed,
+        inputs={inputs[i.name]: operand for i, operand in spec.typed_inputs},
+        outputs={outputs[o.name]: operand for o, operand in spec.typed_outputs},
+        config=spec.config,
+        target=spec.target,
+        order=spec.order,
+        form=spec.form,
+    )
 
 
 # ---- Operands and launch arguments -----------------------------------------------------------------------------------
 
-_READERS = {Kind.ROW: "row", Kind.COL: "col", Kind.TILE: "tile", Kind.SCALAR: "scalar", Kind.PRODUCT: "second"}
+_READERS = {
+    Kind.ROW: "row",
+    Kind.COL: "col",
+    Kind.TILE: "tile",
+    Kind.SCALAR: "scalar",
+    Kind.PRODUCT: "second",
+    Kind.INTEGER: "scalar",
+}
 
 
-def types(spec: KernelSpec, lowered: Lowered) -> dict[str, Any]:
-    """Return the template variables that say what the kernel computes on."""
+def types(spec: KernelSpec, lowered: Lowered, places: str) -> dict[str, Any]:
+    """Return the template variables that say what the kernel computes on, and the headers that few kernels need.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+        The kernel.
+    lowered : Lowered
+        Its epilogue.
+    places : str
+        The header that this kind of kernel needs where values depend on their place.
+    """
+    reductions = (REDUCTIONS[o.reduce].header for o in spec.epilogue.outputs if o.reduce is not None)
+    headers = {HEADERS[node.op] for node in spec.epilogue.nodes if node.op in HEADERS} | set(filter(None, reductions))
+    headers |= {places} if lowered.places else set()
     return {
         "a": _operand(spec.a),
         "b": _operand(spec.b),
@@ -190,7 +305,7 @@ def types(spec: KernelSpec, lowered: Lowered) -> dict[str, Any]:
             for c in lowered.computes
             if not c.swaps_pairs
         ],
-        "headers": sorted({HEADERS[node.op] for node in spec.epilogue.nodes if node.op in HEADERS}),
+        "headers": sorted(headers),
         "swaps_pairs": spec.epilogue.swaps_pairs,
     }
 
@@ -219,7 +334,7 @@ def fields(spec: KernelSpec, whole_accesses: Callable[[Operand, bool], bool]) ->
 
 def _field(name: str, kind: Kind, operand: Operand, whole: bool, suffix: str = "") -> dict[str, str]:
     element, reader = f"Element_{name}", _READERS[kind] + suffix
-    if kind is Kind.SCALAR:
+    if kind in (Kind.SCALAR, Kind.INTEGER):
         return {"name": name, "type": f"cutlass_ops::Scalar<{element}>", "read": f"call.{reader}<{element}>()"}
     if kind is Kind.PRODUCT:
         return {

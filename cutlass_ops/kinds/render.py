@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from cutlass_ops.base import resources
 from cutlass_ops.base.errors import ToolchainError
 from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.kinds.lower import named_for_cpp
 from cutlass_ops.kinds.table import kind_of
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def render(spec: KernelSpec) -> str:
     if not isinstance(spec, KernelSpec):
         raise TypeError(f"spec must be a KernelSpec, not {reprlib.repr(spec)}")
     kind = kind_of(spec.config)
-    return _environment().get_template(kind.template).render(kind.context(spec) | _header(spec))
+    return _environment().get_template(kind.template).render(kind.context(named_for_cpp(spec)) | _header(spec))
 
 
 def _header(spec: KernelSpec) -> dict[str, Any]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue.nodes import Input, Kind
+from cutlass_ops.epilogue.operations import REDUCTIONS
 
 
 def source(spec: KernelSpec) -> tuple[Input, Operand] | None:
@@ -37,4 +40,10 @@ def sm90_serves(spec: KernelSpec) -> bool:
     """Return whether any :class:`Sm90Config` can be legal for a spec. It agrees with the rules."""
     plain = plain_epilogue(spec)
     alone = plain and not spec.outputs and source_name(spec) is None and spec.b.major == "col"
-    return (plain or not spec.epilogue.swaps_pairs) and (alone or not spec.epilogue.products)
+    own = spec.epilogue.swaps_pairs or any(paired(spec))
+    return (plain or not own) and (alone or not spec.epilogue.products)
+
+
+def paired(spec: KernelSpec) -> Iterator[str]:
+    """Yield the names of the outputs that are reductions that keep two numbers, which CUTLASS's own do not."""
+    return (o.name for o in spec.epilogue.outputs if o.reduce is not None and REDUCTIONS[o.reduce].paired)

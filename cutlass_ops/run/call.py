@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from cutlass_ops.base import arch, mma
 from cutlass_ops.base.dtypes import dtype as element_named
-from cutlass_ops.base.dtypes import f32
+from cutlass_ops.base.dtypes import f32, i32, i64
 from cutlass_ops.base.errors import NoDeviceError
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.form import DENSE
@@ -123,7 +123,7 @@ def check_call(
             continue
         wanted = None if spec is None else (spec.d, *spec.outputs)[position]
         d_dtype = outputs[0].dtype if outputs else (out_dtype or arguments.a.dtype)
-        default = torch.float32 if output.reduce else d_dtype
+        default = reference.result_dtype(output) or d_dtype
         dtype = default if wanted is None else getattr(torch, wanted.dtype.torch_name)
         col_major = wanted is not None and output.kind is Kind.TILE and wanted.major == "col"
         outputs.append(_allocate(arguments.flat_shape(output), dtype, arguments.a.device, col_major))
@@ -195,6 +195,7 @@ def call_at(
         Kind.COL: lambda name: empty(1, m, "row", name)[0],
         Kind.TILE: lambda name: empty(m, n, "row", name),
         Kind.SCALAR: lambda name: 1.0,
+        Kind.INTEGER: lambda name: 0,
         Kind.PRODUCT: lambda name: empty(k, n, b, name),
     }
     inputs = {i.name: drawn[i.kind](i.name) for i in graph.inputs}
@@ -283,8 +284,10 @@ def signature_of(call: Call, device: Device) -> OpSignature:
         return found.for_vector_access()
 
     def typed(name: str, kind: Kind, value: Tensor | float, *, is_output: bool = False) -> Operand:
-        if not isinstance(value, Tensor):
-            return Operand(f32, "row", 1)
+        if kind is Kind.INTEGER or not isinstance(value, Tensor):
+            return Operand(i64 if kind is Kind.INTEGER else f32, "row", 1)
+        if value.dtype is torch.int32:
+            return Operand(i32, "row", 1)
         if kind is Kind.TILE:
             return tile(name, value, is_output=is_output)
         if kind is Kind.PRODUCT:

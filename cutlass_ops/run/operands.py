@@ -21,7 +21,7 @@ from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import Major, Operand
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Input, Kind, Output
-from cutlass_ops.run import traced
+from cutlass_ops.run import reference, traced
 
 _DTYPES: dict[torch.dtype, DType] = {getattr(torch, t.torch_name): t for t in ALL}
 _ANY = tuple(t.name for t in ALL)
@@ -132,6 +132,8 @@ class Arguments(NamedTuple):
         A (M, K) and B (K, N).
     inputs : mapping of str to Tensor or float
         The epilogue's inputs by name: (N,), (M,), (M, N), a product's (K, N), or a scalar.
+    spread, copied : tuple of str
+        The inputs that the caller gave in another shape, and those that were copied since they repeat values.
     """
 
     problem: Problem
@@ -139,6 +141,8 @@ class Arguments(NamedTuple):
     a: Tensor
     b: Tensor
     inputs: Mapping[str, Tensor | float]
+    spread: tuple[str, ...] = ()
+    copied: tuple[str, ...] = ()
 
     def output_shape(self, output: Output) -> tuple[int, ...]:
         """Return an output's shape for the caller."""
@@ -179,7 +183,14 @@ def check_arguments(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any]) -> 
         raise ValueError(f"b has {n} columns, and the epilogue swaps pairs of them: N must be even, so pad b by one")
     m = math.prod(batch)
     flat_a = fold("a", a, (m, k))
-    return Arguments(Problem(m, n, k), batch, flat_a, b, _check_inputs(graph, inputs, a, n))
+    checked = _check_inputs(graph, inputs, a, n)
+    vectors = (Kind.ROW, Kind.COL, Kind.TILE)
+    pairs = [(i.name, checked[i.name], inputs[i.name]) for i in graph.inputs if i.kind in vectors]
+    spread = tuple(name for name, x, given in pairs if isinstance(x, Tensor) and x.shape != given.shape)
+    copied = tuple(
+        name for name, x, given in pairs if isinstance(x, Tensor) and (_repeats(given) or x.numel() > given.numel())
+    )
+    return Arguments(Problem(m, n, k), batch, flat_a, b, checked, spread, copied)
 
 
 def _check_inputs(graph: Graph, inputs: Mapping[str, Any], a: Tensor, n: int) -> dict[str, Tensor | float]:
@@ -225,6 +236,34 @@ def _scalar_tensor(name: str, value: Tensor) -> Tensor | float:
     return one if one.dtype in _DTYPES else one.float()
 
 
+def integer(name: str, value: Any) -> Any:
+    """Return a whole number of 64 bits as kernels take it: an int, or an INT64 tensor without dimensions on a GPU.
+
+    What only PyTorch's dispatcher can read is returned as it is.
+
+    Raises
+    ------
+    TypeError
+        If it is no int and no tensor of an integer dtype.
+    ValueError
+        If it has more bits, or is a tensor of several elements.
+    """
+    if isinstance(value, torch.SymInt) or traced.is_special(value):
+        return value
+    if not isinstance(value, Tensor):
+        return traced.integer(name, value)
+    return value if traced.is_watched() else _integer_tensor(name, value)
+
+
+def _integer_tensor(name: str, value: Tensor) -> Tensor | int:
+    require_tensor(name, value)
+    if value.dtype == torch.bool or value.is_floating_point() or value.is_complex():
+        raise TypeError(f"{name} is {value.dtype}: an Integer is a whole number")
+    if value.numel() != 1:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}: an Integer has one element")
+    return int(value.item()) if value.device.type == "cpu" else value.reshape(()).long()
+
+
 def _check_input(declared: Input, value: Any, a: Tensor, n: int) -> Tensor | float:
     if declared.kind is Kind.SCALAR:
         found = _scalar_tensor(declared.name, value) if isinstance(value, Tensor) else value
@@ -232,6 +271,12 @@ def _check_input(declared: Input, value: Any, a: Tensor, n: int) -> Tensor | flo
             _require_same_device(declared.name, found, a)
             return found
         return traced.number(declared.name, found)
+    if declared.kind is Kind.INTEGER:
+        whole = _integer_tensor(declared.name, value) if isinstance(value, Tensor) else value
+        if isinstance(whole, Tensor):
+            _require_same_device(declared.name, whole, a)
+            return whole
+        return traced.integer(declared.name, whole)
     require_tensor(declared.name, value)
     if declared.kind is Kind.PRODUCT:
         return _check_product(declared.name, value, a, n)
@@ -262,6 +307,7 @@ def _check_input_tensor(declared: Input, value: Tensor, a: Tensor, n: int) -> Te
     m = math.prod(batch)
     shapes = {Kind.ROW: (n,), Kind.COL: batch, Kind.TILE: (*batch, n)}
     flat = {Kind.ROW: (n,), Kind.COL: (m,), Kind.TILE: (m, n)}[declared.kind]
+    value = _spread(declared.kind, value, shapes[declared.kind], flat)
     if tuple(value.shape) not in (shapes[declared.kind], flat):
         raise ValueError(
             f"{name} has shape {tuple(value.shape)}: as a {declared.kind.name.capitalize()} it must have shape "
@@ -272,6 +318,30 @@ def _check_input_tensor(declared: Input, value: Tensor, a: Tensor, n: int) -> Te
     if folded.ndim == 1 and folded.shape[0] > 1 and folded.stride(0) != 1:
         raise ValueError(f"{name} has stride {folded.stride(0)}: call {name}.contiguous() first")
     return folded
+
+
+def _spread(kind: Kind, value: Tensor, wanted: tuple[int, ...], flat: tuple[int, ...]) -> Tensor:
+    """Return an input that PyTorch would broadcast in its full shape, and any other as it is.
+
+    That is a row with leading dimensions of 1, a column with a last one of 1, and a tile with any of 1. What has a
+    stride of 0 is copied.
+    """
+    shape = tuple(value.shape)
+    if kind is Kind.ROW and value.ndim > 1 and shape[-1:] == wanted and value.numel() == wanted[0]:
+        value = value.reshape(wanted)
+    elif kind is Kind.COL and shape in ((*wanted, 1), (*flat, 1)):
+        value = value.squeeze(-1)
+    elif kind is Kind.TILE:
+        for full in (wanted, flat):
+            if len(shape) == len(full) and all(x in (1, y) for x, y in zip(shape, full, strict=True)):
+                value = value.expand(full)
+                break
+    return value.contiguous() if _repeats(value) else value
+
+
+def _repeats(tensor: Tensor) -> bool:
+    """Whether one place in memory is several elements."""
+    return any(extent > 1 and stride == 0 for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def fold(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -308,7 +378,12 @@ def check_out(arguments: Arguments, output: Output, out: Any, dtype: torch.dtype
     """
     name = output_name(output)
     require_tensor(name, out)
-    element_type(name, out)
+    result = reference.result_dtype(output)
+    if result is not None and not result.is_floating_point:
+        if out.dtype != result:
+            raise TypeError(f"{name} is {out.dtype}: indices are {result}")
+    else:
+        element_type(name, out)
     if dtype is not None and out.dtype != dtype:
         raise TypeError(f"{name} is {out.dtype}, and out_dtype asks for {dtype}")
     if out.is_neg():

@@ -176,9 +176,13 @@ class Op(Warm):
 
     def _run_cold(self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None) -> Any:
         call = check_call(self.graph, a, b, dict(zip(self.names, inputs, strict=True)), out, out_dtype)
+        self.copied_inputs += len(call.arguments.copied)
         if call.is_reference:
             call.run_reference()
             return self.wrap(call)
+        results = self._run_spread(call, a, b, out, out_dtype)
+        if results is not None:
+            return results
         try:
             plan, supplied = self._plan(call)
         except UnsupportedError:
@@ -303,9 +307,13 @@ class Kernel(Warm):
     def _run_cold(self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None) -> Any:
         call = self._checked(a, b, inputs, out, out_dtype)
         self._require_device(call.arguments.a)
+        self.copied_inputs += len(call.arguments.copied)
         if call.is_reference:
             call.run_reference()
             return self.wrap(call)
+        results = self._run_spread(call, a, b, out, out_dtype)
+        if results is not None:
+            return results
         plan = make_plan(self.name, self.spec, self.spec.order, call, exact=True)
         plan.launch_call(call)
         self._remember(plan, call, a, b, out_dtype)
@@ -392,6 +400,7 @@ _SHAPES = {
     Kind.TILE: "(M, N)",
     Kind.SCALAR: "number or 0-d",
     Kind.PRODUCT: "(K, N), the same dtype and major as b",
+    Kind.INTEGER: "int or 0-d",
 }
 
 
@@ -484,7 +493,8 @@ def gemm(
         D's dtype, FP16, BF16 or FP32; by default that of ``a``.
     **inputs
         The epilogue's inputs by name: Row (N,), Col (M,), Tile (M, N), Scalar a number or 0-d tensor, Product (K, N) of
-        ``b``'s dtype and major.
+        ``b``'s dtype and major, Integer an int or a 0-d tensor. A row may have leading dimensions of 1, a column a last
+        one, and a tile may have 1 for M or N. Where values repeat in memory, a copy is made at each call.
 
     Returns
     -------
@@ -560,7 +570,7 @@ def prepared_by(prepare: Prepare) -> Callable[[_Function], _Function]:
     return note
 
 
-def requested(op: Any, *arguments: Any, **named: Any) -> Request:
+def requested(op: Any, /, *arguments: Any, **named: Any) -> Request:
     """Resolve a user's call to its op and the op's arguments.
 
     Parameters
@@ -609,7 +619,7 @@ def called(op: object, epilogue: Epilogue | None = None) -> Op:
     )
 
 
-def warm_up(op: object, *arguments: Any, **named: Any) -> int:
+def warm_up(op: object, /, *arguments: Any, **named: Any) -> int:
     """Compile and load every kernel that calls with this weight may need, at any number of rows.
 
     Without it, the first call compiles one kernel and background threads compile the others. If other ops serve the

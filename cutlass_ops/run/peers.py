@@ -21,12 +21,13 @@ def peers(graph: Graph) -> Mapping[str, Peer]:
 
     ``eager`` is torch.mm and one elementwise kernel for each operation. ``cublaslt`` is cuBLASLt's fused epilogue, for
     the few that it has. FP16 epilogues with statistics of A are computed in FP32, since the unscaled product may
-    overflow.
+    overflow. So are epilogues with indices or random numbers, which 16 bits do not hold.
     """
     names = [i.name for i in graph.inputs]
 
     def eager(a: Tensor, b: Tensor, inputs: Sequence[Any]) -> Any:
-        dtype = torch.float32 if graph.gathered and a.dtype is torch.float16 else a.dtype
+        wide = graph.knows_places or (graph.gathered and a.dtype is torch.float16)
+        dtype = torch.float32 if wide else a.dtype
         acc = torch.mm(a.to(dtype), b.to(dtype))
         values = reference.evaluate(graph, acc, dict(zip(names, inputs, strict=True)), dtype, a=a)
         values = {o.name: values[o.name] if o.reduce else values[o.name].to(a.dtype) for o in graph.outputs}

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from cutlass_ops.base.dtypes import dtype
+from cutlass_ops.base.dtypes import ALL, INTEGERS, dtype
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
-from cutlass_ops.epilogue.operations import GATHERED, to_fp32
+from cutlass_ops.epilogue.operations import GATHERED, INDICES, REDUCTIONS, UNIFORM, to_fp32
 
 # The terms to average over a row, for each entry of cutlass_ops.epilogue.operations.GATHERED.
 _TERMS: dict[str, Callable[[Tensor], Tensor]] = {"mean_of_a": lambda a: a, "mean_square_of_a": torch.square}
@@ -28,7 +28,12 @@ def _swap_pairs(x: Tensor) -> Tensor:
     return x.reshape(-1, 2).flip(1).reshape(x.shape)
 
 
-# One entry for each operation of cutlass_ops.epilogue.operations.OPS; ``cast`` takes its dtype from the node.
+def _softplus(x: Tensor) -> Tensor:
+    return torch.where(x > 20, x, torch.log1p(torch.exp(x)))
+
+
+# One entry for each operation of cutlass_ops.epilogue.operations.OPS, but for three that take more than their
+# arguments: ``cast`` takes its dtype from the node, ``to_float`` that of the computation, ``uniform`` D's extents.
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "add": torch.add,
     "sub": torch.sub,
@@ -37,6 +42,33 @@ _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "neg": torch.neg,
     "minimum": torch.minimum,
     "maximum": torch.maximum,
+    "lt": torch.lt,
+    "le": torch.le,
+    "gt": torch.gt,
+    "ge": torch.ge,
+    "eq": torch.eq,
+    "ne": torch.ne,
+    "logical_and": torch.logical_and,
+    "logical_or": torch.logical_or,
+    "logical_not": torch.logical_not,
+    "where": torch.where,
+    "isnan": torch.isnan,
+    "sign": torch.sign,
+    "floor": torch.floor,
+    "ceil": torch.ceil,
+    "round": torch.round,
+    "trunc": torch.trunc,
+    "reciprocal": torch.reciprocal,
+    "pow": torch.pow,
+    "exp2": torch.exp2,
+    "expm1": torch.expm1,
+    "log": torch.log,
+    "log2": torch.log2,
+    "log1p": torch.log1p,
+    "erf": torch.erf,
+    "elu": lambda x, alpha: torch.where(x > 0, x, alpha * torch.expm1(x)),
+    "mish": lambda x: x * torch.tanh(torch.log1p(torch.exp(x))),
+    "softplus": _softplus,
     "abs": torch.abs,
     "square": torch.square,
     "sqrt": torch.sqrt,
@@ -57,6 +89,64 @@ _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 }
 
 
+_PHILOX_FACTORS = 0xD2511F53, 0xCD9E8D57
+_PHILOX_STEPS = 0x9E3779B9, 0xBB67AE85
+_LOW = 0xFFFFFFFF
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Compute Philox 4x32-10: four random words of 32 bits.
+
+    Parameters
+    ----------
+    counter, key : tuple of Tensor
+        Four words and two, each a tensor of INT64 from 0 to 2³² − 1; they are broadcast.
+
+    Returns
+    -------
+    tuple of Tensor
+        Four words of the same form.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        # A product of 64 bits is cut off to those, and its halves are taken as if it had no sign.
+        first, second = c0 * _PHILOX_FACTORS[0], c2 * _PHILOX_FACTORS[1]
+        c0, c2 = ((second >> 32) & _LOW) ^ c1 ^ k0, ((first >> 32) & _LOW) ^ c3 ^ k1
+        c1, c3 = second & _LOW, first & _LOW
+        k0, k1 = (k0 + _PHILOX_STEPS[0]) & _LOW, (k1 + _PHILOX_STEPS[1]) & _LOW
+    return c0, c1, c2, c3
+
+
+def uniform(seed: Tensor | int, offset: Tensor | int, m: int, n: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return the random numbers of :func:`cutlass_ops.e.uniform`, bit for bit those of a kernel.
+
+    Parameters
+    ----------
+    seed, offset : Tensor or int
+        Whole numbers of 64 bits with a sign, tensors of one element among them.
+    m, n : int
+        D's extents.
+    device : torch.device
+        Where the result lies.
+
+    Returns
+    -------
+    Tensor
+        (M, N), FP32: multiples of 2⁻²⁴ from 0 up to 1, without 1.
+    """
+
+    def halves(number: Tensor | int) -> tuple[Tensor, Tensor]:
+        whole = torch.as_tensor(number, dtype=torch.int64, device=device).reshape(())
+        return whole & _LOW, (whole >> 32) & _LOW
+
+    groups = torch.arange((n + 3) // 4, device=device)[None, :]
+    rows = torch.arange(m, device=device)[:, None]
+    words = philox((groups, rows, *halves(offset)), halves(seed))
+    found = torch.stack([word.expand(m, groups.shape[1]) for word in words], 2).reshape(m, -1)[:, :n]
+    return (found >> 8).to(torch.float32) * 2.0**-24
+
+
 def evaluate(
     graph: Graph,
     acc: Tensor,
@@ -75,7 +165,8 @@ def evaluate(
         The accumulator, A @ B, shape (M, N), any float dtype.
     inputs : mapping of str to Tensor or float
         The inputs by name: (N,) for a row, (M,) for a column, (M, N) for a tile, (K, N) for a product, a number or a
-        0-d tensor for a scalar, in any float dtype. Python numbers are rounded to FP32, as at a kernel's launch.
+        0-d tensor for a scalar, in any float dtype, and an int or a 0-d INT64 tensor for an integer. Python numbers are
+        rounded to FP32, as at a kernel's launch.
     compute_dtype : torch.dtype
         Precision of the arithmetic, ``torch.float32`` as in a kernel or ``torch.float64`` as an oracle.
     a : Tensor, optional
@@ -85,7 +176,8 @@ def evaluate(
     -------
     dict of str to Tensor
         The outputs by name, D as ``"d"``, not rounded to their dtypes: (M, N), (M,) for a reduction over each row,
-        (N,) for one over each column. A reduction over nothing is 0, or −inf for ``max``.
+        (N,) for one over each column. :data:`cutlass_ops.epilogue.operations.REDUCTIONS` says what a reduction over
+        nothing is. Indices are INT32.
 
     Raises
     ------
@@ -106,6 +198,18 @@ def evaluate(
     for node in graph.nodes:
         if node.op == "acc":
             values.append(acc.to(compute_dtype))
+        elif node.op == "input" and kinds[str(node.attr)] is Kind.INTEGER:
+            values.append(torch.as_tensor(inputs[str(node.attr)], dtype=torch.int64, device=acc.device).reshape(()))
+        elif node.op in ("seed", "integer"):
+            dtype = torch.int64 if node.op == "seed" else torch.int32
+            values.append(torch.full((), int(node.attr or 0), dtype=dtype, device=acc.device))
+        elif node.op in INDICES:
+            is_row = node.op == "row_index"
+            index = torch.arange(acc.shape[0 if is_row else 1], dtype=torch.int32, device=acc.device)
+            values.append(index[:, None] if is_row else index)
+        elif node.op == UNIFORM:
+            seed, offset = (values[at] for at in node.args)
+            values.append(uniform(seed, offset, acc.shape[0], acc.shape[1], acc.device).to(compute_dtype))
         elif node.op == "input":
             name = str(node.attr)
             value = _broadcastable(kinds[name], inputs[name], acc.device).to(compute_dtype)
@@ -117,7 +221,7 @@ def evaluate(
             sums = _TERMS[node.op](a.to(compute_dtype)).sum(1, keepdim=True)
             values.append(sums / max(a.shape[1], 1))
         else:
-            values.append(_apply(node, [values[a] for a in node.args]))
+            values.append(_apply(node, [values[a] for a in node.args], compute_dtype))
     return {o.name: _output(o, values[o.node].expand(acc.shape)) for o in graph.outputs}
 
 
@@ -142,7 +246,7 @@ def gemm_reference(
     d_dtype : torch.dtype
         Element type of D, and of other (M, N) outputs that ``output_dtypes`` does not name.
     output_dtypes : mapping of str to torch.dtype, optional
-        Element types of the other outputs; by default reductions are FP32.
+        Element types of the other outputs; by default reductions are FP32, and INT32 if they give indices.
     compute_dtype : torch.dtype
         Precision of the product and of the epilogue.
 
@@ -165,7 +269,7 @@ def gemm_reference(
     # Autocast would compute the products in 16 bits.
     with torch.autocast(a.device.type, enabled=False):
         values = evaluate(graph, a.to(compute_dtype) @ b.to(compute_dtype), inputs, compute_dtype, a=a)
-    default = {o.name: torch.float32 if o.reduce else d_dtype for o in graph.outputs}
+    default = {o.name: result_dtype(o) or d_dtype for o in graph.outputs}
     # New row-major tensors, since an output may be a broadcast or an input itself.
     return {
         name: torch.empty(value.shape, dtype=(default | given)[name], device=value.device).copy_(value)
@@ -186,6 +290,7 @@ def _check_inputs(graph: Graph, acc: Tensor, inputs: Mapping[str, Tensor | float
 def _check_shape(declared: Input, value: Tensor | float, acc: Tensor, k: int) -> None:
     m, n = acc.shape
     shapes = {Kind.ROW: (n,), Kind.COL: (m,), Kind.TILE: (m, n), Kind.SCALAR: (), Kind.PRODUCT: (k, n)}
+    shapes[Kind.INTEGER] = ()
     wanted = shapes[declared.kind]
     shape = tuple(value.shape) if isinstance(value, Tensor) else ()
     if shape != wanted:
@@ -206,18 +311,41 @@ def _number(value: float, device: torch.device) -> Tensor:
     return torch.full((), to_fp32(value), dtype=torch.float32, device=device)
 
 
-def _apply(node: Node, args: list[Tensor]) -> Tensor:
+def _apply(node: Node, args: list[Tensor], compute_dtype: torch.dtype) -> Tensor:
     if node.op == "cast":
         element: torch.dtype = getattr(torch, dtype(str(node.attr)).torch_name)
         return args[0].to(element).to(args[0].dtype)
+    if node.op == "to_float":
+        return args[0].to(compute_dtype)
     return _FUNCTIONS[node.op](*args)
+
+
+def result_dtype(output: Output) -> torch.dtype | None:
+    """Return the dtype of a reduction's results where nothing says otherwise; None for a tile."""
+    if output.reduce is None:
+        return None
+    found: torch.dtype = getattr(torch, dtype(REDUCTIONS[output.reduce].result, (*ALL, *INTEGERS)).torch_name)
+    return found
+
+
+# One entry for each of cutlass_ops.epilogue.operations.REDUCTIONS.
+_REDUCED: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "sum": lambda x, dim: x.sum(dim),
+    "sum_square": lambda x, dim: x.square().sum(dim),
+    "max": lambda x, dim: x.amax(dim),
+    "min": lambda x, dim: x.amin(dim),
+    "argmax": lambda x, dim: x.argmax(dim).int(),
+    "argmin": lambda x, dim: x.argmin(dim).int(),
+    "logsumexp": torch.logsumexp,
+}
 
 
 def _output(output: Output, tile: Tensor) -> Tensor:
     if output.reduce is None:
         return tile
     dim = 1 if output.kind is Kind.COL else 0
-    if output.reduce == "max":
-        # PyTorch has no maximum of nothing.
-        return tile.amax(dim) if tile.shape[dim] else tile.new_full((tile.shape[1 - dim],), -torch.inf)
-    return (tile if output.reduce == "sum" else tile.square()).sum(dim)
+    if not tile.shape[dim]:  # PyTorch refuses the maximum of nothing
+        info = REDUCTIONS[output.reduce]
+        found = tile.new_full((tile.shape[1 - dim],), info.empty)
+        return found.int() if info.result == "i32" else found
+    return _REDUCED[output.reduce](tile, dim)

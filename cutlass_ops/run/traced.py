@@ -21,8 +21,9 @@ from torch.nn import Parameter
 
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.epilogue import Epilogue
-from cutlass_ops.epilogue.graph import Graph
+from cutlass_ops.epilogue.graph import Graph, fits
 from cutlass_ops.epilogue.nodes import Kind
+from cutlass_ops.epilogue.operations import REDUCTIONS
 from cutlass_ops.run.results import Outputs
 
 if TYPE_CHECKING:
@@ -108,8 +109,11 @@ def register(name: str, graph: Graph, called: Portable, how: str, plain: Any) ->
     """
     op = f"{name} {json.dumps({how: plain}, separators=(',', ':'))}"
     _LIVE.setdefault(op, called)
-    outputs = ",".join(f"{o.name}:{o.kind.value}" for o in graph.outputs)
-    scalars = ",".join(i.name for i in graph.inputs if i.kind is Kind.SCALAR)
+    outputs = ",".join(
+        f"{o.name}:{o.kind.value}:{REDUCTIONS[o.reduce].result if o.reduce else ''}" for o in graph.outputs
+    )
+    marks = {Kind.SCALAR: "", Kind.INTEGER: ":integer"}
+    scalars = ",".join(i.name + marks[i.kind] for i in graph.inputs if i.kind in marks)
     return ";".join((",".join(i.name for i in graph.inputs), ",".join(graph.products), scalars, outputs, op))
 
 
@@ -166,9 +170,12 @@ class Traced:
         names, products, scalars, outputs, self.op = about.split(";", 4)
         self.names = tuple(names.split(",")) if names else ()
         self.products = tuple(products.split(",")) if products else ()
-        self.scalars = tuple(scalars.split(",")) if scalars else ()
-        pairs = [output.split(":") for output in outputs.split(",")]
-        self.outputs, self.kinds = tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)
+        marked = [scalar.partition(":") for scalar in scalars.split(",")] if scalars else []
+        self.scalars = tuple(name for name, _, mark in marked if not mark)
+        self.integers = tuple(name for name, _, mark in marked if mark)
+        described = [output.split(":") for output in outputs.split(",")]
+        self.outputs, self.kinds = tuple(d[0] for d in described), tuple(d[1] for d in described)
+        self.dtypes = tuple(d[2] for d in described)
 
     def __call__(
         self, a: Any, b: Any, *inputs: Any, out: Any = None, out_dtype: torch.dtype | None = None, **named: Any
@@ -181,6 +188,8 @@ class Traced:
         tensors, numbers, places = [], [], []
         for place, (name, value) in enumerate(zip(self.names, values, strict=True)):
             found = scalar_argument(name, value) if name in self.scalars else value
+            if name in self.integers:
+                found = integer_argument(name, value)
             if isinstance(found, float):
                 numbers.append(found)
                 places.append(place)
@@ -207,10 +216,11 @@ class Traced:
             raise TypeError(f"out is {d.dtype}, and out_dtype asks for {out_dtype}")
         d_dtype = d.dtype if d is not None else a.dtype if out_dtype is None else out_dtype
         found = []
-        for name, kind in zip(self.outputs, self.kinds, strict=True):
+        for name, kind, dtype in zip(self.outputs, self.kinds, self.dtypes, strict=True):
             tensor = given.get(name)
             if tensor is None:
-                tensor = a.new_empty(shapes[kind], dtype=d_dtype if kind == "tile" else torch.float32)
+                reduced = torch.int32 if dtype == "i32" else torch.float32
+                tensor = a.new_empty(shapes[kind], dtype=d_dtype if kind == "tile" else reduced)
             found.append(tensor)
         return found
 
@@ -236,6 +246,42 @@ def scalar_argument(name: str, value: Any) -> Tensor | float:
     if symbolic:
         return torch.mul(torch.ones((), dtype=torch.float64, device="cpu"), value)
     return number(name, value)
+
+
+def integer_argument(name: str, value: Any) -> Tensor:
+    """Return a whole number of 64 bits as an operator takes it: a tensor, since its numbers are doubles.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is no such number: see :func:`integer`.
+    """
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, torch.SymInt) or torch.compiler.is_dynamo_compiling():
+        if isinstance(value, (bool, float, str)):
+            raise TypeError(f"{name} must be an int or a tensor of one whole number, not {type(value).__name__}")
+        return torch.mul(torch.ones((), dtype=torch.int64, device="cpu"), value)
+    return torch.tensor(integer(name, value), dtype=torch.int64, device="cpu")
+
+
+def integer(name: str, value: Any) -> int:
+    """Return a whole number of 64 bits that is no tensor.
+
+    Raises
+    ------
+    TypeError
+        If it is no whole number.
+    ValueError
+        If it has more bits.
+    """
+    if getattr(value, "size", 0) == 1 and hasattr(value, "item"):
+        value = value.item()  # NumPy's
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int or a tensor of one whole number, not {type(value).__name__}")
+    if not fits(value, 64):
+        raise ValueError(f"{name} is {value}: an Integer has 64 bits, from -2**63 up to 2**63 - 1")
+    return value
 
 
 def _symbolic_shapes() -> Any:

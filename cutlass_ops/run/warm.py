@@ -54,6 +54,8 @@ class Warm(traced.Portable):
     refused_warm : int
         Calls at known shapes that no remembered plan took, since an alignment, a major or a dtype differs. Each took
         the slow path.
+    copied_inputs : int
+        Inputs that were copied because they repeat values, as broadcast ones do. No kernel reads them so.
     """
 
     def __init__(self, name: str, graph: Graph) -> None:
@@ -61,8 +63,13 @@ class Warm(traced.Portable):
         self.graph = graph
         self.names = tuple(i.name for i in graph.inputs)
         self.outputs = tuple(o.name for o in graph.outputs)
-        self.served_warm = self.refused_warm = 0
-        self._scalars = tuple(i.name if i.kind is Kind.SCALAR else None for i in graph.inputs)
+        self.served_warm = self.refused_warm = self.copied_inputs = 0
+        readers = {Kind.SCALAR: operands.scalar, Kind.INTEGER: operands.integer}
+        # Of inputs that are numbers: the type that needs no look, the name, and what looks at others.
+        self._scalars = tuple(
+            (int if i.kind is Kind.INTEGER else float, i.name, readers[i.kind]) if i.kind in readers else None
+            for i in graph.inputs
+        )
         self._has_scalars, self._has_one_output = any(self._scalars), len(self.outputs) == 1
         self._count = len(self.names)
         self._output_names = frozenset(self.outputs)
@@ -86,8 +93,8 @@ class Warm(traced.Portable):
             inputs = self.positional(inputs, named)
         if self._has_scalars:
             inputs = tuple(
-                x if name is None or type(x) is float else operands.scalar(name, x)
-                for name, x in zip(self._scalars, inputs, strict=True)
+                x if of is None or type(x) is of[0] is float else of[2](of[1], x)
+                for of, x in zip(self._scalars, inputs, strict=True)
             )
         # traced.is_watched(), inlined for speed.
         watched = _dispatch_modes() or _transforms() is not None or _jit_tracer() is not None
@@ -102,9 +109,7 @@ class Warm(traced.Portable):
     def run_plain(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], out: Any, out_dtype: torch.dtype | None) -> Any:
         """Run it on tensors with memory of their own, even if something watches this thread's operators."""
         if self._has_scalars:
-            inputs = tuple(
-                x if name is None else operands.scalar(name, x) for name, x in zip(self._scalars, inputs, strict=True)
-            )
+            inputs = tuple(x if of is None else of[2](of[1], x) for of, x in zip(self._scalars, inputs, strict=True))
         results = self._run_warm(a, b, inputs, out, out_dtype)
         return self._run_cold(a, b, inputs, out, out_dtype) if results is None else results
 
@@ -136,7 +141,7 @@ class Warm(traced.Portable):
             if kind is Tensor or kind is Parameter:
                 if (grad and x.requires_grad) or x.is_neg():
                     return None
-            elif kind is not float:
+            elif kind is not float and kind is not int:
                 return None
         given: Given = None
         dtypes: Any = out_dtype
@@ -175,6 +180,13 @@ class Warm(traced.Portable):
                 return None
         d = given[0]
         return given if d is None or out_dtype is None or d.dtype == out_dtype else None
+
+    def _run_spread(self, call: Call, a: Tensor, b: Tensor, out: Any, out_dtype: torch.dtype | None) -> Any:
+        """Run a checked call with broadcast inputs as one like it ran before; None if there was none."""
+        arguments = call.arguments
+        if not arguments.spread and not arguments.copied:
+            return None
+        return self._run_warm(a, b, tuple(arguments.inputs.values()), out, out_dtype)
 
     def _remember(self, plan: AnyPlan, call: Call, a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> None:
         """Remember a plan for calls like this one."""

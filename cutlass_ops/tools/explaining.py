@@ -174,7 +174,7 @@ class Explanation:
         return [Finding("limit", says)]
 
 
-def explain(op: object, *arguments: Any, **named: Any) -> Explanation:
+def explain(op: object, /, *arguments: Any, **named: Any) -> Explanation:
     """Explain how a call would be served, and why, without running or compiling its kernel.
 
     A function's own preparation, such as folding gamma into a weight, does run.

@@ -37,6 +37,9 @@ _HEATING_US = 40.0
 _MORE_ROUNDS = 3
 
 _SCALAR = 0.5
+_INTEGER = 7
+# The share of indices that may differ, since values so near each other may come out in another order.
+_OTHER_INDICES = 0.01
 
 
 @dataclass(frozen=True)
@@ -197,8 +200,9 @@ class Trial:
         extents = {Kind.ROW: (n,), Kind.COL: (m,), Kind.TILE: (m, n), Kind.PRODUCT: (k, n)}
         scales = {Kind.PRODUCT: k**-0.25}
         graph = signature.epilogue
+        numbers = {Kind.SCALAR: _SCALAR, Kind.INTEGER: _INTEGER}
         inputs = tuple(
-            _SCALAR if i.kind is Kind.SCALAR else self._normal(extents[i.kind], o, scales.get(i.kind, 1.0))
+            numbers[i.kind] if i.kind in numbers else self._normal(extents[i.kind], o, scales.get(i.kind, 1.0))
             for i, o in zip(graph.inputs, signature.inputs, strict=True)
         )
         types = (signature.d, *signature.outputs)
@@ -222,6 +226,11 @@ class Trial:
     def _wrong(self) -> str | None:
         outputs = self._signature.epilogue.outputs
         for output, found, wanted in zip(outputs, self._sets[0].outputs, self._wanted, strict=True):
+            if not found.dtype.is_floating_point:
+                others = float((found != wanted).double().mean())
+                if others > _OTHER_INDICES:
+                    return f"{output.name} is wrong: {others:.2g} of its indices are others"
+                continue
             exact = found.double()
             if not torch.equal(exact.isnan(), wanted.isnan()):
                 return f"{output.name} has NaN where it should not, or parts of it were not written"

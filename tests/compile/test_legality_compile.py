@@ -121,6 +121,12 @@ def norm_turned(acc, eps: co.Scalar):
     return co.swap_pairs(z) + z
 
 
+@co.epilogue
+def placed(acc, seed: co.Integer):
+    x = co.where(co.column_index() <= co.row_index(), acc, co.uniform(seed))
+    return {"d": x, "at": co.argmax(x, dim=0), "lse": co.logsumexp(x, dim=1)}
+
+
 EPILOGUES = (
     plain,
     bias_relu,
@@ -137,6 +143,7 @@ EPILOGUES = (
     swiglu,
     norm_gate,
     norm_turned,
+    placed,
 )
 
 

@@ -79,6 +79,12 @@ def test_sha256_of_every_length_around_blocks(probe, tmp_path):
     assert out.split() == [hashlib.sha256(data[:size]).hexdigest() for size in range(201)]
 
 
+PLACED = (
+    "where(logical_and(le(sub(column_index, 3), row_index), logical_not(isnan(acc))), pow(acc, lambda_), "
+    "uniform(seed, -9223372036854775808))"
+)
+
+
 def test_it_lists_what_is_there(probe, bundle, keys, contents):
     code, out = probe("list", bundle)
     assert code == 0
@@ -102,6 +108,14 @@ def test_it_lists_what_is_there(probe, bundle, keys, contents):
         "tile f32.row",
         "total f32.row.align1",
         *(f"{record.key} {record.spec.target}" for record in contents[0].groups[1].kernels),
+        f"d = {PLACED}; at = argmax for each col of to_float(gt({PLACED}, 0x1.0000000000000p-1))",
+        "a f16.row",
+        "b f16.col",
+        "out f16.row",
+        "lambda_ f16.row",
+        "seed i64.row.align1",
+        "at i32.row.align1",
+        *(f"{record.key} {record.spec.target}" for record in contents[0].groups[2].kernels),
     ]
 
 
@@ -143,7 +157,7 @@ def test_a_kernel_is_mapped_once(probe, bundle, keys):
     assert probe("load", bundle, key[:9], key) == (0, "mapped\n" + 2 * "loaded, workspace 12345\n")
 
 
-@pytest.mark.parametrize(("key", "found"), [("x", "no kernel"), ("", "6 kernels")])
+@pytest.mark.parametrize(("key", "found"), [("x", "no kernel"), ("", "7 kernels")])
 def test_a_key_that_names_no_kernel_is_said(probe, bundle, key, found):
     code, out = probe("load", bundle, key)
     assert (code, out.splitlines()) == (
@@ -420,16 +434,22 @@ def test_tables_and_limits_are_python_s(probe):
     assert code == 0
     found = {line.split()[0]: line.split()[1:] for line in out.splitlines()}
     assert found["versions"] == [str(ABI), str(TEMPLATE_VERSION), manifest.FORMAT]
-    leaves = dict.fromkeys(graph._LEAVES, 0)
+    leaves = dict.fromkeys(graph._LEAVES, ((), operations.Type.FLOAT))
+    leaves |= dict.fromkeys(("integer", *operations.INDICES), ((), operations.Type.INDEX))
+    leaves |= {"seed": ((), operations.Type.SEED)}
+    ways = {name: (0, (way,)) for name, way in leaves.items()}
+    ways |= {name: (info.arity, info.signatures) for name, info in operations.OPS.items()}
     assert sorted(found["ops"]) == sorted(
-        f"{n}:{a}" for n, a in (leaves | {n: o.arity for n, o in operations.OPS.items()}).items()
+        f"{name}:{arity}:{','.join(''.join(t.value[0] for t in (*takes, gives)) for takes, gives in all_of_it)}"
+        for name, (arity, all_of_it) in ways.items()
     )
-    assert found["reductions"] == list(graph.REDUCTIONS)
+    results = {name: info.result for name, info in operations.REDUCTIONS.items()}
+    assert found["reductions"] == [n if t == "f32" else f"{n}:{t}" for n, t in results.items()]
     assert found["kinds"] == [kind.value for kind in graph.Kind]
     assert set(found["opcodes"]) == set(arch.OPCODES.values())
     targets = (f"{t.name}:{t.capability[0]}.{t.capability[1]}{':wgmma' * t.wgmma}" for t in arch.TARGETS.values())
     assert found["targets"] == list(targets)
-    assert set(found["reserved"]) == {*names.CPP_KEYWORDS, *keyword.kwlist, *names.RESERVED}
+    assert set(found["reserved"]) == {*keyword.kwlist, *names.RESERVED}
     m = manifest
     limits = [
         container.MAX_FILE,

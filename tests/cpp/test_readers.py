@@ -167,6 +167,7 @@ def test_they_agree_on_names(agree, contents):
     wrong = [
         *names.CPP_KEYWORDS,
         *names.RESERVED,
+        *names.IN_KERNELS,
         "None",
         "lambda",
         "a__b",

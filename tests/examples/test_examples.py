@@ -38,6 +38,19 @@ def test_custom_epilogue():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("gpt_oss_gate.py", "of the gates are clamped"),
+        ("cross_entropy.py", "96 of 96 predictions are those of float64"),
+        ("dropout_residual.py", "step 1: 90.0% kept"),
+    ],
+)
+def test_epilogues_that_choose_count_and_draw(name, said):
+    assert said in _run(name)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("arch", "kernel"), [("sm80", "DefaultGemmWithVisitor"), ("sm90", "GemmUniversal")])
 def test_read_the_source(arch, kernel):
     assert kernel in _run("read_the_source.py", arch)

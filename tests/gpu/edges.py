@@ -48,7 +48,47 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., torch.Tensor]]] = {
     "to_bf16": (lambda x: functions.cast(x, "bf16"), lambda x: x.to(torch.bfloat16).to(x.dtype)),
     "to_f16": (lambda x: functions.cast(x, "f16"), lambda x: x.to(torch.float16).to(x.dtype)),
     "shifted": (lambda x: 2.0 - x, lambda x: 2.0 - x),
+    "erf": (functions.erf, torch.erf),
+    "log": (functions.log, torch.log),
+    "log2": (functions.log2, torch.log2),
+    "log1p": (functions.log1p, torch.log1p),
+    "exp2": (functions.exp2, torch.exp2),
+    "expm1": (functions.expm1, torch.expm1),
+    "reciprocal": (functions.reciprocal, torch.reciprocal),
+    "cubed": (lambda x: x**3, lambda x: x**3),
+    "raised": (lambda x: functions.pow(functions.abs(x), 0.3), lambda x: x.abs() ** _like(x, 0.3)),
+    "power_of_two": (lambda x: functions.pow(2.0, x), lambda x: torch.pow(_like(x, 2.0), x)),
+    "by_itself": (lambda x: functions.pow(x, x), lambda x: torch.pow(x, x)),
+    "to_floor": (functions.floor, torch.floor),
+    "to_ceil": (functions.ceil, torch.ceil),
+    "to_round": (functions.round, torch.round),
+    "to_trunc": (functions.trunc, torch.trunc),
+    "to_sign": (functions.sign, torch.sign),
+    "softplus": (functions.softplus, F.softplus),
+    "softplus_beta": (lambda x: functions.softplus(x, 2.0), lambda x: F.softplus(x, 2.0)),
+    "elu": (lambda x: functions.elu(x, 0.5), lambda x: F.elu(x, 0.5)),
+    "mish": (functions.mish, F.mish),
+    "to_nan": (functions.isnan, lambda x: torch.isnan(x).to(x.dtype)),
+    "to_lt": (lambda x: x < 0.5, lambda x: (x < 0.5).to(x.dtype)),
+    "to_le": (lambda x: x <= -0.0, lambda x: (x <= -0.0).to(x.dtype)),
+    "to_gt": (lambda x: x > 0.0, lambda x: (x > 0.0).to(x.dtype)),
+    "to_ge": (lambda x: x >= 0.5, lambda x: (x >= 0.5).to(x.dtype)),
+    "to_eq": (lambda x: x == 0.0, lambda x: (x == 0.0).to(x.dtype)),
+    "to_ne": (lambda x: x != x, lambda x: (x != x).to(x.dtype)),
+    "to_where": (
+        lambda x: functions.where((x > -1) & (x < 1) | ~(x < 3), x, -x),
+        lambda x: torch.where((x > -1) & (x < 1) | ~(x < 3), x, -x),
+    ),
 }
+
+
+def _like(x: torch.Tensor, value: float) -> torch.Tensor:
+    """Return a constant as an epilogue has it: rounded to FP32, whatever the arithmetic after it."""
+    return torch.full((), value, dtype=torch.float32, device=x.device).to(x.dtype)
+
+
+# Those of which PyTorch gives zeros of either sign, as its version has it.
+EITHER_ZERO = ("relu", "clamped", "greater", "lesser", "hardswish", "gelu", "gelu_tanh", "silu", "sigmoid", "exp")
 _OUTPUTS = 7  # besides D
 
 
@@ -62,8 +102,8 @@ def function_groups() -> dict[str, tuple[str, ...]]:
 def _functions(names: tuple[str, ...]) -> Epilogue:
     @co.epilogue
     def table(acc, value: co.Tile):
-        x = acc + value
-        return {"d": x} | {name: FUNCTIONS[name][0](x) for name in names}
+        # Not of the sum, which has no negative zero.
+        return {"d": acc + value} | {name: FUNCTIONS[name][0](value) for name in names}
 
     return table
 

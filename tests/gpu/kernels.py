@@ -17,6 +17,7 @@ from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.epilogue.nodes import Kind
+from cutlass_ops.kinds.legality import is_legal
 from cutlass_ops.run import call, norms, ops
 from cutlass_ops.run.registry import OpSignature, Registry
 from tests.strategies import Program, programs
@@ -464,16 +465,17 @@ def drawn(count: int = 6) -> tuple[Program, ...]:
         found.append(program)
 
     collect()
-    unique = {p.epilogue().graph: p for p in found if len(p.epilogue().graph.nodes) > 3}
+    unique = {p.epilogue().graph: p for p in found if len(p.epilogue().graph.nodes) > 3 and is_legal(_drawn_spec(p))}
     return tuple(list(unique.values())[-count:])
+
+
+def _drawn_spec(program: Program) -> KernelSpec:
+    return spec(ops.op(program.epilogue()), "bf16", ("row", "col"), SM90_REDUCING)
 
 
 def drawn_specs() -> dict[str, KernelSpec]:
     """One kernel for each drawn epilogue."""
-    return {
-        f"drawn{number}": spec(ops.op(program.epilogue()), "bf16", ("row", "col"), SM90_REDUCING)
-        for number, program in enumerate(drawn())
-    }
+    return {f"drawn{number}": _drawn_spec(program) for number, program in enumerate(drawn())}
 
 
 def signatures() -> dict[str, OpSignature]:
@@ -547,7 +549,7 @@ def called(device: Device) -> list[KernelSpec]:
 
 def named() -> dict[str, list[KernelSpec]]:
     """Return all kernels that tests know by name; several may have one."""
-    from tests.gpu import edges
+    from tests.gpu import edges, language
 
     groups = (
         matrix(),
@@ -565,7 +567,7 @@ def named() -> dict[str, list[KernelSpec]]:
         multicast(),
     )
     found: dict[str, list[KernelSpec]] = {}
-    for group in (*groups, edges.specs()):
+    for group in (*groups, edges.specs(), language.specs()):
         for name, wanted in group.items():
             found.setdefault(name, []).append(wanted)
     return found

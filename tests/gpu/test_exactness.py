@@ -198,7 +198,10 @@ def test_one_nan_reaches_its_own_row_and_column_only(name):
 
 def samples(rows, cols):
     """FP32 values of both signs over the range in which the functions do something, and those that are special."""
-    special = torch.tensor([0.0, NAN, INF, -INF, 3.4e38, -3.4e38, 1e-40, -1e-40, 1.0, -1.0, 0.5, -3.0, 3.0])
+    special = [0.0, -0.0, NAN, INF, -INF, 3.4e38, -3.4e38, 1e-40, -1e-40, 1e-45, 1.0, -1.0, 0.5, -3.0, 3.0, 20.0, 20.5]
+    # Ties, what e^x and 2^x overflow and underflow for, and numbers beyond those that have fractions.
+    special += [-0.5, 1.5, -1.5, 2.5, -2.5, 88.8, -104.0, 128.0, -150.0, 8388609.0, -8388607.5, 2147483648.0]
+    special = torch.tensor(special)
     sizes = torch.logspace(-6, 1.9, (rows * cols - len(special)) // 2)
     values = torch.cat([special, sizes, -sizes])
     return torch.cat([values, torch.zeros(rows * cols - len(values))]).view(rows, cols).to(placement.DEVICE)
@@ -219,6 +222,9 @@ def test_functions_against_float64(group):
         infinite = own.isinf()
         assert torch.equal(found[infinite], own[infinite]), f"{name} is infinite elsewhere than in PyTorch"
         finite = own.isfinite()
+        zero = own == 0
+        if name not in edges.EITHER_ZERO:
+            assert torch.equal(found[zero].signbit(), own[zero].signbit()), f"{name} has zeros of another sign"
         if name.startswith("to_"):
             assert torch.equal(found[finite], own[finite])
             continue

@@ -73,7 +73,8 @@ OPERANDS = st.builds(
 def specs(draw):
     epilogue = draw(epilogues(max_steps=4))
     inputs = {i.name: draw(OPERANDS) for i in epilogue.graph.inputs if draw(st.booleans())}
-    outputs = {o.name: draw(OPERANDS) for o in epilogue.graph.outputs[1:] if draw(st.booleans())}
+    further = [o for o in epilogue.graph.outputs[1:] if draw(st.booleans())]
+    outputs = {o.name: "i32" if o.reduce in ("argmax", "argmin") else draw(OPERANDS) for o in further}
     return KernelSpec(
         a=draw(OPERANDS),
         b=draw(OPERANDS),
@@ -95,6 +96,34 @@ def bias_relu(acc, bias: co.Row):
 def saved(acc, bias: co.Row, residual: co.Tile, scale: co.Scalar):
     x = acc + bias
     return {"d": co.relu(x) * scale + residual, "pre": x, "total": co.sum(x, dim=1)}
+
+
+@co.epilogue
+def placed(acc, bias: co.Row, seed: co.Integer):
+    x = acc + bias * co.uniform(seed)
+    return {"d": x, "at": co.argmax(x, dim=1), "most": co.max(x, dim=1)}
+
+
+@pytest.mark.parametrize(
+    ("types", "message"),
+    [
+        ({"outputs": {"at": "f32"}}, r"outputs\['at'\] is f32: use i32"),
+        ({"outputs": {"at": "i64"}}, r"outputs\['at'\] is i64: use i32"),
+        ({"outputs": {"most": "i32"}}, r"outputs\['most'\] is i32: use f16, bf16, f32"),
+        ({"a": "i32.row"}, "a is i32: use one of f16, bf16, f32"),
+        ({"d": "i64.row"}, "d is i64: use one of f16, bf16, f32"),
+        ({"inputs": {"bias": "i32"}}, r"inputs\['bias'\] is i32: use f16, bf16, f32"),
+        ({"inputs": {"seed": "f32"}}, r"inputs\['seed'\] is f32: use i64"),
+        ({"inputs": {"seed": "i32"}}, r"inputs\['seed'\] is i32: use i64"),
+    ],
+)
+def test_what_counts_has_one_type(types, message):
+    with pytest.raises(ValueError, match=message):
+        spec(epilogue=placed, **types)
+    found = spec(epilogue=placed, inputs={"seed": "i64"}, outputs={"at": "i32"})
+    assert found == spec(epilogue=placed)
+    assert (found.to_json()["inputs"]["seed"], found.to_json()["outputs"]["at"]) == ("i64.row.align1", "i32.row.align1")
+    assert KernelSpec.from_json(found.to_json()) == found
 
 
 def spec(**changes):

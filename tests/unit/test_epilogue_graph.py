@@ -2,6 +2,7 @@
 
 import copy
 import json
+import keyword
 import math
 
 import pytest
@@ -11,11 +12,11 @@ from hypothesis import strategies as st
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.epilogue import functions
 from cutlass_ops.epilogue.graph import MAX_INPUTS, MAX_NODES, MAX_OUTPUTS, Graph, canonical, validate
-from cutlass_ops.epilogue.names import CPP_KEYWORDS, RESERVED, check_name
+from cutlass_ops.epilogue.names import CPP_KEYWORDS, IN_KERNELS, RESERVED, check_name, is_plain
 from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
-from cutlass_ops.epilogue.operations import GATHERED
+from cutlass_ops.epilogue.operations import GATHERED, Type
 from cutlass_ops.epilogue.trace import epilogue
-from cutlass_ops.epilogue.values import Product, Row, Scalar
+from cutlass_ops.epilogue.values import Integer, Product, Row, Scalar
 from tests.strategies import PATIENT, epilogues
 
 BIAS_RELU = {
@@ -155,7 +156,7 @@ def test_the_example_is_valid():
         (("outputs", 0, 2), "row", "must be a tile"),
         (("outputs", 0), ["d", 3, "col", "sum"], "cannot be a reduction"),
         (("outputs", 1, 0), "bias", "taken"),
-        (("outputs", 1, 0), "d", "reserved"),
+        (("outputs", 1, 0), "d", "taken"),
         (("outputs", 1, 2), "tile", "a row or a column"),
         (("outputs", 1, 2), "scalar", "a row or a column"),
         (("outputs", 1, 3), "mean", "unknown reduction"),
@@ -366,9 +367,21 @@ def test_deeply_nested_json_is_refused():
             Graph.from_json(changed(path, nested))
 
 
-@pytest.mark.parametrize("name", ["bias", "x", "W", "residual_2", "rowScale", "x" * 64, "relu", "exp"])
+GOOD = ["bias", "x", "W", "residual_2", "rowScale", "x" * 64, "relu", "exp"]
+# In C++ they are keywords, macros, or names of the kernel's own.
+TAKEN = ["c", "b1", "d", "n", "acc", "stream", "threadIdx", "float", "xor", "a__b", "bias_", "INFINITY", "M_PI", "IN0_"]
+
+
+@pytest.mark.parametrize("name", GOOD + TAKEN)
 def test_good_names(name):
     check_name(name, "input")
+    assert is_plain(name) == (name in (*GOOD, "b1"))
+
+
+@pytest.mark.parametrize("name", sorted((CPP_KEYWORDS | IN_KERNELS) - set(keyword.kwlist) - RESERVED))
+def test_what_is_in_the_way_in_cpp_is_no_concern_of_the_users(name):
+    check_name(name, "output")
+    assert not is_plain(name)
 
 
 @pytest.mark.parametrize(
@@ -381,18 +394,10 @@ def test_good_names(name):
         ("x y", "ASCII"),
         ("x\n", "ASCII"),
         ("x;", "ASCII"),
-        ("a__b", "underscore"),
-        ("bias_", "underscore"),
-        ("INFINITY", "macros"),
-        ("M_PI", "macros"),
-        ("float", r"C\+\+ keyword"),
-        ("xor", r"C\+\+ keyword"),
         ("lambda", "Python keyword"),
         ("None", "Python keyword"),
-        ("acc", "reserved"),
-        ("d", "reserved"),
-        ("stream", "reserved"),
-        ("threadIdx", "reserved"),
+        ("out", "an argument of every call"),
+        ("out_dtype", "an argument of every call"),
         ("x" * 65, "65 characters"),
         (b"bias", "not a string"),
     ],
@@ -402,7 +407,56 @@ def test_bad_names(name, reason):
         check_name(name, "input")
 
 
-@pytest.mark.parametrize("name", sorted(CPP_KEYWORDS | RESERVED))
-def test_every_keyword_and_reserved_name_is_refused(name):
+@pytest.mark.parametrize("name", sorted({*keyword.kwlist, *RESERVED}))
+def test_every_keyword_and_argument_is_refused(name):
     with pytest.raises(ConfigError, match="choose another name"):
         check_name(name, "output")
+
+
+# ---- Types ---------------------------------------------------------------------------------------------------------
+
+
+def chosen(acc, seed: Integer):
+    keep = (functions.column_index() - 3 <= functions.row_index()) & (functions.uniform(seed, 2**40) >= 0.5)
+    return {"d": functions.where(keep, acc, -math.inf), "kept": keep, "at": functions.argmax(keep, 1)}
+
+
+def test_truth_values_and_indices_have_types_and_what_is_stored_is_fp32():
+    graph = traced(chosen)
+    types = {node.op: found for node, found in zip(graph.nodes, graph.types, strict=True)}
+    assert {op: t.value for op, t in types.items() if t is not Type.FLOAT} == {
+        **dict.fromkeys(("column_index", "row_index", "integer", "sub"), "index"),
+        **dict.fromkeys(("le", "ge", "logical_and"), "truth"),
+        **dict.fromkeys(("input", "seed"), "seed"),
+    }
+    assert [graph.nodes[o.node].op for o in graph.outputs] == ["where", "to_float", "to_float"]
+    assert graph.knows_places
+    again = Graph.from_json(json.loads(json.dumps(graph.to_json())))
+    assert again == graph
+    assert hash(again) == hash(graph)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "reason"),
+    [
+        (["integer", [], 3], ["integer", [], 1 << 31], "not an attribute for integer"),
+        (["integer", [], 3], ["integer", [], True], "not an attribute for integer"),
+        (["integer", [], 3], ["integer", [], "3"], "not an attribute for integer"),
+        (["integer", [], 3], ["seed", [], 3], "sub takes no arguments of the types index, seed"),
+        (["seed", [], 1 << 40], ["seed", [], 1 << 63], "not an attribute for seed"),
+        (["seed", [], 1 << 40], ["integer", [], 4], "uniform takes no arguments of the types seed, index"),
+        (["seed", [], 1 << 40], ["const", [], (4.0).hex()], "uniform takes no arguments of the types seed, float"),
+    ],
+)
+def test_what_has_another_type_is_refused(before, after, reason):
+    data = json.loads(json.dumps(traced(chosen).to_json()))
+    data["nodes"][data["nodes"].index(before)] = after
+    with pytest.raises(ConfigError, match=reason):
+        Graph.from_json(data)
+
+
+def test_only_fp32_values_are_stored():
+    data = traced(chosen).to_json()
+    data["outputs"][1][1] = next(at for at, node in enumerate(data["nodes"]) if node[0] == "logical_and")
+    with pytest.raises(ConfigError, match="output 'kept': a truth is not stored: use to_float of it"):
+        Graph.from_json(data)

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from cutlass_ops.epilogue import functions
 from cutlass_ops.epilogue.nodes import Node
-from cutlass_ops.epilogue.operations import GATHERED, OPS, to_fp32
+from cutlass_ops.epilogue.operations import GATHERED, INDICES, OPS, REDUCTIONS, Type, to_fp32
 from cutlass_ops.kinds.cpp import HEADERS, cpp_expression, float_literal
+from cutlass_ops.kinds.lower import REDUCERS
 from tests.strategies import PATIENT
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +30,7 @@ def neighbours(value: float) -> tuple[Fraction, Fraction]:
 
 
 def test_every_operation_and_gathered_value_has_a_function_in_the_language():
-    assert {name for name in (*OPS, *GATHERED) if not hasattr(functions, name)} == {"gelu_tanh"}
+    assert {name for name in (*OPS, *GATHERED, *INDICES, *REDUCTIONS) if not hasattr(functions, name)} == {"gelu_tanh"}
 
 
 def test_the_language_does_not_import_torch():
@@ -40,7 +41,11 @@ def test_the_language_does_not_import_torch():
 def test_every_device_function_is_defined_in_the_header():
     include = ROOT / "templates/include"
     headers = ["cutlass_ops/epilogue_math.h", *HEADERS.values()]
-    defined = {name for h in headers for name in re.findall(r"CUTLASS_DEVICE float (\w+)\(", (include / h).read_text())}
+    defined = {
+        name
+        for h in headers
+        for name in re.findall(r"CUTLASS_DEVICE (?:float|bool) (\w+)\(", (include / h).read_text())
+    }
     named = {info.cpp.removeprefix("cutlass_ops::") for info in OPS.values() if "::" in info.cpp}
     assert named | {"infinity", "nan"} <= defined
 
@@ -48,7 +53,22 @@ def test_every_device_function_is_defined_in_the_header():
 def test_every_operation_is_documented():
     text = (ROOT / "docs/epilogues.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `(\w+)` \| .*? \| (.* \| .*) \|$", text, re.MULTILINE))
-    assert rows == {name: f"{info.formula} | `{info.torch}`" for name, info in (OPS | GATHERED).items()}
+    tables = OPS | GATHERED | INDICES | REDUCTIONS
+    assert rows == {name: f"{info.formula} | `{info.torch}`" for name, info in tables.items()}
+
+
+def test_an_operation_has_as_many_types_as_arguments():
+    for name, info in OPS.items():
+        assert all(len(takes) == info.arity for takes, _ in info.signatures), name
+    # Seeds are made by no operation, so that whatever takes one takes an input or a constant.
+    assert {given for info in OPS.values() for _, given in info.signatures} == set(Type) - {Type.SEED}
+
+
+def test_every_reduction_is_in_the_header():
+    include = ROOT / "templates/include"
+    for name, info in REDUCTIONS.items():
+        text = (include / (info.header or "cutlass_ops/reduce.h")).read_text()
+        assert re.search(rf"^(struct|using) {REDUCERS[name]}\b", text, re.MULTILINE)
 
 
 @given(st.floats(allow_nan=False))
@@ -114,6 +134,14 @@ def test_a_literal_that_fp32_cannot_hold_is_refused():
         (Node("maximum", (0, 1)), ("x", "0.0f"), "cutlass_ops::maximum(x, 0.0f)"),
         (Node("cast", (0,), "bf16"), ("x",), "cutlass_ops::cast<cutlass::bfloat16_t>(x)"),
         (Node("cast", (0,), "f16"), ("x",), "cutlass_ops::cast<cutlass::half_t>(x)"),
+        (Node("lt", (0, 1)), ("x", "y"), "(x < y)"),
+        (Node("logical_and", (0, 1)), ("x", "y"), "(x && y)"),
+        (Node("logical_not", (0,)), ("x",), "(!x)"),
+        (Node("where", (0, 1, 2)), ("c", "x", "0.0f"), "cutlass_ops::where(c, x, 0.0f)"),
+        (Node("to_float", (0,)), ("x",), "float(x)"),
+        (Node("integer", (), 7), (), "7"),
+        (Node("integer", (), -7), (), "(-7)"),
+        (Node("integer", (), -(2**31)), (), "(-2147483647 - 1)"),
         (Node("const", (), 0.25), (), "0.25f"),
     ],
 )
@@ -121,7 +149,7 @@ def test_expressions(node, args, text):
     assert cpp_expression(node, args) == text
 
 
-@pytest.mark.parametrize("name", ["acc", "input", "mean_of_a", "system", "x); //"])
+@pytest.mark.parametrize("name", ["acc", "input", "mean_of_a", "row_index", "uniform", "seed", "system", "x); //"])
 def test_what_is_no_operation_has_no_expression(name):
     with pytest.raises(ValueError, match="is not an operation"):
         cpp_expression(Node(name), ())

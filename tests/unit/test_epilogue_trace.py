@@ -1,9 +1,11 @@
 """Tracing: what graph a function gives."""
 
 import math
+import operator
 import sys
 import textwrap
 import threading
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -11,11 +13,20 @@ import torch
 from exports import co
 from hypothesis import given
 
+from cutlass_ops.base.errors import EpilogueError
 from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
 from cutlass_ops.epilogue.operations import OPS
 from cutlass_ops.epilogue.trace import Epilogue, epilogue
-from cutlass_ops.epilogue.values import Col, Row, Scalar, Tile, Value
+from cutlass_ops.epilogue.values import Col, Integer, Row, Scalar, Tile, Value
 from tests.strategies import PATIENT, programs
+
+
+class Statistics(NamedTuple):
+    """What some epilogues return."""
+
+    d: object
+    pre: object
+    top: object
 
 
 def nodes(function):
@@ -50,6 +61,53 @@ class TestGraph:
         )
         assert list(swish_residual.signature.parameters) == ["acc", "bias", "residual", "scale"]
         assert repr(swish_residual) == "<epilogue swish_residual(acc, bias: Row, residual: Tile, scale: Scalar) -> d>"
+
+    def test_a_tuple_has_names_by_position_by_annotation_or_of_its_own(self):
+        def by_name(acc):
+            return {"d": co.relu(acc), "pre": acc, "top": co.max(acc, 1)}
+
+        def annotated(acc) -> ("d", "pre", "top"):  # noqa: F821
+            return co.relu(acc), acc, co.max(acc, 1)
+
+        def as_text(acc) -> "('d', 'pre', 'top')":  # noqa: F821
+            return [co.relu(acc), acc, co.max(acc, 1)]
+
+        def by_class(acc) -> Statistics:
+            return co.relu(acc), acc, co.max(acc, 1)
+
+        def by_the_name_of_a_class(acc) -> "Statistics":
+            return co.relu(acc), acc, co.max(acc, 1)
+
+        def itself(acc):
+            return Statistics(top=co.max(acc, 1), d=co.relu(acc), pre=acc)
+
+        def numbered(acc) -> tuple:
+            return co.relu(acc), acc, co.max(acc, 1)
+
+        for function in (annotated, as_text, by_class, by_the_name_of_a_class, itself):
+            assert epilogue(function) == epilogue(by_name)
+        assert [o.name for o in epilogue(numbered).outputs] == ["d", "output1", "output2"]
+
+        def too_few(acc) -> ("d", "pre"):  # noqa: F821
+            return co.relu(acc), acc, co.max(acc, 1)
+
+        def without_d(acc) -> ("y", "pre"):  # noqa: F821
+            return co.relu(acc), acc
+
+        for function in (too_few, without_d):
+            with pytest.raises(EpilogueError, match="each needs a name of its own, and D's is 'd'"):
+                epilogue(function)
+
+    def test_names_of_the_kernels_own_are_no_concern_of_the_users(self):
+        def plain(acc, w: Row, x: Col, y: Scalar):
+            return {"d": acc * w + x * y, "z": acc}
+
+        def taken(acc, c: Row, d: Col, n: Scalar):
+            return {"d": acc * c + d * n, "stream_": acc}
+
+        found = epilogue(taken)
+        assert [i.name for i in found.inputs] == ["c", "d", "n"]
+        assert [n.op for n in found.graph.nodes] == [n.op for n in epilogue(plain).graph.nodes]
 
     def test_it_is_immutable(self):
         traced = epilogue(identity)
@@ -147,12 +205,112 @@ class TestGraph:
 
         assert epilogue(plain) == epilogue(numpy)
 
-    @pytest.mark.parametrize("name", sorted(set(OPS) - {"cast", "gelu_tanh"}))
+    FLOATS = sorted(name for name, info in OPS.items() if not info.typed or name in ("add", "sub", "mul", "neg"))
+
+    @pytest.mark.parametrize("name", sorted(set(FLOATS) - {"cast", "gelu_tanh"}))
     def test_every_function_gives_its_operation(self, name):
         def f(acc):
             return getattr(co, name)(*[acc] * OPS[name].arity)
 
         assert nodes(f) == [("acc", ()), (name, (0,) * OPS[name].arity)]
+
+    @pytest.mark.parametrize("name", ["lt", "le", "gt", "ge", "eq", "ne"])
+    def test_comparisons_are_operators_as_well(self, name):
+        def called(acc):
+            return co.where(getattr(co, name)(acc, 2.0), acc, 0.0)
+
+        def written(acc):
+            return co.where(getattr(operator, name)(acc, 2.0), acc, 0.0)
+
+        def numpy(acc):
+            return co.where(getattr(operator, mirrored)(np.float32(2.0), acc), acc, 0.0)
+
+        mirrored = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}.get(name, name)
+        assert epilogue(called) == epilogue(written)
+        # What stands on the left comes first.
+        assert [n.op for n in epilogue(numpy).graph.nodes].count(mirrored) == 1
+
+    @pytest.mark.parametrize("name", ["lt", "le", "gt", "ge", "eq", "ne"])
+    def test_comparisons_are_kept_as_they_are_written(self, name):
+        def written(acc, bias: Row, scale: Col):
+            x = getattr(operator, name)(acc, bias) & getattr(operator, name)(bias, scale)
+            return co.where(x & getattr(operator, name)(scale, acc), acc, 0.0)
+
+        def called(acc, bias: Row, scale: Col):
+            x = getattr(co, name)(acc, bias) & getattr(co, name)(bias, scale)
+            return co.where(x & getattr(co, name)(scale, acc), acc, 0.0)
+
+        assert epilogue(written) == epilogue(called)
+
+    def test_conditions_are_joined_by_operators(self):
+        def called(acc):
+            return co.where(co.logical_or(co.logical_and(acc > 0, acc < 1), co.logical_not(acc < 5)), acc, 0)
+
+        def written(acc):
+            return co.where((acc > 0) & (acc < 1) | ~(acc < 5), acc, 0)
+
+        assert epilogue(called) == epilogue(written)
+
+    def test_truth_values_and_indices_count_where_a_number_is_needed(self):
+        def implicit(acc):
+            return {"d": acc * (acc > 0) + co.row_index(), "mask": acc > 0, "total": co.sum(acc > 0, 1)}
+
+        def explicit(acc):
+            mask = co.to_float(acc > 0)
+            return {"d": acc * mask + co.to_float(co.row_index()), "mask": mask, "total": co.sum(mask, 1)}
+
+        assert epilogue(implicit) == epilogue(explicit)
+
+    def test_indices_stay_whole_numbers_among_whole_numbers(self):
+        def f(acc):
+            return acc * (2 * co.row_index() - co.column_index() + 1 < 7) * (co.row_index() * 0.5)
+
+        ops = nodes(f)
+        assert [op for op, *_ in ops if op == "integer"] == ["integer"] * 3
+        # One of a condition, and one of a row that a fraction multiplies.
+        assert [ops[args[0]][0] for op, args, *_ in ops if op == "to_float"] == ["lt", "row_index"]
+
+    @pytest.mark.parametrize(
+        ("power", "spelled"),
+        [
+            (lambda x: x**2, lambda x: co.square(x)),
+            (lambda x: x**3, lambda x: co.square(x) * x),
+            (lambda x: x**1, lambda x: x),
+            (lambda x: x**0.5, lambda x: co.sqrt(x)),
+            (lambda x: x**-0.5, lambda x: co.rsqrt(x)),
+            (lambda x: x**-1, lambda x: co.reciprocal(x)),
+            (lambda x: x**-2, lambda x: co.reciprocal(co.square(x))),
+            (lambda x: co.pow(x, 2), lambda x: co.square(x)),
+            (lambda x: x**2.5, lambda x: co.pow(x, 2.5)),
+            (lambda x: 2**x, lambda x: co.pow(2, x)),
+            (lambda x: x**x, lambda x: co.pow(x, x)),
+            (lambda x: np.float64(2) ** x, lambda x: co.pow(2, x)),
+        ],
+    )
+    def test_powers(self, power, spelled):
+        def written(acc):
+            return power(acc) + acc
+
+        def other(acc):
+            return spelled(acc) + acc
+
+        assert epilogue(written) == epilogue(other)
+
+    def test_softplus_with_other_numbers(self):
+        def called(acc):
+            return co.softplus(acc, beta=2.0, threshold=10.0)
+
+        def spelled(acc):
+            x = acc * 2.0
+            return co.where(x > 10.0, acc, co.log1p(co.exp(x)) / 2.0)
+
+        assert epilogue(called) == epilogue(spelled)
+
+    def test_random_numbers_of_one_seed_and_offset_are_one(self):
+        def f(acc, seed: Integer):
+            return acc * co.uniform(seed) + co.uniform(seed) * co.uniform(seed, 1)
+
+        assert [op for op, *_ in nodes(f)].count("uniform") == 2
 
     def test_what_lies_beside_a_constant_is_that_constant(self):
         def swapped(acc):

@@ -1,6 +1,7 @@
 """Kernels of ordinary loads for few rows: what they render to, and when they are chosen."""
 
 import json
+import re
 
 import pytest
 from signatures import A100, H100, signature
@@ -68,6 +69,25 @@ def test_each_element_of_d_is_computed_in_a_straight_line():
         assert line in text
     assert "CUTLASS_OPS_EXPORT(" + spec(inputs={"residual": "f32.col.align1"}).slug in text
     assert render(spec()) == render(spec())
+
+
+def test_places_are_read_where_other_inputs_are():
+    @co.epilogue
+    def placed(acc, n: co.Row, seed: co.Integer):
+        return co.where(co.column_index() < co.row_index() + 2, acc * n, co.uniform(seed, -1))
+
+    source = render(spec(placed))
+    for line in (
+        "cutlass_ops::PlaceArguments<cutlass_ops::RowOfPlace>{}.functor()(row, column),",
+        "cutlass_ops::PlaceArguments<cutlass_ops::ColumnOfPlace>{}.functor()(row, column),",
+        "cutlass_ops::PlaceArguments<cutlass_ops::Uniform>{o.seed, {INT64_C(-1), nullptr}}.functor()(row, column),",
+        "float(o.IN0[column]),",
+        "in[0].row_index, in[0].column_index, in[0].uniform0_, in[0].IN0",
+        '#include "cutlass_ops/places.h"',
+        '#include "cutlass_ops/random.h"',
+    ):
+        assert line in source
+    assert not re.search("functions.h|places.h|random.h", render(spec()))
 
 
 def test_two_weights_and_means_have_their_places():

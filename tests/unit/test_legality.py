@@ -84,6 +84,16 @@ def everything_whole(acc, bias: co.Row, scale: co.Col, r: co.Tile, alpha: co.Sca
 
 
 @co.epilogue
+def placed(acc):
+    return {"d": acc, "at": co.argmax(acc, dim=1)}
+
+
+@co.epilogue
+def placed_and_saved(acc):
+    return {"d": acc, "pre": acc, "at": co.argmin(acc, dim=1)}
+
+
+@co.epilogue
 def turned(acc):
     return co.swap_pairs(acc)
 
@@ -214,6 +224,8 @@ NEIGHBOURS = [
     ("second_weight", sm80(), sm80(epilogue=swiglu)),
     ("swap_pairs", sm90(epilogue=turned, swap_ab=True), sm90(epilogue=turned, d="bf16.row.align2")),
     ("swap_pairs", sm90(epilogue=turned), sm90(epilogue=turned_twice)),
+    ("paired_reduction", sm90(epilogue=placed, swap_ab=True), sm90(epilogue=placed, d="bf16.row.align2")),
+    ("paired_reduction", sm90(epilogue=placed), sm90(epilogue=placed_and_saved)),
     ("swap_pairs", sm80(epilogue=turned_twice, d="bf16.row.align2"), sm80(epilogue=turned, d="bf16.row.align1")),
     ("swap_pairs", sm80(epilogue=turned), sm80(epilogue=turned, d="bf16.col")),
     ("swap_pairs", gemv(warps=2, epilogue=turned), gemv(warps=1, epilogue=turned)),

@@ -153,6 +153,40 @@ def test_reductions_have_partial_values_and_a_second_step():
     assert "o.row_squares = call.col_output<Element_row_squares>(o.problem);" in source
 
 
+@co.epilogue
+def placed(acc, seed: co.Integer):
+    x = co.where(co.column_index() < 3 * co.row_index(), acc, co.uniform(seed))
+    return {"d": x, "at": co.argmin(x, dim=1), "lse": co.logsumexp(x, dim=0), "low": co.min(x, dim=0)}
+
+
+@pytest.mark.parametrize(("d", "swapped"), [("f32.row", "false"), ("f32.col", "true")])
+def test_places_are_leaves_and_some_reductions_keep_two_numbers(d, swapped):
+    s = spec(d=d, epilogue=placed)
+    found = nodes(s)
+    for leaf, functor in (("row_index", "RowOfPlace"), ("column_index", "ColumnOfPlace"), ("uniform0_", "Uniform")):
+        visitor = f"sm80::PlaceInput<ThreadMap, cutlass_ops::{functor}, {swapped}>"
+        assert found[f"Load_{leaf}"]["type"] == visitor
+    assert found["Load_row_index"]["arguments"] == "{}"
+    assert found["Load_uniform0_"]["arguments"] == "{o.seed, {INT64_C(0), nullptr}}"
+    source = render(s)
+    for line in (
+        "Reduce_at::State* partial_at_;",
+        "Reduce_lse::State* partial_lse_;",
+        "float* partial_low_;",
+        "using Element_at = int32_t;",
+        '#include "cutlass_ops/sm80_places.h"',
+        '#include "cutlass_ops/reductions.h"',
+    ):
+        assert line in source
+    assert "Load_seed" not in source
+
+
+def test_what_needs_nothing_new_includes_nothing_new():
+    for epilogue in (fused, reduced, row_sum):
+        source = render(spec(epilogue=epilogue))
+        assert not re.search("functions.h|places.h|random.h|reductions.h|index_of|State", source)
+
+
 def test_without_reductions_there_is_no_second_step():
     source = render(spec())
     assert "partial" not in source

@@ -136,6 +136,71 @@ def test_headers_that_few_need_are_included_where_they_are():
     assert "pairs.h" not in of(wave)
 
 
+@co.epilogue
+def placed(acc, seed: co.Integer):
+    causal = co.where(co.column_index() <= co.row_index(), acc, 0.0)
+    return {"d": causal + co.uniform(seed) + co.uniform(seed, 5), "at": co.argmax(causal, dim=1)}
+
+
+@pytest.mark.parametrize("swap_ab", [False, True])
+def test_places_are_leaves_that_read_nothing(swap_ab):
+    source = of(placed, swap_ab=swap_ab)
+    for header in ("functions", "random", "reductions", "sm90_places"):
+        assert f'#include "cutlass_ops/{header}.h"' in source
+    swapped = str(swap_ab).lower()
+    assert f"using Load_row_index = cutlass_ops::PlaceInput<cutlass_ops::RowOfPlace, {swapped}>;" in source
+    assert f"using Load_column_index = cutlass_ops::PlaceInput<cutlass_ops::ColumnOfPlace, {swapped}>;" in source
+    assert source.count(f"PlaceInput<cutlass_ops::Uniform, {swapped}>;") == 2
+    assert "{o.seed, {INT64_C(0), nullptr}},  // Load_uniform0_" in source
+    assert "{o.seed, {INT64_C(5), nullptr}},  // Load_uniform1_" in source
+    assert "o.seed = call.scalar<Element_seed>();" in source
+    assert "using Element_seed = int64_t;" in source
+    assert "using Element_at = int32_t;" in source
+    side = "Row" if swap_ab else "Col"
+    assert f"using Reduce_at = cutlass_ops::{side}Reduction<cutlass_ops::reduce::ArgMax," in source
+
+
+def test_conditions_and_indices_are_computed_where_they_are_needed():
+    """Between functions values are FP32: a condition of two functions is in both, and its operands are shared."""
+
+    @co.epilogue
+    def both(acc, bias: co.Row):
+        x = co.exp(acc + bias)
+        keep = (x > 1.0) & (co.row_index() + 3 > 7)
+        return {"d": co.where(keep, x, 0.0), "kept": co.where(keep, 1.0, x), "total": co.sum(x, dim=1)}
+
+    source = of(both)
+    assert source.count("bool const v0_ = (total_ > 1.0f);") == 2
+    assert source.count("int const v1_ = (cutlass_ops::index_of(row_index) + 3);") == 2
+    assert source.count("cutlass_ops::exp(") == 1
+    assert "float apply(float row_index, float total_)" in source
+
+
+def test_names_that_are_in_the_way_are_others_in_cpp():
+    @co.epilogue
+    def taken(acc, c: co.Row, d: co.Col, float_: co.Scalar, fine: co.Row):
+        return {"d": acc * c + d * float_ + fine, "stream": co.sum(acc, dim=1)}
+
+    source = of(taken)
+    assert "float apply(float IN0, float IN1, float IN2, float fine, float OUT0_)" in source
+    for line in (
+        "o.IN0 = call.row<Element_IN0>(o.problem);",
+        "o.IN1 = call.col<Element_IN1>(o.problem);",
+        "o.IN2 = call.scalar<Element_IN2>();",
+        "o.fine = call.row<Element_fine>(o.problem);",
+        "o.OUT0 = call.col_output<Element_OUT0>(o.problem);",
+    ):
+        assert line in source
+    assert source.count("o.d = ") == 1
+    # The declaration, in the comment above, names what the user named.
+    assert '["c", "row"]' in source.replace("\n//  ", "")
+
+
+def test_what_needs_nothing_new_includes_nothing_new():
+    for epilogue in (plain, two_tiles, reducing, reducing_and_saving, saved):
+        assert not re.search("functions.h|places.h|random.h|reductions.h|index_of|State", of(epilogue))
+
+
 def test_blocks_that_split_k_read_their_part_of_a_row():
     inputs = "PartShape, EpilogueTile, Element_bias"
     assert f"cutlass_ops::RowInput<{inputs}>" in of(co.gemm_bias_relu.epilogue, split_k=4)

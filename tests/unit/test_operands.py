@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -225,12 +226,12 @@ REFUSED = {
     "bias on another device": ({"bias": META[0]}, ValueError, r"^bias is on meta and a is on cpu"),
     "bias in FP64": ({"bias": torch.zeros(10, dtype=torch.float64)}, TypeError, r"^bias is torch\.float64"),
     "bias of M": ({"bias": torch.zeros(6)}, ValueError, r"^bias has shape \(6,\): as a Row it must have shape \(10,\)"),
-    "bias as a matrix": ({"bias": torch.zeros(1, 10)}, ValueError, r"^bias has shape \(1, 10\): as a Row"),
+    "bias as a matrix": ({"bias": torch.zeros(2, 10)}, ValueError, r"^bias has shape \(2, 10\): as a Row"),
+    "bias as a number in a tensor": ({"bias": torch.zeros(1)}, ValueError, r"^bias has shape \(1,\): as a Row"),
     "bias strided": ({"bias": torch.zeros(20)[::2]}, ValueError, r"^bias has stride 2: call bias\.contiguous\(\)"),
-    "bias expanded": ({"bias": torch.zeros(1).expand(10)}, ValueError, r"^bias has stride 0"),
     "bias a number": ({"bias": 1.0}, TypeError, r"^bias must be a torch\.Tensor, not float"),
     "scale of N": ({"scale": torch.zeros(10)}, ValueError, r"^scale has shape \(10,\): as a Col .* \(6,\)"),
-    "scale as a column": ({"scale": torch.zeros(6, 1)}, ValueError, r"^scale has shape \(6, 1\)"),
+    "scale as a row": ({"scale": torch.zeros(1, 6)}, ValueError, r"^scale has shape \(1, 6\)"),
     "residual as a row": ({"residual": torch.zeros(10)}, ValueError, r"^residual has shape \(10,\): as a Tile"),
     "residual transposed": ({"residual": torch.zeros(10, 6)}, ValueError, r"^residual .* \(6, 10\) for a result"),
     "alpha of two elements": (
@@ -254,6 +255,74 @@ REFUSED = {
 def test_arguments_that_do_not_fit_are_named(changed, error, message):
     with pytest.raises(error, match=message):
         checked_of(**arguments(**changed))
+
+
+BROADCAST = {
+    "bias of stride 0": ("bias", lambda: torch.randn(10)[:1].expand(10), True),
+    "bias of shape (1, N)": ("bias", lambda: torch.randn(1, 10), False),
+    "bias of shape (1, N) and stride 0": ("bias", lambda: torch.randn(1, 1).expand(1, 10), True),
+    "scale of shape (M, 1)": ("scale", lambda: torch.randn(6, 1), False),
+    "scale of stride 0": ("scale", lambda: torch.randn(1).expand(6), True),
+    "residual along rows": ("residual", lambda: torch.randn(1, 10), True),
+    "residual along columns": ("residual", lambda: torch.randn(6, 1), True),
+    "residual of one element": ("residual", lambda: torch.randn(1, 1), True),
+    "residual expanded along rows": ("residual", lambda: torch.randn(10).expand(6, 10), True),
+    "residual expanded along columns": ("residual", lambda: torch.randn(6, 1).expand(6, 10), True),
+    "residual as it should be": ("residual", lambda: torch.randn(6, 10), False),
+}
+
+
+@pytest.mark.parametrize(("name", "draw", "copied"), BROADCAST.values(), ids=BROADCAST)
+def test_what_is_broadcast_has_its_full_shape_and_memory_of_its_own(name, draw, copied):
+    given = draw()
+    found = checked_of(**arguments(**{name: given}))
+    value = found.inputs[name]
+    full = {"bias": (10,), "scale": (6,), "residual": (6, 10)}[name]
+    assert value.shape == full
+    assert value.is_contiguous()
+    shown = given[..., 0] if name == "scale" and given.ndim == 2 else given
+    assert torch.equal(value, shown.expand(full) if shown.ndim == len(full) else shown.reshape(full))
+    assert found.copied == ((name,) if copied else ())
+    assert found.spread == ((name,) if given.shape != full else ())
+
+
+def test_a_batch_is_broadcast_as_well():
+    found = checked_of(**arguments(batch=(2, 3), scale=torch.ones(2, 3, 1), residual=torch.ones(2, 1, 10)))
+    assert found.inputs["scale"].shape == (6,)
+    assert found.inputs["residual"].shape == (6, 10)
+    assert found.copied == ("residual",)
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (7, 7),
+        (-(2**63), -(2**63)),
+        (np.int32(5), 5),
+        (torch.tensor(2**63 - 1), 2**63 - 1),
+        (torch.tensor([9], dtype=torch.uint8), 9),
+    ],
+)
+def test_an_integer_is_any_whole_number_of_64_bits(value, found):
+    assert operands.integer("seed", value) == found
+    assert type(operands.integer("seed", value)) is int
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        (2**63, ValueError, r"^seed is 9223372036854775808: an Integer has 64 bits"),
+        (1.0, TypeError, r"^seed must be an int or a tensor of one whole number, not float"),
+        (True, TypeError, r"^seed must be an int .* not bool"),
+        ("1", TypeError, r"^seed must be an int .* not str"),
+        (torch.tensor(1.0), TypeError, r"^seed is torch\.float32: an Integer is a whole number"),
+        (torch.tensor(1 < 2), TypeError, r"^seed is torch\.bool"),
+        (torch.zeros(2, dtype=torch.int64), ValueError, r"^seed has shape \(2,\): an Integer has one element"),
+    ],
+)
+def test_what_is_no_whole_number_is_refused(value, error, message):
+    with pytest.raises(error, match=message):
+        operands.integer("seed", value)
 
 
 @pytest.mark.parametrize("name", ["a", "b", "bias", "scale", "residual", "alpha"])

@@ -433,3 +433,37 @@ def test_a_device_that_is_neither_cuda_nor_the_cpu(device):
         co.NoDeviceError, match=rf"tensors are on {device}: .* Move the tensors, or use PyTorch's operation$"
     ):
         device_of(torch.device(device))
+
+
+# ---- What is broadcast ---------------------------------------------------------------------------------------------
+
+
+def test_what_is_broadcast_is_what_its_full_shape_would_be_and_copies_are_counted():
+    a, b = torch.randn(6, 16).to(BF16), torch.randn(16, 10).to(BF16)
+    bias, row, column = torch.randn(10).to(BF16), torch.randn(1, 10).to(BF16), torch.randn(6, 1).to(BF16)
+    op = co.gemm_bias_residual
+    before = op.copied_inputs
+    for residual in (row, column, row.expand(6, 10), column.expand(6, 10)):
+        wanted = op(a, b, bias, residual.expand(6, 10).contiguous())
+        assert torch.equal(op(a, b, bias, residual), wanted)
+        assert torch.equal(op(a, b, bias[None], residual), wanted)
+    assert op.copied_inputs == before + 8
+    assert torch.equal(op(a, b, bias[:1].expand(10), row), op(a, b, bias[:1].repeat(10), row.repeat(6, 1)))
+    assert op.copied_inputs == before + 10
+    # In its place nothing is written: what is read for it is a copy.
+    with pytest.raises(ValueError, match="out"):
+        op(a, b, bias, row, out=row)
+
+
+def test_names_that_only_cpp_would_mind_are_served():
+    @co.epilogue
+    def named(acc, c: co.Row, d: co.Col, n: co.Scalar, new: co.Tile):
+        return {"d": acc * c + d * n + new, "k": co.sum(acc, dim=1)}
+
+    a, b = torch.randn(3, 8).to(BF16), torch.randn(8, 5).to(BF16)
+    c, d, new = torch.randn(5), torch.randn(3), torch.randn(3, 5)
+    found = co.gemm(a, b, epilogue=named, c=c, d=d, n=0.5, new=new, out_dtype=F32)
+    acc = a.float() @ b.float()
+    torch.testing.assert_close(found.d, acc * c + d[:, None] * 0.5 + new)
+    torch.testing.assert_close(found.k, acc.sum(1))
+    assert torch.equal(co.gemm(a, b, epilogue=named, c=c, d=d, n=0.5, new=new, out={"k": found.k}).k, found.k)

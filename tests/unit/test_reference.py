@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from cutlass_ops.epilogue import functions
 from cutlass_ops.epilogue.operations import OPS, SWAP_PAIRS
+from cutlass_ops.epilogue.operations import REDUCTIONS as REDUCED
 from cutlass_ops.epilogue.trace import epilogue
-from cutlass_ops.epilogue.values import Col, Product, Row, Scalar, Tile
+from cutlass_ops.epilogue.values import Col, Integer, Product, Row, Scalar, Tile
 from cutlass_ops.run import reference
 from cutlass_ops.run.reference import evaluate, gemm_reference
 from tests.strategies import PATIENT, programs
@@ -46,6 +47,42 @@ FORMULAS = {
     "gelu_tanh": lambda x: x / 2 * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     "silu": lambda x: x * sigmoid(x),
     "hardswish": lambda x: x * min(max(x + 3, 0), 6) / 6,
+    "lt": lambda x, y: x < y,
+    "le": lambda x, y: x <= y,
+    "gt": lambda x, y: x > y,
+    "ge": lambda x, y: x >= y,
+    "eq": lambda x, y: x == y,
+    "ne": lambda x, y: x != y,
+    "isnan": math.isnan,
+    "to_float": lambda x: x,
+    "sign": lambda x: (x > 0) - (x < 0),
+    "floor": math.floor,
+    "ceil": math.ceil,
+    "round": round,
+    "trunc": math.trunc,
+    "reciprocal": lambda x: 1 / x,
+    "pow": lambda x, y: x**y,
+    "exp2": lambda x: 2**x,
+    "expm1": math.expm1,
+    "log": math.log,
+    "log2": math.log2,
+    "log1p": math.log1p,
+    "erf": math.erf,
+    "elu": lambda x, y: x if x > 0 else y * math.expm1(x),
+    "mish": lambda x: x * math.tanh(math.log1p(math.exp(x))),
+    "softplus": lambda x: x + math.log1p(math.exp(-x)) if x > 0 else math.log1p(math.exp(x)),
+}
+# These take truth values, seeds or three arguments, and have tests of their own.
+OTHERS = {"logical_and", "logical_or", "logical_not", "where", "uniform", SWAP_PAIRS}
+# Where a function is real and finite.
+DOMAINS = {
+    "sqrt": lambda x: x > 0,
+    "rsqrt": lambda x: x > 0,
+    "log": lambda x: x > 0,
+    "log2": lambda x: x > 0,
+    "log1p": lambda x: x > -1,
+    "reciprocal": lambda x: x != 0,
+    "pow": lambda x: x > 0,
 }
 POINTS = (-80.0, -6.5, -3.0, -2.9, -1.0, -0.3, 0.0, 1e-6, 0.5, 1.0, 2.5, 3.0, 3.1, 7.0, 80.0)
 
@@ -79,21 +116,22 @@ def apply(traced, x, other=None, dtype=torch.float32):
 
 
 def test_the_table_is_complete():
-    assert set(reference._FUNCTIONS) | {"cast"} == set(OPS) == set(FORMULAS) | {"cast", SWAP_PAIRS}
+    assert set(reference._FUNCTIONS) | {"cast", "to_float", "uniform"} == set(OPS) == set(FORMULAS) | {"cast"} | OTHERS
+    assert set(reference._REDUCED) == set(REDUCED)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", sorted(FORMULAS))
 def test_operations_follow_their_formulas(name, dtype):
     formula, function = FORMULAS[name], function_of(name)
-    points = [x for x in POINTS if x > 0] if name in ("sqrt", "rsqrt") else POINTS
+    points = list(filter(DOMAINS.get(name, lambda x: True), POINTS))
     if OPS[name].arity == 1:
         found = apply(unary(function), points, dtype=dtype)
-        expected = [formula(x) for x in points]
+        expected = [float(formula(x)) for x in points]
     else:
-        others = [1.5, -0.25, 2.0, -3.0, 0.125] * 3
+        others = ([1.5, -0.25, 2.0, -3.0, 0.125] * 3)[: len(points)]
         found = apply(binary(function), points, others, dtype)
-        expected = [formula(x, y) for x, y in zip(points, others, strict=True)]
+        expected = [float(formula(x, y)) for x, y in zip(points, others, strict=True)]
     tolerance = {torch.float32: 4e-6, torch.float64: 1e-13}[dtype]
     # The absolute part is for the cancellation in 1 + tanh and 1 + erf.
     assert found == pytest.approx(expected, rel=tolerance, abs=tolerance / 10)
@@ -161,6 +199,31 @@ def test_fp64_is_really_fp64():
         (lambda x: functions.gelu(x, "tanh"), [NAN, INF], [NAN, INF]),
         (functions.hardswish, [NAN, INF, -100.0], [NAN, INF, 0.0]),
         (lambda x: functions.cast(x, "f16"), [NAN, INF, 7e4, 1e-9], [NAN, INF, INF, 0.0]),
+        (functions.erf, [NAN, INF, -INF], [NAN, 1.0, -1.0]),
+        (functions.log, [NAN, INF, 0.0, -0.0, -1.0], [NAN, INF, -INF, -INF, NAN]),
+        (functions.log2, [NAN, INF, 0.0, -1.0, 2.0**-149], [NAN, INF, -INF, NAN, -149.0]),
+        (functions.log1p, [NAN, INF, -1.0, -2.0], [NAN, INF, -INF, NAN]),
+        (functions.exp2, [NAN, INF, -INF, 128.0, -150.0], [NAN, INF, 0.0, INF, 0.0]),
+        (functions.expm1, [NAN, INF, -INF, 100.0], [NAN, INF, -1.0, INF]),
+        (functions.reciprocal, [NAN, INF, 0.0, -0.0], [NAN, 0.0, INF, -INF]),
+        (functions.floor, [NAN, INF, -INF, -0.5], [NAN, INF, -INF, -1.0]),
+        (functions.ceil, [NAN, INF, -INF, 0.5], [NAN, INF, -INF, 1.0]),
+        (functions.round, [NAN, INF, 0.5, 1.5, 2.5, -0.5, -1.5, 3e9], [NAN, INF, 0.0, 2.0, 2.0, -0.0, -2.0, 3e9]),
+        (functions.trunc, [NAN, -INF, 0.9, -0.9], [NAN, -INF, 0.0, -0.0]),
+        (functions.sign, [NAN, INF, -INF, 0.0, -0.0, 1e-40], [0.0, 1.0, -1.0, 0.0, 0.0, 1.0]),
+        (functions.softplus, [NAN, INF, -INF, 100.0, -200.0], [NAN, INF, 0.0, 100.0, 0.0]),
+        (lambda x: functions.elu(x, 0.5), [NAN, INF, -INF, -0.0], [NAN, INF, -0.5, -0.0]),
+        (functions.mish, [NAN, INF, -INF, 100.0], [NAN, INF, NAN, 100.0]),
+        (functions.isnan, [NAN, INF, 0.0], [1.0, 0.0, 0.0]),
+        (lambda x: functions.where(x > 0, x, -1.0), [NAN, INF, -INF, -0.0], [-1.0, INF, -1.0, -1.0]),
+        (lambda x: functions.where(x != x, 0.0, 1.0 / x), [NAN, INF, -0.0], [0.0, 0.0, -INF]),
+        (lambda x: x < 0.0, [NAN, -0.0, -1e-40, -INF], [0.0, 0.0, 1.0, 1.0]),
+        (lambda x: x >= -0.0, [NAN, 0.0, -0.0, -1e-40], [0.0, 1.0, 1.0, 0.0]),
+        (lambda x: (x == 0) | ~(x <= 1), [NAN, 0.0, -0.0, 1.0, 2.0], [1.0, 1.0, 1.0, 0.0, 1.0]),
+        (lambda x: x**3, [NAN, -2.0, INF], [NAN, -8.0, INF]),
+        (lambda x: functions.pow(x, 0.0), [NAN, INF, 0.0], [1.0, 1.0, 1.0]),
+        (lambda x: functions.pow(1.0, x), [NAN, INF, -INF], [1.0, 1.0, 1.0]),
+        (lambda x: functions.pow(x, -0.25), [0.0, INF, -1.0], [INF, 0.0, NAN]),
     ],
 )
 def test_nan_and_infinity_of_one_argument(function, x, expected):
@@ -221,6 +284,10 @@ REDUCTIONS = [
     ("sum", lambda values: sum(values)),
     ("sum_square", lambda values: sum(v * v for v in values)),
     ("max", max),
+    ("min", min),
+    ("argmax", lambda values: list(values).index(max(values))),
+    ("argmin", lambda values: list(values).index(min(values))),
+    ("logsumexp", lambda values: math.log(sum(math.exp(v) for v in values))),
 ]
 
 
@@ -233,8 +300,11 @@ def test_reductions(name, expected):
 
     acc = torch.tensor([[1.0, -2.0, 3.0], [-4.0, -5.0, -6.0]])
     found = evaluate(epilogue(f).graph, acc, {})
-    assert found["rows"].tolist() == [expected(row) for row in acc.tolist()]
-    assert found["cols"].tolist() == [expected(col) for col in acc.T.tolist()]
+    tolerance = 1e-6 if name == "logsumexp" else 0.0
+    assert found["rows"].tolist() == pytest.approx([expected(row) for row in acc.tolist()], rel=tolerance, abs=0)
+    assert found["cols"].tolist() == pytest.approx([expected(col) for col in acc.T.tolist()], rel=tolerance, abs=0)
+    of_indices = name in ("argmax", "argmin")
+    assert found["rows"].dtype == found["cols"].dtype == (torch.int32 if of_indices else torch.float32)
 
 
 def test_reductions_of_a_broadcast_count_every_element():
@@ -253,21 +323,117 @@ def test_reductions_pass_nan_on():
     assert math.isnan(evaluate(epilogue(f).graph, torch.tensor([[1.0, NAN, 2.0]]), {})["rows"].item())
 
 
+def test_indices_are_those_of_the_first_and_nan_is_before_all():
+    def f(acc):
+        return {"d": acc, "most": functions.argmax(acc, 1), "least": functions.argmin(acc, 1)}
+
+    acc = [[1.0, 3.0, 3.0, 1.0], [INF, NAN, NAN, -INF], [0.0, -0.0, 0.0, -0.0], [-INF] * 4, [2.0, 1.0, -INF, INF]]
+    found = evaluate(epilogue(f).graph, torch.tensor(acc), {})
+    assert found["most"].tolist() == [1, 1, 0, 0, 3]
+    assert found["least"].tolist() == [0, 1, 0, 0, 2]
+
+
+def test_a_sum_of_exponentials_neither_overflows_nor_loses_infinities():
+    def f(acc):
+        return {"d": acc, "lse": functions.logsumexp(acc, 1)}
+
+    acc = torch.tensor([[1000.0, 1000.0], [-1000.0, -INF], [-INF, -INF], [INF, INF], [INF, -INF], [NAN, INF]])
+    expected = [1000 + math.log(2), -1000.0, -INF, INF, INF, NAN]
+    assert evaluate(epilogue(f).graph, acc, {})["lse"].tolist() == pytest.approx(expected, nan_ok=True)
+
+
+# ---- What depends on the place -------------------------------------------------------------------------------------
+
+
+def test_indices_count_rows_and_columns():
+    def f(acc, slope: Col):
+        causal = functions.where(functions.column_index() <= functions.row_index() + 1, acc, 0.0)
+        return {"d": causal, "bias": slope * functions.column_index(), "odd": functions.row_index() * 2 - 7 >= -3}
+
+    found = evaluate(epilogue(f).graph, torch.ones(3, 4), {"slope": torch.tensor([0.0, 0.5, 1.0])})
+    assert torch.equal(found["d"], torch.ones(3, 4).tril(1))
+    assert found["bias"].tolist() == [[0.0] * 4, [0.0, 0.5, 1.0, 1.5], [0.0, 1.0, 2.0, 3.0]]
+    assert found["odd"].tolist() == [[0.0] * 4, [0.0] * 4, [1.0] * 4]
+
+
+def test_indices_are_whole_numbers_beyond_what_fp32_holds():
+    def f(acc):
+        return acc * (functions.row_index() + 2**24 + 1 == 2**24 + 2)
+
+    assert evaluate(epilogue(f).graph, torch.ones(3, 1), {})["d"].flatten().tolist() == [0.0, 1.0, 0.0]
+
+
+# Of the authors of Philox: the known answers of philox4x32 with ten rounds.
+ANSWERS = [
+    ([0, 0, 0, 0], [0, 0], "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    (
+        [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+        [0xA4093822, 0x299F31D0],
+        "d16cfe09 94fdcceb 5001e420 24126ea1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "answer"), ANSWERS)
+def test_philox_gives_its_known_answers(counter, key, answer):
+    words = reference.philox(tuple(map(torch.tensor, counter)), tuple(map(torch.tensor, key)))
+    assert " ".join(f"{word.item():08x}" for word in words) == answer
+
+
+@pytest.mark.parametrize(("seed", "offset"), [(0, 0), (1, 0), (2**63 - 1, -1), (-(2**63), 2**40 + 5)])
+def test_random_numbers_are_words_of_a_counter_of_place_and_offset(seed, offset):
+    m, n = 3, 11
+    found = reference.uniform(seed, torch.tensor(offset), m, n)
+    assert found.dtype == torch.float32
+    low = 0xFFFFFFFF
+    for row in range(m):
+        for column in range(n):
+            counter = (column // 4, row, offset & low, (offset >> 32) & low)
+            key = (seed & low, (seed >> 32) & low)
+            words = reference.philox(tuple(map(torch.tensor, counter)), tuple(map(torch.tensor, key)))
+            assert found[row, column].item() == (words[column % 4].item() >> 8) / 2**24
+    # More rows or columns change nothing of those.
+    assert torch.equal(reference.uniform(seed, offset, 5, 40)[:m, :n], found)
+
+
+def test_random_numbers_are_spread_evenly():
+    found = reference.uniform(1234, 5, 500, 600)
+    assert found.min() >= 0
+    assert found.max() < 1
+    counts = torch.histc(found, 16, 0, 1) / found.numel()
+    assert ((counts - 1 / 16).abs() < 0.002).all()
+    others = torch.stack([reference.uniform(1234, 6, 500, 600), reference.uniform(1235, 5, 500, 600), found.roll(1, 1)])
+    correlations = ((others - 0.5) * (found - 0.5)).mean((1, 2)) * 12
+    assert (correlations.abs() < 0.01).all()
+
+
+def test_a_dropout_mask_keeps_what_it_should():
+    def f(acc, p: Scalar, seed: Integer, offset: Integer):
+        return functions.where(functions.dropout_mask(p, seed, offset), acc, 0.0)
+
+    graph, acc = epilogue(f).graph, torch.ones(400, 500)
+    found = evaluate(graph, acc, {"p": 0.25, "seed": 7, "offset": torch.tensor(3)})["d"]
+    assert torch.equal(found, (reference.uniform(7, 3, 400, 500) >= 0.25).float())
+    assert found.mean().item() == pytest.approx(0.75, abs=0.01)
+    for p, kept in ((0.0, 1.0), (1.0, 0.0)):
+        assert evaluate(graph, acc, {"p": p, "seed": 7, "offset": 0})["d"].mean().item() == kept
+
+
 @pytest.mark.parametrize(("m", "n"), [(0, 3), (3, 0), (0, 0)])
 def test_empty_results(m, n):
-    def f(acc, bias: Row, gate: Col):
-        x = acc * gate + bias
-        outputs = {"d": x}
-        for name, _ in REDUCTIONS:
-            outputs[f"{name}_rows"] = getattr(functions, name)(x, 1)
-            outputs[f"{name}_cols"] = getattr(functions, name)(x, 0)
-        return outputs
+    inputs = {"bias": torch.ones(n), "gate": torch.ones(m)}
+    for name, _ in REDUCTIONS:
 
-    found = evaluate(epilogue(f).graph, torch.empty(m, n), {"bias": torch.ones(n), "gate": torch.ones(m)})
-    assert found["d"].shape == (m, n)
-    for name, empty in (("sum", 0.0), ("sum_square", 0.0), ("max", -INF)):
-        assert found[f"{name}_rows"].tolist() == [empty] * m
-        assert found[f"{name}_cols"].tolist() == [empty] * n
+        def f(acc, bias: Row, gate: Col):
+            x, reduce = acc * gate + bias, getattr(functions, name)  # noqa: B023
+            return {"d": x, "rows": reduce(x, 1), "cols": reduce(x, 0)}
+
+        found = evaluate(epilogue(f).graph, torch.empty(m, n), inputs)
+        empty = {"max": -INF, "min": INF, "argmax": -1, "argmin": -1, "logsumexp": -INF}.get(name, 0.0)
+        assert found["d"].shape == (m, n)
+        assert found["rows"].tolist() == [empty] * m
+        assert found["cols"].tolist() == [empty] * n
 
 
 @given(programs(), st.integers(1, 5), st.integers(1, 5), st.integers(0, 2**31), st.booleans())

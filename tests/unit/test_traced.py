@@ -166,3 +166,68 @@ def test_every_operator_passes_pytorchs_own_checks():
     key = co.gemm_bias_relu.about.split(";", 4)[4]
     out = torch.empty(M, N, dtype=BF16)
     torch.library.opcheck(torch.ops.cutlass_ops.fused_gemm_out.default, (key, X, W.t(), [BIAS], [], [], [out]))
+
+
+# ---- Whole numbers and indices -------------------------------------------------------------------------------------
+
+
+@co.epilogue
+def dropped(acc, c: co.Row, lambda_: co.Scalar, seed: co.Integer) -> ("d", "at"):  # noqa: F821
+    kept = co.where(co.dropout_mask(0.5, seed), acc * lambda_, 0.0) + c
+    return kept, co.argmax(kept, dim=1)
+
+
+def with_seed(seed, scale=2.0):
+    return co.gemm(X, W.t(), epilogue=dropped, c=BIAS, lambda_=scale, seed=seed)
+
+
+def test_seeds_of_64_bits_pass_through_programs_whole():
+    compiled = torch.compile(with_seed, backend="aot_eager", fullgraph=True)
+    # Beyond what the numbers of an operator, which are doubles, tell apart.
+    for seed in (2**62 + 1, 2**62, 5, 7, -(2**63), 9):
+        found, wanted = compiled(seed), with_seed(seed)
+        assert torch.equal(found.d, wanted.d)
+        assert torch.equal(found.at, wanted.at)
+        assert found.at.dtype == torch.int32
+    tensor = torch.tensor(2**62 + 1)
+    assert torch.equal(compiled(tensor).d, with_seed(2**62 + 1).d)
+    assert torch.equal(with_seed(tensor).d, with_seed(2**62 + 1).d)
+    torch._dynamo.reset()
+
+
+def test_a_number_that_changes_compiles_nothing_again():
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(with_seed, backend=backend, fullgraph=True)
+    for seed in range(2, 8):
+        assert torch.equal(compiled(seed).d, with_seed(seed).d)
+    assert len(graphs) <= 2  # the first one for a constant
+    torch._dynamo.reset()
+
+
+def test_indices_given_and_made_are_int32():
+    with FakeTensorMode() as mode:
+        x, w, bias = (mode.from_tensor(t) for t in (X, W, BIAS))
+        found = co.gemm(x, w.t(), epilogue=dropped, c=bias, lambda_=1.0, seed=3)
+        assert (found.d.dtype, found.at.dtype) == (BF16, torch.int32)
+    at = torch.empty(M, dtype=torch.int32)
+
+    def into(x):
+        co.gemm(x, W.t(), epilogue=dropped, c=BIAS, lambda_=2.0, seed=4, out={"at": at})
+        return at + 1
+
+    assert torch.equal(torch.compile(into, backend="aot_eager", fullgraph=True)(X), with_seed(4).at + 1)
+    with pytest.raises(TypeError, match=r"out\['at'\] is torch\.int64: indices are torch\.int32"):
+        co.gemm(X, W.t(), epilogue=dropped, c=BIAS, lambda_=2.0, seed=4, out={"at": at.long()})
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("seed", "error"), [(1.5, "not float"), (True, "not bool"), (2**63, "has 64 bits")])
+def test_what_is_no_seed_is_refused(seed, error):
+    with pytest.raises((TypeError, ValueError), match=rf"seed .*{error}"):
+        with_seed(seed)

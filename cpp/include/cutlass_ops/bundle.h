@@ -129,8 +129,8 @@ struct Tensor {
   static Tensor vector(void* data, DLDataType dtype, int64_t length, int device = 0);
 };
 
-// A scalar input takes a number.
-using Argument = std::variant<Tensor, double>;
+// A number is what a scalar input takes, and a whole one what an integer input takes.
+using Argument = std::variant<Tensor, double, int64_t>;
 
 // Device memory that a launch may overwrite while it runs.
 struct Workspace {

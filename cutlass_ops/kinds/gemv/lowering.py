@@ -13,7 +13,7 @@ from cutlass_ops.declare.config import GemvConfig
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue.nodes import Input, Kind
 from cutlass_ops.epilogue.operations import GATHERED
-from cutlass_ops.kinds.lower import ACC, Compute, Lowered, fields, lower, types
+from cutlass_ops.kinds.lower import ACC, Compute, Lowered, Place, fields, lower, types
 
 
 def context(spec: KernelSpec) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
     assert isinstance(config, GemvConfig)
     lowered = lower(spec.epilogue)
     gathered = spec.epilogue.gathered
-    return types(spec, lowered) | {
+    return types(spec, lowered, "cutlass_ops/places.h") | {
         "rows": config.rows,
         "warps": config.warps,
         "pieces": config.pieces,
@@ -31,9 +31,12 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "weights": ["b", *spec.epilogue.products],
         "sides": _sides(spec),
         "reads": [
-            {"name": i.name, "value": _read(i, operand)}
-            for i, operand in spec.typed_inputs
-            if i.kind is not Kind.PRODUCT and i.name in lowered.leaves
+            *({"name": place.name, "value": _placed(place)} for place in lowered.places),
+            *(
+                {"name": i.name, "value": _read(i, operand)}
+                for i, operand in spec.typed_inputs
+                if i.kind is not Kind.PRODUCT and i.name in lowered.leaves
+            ),
         ],
         "lines": _lines(spec, lowered),
         "overlaps": _flag(arch.target(spec.target).capability >= arch.OVERLAPS),
@@ -43,6 +46,11 @@ def context(spec: KernelSpec) -> dict[str, Any]:
 
 def _flag(value: bool) -> str:
     return str(value).lower()
+
+
+def _placed(place: Place) -> str:
+    arguments = f"cutlass_ops::PlaceArguments<{place.functor}>{{{', '.join(place.arguments)}}}"
+    return f"{arguments}.functor()(row, column)"
 
 
 def _read(given: Input, operand: Operand) -> str:

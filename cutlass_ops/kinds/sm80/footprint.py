@@ -13,6 +13,7 @@ from cutlass_ops.base.dtypes import f32
 from cutlass_ops.declare.config import Sm80Config
 from cutlass_ops.declare.orientation import reduced_along_m
 from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.epilogue.operations import REDUCTIONS
 from cutlass_ops.kinds.layout import Block, struct, union
 
 
@@ -32,5 +33,7 @@ def _epilogue(spec: KernelSpec, config: Sm80Config) -> Block:
     padding = 8
     rows = tile.m // warp.m * 8 * fragments
     accumulators = Block(rows * (tile.n + padding) * f32.bytes)
-    reductions = [Block(config.warps * tile.n * f32.bytes, f32.bytes) for _ in reduced_along_m(spec)]
+    along_m = set(reduced_along_m(spec))
+    kept = [REDUCTIONS[o.reduce].kept_bytes for o in spec.epilogue.outputs if o.reduce and o.name in along_m]
+    reductions = [Block(config.warps * tile.n * each, each) for each in kept]
     return struct(accumulators, struct(*reductions) if reductions else Block(1, 1))

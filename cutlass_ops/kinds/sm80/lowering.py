@@ -14,8 +14,8 @@ from cutlass_ops.declare.config import Sm80Config
 from cutlass_ops.declare.orientation import along_n, oriented, reduced_along_m, swapped
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue.nodes import Kind, Output
-from cutlass_ops.epilogue.operations import GATHERED
-from cutlass_ops.kinds.lower import ACC, REDUCTIONS, Lowered, fields, layout_of, lower, types
+from cutlass_ops.epilogue.operations import GATHERED, REDUCTIONS
+from cutlass_ops.kinds.lower import ACC, REDUCERS, Lowered, fields, layout_of, lower, types
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
     assert isinstance(config, Sm80Config)
     lowered = lower(spec.epilogue)
     t, w, i = config.threadblock, config.warp, config.instruction
-    return types(spec, lowered) | {
+    return types(spec, lowered, "cutlass_ops/sm80_places.h") | {
         "threadblock": f"{t.m}, {t.n}, {t.k}",
         "warp": f"{w.m}, {w.n}, {w.k}",
         "instruction": f"{i.m}, {i.n}, {i.k}",
@@ -45,7 +45,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         # No access of the epilogue is wider than D's, and D's extent is a multiple of that.
         "fields": fields(spec, lambda operand, is_output: False),
         "reductions": [
-            {"output": o.name, "node": f"Reduce_{o.name}", "partial": _partial(o)}
+            {"output": o.name, "node": f"Reduce_{o.name}", "partial": _partial(o), "kept": _kept(o)}
             for o, _ in spec.typed_outputs
             if o.reduce is not None
         ],
@@ -70,13 +70,18 @@ def _partial(output: Output) -> str:
     return f"partial_{output.name}_"  # the underscore keeps it apart from names that users give
 
 
+def _kept(output: Output) -> str:
+    """Return the type of what a tile keeps of a result."""
+    return f"Reduce_{output.name}::State" if REDUCTIONS[output.reduce or ""].paired else "float"
+
+
 def _nodes(spec: KernelSpec, lowered: Lowered) -> list[Node]:
     """List the visitors in topological order, D's store last."""
     nodes: list[Node] = []
     at: dict[str, int] = {}
     for leaf in lowered.leaves:
         at[leaf] = len(nodes)
-        nodes.append(_load(spec, leaf))
+        nodes.append(_load(spec, lowered, leaf))
     for compute in lowered.computes:
         at[compute.name] = len(nodes)
         if compute.swaps_pairs:
@@ -92,9 +97,13 @@ def _nodes(spec: KernelSpec, lowered: Lowered) -> list[Node]:
     return nodes
 
 
-def _load(spec: KernelSpec, leaf: str) -> Node:
+def _load(spec: KernelSpec, lowered: Lowered, leaf: str) -> Node:
     if leaf == ACC:
         return Node("Accumulator", "threadblock::VisitorAccFetch", "{}")
+    place = lowered.place(leaf)
+    if place is not None:
+        visitor = f"sm80::PlaceInput<ThreadMap, {place.functor}, {str(swapped(spec)).lower()}>"
+        return Node(f"Load_{leaf}", visitor, f"{{{', '.join(place.arguments)}}}")
     if leaf in GATHERED:
         side = "Row" if along_n(spec, Kind.COL) else "Col"
         first = spec.epilogue.gathered.index(leaf)
@@ -116,7 +125,7 @@ def _store(spec: KernelSpec, output: Output, operand: Operand, value: int) -> No
         visitor = _tile("AuxStore", f"Element_{output.name}", operand, spec)
         return Node(f"Store_{output.name}", visitor, f"o.{output.name}", (value,))
     side = "Row" if along_n(spec, output.kind) else "Col"
-    visitor = f"sm80::{side}Reduction<cutlass_ops::reduce::{REDUCTIONS[output.reduce]}, ThreadMap>"
+    visitor = f"sm80::{side}Reduction<cutlass_ops::reduce::{REDUCERS[output.reduce]}, ThreadMap>"
     return Node(f"Reduce_{output.name}", visitor, f"o.{_partial(output)}", (value,))
 
 

@@ -18,6 +18,7 @@ from cutlass_ops.declare.config import Sm90Config, ThreadblockShape
 from cutlass_ops.declare.orientation import along_n, halved, oriented, sides, swapped
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue.nodes import Kind
+from cutlass_ops.epilogue.operations import REDUCTIONS
 from cutlass_ops.kinds.layout import ARRAY_ALIGNMENT, MAX_STAGES, Block, round_up, struct, union
 from cutlass_ops.kinds.serving import plain_epilogue, source, source_name
 
@@ -207,7 +208,8 @@ def _visitors(spec: KernelSpec) -> Iterator[Block]:
         if output.reduce is None and operand.aligned:
             yield _tiles(spec, operand, stages_d)
         elif output.reduce is not None and along_n(spec, output.kind) and plain_epilogue(spec):
-            yield Block(epilogue_tile(spec)[0] // _WARP_ROWS * output_tile(spec).n * f32.bytes)
+            kept = REDUCTIONS[output.reduce].kept_bytes
+            yield Block(epilogue_tile(spec)[0] // _WARP_ROWS * output_tile(spec).n * kept)
 
 
 def _tiles(spec: KernelSpec, operand: Operand, stages: int) -> Block:

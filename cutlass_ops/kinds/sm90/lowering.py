@@ -16,7 +16,7 @@ from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue.nodes import Kind, Output
 from cutlass_ops.epilogue.operations import GATHERED
 from cutlass_ops.kinds import serving
-from cutlass_ops.kinds.lower import ACC, REDUCTIONS, Lowered, fields, layout_of, lower, types
+from cutlass_ops.kinds.lower import ACC, REDUCERS, Lowered, fields, layout_of, lower, types
 from cutlass_ops.kinds.sm90 import footprint
 
 _MAINLOOP = {
@@ -35,6 +35,7 @@ _CUTLASS_REDUCTIONS = {
     "sum": ("cutlass_ops::Sum", "cutlass_ops::Sum", "0.0f"),
     "sum_square": ("cutlass_ops::SumSquare", "cutlass_ops::Sum", "0.0f"),
     "max": ("cutlass_ops::Max", "cutlass_ops::Max", "-cutlass::platform::numeric_limits<float>::infinity()"),
+    "min": ("cutlass_ops::Min", "cutlass_ops::Min", "cutlass::platform::numeric_limits<float>::infinity()"),
 }
 
 
@@ -65,7 +66,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         scratch.append("cutlass_ops::means_bytes<WhichMeans>(problem)")
     copies = _copies(spec)
     scratch += [copy["bytes"] for copy in copies]
-    return types(spec, lowered) | {
+    return types(spec, lowered, "cutlass_ops/sm90_places.h") | {
         "tile": {"m": tile.m, "n": tile.n, "k": tile.k},
         "cluster": {"m": config.cluster.m, "n": config.cluster.n},
         "mainloop_schedule": _MAINLOOP[config.schedule],
@@ -231,7 +232,7 @@ def _nodes(spec: KernelSpec, lowered: Lowered, c_operand: str | None, plain: boo
         nodes.append(node)
 
     for leaf in lowered.leaves:
-        add(leaf, _load(spec, leaf, c_operand, plain))
+        add(leaf, _load(spec, lowered, leaf, c_operand, plain))
     d_store, *others = lowered.stores
     for compute in lowered.computes:
         if compute.swaps_pairs:
@@ -276,9 +277,13 @@ def _reused(lowered: Lowered) -> bool:
     return len(lowered.stores) > 1 or lowered.computes[-1].name != d
 
 
-def _load(spec: KernelSpec, leaf: str, c_operand: str | None, plain: bool) -> Node:
+def _load(spec: KernelSpec, lowered: Lowered, leaf: str, c_operand: str | None, plain: bool) -> Node:
     if leaf == ACC:
         return Node("Accumulator", "fusion::Sm90AccFetch", "{}")
+    place = lowered.place(leaf)
+    if place is not None:
+        visitor = f"cutlass_ops::PlaceInput<{place.functor}, {str(swapped(spec)).lower()}>"
+        return Node(f"Load_{leaf}", visitor, f"{{{', '.join(place.arguments)}}}")
     if leaf in GATHERED:
         return _gathered_load(spec, leaf, plain)
     if leaf in spec.epilogue.products:
@@ -356,7 +361,7 @@ def _store(spec: KernelSpec, output: Output, value: int, plain: bool) -> Node:
         by_columns = along_n(spec, output.kind)
         if plain:
             kind, sides = "Row" if by_columns else "Col", 2 if _config(spec).side_by_side else 1
-            reduction = f"cutlass_ops::reduce::{REDUCTIONS[output.reduce]}"
+            reduction = f"cutlass_ops::reduce::{REDUCERS[output.reduce]}"
             return Node(
                 f"Reduce_{name}",
                 f"cutlass_ops::{kind}Reduction<{reduction}, {_part_shape(spec)}, EpilogueTile, {element}, {sides}>",

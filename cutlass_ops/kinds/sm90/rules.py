@@ -15,7 +15,7 @@ from cutlass_ops.declare.config import ClusterShape, Sm90Config
 from cutlass_ops.declare.orientation import reduced_along_m, sides, swapped
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.kinds.rules import Broken, Rule
-from cutlass_ops.kinds.serving import plain_epilogue, sm80_serves, source_name
+from cutlass_ops.kinds.serving import paired, plain_epilogue, sm80_serves, source_name
 from cutlass_ops.kinds.sm90.footprint import (
     epilogue_tile,
     gathered_rows,
@@ -291,6 +291,16 @@ def _second_weight(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broke
         yield f"{where}, and threadblock.n is {tile.n}: use a multiple of {2 * arch.WGMMA_N_STEP}"
 
 
+def _paired_reduction(spec: KernelSpec, _: Sm90Config) -> Iterator[str]:
+    if not plain_epilogue(spec):
+        other = "; or use an Sm80Config" if sm80_serves(spec) else ""
+        for name in paired(spec):
+            yield (
+                f"output {name} is a reduction that keeps two numbers, and CUTLASS's own epilogue keeps one: give d 16 "
+                f"bytes of alignment, one tile to read at most and none besides d to write{other}"
+            )
+
+
 def _reduction_schedule(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
     for output in spec.epilogue.outputs:
         if output.reduce is None or plain_epilogue(spec):
@@ -359,6 +369,7 @@ SM90: tuple[Rule[Sm90Config], ...] = (
     Rule("gathered", "policy", _gathered),
     Rule("second_weight", "policy", _second_weight),
     Rule("swap_pairs", "policy", _swap_pairs),
+    Rule("paired_reduction", "policy", _paired_reduction),
     Rule("reduction_schedule", "policy", _reduction_schedule),
     Rule("reduction_tile", "policy", _reduction_tile),
     Rule("reduction_buffer", "compiler", _reduction_buffer),

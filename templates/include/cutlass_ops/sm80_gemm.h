@@ -168,8 +168,9 @@ class Workspace {
   }
 
   template <class Reduction>
-  float* partial(GemmCoord problem) {
-    return static_cast<float*>(take(int64_t(sizeof(float)) * Reduction::length(problem) * Reduction::parts(problem)));
+  typename Reduction::State* partial(GemmCoord problem) {
+    using State = typename Reduction::State;
+    return static_cast<State*>(take(int64_t(sizeof(State)) * Reduction::length(problem) * Reduction::parts(problem)));
   }
 
   int64_t used() const { return used_; }
@@ -181,7 +182,8 @@ class Workspace {
 
 // Combines what the thread blocks left of one reduction.
 template <class Reduction, class Element>
-cudaError_t finish(void const* kernel, float const* partial, Element* out, GemmCoord problem, cudaStream_t stream) {
+cudaError_t finish(void const* kernel, typename Reduction::State const* partial, Element* out, GemmCoord problem,
+                   cudaStream_t stream) {
   using Params = typename Finish<typename Reduction::Reduce, Element>::Params;
   return finish_reduction(kernel, Params{partial, out, Reduction::length(problem), Reduction::parts(problem)}, stream);
 }

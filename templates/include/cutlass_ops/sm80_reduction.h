@@ -23,8 +23,9 @@ constexpr int kFinishHeight = 16;  // threads that share a result's partial valu
 // out[i] = combination over p of partial[p * length + i], a (parts, length) buffer.
 template <class Reduce, class Element>
 struct Finish {
+  using State = typename Reduce::State;
   struct Params {
-    float const* partial;
+    State const* partial;
     Element* out;
     int64_t length;
     int parts;
@@ -32,10 +33,10 @@ struct Finish {
   static constexpr int kThreads = kFinishWidth * kFinishHeight;
 
   CUTLASS_DEVICE static void run(Params const& params) {
-    __shared__ float shared[kFinishHeight][kFinishWidth];
+    __shared__ State shared[kFinishHeight][kFinishWidth];
     int64_t const i = int64_t(blockIdx.x) * kFinishWidth + threadIdx.x;
 
-    float value = Reduce::identity();
+    State value = Reduce::identity();
     if (i < params.length) {
       for (int part = threadIdx.y; part < params.parts; part += kFinishHeight) {
         value = Reduce::combine(value, params.partial[part * params.length + i]);
@@ -48,7 +49,7 @@ struct Finish {
       for (int y = 1; y < kFinishHeight; ++y) {
         value = Reduce::combine(value, shared[y][threadIdx.x]);
       }
-      params.out[i] = cutlass::NumericConverter<Element, float>()(value);
+      params.out[i] = result_of<Reduce, Element>(value);
     }
   }
 };

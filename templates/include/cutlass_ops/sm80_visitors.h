@@ -327,27 +327,30 @@ struct AuxStore : Visitor<Matrix> {
 
 // Reduces each row of the tile to one value: partial[tile_n * M + row], for an output (M,).
 template <class Reduce_, class ThreadMap>
-struct ColReduction : Visitor<float*> {
-  using Visitor<float*>::Visitor;
+struct ColReduction : Visitor<typename Reduce_::State*> {
+  using Visitor<typename Reduce_::State*>::Visitor;
   using Reduce = Reduce_;
+  using State = typename Reduce::State;
   using At = Accesses<ThreadMap>;
 
   static int64_t length(GemmCoord problem) { return problem.m(); }
   static int parts(GemmCoord problem) { return (problem.n() + At::kTileN - 1) / At::kTileN; }
 
   struct Callbacks : EmptyCallbacks {
-    float* ptr;  // at the thread's first row
+    State* ptr;  // at the thread's first row
     int rows;    // left from the thread's first access on
     int columns;
     bool writes;
+    int extent;  // of the problem's columns
     int step = 0;
-    float value = 0.0f;
+    State value{};
 
-    CUTLASS_DEVICE Callbacks(float* partial, At at, int tile_n, int m, int n, int thread_idx)
+    CUTLASS_DEVICE Callbacks(State* partial, At at, int tile_n, int m, int n, int thread_idx)
         : ptr(partial + int64_t(tile_n) * m + at.row),
           rows(m - at.row),
           columns(n - at.column),
-          writes(thread_idx % At::kLanesPerRow == 0) {}
+          writes(thread_idx % At::kLanesPerRow == 0),
+          extent(n) {}
 
     CUTLASS_DEVICE void begin_step(int step_idx) { step = step_idx; }
     CUTLASS_DEVICE void begin_row(int) { value = Reduce::identity(); }
@@ -358,7 +361,7 @@ struct ColReduction : Visitor<float*> {
       if (At::column_offset(column_idx) < columns) {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < Vector; ++i) {
-          value = Reduce::combine(value, Reduce::lift(input[i]));
+          value = Reduce::combine(value, Reduce::lift(input[i], extent - columns + At::column_offset(column_idx) + i));
         }
       }
       return input;
@@ -367,7 +370,7 @@ struct ColReduction : Visitor<float*> {
     CUTLASS_DEVICE void end_row(int row_idx) {
       CUTLASS_PRAGMA_UNROLL
       for (int lanes = At::kLanesPerRow / 2; lanes > 0; lanes /= 2) {
-        value = Reduce::combine(value, __shfl_xor_sync(0xffffffffu, value, lanes));
+        value = Reduce::combine(value, shuffle_xor(value, lanes));
       }
       int const offset = At::row_offset(step, row_idx);
       if (writes && offset < rows) ptr[offset] = value;
@@ -384,38 +387,41 @@ struct ColReduction : Visitor<float*> {
 // Reduces each column of the tile to one value: partial[tile_m * N + column], for an output (N,). It needs the whole
 // tile in one thread block: stream-K's separate reduction, where each block has some rows of it, must be off.
 template <class Reduce_, class ThreadMap>
-struct RowReduction : Visitor<float*> {
+struct RowReduction : Visitor<typename Reduce_::State*> {
   using Reduce = Reduce_;
+  using State = typename Reduce::State;
   using At = Accesses<ThreadMap>;
 
   struct SharedStorage {
-    float values[At::kWarps][At::kTileN];
+    State values[At::kWarps][At::kTileN];
   };
 
   static int64_t length(GemmCoord problem) { return problem.n(); }
   static int parts(GemmCoord problem) { return (problem.m() + At::kTileM - 1) / At::kTileM; }
 
   CUTLASS_HOST_DEVICE RowReduction() {}
-  CUTLASS_HOST_DEVICE RowReduction(float* const& params, SharedStorage const& storage)
-      : Visitor<float*>(params, storage), storage_(const_cast<SharedStorage*>(&storage)) {}
+  CUTLASS_HOST_DEVICE RowReduction(State* const& params, SharedStorage const& storage)
+      : Visitor<State*>(params, storage), storage_(const_cast<SharedStorage*>(&storage)) {}
 
   struct Callbacks : EmptyCallbacks {
     SharedStorage* storage;
-    float* ptr;        // at the tile's first column
+    State* ptr;        // at the tile's first column
     int rows;          // left from the thread's first access on
     int columns;       // left from the tile's first column on
     int first_column;  // of the thread, in the tile
     int thread_idx;
-    Array<float, At::kVector> values[At::kColumns];
+    int extent;  // of the problem's rows
+    Array<State, At::kVector> values[At::kColumns];
 
-    CUTLASS_DEVICE Callbacks(SharedStorage* storage, float* partial, At at, GemmCoord tile, int m, int n,
+    CUTLASS_DEVICE Callbacks(SharedStorage* storage, State* partial, At at, GemmCoord tile, int m, int n,
                              int thread_idx)
         : storage(storage),
           ptr(partial + int64_t(tile.m()) * n + tile.n() * At::kTileN),
           rows(m - at.row),
           columns(n - tile.n() * At::kTileN),
           first_column(at.column - tile.n() * At::kTileN),
-          thread_idx(thread_idx) {}
+          thread_idx(thread_idx),
+          extent(m) {}
 
     CUTLASS_DEVICE void begin_epilogue() {
       CUTLASS_PRAGMA_UNROLL
@@ -428,7 +434,8 @@ struct RowReduction : Visitor<float*> {
       if (At::row_offset(step, row_idx) < rows) {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < Vector; ++i) {
-          values[column_idx][i] = Reduce::combine(values[column_idx][i], Reduce::lift(input[i]));
+          int const row = extent - rows + At::row_offset(step, row_idx);
+          values[column_idx][i] = Reduce::combine(values[column_idx][i], Reduce::lift(input[i], row));
         }
       }
       return input;
@@ -439,10 +446,10 @@ struct RowReduction : Visitor<float*> {
       for (int c = 0; c < At::kColumns; ++c) {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < At::kVector; ++i) {
-          float value = values[c][i];
+          State value = values[c][i];
           CUTLASS_PRAGMA_UNROLL
           for (int lanes = At::kLanesPerRow; lanes < 32; lanes *= 2) {
-            value = Reduce::combine(value, __shfl_xor_sync(0xffffffffu, value, lanes));
+            value = Reduce::combine(value, shuffle_xor(value, lanes));
           }
           if (thread_idx % 32 < At::kLanesPerRow) {
             storage->values[thread_idx / 32][first_column + At::column_offset(c) + i] = value;
@@ -451,7 +458,7 @@ struct RowReduction : Visitor<float*> {
       }
       __syncthreads();
       for (int column = thread_idx; column < At::kTileN && column < columns; column += ThreadMap::kThreads) {
-        float value = storage->values[0][column];
+        State value = storage->values[0][column];
         for (int warp = 1; warp < At::kWarps; ++warp) value = Reduce::combine(value, storage->values[warp][column]);
         ptr[column] = value;
       }

@@ -14,7 +14,7 @@ namespace cutlass_ops {
 
 // What tiles leave for the last of them.
 struct Parts {
-  float* values = nullptr;      // of each result, side by side
+  void* values = nullptr;       // what the tiles kept of each result, side by side
   unsigned* arrived = nullptr;  // for the results that a warp has of a tile, how many parts: zero before a kernel, and after it
 };
 
@@ -43,41 +43,43 @@ CUTLASS_DEVICE bool all_arrived(unsigned* arrived, int each) {
 // Joins the parts of `count` results, the first of which has this number; a warp's work.
 template <class Reduce, class Element>
 CUTLASS_DEVICE void join(Reduced<Element> const& reduced, int first, int count, int each) {
+  using State = typename Reduce::State;
   constexpr int kAtOnce = 8;  // results whose parts are on their way together
   int const lane = int(threadIdx.x) % 32;
   CUTLASS_PRAGMA_NO_UNROLL
   for (int at = first; at < first + count; at += kAtOnce) {
-    float const* const parts = reduced.parts.values + int64_t(at) * each;
+    State const* const parts = static_cast<State const*>(reduced.parts.values) + int64_t(at) * each;
     int const left = first + count - at;
-    float joined[kAtOnce], mine = 0.0f;
+    State joined[kAtOnce], mine{};
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kAtOnce; ++i) joined[i] = Reduce::identity();
     CUTLASS_PRAGMA_NO_UNROLL
     for (int part = lane; part < each; part += 32) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kAtOnce; ++i) {
-        if (i < left) joined[i] = Reduce::combine(joined[i], __ldcg(parts + i * each + part));
+        if (i < left) joined[i] = Reduce::combine(joined[i], load_part(parts + i * each + part));
       }
     }
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kAtOnce; ++i) {
       CUTLASS_PRAGMA_UNROLL
       for (int other = 16; other > 0; other /= 2) {
-        joined[i] = Reduce::combine(joined[i], __shfl_xor_sync(0xffffffff, joined[i], other));
+        joined[i] = Reduce::combine(joined[i], shuffle_xor(joined[i], other));
       }
       if (lane == i) mine = joined[i];
     }
-    if (lane < kAtOnce && lane < left) reduced.results[at + lane] = Element(mine);
+    if (lane < kAtOnce && lane < left) reduced.results[at + lane] = result_of<Reduce, Element>(mine);
   }
 }
 
-// Stores one tile's value: a part, or the result where there is no other part.
-template <class Element>
-CUTLASS_DEVICE void leave(Reduced<Element> const& reduced, int result, int part, int each, float value) {
+// Stores what one tile has kept: a part, or the result where there is no other part.
+template <class Reduce, class Element>
+CUTLASS_DEVICE void leave(Reduced<Element> const& reduced, int result, int part, int each,
+                          typename Reduce::State const& kept) {
   if (each == 1) {
-    reduced.results[result] = Element(value);
+    reduced.results[result] = result_of<Reduce, Element>(kept);
   } else {
-    reduced.parts.values[int64_t(result) * each + part] = value;
+    static_cast<typename Reduce::State*>(reduced.parts.values)[int64_t(result) * each + part] = kept;
   }
 }
 
@@ -90,6 +92,7 @@ struct ColReduction : Input<Reduced<Element>> {
   static constexpr int kRows = cute::size<0>(Tile{}), kColumns = cute::size<1>(Tile{});
   static constexpr int kPartM = cute::size<0>(EpilogueTile{}), kPartN = cute::size<1>(EpilogueTile{});
   static constexpr int kParts = kRows / kPartM, kWarpRows = 16;
+  using State = typename Reduce::State;
   struct SharedStorage {};
 
   // Results of a tile, warps that have some of them each, and parts of each result.
@@ -103,11 +106,14 @@ struct ColReduction : Input<Reduced<Element>> {
     Reduced<Element> const& reduced;
     int tile, part, each;
     int rows, columns;  // of D, from the tile's first ones on
+    int extent;         // of D's columns
     int thread;         // of one side's
-    float mine[kParts][2];
+    State mine[kParts][2];
 
-    CUTLASS_DEVICE Callbacks(Reduced<Element> const& reduced, int tile, int part, int each, int rows, int columns, int thread)
-        : reduced(reduced), tile(tile), part(part), each(each), rows(rows), columns(columns), thread(thread) {
+    CUTLASS_DEVICE Callbacks(Reduced<Element> const& reduced, int tile, int part, int each, int rows, int columns,
+                             int extent, int thread)
+        : reduced(reduced), tile(tile), part(part), each(each), rows(rows), columns(columns), extent(extent),
+          thread(thread) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kParts; ++i) mine[i][0] = mine[i][1] = Reduce::identity();
     }
@@ -118,8 +124,9 @@ struct ColReduction : Input<Reduced<Element>> {
       int const left = columns - epi_n * kPartN - Fragment(thread).column;
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kSize; ++i) {
-        float& result = mine[epi_m][i / 2 % 2];
-        if (i / 4 * 8 + i % 2 < left) result = Reduce::combine(result, Reduce::lift(float(values[i])));
+        State& result = mine[epi_m][i / 2 % 2];
+        int const at = i / 4 * 8 + i % 2;
+        if (at < left) result = Reduce::combine(result, Reduce::lift(float(values[i]), extent - left + at));
       }
       return values;
     }
@@ -129,11 +136,11 @@ struct ColReduction : Input<Reduced<Element>> {
       if (rows <= 0 || columns <= 0) return;  // a tile that only fills its cluster up
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < 2 * kParts; ++i) {
-        float value = mine[i / 2][i % 2];
-        value = Reduce::combine(value, __shfl_xor_sync(0xffffffff, value, 1));
-        value = Reduce::combine(value, __shfl_xor_sync(0xffffffff, value, 2));
+        State value = mine[i / 2][i % 2];
+        value = Reduce::combine(value, shuffle_xor(value, 1));
+        value = Reduce::combine(value, shuffle_xor(value, 2));
         int const row = i / 2 * kPartM + i % 2 * 8 + Fragment(thread).row;
-        if (thread % 4 == 0 && row < rows) leave(reduced, tile * kRows + row, part, each, value);
+        if (thread % 4 == 0 && row < rows) leave<Reduce>(reduced, tile * kRows + row, part, each, value);
       }
       int const warp = thread / 32;
       if (each == 1 || !all_arrived(reduced.parts.arrived + tile * kWarps + warp, each)) return;
@@ -154,7 +161,7 @@ struct ColReduction : Input<Reduced<Element>> {
     auto const [m_extent, n_extent, k_extent, l_extent] = args.problem_shape_mnkl;
     int const side = kSides == 1 ? 0 : args.thread_idx / 128;
     return Callbacks(*params_, m, n * kSides + side, parts(n_extent), m_extent - m * kRows, n_extent - n * kColumns,
-                     args.thread_idx - side * 128);
+                     n_extent, args.thread_idx - side * 128);
   }
 
  private:
@@ -167,8 +174,9 @@ struct RowReduction : Input<Reduced<Element>> {
   static constexpr int kRows = cute::size<0>(Tile{}), kColumns = cute::size<1>(Tile{});
   static constexpr int kPartM = cute::size<0>(EpilogueTile{}), kPartN = cute::size<1>(EpilogueTile{});
   static constexpr int kWarpsDown = kPartM / 16;
+  using State = typename Reduce::State;
   struct SharedStorage {
-    alignas(16) float values[kWarpsDown][kColumns];
+    alignas(16) State values[kWarpsDown][kColumns];
   };
 
   // As above.
@@ -177,19 +185,20 @@ struct RowReduction : Input<Reduced<Element>> {
 
   CUTLASS_HOST_DEVICE RowReduction() {}
   CUTLASS_HOST_DEVICE RowReduction(Reduced<Element> const& params, SharedStorage const& storage)
-      : params_(&params), values_(const_cast<float*>(&storage.values[0][0])) {}
+      : params_(&params), values_(const_cast<State*>(&storage.values[0][0])) {}
 
   struct Callbacks : cutlass::epilogue::fusion::EmptyConsumerStoreCallbacks {
     Reduced<Element> const& reduced;
-    float* values;
+    State* values;
     int tile, part, each;
     int rows, columns;  // of D, from the tile's first ones on
+    int extent;         // of D's rows
     int thread;
 
-    CUTLASS_DEVICE Callbacks(Reduced<Element> const& reduced, float* values, int tile, int part, int each, int rows,
-                             int columns, int thread)
+    CUTLASS_DEVICE Callbacks(Reduced<Element> const& reduced, State* values, int tile, int part, int each, int rows,
+                             int columns, int extent, int thread)
         : reduced(reduced), values(values), tile(tile), part(part), each(each), rows(rows), columns(columns),
-          thread(thread) {}
+          extent(extent), thread(thread) {}
 
     // All warps have read what they left for the tile before.
     CUTLASS_DEVICE bool begin_sync_needed() const { return true; }
@@ -201,17 +210,15 @@ struct RowReduction : Input<Reduced<Element>> {
       static_assert(kSize == kPartN / 2);
       Fragment const first(thread % (kWarpsDown * 32));
       int const left = rows - epi_m * kPartM - first.row;
-      float* const mine = values + first.row / 16 * kColumns + epi_n * kPartN + first.column;
+      State* const mine = values + first.row / 16 * kColumns + epi_n * kPartN + first.column;
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kPartN / 4; ++i) {
         int const at = i / 2 * 4 + i % 2;
-        float value = left > 0 ? Reduce::lift(float(seen[at])) : Reduce::identity();
-        if (left > 8) value = Reduce::combine(value, Reduce::lift(float(seen[at + 2])));
+        State value = left > 0 ? Reduce::lift(float(seen[at]), extent - left) : Reduce::identity();
+        if (left > 8) value = Reduce::combine(value, Reduce::lift(float(seen[at + 2]), extent - left + 8));
         CUTLASS_PRAGMA_UNROLL
-        for (int other = 4; other < 32; other *= 2) {
-          value = Reduce::combine(value, __shfl_xor_sync(0xffffffff, value, other));
-        }
-        float& result = mine[i / 2 * 8 + i % 2];
+        for (int other = 4; other < 32; other *= 2) value = Reduce::combine(value, shuffle_xor(value, other));
+        State& result = mine[i / 2 * 8 + i % 2];
         if (thread % 32 < 4) result = epi_m == 0 ? value : Reduce::combine(result, value);
       }
 #endif
@@ -225,10 +232,10 @@ struct RowReduction : Input<Reduced<Element>> {
       constexpr int kOwn = (kColumns + kWarps - 1) / kWarps;
       int const warp = thread / 32, first = warp * kOwn, count = cute::min(int(kOwn), cute::min(int(kColumns), columns) - first);
       for (int column = thread % 32; column < count; column += 32) {
-        float value = values[first + column];
+        State value = values[first + column];
         CUTLASS_PRAGMA_UNROLL
         for (int i = 1; i < kWarpsDown; ++i) value = Reduce::combine(value, values[i * kColumns + first + column]);
-        leave(reduced, tile * kColumns + first + column, part, each, value);
+        leave<Reduce>(reduced, tile * kColumns + first + column, part, each, value);
       }
       if (count <= 0 || each == 1 || !all_arrived(reduced.parts.arrived + tile * kWarps + warp, each)) return;
       join<Reduce>(reduced, tile * kColumns + first, count, each);
@@ -243,13 +250,13 @@ struct RowReduction : Input<Reduced<Element>> {
     static_assert(kWarps * 32 == cute::size(decltype(args.tiled_mma){}));
     auto const [m, n, k, l] = args.tile_coord_mnkl;
     auto const [m_extent, n_extent, k_extent, l_extent] = args.problem_shape_mnkl;
-    return Callbacks(*params_, values_, n, m, parts(m_extent), m_extent - m * kRows, n_extent - n * kColumns,
+    return Callbacks(*params_, values_, n, m, parts(m_extent), m_extent - m * kRows, n_extent - n * kColumns, m_extent,
                      args.thread_idx);
   }
 
  private:
   Reduced<Element> const* params_;
-  float* values_;
+  State* values_;
 };
 
 #if CUTLASS_OPS_HOST
@@ -258,7 +265,7 @@ struct RowReduction : Input<Reduced<Element>> {
 template <class Reduction>
 int64_t parts_bytes(int results, int extent) {
   int const each = Reduction::parts(extent);
-  return each == 1 ? 0 : Preparing::rounded(int64_t(results) * each * int64_t(sizeof(float)));
+  return each == 1 ? 0 : Preparing::rounded(int64_t(results) * each * int64_t(sizeof(typename Reduction::State)));
 }
 
 // One of a kernel's results, several of which may be of one type: each counts its own parts.
@@ -268,7 +275,7 @@ struct Arrivals;
 // Finds memory for them.
 template <class Reduction, int kWhich>
 cudaError_t share_parts(Parts& parts, int results, int extent, Preparing& preparing) {
-  parts.values = static_cast<float*>(preparing.take(parts_bytes<Reduction>(results, extent)));
+  parts.values = preparing.take(parts_bytes<Reduction>(results, extent));
   int64_t const tiles = (int64_t(results) + Reduction::kResults - 1) / Reduction::kResults;
   void* start;
   int64_t const bytes = tiles * Reduction::kWarps * int64_t(sizeof(unsigned));

@@ -69,6 +69,14 @@ def everything(acc, gate: co.Product, column: co.Col, tile: co.Tile):
     return {"d": value * co.rsqrt(co.mean_square_of_a() + 1e-5), "total": co.sum(value, dim=0)}
 
 
+@co.epilogue
+def placed(acc, lambda_: co.Tile, seed: co.Integer):
+    """Values of every type, a name that C++ would not have, and a reduction that gives indices."""
+    keep = (co.column_index() - 3 <= co.row_index()) & ~co.isnan(acc)
+    value = co.where(keep, acc**lambda_, co.uniform(seed, -(2**63)))
+    return {"d": value, "at": co.argmax(value > 0.5, dim=1)}
+
+
 def made(data: Callable[[KernelSpec], bytes] | None = None) -> tuple[Manifest, dict[str, bytes]]:
     """Return a manifest with all that there may be, and its files: kernels that :func:`verify` believes.
 
@@ -83,6 +91,7 @@ def made(data: Callable[[KernelSpec], bytes] | None = None) -> tuple[Manifest, d
     specs = [
         [KernelSpec(**types, epilogue=several, config=config) for config in CONFIGS],
         [KernelSpec(**other, epilogue=everything, config=config) for config in (SPLIT, MMA_SYNC)],
+        [KernelSpec(a="f16.row", b="f16.col", d="f16.row", epilogue=placed, config=PINGPONG)],
     ]
     targets = sorted({spec.target for group in specs for spec in group})
     flags = {target: {"device": ("-O3", f"-arch={target}"), "host": (), "link": ('-Wl,"x"',)} for target in targets}
@@ -101,7 +110,7 @@ def made(data: Callable[[KernelSpec], bytes] | None = None) -> tuple[Manifest, d
         signature = OpSignature(s.epilogue, s.a, s.b, s.d, s.inputs, s.outputs)
         return Group(signature, tuple(map(record, specs)), choices)
 
-    manifest = replace(manifest, groups=(group(specs[0], CHOICES), group(specs[1], ())))
+    manifest = replace(manifest, groups=(group(specs[0], CHOICES), group(specs[1], ()), group(specs[2], ())))
     files = {}
     for r in manifest.kernels:
         files |= {r.library_name: data(r.spec), r.source_name: SOURCE}

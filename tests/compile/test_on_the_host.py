@@ -1,0 +1,63 @@
+"""Random numbers, indices and rounding of kernels, by the host's compiler, against PyTorch's: bit for bit."""
+
+import math
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from cutlass_ops.base import resources
+from cutlass_ops.compilation.toolchain import find_toolchain
+from cutlass_ops.run import reference
+
+pytestmark = [pytest.mark.compile, pytest.mark.slow]
+
+SEEDS = [(0, 0), (1, 5), (2**63 - 1, -1), (-(2**63), 2**40 + 5), (0x123456789ABCDEF0, 7)]
+VALUES = [1.0, 3.0, 3.0, math.nan, math.nan, -math.inf, math.inf, 0.0, -0.0]
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    found = find_toolchain()
+    folders = [resources.templates() / "include", found.tvm_ffi_dir / "include", found.cutlass_dir / "include"]
+    folders += [found.cutlass_dir / "tools/util/include", *found.include_dirs]
+    program = tmp_path_factory.mktemp("host") / "program"
+    # CUTLASS names what only nvcc declares; nothing of that is called.
+    flags = ["-std=c++17", "-O1", "-w", "-fpermissive", "-Wl,--unresolved-symbols=ignore-all"]
+    source = Path(__file__).with_name("on_the_host.cpp")
+    subprocess.run(
+        [found.host_compiler, *flags, *(f"-I{folder}" for folder in folders), source, "-o", program], check=True
+    )
+    numbers = [str(number) for pair in SEEDS for number in pair]
+    text = subprocess.run([program, *numbers], check=True, capture_output=True, text=True).stdout
+    lines = [line.split() for line in text.splitlines()]
+    return {what: [tuple(map(int, rest)) for first, *rest in lines if first == what] for what in {x[0] for x in lines}}
+
+
+def test_random_numbers_have_the_bits_of_the_reference(said):
+    wanted = torch.stack([reference.uniform(seed, offset, 3, 10) for seed, offset in SEEDS]).view(torch.int32)
+    found = torch.tensor(said["uniform"], dtype=torch.int32)
+    assert torch.equal(found[:, :2], wanted.view(-1, 2))
+    assert torch.equal(found[:, 2:], wanted.view(-1, 2))
+
+
+def test_of_two_values_a_reduction_keeps_the_one_that_pytorch_does(said):
+    pairs = [torch.tensor([y, x]) for x in VALUES for y in VALUES]  # y comes first: its index is less
+    assert said["joined"] == [((2, 5)[pair.argmax()], (2, 5)[pair.argmin()]) for pair in pairs]
+
+
+def test_sums_of_exponentials_keep_infinities_and_nan(said):
+    triples = torch.tensor([[x, y, z] for x in VALUES for y in VALUES for z in (0.5, math.nan, -math.inf)])
+    found = torch.tensor(said["summed"], dtype=torch.int32).view(torch.float32)[:, 0]
+    torch.testing.assert_close(found, triples.logsumexp(1), equal_nan=True)
+
+
+def test_functions_of_special_values(said):
+    x = torch.tensor(VALUES)
+    wanted = torch.stack([torch.sign(x).view(torch.int32), torch.round(x / 2).view(torch.int32), x.isnan().int()], 1)
+    found = torch.tensor(said["functions"], dtype=torch.int32)
+    numbers = ~x.isnan()  # NaN has many bits
+    assert torch.equal(found[numbers], wanted[numbers])
+    assert torch.equal(found[:, 0], wanted[:, 0])
+    assert torch.equal(found[:, 2], wanted[:, 2])
