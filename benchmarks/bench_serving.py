@@ -1,0 +1,107 @@
+"""Measures what calls of a server wait for: 2,000 requests of 1 to 8192 rows at the four weights of an 8B layer.
+
+    python benchmarks/bench_serving.py --store cold --out benchmarks/results/serving_cold_h200.json
+    python benchmarks/bench_serving.py --store warm --out benchmarks/results/serving_warm_h200.json
+
+Each request is one call of gemm_bias_relu with a number of rows drawn with equal probability on each scale, at a weight
+drawn at random. "cold" begins with an empty kernel store, in a folder of its own. "warm" runs the same requests once
+before, in another process, until all that it compiles in the background is there. Timed is the host side of each call:
+until it returns, which is before the GPU is done. Each row: {"m", "weight", "us"}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+
+import cutlass_ops as co
+from cutlass_ops.compilation.background import Background
+
+# N and K of the linear layers of Llama-3.1-8B: q and kv, o, gate and up, down.
+WEIGHTS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+REQUESTS, MOST_ROWS = 2_000, 8192
+LONG_US = 5_000.0  # a wait that a user would notice
+
+
+def requests(count: int, seed: int = 0) -> list[tuple[int, str]]:
+    """Return the rows and the weight of each request."""
+    rng = random.Random(seed)
+    return [(round(2 ** rng.uniform(0, 13)), rng.choice(list(WEIGHTS))) for _ in range(count)]
+
+
+def serve(wanted: list[tuple[int, str]], pause: float) -> list[dict[str, Any]]:
+    """Serve requests one after the other, with a pause between them; return each one's microseconds on the host."""
+    half = torch.bfloat16
+    weights = {name: torch.randn(n, k, device="cuda", dtype=half) for name, (n, k) in WEIGHTS.items()}
+    biases = {name: torch.randn(n, device="cuda", dtype=half) for name, (n, _) in WEIGHTS.items()}
+    inputs = {k: torch.randn(MOST_ROWS, k, device="cuda", dtype=half) for _, k in WEIGHTS.values()}
+    torch.mm(inputs[4096][:16], weights["o"].t())  # PyTorch's own start
+    torch.cuda.synchronize()
+    rows = []
+    for m, name in wanted:
+        a, b, bias = inputs[WEIGHTS[name][1]][:m], weights[name].t(), biases[name]
+        began = time.perf_counter()
+        co.gemm_bias_relu(a, b, bias)
+        rows.append({"m": m, "weight": name, "us": round(1e6 * (time.perf_counter() - began), 1)})
+        torch.cuda.synchronize()
+        time.sleep(pause)
+    return rows
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return how long calls took: the first, those that waited, and the others."""
+    first, *others = [row["us"] for row in rows]
+    ordered = sorted(others)
+    return {
+        "first_us": first,
+        "long_waits": sum(us > LONG_US for us in others),
+        "longest_us": max(others),
+        "median_us": statistics.median(others),
+        "p99_us": ordered[int(0.99 * len(ordered))],
+        "p999_us": ordered[int(0.999 * len(ordered))],
+    }
+
+
+def main() -> None:
+    """Serve, and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--store", choices=["cold", "warm"], required=True)
+    parser.add_argument("--requests", type=int, default=REQUESTS)
+    parser.add_argument("--pause", type=float, default=0.01, help="seconds between requests")
+    parser.add_argument("--folder", type=Path, help="the kernel store; by default a new one, which is removed")
+    parser.add_argument("--fill", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["CUTLASS_OPS_CACHE_DIR"] = str(args.folder or folder)
+        wanted = requests(args.requests)
+        if args.fill:
+            serve(wanted, 0.0)
+            Background.current().wait()
+            return
+        if args.store == "warm":
+            store = os.environ["CUTLASS_OPS_CACHE_DIR"]
+            fill = [sys.executable, __file__, "--store", "cold", "--fill", "--folder", store]
+            subprocess.run([*fill, "--requests", str(args.requests)], check=True)
+        rows = serve(wanted, args.pause)
+        found = summary(rows)
+        Background.current().close()
+    print(found)
+    if args.out:
+        head = harness.environment() | {"processors": len(os.sched_getaffinity(0)), "store": args.store}
+        harness.save(args.out, {**head, "summary": found, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
