@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -319,8 +320,12 @@ def test_a_worker_that_reads_nothing_does_not_hold_up_what_it_is_told(odd, pids,
 def test_what_a_worker_started_ends_with_it(odd, pids, tmp_path):
     assert "says nothing" in odd("children", 0.5)
     group = pids[0]
-    found = [p for p in Path("/proc").glob("[0-9]*") if _group(p) == group]
-    assert found == []
+    # A process that was killed goes when the system comes to it.
+    for _ in range(6000):
+        if not [p for p in Path("/proc").glob("[0-9]*") if _group(p) == group]:
+            return
+        time.sleep(0.01)
+    pytest.fail("what the worker started runs on")
 
 
 def _group(process):
