@@ -56,6 +56,7 @@ class FakeDevice:
             add=lambda specs, first=False: self.queued.extend(specs),
             when_built=lambda spec, do: self.waiting.setdefault(spec, []).append(do),
             failure=self.failed.get,
+            pending=self.waiting.__contains__,
         )
 
     def built(self, spec):
