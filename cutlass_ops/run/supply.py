@@ -78,6 +78,9 @@ def supply(decision: Decision) -> Supply:
             f"cutlass_ops.warm_up before, with such arguments. The best kernel is {best.spec.slug}"
         )
     if found is None and not captured:
+        # To fetch the best kernel takes less time than to compile any.
+        if registry.fetched(best.spec) is not None:
+            return best
         found = _quickest(decision)
     if found is None:
         return best
