@@ -128,12 +128,12 @@ class RemoteStore:
         return None
 
     @contextlib.contextmanager
-    def turn(self, key: str, name: str, cancel: threading.Event | None) -> Iterator[Fetched | None]:
-        """Yield a kernel. If it yields None, the caller compiles it, and publishes it before the end of the context.
+    def turn(self, key: str, name: str, cancel: threading.Event | None) -> Iterator[Turn]:
+        """Fetch a kernel, or give the caller a turn to compile and publish it.
 
         Of all machines that publish, one compiles at a time, and the others wait for its kernel. It takes at most the
-        time limit until the kernel is there or the caller's turn has come, and if another machine is compiling, at
-        most the waiting limit instead.
+        time limit until the kernel is there or the caller's turn has come, or if another machine is compiling, at most
+        the waiting limit more. The end of the turn, with publishing, takes at most the time limit.
 
         Parameters
         ----------
@@ -161,33 +161,34 @@ class RemoteStore:
                     cancel,
                     claim=self.publishes,
                 )
-        failed = False
+        turn, failed = Turn(self, found), False
         try:
-            yield found
+            yield turn
         except CompileError:
             # It would fail elsewhere too: those who wait find that out at the same time, not one after the other.
             failed = True
             raise
         finally:
             if claim is not None:
-                claim.end(failed=failed)
+                claim.end(turn.until or time.monotonic() + timeout, failed=failed)
 
-    def publish(self, artifact: Artifact) -> None:
+    def publish(self, artifact: Artifact, until: float) -> None:
         """Sign and publish a kernel that this process compiled, if there is a signing key. Log a failure.
 
         Parameters
         ----------
         artifact : Artifact
             The kernel in the local store.
+        until : float
+            Monotonic time at which this must be done.
         """
         if self.settings.signing_key is None:
             return
-        until = time.monotonic() + self.settings.timeout
         names = _kernel(artifact.key), _source(identity_key(source_part(artifact.manifest["identity"])))
         try:
             data = _bundled(artifact, self.settings.signing_key)
             for name in names:
-                self._files.write(name, data, max(until - time.monotonic(), 0.0))
+                self._files.write(name, data, until - time.monotonic())
         except (Unreachable, CutlassOpsError, ValueError, OSError) as exc:
             # Where the store is down, that has been said.
             level = logging.INFO if isinstance(exc, Unreachable) else logging.WARNING
@@ -215,6 +216,28 @@ class RemoteStore:
         if name not in self._rejected:
             self._rejected.add(name)
             _log.warning("%s/%s is ignored: %s", self.where, name, why)
+
+
+class Turn:
+    """A kernel that was fetched, or the turn to compile it.
+
+    Attributes
+    ----------
+    fetched : Fetched or None
+        The kernel; None if the caller must compile it.
+    until : float or None
+        Monotonic time at which publishing must be done, once it has begun.
+    """
+
+    def __init__(self, store: RemoteStore, fetched: Fetched | None) -> None:
+        self._store = store
+        self.fetched = fetched
+        self.until: float | None = None
+
+    def publish(self, artifact: Artifact) -> None:
+        """Publish what was compiled."""
+        self.until = time.monotonic() + self._store.settings.timeout
+        self._store.publish(artifact, self.until)
 
 
 class RemoteStores(Part):
@@ -272,7 +295,9 @@ def _unpacked(data: bytes, public_keys: tuple[Path, ...], url: str) -> Fetched:
             (kernel,) = bundle.kernels()
             library, source = kernel.read_library(), kernel.read_source()
         except BundleError as exc:
-            raise BundleError(str(exc).replace(str(path.resolve()), "from there")) from None
+            # The path is that of a temporary file.
+            name = str(path.resolve())
+            raise BundleError(str(exc).replace(f"bundle {name}: ", "").replace(name, "it")) from None
     return Fetched(kernel.key, kernel.manifest["identity"], library, source, tuple(kernel.manifest["resources"]), url)
 
 

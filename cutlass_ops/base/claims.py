@@ -28,6 +28,7 @@ T = TypeVar("T")
 _BEAT = 4.0  # seconds between changes by the holder
 _EXPIRES = 20.0  # seconds without a change until a claim is dead
 _FIRST_POLL, _LAST_POLL = 0.1, 2.0  # seconds between two looks at a claim
+_GRACE = 2.0  # seconds in which a claim may appear, for who makes none: many machines begin at the same time
 _MOST = 16  # holders that die, one after the other, before nobody claims any more
 _MAX_CLAIM = 4096  # bytes
 
@@ -66,25 +67,37 @@ class Claim:
         self._thread = threading.Thread(target=self._beat, name="cutlass_ops_claim", daemon=True)
         self._thread.start()
 
-    def end(self, *, failed: bool) -> None:
-        """Remove the claim, or have it say that the work failed. This takes at most twice the limit of a request."""
+    def end(self, until: float, *, failed: bool) -> None:
+        """Remove the claim, or have it say that the work failed.
+
+        Parameters
+        ----------
+        until : float
+            Monotonic time at which this must be done. What is not removed by then dies by itself.
+        failed : bool
+            Whether the work failed.
+        """
         self._ended.set()
+        if self._files.down:
+            return
         # A late beat must not come after the end.
-        self._thread.join(self._limit)
-        until = time.monotonic() + self._limit
+        self._thread.join(max(until - time.monotonic(), 0.0))
         with contextlib.suppress(Unreachable):
             if failed:
-                self._files.write(f"{self._path}.{self._number}", _text(0, "failed"), self._limit)
+                self._files.write(self._name(self._number), _text(0, "failed"), until - time.monotonic())
             # The dead ones first: who waits looks at the last.
             for number in range(self._number + (not failed)):
-                self._files.remove(f"{self._path}.{number}", max(until - time.monotonic(), 0.0))
+                self._files.remove(self._name(number), until - time.monotonic())
+
+    def _name(self, number: int) -> str:
+        return f"{self._path}.{number}"
 
     def _beat(self) -> None:
         count = 0
         while not self._ended.wait(_BEAT):
             count += 1
             with contextlib.suppress(Unreachable):
-                self._files.write(f"{self._path}.{self._number}", _text(count, "working"), self._limit)
+                self._files.write(self._name(self._number), _text(count, "working"), self._limit)
 
 
 def take_turns(
@@ -114,7 +127,7 @@ def take_turns(
     cancel : threading.Event, optional
         Set it to stop waiting.
     claim : bool
-        Whether to make a claim. Otherwise, wait only for a claim that is there.
+        Whether to make a claim. Otherwise, wait only for a claim that is there, or appears soon.
 
     Raises
     ------
@@ -152,8 +165,9 @@ class _Turns:
         while number < _MOST:
             if claim and self._files.create(f"{self._path}.{number}", _text(0, "working"), self._left()):
                 return self._claimed(number)
-            outcome = self._watched(number)
-            found = None if outcome == "never there" else self._look(self._left())
+            outcome = self._watched(number, 0.0 if claim or number else _GRACE)
+            # In the grace period a claim may have come and gone.
+            found = self._look(self._left())
             if found is not None or outcome in ("failed", "late"):
                 return found, None
             if not claim and outcome != "dead":
@@ -167,18 +181,22 @@ class _Turns:
             # The last holder may have finished since the last look.
             found = self._look(self._left())
         except BaseException:
-            mine.end(failed=False)
+            mine.end(self._until, failed=False)
             raise
         if found is None:
             return None, mine
-        mine.end(failed=False)
+        mine.end(self._until, failed=False)
         return found, None
 
-    def _watched(self, number: int) -> _Outcome:
-        """Wait while a claim lives. The first look is one of the first requests."""
-        seen, changed, pause = None, time.monotonic(), _FIRST_POLL
+    def _watched(self, number: int, grace: float) -> _Outcome:
+        """Wait while a claim lives. If there is none, wait until it appears, for a grace period."""
+        changed = began = time.monotonic()
+        seen, pause, grace = None, _FIRST_POLL, min(grace, self._limits.wait, self._left() / 2)
         while True:
             text = self._read(number)
+            if text is None and seen is None and time.monotonic() < began + grace:
+                self._sleep(_FIRST_POLL)
+                continue
             if text is None:
                 return "never there" if seen is None else "gone"
             if _state(text) == "failed":

@@ -90,6 +90,11 @@ class RemoteFiles:
         return shown(self._url)
 
     @property
+    def down(self) -> bool:
+        """Whether requests fail at once, because one has failed."""
+        return time.monotonic() < self._down_until
+
+    @property
     def writable(self) -> bool:
         """Whether files can be written at URLs of this kind."""
         return self._protocol not in _READ_ONLY
@@ -184,7 +189,7 @@ class RemoteFiles:
 
         Errors that say something about a file are raised; all others mark the files as down.
         """
-        if time.monotonic() < self._down_until:
+        if self.down:
             raise Unreachable(self._why)
         try:
             return _within(limit, lambda: do(*self._file_system()))

@@ -306,12 +306,12 @@ def _made(job: _Job, cancel: threading.Event | None) -> Artifact:
     remote = RemoteStores.current().store()
     if remote is None:
         return _compile(job, cancel)
-    with remote.turn(job.key, job.spec.slug, cancel) as found:
-        taken = None if found is None else _taken(found, job.spec, job.store)
+    with remote.turn(job.key, job.spec.slug, cancel) as turn:
+        taken = None if turn.fetched is None else _taken(turn.fetched, job.spec, job.store)
         if taken is not None:
             return taken
         compiled = _compile(job, cancel)
-        remote.publish(compiled)
+        turn.publish(compiled)
         return compiled
 
 

@@ -401,6 +401,37 @@ def quick(monkeypatch):
     monkeypatch.setattr(claims, "_LAST_POLL", 0.1)
 
 
+@pytest.fixture(autouse=True)
+def _no_grace(monkeypatch):
+    monkeypatch.setattr(claims, "_GRACE", 0.0)
+
+
+def test_a_reader_waits_for_a_builder_that_begins_with_it(shared, keys, kit, local, monkeypatch, quick):
+    monkeypatch.setattr(claims, "_GRACE", 600.0)
+    toolchain = kit.find()
+    name_store(monkeypatch, f"file://{shared}", keys[1], timeout=1200)
+    began = threading.Event()
+    look = claims._Turns._read
+
+    def read(self, number):
+        began.set()
+        return look(self, number)
+
+    monkeypatch.setattr(claims._Turns, "_read", read)
+    made = []
+    reader = threading.Thread(
+        target=lambda: made.append(build_artifact(SPEC, store=local(), toolchain=toolchain)), daemon=True
+    )
+    reader.start()
+    began.wait()
+    monkeypatch.setenv(env.REMOTE_STORE_SIGNING_KEY.name, str(keys[0]))
+    kit.makes(library(HMMA), before="sleep 1\n")
+    build_artifact(SPEC, store=local(), toolchain=toolchain)
+    reader.join(60)
+    assert [artifact.origin for artifact in made] == [f"fetched from file://{shared}"]
+    assert kit.compilations == 1
+
+
 def machines(count, local, kit, spec=SPEC):
     """Build on several machines at once, each with its own store; return their artifacts or errors."""
     toolchain = kit.find()
