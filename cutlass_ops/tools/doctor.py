@@ -157,12 +157,14 @@ def diagnose() -> Diagnosis:
     problems: list[str] = []
     toolchain = _toolchain(problems)
     store = _store(problems)
+    before = len(problems)
     remote = _remote(problems)
+    shared = remote is not None or len(problems) == before
     gpus = _gpus()
     bundles = _bundles(problems)
     jit = _jit(problems)
     wrong = list(_wrong_values())
-    can_compile = toolchain is not None and store is not None and jit and not wrong
+    can_compile = toolchain is not None and store is not None and jit and shared and not wrong
     usable = any(gpu.target is not None for gpu in gpus)
     return Diagnosis(
         versions={
