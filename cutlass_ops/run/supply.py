@@ -78,6 +78,9 @@ def supply(decision: Decision) -> Supply:
             f"cutlass_ops.warm_up before, with such arguments. The best kernel is {best.spec.slug}"
         )
     if found is None and not captured:
+        # To fetch the best kernel takes less time than to compile any.
+        if registry.fetched(best.spec) is not None:
+            return best
         _log.info("a call waits for the compiler: no kernel that may serve in place of %s is compiled", best.spec.slug)
         found = _quickest(decision)
     if found is None:

@@ -210,6 +210,31 @@ def test_explain_says_what_serves_meanwhile(device, specs):
     assert "now" not in {f.name for f in co.explain(co.gemm_bias_relu, a, B, BIAS).contract}
 
 
+def test_explain_says_where_the_kernel_comes_from(device, specs):
+    a = rows(M)
+    assert "kernel" not in {f.name for f in co.explain(co.gemm_bias_relu, a, B, BIAS).contract}
+    device.absent.clear()
+    (says,) = [f.says for f in co.explain(co.gemm_bias_relu, a, B, BIAS).contract if f.name == "kernel"]
+    assert says == "compiled here"
+
+
+def test_the_best_kernel_is_fetched_before_another_is_compiled(op, device, specs):
+    device.remote.add(best().spec)
+    op(rows(M), B, BIAS)
+    assert [launch.spec for launch in device.launches] == [best().spec]
+    assert device.queued[:1] != [best().spec]
+    assert device.waiting == {}
+
+
+def test_where_a_kernel_stands_in_the_remote_store_is_not_asked_by_the_call(op, device, specs):
+    other = next(s for s in specs if s != best().spec)
+    device.absent.discard(other)
+    device.remote.add(best().spec)
+    op(rows(M), B, BIAS)
+    assert [launch.spec for launch in device.launches] == [other]
+    assert device.queued[0] == best().spec
+
+
 def test_the_log_has_the_kernel_of_each_new_shape(op, device, caplog):
     caplog.set_level(logging.DEBUG, "cutlass_ops")
     for _ in range(2):
