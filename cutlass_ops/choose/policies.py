@@ -34,6 +34,7 @@ from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.kinds import legality
+from cutlass_ops.kinds.arrays import Floats
 from cutlass_ops.kinds.gemv import space as gemv
 from cutlass_ops.kinds.sm80 import space as sm80
 from cutlass_ops.kinds.table import kind_of
@@ -191,13 +192,26 @@ def kept(policy: Policy, n: int, k: int, count: int) -> tuple[Config, ...]:
     losses = np.where(possible, times / np.where(possible, best, 1) - 1, 0)
     chosen: list[int] = []
     reached = np.ones_like(best)
+    left = _weighed(reached, losses, slack)
     while (reached > slack).any():
-        after = np.minimum(reached, losses)
-        left = (_MISSED * np.maximum(after - slack, 0) + after).sum(0)
         left[chosen] = np.inf
         chosen.append(int(left.argmin()))
-        reached = after[:, chosen[-1:]]
+        after = np.minimum(reached, losses[:, chosen[-1:]])
+        # Soon a kernel helps at a few numbers of rows only.
+        new = np.flatnonzero(after < reached)
+        left += _weighed(after[new], losses[new], slack[new]) - _weighed(reached[new], losses[new], slack[new])
+        reached = after
     return tuple(policy.kernels[at] for at in chosen)
+
+
+def _weighed(reached: Floats, losses: Floats, slack: Floats) -> Floats:
+    """Return each kernel's cost over all numbers of rows, if it were added to those that reached some losses."""
+    after = np.minimum(reached, losses)
+    over = after - slack
+    np.maximum(over, 0, out=over)
+    over *= _MISSED
+    over += after
+    return np.asarray(over.sum(0))
 
 
 def forget() -> None:
