@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from cutlass_ops.choose.pool import AT_ONCE, Pool
+from cutlass_ops.choose.pool import Pool
 from cutlass_ops.choose.tables import Table
 from cutlass_ops.declare.config import Config, Ordered
 from cutlass_ops.declare.device import Device
@@ -103,14 +103,18 @@ class Foretold(NamedTuple):
     weight : array
         The weight of measurements nearby. The shape is the same.
     usual : array
-        The model's mean error for each kind near each problem, of shape (problems, kinds): log2 of measured over predicted
-        time.
+        The model's mean error for each kind near each problem: log2 of measured over predicted time. The shape is
+        (problems, kinds).
     """
 
     times: Floats
     by_gpc: Flags
     weight: Floats
     usual: Floats
+
+    def part(self, which: Flags) -> Foretold:
+        """Return what is foretold of some of the problems."""
+        return Foretold(self.times[which], self.by_gpc[which], self.weight[which], self.usual[which])
 
 
 class Where(NamedTuple):
@@ -231,10 +235,6 @@ class Notes:
             found += away
         return found
 
-    def _aside(self, where: Where) -> Floats:
-        """Return the squared distances of measured problems but for M, for problems that differ in nothing else."""
-        return np.asarray(((self.problems[:, 1:] - where.problems[0, 1:]) ** 2).sum(1))
-
     def near_one(self, places: Places, where: Where) -> tuple[Floats, Floats]:
         """Return the results of :meth:`near` for one kernel at each problem.
 
@@ -243,26 +243,24 @@ class Notes:
         places : array
             The kernels, one for each problem.
         where : Where
-            The problems, with the tiles of these kernels, all of shape (problems,).
+            Problems that differ in M alone, with the tiles of these kernels, of shape (problems,).
         """
         errors, totals = np.zeros((2, len(places)))
-        counts = np.bincount(self.kernels, minlength=int(places.max(initial=-1)) + 1)
-        starts, counts = (np.cumsum(counts) - counts)[places], counts[places]
-        step = max(1, AT_ONCE // max(1, int(counts.max(initial=0))))
-        aside = self._aside(where)[self.rows]
-        log_m = self.problems[self.rows, 0]
-        for first in range(0, len(places), step):
-            part = slice(first, first + step)
-            many, total = counts[part], int(counts[part].sum())
-            problem = np.repeat(np.arange(len(many)), many)
-            note = np.arange(total) + np.repeat(starts[part] - (np.cumsum(many) - many), many)
-            away = (where.problems[part, 0][problem] - log_m[note]) ** 2 + (
-                where.tiles[part][problem] - self.tiles[note]
-            ) ** 2
+        aside = ((self.problems[:, 1:] - where.problems[:1, 1:]) ** 2).sum(1)
+        ends = np.cumsum(np.bincount(self.kernels, minlength=int(places.max(initial=-1)) + 1)).tolist()
+        for kernel in np.unique(places).tolist():
+            notes, mine = slice(ends[kernel - 1] if kernel else 0, ends[kernel]), np.flatnonzero(places == kernel)
+            rows = self.rows[notes]
+            weights = where.problems[mine, :1] - self.problems[rows, 0]
+            weights *= weights
+            tiles = where.tiles[mine, None] - self.tiles[notes]
+            tiles *= tiles
+            weights += tiles
+            weights += aside[rows]
+            weights *= -0.5
             with np.errstate(under="ignore"):
-                weights = np.exp(-0.5 * (away + aside[note]))
-            totals[part] = np.bincount(problem, weights, len(many))
-            errors[part] = np.bincount(problem, weights * self.errors[note], len(many))
+                np.exp(weights, out=weights)
+                totals[mine], errors[mine] = weights.sum(1), weights @ self.errors[notes]
         return errors, totals
 
     @cached_property
@@ -419,10 +417,14 @@ class Knowledge:
         config, source = self.pool.configs[place], SOURCES[int(known.sources[0, place])]
         if source == "measured":
             return self.measured[problem][config]
-        whole = self.pool.traits.whole(problem)
-        orders = kind_of(config).orders_by_gpc(config, whole, self.device) if bool(known.by_gpc[0, place]) else ()
-        order = orders[0] if orders else config.usual_order(whole)
+        order = self.order(config, problem, by_gpc=bool(known.by_gpc[0, place]))
         return Candidate(config, float(known.times[0, place]), source, order)
+
+    def order(self, config: Config, problem: Problem, *, by_gpc: bool) -> TileOrder:
+        """Return the order of a kernel's tiles at a problem where none was measured."""
+        whole = self.pool.traits.whole(problem)
+        orders = kind_of(config).orders_by_gpc(config, whole, self.device) if by_gpc else ()
+        return orders[0] if orders else config.usual_order(whole)
 
     @cached_property
     def _handicaps(self) -> Floats:
@@ -435,6 +437,11 @@ class Knowledge:
         known = list(dict.fromkeys(kinds))
         each = np.array([known.index(kind) for kind in kinds], np.int64)
         return (each[:, None] == np.arange(len(known))).astype(np.float64), each
+
+    @property
+    def kind_of_each(self) -> Places:
+        """Each kernel's kind, as an index into :attr:`Foretold.usual`."""
+        return self._kinds[1]
 
     @cached_property
     def _index(self) -> dict[Config, int]:

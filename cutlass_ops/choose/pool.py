@@ -142,6 +142,12 @@ class Pool:
         rows, columns = np.ceil(np.ceil(m / tile_m) / cluster_m), np.ceil(np.ceil(n / tile_n) / cluster_n)
         return np.asarray(gemms * rows * cluster_m * columns * cluster_n)
 
+    @property
+    def cluster_rows(self) -> Floats:
+        """The rows of each kernel's cluster of tiles: between their multiples, the number of tiles is the same."""
+        tile_m, _, cluster_m, _ = self._extents
+        return np.asarray(tile_m * cluster_m)
+
     @cached_property
     def _extents(self) -> Floats:
         """Extents of each kernel's tile along M and N, and of its cluster in tiles: shape (4, configurations)."""

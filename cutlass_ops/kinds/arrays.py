@@ -46,7 +46,7 @@ class Extents(NamedTuple):
         """The number of problems."""
         return self.m.size
 
-    def part(self, which: slice | Places) -> Extents:
+    def part(self, which: slice | Places | Flags) -> Extents:
         """Return those of some of the problems."""
         return Extents(*(x[which] if len(x) == len(self.m) else x for x in self))
 

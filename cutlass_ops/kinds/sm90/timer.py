@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -50,8 +50,9 @@ class Sm90Timer:
 
     def take(self, places: Places) -> Sm90Timer:
         """Return the model of some of these configurations, each as often as it is named."""
-        flags = (x[:, places] for x in (self.ordered, self.copies, self.swapped))
-        return Sm90Timer(self.traits, self.batch.take(places), self.by_gpc.take(places), *flags)
+        batch = self.batch.take(places)
+        by_gpc = replace(batch, by_gpc=np.ones_like(batch.by_gpc))
+        return Sm90Timer(self.traits, batch, by_gpc, *(x[:, places] for x in (self.ordered, self.copies, self.swapped)))
 
     def times(self, problems: Problems, device: Device) -> tuple[Floats, Flags]:
         """Return times in microseconds with the better order of tiles, and whether that is the order by GPC."""
