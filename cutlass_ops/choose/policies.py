@@ -264,8 +264,9 @@ def weight_of(policy: Policy, n: int, k: int, count: int) -> Weight:
     chosen = _needed(known)
     kept = tuple(policy.kernels[at] for at in chosen)
     measured = {}
+    times = known.decisive()[:, chosen]
     for at in np.flatnonzero((known.sources[:, chosen] == SOURCES.index("measured")).any(1)).tolist():
-        place = chosen[int(known.decisive()[at, chosen].argmin())]
+        place = chosen[int(times[at].argmin())]
         measured[problems[at].m] = knowledge.measured[problems[at]][policy.kernels[place]].ordered
     peers = {p.m: peer for p in problems if p.m in tuned and (peer := policy.fallback(p)) is not None}
     return Weight(policy, kept, Steps.of(knowledge, chosen, foretold, extents), measured, peers)
@@ -300,7 +301,11 @@ def _needed(known: Expected) -> list[int]:
 def _costs(reached: Floats, losses: Floats, slack: Floats) -> Floats:
     """Return the cost at each number of rows, if each kernel were added to those that reached some losses."""
     after = np.minimum(reached, losses)
-    return np.asarray(_MISSED * np.maximum(after - slack, 0) + after)
+    found = after - slack
+    np.maximum(found, 0, out=found)
+    found *= _MISSED
+    found += after
+    return found
 
 
 def forget() -> None:

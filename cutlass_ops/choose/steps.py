@@ -28,8 +28,8 @@ _EACH = 256
 _BEHIND = 0.02
 # The same between pieces whose times are computed.
 _BEHIND_PIECE = 0.002
-# Relative errors of times that are interpolated, and of those that are computed: a rounding.
-_INTERPOLATED, _COMPUTED = 1e-4, 1e-9
+# Relative errors of times that are interpolated, and of those that are computed: :class:`Notes` sums in FP32.
+_INTERPOLATED, _COMPUTED = 1e-4, 1e-6
 # Error of an interpolated mean error, as a part of it, beside its change from one end of the interval to the other.
 _OF_MEANS = 0.005
 # Numbers of rows that are a multiple of so many have lines of A that meet the L2 cache's, if they lie along M.
@@ -98,7 +98,9 @@ class Steps:
         # At the numbers of rows themselves.
         times = foretold.times[:, kept]
         best, at = times.argmin(1), np.arange(len(m))
-        decided = np.isfinite(times[at, best]) & (m <= MOST_ROWS)
+        least = times[at, best]
+        alone = (times <= least[:, None] * (1 + _COMPUTED)).sum(1) == 1
+        decided = np.isfinite(least) & alone & (m <= MOST_ROWS)
         each[m[decided] - 1] = _numbers(best, foretold.by_gpc[:, kept][at, best])[decided]
         starts = np.flatnonzero(np.diff(each, prepend=_UNDECIDED - 1))
         return cls(tuple((starts + 1).tolist()), tuple(each[starts].tolist()))

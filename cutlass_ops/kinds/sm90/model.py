@@ -23,9 +23,10 @@ from cutlass_ops.declare.problem import Problem
 from cutlass_ops.kinds.arrays import Extents, Flags, Floats, Places, Problems
 from cutlass_ops.kinds.traits import Extent, odd
 
-# Sharpness of the soft maximum over limits within a K step (Tensor Cores, shared memory, L2 cache): two limits that are
-# nearly equal cost more than either alone. Work and device memory overlap less well: see Costs.overlap.
-_SHARPNESS = 8
+# Sharpness of the soft maximum over limits within a K step (Tensor Cores, shared memory, L2 cache), as a power of two:
+# two limits that are nearly equal cost more than either alone. Work and device memory overlap less well: see
+# Costs.overlap.
+_DOUBLINGS = 3
 # Relative slowdown per unit of padded rows over M, up to the maximum. It only decides between memory-bound kernels,
 # where the one with the least padding is to win.
 _PADDING, _MOST_PADDING = 0.01, 4
@@ -371,7 +372,7 @@ def times(
     shared = (reads_a + reads_b) * row_bytes * active / (chip.l2 * 1e3)
     requests = rows_a * _requests(odd_a, batch.cluster_n) + rows_b * _requests(odd_b, batch.cluster_m)
     lookups = requests * row_bytes / arch.CACHE_LINE_BYTES * active / (chip.lookups * 1e3)
-    step = _soft_max(compute, fill, shared, lookups)
+    step = _root(_power(compute) + _power(fill) + _power(shared) + _power(lookups))
 
     # In a pingpong kernel, one warpgroup's epilogue overlaps with the other's main loop.
     exposed = np.where(batch.schedule == SCHEDULES.index("pingpong"), 1.0, cover.waves)
@@ -506,11 +507,21 @@ def _per_schedule(batch: Batch, each: PerSchedule) -> Floats:
     return np.array([each.of(s) for s in SCHEDULES], np.float64)[batch.schedule]
 
 
-def _soft_max(*values: Floats, sharpness: float = _SHARPNESS) -> Floats:
-    total = np.zeros(())
-    for value in values:
-        total = total + value**sharpness
-    return np.asarray(total ** (1 / sharpness))
+def _soft_max(x: Floats, y: Floats, sharpness: float) -> Floats:
+    return np.asarray((x**sharpness + y**sharpness) ** (1 / sharpness))
+
+
+def _power(x: Floats) -> Floats:
+    """Return the power of the soft maximum within a K step."""
+    for _ in range(_DOUBLINGS):
+        x = x * x
+    return x
+
+
+def _root(x: Floats) -> Floats:
+    for _ in range(_DOUBLINGS):
+        x = np.sqrt(x)
+    return x
 
 
 def _ceil(x: Floats, y: Floats) -> Floats:
