@@ -16,6 +16,7 @@ import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +175,11 @@ class Table:
 
     def at(self, problem: Problem) -> Point | None:
         """Return the measurements at a problem, or None."""
-        return next((p for p in self.points if p.problem == problem), None)
+        return self._by_problem.get(problem)
+
+    @cached_property
+    def _by_problem(self) -> dict[Problem, Point]:
+        return {p.problem: p for p in self.points}
 
     def allows(self, config: Config) -> bool:
         """Whether a kernel may serve."""
