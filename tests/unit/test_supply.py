@@ -227,7 +227,7 @@ def test_the_best_kernel_is_fetched_before_another_is_compiled(op, device, specs
 
 
 def test_where_a_kernel_stands_in_the_remote_store_is_not_asked_by_the_call(op, device, specs):
-    other = next(s for s in specs if s != best().spec)
+    other = next(s for s in best().specs if s != best().spec)
     device.absent.discard(other)
     device.remote.add(best().spec)
     op(rows(M), B, BIAS)
