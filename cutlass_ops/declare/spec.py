@@ -14,6 +14,7 @@ from cutlass_ops.base import arch, checked_json
 from cutlass_ops.base.dtypes import ALL as DTYPES
 from cutlass_ops.base.dtypes import NAMES, DType, dtype, f32
 from cutlass_ops.base.errors import ConfigError
+from cutlass_ops.base.hashed import hashed_once
 from cutlass_ops.declare.config import Config, Sm80Config, Sm90Config, config_from_json, config_to_json
 from cutlass_ops.declare.form import DENSE, Form
 from cutlass_ops.declare.order import USUAL_ORDER, TileOrder
@@ -135,6 +136,7 @@ class HasGraph(Protocol):
         ...
 
 
+@hashed_once
 @dataclass(frozen=True, init=False, repr=False)
 class KernelSpec:
     """One kernel: D = epilogue(A @ B, inputs), with everything that decides its code.
