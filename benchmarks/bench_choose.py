@@ -1,4 +1,4 @@
-"""Measures the host time to choose a kernel: for a process, a signature, a weight, and a number of rows; and the memory.
+"""Measures the host time to choose a kernel: for a process, a signature, a weight, a number of rows; and the memory.
 
     python benchmarks/bench_choose.py
 
