@@ -147,12 +147,13 @@ def _coordinates(extents: Extents, pool: Pool) -> Floats:
 
 
 class _Errors(NamedTuple):
-    """Errors of the model: coordinates of problems, and each measurement's problem, kernel and error."""
+    """Errors of the model, as :class:`Notes` has them, but in the order of the measurements."""
 
-    where: Where
+    problems: Floats
     rows: Places
     kernels: Places
-    values: Floats
+    tiles: Floats
+    errors: Floats
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,11 +183,11 @@ class Notes:
         """Return measurements by kernel."""
         nothing = np.zeros(0, np.int64)
         kernels = np.concatenate([nothing, *(e.kernels for e in found)])
-        before = np.cumsum([0, *(len(e.where.problems) for e in found)])
+        before = np.cumsum([0, *(len(e.problems) for e in found)])
         rows = np.concatenate([nothing, *(e.rows + first for e, first in zip(found, before, strict=False))])
-        problems = np.concatenate([np.zeros((0, len(_REACH))), *(e.where.problems for e in found)])
-        tiles = np.concatenate([np.zeros(0), *(e.where.tiles[e.rows, e.kernels] for e in found)])
-        errors = np.concatenate([np.zeros(0), *(e.values for e in found)])
+        problems = np.concatenate([np.zeros((0, len(_REACH))), *(e.problems for e in found)])
+        tiles = np.concatenate([np.zeros(0), *(e.tiles for e in found)])
+        errors = np.concatenate([np.zeros(0), *(e.errors for e in found)])
         order = np.argsort(kernels, kind="stable")
         return cls(problems, rows[order], kernels[order], tiles[order], errors[order])
 
@@ -249,7 +250,7 @@ class Notes:
         errors, totals = np.zeros((2, len(places)))
         aside = ((self.problems[:, 1:] - where.problems[:1, 1:]) ** 2).sum(1)
         ends = np.cumsum(np.bincount(self.kernels, minlength=int(places.max(initial=-1)) + 1)).tolist()
-        for kernel in np.unique(places).tolist():
+        for kernel in sorted({*places.tolist()}):
             notes, mine = slice(ends[kernel - 1] if kernel else 0, ends[kernel]), np.flatnonzero(places == kernel)
             rows = self.rows[notes]
             weights = where.problems[mine, :1] - self.problems[rows, 0]
@@ -267,8 +268,8 @@ class Notes:
     @cached_property
     def _noted(self) -> tuple[Places, Places]:
         """The kernels with notes, and the first index of each."""
-        kernels, starts = np.unique(self.kernels, return_index=True)
-        return kernels, starts
+        starts = np.flatnonzero(np.diff(self.kernels, prepend=-1))
+        return self.kernels[starts], starts
 
     @cached_property
     def _parts(self) -> list[_Part]:
@@ -488,12 +489,14 @@ def _ranked(measured: Mapping[Config, Candidate], device: Device) -> dict[Config
 def _errors(measured: Mapping[Problem, Mapping[Config, Candidate]], pool: Pool, device: Device) -> _Errors:
     """Return the model's errors for the kernels of a pool."""
     index = {c: at for at, c in enumerate(pool.configs)}
-    entries = [(row, index[c], x.microseconds) for row, known in enumerate(measured.values()) for c, x in known.items()]
-    rows, kernels = np.array([e[:2] for e in entries], np.int64).reshape(-1, 2).T
-    problems = list(measured)
-    predicted = pool.times(problems, device)[rows, kernels]
-    times = np.array([e[2] for e in entries], np.float64)
+    rows = np.repeat(np.arange(len(measured)), [len(known) for known in measured.values()])
+    kernels = np.array([index[c] for known in measured.values() for c in known], np.int64)
+    times = np.array([x.microseconds for known in measured.values() for x in known.values()], np.float64)
+    problems = Extents.of(list(measured))
+    each = problems.part(rows)
+    predicted, _ = pool.times_of(kernels, each, device)
     # Kernels that cannot be launched have no predicted time.
     known = np.isfinite(predicted)
     errors = np.log2(times[known] / predicted[known])
-    return _Errors(Where.of(problems, pool), rows[known], kernels[known], errors)
+    tiles = np.log2(pool.tiles_of(kernels, each)) / _REACH_OF_TILES
+    return _Errors(_coordinates(problems, pool), rows[known], kernels[known], tiles[known], errors)

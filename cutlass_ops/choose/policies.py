@@ -254,13 +254,13 @@ def weight_of(policy: Policy, n: int, k: int, count: int) -> Weight:
     if not policy.kernels:
         return Weight(policy, (), Steps((1,), (-1,)), {}, {})
     tuned = policy.measured_rows.get((n, k, count), frozenset())
-    rows = np.array(sorted({*ROWS, *tuned, *rows_for(policy.knowledge)}))
+    needed = {*ROWS, *tuned}
+    rows = sorted({*needed, *rows_for(policy.knowledge)})
     extents = Extents.of_rows(rows, n, k, count)
     knowledge = policy.knowledge
     foretold = knowledge.foretold(extents)
-    deciding = np.isin(rows, [*ROWS, *tuned])
-    problems = [Problem(m, n, k, count) for m in rows[deciding].tolist()]
-    known = knowledge.with_measured(problems, foretold.part(deciding))
+    problems = [Problem(m, n, k, count) for m in rows if m in needed]
+    known = knowledge.with_measured(problems, foretold.part(np.array([m in needed for m in rows])))
     chosen = _needed(known)
     kept = tuple(policy.kernels[at] for at in chosen)
     measured = {}
@@ -441,7 +441,7 @@ def _both(first: Table, second: Table) -> tuple[Config, ...]:
 @lru_cache(maxsize=256)
 def _shipped(device: str, signature: OpSignature) -> Table | None:
     path = tables.path_of(resources.tuned(), device, signature)
-    return tables.load(path) if path.is_file() else None
+    return tables.load_ours(path) if path.is_file() else None
 
 
 def _borrowed(own: Table | None, signature: OpSignature, device: Device) -> tuple[Table, ...]:
@@ -516,9 +516,8 @@ def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
 
     def restated(point: Point) -> Point:
         best = point.measured[0].microseconds
-        later = more[point.problem]
         times = [
-            (best * (1 + measured.behind) + later[config], config, measured.order)
+            (best * (1 + measured.behind) + next(more), config, measured.order)
             for measured in point.measured
             if (config := form(measured.config)) is not None
         ]
@@ -528,24 +527,24 @@ def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
 
     whole = [p for p in table.points if p.problem.n % weights == 0]
     kernels = tuple(found for c in table.kernels if (found := form(c)) is not None)
-    raced = (found for p in whole for m in p.measured if (found := form(m.config)) is not None)
-    more = _later(theirs, signature, dict.fromkeys(raced), [p.problem for p in whole], device)
+    raced = [(p.problem, found) for p in whole for m in p.measured if (found := form(m.config)) is not None]
+    more = iter(_later(theirs, signature, raced, device).tolist())
     points = map(restated, whole)
     return replace(table, points=tuple(p for p in points if p.measured), kernels=kernels)
 
 
-def _later(
-    theirs: OpSignature, mine: OpSignature, kernels: Iterable[Config], problems: Sequence[Problem], device: Device
-) -> dict[Problem, dict[Config, float]]:
+def _later(theirs: OpSignature, mine: OpSignature, raced: Sequence[tuple[Problem, Config]], device: Device) -> Floats:
     """Return the extra microseconds of one signature's kernels over another's, for work besides the GEMM.
 
     Problems count the columns of the first one's weights.
     """
-    pools = Pool.of(kernels, theirs), Pool.of(kernels, mine)
+    index = {config: at for at, config in enumerate(dict.fromkeys(config for _, config in raced))}
+    pools = Pool.of(index, theirs), Pool.of(index, mine)
+    places = np.array([index[config] for _, config in raced], np.int64)
+    problems = Extents.of([problem for problem, _ in raced])
     weights = pools[1].traits.weights // pools[0].traits.weights
-    without = pools[0].besides(problems, device)
-    later = pools[1].besides([_of_one(p, weights) for p in problems], device) - without
-    return {p: dict(zip(pools[0].configs, row, strict=True)) for p, row in zip(problems, later.tolist(), strict=True)}
+    ours = problems._replace(n=problems.n // weights)
+    return pools[1].besides_of(places, ours, device) - pools[0].besides_of(places, problems, device)
 
 
 def _of_one(problem: Problem, weights: int) -> Problem:
@@ -561,5 +560,15 @@ def _kind(signature: OpSignature) -> tuple[bool, int, bool, bool]:
 
 def _legal(signature: OpSignature, config: Config, device: Device) -> Config | None:
     """Return a configuration if it is legal, else its legal variant, or None."""
+    return _legal_on(signature, config, device.capability, device.name)
+
+
+@lru_cache(maxsize=1 << 14)
+def _legal_on(signature: OpSignature, config: Config, capability: tuple[int, int], device: str) -> Config | None:
+    target = config.target_on(capability)
+    known = _shipped(device, signature) if target == config.default_target else None
+    # Tables that ship were checked.
+    if known is not None and config in known.configs:
+        return config
     variants = kind_of(config).variants(signature, config)
-    return next((c for c in variants if not legality.check(device.spec(signature, c))), None)
+    return next((c for c in variants if legality.is_legal(signature.spec(c, c.target_on(capability)))), None)

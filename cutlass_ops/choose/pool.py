@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -112,16 +112,27 @@ class Pool:
     def times_of(self, places: Places, problems: Extents, device: Device) -> tuple[Floats, Flags]:
         """Return the results of :meth:`times_and_order` for one configuration at each problem: shapes (problems,)."""
         times, gpc = np.empty(len(places)), np.zeros(len(places), np.bool_)
+        with np.errstate(all="ignore"):
+            for part, timer, whole in self._beside(places, problems):
+                times[part], gpc[part] = (x[0] for x in timer.times(whole, device))
+        return times, gpc
+
+    def besides_of(self, places: Places, problems: Extents, device: Device) -> Floats:
+        """Return the result of :meth:`besides` for one configuration at each problem, of shape (problems,)."""
+        found = np.empty(len(places))
+        with np.errstate(all="ignore"):
+            for part, timer, whole in self._beside(places, problems):
+                found[part] = timer.besides(whole, device)[0]
+        return found
+
+    def _beside(self, places: Places, problems: Extents) -> Iterator[tuple[Places, Timer, Extents]]:
+        """Yield the indices of some problems of one kind's configurations, with these and the problems side by side."""
         kinds, theirs = self._kinds
         whole = self.traits.whole(problems)
-        step = AT_ONCE
-        with np.errstate(all="ignore"):
-            for kind, (_, timer) in enumerate(self._timers):
-                mine = np.flatnonzero(kinds[places] == kind)
-                for part in (mine[at : at + step] for at in range(0, len(mine), step)):
-                    taken = timer.take(theirs[places[part]])
-                    times[part], gpc[part] = (x[0] for x in taken.times(whole.part(part).beside(), device))
-        return times, gpc
+        for kind, (_, timer) in enumerate(self._timers):
+            mine = np.flatnonzero(kinds[places] == kind)
+            for part in (mine[at : at + AT_ONCE] for at in range(0, len(mine), AT_ONCE)):
+                yield part, timer.take(theirs[places[part]]), whole.part(part).beside()
 
     def parts(self, problems: Problems) -> list[Extents]:
         """Split problems into parts small enough to compare with all configurations at once."""

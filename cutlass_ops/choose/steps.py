@@ -31,7 +31,7 @@ _BEHIND_PIECE = 0.002
 # Relative errors of times that are interpolated, and of those that are computed: :class:`Notes` sums in FP32.
 _INTERPOLATED, _COMPUTED = 1e-4, 1e-6
 # Error of an interpolated mean error, as a part of it, beside its change from one end of the interval to the other.
-_OF_MEANS = 0.005
+_OF_MEANS = 0.02
 # Numbers of rows that are a multiple of so many have lines of A that meet the L2 cache's, if they lie along M.
 _LINE = arch.CACHE_LINE_BYTES // bf16.bytes
 _UNDECIDED = -1
@@ -117,6 +117,8 @@ class _Pieces(NamedTuple):
         Two numbers of rows between which times are interpolated, of shape (2, pieces).
     times, by_gpc, errors : array
         The kernel's times there, whether it prefers an order by GPC, and its relative error by that of mean errors.
+    bends : array
+        The most that times are off a line between the two, relative to them, of shape (pieces,).
     """
 
     intervals: Places
@@ -125,6 +127,7 @@ class _Pieces(NamedTuple):
     times: Floats
     by_gpc: Flags
     errors: Floats
+    bends: Floats
 
 
 class _Curves(NamedTuple):
@@ -194,7 +197,12 @@ class _Search:
         _, piece = unknown
         found = self._predicted(rows[unknown], kernels[piece], intervals[piece])
         times[unknown], by_gpc[unknown], errors[unknown] = found
-        return curves, _Pieces(intervals, kernels, rows, times, by_gpc, errors)
+        bends = np.full(len(kernels), _INTERPOLATED)
+        if self._knowledge.pool.traits.gathers:
+            # Somewhere a kernel begins to wait for means of A's rows. In the middle, times are off by half or more.
+            middle, _, _ = self._predicted(rows.mean(0), kernels, intervals)
+            bends += 2 * np.abs(middle / times.mean(0) - 1)
+        return curves, _Pieces(intervals, kernels, rows, times, by_gpc, errors, bends)
 
     def _predicted(self, rows: Floats, kernels: Places, intervals: Places) -> tuple[Floats, Flags, Floats]:
         """Return one kernel's time at each number of rows, whether by GPC, and its error by the mean errors."""
@@ -211,7 +219,7 @@ class _Search:
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
         first = np.flatnonzero(np.diff(curves.intervals, prepend=-1))
         low, high = (
-            np.minimum.reduceat(pieces.times.min(0), curves.begin),
+            np.minimum.reduceat(pieces.times.min(0) * (1 - pieces.bends), curves.begin),
             np.maximum.reduceat(pieces.times.max(0), curves.begin),
         )
         counts = np.diff(first, append=len(low))
@@ -222,6 +230,8 @@ class _Search:
         intervals = curves.intervals[first]
         of, number = _numbered(np.diff(self._rows)[intervals] - 1)
         rows = self._rows[intervals[of]] + 1 + number
+        if _has_lines_along_m(self._knowledge):
+            of, rows = of[rows % _LINE != 0], rows[rows % _LINE != 0]
         at, number = _numbered(many[of])
         curve = left[(np.cumsum(many) - many)[of][at] + number]
         piece = curves.begin[curve] + (np.ceil(rows[at] / curves.high[curve]) - 1 - curves.before[curve]).astype(
@@ -231,7 +241,7 @@ class _Search:
         slopes = np.diff(pieces.times, axis=0)[0] / np.maximum(end - begin, 1)
         times = pieces.times[0, piece] + slopes[piece] * (rows[at] - begin[piece])
         kinds = self._kinds[pieces.kernels]
-        fastest, close = _fastest(at, times, pieces.errors[0, piece], kinds[piece], _INTERPOLATED)
+        fastest, close = _fastest(at, times, pieces.errors[0, piece], kinds[piece], pieces.bends[piece])
         kernels = _numbers(pieces.kernels, pieces.by_gpc[0])[piece[fastest]]
 
         # Once more where that does not decide.
@@ -243,7 +253,7 @@ class _Search:
             times, by_gpc, errors = self._predicted(
                 rows[at[again]].astype(np.float64), names, pieces.intervals[piece[again]]
             )
-            fastest, close = _fastest(at[again], times, errors, self._kinds[names], _COMPUTED)
+            fastest, close = _fastest(at[again], times, errors, self._kinds[names], np.full(len(times), _COMPUTED))
             decided = np.bincount(at[again], close)[unclear.nonzero()[0]] == 1
             kernels[unclear] = np.where(decided, _numbers(names, by_gpc)[fastest], _UNDECIDED)
         return rows, kernels
@@ -253,7 +263,7 @@ def _numbers(kernels: Places, by_gpc: Flags) -> Places:
     return 2 * kernels + by_gpc
 
 
-def _fastest(groups: Places, times: Floats, errors: Floats, kinds: Places, error: float) -> tuple[Places, Flags]:
+def _fastest(groups: Places, times: Floats, errors: Floats, kinds: Places, bends: Floats) -> tuple[Places, Flags]:
     """Return the index of the fastest of each group, and which may be the fastest. Groups are in their order.
 
     Errors by the mean error of a kind are alike for its kernels, so that only their difference counts.
@@ -265,7 +275,7 @@ def _fastest(groups: Places, times: Floats, errors: Floats, kinds: Places, error
     fastest = hits[np.searchsorted(hits, first)]
     best = np.repeat(fastest, counts)
     alike = np.where(kinds == kinds[best], -errors[best], errors[best])
-    return fastest, times <= least * (1 + error + np.abs(errors + alike))
+    return fastest, times <= least * (1 + np.maximum(bends, bends[best]) + np.abs(errors + alike))
 
 
 def _numbered(counts: Places) -> tuple[Places, Places]:
