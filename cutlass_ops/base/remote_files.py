@@ -6,6 +6,7 @@ session is a warning, later ones are not.
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import importlib
@@ -191,9 +192,11 @@ class RemoteFiles:
         """
         if self.down:
             raise Unreachable(self._why)
+        if limit <= 0:
+            raise Unreachable("no time is left")
         try:
             return _within(limit, lambda: do(*self._file_system()))
-        except concurrent.futures.TimeoutError:
+        except (concurrent.futures.TimeoutError, asyncio.TimeoutError):  # from Python 3.11 on, they are the same
             why = f"no answer within {limit:.3g} s"
         except FileNotFoundError:
             raise
@@ -261,7 +264,7 @@ def _within(limit: float, do: Callable[[], T]) -> T:
 
     # The threads of an executor would delay the interpreter's end.
     threading.Thread(target=work, name="cutlass_ops_remote", daemon=True).start()
-    return future.result(max(limit, 0.0))
+    return future.result(limit)
 
 
 def _call(fs: Any, name: str, *args: Any, limit: float, **named: Any) -> Any:

@@ -11,6 +11,7 @@ import gc, importlib, os, pathlib, pkgutil, queue, sys, threading, types
 import cutlass_ops
 from cutlass_ops.artifacts import loader, store
 from cutlass_ops.artifacts.bundles import Bundles
+from cutlass_ops.artifacts.remote_store import RemoteStores
 from cutlass_ops.base import locks as file_locks
 from cutlass_ops.compilation import builder
 from cutlass_ops.compilation.background import Background
@@ -51,7 +52,7 @@ def found():
 
 builder._turns()
 store._index(pathlib.Path('/nowhere'))
-PARTS = (Registry, Bundles, Background)
+PARTS = (Registry, Bundles, Background, RemoteStores)
 for part in PARTS:
     part.current()
 before = found()
