@@ -25,6 +25,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 import cutlass_ops as co
+from cutlass_ops.declare.problem import Problem
 
 EPS = 1e-5
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
@@ -109,7 +110,7 @@ def pytorch(op: str, x: Tensor, w: Tensor, gamma: Tensor, beta: Tensor) -> Tenso
 
 def measure(sizes: tuple[int, int, int], device: str) -> Iterator[dict[str, Any]]:
     """Yield the rows of the result."""
-    m, n, k = sizes
+    m, n, k = Problem.of(sizes).extents
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int) -> Tensor:

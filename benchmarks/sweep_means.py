@@ -60,7 +60,7 @@ def kernels(problem: shapes.Shape, device: Device, tiles: int, ways: Sequence[Me
 
 def run_problem(problem: shapes.Shape, tiles: list[Tile]) -> list[dict[str, Any]]:
     """Check and time all kernels at a problem, against each other."""
-    m, n, k = problem
+    m, n, k = Problem.of(problem).extents
     sets = [bench_rmsnorm.Inputs.draw(m, n, k, torch.bfloat16) for _ in range(rotation(2 * (m * k + n * k + m * n)))]
     sampled = torch.randint(m, (64,), device="cuda")
     first = sets[0]

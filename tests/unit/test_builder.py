@@ -491,7 +491,7 @@ def test_who_waits_says_for_which_kernel(store, toolchain, monkeypatch, caplog):
     with store.lock(key):
         thread = threading.Thread(target=build_artifact, args=(SPEC,), kwargs={"store": store, "toolchain": toolchain})
         thread.start()
-        while not caplog.records:
+        while "waiting" not in caplog.text:
             time.sleep(0.01)
     thread.join()
     assert f"waiting for the build of {SPEC.slug}: process {os.getpid()} on " in caplog.text
