@@ -207,7 +207,8 @@ class Op(Warm):
             _log.info("%s %s: PyTorch (%s) serves, as tuning allowed", self.name, decision.problem, decision.peer)
             return make_peer_plan(decision.peer, call), None
         supplied = supply(decision)
-        _log.debug("%s %s: %s serves", self.name, decision.problem, supplied.spec.slug)
+        if _log.isEnabledFor(logging.DEBUG):  # a slug takes longer than the choice
+            _log.debug("%s %s: %s serves", self.name, decision.problem, supplied.spec.slug)
         plan = make_plan(self.name, supplied.spec, supplied.serves.order, call)
         # What other numbers of rows may need is compiled meanwhile, so that no later batch has to wait for it.
         if env.jit_enabled():
