@@ -26,11 +26,11 @@ _PROBLEM = "Give MxNxK, such as 512x4096x4096; each may be a list, such as 1,16,
 _WEIGHT = "Give NxK, such as 4096x4096; each may be a list, such as 4096,8192x4096"
 
 # The default epilogues of the functions in norms.py and gated.py, by the dtype of A and B.
-_16_BITS = tuple(t.name for t in mma.OPERANDS)
+_16_BITS = tuple(t.name for t in mma.OPERANDS if t.bits == 16)
 NORMS: dict[str, Mapping[str, Epilogue]] = {
     "rmsnorm_gemm": dict.fromkeys(_16_BITS, builtin.rms_norm),
     "layernorm_gemm": dict.fromkeys(_16_BITS, builtin.layer_norm),
-    "gemm_residual_rms": dict(zip(_16_BITS, (builtin.residual_rms_bf16, builtin.residual_rms_f16), strict=True)),
+    "gemm_residual_rms": builtin.RESIDUAL_RMS,
     "gemm_swiglu": dict.fromkeys(_16_BITS, builtin.swiglu),
 }
 OPS = (*builtin.BY_OP, *NORMS)

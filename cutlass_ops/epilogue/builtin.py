@@ -125,6 +125,10 @@ def residual_rms_f16(acc, residual: Tile):  # type: ignore[no-untyped-def]  # no
     return {"d": y, "row_sum_square": sum_square(y, dim=1)}
 
 
+# The same, by D's type.
+RESIDUAL_RMS: dict[str, Epilogue] = {"bf16": residual_rms_bf16, "f16": residual_rms_f16}
+
+
 @epilogue
 def swiglu(acc, up: Product):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     """D = silu(A @ B) * (A @ up)."""

@@ -23,6 +23,8 @@ class Traits:
 
     Attributes
     ----------
+    element_bytes, d_bytes : int
+        Bytes of an element of A and of B, and of D.
     majors : tuple of {"row", "col"}
         Majors of A and B.
     alignments : tuple of int
@@ -35,6 +37,8 @@ class Traits:
         Whether the epilogue uses means of A's rows.
     """
 
+    element_bytes: int
+    d_bytes: int
     majors: tuple[Major, Major] = ("row", "col")
     alignments: tuple[int, int] = (8, 8)
     weights: int = 1
@@ -45,6 +49,8 @@ class Traits:
     def of(cls, signature: OpSignature) -> Traits:
         """Return the traits of a signature."""
         return cls(
+            element_bytes=signature.a.dtype.bytes,
+            d_bytes=signature.d.dtype.bytes,
             majors=signature.majors,
             alignments=signature.alignments,
             weights=1 + len(signature.epilogue.products),
@@ -65,9 +71,10 @@ class Traits:
     def odd(self, problems: Sequence[Problem]) -> Places:
         """Return how many operands have :func:`odd` lines, with shape (problems,)."""
         extents = Extents.of(problems)
-        return np.asarray(sum(odd(getattr(extents, line)[:, 0]).astype(np.int64) for line in self.lines))
+        lengths = (getattr(extents, line)[:, 0] for line in self.lines)
+        return np.asarray(sum(odd(length, self.element_bytes).astype(np.int64) for length in lengths))
 
 
-def odd(line: Floats, element_bytes: int = 2) -> Flags:
+def odd(line: Floats, element_bytes: int) -> Flags:
     """Return whether the length of a line, in elements, is not a multiple of the L2 cache's lines."""
     return np.asarray(line * element_bytes % arch.CACHE_LINE_BYTES != 0)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cutlass_ops.base import arch, mma
+from cutlass_ops.base import arch
+from cutlass_ops.base.dtypes import STORED, f32, i32, i64
 from cutlass_ops.base.dtypes import dtype as element_named
-from cutlass_ops.base.dtypes import f32, i32, i64
 from cutlass_ops.base.errors import NoDeviceError
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.form import DENSE
@@ -28,7 +28,7 @@ from cutlass_ops.run import operands, reference
 from cutlass_ops.run.operands import Arguments
 from cutlass_ops.run.registry import OpSignature
 
-_OUT_DTYPES = tuple(getattr(torch, t.torch_name) for t in mma.RESULTS)
+_OUT_DTYPES = tuple(getattr(torch, t.torch_name) for t in STORED)
 
 
 class Call(NamedTuple):

@@ -68,6 +68,8 @@ class Costs:
 
 
 H100 = Costs()
+# Bytes of an element of A and of B, and of D, in what the costs were fitted to.
+_16_BITS = (2, 2)
 
 
 def predict(
@@ -76,11 +78,11 @@ def predict(
     multiprocessors: int,
     alignment: int = 8,
     costs: Costs = H100,
-    element_bytes: int = 2,
+    widths: tuple[int, int] = _16_BITS,
     target: str = "sm_90",
 ) -> float:
     """Return :func:`times` for one configuration and one problem."""
-    return times([config], [problem], multiprocessors, alignment, costs, element_bytes, target).item()
+    return times([config], [problem], multiprocessors, alignment, costs, widths, target).item()
 
 
 def times(
@@ -89,7 +91,7 @@ def times(
     multiprocessors: int,
     alignment: int = 8,
     costs: Costs = H100,
-    element_bytes: int = 2,
+    widths: tuple[int, int] = _16_BITS,
     target: str = "sm_90",
 ) -> Floats:
     """Return kernels' times in microseconds, with shape (problems, configurations).
@@ -106,12 +108,13 @@ def times(
         Alignment of A and B in elements: 1, 2, 4 or 8.
     costs : Costs
         Parameters of the chip.
-    element_bytes : int
-        Bytes of an operand's element.
+    widths : tuple of int
+        Bytes of an element of A and of B, and of D.
     target : str
         Target, which limits the thread blocks on one SM.
     """
     m, n, k, gemms = Extents.of(problems)
+    element_bytes, d_bytes = widths
     each = [(*_numbers(c), resident(c, costs, element_bytes, target)) for c in configs]
     tile_m, tile_n, tile_k, warps, stages, split, blocks = np.array(each, np.float64).reshape(-1, 7).T
     rows = np.ceil(m / tile_m)
@@ -132,7 +135,7 @@ def times(
     by_tile = by_tile + (full + (rest > 0)) * tile_m * tile_n * costs.store
     work = np.where(split > 0, by_stream_k, by_tile)
 
-    memory = element_bytes * gemms * (m * k + k * n + m * n) / costs.dram
+    memory = gemms * (element_bytes * (m * k + k * n) + d_bytes * m * n) / costs.dram
     # Of several memory-bound kernels, prefer the one with the least padding.
     padding = 1 + _PADDING * (np.minimum(_MOST_PADDING, rows * tile_m / m) - 1)
     return np.asarray((_soft_max(work, memory) / 1e3 + costs.launch) * padding)
@@ -144,7 +147,7 @@ def _numbers(config: Sm80Config) -> tuple[float, ...]:
     return tile.m, tile.n, tile.k, warp.m * warp.n, config.stages, config.stream_k
 
 
-def resident(config: Sm80Config, costs: Costs = H100, element_bytes: int = 2, target: str = "sm_90") -> int:
+def resident(config: Sm80Config, costs: Costs = H100, element_bytes: int = _16_BITS[0], target: str = "sm_90") -> int:
     """Estimate how many thread blocks are resident on one SM of a target."""
     machine = arch.target(target)
     tile, threads = config.threadblock, config.warps * arch.WARP
@@ -175,7 +178,8 @@ class Sm80Timer:
         """Return times in microseconds. These kernels cannot order tiles by GPC."""
         target = "sm_{}{}".format(*device.capability)
         alignment = min(self.traits.alignments)
-        found = times(self.configs, problems, device.multiprocessors, alignment, target=target)
+        widths = self.traits.element_bytes, self.traits.d_bytes
+        found = times(self.configs, problems, device.multiprocessors, alignment, H100, widths, target)
         return found, np.zeros_like(found, np.bool_)
 
     def besides(self, problems: Sequence[Problem], _: Device) -> Floats:

@@ -11,11 +11,12 @@ from math import gcd
 
 from cutlass_ops.base import arch
 from cutlass_ops.base.dtypes import f32
+from cutlass_ops.base.mma import mma_of
 from cutlass_ops.declare.config import ClusterShape, Sm90Config
 from cutlass_ops.declare.orientation import reduced_along_m, sides, swapped
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.kinds.rules import Broken, Rule
-from cutlass_ops.kinds.serving import paired, plain_epilogue, sm80_serves, source_name
+from cutlass_ops.kinds.serving import paired, plain_epilogue, realigns, sm80_serves, source_name, takes_means
 from cutlass_ops.kinds.sm90.footprint import (
     epilogue_tile,
     gathered_rows,
@@ -54,6 +55,13 @@ def _tma_alignment(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
 
 
 def _realign(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
+    mma = mma_of(spec.a.dtype, spec.b.dtype)
+    if config.realign and mma is not None and not realigns(mma):
+        yield Broken(
+            f"realign is True, and a is {spec.a} and b is {spec.b}: elements of {mma.bits} bits are not copied",
+            ({"realign": False},),
+            "pad K to a multiple of 16 bytes",
+        )
     if config.realign and spec.a.aligned and spec.b.aligned:
         yield Broken(
             f"realign is True, and a is {spec.a} and b is {spec.b}, of which neither has to be copied",
@@ -232,6 +240,12 @@ def _means(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
                 f"means is {config.means!r}, and the epilogue takes nothing of A's rows", ({"means": "gathered"},)
             )
         return
+    mma = mma_of(spec.a.dtype, spec.b.dtype)
+    if mma is not None and not takes_means(mma):
+        yield Broken(
+            f"a is {spec.a}, and {', '.join(spec.epilogue.gathered)} of rows are taken of elements of 16 bits",
+            advice="compute them in a kernel of their own, and pass them as a Col",
+        )
     if config.means == "ahead":
         return
     where, ahead = f"means is {config.means!r}: {', '.join(spec.epilogue.gathered)} of rows", {"means": "ahead"}

@@ -9,7 +9,6 @@ from functools import cached_property
 import numpy as np
 
 from cutlass_ops.base import arch
-from cutlass_ops.base.dtypes import bf16
 from cutlass_ops.declare.config import Means, Sm90Config
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.problem import Problem
@@ -17,8 +16,6 @@ from cutlass_ops.kinds.arrays import Flags, Floats
 from cutlass_ops.kinds.sm90 import model
 from cutlass_ops.kinds.sm90.order import WAVES_BY_GPC
 from cutlass_ops.kinds.traits import Traits
-
-_ALIGNED = bf16.tma_alignment  # the same for f16: both have two bytes per element
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,15 +37,18 @@ class Sm90Timer:
 
     def _besides(self, problems: Sequence[Problem], times: Floats, device: Device) -> Floats:
         traits = self.traits
-        copied = realigning(traits.alignments, problems) * self._copies
+        copied = realigning(traits, problems) * self._copies
         stored = model.scattering([p._replace(n=p.n // traits.weights) for p in problems]) * ~self._swapped
         found = copied + stored if traits.scatters else copied
-        return found + model.means(self._batch, problems, times, model.costs_of(device)) if traits.gathers else found
+        if not traits.gathers:
+            return found
+        return found + model.means(self._batch, problems, times, model.costs_of(device), traits.element_bytes)
 
     def _times_by_order(self, problems: Sequence[Problem], device: Device) -> tuple[Floats, Floats]:
         chip = model.costs_of(device)
         cover = model.grid(self._batch, problems, chip)
-        usual, by_gpc = (model.times(b, problems, chip, lines=self.traits.lines) for b in (self._batch, self._by_gpc))
+        widths, lines = (self.traits.element_bytes, self.traits.d_bytes), self.traits.lines
+        usual, by_gpc = (model.times(b, problems, chip, widths, lines) for b in (self._batch, self._by_gpc))
         worth = self._ordered & (cover.waves <= WAVES_BY_GPC)
         return np.where(self._launchable(cover), usual, np.inf), np.where(worth, by_gpc, np.inf)
 
@@ -82,10 +82,10 @@ class Sm90Timer:
         return np.array([[c.swap_ab for c in self.configs]])
 
 
-def realigning(alignments: tuple[int, int], problems: Sequence[Problem]) -> Floats:
-    """Return microseconds to copy operands of these alignments so that TMA can read them."""
-    a, b = (alignment < _ALIGNED for alignment in alignments)
-    return model.realigning(a, b, problems)
+def realigning(traits: Traits, problems: Sequence[Problem]) -> Floats:
+    """Return microseconds to copy operands so that TMA can read them."""
+    a, b = (alignment * traits.element_bytes < arch.TMA_ALIGNMENT_BYTES for alignment in traits.alignments)
+    return model.realigning(a, b, problems, traits.element_bytes)
 
 
 def usual_means(config: Sm90Config) -> Means:

@@ -43,6 +43,7 @@ struct Operand {
   static constexpr uint32_t kRowBytes = kBytes / kRows;  // of all matrices
   using Load = cute::conditional_t<kMulticast, cute::SM90_TMA_LOAD_MULTICAST, cute::SM90_TMA_LOAD>;
   using Storage = cute::array_aligned<Element, kStages * kElements>;
+  using Bits = cute::uint_bit_t<8 * sizeof(Element)>;  // as TMA copies them, which knows no types
 
   CUTLASS_DEVICE static auto stage(Storage& storage, int index) {
     return cute::make_tensor(cute::make_smem_ptr(storage.data() + index * kElements), Stage{});
@@ -141,7 +142,7 @@ class Mainloop {
   using StrideA = cutlass::gemm::TagToStrideA_t<LayoutA>;
   using StrideB = cutlass::gemm::TagToStrideB_t<LayoutB>;
   using TiledMma = decltype(cute::make_tiled_mma(
-      Wgmma<Extent<1>::value / kAcross, ElementA, kMajorA, kMajorB>{},
+      Wgmma<Extent<1>::value / kAcross, ElementA, ElementB, kMajorA, kMajorB>{},
       cute::Layout<cute::Shape<cute::Int<kDown>, cute::Int<kAcross>, cute::_1>>{}));
   static constexpr int kMatricesA = kSwapped ? kProducts : 1, kMatricesB = kSwapped ? 1 : kProducts;
   // Blocks of a cluster in a row share A's tile, those in a column B's.
@@ -179,16 +180,16 @@ class Mainloop {
     ElementB const* ptr_B;
     StrideB dB;
     // The weight's second matrix, if there is one. A header of CUTLASS makes fields that are not named an error.
-    ElementA const* ptr_second = nullptr;
+    cute::conditional_t<kSwapped, ElementA, ElementB> const* ptr_second = nullptr;
     cute::conditional_t<kSwapped, StrideA, StrideB> d_second = {};
     typename Rows::Params rows = {};
   };
 
   using TMA_A = decltype(cute::make_tma_copy_A_sm90(
-      typename A::Load{}, cute::make_tensor(static_cast<uint16_t const*>(nullptr), cute::repeat_like(StrideA{}, 0), StrideA{}),
+      typename A::Load{}, cute::make_tensor(static_cast<typename A::Bits const*>(nullptr), cute::repeat_like(StrideA{}, 0), StrideA{}),
       typename A::Part{}, Part{}, Cluster{}));
   using TMA_B = decltype(cute::make_tma_copy_B_sm90(
-      typename B::Load{}, cute::make_tensor(static_cast<uint16_t const*>(nullptr), cute::repeat_like(StrideB{}, 0), StrideB{}),
+      typename B::Load{}, cute::make_tensor(static_cast<typename B::Bits const*>(nullptr), cute::repeat_like(StrideB{}, 0), StrideB{}),
       typename B::Part{}, Part{}, Cluster{}));
 
   struct Params {
@@ -207,14 +208,13 @@ class Mainloop {
   template <class Problem>
   static Params to_underlying_arguments(Problem const& problem, Arguments const& arguments, void*) {
     using namespace cute;
-    static_assert(sizeof(ElementA) == 2 && sizeof(ElementB) == 2);
     auto const m = get<0>(problem), n = get<1>(problem), k = get<2>(problem), l = get<3>(problem);
     auto const copy_a = [&](ElementA const* data, StrideA const& stride) {
-      auto const a = make_tensor(reinterpret_cast<uint16_t const*>(data), make_shape(m / kMatricesA, k, l), stride);
+      auto const a = make_tensor(reinterpret_cast<typename A::Bits const*>(data), make_shape(m / kMatricesA, k, l), stride);
       return make_tma_copy_A_sm90(typename A::Load{}, a, typename A::Part{}, Part{}, Cluster{});
     };
     auto const copy_b = [&](ElementB const* data, StrideB const& stride) {
-      auto const b = make_tensor(reinterpret_cast<uint16_t const*>(data), make_shape(n / kMatricesB, k, l), stride);
+      auto const b = make_tensor(reinterpret_cast<typename B::Bits const*>(data), make_shape(n / kMatricesB, k, l), stride);
       return make_tma_copy_B_sm90(typename B::Load{}, b, typename B::Part{}, Part{}, Cluster{});
     };
     Params params{};
