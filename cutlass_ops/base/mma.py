@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cutlass_ops.base.arch import WGMMA_K_BYTES
-from cutlass_ops.base.dtypes import DType, bf16, f16, f32
+from cutlass_ops.base.dtypes import DType, bf16, e4m3, e5m2, f16, f32
 
 Block = tuple[int, int]
 
@@ -71,6 +71,12 @@ _16_BITS = ((16, 8, 16), (16, 8, 8))
 MMAS: tuple[MmaSpec, ...] = (
     MmaSpec(bf16, bf16, f32, _16_BITS, "HMMA", "HGMMA", bf16),
     MmaSpec(f16, f16, f32, _16_BITS, "HMMA", "HGMMA", f16),
+    # FP8, in every combination: wgmma only.
+    *(
+        MmaSpec(a, b, f32, (), "", "QGMMA", bf16, wgmma_k_major_only=True, rate=2.0)
+        for a in (e4m3, e5m2)
+        for b in (e4m3, e5m2)
+    ),
 )
 # Types of A and B.
 OPERANDS: tuple[DType, ...] = tuple(dict.fromkeys(t for mma in MMAS for t in (mma.a, mma.b)))

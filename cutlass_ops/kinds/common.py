@@ -64,6 +64,15 @@ def _operand_dtypes(spec: KernelSpec, config: Config) -> Iterator[Broken]:
         yield Broken(f"{what}, which kernels of this kind do not multiply", advice=advice)
 
 
+def _operand_majors(spec: KernelSpec, config: Config) -> Iterator[str]:
+    mma = mma_of(spec.a.dtype, spec.b.dtype)
+    if mma is not None and not mma.takes_majors(spec.a.major, spec.b.major, wgmma=config.wgmma):
+        yield (
+            f"a is {spec.a} and b is {spec.b}, and wgmma reads these types along K only: use {spec.a.dtype}.row and "
+            f"{spec.b.dtype}.col"
+        )
+
+
 def _epilogue_dtypes(spec: KernelSpec, _: Config) -> Iterator[str]:
     read = {Kind.PRODUCT: (spec.b.dtype,), Kind.INTEGER: INTEGERS}
     found = [("d", spec.d, STORED)]
@@ -130,6 +139,7 @@ COMMON: tuple[Rule[Config], ...] = (
     Rule("target", "hardware", _target),
     Rule("form", "policy", _form),
     Rule("operand_dtypes", "policy", _operand_dtypes),
+    Rule("operand_majors", "hardware", _operand_majors),
     Rule("epilogue_dtypes", "policy", _epilogue_dtypes),
     Rule("scaling", "policy", _scaling),
     Rule("alignment", "policy", _alignment),

@@ -65,7 +65,7 @@ def sm90_serves(spec: KernelSpec) -> bool:
     mma = mma_of(spec.a.dtype, spec.b.dtype)
     if mma is None or not by_wgmma(mma) or not mma.takes_majors(spec.a.major, spec.b.major, wgmma=True):
         return False
-    if (spec.epilogue.gathered and not takes_means(mma)) or not (spec.a.aligned and spec.b.aligned or realigns(mma)):
+    if (spec.epilogue.gathered and not takes_means(mma)) or not ((spec.a.aligned and spec.b.aligned) or realigns(mma)):
         return False
     plain = plain_epilogue(spec)
     alone = plain and not spec.outputs and source_name(spec) is None and spec.b.major == "col"

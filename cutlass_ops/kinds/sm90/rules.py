@@ -244,7 +244,7 @@ def _means(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
     if mma is not None and not takes_means(mma):
         yield Broken(
             f"a is {spec.a}, and {', '.join(spec.epilogue.gathered)} of rows are taken of elements of 16 bits",
-            advice="compute them in a kernel of their own, and pass them as a Col",
+            advice="use a Col that a kernel of its own computes",
         )
     if config.means == "ahead":
         return
