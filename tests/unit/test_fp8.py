@@ -19,8 +19,10 @@ from cutlass_ops.declare.spelling import epilogue_of
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.sm90 import model
+from cutlass_ops.run import ops
 from cutlass_ops.run.call import call_at, signature_of
 from cutlass_ops.run.peers import peers
+from cutlass_ops.run.scaled import scaled_op
 from cutlass_ops.tools.explaining import explain_call
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
@@ -265,3 +267,109 @@ def test_pytorchs_way_is_right(call):
     assert set(found) == {"eager"}
     assert (found["eager"](x, w, list(inputs.values())).double() - exact).norm() <= 0.02 * exact.norm()
     assert set(peers(builtin.identity.graph, E4M3)) == {"eager"}
+
+
+# ---- Scaled GEMM -----------------------------------------------------------------------------------------------------
+
+
+@co.epilogue
+def relu_and_sum(acc, bias: co.Row):
+    y = co.e.relu(acc + bias)
+    return {"d": y, "total": co.e.sum(y, dim=1)}
+
+
+@co.epilogue
+def gate(acc, up: co.Product):
+    return acc * up
+
+
+def scales(rows, columns, m=48, n=40):
+    torch.manual_seed(3)
+    return (torch.rand(m) if rows else torch.rand(()), torch.rand(n) if columns else torch.rand(()))
+
+
+@pytest.mark.parametrize(("a", "b"), PAIRS)
+@pytest.mark.parametrize(("rows", "columns"), list(itertools.product((False, True), repeat=2)))
+def test_scales_are_applied_before_the_one_rounding(call, a, b, rows, columns):
+    x, w, *_ = call(a, b)
+    scale_a, scale_b = scales(rows, columns)
+    exact = x.double() @ w.double() * scale_a.double().reshape(-1, 1) * scale_b.double()
+    found = co.scaled_gemm(x, w, scale_a, scale_b)
+    assert found.dtype is BF16
+    assert (found.double() - exact).abs().max() <= 2 * (exact.to(BF16).double() - exact).abs().max()
+
+
+def test_an_epilogue_follows_the_scales(call):
+    x, w, inputs, _ = call()
+    scale_a, scale_b = scales(True, True)
+    d, total = co.scaled_gemm(x, w, scale_a, scale_b, epilogue=relu_and_sum, bias=inputs["bias"])
+    exact = (x.double() @ w.double() * scale_a[:, None].double() * scale_b.double() + inputs["bias"].double()).relu()
+    assert (d.double() - exact).abs().max() <= 2 * (exact.to(BF16).double() - exact).abs().max()
+    torch.testing.assert_close(total.double(), exact.sum(1), rtol=1e-5, atol=1e-5)
+    out = {"d": torch.empty(48, 40), "total": torch.empty(48)}
+    co.scaled_gemm(x, w, scale_a, scale_b, epilogue=relu_and_sum, bias=inputs["bias"], out=out)
+    assert torch.equal(out["d"].to(BF16), d)
+
+
+def test_scales_may_be_numbers_or_have_leading_dimensions(call):
+    x, w, *_ = call()
+    scale_a, _ = scales(True, False)
+    flat = co.scaled_gemm(x, w, scale_a, 0.25)
+    assert torch.equal(co.scaled_gemm(x.view(4, 12, 256), w, scale_a.view(4, 12), 0.25), flat.view(4, 12, 40))
+    assert torch.equal(co.scaled_gemm(x, w, scale_a[:, None], torch.tensor(0.25)), flat)
+    sixteen = co.scaled_gemm(x.to(BF16), w.to(BF16), scale_a, 0.25)
+    torch.testing.assert_close(sixteen, flat)
+
+
+@pytest.mark.parametrize("scale", [0.0, float("inf"), float("nan"), -1.0, 2.0**-140])
+def test_scales_that_are_not_usual(call, scale):
+    x, w, *_ = call()
+    exact = (x.float() @ w.float()) * torch.tensor(scale) * torch.ones(40)
+    found = co.scaled_gemm(x, w, scale, torch.ones(40), out_dtype=torch.float32)
+    torch.testing.assert_close(found, exact, equal_nan=True)
+
+
+OTHERS = {
+    "rows": ((torch.ones(40), 1.0), {}, ValueError, r"^scale_a has shape \(40,\): as a Col .*\(48,\)"),
+    "one row": ((torch.ones(1), 1.0), {}, ValueError, r"^scale_a has shape \(1,\)"),
+    "columns": ((1.0, torch.ones(48)), {}, ValueError, r"^scale_b has shape \(48,\): as a Row"),
+    "blocks": ((torch.ones(48, 2), 1.0), {}, ValueError, r"^scale_a has shape \(48, 2\)"),
+    "dtype": ((torch.ones(48).double(), 1.0), {}, TypeError, r"^scale_a is torch.float64: use"),
+    "none": ((None, 1.0), {}, TypeError, r"^scale_a must be a number"),
+    "name": ((1.0, 1.0), {"epilogue": scaled}, ValueError, r"^scaled has an input scale_a, scale_b"),
+    "product": ((1.0, 1.0), {"epilogue": gate}, ValueError, r"^gate has the product up"),
+    "means": ((1.0, 1.0), {"epilogue": centred}, ValueError, r"^centred takes mean_of_a"),
+    "input": ((1.0, 1.0), {"epilogue": relu_and_sum}, TypeError, r"bias is missing"),
+    "unknown": ((1.0, 1.0), {"bias": 1}, TypeError, r"bias is unknown"),
+}
+
+
+@pytest.mark.parametrize(("given", "named", "kind", "message"), OTHERS.values(), ids=OTHERS)
+def test_errors_of_scaled_calls_say_what_is_wrong(call, given, named, kind, message):
+    x, w, *_ = call()
+    with pytest.raises(kind, match=message):
+        co.scaled_gemm(x, w, *given, **named)
+    with pytest.raises(ValueError, match=r"^b is .* along K only"):
+        co.scaled_gemm(x, w.contiguous(), 1.0, 1.0)
+
+
+def test_a_compiled_function_calls_it(call):
+    x, w, inputs, _ = call()
+    scale_a, scale_b = scales(True, True)
+
+    def layer(x, scale_a):
+        return co.scaled_gemm(x, w, scale_a, scale_b, epilogue=relu_and_sum, bias=inputs["bias"])
+
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    for found, wanted in zip(compiled(x, scale_a), layer(x, scale_a), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_explain_and_warm_up_take_it(call):
+    x, w, *_ = call()
+    scale_a, scale_b = scales(True, False)
+    op, arguments, named = ops.requested(co.scaled_gemm, x, w, scale_a, scale_b, out_dtype=torch.float32)
+    assert op is scaled_op(True, False, None)
+    assert arguments == (x, w, scale_a, scale_b)
+    assert named == {"out": None, "out_dtype": torch.float32}
+    assert co.warm_up(co.scaled_gemm, x, w, scale_a, scale_b) == 0  # the CPU needs no kernel
