@@ -233,6 +233,7 @@ Config config(Json& json) {
   shape(json, fields, "cluster", {"m", "n"}, {1, 1});
   if (fields.has("means")) one_of(json, "means", {"beside", "ahead"});
   flag("realign");
+  if (fields.has("accumulation")) one_of(json, "accumulation", {"promoted"});
   bool ordered = true;
   if (fields.has("schedule")) ordered = one_of(json, "schedule", {"cooperative", "warp_specialized"}) == "cooperative";
   if (fields.has("scheduler")) one_of(json, "scheduler", {"stream_k"}), ordered = false;

@@ -32,3 +32,12 @@ def test_a_kernel_multiplies_in_8_bits(a, b, swap):
     assert not {"HGMMA", "HMMA", "IGMMA"} & set(count_opcodes(artifact.library))
     assert report.spill_stores == report.spill_loads == 0
     assert report.stages == 6
+
+
+def test_a_kernel_promotes_its_sums():
+    wanted = spec("e4m3", "e4m3", schedule="cooperative", accumulation="promoted")
+    artifact = build_artifact(wanted)
+    report = inspect(artifact)
+    # Each of two warpgroups has 64 rows of the tile: four along K, in one loop over all steps.
+    assert prove_tensor_cores(artifact.library, wanted)["QGMMA"] == 4
+    assert report.spill_stores == report.spill_loads == 0

@@ -148,6 +148,7 @@ def batched():
         return KernelSpec(a="bf16.row", b="bf16.col", d="bf16.row", epilogue=bias_relu, config=sm90().config, form=form)
 
 
+PROMOTED = {"accumulation": "promoted"}
 FP8 = {"a": "e4m3.row", "b": "e4m3.col", "d": "bf16.row"}
 
 
@@ -177,6 +178,10 @@ NEIGHBOURS = [
     ("tma_alignment", fp8(), fp8(a="e4m3.row.align8")),
     ("realign", fp8(), fp8(a="e4m3.row.align8", realign=True)),
     ("tile_k", fp8(k=96), fp8(k=48)),
+    ("accumulation", fp8(**PROMOTED, **COOP), sm90(k=128, **PROMOTED, **COOP)),
+    ("accumulation", fp8(64, **PROMOTED), fp8(64, k=64, **PROMOTED)),
+    ("accumulation", fp8(split_k=2, **COOP), fp8(split_k=2, **PROMOTED, **COOP)),
+    ("accumulators", fp8(**PROMOTED, **COOP), fp8(**PROMOTED)),
     ("means", norm(means="ahead"), fp8(epilogue=rms, means="ahead")),
     ("epilogue_dtypes", sm90(epilogue=swiglu), sm90(epilogue=swiglu, inputs={"up": "f16.col"})),
     ("scaling", sm90(), sm90(a="bf16.row.blocks1x128", b="bf16.col.blocks128x128")),

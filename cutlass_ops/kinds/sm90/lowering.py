@@ -192,6 +192,8 @@ def _mainloop_options(spec: KernelSpec) -> str:
     """Spell the main loop's further template arguments, none for the usual one."""
     beside = bool(spec.epilogue.gathered) and _config(spec).means == "beside"
     means = ["Means"] if footprint.gathers(spec) else ["void", "Rows"] if beside else []
+    if _config(spec).accumulation == "promoted":
+        means = ["void", "cutlass_ops::NoRows", "true"]
     if not means and not spec.epilogue.products:
         return ""
     options = [str(swapped(spec)).lower(), str(1 + len(spec.epilogue.products)), *means]

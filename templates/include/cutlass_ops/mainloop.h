@@ -118,9 +118,11 @@ struct NoRows {
 
 // With `kProducts` of 2, the weight's tile is half of a second matrix; the problem's M or N counts both. The weight is B, or A
 // in a kernel that computes the transposed problem, `kSwapped`. `Means` says what is gathered of the other operand's rows and
-// where it goes; void, nothing is. `Rows` says what idle warps take of A's rows beside the main loop (means_beside.h).
+// where it goes; void, nothing is. `Rows` says what idle warps take of A's rows beside the main loop (means_beside.h). With
+// `kPromotes`, the products of each stage are added up by themselves, and these sums in FP32.
 template <class ElementA_, class LayoutA, class ElementB_, class LayoutB, class Tile, class Cluster, int kStages,
-          class Schedule, bool kSwapped = false, int kProducts = 1, class Means = void, class Rows = NoRows>
+          class Schedule, bool kSwapped = false, int kProducts = 1, class Means = void, class Rows = NoRows,
+          bool kPromotes = false>
 class Mainloop {
   static constexpr auto kMajorA = cutlass::gemm::collective::detail::gmma_ss_tag_to_major_A<ElementA_, LayoutA>();
   static constexpr auto kMajorB = cutlass::gemm::collective::detail::gmma_ss_tag_to_major_B<ElementB_, LayoutB>();
@@ -350,6 +352,7 @@ class Mainloop {
   CUTLASS_DEVICE void mma(MainloopPipeline pipeline, PipelineState state, Sums& sums, int steps, int thread,
                           TensorStorage& storage, Params const& params) {
     auto const multiply = multiplier(storage, thread);
+    if constexpr (kPromotes) return promote(multiply, pipeline, state, sums, steps);
     RowGather gather(of_rows(storage));
     PipelineState release = state;
     auto const step = [&](bool first) {
@@ -375,12 +378,35 @@ class Mainloop {
   }
 
   CUTLASS_DEVICE void mma_tail(MainloopPipeline pipeline, PipelineState release, int steps) {
+    if constexpr (kPromotes) return;
     release.advance(steps - 1);
     cute::warpgroup_wait<0>();
     pipeline.consumer_release(release);
   }
 
  private:
+  // Leaves nothing unfinished. While a warpgroup waits for its products and adds them up, the other one multiplies.
+  template <class Multiply, class Sums>
+  CUTLASS_DEVICE static void promote(Multiply const& multiply, MainloopPipeline& pipeline, PipelineState state, Sums& sums,
+                                     int steps) {
+    static_assert(cute::is_void_v<Means>, "nothing is gathered of rows");
+    auto of_step = cute::make_fragment_like(sums);
+    cute::clear(sums);
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (; steps > 0; --steps, ++state) {
+      pipeline.consumer_wait(state, pipeline.consumer_try_wait(state));
+      cute::warpgroup_fence_operand(of_step);
+      cute::warpgroup_arrive();
+      multiply(of_step, state.index(), true);
+      cute::warpgroup_commit_batch();
+      cute::warpgroup_wait<0>();
+      cute::warpgroup_fence_operand(of_step);
+      pipeline.consumer_release(state);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < cute::size(sums); ++i) sums(i) += of_step(i);
+    }
+  }
+
   // One matrix's descriptors.
   template <class Operand, class Copy, class Element, class Stride, class Load>
   static void encode(int rows, Copy const& copy, Element const* data, Stride const& stride, Load& load,
