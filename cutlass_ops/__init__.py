@@ -98,6 +98,7 @@ if TYPE_CHECKING or not _is_command():
         gemm_residual,
         warm_up,
     )
+    from cutlass_ops.run.scaled import scaled_gemm
 
 # What of further modules is public, imported when it is first asked for: most calls do not need it.
 _LATER = {
@@ -110,7 +111,7 @@ _LATER = {
     "tune": ("tuner.tuning", "tune"),
 }
 # Where the command line, which imports no op at first, finds them.
-_OPS = ("run.ops", "run.norms", "run.gated")
+_OPS = ("run.ops", "run.norms", "run.gated", "run.scaled")
 
 __all__ = [
     "Bundle",
@@ -175,6 +176,7 @@ __all__ = [
     "prepare_layernorm",
     "registry",
     "rmsnorm_gemm",
+    "scaled_gemm",
     "source",
     "tune",
     "warm_up",

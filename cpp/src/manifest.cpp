@@ -141,11 +141,15 @@ std::string operand(Json& json, char const* what, bool is_matrix, std::string_vi
     if (is) rest.remove_prefix(token.size());
     return is;
   };
-  bool const wide = take("f32");
-  bool good = wide || take("f16") || take("bf16");
+  // Elements in 16 bytes.
+  int const widest = take("f32") ? 4 : take("f16") || take("bf16") ? 8 : take("e4m3") || take("e5m2") ? 16 : 0;
+  bool good = widest > 0;
   good = good && (take(".row") || (is_matrix && take(".col")));
   if (good && take(".align")) {
-    good = rest.size() == 1 && (is_matrix ? rest[0] >= '1' && rest[0] < (wide ? '4' : '8') : rest[0] == '1');
+    int alignment = 0;
+    good = rest.size() <= 2 && !rest.empty() && rest[0] != '0' && std::all_of(rest.begin(), rest.end(), is_digit);
+    for (char c : rest) alignment = alignment * 10 + (c - '0');
+    good = good && (is_matrix ? alignment < widest : alignment == 1);
   } else {
     good = good && is_matrix && rest.empty();
   }
@@ -229,6 +233,7 @@ Config config(Json& json) {
   shape(json, fields, "cluster", {"m", "n"}, {1, 1});
   if (fields.has("means")) one_of(json, "means", {"beside", "ahead"});
   flag("realign");
+  if (fields.has("accumulation")) one_of(json, "accumulation", {"promoted"});
   bool ordered = true;
   if (fields.has("schedule")) ordered = one_of(json, "schedule", {"cooperative", "warp_specialized"}) == "cooperative";
   if (fields.has("scheduler")) one_of(json, "scheduler", {"stream_k"}), ordered = false;

@@ -128,7 +128,7 @@ def target_for(capability: tuple[int, int], *, wgmma: bool) -> Target | None:
     return found[0] if found else None
 
 
-def unserved(what: str, capability: tuple[int, int], device: str = "") -> str:
+def unserved(what: str, capability: tuple[int, int], device: str = "", advice: str = "") -> str:
     """Return the error message for an op that no kernel supports on this compute capability.
 
     Parameters
@@ -139,6 +139,8 @@ def unserved(what: str, capability: tuple[int, int], device: str = "") -> str:
         Compute capability of the device.
     device : str
         Name of the device, if known.
+    advice : str
+        What to do, instead of the usual advice.
     """
     major, minor = capability
     known = sorted({t.capability for t in TARGETS.values()})
@@ -147,7 +149,7 @@ def unserved(what: str, capability: tuple[int, int], device: str = "") -> str:
     there = f"{device and device + ', '}compute capability {major}.{minor} (sm_{major}{minor})"
     where = f"no kernel supports {what} on {there}"
     if capability in known:
-        return f"{where}: use other layouts or alignments, or PyTorch's operation"
+        return f"{where}: {advice or 'use other layouts or alignments'}, or use PyTorch's operation"
     age = "newer devices are not supported yet" if capability > known[-1] else "this device is not supported"
     return (
         f"{where}: there are kernels for {served}, and {age}. Use PyTorch's operation on this device, or the reference "

@@ -8,6 +8,8 @@ from typing import NamedTuple
 _DL_INT = 0
 _DL_FLOAT = 2
 _DL_BFLOAT = 4
+_DL_FLOAT8_E4M3FN = 10
+_DL_FLOAT8_E5M2 = 12
 
 
 class DType(NamedTuple):
@@ -16,7 +18,7 @@ class DType(NamedTuple):
     Attributes
     ----------
     name : str
-        Short name used in declarations: ``"f16"``, ``"bf16"``, ``"f32"``.
+        Short name used in declarations: ``"f16"``, ``"bf16"``, ``"f32"``. PTX has the same names.
     bits : int
         Size of one element in bits.
     cpp : str
@@ -50,14 +52,22 @@ class DType(NamedTuple):
 f16 = DType("f16", 16, "cutlass::half_t", "float16", _DL_FLOAT)
 bf16 = DType("bf16", 16, "cutlass::bfloat16_t", "bfloat16", _DL_BFLOAT)
 f32 = DType("f32", 32, "float", "float32", _DL_FLOAT)
+# FP8. e4m3 has no infinities, and one NaN of each sign.
+e4m3 = DType("e4m3", 8, "cutlass::float_e4m3_t", "float8_e4m3fn", _DL_FLOAT8_E4M3FN)
+e5m2 = DType("e5m2", 8, "cutlass::float_e5m2_t", "float8_e5m2", _DL_FLOAT8_E5M2)
 
 # Of indices that a reduction gives, and of seeds.
 i32 = DType("i32", 32, "int32_t", "int32", _DL_INT)
 i64 = DType("i64", 64, "int64_t", "int64", _DL_INT)
 
-# What values may be.
-ALL: tuple[DType, ...] = (f16, bf16, f32)
+# Numbers with a fraction. What a GEMM multiplies is in cutlass_ops.base.mma.
+ALL: tuple[DType, ...] = (f16, bf16, f32, e4m3, e5m2)
 INTEGERS: tuple[DType, ...] = (i32, i64)
+# What an epilogue reads, what it reduces to, what it stores as (M, N), and what it rounds values to.
+READ: tuple[DType, ...] = (f16, bf16, f32)
+REDUCED: tuple[DType, ...] = (*READ, i32)
+STORED: tuple[DType, ...] = (f16, bf16, f32)
+ROUNDED: tuple[DType, ...] = (f16, bf16)
 # Our names, PyTorch's, and other common names.
 NAMES: dict[str, DType] = {t.name: t for t in (*ALL, *INTEGERS)} | {t.torch_name: t for t in (*ALL, *INTEGERS)}
 NAMES |= {"fp16": f16, "half": f16, "bfloat": bf16, "fp32": f32, "float": f32, "single": f32}
@@ -69,8 +79,8 @@ def dtype(name: object, among: tuple[DType, ...] = ALL) -> DType:
     Parameters
     ----------
     name : str, DType or torch.dtype
-        ``"f16"``, ``"bf16"`` or ``"f32"``, or another common spelling, such as ``"fp16"``, ``"float16"``,
-        ``"torch.bfloat16"`` or ``"BF16"``.
+        ``"f16"``, ``"bf16"``, ``"f32"``, ``"e4m3"`` or ``"e5m2"``, or another common spelling, such as ``"fp16"``,
+        ``"float16"``, ``"torch.bfloat16"``, ``"BF16"`` or ``"float8_e4m3fn"``.
     among : tuple of DType
         Types that are allowed here.
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cutlass_ops.base.dtypes import DType, bf16, f16, f32
+from cutlass_ops.base.arch import WGMMA_K_BYTES
+from cutlass_ops.base.dtypes import DType, bf16, e4m3, e5m2, f16, f32
 
 Block = tuple[int, int]
 
@@ -24,11 +25,13 @@ class MmaSpec:
     shapes : tuple of (M, N, K)
         Instruction shapes of ``mma.sync``, the usual one first.
     opcode, wgmma_opcode : str
-        Machine-code opcodes of ``mma.sync`` and ``wgmma``.
+        Machine-code opcodes of ``mma.sync`` and ``wgmma``; empty if there is no such instruction.
+    result : DType
+        Type of D where nothing says otherwise.
     wgmma_k_major_only : bool
         Whether ``wgmma`` needs K-major operands.
     rate : float
-        Throughput relative to BF16.
+        Peak throughput relative to BF16.
     scalings : tuple of ((int, int), (int, int))
         Blocks of A (elements along M and K) and of B (along K and N) whose scales a main loop applies.
     """
@@ -39,9 +42,24 @@ class MmaSpec:
     shapes: tuple[tuple[int, int, int], ...]
     opcode: str
     wgmma_opcode: str
+    result: DType
     wgmma_k_major_only: bool = False
     rate: float = 1.0
     scalings: tuple[tuple[Block, Block], ...] = ()
+
+    @property
+    def bits(self) -> int:
+        """Size of an element of A and of B in bits."""
+        return self.a.bits
+
+    @property
+    def wgmma_types(self) -> str:
+        """The end of the instruction's name in PTX: K and types. A kernel that computes D^T takes B's type first."""
+        return f"k{WGMMA_K_BYTES // self.a.bytes}.{self.accumulator}.{self.a}.{self.b}"
+
+    def takes_majors(self, a: str, b: str, *, wgmma: bool) -> bool:
+        """Whether the instruction reads operands of these majors, from shared memory as they are."""
+        return not (wgmma and self.wgmma_k_major_only) or (a, b) == ("row", "col")
 
     def scales(self, blocks: tuple[Block | None, Block | None]) -> bool:
         """Whether a main loop applies the scales of such blocks of A and of B, or there are none."""
@@ -51,12 +69,17 @@ class MmaSpec:
 _16_BITS = ((16, 8, 16), (16, 8, 8))
 
 MMAS: tuple[MmaSpec, ...] = (
-    MmaSpec(bf16, bf16, f32, _16_BITS, "HMMA", "HGMMA"),
-    MmaSpec(f16, f16, f32, _16_BITS, "HMMA", "HGMMA"),
+    MmaSpec(bf16, bf16, f32, _16_BITS, "HMMA", "HGMMA", bf16),
+    MmaSpec(f16, f16, f32, _16_BITS, "HMMA", "HGMMA", f16),
+    # FP8, in every combination: wgmma only.
+    *(
+        MmaSpec(a, b, f32, (), "", "QGMMA", bf16, wgmma_k_major_only=True, rate=2.0)
+        for a in (e4m3, e5m2)
+        for b in (e4m3, e5m2)
+    ),
 )
-# Types of A and B, and of D.
+# Types of A and B.
 OPERANDS: tuple[DType, ...] = tuple(dict.fromkeys(t for mma in MMAS for t in (mma.a, mma.b)))
-RESULTS: tuple[DType, ...] = (f16, bf16, f32)
 
 _BY_TYPES = {(mma.a, mma.b): mma for mma in MMAS}
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from cutlass_ops.artifacts.bundles import Bundles
+from cutlass_ops.base import arch
+from cutlass_ops.base.mma import mma_of
 from cutlass_ops.declare.config import Config, Ordered
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.order import TileOrder
@@ -21,6 +23,27 @@ from cutlass_ops.declare.spec import KernelSpec
 if TYPE_CHECKING:
     from cutlass_ops.choose.knowledge import Candidate
     from cutlass_ops.choose.policies import Policy, Weight
+
+
+def unserved(what: str, signature: OpSignature, device: Device, name: str = "") -> str:
+    """Return the error message for a signature that no kernel serves on a device.
+
+    Parameters
+    ----------
+    what : str
+        The op and its operands' types.
+    signature : OpSignature
+        Its signature.
+    device : Device
+        The device.
+    name : str
+        Name of the device for the message, if known.
+    """
+    mma = mma_of(signature.a.dtype, signature.b.dtype)
+    advice = ""
+    if mma is not None and not mma.shapes and not device.has_wgmma:
+        advice = "these types need wgmma, which sm_90 alone has: convert a and b to BF16"
+    return arch.unserved(what, device.capability, name, advice)
 
 
 @dataclass(frozen=True)

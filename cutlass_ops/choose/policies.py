@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -497,19 +497,22 @@ def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
     """Convert another signature's table to this one, which may also have means of A's rows and a second weight.
 
     Kernels are replaced by their legal forms. The model adds the time for copies of operands, means of A's rows and
-    scattered stores of D. Two weights of N columns count as one of 2N.
+    scattered stores of D. Two weights of N columns count as one of 2N, and elements of half the size as a K twice as
+    long: instructions, loads and steps along K are the same.
     """
     theirs = table.signature
     if _kind(signature) == _kind(theirs):
         return table
     weights = Traits.of(signature).weights // Traits.of(theirs).weights
     gathers = bool(signature.epilogue.gathered) and not theirs.epilogue.gathered
+    before, after = theirs.a.dtype.bytes, signature.a.dtype.bytes
     # A table's thousands of measurements share some hundred configurations; to compare objects is enough.
     shared: dict[int, Config | None] = {}
 
     def form(config: Config) -> Config | None:
         if id(config) not in shared:
             wanted = kind_of(config).gathering(config) if gathers else config
+            wanted = kind_of(config).of_width(wanted, before, after)
             # Kernels of Sm80 were measured beside those of Sm90 for few problems: they would seem better than they are.
             shared[id(config)] = _legal(signature, wanted, device) if config.wgmma or config.few_rows else None
         return shared[id(config)]
@@ -523,39 +526,43 @@ def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
         ]
         times.sort(key=lambda time: time[0])
         ranked = tuple(Measured(config, us, us / times[0][0] - 1, order) for us, config, order in times)
-        return replace(point, problem=_of_one(point.problem, weights), measured=ranked, peers=())
+        return replace(point, problem=ours(point.problem), measured=ranked, peers=())
 
-    whole = [p for p in table.points if p.problem.n % weights == 0]
+    def ours(problem: Problem) -> Problem:
+        m, n, k, count = problem
+        return Problem(m, n // weights, k * before // after, count)
+
+    whole = [p for p in table.points if p.problem.n % weights == 0 and p.problem.k * before % after == 0]
     kernels = tuple(found for c in table.kernels if (found := form(c)) is not None)
     raced = [(p.problem, found) for p in whole for m in p.measured if (found := form(m.config)) is not None]
-    more = iter(_later(theirs, signature, raced, device).tolist())
+    more = iter(_later(theirs, signature, raced, ours, device).tolist())
     points = map(restated, whole)
     return replace(table, points=tuple(p for p in points if p.measured), kernels=kernels)
 
 
-def _later(theirs: OpSignature, mine: OpSignature, raced: Sequence[tuple[Problem, Config]], device: Device) -> Floats:
+def _later(
+    theirs: OpSignature,
+    mine: OpSignature,
+    raced: Sequence[tuple[Problem, Config]],
+    ours: Callable[[Problem], Problem],
+    device: Device,
+) -> Floats:
     """Return the extra microseconds of one signature's kernels over another's, for work besides the GEMM.
 
-    Problems count the columns of the first one's weights.
+    Problems are the first one's, each with the second one's.
     """
     index = {config: at for at, config in enumerate(dict.fromkeys(config for _, config in raced))}
     pools = Pool.of(index, theirs), Pool.of(index, mine)
     places = np.array([index[config] for _, config in raced], np.int64)
-    problems = Extents.of([problem for problem, _ in raced])
-    weights = pools[1].traits.weights // pools[0].traits.weights
-    ours = problems._replace(n=problems.n // weights)
-    return pools[1].besides_of(places, ours, device) - pools[0].besides_of(places, problems, device)
+    problems = [problem for problem, _ in raced]
+    later = pools[1].besides_of(places, Extents.of(list(map(ours, problems))), device)
+    return later - pools[0].besides_of(places, Extents.of(problems), device)
 
 
-def _of_one(problem: Problem, weights: int) -> Problem:
-    """Return a problem with the columns of one of several weights."""
-    return problem._replace(n=problem.n // weights)
-
-
-def _kind(signature: OpSignature) -> tuple[bool, int, bool, bool]:
+def _kind(signature: OpSignature) -> tuple[int, bool, int, bool, bool]:
     """Return the properties in which signatures with the same times agree."""
     traits = Traits.of(signature)
-    return traits.gathers, traits.weights, signature.realigns, traits.scatters
+    return traits.element_bytes, traits.gathers, traits.weights, signature.realigns, traits.scatters
 
 
 def _legal(signature: OpSignature, config: Config, device: Device) -> Config | None:

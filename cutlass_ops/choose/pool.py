@@ -20,7 +20,8 @@ from cutlass_ops.kinds.traits import Traits
 
 # Problems times configurations to compare at once: bounds memory, and keeps intermediate arrays in a core's cache.
 AT_ONCE = 1 << 14
-_USUAL = Traits()
+_USUAL = Traits(element_bytes=2, d_bytes=2)
+_LAYOUT = ("element_bytes", "majors", "alignments", "scatters")
 
 
 def at_once(width: int) -> int:
@@ -49,9 +50,9 @@ class Pool:
         return cls(tuple(configs), Traits.of(signature))
 
     def is_like(self, signature: OpSignature) -> bool:
-        """Whether a signature's operands have the same layout as this pool's."""
+        """Whether a signature's operands have the same layout as this pool's, in bytes."""
         mine, theirs = self.traits, Traits.of(signature)
-        return (theirs.majors, theirs.alignments, theirs.scatters) == (mine.majors, mine.alignments, mine.scatters)
+        return all(getattr(theirs, name) == getattr(mine, name) for name in _LAYOUT)
 
     @cached_property
     def _timers(self) -> list[tuple[Places, Timer]]:

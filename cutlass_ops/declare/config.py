@@ -222,6 +222,7 @@ class ClusterShape(_Shape):
 Schedule = Literal["pingpong", "cooperative", "warp_specialized"]
 TileScheduler = Literal["persistent", "stream_k"]
 Means = Literal["gathered", "beside", "ahead"]
+Accumulation = Literal["fast", "promoted"]
 # What they say of an epilogue's means of A's rows.
 MEANS: dict[Means, str] = {
     "gathered": "gathered by the main loop from the tiles that it multiplies",
@@ -352,6 +353,9 @@ class Sm90Config(KernelConfig):
     realign : bool
         Whether A or B, or both, lie as TMA cannot read them: their address or leading dimension is no multiple of 16
         bytes. A small kernel then copies them ahead of the GEMM, into workspace, to lines that are aligned.
+    accumulation : str
+        How FP8 products are added up along K. ``"fast"``: by the Tensor Cores alone, which keep fewer bits than FP32.
+        ``"promoted"``: they add up 128 at a time, and the threads add these sums up in FP32.
 
     Raises
     ------
@@ -373,6 +377,7 @@ class Sm90Config(KernelConfig):
     split_k: int = 1
     means: Means = "gathered"
     realign: bool = False
+    accumulation: Accumulation = "fast"
 
     arch: ClassVar[str] = "sm90"
     default_target: ClassVar[str] = "sm_90a"
@@ -453,7 +458,7 @@ class Sm90Config(KernelConfig):
         split = "_streamk" if self.scheduler == "stream_k" else ""
         split += f"_split{self.split_k}" if self.split_k != 1 else ""
         tail = split + ("_swap" if self.swap_ab else "") + ("" if self.means == "gathered" else f"_{self.means}")
-        tail += "_realign" if self.realign else ""
+        tail += ("_realign" if self.realign else "") + ("_promoted" if self.accumulation == "promoted" else "")
         stages = "" if self.stages is None else f"_s{self.stages}"
         return f"sm90_{self.threadblock}_{self.cluster}_{schedule}{stages}{tail}"
 

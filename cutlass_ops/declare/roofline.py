@@ -35,7 +35,7 @@ class Roofline:
         return max(("compute", "memory", "launch"), key=lambda name: float(getattr(self, name)))
 
 
-def roofline(problem: Problem, moved_bytes: int, chip: Chip) -> Roofline:
+def roofline(problem: Problem, moved_bytes: int, chip: Chip, rate: float = 1.0) -> Roofline:
     """Return the lower bounds of a problem's time.
 
     Parameters
@@ -46,5 +46,7 @@ def roofline(problem: Problem, moved_bytes: int, chip: Chip) -> Roofline:
         Bytes of all operands, inputs and outputs.
     chip : Chip
         The chip, with its peaks.
+    rate : float
+        Peak throughput of the operands' types relative to BF16.
     """
-    return Roofline(problem.flops / (chip.tflops * 1e6), moved_bytes / (chip.gb_per_s * 1e3))
+    return Roofline(problem.flops / (rate * chip.tflops * 1e6), moved_bytes / (chip.gb_per_s * 1e3))

@@ -26,12 +26,12 @@ _PROBLEM = "Give MxNxK, such as 512x4096x4096; each may be a list, such as 1,16,
 _WEIGHT = "Give NxK, such as 4096x4096; each may be a list, such as 4096,8192x4096"
 
 # The default epilogues of the functions in norms.py and gated.py, by the dtype of A and B.
-_16_BITS = tuple(t.name for t in mma.OPERANDS)
+_16_BITS = tuple(t.name for t in mma.OPERANDS if t.bits == 16)
 NORMS: dict[str, Mapping[str, Epilogue]] = {
     "rmsnorm_gemm": dict.fromkeys(_16_BITS, builtin.rms_norm),
     "layernorm_gemm": dict.fromkeys(_16_BITS, builtin.layer_norm),
-    "gemm_residual_rms": dict(zip(_16_BITS, (builtin.residual_rms_bf16, builtin.residual_rms_f16), strict=True)),
-    "gemm_swiglu": dict.fromkeys(_16_BITS, builtin.swiglu),
+    "gemm_residual_rms": builtin.RESIDUAL_RMS,
+    "gemm_swiglu": dict.fromkeys(map(str, mma.OPERANDS), builtin.swiglu),
 }
 OPS = (*builtin.BY_OP, *NORMS)
 # Dtypes of these functions' inputs that differ from A's.
@@ -97,19 +97,21 @@ def weights_of(text: str, rows: int = 1) -> list[tuple[int, int]]:
 
 
 def dtype_of(text: str) -> str:
-    """Return the name of an element type of A and B: ``"bf16"`` or ``"f16"``.
+    """Return the name of an element type of A and B, such as ``"bf16"``.
 
     Raises
     ------
     ConfigError
-        If the text names neither.
+        If the text names none.
     """
+    *others, last = map(str, mma.OPERANDS)
+    known = f"{', '.join(others)} or {last}"
     try:
         found = dtypes.dtype(text)
     except ValueError:
-        raise ConfigError(f"{reprlib.repr(text)} is not an element type of A and B: use bf16 or f16") from None
-    if found is dtypes.f32:
-        raise ConfigError(f"A and B cannot be {found}: use bf16 or f16 (sums are in FP32 with both)")
+        raise ConfigError(f"{reprlib.repr(text)} is not an element type of A and B: use {known}") from None
+    if found not in mma.OPERANDS:
+        raise ConfigError(f"A and B cannot be {found}: use {known} (sums are in FP32 with all of them)")
     return found.name
 
 
@@ -128,8 +130,19 @@ def major_of(text: str) -> Major:
 
 
 def epilogue_of(name: str, dtype: str) -> Epilogue | None:
-    """Return the epilogue of a named op for a dtype of A and B, or None if the name is not one of :data:`OPS`."""
-    return builtin.BY_OP.get(name) or (NORMS[name][dtypes.dtype(dtype).name] if name in NORMS else None)
+    """Return the epilogue of a named op for a dtype of A and B, or None if the name is not one of :data:`OPS`.
+
+    Raises
+    ------
+    ConfigError
+        If the op does not take the dtype.
+    """
+    if name not in NORMS:
+        return builtin.BY_OP.get(name)
+    found = NORMS[name].get(dtypes.dtype(dtype).name)
+    if found is None:
+        raise ConfigError(f"{name} does not take {dtype}: use {' or '.join(NORMS[name])}")
+    return found
 
 
 def op_of(text: str) -> str:

@@ -125,6 +125,10 @@ def residual_rms_f16(acc, residual: Tile):  # type: ignore[no-untyped-def]  # no
     return {"d": y, "row_sum_square": sum_square(y, dim=1)}
 
 
+# The same, by D's type.
+RESIDUAL_RMS: dict[str, Epilogue] = {"bf16": residual_rms_bf16, "f16": residual_rms_f16}
+
+
 @epilogue
 def swiglu(acc, up: Product):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     """D = silu(A @ B) * (A @ up)."""
@@ -153,4 +157,37 @@ BY_OP: dict[str, Epilogue] = {
     "gemm_residual": residual,
     "gemm_bias_residual": bias_residual,
     "gemm_bias_relu_residual": bias_relu_residual,
+}
+
+
+@epilogue
+def scaled(acc, scale_a: Scalar, scale_b: Scalar):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """D = scale_a * scale_b * (A @ B)."""
+    return acc * scale_a * scale_b
+
+
+@epilogue
+def scaled_rows(acc, scale_a: Col, scale_b: Scalar):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """D = scale_a * scale_b * (A @ B), with a scale for each row of A."""
+    return acc * scale_a * scale_b
+
+
+@epilogue
+def scaled_columns(acc, scale_a: Scalar, scale_b: Row):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """D = scale_a * scale_b * (A @ B), with a scale for each column of B."""
+    return acc * scale_a * scale_b
+
+
+@epilogue
+def scaled_rows_and_columns(acc, scale_a: Col, scale_b: Row):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """D = scale_a * scale_b * (A @ B), with a scale for each row of A and each column of B."""
+    return acc * scale_a * scale_b
+
+
+# The same, by whether each row of A and each column of B has a scale of its own.
+SCALED: dict[tuple[bool, bool], Epilogue] = {
+    (False, False): scaled,
+    (True, False): scaled_rows,
+    (False, True): scaled_columns,
+    (True, True): scaled_rows_and_columns,
 }

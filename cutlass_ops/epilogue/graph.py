@@ -337,7 +337,7 @@ def _attr_fits(node: Node, graph: Graph) -> bool:
         return type(node.attr) is int and fits(node.attr, _BITS[node.op])
     if node.op == "cast":
         # Values are FP32 already: a cast to that is nothing, and has no node.
-        return isinstance(node.attr, str) and any(t.name == node.attr for t in dtypes.ALL if t is not dtypes.f32)
+        return isinstance(node.attr, str) and any(t.name == node.attr for t in dtypes.ROUNDED)
     return node.attr is None
 
 

@@ -600,7 +600,7 @@ def apply_cast(x: object, dtype: str | dtypes.DType) -> Value:
     """Round a value to an element type; to FP32 that is the value itself."""
     tracer = _current("cast")
     try:
-        element = dtypes.dtype(dtype)
+        element = dtypes.dtype(dtype, (*dtypes.ROUNDED, dtypes.f32))
     except (ValueError, TypeError) as exc:
         raise tracer.error(str(exc)) from None
     if element is dtypes.f32:

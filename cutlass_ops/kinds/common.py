@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cutlass_ops.base import arch
-from cutlass_ops.base.mma import mma_of
+from cutlass_ops.base.dtypes import INTEGERS, READ, REDUCED, STORED
+from cutlass_ops.base.mma import mma_of, pairs
 from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.kinds.layout import MAX_STAGES, MIN_STAGES
 from cutlass_ops.kinds.rules import Broken, Rule
+from cutlass_ops.kinds.serving import sm80_serves, sm90_serves
 from cutlass_ops.kinds.table import KINDS, kind_of
 
 # ---- Valid values ---------------------------------------------------------------------------------------------------
@@ -51,9 +53,34 @@ def _form(spec: KernelSpec, config: Config) -> Iterator[Broken]:
         )
 
 
-def _operand_dtypes(spec: KernelSpec, _: Config) -> Iterator[str]:
-    if mma_of(spec.a.dtype, spec.b.dtype) is None:
-        yield f"a is {spec.a.dtype} and b is {spec.b.dtype}: both must be f16, or both bf16; convert one of them"
+def _operand_dtypes(spec: KernelSpec, config: Config) -> Iterator[Broken]:
+    mma = mma_of(spec.a.dtype, spec.b.dtype)
+    what = f"a is {spec.a.dtype} and b is {spec.b.dtype}"
+    if mma is None:
+        yield Broken(f"{what}, and there are kernels for {pairs()}", advice="convert one of them")
+    elif not kind_of(config).multiplies(mma):
+        others = ["an Sm80Config"] * sm80_serves(spec) + ["an Sm90Config"] * sm90_serves(spec)
+        advice = f"use {' or '.join(others)}" if others else "convert both to bf16"
+        yield Broken(f"{what}, which kernels of this kind do not multiply", advice=advice)
+
+
+def _operand_majors(spec: KernelSpec, config: Config) -> Iterator[str]:
+    mma = mma_of(spec.a.dtype, spec.b.dtype)
+    if mma is not None and not mma.takes_majors(spec.a.major, spec.b.major, wgmma=config.wgmma):
+        yield (
+            f"a is {spec.a} and b is {spec.b}, and wgmma reads these types along K only: use {spec.a.dtype}.row and "
+            f"{spec.b.dtype}.col"
+        )
+
+
+def _epilogue_dtypes(spec: KernelSpec, _: Config) -> Iterator[str]:
+    read = {Kind.PRODUCT: (spec.b.dtype,), Kind.INTEGER: INTEGERS}
+    found = [("d", spec.d, STORED)]
+    found += [(f"input {i.name}", operand, read.get(i.kind, READ)) for i, operand in spec.typed_inputs]
+    found += [(f"output {o.name}", t, STORED if o.reduce is None else REDUCED) for o, t in spec.typed_outputs]
+    for name, operand, allowed in found:
+        if operand.dtype not in allowed:
+            yield f"{name} is {operand.dtype}: use {' or '.join(map(str, allowed))}"
 
 
 def _scaling(spec: KernelSpec, _: Config) -> Iterator[str]:
@@ -112,6 +139,8 @@ COMMON: tuple[Rule[Config], ...] = (
     Rule("target", "hardware", _target),
     Rule("form", "policy", _form),
     Rule("operand_dtypes", "policy", _operand_dtypes),
+    Rule("operand_majors", "hardware", _operand_majors),
+    Rule("epilogue_dtypes", "policy", _epilogue_dtypes),
     Rule("scaling", "policy", _scaling),
     Rule("alignment", "policy", _alignment),
     Rule("shared_memory", "hardware", _shared_memory),

@@ -47,6 +47,8 @@ class Kind(Generic[AnyConfig]):
         Class of its configurations.
     forms : tuple of Form
         The forms of problems that its kernels serve.
+    multiplies : callable
+        Whether its kernels multiply a pair of types. A new pair is refused until a kind says that it does.
     noun : str
         Name of such a configuration in messages.
     template : str
@@ -69,6 +71,9 @@ class Kind(Generic[AnyConfig]):
         Valid values of fields that allow only a few.
     variants : callable
         Yields a configuration and its substitutes for a signature for which it is not legal.
+    of_width : callable
+        Returns a configuration for elements of another size, whose tiles have as many bytes along K. Takes bytes of
+        an element before and after.
     gathering : callable
         Returns a configuration with the cheapest way to take means of A's rows.
     orders, orders_by_gpc : callable
@@ -85,6 +90,7 @@ class Kind(Generic[AnyConfig]):
 
     config: type[AnyConfig]
     forms: tuple[Form, ...]
+    multiplies: Callable[[MmaSpec], bool]
     noun: str
     template: str
     rules: tuple[Rule[AnyConfig], ...]
@@ -99,6 +105,7 @@ class Kind(Generic[AnyConfig]):
     compile_seconds: float
     variants: Callable[[OpSignature, AnyConfig], Iterator[AnyConfig]] = lambda _, config: iter((config,))
     values: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    of_width: Callable[[AnyConfig, int, int], AnyConfig] = lambda config, *_: config
     gathering: Callable[[AnyConfig], AnyConfig] = lambda config: config
     orders: Callable[[AnyConfig, Problem, Device], list[TileOrder]] = lambda *_: []
     orders_by_gpc: Callable[[AnyConfig, Problem, Device], list[TileOrder]] = lambda *_: []

@@ -294,7 +294,10 @@ def types(spec: KernelSpec, lowered: Lowered, places: str) -> dict[str, Any]:
     reductions = (REDUCTIONS[o.reduce].header for o in spec.epilogue.outputs if o.reduce is not None)
     headers = {HEADERS[node.op] for node in spec.epilogue.nodes if node.op in HEADERS} | set(filter(None, reductions))
     headers |= {places} if lowered.places else set()
+    operands = (spec.a, spec.b, spec.d, *spec.inputs, *spec.outputs)
+    elements = dict.fromkeys(operand.dtype for operand in operands)
     return {
+        "element_types": [{"cpp": t.cpp, "dl_code": t.dl_code} for t in elements],
         "a": _operand(spec.a),
         "b": _operand(spec.b),
         "d": _operand(spec.d),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from cutlass_ops.base.mma import MmaSpec, mma_of
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue.nodes import Input, Kind
 from cutlass_ops.epilogue.operations import REDUCTIONS
@@ -30,14 +31,42 @@ def plain_epilogue(spec: KernelSpec) -> bool:
     return spec.d.aligned and not written and all(name == source_name(spec) for name in read)
 
 
+def by_wgmma(mma: MmaSpec) -> bool:
+    """Return whether kernels of ``wgmma`` multiply a pair of types."""
+    return bool(mma.wgmma_opcode)
+
+
+def by_mma_sync(mma: MmaSpec) -> bool:
+    """Return whether kernels of ``mma.sync`` multiply a pair of types: they load elements of 16 bits."""
+    return bool(mma.shapes) and mma.bits == 16
+
+
+def takes_means(mma: MmaSpec) -> bool:
+    """Return whether Sm90 kernels can take means of A's rows (``row_sums.h``)."""
+    return mma.bits == 16
+
+
+def realigns(mma: MmaSpec) -> bool:
+    """Return whether Sm90 kernels can copy operands to aligned lines (``realign.h``)."""
+    return mma.bits == 16
+
+
 def sm80_serves(spec: KernelSpec) -> bool:
     """Return whether any :class:`Sm80Config` can be legal for a spec. It agrees with the rules."""
+    mma = mma_of(spec.a.dtype, spec.b.dtype)
+    if mma is None or not by_mma_sync(mma):
+        return False
     pairs = not spec.epilogue.swaps_pairs or (spec.d.major == "row" and spec.d.alignment > 1)
     return pairs and not spec.epilogue.products
 
 
 def sm90_serves(spec: KernelSpec) -> bool:
     """Return whether any :class:`Sm90Config` can be legal for a spec. It agrees with the rules."""
+    mma = mma_of(spec.a.dtype, spec.b.dtype)
+    if mma is None or not by_wgmma(mma) or not mma.takes_majors(spec.a.major, spec.b.major, wgmma=True):
+        return False
+    if (spec.epilogue.gathered and not takes_means(mma)) or not ((spec.a.aligned and spec.b.aligned) or realigns(mma)):
+        return False
     plain = plain_epilogue(spec)
     alone = plain and not spec.outputs and source_name(spec) is None and spec.b.major == "col"
     own = spec.epilogue.swaps_pairs or any(paired(spec))

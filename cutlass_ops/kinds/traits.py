@@ -23,6 +23,8 @@ class Traits:
 
     Attributes
     ----------
+    element_bytes, d_bytes : int
+        Bytes of an element of A and of B, and of D.
     majors : tuple of {"row", "col"}
         Majors of A and B.
     alignments : tuple of int
@@ -35,6 +37,8 @@ class Traits:
         Whether the epilogue uses means of A's rows.
     """
 
+    element_bytes: int
+    d_bytes: int
     majors: tuple[Major, Major] = ("row", "col")
     alignments: tuple[int, int] = (8, 8)
     weights: int = 1
@@ -45,6 +49,8 @@ class Traits:
     def of(cls, signature: OpSignature) -> Traits:
         """Return the traits of a signature."""
         return cls(
+            element_bytes=signature.a.dtype.bytes,
+            d_bytes=signature.d.dtype.bytes,
             majors=signature.majors,
             alignments=signature.alignments,
             weights=1 + len(signature.epilogue.products),
@@ -67,10 +73,10 @@ class Traits:
         extents = Extents.of(problems)
         found = np.zeros(extents.size, np.int64)
         for line in self.lines:
-            found += odd(getattr(extents, line).reshape(-1))
+            found += odd(getattr(extents, line).reshape(-1), self.element_bytes)
         return found
 
 
-def odd(line: Floats, element_bytes: int = 2) -> Flags:
+def odd(line: Floats, element_bytes: int) -> Flags:
     """Return whether the length of a line, in elements, is not a multiple of the L2 cache's lines."""
     return np.asarray(line * element_bytes % arch.CACHE_LINE_BYTES != 0)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cutlass_ops.base import arch, mma
+from cutlass_ops.base import arch
+from cutlass_ops.base.dtypes import READ, STORED, f32, i32, i64
 from cutlass_ops.base.dtypes import dtype as element_named
-from cutlass_ops.base.dtypes import f32, i32, i64
 from cutlass_ops.base.errors import NoDeviceError
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.form import DENSE
@@ -27,8 +27,9 @@ from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.run import operands, reference
 from cutlass_ops.run.operands import Arguments
 from cutlass_ops.run.registry import OpSignature
+from cutlass_ops.run.results import usual_dtype
 
-_OUT_DTYPES = tuple(getattr(torch, t.torch_name) for t in mma.RESULTS)
+_OUT_DTYPES = tuple(getattr(torch, t.torch_name) for t in STORED)
 
 
 class Call(NamedTuple):
@@ -119,10 +120,11 @@ def check_call(
     outputs = []
     for position, (output, tensor) in enumerate(zip(graph.outputs, given, strict=True)):
         if tensor is not None:
-            outputs.append(operands.check_out(arguments, output, tensor, out_dtype if position == 0 else None))
+            allowed = STORED if output.reduce is None else READ
+            outputs.append(operands.check_out(arguments, output, tensor, allowed, out_dtype if position == 0 else None))
             continue
         wanted = None if spec is None else (spec.d, *spec.outputs)[position]
-        d_dtype = outputs[0].dtype if outputs else (out_dtype or arguments.a.dtype)
+        d_dtype = outputs[0].dtype if outputs else (out_dtype or usual_dtype(arguments.a.dtype, arguments.b.dtype))
         default = reference.result_dtype(output) or d_dtype
         dtype = default if wanted is None else getattr(torch, wanted.dtype.torch_name)
         col_major = wanted is not None and output.kind is Kind.TILE and wanted.major == "col"
@@ -161,13 +163,13 @@ def call_at(
     problem : Problem
         One GEMM's extents.
     dtype : str
-        Dtype of A, B and the epilogue's inputs: ``"bf16"`` or ``"f16"``.
+        Dtype of A and B, which the epilogue's inputs have as well, unless it is FP8: these have D's usual dtype then.
     a, b : {"row", "col"}
         Majors of A and B. A product's matrix has B's.
     out_dtype : torch.dtype, optional
-        D's dtype; by default that of A.
+        D's dtype; by default that of A, and BF16 for FP8.
     input_dtypes : mapping of str to str, optional
-        Dtypes of inputs by name, if they are not A's.
+        Dtypes of inputs by name, if they are others.
 
     Raises
     ------
@@ -184,19 +186,24 @@ def call_at(
         names = ", ".join(i.name for i in graph.inputs) or "none"
         raise ValueError(f"input_dtypes names {', '.join(unknown)}: the epilogue's inputs are {names}")
 
-    def empty(rows: int, columns: int, major: Major, name: str = "") -> Tensor:
+    of_a: torch.dtype = getattr(torch, element_named(dtype).torch_name)
+    usual = usual_dtype(of_a, of_a)
+
+    def empty(rows: int, columns: int, major: Major, element: torch.dtype = of_a) -> Tensor:
         shape = (rows, columns) if major == "row" else (columns, rows)
-        element = getattr(torch, element_named(others.get(name, dtype)).torch_name)
         tensor = torch.empty(shape, dtype=element, device="meta")
         return tensor if major == "row" else tensor.t()
 
+    def read(name: str) -> torch.dtype:
+        return getattr(torch, element_named(others[name]).torch_name) if name in others else usual
+
     drawn: dict[Kind, Callable[[str], Tensor | float]] = {
-        Kind.ROW: lambda name: empty(1, n, "row", name)[0],
-        Kind.COL: lambda name: empty(1, m, "row", name)[0],
-        Kind.TILE: lambda name: empty(m, n, "row", name),
+        Kind.ROW: lambda name: empty(1, n, "row", read(name))[0],
+        Kind.COL: lambda name: empty(1, m, "row", read(name))[0],
+        Kind.TILE: lambda name: empty(m, n, "row", read(name)),
         Kind.SCALAR: lambda name: 1.0,
         Kind.INTEGER: lambda name: 0,
-        Kind.PRODUCT: lambda name: empty(k, n, b, name),
+        Kind.PRODUCT: lambda name: empty(k, n, b),
     }
     inputs = {i.name: drawn[i.kind](i.name) for i in graph.inputs}
     return check_call(graph, empty(m, k, a), empty(k, n, b), inputs, None, out_dtype)
@@ -252,6 +259,7 @@ def _check_layouts(call: Call) -> None:
         if name == "a" or name in tiles:
             operands.matrix(name, tensor, operands.element_type(name, tensor))
     operands.weights(call.arguments.b, _products(call), operands.element_type("b", call.arguments.b))
+    operands.check_lines(call.arguments, _products(call))
 
 
 def _products(call: Call) -> dict[str, Tensor]:
@@ -270,9 +278,9 @@ def signature_of(call: Call, device: Device) -> OpSignature:
     graph, arguments = call.graph, call.arguments
     for name, tensor in call.tensors():
         operands.require_memory(name, tensor)
-    dtype = operands.element_type("a", arguments.a)
-    a = operands.matrix("a", arguments.a, dtype)
-    b, *_ = operands.weights(arguments.b, _products(call), dtype)
+    majors = operands.check_lines(arguments, _products(call))
+    a = operands.matrix("a", arguments.a, operands.element_type("a", arguments.a))
+    b, *_ = operands.weights(arguments.b, _products(call), operands.element_type("b", arguments.b), majors)
     by_tma = device.loads_by_tma(a.operand, b.operand)
 
     def tile(name: str, tensor: Tensor, *, is_output: bool) -> Operand:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cutlass_ops.base import arch
+from cutlass_ops.base.dtypes import READ, bf16, f16
 from cutlass_ops.run import operands, traced
 
 # Columns converted to FP64 at a time, to save memory.
@@ -134,8 +135,8 @@ def _empty_like(w: Tensor) -> Tensor:
 def _check(name: str, w: Tensor, vector_name: str, vector: Tensor) -> None:
     operands.require_tensor(name, w)
     operands.require_tensor(vector_name, vector)
-    operands.element_type(name, w, ("f16", "bf16"))
-    operands.element_type(vector_name, vector)
+    operands.element_type(name, w, (f16, bf16))
+    operands.element_type(vector_name, vector, READ)
     if w.ndim != 2 or tuple(vector.shape) != (w.shape[0],):
         transposed = w.ndim == 2 and tuple(vector.shape) == (w.shape[1],)
         raise ValueError(

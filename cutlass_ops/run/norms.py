@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
+from cutlass_ops.base import dtypes
 from cutlass_ops.epilogue import Epilogue, Graph, builtin
 from cutlass_ops.run import folding, operands, traced
 from cutlass_ops.run.ops import Op, graph_op, op_of, prepared_by
@@ -316,9 +317,12 @@ def residual_rms_op(dtype: torch.dtype, epilogue: Epilogue | None = None) -> Op:
     Raises
     ------
     TypeError, ValueError
-        If `epilogue` is not an epilogue, or has an output besides D.
+        If `epilogue` is not an epilogue, or has an output besides D, or the dtype has not 16 bits.
     """
-    return _residual_op(builtin.residual_rms_f16 if dtype == torch.float16 else builtin.residual_rms_bf16, epilogue)
+    following = builtin.RESIDUAL_RMS.get(dtypes.dtype(dtype).name)
+    if following is None:
+        raise TypeError(f"a is {dtype}: gemm_residual_rms takes torch.float16 or torch.bfloat16")
+    return _residual_op(following, epilogue)
 
 
 # ---- LayerNorm ---------------------------------------------------------------------------------------------------

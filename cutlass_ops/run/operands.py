@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from cutlass_ops.base import arch, mma
-from cutlass_ops.base.dtypes import ALL, DType
+from cutlass_ops.base.dtypes import ALL, READ, DType
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import Major, Operand
 from cutlass_ops.epilogue.graph import Graph
@@ -24,8 +24,6 @@ from cutlass_ops.epilogue.nodes import Input, Kind, Output
 from cutlass_ops.run import reference, traced
 
 _DTYPES: dict[torch.dtype, DType] = {getattr(torch, t.torch_name): t for t in ALL}
-_ANY = tuple(t.name for t in ALL)
-_OPERAND_DTYPES = tuple(t.name for t in mma.OPERANDS)
 MAJORS: tuple[Major, ...] = ("row", "col")
 
 
@@ -44,7 +42,7 @@ class Matrix:
         return Operand(self.operand.dtype, self.operand.major, math.gcd(self.operand.alignment, self.length))
 
 
-def element_type(name: str, tensor: Tensor, allowed: Sequence[str] = _ANY) -> DType:
+def element_type(name: str, tensor: Tensor, allowed: Sequence[DType] = ALL) -> DType:
     """Return a tensor's element type.
 
     Raises
@@ -53,8 +51,8 @@ def element_type(name: str, tensor: Tensor, allowed: Sequence[str] = _ANY) -> DT
         If it is not allowed.
     """
     found = _DTYPES.get(tensor.dtype)
-    if found is None or found.name not in allowed:
-        names = ", ".join(str(getattr(torch, t.torch_name)) for t in ALL if t.name in allowed)
+    if found is None or found not in allowed:
+        names = ", ".join(str(getattr(torch, t.torch_name)) for t in ALL if t in allowed)
         raise TypeError(f"{name} is {tensor.dtype}: use one of {names}")
     return found
 
@@ -71,8 +69,10 @@ def matrix(name: str, tensor: Tensor, dtype: DType) -> Matrix:
     return max(_readings(name, tensor, dtype), key=lambda m: m.operand.alignment)
 
 
-def weights(b: Tensor, products: Mapping[str, Tensor], dtype: DType) -> tuple[Matrix, ...]:
-    """Return the types of B and of each product's matrix, with one major and one alignment.
+def weights(
+    b: Tensor, products: Mapping[str, Tensor], dtype: DType, majors: Sequence[Major] = MAJORS
+) -> tuple[Matrix, ...]:
+    """Return the types of B and of each product's matrix, with one major of those given and one alignment.
 
     Raises
     ------
@@ -81,7 +81,7 @@ def weights(b: Tensor, products: Mapping[str, Tensor], dtype: DType) -> tuple[Ma
     """
     named = {"b": b} | dict(products)
     readings = {n: {m.operand.major: m for m in _readings(n, t, dtype)} for n, t in named.items()}
-    common = [major for major in MAJORS if all(major in by for by in readings.values())]
+    common = [major for major in majors if all(major in by for by in readings.values())]
     alike = [[by[major] for by in readings.values()] for major in common]
     if not alike:
         found = ", ".join(f"{name} is {'- or '.join(by)}-major" for name, by in readings.items())
@@ -117,6 +117,34 @@ def _as_major(tensor: Tensor, inner: int, dtype: DType) -> Matrix | None:
     if runs > 1:
         addresses = math.gcd(addresses, ld * dtype.bytes)
     return Matrix(Operand(dtype, "row" if inner == 1 else "col", addresses // dtype.bytes), length)
+
+
+def check_lines(arguments: Arguments, products: Mapping[str, Tensor]) -> Sequence[Major]:
+    """Return the majors that B may have; refuse A and B if their types are read along K only and they are not so.
+
+    Raises
+    ------
+    ValueError
+        If a matrix is not contiguous along K, or not aligned to 16 bytes. The message says what to pass.
+    """
+    a, b = arguments.a, arguments.b
+    found = mma.mma_of(element_type("a", a), element_type("b", b))
+    if found is None or not found.wgmma_k_major_only:
+        return MAJORS
+    for name, tensor, along_k in (("a", a, 1), ("b", b, 0), *((n, t, 0) for n, t in products.items())):
+        lines = _as_major(tensor, along_k, element_type(name, tensor))
+        if lines is None:
+            instead = "pass a row-major matrix" if name == "a" else "pass weight.t() of a contiguous weight (N, K)"
+            raise ValueError(
+                f"{name} is {tensor.dtype} and has strides {tensor.stride()}, and Tensor Cores read this type along K "
+                f"only: {instead}"
+            )
+        if not lines.operand.aligned and 0 not in arguments.problem.extents:
+            raise ValueError(
+                f"{name} is {tensor.dtype}, and its lines of K={arguments.problem.k} elements do not begin at "
+                f"multiples of 16 bytes: pad K of a and b with zeros to a multiple of 16"
+            )
+    return ("col",)
 
 
 class Arguments(NamedTuple):
@@ -168,8 +196,14 @@ def check_arguments(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any]) -> 
     """
     require_tensor("a", a)
     require_tensor("b", b)
-    if mma.mma_of(element_type("a", a, _OPERAND_DTYPES), element_type("b", b, _OPERAND_DTYPES)) is None:
-        raise TypeError(f"b is {b.dtype} and a is {a.dtype}: A and B must have the same dtype")
+    found = mma.mma_of(element_type("a", a, mma.OPERANDS), element_type("b", b, mma.OPERANDS))
+    if found is None:
+        raise TypeError(f"b is {b.dtype} and a is {a.dtype}: A and B must have the same dtype, or both FP8")
+    if graph.gathered and found.bits != 16:
+        raise TypeError(
+            f"a is {a.dtype}, and the epilogue takes {', '.join(graph.gathered)} of its rows, as of 16 bits only: "
+            f"compute it before, and pass it as a Col"
+        )
     if a.ndim < 1 or b.ndim != 2 or a.shape[-1] != b.shape[0]:
         transposed = b.ndim == 2 and a.ndim >= 1 and a.shape[-1] == b.shape[1]
         raise ValueError(
@@ -183,7 +217,7 @@ def check_arguments(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any]) -> 
         raise ValueError(f"b has {n} columns, and the epilogue swaps pairs of them: N must be even, so pad b by one")
     m = math.prod(batch)
     flat_a = fold("a", a, (m, k))
-    checked = _check_inputs(graph, inputs, a, n)
+    checked = _check_inputs(graph, inputs, a, b)
     vectors = (Kind.ROW, Kind.COL, Kind.TILE)
     pairs = [(i.name, checked[i.name], inputs[i.name]) for i in graph.inputs if i.kind in vectors]
     spread = tuple(name for name, x, given in pairs if isinstance(x, Tensor) and x.shape != given.shape)
@@ -193,14 +227,14 @@ def check_arguments(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any]) -> 
     return Arguments(Problem(m, n, k), batch, flat_a, b, checked, spread, copied)
 
 
-def _check_inputs(graph: Graph, inputs: Mapping[str, Any], a: Tensor, n: int) -> dict[str, Tensor | float]:
+def _check_inputs(graph: Graph, inputs: Mapping[str, Any], a: Tensor, b: Tensor) -> dict[str, Tensor | float]:
     declared = {i.name: i for i in graph.inputs}
     missing = [name for name in declared if name not in inputs]
     unknown = [name for name in inputs if name not in declared]
     if missing or unknown:
         wrong = [f"{name} is missing" for name in missing] + [f"{name} is unknown" for name in unknown]
         raise TypeError(f"the epilogue takes ({', '.join(declared)}): {', '.join(wrong)}")
-    return {name: _check_input(i, inputs[name], a, n) for name, i in declared.items()}
+    return {name: _check_input(i, inputs[name], a, b) for name, i in declared.items()}
 
 
 def scalar(name: str, value: Any) -> Any:
@@ -233,7 +267,7 @@ def _scalar_tensor(name: str, value: Tensor) -> Tensor | float:
     if value.device.type == "cpu":
         return float(value.item())
     one = value.reshape(())
-    return one if one.dtype in _DTYPES else one.float()
+    return one if _DTYPES.get(one.dtype) in READ else one.float()
 
 
 def integer(name: str, value: Any) -> Any:
@@ -264,7 +298,7 @@ def _integer_tensor(name: str, value: Tensor) -> Tensor | int:
     return int(value.item()) if value.device.type == "cpu" else value.reshape(()).long()
 
 
-def _check_input(declared: Input, value: Any, a: Tensor, n: int) -> Tensor | float:
+def _check_input(declared: Input, value: Any, a: Tensor, b: Tensor) -> Tensor | float:
     if declared.kind is Kind.SCALAR:
         found = _scalar_tensor(declared.name, value) if isinstance(value, Tensor) else value
         if isinstance(found, Tensor):
@@ -279,20 +313,20 @@ def _check_input(declared: Input, value: Any, a: Tensor, n: int) -> Tensor | flo
         return traced.integer(declared.name, whole)
     require_tensor(declared.name, value)
     if declared.kind is Kind.PRODUCT:
-        return _check_product(declared.name, value, a, n)
-    return _check_input_tensor(declared, value, a, n)
+        return _check_product(declared.name, value, b)
+    return _check_input_tensor(declared, value, a, b.shape[1])
 
 
-def _check_product(name: str, value: Tensor, a: Tensor, n: int) -> Tensor:
-    if value.dtype != a.dtype:
-        raise TypeError(f"{name} is {value.dtype} and a is {a.dtype}: a Product must have a's dtype")
-    k = a.shape[-1]
+def _check_product(name: str, value: Tensor, b: Tensor) -> Tensor:
+    if value.dtype != b.dtype:
+        raise TypeError(f"{name} is {value.dtype} and b is {b.dtype}: a Product must have b's dtype")
+    k, n = b.shape
     if tuple(value.shape) != (k, n):
         raise ValueError(
             f"{name} has shape {tuple(value.shape)}: as a Product it must have b's shape (K, N), {(k, n)}"
             + (f". It looks like a weight of shape (N, K): pass {name}.t()" if tuple(value.shape) == (n, k) else "")
         )
-    _require_same_device(name, value, a)
+    _require_same_device(name, value, b)
     return _as_stored(value)
 
 
@@ -303,7 +337,7 @@ def _as_stored(tensor: Tensor) -> Tensor:
 
 def _check_input_tensor(declared: Input, value: Tensor, a: Tensor, n: int) -> Tensor:
     name, batch = declared.name, tuple(a.shape[:-1])
-    element_type(name, value)
+    element_type(name, value, READ)
     m = math.prod(batch)
     shapes = {Kind.ROW: (n,), Kind.COL: batch, Kind.TILE: (*batch, n)}
     flat = {Kind.ROW: (n,), Kind.COL: (m,), Kind.TILE: (m, n)}[declared.kind]
@@ -368,8 +402,10 @@ def output_name(output: Output) -> str:
     return "out" if output.name == "d" else f"out[{output.name!r}]"
 
 
-def check_out(arguments: Arguments, output: Output, out: Any, dtype: torch.dtype | None = None) -> Tensor:
-    """Check a caller's output tensor and return its flat view.
+def check_out(
+    arguments: Arguments, output: Output, out: Any, allowed: Sequence[DType], dtype: torch.dtype | None = None
+) -> Tensor:
+    """Check a caller's output tensor, of one of the allowed types, and return its flat view.
 
     Raises
     ------
@@ -383,7 +419,7 @@ def check_out(arguments: Arguments, output: Output, out: Any, dtype: torch.dtype
         if out.dtype != result:
             raise TypeError(f"{name} is {out.dtype}: indices are {result}")
     else:
-        element_type(name, out)
+        element_type(name, out, allowed)
     if dtype is not None and out.dtype != dtype:
         raise TypeError(f"{name} is {out.dtype}, and out_dtype asks for {dtype}")
     if out.is_neg():

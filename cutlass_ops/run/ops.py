@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cutlass_ops.artifacts import loader
 from cutlass_ops.artifacts.loader import LoadedKernel
-from cutlass_ops.base import arch, env
+from cutlass_ops.base import env
 from cutlass_ops.base.errors import NoDeviceError, UnsupportedError
 from cutlass_ops.choose import dispatch
 from cutlass_ops.choose.dispatch import Decision
@@ -228,7 +228,7 @@ class Op(Warm):
         decision = decide(signature, device, call)
         if decision is None:
             what = f"{self.name} with a {signature.a}, b {signature.b} and d {signature.d}"
-            raise UnsupportedError(arch.unserved(what, device.capability))
+            raise UnsupportedError(dispatch.unserved(what, signature, device))
         return decision
 
 

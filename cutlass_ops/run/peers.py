@@ -12,30 +12,35 @@ from torch import Tensor
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.run import reference
+from cutlass_ops.run.results import usual_dtype
 
 Peer = Callable[[Tensor, Tensor, Sequence[Any]], Any]
 
 
-def peers(graph: Graph) -> Mapping[str, Peer]:
-    """Return PyTorch's ways to compute an epilogue, by name. Each returns D, or a mapping of several outputs.
+def peers(graph: Graph, dtype: torch.dtype = torch.bfloat16) -> Mapping[str, Peer]:
+    """Return PyTorch's ways to compute an epilogue of an A of some dtype, by name.
+
+    Each returns D, or a mapping of several outputs.
 
     ``eager`` is torch.mm and one elementwise kernel for each operation. ``cublaslt`` is cuBLASLt's fused epilogue, for
-    the few that it has. FP16 epilogues with statistics of A are computed in FP32, since the unscaled product may
-    overflow. So are epilogues with indices or random numbers, which 16 bits do not hold.
+    the few that it has, in 16 bits. FP16 epilogues with statistics of A are computed in FP32, since the unscaled
+    product may overflow. So are epilogues with indices or random numbers, which 16 bits do not hold. FP8 operands are
+    converted to BF16.
     """
     names = [i.name for i in graph.inputs]
 
     def eager(a: Tensor, b: Tensor, inputs: Sequence[Any]) -> Any:
         wide = graph.knows_places or (graph.gathered and a.dtype is torch.float16)
-        dtype = torch.float32 if wide else a.dtype
+        usual = usual_dtype(a.dtype, b.dtype)  # BF16 holds every FP8 value
+        dtype = torch.float32 if wide else usual
         acc = torch.mm(a.to(dtype), b.to(dtype))
         values = reference.evaluate(graph, acc, dict(zip(names, inputs, strict=True)), dtype, a=a)
-        values = {o.name: values[o.name] if o.reduce else values[o.name].to(a.dtype) for o in graph.outputs}
+        values = {o.name: values[o.name] if o.reduce else values[o.name].to(usual) for o in graph.outputs}
         return values if len(graph.outputs) > 1 else values[graph.outputs[0].name]
 
     found: dict[str, Peer] = {"eager": _NORMS.get(graph, eager)}
     fused = _FUSED.get(graph)
-    if fused is not None:
+    if fused is not None and dtype.itemsize == 2:
         found["cublaslt"] = fused
     return found
 

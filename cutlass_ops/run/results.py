@@ -9,7 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch.utils import _pytree
+
+from cutlass_ops.base import mma
+
+_USUAL: dict[tuple[torch.dtype, torch.dtype], torch.dtype] = {
+    (getattr(torch, m.a.torch_name), getattr(torch, m.b.torch_name)): getattr(torch, m.result.torch_name)
+    for m in mma.MMAS
+}
+
+
+def usual_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype:
+    """Return D's dtype for operands of these dtypes where a call asks for none: A's, and BF16 for FP8."""
+    return _USUAL.get((a, b), a)
 
 
 class Outputs(tuple[Any, ...]):

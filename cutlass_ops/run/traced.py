@@ -24,7 +24,7 @@ from cutlass_ops.epilogue import Epilogue
 from cutlass_ops.epilogue.graph import Graph, fits
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.epilogue.operations import REDUCTIONS
-from cutlass_ops.run.results import Outputs
+from cutlass_ops.run.results import Outputs, usual_dtype
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -214,7 +214,7 @@ class Traced:
         d = given.get("d")
         if d is not None and out_dtype is not None and d.dtype != out_dtype:
             raise TypeError(f"out is {d.dtype}, and out_dtype asks for {out_dtype}")
-        d_dtype = d.dtype if d is not None else a.dtype if out_dtype is None else out_dtype
+        d_dtype = d.dtype if d is not None else out_dtype or usual_dtype(a.dtype, b.dtype)
         found = []
         for name, kind, dtype in zip(self.outputs, self.kinds, self.dtypes, strict=True):
             tensor = given.get(name)

@@ -17,9 +17,11 @@ import torch
 
 from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.artifacts.manifest import MAX_VERSION, Choice
-from cutlass_ops.base import arch, checked_json, dtypes
+from cutlass_ops.base import checked_json, dtypes
+from cutlass_ops.base.dtypes import DType
 from cutlass_ops.base.errors import ConfigError, CutlassOpsError
-from cutlass_ops.choose import policies, tables
+from cutlass_ops.base.mma import OPERANDS
+from cutlass_ops.choose import dispatch, policies, tables
 from cutlass_ops.choose.policies import ROWS, Policy
 from cutlass_ops.choose.tables import Table
 from cutlass_ops.declare.config import Config
@@ -43,7 +45,6 @@ else:
 
 FORMAT = 1
 
-_DTYPES = ("bf16", "f16", "f32")
 # Maximum elements of a matrix: more than any memory holds, and few enough to count bytes in 64 bits.
 _MOST = 1 << 48
 _MAX_SPEC = 1 << 20  # bytes
@@ -68,9 +69,9 @@ class Kernels:
     layouts : tuple of str
         Majors of A and B: ``"row,col"`` for a weight (N, K) passed as ``weight.t()``.
     out_dtypes : tuple of str
-        Dtypes of D. The default is the dtype of A.
+        Dtypes of D. The default is the dtype of A, and BF16 for FP8.
     input_dtypes : tuple of (str, str)
-        Names and dtypes of epilogue inputs whose dtype differs from A's, such as ``("mean_square", "f32")``.
+        Names and dtypes of epilogue inputs that have not D's usual dtype, such as ``("mean_square", "f32")``.
     shapes : tuple of str
         Problems ``"MxNxK"``. Extents may be lists, as in ``"1,16x4096x4096"``. They determine the alignments.
     weights : tuple of str
@@ -100,9 +101,9 @@ class Kernels:
         if not self.shapes and not self.weights:
             raise ConfigError("neither shapes nor weights are given: give the problems that need kernels")
         _require_known(self.archs, "archs", BY_TARGET)
-        _require_dtypes(self.dtypes, "dtypes", ("bf16", "f16"))
-        _require_dtypes(self.out_dtypes, "out_dtypes", _DTYPES)
-        _require_dtypes((dtype for _, dtype in self.input_dtypes), "input_dtypes", _DTYPES)
+        _require_dtypes(self.dtypes, "dtypes", OPERANDS)
+        _require_dtypes(self.out_dtypes, "out_dtypes", dtypes.STORED)
+        _require_dtypes((dtype for _, dtype in self.input_dtypes), "input_dtypes", dtypes.READ)
         majors = get_args(Major)
         _require_known(self.layouts, "layouts", [f"{a},{b}" for a in majors for b in majors])
         for op in self.ops:
@@ -247,7 +248,7 @@ class _Need:
         if not policy.kernels:
             signature, device = policy.signature, policy.device
             what = f"a {signature.a}, b {signature.b}, d {signature.d}"
-            raise ConfigError(arch.unserved(what, device.capability, device.name))
+            raise ConfigError(dispatch.unserved(what, signature, device, device.name))
         chosen = policies.kept(policy, n, k, problem.count) if whole else (policy.choose(problem).config,)
         self.configs |= dict.fromkeys(chosen)
         self._rows.setdefault((n, k), set()).add(m)
@@ -509,14 +510,10 @@ def _require_tuple(values: object, name: str, kind: type, words: str) -> None:
         raise ConfigError(f"{name} must be a tuple of {words}, not {checked_json.shown(values)}")
 
 
-def _require_dtypes(values: Iterable[str], name: str, known: Iterable[str]) -> None:
+def _require_dtypes(values: Iterable[str], name: str, known: tuple[DType, ...]) -> None:
     for value in values:
-        try:
-            found = dtypes.dtype(value).name
-        except ValueError:
-            found = value
-        if found not in known:
-            raise ConfigError(f"{name} has {value!r}: use {', '.join(known)}")
+        if dtypes.NAMES.get(value.lower().removeprefix("torch.")) not in known:
+            raise ConfigError(f"{name} has {value!r}: use {', '.join(map(str, known))}")
 
 
 def _require_known(values: Iterable[str], name: str, known: Iterable[str]) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutlass_ops.base import arch
 from cutlass_ops.base.errors import CutlassOpsError, UnsupportedError
+from cutlass_ops.base.mma import mma_of
 from cutlass_ops.choose import policies
+from cutlass_ops.choose.dispatch import unserved
 from cutlass_ops.choose.knowledge import Candidate
 from cutlass_ops.choose.policies import Policy
 from cutlass_ops.declare.chips import CHIPS
@@ -243,7 +244,7 @@ def explain_call(name: str, call: Call, device: Device, op: Op | None = None) ->
         return _otherwise(name, call, device, op, str(exc))
     if decision is None:
         what = f"a {signature.a}, b {signature.b}, d {signature.d}"
-        return _otherwise(name, call, device, op, arch.unserved(what, device.capability, device.name))
+        return _otherwise(name, call, device, op, unserved(what, signature, device, device.name))
     policy, ranked = policies.policy(signature, device), decision.candidates()
     count = len(decision.kept)
     why = _BUNDLED.format(count) if decision.bundled else _why(policy, problem, ranked[0], count)
@@ -256,6 +257,7 @@ def explain_call(name: str, call: Call, device: Device, op: Op | None = None) ->
     origin = _origin(decision.spec) if decision.peer is None else ()
     whole = Traits.of(signature).whole(problem)
     chip = CHIPS.get(device.name)
+    mma = mma_of(signature.a.dtype, signature.b.dtype)
     moved = sum(t.numel() * t.element_size() for t in _tensors(call))
     return Explanation(
         name,
@@ -264,7 +266,7 @@ def explain_call(name: str, call: Call, device: Device, op: Op | None = None) ->
         why,
         (*_contract(signature, device, ranked[0].config), *_means(signature, ranked[0].config), *origin, *_now(now)),
         ranked,
-        roofline(whole, moved, chip) if chip else None,
+        roofline(whole, moved, chip, mma.rate if mma else 1.0) if chip else None,
         peers,
         _called(device),
         expected,
@@ -277,9 +279,9 @@ def _otherwise(name: str, call: Call, device: Device, op: Op | None, why: str) -
     contract = _contract(signature_of(call, device), device, None)
     parts = tuple(explain_call(part.name, each, device, part) for part, each in op.instead_of(call)) if op else ()
     # If one is not served, the call raises its error.
-    unserved = next((part.why for part in parts if not part.is_served), None)
-    if op is None or not parts or unserved:
-        return Explanation(name, problem, _NOTHING, unserved or why, contract, device=_called(device))
+    missing = next((part.why for part in parts if not part.is_served), None)
+    if op is None or not parts or missing:
+        return Explanation(name, problem, _NOTHING, missing or why, contract, device=_called(device))
     times = [part.microseconds for part in parts]
     return Explanation(
         name,

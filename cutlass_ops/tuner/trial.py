@@ -111,7 +111,7 @@ class Trial:
 
     def admit_peers(self) -> None:
         """Enter PyTorch's ways to compute the same."""
-        for name, peer in peers(self._signature.epilogue).items():
+        for name, peer in peers(self._signature.epilogue, self._sets[0].a.dtype).items():
             self._watch.add(name, self._run_peer(peer))
             self._peers.append(name)
 
@@ -213,7 +213,10 @@ class Trial:
 
     def _normal(self, shape: tuple[int, ...], operand: Operand, scale: float = 1.0) -> Tensor:
         tensor = _empty(shape, operand, self._device)
-        return tensor.normal_(0, scale, generator=self._generator)
+        if operand.dtype.bits >= 16:
+            return tensor.normal_(0, scale, generator=self._generator)
+        drawn = torch.empty(shape, device=self._device).normal_(0, scale, generator=self._generator)
+        return tensor.copy_(drawn)
 
     def _exact(self, x: _Tensors) -> list[Tensor]:
         graph = self._signature.epilogue

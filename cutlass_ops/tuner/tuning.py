@@ -22,7 +22,7 @@ import torch
 
 from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.artifacts.store import Artifact
-from cutlass_ops.base import arch, env, writable
+from cutlass_ops.base import env, writable
 from cutlass_ops.base.dtypes import dtype as element_named
 from cutlass_ops.base.errors import CompileError, MeasuringError, NoDeviceError, StoreError, UnsupportedError
 from cutlass_ops.base.mma import OPERANDS
@@ -474,8 +474,8 @@ def tune(
     shapes : iterable of (M, N, K)
         Problems. Calls of other shapes profit too: the choice goes by what was measured nearby.
     dtypes : str, torch.dtype, or sequence of such
-        Of A and B, which the epilogue's inputs and outputs have as well: ``"bf16"``, ``"f16"``. Kernels are tuned for
-        the types that calls have: where these differ, say so.
+        Of A and B, which the epilogue's inputs and outputs have as well: ``"bf16"``, ``"f16"``. Beside ``"e4m3"`` and
+        ``"e5m2"`` these are BF16. Kernels are tuned for the types that calls have: where these differ, say so.
     a, b : {"row", "col"}
         Majors of A (M, K) and B (K, N). ``weight.t()`` of a weight (N, K) is ``"col"``.
     out_dtype : torch.dtype, optional
@@ -555,7 +555,7 @@ def tune(
     for signature in problems:
         if not dispatch.specs(signature, place.device):
             what = f"a {signature.a}, b {signature.b}, d {signature.d}"
-            raise UnsupportedError(arch.unserved(what, place.device.capability, place.name))
+            raise UnsupportedError(dispatch.unserved(what, signature, place.device, place.name))
     known = {s: place.table(s) for s in problems}
     tasks = plan(problems, place.device, effort, known, deterministic=deterministic)
     with Measurer(device, silence) as measurer:

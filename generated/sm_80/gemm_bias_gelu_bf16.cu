@@ -9,6 +9,8 @@
 
 #include "cutlass_ops/sm80_gemm.h"
 
+CUTLASS_OPS_TYPE(cutlass::bfloat16_t, 4)
+
 namespace {
 
 namespace threadblock = cutlass::epilogue::threadblock;

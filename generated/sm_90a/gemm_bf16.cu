@@ -11,6 +11,10 @@
 #include "cutlass_ops/sm90_gemm.h"
 #include "cutlass_ops/epilogue.h"
 
+CUTLASS_OPS_TYPE(cutlass::bfloat16_t, 4)
+
+CUTLASS_OPS_WGMMA(cutlass::bfloat16_t, cutlass::bfloat16_t, "k16.f32.bf16.bf16", true)
+
 namespace {
 
 namespace fusion = cutlass::epilogue::fusion;

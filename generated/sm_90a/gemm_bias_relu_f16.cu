@@ -12,6 +12,10 @@
 #include "cutlass_ops/sm90_gemm.h"
 #include "cutlass_ops/epilogue.h"
 
+CUTLASS_OPS_TYPE(cutlass::half_t, 2)
+
+CUTLASS_OPS_WGMMA(cutlass::half_t, cutlass::half_t, "k16.f32.f16.f16", true)
+
 namespace {
 
 namespace fusion = cutlass::epilogue::fusion;

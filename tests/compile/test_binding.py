@@ -17,6 +17,9 @@ PROGRAM = r"""
 #include <cstdlib>
 #include <cstring>
 
+CUTLASS_OPS_TYPE(float, kDLFloat)
+CUTLASS_OPS_TYPE(cutlass::half_t, kDLFloat)
+
 using cutlass_ops::Call;
 using cutlass_ops::Major;
 

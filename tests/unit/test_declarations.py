@@ -288,6 +288,7 @@ def test_every_field_makes_another_kernel():
         ("stages", 4),
         ("swap_ab", True),
         ("means", "beside"),
+        ("accumulation", "promoted"),
         ("means", "ahead"),
     ):
         changed.append(spec(epilogue=saved, config=replace(base.config, **{field: value})))
@@ -530,6 +531,7 @@ WRONG_FIELDS = [
     (lambda **f: Sm90Config(TILE, **f), "split_k", ["2", True, None]),
     (lambda **f: Sm90Config(TILE, **f), "means", ["before", True, None]),
     (lambda **f: Sm90Config(TILE, **f), "realign", [0, None]),
+    (lambda **f: Sm90Config(TILE, **f), "accumulation", ["slow", True, None]),
     (TileOrder, "raster", ["along_k", None]),
     (TileOrder, "swizzle", ["2", 2.0, True, 3, 16, 0]),
     (TileOrder, "by_gpc", [1, None]),

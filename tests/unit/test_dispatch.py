@@ -26,6 +26,7 @@ from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.sm80 import space as space_sm80
 from cutlass_ops.kinds.sm90 import model, timer
 from cutlass_ops.kinds.table import kind_of
+from cutlass_ops.kinds.traits import Traits
 from cutlass_ops.run import norms, ops
 from cutlass_ops.tuner.tuning import signature_at
 from tests.sampling import sampled
@@ -397,7 +398,7 @@ def test_operands_that_tma_cannot_read_are_copied_where_that_is_little(epilogue,
     assert policy.choose(Problem(4096, 4096, 4096)).source != "measured"
     aligned = policies.policy(signature(epilogue, d=8), H100).choose(Problem(4096, 4096, 4096))
     weights = 1 + len(of.epilogue.products)
-    copies = timer.realigning((a, b), [Problem(4096, weights * 4096, 4096)]).item()
+    copies = timer.realigning(Traits.of(of), [Problem(4096, weights * 4096, 4096)]).item()
     expected = policy.choose(Problem(4096, 4096, 4096)).microseconds
     assert 0.9 * aligned.microseconds + copies < expected < 1.1 * aligned.microseconds + copies
 

@@ -184,7 +184,7 @@ def test_operands_that_a_kernel_may_take_are_looked_at_again(looked_at, changed,
 def test_a_later_call_is_still_checked():
     x, gate, up, _ = tensors(BF16)
     co.gemm_swiglu(x, gate.t(), up.t())
-    with pytest.raises(TypeError, match=r"^up is torch\.float16 and a is"):
+    with pytest.raises(TypeError, match=r"^up is torch\.float16 and b is"):
         co.gemm_swiglu(x, gate.t(), up.t().half())
     with pytest.raises(ValueError, match=r"^up has shape"):
         co.gemm_swiglu(x, gate.t(), up.t()[:, :5])
@@ -210,7 +210,7 @@ ERRORS = {
         lambda: co.gemm_swiglu(X, W, W[:, :5]), ValueError, r"^up has shape \(8, 5\): as a Product",
     ),
     "a weight (N, K)": (lambda: co.gemm_swiglu(X, W, W.t()), ValueError, r"pass up\.t\(\)$"),
-    "weights of two dtypes": (lambda: co.gemm_swiglu(X, W, W.half()), TypeError, r"^up is torch\.float16 and a is"),
+    "weights of two dtypes": (lambda: co.gemm_swiglu(X, W, W.half()), TypeError, r"^up is torch\.float16 and b is"),
     "one weight prepared": (
         lambda: co.gemm_swiglu(X, W, co.prepare(W, GAMMA), eps=EPS), TypeError, "^up is prepared and w is not",
     ),

@@ -148,6 +148,14 @@ def batched():
         return KernelSpec(a="bf16.row", b="bf16.col", d="bf16.row", epilogue=bias_relu, config=sm90().config, form=form)
 
 
+PROMOTED = {"accumulation": "promoted"}
+FP8 = {"a": "e4m3.row", "b": "e4m3.col", "d": "bf16.row"}
+
+
+def fp8(m=128, n=128, k=128, **changes):
+    return sm90(m, n, k, **FP8 | changes)
+
+
 # Rule, a declaration that keeps it, and a neighbour that breaks it and nothing else.
 NEIGHBOURS = [
     ("field_values", sm90(stages=2), sm90(stages=1)),
@@ -161,6 +169,21 @@ NEIGHBOURS = [
     ("form", sm90(), batched()),
     ("operand_dtypes", sm90(a="f16.row", b="f16.col"), sm90(a="f16.row", b="bf16.col")),
     ("operand_dtypes", sm90(d="f32.row"), sm90(a="f32.row", b="f32.col")),
+    ("operand_dtypes", fp8(), fp8(b="bf16.col")),
+    ("operand_dtypes", fp8(a="e5m2.row"), sm80(**FP8)),
+    ("operand_dtypes", fp8(b="e5m2.col"), gemv(**FP8)),
+    ("operand_majors", fp8(), fp8(a="e4m3.col")),
+    ("operand_majors", fp8(swap_ab=True), fp8(b="e4m3.row", swap_ab=True)),
+    ("epilogue_dtypes", fp8(inputs={"bias": "f32"}), fp8(inputs={"bias": "e4m3"})),
+    ("tma_alignment", fp8(), fp8(a="e4m3.row.align8")),
+    ("realign", fp8(), fp8(a="e4m3.row.align8", realign=True)),
+    ("tile_k", fp8(k=96), fp8(k=48)),
+    ("accumulation", fp8(**PROMOTED, **COOP), sm90(k=128, **PROMOTED, **COOP)),
+    ("accumulation", fp8(64, **PROMOTED), fp8(64, k=64, **PROMOTED)),
+    ("accumulation", fp8(split_k=2, **COOP), fp8(split_k=2, **PROMOTED, **COOP)),
+    ("accumulators", fp8(**PROMOTED, **COOP), fp8(**PROMOTED)),
+    ("means", norm(means="ahead"), fp8(epilogue=rms, means="ahead")),
+    ("epilogue_dtypes", sm90(epilogue=swiglu), sm90(epilogue=swiglu, inputs={"up": "f16.col"})),
     ("scaling", sm90(), sm90(a="bf16.row.blocks1x128", b="bf16.col.blocks128x128")),
     ("scaling", sm80(), sm80(d="bf16.row.blocks1x128")),
     ("alignment", sm90(d="bf16.row.align4"), sm90(d="bf16.row.align3")),
@@ -314,7 +337,7 @@ def test_every_rule_is_documented_with_its_ground():
 @pytest.mark.parametrize("broken", [n[2] for n in NEIGHBOURS], ids=[n[0] for n in NEIGHBOURS])
 def test_a_message_says_what_it_is_and_what_to_do(broken):
     for violation in check(broken):
-        assert re.search(r"\buse\b|\bgive\b|\bconvert\b", violation.message)
+        assert re.search(r"\b(use|give|convert|pad)\b", violation.message)
         assert not violation.message.endswith(".")
         assert len(violation.message) < 300
         assert str(violation) == f"{violation.rule}: {violation.message}"

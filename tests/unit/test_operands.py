@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cutlass_ops as co
-from cutlass_ops.base.dtypes import bf16, f16, f32
+from cutlass_ops.base.dtypes import bf16, e4m3, e5m2, f16, f32
 from cutlass_ops.declare.device import Device
 from cutlass_ops.run import operands
 from cutlass_ops.run.call import check_call, given_outputs, signature_of
@@ -112,17 +112,21 @@ def test_memory_that_no_kernel_can_address_is_refused(strides):
         matrix("weight", x, bf16)
 
 
-@pytest.mark.parametrize(("dtype", "element"), [(F16, f16), (BF16, bf16), (F32, f32)])
+@pytest.mark.parametrize(
+    ("dtype", "element"), [(F16, f16), (BF16, bf16), (F32, f32), (torch.float8_e4m3fn, e4m3), (torch.float8_e5m2, e5m2)]
+)
 def test_element_types(dtype, element):
     assert element_type("x", torch.zeros(1, dtype=dtype)) == element
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.int8, torch.bool, torch.complex64])
 def test_other_element_types_are_refused_by_name(dtype):
-    with pytest.raises(TypeError, match=rf"^bias is {dtype}: use one of torch.float16, torch.bfloat16, torch.float32$"):
+    with pytest.raises(
+        TypeError, match=rf"^bias is {dtype}: use one of torch.float16, torch.bfloat16, torch.float32, torch.float8"
+    ):
         element_type("bias", torch.zeros(1, dtype=dtype))
     with pytest.raises(TypeError, match=r"^a is .*: use one of torch.float16, torch.bfloat16$"):
-        element_type("a", torch.zeros(1, dtype=dtype), ("f16", "bf16"))
+        element_type("a", torch.zeros(1, dtype=dtype), (f16, bf16))
 
 
 # ---- B and a product's matrix ----------------------------------------------------------------------------------------
@@ -609,7 +613,7 @@ def test_a_products_matrix_is_taken_as_it_is():
 @pytest.mark.parametrize(
     ("up", "error", "message"),
     [
-        (torch.zeros(8, 10), TypeError, "^up is torch.float32 and a is torch.bfloat16: a Product must have"),
+        (torch.zeros(8, 10), TypeError, "^up is torch.float32 and b is torch.bfloat16: a Product must have"),
         (torch.zeros(8, 9, dtype=BF16), ValueError, r"^up has shape \(8, 9\): .* b's shape \(K, N\), \(8, 10\)$"),
         (torch.zeros(10, 8, dtype=BF16), ValueError, r"^up has shape \(10, 8\): .* pass up\.t\(\)$"),
         (torch.zeros(8, 10, dtype=BF16, device="meta"), ValueError, "^up is on meta and a is on cpu"),

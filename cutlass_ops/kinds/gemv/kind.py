@@ -7,6 +7,7 @@ from cutlass_ops.declare.form import DENSE
 from cutlass_ops.kinds.gemv import footprint, lowering, rules, space
 from cutlass_ops.kinds.gemv.model import GemvTimer
 from cutlass_ops.kinds.kind import Kind
+from cutlass_ops.kinds.serving import by_mma_sync
 
 
 def _unit(config: GemvConfig) -> tuple[str, str]:
@@ -18,6 +19,7 @@ def _unit(config: GemvConfig) -> tuple[str, str]:
 GEMV = Kind(
     config=GemvConfig,
     forms=(DENSE,),
+    multiplies=by_mma_sync,
     noun="a GemvConfig",
     template="gemv.cu.j2",
     values={"rows": (1, 2, 4, 8, 16), "warps": (1, 2, 4, 8, 16, 32), "pieces": (1, 2, 4, 8, 16)},

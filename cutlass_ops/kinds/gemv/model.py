@@ -62,6 +62,8 @@ class Numbers(NamedTuple):
     latency: float = 0.417
 
 
+# Bytes of an element of A and of B, and of D, in what the numbers were fitted to.
+_16_BITS = (2, 2)
 H100 = Numbers()
 # Scaled by the ratio of the peak memory bandwidths.
 H200 = Numbers(bandwidth=4.81)
@@ -69,10 +71,10 @@ _BY_CHIP = {"NVIDIA H200": H200}
 
 
 def predict(
-    config: GemvConfig, problem: Problem, multiprocessors: int, element_bytes: int = 2, of: Numbers = H100
+    config: GemvConfig, problem: Problem, multiprocessors: int, widths: tuple[int, int] = _16_BITS, of: Numbers = H100
 ) -> float:
     """Return :func:`times` for one configuration and one problem."""
-    return times(Blocks.of([config]), [problem], multiprocessors, element_bytes, of).item()
+    return times(Blocks.of([config]), [problem], multiprocessors, widths, of).item()
 
 
 class Blocks(NamedTuple):
@@ -104,7 +106,7 @@ def times(
     blocks_of: Blocks,
     problems: Problems,
     multiprocessors: int,
-    element_bytes: int = 2,
+    widths: tuple[int, int] = _16_BITS,
     of: Numbers = H100,
 ) -> Floats:
     """Return kernels' times in microseconds, with shape (problems, configurations).
@@ -117,14 +119,15 @@ def times(
         Each extent at least 1.
     multiprocessors : int
         Number of SMs.
-    element_bytes : int
-        Bytes of an operand's element.
+    widths : tuple of int
+        Bytes of an element of A and of B, and of D.
     of : Numbers
         The chip's parameters.
     """
     m, n, k, gemms = Extents.of(problems)
     rows, warps, pieces, columns, depth, tensor_cores = blocks_of
     by_tile = tensor_cores > 0
+    element_bytes, d_bytes = widths
 
     per_piece = of.per_piece + np.where(by_tile, of.per_tile + of.per_eight * rows / 8, of.per_row * rows)
     fastest = np.where(by_tile, of.pieces_of_tile, of.pieces - of.fewer_by_rows * np.log2(rows))
@@ -138,7 +141,7 @@ def times(
     resident = np.minimum(blocks, multiprocessors * np.maximum(1, _WARPS // warps))
     on_its_way = element_bytes * resident * columns * np.minimum(depth, k)
     per_byte = np.hypot(1 / (of.bandwidth * 1e6), of.latency / on_its_way)
-    memory = element_bytes * gemms * (m * k + k * n * passes + m * n) * per_byte
+    memory = gemms * (element_bytes * (m * k + k * n * passes) + d_bytes * m * n) * per_byte
     of_column = k * element_bytes / 16  # pieces
     read = gemms * passes * n * np.ceil(of_column / 32)  # reads by a whole warp
     compute = read * per_piece / (_INSTRUCTIONS * np.minimum(blocks, multiprocessors))
@@ -165,7 +168,8 @@ class GemvTimer:
 
     def times(self, problems: Problems, device: Device) -> tuple[Floats, Flags]:
         """Return times in microseconds. These kernels cannot order tiles by GPC."""
-        found = times(self.blocks, problems, device.multiprocessors, of=_BY_CHIP.get(device.name, H100))
+        widths = self.traits.element_bytes, self.traits.d_bytes
+        found = times(self.blocks, problems, device.multiprocessors, widths, _BY_CHIP.get(device.name, H100))
         return found, np.zeros_like(found, np.bool_)
 
     def besides(self, problems: Problems, _: Device) -> Floats:

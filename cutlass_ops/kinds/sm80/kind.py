@@ -5,12 +5,14 @@ from __future__ import annotations
 from cutlass_ops.declare.config import MEANS, Sm80Config
 from cutlass_ops.declare.form import DENSE
 from cutlass_ops.kinds.kind import Kind
+from cutlass_ops.kinds.serving import by_mma_sync
 from cutlass_ops.kinds.sm80 import footprint, lowering, rules, space
 from cutlass_ops.kinds.sm80.model import Sm80Timer
 
 SM80 = Kind(
     config=Sm80Config,
     forms=(DENSE,),
+    multiplies=by_mma_sync,
     noun="an Sm80Config",
     template="sm80_gemm.cu.j2",
     rules=rules.SM80,

@@ -69,6 +69,8 @@ class Costs:
 
 
 H100 = Costs()
+# Bytes of an element of A and of B, and of D, in what the costs were fitted to.
+_16_BITS = (2, 2)
 
 
 def predict(
@@ -77,11 +79,11 @@ def predict(
     multiprocessors: int,
     alignment: int = 8,
     costs: Costs = H100,
-    element_bytes: int = 2,
+    widths: tuple[int, int] = _16_BITS,
     target: str = "sm_90",
 ) -> float:
     """Return :func:`times` for one configuration and one problem."""
-    return times(Blocks.of([config]), [problem], multiprocessors, alignment, costs, element_bytes, target).item()
+    return times(Blocks.of([config]), [problem], multiprocessors, alignment, costs, widths, target).item()
 
 
 class Blocks(NamedTuple):
@@ -118,7 +120,7 @@ def times(
     multiprocessors: int,
     alignment: int = 8,
     costs: Costs = H100,
-    element_bytes: int = 2,
+    widths: tuple[int, int] = _16_BITS,
     target: str = "sm_90",
 ) -> Floats:
     """Return kernels' times in microseconds, with shape (problems, configurations).
@@ -135,13 +137,14 @@ def times(
         Alignment of A and B in elements: 1, 2, 4 or 8.
     costs : Costs
         Parameters of the chip.
-    element_bytes : int
-        Bytes of an operand's element.
+    widths : tuple of int
+        Bytes of an element of A and of B, and of D.
     target : str
         Target, which limits the thread blocks on one SM.
     """
     m, n, k, gemms = Extents.of(problems)
     tile_m, tile_n, tile_k, warp, _, stages, split = blocks_of
+    element_bytes, d_bytes = widths
     blocks = _resident(blocks_of, costs, element_bytes, target)
     rows = np.ceil(m / tile_m)
     tiles, steps = gemms * rows * np.ceil(n / tile_n), np.ceil(k / tile_k)
@@ -161,7 +164,7 @@ def times(
     by_tile = by_tile + (full + (rest > 0)) * tile_m * tile_n * costs.store
     work = np.where(split > 0, by_stream_k, by_tile)
 
-    memory = element_bytes * gemms * (m * k + k * n + m * n) / costs.dram
+    memory = gemms * (element_bytes * (m * k + k * n) + d_bytes * m * n) / costs.dram
     # Of several memory-bound kernels, prefer the one with the least padding.
     padding = 1 + _PADDING * (np.minimum(_MOST_PADDING, rows * tile_m / m) - 1)
     return np.asarray((_soft_max(work, memory) / 1e3 + costs.launch) * padding)
@@ -173,7 +176,7 @@ def _numbers(config: Sm80Config) -> tuple[float, ...]:
     return tile.m, tile.n, tile.k, warp.m * warp.n, config.warps, config.stages, config.stream_k
 
 
-def resident(config: Sm80Config, costs: Costs = H100, element_bytes: int = 2, target: str = "sm_90") -> int:
+def resident(config: Sm80Config, costs: Costs = H100, element_bytes: int = _16_BITS[0], target: str = "sm_90") -> int:
     """Estimate how many thread blocks are resident on one SM of a target."""
     return int(_resident(Blocks.of([config]), costs, element_bytes, target).item())
 
@@ -214,7 +217,8 @@ class Sm80Timer:
         """Return times in microseconds. These kernels cannot order tiles by GPC."""
         target = "sm_{}{}".format(*device.capability)
         alignment = min(self.traits.alignments)
-        found = times(self.blocks, problems, device.multiprocessors, alignment, target=target)
+        widths = self.traits.element_bytes, self.traits.d_bytes
+        found = times(self.blocks, problems, device.multiprocessors, alignment, H100, widths, target)
         return found, np.zeros_like(found, np.bool_)
 
     def besides(self, problems: Problems, _: Device) -> Floats:

@@ -8,6 +8,7 @@ from cutlass_ops.base import arch
 from cutlass_ops.declare.config import MEANS, Sm90Config
 from cutlass_ops.declare.form import DENSE
 from cutlass_ops.kinds.kind import Kind
+from cutlass_ops.kinds.serving import by_wgmma
 from cutlass_ops.kinds.sm90 import footprint, lowering, order, rules, space
 from cutlass_ops.kinds.sm90.timer import Sm90Timer, usual_means
 
@@ -23,6 +24,7 @@ def _handicap(config: Sm90Config) -> float:
 SM90 = Kind(
     config=Sm90Config,
     forms=(DENSE,),
+    multiplies=by_wgmma,
     noun="an Sm90Config",
     template="sm90_gemm.cu.j2",
     values={"split_k": (1, 2, 4, 8)},
@@ -34,6 +36,7 @@ SM90 = Kind(
     candidates=space.candidates,
     near=space.near,
     variants=space.variants,
+    of_width=space.of_width,
     gathering=lambda config: replace(config, means=usual_means(config)),
     orders=order.orders,
     orders_by_gpc=order.orders_by_gpc,

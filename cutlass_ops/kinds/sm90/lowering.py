@@ -10,6 +10,7 @@ from typing import Any
 
 from cutlass_ops.base import arch
 from cutlass_ops.base.dtypes import DType, f32
+from cutlass_ops.base.mma import mma_of
 from cutlass_ops.declare.config import MEANS, Sm90Config
 from cutlass_ops.declare.orientation import along_n, oriented, swapped
 from cutlass_ops.declare.spec import KernelSpec, Operand
@@ -67,6 +68,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
     copies = _copies(spec)
     scratch += [copy["bytes"] for copy in copies]
     return types(spec, lowered, "cutlass_ops/sm90_places.h") | {
+        "wgmma": _wgmma(spec),
         "tile": {"m": tile.m, "n": tile.n, "k": tile.k},
         "cluster": {"m": config.cluster.m, "n": config.cluster.n},
         "mainloop_schedule": _MAINLOOP[config.schedule],
@@ -123,6 +125,15 @@ def context(spec: KernelSpec) -> dict[str, Any]:
     }
 
 
+def _wgmma(spec: KernelSpec) -> dict[str, str]:
+    """Spell the types that the kernel's instruction multiplies, in the kernel's orientation."""
+    a, b = (spec.b.dtype, spec.a.dtype) if swapped(spec) else (spec.a.dtype, spec.b.dtype)
+    mma = mma_of(a, b)
+    assert mma is not None
+    any_major = str(not mma.wgmma_k_major_only).lower()
+    return {"a": a.cpp, "b": b.cpp, "types": mma.wgmma_types, "any_major": any_major}
+
+
 def _reductions(spec: KernelSpec) -> list[dict[str, str]]:
     """List the visitors that reduce, with how many results each has and of how many elements of D each is one."""
     extents = {Kind.COL: "o.problem.m, o.problem.n", Kind.ROW: "o.problem.n, o.problem.m"}
@@ -143,6 +154,7 @@ def _copies(spec: KernelSpec) -> list[dict[str, str]]:
     return [
         {
             "operand": name,
+            "element": "ElementA" if name == "a" else "ElementB",
             "major": major,
             "bytes": f"cutlass_ops::realigned_bytes<{major}>({extents})",
         }
@@ -180,6 +192,8 @@ def _mainloop_options(spec: KernelSpec) -> str:
     """Spell the main loop's further template arguments, none for the usual one."""
     beside = bool(spec.epilogue.gathered) and _config(spec).means == "beside"
     means = ["Means"] if footprint.gathers(spec) else ["void", "Rows"] if beside else []
+    if _config(spec).accumulation == "promoted":
+        means = ["void", "cutlass_ops::NoRows", "true"]
     if not means and not spec.epilogue.products:
         return ""
     options = [str(swapped(spec)).lower(), str(1 + len(spec.epilogue.products)), *means]

@@ -39,9 +39,13 @@ _REALIGN_BANDWIDTH = 2500.0
 # Extra microseconds per million elements of D that are stored one by one, with neighbouring threads in different rows.
 # From differences of measured times (benchmarks/NOTES.md), not fitted.
 _SCATTERED = 3.4
-# Limits on an instruction's clocks: products, and reads of both operands from shared memory.
-_PRODUCTS_PER_CLOCK = 2048
+# Limits on an instruction's clocks: products times the bytes of an element, since narrower ones are multiplied faster;
+# and reads of both operands from shared memory.
+_PRODUCT_BYTES_PER_CLOCK = 4096
 _SHARED_BYTES_PER_CLOCK = 128
+
+# Bytes of an element of A and of B, and of D, in what the costs were fitted to.
+_16_BITS = (2, 2)
 
 # L2 cache requests per 128 bytes that start at any multiple of 16 bytes. A multicast requests whole cache lines, other
 # reads request half lines: 1.875 and 2.75 on average when counted. With a fifth more, choices lose least
@@ -321,7 +325,7 @@ def times(
     batch: Batch,
     problems: Problems,
     chip: Costs = H100,
-    element_bytes: int = 2,
+    widths: tuple[int, int] = _16_BITS,
     lines: tuple[Extent, Extent] = ("k", "k"),
     cover: Grid | None = None,
 ) -> Floats:
@@ -335,8 +339,8 @@ def times(
         Each extent at least 1.
     chip : Costs
         Parameters of the chip.
-    element_bytes : int
-        Bytes of an operand's element.
+    widths : tuple of int
+        Bytes of an element of A and of B, and of D.
     lines : tuple of {"m", "n", "k"}
         The extents that are contiguous in A and in B: K, unless A is column-major or B row-major.
     cover : Grid, optional
@@ -349,10 +353,11 @@ def times(
     """
     m, n, k, gemms = Extents.of(problems)
     cover = cover or grid(batch, problems, chip)
+    element_bytes, d_bytes = widths
 
     # One K step of one tile, in microseconds.
     instructions = batch.wgmma_m / arch.WGMMA_M * batch.tile_k * element_bytes / arch.WGMMA_K_BYTES
-    products = arch.WGMMA_M * batch.wgmma_n * arch.WGMMA_K_BYTES / element_bytes / _PRODUCTS_PER_CLOCK
+    products = arch.WGMMA_M * batch.wgmma_n * arch.WGMMA_K_BYTES / _PRODUCT_BYTES_PER_CLOCK
     operands = (arch.WGMMA_M + batch.wgmma_n) * arch.WGMMA_K_BYTES / _SHARED_BYTES_PER_CLOCK
     compute = instructions * np.maximum(products, operands) / (chip.clock * 1e3)
     row_bytes = batch.tile_k * element_bytes
@@ -383,7 +388,7 @@ def times(
     busy = busy * (1 + chip.throttle * (1 - np.exp2(-busy / (chip.throttle_after * math.log(2)))))
 
     rereads = 1 + chip.reread * np.minimum(cover.rows / batch.cluster_m - 1, _MOST_REREADS)
-    memory = element_bytes * gemms * (m * k + k * n * rereads + m * n) / (chip.dram * 1e3)
+    memory = gemms * (element_bytes * (m * k + k * n * rereads) + d_bytes * m * n) / (chip.dram * 1e3)
     # Of several memory-bound kernels, prefer the one with the least padding.
     padding = 1 + _PADDING * (np.minimum(cover.rows * batch.tile_m / m, _MOST_PADDING) - 1)
     start = _per_schedule(batch, chip.launch)
@@ -398,7 +403,7 @@ def means(
     problems: Problems,
     times: Floats,
     chip: Costs = H100,
-    element_bytes: int = 2,
+    element_bytes: int = _16_BITS[0],
     taking: Taking = TAKING,
 ) -> Floats:
     """Return the extra microseconds for means of A's rows, with shape (problems, configurations).
@@ -415,8 +420,10 @@ def means(
         Each extent at least 1.
     times : array
         Microseconds without means, with shape (problems, configurations).
-    chip, element_bytes
+    chip
         As for :func:`times`.
+    element_bytes : int
+        Bytes of an element of A.
     taking : Taking
         Costs of each way.
     """
@@ -438,7 +445,7 @@ def means(
     return np.choose(batch.means, [found[way] for way in WAYS])
 
 
-def realigning(a: bool, b: bool, problems: Problems, element_bytes: int = 2) -> Floats:
+def realigning(a: bool, b: bool, problems: Problems, element_bytes: int) -> Floats:
     """Return the extra microseconds for copying A, B or both before the GEMM, with shape (problems, 1)."""
     m, n, k, gemms = Extents.of(problems)
     if not a and not b:
@@ -483,9 +490,9 @@ def _requests(lines_are_odd: Flags, sharing: Floats) -> Floats:
     return np.where(lines_are_odd, np.where(sharing > 1, _LINES_ASKED, _HALVES_ASKED), 1.0) / sharing
 
 
-def predict(config: Sm90Config, problem: Problem, chip: Costs = H100, element_bytes: int = 2) -> float:
+def predict(config: Sm90Config, problem: Problem, chip: Costs = H100, widths: tuple[int, int] = _16_BITS) -> float:
     """Return :func:`times` for one configuration and one problem."""
-    return times(Batch.of([config]), [problem], chip, element_bytes).item()
+    return times(Batch.of([config]), [problem], chip, widths).item()
 
 
 def _split(batch: Batch, cover: Grid, chip: Costs) -> tuple[Floats, Floats]:

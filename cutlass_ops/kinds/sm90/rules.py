@@ -11,11 +11,12 @@ from math import gcd
 
 from cutlass_ops.base import arch
 from cutlass_ops.base.dtypes import f32
+from cutlass_ops.base.mma import mma_of
 from cutlass_ops.declare.config import ClusterShape, Sm90Config
 from cutlass_ops.declare.orientation import reduced_along_m, sides, swapped
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.kinds.rules import Broken, Rule
-from cutlass_ops.kinds.serving import paired, plain_epilogue, sm80_serves, source_name
+from cutlass_ops.kinds.serving import paired, plain_epilogue, realigns, sm80_serves, source_name, takes_means
 from cutlass_ops.kinds.sm90.footprint import (
     epilogue_tile,
     gathered_rows,
@@ -31,6 +32,7 @@ from cutlass_ops.kinds.sm90.footprint import (
 # warp_specialized, they get up to 255. Sixteen more accumulators spill: 700 bytes per thread at 224 for the first two
 # (nvcc 13.0, bf16, bias + ReLU).
 _MAX_ACCUMULATORS = {"pingpong": 208, "cooperative": 208, "warp_specialized": 224}
+_PROMOTED_K = 128  # products that the Tensor Cores add up before FP32 does (`promote` in mainloop.h)
 _MAX_SIDE = 256  # elements along a side of a TMA box (cuTensorMapEncodeTiled)
 _GATHERED_COLUMNS = 64  # columns of A that eight lanes read at a time (gather.h)
 _GATHERED_ROWS = 64  # more rows take longer to read than to multiply (docs/rmsnorm.md)
@@ -54,6 +56,13 @@ def _tma_alignment(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
 
 
 def _realign(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
+    mma = mma_of(spec.a.dtype, spec.b.dtype)
+    if config.realign and mma is not None and not realigns(mma):
+        yield Broken(
+            f"realign is True, and a is {spec.a} and b is {spec.b}: elements of {mma.bits} bits are not copied",
+            ({"realign": False},),
+            "pad K to a multiple of 16 bytes",
+        )
     if config.realign and spec.a.aligned and spec.b.aligned:
         yield Broken(
             f"realign is True, and a is {spec.a} and b is {spec.b}, of which neither has to be copied",
@@ -141,14 +150,30 @@ def _epilogue_step(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
 def _accumulators(_: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
     tile, limit = config.threadblock, _MAX_ACCUMULATORS[config.schedule]
     threads = arch.WARPGROUP * (2 if config.schedule == "cooperative" else 1)
-    registers = tile.m * tile.n // threads
+    registers = tile.m * tile.n // threads * (1 if config.accumulation == "fast" else 2)
     if registers > limit:
         yield Broken(
-            f"threadblock {tile} with schedule {config.schedule!r} takes {registers} accumulator registers a thread, "
-            f"and more than {limit} spill",
+            f"threadblock {tile} with schedule {config.schedule!r} and accumulation {config.accumulation!r} takes "
+            f"{registers} accumulator registers a thread, and more than {limit} spill",
             ({"schedule": "cooperative"}, {"schedule": "warp_specialized"}),
             "use a smaller tile",
         )
+
+
+def _accumulation(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
+    if config.accumulation == "fast":
+        return
+    what, fast = f"accumulation is {config.accumulation!r}", ({"accumulation": "fast"},)
+    if spec.a.dtype.bits != 8:
+        yield Broken(f"{what}, and a is {spec.a}, whose products the Tensor Cores add up in FP32", fast)
+    if config.threadblock.k != _PROMOTED_K:
+        yield Broken(
+            f"{what}, and threadblock.k is {config.threadblock.k}: sums of {_PROMOTED_K} products, those "
+            "of one stage, are added up",
+            ({"threadblock.k": _PROMOTED_K},),
+        )
+    if config.split_k != 1:
+        yield Broken(f"{what}, and split_k is {config.split_k}, whose main loop adds up in one way", ({"split_k": 1},))
 
 
 def _scheduler(_: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
@@ -232,6 +257,12 @@ def _means(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
                 f"means is {config.means!r}, and the epilogue takes nothing of A's rows", ({"means": "gathered"},)
             )
         return
+    mma = mma_of(spec.a.dtype, spec.b.dtype)
+    if mma is not None and not takes_means(mma):
+        yield Broken(
+            f"a is {spec.a}, and {', '.join(spec.epilogue.gathered)} of rows are taken of elements of 16 bits",
+            advice="use a Col that a kernel of its own computes",
+        )
     if config.means == "ahead":
         return
     where, ahead = f"means is {config.means!r}: {', '.join(spec.epilogue.gathered)} of rows", {"means": "ahead"}
@@ -360,6 +391,7 @@ SM90: tuple[Rule[Sm90Config], ...] = (
     Rule("tile_size", "policy", _tile_size),
     Rule("epilogue_step", "policy", _epilogue_step),
     Rule("accumulators", "policy", _accumulators),
+    Rule("accumulation", "policy", _accumulation),
     Rule("scheduler", "compiler", _scheduler),
     Rule("split_k", "policy", _split_k),
     Rule("cluster_size", "policy", _cluster_size),

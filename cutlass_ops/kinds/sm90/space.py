@@ -18,7 +18,8 @@ _TILES_M: dict[Schedule, tuple[int, ...]] = {
 }
 _SIDES = {m for each in _TILES_M.values() for m in each}
 _TILES_N = range(arch.WGMMA_N_STEP, arch.WGMMA_N_MAX + 1, arch.WGMMA_N_STEP)
-_TILES_K = (32, 64, 128, 256)
+_TILES_K_BYTES = (64, 128, 256, 512)
+_USUAL_K_BYTES = 128
 _STAGE_BYTES = 48 * 1024
 _SPLITS = (2, 4, 8)
 _SPLIT_CLUSTERS = ((1, 1), (2, 1), (1, 2))
@@ -28,12 +29,14 @@ _CLUSTERS = ((1, 1), (2, 1), (1, 2), (4, 1), (1, 4), (2, 2), (4, 2), (2, 4))
 def candidates(signature: OpSignature) -> Iterator[Sm90Config]:
     """Yield all combinations of schedule, tile, cluster, orientation and K splitting, with the most stages that fit."""
     ways = get_args(Means) if signature.epilogue.gathered else ("gathered",)
-    return (replace(c, means=means, realign=signature.realigns) for c in _all() for means in ways)
+    of = _all(signature.a.dtype.bytes)
+    return (replace(c, means=means, realign=signature.realigns) for c in of for means in ways)
 
 
-def _all() -> Iterator[Sm90Config]:
+def _all(element_bytes: int) -> Iterator[Sm90Config]:
+    tiles_k = [k // element_bytes for k in _TILES_K_BYTES]
     for schedule, rows in _TILES_M.items():
-        for m, n, k, cluster, swap in product(rows, _TILES_N, _TILES_K, _CLUSTERS, (False, True)):
+        for m, n, k, cluster, swap in product(rows, _TILES_N, tiles_k, _CLUSTERS, (False, True)):
             # D is stored in pieces of 16 bytes, 8 columns, unless the kernel computes D^T.
             if n % 16 and n != 8 and not swap:
                 continue
@@ -43,6 +46,12 @@ def _all() -> Iterator[Sm90Config]:
                 yield replace(config, scheduler="stream_k")
             if schedule != "pingpong" and cluster == (1, 1):
                 yield from (replace(config, split_k=blocks) for blocks in _SPLITS)
+
+
+def of_width(config: Sm90Config, before: int, after: int) -> Sm90Config:
+    """Return a configuration for elements of another size, whose tile has as many bytes along K."""
+    tile = config.threadblock
+    return replace(config, threadblock=replace(tile, k=max(1, tile.k * before // after)))
 
 
 def near(one: Sm90Config, other: Sm90Config) -> bool:
@@ -80,5 +89,7 @@ def is_usual(config: Sm90Config, element_bytes: int) -> bool:
     orientation is not swapped, unless A's rows then get a side of at most 64 or one that a tile's M cannot have.
     """
     tile = config.threadblock
-    extents = [k for k in _TILES_K if k == 64 or (k > 64 and (tile.m + tile.n) * k * element_bytes <= _STAGE_BYTES)]
-    return tile.k == extents[-1] and (not config.swap_ab or tile.n <= arch.WGMMA_M or tile.n not in _SIDES)
+    wider = (k for k in _TILES_K_BYTES if k > _USUAL_K_BYTES and (tile.m + tile.n) * k <= _STAGE_BYTES)
+    return tile.k * element_bytes == max(wider, default=_USUAL_K_BYTES) and (
+        not config.swap_ab or tile.n <= arch.WGMMA_M or tile.n not in _SIDES
+    )

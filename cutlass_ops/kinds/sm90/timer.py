@@ -8,15 +8,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cutlass_ops.base import arch
-from cutlass_ops.base.dtypes import bf16
 from cutlass_ops.declare.config import Means, Sm90Config
 from cutlass_ops.declare.device import Device
 from cutlass_ops.kinds.arrays import Extents, Flags, Floats, Places, Problems
 from cutlass_ops.kinds.sm90 import model
 from cutlass_ops.kinds.sm90.order import WAVES_BY_GPC
 from cutlass_ops.kinds.traits import Traits
-
-_ALIGNED = bf16.tma_alignment  # the same for f16: both have two bytes per element
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,21 +68,24 @@ class Sm90Timer:
 
     def _besides(self, extents: Extents, times: Floats, device: Device) -> Floats:
         traits = self.traits
-        found = realigning(traits.alignments, extents) * self.copies
+        found = realigning(traits, extents) * self.copies
         if traits.scatters:
             found = found + model.scattering(extents._replace(n=extents.n // traits.weights)) * ~self.swapped
-        return found + model.means(self.batch, extents, times, model.costs_of(device)) if traits.gathers else found
+        if not traits.gathers:
+            return found
+        return found + model.means(self.batch, extents, times, model.costs_of(device), traits.element_bytes)
 
     def _times_by_order(self, extents: Extents, device: Device) -> tuple[Floats, Floats]:
         chip, lines = model.costs_of(device), self.traits.lines
+        widths = self.traits.element_bytes, self.traits.d_bytes
         cover = model.grid(self.batch, extents, chip)
         usual = np.where(
-            self._launchable(cover), model.times(self.batch, extents, chip, lines=lines, cover=cover), np.inf
+            self._launchable(cover), model.times(self.batch, extents, chip, widths, lines, cover=cover), np.inf
         )
         worth = self.ordered & (cover.waves <= WAVES_BY_GPC)
         if not worth.any():
             return usual, np.full((1, 1), np.inf)
-        return usual, np.where(worth, model.times(self.by_gpc, extents, chip, lines=lines, cover=cover), np.inf)
+        return usual, np.where(worth, model.times(self.by_gpc, extents, chip, widths, lines, cover=cover), np.inf)
 
     def _launchable(self, cover: model.Grid) -> Flags:
         """Return whether the grid's y extent is in range: a kernel that is not persistent has a block per tile."""
@@ -97,10 +97,10 @@ class Sm90Timer:
         return np.asarray(persistent | (second <= arch.MAX_GRID_Y))
 
 
-def realigning(alignments: tuple[int, int], problems: Problems) -> Floats:
-    """Return microseconds to copy operands of these alignments so that TMA can read them."""
-    a, b = (alignment < _ALIGNED for alignment in alignments)
-    return model.realigning(a, b, problems)
+def realigning(traits: Traits, problems: Problems) -> Floats:
+    """Return microseconds to copy operands so that TMA can read them."""
+    a, b = (alignment * traits.element_bytes < arch.TMA_ALIGNMENT_BYTES for alignment in traits.alignments)
+    return model.realigning(a, b, problems, traits.element_bytes)
 
 
 def usual_means(config: Sm90Config) -> Means:

@@ -62,14 +62,15 @@ struct Scalar {
   Element const* ptr = nullptr;  // on the device; if set, the value is read there
 };
 
+// What DLPack calls an element type: a kernel's source says so of each of its types.
 template <class Element>
 struct DataType;
-template <>
-struct DataType<float> { static constexpr int code = kDLFloat, bits = 32; };
-template <>
-struct DataType<cutlass::half_t> { static constexpr int code = kDLFloat, bits = 16; };
-template <>
-struct DataType<cutlass::bfloat16_t> { static constexpr int code = kDLBfloat, bits = 16; };
+
+#define CUTLASS_OPS_TYPE(Element, type_code)                   \
+  template <>                                                  \
+  struct cutlass_ops::DataType<Element> {                      \
+    static constexpr int code = type_code, bits = 8 * sizeof(Element); \
+  };
 
 // Bytes that an argument occupies: `rows` runs of `width` bytes, `pitch` bytes apart.
 struct Extent {

@@ -43,6 +43,7 @@ struct Operand {
   static constexpr uint32_t kRowBytes = kBytes / kRows;  // of all matrices
   using Load = cute::conditional_t<kMulticast, cute::SM90_TMA_LOAD_MULTICAST, cute::SM90_TMA_LOAD>;
   using Storage = cute::array_aligned<Element, kStages * kElements>;
+  using Bits = cute::uint_bit_t<8 * sizeof(Element)>;  // as TMA copies them, which knows no types
 
   CUTLASS_DEVICE static auto stage(Storage& storage, int index) {
     return cute::make_tensor(cute::make_smem_ptr(storage.data() + index * kElements), Stage{});
@@ -117,9 +118,11 @@ struct NoRows {
 
 // With `kProducts` of 2, the weight's tile is half of a second matrix; the problem's M or N counts both. The weight is B, or A
 // in a kernel that computes the transposed problem, `kSwapped`. `Means` says what is gathered of the other operand's rows and
-// where it goes; void, nothing is. `Rows` says what idle warps take of A's rows beside the main loop (means_beside.h).
+// where it goes; void, nothing is. `Rows` says what idle warps take of A's rows beside the main loop (means_beside.h). With
+// `kPromotes`, the products of each stage are added up by themselves, and these sums in FP32.
 template <class ElementA_, class LayoutA, class ElementB_, class LayoutB, class Tile, class Cluster, int kStages,
-          class Schedule, bool kSwapped = false, int kProducts = 1, class Means = void, class Rows = NoRows>
+          class Schedule, bool kSwapped = false, int kProducts = 1, class Means = void, class Rows = NoRows,
+          bool kPromotes = false>
 class Mainloop {
   static constexpr auto kMajorA = cutlass::gemm::collective::detail::gmma_ss_tag_to_major_A<ElementA_, LayoutA>();
   static constexpr auto kMajorB = cutlass::gemm::collective::detail::gmma_ss_tag_to_major_B<ElementB_, LayoutB>();
@@ -141,7 +144,7 @@ class Mainloop {
   using StrideA = cutlass::gemm::TagToStrideA_t<LayoutA>;
   using StrideB = cutlass::gemm::TagToStrideB_t<LayoutB>;
   using TiledMma = decltype(cute::make_tiled_mma(
-      Wgmma<Extent<1>::value / kAcross, ElementA, kMajorA, kMajorB>{},
+      Wgmma<Extent<1>::value / kAcross, ElementA, ElementB, kMajorA, kMajorB>{},
       cute::Layout<cute::Shape<cute::Int<kDown>, cute::Int<kAcross>, cute::_1>>{}));
   static constexpr int kMatricesA = kSwapped ? kProducts : 1, kMatricesB = kSwapped ? 1 : kProducts;
   // Blocks of a cluster in a row share A's tile, those in a column B's.
@@ -179,16 +182,16 @@ class Mainloop {
     ElementB const* ptr_B;
     StrideB dB;
     // The weight's second matrix, if there is one. A header of CUTLASS makes fields that are not named an error.
-    ElementA const* ptr_second = nullptr;
+    cute::conditional_t<kSwapped, ElementA, ElementB> const* ptr_second = nullptr;
     cute::conditional_t<kSwapped, StrideA, StrideB> d_second = {};
     typename Rows::Params rows = {};
   };
 
   using TMA_A = decltype(cute::make_tma_copy_A_sm90(
-      typename A::Load{}, cute::make_tensor(static_cast<uint16_t const*>(nullptr), cute::repeat_like(StrideA{}, 0), StrideA{}),
+      typename A::Load{}, cute::make_tensor(static_cast<typename A::Bits const*>(nullptr), cute::repeat_like(StrideA{}, 0), StrideA{}),
       typename A::Part{}, Part{}, Cluster{}));
   using TMA_B = decltype(cute::make_tma_copy_B_sm90(
-      typename B::Load{}, cute::make_tensor(static_cast<uint16_t const*>(nullptr), cute::repeat_like(StrideB{}, 0), StrideB{}),
+      typename B::Load{}, cute::make_tensor(static_cast<typename B::Bits const*>(nullptr), cute::repeat_like(StrideB{}, 0), StrideB{}),
       typename B::Part{}, Part{}, Cluster{}));
 
   struct Params {
@@ -207,14 +210,13 @@ class Mainloop {
   template <class Problem>
   static Params to_underlying_arguments(Problem const& problem, Arguments const& arguments, void*) {
     using namespace cute;
-    static_assert(sizeof(ElementA) == 2 && sizeof(ElementB) == 2);
     auto const m = get<0>(problem), n = get<1>(problem), k = get<2>(problem), l = get<3>(problem);
     auto const copy_a = [&](ElementA const* data, StrideA const& stride) {
-      auto const a = make_tensor(reinterpret_cast<uint16_t const*>(data), make_shape(m / kMatricesA, k, l), stride);
+      auto const a = make_tensor(reinterpret_cast<typename A::Bits const*>(data), make_shape(m / kMatricesA, k, l), stride);
       return make_tma_copy_A_sm90(typename A::Load{}, a, typename A::Part{}, Part{}, Cluster{});
     };
     auto const copy_b = [&](ElementB const* data, StrideB const& stride) {
-      auto const b = make_tensor(reinterpret_cast<uint16_t const*>(data), make_shape(n / kMatricesB, k, l), stride);
+      auto const b = make_tensor(reinterpret_cast<typename B::Bits const*>(data), make_shape(n / kMatricesB, k, l), stride);
       return make_tma_copy_B_sm90(typename B::Load{}, b, typename B::Part{}, Part{}, Cluster{});
     };
     Params params{};
@@ -350,6 +352,7 @@ class Mainloop {
   CUTLASS_DEVICE void mma(MainloopPipeline pipeline, PipelineState state, Sums& sums, int steps, int thread,
                           TensorStorage& storage, Params const& params) {
     auto const multiply = multiplier(storage, thread);
+    if constexpr (kPromotes) return promote(multiply, pipeline, state, sums, steps);
     RowGather gather(of_rows(storage));
     PipelineState release = state;
     auto const step = [&](bool first) {
@@ -375,12 +378,35 @@ class Mainloop {
   }
 
   CUTLASS_DEVICE void mma_tail(MainloopPipeline pipeline, PipelineState release, int steps) {
+    if constexpr (kPromotes) return;
     release.advance(steps - 1);
     cute::warpgroup_wait<0>();
     pipeline.consumer_release(release);
   }
 
  private:
+  // Leaves nothing unfinished. While a warpgroup waits for its products and adds them up, the other one multiplies.
+  template <class Multiply, class Sums>
+  CUTLASS_DEVICE static void promote(Multiply const& multiply, MainloopPipeline& pipeline, PipelineState state, Sums& sums,
+                                     int steps) {
+    static_assert(cute::is_void_v<Means>, "nothing is gathered of rows");
+    auto of_step = cute::make_fragment_like(sums);
+    cute::clear(sums);
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (; steps > 0; --steps, ++state) {
+      pipeline.consumer_wait(state, pipeline.consumer_try_wait(state));
+      cute::warpgroup_fence_operand(of_step);
+      cute::warpgroup_arrive();
+      multiply(of_step, state.index(), true);
+      cute::warpgroup_commit_batch();
+      cute::warpgroup_wait<0>();
+      cute::warpgroup_fence_operand(of_step);
+      pipeline.consumer_release(state);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < cute::size(sums); ++i) sums(i) += of_step(i);
+    }
+  }
+
   // One matrix's descriptors.
   template <class Operand, class Copy, class Element, class Stride, class Load>
   static void encode(int rows, Copy const& copy, Element const* data, Stride const& stride, Load& load,

@@ -11,9 +11,6 @@ namespace cutlass_ops {
 
 // ---- Whole numbers of 64 bits as launch arguments ----
 
-template <>
-struct DataType<int64_t> { static constexpr int code = kDLInt, bits = 64; };
-
 // FP32, by way of which other scalars go, would not hold one.
 template <>
 inline Scalar<int64_t> Call::scalar<int64_t>() {

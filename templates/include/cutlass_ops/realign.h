@@ -127,8 +127,9 @@ int64_t realigned_bytes(int64_t rows, int64_t cols) {
 class Realigned {
  public:
   // Lets a matrix be the copy that there will be of it.
-  template <Major kMajor, class Preparing>
+  template <class Element, Major kMajor, class Preparing>
   void add(Matrix& matrix, Preparing& preparing) {
+    static_assert(sizeof(Element) == sizeof(*Realign::Lines::from));
     void* const to = preparing.take(realigned_bytes<kMajor>(matrix.rows, matrix.cols));
     int64_t const count = kMajor == Major::kRow ? matrix.rows : matrix.cols;
     Realign::Lines& lines = params_.matrices[count_++];

@@ -11,9 +11,6 @@
 
 namespace cutlass_ops {
 
-template <>
-struct DataType<int32_t> { static constexpr int code = kDLInt, bits = 32; };
-
 // What a reduction keeps that needs more than one number.
 template <class Second>
 struct alignas(8) Pair {

@@ -23,6 +23,7 @@ struct WhichMeans {
 // Two neighbouring elements as FP32.
 template <class Element>
 CUTLASS_DEVICE float2 unpack(uint32_t pair) {
+  static_assert(sizeof(Element) == 2);
   return {float(Element::bitcast(uint16_t(pair))), float(Element::bitcast(uint16_t(pair >> 16)))};
 }
 

@@ -33,7 +33,8 @@ class SplitKernel {
   static constexpr int kConsumers = cute::size(TiledMma{});
   // How a block's part lies in the registers of its threads: as one narrower wgmma would leave it.
   using PartMma = decltype(cute::make_tiled_mma(
-      Wgmma<kTileN / kSplits, typename Mainloop::ElementA, cute::GMMA::Major::K, cute::GMMA::Major::K>{},
+      Wgmma<kTileN / kSplits, typename Mainloop::ElementA, typename Mainloop::ElementB, cute::GMMA::Major::K,
+            cute::GMMA::Major::K>{},
       cute::Layout<cute::Shape<cute::Int<kWarpgroups>, cute::_1, cute::_1>>{}));
   static_assert(kConsumers == 128 * kWarpgroups);
   static constexpr int kPart = kTileM * kTileN / kConsumers / kSplits;  // accumulators of a thread that one block finishes

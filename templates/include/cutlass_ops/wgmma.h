@@ -7,13 +7,11 @@
 
 #include "cute/atom/mma_traits_sm90_gmma.hpp"
 #include "cute/tensor.hpp"
-#include "cutlass/bfloat16.h"
-#include "cutlass/half.h"
 
 namespace cutlass_ops {
 
-// D (64, N) += A (64, 16) B (16, N), FP32 accumulators, issued by one warpgroup.
-template <int N>
+// D (64, N) += A (64, K) B (K, N), K being 32 bytes, FP32 accumulators, issued by one warpgroup.
+template <int N, class ElementA, class ElementB>
 struct WgmmaIssue;
 
 // Names and operands of the accumulator's registers, four of a thread's for eight columns.
@@ -83,101 +81,100 @@ struct WgmmaIssue;
 #define CUTLASS_OPS_OPERANDS_248 CUTLASS_OPS_OPERANDS_240, "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123])
 #define CUTLASS_OPS_OPERANDS_256 CUTLASS_OPS_OPERANDS_248, "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
 
-// N, then the numbers of the operands that follow the accumulators: both descriptors, whether to accumulate, and whether
-// each operand is adjacent in memory along its free dimension instead of along K.
-#define CUTLASS_OPS_WGMMA_ASM(N, A, B, P, TA, TB, type)                                                      \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N          \
-               "k16.f32." type "." type " {" CUTLASS_OPS_REGISTERS_##N "}, %" #A ", %" #B ", p, 1, 1, %" #TA   \
-               ", %" #TB ";\n}\n"                                                                            \
-               : CUTLASS_OPS_OPERANDS_##N                                                                    \
-               : "l"(a), "l"(b), "r"(accumulate), "n"(kFreeA), "n"(kFreeB))
+// The numbers of the operands that say whether A and B are adjacent in memory along their free dimension instead of along K.
+// Types that lie along K only have none.
+#define CUTLASS_OPS_WGMMA_MAJORS_true(TA, TB) ", %" #TA ", %" #TB
+#define CUTLASS_OPS_WGMMA_MAJORS_false(TA, TB) ""
 
-#define CUTLASS_OPS_WGMMA(N, A, B, P, TA, TB)                                                               \
+// N, then the numbers of the operands that follow the accumulators: both descriptors, whether to accumulate, the majors.
+#define CUTLASS_OPS_WGMMA_OF(N, A, B, P, TA, TB, ElementA, ElementB, types, any_major)                      \
   template <>                                                                                               \
-  struct WgmmaIssue<N> {                                                                                    \
-    template <class Element, int kFreeA, int kFreeB>                                                        \
+  struct cutlass_ops::WgmmaIssue<N, ElementA, ElementB> {                                                   \
+    template <int kFreeA, int kFreeB>                                                                       \
     CUTE_DEVICE static void issue(float* d, uint64_t a, uint64_t b, int accumulate) {                       \
-      if constexpr (cute::is_same_v<Element, cutlass::bfloat16_t>) {                                        \
-        CUTLASS_OPS_WGMMA_ASM(N, A, B, P, TA, TB, "bf16");                                                  \
-      } else {                                                                                              \
-        static_assert(cute::is_same_v<Element, cutlass::half_t>, "operands are FP16 or BF16");              \
-        CUTLASS_OPS_WGMMA_ASM(N, A, B, P, TA, TB, "f16");                                                   \
-      }                                                                                                     \
+      static_assert(any_major || (kFreeA == 0 && kFreeB == 0), "wgmma reads these types along K only");     \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N     \
+                   types " {" CUTLASS_OPS_REGISTERS_##N "}, %" #A ", %" #B ", p, 1, 1"                      \
+                   CUTLASS_OPS_WGMMA_MAJORS_##any_major(TA, TB) ";\n}\n"                                    \
+                   : CUTLASS_OPS_OPERANDS_##N                                                               \
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kFreeA), "n"(kFreeB));                            \
     }                                                                                                       \
   };
 
-CUTLASS_OPS_WGMMA(8, 4, 5, 6, 7, 8)
-CUTLASS_OPS_WGMMA(16, 8, 9, 10, 11, 12)
-CUTLASS_OPS_WGMMA(24, 12, 13, 14, 15, 16)
-CUTLASS_OPS_WGMMA(32, 16, 17, 18, 19, 20)
-CUTLASS_OPS_WGMMA(40, 20, 21, 22, 23, 24)
-CUTLASS_OPS_WGMMA(48, 24, 25, 26, 27, 28)
-CUTLASS_OPS_WGMMA(56, 28, 29, 30, 31, 32)
-CUTLASS_OPS_WGMMA(64, 32, 33, 34, 35, 36)
-CUTLASS_OPS_WGMMA(72, 36, 37, 38, 39, 40)
-CUTLASS_OPS_WGMMA(80, 40, 41, 42, 43, 44)
-CUTLASS_OPS_WGMMA(88, 44, 45, 46, 47, 48)
-CUTLASS_OPS_WGMMA(96, 48, 49, 50, 51, 52)
-CUTLASS_OPS_WGMMA(104, 52, 53, 54, 55, 56)
-CUTLASS_OPS_WGMMA(112, 56, 57, 58, 59, 60)
-CUTLASS_OPS_WGMMA(120, 60, 61, 62, 63, 64)
-CUTLASS_OPS_WGMMA(128, 64, 65, 66, 67, 68)
-CUTLASS_OPS_WGMMA(136, 68, 69, 70, 71, 72)
-CUTLASS_OPS_WGMMA(144, 72, 73, 74, 75, 76)
-CUTLASS_OPS_WGMMA(152, 76, 77, 78, 79, 80)
-CUTLASS_OPS_WGMMA(160, 80, 81, 82, 83, 84)
-CUTLASS_OPS_WGMMA(168, 84, 85, 86, 87, 88)
-CUTLASS_OPS_WGMMA(176, 88, 89, 90, 91, 92)
-CUTLASS_OPS_WGMMA(184, 92, 93, 94, 95, 96)
-CUTLASS_OPS_WGMMA(192, 96, 97, 98, 99, 100)
-CUTLASS_OPS_WGMMA(200, 100, 101, 102, 103, 104)
-CUTLASS_OPS_WGMMA(208, 104, 105, 106, 107, 108)
-CUTLASS_OPS_WGMMA(216, 108, 109, 110, 111, 112)
-CUTLASS_OPS_WGMMA(224, 112, 113, 114, 115, 116)
-CUTLASS_OPS_WGMMA(232, 116, 117, 118, 119, 120)
-CUTLASS_OPS_WGMMA(240, 120, 121, 122, 123, 124)
-CUTLASS_OPS_WGMMA(248, 124, 125, 126, 127, 128)
-CUTLASS_OPS_WGMMA(256, 128, 129, 130, 131, 132)
-
-#undef CUTLASS_OPS_WGMMA
-#undef CUTLASS_OPS_WGMMA_ASM
+// The instructions for one pair of types: a kernel's source has the pair that it multiplies. `types` is what their names have
+// after N, such as "k16.f32.bf16.bf16".
+#define CUTLASS_OPS_WGMMA(...)                                          \
+  CUTLASS_OPS_WGMMA_OF(8, 4, 5, 6, 7, 8, __VA_ARGS__)                   \
+  CUTLASS_OPS_WGMMA_OF(16, 8, 9, 10, 11, 12, __VA_ARGS__)               \
+  CUTLASS_OPS_WGMMA_OF(24, 12, 13, 14, 15, 16, __VA_ARGS__)             \
+  CUTLASS_OPS_WGMMA_OF(32, 16, 17, 18, 19, 20, __VA_ARGS__)             \
+  CUTLASS_OPS_WGMMA_OF(40, 20, 21, 22, 23, 24, __VA_ARGS__)             \
+  CUTLASS_OPS_WGMMA_OF(48, 24, 25, 26, 27, 28, __VA_ARGS__)             \
+  CUTLASS_OPS_WGMMA_OF(56, 28, 29, 30, 31, 32, __VA_ARGS__)             \
+  CUTLASS_OPS_WGMMA_OF(64, 32, 33, 34, 35, 36, __VA_ARGS__)             \
+  CUTLASS_OPS_WGMMA_OF(72, 36, 37, 38, 39, 40, __VA_ARGS__)             \
+  CUTLASS_OPS_WGMMA_OF(80, 40, 41, 42, 43, 44, __VA_ARGS__)             \
+  CUTLASS_OPS_WGMMA_OF(88, 44, 45, 46, 47, 48, __VA_ARGS__)             \
+  CUTLASS_OPS_WGMMA_OF(96, 48, 49, 50, 51, 52, __VA_ARGS__)             \
+  CUTLASS_OPS_WGMMA_OF(104, 52, 53, 54, 55, 56, __VA_ARGS__)            \
+  CUTLASS_OPS_WGMMA_OF(112, 56, 57, 58, 59, 60, __VA_ARGS__)            \
+  CUTLASS_OPS_WGMMA_OF(120, 60, 61, 62, 63, 64, __VA_ARGS__)            \
+  CUTLASS_OPS_WGMMA_OF(128, 64, 65, 66, 67, 68, __VA_ARGS__)            \
+  CUTLASS_OPS_WGMMA_OF(136, 68, 69, 70, 71, 72, __VA_ARGS__)            \
+  CUTLASS_OPS_WGMMA_OF(144, 72, 73, 74, 75, 76, __VA_ARGS__)            \
+  CUTLASS_OPS_WGMMA_OF(152, 76, 77, 78, 79, 80, __VA_ARGS__)            \
+  CUTLASS_OPS_WGMMA_OF(160, 80, 81, 82, 83, 84, __VA_ARGS__)            \
+  CUTLASS_OPS_WGMMA_OF(168, 84, 85, 86, 87, 88, __VA_ARGS__)            \
+  CUTLASS_OPS_WGMMA_OF(176, 88, 89, 90, 91, 92, __VA_ARGS__)            \
+  CUTLASS_OPS_WGMMA_OF(184, 92, 93, 94, 95, 96, __VA_ARGS__)            \
+  CUTLASS_OPS_WGMMA_OF(192, 96, 97, 98, 99, 100, __VA_ARGS__)           \
+  CUTLASS_OPS_WGMMA_OF(200, 100, 101, 102, 103, 104, __VA_ARGS__)       \
+  CUTLASS_OPS_WGMMA_OF(208, 104, 105, 106, 107, 108, __VA_ARGS__)       \
+  CUTLASS_OPS_WGMMA_OF(216, 108, 109, 110, 111, 112, __VA_ARGS__)       \
+  CUTLASS_OPS_WGMMA_OF(224, 112, 113, 114, 115, 116, __VA_ARGS__)       \
+  CUTLASS_OPS_WGMMA_OF(232, 116, 117, 118, 119, 120, __VA_ARGS__)       \
+  CUTLASS_OPS_WGMMA_OF(240, 120, 121, 122, 123, 124, __VA_ARGS__)       \
+  CUTLASS_OPS_WGMMA_OF(248, 124, 125, 126, 127, 128, __VA_ARGS__)       \
+  CUTLASS_OPS_WGMMA_OF(256, 128, 129, 130, 131, 132, __VA_ARGS__)       
 
 // The instruction as CuTe's MMA operation.
-template <int N, class Element, cute::GMMA::Major kMajorA, cute::GMMA::Major kMajorB>
+template <int N, class ElementA, class ElementB, cute::GMMA::Major kMajorA, cute::GMMA::Major kMajorB>
 struct Wgmma {
   CUTE_DEVICE static void fma(float* d, uint64_t a, uint64_t b, cute::GMMA::ScaleOut scale) {
-    WgmmaIssue<N>::template issue<Element, int(kMajorA), int(kMajorB)>(d, a, b, int(scale));
+    WgmmaIssue<N, ElementA, ElementB>::template issue<int(kMajorA), int(kMajorB)>(d, a, b, int(scale));
   }
 };
 
 // Found by CuTe through its arguments; hands the accumulators over as one array.
-template <int N, class Element, cute::GMMA::Major kMajorA, cute::GMMA::Major kMajorB, class TD, class LayoutD, class TA,
-          class LayoutA, class TB, class LayoutB, class TC, class LayoutC>
-CUTE_DEVICE void mma_unpack(cute::MMA_Traits<Wgmma<N, Element, kMajorA, kMajorB>> const& traits,
+template <int N, class ElementA, class ElementB, cute::GMMA::Major kMajorA, cute::GMMA::Major kMajorB, class TD,
+          class LayoutD, class TA, class LayoutA, class TB, class LayoutB, class TC, class LayoutC>
+CUTE_DEVICE void mma_unpack(cute::MMA_Traits<Wgmma<N, ElementA, ElementB, kMajorA, kMajorB>> const& traits,
                             cute::Tensor<TD, LayoutD>& d, cute::Tensor<TA, LayoutA> const& a,
                             cute::Tensor<TB, LayoutB> const& b, cute::Tensor<TC, LayoutC> const&) {
   static_assert(cute::is_rmem<TD>::value, "accumulators lie in registers");
   CUTE_STATIC_ASSERT_V(cute::size(d) == cute::Int<N / 2>{});
   auto const descriptors_a = cute::recast<uint64_t>(a);
   auto const descriptors_b = cute::recast<uint64_t>(b);
-  Wgmma<N, Element, kMajorA, kMajorB>::fma(cute::raw_pointer_cast(d.data()), descriptors_a[0], descriptors_b[0],
+  Wgmma<N, ElementA, ElementB, kMajorA, kMajorB>::fma(cute::raw_pointer_cast(d.data()), descriptors_a[0], descriptors_b[0],
                                            traits.accumulate_);
 }
 
 }  // namespace cutlass_ops
 
-template <int N, class Element, cute::GMMA::Major kMajorA, cute::GMMA::Major kMajorB>
-struct cute::MMA_Traits<cutlass_ops::Wgmma<N, Element, kMajorA, kMajorB>> {
+template <int N, class ElementA, class ElementB, cute::GMMA::Major kMajorA, cute::GMMA::Major kMajorB>
+struct cute::MMA_Traits<cutlass_ops::Wgmma<N, ElementA, ElementB, kMajorA, kMajorB>> {
   using ValTypeD = float;
-  using ValTypeA = Element;
-  using ValTypeB = Element;
+  using ValTypeA = ElementA;
+  using ValTypeB = ElementB;
   using ValTypeC = float;
   using FrgTypeA = cute::GMMA::smem_desc<kMajorA>;
   using FrgTypeB = cute::GMMA::smem_desc<kMajorB>;
-  using Shape_MNK = cute::Shape<cute::_64, cute::Int<N>, cute::_16>;
+  static_assert(sizeof(ElementA) == sizeof(ElementB));
+  static constexpr int kK = 32 / sizeof(ElementA);
+  using Shape_MNK = cute::Shape<cute::_64, cute::Int<N>, cute::Int<kK>>;
   using ThrID = cute::Layout<cute::_128>;
-  using ALayout = cute::GMMA::ABLayout<64, 16>;
-  using BLayout = cute::GMMA::ABLayout<N, 16>;
+  using ALayout = cute::GMMA::ABLayout<64, kK>;
+  using BLayout = cute::GMMA::ABLayout<N, kK>;
   using CLayout = cute::GMMA::CLayout_64xN<N>;
 
   cute::GMMA::ScaleOut accumulate_ = cute::GMMA::ScaleOut::One;

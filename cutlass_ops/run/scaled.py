@@ -1,0 +1,136 @@
+"""Scaled operands: a GEMM of quantised matrices, whose scales the epilogue applies to the FP32 sums."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutlass_ops.epilogue import Epilogue, builtin
+from cutlass_ops.run import traced
+from cutlass_ops.run.ops import Op, graph_op, op_of, prepared_by
+
+# Keyword arguments of this module's function: no input of an epilogue may have these names.
+_OWN = frozenset(("scale_a", "scale_b"))
+
+
+def _prepare_scaled(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | float,
+    scale_b: Tensor | float,
+    epilogue: Epilogue | None,
+) -> tuple[Op, tuple[Any, ...]]:
+    return scaled_op(_is_vector(scale_a), _is_vector(scale_b), epilogue), (a, b, scale_a, scale_b)
+
+
+@prepared_by(_prepare_scaled)
+def scaled_gemm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | float,
+    scale_b: Tensor | float,
+    *,
+    epilogue: Epilogue | None = None,
+    out: Any = None,
+    out_dtype: torch.dtype | None = None,
+    **inputs: Any,
+) -> Any:
+    """Compute epilogue(scale_a * scale_b * (a @ b), inputs) in one kernel.
+
+    Scales are factors: the matrix that a stands for is a * scale_a. They are applied to the FP32 sums, before the
+    epilogue and the one rounding of D. They have no unit and may have any sign; 0, infinities and NaN act as in FP32.
+
+    Parameters
+    ----------
+    a : Tensor
+        (..., M, K), FP8 (``torch.float8_e4m3fn`` or ``torch.float8_e5m2``), row-major. FP16 and BF16 do as well.
+    b : Tensor
+        (K, N), either type of FP8, column-major: ``weight.t()`` of a weight (N, K). FP16 or BF16 if a is.
+    scale_a : Tensor or float
+        Of a: a number or a tensor without dimensions, or (..., M), one for each row. FP32, FP16 or BF16.
+    scale_b : Tensor or float
+        Of b: a number or a tensor without dimensions, or (N,), one for each column.
+    epilogue : Epilogue, optional
+        Applied to the scaled product. It takes no ``Product``, which has scales of its own, and no means of a's rows.
+    out : Tensor or mapping of str to Tensor, optional
+        Where to write the outputs.
+    out_dtype : torch.dtype, optional
+        D's dtype; by default BF16 for FP8, and that of a otherwise.
+    **inputs
+        The epilogue's inputs by name.
+
+    Returns
+    -------
+    Tensor or named tuple
+        D (..., M, N), or all outputs with D first.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit: a or b in FP8 is not contiguous along K, or its lines do not begin at multiples of
+        16 bytes, or a scale has another shape. The message names it and says what to do.
+    UnsupportedError
+        If no kernel supports the device. FP8 needs Hopper (compute capability 9.0).
+    MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
+        If the kernel cannot be compiled, stored or loaded.
+
+    Examples
+    --------
+    >>> x, weight = torch.randn(4, 32), torch.randn(8, 32)
+    >>> scale_a, scale_b = (t.abs().amax(1) / 448 for t in (x, weight))
+    >>> a, b = (x / scale_a[:, None]).to(torch.float8_e4m3fn), (weight / scale_b[:, None]).to(torch.float8_e4m3fn)
+    >>> d = co.scaled_gemm(a, b.t(), scale_a, scale_b)
+    >>> d.dtype, d.shape
+    (torch.bfloat16, torch.Size([4, 8]))
+    >>> bool((d - x @ weight.t()).norm() < 0.1 * d.norm())
+    True
+    >>> @co.epilogue
+    ... def biased(acc, bias: co.Row):
+    ...     return co.e.relu(acc + bias)
+    >>> co.scaled_gemm(a, b.t(), scale_a, 1.0, epilogue=biased, bias=torch.zeros(8)).shape
+    torch.Size([4, 8])
+    """
+    op, arguments = _prepare_scaled(a, b, scale_a, scale_b, epilogue)
+    return op(*arguments, out=out, out_dtype=out_dtype, **inputs)
+
+
+def _is_vector(scale: object) -> bool:
+    return isinstance(scale, Tensor) and scale.ndim > 0
+
+
+@traced.remembered
+def scaled_op(rows: bool = False, columns: bool = False, epilogue: Epilogue | None = None) -> Op:
+    """Return the op behind :func:`scaled_gemm`, for ``tune`` and ``plan``. It takes (a, b, scale_a, scale_b, *inputs).
+
+    Parameters
+    ----------
+    rows, columns : bool
+        Whether each row of A, and each column of B, has a scale of its own.
+    epilogue : Epilogue, optional
+        What follows.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `epilogue` is not an epilogue or cannot follow.
+    """
+    scaled = builtin.SCALED[rows, columns]
+    if epilogue is None:
+        return graph_op("scaled_gemm", scaled.graph, scaled.doc)
+    after = op_of(epilogue).graph
+    taken = sorted(_OWN & {i.name for i in after.inputs})
+    if taken:
+        raise ValueError(f"{epilogue.name} has an input {', '.join(taken)}, and so has scaled_gemm: rename the input")
+    if after.gathered:
+        raise ValueError(
+            f"{epilogue.name} takes {', '.join(after.gathered)}, which are those of a without scales: write all scales "
+            "into the epilogue, and call gemm"
+        )
+    if after.products:
+        raise ValueError(
+            f"{epilogue.name} has the product {after.products[0]}, which has scales of its own: write all scales into "
+            "the epilogue, and call gemm"
+        )
+    return graph_op("scaled_gemm", scaled.graph.then(after), f"{scaled.doc} Then {epilogue.name}: {epilogue.doc}")

@@ -1,0 +1,43 @@
+"""FP8 kernels through the real compiler: the instruction in the machine code, registers and shared memory."""
+
+import pytest
+
+import cutlass_ops as co
+from cutlass_ops.base.sass import count_opcodes
+from cutlass_ops.compilation.builder import build_artifact
+from cutlass_ops.kinds.proof import prove_tensor_cores
+from cutlass_ops.tools.inspection import inspect
+
+pytestmark = [pytest.mark.compile, pytest.mark.slow]
+
+
+@co.epilogue
+def scaled(acc, scale_a: co.Col, scale_b: co.Row, bias: co.Row):
+    return acc * scale_a * scale_b + bias
+
+
+def spec(a, b, **config):
+    scales = {"scale_a": "f32", "scale_b": "f32"}
+    made = co.Sm90Config(co.ThreadblockShape(128, 128, 128), co.ClusterShape(2, 1), **config)
+    return co.KernelSpec(a=f"{a}.row", b=f"{b}.col", d="bf16.row", epilogue=scaled, inputs=scales, config=made)
+
+
+@pytest.mark.parametrize(("a", "b", "swap"), [("e4m3", "e4m3", False), ("e5m2", "e4m3", True)])
+def test_a_kernel_multiplies_in_8_bits(a, b, swap):
+    wanted = spec(a, b, swap_ab=swap)
+    artifact = build_artifact(wanted)
+    report = inspect(artifact)
+    # 64x128x32 each: a warpgroup's tile has two along M and four along K, once for the first step and once in the loop.
+    assert prove_tensor_cores(artifact.library, wanted)["QGMMA"] == 2 * 4 * 2
+    assert not {"HGMMA", "HMMA", "IGMMA"} & set(count_opcodes(artifact.library))
+    assert report.spill_stores == report.spill_loads == 0
+    assert report.stages == 6
+
+
+def test_a_kernel_promotes_its_sums():
+    wanted = spec("e4m3", "e4m3", schedule="cooperative", accumulation="promoted")
+    artifact = build_artifact(wanted)
+    report = inspect(artifact)
+    # Each of two warpgroups has 64 rows of the tile: four along K, in one loop over all steps.
+    assert prove_tensor_cores(artifact.library, wanted)["QGMMA"] == 4
+    assert report.spill_stores == report.spill_loads == 0

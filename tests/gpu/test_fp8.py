@@ -1,0 +1,131 @@
+"""FP8 on the device: against float64 of the same operands, over types, shapes and scales that are not usual."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+import cutlass_ops as co
+from cutlass_ops.choose import dispatch
+from cutlass_ops.run.call import check_call, device_of, signature_of
+from cutlass_ops.run.scaled import scaled_op
+from tests.gpu import oracle
+
+pytestmark = pytest.mark.gpu
+
+E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
+PAIRS = list(itertools.product((E4M3, E5M2), repeat=2))
+# One row, one more than a tile's, several tiles; K beyond whole steps of the main loop; an N that TMA cannot store.
+SHAPES = [(1, 256, 512), (65, 264, 528), (333, 512, 4096), (129, 250, 1040)]
+# What the Tensor Core keeps of a sum, relative to the norm of the result (docs/fp8.md).
+SUMS = 2.0**-9
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    if not device_of(torch.device("cuda", torch.cuda.current_device())).has_wgmma:
+        pytest.skip("FP8 needs Hopper")
+
+
+@co.epilogue
+def bias_gelu_sum(acc, bias: co.Row):
+    d = co.e.gelu(acc + bias)
+    return {"d": d, "row": co.e.sum(d, dim=1)}
+
+
+@co.epilogue
+def swiglu(acc, up: co.Product, scale_x: co.Col, scale_gate: co.Row, scale_up: co.Row):
+    return co.e.silu(acc * scale_x * scale_gate) * (up * scale_x * scale_up)
+
+
+def draw(rows, k, dtype):
+    x = torch.randn(rows, k, device="cuda")
+    scale = x.abs().amax(1) / torch.finfo(dtype).max
+    return (x / scale[:, None]).to(dtype), scale
+
+
+def assert_close(found, wanted):
+    unit = torch.finfo(found.dtype).eps
+    assert oracle.error(found, wanted) <= unit + SUMS
+    worst = (found.double() - wanted).abs().max().item()
+    assert worst <= 8 * (unit + SUMS) * max(wanted.abs().max().item(), 1e-30)
+
+
+@pytest.mark.parametrize(("a", "b"), PAIRS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("rows", "columns"), [(False, False), (True, True)])
+def test_a_scaled_gemm_is_right(a, b, shape, rows, columns):
+    m, n, k = shape
+    (x, scale_x), (w, scale_w) = draw(m, k, a), draw(n, k, b)
+    scale_x, scale_w = scale_x if rows else scale_x.amax(), scale_w if columns else scale_w.amax()
+    wanted = x.double() @ w.double().t() * scale_x.double().reshape(-1, 1) * scale_w.double()
+    found = co.scaled_gemm(x, w.t(), scale_x, scale_w)
+    assert found.dtype is BF16
+    assert_close(found, wanted)
+    assert_close(co.scaled_gemm(x, w.t(), scale_x, scale_w, out_dtype=torch.float32), wanted)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_an_epilogue_and_a_reduction_follow(shape):
+    m, n, k = shape
+    (x, scale_x), (w, scale_w) = draw(m, k, E4M3), draw(n, k, E4M3)
+    bias = torch.randn(n, device="cuda").to(BF16)
+    d, row = co.scaled_gemm(x, w.t(), scale_x, scale_w, epilogue=bias_gelu_sum, bias=bias)
+    acc = x.double() @ w.double().t() * scale_x[:, None].double() * scale_w.double()
+    wanted = F.gelu(acc + bias.double())
+    assert_close(d, wanted)
+    assert oracle.error(row, wanted.sum(1)) <= SUMS
+
+
+@pytest.mark.parametrize(("a", "b"), PAIRS)
+def test_two_weights_of_another_type_than_a(a, b):
+    (x, sx), (gate, sg), (up, su) = draw(96, 512, a), draw(256, 512, b), draw(256, 512, b)
+    found = co.gemm(x, gate.t(), epilogue=swiglu, up=up.t(), scale_x=sx, scale_gate=sg, scale_up=su)
+    first, second = (x.double() @ w.double().t() * sx[:, None].double() * s.double() for w, s in ((gate, sg), (up, su)))
+    assert_close(found, F.silu(first) * second)
+
+
+@pytest.mark.parametrize("m", [16, 512])
+def test_every_kernel_that_a_weight_may_need_is_right(m):
+    n, k = 512, 2048
+    (x, scale_x), (w, scale_w) = draw(m, k, E4M3), draw(n, k, E5M2)
+    wanted = x.double() @ w.double().t() * scale_x[:, None].double() * scale_w.double()
+    op = scaled_op(True, True, None)
+    inputs = {"scale_a": scale_x, "scale_b": scale_w}
+    call = check_call(op.graph, x, w.t(), inputs, None, None)
+    device = device_of(x.device)
+    decision = dispatch.decide(signature_of(call, device), device, call.problem)
+    for spec in decision.specs[:6]:
+        found = co.build(spec)(x, w.t(), **inputs)
+        assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("scale", [0.0, math.inf, math.nan, -1.0, 2.0**-140, 2.0**120])
+def test_scales_that_are_not_usual(scale):
+    (x, _), (w, _) = draw(48, 512, E4M3), draw(64, 512, E4M3)
+    scales = torch.full((48,), scale, device="cuda"), torch.ones(64, device="cuda")
+    found = co.scaled_gemm(x, w.t(), *scales, out_dtype=torch.float32)
+    plain = co.gemm(x, w.t(), out_dtype=torch.float32)
+    assert torch.equal(found.nan_to_num(1.0, 2.0, 3.0), (plain * scale).nan_to_num(1.0, 2.0, 3.0))
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_values_that_are_not_usual(dtype):
+    """Every value of the type, NaN and infinities among them, times one."""
+    values = torch.arange(256, dtype=torch.uint8, device="cuda").view(dtype)
+    x = torch.zeros(256, 16, device="cuda").to(dtype)
+    x[:, 0] = values
+    one = torch.zeros(16, 16, device="cuda").to(dtype)
+    one[:, 0] = torch.ones(16, device="cuda").to(dtype)
+    found = co.gemm(x, one.t(), out_dtype=torch.float32)[:, 0]
+    wanted = values.float()
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(found[~wanted.isnan()], wanted[~wanted.isnan()])
+
+
+def test_lines_may_be_longer_than_k():
+    (x, _), (w, _) = draw(48, 512, E4M3), draw(64, 512, E4M3)
+    wanted = x[:, :500].double() @ w[:, :500].double().t()
+    assert_close(co.gemm(x[:, :500], w[:, :500].t(), out_dtype=torch.float32), wanted)
