@@ -204,7 +204,7 @@ def canonical(inputs: Sequence[Input], nodes: Sequence[Node], outputs: Sequence[
     ConfigError
         If the result is malformed, too large, or leaves an input or the accumulator unused.
     """
-    return Graph(tuple(inputs), *_renumber(nodes, outputs))
+    return Graph(tuple(inputs), *renumbered(nodes, outputs))
 
 
 def expression(inputs: Sequence[Input], nodes: Sequence[Node], outputs: Sequence[Output]) -> Expression:
@@ -215,7 +215,7 @@ def expression(inputs: Sequence[Input], nodes: Sequence[Node], outputs: Sequence
     ConfigError
         If the result is malformed.
     """
-    kept, placed = _renumber(nodes, outputs)
+    kept, placed = renumbered(nodes, outputs)
     used = {node.attr for node in kept if node.op == "input"}
     return Expression(tuple(i for i in inputs if i.name in used), kept, placed)
 
@@ -240,7 +240,7 @@ def validate(graph: Expression) -> None:
         types.append(_type_of(node, index, graph, types))
     for output in graph.outputs:
         _check_output(output, graph, types)
-    if (graph.nodes, graph.outputs) != _renumber(graph.nodes, graph.outputs):
+    if (graph.nodes, graph.outputs) != renumbered(graph.nodes, graph.outputs):
         raise ConfigError(
             "the epilogue graph is not canonical: each node stands once, is used, and they are in the order in which "
             "the outputs first need them"
@@ -266,7 +266,8 @@ def value_types(inputs: Sequence[Input], nodes: Sequence[Node]) -> tuple[Type, .
     return tuple(found)
 
 
-def _renumber(nodes: Sequence[Node], outputs: Sequence[Output]) -> tuple[tuple[Node, ...], tuple[Output, ...]]:
+def renumbered(nodes: Sequence[Node], outputs: Sequence[Output]) -> tuple[tuple[Node, ...], tuple[Output, ...]]:
+    """Return nodes and outputs in canonical form: see :func:`canonical`."""
     order: dict[Node, int] = {}
     placed: dict[int, int] = {}
     for output in outputs:
