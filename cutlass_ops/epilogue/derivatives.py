@@ -116,6 +116,11 @@ def differentiable(graph: Expression) -> tuple[str, ...]:
     return tuple(o.name for o in graph.outputs if o.reduce is None or REDUCTIONS[o.reduce].result != "i32")
 
 
+def supported(graph: Expression) -> tuple[str, ...]:
+    """Return the names of the outputs for whose gradients there is a rule."""
+    return tuple(o.name for o in graph.outputs if o.reduce is None or o.reduce in _OF_REDUCTIONS)
+
+
 # Gradients of what is reduced, as in the table of operations: of x, the gradient g of the result, and the result r.
 _OF_REDUCTIONS = {"sum": "g", "sum_square": "g * (x + x)", "logsumexp": "g * exp(x - r)"}
 _MISSING = (

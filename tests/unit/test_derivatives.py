@@ -1,6 +1,7 @@
 """Gradients of epilogues: each operation's rule, and whole expressions, against PyTorch's autograd."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.epilogue import Col, Integer, Row, Scalar, Tile, builtin, epilogue, functions
-from cutlass_ops.epilogue.derivatives import ACC, differentiable, vjp
+from cutlass_ops.epilogue.derivatives import _OF_REDUCTIONS, ACC, differentiable, vjp
 from cutlass_ops.epilogue.graph import Graph, canonical, expression
 from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
 from cutlass_ops.epilogue.operations import OPS, REDUCTIONS, Type
@@ -107,6 +108,13 @@ def test_an_operation_has_a_rule_for_each_argument(name):
     # No gradient passes between FP32 and other types.
     for types, result in info.signatures:
         assert all(rule == "0" for of, rule in zip(types, info.vjp, strict=True) if (of, result).count(Type.FLOAT) == 1)
+
+
+def test_every_rule_is_documented():
+    text = (ROOT / "docs/training.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", text[text.index("## Rules") :], re.MULTILINE))
+    rules = {name: info.vjp for name, info in OPS.items()} | {n: (r,) for n, r in _OF_REDUCTIONS.items()}
+    assert rows == {name: ", ".join(r if r == "0" else f"`{r}`" for r in each) for name, each in rules.items()}
 
 
 def test_choices_and_conditions():
