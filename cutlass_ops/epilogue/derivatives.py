@@ -104,8 +104,8 @@ def vjp(
     of = differentiable(graph) if of is None else of
     for name in of:
         reduce = outputs[name].reduce
-        if reduce is not None and reduce not in _OF_REDUCTIONS:
-            raise ConfigError(f"output {name!r}: {reduce} {_REFUSED[reduce]}")
+        if reduce is not None and not REDUCTIONS[reduce].vjp:
+            raise _refusal(name, reduce)
     found = _derived(graph, wrt, of, kept, again=False) or _derived(graph, wrt, of, (), again=True)
     assert found is not None
     return found
@@ -118,20 +118,17 @@ def differentiable(graph: Expression) -> tuple[str, ...]:
 
 def supported(graph: Expression) -> tuple[str, ...]:
     """Return the names of the outputs for whose gradients there is a rule."""
-    return tuple(o.name for o in graph.outputs if o.reduce is None or o.reduce in _OF_REDUCTIONS)
+    return tuple(o.name for o in graph.outputs if o.reduce is None or REDUCTIONS[o.reduce].vjp)
 
 
-# Gradients of what is reduced, as in the table of operations: of x, the gradient g of the result, and the result r.
-_OF_REDUCTIONS = {"sum": "g", "sum_square": "g * (x + x)", "logsumexp": "g * exp(x - r)"}
-_MISSING = (
-    "has no derivative yet: which elements are equal to the result is not kept. Return the values as a tile, and "
-)
-_REFUSED = {
-    "max": f"{_MISSING}reduce that by torch.amax",
-    "min": f"{_MISSING}reduce that by torch.amin",
-    "argmax": "gives indices, which have no gradient",
-    "argmin": "gives indices, which have no gradient",
-}
+def _refusal(name: str, reduction: str) -> ConfigError:
+    if REDUCTIONS[reduction].result == "i32":
+        return ConfigError(f"output {name!r}: {reduction} gives indices, which have no gradient")
+    return ConfigError(
+        f"output {name!r}: {reduction} has no derivative yet, since it is not known which elements equal the result: "
+        f"return the values as a tile, and reduce that by torch.a{reduction}"
+    )
+
 
 # Stands for the accumulator where the expression must do without it.
 _NO_ACC = Node("input", (), "the accumulator")
@@ -169,9 +166,10 @@ def _derived(
             continue
         is_acc = output.name == "d" and not again
         values = {"g": build.put("acc") if is_acc else take("grad", output, given), "x": at[output.node]}
-        if output.reduce == "logsumexp":
+        if output.reduce is not None and "r" in _names(REDUCTIONS[output.reduce].vjp):
             values["r"] = take("kept", output, held)
-        contribute(output.node, _expanded(_OF_REDUCTIONS[output.reduce or "sum"], build, values))
+        rule = "g" if output.reduce is None else REDUCTIONS[output.reduce].vjp
+        contribute(output.node, _expanded(rule, build, values))
     for index in reversed(range(len(graph.nodes))):
         info = OPS.get(graph.nodes[index].op)
         if info is None or index not in totals:
@@ -274,6 +272,11 @@ def _expanded(rule: str, build: Builder, values: Mapping[str, int]) -> int | Non
         named[part.targets[0].id] = _value(part.value, build, named)
     assert isinstance(last, ast.Expr)
     return _value(last.value, build, named)
+
+
+@functools.cache
+def _names(rule: str) -> frozenset[str]:
+    return frozenset(node.id for part in _parsed(rule) for node in ast.walk(part) if isinstance(node, ast.Name))
 
 
 @functools.cache

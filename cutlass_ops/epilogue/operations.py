@@ -322,6 +322,8 @@ class ReductionInfo(NamedTuple):
         Where C++ has it, if not in ``cutlass_ops/reduce.h``.
     paired : bool
         Whether it keeps two numbers of each result, and not one FP32 value.
+    vjp : str
+        The gradient of x, as in :class:`OpInfo`; without a text there is none.
     """
 
     formula: str
@@ -330,6 +332,7 @@ class ReductionInfo(NamedTuple):
     empty: float = 0.0
     header: str = ""
     paired: bool = False
+    vjp: str = ""
 
     @property
     def kept_bytes(self) -> int:
@@ -340,8 +343,8 @@ class ReductionInfo(NamedTuple):
 _REDUCTIONS = "cutlass_ops/reductions.h"
 
 REDUCTIONS: dict[str, ReductionInfo] = {
-    "sum": ReductionInfo("Σ x", "x.sum(dim)"),
-    "sum_square": ReductionInfo("Σ x · x", "x.square().sum(dim)"),
+    "sum": ReductionInfo("Σ x", "x.sum(dim)", vjp="g"),
+    "sum_square": ReductionInfo("Σ x · x", "x.square().sum(dim)", vjp="g * (x + x)"),
     "max": ReductionInfo("the greatest x; NaN if any is", "x.amax(dim)", empty=-math.inf),
     "min": ReductionInfo("the least x; NaN if any is", "x.amin(dim)", empty=math.inf, header=_REDUCTIONS),
     "argmax": ReductionInfo(
@@ -361,7 +364,12 @@ REDUCTIONS: dict[str, ReductionInfo] = {
         True,
     ),
     "logsumexp": ReductionInfo(
-        "ln Σ eˣ, without overflow", "x.logsumexp(dim)", empty=-math.inf, header=_REDUCTIONS, paired=True
+        "ln Σ eˣ, without overflow",
+        "x.logsumexp(dim)",
+        empty=-math.inf,
+        header=_REDUCTIONS,
+        paired=True,
+        vjp="g * exp(x - r)",
     ),
 }
 

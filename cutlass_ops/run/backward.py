@@ -13,6 +13,7 @@ traces through autograd sees only the calls of ops that forward and backward mak
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -128,7 +129,8 @@ class _Step:
 
     def __init__(self, called: Portable, a: Tensor, b: Tensor, values: Values) -> None:
         self.called, self.a, self.b, self.values = called, a, b, values
-        self.batch, self.n = tuple(a.shape[:-1]), b.shape[1]
+        self.batch, (self.k, self.n) = tuple(a.shape[:-1]), b.shape
+        self.m = math.prod(self.batch)
         # FP64 is that of tests.
         self.wide = torch.promote_types(a.dtype, torch.float32)
 
@@ -185,7 +187,7 @@ class _Step:
         wanted = others if others[0].name == "d" else [d, *others]
         rest = expression_of(inputs, expression.nodes, wanted)
         taken = {i.name: flat[i.name] for i in rest.inputs}
-        results = reference.evaluate(rest, tiles["acc"], taken, self.wide, a=self.a.reshape(-1, self.a.shape[-1]))
+        results = reference.evaluate(rest, tiles["acc"], taken, self.wide, a=self.a.reshape(self.m, self.k))
         shaped = {
             o.name: results[o.name].reshape(*self.batch, self.n).to(self.a.dtype)
             if o.reduce is None
@@ -204,12 +206,12 @@ class _Step:
             return value.reshape(-1)
         full = (*self.batch, self.n)
         if value.ndim != len(full):  # leading dimensions are folded already
-            full = (self.a.numel() // max(self.a.shape[-1], 1), self.n)
-        return value.expand(full).reshape(-1, self.n)
+            full = (self.m, self.n)
+        return value.expand(full).reshape(self.m, self.n)
 
     def of_a(self, leaves: Mapping[str, Tensor]) -> Tensor | None:
         """Return the gradient of A, of the accumulator's, products' and gathered values' gradients."""
-        a, k = self.a, max(self.a.shape[-1], 1)
+        a, k = self.a, max(self.k, 1)
         weights = {ACC: self.b, **{name: self.values[name] for name in self.called.graph.products}}
         parts = [(leaves[leaf].to(a.dtype), weight) for leaf, weight in weights.items() if leaf in leaves]
         after: list[tuple[Graph, tuple[Tensor, ...]]] = []
@@ -237,7 +239,7 @@ class _Step:
         return total
 
     def _means_alone(self, mean: Tensor | None, square: Tensor | None) -> Tensor:
-        a, k = self.a.to(self.wide), max(self.a.shape[-1], 1)
+        a, k = self.a.to(self.wide), max(self.k, 1)
         total = torch.zeros_like(a)
         if mean is not None:
             total = total + mean[..., None] / k
@@ -249,7 +251,7 @@ class _Step:
         """Return the gradient of B or of a product's matrix, in its layout."""
         if gradient is None:
             return None
-        d, a = gradient.to(self.a.dtype).reshape(-1, self.n), self.a.reshape(-1, self.a.shape[-1])
+        d, a = gradient.to(self.a.dtype).reshape(self.m, self.n), self.a.reshape(self.m, self.k)
         # Of a weight.t(), the gradient is that of the weight, transposed: the weight's has no copy then.
         return self.product(d.t(), a).t() if _is_col_major(weight) else self.product(a.t(), d)
 

@@ -87,7 +87,7 @@ class Op(Warm):
 
     def of(self, graph: Graph) -> Op:
         """Return the op of another epilogue."""
-        return op(Epilogue.of(graph.title or "gemm", "", graph))
+        return _of_graph(graph)
 
     def results_of(
         self, a: Tensor, b: Tensor, inputs: Sequence[Any], out_dtype: torch.dtype | None = None
@@ -479,6 +479,11 @@ for _named in NAMED:
 def op(epilogue: Epilogue) -> Op:
     """Return the op of an epilogue. Equal epilogues give the same op."""
     return Op(epilogue.name, epilogue)
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_graph(graph: Graph) -> Op:
+    return graph_op(graph.title or "gemm", graph)
 
 
 def gemm(

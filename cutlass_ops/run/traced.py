@@ -413,12 +413,15 @@ def _arguments(a: Any, b: Any, inputs: Sequence[Any], out: Any) -> tuple[Any, ..
 
 def is_special(value: Any) -> bool:
     """Whether an argument is something other than the values in its memory."""
-    return _overrides(value) or _needs_operator(value) or _is_meta(value) or is_differentiated(value)
+    if not isinstance(value, Tensor):
+        return _overrides(value)
+    differentiated = value.requires_grad and torch.is_grad_enabled()
+    return differentiated or _overrides(value) or _needs_operator(value) or value.device.type == "meta"
 
 
 def is_differentiated(*values: Any) -> bool:
     """Whether autograd records a call with these arguments."""
-    return any(isinstance(x, Tensor) and x.requires_grad for x in values) and torch.is_grad_enabled()
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in values)
 
 
 def _is_meta(value: Any) -> bool:
