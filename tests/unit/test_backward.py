@@ -227,6 +227,32 @@ def test_a_compiler_sees_the_operators_of_forward_and_backward_only():
     assert all(map(torch.equal, graph(*(x.detach() for x in given)), step(*given)))
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PyTorch's own
+def test_a_program_of_training_has_gradients_and_one_of_inference_refuses_them():
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(16, 8, dtype=BF16)
+
+        def forward(self, x):
+            return co.gemm_bias_gelu(x, self.linear.weight.t(), self.linear.bias)
+
+    layer, x = Layer(), torch.randn(4, 16).to(BF16)
+    training = torch.export.export(layer, (x,))
+    inference = training.run_decompositions()
+    called = [[n.target for n in p.graph.nodes if "cutlass_ops" in str(n.target)] for p in (training, inference)]
+    assert called == [[getattr(torch.ops.cutlass_ops, name).default] for name in ("fused_gemm_grad", "fused_gemm")]
+    module = training.module()
+    module(x).float().square().sum().backward()
+    layer(x).float().square().sum().backward()
+    for found, wanted in zip(module.parameters(), layer.parameters(), strict=True):
+        assert torch.equal(found.grad, wanted.grad)
+    with pytest.raises(ValueError, match=r"requires grad, and this has no backward: call under torch\.no_grad"):
+        inference.module()(x)
+    with torch.no_grad():
+        assert torch.equal(inference.module()(x), layer(x))
+
+
 class Calls(torch.utils._python_dispatch.TorchDispatchMode):
     """Notes the ops that are called, by their names."""
 
