@@ -1,29 +1,40 @@
-"""Measures the host time to choose a kernel: first for a signature, for a weight, and for a number of rows.
+"""Measures the host time to choose a kernel: for a process, a signature, a weight, a number of rows; and the memory.
 
     python benchmarks/bench_choose.py
 
-Milliseconds of processor time over all threads, so that other programs matter little: the minimum of several tries,
-each with empty caches. Needs no GPU.
+Times are of a processor over all threads, so that other programs matter little: the minimum of several tries, each with
+empty caches. The first choice of a process is measured in processes of their own, apart from imports. Needs no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 import time
+import tracemalloc
 from collections.abc import Callable
 
-from cutlass_ops.choose import dispatch, policies
-from cutlass_ops.declare.device import Device
-from cutlass_ops.declare.problem import Problem
-from cutlass_ops.declare.signature import OpSignature
-from cutlass_ops.epilogue import builtin
-from cutlass_ops.tuner.tuning import signature_at
+IMPORTING = time.process_time()
+
+from cutlass_ops.choose import dispatch, policies  # noqa: E402
+from cutlass_ops.declare.device import Device  # noqa: E402
+from cutlass_ops.declare.problem import Problem  # noqa: E402
+from cutlass_ops.declare.signature import OpSignature  # noqa: E402
+from cutlass_ops.epilogue import builtin  # noqa: E402
+from cutlass_ops.tuner.tuning import signature_at  # noqa: E402
+
+IMPORTED = time.process_time()
 
 H100 = Device((9, 0), 132, "NVIDIA H100 80GB HBM3")
 A100 = Device((8, 0), 108, "NVIDIA A100-SXM4-80GB")
+EPILOGUES = {e.name: e for e in (builtin.bias_relu, builtin.rms_norm)}
 WEIGHTS = ((4096, 4096), (28672, 8192), (5000, 3000))
-ROWS = (1, 17, 100, 3000)
+ROWS = (1, 17, 100, 513, 3000, 7777)
+# Of the memory.
+MANY_ROWS, MANY_WEIGHTS = range(1, 8193), [(4096 + 512 * at, 4096) for at in range(8)]
 TRIES = 3
+FIRST = "--first"
 
 
 def took(do: Callable[[], object]) -> float:
@@ -33,6 +44,27 @@ def took(do: Callable[[], object]) -> float:
     return 1e3 * (time.process_time() - began)
 
 
+def signature_of(epilogue: str, device: Device) -> OpSignature:
+    """Return a signature of an epilogue."""
+    graph = EPILOGUES[epilogue].graph
+    return signature_at(graph, Problem(64, 4096, 4096), "bf16", "row", "col", None, device)
+
+
+def decide(signature: OpSignature, device: Device, problem: Problem) -> None:
+    """Take a decision, and what a call asks of it."""
+    decision = dispatch.decide(signature, device, problem)
+    assert decision is not None
+    assert decision.spec in decision.specs
+
+
+def first_of_a_process(epilogue: str) -> tuple[float, float]:
+    """Return the milliseconds of the imports and of the first decision in a fresh process: the least of some."""
+    command = [sys.executable, __file__, FIRST, epilogue]
+    runs = [subprocess.run(command, check=True, capture_output=True, text=True).stdout.split() for _ in range(TRIES)]
+    imports, first = (min(map(float, each)) for each in zip(*runs, strict=True))
+    return imports, first
+
+
 def times(signature: OpSignature, device: Device) -> tuple[float, float, float]:
     """Return the milliseconds of the first choice of a signature, of a weight's kernels, and of a number of rows."""
     first, weights, rows = [], [], []
@@ -40,23 +72,47 @@ def times(signature: OpSignature, device: Device) -> tuple[float, float, float]:
         policies.forget()
         first.append(took(lambda: policies.policy(signature, device)))
         for n, k in WEIGHTS:
-            weights.append(took(lambda n=n, k=k: dispatch.specs_for(signature, device, n, k)))
-            rows += [took(lambda m=m, n=n, k=k: dispatch.choose(signature, device, Problem(m, n, k))) for m in ROWS]
-    return min(first), min(weights), min(rows)
+            weights.append(took(lambda n=n, k=k: decide(signature, device, Problem(1, n, k))))
+            rows += [took(lambda m=m, n=n, k=k: decide(signature, device, Problem(m, n, k))) for m in ROWS]
+    return min(first), min(weights), sorted(rows)[len(rows) // 2]
+
+
+def memory(signature: OpSignature, device: Device) -> float:
+    """Return the MB that are kept for many weights, once they were decided at many numbers of rows."""
+    policies.forget()
+    dispatch.decide(signature, device, Problem(1, 64, 64))
+    tracemalloc.start()
+    for n, k in MANY_WEIGHTS:
+        for m in MANY_ROWS:
+            dispatch.decide(signature, device, Problem(m, n, k))
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return kept / 1e6
 
 
 def main() -> None:
     """Print the times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args()
-    print("milliseconds: the first of a signature, of a weight, of a number of rows")
+    parser.add_argument(FIRST, choices=tuple(EPILOGUES), help="measure this in this process alone")
+    first = parser.parse_args().first
+    if first is not None:
+        signature = signature_of(first, H100)
+        spent = took(lambda: decide(signature, H100, Problem(100, 4096, 4096)))
+        print(1e3 * (IMPORTED - IMPORTING), spent)
+        return
+    for epilogue in EPILOGUES:
+        imports, spent = first_of_a_process(epilogue)
+        print(
+            f"{H100.name}, {epilogue}: the first decision of a process {spent:.0f} ms, after {imports:.0f} of imports"
+        )
+    print("milliseconds: the first of a signature, of a weight, of a number of rows (median); MB of eight weights")
     for device in (H100, A100):
-        for epilogue in (builtin.bias_relu, builtin.rms_norm):
-            signature = signature_at(epilogue.graph, Problem(64, 4096, 4096), "bf16", "row", "col", None, device)
+        for epilogue in EPILOGUES:
+            signature = signature_of(epilogue, device)
             # Tables are read once in a process.
             policies.policy(signature, device)
-            found = ", ".join(f"{ms:.2f}" for ms in times(signature, device))
-            print(f"{device.name}, {epilogue.name}: {found}")
+            found = ", ".join(f"{ms:.3g}" for ms in times(signature, device))
+            print(f"{device.name}, {epilogue}: {found}; {memory(signature, device):.2f}")
 
 
 if __name__ == "__main__":

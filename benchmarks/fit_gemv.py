@@ -46,7 +46,9 @@ def read(found: Iterable[Table]) -> Measured:
 
 def predicted(problem: Problem, kernels: Iterable[GemvConfig], numbers: Numbers, multiprocessors: int) -> list[float]:
     """Return the model's times."""
-    found: list[float] = model_gemv.times(tuple(kernels), [problem], multiprocessors, of=numbers)[0].tolist()
+    found: list[float] = model_gemv.times(model_gemv.Blocks.of(tuple(kernels)), [problem], multiprocessors, of=numbers)[
+        0
+    ].tolist()
     return found
 
 

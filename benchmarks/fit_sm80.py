@@ -53,7 +53,7 @@ def predicted(place: Place, configs: Iterable[Sm80Config], costs: Costs) -> dict
     """Return the model's times at a place."""
     alignment, problem = place
     each = tuple(configs)
-    times = model_sm80.times(each, [problem], MULTIPROCESSORS, alignment, costs)[0].tolist()
+    times = model_sm80.times(model_sm80.Blocks.of(each), [problem], MULTIPROCESSORS, alignment, costs)[0].tolist()
     return dict(zip(each, times, strict=True))
 
 

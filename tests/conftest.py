@@ -46,7 +46,7 @@ def session(request, tmp_path):
     shared = mark is not None and "session" in mark.args and "monkeypatch" not in request.fixturenames
     own = request.getfixturevalue("_of_this_file") if shared else Session()
     patch = request.getfixturevalue("monkeypatch")
-    for variable in (env.BUNDLES, env.BUNDLE_KEY, env.BUNDLE_VERSION):
+    for variable in (env.BUNDLES, env.BUNDLE_KEY, env.BUNDLE_VERSION, env.REMOTE_STORE):
         patch.delenv(variable.name, raising=False)
     patch.setattr(bundles, "_installed", list)
     patch.setenv(env.TUNING_DIR.name, str(tmp_path / "tuning"))

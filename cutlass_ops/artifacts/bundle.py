@@ -43,6 +43,11 @@ class BundledKernel(Artifact):
         return self.folder / f"kernels/{self.key}.so"
 
     @property
+    def origin(self) -> str:
+        """The bundle, in words."""
+        return f"from the bundle {self.folder}"
+
+    @property
     def source(self) -> Path:
         """Path of the C++ source. It exists only if the bundle is a folder."""
         return self.folder / f"sources/{self.key}.cu"

@@ -54,6 +54,33 @@ def require_private_key(path: Path) -> None:
     _private(path)
 
 
+def require_public_keys(public_keys: Sequence[Path]) -> None:
+    """Check that signatures can be checked with these keys.
+
+    Raises
+    ------
+    ValueError, BundleError, OSError
+        As for :func:`require_signature`.
+    """
+    for path in public_keys:
+        _public(path)
+
+
+def require_pair(private_key: Path, public_keys: Sequence[Path]) -> None:
+    """Check that one of the public keys verifies what a private key signs.
+
+    Raises
+    ------
+    ValueError
+        If none does, or a file has no such key.
+    BundleError, OSError
+        As for :func:`sign`.
+    """
+    public = _private(private_key).public_key()
+    if not any(_public(path) == public for path in public_keys):
+        raise ValueError(f"{private_key} signs for none of the public keys: {', '.join(map(str, public_keys))}")
+
+
 def _private(path: Path) -> Any:
     serialization, ed25519, errors = _cryptography()
     data = _read(path)

@@ -72,6 +72,11 @@ def identity_key(identity: Mapping[str, Any]) -> str:
     return _sha256(text.encode())
 
 
+def source_part(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of an identity that is known without a compiler."""
+    return {name: value for name, value in identity.items() if name != "toolchain"}
+
+
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
@@ -90,7 +95,7 @@ class Artifact:
         SHA-256 of the library, checked again before loading.
     manifest : mapping
         ``identity`` (what the key hashes), ``files``, ``sass`` (opcode counts), ``resources``, ``created``,
-        ``compile_seconds``, ``library_version``.
+        ``compile_seconds``, ``library_version``; and ``fetched_from``, a URL, if another machine compiled it.
     again : callable, optional
         Rebuilds a kernel that was removed from the store. It takes a function, calls it with the new artifact before
         another process can remove that, and returns the result.
@@ -113,6 +118,12 @@ class Artifact:
     def where(self) -> str:
         """The library's location, for messages."""
         return str(self.library)
+
+    @property
+    def origin(self) -> str:
+        """Where the kernel comes from, in words."""
+        url = self.manifest.get("fetched_from")
+        return "compiled here" if url is None else f"fetched from {url}"
 
     @property
     def size(self) -> int:
@@ -234,6 +245,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             and set(files) == {LIBRARY, SOURCE}
             and all(type(f["size"]) is int and 0 <= f["size"] <= MAX_FILE for f in files.values())
             and all(isinstance(f["sha256"], str) for f in files.values())
+            and isinstance(data.get("fetched_from", ""), str)
         )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
         raise LoadError(f"{path} is not a manifest: {exc!r}") from None
@@ -377,7 +389,12 @@ class KernelStore:
         return folder
 
     def publish(
-        self, folder: Path, identity: Mapping[str, Any], sass: Mapping[str, int], compiled: Compiled
+        self,
+        folder: Path,
+        identity: Mapping[str, Any],
+        sass: Mapping[str, int],
+        compiled: Compiled,
+        fetched_from: str | None = None,
     ) -> Artifact:
         """Publish a built kernel atomically. The caller holds the kernel's lock.
 
@@ -391,6 +408,8 @@ class KernelStore:
             The kernel's opcode counts.
         compiled : Compiled
             The compiler's report.
+        fetched_from : str, optional
+            URL of the remote store that it was fetched from.
 
         Raises
         ------
@@ -410,6 +429,7 @@ class KernelStore:
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "compile_seconds": round(compiled.seconds, 3),
             "library_version": resources.library_version(),
+            **({} if fetched_from is None else {"fetched_from": fetched_from}),
         }
         entry = self._entry(key)
         with self.writing():
@@ -665,7 +685,7 @@ def _source_key(folder: Path) -> str | None:
         identity = _read_manifest(folder)["identity"]
     except LoadError:
         return None
-    return identity_key({name: value for name, value in identity.items() if name != "toolchain"})
+    return identity_key(source_part(identity))
 
 
 def _inode(path: Path) -> int | None:

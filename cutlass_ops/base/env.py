@@ -15,6 +15,8 @@ from cutlass_ops.base import units
 T = TypeVar("T")
 
 _POSITIVE = re.compile(r"0*[1-9][0-9]{0,14}")
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://[!\"$->@-~]+")
+_DAY = 86_400.0  # seconds
 
 
 class NoHomeError(ValueError):
@@ -86,6 +88,26 @@ BUNDLE_KEY = Variable(
 )
 BUNDLE_VERSION = Variable("CUTLASS_OPS_BUNDLE_VERSION", "none", "minimum version of every bundle")
 
+REMOTE_STORE = Variable(
+    "CUTLASS_OPS_REMOTE_STORE", "none", "URL of a kernel store that machines share; it is asked before compiling"
+)
+REMOTE_STORE_KEY = Variable(
+    "CUTLASS_OPS_REMOTE_STORE_KEY",
+    "none",
+    "PEM files of Ed25519 public keys, separated by ':'; one must have signed each fetched kernel",
+)
+REMOTE_STORE_SIGNING_KEY = Variable(
+    "CUTLASS_OPS_REMOTE_STORE_SIGNING_KEY",
+    "none",
+    "PEM file of an Ed25519 private key; kernels compiled here are signed with it and published",
+)
+REMOTE_STORE_TIMEOUT = Variable(
+    "CUTLASS_OPS_REMOTE_STORE_TIMEOUT", "10", "seconds that asking the remote store for one kernel may take"
+)
+REMOTE_STORE_WAIT = Variable(
+    "CUTLASS_OPS_REMOTE_STORE_WAIT", "120", "seconds to wait for a kernel that another machine is compiling"
+)
+
 VARIABLES = (
     CACHE_DIR,
     CACHE_SIZE,
@@ -93,6 +115,11 @@ VARIABLES = (
     BUNDLES,
     BUNDLE_KEY,
     BUNDLE_VERSION,
+    REMOTE_STORE,
+    REMOTE_STORE_KEY,
+    REMOTE_STORE_SIGNING_KEY,
+    REMOTE_STORE_TIMEOUT,
+    REMOTE_STORE_WAIT,
     XDG_CACHE_HOME,
     JIT,
     STAND_IN,
@@ -157,14 +184,7 @@ def executor_timeout() -> float:
     ValueError
         If ``CUTLASS_OPS_EXECUTOR_TIMEOUT`` is not a positive number.
     """
-    text = EXECUTOR_TIMEOUT.text or EXECUTOR_TIMEOUT.default
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not seconds > 0:
-        raise ValueError(f"{EXECUTOR_TIMEOUT.name} must be a positive number of seconds, not {text!r}")
-    return seconds
+    return _seconds(EXECUTOR_TIMEOUT)
 
 
 def tuning_dir() -> Path:
@@ -199,16 +219,8 @@ def bundle_keys() -> tuple[Path, ...] | None:
         If ``CUTLASS_OPS_BUNDLE_KEY`` is set and empty, or has an empty or relative path.
     """
     text = BUNDLE_KEY.given
-    if text is None:
-        return None
-    parts = text.split(os.pathsep)
     # An empty value is likely a mistake: it must not turn signature checks off.
-    if not all(parts):
-        raise ValueError(
-            f"{BUNDLE_KEY.name} is {text!r}, which has an empty path: name PEM files, separated by {os.pathsep!r}, or "
-            "unset it to load unsigned bundles"
-        )
-    return tuple(_absolute(BUNDLE_KEY, part) for part in parts)
+    return None if text is None else _keys(BUNDLE_KEY, text, ", or unset it to load unsigned bundles")
 
 
 def bundle_version() -> int | None:
@@ -221,6 +233,60 @@ def bundle_version() -> int | None:
     """
     text = BUNDLE_VERSION.given
     return None if text is None else _positive(BUNDLE_VERSION, text)
+
+
+class RemoteStore(NamedTuple):
+    """The settings of the remote store.
+
+    Attributes
+    ----------
+    url : str
+        URL of its folder, without a slash at the end.
+    public_keys : tuple of Path
+        One of these must have signed each fetched kernel.
+    signing_key : Path or None
+        Signs the kernels that are published; None publishes none.
+    timeout, wait : float
+        Seconds for the requests for one kernel, and to wait for another machine's compiler.
+    """
+
+    url: str
+    public_keys: tuple[Path, ...]
+    signing_key: Path | None
+    timeout: float
+    wait: float
+
+
+def remote_store() -> RemoteStore | None:
+    """Return the settings of the remote store, or None while there is none.
+
+    Raises
+    ------
+    ValueError
+        If a variable's value is invalid, or a URL is set without a public key.
+    """
+    url = REMOTE_STORE.text
+    if url is None:
+        return None
+    # The paths of kernels are appended. "::" would have fsspec chain file systems.
+    if not _URL.fullmatch(url) or "::" in url:
+        raise ValueError(
+            f"{REMOTE_STORE.name} must be the URL of a folder, such as s3://bucket/kernels, without ?, # and ::, not "
+            f"{reprlib.repr(url)}"
+        )
+    text = REMOTE_STORE_KEY.text
+    if text is None:
+        raise ValueError(
+            f"{REMOTE_STORE.name} needs {REMOTE_STORE_KEY.name}, since only signed kernels are loaded from a remote "
+            "store: name PEM files of Ed25519 public keys"
+        )
+    return RemoteStore(
+        url.rstrip("/"),
+        _keys(REMOTE_STORE_KEY, text),
+        _path(REMOTE_STORE_SIGNING_KEY),
+        min(_seconds(REMOTE_STORE_TIMEOUT), _DAY),
+        min(_seconds(REMOTE_STORE_WAIT, zero=True), _DAY),
+    )
 
 
 def jit_enabled() -> bool:
@@ -343,6 +409,27 @@ def _positive(variable: Variable, text: str) -> int:
     if not _POSITIVE.fullmatch(text):
         raise ValueError(f"{variable.name} must be a positive integer of at most 15 digits, not {reprlib.repr(text)}")
     return int(text)
+
+
+def _seconds(variable: Variable, *, zero: bool = False) -> float:
+    text = variable.text or variable.default
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not (seconds > 0 or (zero and seconds == 0)):
+        raise ValueError(f"{variable.name} must be a positive number of seconds{', or 0' * zero}, not {text!r}")
+    return seconds
+
+
+def _keys(variable: Variable, text: str, otherwise: str = "") -> tuple[Path, ...]:
+    parts = text.split(os.pathsep)
+    if not all(parts):
+        raise ValueError(
+            f"{variable.name} is {text!r}, which has an empty path: name PEM files, separated by {os.pathsep!r}"
+            f"{otherwise}"
+        )
+    return tuple(_absolute(variable, part) for part in parts)
 
 
 def _path(variable: Variable) -> Path | None:

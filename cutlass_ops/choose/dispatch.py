@@ -7,7 +7,7 @@ candidates.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from cutlass_ops.artifacts.bundles import Bundles
@@ -20,7 +20,7 @@ from cutlass_ops.declare.spec import KernelSpec
 
 if TYPE_CHECKING:
     from cutlass_ops.choose.knowledge import Candidate
-    from cutlass_ops.choose.policies import Policy
+    from cutlass_ops.choose.policies import Policy, Weight
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,19 @@ class Decision:
     kept: tuple[Config, ...]
     bundled: bool
     peer: str | None = None
+    _weight: Weight | None = field(default=None, repr=False, compare=False)
 
     @property
     def spec(self) -> KernelSpec:
         """The kernel."""
-        return self.device.spec(self.signature, self.config)
+        known = self._weight and self._weight.specs.get(self.config)
+        return known or self.device.spec(self.signature, self.config)
 
     @property
     def specs(self) -> tuple[KernelSpec, ...]:
         """The specifications of :attr:`kept`."""
+        if self._weight is not None:
+            return tuple(self._weight.specs.values())
         return tuple(self.device.spec(self.signature, c) for c in self.kept)
 
     def candidates(self) -> tuple[Candidate, ...]:
@@ -96,9 +100,10 @@ def decide(signature: OpSignature, device: Device, problem: Problem) -> Decision
     policy = _policy(signature, device)
     if not policy.kernels:
         return None
-    best, peer = policy.choose(problem), policy.fallback(problem)
-    kept = _kept(policy, problem)
-    return Decision(signature, device, problem, best.config, best.order, kept, bundled=False, peer=peer)
+    best, weight = policy.serves(problem)
+    peer = weight.peers.get(problem.m)
+    kept = weight.kept
+    return Decision(signature, device, problem, best.config, best.order, kept, bundled=False, peer=peer, _weight=weight)
 
 
 def specs(signature: OpSignature, device: Device) -> tuple[KernelSpec, ...]:
@@ -117,7 +122,9 @@ def choose(signature: OpSignature, device: Device, problem: Problem) -> tuple[Ke
 
     For the tuner, catalogues and benchmarks: some kernel must serve the signature, and peers are not considered.
     """
-    chosen = chosen_in_bundle(signature, device, problem) or _policy(signature, device).choose(problem).ordered
+    chosen = chosen_in_bundle(signature, device, problem)
+    if chosen is None:
+        chosen, _ = _policy(signature, device).serves(problem)
     return device.spec(signature, chosen.config), chosen.order
 
 
@@ -136,9 +143,3 @@ def _policy(signature: OpSignature, device: Device) -> Policy:
     from cutlass_ops.choose import policies
 
     return policies.policy(signature, device)
-
-
-def _kept(policy: Policy, problem: Problem) -> tuple[Config, ...]:
-    from cutlass_ops.choose import policies
-
-    return policies.kept(policy, problem.n, problem.k, problem.count)

@@ -8,14 +8,15 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from cutlass_ops.choose.pool import Pool, at_once
+from cutlass_ops.choose.pool import Pool
 from cutlass_ops.choose.tables import Table
 from cutlass_ops.declare.config import Config, Ordered
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.order import USUAL_ORDER, TileOrder
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.kinds.arrays import Extents, Flags, Floats, Places
+from cutlass_ops.kinds.arrays import Extents, Flags, Floats, Places, Problems
 from cutlass_ops.kinds.sm90.model import costs_of
 from cutlass_ops.kinds.table import kind_of
 
@@ -32,6 +33,12 @@ _PRIOR = 1.0
 _NOISE = 0.005
 # Weight of nearby measurements from which a time counts as interpolated.
 _NEAR = 0.5
+# Notes whose weights are computed at once, unless a kernel has more.
+_NOTES_AT_ONCE = 192
+# Problems to compare with notes at once: bounds memory.
+_AT_ONCE = 128
+# From so many problems on, notes are summed by a product of matrices.
+_MANY = 12
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,32 @@ class Expected:
         return np.where(measured.any(1, keepdims=True) & ~measured, np.inf, self.times)
 
 
+class Foretold(NamedTuple):
+    """Times by the model, corrected by measurements nearby.
+
+    Attributes
+    ----------
+    times : array
+        Microseconds, of shape (problems, kernels).
+    by_gpc : array
+        Whether the model prefers a tile order by GPC. The shape is the same.
+    weight : array
+        The weight of measurements nearby. The shape is the same.
+    usual : array
+        The model's mean error for each kind near each problem: log2 of measured over predicted time. The shape is
+        (problems, kinds).
+    """
+
+    times: Floats
+    by_gpc: Flags
+    weight: Floats
+    usual: Floats
+
+    def part(self, which: Flags) -> Foretold:
+        """Return what is foretold of some of the problems."""
+        return Foretold(self.times[which], self.by_gpc[which], self.weight[which], self.usual[which])
+
+
 class Where(NamedTuple):
     """Coordinates of problems for a pool, in units of the reach of a measurement.
 
@@ -100,21 +133,27 @@ class Where(NamedTuple):
     tiles: Floats
 
     @classmethod
-    def of(cls, problems: Sequence[Problem], pool: Pool) -> Where:
+    def of(cls, problems: Problems, pool: Pool) -> Where:
         """Return the coordinates of problems for a pool."""
         extents = Extents.of(problems)
-        m, k = np.log2(extents.m[:, 0]), np.log2(extents.k[:, 0])
-        tiles = np.log2(pool.tiles(problems)) / _REACH_OF_TILES
-        return cls(np.stack([m, k, pool.traits.odd(problems)], 1) / _REACH, tiles)
+        return cls(_coordinates(extents, pool), np.log2(pool.tiles(extents)) / _REACH_OF_TILES)
+
+
+def _coordinates(extents: Extents, pool: Pool) -> Floats:
+    found = np.empty((extents.size, 3))
+    found[:, 0], found[:, 1] = np.log2(extents.m[:, 0]), np.log2(extents.k[:, 0])
+    found[:, 2] = pool.traits.odd(extents)
+    return np.asarray(found / _REACH)
 
 
 class _Errors(NamedTuple):
-    """Errors of the model: coordinates of problems, and each measurement's problem, kernel and error."""
+    """Errors of the model, as :class:`Notes` has them, but in the order of the measurements."""
 
-    where: Where
+    problems: Floats
     rows: Places
     kernels: Places
-    values: Floats
+    tiles: Floats
+    errors: Floats
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,35 +183,129 @@ class Notes:
         """Return measurements by kernel."""
         nothing = np.zeros(0, np.int64)
         kernels = np.concatenate([nothing, *(e.kernels for e in found)])
-        before = np.cumsum([0, *(len(e.where.problems) for e in found)])
+        before = np.cumsum([0, *(len(e.problems) for e in found)])
         rows = np.concatenate([nothing, *(e.rows + first for e, first in zip(found, before, strict=False))])
-        problems = np.concatenate([np.zeros((0, len(_REACH))), *(e.where.problems for e in found)])
-        tiles = np.concatenate([np.zeros(0), *(e.where.tiles[e.rows, e.kernels] for e in found)])
-        errors = np.concatenate([np.zeros(0), *(e.values for e in found)])
+        problems = np.concatenate([np.zeros((0, len(_REACH))), *(e.problems for e in found)])
+        tiles = np.concatenate([np.zeros(0), *(e.tiles for e in found)])
+        errors = np.concatenate([np.zeros(0), *(e.errors for e in found)])
         order = np.argsort(kernels, kind="stable")
         return cls(problems, rows[order], kernels[order], tiles[order], errors[order])
 
     def near(self, where: Where) -> tuple[Floats, Floats]:
         """Return the weighted sum of errors near problems and the sum of weights, of shape (problems, kernels)."""
-        errors, totals = np.zeros_like(where.tiles), np.zeros_like(where.tiles)
+        found = np.zeros((2, *where.tiles.shape))
+        # Distances that do not depend on the kernel are computed once for each measured problem.
+        away = self._away(where.problems)
+        with np.errstate(under="ignore"):
+            if len(where.tiles) >= _MANY:
+                self._sum_many(where.tiles, away, found)
+            elif len(self.errors):
+                self._sum_few(where.tiles, away, found)
+        return found[1], found[0]
+
+    def _sum_few(self, tiles: Floats, away: Floats, found: Floats) -> None:
         kernels, starts = self._noted
-        step = at_once(max(len(self.errors), len(self.problems)))
-        for first in range(0, len(where.tiles) if len(kernels) else 0, step):
-            part = slice(first, first + step)
-            # Distances that do not depend on the kernel are computed once for each measured problem.
-            away = ((where.problems[part, None] - self.problems) ** 2).sum(2).take(self.rows, 1)
-            away += (where.tiles[part].take(self.kernels, 1) - self.tiles) ** 2
+        for at, theirs in enumerate(tiles):
+            weights = np.exp(-0.5 * ((theirs.take(self.kernels) - self.tiles) ** 2 + away[:, at].take(self.rows)))
+            found[0, at, kernels] = np.add.reduceat(weights, starts)
+            found[1, at, kernels] = np.add.reduceat(weights * self.errors, starts)
+
+    def _sum_many(self, tiles: Floats, away: Floats, found: Floats) -> None:
+        """Sum up for some kernels at a time, in memory that stays in a core's cache, and in FP32, for speed."""
+        tiles, away = np.ascontiguousarray(tiles.T, np.float32), away.astype(np.float32)
+        most = max((len(part.tiles) for part in self._parts), default=0)
+        memory = np.empty((2, most, tiles.shape[1]), np.float32)
+        for part in self._parts:
+            weights, further = memory[:, : len(part.tiles)]
+            tiles.take(part.kernel_of_each, 0, out=weights, mode="clip")
+            weights -= part.tiles
+            weights *= weights
+            weights += away.take(part.rows, 0, out=further, mode="clip")
+            weights *= -0.5
+            np.exp(weights, out=weights)
+            # NumPy's own sums along the first dimension take longer.
+            found[:, :, part.kernels] = (part.sums @ weights).reshape(2, len(part.kernels), -1).swapaxes(1, 2)
+
+    def _away(self, problems: Floats) -> Floats:
+        """Return the squared distances of measured problems, of shape (measured, problems)."""
+        found = np.zeros((len(self.problems), len(problems)))
+        for theirs, mine in zip(self.problems.T, problems.T, strict=True):
+            # Problems of one weight differ in M alone.
+            mine = mine[:1] if (mine == mine[:1]).all() else mine
+            away = theirs[:, None] - mine
+            away *= away
+            found += away
+        return found
+
+    def near_one(self, places: Places, where: Where) -> tuple[Floats, Floats]:
+        """Return the results of :meth:`near` for one kernel at each problem.
+
+        Parameters
+        ----------
+        places : array
+            The kernels, one for each problem.
+        where : Where
+            Problems that differ in M alone, with the tiles of these kernels, of shape (problems,).
+        """
+        errors, totals = np.zeros((2, len(places)))
+        aside = ((self.problems[:, 1:] - where.problems[:1, 1:]) ** 2).sum(1)
+        ends = np.cumsum(np.bincount(self.kernels, minlength=int(places.max(initial=-1)) + 1)).tolist()
+        for kernel in sorted({*places.tolist()}):
+            notes, mine = slice(ends[kernel - 1] if kernel else 0, ends[kernel]), np.flatnonzero(places == kernel)
+            rows = self.rows[notes]
+            weights = where.problems[mine, :1] - self.problems[rows, 0]
+            weights *= weights
+            tiles = where.tiles[mine, None] - self.tiles[notes]
+            tiles *= tiles
+            weights += tiles
+            weights += aside[rows]
+            weights *= -0.5
             with np.errstate(under="ignore"):
-                weights = np.exp(-0.5 * away)
-                totals[part, kernels] = np.add.reduceat(weights, starts, 1)
-                errors[part, kernels] = np.add.reduceat(weights * self.errors, starts, 1)
+                np.exp(weights, out=weights)
+                totals[mine], errors[mine] = weights.sum(1), weights @ self.errors[notes]
         return errors, totals
 
     @cached_property
     def _noted(self) -> tuple[Places, Places]:
         """The kernels with notes, and the first index of each."""
-        kernels, starts = np.unique(self.kernels, return_index=True)
-        return kernels, starts
+        starts = np.flatnonzero(np.diff(self.kernels, prepend=-1))
+        return self.kernels[starts], starts
+
+    @cached_property
+    def _parts(self) -> list[_Part]:
+        """Some kernels at a time, so that what is computed of their notes stays in a core's cache."""
+        kernels, starts = self._noted
+        ends = np.append(starts[1:], len(self.kernels))
+        found, first = [], 0
+        while first < len(kernels):
+            after = max(first + 1, int(np.searchsorted(ends, starts[first] + _NOTES_AT_ONCE, "right")))
+            mine, notes = kernels[first:after], slice(int(starts[first]), int(ends[after - 1]))
+            first = after
+            one = self.kernels[notes] == mine[:, None]
+            sums = np.concatenate([one, one * self.errors[notes]]).astype(np.float32)
+            tiles = self.tiles[notes, None].astype(np.float32)
+            found.append(_Part(mine, self.kernels[notes], self.rows[notes], tiles, sums))
+        return found
+
+
+class _Part(NamedTuple):
+    """The notes of some kernels.
+
+    Attributes
+    ----------
+    kernels : array
+        The kernels.
+    kernel_of_each, rows, tiles : array
+        What :class:`Notes` has of each note.
+    sums : array
+        A matrix that adds up weights, and errors by weights, for each kernel.
+    """
+
+    kernels: Places
+    kernel_of_each: Places
+    rows: Places
+    tiles: NDArray[np.float32]
+    sums: NDArray[np.float32]
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,30 +347,57 @@ class Knowledge:
 
     def expected(self, problems: Sequence[Problem]) -> Expected:
         """Return the expected times of every kernel at some problems."""
-        found = [self._expected(part) for part in self.pool.parts(problems)]
-        return Expected(*(np.concatenate(each) for each in zip(*found, strict=True)))
+        return self.with_measured(problems, self.foretold(problems))
 
-    def _expected(self, problems: Sequence[Problem]) -> tuple[Floats, Places, Flags]:
-        errors, weight = self.notes.near(Where.of(problems, self.pool))
-        error = (errors + _PRIOR * self._usual(errors, weight)) / (weight + _PRIOR)
-        model, by_gpc = self.pool.times_and_order(problems, self.device)
-        times = model * np.exp2(error) * self._handicaps
-        sources = np.where(weight > _NEAR, SOURCES.index("interpolated"), SOURCES.index("model"))
+    def with_measured(self, problems: Sequence[Problem], foretold: Foretold) -> Expected:
+        """Return the expected times at problems from those foretold: what was measured there takes their place."""
+        times = foretold.times.copy()
+        sources = np.where(foretold.weight > _NEAR, SOURCES.index("interpolated"), SOURCES.index("model"))
         for at, problem in enumerate(problems):
             for config, candidate in self.measured.get(problem, {}).items():
                 place = self._index[config]
                 times[at, place], sources[at, place] = candidate.microseconds, SOURCES.index("measured")
-        return times, sources, by_gpc
+        return Expected(times, sources, foretold.by_gpc)
 
-    def _usual(self, errors: Floats, weight: Floats) -> Floats:
-        """Return the model's mean error for each kind near each problem, from sums of errors and weights.
+    def foretold(self, problems: Problems) -> Foretold:
+        """Return the times of every kernel at some problems by the model, corrected by measurements nearby."""
+        extents = Extents.of(problems)
+        parts = (extents.part(slice(at, at + _AT_ONCE)) for at in range(0, extents.size, _AT_ONCE))
+        found = [self._foretold(part) for part in parts]
+        return Foretold(*(np.concatenate(each) for each in zip(*found, strict=True)))
 
-        Without it, an optimistic model would rank unmeasured kernels first.
+    def _foretold(self, problems: Extents) -> Foretold:
+        errors, weight = self.notes.near(Where.of(problems, self.pool))
+        kinds, kind_of_each = self._kinds
+        # Without the mean of each kind, an optimistic model would rank unmeasured kernels first.
+        usual = (errors @ kinds) / (weight @ kinds + _PRIOR)
+        model, by_gpc = self.pool.times_and_order(problems, self.device)
+        times = self._corrected(model, errors, weight, usual[:, kind_of_each], self._handicaps)
+        return Foretold(times, by_gpc, weight, usual)
+
+    def foretold_one(self, places: Places, problems: Extents, usual: Floats) -> tuple[Floats, Flags, Floats]:
+        """Return the times of one kernel at each problem, the orders by GPC, and the weights: shapes (problems,).
+
+        Parameters
+        ----------
+        places : array
+            The kernels, one for each problem.
+        problems : Extents
+            Problems that differ in M alone.
+        usual : array
+            The model's mean errors at each problem, one for each kind.
         """
-        usual = np.zeros_like(errors)
-        for kind in self._kinds:
-            usual[:, kind] = errors[:, kind].sum(1, keepdims=True) / (weight[:, kind].sum(1, keepdims=True) + _PRIOR)
-        return usual
+        where = Where(
+            _coordinates(problems, self.pool), np.log2(self.pool.tiles_of(places, problems)) / _REACH_OF_TILES
+        )
+        errors, weight = self.notes.near_one(places, where)
+        model, by_gpc = self.pool.times_of(places, problems, self.device)
+        _, kind_of_each = self._kinds
+        mine = usual[np.arange(len(places)), kind_of_each[places]]
+        return self._corrected(model, errors, weight, mine, self._handicaps[places]), by_gpc, weight
+
+    def _corrected(self, model: Floats, errors: Floats, weight: Floats, usual: Floats, handicaps: Floats) -> Floats:
+        return model * np.exp2((errors + _PRIOR * usual) / (weight + _PRIOR)) * handicaps
 
     def ranked(self, problem: Problem, among: Iterable[Config], count: int | None = None) -> list[Candidate]:
         """Return the best candidates for a problem, best first. If some were measured, only these."""
@@ -260,20 +420,31 @@ class Knowledge:
         config, source = self.pool.configs[place], SOURCES[int(known.sources[0, place])]
         if source == "measured":
             return self.measured[problem][config]
-        whole = self.pool.traits.whole(problem)
-        orders = kind_of(config).orders_by_gpc(config, whole, self.device) if bool(known.by_gpc[0, place]) else ()
-        order = orders[0] if orders else config.usual_order(whole)
+        order = self.order(config, problem, by_gpc=bool(known.by_gpc[0, place]))
         return Candidate(config, float(known.times[0, place]), source, order)
+
+    def order(self, config: Config, problem: Problem, *, by_gpc: bool) -> TileOrder:
+        """Return the order of a kernel's tiles at a problem where none was measured."""
+        whole = self.pool.traits.whole(problem)
+        orders = kind_of(config).orders_by_gpc(config, whole, self.device) if by_gpc else ()
+        return orders[0] if orders else config.usual_order(whole)
 
     @cached_property
     def _handicaps(self) -> Floats:
         return np.array([kind_of(c).handicap(c) for c in self.pool.configs])
 
     @cached_property
-    def _kinds(self) -> list[list[int]]:
-        """The indices of each kind's kernels."""
+    def _kinds(self) -> tuple[Floats, Places]:
+        """Whether each kernel is of each kind, as numbers of shape (kernels, kinds), and each kernel's kind."""
         kinds = [kind_of(c) for c in self.pool.configs]
-        return [[at for at, k in enumerate(kinds) if k is kind] for kind in dict.fromkeys(kinds)]
+        known = list(dict.fromkeys(kinds))
+        each = np.array([known.index(kind) for kind in kinds], np.int64)
+        return (each[:, None] == np.arange(len(known))).astype(np.float64), each
+
+    @property
+    def kind_of_each(self) -> Places:
+        """Each kernel's kind, as an index into :attr:`Foretold.usual`."""
+        return self._kinds[1]
 
     @cached_property
     def _index(self) -> dict[Config, int]:
@@ -318,12 +489,14 @@ def _ranked(measured: Mapping[Config, Candidate], device: Device) -> dict[Config
 def _errors(measured: Mapping[Problem, Mapping[Config, Candidate]], pool: Pool, device: Device) -> _Errors:
     """Return the model's errors for the kernels of a pool."""
     index = {c: at for at, c in enumerate(pool.configs)}
-    entries = [(row, index[c], x.microseconds) for row, known in enumerate(measured.values()) for c, x in known.items()]
-    rows, kernels = np.array([e[:2] for e in entries], np.int64).reshape(-1, 2).T
-    problems = list(measured)
-    predicted = pool.times(problems, device)[rows, kernels]
-    times = np.array([e[2] for e in entries], np.float64)
+    rows = np.repeat(np.arange(len(measured)), [len(known) for known in measured.values()])
+    kernels = np.array([index[c] for known in measured.values() for c in known], np.int64)
+    times = np.array([x.microseconds for known in measured.values() for x in known.values()], np.float64)
+    problems = Extents.of(list(measured))
+    each = problems.part(rows)
+    predicted, _ = pool.times_of(kernels, each, device)
     # Kernels that cannot be launched have no predicted time.
     known = np.isfinite(predicted)
     errors = np.log2(times[known] / predicted[known])
-    return _Errors(Where.of(problems, pool), rows[known], kernels[known], errors)
+    tiles = np.log2(pool.tiles_of(kernels, each)) / _REACH_OF_TILES
+    return _Errors(_coordinates(problems, pool), rows[known], kernels[known], tiles[known], errors)

@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -24,16 +24,19 @@ from cutlass_ops.base.session import cached
 from cutlass_ops.choose import tables
 from cutlass_ops.choose.knowledge import SOURCES, Candidate, Expected, Knowledge
 from cutlass_ops.choose.pool import Pool
+from cutlass_ops.choose.steps import Steps, rows_for
 from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.declare.chips import USUAL
-from cutlass_ops.declare.config import Config
+from cutlass_ops.declare.config import Config, Ordered
 from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
-from cutlass_ops.declare.spec import Operand
+from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.kinds import legality
+from cutlass_ops.kinds.arrays import Extents, Floats
 from cutlass_ops.kinds.gemv import space as gemv
 from cutlass_ops.kinds.sm80 import space as sm80
 from cutlass_ops.kinds.table import kind_of
@@ -80,13 +83,15 @@ class Policy:
     tables : tuple of Table
         Measurements. If several tables have a problem, the first counts. They may be of another epilogue, element type
         or device with similar times.
+    knowledge : Knowledge
+        What they say of the kernels.
     """
 
     signature: OpSignature
     device: Device
     kernels: tuple[Config, ...]
     tables: tuple[Table, ...]
-    _knowledge: Knowledge = field(repr=False)
+    knowledge: Knowledge = field(repr=False)
 
     @classmethod
     def of(cls, known: Iterable[Table], signature: OpSignature, device: Device, pool: Iterable[Config]) -> Policy:
@@ -121,17 +126,17 @@ class Policy:
 
     def expected(self, problems: Sequence[Problem]) -> Expected:
         """Return the expected times of every kernel at some problems."""
-        return self._knowledge.expected(problems)
+        return self.knowledge.expected(problems)
 
     def ranked(
         self, problem: Problem, among: Iterable[Config] | None = None, count: int | None = None
     ) -> list[Candidate]:
         """Return the best candidates for a problem, best first. If some were measured, only these."""
-        return self._knowledge.ranked(problem, self.kernels if among is None else among, count)
+        return self.knowledge.ranked(problem, self.kernels if among is None else among, count)
 
     def every(self, problem: Problem) -> list[Candidate]:
         """Return all kernels that can be launched at a problem, the fastest first, be they measured or not."""
-        return self._knowledge.every(problem)
+        return self.knowledge.every(problem)
 
     def peers(self, problem: Problem) -> Mapping[str, float]:
         """Return the measured microseconds of peers at a problem, by name."""
@@ -152,6 +157,25 @@ class Policy:
         found = self.ranked(problem, among, count=1) if among else []
         return found[0] if found and math.isfinite(found[0].microseconds) else None
 
+    def serves(self, problem: Problem) -> tuple[Ordered, Weight]:
+        """Return the kernel that :meth:`choose` returns, and what is known of the weight, in microseconds.
+
+        Raises
+        ------
+        UnsupportedError
+            If none of the kernels can be launched at the problem.
+        """
+        weight = weight_of(self, problem.n, problem.k, problem.count)
+        return weight.serves(problem) or self.choose(problem).ordered, weight
+
+    @cached_property
+    def measured_rows(self) -> Mapping[tuple[int, int, int], frozenset[int]]:
+        """The numbers of rows at which some table has measurements, by weight: N, K and how many."""
+        found: dict[tuple[int, int, int], set[int]] = {}
+        for m, n, k, count in (p.problem for table in self.tables for p in table.points):
+            found.setdefault((n, k, count), set()).add(m)
+        return {weight: frozenset(rows) for weight, rows in found.items()}
+
     def choose(self, problem: Problem) -> Candidate:
         """Return the result of :meth:`best`.
 
@@ -171,18 +195,88 @@ class Policy:
         return found
 
 
-@cached(maxsize=4096)
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """What is decided once for a weight.
+
+    Attributes
+    ----------
+    policy : Policy
+        The policy.
+    kept : tuple of Config
+        The kernels that it may need at any number of rows.
+    steps : Steps
+        Which of them serves at each number of rows, by what is foretold.
+    measured : mapping of int to Ordered
+        The fastest of them by number of rows, where any was measured.
+    peers : mapping of int to str
+        The peer that serves instead, by number of rows.
+    """
+
+    policy: Policy
+    kept: tuple[Config, ...]
+    steps: Steps
+    measured: Mapping[int, Ordered]
+    peers: Mapping[int, str]
+    _by_gpc: dict[int, TileOrder] = field(default_factory=dict, repr=False)
+
+    def serves(self, problem: Problem) -> Ordered | None:
+        """Return the kernel that serves one of the weight's problems; None if that was not decided."""
+        known = self.measured.get(problem.m)
+        if known is not None:
+            return known
+        found = self.steps.at(problem.m)
+        if found is None:
+            return None
+        place, by_gpc = found
+        config = self.kept[place]
+        if not by_gpc:
+            return Ordered(config, self.policy.knowledge.order(config, problem, by_gpc=False))
+        # Where a kernel has an order by GPC, it is the same.
+        if place not in self._by_gpc:
+            self._by_gpc[place] = self.policy.knowledge.order(config, problem, by_gpc=True)
+        return Ordered(config, self._by_gpc[place])
+
+    @cached_property
+    def specs(self) -> Mapping[Config, KernelSpec]:
+        """The specifications of :attr:`kept`."""
+        return {c: self.policy.device.spec(self.policy.signature, c) for c in self.kept}
+
+
 def kept(policy: Policy, n: int, k: int, count: int) -> tuple[Config, ...]:
-    """Return the kernels that so many weights (N, K) may need at any number of rows.
+    """Return the kernels that so many weights (N, K) may need at any number of rows."""
+    return weight_of(policy, n, k, count).kept
+
+
+@cached(maxsize=4096)
+def weight_of(policy: Policy, n: int, k: int, count: int) -> Weight:
+    """Decide what so many weights (N, K) need at any number of rows."""
+    if not policy.kernels:
+        return Weight(policy, (), Steps((1,), (-1,)), {}, {})
+    tuned = policy.measured_rows.get((n, k, count), frozenset())
+    needed = {*ROWS, *tuned}
+    rows = sorted({*needed, *rows_for(policy.knowledge)})
+    extents = Extents.of_rows(rows, n, k, count)
+    knowledge = policy.knowledge
+    foretold = knowledge.foretold(extents)
+    problems = [Problem(m, n, k, count) for m in rows if m in needed]
+    known = knowledge.with_measured(problems, foretold.part(np.array([m in needed for m in rows])))
+    chosen = _needed(known)
+    kept = tuple(policy.kernels[at] for at in chosen)
+    measured = {}
+    times = known.decisive()[:, chosen]
+    for at in np.flatnonzero((known.sources[:, chosen] == SOURCES.index("measured")).any(1)).tolist():
+        place = chosen[int(times[at].argmin())]
+        measured[problems[at].m] = knowledge.measured[problems[at]][policy.kernels[place]].ordered
+    peers = {p.m: peer for p in problems if p.m in tuned and (peer := policy.fallback(p)) is not None}
+    return Weight(policy, kept, Steps.of(knowledge, chosen, foretold, extents), measured, peers)
+
+
+def _needed(known: Expected) -> list[int]:
+    """Return the kernels that some number of rows needs, as indices.
 
     Greedy: add the kernel that helps most over all numbers of rows, until none helps much.
     """
-    if not policy.kernels:
-        return ()
-    known_at = (p.problem for table in policy.tables for p in table.points)
-    tuned = {p.m for p in known_at if (p.n, p.k, p.count) == (n, k, count)}
-    problems = [Problem(m, n, k, count) for m in sorted({*ROWS, *tuned})]
-    known = policy.expected(problems)
     times = known.decisive()
     best, fastest = times.min(1, keepdims=True), times.argmin(1, keepdims=True)
     slack = np.array([_SLACK[s] + _ROUNDING for s in SOURCES])[np.take_along_axis(known.sources, fastest, 1)]
@@ -191,18 +285,32 @@ def kept(policy: Policy, n: int, k: int, count: int) -> tuple[Config, ...]:
     losses = np.where(possible, times / np.where(possible, best, 1) - 1, 0)
     chosen: list[int] = []
     reached = np.ones_like(best)
+    costs = _costs(reached, losses, slack)
     while (reached > slack).any():
-        after = np.minimum(reached, losses)
-        left = (_MISSED * np.maximum(after - slack, 0) + after).sum(0)
+        left = costs.sum(0)
         left[chosen] = np.inf
         chosen.append(int(left.argmin()))
-        reached = after[:, chosen[-1:]]
-    return tuple(policy.kernels[at] for at in chosen)
+        after = np.minimum(reached, losses[:, chosen[-1:]])
+        # Most kernels help at a few numbers of rows only.
+        new = np.flatnonzero(after < reached)
+        costs[new] = _costs(after[new], losses[new], slack[new])
+        reached = after
+    return chosen
+
+
+def _costs(reached: Floats, losses: Floats, slack: Floats) -> Floats:
+    """Return the cost at each number of rows, if each kernel were added to those that reached some losses."""
+    after = np.minimum(reached, losses)
+    found = after - slack
+    np.maximum(found, 0, out=found)
+    found *= _MISSED
+    found += after
+    return found
 
 
 def forget() -> None:
     """Clear the caches, so that the user's tables are read again."""
-    for each in (_policy, kept, _warn_once):
+    for each in (_policy, weight_of, _warn_once):
         each.cache_clear()
 
 
@@ -333,7 +441,7 @@ def _both(first: Table, second: Table) -> tuple[Config, ...]:
 @lru_cache(maxsize=256)
 def _shipped(device: str, signature: OpSignature) -> Table | None:
     path = tables.path_of(resources.tuned(), device, signature)
-    return tables.load(path) if path.is_file() else None
+    return tables.load_ours(path) if path.is_file() else None
 
 
 def _borrowed(own: Table | None, signature: OpSignature, device: Device) -> tuple[Table, ...]:
@@ -408,9 +516,8 @@ def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
 
     def restated(point: Point) -> Point:
         best = point.measured[0].microseconds
-        later = more[point.problem]
         times = [
-            (best * (1 + measured.behind) + later[config], config, measured.order)
+            (best * (1 + measured.behind) + next(more), config, measured.order)
             for measured in point.measured
             if (config := form(measured.config)) is not None
         ]
@@ -420,24 +527,24 @@ def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
 
     whole = [p for p in table.points if p.problem.n % weights == 0]
     kernels = tuple(found for c in table.kernels if (found := form(c)) is not None)
-    raced = (found for p in whole for m in p.measured if (found := form(m.config)) is not None)
-    more = _later(theirs, signature, dict.fromkeys(raced), [p.problem for p in whole], device)
+    raced = [(p.problem, found) for p in whole for m in p.measured if (found := form(m.config)) is not None]
+    more = iter(_later(theirs, signature, raced, device).tolist())
     points = map(restated, whole)
     return replace(table, points=tuple(p for p in points if p.measured), kernels=kernels)
 
 
-def _later(
-    theirs: OpSignature, mine: OpSignature, kernels: Iterable[Config], problems: Sequence[Problem], device: Device
-) -> dict[Problem, dict[Config, float]]:
+def _later(theirs: OpSignature, mine: OpSignature, raced: Sequence[tuple[Problem, Config]], device: Device) -> Floats:
     """Return the extra microseconds of one signature's kernels over another's, for work besides the GEMM.
 
     Problems count the columns of the first one's weights.
     """
-    pools = Pool.of(kernels, theirs), Pool.of(kernels, mine)
+    index = {config: at for at, config in enumerate(dict.fromkeys(config for _, config in raced))}
+    pools = Pool.of(index, theirs), Pool.of(index, mine)
+    places = np.array([index[config] for _, config in raced], np.int64)
+    problems = Extents.of([problem for problem, _ in raced])
     weights = pools[1].traits.weights // pools[0].traits.weights
-    without = pools[0].besides(problems, device)
-    later = pools[1].besides([_of_one(p, weights) for p in problems], device) - without
-    return {p: dict(zip(pools[0].configs, row, strict=True)) for p, row in zip(problems, later.tolist(), strict=True)}
+    ours = problems._replace(n=problems.n // weights)
+    return pools[1].besides_of(places, ours, device) - pools[0].besides_of(places, problems, device)
 
 
 def _of_one(problem: Problem, weights: int) -> Problem:
@@ -453,5 +560,15 @@ def _kind(signature: OpSignature) -> tuple[bool, int, bool, bool]:
 
 def _legal(signature: OpSignature, config: Config, device: Device) -> Config | None:
     """Return a configuration if it is legal, else its legal variant, or None."""
+    return _legal_on(signature, config, device.capability, device.name)
+
+
+@lru_cache(maxsize=1 << 14)
+def _legal_on(signature: OpSignature, config: Config, capability: tuple[int, int], device: str) -> Config | None:
+    target = config.target_on(capability)
+    known = _shipped(device, signature) if target == config.default_target else None
+    # Tables that ship were checked.
+    if known is not None and config in known.configs:
+        return config
     variants = kind_of(config).variants(signature, config)
-    return next((c for c in variants if not legality.check(device.spec(signature, c))), None)
+    return next((c for c in variants if legality.is_legal(signature.spec(c, c.target_on(capability)))), None)

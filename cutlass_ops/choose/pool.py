@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,7 +13,7 @@ from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
-from cutlass_ops.kinds.arrays import Extents, Flags, Floats
+from cutlass_ops.kinds.arrays import Extents, Flags, Floats, Places, Problems
 from cutlass_ops.kinds.kind import Kind, Timer
 from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.kinds.traits import Traits
@@ -54,14 +54,25 @@ class Pool:
         return (theirs.majors, theirs.alignments, theirs.scatters) == (mine.majors, mine.alignments, mine.scatters)
 
     @cached_property
-    def _timers(self) -> list[tuple[list[int], Timer]]:
+    def _timers(self) -> list[tuple[Places, Timer]]:
         """The model of each kind, and the indices of its configurations."""
         places: dict[Kind[Any], list[int]] = {}
         for at, config in enumerate(self.configs):
             places.setdefault(kind_of(config), []).append(at)
-        return [(found, kind.timer([self.configs[at] for at in found], self.traits)) for kind, found in places.items()]
+        return [
+            (np.array(found), kind.timer([self.configs[at] for at in found], self.traits))
+            for kind, found in places.items()
+        ]
 
-    def besides(self, problems: Sequence[Problem], device: Device) -> Floats:
+    @cached_property
+    def _kinds(self) -> tuple[Places, Places]:
+        """Each configuration's kind, as an index into :attr:`_timers`, and its index there."""
+        kinds, places = np.zeros((2, len(self.configs)), np.int64)
+        for kind, (found, _) in enumerate(self._timers):
+            kinds[found], places[found] = kind, np.arange(len(found))
+        return kinds, places
+
+    def besides(self, problems: Problems, device: Device) -> Floats:
         """Return the extra microseconds of kernels for work besides a GEMM, of shape (problems, configurations).
 
         That is means of A's rows, copies of misaligned operands, and stores of single elements of D.
@@ -69,14 +80,14 @@ class Pool:
         with np.errstate(all="ignore"):  # an underflow is 0, even if the process makes NumPy raise
             return np.concatenate([self._besides(part, device) for part in self.parts(problems)])
 
-    def _besides(self, problems: Sequence[Problem], device: Device) -> Floats:
-        found = np.zeros((len(problems), len(self.configs)))
-        whole = [self.traits.whole(p) for p in problems]
+    def _besides(self, problems: Extents, device: Device) -> Floats:
+        found = np.zeros((problems.size, len(self.configs)))
+        whole = self.traits.whole(problems)
         for places, timer in self._timers:
             found[:, places] = timer.besides(whole, device)
         return found
 
-    def times(self, problems: Sequence[Problem], device: Device) -> Floats:
+    def times(self, problems: Problems, device: Device) -> Floats:
         """Return times in microseconds, for comparisons, of shape (problems, configurations).
 
         A kernel with a tile order counts with the better of the usual order and one by GPC. Times are infinite for
@@ -84,31 +95,69 @@ class Pool:
         """
         return self.times_and_order(problems, device)[0]
 
-    def times_and_order(self, problems: Sequence[Problem], device: Device) -> tuple[Floats, Flags]:
+    def times_and_order(self, problems: Problems, device: Device) -> tuple[Floats, Flags]:
         """Return the times, and whether each is that of an order by GPC."""
         with np.errstate(all="ignore"):
             times, by_gpc = zip(*(self._times_and_order(part, device) for part in self.parts(problems)), strict=True)
         return np.concatenate(times), np.concatenate(by_gpc)
 
-    def _times_and_order(self, problems: Sequence[Problem], device: Device) -> tuple[Floats, Flags]:
-        times = np.empty((len(problems), len(self.configs)))
+    def _times_and_order(self, problems: Extents, device: Device) -> tuple[Floats, Flags]:
+        times = np.empty((problems.size, len(self.configs)))
         gpc = np.zeros_like(times, np.bool_)
-        whole = [self.traits.whole(p) for p in problems]
+        whole = self.traits.whole(problems)
         for places, timer in self._timers:
             times[:, places], gpc[:, places] = timer.times(whole, device)
         return times, gpc
 
-    def parts(self, problems: Sequence[Problem]) -> list[Sequence[Problem]]:
-        """Split problems into parts small enough to compare with all configurations at once."""
-        step = at_once(len(self.configs))
-        return [problems[at : at + step] for at in range(0, max(1, len(problems)), step)]
+    def times_of(self, places: Places, problems: Extents, device: Device) -> tuple[Floats, Flags]:
+        """Return the results of :meth:`times_and_order` for one configuration at each problem: shapes (problems,)."""
+        times, gpc = np.empty(len(places)), np.zeros(len(places), np.bool_)
+        with np.errstate(all="ignore"):
+            for part, timer, whole in self._beside(places, problems):
+                times[part], gpc[part] = (x[0] for x in timer.times(whole, device))
+        return times, gpc
 
-    def tiles(self, problems: Sequence[Problem]) -> Floats:
+    def besides_of(self, places: Places, problems: Extents, device: Device) -> Floats:
+        """Return the result of :meth:`besides` for one configuration at each problem, of shape (problems,)."""
+        found = np.empty(len(places))
+        with np.errstate(all="ignore"):
+            for part, timer, whole in self._beside(places, problems):
+                found[part] = timer.besides(whole, device)[0]
+        return found
+
+    def _beside(self, places: Places, problems: Extents) -> Iterator[tuple[Places, Timer, Extents]]:
+        """Yield the indices of some problems of one kind's configurations, with these and the problems side by side."""
+        kinds, theirs = self._kinds
+        whole = self.traits.whole(problems)
+        for kind, (_, timer) in enumerate(self._timers):
+            mine = np.flatnonzero(kinds[places] == kind)
+            for part in (mine[at : at + AT_ONCE] for at in range(0, len(mine), AT_ONCE)):
+                yield part, timer.take(theirs[places[part]]), whole.part(part).beside()
+
+    def parts(self, problems: Problems) -> list[Extents]:
+        """Split problems into parts small enough to compare with all configurations at once."""
+        extents, step = Extents.of(problems), at_once(len(self.configs))
+        return [extents.part(slice(at, at + step)) for at in range(0, max(1, extents.size), step)]
+
+    def tiles(self, problems: Problems) -> Floats:
         """Return the number of tiles, in whole clusters, that cover problems, of shape (problems, configurations)."""
-        m, n, _, gemms = Extents.of([self.traits.whole(p) for p in problems])
-        tile_m, tile_n, cluster_m, cluster_n = self._extents
+        return self._tiles(Extents.of(problems), self._extents)
+
+    def tiles_of(self, places: Places, problems: Extents) -> Floats:
+        """Return the result of :meth:`tiles` for one configuration at each problem, of shape (problems,)."""
+        return np.asarray(self._tiles(problems.beside(), self._extents[:, places])[0])
+
+    def _tiles(self, problems: Extents, extents: Floats) -> Floats:
+        m, n, _, gemms = self.traits.whole(problems)
+        tile_m, tile_n, cluster_m, cluster_n = extents
         rows, columns = np.ceil(np.ceil(m / tile_m) / cluster_m), np.ceil(np.ceil(n / tile_n) / cluster_n)
         return np.asarray(gemms * rows * cluster_m * columns * cluster_n)
+
+    @property
+    def cluster_rows(self) -> Floats:
+        """The rows of each kernel's cluster of tiles: between their multiples, the number of tiles is the same."""
+        tile_m, _, cluster_m, _ = self._extents
+        return np.asarray(tile_m * cluster_m)
 
     @cached_property
     def _extents(self) -> Floats:

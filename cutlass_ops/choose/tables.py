@@ -16,6 +16,7 @@ import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +175,18 @@ class Table:
 
     def at(self, problem: Problem) -> Point | None:
         """Return the measurements at a problem, or None."""
-        return next((p for p in self.points if p.problem == problem), None)
+        return self._by_problem.get(problem)
+
+    @cached_property
+    def configs(self) -> frozenset[Config]:
+        """All its kernels, those that may serve and those that were measured."""
+        # Measurements share objects: comparing identities is faster.
+        measured = {id(m.config): m.config for p in self.points for m in p.measured}
+        return frozenset((*self.kernels, *measured.values()))
+
+    @cached_property
+    def _by_problem(self) -> dict[Problem, Point]:
+        return {p.problem: p for p in self.points}
 
     def allows(self, config: Config) -> bool:
         """Whether a kernel may serve."""
@@ -297,11 +309,40 @@ class Table:
             deterministic=fields["deterministic"],
         )
 
+    @classmethod
+    def of_ours(cls, data: Any) -> Table:
+        """Rebuild a table that ships with the library, without the checks of :meth:`from_json`, which take long.
+
+        A test makes them for each such table.
+        """
+        configs, orders = [config_from_json(c) for c in data["configs"]], [TileOrder(**o) for o in data["orders"]]
+
+        def point(given: Any) -> Point:
+            measured = (
+                Measured(configs[at], float(us), float(behind), orders[o]) for at, o, us, behind in given["measured"]
+            )
+            return Point(Problem(*given["problem"]), given["date"], tuple(measured), tuple(given["peers"].items()))
+
+        return cls(
+            device=data["device"],
+            multiprocessors=data["multiprocessors"],
+            signature=signature_from_json(data["signature"]),
+            points=tuple(map(point, data["points"])),
+            kernels=tuple(configs[at] for at in data["kernels"]),
+            fallback=data["fallback"],
+            deterministic=data["deterministic"],
+        )
+
 
 def path_of(folder: Path, device: str, signature: OpSignature) -> Path:
     """Return the path of a signature's table for a kind of device in a folder of tables."""
     text = json.dumps([device, signature_to_json(signature)], sort_keys=True)
     return folder / f"{_slug(device)}_{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def load_ours(path: Path) -> Table:
+    """Read a table that ships with the library: :meth:`Table.of_ours`."""
+    return Table.of_ours(json.loads(path.read_bytes()))
 
 
 def load(path: Path) -> Table:

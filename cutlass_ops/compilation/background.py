@@ -95,6 +95,10 @@ class Background(Part):
         if built:
             do()
 
+    def pending(self, spec: KernelSpec) -> bool:
+        """Whether a kernel that was added is not built yet, so that to look for it in the store is no use."""
+        return self._known.get(spec) in ("queued", "building")
+
     def failure(self, spec: KernelSpec) -> Exception | None:
         """Return why a kernel could not be built, if it was tried."""
         state = self._known.get(spec)

@@ -1,4 +1,4 @@
-"""Build a declaration into an artifact in the store: look it up, or render, compile, check and publish it."""
+"""Build a declaration into an artifact in the store: look it up, fetch it from the remote store, or compile it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cutlass_ops.artifacts.compiled import Compiled
+from cutlass_ops.artifacts.remote_store import Fetched, RemoteStore, RemoteStores
 from cutlass_ops.artifacts.store import LIBRARY, SOURCE, Artifact, KernelStore, identity_key
 from cutlass_ops.base import arch, env, forks, linkage
 from cutlass_ops.base.errors import CompileError, MissingKernelError, StoreError, ToolchainError
@@ -64,7 +65,7 @@ def build_artifact(
     cancel: threading.Event | None = None,
     executor: Executor | None = None,
 ) -> Artifact:
-    """Return the compiled kernel for a declaration; compile it if the store does not have it.
+    """Return the compiled kernel for a declaration; compile it if neither the store nor the remote store has it.
 
     If several processes or threads ask for the same kernel, one compiles and the others wait.
 
@@ -121,7 +122,7 @@ def _elsewhere(executor: Executor | None) -> Elsewhere | None:
 
 
 def stored(spec: KernelSpec) -> Artifact | None:
-    """Return the compiled kernel for a declaration if the user's store has it; compile nothing.
+    """Return the compiled kernel for a declaration if the user's store has it; compile and fetch nothing.
 
     Raises
     ------
@@ -132,10 +133,34 @@ def stored(spec: KernelSpec) -> Artifact | None:
     """
     try:
         if not env.jit_enabled():
-            return _stored(spec, None, None)
+            return _stored(spec, None, None, ask=False)
         return _job(spec, None, KernelStore.default(), find_toolchain(), None).lookup()
     except (MissingKernelError, ToolchainError):
         return None
+
+
+def fetched(spec: KernelSpec) -> Artifact | None:
+    """Return the compiled kernel for a declaration if the remote store has it; compile nothing.
+
+    It is then in the user's store. It takes at most the time limit of the remote store. The errors are those of
+    :func:`build_artifact`.
+    """
+    remote = RemoteStores.current().store()
+    if remote is None:
+        return None
+    try:
+        job = _job(spec, None, KernelStore.default(), find_toolchain(), None)
+    except ToolchainError:
+        return None
+    found = remote.fetch(job.key)
+    if found is None:
+        return None
+    with job.store.lock(job.key, None, spec.slug):
+        here = job.lookup()
+        if here is not None:
+            return here
+        taken = _taken(found, spec, job.store)
+        return None if taken is None else job.lasting(taken)
 
 
 def build_many(
@@ -229,12 +254,16 @@ def _source(spec: KernelSpec, source: str | None) -> str:
     return render.render(spec) if source is None else source
 
 
-def _stored(spec: KernelSpec, source: str | None, store: KernelStore | None) -> Artifact:
-    """Find a kernel without a compiler. Any compiler's build of the same source will do."""
+def _stored(spec: KernelSpec, source: str | None, store: KernelStore | None, *, ask: bool = True) -> Artifact:
+    """Find a kernel without a compiler, or ask the remote store. Any compiler's build of the same source will do."""
     identity = source_identity(spec, _source(spec, source))
+    remote = RemoteStores.current().store() if ask else None
+    asked = "" if remote is None else f", nor has {remote.where}"
     try:
         store = store or KernelStore.default()
-        found, why = store.find(identity), f"{store.root} has no kernel {spec.slug}"
+        found, why = store.find(identity), f"{store.root} has no kernel {spec.slug}{asked}"
+        if found is None and remote is not None:
+            found = _stored_remotely(spec, identity, store, remote)
     except StoreError as exc:
         found, why = None, f"kernel {spec.slug} cannot be looked up: {exc}"
     if found is None:
@@ -246,6 +275,16 @@ def _stored(spec: KernelSpec, source: str | None, store: KernelStore | None) -> 
     return replace(found, again=functools.partial(_stored_again, spec, source, store))
 
 
+def _stored_remotely(
+    spec: KernelSpec, identity: Mapping[str, Any], store: KernelStore, remote: RemoteStore
+) -> Artifact | None:
+    found = remote.fetch_source(identity)
+    if found is None:
+        return None
+    with store.lock(found.key, None, spec.slug):
+        return store.lookup(found.key) or _taken(found, spec, store)
+
+
 def _stored_again(spec: KernelSpec, source: str | None, store: KernelStore | None, use: Callable[[Artifact], T]) -> T:
     return use(_stored(spec, source, store))
 
@@ -253,13 +292,55 @@ def _stored_again(spec: KernelSpec, source: str | None, store: KernelStore | Non
 def _build(job: _Job, cancel: threading.Event | None) -> Artifact:
     with job.store.lock(job.key, cancel, job.spec.slug):
         # The previous holder of the lock may have built it.
-        return job.lookup() or job.lasting(_compile(job, cancel))
+        return job.lookup() or job.lasting(_made(job, cancel))
 
 
 def _again(job: _Job, use: Callable[[Artifact], T]) -> T:
     """Rebuild a kernel that was removed, and use it while the lock protects it from removal."""
     with job.store.lock(job.key, None, job.spec.slug):
-        return use(job.lookup() or job.lasting(_compile(job, None)))
+        return use(job.lookup() or job.lasting(_made(job, None)))
+
+
+def _made(job: _Job, cancel: threading.Event | None) -> Artifact:
+    """Fetch a kernel from the remote store, or compile and publish it. The caller holds the kernel's lock."""
+    remote = RemoteStores.current().store()
+    if remote is None:
+        return _compile(job, cancel)
+    with remote.turn(job.key, job.spec.slug, cancel) as turn:
+        taken = None if turn.fetched is None else _taken(turn.fetched, job.spec, job.store)
+        if taken is not None:
+            return taken
+        compiled = _compile(job, cancel)
+        turn.publish(compiled)
+        return compiled
+
+
+def _taken(found: Fetched, spec: KernelSpec, store: KernelStore) -> Artifact | None:
+    """Put a fetched kernel into the store; return None if it fails the proofs. The caller holds the kernel's lock."""
+    folder = store.workspace(found.key, "")
+    try:
+        with store.writing():
+            (folder / SOURCE).write_bytes(found.source)
+            (folder / LIBRARY).write_bytes(found.library)
+            sass = _proved(folder / LIBRARY, spec)
+        published = store.publish(folder, found.identity, sass, Compiled(0.0, found.resources), found.url)
+    except CompileError as exc:
+        _log.warning("%s from %s is ignored: %s", spec.slug, found.url, exc)
+        store.discard(folder)
+        return None
+    except BaseException:
+        with contextlib.suppress(OSError):
+            store.discard(folder)
+        raise
+    _log.info("fetched %s from %s", spec.slug, found.url)
+    return published
+
+
+def _proved(library: Path, spec: KernelSpec) -> dict[str, int]:
+    """Check a library before it is published, and return its opcode counts."""
+    prove_halves_agree(library)
+    linkage.require_own_libraries(library.read_bytes(), str(library), CompileError)
+    return prove_tensor_cores(library, spec)
 
 
 def _compile(job: _Job, cancel: threading.Event | None) -> Artifact:
@@ -271,9 +352,7 @@ def _compile(job: _Job, cancel: threading.Event | None) -> Artifact:
             if compiled is None:
                 with _turns() if job.elsewhere else contextlib.nullcontext():
                     compiled = compile_kernel(folder, SOURCE, LIBRARY, target, job.toolchain, cancel=cancel)
-            prove_halves_agree(folder / LIBRARY)
-            linkage.require_own_libraries((folder / LIBRARY).read_bytes(), str(folder / LIBRARY), CompileError)
-            sass = prove_tensor_cores(folder / LIBRARY, job.spec)
+            sass = _proved(folder / LIBRARY, job.spec)
         published = job.store.publish(folder, job.identity, sass, compiled)
         _log.info("compiled %s in %.1f s", job.spec.slug, compiled.seconds)
         return published

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from cutlass_ops.base import checked_json
 from cutlass_ops.base.errors import ConfigError
+from cutlass_ops.base.hashed import hashed_once
 from cutlass_ops.declare.order import USUAL_ORDER, TileOrder
 from cutlass_ops.declare.problem import Problem
 
@@ -255,6 +256,7 @@ def _taking_order(*names: str) -> Callable[[_Class], _Class]:
 
 
 @_taking_order("swizzle")
+@hashed_once
 @dataclass(frozen=True, repr=False)
 class Sm80Config(KernelConfig):
     """A multistage ``mma.sync`` kernel (CUTLASS 2.x), for Sm80 and every later target.
@@ -317,6 +319,7 @@ class Sm80Config(KernelConfig):
 
 
 @_taking_order("raster", "swizzle", "by_gpc")
+@hashed_once
 @dataclass(frozen=True, repr=False)
 class Sm90Config(KernelConfig):
     """A warp-specialised TMA + ``wgmma`` kernel (CUTLASS 3.x), for sm_90a.
@@ -469,6 +472,7 @@ def _ceil(x: int, y: int) -> int:
     return -(-x // y)
 
 
+@hashed_once
 @dataclass(frozen=True, repr=False)
 class GemvConfig(KernelConfig):
     """A kernel of ordinary loads for few rows of A, for Sm80 and every later target.

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, cast, get_args
 from cutlass_ops.base import arch, checked_json
 from cutlass_ops.base.dtypes import ALL, INTEGERS, NAMES, DType, dtype, f32, i32, i64
 from cutlass_ops.base.errors import ConfigError
+from cutlass_ops.base.hashed import hashed_once
 from cutlass_ops.declare.config import Config, Sm80Config, Sm90Config, config_from_json, config_to_json
 from cutlass_ops.declare.form import DENSE, Form
 from cutlass_ops.declare.order import USUAL_ORDER, TileOrder
@@ -136,6 +137,7 @@ class HasGraph(Protocol):
         ...
 
 
+@hashed_once
 @dataclass(frozen=True, init=False, repr=False)
 class KernelSpec:
     """One kernel: D = epilogue(A @ B, inputs), with everything that decides its code.

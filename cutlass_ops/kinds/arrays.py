@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,11 @@ Flags = NDArray[np.bool_]
 
 
 class Extents(NamedTuple):
-    """M, N, K and the number of GEMMs of problems, each as an array of shape (problems, 1)."""
+    """M, N, K and the number of GEMMs of problems, as arrays of two dimensions that meet those of configurations.
+
+    M has the shape (problems, 1). What all problems share has the shape (1, 1), so that what depends on nothing else is
+    computed once for all. Where each problem is for one configuration beside it, all shapes are (1, problems) instead.
+    """
 
     m: Floats
     n: Floats
@@ -24,6 +28,32 @@ class Extents(NamedTuple):
     gemms: Floats
 
     @classmethod
-    def of(cls, problems: Sequence[Problem]) -> Extents:
+    def of(cls, problems: Problems) -> Extents:
         """Return those of some problems."""
-        return cls(*np.array(problems, np.float64).reshape(len(problems), len(cls._fields)).T[:, :, None])
+        if isinstance(problems, Extents):
+            return problems
+        m, *others = np.array(problems, np.float64).reshape(len(problems), len(cls._fields)).T[:, :, None]
+        return cls(m, *(x[:1] if len(x) == 1 or (len(x) and (x == x[0]).all()) else x for x in others))
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[int] | Places, n: int, k: int, gemms: int) -> Extents:
+        """Return those of one weight's problems."""
+        m = np.asarray(rows, np.float64)[:, None]
+        return cls(m, *np.array([[[n]], [[k]], [[gemms]]], np.float64))
+
+    @property
+    def size(self) -> int:
+        """The number of problems."""
+        return self.m.size
+
+    def part(self, which: slice | Places | Flags) -> Extents:
+        """Return those of some of the problems."""
+        return Extents(*(x[which] if len(x) == len(self.m) else x for x in self))
+
+    def beside(self) -> Extents:
+        """Return the same problems with shapes (1, problems), each for one configuration."""
+        return Extents(*(x.reshape(1, -1) for x in self))
+
+
+# Problems as a model takes them.
+Problems: TypeAlias = Extents | Sequence[Problem]

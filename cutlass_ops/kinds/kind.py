@@ -13,7 +13,7 @@ from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import KernelSpec
-from cutlass_ops.kinds.arrays import Flags, Floats
+from cutlass_ops.kinds.arrays import Flags, Floats, Places, Problems
 from cutlass_ops.kinds.rules import AnyConfig, Rule
 from cutlass_ops.kinds.traits import Traits
 
@@ -21,15 +21,19 @@ from cutlass_ops.kinds.traits import Traits
 class Timer(Protocol):
     """The time model of some configurations of one kind. N of a problem is that of all weights together."""
 
-    def times(self, problems: Sequence[Problem], device: Device) -> tuple[Floats, Flags]:
+    def times(self, problems: Problems, device: Device) -> tuple[Floats, Flags]:
         """Return times in microseconds, and whether they are for tiles ordered by GPC.
 
         Both have the shape (problems, configurations). The time is infinite if a kernel cannot be launched.
         """
         ...
 
-    def besides(self, problems: Sequence[Problem], device: Device) -> Floats:
+    def besides(self, problems: Problems, device: Device) -> Floats:
         """Return the part of :meth:`times` that is not the GEMM, such as operand copies. The shape is the same."""
+        ...
+
+    def take(self, places: Places) -> Timer:
+        """Return the model of some of these configurations, each as often as it is named."""
         ...
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -12,9 +11,10 @@ from cutlass_ops.base import arch
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import Major
-from cutlass_ops.kinds.arrays import Extents, Flags, Floats, Places
+from cutlass_ops.kinds.arrays import Extents, Flags, Floats, Places, Problems
 
 Extent = Literal["m", "n", "k"]
+_Extents = TypeVar("_Extents", Problem, Extents)
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,17 @@ class Traits:
         a, b = self.majors
         return ("k" if a == "row" else "m"), ("k" if b == "col" else "n")
 
-    def whole(self, problem: Problem) -> Problem:
-        """Return a problem with N of all weights together."""
-        return problem._replace(n=problem.n * self.weights)
+    def whole(self, problem: _Extents) -> _Extents:
+        """Return a problem, or extents of several, with N of all weights together."""
+        return problem if self.weights == 1 else problem._replace(n=problem.n * self.weights)
 
-    def odd(self, problems: Sequence[Problem]) -> Places:
+    def odd(self, problems: Problems) -> Places:
         """Return how many operands have :func:`odd` lines, with shape (problems,)."""
         extents = Extents.of(problems)
-        return np.asarray(sum(odd(getattr(extents, line)[:, 0]).astype(np.int64) for line in self.lines))
+        found = np.zeros(extents.size, np.int64)
+        for line in self.lines:
+            found += odd(getattr(extents, line).reshape(-1))
+        return found
 
 
 def odd(line: Floats, element_bytes: int = 2) -> Flags:

@@ -1,4 +1,7 @@
-"""From an op's signature to loaded kernels. One function owns the look-up order: loaded, bundle, store, build."""
+"""From an op's signature to loaded kernels.
+
+One function owns the look-up order: loaded, bundle, store, remote store, build.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ class Entry(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry as plain values."""
-        return {"slug": self.spec.slug, "key": self.kernel.artifact.key, "spec": self.spec.to_json()}
+        artifact = self.kernel.artifact
+        return {"slug": self.spec.slug, "key": artifact.key, "origin": artifact.origin, "spec": self.spec.to_json()}
 
 
 class Registry(Part):
@@ -77,6 +81,26 @@ class Registry(Part):
             self._add(spec, artifact)
         return self._entries[spec].kernel
 
+    def fetched(self, spec: KernelSpec) -> LoadedKernel | None:
+        """Return a kernel if the remote store has it, within that store's time limit; compile nothing.
+
+        Raises
+        ------
+        StoreError, LoadError
+            If it cannot be stored or loaded here.
+        """
+        artifact = _fetched(spec)
+        if artifact is None:
+            return None
+        self._add(spec, artifact)
+        return self._entries[spec].kernel
+
+    def origin(self, spec: KernelSpec) -> str | None:
+        """Return where a kernel comes from, in words: it is loaded, in a bundle or in the store. None otherwise."""
+        entry = self._entries.get(spec)
+        artifact = self.found(spec) if entry is None else entry.kernel.artifact
+        return None if artifact is None else artifact.origin
+
     def kernels(self, specs: Iterable[KernelSpec]) -> list[LoadedKernel]:
         """Return the kernels for several specs, compiling missing ones in parallel."""
         wanted = list(specs)
@@ -120,3 +144,9 @@ def _stored(spec: KernelSpec) -> Artifact | None:
     from cutlass_ops.compilation.builder import stored
 
     return stored(spec)
+
+
+def _fetched(spec: KernelSpec) -> Artifact | None:
+    from cutlass_ops.compilation.builder import fetched
+
+    return fetched(spec)

@@ -69,7 +69,7 @@ def supply(decision: Decision) -> Supply:
     if decision.bundled or not env.jit_enabled() or not env.stand_in() or registry.has(best.spec):
         return best
     captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    if (None if captured else registry.at_hand(best.spec)) is not None:
+    if not captured and not Background.current().pending(best.spec) and registry.at_hand(best.spec) is not None:
         return best
     found = _at_hand(decision, loaded=True) or (None if captured else _at_hand(decision, loaded=False))
     if found is None and captured and registry.at_hand(best.spec) is None:
@@ -78,6 +78,10 @@ def supply(decision: Decision) -> Supply:
             f"cutlass_ops.warm_up before, with such arguments. The best kernel is {best.spec.slug}"
         )
     if found is None and not captured:
+        # To fetch the best kernel takes less time than to compile any.
+        if registry.fetched(best.spec) is not None:
+            return best
+        _log.info("a call waits for the compiler: no kernel that may serve in place of %s is compiled", best.spec.slug)
         found = _quickest(decision)
     if found is None:
         return best
@@ -97,7 +101,9 @@ def stand_in(decision: Decision) -> Supply | None:
     """Return what would serve a decided call in place of its best kernel, if that is not compiled; load nothing."""
     if not env.jit_enabled() or not env.stand_in() or _is_there(decision.spec):
         return None
-    found = next((each for each in _others(decision) if _is_there(each.spec)), None)
+    loaded = (each for each in _others(decision) if Registry.current().has(each.spec))
+    stored = (each for each in _others(decision) if each.serves.config in decision.kept and _is_there(each.spec))
+    found = next(loaded, None) or next(stored, None)
     return None if found is None else Supply(found.spec, found.serves, decision.spec)
 
 
@@ -112,10 +118,18 @@ def _others(decision: Decision) -> Iterator[Supply]:
 
 
 def _at_hand(decision: Decision, *, loaded: bool) -> Supply | None:
-    """Return the fastest other kernel that is loaded, or else could be without a compiler."""
-    registry = Registry.current()
-    there = registry.has if loaded else (lambda spec: registry.at_hand(spec) is not None)
-    return next((each for each in _others(decision) if there(each.spec)), None)
+    """Return the fastest other kernel that is loaded, or else could be without a compiler.
+
+    A look into the store takes milliseconds, so only kernels of the call's weight are looked for there.
+    """
+    registry, kept = Registry.current(), frozenset(decision.kept)
+
+    def is_there(each: Supply) -> bool:
+        if loaded:
+            return registry.has(each.spec)
+        return each.serves.config in kept and registry.at_hand(each.spec) is not None
+
+    return next(filter(is_there, _others(decision)), None)
 
 
 def _quickest(decision: Decision) -> Supply | None:

@@ -193,7 +193,10 @@ def list_kernels(in_bundle: Path | None, key: list[Path] | None, minimum_version
     """Print the kernels in the store, or in a bundle."""
     where, artifacts = _kernels(in_bundle, key, minimum_version)
     rows = [_row(artifact) for artifact in artifacts]
-    lines = [f"{row['key'][:12]}  {row['bytes']:>9,} bytes  {row['created'] or ''}  {row['slug']}" for row in rows]
+    lines = [
+        f"{row['key'][:12]}  {row['bytes']:>9,} bytes  {row['created'] or ''}  {row['slug']}  {row['origin']}"
+        for row in rows
+    ]
     _show(as_json, rows, *lines, f"{where}: {len(rows)} kernels")
     return 0
 
@@ -303,6 +306,7 @@ def _row(artifact: Artifact) -> dict[str, Any]:
         "target": artifact.target,
         "bytes": artifact.size,
         "created": artifact.manifest.get("created"),
+        "origin": artifact.origin,
         "folder": str(artifact.folder),
     }
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from cutlass_ops.artifacts.bundles import Bundles
+from cutlass_ops.artifacts.remote_store import RemoteStores
 from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base import arch, env, resources
 from cutlass_ops.base.errors import BundleError, StoreError, ToolchainError
@@ -40,11 +41,21 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Store:
-    """The kernel store, its number of kernels, and their size in bytes."""
+    """The kernel store, its number of kernels, how many of them were fetched, and their size in bytes."""
 
     path: str
     kernels: int
+    fetched: int
     bytes: int
+
+
+@dataclass(frozen=True)
+class Remote:
+    """The remote store, whether it answers, and whether kernels that are compiled here are published there."""
+
+    url: str
+    answers: bool
+    publishes: bool
 
 
 @dataclass(frozen=True)
@@ -70,6 +81,8 @@ class Diagnosis:
         The devices that PyTorch sees.
     store : Store or None
         The store of compiled kernels.
+    remote : Remote or None
+        The remote store.
     bundles : tuple of Bundled
         Loaded, named by the environment or installed, in look-up order.
     can_compile, can_run : bool
@@ -86,6 +99,7 @@ class Diagnosis:
     toolchain: Toolchain | None
     gpus: tuple[Gpu, ...]
     store: Store | None
+    remote: Remote | None
     bundles: tuple[Bundled, ...]
     can_compile: bool
     can_run: bool
@@ -110,8 +124,8 @@ class Diagnosis:
         yield ", ".join(f"{name} {version}" for name, version in self.versions.items())
         yield from _section("Compiler", self._compiler())
         yield from _section("GPU", [_gpu_line(gpu) for gpu in self.gpus] or ["none that PyTorch sees"])
-        store = [f"{self.store.path}: {self.store.kernels} kernels, {self.store.bytes:,} bytes"] if self.store else []
-        yield from _section("Store", store or ["unusable"])
+        yield from _section("Store", [_store_line(self.store) if self.store else "unusable"])
+        yield from _section("Remote store", [_remote_line(self.remote) if self.remote else "none"])
         bundles = [f"{b.path}: {b.kernels} kernels for {', '.join(b.targets)}" for b in self.bundles]
         yield from _section("Bundles", bundles or ["none"])
         yield from _section("Environment", [_variable_line(v, self.environment[v.name]) for v in env.VARIABLES])
@@ -143,11 +157,14 @@ def diagnose() -> Diagnosis:
     problems: list[str] = []
     toolchain = _toolchain(problems)
     store = _store(problems)
+    before = len(problems)
+    remote = _remote(problems)
+    shared = remote is not None or len(problems) == before
     gpus = _gpus()
     bundles = _bundles(problems)
     jit = _jit(problems)
     wrong = list(_wrong_values())
-    can_compile = toolchain is not None and store is not None and jit and not wrong
+    can_compile = toolchain is not None and store is not None and jit and shared and not wrong
     usable = any(gpu.target is not None for gpu in gpus)
     return Diagnosis(
         versions={
@@ -158,6 +175,7 @@ def diagnose() -> Diagnosis:
         toolchain=toolchain,
         gpus=gpus,
         store=store,
+        remote=remote,
         bundles=bundles,
         can_compile=can_compile,
         can_run=usable and not wrong and (can_compile or bool(bundles) or (store is not None and store.kernels > 0)),
@@ -185,7 +203,22 @@ def _store(problems: list[str]) -> Store | None:
     except (StoreError, ValueError) as exc:
         problems.append(str(exc))
         return None
-    return Store(str(store.root), len(artifacts), size)
+    fetched = sum("fetched_from" in artifact.manifest for artifact in artifacts)
+    return Store(str(store.root), len(artifacts), fetched, size)
+
+
+def _remote(problems: list[str]) -> Remote | None:
+    try:
+        store = RemoteStores.current().store()
+    except (StoreError, BundleError, ValueError, OSError) as exc:
+        problems.append(str(exc))
+        return None
+    if store is None:
+        return None
+    answers = store.reachable()
+    if not answers:
+        problems.append(f"the remote store {store.where} does not answer: kernels are compiled here")
+    return Remote(store.where, answers, store.publishes)
 
 
 def _bundles(problems: list[str]) -> tuple[Bundled, ...]:
@@ -250,6 +283,10 @@ def _remarks() -> Iterator[str]:
     for name in _IGNORED:
         if os.environ.get(name) and name not in names:
             yield f"{name} is ignored: kernels are compiled without it"
+    if env.REMOTE_STORE.text is None:
+        for variable in (env.REMOTE_STORE_KEY, env.REMOTE_STORE_SIGNING_KEY):
+            if variable.text:
+                yield f"{variable.name} is ignored: {env.REMOTE_STORE.name} names no remote store"
     for key in (env.BUNDLE_KEY.text or "").split(os.pathsep):
         if os.path.isabs(key) and not os.path.isfile(key):
             yield f"{env.BUNDLE_KEY.name} names {key!r}, which is not a file: no bundle can be opened"
@@ -293,6 +330,17 @@ def _section(title: str, lines: list[str]) -> Iterator[str]:
     yield from (f"  {line}" for line in lines)
 
 
+def _store_line(store: Store) -> str:
+    fetched = f", {store.fetched} of them fetched" if store.fetched else ""
+    return f"{store.path}: {store.kernels} kernels{fetched}, {store.bytes:,} bytes"
+
+
+def _remote_line(remote: Remote) -> str:
+    answers = "answers" if remote.answers else "does not answer"
+    does = "published" if remote.publishes else "not published"
+    return f"{remote.url}: {answers}; kernels compiled here are {does} there"
+
+
 def _gpu_line(gpu: Gpu) -> str:
     major, minor = gpu.capability
     serves = f"runs kernels for {gpu.target}" if gpu.target else "no kernel of this library runs on it"
@@ -301,4 +349,4 @@ def _gpu_line(gpu: Gpu) -> str:
 
 def _variable_line(variable: env.Variable, value: str | None) -> str:
     state = f"unset ({variable.default})" if value is None else value
-    return f"{variable.name:<28}  {state}: {variable.doc}"
+    return f"{variable.name:<36}  {state}: {variable.doc}"

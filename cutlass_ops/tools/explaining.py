@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cutlass_ops.base import arch
-from cutlass_ops.base.errors import UnsupportedError
+from cutlass_ops.base.errors import CutlassOpsError, UnsupportedError
 from cutlass_ops.choose import policies
 from cutlass_ops.choose.knowledge import Candidate
 from cutlass_ops.choose.policies import Policy
@@ -18,11 +18,12 @@ from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.roofline import Roofline, roofline
+from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.kinds.traits import Traits
 from cutlass_ops.run.call import Call, device_of, signature_of, without_modes
 from cutlass_ops.run.ops import Op, decide, requested
-from cutlass_ops.run.registry import OpSignature
+from cutlass_ops.run.registry import OpSignature, Registry
 from cutlass_ops.run.supply import Supply, stand_in
 
 
@@ -252,6 +253,7 @@ def explain_call(name: str, call: Call, device: Device, op: Op | None = None) ->
         served_by, expected = f"PyTorch ({decision.peer})", peers.get(decision.peer)
         why = "measured faster than every kernel here, and tuning allowed PyTorch"
     now = stand_in(decision) if decision.peer is None else None
+    origin = _origin(decision.spec) if decision.peer is None else ()
     whole = Traits.of(signature).whole(problem)
     chip = CHIPS.get(device.name)
     moved = sum(t.numel() * t.element_size() for t in _tensors(call))
@@ -260,7 +262,7 @@ def explain_call(name: str, call: Call, device: Device, op: Op | None = None) ->
         problem.extents,
         served_by,
         why,
-        (*_contract(signature, device, ranked[0].config), *_means(signature, ranked[0].config), *_now(now)),
+        (*_contract(signature, device, ranked[0].config), *_means(signature, ranked[0].config), *origin, *_now(now)),
         ranked,
         roofline(whole, moved, chip) if chip else None,
         peers,
@@ -289,6 +291,15 @@ def _otherwise(name: str, call: Call, device: Device, op: Op | None, why: str) -
         microseconds=sum(t for t in times if t is not None) if None not in times else None,
         parts=parts,
     )
+
+
+def _origin(spec: KernelSpec) -> tuple[Finding, ...]:
+    """Say where the kernel comes from, if it is there."""
+    try:
+        found = Registry.current().origin(spec)
+    except CutlassOpsError as exc:
+        return (Finding("kernel", f"cannot be looked up: {exc}"),)
+    return () if found is None else (Finding("kernel", found),)
 
 
 def _now(supply: Supply | None) -> tuple[Finding, ...]:

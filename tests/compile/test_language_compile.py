@@ -47,14 +47,11 @@ def test_everything_is_everything():
 
 
 SHAPE = co.ThreadblockShape
-SM90 = co.Sm90Config(SHAPE(64, 32, 64), schedule="warp_specialized")
 SWAPPED = co.Sm90Config(SHAPE(64, 16, 64), schedule="warp_specialized", swap_ab=True)
 SM80 = co.Sm80Config(SHAPE(64, 64, 32), co.WarpShape(32, 32, 32), stages=3)
 KERNELS = {
-    "sm90": (all_of_rows, SM90, "HGMMA"),
     "sm90 transposed": (all_of_columns, SWAPPED, "HGMMA"),
-    "sm80 rows": (all_of_rows, SM80, "HMMA"),
-    "sm80 columns": (all_of_columns, SM80, "HMMA"),
+    "sm80": (all_of_rows, SM80, "HMMA"),
     "gemv": (everything, co.GemvConfig(4), None),
     "gemv by tiles": (everything, co.GemvConfig(16, 4, 4), "HMMA"),
 }
@@ -71,16 +68,8 @@ def test_every_operation_compiles(epilogue, config, opcode):
     assert report.spill_stores == report.spill_loads == 0
 
 
-PLACED = [
-    *(f"placed_and_saved-{c.slug}" for c in (language.SM90, language.WHOLE[1])),
-    f"placed-f32.col.align1-{language.SM90.slug}",
-    f"placed-f32.col-{language.SM80.slug}",
-    f"placed-{language.WHOLE[4].slug}",
-    f"placed-{language.WHOLE[7].slug}",
-    f"placed_product-{language.SM90.slug}",
-    f"least-{language.SM90.slug}",
-    f"named-{language.WHOLE[1].slug}",
-]
+# CUTLASS's own epilogue, and names that C++ has. The others compile where tests/gpu/test_language.py runs them.
+PLACED = [f"placed_and_saved-{language.SM90.slug}", f"named-{language.WHOLE[1].slug}"]
 
 
 @pytest.mark.parametrize("name", PLACED)

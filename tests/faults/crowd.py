@@ -21,6 +21,7 @@ from cutlass_ops.base import arch, executors, locks
 from cutlass_ops.compilation.builder import build_artifact, build_many
 from cutlass_ops.compilation.compiler import compile_kernel
 from cutlass_ops.compilation.toolchain import Toolchain
+from cutlass_ops.declare.config import Ordered
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.tuner.measuring import Measurer
 
@@ -146,13 +147,12 @@ for name in ("device.new", "host.new"):
 time.sleep(600)
 """
     with Measurer(command=(sys.executable, "-c", worker)) as measurer:
-        measurer.measure(signature(), Problem(1, 1, 1), dict.fromkeys([SPECS[0].config], folder), rounds=1)
+        measurer.measure(signature(), Problem(1, 1, 1), {Ordered(SPECS[0].config): folder}, rounds=1)
 
 
-def groups_in(folder: Path) -> list[int]:
-    """The process groups of both compilers that work in a folder, once they are there."""
-    deadline = time.monotonic() + 600
+def groups_in(folder: Path, child: multiprocessing.process.BaseProcess | None = None) -> list[int]:
+    """The process groups of both compilers that a child, or this process, has work in a folder, once they are there."""
     while not all((folder / name).exists() for name in ("device", "host")):
-        assert time.monotonic() < deadline
+        assert child is None or child.is_alive()
         time.sleep(0.01)
     return [int((folder / name).read_text()) for name in ("device", "host")]

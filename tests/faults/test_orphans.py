@@ -36,7 +36,7 @@ def folder(tmp_path):
 def test_compilers_end_with_the_process(kit, folder, processes, end):
     child = processes.Process(target=crowd.compile_until_ended, args=(folder, kit.find()))
     child.start()
-    groups = crowd.groups_in(folder)
+    groups = crowd.groups_in(folder, child)
     os.kill(child.pid, ENDS[end])
     child.join()
     assert child.exitcode == -ENDS[end]
@@ -47,13 +47,13 @@ def test_compilers_of_a_thread_end_with_a_process_that_exits_at_once(kit, folder
     child = processes.Process(target=crowd.compile_and_exit, args=(folder, kit.find()))
     child.start()
     child.join()
-    assert all(map(group_ended, crowd.groups_in(folder)))
+    assert all(map(group_ended, crowd.groups_in(folder, child)))
 
 
 def test_a_fork_of_the_process_keeps_no_compiler_alive(kit, folder, processes):
     child = processes.Process(target=crowd.compile_beside_a_fork, args=(folder, kit.find()))
     child.start()
-    groups = crowd.groups_in(folder)
+    groups = crowd.groups_in(folder, child)
     while not (folder / "fork").exists():
         assert child.is_alive()
     child.kill()
@@ -69,7 +69,7 @@ def test_a_fork_of_the_process_keeps_no_compiler_alive(kit, folder, processes):
 def test_the_measuring_worker_ends_with_the_process(folder, processes, end):
     child = processes.Process(target=crowd.measure_until_ended, args=(folder,))
     child.start()
-    groups = crowd.groups_in(folder)
+    groups = crowd.groups_in(folder, child)
     os.kill(child.pid, ENDS[end])
     child.join()
     assert all(map(group_ended, groups))
@@ -82,7 +82,7 @@ def test_local_workers_and_their_compilers_end_with_the_process(kit, store, proc
     kit.host_does(record.format(name="host"))
     child = processes.Process(target=crowd.compile_elsewhere, args=(store.root, str(kit.nvcc), str(kit.host)))
     child.start()
-    groups = crowd.groups_in(tmp_path)
+    groups = crowd.groups_in(tmp_path, child)
     # Each thread has its own children.
     workers = [int(pid) for f in Path(f"/proc/{child.pid}/task").glob("*/children") for pid in f.read_text().split()]
     assert workers

@@ -25,6 +25,7 @@ class FakeDevice:
     queued: list = field(default_factory=list)
     closed: bool = False
     absent: set = field(default_factory=set)  # kernels that only a compiler has
+    remote: set = field(default_factory=set)  # absent ones that the remote store has
     waiting: dict = field(default_factory=dict)
     failed: dict = field(default_factory=dict)
 
@@ -39,6 +40,12 @@ class FakeDevice:
 
     def at_hand(self, spec):
         return None if spec in self.absent else self.kernel(spec)
+
+    def fetched(self, spec):
+        return self.kernel(spec) if spec in self.remote else None
+
+    def origin(self, spec):
+        return None if spec in self.absent else "compiled here"
 
     def kernels(self, specs):
         specs = list(specs)
@@ -56,6 +63,7 @@ class FakeDevice:
             add=lambda specs, first=False: self.queued.extend(specs),
             when_built=lambda spec, do: self.waiting.setdefault(spec, []).append(do),
             failure=self.failed.get,
+            pending=self.waiting.__contains__,
         )
 
     def built(self, spec):

@@ -12,6 +12,7 @@ import typer.main
 from bundles import write_keys
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec, sm90_spec
+from fleet import name_store
 from processes import ended
 from signatures import H100, signature
 
@@ -64,6 +65,55 @@ def spec_file(tmp_path):
         return path
 
     return write
+
+
+# ---- Where kernels come from --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def remote(kit, tmp_path, monkeypatch, session):
+    """A remote store that machines share, for which this one has all keys."""
+    private, public = write_keys(tmp_path, "fleet", Ed25519PrivateKey.generate())
+    name_store(monkeypatch, f"file://{tmp_path}/shared", public, private)
+    return f"file://{tmp_path}/shared"
+
+
+def test_list_and_doctor_say_where_kernels_come_from(kit, remote, run, spec_file, tmp_path, monkeypatch):
+    path = spec_file(sm80_spec())
+    assert "Remote store\n  " + remote + ": answers; kernels compiled here are published there" in run("doctor")[1]
+    assert run("build", path)[0] == 0
+    assert run("list")[1].splitlines()[0].endswith("  compiled here")
+    monkeypatch.setenv("CUTLASS_OPS_CACHE_DIR", str(tmp_path / "another"))
+    assert run("build", path)[0] == 0
+    assert kit.compilations == 1
+    assert run("list")[1].splitlines()[0].endswith(f"  fetched from {remote}")
+    assert [row["origin"] for row in json.loads(run("list", "--json")[1])] == [f"fetched from {remote}"]
+    found = json.loads(run("doctor", "--json")[1])
+    assert (found["store"]["kernels"], found["store"]["fetched"]) == (1, 1)
+    assert found["remote"] == {"url": remote, "answers": True, "publishes": True}
+    assert "1 kernels, 1 of them fetched, " in run("doctor")[1]
+
+
+def test_doctor_says_what_is_wrong_with_a_remote_store(kit, remote, run, monkeypatch):
+    monkeypatch.delenv(env.REMOTE_STORE_KEY.name)
+    code, out, _ = run("doctor")
+    assert code == 1
+    assert "CUTLASS_OPS_REMOTE_STORE needs CUTLASS_OPS_REMOTE_STORE_KEY" in out
+    assert "Can compile a kernel: no." in out
+    monkeypatch.delenv(env.REMOTE_STORE.name)
+    code, out, _ = run("doctor")
+    assert code == 0
+    assert "Remote store\n  none" in out
+    assert "CUTLASS_OPS_REMOTE_STORE_SIGNING_KEY is ignored: CUTLASS_OPS_REMOTE_STORE names no remote store" in out
+
+
+def test_doctor_asks_a_remote_store(kit, remote, run, monkeypatch):
+    monkeypatch.delenv(env.REMOTE_STORE_SIGNING_KEY.name)
+    monkeypatch.setenv(env.REMOTE_STORE.name, "http://127.0.0.1:9/kernels")
+    code, out, _ = run("doctor")
+    assert code == 0
+    assert "http://127.0.0.1:9/kernels: does not answer; kernels compiled here are not published there" in out
+    assert "the remote store http://127.0.0.1:9/kernels does not answer: kernels are compiled here" in out
 
 
 # ---- doctor --------------------------------------------------------------------------------------------------------

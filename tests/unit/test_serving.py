@@ -50,7 +50,7 @@ def service(monkeypatch, tmp_path):
     monkeypatch.setattr(call.Call, "is_reference", False)
     monkeypatch.setattr(ops, "device_of", lambda device: H100)
     monkeypatch.setattr(plan.torch.cuda, "device", lambda device: contextlib.nullcontext())
-    background = SimpleNamespace(add=lambda specs, first=False: queued.extend(specs))
+    background = SimpleNamespace(add=lambda specs, first=False: queued.extend(specs), pending=lambda spec: False)
     with Session({Registry: registry, Background: background}).active():
         yield SimpleNamespace(registry=registry, queued=queued, op=co.gemm_bias_relu)
 

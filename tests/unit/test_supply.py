@@ -64,7 +64,7 @@ def test_where_the_best_kernel_is_there_it_serves(op, device):
 
 def test_a_loaded_kernel_stands_in_until_the_best_one_has_come(op, device, specs, caplog):
     caplog.set_level(logging.INFO, "cutlass_ops")
-    wanted, other = best().spec, next(s for s in specs if s != best().spec)
+    wanted, other = best().spec, next(s for s in best().specs if s != best().spec)
     device.absent.discard(other)
     device.kernel(other)
     a = rows(M)
@@ -84,7 +84,8 @@ def test_a_loaded_kernel_stands_in_until_the_best_one_has_come(op, device, specs
 
 def test_the_fastest_of_those_that_are_there_stands_in(op, device, specs):
     decision = best()
-    first, second, *_ = (H100.spec(signature(), c.config) for c in decision.alternatives())
+    others = [c.config for c in decision.alternatives()]
+    first, second, *_ = (H100.spec(signature(), c) for c in others if c in decision.kept)
     device.absent -= {first, second}
     assert supply.supply(decision).spec == first
     device.kernel(second)  # what is loaded needs no look into the store
@@ -93,15 +94,30 @@ def test_the_fastest_of_those_that_are_there_stands_in(op, device, specs):
     assert supply.supply(decision).spec == second
 
 
-def test_with_no_kernel_at_all_the_call_waits_for_the_one_that_compiles_fastest(op, device, specs):
+def test_with_no_kernel_at_all_the_call_waits_for_the_one_that_compiles_fastest(op, device, specs, caplog):
+    caplog.set_level(logging.INFO, "cutlass_ops")
     a = rows(M)
     right(a, op(a, B, BIAS))
     (launch,) = device.launches
+    assert "a call waits for the compiler" in caplog.text
     assert isinstance(launch.spec.config, GemvConfig)
     assert device.queued[0] == best().spec
     device.built(best().spec)
     right(a, op(a, B, BIAS))
     assert device.launches[1].spec == best().spec
+
+
+def test_only_kernels_of_the_weight_are_looked_for_in_the_store(device, specs, monkeypatch):
+    decision, asked = best(), []
+    monkeypatch.setattr(device, "at_hand", lambda spec: asked.append(spec))
+    supply.supply(decision)
+    assert asked[0] == decision.spec
+    assert set(asked) == set(decision.specs)
+    # While it is compiled, nobody looks for it.
+    device.waiting[decision.spec] = []
+    asked.clear()
+    supply.supply(decision)
+    assert asked == []
 
 
 def test_where_that_is_the_best_one_nothing_stands_in(device, specs):
@@ -127,7 +143,7 @@ def test_a_setting_has_calls_wait_for_the_best_kernel(op, device, specs, monkeyp
 
 
 def test_what_cannot_be_compiled_is_said_and_the_stand_in_stays(op, device, specs, caplog):
-    other = next(s for s in specs if s != best().spec)
+    other = next(s for s in best().specs if s != best().spec)
     device.absent.discard(other)
     device.failed[best().spec] = CompileError("too complex")
     a = rows(M)
@@ -173,7 +189,7 @@ def test_a_captured_call_takes_only_what_is_loaded(op, device, specs, monkeypatc
     monkeypatch.setattr(supply.torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(MissingKernelError, match=r"cutlass_ops\.warm_up before"):
         op(rows(M), B, BIAS)
-    other = next(s for s in specs if s != best().spec)
+    other = next(s for s in best().specs if s != best().spec)
     device.absent.discard(other)
     device.kernel(other)
     op(rows(M), B, BIAS)
@@ -181,7 +197,7 @@ def test_a_captured_call_takes_only_what_is_loaded(op, device, specs, monkeypatc
 
 
 def test_explain_says_what_serves_meanwhile(device, specs):
-    other = next(s for s in specs if s != best().spec)
+    other = next(s for s in best().specs if s != best().spec)
     a = rows(M)
     assert "now" not in {f.name for f in co.explain(co.gemm_bias_relu, a, B, BIAS).contract}
     device.absent.discard(other)
@@ -192,6 +208,31 @@ def test_explain_says_what_serves_meanwhile(device, specs):
     assert device.loaded == {}
     device.absent.clear()
     assert "now" not in {f.name for f in co.explain(co.gemm_bias_relu, a, B, BIAS).contract}
+
+
+def test_explain_says_where_the_kernel_comes_from(device, specs):
+    a = rows(M)
+    assert "kernel" not in {f.name for f in co.explain(co.gemm_bias_relu, a, B, BIAS).contract}
+    device.absent.clear()
+    (says,) = [f.says for f in co.explain(co.gemm_bias_relu, a, B, BIAS).contract if f.name == "kernel"]
+    assert says == "compiled here"
+
+
+def test_the_best_kernel_is_fetched_before_another_is_compiled(op, device, specs):
+    device.remote.add(best().spec)
+    op(rows(M), B, BIAS)
+    assert [launch.spec for launch in device.launches] == [best().spec]
+    assert device.queued[:1] != [best().spec]
+    assert device.waiting == {}
+
+
+def test_where_a_kernel_stands_in_the_remote_store_is_not_asked_by_the_call(op, device, specs):
+    other = next(s for s in best().specs if s != best().spec)
+    device.absent.discard(other)
+    device.remote.add(best().spec)
+    op(rows(M), B, BIAS)
+    assert [launch.spec for launch in device.launches] == [other]
+    assert device.queued[0] == best().spec
 
 
 def test_the_log_has_the_kernel_of_each_new_shape(op, device, caplog):

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from cutlass_ops.declare.config import GemvConfig
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.kinds.arrays import Extents, Flags, Floats
+from cutlass_ops.kinds.arrays import Extents, Flags, Floats, Places, Problems
 from cutlass_ops.kinds.traits import Traits
 
 _INSTRUCTIONS = 4 * 1.6e3  # instructions that one SM issues per microsecond
@@ -72,12 +72,37 @@ def predict(
     config: GemvConfig, problem: Problem, multiprocessors: int, element_bytes: int = 2, of: Numbers = H100
 ) -> float:
     """Return :func:`times` for one configuration and one problem."""
-    return times([config], [problem], multiprocessors, element_bytes, of).item()
+    return times(Blocks.of([config]), [problem], multiprocessors, element_bytes, of).item()
+
+
+class Blocks(NamedTuple):
+    """The thread blocks of some configurations, as arrays of shape (1, configurations).
+
+    Attributes
+    ----------
+    rows, warps, pieces, columns, depth : array
+        Rows of A, warps, pieces of B that a lane reads at a time, and the extents of B's part.
+    by_tile : array
+        1 if Tensor Cores compute, else 0.
+    """
+
+    rows: Floats
+    warps: Floats
+    pieces: Floats
+    columns: Floats
+    depth: Floats
+    by_tile: Floats
+
+    @classmethod
+    def of(cls, configs: Sequence[GemvConfig]) -> Blocks:
+        """Return those of some configurations."""
+        each = [(c.rows, c.warps, c.pieces, c.threadblock.n, c.threadblock.k, c.by_tile) for c in configs]
+        return cls(*np.moveaxis(np.array(each, np.float64).reshape(1, -1, len(cls._fields)), 2, 0))
 
 
 def times(
-    configs: Sequence[GemvConfig],
-    problems: Sequence[Problem],
+    blocks_of: Blocks,
+    problems: Problems,
     multiprocessors: int,
     element_bytes: int = 2,
     of: Numbers = H100,
@@ -86,9 +111,9 @@ def times(
 
     Parameters
     ----------
-    configs : sequence of GemvConfig
-        Legal configurations.
-    problems : sequence of Problem
+    blocks_of : Blocks
+        Thread blocks of legal configurations.
+    problems : sequence of Problem or Extents
         Each extent at least 1.
     multiprocessors : int
         Number of SMs.
@@ -98,9 +123,8 @@ def times(
         The chip's parameters.
     """
     m, n, k, gemms = Extents.of(problems)
-    each = [(c.rows, c.warps, c.pieces, c.threadblock.n, c.threadblock.k) for c in configs]
-    rows, warps, pieces, columns, depth = np.array(each, np.float64).reshape(-1, 5).T
-    by_tile = np.array([c.by_tile for c in configs], np.bool_)
+    rows, warps, pieces, columns, depth, tensor_cores = blocks_of
+    by_tile = tensor_cores > 0
 
     per_piece = of.per_piece + np.where(by_tile, of.per_tile + of.per_eight * rows / 8, of.per_row * rows)
     fastest = np.where(by_tile, of.pieces_of_tile, of.pieces - of.fewer_by_rows * np.log2(rows))
@@ -127,14 +151,23 @@ def times(
 class GemvTimer:
     """The time model of some configurations for given traits: see :class:`cutlass_ops.kinds.kind.Timer`."""
 
-    configs: Sequence[GemvConfig]
+    blocks: Blocks
     traits: Traits
 
-    def times(self, problems: Sequence[Problem], device: Device) -> tuple[Floats, Flags]:
+    @classmethod
+    def of(cls, configs: Sequence[GemvConfig], traits: Traits) -> GemvTimer:
+        """Return the model of some configurations."""
+        return cls(Blocks.of(configs), traits)
+
+    def take(self, places: Places) -> GemvTimer:
+        """Return the model of some of these configurations, each as often as it is named."""
+        return replace(self, blocks=Blocks(*(x[:, places] for x in self.blocks)))
+
+    def times(self, problems: Problems, device: Device) -> tuple[Floats, Flags]:
         """Return times in microseconds. These kernels cannot order tiles by GPC."""
-        found = times(self.configs, problems, device.multiprocessors, of=_BY_CHIP.get(device.name, H100))
+        found = times(self.blocks, problems, device.multiprocessors, of=_BY_CHIP.get(device.name, H100))
         return found, np.zeros_like(found, np.bool_)
 
-    def besides(self, problems: Sequence[Problem], _: Device) -> Floats:
+    def besides(self, problems: Problems, _: Device) -> Floats:
         """Return zeros: these kernels do no separate work besides the GEMM."""
-        return np.zeros((len(problems), len(self.configs)))
+        return np.zeros(np.broadcast_shapes(Extents.of(problems).m.shape, self.blocks.rows.shape))

@@ -7,7 +7,8 @@ to one or two elements. Alignments of 8 and 16 bytes and other chips were not me
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from cutlass_ops.base import arch
 from cutlass_ops.declare.config import Sm80Config
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.kinds.arrays import Extents, Flags, Floats
+from cutlass_ops.kinds.arrays import Extents, Flags, Floats, Places, Problems
 from cutlass_ops.kinds.traits import Traits
 
 _SHARPNESS = 4
@@ -80,12 +81,40 @@ def predict(
     target: str = "sm_90",
 ) -> float:
     """Return :func:`times` for one configuration and one problem."""
-    return times([config], [problem], multiprocessors, alignment, costs, element_bytes, target).item()
+    return times(Blocks.of([config]), [problem], multiprocessors, alignment, costs, element_bytes, target).item()
+
+
+class Blocks(NamedTuple):
+    """The thread blocks of some configurations, as arrays of shape (1, configurations).
+
+    Attributes
+    ----------
+    tile_m, tile_n, tile_k : array
+        Extents of a tile.
+    warp, warps : array
+        Elements of a warp's tile, and the number of warps.
+    stages, stream_k : array
+        Stages of the main loop, and 1 for stream-K.
+    """
+
+    tile_m: Floats
+    tile_n: Floats
+    tile_k: Floats
+    warp: Floats
+    warps: Floats
+    stages: Floats
+    stream_k: Floats
+
+    @classmethod
+    def of(cls, configs: Sequence[Sm80Config]) -> Blocks:
+        """Return those of some configurations."""
+        numbers = np.array([_numbers(c) for c in configs], np.float64).reshape(1, -1, len(cls._fields))
+        return cls(*np.moveaxis(numbers, 2, 0))
 
 
 def times(
-    configs: Sequence[Sm80Config],
-    problems: Sequence[Problem],
+    blocks_of: Blocks,
+    problems: Problems,
     multiprocessors: int,
     alignment: int = 8,
     costs: Costs = H100,
@@ -96,9 +125,9 @@ def times(
 
     Parameters
     ----------
-    configs : sequence of Sm80Config
-        Legal configurations.
-    problems : sequence of Problem
+    blocks_of : Blocks
+        Thread blocks of legal configurations.
+    problems : sequence of Problem or Extents
         Each extent at least 1.
     multiprocessors : int
         Number of SMs.
@@ -112,11 +141,11 @@ def times(
         Target, which limits the thread blocks on one SM.
     """
     m, n, k, gemms = Extents.of(problems)
-    each = [(*_numbers(c), resident(c, costs, element_bytes, target)) for c in configs]
-    tile_m, tile_n, tile_k, warps, stages, split, blocks = np.array(each, np.float64).reshape(-1, 7).T
+    tile_m, tile_n, tile_k, warp, _, stages, split = blocks_of
+    blocks = _resident(blocks_of, costs, element_bytes, target)
     rows = np.ceil(m / tile_m)
     tiles, steps = gemms * rows * np.ceil(n / tile_n), np.ceil(k / tile_k)
-    compute = tile_m * tile_n * tile_k / costs.products * (1 + costs.small_warps * 32 * 32 / warps)
+    compute = tile_m * tile_n * tile_k / costs.products * (1 + costs.small_warps * 32 * 32 / warp)
     loads = costs.loads if alignment == 1 else costs.wide_loads * alignment / 2
     step = _soft_max(compute, (tile_m + tile_n) * tile_k / loads)
     hidden = np.maximum(1, stages - 1) ** costs.stages
@@ -139,25 +168,26 @@ def times(
 
 
 def _numbers(config: Sm80Config) -> tuple[float, ...]:
-    """Return tile M, N and K, the warp tile's size, the stages, and whether it is stream-K."""
+    """Return a configuration's numbers in the order of :class:`Blocks`."""
     tile, warp = config.threadblock, config.warp
-    return tile.m, tile.n, tile.k, warp.m * warp.n, config.stages, config.stream_k
+    return tile.m, tile.n, tile.k, warp.m * warp.n, config.warps, config.stages, config.stream_k
 
 
 def resident(config: Sm80Config, costs: Costs = H100, element_bytes: int = 2, target: str = "sm_90") -> int:
     """Estimate how many thread blocks are resident on one SM of a target."""
+    return int(_resident(Blocks.of([config]), costs, element_bytes, target).item())
+
+
+def _resident(blocks: Blocks, costs: Costs, element_bytes: int, target: str) -> Floats:
     machine = arch.target(target)
-    tile, threads = config.threadblock, config.warps * arch.WARP
-    shared = config.stages * (tile.m + tile.n) * tile.k * element_bytes
-    accumulators = config.warp.m * config.warp.n // arch.WARP
-    registers = min(arch.MAX_REGISTERS_PER_THREAD, accumulators + int(costs.registers))
-    limits = (
-        machine.shared_memory_per_sm // (shared + arch.KIB),
-        arch.REGISTERS_PER_SM // (threads * registers),
-        machine.threads_per_sm // threads,
-        machine.blocks_per_sm,
-    )
-    return max(1, min(limits))
+    threads = blocks.warps * arch.WARP
+    shared = blocks.stages * (blocks.tile_m + blocks.tile_n) * blocks.tile_k * element_bytes
+    accumulators = blocks.warp // arch.WARP
+    registers = np.minimum(arch.MAX_REGISTERS_PER_THREAD, accumulators + int(costs.registers))
+    by_memory = machine.shared_memory_per_sm // (shared + arch.KIB)
+    by_registers = arch.REGISTERS_PER_SM // (threads * registers)
+    fewest = np.minimum(np.minimum(by_memory, by_registers), machine.threads_per_sm // threads)
+    return np.asarray(np.maximum(1, np.minimum(fewest, machine.blocks_per_sm)))
 
 
 def _soft_max(x: Floats, y: Floats) -> Floats:
@@ -168,16 +198,25 @@ def _soft_max(x: Floats, y: Floats) -> Floats:
 class Sm80Timer:
     """The time model of some configurations for given traits: see :class:`cutlass_ops.kinds.kind.Timer`."""
 
-    configs: Sequence[Sm80Config]
+    blocks: Blocks
     traits: Traits
 
-    def times(self, problems: Sequence[Problem], device: Device) -> tuple[Floats, Flags]:
+    @classmethod
+    def of(cls, configs: Sequence[Sm80Config], traits: Traits) -> Sm80Timer:
+        """Return the model of some configurations."""
+        return cls(Blocks.of(configs), traits)
+
+    def take(self, places: Places) -> Sm80Timer:
+        """Return the model of some of these configurations, each as often as it is named."""
+        return replace(self, blocks=Blocks(*(x[:, places] for x in self.blocks)))
+
+    def times(self, problems: Problems, device: Device) -> tuple[Floats, Flags]:
         """Return times in microseconds. These kernels cannot order tiles by GPC."""
         target = "sm_{}{}".format(*device.capability)
         alignment = min(self.traits.alignments)
-        found = times(self.configs, problems, device.multiprocessors, alignment, target=target)
+        found = times(self.blocks, problems, device.multiprocessors, alignment, target=target)
         return found, np.zeros_like(found, np.bool_)
 
-    def besides(self, problems: Sequence[Problem], _: Device) -> Floats:
+    def besides(self, problems: Problems, _: Device) -> Floats:
         """Return zeros: these kernels do no separate work besides the GEMM."""
-        return np.zeros((len(problems), len(self.configs)))
+        return np.zeros(np.broadcast_shapes(Extents.of(problems).m.shape, self.blocks.warps.shape))

@@ -20,12 +20,13 @@ from cutlass_ops.base import arch
 from cutlass_ops.declare.config import Means, Schedule, Sm90Config
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.kinds.arrays import Extents, Flags, Floats, Places
+from cutlass_ops.kinds.arrays import Extents, Flags, Floats, Places, Problems
 from cutlass_ops.kinds.traits import Extent, odd
 
-# Sharpness of the soft maximum over limits within a K step (Tensor Cores, shared memory, L2 cache): two limits that are
-# nearly equal cost more than either alone. Work and device memory overlap less well: see Costs.overlap.
-_SHARPNESS = 8
+# Sharpness of the soft maximum over limits within a K step (Tensor Cores, shared memory, L2 cache), as a power of two:
+# two limits that are nearly equal cost more than either alone. Work and device memory overlap less well: see
+# Costs.overlap.
+_DOUBLINGS = 3
 # Relative slowdown per unit of padded rows over M, up to the maximum. It only decides between memory-bound kernels,
 # where the one with the least padding is to win.
 _PADDING, _MOST_PADDING = 0.01, 4
@@ -218,12 +219,10 @@ TAKING = Taking(
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Configurations as arrays, so that the times of thousands take milliseconds.
+    """Configurations as arrays of shape (1, configurations), so that the times of thousands take milliseconds.
 
     Attributes
     ----------
-    configs : tuple of Sm90Config
-        The configurations. All other attributes are arrays of shape (1, configurations).
     tile_m, tile_n, cluster_m, cluster_n : array
         Extents along the problem's M and N.
     wgmma_m, wgmma_n, tile_k : array
@@ -240,7 +239,6 @@ class Batch:
         Whether tiles are split by stream-K, and whether each GPC takes a run of tiles.
     """
 
-    configs: tuple[Sm90Config, ...]
     tile_m: Floats
     tile_n: Floats
     cluster_m: Floats
@@ -259,10 +257,14 @@ class Batch:
     def of(cls, configs: Iterable[Sm90Config], by_gpc: bool | Sequence[bool] = False) -> Batch:
         """Return configurations side by side, all of them with an order of tiles by GPC or not, or each as given."""
         configs = tuple(configs)
-        numbers = np.array([_numbers(c) for c in configs], np.float64).reshape(-1, len(fields(cls)) - 2)
+        numbers = np.array([_numbers(c) for c in configs], np.float64).reshape(-1, len(fields(cls)) - 1)
         *extents, schedule, way, stream_k = np.ascontiguousarray(numbers.T)[:, None]
         ordered = np.broadcast_to(np.asarray(by_gpc, np.bool_), (1, len(configs)))
-        return cls(configs, *[*extents, schedule.astype(np.int64), way.astype(np.int64), stream_k > 0, ordered])
+        return cls(*[*extents, schedule.astype(np.int64), way.astype(np.int64), stream_k > 0, ordered])
+
+    def take(self, places: Places) -> Batch:
+        """Return some of the configurations, each as often as it is named."""
+        return Batch(*(getattr(self, each.name)[:, places] for each in fields(self)))
 
 
 def _numbers(config: Sm90Config) -> tuple[float, ...]:
@@ -278,7 +280,7 @@ def _numbers(config: Sm90Config) -> tuple[float, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """How configurations cover problems. All arrays have the shape (problems, configurations).
+    """How configurations cover problems. All arrays have the shape (problems, configurations), or meet it.
 
     Attributes
     ----------
@@ -302,7 +304,7 @@ class Grid:
     active: Floats
 
 
-def grid(batch: Batch, problems: Sequence[Problem], chip: Costs) -> Grid:
+def grid(batch: Batch, problems: Problems, chip: Costs) -> Grid:
     """Return how configurations cover problems."""
     m, n, k, gemms = Extents.of(problems)
     rows = _ceil(_ceil(m, batch.tile_m), batch.cluster_m) * batch.cluster_m
@@ -317,10 +319,11 @@ def grid(batch: Batch, problems: Sequence[Problem], chip: Costs) -> Grid:
 
 def times(
     batch: Batch,
-    problems: Sequence[Problem],
+    problems: Problems,
     chip: Costs = H100,
     element_bytes: int = 2,
     lines: tuple[Extent, Extent] = ("k", "k"),
+    cover: Grid | None = None,
 ) -> Floats:
     """Return kernels' times in microseconds.
 
@@ -328,7 +331,7 @@ def times(
     ----------
     batch : Batch
         Legal configurations.
-    problems : sequence of Problem
+    problems : sequence of Problem or Extents
         Each extent at least 1.
     chip : Costs
         Parameters of the chip.
@@ -336,6 +339,8 @@ def times(
         Bytes of an operand's element.
     lines : tuple of {"m", "n", "k"}
         The extents that are contiguous in A and in B: K, unless A is column-major or B row-major.
+    cover : Grid, optional
+        The result of :func:`grid`, if it is known.
 
     Returns
     -------
@@ -343,7 +348,7 @@ def times(
         FP64, with shape (problems, configurations).
     """
     m, n, k, gemms = Extents.of(problems)
-    cover = grid(batch, problems, chip)
+    cover = cover or grid(batch, problems, chip)
 
     # One K step of one tile, in microseconds.
     instructions = batch.wgmma_m / arch.WGMMA_M * batch.tile_k * element_bytes / arch.WGMMA_K_BYTES
@@ -367,7 +372,7 @@ def times(
     shared = (reads_a + reads_b) * row_bytes * active / (chip.l2 * 1e3)
     requests = rows_a * _requests(odd_a, batch.cluster_n) + rows_b * _requests(odd_b, batch.cluster_m)
     lookups = requests * row_bytes / arch.CACHE_LINE_BYTES * active / (chip.lookups * 1e3)
-    step = _soft_max(compute, fill, shared, lookups)
+    step = _root(_power(compute) + _power(fill) + _power(shared) + _power(lookups))
 
     # In a pingpong kernel, one warpgroup's epilogue overlaps with the other's main loop.
     exposed = np.where(batch.schedule == SCHEDULES.index("pingpong"), 1.0, cover.waves)
@@ -390,7 +395,7 @@ def times(
 
 def means(
     batch: Batch,
-    problems: Sequence[Problem],
+    problems: Problems,
     times: Floats,
     chip: Costs = H100,
     element_bytes: int = 2,
@@ -406,7 +411,7 @@ def means(
     ----------
     batch : Batch
         Legal configurations.
-    problems : sequence of Problem
+    problems : sequence of Problem or Extents
         Each extent at least 1.
     times : array
         Microseconds without means, with shape (problems, configurations).
@@ -433,7 +438,7 @@ def means(
     return np.choose(batch.means, [found[way] for way in WAYS])
 
 
-def realigning(a: bool, b: bool, problems: Sequence[Problem], element_bytes: int = 2) -> Floats:
+def realigning(a: bool, b: bool, problems: Problems, element_bytes: int = 2) -> Floats:
     """Return the extra microseconds for copying A, B or both before the GEMM, with shape (problems, 1)."""
     m, n, k, gemms = Extents.of(problems)
     if not a and not b:
@@ -441,7 +446,7 @@ def realigning(a: bool, b: bool, problems: Sequence[Problem], element_bytes: int
     return _REALIGN_START + 2 * element_bytes * gemms * (m * k * a + k * n * b) / (_REALIGN_BANDWIDTH * 1e3)
 
 
-def scattering(problems: Sequence[Problem]) -> Floats:
+def scattering(problems: Problems) -> Floats:
     """Return the extra microseconds for storing single elements of D, with shape (problems, 1).
 
     This applies if D is aligned to one element and the kernel computes D, not its transpose.
@@ -488,6 +493,8 @@ def _split(batch: Batch, cover: Grid, chip: Costs) -> tuple[Floats, Floats]:
 
     CUTLASS's stream-K splits no tiles if they fill more than half a wave but no more than one.
     """
+    if not batch.stream_k.any():
+        return cover.waves, np.zeros((1, 1))
     filled = cover.tiles / chip.multiprocessors
     splits = batch.stream_k & ((filled <= 0.5) | (filled > 1))
     whole = np.where(batch.stream_k, 1.0, cover.waves)
@@ -500,11 +507,21 @@ def _per_schedule(batch: Batch, each: PerSchedule) -> Floats:
     return np.array([each.of(s) for s in SCHEDULES], np.float64)[batch.schedule]
 
 
-def _soft_max(*values: Floats, sharpness: float = _SHARPNESS) -> Floats:
-    total = np.zeros(())
-    for value in values:
-        total = total + value**sharpness
-    return np.asarray(total ** (1 / sharpness))
+def _soft_max(x: Floats, y: Floats, sharpness: float) -> Floats:
+    return np.asarray((x**sharpness + y**sharpness) ** (1 / sharpness))
+
+
+def _power(x: Floats) -> Floats:
+    """Return the power of the soft maximum within a K step."""
+    for _ in range(_DOUBLINGS):
+        x = x * x
+    return x
+
+
+def _root(x: Floats) -> Floats:
+    for _ in range(_DOUBLINGS):
+        x = np.sqrt(x)
+    return x
 
 
 def _ceil(x: Floats, y: Floats) -> Floats:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,8 +11,7 @@ from cutlass_ops.base import arch
 from cutlass_ops.base.dtypes import bf16
 from cutlass_ops.declare.config import Means, Sm90Config
 from cutlass_ops.declare.device import Device
-from cutlass_ops.declare.problem import Problem
-from cutlass_ops.kinds.arrays import Flags, Floats
+from cutlass_ops.kinds.arrays import Extents, Flags, Floats, Places, Problems
 from cutlass_ops.kinds.sm90 import model
 from cutlass_ops.kinds.sm90.order import WAVES_BY_GPC
 from cutlass_ops.kinds.traits import Traits
@@ -23,66 +21,83 @@ _ALIGNED = bf16.tma_alignment  # the same for f16: both have two bytes per eleme
 
 @dataclass(frozen=True, eq=False)
 class Sm90Timer:
-    """The time model of some configurations for given traits: see :class:`cutlass_ops.kinds.kind.Timer`."""
+    """The time model of some configurations for given traits: see :class:`cutlass_ops.kinds.kind.Timer`.
 
-    configs: Sequence[Sm90Config]
+    Attributes
+    ----------
+    traits : Traits
+        Traits of the signature.
+    batch, by_gpc : Batch
+        The configurations with the usual order of tiles, and with one by GPC.
+    ordered, copies, swapped : array
+        Whether their tiles have several orders, they copy operands first, or compute the transpose: shape (1,
+        configurations).
+    """
+
     traits: Traits
+    batch: model.Batch
+    by_gpc: model.Batch
+    ordered: Flags
+    copies: Flags
+    swapped: Flags
 
-    def times(self, problems: Sequence[Problem], device: Device) -> tuple[Floats, Flags]:
+    @classmethod
+    def of(cls, configs: Sequence[Sm90Config], traits: Traits) -> Sm90Timer:
+        """Return the model of some configurations."""
+        batches = model.Batch.of(configs), model.Batch.of(configs, by_gpc=True)
+        flags = np.array([(c.ordered, c.realign, c.swap_ab) for c in configs], np.bool_).reshape(1, -1, 3)
+        return cls(traits, *batches, *np.moveaxis(flags, 2, 0))
+
+    def take(self, places: Places) -> Sm90Timer:
+        """Return the model of some of these configurations, each as often as it is named."""
+        batch = self.batch.take(places)
+        by_gpc = replace(batch, by_gpc=np.ones_like(batch.by_gpc))
+        return Sm90Timer(self.traits, batch, by_gpc, *(x[:, places] for x in (self.ordered, self.copies, self.swapped)))
+
+    def times(self, problems: Problems, device: Device) -> tuple[Floats, Flags]:
         """Return times in microseconds with the better order of tiles, and whether that is the order by GPC."""
-        usual, by_gpc = self._times_by_order(problems, device)
+        extents = Extents.of(problems)
+        usual, by_gpc = self._times_by_order(extents, device)
         better = np.minimum(usual, by_gpc)
-        return better + self._besides(problems, better, device), by_gpc < usual
+        return better + self._besides(extents, better, device), by_gpc < usual
 
-    def besides(self, problems: Sequence[Problem], device: Device) -> Floats:
+    def besides(self, problems: Problems, device: Device) -> Floats:
         """Return microseconds for means of A's rows, copies of operands, and stores of single elements of D."""
-        return self._besides(problems, np.minimum(*self._times_by_order(problems, device)), device)
+        extents = Extents.of(problems)
+        # Only means depend on how long the product takes.
+        times = np.minimum(*self._times_by_order(extents, device)) if self.traits.gathers else np.zeros((1, 1))
+        shape = np.broadcast_shapes(extents.m.shape, self.ordered.shape)
+        return np.broadcast_to(self._besides(extents, times, device), shape)
 
-    def _besides(self, problems: Sequence[Problem], times: Floats, device: Device) -> Floats:
+    def _besides(self, extents: Extents, times: Floats, device: Device) -> Floats:
         traits = self.traits
-        copied = realigning(traits.alignments, problems) * self._copies
-        stored = model.scattering([p._replace(n=p.n // traits.weights) for p in problems]) * ~self._swapped
-        found = copied + stored if traits.scatters else copied
-        return found + model.means(self._batch, problems, times, model.costs_of(device)) if traits.gathers else found
+        found = realigning(traits.alignments, extents) * self.copies
+        if traits.scatters:
+            found = found + model.scattering(extents._replace(n=extents.n // traits.weights)) * ~self.swapped
+        return found + model.means(self.batch, extents, times, model.costs_of(device)) if traits.gathers else found
 
-    def _times_by_order(self, problems: Sequence[Problem], device: Device) -> tuple[Floats, Floats]:
-        chip = model.costs_of(device)
-        cover = model.grid(self._batch, problems, chip)
-        usual, by_gpc = (model.times(b, problems, chip, lines=self.traits.lines) for b in (self._batch, self._by_gpc))
-        worth = self._ordered & (cover.waves <= WAVES_BY_GPC)
-        return np.where(self._launchable(cover), usual, np.inf), np.where(worth, by_gpc, np.inf)
+    def _times_by_order(self, extents: Extents, device: Device) -> tuple[Floats, Floats]:
+        chip, lines = model.costs_of(device), self.traits.lines
+        cover = model.grid(self.batch, extents, chip)
+        usual = np.where(
+            self._launchable(cover), model.times(self.batch, extents, chip, lines=lines, cover=cover), np.inf
+        )
+        worth = self.ordered & (cover.waves <= WAVES_BY_GPC)
+        if not worth.any():
+            return usual, np.full((1, 1), np.inf)
+        return usual, np.where(worth, model.times(self.by_gpc, extents, chip, lines=lines, cover=cover), np.inf)
 
     def _launchable(self, cover: model.Grid) -> Flags:
         """Return whether the grid's y extent is in range: a kernel that is not persistent has a block per tile."""
-        batch = self._batch
-        second = np.where(self._swapped, cover.rows, cover.columns)
+        batch = self.batch
+        second = np.where(self.swapped, cover.rows, cover.columns)
         # With split K, x is the split, and y and z are the tiles' extents.
         second = np.where(batch.split_k > 1, np.maximum(cover.rows, cover.columns), second)
         persistent = (batch.schedule != model.SCHEDULES.index("warp_specialized")) & (batch.split_k == 1)
         return np.asarray(persistent | (second <= arch.MAX_GRID_Y))
 
-    @cached_property
-    def _batch(self) -> model.Batch:
-        return model.Batch.of(self.configs)
 
-    @cached_property
-    def _by_gpc(self) -> model.Batch:
-        return model.Batch.of(self.configs, by_gpc=True)
-
-    @cached_property
-    def _ordered(self) -> Flags:
-        return np.array([[c.ordered for c in self.configs]])
-
-    @cached_property
-    def _copies(self) -> Flags:
-        return np.array([[c.realign for c in self.configs]])
-
-    @cached_property
-    def _swapped(self) -> Flags:
-        return np.array([[c.swap_ab for c in self.configs]])
-
-
-def realigning(alignments: tuple[int, int], problems: Sequence[Problem]) -> Floats:
+def realigning(alignments: tuple[int, int], problems: Problems) -> Floats:
     """Return microseconds to copy operands of these alignments so that TMA can read them."""
     a, b = (alignment < _ALIGNED for alignment in alignments)
     return model.realigning(a, b, problems)

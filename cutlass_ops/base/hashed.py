@@ -1,0 +1,28 @@
+"""Frozen values that are looked up often."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_KEPT = "_hash"
+
+
+def hashed_once(cls: type[T]) -> type[T]:
+    """Have each object of a frozen dataclass keep its hash, which is computed from all its fields otherwise."""
+    compute: Any = cls.__hash__
+
+    def kept(self: Any) -> int:
+        found: int | None = self.__dict__.get(_KEPT)
+        if found is None:
+            found = self.__dict__[_KEPT] = compute(self)
+        return found
+
+    def state(self: Any) -> dict[str, Any]:
+        # Another process has other hashes.
+        return {name: value for name, value in self.__dict__.items() if name != _KEPT}
+
+    cls.__hash__ = kept  # type: ignore[method-assign]
+    cls.__getstate__ = state  # type: ignore[attr-defined]
+    return cls

@@ -1,0 +1,284 @@
+"""Which kernel serves a weight at each number of rows, as steps that a call looks up.
+
+The expected time of a kernel jumps where it needs another row of tiles, and is smooth in between. So it is computed at
+the ends of such pieces and interpolated, and only for the few kernels that may be the fastest there. Where two of them
+come close, both are computed. Where what is still inexact could decide, there is no step: a call asks the policy.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from cutlass_ops.base import arch
+from cutlass_ops.base.dtypes import bf16
+from cutlass_ops.choose.knowledge import Foretold, Knowledge
+from cutlass_ops.kinds.arrays import Extents, Flags, Floats, Places
+
+# Numbers of rows up to which there are steps. Beyond, a GEMM takes longer than its choice.
+MOST_ROWS = 1 << 13
+# Up to so many rows, times are computed at each number of rows, and not interpolated.
+_EACH = 256
+# A kernel may be the fastest between two numbers of rows if, at one of them, it is no further behind what some kernel
+# reaches at both. The relative distance of the two is added: corrections by measurements change over it.
+_BEHIND = 0.02
+# The same between pieces whose times are computed.
+_BEHIND_PIECE = 0.002
+# Relative errors of times that are interpolated, and of those that are computed: :class:`Notes` sums in FP32.
+_INTERPOLATED, _COMPUTED = 1e-4, 1e-6
+# Error of an interpolated mean error, as a part of it, beside its change from one end of the interval to the other.
+_OF_MEANS = 0.02
+# Numbers of rows that are a multiple of so many have lines of A that meet the L2 cache's, if they lie along M.
+_LINE = arch.CACHE_LINE_BYTES // bf16.bytes
+_UNDECIDED = -1
+
+
+def rows_for(knowledge: Knowledge) -> set[int]:
+    """Return numbers of rows at which times have to be foretold, besides those at most a thirty-second apart."""
+    # From one of few rows to the next, the mean of the model's errors changes most.
+    found = {*range(1, 33)}
+    if _has_lines_along_m(knowledge):
+        # Each multiple of a line is a case of its own.
+        found |= {*range(_LINE, MOST_ROWS + 1, _LINE), *range(16 * _LINE + 8, MOST_ROWS, _LINE), MOST_ROWS - 1}
+    return found
+
+
+def _has_lines_along_m(knowledge: Knowledge) -> bool:
+    """Whether A's lines lie along M, so that times depend on how these meet the L2 cache's lines."""
+    return "m" in knowledge.pool.traits.lines
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The fastest of a weight's kernels at each number of rows up to :data:`MOST_ROWS`.
+
+    Attributes
+    ----------
+    starts : tuple of int
+        The first number of rows of each step.
+    kernels : tuple of int
+        What serves: twice a kernel's index, plus one if its tiles are ordered by GPC. -1 where that is not decided.
+    """
+
+    starts: tuple[int, ...]
+    kernels: tuple[int, ...]
+
+    def at(self, rows: int) -> tuple[int, bool] | None:
+        """Return a kernel's index, and whether its tiles are ordered by GPC; None if that is not decided."""
+        found = _UNDECIDED if rows > MOST_ROWS else self.kernels[bisect_right(self.starts, rows) - 1]
+        return None if found == _UNDECIDED else (found >> 1, bool(found & 1))
+
+    @classmethod
+    def of(cls, knowledge: Knowledge, kept: Sequence[int], foretold: Foretold, problems: Extents) -> Steps:
+        """Find the steps of a weight.
+
+        Parameters
+        ----------
+        knowledge : Knowledge
+            Measurements and the model.
+        kept : sequence of int
+            The weight's kernels, as indices into the pool.
+        foretold : Foretold
+            The times of all kernels at some numbers of rows.
+        problems : Extents
+            The weight's problems at these, in order, from 1 row to at least :data:`MOST_ROWS`.
+        """
+        m = problems.m[:, 0].astype(np.int64)
+        smooth = m <= MOST_ROWS
+        each = np.full(MOST_ROWS, _UNDECIDED)
+        if _has_lines_along_m(knowledge):
+            smooth &= m % _LINE != 0
+        search = _Search(knowledge, np.asarray(kept), foretold.part(smooth), problems.part(smooth))
+        rows, kernels = search.between()
+        each[rows - 1] = kernels
+        # At the numbers of rows themselves.
+        times = foretold.times[:, kept]
+        best, at = times.argmin(1), np.arange(len(m))
+        least = times[at, best]
+        alone = (times <= least[:, None] * (1 + _COMPUTED)).sum(1) == 1
+        decided = np.isfinite(least) & alone & (m <= MOST_ROWS)
+        each[m[decided] - 1] = _numbers(best, foretold.by_gpc[:, kept][at, best])[decided]
+        starts = np.flatnonzero(np.diff(each, prepend=_UNDECIDED - 1))
+        return cls(tuple((starts + 1).tolist()), tuple(each[starts].tolist()))
+
+
+class _Pieces(NamedTuple):
+    """Parts of intervals in which a kernel has equally many tiles. Intervals lie between foretold numbers of rows.
+
+    Attributes
+    ----------
+    intervals, kernels : array
+        Indices of the interval and of the kernel, of shape (pieces,).
+    rows : array
+        Two numbers of rows between which times are interpolated, of shape (2, pieces).
+    times, by_gpc, errors : array
+        The kernel's times there, whether it prefers an order by GPC, and its relative error by that of mean errors.
+    bends : array
+        The most that times are off a line between the two, relative to them, of shape (pieces,).
+    """
+
+    intervals: Places
+    kernels: Places
+    rows: Floats
+    times: Floats
+    by_gpc: Flags
+    errors: Floats
+    bends: Floats
+
+
+class _Curves(NamedTuple):
+    """A kernel between two foretold numbers of rows: a row of pieces. Arrays of one dimension.
+
+    Attributes
+    ----------
+    intervals, kernels : array
+        Indices of the interval and of the kernel.
+    high : array
+        The rows of a piece.
+    before : array
+        How many such pieces lie before the first one, counted from the first row of the problem.
+    begin : array
+        The index of the first piece.
+    """
+
+    intervals: Places
+    kernels: Places
+    high: Floats
+    before: Floats
+    begin: Places
+
+
+class _Search:
+    """The search for a weight's steps. Kernels are named by their place among those kept."""
+
+    def __init__(self, knowledge: Knowledge, kept: Places, foretold: Foretold, problems: Extents) -> None:
+        self._knowledge, self._kept, self._problems = knowledge, kept, problems
+        self._rows = problems.m[:, 0].astype(np.int64)
+        self._times, self._by_gpc = foretold.times[:, kept], foretold.by_gpc[:, kept]
+        self._weight, self._usual = foretold.weight[:, kept], foretold.usual
+        self._kinds = knowledge.kind_of_each[kept]
+        ends = np.abs(np.stack([self._usual[:-1], self._usual[1:]]))
+        self._error_of_means = np.log(2) * (np.abs(np.diff(self._usual, axis=0)) + _OF_MEANS * ends.max(0))
+
+    def _contenders(self) -> tuple[Places, Places]:
+        """Return each interval and kernel that may be the fastest somewhere in it."""
+        ends = np.stack([self._times[:-1], self._times[1:]])
+        reached = ends.max(0).min(1) * (1 + _BEHIND + np.diff(self._rows) / self._rows[:-1])
+        # An interval in which a kernel becomes impossible is left to the policy.
+        possible = np.isfinite(ends)
+        usable = (possible[0] == possible[1]).all(1) & np.isfinite(reached) & (np.diff(self._rows) > 1)
+        intervals, kernels = np.nonzero((ends.min(0) <= reached[:, None]) & usable[:, None])
+        return intervals, kernels
+
+    def _computed(self) -> tuple[_Curves, _Pieces]:
+        """Return the contenders and their pieces."""
+        intervals, kernels = self._contenders()
+        start, end = self._rows[intervals], self._rows[intervals + 1]
+        high = np.where(start < _EACH, 1.0, self._knowledge.pool.cluster_rows[self._kept[kernels]])
+        before = np.ceil((start + 1) / high) - 1
+        of, number = _numbered((np.ceil((end - 1) / high) - before).astype(np.int64))
+        curves = _Curves(intervals, kernels, high, before, np.searchsorted(of, np.arange(len(kernels))))
+
+        # Where an end of the interval is in the piece, times are known there.
+        intervals, kernels, high, start, end = (x[of] for x in (intervals, kernels, high, start, end))
+        lowest, highest = (before[of] + number) * high + 1, (before[of] + number + 1) * high
+        if _has_lines_along_m(self._knowledge):
+            highest = np.maximum(highest - (highest % _LINE == 0), lowest)
+        known = np.stack([lowest <= start, highest >= end])
+        rows = np.stack([np.maximum(lowest, start), np.minimum(highest, end)])
+        ends = np.stack([intervals, intervals + 1]), kernels
+        times, by_gpc = np.asarray(self._times[ends]), np.asarray(self._by_gpc[ends])
+        errors = self._error_of_means[intervals, self._kinds[kernels]] / (self._weight[ends] + 1)
+        unknown = np.nonzero(~known)
+        _, piece = unknown
+        found = self._predicted(rows[unknown], kernels[piece], intervals[piece])
+        times[unknown], by_gpc[unknown], errors[unknown] = found
+        bends = np.full(len(kernels), _INTERPOLATED)
+        if self._knowledge.pool.traits.gathers:
+            # Somewhere a kernel begins to wait for means of A's rows. In the middle, times are off by half or more.
+            middle, _, _ = self._predicted(rows.mean(0), kernels, intervals)
+            bends += 2 * np.abs(middle / times.mean(0) - 1)
+        return curves, _Pieces(intervals, kernels, rows, times, by_gpc, errors, bends)
+
+    def _predicted(self, rows: Floats, kernels: Places, intervals: Places) -> tuple[Floats, Flags, Floats]:
+        """Return one kernel's time at each number of rows, whether by GPC, and its error by the mean errors."""
+        log, logs = np.log2(rows), np.log2(self._rows)
+        usual = np.stack([np.interp(log, logs, each) for each in self._usual.T], 1)
+        problems = self._problems._replace(m=rows[:, None])
+        times, by_gpc, weight = self._knowledge.foretold_one(self._kept[kernels], problems, usual)
+        return times, by_gpc, self._error_of_means[intervals, self._kinds[kernels]] / (weight + 1)
+
+    def between(self) -> tuple[Places, Places]:
+        """Return the numbers of rows between those foretold, and what serves at each."""
+        curves, pieces = self._computed()
+        if not len(curves.kernels):
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        first = np.flatnonzero(np.diff(curves.intervals, prepend=-1))
+        low, high = (
+            np.minimum.reduceat(pieces.times.min(0) * (1 - pieces.bends), curves.begin),
+            np.maximum.reduceat(pieces.times.max(0), curves.begin),
+        )
+        counts = np.diff(first, append=len(low))
+        fast = low <= np.repeat(np.minimum.reduceat(high, first), counts) * (1 + _BEHIND_PIECE)
+        left, many = np.flatnonzero(fast), np.add.reduceat(fast.astype(np.int64), first)
+
+        # Each of these kernels at each number of rows.
+        intervals = curves.intervals[first]
+        of, number = _numbered(np.diff(self._rows)[intervals] - 1)
+        rows = self._rows[intervals[of]] + 1 + number
+        if _has_lines_along_m(self._knowledge):
+            of, rows = of[rows % _LINE != 0], rows[rows % _LINE != 0]
+        at, number = _numbered(many[of])
+        curve = left[(np.cumsum(many) - many)[of][at] + number]
+        piece = curves.begin[curve] + (np.ceil(rows[at] / curves.high[curve]) - 1 - curves.before[curve]).astype(
+            np.int64
+        )
+        begin, end = pieces.rows
+        slopes = np.diff(pieces.times, axis=0)[0] / np.maximum(end - begin, 1)
+        times = pieces.times[0, piece] + slopes[piece] * (rows[at] - begin[piece])
+        kinds = self._kinds[pieces.kernels]
+        fastest, close = _fastest(at, times, pieces.errors[0, piece], kinds[piece], pieces.bends[piece])
+        kernels = _numbers(pieces.kernels, pieces.by_gpc[0])[piece[fastest]]
+
+        # Once more where that does not decide.
+        differ = (pieces.by_gpc[0] != pieces.by_gpc[1])[piece[fastest]]
+        unclear = differ | (np.bincount(at, close) > 1)
+        again = np.flatnonzero(close & unclear[at])
+        if len(again):
+            names = pieces.kernels[piece[again]]
+            times, by_gpc, errors = self._predicted(
+                rows[at[again]].astype(np.float64), names, pieces.intervals[piece[again]]
+            )
+            fastest, close = _fastest(at[again], times, errors, self._kinds[names], np.full(len(times), _COMPUTED))
+            decided = np.bincount(at[again], close)[unclear.nonzero()[0]] == 1
+            kernels[unclear] = np.where(decided, _numbers(names, by_gpc)[fastest], _UNDECIDED)
+        return rows, kernels
+
+
+def _numbers(kernels: Places, by_gpc: Flags) -> Places:
+    return 2 * kernels + by_gpc
+
+
+def _fastest(groups: Places, times: Floats, errors: Floats, kinds: Places, bends: Floats) -> tuple[Places, Flags]:
+    """Return the index of the fastest of each group, and which may be the fastest. Groups are in their order.
+
+    Errors by the mean error of a kind are alike for its kernels, so that only their difference counts.
+    """
+    first = np.flatnonzero(np.diff(groups, prepend=-1))
+    counts = np.diff(first, append=len(times))
+    least = np.repeat(np.minimum.reduceat(times, first), counts)
+    hits = np.flatnonzero(times == least)
+    fastest = hits[np.searchsorted(hits, first)]
+    best = np.repeat(fastest, counts)
+    alike = np.where(kinds == kinds[best], -errors[best], errors[best])
+    return fastest, times <= least * (1 + np.maximum(bends, bends[best]) + np.abs(errors + alike))
+
+
+def _numbered(counts: Places) -> tuple[Places, Places]:
+    """Return each index as often as counted, and the numbers of its occurrences."""
+    which = np.repeat(np.arange(len(counts)), counts)
+    return which, np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
