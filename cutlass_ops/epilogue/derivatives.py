@@ -166,7 +166,7 @@ def _derived(
             continue
         is_acc = output.name == "d" and not again
         values = {"g": build.put("acc") if is_acc else take("grad", output, given), "x": at[output.node]}
-        if output.reduce is not None and "r" in _names(REDUCTIONS[output.reduce].vjp):
+        if output.reduce is not None and "r" in _reads(REDUCTIONS[output.reduce].vjp):
             values["r"] = take("kept", output, held)
         rule = "g" if output.reduce is None else REDUCTIONS[output.reduce].vjp
         contribute(output.node, _expanded(rule, build, values))
@@ -275,7 +275,7 @@ def _expanded(rule: str, build: Builder, values: Mapping[str, int]) -> int | Non
 
 
 @functools.cache
-def _names(rule: str) -> frozenset[str]:
+def _reads(rule: str) -> frozenset[str]:
     return frozenset(node.id for part in _parsed(rule) for node in ast.walk(part) if isinstance(node, ast.Name))
 
 

@@ -131,6 +131,7 @@ class _Step:
         self.called, self.a, self.b, self.values = called, a, b, values
         self.batch, (self.k, self.n) = tuple(a.shape[:-1]), b.shape
         self.m = math.prod(self.batch)
+        self.weights: dict[str, Tensor] = {ACC: b, **{name: values[name] for name in called.graph.products}}
         # FP64 is that of tests.
         self.wide = torch.promote_types(a.dtype, torch.float32)
 
@@ -162,10 +163,15 @@ class _Step:
                 listed = self.run(graph, self.a, self.b, *values.values())
                 results = dict(zip((o.name for o in graph.outputs), listed, strict=True))
         leaves = {leaf: of[output] for leaf, output in found.same.items()}
-        return leaves | {leaf: results[output] for leaf, output in found.found.items()}
+        leaves |= {leaf: results[output] for leaf, output in found.found.items()}
+        # What is multiplied has A's dtype.
+        return leaves | {leaf: leaves[leaf].to(self.a.dtype) for leaf in self.weights if leaf in leaves}
 
     def _elementwise(self, expression: Expression, acc: Tensor | None, values: Values) -> dict[str, Tensor]:
-        """Compute an expression by PyTorch, for a given accumulator; products are there as tiles."""
+        """Compute an expression by PyTorch, for a given accumulator; products are there as tiles.
+
+        As of an op, the results have A's leading dimensions.
+        """
         flat = {i.name: self._flat(i.kind, values[i.name]) for i in expression.inputs}
         if acc is None:  # no gradient of D, so that the expression does not read it
             acc = self.a.new_zeros((1, 1), dtype=self.wide).expand(*self.batch, self.n)
@@ -181,20 +187,18 @@ class _Step:
             elif output.name != "d" or node.op not in ("acc", "const"):
                 others.append(output)
         if not others:
-            return sums
+            return self._unfolded(expression, sums)
         # D comes first, even if nobody reads it.
         d = others[0]._replace(name="d", kind=Kind.TILE, reduce=None)
         wanted = others if others[0].name == "d" else [d, *others]
         rest = expression_of(inputs, expression.nodes, wanted)
         taken = {i.name: flat[i.name] for i in rest.inputs}
         results = reference.evaluate(rest, tiles["acc"], taken, self.wide, a=self.a.reshape(self.m, self.k))
-        shaped = {
-            o.name: results[o.name].reshape(*self.batch, self.n).to(self.a.dtype)
-            if o.reduce is None
-            else results[o.name]
-            for o in others
-        }
-        return sums | shaped
+        return self._unfolded(expression, sums | {o.name: results[o.name] for o in others})
+
+    def _unfolded(self, expression: Expression, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        shapes = {Kind.TILE: (*self.batch, self.n), Kind.COL: self.batch, Kind.ROW: (self.n,)}
+        return {o.name: results[o.name].reshape(shapes[o.kind]) for o in expression.outputs if o.name in results}
 
     def _flat(self, kind: Kind, value: Any) -> Any:
         """Return an input as an expression takes it, leading dimensions folded and values repeated."""
@@ -212,8 +216,7 @@ class _Step:
     def of_a(self, leaves: Mapping[str, Tensor]) -> Tensor | None:
         """Return the gradient of A, of the accumulator's, products' and gathered values' gradients."""
         a, k = self.a, max(self.k, 1)
-        weights = {ACC: self.b, **{name: self.values[name] for name in self.called.graph.products}}
-        parts = [(leaves[leaf].to(a.dtype), weight) for leaf, weight in weights.items() if leaf in leaves]
+        parts = [(leaves[leaf], weight) for leaf, weight in self.weights.items() if leaf in leaves]
         after: list[tuple[Graph, tuple[Tensor, ...]]] = []
         mean, square = (leaves.get(gathered_leaf(name)) for name in ("mean_of_a", "mean_square_of_a"))
         if mean is not None:
@@ -251,7 +254,7 @@ class _Step:
         """Return the gradient of B or of a product's matrix, in its layout."""
         if gradient is None:
             return None
-        d, a = gradient.to(self.a.dtype).reshape(self.m, self.n), self.a.reshape(self.m, self.k)
+        d, a = gradient.reshape(self.m, self.n), self.a.reshape(self.m, self.k)
         # Of a weight.t(), the gradient is that of the weight, transposed: the weight's has no copy then.
         return self.product(d.t(), a).t() if _is_col_major(weight) else self.product(a.t(), d)
 

@@ -97,6 +97,11 @@ def only_means(acc, up: Product):
 
 
 @epilogue
+def means_alone(acc, bias: Row):
+    return functions.floor(acc) + bias * functions.mean_of_a() - functions.mean_square_of_a()
+
+
+@epilogue
 def only_a_product(acc, up: Product):
     return acc + functions.square(up)
 
@@ -109,7 +114,10 @@ def many_outputs(acc, r1: Row, r2: Row, r3: Row, r4: Row, r5: Row, r6: Row, r7: 
 EPILOGUES = {
     **{f"gemm_{each.name}": each for each in builtin.BY_OP.values()},
     "layer_norm": builtin.layer_norm,
-    **{each.name: each for each in (wide, stored, dropped, gated, centred, only_means, only_a_product, many_outputs)},
+    **{
+        each.name: each
+        for each in (wide, stored, dropped, gated, centred, only_means, means_alone, only_a_product, many_outputs)
+    },
 }
 SHAPES = {Kind.ROW: (N,), Kind.COL: (M,), Kind.TILE: (M, N), Kind.SCALAR: (), Kind.PRODUCT: (K, N)}
 
@@ -345,6 +353,26 @@ def test_extents_of_0_and_1(extents, batch):
         for x, like in zip(found, given, strict=True):
             assert x is None or (x.shape == like.shape and x.isfinite().all())
         assert found[0] is not None
+
+
+@pytest.mark.parametrize("name", ["stored", "means_alone", "only_means", "many_outputs"])
+def test_leading_dimensions_are_rows(name):
+    torch.manual_seed(0)
+    used = EPILOGUES[name]
+    a, b = torch.randn(2, 3, 16).to(BF16).requires_grad_(), torch.randn(16, 8).to(BF16).requires_grad_()
+    shapes = {Kind.ROW: (8,), Kind.PRODUCT: (16, 8)}
+    inputs = {i.name: torch.randn(shapes[i.kind]).to(BF16).requires_grad_() for i in used.inputs}
+
+    def gradients(a):
+        d = co.gemm(a, b, epilogue=used, **inputs)
+        d = d if isinstance(d, torch.Tensor) else d.d
+        g = torch.linspace(-1, 1, d.numel()).reshape(d.shape).to(BF16)
+        return torch.autograd.grad(d, [leaf, b, *inputs.values()], g, allow_unused=True)
+
+    leaf = a
+    for x, y in zip(gradients(leaf), gradients(leaf.reshape(6, 16)), strict=True):
+        assert (x is None) == (y is None)
+        assert x is None or torch.equal(x, y)
 
 
 def test_a_vector_as_a():
