@@ -147,6 +147,21 @@ def swiglu_up(acc, gate: Tile):  # type: ignore[no-untyped-def]  # noqa: ANN001,
     return acc * gate
 
 
+# ---- What the gradient of A has of its rows' means -------------------------------------------------------------------
+
+
+@epilogue
+def plus_column(acc, column: Col):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """D = A @ B + column: the gradient of a mean of A's rows reaches each of their elements alike."""
+    return acc + column
+
+
+@epilogue
+def plus_scaled(acc, rows: Tile, factor: Col):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """D = A @ B + rows * factor: that of a mean square reaches them in proportion."""
+    return acc + rows * factor
+
+
 # For each named op of cutlass_ops.run.ops, its epilogue.
 BY_OP: dict[str, Epilogue] = {
     "gemm": identity,

@@ -14,6 +14,7 @@ from typing import Any
 
 from cutlass_ops.base import dtypes
 from cutlass_ops.base.errors import ConfigError
+from cutlass_ops.epilogue.build import Builder, type_of
 from cutlass_ops.epilogue.names import check_name
 from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
 from cutlass_ops.epilogue.operations import (
@@ -40,8 +41,10 @@ _LEAVES = frozenset(("acc", "input", "const", "integer", "seed", *GATHERED, *IND
 
 
 @dataclass(frozen=True, repr=False)
-class Graph:
-    """A whole epilogue: inputs in declared order, nodes in canonical order, outputs with D first.
+class Expression:
+    """A computation of each element: inputs in declared order, nodes in canonical order, outputs with D first.
+
+    It need not be the epilogue of a GEMM: it may have no accumulator, and more outputs than a kernel stores.
 
     Raises
     ------
@@ -90,6 +93,34 @@ class Graph:
         """Names of the inputs that are multiplied by A: one at most."""
         return tuple(i.name for i in self.inputs if i.kind is Kind.PRODUCT)
 
+
+@dataclass(frozen=True, repr=False)
+class Graph(Expression):
+    """A whole epilogue of a GEMM: an expression of the accumulator, within the limits of a kernel.
+
+    Raises
+    ------
+    ConfigError
+        If the parts are no such epilogue.
+    """
+
+    def __post_init__(self) -> None:
+        for what, values, limit in (
+            ("inputs", self.inputs, MAX_INPUTS),
+            ("nodes", self.nodes, MAX_NODES),
+            ("outputs", self.outputs, MAX_OUTPUTS),
+        ):
+            if isinstance(values, tuple) and len(values) > limit:
+                raise ConfigError(f"an epilogue has at most {limit} {what}, not {len(values)}")
+        super().__post_init__()
+        if len(self.products) > MAX_PRODUCTS:
+            raise ConfigError(
+                f"an epilogue has one product of A besides the accumulator, not {len(self.products)} "
+                f"({', '.join(self.products)}): compute the others by a GEMM of their own and pass them as tiles"
+            )
+        if not any(node.op == "acc" for node in self.nodes):
+            raise ConfigError("no output depends on the accumulator, so there is nothing to multiply")
+
     def then(self, other: Graph, *, products: bool = False) -> Graph:
         """Return the graph that feeds this one's D into another's accumulator.
 
@@ -115,15 +146,16 @@ class Graph:
         ]
         if taken:
             raise ConfigError(f"both epilogues have the name {', '.join(taken)}: rename it in one of them")
-        nodes: list[Node] = []
-        fed = {Node("acc"): _place(self, nodes, {})[self.outputs[0].node]}
+        build = Builder()
+        build.kinds = {i.name: i.kind for i in (*self.inputs, *other.inputs)}
+        fed = {Node("acc"): build.place(self.nodes, {})[self.outputs[0].node]}
         for name in other.products if products else ():
             product = Node("input", (), name)
-            nodes.append(product)
-            fed[product] = _place(self, nodes, {Node("acc"): len(nodes) - 1})[self.outputs[0].node]
-        at = _place(other, nodes, fed)
+            through = {Node("acc"): build.put("input", attr=name)}
+            fed[product] = build.place(self.nodes, through)[self.outputs[0].node]
+        at = build.place(other.nodes, fed)
         outputs = [o._replace(node=at[o.node]) for o in other.outputs]
-        return canonical((*self.inputs, *other.inputs), nodes, outputs)
+        return canonical((*self.inputs, *other.inputs), build.nodes, outputs)
 
     def to_json(self) -> dict[str, Any]:
         """Return the canonical JSON form: equal graphs give equal values."""
@@ -172,38 +204,35 @@ def canonical(inputs: Sequence[Input], nodes: Sequence[Node], outputs: Sequence[
     ConfigError
         If the result is malformed, too large, or leaves an input or the accumulator unused.
     """
-    return Graph(tuple(inputs), *_renumber(nodes, outputs))
+    return Graph(tuple(inputs), *renumbered(nodes, outputs))
 
 
-def _place(graph: Graph, nodes: list[Node], given: Mapping[Node, int]) -> list[int]:
-    """Append a graph's nodes to others, but for leaves that are given; return where each of them is."""
-    at: list[int] = []
-    for node in graph.nodes:
-        if node not in given:
-            nodes.append(Node(node.op, tuple(at[a] for a in node.args), node.attr))
-        at.append(given.get(node, len(nodes) - 1))
-    return at
+def expression(inputs: Sequence[Input], nodes: Sequence[Node], outputs: Sequence[Output]) -> Expression:
+    """Build the one expression that stands for some nodes, as :func:`canonical` does; inputs without use are left out.
+
+    Raises
+    ------
+    ConfigError
+        If the result is malformed.
+    """
+    kept, placed = renumbered(nodes, outputs)
+    used = {node.attr for node in kept if node.op == "input"}
+    return Expression(tuple(i for i in inputs if i.name in used), kept, placed)
 
 
-def validate(graph: Graph) -> None:
-    """Refuse a graph that is malformed, not canonical, or beyond the limits.
+def validate(graph: Expression) -> None:
+    """Refuse an expression that is malformed or not canonical.
 
-    Every :class:`Graph` has been through this. It trusts no field's type.
+    Every :class:`Expression` has been through this. It trusts no field's type.
 
     Raises
     ------
     ConfigError
         With the reason.
     """
-    for what, values, limit in (
-        ("inputs", graph.inputs, MAX_INPUTS),
-        ("nodes", graph.nodes, MAX_NODES),
-        ("outputs", graph.outputs, MAX_OUTPUTS),
-    ):
+    for what, values in (("inputs", graph.inputs), ("nodes", graph.nodes), ("outputs", graph.outputs)):
         if not isinstance(values, tuple):
             raise ConfigError(f"an epilogue's {what} are a tuple, not {type(values).__name__}")
-        if len(values) > limit:
-            raise ConfigError(f"an epilogue has at most {limit} {what}, not {len(values)}")
     _check_names(graph)
     types: list[Type] = []
     for index, node in enumerate(graph.nodes):
@@ -211,7 +240,7 @@ def validate(graph: Graph) -> None:
         types.append(_type_of(node, index, graph, types))
     for output in graph.outputs:
         _check_output(output, graph, types)
-    if (graph.nodes, graph.outputs) != _renumber(graph.nodes, graph.outputs):
+    if (graph.nodes, graph.outputs) != renumbered(graph.nodes, graph.outputs):
         raise ConfigError(
             "the epilogue graph is not canonical: each node stands once, is used, and they are in the order in which "
             "the outputs first need them"
@@ -220,8 +249,6 @@ def validate(graph: Graph) -> None:
     unused = [i.name for i in graph.inputs if i.name not in used]
     if unused:
         raise ConfigError(f"no output depends on the input {', '.join(unused)}: use it or remove it")
-    if not any(node.op == "acc" for node in graph.nodes):
-        raise ConfigError("no output depends on the accumulator, so there is nothing to multiply")
 
 
 def value_types(inputs: Sequence[Input], nodes: Sequence[Node]) -> tuple[Type, ...]:
@@ -239,31 +266,8 @@ def value_types(inputs: Sequence[Input], nodes: Sequence[Node]) -> tuple[Type, .
     return tuple(found)
 
 
-def type_of(node: Node, args: Sequence[Type], kinds: Mapping[str, Kind]) -> Type:
-    """Return the type of one node's value.
-
-    Parameters
-    ----------
-    node : Node
-        The node.
-    args : sequence of Type
-        Types of its arguments.
-    kinds : mapping of str to Kind
-        The kind of each input.
-
-    Raises
-    ------
-    KeyError
-        If the operation takes no such arguments.
-    """
-    if node.op in OPS:
-        return dict(OPS[node.op].signatures)[tuple(args)]
-    if node.op == "seed" or (node.op == "input" and kinds.get(str(node.attr)) is Kind.INTEGER):
-        return Type.SEED
-    return Type.INDEX if node.op == "integer" or node.op in INDICES else Type.FLOAT
-
-
-def _renumber(nodes: Sequence[Node], outputs: Sequence[Output]) -> tuple[tuple[Node, ...], tuple[Output, ...]]:
+def renumbered(nodes: Sequence[Node], outputs: Sequence[Output]) -> tuple[tuple[Node, ...], tuple[Output, ...]]:
+    """Return nodes and outputs in canonical form: see :func:`canonical`."""
     order: dict[Node, int] = {}
     placed: dict[int, int] = {}
     for output in outputs:
@@ -279,7 +283,7 @@ def _renumber(nodes: Sequence[Node], outputs: Sequence[Output]) -> tuple[tuple[N
     return tuple(order), tuple(o._replace(node=placed[o.node]) for o in outputs)
 
 
-def _check_names(graph: Graph) -> None:
+def _check_names(graph: Expression) -> None:
     if not graph.outputs or graph.outputs[0].name != "d":
         raise ConfigError("an epilogue's first output is 'd'")
     seen: set[str] = set()
@@ -292,14 +296,9 @@ def _check_names(graph: Graph) -> None:
     for given in graph.inputs:
         if not isinstance(given.kind, Kind):
             raise ConfigError(f"input {given.name!r} has no kind")
-    if len(graph.products) > MAX_PRODUCTS:
-        raise ConfigError(
-            f"an epilogue has one product of A besides the accumulator, not {len(graph.products)} "
-            f"({', '.join(graph.products)}): compute the others by a GEMM of their own and pass them as tiles"
-        )
 
 
-def _check_node(node: Node, index: int, graph: Graph) -> None:
+def _check_node(node: Node, index: int, graph: Expression) -> None:
     leaf = isinstance(node.op, str) and node.op in _LEAVES
     if not leaf and (not isinstance(node.op, str) or node.op not in OPS):
         raise ConfigError(f"node {index}: unknown operation {reprlib.repr(node.op)}: use one of {', '.join(OPS)}")
@@ -319,7 +318,7 @@ def fits(number: int, bits: int) -> bool:
     return -(1 << (bits - 1)) <= number < 1 << (bits - 1)
 
 
-def _type_of(node: Node, index: int, graph: Graph, types: Sequence[Type]) -> Type:
+def _type_of(node: Node, index: int, graph: Expression, types: Sequence[Type]) -> Type:
     taken = [types[a] for a in node.args]
     try:
         return type_of(node, taken, {i.name: i.kind for i in graph.inputs})
@@ -328,7 +327,7 @@ def _type_of(node: Node, index: int, graph: Graph, types: Sequence[Type]) -> Typ
         raise ConfigError(f"node {index}: {node.op} takes no arguments of the types {given}") from None
 
 
-def _attr_fits(node: Node, graph: Graph) -> bool:
+def _attr_fits(node: Node, graph: Expression) -> bool:
     if node.op == "input":
         return isinstance(node.attr, str) and any(i.name == node.attr for i in graph.inputs)
     if node.op == "const":
@@ -341,7 +340,7 @@ def _attr_fits(node: Node, graph: Graph) -> bool:
     return node.attr is None
 
 
-def _check_output(output: Output, graph: Graph, types: Sequence[Type]) -> None:
+def _check_output(output: Output, graph: Expression, types: Sequence[Type]) -> None:
     if type(output.node) is not int or not 0 <= output.node < len(graph.nodes):
         raise ConfigError(f"output {output.name!r}: {reprlib.repr(output.node)} is not the index of a node")
     if types[output.node] is not Type.FLOAT:

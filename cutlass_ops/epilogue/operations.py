@@ -57,6 +57,10 @@ class OpInfo(NamedTuple):
         include that.
     typed : tuple of signatures
         The types that it takes and gives, the usual ones first; none where all are FP32.
+    vjp : tuple of str
+        The gradient of each argument: an expression of g (the gradient of the result), r (the result), arguments by the
+        formula's names, numbers and operations. A part that stands several times has a name. Ties and kinks are
+        PyTorch's. ``"0"`` is a gradient that is always 0.
     """
 
     arity: int
@@ -65,6 +69,12 @@ class OpInfo(NamedTuple):
     torch: str
     header: str = ""
     typed: tuple[Signature, ...] = ()
+    vjp: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the arguments in formulas."""
+        return ("c", "x", "y") if self.arity == 3 else ("x", "y")[: self.arity]
 
     @property
     def signatures(self) -> tuple[Signature, ...]:
@@ -80,22 +90,36 @@ UNIFORM = "uniform"
 TO_FLOAT = "to_float"
 
 OPS: dict[str, OpInfo] = {
-    "add": OpInfo(2, "+", "x + y", "torch.add(x, y)", typed=_WHOLE),
-    "sub": OpInfo(2, "-", "x − y", "torch.sub(x, y)", typed=_WHOLE),
-    "mul": OpInfo(2, "*", "x · y", "torch.mul(x, y)", typed=_WHOLE),
-    "div": OpInfo(2, "/", "x / y", "torch.div(x, y)"),
-    "neg": OpInfo(1, "-", "−x", "torch.neg(x)", typed=(((_F,), _F), ((_I,), _I))),
-    "minimum": OpInfo(2, "cutlass_ops::minimum", "the lesser of x and y; NaN if either is", "torch.minimum(x, y)"),
-    "maximum": OpInfo(2, "cutlass_ops::maximum", "the greater of x and y; NaN if either is", "torch.maximum(x, y)"),
-    "lt": OpInfo(2, "<", "whether x is less than y", "torch.lt(x, y)", typed=_ORDERS),
-    "le": OpInfo(2, "<=", "whether x is y or less", "torch.le(x, y)", typed=_ORDERS),
-    "gt": OpInfo(2, ">", "whether x is greater than y", "torch.gt(x, y)", typed=_ORDERS),
-    "ge": OpInfo(2, ">=", "whether x is y or greater", "torch.ge(x, y)", typed=_ORDERS),
-    "eq": OpInfo(2, "==", "whether x equals y; NaN equals nothing", "torch.eq(x, y)", typed=_EQUALS),
-    "ne": OpInfo(2, "!=", "whether x does not equal y", "torch.ne(x, y)", typed=_EQUALS),
-    "logical_and": OpInfo(2, "&&", "whether x and y are both true", "torch.logical_and(x, y)", typed=_BOTH),
-    "logical_or": OpInfo(2, "||", "whether x or y is true", "torch.logical_or(x, y)", typed=_BOTH),
-    "logical_not": OpInfo(1, "!", "whether x is false", "torch.logical_not(x)", typed=(((_T,), _T),)),
+    "add": OpInfo(2, "+", "x + y", "torch.add(x, y)", typed=_WHOLE, vjp=("g", "g")),
+    "sub": OpInfo(2, "-", "x − y", "torch.sub(x, y)", typed=_WHOLE, vjp=("g", "-g")),
+    "mul": OpInfo(2, "*", "x · y", "torch.mul(x, y)", typed=_WHOLE, vjp=("g * y", "g * x")),
+    "div": OpInfo(2, "/", "x / y", "torch.div(x, y)", vjp=("g / y", "-g * (r / y)")),
+    "neg": OpInfo(1, "-", "−x", "torch.neg(x)", typed=(((_F,), _F), ((_I,), _I)), vjp=("-g",)),
+    "minimum": OpInfo(
+        2,
+        "cutlass_ops::minimum",
+        "the lesser of x and y; NaN if either is",
+        "torch.minimum(x, y)",
+        vjp=("where(x > y, 0, where(x == y, 0.5 * g, g))", "where(x < y, 0, where(x == y, 0.5 * g, g))"),
+    ),
+    "maximum": OpInfo(
+        2,
+        "cutlass_ops::maximum",
+        "the greater of x and y; NaN if either is",
+        "torch.maximum(x, y)",
+        vjp=("where(x < y, 0, where(x == y, 0.5 * g, g))", "where(x > y, 0, where(x == y, 0.5 * g, g))"),
+    ),
+    "lt": OpInfo(2, "<", "whether x is less than y", "torch.lt(x, y)", typed=_ORDERS, vjp=("0", "0")),
+    "le": OpInfo(2, "<=", "whether x is y or less", "torch.le(x, y)", typed=_ORDERS, vjp=("0", "0")),
+    "gt": OpInfo(2, ">", "whether x is greater than y", "torch.gt(x, y)", typed=_ORDERS, vjp=("0", "0")),
+    "ge": OpInfo(2, ">=", "whether x is y or greater", "torch.ge(x, y)", typed=_ORDERS, vjp=("0", "0")),
+    "eq": OpInfo(2, "==", "whether x equals y; NaN equals nothing", "torch.eq(x, y)", typed=_EQUALS, vjp=("0", "0")),
+    "ne": OpInfo(2, "!=", "whether x does not equal y", "torch.ne(x, y)", typed=_EQUALS, vjp=("0", "0")),
+    "logical_and": OpInfo(
+        2, "&&", "whether x and y are both true", "torch.logical_and(x, y)", typed=_BOTH, vjp=("0", "0")
+    ),
+    "logical_or": OpInfo(2, "||", "whether x or y is true", "torch.logical_or(x, y)", typed=_BOTH, vjp=("0", "0")),
+    "logical_not": OpInfo(1, "!", "whether x is false", "torch.logical_not(x)", typed=(((_T,), _T),), vjp=("0",)),
     "where": OpInfo(
         3,
         "cutlass_ops::where",
@@ -103,51 +127,127 @@ OPS: dict[str, OpInfo] = {
         "torch.where(c, x, y)",
         _MORE,
         (((_T, _F, _F), _F), ((_T, _I, _I), _I)),
+        vjp=("0", "where(c, g, 0)", "where(c, 0, g)"),
     ),
-    "isnan": OpInfo(1, "cutlass_ops::isnan", "whether x is NaN", "torch.isnan(x)", _MORE, (((_F,), _T),)),
+    "isnan": OpInfo(1, "cutlass_ops::isnan", "whether x is NaN", "torch.isnan(x)", _MORE, (((_F,), _T),), vjp=("0",)),
     TO_FLOAT: OpInfo(
         1,
         "float",
         "1 or 0 for a truth value; an index rounded to FP32",
         "x.float()",
         typed=(((_T,), _F), ((_I,), _F)),
+        vjp=("0",),
     ),
-    "abs": OpInfo(1, "cutlass_ops::abs", "x without its sign", "torch.abs(x)"),
-    "sign": OpInfo(1, "cutlass_ops::sign", "1 if x > 0, −1 if x < 0, else 0 (so for NaN)", "torch.sign(x)", _MORE),
-    "floor": OpInfo(1, "cutlass_ops::floor", "the greatest whole number up to x", "torch.floor(x)", _MORE),
-    "ceil": OpInfo(1, "cutlass_ops::ceil", "the least whole number from x on", "torch.ceil(x)", _MORE),
-    "round": OpInfo(1, "cutlass_ops::round", "the nearest whole number, ties to even", "torch.round(x)", _MORE),
-    "trunc": OpInfo(1, "cutlass_ops::trunc", "x without what follows the point", "torch.trunc(x)", _MORE),
-    "reciprocal": OpInfo(1, "cutlass_ops::reciprocal", "1 / x", "torch.reciprocal(x)", _MORE),
-    "square": OpInfo(1, "cutlass_ops::square", "x · x", "torch.square(x)"),
-    "sqrt": OpInfo(1, "cutlass_ops::sqrt", "√x", "torch.sqrt(x)"),
-    "rsqrt": OpInfo(1, "cutlass_ops::rsqrt", "1 / √x", "torch.rsqrt(x)"),
-    "pow": OpInfo(2, "cutlass_ops::pow", "x to the power of y", "torch.pow(x, y)", _MORE),
-    "exp": OpInfo(1, "cutlass_ops::exp", "eˣ", "torch.exp(x)"),
-    "exp2": OpInfo(1, "cutlass_ops::exp2", "2ˣ", "torch.exp2(x)", _MORE),
-    "expm1": OpInfo(1, "cutlass_ops::expm1", "eˣ − 1, exact near 0", "torch.expm1(x)", _MORE),
-    "log": OpInfo(1, "cutlass_ops::log", "ln x", "torch.log(x)", _MORE),
-    "log2": OpInfo(1, "cutlass_ops::log2", "log₂ x", "torch.log2(x)", _MORE),
-    "log1p": OpInfo(1, "cutlass_ops::log1p", "ln (1 + x), exact near 0", "torch.log1p(x)", _MORE),
-    "erf": OpInfo(1, "cutlass_ops::erf", "2/√π · ∫₀ˣ e^(−t²) dt", "torch.erf(x)", _MORE),
-    "sin": OpInfo(1, "cutlass_ops::sin", "sin x, of radians", "torch.sin(x)", _TURNS),
-    "cos": OpInfo(1, "cutlass_ops::cos", "cos x, of radians", "torch.cos(x)", _TURNS),
-    "tanh": OpInfo(1, "cutlass_ops::tanh", "tanh x", "torch.tanh(x)"),
-    "sigmoid": OpInfo(1, "cutlass_ops::sigmoid", "1 / (1 + e⁻ˣ)", "torch.sigmoid(x)"),
-    "relu": OpInfo(1, "cutlass_ops::relu", "0 if x < 0, else x (so NaN stays NaN)", "torch.relu(x)"),
-    "leaky_relu": OpInfo(2, "cutlass_ops::leaky_relu", "x if x > 0, else x · y", "F.leaky_relu(x, y)"),
-    "elu": OpInfo(2, "cutlass_ops::elu", "x if x > 0, else y · (eˣ − 1)", "F.elu(x, y)", _MORE),
-    "gelu": OpInfo(1, "cutlass_ops::gelu", "x/2 · (1 + erf(x / √2))", "F.gelu(x)"),
+    "abs": OpInfo(1, "cutlass_ops::abs", "x without its sign", "torch.abs(x)", vjp=("g * sign(x)",)),
+    "sign": OpInfo(
+        1, "cutlass_ops::sign", "1 if x > 0, −1 if x < 0, else 0 (so for NaN)", "torch.sign(x)", _MORE, vjp=("0",)
+    ),
+    "floor": OpInfo(1, "cutlass_ops::floor", "the greatest whole number up to x", "torch.floor(x)", _MORE, vjp=("0",)),
+    "ceil": OpInfo(1, "cutlass_ops::ceil", "the least whole number from x on", "torch.ceil(x)", _MORE, vjp=("0",)),
+    "round": OpInfo(
+        1, "cutlass_ops::round", "the nearest whole number, ties to even", "torch.round(x)", _MORE, vjp=("0",)
+    ),
+    "trunc": OpInfo(1, "cutlass_ops::trunc", "x without what follows the point", "torch.trunc(x)", _MORE, vjp=("0",)),
+    "reciprocal": OpInfo(1, "cutlass_ops::reciprocal", "1 / x", "torch.reciprocal(x)", _MORE, vjp=("-g * (r * r)",)),
+    "square": OpInfo(1, "cutlass_ops::square", "x · x", "torch.square(x)", vjp=("g * (x + x)",)),
+    "sqrt": OpInfo(1, "cutlass_ops::sqrt", "√x", "torch.sqrt(x)", vjp=("g / (r + r)",)),
+    "rsqrt": OpInfo(1, "cutlass_ops::rsqrt", "1 / √x", "torch.rsqrt(x)", vjp=("-0.5 * g * (r * r * r)",)),
+    "pow": OpInfo(
+        2,
+        "cutlass_ops::pow",
+        "x to the power of y",
+        "torch.pow(x, y)",
+        _MORE,
+        vjp=("where(y == 0, 0, g * (y * pow(x, y - 1)))", "where((x == 0) & (y >= 0), 0, g * (r * log(x)))"),
+    ),
+    "exp": OpInfo(1, "cutlass_ops::exp", "eˣ", "torch.exp(x)", vjp=("g * r",)),
+    "exp2": OpInfo(1, "cutlass_ops::exp2", "2ˣ", "torch.exp2(x)", _MORE, vjp=("g * (r * 0.6931471805599453)",)),
+    "expm1": OpInfo(1, "cutlass_ops::expm1", "eˣ − 1, exact near 0", "torch.expm1(x)", _MORE, vjp=("g * (r + 1)",)),
+    "log": OpInfo(1, "cutlass_ops::log", "ln x", "torch.log(x)", _MORE, vjp=("g / x",)),
+    "log2": OpInfo(1, "cutlass_ops::log2", "log₂ x", "torch.log2(x)", _MORE, vjp=("g / (x * 0.6931471805599453)",)),
+    "log1p": OpInfo(1, "cutlass_ops::log1p", "ln (1 + x), exact near 0", "torch.log1p(x)", _MORE, vjp=("g / (x + 1)",)),
+    "erf": OpInfo(
+        1,
+        "cutlass_ops::erf",
+        "2/√π · ∫₀ˣ e^(−t²) dt",
+        "torch.erf(x)",
+        _MORE,
+        vjp=("g * (1.1283791670955126 * exp(-(x * x)))",),
+    ),
+    "sin": OpInfo(1, "cutlass_ops::sin", "sin x, of radians", "torch.sin(x)", _TURNS, vjp=("g * cos(x)",)),
+    "cos": OpInfo(1, "cutlass_ops::cos", "cos x, of radians", "torch.cos(x)", _TURNS, vjp=("-g * sin(x)",)),
+    "tanh": OpInfo(1, "cutlass_ops::tanh", "tanh x", "torch.tanh(x)", vjp=("g * (1 - r * r)",)),
+    "sigmoid": OpInfo(1, "cutlass_ops::sigmoid", "1 / (1 + e⁻ˣ)", "torch.sigmoid(x)", vjp=("g * ((1 - r) * r)",)),
+    "relu": OpInfo(
+        1, "cutlass_ops::relu", "0 if x < 0, else x (so NaN stays NaN)", "torch.relu(x)", vjp=("where(r <= 0, 0, g)",)
+    ),
+    "leaky_relu": OpInfo(
+        2,
+        "cutlass_ops::leaky_relu",
+        "x if x > 0, else x · y",
+        "F.leaky_relu(x, y)",
+        vjp=("where(x > 0, g, g * y)", "where(x > 0, 0, g * x)"),
+    ),
+    "elu": OpInfo(
+        2,
+        "cutlass_ops::elu",
+        "x if x > 0, else y · (eˣ − 1)",
+        "F.elu(x, y)",
+        _MORE,
+        vjp=("where(x > 0, g, g * (y * exp(x)))", "where(x > 0, 0, g * expm1(x))"),
+    ),
+    "gelu": OpInfo(
+        1,
+        "cutlass_ops::gelu",
+        "x/2 · (1 + erf(x / √2))",
+        "F.gelu(x)",
+        vjp=("g * (0.5 * (1 + erf(x * 0.7071067811865476)) + x * (0.3989422804014327 * exp(-0.5 * (x * x))))",),
+    ),
     "gelu_tanh": OpInfo(
-        1, "cutlass_ops::gelu_tanh", "x/2 · (1 + tanh(√(2/π) · (x + 0.044715 x³)))", 'F.gelu(x, approximate="tanh")'
+        1,
+        "cutlass_ops::gelu_tanh",
+        "x/2 · (1 + tanh(√(2/π) · (x + 0.044715 x³)))",
+        'F.gelu(x, approximate="tanh")',
+        vjp=(
+            "s = sigmoid(x * (1.5957691216057308 + 0.07135481627260025 * (x * x))); "
+            "g * (s + x * (s * (1 - s)) * (1.5957691216057308 + 0.21406444881780076 * (x * x)))",
+        ),
     ),
-    "silu": OpInfo(1, "cutlass_ops::silu", "x / (1 + e⁻ˣ)", "F.silu(x)"),
-    "mish": OpInfo(1, "cutlass_ops::mish", "x · tanh(ln(1 + eˣ))", "F.mish(x)", _MORE),
-    "softplus": OpInfo(1, "cutlass_ops::softplus", "ln(1 + eˣ), and x where x > 20", "F.softplus(x)", _MORE),
-    "hardswish": OpInfo(1, "cutlass_ops::hardswish", "x · min(max(x + 3, 0), 6) / 6", "F.hardswish(x)"),
-    "cast": OpInfo(1, "cutlass_ops::cast", "x rounded to the dtype, to nearest even", "x.to(dtype).to(x.dtype)"),
+    "silu": OpInfo(
+        1, "cutlass_ops::silu", "x / (1 + e⁻ˣ)", "F.silu(x)", vjp=("s = sigmoid(x); g * (s * (1 + x * (1 - s)))",)
+    ),
+    "mish": OpInfo(
+        1,
+        "cutlass_ops::mish",
+        "x · tanh(ln(1 + eˣ))",
+        "F.mish(x)",
+        _MORE,
+        vjp=("t = tanh(softplus(x)); g * (t + x * sigmoid(x) * (1 - t * t))",),
+    ),
+    "softplus": OpInfo(
+        1,
+        "cutlass_ops::softplus",
+        "ln(1 + eˣ), and x where x > 20",
+        "F.softplus(x)",
+        _MORE,
+        vjp=("where(x > 20, g, g * sigmoid(x))",),
+    ),
+    "hardswish": OpInfo(
+        1,
+        "cutlass_ops::hardswish",
+        "x · min(max(x + 3, 0), 6) / 6",
+        "F.hardswish(x)",
+        vjp=("where(x <= -3, 0, where(x < 3, g * (x / 3 + 0.5), g))",),
+    ),
+    "cast": OpInfo(
+        1, "cutlass_ops::cast", "x rounded to the dtype, to nearest even", "x.to(dtype).to(x.dtype)", vjp=("g",)
+    ),
     SWAP_PAIRS: OpInfo(
-        1, "", "x of column n + 1 where n is even, of n − 1 where n is odd", "x.reshape(-1, 2).flip(1).reshape(x.shape)"
+        1,
+        "",
+        "x of column n + 1 where n is even, of n − 1 where n is odd",
+        "x.reshape(-1, 2).flip(1).reshape(x.shape)",
+        vjp=("swap_pairs(g)",),
     ),
     UNIFORM: OpInfo(
         2,
@@ -156,6 +256,7 @@ OPS: dict[str, OpInfo] = {
         "cutlass_ops.run.reference.uniform(x, y, M, N)",
         "cutlass_ops/random.h",
         (((_S, _S), _F),),
+        vjp=("0", "0"),
     ),
 }
 
@@ -221,6 +322,8 @@ class ReductionInfo(NamedTuple):
         Where C++ has it, if not in ``cutlass_ops/reduce.h``.
     paired : bool
         Whether it keeps two numbers of each result, and not one FP32 value.
+    vjp : str
+        The gradient of x, as in :class:`OpInfo`; without a text there is none.
     """
 
     formula: str
@@ -229,6 +332,7 @@ class ReductionInfo(NamedTuple):
     empty: float = 0.0
     header: str = ""
     paired: bool = False
+    vjp: str = ""
 
     @property
     def kept_bytes(self) -> int:
@@ -239,8 +343,8 @@ class ReductionInfo(NamedTuple):
 _REDUCTIONS = "cutlass_ops/reductions.h"
 
 REDUCTIONS: dict[str, ReductionInfo] = {
-    "sum": ReductionInfo("Σ x", "x.sum(dim)"),
-    "sum_square": ReductionInfo("Σ x · x", "x.square().sum(dim)"),
+    "sum": ReductionInfo("Σ x", "x.sum(dim)", vjp="g"),
+    "sum_square": ReductionInfo("Σ x · x", "x.square().sum(dim)", vjp="g * (x + x)"),
     "max": ReductionInfo("the greatest x; NaN if any is", "x.amax(dim)", empty=-math.inf),
     "min": ReductionInfo("the least x; NaN if any is", "x.amin(dim)", empty=math.inf, header=_REDUCTIONS),
     "argmax": ReductionInfo(
@@ -260,7 +364,12 @@ REDUCTIONS: dict[str, ReductionInfo] = {
         True,
     ),
     "logsumexp": ReductionInfo(
-        "ln Σ eˣ, without overflow", "x.logsumexp(dim)", empty=-math.inf, header=_REDUCTIONS, paired=True
+        "ln Σ eˣ, without overflow",
+        "x.logsumexp(dim)",
+        empty=-math.inf,
+        header=_REDUCTIONS,
+        paired=True,
+        vjp="g * exp(x - r)",
     ),
 }
 

@@ -18,7 +18,7 @@ from typing import Any
 from cutlass_ops.base.errors import ConfigError, EpilogueError
 from cutlass_ops.epilogue.graph import Graph, canonical
 from cutlass_ops.epilogue.names import check_name
-from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
+from cutlass_ops.epilogue.nodes import Input, Kind, Output
 from cutlass_ops.epilogue.values import ANNOTATIONS, TRACER, Computed, Reduction, Tracer, Value
 
 _serials = itertools.count()
@@ -287,8 +287,8 @@ def _resolve(function: types.FunctionType, text: str) -> object:
 def _arguments(tracer: Tracer, inputs: Sequence[Input]) -> tuple[list[Value], dict[str, Value]]:
     kinds = {t.kind: t for t in ANNOTATIONS.values()}
     tracer.kinds = {i.name: i.kind for i in inputs}
-    values: list[Value] = [Computed(tracer, tracer.add(Node("acc")))]
-    values += [kinds[i.kind](tracer, tracer.add(Node("input", (), i.name))) for i in inputs]
+    values: list[Value] = [Computed(tracer, tracer.put("acc"))]
+    values += [kinds[i.kind](tracer, tracer.put("input", attr=i.name)) for i in inputs]
     parameters = inspect.signature(tracer.function).parameters.values()
     pairs = list(zip(parameters, values, strict=True))
     keywords = {p.name: v for p, v in pairs if p.kind is p.KEYWORD_ONLY}

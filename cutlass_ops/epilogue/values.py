@@ -9,7 +9,6 @@ from __future__ import annotations
 import linecache
 import math
 import numbers
-import operator
 import os
 import sys
 import types
@@ -19,18 +18,10 @@ from typing import Any, ClassVar, NamedTuple, NoReturn, cast
 
 from cutlass_ops.base import dtypes
 from cutlass_ops.base.errors import EpilogueError
-from cutlass_ops.epilogue.graph import fits, type_of
-from cutlass_ops.epilogue.nodes import Kind, Node
-from cutlass_ops.epilogue.operations import OPS, SWAP_PAIRS, TO_FLOAT, Signature, Type, to_fp32
-
-# Operations on constants that FP64 arithmetic and one rounding to FP32 give bit for bit as FP32 arithmetic does.
-_FOLDED: dict[str, Callable[..., float]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "neg": operator.neg,
-    "abs": operator.abs,
-}
+from cutlass_ops.epilogue.build import Builder
+from cutlass_ops.epilogue.graph import fits
+from cutlass_ops.epilogue.nodes import Kind
+from cutlass_ops.epilogue.operations import OPS, TO_FLOAT, Signature, Type, to_fp32
 
 _BRANCH = (
     "an epilogue cannot branch on a traced value (if, while, and, or, not, assert, a < b < c, max(x, y)): use "
@@ -110,13 +101,11 @@ def _calling_line(file: str | None = None) -> _Line | None:
     return None
 
 
-class Tracer:
-    """One run of one function: the nodes made so far with the types of their values, and where errors are."""
+class Tracer(Builder):
+    """One run of one function: what it has built so far, and where errors are."""
 
     def __init__(self, function: types.FunctionType) -> None:
-        self.nodes: list[Node] = []
-        self.types: list[Type] = []
-        self.kinds: dict[str, Kind] = {}
+        super().__init__()
         self.function = function
 
     def error(self, problem: str) -> EpilogueError:
@@ -135,24 +124,13 @@ class Tracer:
             number += 1
         return _Line(self.function.__name__, code.co_filename, number)
 
-    def add(self, node: Node) -> int:
-        """Append a node and return its index."""
-        self.types.append(type_of(node, [self.types[a] for a in node.args], self.kinds))
-        self.nodes.append(node)
-        return len(self.nodes) - 1
-
     def apply(self, op: str, args: Sequence[object], attr: str | None = None) -> Value:
         """Append an operation, or its result where that is a constant."""
         if op not in OPS:
-            return Computed(self, self.add(Node(op)))
+            return Computed(self, self.put(op))
         signature = self._signature(op, args)
         indices = tuple(self.lift(a, wanted) for a, wanted in zip(args, signature[0], strict=True))
-        constants = [n.attr for n in (self.nodes[i] for i in indices) if isinstance(n.attr, float)]
-        if op in _FOLDED and len(constants) == len(indices):
-            return Computed(self, self.add(Node("const", (), to_fp32(_FOLDED[op](*constants)))))
-        if op == SWAP_PAIRS and constants:
-            return Computed(self, indices[0])
-        return Computed(self, self.add(Node(op, indices, attr)))
+        return Computed(self, self.put(op, *indices, attr=attr))
 
     def _signature(self, op: str, args: Sequence[object]) -> Signature:
         """Return the types that an operation takes of some arguments, as they are or else converted to FP32."""
@@ -196,14 +174,14 @@ class Tracer:
             if wanted is Type.FLOAT and x.type is not Type.FLOAT:
                 if x.type is Type.SEED:
                     raise self.error(_SEED)
-                return self.add(Node(TO_FLOAT, (x.node,)))
+                return self.put(TO_FLOAT, x.node)
             return x.node
         if isinstance(x, Reduction):
             raise self.error(_REDUCED)
         if isinstance(x, numbers.Real) and not isinstance(x, bool):
             if wanted in _BITS and isinstance(x, numbers.Integral):
-                return self.add(Node("seed" if wanted is Type.SEED else "integer", (), int(x)))
-            return self.add(Node("const", (), self._constant(x)))
+                return self.put("seed" if wanted is Type.SEED else "integer", attr=int(x))
+            return self.put("const", attr=self._constant(x))
         if _is_array(x):
             raise self.error(_TENSOR)
         raise self.error(f"a value or a number is needed here, not {type(x).__name__}")

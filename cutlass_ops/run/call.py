@@ -75,6 +75,17 @@ class Call(NamedTuple):
             for output, given, flat in zip(self.graph.outputs, self.given, self.outputs, strict=True)
         ]
 
+    def refuse_differentiated(self) -> None:
+        """Refuse what autograd should record: an op's calls do not come here then.
+
+        Raises
+        ------
+        ValueError
+            If a tensor requires grad. The message names it.
+        """
+        for name, tensor in self.tensors():
+            operands.refuse_differentiated(name, tensor)
+
     def run_reference(self) -> None:
         """Compute the outputs in PyTorch, for operands that a kernel could also address."""
         _check_layouts(self)

@@ -37,6 +37,10 @@ def fold(w: Tensor, gamma: Tensor, name: str = "w") -> Tensor:
     TypeError, ValueError
         If an argument does not fit.
     """
+    if traced.is_differentiated(w, gamma):
+        # The same values by operations that autograd knows.
+        _check(name, w, "gamma", gamma)
+        return (w * gamma[:, None]).to(w.dtype)
     if traced.goes_by_operator(w=w, gamma=gamma):
         return cast("Tensor", torch.ops.cutlass_ops.fold(w, gamma, name))
     return _fold(w, gamma, name)
@@ -86,6 +90,8 @@ def column_sums(matrix: Tensor) -> Tensor:
     TypeError, ValueError
         If `matrix` is not a tensor of two dimensions.
     """
+    if traced.is_differentiated(matrix):
+        return _column_sums(matrix)
     if traced.goes_by_operator(w=matrix):
         return cast("Tensor", torch.ops.cutlass_ops.column_sums(matrix))
     return _column_sums(matrix)
@@ -106,6 +112,8 @@ def row_times(name: str, row: Tensor, w: Tensor) -> Tensor:
     TypeError, ValueError
         If an argument does not fit.
     """
+    if traced.is_differentiated(row, w):
+        return _row_times(name, row, w)
     if traced.goes_by_operator(row=row, w=w):
         return cast("Tensor", torch.ops.cutlass_ops.row_times(name, row, w))
     return _row_times(name, row, w)

@@ -125,6 +125,8 @@ def prepare(w: Tensor, gamma: Tensor) -> PreparedWeight:
     >>> co.rmsnorm_gemm(x, prepared, eps=0.0).tolist()
     [[0.5, -0.5, 0.5, -0.5]]
     """
+    for name, value in (("w", w), ("gamma", gamma)):
+        operands.refuse_differentiated(name, value)
     folded = folding.fold(w, gamma)
     folding.check_folded(w, gamma, folded)
     return PreparedWeight(folded)
@@ -384,6 +386,8 @@ def prepare_layernorm(w: Tensor, gamma: Tensor | None = None, beta: Tensor | Non
     >>> co.layernorm_gemm(x, prepared, eps=0.0).tolist()
     [[1.5, 0.5, 1.5, 0.5]]
     """
+    for name, value in (("w", w), ("gamma", gamma), ("beta", beta)):
+        operands.refuse_differentiated(name, value)
     prepared = _fold_layernorm(w, gamma, beta)
     if gamma is not None:
         folding.check_folded(w, gamma, prepared.matrix)

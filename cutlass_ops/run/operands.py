@@ -192,7 +192,7 @@ def check_arguments(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any]) -> 
     TypeError
         If an argument is not a tensor, has the wrong dtype, or is missing or unknown.
     ValueError
-        If shapes or devices differ, or a tensor requires grad.
+        If shapes or devices differ.
     """
     require_tensor("a", a)
     require_tensor("b", b)
@@ -414,6 +414,7 @@ def check_out(
     """
     name = output_name(output)
     require_tensor(name, out)
+    refuse_differentiated(name, out)
     result = reference.result_dtype(output)
     if result is not None and not result.is_floating_point:
         if out.dtype != result:
@@ -484,7 +485,7 @@ def _bytes(tensor: Tensor) -> tuple[int, int]:
 
 
 def require_tensor(name: str, value: Any) -> None:
-    """Require a dense tensor that is not being differentiated.
+    """Require a dense tensor without a tangent.
 
     Raises
     ------
@@ -497,15 +498,24 @@ def require_tensor(name: str, value: Any) -> None:
         raise TypeError(f"{name} is a nested tensor: pass {name}.values() or {name}.to_padded_tensor(0)")
     if value.layout != torch.strided:
         raise TypeError(f"{name} has layout {value.layout}: call {name}.to_dense() first")
-    if value.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            f"{name} requires grad, and cutlass_ops has no backward: call under torch.no_grad(), or pass "
-            f"{name}.detach()"
-        )
     if _has_tangent(value):
         raise ValueError(
             f"{name} has a tangent, and cutlass_ops has no forward-mode differentiation: pass "
             f"torch.autograd.forward_ad.unpack_dual({name}).primal"
+        )
+
+
+def refuse_differentiated(name: str, value: Any) -> None:
+    """Refuse a tensor whose use autograd should record, where nothing does.
+
+    Raises
+    ------
+    ValueError
+        If it is one. The message says what to do.
+    """
+    if traced.is_differentiated(value):
+        raise ValueError(
+            f"{name} requires grad, and this has no backward: call under torch.no_grad(), or pass {name}.detach()"
         )
 
 

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import FunctionType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue import Epilogue, builtin
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
-from cutlass_ops.run import traced
+from cutlass_ops.run import backward, traced  # noqa: F401 - the first registers an operator
 from cutlass_ops.run.call import Call, check_call, device_of, signature_of
 from cutlass_ops.run.plan import PeerPlan, Plan, can_fall_back, make_ops_plan, make_peer_plan, make_plan
 from cutlass_ops.run.registry import OpSignature, Registry
@@ -84,6 +84,10 @@ class Op(Warm):
 
     def __repr__(self) -> str:
         return f"<op {self.name}({', '.join(('a', 'b', *self.names))})>"
+
+    def of(self, graph: Graph) -> Op:
+        """Return the op of another epilogue."""
+        return _of_graph(graph)
 
     def results_of(
         self, a: Tensor, b: Tensor, inputs: Sequence[Any], out_dtype: torch.dtype | None = None
@@ -176,6 +180,7 @@ class Op(Warm):
 
     def _run_cold(self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None) -> Any:
         call = check_call(self.graph, a, b, dict(zip(self.names, inputs, strict=True)), out, out_dtype)
+        call.refuse_differentiated()
         self.copied_inputs += len(call.arguments.copied)
         if call.is_reference:
             call.run_reference()
@@ -307,6 +312,7 @@ class Kernel(Warm):
 
     def _run_cold(self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None) -> Any:
         call = self._checked(a, b, inputs, out, out_dtype)
+        call.refuse_differentiated()
         self._require_device(call.arguments.a)
         self.copied_inputs += len(call.arguments.copied)
         if call.is_reference:
@@ -325,6 +331,13 @@ class Kernel(Warm):
     ) -> list[Tensor]:
         """Return empty outputs of the right shapes, dtypes and device for checked arguments."""
         return self._checked(a, b, inputs, None, out_dtype).results()
+
+    def of(self, graph: Graph) -> NoReturn:
+        """Refuse gradients: they would need other kernels than this one."""
+        raise NotImplementedError(
+            f"{self!r} is one exact kernel and has no backward: call an op, such as cutlass_ops.gemm, or call under "
+            "torch.no_grad()"
+        )
 
     def _require_device(self, a: Tensor) -> None:
         if a.device.type != "cuda":
@@ -467,6 +480,11 @@ for _named in NAMED:
 def op(epilogue: Epilogue) -> Op:
     """Return the op of an epilogue. Equal epilogues give the same op."""
     return Op(epilogue.name, epilogue)
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_graph(graph: Graph) -> Op:
+    return graph_op(graph.title or "gemm", graph)
 
 
 def gemm(

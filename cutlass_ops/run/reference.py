@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from cutlass_ops.base.dtypes import ALL, INTEGERS, dtype
-from cutlass_ops.epilogue.graph import Graph
+from cutlass_ops.epilogue.graph import Expression, Graph
 from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
 from cutlass_ops.epilogue.operations import GATHERED, INDICES, REDUCTIONS, UNIFORM, to_fp32
 
@@ -148,18 +148,18 @@ def uniform(seed: Tensor | int, offset: Tensor | int, m: int, n: int, device: to
 
 
 def evaluate(
-    graph: Graph,
+    graph: Expression,
     acc: Tensor,
     inputs: Mapping[str, Tensor | float],
     compute_dtype: torch.dtype = torch.float32,
     *,
     a: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Evaluate an epilogue in PyTorch.
+    """Evaluate an epilogue, or another expression, in PyTorch.
 
     Parameters
     ----------
-    graph : Graph
+    graph : Expression
         The epilogue.
     acc : Tensor
         The accumulator, A @ B, shape (M, N), any float dtype.
@@ -277,7 +277,7 @@ def gemm_reference(
     }
 
 
-def _check_inputs(graph: Graph, acc: Tensor, inputs: Mapping[str, Tensor | float], a: Tensor | None) -> None:
+def _check_inputs(graph: Expression, acc: Tensor, inputs: Mapping[str, Tensor | float], a: Tensor | None) -> None:
     names = [i.name for i in graph.inputs]
     missing, unknown = [n for n in names if n not in inputs], sorted(set(inputs) - set(names))
     if missing or unknown:

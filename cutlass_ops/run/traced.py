@@ -39,9 +39,12 @@ class Portable(ABC):
     ----------
     about : str
         The result of :func:`register`.
+    graph : Graph
+        The epilogue.
     """
 
     about: str
+    graph: Graph
 
     @abstractmethod
     def __call__(self, a: Tensor, b: Tensor, *inputs: Any, **given: Any) -> Any:
@@ -56,6 +59,16 @@ class Portable(ABC):
         self, a: Tensor, b: Tensor, inputs: Sequence[Any], out_dtype: torch.dtype | None = None
     ) -> list[Tensor]:
         """Return empty outputs of the right shapes, dtypes and device."""
+
+    @abstractmethod
+    def of(self, graph: Graph) -> Portable:
+        """Return what runs another epilogue as this runs its own: the op of a gradient.
+
+        Raises
+        ------
+        NotImplementedError
+            If nothing does.
+        """
 
     def as_list(self, a: Tensor, b: Tensor, *inputs: Any, **given: Any) -> list[Tensor]:
         """Run it and return its outputs as a list."""
@@ -196,12 +209,23 @@ class Traced:
             else:
                 tensors.append(found)
         arguments = (self.op, a, b, tensors, numbers, places)
-        if out is None:
+        if is_differentiated(a, b, *tensors):
+            if out is not None:
+                raise ValueError(
+                    f"{self._differentiated(a, b, values)} requires grad, and a call with `out` has no backward: omit "
+                    "`out`, or call under torch.no_grad()"
+                )
+            results = torch.ops.cutlass_ops.fused_gemm_grad(*arguments, out_dtype)
+        elif out is None:
             results = torch.ops.cutlass_ops.fused_gemm(*arguments, out_dtype)
         else:
             results = self._outputs(a, b, out, out_dtype)
             torch.ops.cutlass_ops.fused_gemm_out(*arguments, results)
         return results[0] if len(self.outputs) == 1 else Outputs(self.outputs, results)
+
+    def _differentiated(self, a: Any, b: Any, values: Sequence[Any]) -> str:
+        """Return the name of the first argument that requires grad."""
+        return next(n for n, x in zip(("a", "b", *self.names), (a, b, *values), strict=True) if is_differentiated(x))
 
     def _outputs(self, a: Any, b: Any, out: Any, out_dtype: torch.dtype | None) -> list[Any]:
         """Return all outputs: the caller's, and empty tensors for the others."""
@@ -358,7 +382,8 @@ def detour(called: Portable, a: Any, b: Any, inputs: Sequence[Any], out: Any, ou
         _refuse_others("out", value)
         if isinstance(value, Tensor) and torch._is_functional_tensor(value):
             raise TypeError("out is a functional tensor, which cannot be written to: omit `out`, and copy the result")
-    if is_watched() or any(map(_needs_operator, values)) or _only_shapes(values):
+    differentiated = is_differentiated(a, b, *inputs)
+    if differentiated or is_watched() or any(map(_needs_operator, values)) or _only_shapes(values):
         return entry(a, b, *inputs, out=out, out_dtype=out_dtype)
     return called.run_plain(a, b, tuple(inputs), out, out_dtype)
 
@@ -388,7 +413,15 @@ def _arguments(a: Any, b: Any, inputs: Sequence[Any], out: Any) -> tuple[Any, ..
 
 def is_special(value: Any) -> bool:
     """Whether an argument is something other than the values in its memory."""
-    return _overrides(value) or _needs_operator(value) or _is_meta(value)
+    if not isinstance(value, Tensor):
+        return _overrides(value)
+    differentiated = value.requires_grad and torch.is_grad_enabled()
+    return differentiated or _overrides(value) or _needs_operator(value) or value.device.type == "meta"
+
+
+def is_differentiated(*values: Any) -> bool:
+    """Whether autograd records a call with these arguments."""
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in values)
 
 
 def _is_meta(value: Any) -> bool:
@@ -476,9 +509,10 @@ _about._dynamo_marked_constant = True  # type: ignore[attr-defined]
 # ---- The operators -------------------------------------------------------------------------------------------------
 
 
-def _inputs(
+def inputs_of(
     tensors: Sequence[Tensor] | None, numbers: Sequence[float] | None, places: Sequence[int] | None
 ) -> tuple[Tensor | float, ...]:
+    """Return the inputs of an operator's arguments in the epilogue's order."""
     # AOTInductor's packages pass None for an empty list.
     values: list[Tensor | float] = list(tensors or ())
     for number, place in zip(numbers or (), places or (), strict=True):
@@ -487,21 +521,23 @@ def _inputs(
 
 
 def _run(op, a, b, tensors, numbers, places, out_dtype):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    found = find(op).run_plain(a, b, _inputs(tensors, numbers, places), None, out_dtype)
+    found = find(op).run_plain(a, b, inputs_of(tensors, numbers, places), None, out_dtype)
     return [found] if isinstance(found, Tensor) else list(found)
 
 
 def _run_out(op, a, b, tensors, numbers, places, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
     called = find(op)
     given = out[0] if len(out) == 1 else dict(zip(Traced(called.about).outputs, out, strict=True))
-    called.run_plain(a, b, _inputs(tensors, numbers, places), given, None)
+    called.run_plain(a, b, inputs_of(tensors, numbers, places), given, None)
 
 
-def _shapes(op, a, b, tensors, numbers, places, out_dtype):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    return find(op).results_of(a, b, _inputs(tensors, numbers, places), out_dtype)
+def shapes(op, a, b, tensors, numbers, places, out_dtype):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """Return the results of an operator without data."""
+    return find(op).results_of(a, b, inputs_of(tensors, numbers, places), out_dtype)
 
 
-def _refuse_vmap(*_):  # type: ignore[no-untyped-def]  # noqa: ANN002, ANN202
+def refuse_vmap(*_):  # type: ignore[no-untyped-def]  # noqa: ANN002, ANN201
+    """Refuse a call under vmap."""
     raise NotImplementedError(_NO_TRANSFORM)
 
 
@@ -527,9 +563,14 @@ def declare(schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) ->
     _LIBRARY.impl(name, shapes, "Meta")  # type: ignore[no-untyped-call]
 
 
+def override(name: str, run: Callable[..., Any], key: str) -> None:
+    """Have a function run where one of PyTorch's dispatch keys meets an operator."""
+    _LIBRARY.impl(name, run, key)  # type: ignore[no-untyped-call]
+
+
 # Numbers come with their positions, since some tracers do not support lists of optional tensors.
-_ARGUMENTS = "str op, Tensor a, Tensor b, Tensor[] tensors, float[] numbers, int[] places"
-declare(f"fused_gemm({_ARGUMENTS}, ScalarType? out_dtype) -> Tensor[]", _run, _shapes)
-declare(f"fused_gemm_out({_ARGUMENTS}, Tensor(a!)[] out) -> ()", _run_out, lambda *_: None)
+ARGUMENTS = "str op, Tensor a, Tensor b, Tensor[] tensors, float[] numbers, int[] places"
+declare(f"fused_gemm({ARGUMENTS}, ScalarType? out_dtype) -> Tensor[]", _run, shapes)
+declare(f"fused_gemm_out({ARGUMENTS}, Tensor(a!)[] out) -> ()", _run_out, lambda *_: None)
 for _name in ("fused_gemm", "fused_gemm_out"):
-    _LIBRARY.impl(_name, _refuse_vmap, "FuncTorchBatched")  # type: ignore[no-untyped-call]
+    override(_name, refuse_vmap, "FuncTorchBatched")

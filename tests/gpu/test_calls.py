@@ -274,7 +274,11 @@ def test_errors_name_the_argument():
         (ValueError, "^bias is on cpu", lambda: co.gemm_bias_relu(a, b, bias.cpu())),
         (ValueError, "^out has shape", lambda: co.gemm_bias_relu(a, b, bias, out=a)),
         (ValueError, "^out is on cpu", lambda: co.gemm_bias_relu(a, b, bias, out=torch.empty(16, 64).bfloat16())),
-        (ValueError, "^a requires grad", lambda: co.gemm_bias_relu(a.clone().requires_grad_(), b, bias)),
+        (
+            ValueError,
+            "^a requires grad",
+            lambda: co.gemm_bias_relu(a.clone().requires_grad_(), b, bias, out=torch.empty_like(a[:, :64])),
+        ),
         (ValueError, "^a has shape .* stride 1", lambda: co.gemm_bias_relu(wide[:, ::2], b, bias)),
         (ValueError, "^bias has stride 2", lambda: co.gemm_bias_relu(a, b, long[::2])),
     ]
@@ -303,14 +307,15 @@ def test_overlapping_outputs():
         co.gemm_residual(a, b, residual[:64], out=residual[1:])
 
 
-def test_grad_is_refused_only_where_it_is_recorded():
+def test_gradients_are_recorded_only_where_they_are_wanted():
     a, b, bias = problem(16, 64, 128)
     weight = b.t().contiguous().requires_grad_()
     with torch.no_grad():
-        co.gemm_bias_relu(a, weight.t(), bias)
-        co.gemm_bias_relu(a, weight.t(), bias)
-    with pytest.raises(ValueError, match="requires grad"):
-        co.gemm_bias_relu(a, weight.t(), bias)
+        first = co.gemm_bias_relu(a, weight.t(), bias)
+        assert co.gemm_bias_relu(a, weight.t(), bias).grad_fn is None
+    recorded = co.gemm_bias_relu(a, weight.t(), bias)
+    assert recorded.grad_fn is not None
+    assert torch.equal(recorded, first)
 
 
 def test_the_kernel_itself_refuses():

@@ -316,7 +316,7 @@ ERRORS = {
     "a bias of M": (lambda: co.gemm_bias(A, B, BIAS[:4]), ValueError, r"^bias has shape \(4,\): as a Row .* \(6,\)"),
     "a strided bias": (lambda: co.gemm_bias(A, B, torch.zeros(12)[::2]), ValueError, r"^bias has stride 2"),
     "a residual of (N, M)": (lambda: co.gemm_residual(A, B, TILE.t()), ValueError, r"^residual has shape \(6, 4\)"),
-    "a gradient": (lambda: co.gemm_bias(A, B, GRAD), ValueError, r"^bias requires grad.*no_grad"),
+    "a gradient and out": (lambda: co.gemm_bias(A, B, GRAD, out=TILE), ValueError, r"^bias requires grad.*no_grad"),
     "out too small": (lambda: co.gemm(A, B, out=TILE[:3]), ValueError, r"^out has shape \(3, 6\): .* \(4, 6\)$"),
     "out is A": (
         lambda: co.gemm(A, B[:, :1].expand(8, 8).contiguous(), out=A),
@@ -348,10 +348,9 @@ def test_a_scalar_of_the_wrong_kind_is_refused(alpha):
         co.gemm(A, B, epilogue=everything, **everything_inputs(4, 6) | {"alpha": alpha})
 
 
-@pytest.mark.parametrize("alpha", [torch.tensor(1.0, requires_grad=True), torch.tensor(1 < 2)], ids=["grad", "bool"])
-def test_a_scalar_tensor_is_checked_like_any_other(alpha):
-    with pytest.raises((TypeError, ValueError), match=r"^alpha (requires grad|is torch\.bool)"):
-        co.gemm(A, B, epilogue=everything, **everything_inputs(4, 6) | {"alpha": alpha})
+def test_a_scalar_tensor_is_checked_like_any_other():
+    with pytest.raises(TypeError, match=r"^alpha is torch\.bool"):
+        co.gemm(A, B, epilogue=everything, **everything_inputs(4, 6) | {"alpha": torch.tensor(1 < 2)})
 
 
 def test_a_refused_call_writes_nothing():

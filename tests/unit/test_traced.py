@@ -119,7 +119,6 @@ def test_inductor_takes_the_operators_as_they_are():
         (lambda x: co.gemm_bias_relu(x, W.t()), "bias is missing"),
         (lambda x: co.gemm_bias_relu(x, W.t(), BIAS, vias=BIAS), "vias is unknown"),
         (lambda x: co.gemm(x, W.t(), epilogue=several, bias=BIAS, scale=1.0, out={"e": RESIDUAL}), "out names e"),
-        (lambda x: co.gemm_bias_relu(x.clone().requires_grad_(), W.t(), BIAS), "requires grad"),
     ],
 )
 def test_what_is_refused_is_refused_when_it_is_traced(function, message):

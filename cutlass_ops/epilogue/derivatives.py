@@ -1,0 +1,303 @@
+"""The gradients of an epilogue, as another expression: its vector-Jacobian product.
+
+The rules of operations are texts in :data:`cutlass_ops.epilogue.operations.OPS`. Here they are read and put together.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import itertools
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from cutlass_ops.base.errors import ConfigError
+from cutlass_ops.epilogue.build import Builder
+from cutlass_ops.epilogue.graph import Expression, expression, renumbered
+from cutlass_ops.epilogue.names import MAX_LENGTH
+from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
+from cutlass_ops.epilogue.operations import GATHERED, OPS, REDUCTIONS, to_fp32
+
+ACC = "a @ b"
+
+# The kinds of gradients that are sums. A scalar's is a sum for each row, which is still to be summed.
+_SUMMED = {Kind.ROW: Kind.ROW, Kind.COL: Kind.COL, Kind.SCALAR: Kind.COL}
+
+
+def gathered_leaf(name: str) -> str:
+    """Return the leaf of a gathered value: an input may have the same name."""
+    return f"{name}()"
+
+
+class Vjp(NamedTuple):
+    """The gradients of an epilogue for given gradients of its outputs.
+
+    A leaf is :data:`ACC`, the name of an input, or ``"mean_of_a()"`` and the like.
+
+    Attributes
+    ----------
+    expression : Expression
+        What computes the gradients. Its D is that of the accumulator. What has a gradient of 0 has no output, but D.
+    again : bool
+        Whether the expression's accumulator is A @ B once more, and its products and gathered values those of A. If
+        not, its accumulator is the gradient of D: then it needs no GEMM, or can be the epilogue of the one that gives
+        that gradient.
+    given : dict of str to str
+        For outputs of the epilogue, the input with the output's gradient.
+    kept : dict of str to str
+        For outputs of the epilogue, the input with the output itself.
+    found : dict of str to str
+        For each leaf with a gradient, the output that holds it: a scalar's as a column that is still to be summed.
+    same : dict of str to str
+        For leaves whose gradient is that of an output as it is, this output; the leaf is then not in `found`.
+    """
+
+    expression: Expression
+    again: bool
+    given: dict[str, str]
+    kept: dict[str, str]
+    found: dict[str, str]
+    same: dict[str, str]
+
+
+def vjp(
+    graph: Expression,
+    wrt: Collection[str] | None = None,
+    *,
+    of: Collection[str] | None = None,
+    kept: Collection[str] = (),
+) -> Vjp:
+    """Return the expression of an epilogue's gradients.
+
+    Parameters
+    ----------
+    graph : Expression
+        The epilogue.
+    wrt : collection of str, optional
+        The inputs whose gradients are wanted, besides those of the accumulator, products and gathered values; by
+        default all.
+    of : collection of str, optional
+        The outputs with a gradient; by default all that can have one. The gradients of the others are 0.
+    kept : collection of str
+        Tiles among the outputs that are still there. If they make the accumulator, the products and the gathered values
+        unnecessary, the result reads them. Otherwise it computes A @ B again, and reads none.
+
+    Raises
+    ------
+    ConfigError
+        If an output has no gradient, or a name is unknown.
+
+    Examples
+    --------
+    >>> from cutlass_ops.epilogue import builtin
+    >>> found = vjp(builtin.bias_relu.graph)
+    >>> found.again, [i.name for i in found.expression.inputs], [o.name for o in found.expression.outputs]
+    (True, ['bias', 'grad_d'], ['d', 'grad_bias'])
+    >>> vjp(builtin.bias_relu.graph, kept=["d"]).again
+    False
+    """
+    outputs = {o.name: o for o in graph.outputs}
+    unknown = [name for name in (*(of or ()), *kept) if name not in outputs]
+    unknown += [name for name in wrt or () if name not in {i.name for i in graph.inputs}]
+    if unknown:
+        raise ConfigError(f"the epilogue has no {', '.join(unknown)}")
+    of = differentiable(graph) if of is None else of
+    for name in of:
+        reduce = outputs[name].reduce
+        if reduce is not None and not REDUCTIONS[reduce].vjp:
+            raise _refusal(name, reduce)
+    found = _derived(graph, wrt, of, kept, again=False) or _derived(graph, wrt, of, (), again=True)
+    assert found is not None
+    return found
+
+
+def differentiable(graph: Expression) -> tuple[str, ...]:
+    """Return the names of the outputs that can have a gradient: all but indices."""
+    return tuple(o.name for o in graph.outputs if o.reduce is None or REDUCTIONS[o.reduce].result != "i32")
+
+
+def supported(graph: Expression) -> tuple[str, ...]:
+    """Return the names of the outputs for whose gradients there is a rule."""
+    return tuple(o.name for o in graph.outputs if o.reduce is None or REDUCTIONS[o.reduce].vjp)
+
+
+def _refusal(name: str, reduction: str) -> ConfigError:
+    if REDUCTIONS[reduction].result == "i32":
+        return ConfigError(f"output {name!r}: {reduction} gives indices, which have no gradient")
+    return ConfigError(
+        f"output {name!r}: {reduction} has no derivative yet, since it is not known which elements equal the result: "
+        f"return the values as a tile, and reduce that by torch.a{reduction}"
+    )
+
+
+# Stands for the accumulator where the expression must do without it.
+_NO_ACC = Node("input", (), "the accumulator")
+
+
+def _derived(
+    graph: Expression, wrt: Collection[str] | None, of: Collection[str], kept: Collection[str], *, again: bool
+) -> Vjp | None:
+    """Return the gradients; None if they depend on A, and must not."""
+    build, names = Builder(simplify=True), _Names(graph)
+    inputs = list(graph.inputs)
+    build.kinds = {i.name: i.kind for i in inputs}
+
+    def take(prefix: str, output: Output, noted: dict[str, str]) -> int:
+        """Return the node of a new input that stands for an output or its gradient."""
+        if output.name not in noted:
+            noted[output.name] = names.new(prefix, output.name)
+            inputs.append(Input(noted[output.name], output.kind))
+            build.kinds[noted[output.name]] = output.kind
+        return build.put("input", attr=noted[output.name])
+
+    given: dict[str, str] = {}
+    held: dict[str, str] = {}
+    there = {o.node: o for o in graph.outputs if o.name in kept and o.reduce is None and not _is_leaf(graph, o)}
+    at = _placed(graph, build, {i: take("kept", o, held) for i, o in there.items()}, again=again)
+
+    totals: dict[int, int] = {}
+
+    def contribute(index: int, value: int | None) -> None:
+        if value is not None:
+            totals[index] = build.put("add", totals[index], value) if index in totals else value
+
+    for output in graph.outputs:
+        if output.name not in of:
+            continue
+        is_acc = output.name == "d" and not again
+        values = {"g": build.put("acc") if is_acc else take("grad", output, given), "x": at[output.node]}
+        if output.reduce is not None and "r" in _reads(REDUCTIONS[output.reduce].vjp):
+            values["r"] = take("kept", output, held)
+        rule = "g" if output.reduce is None else REDUCTIONS[output.reduce].vjp
+        contribute(output.node, _expanded(rule, build, values))
+    for index in reversed(range(len(graph.nodes))):
+        info = OPS.get(graph.nodes[index].op)
+        if info is None or index not in totals:
+            continue
+        args = graph.nodes[index].args
+        values = {"g": totals[index], "r": at[index], **dict(zip(info.names, (at[a] for a in args), strict=True))}
+        for arg, rule in zip(args, info.vjp, strict=True):
+            contribute(arg, _expanded(rule, build, values))
+
+    # Tiles that are a gradient of an output as it is.
+    alike = {build.put("input", attr=name): o for o, name in given.items() if build.kinds[name] is Kind.TILE}
+    if "d" in of and not again:
+        alike[build.put("acc")] = "d"
+    gathered = {gathered_leaf(name): Kind.COL for name in GATHERED}
+    kinds = {ACC: Kind.TILE, **gathered, **{i.name: i.kind for i in graph.inputs}}
+    found, same, outputs = {}, {}, [Output("d", build.put("const", attr=0.0))]
+    for index, node in enumerate(graph.nodes):
+        leaf = str(node.attr) if node.op == "input" else ACC if node.op == "acc" else gathered_leaf(node.op)
+        wanted = wrt is None or leaf in wrt or leaf not in build.kinds or kinds[leaf] is Kind.PRODUCT
+        if leaf not in kinds or index not in totals or not wanted:
+            continue
+        kind = _SUMMED.get(kinds[leaf])
+        if kind is None and totals[index] in alike:
+            same[leaf] = alike[totals[index]]
+        elif leaf != ACC:
+            found[leaf] = names.new("grad", leaf.removesuffix("()"))
+            outputs.append(Output(found[leaf], totals[index], kind or Kind.TILE, kind and "sum"))
+        else:
+            found[leaf] = "d"
+        if leaf == ACC:
+            outputs[0] = Output("d", totals[index])
+
+    nodes, _ = renumbered(build.nodes, outputs)
+    of_a = {_NO_ACC, *(Node(name) for name in GATHERED), *(Node("input", (), name) for name in graph.products)}
+    if not again and not of_a.isdisjoint(nodes):
+        return None
+    used = {node.attr for node in nodes if node.op == "input"}
+    read, held = ({o: name for o, name in noted.items() if name in used} for noted in (given, held))
+    return Vjp(expression(inputs, build.nodes, outputs), again, read, held, found, same)
+
+
+def _is_leaf(graph: Expression, output: Output) -> bool:
+    """Whether an output is an input or a number, which is there anyway."""
+    op = graph.nodes[output.node].op
+    return op != "acc" and op not in OPS
+
+
+def _placed(graph: Expression, build: Builder, there: Mapping[int, int], *, again: bool) -> list[int]:
+    """Put an epilogue's values, but for those that are there; return where each of them is."""
+    at: list[int] = []
+    for index, node in enumerate(graph.nodes):
+        placed = Node(node.op, tuple(at[a] for a in node.args), node.attr)
+        if placed.op == "acc" and not again:
+            placed = _NO_ACC
+        at.append(there[index] if index in there else build.put(placed.op, *placed.args, attr=placed.attr))
+    return at
+
+
+class _Names:
+    """Names for new inputs and outputs, apart from those of an epilogue."""
+
+    def __init__(self, graph: Expression) -> None:
+        self._taken = {*(i.name for i in graph.inputs), *(o.name for o in graph.outputs)}
+
+    def new(self, prefix: str, name: str) -> str:
+        found = f"{prefix}_{name}"
+        if found in self._taken or len(found) > MAX_LENGTH:
+            numbered = (f"{prefix}{number}" for number in itertools.count(1))
+            found = next(each for each in numbered if each not in self._taken)
+        self._taken.add(found)
+        return found
+
+
+# ---- Reading a rule --------------------------------------------------------------------------------------------------
+
+_OPERATORS: dict[type[ast.AST], str] = {
+    ast.Add: "add",
+    ast.Sub: "sub",
+    ast.Mult: "mul",
+    ast.Div: "div",
+    ast.USub: "neg",
+    ast.BitAnd: "logical_and",
+    ast.Lt: "lt",
+    ast.LtE: "le",
+    ast.Gt: "gt",
+    ast.GtE: "ge",
+    ast.Eq: "eq",
+}
+
+
+def _expanded(rule: str, build: Builder, values: Mapping[str, int]) -> int | None:
+    """Return the node of a rule's value; None if that is always 0."""
+    if rule == "0":
+        return None
+    *parts, last = _parsed(rule)
+    named = dict(values)
+    for part in parts:
+        assert isinstance(part, ast.Assign)
+        assert isinstance(part.targets[0], ast.Name)
+        named[part.targets[0].id] = _value(part.value, build, named)
+    assert isinstance(last, ast.Expr)
+    return _value(last.value, build, named)
+
+
+@functools.cache
+def _reads(rule: str) -> frozenset[str]:
+    return frozenset(node.id for part in _parsed(rule) for node in ast.walk(part) if isinstance(node, ast.Name))
+
+
+@functools.cache
+def _parsed(rule: str) -> tuple[ast.stmt, ...]:
+    return tuple(ast.parse(rule).body)
+
+
+def _value(tree: ast.expr, build: Builder, values: Mapping[str, int]) -> int:
+    match tree:
+        case ast.Name(id=name):
+            return values[name]
+        case ast.Constant(value=int() | float() as number):
+            return build.put("const", attr=to_fp32(number))
+        case ast.UnaryOp(op=operation, operand=x):
+            op, arguments = _OPERATORS[type(operation)], [x]
+        case ast.BinOp(left=x, op=operation, right=y):
+            op, arguments = _OPERATORS[type(operation)], [x, y]
+        case ast.Compare(left=x, ops=[operation], comparators=[y]):
+            op, arguments = _OPERATORS[type(operation)], [x, y]
+        case ast.Call(func=ast.Name(id=op), args=arguments):
+            pass
+        case _:
+            raise ValueError(f"a rule cannot have {ast.unparse(tree)}")
+    return build.put(op, *(_value(x, build, values) for x in arguments))
