@@ -270,7 +270,7 @@ def test_errors_name_the_argument():
         (TypeError, "^bias must be a torch.Tensor", lambda: co.gemm_bias_relu(a, b, 1.0)),
         (ValueError, "pass b.t()", lambda: co.gemm_bias_relu(a, b.t().contiguous(), bias)),
         (ValueError, "^bias has shape", lambda: co.gemm_bias_relu(a, b, bias[:-1])),
-        (ValueError, "^bias has shape", lambda: co.gemm_bias_relu(a, b, bias[None])),
+        (ValueError, "^bias has shape", lambda: co.gemm_bias_relu(a, b, bias[:, None])),
         (ValueError, "^bias is on cpu", lambda: co.gemm_bias_relu(a, b, bias.cpu())),
         (ValueError, "^out has shape", lambda: co.gemm_bias_relu(a, b, bias, out=a)),
         (ValueError, "^out is on cpu", lambda: co.gemm_bias_relu(a, b, bias, out=torch.empty(16, 64).bfloat16())),

@@ -404,10 +404,12 @@ def test_parameters_and_inference_tensors():
                 again = co.gemm_bias_relu(wanted[:, :128].contiguous(), weight.t(), offset)
     assert again.is_inference()
     for _ in range(2):
+        out = torch.empty_like(wanted)
         with pytest.raises(ValueError, match=r"^b requires grad"):
-            co.gemm_bias_relu(a, weight.t(), bias)
+            co.gemm_bias_relu(a, weight.t(), bias, out=out)
         with pytest.raises(ValueError, match=r"^bias requires grad"):
-            co.gemm_bias_relu(a, b, offset)
+            co.gemm_bias_relu(a, b, offset, out=out)
+        assert co.gemm_bias_relu(a, b, offset).requires_grad
 
 
 @pytest.mark.parametrize("shape", [(0, 256, 128), (72, 0, 128), (72, 256, 0), (0, 0, 0)])

@@ -88,7 +88,7 @@ def test_a_workspace_lives_as_long_as_the_graph_that_uses_it():
     assert trial.admit(Ordered(spec.config), kernel) is None
     assert torch.cuda.memory_allocated() - before >= size
     torch.cuda.empty_cache()
-    trial.rehearse(spec.config)
+    trial.rehearse(Ordered(spec.config))
 
 
 def test_a_trial_goes_without_the_garbage_collector(spec):

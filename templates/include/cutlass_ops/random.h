@@ -9,7 +9,7 @@
 
 namespace cutlass_ops {
 
-// ---- Whole numbers of 64 bits as launch arguments ----
+// ---- Whole numbers of 64 bits as launch arguments. Who includes this has said their type: CUTLASS_OPS_TYPE ----
 
 // FP32, by way of which other scalars go, would not hold one.
 template <>
