@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+from cutlass_ops.base.dtypes import i64
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.names import is_plain
@@ -296,6 +297,8 @@ def types(spec: KernelSpec, lowered: Lowered, places: str) -> dict[str, Any]:
     headers |= {places} if lowered.places else set()
     operands = (spec.a, spec.b, spec.d, *spec.inputs, *spec.outputs)
     elements = dict.fromkeys(operand.dtype for operand in operands)
+    if HEADERS[UNIFORM] in headers:
+        elements.pop(i64, None)  # a seed's type: this header, which reads seeds, says it
     return {
         "element_types": [{"cpp": t.cpp, "dl_code": t.dl_code} for t in elements],
         "a": _operand(spec.a),

@@ -6,10 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "cutlass_ops/binding.h"
 #include "cutlass_ops/functions.h"
-
-CUTLASS_OPS_TYPE(int64_t, kDLInt)
 #include "cutlass_ops/random.h"
 #include "cutlass_ops/reductions.h"
 

@@ -7,9 +7,11 @@
 #include "cutlass_ops/binding.h"
 #include "cutlass_ops/places.h"
 
+CUTLASS_OPS_TYPE(int64_t, kDLInt)
+
 namespace cutlass_ops {
 
-// ---- Whole numbers of 64 bits as launch arguments. Who includes this has said their type: CUTLASS_OPS_TYPE ----
+// ---- Whole numbers of 64 bits as launch arguments ----
 
 // FP32, by way of which other scalars go, would not hold one.
 template <>
