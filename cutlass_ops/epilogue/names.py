@@ -40,6 +40,7 @@ IN_KERNELS = frozenset(_TAKEN.split())
 RESERVED = frozenset(("a", "b", "out", "out_dtype", "epilogue", "self"))
 
 _IDENTIFIER = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+_STEP = re.compile(r"v[0-9]+")
 
 
 def check_name(name: object, what: str) -> None:
@@ -79,8 +80,9 @@ def _problem(name: object) -> str | None:
 def is_plain(name: str) -> bool:
     """Whether a name that :func:`check_name` lets pass can stand in C++ as it is.
 
-    Not so are keywords, names of the kernel's own, which end in an underscore or stand in :data:`IN_KERNELS`, and what
-    may be a macro or belongs to the compiler.
+    Not so are keywords, names of the kernel's own, which end in an underscore or stand in :data:`IN_KERNELS`, what may
+    be a macro or belongs to the compiler, and "v0", "v1" and so on: with an underscore, functions call their steps so.
     """
     shouted = len(name) > 1 and name.upper() == name
-    return not (shouted or "__" in name or name.endswith("_") or name in CPP_KEYWORDS or name in IN_KERNELS)
+    own = name.endswith("_") or name in IN_KERNELS or _STEP.fullmatch(name)
+    return not (shouted or "__" in name or own or name in CPP_KEYWORDS)

@@ -6,7 +6,8 @@ import torch
 import cutlass_ops as co
 from tests.layers import LAYERS, tuple_of
 
-pytestmark = pytest.mark.gpu
+# PyTorch's compiler warns of its own past.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 
 @pytest.mark.parametrize("backend", [None, "inductor"])

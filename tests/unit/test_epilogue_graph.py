@@ -369,7 +369,23 @@ def test_deeply_nested_json_is_refused():
 
 GOOD = ["bias", "x", "W", "residual_2", "rowScale", "x" * 64, "relu", "exp"]
 # In C++ they are keywords, macros, or names of the kernel's own.
-TAKEN = ["c", "b1", "d", "n", "acc", "stream", "threadIdx", "float", "xor", "a__b", "bias_", "INFINITY", "M_PI", "IN0_"]
+TAKEN = [
+    "c",
+    "b1",
+    "d",
+    "n",
+    "acc",
+    "stream",
+    "threadIdx",
+    "float",
+    "xor",
+    "a__b",
+    "bias_",
+    "INFINITY",
+    "M_PI",
+    "IN0_",
+    "v3",
+]
 
 
 @pytest.mark.parametrize("name", GOOD + TAKEN)
