@@ -80,7 +80,7 @@ LAYERS: dict[str, tuple[Callable[..., Any], Callable[..., Any], list[tuple[int, 
     ),
     "layernorm": (
         lambda x, w, gamma, beta: co.layernorm_gemm(x, w.t(), gamma, beta, eps=1e-5),
-        lambda x, w, gamma, beta: F.layer_norm(x, (16,), gamma, beta, 1e-5) @ w.t(),
+        lambda x, w, gamma, beta: F.layer_norm(x, gamma.shape, gamma, beta, 1e-5) @ w.t(),
         [(7, 16), (8, 16), (16,), (16,)],
     ),
     "normed_swiglu": (

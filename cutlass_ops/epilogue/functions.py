@@ -1051,9 +1051,10 @@ def column_index() -> Value:
 def uniform(seed: Value | int, offset: Value | int = 0) -> Value:
     """Return a random number from 0 up to 1, without 1, for each element of D: a multiple of 2⁻²⁴.
 
-    It is word ``column % 4`` of Philox 4x32-10, of which the seed is the key, and the counter is ``column // 4``, the
-    row, and the low and the high half of the offset. So it depends on the seed, the offset and the place alone.
-    :func:`cutlass_ops.run.reference.uniform` gives the same bits.
+    It is a word of Philox 4x32-10, of which the seed is the key, and the counter is the column and the row, each
+    without bit 3, and the low and the high half of the offset. Bit 3 of the row and of the column choose the word. So
+    it depends on the seed, the offset and the place alone. :func:`cutlass_ops.run.reference.uniform` gives the same
+    bits.
 
     Raises
     ------

@@ -93,7 +93,7 @@ OPS: dict[str, OpInfo] = {
     "add": OpInfo(2, "+", "x + y", "torch.add(x, y)", typed=_WHOLE, vjp=("g", "g")),
     "sub": OpInfo(2, "-", "x − y", "torch.sub(x, y)", typed=_WHOLE, vjp=("g", "-g")),
     "mul": OpInfo(2, "*", "x · y", "torch.mul(x, y)", typed=_WHOLE, vjp=("g * y", "g * x")),
-    "div": OpInfo(2, "/", "x / y", "torch.div(x, y)", vjp=("g / y", "-g * (r / y)")),
+    "div": OpInfo(2, "cutlass_ops::divide", "x / y", "torch.div(x, y)", vjp=("g / y", "-g * (r / y)")),
     "neg": OpInfo(1, "-", "−x", "torch.neg(x)", typed=(((_F,), _F), ((_I,), _I)), vjp=("-g",)),
     "minimum": OpInfo(
         2,

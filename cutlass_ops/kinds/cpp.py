@@ -47,6 +47,15 @@ def _reads_back(text: str, value: float) -> bool:
     return all(to_fp32(x) == value for x in (math.nextafter(near, -math.inf), near, math.nextafter(near, math.inf)))
 
 
+def exact_inverse(node: Node) -> float | None:
+    """Return a power of two's inverse: to multiply by it gives the bits of a division. None for another constant."""
+    if node.op != "const" or not isinstance(node.attr, float) or not math.isfinite(node.attr):
+        return None
+    mantissa, exponent = math.frexp(node.attr)
+    # 2^126 is the greatest whose inverse is a normal number, and its own is one as well.
+    return 1 / node.attr if abs(mantissa) == 0.5 and abs(exponent - 1) <= 126 else None
+
+
 def integer_literal(value: int) -> str:
     """Spell a whole number of 32 bits in C++, which reads a sign as an operator."""
     if value == -(1 << 31):

@@ -22,7 +22,7 @@ from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.names import is_plain
 from cutlass_ops.epilogue.nodes import Kind, Node, Output
 from cutlass_ops.epilogue.operations import GATHERED, INDICES, REDUCTIONS, SWAP_PAIRS, UNIFORM, Type
-from cutlass_ops.kinds.cpp import HEADERS, TYPES, cpp_expression, seed_literal
+from cutlass_ops.kinds.cpp import HEADERS, TYPES, cpp_expression, exact_inverse, float_literal, seed_literal
 
 ACC = "acc"
 
@@ -210,7 +210,11 @@ def _compute(graph: Graph, root: int, roots: list[int], names: dict[int, str]) -
         elif node.op in ("const", "integer"):
             spelled[index] = cpp_expression(node, ())
         else:
-            expression = cpp_expression(node, tuple(value(a) for a in node.args))
+            inverse = exact_inverse(graph.nodes[node.args[1]]) if node.op == "div" else None
+            if inverse is None:
+                expression = cpp_expression(node, tuple(value(a) for a in node.args))
+            else:
+                expression = f"({value(node.args[0])} * {float_literal(inverse)})"
             spelled[index] = f"v{len(lines)}_"
             lines.append(f"{TYPES[types[index]]} const {spelled[index]} = {expression};")
         return spelled[index]

@@ -140,10 +140,11 @@ def uniform(seed: Tensor | int, offset: Tensor | int, m: int, n: int, device: to
         whole = torch.as_tensor(number, dtype=torch.int64, device=device).reshape(())
         return whole & _LOW, (whole >> 32) & _LOW
 
-    groups = torch.arange((n + 3) // 4, device=device)[None, :]
-    rows = torch.arange(m, device=device)[:, None]
-    words = philox((groups, rows, *halves(offset)), halves(seed))
-    found = torch.stack([word.expand(m, groups.shape[1]) for word in words], 2).reshape(m, -1)[:, :n]
+    rows, columns = torch.arange(m, device=device)[:, None], torch.arange(n, device=device)[None, :]
+    # Places that differ in bit 3 of the row, of the column, or of both, share a counter.
+    words = philox((columns & ~8, rows & ~8, *halves(offset)), halves(seed))
+    left, right = (torch.where(rows & 8 != 0, words[at + 2], words[at]) for at in range(2))
+    found = torch.where(columns & 8 != 0, right, left)
     return (found >> 8).to(torch.float32) * 2.0**-24
 
 

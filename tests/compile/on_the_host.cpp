@@ -6,8 +6,9 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "cutlass_ops/random.h"  // first: it declares what the others call
+
 #include "cutlass_ops/functions.h"
-#include "cutlass_ops/random.h"
 #include "cutlass_ops/reductions.h"
 
 float __int_as_float(int bits) {
@@ -34,15 +35,24 @@ int joined(float x, float y) {
   return Reduce::result(both) == Reduce::result(again) ? Reduce::result(both) : -1;
 }
 
+// What three elements of a row keep together, of which the last may lie beyond its end.
+template <class Reduce>
+auto folded(float x, float y, float z, bool third) {
+  float const values[] = {x, y, z};
+  int const at[] = {0, 1, 2};
+  bool const there[] = {true, true, third};
+  return Reduce::result(cutlass_ops::fold<Reduce>(values, at, there));
+}
+
 int main(int count, char** arguments) {
   for (int i = 1; i + 1 < count; i += 2) {
     int64_t const seed = std::strtoll(arguments[i], nullptr, 10), offset = std::strtoll(arguments[i + 1], nullptr, 10);
     auto const uniform = cutlass_ops::PlaceArguments<cutlass_ops::Uniform>{{seed, nullptr}, {offset, nullptr}}.functor();
-    for (int row = 0; row < 3; ++row) {
-      for (int column = 0; column < 10; column += 2) {
-        float2 const both = uniform.pair(row, column);
-        std::printf("uniform %d %d %d %d\n", __float_as_int(both.x), __float_as_int(both.y),
-                    __float_as_int(uniform(row, column)), __float_as_int(uniform(row, column + 1)));
+    for (int row = 0; row < 20; ++row) {
+      for (int column = 0; column < 20; ++column) {
+        auto const quad = uniform.quad(row & ~8, column & ~8);
+        std::printf("uniform %d %d\n", __float_as_int(quad.at[row / 8 % 2][column / 8 % 2]),
+                    __float_as_int(uniform(row, column)));
       }
     }
   }
@@ -54,6 +64,12 @@ int main(int count, char** arguments) {
         auto both = LogSumExp::combine(LogSumExp::lift(x, 0), LogSumExp::lift(y, 1));
         both = LogSumExp::combine(both, LogSumExp::combine(LogSumExp::identity(), LogSumExp::lift(z, 2)));
         std::printf("summed %d\n", __float_as_int(LogSumExp::result(both)));
+      }
+      for (float z : values) {
+        for (bool third : {true, false}) {
+          std::printf("folded %d %d %d\n", folded<ArgMax>(x, y, z, third), folded<ArgMin>(x, y, z, third),
+                      __float_as_int(folded<LogSumExp>(x, y, z, third)));
+        }
       }
     }
     std::printf("functions %d %d %d\n", __float_as_int(cutlass_ops::sign(x)), __float_as_int(cutlass_ops::round(x / 2)),

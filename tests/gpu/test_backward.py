@@ -6,8 +6,12 @@ import torch
 import cutlass_ops as co
 from tests.layers import LAYERS, tuple_of
 
-# PyTorch's compiler warns of its own past.
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [
+    pytest.mark.gpu,
+    # PyTorch's compiler warns of its own past, and its thread of gradients of a context that it makes at once.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
+]
 
 
 @pytest.mark.parametrize("backend", [None, "inductor"])

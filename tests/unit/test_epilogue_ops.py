@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cutlass_ops.epilogue import functions
 from cutlass_ops.epilogue.nodes import Node
 from cutlass_ops.epilogue.operations import GATHERED, INDICES, OPS, REDUCTIONS, Type, to_fp32
-from cutlass_ops.kinds.cpp import HEADERS, cpp_expression, float_literal
+from cutlass_ops.kinds.cpp import HEADERS, cpp_expression, exact_inverse, float_literal
 from cutlass_ops.kinds.lower import REDUCERS
 from tests.strategies import PATIENT
 
@@ -123,13 +123,22 @@ def test_a_literal_that_fp32_cannot_hold_is_refused():
 
 
 @pytest.mark.parametrize(
+    ("value", "inverse"),
+    [(2.0, 0.5), (-0.25, -4.0), (1.0, 1.0), (2.0**126, 2.0**-126), (2.0**-126, 2.0**126)]
+    + [(x, None) for x in (3.0, 0.0, math.inf, math.nan, 2.0**127, 2.0**-127)],
+)
+def test_a_power_of_two_has_an_exact_inverse(value, inverse):
+    assert exact_inverse(Node("const", (), value)) == inverse
+
+
+@pytest.mark.parametrize(
     ("node", "args", "text"),
     [
         (Node("add", (0, 1)), ("x", "y"), "(x + y)"),
         (Node("sub", (0, 1)), ("x", "(-0.5f)"), "(x - (-0.5f))"),
         (Node("neg", (0,)), ("x",), "(-x)"),
         (Node("neg", (0,)), ("(-0.5f)",), "(-(-0.5f))"),
-        (Node("div", (0, 1)), ("1.0f", "x"), "(1.0f / x)"),
+        (Node("div", (0, 1)), ("1.0f", "x"), "cutlass_ops::divide(1.0f, x)"),
         (Node("relu", (0,)), ("x",), "cutlass_ops::relu(x)"),
         (Node("maximum", (0, 1)), ("x", "0.0f"), "cutlass_ops::maximum(x, 0.0f)"),
         (Node("cast", (0,), "bf16"), ("x",), "cutlass_ops::cast<cutlass::bfloat16_t>(x)"),

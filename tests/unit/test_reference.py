@@ -383,18 +383,18 @@ def test_philox_gives_its_known_answers(counter, key, answer):
 
 @pytest.mark.parametrize(("seed", "offset"), [(0, 0), (1, 0), (2**63 - 1, -1), (-(2**63), 2**40 + 5)])
 def test_random_numbers_are_words_of_a_counter_of_place_and_offset(seed, offset):
-    m, n = 3, 11
+    m, n = 9, 11
     found = reference.uniform(seed, torch.tensor(offset), m, n)
     assert found.dtype == torch.float32
     low = 0xFFFFFFFF
     for row in range(m):
         for column in range(n):
-            counter = (column // 4, row, offset & low, (offset >> 32) & low)
+            counter = (column & ~8, row & ~8, offset & low, (offset >> 32) & low)
             key = (seed & low, (seed >> 32) & low)
             words = reference.philox(tuple(map(torch.tensor, counter)), tuple(map(torch.tensor, key)))
-            assert found[row, column].item() == (words[column % 4].item() >> 8) / 2**24
+            assert found[row, column].item() == (words[2 * (row // 8) + column // 8].item() >> 8) / 2**24
     # More rows or columns change nothing of those.
-    assert torch.equal(reference.uniform(seed, offset, 5, 40)[:m, :n], found)
+    assert torch.equal(reference.uniform(seed, offset, 15, 40)[:m, :n], found)
 
 
 def test_random_numbers_are_spread_evenly():

@@ -22,10 +22,51 @@ CUTLASS_DEVICE float minimum(float x, float y) {
   return r;
 }
 
+// 2^x, by the special function unit.
+CUTLASS_DEVICE float power_of_two(float x) {
+#if defined(__CUDACC__)
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+#else
+  return exp2f(x);
+#endif
+}
+
+// The compiler's own division and square root branch for operands that are very large or small. In an epilogue, where one warp has
+// a scheduler to itself, no two elements' instructions overlap across a branch, and that takes ten times as long. These do without:
+// such operands are scaled, and the approximation is corrected by what it leaves. So nearly all results are the nearest FP32
+// value, and none is more than one unit in the last place off, but for results below 2^-126.
+CUTLASS_DEVICE float divide(float x, float y) {
+#if defined(__CUDACC__)
+  float const size = fabsf(y), scale = size < 0x1p-64f ? 0x1p64f : size > 0x1p64f ? 0x1p-64f : 1.0f, by = y * scale;
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(by));
+  float const near = x * inverse, rest = fmaf(-near, by, x);
+  // Not finite where x or the result is infinite, or y is zero or infinite, or one is NaN.
+  return (fabsf(rest) <= 0x1.fffffep127f ? fmaf(rest, inverse, near) : near) * scale;
+#else
+  return x / y;
+#endif
+}
+
+CUTLASS_DEVICE float sqrt(float x) {
+#if defined(__CUDACC__)
+  bool const small = x < 0x1p-64f;
+  float const of = small ? x * 0x1p64f : x;
+  float inverse;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(of));
+  float const near = of * inverse, rest = fmaf(-near, near, of);
+  bool const whole = of == 0.0f || of > 0x1.fffffep127f;  // these are their own roots
+  return (whole ? of : fmaf(0.5f * inverse, rest, near)) * (small ? 0x1p-32f : 1.0f);
+#else
+  return sqrtf(x);
+#endif
+}
+
 CUTLASS_DEVICE float clamp(float x, float low, float high) { return minimum(maximum(x, low), high); }
 CUTLASS_DEVICE float abs(float x) { return fabsf(x); }
 CUTLASS_DEVICE float square(float x) { return x * x; }
-CUTLASS_DEVICE float sqrt(float x) { return sqrtf(x); }
 CUTLASS_DEVICE float rsqrt(float x) { return rsqrtf(x); }
 CUTLASS_DEVICE float exp(float x) { return expf(x); }
 CUTLASS_DEVICE float tanh(float x) { return tanhf(x); }

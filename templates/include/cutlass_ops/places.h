@@ -16,15 +16,27 @@ namespace cutlass_ops {
 CUTLASS_DEVICE float index_bits(int index) { return __int_as_float(index); }
 CUTLASS_DEVICE int index_of(float bits) { return __float_as_int(bits); }
 
-// What a value is made of that only depends on its place: a functor of row and column of D, and one of an even column and
-// the next.
+// The values of two rows and two columns, each eight apart, as a thread has them in a fragment of wgmma, whichever of the two
+// problems the kernel computes.
+struct Quad {
+  float at[2][2];  // by row and column
+};
+
+// What a value is made of that only depends on its place: a functor of row and column of D, and one of a row and a column
+// with an even number of eights before them, for a quad that begins there.
 struct RowOfPlace {
   CUTLASS_DEVICE float operator()(int row, int) const { return index_bits(row); }
-  CUTLASS_DEVICE float2 pair(int row, int) const { return {index_bits(row), index_bits(row)}; }
+  CUTLASS_DEVICE Quad quad(int row, int) const {
+    float const first = index_bits(row), second = index_bits(row + 8);
+    return {{{first, first}, {second, second}}};
+  }
 };
 struct ColumnOfPlace {
   CUTLASS_DEVICE float operator()(int, int column) const { return index_bits(column); }
-  CUTLASS_DEVICE float2 pair(int, int column) const { return {index_bits(column), index_bits(column + 1)}; }
+  CUTLASS_DEVICE Quad quad(int, int column) const {
+    float const first = index_bits(column), second = index_bits(column + 8);
+    return {{{first, second}, {first, second}}};
+  }
 };
 
 // The launch arguments of such a value, of which rows and columns need none.

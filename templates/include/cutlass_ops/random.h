@@ -53,25 +53,28 @@ CUTLASS_DEVICE Words philox(Words counter, uint32_t key, uint32_t other_key) {
 // From 0 up to 1, without 1: the upper 24 bits, as many as FP32 holds.
 CUTLASS_DEVICE float uniform_of(uint32_t word) { return float(word >> 8) * 5.9604644775390625e-8f; }
 
-// The numbers of a seed and an offset. Four neighbouring columns share a counter, and each has a word of its own.
+// The numbers of a seed and an offset. The four places of a quad share a counter, and each has a word of its own.
 class Uniform {
  public:
   CUTLASS_DEVICE Uniform(int64_t seed, int64_t offset) : seed_(uint64_t(seed)), offset_(uint64_t(offset)) {}
 
   CUTLASS_DEVICE float operator()(int row, int column) const {
-    float2 const both = pair(row, column & ~1);
-    return column & 1 ? both.y : both.x;
+    Words const found = words(row & ~8, column & ~8);
+    uint32_t const left = row & 8 ? found.at[2] : found.at[0], right = row & 8 ? found.at[3] : found.at[1];
+    return uniform_of(column & 8 ? right : left);
   }
 
-  // They have half of what a counter gives.
-  CUTLASS_DEVICE float2 pair(int row, int column) const {
-    Words const found = philox({{uint32_t(column >> 2), uint32_t(row), uint32_t(offset_), uint32_t(offset_ >> 32)}},
-                               uint32_t(seed_), uint32_t(seed_ >> 32));
-    bool const upper = column & 2;
-    return {uniform_of(upper ? found.at[2] : found.at[0]), uniform_of(upper ? found.at[3] : found.at[1])};
+  CUTLASS_DEVICE Quad quad(int row, int column) const {
+    Words const found = words(row, column);
+    return {{{uniform_of(found.at[0]), uniform_of(found.at[1])}, {uniform_of(found.at[2]), uniform_of(found.at[3])}}};
   }
 
  private:
+  CUTLASS_DEVICE Words words(int row, int column) const {
+    return philox({{uint32_t(column), uint32_t(row), uint32_t(offset_), uint32_t(offset_ >> 32)}}, uint32_t(seed_),
+                  uint32_t(seed_ >> 32));
+  }
+
   uint64_t seed_, offset_;
 };
 

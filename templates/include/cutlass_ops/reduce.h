@@ -38,6 +38,22 @@ struct Max {
 
 }  // namespace reduce
 
+// What several elements of one result keep together: their values, their places along the row or column, which grow, and
+// whether they are there at all. A reduction of two numbers has a way of its own.
+template <class Reduce, int kCount>
+CUTLASS_DEVICE typename Reduce::State fold(float const (&x)[kCount], int const (&at)[kCount], bool const (&there)[kCount]) {
+  if constexpr (sizeof(typename Reduce::State) > sizeof(float)) {
+    return Reduce::fold(x, at, there);
+  } else {
+    float kept = there[0] ? Reduce::lift(x[0], at[0]) : Reduce::identity();
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 1; i < kCount; ++i) {
+      kept = Reduce::combine(kept, there[i] ? Reduce::lift(x[i], at[i]) : Reduce::identity());
+    }
+    return kept;
+  }
+}
+
 // What is stored of what a reduction has kept.
 template <class Reduce, class Element>
 CUTLASS_DEVICE Element result_of(typename Reduce::State const& kept) {

@@ -59,7 +59,23 @@ struct Extreme {
     bool const nan_x = x.first != x.first, nan_y = y.first != y.first;
     bool const before = kSign > 0 ? y.first > x.first : y.first < x.first;
     bool const level = y.first == x.first || (nan_x && nan_y);
-    return before || (nan_y && !nan_x) || (level && y.second < x.second) ? y : x;
+    // Each operator without a branch, as in the rest of an epilogue.
+    bool const takes = before | (nan_y & !nan_x) | (level & (y.second < x.second));
+    return {takes ? y.first : x.first, takes ? y.second : x.second};
+  }
+  // A later element only counts if it is beyond the others, or the first NaN.
+  template <int kCount>
+  CUTLASS_DEVICE static State fold(float const (&x)[kCount], int const (&at)[kCount], bool const (&there)[kCount]) {
+    float const nothing = identity().first;
+    State kept{there[0] ? x[0] : nothing, there[0] ? at[0] : INT_MAX};
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 1; i < kCount; ++i) {
+      float const value = there[i] ? x[i] : nothing;
+      bool const not_before = kSign > 0 ? value <= kept.first : value >= kept.first;
+      bool const takes = !not_before & (kept.first == kept.first);
+      kept = {takes ? value : kept.first, takes ? at[i] : kept.second};
+    }
+    return kept;
   }
   CUTLASS_DEVICE static int result(State const& x) { return x.second; }
 };
@@ -73,9 +89,23 @@ struct LogSumExp {
   CUTLASS_DEVICE static State lift(float x, int) { return {x, 1.0f}; }
   CUTLASS_DEVICE static State combine(State const& x, State const& y) {
     // Two infinities of one sign are level, though their difference is NaN. NaN stays in the sum.
-    float const lesser = expf(x.first == y.first ? 0.0f : -fabsf(x.first - y.first));
+    float const lesser = power_of_two(x.first == y.first ? 0.0f : -kLog2E * fabsf(x.first - y.first));
     bool const leads = x.first >= y.first;
-    return leads ? State{x.first, x.second + y.second * lesser} : State{y.first, x.second * lesser + y.second};
+    return {leads ? x.first : y.first, (leads ? y.second : x.second) * lesser + (leads ? x.second : y.second)};
+  }
+  // The greatest first, then the sum, so that each element takes one power. NaN is not the greatest, and stays in the sum.
+  template <int kCount>
+  CUTLASS_DEVICE static State fold(float const (&x)[kCount], int const (&)[kCount], bool const (&there)[kCount]) {
+    float value[kCount], most = -infinity(), sum = 0.0f;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+      value[i] = there[i] ? x[i] : -infinity();
+      most = fmaxf(most, value[i]);
+    }
+    float const from = fabsf(most) <= 0x1.fffffep127f ? most : 0.0f;  // an infinity less itself would be NaN
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kCount; ++i) sum += power_of_two(kLog2E * (value[i] - from));
+    return {most, sum};
   }
   CUTLASS_DEVICE static float result(State const& x) { return x.first + logf(x.second); }
 };

@@ -26,17 +26,8 @@ struct PlaceInput : Visitor<PlaceArguments<Functor>> {
                                                Array<Accumulator, kVector> const&) {
       int const m = row + At::row_offset(step, row_idx), n = column + At::column_offset(column_idx);
       Array<float, kVector> result;
-      if constexpr (kVector % 2 == 0 && !kSwapped) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kVector; i += 2) {
-          float2 const both = functor.pair(m, n + i);
-          result[i] = both.x;
-          result[i + 1] = both.y;
-        }
-      } else {
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kVector; ++i) result[i] = kSwapped ? functor(n + i, m) : functor(m, n + i);
-      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kVector; ++i) result[i] = kSwapped ? functor(n + i, m) : functor(m, n + i);
       return result;
     }
   };

@@ -29,13 +29,27 @@ struct PlaceInput : Input<PlaceArguments<Functor>> {
     CUTLASS_DEVICE cutlass::Array<float, kSize> visit(cutlass::Array<Accumulator, kSize> const&, int epi_v, int epi_m,
                                                       int epi_n) {
       cutlass::Array<float, kSize> result;
-      if constexpr (Place::kPairs && !kSwapped) {
+      if constexpr (Place::kFragment) {
+        // Value i + 2 is eight rows below value i, and value i + 4 eight columns beside it.
+        constexpr int kColumns = Place::kSixteens ? 2 : 1;
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kSize; i += 2) {
-          int2 const at = place(i, epi_m, epi_n);
-          float2 const both = functor.pair(at.x, at.y);
-          result[i] = both.x;
-          result[i + 1] = both.y;
+        for (int i = 0; i < kSize; i += kColumns * 4) {
+          CUTLASS_PRAGMA_UNROLL
+          for (int next = 0; next < 2; ++next) {
+            int2 const at = place(i + next, epi_m, epi_n);
+            bool const second = !Place::kSixteens && (at.y & 8);
+            int const column = Place::kSixteens ? at.y : at.y & ~8;
+            Quad const quad = kSwapped ? functor.quad(column, at.x) : functor.quad(at.x, column);
+            CUTLASS_PRAGMA_UNROLL
+            for (int row = 0; row < 2; ++row) {
+              CUTLASS_PRAGMA_UNROLL
+              for (int beside = 0; beside < kColumns; ++beside) {
+                float const found = kSwapped ? quad.at[beside][row] : quad.at[row][beside];
+                float const other = kSwapped ? quad.at[1][row] : quad.at[row][1];
+                result[i + beside * 4 + row * 2 + next] = second ? other : found;
+              }
+            }
+          }
         }
       } else {
         CUTLASS_PRAGMA_UNROLL
@@ -48,10 +62,10 @@ struct PlaceInput : Input<PlaceArguments<Functor>> {
     }
   };
 
-  // In epilogue.h.
-  template <int kPartM, int kPartN>
+  // In epilogue.h. `kSixteens`: whether a part of the tile begins at a multiple of sixteen columns, and has whole ones.
+  template <int kPartM, int kPartN, bool kSixteens_>
   struct FragmentPlace {
-    static constexpr bool kPairs = true;
+    static constexpr bool kFragment = true, kSixteens = kSixteens_;
     int row, column;  // of the thread's first value
 
     CUTLASS_DEVICE int2 operator()(int i, int epi_m, int epi_n) const {
@@ -62,7 +76,7 @@ struct PlaceInput : Input<PlaceArguments<Functor>> {
   // In CUTLASS's own epilogue, which lists the coordinates of a thread's values, relative to the first.
   template <class Coordinates>
   struct ListedPlace {
-    static constexpr bool kPairs = false;
+    static constexpr bool kFragment = false;
     int row, column;
     Coordinates coordinates;
 
@@ -81,7 +95,8 @@ struct PlaceInput : Input<PlaceArguments<Functor>> {
       using Tile = cute::remove_cvref_t<decltype(args.tile_shape_mnk)>;
       using Step = cute::remove_cvref_t<decltype(args.epi_tile)>;
       Fragment const first(kAcross<TiledMma> == 1 ? args.thread_idx : args.thread_idx % 128);
-      using Place = FragmentPlace<int(cute::size<0>(Step{})), int(cute::size<1>(Step{}))>;
+      constexpr int kPartN = cute::size<1>(Step{}), kColumns = cute::size<1>(Tile{});
+      using Place = FragmentPlace<int(cute::size<0>(Step{})), kPartN, kPartN % 16 == 0 && kColumns % 16 == 0>;
       return Callbacks<Place>(params_->functor(),
                               Place{int(cute::get<0>(args.tile_coord_mnkl)) * int(cute::size<0>(Tile{})) + first.row,
                                     int(cute::get<1>(args.tile_coord_mnkl)) * int(cute::size<1>(Tile{})) + first.column});

@@ -85,6 +85,40 @@ CUTLASS_DEVICE void leave(Reduced<Element> const& reduced, int result, int part,
 
 #endif
 
+// Joins several results over the lanes that differ in bits kLane to 16 of their number. Two lanes share the work while the number
+// of results is even: each sends the half that it does not go on with, so that eight results over eight lanes take seven
+// exchanges and not twenty-four. `kLeft` results are left for a lane, from the one with the number that `join` returns on;
+// lanes that differ in bits of `kSame` alone have the same ones.
+template <class Reduce, int kCount, int kLane>
+struct Shared {
+  static constexpr bool kHalves = kCount % 2 == 0;
+  using Next = Shared<Reduce, kHalves ? kCount / 2 : kCount, kLane * 2>;
+  static constexpr int kLeft = Next::kLeft, kSame = Next::kSame | (kHalves ? 0 : kLane);
+  using State = typename Reduce::State;
+
+  CUTLASS_DEVICE static int join(State* kept, int thread) {
+    bool const upper = thread & kLane;
+    if constexpr (kHalves) {
+      constexpr int kHalf = kCount / 2;
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kHalf; ++i) {
+        State const sent = upper ? kept[i] : kept[i + kHalf], own = upper ? kept[i + kHalf] : kept[i];
+        kept[i] = Reduce::combine(own, shuffle_xor(sent, kLane));
+      }
+      return (upper ? kHalf : 0) + Next::join(kept, thread);
+    } else {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kCount; ++i) kept[i] = Reduce::combine(kept[i], shuffle_xor(kept[i], kLane));
+      return Next::join(kept, thread);
+    }
+  }
+};
+template <class Reduce, int kCount>
+struct Shared<Reduce, kCount, 32> {
+  static constexpr int kLeft = kCount, kSame = 0;
+  CUTLASS_DEVICE static int join(typename Reduce::State*, int) { return 0; }
+};
+
 // One value for each of the kernel's rows. A warp has rows of its own, sixteen in each part of the tile. Warpgroups side by
 // side, `kSides` of them, each leave a part.
 template <class Reduce, class Tile, class EpilogueTile, class Element, int kSides>
@@ -123,10 +157,18 @@ struct ColReduction : Input<Reduced<Element>> {
                               cutlass::Array<Value, kSize> const& values) {
       int const left = columns - epi_n * kPartN - Fragment(thread).column;
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kSize; ++i) {
-        State& result = mine[epi_m][i / 2 % 2];
-        int const at = i / 4 * 8 + i % 2;
-        if (at < left) result = Reduce::combine(result, Reduce::lift(float(values[i]), extent - left + at));
+      for (int row = 0; row < 2; ++row) {
+        float x[kSize / 2];
+        int at[kSize / 2];
+        bool there[kSize / 2];
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kSize / 2; ++i) {
+          int const column = i / 2 * 8 + i % 2;
+          x[i] = float(values[i / 2 * 4 + row * 2 + i % 2]);
+          at[i] = extent - left + column;
+          there[i] = column < left;
+        }
+        mine[epi_m][row] = Reduce::combine(mine[epi_m][row], fold<Reduce>(x, at, there));
       }
       return values;
     }
@@ -211,15 +253,22 @@ struct RowReduction : Input<Reduced<Element>> {
       Fragment const first(thread % (kWarpsDown * 32));
       int const left = rows - epi_m * kPartM - first.row;
       State* const mine = values + first.row / 16 * kColumns + epi_n * kPartN + first.column;
+      constexpr int kCount = kPartN / 4;
+      State kept[kCount];
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kPartN / 4; ++i) {
-        int const at = i / 2 * 4 + i % 2;
-        State value = left > 0 ? Reduce::lift(float(seen[at]), extent - left) : Reduce::identity();
-        if (left > 8) value = Reduce::combine(value, Reduce::lift(float(seen[at + 2]), extent - left + 8));
-        CUTLASS_PRAGMA_UNROLL
-        for (int other = 4; other < 32; other *= 2) value = Reduce::combine(value, shuffle_xor(value, other));
-        State& result = mine[i / 2 * 8 + i % 2];
-        if (thread % 32 < 4) result = epi_m == 0 ? value : Reduce::combine(result, value);
+      for (int i = 0; i < kCount; ++i) {
+        int const of = i / 2 * 4 + i % 2;
+        float const x[] = {float(seen[of]), float(seen[of + 2])};
+        int const at[] = {extent - left, extent - left + 8};
+        bool const there[] = {left > 0, left > 8};
+        kept[i] = fold<Reduce>(x, at, there);
+      }
+      using Lanes = Shared<Reduce, kCount, 4>;
+      int const own = Lanes::join(kept, thread);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < Lanes::kLeft; ++i) {
+        State& result = mine[(own + i) / 2 * 8 + (own + i) % 2];
+        if ((thread & Lanes::kSame) == 0) result = epi_m == 0 ? kept[i] : Reduce::combine(result, kept[i]);
       }
 #endif
       return seen;
