@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -21,6 +19,7 @@ from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.base import arch, env, resources
 from cutlass_ops.base.errors import BundleError, ConfigError, UnsupportedError
 from cutlass_ops.base.session import cached
+from cutlass_ops.base.warned import warn_once
 from cutlass_ops.choose import tables
 from cutlass_ops.choose.knowledge import SOURCES, Candidate, Expected, Knowledge
 from cutlass_ops.choose.pool import Pool
@@ -310,7 +309,7 @@ def _costs(reached: Floats, losses: Floats, slack: Floats) -> Floats:
 
 def forget() -> None:
     """Clear the caches, so that the user's tables are read again."""
-    for each in (_policy, weight_of, _warn_once):
+    for each in (_policy, weight_of, warn_once):
         each.cache_clear()
 
 
@@ -368,7 +367,7 @@ def _own(signature: OpSignature, device: Device) -> Table | None:
         return found if mine is None else _with_users(mine, found)
     except (ValueError, ConfigError) as exc:
         # A bad table costs only speed, so warn instead of failing the call.
-        _warn_once(f"a tuning table is ignored: {exc}")
+        warn_once(f"a tuning table is ignored: {exc}")
         return found
 
 
@@ -412,15 +411,6 @@ def _is_there(path: Path) -> bool:
     """Whether the table's path exists, or its folder's path exists and is not a folder."""
     folder = path.parent
     return os.path.lexists(path) or (os.path.lexists(folder) and not os.path.isdir(folder))
-
-
-@cached(maxsize=1024)
-def _warn_once(message: str) -> None:
-    try:
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
-    except RuntimeWarning:
-        # If warnings are errors, print it instead of failing the call.
-        print(f"cutlass_ops: {message}", file=sys.stderr)
 
 
 def _from_bundle(device: str, signature: OpSignature) -> Table | None:

@@ -6,7 +6,7 @@ from processes import ended
 
 from cutlass_ops.base import arch, env, programs
 from cutlass_ops.base.errors import ToolchainError
-from cutlass_ops.compilation import toolchain
+from cutlass_ops.compilation import finding, toolchain
 from cutlass_ops.compilation.toolchain import find_toolchain
 
 SM80 = arch.target("sm_80")
@@ -22,7 +22,7 @@ def _bare(monkeypatch, tmp_path):
     for name in ("g++", "as", "ld", "sh", "cat", "dirname", "sleep", "env"):
         (host / name).symlink_to(toolchain.shutil.which(name))
     monkeypatch.setenv("PATH", str(host))
-    monkeypatch.setattr(toolchain, "_wheel_bins", lambda: iter(()))
+    monkeypatch.setattr(finding, "wheel_bins", lambda: iter(()))
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def toolkit(tmp_path):
 def test_order(monkeypatch, tmp_path):
     names = ("named", "home", "path", "on_path", "wheel")
     kits = {name: FakeToolkit(tmp_path / name) for name in names}
-    monkeypatch.setattr(toolchain, "_wheel_bins", lambda: iter([kits["wheel"].nvcc.parent]))
+    monkeypatch.setattr(finding, "wheel_bins", lambda: iter([kits["wheel"].nvcc.parent]))
     monkeypatch.setenv("CUTLASS_OPS_NVCC", str(kits["named"].nvcc))
     monkeypatch.setenv("CUDA_HOME", str(kits["home"].root))
     monkeypatch.setenv("CUDA_PATH", str(kits["path"].root))
@@ -253,5 +253,5 @@ def test_the_wheels_folder_is_found_without_importing(monkeypatch, tmp_path):
     for name in ("cu12", "cu13"):
         (tmp_path / "nvidia" / name / "bin").mkdir(parents=True)
     monkeypatch.syspath_prepend(tmp_path)
-    found = list(toolchain._wheel_bins())
+    found = list(finding.wheel_bins())
     assert found.index(tmp_path / "nvidia" / "cu13" / "bin") < found.index(tmp_path / "nvidia" / "cu12" / "bin")
