@@ -20,7 +20,7 @@ from cutlass_ops.base import arch, env, resources
 from cutlass_ops.base.errors import BundleError, ConfigError, UnsupportedError
 from cutlass_ops.base.session import cached
 from cutlass_ops.base.warned import warn_once
-from cutlass_ops.choose import tables
+from cutlass_ops.choose import limits, tables
 from cutlass_ops.choose.knowledge import SOURCES, Candidate, Expected, Knowledge
 from cutlass_ops.choose.pool import Pool
 from cutlass_ops.choose.steps import Steps, rows_for
@@ -316,11 +316,12 @@ def forget() -> None:
 def policy(signature: OpSignature, device: Device) -> Policy:
     """Return the policy for a signature on a device.
 
-    If loaded bundles have kernels for it, only these may be chosen. Measurements come from the bundles, the user's
-    folder and the package. For kernels of Sm90, the package's tables of other epilogues fill gaps.
+    If the choice is limited to kernels of bundles (:mod:`cutlass_ops.choose.limits`), only these may be chosen.
+    Measurements come from the bundles, the user's folder and the package. For kernels of Sm90, the package's tables of
+    other epilogues fill gaps.
     """
-    bundles = Bundles.current()
-    return _policy(signature, device, bundles.of_one_kind(signature, device.capability), bundles.generation)
+    bundled = limits.limit(signature, device.capability)
+    return _policy(signature, device, bundled.configs, Bundles.current().generation)
 
 
 @cached(maxsize=256)
@@ -414,7 +415,7 @@ def _is_there(path: Path) -> bool:
 
 
 def _from_bundle(device: str, signature: OpSignature) -> Table | None:
-    for path, text in Bundles.current().tables():
+    for path, text in Bundles.current().tables(signature):
         try:
             table = tables.parse(text, f"a table in {path}")
         except ConfigError as exc:

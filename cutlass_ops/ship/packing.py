@@ -13,8 +13,8 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 
-from cutlass_ops.artifacts.bundle import Bundle, manifest_of, open_bundle, write_bundle
-from cutlass_ops.artifacts.bundles import NAMESPACE
+from cutlass_ops.artifacts.bundle import Bundle, manifest_of, needs, open_bundle, write_bundle
+from cutlass_ops.artifacts.installed import GROUP, NAMESPACE, SUFFIX
 from cutlass_ops.artifacts.manifest import Manifest, table_name
 from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base import checked_json, resources
@@ -134,17 +134,35 @@ def write_wheel(bundle: Path, folder: Path, name: str, version: str | None = Non
     """
     data = bundle.read_bytes()
     version = version or f"{resources.library_version()}+{hashlib.sha256(data).hexdigest()[:12]}"
-    path = wheel_path(folder, name, version)
-    stem = _stem(name)
+    return write_distribution({f"{_stem(name)}{SUFFIX}": data}, folder, name, version)
+
+
+def write_distribution(bundles: Mapping[str, bytes], folder: Path, name: str, version: str) -> Path:
+    """Pack bundles into a wheel. The same bundles give the same bytes.
+
+    Parameters
+    ----------
+    bundles : mapping of str to bytes
+        Archives by the names of their files. One named by :func:`cutlass_ops.artifacts.installed.file_name` is opened
+        for calls of its signature only.
+    folder, name, version
+        As for :func:`write_wheel`.
+
+    Raises
+    ------
+    ValueError, OSError
+        As for :func:`write_wheel`.
+    """
+    path, stem = wheel_path(folder, name, version), _stem(name)
     info = f"{stem}-{version}.dist-info"
     metadata = (
         f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nSummary: Compiled kernels for cutlass_ops\n"
         f"Requires-Dist: cutlass_ops~={resources.library_version()}\n"
     )
-    files = {
-        f"{NAMESPACE}/{stem}.bundle": data,
+    files = {f"{NAMESPACE}/{stem}/{file}": bundles[file] for file in sorted(bundles)} | {
         f"{info}/METADATA": metadata.encode(),
         f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: cutlass_ops\nRoot-Is-Purelib: false\nTag: {_TAG}\n".encode(),
+        f"{info}/entry_points.txt": f"[{GROUP}]\n{needs()} = {NAMESPACE}.{stem}\n".encode(),
     }
     files[f"{info}/RECORD"] = _record(files, f"{info}/RECORD")
     _write_zip(path, files)
@@ -196,4 +214,5 @@ def _write_zip(path: Path, files: Mapping[str, bytes]) -> None:
         for name, data in files.items():
             entry = zipfile.ZipInfo(name, _FIRST_DAY)
             entry.external_attr = 0o100644 << 16
+            entry.compress_type = zipfile.ZIP_DEFLATED  # a kernel takes a third of its size
             archive.writestr(entry, data)

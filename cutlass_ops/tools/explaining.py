@@ -308,12 +308,13 @@ def _now(supply: Supply | None) -> tuple[Finding, ...]:
     """Say what serves until the best kernel is compiled, if something does."""
     if supply is None:
         return ()
-    return (Finding("now", f"the kernel is not compiled yet: until it is, {supply.spec.slug} serves"),)
+    (origin,) = _origin(supply.spec) or (Finding("", "loaded"),)
+    return (Finding("now", f"the kernel is not compiled yet: until it is, {supply.spec.slug} serves, {origin.says}"),)
 
 
 _NOTHING = "nothing"
 _NUMBERS = {2: "two", 3: "three"}
-_BUNDLED = "chosen when the loaded bundle was made; one of {} bundled kernels for this signature"
+_BUNDLED = "chosen when its bundle was made; one of {} bundled kernels for this signature"
 
 
 def _tensors(call: Call) -> list[Tensor]:

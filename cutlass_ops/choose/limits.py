@@ -1,0 +1,76 @@
+"""The kernels to which a choice is limited: those of bundles.
+
+What the user asked for, by ``load_bundle`` or ``CUTLASS_OPS_BUNDLES``, is all that serves its signatures. What pip
+installed is all that serves them only where nothing else can be had. Elsewhere the choice is free: an installed kernel
+serves where it is the best one, or until the best one is compiled.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cutlass_ops.artifacts.bundles import Bundles
+from cutlass_ops.base import env
+from cutlass_ops.base.session import cached
+from cutlass_ops.declare.config import Config, Ordered
+from cutlass_ops.declare.problem import Problem
+from cutlass_ops.declare.signature import OpSignature
+
+
+class Limit(NamedTuple):
+    """To what a choice is limited.
+
+    Attributes
+    ----------
+    configs : tuple of Config
+        The kernels that may be chosen; none if the choice is free.
+    installed : bool
+        Whether they are what is installed, and not what the user asked for.
+    """
+
+    configs: tuple[Config, ...]
+    installed: bool = False
+
+
+def limit(signature: OpSignature, capability: tuple[int, int]) -> Limit:
+    """Return to which kernels of bundles the choice for a signature is limited."""
+    bundles = Bundles.current()
+    asked = bundles.of_one_kind(signature, capability)
+    if asked:
+        return Limit(asked)
+    installed = bundles.of_one_kind(signature, capability, installed=True)
+    if not installed or _others_can_be_had():
+        return Limit(())
+    return Limit(installed, installed=True)
+
+
+def chosen(signature: OpSignature, capability: tuple[int, int], problem: Problem) -> Ordered | None:
+    """Return what bundles say about a problem, or the only kernel that may be chosen; None if they say nothing."""
+    configs, installed = limit(signature, capability)
+    if len(configs) == 1:
+        return Ordered(configs[0], configs[0].usual_order(problem))
+    return Bundles.current().choice(signature, capability, problem, installed=installed) if configs else None
+
+
+def _others_can_be_had() -> bool:
+    """Whether there can be kernels besides those of bundles: compiled here, or in a store."""
+    # Imported late: a call that a bundle serves needs nothing of this room.
+    from cutlass_ops.compilation import finding
+
+    if env.jit_enabled():
+        return finding.can_compile()
+    return finding.can_render() and (
+        env.REMOTE_STORE.text is not None or _has_store(env.CACHE_DIR.given, env.XDG_CACHE_HOME.given)
+    )
+
+
+@cached(maxsize=8)
+def _has_store(*settings: str | None) -> bool:
+    """Whether there is a store where the variables say. A process looks once for each setting."""
+    from cutlass_ops.artifacts.store import KernelStore
+    from cutlass_ops.base.errors import StoreError
+
+    try:
+        return not KernelStore.default().is_empty()
+    except StoreError:
+        return False
