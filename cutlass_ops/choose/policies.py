@@ -440,18 +440,18 @@ def _borrowed(own: Table | None, signature: OpSignature, device: Device) -> tupl
 
     First a similar signature's, then the reference; each first from this device, then from an H100.
     """
-    reference = _reference()
-    if own is not None and own.is_about(reference.signature, reference.device):
+    usual = reference()
+    if own is not None and own.is_about(usual.signature, usual.device):
         return ()
-    like = _like if signature.majors == reference.signature.majors else _plain
-    ways = [(name, s) for s in (like(signature), reference.signature) if s for name in (device.name, USUAL.name)]
+    like = _like if signature.majors == usual.signature.majors else _plain
+    ways = [(name, s) for s in (like(signature), usual.signature) if s for name in (device.name, USUAL.name)]
     if own is not None:
         ways = [(name, s) for name, s in ways if not own.is_about(s, name)]
     found = [t for name, s in dict.fromkeys(ways) if (t := _shipped(name, s)) is not None]
     return tuple(_as_if_about(t, signature, device) for t in found)
 
 
-def _reference() -> Table:
+def reference() -> Table:
     """Return the default table: bias + ReLU in BF16 on an H100."""
     operand, bias = Operand.of("bf16.row"), Operand.of("bf16.row.align1")
     signature = OpSignature(builtin.bias_relu.graph, operand, operand.transposed, operand, (bias,), ())

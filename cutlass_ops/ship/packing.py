@@ -8,7 +8,7 @@ import hashlib
 import io
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from pathlib import Path
 from cutlass_ops.artifacts.bundle import Bundle, manifest_of, needs, open_bundle, write_bundle
 from cutlass_ops.artifacts.installed import GROUP, NAMESPACE, SUFFIX
 from cutlass_ops.artifacts.manifest import Manifest, table_name
-from cutlass_ops.artifacts.store import KernelStore
+from cutlass_ops.artifacts.store import Artifact, KernelStore
 from cutlass_ops.base import checked_json, resources
 from cutlass_ops.base.atomic import replacing
 from cutlass_ops.compilation.builder import build_many
@@ -97,11 +97,15 @@ def pack(
     artifacts = build_many(wanted.specs, jobs=jobs, store=store, toolchain=toolchain, executor=executor)
     tables = [checked_json.canonical(table.to_json()) for table in wanted.tables]
     manifest = manifest_of(artifacts, wanted.choices, tables, catalogue.version)
-    sources = {artifact.key: artifact.read_source() for artifact in artifacts}
-    libraries = {artifact.key: artifact.read_library() for artifact in artifacts}
+    return packed(manifest, artifacts, tables)
+
+
+def packed(manifest: Manifest, artifacts: Sequence[Artifact], tables: Sequence[bytes]) -> Packed:
+    """Return a bundle's contents: the files of its kernels and tables, by the names that its manifest has for them."""
+    by_key = {artifact.key: artifact for artifact in artifacts}
     by_digest = {hashlib.sha256(table).hexdigest(): table for table in tables}
-    files = {record.library_name: libraries[record.key] for record in manifest.kernels}
-    files |= {record.source_name: sources[record.key] for record in manifest.kernels}
+    files = {record.library_name: by_key[record.key].read_library() for record in manifest.kernels}
+    files |= {record.source_name: by_key[record.key].read_source() for record in manifest.kernels}
     files |= {table_name(table): by_digest[table.sha256] for table in manifest.tables}
     return Packed(manifest, files)
 
