@@ -168,10 +168,10 @@ def test_without_a_compiler_only_what_is_installed_is_chosen_among(tmp_path, mon
     assert set(both) == {sm80_spec(3).config, sm80_spec(4).config}
     assert limits.limit(A, (8, 0)) == (both, True)
     assert set(policies.policy(A, A100).kernels) == set(both)
+    packed(tmp_path, [sm80_spec(5)]).write(tmp_path / "mine")
     monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
     assert limits.limit(A, (8, 0)) == (both, True)
     assert limits.limit(F16, (8, 0)) == ((), False)
-    packed(tmp_path, [sm80_spec(5)]).write(tmp_path / "mine")
     co.load_bundle(tmp_path / "mine")
     assert limits.limit(A, (8, 0)) == ((sm80_spec(5).config,), False)
 
