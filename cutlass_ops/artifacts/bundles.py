@@ -10,12 +10,13 @@ from pathlib import Path
 
 from cutlass_ops.artifacts.bundle import Bundle, BundledKernel, open_bundle
 from cutlass_ops.artifacts.installed import Installed
+from cutlass_ops.artifacts.manifest import Choice
 from cutlass_ops.artifacts.signing import PublicKeys
 from cutlass_ops.artifacts.store import Artifact
 from cutlass_ops.base import env, forks
 from cutlass_ops.base.errors import BundleError
 from cutlass_ops.base.session import Part, Session
-from cutlass_ops.declare.config import Config, Ordered
+from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import KernelSpec
@@ -195,14 +196,13 @@ class Bundles(Part):
 
     def choice(
         self, signature: OpSignature, capability: tuple[int, int], problem: Problem, *, installed: bool = False
-    ) -> Ordered | None:
-        """Return what the first bundle with this signature chose for a problem when it was made, if it did."""
+    ) -> Choice | None:
+        """Return what the first bundle with this signature chose for a problem's weight when it was made, if it did."""
         if problem.count != 1:  # a choice is for one GEMM
             return None
         for bundle in self.installed(signature) if installed else self.asked():
             if bundle.configs(signature, capability):
-                chosen = bundle.choice(signature, capability, problem.n, problem.k)
-                return None if chosen is None else chosen.at(problem.m)
+                return bundle.choice(signature, capability, problem.n, problem.k)
         return None
 
     def tables(self, signature: OpSignature) -> Iterator[tuple[Path, bytes]]:

@@ -118,8 +118,8 @@ def decide(signature: OpSignature, device: Device, problem: Problem) -> Decision
     """
     bundled = limits.chosen(signature, device.capability, problem)
     if bundled is not None:
-        kept = limits.limit(signature, device.capability).configs
-        return Decision(signature, device, problem, bundled.config, bundled.order, kept, bundled=True)
+        served = bundled.ordered
+        return Decision(signature, device, problem, served.config, served.order, bundled.kept, bundled=True)
     policy = _policy(signature, device)
     if not policy.kernels:
         return None
@@ -145,9 +145,8 @@ def choose(signature: OpSignature, device: Device, problem: Problem) -> tuple[Ke
 
     For the tuner, catalogues and benchmarks: some kernel must serve the signature, and peers are not considered.
     """
-    chosen = limits.chosen(signature, device.capability, problem)
-    if chosen is None:
-        chosen, _ = _policy(signature, device).serves(problem)
+    bundled = limits.chosen(signature, device.capability, problem)
+    chosen = _policy(signature, device).serves(problem)[0] if bundled is None else bundled.ordered
     return device.spec(signature, chosen.config), chosen.order
 
 

@@ -44,12 +44,30 @@ def limit(signature: OpSignature, capability: tuple[int, int]) -> Limit:
     return Limit(installed, installed=True)
 
 
-def chosen(signature: OpSignature, capability: tuple[int, int], problem: Problem) -> Ordered | None:
+class Chosen(NamedTuple):
+    """What bundles say about a problem.
+
+    Attributes
+    ----------
+    ordered : Ordered
+        The kernel that serves it, with the order of its tiles.
+    kept : tuple of Config
+        The kernels that its weight may need at any number of rows.
+    """
+
+    ordered: Ordered
+    kept: tuple[Config, ...]
+
+
+def chosen(signature: OpSignature, capability: tuple[int, int], problem: Problem) -> Chosen | None:
     """Return what bundles say about a problem, or the only kernel that may be chosen; None if they say nothing."""
     configs, installed = limit(signature, capability)
     if len(configs) == 1:
-        return Ordered(configs[0], configs[0].usual_order(problem))
-    return Bundles.current().choice(signature, capability, problem, installed=installed) if configs else None
+        return Chosen(Ordered(configs[0], configs[0].usual_order(problem)), configs)
+    choice = Bundles.current().choice(signature, capability, problem, installed=installed) if configs else None
+    if choice is None:
+        return None
+    return Chosen(choice.at(problem.m), tuple(dict.fromkeys(ordered.config for _, ordered in choice.rows)))
 
 
 def _others_can_be_had() -> bool:

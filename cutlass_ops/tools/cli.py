@@ -453,13 +453,16 @@ def list_kernels(
     in_bundle: FromBundle = None,
     key: PublicKeyFiles = None,
     minimum_version: MinimumVersion = None,
+    installed: Annotated[bool, typer.Option("--installed", help="List installed distributions of kernels.")] = False,
     as_json: Json = False,
 ) -> None:
-    """List the kernels in the store, or in a bundle."""
+    """List the kernels in the store, in a bundle, or in installed distributions."""
+    if installed and in_bundle is not None:
+        raise typer.BadParameter("--installed and --bundle exclude each other")
     _require_bundle(in_bundle, key, minimum_version)
     from cutlass_ops.tools import commands
 
-    _end(commands.list_kernels(in_bundle, key, minimum_version, as_json))
+    _end(commands.list_kernels(in_bundle, key, minimum_version, installed, as_json))
 
 
 @app.command()

@@ -20,6 +20,7 @@ import torch
 
 from cutlass_ops.artifacts import signing
 from cutlass_ops.artifacts.bundle import Bundle, open_bundle
+from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.artifacts.store import Artifact, KernelStore, open_entry
 from cutlass_ops.base import env, executors, resources, writable
 from cutlass_ops.base.errors import ConfigError, LoadError
@@ -275,16 +276,27 @@ def _explained(op: str, problem: Problem, dtype: str, a: Major, b: Major, device
     return explain_call(op, call, device, known)
 
 
-def list_kernels(in_bundle: Path | None, key: list[Path] | None, minimum_version: int | None, as_json: bool) -> int:
-    """Print the kernels in the store, or in a bundle."""
-    where, artifacts = _kernels(in_bundle, key, minimum_version)
+def list_kernels(
+    in_bundle: Path | None, key: list[Path] | None, minimum_version: int | None, installed: bool, as_json: bool
+) -> int:
+    """Print the kernels in the store, in a bundle, or in installed distributions."""
+    distributions = Bundles.current().distributions() if in_bundle is None else []
+    where, artifacts = _installed(distributions) if installed else _kernels(in_bundle, key, minimum_version)
     rows = [_row(artifact) for artifact in artifacts]
     lines = [
         f"{row['key'][:12]}  {row['bytes']:>9,} bytes  {row['created'] or ''}  {row['slug']}  {row['origin']}"
         for row in rows
     ]
-    _show(as_json, rows, *lines, f"{where}: {len(rows)} kernels")
+    more = [] if installed else [f"installed: {name} (--installed lists its kernels)" for name in distributions]
+    _show(as_json, rows, *lines, f"{where}: {len(rows)} kernels", *more)
     return 0
+
+
+def _installed(names: Sequence[str]) -> tuple[str, Iterable[Artifact]]:
+    """Return the names of installed distributions, and their kernels."""
+    bundles = (bundle for bundle in Bundles.current().all() if bundle.installed_with is not None)
+    where = f"installed with {', '.join(names)}" if names else "no distribution of kernels is installed"
+    return where, [kernel for bundle in bundles for kernel in bundle.kernels()]
 
 
 def inspect(

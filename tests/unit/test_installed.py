@@ -27,10 +27,13 @@ from cutlass_ops.compilation.builder import build_artifact
 from cutlass_ops.declare.config import Ordered
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.run.call import call_at
 from cutlass_ops.run.registry import Registry
 from cutlass_ops.run.supply import stand_in, supply
 from cutlass_ops.ship.packing import write_distribution
-from cutlass_ops.tools import doctor
+from cutlass_ops.tools import commands, doctor
+from cutlass_ops.tools.explaining import explain_call
 
 found_by_entry_points = installed.distributions
 A = OpSignature.of(sm80_spec(3))
@@ -354,3 +357,28 @@ def test_the_doctor_names_them(tmp_path):
     install(tmp_path, bundles_of(tmp_path, [sm80_spec(3), sm80_spec(4), sm80_spec(3, "f16")]))
     (line,) = [line for line in doctor.diagnose().lines() if "ready-kernels" in line]
     assert line.strip() == "installed with ready-kernels 1.2: 3 kernels for sm_80"
+
+
+def test_lists_name_them(tmp_path, capsys):
+    install(tmp_path, bundles_of(tmp_path, [sm80_spec(3), sm80_spec(4)]))
+    commands.list_kernels(None, None, None, False, False)
+    assert capsys.readouterr().out.splitlines()[-1] == "installed: ready-kernels 1.2 (--installed lists its kernels)"
+    commands.list_kernels(None, None, None, True, False)
+    *kernels, last = capsys.readouterr().out.splitlines()
+    assert last == "installed with ready-kernels 1.2: 2 kernels"
+    assert [sm80_spec(stages).slug in "".join(kernels) for stages in (3, 4)] == [True, True]
+    assert all(line.endswith("installed with ready-kernels 1.2") for line in kernels)
+
+
+def test_an_explanation_names_it(other, monkeypatch):
+    device, spec = other
+    call = call_at(builtin.bias_relu.graph, Problem(48, 520, 264), "bf16", "row", "col")
+    monkeypatch.setattr(device, "origin", lambda wanted: "installed with ready-kernels 1.2" if wanted == spec else None)
+    says = {finding.name: finding.says for finding in explain_call("it", call, H100).contract}
+    assert (
+        says["now"]
+        == f"the kernel is not compiled yet: until it is, {spec.slug} serves, installed with ready-kernels 1.2"
+    )
+    monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
+    says = {finding.name: finding.says for finding in explain_call("it", call, H100).contract}
+    assert says["now"].startswith(f"the kernel is not there, and nothing is compiled: {spec.slug} serves")
