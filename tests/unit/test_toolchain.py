@@ -6,6 +6,7 @@ from processes import ended
 
 from cutlass_ops.base import arch, env, programs
 from cutlass_ops.base.errors import ToolchainError
+from cutlass_ops.base.session import Session
 from cutlass_ops.compilation import finding, toolchain
 from cutlass_ops.compilation.toolchain import find_toolchain
 
@@ -49,6 +50,29 @@ def test_order(monkeypatch, tmp_path):
             monkeypatch.delenv(name)
     sources = ("CUTLASS_OPS_NVCC", "CUDA_HOME", "CUDA_PATH", "PATH", "PyPI wheels")
     assert found == [(kits[name].nvcc, source) for name, source in zip(names, sources, strict=True)]
+
+
+def test_whether_anything_can_be_compiled_is_seen_without_starting_a_program(toolkit, monkeypatch, tmp_path):
+    monkeypatch.setattr(toolchain, "_examine", None)
+
+    def can_compile():
+        with Session().active():
+            return finding.can_compile()
+
+    assert not can_compile()  # a host compiler alone
+    monkeypatch.setenv("CUTLASS_OPS_NVCC", str(toolkit.nvcc))
+    assert can_compile()
+    for package in ("jinja2", "cutlass_library"):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                finding.importlib.util, "find_spec", lambda name, missing=package: None if name == missing else 1
+            )
+            assert not can_compile()
+    monkeypatch.setenv("CUTLASS_OPS_NVCC", str(tmp_path / "no nvcc"))
+    assert not can_compile()
+    monkeypatch.setenv("CUTLASS_OPS_NVCC", str(toolkit.nvcc))
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert not can_compile()
 
 
 def test_what_a_toolchain_says(toolkit, monkeypatch):
