@@ -82,7 +82,7 @@ def main() -> None:
 
     error = float((d.double() - expected).abs().max() / expected.abs().max())
     if bundle is None:
-        print(f"served by: {', '.join({entry.kernel.artifact.origin for entry in co.registry()}) or 'PyTorch'}")
+        print(f"served by: {', '.join({entry.kernel.artifact.origin for entry in co.registry.entries()}) or 'PyTorch'}")
     else:
         print(f"{len(bundle.kernels())} kernels for {', '.join(bundle.manifest.targets)} in {args.bundle.name}")
     times = {"import": imported - began, "bundle": opened - imported, "call": ended - opened}

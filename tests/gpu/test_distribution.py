@@ -40,7 +40,7 @@ SERVE = textwrap.dedent("""
     for problem in ((1, 4096, 4096), (3000, 4096, 4096), (300, 520, 264)):
         x, weight, bias = tensors(*problem)
         errors.append(error(co.gemm_bias_relu(x, weight.t(), bias), x, weight, bias))
-    origins = sorted({entry.kernel.artifact.origin for entry in co.registry()})
+    origins = sorted({entry.kernel.artifact.origin for entry in co.registry.entries()})
     print(json.dumps({"milliseconds": milliseconds, "errors": errors, "origins": origins}))
 """)
 
