@@ -90,6 +90,17 @@ class Bundles(Part):
                 self.generation += 1
             return self._loaded + self._named
 
+    def state(self) -> tuple[int, bool]:
+        """Return what changes whenever a look into the bundles may find something else.
+
+        Raises
+        ------
+        BundleError, ValueError, OSError
+            As for :meth:`asked`.
+        """
+        self.asked()
+        return self.generation, getattr(self._local, "aside", False)
+
     def installed(self, signature: OpSignature) -> tuple[Bundle, ...]:
         """Return the installed bundles that may have kernels for a signature, by the names of their distributions.
 
@@ -127,7 +138,13 @@ class Bundles(Part):
             As for :meth:`asked`.
         """
         self.asked()
-        return [] if self._installed is None else list(map(str, self._installed.distributions))
+        found = () if self._installed is None else self._installed.distributions
+        return [str(each) for each in found]
+
+    def has_distributions(self) -> bool:
+        """Whether distributions of kernels are installed. The errors are those of :meth:`asked`."""
+        self.asked()
+        return self._installed is not None and bool(self._installed.distributions)
 
     def refuse(self, kernel: Artifact, why: BundleError) -> bool:
         """Leave out the installed bundle of a kernel that cannot be read, with a warning.

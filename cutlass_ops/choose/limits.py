@@ -7,6 +7,7 @@ serves where it is the best one, or until the best one is compiled.
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 from cutlass_ops.artifacts.bundles import Bundles
@@ -15,6 +16,13 @@ from cutlass_ops.base.session import cached
 from cutlass_ops.declare.config import Config, Ordered
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
+
+# On what it depends whether other kernels can be had: a process looks once for each setting of these.
+_SETTINGS = (
+    "PATH",
+    *(v.name for v in (env.JIT, env.NVCC, env.CUDA_HOME, env.CUDA_PATH, env.NVCC_CCBIN, env.CUTLASS_DIR)),
+    *(v.name for v in (env.REMOTE_STORE, env.CACHE_DIR, env.XDG_CACHE_HOME)),
+)
 
 
 class Limit(NamedTuple):
@@ -34,6 +42,17 @@ class Limit(NamedTuple):
 
 def limit(signature: OpSignature, capability: tuple[int, int]) -> Limit:
     """Return to which kernels of bundles the choice for a signature is limited."""
+    bundles = Bundles.current()
+    state = bundles.state()
+    # Without a distribution no answer depends on what can be compiled.
+    settings = tuple(os.environ.get(name) for name in _SETTINGS) if bundles.has_distributions() else ()
+    return _limit(signature, capability, state, settings)
+
+
+@cached(maxsize=4096)
+def _limit(
+    signature: OpSignature, capability: tuple[int, int], state: tuple[int, bool], settings: tuple[str | None, ...]
+) -> Limit:
     bundles = Bundles.current()
     asked = bundles.of_one_kind(signature, capability)
     if asked:
@@ -77,14 +96,10 @@ def _others_can_be_had() -> bool:
 
     if env.jit_enabled():
         return finding.can_compile()
-    return finding.can_render() and (
-        env.REMOTE_STORE.text is not None or _has_store(env.CACHE_DIR.given, env.XDG_CACHE_HOME.given)
-    )
+    return finding.can_render() and (env.REMOTE_STORE.text is not None or _has_store())
 
 
-@cached(maxsize=8)
-def _has_store(*settings: str | None) -> bool:
-    """Whether there is a store where the variables say. A process looks once for each setting."""
+def _has_store() -> bool:
     from cutlass_ops.artifacts.store import KernelStore
     from cutlass_ops.base.errors import StoreError
 

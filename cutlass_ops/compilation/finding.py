@@ -11,24 +11,12 @@ from pathlib import Path
 
 from cutlass_ops.base import arch, env
 from cutlass_ops.base.errors import ToolchainError
-from cutlass_ops.base.session import cached
 
 INSTALL = 'pip install "cutlass_ops[toolkit]"'
 
-# What the answer depends on, besides files.
-_SETTINGS = (env.NVCC, env.CUDA_HOME, env.CUDA_PATH, env.NVCC_CCBIN, env.CUTLASS_DIR)
-
 
 def can_compile() -> bool:
-    """Whether there are an nvcc, a C++ compiler, CUTLASS and what renders sources. No program is started.
-
-    A process looks once for each setting of the environment's variables.
-    """
-    return _can_compile((os.environ.get("PATH"), *(variable.given for variable in _SETTINGS)))
-
-
-@cached(maxsize=8)
-def _can_compile(settings: tuple[str | None, ...]) -> bool:
+    """Whether there are an nvcc, a C++ compiler, CUTLASS and what renders sources. No program is started."""
     if arch.other_platform() or not can_render():
         return False
     if env.CUTLASS_DIR.text is None and importlib.util.find_spec("cutlass_library") is None:
