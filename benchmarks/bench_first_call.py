@@ -4,7 +4,12 @@
     python benchmarks/bench_first_call.py kernels.bundle --out benchmarks/results/first_call_h100.json
 
 Each run is examples/deploy/serve.py in a new process, in an environment with only PyTorch, this library and their
-requirements, all as byte code. With --key, the bundle's signature is checked too, with cryptography.
+requirements, all as byte code. With --key, the bundle's signature is checked too, with cryptography. A wheel of kernels
+in place of the bundle is installed there, and found without being named:
+
+    cutlass-ops distribution sm_90a --op gemm_bias_relu --dtype bf16 --out dist
+    python benchmarks/bench_first_call.py dist/*.whl --out benchmarks/results/first_call_installed_h100.json
+
 Half of the processes run garbage collection before the call ("collected"); the others leave it to chance. Each row, in
 milliseconds: {"torch", "device"} before the clock starts, then {"first"} and its parts {"import", "bundle", "call"}.
 """
@@ -94,15 +99,18 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, float]:
 def main() -> None:
     """Run the program several times and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("bundle", type=Path)
+    parser.add_argument("bundle", type=Path, help="a bundle, or a wheel of kernels")
     parser.add_argument("--key", type=Path, help="check the bundle's signature with this key")
     parser.add_argument("--runs", type=int, default=12, help="number of processes of each kind")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    arguments = [str(path.resolve()) for path in (args.bundle, args.key) if path]
+    installed = args.bundle.suffix == ".whl"
+    arguments = [str(path.resolve()) for path in (None if installed else args.bundle, args.key) if path]
     with tempfile.TemporaryDirectory() as folder:
         signing = ["cryptography"] if args.key else []
         make_environment(Path(folder), required("torch", "numpy", "apache-tvm-ffi", *signing))
+        if installed:
+            shutil.unpack_archive(args.bundle, folder, "zip")
         run(Path(folder), arguments)  # brings the files into memory
         rows = []
         for collected in [True, False] * args.runs:
@@ -111,6 +119,7 @@ def main() -> None:
     summary = {"collected": _summary([r for r in rows if r["collected"]])}
     summary["not_collected"] = _summary([r for r in rows if not r["collected"]])
     head = harness.environment() | {"processors": len(os.sched_getaffinity(0)), "signed": args.key is not None}
+    head |= {"installed": args.bundle.name} if installed else {}
     harness.save(args.out, {**head, "summary": summary, "rows": rows})
     print(summary)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from cutlass_ops.artifacts import bundles
+from cutlass_ops.artifacts import installed
 from cutlass_ops.base import env
 from cutlass_ops.base.session import Session
 from cutlass_ops.choose import policies
@@ -48,7 +48,7 @@ def session(request, tmp_path):
     patch = request.getfixturevalue("monkeypatch")
     for variable in (env.BUNDLES, env.BUNDLE_KEY, env.BUNDLE_VERSION, env.REMOTE_STORE):
         patch.delenv(variable.name, raising=False)
-    patch.setattr(bundles, "_installed", list)
+    patch.setattr(installed, "distributions", list)
     patch.setenv(env.TUNING_DIR.name, str(tmp_path / "tuning"))
     with own.active():
         yield own

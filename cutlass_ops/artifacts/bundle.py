@@ -13,6 +13,7 @@ from cutlass_ops.artifacts import container
 from cutlass_ops.artifacts.container import MANIFEST, SIGNATURE, Container, open_container
 from cutlass_ops.artifacts.loader import ABI
 from cutlass_ops.artifacts.manifest import (
+    FORMAT,
     MAX_BYTES,
     MAX_VERSION,
     Choice,
@@ -36,6 +37,7 @@ class BundledKernel(Artifact):
     """A compiled kernel in a bundle. ``folder`` is the bundle's path."""
 
     container: Container = field(compare=False, repr=False)
+    installed_with: str | None = field(default=None, compare=False)
 
     @property
     def library(self) -> Path:
@@ -44,7 +46,9 @@ class BundledKernel(Artifact):
 
     @property
     def origin(self) -> str:
-        """The bundle, in words."""
+        """The distribution that the bundle was installed with, else the bundle, in words."""
+        if self.installed_with is not None:
+            return f"installed with {self.installed_with}"
         return f"from the bundle {self.folder}"
 
     @property
@@ -87,6 +91,8 @@ class Bundle:
         Its contents.
     signed_by : Path or None
         File of the public key that verified the signature; None if no key was given.
+    installed_with : str or None
+        Name and version of the distribution that installed it; None if the user named it.
 
     Examples
     --------
@@ -98,6 +104,7 @@ class Bundle:
         self.path = found.path
         self.manifest = manifest
         self.signed_by = signed_by
+        self.installed_with: str | None = None
         self._container = found
         self._groups: dict[OpSignature, Group] = {group.signature: group for group in manifest.groups}
         self._records: dict[KernelSpec, KernelRecord] = {record.spec: record for record in manifest.kernels}
@@ -119,7 +126,7 @@ class Bundle:
             "resources": [dict(r) for r in record.resources],
             "library_version": self.manifest.library_version,
         }
-        return BundledKernel(record.key, self.path, record.library.sha256, about, self._container)
+        return BundledKernel(record.key, self.path, record.library.sha256, about, self._container, self.installed_with)
 
     def kernels(self) -> tuple[BundledKernel, ...]:
         """Return all kernels, in the manifest's order."""
@@ -201,6 +208,14 @@ def open_bundle(
     except BundleError as exc:
         raise BundleError(f"bundle {found.path}: {exc}") from None
     return Bundle(found, manifest, signed_by)
+
+
+def needs() -> str:
+    """Return what bundles have to be for this library, in one word: the manifest's format, ABI and templates.
+
+    It is the name of an installed distribution's entry point, so that one for another version is not even opened.
+    """
+    return f"{FORMAT.replace('/', '.')}-abi{ABI}-templates{TEMPLATE_VERSION}"
 
 
 def require_version_number(value: object, name: str) -> None:

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from cutlass_ops.artifacts.bundle import Bundle, BundledKernel, open_bundle
+from cutlass_ops.artifacts.installed import Installed
+from cutlass_ops.artifacts.manifest import Choice
 from cutlass_ops.artifacts.signing import PublicKeys
+from cutlass_ops.artifacts.store import Artifact
 from cutlass_ops.base import env, forks
+from cutlass_ops.base.errors import BundleError
 from cutlass_ops.base.session import Part, Session
-from cutlass_ops.declare.config import Config, Ordered
+from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import KernelSpec
-
-# The namespace in which packages of bundles lie (:func:`cutlass_ops.ship.packing.write_wheel`).
-NAMESPACE = "cutlass_ops_bundles"
-
-
-def _installed() -> list[Path]:
-    """Return the archives that wheels have brought; the folder of packages is two above each."""
-    spec = importlib.util.find_spec(NAMESPACE)
-    folders = (spec.submodule_search_locations or ()) if spec else ()
-    return sorted((path for folder in folders for path in Path(folder).glob("*.bundle")), key=lambda path: path.name)
 
 
 class Bundles(Part):
@@ -35,6 +28,9 @@ class Bundles(Part):
     The last loaded comes first, then those of the environment as it names them, then those that are installed, in the
     order of their names. A kernel comes from the first that has it. Environment and installation are looked at when a
     kernel is first asked for.
+
+    What the user *asked* for, by loading or in the environment, is all that serves its signatures. What is installed
+    serves as well as it can: ``choose.limits`` says when a choice is limited to it.
     """
 
     def __init__(self, session: Session) -> None:
@@ -42,6 +38,7 @@ class Bundles(Part):
         self._reset()
         self._loaded: tuple[Bundle, ...] = ()
         self._named: tuple[Bundle, ...] | None = None
+        self._installed: Installed | None = None
         self._text: tuple[str | None, ...] = ()
         self._local = threading.local()
         self.generation = 0
@@ -71,13 +68,13 @@ class Bundles(Part):
             self.generation += 1
         return bundle
 
-    def all(self) -> tuple[Bundle, ...]:
-        """Return all bundles, the first to look in first.
+    def asked(self) -> tuple[Bundle, ...]:
+        """Return the bundles that the user asked for, the first to look in first.
 
         Raises
         ------
         BundleError
-            If one that the environment names, or one that is installed, cannot be used.
+            If one that the environment names cannot be used.
         ValueError, OSError
             If a variable or a public key cannot be read.
         """
@@ -87,14 +84,80 @@ class Bundles(Part):
         with self._lock:
             if self._named is None or text != self._text:
                 key, least = env.bundle_keys(), env.bundle_version()
-                named = [open_bundle(path, key, minimum_version=least) for path in env.bundles()]
-                named += [
-                    open_bundle(path, key, minimum_version=least, beside=path.parents[1]) for path in _installed()
-                ]
-                self._named = tuple(named)
+                self._named = tuple(open_bundle(path, key, minimum_version=least) for path in env.bundles())
+                self._installed = Installed(key, least)
                 self._text = text
                 self.generation += 1
             return self._loaded + self._named
+
+    def state(self) -> tuple[int, bool]:
+        """Return what changes whenever a look into the bundles may find something else.
+
+        Raises
+        ------
+        BundleError, ValueError, OSError
+            As for :meth:`asked`.
+        """
+        self.asked()
+        return self.generation, getattr(self._local, "aside", False)
+
+    def installed(self, signature: OpSignature) -> tuple[Bundle, ...]:
+        """Return the installed bundles that may have kernels for a signature, by the names of their distributions.
+
+        Raises
+        ------
+        BundleError, ValueError, OSError
+            As for :meth:`asked`. What is wrong with an installed bundle is a warning.
+        """
+        self.asked()
+        if self._installed is None or getattr(self._local, "aside", False):
+            return ()
+        with self._lock:
+            return self._installed.of(signature)
+
+    def all(self) -> tuple[Bundle, ...]:
+        """Return all bundles, the first to look in first. It opens every one that is installed.
+
+        Raises
+        ------
+        BundleError, ValueError, OSError
+            As for :meth:`asked`.
+        """
+        asked = self.asked()
+        if self._installed is None or getattr(self._local, "aside", False):
+            return asked
+        with self._lock:
+            return (*asked, *(bundle for _, bundle in self._installed.every()))
+
+    def distributions(self) -> list[str]:
+        """Return the names and versions of the installed distributions of kernels.
+
+        Raises
+        ------
+        BundleError, ValueError, OSError
+            As for :meth:`asked`.
+        """
+        self.asked()
+        found = () if self._installed is None else self._installed.distributions
+        return [str(each) for each in found]
+
+    def has_distributions(self) -> bool:
+        """Whether distributions of kernels are installed. The errors are those of :meth:`asked`."""
+        self.asked()
+        return self._installed is not None and bool(self._installed.distributions)
+
+    def refuse(self, kernel: Artifact, why: BundleError) -> bool:
+        """Leave out the installed bundle of a kernel that cannot be read, with a warning.
+
+        Returns
+        -------
+        bool
+            Whether its bundle was installed: one that the user asked for stays, and its error is the call's.
+        """
+        with self._lock:
+            refused = self._installed is not None and self._installed.refuse(kernel.folder, why)
+            self.generation += refused
+            return refused
 
     @classmethod
     @contextlib.contextmanager
@@ -109,47 +172,71 @@ class Bundles(Part):
 
     def find(self, spec: KernelSpec) -> BundledKernel | None:
         """Return a kernel from the first bundle that has it."""
-        found = (bundle.find(spec) for bundle in self.all())
+        asked = (bundle.find(spec) for bundle in self.asked())
+        found = next((kernel for kernel in asked if kernel is not None), None)
+        return self.find_installed(spec) if found is None else found
+
+    def find_installed(self, spec: KernelSpec) -> BundledKernel | None:
+        """Return a kernel from the first installed bundle that has it."""
+        found = (bundle.find(spec) for bundle in self.installed(OpSignature.of(spec)))
         return next((kernel for kernel in found if kernel is not None), None)
 
-    def configs(self, signature: OpSignature, capability: tuple[int, int]) -> tuple[Config, ...]:
-        """Return all configurations in which there are kernels for calls on a device."""
-        return tuple(dict.fromkeys(c for bundle in self.all() for c in bundle.configs(signature, capability)))
+    def configs(
+        self, signature: OpSignature, capability: tuple[int, int], *, installed: bool = False
+    ) -> tuple[Config, ...]:
+        """Return all configurations in which there are kernels for calls on a device.
 
-    def of_one_kind(self, signature: OpSignature, capability: tuple[int, int]) -> tuple[Config, ...]:
+        Parameters
+        ----------
+        signature : OpSignature
+            The calls' signature.
+        capability : tuple of int
+            The device's compute capability.
+        installed : bool
+            Whether to look into what is installed, instead of what the user asked for.
+        """
+        bundles = self.installed(signature) if installed else self.asked()
+        return tuple(dict.fromkeys(c for bundle in bundles for c in bundle.configs(signature, capability)))
+
+    def of_one_kind(
+        self, signature: OpSignature, capability: tuple[int, int], *, installed: bool = False
+    ) -> tuple[Config, ...]:
         """Return the configurations that are chosen among: wgmma before mma.sync, and GEMV kernels with either.
 
-        Where wgmma takes copies of operands, which may last longer than all of mma.sync, both.
+        Where wgmma takes copies of operands, which may last longer than all of mma.sync, both. The parameters are those
+        of :meth:`configs`.
         """
-        found = self.configs(signature, capability)
+        found = self.configs(signature, capability, installed=installed)
         if any(c.wgmma for c in found) and not signature.realigns:
             return tuple(c for c in found if c.wgmma or c.few_rows)
         return found
 
-    def choice(self, signature: OpSignature, capability: tuple[int, int], problem: Problem) -> Ordered | None:
-        """Return what the first bundle with this signature chose for a problem when it was made, if it did."""
+    def choice(
+        self, signature: OpSignature, capability: tuple[int, int], problem: Problem, *, installed: bool = False
+    ) -> Choice | None:
+        """Return what the first bundle with this signature chose for a problem's weight when it was made, if it did."""
         if problem.count != 1:  # a choice is for one GEMM
             return None
-        for bundle in self.all():
+        for bundle in self.installed(signature) if installed else self.asked():
             if bundle.configs(signature, capability):
-                chosen = bundle.choice(signature, capability, problem.n, problem.k)
-                return None if chosen is None else chosen.at(problem.m)
+                return bundle.choice(signature, capability, problem.n, problem.k)
         return None
 
-    def tables(self) -> Iterator[tuple[Path, bytes]]:
-        """Yield every tuning table, with the path of its bundle."""
-        for bundle in self.all():
+    def tables(self, signature: OpSignature) -> Iterator[tuple[Path, bytes]]:
+        """Yield the tuning tables of all bundles that may have some for a signature, with the paths of the bundles."""
+        for bundle in (*self.asked(), *self.installed(signature)):
             for table in bundle.manifest.tables:
                 yield bundle.path, bundle.read_table(table)
 
     def missing(self, specs: Iterable[KernelSpec]) -> str:
         """Say in words that no bundle has kernels, and what there is instead."""
         wanted, bundles = next(iter(specs)), self.all()
+        names = dict.fromkeys(b.installed_with or str(b.path) for b in bundles)
         specs_there = (record.spec for bundle in bundles for record in bundle.manifest.kernels)
         near = {f"a {s.a}, b {s.b}, d {s.d} on {s.target}" for s in specs_there if s.epilogue == wanted.epilogue}
         there = f"with this epilogue they have {'; '.join(sorted(near))}" if near else "none has this epilogue"
         return (
-            f"The loaded bundles ({', '.join(str(b.path) for b in bundles)}) have no kernel for a {wanted.a}, "
+            f"The loaded bundles ({', '.join(names)}) have no kernel for a {wanted.a}, "
             f"b {wanted.b}, d {wanted.d} on {wanted.target}: {there}. Add it to their catalogue and make them again"
         )
 

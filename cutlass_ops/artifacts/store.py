@@ -328,6 +328,10 @@ class KernelStore:
             if artifact is not None:
                 yield artifact
 
+    def is_empty(self) -> bool:
+        """Whether no kernel was ever published here, or all were removed together with their folder."""
+        return not any((self.root / f"v{FORMAT}").glob("??"))
+
     def find(self, identity: Mapping[str, Any]) -> Artifact | None:
         """Return a kernel with this :func:`source_identity`, from any compiler, and mark it as used.
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.base import arch
 from cutlass_ops.base.mma import mma_of
-from cutlass_ops.declare.config import Config, Ordered
+from cutlass_ops.choose import limits
+from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.problem import Problem
@@ -116,10 +116,10 @@ def decide(signature: OpSignature, device: Device, problem: Problem) -> Decision
     UnsupportedError
         If kernels serve the signature, but none can be launched at the problem.
     """
-    bundled = chosen_in_bundle(signature, device, problem)
+    bundled = limits.chosen(signature, device.capability, problem)
     if bundled is not None:
-        kept = Bundles.current().of_one_kind(signature, device.capability)
-        return Decision(signature, device, problem, bundled.config, bundled.order, kept, bundled=True)
+        served = bundled.ordered
+        return Decision(signature, device, problem, served.config, served.order, bundled.kept, bundled=True)
     policy = _policy(signature, device)
     if not policy.kernels:
         return None
@@ -145,18 +145,9 @@ def choose(signature: OpSignature, device: Device, problem: Problem) -> tuple[Ke
 
     For the tuner, catalogues and benchmarks: some kernel must serve the signature, and peers are not considered.
     """
-    chosen = chosen_in_bundle(signature, device, problem)
-    if chosen is None:
-        chosen, _ = _policy(signature, device).serves(problem)
+    bundled = limits.chosen(signature, device.capability, problem)
+    chosen = _policy(signature, device).serves(problem)[0] if bundled is None else bundled.ordered
     return device.spec(signature, chosen.config), chosen.order
-
-
-def chosen_in_bundle(signature: OpSignature, device: Device, problem: Problem) -> Ordered | None:
-    """Return what a loaded bundle says about a problem, or its only kernel; None if no bundle says anything."""
-    configs = Bundles.current().of_one_kind(signature, device.capability)
-    if len(configs) == 1:
-        return Ordered(configs[0], configs[0].usual_order(problem))
-    return Bundles.current().choice(signature, device.capability, problem) if configs else None
 
 
 # Imported late: tables and models take as long to import as everything that a bundled call needs.

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -21,7 +19,8 @@ from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.base import arch, env, resources
 from cutlass_ops.base.errors import BundleError, ConfigError, UnsupportedError
 from cutlass_ops.base.session import cached
-from cutlass_ops.choose import tables
+from cutlass_ops.base.warned import warn_once
+from cutlass_ops.choose import limits, tables
 from cutlass_ops.choose.knowledge import SOURCES, Candidate, Expected, Knowledge
 from cutlass_ops.choose.pool import Pool
 from cutlass_ops.choose.steps import Steps, rows_for
@@ -310,18 +309,19 @@ def _costs(reached: Floats, losses: Floats, slack: Floats) -> Floats:
 
 def forget() -> None:
     """Clear the caches, so that the user's tables are read again."""
-    for each in (_policy, weight_of, _warn_once):
+    for each in (_policy, weight_of, warn_once):
         each.cache_clear()
 
 
 def policy(signature: OpSignature, device: Device) -> Policy:
     """Return the policy for a signature on a device.
 
-    If loaded bundles have kernels for it, only these may be chosen. Measurements come from the bundles, the user's
-    folder and the package. For kernels of Sm90, the package's tables of other epilogues fill gaps.
+    If the choice is limited to kernels of bundles (:mod:`cutlass_ops.choose.limits`), only these may be chosen.
+    Measurements come from the bundles, the user's folder and the package. For kernels of Sm90, the package's tables of
+    other epilogues fill gaps.
     """
-    bundles = Bundles.current()
-    return _policy(signature, device, bundles.of_one_kind(signature, device.capability), bundles.generation)
+    bundled = limits.limit(signature, device.capability)
+    return _policy(signature, device, bundled.configs, Bundles.current().generation)
 
 
 @cached(maxsize=256)
@@ -368,7 +368,7 @@ def _own(signature: OpSignature, device: Device) -> Table | None:
         return found if mine is None else _with_users(mine, found)
     except (ValueError, ConfigError) as exc:
         # A bad table costs only speed, so warn instead of failing the call.
-        _warn_once(f"a tuning table is ignored: {exc}")
+        warn_once(f"a tuning table is ignored: {exc}")
         return found
 
 
@@ -414,17 +414,8 @@ def _is_there(path: Path) -> bool:
     return os.path.lexists(path) or (os.path.lexists(folder) and not os.path.isdir(folder))
 
 
-@cached(maxsize=1024)
-def _warn_once(message: str) -> None:
-    try:
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
-    except RuntimeWarning:
-        # If warnings are errors, print it instead of failing the call.
-        print(f"cutlass_ops: {message}", file=sys.stderr)
-
-
 def _from_bundle(device: str, signature: OpSignature) -> Table | None:
-    for path, text in Bundles.current().tables():
+    for path, text in Bundles.current().tables(signature):
         try:
             table = tables.parse(text, f"a table in {path}")
         except ConfigError as exc:
@@ -449,18 +440,18 @@ def _borrowed(own: Table | None, signature: OpSignature, device: Device) -> tupl
 
     First a similar signature's, then the reference; each first from this device, then from an H100.
     """
-    reference = _reference()
-    if own is not None and own.is_about(reference.signature, reference.device):
+    usual = reference()
+    if own is not None and own.is_about(usual.signature, usual.device):
         return ()
-    like = _like if signature.majors == reference.signature.majors else _plain
-    ways = [(name, s) for s in (like(signature), reference.signature) if s for name in (device.name, USUAL.name)]
+    like = _like if signature.majors == usual.signature.majors else _plain
+    ways = [(name, s) for s in (like(signature), usual.signature) if s for name in (device.name, USUAL.name)]
     if own is not None:
         ways = [(name, s) for name, s in ways if not own.is_about(s, name)]
     found = [t for name, s in dict.fromkeys(ways) if (t := _shipped(name, s)) is not None]
     return tuple(_as_if_about(t, signature, device) for t in found)
 
 
-def _reference() -> Table:
+def reference() -> Table:
     """Return the default table: bias + ReLU in BF16 on an H100."""
     operand, bias = Operand.of("bf16.row"), Operand.of("bf16.row.align1")
     signature = OpSignature(builtin.bias_relu.graph, operand, operand.transposed, operand, (bias,), ())

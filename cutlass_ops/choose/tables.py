@@ -340,6 +340,11 @@ def path_of(folder: Path, device: str, signature: OpSignature) -> Path:
     return folder / f"{_slug(device)}_{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
+def has_any(folder: Path, device: str) -> bool:
+    """Whether a folder of tables has one for a kind of device."""
+    return any(folder.glob(f"{_slug(device)}_*.json"))
+
+
 def load_ours(path: Path) -> Table:
     """Read a table that ships with the library: :meth:`Table.of_ours`."""
     return Table.of_ours(json.loads(path.read_bytes()))

@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,11 +17,10 @@ from pathlib import Path
 from cutlass_ops.base import arch, env, programs
 from cutlass_ops.base.errors import ToolchainError
 from cutlass_ops.base.session import cached
+from cutlass_ops.compilation import finding
 
 # Needed for sm_90a and for C++17 in device code. 13.0 and 13.5 are tested.
 MIN_NVCC = (12, 4)
-
-_INSTALL = 'pip install "cutlass_ops[toolkit]"'
 
 # Programs that g++ starts. It may find as and ld on PATH.
 _HOST_PROGRAMS = ("cc1plus", "collect2", "as", "ld")
@@ -127,9 +125,9 @@ def find_toolchain() -> Toolchain:
     """
     if arch.other_platform():
         raise ToolchainError(arch.other_platform())
-    path = _search_path()
-    nvcc, source = _find_nvcc(path)
-    inputs = (nvcc, source, _find_host_compiler(path), env.cutlass_dir(), path)
+    path = finding.search_path()
+    nvcc, source = finding.nvcc(path)
+    inputs = (nvcc, source, finding.host_compiler(path), env.cutlass_dir(), path)
     found = _examine(*inputs)
     if not found.unchanged:
         # A compiler was replaced under the same name.
@@ -138,56 +136,9 @@ def find_toolchain() -> Toolchain:
     return found
 
 
-def _search_path() -> str:
-    # Drop relative folders: they depend on the working directory.
-    folders = (os.environ.get("PATH") or os.defpath).split(os.pathsep)
-    return os.pathsep.join(folder for folder in folders if os.path.isabs(folder))
-
-
-def _find_nvcc(path: str) -> tuple[Path, str]:
-    named = env.nvcc()
-    if named is not None:
-        if not os.access(named, os.X_OK):
-            raise ToolchainError(f"{env.NVCC.name} names {named}, which is not an executable file")
-        return named, env.NVCC.name
-    for name, home in env.cuda_homes():
-        if os.access(home / "bin" / "nvcc", os.X_OK):
-            return (home / "bin" / "nvcc").absolute(), name
-    on_path = shutil.which("nvcc", path=path)
-    if on_path is not None:
-        return Path(on_path), "PATH"
-    for folder in _wheel_bins():
-        if os.access(folder / "nvcc", os.X_OK):
-            return folder / "nvcc", "PyPI wheels"
-    raise ToolchainError(
-        f"no CUDA compiler: {env.NVCC.name} is not set, CUDA_HOME and CUDA_PATH have no bin/nvcc, PATH has no nvcc, "
-        f"and the PyPI wheels are not installed. Install them with: {_INSTALL}"
-    )
-
-
-def _wheel_bins() -> Iterator[Path]:
-    """Yield the folders of programs in NVIDIA's wheels, newest CUDA first.
-
-    All of `sys.path` is searched: the import system may see only one of several `nvidia` folders.
-    """
-    for root in sys.path:
-        if os.path.isabs(root):
-            yield from sorted(Path(root).glob("nvidia/cu[0-9]*/bin"), reverse=True)
-
-
-def _find_host_compiler(path: str) -> Path:
-    named = env.host_compiler()
-    command = "g++" if named is None else os.path.join(named, "g++") if os.path.isdir(named) else named
-    found = shutil.which(command, path=path)
-    if found is None:
-        hint = f"{env.NVCC_CCBIN.name} names {named!r}" if named else "install it (Debian: apt-get install g++)"
-        raise ToolchainError(f"no C++ compiler: {command} is not found; {hint}")
-    return Path(found).absolute()
-
-
 @cached(maxsize=8)
 def _examine(nvcc: Path, source: str, host: Path, cutlass: Path | None, path: str | None = None) -> Toolchain:
-    path = _search_path() if path is None else path
+    path = finding.search_path() if path is None else path
     require_literal(nvcc, f"nvcc from {source} is", f"name another in {env.NVCC.name}")
     require_literal(host, f"the host compiler from {env.NVCC_CCBIN.name} or PATH is", "use a link to it")
     try:
@@ -209,7 +160,8 @@ def _examined(ask: _Ask, nvcc: Path, source: str, host: Path, cutlass: Path | No
     # Linux distributions install CUDA's headers in /usr/include.
     for header in ("cuda_runtime.h", "nv/target"):
         if not any((folder / header).is_file() for folder in (*include_dirs, Path("/usr/include"))):
-            raise ToolchainError(f"{nvcc} lacks the CUDA header {header}. Install a complete set with: {_INSTALL}")
+            hint = f"Install a complete set with: {finding.INSTALL}"
+            raise ToolchainError(f"{nvcc} lacks the CUDA header {header}. {hint}")
     cutlass_dir, cutlass_version = _find_cutlass(cutlass)
     tvm_ffi_dir, tvm_ffi_version = _find_tvm_ffi()
     cudart = _find_cudart(lib_dirs)
@@ -297,7 +249,7 @@ def _nvcc_parts(nvcc: Path, settings: Mapping[str, str], top: Path, path: str) -
     for name in _NVCC_PROGRAMS:
         found = shutil.which(name, path=os.pathsep.join(map(str, folders)))
         if found is None:
-            raise ToolchainError(f"{nvcc} lacks {name}. Install a complete set with: {_INSTALL}")
+            raise ToolchainError(f"{nvcc} lacks {name}. Install a complete set with: {finding.INSTALL}")
         yield Path(found)
     libdevice = Path(settings.get("NVVMIR_LIBRARY_DIR", top / "nvvm" / "libdevice"))
     # The found nvcc may be a script that starts the real one.
@@ -355,7 +307,7 @@ def _nvcc_version(nvcc: Path, ask: _Ask) -> str:
         raise ToolchainError(f"{nvcc} --version prints no version: {text.strip()!r}")
     if (int(match[1]), int(match[2])) < MIN_NVCC:
         needed = ".".join(map(str, MIN_NVCC))
-        raise ToolchainError(f"{nvcc} is version {match[0][1:]}, but {needed} or later is needed: {_INSTALL}")
+        raise ToolchainError(f"{nvcc} is version {match[0][1:]}, but {needed} or later is needed: {finding.INSTALL}")
     return match[0][1:]
 
 
@@ -427,7 +379,7 @@ def _find_tvm_ffi() -> tuple[Path, str]:
 
 def _find_tool(name: str, top: Path) -> Path | None:
     on_path = shutil.which(name)
-    candidates = [top / "bin" / name, *([Path(on_path)] if on_path else []), *(b / name for b in _wheel_bins())]
+    candidates = [top / "bin" / name, *([Path(on_path)] if on_path else []), *(b / name for b in finding.wheel_bins())]
     return next((path for path in candidates if os.access(path, os.X_OK)), None)
 
 

@@ -216,7 +216,7 @@ class Op(Warm):
             _log.debug("%s %s: %s serves", self.name, decision.problem, supplied.spec.slug)
         plan = make_plan(self.name, supplied.spec, supplied.serves.order, call)
         # What other numbers of rows may need is compiled meanwhile, so that no later batch has to wait for it.
-        if env.jit_enabled():
+        if env.jit_enabled() and not decision.bundled:
             Background.current().add(decision.specs)
         return plan, supplied
 

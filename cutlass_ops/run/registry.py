@@ -14,7 +14,7 @@ from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.artifacts.loader import LoadedKernel
 from cutlass_ops.artifacts.store import Artifact
 from cutlass_ops.base import forks
-from cutlass_ops.base.errors import MissingKernelError, ToolchainError
+from cutlass_ops.base.errors import BundleError, MissingKernelError, ToolchainError
 from cutlass_ops.base.session import Part, Session
 from cutlass_ops.declare.signature import OpSignature as OpSignature
 from cutlass_ops.declare.spec import KernelSpec
@@ -74,7 +74,7 @@ class Registry(Part):
         LoadError
             If it is there but cannot be loaded.
         """
-        if spec not in self._entries:
+        while spec not in self._entries:
             artifact = self.found(spec)
             if artifact is None:
                 return None
@@ -104,14 +104,20 @@ class Registry(Part):
     def kernels(self, specs: Iterable[KernelSpec]) -> list[LoadedKernel]:
         """Return the kernels for several specs, compiling missing ones in parallel."""
         wanted = list(specs)
-        missing = [spec for spec in dict.fromkeys(wanted) if spec not in self._entries]
-        if missing:
+        # What an installed bundle has lost is looked for once more, elsewhere.
+        while missing := [spec for spec in dict.fromkeys(wanted) if spec not in self._entries]:
             for spec, artifact in _found(self.session.part(Bundles), missing).items():
                 self._add(spec, artifact)
         return [self._entries[spec].kernel for spec in wanted]
 
     def _add(self, spec: KernelSpec, artifact: Artifact) -> None:
-        entry = Entry(spec, loader.load(artifact))
+        """Load a kernel. If it is damaged and was installed, its bundle is left out from now on instead."""
+        try:
+            entry = Entry(spec, loader.load(artifact))
+        except BundleError as exc:
+            if not self.session.part(Bundles).refuse(artifact, exc):
+                raise
+            return
         with self._lock:
             self._entries.setdefault(spec, entry)
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.base import env
-from cutlass_ops.base.errors import CompileError, MissingKernelError
+from cutlass_ops.base.errors import CompileError, MissingKernelError, ToolchainError
 from cutlass_ops.choose.dispatch import Decision
 from cutlass_ops.compilation.background import Background
 from cutlass_ops.declare.config import Config, Ordered
@@ -66,8 +67,10 @@ def supply(decision: Decision) -> Supply:
     """
     registry = Registry.current()
     best = Supply(decision.spec, Ordered(decision.config, decision.order))
-    if decision.bundled or not env.jit_enabled() or not env.stand_in() or registry.has(best.spec):
+    if decision.bundled or not env.stand_in() or registry.has(best.spec):
         return best
+    if not env.jit_enabled():
+        return _without_compiling(decision, best)
     captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     if not captured and not Background.current().pending(best.spec) and registry.at_hand(best.spec) is not None:
         return best
@@ -98,11 +101,14 @@ def supply(decision: Decision) -> Supply:
 
 
 def stand_in(decision: Decision) -> Supply | None:
-    """Return what would serve a decided call in place of its best kernel, if that is not compiled; load nothing."""
-    if not env.jit_enabled() or not env.stand_in() or _is_there(decision.spec):
+    """Return what would serve a decided call in place of its best kernel, if that is not there; load nothing."""
+    if not env.stand_in() or _is_there(decision.spec):
         return None
+    if not env.jit_enabled():
+        found = _installed(decision)
+        return None if found is None else Supply(found.spec, found.serves, decision.spec)
     loaded = (each for each in _others(decision) if Registry.current().has(each.spec))
-    stored = (each for each in _others(decision) if each.serves.config in decision.kept and _is_there(each.spec))
+    stored = (each for each in _others(decision) if _may_be_there(each, decision) and _is_there(each.spec))
     found = next(loaded, None) or next(stored, None)
     return None if found is None else Supply(found.spec, found.serves, decision.spec)
 
@@ -122,14 +128,39 @@ def _at_hand(decision: Decision, *, loaded: bool) -> Supply | None:
 
     A look into the store takes milliseconds, so only kernels of the call's weight are looked for there.
     """
-    registry, kept = Registry.current(), frozenset(decision.kept)
+    registry = Registry.current()
 
     def is_there(each: Supply) -> bool:
         if loaded:
             return registry.has(each.spec)
-        return each.serves.config in kept and registry.at_hand(each.spec) is not None
+        return _may_be_there(each, decision) and registry.at_hand(each.spec) is not None
 
     return next(filter(is_there, _others(decision)), None)
+
+
+def _may_be_there(each: Supply, decision: Decision) -> bool:
+    return each.serves.config in decision.kept or Bundles.current().find_installed(each.spec) is not None
+
+
+def _without_compiling(decision: Decision, best: Supply) -> Supply:
+    """Return the best kernel if a bundle, the store or the remote store has it, else an installed one."""
+    found = _installed(decision)
+    if found is None:
+        return best
+    try:
+        Registry.current().kernel(best.spec)
+    except (MissingKernelError, ToolchainError) as exc:
+        _log.warning("%s serves, since the best kernel is not there: %s", found.spec.slug, exc)
+        return found
+    return best
+
+
+def _installed(decision: Decision) -> Supply | None:
+    """Return the fastest kernel for a decided call that an installed distribution has."""
+    bundles = Bundles.current()
+    if not bundles.configs(decision.signature, decision.device.capability, installed=True):
+        return None
+    return next((each for each in _others(decision) if bundles.find_installed(each.spec) is not None), None)
 
 
 def _quickest(decision: Decision) -> Supply | None:

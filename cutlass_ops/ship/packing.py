@@ -8,15 +8,15 @@ import hashlib
 import io
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 
-from cutlass_ops.artifacts.bundle import Bundle, manifest_of, open_bundle, write_bundle
-from cutlass_ops.artifacts.bundles import NAMESPACE
+from cutlass_ops.artifacts.bundle import Bundle, manifest_of, needs, open_bundle, write_bundle
+from cutlass_ops.artifacts.installed import GROUP, NAMESPACE, SUFFIX
 from cutlass_ops.artifacts.manifest import Manifest, table_name
-from cutlass_ops.artifacts.store import KernelStore
+from cutlass_ops.artifacts.store import Artifact, KernelStore
 from cutlass_ops.base import checked_json, resources
 from cutlass_ops.base.atomic import replacing
 from cutlass_ops.compilation.builder import build_many
@@ -97,11 +97,15 @@ def pack(
     artifacts = build_many(wanted.specs, jobs=jobs, store=store, toolchain=toolchain, executor=executor)
     tables = [checked_json.canonical(table.to_json()) for table in wanted.tables]
     manifest = manifest_of(artifacts, wanted.choices, tables, catalogue.version)
-    sources = {artifact.key: artifact.read_source() for artifact in artifacts}
-    libraries = {artifact.key: artifact.read_library() for artifact in artifacts}
+    return packed(manifest, artifacts, tables)
+
+
+def packed(manifest: Manifest, artifacts: Sequence[Artifact], tables: Sequence[bytes]) -> Packed:
+    """Return a bundle's contents: the files of its kernels and tables, by the names that its manifest has for them."""
+    by_key = {artifact.key: artifact for artifact in artifacts}
     by_digest = {hashlib.sha256(table).hexdigest(): table for table in tables}
-    files = {record.library_name: libraries[record.key] for record in manifest.kernels}
-    files |= {record.source_name: sources[record.key] for record in manifest.kernels}
+    files = {record.library_name: by_key[record.key].read_library() for record in manifest.kernels}
+    files |= {record.source_name: by_key[record.key].read_source() for record in manifest.kernels}
     files |= {table_name(table): by_digest[table.sha256] for table in manifest.tables}
     return Packed(manifest, files)
 
@@ -134,17 +138,35 @@ def write_wheel(bundle: Path, folder: Path, name: str, version: str | None = Non
     """
     data = bundle.read_bytes()
     version = version or f"{resources.library_version()}+{hashlib.sha256(data).hexdigest()[:12]}"
-    path = wheel_path(folder, name, version)
-    stem = _stem(name)
+    return write_distribution({f"{_stem(name)}{SUFFIX}": data}, folder, name, version)
+
+
+def write_distribution(bundles: Mapping[str, bytes], folder: Path, name: str, version: str) -> Path:
+    """Pack bundles into a wheel. The same bundles give the same bytes.
+
+    Parameters
+    ----------
+    bundles : mapping of str to bytes
+        Archives by the names of their files. One named by :func:`cutlass_ops.artifacts.installed.file_name` is opened
+        for calls of its signature only.
+    folder, name, version
+        As for :func:`write_wheel`.
+
+    Raises
+    ------
+    ValueError, OSError
+        As for :func:`write_wheel`.
+    """
+    path, stem = wheel_path(folder, name, version), _stem(name)
     info = f"{stem}-{version}.dist-info"
     metadata = (
         f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nSummary: Compiled kernels for cutlass_ops\n"
         f"Requires-Dist: cutlass_ops~={resources.library_version()}\n"
     )
-    files = {
-        f"{NAMESPACE}/{stem}.bundle": data,
+    files = {f"{NAMESPACE}/{stem}/{file}": bundles[file] for file in sorted(bundles)} | {
         f"{info}/METADATA": metadata.encode(),
         f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: cutlass_ops\nRoot-Is-Purelib: false\nTag: {_TAG}\n".encode(),
+        f"{info}/entry_points.txt": f"[{GROUP}]\n{needs()} = {NAMESPACE}.{stem}\n".encode(),
     }
     files[f"{info}/RECORD"] = _record(files, f"{info}/RECORD")
     _write_zip(path, files)
@@ -196,4 +218,5 @@ def _write_zip(path: Path, files: Mapping[str, bytes]) -> None:
         for name, data in files.items():
             entry = zipfile.ZipInfo(name, _FIRST_DAY)
             entry.external_attr = 0o100644 << 16
+            entry.compress_type = zipfile.ZIP_DEFLATED  # a kernel takes a third of its size
             archive.writestr(entry, data)

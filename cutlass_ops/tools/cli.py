@@ -306,6 +306,48 @@ def bundle(
 
 
 @app.command()
+def distribution(
+    arch: Annotated[str, typer.Argument(metavar="ARCH", help="sm_80, sm_86, sm_89 or sm_90a.")],
+    out: Annotated[Path, typer.Option(help="Folder of the wheel.")] = Path("dist"),
+    op: Annotated[list[str] | None, typer.Option(help="Only this named op. May be repeated.")] = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(callback=_readable(_dtypes), help="Only this dtype of A and B. May be repeated."),
+    ] = None,
+    behind: Annotated[
+        float, typer.Option(min=0, max=100, help="Percent that a tuned problem may take longer than with its table.")
+    ] = 3.0,
+    most: Annotated[
+        int | None, typer.Option(min=1, help="Maximum number of kernels of a signature, the most useful ones.")
+    ] = None,
+    only: Annotated[
+        int | None, typer.Option(min=1, help="Compile so many of the missing kernels and stop; run again to go on.")
+    ] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Print what would be built, and compile nothing.")] = False,
+    sign: Annotated[Path | None, typer.Option(help="PEM file of the Ed25519 private key to sign with.")] = None,
+    version: Annotated[
+        str | None, typer.Option(callback=_readable(_require_version), help="Version. Default: this library's.")
+    ] = None,
+    jobs: Jobs = None,
+    executor: Where = None,
+    as_json: Json = False,
+) -> None:
+    """Build the distribution of ready kernels for an architecture: a wheel. No GPU is needed.
+
+    Compiled kernels stay in the store, so an interrupted build goes on where it was.
+    """
+    if plan and only is not None:
+        raise typer.BadParameter("--plan and --only exclude each other: --plan compiles nothing")
+    from cutlass_ops.tools import commands
+
+    code = commands.distribution(
+        arch, out, ops=op, dtypes=None if dtype is None else _dtypes(dtype), behind=behind / 100, most=most, only=only,
+        plan=plan, sign=sign, version=version, jobs=jobs, executor=executor, as_json=as_json,
+    )  # fmt: skip
+    _end(code)
+
+
+@app.command()
 def verify(
     path: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A bundle: a file or a folder.")],
     key: PublicKeyFiles = None,
@@ -411,13 +453,16 @@ def list_kernels(
     in_bundle: FromBundle = None,
     key: PublicKeyFiles = None,
     minimum_version: MinimumVersion = None,
+    installed: Annotated[bool, typer.Option("--installed", help="List installed distributions of kernels.")] = False,
     as_json: Json = False,
 ) -> None:
-    """List the kernels in the store, or in a bundle."""
+    """List the kernels in the store, in a bundle, or in installed distributions."""
+    if installed and in_bundle is not None:
+        raise typer.BadParameter("--installed and --bundle exclude each other")
     _require_bundle(in_bundle, key, minimum_version)
     from cutlass_ops.tools import commands
 
-    _end(commands.list_kernels(in_bundle, key, minimum_version, as_json))
+    _end(commands.list_kernels(in_bundle, key, minimum_version, installed, as_json))
 
 
 @app.command()

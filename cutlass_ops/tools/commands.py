@@ -20,6 +20,7 @@ import torch
 
 from cutlass_ops.artifacts import signing
 from cutlass_ops.artifacts.bundle import Bundle, open_bundle
+from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.artifacts.store import Artifact, KernelStore, open_entry
 from cutlass_ops.base import env, executors, resources, writable
 from cutlass_ops.base.errors import ConfigError, LoadError
@@ -31,7 +32,7 @@ from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import HasGraph, KernelSpec, Major
 from cutlass_ops.run import gated
 from cutlass_ops.run.call import call_at, device_of
-from cutlass_ops.ship import catalog, packing, shipping, verifying
+from cutlass_ops.ship import catalog, distributing, packing, shipping, verifying
 from cutlass_ops.tools.doctor import diagnose
 from cutlass_ops.tools.explaining import Explanation, explain_call
 from cutlass_ops.tools.inspection import KernelReport
@@ -97,6 +98,92 @@ def bundle(
     lines = [_about_line(about), *([f"wheel: {packed}"] if packed else [])]
     _show(as_json, about, *lines)
     return 0
+
+
+def distribution(
+    arch: str,
+    out: Path,
+    *,
+    ops: Sequence[str] | None,
+    dtypes: Sequence[str] | None,
+    behind: float,
+    most: int | None,
+    only: int | None,
+    plan: bool,
+    sign: Path | None,
+    version: str | None,
+    jobs: int | None,
+    executor: str | None,
+    as_json: bool,
+) -> int:
+    """Build a distribution of ready kernels, a part of its kernels, or only say what it would have."""
+    if not plan:
+        writable.require_folder(out)
+    if sign is not None:
+        signing.require_private_key(sign)
+    parts = distributing.parts(arch, ops or distributing.OPS, dtypes or distributing.DTYPES, behind=behind, most=most)
+    missing = distributing.missing(parts) if plan or only is not None else []
+    wheel = None
+    if not plan:
+        with _executor(executor) as pool:
+            if missing[:only] and only is not None:
+                build_many(missing[:only], jobs=jobs, executor=pool)
+                missing = missing[only:]
+            if not missing:
+                wheel = distributing.build(
+                    arch, parts, out, version=version, private_key=sign, jobs=jobs, executor=pool
+                )
+    about = _distributed(arch, parts, missing, wheel)
+    _show(as_json, about, *_distribution_lines(about))
+    return 0
+
+
+def _distributed(
+    arch: str, parts: Sequence[distributing.Part], missing: Sequence[KernelSpec], wheel: Path | None
+) -> dict[str, Any]:
+    present, taken, packed = distributing.compressed(parts)
+    kernels = sum(len(part.specs) for part in parts)
+    return {
+        "arch": arch,
+        "wheel": None if wheel is None else str(wheel),
+        "bytes": None if wheel is None else wheel.stat().st_size,
+        "kernels": kernels,
+        "missing": len(missing),
+        "devices": [device.name for device in distributing.devices_of(arch)],
+        # By what the store has of them.
+        "expected_bytes": packed * kernels // present if present else None,
+        "expected_bytes_installed": taken * kernels // present if present else None,
+        "signatures": [
+            {
+                "op": part.op,
+                "dtype": part.dtype,
+                "kernels": len(part.specs),
+                "problems": part.pool.problems,
+                "measured": part.pool.measured,
+                "beyond": part.pool.beyond,
+                "worst": round(part.pool.worst, 4),
+                "mean": round(part.pool.mean, 4),
+            }
+            for part in parts
+        ],
+    }
+
+
+def _distribution_lines(about: dict[str, Any]) -> list[str]:
+    devices = ", ".join(about["devices"])
+    lines = [f"{about['arch']}, for {devices}", "  kernels  problems  measured  worst  mean   beyond  signature"]
+    lines += [
+        f"  {s['kernels']:7}  {s['problems']:8}  {s['measured']:8}  {s['worst']:5.1%}  {s['mean']:5.1%}  "
+        f"{s['beyond']:5}  {s['op']} {s['dtype']}"
+        for s in about["signatures"]
+    ]
+    if about["wheel"] is not None:
+        return [*lines, f"{about['wheel']}: {about['kernels']} kernels, {about['bytes']:,} bytes"]
+    size = "of unknown size: the store has none of them"
+    if about["expected_bytes"] is not None:
+        wheel, installed = (about[name] / 1e6 for name in ("expected_bytes", "expected_bytes_installed"))
+        size = f"about {wheel:.0f} MB as a wheel and {installed:.0f} MB installed, by those in the store"
+    return [*lines, f"{about['kernels']} kernels, {size}; {about['missing']} are not compiled yet"]
 
 
 def _require_writable(out: Path, folder: bool, sign: Path | None, wheel: str | None, version: str | None) -> None:
@@ -189,16 +276,27 @@ def _explained(op: str, problem: Problem, dtype: str, a: Major, b: Major, device
     return explain_call(op, call, device, known)
 
 
-def list_kernels(in_bundle: Path | None, key: list[Path] | None, minimum_version: int | None, as_json: bool) -> int:
-    """Print the kernels in the store, or in a bundle."""
-    where, artifacts = _kernels(in_bundle, key, minimum_version)
+def list_kernels(
+    in_bundle: Path | None, key: list[Path] | None, minimum_version: int | None, installed: bool, as_json: bool
+) -> int:
+    """Print the kernels in the store, in a bundle, or in installed distributions."""
+    distributions = Bundles.current().distributions() if in_bundle is None else []
+    where, artifacts = _installed(distributions) if installed else _kernels(in_bundle, key, minimum_version)
     rows = [_row(artifact) for artifact in artifacts]
     lines = [
         f"{row['key'][:12]}  {row['bytes']:>9,} bytes  {row['created'] or ''}  {row['slug']}  {row['origin']}"
         for row in rows
     ]
-    _show(as_json, rows, *lines, f"{where}: {len(rows)} kernels")
+    more = [] if installed else [f"installed: {name} (--installed lists its kernels)" for name in distributions]
+    _show(as_json, rows, *lines, f"{where}: {len(rows)} kernels", *more)
     return 0
+
+
+def _installed(names: Sequence[str]) -> tuple[str, Iterable[Artifact]]:
+    """Return the names of installed distributions, and their kernels."""
+    bundles = (bundle for bundle in Bundles.current().all() if bundle.installed_with is not None)
+    where = f"installed with {', '.join(names)}" if names else "no distribution of kernels is installed"
+    return where, [kernel for bundle in bundles for kernel in bundle.kernels()]
 
 
 def inspect(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from cutlass_ops.artifacts.bundle import Bundle
 from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.artifacts.remote_store import RemoteStores
 from cutlass_ops.artifacts.store import KernelStore
@@ -60,7 +61,7 @@ class Remote:
 
 @dataclass(frozen=True)
 class Bundled:
-    """A bundle that serves calls, its number of kernels, and their targets."""
+    """A bundle that serves calls, or an installed distribution of several: its kernels' number and targets."""
 
     path: str
     kernels: int
@@ -223,11 +224,22 @@ def _remote(problems: list[str]) -> Remote | None:
 
 def _bundles(problems: list[str]) -> tuple[Bundled, ...]:
     try:
-        found = [(str(b.path), b.manifest) for b in Bundles.current().all()]
+        found = Bundles.current().all()
     except (BundleError, ValueError, OSError) as exc:
         problems.append(str(exc))
         return ()
-    return tuple(Bundled(path, len(manifest.kernels), manifest.targets) for path, manifest in found)
+    together: dict[str, list[Bundle]] = {}
+    for bundle in found:
+        of = str(bundle.path) if bundle.installed_with is None else f"installed with {bundle.installed_with}"
+        together.setdefault(of, []).append(bundle)
+    return tuple(
+        Bundled(
+            of,
+            sum(len(bundle.manifest.kernels) for bundle in mine),
+            tuple(sorted({target for bundle in mine for target in bundle.manifest.targets})),
+        )
+        for of, mine in together.items()
+    )
 
 
 def _jit(problems: list[str]) -> bool:

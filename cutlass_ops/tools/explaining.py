@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutlass_ops.base import env
 from cutlass_ops.base.errors import CutlassOpsError, UnsupportedError
 from cutlass_ops.base.mma import mma_of
 from cutlass_ops.choose import policies
@@ -308,12 +309,17 @@ def _now(supply: Supply | None) -> tuple[Finding, ...]:
     """Say what serves until the best kernel is compiled, if something does."""
     if supply is None:
         return ()
-    return (Finding("now", f"the kernel is not compiled yet: until it is, {supply.spec.slug} serves"),)
+    where = "".join(f", {finding.says}" for finding in _origin(supply.spec))
+    if env.jit_enabled():
+        says = f"the kernel is not compiled yet: until it is, {supply.spec.slug} serves{where}"
+    else:
+        says = f"the kernel is not there, and nothing is compiled: {supply.spec.slug} serves{where}"
+    return (Finding("now", says),)
 
 
 _NOTHING = "nothing"
 _NUMBERS = {2: "two", 3: "three"}
-_BUNDLED = "chosen when the loaded bundle was made; one of {} bundled kernels for this signature"
+_BUNDLED = "chosen when its bundle was made; one of {} bundled kernels for this weight"
 
 
 def _tensors(call: Call) -> list[Tensor]:

@@ -14,7 +14,7 @@ from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec, sm90_spec
 from signatures import A100, H100, signature
 
 import cutlass_ops as co
-from cutlass_ops.artifacts import bundles, loader
+from cutlass_ops.artifacts import loader
 from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base.errors import BundleError, MissingKernelError, ToolchainError
@@ -98,13 +98,6 @@ def test_the_last_loaded_comes_first_then_the_environment_in_its_order(write, mo
     co.load_bundle(paths[2])
     assert Bundles.current().find(sm80_spec(3)).manifest["sass"] == {"HMMA": 3}
     assert len(Bundles.current().all()) == 4
-
-
-def test_installed_bundles_come_last(write, monkeypatch):
-    paths = [write(name, 3) for name in ("installed", "env")]
-    monkeypatch.setattr(bundles, "_installed", lambda: [paths[0]])
-    monkeypatch.setenv("CUTLASS_OPS_BUNDLES", str(paths[1]))
-    assert [b.path for b in Bundles.current().all()] == [paths[1], paths[0]]
 
 
 def test_a_bad_path_in_the_environment_is_an_error_when_a_kernel_is_asked_for(monkeypatch, tmp_path):
@@ -206,7 +199,7 @@ def test_an_explanation_agrees_with_the_choice(linear, problem):
     spec, order = dispatch.choose(signature(), A100, problem)
     assert found.served_by == spec.slug
     assert (found.candidates[0].config, found.candidates[0].order) == (spec.config, order)
-    assert ("the loaded bundle" in found.why) == (problem.k == 4096)
+    assert ("its bundle was made" in found.why) == (problem.k == 4096)
 
 
 def test_at_a_known_weight_no_table_and_no_model_is_needed(linear, monkeypatch):
@@ -237,9 +230,9 @@ def test_kernels_of_one_kind_are_chosen_among(monkeypatch):
     """Of those that run on a device, wgmma's before those of mma.sync, whichever bundle came first."""
     old, new = sm80_spec().config, sm90_spec().config
     for held, wanted in (((old, new), (new,)), ((old,), (old,)), ((), ())):
-        monkeypatch.setattr(Bundles, "configs", lambda *_, held=held: held)
+        monkeypatch.setattr(Bundles, "configs", lambda *_, held=held, **__: held)
         assert Bundles.current().of_one_kind(signature(), H100.capability) == wanted
-    monkeypatch.setattr(Bundles, "configs", lambda *_: (old, new))
+    monkeypatch.setattr(Bundles, "configs", lambda *_, **__: (old, new))
     # Where wgmma's take copies of operands, few rows are served by those of mma.sync.
     assert Bundles.current().of_one_kind(signature(b=1), H100.capability) == (old, new)
 
@@ -285,7 +278,7 @@ def test_a_choice_is_for_the_first_bundle_with_the_signature(linear, tmp_path):
     first = co.load_bundle(path)
     group = first.manifest.groups[0]
     found = Bundles.current().choice(group.signature, (8, 0), Problem(16, group.choices[0].n, group.choices[0].k))
-    assert found == group.choices[0].at(16)
+    assert found == group.choices[0]
     assert Bundles.current().choice(group.signature, (8, 0), Problem(16, 1, 1)) is None
 
 

@@ -20,7 +20,7 @@ from cutlass_ops import __version__
 from cutlass_ops.base import env
 from cutlass_ops.choose import policies, tables
 from cutlass_ops.choose.tables import Measured, Point, Table
-from cutlass_ops.compilation import toolchain
+from cutlass_ops.compilation import finding
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.run.call import call_at
@@ -143,7 +143,7 @@ def test_doctor_as_json(kit, run):
 def test_doctor_without_a_compiler(kit, run, monkeypatch, tmp_path):
     monkeypatch.delenv("CUTLASS_OPS_NVCC")
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(toolchain, "_wheel_bins", lambda: iter(()))
+    monkeypatch.setattr(finding, "wheel_bins", lambda: iter(()))
     code, out, _ = run("doctor")
     assert code == 1
     assert "no CUDA compiler" in out

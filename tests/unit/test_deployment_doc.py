@@ -80,3 +80,16 @@ def test_the_catalogues_are_read_as_they_stand_there(tmp_path):
     (tmp_path / "catalogue.py").write_text(_block("python"))
     found = shipping.load(str(tmp_path / "catalogue.py"))
     assert found.kernels[0].weights == ("6144x4096",)
+
+
+def test_sizes_of_distributions_are_the_measured_ones():
+    found = json.loads((ROOT / "benchmarks" / "results" / "pool_sizes.json").read_text())
+    assert f"{found['date']} ([all numbers](../benchmarks/results/pool_sizes.json))" in DEPLOYMENT
+    assert f"mean size of {found['sample']} kernels" in DEPLOYMENT
+    rows = re.findall(r"^\| `cutlass-ops-kernels-(\w+)` \| (\d)% \|(.*) \|$", DEPLOYMENT, re.MULTILINE)
+    assert len(rows) == 8
+    for arch, behind, numbers in rows:
+        measured = found["architectures"][arch.replace("sm", "sm_")]["rows"]
+        (row,) = (r for r in measured if round(100 * r["behind"]) == int(behind))
+        shown = [str(row[name]) for name in ("kernels", "compressed_mb", "installed_mb")] + [f"{row['mean']:.2%}"]
+        assert numbers.replace(" ", "").split("|") == shown

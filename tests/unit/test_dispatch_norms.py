@@ -43,7 +43,7 @@ def test_kernels_with_a_norm_have_the_times_of_those_without_and_what_means_take
 
 def test_measured_kernels_take_means_in_the_way_that_costs_their_tile_least():
     signature = signature_of_graph(builtin.layer_norm.graph, Problem(1024, 4096, 4096))
-    borrowed = policies._as_if_about(policies._reference(), signature, H100)
+    borrowed = policies._as_if_about(policies.reference(), signature, H100)
     kernels = [c for c in borrowed.kernels if isinstance(c, Sm90Config)]
     assert {c.means for c in kernels} == {"gathered", "beside", "ahead"}
     for config in kernels:

@@ -9,7 +9,7 @@ from fake_toolkit import FakeToolkit
 from processes import WITHOUT_PYTORCH
 
 from cutlass_ops import __version__
-from cutlass_ops.artifacts import bundles
+from cutlass_ops.artifacts import installed
 from cutlass_ops.artifacts.bundle import manifest_of, open_bundle
 from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.ship import shipping
@@ -39,8 +39,8 @@ def test_kernels_of_a_bundle_are_packed_again_to_the_same_bytes(bundle):
 
 LOOK = f"""{WITHOUT_PYTORCH}
 from cutlass_ops.artifacts.bundles import Bundles
-(found,) = Bundles.current().all()
-print(found.path.name, len(found.kernels()))
+found = Bundles.current().all()
+print(sum(len(bundle.kernels()) for bundle in found), "kernels", *(bundle.installed_with for bundle in found))
 """
 
 
@@ -59,20 +59,22 @@ def test_a_wheel_is_installed_by_pip_and_found(tmp_path, bundle, umask):
     (tmp_path / "site").mkdir()
     (tmp_path / "site").chmod(0o777 & ~umask)
     done = _installed(wheel, tmp_path / "site", umask)
-    assert (done.returncode, done.stdout) == (0, "my_kernels.bundle 3\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "3 kernels my-kernels 1.2\n"), done.stderr
 
 
 def test_an_installed_bundle_is_written_by_nobody_who_may_not_write_the_packages(tmp_path, bundle):
     wheel = write_wheel(bundle, tmp_path, "my-kernels", "1.2")
     (tmp_path / "site").mkdir(mode=0o755)
     done = _installed(wheel, tmp_path / "site", 0o002)
-    assert done.returncode != 0
+    assert done.stdout == "0 kernels\n"
     assert "my_kernels.bundle is not safe" in done.stderr
     assert "chmod" in done.stderr
     (tmp_path / "site").chmod(0o777)
-    (tmp_path / "site" / "cutlass_ops_bundles" / "my_kernels.bundle").chmod(0o666)  # by everybody is never well
+    bundle = tmp_path / "site" / "cutlass_ops_bundles" / "my_kernels" / "my_kernels.bundle"
+    bundle.chmod(0o666)  # by everybody is never well
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), *sys.path])}
     done = subprocess.run([sys.executable, "-c", LOOK], env=environment, check=False, capture_output=True, text=True)
+    assert done.stdout == "0 kernels\n"
     assert "is not safe" in done.stderr
 
 
@@ -89,7 +91,7 @@ def test_a_wheel_is_reproducible_and_whole(tmp_path, bundle):
     assert wheels[0].name.startswith(f"my_kernels-{__version__}+")
     with zipfile.ZipFile(wheels[0]) as archive:
         assert archive.testzip() is None
-        assert archive.read("cutlass_ops_bundles/my_kernels.bundle") == bundle.read_bytes()
+        assert archive.read("cutlass_ops_bundles/my_kernels/my_kernels.bundle") == bundle.read_bytes()
         (record,) = (n for n in archive.namelist() if n.endswith("RECORD"))
         assert len(archive.read(record).splitlines()) == len(archive.namelist())
 
@@ -101,4 +103,4 @@ def test_names_and_versions_are_checked(tmp_path, bundle, name, version):
 
 
 def test_nothing_is_installed_by_default():
-    assert bundles._installed() == []
+    assert installed.distributions() == []

@@ -259,7 +259,7 @@ def test_a_bundles_choice_is_for_one_gemm(monkeypatch):
         def choice(self, *_):
             raise AssertionError("it was asked")
 
-    monkeypatch.setattr(Bundles, "all", lambda _: (Bundle(),))
+    monkeypatch.setattr(Bundles, "asked", lambda _: (Bundle(),))
     with pytest.raises(AssertionError, match="it was asked"):
         Bundles.current().choice(signature(), (9, 0), ONE)
     assert Bundles.current().choice(signature(), (9, 0), EIGHT) is None

@@ -6,7 +6,8 @@ from processes import ended
 
 from cutlass_ops.base import arch, env, programs
 from cutlass_ops.base.errors import ToolchainError
-from cutlass_ops.compilation import toolchain
+from cutlass_ops.base.session import Session
+from cutlass_ops.compilation import finding, toolchain
 from cutlass_ops.compilation.toolchain import find_toolchain
 
 SM80 = arch.target("sm_80")
@@ -22,7 +23,7 @@ def _bare(monkeypatch, tmp_path):
     for name in ("g++", "as", "ld", "sh", "cat", "dirname", "sleep", "env"):
         (host / name).symlink_to(toolchain.shutil.which(name))
     monkeypatch.setenv("PATH", str(host))
-    monkeypatch.setattr(toolchain, "_wheel_bins", lambda: iter(()))
+    monkeypatch.setattr(finding, "wheel_bins", lambda: iter(()))
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def toolkit(tmp_path):
 def test_order(monkeypatch, tmp_path):
     names = ("named", "home", "path", "on_path", "wheel")
     kits = {name: FakeToolkit(tmp_path / name) for name in names}
-    monkeypatch.setattr(toolchain, "_wheel_bins", lambda: iter([kits["wheel"].nvcc.parent]))
+    monkeypatch.setattr(finding, "wheel_bins", lambda: iter([kits["wheel"].nvcc.parent]))
     monkeypatch.setenv("CUTLASS_OPS_NVCC", str(kits["named"].nvcc))
     monkeypatch.setenv("CUDA_HOME", str(kits["home"].root))
     monkeypatch.setenv("CUDA_PATH", str(kits["path"].root))
@@ -49,6 +50,29 @@ def test_order(monkeypatch, tmp_path):
             monkeypatch.delenv(name)
     sources = ("CUTLASS_OPS_NVCC", "CUDA_HOME", "CUDA_PATH", "PATH", "PyPI wheels")
     assert found == [(kits[name].nvcc, source) for name, source in zip(names, sources, strict=True)]
+
+
+def test_whether_anything_can_be_compiled_is_seen_without_starting_a_program(toolkit, monkeypatch, tmp_path):
+    monkeypatch.setattr(toolchain, "_examine", None)
+
+    def can_compile():
+        with Session().active():
+            return finding.can_compile()
+
+    assert not can_compile()  # a host compiler alone
+    monkeypatch.setenv("CUTLASS_OPS_NVCC", str(toolkit.nvcc))
+    assert can_compile()
+    for package in ("jinja2", "cutlass_library"):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                finding.importlib.util, "find_spec", lambda name, missing=package: None if name == missing else 1
+            )
+            assert not can_compile()
+    monkeypatch.setenv("CUTLASS_OPS_NVCC", str(tmp_path / "no nvcc"))
+    assert not can_compile()
+    monkeypatch.setenv("CUTLASS_OPS_NVCC", str(toolkit.nvcc))
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert not can_compile()
 
 
 def test_what_a_toolchain_says(toolkit, monkeypatch):
@@ -253,5 +277,5 @@ def test_the_wheels_folder_is_found_without_importing(monkeypatch, tmp_path):
     for name in ("cu12", "cu13"):
         (tmp_path / "nvidia" / name / "bin").mkdir(parents=True)
     monkeypatch.syspath_prepend(tmp_path)
-    found = list(toolchain._wheel_bins())
+    found = list(finding.wheel_bins())
     assert found.index(tmp_path / "nvidia" / "cu13" / "bin") < found.index(tmp_path / "nvidia" / "cu12" / "bin")

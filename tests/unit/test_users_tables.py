@@ -303,8 +303,8 @@ def test_a_store_that_may_not_be_looked_into_has_none_either(at_home, monkeypatc
 def test_what_a_bundle_has_needs_no_home(usual, at_home, monkeypatch):
     """Where a bundle decided nothing between its kernels, tables and the model do: the user's too, if there are any."""
     kernels = (SLOW, FAST, usual[0].config)
-    monkeypatch.setattr(Bundles, "configs", lambda *_: kernels)
-    monkeypatch.setattr(Bundles, "choice", lambda *_: None)
+    monkeypatch.setattr(Bundles, "configs", lambda *_, **__: kernels)
+    monkeypatch.setattr(Bundles, "choice", lambda *_, **__: None)
     for home in ("", "here", "/dev/null"):
         monkeypatch.setenv("HOME", home)
         policies.forget()

@@ -1,0 +1,154 @@
+"""Bundles that were installed as distributions of kernels: found by an entry point, opened when a call needs them.
+
+A distribution has one bundle for each signature, named after it, or one bundle for all. So a call opens only the bundle
+that has its signature: a manifest of two thousand kernels would take longer to read than everything else of a call.
+What is wrong with a distribution costs speed, not results: it is left out, with one warning.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from cutlass_ops.artifacts.bundle import Bundle, needs, open_bundle
+from cutlass_ops.base import checked_json, resources
+from cutlass_ops.base.errors import BundleError
+from cutlass_ops.base.warned import warn_once
+from cutlass_ops.declare.signature import OpSignature, signature_to_json
+
+GROUP = "cutlass_ops.bundles"
+# The namespace package in which each distribution has a folder: no module of the user's has this name.
+NAMESPACE = "cutlass_ops_bundles"
+SUFFIX = ".bundle"
+
+# Of a digest so many digits tell the signatures of one distribution apart.
+_DIGITS = 32
+_OF_A_SIGNATURE = re.compile(rf"[0-9a-f]{{{_DIGITS}}}{re.escape(SUFFIX)}")
+_FOLDER = re.compile(rf"{NAMESPACE}\.(\w+)", re.ASCII)
+
+
+def file_name(signature: OpSignature) -> str:
+    """Return the name of the bundle that has a signature's kernels and no others."""
+    text = checked_json.canonical(signature_to_json(signature))
+    return hashlib.sha256(text).hexdigest()[:_DIGITS] + SUFFIX
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """An installed distribution of kernels.
+
+    Attributes
+    ----------
+    name, version : str
+        As pip knows them.
+    folder : Path
+        Where its bundles are.
+    packages : Path
+        The folder of packages: who may write there can have this process run any code anyway.
+    """
+
+    name: str
+    version: str
+    folder: Path
+    packages: Path
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}"
+
+    def paths(self, signature: OpSignature | None = None) -> list[Path]:
+        """Return the bundles that may have kernels for a signature, or all."""
+        found = sorted(self.folder.glob(f"*{SUFFIX}"))
+        if signature is None:
+            return found
+        mine = file_name(signature)
+        return [path for path in found if path.name == mine or not _OF_A_SIGNATURE.fullmatch(path.name)]
+
+
+def distributions() -> list[Distribution]:
+    """Return the distributions of kernels for this version of the library, by name; warn of those for others."""
+    found = []
+    for entry in importlib.metadata.entry_points(group=GROUP):
+        about, match = entry.dist, _FOLDER.fullmatch(entry.value)
+        if about is None or match is None:
+            warn_once(f"an entry point of {GROUP} is ignored: {entry.value!r} is not {NAMESPACE}.NAME")
+            continue
+        packages = Path(str(about.locate_file("")))
+        each = Distribution(about.name, about.version, packages / NAMESPACE / match[1], packages)
+        if entry.name == needs():
+            found.append(each)
+        else:
+            _warn(each, f"they are for {entry.name}, and this is cutlass_ops {resources.library_version()} ({needs()})")
+    return sorted(found, key=lambda each: each.name)
+
+
+def _warn(distribution: Distribution, why: object) -> None:
+    warn_once(
+        f"the kernels of the installed distribution {distribution} are not used: {why}. Install the one for this "
+        f'version, pip install --upgrade "{distribution.name}~={resources.library_version()}", or remove it, pip '
+        f"uninstall {distribution.name}"
+    )
+
+
+class Installed:
+    """The bundles of all installed distributions. Each is opened once, and left out if something is wrong with it.
+
+    Parameters
+    ----------
+    keys : tuple of Path, optional
+        Keys of which one must have signed each bundle.
+    least : int, optional
+        Minimum version of each bundle.
+    """
+
+    def __init__(self, keys: tuple[Path, ...] | None = None, least: int | None = None) -> None:
+        self._keys, self._least = keys, least
+        self.distributions = tuple(distributions())
+        self._opened: dict[Path, Bundle | None] = {}
+        self._of: dict[OpSignature, tuple[Bundle, ...]] = {}
+
+    def of(self, signature: OpSignature) -> tuple[Bundle, ...]:
+        """Return the bundles that may have kernels for a signature, in the order of their distributions' names."""
+        if not self.distributions:
+            return ()
+        known = self._of.get(signature)
+        if known is None:
+            known = tuple(b for each in self.distributions for b in self._open(each, signature))
+            self._of[signature] = known
+        return known
+
+    def every(self) -> Iterator[tuple[Distribution, Bundle]]:
+        """Yield every bundle with its distribution."""
+        for each in self.distributions:
+            for bundle in self._open(each, None):
+                yield each, bundle
+
+    def refuse(self, bundle: Path, why: BundleError) -> bool:
+        """Leave a bundle out from now on, if it is one of these; return whether it is."""
+        owner = next((each for each in self.distributions if bundle.parent == each.folder.resolve()), None)
+        if owner is None:
+            return False
+        _warn(owner, why)
+        self._opened = {p: None if b is not None and b.path == bundle else b for p, b in self._opened.items()}
+        self._of.clear()
+        return True
+
+    def _open(self, distribution: Distribution, signature: OpSignature | None) -> Iterator[Bundle]:
+        for path in distribution.paths(signature):
+            if path not in self._opened:
+                self._opened[path] = self._tried(distribution, path)
+            found = self._opened[path]
+            if found is not None:
+                yield found
+
+    def _tried(self, distribution: Distribution, path: Path) -> Bundle | None:
+        try:
+            found = open_bundle(path, self._keys, minimum_version=self._least, beside=distribution.packages)
+        except BundleError as exc:
+            _warn(distribution, exc)
+            return None
+        found.installed_with = str(distribution)
+        return found

@@ -1,0 +1,202 @@
+"""Distributions of ready kernels: for one architecture, the pools of the default catalogue's signatures as one wheel.
+
+It has one bundle for each signature (:mod:`cutlass_ops.artifacts.installed`). What is compiled stays in the store, so
+that building takes up where it was left.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import zlib
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from cutlass_ops.artifacts.bundle import manifest_of
+from cutlass_ops.artifacts.bundles import Bundles
+from cutlass_ops.artifacts.installed import file_name
+from cutlass_ops.base import dtypes, resources
+from cutlass_ops.base.errors import ConfigError, UnsupportedError
+from cutlass_ops.choose import tables
+from cutlass_ops.compilation.builder import build_many, stored
+from cutlass_ops.declare.chips import CHIPS
+from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.gpus import BY_TARGET
+from cutlass_ops.declare.problem import Problem
+from cutlass_ops.declare.signature import OpSignature
+from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.declare.spelling import INPUT_DTYPES
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.run import gated
+from cutlass_ops.run.call import call_at, signature_of
+from cutlass_ops.run.ops import Op, graph_op
+from cutlass_ops.ship import packing, pools, shipping
+from cutlass_ops.ship.pools import Pool
+
+OPS = (*builtin.BY_OP, "rmsnorm_gemm", "gemm_residual_rms", "gemm_swiglu")
+DTYPES = ("bf16", "f16")
+# How far a pool may be behind its table, as a part of the time.
+BEHIND = 0.03
+# Any problem that TMA can address: its signature is that of all aligned calls.
+_ALIGNED = Problem(1024, 4096, 4096)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The kernels of one signature.
+
+    Attributes
+    ----------
+    op, dtype : str
+        Name of the op, and dtype of A and B.
+    pool : Pool
+        What was chosen.
+    specs : tuple of KernelSpec
+        Its kernels.
+    """
+
+    op: str
+    dtype: str
+    pool: Pool
+    specs: tuple[KernelSpec, ...]
+
+
+def name_of(arch: str) -> str:
+    """Return the name of an architecture's distribution."""
+    return f"cutlass-ops-kernels-{arch.replace('_', '')}"
+
+
+def parts(
+    arch: str,
+    ops: Iterable[str] = OPS,
+    dtypes_of_a: Iterable[str] = DTYPES,
+    *,
+    behind: float = BEHIND,
+    most: int | None = None,
+) -> tuple[Part, ...]:
+    """Choose the pools of a distribution. Nothing is compiled.
+
+    Parameters
+    ----------
+    arch : str
+        One of sm_80, sm_86, sm_89 and sm_90a.
+    ops, dtypes_of_a : iterable of str
+        Named ops, and dtypes of A and B.
+    behind, most
+        As for :func:`cutlass_ops.ship.pools.pool`.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such architecture or op.
+    """
+    if arch not in BY_TARGET:
+        raise ConfigError(f"{arch!r} is not an architecture: use {', '.join(BY_TARGET)}")
+    devices = devices_of(arch)
+    found: dict[OpSignature, Part] = {}
+    # What other people are given must not depend on bundles that are loaded here.
+    with Bundles.aside():
+        for op in ops:
+            if op not in OPS:
+                raise ConfigError(f"{op!r} is not an op of distributions: use {', '.join(OPS)}")
+            for dtype in dtypes_of_a:
+                for signature in _signatures(op, dtype, devices[0]):
+                    if signature not in found:
+                        pool = pools.pool(signature, devices, behind, most)
+                        specs = tuple(devices[0].spec(signature, config) for config in pool.kernels)
+                        found[signature] = Part(op, dtype, pool, specs)
+    return tuple(found.values())
+
+
+def devices_of(arch: str) -> tuple[Device, ...]:
+    """Return the devices for which an architecture's pools are chosen, first the one that its target stands for.
+
+    They are those that have tables, else all that are known.
+    """
+    first = BY_TARGET[arch]
+    known = [first, *(chip.device for chip in CHIPS.values() if chip.device != first)]
+    here = [device for device in known if device.capability == first.capability]
+    measured = [device for device in here if tables.has_any(resources.tuned(), device.name)]
+    return tuple(measured or here)
+
+
+def _signatures(op: str, dtype: str, device: Device) -> list[OpSignature]:
+    """Return the signature of an op's aligned calls with a linear layer's majors, or of the ops that serve them."""
+    graph = shipping.graph_named(op, dtype).graph
+    out = cast(torch.dtype, getattr(torch, dtypes.dtype(dtype).torch_name))
+    call = call_at(graph, _ALIGNED, dtype, "row", "col", out, INPUT_DTYPES.get(op))
+    asked: Op = gated.swiglu_op(None) if op == "gemm_swiglu" else graph_op(op, graph)
+    signature = signature_of(call, device)
+    if pools.is_served(signature, device):
+        return [signature]
+    instead = [signature_of(part, device) for _, part in asked.instead_of(call)]
+    if not instead:
+        raise UnsupportedError(f"no kernel serves {op} in {dtype} on {device.name}")
+    return instead
+
+
+def missing(of: Sequence[Part]) -> list[KernelSpec]:
+    """Return the kernels that the store lacks, the most useful of each signature first."""
+    return [spec for part in of for spec in part.specs if stored(spec) is None]
+
+
+def compressed(of: Sequence[Part]) -> tuple[int, int, int]:
+    """Return how many of the kernels the store has, their bytes, and their bytes when compressed as in a wheel."""
+    found = [artifact for part in of for spec in part.specs if (artifact := stored(spec)) is not None]
+    files = [data for artifact in found for data in (artifact.read_library(), artifact.read_source())]
+    return len(found), sum(map(len, files)), sum(len(zlib.compress(data)) for data in files)
+
+
+def build(
+    arch: str,
+    of: Sequence[Part],
+    folder: Path,
+    *,
+    version: str | None = None,
+    private_key: Path | None = None,
+    jobs: int | None = None,
+    executor: Executor | None = None,
+) -> Path:
+    """Compile what the store lacks, and write the wheel. The same kernels give the same bytes.
+
+    Parameters
+    ----------
+    arch : str
+        The architecture.
+    of : sequence of Part
+        Its kernels, by :func:`parts`.
+    folder : Path
+        Output folder.
+    version : str, optional
+        The distribution's version; by default this library's.
+    private_key : Path, optional
+        PEM file of an Ed25519 key to sign each bundle with.
+    jobs, executor
+        As for :func:`cutlass_ops.compilation.builder.build_many`.
+
+    Returns
+    -------
+    Path
+        The wheel.
+
+    Raises
+    ------
+    CompileError, ToolchainError, StoreError, BundleError, OSError
+        If a kernel cannot be built, or the wheel cannot be written.
+    """
+    specs = [spec for part in of for spec in part.specs]
+    built = dict(zip(specs, build_many(specs, jobs=jobs, executor=executor), strict=True))
+    bundles = {}
+    with tempfile.TemporaryDirectory(prefix="cutlass_ops.") as temporary, Bundles.aside():
+        for part in of:
+            chosen = pools.choices(part.pool, BY_TARGET[arch])
+            artifacts = [built[spec] for spec in part.specs]
+            manifest = manifest_of(artifacts, {part.pool.signature: chosen}, [])
+            path = Path(temporary, file_name(part.pool.signature))
+            packing.packed(manifest, artifacts, []).write(path, private_key=private_key)
+            bundles[path.name] = path.read_bytes()
+    return packing.write_distribution(bundles, folder, name_of(arch), version or resources.library_version())

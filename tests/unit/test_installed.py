@@ -1,0 +1,384 @@
+"""Installed distributions of kernels: how they are found, what comes before them, and what is refused."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from dataclasses import replace
+
+import pytest
+from bundles import changed, packed, write_keys
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from fake_device import fake_device
+from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
+from processes import WITHOUT_PYTORCH
+from signatures import A100, H100, signature
+
+import cutlass_ops as co
+from cutlass_ops.artifacts import container, installed, loader
+from cutlass_ops.artifacts.bundle import needs, open_bundle
+from cutlass_ops.artifacts.bundles import Bundles
+from cutlass_ops.artifacts.manifest import Choice
+from cutlass_ops.artifacts.store import KernelStore
+from cutlass_ops.base.errors import MissingKernelError
+from cutlass_ops.choose import dispatch, limits, policies
+from cutlass_ops.compilation import finding
+from cutlass_ops.compilation.builder import build_artifact
+from cutlass_ops.declare.config import Ordered
+from cutlass_ops.declare.problem import Problem
+from cutlass_ops.declare.signature import OpSignature
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.run.call import call_at
+from cutlass_ops.run.registry import Registry
+from cutlass_ops.run.supply import stand_in, supply
+from cutlass_ops.ship.packing import write_distribution
+from cutlass_ops.tools import commands, doctor
+from cutlass_ops.tools.explaining import explain_call
+
+found_by_entry_points = installed.distributions
+A = OpSignature.of(sm80_spec(3))
+F16 = OpSignature.of(sm80_spec(3, "f16"))
+
+
+@pytest.fixture(autouse=True)
+def own(session, monkeypatch, tmp_path):
+    """A session of the test's own, without a compiler and without a store, that finds what the test installs."""
+    monkeypatch.setattr(installed, "distributions", found_by_entry_points)
+    monkeypatch.setenv("CUTLASS_OPS_NVCC", str(tmp_path / "no nvcc"))
+    monkeypatch.setenv("CUTLASS_OPS_CACHE_DIR", str(tmp_path / "no store"))
+    (tmp_path / "site").mkdir()
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    return session
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """What a registry was asked to load; the bytes are read and no library is loaded."""
+    seen = []
+
+    def load(artifact):
+        seen.append(artifact)
+        artifact.read_library()
+        return artifact
+
+    monkeypatch.setattr(loader, "load", load)
+    return seen
+
+
+def bundles_of(root, specs, data=None, key=None):
+    """One bundle for each signature, by the name of its file."""
+    by_signature = {}
+    for spec in specs:
+        by_signature.setdefault(OpSignature.of(spec), []).append(spec)
+    found = {}
+    for at, (of, mine) in enumerate(by_signature.items()):
+        path = root / f"bundle{len(os.listdir(root))}{at}"
+        packed(root, mine, data).write(path, private_key=key)
+        found[installed.file_name(of)] = path.read_bytes()
+    return found
+
+
+def install(root, bundles, name="ready-kernels", version="1.2"):
+    """Do what pip does with a wheel, without a process; return the folder of the bundles."""
+    wheel = write_distribution(bundles, root, name, version)
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(root / "site")
+    folder = root / "site" / installed.NAMESPACE / name.replace("-", "_")
+    for path in (root / "site").rglob("*"):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    return folder
+
+
+# ---- Found ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_kernel_comes_from_the_bundle_of_its_signature_and_no_other_is_opened(tmp_path, monkeypatch):
+    folder = install(tmp_path, bundles_of(tmp_path, [sm80_spec(3), sm80_spec(4), sm80_spec(3, "f16")]))
+    opened, really = [], installed.open_bundle
+    monkeypatch.setattr(installed, "open_bundle", lambda path, *a, **k: opened.append(path) or really(path, *a, **k))
+    found = Bundles.current().find(sm80_spec(4))
+    assert (found.spec, found.origin) == (sm80_spec(4), "installed with ready-kernels 1.2")
+    assert Bundles.current().find(sm80_spec(5)) is None
+    assert opened == [folder / installed.file_name(A)]
+    assert Bundles.current().distributions() == ["ready-kernels 1.2"]
+    assert len(Bundles.current().all()) == len(opened) == 2
+
+
+def test_a_bundle_of_all_signatures_is_looked_into_for_each(tmp_path):
+    packed(tmp_path).write(tmp_path / "all.bundle")
+    install(tmp_path, {"ready_kernels.bundle": (tmp_path / "all.bundle").read_bytes()})
+    for spec in (sm80_spec(3), sm80_spec(3, "f16")):
+        assert Bundles.current().find(spec).spec == spec
+
+
+def test_an_import_does_not_look_for_distributions(tmp_path):
+    script = f"""{WITHOUT_PYTORCH}
+import importlib.metadata
+importlib.metadata.entry_points = None
+import cutlass_ops
+from cutlass_ops.artifacts.bundles import Bundles
+from cutlass_ops.choose import dispatch
+try:
+    Bundles.current().distributions()
+except TypeError:
+    print("looked for now")
+"""
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert done.stdout == "looked for now\n"
+
+
+def test_they_are_looked_for_once(tmp_path, monkeypatch):
+    install(tmp_path, bundles_of(tmp_path, [sm80_spec(3)]))
+    looks = []
+    monkeypatch.setattr(installed, "distributions", lambda: looks.append(1) or found_by_entry_points())
+    for _ in range(3):
+        Bundles.current().find(sm80_spec(3))
+        Bundles.current().find(sm80_spec(3, "f16"))
+    assert looks == [1]
+
+
+# ---- Precedence ----------------------------------------------------------------------------------------------------
+
+
+def opcodes():
+    return Bundles.current().find(sm80_spec(3)).manifest["sass"]["HMMA"]
+
+
+def test_what_the_user_asked_for_comes_before_what_is_installed_by_name(tmp_path, monkeypatch):
+    for name, count in (("b-kernels", 2), ("a-kernels", 1)):
+        install(tmp_path, bundles_of(tmp_path, [sm80_spec(3)], library(*[HMMA] * count)), name)
+    assert opcodes() == 1
+    packed(tmp_path, [sm80_spec(3)], library(*[HMMA] * 3)).write(tmp_path / "mine")
+    monkeypatch.setenv("CUTLASS_OPS_BUNDLES", str(tmp_path / "mine"))
+    assert opcodes() == 3
+    packed(tmp_path, [sm80_spec(3)], library(*[HMMA] * 4)).write(tmp_path / "loaded")
+    co.load_bundle(tmp_path / "loaded")
+    assert opcodes() == 4
+    with Bundles.aside():
+        assert Bundles.current().find(sm80_spec(3)) is None
+
+
+def test_two_distributions_serve_together(tmp_path):
+    install(tmp_path, bundles_of(tmp_path, [sm80_spec(3)]), "a-kernels")
+    install(tmp_path, bundles_of(tmp_path, [sm80_spec(4)]), "b-kernels")
+    assert limits.limit(A, (8, 0)) == ((sm80_spec(3).config, sm80_spec(4).config), True)
+    assert Bundles.current().find(sm80_spec(4)).origin == "installed with b-kernels 1.2"
+
+
+def test_without_a_compiler_only_what_is_installed_is_chosen_among(tmp_path, monkeypatch):
+    install(tmp_path, bundles_of(tmp_path, [sm80_spec(3), sm80_spec(4)]))
+    both = Bundles.current().configs(A, (8, 0), installed=True)
+    assert set(both) == {sm80_spec(3).config, sm80_spec(4).config}
+    assert limits.limit(A, (8, 0)) == (both, True)
+    assert set(policies.policy(A, A100).kernels) == set(both)
+    packed(tmp_path, [sm80_spec(5)]).write(tmp_path / "mine")
+    monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
+    assert limits.limit(A, (8, 0)) == (both, True)
+    assert limits.limit(F16, (8, 0)) == ((), False)
+    co.load_bundle(tmp_path / "mine")
+    assert limits.limit(A, (8, 0)) == ((sm80_spec(5).config,), False)
+
+
+def test_with_a_compiler_the_choice_is_free(tmp_path, monkeypatch):
+    install(tmp_path, bundles_of(tmp_path, [sm80_spec(3)]))
+    monkeypatch.setattr(finding, "can_compile", lambda: True)
+    assert limits.limit(A, (8, 0)) == ((), False)
+    assert len(policies.policy(A, A100).kernels) > 1
+
+
+def test_with_a_store_the_choice_is_free_even_where_nothing_is_compiled(tmp_path, monkeypatch):
+    """What was tuned and compiled elsewhere must not lose to what is installed."""
+    install(tmp_path, bundles_of(tmp_path, [sm80_spec(3)]))
+    kit = FakeToolkit(tmp_path / "kit")
+    build_artifact(sm80_spec(4), store=KernelStore(tmp_path / "store"), toolchain=kit.find())
+    monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
+    monkeypatch.setenv("CUTLASS_OPS_CACHE_DIR", str(tmp_path / "store"))
+    assert limits.limit(A, (8, 0)) == ((), False)
+
+
+def test_a_choice_of_an_installed_bundle_needs_no_table(tmp_path, monkeypatch):
+    specs = [sm80_spec(3), sm80_spec(4)]
+    made = packed(tmp_path, specs)
+    choice = Choice((8, 0), 256, 512, ((16, Ordered(specs[1].config)), (1 << 20, Ordered(specs[0].config))))
+    (group,) = made.manifest.groups
+    manifest = replace(made.manifest, groups=(replace(group, choices=(choice,)),))
+    made = replace(made, manifest=manifest)
+    made.write(tmp_path / "with.bundle")
+    install(tmp_path, {installed.file_name(A): (tmp_path / "with.bundle").read_bytes()})
+    monkeypatch.setattr(dispatch, "_policy", None)
+    for m, spec in ((9, specs[1]), (17, specs[0])):
+        assert dispatch.choose(A, A100, Problem(m, 256, 512))[0] == spec
+
+
+# ---- Standing in ---------------------------------------------------------------------------------------------------
+
+
+def best():
+    return dispatch.decide(signature(), H100, Problem(48, 520, 264))
+
+
+@pytest.fixture
+def other(monkeypatch):
+    """A kernel of the signature that the weight does not need, and an installed distribution that has it alone."""
+    with fake_device(monkeypatch) as device:
+        decision = best()
+        alternatives = [c.config for c in decision.alternatives()]
+        (spec,) = [H100.spec(signature(), c) for c in alternatives if c not in decision.kept][:1]
+        device.absent.update(s for s in dispatch.specs(signature(), H100) if s != spec)
+        monkeypatch.setattr(Bundles, "find_installed", lambda _, wanted: wanted if wanted == spec else None)
+        monkeypatch.setattr(Bundles, "configs", lambda *_, installed=False: (spec.config,) if installed else ())
+        monkeypatch.setattr(limits, "limit", lambda *_: limits.Limit(()))
+        yield device, spec
+
+
+def test_an_installed_kernel_stands_in_until_the_best_one_is_compiled(other):
+    device, spec = other
+    found = supply(best())
+    assert (found.spec, found.awaited) == (spec, best().spec)
+    assert device.queued[0] == best().spec
+    assert stand_in(best()).spec == spec
+
+
+def test_where_nothing_is_compiled_an_installed_kernel_serves_if_the_best_is_not_there(other, monkeypatch):
+    device, spec = other
+    monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
+
+    def kernel(wanted):
+        if wanted in device.absent:
+            raise MissingKernelError("compilation is off")
+        return wanted
+
+    monkeypatch.setattr(device, "kernel", kernel)
+    found = supply(best())
+    assert (found.spec, found.awaited) == (spec, None)
+    assert stand_in(best()).spec == spec
+    device.absent.discard(best().spec)
+    assert supply(best()).spec == best().spec
+
+
+# ---- Refused -------------------------------------------------------------------------------------------------------
+
+
+def refused(match):
+    return pytest.warns(RuntimeWarning, match=match)
+
+
+def test_a_distribution_for_another_version_is_refused_with_one_warning(tmp_path, monkeypatch, recwarn):
+    folder = install(tmp_path, bundles_of(tmp_path, [sm80_spec(3)]))
+    entry = tmp_path / "site" / "ready_kernels-1.2.dist-info" / "entry_points.txt"
+    entry.write_text(entry.read_text().replace(needs(), "cutlass_ops.bundle.2-abi2-templates3"))
+    monkeypatch.setattr(installed, "open_bundle", None)  # it is not even opened
+    with refused('ready-kernels 1.2 are not used.*templates3.*pip install --upgrade "ready-kernels~='):
+        assert Bundles.current().find(sm80_spec(3)) is None
+    recwarn.clear()
+    assert Bundles.current().find(sm80_spec(4)) is None
+    assert limits.limit(A, (8, 0)) == ((), False)
+    assert not recwarn
+    assert folder.exists()
+
+
+def rewritten(path, change):
+    """Change the manifest of an archive as somebody does who knows the format."""
+    found = open_bundle(path)
+    read = container.open_container(path)
+    files = {name: read.read(name) for name in read.sizes} | {container.MANIFEST: changed(found.manifest, change)}
+    container.write(path, files)
+
+
+@pytest.mark.parametrize(("field", "value"), [("templates", 3), ("abi", 1), ("format", "cutlass_ops.bundle/1")])
+def test_a_bundle_for_another_version_is_refused_whatever_its_entry_point_says(tmp_path, field, value):
+    folder = install(tmp_path, bundles_of(tmp_path, [sm80_spec(3)]))
+    rewritten(folder / installed.file_name(A), lambda manifest: manifest.update({field: value}))
+    with refused("pip install --upgrade"):
+        assert Bundles.current().find(sm80_spec(3)) is None
+
+
+@pytest.mark.parametrize("damage", [b"", b"not a bundle", None])
+def test_a_damaged_archive_is_left_out(tmp_path, damage):
+    folder = install(tmp_path, bundles_of(tmp_path, [sm80_spec(3), sm80_spec(3, "f16")]))
+    path = folder / installed.file_name(A)
+    path.write_bytes(path.read_bytes()[:-100] if damage is None else damage)
+    with refused("ready-kernels 1.2 are not used"):
+        assert Bundles.current().find(sm80_spec(3)) is None
+    assert Bundles.current().find(sm80_spec(3, "f16")) is not None
+
+
+def test_a_damaged_kernel_is_looked_for_elsewhere(tmp_path, loads):
+    """Its bundle is left out from then on, and the choice is made anew."""
+    folder = install(tmp_path, bundles_of(tmp_path, [sm80_spec(3)]), "a-kernels")
+    install(tmp_path, bundles_of(tmp_path, [sm80_spec(3)]), "b-kernels")
+    _flip(folder / installed.file_name(A))
+    before = Bundles.current().generation
+    with refused("a-kernels 1.2 are not used.*SHA-256 differs"):
+        kernel = Registry.current().kernel(sm80_spec(3))
+    assert [artifact.installed_with for artifact in loads] == ["a-kernels 1.2", "b-kernels 1.2"]
+    assert kernel.installed_with == "b-kernels 1.2"
+    assert Bundles.current().generation > before
+
+
+def test_a_damaged_kernel_that_nothing_else_has_is_missing(tmp_path, loads):
+    folder = install(tmp_path, bundles_of(tmp_path, [sm80_spec(3)]))
+    _flip(folder / installed.file_name(A))
+    with refused("SHA-256 differs"):
+        assert Registry.current().at_hand(sm80_spec(3)) is None
+
+
+def _flip(path):
+    """Change a byte of a kernel's library."""
+    data = bytearray(path.read_bytes())
+    data[data.index(b"\x7fELF") + 100] ^= 1
+    path.write_bytes(data)
+
+
+def test_with_a_key_what_is_installed_must_be_signed(tmp_path, monkeypatch):
+    keys = [write_keys(tmp_path, name, Ed25519PrivateKey.generate()) for name in ("mine", "other")]
+    (private, public), _ = keys
+    monkeypatch.setenv("CUTLASS_OPS_BUNDLE_KEY", str(public))
+    install(tmp_path, bundles_of(tmp_path, [sm80_spec(3)]), "a-unsigned")
+    install(tmp_path, bundles_of(tmp_path, [sm80_spec(3)], key=keys[1][0]), "b-of-others")
+    install(tmp_path, bundles_of(tmp_path, [sm80_spec(3)], key=private), "c-signed")
+    with pytest.warns(RuntimeWarning) as warned:
+        assert Bundles.current().find(sm80_spec(3)).installed_with == "c-signed 1.2"
+    assert ["a-unsigned" in str(w.message) or "b-of-others" in str(w.message) for w in warned] == [True, True]
+
+
+def test_an_entry_point_outside_the_namespace_is_ignored(tmp_path):
+    install(tmp_path, bundles_of(tmp_path, [sm80_spec(3)]))
+    entry = tmp_path / "site" / "ready_kernels-1.2.dist-info" / "entry_points.txt"
+    entry.write_text(entry.read_text().replace("cutlass_ops_bundles.ready_kernels", "os.path"))
+    with refused("'os.path' is not cutlass_ops_bundles.NAME"):
+        assert Bundles.current().find(sm80_spec(3)) is None
+
+
+# ---- What is said --------------------------------------------------------------------------------------------------
+
+
+def test_the_doctor_names_them(tmp_path):
+    install(tmp_path, bundles_of(tmp_path, [sm80_spec(3), sm80_spec(4), sm80_spec(3, "f16")]))
+    (line,) = [line for line in doctor.diagnose().lines() if "ready-kernels" in line]
+    assert line.strip() == "installed with ready-kernels 1.2: 3 kernels for sm_80"
+
+
+def test_lists_name_them(tmp_path, capsys):
+    install(tmp_path, bundles_of(tmp_path, [sm80_spec(3), sm80_spec(4)]))
+    commands.list_kernels(None, None, None, False, False)
+    assert capsys.readouterr().out.splitlines()[-1] == "installed: ready-kernels 1.2 (--installed lists its kernels)"
+    commands.list_kernels(None, None, None, True, False)
+    *kernels, last = capsys.readouterr().out.splitlines()
+    assert last == "installed with ready-kernels 1.2: 2 kernels"
+    assert [sm80_spec(stages).slug in "".join(kernels) for stages in (3, 4)] == [True, True]
+    assert all(line.endswith("installed with ready-kernels 1.2") for line in kernels)
+
+
+def test_an_explanation_names_it(other, monkeypatch):
+    device, spec = other
+    call = call_at(builtin.bias_relu.graph, Problem(48, 520, 264), "bf16", "row", "col")
+    monkeypatch.setattr(device, "origin", lambda wanted: "installed with ready-kernels 1.2" if wanted == spec else None)
+    says = {finding.name: finding.says for finding in explain_call("it", call, H100).contract}
+    assert (
+        says["now"]
+        == f"the kernel is not compiled yet: until it is, {spec.slug} serves, installed with ready-kernels 1.2"
+    )
+    monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
+    says = {finding.name: finding.says for finding in explain_call("it", call, H100).contract}
+    assert says["now"].startswith(f"the kernel is not there, and nothing is compiled: {spec.slug} serves")
