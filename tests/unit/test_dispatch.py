@@ -319,7 +319,7 @@ def test_what_is_borrowed_is_the_devices_own_first(of, near, tmp_path, monkeypat
 
 
 def forget():
-    policies.forget()
+    policies.forget(shipped=True)
     policies._shipped.cache_clear()
 
 
