@@ -580,7 +580,8 @@ def _later(
     pools = Pool.of(index, theirs), Pool.of(index, mine)
     places = np.array([index[config] for _, config in raced], np.int64)
     problems = [problem for problem, _ in raced]
-    later = pools[1].besides_of(places, Extents.of(list(map(ours, problems))), device)
+    translated = {problem: ours(problem) for problem in dict.fromkeys(problems)}
+    later = pools[1].besides_of(places, Extents.of([translated[problem] for problem in problems]), device)
     return later - pools[0].besides_of(places, Extents.of(problems), device)
 
 

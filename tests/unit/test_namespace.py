@@ -2,10 +2,9 @@
 
 import builtins
 import inspect
-import subprocess
-import sys
 
 import pytest
+from processes import run_with_pytorch
 
 import cutlass_ops as co
 from cutlass_ops import e
@@ -111,16 +110,7 @@ for x in [getattr(co, name) for name in co.__all__]:
 
 
 def test_in_the_command_lines_process_names_are_the_same():
-    quiet = "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning"
-    command, script = (
-        subprocess.run(
-            [sys.executable, "-B", "-W", quiet, "-c", _NAMES.format(script=name)],
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
-        for name in ("cutlass-ops", "script.py")
-    )
+    command, script = (run_with_pytorch(_NAMES.format(script=name)).stdout for name in ("cutlass-ops", "script.py"))
     assert command == script
     assert len(command.splitlines()) == len(co.__all__)
 

@@ -2,12 +2,10 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import run_with_pytorch
 
 from tests.scripts import BENCHMARKS, script
 
@@ -69,6 +67,7 @@ def test_the_document_needs_no_matplotlib(tmp_path):
     """In a process of its own: another test may have imported it here."""
     code = """
 import importlib.util, sys
+sys.path.insert(0, sys.argv[2])
 sys.modules["matplotlib"] = None
 spec = importlib.util.spec_from_file_location("report", sys.argv[1])
 report = importlib.util.module_from_spec(spec)
@@ -76,8 +75,8 @@ spec.loader.exec_module(report)
 result = report.read(report.RESULTS / "gemm_bf16_h100.json")
 report.document([result], [], [], report.read_causes(report.CAUSES), report.OUT)
 """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", code, BENCHMARKS / "report.py"], check=True, env=environment)
+    done = run_with_pytorch(code, BENCHMARKS / "report.py", ROOT)
+    assert done.returncode == 0, done.stderr
 
 
 def test_no_cause_is_stale(committed):

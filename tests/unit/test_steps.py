@@ -18,7 +18,7 @@ from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.kinds.arrays import Extents
 from cutlass_ops.tuner.tuning import signature_at
-from tests.sampling import sampled
+from tests.sampling import in_turn
 
 pytestmark = pytest.mark.usefixtures("session")
 
@@ -43,7 +43,7 @@ def weights(seed, count):
     return list(zip(extents[::2], extents[1::2], strict=True))
 
 
-@pytest.mark.parametrize(("name", "seed"), sampled(2, SIGNATURES, range(6)))
+@pytest.mark.parametrize(("name", "seed"), in_turn(SIGNATURES, range(6)))
 def test_the_steps_have_the_fastest_kernel_at_every_number_of_rows(name, seed):
     (weight,) = weights(f"{name} {seed}", 1)
     policy = policies.policy(*SIGNATURES[name])
