@@ -1,7 +1,9 @@
 """The operations of the epilogue language stand in ``co.e``, and not among what completion and ``import *`` offer."""
 
 import builtins
+import importlib
 import inspect
+import pkgutil
 
 import pytest
 from processes import run_with_pytorch
@@ -12,8 +14,9 @@ from cutlass_ops.epilogue import functions
 
 OPERATIONS = [
     name
-    for name, value in vars(functions).items()
-    if inspect.isfunction(value) and value.__module__ == functions.__name__
+    for subject in pkgutil.iter_modules(functions.__path__, f"{functions.__name__}.")
+    for name, value in vars(importlib.import_module(subject.name)).items()
+    if inspect.isfunction(value) and value.__module__ == subject.name
 ]
 ANNOTATIONS = ["Col", "Integer", "Product", "Row", "Scalar", "Tile"]
 
