@@ -12,8 +12,9 @@ from processes import run_with_pytorch
 
 from cutlass_ops.artifacts import loader
 from cutlass_ops.artifacts.compiled import Compiled
+from cutlass_ops.artifacts.entry import identity_key
 from cutlass_ops.artifacts.loader import Reason, load, refusal
-from cutlass_ops.artifacts.store import KernelStore, identity_key
+from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base import arch
 from cutlass_ops.base.errors import LoadError, ToolchainError
 from cutlass_ops.base.sass import count_opcodes

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from fake_toolkit import HMMA, library, sm80_spec
 
-from cutlass_ops.artifacts import store as store_module
+from cutlass_ops.artifacts import entry as entry_module
 from cutlass_ops.artifacts.compiled import Compiled
-from cutlass_ops.artifacts.store import Artifact, KernelStore, identity_key, open_entry
+from cutlass_ops.artifacts.entry import Artifact, identity_key, open_entry
+from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base.errors import LoadError
 from cutlass_ops.compilation import identity
 from cutlass_ops.compilation.identity import kernel_identity
@@ -188,13 +189,13 @@ def test_what_belongs_to_another_user_is_a_miss(store, put, which):
 def reads(monkeypatch):
     """Count the files that are read."""
     found = []
-    read = store_module.read_private
+    read = entry_module.read_private
 
     def count(path, **more):
         found.append(path)
         return read(path, **more)
 
-    monkeypatch.setattr(store_module, "read_private", count)
+    monkeypatch.setattr(entry_module, "read_private", count)
     return found
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from fake_toolkit import FakeToolkit, sm80_spec
 
-from cutlass_ops.artifacts.store import identity_key
+from cutlass_ops.artifacts.entry import identity_key
 from cutlass_ops.base import resources
 from cutlass_ops.compilation import identity
 from cutlass_ops.compilation.identity import kernel_key

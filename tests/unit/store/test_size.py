@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from fake_toolkit import HMMA, library, sm80_spec
 
+from cutlass_ops.artifacts import entry as entry_module
 from cutlass_ops.artifacts import store as store_module
 from cutlass_ops.base import recency
 from cutlass_ops.base.errors import LoadError
@@ -122,15 +123,15 @@ def test_a_kernel_used_since_it_was_looked_at_stays(store, put, monkeypatch):
 
 def test_a_kernel_that_is_removed_while_it_is_looked_up_is_a_miss(store, put, monkeypatch, caplog):
     artifact = put()
-    whole = store_module._read_manifest
+    whole = entry_module._read_manifest
 
     def read(folder):
-        monkeypatch.setattr(store_module, "_read_manifest", whole)
+        monkeypatch.setattr(entry_module, "_read_manifest", whole)
         found = whole(folder)
         store.discard(folder)
         return found
 
-    monkeypatch.setattr(store_module, "_read_manifest", read)
+    monkeypatch.setattr(entry_module, "_read_manifest", read)
     with caplog.at_level(logging.DEBUG):
         assert store.lookup(artifact.key) is None
     assert caplog.text == ""
@@ -138,10 +139,10 @@ def test_a_kernel_that_is_removed_while_it_is_looked_up_is_a_miss(store, put, mo
 
 def test_a_kernel_that_is_removed_and_made_again_while_it_is_looked_up_is_found(store, put, monkeypatch):
     artifact = put()
-    whole = store_module._read_manifest
+    whole = entry_module._read_manifest
 
     def read(folder):
-        monkeypatch.setattr(store_module, "_read_manifest", whole)
+        monkeypatch.setattr(entry_module, "_read_manifest", whole)
         found = whole(folder)
         # Two of them, so that its inode is another one.
         kept = folder.with_name("kept")
@@ -151,7 +152,7 @@ def test_a_kernel_that_is_removed_and_made_again_while_it_is_looked_up_is_found(
         (folder / "kernel.so").chmod(0o600)
         return found | {"files": {"kernel.so": {"size": 1, "sha256": ""}, "kernel.cu": {"size": 1, "sha256": ""}}}
 
-    monkeypatch.setattr(store_module, "_read_manifest", read)
+    monkeypatch.setattr(entry_module, "_read_manifest", read)
     assert store.lookup(artifact.key) == artifact
 
 
