@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.base import arch
+from cutlass_ops.base.errors import UnsupportedError
 from cutlass_ops.base.mma import mma_of
 from cutlass_ops.declare.config import Config, Ordered
 from cutlass_ops.declare.device import Device
@@ -141,14 +142,20 @@ def specs_for(signature: OpSignature, device: Device, n: int, k: int) -> tuple[K
 
 
 def choose(signature: OpSignature, device: Device, problem: Problem) -> tuple[KernelSpec, TileOrder]:
-    """Return the kernel that serves a problem, and the order of its tiles.
+    """Return a decision's kernel and the order of its tiles, even if a peer serves instead.
 
-    For the tuner, catalogues and benchmarks: some kernel must serve the signature, and peers are not considered.
+    For the tuner, catalogues and benchmarks, which ask for what some kernel must serve.
+
+    Raises
+    ------
+    UnsupportedError
+        If no kernel serves the signature on the device, or none can be launched at the problem.
     """
-    chosen = chosen_in_bundle(signature, device, problem)
-    if chosen is None:
-        chosen, _ = _policy(signature, device).serves(problem)
-    return device.spec(signature, chosen.config), chosen.order
+    decision = decide(signature, device, problem)
+    if decision is None:
+        what = f"a GEMM of a {signature.a}, b {signature.b} and d {signature.d}"
+        raise UnsupportedError(unserved(what, signature, device, device.name))
+    return decision.spec, decision.order
 
 
 def chosen_in_bundle(signature: OpSignature, device: Device, problem: Problem) -> Ordered | None:

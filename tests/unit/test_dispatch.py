@@ -580,6 +580,14 @@ def test_older_devices_get_kernels_for_their_own_target(capability):
     assert {type(s.config) for s in specs} == {Sm80Config, GemvConfig}
 
 
+def test_a_choice_is_the_decisions_kernel():
+    for problem in (Problem(1, 4096, 4096), ODD):
+        decision = dispatch.decide(signature(), H100, problem)
+        assert chosen(problem) == (decision.spec, decision.order)
+    with pytest.raises(co.UnsupportedError, match=r"no kernel supports a GEMM of a bf16\.row, .* capability 10\.0"):
+        chosen(ODD, device=Device((10, 0), 148, "NVIDIA B200"))
+
+
 @pytest.mark.parametrize("capability", [(7, 5), (10, 0), (12, 0)])
 def test_a_device_without_a_target_has_no_candidates(capability):
     assert dispatch.specs(signature(), Device(capability, 100)) == ()
