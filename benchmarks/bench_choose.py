@@ -69,7 +69,7 @@ def times(signature: OpSignature, device: Device) -> tuple[float, float, float]:
     """Return the milliseconds of the first choice of a signature, of a weight's kernels, and of a number of rows."""
     first, weights, rows = [], [], []
     for _ in range(TRIES):
-        policies.forget()
+        policies.forget(shipped=True)
         first.append(took(lambda: policies.policy(signature, device)))
         for n, k in WEIGHTS:
             weights.append(took(lambda n=n, k=k: decide(signature, device, Problem(1, n, k))))
@@ -79,7 +79,7 @@ def times(signature: OpSignature, device: Device) -> tuple[float, float, float]:
 
 def memory(signature: OpSignature, device: Device) -> float:
     """Return the MB that are kept for many weights, once they were decided at many numbers of rows."""
-    policies.forget()
+    policies.forget(shipped=True)
     dispatch.decide(signature, device, Problem(1, 64, 64))
     tracemalloc.start()
     for n, k in MANY_WEIGHTS:

@@ -165,12 +165,12 @@ class Part:
             return table and replace(table, points=tuple(p for p in table.points if self._counts(p.problem)))
 
         policies._shipped = less
-        policies.forget()
+        policies.forget(shipped=True)
         try:
             yield
         finally:
             policies._shipped = shipped
-            policies.forget()
+            policies.forget(shipped=True)
 
     def _counts(self, problem: Problem) -> bool:
         return (problem.n, problem.k) not in self.weights or problem in self.tuned

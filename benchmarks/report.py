@@ -11,19 +11,41 @@ A row's ratio is the peer's time over ours: above 1, ours is faster. Rows of ben
 from __future__ import annotations
 
 import argparse
-import hashlib
-import itertools
 import json
 import os
 import re
-import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import tomllib
-
-from cutlass_ops.declare.chips import CHIPS
+from report_plots import (
+    Figure,
+    draw,
+    figures,
+    overview_figure,
+    plot_path,
+    ratio_figure,
+    roofline_figure,
+    roofline_text,
+)
+from report_results import (
+    Case,
+    Extents,
+    Line,
+    Result,
+    Row,
+    about,
+    case,
+    cause,
+    free,
+    losses,
+    problem,
+    read,
+    read_causes,
+    shape,
+    summary,
+    weights,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -32,14 +54,6 @@ STALE = ROOT / "benchmarks" / "stale.json"
 OUT = ROOT / "docs" / "performance.md"
 README = ROOT / "README.md"
 
-UNKNOWN = "cause unknown"
-ELEMENT_BYTES = {"bf16": 2, "f16": 2}
-
-Row = dict[str, Any]
-Extents = tuple[int, int, int]
-
-_DEFAULTS = {"set": "grid", "layout": "row-col"}
-_EXACT = ("result", "set", "op", "dtype", "layout", "m", "n", "k", "kernel")
 
 INTRODUCTION = """\
 # Performance
@@ -96,15 +110,6 @@ SUMMARY = """\
 
 # README.md has this between its two marks.
 MARKS = "<!-- speed: written by benchmarks/report.py -->", "<!-- speed ends -->"
-OVERVIEW = "overview"
-
-
-class Line(NamedTuple):
-    """A line of README.md's table: its title, its file of results, and the majors of A and B."""
-
-    title: str
-    result: str
-    layout: str = "row-col"
 
 
 LINES = (
@@ -120,156 +125,6 @@ LINES = (
     Line("bias + ReLU, BF16", "gemm_last_h100"),
     Line("plain GEMM, BF16", "gemm_last_plain_h100"),
 )
-
-
-class Case(NamedTuple):
-    """The common properties of a table's rows."""
-
-    set: str
-    op: str
-    dtype: str
-    layout: str
-
-    def __str__(self) -> str:
-        return f"{self.op}, {self.dtype}, {self.layout}, {self.set}"
-
-
-class Result(NamedTuple):
-    """One file of GEMM results: its path, its top level without the rows, and the rows with all fields."""
-
-    path: Path
-    head: dict[str, Any]
-    rows: list[Row]
-
-    @property
-    def name(self) -> str:
-        """The file's name without its ending, as causes.toml and the plots use it."""
-        return self.path.stem
-
-    def cases(self) -> dict[Case, list[Row]]:
-        """Return the rows of each case, in the file's order."""
-        found: dict[Case, list[Row]] = {}
-        for row in self.rows:
-            found.setdefault(case(row), []).append(row)
-        return found
-
-
-class Figure(NamedTuple):
-    """A plot as plain data, so that a test can tell a stale one without matplotlib."""
-
-    name: str
-    kind: str
-    title: str
-    series: dict[str, list[tuple[float, float]]]
-    ceilings: tuple[float, float] | None = None
-
-    def digest(self) -> str:
-        """Return a hash of all that is plotted; it is written into the SVG."""
-        return hashlib.sha256(json.dumps(self).encode()).hexdigest()
-
-
-# ---- reading
-
-
-def read(path: Path) -> Result:
-    """Read a file of GEMM results and complete its rows.
-
-    Raises
-    ------
-    SystemExit
-        If a case has a shape twice, since a matrix would hide one of them.
-    """
-    data = json.loads(path.read_text())
-    rows = [{**_DEFAULTS, **row} for row in data.pop("rows")]
-    seen = set()
-    for row in rows:
-        if (key := (case(row), problem(row))) in seen:
-            raise SystemExit(f"{path} has {key[0]}, {shape(row)} twice")
-        seen.add(key)
-    return Result(path, data, rows)
-
-
-def read_causes(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the entries of causes.toml, under "about" and "cause".
-
-    Raises
-    ------
-    SystemExit
-        If a key is unknown, since a misspelt condition would match too much.
-    """
-    entries = {"about": [], "cause": [], **tomllib.loads(path.read_text())}
-    keys = {"about": {"result", "geomean", "text"}, "cause": {*_EXACT, "ratio", "text"}}
-    for kind, members in entries.items():
-        for entry in members:
-            if unknown := set(entry) - keys.get(kind, set()):
-                raise SystemExit(f"{path}: unknown {', '.join(sorted(unknown))} in [[{kind}]]")
-    return entries
-
-
-def case(row: Row) -> Case:
-    """Return the case that a row belongs to."""
-    return Case(row["set"], row["op"], row["dtype"], row["layout"])
-
-
-def problem(row: Row) -> Extents:
-    """Return M, N and K."""
-    return row["m"], row["n"], row["k"]
-
-
-def shape(row: Row) -> str:
-    """Return M, N and K as text."""
-    return "×".join(map(str, problem(row)))
-
-
-# ---- summaries and losses
-
-
-def ratios(rows: Iterable[Row]) -> list[float]:
-    """Return the rows' ratios."""
-    return [row["ratio_to_best_peer"] for row in rows]
-
-
-def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the number of shapes, geometric mean, worst row, and how many ratios are at least 1 and 0.99."""
-    each = ratios(rows)
-    return {
-        "shapes": len(rows),
-        "geomean": statistics.geometric_mean(each),
-        "worst": min(rows, key=lambda row: row["ratio_to_best_peer"]),
-        "from_1": sum(ratio >= 1 for ratio in each),
-        "from_0.99": sum(ratio >= 0.99 for ratio in each),
-    }
-
-
-def free(rows: Sequence[Row]) -> float | None:
-    """Return the geometric mean, had ours taken no longer than our GEMM alone; None if that was not measured."""
-    if any("plain_over_ours" not in row for row in rows):
-        return None
-    return statistics.geometric_mean(row["ratio_to_best_peer"] / min(1.0, row["plain_over_ours"]) for row in rows)
-
-
-def losses(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows with a ratio below 1, worst first."""
-    return sorted((row for row in rows if row["ratio_to_best_peer"] < 1), key=lambda row: row["ratio_to_best_peer"])
-
-
-def matches(entry: dict[str, Any], name: str, row: Row) -> bool:
-    """Whether a cause's conditions hold for a row of the result of this name."""
-    facts = {**row, "result": name}
-    low, high = entry.get("ratio", (0.0, 1.0))
-    return low <= row["ratio_to_best_peer"] <= high and all(facts[key] == entry[key] for key in _EXACT if key in entry)
-
-
-def cause(entries: Sequence[dict[str, Any]], name: str, row: Row) -> str:
-    """Return the text of the first cause that matches a loss, or that there is none."""
-    return next((entry["text"].strip() for entry in entries if matches(entry, name, row)), UNKNOWN)
-
-
-def about(entries: Sequence[dict[str, Any]], result: Result) -> str | None:
-    """Return causes.toml's text on a result's circumstances, if there is one."""
-    geomean = round(statistics.geometric_mean(ratios(result.rows)), 3)
-    texts = [e["text"].strip() for e in entries if e["result"] == result.name and e["geomean"] == geomean]
-    return texts[0] if texts else None
 
 
 def others(name: str) -> str | None:
@@ -402,11 +257,6 @@ def matrix(rows: Sequence[Row]) -> str:
     lines = [(f"{n}×{k}", *(cell((m, n, k)) for m in columns)) for n, k in weights(rows)]
     corner = "N×K \\ M"
     return table((corner, *columns), lines, text=[corner])
-
-
-def weights(rows: Iterable[Row]) -> list[tuple[int, int]]:
-    """Return each (N, K) once, in order."""
-    return list(dict.fromkeys((row["n"], row["k"]) for row in rows))
 
 
 def peers(rows: Iterable[Row]) -> list[str]:
@@ -544,151 +394,6 @@ def document(
     for path in compiles:
         parts += compile_section(path, out)
     return "\n\n".join(parts) + "\n"
-
-
-# ---- plots
-
-
-def moved_bytes(row: Row) -> int:
-    """Return the bytes of operands, inputs and D, each once. D has the operands' type, as in bench_gemm.py."""
-    m, n, k = problem(row)
-    elements = m * k + n * k + m * n
-    # An op's name lists its inputs.
-    elements += n if "bias" in row["op"] else 0
-    elements += m * n if "residual" in row["op"] else 0
-    return elements * ELEMENT_BYTES[row["dtype"]]
-
-
-def roofline_point(row: Row) -> tuple[float, float]:
-    """Return FLOP per byte and achieved TFLOP/s."""
-    m, n, k = problem(row)
-    flop = 2 * m * n * k
-    return flop / moved_bytes(row), flop / row["ours_ms"] / 1e9
-
-
-def ceilings(head: dict[str, Any]) -> tuple[float, float] | None:
-    """Return TFLOP/s of the Tensor Cores and TB/s of device memory, or None for an unknown chip."""
-    peaks = CHIPS.get(head["chip"])
-    return (peaks.tflops, peaks.gb_per_s / 1e3) if peaks else None
-
-
-def roofline_text(result: Result) -> str:
-    """Return the description of the roofline plot."""
-    text = "TFLOP/s of ours over arithmetic intensity. Operands, inputs and D are counted once."
-    if (found := ceilings(result.head)) is None:
-        return f"{text} Ceilings of this chip are not known to `cutlass_ops/declare/roofline.py`."
-    compute, memory = found
-    return (
-        f"{text} The ceilings come from `cutlass_ops/declare/roofline.py`: {compute:.0f} TFLOP/s is the peak of the "
-        f"Tensor Cores at their highest clock, {memory:.2f} TB/s the peak of device memory."
-    )
-
-
-def roofline_figure(result: Result) -> Figure:
-    """Return the roofline plot of a file."""
-    series = {str(of): [roofline_point(row) for row in rows] for of, rows in result.cases().items()}
-    title = f"Roofline: {result.head['chip']}, {result.name}"
-    return Figure(f"{result.name}_roofline", "roofline", title, series, ceilings(result.head))
-
-
-def ratio_figure(result: Result, of: Case, rows: Sequence[Row]) -> Figure:
-    """Return the plot of a case's ratios over M, one line for each weight."""
-    series = {
-        f"{n}×{k}": sorted((row["m"], row["ratio_to_best_peer"]) for row in rows if (row["n"], row["k"]) == (n, k))
-        for n, k in weights(rows)
-    }
-    return Figure("_".join((result.name, *of)), "ratio", f"Peer's time / ours: {of}", series)
-
-
-def overview_figure(found: Iterable[tuple[Line, Result, list[Row]]]) -> Figure:
-    """Return README.md's plot: every ratio of its lines over the line's number, the first at the top."""
-    series = {
-        f"{line.title}, {rows[0]['set']}": [(ratio, float(-number)) for ratio in sorted(ratios(rows))]
-        for number, (line, _, rows) in enumerate(found)
-    }
-    return Figure(OVERVIEW, "overview", "Peer's time / ours: every shape, and the geometric mean (bar)", series)
-
-
-def figures(results: Iterable[Result]) -> list[Figure]:
-    """Return all plots of a document, but README.md's."""
-    found = []
-    for result in results:
-        found.append(roofline_figure(result))
-        found += [ratio_figure(result, of, rows) for of, rows in result.cases().items()]
-    return found
-
-
-def plot_path(figure: Figure, out: Path) -> Path:
-    """Return the path of a document's plot, in a folder with the document's name."""
-    return out.with_suffix("") / f"{figure.name}.svg"
-
-
-def draw(figure: Figure, path: Path) -> None:
-    """Draw a figure as SVG: the same bytes from the same data and version of matplotlib."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure as Canvas
-
-    with mpl.rc_context({"svg.hashsalt": "cutlass_ops", "svg.fonttype": "none"}):
-        canvas = Canvas(figsize=(9, 5), layout="constrained")
-        axes = canvas.add_subplot()
-        painters: dict[str, Callable[[Any, Figure], None]] = {
-            "ratio": _draw_ratios,
-            "roofline": _draw_roofline,
-            "overview": _draw_overview,
-        }
-        painters[figure.kind](axes, figure)
-        axes.set_title(figure.title)
-        axes.grid(alpha=0.3)
-        if figure.kind != "overview":
-            canvas.legend(loc="outside right upper", fontsize="small")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        canvas.savefig(path, format="svg", metadata={"Date": None, "Creator": None, "Description": figure.digest()})
-
-
-def _draw_ratios(axes: Any, figure: Figure) -> None:
-    # Thirty lines that can be told apart.
-    styles = itertools.cycle((f"C{colour}", style) for style in ("-", "--", ":") for colour in range(10))
-    for (name, points), (colour, style) in zip(figure.series.items(), styles, strict=False):
-        axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, marker="o", markersize=4, label=name)
-    axes.axhline(1, color="black", linewidth=1)
-    axes.set_xscale("log", base=2)
-    largest = int(max(m for points in figure.series.values() for m, _ in points))
-    powers = [2**p for p in range((largest - 1).bit_length() + 1)]
-    axes.set_xticks(powers, labels=map(str, powers))
-    axes.set(xlabel="M", ylabel="ratio, above 1 ours is faster")
-
-
-def _draw_overview(axes: Any, figure: Figure) -> None:
-    for number, points in enumerate(figure.series.values()):
-        values = [x for x, _ in points]
-        colours = ["C3" if x < 1 else "C0" for x in values]
-        axes.scatter(values, [y for _, y in points], s=14, alpha=0.5, color=colours, linewidths=0)
-        mean = statistics.geometric_mean(values)
-        axes.plot([mean, mean], [-number - 0.35, -number + 0.35], color="black", linewidth=2)
-    axes.axvline(1, color="black", linewidth=1)
-    axes.set_xscale("log")
-    ticks = (0.9, 1.0, 1.1, 1.2, 1.4, 1.7, 2.0, 2.5)
-    axes.set_xticks(ticks, labels=[f"{tick:g}" for tick in ticks])
-    axes.set_xticks([], minor=True)
-    axes.set_yticks([-float(number) for number in range(len(figure.series))], labels=list(figure.series))
-    axes.set(xlabel="ratio, above 1 ours is faster; losses are red")
-
-
-def _draw_roofline(axes: Any, figure: Figure) -> None:
-    for name, points in figure.series.items():
-        axes.scatter(*zip(*points, strict=True), s=12, alpha=0.7, label=name)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    if figure.ceilings is not None:
-        compute, memory = figure.ceilings
-        low = min(x for points in figure.series.values() for x, _ in points)
-        high = max(x for points in figure.series.values() for x, _ in points)
-        ridge = compute / memory
-        axes.plot([low, ridge], [low * memory, compute], color="black", label=f"{memory:.2f} TB/s")
-        axes.plot(
-            [ridge, max(high, ridge)], [compute, compute], color="black", linestyle="--", label=f"{compute:.0f} TFLOP/s"
-        )
-    axes.set(xlabel="arithmetic intensity, FLOP/byte", ylabel="TFLOP/s")
 
 
 # ---- the command

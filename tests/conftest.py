@@ -1,3 +1,5 @@
+import gc
+import os
 import signal
 
 import pytest
@@ -16,6 +18,21 @@ settings.register_profile("quick", deadline=None, max_examples=15)
 
 def pytest_configure(config):
     settings.load_profile("quick" if "not slow" in config.option.markexpr else "all")
+    if getattr(config.option, "numprocesses", None):
+        # Workers, which are started after this, compute with one thread each: more threads than cores wait for each
+        # other busily.
+        for library in ("OMP", "OPENBLAS", "MKL"):
+            os.environ.setdefault(f"{library}_NUM_THREADS", "1")
+
+
+def pytest_collection_finish():
+    """Have the garbage collector pass over what lives to the end: PyTorch's millions of objects, and all tests.
+
+    A third of the time of the tests of choices was spent in looking through these.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture

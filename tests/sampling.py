@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import product
 from typing import Any
 
@@ -17,3 +17,13 @@ def sampled(every: int, *values: Iterable[Any]) -> list[Any]:
     """
     quick, slow = (), (pytest.mark.slow,)
     return [pytest.param(*case, marks=slow if at % every else quick) for at, case in enumerate(product(*values))]
+
+
+def in_turn(values: Iterable[Any], others: Sequence[Any]) -> list[Any]:
+    """All pairs as cases of a test: the quick tests take each of the first values with one of the others, in turn."""
+    quick, slow = (), (pytest.mark.slow,)
+    return [
+        pytest.param(value, other, marks=quick if place == at % len(others) else slow)
+        for at, value in enumerate(values)
+        for place, other in enumerate(others)
+    ]

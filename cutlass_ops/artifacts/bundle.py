@@ -11,6 +11,7 @@ from pathlib import Path
 from cutlass_ops._version import TEMPLATE_VERSION
 from cutlass_ops.artifacts import container
 from cutlass_ops.artifacts.container import MANIFEST, SIGNATURE, Container, open_container
+from cutlass_ops.artifacts.entry import LIBRARY, SOURCE, Artifact, identity_key
 from cutlass_ops.artifacts.loader import ABI
 from cutlass_ops.artifacts.manifest import (
     FORMAT,
@@ -24,7 +25,6 @@ from cutlass_ops.artifacts.manifest import (
     table_name,
 )
 from cutlass_ops.artifacts.signing import SIGNATURE_BYTES, PublicKeys, public_key_paths, require_signature, sign
-from cutlass_ops.artifacts.store import LIBRARY, SOURCE, Artifact, identity_key
 from cutlass_ops.base import checked_json, resources
 from cutlass_ops.base.errors import BundleError
 from cutlass_ops.declare.config import Config

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from cutlass_ops.artifacts.bundle import Bundle, BundledKernel, open_bundle
+from cutlass_ops.artifacts.entry import Artifact
 from cutlass_ops.artifacts.installed import Installed
 from cutlass_ops.artifacts.manifest import Choice
 from cutlass_ops.artifacts.signing import PublicKeys
-from cutlass_ops.artifacts.store import Artifact
 from cutlass_ops.base import env, forks
 from cutlass_ops.base.errors import BundleError
 from cutlass_ops.base.session import Part, Session

@@ -19,7 +19,7 @@ from enum import IntEnum
 from pathlib import Path
 from types import ModuleType
 
-from cutlass_ops.artifacts.store import Artifact
+from cutlass_ops.artifacts.entry import Artifact
 from cutlass_ops.base import arch, env, forks, linkage
 from cutlass_ops.base.errors import LoadError
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from cutlass_ops.artifacts.bundle import manifest_of, open_bundle, write_bundle
+from cutlass_ops.artifacts.entry import Artifact, identity_key, source_part
 from cutlass_ops.artifacts.signing import require_pair, require_public_keys
-from cutlass_ops.artifacts.store import Artifact, identity_key, source_part
 from cutlass_ops.base import claims, env, forks
 from cutlass_ops.base.errors import BundleError, CompileError, CutlassOpsError
 from cutlass_ops.base.remote_files import RemoteFiles, TooLarge, Unreachable

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fnmatch
-import hashlib
 import json
 import logging
 import math
@@ -25,32 +24,34 @@ import stat
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cutlass_ops.artifacts.container import MAX_FILE
+from cutlass_ops.artifacts.entry import (
+    FORMAT,
+    LIBRARY,
+    MANIFEST,
+    SOURCE,
+    Artifact,
+    identity_key,
+    open_entry,
+    sha256,
+    source_key,
+)
 from cutlass_ops.artifacts.index import Index
-from cutlass_ops.base import checked_json, env, locks, recency, resources
+from cutlass_ops.base import env, locks, recency, resources
 from cutlass_ops.base.errors import LoadError, StoreError
-from cutlass_ops.base.private import read_private, require_private
+from cutlass_ops.base.private import require_private
 from cutlass_ops.base.recency import Use
 from cutlass_ops.base.session import cached
-from cutlass_ops.declare.spec import KernelSpec
 
 if TYPE_CHECKING:
     from cutlass_ops.artifacts.compiled import Compiled
 
-FORMAT = 1  # of the manifest
-
-LIBRARY = "kernel.so"
-SOURCE = "kernel.cu"
-MANIFEST = "manifest.json"
-
 _KEY = "[0-9a-f]" * 64
-_MAX_MANIFEST = 1 << 20  # bytes
 # Limits on the failed builds that are kept: their number and their bytes.
 _MOST_FAILED = 100
 _MAX_FAILED = 100_000_000
@@ -58,200 +59,6 @@ _MAX_FAILED = 100_000_000
 _MEASURED_PARTS = 64
 
 _log = logging.getLogger("cutlass_ops")
-
-
-def identity_key(identity: Mapping[str, Any]) -> str:
-    """Return the key of an identity: the SHA-256 of its canonical JSON.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If JSON cannot hold the identity.
-    """
-    text = json.dumps(identity, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return _sha256(text.encode())
-
-
-def source_part(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of an identity that is known without a compiler."""
-    return {name: value for name, value in identity.items() if name != "toolchain"}
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-@dataclass(frozen=True)
-class Artifact:
-    """One compiled kernel on disk. It was complete when it was looked up.
-
-    Attributes
-    ----------
-    key : str
-        Hash of everything that changes the binary.
-    folder : Path
-        Folder of its files.
-    sha256 : str
-        SHA-256 of the library, checked again before loading.
-    manifest : mapping
-        ``identity`` (what the key hashes), ``files``, ``sass`` (opcode counts), ``resources``, ``created``,
-        ``compile_seconds``, ``library_version``; and ``fetched_from``, a URL, if another machine compiled it.
-    again : callable, optional
-        Rebuilds a kernel that was removed from the store. It takes a function, calls it with the new artifact before
-        another process can remove that, and returns the result.
-    """
-
-    key: str
-    folder: Path
-    sha256: str
-    manifest: Mapping[str, Any] = field(compare=False, repr=False)
-    again: Callable[[Callable[[Artifact], Any]], Any] | None = field(
-        default=None, compare=False, repr=False, kw_only=True
-    )
-
-    @property
-    def library(self) -> Path:
-        """The shared library."""
-        return self.folder / LIBRARY
-
-    @property
-    def where(self) -> str:
-        """The library's location, for messages."""
-        return str(self.library)
-
-    @property
-    def origin(self) -> str:
-        """Where the kernel comes from, in words."""
-        url = self.manifest.get("fetched_from")
-        return "compiled here" if url is None else f"fetched from {url}"
-
-    @property
-    def size(self) -> int:
-        """Size of the library in bytes."""
-        return int(self.manifest["files"][LIBRARY]["size"])
-
-    def read_library(self) -> bytes:
-        """Read the library and check it against the manifest again.
-
-        Raises
-        ------
-        LoadError
-            If it does not match.
-        CutlassOpsError
-            If it was removed and cannot be built again.
-        """
-        return self._read(LIBRARY)
-
-    def read_source(self) -> bytes:
-        """Read and check the source. Errors are those of :meth:`read_library`."""
-        return self._read(SOURCE)
-
-    def present(self) -> Artifact:
-        """Mark the kernel as used and return it; rebuild it first if it was removed.
-
-        Call this before reading the files directly.
-        """
-        if self.again is None:
-            return self
-        if os.path.lexists(self.folder):
-            recency.touch(self.folder)
-            return self
-        found: Artifact = self.again(lambda artifact: artifact)
-        return found
-
-    def _read(self, name: str) -> bytes:
-        data: bytes | None = self._read_here(name)
-        if data is None and self.again is not None:
-            data = self.again(lambda artifact: artifact._read_here(name))
-        if data is None:
-            raise LoadError(f"{self.folder / name} cannot be read: it was removed since it was looked up")
-        return data
-
-    def _read_here(self, name: str) -> bytes | None:
-        """Read a file and check it; return None if it is missing."""
-        expected, path = self.manifest["files"][name], self.folder / name
-        try:
-            data = read_private(path, limit=expected["size"])
-        except FileNotFoundError:
-            return None
-        except OSError as exc:
-            raise LoadError(f"{path} cannot be read: {exc}") from None
-        if _sha256(data) != expected["sha256"]:
-            raise LoadError(f"{path} changed since it was looked up: its SHA-256 does not match the manifest")
-        return data
-
-    @property
-    def source(self) -> Path:
-        """Path of the C++ source."""
-        return self.folder / SOURCE
-
-    @property
-    def target(self) -> str:
-        """The machine-code target."""
-        return str(self.manifest["identity"]["target"])
-
-    @property
-    def spec(self) -> KernelSpec:
-        """The declaration.
-
-        Raises
-        ------
-        ConfigError
-            If this version of the library cannot read it.
-        """
-        return KernelSpec.from_json(self.manifest["identity"]["spec"])
-
-
-def open_entry(folder: Path) -> Artifact:
-    """Read one entry and check its manifest, owner, sizes and hashes.
-
-    Raises
-    ------
-    LoadError
-        If a check fails. The message says which.
-    """
-    try:
-        info = folder.lstat()
-        if not stat.S_ISDIR(info.st_mode):
-            raise LoadError(f"{folder} is not a folder, or is a link")
-        require_private(info, folder)
-        manifest = _read_manifest(folder)
-        for name in (LIBRARY, SOURCE):
-            expected = manifest["files"][name]
-            data = read_private(folder / name, limit=expected["size"])
-            if len(data) != expected["size"] or _sha256(data) != expected["sha256"]:
-                raise LoadError(f"{folder / name} ({len(data)} bytes) does not match its manifest")
-    except OSError as exc:
-        raise LoadError(f"{folder} cannot be read: {exc}") from None
-    return Artifact(folder.name, folder, manifest["files"][LIBRARY]["sha256"], manifest)
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    path = folder / MANIFEST
-    text = read_private(path, limit=_MAX_MANIFEST)
-    if len(text) > _MAX_MANIFEST:
-        raise LoadError(f"{path} is too large for a manifest")
-    try:
-        data = checked_json.parsed(text, "it", _MAX_MANIFEST)
-        key = identity_key(data["identity"])
-        files = data["files"]
-        good = (
-            data["format"] == FORMAT
-            and key == data["key"] == folder.name
-            and isinstance(data["identity"]["target"], str)
-            and isinstance(data["identity"]["toolchain"]["nvcc"], str)
-            and isinstance(data["sass"], dict)
-            and isinstance(data["resources"], list)
-            and set(files) == {LIBRARY, SOURCE}
-            and all(type(f["size"]) is int and 0 <= f["size"] <= MAX_FILE for f in files.values())
-            and all(isinstance(f["sha256"], str) for f in files.values())
-            and isinstance(data.get("fetched_from", ""), str)
-        )
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
-        raise LoadError(f"{path} is not a manifest: {exc!r}") from None
-    if not good:
-        raise LoadError(f"{path} is the manifest of another kernel or of another format")
-    return dict(data)
 
 
 class KernelStore:
@@ -427,7 +234,7 @@ class KernelStore:
             "format": FORMAT,
             "key": key,
             "identity": dict(identity),
-            "files": {name: {"sha256": _sha256(data), "size": len(data)} for name, data in files.items()},
+            "files": {name: {"sha256": sha256(data), "size": len(data)} for name, data in files.items()},
             "sass": dict(sass),
             "resources": list(compiled.resources),
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -681,15 +488,7 @@ def _added() -> dict[Path, int]:
 
 @cached(maxsize=8)
 def _index(folder: Path) -> Index:
-    return Index(folder, _source_key)
-
-
-def _source_key(folder: Path) -> str | None:
-    try:
-        identity = _read_manifest(folder)["identity"]
-    except LoadError:
-        return None
-    return identity_key(source_part(identity))
+    return Index(folder, source_key)
 
 
 def _inode(path: Path) -> int | None:

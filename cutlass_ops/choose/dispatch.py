@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from cutlass_ops.base import arch
+from cutlass_ops.base.errors import UnsupportedError
 from cutlass_ops.base.mma import mma_of
 from cutlass_ops.choose import limits
 from cutlass_ops.declare.config import Config
@@ -141,13 +142,20 @@ def specs_for(signature: OpSignature, device: Device, n: int, k: int) -> tuple[K
 
 
 def choose(signature: OpSignature, device: Device, problem: Problem) -> tuple[KernelSpec, TileOrder]:
-    """Return the kernel that serves a problem, and the order of its tiles.
+    """Return a decision's kernel and the order of its tiles, even if a peer serves instead.
 
-    For the tuner, catalogues and benchmarks: some kernel must serve the signature, and peers are not considered.
+    For the tuner, catalogues and benchmarks, which ask for what some kernel must serve.
+
+    Raises
+    ------
+    UnsupportedError
+        If no kernel serves the signature on the device, or none can be launched at the problem.
     """
-    bundled = limits.chosen(signature, device.capability, problem)
-    chosen = _policy(signature, device).serves(problem)[0] if bundled is None else bundled.ordered
-    return device.spec(signature, chosen.config), chosen.order
+    decision = decide(signature, device, problem)
+    if decision is None:
+        what = f"a GEMM of a {signature.a}, b {signature.b} and d {signature.d}"
+        raise UnsupportedError(unserved(what, signature, device, device.name))
+    return decision.spec, decision.order
 
 
 # Imported late: tables and models take as long to import as everything that a bundled call needs.

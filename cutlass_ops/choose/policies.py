@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -164,8 +164,13 @@ class Policy:
         UnsupportedError
             If none of the kernels can be launched at the problem.
         """
-        weight = weight_of(self, problem.n, problem.k, problem.count)
+        weight = self.weight_of(problem.n, problem.k, problem.count)
         return weight.serves(problem) or self.choose(problem).ordered, weight
+
+    @cached_property
+    def weight_of(self) -> Callable[[int, int, int], Weight]:
+        """What so many weights (N, K) need at any number of rows: decided once, and kept as long as the policy."""
+        return lru_cache(maxsize=4096)(partial(_weight_of, self))
 
     @cached_property
     def measured_rows(self) -> Mapping[tuple[int, int, int], frozenset[int]]:
@@ -244,11 +249,10 @@ class Weight:
 
 def kept(policy: Policy, n: int, k: int, count: int) -> tuple[Config, ...]:
     """Return the kernels that so many weights (N, K) may need at any number of rows."""
-    return weight_of(policy, n, k, count).kept
+    return policy.weight_of(n, k, count).kept
 
 
-@cached(maxsize=4096)
-def weight_of(policy: Policy, n: int, k: int, count: int) -> Weight:
+def _weight_of(policy: Policy, n: int, k: int, count: int) -> Weight:
     """Decide what so many weights (N, K) need at any number of rows."""
     if not policy.kernels:
         return Weight(policy, (), Steps((1,), (-1,)), {}, {})
@@ -307,10 +311,19 @@ def _costs(reached: Floats, losses: Floats, slack: Floats) -> Floats:
     return found
 
 
-def forget() -> None:
-    """Clear the caches, so that the user's tables are read again."""
-    for each in (_policy, weight_of, warn_once):
+def forget(*, shipped: bool = False) -> None:
+    """Clear the caches, so that the user's tables are read again.
+
+    Parameters
+    ----------
+    shipped : bool
+        Also forget what follows from the package's tables alone. Nothing changes them while a process runs, so only
+        those who measure or test a first choice need it.
+    """
+    for each in (_policy, warn_once):
         each.cache_clear()
+    if shipped:
+        _of_package.cache_clear()
 
 
 def policy(signature: OpSignature, device: Device) -> Policy:
@@ -329,6 +342,18 @@ def _policy(signature: OpSignature, device: Device, bundled: tuple[Config, ...],
     if arch.target_for(device.capability, wgmma=False) is None:
         return Policy.of((), signature, device, ())
     own = _own(signature, device)
+    if not bundled and own is _shipped(device.name, signature):
+        return _of_package(signature, device)
+    return _of_tables(signature, device, bundled, own)
+
+
+@lru_cache(maxsize=256)
+def _of_package(signature: OpSignature, device: Device) -> Policy:
+    """Return the policy of the package's tables alone: the same in every session."""
+    return _of_tables(signature, device, (), _shipped(device.name, signature))
+
+
+def _of_tables(signature: OpSignature, device: Device, bundled: tuple[Config, ...], own: Table | None) -> Policy:
     mine = (own,) if own else ()
 
     def allowed(pool: Iterable[Config]) -> Iterator[Config]:
@@ -546,7 +571,8 @@ def _later(
     pools = Pool.of(index, theirs), Pool.of(index, mine)
     places = np.array([index[config] for _, config in raced], np.int64)
     problems = [problem for problem, _ in raced]
-    later = pools[1].besides_of(places, Extents.of(list(map(ours, problems))), device)
+    translated = {problem: ours(problem) for problem in dict.fromkeys(problems)}
+    later = pools[1].besides_of(places, Extents.of([translated[problem] for problem in problems]), device)
     return later - pools[0].besides_of(places, Extents.of(problems), device)
 
 

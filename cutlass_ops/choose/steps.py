@@ -19,27 +19,31 @@ from cutlass_ops.base.dtypes import bf16
 from cutlass_ops.choose.knowledge import Foretold, Knowledge
 from cutlass_ops.kinds.arrays import Extents, Flags, Floats, Places
 
-# Numbers of rows up to which there are steps. Beyond, a GEMM takes longer than its choice.
+# Steps end at this number of rows. With more rows, a GEMM takes longer than choosing its kernel.
 MOST_ROWS = 1 << 13
-# Up to so many rows, times are computed at each number of rows, and not interpolated.
+# Up to this many rows, times are computed at each number of rows instead of interpolated.
 _EACH = 256
-# A kernel may be the fastest between two numbers of rows if, at one of them, it is no further behind what some kernel
-# reaches at both. The relative distance of the two is added: corrections by measurements change over it.
+# A kernel is considered between two numbers of rows if, at one of them, its time is at most this part above the best
+# time that some kernel keeps at both. The relative distance of the two numbers is added to this part, since corrections
+# by measurements change with distance.
 _BEHIND = 0.02
-# The same between pieces whose times are computed.
+# The same for pieces whose times were computed.
 _BEHIND_PIECE = 0.002
-# Relative errors of times that are interpolated, and of those that are computed: :class:`Notes` sums in FP32.
+# Relative errors of interpolated and of computed times. Computed ones have errors too: :class:`Notes` sums in FP32.
 _INTERPOLATED, _COMPUTED = 1e-4, 1e-6
-# Error of an interpolated mean error, as a part of it, beside its change from one end of the interval to the other.
+# The model's mean error is interpolated as well. Its own error is its change over the interval, plus this part of it.
 _OF_MEANS = 0.02
-# Numbers of rows that are a multiple of so many have lines of A that meet the L2 cache's, if they lie along M.
+# If A's lines lie along M, they begin where the L2 cache's lines do if the number of rows is a multiple of this.
 _LINE = arch.CACHE_LINE_BYTES // bf16.bytes
 _UNDECIDED = -1
 
 
 def rows_for(knowledge: Knowledge) -> set[int]:
-    """Return numbers of rows at which times have to be foretold, besides those at most a thirty-second apart."""
-    # From one of few rows to the next, the mean of the model's errors changes most.
+    """Return the numbers of rows at which times must be foretold in addition to the policies' own.
+
+    Those of the policies are at most a thirty-second apart.
+    """
+    # With few rows, the model's mean error changes most from one number to the next.
     found = {*range(1, 33)}
     if _has_lines_along_m(knowledge):
         # Each multiple of a line is a case of its own.
@@ -95,7 +99,7 @@ class Steps:
         search = _Search(knowledge, np.asarray(kept), foretold.part(smooth), problems.part(smooth))
         rows, kernels = search.between()
         each[rows - 1] = kernels
-        # At the numbers of rows themselves.
+        # What serves at the foretold numbers of rows themselves.
         times = foretold.times[:, kept]
         best, at = times.argmin(1), np.arange(len(m))
         least = times[at, best]
@@ -118,7 +122,7 @@ class _Pieces(NamedTuple):
     times, by_gpc, errors : array
         The kernel's times there, whether it prefers an order by GPC, and its relative error by that of mean errors.
     bends : array
-        The most that times are off a line between the two, relative to them, of shape (pieces,).
+        The largest relative distance of times from the line between the two, of shape (pieces,).
     """
 
     intervals: Places
@@ -199,7 +203,8 @@ class _Search:
         times[unknown], by_gpc[unknown], errors[unknown] = found
         bends = np.full(len(kernels), _INTERPOLATED)
         if self._knowledge.pool.traits.gathers:
-            # Somewhere a kernel begins to wait for means of A's rows. In the middle, times are off by half or more.
+            # Somewhere in a piece, a kernel begins to wait for means of A's rows, and its times bend. The middle shows
+            # at least half of the largest distance from the line.
             middle, _, _ = self._predicted(rows.mean(0), kernels, intervals)
             bends += 2 * np.abs(middle / times.mean(0) - 1)
         return curves, _Pieces(intervals, kernels, rows, times, by_gpc, errors, bends)
@@ -226,7 +231,7 @@ class _Search:
         fast = low <= np.repeat(np.minimum.reduceat(high, first), counts) * (1 + _BEHIND_PIECE)
         left, many = np.flatnonzero(fast), np.add.reduceat(fast.astype(np.int64), first)
 
-        # Each of these kernels at each number of rows.
+        # The times of these kernels at each number of rows.
         intervals = curves.intervals[first]
         of, number = _numbered(np.diff(self._rows)[intervals] - 1)
         rows = self._rows[intervals[of]] + 1 + number
@@ -244,7 +249,7 @@ class _Search:
         fastest, close = _fastest(at, times, pieces.errors[0, piece], kinds[piece], pieces.bends[piece])
         kernels = _numbers(pieces.kernels, pieces.by_gpc[0])[piece[fastest]]
 
-        # Once more where that does not decide.
+        # Where that does not decide, compute the times of those that are close.
         differ = (pieces.by_gpc[0] != pieces.by_gpc[1])[piece[fastest]]
         unclear = differ | (np.bincount(at, close) > 1)
         again = np.flatnonzero(close & unclear[at])
@@ -264,9 +269,10 @@ def _numbers(kernels: Places, by_gpc: Flags) -> Places:
 
 
 def _fastest(groups: Places, times: Floats, errors: Floats, kinds: Places, bends: Floats) -> tuple[Places, Flags]:
-    """Return the index of the fastest of each group, and which may be the fastest. Groups are in their order.
+    """Return the index of the fastest of each group, and whether each member may be the fastest.
 
-    Errors by the mean error of a kind are alike for its kernels, so that only their difference counts.
+    Members of a group lie together. Kernels of one kind share the error of its mean error, so only the difference of
+    their errors counts.
     """
     first = np.flatnonzero(np.diff(groups, prepend=-1))
     counts = np.diff(first, append=len(times))
@@ -279,6 +285,6 @@ def _fastest(groups: Places, times: Floats, errors: Floats, kinds: Places, bends
 
 
 def _numbered(counts: Places) -> tuple[Places, Places]:
-    """Return each index as often as counted, and the numbers of its occurrences."""
+    """Repeat each index by its count. Return these, and the place of each among its repetitions."""
     which = np.repeat(np.arange(len(counts)), counts)
     return which, np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)

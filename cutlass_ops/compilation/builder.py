@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cutlass_ops.artifacts.compiled import Compiled
+from cutlass_ops.artifacts.entry import LIBRARY, SOURCE, Artifact, identity_key
 from cutlass_ops.artifacts.remote_store import Fetched, RemoteStore, RemoteStores
-from cutlass_ops.artifacts.store import LIBRARY, SOURCE, Artifact, KernelStore, identity_key
+from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base import arch, env, forks, linkage
 from cutlass_ops.base.errors import CompileError, MissingKernelError, StoreError, ToolchainError
 from cutlass_ops.base.progress import Progress, progress

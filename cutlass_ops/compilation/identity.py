@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from cutlass_ops._version import TEMPLATE_VERSION
-from cutlass_ops.artifacts.store import identity_key
+from cutlass_ops.artifacts.entry import identity_key
 from cutlass_ops.base import arch, resources
 from cutlass_ops.compilation.compiler import IMAGE, compile_flags
 from cutlass_ops.compilation.toolchain import Toolchain

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cutlass_ops.artifacts.compiled import Compiled
-from cutlass_ops.artifacts.store import LIBRARY, SOURCE
+from cutlass_ops.artifacts.entry import LIBRARY, SOURCE
 from cutlass_ops.base import arch, env
 from cutlass_ops.base.errors import CompileError, CutlassOpsError, ToolchainError
 from cutlass_ops.compilation.compiler import compile_kernel

@@ -91,11 +91,11 @@ class _Line(NamedTuple):
 
 def _calling_line(file: str | None = None) -> _Line | None:
     """Return the innermost running line of a file; without one, the innermost outside this package."""
-    here = os.path.dirname(__file__)
+    here = os.path.join(os.path.dirname(__file__), "")
     frame = sys._getframe(1) if hasattr(sys, "_getframe") else None
     while frame is not None:
         code = frame.f_code
-        if code.co_filename == file or (file is None and os.path.dirname(code.co_filename) != here):
+        if code.co_filename == file or (file is None and not code.co_filename.startswith(here)):
             return _Line(code.co_name, code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return None

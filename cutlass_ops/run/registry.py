@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from cutlass_ops.artifacts import loader
 from cutlass_ops.artifacts.bundles import Bundles
+from cutlass_ops.artifacts.entry import Artifact
 from cutlass_ops.artifacts.loader import LoadedKernel
-from cutlass_ops.artifacts.store import Artifact
 from cutlass_ops.base import forks
 from cutlass_ops.base.errors import BundleError, MissingKernelError, ToolchainError
 from cutlass_ops.base.session import Part, Session

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cutlass_ops.artifacts.bundle import Bundle, manifest_of, needs, open_bundle, write_bundle
+from cutlass_ops.artifacts.entry import Artifact
 from cutlass_ops.artifacts.installed import GROUP, NAMESPACE, SUFFIX
 from cutlass_ops.artifacts.manifest import Manifest, table_name
-from cutlass_ops.artifacts.store import Artifact, KernelStore
+from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base import checked_json, resources
 from cutlass_ops.base.atomic import replacing
 from cutlass_ops.compilation.builder import build_many

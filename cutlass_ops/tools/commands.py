@@ -21,7 +21,8 @@ import torch
 from cutlass_ops.artifacts import signing
 from cutlass_ops.artifacts.bundle import Bundle, open_bundle
 from cutlass_ops.artifacts.bundles import Bundles
-from cutlass_ops.artifacts.store import Artifact, KernelStore, open_entry
+from cutlass_ops.artifacts.entry import Artifact, open_entry
+from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base import env, executors, resources, writable
 from cutlass_ops.base.errors import ConfigError, LoadError
 from cutlass_ops.choose import tables

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cutlass_ops.artifacts.entry import Artifact, open_entry
 from cutlass_ops.artifacts.loader import load
-from cutlass_ops.artifacts.store import Artifact, open_entry
 from cutlass_ops.base import arch, elf
 from cutlass_ops.base.arch import Target
 from cutlass_ops.base.errors import LoadError

@@ -21,7 +21,7 @@ from typing import Any, get_args
 import torch
 
 from cutlass_ops.artifacts.bundles import Bundles
-from cutlass_ops.artifacts.store import Artifact
+from cutlass_ops.artifacts.entry import Artifact
 from cutlass_ops.base import env, writable
 from cutlass_ops.base.dtypes import dtype as element_named
 from cutlass_ops.base.errors import CompileError, MeasuringError, NoDeviceError, StoreError, UnsupportedError

@@ -40,7 +40,7 @@ def _serve(job: dict[str, Any], device: Any, emit: Emit) -> None:
     import torch
 
     from cutlass_ops.artifacts import loader
-    from cutlass_ops.artifacts.store import open_entry
+    from cutlass_ops.artifacts.entry import open_entry
     from cutlass_ops.choose.tables import signature_from_json
     from cutlass_ops.declare.config import Ordered, config_from_json, config_to_json
     from cutlass_ops.declare.order import TileOrder

@@ -1,4 +1,4 @@
-// Calls single parts of the C++ interface, for test_cpp.py. Nothing here needs a GPU: no address is ever read.
+// Calls single parts of the C++ interface, for the tests in this folder. Nothing here needs a GPU: no address is ever read.
 
 #include <cstdio>
 #include <cstdlib>

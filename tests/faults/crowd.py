@@ -16,7 +16,8 @@ import pytest
 from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
 from signatures import signature
 
-from cutlass_ops.artifacts.store import KernelStore, open_entry
+from cutlass_ops.artifacts.entry import open_entry
+from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base import arch, executors, locks
 from cutlass_ops.compilation.builder import build_artifact, build_many
 from cutlass_ops.compilation.compiler import compile_kernel

@@ -260,5 +260,6 @@ def test_workers_that_do_not_listen_are_killed(processes, monkeypatch):
 
 
 def test_no_scheduler_is_an_error_in_words(monkeypatch):
+    monkeypatch.setattr(executors, "_PATIENCE", 0.2)
     with pytest.raises(ToolchainError, match="no Dask scheduler answers at 127"), executors.named("dask://127.0.0.1:1"):
         pass

@@ -18,6 +18,7 @@ import pytest
 from crowd import LIBRARY, SPECS, left_over, visible
 from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
 
+from cutlass_ops.artifacts import entry as entry_module
 from cutlass_ops.artifacts import store as store_module
 from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base.errors import CompileError, StoreError
@@ -268,13 +269,15 @@ def test_two_formats_of_the_store_share_a_folder(store, toolkit, monkeypatch):
     toolchain = toolkit.find()
     ours = build_artifact(sm80_spec(), source="source", store=store, toolchain=toolchain)
     with monkeypatch.context() as patch:
-        patch.setattr(store_module, "FORMAT", 99)
+        for module in (entry_module, store_module):
+            patch.setattr(module, "FORMAT", 99)
         assert list(store.entries()) == []
         theirs = build_artifact(sm80_spec(), source="source", store=store, toolchain=toolchain)
         assert theirs.folder.parts[-3] == "v99"
     assert list(store.entries()) == [ours]
     assert store.clean() == 1
     with monkeypatch.context() as patch:
-        patch.setattr(store_module, "FORMAT", 99)
+        for module in (entry_module, store_module):
+            patch.setattr(module, "FORMAT", 99)
         assert list(store.entries()) == [theirs]
         assert theirs.read_library()

@@ -199,6 +199,7 @@ def _together(programs: tuple[Program, ...]) -> Epilogue:
     return several
 
 
+@lru_cache(maxsize=1)
 def drawn_specs() -> dict[str, KernelSpec]:
     """Kernels of three kinds in turn; D and all tiles are FP32."""
     configs = (SM80, co.GemvConfig(16, 4, 4), co.Sm90Config(_shape(64, 32, 64), schedule="warp_specialized"))

@@ -186,8 +186,8 @@ def test_frozen_uses_what_is_there_whoever_compiled_it(store, toolchain, monkeyp
 def test_frozen_reads_an_entry_once_however_many_kernels_are_looked_for(store, toolchain, monkeypatch):
     made = build_many(SPECS, store=store, toolchain=toolchain)
     monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
-    read, source_key = [], store_module._source_key
-    monkeypatch.setattr(store_module, "_source_key", lambda folder: read.append(folder) or source_key(folder))
+    read, source_key = [], store_module.source_key
+    monkeypatch.setattr(store_module, "source_key", lambda folder: read.append(folder) or source_key(folder))
     with Session().active():
         for _ in range(3):
             assert build_many(SPECS, store=store) == made

@@ -14,7 +14,7 @@ import pytest
 from fake_toolkit import FakeToolkit, sm80_spec
 from processes import WITHOUT_PYTORCH, ended
 
-from cutlass_ops.artifacts.store import identity_key
+from cutlass_ops.artifacts.entry import identity_key
 from cutlass_ops.base import arch, elf
 from cutlass_ops.base.errors import CompileError, ToolchainError
 from cutlass_ops.compilation import compiler, toolchain

@@ -24,9 +24,7 @@ SHORT = {
     for name, value in PUBLIC.items()
     if isinstance(value, str) or (isinstance(value, type) and issubclass(value, Exception))
 }
-OPERATIONS = [
-    name for name, value in PUBLIC.items() if inspect.isfunction(value) and value.__module__ == functions.__name__
-]
+OPERATIONS = [f"cutlass_ops.e.{name}" for name in functions.__all__]
 
 
 def _documented():

@@ -1,9 +1,6 @@
 """Whatever other threads hold while a process forks, the child can go on."""
 
-import subprocess
-import sys
-
-from processes import WITHOUT_PYTORCH
+from processes import run_with_pytorch
 
 # Every lock that outlives a call is found by following references from modules; then it is held by another thread.
 _SCRIPT = """
@@ -86,7 +83,7 @@ sys.exit(status)
 
 
 def _run(script):
-    return subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True)
+    return run_with_pytorch("import warnings; warnings.simplefilter('ignore')\n" + script)
 
 
 def test_no_lock_that_another_thread_holds_is_held_in_a_forked_process():
@@ -114,7 +111,7 @@ if child == 0:
     os._exit(not builder._turns().acquire(blocking=False))
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    assert _run(WITHOUT_PYTORCH + script).returncode == 0
+    assert _run(script).returncode == 0
 
 
 def test_an_object_is_not_kept_alive():
@@ -129,5 +126,5 @@ if (child := os.fork()) == 0:
     os._exit(0)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    done = _run(WITHOUT_PYTORCH + script)
+    done = _run(script)
     assert done.returncode == 0, done.stderr

@@ -349,27 +349,27 @@ def test_a_message_says_what_it_is_and_what_to_do(broken):
         (sm90(means="ahead"), "means is 'ahead', and the epilogue takes nothing of A's rows: use means='gathered'"),
         (
             norm(a="bf16.col", means="beside"),
-            "means is 'beside': mean_square_of_a of rows that lie one after the other, and a is bf16.col: use a "
+            "means is 'beside': mean_square_of_a of rows need rows that are contiguous, and a is bf16.col: use a "
             "row-major A, or use means='ahead'",
         ),
         (
             norm(split_k=2, means="beside", **COOP),
-            "means is 'beside': mean_square_of_a of rows of which a block sees all of K: use means='ahead' or "
+            "means is 'beside': mean_square_of_a of rows need a block that sees all of K: use means='ahead' or "
             "split_k=1",
         ),
         (
             sm90(64, epilogue=builtin.layer_norm, d="bf16.row.align2"),
-            "means is 'gathered': mean_of_a, mean_square_of_a of rows, and the epilogue that reads them gives an "
-            "aligned D alone and reads one aligned tile at most: use means='ahead'",
+            "means is 'gathered': mean_of_a, mean_square_of_a of rows need an epilogue that stores an aligned D alone "
+            "and reads at most one aligned tile: use means='ahead'",
         ),
         (
             norm(64, k=96),
-            "the main loop gathers in lines of 64 elements, and threadblock.k is 96: use a multiple of that, or use "
+            "threadblock.k is 96, and the main loop gathers in lines of 64 elements: use a multiple of that, or use "
             "means='beside' or means='ahead'",
         ),
         (
             norm(n=72, swap_ab=True),
-            "the main loop gathers from tiles of 72 rows of A, and from more than 64 it is slower than multiplying "
+            "a tile has 72 rows of A, and gathering from more than 64 takes the main loop longer than multiplying "
             "them: use means='beside' or means='ahead'",
         ),
     ],

@@ -1,7 +1,6 @@
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
@@ -9,11 +8,13 @@ from pathlib import Path
 
 import pytest
 from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
+from processes import run_with_pytorch
 
 from cutlass_ops.artifacts import loader
 from cutlass_ops.artifacts.compiled import Compiled
+from cutlass_ops.artifacts.entry import identity_key
 from cutlass_ops.artifacts.loader import Reason, load, refusal
-from cutlass_ops.artifacts.store import KernelStore, identity_key
+from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base import arch
 from cutlass_ops.base.errors import LoadError, ToolchainError
 from cutlass_ops.base.sass import count_opcodes
@@ -212,8 +213,9 @@ def test_cudart_is_looked_for(put, monkeypatch, tmp_path):
 def test_loading_starts_no_program():
     """PyTorch offers what tvm-ffi would otherwise compile; and nothing is imported before it is needed."""
     script = """
-        import subprocess, os, sys
+        import subprocess, os, sys, warnings
         import torch
+        warnings.simplefilter("error")
         def refuse(*args, **more):
             raise AssertionError(f"started {args}")
         subprocess.Popen = os.posix_spawn = os.system = refuse
@@ -224,7 +226,8 @@ def test_loading_starts_no_program():
         loader._import_tvm_ffi()
         assert "tvm_ffi" in sys.modules and "torch_c_dlpack_ext" not in sys.modules
     """
-    subprocess.run([sys.executable, "-W", "error", "-c", textwrap.dedent(script)], check=True)
+    done = run_with_pytorch(textwrap.dedent(script))
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_older_pytorch_is_refused(monkeypatch):

@@ -99,7 +99,7 @@ def test_a_wrong_kernel_is_named_and_left_out(measurer):
 
 @pytest.mark.parametrize(("bad", "why"), [(HANGS, "does not end"), (DIES, "brought the process down")])
 def test_the_others_are_measured_after_a_kernel_brought_the_worker_down(measurer, bad, why):
-    one = measurer(silence=2.0)
+    one = measurer(silence=1.0)
     outcome = measure(one, [GOOD[0], bad, GOOD[1]])
     assert [m.ordered for m in outcome.measured] == GOOD
     assert why in outcome.failed.pop(bad)
@@ -109,7 +109,7 @@ def test_the_others_are_measured_after_a_kernel_brought_the_worker_down(measurer
 
 
 def test_several_bad_kernels_at_once(measurer):
-    outcome = measure(measurer(silence=2.0), [DIES, HANGS, WRONG, GOOD[1]])
+    outcome = measure(measurer(silence=1.0), [DIES, HANGS, WRONG, GOOD[1]])
     assert [m.ordered for m in outcome.measured] == [GOOD[1]]
     assert set(outcome.failed) == {DIES, HANGS, WRONG}
 

@@ -1,11 +1,12 @@
 """The operations of the epilogue language stand in ``co.e``, and not among what completion and ``import *`` offer."""
 
 import builtins
+import importlib
 import inspect
-import subprocess
-import sys
+import pkgutil
 
 import pytest
+from processes import run_with_pytorch
 
 import cutlass_ops as co
 from cutlass_ops import e
@@ -13,8 +14,9 @@ from cutlass_ops.epilogue import functions
 
 OPERATIONS = [
     name
-    for name, value in vars(functions).items()
-    if inspect.isfunction(value) and value.__module__ == functions.__name__
+    for subject in pkgutil.iter_modules(functions.__path__, f"{functions.__name__}.")
+    for name, value in vars(importlib.import_module(subject.name)).items()
+    if inspect.isfunction(value) and value.__module__ == subject.name
 ]
 ANNOTATIONS = ["Col", "Integer", "Product", "Row", "Scalar", "Tile"]
 
@@ -111,16 +113,7 @@ for x in [getattr(co, name) for name in co.__all__]:
 
 
 def test_in_the_command_lines_process_names_are_the_same():
-    quiet = "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning"
-    command, script = (
-        subprocess.run(
-            [sys.executable, "-B", "-W", quiet, "-c", _NAMES.format(script=name)],
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
-        for name in ("cutlass-ops", "script.py")
-    )
+    command, script = (run_with_pytorch(_NAMES.format(script=name)).stdout for name in ("cutlass-ops", "script.py"))
     assert command == script
     assert len(command.splitlines()) == len(co.__all__)
 

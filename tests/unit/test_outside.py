@@ -20,8 +20,9 @@ from cutlass_ops.artifacts import bundle as bundle_module
 from cutlass_ops.artifacts import container
 from cutlass_ops.artifacts import manifest as manifest_module
 from cutlass_ops.artifacts.bundles import Bundles
+from cutlass_ops.artifacts.entry import open_entry
 from cutlass_ops.artifacts.manifest import Manifest
-from cutlass_ops.artifacts.store import KernelStore, open_entry
+from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base import checked_json
 from cutlass_ops.base.errors import BundleError, ConfigError, LoadError
 from cutlass_ops.choose import dispatch, policies, tables

@@ -9,6 +9,7 @@ import types
 from pathlib import Path
 
 import pytest
+from processes import run_with_pytorch
 
 import cutlass_ops as co
 from cutlass_ops.kinds import legality, render
@@ -54,9 +55,13 @@ for attempt in range(20):
 
 
 def _run(code):
-    # Without byte code files: writing those is Python's own habit. PyTorch warns of that one version of Python.
-    quiet = "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning"
-    done = subprocess.run([sys.executable, "-B", "-W", quiet, "-c", code], check=True, capture_output=True, text=True)
+    done = run_with_pytorch(code)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.strip()
+
+
+def _run_without_pytorch(code):
+    done = subprocess.run([sys.executable, "-B", "-c", code], check=True, capture_output=True, text=True)
     assert done.stderr == ""
     return done.stdout.strip()
 
@@ -81,7 +86,10 @@ print(sorted((names & set(sys.modules)) - early))
 def test_import_leaves_what_a_call_may_not_need_for_later():
     assert _run(_LATER) == "[]"
     command = "import sys; sys.argv = ['cutlass-ops']; import cutlass_ops"
-    assert _run(f"{command}; print({{'torch', 'numpy', 'cutlass_ops.run.ops'}} & set(sys.modules))") == "set()"
+    assert (
+        _run_without_pytorch(f"{command}; print({{'torch', 'numpy', 'cutlass_ops.run.ops'}} & set(sys.modules))")
+        == "set()"
+    )
     wanted = {
         tuning: ("tune", "Effort"),
         legality: ("check", "Violation"),
@@ -151,7 +159,7 @@ try:
 except ImportError as exc:
     print(exc)
 """
-    assert _run(script) == "cutlass_ops runs on Linux on x86-64, and this is Windows: use it in WSL 2"
+    assert _run_without_pytorch(script) == "cutlass_ops runs on Linux on x86-64, and this is Windows: use it in WSL 2"
 
 
 @pytest.fixture

@@ -2,12 +2,10 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import run_with_pytorch
 
 from tests.scripts import BENCHMARKS, script
 
@@ -17,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 AGAIN = "run python benchmarks/report.py"
 
 
-report = script("report")
+results, plots, report = script("report_results"), script("report_plots"), script("report")
 NO_CAUSES = {"about": [], "cause": []}
 
 
@@ -35,12 +33,12 @@ def result(folder, rows, name="gemm_made_up", chip="NVIDIA H100 80GB HBM3"):
     """Write rows as a file of results and read it as the report does."""
     path = folder / f"{name}.json"
     path.write_text(json.dumps({"chip": chip, "multiprocessors": 132, "date": "2026-01-02", "rows": rows}))
-    return report.read(path)
+    return results.read(path)
 
 
 @pytest.fixture(scope="module")
 def committed():
-    return [report.read(path) for path in sorted(report.RESULTS.glob("gemm*.json"))]
+    return [results.read(path) for path in sorted(report.RESULTS.glob("gemm*.json"))]
 
 
 # ---- what is committed
@@ -49,13 +47,13 @@ def committed():
 def test_the_document_is_up_to_date(committed):
     hosts = sorted(report.RESULTS.glob("host*.json"))
     compiles = sorted(report.RESULTS.glob("compile*.json"))
-    text = report.document(committed, hosts, compiles, report.read_causes(report.CAUSES), report.OUT)
+    text = report.document(committed, hosts, compiles, results.read_causes(report.CAUSES), report.OUT)
     assert report.OUT.read_text() == text, AGAIN
 
 
 def test_the_plots_are_up_to_date(committed):
-    figures = [*report.figures(committed), report.overview_figure(report.readme_lines(committed))]
-    expected = {report.plot_path(figure, report.OUT): figure.digest() for figure in figures}
+    figures = [*plots.figures(committed), plots.overview_figure(report.readme_lines(committed))]
+    expected = {plots.plot_path(figure, report.OUT): figure.digest() for figure in figures}
     assert set(report.OUT.with_suffix("").iterdir()) == set(expected), AGAIN
     assert [path.name for path, digest in expected.items() if digest not in path.read_text()] == [], AGAIN
 
@@ -69,6 +67,7 @@ def test_the_document_needs_no_matplotlib(tmp_path):
     """In a process of its own: another test may have imported it here."""
     code = """
 import importlib.util, sys
+sys.path[:0] = sys.argv[2:]
 sys.modules["matplotlib"] = None
 spec = importlib.util.spec_from_file_location("report", sys.argv[1])
 report = importlib.util.module_from_spec(spec)
@@ -76,19 +75,19 @@ spec.loader.exec_module(report)
 result = report.read(report.RESULTS / "gemm_bf16_h100.json")
 report.document([result], [], [], report.read_causes(report.CAUSES), report.OUT)
 """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", code, BENCHMARKS / "report.py"], check=True, env=environment)
+    done = run_with_pytorch(code, BENCHMARKS / "report.py", ROOT, BENCHMARKS)
+    assert done.returncode == 0, done.stderr
 
 
 def test_no_cause_is_stale(committed):
     """An entry that matches no loss speaks of results that are gone."""
-    entries = report.read_causes(report.CAUSES)
-    lost = [(r.name, row) for r in committed for row in report.losses(r.rows)]
+    entries = results.read_causes(report.CAUSES)
+    lost = [(r.name, row) for r in committed for row in results.losses(r.rows)]
     # The first match is printed, so an entry that only later ones would need is stale as well.
-    printed = {report.cause(entries["cause"], name, row) for name, row in lost}
+    printed = {results.cause(entries["cause"], name, row) for name, row in lost}
     assert [e for e in entries["cause"] if e["text"].strip() not in printed] == []
-    assert [e for e in entries["cause"] if not any(report.matches(e, name, row) for name, row in lost)] == []
-    texts = [report.about(entries["about"], r) for r in committed]
+    assert [e for e in entries["cause"] if not any(results.matches(e, name, row) for name, row in lost)] == []
+    texts = [results.about(entries["about"], r) for r in committed]
     assert [e for e in entries["about"] if e["text"].strip() not in texts] == []
 
 
@@ -104,7 +103,7 @@ def test_the_readme_says_what_ships(committed):
     assert [line for line, _, _ in found] == list(report.LINES)
     assert len({(result.head["chip"], result.head["date"]) for _, result, _ in found}) == 1
     assert [line for line, result, _ in found if report.others(result.name)] == []
-    assert all(len({report.case(row) for row in rows}) == 1 for _, _, rows in found)
+    assert all(len({results.case(row) for row in rows}) == 1 for _, _, rows in found)
 
 
 # ---- made-up rows
@@ -126,7 +125,7 @@ def test_an_anchor_is_that_of_github():
 
 def test_a_summary():
     rows = [row(1, 2.0), row(2, 1.0), row(4, 0.995), row(8, 0.5)]
-    found = report.summary(rows)
+    found = results.summary(rows)
     assert found["shapes"] == 4
     assert math.isclose(found["geomean"], (2.0 * 0.995 * 0.5) ** 0.25)
     assert found["worst"] is rows[3]
@@ -135,9 +134,9 @@ def test_a_summary():
 
 def test_what_a_free_epilogue_would_give():
     rows = [row(1, 1.2, plain_over_ours=0.8), row(2, 1.0, plain_over_ours=1.1)]  # one that is no slower is free already
-    assert math.isclose(report.free(rows), (1.5 * 1.0) ** 0.5)
-    assert report.free([*rows, row(4, 1.0)]) is None
-    cases = {report.Case("grid", "bias_relu", "bf16", "row-col"): rows}
+    assert math.isclose(results.free(rows), (1.5 * 1.0) ** 0.5)
+    assert results.free([*rows, row(4, 1.0)]) is None
+    cases = {results.Case("grid", "bias_relu", "bf16", "row-col"): rows}
     assert "| 2 | 1.0954 | 1.2247 | 1.0000 at 2×512×256 |" in report.summary_table(cases)
 
 
@@ -181,20 +180,20 @@ def test_every_loss_is_listed_with_its_cause_or_none(tmp_path):
 )
 def test_a_cause_matches_by_all_of_its_keys(tmp_path, condition, holds):
     made = result(tmp_path, [row(1, 0.9)])
-    assert report.matches({"text": "", **condition}, made.name, made.rows[0]) is holds
+    assert results.matches({"text": "", **condition}, made.name, made.rows[0]) is holds
 
 
 def test_a_misspelt_key_of_a_cause_is_refused(tmp_path):
     path = tmp_path / "causes.toml"
     path.write_text('[[cause]]\nshape = [1, 2, 3]\ntext = "It would match everything."\n')
     with pytest.raises(SystemExit, match=r"unknown shape in \[\[cause\]\]"):
-        report.read_causes(path)
+        results.read_causes(path)
 
 
 def test_what_is_said_of_a_result_ends_when_it_is_measured_again(tmp_path):
     entries = [{"result": "gemm_made_up", "geomean": 1.1, "text": "Before a change."}]
-    assert report.about(entries, result(tmp_path, [row(1, 1.1)])) == "Before a change."
-    assert report.about(entries, result(tmp_path, [row(1, 1.2)])) is None
+    assert results.about(entries, result(tmp_path, [row(1, 1.1)])) == "Before a change."
+    assert results.about(entries, result(tmp_path, [row(1, 1.2)])) is None
 
 
 def test_a_shape_that_is_there_twice_is_refused(tmp_path):
@@ -222,24 +221,22 @@ def test_a_peer_that_was_not_measured_has_no_time():
 def test_the_inputs_of_an_op_count_for_the_roofline(op, elements):
     of = row(128, 1.0, n=64, k=32, op=op)
     moved = 2 * (128 * 32 + 64 * 32 + 128 * 64 + elements)
-    intensity, tflops = report.roofline_point(of)
+    intensity, tflops = plots.roofline_point(of)
     assert math.isclose(intensity, 2 * 128 * 64 * 32 / moved)
     assert math.isclose(tflops, 2 * 128 * 64 * 32 / 10e-6 / 1e12)
 
 
 def test_ceilings_are_only_those_of_a_chip_whose_peaks_are_known(tmp_path):
-    compute, memory = report.ceilings({"chip": "NVIDIA H100 80GB HBM3", "multiprocessors": 132})
+    compute, memory = plots.ceilings({"chip": "NVIDIA H100 80GB HBM3", "multiprocessors": 132})
     assert math.isclose(compute, 989, rel_tol=1e-3)
     assert math.isclose(memory, 3.352)
-    assert report.ceilings({"chip": "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "multiprocessors": 16}) is None
+    assert plots.ceilings({"chip": "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "multiprocessors": 16}) is None
     other = result(tmp_path, [row(1, 1.1)], chip="another")
-    assert "not known" in report.roofline_text(other)
-    assert report.roofline_figure(other).ceilings is None
+    assert "not known" in plots.roofline_text(other)
+    assert plots.roofline_figure(other).ceilings is None
 
 
 def test_a_figure_with_other_points_has_another_digest(tmp_path):
-    digests = {
-        figure.digest() for ratio in (1.1, 1.2) for figure in report.figures([result(tmp_path, [row(1, ratio)])])
-    }
+    digests = {figure.digest() for ratio in (1.1, 1.2) for figure in plots.figures([result(tmp_path, [row(1, ratio)])])}
     # Two plots of ratios, and one roofline: our time is the same in both.
     assert len(digests) == 3

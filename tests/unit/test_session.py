@@ -200,9 +200,9 @@ def test_each_session_says_what_is_wrong_with_a_table():
 
 def test_each_session_examines_the_compiler_and_reads_the_store(tmp_path, monkeypatch):
     kit, store, asked = FakeToolkit(tmp_path / "kit"), KernelStore(tmp_path / "store"), []
-    examined, source_key = toolchain._examined, stores._source_key
+    examined, source_key = toolchain._examined, stores.source_key
     monkeypatch.setattr(toolchain, "_examined", lambda *of: asked.append("compiler") or examined(*of))
-    monkeypatch.setattr(stores, "_source_key", lambda of: asked.append("store") or source_key(of))
+    monkeypatch.setattr(stores, "source_key", lambda of: asked.append("store") or source_key(of))
     build_artifact(sm80_spec(), store=store, toolchain=kit.find())
     monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
     for session in (current(), Session()):

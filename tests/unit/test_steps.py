@@ -18,7 +18,7 @@ from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.kinds.arrays import Extents
 from cutlass_ops.tuner.tuning import signature_at
-from tests.sampling import sampled
+from tests.sampling import in_turn
 
 pytestmark = pytest.mark.usefixtures("session")
 
@@ -43,11 +43,11 @@ def weights(seed, count):
     return list(zip(extents[::2], extents[1::2], strict=True))
 
 
-@pytest.mark.parametrize(("name", "seed"), sampled(2, SIGNATURES, range(6)))
+@pytest.mark.parametrize(("name", "seed"), in_turn(SIGNATURES, range(6)))
 def test_the_steps_have_the_fastest_kernel_at_every_number_of_rows(name, seed):
     (weight,) = weights(f"{name} {seed}", 1)
     policy = policies.policy(*SIGNATURES[name])
-    found = policies.weight_of(policy, *weight, 1)
+    found = policy.weight_of(*weight, 1)
     rows = np.arange(1, steps.MOST_ROWS + 1)
     known = policy.knowledge.foretold(Extents.of_rows(rows, *weight, 1))
     kept = [policy.kernels.index(c) for c in found.kept]
@@ -87,10 +87,10 @@ def test_a_decision_needs_no_specification_twice():
 
 def test_steps_of_eight_weights_take_little_memory():
     policy = policies.policy(signature(), H100)
-    policies.weight_of(policy, 64, 64, 1)
+    policy.weight_of(64, 64, 1)
     tracemalloc.start()
     try:
-        found = [policies.weight_of(policy, 4096 + 128 * at, 4096, 1) for at in range(8)]
+        found = [policy.weight_of(4096 + 128 * at, 4096, 1) for at in range(8)]
         assert all(w.serves(Problem(m, 4096, 4096)) or w.steps.at(m) is None for w in found for m in range(1, 8193))
         assert tracemalloc.get_traced_memory()[0] < 1 << 20
     finally:
@@ -102,7 +102,7 @@ def test_without_a_kernel_that_can_be_launched_there_is_no_step():
     config = Sm90Config(ThreadblockShape(64, 64, 64), ClusterShape(1, 1), schedule="warp_specialized")
     policy = policies.Policy.of((), signature(), H100, (config,))
     problem = Problem(640, 1 << 23, 64)
-    assert policies.weight_of(policy, problem.n, problem.k, 1).steps.at(problem.m) is None
+    assert policy.weight_of(problem.n, problem.k, 1).steps.at(problem.m) is None
     with pytest.raises(UnsupportedError):
         policy.serves(problem)
 
@@ -112,7 +112,7 @@ def test_a_measured_number_of_rows_is_its_own():
     problem = Problem(1000, 4096, 4096)
     point = Point(problem, "2026-11-21", (Measured(fast, 10.0, 0.0), Measured(slow, 20.0, 1.0)))
     policy = policies.Policy.of([Table(H100.name, 132, signature(), (point,))], signature(), H100, (slow, fast))
-    assert policies.weight_of(policy, 4096, 4096, 1).measured.keys() == {1000}
+    assert policy.weight_of(4096, 4096, 1).measured.keys() == {1000}
     assert policy.serves(problem)[0].config == fast
 
 

@@ -8,6 +8,7 @@ from torch.utils._pytree import tree_leaves
 import cutlass_ops as co
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.run import folding, ops, traced
+from tests.sampling import in_turn
 
 BF16 = torch.bfloat16
 M, N, K = 8, 32, 64
@@ -64,15 +65,8 @@ def _fresh():
     torch._dynamo.reset()
 
 
-def functions():
-    """Each with shapes that stay and with shapes that do not; the quick tests take them in turn."""
-    for at, name in enumerate(FUNCTIONS):
-        for dynamic in (False, True):
-            slow = (pytest.mark.slow,) if dynamic == at % 2 else ()
-            yield pytest.param(name, dynamic, marks=slow, id=f"{name}-{'dynamic' if dynamic else 'static'}")
-
-
-@pytest.mark.parametrize(("name", "dynamic"), list(functions()))
+# With shapes that stay and with shapes that do not.
+@pytest.mark.parametrize(("name", "dynamic"), in_turn(FUNCTIONS, (True, False)))
 def test_a_compiled_function_has_one_graph_and_the_same_results(name, dynamic):
     function = FUNCTIONS[name]
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)

@@ -14,7 +14,7 @@ import torch
 from signatures import H100, signature
 
 import cutlass_ops as co
-from cutlass_ops.artifacts.store import Artifact
+from cutlass_ops.artifacts.entry import Artifact
 from cutlass_ops.base import resources
 from cutlass_ops.base.errors import CompileError, MeasuringError, NoDeviceError, ToolchainError
 from cutlass_ops.choose import dispatch, policies, pool, space, tables

@@ -65,7 +65,7 @@ def _realign(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
         )
     if config.realign and spec.a.aligned and spec.b.aligned:
         yield Broken(
-            f"realign is True, and a is {spec.a} and b is {spec.b}, of which neither has to be copied",
+            f"realign is True, but neither a, {spec.a}, nor b, {spec.b}, has to be copied",
             ({"realign": False},),
         )
 
@@ -95,14 +95,14 @@ def _side_by_side(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broken
     width = gcd(config.threadblock.n, arch.SWIZZLE_BYTES[0] // spec.a.dtype.bytes)
     if not operand.k_major and half % width and width % half:
         yield (
-            f"{where}, and {operand.name}'s lines along N lie {width} elements wide, within which a half of "
-            f"{config.threadblock.n} ends: use 64 or a multiple of 128 for threadblock.n"
+            f"{where}, and half of {config.threadblock.n} columns ends inside one of the blocks of {width} columns in "
+            f"which {operand.name} is stored: use 64 or a multiple of 128 for threadblock.n"
         )
     if not config.whole_k:
-        yield Broken(f"{where}, of whole tiles only", (_WHOLE_K, *_OTHER_ROWS))
+        yield Broken(f"{where} of whole tiles only", (_WHOLE_K, *_OTHER_ROWS))
     if not plain_epilogue(spec) or source_name(spec) is not None:
         yield Broken(
-            f"{where}, and the epilogue may then read no tile and store none but D, aligned",
+            f"{where}, and the epilogue may then read no tile and store none but an aligned D",
             _OTHER_ROWS,
         )
 
@@ -267,12 +267,12 @@ def _means(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
         return
     where, ahead = f"means is {config.means!r}: {', '.join(spec.epilogue.gathered)} of rows", {"means": "ahead"}
     if spec.a.major != "row":
-        yield Broken(f"{where} that lie one after the other, and a is {spec.a}", (ahead,), "use a row-major A")
+        yield Broken(f"{where} need rows that are contiguous, and a is {spec.a}", (ahead,), "use a row-major A")
     if not config.whole_k:
-        yield Broken(f"{where} of which a block sees all of K", (ahead, _WHOLE_K))
+        yield Broken(f"{where} need a block that sees all of K", (ahead, _WHOLE_K))
     if not plain_epilogue(spec):
         yield Broken(
-            f"{where}, and the epilogue that reads them gives an aligned D alone and reads one aligned tile at most",
+            f"{where} need an epilogue that stores an aligned D alone and reads at most one aligned tile",
             (ahead,),
         )
 
@@ -285,15 +285,15 @@ def _gathered(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
         return
     if config.threadblock.k % _GATHERED_COLUMNS:
         yield Broken(
-            f"the main loop gathers in lines of {_GATHERED_COLUMNS} elements, and threadblock.k is "
-            f"{config.threadblock.k}",
+            f"threadblock.k is {config.threadblock.k}, and the main loop gathers in lines of {_GATHERED_COLUMNS} "
+            f"elements",
             _NOT_GATHERED,
             "use a multiple of that",
         )
     rows = gathered_rows(spec)
     if rows > _GATHERED_ROWS:
         yield Broken(
-            f"the main loop gathers from tiles of {rows} rows of A, and from more than {_GATHERED_ROWS} it is slower "
+            f"a tile has {rows} rows of A, and gathering from more than {_GATHERED_ROWS} takes the main loop longer "
             f"than multiplying them",
             _NOT_GATHERED,
         )

@@ -20,9 +20,9 @@ from fake_toolkit import HGMMA, HMMA, UTMALDG, library
 import cutlass_ops as co
 from cutlass_ops._version import TEMPLATE_VERSION
 from cutlass_ops.artifacts import container
+from cutlass_ops.artifacts.entry import identity_key
 from cutlass_ops.artifacts.loader import ABI
 from cutlass_ops.artifacts.manifest import Choice, File, Group, KernelRecord, Manifest
-from cutlass_ops.artifacts.store import identity_key
 from cutlass_ops.declare.config import Config, GemvConfig, Ordered, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
 from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.signature import OpSignature

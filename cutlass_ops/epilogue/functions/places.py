@@ -1,0 +1,99 @@
+"""Where an element of D is, and the random number of its place."""
+
+from __future__ import annotations
+
+from cutlass_ops.epilogue.values import Value, apply
+
+
+def row_index() -> Value:
+    """Return the row of D where a value is, from 0 on: a whole number of 32 bits.
+
+    Leading dimensions of A are folded into its rows, and rows of all of them are counted. Indices add, subtract,
+    multiply and compare as whole numbers, with each other and with Python's. Elsewhere they count as FP32 values.
+
+    Raises
+    ------
+    EpilogueError
+        Outside of an epilogue function.
+
+    Examples
+    --------
+    >>> @co.epilogue
+    ... def causal(acc):
+    ...     return co.e.where(co.e.column_index() <= co.e.row_index(), acc, 0.0)
+    >>> a, b = torch.ones(2, 8).bfloat16(), torch.ones(8, 3).bfloat16()
+    >>> co.gemm(a, b, epilogue=causal).tolist()
+    [[8.0, 0.0, 0.0], [8.0, 8.0, 0.0]]
+    """
+    return apply("row_index")
+
+
+def column_index() -> Value:
+    """Return the column of D where a value is, from 0 on: a whole number of 32 bits, as :func:`row_index` is.
+
+    Raises
+    ------
+    EpilogueError
+        Outside of an epilogue function.
+
+    Examples
+    --------
+    >>> @co.epilogue
+    ... def sloped(acc, slope: co.Scalar):
+    ...     return acc + slope * co.e.column_index()
+    >>> a, b = torch.zeros(1, 8).bfloat16(), torch.zeros(8, 3).bfloat16()
+    >>> co.gemm(a, b, epilogue=sloped, slope=0.5).tolist()
+    [[0.0, 0.5, 1.0]]
+    """
+    return apply("column_index")
+
+
+def uniform(seed: Value | int, offset: Value | int = 0) -> Value:
+    """Return a random number from 0 up to 1, without 1, for each element of D: a multiple of 2⁻²⁴.
+
+    It is a word of Philox 4x32-10, of which the seed is the key, and the counter is the column and the row, each
+    without bit 3, and the low and the high half of the offset. Bit 3 of the row and of the column choose the word. So
+    it depends on the seed, the offset and the place alone. :func:`cutlass_ops.run.reference.uniform` gives the same
+    bits.
+
+    Raises
+    ------
+    EpilogueError
+        Outside of an epilogue function, or if the seed or the offset is neither a parameter annotated
+        :class:`cutlass_ops.Integer` nor a Python int of 64 bits.
+
+    Examples
+    --------
+    >>> @co.epilogue
+    ... def noisy(acc, seed: co.Integer):
+    ...     return acc + co.e.uniform(seed)
+    >>> a, b = torch.zeros(1, 8).bfloat16(), torch.zeros(8, 2).bfloat16()
+    >>> co.gemm(a, b, epilogue=noisy, seed=1, out_dtype=torch.float32).tolist()
+    [[...]]
+    """
+    return apply("uniform", seed, offset)
+
+
+def dropout_mask(p: Value | float, seed: Value | int, offset: Value | int = 0) -> Value:
+    """Return whether dropout keeps an element: whether :func:`uniform` is p or more, of which the probability is 1 − p.
+
+    The mask is not that of torch.nn.functional.dropout for the same seed, which depends on how PyTorch launches its
+    kernel.
+
+    Raises
+    ------
+    EpilogueError
+        Outside of an epilogue function, or if the seed or the offset is neither a parameter annotated
+        :class:`cutlass_ops.Integer` nor a Python int of 64 bits.
+
+    Examples
+    --------
+    >>> @co.epilogue
+    ... def dropped(acc, residual: co.Tile, seed: co.Integer):
+    ...     return co.e.where(co.e.dropout_mask(0.25, seed), acc / 0.75, 0.0) + residual
+    >>> a, b = torch.ones(4, 8).bfloat16(), torch.ones(8, 4).bfloat16()
+    >>> d = co.gemm(a, b, epilogue=dropped, residual=torch.zeros(4, 4), seed=3, out_dtype=torch.float32)
+    >>> sorted(set(d.flatten().tolist()))
+    [0.0, 10.666666984558105]
+    """
+    return apply("ge", uniform(seed, offset), p)

@@ -1,0 +1,115 @@
+"""Rounding, and the other value of a pair."""
+
+from __future__ import annotations
+
+from cutlass_ops.base.dtypes import DType
+from cutlass_ops.epilogue.values import Value, apply, apply_cast
+
+
+def floor(x: Value | float) -> Value:
+    """Return the greatest whole number that is not above x.
+
+    Raises
+    ------
+    EpilogueError
+        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
+
+    Examples
+    --------
+    >>> @co.epilogue
+    ... def floored(acc):
+    ...     return co.e.floor(acc)
+    """
+    return apply("floor", x)
+
+
+def ceil(x: Value | float) -> Value:
+    """Return the least whole number that is not below x.
+
+    Raises
+    ------
+    EpilogueError
+        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
+
+    Examples
+    --------
+    >>> @co.epilogue
+    ... def raised(acc):
+    ...     return co.e.ceil(acc)
+    """
+    return apply("ceil", x)
+
+
+def round(x: Value | float) -> Value:
+    """Return the nearest whole number, ties to even.
+
+    Raises
+    ------
+    EpilogueError
+        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
+
+    Examples
+    --------
+    >>> @co.epilogue
+    ... def rounded(acc):
+    ...     return co.e.round(acc)
+    >>> a, b = torch.tensor([[-1.5, 2.5]]).bfloat16(), torch.eye(2).bfloat16()
+    >>> co.gemm(a, b, epilogue=rounded).tolist()
+    [[-2.0, 2.0]]
+    """
+    return apply("round", x)
+
+
+def trunc(x: Value | float) -> Value:
+    """Return x without what follows the point: the whole number next to it on the way to 0.
+
+    Raises
+    ------
+    EpilogueError
+        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
+
+    Examples
+    --------
+    >>> @co.epilogue
+    ... def cut(acc):
+    ...     return co.e.trunc(acc)
+    """
+    return apply("trunc", x)
+
+
+def cast(x: Value | float, dtype: str | DType) -> Value:
+    """Return x rounded to a dtype, ``"bf16"`` or ``"f16"``, to nearest even; arithmetic goes on in FP32.
+
+    Raises
+    ------
+    EpilogueError
+        If there is no such dtype; as for :func:`relu` otherwise.
+
+    Examples
+    --------
+    >>> @co.epilogue
+    ... def rounded_first(acc, bias: co.Row):
+    ...     return co.e.relu(co.e.cast(acc, "bf16") + bias)
+    """
+    return apply_cast(x, dtype)
+
+
+def swap_pairs(x: Value | float) -> Value:
+    """Return x of the other column of a pair: columns 0 and 1 of D are one, 2 and 3 the next. N must be even.
+
+    With it a rotary embedding of neighbouring columns is an epilogue: ``x * cos(angle) + swap_pairs(x) * sin(angle)``,
+    whose angle is negative in even columns.
+
+    Raises
+    ------
+    EpilogueError
+        Outside of an epilogue function, or if an argument is neither a traced value nor a number.
+
+    Examples
+    --------
+    >>> @co.epilogue
+    ... def rotary(acc, position: co.Col, frequency: co.Row):
+    ...     angle = position * frequency
+    ...     return acc * co.e.cos(angle) + co.e.swap_pairs(acc) * co.e.sin(angle)
+    """
+    return apply("swap_pairs", x)

@@ -1,0 +1,216 @@
+"""Wrong usage, errors, help, and arguments of every kind."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import typer.main
+from fake_toolkit import HMMA, library, sm80_spec, sm90_spec
+
+from cutlass_ops import __version__
+from cutlass_ops.ship import catalog
+from cutlass_ops.tools import cli, commands
+from tests.sampling import sampled
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "spec.json: it is not valid JSON: Expecting value"),
+        ("[]", "spec.json: a kernel spec must be a JSON object"),
+        ("{}", "spec.json: a kernel spec must have the fields"),
+        (None, "spec.json cannot be used: No such file"),
+    ],
+)
+def test_a_file_that_is_no_spec(kit, run, tmp_path, text, says):
+    path = tmp_path / "spec.json"
+    if text is not None:
+        path.write_text(text)
+    code, out, err = run("build", path)
+    assert (code, out) == (1, "")
+    assert err.startswith("error: ")
+    assert says in err
+
+
+def test_a_kernel_without_tensor_cores_is_an_error(kit, run, spec_file):
+    kit.makes(library(HMMA))
+    code, _, err = run("build", spec_file(sm90_spec()))
+    assert code == 3
+    assert "no HGMMA" in err
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["nothing"], "No such command 'nothing'"),
+        (["build"], "Missing argument"),
+        (["doctor", "--wrong"], "No such option"),
+        (["build", "x.json", "--jobs", "0"], "--jobs"),
+    ],
+)
+def test_wrong_usage(run, args, says):
+    code, out, err = run(*args)
+    assert (code, out) == (2, "")
+    assert err
+    code, out, _ = run(*args, "--json")
+    assert code == 2
+    error = json.loads(out)["error"]
+    assert error["kind"] == "UsageError"
+    assert says in error["message"]
+
+
+_MODULES = """
+import contextlib, io, json, sys
+sys.argv = ["cutlass-ops"]
+from cutlass_ops.tools import cli
+for arguments in {every}:
+    sys.argv = ["cutlass-ops", *arguments]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()):
+            cli.main()
+    except SystemExit as exc:
+        loaded = sorted({{"torch", "numpy", "tvm_ffi", "jinja2", "rich"}} & set(sys.modules))
+        print(json.dumps([arguments, exc.code, bool(out.getvalue()), loaded]))
+"""
+
+
+def test_help_version_and_wrong_usage_do_not_wait_for_pytorch():
+    commands = sorted(typer.main.get_command(cli.app).commands)
+    fine = [["--version"], ["--help"], *([command, "--help"] for command in commands)]
+    wrong = [["explain", "gemm", "512x4096"], ["nothing"]]
+    script = _MODULES.format(every=[*fine, *wrong])
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert found == [[each, 0, True, []] for each in fine] + [[each, 2, False, []] for each in wrong]
+
+
+def test_the_module_is_a_command_too():
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "cutlass_ops", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == f"cutlass_ops {__version__}\n"
+    assert not re.search(r"\| +(torch|numpy)$", done.stderr, re.MULTILINE)
+
+
+def test_help_names_what_a_run_takes_by_default(run):
+    # The numbers are written there as well, since they lie in a module that imports PyTorch.
+    out = " ".join(run("tune", "--help")[1].split())
+    for name in ("kernels", "candidates", "rounds"):
+        assert re.search(rf"--{name} .*?Default: {getattr(commands.Effort(), name)}\.", out)
+
+
+def test_version(run):
+    code, out, _ = run("--version")
+    assert (code, out) == (0, f"cutlass_ops {__version__}\n")
+
+
+def test_a_mistake_of_this_library_is_json_too(kit, monkeypatch, capsys):
+    def fail():
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr(commands, "diagnose", fail)
+    monkeypatch.setattr(sys, "argv", ["cutlass-ops", "doctor", "--json"])
+    with pytest.raises(RuntimeError, match="a mistake"):
+        cli.main()
+    assert json.loads(capsys.readouterr().out)["error"] == {"kind": "RuntimeError", "message": "a mistake"}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["list"], *(pytest.param(slow, marks=pytest.mark.slow) for slow in (["doctor"], ["doctor", "--json"]))],
+)
+def test_a_full_disk_behind_standard_output(kit, command):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "cutlass_ops", *command], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    assert done.stderr == "error: [Errno 28] No space left on device\n"
+
+
+def test_help_names_the_commands(run):
+    code, out, _ = run("--help")
+    assert code == 0
+    for command in ("doctor", "generate", "build", "bundle", "verify", "list", "inspect", "clean", "tune", "explain"):
+        assert command in out
+    assert "cmakedir" in out
+
+
+def test_the_catalogue_that_ships_is_generated_by_default(kit, run):
+    code, out, _ = run("generate", "--check", "--json")
+    assert json.loads(out)["folder"].endswith("generated")
+    assert code == bool(catalog.stale(cli.resources.generated()))
+
+
+@pytest.mark.parametrize("out", ["file", "/dev/null", "/proc", "file/under"])
+def test_generate_renders_nothing_for_a_place_that_cannot_be_written(kit, run, catalogue, tmp_path, monkeypatch, out):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(catalog, "write", lambda *_: pytest.fail("something was rendered"))
+    code, _, err = run("generate", catalogue, "--out", tmp_path / out)
+    assert code == 1
+    assert "is not a folder" in err or "cannot be written" in err
+
+
+_GOOD = {
+    "build": ["catalogue.toml"],
+    "bundle": ["catalogue.toml"],
+    "explain": ["gemm", "1x64x64"],
+    "inspect": ["none"],
+    "tune": ["gemm", "1x64x64"],
+    "verify": ["none"],
+    "generate": ["catalogue.toml", "--out", "sources"],
+}
+_ODD = (
+    *("", " ", "-", "-1", "0", "1.5", "nan", "inf", "1e999", "9" * 40, "x" * 300, "é×", "\udcff", "a:b", "[", "{}"),
+    *("./no/such", "/dev/null", "."),
+)
+
+
+def _cases():
+    for name, command in typer.main.get_command(cli.app).commands.items():
+        arguments = [p for p in command.params if p.param_type_name == "argument"]
+        yield from ((name, str(at)) for at in range(len(arguments)))
+        yield from ((name, p.opts[0]) for p in command.params if p not in arguments and not p.is_flag)
+
+
+@pytest.mark.parametrize("place", sampled(4, _cases()), ids="-".join)
+def test_no_value_of_any_argument_ends_in_a_traceback(kit, run, spec_file, tmp_path, monkeypatch, place):
+    """Each ends with one of the documented codes and one message; anything that is raised fails this test."""
+    monkeypatch.chdir(tmp_path)
+    spec_file(sm80_spec())
+    (tmp_path / "catalogue.toml").write_text('format = 1\nspecs = ["spec.json"]\n')
+    command, at = place
+    for value in _ODD:
+        arguments = list(_GOOD.get(command, []))
+        if at.isdigit():
+            arguments[int(at) : int(at) + 1] = [value]
+        else:
+            arguments += [at, value]
+        code, out, err = run(command, *arguments)
+        assert code in (0, 1, 2, 4, 5), (arguments, code)
+        assert code != 2 or "Usage: " in err or err.startswith("Error: "), (arguments, err)
+        assert code == 0 or out or err, arguments
+        assert "Traceback" not in err
+        assert not any(message in err for message in ("is no ", "no problem")), err
+
+
+def test_what_is_missing_or_too_much_is_wrong_usage(run):
+    commands_ = typer.main.get_command(cli.app).commands
+    for command in commands_:
+        assert run(command, "--no-such-option")[0] == 2
+        assert (
+            run(
+                command, *(["x"] * 3 if command in ("doctor", "list", "clean", "cmakedir", "verify") else []), "--jobs"
+            )[0]
+            == 2
+        )
+    for command in ("build", "verify", "tune", "explain", "inspect"):
+        assert run(command)[0] == 2
+    assert run("tune", "gemm")[0] == run("explain", "gemm")[0] == 2
+    assert run("tune", "gemm", "1x1x1", "--allow-fallback", "--deterministic")[0] == 2
+    assert run("list", "--key", "key.pem")[0] == 2

@@ -1,0 +1,93 @@
+"""Who may write the store's folders, disks that fail, and links that somebody planted."""
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from fake_toolkit import sm80_spec
+
+from cutlass_ops.artifacts import store as store_module
+from cutlass_ops.base.errors import StoreError
+
+SPEC = sm80_spec()
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o720, 0o1777])
+def test_a_store_that_others_can_write_is_refused(store, put, mode):
+    key = put().key
+    store.root.chmod(mode)
+    for use in (lambda: store.lookup(key), put, store.clean, lambda: list(store.entries())):
+        with pytest.raises(StoreError, match=r"not private.*can be written by others.*CUTLASS_OPS_CACHE_DIR"):
+            use()
+
+
+def test_a_store_that_others_can_read_is_fine(store, put):
+    key = put().key
+    store.root.chmod(0o755)
+    assert store.lookup(key)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_a_store_of_another_user_is_refused(store, put):
+    key = put().key
+    os.chown(store.root, 12345, 12345)
+    with pytest.raises(StoreError, match="belongs to user 12345"):
+        store.lookup(key)
+
+
+def test_a_store_that_is_a_file(tmp_path, put, store):
+    store.root.touch(mode=0o600)
+    with pytest.raises(StoreError, match="cannot be used"):
+        put()
+
+
+@pytest.mark.parametrize("call", ["mkdir", "rename", "_sync"])
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (errno.ENOSPC, "no space is left.*CUTLASS_OPS_CACHE_DIR"),
+        (errno.EDQUOT, "no space is left"),
+        (errno.EROFS, "cannot be written.*to build new ones, set"),
+        (errno.EIO, "cannot be used"),
+    ],
+)
+def test_a_disk_that_fails(store, put, monkeypatch, call, number, message):
+    def fail(*_args, **_more):
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module if call == "_sync" else Path, call, fail)
+        with pytest.raises(StoreError, match=message):
+            put()
+    assert list(store.entries()) == []
+    assert store.lookup(put().key)
+
+
+def test_a_store_that_vanishes_is_made_again(store, put):
+    first = put()
+    shutil.rmtree(store.root)
+    assert store.lookup(first.key) is None
+    assert store.lookup(put().key)
+
+
+@pytest.mark.parametrize("name", ["tmp", "locks", "v1", "failed"])
+@pytest.mark.parametrize("kind", ["link", "open to others"])
+def test_a_folder_in_which_others_can_plant_anything_is_refused(store, put, tmp_path, name, kind):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    store.root.mkdir(mode=0o700)
+    if kind == "link":
+        (store.root / name).symlink_to(elsewhere)
+    else:
+        (store.root / name).mkdir()
+        (store.root / name).chmod(0o777)
+
+    def use():
+        put()
+        store.keep_failed(store.workspace("a" * 64, "source"))
+
+    with pytest.raises(StoreError, match=f"{name}.*(is a link|can be written by others)"):
+        use()
+    assert list(elsewhere.iterdir()) == []
