@@ -33,6 +33,8 @@ static bool refuses = false, sets = true;
 static int launches = 0, encoded = 0, lookups = 0;
 static uintptr_t const a_data = 1 << 20;
 static std::string boxes_of_a;  // their rows
+static std::string launched;    // parameters of the last kernel, without what it is launched on
+static cudaStream_t stream;     // of the last launch
 
 static CUresult encode(CUtensorMap* map, CUtensorMapDataType, cuuint32_t, void* data, cuuint64_t const*,
                        cuuint64_t const*, cuuint32_t const* box, cuuint32_t const*, CUtensorMapInterleave,
@@ -59,7 +61,17 @@ cudaError_t cudaGetDriverEntryPointByVersion(char const* name, void** entry, uns
   *entry = reinterpret_cast<void*>(&encode);
   return *result = cudaDriverEntryPointSuccess, cudaSuccess;
 }
-cudaError_t cudaLaunchKernelExC(cudaLaunchConfig_t const*, void const*, void**) { return ++launches, cudaSuccess; }
+cudaError_t cudaLaunchKernelExC(cudaLaunchConfig_t const* config, void const* kernel, void** arguments) {
+  if (!has_context) return cudaErrorDeviceUninitialized;
+  auto const add = [](auto const& value) { launched.append(reinterpret_cast<char const*>(&value), sizeof(value)); };
+  launched.clear(), add(kernel), add(config->gridDim), add(config->blockDim), add(config->dynamicSmemBytes);
+  for (unsigned i = 0; i < config->numAttrs; ++i) {
+    add(config->attrs[i].id), launched.append(config->attrs[i].val.pad, i == 0 ? sizeof(dim3) : sizeof(int));
+  }
+  launched.append(static_cast<char const*>(arguments[0]), sizeof(CUtensorMap));  // of what kernels have first
+  stream = config->stream;
+  return ++launches, cudaSuccess;
+}
 }
 
 // ---- A call ----
@@ -67,7 +79,18 @@ cudaError_t cudaLaunchKernelExC(cudaLaunchConfig_t const*, void const*, void**) 
 static int64_t m = 64;
 static int64_t const n = 128, k = 256;
 using Launch = int (*)(void*, TVMFFIAny const*, int32_t, TVMFFIAny*);
-static Launch launch;
+static Launch launch, prepare;
+
+// Which stream is current, as PyTorch says it.
+static void* current = nullptr;
+static int current_stream(DLDeviceType type, int32_t device, void** result) {
+  return *result = current, type == kDLCUDA && device == 0 ? 0 : -1;
+}
+static DLPackExchangeAPI const api = [] {
+  DLPackExchangeAPI found{};
+  found.current_work_stream = current_stream;
+  return found;
+}();
 
 struct Tensor {
   int64_t shape[2], strides[2];
@@ -83,9 +106,10 @@ struct Tensor {
   }
 };
 
-static int call() {
+// Calls a function with tensors of these extents, and with the address of the streams if it prepares.
+static int call(Launch function, TVMFFIAny& result) {
   Tensor a(a_data, 2, m, k, k, 1), b(2 << 20, 2, k, n, 1, k), d(3 << 20, 2, m, n, n, 1), bias(4 << 20, 1, n, 1, 1, 1);
-  TVMFFIAny arguments[7]{}, result{};
+  TVMFFIAny arguments[8]{};
   Tensor* const tensors[] = {&a, &b, &d, &bias};
   for (int i = 0; i < 4; ++i) {
     arguments[i].type_index = kTVMFFIDLTensorPtr;
@@ -96,7 +120,19 @@ static int call() {
     arguments[i].v_int64 = i - 4;  // raster, swizzle
   }
   arguments[6].type_index = kTVMFFINone;
-  return launch(nullptr, arguments, 7, &result) != 0 || result.v_int64 != 0;
+  arguments[7].type_index = kTVMFFIInt;
+  arguments[7].v_int64 = reinterpret_cast<intptr_t>(&api);
+  return function(nullptr, arguments, function == prepare ? 8 : 7, &result);
+}
+
+static int call() {
+  TVMFFIAny result{};
+  return call(launch, result) != 0 || result.v_int64 != 0;
+}
+
+static int repeat(TVMFFIAny const& function) {
+  TVMFFIAny result{};
+  return TVMFFIFunctionCall(function.v_obj, nullptr, 0, &result);
 }
 
 // What the last launch that failed said.
@@ -116,6 +152,7 @@ int main(int, char** argv) {
   void* const library = dlopen(argv[1], RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) return std::puts(dlerror()), 1;
   launch = reinterpret_cast<Launch>(dlsym(library, "__tvm_ffi_launch"));
+  prepare = reinterpret_cast<Launch>(dlsym(library, "__tvm_ffi_prepare"));
 
   REQUIRE(call() == 0 && launches == 1 && encoded == 4);  // A, its last rows, B and D
   REQUIRE(boxes_of_a == " 128 64");
@@ -131,6 +168,25 @@ int main(int, char** argv) {
   REQUIRE(call() == 0 && launches == 4 && encoded == 3 && boxes_of_a == " 128");  // whole tiles
   boxes_of_a.clear(), encoded = 0, m = 1100;
   REQUIRE(call() == 0 && launches == 5 && encoded == 4 && boxes_of_a == " 128 76");
+
+  // A prepared launch is the same one, on the stream that is current when it is called, and encodes nothing.
+  std::string const ordinary = launched;
+  TVMFFIAny prepared{}, refused{};
+  REQUIRE(call(prepare, prepared) == 0 && prepared.type_index == kTVMFFIFunction && launches == 5 && encoded == 8);
+  for (int i = 1; i <= 2; ++i) {
+    launched.clear(), current = &launches + i;
+    REQUIRE(repeat(prepared) == 0 && launches == 5 + i && encoded == 8 && launched == ordinary && stream == current);
+  }
+  int repeated = -1;
+  std::thread([&] { repeated = repeat(prepared); }).join();
+  REQUIRE(repeated == 0 && launches == 8);
+  has_context = false;
+  REQUIRE(repeat(prepared) != 0 && error().find("gemm_bias_relu") == 0 && launches == 8);
+  has_context = true;
+  TVMFFIObjectDecRef(prepared.v_obj);
+  m = 0;
+  REQUIRE(call(prepare, refused) == 0 && refused.type_index == kTVMFFIInt && refused.v_int64 == 2);  // a's shape
+  m = 1100, launches = 5;
 
   // The first that another thread does with CUDA.
   int failed = -1;
