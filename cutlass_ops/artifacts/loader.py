@@ -69,8 +69,8 @@ class LoadedKernel:
     workspace_size : callable
         Takes M, N, K, raster order and swizzle. Returns the bytes of workspace on the current device.
     prepare : callable
-        Takes what `launch` takes, and :func:`stream_api`. Returns a function without arguments that launches with exactly
-        these tensors, a status for :func:`refusal`, or None if the kernel needs more than that at each launch.
+        Takes what `launch` takes, and :func:`stream_api`. Returns a function without arguments that launches with
+        exactly these tensors, a status for :func:`refusal`, or None if the kernel needs more than that at each launch.
     """
 
     artifact: Artifact

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
+from cutlass_ops.artifacts import loader
 from cutlass_ops.artifacts.loader import LoadedKernel, Reason, refusal
 from cutlass_ops.base import arch, env
 from cutlass_ops.base.errors import LoadError
@@ -19,6 +20,8 @@ from cutlass_ops.run import operands
 from cutlass_ops.run.call import Call
 from cutlass_ops.run.peers import Peer, peers
 from cutlass_ops.run.registry import Registry
+
+_Result = TypeVar("_Result")
 
 # What the caller gave for each output, D first; None where that is nothing at all.
 Given: TypeAlias = tuple[Tensor | None, ...] | None
@@ -87,19 +90,49 @@ class Plan:
         TypeError, ValueError
             If the kernel refuses an argument. The message names it and says why.
         """
-        checked = call.arguments
-        workspace = self._workspace(checked.a) if self.workspace else None
-        arguments = (checked.a, checked.b, call.outputs[0], *checked.inputs.values(), *call.outputs[1:])
+        arguments = _of_kernel(call)
+        workspace = self._workspace(call.arguments.a) if self.workspace else None
         status = self.launch(*arguments, self.raster, self.swizzle, workspace)
         if status != 0:
             raise _explain(status, self.spec, arguments)
+
+    def prepared(self, call: Call) -> tuple[Callable[[], object], Tensor | None]:
+        """Return a function that launches on exactly a checked call's tensors, and the memory that it uses besides.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the kernel refuses an argument. The message names it and says why.
+        """
+        arguments = _of_kernel(call)
+        workspace = self._workspace(call.arguments.a) if self.workspace else None
+        every = (*arguments, self.raster, self.swizzle, workspace)
+        found = self.kernel.prepare(*every, loader.stream_api())
+        if isinstance(found, int):
+            raise _explain(found, self.spec, arguments)
+        if found is not None:
+            return found, workspace
+
+        # The kernel clears memory ahead of each launch, or shares it with the other launches of its stream.
+        def launch() -> None:
+            status = self.kernel.launch(*every)
+            if status != 0:
+                raise _explain(status, self.spec, arguments)
+
+        return launch, workspace
 
     def same_as(self, other: AnyPlan) -> bool:
         """Whether another plan for the same shape would serve the same calls."""
         return isinstance(other, Plan) and other.spec == self.spec
 
     def _workspace(self, a: Tensor) -> Tensor:
-        return a.new_empty(self.workspace, dtype=torch.uint8)
+        return a.new_empty_strided((self.workspace,), (1,), dtype=torch.uint8)
+
+
+def _of_kernel(call: Call) -> tuple[Any, ...]:
+    """Return a checked call's tensors and numbers in the kernel's order."""
+    checked = call.arguments
+    return checked.a, checked.b, call.outputs[0], *checked.inputs.values(), *call.outputs[1:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +293,7 @@ def make_plan(name: str, spec: KernelSpec, order: TileOrder, call: Call, *, exac
     return Plan(
         spec=spec,
         kernel=kernel,
-        launch=_in_range(name, kernel.launch) if env.nvtx_enabled() else kernel.launch,
+        launch=in_range(name, kernel.launch) if env.nvtx_enabled() else kernel.launch,
         raster=raster,
         swizzle=swizzle,
         workspace=workspace,
@@ -283,10 +316,10 @@ def _by_columns(shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
     return *_contiguous(shape[:-1]), rows
 
 
-def _in_range(name: str, launch: Callable[..., int]) -> Callable[..., int]:
+def in_range(name: str, launch: Callable[..., _Result]) -> Callable[..., _Result]:
     """Show launches in profilers as named ranges."""
 
-    def launch_in_range(*arguments: Any) -> int:
+    def launch_in_range(*arguments: Any) -> _Result:
         with torch.cuda.nvtx.range(name):
             return launch(*arguments)
 

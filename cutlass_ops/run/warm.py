@@ -108,10 +108,27 @@ class Warm(traced.Portable):
 
     def run_plain(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], out: Any, out_dtype: torch.dtype | None) -> Any:
         """Run it on tensors with memory of their own, even if something watches this thread's operators."""
-        if self._has_scalars:
-            inputs = tuple(x if of is None else of[2](of[1], x) for of, x in zip(self._scalars, inputs, strict=True))
+        inputs = self.numbers(inputs)
         results = self._run_warm(a, b, inputs, out, out_dtype)
         return self._run_cold(a, b, inputs, out, out_dtype) if results is None else results
+
+    def numbers(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return inputs with those that are numbers as a kernel takes them."""
+        if not self._has_scalars:
+            return inputs
+        return tuple(x if of is None else of[2](of[1], x) for of, x in zip(self._scalars, inputs, strict=True))
+
+    @abstractmethod
+    def checked_call(
+        self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None = None
+    ) -> Call:
+        """Check a call's arguments, the inputs by position, and allocate missing outputs.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument does not fit. The message names it.
+        """
 
     @abstractmethod
     def _run_cold(self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None) -> Any:
