@@ -7,7 +7,7 @@ where it was, and whether PyTorch traces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -131,36 +131,47 @@ class _Ordinary:
         The op or kernel.
     plan : Plan or None
         How to serve the call; None if PyTorch does.
-    arguments : dict of str to value
-        The call's a, b and inputs, as the caller gave them.
-    outputs : dict of str to Tensor
-        Its outputs.
+    names : tuple of str
+        The names of a, b and the inputs.
+    arguments : tuple
+        Their values, as the caller gave them.
+    shapes : tuple of torch.Size or None
+        Their shapes; None for a number.
+    outputs : tuple of Tensor
+        The outputs, D first.
     """
 
     op: Warm
     plan: Plan | None
-    arguments: dict[str, Any]
-    outputs: dict[str, Tensor]
+    names: tuple[str, ...]
+    arguments: tuple[Any, ...]
+    shapes: tuple[torch.Size | None, ...]
+    outputs: tuple[Tensor, ...]
 
     def run_with(self, given: tuple[Any, ...], named: dict[str, Any], out: Any) -> Any:
         """Run it with some arguments instead of those of the preparation."""
-        replaced = dict(zip(self.arguments, given, strict=False))
-        wrong = [f"{len(given)} are given"] if len(given) > len(self.arguments) else []
-        wrong += [f"{name} is given twice" for name in named if name in replaced]
-        wrong += [f"{name} is unknown" for name in named if name not in self.arguments]
-        if wrong:
-            raise TypeError(f"a launch of {self.op.name} takes ({', '.join(self.arguments)}): {', '.join(wrong)}")
-        replaced |= named
-        for name, x in replaced.items():
-            self._check(name, x, self.arguments[name])
-        outputs = self.outputs
-        if out is not None:
-            given_outputs = calls.given_outputs(self.op.graph, out)
-            others = {name: x for name, x in zip(outputs, given_outputs, strict=True) if x is not None}
-            for name, x in others.items():
-                self._check(_output(name), x, outputs[name])
-            outputs = outputs | others
-        return self._run(self.arguments | replaced, outputs)
+        arguments, outputs, place = [*self.arguments], self.outputs, 0
+        if len(given) > len(arguments):
+            self._refuse(given, named)
+        for x in given:
+            self._check(self.names[place], x, self.shapes[place])
+            arguments[place] = x
+            place += 1
+        for name, x in named.items():
+            if name not in self.names or (at := self.names.index(name)) < place:
+                self._refuse(given, named)
+            self._check(name, x, self.shapes[at])
+            arguments[at] = x
+        if type(out) is Tensor:
+            self._check("d", out, outputs[0].shape, _output)
+            outputs = (out, *outputs[1:])
+        elif out is not None:
+            others = calls.given_outputs(self.op.graph, out)
+            for name, x, before in zip(self.op.outputs, others, outputs, strict=True):
+                if x is not None:
+                    self._check(name, x, before.shape, _output)
+            outputs = tuple(before if x is None else x for x, before in zip(others, outputs, strict=True))
+        return self._run(arguments, outputs)
 
     def run(self) -> Any:
         """Run it with the tensors of the preparation, wherever they are now."""
@@ -168,29 +179,42 @@ class _Ordinary:
 
     def refuse_differentiated(self) -> None:
         """Refuse tensors of the preparation whose use autograd would record."""
-        for name, x in (self.arguments | self.outputs).items():
+        names = (*self.names, *map(_output, self.op.outputs))
+        for name, x in zip(names, (*self.arguments, *self.outputs), strict=True):
             operands.refuse_differentiated(name, x)
 
-    def _run(self, arguments: dict[str, Any], outputs: dict[str, Tensor]) -> Any:
-        op, given = self.op, tuple(outputs.values())
-        a, b, *inputs = arguments.values()
+    def _run(self, arguments: Sequence[Any], outputs: tuple[Tensor, ...]) -> Any:
+        op = self.op
+        a, b, *inputs = arguments
         numbers = op.numbers(tuple(inputs))
-        results = None if self.plan is None else self.plan.run(a, b, numbers, given)
+        results = None if self.plan is None else self.plan.run(a, b, numbers, outputs)
         if results is None:
             # PyTorch computes, or the kernel has refused something: the checks, or the kernel again, say what.
-            call = op.checked_call(a, b, numbers, outputs, next(iter(self.outputs.values())).dtype)
+            named = dict(zip(op.outputs, outputs, strict=True))
+            call = op.checked_call(a, b, numbers, named, self.outputs[0].dtype)
             call.run_reference() if self.plan is None else self.plan.launch_call(call)
-        return given[0] if len(given) == 1 else Outputs(op.outputs, given)
+        return outputs[0] if len(outputs) == 1 else Outputs(op.outputs, outputs)
 
-    def _check(self, name: str, value: Any, before: Any) -> None:
-        if not isinstance(before, Tensor):
-            return  # a number, which is read as one
+    def _refuse(self, given: tuple[Any, ...], named: dict[str, Any]) -> NoReturn:
+        names = self.names
+        wrong = [f"{len(given)} are given"] if len(given) > len(names) else []
+        wrong += [f"{name} is given twice" for name in named if name in names[: len(given)]]
+        wrong += [f"{name} is unknown" for name in named if name not in names]
+        raise TypeError(f"a launch of {self.op.name} takes ({', '.join(names)}): {', '.join(wrong)}")
+
+    def _check(self, name: str, value: Any, shape: torch.Size | None, called: Callable[[str], str] = str) -> None:
+        # Written out: a call for each question would cost as much as the launch.
+        if type(value) in _PLAIN and value.shape == shape and not value.requires_grad and not value.is_neg():
+            return
+        name = called(name)
+        if shape is None:  # a number, which may be a tensor
+            return _require_plain(name, value) if isinstance(value, Tensor) else None
         operands.require_tensor(name, value)
         _require_plain(name, value)
-        if value.shape != before.shape:
+        if value.shape != shape:
             raise ValueError(
                 f"{name} has shape {tuple(value.shape)}, and the launch of {self.op.name} was prepared for "
-                f"{tuple(before.shape)}: prepare another one, or call the op"
+                f"{tuple(shape)}: prepare another one, or call the op"
             )
 
 
@@ -228,8 +252,9 @@ def check(op: Warm, a: Any, b: Any, inputs: tuple[Any, ...], out: Any) -> None:
     named = (("a", a), ("b", b), *zip(op.names, inputs, strict=True), *((_output(name), x) for name, x in given))
     for name, x in named:
         if isinstance(x, Tensor):
-            operands.refuse_differentiated(name, x)
             _require_plain(name, x)
+            if x.device.type == "meta":
+                raise TypeError(f"{name} is on the device meta, and has no memory: pass a tensor on a GPU or the CPU")
 
 
 def require_given(op: Warm, tensors: Iterable[tuple[str, Any]], given: Any, advice: str) -> None:
@@ -274,8 +299,9 @@ def make(op: Warm, plan: Plan | None, call: Call, arguments: tuple[Any, ...]) ->
     arguments : tuple
         Its a, b and inputs, as the caller gave them.
     """
-    outputs = dict(zip(op.outputs, call.results(), strict=True))
-    tensors = [x for x in (*arguments, *outputs.values()) if isinstance(x, Tensor)]
+    outputs = tuple(call.results())
+    tensors = [x for x in (*arguments, *outputs) if isinstance(x, Tensor)]
+    shapes = tuple(x.shape if isinstance(x, Tensor) and x.ndim else None for x in arguments)
     repeat: Callable[[], object] = call.run_reference
     scratch = None
     if plan is not None:
@@ -284,12 +310,12 @@ def make(op: Warm, plan: Plan | None, call: Call, arguments: tuple[Any, ...]) ->
         name=op.name,
         problem=call.problem,
         spec=None if plan is None else plan.spec,
-        results=tensors[-1] if len(outputs) == 1 else Outputs(op.outputs, outputs.values()),
+        results=outputs[0] if len(outputs) == 1 else Outputs(op.outputs, outputs),
         _repeat=in_range(op.name, repeat) if env.nvtx_enabled() else repeat,
         _scratch=scratch,
         _memory=tuple((x.data_ptr, x.data_ptr()) for x in tensors),
         _differentiable=any(x.requires_grad for x in tensors),
-        _ordinary=_Ordinary(op, plan, dict(zip(("a", "b", *op.names), arguments, strict=True)), outputs),
+        _ordinary=_Ordinary(op, plan, ("a", "b", *op.names), arguments, shapes, outputs),
     )
 
 
@@ -305,8 +331,6 @@ def _require_plain(name: str, value: Tensor) -> None:
         operands.refuse_differentiated(name, value)
     if value.is_neg():
         raise ValueError(f"{name} is a lazy negation, which would be copied at each call: pass {name}.resolve_neg()")
-    if value.device.type == "meta":
-        raise TypeError(f"{name} is on the device meta, and has no memory: pass a tensor on a GPU or the CPU")
 
 
 def _refuse_tracing(name: str) -> NoReturn:

@@ -159,7 +159,8 @@ class Op(Warm):
             raise UnsupportedError(
                 f"{self.name}: {self._instead.why}, and a prepared launch is one kernel: call the op itself"
             ) from exc
-        return make_plan(self.name, decision.spec, decision.order, call)
+        # Of other tensors, no other kernel serves.
+        return replace(make_plan(self.name, decision.spec, decision.order, call), misaligned=False)
 
     def instead_of(self, call: Call) -> list[tuple[Op, Call]]:
         """Return the fallback ops of a checked call, each with its own checked call; an empty list if there are none.

@@ -116,6 +116,10 @@ def _refusal(tensor, operand):
     inner = -1 if operand.major == "row" else -2
     if tensor.ndim > 1 and min(tensor.shape[-2:]) > 1 and tensor.stride(inner) != 1:
         return Reason.MAJOR
+    if tensor.ndim > 1:
+        lines = tensor.stride(-3 - inner) if tensor.shape[-3 - inner] > 1 else 0
+        if tensor.data_ptr() % (operand.alignment * tensor.element_size()) or lines % operand.alignment:
+            return Reason.ALIGNMENT
     return None
 
 

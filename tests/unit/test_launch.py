@@ -156,6 +156,11 @@ def test_other_numbers_and_some_outputs():
     assert found.d is launch.results.d
     assert found._fields == ("d", "pre", "top")
     assert equal(found, co.gemm(x, w, epilogue=several, bias=bias, alpha=2.0))
+    assert equal(launch(alpha=torch.tensor(2.0)), found)
+    with pytest.raises(ValueError, match="alpha requires grad"):
+        launch(alpha=torch.tensor(2.0, requires_grad=True))
+    with pytest.raises(TypeError, match="alpha must be a number"):
+        launch(alpha="2")
 
 
 def test_strides_may_be_others_that_the_kernel_reads(ready):
@@ -185,7 +190,7 @@ WRONG = {
     "no tensor": ({"a": lambda x: 1.0}, TypeError, "a must be a torch.Tensor, not float"),
     "negation": ({"a": negative}, ValueError, "a is a lazy negation"),
     "gradient": ({"a": lambda x: x.clone().requires_grad_()}, ValueError, "a requires grad"),
-    "meta": ({"a": lambda x: x.to("meta")}, TypeError, "a is on the device meta"),
+    "meta": ({"a": lambda x: x.to("meta")}, ValueError, "b is on cpu and a is on meta"),
     "unknown": ({"c": lambda _: None}, TypeError, "c is unknown"),
     "output's name": ({"out": lambda x: {"e": x}}, ValueError, "out names e: the outputs are d"),
 }
@@ -305,6 +310,8 @@ class Wrapper(torch.Tensor):
 
 def test_wrappers_are_refused(ready):
     launch, x, w, bias = ready
+    with pytest.raises(TypeError, match="a is on the device meta, and has no memory"):
+        co.prepare_launch(co.gemm_bias_relu, x.to("meta"), w.to("meta"), bias.to("meta"))
     with pytest.raises(TypeError, match="a is a Wrapper, which has no memory of its own"):
         launch(Wrapper(x))
     with pytest.raises(TypeError, match="b is a Wrapper"):
