@@ -207,11 +207,11 @@ class _Ordinary:
         if type(value) in _PLAIN and value.shape == shape and not value.requires_grad and not value.is_neg():
             return
         name = called(name)
-        if shape is None:  # a number, which may be a tensor
-            return _require_plain(name, value) if isinstance(value, Tensor) else None
+        if shape is None and not isinstance(value, Tensor):
+            return  # a number
         operands.require_tensor(name, value)
         _require_plain(name, value)
-        if value.shape != shape:
+        if shape is not None and value.shape != shape:
             raise ValueError(
                 f"{name} has shape {tuple(value.shape)}, and the launch of {self.op.name} was prepared for "
                 f"{tuple(shape)}: prepare another one, or call the op"

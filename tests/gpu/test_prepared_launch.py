@@ -1,4 +1,4 @@
-"""Prepared launches on the device: an ordinary call's bits, other tensors, streams, graphs, and memory that goes away."""
+"""Prepared launches on the device: an ordinary call's bits, other tensors, streams, graphs, memory that goes away."""
 
 import pytest
 import torch
