@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from cutlass_ops.base import session
+from cutlass_ops.base import arch, session
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.run import operands, traced
@@ -177,7 +177,9 @@ class Warm(traced.Portable):
             dtypes = _dtypes(given, out_dtype)
         try:
             plans = self._plans.get((a.shape, b.shape, a.dtype, dtypes, a.get_device()))
-        except (AttributeError, RuntimeError):  # not a tensor, or a nested one, which has no shape
+            if plans is not None and len(plans) > 1 and (a.data_ptr() | b.data_ptr()) % arch.TMA_ALIGNMENT_BYTES:
+                plans = plans[::-1]  # the kernels that ask least come last, and the others would refuse
+        except (AttributeError, RuntimeError):  # not a tensor, or one without shape or memory
             return None
         if plans is not None:
             if given is None and len(plans) > 1 and type(plans[0]) is Plan:
