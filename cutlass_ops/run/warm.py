@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from cutlass_ops.base import session
+from cutlass_ops.base import arch, session
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.run import operands, traced
 from cutlass_ops.run.call import Call
-from cutlass_ops.run.plan import AnyPlan, Given
+from cutlass_ops.run.plan import AnyPlan, Given, Plan
 from cutlass_ops.run.results import Outputs
 
 # Bound here for warm calls: looking them up in their modules takes as long as calling them.
@@ -71,7 +71,7 @@ class Warm(traced.Portable):
             for i in graph.inputs
         )
         self._has_scalars, self._has_one_output = any(self._scalars), len(self.outputs) == 1
-        self._count = len(self.names)
+        self._count, self._input_names = len(self.names), frozenset(self.names)
         self._output_names = frozenset(self.outputs)
         self._others_not_given = (None,) * (len(self.outputs) - 1)
         self._plans: dict[tuple[Any, ...], tuple[AnyPlan, ...]] = {}
@@ -90,7 +90,10 @@ class Warm(traced.Portable):
         if _is_traced():
             return traced.Traced(self.about)(a, b, *inputs, out=out, out_dtype=out_dtype, **named)
         if named or len(inputs) != self._count:
-            inputs = self.positional(inputs, named)
+            if inputs or named.keys() != self._input_names:
+                inputs = self.positional(inputs, named)
+            else:
+                inputs = tuple(map(named.__getitem__, self.names))
         if self._has_scalars:
             inputs = tuple(
                 x if of is None or type(x) is of[0] is float else of[2](of[1], x)
@@ -108,10 +111,27 @@ class Warm(traced.Portable):
 
     def run_plain(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], out: Any, out_dtype: torch.dtype | None) -> Any:
         """Run it on tensors with memory of their own, even if something watches this thread's operators."""
-        if self._has_scalars:
-            inputs = tuple(x if of is None else of[2](of[1], x) for of, x in zip(self._scalars, inputs, strict=True))
+        inputs = self.numbers(inputs)
         results = self._run_warm(a, b, inputs, out, out_dtype)
         return self._run_cold(a, b, inputs, out, out_dtype) if results is None else results
+
+    def numbers(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return inputs with those that are numbers as a kernel takes them."""
+        if not self._has_scalars:
+            return inputs
+        return tuple(x if of is None else of[2](of[1], x) for of, x in zip(self._scalars, inputs, strict=True))
+
+    @abstractmethod
+    def checked_call(
+        self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None = None
+    ) -> Call:
+        """Check a call's arguments, the inputs by position, and allocate missing outputs.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument does not fit. The message names it.
+        """
 
     @abstractmethod
     def _run_cold(self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None) -> Any:
@@ -157,9 +177,13 @@ class Warm(traced.Portable):
             dtypes = _dtypes(given, out_dtype)
         try:
             plans = self._plans.get((a.shape, b.shape, a.dtype, dtypes, a.get_device()))
-        except (AttributeError, RuntimeError):  # not a tensor, or a nested one, which has no shape
+            if plans is not None and len(plans) > 1 and (a.data_ptr() | b.data_ptr()) % arch.TMA_ALIGNMENT_BYTES:
+                plans = plans[::-1]  # the kernels that ask least come last, and the others would refuse
+        except (AttributeError, RuntimeError):  # not a tensor, or one without shape or memory
             return None
         if plans is not None:
+            if given is None and len(plans) > 1 and type(plans[0]) is Plan:
+                given = plans[0].new_outputs(a)  # of every plan here, so that a refusal costs no allocation
             for plan in plans:
                 results = plan.run(a, b, inputs, given)
                 if results is not None:
@@ -195,7 +219,9 @@ class Warm(traced.Portable):
         # The cheap part of what decides the kernel. The kernel checks the rest.
         key = a.shape, b.shape, a.dtype, _dtypes(call.given, out_dtype), a.get_device()
         others = (p for p in self._plans.get(key, ()) if not p.same_as(plan))
-        self._plans[key] = (plan, *others)[:_PLANS_A_SHAPE]
+        found = (plan, *others)[:_PLANS_A_SHAPE]
+        # Kernels of low alignment also take aligned operands, and are slower: they come last.
+        self._plans[key] = tuple(sorted(found, key=lambda p: p.alignment, reverse=True))
 
     def _forget(self, plan: AnyPlan) -> None:
         """Have a plan serve no further call. Another thread may call meanwhile."""
