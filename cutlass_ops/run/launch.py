@@ -150,6 +150,7 @@ class _Ordinary:
 
     def run_with(self, given: tuple[Any, ...], named: dict[str, Any], out: Any) -> Any:
         """Run it with some arguments instead of those of the preparation."""
+        require_untraced(self.op.name)  # transforms as well, whose tensors may be among these
         arguments, outputs, place = [*self.arguments], self.outputs, 0
         if len(given) > len(arguments):
             self._refuse(given, named)

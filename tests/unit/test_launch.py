@@ -275,6 +275,10 @@ def test_tracers_are_refused(ready, device):
     with pytest.raises(Exception, match="prepared launch"):
         torch.compile(lambda y: y + launch(), backend="eager", fullgraph=True)(torch.zeros(M, N))
     assert device.launches == []
+    for transform in (torch.func.vmap(lambda y: launch(y)), torch.func.grad(lambda y: launch(y).sum())):
+        with pytest.raises(NotImplementedError, match="PyTorch traces"):
+            transform(x[None])
+    assert device.launches == []
     with pytest.raises(NotImplementedError, match="PyTorch traces"):
         torch.func.vmap(lambda y: co.prepare_launch(co.gemm, y, ready[2]))(x[None])
 
