@@ -30,6 +30,7 @@ from cutlass_ops.run.call import Call, check_call, device_of, signature_of
 from cutlass_ops.run.launch import Launch
 from cutlass_ops.run.plan import PeerPlan, Plan, can_fall_back, make_ops_plan, make_peer_plan, make_plan
 from cutlass_ops.run.registry import OpSignature, Registry
+from cutlass_ops.run.rows import Rows
 from cutlass_ops.run.supply import Supply, supply
 from cutlass_ops.run.warm import Warm
 
@@ -160,7 +161,8 @@ class Op(Warm):
                 f"{self.name}: {self._instead.why}, and a prepared launch is one kernel: call the op itself"
             ) from exc
         # Of other tensors, no other kernel serves.
-        return replace(make_plan(self.name, decision.spec, decision.order, call), misaligned=False)
+        plan = make_plan(self.name, decision.spec, decision.order, call)
+        return replace(plan, way=replace(plan.way, misaligned=False))
 
     def instead_of(self, call: Call) -> list[tuple[Op, Call]]:
         """Return the fallback ops of a checked call, each with its own checked call; an empty list if there are none.
@@ -227,7 +229,7 @@ class Op(Warm):
         if results is not None:
             return results
         try:
-            plan, supplied = self._plan(call)
+            plan, supplied, rows = self._plan(call)
         except UnsupportedError:
             if self._instead is None:
                 raise
@@ -238,17 +240,17 @@ class Op(Warm):
             # The same path as later calls take, so that each op remembers its part.
             return compute(a, b, *inputs, out=call.given[0], out_dtype=call.outputs[0].dtype)
         plan.launch_call(call)
-        self._remember(plan, call, a, b, out_dtype)
+        self._remember(plan, call, a, b, out_dtype, rows)
         if supplied is not None:
             supplied.until_it_is_there(functools.partial(self._forget, plan))
         return self.wrap(call)
 
-    def _plan(self, call: Call) -> tuple[Plan | PeerPlan, Supply | None]:
-        """Return a plan for a call, ready to run. A missing kernel is built."""
+    def _plan(self, call: Call) -> tuple[Plan | PeerPlan, Supply | None, Rows | None]:
+        """Return a plan for a call, ready to run, and what plans others like it. A missing kernel is built."""
         decision = self._decide(call)
         if decision.peer is not None:
             _log.info("%s %s: PyTorch (%s) serves, as tuning allowed", self.name, decision.problem, decision.peer)
-            return make_peer_plan(decision.peer, call), None
+            return make_peer_plan(decision.peer, call), None, Rows.of(self.name, decision, call)
         supplied = supply(decision)
         if _log.isEnabledFor(logging.DEBUG):  # a slug takes longer than the choice
             _log.debug("%s %s: %s serves", self.name, decision.problem, supplied.spec.slug)
@@ -256,7 +258,7 @@ class Op(Warm):
         # What other numbers of rows may need is compiled meanwhile, so that no later batch has to wait for it.
         if env.jit_enabled() and not decision.bundled:
             Background.current().add(decision.specs)
-        return plan, supplied
+        return plan, supplied, Rows.of(self.name, decision, call)
 
     def _decide(self, call: Call) -> Decision:
         """Decide what serves a call.
