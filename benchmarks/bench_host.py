@@ -4,12 +4,17 @@
 
 Times are only of enqueueing: rounds are short enough that the device's queue never fills. Each row:
 {"problem", "kernel", ratios of ours to others', formed within rounds, "us": {call: [median, least, most]}}.
+Each of "forms", a form of call against PyTorch's for the same result: {"form", "kernel", "over_pytorch",
+"launch_over_out", "other_tensors_over_out", "us"}. The last two ratios are those of a prepared launch, without
+arguments and with another A, to the ordinary call with `out`; they are missing where no launch can be prepared.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import random
 import statistics
 import subprocess
@@ -28,6 +33,7 @@ import cutlass_ops as co
 from cutlass_ops.compilation.background import Background
 
 CALLS, ROUNDS = 200, 41
+DEVICE = "cuda"
 
 # Peak resident memory with PyTorch and CUDA up, then with one op run; the kernels are in the store already.
 MEMORY = """
@@ -93,22 +99,162 @@ def measure(calls: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
     return {name: each[3:] for name, each in times.items()}
 
 
+def ratio_of(times: dict[str, list[float]], ours: str, other: str) -> float:
+    """Return the median over the rounds of one call's time over another's."""
+    return round(statistics.median(o / p for o, p in zip(times[ours], times[other], strict=True)), 3)
+
+
+def summary(times: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Return the median, least and most of each call's times."""
+    return {call: [round(x, 2) for x in (statistics.median(t), min(t), max(t))] for call, t in times.items()}
+
+
 def row(name: str, calls: Calls) -> dict[str, Any]:
     """Measure one problem's calls."""
-    with torch.no_grad():
-        times = measure(calls.variants)
-
-    def ratio(ours: str, peer: str) -> float:
-        return round(statistics.median(o / p for o, p in zip(times[ours], times[peer], strict=True)), 3)
-
+    times = measure(calls.variants)
     return {
         "problem": name,
         "kernel": calls.kernel,
-        "out_over_linear": ratio("gemm_bias_relu(out=)", "F.linear"),
-        "no_out_over_linear_relu": ratio("gemm_bias_relu", "F.relu(F.linear)"),
-        "no_out_over_linear": ratio("gemm_bias_relu", "F.linear"),
-        "us": {call: [round(x, 2) for x in (statistics.median(t), min(t), max(t))] for call, t in times.items()},
+        "out_over_linear": ratio_of(times, "gemm_bias_relu(out=)", "F.linear"),
+        "no_out_over_linear_relu": ratio_of(times, "gemm_bias_relu", "F.relu(F.linear)"),
+        "no_out_over_linear": ratio_of(times, "gemm_bias_relu", "F.linear"),
+        "us": summary(times),
     }
+
+
+# ---- Every form ------------------------------------------------------------------------------------------------------
+
+
+@co.epilogue
+def with_pre(acc: co.Value, bias: co.Row) -> dict[str, co.Value]:
+    """Keep what the activation reads."""
+    pre = acc + bias
+    return {"d": co.e.relu(pre), "pre": pre}
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of call: ours, and PyTorch's for the same result, unfused where it has no fused one."""
+
+    op: Any
+    arguments: tuple[Any, ...]
+    named: dict[str, Any]
+    out: torch.Tensor
+    peer: Callable[[], object]
+    prepares: bool = True
+
+    def ours(self) -> object:
+        """Make the call."""
+        return self.op(*self.arguments, **self.named)
+
+    def calls(self) -> tuple[str, dict[str, Callable[[], object]]]:
+        """Return our kernel, and all ways to make the call."""
+        op, arguments, named, out = self.op, self.arguments, self.named, self.out
+        calls: dict[str, Callable[[], object]] = {
+            "ours": lambda: op(*arguments, **named),
+            "PyTorch": self.peer,
+            "ours(out=)": lambda: op(*arguments, out=out, **named),
+        }
+        if not self.prepares:
+            return "", calls
+        launch, other = co.prepare_launch(op, *arguments, out=out, **named), like(arguments[0])
+        calls["launch()"] = launch
+        calls["launch(a=, out=)"] = lambda: launch(a=other, out=out)
+        return launch.spec.config.slug if launch.spec else "", calls
+
+
+def like(x: torch.Tensor) -> torch.Tensor:
+    """Return a copy with the same strides, and as far from a multiple of 16 bytes."""
+    offset = x.storage_offset()
+    buffer = x.new_empty(offset + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1)
+    return buffer.as_strided(x.shape, x.stride(), offset).copy_(x)
+
+
+def draw(*shape: int, offset: int = 0) -> torch.Tensor:
+    """Draw a contiguous tensor that begins some elements after an aligned address."""
+    count = offset + math.prod(shape)
+    return torch.randn(count, device=DEVICE).to(torch.bfloat16)[offset:].view(shape)
+
+
+def forms() -> dict[str, Form]:
+    """Return every form of call, at problems too small to fill the queue."""
+    m, n, k, eps = 256, 256, 256, 1e-5
+    x, weight, up, bias, gamma = draw(m, k), draw(n, k), draw(n, k), draw(n), draw(k)
+    w, w_up, residual, d = weight.t(), up.t(), draw(m, n), draw(m, n)
+    prepared, prepared_up = co.prepare(w, gamma), co.prepare(w_up, gamma)
+    layer = co.prepare_layernorm(w, gamma, bias)
+
+    def gemm(rows: int, columns: int, inner: int, offset: int = 0) -> Form:
+        a, b = draw(rows, inner, offset=offset), draw(columns, inner, offset=offset).t()
+        return Form(co.gemm, (a, b), {}, draw(rows, columns), lambda: torch.mm(a, b))
+
+    def layer_of(rows: torch.Tensor) -> Form:
+        peer = lambda: F.relu(F.linear(rows, weight, bias))  # noqa: E731 - as the others
+        return Form(co.gemm_bias_relu, (rows, w, bias), {}, draw(len(rows), n), peer)
+
+    def normed(scale: torch.Tensor | None) -> torch.Tensor:
+        return F.rms_norm(x, (k,), scale, eps)
+
+    def gated(rows: torch.Tensor) -> torch.Tensor:
+        return F.silu(F.linear(rows, weight)) * F.linear(rows, up)
+
+    def kept() -> tuple[torch.Tensor, torch.Tensor]:
+        pre = F.linear(x, weight, bias)
+        return F.relu(pre), pre
+
+    def summed() -> tuple[torch.Tensor, torch.Tensor]:
+        y = torch.addmm(residual, x, w)
+        return y, y.float().square().sum(-1)
+
+    rms = {"eps": eps}
+    return {
+        "plain": gemm(m, n, k),
+        "plain, misaligned": gemm(255, 257, 127),
+        # After aligned operands of this shape, whose kernel refuses these.
+        "plain, misaligned by its address": gemm(m, n, k, offset=1),
+        "plain, tiny (2×3×5)": gemm(2, 3, 5),
+        "bias + ReLU": layer_of(x),
+        "bias + ReLU, 16 rows": layer_of(draw(16, k)),
+        "bias + ReLU, 1 row": layer_of(draw(1, k)),
+        "further outputs": Form(co.gemm, (x, w), {"epilogue": with_pre, "bias": bias}, d, kept),
+        "residual and sums of squares": Form(co.gemm_residual_rms, (x, w, residual), rms, d, summed),
+        "RMSNorm, prepared": Form(co.rmsnorm_gemm, (x, prepared), rms, d, lambda: F.linear(normed(gamma), weight)),
+        "RMSNorm, not prepared": Form(
+            co.rmsnorm_gemm, (x, w, gamma), rms, d, lambda: F.linear(normed(gamma), weight), prepares=False
+        ),
+        "RMSNorm, no gamma": Form(co.rmsnorm_gemm, (x, w), rms, d, lambda: F.linear(normed(None), weight)),
+        "LayerNorm, prepared": Form(
+            co.layernorm_gemm, (x, layer), rms, d, lambda: F.linear(F.layer_norm(x, (k,), gamma, bias, eps), weight)
+        ),
+        "SwiGLU": Form(co.gemm_swiglu, (x, w, w_up), {}, d, lambda: gated(x)),
+        "RMSNorm and SwiGLU, prepared": Form(
+            co.gemm_swiglu, (x, prepared, prepared_up), rms, d, lambda: gated(normed(gamma))
+        ),
+    }
+
+
+def form_row(name: str, form: Form) -> dict[str, Any]:
+    """Measure one form's calls."""
+    kernel, calls = form.calls()
+    times = measure(calls)
+    pairs = {"over_pytorch": ("ours", "PyTorch")}
+    if form.prepares:
+        pairs |= {
+            "launch_over_out": ("launch()", "ours(out=)"),
+            "other_tensors_over_out": ("launch(a=, out=)", "ours(out=)"),
+        }
+    return {
+        "form": name,
+        "kernel": kernel,
+        **{key: ratio_of(times, *pair) for key, pair in pairs.items()},
+        "us": summary(times),
+    }
+
+
+def processor() -> str:
+    """Return the name of this machine's processor."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 def main() -> None:
@@ -118,9 +264,12 @@ def main() -> None:
     args = parser.parse_args()
     # Compilers of kernels that other numbers of rows may need would take processors from what is timed.
     Background.current().close()
-    rows = [row(name, Calls.at(*problem)) for name, problem in PROBLEMS.items()]
+    with torch.no_grad():
+        rows = [row(name, Calls.at(*problem)) for name, problem in PROBLEMS.items()]
+        every = [form_row(name, form) for name, form in forms().items()]
     memory = json.loads(subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, check=True).stdout)
-    harness.save(args.out, {**harness.environment(), "host_memory_mib": round(memory, 1), "rows": rows})
+    head = {**harness.environment(), "processor": processor(), "processors": len(os.sched_getaffinity(0))}
+    harness.save(args.out, {**head, "host_memory_mib": round(memory, 1), "rows": rows, "forms": every})
     print(args.out.read_text())
 
 

@@ -357,8 +357,30 @@ def host_section(path: Path, out: Path) -> list[str]:
         table(("problem", "our kernel"), kernels, text=["problem", "our kernel"]),
         table(("call", *problems), lines, text=["call"]),
         table(("ratio", *problems), quotients, text=["ratio"]),
+        *forms_tables(data),
         f"Importing the library and calling one op raises the peak of the process's host memory by "
         f"{data['host_memory_mib']} MiB. PyTorch and CUDA already run, and the kernel is in the store.",
+    ]
+
+
+def forms_tables(data: dict[str, Any]) -> list[str]:
+    """Return what a file of bench_host.py says about each form of call, if it does."""
+    forms = data.get("forms", [])
+    if not forms:
+        return []
+    calls = {"ours": "ours", "PyTorch": "PyTorch", "with `out`": "ours(out=)", "prepared": "launch()"}
+    calls |= {"prepared, other tensors": "launch(a=, out=)"}
+    ratios = {"ours / PyTorch": "over_pytorch", "prepared / with `out`": "launch_over_out"}
+
+    def cells(form: dict[str, Any]) -> list[str]:
+        times = [form["us"].get(call) for call in calls.values()]
+        found = ["–" if x is None else "{:.2f} ({:.2f} to {:.2f})".format(*x) for x in times]
+        return [*found, *("–" if form.get(key) is None else f"{form[key]:.3f}" for key in ratios.values())]
+
+    return [
+        f"Every form of call, on {data['processors']} cores of {data['processor']}, against PyTorch's for the same "
+        "result. *Prepared* is a launch of `co.prepare_launch`, which has its own `out`.",
+        table(("form", *calls, *ratios), [(form["form"], *cells(form)) for form in forms], text=["form"]),
     ]
 
 

@@ -74,6 +74,7 @@ if TYPE_CHECKING:
 # programs saved by torch.export call their operators.
 if TYPE_CHECKING or not _is_command():
     from cutlass_ops.run.gated import gemm_swiglu
+    from cutlass_ops.run.launch import Launch
     from cutlass_ops.run.norms import (
         PreparedLayerNormWeight,
         PreparedWeight,
@@ -96,6 +97,7 @@ if TYPE_CHECKING or not _is_command():
         gemm_bias_residual,
         gemm_bias_silu,
         gemm_residual,
+        prepare_launch,
         warm_up,
     )
     from cutlass_ops.run.scaled import scaled_gemm
@@ -111,7 +113,7 @@ _LATER = {
     "tune": ("tuner.tuning", "tune"),
 }
 # Where the command line, which imports no op at first, finds them.
-_OPS = ("run.ops", "run.norms", "run.gated", "run.scaled")
+_OPS = ("run.ops", "run.norms", "run.gated", "run.scaled", "run.launch")
 
 __all__ = [
     "Bundle",
@@ -130,6 +132,7 @@ __all__ = [
     "Integer",
     "Kernel",
     "KernelSpec",
+    "Launch",
     "LoadError",
     "MeasuringError",
     "MissingKernelError",
@@ -173,6 +176,7 @@ __all__ = [
     "layernorm_gemm",
     "load_bundle",
     "prepare",
+    "prepare_launch",
     "prepare_layernorm",
     "registry",
     "rmsnorm_gemm",

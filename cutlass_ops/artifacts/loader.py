@@ -24,8 +24,8 @@ from cutlass_ops.base import arch, env, forks, linkage
 from cutlass_ops.base.errors import LoadError
 
 # Version of a kernel library's interface. Raise it when the arguments or results of these functions change.
-ABI = 2
-SYMBOLS = ("launch", "workspace_size", "describe")
+ABI = 3
+SYMBOLS = ("launch", "workspace_size", "describe", "prepare")
 
 
 class Reason(IntEnum):
@@ -68,12 +68,16 @@ class LoadedKernel:
         nothing and returns a status for :func:`refusal`.
     workspace_size : callable
         Takes M, N, K, raster order and swizzle. Returns the bytes of workspace on the current device.
+    prepare : callable
+        Takes what `launch` takes, and :func:`stream_api`. Returns a function without arguments that launches with
+        exactly these tensors, a status for :func:`refusal`, or None if the kernel needs more than that at each launch.
     """
 
     artifact: Artifact
     launch: Callable[..., int]
     workspace_size: Callable[[int, int, int, int, int], int]
     _describe: Callable[[], str]
+    prepare: Callable[..., Callable[[], None] | int | None]
 
     # A copy would share the library's memory and free it twice.
     def __copy__(self) -> LoadedKernel:
@@ -116,6 +120,16 @@ def load(artifact: Artifact) -> LoadedKernel:
         if name not in _loaded:
             _loaded[name] = _load(artifact)
         return _loaded[name]
+
+
+@functools.cache
+def stream_api() -> int:
+    """Return the address of PyTorch's functions for kernels, one of which says what stream is current."""
+    import torch
+
+    address = ctypes.pythonapi.PyCapsule_GetPointer
+    address.restype, address.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    return int(address(torch.Tensor.__dlpack_c_exchange_api__, b"dlpack_exchange_api"))
 
 
 @functools.cache

@@ -25,14 +25,20 @@ from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue import Epilogue, builtin
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
-from cutlass_ops.run import backward, traced  # noqa: F401 - the first registers an operator
+from cutlass_ops.run import backward, launch, traced  # noqa: F401 - the first registers an operator
 from cutlass_ops.run.call import Call, check_call, device_of, signature_of
+from cutlass_ops.run.launch import Launch
 from cutlass_ops.run.plan import PeerPlan, Plan, can_fall_back, make_ops_plan, make_peer_plan, make_plan
 from cutlass_ops.run.registry import OpSignature, Registry
+from cutlass_ops.run.rows import Rows
 from cutlass_ops.run.supply import Supply, supply
 from cutlass_ops.run.warm import Warm
 
 _log = logging.getLogger("cutlass_ops")
+
+# What to do about an argument that a prepared launch would not read where it lies.
+_COPY = "pass a contiguous tensor of the full shape and of a dtype that kernels read"
+_FOLD = "prepare the weight once, with cutlass_ops.prepare or cutlass_ops.prepare_layernorm, and pass the result"
 
 
 class Instead(NamedTuple):
@@ -94,7 +100,7 @@ class Op(Warm):
     ) -> list[Tensor]:
         """Return empty outputs of the right shapes, dtypes and device for checked arguments."""
         loader.prepare()
-        return check_call(self.graph, a, b, dict(zip(self.names, inputs, strict=True)), None, out_dtype).results()
+        return self.checked_call(a, b, inputs, None, out_dtype).results()
 
     def plan(
         self,
@@ -127,6 +133,36 @@ class Op(Warm):
     ) -> int:
         """Compile and load every kernel that calls of this op with a weight may need: see :func:`warm_up`."""
         return len(Registry.current().kernels(self._specs_for(self.checked(a, b, inputs, named, out, out_dtype))))
+
+    def prepare_launch(
+        self,
+        a: Tensor,
+        b: Tensor,
+        *inputs: Any,
+        out: Any = None,
+        out_dtype: torch.dtype | None = None,
+        **named: Any,
+    ) -> Launch:
+        """Prepare calls with these tensors: see :func:`prepare_launch`."""
+        values = self.positional(inputs, named)
+        launch.check(self, a, b, values, out)
+        call = self.checked_call(a, b, values, out, out_dtype)
+        launch.require_given(self, call.tensors(), (a, b, values, call.outputs), _COPY)
+        return launch.make(self, None if call.is_reference else self._best_plan(call), call, (a, b, *values))
+
+    def _best_plan(self, call: Call) -> Plan:
+        """Return the plan of the best kernel for a call, whatever has to be compiled for it."""
+        try:
+            decision = self._decide(call)
+        except UnsupportedError as exc:
+            if self._instead is None:
+                raise
+            raise UnsupportedError(
+                f"{self.name}: {self._instead.why}, and a prepared launch is one kernel: call the op itself"
+            ) from exc
+        # Of other tensors, no other kernel serves.
+        plan = make_plan(self.name, decision.spec, decision.order, call)
+        return replace(plan, way=replace(plan.way, misaligned=False))
 
     def instead_of(self, call: Call) -> list[tuple[Op, Call]]:
         """Return the fallback ops of a checked call, each with its own checked call; an empty list if there are none.
@@ -163,8 +199,12 @@ class Op(Warm):
         TypeError, ValueError
             If an argument does not fit. The message names it.
         """
-        values = dict(zip(self.names, self.positional(inputs, named), strict=True))
-        return check_call(self.graph, a, b, values, out, out_dtype)
+        return self.checked_call(a, b, self.positional(inputs, named), out, out_dtype)
+
+    def checked_call(  # noqa: D102
+        self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None = None
+    ) -> Call:
+        return check_call(self.graph, a, b, dict(zip(self.names, inputs, strict=True)), out, out_dtype)
 
     def _specs_for(self, call: Call) -> tuple[KernelSpec, ...]:
         """Return every kernel that a call's weight may need, each once, including those of fallback ops."""
@@ -179,7 +219,7 @@ class Op(Warm):
         return tuple(dict.fromkeys(spec for specs in parts for spec in specs))
 
     def _run_cold(self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None) -> Any:
-        call = check_call(self.graph, a, b, dict(zip(self.names, inputs, strict=True)), out, out_dtype)
+        call = self.checked_call(a, b, inputs, out, out_dtype)
         call.refuse_differentiated()
         self.copied_inputs += len(call.arguments.copied)
         if call.is_reference:
@@ -189,7 +229,7 @@ class Op(Warm):
         if results is not None:
             return results
         try:
-            plan, supplied = self._plan(call)
+            plan, supplied, rows = self._plan(call)
         except UnsupportedError:
             if self._instead is None:
                 raise
@@ -200,17 +240,17 @@ class Op(Warm):
             # The same path as later calls take, so that each op remembers its part.
             return compute(a, b, *inputs, out=call.given[0], out_dtype=call.outputs[0].dtype)
         plan.launch_call(call)
-        self._remember(plan, call, a, b, out_dtype)
+        self._remember(plan, call, a, b, out_dtype, rows)
         if supplied is not None:
             supplied.until_it_is_there(functools.partial(self._forget, plan))
         return self.wrap(call)
 
-    def _plan(self, call: Call) -> tuple[Plan | PeerPlan, Supply | None]:
-        """Return a plan for a call, ready to run. A missing kernel is built."""
+    def _plan(self, call: Call) -> tuple[Plan | PeerPlan, Supply | None, Rows | None]:
+        """Return a plan for a call, ready to run, and what plans others like it. A missing kernel is built."""
         decision = self._decide(call)
         if decision.peer is not None:
             _log.info("%s %s: PyTorch (%s) serves, as tuning allowed", self.name, decision.problem, decision.peer)
-            return make_peer_plan(decision.peer, call), None
+            return make_peer_plan(decision.peer, call), None, Rows.of(self.name, decision, call)
         supplied = supply(decision)
         if _log.isEnabledFor(logging.DEBUG):  # a slug takes longer than the choice
             _log.debug("%s %s: %s serves", self.name, decision.problem, supplied.spec.slug)
@@ -218,7 +258,7 @@ class Op(Warm):
         # What other numbers of rows may need is compiled meanwhile, so that no later batch has to wait for it.
         if env.jit_enabled() and not decision.bundled:
             Background.current().add(decision.specs)
-        return plan, supplied
+        return plan, supplied, Rows.of(self.name, decision, call)
 
     def _decide(self, call: Call) -> Decision:
         """Decide what serves a call.
@@ -311,7 +351,7 @@ class Kernel(Warm):
         return super().__call__(a, b, *inputs, out=out)
 
     def _run_cold(self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None) -> Any:
-        call = self._checked(a, b, inputs, out, out_dtype)
+        call = self.checked_call(a, b, inputs, out, out_dtype)
         call.refuse_differentiated()
         self._require_device(call.arguments.a)
         self.copied_inputs += len(call.arguments.copied)
@@ -326,11 +366,21 @@ class Kernel(Warm):
         self._remember(plan, call, a, b, out_dtype)
         return self.wrap(call)
 
+    def prepare_launch(self, a: Tensor, b: Tensor, *inputs: Any, out: Any = None, **named: Any) -> Launch:
+        """Prepare calls with these tensors: see :func:`prepare_launch`."""
+        values = self.positional(inputs, named)
+        launch.check(self, a, b, values, out)
+        call = self.checked_call(a, b, values, out)
+        self._require_device(call.arguments.a)
+        launch.require_given(self, call.tensors(), (a, b, values, call.outputs), _COPY)
+        plan = None if call.is_reference else make_plan(self.name, self.spec, self.spec.order, call, exact=True)
+        return launch.make(self, plan, call, (a, b, *values))
+
     def results_of(
         self, a: Tensor, b: Tensor, inputs: Sequence[Any], out_dtype: torch.dtype | None = None
     ) -> list[Tensor]:
         """Return empty outputs of the right shapes, dtypes and device for checked arguments."""
-        return self._checked(a, b, inputs, None, out_dtype).results()
+        return self.checked_call(a, b, inputs, None, out_dtype).results()
 
     def of(self, graph: Graph) -> NoReturn:
         """Refuse gradients: they would need other kernels than this one."""
@@ -343,7 +393,9 @@ class Kernel(Warm):
         if a.device.type != "cuda":
             raise NoDeviceError(f"a is on {a.device}, and {self!r} runs only on CUDA devices: move the operands there")
 
-    def _checked(self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None) -> Call:
+    def checked_call(  # noqa: D102
+        self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None = None
+    ) -> Call:
         values = dict(zip(self.names, inputs, strict=True))
         return check_call(self.graph, a, b, values, out, out_dtype, self.spec)
 
@@ -674,6 +726,59 @@ def warm_up(op: object, /, *arguments: Any, **named: Any) -> int:
     """
     request = requested(op, *arguments, **named)
     return request.op.warm_up(*request.arguments, **request.named)
+
+
+def prepare_launch(op: object, /, *arguments: Any, **named: Any) -> Launch:
+    """Prepare a call for callers who repeat it: at the call, hardly more than CUDA's own launch is left to do.
+
+    The best kernel is compiled if it is not there, as by :func:`warm_up`. No stand-in serves, and no peer of PyTorch's
+    that the tuner found. Some kernels clear memory ahead of each launch (stream-K), or share it with other launches of
+    their stream (reductions of D on Hopper; the means of a norm beside the main loop). They take an ordinary launch's
+    time, without the look-up.
+
+    Parameters
+    ----------
+    op : Op, Kernel, Epilogue or function
+        As for :func:`warm_up`, or the result of :func:`build`. Weights of norms must be prepared, by
+        :func:`cutlass_ops.prepare` or :func:`cutlass_ops.prepare_layernorm`.
+    *arguments, **named
+        The arguments of a call. An output that is not in `out` is allocated here, once. The launch keeps all tensors.
+
+    Returns
+    -------
+    Launch
+        Its documentation has its contract. That of a function is its op's: `x` is called ``a`` and `w` ``b``, and that
+        of :func:`cutlass_ops.gemm_residual_rms` returns D and the sums of squares.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As the call itself. Also if an argument requires grad, or would be copied or computed at each call, such as a
+        broadcast input.
+    NotImplementedError
+        If PyTorch traces, a mode is active, or the stream is being captured into a CUDA graph.
+    UnsupportedError
+        If no single kernel serves the call.
+    MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
+        If the kernel cannot be compiled, stored or loaded.
+
+    Examples
+    --------
+    >>> x, weight, bias = torch.ones(2, 8).bfloat16(), torch.ones(3, 8).bfloat16(), torch.zeros(3).bfloat16()
+    >>> launch = co.prepare_launch(co.gemm_bias_relu, x, weight.t(), bias, out=torch.empty(2, 3).bfloat16())
+    >>> for step in range(3):
+    ...     d = launch()  # reads what x has now
+    >>> d.tolist()
+    [[8.0, 8.0, 8.0], [8.0, 8.0, 8.0]]
+    """
+    if isinstance(op, Kernel):
+        return op.prepare_launch(*arguments, **named)
+    request = requested(op, *arguments, **named)
+    found = request.op
+    launch.require_untraced(found.name)
+    pairs = zip(("a", "b", *found.names), request.arguments, strict=False)
+    launch.require_given(found, (*pairs, *request.named.items()), (arguments, named), _FOLD)
+    return found.prepare_launch(*request.arguments, **request.named)
 
 
 def op_of(epilogue: Epilogue | None) -> Op:

@@ -5,20 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
+from cutlass_ops.artifacts import loader
 from cutlass_ops.artifacts.loader import LoadedKernel, Reason, refusal
 from cutlass_ops.base import arch, env
 from cutlass_ops.base.errors import LoadError
 from cutlass_ops.declare.order import TileOrder
-from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.declare.problem import Problem
+from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.run import operands
 from cutlass_ops.run.call import Call
 from cutlass_ops.run.peers import Peer, peers
 from cutlass_ops.run.registry import Registry
+
+_Result = TypeVar("_Result")
+_ANY = 1 << 20  # an alignment above every kernel's
 
 # What the caller gave for each output, D first; None where that is nothing at all.
 Given: TypeAlias = tuple[Tensor | None, ...] | None
@@ -26,8 +31,8 @@ Given: TypeAlias = tuple[Tensor | None, ...] | None
 
 # A warm call reads these: slots take less than half the time of a named tuple's fields.
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """How to serve calls of one shape.
+class Way:
+    """How a kernel is launched for calls of some shapes, which share it: an op remembers many thousand shapes.
 
     Attributes
     ----------
@@ -41,9 +46,11 @@ class Plan:
         Order in which tiles are visited, as :attr:`TileOrder.numbers` has it.
     workspace : int
         Bytes of workspace for a launch.
-    outputs : tuple
-        The caller's shape, strides and dtype of each output, D first, to allocate missing outputs. The kernel folds
-        leading dimensions.
+    d, others : tuple
+        Strides and dtype of D and of the other outputs, to allocate those that are missing.
+    misaligned : bool
+        Whether A or B was misaligned though its shape does not make it so. Aligned operands of this shape then have a
+        faster kernel, and this one would take them.
     """
 
     spec: KernelSpec
@@ -52,7 +59,26 @@ class Plan:
     raster: int
     swizzle: int
     workspace: int
-    outputs: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
+    d: tuple[tuple[int, ...], torch.dtype]
+    others: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    misaligned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How to serve calls of one shape with a kernel.
+
+    Attributes
+    ----------
+    way : Way
+        How the kernel is launched.
+    shape, others : tuple
+        The caller's shape of D and of the other outputs. The kernel folds leading dimensions.
+    """
+
+    way: Way
+    shape: tuple[int, ...]
+    others: tuple[tuple[int, ...], ...] = ()
 
     def run(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], given: Given) -> tuple[Tensor, ...] | None:
         """Launch on a warm call's unchecked arguments.
@@ -60,24 +86,47 @@ class Plan:
         Returns
         -------
         tuple of Tensor, or None
-            The outputs; None if the kernel refuses the arguments, which then need checking.
+            The outputs; None if the kernel refuses the arguments, which then need checking, or is not for them.
         """
-        workspace = self._workspace(a) if self.workspace else None
+        way = self.way
+        if way.misaligned and _has_aligned_lines(a) and _has_aligned_lines(b):
+            return None
+        workspace = self._workspace(a) if way.workspace else None
         # With strides given, PyTorch makes a tensor in half of the time.
-        if len(self.outputs) == 1:
+        if not way.others:
             if given is None or (d := given[0]) is None:
-                shape, strides, dtype = self.outputs[0]
-                d = a.new_empty_strided(shape, strides, dtype=dtype)
-            return (d,) if self.launch(a, b, d, *inputs, self.raster, self.swizzle, workspace) == 0 else None
+                strides, dtype = way.d
+                d = a.new_empty_strided(self.shape, strides, dtype=dtype)
+            return (d,) if way.launch(a, b, d, *inputs, way.raster, way.swizzle, workspace) == 0 else None
         if given is None:
-            d, *others = [a.new_empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in self.outputs]
+            d, *others = self.new_outputs(a)
         else:
             d, *others = [
                 a.new_empty_strided(shape, strides, dtype=dtype) if x is None else x
-                for x, (shape, strides, dtype) in zip(given, self.outputs, strict=True)
+                for x, (shape, strides, dtype) in zip(given, self._missing(), strict=True)
             ]
-        status = self.launch(a, b, d, *inputs, *others, self.raster, self.swizzle, workspace)
+        status = way.launch(a, b, d, *inputs, *others, way.raster, way.swizzle, workspace)
         return (d, *others) if status == 0 else None
+
+    def new_outputs(self, a: Tensor) -> tuple[Tensor, ...]:
+        """Return an empty tensor for each output, on the device of a."""
+        return tuple([a.new_empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in self._missing()])
+
+    def _missing(self) -> list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]:
+        way = self.way
+        others = [(shape, *of) for shape, of in zip(self.others, way.others, strict=True)]
+        return [(self.shape, *way.d), *others]
+
+    @property
+    def spec(self) -> KernelSpec:
+        """The kernel."""
+        return self.way.spec
+
+    @property
+    def alignment(self) -> int:
+        """What the kernel asks of its matrices, in elements: the more, the fewer calls it serves."""
+        spec = self.spec
+        return sum(x.alignment for x in (spec.a, spec.b, spec.d, *spec.inputs, *spec.outputs))
 
     def launch_call(self, call: Call) -> None:
         """Launch on a checked call's arguments.
@@ -87,19 +136,49 @@ class Plan:
         TypeError, ValueError
             If the kernel refuses an argument. The message names it and says why.
         """
-        checked = call.arguments
-        workspace = self._workspace(checked.a) if self.workspace else None
-        arguments = (checked.a, checked.b, call.outputs[0], *checked.inputs.values(), *call.outputs[1:])
-        status = self.launch(*arguments, self.raster, self.swizzle, workspace)
+        arguments, way = _of_kernel(call), self.way
+        workspace = self._workspace(call.arguments.a) if way.workspace else None
+        status = way.launch(*arguments, way.raster, way.swizzle, workspace)
         if status != 0:
             raise _explain(status, self.spec, arguments)
+
+    def prepared(self, call: Call) -> tuple[Callable[[], object], Tensor | None]:
+        """Return a function that launches on exactly a checked call's tensors, and the memory that it uses besides.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the kernel refuses an argument. The message names it and says why.
+        """
+        arguments, way = _of_kernel(call), self.way
+        workspace = self._workspace(call.arguments.a) if way.workspace else None
+        every = (*arguments, way.raster, way.swizzle, workspace)
+        found = way.kernel.prepare(*every, loader.stream_api())
+        if isinstance(found, int):
+            raise _explain(found, self.spec, arguments)
+        if found is not None:
+            return found, workspace
+
+        # The kernel clears memory ahead of each launch, or shares it with the other launches of its stream.
+        def launch() -> None:
+            status = way.kernel.launch(*every)
+            if status != 0:
+                raise _explain(status, self.spec, arguments)
+
+        return launch, workspace
 
     def same_as(self, other: AnyPlan) -> bool:
         """Whether another plan for the same shape would serve the same calls."""
         return isinstance(other, Plan) and other.spec == self.spec
 
     def _workspace(self, a: Tensor) -> Tensor:
-        return a.new_empty(self.workspace, dtype=torch.uint8)
+        return a.new_empty_strided((self.way.workspace,), (1,), dtype=torch.uint8)
+
+
+def _of_kernel(call: Call) -> tuple[Any, ...]:
+    """Return a checked call's tensors and numbers in the kernel's order."""
+    checked = call.arguments
+    return checked.a, checked.b, call.outputs[0], *checked.inputs.values(), *call.outputs[1:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +214,11 @@ class PeerPlan:
             return None
         d = self._compute(a, b, inputs)
         return (d,) if out is None else (out.copy_(d),)
+
+    @property
+    def alignment(self) -> int:
+        """What a kernel would ask of matrices: it comes first, since PyTorch was faster."""
+        return _ANY
 
     def same_as(self, other: AnyPlan) -> bool:
         """Whether another plan for the same shape would serve the same calls."""
@@ -175,6 +259,11 @@ class OpsPlan:
             return None
         out = None if given is None else given[0]
         return (self.compute(a, b, *inputs, out=out, out_dtype=self.out_dtype),)
+
+    @property
+    def alignment(self) -> int:
+        """What a kernel would ask of matrices: it comes first, since its operands are compared as a whole."""
+        return _ANY
 
     def same_as(self, other: AnyPlan) -> bool:
         """Whether another plan for the same shape would serve the same calls."""
@@ -253,40 +342,65 @@ def make_plan(name: str, spec: KernelSpec, order: TileOrder, call: Call, *, exac
         Whether new outputs have the declared majors, as for an exact kernel; otherwise they are row-major.
     """
     kernel = Registry.current().kernel(spec)
-    problem, arguments, graph = call.problem, call.arguments, call.graph
+    arguments, outputs = call.arguments, (spec.d, *spec.outputs)
+    read = ((spec.a, arguments.a), (spec.b, arguments.b))
+    shapes = tuple(map(arguments.output_shape, call.graph.outputs))
+    d, *others = [
+        (_by_columns(shape, call.problem.m) if exact and of.major == "col" else contiguous(shape), t.dtype)
+        for shape, t, of in zip(shapes, call.outputs, outputs, strict=True)
+    ]
+    misaligned = not exact and any(not of.aligned and _may_have_aligned_lines(of, x) for of, x in read)
+    way = make_way(name, spec, kernel, order, call.problem, arguments.a.device, d, tuple(others), misaligned)
+    return Plan(way, shapes[0], shapes[1:])
+
+
+def make_way(
+    name: str,
+    spec: KernelSpec,
+    kernel: LoadedKernel,
+    order: TileOrder,
+    problem: Problem,
+    device: torch.device,
+    d: tuple[tuple[int, ...], torch.dtype],
+    others: tuple[tuple[tuple[int, ...], torch.dtype], ...],
+    misaligned: bool = False,
+) -> Way:
+    """Return how a loaded kernel is launched at a problem: see :class:`Way`."""
     raster, swizzle = order.numbers
-    with torch.cuda.device(arguments.a.device):
+    with torch.cuda.device(device):
         workspace = int(kernel.workspace_size(problem.m, problem.n, problem.k, raster, swizzle))
-    return Plan(
-        spec=spec,
-        kernel=kernel,
-        launch=_in_range(name, kernel.launch) if env.nvtx_enabled() else kernel.launch,
-        raster=raster,
-        swizzle=swizzle,
-        workspace=workspace,
-        outputs=tuple(
-            (shape, _by_columns(shape, problem.m) if exact and of.major == "col" else _contiguous(shape), t.dtype)
-            for shape, t, of in zip(
-                map(arguments.output_shape, graph.outputs), call.outputs, (spec.d, *spec.outputs), strict=True
-            )
-        ),
+    launch = in_range(name, kernel.launch) if env.nvtx_enabled() else kernel.launch
+    return Way(spec, kernel, launch, raster, swizzle, workspace, d, others, misaligned)
+
+
+def _may_have_aligned_lines(operand: Operand, matrix: Tensor) -> bool:
+    """Whether the lines of a contiguous matrix of this shape begin at multiples of 16 bytes."""
+    length = matrix.shape[1 if operand.major == "row" else 0]
+    return length * operand.dtype.bytes % arch.TMA_ALIGNMENT_BYTES == 0
+
+
+def _has_aligned_lines(tensor: Tensor) -> bool:
+    """Whether a matrix's lines begin at multiples of 16 bytes."""
+    size = tensor.element_size()
+    return tensor.data_ptr() % arch.TMA_ALIGNMENT_BYTES == 0 and all(
+        stride == 1 or stride * size % arch.TMA_ALIGNMENT_BYTES == 0 for stride in tensor.stride()
     )
 
 
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a new contiguous tensor."""
     return tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
 
 
 def _by_columns(shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
     """Return the strides of a new tensor (..., N) whose columns are contiguous across the whole batch."""
-    return *_contiguous(shape[:-1]), rows
+    return *contiguous(shape[:-1]), rows
 
 
-def _in_range(name: str, launch: Callable[..., int]) -> Callable[..., int]:
+def in_range(name: str, launch: Callable[..., _Result]) -> Callable[..., _Result]:
     """Show launches in profilers as named ranges."""
 
-    def launch_in_range(*arguments: Any) -> int:
+    def launch_in_range(*arguments: Any) -> _Result:
         with torch.cuda.nvtx.range(name):
             return launch(*arguments)
 

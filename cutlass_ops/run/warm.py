@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from cutlass_ops.base import session
+from cutlass_ops.base import arch, session
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.run import operands, traced
 from cutlass_ops.run.call import Call
-from cutlass_ops.run.plan import AnyPlan, Given
+from cutlass_ops.run.plan import AnyPlan, Given, Plan
 from cutlass_ops.run.results import Outputs
+from cutlass_ops.run.rows import Rows
 
 # Bound here for warm calls: looking them up in their modules takes as long as calling them.
 _is_traced = torch.compiler.is_dynamo_compiling
@@ -71,10 +72,11 @@ class Warm(traced.Portable):
             for i in graph.inputs
         )
         self._has_scalars, self._has_one_output = any(self._scalars), len(self.outputs) == 1
-        self._count = len(self.names)
+        self._count, self._input_names = len(self.names), frozenset(self.names)
         self._output_names = frozenset(self.outputs)
         self._others_not_given = (None,) * (len(self.outputs) - 1)
-        self._plans: dict[tuple[Any, ...], tuple[AnyPlan, ...]] = {}
+        self._plans: dict[tuple[Any, ...], _Weight] = {}
+        self._remembered = 0  # shapes, those included that have been replaced
         _ALL.add(self)
 
     def __call__(
@@ -90,7 +92,10 @@ class Warm(traced.Portable):
         if _is_traced():
             return traced.Traced(self.about)(a, b, *inputs, out=out, out_dtype=out_dtype, **named)
         if named or len(inputs) != self._count:
-            inputs = self.positional(inputs, named)
+            if inputs or named.keys() != self._input_names:
+                inputs = self.positional(inputs, named)
+            else:
+                inputs = tuple(map(named.__getitem__, self.names))
         if self._has_scalars:
             inputs = tuple(
                 x if of is None or type(x) is of[0] is float else of[2](of[1], x)
@@ -108,10 +113,27 @@ class Warm(traced.Portable):
 
     def run_plain(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], out: Any, out_dtype: torch.dtype | None) -> Any:
         """Run it on tensors with memory of their own, even if something watches this thread's operators."""
-        if self._has_scalars:
-            inputs = tuple(x if of is None else of[2](of[1], x) for of, x in zip(self._scalars, inputs, strict=True))
+        inputs = self.numbers(inputs)
         results = self._run_warm(a, b, inputs, out, out_dtype)
         return self._run_cold(a, b, inputs, out, out_dtype) if results is None else results
+
+    def numbers(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return inputs with those that are numbers as a kernel takes them."""
+        if not self._has_scalars:
+            return inputs
+        return tuple(x if of is None else of[2](of[1], x) for of, x in zip(self._scalars, inputs, strict=True))
+
+    @abstractmethod
+    def checked_call(
+        self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None = None
+    ) -> Call:
+        """Check a call's arguments, the inputs by position, and allocate missing outputs.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument does not fit. The message names it.
+        """
 
     @abstractmethod
     def _run_cold(self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None) -> Any:
@@ -156,17 +178,38 @@ class Warm(traced.Portable):
                 return None
             dtypes = _dtypes(given, out_dtype)
         try:
-            plans = self._plans.get((a.shape, b.shape, a.dtype, dtypes, a.get_device()))
-        except (AttributeError, RuntimeError):  # not a tensor, or a nested one, which has no shape
+            key = b.shape, a.dtype, dtypes, a.get_device()
+            weight = self._plans.get(key)
+            plan = None if weight is None else weight.plans.get(a.shape)
+            # Where several plans are, the kernels that ask least come last, and the others may refuse.
+            low = isinstance(plan, tuple) and (a.data_ptr() | b.data_ptr()) % arch.TMA_ALIGNMENT_BYTES
+        except (AttributeError, RuntimeError):  # not a tensor, or one without shape or memory
             return None
-        if plans is not None:
-            for plan in plans:
-                results = plan.run(a, b, inputs, given)
-                if results is not None:
-                    self.served_warm += 1
-                    return results[0] if self._has_one_output else Outputs(self.outputs, results)
+        if weight is None:
+            return None
+        if plan is None:
+            return self._run_at_other_rows(key, weight.rows, a, b, inputs, given)
+        if isinstance(plan, tuple):
+            results = _run_one_of(plan[::-1] if low else plan, a, b, inputs, given)
+        else:
+            results = plan.run(a, b, inputs, given)
+        if results is None:
             self.refused_warm += 1
-        return None
+            return None
+        self.served_warm += 1
+        return results[0] if self._has_one_output else Outputs(self.outputs, results)
+
+    def _run_at_other_rows(
+        self, key: tuple[Any, ...], rows: Rows | None, a: Any, b: Any, inputs: tuple[Any, ...], given: Given
+    ) -> Any:
+        """Run a call whose number of rows is new, and remember how; None if it needs checking."""
+        plan = None if rows is None else rows.plan(a.shape)
+        results = None if plan is None else plan.run(a, b, inputs, given)
+        if rows is None or plan is None or results is None:
+            return None
+        shape = (*plan.shape[:-1], rows.decision.problem.k)  # a.shape, of numbers that are kept already
+        self._weight(key, rows).plans[shape] = plan
+        return results[0] if self._has_one_output else Outputs(self.outputs, results)
 
     def _given_by_name(self, out: Any, out_dtype: torch.dtype | None) -> Given:
         """Return a mapping's tensor for each output; None if it needs checking."""
@@ -188,20 +231,69 @@ class Warm(traced.Portable):
             return None
         return self._run_warm(a, b, tuple(arguments.inputs.values()), out, out_dtype)
 
-    def _remember(self, plan: AnyPlan, call: Call, a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> None:
-        """Remember a plan for calls like this one."""
-        if len(self._plans) >= _MAX_PLANS:
-            self._plans.clear()
+    def _remember(
+        self,
+        plan: AnyPlan,
+        call: Call,
+        a: Tensor,
+        b: Tensor,
+        out_dtype: torch.dtype | None,
+        rows: Rows | None = None,
+    ) -> None:
+        """Remember a plan for calls like this one, and what plans those with other numbers of rows."""
         # The cheap part of what decides the kernel. The kernel checks the rest.
-        key = a.shape, b.shape, a.dtype, _dtypes(call.given, out_dtype), a.get_device()
-        others = (p for p in self._plans.get(key, ()) if not p.same_as(plan))
-        self._plans[key] = (plan, *others)[:_PLANS_A_SHAPE]
+        weight = self._weight((b.shape, a.dtype, _dtypes(call.given, out_dtype), a.get_device()), rows)
+        others = [p for p in _each(weight.plans.get(a.shape)) if not p.same_as(plan)]
+        # Kernels of low alignment also take aligned operands, and are slower: they come last.
+        found = sorted((plan, *others[: _PLANS_A_SHAPE - 1]), key=lambda p: p.alignment, reverse=True)
+        weight.plans[a.shape] = tuple(found) if others else plan
+
+    def _weight(self, key: tuple[Any, ...], rows: Rows | None) -> _Weight:
+        """Return what is known of a weight, with room for one more plan."""
+        self._remembered += 1
+        if self._remembered > _MAX_PLANS:
+            self._plans, self._remembered = {}, 1
+        weight = self._plans.setdefault(key, _Weight())
+        weight.rows = rows or weight.rows
+        return weight
 
     def _forget(self, plan: AnyPlan) -> None:
         """Have a plan serve no further call. Another thread may call meanwhile."""
-        for key, plans in list(self._plans.items()):
-            if plan in plans:
-                self._plans[key] = tuple(p for p in plans if p is not plan)
+        for weight in list(self._plans.values()):
+            for shape, plans in list(weight.plans.items()):
+                if plans is plan:
+                    weight.plans.pop(shape, None)
+                elif type(plans) is tuple and plan in plans:
+                    weight.plans[shape] = tuple(p for p in plans if p is not plan)
+
+
+class _Weight:
+    """How calls with one weight are served: a plan for each shape of A, or several where calls differ in more."""
+
+    __slots__ = ("plans", "rows")
+
+    def __init__(self) -> None:
+        self.plans: dict[tuple[int, ...], AnyPlan | tuple[AnyPlan, ...]] = {}
+        self.rows: Rows | None = None
+
+
+def _each(plans: AnyPlan | tuple[AnyPlan, ...] | None) -> tuple[AnyPlan, ...]:
+    if plans is None:
+        return ()
+    return plans if isinstance(plans, tuple) else (plans,)
+
+
+def _run_one_of(
+    plans: tuple[AnyPlan, ...], a: Tensor, b: Tensor, inputs: tuple[Any, ...], given: Given
+) -> tuple[Tensor, ...] | None:
+    """Run a call by the first plan that takes it."""
+    if given is None and plans and type(plans[0]) is Plan:
+        given = plans[0].new_outputs(a)  # of every plan here, so that a refusal costs no allocation
+    for plan in plans:
+        results = plan.run(a, b, inputs, given)
+        if results is not None:
+            return results
+    return None
 
 
 def _dtypes(given: Sequence[Tensor | None], out_dtype: torch.dtype | None) -> Any:
@@ -218,7 +310,7 @@ def _dtypes(given: Sequence[Tensor | None], out_dtype: torch.dtype | None) -> An
 def _forget() -> None:
     # Another session has other kernels. A warm call does not ask for the session.
     for each in list(_ALL):
-        each._plans = {}
+        each._plans, each._remembered = {}, 0
 
 
 session.forget_at_change(_forget)

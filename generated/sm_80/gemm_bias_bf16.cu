@@ -115,7 +115,7 @@ struct Gemm {
 
   static void assign(Operands&, sm80::Workspace&) {}
 
-  static cudaError_t begin(Operands const&, cudaStream_t) { return cudaSuccess; }
+  static cudaError_t begin(Operands const&, cutlass_ops::Queue const&) { return cudaSuccess; }
 
   static typename GemmKernel::Arguments arguments(Operands const& o) {
     typename EpilogueVisitor::Arguments const epilogue{
@@ -127,7 +127,7 @@ struct Gemm {
     return sm80::arguments<GemmKernel>(problem(o), o.a, o.b, epilogue);
   }
 
-  static cudaError_t finish(Operands const&, cudaStream_t) { return cudaSuccess; }
+  static cudaError_t finish(Operands const&, cutlass_ops::Queue const&) { return cudaSuccess; }
 };
 
 }  // namespace

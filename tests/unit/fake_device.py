@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import torch
 from signatures import H100
 
+from cutlass_ops.artifacts import loader
 from cutlass_ops.artifacts.loader import Reason
 from cutlass_ops.base.session import Session
 from cutlass_ops.compilation.background import Background
@@ -24,6 +25,8 @@ class FakeDevice:
     launches: list = field(default_factory=list)
     queued: list = field(default_factory=list)
     closed: bool = False
+    repeats: bool = True  # whether kernels can prepare launches
+    workspace: int = 0  # bytes that kernels need
     absent: set = field(default_factory=set)  # kernels that only a compiler has
     remote: set = field(default_factory=set)  # absent ones that the remote store has
     waiting: dict = field(default_factory=dict)
@@ -77,19 +80,32 @@ class FakeDevice:
         count, names = len(graph.inputs), [o.name for o in graph.outputs]
         types = (spec.a, spec.b, spec.d, *spec.inputs, *spec.outputs)
 
-        def launch(a, b, d, *rest):
-            inputs, others, (raster, swizzle, _) = rest[:count], rest[count:-3], rest[-3:]
-            for position, (tensor, operand) in enumerate(zip((a, b, d, *inputs, *others), types, strict=True)):
+        def refused(arguments):
+            for position, (tensor, operand) in enumerate(zip(arguments, types, strict=True)):
                 reason = _refusal(tensor, operand)
                 if reason is not None:
                     return 16 * position + reason.value
+            return 0
+
+        def launch(a, b, d, *rest):
+            inputs, others, (raster, swizzle, workspace) = rest[:count], rest[count:-3], rest[-3:]
+            if status := refused((a, b, d, *inputs, *others)):
+                return status
             named = dict(zip((i.name for i in graph.inputs), inputs, strict=True))
             with torch.no_grad():  # a kernel sees memory, and refuses no gradient
                 call.check_call(graph, a, b, named, dict(zip(names, (d, *others), strict=True)), None).run_reference()
-            self.launches.append(SimpleNamespace(spec=spec, raster=raster, swizzle=swizzle, outputs=(d, *others)))
+            self.launches.append(
+                SimpleNamespace(spec=spec, raster=raster, swizzle=swizzle, workspace=workspace, outputs=(d, *others))
+            )
             return 0
 
-        return SimpleNamespace(launch=launch, workspace_size=lambda *_: 0)
+        def prepare(*arguments):
+            *arguments, streams = arguments
+            assert streams == loader.stream_api()
+            status = refused(arguments[:-3])
+            return status or ((lambda: launch(*arguments) and None) if self.repeats else None)
+
+        return SimpleNamespace(launch=launch, prepare=prepare, workspace_size=lambda *_: self.workspace)
 
 
 def _refusal(tensor, operand):
@@ -100,6 +116,10 @@ def _refusal(tensor, operand):
     inner = -1 if operand.major == "row" else -2
     if tensor.ndim > 1 and min(tensor.shape[-2:]) > 1 and tensor.stride(inner) != 1:
         return Reason.MAJOR
+    if tensor.ndim > 1:
+        lines = tensor.stride(-3 - inner) if tensor.shape[-3 - inner] > 1 else 0
+        if tensor.data_ptr() % (operand.alignment * tensor.element_size()) or lines % operand.alignment:
+            return Reason.ALIGNMENT
     return None
 
 

@@ -38,6 +38,10 @@ EXPORT __tvm_ffi_launch(void*, TVMFFIAny const* args, int32_t count, TVMFFIAny* 
 EXPORT __tvm_ffi_workspace_size(void*, TVMFFIAny const* args, int32_t, TVMFFIAny* result) {
   return integer(result, args[0].v_int64 * args[1].v_int64 + args[2].v_int64);
 }
+EXPORT __tvm_ffi_prepare(void*, TVMFFIAny const* args, int32_t count, TVMFFIAny* result) {
+  auto const* const api = reinterpret_cast<DLPackExchangeAPI const*>(args[count - 1].v_int64);
+  return integer(result, api->header.version.major);
+}
 #ifndef NO_DESCRIBE
 EXPORT __tvm_ffi_describe(void*, TVMFFIAny const*, int32_t, TVMFFIAny* result) {
   static char const text[] = "{\"stages\": 3, \"threads\": 128, \"shared_memory\": 49152}";
@@ -101,6 +105,7 @@ def test_a_kernel_is_callable(put, host_library):
     assert refusal(kernel.launch(5)) == (5, Reason.DTYPE)
     assert kernel.workspace_size(4, 5, 6) == 26
     assert kernel.describe() == {"stages": 3, "threads": 128, "shared_memory": 49152}
+    assert kernel.prepare(loader.stream_api()) == 1  # the major version of DLPack's interface
     assert load(artifact) is kernel
 
 

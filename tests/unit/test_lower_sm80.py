@@ -146,7 +146,7 @@ def test_reductions_have_partial_values_and_a_second_step():
     assert found["Reduce_row_squares"]["arguments"] == "o.partial_row_squares_"
     source = render(s)
     assert f"void const* const kernel = cutlass_ops::handle(&{s.slug}_row_squares);" in source
-    assert "finish<Reduce_row_squares>(kernel, o.partial_row_squares_, o.row_squares, problem(o), stream)" in source
+    assert "finish<Reduce_row_squares>(kernel, o.partial_row_squares_, o.row_squares, problem(o), queue)" in source
     finish = "cutlass_ops::sm80::Finish<Reduce_column_max::Reduce, Element_column_max>"
     assert f"CUTLASS_OPS_KERNEL({s.slug}_column_max, {finish})" in source
     assert "workspace.partial<Reduce_column_max>(problem(o))" in source
@@ -190,7 +190,7 @@ def test_what_needs_nothing_new_includes_nothing_new():
 def test_without_reductions_there_is_no_second_step():
     source = render(spec())
     assert "partial" not in source
-    assert "finish(Operands const&, cudaStream_t) { return cudaSuccess; }" in source
+    assert "finish(Operands const&, cutlass_ops::Queue const&) { return cudaSuccess; }" in source
 
 
 @pytest.mark.parametrize(

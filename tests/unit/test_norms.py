@@ -6,11 +6,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cutlass_ops as co
 from cutlass_ops.declare.device import Device
 from cutlass_ops.epilogue import builtin
-from cutlass_ops.run import norms, ops
+from cutlass_ops.run import folding, norms, ops
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DTYPES = pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
@@ -460,3 +462,73 @@ def test_on_a_device_the_norms_own_op_is_asked_for_a_kernel(monkeypatch):
     monkeypatch.setattr(ops.dispatch, "decide", lambda *_: None)
     with pytest.raises(co.UnsupportedError, match=r"no kernel supports rmsnorm_gemm with a bf16\.row"):
         norms.rmsnorm_op().plan(X, W, EPS)
+
+
+# ---- Gamma folded again ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("major", ["row", "col"])
+@pytest.mark.parametrize(("k", "n"), [(64, 40), (33, 27), (1, 5), (5, 1)])
+def test_a_second_fold_looks_at_nothing_and_is_the_same(major, k, n, monkeypatch):
+    folding._KNOWN.clear()
+    w = torch.randn(k, n).to(BF16) if major == "row" else torch.randn(n, k).to(BF16).t()
+    gamma = torch.rand(k).to(BF16)
+    first = folding.fold(w, gamma)
+    monkeypatch.setattr(folding, "_fold", None)
+    second = folding.fold(w, gamma)
+    assert torch.equal(first, second)
+    assert first.stride() == second.stride()
+    assert first.data_ptr() != second.data_ptr()
+    w.mul_(2)
+    assert torch.equal(folding.fold(w, gamma), first * 2)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_what_was_not_folded_before_is_still_checked():
+    w, gamma = torch.randn(K, N).to(BF16), torch.rand(K)
+    folding.fold(w, gamma)
+    with pytest.raises(ValueError, match=r"they must be \(K, N\) and \(K,\) with the same K"):
+        folding.fold(w, gamma[:-1])
+    with pytest.raises(TypeError, match=r"gamma is torch\.float64"):
+        folding.fold(w, gamma.double())
+    with pytest.raises(TypeError, match=r"w is torch\.float32"):
+        folding.fold(w.float(), gamma)
+    with pytest.raises(TypeError, match=r"w must be a torch\.Tensor"):
+        folding.fold(1.0, gamma)
+    with pytest.raises(TypeError, match=r"call w\.to_dense"):
+        folding.fold(w.to_sparse(), gamma)
+    with pytest.raises(ValueError, match="gamma is on meta and w is on cpu"):
+        folding.fold(w, gamma.to("meta"))
+    assert folding.fold(w.to("meta"), gamma.to("meta")).device.type == "meta"
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(w, torch.ones_like(w))
+        with pytest.raises(ValueError, match="w has a tangent"):
+            folding.fold(dual, gamma)
+
+
+def test_a_fold_of_known_layout_keeps_gradients_and_is_seen_by_modes():
+    w, gamma = torch.randn(K, N).to(BF16), torch.rand(K).to(BF16)
+    folding.fold(w, gamma)
+    assert folding.fold(w, gamma.clone().requires_grad_()).grad_fn is not None
+    with FakeTensorMode() as mode:
+        found = folding.fold(mode.from_tensor(w), mode.from_tensor(gamma))
+        assert type(found).__name__ == "FakeTensor"
+    seen = []
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Noting():
+        folding.fold(w, gamma)
+    assert torch.ops.cutlass_ops.fold.default in seen
+    assert torch.equal(torch.compile(folding.fold, backend="eager", fullgraph=True)(w, gamma), folding.fold(w, gamma))
+
+
+def test_layouts_are_forgotten_before_they_fill_memory(monkeypatch):
+    folding._KNOWN.clear()
+    monkeypatch.setattr(folding, "_MOST_KNOWN", 2)
+    for n in range(1, 6):
+        folding.fold(torch.randn(8, n).to(BF16), torch.rand(8))
+    assert 1 <= len(folding._KNOWN) <= 2

@@ -97,7 +97,7 @@ def test_an_op_takes_the_peer_that_tuning_allowed(tmp_path, monkeypatch, session
     table = Table(H100.name, 132, signature, (point,), fallback=True).select()
     tables.update(tables.path_of(tmp_path, H100.name, signature), table)
     policies.forget()
-    plan, _ = ops.gemm_bias_relu._plan(call)
+    plan, *_ = ops.gemm_bias_relu._plan(call)
     assert isinstance(plan, PeerPlan)
     assert plan.name == "cublaslt"
     found = explaining.explain_call("gemm_bias_relu", call, H100)

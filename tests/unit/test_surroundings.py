@@ -428,7 +428,7 @@ def test_results_go_through_pickle_and_copies():
 def test_a_loaded_kernel_is_not_copied():
     from cutlass_ops.artifacts.loader import LoadedKernel
 
-    kernel = LoadedKernel(None, None, None, None)
+    kernel = LoadedKernel(None, None, None, None, None)
     assert copy.deepcopy(kernel) is kernel
     with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(kernel)
@@ -443,7 +443,7 @@ def test_launches_are_ranges_of_a_profiler_on_request(monkeypatch):
         yield
 
     monkeypatch.setattr(torch.cuda.nvtx, "range", named)
-    launch = plan._in_range("gemm_bias", lambda *arguments: len(arguments))
+    launch = plan.in_range("gemm_bias", lambda *arguments: len(arguments))
     assert (launch(1, 2, 3), seen) == (3, ["gemm_bias"])
 
 

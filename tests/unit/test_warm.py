@@ -134,6 +134,48 @@ def test_a_refusal_is_counted_and_then_there_are_two_kernels(op):
     assert (op.served_warm, op.refused_warm) == (3, 1)
 
 
+def shifted(x):
+    """Place a matrix one element after an aligned address."""
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+@pytest.mark.parametrize("first", ["aligned", "misaligned"])
+def test_aligned_and_misaligned_operands_of_one_shape_have_kernels_of_their_own(device, first):
+    """The misaligned ones' kernel would take both, and is slower."""
+    op, odd = ops.Op("gemm", builtin.identity), (shifted(A), shifted(B.t()).t())
+    calls = {"aligned": (A, B), "misaligned": odd}
+    for name in sorted(calls, key=lambda name: name != first):
+        op(*calls[name])
+    device.launches.clear()
+    for _ in range(2):
+        for name in ("misaligned", "aligned", "aligned", "misaligned"):
+            op(*calls[name])
+    assert (op.served_warm, op.refused_warm) == (8, 1)
+    served = [launch.spec for launch in device.launches]
+    aligned, misaligned = op.plan(A, B).spec, op.plan(*odd).spec
+    assert aligned != misaligned
+    assert served == 2 * [misaligned, aligned, aligned, misaligned]
+
+
+def test_what_is_refused_first_costs_no_allocation(op, device, monkeypatch):
+    other = shifted(A)
+    for a in (A, other):
+        op(a, B, BIAS, 0.5)
+    made, new = [], torch.Tensor.new_empty_strided
+    monkeypatch.setattr(torch.Tensor, "new_empty_strided", lambda *x, **y: made.append(x) or new(*x, **y))
+    before = op.served_warm
+    op(other, B, BIAS, 0.5)
+    assert op.served_warm == before + 1
+    assert len(made) == len(SHAPES)
+
+
+def test_a_shape_that_no_contiguous_matrix_has_aligned_needs_no_look(device):
+    op, a, b = ops.Op("gemm", builtin.identity), matrix(M, 129), matrix(N, 129).t()
+    op(a, b)
+    (weight,) = op._plans.values()
+    assert not weight.plans[a.shape].way.misaligned
+
+
 WRONG = {
     "an unknown name": ({"e": empty("d")}, None, ValueError, "out names e: the outputs are d, pre, top"),
     "D's dtype": ({"d": empty("d")}, F32, TypeError, "out is torch.bfloat16, and out_dtype asks for torch.float32"),

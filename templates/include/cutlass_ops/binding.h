@@ -4,6 +4,10 @@
 // A launch takes (a, b, d, inputs..., outputs..., raster, swizzle, workspace) and returns a status: 0 after a launch, else
 // 16 * (position of the argument) + Reason. Nothing was launched then, and the caller explains the reason in words. CUDA's
 // own failures are raised as errors.
+//
+// `prepare` takes the same, and the address of a DLPackExchangeAPI, which says what stream is current. It launches nothing and
+// returns a function without arguments that launches with exactly these tensors, a status, or None where more would have to be
+// done at each launch. The caller keeps the tensors and the workspace.
 
 #pragma once
 
@@ -12,6 +16,8 @@
 
 #include "cutlass_ops/halves.h"
 
+#include "cutlass_ops/queue.h"
+
 #include <tvm/ffi/c_api.h>
 #include <tvm/ffi/extra/c_env_api.h>
 
@@ -19,8 +25,6 @@
 #include "cutlass/half.h"
 
 namespace cutlass_ops {
-
-constexpr int kMaxDevices = 64;
 
 enum class Major { kRow, kCol };
 
@@ -106,7 +110,8 @@ class Call {
   static constexpr int kMaxArguments = 32;
   static constexpr int kAnyDimensions = 0;
 
-  Call(TVMFFIAny const* args, int32_t count) : args_(args), count_(count) {
+  Call(TVMFFIAny const* args, int32_t count, Recording* recording = nullptr)
+      : args_(args), count_(count), recording_(recording) {
     if (count > kMaxArguments) fail(0, Reason::kCount);
   }
 
@@ -199,7 +204,10 @@ class Call {
   bool reads_device_scalars() const { return reads_device_scalars_; }
 
   int device() const { return device_; }
-  cudaStream_t stream() const { return static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, device_)); }
+  Queue queue() const {
+    if (recording_ != nullptr) return Queue(*recording_);
+    return Queue(static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, device_)));
+  }
 
  private:
   static uintptr_t address(DLTensor const* t) { return reinterpret_cast<uintptr_t>(t->data) + t->byte_offset; }
@@ -315,37 +323,13 @@ class Call {
 
   TVMFFIAny const* args_;
   int32_t count_;
+  Recording* recording_;
   int next_ = 0;
   int status_ = 0;
   int device_ = -1;
   bool reads_device_scalars_ = false;
   uint32_t outputs_ = 0;
   Extent extents_[kMaxArguments] = {};
-};
-
-// Makes the operands' device current for the duration of a call, and its context: a thread that has called nothing of CUDA
-// yet has a current device without one, and the driver encodes no descriptor there.
-class DeviceGuard {
- public:
-  explicit DeviceGuard(int device) {
-    static thread_local uint64_t entered = 0;  // by this thread, a bit for each device
-    static_assert(kMaxDevices <= 64);
-    cudaGetDevice(&previous_);
-    changed_ = previous_ != device;
-    if (changed_ || (entered >> device & 1) == 0) {
-      // The launch fails if this does, and the next one tries again.
-      if (cudaSetDevice(device) == cudaSuccess) entered |= uint64_t(1) << device;
-    }
-  }
-  ~DeviceGuard() {
-    if (changed_) cudaSetDevice(previous_);
-  }
-  DeviceGuard(DeviceGuard const&) = delete;
-  DeviceGuard& operator=(DeviceGuard const&) = delete;
-
- private:
-  int previous_ = 0;
-  bool changed_ = false;
 };
 
 inline int raise(char const* kind, char const* what) {
@@ -378,7 +362,7 @@ struct Description {
   int shared_memory;
 };
 
-// Exports a kernel under the three names that the loader looks up. `Entry` offers
+// Exports a kernel under the four names that the loader looks up. `Entry` offers
 //   static cudaError_t launch(Call&, int& status);
 //   static int64_t workspace_size(Problem, int raster, int swizzle);
 //   static Description describe();
@@ -389,6 +373,41 @@ int export_launch(TVMFFIAny const* args, int32_t count, TVMFFIAny* result, char 
   cudaError_t const error = Entry::launch(call, status);
   if (error != cudaSuccess) return raise_cuda(error, name);
   set_int(result, status);
+  return 0;
+}
+
+inline int repeat(void* recording, TVMFFIAny const*, int32_t, TVMFFIAny* result) {
+  auto const& recorded = *static_cast<Recording const*>(recording);
+  if (cudaError_t const error = recorded.repeat(); error != cudaSuccess) return raise_cuda(error, recorded.kernel());
+  result->type_index = kTVMFFINone;
+  return 0;
+}
+
+inline void forget(void* recording) { delete static_cast<Recording*>(recording); }
+
+template <class Entry>
+int export_prepare(TVMFFIAny const* args, int32_t count, TVMFFIAny* result, char const* name) {
+  DLPackExchangeAPI const* api = nullptr;
+  if (count > 0 && args[count - 1].type_index == kTVMFFIInt) {
+    api = reinterpret_cast<DLPackExchangeAPI const*>(args[count - 1].v_int64);
+  }
+  if (api == nullptr || api->current_work_stream == nullptr) {
+    return raise("TypeError", "prepare takes the address of a DLPackExchangeAPI as its last argument");
+  }
+  auto recording = std::make_unique<Recording>(name);
+  Call call(args, count - 1, recording.get());
+  int status = 0;
+  if (cudaError_t const error = Entry::launch(call, status); error != cudaSuccess) return raise_cuda(error, name);
+  result->type_index = kTVMFFINone;
+  if (status != 0) return set_int(result, status), 0;
+  if (recording->given_up()) return 0;
+  recording->complete(call.device(), api->current_work_stream);
+  TVMFFIObjectHandle function = nullptr;
+  if (TVMFFIFunctionCreate(recording.get(), &repeat, &forget, &function) != 0) return -1;
+  recording.release();  // the function's now
+  result->type_index = kTVMFFIFunction;
+  result->zero_padding = 0;
+  result->v_obj = static_cast<TVMFFIObject*>(function);
   return 0;
 }
 
@@ -422,6 +441,10 @@ int export_describe(TVMFFIAny* result) {
   extern "C" __attribute__((visibility("default"))) int __tvm_ffi_launch(void*, TVMFFIAny const* args, int32_t count, \
                                                                          TVMFFIAny* result) {                         \
     return cutlass_ops::export_launch<Entry>(args, count, result, #name);                                             \
+  }                                                                                                                   \
+  extern "C" __attribute__((visibility("default"))) int __tvm_ffi_prepare(void*, TVMFFIAny const* args, int32_t count, \
+                                                                          TVMFFIAny* result) {                        \
+    return cutlass_ops::export_prepare<Entry>(args, count, result, #name);                                            \
   }                                                                                                                   \
   extern "C" __attribute__((visibility("default"))) int __tvm_ffi_workspace_size(void*, TVMFFIAny const* args,        \
                                                                                  int32_t count, TVMFFIAny* result) {  \

@@ -428,7 +428,7 @@ struct GemvEntry {
     status = call.status();
     if (status != 0) return cudaSuccess;
     DeviceGuard const guard(call.device());
-    return enqueue(operands, call.stream(), Gemv::kOverlaps);
+    return enqueue(operands, call.queue(), Gemv::kOverlaps);
   }
 
   static int64_t workspace_size(Problem, int, int) { return 0; }
@@ -436,7 +436,7 @@ struct GemvEntry {
   static Description describe() { return {1, Kernel::kThreads, 0}; }
 
  private:
-  static cudaError_t enqueue(Operands operands, cudaStream_t stream, bool overlap) {
+  static cudaError_t enqueue(Operands const& operands, Queue const& queue, bool overlap) {
     constexpr int kMaxGridY = 65535;
     auto const blocks = [](int extent, int each) { return unsigned((int64_t(extent) + each - 1) / each); };
     cudaLaunchAttribute attribute;
@@ -446,11 +446,9 @@ struct GemvEntry {
     unsigned const rows = blocks(operands.problem.m, Kernel::kRows);
     config.gridDim = dim3(blocks(operands.problem.n, Kernel::kColumns), rows < kMaxGridY ? rows : kMaxGridY);
     config.blockDim = dim3(Kernel::kThreads);
-    config.stream = stream;
     config.attrs = &attribute;
     config.numAttrs = overlap ? 1 : 0;
-    void* arguments[] = {&operands};
-    return cudaLaunchKernelExC(&config, Gemv::kernel(), arguments);
+    return queue.launch(config, Gemv::kernel(), operands);
   }
 };
 

@@ -231,8 +231,9 @@ cudaError_t share_rows(typename Rows::Params& rows, typename GemmKernel::Argumen
   auto const aligned = [](int64_t words) { return (words + kAlignment - 1) / kAlignment * kAlignment; };
   int64_t const seen = aligned(1), means = seen + aligned(int64_t(tiles) * kMeans);
   int64_t const words = means + int64_t(rows.rows) * kMeans;
+  if (preparing.queue.gives_up()) return cudaSuccess;  // the memory is its stream's
   void* start;
-  cudaError_t const error = Standing::of<Rows>(preparing.device, preparing.stream, words * kWord, &start);
+  cudaError_t const error = Standing::of<Rows>(preparing.device, preparing.queue.stream(), words * kWord, &start);
   if (error != cudaSuccess) return error;
   auto* const first = static_cast<unsigned*>(start);
   rows.beside = {first, first + seen, tiles, readers};

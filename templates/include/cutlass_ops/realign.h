@@ -153,11 +153,9 @@ class Realigned {
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(unsigned((warps_ + Realign::kWarps - 1) / Realign::kWarps));
     config.blockDim = dim3(Realign::kThreads);
-    config.stream = preparing.stream;
     config.attrs = &attribute;
     config.numAttrs = preparing.overlap ? 1 : 0;
-    void* arguments[] = {&params_};
-    return cudaLaunchKernelExC(&config, kernel, arguments);
+    return preparing.queue.launch(config, kernel, params_);
   }
 
  private:

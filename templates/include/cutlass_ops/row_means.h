@@ -140,18 +140,16 @@ int64_t means_bytes(Problem problem) {
 
 // `overlap` lets it start while the kernel before it in the stream is still ending.
 template <class Kernel>
-cudaError_t launch_means_ahead(void const* kernel, typename Kernel::Params params, cudaStream_t stream, bool overlap) {
+cudaError_t launch_means_ahead(void const* kernel, typename Kernel::Params const& params, Queue const& queue, bool overlap) {
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(unsigned((int64_t(params.rows) + Kernel::kRows - 1) / Kernel::kRows));
   config.blockDim = dim3(Kernel::kThreads);
-  config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = overlap ? 1 : 0;
-  void* arguments[] = {&params};
-  return cudaLaunchKernelExC(&config, kernel, arguments);
+  return queue.launch(config, kernel, params);
 }
 
 #endif  // CUTLASS_OPS_HOST

@@ -183,9 +183,9 @@ class Workspace {
 // Combines what the thread blocks left of one reduction.
 template <class Reduction, class Element>
 cudaError_t finish(void const* kernel, typename Reduction::State const* partial, Element* out, GemmCoord problem,
-                   cudaStream_t stream) {
+                   Queue const& queue) {
   using Params = typename Finish<typename Reduction::Reduce, Element>::Params;
-  return finish_reduction(kernel, Params{partial, out, Reduction::length(problem), Reduction::parts(problem)}, stream);
+  return finish_reduction(kernel, Params{partial, out, Reduction::length(problem), Reduction::parts(problem)}, queue);
 }
 
 }  // namespace sm80
@@ -194,9 +194,9 @@ cudaError_t finish(void const* kernel, typename Reduction::State const* partial,
 //   GemmKernel; static void const* kernel(); struct Operands { Problem problem; ... }; static Operands read(Call&);
 //   static GemmCoord problem(Operands const&);            in the kernel's orientation
 //   static void assign(Operands&, Workspace&);            gives partial values of reductions, and means, their place
-//   static cudaError_t begin(Operands const&, cudaStream_t);   takes means of A's rows
+//   static cudaError_t begin(Operands const&, Queue const&);   takes means of A's rows
 //   static GemmKernel::Arguments arguments(Operands const&);
-//   static cudaError_t finish(Operands const&, cudaStream_t);  runs each reduction's second step
+//   static cudaError_t finish(Operands const&, Queue const&);  runs each reduction's second step
 template <class Gemm>
 struct Sm80Entry {
   using GemmKernel = typename Gemm::GemmKernel;
@@ -219,9 +219,10 @@ struct Sm80Entry {
     if (status != 0) return cudaSuccess;
 
     Gemm::assign(operands, workspace);
-    cudaError_t error = Gemm::begin(operands, call.stream());
-    if (error == cudaSuccess) error = enqueue(operands, device, workspace, swizzle, call.stream());
-    return error == cudaSuccess ? Gemm::finish(operands, call.stream()) : error;
+    Queue const queue = call.queue();
+    cudaError_t error = Gemm::begin(operands, queue);
+    if (error == cudaSuccess) error = enqueue(operands, device, workspace, swizzle, queue);
+    return error == cudaSuccess ? Gemm::finish(operands, queue) : error;
   }
 
   // Stream-K's share depends on how many thread blocks the current device holds; the rest needs no device.
@@ -244,21 +245,22 @@ struct Sm80Entry {
 
  private:
   static cudaError_t enqueue(Operands const& operands, sm80::Device const& device, sm80::Workspace& workspace,
-                             int swizzle, cudaStream_t stream) {
+                             int swizzle, Queue const& queue) {
     Params params = make_params(operands, device);
-    dim3 grid;
+    cudaLaunchConfig_t config{};
     if constexpr (sm80::is_stream_k<GemmKernel>) {
+      if (queue.gives_up()) return cudaSuccess;  // its flags are cleared before each launch
       void* const partial_tiles = workspace.take(int64_t(params.get_workspace_size()));
-      if (params.init_workspace(partial_tiles, stream) != cutlass::Status::kSuccess) return cudaErrorInvalidValue;
-      grid = params.get_grid_dims();
+      if (params.init_workspace(partial_tiles, queue.stream()) != cutlass::Status::kSuccess) return cudaErrorInvalidValue;
+      config.gridDim = params.get_grid_dims();
     } else {
       params.swizzle_log_tile =
           sm80::ThreadblockSwizzle::log_tile(params.grid_tiled_shape, std::max(swizzle, 1));
-      grid = sm80::ThreadblockSwizzle::grid(params.grid_tiled_shape, params.swizzle_log_tile);
+      config.gridDim = sm80::ThreadblockSwizzle::grid(params.grid_tiled_shape, params.swizzle_log_tile);
     }
-    void* arguments[] = {&params};
-    return cudaLaunchKernel(Gemm::kernel(), grid, dim3(GemmKernel::kThreadCount), arguments,
-                            sizeof(typename GemmKernel::SharedStorage), stream);
+    config.blockDim = dim3(GemmKernel::kThreadCount);
+    config.dynamicSmemBytes = sizeof(typename GemmKernel::SharedStorage);
+    return queue.launch(config, Gemm::kernel(), params);
   }
 
   static Params make_params(Operands const& operands, sm80::Device const& device) {

@@ -56,10 +56,11 @@ struct Finish {
 
 // Launches a `Finish` kernel, whose handle is `kernel`.
 template <class Params>
-cudaError_t finish_reduction(void const* kernel, Params params, cudaStream_t stream) {
-  dim3 const grid(unsigned((params.length + kFinishWidth - 1) / kFinishWidth));
-  void* arguments[] = {&params};
-  return cudaLaunchKernel(kernel, grid, dim3(kFinishWidth, kFinishHeight), arguments, 0, stream);
+cudaError_t finish_reduction(void const* kernel, Params const& params, Queue const& queue) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(unsigned((params.length + kFinishWidth - 1) / kFinishWidth));
+  config.blockDim = dim3(kFinishWidth, kFinishHeight);
+  return queue.launch(config, kernel, params);
 }
 
 }  // namespace sm80

@@ -117,7 +117,7 @@ struct Sm90Kernel {
 // What a launch is prepared with, where its blocks share more than operands.
 struct Preparing {
   int device;
-  cudaStream_t stream;
+  Queue const& queue;
   char* scratch;  // what is left of it
   bool overlap;   // whether a kernel ahead of this one may start while the one before it in the stream is still ending
 
@@ -202,16 +202,18 @@ struct Sm90Entry {
     if constexpr (kOrdered) {
       if (by_gpc) arguments.scheduler.groups = placement::of<kCluster>(device);
     }
-    cudaStream_t const stream = call.stream();
-    if (workspace_size != 0 &&
-        GemmKernel::initialize_workspace(arguments, own_workspace, stream) != cutlass::Status::kSuccess) {
-      return cudaGetLastError();
+    Queue const queue = call.queue();
+    if (workspace_size != 0) {
+      if (queue.gives_up()) return cudaSuccess;  // it is cleared before each launch
+      if (GemmKernel::initialize_workspace(arguments, own_workspace, queue.stream()) != cutlass::Status::kSuccess) {
+        return cudaGetLastError();
+      }
     }
     // Blocks that start as others end land anywhere, so an order by GPC wants the device empty.
     bool const follows = workspace_size == 0 && !call.reads_device_scalars();
     bool const overlap = kWaits && !by_gpc && follows;
     if constexpr (Gemm::kPrepares) {
-      Preparing preparing{device, stream, workspace, follows};
+      Preparing preparing{device, queue, workspace, follows};
       if (cudaError_t const error = Gemm::prepare(operands, arguments, preparing); error != cudaSuccess) return error;
       auto const complete = Gemm::arguments(operands);
       arguments.mainloop = complete.mainloop;
@@ -221,7 +223,7 @@ struct Sm90Entry {
     auto params = GemmKernel::to_underlying_arguments(arguments, own_workspace);
     // The runtime numbers the driver's errors as the driver does.
     if (descriptor_error() != CUDA_SUCCESS) return cudaError_t(descriptor_error());
-    return enqueue(params, stream, overlap);
+    return enqueue(params, queue, overlap);
   }
 
   static int64_t workspace_size(Problem problem, int raster, int swizzle) {
@@ -287,11 +289,9 @@ struct Sm90Entry {
   // launch). Each waits for the end of that kernel before its first load, and nothing is written but what depends on a
   // load. Two cases must not overlap: scalars on the device are read before the wait, and CUTLASS's own workspace is cleared
   // by a memset that this launch has to follow.
-  static cudaError_t enqueue(typename GemmKernel::Params& params, cudaStream_t stream, bool overlap) {
-    Launch launch(grid(params), overlap);
-    launch.config.stream = stream;
-    void* arguments[] = {&params};
-    return cudaLaunchKernelExC(&launch.config, Gemm::kernel(), arguments);
+  static cudaError_t enqueue(typename GemmKernel::Params& params, Queue const& queue, bool overlap) {
+    Launch const launch(grid(params), overlap);
+    return queue.launch(launch.config, Gemm::kernel(), params);
   }
 
   static dim3 grid(typename GemmKernel::Params const& params) {

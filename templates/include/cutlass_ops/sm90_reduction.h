@@ -324,11 +324,13 @@ struct Arrivals;
 // Finds memory for them.
 template <class Reduction, int kWhich>
 cudaError_t share_parts(Parts& parts, int results, int extent, Preparing& preparing) {
+  if (preparing.queue.gives_up()) return cudaSuccess;  // the memory is its stream's
   parts.values = preparing.take(parts_bytes<Reduction>(results, extent));
   int64_t const tiles = (int64_t(results) + Reduction::kResults - 1) / Reduction::kResults;
   void* start;
   int64_t const bytes = tiles * Reduction::kWarps * int64_t(sizeof(unsigned));
-  cudaError_t const error = Standing::of<Arrivals<Reduction, kWhich>>(preparing.device, preparing.stream, bytes, &start);
+  cudaError_t const error =
+      Standing::of<Arrivals<Reduction, kWhich>>(preparing.device, preparing.queue.stream(), bytes, &start);
   parts.arrived = static_cast<unsigned*>(start);
   return error;
 }
