@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from fake_toolkit import HGMMA, HMMA, UTMALDG, library
 from signatures import A100, H100, H200, signature
-from test_cli import kit, run  # noqa: F401
 
 from cutlass_ops.artifacts import installed
 from cutlass_ops.artifacts.bundle import open_bundle
