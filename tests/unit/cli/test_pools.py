@@ -146,7 +146,7 @@ def test_choices_are_the_best_of_the_pool_where_measured_and_nearly_elsewhere():
 SOME = ("--op", "gemm", "--op", "gemm_bias", "--dtype", "bf16", "--json")
 
 
-def test_a_distribution_is_built_in_parts_and_twice_the_same(kit, run, tmp_path):  # noqa: F811
+def test_a_distribution_is_built_in_parts_and_twice_the_same(kit, run, tmp_path):
     kit.makes(library(HMMA))
     code, out, _ = run("distribution", "sm_80", *SOME, "--plan")
     planned = json.loads(out)
@@ -180,7 +180,7 @@ def test_a_distribution_is_built_in_parts_and_twice_the_same(kit, run, tmp_path)
         assert found.manifest.groups[0].choices
 
 
-def test_a_distribution_may_be_signed_and_has_few_kernels_if_asked(kit, run, tmp_path):  # noqa: F811
+def test_a_distribution_may_be_signed_and_has_few_kernels_if_asked(kit, run, tmp_path):
     from bundles import write_keys
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -205,6 +205,6 @@ def test_a_distribution_may_be_signed_and_has_few_kernels_if_asked(kit, run, tmp
         (("sm_80", "--plan", "--only", "3"), 2, "exclude each other"),
     ],
 )
-def test_wrong_usage(kit, run, arguments, code, says):  # noqa: F811
+def test_wrong_usage(kit, run, arguments, code, says):
     found, out, err = run("distribution", *arguments)
     assert (found, says in out + err) == (code, True), out + err
