@@ -205,9 +205,7 @@ def scaled_rows_and_columns(acc, scale_a: Col, scale_b: Row):  # type: ignore[no
 scaled_blocks = Epilogue.of(
     "scaled_blocks",
     "D = the sum over blocks along K of scale_a * scale_b * (A @ B).",
-    Graph(
-        (Input("scale_a", Kind.BLOCKS_A), Input("scale_b", Kind.BLOCKS_B)), (Node("acc"),), (Output("d", 0),)
-    ),
+    Graph((Input("scale_a", Kind.BLOCKS_A), Input("scale_b", Kind.BLOCKS_B)), (Node("acc"),), (Output("d", 0),)),
 )
 
 # The scaled epilogues without blocks, by whether each row of A and each column of B has a scale of its own.

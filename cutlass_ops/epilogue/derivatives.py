@@ -98,8 +98,8 @@ def vjp(
     """
     if graph.block_scales:
         raise ConfigError(
-            f"{' and '.join(graph.block_scales)} are scales of blocks, and what they scale has no derivative: call under "
-            "torch.no_grad(), or pass detached tensors"
+            f"{' and '.join(graph.block_scales)} are scales of blocks, and what they scale has no derivative: call "
+            "under torch.no_grad(), or pass detached tensors"
         )
     outputs = {o.name: o for o in graph.outputs}
     unknown = [name for name in (*(of or ()), *kept) if name not in outputs]

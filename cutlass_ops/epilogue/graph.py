@@ -135,7 +135,9 @@ class Graph(Expression):
             )
         unscaled = (*self.gathered, *self.products)
         if kinds and unscaled:
-            raise ConfigError(f"scales of blocks are the accumulator's, and {', '.join(unscaled)} would have none of them")
+            raise ConfigError(
+                f"scales of blocks are the accumulator's, and {', '.join(unscaled)} would have none of them"
+            )
 
     def then(self, other: Graph, *, products: bool = False) -> Graph:
         """Return the graph that feeds this one's D into another's accumulator.
@@ -264,7 +266,9 @@ def validate(graph: Expression) -> None:
     used = {node.attr for node in graph.nodes if node.op == "input"}
     read = [i.name for i in graph.inputs if i.name in used and i.kind in BLOCKS]
     if read:
-        raise ConfigError(f"{', '.join(read)} are scales of blocks, which the accumulator has already: no operation has them")
+        raise ConfigError(
+            f"{', '.join(read)} are scales of blocks, which the accumulator has already: no operation has them"
+        )
     unused = [i.name for i in graph.inputs if i.name not in used and i.kind not in BLOCKS]
     if unused:
         raise ConfigError(f"no output depends on the input {', '.join(unused)}: use it or remove it")

@@ -222,8 +222,8 @@ def check_arguments(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any]) -> 
         )
     if graph.block_scales and not found.scalings:
         raise TypeError(
-            f"a is {a.dtype} and b is {b.dtype}, and {' and '.join(graph.block_scales)} are scales of blocks, which there "
-            "are for FP8 only: use a scale for each row and each column, or one number"
+            f"a is {a.dtype} and b is {b.dtype}, and {' and '.join(graph.block_scales)} are scales of blocks, which "
+            "there are for FP8 only: use a scale for each row and each column, or one number"
         )
     if a.ndim < 1 or b.ndim != 2 or a.shape[-1] != b.shape[0]:
         transposed = b.ndim == 2 and a.ndim >= 1 and a.shape[-1] == b.shape[1]
@@ -366,13 +366,14 @@ def _check_blocks(declared: Input, value: Tensor, a: Tensor, b: Tensor) -> Tenso
     else:
         shapes = [(blocks(n), steps), (n, steps)]
         what = (
-            f"{shapes[0]}, a scale for each {mma.BLOCK_K}x{mma.BLOCK_K} of b, or {shapes[1]}, one for each {mma.BLOCK_K} "
-            "of a column"
+            f"{shapes[0]}, a scale for each {mma.BLOCK_K}x{mma.BLOCK_K} of b, or {shapes[1]}, one for each "
+            f"{mma.BLOCK_K} of a column"
         )
     if tuple(value.shape) not in shapes:
         transposed = value.ndim == 2 and tuple(value.shape[::-1]) in shapes
         raise ValueError(
-            f"{name} has shape {tuple(value.shape)}: with M={math.prod(batch)}, N={n} and K={k} it must have shape {what}"
+            f"{name} has shape {tuple(value.shape)}: with M={math.prod(batch)}, N={n} and K={k} it must have shape "
+            + what
             + (f". It looks transposed: pass {name}.t()" if transposed else "")
         )
     _require_same_device(name, value, a)

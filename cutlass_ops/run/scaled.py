@@ -1,4 +1,4 @@
-"""Scaled operands: a GEMM of quantised matrices, whose scales the epilogue or the main loop applies to the FP32 sums."""
+"""Scaled operands: a GEMM of quantised matrices. The epilogue or the main loop applies their scales to FP32 sums."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ def _prepare_scaled(
     scale_b: Tensor | float,
     epilogue: Epilogue | None,
 ) -> tuple[Op, tuple[Any, ...]]:
-    blocks = _are_of_blocks(a, b, scale_a, scale_b)
-    rows, columns = not blocks and _is_vector(scale_a), not blocks and _is_vector(scale_b)
-    return scaled_op(rows, columns, epilogue, blocks), (a, b, scale_a, scale_b)
+    if _are_of_blocks(a, b, scale_a, scale_b):
+        op = scaled_op(False, False, epilogue, True)
+    else:
+        op = scaled_op(_is_vector(scale_a), _is_vector(scale_b), epilogue)
+    return op, (a, b, scale_a, scale_b)
 
 
 @prepared_by(_prepare_scaled)
@@ -44,8 +46,8 @@ def scaled_gemm(
     Scales are factors: the matrix that a stands for is a * scale_a. They are applied to the FP32 sums, before the
     epilogue and the one rounding of D. They have no unit and may have any sign; 0, infinities and NaN act as in FP32.
 
-    Blocks along K may have scales of their own. The products of each 128 of K are then added up by themselves, and these
-    sums in FP32, each times both scales.
+    Blocks along K may have scales of their own. The products of each 128 of K are then added up by themselves, and
+    these sums in FP32, each times both scales.
 
     Parameters
     ----------
@@ -57,9 +59,9 @@ def scaled_gemm(
         Of a: a number or a tensor without dimensions, or (..., M), one for each row. FP32, FP16 or BF16.
         Or (..., M, ceil(K / 128)), one for each 1x128: FP32, with any strides.
     scale_b : Tensor or float
-        Of b: a number or a tensor without dimensions, or (N,), one for each column. FP32, FP16 or BF16. With blocks of a,
-        blocks of b: (ceil(N / 128), ceil(K / 128)), one for each 128x128, or (N, ceil(K / 128)), one for each 128 of a
-        column. FP32, with any strides.
+        Of b: a number or a tensor without dimensions, or (N,), one for each column. FP32, FP16 or BF16.
+        With blocks of a, of blocks of b: (ceil(N / 128), ceil(K / 128)), one for each 128x128, or (N, ceil(K / 128)),
+        one for each 128 of a column. FP32, with any strides.
     epilogue : Epilogue, optional
         Applied to the scaled product. It takes no ``Product``, which has scales of its own, and no means of a's rows.
     out : Tensor or mapping of str to Tensor, optional
@@ -117,7 +119,7 @@ def _is_vector(scale: object) -> bool:
 def _are_of_blocks(a: Any, b: Any, scale_a: Any, scale_b: Any) -> bool:
     """Whether the scales are those of blocks: one of the two has a shape that no scales of rows or columns have.
 
-    (..., M, 1) are scales of rows, and (1, N) of columns, as PyTorch has them. Where they could be both, they mean the same.
+    (..., M, 1) are scales of rows, and (1, N) of columns, as PyTorch has them.
 
     Raises
     ------
@@ -136,22 +138,21 @@ def _are_of_blocks(a: Any, b: Any, scale_a: Any, scale_b: Any) -> bool:
     steps = operands.blocks(k)
     if of_a and not fits_b:
         raise ValueError(
-            f"scale_a has shape {tuple(scale_a.shape)}, as scales of blocks do, and scale_b has none for blocks of b: pass "
-            f"({operands.blocks(n)}, {steps}) or ({n}, {steps}) for both. The same scale along K takes no copy, as in "
-            f"scale_b[:, None].expand({n}, {steps})"
+            f"scale_a has shape {tuple(scale_a.shape)}, as scales of blocks do, and scale_b has none for blocks of b: "
+            f"pass ({operands.blocks(n)}, {steps}) or ({n}, {steps}) as well. The same scale along K takes no copy, as "
+            f"in scale_b[:, None].expand({n}, {steps})"
         )
     if of_b and not fits_a:
         raise ValueError(
-            f"scale_b has shape {tuple(scale_b.shape)}, as scales of blocks do, and scale_a has none for blocks of a: pass "
-            f"{(*batch, steps)} for both. The same scale along K takes no copy, as in scale_a[..., None].expand{(*batch, steps)}"
+            f"scale_b has shape {tuple(scale_b.shape)}, as scales of blocks do, and scale_a has none for blocks of a: "
+            f"pass {(*batch, steps)} as well. The same scale along K takes no copy, as in "
+            f"scale_a[..., None].expand{(*batch, steps)}"
         )
     return of_a or of_b
 
 
 @traced.remembered
-def scaled_op(
-    rows: bool = False, columns: bool = False, epilogue: Epilogue | None = None, blocks: bool = False
-) -> Op:
+def scaled_op(rows: bool = False, columns: bool = False, epilogue: Epilogue | None = None, blocks: bool = False) -> Op:
     """Return the op behind :func:`scaled_gemm`, for ``tune`` and ``plan``. It takes (a, b, scale_a, scale_b, *inputs).
 
     Parameters
