@@ -348,7 +348,7 @@ def _blocks(spec: KernelSpec, given: Input) -> dict[str, str]:
     operand, extent = (spec.a, "m") if given.kind is Kind.BLOCKS_A else (spec.b.transposed, "n")
     assert operand.scaling is not None
     each, of_k = operand.scaling
-    read = f"call.{_READERS[given.kind]}(o.problem.{extent}, {each}, o.problem.k, {of_k})"
+    read = f"call.{_READERS[given.kind]}<Element_{given.name}>(o.problem.{extent}, {each}, o.problem.k, {of_k})"
     return {"name": given.name, "type": "cutlass_ops::StridedScales", "read": read}
 
 

@@ -179,8 +179,11 @@ def test_the_kernel_has_blocks_in_its_own_orientation(b, swap, options, order):
     text = co.source(spec(b, swap_ab=swap))
     assert f"cutlass_ops::BlockScales<{options}>>" in text
     assert f"nullptr, {{}}, {{}}, {{{order}}}}}" in text
-    assert "o.scale_a = call.blocks(o.problem.m, 1, o.problem.k, 128);" in text
-    assert f"o.scale_b = call.blocks(o.problem.n, {128 if b == '128x128' else 1}, o.problem.k, 128);" in text
+    assert "o.scale_a = call.blocks<Element_scale_a>(o.problem.m, 1, o.problem.k, 128);" in text
+    assert (
+        f"o.scale_b = call.blocks<Element_scale_b>(o.problem.n, {128 if b == '128x128' else 1}, o.problem.k, 128);"
+        in text
+    )
     assert '#include "cutlass_ops/block_scales.h"' in text
     assert "Load_scale" not in text
 

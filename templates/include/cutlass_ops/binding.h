@@ -160,9 +160,11 @@ class Call {
 
   // Scales of blocks along the last dimension, K: a row for each `block` of `extent` rows of an operand. They may have any strides,
   // 0 among them, as scales have that are the same for several blocks.
+  template <class Element>
   StridedScales blocks(int64_t extent, int64_t block, int64_t k, int64_t k_block) {
+    static_assert(sizeof(Element) == sizeof(float));
     int const at = next_++;
-    DLTensor const* t = tensor<float>(at);
+    DLTensor const* t = tensor<Element>(at);
     if (t == nullptr) return {};
     if (t->ndim < 2) return fail(at, Reason::kShape), StridedScales{};
     Dimension const rows = fold(t, t->ndim - 1);
