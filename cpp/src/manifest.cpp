@@ -213,8 +213,11 @@ struct Config {
 // A field is left out where it has its default.
 Config config(Json& json) {
   Fields fields(json, "a configuration");
+  bool const promoted = fields.has("accumulation");
+  if (promoted) one_of(json, "accumulation", {"promoted"});
   fields.field("arch");
   std::string const arch = one_of(json, "arch", {"gemv", "sm80", "sm90"});
+  if (promoted && arch != "sm90") throw json.error("a configuration has a field that is none of its kind");
   // Returns a field's number, or its default.
   auto const other_than = [&](char const* name, int64_t usual) {
     if (!fields.has(name)) return usual;
@@ -242,7 +245,6 @@ Config config(Json& json) {
   shape(json, fields, "cluster", {"m", "n"}, {1, 1});
   if (fields.has("means")) one_of(json, "means", {"beside", "ahead"});
   flag("realign");
-  if (fields.has("accumulation")) one_of(json, "accumulation", {"promoted"});
   bool ordered = true;
   if (fields.has("schedule")) ordered = one_of(json, "schedule", {"cooperative", "warp_specialized"}) == "cooperative";
   if (fields.has("scheduler")) one_of(json, "scheduler", {"stream_k"}), ordered = false;

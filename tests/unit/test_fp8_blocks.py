@@ -214,7 +214,7 @@ def test_what_an_entry_stands_for_is_in_one_block(extent, block, parts):
         ((128, 128, 128), "128x1", {}, 256),
         ((64, 96, 128), "128x128", {"schedule": "pingpong"}, 68),
         ((128, 16, 128), "128x128", {"swap_ab": True}, 18),
-        ((64, 256, 128), "128x128", {}, 66),
+        ((192, 128, 128), "128x128", {}, 194),
     ],
 )
 def test_a_stage_has_the_scales_of_a_tile(tile, b, config, numbers):
