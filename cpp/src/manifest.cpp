@@ -52,7 +52,8 @@ struct Reduction {
   std::string_view result;  // the type of its results, if they have one only
 };
 constexpr Reduction kReductions[] = {{"sum", ""}, {"sum_square", ""}, {"max", ""}, {"min", ""}, {"argmax", "i32"}, {"argmin", "i32"}, {"logsumexp", ""}};
-constexpr std::string_view kKinds[] = {"row", "col", "tile", "scalar", "product", "integer"};
+constexpr std::string_view kKinds[] = {"row", "col", "tile", "scalar", "product", "integer", "blocks_a", "blocks_b"};
+constexpr std::string_view kBlocks[] = {"blocks_a", "blocks_b"};  // scales of blocks, which the accumulator has already
 constexpr std::string_view kOpcodes[] = {"IMMA",     "HMMA",   "DMMA",  "LDL",   "STL",  "LDGSTS", "UTMALDG",
                                          "UTMASTG", "UTMAREDG", "UBLKCP", "HGMMA", "IGMMA", "QGMMA"};
 // Targets with the compute capability that runs them and whether they have wgmma.
@@ -128,8 +129,9 @@ std::string identifier(Json& json, char const* what) {
 }
 
 // An operand's type, such as "bf16.row.align1". Vectors and scalars are written as rows without alignment. Indices and seeds have
-// one type, `whole`, which nothing else has.
-std::string operand(Json& json, char const* what, bool is_matrix, std::string_view whole = "") {
+// one type, `whole`, which nothing else has. Of A and B, `blocks` may share scales.
+std::string operand(Json& json, char const* what, bool is_matrix, std::string_view whole = "",
+                    std::initializer_list<std::string_view> blocks = {}) {
   std::string const found = json.text(what);
   if (!whole.empty()) {
     if (found != std::string(whole) + ".row.align1") throw json.error(std::string(what) + " has a type that it cannot have");
@@ -144,6 +146,13 @@ std::string operand(Json& json, char const* what, bool is_matrix, std::string_vi
   // Elements in 16 bytes.
   int const widest = take("f32") ? 4 : take("f16") || take("bf16") ? 8 : take("e4m3") || take("e5m2") ? 16 : 0;
   bool good = widest > 0;
+  for (std::string_view each : blocks) {
+    bool const ends = rest.size() >= each.size() && rest.substr(rest.size() - each.size()) == each;
+    if (widest == 16 && ends) {
+      rest.remove_suffix(each.size());
+      break;
+    }
+  }
   good = good && (take(".row") || (is_matrix && take(".col")));
   if (good && take(".align")) {
     int alignment = 0;
@@ -204,8 +213,11 @@ struct Config {
 // A field is left out where it has its default.
 Config config(Json& json) {
   Fields fields(json, "a configuration");
+  bool const promoted = fields.has("accumulation");
+  if (promoted) one_of(json, "accumulation", {"promoted"});
   fields.field("arch");
   std::string const arch = one_of(json, "arch", {"gemv", "sm80", "sm90"});
+  if (promoted && arch != "sm90") throw json.error("a configuration has a field that is none of its kind");
   // Returns a field's number, or its default.
   auto const other_than = [&](char const* name, int64_t usual) {
     if (!fields.has(name)) return usual;
@@ -233,7 +245,6 @@ Config config(Json& json) {
   shape(json, fields, "cluster", {"m", "n"}, {1, 1});
   if (fields.has("means")) one_of(json, "means", {"beside", "ahead"});
   flag("realign");
-  if (fields.has("accumulation")) one_of(json, "accumulation", {"promoted"});
   bool ordered = true;
   if (fields.has("schedule")) ordered = one_of(json, "schedule", {"cooperative", "warp_specialized"}) == "cooperative";
   if (fields.has("scheduler")) one_of(json, "scheduler", {"stream_k"}), ordered = false;
@@ -438,8 +449,20 @@ Graph graph(Json& json) {
     auto const is = [&](Node const& node) { return node.op->name == op && node.attribute == attribute; };
     return std::any_of(found.nodes.begin(), found.nodes.end(), is);
   };
+  size_t blocks = 0;
   for (Named const& input : found.inputs) {
-    if (!used("input", input.name)) throw json.error("no output depends on the input " + input.name);
+    bool const is_used = used("input", input.name), scales = has(kBlocks, input.kind);
+    if (is_used == scales) throw json.error("no output depends on the input " + input.name);
+    blocks += scales;
+    if (scales && (products != 0 || used("mean_of_a", "") || used("mean_square_of_a", ""))) {
+      throw json.error("an epilogue with scales of blocks has values without them");
+    }
+  }
+  for (std::string_view kind : kBlocks) {
+    auto const is = [&](Named const& input) { return input.kind == kind; };
+    if (blocks != 0 && (blocks != 2 || std::none_of(found.inputs.begin(), found.inputs.end(), is))) {
+      throw json.error("an epilogue has scales of blocks of both operands, each once, or none");
+    }
   }
   if (!used("acc", "")) throw json.error("no output depends on the accumulator");
   return found;
@@ -488,9 +511,9 @@ Manifest::Declaration signature(Json& json, Signature& found) {
   size_t begin = json.at();
   Fields fields(json, "a signature");
   fields.field("a");
-  found.operands.push_back({"a", operand(json, "a", true)});
+  found.operands.push_back({"a", operand(json, "a", true, "", {".blocks1x128"})});
   fields.field("b");
-  found.operands.push_back({"b", operand(json, "b", true)});
+  found.operands.push_back({"b", operand(json, "b", true, "", {".blocks128x128", ".blocks128x1"})});
   declaration.types_a_b = json.since(begin);
   begin = json.at();
   fields.field("d");
@@ -498,6 +521,12 @@ Manifest::Declaration signature(Json& json, Signature& found) {
   fields.field("epilogue");
   Graph const epilogue = graph(json);
   found.epilogue = expressions(epilogue);
+  bool const scaled = std::any_of(epilogue.inputs.begin(), epilogue.inputs.end(),
+                                  [](Named const& input) { return has(kBlocks, input.kind); });
+  for (size_t i : {0, 1}) {
+    bool const blocks = found.operands[i].type.find(".blocks") != std::string::npos;
+    if (blocks != scaled) throw json.error("operands have blocks, or the epilogue has scales of them, and not both");
+  }
   std::vector<Named> further;
   for (size_t i = 1; i < epilogue.outputs.size(); ++i) {
     Output const& output = epilogue.outputs[i];

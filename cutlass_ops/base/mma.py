@@ -67,13 +67,16 @@ class MmaSpec:
 
 
 _16_BITS = ((16, 8, 16), (16, 8, 8))
+# Elements along K that share a scale, and those whose sums a thread adds up in FP32.
+BLOCK_K = 128
+_BLOCKS: tuple[tuple[Block, Block], ...] = (((1, BLOCK_K), (BLOCK_K, 128)), ((1, BLOCK_K), (BLOCK_K, 1)))
 
 MMAS: tuple[MmaSpec, ...] = (
     MmaSpec(bf16, bf16, f32, _16_BITS, "HMMA", "HGMMA", bf16),
     MmaSpec(f16, f16, f32, _16_BITS, "HMMA", "HGMMA", f16),
     # FP8, in every combination: wgmma only.
     *(
-        MmaSpec(a, b, f32, (), "", "QGMMA", bf16, wgmma_k_major_only=True, rate=2.0)
+        MmaSpec(a, b, f32, (), "", "QGMMA", bf16, wgmma_k_major_only=True, rate=2.0, scalings=_BLOCKS)
         for a in (e4m3, e5m2)
         for b in (e4m3, e5m2)
     ),

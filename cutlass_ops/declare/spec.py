@@ -18,7 +18,7 @@ from cutlass_ops.declare.config import Config, Sm80Config, Sm90Config, config_fr
 from cutlass_ops.declare.form import DENSE, Form
 from cutlass_ops.declare.order import USUAL_ORDER, TileOrder
 from cutlass_ops.epilogue.graph import Graph
-from cutlass_ops.epilogue.nodes import Input, Kind, Output
+from cutlass_ops.epilogue.nodes import BLOCKS, Input, Kind, Output
 from cutlass_ops.epilogue.operations import REDUCTIONS
 
 Major = Literal["row", "col"]
@@ -368,6 +368,7 @@ Typed = dict[str, tuple[Kind, Operand]]
 def _defaults(graph: Graph, b: Operand, d: Operand) -> tuple[Typed, Typed]:
     """Return kind and default type of the inputs, and of the outputs after D, by name."""
     usual: dict[Kind, DType | Operand] = {Kind.SCALAR: f32, Kind.PRODUCT: b, Kind.INTEGER: i64}
+    usual |= dict.fromkeys(BLOCKS, f32)
     inputs = {i.name: (i.kind, _normal(i.kind, Operand.of(usual.get(i.kind, d)))) for i in graph.inputs}
     outputs = {o.name: (o.kind, _normal(o.kind, Operand.of(_result(o) if o.reduce else d))) for o in graph.outputs[1:]}
     return inputs, outputs

@@ -20,6 +20,8 @@ from cutlass_ops.epilogue import (
     silu,
     sum_square,
 )
+from cutlass_ops.epilogue.graph import Graph
+from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
 
 
 @epilogue
@@ -199,7 +201,14 @@ def scaled_rows_and_columns(acc, scale_a: Col, scale_b: Row):  # type: ignore[no
     return acc * scale_a * scale_b
 
 
-# The same, by whether each row of A and each column of B has a scale of its own.
+# The accumulator has these scales already.
+scaled_blocks = Epilogue.of(
+    "scaled_blocks",
+    "D = the sum over blocks along K of scale_a * scale_b * (A @ B).",
+    Graph((Input("scale_a", Kind.BLOCKS_A), Input("scale_b", Kind.BLOCKS_B)), (Node("acc"),), (Output("d", 0),)),
+)
+
+# The scaled epilogues without blocks, by whether each row of A and each column of B has a scale of its own.
 SCALED: dict[tuple[bool, bool], Epilogue] = {
     (False, False): scaled,
     (True, False): scaled_rows,

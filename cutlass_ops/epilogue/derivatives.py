@@ -96,6 +96,11 @@ def vjp(
     >>> vjp(builtin.bias_relu.graph, kept=["d"]).again
     False
     """
+    if graph.block_scales:
+        raise ConfigError(
+            f"{' and '.join(graph.block_scales)} are scales of blocks, and what they scale has no derivative: call "
+            "under torch.no_grad(), or pass detached tensors"
+        )
     outputs = {o.name: o for o in graph.outputs}
     unknown = [name for name in (*(of or ()), *kept) if name not in outputs]
     unknown += [name for name in wrt or () if name not in {i.name for i in graph.inputs}]

@@ -16,7 +16,7 @@ from cutlass_ops.base import dtypes
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.epilogue.build import Builder, type_of
 from cutlass_ops.epilogue.names import check_name
-from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
+from cutlass_ops.epilogue.nodes import BLOCKS, Input, Kind, Node, Output
 from cutlass_ops.epilogue.operations import (
     GATHERED,
     INDICES,
@@ -93,6 +93,11 @@ class Expression:
         """Names of the inputs that are multiplied by A: one at most."""
         return tuple(i.name for i in self.inputs if i.kind is Kind.PRODUCT)
 
+    @property
+    def block_scales(self) -> tuple[str, ...]:
+        """Names of the scales of blocks of A and of B, which the accumulator has already; none if it has none."""
+        return tuple(i.name for kind in BLOCKS for i in self.inputs if i.kind is kind)
+
 
 @dataclass(frozen=True, repr=False)
 class Graph(Expression):
@@ -118,8 +123,21 @@ class Graph(Expression):
                 f"an epilogue has one product of A besides the accumulator, not {len(self.products)} "
                 f"({', '.join(self.products)}): compute the others by a GEMM of their own and pass them as tiles"
             )
+        self._check_block_scales()
         if not any(node.op == "acc" for node in self.nodes):
             raise ConfigError("no output depends on the accumulator, so there is nothing to multiply")
+
+    def _check_block_scales(self) -> None:
+        kinds = sorted(i.kind.value for i in self.inputs if i.kind in BLOCKS)
+        if kinds and kinds != sorted(kind.value for kind in BLOCKS):
+            raise ConfigError(
+                f"an epilogue has scales of blocks of A and of B, each once, or none: not {', '.join(kinds)}"
+            )
+        unscaled = (*self.gathered, *self.products)
+        if kinds and unscaled:
+            raise ConfigError(
+                f"scales of blocks are the accumulator's, and {', '.join(unscaled)} would have none of them"
+            )
 
     def then(self, other: Graph, *, products: bool = False) -> Graph:
         """Return the graph that feeds this one's D into another's accumulator.
@@ -246,7 +264,12 @@ def validate(graph: Expression) -> None:
             "the outputs first need them"
         )
     used = {node.attr for node in graph.nodes if node.op == "input"}
-    unused = [i.name for i in graph.inputs if i.name not in used]
+    read = [i.name for i in graph.inputs if i.name in used and i.kind in BLOCKS]
+    if read:
+        raise ConfigError(
+            f"{', '.join(read)} are scales of blocks, which the accumulator has already: no operation has them"
+        )
+    unused = [i.name for i in graph.inputs if i.name not in used and i.kind not in BLOCKS]
     if unused:
         raise ConfigError(f"no output depends on the input {', '.join(unused)}: use it or remove it")
 

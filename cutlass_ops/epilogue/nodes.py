@@ -13,7 +13,8 @@ class Kind(str, Enum):
     ``ROW`` is one value for each column of D, shape (N,); ``COL`` one value for each row of D, shape (M,);
     ``TILE`` one value for each element, shape (M, N); ``SCALAR`` a single value. ``PRODUCT`` is an input of shape
     (K, N) whose product with A has one value for each element: that value is what the epilogue computes with.
-    ``INTEGER`` is a single whole number of 64 bits: a seed.
+    ``INTEGER`` is a single whole number of 64 bits: a seed. ``BLOCKS_A`` and ``BLOCKS_B`` are the scales of blocks of A
+    and of B. The main loop applies them to the accumulator, so no operation reads them.
     """
 
     ROW = "row"
@@ -22,6 +23,12 @@ class Kind(str, Enum):
     SCALAR = "scalar"
     PRODUCT = "product"
     INTEGER = "integer"
+    BLOCKS_A = "blocks_a"
+    BLOCKS_B = "blocks_b"
+
+
+# What the main loop applies.
+BLOCKS = (Kind.BLOCKS_A, Kind.BLOCKS_B)
 
 
 class Input(NamedTuple):

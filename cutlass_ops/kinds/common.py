@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cutlass_ops.base import arch
-from cutlass_ops.base.dtypes import INTEGERS, READ, REDUCED, STORED
-from cutlass_ops.base.mma import mma_of, pairs
+from cutlass_ops.base.dtypes import INTEGERS, READ, REDUCED, STORED, f32
+from cutlass_ops.base.mma import BLOCK_K, mma_of, pairs
 from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.spec import KernelSpec, Operand
-from cutlass_ops.epilogue.nodes import Kind
+from cutlass_ops.epilogue.nodes import BLOCKS, Kind
 from cutlass_ops.kinds.layout import MAX_STAGES, MIN_STAGES
 from cutlass_ops.kinds.rules import Broken, Rule
 from cutlass_ops.kinds.serving import sm80_serves, sm90_serves
@@ -74,7 +74,7 @@ def _operand_majors(spec: KernelSpec, config: Config) -> Iterator[str]:
 
 
 def _epilogue_dtypes(spec: KernelSpec, _: Config) -> Iterator[str]:
-    read = {Kind.PRODUCT: (spec.b.dtype,), Kind.INTEGER: INTEGERS}
+    read = {Kind.PRODUCT: (spec.b.dtype,), Kind.INTEGER: INTEGERS, **dict.fromkeys(BLOCKS, (f32,))}
     found = [("d", spec.d, STORED)]
     found += [(f"input {i.name}", operand, read.get(i.kind, READ)) for i, operand in spec.typed_inputs]
     found += [(f"output {o.name}", t, STORED if o.reduce is None else REDUCED) for o, t in spec.typed_outputs]
@@ -83,13 +83,29 @@ def _epilogue_dtypes(spec: KernelSpec, _: Config) -> Iterator[str]:
             yield f"{name} is {operand.dtype}: use {' or '.join(map(str, allowed))}"
 
 
-def _scaling(spec: KernelSpec, _: Config) -> Iterator[str]:
+def _scaling(spec: KernelSpec, config: Config) -> Iterator[str | Broken]:
     mma = mma_of(spec.a.dtype, spec.b.dtype)
     if mma is not None and not mma.scales((spec.a.scaling, spec.b.scaling)):
         known = " or ".join(f"{a[0]}x{a[1]} and {b[0]}x{b[1]}" for a, b in mma.scalings)
         yield (
             f"a is {spec.a} and b is {spec.b}: no main loop applies scales of such blocks to {spec.a.dtype} and "
             f"{spec.b.dtype}; use operands " + (f"with blocks of {known}" if known else "without blocks")
+        )
+    blocks, scales = {spec.a.scaling, spec.b.scaling} - {None}, spec.epilogue.block_scales
+    if blocks and not scales:
+        yield (
+            f"a is {spec.a} and b is {spec.b}, and the epilogue has no scales of their blocks: use the epilogue of "
+            "scaled_gemm, or operands without blocks"
+        )
+    if scales and not blocks:
+        yield (
+            f"the epilogue has scales of blocks, {' and '.join(scales)}, and a is {spec.a} and b is {spec.b}: use "
+            f"'{spec.a}.blocks1x{BLOCK_K}' and '{spec.b}.blocks{BLOCK_K}x{BLOCK_K}' or '{spec.b}.blocks{BLOCK_K}x1'"
+        )
+    if scales and not config.wgmma:
+        yield Broken(
+            f"the epilogue has scales of blocks, {' and '.join(scales)}, which kernels of this kind do not apply",
+            advice="use an Sm90Config with accumulation='promoted'",
         )
     if spec.d.scaling is not None:
         yield f"d is {spec.d}: only a and b have blocks with scales; use one without"

@@ -20,7 +20,7 @@ from cutlass_ops.base.dtypes import i64
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.names import is_plain
-from cutlass_ops.epilogue.nodes import Kind, Node, Output
+from cutlass_ops.epilogue.nodes import BLOCKS, Input, Kind, Node, Output
 from cutlass_ops.epilogue.operations import GATHERED, INDICES, REDUCTIONS, SWAP_PAIRS, UNIFORM, Type
 from cutlass_ops.kinds.cpp import HEADERS, TYPES, cpp_expression, exact_inverse, float_literal, seed_literal
 
@@ -281,6 +281,8 @@ _READERS = {
     Kind.SCALAR: "scalar",
     Kind.PRODUCT: "second",
     Kind.INTEGER: "scalar",
+    Kind.BLOCKS_A: "blocks",
+    Kind.BLOCKS_B: "blocks",
 }
 
 
@@ -336,10 +338,22 @@ def fields(spec: KernelSpec, whole_accesses: Callable[[Operand, bool], bool]) ->
         Whether the kernel moves an (M, N) tensor, given its type and whether it is an output, in whole accesses that
         must divide its extent.
     """
-    found = [_field(i.name, i.kind, operand, whole_accesses(operand, False)) for i, operand in spec.typed_inputs]
+    found = [
+        _blocks(spec, i) if i.kind in BLOCKS else _field(i.name, i.kind, operand, whole_accesses(operand, False))
+        for i, operand in spec.typed_inputs
+    ]
     return found + [
         _field(o.name, o.kind, operand, whole_accesses(operand, True), "_output") for o, operand in spec.typed_outputs
     ]
+
+
+def _blocks(spec: KernelSpec, given: Input) -> dict[str, str]:
+    """Read scales of blocks, of which a row is for each of some rows of A or columns of B."""
+    operand, extent = (spec.a, "m") if given.kind is Kind.BLOCKS_A else (spec.b.transposed, "n")
+    assert operand.scaling is not None
+    each, of_k = operand.scaling
+    read = f"call.{_READERS[given.kind]}<Element_{given.name}>(o.problem.{extent}, {each}, o.problem.k, {of_k})"
+    return {"name": given.name, "type": "cutlass_ops::StridedScales", "read": read}
 
 
 def _field(name: str, kind: Kind, operand: Operand, whole: bool, suffix: str = "") -> dict[str, str]:

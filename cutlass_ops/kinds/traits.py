@@ -35,6 +35,8 @@ class Traits:
         Whether D is aligned to one element only, so that each element is stored by itself.
     gathers : bool
         Whether the epilogue uses means of A's rows.
+    blocks : bool
+        Whether blocks of A and of B have scales.
     """
 
     element_bytes: int
@@ -44,6 +46,7 @@ class Traits:
     weights: int = 1
     scatters: bool = False
     gathers: bool = False
+    blocks: bool = False
 
     @classmethod
     def of(cls, signature: OpSignature) -> Traits:
@@ -56,6 +59,7 @@ class Traits:
             weights=1 + len(signature.epilogue.products),
             scatters=signature.d.alignment == 1,
             gathers=bool(signature.epilogue.gathered),
+            blocks=bool(signature.epilogue.block_scales),
         )
 
     @property

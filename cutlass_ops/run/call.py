@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -215,6 +216,8 @@ def call_at(
         Kind.SCALAR: lambda name: 1.0,
         Kind.INTEGER: lambda name: 0,
         Kind.PRODUCT: lambda name: empty(k, n, b),
+        Kind.BLOCKS_A: lambda name: empty(m, operands.blocks(k), "row", torch.float32),
+        Kind.BLOCKS_B: lambda name: empty(operands.blocks(n), operands.blocks(k), "row", torch.float32),
     }
     inputs = {i.name: drawn[i.kind](i.name) for i in graph.inputs}
     return check_call(graph, empty(m, k, a), empty(k, n, b), inputs, None, out_dtype)
@@ -326,6 +329,9 @@ def signature_of(call: Call, device: Device) -> OpSignature:
         [True, *(i.kind is Kind.TILE for i in graph.inputs), *(o.kind is Kind.TILE for o in graph.outputs[1:])],
     )
     count = len(graph.inputs)
+    if graph.block_scales:
+        of_a, of_b = operands.scaling(graph, arguments)
+        load_a, load_b = replace(load_a, scaling=of_a), replace(load_b, scaling=of_b)
     return OpSignature(graph, load_a, load_b, d, tuple(others[:count]), tuple(others[count:]))
 
 

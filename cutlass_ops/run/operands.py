@@ -20,7 +20,7 @@ from cutlass_ops.base.dtypes import ALL, READ, DType
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import Major, Operand
 from cutlass_ops.epilogue.graph import Graph
-from cutlass_ops.epilogue.nodes import Input, Kind, Output
+from cutlass_ops.epilogue.nodes import BLOCKS, Input, Kind, Output
 from cutlass_ops.run import reference, traced
 
 _DTYPES: dict[torch.dtype, DType] = {getattr(torch, t.torch_name): t for t in ALL}
@@ -184,6 +184,22 @@ class Arguments(NamedTuple):
         return {Kind.ROW: (n,), Kind.COL: (m,), Kind.TILE: (m, n)}[output.kind]
 
 
+def blocks(extent: int) -> int:
+    """Return how many blocks of 128 an extent has: the last one may be shorter."""
+    return -(-extent // mma.BLOCK_K)
+
+
+def scaling(graph: Graph, arguments: Arguments) -> tuple[mma.Block, mma.Block]:
+    """Return the blocks of A and of B that share a scale, from the shapes of checked scales.
+
+    For one column of B, both ways to have scales are the same.
+    """
+    _, scale_b = (arguments.inputs[name] for name in graph.block_scales)
+    n = arguments.problem.n
+    assert isinstance(scale_b, Tensor)
+    return (1, mma.BLOCK_K), (mma.BLOCK_K, mma.BLOCK_K if scale_b.shape[0] == blocks(n) else 1)
+
+
 def check_arguments(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any]) -> Arguments:
     """Check a call's operands and inputs against each other.
 
@@ -203,6 +219,11 @@ def check_arguments(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any]) -> 
         raise TypeError(
             f"a is {a.dtype}, and the epilogue takes {', '.join(graph.gathered)} of its rows, as of 16 bits only: "
             f"compute it before, and pass it as a Col"
+        )
+    if graph.block_scales and not found.scalings:
+        raise TypeError(
+            f"a is {a.dtype} and b is {b.dtype}, and {' and '.join(graph.block_scales)} are scales of blocks, which "
+            "there are for FP8 only: use a scale for each row and each column, or one number"
         )
     if a.ndim < 1 or b.ndim != 2 or a.shape[-1] != b.shape[0]:
         transposed = b.ndim == 2 and a.ndim >= 1 and a.shape[-1] == b.shape[1]
@@ -312,6 +333,8 @@ def _check_input(declared: Input, value: Any, a: Tensor, b: Tensor) -> Tensor | 
             return whole
         return traced.integer(declared.name, whole)
     require_tensor(declared.name, value)
+    if declared.kind in BLOCKS:
+        return _check_blocks(declared, value, a, b)
     if declared.kind is Kind.PRODUCT:
         return _check_product(declared.name, value, b)
     return _check_input_tensor(declared, value, a, b.shape[1])
@@ -328,6 +351,34 @@ def _check_product(name: str, value: Tensor, b: Tensor) -> Tensor:
         )
     _require_same_device(name, value, b)
     return _as_stored(value)
+
+
+def _check_blocks(declared: Input, value: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Return scales of blocks in two dimensions, with any strides."""
+    name = declared.name
+    if value.dtype != torch.float32:
+        raise TypeError(f"{name} is {value.dtype}: scales of blocks are torch.float32, so pass {name}.float()")
+    k, n = b.shape
+    batch, steps = tuple(a.shape[:-1]), blocks(k)
+    if declared.kind is Kind.BLOCKS_A:
+        shapes = [(*batch, steps), (math.prod(batch), steps)]
+        what = f"{shapes[0]}, a scale for each 1x{mma.BLOCK_K} of a"
+    else:
+        shapes = [(blocks(n), steps), (n, steps)]
+        what = (
+            f"{shapes[0]}, a scale for each {mma.BLOCK_K}x{mma.BLOCK_K} of b, or {shapes[1]}, one for each "
+            f"{mma.BLOCK_K} of a column"
+        )
+    if tuple(value.shape) not in shapes:
+        transposed = value.ndim == 2 and tuple(value.shape[::-1]) in shapes
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)}: with M={math.prod(batch)}, N={n} and K={k} it must have shape "
+            + what
+            + (f". It looks transposed: pass {name}.t()" if transposed else "")
+        )
+    _require_same_device(name, value, a)
+    value = _as_stored(value)
+    return value if declared.kind is Kind.BLOCKS_B else fold(name, value, shapes[1])
 
 
 def _as_stored(tensor: Tensor) -> Tensor:

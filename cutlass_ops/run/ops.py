@@ -467,6 +467,8 @@ _SHAPES = {
     Kind.SCALAR: "number or 0-d",
     Kind.PRODUCT: "(K, N), the same dtype and major as b",
     Kind.INTEGER: "int or 0-d",
+    Kind.BLOCKS_A: "(..., M, K / 128), FP32, rounded up",
+    Kind.BLOCKS_B: "(N / 128, K / 128) or (N, K / 128), FP32, rounded up",
 }
 
 

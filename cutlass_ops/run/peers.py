@@ -25,7 +25,7 @@ def peers(graph: Graph, dtype: torch.dtype = torch.bfloat16) -> Mapping[str, Pee
     ``eager`` is torch.mm and one elementwise kernel for each operation. ``cublaslt`` is cuBLASLt's fused epilogue, for
     the few that it has, in 16 bits. FP16 epilogues with statistics of A are computed in FP32, since the unscaled
     product may overflow. So are epilogues with indices or random numbers, which 16 bits do not hold. FP8 operands are
-    converted to BF16.
+    converted to BF16, times the scales of their blocks.
     """
     names = [i.name for i in graph.inputs]
 
@@ -33,8 +33,12 @@ def peers(graph: Graph, dtype: torch.dtype = torch.bfloat16) -> Mapping[str, Pee
         wide = graph.knows_places or (graph.gathered and a.dtype is torch.float16)
         usual = usual_dtype(a.dtype, b.dtype)  # BF16 holds every FP8 value
         dtype = torch.float32 if wide else usual
-        acc = torch.mm(a.to(dtype), b.to(dtype))
-        values = reference.evaluate(graph, acc, dict(zip(names, inputs, strict=True)), dtype, a=a)
+        named = dict(zip(names, inputs, strict=True))
+        x, w = a, b
+        if graph.block_scales:
+            x, w = reference.dequantised(a, b, *(named[name] for name in graph.block_scales))
+        acc = torch.mm(x.to(dtype), w.to(dtype))
+        values = reference.evaluate(graph, acc, named, dtype, a=a)
         values = {o.name: values[o.name] if o.reduce else values[o.name].to(usual) for o in graph.outputs}
         return values if len(graph.outputs) > 1 else values[graph.outputs[0].name]
 

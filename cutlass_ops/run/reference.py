@@ -13,8 +13,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from cutlass_ops.base.dtypes import ALL, INTEGERS, dtype
+from cutlass_ops.base.mma import BLOCK_K
 from cutlass_ops.epilogue.graph import Expression, Graph
-from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
+from cutlass_ops.epilogue.nodes import BLOCKS, Input, Kind, Node, Output
 from cutlass_ops.epilogue.operations import GATHERED, INDICES, REDUCTIONS, UNIFORM, to_fp32
 
 # The terms to average over a row, for each entry of cutlass_ops.epilogue.operations.GATHERED.
@@ -163,11 +164,11 @@ def evaluate(
     graph : Expression
         The epilogue.
     acc : Tensor
-        The accumulator, A @ B, shape (M, N), any float dtype.
+        The accumulator, shape (M, N), any float dtype: A @ B, or what :func:`accumulator` returns.
     inputs : mapping of str to Tensor or float
         The inputs by name: (N,) for a row, (M,) for a column, (M, N) for a tile, (K, N) for a product, a number or a
         0-d tensor for a scalar, in any float dtype, and an int or a 0-d INT64 tensor for an integer. Python numbers are
-        rounded to FP32, as at a kernel's launch.
+        rounded to FP32, as at a kernel's launch. Scales of blocks are in the accumulator already.
     compute_dtype : torch.dtype
         Precision of the arithmetic, ``torch.float32`` as in a kernel or ``torch.float64`` as an oracle.
     a : Tensor, optional
@@ -226,6 +227,52 @@ def evaluate(
     return {o.name: _output(o, values[o.node].expand(acc.shape)) for o in graph.outputs}
 
 
+def accumulator(
+    graph: Expression, a: Tensor, b: Tensor, inputs: Mapping[str, Tensor | float], compute_dtype: torch.dtype
+) -> Tensor:
+    """Return the accumulator of an epilogue: A @ B, or with scales of blocks the sum of the blocks' scaled products.
+
+    Parameters
+    ----------
+    graph : Expression
+        The epilogue.
+    a, b : Tensor
+        A (M, K) and B (K, N), any float dtype.
+    inputs : mapping of str to Tensor or float
+        The inputs by name: scales of blocks are (M, K / 128), and (N / 128, K / 128) or (N, K / 128), rounded up.
+    compute_dtype : torch.dtype
+        Precision of products and sums.
+
+    Returns
+    -------
+    Tensor
+        (M, N), in `compute_dtype`.
+    """
+    a, b = a.to(compute_dtype), b.to(compute_dtype)
+    if not graph.block_scales:
+        return a @ b
+    scale_a, scale_b = (torch.as_tensor(inputs[name]).to(compute_dtype) for name in graph.block_scales)
+    columns = of_columns(scale_b, b.shape[1])
+    found = a.new_zeros(a.shape[0], b.shape[1])
+    for step in range(scale_a.shape[1]):
+        along_k = slice(step * BLOCK_K, (step + 1) * BLOCK_K)
+        found += (a[:, along_k] @ b[along_k]) * (scale_a[:, step, None] * columns[:, step])
+    return found
+
+
+def of_columns(scale_b: Tensor, n: int) -> Tensor:
+    """Return the scales of blocks of B for each of its columns: (N, K / 128)."""
+    return scale_b if scale_b.shape[0] == n else scale_b.repeat_interleave(BLOCK_K, 0)[:n]
+
+
+def dequantised(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return A and B times the scales of their blocks, in the dtype of the scales."""
+    k = b.shape[0]
+    spread = scale_a.repeat_interleave(BLOCK_K, 1)[:, :k]
+    columns = of_columns(scale_b, b.shape[1]).repeat_interleave(BLOCK_K, 1)[:, :k]
+    return a.to(scale_a.dtype) * spread, b.to(scale_b.dtype) * columns.t()
+
+
 def gemm_reference(
     a: Tensor,
     b: Tensor,
@@ -269,7 +316,7 @@ def gemm_reference(
         raise ValueError(f"output_dtypes names {', '.join(sorted(unknown))}, which the epilogue does not have")
     # Autocast would compute the products in 16 bits.
     with torch.autocast(a.device.type, enabled=False):
-        values = evaluate(graph, a.to(compute_dtype) @ b.to(compute_dtype), inputs, compute_dtype, a=a)
+        values = evaluate(graph, accumulator(graph, a, b, inputs, compute_dtype), inputs, compute_dtype, a=a)
     default = {o.name: result_dtype(o) or d_dtype for o in graph.outputs}
     # New row-major tensors, since an output may be a broadcast or an input itself.
     return {
@@ -289,6 +336,8 @@ def _check_inputs(graph: Expression, acc: Tensor, inputs: Mapping[str, Tensor | 
 
 
 def _check_shape(declared: Input, value: Tensor | float, acc: Tensor, k: int) -> None:
+    if declared.kind in BLOCKS:
+        return  # of the accumulator
     m, n = acc.shape
     shapes = {Kind.ROW: (n,), Kind.COL: (m,), Kind.TILE: (m, n), Kind.SCALAR: (), Kind.PRODUCT: (k, n)}
     shapes[Kind.INTEGER] = ()

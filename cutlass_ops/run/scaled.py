@@ -1,4 +1,4 @@
-"""Scaled operands: a GEMM of quantised matrices, whose scales the epilogue applies to the FP32 sums."""
+"""Scaled operands: a GEMM of quantised matrices. The epilogue or the main loop applies their scales to FP32 sums."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cutlass_ops.epilogue import Epilogue, builtin
-from cutlass_ops.run import traced
+from cutlass_ops.run import operands, traced
 from cutlass_ops.run.ops import Op, graph_op, op_of, prepared_by
 
 # Keyword arguments of this module's function: no input of an epilogue may have these names.
@@ -22,7 +22,11 @@ def _prepare_scaled(
     scale_b: Tensor | float,
     epilogue: Epilogue | None,
 ) -> tuple[Op, tuple[Any, ...]]:
-    return scaled_op(_is_vector(scale_a), _is_vector(scale_b), epilogue), (a, b, scale_a, scale_b)
+    if _are_of_blocks(a, b, scale_a, scale_b):
+        op = scaled_op(False, False, epilogue, True)
+    else:
+        op = scaled_op(_is_vector(scale_a), _is_vector(scale_b), epilogue)
+    return op, (a, b, scale_a, scale_b)
 
 
 @prepared_by(_prepare_scaled)
@@ -42,6 +46,9 @@ def scaled_gemm(
     Scales are factors: the matrix that a stands for is a * scale_a. They are applied to the FP32 sums, before the
     epilogue and the one rounding of D. They have no unit and may have any sign; 0, infinities and NaN act as in FP32.
 
+    Blocks along K may have scales of their own. The products of each 128 of K are then added up by themselves, and
+    these sums in FP32, each times both scales.
+
     Parameters
     ----------
     a : Tensor
@@ -50,8 +57,11 @@ def scaled_gemm(
         (K, N), either type of FP8, column-major: ``weight.t()`` of a weight (N, K). FP16 or BF16 if a is.
     scale_a : Tensor or float
         Of a: a number or a tensor without dimensions, or (..., M), one for each row. FP32, FP16 or BF16.
+        Or (..., M, ceil(K / 128)), one for each 1x128: FP32, with any strides.
     scale_b : Tensor or float
-        Of b: a number or a tensor without dimensions, or (N,), one for each column.
+        Of b: a number or a tensor without dimensions, or (N,), one for each column. FP32, FP16 or BF16.
+        With blocks of a, of blocks of b: (ceil(N / 128), ceil(K / 128)), one for each 128x128, or (N, ceil(K / 128)),
+        one for each 128 of a column. FP32, with any strides.
     epilogue : Epilogue, optional
         Applied to the scaled product. It takes no ``Product``, which has scales of its own, and no means of a's rows.
     out : Tensor or mapping of str to Tensor, optional
@@ -91,6 +101,12 @@ def scaled_gemm(
     ...     return co.e.relu(acc + bias)
     >>> co.scaled_gemm(a, b.t(), scale_a, 1.0, epilogue=biased, bias=torch.zeros(8)).shape
     torch.Size([4, 8])
+
+    Scales of blocks: 1x128 of a, and 128x128 of b.
+
+    >>> a, b = torch.randn(4, 256).to(torch.float8_e4m3fn), torch.randn(384, 256).to(torch.float8_e4m3fn)
+    >>> co.scaled_gemm(a, b.t(), torch.rand(4, 2), torch.rand(3, 2)).shape
+    torch.Size([4, 384])
     """
     op, arguments = _prepare_scaled(a, b, scale_a, scale_b, epilogue)
     return op(*arguments, out=out, out_dtype=out_dtype, **inputs)
@@ -100,8 +116,43 @@ def _is_vector(scale: object) -> bool:
     return isinstance(scale, Tensor) and scale.ndim > 0
 
 
+def _are_of_blocks(a: Any, b: Any, scale_a: Any, scale_b: Any) -> bool:
+    """Whether the scales are those of blocks: one of the two has a shape that no scales of rows or columns have.
+
+    (..., M, 1) are scales of rows, and (1, N) of columns, as PyTorch has them.
+
+    Raises
+    ------
+    ValueError
+        If blocks of one operand have scales and blocks of the other have none.
+    """
+    if not any(isinstance(scale, Tensor) and scale.ndim > 1 for scale in (scale_a, scale_b)):
+        return False
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor) and a.ndim > 1 and b.ndim == 2):
+        return False  # refused later
+    (k, n), batch = b.shape, tuple(a.shape[:-1])
+    fits_a = isinstance(scale_a, Tensor) and scale_a.ndim == a.ndim
+    fits_b = isinstance(scale_b, Tensor) and scale_b.ndim == 2
+    of_a = fits_a and scale_a.shape[-1] != 1
+    of_b = fits_b and tuple(scale_b.shape) != (1, n)
+    steps = operands.blocks(k)
+    if of_a and not fits_b:
+        raise ValueError(
+            f"scale_a has shape {tuple(scale_a.shape)}, as scales of blocks do, and scale_b has none for blocks of b: "
+            f"pass ({operands.blocks(n)}, {steps}) or ({n}, {steps}) as well. The same scale along K takes no copy, as "
+            f"in scale_b[:, None].expand({n}, {steps})"
+        )
+    if of_b and not fits_a:
+        raise ValueError(
+            f"scale_b has shape {tuple(scale_b.shape)}, as scales of blocks do, and scale_a has none for blocks of a: "
+            f"pass {(*batch, steps)} as well. The same scale along K takes no copy, as in "
+            f"scale_a[..., None].expand{(*batch, steps)}"
+        )
+    return of_a or of_b
+
+
 @traced.remembered
-def scaled_op(rows: bool = False, columns: bool = False, epilogue: Epilogue | None = None) -> Op:
+def scaled_op(rows: bool = False, columns: bool = False, epilogue: Epilogue | None = None, blocks: bool = False) -> Op:
     """Return the op behind :func:`scaled_gemm`, for ``tune`` and ``plan``. It takes (a, b, scale_a, scale_b, *inputs).
 
     Parameters
@@ -110,13 +161,15 @@ def scaled_op(rows: bool = False, columns: bool = False, epilogue: Epilogue | No
         Whether each row of A, and each column of B, has a scale of its own.
     epilogue : Epilogue, optional
         What follows.
+    blocks : bool
+        Whether blocks of A and of B have scales instead.
 
     Raises
     ------
     TypeError, ValueError
         If `epilogue` is not an epilogue or cannot follow.
     """
-    scaled = builtin.SCALED[rows, columns]
+    scaled = builtin.scaled_blocks if blocks else builtin.SCALED[rows, columns]
     if epilogue is None:
         return graph_op("scaled_gemm", scaled.graph, scaled.doc)
     after = op_of(epilogue).graph

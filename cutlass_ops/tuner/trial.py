@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cutlass_ops.artifacts.loader import LoadedKernel, refusal
+from cutlass_ops.base import mma
 from cutlass_ops.choose.tables import Measured
 from cutlass_ops.declare.config import Config, Ordered
 from cutlass_ops.declare.problem import Problem
@@ -200,6 +201,9 @@ class Trial:
         extents = {Kind.ROW: (n,), Kind.COL: (m,), Kind.TILE: (m, n), Kind.PRODUCT: (k, n)}
         scales = {Kind.PRODUCT: k**-0.25}
         graph = signature.epilogue
+        steps = -(-k // mma.BLOCK_K)
+        of_b = (signature.b.scaling or (mma.BLOCK_K, 1))[1]
+        extents |= {Kind.BLOCKS_A: (m, steps), Kind.BLOCKS_B: (-(-n // of_b), steps)}
         numbers = {Kind.SCALAR: _SCALAR, Kind.INTEGER: _INTEGER}
         inputs = tuple(
             numbers[i.kind] if i.kind in numbers else self._normal(extents[i.kind], o, scales.get(i.kind, 1.0))
@@ -223,7 +227,8 @@ class Trial:
         inputs = {
             i.name: v.double() if isinstance(v, Tensor) else v for i, v in zip(graph.inputs, x.inputs, strict=True)
         }
-        values = reference.evaluate(graph, x.a.double() @ x.b.double(), inputs, torch.float64, a=x.a)
+        acc = reference.accumulator(graph, x.a, x.b, inputs, torch.float64)
+        values = reference.evaluate(graph, acc, inputs, torch.float64, a=x.a)
         return [values[o.name] for o in graph.outputs]
 
     def _wrong(self) -> str | None:

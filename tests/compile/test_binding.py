@@ -41,10 +41,12 @@ int main(int, char** argv) {
   int const changed = std::atoi(argv[1]);
   Tensor a(1 << 20, 2, 16, 16, 32), b(2 << 20, 2, 16, 32, 8), d(3 << 20, 2, 16, 16, 8), row(4 << 20, 1, 16, 8, 1),
       column(5 << 20, 1, 16, 16, 1), tile(6 << 20, 2, 16, 16, 8), scalar(7 << 20, 0, 32, 1, 1),
-      also(8 << 20, 2, 16, 16, 8), sums(9 << 20, 1, 32, 16, 1), workspace(10 << 20, 1, 8, 512, 1);
-  Tensor* const tensors[] = {&a, &b, &d, &row, &column, &tile, &scalar, &also, &sums, &workspace};
-  TVMFFIAny arguments[10]{};
-  for (int i = 0; i < 10; ++i) {
+      also(8 << 20, 2, 16, 16, 8), sums(9 << 20, 1, 32, 16, 1), workspace(10 << 20, 1, 8, 512, 1),
+      blocks(11 << 20, 2, 32, 16, 3);
+  Tensor* const tensors[] = {&a, &b, &d, &row, &column, &tile, &scalar, &blocks, &also, &sums, &workspace};
+  constexpr int kCount = 11;
+  TVMFFIAny arguments[kCount]{};
+  for (int i = 0; i < kCount; ++i) {
     arguments[i].type_index = kTVMFFIDLTensorPtr;
     arguments[i].v_ptr = &tensors[i]->tensor;
   }
@@ -53,10 +55,16 @@ int main(int, char** argv) {
     if (std::strcmp(argv[2], "null") == 0) t.data = nullptr;
     if (std::strcmp(argv[2], "null with an offset") == 0) t.data = nullptr, t.byte_offset = 4096;
     if (std::strcmp(argv[2], "dtype") == 0) t.dtype.code = kDLInt;
+    if (std::strcmp(argv[2], "a larger stride") == 0) t.strides[0] = 1000;
+    if (std::strcmp(argv[2], "a stride of 0") == 0) t.strides[0] = t.strides[1] = 0;
+    if (std::strcmp(argv[2], "the other major") == 0) t.strides[0] = 1, t.strides[1] = t.shape[0];
+    if (std::strcmp(argv[2], "another row") == 0) ++t.shape[0];
+    if (std::strcmp(argv[2], "another column") == 0) ++t.shape[1];
+    if (std::strcmp(argv[2], "an odd address") == 0) t.byte_offset = 2;
     if (std::strcmp(argv[2], "no elements") == 0) t.data = nullptr, t.shape[0] = 0;
   }
   using Half = cutlass::half_t;
-  Call call(arguments, 10);
+  Call call(arguments, kCount);
   auto const ma = call.input<Half, Major::kRow, 8, false>();
   auto const mb = call.input<Half, Major::kRow, 8, false>();
   auto const md = call.result<Half, Major::kRow, 8, true>();
@@ -65,6 +73,7 @@ int main(int, char** argv) {
   call.col<Half>(problem);
   call.tile<Half, Major::kRow, 8, false>(problem);
   call.scalar<float>();
+  call.blocks<float>(problem.m, 1, problem.k, 12);
   call.tile_output<Half, Major::kRow, 8, true>(problem);
   call.col_output<float>(problem);
   call.workspace(512);
@@ -72,7 +81,7 @@ int main(int, char** argv) {
 }
 """
 
-WORKSPACE = 9
+BLOCKS, WORKSPACE = 7, 10
 
 
 @pytest.fixture(scope="module")
@@ -114,3 +123,20 @@ def test_other_reasons_come_first(status, position):
 def test_no_elements_need_no_memory(status, position, reason):
     """They are refused for what they are."""
     assert refusal(status(position, "no elements")) == (position, reason)
+
+
+@pytest.mark.parametrize("change", ["a larger stride", "a stride of 0", "the other major"])
+def test_scales_of_blocks_have_any_strides(status, change):
+    assert status(BLOCKS, change) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("another row", Reason.SHAPE),
+        ("another column", Reason.SHAPE),
+        ("an odd address", Reason.ALIGNMENT),
+    ],
+)
+def test_scales_of_blocks_fit_the_problem(status, change, reason):
+    assert refusal(status(BLOCKS, change)) == (BLOCKS, reason)

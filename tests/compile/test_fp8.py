@@ -5,7 +5,9 @@ import pytest
 import cutlass_ops as co
 from cutlass_ops.base.sass import count_opcodes
 from cutlass_ops.compilation.builder import build_artifact
+from cutlass_ops.epilogue import builtin
 from cutlass_ops.kinds.proof import prove_tensor_cores
+from cutlass_ops.kinds.table import shared_memory
 from cutlass_ops.tools.inspection import inspect
 
 pytestmark = [pytest.mark.compile, pytest.mark.slow]
@@ -14,6 +16,11 @@ pytestmark = [pytest.mark.compile, pytest.mark.slow]
 @co.epilogue
 def scaled(acc, scale_a: co.Col, scale_b: co.Row, bias: co.Row):
     return acc * scale_a * scale_b + bias
+
+
+@co.epilogue
+def bias(acc, bias: co.Row):
+    return acc + bias
 
 
 def spec(a, b, **config):
@@ -41,3 +48,30 @@ def test_a_kernel_promotes_its_sums():
     # Each of two warpgroups has 64 rows of the tile: four along K, in one loop over all steps.
     assert prove_tensor_cores(artifact.library, wanted)["QGMMA"] == 4
     assert report.spill_stores == report.spill_loads == 0
+
+
+# Few scales of columns are kept in registers. More are read after the products, out of a stage that is released later.
+BLOCKS = {
+    "kept": ("128x128", (128, 128), (1, 1), {"schedule": "cooperative"}),
+    "late": ("128x1", (128, 64), (1, 2), {"schedule": "pingpong", "swap_ab": True}),
+}
+
+
+@pytest.mark.parametrize(("b", "tile", "cluster", "config"), BLOCKS.values(), ids=BLOCKS)
+def test_a_kernel_scales_its_sums(b, tile, cluster, config):
+    made = co.Sm90Config(co.ThreadblockShape(*tile, 128), co.ClusterShape(*cluster), accumulation="promoted", **config)
+    wanted = co.KernelSpec(
+        a="e4m3.row.blocks1x128",
+        b=f"e4m3.col.blocks{b}",
+        d="bf16.row",
+        epilogue=builtin.scaled_blocks.graph.then(bias.graph),
+        config=made,
+    )
+    artifact = build_artifact(wanted)
+    report = inspect(artifact)
+    proved = prove_tensor_cores(artifact.library, wanted)
+    # Four along K, of each of the one or two instructions that a warpgroup's rows take.
+    assert proved["QGMMA"] == (4 if config["schedule"] == "cooperative" else 8)
+    assert proved["LDGSTS"] >= 2  # scales of rows and of columns
+    assert report.spill_stores == report.spill_loads == 0
+    assert report.dynamic_shared_memory + report.static_shared_memory == shared_memory(wanted)

@@ -58,6 +58,13 @@ def test_it_lists_what_is_there(probe, bundle, keys, contents):
         "seed i64.row.align1",
         "at i32.row.align1",
         *(f"{record.key} {record.spec.target}" for record in contents[0].groups[2].kernels),
+        "d = acc",
+        "a e4m3.row.blocks1x128",
+        "b e5m2.col.blocks128x128",
+        "out bf16.row",
+        "scale_a f32.row.align1",
+        "scale_b f32.row.align1",
+        *(f"{record.key} {record.spec.target}" for record in contents[0].groups[3].kernels),
     ]
 
 
@@ -99,7 +106,7 @@ def test_a_kernel_is_mapped_once(probe, bundle, keys):
     assert probe("load", bundle, key[:9], key) == (0, "mapped\n" + 2 * "loaded, workspace 12345\n")
 
 
-@pytest.mark.parametrize(("key", "found"), [("x", "no kernel"), ("", "7 kernels")])
+@pytest.mark.parametrize(("key", "found"), [("x", "no kernel"), ("", "8 kernels")])
 def test_a_key_that_names_no_kernel_is_said(probe, bundle, key, found):
     code, out = probe("load", bundle, key)
     assert (code, out.splitlines()) == (

@@ -13,7 +13,7 @@ from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind, Node, Output
 
-HMMA, HGMMA, UTMALDG, FFMA = 0x723C, 0x79F0, 0x75B4, 0x7223
+HMMA, HGMMA, QGMMA, UTMALDG, FFMA = 0x723C, 0x79F0, 0x79F3, 0x75B4, 0x7223
 
 IDENTITY = Graph((), (Node("acc"),), (Output("d", 0, Kind.TILE),))
 

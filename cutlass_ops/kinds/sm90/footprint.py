@@ -131,6 +131,23 @@ def split_exchange(config: Sm90Config) -> int:
     return 2 * (config.split_k - 1) * part.m * part.n * f32.bytes
 
 
+def scaled_rows(spec: KernelSpec) -> tuple[int, int]:
+    """Return how many of the kernel's rows, and of its columns, share a scale of blocks; 0 if blocks have none."""
+    a, b = (0 if o.scaling is None else o.scaling[0] for o in (spec.a, spec.b.transposed))
+    return (b, a) if swapped(spec) else (a, b)
+
+
+def _stage_scales(spec: KernelSpec, config: Sm90Config) -> int:
+    """Return the bytes of the scales of blocks that a stage holds (``BlockScales::For`` in ``block_scales.h``)."""
+    rows, columns = scaled_rows(spec)
+    if not rows or not columns:
+        return 0
+    tile = config.threadblock
+    part = tile.n // 2 if config.side_by_side else tile.n
+    count = tile.m // gcd(tile.m, arch.WGMMA_M, rows) + tile.n // gcd(tile.n, part, columns)
+    return round_up(count, 2) * f32.bytes
+
+
 def _sm90(spec: KernelSpec) -> Sm90Config:
     if not isinstance(spec.config, Sm90Config):
         raise TypeError("an Sm90Config is needed")
@@ -170,7 +187,8 @@ def _shared_storage(spec: KernelSpec, config: Sm90Config, stages: int) -> int:
 def _mainloop(spec: KernelSpec, config: Sm90Config, stages: int) -> Block:
     tile = config.threadblock
     row_bytes = tile.k * stages * spec.a.dtype.bytes
-    return struct(Block(tile.m * row_bytes), Block(tile.n * row_bytes), alignment=128)
+    scales = [Block(stages * each, 16)] if (each := _stage_scales(spec, config)) else []
+    return struct(Block(tile.m * row_bytes), Block(tile.n * row_bytes), *scales, alignment=128)
 
 
 def _epilogue(spec: KernelSpec) -> Block:

@@ -90,6 +90,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "products": 1 + len(spec.epilogue.products),
         "second_weight": "".join(spec.epilogue.products),
         "output_tile": [footprint.output_tile(spec).m, footprint.output_tile(spec).n],
+        "block_scales": bool(spec.epilogue.block_scales),
         "mainloop_options": _mainloop_options(spec),
         "columns": "2 * o.problem.n" if spec.epilogue.products else "o.problem.n",
         "mainloop_arguments": _mainloop_arguments(spec),
@@ -194,6 +195,8 @@ def _mainloop_options(spec: KernelSpec) -> str:
     means = ["Means"] if footprint.gathers(spec) else ["void", "Rows"] if beside else []
     if _config(spec).accumulation == "promoted":
         means = ["void", "cutlass_ops::NoRows", "true"]
+    if spec.epilogue.block_scales:
+        means.append("cutlass_ops::BlockScales<{}, {}>".format(*footprint.scaled_rows(spec)))
     if not means and not spec.epilogue.products:
         return ""
     options = [str(swapped(spec)).lower(), str(1 + len(spec.epilogue.products)), *means]
@@ -209,6 +212,9 @@ def _mainloop_arguments(spec: KernelSpec) -> str:
     ]
     if spec.epilogue.gathered and _config(spec).means == "beside":
         spelled += ["o.rows"] if spelled else ["nullptr, {}, o.rows"]
+    if spec.epilogue.block_scales:
+        rows, columns = spec.epilogue.block_scales[::-1] if swapped(spec) else spec.epilogue.block_scales
+        spelled += [f"nullptr, {{}}, {{}}, {{o.{rows}, o.{columns}}}"]
     return "".join(f",\n         {arguments}" for arguments in spelled)
 
 

@@ -42,6 +42,10 @@ _SCATTERED = 3.4
 # Limits on an instruction's clocks: products times the bytes of an element, since narrower ones are multiplied faster;
 # and reads of both operands from shared memory.
 _PRODUCT_BYTES_PER_CLOCK = 4096
+# FP32 sums that one SM adds up in a clock, and the clocks from the end of a step's products to those of the next in the
+# same warpgroup. The first is the number of its FP32 units; the second is a guess. Neither was fitted.
+_SUMS_PER_CLOCK = 128
+_TURN = 64
 _SHARED_BYTES_PER_CLOCK = 128
 
 # Bytes of an element of A and of B, and of D, in what the costs were fitted to.
@@ -451,6 +455,18 @@ def realigning(a: bool, b: bool, problems: Problems, element_bytes: int) -> Floa
     if not a and not b:
         return np.zeros_like(m)
     return _REALIGN_START + 2 * element_bytes * gemms * (m * k * a + k * n * b) / (_REALIGN_BANDWIDTH * 1e3)
+
+
+def promoting(batch: Batch, problems: Problems, chip: Costs = H100) -> Floats:
+    """Return the extra microseconds for adding up each step's sums in FP32, with shape (problems, configurations).
+
+    The warpgroups of a cooperative kernel take turns: half of it overlaps with the other's products. Those of a
+    pingpong kernel do not, since their main loops follow each other.
+    """
+    cover = grid(batch, problems, chip)
+    clocks = batch.wgmma_m * batch.wgmma_n / _SUMS_PER_CLOCK + _TURN
+    exposed = clocks * np.where(batch.schedule == SCHEDULES.index("cooperative"), 0.5, 1.0)
+    return np.asarray(cover.waves * cover.steps * exposed / (chip.clock * 1e3))
 
 
 def scattering(problems: Problems) -> Floats:

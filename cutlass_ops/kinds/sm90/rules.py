@@ -11,7 +11,7 @@ from math import gcd
 
 from cutlass_ops.base import arch
 from cutlass_ops.base.dtypes import f32
-from cutlass_ops.base.mma import mma_of
+from cutlass_ops.base.mma import BLOCK_K, mma_of
 from cutlass_ops.declare.config import ClusterShape, Sm90Config
 from cutlass_ops.declare.orientation import reduced_along_m, sides, swapped
 from cutlass_ops.declare.spec import KernelSpec
@@ -32,7 +32,6 @@ from cutlass_ops.kinds.sm90.footprint import (
 # warp_specialized, they get up to 255. Sixteen more accumulators spill: 700 bytes per thread at 224 for the first two
 # (nvcc 13.0, bf16, bias + ReLU).
 _MAX_ACCUMULATORS = {"pingpong": 208, "cooperative": 208, "warp_specialized": 224}
-_PROMOTED_K = 128  # products that the Tensor Cores add up before FP32 does (`promote` in mainloop.h)
 _MAX_SIDE = 256  # elements along a side of a TMA box (cuTensorMapEncodeTiled)
 _GATHERED_COLUMNS = 64  # columns of A that eight lanes read at a time (gather.h)
 _GATHERED_ROWS = 64  # more rows take longer to read than to multiply (docs/rmsnorm.md)
@@ -42,6 +41,12 @@ _TMA_SMEM_ALIGNMENT = 128  # PTX ISA, cp.async.bulk.tensor: alignment of the add
 # Changes to a persistent schedule, whose thread blocks run several tiles each.
 _PERSISTENT = ({"schedule": "pingpong"}, {"schedule": "cooperative"})
 _WHOLE_K = {"split_k": 1, "scheduler": "persistent"}
+# Further changes with which promoted sums may be legal.
+_WHOLE_STEPS: tuple[dict[str, object], ...] = (
+    {"threadblock.k": BLOCK_K},
+    {"threadblock.k": BLOCK_K, "split_k": 1},
+    {"threadblock.k": BLOCK_K, "schedule": "cooperative"},
+)
 
 
 def _tma_alignment(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
@@ -162,15 +167,22 @@ def _accumulators(_: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
 
 def _accumulation(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
     if config.accumulation == "fast":
+        if spec.epilogue.block_scales:
+            yield Broken(
+                f"accumulation is 'fast', and {' and '.join(spec.epilogue.block_scales)} are scales of blocks, which "
+                "only the threads apply as they add up sums",
+                tuple({"accumulation": "promoted", **more} for more in ({}, *_WHOLE_STEPS)),
+                "use a smaller threadblock",
+            )
         return
     what, fast = f"accumulation is {config.accumulation!r}", ({"accumulation": "fast"},)
     if spec.a.dtype.bits != 8:
         yield Broken(f"{what}, and a is {spec.a}, whose products the Tensor Cores add up in FP32", fast)
-    if config.threadblock.k != _PROMOTED_K:
+    if config.threadblock.k != BLOCK_K:
         yield Broken(
-            f"{what}, and threadblock.k is {config.threadblock.k}: sums of {_PROMOTED_K} products, those "
+            f"{what}, and threadblock.k is {config.threadblock.k}: sums of {BLOCK_K} products, those "
             "of one stage, are added up",
-            ({"threadblock.k": _PROMOTED_K},),
+            ({"threadblock.k": BLOCK_K},),
         )
     if config.split_k != 1:
         yield Broken(f"{what}, and split_k is {config.split_k}, whose main loop adds up in one way", ({"split_k": 1},))

@@ -8,6 +8,7 @@ from itertools import product
 from typing import get_args
 
 from cutlass_ops.base import arch
+from cutlass_ops.base.mma import BLOCK_K
 from cutlass_ops.declare.config import ClusterShape, Means, Schedule, Sm90Config, ThreadblockShape
 from cutlass_ops.declare.signature import OpSignature
 
@@ -30,6 +31,8 @@ def candidates(signature: OpSignature) -> Iterator[Sm90Config]:
     """Yield all combinations of schedule, tile, cluster, orientation and K splitting, with the most stages that fit."""
     ways = get_args(Means) if signature.epilogue.gathered else ("gathered",)
     of = _all(signature.a.dtype.bytes)
+    if signature.epilogue.block_scales:
+        of = (replace(c, accumulation="promoted") for c in of if c.threadblock.k == BLOCK_K and c.split_k == 1)
     return (replace(c, means=means, realign=signature.realigns) for c in of for means in ways)
 
 
@@ -70,8 +73,14 @@ def variants(signature: OpSignature, config: Sm90Config) -> Iterator[Sm90Config]
     """Yield a configuration and its substitutes for a signature for which it is not legal.
 
     Substitutes copy operands that TMA cannot read, compute means of A's rows in another way, or use the pingpong
-    schedule, since CUTLASS's reductions need a persistent kernel.
+    schedule, since CUTLASS's reductions need a persistent kernel. With scales of blocks they add up each step's sums,
+    for which a tile may take two warpgroups.
     """
+    if signature.epilogue.block_scales:
+        config = replace(config, accumulation="promoted", threadblock=replace(config.threadblock, k=BLOCK_K))
+        yield config
+        yield replace(config, schedule="cooperative")
+        return
     if signature.realigns:
         config = replace(config, realign=True)
     tried = [config]
@@ -89,6 +98,8 @@ def is_usual(config: Sm90Config, element_bytes: int) -> bool:
     orientation is not swapped, unless A's rows then get a side of at most 64 or one that a tile's M cannot have.
     """
     tile = config.threadblock
+    if config.accumulation == "promoted":
+        return not config.swap_ab or tile.n <= arch.WGMMA_M or tile.n not in _SIDES
     wider = (k for k in _TILES_K_BYTES if k > _USUAL_K_BYTES and (tile.m + tile.n) * k <= _STAGE_BYTES)
     return tile.k * element_bytes == max(wider, default=_USUAL_K_BYTES) and (
         not config.swap_ab or tile.n <= arch.WGMMA_M or tile.n not in _SIDES

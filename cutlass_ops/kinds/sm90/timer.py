@@ -59,7 +59,10 @@ class Sm90Timer:
         return better + self._besides(extents, better, device), by_gpc < usual
 
     def besides(self, problems: Problems, device: Device) -> Floats:
-        """Return microseconds for means of A's rows, copies of operands, and stores of single elements of D."""
+        """Return microseconds for what is no part of a plain GEMM.
+
+        That is means of A's rows, copies of operands, stores of single elements of D, and scales of blocks.
+        """
         extents = Extents.of(problems)
         # Only means depend on how long the product takes.
         times = np.minimum(*self._times_by_order(extents, device)) if self.traits.gathers else np.zeros((1, 1))
@@ -71,6 +74,8 @@ class Sm90Timer:
         found = realigning(traits, extents) * self.copies
         if traits.scatters:
             found = found + model.scattering(extents._replace(n=extents.n // traits.weights)) * ~self.swapped
+        if traits.blocks:
+            found = found + model.promoting(self.batch, extents, model.costs_of(device))
         if not traits.gathers:
             return found
         return found + model.means(self.batch, extents, times, model.costs_of(device), traits.element_bytes)

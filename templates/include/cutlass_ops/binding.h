@@ -60,6 +60,13 @@ struct Matrix {
   Element* ptr() const { return static_cast<Element*>(data); }
 };
 
+// Scales of an operand's blocks: `data[i * stride + k * step_stride]` is that of its i-th block of rows at the k-th block of K.
+struct StridedScales {
+  float const* data = nullptr;
+  int64_t stride = 0, step_stride = 0;
+  int last = 0;  // of the blocks of rows
+};
+
 template <class Element>
 struct Scalar {
   Element value = Element(0);
@@ -155,6 +162,29 @@ class Call {
   Element* row_output(Problem p) { return vector<Element>(next_++, p.n, 1, true); }
   template <class Element>
   Element* col_output(Problem p) { return vector<Element>(next_++, p.m, kAnyDimensions, true); }
+
+  // Scales of blocks along the last dimension, K: a row for each `block` of `extent` rows of an operand. They may have any strides,
+  // 0 among them, as scales have that are the same for several blocks.
+  template <class Element>
+  StridedScales blocks(int64_t extent, int64_t block, int64_t k, int64_t k_block) {
+    static_assert(sizeof(Element) == sizeof(float));
+    int const at = next_++;
+    DLTensor const* t = tensor<Element>(at);
+    if (t == nullptr) return {};
+    if (t->ndim < 2) return fail(at, Reason::kShape), StridedScales{};
+    Dimension const rows = fold(t, t->ndim - 1);
+    int64_t const steps = t->shape[t->ndim - 1], step_stride = t->strides[t->ndim - 1];
+    if (rows.extent != (extent + block - 1) / block || steps != (k + k_block - 1) / k_block) {
+      return fail(at, Reason::kShape), StridedScales{};
+    }
+    if (is_null(t)) return fail(at, Reason::kNull), StridedScales{};
+    if (!rows.uniform || rows.stride < 0 || step_stride < 0) return fail(at, Reason::kMajor), StridedScales{};
+    if (address(t) % sizeof(float) != 0) return fail(at, Reason::kAlignment), StridedScales{};
+    uintptr_t const last = uintptr_t((rows.extent - 1) * rows.stride + (steps - 1) * step_stride);
+    uintptr_t const bytes = (last + 1) * sizeof(float);
+    add({address(t), bytes, bytes, 1, false}, at, false);
+    return {reinterpret_cast<float const*>(address(t)), rows.stride, step_stride, int(rows.extent) - 1};
+  }
 
   template <class Element>
   Scalar<Element> scalar() {

@@ -116,13 +116,39 @@ struct NoRows {
   struct Params {};
 };
 
+// No blocks of the operands have scales (block_scales.h): sums are added up as they are.
+struct NoScales {
+  static constexpr bool kAny = false;
+
+  template <int kTileM, int kTileN, int kAcross, int kStages, bool kOneReleases>
+  struct For {
+    struct Params {};
+  };
+};
+
+// The producer's threads that arrive at a stage's barrier: one, for what TMA brings, or all of its warp as well. CUTLASS's
+// kernel that is not persistent knows of one only.
+template <int kStages, int kProducers>
+struct MainloopPipeline : cutlass::PipelineTmaAsync<kStages> {
+  using Base = cutlass::PipelineTmaAsync<kStages>;
+  template <class Cluster>
+  CUTLASS_DEVICE MainloopPipeline(typename Base::SharedStorage& storage, typename Base::Params params, Cluster cluster)
+      : Base(storage, with_producers(params), cluster) {}
+
+ private:
+  CUTLASS_DEVICE static typename Base::Params with_producers(typename Base::Params params) {
+    params.num_producers = kProducers;
+    return params;
+  }
+};
+
 // With `kProducts` of 2, the weight's tile is half of a second matrix; the problem's M or N counts both. The weight is B, or A
 // in a kernel that computes the transposed problem, `kSwapped`. `Means` says what is gathered of the other operand's rows and
 // where it goes; void, nothing is. `Rows` says what idle warps take of A's rows beside the main loop (means_beside.h). With
-// `kPromotes`, the products of each stage are added up by themselves, and these sums in FP32.
+// `kPromotes`, the products of each stage are added up by themselves, and these sums in FP32: times the scales of `Scaling`.
 template <class ElementA_, class LayoutA, class ElementB_, class LayoutB, class Tile, class Cluster, int kStages,
           class Schedule, bool kSwapped = false, int kProducts = 1, class Means = void, class Rows = NoRows,
-          bool kPromotes = false>
+          bool kPromotes = false, class Scaling = NoScales>
 class Mainloop {
   static constexpr auto kMajorA = cutlass::gemm::collective::detail::gmma_ss_tag_to_major_A<ElementA_, LayoutA>();
   static constexpr auto kMajorB = cutlass::gemm::collective::detail::gmma_ss_tag_to_major_B<ElementB_, LayoutB>();
@@ -159,18 +185,28 @@ class Mainloop {
   using RowGather = typename SelectGather<
       Means, ElementA, typename cute::conditional_t<kSwapped, B, A>::Stage, kCooperative ? 2 : 1>::Type;
 
-  using MainloopPipeline = cutlass::PipelineTmaAsync<kStages>;
+  static constexpr bool kScaled = Scaling::kAny;
+  static_assert(kPromotes || !kScaled, "the Tensor Cores know no scales");
+  using Scales = typename Scaling::template For<Extent<0>::value, Extent<1>::value, kAcross, kStages,
+                                                (cute::size(Cluster{}) > 1)>;
+  static constexpr int NumProducerThreadEvents = kScaled ? 33 : 1;  // 32 lanes copy scales
+  using MainloopPipeline = cute::conditional_t<kScaled, cutlass_ops::MainloopPipeline<kStages, NumProducerThreadEvents>,
+                                               cutlass::PipelineTmaAsync<kStages>>;
   using PipelineState = cutlass::PipelineState<kStages>;
   using PipelineStorage = typename MainloopPipeline::SharedStorage;
-  static constexpr int NumProducerThreadEvents = 1;
   static constexpr uint32_t TmaTransactionBytes = A::kBytes + B::kBytes;
   using RowsBeside = Rows;
   static constexpr bool kTransposed = kSwapped;
 
-  struct TensorStorage : cute::aligned_struct<128, cute::_0> {
+  struct OperandStorage : cute::aligned_struct<128, cute::_0> {
     typename A::Storage smem_A;
     typename B::Storage smem_B;
   };
+  template <class Each>
+  struct ScaledStorage : OperandStorage {
+    typename Each::Storage scales;  // an empty one would take memory
+  };
+  using TensorStorage = cute::conditional_t<kScaled, ScaledStorage<Scales>, OperandStorage>;
   struct SharedStorage {
     TensorStorage tensors;
     PipelineStorage pipeline;
@@ -185,6 +221,7 @@ class Mainloop {
     cute::conditional_t<kSwapped, ElementA, ElementB> const* ptr_second = nullptr;
     cute::conditional_t<kSwapped, StrideA, StrideB> d_second = {};
     typename Rows::Params rows = {};
+    typename Scales::Params scales = {};
   };
 
   using TMA_A = decltype(cute::make_tma_copy_A_sm90(
@@ -205,6 +242,7 @@ class Mainloop {
     uint32_t tma_transaction_bytes = TmaTransactionBytes;
     float inverse_k = 0.0f;
     typename Rows::Params rows;
+    typename Scales::Params scales;
   };
 
   template <class Problem>
@@ -222,7 +260,7 @@ class Mainloop {
     Params params{};
     params.rows_a = int(m) / kMatricesA;
     params.rows_b = int(n) / kMatricesB;
-    auto const& [ptr_a, d_a, ptr_b, d_b, ptr_second, d_second, rows] = arguments;
+    auto const& [ptr_a, d_a, ptr_b, d_b, ptr_second, d_second, rows, scales] = arguments;
     encode<A>(params.rows_a, copy_a, ptr_a, d_a, params.tma_load_a, params.last_a);
     encode<B>(params.rows_b, copy_b, ptr_b, d_b, params.tma_load_b, params.last_b);
     if constexpr (kProducts == 2 && kSwapped) {
@@ -232,6 +270,7 @@ class Mainloop {
     }
     params.inverse_k = 1.0f / float(k);
     params.rows = rows;
+    params.scales = scales;
     return params;
   }
 
@@ -310,7 +349,8 @@ class Mainloop {
 
   template <class Tensors, class Coord, class Steps>
   CUTLASS_DEVICE void load(Params const& params, MainloopPipeline pipeline, PipelineState state, Tensors const& tensors,
-                           Coord const& coord, Steps step, int count, int, uint32_t rank, TensorStorage& storage) {
+                           Coord const& coord, Steps step, int count, int lane, uint32_t rank, TensorStorage& storage) {
+    if constexpr (kScaled) return load_scaled(params, pipeline, state, tensors, coord, step, count, lane, rank, storage);
     if (!cute::elect_one_sync()) return;
     auto const fill = filler(params, tensors, cute::get<0>(coord), cute::get<1>(coord), rank, storage);
     CUTLASS_PRAGMA_NO_UNROLL
@@ -352,7 +392,7 @@ class Mainloop {
   CUTLASS_DEVICE void mma(MainloopPipeline pipeline, PipelineState state, Sums& sums, int steps, int thread,
                           TensorStorage& storage, Params const& params) {
     auto const multiply = multiplier(storage, thread);
-    if constexpr (kPromotes) return promote(multiply, pipeline, state, sums, steps);
+    if constexpr (kPromotes) return promote(multiply, pipeline, state, sums, steps, thread, storage);
     RowGather gather(of_rows(storage));
     PipelineState release = state;
     auto const step = [&](bool first) {
@@ -385,25 +425,54 @@ class Mainloop {
   }
 
  private:
+  // As `load`, by the whole warp: each lane waits for the stage, and copies a part of the scales.
+  template <class Tensors, class Coord, class Steps>
+  CUTLASS_DEVICE static void load_scaled(Params const& params, MainloopPipeline& pipeline, PipelineState state,
+                                         Tensors const& tensors, Coord const& coord, Steps step, int count, int lane,
+                                         uint32_t rank, TensorStorage& storage) {
+    bool const elected = cute::elect_one_sync();
+    int const tile_m = cute::get<0>(coord), tile_n = cute::get<1>(coord);
+    auto const fill = filler(params, tensors, tile_m, tile_n, rank, storage);
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (; count > 0; --count, ++step, ++state) {
+      pipeline.producer_acquire(state);
+      uint64_t& barrier = *pipeline.producer_get_barrier(state);
+      if (elected) fill(barrier, *step, state.index());
+      Scales::copy(params.scales, tile_m, tile_n, *step, storage.scales, state.index(), barrier, lane);
+    }
+  }
+
   // Leaves nothing unfinished. While a warpgroup waits for its products and adds them up, the other one multiplies.
   template <class Multiply, class Sums>
   CUTLASS_DEVICE static void promote(Multiply const& multiply, MainloopPipeline& pipeline, PipelineState state, Sums& sums,
-                                     int steps) {
+                                     int steps, int thread, TensorStorage& storage) {
     static_assert(cute::is_void_v<Means>, "nothing is gathered of rows");
     auto of_step = cute::make_fragment_like(sums);
+    auto scaled = [&] {
+      if constexpr (kScaled) {
+        return typename Scales::template Sums<TiledMma>(storage.scales, thread);
+      } else {
+        return NoScales{};
+      }
+    }();
     cute::clear(sums);
     CUTLASS_PRAGMA_NO_UNROLL
     for (; steps > 0; --steps, ++state) {
       pipeline.consumer_wait(state, pipeline.consumer_try_wait(state));
+      if constexpr (kScaled) scaled.begin(state.index());
       cute::warpgroup_fence_operand(of_step);
       cute::warpgroup_arrive();
       multiply(of_step, state.index(), true);
       cute::warpgroup_commit_batch();
       cute::warpgroup_wait<0>();
       cute::warpgroup_fence_operand(of_step);
-      pipeline.consumer_release(state);
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < cute::size(sums); ++i) sums(i) += of_step(i);
+      if constexpr (kScaled) {
+        scaled.add(sums, of_step, [&] { pipeline.consumer_release(state); });
+      } else {
+        pipeline.consumer_release(state);
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < cute::size(sums); ++i) sums(i) += of_step(i);
+      }
     }
   }
 

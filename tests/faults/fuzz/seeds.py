@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric import ed25519
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
-from fake_toolkit import HGMMA, HMMA, UTMALDG, library
+from fake_toolkit import HGMMA, HMMA, QGMMA, UTMALDG, library
 
 import cutlass_ops as co
 from cutlass_ops._version import TEMPLATE_VERSION
@@ -27,6 +27,7 @@ from cutlass_ops.declare.config import Config, GemvConfig, Ordered, Sm80Config, 
 from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.epilogue import builtin
 
 SOURCE = b"// not compiled\n"
 TABLE = b"[]"
@@ -37,6 +38,7 @@ SPLIT = Sm90Config(
 )
 MMA_SYNC = Sm80Config(threadblock=ThreadblockShape(128, 128, 32), warp=WarpShape(64, 64, 32), stages=3)
 FEW_ROWS = GemvConfig()
+PROMOTED = Sm90Config(ThreadblockShape(128, 128, 128), schedule="cooperative", accumulation="promoted")
 CONFIGS: tuple[Config, ...] = (PINGPONG, COOPERATIVE, MMA_SYNC, FEW_ROWS)
 CHOICES = (
     Choice(
@@ -85,13 +87,16 @@ def made(data: Callable[[KernelSpec], bytes] | None = None) -> tuple[Manifest, d
     data : callable, optional
         Gives the library of a kernel.
     """
-    data = data or (lambda spec: library(HGMMA, UTMALDG, sm=90) if spec.sm90 else library(HMMA))
+    by_bits = {8: QGMMA, 16: HGMMA}
+    data = data or (lambda spec: library(by_bits[spec.a.dtype.bits], UTMALDG, sm=90) if spec.sm90 else library(HMMA))
     types = {"a": "bf16.row", "b": "bf16.col", "d": "f16.row", "inputs": {"bias": "f32.row.align1"}}
     other = {"a": "f16.row.align2", "b": "f16.col", "d": "f32.row", "inputs": {"gate": "f16.col", "tile": "f32.row"}}
+    blocks = {"a": "e4m3.row.blocks1x128", "b": "e5m2.col.blocks128x128"}
     specs = [
         [KernelSpec(**types, epilogue=several, config=config) for config in CONFIGS],
         [KernelSpec(**other, epilogue=everything, config=config) for config in (SPLIT, MMA_SYNC)],
         [KernelSpec(a="f16.row", b="f16.col", d="f16.row", epilogue=placed, config=PINGPONG)],
+        [KernelSpec(**blocks, d="bf16.row", epilogue=builtin.scaled_blocks, config=PROMOTED)],
     ]
     targets = sorted({spec.target for group in specs for spec in group})
     flags = {target: {"device": ("-O3", f"-arch={target}"), "host": (), "link": ('-Wl,"x"',)} for target in targets}
@@ -101,7 +106,8 @@ def made(data: Callable[[KernelSpec], bytes] | None = None) -> tuple[Manifest, d
     def record(spec: KernelSpec) -> KernelRecord:
         names = ("registers", "stack", "spill_stores", "spill_loads", "static_shared_memory")
         resources = ({"function": "_Z6kernel", **dict.fromkeys(names, 8)},)
-        opcodes = {"HMMA": 1} if spec.target == "sm_80" else {"HGMMA": 1, "UTMALDG": 1}
+        wgmma = "QGMMA" if spec.a.dtype.bits == 8 else "HGMMA"
+        opcodes = {"HMMA": 1} if spec.target == "sm_80" else {wgmma: 1, "UTMALDG": 1}
         found = KernelRecord(spec, "", "0" * 64, _file(data(spec)), _file(SOURCE), opcodes, resources)
         return replace(found, key=identity_key(manifest.identity(found)))
 
@@ -110,7 +116,7 @@ def made(data: Callable[[KernelSpec], bytes] | None = None) -> tuple[Manifest, d
         signature = OpSignature(s.epilogue, s.a, s.b, s.d, s.inputs, s.outputs)
         return Group(signature, tuple(map(record, specs)), choices)
 
-    manifest = replace(manifest, groups=(group(specs[0], CHOICES), group(specs[1], ()), group(specs[2], ())))
+    manifest = replace(manifest, groups=(group(specs[0], CHOICES), *(group(others, ()) for others in specs[1:])))
     files = {}
     for r in manifest.kernels:
         files |= {r.library_name: data(r.spec), r.source_name: SOURCE}

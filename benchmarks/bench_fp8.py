@@ -1,0 +1,252 @@
+"""Measures scaled FP8 GEMMs against torch._scaled_mm and, where it is installed, DeepGEMM.
+
+    python benchmarks/bench_fp8.py --out benchmarks/results/fp8_h100.json
+    python benchmarks/bench_fp8.py --scales blocks --rows 1 64 4096 --out /tmp/blocks.json
+    python benchmarks/bench_fp8.py --resume /tmp/blocks.json --out /tmp/all.json    # only missing rows
+
+Scales: one of each tensor ("tensor"), one for each row of A and column of B ("rows"), 1x128 blocks of A with 128x128
+of B ("blocks") or with 1x128 of B ("blocks_1d"). Operands are e4m3, D is BF16.
+
+Each row: {"scales", "m", "n", "k", "ours_ms", "peers": {name: ms}, "best_peer", "ratio_to_best_peer", "ratio_range",
+"tflops", "error", "peers_error": {name: error}, "absent": {name: why}, "kernel"}. Errors are relative, of sampled
+rows, against float64. A peer without such scales is absent, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+from torch import Tensor
+
+import cutlass_ops as co
+from cutlass_ops.base.dtypes import e4m3
+from cutlass_ops.base.mma import BLOCK_K
+from cutlass_ops.declare.problem import Problem
+from cutlass_ops.run import ops, reference
+from cutlass_ops.tuner.timing import expected_us, rotation
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+SQUARES = (512, 1024, 2048, 4096, 8192)
+SCALES = ("tensor", "rows", "blocks", "blocks_1d")
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+_SAMPLED = 64
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One set of a case's tensors: A (M, K), B (K, N) and scales as scaled_gemm takes them, for D (M, N).
+
+    Scales of blocks of A lie as peers want them: those of neighbouring rows beside each other.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale_a: Tensor
+    scale_b: Tensor
+    out: Tensor
+
+
+def quantised(x: Tensor, rows: int, along_k: int) -> tuple[Tensor, Tensor]:
+    """Return x (R, K) in FP8 and the scale of each block, of shape (ceil(R / rows), ceil(K / along_k))."""
+    r, k = x.shape
+    blocks, steps = -(-r // rows), -(-k // along_k)
+    whole = x.new_zeros(blocks * rows, steps * along_k)
+    whole[:r, :k] = x
+    parts = whole.view(blocks, rows, steps, along_k)
+    scale = parts.abs().amax((1, 3)) / _LARGEST
+    narrow = (parts / scale.clamp(min=1e-30)[:, None, :, None]).view_as(whole)[:r, :k]
+    return narrow.to(torch.float8_e4m3fn).contiguous(), scale
+
+
+def draw(scales: str, m: int, n: int, k: int) -> Inputs:
+    """Draw and quantise one set of inputs."""
+    sizes = {
+        "tensor": ((m, k), (n, k)),
+        "rows": ((1, k), (1, k)),
+        "blocks": ((1, BLOCK_K), (BLOCK_K, BLOCK_K)),
+        "blocks_1d": ((1, BLOCK_K), (1, BLOCK_K)),
+    }
+    (a, scale_a), (w, scale_b) = (
+        quantised(torch.randn(rows, k, device="cuda"), *size) for rows, size in zip((m, n), sizes[scales], strict=True)
+    )
+    if scales == "tensor":
+        scale_a, scale_b = scale_a.view(()), scale_b.view(())
+    elif scales == "rows":
+        scale_a, scale_b = scale_a.view(-1), scale_b.view(-1)
+    else:
+        scale_a = scale_a.t().contiguous().t()
+    return Inputs(a, w.t(), scale_a, scale_b, torch.empty(m, n, device="cuda", dtype=torch.bfloat16))
+
+
+def exact(scales: str, x: Inputs, rows: Tensor) -> Tensor:
+    """Return some rows of D in float64."""
+    a, scale_a, scale_b = x.a[rows].double(), x.scale_a.double(), x.scale_b.double()
+    if scales.startswith("blocks"):
+        first, second = reference.dequantised(a, x.b, scale_a[rows], scale_b)
+        return first @ second
+    if scales == "rows":
+        scale_a = scale_a[rows, None]
+    return a @ x.b.double() * scale_a * scale_b
+
+
+def peers(scales: str) -> Mapping[str, Callable[[Inputs], Tensor]]:
+    """Return the peers that may know such scales, by name, each as a function that returns D."""
+
+    def scaled_mm(x: Inputs, *, fast: bool) -> Tensor:
+        scale_a, scale_b = x.scale_a, x.scale_b
+        if scales == "rows":
+            scale_a, scale_b = scale_a[:, None], scale_b[None]
+        elif scales == "blocks":
+            scale_b = scale_b.t()
+        elif scales == "blocks_1d":
+            scale_b = scale_b.t().contiguous()
+        return torch._scaled_mm(x.a, x.b, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+    found: dict[str, Callable[[Inputs], Tensor]] = {"scaled_mm": lambda x: scaled_mm(x, fast=False)}
+    if not scales.startswith("blocks"):
+        found["scaled_mm_fast"] = lambda x: scaled_mm(x, fast=True)
+    try:
+        deep_gemm = import_module("deep_gemm") if scales == "blocks" else None
+    except ImportError:
+        deep_gemm = None
+    if deep_gemm is not None:
+
+        def by_deep_gemm(x: Inputs) -> Tensor:
+            deep_gemm.fp8_gemm_nt((x.a, x.scale_a), (x.b.t(), x.scale_b), x.out)
+            return x.out
+
+        found["deep_gemm"] = by_deep_gemm
+    return found
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    """Return the relative error in the Frobenius norm."""
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
+def run_case(scales: str, m: int, n: int, k: int, names: list[str]) -> dict[str, Any]:
+    """Check and time one case.
+
+    Raises
+    ------
+    AssertionError
+        If our result is wrong, or more than twice as far from float64 as the best peer's.
+    """
+    problem = Problem(m, n, k)
+    sets = [draw(scales, m, n, k) for _ in range(rotation(problem.bytes(1, 1, 2)))]
+    first = sets[0]
+    rows = torch.randint(m, (_SAMPLED,), device="cuda")
+    wanted = exact(scales, first, rows)
+    first.out.fill_(float("nan"))
+    co.scaled_gemm(first.a, first.b, first.scale_a, first.scale_b, out=first.out)
+    ours_error = error(first.out[rows], wanted)
+    op, arguments, _ = ops.requested(co.scaled_gemm, first.a, first.b, first.scale_a, first.scale_b)
+    kernel = op.plan(*arguments).spec.config.slug
+
+    def ours(index: int) -> object:
+        x = sets[index % len(sets)]
+        return co.scaled_gemm(x.a, x.b, x.scale_a, x.scale_b, out=x.out)
+
+    variants: dict[str, Callable[[int], object]] = {"ours": ours}
+    errors: dict[str, float] = {}
+    absent: dict[str, str] = {}
+    for name, function in peers(scales).items():
+        if name not in names:
+            continue
+        try:
+            errors[name] = error(function(first)[rows], wanted)
+        except (RuntimeError, ValueError, NotImplementedError, AssertionError, AttributeError) as reason:
+            absent[name] = str(reason).partition("\n")[0][:200]
+            continue
+        variants[name] = lambda index, f=function: f(sets[index % len(sets)])
+    # A BF16 result is at least as far away as rounding takes it.
+    assert ours_error <= 2 * min([*errors.values(), 0.01]), f"error is {ours_error:.2g}, and peers have {errors}"
+    times = harness.time_interleaved(variants, expected_us(problem, e4m3.bytes))
+    mine = times.pop("ours")
+    best = min(times, key=lambda name: times[name].median, default=None)
+    ratio = harness.ratios(mine, times[best]) if best else {"median": None, "min": None, "max": None}
+    return {
+        "scales": scales,
+        "m": m,
+        "n": n,
+        "k": k,
+        "ours_ms": round(mine.median, 5),
+        "peers": {name: round(each.median, 5) for name, each in times.items()},
+        "best_peer": best,
+        "ratio_to_best_peer": ratio["median"],
+        "ratio_range": [ratio["min"], ratio["max"]],
+        "tflops": round(2 * m * n * k / mine.median / 1e9, 1),
+        "error": round(ours_error, 6),
+        "peers_error": {name: round(each, 6) for name, each in errors.items()},
+        "absent": absent,
+        "kernel": kernel,
+    }
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Summarise the ratios by kind of scales, over the rows with a peer."""
+    result = {}
+    for scales in SCALES:
+        members = [r for r in rows if r["scales"] == scales and r["ratio_to_best_peer"] is not None]
+        if not members:
+            continue
+        worst = min(members, key=lambda r: r["ratio_to_best_peer"])
+        result[scales] = {
+            "geomean": round(harness.geomean([r["ratio_to_best_peer"] for r in members]), 4),
+            "worst": worst["ratio_to_best_peer"],
+            "worst_shape": [worst["m"], worst["n"], worst["k"]],
+            "losses": sum(r["ratio_to_best_peer"] < 1 for r in members),
+            "shapes": len(members),
+        }
+    return result
+
+
+def problems(rows: list[int] | None) -> list[tuple[int, int, int]]:
+    """Return the problems: each weight at each number of rows, and squares."""
+    grid = [(m, n, k) for (n, k), m in product(WEIGHTS, ROWS)] + [(x, x, x) for x in SQUARES]
+    return [each for each in dict.fromkeys(grid) if rows is None or each[0] in rows]
+
+
+def main() -> None:
+    """Run the grid and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scales", nargs="+", default=list(SCALES), choices=SCALES)
+    parser.add_argument("--peers", nargs="+", default=["scaled_mm", "scaled_mm_fast", "deep_gemm"])
+    parser.add_argument("--rows", nargs="+", type=int, default=None, help="only these M")
+    parser.add_argument("--limit", type=float, default=1e9, help="stop after this many seconds")
+    parser.add_argument("--resume", nargs="+", type=Path, default=[], help="result with rows to keep")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    environment = harness.environment()
+    begin, rows = time.monotonic(), harness.measured(args.resume, environment)
+    done = {(r["scales"], r["m"], r["n"], r["k"]) for r in rows}
+    for scales, (m, n, k) in product(args.scales, problems(args.rows)):
+        if (scales, m, n, k) in done:
+            continue
+        if time.monotonic() - begin > args.limit:
+            print(f"stopped at the limit before {scales} {m}x{n}x{k}")
+            break
+        rows.append(run_case(scales, m, n, k, args.peers))
+        row = rows[-1]
+        others = " ".join(f"{name} {ms * 1e3:.1f}" for name, ms in row["peers"].items())
+        print(
+            f"{scales} {m}x{n}x{k}: ours {row['ours_ms'] * 1e3:.1f} us, {others}, ratio {row['ratio_to_best_peer']} "
+            f"{row['kernel']}",
+            flush=True,
+        )
+        harness.save(args.out, {**environment, "summary": summary(rows), "rows": rows})
+    print(summary(rows))
+
+
+if __name__ == "__main__":
+    main()

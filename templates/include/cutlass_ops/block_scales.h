@@ -1,0 +1,182 @@
+// Scales of blocks of FP8 operands: each step of the main loop along K has scales of its own. The producer's warp copies those
+// of a tile's rows and columns into the step's stage, beside what TMA brings, and they arrive at the same barrier. TMA does
+// not bring them: it would want lines of scales at multiples of 16 bytes, and they may have any strides here. A consumer
+// multiplies each sum of a step by the two scales that are its own as it adds it up in FP32.
+//
+// "Row" and "column" are the kernel's, as everywhere: rows are A's of the kernel, which are B's columns in one that computes
+// the transposed problem.
+
+#pragma once
+
+#include <cstdint>
+#include <numeric>
+
+#include "cute/arch/copy_sm80.hpp"
+#include "cute/tensor.hpp"
+#include "cutlass/arch/barrier.h"
+
+#include "cutlass_ops/binding.h"
+#include "cutlass_ops/gather.h"
+
+namespace cutlass_ops {
+
+// Rows (or columns) of a tile, `kBlock` of which share a scale. A warpgroup's rows begin at a multiple of `kPart`.
+template <int kTile, int kBlock_, int kPart>
+struct ScaledSide {
+  static constexpr int kBlock = kBlock_;
+  // A block can end within a tile, but never within so many rows from a multiple of them on. Each has an entry in a stage.
+  static constexpr int kRun = std::gcd(std::gcd(kTile, kPart), kBlock);
+  static constexpr int kCount = kTile / kRun;
+  static_assert(kTile % kPart == 0);
+
+  // A lane copies every 32nd entry of a tile. Rows beyond the matrix have the last one's scale, which nobody uses.
+  CUTLASS_DEVICE static void copy(StridedScales const& from, int tile, int step, float* to, int lane) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int at = 0; at < kCount; at += 32) {
+      if (at + lane >= kCount) break;
+      uint32_t const block = (uint32_t(tile) * kTile + uint32_t(at + lane) * kRun) / kBlock;
+      int64_t const row = block < uint32_t(from.last) ? block : uint32_t(from.last);
+      cute::SM80_CP_ASYNC_CACHEALWAYS<float>::copy(from.data[row * from.stride + step * from.step_stride], to[at + lane]);
+    }
+  }
+};
+
+// What a rendered file asks for: how many rows of A, and columns of B, share a scale.
+template <int kBlockA, int kBlockB>
+struct BlockScales {
+  static constexpr bool kAny = true;
+
+  // `kAcross` warpgroups lie side by side. Threads of a warpgroup meet before they release a stage if one releases it for all.
+  template <int kTileM, int kTileN, int kAcross, int kStages, bool kOneReleases>
+  struct For {
+    using Rows = ScaledSide<kTileM, kBlockA, 64>;
+    using Columns = ScaledSide<kTileN, kBlockB, kTileN / kAcross>;
+    static constexpr int kColumns = kTileN / kAcross;  // of a warpgroup
+    // Columns come first, and in pairs where each has its own.
+    static constexpr int kOfStage = (Columns::kCount + Rows::kCount + 1) / 2 * 2;
+    // Few scales of columns wait in registers, like those of rows. More are read as they are needed, out of a stage that is
+    // still this warpgroup's.
+    static constexpr int kRuns = Columns::kBlock == 1 ? kColumns : kColumns / Columns::kRun;
+    static constexpr bool kReadsLate = kRuns > 4;
+    static constexpr int kKept = kReadsLate ? 1 : kRuns;
+
+    struct Storage {
+      alignas(16) float values[kStages * kOfStage];
+    };
+    struct Params {
+      StridedScales rows, columns;
+    };
+
+    // Called by all lanes of the producer's warp. The stage is full once these copies are there as well.
+    CUTLASS_DEVICE static void copy(Params const& params, int tile_m, int tile_n, int step, Storage& storage, int stage,
+                                    uint64_t const& barrier, int lane) {
+      float* const to = storage.values + stage * kOfStage;
+      Columns::copy(params.columns, tile_n, step, to, lane);
+      Rows::copy(params.rows, tile_m, step, to + Columns::kCount, lane);
+      cutlass::arch::cpasync_barrier_arrive_noinc(&barrier);
+    }
+
+    // One thread's sums. `Mma` says which rows and columns these are of.
+    template <class Mma>
+    class Sums {
+      static constexpr int kDown = cute::tile_size<0>(Mma{}) / 64;
+      static constexpr int kRowsAtOnce = kTileM / 64 / kDown;  // instructions of a warpgroup, one below the other
+      using Index = decltype(Mma{}.get_slice(0).partition_C(
+          cute::make_identity_tensor(cute::Shape<cute::Int<kTileM>, cute::Int<kTileN>>{})));
+
+     public:
+      CUTLASS_DEVICE Sums(Storage const& storage, int thread)
+          : values_(cute::cast_smem_ptr_to_uint(storage.values)),
+            index_(Mma{}.get_slice(thread).partition_C(
+                cute::make_identity_tensor(cute::Shape<cute::Int<kTileM>, cute::Int<kTileN>>{}))) {}
+
+      // Reads what is kept of a stage that has arrived: before its products, so that no thread can be late.
+      CUTLASS_DEVICE void begin(int stage) {
+        stage_ = values_ + uint32_t(stage * kOfStage * int(sizeof(float)));
+        CUTLASS_PRAGMA_UNROLL
+        for (int m = 0; m < kRowsAtOnce; ++m) {
+          CUTLASS_PRAGMA_UNROLL
+          for (int half = 0; half < 2; ++half) {
+            // Both halves of 16 rows are in one block of 64.
+            int const row = cute::get<0>(at(0, Rows::kBlock == 1 ? half : 0, 0, m));
+            rows_[m][half] = read(Columns::kCount + row / Rows::kRun);
+          }
+        }
+        if constexpr (!kReadsLate) {
+          CUTLASS_PRAGMA_UNROLL
+          for (int run = 0; run < kRuns; ++run) columns_[run] = read(first_run() + run);
+        }
+      }
+
+      // Adds the sums of the stage that was begun. `release` gives it back to the producer, once nothing is read of it.
+      template <class Tensor, class Release>
+      CUTLASS_DEVICE void add(Tensor& sums, Tensor const& of_step, Release const& release) {
+        if constexpr (!kReadsLate) release();
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < kColumns / 8; ++j) {
+          float2 const of_columns = pair(j);
+          CUTLASS_PRAGMA_UNROLL
+          for (int m = 0; m < kRowsAtOnce; ++m) {
+            CUTLASS_PRAGMA_UNROLL
+            for (int half = 0; half < 2; ++half) {
+              auto const first = cute::make_coord(cute::make_coord(0, half, j), m, 0);
+              auto const second = cute::make_coord(cute::make_coord(1, half, j), m, 0);
+              sums(first) = fmaf(rows_[m][half] * of_columns.x, of_step(first), sums(first));
+              sums(second) = fmaf(rows_[m][half] * of_columns.y, of_step(second), sums(second));
+            }
+          }
+        }
+        if constexpr (kReadsLate) {
+          if constexpr (kOneReleases) cutlass::arch::NamedBarrier::sync(128, uint32_t(kMeeting + consumer_group()));
+          release();
+        }
+      }
+
+     private:
+      static constexpr int kMeeting = 4;  // of the barriers that CUTLASS leaves to others
+
+      CUTLASS_DEVICE auto at(int column, int half, int j, int m) const {
+        return index_(cute::make_coord(cute::make_coord(column, half, j), m, 0));
+      }
+
+      // The entry of the warpgroup's first columns.
+      CUTLASS_DEVICE int first_run() const {
+        if constexpr (Columns::kCount == kRuns) {
+          return 0;
+        } else {
+          return int(cute::get<1>(at(0, 0, 0, 0))) / kColumns * kRuns;
+        }
+      }
+
+      // The scales of a thread's two columns out of eight.
+      CUTLASS_DEVICE float2 pair(int j) const {
+        if constexpr (Columns::kBlock == 1) {
+          float2 found;
+          asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                       : "=f"(found.x), "=f"(found.y)
+                       : "r"(stage_ + uint32_t(cute::get<1>(at(0, 0, j, 0)) * int(sizeof(float)))));
+          return found;
+        } else if constexpr (kReadsLate) {
+          float const found = read(first_run() + j * 8 / Columns::kRun);
+          return {found, found};
+        } else {
+          float const found = columns_[j * 8 / Columns::kRun];
+          return {found, found};
+        }
+      }
+
+      // Volatile keeps it behind the wait for the stage.
+      CUTLASS_DEVICE float read(int entry) const {
+        float found;
+        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(found) : "r"(stage_ + uint32_t(entry * int(sizeof(float)))));
+        return found;
+      }
+
+      uint32_t values_, stage_ = 0;
+      Index index_;
+      float rows_[kRowsAtOnce][2], columns_[kKept];
+    };
+  };
+};
+
+}  // namespace cutlass_ops
