@@ -44,7 +44,8 @@ CUTLASS_DEVICE bool all_arrived(unsigned* arrived, int each) {
 template <class Reduce, class Element>
 CUTLASS_DEVICE void join(Reduced<Element> const& reduced, int first, int count, int each) {
   using State = typename Reduce::State;
-  constexpr int kAtOnce = 8;  // results whose parts are on their way together
+  // Results whose parts are on their way together, and parts of each for a lane: a few rows of a wide D have many hundred.
+  constexpr int kAtOnce = 8, kAhead = 4;
   int const lane = int(threadIdx.x) % 32;
   CUTLASS_PRAGMA_NO_UNROLL
   for (int at = first; at < first + count; at += kAtOnce) {
@@ -54,10 +55,20 @@ CUTLASS_DEVICE void join(Reduced<Element> const& reduced, int first, int count, 
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kAtOnce; ++i) joined[i] = Reduce::identity();
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int part = lane; part < each; part += 32) {
+    for (int part = lane; part < each; part += 32 * kAhead) {
+      State found[kAtOnce][kAhead];
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kAtOnce; ++i) {
-        if (i < left) joined[i] = Reduce::combine(joined[i], load_part(parts + i * each + part));
+        CUTLASS_PRAGMA_UNROLL
+        for (int ahead = 0; ahead < kAhead; ++ahead) {
+          int const at = part + 32 * ahead;
+          found[i][ahead] = i < left && at < each ? load_part(parts + i * each + at) : Reduce::identity();
+        }
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kAtOnce; ++i) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int ahead = 0; ahead < kAhead; ++ahead) joined[i] = Reduce::combine(joined[i], found[i][ahead]);
       }
     }
     CUTLASS_PRAGMA_UNROLL
