@@ -7,11 +7,13 @@ Times are only of enqueueing: rounds are short enough that the device's queue ne
 Each of "forms", a form of call against PyTorch's for the same result: {"form", "kernel", "over_pytorch",
 "launch_over_out", "other_tensors_over_out", "us"}. The last two ratios are those of a prepared launch, without
 arguments and with another A, to the ordinary call with `out`; they are missing where no launch can be prepared.
+"new_rows": calls at numbers of rows that were not met before, and the memory of their plans.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -20,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -251,6 +254,49 @@ def form_row(name: str, form: Form) -> dict[str, Any]:
     }
 
 
+# ---- New numbers of rows ---------------------------------------------------------------------------------------------
+
+MOST_ROWS, WEIGHTS = 8192, 8
+
+
+def new_rows() -> dict[str, Any]:
+    """Time calls at numbers of rows that were not met before, and again; and the memory of all plans.
+
+    Returns
+    -------
+    dict
+        Microseconds of a first and of a second call (median, 99th percentile, most), and the MB that 8192 numbers of
+        rows at 8 weights keep.
+    """
+    k = 256
+    x = draw(MOST_ROWS, k)
+    layers = [(draw(256 + 8 * at, k).t(), draw(256 + 8 * at)) for at in range(WEIGHTS)]
+    for w, bias in layers:
+        co.warm_up(co.gemm_bias_relu, x[:16], w, bias)
+        co.gemm_bias_relu(x[:16], w, bias)
+    first, second = [], []
+    for m in range(17, 2000, 4):
+        a = x[:m]
+        for times in (first, second):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            co.gemm_bias_relu(a, *layers[0])
+            times.append((time.perf_counter() - begin) * 1e6)
+    gc.collect()
+    tracemalloc.start()
+    for w, bias in layers:
+        for m in range(1, MOST_ROWS + 1):
+            co.gemm_bias_relu(x[:m], w, bias)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    def told(times: list[float]) -> list[float]:
+        ordered = sorted(times)
+        return [round(ordered[int(share * (len(ordered) - 1))], 1) for share in (0.5, 0.99, 1.0)]
+
+    return {"first_us": told(first), "second_us": told(second), "plans_mb": round(kept / 1e6, 2)}
+
+
 def processor() -> str:
     """Return the name of this machine's processor."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -265,11 +311,17 @@ def main() -> None:
     # Compilers of kernels that other numbers of rows may need would take processors from what is timed.
     Background.current().close()
     with torch.no_grad():
+        # All compilers at once, and no kernel stands in for another.
+        os.environ["CUTLASS_OPS_STAND_IN"] = "0"
+        asked = forms()
+        kernels = [lambda problem=problem: Calls.at(*problem) for problem in PROBLEMS.values()]
+        harness.side_by_side([*kernels, *(form.ours for form in asked.values())])
         rows = [row(name, Calls.at(*problem)) for name, problem in PROBLEMS.items()]
-        every = [form_row(name, form) for name, form in forms().items()]
+        every = [form_row(name, form) for name, form in asked.items()]
+        met = new_rows()
     memory = json.loads(subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, check=True).stdout)
     head = {**harness.environment(), "processor": processor(), "processors": len(os.sched_getaffinity(0))}
-    harness.save(args.out, {**head, "host_memory_mib": round(memory, 1), "rows": rows, "forms": every})
+    harness.save(args.out, {**head, "host_memory_mib": round(memory, 1), "new_rows": met, "rows": rows, "forms": every})
     print(args.out.read_text())
 
 
