@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from cutlass_ops.base.mma import MmaSpec, mma_of
 from cutlass_ops.declare.spec import KernelSpec, Operand
-from cutlass_ops.epilogue.nodes import Input, Kind
+from cutlass_ops.epilogue.nodes import Input, Kind, Output
 from cutlass_ops.epilogue.operations import REDUCTIONS
 
 
@@ -76,3 +76,16 @@ def sm90_serves(spec: KernelSpec) -> bool:
 def paired(spec: KernelSpec) -> Iterator[str]:
     """Yield the names of the outputs that are reductions that keep two numbers, which CUTLASS's own do not."""
     return (o.name for o in spec.epilogue.outputs if o.reduce is not None and REDUCTIONS[o.reduce].paired)
+
+
+def reduced_together(spec: KernelSpec) -> tuple[tuple[Output, ...], ...]:
+    """Return a kernel's reductions, those of the same values in the same direction together, each in D's order.
+
+    They share what thread blocks leave for each other. CUTLASS's own epilogue has a visitor for each.
+    """
+    groups: dict[object, list[Output]] = {}
+    for output, _ in spec.typed_outputs:
+        if output.reduce is not None:
+            key = (output.node, output.kind) if plain_epilogue(spec) else output.name
+            groups.setdefault(key, []).append(output)
+    return tuple(map(tuple, groups.values()))

@@ -124,7 +124,8 @@ def norm_turned(acc, eps: co.Scalar):
 @co.epilogue
 def placed(acc, seed: co.Integer):
     x = co.where(co.column_index() <= co.row_index(), acc, co.uniform(seed))
-    return {"d": x, "at": co.argmax(x, dim=0), "lse": co.logsumexp(x, dim=1)}
+    down = {"at": co.argmax(x, dim=0), "most": co.max(x, dim=0)}
+    return {"d": x, **down, "lse": co.logsumexp(x, dim=1), "least": co.min(x, dim=1)}
 
 
 EPILOGUES = (

@@ -5,6 +5,8 @@ from hypothesis import given
 
 import cutlass_ops as co
 from cutlass_ops.epilogue import builtin
+from cutlass_ops.kinds import serving
+from cutlass_ops.kinds.sm90 import footprint
 from cutlass_ops.run import norms
 from tests.strategies import at_most, epilogues
 
@@ -414,3 +416,44 @@ def _parameters_are_visitors(epilogue):
     (parameters,) = re.findall(r"struct Function_d \{\s*CUTLASS_DEVICE static float apply\((.*)\) \{", source)
     visitors = [name.removeprefix("Load_").replace("Accumulator", "acc") for name in tree[1].split(", ")]
     assert [parameter.removeprefix("float ") for parameter in parameters.split(", ")] == visitors
+
+
+@co.epilogue
+def statistics(acc, bias: co.Row):
+    x = acc + bias
+    by_row = {"most": co.max(x, dim=1), "at": co.argmax(x, dim=1), "lse": co.logsumexp(x, dim=1)}
+    return {"d": x, **by_row, "least": co.min(x, dim=0), "raw": co.sum(acc, dim=1)}
+
+
+@pytest.mark.parametrize("swap_ab", [False, True])
+def test_reductions_of_one_value_in_one_direction_share_a_visitor(swap_ab):
+    source = of(statistics, swap_ab=swap_ab)
+    rows, columns = ("Row", "Col") if swap_ab else ("Col", "Row")
+    reduce = "cutlass_ops::reduce::"
+    together = f"{reduce}Together<{reduce}Max, {reduce}ArgMax, {reduce}LogSumExp>"
+    assert f"using Reduce_most = cutlass_ops::{rows}Reduction<{together}," in source
+    assert "cutlass_ops::Elements<Element_most, Element_at, Element_lse>" in source
+    assert "{{o.most, {o.at, {o.lse}}}, o.most_parts_},  // Reduce_most" in source
+    # Another direction, and another value.
+    assert f"using Reduce_least = cutlass_ops::{columns}Reduction<{reduce}Min," in source
+    assert f"using Reduce_raw = cutlass_ops::{rows}Reduction<{reduce}Sum," in source
+    assert "{o.least, o.least_parts_},  // Reduce_least" in source
+    found = visitors(source)
+    assert [name for name in found if name.startswith("Reduce_")] == ["Reduce_most", "Reduce_least", "Reduce_raw"]
+    assert source.count("share_parts<") == 3
+
+
+@pytest.mark.parametrize(
+    ("ways", "size"), [("max", 4), ("max sum", 8), ("argmax", 8), ("max argmax logsumexp", 24), ("argmax max", 16)]
+)
+def test_shared_memory_holds_what_reductions_keep_together(ways, size):
+    @co.epilogue
+    def reduced(acc):
+        return {"d": acc, **{f"{way}_": getattr(co.e, way)(acc, dim=1) for way in ways.split()}}
+
+    names = [f"{way}_" for way in ways.split()]
+    config = co.Sm90Config(co.ThreadblockShape(128, 128, 64), schedule="pingpong", swap_ab=True)
+    spec = co.KernelSpec(a="bf16.row", b="bf16.col", d="bf16.row", epilogue=reduced, config=config)
+    (group,) = serving.reduced_together(spec)
+    assert [o.name for o in group] == names
+    assert footprint._kept(group).size == size

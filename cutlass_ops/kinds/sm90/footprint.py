@@ -17,10 +17,10 @@ from cutlass_ops.base.dtypes import f32
 from cutlass_ops.declare.config import Sm90Config, ThreadblockShape
 from cutlass_ops.declare.orientation import along_n, halved, oriented, sides, swapped
 from cutlass_ops.declare.spec import KernelSpec, Operand
-from cutlass_ops.epilogue.nodes import Kind
+from cutlass_ops.epilogue.nodes import Kind, Output
 from cutlass_ops.epilogue.operations import REDUCTIONS
 from cutlass_ops.kinds.layout import ARRAY_ALIGNMENT, MAX_STAGES, Block, round_up, struct, union
-from cutlass_ops.kinds.serving import plain_epilogue, source, source_name
+from cutlass_ops.kinds.serving import plain_epilogue, reduced_together, source, source_name
 
 _MBARRIER_BYTES = 8
 _STEP_COLUMNS = 32  # kStepColumns in epilogue.h
@@ -222,12 +222,22 @@ def _visitors(spec: KernelSpec) -> Iterator[Block]:
             yield _tiles(spec, operand, stages_c)
         elif along_n(spec, given.kind):
             yield Block(round_up(output_tile(spec).n * operand.dtype.bytes, ARRAY_ALIGNMENT))
+    together = {group[0].name: group for group in reduced_together(spec)} if plain_epilogue(spec) else {}
     for output, operand in spec.typed_outputs:
         if output.reduce is None and operand.aligned:
             yield _tiles(spec, operand, stages_d)
-        elif output.reduce is not None and along_n(spec, output.kind) and plain_epilogue(spec):
-            kept = REDUCTIONS[output.reduce].kept_bytes
-            yield Block(epilogue_tile(spec)[0] // _WARP_ROWS * output_tile(spec).n * kept)
+        elif output.name in together and along_n(spec, output.kind):
+            kept = _kept(together[output.name])
+            yield Block(epilogue_tile(spec)[0] // _WARP_ROWS * output_tile(spec).n * kept.size)
+
+
+def _kept(group: tuple[Output, ...]) -> Block:
+    """Return what reductions keep of each result: ``States`` in ``reduce.h`` where there are several."""
+    kept = [Block(size, size) for size in (REDUCTIONS[str(output.reduce)].kept_bytes for output in group)]
+    whole = kept.pop()
+    while kept:
+        whole = struct(kept.pop(), whole)
+    return whole
 
 
 def _tiles(spec: KernelSpec, operand: Operand, stages: int) -> Block:

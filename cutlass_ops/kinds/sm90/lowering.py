@@ -139,9 +139,8 @@ def _reductions(spec: KernelSpec) -> list[dict[str, str]]:
     """List the visitors that reduce, with how many results each has and of how many elements of D each is one."""
     extents = {Kind.COL: "o.problem.m, o.problem.n", Kind.ROW: "o.problem.n, o.problem.m"}
     return [
-        {"node": f"Reduce_{o.name}", "parts": _parts(o), "extents": extents[o.kind]}
-        for o, _ in spec.typed_outputs
-        if o.reduce is not None
+        {"node": f"Reduce_{first.name}", "parts": _parts(first), "extents": extents[first.kind]}
+        for first, *_ in serving.reduced_together(spec)
     ]
 
 
@@ -273,7 +272,13 @@ def _nodes(spec: KernelSpec, lowered: Lowered, c_operand: str | None, plain: boo
                 tuple(at[a] for a in compute.args),
             ),
         )
-    nodes += [_store(spec, store.output, at[store.compute], plain) for store in others]
+    groups = {group[0].name: group for group in serving.reduced_together(spec)}
+    for store in others:
+        value, group = at[store.compute], groups.get(store.output.name)
+        if store.output.reduce is None:
+            nodes.append(_store(spec, store.output, value))
+        elif group is not None:  # the others of a group are with their first one
+            nodes.append(_reduction(spec, group, value, plain))
     if not spec.d.aligned:
         nodes.append(_direct_store("d", "ElementD", "LayoutKernelD", "AlignmentD", at[d_store.compute]))
     elif others or lowered.computes[-1].name != d_store.compute or lowered.computes[-1].swaps_pairs:
@@ -373,30 +378,41 @@ def _tile_load(spec: KernelSpec, leaf: str, operand: Operand, c_operand: str | N
     return Node(name, visitor, arguments, aliases=(stride,))
 
 
-def _store(spec: KernelSpec, output: Output, value: int, plain: bool) -> Node:
-    index = next(i for i, o in enumerate(spec.epilogue.outputs[1:]) if o.name == output.name)
-    operand = spec.outputs[index]
-    name, element = output.name, f"Element_{output.name}"
-    if output.reduce is not None:
-        by_columns = along_n(spec, output.kind)
-        if plain:
-            kind, sides = "Row" if by_columns else "Col", 2 if _config(spec).side_by_side else 1
-            reduction = f"cutlass_ops::reduce::{REDUCERS[output.reduce]}"
-            return Node(
-                f"Reduce_{name}",
-                f"cutlass_ops::{kind}Reduction<{reduction}, {_part_shape(spec)}, EpilogueTile, {element}, {sides}>",
-                f"{{o.{name}, o.{_parts(output)}}}",
-                (value,),
-            )
-        fold, join, identity = _CUTLASS_REDUCTIONS[output.reduce]
+def _reduction(spec: KernelSpec, group: tuple[Output, ...], value: int, plain: bool) -> Node:
+    """Reduce a value, in several ways at once where there are several outputs."""
+    name, kind = group[0].name, group[0].kind
+    by_columns = along_n(spec, kind)
+    if not plain:
+        (output,) = group
+        operand = next(operand for o, operand in spec.typed_outputs if o.name == name)
+        fold, join, identity = _CUTLASS_REDUCTIONS[str(output.reduce)]
         visitor, stride = ("Sm90RowReduction", "_0, _1, _0") if by_columns else ("Sm90ColReduction", "_1, _0, _0")
         return Node(
             f"Reduce_{name}",
-            f"fusion::{visitor}<{fold}, {join}, {join}, 0, ThreadblockShape, {element}, ElementCompute, Round, "
+            f"fusion::{visitor}<{fold}, {join}, {join}, 0, ThreadblockShape, Element_{name}, ElementCompute, Round, "
             f"cute::Stride<{stride}>, {operand.dtype.tma_alignment}, false>",
             f"{{o.{name}, {identity}, {{}}}}",
             (value,),
         )
+    visitor, sides = "RowReduction" if by_columns else "ColReduction", 2 if _config(spec).side_by_side else 1
+    ways = [f"cutlass_ops::reduce::{REDUCERS[str(o.reduce)]}" for o in group]
+    way, element, pointers = ways[0], f"Element_{name}", f"o.{name}"
+    if len(group) > 1:
+        way = f"cutlass_ops::reduce::Together<{', '.join(ways)}>"
+        element = f"cutlass_ops::Elements<{', '.join(f'Element_{o.name}' for o in group)}>"
+        pointers = "".join(f"{{o.{o.name}, " for o in group[:-1]) + f"{{o.{group[-1].name}}}" + "}" * (len(group) - 1)
+    return Node(
+        f"Reduce_{name}",
+        f"cutlass_ops::{visitor}<{way}, {_part_shape(spec)}, EpilogueTile, {element}, {sides}>",
+        f"{{{pointers}, o.{_parts(group[0])}}}",
+        (value,),
+    )
+
+
+def _store(spec: KernelSpec, output: Output, value: int) -> Node:
+    index = next(i for i, o in enumerate(spec.epilogue.outputs[1:]) if o.name == output.name)
+    operand = spec.outputs[index]
+    name, element = output.name, f"Element_{output.name}"
     layout = f"cutlass::layout::{layout_of(oriented(spec, operand))}"
     if not operand.aligned:
         return _direct_store(name, element, layout, str(operand.alignment), value)

@@ -54,6 +54,95 @@ CUTLASS_DEVICE typename Reduce::State fold(float const (&x)[kCount], int const (
   }
 }
 
+// ---- Several reductions of the same values ---------------------------------------------------------------------------
+//
+// They leave one part for all of them, count its arrival once, and are joined at once.
+
+template <class First_, class... Rest>
+struct States {
+  First_ first;
+  States<Rest...> rest;
+};
+template <class Last>
+struct States<Last> {
+  Last first;
+};
+
+#if defined(__CUDACC__)
+
+template <class Last>
+CUTLASS_DEVICE States<Last> shuffle_xor(States<Last> const& x, int lanes) {
+  return {shuffle_xor(x.first, lanes)};
+}
+template <class First, class Second, class... Rest>
+CUTLASS_DEVICE States<First, Second, Rest...> shuffle_xor(States<First, Second, Rest...> const& x, int lanes) {
+  return {shuffle_xor(x.first, lanes), shuffle_xor(x.rest, lanes)};
+}
+
+template <class Last>
+CUTLASS_DEVICE States<Last> load_part(States<Last> const* at) {
+  return {load_part(&at->first)};
+}
+template <class First, class Second, class... Rest>
+CUTLASS_DEVICE States<First, Second, Rest...> load_part(States<First, Second, Rest...> const* at) {
+  return {load_part(&at->first), load_part(&at->rest)};
+}
+
+#endif
+
+namespace reduce {
+
+template <class First_, class... Rest>
+struct Together {
+  using First = First_;
+  using Next = Together<Rest...>;
+  using State = States<typename First::State, typename Rest::State...>;
+  CUTLASS_DEVICE static State identity() { return {First::identity(), Next::identity()}; }
+  CUTLASS_DEVICE static State combine(State const& x, State const& y) {
+    return {First::combine(x.first, y.first), Next::combine(x.rest, y.rest)};
+  }
+  template <int kCount>
+  CUTLASS_DEVICE static State fold(float const (&x)[kCount], int const (&at)[kCount], bool const (&there)[kCount]) {
+    return {cutlass_ops::fold<First>(x, at, there), Next::fold(x, at, there)};
+  }
+};
+template <class Last>
+struct Together<Last> {
+  using First = Last;
+  using State = States<typename Last::State>;
+  CUTLASS_DEVICE static State identity() { return {Last::identity()}; }
+  CUTLASS_DEVICE static State combine(State const& x, State const& y) { return {Last::combine(x.first, y.first)}; }
+  template <int kCount>
+  CUTLASS_DEVICE static State fold(float const (&x)[kCount], int const (&at)[kCount], bool const (&there)[kCount]) {
+    return {cutlass_ops::fold<Last>(x, at, there)};
+  }
+};
+
+}  // namespace reduce
+
+// The types of their results, and where these go.
+template <class... Each>
+struct Elements;
+
+template <class First_, class... Rest>
+struct Pointers {
+  First_* first = nullptr;
+  Pointers<Rest...> rest;
+};
+template <class Last>
+struct Pointers<Last> {
+  Last* first = nullptr;
+};
+
+template <class Element>
+struct ResultsOf {
+  using Type = Element*;
+};
+template <class... Each>
+struct ResultsOf<Elements<Each...>> {
+  using Type = Pointers<Each...>;
+};
+
 // What is stored of what a reduction has kept.
 template <class Reduce, class Element>
 CUTLASS_DEVICE Element result_of(typename Reduce::State const& kept) {
@@ -62,6 +151,20 @@ CUTLASS_DEVICE Element result_of(typename Reduce::State const& kept) {
   } else {
     return Element(Reduce::result(kept));
   }
+}
+
+template <class Reduce, class Element>
+CUTLASS_DEVICE void put(Element* results, int at, typename Reduce::State const& kept) {
+  results[at] = result_of<Reduce, Element>(kept);
+}
+template <class Reduce, class Last>
+CUTLASS_DEVICE void put(Pointers<Last> const& results, int at, typename Reduce::State const& kept) {
+  put<typename Reduce::First>(results.first, at, kept.first);
+}
+template <class Reduce, class First, class Second, class... Rest>
+CUTLASS_DEVICE void put(Pointers<First, Second, Rest...> const& results, int at, typename Reduce::State const& kept) {
+  put<typename Reduce::First>(results.first, at, kept.first);
+  put<typename Reduce::Next>(results.rest, at, kept.rest);
 }
 
 }  // namespace cutlass_ops

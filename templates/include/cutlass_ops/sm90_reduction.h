@@ -20,7 +20,7 @@ struct Parts {
 
 template <class Element>
 struct Reduced {
-  Element* results = nullptr;
+  typename ResultsOf<Element>::Type results{};
   Parts parts;
 };
 
@@ -44,8 +44,9 @@ CUTLASS_DEVICE bool all_arrived(unsigned* arrived, int each) {
 template <class Reduce, class Element>
 CUTLASS_DEVICE void join(Reduced<Element> const& reduced, int first, int count, int each) {
   using State = typename Reduce::State;
-  // Results whose parts are on their way together, and parts of each for a lane: a few rows of a wide D have many hundred.
-  constexpr int kAtOnce = 8, kAhead = 4;
+  // Results whose parts are on their way together, and parts of each for a lane: a few rows of a wide D have many hundred. No
+  // more than some registers hold.
+  constexpr int kWords = int(sizeof(State)) / 4, kAtOnce = kWords <= 2 ? 8 : 4, kAhead = kWords <= 2 ? 4 : 2;
   int const lane = int(threadIdx.x) % 32;
   CUTLASS_PRAGMA_NO_UNROLL
   for (int at = first; at < first + count; at += kAtOnce) {
@@ -79,7 +80,7 @@ CUTLASS_DEVICE void join(Reduced<Element> const& reduced, int first, int count, 
       }
       if (lane == i) mine = joined[i];
     }
-    if (lane < kAtOnce && lane < left) reduced.results[at + lane] = result_of<Reduce, Element>(mine);
+    if (lane < kAtOnce && lane < left) put<Reduce>(reduced.results, at + lane, mine);
   }
 }
 
@@ -88,7 +89,7 @@ template <class Reduce, class Element>
 CUTLASS_DEVICE void leave(Reduced<Element> const& reduced, int result, int part, int each,
                           typename Reduce::State const& kept) {
   if (each == 1) {
-    reduced.results[result] = result_of<Reduce, Element>(kept);
+    put<Reduce>(reduced.results, result, kept);
   } else {
     static_cast<typename Reduce::State*>(reduced.parts.values)[int64_t(result) * each + part] = kept;
   }
