@@ -78,6 +78,7 @@ def test_an_executor_compiles_and_the_store_stays_here(kit, store, pool):
     assert kit.compilations == len(SPECS)
 
 
+@pytest.mark.slow
 def test_a_bundle_is_the_same_whoever_compiled(kit, tmp_path, pool):
     wanted = shipping.Catalogue(specs=tuple(SPECS))
     here = packing.pack(wanted, store=KernelStore(tmp_path / "a"))
@@ -86,6 +87,7 @@ def test_a_bundle_is_the_same_whoever_compiled(kit, tmp_path, pool):
     assert here.files == there.files
 
 
+@pytest.mark.slow
 def test_an_executor_compiles_what_is_tuned(kit, pool, tmp_path, monkeypatch):
     monkeypatch.setenv("CUTLASS_OPS_CACHE_DIR", str(tmp_path / "cache"))
     a100 = Device((8, 0), 108, "NVIDIA A100-SXM4-80GB")
@@ -134,6 +136,7 @@ def test_a_worker_with_another_compiler_is_refused(kit, store, tmp_path, process
     assert list(store.entries()) == []
 
 
+@pytest.mark.slow
 def test_a_pool_that_breaks_loses_nothing(kit, store, processes, caplog):
     """A dead worker breaks a whole ProcessPoolExecutor: what was finished is stored, the rest is compiled here."""
     slowly(kit, 0.5)

@@ -65,6 +65,7 @@ def test_a_fork_of_the_process_keeps_no_compiler_alive(kit, folder, processes):
             os.kill(int((folder / "fork").read_text()), signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ENDS)
 def test_the_measuring_worker_ends_with_the_process(folder, processes, end):
     child = processes.Process(target=crowd.measure_until_ended, args=(folder,))

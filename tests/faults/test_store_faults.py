@@ -118,6 +118,7 @@ def test_locks_whose_files_come_and_go_have_one_holder(tmp_path, processes):
     assert list(tmp_path.iterdir()) == [number]
 
 
+@pytest.mark.slow
 def test_a_store_that_is_too_small_for_all_costs_nothing_but_time(store, tmp_path, processes, monkeypatch):
     """Kernels are removed while others look them up, read and publish them: nobody sees anything but whole ones."""
     kit = FakeToolkit(tmp_path / "kit")
@@ -197,6 +198,7 @@ def _may_mount():
     return shutil.which("unshare") is not None and subprocess.run(command, capture_output=True).returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not _may_mount(), reason="no file system may be mounted here")
 def test_a_disk_that_is_full(tmp_path):
     kit = FakeToolkit(tmp_path / "kit")

@@ -508,6 +508,7 @@ def test_threads_compile_once(store, toolkit, toolchain):
     assert len(list(store.entries())) == 1
 
 
+@pytest.mark.slow
 def test_who_waits_for_a_killed_builder_builds(store, toolkit, toolchain, processes):
     toolkit.does("sleep 600")
     child = processes.Process(target=build_here, args=(SPEC, store.root, toolchain))

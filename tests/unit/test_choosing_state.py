@@ -104,6 +104,7 @@ def test_what_a_process_sets_changes_no_choice(name, usual):
     assert found == usual
 
 
+@pytest.mark.slow
 def test_all_of_it_together_changes_none_either(usual):
     with contextlib.ExitStack() as stack:
         for enter in SURROUNDINGS.values():

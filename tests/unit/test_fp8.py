@@ -250,6 +250,7 @@ def test_the_model_knows_widths():
     assert model.predict(config, large, widths=(1, 1)) <= eight
 
 
+@pytest.mark.slow
 def test_the_space_has_tiles_of_the_same_bytes():
     of, usual = signature(graph=builtin.identity.graph), signature("bf16", builtin.identity.graph)
     found, wide = ({c.threadblock.k for c in space.usual(s).configs} for s in (of, usual))

@@ -67,6 +67,7 @@ def shipped():
     return list(map(fit_model.Measured.of, paths))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "mean"), [(1, 1.03), (8, 1.003)])
 def test_so_they_do_in_the_tables_that_ship(shipped, count, mean):
     assert {each.lines for each in shipped} == {("k", "k"), ("k", "n"), ("m", "n"), ("m", "k")}
@@ -114,6 +115,7 @@ def test_what_was_measured_on_one_chip_says_by_how_much_the_model_is_off_on_anot
     assert 1.2 < here.microseconds / there.microseconds < 1.5
 
 
+@pytest.mark.slow
 def test_many_at_once_are_predicted_as_one_by_one():
     configs = space.configurations(signature())[::293]
     shapes = [Problem(1, 4096, 4096), Problem(333, 12288, 4096), Problem(4096, 4096, 14336), Problem(200, 3584, 18944)]

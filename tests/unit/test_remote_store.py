@@ -721,6 +721,7 @@ def test_a_short_limit_does_not_make_a_server_bad(server, caplog):
     assert said(caplog) == []
 
 
+@pytest.mark.slow
 def test_a_forked_process_connects_anew(server):
     files = RemoteFiles(server.url, 30)
     assert files.read("a", 10, 30) is None

@@ -453,6 +453,7 @@ def _child(epilogue, op, queue):
     queue.put((results._fields, results.pre[0, 0].item(), op.name))
 
 
+@pytest.mark.slow
 def test_a_spawned_process_gets_an_epilogue_and_an_op():
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()

@@ -100,6 +100,7 @@ def test_what_is_no_bundle(tmp_path):
     assert "is not a bundle of this library" in problem
 
 
+@pytest.mark.slow
 def test_no_changed_library_is_more_than_a_problem(tmp_path):
     """Whoever changes a library and goes along with its hashes gets an answer, and no traceback."""
     rng = random.Random(5)

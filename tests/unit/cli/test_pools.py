@@ -61,6 +61,7 @@ def test_on_small_matrices_there_are_about_as_few_as_can_be():
 # ---- By the tables -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_no_problem_of_a_table_is_further_behind_than_three_percent(parts):
     """By the numbers of the files, and not by what the choice was made of."""
     checked = 0
