@@ -341,36 +341,33 @@ def make_plan(name: str, spec: KernelSpec, order: TileOrder, call: Call, *, exac
     exact : bool
         Whether new outputs have the declared majors, as for an exact kernel; otherwise they are row-major.
     """
-    kernel = Registry.current().kernel(spec)
     arguments, outputs = call.arguments, (spec.d, *spec.outputs)
     read = ((spec.a, arguments.a), (spec.b, arguments.b))
     shapes = tuple(map(arguments.output_shape, call.graph.outputs))
-    d, *others = [
+    made = tuple(
         (_by_columns(shape, call.problem.m) if exact and of.major == "col" else contiguous(shape), t.dtype)
         for shape, t, of in zip(shapes, call.outputs, outputs, strict=True)
-    ]
+    )
     misaligned = not exact and any(not of.aligned and _may_have_aligned_lines(of, x) for of, x in read)
-    way = make_way(name, spec, kernel, order, call.problem, arguments.a.device, d, tuple(others), misaligned)
+    way = make_way(name, spec, order, call.problem, arguments.a.device, made, misaligned)
     return Plan(way, shapes[0], shapes[1:])
 
 
 def make_way(
     name: str,
     spec: KernelSpec,
-    kernel: LoadedKernel,
     order: TileOrder,
     problem: Problem,
     device: torch.device,
-    d: tuple[tuple[int, ...], torch.dtype],
-    others: tuple[tuple[tuple[int, ...], torch.dtype], ...],
+    outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...],
     misaligned: bool = False,
 ) -> Way:
-    """Return how a loaded kernel is launched at a problem: see :class:`Way`."""
-    raster, swizzle = order.numbers
+    """Return how a kernel is launched at a problem, with strides and dtype of each output: see :class:`Way`."""
+    kernel, (raster, swizzle) = Registry.current().kernel(spec), order.numbers
     with torch.cuda.device(device):
         workspace = int(kernel.workspace_size(problem.m, problem.n, problem.k, raster, swizzle))
     launch = in_range(name, kernel.launch) if env.nvtx_enabled() else kernel.launch
-    return Way(spec, kernel, launch, raster, swizzle, workspace, d, others, misaligned)
+    return Way(spec, kernel, launch, raster, swizzle, workspace, outputs[0], outputs[1:], misaligned)
 
 
 def _may_have_aligned_lines(operand: Operand, matrix: Tensor) -> bool:

@@ -67,9 +67,9 @@ class Rows:
 
     def plan(self, shape: tuple[int, ...]) -> Plan | None:
         """Return a plan for an A of this shape; None if its best kernel is not loaded, or is none of this library."""
-        batch = shape[:-1]
-        problem = self.decision.problem._replace(m=math.prod(batch))
-        if not problem.m:
+        batch, problem = shape[:-1], self.decision.problem
+        problem = problem._replace(m=math.prod(batch))
+        if not batch or shape[-1] != problem.k or not problem.m:
             return None
         try:
             found = dispatch.decide(self.decision.signature, self.decision.device, problem)
@@ -84,8 +84,8 @@ class Rows:
             _log.debug("%s %s: %s serves", self.name, problem, spec.slug)
         n = problem.n
         shapes = [(*batch, n) if kind is Kind.TILE else batch if kind is Kind.COL else (n,) for kind in self.kinds]
-        d, *others = zip(map(contiguous, shapes), self.dtypes, strict=True)
-        way = make_way(self.name, spec, registry.kernel(spec), found.order, problem, self.device, d, tuple(others))
+        outputs = tuple(zip(map(contiguous, shapes), self.dtypes, strict=True))
+        way = make_way(self.name, spec, found.order, problem, self.device, outputs)
         # One for all numbers of rows, if it is the same.
         key = id(way.kernel), way.raster, way.swizzle, way.workspace, way.d, way.others
         return Plan(self._ways.setdefault(key, way), shapes[0], tuple(shapes[1:]))

@@ -56,6 +56,19 @@ int main(int count, char** arguments) {
       }
     }
   }
+  // Bits of all kinds of numbers, by a generator whose numbers the test has as well.
+  uint32_t state = 1;
+  for (int i = 0; i < 20000; ++i) {
+    float const x = __int_as_float(int(state = state * 1664525u + 1013904223u));
+    float const y = __int_as_float(int(state = state * 1664525u + 1013904223u));
+    std::printf("divided %d %d\n", __float_as_int(cutlass_ops::divide(x, y)), __float_as_int(cutlass_ops::sqrt(x)));
+  }
+  float const special[] = {0.0f, -0.0f, INFINITY, -INFINITY, NAN, 1.0f, -3.0f, 1e-45f, -1e-40f, 3e38f, 0x1p-64f, 0x1p64f};
+  for (float x : special) {
+    for (float y : special) {
+      std::printf("divided %d %d\n", __float_as_int(cutlass_ops::divide(x, y)), __float_as_int(cutlass_ops::sqrt(x)));
+    }
+  }
   float const values[] = {1, 3, 3, NAN, NAN, -INFINITY, INFINITY, 0.0f, -0.0f};
   for (float x : values) {
     for (float y : values) {

@@ -70,3 +70,29 @@ def test_functions_of_special_values(said):
     assert torch.equal(found[numbers], wanted[numbers])
     assert torch.equal(found[:, 0], wanted[:, 0])
     assert torch.equal(found[:, 2], wanted[:, 2])
+
+
+def operands_of_divisions():
+    """Return what on_the_host.cpp divides."""
+    state, drawn = 1, []
+    for _ in range(40000):
+        state = (state * 1664525 + 1013904223) % 2**32
+        drawn.append(state)
+    bits = torch.tensor(drawn).to(torch.int32).view(torch.float32).view(-1, 2)
+    special = [0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, -3.0, 1e-45, -1e-40, 3e38, 2.0**-64, 2.0**64]
+    pairs = torch.tensor([(x, y) for x in special for y in special])
+    return torch.cat([bits, pairs]).unbind(1)
+
+
+def test_division_and_square_root_are_exact_at_every_size(said):
+    x, y = operands_of_divisions()
+    quotient, root = torch.tensor(said["divided"], dtype=torch.int32).view(torch.float32).unbind(1)
+    for found, wanted in ((quotient, x / y), (root, x.sqrt())):
+        number = ~wanted.isnan()
+        assert torch.equal(found.isnan(), ~number)
+        assert torch.equal(found.signbit()[number], wanted.signbit()[number])
+        # One unit in the last place; below the least normal number, one of the smallest steps.
+        step = torch.maximum(wanted.abs() * 2.0**-23, torch.tensor(2.0**-149))
+        finite = number & wanted.isfinite()
+        assert torch.equal(found.isfinite() & number, finite)
+        assert ((found - wanted).abs() <= step)[finite].all()

@@ -149,3 +149,18 @@ def test_a_decision_that_raises_leaves_the_error_to_the_check(device, monkeypatc
     monkeypatch.setattr(dispatch, "decide", refuse)
     with pytest.raises(co.UnsupportedError, match="no kernel"):
         op(matrix(24, K), W, BIAS)
+
+
+@pytest.mark.parametrize("shape", [(40, K - 8), (3, 8, 2 * K)])
+def test_what_a_checked_call_refuses_is_refused_at_other_rows_too(device, shape):
+    op = ops.Op("relu", builtin.bias_relu)
+    load_all(op, device)
+    op(matrix(8, K), W, BIAS)
+    launches = len(device.launches)
+    with pytest.raises(ValueError, match=r"^a "):
+        op(matrix(*shape), W, BIAS)
+    assert len(device.launches) == launches
+    (weight,) = op._plans.values()
+    assert list(weight.plans) == [(8, K)]
+    assert weight.rows is not None
+    assert weight.rows.plan(torch.Size(shape)) is None  # it never reaches a kernel

@@ -33,35 +33,46 @@ CUTLASS_DEVICE float power_of_two(float x) {
 #endif
 }
 
-// The compiler's own division and square root branch for operands that are very large or small. In an epilogue, where one warp has
-// a scheduler to itself, no two elements' instructions overlap across a branch, and that takes ten times as long. These do without:
-// such operands are scaled, and the approximation is corrected by what it leaves. So nearly all results are the nearest FP32
-// value, and none is more than one unit in the last place off, but for results below 2^-126.
-CUTLASS_DEVICE float divide(float x, float y) {
+// 1 / x and 1 / sqrt(x), within a few units in the last place.
+CUTLASS_DEVICE float near_inverse(float x) {
 #if defined(__CUDACC__)
-  float const size = fabsf(y), scale = size < 0x1p-64f ? 0x1p64f : size > 0x1p64f ? 0x1p-64f : 1.0f, by = y * scale;
-  float inverse;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(by));
-  float const near = x * inverse, rest = fmaf(-near, by, x);
-  // Not finite where x or the result is infinite, or y is zero or infinite, or one is NaN.
-  return (fabsf(rest) <= 0x1.fffffep127f ? fmaf(rest, inverse, near) : near) * scale;
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
 #else
-  return x / y;
+  return 1.0f / x;
 #endif
 }
 
-CUTLASS_DEVICE float sqrt(float x) {
+CUTLASS_DEVICE float near_inverse_root(float x) {
 #if defined(__CUDACC__)
+  float r;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+#else
+  return 1.0f / sqrtf(x);
+#endif
+}
+
+// The compiler's own division and square root branch, for operands that are very large or small. Across a branch no two elements'
+// instructions overlap, and one warp alone cannot fill the gaps: that takes ten times as long. These have no branch. Operands far
+// from 1 are scaled by powers of two, and the remainder corrects the approximation.
+CUTLASS_DEVICE float divide(float x, float y) {
+  bool const small = fabsf(x) < 0x1p-62f, tiny = fabsf(y) < 0x1p-64f, huge = fabsf(y) > 0x1p64f;
+  float const scale = tiny ? 0x1p64f : huge ? 0x1p-64f : 1.0f, by = y * scale, of = small ? x * 0x1p64f : x;
+  float const inverse = near_inverse(by), near = of * inverse, rest = fmaf(-near, by, of);
+  // The remainder is not finite where x or the result is infinite, y is zero or infinite, or one is NaN. Where it is zero, a
+  // correction would take the sign from a zero.
+  bool const corrects = (rest != 0.0f) & (fabsf(rest) <= 0x1.fffffep127f);
+  return (corrects ? fmaf(rest, inverse, near) : near) * (small ? scale * 0x1p-64f : scale);
+}
+
+CUTLASS_DEVICE float sqrt(float x) {
   bool const small = x < 0x1p-64f;
   float const of = small ? x * 0x1p64f : x;
-  float inverse;
-  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(of));
-  float const near = of * inverse, rest = fmaf(-near, near, of);
+  float const inverse = near_inverse_root(of), near = of * inverse, rest = fmaf(-near, near, of);
   bool const whole = of == 0.0f || of > 0x1.fffffep127f;  // these are their own roots
   return (whole ? of : fmaf(0.5f * inverse, rest, near)) * (small ? 0x1p-32f : 1.0f);
-#else
-  return sqrtf(x);
-#endif
 }
 
 CUTLASS_DEVICE float clamp(float x, float low, float high) { return minimum(maximum(x, low), high); }
