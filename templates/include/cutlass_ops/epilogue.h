@@ -345,6 +345,12 @@ struct Part {
                        "r"(words[i + 1]) : "memory");
         }
       }
+    } else if constexpr (sizeof(Element) == 1 && !kColumnMajor) {
+      // Neighbours in a row, 16 bits together.
+      auto const* const pairs = reinterpret_cast<uint16_t const*>(&values);
+      each<kValues>([&](int i, Element* at) {
+        if (i % 2 == 0) *reinterpret_cast<uint16_t*>(at) = pairs[i / 2];
+      });
     } else {
       each<kValues>([&](int i, Element* at) { *at = values[i]; });
     }
