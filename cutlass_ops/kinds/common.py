@@ -90,16 +90,16 @@ def _fp8_outputs(spec: KernelSpec, config: Config) -> Iterator[Broken]:
         if operand.dtype not in FP8:
             continue
         if not kind.stores_fp8:
-            serving = [other.noun for other in KINDS if other.stores_fp8]
+            other = "an Sm90Config, or " if sm90_serves(spec) else ""
             yield Broken(
                 f"{name} is {operand}, and kernels of this kind store no FP8",
-                advice=f"use {' or '.join(serving)}, or bf16 and convert it",
+                advice=f"use {other}bf16, and convert it",
             )
         elif not newest:
             yield Broken(
                 f"{name} is {operand}, and target is {spec.target}: FP8 is stored on Hopper only",
                 tuple({"target": t.name} for t in arch.TARGETS.values() if t.capability >= arch.STORES_FP8),
-                "use bf16 and convert it",
+                "use bf16, and convert it",
             )
 
 

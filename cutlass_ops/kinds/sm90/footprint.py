@@ -73,8 +73,8 @@ def means_smem(spec: KernelSpec) -> int:
 def epilogue_tile(spec: KernelSpec) -> tuple[int, int]:
     """Return the (M, N) extents of one epilogue step's part of the CTA tile, in elements.
 
-    ``sm90_compute_tile_shape_or_override`` in ``epilogue/collective/builders/sm90_builder.inl``. ``epilogue.h`` takes as
-    many columns whatever D's type.
+    ``sm90_compute_tile_shape_or_override`` in ``epilogue/collective/builders/sm90_builder.inl``. ``epilogue.h`` takes
+    as many columns whatever D's type.
     """
     config = _sm90(spec)
     tile = output_tile(spec)

@@ -158,12 +158,14 @@ def _stored_lines(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
         least = arch.UNSWIZZLED_BYTES // operand.dtype.bytes
         if least <= arch.WGMMA_N_STEP:
             continue  # a multiple of that is enough
-        by_lines = oriented(spec, operand).major == "row" and (operand.aligned or name == "d")  # d's memory is always there
+        by_lines = oriented(spec, operand).major == "row" and (
+            operand.aligned or name == "d"
+        )  # d's memory is always there
         if by_lines and columns % least:
             each = max(1, config.threadblock.n // output_tile(spec).n)
             yield Broken(
-                f"threadblock is {config.threadblock}, and the epilogue stores {columns} columns of it at a time: lines "
-                f"of {name}, {operand}, take {arch.UNSWIZZLED_BYTES} bytes or more in shared memory",
+                f"threadblock is {config.threadblock}, and the epilogue stores {columns} columns of it at a time: "
+                f"lines of {name}, {operand}, take {arch.UNSWIZZLED_BYTES} bytes or more in shared memory",
                 tuple({"threadblock.n": each * least * more} for more in (1, 2)),
                 f"use a multiple of {each * least} for threadblock.n",
             )
