@@ -69,7 +69,7 @@ class Kernels:
     layouts : tuple of str
         Majors of A and B: ``"row,col"`` for a weight (N, K) passed as ``weight.t()``.
     out_dtypes : tuple of str
-        Dtypes of D. The default is the dtype of A, and BF16 for FP8.
+        Dtypes of D, FP8 among them. The default is the dtype of A, and BF16 for FP8.
     input_dtypes : tuple of (str, str)
         Names and dtypes of epilogue inputs that have not D's usual dtype, such as ``("mean_square", "f32")``.
     shapes : tuple of str

@@ -167,7 +167,7 @@ def test_tiles_of_other_sides(dtype, m_tile, n_tile, swap):
 
 
 def test_warpgroups_side_by_side():
-    kernel = spec("e4m3.row", kept_columns, tile=(64, 128, 64), inputs={"x": "f32"}, schedule="cooperative")
+    kernel = spec("e4m3.row", kept_columns, tile=(192, 128, 64), inputs={"x": "f32"}, schedule="cooperative")
     x = spread(E4M3, (333,))
     found = co.build(kernel)(*zeros(333, 208), x=x)
     assert_same(found, reference.rounded(x[:, None].expand(333, 208).contiguous(), E4M3))

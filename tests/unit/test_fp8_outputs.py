@@ -19,7 +19,8 @@ from cutlass_ops.epilogue.nodes import Node
 from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.sm90.footprint import epilogue_tile
 from cutlass_ops.run import reference
-from cutlass_ops.run.call import call_at, signature_of
+from cutlass_ops.run.call import call_at, check_call, signature_of
+from cutlass_ops.run.plan import can_fall_back
 from cutlass_ops.ship.shipping import Kernels, _calls
 from cutlass_ops.tools.explaining import explain_call
 
@@ -130,6 +131,14 @@ def test_nan_stays_nan(dtype):
     assert stored([NAN, -NAN], dtype).isnan().all()
 
 
+def test_what_pytorchs_own_conversion_does():
+    """What docs/fp8.md says of it, and why the reference does not leave it to PyTorch."""
+    beyond = torch.tensor([1e30, -1e30, INF, -INF])
+    assert beyond.to(E5M2).float().tolist() == [INF, -INF, INF, -INF]
+    found = beyond.to(E4M3).float()
+    assert found.isnan().all() or found.tolist() == [448, -448, 448, -448]
+
+
 @pytest.mark.parametrize("dtype", SPECIAL)
 def test_every_value_of_the_type_but_infinity_is_stored_as_it_is(dtype):
     every = torch.arange(256, dtype=torch.uint8).view(dtype).float()
@@ -224,6 +233,14 @@ def test_refusals(operands):
         co.gemm(a, b, out_dtype=E4M3)
     with torch.no_grad():
         assert co.gemm(a, b, out_dtype=E4M3).dtype is E4M3
+
+
+def test_pytorch_serves_no_call_whose_d_is_in_fp8(operands):
+    """Its peers give FP8 operands' results in BF16, which it would convert by its own rule."""
+    a, b = operands[0].to(E4M3), operands[1].t().contiguous().to(E4M3).t()
+    calls = [check_call(plain.graph, a, b, {}, None, dtype) for dtype in (E4M3, E5M2, BF16)]
+    assert not any(map(can_fall_back, calls))
+    assert can_fall_back(check_call(plain.graph, *operands, {}, None, None))
 
 
 # ---- The greatest absolute value ------------------------------------------------------------------------------------
