@@ -293,14 +293,12 @@ def _calls(kernels: Kernels, op: str | HasGraph) -> Iterator[tuple[OpSignature, 
                 for target in kernels.archs:
                     for problem, whole in problems:
                         graph = _graph(op, dtype)
-                        call = call_at(
-                            graph, problem, dtype, cast(Major, a), cast(Major, b), out and _torch(out), inputs
-                        )
+                        call = call_at(graph, problem, dtype, cast(Major, a), cast(Major, b), _torch(out), inputs)
                         yield signature_of(call, BY_TARGET[target]), BY_TARGET[target], problem, whole
 
 
-def _torch(name: str) -> torch.dtype:
-    return cast(torch.dtype, getattr(torch, dtypes.dtype(name).torch_name))
+def _torch(name: str | None) -> torch.dtype | None:
+    return None if name is None else cast(torch.dtype, getattr(torch, dtypes.dtype(name).torch_name))
 
 
 # ---- Reading -----------------------------------------------------------------------------------------------------
