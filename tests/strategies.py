@@ -38,6 +38,16 @@ ANNOTATIONS = {Kind.ROW: Row, Kind.COL: Col, Kind.TILE: Tile, Kind.SCALAR: Scala
 INPUT_NAMES = ("bias", "scale", "residual", "gate", "shift", "weight")
 OUTPUT_NAMES = ("pre", "saved", "stat", "norm")
 
+_ROUNDED = {"bf16": torch.bfloat16, "f16": torch.float16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+def _cast(x: torch.Tensor, name: str) -> torch.Tensor:
+    if name in ("e4m3", "e5m2"):  # saturate
+        most = {"e4m3": 448.0, "e5m2": 57344.0}[name]
+        x = torch.where(x > most, most, torch.where(x < -most, -most, x))
+    return x.to(_ROUNDED[name]).to(x.dtype)
+
+
 # The language's functions once more, in PyTorch.
 TORCH = SimpleNamespace(
     neg=operator.neg,
@@ -76,7 +86,7 @@ TORCH = SimpleNamespace(
     softplus=lambda x: torch.where(x > 20, x, torch.log1p(torch.exp(x))),
     elu=lambda x, alpha: torch.where(x > 0, x, torch.tensor(alpha, dtype=x.dtype) * torch.expm1(x)),
     mish=lambda x: x * torch.tanh(torch.log1p(torch.exp(x))),
-    cast=lambda x, name: x.to({"bf16": torch.bfloat16, "f16": torch.float16}[name]).to(x.dtype),
+    cast=lambda x, name: _cast(x, name),
 )
 
 Step = Callable[..., Any]
@@ -132,6 +142,8 @@ WILD_UNARY: dict[str, Step] = TAME_UNARY | {
     "exp": lambda f, x: f.exp(x),
     "cast_bf16": lambda f, x: f.cast(x, "bf16"),
     "cast_f16": lambda f, x: f.cast(x, "f16"),
+    "cast_e4m3": lambda f, x: f.cast(x, "e4m3"),
+    "cast_e5m2": lambda f, x: f.cast(x, "e5m2"),
     "inverse": lambda f, x: 1.0 / x,
     "reciprocal": lambda f, x: f.reciprocal(x),
     "log": lambda f, x: f.log(x),

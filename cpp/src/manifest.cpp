@@ -347,7 +347,7 @@ Node node(Json& json, Graph const& graph) {
     found.attribute = json.text("a constant");
     good = is_constant(found.attribute);
   } else if (name == "cast") {
-    found.attribute = one_of(json, "a type", {"f16", "bf16"});
+    found.attribute = one_of(json, "a type", {"f16", "bf16", "e4m3", "e5m2"});
   } else {
     json.expect("null", "no attribute, null,");
   }

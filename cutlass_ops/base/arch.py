@@ -64,6 +64,7 @@ MAX_THREADS = 1024
 MAX_GRID_Y = 65535
 REGISTERS_PER_SM = 64 * KIB
 MAX_REGISTERS_PER_THREAD = 255
+STORES_FP8 = (9, 0)  # lowest compute capability whose kernels store FP8; it converts it in hardware
 OVERLAPS = (9, 0)  # lowest compute capability with programmatic dependent launch
 WARP = 32
 WARPGROUP = 128

@@ -62,12 +62,13 @@ i64 = DType("i64", 64, "int64_t", "int64", _DL_INT)
 
 # Numbers with a fraction. What a GEMM multiplies is in cutlass_ops.base.mma.
 ALL: tuple[DType, ...] = (f16, bf16, f32, e4m3, e5m2)
+FP8: tuple[DType, ...] = (e4m3, e5m2)
 INTEGERS: tuple[DType, ...] = (i32, i64)
 # What an epilogue reads, what it reduces to, what it stores as (M, N), and what it rounds values to.
 READ: tuple[DType, ...] = (f16, bf16, f32)
 REDUCED: tuple[DType, ...] = (*READ, i32)
-STORED: tuple[DType, ...] = (f16, bf16, f32)
-ROUNDED: tuple[DType, ...] = (f16, bf16)
+STORED: tuple[DType, ...] = (f16, bf16, f32, *FP8)
+ROUNDED: tuple[DType, ...] = (f16, bf16, *FP8)
 # Our names, PyTorch's, and other common names.
 NAMES: dict[str, DType] = {t.name: t for t in (*ALL, *INTEGERS)} | {t.torch_name: t for t in (*ALL, *INTEGERS)}
 NAMES |= {"fp16": f16, "half": f16, "bfloat": bf16, "fp32": f32, "float": f32, "single": f32}

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from cutlass_ops.base import arch
+from cutlass_ops.base.dtypes import FP8
 from cutlass_ops.base.errors import UnsupportedError
 from cutlass_ops.base.mma import mma_of
 from cutlass_ops.choose import limits
@@ -44,6 +45,8 @@ def unserved(what: str, signature: OpSignature, device: Device, name: str = "") 
     advice = ""
     if mma is not None and not mma.shapes and not device.has_wgmma:
         advice = "these types need wgmma, which sm_90 alone has: convert a and b to BF16"
+    elif any(t.dtype in FP8 for t in (signature.d, *signature.outputs)) and device.capability < arch.STORES_FP8:
+        advice = "results in FP8 are stored on sm_90 alone: take them in BF16, and convert them"
     return arch.unserved(what, device.capability, name, advice)
 
 

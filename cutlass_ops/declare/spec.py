@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, cast, get_args
 
 from cutlass_ops.base import arch, checked_json
-from cutlass_ops.base.dtypes import ALL, INTEGERS, NAMES, DType, dtype, f32, i32, i64
+from cutlass_ops.base.dtypes import ALL, FP8, INTEGERS, NAMES, DType, bf16, dtype, f32, i32, i64
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.base.hashed import hashed_once
+from cutlass_ops.base.mma import mma_of
 from cutlass_ops.declare.config import Config, Sm80Config, Sm90Config, config_from_json, config_to_json
 from cutlass_ops.declare.form import DENSE, Form
 from cutlass_ops.declare.order import USUAL_ORDER, TileOrder
@@ -152,7 +153,8 @@ class KernelSpec:
         Tile shapes and schedule.
     inputs, outputs : mapping of str to str or Operand, optional
         Types of the epilogue's inputs and other outputs by name. By default inputs have D's dtype (scalars FP32,
-        a product B's type), other tiles D's type, and reductions FP32.
+        a product B's type), other tiles D's type, and reductions FP32. Inputs are never FP8: beside a D in FP8 they
+        have B's dtype, or BF16.
     target : str, optional
         Machine-code target; by default sm_90a for an :class:`Sm90Config` and sm_80 for the others.
     order : TileOrder, optional
@@ -369,9 +371,19 @@ def _defaults(graph: Graph, b: Operand, d: Operand) -> tuple[Typed, Typed]:
     """Return kind and default type of the inputs, and of the outputs after D, by name."""
     usual: dict[Kind, DType | Operand] = {Kind.SCALAR: f32, Kind.PRODUCT: b, Kind.INTEGER: i64}
     usual |= dict.fromkeys(BLOCKS, f32)
-    inputs = {i.name: (i.kind, _normal(i.kind, Operand.of(usual.get(i.kind, d)))) for i in graph.inputs}
+    read = _read_beside(b, d)
+    inputs = {i.name: (i.kind, _normal(i.kind, Operand.of(usual.get(i.kind, read)))) for i in graph.inputs}
     outputs = {o.name: (o.kind, _normal(o.kind, Operand.of(_result(o) if o.reduce else d))) for o in graph.outputs[1:]}
     return inputs, outputs
+
+
+def _read_beside(b: Operand, d: Operand) -> Operand:
+    """Return the type of inputs of which nothing else is said: D's, and D's usual one where that is FP8, never read."""
+    if d.dtype not in FP8:
+        return d
+    mma = mma_of(b.dtype, b.dtype)
+    usual = bf16 if mma is None else mma.result
+    return Operand(usual, d.major, usual.tma_alignment if d.aligned else min(d.alignment, usual.tma_alignment))
 
 
 def _result(output: Output) -> DType:

@@ -586,14 +586,17 @@ def apply_cast(x: object, dtype: str | dtypes.DType) -> Value:
     return tracer.apply("cast", (x,), element.name)
 
 
-def reduce(function: str, x: object, dim: object) -> Reduction:
-    """Reduce a value over the rows (``dim`` 1 or -1) or the columns (0 or -2) of D."""
+def reduce(function: str, x: object, dim: object, called: str | None = None) -> Reduction:
+    """Reduce a value over the rows (``dim`` 1 or -1) or the columns (0 or -2) of D.
+
+    Messages have the name ``called``, if the user called another function than ``function``.
+    """
     tracer = _current(function)
     kind = {1: Kind.COL, -1: Kind.COL, 0: Kind.ROW, -2: Kind.ROW}.get(dim) if type(dim) is int else None
     if kind is None:
         two = " (for the greater of two values use co.maximum)" if function == "max" and isinstance(dim, Value) else ""
         raise tracer.error(
-            f"co.{function} reduces over a row with dim=1 or over a column with dim=0, not dim={dim!r}{two}"
+            f"co.{called or function} reduces over a row with dim=1 or over a column with dim=0, not dim={dim!r}{two}"
         )
     return Reduction(tracer, tracer.lift(x), function, kind)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cutlass_ops.base import arch
-from cutlass_ops.base.dtypes import INTEGERS, READ, REDUCED, STORED, f32
+from cutlass_ops.base.dtypes import FP8, INTEGERS, READ, REDUCED, STORED, f32
 from cutlass_ops.base.mma import BLOCK_K, mma_of, pairs
 from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.spec import KernelSpec, Operand
@@ -83,6 +83,26 @@ def _epilogue_dtypes(spec: KernelSpec, _: Config) -> Iterator[str]:
             yield f"{name} is {operand.dtype}: use {' or '.join(map(str, allowed))}"
 
 
+def _fp8_outputs(spec: KernelSpec, config: Config) -> Iterator[Broken]:
+    kind = kind_of(config)
+    newest = arch.target(spec.target).capability >= arch.STORES_FP8
+    for name, operand in (("d", spec.d), *((f"output {o.name}", operand) for o, operand in spec.typed_outputs)):
+        if operand.dtype not in FP8:
+            continue
+        if not kind.stores_fp8:
+            other = "an Sm90Config, or " if sm90_serves(spec) else ""
+            yield Broken(
+                f"{name} is {operand}, and kernels of this kind store no FP8",
+                advice=f"use {other}bf16, and convert it",
+            )
+        elif not newest:
+            yield Broken(
+                f"{name} is {operand}, and target is {spec.target}: FP8 is stored on Hopper only",
+                tuple({"target": t.name} for t in arch.TARGETS.values() if t.capability >= arch.STORES_FP8),
+                "use bf16, and convert it",
+            )
+
+
 def _scaling(spec: KernelSpec, config: Config) -> Iterator[str | Broken]:
     mma = mma_of(spec.a.dtype, spec.b.dtype)
     if mma is not None and not mma.scales((spec.a.scaling, spec.b.scaling)):
@@ -157,6 +177,7 @@ COMMON: tuple[Rule[Config], ...] = (
     Rule("operand_dtypes", "policy", _operand_dtypes),
     Rule("operand_majors", "hardware", _operand_majors),
     Rule("epilogue_dtypes", "policy", _epilogue_dtypes),
+    Rule("fp8_outputs", "policy", _fp8_outputs),
     Rule("scaling", "policy", _scaling),
     Rule("alignment", "policy", _alignment),
     Rule("shared_memory", "hardware", _shared_memory),

@@ -49,6 +49,8 @@ class Kind(Generic[AnyConfig]):
         The forms of problems that its kernels serve.
     multiplies : callable
         Whether its kernels multiply a pair of types. A new pair is refused until a kind says that it does.
+    stores_fp8 : bool
+        Whether its kernels store outputs in FP8.
     noun : str
         Name of such a configuration in messages.
     template : str
@@ -103,6 +105,7 @@ class Kind(Generic[AnyConfig]):
     unit: Callable[[AnyConfig], tuple[str, str | None]]
     means: Callable[[AnyConfig], str]
     compile_seconds: float
+    stores_fp8: bool = False
     variants: Callable[[OpSignature, AnyConfig], Iterator[AnyConfig]] = lambda _, config: iter((config,))
     values: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     of_width: Callable[[AnyConfig, int, int], AnyConfig] = lambda config, *_: config

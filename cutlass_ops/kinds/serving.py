@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from cutlass_ops.base.dtypes import FP8
 from cutlass_ops.base.mma import MmaSpec, mma_of
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue.nodes import Input, Kind, Output
@@ -54,7 +55,7 @@ def realigns(mma: MmaSpec) -> bool:
 def sm80_serves(spec: KernelSpec) -> bool:
     """Return whether any :class:`Sm80Config` can be legal for a spec. It agrees with the rules."""
     mma = mma_of(spec.a.dtype, spec.b.dtype)
-    if mma is None or not by_mma_sync(mma):
+    if mma is None or not by_mma_sync(mma) or any(operand.dtype in FP8 for operand in (spec.d, *spec.outputs)):
         return False
     pairs = not spec.epilogue.swaps_pairs or (spec.d.major == "row" and spec.d.alignment > 1)
     return pairs and not spec.epilogue.products

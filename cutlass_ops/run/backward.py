@@ -58,6 +58,11 @@ def _recorded(op, a, b, tensors, numbers, places, out_dtype):  # type: ignore[no
     tensors = list(tensors or ())
     if not traced.is_differentiated(a, b, *tensors):
         return _plain(op, a, b, tensors, numbers, places, out_dtype)
+    if out_dtype is not None and out_dtype.itemsize == 1:
+        raise ValueError(
+            f"out_dtype is {out_dtype}, and no gradient passes through a result in FP8: call under torch.no_grad(), or "
+            "take D in another dtype and quantise it"
+        )
     called = traced.find(op)
     names = tuple(i.name for at, i in enumerate(called.graph.inputs) if at not in (places or ()))
     for name, value in zip(("a", "b", *names), (a, b, *tensors), strict=True):

@@ -563,7 +563,7 @@ def gemm(
     out : Tensor or mapping of str to Tensor, optional
         Where to write D, or the outputs by name.
     out_dtype : torch.dtype, optional
-        D's dtype, FP16, BF16 or FP32; by default that of ``a``.
+        D's dtype, FP16, BF16 or FP32, and on Hopper FP8, which saturates; by default that of ``a``, and BF16 for FP8.
     **inputs
         The epilogue's inputs by name: Row (N,), Col (M,), Tile (M, N), Scalar a number or 0-d tensor, Product (K, N) of
         ``b``'s dtype and major, Integer an int or a 0-d tensor. A row may have leading dimensions of 1, a column a last

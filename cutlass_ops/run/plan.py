@@ -291,13 +291,17 @@ def make_ops_plan(
 
 
 def can_fall_back(call: Call, peer: str = "eager") -> bool:
-    """Whether :class:`PeerPlan` can serve a call with a peer: no batch, and D in A's dtype as the only output."""
+    """Whether :class:`PeerPlan` can serve a call with a peer: no batch, and D in A's dtype as the only output.
+
+    Peers of FP8 operands give BF16, and PyTorch would convert that to FP8 by another rule.
+    """
     arguments = call.arguments
     return (
         peer in peers(call.graph)
         and len(arguments.batch) == 1
         and len(call.outputs) == 1
         and call.outputs[0].dtype == arguments.a.dtype
+        and call.outputs[0].dtype.itemsize > 1
     )
 
 

@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from cutlass_ops.base.dtypes import ALL, INTEGERS, dtype
+from cutlass_ops.base.dtypes import ALL, FP8, INTEGERS, dtype
 from cutlass_ops.base.mma import BLOCK_K
 from cutlass_ops.epilogue.graph import Expression, Graph
 from cutlass_ops.epilogue.nodes import BLOCKS, Input, Kind, Node, Output
 from cutlass_ops.epilogue.operations import GATHERED, INDICES, REDUCTIONS, UNIFORM, to_fp32
 
 # The terms to average over a row, for each entry of cutlass_ops.epilogue.operations.GATHERED.
+_FP8 = frozenset(getattr(torch, t.torch_name) for t in FP8)
 _TERMS: dict[str, Callable[[Tensor], Tensor]] = {"mean_of_a": lambda a: a, "mean_square_of_a": torch.square}
 
 
@@ -319,10 +320,35 @@ def gemm_reference(
         values = evaluate(graph, accumulator(graph, a, b, inputs, compute_dtype), inputs, compute_dtype, a=a)
     default = {o.name: result_dtype(o) or d_dtype for o in graph.outputs}
     # New row-major tensors, since an output may be a broadcast or an input itself.
-    return {
-        name: torch.empty(value.shape, dtype=(default | given)[name], device=value.device).copy_(value)
-        for name, value in values.items()
-    }
+    found = {}
+    for name, value in values.items():
+        element = (default | given)[name]
+        found[name] = torch.empty(value.shape, dtype=element, device=value.device).copy_(rounded(value, element))
+    return found
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to a dtype as kernels do.
+
+    FP8 saturates: what is beyond its largest finite value becomes that value, infinities included. NaN stays NaN.
+    PyTorch's own conversion differs by type and by version (docs/fp8.md).
+
+    Parameters
+    ----------
+    x : Tensor
+        Any float dtype.
+    dtype : torch.dtype
+        The element type.
+
+    Returns
+    -------
+    Tensor
+        The values in `dtype`, to nearest even.
+    """
+    if dtype in _FP8:
+        most = torch.finfo(dtype).max
+        x = x.clamp(-most, most)
+    return x.to(dtype)
 
 
 def _check_inputs(graph: Expression, acc: Tensor, inputs: Mapping[str, Tensor | float], a: Tensor | None) -> None:
@@ -364,7 +390,7 @@ def _number(value: float, device: torch.device) -> Tensor:
 def _apply(node: Node, args: list[Tensor], compute_dtype: torch.dtype) -> Tensor:
     if node.op == "cast":
         element: torch.dtype = getattr(torch, dtype(str(node.attr)).torch_name)
-        return args[0].to(element).to(args[0].dtype)
+        return rounded(args[0], element).to(args[0].dtype)
     if node.op == "to_float":
         return args[0].to(compute_dtype)
     return _FUNCTIONS[node.op](*args)

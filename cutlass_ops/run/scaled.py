@@ -67,7 +67,7 @@ def scaled_gemm(
     out : Tensor or mapping of str to Tensor, optional
         Where to write the outputs.
     out_dtype : torch.dtype, optional
-        D's dtype; by default BF16 for FP8, and that of a otherwise.
+        D's dtype; by default BF16 for FP8, and that of a otherwise. FP8 saturates; its scale is an input of `epilogue`.
     **inputs
         The epilogue's inputs by name.
 

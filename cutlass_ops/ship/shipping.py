@@ -69,7 +69,7 @@ class Kernels:
     layouts : tuple of str
         Majors of A and B: ``"row,col"`` for a weight (N, K) passed as ``weight.t()``.
     out_dtypes : tuple of str
-        Dtypes of D. The default is the dtype of A, and BF16 for FP8.
+        Dtypes of D, FP8 among them. The default is the dtype of A, and BF16 for FP8.
     input_dtypes : tuple of (str, str)
         Names and dtypes of epilogue inputs that have not D's usual dtype, such as ``("mean_square", "f32")``.
     shapes : tuple of str
@@ -289,7 +289,7 @@ def _calls(kernels: Kernels, op: str | HasGraph) -> Iterator[tuple[OpSignature, 
     for dtype in kernels.dtypes:
         for layout in kernels.layouts:
             a, _, b = layout.partition(",")
-            for out in kernels.out_dtypes or (dtype,):
+            for out in kernels.out_dtypes or (None,):
                 for target in kernels.archs:
                     for problem, whole in problems:
                         graph = _graph(op, dtype)
@@ -297,8 +297,8 @@ def _calls(kernels: Kernels, op: str | HasGraph) -> Iterator[tuple[OpSignature, 
                         yield signature_of(call, BY_TARGET[target]), BY_TARGET[target], problem, whole
 
 
-def _torch(name: str) -> torch.dtype:
-    return cast(torch.dtype, getattr(torch, dtypes.dtype(name).torch_name))
+def _torch(name: str | None) -> torch.dtype | None:
+    return None if name is None else cast(torch.dtype, getattr(torch, dtypes.dtype(name).torch_name))
 
 
 # ---- Reading -----------------------------------------------------------------------------------------------------

@@ -258,7 +258,7 @@ def _rounding(values: Tensor, dtype: torch.dtype) -> float:
     They may be of that type already: what an epilogue rounds itself falls to the other side of a tie now and then.
     """
     between = values * (2 / 3)
-    return float((between.to(dtype).double() - between).norm()) / (float(between.norm()) or 1.0)
+    return float((reference.rounded(between, dtype).double() - between).norm()) / (float(between.norm()) or 1.0)
 
 
 def _heats(problem: Problem) -> bool:

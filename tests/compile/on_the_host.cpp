@@ -1,5 +1,5 @@
-// What needs no GPU of a kernel's arithmetic, computed on the host: bits of random numbers, and which of two values a reduction
-// keeps. tests/compile/test_on_the_host.py compares it with PyTorch.
+// What needs no GPU of a kernel's arithmetic, computed on the host: bits of random numbers, which of two values a reduction
+// keeps, and what FP8 rounds to where a target has no instruction for it. tests/compile/test_on_the_host.py compares it with PyTorch.
 
 #include <cmath>
 #include <cstdio>
@@ -8,6 +8,7 @@
 
 #include "cutlass_ops/random.h"  // first: it declares what the others call
 
+#include "cutlass_ops/epilogue_math.h"
 #include "cutlass_ops/functions.h"
 #include "cutlass_ops/reductions.h"
 
@@ -67,6 +68,13 @@ int main(int count, char** arguments) {
   for (float x : special) {
     for (float y : special) {
       std::printf("divided %d %d\n", __float_as_int(cutlass_ops::divide(x, y)), __float_as_int(cutlass_ops::sqrt(x)));
+    }
+  }
+  for (uint32_t upper = 0; upper < 0x10000; ++upper) {
+    for (uint32_t lower : {0u, 1u, 0x8000u, 0xffffu}) {
+      float const x = __int_as_float(int(upper << 16 | lower));
+      std::printf("cast %d %d %d\n", __float_as_int(x), __float_as_int(cutlass_ops::cast<cutlass::float_e4m3_t>(x)),
+                  __float_as_int(cutlass_ops::cast<cutlass::float_e5m2_t>(x)));
     }
   }
   float const values[] = {1, 3, 3, NAN, NAN, -INFINITY, INFINITY, 0.0f, -0.0f};

@@ -75,3 +75,33 @@ def test_a_kernel_scales_its_sums(b, tile, cluster, config):
     assert proved["LDGSTS"] >= 2  # scales of rows and of columns
     assert report.spill_stores == report.spill_loads == 0
     assert report.dynamic_shared_memory + report.static_shared_memory == shared_memory(wanted)
+
+
+@co.epilogue
+def quantised(acc, scale: co.Scalar):
+    return {"d": acc * co.e.reciprocal(scale), "amax": co.e.amax(acc, dim=1)}
+
+
+@co.epilogue
+def saved(acc):
+    return {"d": co.e.relu(acc), "pre": acc}
+
+
+# Stored by the epilogue of this project, by CUTLASS's, and by threads; of FP8 and of 16 bits.
+RESULTS = {
+    "own": ("e4m3", "e4m3.row", quantised, {}, {"schedule": "pingpong"}),
+    "cutlass": ("bf16", "e4m3.row", saved, {"pre": "e5m2.row"}, {"schedule": "cooperative", "swap_ab": True}),
+    "threads": ("bf16", "e5m2.row.align8", quantised, {}, {"schedule": "pingpong"}),
+}
+
+
+@pytest.mark.parametrize(("a", "d", "epilogue", "outputs", "config"), RESULTS.values(), ids=RESULTS)
+def test_a_kernel_stores_8_bits(a, d, epilogue, outputs, config):
+    made = co.Sm90Config(co.ThreadblockShape(128, 64, 128 if a == "e4m3" else 64), **config)
+    wanted = co.KernelSpec(a=f"{a}.row", b=f"{a}.col", d=d, epilogue=epilogue, outputs=outputs, config=made)
+    artifact = build_artifact(wanted)
+    report = inspect(artifact)
+    prove_tensor_cores(artifact.library, wanted)
+    assert ("UTMASTG" in count_opcodes(artifact.library)) == wanted.d.aligned
+    assert report.spill_stores == report.spill_loads == 0
+    assert report.dynamic_shared_memory + report.static_shared_memory == shared_memory(wanted)

@@ -96,3 +96,15 @@ def test_division_and_square_root_are_exact_at_every_size(said):
         finite = number & wanted.isfinite()
         assert torch.equal(found.isfinite() & number, finite)
         assert ((found - wanted).abs() <= step)[finite].all()
+
+
+@pytest.mark.parametrize(("at", "dtype"), [(1, torch.float8_e4m3fn), (2, torch.float8_e5m2)])
+def test_casts_to_fp8_are_those_of_the_reference(said, at, dtype):
+    """Every exponent and sign, with what lies on, just above, between and just below values of 16 bits."""
+    bits = torch.tensor(said["cast"], dtype=torch.int32)
+    x, found = bits[:, 0].contiguous().view(torch.float32), bits[:, at].contiguous().view(torch.float32)
+    wanted = reference.rounded(x, dtype).float()
+    nan = x.isnan()
+    assert nan.any()
+    assert torch.equal(found.isnan(), nan)
+    assert torch.equal(found[~nan].view(torch.int32), wanted[~nan].view(torch.int32))

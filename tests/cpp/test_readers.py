@@ -41,6 +41,7 @@ MORE = (
         "bf16.row.align1",
         "f32.row.align4",
         "f16.row.align8",
+        "e4m3",
         "e4m3.row",
         "e5m2.col.align8",
         "e4m3.row.align12",

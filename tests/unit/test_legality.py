@@ -89,6 +89,11 @@ def placed(acc):
 
 
 @co.epilogue
+def saved(acc):
+    return {"d": co.relu(acc), "pre": acc}
+
+
+@co.epilogue
 def placed_and_saved(acc):
     return {"d": acc, "pre": acc, "at": co.argmin(acc, dim=1)}
 
@@ -149,6 +154,7 @@ def batched():
 
 
 PROMOTED = {"accumulation": "promoted"}
+SAVED = {"epilogue": saved}
 FP8 = {"a": "e4m3.row", "b": "e4m3.col", "d": "bf16.row"}
 
 
@@ -172,6 +178,13 @@ NEIGHBOURS = [
     ("operand_dtypes", fp8(), fp8(b="bf16.col")),
     ("operand_dtypes", fp8(a="e5m2.row"), sm80(**FP8)),
     ("operand_dtypes", fp8(b="e5m2.col"), gemv(**FP8)),
+    ("fp8_outputs", gemv(d="e4m3.row", target="sm_90"), gemv(d="e4m3.row", target="sm_89")),
+    ("fp8_outputs", fp8(d="e4m3.row"), sm80(d="e4m3.row")),
+    ("fp8_outputs", sm90(**SAVED, outputs={"pre": "e5m2.row"}), sm80(**SAVED, outputs={"pre": "e5m2.row"})),
+    ("stored_lines", fp8(n=16, d="e5m2.row"), fp8(n=8, d="e5m2.row")),
+    ("stored_lines", fp8(n=8, d="e4m3.row", swap_ab=True), fp8(n=8, d="e4m3.col", swap_ab=True)),
+    ("stored_lines", sm90(n=8, **SAVED), sm90(n=8, **SAVED, outputs={"pre": "e4m3.row"})),
+    ("stored_lines", sm90(n=16, d="e4m3.row.align8"), sm90(n=8, d="e4m3.row.align8")),
     ("operand_majors", fp8(), fp8(a="e4m3.col")),
     ("operand_majors", fp8(swap_ab=True), fp8(b="e4m3.row", swap_ab=True)),
     ("epilogue_dtypes", fp8(inputs={"bias": "f32"}), fp8(inputs={"bias": "e4m3"})),

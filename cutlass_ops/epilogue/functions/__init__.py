@@ -59,6 +59,7 @@ from cutlass_ops.epilogue.functions.places import (
     uniform,
 )
 from cutlass_ops.epilogue.functions.reductions import (
+    amax,
     argmax,
     argmin,
     logsumexp,
@@ -91,6 +92,7 @@ from cutlass_ops.epilogue.functions.transcendental import (
 __all__ = [
     "abs",
     "add",
+    "amax",
     "argmax",
     "argmin",
     "cast",

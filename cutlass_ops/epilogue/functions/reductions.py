@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cutlass_ops.epilogue.values import Reduction, Value, reduce
+from cutlass_ops.epilogue.values import Reduction, Value, apply, reduce
 
 
 def sum(x: Value | float, dim: int) -> Reduction:
@@ -66,6 +66,29 @@ def max(x: Value | float, dim: int) -> Reduction:
     [3.0]
     """
     return reduce("max", x, dim)
+
+
+def amax(x: Value | float, dim: int) -> Reduction:
+    """Return the maximum of |x| over each row of D (``dim=1``), shape (M,), or over each column (``dim=0``), (N,).
+
+    It is ``max(abs(x), dim)``. A scale of the next call is computed from it: delayed scaling of FP8.
+
+    Raises
+    ------
+    EpilogueError
+        Outside of an epilogue function, or if x is neither a traced value nor a number, or dim is neither 0 nor 1.
+
+    Examples
+    --------
+    >>> @co.epilogue
+    ... def quantised(acc, scale: co.Scalar):
+    ...     return {"d": acc * co.e.reciprocal(scale), "amax": co.e.amax(acc, dim=1)}
+    >>> a, b = torch.tensor([[-3.0, 1.0]]).bfloat16(), torch.eye(2).bfloat16()
+    >>> d, amax = co.gemm(a, b, epilogue=quantised, scale=0.5, out_dtype=torch.float8_e4m3fn)
+    >>> d.float().tolist(), amax.tolist()
+    ([[-6.0, 2.0]], [3.0])
+    """
+    return reduce("max", apply("abs", x), dim, "amax")
 
 
 def min(x: Value | float, dim: int) -> Reduction:

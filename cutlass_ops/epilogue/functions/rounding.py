@@ -78,7 +78,10 @@ def trunc(x: Value | float) -> Value:
 
 
 def cast(x: Value | float, dtype: str | DType) -> Value:
-    """Return x rounded to a dtype, ``"bf16"`` or ``"f16"``, to nearest even; arithmetic goes on in FP32.
+    """Return x rounded to a dtype, to nearest even; arithmetic goes on in FP32.
+
+    The dtype is ``"bf16"``, ``"f16"``, ``"e4m3"`` or ``"e5m2"``. The last two are FP8 and saturate: what is beyond the
+    largest finite value, 448 or 57344, becomes that value, infinities included. NaN stays NaN.
 
     Raises
     ------
@@ -90,6 +93,12 @@ def cast(x: Value | float, dtype: str | DType) -> Value:
     >>> @co.epilogue
     ... def rounded_first(acc, bias: co.Row):
     ...     return co.e.relu(co.e.cast(acc, "bf16") + bias)
+    >>> @co.epilogue
+    ... def error_of_fp8(acc):
+    ...     return acc - co.e.cast(acc, "e4m3")
+    >>> a, b = torch.tensor([[17.0, 500.0]]).bfloat16(), torch.eye(2).bfloat16()
+    >>> co.gemm(a, b, epilogue=error_of_fp8).tolist()
+    [[1.0, 52.0]]
     """
     return apply_cast(x, dtype)
 

@@ -20,6 +20,7 @@ GEMV = Kind(
     config=GemvConfig,
     forms=(DENSE,),
     multiplies=by_mma_sync,
+    stores_fp8=True,
     noun="a GemvConfig",
     template="gemv.cu.j2",
     values={"rows": (1, 2, 4, 8, 16), "warps": (1, 2, 4, 8, 16, 32), "pieces": (1, 2, 4, 8, 16)},

@@ -73,14 +73,17 @@ def means_smem(spec: KernelSpec) -> int:
 def epilogue_tile(spec: KernelSpec) -> tuple[int, int]:
     """Return the (M, N) extents of one epilogue step's part of the CTA tile, in elements.
 
-    ``sm90_compute_tile_shape_or_override`` in ``epilogue/collective/builders/sm90_builder.inl``, for 16 and 32 bits.
+    ``sm90_compute_tile_shape_or_override`` in ``epilogue/collective/builders/sm90_builder.inl``. ``epilogue.h`` takes
+    as many columns whatever D's type.
     """
     config = _sm90(spec)
     tile = output_tile(spec)
     if config.side_by_side:
         return 64, gcd(_STEP_COLUMNS, tile.n // 2)
-    rows = 128 if config.schedule == "cooperative" else 64
-    return min(rows, tile.m), gcd(min(32, tile.n), tile.n)
+    cooperative = config.schedule == "cooperative"
+    narrow = spec.d.dtype.bits == 8 and not cooperative and not plain_epilogue(spec)
+    columns = 64 if narrow and tile.n % 64 == 0 else 32
+    return min(128 if cooperative else 64, tile.m), gcd(min(columns, tile.n), tile.n)
 
 
 def epilogue_stages(spec: KernelSpec) -> tuple[int, int]:

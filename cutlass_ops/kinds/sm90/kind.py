@@ -25,6 +25,7 @@ SM90 = Kind(
     config=Sm90Config,
     forms=(DENSE,),
     multiplies=by_wgmma,
+    stores_fp8=True,
     noun="an Sm90Config",
     template="sm90_gemm.cu.j2",
     values={"split_k": (1, 2, 4, 8)},

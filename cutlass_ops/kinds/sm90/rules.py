@@ -13,7 +13,7 @@ from cutlass_ops.base import arch
 from cutlass_ops.base.dtypes import f32
 from cutlass_ops.base.mma import BLOCK_K, mma_of
 from cutlass_ops.declare.config import ClusterShape, Sm90Config
-from cutlass_ops.declare.orientation import reduced_along_m, sides, swapped
+from cutlass_ops.declare.orientation import oriented, reduced_along_m, sides, swapped
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.kinds.rules import Broken, Rule
 from cutlass_ops.kinds.serving import paired, plain_epilogue, realigns, sm80_serves, source_name, takes_means
@@ -150,6 +150,25 @@ def _epilogue_step(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
             f"would take {epi_n} of them a step, which no test has run",
             tuple({"threadblock.n": each * n} for n in (16, 32)),
         )
+
+
+def _stored_lines(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
+    columns = epilogue_tile(spec)[1]
+    for name, operand in (("d", spec.d), *((f"output {o.name}", t) for o, t in spec.typed_outputs if o.reduce is None)):
+        least = arch.UNSWIZZLED_BYTES // operand.dtype.bytes
+        if least <= arch.WGMMA_N_STEP:
+            continue  # a multiple of that is enough
+        by_lines = oriented(spec, operand).major == "row" and (
+            operand.aligned or name == "d"
+        )  # d's memory is always there
+        if by_lines and columns % least:
+            each = max(1, config.threadblock.n // output_tile(spec).n)
+            yield Broken(
+                f"threadblock is {config.threadblock}, and the epilogue stores {columns} columns of it at a time: "
+                f"lines of {name}, {operand}, take {arch.UNSWIZZLED_BYTES} bytes or more in shared memory",
+                tuple({"threadblock.n": each * least * more} for more in (1, 2)),
+                f"use a multiple of {each * least} for threadblock.n",
+            )
 
 
 def _accumulators(_: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
@@ -402,6 +421,7 @@ SM90: tuple[Rule[Sm90Config], ...] = (
     Rule("tile_k", "hardware", _tile_k),
     Rule("tile_size", "policy", _tile_size),
     Rule("epilogue_step", "policy", _epilogue_step),
+    Rule("stored_lines", "compiler", _stored_lines),
     Rule("accumulators", "policy", _accumulators),
     Rule("accumulation", "policy", _accumulation),
     Rule("scheduler", "compiler", _scheduler),

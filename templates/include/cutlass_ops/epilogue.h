@@ -345,6 +345,8 @@ struct Part {
                        "r"(words[i + 1]) : "memory");
         }
       }
+    } else if constexpr (sizeof(Element) == 1) {
+      put_pairs(values);
     } else {
       each<kValues>([&](int i, Element* at) { *at = values[i]; });
     }
@@ -389,6 +391,31 @@ struct Part {
     int const row = rows + (kColumnMajor ? lane / 8 % 2 * 8 : lane % 16);
     int const first = lane / 16 * 8 + (kColumnMajor ? lane % 8 : 0);
     return cute::cast_smem_ptr_to_uint(cute::raw_pointer_cast(&shared(row, column + first)));
+  }
+
+  // Values of 8 bits, two neighbours in memory at a time. A thread has neighbours in a row. Neighbours in a column are of two
+  // threads, whose rows are beside each other: of two columns, the thread of the even row then stores the first.
+  template <int kValues>
+  CUTLASS_DEVICE void put_pairs(cutlass::Array<Element, kValues> const& values) const {
+    Fragment const mine(thread);
+    auto const* const words = reinterpret_cast<uint32_t const*>(&values);  // two columns of a row, and of that 8 below
+    bool const odd = mine.row % 2 != 0;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kValues / 4; ++i) {
+      uint32_t word = words[i];
+      int row = mine.row, column = mine.column + i * 8;
+      if constexpr (kColumnMajor) {
+        uint32_t const other = __shfl_xor_sync(0xffffffff, word, 4);
+        word = odd ? __byte_perm(other, word, 0x7351) : __byte_perm(word, other, 0x6240);
+        row -= odd;
+        column += odd;
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int below = 0; below < 2; ++below) {
+        uint32_t const at = cute::cast_smem_ptr_to_uint(cute::raw_pointer_cast(&shared(row + below * 8, column)));
+        asm volatile("st.shared.b16 [%0], %1;" ::"r"(at), "h"(uint16_t(word >> below * 16)) : "memory");
+      }
+    }
   }
 
   template <int kValues, class Use>

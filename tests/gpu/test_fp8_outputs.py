@@ -1,0 +1,331 @@
+"""Results in FP8 on the device: bit for bit the reference's where no sum is rounded, and close to FP64 elsewhere."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+import cutlass_ops as co
+from cutlass_ops.choose import dispatch
+from cutlass_ops.run import reference
+from cutlass_ops.run.call import check_call, device_of, signature_of
+from tests.gpu import oracle
+
+pytestmark = pytest.mark.gpu
+
+E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
+NAMES = {E4M3: "e4m3", E5M2: "e5m2"}
+# What the Tensor Core keeps of a sum of FP8 products, relative to the norm of the result (docs/fp8.md).
+SUMS = 2.0**-9
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    if not device_of(torch.device("cuda", torch.cuda.current_device())).has_wgmma:
+        pytest.skip("FP8 needs Hopper")
+
+
+# x itself, -0.0 as well, where the accumulator is 0: read as a tile, as a column, and as a row.
+@co.epilogue
+def kept(acc, x: co.Tile):
+    return x - acc
+
+
+@co.epilogue
+def kept_columns(acc, x: co.Col):
+    return x - acc
+
+
+@co.epilogue
+def kept_rows(acc, x: co.Row):
+    return x - acc
+
+
+@co.epilogue
+def kept_twice(acc, x: co.Tile):
+    z = x - acc
+    return {"d": z, "again": z, "most": co.e.amax(z, dim=1)}
+
+
+@co.epilogue
+def through_both(acc, x: co.Tile):
+    z = x - acc
+    return {"d": co.e.cast(z, "e4m3"), "wide": co.e.cast(z, "e5m2")}
+
+
+@co.epilogue
+def quantised(acc, scale: co.Scalar):
+    return {"d": acc * co.e.reciprocal(scale), "amax": co.e.amax(acc, dim=1)}
+
+
+@co.epilogue
+def quantised_rows(acc, bias: co.Row, scale: co.Col):
+    z = co.e.gelu(acc + bias)
+    return {"d": z * co.e.reciprocal(scale), "amax": co.e.amax(z, dim=0)}
+
+
+@co.epilogue
+def saved(acc, scale: co.Scalar):
+    return {"d": acc, "q": acc * co.e.reciprocal(scale)}
+
+
+def every_value(dtype):
+    """FP32 values where rounding can go wrong, of either sign: see the lines below."""
+    values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    finite = values[values.isfinite()].unique()
+    ties = (finite[1:] + finite[:-1]) / 2
+    most = torch.finfo(dtype).max
+    others = torch.tensor(
+        [most * 1.03, most * 1.07, most * 1.08, most * 1.2, 2 * most, 1e30, 3e38, math.inf, math.nan, 0.0]
+    )
+    tiny = torch.tensor([2.0**-17, 1.001 * 2.0**-17, 2.0**-10, 1.001 * 2.0**-10, 2.0**-30, 2.0**-126, 2.0**-140])
+    beside = [torch.nextafter(ties, torch.full_like(ties, way)) for way in (-math.inf, math.inf)]
+    drawn = torch.randn(2048, generator=torch.Generator().manual_seed(0)) * 2.0 ** torch.linspace(-20, 20, 2048)
+    found = torch.cat([values, ties, *beside, others, tiny, drawn])
+    return torch.cat([found, -found])
+
+
+def spread(dtype, shape):
+    values = every_value(dtype)
+    count = math.prod(shape)
+    order = torch.randperm(len(values), generator=torch.Generator().manual_seed(1))
+    return values[order].repeat(-(-count // len(values)))[:count].view(shape).cuda()
+
+
+def assert_same(found, wanted):
+    """Require the same bits, and NaN in the same places."""
+    assert found.dtype is wanted.dtype
+    nan = wanted.float().isnan()
+    assert torch.equal(found.float().isnan(), nan)
+    assert torch.equal(found.view(torch.uint8)[~nan], wanted.view(torch.uint8)[~nan])
+
+
+def assert_near(found, exact):
+    """Require at most one rounding to FP8, and an error of the sum."""
+    dtype = found.dtype
+    info = torch.finfo(dtype)
+    exact = exact.clamp(-info.max, info.max)
+    rounding = torch.maximum(exact.abs() * info.eps / 2, torch.full_like(exact, info.smallest_normal * info.eps / 2))
+    sums = SUMS * exact.norm() / exact.numel() ** 0.5
+    excess = (found.double() - exact).abs() - 1.01 * rounding - 8 * (sums + rounding * 2.0**-6)
+    assert excess.max() <= 0
+    # Errors that are smaller than they may be are still as large as roundings' on the whole, and no larger.
+    assert oracle.error(found, exact) <= info.eps / 2 + SUMS
+
+
+CONFIGS = {
+    "pingpong": {"schedule": "pingpong"},
+    "cooperative": {"schedule": "cooperative"},
+    "warp_specialized": {"schedule": "warp_specialized"},
+    "stream_k": {"schedule": "cooperative", "scheduler": "stream_k"},
+    "split_k": {"schedule": "cooperative", "split_k": 2},
+}
+
+
+def spec(d, epilogue, outputs=None, a="bf16", tile=(128, 64, 64), inputs=None, **config):
+    made = co.Sm90Config(co.ThreadblockShape(*tile), **config)
+    return co.KernelSpec(
+        a=f"{a}.row", b=f"{a}.col", d=d, epilogue=epilogue, outputs=outputs or {}, inputs=inputs or {}, config=made
+    )
+
+
+def zeros(m, n, k=64, dtype=BF16):
+    return torch.zeros(m, k, device="cuda").to(dtype), torch.zeros(n, k, device="cuda").to(dtype).t()
+
+
+# ---- Every value -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", NAMES)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("read", ["tile", "col", "row"])
+def test_every_value_is_stored_as_the_reference_does(dtype, config, swap, read):
+    """M is odd and N a multiple of 16 that no tile divides."""
+    m, n = 333, 208
+    epilogue, shape = {"tile": (kept, (m, n)), "col": (kept_columns, (m,)), "row": (kept_rows, (n,))}[read]
+    kernel = spec(
+        f"{NAMES[dtype]}.row", epilogue, inputs={"x": "f32.row" if read == "tile" else "f32"}, swap_ab=swap, **config
+    )
+    x = spread(dtype, shape)
+    found = co.build(kernel)(*zeros(m, n), x=x)
+    full = x[:, None] if read == "col" else x
+    assert_same(found, reference.rounded(full.expand(m, n).contiguous(), dtype))
+
+
+@pytest.mark.parametrize("dtype", NAMES)
+@pytest.mark.parametrize(
+    ("m_tile", "n_tile", "swap"), [(64, 16, False), (64, 48, False), (64, 8, True), (64, 192, False), (192, 64, True)]
+)
+def test_tiles_of_other_sides(dtype, m_tile, n_tile, swap):
+    kernel = spec(f"{NAMES[dtype]}.row", kept_columns, tile=(m_tile, n_tile, 64), inputs={"x": "f32"}, swap_ab=swap)
+    x = spread(dtype, (1001,))
+    found = co.build(kernel)(*zeros(1001, 208), x=x)
+    assert_same(found, reference.rounded(x[:, None].expand(1001, 208).contiguous(), dtype))
+
+
+def test_warpgroups_side_by_side():
+    kernel = spec("e4m3.row", kept_columns, tile=(192, 128, 64), inputs={"x": "f32"}, schedule="cooperative")
+    x = spread(E4M3, (333,))
+    found = co.build(kernel)(*zeros(333, 208), x=x)
+    assert_same(found, reference.rounded(x[:, None].expand(333, 208).contiguous(), E4M3))
+
+
+@pytest.mark.parametrize("schedule", ["pingpong", "cooperative", "warp_specialized"])
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("d", [BF16, E4M3, E5M2])
+@pytest.mark.parametrize("n", [208, 200, 201])
+def test_a_further_tile_in_fp8(schedule, swap, d, n):
+    """Beside D in BF16 and in FP8, stored by TMA, and by threads where lines are no multiple of 16 bytes."""
+    # CUTLASS's kernel has no reductions with that schedule.
+    epilogue = through_both if schedule == "warp_specialized" else kept_twice
+    x = spread(E5M2, (333, n))
+    name = "wide" if epilogue is through_both else "again"
+    d_name = {BF16: "bf16"}.get(d) or NAMES[d]
+    fit = math.gcd(n, 16)
+
+    def typed(element, widest):
+        return f"{element}.row" if fit >= widest else f"{element}.row.align{fit}"
+
+    kernel = spec(
+        typed(d_name, 8 if d is BF16 else 16),
+        epilogue,
+        {name: typed("e5m2", 16)},
+        inputs={"x": "f32.row" if n % 4 == 0 else f"f32.row.align{fit}"},
+        schedule=schedule,
+        swap_ab=swap,
+    )
+    outputs = co.build(kernel)(*zeros(333, n), x=x)
+    if epilogue is through_both:
+        once = reference.rounded(x, E4M3)
+        assert_same(outputs.wide, reference.rounded(x, E5M2))
+        wanted = reference.rounded(once.float(), d)
+        if d is not BF16:
+            assert_same(outputs.d, wanted)
+        return
+    assert_same(outputs.again, reference.rounded(x, E5M2))
+    if d is not BF16:
+        assert_same(outputs.d, reference.rounded(x, d))
+    most = x.abs().amax(1)
+    assert torch.equal(outputs.most.isnan(), most.isnan())
+    assert torch.equal(outputs.most.nan_to_num(0.0), most.nan_to_num(0.0))
+
+
+@pytest.mark.parametrize("dtype", NAMES)
+@pytest.mark.parametrize("n", [208, 200, 202, 201])
+@pytest.mark.parametrize("m", [1, 7, 16, 333])
+def test_calls_of_any_extents(dtype, n, m):
+    """Few rows are served by kernels of ordinary loads, and lines that TMA cannot store by threads."""
+    x = spread(dtype, (m, n))
+    found = co.gemm(*zeros(m, n), epilogue=kept, x=x, out_dtype=dtype)
+    assert_same(found, reference.rounded(x, dtype))
+
+
+@pytest.mark.parametrize("rows", [1, 4, 8, 16])
+def test_kernels_for_few_rows(rows):
+    kernel = co.KernelSpec(
+        a="bf16.row",
+        b="bf16.col",
+        d="e4m3.row.align1",
+        epilogue=through_both,
+        inputs={"x": "f32.row.align1"},
+        outputs={"wide": "e5m2.row.align1"},
+        config=co.GemvConfig(rows, pieces=2),
+        target="sm_90",
+    )
+    x = spread(E5M2, (37, 201))
+    found = co.build(kernel)(*zeros(37, 201), x=x)
+    assert_same(found.d, reference.rounded(x, E4M3))
+    assert_same(found.wide, reference.rounded(x, E5M2))
+
+
+@pytest.mark.parametrize("name", ["bf16", "f16", "e4m3", "e5m2"])
+def test_a_cast_rounds_as_the_reference_does(name):
+    @co.epilogue
+    def cast(acc, x: co.Tile):
+        return co.e.cast(x - acc, name)
+
+    x = spread(E4M3, (333, 208))
+    found = co.gemm(*zeros(333, 208), epilogue=cast, x=x, out_dtype=torch.float32)
+    wanted = reference.evaluate(cast.graph, torch.zeros(333, 208, device="cuda"), {"x": x})["d"]
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(found[~wanted.isnan()], wanted[~wanted.isnan()])
+
+
+# ---- Static scales ---------------------------------------------------------------------------------------------------
+
+
+def draw(rows, k, dtype):
+    x = torch.randn(rows, k, device="cuda")
+    return x.to(dtype) if dtype is BF16 else (x * 16).to(dtype)
+
+
+@pytest.mark.parametrize("of", [BF16, E4M3])
+@pytest.mark.parametrize("dtype", NAMES)
+@pytest.mark.parametrize("shape", [(1, 256, 512), (65, 272, 528), (333, 512, 4096)], ids=str)
+def test_a_static_scale_of_the_tensor(of, dtype, shape):
+    m, n, k = shape
+    a, b = draw(m, k, of), draw(n, k, of).t()
+    exact = a.double() @ b.double()
+    scale = float(exact.abs().max()) / torch.finfo(dtype).max / 2  # half of the range is cut off
+    d, amax = co.gemm(a, b, epilogue=quantised, scale=torch.tensor(scale, device="cuda"), out_dtype=dtype)
+    assert_near(d, exact / scale)
+    assert d.float().abs().max() == torch.finfo(dtype).max
+    torch.testing.assert_close(amax.double(), exact.abs().amax(1), rtol=SUMS * 8, atol=0)
+
+
+@pytest.mark.parametrize("of", [BF16, E4M3])
+@pytest.mark.parametrize("dtype", NAMES)
+@pytest.mark.parametrize("shape", [(17, 256, 512), (333, 528, 1024)], ids=str)
+def test_a_static_scale_of_each_row(of, dtype, shape):
+    m, n, k = shape
+    a, b, bias = draw(m, k, of), draw(n, k, of).t(), torch.randn(n, device="cuda").to(BF16)
+    exact = F.gelu(a.double() @ b.double() + bias.double())
+    scale = exact.abs().amax(1).float() / torch.finfo(dtype).max
+    d, amax = co.gemm(a, b, epilogue=quantised_rows, bias=bias, scale=scale, out_dtype=dtype)
+    assert_near(d, exact / scale.double()[:, None])
+    torch.testing.assert_close(amax.double(), exact.abs().amax(0), rtol=SUMS * 8, atol=1e-5)
+
+
+def test_a_quantised_copy_beside_d():
+    a, b = draw(333, 512, BF16), draw(512, 512, BF16).t()
+    out = {"q": torch.empty(333, 512, dtype=E4M3, device="cuda")}
+    d, q = co.gemm(a, b, epilogue=saved, scale=0.25, out=out)
+    exact = a.double() @ b.double()
+    assert_near(q, exact / 0.25)
+    oracle.assert_close(d, exact)
+
+
+def test_scales_in_and_out():
+    """FP8 to FP8, as a chain of quantised layers has it."""
+    a, b = draw(129, 1024, E4M3), draw(272, 1024, E4M3).t()
+    scale_a, scale_b = torch.rand(129, device="cuda") + 0.5, torch.rand(272, device="cuda") + 0.5
+    exact = a.double() @ b.double() * scale_a[:, None].double() * scale_b.double()
+    scale = float(exact.abs().max()) / 448
+    d, _ = co.scaled_gemm(a, b, scale_a, scale_b, epilogue=quantised, scale=scale, out_dtype=E4M3)
+    assert_near(d, exact / scale)
+
+
+def test_two_weights():
+    a, gate, up = draw(129, 512, BF16), draw(272, 512, BF16), draw(272, 512, BF16)
+    exact = F.silu(a.double() @ gate.t().double()) * (a.double() @ up.t().double())
+    assert_near(co.gemm_swiglu(a, gate.t(), up.t(), out_dtype=E5M2), exact)
+
+
+@pytest.mark.parametrize(("m", "dtype"), itertools.product((16, 512), NAMES))
+def test_every_kernel_that_a_weight_may_need_is_right(m, dtype):
+    a, b = draw(m, 2048, BF16), draw(512, 2048, BF16).t()
+    exact = a.double() @ b.double()
+    scale = float(exact.abs().max()) / torch.finfo(dtype).max
+
+    @co.epilogue
+    def scaled(acc, scale: co.Scalar):
+        return acc * co.e.reciprocal(scale)
+
+    call = check_call(scaled.graph, a, b, {"scale": scale}, None, dtype)
+    device = device_of(a.device)
+    decision = dispatch.decide(signature_of(call, device), device, call.problem)
+    for kernel in decision.specs[:6]:
+        assert_near(co.build(kernel)(a, b, scale=scale), exact / scale)
