@@ -78,7 +78,7 @@ def main() -> None:
                     return
                 launches = {}
                 for config, kernel in zip(configs, kernels, strict=True):
-                    size = int(kernel.workspace_size(m, n, k, 0, 1))
+                    size = int(kernel.workspace_size(m, n, k, 1, 0, 1))
                     workspace = torch.empty(size, dtype=torch.uint8, device="cuda") if size else None
                     launches[config.slug] = sweep.launching(kernel, 0, 1, workspace)
                 peer_ms, times = sweep.measure((m, n, k), launches, 2 * expected_us(Problem(m, n, k)), rounds=7)

@@ -104,6 +104,8 @@ struct Kernel::Loaded {
 
 namespace {
 
+constexpr int64_t kOneGemm = 1;  // the count of a dense problem
+
 // Numbered as in templates/include/cutlass_ops/binding.h.
 enum Reason { kKind = 1, kShape, kDtype, kDevice, kMajor, kAlignment, kOverlap, kWorkspace, kCount, kNull };
 
@@ -199,7 +201,7 @@ int64_t Kernel::asked_workspace(int64_t m, int64_t n, int64_t k, Order order) co
     }
   }
   try {
-    return loaded_->workspace_size(m, n, k, order.raster, order.swizzle).cast<int64_t>();
+    return loaded_->workspace_size(m, n, k, kOneGemm, order.raster, order.swizzle).cast<int64_t>();
   } catch (ffi::Error const& error) {
     throw LaunchError(name_ + ": " + error.message());
   }

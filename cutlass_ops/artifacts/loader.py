@@ -24,7 +24,7 @@ from cutlass_ops.base import arch, env, forks, linkage
 from cutlass_ops.base.errors import LoadError
 
 # Version of a kernel library's interface. Raise it when the arguments or results of these functions change.
-ABI = 3
+ABI = 4
 SYMBOLS = ("launch", "workspace_size", "describe", "prepare")
 
 
@@ -67,7 +67,7 @@ class LoadedKernel:
         Launches on the current stream of the operands' device and returns 0. If it rejects an argument, it launches
         nothing and returns a status for :func:`refusal`.
     workspace_size : callable
-        Takes M, N, K, raster order and swizzle. Returns the bytes of workspace on the current device.
+        Takes M, N, K, the number of GEMMs, raster order and swizzle. Returns the bytes of workspace on the current device.
     prepare : callable
         Takes what `launch` takes, and :func:`stream_api`. Returns a function without arguments that launches with
         exactly these tensors, a status for :func:`refusal`, or None if the kernel needs more than that at each launch.
@@ -75,7 +75,7 @@ class LoadedKernel:
 
     artifact: Artifact
     launch: Callable[..., int]
-    workspace_size: Callable[[int, int, int, int, int], int]
+    workspace_size: Callable[[int, int, int, int, int, int], int]
     _describe: Callable[[], str]
     prepare: Callable[..., Callable[[], None] | int | None]
 

@@ -56,7 +56,7 @@ class Call(NamedTuple):
     @property
     def is_reference(self) -> bool:
         """Whether PyTorch serves the call: for tensors on the CPU, or an extent of 0."""
-        return self.arguments.a.device.type == "cpu" or 0 in self.problem.extents
+        return self.arguments.a.device.type == "cpu" or 0 in self.problem
 
     @property
     def problem(self) -> Problem:

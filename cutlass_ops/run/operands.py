@@ -104,15 +104,20 @@ def _readings(name: str, tensor: Tensor, dtype: DType) -> list[Matrix]:
 
 
 def has_lines_along(tensor: Tensor, inner: int) -> bool:
-    """Whether a two-dimensional tensor is contiguous along a dimension. An extent of 1 can make both true."""
-    length, runs = tensor.shape[inner], tensor.shape[1 - inner]
-    return (length <= 1 or tensor.stride(inner) == 1) and (runs <= 1 or tensor.stride(1 - inner) >= length)
+    """Whether a matrix, the last two dimensions of a tensor, is contiguous along one of them: 0 or 1.
+
+    An extent of 1 can make both true.
+    """
+    along, across = inner - 2, -1 - inner
+    length, runs = tensor.shape[along], tensor.shape[across]
+    return (length <= 1 or tensor.stride(along) == 1) and (runs <= 1 or tensor.stride(across) >= length)
 
 
 def _as_major(tensor: Tensor, inner: int, dtype: DType) -> Matrix | None:
     if not has_lines_along(tensor, inner):
         return None
-    length, runs, ld = tensor.shape[inner], tensor.shape[1 - inner], tensor.stride(1 - inner)
+    along, across = inner - 2, -1 - inner
+    length, runs, ld = tensor.shape[along], tensor.shape[across], tensor.stride(across)
     addresses = math.gcd(tensor.data_ptr(), arch.TMA_ALIGNMENT_BYTES)
     if runs > 1:
         addresses = math.gcd(addresses, ld * dtype.bytes)
@@ -154,8 +159,8 @@ class Arguments(NamedTuple):
     ----------
     problem : Problem
         Extents of the product.
-    batch : tuple of int
-        The leading dimensions of A, folded into M.
+    leading : tuple of int
+        The dimensions of A before K, folded into M.
     a, b : Tensor
         A (M, K) and B (K, N).
     inputs : mapping of str to Tensor or float
@@ -165,7 +170,7 @@ class Arguments(NamedTuple):
     """
 
     problem: Problem
-    batch: tuple[int, ...]
+    leading: tuple[int, ...]
     a: Tensor
     b: Tensor
     inputs: Mapping[str, Tensor | float]
@@ -176,7 +181,7 @@ class Arguments(NamedTuple):
         """Return an output's shape for the caller."""
         if output.kind is Kind.ROW:
             return (self.problem.n,)
-        return self.batch if output.kind is Kind.COL else (*self.batch, self.problem.n)
+        return self.leading if output.kind is Kind.COL else (*self.leading, self.problem.n)
 
     def flat_shape(self, output: Output) -> tuple[int, ...]:
         """Return an output's shape for the kernel."""
@@ -238,7 +243,7 @@ def check_arguments(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any]) -> 
         raise ValueError(f"b has {n} columns, and the epilogue swaps pairs of them: N must be even, so pad b by one")
     m = math.prod(batch)
     flat_a = fold("a", a, (m, k))
-    checked = _check_inputs(graph, inputs, a, b)
+    checked = _check_inputs(graph, inputs, a, b, batch)
     vectors = (Kind.ROW, Kind.COL, Kind.TILE)
     pairs = [(i.name, checked[i.name], inputs[i.name]) for i in graph.inputs if i.kind in vectors]
     spread = tuple(name for name, x, given in pairs if isinstance(x, Tensor) and x.shape != given.shape)
@@ -248,14 +253,16 @@ def check_arguments(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any]) -> 
     return Arguments(Problem(m, n, k), batch, flat_a, b, checked, spread, copied)
 
 
-def _check_inputs(graph: Graph, inputs: Mapping[str, Any], a: Tensor, b: Tensor) -> dict[str, Tensor | float]:
+def _check_inputs(
+    graph: Graph, inputs: Mapping[str, Any], a: Tensor, b: Tensor, leading: tuple[int, ...]
+) -> dict[str, Tensor | float]:
     declared = {i.name: i for i in graph.inputs}
     missing = [name for name in declared if name not in inputs]
     unknown = [name for name in inputs if name not in declared]
     if missing or unknown:
         wrong = [f"{name} is missing" for name in missing] + [f"{name} is unknown" for name in unknown]
         raise TypeError(f"the epilogue takes ({', '.join(declared)}): {', '.join(wrong)}")
-    return {name: _check_input(i, inputs[name], a, b) for name, i in declared.items()}
+    return {name: _check_input(i, inputs[name], a, b, leading) for name, i in declared.items()}
 
 
 def scalar(name: str, value: Any) -> Any:
@@ -319,7 +326,7 @@ def _integer_tensor(name: str, value: Tensor) -> Tensor | int:
     return int(value.item()) if value.device.type == "cpu" else value.reshape(()).long()
 
 
-def _check_input(declared: Input, value: Any, a: Tensor, b: Tensor) -> Tensor | float:
+def _check_input(declared: Input, value: Any, a: Tensor, b: Tensor, leading: tuple[int, ...]) -> Tensor | float:
     if declared.kind is Kind.SCALAR:
         found = _scalar_tensor(declared.name, value) if isinstance(value, Tensor) else value
         if isinstance(found, Tensor):
@@ -337,7 +344,7 @@ def _check_input(declared: Input, value: Any, a: Tensor, b: Tensor) -> Tensor | 
         return _check_blocks(declared, value, a, b)
     if declared.kind is Kind.PRODUCT:
         return _check_product(declared.name, value, b)
-    return _check_input_tensor(declared, value, a, b.shape[1])
+    return _check_input_tensor(declared, value, a, leading, b.shape[-1])
 
 
 def _check_product(name: str, value: Tensor, b: Tensor) -> Tensor:
@@ -386,8 +393,8 @@ def _as_stored(tensor: Tensor) -> Tensor:
     return tensor.resolve_neg()
 
 
-def _check_input_tensor(declared: Input, value: Tensor, a: Tensor, n: int) -> Tensor:
-    name, batch = declared.name, tuple(a.shape[:-1])
+def _check_input_tensor(declared: Input, value: Tensor, a: Tensor, batch: tuple[int, ...], n: int) -> Tensor:
+    name = declared.name
     element_type(name, value, READ)
     m = math.prod(batch)
     shapes = {Kind.ROW: (n,), Kind.COL: batch, Kind.TILE: (*batch, n)}

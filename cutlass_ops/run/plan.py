@@ -298,7 +298,7 @@ def can_fall_back(call: Call, peer: str = "eager") -> bool:
     arguments = call.arguments
     return (
         peer in peers(call.graph)
-        and len(arguments.batch) == 1
+        and len(arguments.leading) == 1
         and len(call.outputs) == 1
         and call.outputs[0].dtype == arguments.a.dtype
         and call.outputs[0].dtype.itemsize > 1
@@ -369,7 +369,7 @@ def make_way(
     """Return how a kernel is launched at a problem, with strides and dtype of each output: see :class:`Way`."""
     kernel, (raster, swizzle) = Registry.current().kernel(spec), order.numbers
     with torch.cuda.device(device):
-        workspace = int(kernel.workspace_size(problem.m, problem.n, problem.k, raster, swizzle))
+        workspace = int(kernel.workspace_size(*problem, raster, swizzle))
     launch = in_range(name, kernel.launch) if env.nvtx_enabled() else kernel.launch
     return Way(spec, kernel, launch, raster, swizzle, workspace, outputs[0], outputs[1:], misaligned)
 

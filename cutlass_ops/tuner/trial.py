@@ -169,10 +169,9 @@ class Trial:
         return entered
 
     def _run(self, entrant: Ordered, kernel: LoadedKernel) -> Callable[[int], int]:
-        m, n, k = self._problem.extents
         raster, swizzle = entrant.order.numbers
         with torch.cuda.device(self._device):
-            size = int(kernel.workspace_size(m, n, k, raster, swizzle))
+            size = int(kernel.workspace_size(*self._problem, raster, swizzle))
         workspace = torch.empty(size, dtype=torch.uint8, device=self._device) if size else None
         # The stopwatch keeps what it captured, and no trial: a cycle with graphs in it would be collected at any time,
         # and a graph that goes while another is captured spoils that one.

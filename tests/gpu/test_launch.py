@@ -85,7 +85,7 @@ def requested(which):
 
 def launch(kernel, a, b, d, bias, raster, swizzle):
     m, k, n = *a.shape, b.shape[1]
-    size = kernel.loaded.workspace_size(m, n, k, raster, swizzle)
+    size = kernel.loaded.workspace_size(m, n, k, 1, raster, swizzle)
     workspace = torch.full((size,), 255, dtype=torch.uint8, device=placement.DEVICE) if size else None
     return kernel.loaded.launch(a, b, d, bias, raster, swizzle, workspace)
 
@@ -150,7 +150,7 @@ def test_stream_k_needs_nothing_of_its_workspace(name, shape):
 
 
 def test_some_kernel_does_need_a_workspace():
-    assert any(co.build(CONFIGURATIONS[n]).loaded.workspace_size(128, 128, 8192, 0, 1) for n in STREAM_K)
+    assert any(co.build(CONFIGURATIONS[n]).loaded.workspace_size(128, 128, 8192, 1, 0, 1) for n in STREAM_K)
 
 
 @pytest.mark.parametrize("name", [*STREAM_K, ORDERED[0]])
@@ -158,7 +158,7 @@ def test_memory_is_that_of_d_and_of_the_declared_workspace(name):
     kernel = co.build(CONFIGURATIONS[name])
     a, b, bias = problem(128, 128, 8192)
     out = kernel(a, b, bias)
-    declared = kernel.loaded.workspace_size(128, 128, 8192, 0, 1)
+    declared = kernel.loaded.workspace_size(128, 128, 8192, 1, 0, 1)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before, held = allocations(), requested("current")
@@ -529,7 +529,7 @@ def test_the_kernel_refuses_a_workspace_that_does_not_do(name):
     kernel = co.build(CONFIGURATIONS[name]).loaded
     a, b, bias = problem(128, 128, 8192)
     d = nan_like(128, 128)
-    size = kernel.workspace_size(128, 128, 8192, 0, 1)
+    size = kernel.workspace_size(128, 128, 8192, 1, 0, 1)
     if not size:
         pytest.skip("this shape needs no workspace here")
     enough = torch.empty(size + 256, dtype=torch.uint8, device=placement.DEVICE)

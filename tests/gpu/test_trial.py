@@ -82,7 +82,7 @@ def test_a_workspace_lives_as_long_as_the_graph_that_uses_it():
     spec = next(s for name, s in kernels.configurations().items() if "streamk" in name)
     problem = Problem(640, 640, 8192)
     kernel, trial = Registry.current().kernel(spec), Trial(signature_of(spec), problem, DEVICE)
-    size = kernel.workspace_size(*problem.extents, 0, 1)
+    size = kernel.workspace_size(*problem, 0, 1)
     assert size > 1 << 20
     before = torch.cuda.memory_allocated()
     assert trial.admit(Ordered(spec.config), kernel) is None

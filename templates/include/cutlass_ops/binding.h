@@ -47,6 +47,8 @@ struct Problem {
   int m = 0;
   int n = 0;
   int k = 0;
+  int count = 1;  // GEMMs of these extents
+  int inner = 1;  // of these, how many lie one distance apart: see batched.h
 };
 
 // An operand in two dimensions, leading ones folded into the first; `ld` is the distance in elements between neighbours along the strided dimension.
@@ -57,7 +59,7 @@ struct Matrix {
   int64_t ld = 0;
 
   template <class Element>
-  Element* ptr() const { return static_cast<Element*>(data); }
+  CUTLASS_HOST_DEVICE Element* ptr() const { return static_cast<Element*>(data); }
 };
 
 // Scales of an operand's blocks: `data[i * stride + k * step_stride]` is that of its i-th block of rows at the k-th block of K.
@@ -240,6 +242,8 @@ class Call {
   }
 
  private:
+  friend class BatchedOperands;
+
   static uintptr_t address(DLTensor const* t) { return reinterpret_cast<uintptr_t>(t->data) + t->byte_offset; }
 
   // Whether a tensor only stands for others, as a wrapper of PyTorch's does: it says a type and a shape, and has no memory.
@@ -277,6 +281,24 @@ class Call {
     if (t == nullptr) return {};
     if (t->ndim < 1) return fail(at, Reason::kShape), Matrix{};
     Dimension const row = fold(t, t->ndim - 1), col = {t->shape[t->ndim - 1], t->strides[t->ndim - 1], true};
+    Matrix const r = lines<Element, kMajor, kAlignment, kAlignedExtent>(at, t, row, col, rows, cols);
+    if (r.data == nullptr) return r;
+    bool const by_rows = kMajor == Major::kRow;
+    int64_t const length = by_rows ? r.cols : r.rows, runs = by_rows ? r.rows : r.cols;
+    add({address(t), uintptr_t(length) * sizeof(Element), uintptr_t(r.ld) * sizeof(Element), uintptr_t(runs), is_tile},
+        at, output);
+    return r;
+  }
+
+  struct Dimension {
+    int64_t extent;
+    int64_t stride;
+    bool uniform;  // whether one stride leads through all of it
+  };
+
+  // A tensor's matrix, given its dimensions; one without data where it does not keep the contract.
+  template <class Element, Major kMajor, int kAlignment, bool kAlignedExtent>
+  Matrix lines(int at, DLTensor const* t, Dimension row, Dimension col, int64_t rows, int64_t cols) {
     if ((rows >= 0 && row.extent != rows) || (cols >= 0 && col.extent != cols) || row.extent < 1 || col.extent < 1) {
       return fail(at, Reason::kShape), Matrix{};
     }
@@ -292,17 +314,8 @@ class Call {
     }
     // A single run has no leading dimension; give it one that every loader accepts.
     int64_t const ld = (runs == 1) ? (length + kAlignment - 1) / kAlignment * kAlignment : outer.stride;
-    Matrix const r{reinterpret_cast<void*>(address(t)), row.extent, col.extent, ld};
-    add({address(t), uintptr_t(length) * sizeof(Element), uintptr_t(r.ld) * sizeof(Element), uintptr_t(runs), is_tile},
-        at, output);
-    return r;
+    return {reinterpret_cast<void*>(address(t)), row.extent, col.extent, ld};
   }
-
-  struct Dimension {
-    int64_t extent;
-    int64_t stride;
-    bool uniform;  // whether one stride leads through all of it
-  };
 
   // The first `count` dimensions seen as one: a batch folded into M, where its strides allow that.
   static Dimension fold(DLTensor const* t, int count) {
@@ -448,9 +461,10 @@ int export_workspace_size(TVMFFIAny const* args, int32_t count, TVMFFIAny* resul
   p.m = call.integer();
   p.n = call.integer();
   p.k = call.integer();
+  p.count = p.inner = call.integer();
   int const raster = call.integer();
   int const swizzle = call.integer();
-  if (call.status() != 0) return raise("TypeError", "workspace_size takes five integers: M, N, K, raster, swizzle");
+  if (call.status() != 0) return raise("TypeError", "workspace_size takes six integers: M, N, K, count, raster, swizzle");
   set_int(result, Entry::workspace_size(p, raster, swizzle));
   return 0;
 }

@@ -68,7 +68,7 @@ struct Max {
 
 // A CUTLASS 3 stride with one run-time leading dimension and no batch.
 template <class Stride>
-Stride stride(Matrix const& x) {
+CUTLASS_HOST_DEVICE Stride stride(Matrix const& x) {
   Stride s{};
   if constexpr (cute::is_static_v<cute::remove_cvref_t<decltype(cute::get<0>(s))>>) {
     cute::get<1>(s) = x.ld;
