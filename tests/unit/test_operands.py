@@ -178,7 +178,7 @@ def checked_of(**values):
 
 def test_checked_arguments_are_extents_and_flat_tensors():
     found = checked_of(**arguments())
-    assert (found.problem.extents, found.batch) == ((6, 10, 8), (6,))
+    assert (found.problem.extents, found.leading) == ((6, 10, 8), (6,))
     assert found.inputs["alpha"] == 2.0
     assert type(found.inputs["alpha"]) is float
     assert [found.output_shape(o) for o in full.graph.outputs] == [(6, 10), (6, 10), (6,), (10,)]
