@@ -576,10 +576,11 @@ def _later(
     return later - pools[0].besides_of(places, Extents.of(problems), device)
 
 
-def _kind(signature: OpSignature) -> tuple[int, bool, int, bool, bool, bool]:
+def _kind(signature: OpSignature) -> tuple[object, ...]:
     """Return the properties in which signatures with the same times agree."""
     traits = Traits.of(signature)
-    return traits.element_bytes, traits.gathers, traits.weights, signature.realigns, traits.scatters, traits.blocks
+    own = traits.element_bytes, traits.gathers, traits.weights, signature.realigns, traits.scatters, traits.blocks
+    return *own, signature.form
 
 
 def _legal(signature: OpSignature, config: Config, device: Device) -> Config | None:

@@ -61,5 +61,6 @@ class Form:
 
 
 DENSE = Form("dense", "the count is 1", several=False)
+BATCHED = Form("batched", "the number of batches, each with an A, a B and a D")
 # Every form is a row here. The kinds of kernels say which of them they serve.
-FORMS: dict[str, Form] = {form.name: form for form in (DENSE,)}
+FORMS: dict[str, Form] = {form.name: form for form in (DENSE, BATCHED)}

@@ -6,6 +6,7 @@ This is the slow path, taken once for each combination of shapes. A warm call go
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -20,12 +21,12 @@ from cutlass_ops.base.dtypes import READ, STORED, f32, i32, i64
 from cutlass_ops.base.dtypes import dtype as element_named
 from cutlass_ops.base.errors import NoDeviceError
 from cutlass_ops.declare.device import Device
-from cutlass_ops.declare.form import DENSE
+from cutlass_ops.declare.form import BATCHED, DENSE, Form
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec, Major, Operand
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
-from cutlass_ops.run import operands, reference
+from cutlass_ops.run import batches, operands, reference
 from cutlass_ops.run.operands import Arguments
 from cutlass_ops.run.registry import OpSignature
 from cutlass_ops.run.results import usual_dtype
@@ -41,7 +42,7 @@ class Call(NamedTuple):
     graph : Graph
         The epilogue.
     arguments : Arguments
-        Operands and inputs in two dimensions.
+        Operands and inputs as the kernel sees them.
     outputs : tuple of Tensor
         The outputs as the kernel sees them, D first: the caller's or new ones.
     given : tuple of Tensor or None
@@ -90,16 +91,40 @@ class Call(NamedTuple):
     def run_reference(self) -> None:
         """Compute the outputs in PyTorch, for operands that a kernel could also address."""
         _check_layouts(self)
-        values = reference.gemm_reference(
-            self.arguments.a,
-            self.arguments.b,
-            self.graph,
-            self.arguments.inputs,
-            d_dtype=self.outputs[0].dtype,
-            output_dtypes={o.name: t.dtype for o, t in zip(self.graph.outputs[1:], self.outputs[1:], strict=True)},
-        )
-        for output, tensor in zip(self.graph.outputs, self.outputs, strict=True):
-            tensor.copy_(values[output.name])
+        for part in self.parts():
+            values = reference.gemm_reference(
+                part.arguments.a,
+                part.arguments.b,
+                self.graph,
+                part.arguments.inputs,
+                d_dtype=self.outputs[0].dtype,
+                output_dtypes={o.name: t.dtype for o, t in zip(self.graph.outputs[1:], self.outputs[1:], strict=True)},
+            )
+            for output, tensor in zip(self.graph.outputs, part.outputs, strict=True):
+                tensor.copy_(values[output.name])
+
+    def parts(self) -> Iterator[Call]:
+        """Yield a dense call for each GEMM, whose outputs are views of this call's."""
+        arguments = self.arguments
+        if arguments.form == DENSE:
+            yield self
+            return
+        problem = arguments.problem._replace(count=1)
+        own = {i.name: 1 if i.kind in (Kind.ROW, Kind.COL) else 2 for i in self.graph.inputs}
+
+        def at(name: str, value: Tensor | float, place: tuple[int, ...]) -> Tensor | float:
+            return value[place] if isinstance(value, Tensor) and value.ndim > own[name] else value
+
+        for place in itertools.product(*map(range, arguments.a.shape[:-2])):
+            inputs = {name: at(name, value, place) for name, value in arguments.inputs.items()}
+            outputs = tuple(x[place] for x in self.outputs)
+            of_one = Arguments(problem, (problem.m,), arguments.a[place], arguments.b[place], inputs)
+            yield Call(self.graph, of_one, outputs, outputs)
+
+    @property
+    def why_apart(self) -> str | None:
+        """Why the call's GEMMs take a launch each, in words; None if one kernel computes them all."""
+        return None if self.arguments.form == DENSE else batches.why_apart(self.graph)
 
 
 def check_call(
@@ -126,6 +151,9 @@ def check_call(
         If an argument does not fit. The message names it.
     """
     arguments = operands.check_arguments(graph, a, b, inputs)
+    if spec is not None and spec.form != arguments.form:
+        wanted = "b (K, N)" if spec.form == DENSE else "b (..., K, N) with dimensions of batches: b[None] has one"
+        raise ValueError(f"b has shape {tuple(b.shape)}, and {spec.slug} is {spec.form}: pass {wanted}")
     if out_dtype is not None and out_dtype not in _OUT_DTYPES:
         raise TypeError(f"out_dtype is {out_dtype}: use {', '.join(map(str, _OUT_DTYPES[:-1]))} or {_OUT_DTYPES[-1]}")
     given = given_outputs(graph, out)
@@ -165,6 +193,7 @@ def call_at(
     b: Major,
     out_dtype: torch.dtype | None = None,
     input_dtypes: Mapping[str, str] | None = None,
+    form: Form = DENSE,
 ) -> Call:
     """Return a call with contiguous tensors of these extents, without data.
 
@@ -173,7 +202,7 @@ def call_at(
     graph : Graph
         The epilogue.
     problem : Problem
-        One GEMM's extents.
+        The extents of each GEMM, and how many there are.
     dtype : str
         Dtype of A and B, which the epilogue's inputs have as well, unless it is FP8: these have D's usual dtype then.
     a, b : {"row", "col"}
@@ -182,13 +211,15 @@ def call_at(
         D's dtype; by default that of A, and BF16 for FP8.
     input_dtypes : mapping of str to str, optional
         Dtypes of inputs by name, if they are others.
+    form : Form
+        How the GEMMs belong together. Batched tensors have all batches in one dimension, and vectors are shared.
 
     Raises
     ------
     ValueError
-        If `input_dtypes` contains an unknown input or dtype, or the problem has several GEMMs.
+        If `input_dtypes` contains an unknown input or dtype, or the problem has several GEMMs and the form has one.
     """
-    refusal = DENSE.refuses(problem)
+    refusal = form.refuses(problem)
     if refusal:
         raise ValueError(refusal)
     m, n, k = problem.extents
@@ -201,17 +232,22 @@ def call_at(
     of_a: torch.dtype = getattr(torch, element_named(dtype).torch_name)
     usual = usual_dtype(of_a, of_a)
 
+    lead = (problem.count,) if form == BATCHED else ()
+
     def empty(rows: int, columns: int, major: Major, element: torch.dtype = of_a) -> Tensor:
         shape = (rows, columns) if major == "row" else (columns, rows)
-        tensor = torch.empty(shape, dtype=element, device="meta")
-        return tensor if major == "row" else tensor.t()
+        tensor = torch.empty((*lead, *shape), dtype=element, device="meta")
+        return tensor if major == "row" else tensor.mT
+
+    def vector(length: int, name: str) -> Tensor:
+        return torch.empty((length,), dtype=read(name), device="meta")
 
     def read(name: str) -> torch.dtype:
         return getattr(torch, element_named(others[name]).torch_name) if name in others else usual
 
     drawn: dict[Kind, Callable[[str], Tensor | float]] = {
-        Kind.ROW: lambda name: empty(1, n, "row", read(name))[0],
-        Kind.COL: lambda name: empty(1, m, "row", read(name))[0],
+        Kind.ROW: lambda name: vector(n, name),
+        Kind.COL: lambda name: vector(m, name),
         Kind.TILE: lambda name: empty(m, n, "row", read(name)),
         Kind.SCALAR: lambda name: 1.0,
         Kind.INTEGER: lambda name: 0,
@@ -246,7 +282,8 @@ def given_outputs(graph: Graph, out: Any) -> tuple[Any, ...]:
 
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, col_major: bool) -> Tensor:
     if col_major:
-        return torch.empty(shape[::-1], dtype=dtype, device=device).t()
+        *batch, rows, columns = shape
+        return torch.empty((*batch, columns, rows), dtype=dtype, device=device).mT
     return torch.empty(shape, dtype=dtype, device=device)
 
 
@@ -332,7 +369,7 @@ def signature_of(call: Call, device: Device) -> OpSignature:
     if graph.block_scales:
         of_a, of_b = operands.scaling(graph, arguments)
         load_a, load_b = replace(load_a, scaling=of_a), replace(load_b, scaling=of_b)
-    return OpSignature(graph, load_a, load_b, d, tuple(others[:count]), tuple(others[count:]))
+    return OpSignature(graph, load_a, load_b, d, tuple(others[:count]), tuple(others[count:]), arguments.form)
 
 
 def _alike(found: tuple[Operand, ...], is_tile: list[bool] | None = None) -> tuple[Operand, ...]:

@@ -17,11 +17,12 @@ from torch.autograd import forward_ad
 
 from cutlass_ops.base import arch, mma
 from cutlass_ops.base.dtypes import ALL, READ, DType
+from cutlass_ops.declare.form import BATCHED, DENSE, Form
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import Major, Operand
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import BLOCKS, Input, Kind, Output
-from cutlass_ops.run import reference, traced
+from cutlass_ops.run import batches, reference, traced
 
 _DTYPES: dict[torch.dtype, DType] = {getattr(torch, t.torch_name): t for t in ALL}
 MAJORS: tuple[Major, ...] = ("row", "col")
@@ -29,7 +30,7 @@ MAJORS: tuple[Major, ...] = ("row", "col")
 
 @dataclass(frozen=True)
 class Matrix:
-    """The type of a two-dimensional tensor, aligned by address and leading dimension, and its contiguous extent.
+    """The type of a matrix, or of one for each batch, aligned by address and strides, and its contiguous extent.
 
     TMA loads need no more. All other whole accesses, TMA stores included, need an aligned extent too.
     """
@@ -58,7 +59,7 @@ def element_type(name: str, tensor: Tensor, allowed: Sequence[DType] = ALL) -> D
 
 
 def matrix(name: str, tensor: Tensor, dtype: DType) -> Matrix:
-    """Return the type of a two-dimensional tensor.
+    """Return the type of a matrix, the last two dimensions of a tensor.
 
     Raises
     ------
@@ -121,6 +122,9 @@ def _as_major(tensor: Tensor, inner: int, dtype: DType) -> Matrix | None:
     addresses = math.gcd(tensor.data_ptr(), arch.TMA_ALIGNMENT_BYTES)
     if runs > 1:
         addresses = math.gcd(addresses, ld * dtype.bytes)
+    for extent, stride in zip(tensor.shape[:-2], tensor.stride(), strict=False):
+        if extent > 1:
+            addresses = math.gcd(addresses, stride * dtype.bytes)
     return Matrix(Operand(dtype, "row" if inner == 1 else "col", addresses // dtype.bytes), length)
 
 
@@ -153,18 +157,19 @@ def check_lines(arguments: Arguments, products: Mapping[str, Tensor]) -> Sequenc
 
 
 class Arguments(NamedTuple):
-    """One call's checked arguments, in two dimensions.
+    """One call's checked arguments, in two dimensions; batched ones with one or two leading dimensions of batches.
 
     Attributes
     ----------
     problem : Problem
         Extents of the product.
     leading : tuple of int
-        The dimensions of A before K, folded into M.
+        The dimensions of D before N: those of A, folded into M, or batches and M.
     a, b : Tensor
-        A (M, K) and B (K, N).
+        A (M, K) and B (K, N). Batched, both have all batches, those that they share with a stride of 0.
     inputs : mapping of str to Tensor or float
-        The epilogue's inputs by name: (N,), (M,), (M, N), a product's (K, N), or a scalar.
+        The epilogue's inputs by name: (N,), (M,), (M, N), a product's (K, N), or a scalar. Batched, a tensor is shared by
+        all batches, or has all of them.
     spread, copied : tuple of str
         The inputs that the caller gave in another shape, and those that were copied since they repeat values.
     """
@@ -176,17 +181,28 @@ class Arguments(NamedTuple):
     inputs: Mapping[str, Tensor | float]
     spread: tuple[str, ...] = ()
     copied: tuple[str, ...] = ()
+    form: Form = DENSE
 
     def output_shape(self, output: Output) -> tuple[int, ...]:
         """Return an output's shape for the caller."""
         if output.kind is Kind.ROW:
-            return (self.problem.n,)
+            return (*self._batches, self.problem.n)
         return self.leading if output.kind is Kind.COL else (*self.leading, self.problem.n)
 
     def flat_shape(self, output: Output) -> tuple[int, ...]:
         """Return an output's shape for the kernel."""
         m, n, _ = self.problem.extents
-        return {Kind.ROW: (n,), Kind.COL: (m,), Kind.TILE: (m, n)}[output.kind]
+        one = {Kind.ROW: (n,), Kind.COL: (m,), Kind.TILE: (m, n)}[output.kind]
+        return (*self.a.shape[:-2], *one)
+
+    @property
+    def is_folded(self) -> bool:
+        """Whether there are more dimensions of batches than a kernel knows, and some were folded into one."""
+        return len(self._batches) > self.a.ndim - 2
+
+    @property
+    def _batches(self) -> tuple[int, ...]:
+        return () if self.form == DENSE else self.leading[:-1]
 
 
 def blocks(extent: int) -> int:
@@ -230,6 +246,8 @@ def check_arguments(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any]) -> 
             f"a is {a.dtype} and b is {b.dtype}, and {' and '.join(graph.block_scales)} are scales of blocks, which "
             "there are for FP8 only: use a scale for each row and each column, or one number"
         )
+    if b.ndim > 2:
+        return _check_batched(graph, a, b, inputs)
     if a.ndim < 1 or b.ndim != 2 or a.shape[-1] != b.shape[0]:
         transposed = b.ndim == 2 and a.ndim >= 1 and a.shape[-1] == b.shape[1]
         raise ValueError(
@@ -244,13 +262,53 @@ def check_arguments(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any]) -> 
     m = math.prod(batch)
     flat_a = fold("a", a, (m, k))
     checked = _check_inputs(graph, inputs, a, b, batch)
-    vectors = (Kind.ROW, Kind.COL, Kind.TILE)
-    pairs = [(i.name, checked[i.name], inputs[i.name]) for i in graph.inputs if i.kind in vectors]
+    pairs = [(i.name, checked[i.name], inputs[i.name]) for i in graph.inputs if i.kind in _VECTORS]
     spread = tuple(name for name, x, given in pairs if isinstance(x, Tensor) and x.shape != given.shape)
     copied = tuple(
         name for name, x, given in pairs if isinstance(x, Tensor) and (_repeats(given) or x.numel() > given.numel())
     )
     return Arguments(Problem(m, n, k), batch, flat_a, b, checked, spread, copied)
+
+
+_VECTORS = (Kind.ROW, Kind.COL, Kind.TILE)
+
+
+def _check_batched(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Any]) -> Arguments:
+    """Check the operands of a GEMM for each batch, whose dimensions broadcast as those of torch.matmul do."""
+    if a.ndim < 2 or a.shape[-1] != b.shape[-2]:
+        transposed = a.ndim >= 2 and a.shape[-1] == b.shape[-1]
+        raise ValueError(
+            f"a {tuple(a.shape)} and b {tuple(b.shape)}: a must be (..., M, K) and b (..., K, N) with the same K"
+            + (". b looks like weights of shape (..., N, K): pass b.mT" if transposed else "")
+        )
+    shape = batches.broadcast(tuple(a.shape[:-2]), tuple(b.shape[:-2]))
+    if shape is None:
+        raise ValueError(
+            f"a {tuple(a.shape)} and b {tuple(b.shape)}: the dimensions before the last two are batches, which must be "
+            "equal or 1"
+        )
+    batches.require(graph)
+    _require_same_device("b", b, a)
+    a, b = _as_stored(a), _as_stored(b)
+    (m, k), n = a.shape[-2:], b.shape[-1]
+    if graph.swaps_pairs and n % 2:
+        raise ValueError(f"b has {n} columns, and the epilogue swaps pairs of them: N must be even, so pad b by one")
+    checked = _check_inputs(graph, inputs, a, b, (*shape, m))
+    own = _own_shapes(m, n, k)
+    tensors = {i.name: x for i in graph.inputs if i.kind in own and isinstance(x := checked[i.name], Tensor)}
+    dimensions = {i.name: len(own[i.kind]) for i in graph.inputs if i.name in tensors}
+    folded = batches.folded({"a": a, "b": b, **tensors}, {"a": 2, "b": 2, **dimensions}, shape)
+    given = [(i, inputs[i.name]) for i in graph.inputs if i.kind in _VECTORS]
+    copied = tuple(i.name for i, x in given if batches.is_copied(i.kind, x, shape, own[i.kind]))
+    spread = tuple(i.name for i, x in given if folded[i.name].shape != x.shape)
+    flat_a, flat_b = folded.pop("a"), folded.pop("b")
+    problem = Problem(m, n, k, math.prod(shape))
+    return Arguments(problem, (*shape, m), flat_a, flat_b, {**checked, **folded}, spread, copied, BATCHED)
+
+
+def _own_shapes(m: int, n: int, k: int) -> dict[Kind, tuple[int, ...]]:
+    """Return the shape of each kind of tensor for one GEMM."""
+    return {Kind.ROW: (n,), Kind.COL: (m,), Kind.TILE: (m, n), Kind.PRODUCT: (k, n)}
 
 
 def _check_inputs(
@@ -344,14 +402,14 @@ def _check_input(declared: Input, value: Any, a: Tensor, b: Tensor, leading: tup
         return _check_blocks(declared, value, a, b)
     if declared.kind is Kind.PRODUCT:
         return _check_product(declared.name, value, b)
-    return _check_input_tensor(declared, value, a, leading, b.shape[-1])
+    return _check_input_tensor(declared, value, a, leading, b.shape[-1], b_batches=b.ndim > 2)
 
 
 def _check_product(name: str, value: Tensor, b: Tensor) -> Tensor:
     if value.dtype != b.dtype:
         raise TypeError(f"{name} is {value.dtype} and b is {b.dtype}: a Product must have b's dtype")
-    k, n = b.shape
-    if tuple(value.shape) != (k, n):
+    k, n = b.shape[-2:]
+    if tuple(value.shape) not in ((k, n), tuple(b.shape)):
         raise ValueError(
             f"{name} has shape {tuple(value.shape)}: as a Product it must have b's shape (K, N), {(k, n)}"
             + (f". It looks like a weight of shape (N, K): pass {name}.t()" if tuple(value.shape) == (n, k) else "")
@@ -393,9 +451,13 @@ def _as_stored(tensor: Tensor) -> Tensor:
     return tensor.resolve_neg()
 
 
-def _check_input_tensor(declared: Input, value: Tensor, a: Tensor, batch: tuple[int, ...], n: int) -> Tensor:
+def _check_input_tensor(
+    declared: Input, value: Tensor, a: Tensor, batch: tuple[int, ...], n: int, *, b_batches: bool
+) -> Tensor:
     name = declared.name
     element_type(name, value, READ)
+    if b_batches:
+        return _check_batched_input(declared, value, a, batch, n)
     m = math.prod(batch)
     shapes = {Kind.ROW: (n,), Kind.COL: batch, Kind.TILE: (*batch, n)}
     flat = {Kind.ROW: (n,), Kind.COL: (m,), Kind.TILE: (m, n)}[declared.kind]
@@ -410,6 +472,22 @@ def _check_input_tensor(declared: Input, value: Tensor, a: Tensor, batch: tuple[
     if folded.ndim == 1 and folded.shape[0] > 1 and folded.stride(0) != 1:
         raise ValueError(f"{name} has stride {folded.stride(0)}: call {name}.contiguous() first")
     return folded
+
+
+def _check_batched_input(declared: Input, value: Tensor, a: Tensor, leading: tuple[int, ...], n: int) -> Tensor:
+    """Return an input that all batches share without their dimensions, or one with all of them."""
+    name, (*shape, m) = declared.name, leading
+    _require_same_device(name, value, a)
+    own = _own_shapes(m, n, a.shape[-1])[declared.kind]
+    found = batches.spread(declared.kind, _as_stored(value), tuple(shape), own)
+    if found is None:
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)}: as a {declared.kind.name.capitalize()} it must have shape {own}, or "
+            f"{(*shape, *own)} for a result of shape {(*leading, n)}"
+        )
+    if len(own) == 1 and found.shape[-1] > 1 and found.stride(-1) != 1:
+        raise ValueError(f"{name} has stride {found.stride(-1)}: call {name}.contiguous() first")
+    return found
 
 
 def _spread(kind: Kind, value: Tensor, wanted: tuple[int, ...], flat: tuple[int, ...]) -> Tensor:
@@ -487,6 +565,8 @@ def check_out(
     if tuple(out.shape) not in (wanted, flat):
         raise ValueError(f"{name} has shape {tuple(out.shape)}: it must have shape {wanted}")
     _require_same_device(name, out, arguments.a)
+    if arguments.form != DENSE and not batches.is_nested(out):
+        raise ValueError(f"{name} has strides {out.stride()}, by which elements share memory: pass one of torch.empty")
     return fold(name, out, flat)
 
 
@@ -525,15 +605,7 @@ def _overlap(x: Tensor, y: Tensor) -> bool:
     (x_begin, x_end), (y_begin, y_end) = _bytes(x), _bytes(y)
     if x_end <= y_begin or y_end <= x_begin:
         return False
-    if x.ndim == y.ndim == 2 and x.stride() == y.stride() and x.dtype == y.dtype:
-        # Column slices of one buffer interleave without sharing an element.
-        inner = 1 if x.stride(1) == 1 else 0
-        pitch = x.stride(1 - inner) * x.element_size()
-        first, second = (x, y) if x_begin <= y_begin else (y, x)
-        offset = abs(x_begin - y_begin) % pitch if pitch else 0
-        width, other = (t.shape[inner] * t.element_size() for t in (first, second))
-        return not (offset >= width and offset + other <= pitch)
-    return True
+    return batches.meet(x, y)
 
 
 def _bytes(tensor: Tensor) -> tuple[int, int]:

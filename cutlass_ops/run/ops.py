@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -155,10 +156,11 @@ class Op(Warm):
         try:
             decision = self._decide(call)
         except UnsupportedError as exc:
-            if self._instead is None:
+            why = self.why_instead(call)
+            if not why:
                 raise
             raise UnsupportedError(
-                f"{self.name}: {self._instead.why}, and a prepared launch is one kernel: call the op itself"
+                f"{self.name}: {why}, and a prepared launch is one kernel: call the op itself"
             ) from exc
         # Of other tensors, no other kernel serves.
         plan = make_plan(self.name, decision.spec, decision.order, call)
@@ -167,8 +169,10 @@ class Op(Warm):
     def instead_of(self, call: Call) -> list[tuple[Op, Call]]:
         """Return the fallback ops of a checked call, each with its own checked call; an empty list if there are none.
 
-        Nothing is computed: intermediate tensors have no values.
+        Nothing is computed: intermediate tensors have no values. Of batches that take a call each, it is the first one's.
         """
+        if call.why_apart is not None:
+            return [(self, part) for part in itertools.islice(call.parts(), 1)]
         found: list[tuple[Op, Call]] = []
 
         def noted(op: Op, a: Tensor, b: Tensor, *inputs: Any, out: Any = None, out_dtype: Any = None) -> Any:
@@ -184,10 +188,9 @@ class Op(Warm):
             self._instead.compute(noted, *arguments, out=out, out_dtype=d.dtype)
         return found
 
-    @property
-    def why_instead(self) -> str:
-        """The reason for the fallback ops, for users; empty if there are none."""
-        return "" if self._instead is None else self._instead.why
+    def why_instead(self, call: Call) -> str:
+        """Return the reason for a call's fallback ops, for users; empty if there are none."""
+        return call.why_apart or ("" if self._instead is None else self._instead.why)
 
     def checked(
         self, a: Any, b: Any, inputs: tuple[Any, ...], named: Mapping[str, Any], out: Any, out_dtype: torch.dtype | None
@@ -213,7 +216,7 @@ class Op(Warm):
         try:
             return self._decide(call).specs
         except UnsupportedError:
-            if self._instead is None:
+            if not self.why_instead(call):
                 raise
         parts = (op._specs_for(part) for op, part in self.instead_of(call))
         return tuple(dict.fromkeys(spec for specs in parts for spec in specs))
@@ -225,6 +228,8 @@ class Op(Warm):
         if call.is_reference:
             call.run_reference()
             return self.wrap(call)
+        if call.why_apart is not None or call.arguments.is_folded:
+            return self._run_parts(call)
         results = self._run_spread(call, a, b, out, out_dtype)
         if results is not None:
             return results
@@ -243,6 +248,17 @@ class Op(Warm):
         self._remember(plan, call, a, b, out_dtype, rows)
         if supplied is not None:
             supplied.until_it_is_there(functools.partial(self._forget, plan))
+        return self.wrap(call)
+
+    def _run_parts(self, call: Call) -> Any:
+        """Run a call with batches as calls of what kernels know: one GEMM each, or fewer dimensions of batches."""
+        apart = call.why_apart
+        if apart is not None:
+            _log.info("%s: %s", self.name, apart)
+        for part in call.parts() if apart is not None else (call,):
+            of_part = part.arguments
+            out = part.outputs[0] if len(part.outputs) == 1 else dict(zip(self.outputs, part.outputs, strict=True))
+            self.run_plain(of_part.a, of_part.b, tuple(of_part.inputs.values()), out, None)
         return self.wrap(call)
 
     def _plan(self, call: Call) -> tuple[Plan | PeerPlan, Supply | None, Rows | None]:
@@ -269,6 +285,8 @@ class Op(Warm):
             If no single kernel does.
         """
         device = device_of(call.arguments.a.device)
+        if call.why_apart is not None:
+            raise UnsupportedError(f"{self.name}: {call.why_apart}")
         signature = signature_of(call, device)
         decision = decide(signature, device, call)
         if decision is None:

@@ -14,6 +14,7 @@ from cutlass_ops.artifacts import loader
 from cutlass_ops.artifacts.loader import LoadedKernel, Reason, refusal
 from cutlass_ops.base import arch, env
 from cutlass_ops.base.errors import LoadError
+from cutlass_ops.declare.form import DENSE
 from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec, Operand
@@ -291,13 +292,14 @@ def make_ops_plan(
 
 
 def can_fall_back(call: Call, peer: str = "eager") -> bool:
-    """Whether :class:`PeerPlan` can serve a call with a peer: no batch, and D in A's dtype as the only output.
+    """Whether :class:`PeerPlan` can serve a call with a peer: two dimensions, and D in A's dtype as the only output.
 
     Peers of FP8 operands give BF16, and PyTorch would convert that to FP8 by another rule.
     """
     arguments = call.arguments
     return (
-        peer in peers(call.graph)
+        arguments.form == DENSE
+        and peer in peers(call.graph)
         and len(arguments.leading) == 1
         and len(call.outputs) == 1
         and call.outputs[0].dtype == arguments.a.dtype
@@ -349,7 +351,7 @@ def make_plan(name: str, spec: KernelSpec, order: TileOrder, call: Call, *, exac
     read = ((spec.a, arguments.a), (spec.b, arguments.b))
     shapes = tuple(map(arguments.output_shape, call.graph.outputs))
     made = tuple(
-        (_by_columns(shape, call.problem.m) if exact and of.major == "col" else contiguous(shape), t.dtype)
+        (_by_columns(shape, call) if exact and of.major == "col" else contiguous(shape), t.dtype)
         for shape, t, of in zip(shapes, call.outputs, outputs, strict=True)
     )
     misaligned = not exact and any(not of.aligned and _may_have_aligned_lines(of, x) for of, x in read)
@@ -376,7 +378,7 @@ def make_way(
 
 def _may_have_aligned_lines(operand: Operand, matrix: Tensor) -> bool:
     """Whether the lines of a contiguous matrix of this shape begin at multiples of 16 bytes."""
-    length = matrix.shape[1 if operand.major == "row" else 0]
+    length = matrix.shape[-1 if operand.major == "row" else -2]
     return length * operand.dtype.bytes % arch.TMA_ALIGNMENT_BYTES == 0
 
 
@@ -393,9 +395,13 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
 
 
-def _by_columns(shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
-    """Return the strides of a new tensor (..., N) whose columns are contiguous across the whole batch."""
-    return *contiguous(shape[:-1]), rows
+def _by_columns(shape: tuple[int, ...], call: Call) -> tuple[int, ...]:
+    """Return the strides of a new tensor (..., N) whose columns are contiguous, across all that is folded into M."""
+    if call.arguments.form == DENSE:
+        return *contiguous(shape[:-1]), call.problem.m
+    *batches, rows, columns = shape
+    *strides, _, rows_apart = contiguous((*batches, columns, rows))
+    return *strides, rows_apart, rows
 
 
 def in_range(name: str, launch: Callable[..., _Result]) -> Callable[..., _Result]:

@@ -233,8 +233,10 @@ class Traced:
         unknown = [name for name in given if name not in self.outputs]
         if unknown:
             raise ValueError(f"out names {', '.join(unknown)}: the outputs are {', '.join(self.outputs)}")
-        m, n = a.shape[:-1], b.shape[-1:]
-        shapes = {"tile": (*m, *n), "col": m, "row": n}
+        # Batches of A and B broadcast; with a single B, those of A are rows.
+        lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]) if b.ndim > 2 else ()
+        m, n = (*lead, a.shape[-2]) if b.ndim > 2 else a.shape[:-1], b.shape[-1:]
+        shapes = {"tile": (*m, *n), "col": m, "row": (*lead, *n)}
         d = given.get("d")
         if d is not None and out_dtype is not None and d.dtype != out_dtype:
             raise TypeError(f"out is {d.dtype}, and out_dtype asks for {out_dtype}")

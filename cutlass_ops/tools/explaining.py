@@ -68,7 +68,10 @@ class Explanation:
     microseconds : float or None
         Expected time on the device, without the launch from Python; None if unknown.
     parts : tuple of Explanation
-        If several ops serve the call instead of one kernel: an explanation of each.
+        If several ops serve the call instead of one kernel: an explanation of each. Of batches that take a call each, of
+        the first one's.
+    batches : int
+        Number of GEMMs of these extents.
 
     Examples
     --------
@@ -91,6 +94,7 @@ class Explanation:
     device: str = "the CPU"
     microseconds: float | None = None
     parts: tuple[Explanation, ...] = ()
+    batches: int = 1
 
     @property
     def is_served(self) -> bool:
@@ -102,7 +106,8 @@ class Explanation:
         """What serves the call, its expected time, and why, in a sentence."""
         m, n, k = self.problem
         time = "" if self.microseconds is None else f", expected to take {self.microseconds:.1f} us"
-        return f"{self.op}, M={m} N={n} K={k}, on {self.device} is served by {self.served_by}{time}: {self.why}."
+        several = "" if self.batches == 1 else f" in {self.batches} batches"
+        return f"{self.op}, M={m} N={n} K={k}{several}, on {self.device} is served by {self.served_by}{time}: {self.why}."
 
     @property
     def achieved(self) -> float | None:
@@ -116,6 +121,7 @@ class Explanation:
         return {
             "op": self.op,
             "problem": list(self.problem),
+            **({} if self.batches == 1 else {"batches": self.batches}),
             "device": self.device,
             "verdict": self.verdict,
             "served_by": self.served_by,
@@ -138,9 +144,9 @@ class Explanation:
         }
 
     def __repr__(self) -> str:
-        m, n, k = self.problem
+        problem = Problem(*self.problem, self.batches)
         time = "" if self.microseconds is None else f", {self.microseconds:.1f} us"
-        return f"<explanation of {self.op} {m}x{n}x{k} on {self.device}: {self.served_by}{time}>"
+        return f"<explanation of {self.op} {problem} on {self.device}: {self.served_by}{time}>"
 
     def __str__(self) -> str:
         """Return the verdict, a table of the best candidates and the details, for the whole and each part."""
@@ -215,10 +221,11 @@ def explain(op: object, /, *arguments: Any, **named: Any) -> Explanation:
     out, out_dtype = given.pop("out", None), given.pop("out_dtype", None)
     call = asked.checked(a, b, tuple(inputs), given, out, out_dtype)
     if call.is_reference:
-        problem = call.problem.extents
-        where = "an extent is 0" if 0 in problem else "the tensors are on the CPU"
+        where = "an extent is 0" if 0 in call.problem else "the tensors are on the CPU"
         why = f"{where}, so the reference implementation computes it"
-        return Explanation(asked.name, problem, "PyTorch", why, device=_name(a.device))
+        return Explanation(
+            asked.name, call.problem.extents, "PyTorch", why, device=_name(a.device), batches=call.problem.count
+        )
     return explain_call(asked.name, call, device_of(a.device), asked)
 
 
@@ -238,6 +245,8 @@ def explain_call(name: str, call: Call, device: Device, op: Op | None = None) ->
         The op. It knows which other ops serve the call if no single kernel does.
     """
     problem = call.problem
+    if call.why_apart is not None:
+        return _otherwise(name, call, device, op, call.why_apart)
     signature = signature_of(call, device)
     try:
         decision = decide(signature, device, call)
@@ -271,28 +280,31 @@ def explain_call(name: str, call: Call, device: Device, op: Op | None = None) ->
         peers,
         _called(device),
         expected,
+        batches=problem.count,
     )
 
 
 def _otherwise(name: str, call: Call, device: Device, op: Op | None, why: str) -> Explanation:
     """Explain a call that no single kernel serves: by its fallback ops, if all of them are served."""
-    problem = call.problem.extents
+    problem, batches = call.problem.extents, call.problem.count
     contract = _contract(signature_of(call, device), device, None)
     parts = tuple(explain_call(part.name, each, device, part) for part, each in op.instead_of(call)) if op else ()
     # If one is not served, the call raises its error.
     missing = next((part.why for part in parts if not part.is_served), None)
     if op is None or not parts or missing:
-        return Explanation(name, problem, _NOTHING, missing or why, contract, device=_called(device))
-    times = [part.microseconds for part in parts]
+        return Explanation(name, problem, _NOTHING, missing or why, contract, device=_called(device), batches=batches)
+    gemms = batches if call.why_apart is not None else len(parts)
+    times = [part.microseconds for part in parts] * (gemms // len(parts))
     return Explanation(
         name,
         problem,
-        f"{_NUMBERS.get(len(parts), str(len(parts)))} GEMMs",
-        op.why_instead,
+        f"{_NUMBERS.get(gemms, str(gemms))} GEMMs",
+        op.why_instead(call),
         contract,
         device=_called(device),
         microseconds=sum(t for t in times if t is not None) if None not in times else None,
         parts=parts,
+        batches=batches,
     )
 
 
@@ -318,7 +330,7 @@ def _now(supply: Supply | None) -> tuple[Finding, ...]:
 
 
 _NOTHING = "nothing"
-_NUMBERS = {2: "two", 3: "three"}
+_NUMBERS = {1: "one", 2: "two", 3: "three"}
 _BUNDLED = "chosen when its bundle was made; one of {} bundled kernels for this weight"
 
 

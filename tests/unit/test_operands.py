@@ -223,7 +223,7 @@ REFUSED = {
     ),
     "K differs": ({"b": torch.zeros(7, 10, dtype=BF16)}, ValueError, r"^a \(6, 8\) and b \(7, 10\).*same K$"),
     "b is a weight": ({"b": torch.zeros(10, 8, dtype=BF16)}, ValueError, r"b looks like a weight .*: pass b\.t\(\)"),
-    "b has a batch": ({"b": torch.zeros(2, 8, 10, dtype=BF16)}, ValueError, r"^a \(6, 8\) and b \(2, 8, 10\)"),
+    "K differs in batches": ({"b": torch.zeros(2, 7, 10, dtype=BF16)}, ValueError, r"^a \(6, 8\) and b \(2, 7, 10\)"),
     "a is 0-d": ({"a": torch.zeros((), dtype=BF16)}, ValueError, r"^a \(\) and b"),
     "a is sparse": ({"a": torch.zeros(6, 8, dtype=BF16).to_sparse()}, TypeError, r"^a has layout .*a\.to_dense\(\)"),
     "devices differ": ({"b": META}, ValueError, r"^b is on meta and a is on cpu"),
