@@ -8,11 +8,12 @@ from cutlass_ops.base import arch
 from cutlass_ops.base.dtypes import FP8, INTEGERS, READ, REDUCED, STORED, f32
 from cutlass_ops.base.mma import BLOCK_K, mma_of, pairs
 from cutlass_ops.declare.config import Config
+from cutlass_ops.declare.form import BATCHED
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue.nodes import BLOCKS, Kind
 from cutlass_ops.kinds.layout import MAX_STAGES, MIN_STAGES
 from cutlass_ops.kinds.rules import Broken, Rule
-from cutlass_ops.kinds.serving import sm80_serves, sm90_serves
+from cutlass_ops.kinds.serving import sm80_serves, sm90_serves, why_one_gemm
 from cutlass_ops.kinds.table import KINDS, kind_of
 
 # ---- Valid values ---------------------------------------------------------------------------------------------------
@@ -51,6 +52,12 @@ def _form(spec: KernelSpec, config: Config) -> Iterator[Broken]:
             f"form is {spec.form}, and {kind.noun} serves {', '.join(map(str, kind.forms))}",
             advice=f"use {' or '.join(serving)}" if serving else "use another form; no kind of kernel serves this one",
         )
+
+
+def _one_gemm(spec: KernelSpec, _: Config) -> Iterator[str]:
+    why = why_one_gemm(spec.epilogue) if spec.form == BATCHED else None
+    if why is not None:
+        yield f"form is {spec.form}, and {why}: use form dense for each batch"
 
 
 def _operand_dtypes(spec: KernelSpec, config: Config) -> Iterator[Broken]:
@@ -174,6 +181,7 @@ def _shared_memory(spec: KernelSpec, config: Config) -> Iterator[Broken]:
 COMMON: tuple[Rule[Config], ...] = (
     Rule("target", "hardware", _target),
     Rule("form", "policy", _form),
+    Rule("one_gemm", "policy", _one_gemm),
     Rule("operand_dtypes", "policy", _operand_dtypes),
     Rule("operand_majors", "hardware", _operand_majors),
     Rule("epilogue_dtypes", "policy", _epilogue_dtypes),

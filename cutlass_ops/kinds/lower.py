@@ -17,6 +17,7 @@ from itertools import count
 from typing import Any
 
 from cutlass_ops.base.dtypes import i64
+from cutlass_ops.declare.form import BATCHED
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.names import is_plain
@@ -319,6 +320,7 @@ def types(spec: KernelSpec, lowered: Lowered, places: str) -> dict[str, Any]:
         ],
         "headers": sorted(headers),
         "swaps_pairs": spec.epilogue.swaps_pairs,
+        "batched": spec.form == BATCHED,
     }
 
 
@@ -338,12 +340,13 @@ def fields(spec: KernelSpec, whole_accesses: Callable[[Operand, bool], bool]) ->
         Whether the kernel moves an (M, N) tensor, given its type and whether it is an output, in whole accesses that
         must divide its extent.
     """
+    field = _batched_field if spec.form == BATCHED else _field
     found = [
-        _blocks(spec, i) if i.kind in BLOCKS else _field(i.name, i.kind, operand, whole_accesses(operand, False))
+        _blocks(spec, i) if i.kind in BLOCKS else field(i.name, i.kind, operand, whole_accesses(operand, False))
         for i, operand in spec.typed_inputs
     ]
     return found + [
-        _field(o.name, o.kind, operand, whole_accesses(operand, True), "_output") for o, operand in spec.typed_outputs
+        field(o.name, o.kind, operand, whole_accesses(operand, True), "_output") for o, operand in spec.typed_outputs
     ]
 
 
@@ -370,6 +373,16 @@ def _field(name: str, kind: Kind, operand: Operand, whole: bool, suffix: str = "
         return {"name": name, "type": f"{element}*", "read": f"call.{reader}<{element}>(o.problem)"}
     arguments = f"{element}, cutlass_ops::Major::{_major(operand)}, {operand.alignment}, {str(whole).lower()}"
     return {"name": name, "type": "cutlass_ops::Matrix", "read": f"call.{reader}<{arguments}>(o.problem)"}
+
+
+def _batched_field(name: str, kind: Kind, operand: Operand, whole: bool, suffix: str = "") -> dict[str, str]:
+    """As a launch argument of one GEMM, but read with the distances between batches; scalars are shared."""
+    found = _field(name, kind, operand, whole, suffix)
+    if kind in (Kind.SCALAR, Kind.INTEGER):
+        return found
+    vector = kind in (Kind.ROW, Kind.COL)
+    batched = f"cutlass_ops::BatchedVector<Element_{name}>" if vector else "cutlass_ops::BatchedMatrix"
+    return {**found, "type": batched, "read": found["read"].replace("call.", "batched.")}
 
 
 def _operand(operand: Operand) -> dict[str, Any]:

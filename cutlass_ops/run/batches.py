@@ -9,6 +9,7 @@ from torch import Tensor
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.epilogue.operations import UNIFORM
+from cutlass_ops.kinds.serving import why_one_gemm
 
 # Leading dimensions that kernels know, each with a stride of its own (batched.h).
 MOST = 2
@@ -35,14 +36,9 @@ def require(graph: Graph) -> None:
 
 
 def why_apart(graph: Graph) -> str | None:
-    """Say why no kernel computes an epilogue for several batches, so that each takes a launch; None if one does."""
-    if any(output.reduce is not None for output in graph.outputs):
-        return "a kernel reduces the D of one GEMM, so each batch is a call of its own"
-    if graph.products:
-        return "a kernel multiplies one A by several matrices, so each batch is a call of its own"
-    if graph.gathered:
-        return "a kernel takes statistics of the rows of one A, so each batch is a call of its own"
-    return None
+    """Say why batches take a launch each, in words; None if one kernel computes them all."""
+    why = why_one_gemm(graph)
+    return why and f"{why}: each batch is a call of its own"
 
 
 def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...] | None:

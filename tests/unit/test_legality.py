@@ -110,7 +110,7 @@ def turned_twice(acc):
 
 rms, swiglu = builtin.rms_norm, builtin.swiglu
 
-TYPES = ("a", "b", "d", "epilogue", "inputs", "outputs", "target")
+TYPES = ("a", "b", "d", "epilogue", "inputs", "outputs", "target", "form")
 
 
 def spec(config, changes):
@@ -146,9 +146,9 @@ MN_MAJOR = {"a": "bf16.col", "b": "bf16.row"}
 WS, COOP = {"schedule": "warp_specialized"}, {"schedule": "cooperative"}
 
 
-def batched():
+def stacked():
     """A declaration of a form that no kind serves yet."""
-    form = Form("batched", "the number of batches")
+    form = Form("stacked", "the number of stacked GEMMs")
     with mock.patch.dict(FORMS, {form.name: form}):
         return KernelSpec(a="bf16.row", b="bf16.col", d="bf16.row", epilogue=bias_relu, config=sm90().config, form=form)
 
@@ -172,7 +172,16 @@ NEIGHBOURS = [
     ("target", sm90(target="sm_90a"), sm90(target="sm_90")),
     ("target", gemv(target="sm_90"), gemv(target="sm_90a")),
     ("target", sm80(target="sm_90"), sm80(target="sm_90a")),
-    ("form", sm90(), batched()),
+    ("form", sm90(), stacked()),
+    ("form", sm80(form="batched"), gemv(form="batched")),
+    ("one_gemm", sm90(epilogue=row_sum), sm90(epilogue=row_sum, form="batched")),
+    ("one_gemm", sm80(epilogue=saved, form="batched"), sm80(epilogue=column_sum, form="batched")),
+    ("one_gemm", sm90(form="batched"), sm90(epilogue=rms, means="ahead", form="batched")),
+    ("one_gemm", sm90(epilogue=swiglu), sm90(epilogue=swiglu, form="batched")),
+    ("batched", sm90(form="batched", **COOP), sm90(form="batched", scheduler="stream_k", **COOP)),
+    ("batched", sm90(form="batched", **COOP), sm90(form="batched", split_k=2, **COOP)),
+    ("batched", sm90(a="bf16.row.align4", realign=True), sm90(a="bf16.row.align4", realign=True, form="batched")),
+    ("batched_stream_k", sm80(form="batched"), sm80(form="batched", stream_k=True)),
     ("operand_dtypes", sm90(a="f16.row", b="f16.col"), sm90(a="f16.row", b="bf16.col")),
     ("operand_dtypes", sm90(d="f32.row"), sm90(a="f32.row", b="f32.col")),
     ("operand_dtypes", fp8(), fp8(b="bf16.col")),

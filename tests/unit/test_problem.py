@@ -17,7 +17,7 @@ from cutlass_ops.choose.pool import Pool
 from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.declare.chips import USUAL
 from cutlass_ops.declare.config import GemvConfig, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
-from cutlass_ops.declare.form import DENSE, FORMS, Form
+from cutlass_ops.declare.form import BATCHED, DENSE, FORMS, Form
 from cutlass_ops.declare.problem import MOST_ELEMENTS, MOST_EXTENT, Problem
 from cutlass_ops.declare.roofline import roofline
 from cutlass_ops.declare.signature import OpSignature, signature_from_json, signature_to_json
@@ -37,16 +37,16 @@ SM80 = Sm80Config(ThreadblockShape(128, 128, 32), WarpShape(64, 64, 32))
 GEMV = GemvConfig(rows=4)
 EXAMPLE = re.escape("is not a problem size: give (M, N, K), positive integers, such as (512, 4096, 4096)")
 CONFIGS = (SM90, STREAM_K, SM80, GEMV)
-BATCHED = Form("batched", "the number of batches")
+STACKED = Form("stacked", "the number of stacked GEMMs")  # a form that there is not
 
 
 @pytest.fixture
-def batched(monkeypatch):
+def stacked(monkeypatch):
     """A form that the kernels of Sm90 serve: a row of the table, and an entry in the kind's."""
     kind, served = kind_of(SM90), kind_of(SM90).forms
-    monkeypatch.setitem(FORMS, BATCHED.name, BATCHED)
-    object.__setattr__(kind, "forms", (*served, BATCHED))
-    yield BATCHED
+    monkeypatch.setitem(FORMS, STACKED.name, STACKED)
+    object.__setattr__(kind, "forms", (*served, STACKED))
+    yield STACKED
     object.__setattr__(kind, "forms", served)
 
 
@@ -136,8 +136,8 @@ def test_what_is_no_problem_is_refused_with_an_example(given):
 # ---- Forms -------------------------------------------------------------------------------------------------------
 
 
-def test_there_is_one_form_and_every_kind_serves_it():
-    assert FORMS == {"dense": DENSE}
+def test_every_kind_serves_the_dense_form():
+    assert FORMS == {"dense": DENSE, "batched": BATCHED}
     assert all(DENSE in kind.forms for kind in KINDS)
     assert all(form.name == name and form.count for name, form in FORMS.items())
 
@@ -161,14 +161,14 @@ def test_a_dense_declaration_is_written_without_its_form():
     assert "form" not in repr(spec())
 
 
-def test_another_form_is_another_kernel_and_another_signature(batched):
-    one = spec(form="batched")
-    assert one.form == batched
+def test_another_form_is_another_kernel_and_another_signature(stacked):
+    one = spec(form="stacked")
+    assert one.form == stacked
     assert one != spec()
-    assert one.to_json() == {**spec().to_json(), "form": "batched"}
+    assert one.to_json() == {**spec().to_json(), "form": "stacked"}
     assert KernelSpec.from_json(one.to_json()) == one
-    assert one.slug.startswith("gemm_batched_bf16row_")
-    assert "form='batched'" in repr(one)
+    assert one.slug.startswith("gemm_stacked_bf16row_")
+    assert "form='stacked'" in repr(one)
     of = OpSignature.of(one)
     assert of.spec(SM90) == one
     assert of != OpSignature.of(spec())
@@ -178,10 +178,10 @@ def test_another_form_is_another_kernel_and_another_signature(batched):
 @pytest.mark.parametrize(
     ("form", "error", "message"),
     [
-        ("grouped", ConfigError, "form is 'grouped', which there is not: use dense"),
-        (BATCHED, ConfigError, "form is 'batched', which there is not: use dense"),
-        (replace(DENSE, several=True), ConfigError, "form is 'dense', which there is not: use dense"),
-        (None, TypeError, "form must be the name of a form, not None: use dense"),
+        ("grouped", ConfigError, "form is 'grouped', which there is not: use dense or batched"),
+        (STACKED, ConfigError, "form is 'stacked', which there is not: use dense or batched"),
+        (replace(DENSE, several=True), ConfigError, "form is 'dense', which there is not: use dense or batched"),
+        (None, TypeError, "form must be the name of a form, not None: use dense or batched"),
     ],
 )
 def test_a_form_that_there_is_not_is_refused(form, error, message):
@@ -198,18 +198,20 @@ def test_json_with_an_unknown_form_is_refused(form):
         signature_from_json({**signature_to_json(signature()), "form": form})
 
 
-def test_a_kind_that_does_not_serve_a_form_says_which_does(batched):
-    assert legality.check(spec(form=batched)) == ()
-    (violation,) = legality.check(spec(SM80, form=batched))
-    assert str(violation) == "form: form is batched, and an Sm80Config serves dense: use an Sm90Config"
+def test_a_kind_that_does_not_serve_a_form_says_which_does(stacked):
+    assert legality.check(spec(form=stacked)) == ()
+    (violation,) = legality.check(spec(SM80, form=stacked))
+    assert str(violation) == "form: form is stacked, and an Sm80Config serves dense, batched: use an Sm90Config"
+    (violation,) = legality.check(spec(GEMV, form="batched"))
+    assert violation.message == "form is batched, and a GemvConfig serves dense: use an Sm90Config or an Sm80Config"
 
 
 def test_a_form_that_no_kind_serves_is_illegal_everywhere(monkeypatch):
-    monkeypatch.setitem(FORMS, BATCHED.name, BATCHED)
+    monkeypatch.setitem(FORMS, STACKED.name, STACKED)
     for config in CONFIGS:
-        (violation,) = legality.check(spec(config, form="batched"))
+        (violation,) = legality.check(spec(config, form="stacked"))
         assert violation.rule == "form"
-        assert violation.message.endswith("serves dense: use another form; no kind of kernel serves this one")
+        assert violation.message.endswith(": use another form; no kind of kernel serves this one")
 
 
 # ---- Tables and choices ------------------------------------------------------------------------------------------
@@ -229,25 +231,27 @@ def test_a_table_has_no_problem_that_its_form_cannot_have():
         Table.from_json(written)
 
 
-def test_a_table_of_another_form_survives_its_json(batched):
-    of = replace(signature(), form=batched)
+def test_a_table_of_another_form_survives_its_json():
+    of = replace(signature(), form=BATCHED)
     whole = table(of, ONE, EIGHT)
     assert Table.from_json(json.loads(json.dumps(whole.to_json()))) == whole
     assert [p.problem for p in whole.points] == [ONE, EIGHT]
 
 
 @pytest.mark.usefixtures("session")
-def test_a_form_that_a_kind_serves_is_chosen_for(batched):
-    of = replace(signature(), form=batched)
+def test_a_form_that_a_kind_serves_is_chosen_for():
+    of = replace(signature(), form=BATCHED)
     policy = policies.policy(of, H100)
     assert policy.kernels
-    assert all(isinstance(c, Sm90Config) for c in policy.kernels)
+    assert all(isinstance(c, Sm90Config) and c.whole_k for c in policy.kernels)
     one, eight = policy.choose(ONE), policy.choose(EIGHT)
     # What was measured of one GEMM says nothing exact of several.
     assert eight.source != "measured"
     assert 4 < eight.microseconds / one.microseconds < 9
     assert eight.config in policies.kept(policy, EIGHT.n, EIGHT.k, EIGHT.count)
-    assert policies.policy(of, A100).kernels == ()
+    on_ampere = policies.policy(of, A100).kernels
+    assert on_ampere
+    assert all(isinstance(c, Sm80Config) and not c.stream_k for c in on_ampere)
 
 
 @pytest.mark.usefixtures("session")

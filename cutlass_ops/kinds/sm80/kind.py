@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cutlass_ops.declare.config import MEANS, Sm80Config
-from cutlass_ops.declare.form import DENSE
+from cutlass_ops.declare.form import BATCHED, DENSE
 from cutlass_ops.kinds.kind import Kind
 from cutlass_ops.kinds.serving import by_mma_sync
 from cutlass_ops.kinds.sm80 import footprint, lowering, rules, space
@@ -11,7 +11,7 @@ from cutlass_ops.kinds.sm80.model import Sm80Timer
 
 SM80 = Kind(
     config=Sm80Config,
-    forms=(DENSE,),
+    forms=(DENSE, BATCHED),
     multiplies=by_mma_sync,
     noun="an Sm80Config",
     template="sm80_gemm.cu.j2",
@@ -21,6 +21,7 @@ SM80 = Kind(
     proof=lambda _, mma: (mma.opcode,),
     timer=Sm80Timer.of,
     candidates=space.candidates,
+    variants=space.variants,
     near=space.near,
     orders=space.orders,
     unit=lambda _: ("mma.sync, operands loaded by cp.async or registers", None),

@@ -11,6 +11,7 @@ from typing import Any
 
 from cutlass_ops.base import arch
 from cutlass_ops.declare.config import Sm80Config
+from cutlass_ops.declare.form import BATCHED
 from cutlass_ops.declare.orientation import along_n, oriented, reduced_along_m, swapped
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue.nodes import Kind, Output
@@ -117,6 +118,8 @@ def _load(spec: KernelSpec, lowered: Lowered, leaf: str) -> Node:
         visitor = _tile("AuxLoad", element, operand, spec)
     else:
         visitor = f"sm80::{'Row' if along_n(spec, kind) else 'Col'}Broadcast<ThreadMap, {element}>"
+        if spec.form == BATCHED:
+            visitor = f"sm80::Batched<{visitor}, {element}, cutlass_ops::BatchedVector<{element}>>"
     return Node(f"Load_{leaf}", visitor, f"o.{leaf}")
 
 
@@ -131,4 +134,5 @@ def _store(spec: KernelSpec, output: Output, operand: Operand, value: int) -> No
 
 def _tile(visitor: str, element: str, operand: Operand, spec: KernelSpec) -> str:
     layout = layout_of(oriented(spec, operand))
-    return f"sm80::{visitor}<ThreadMap, {element}, {layout}, {operand.alignment}>"
+    node = f"sm80::{visitor}<ThreadMap, {element}, {layout}, {operand.alignment}>"
+    return f"sm80::Batched<{node}, {element}, cutlass_ops::BatchedMatrix>" if spec.form == BATCHED else node

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from cutlass_ops.base import arch
 from cutlass_ops.base.mma import mma_of
 from cutlass_ops.declare.config import InstructionShape, Sm80Config
+from cutlass_ops.declare.form import BATCHED
 from cutlass_ops.declare.orientation import sides, swapped
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.kinds.rules import Broken, Rule
@@ -36,6 +37,13 @@ def _instruction(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
             f"instruction is {config.instruction}, and mma.sync for {spec.a.dtype} operands has "
             f"{', '.join(map(str, shapes))}",
             tuple({"instruction": shape} for shape in shapes),
+        )
+
+
+def _batched(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
+    if spec.form == BATCHED and config.stream_k:
+        yield Broken(
+            "form is batched and stream_k is True, and blocks split the K of one GEMM", ({"stream_k": False},)
         )
 
 
@@ -221,6 +229,7 @@ def _swap_pairs(spec: KernelSpec, _: Sm80Config) -> Iterator[str]:
 
 SM80: tuple[Rule[Sm80Config], ...] = (
     Rule("instruction", "hardware", _instruction),
+    Rule("batched_stream_k", "policy", _batched),
     Rule("warp_tile", "compiler", _warp_tile),
     Rule("sliced_k", "policy", _sliced_k),
     Rule("k_steps", "compiler", _k_steps),

@@ -8,6 +8,7 @@ from itertools import product
 
 from cutlass_ops.declare.config import Sm80Config, ThreadblockShape, WarpShape
 from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.form import BATCHED
 from cutlass_ops.declare.order import SWIZZLES, TileOrder
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
@@ -47,6 +48,11 @@ def candidates(_: OpSignature) -> Iterator[Sm80Config]:
             if config.warps in _WARPS:
                 yield config
                 yield replace(config, stream_k=True)
+
+
+def variants(signature: OpSignature, config: Sm80Config) -> Iterator[Sm80Config]:
+    """Yield a configuration, for batches without stream-K."""
+    yield replace(config, stream_k=False) if signature.form == BATCHED else config
 
 
 def near(one: Sm80Config, other: Sm80Config) -> bool:

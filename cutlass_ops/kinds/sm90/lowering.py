@@ -12,6 +12,7 @@ from cutlass_ops.base import arch
 from cutlass_ops.base.dtypes import DType, f32
 from cutlass_ops.base.mma import mma_of
 from cutlass_ops.declare.config import MEANS, Sm90Config
+from cutlass_ops.declare.form import BATCHED
 from cutlass_ops.declare.orientation import along_n, oriented, swapped
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue.nodes import Kind, Output
@@ -73,7 +74,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "cluster": {"m": config.cluster.m, "n": config.cluster.n},
         "mainloop_schedule": _MAINLOOP[config.schedule],
         "epilogue_schedule": _EPILOGUE[config.schedule],
-        "tile_scheduler": _scheduler(config),
+        "tile_scheduler": _scheduler(spec),
         "split_k": config.split_k,
         "plain_epilogue": plain,
         "epilogue_tile": footprint.epilogue_tile(spec),
@@ -99,9 +100,9 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "stages": footprint.pipeline_stages(spec),
         "swap_ab": swapped(spec),
         "element_c": f"Element_{c_operand}" if c_operand else "void",
-        "layout_c": layout_of(oriented(spec, c_type or spec.d)),
+        "layout_c": _layout(spec, c_type or spec.d),
         "alignment_c": (c_type or spec.d).alignment,
-        "layout_kernel_d": layout_of(oriented(spec, spec.d)),
+        "layout_kernel_d": _layout(spec, spec.d),
         "nodes": [
             {
                 "name": n.name,
@@ -118,6 +119,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "fields": fields(spec, _in_whole_accesses),
         "reductions": reductions,
         "copies": copies,
+        "batches_inputs": plain and any(i.kind in (Kind.ROW, Kind.COL) for i in spec.epilogue.inputs),
         "alignment_of_rows": spec.a.dtype.tma_alignment if config.realign else spec.a.alignment,
         "prepares": takes_means or bool(reductions) or bool(copies),
         "scratch": " + ".join(scratch),
@@ -217,11 +219,14 @@ def _mainloop_arguments(spec: KernelSpec) -> str:
     return "".join(f",\n         {arguments}" for arguments in spelled)
 
 
-def _scheduler(config: Sm90Config) -> str:
+def _scheduler(spec: KernelSpec) -> str:
+    config = _config(spec)
     if config.scheduler == "stream_k":
         return "cutlass::gemm::StreamKScheduler"
     # CUTLASS's third kernel is not persistent: each thread block takes the tile of its own index.
-    return "cutlass_ops::OrderedScheduler" if config.ordered else "cutlass::gemm::PersistentScheduler"
+    if not config.ordered:
+        return "cutlass::gemm::PersistentScheduler"
+    return "cutlass_ops::BatchedScheduler" if spec.form == BATCHED else "cutlass_ops::OrderedScheduler"
 
 
 def _config(spec: KernelSpec) -> Sm90Config:
@@ -231,6 +236,12 @@ def _config(spec: KernelSpec) -> Sm90Config:
 
 def _input_index(spec: KernelSpec, name: str) -> int:
     return next(index for index, i in enumerate(spec.epilogue.inputs) if i.name == name)
+
+
+def _layout(spec: KernelSpec, operand: Operand) -> str:
+    """Spell the layout of an (M, N) tensor in the kernel's orientation, or its stride where there are batches."""
+    layout = f"cutlass::layout::{layout_of(oriented(spec, operand))}"
+    return f"cutlass_ops::BatchedC<{layout}>" if spec.form == BATCHED else layout
 
 
 def _in_whole_accesses(operand: Operand, is_output: bool) -> bool:
@@ -330,14 +341,21 @@ def _vector_load(
 ) -> Node:
     shape = _part_shape(spec)
     if plain:
-        visitor = "RowInput" if along_n(spec, kind) else "ColInput"
-        return Node(name, f"cutlass_ops::{visitor}<{shape}, EpilogueTile, {element}>", f"{{{pointer}}}")
+        visitor = f"cutlass_ops::{'RowInput' if along_n(spec, kind) else 'ColInput'}<{shape}, EpilogueTile, {element}>"
+        if spec.form == BATCHED:
+            return Node(name, f"cutlass_ops::BatchedInput<{visitor}, {element}>", pointer)
+        return Node(name, visitor, f"{{{pointer}}}")
     visitor, stride = ("Sm90RowBroadcast", "_0, _1, _0") if along_n(spec, kind) else ("Sm90ColBroadcast", "_1, _0, _0")
+    distances = "{}"
+    if spec.form == BATCHED:
+        own = stride.removesuffix(", _0")
+        distances = f"{{{own.replace(',', '{},')}{{}}, cutlass_ops::batch_strides({pointer}.batches)}}"
+        stride, pointer = f"{own}, cute::Stride<int64_t, int64_t>", f"{pointer}.values"
     return Node(
         name,
         f"fusion::{visitor}<0, {shape}, {element}, ElementCompute, cute::Stride<{stride}>, "
         f"{dtype.tma_alignment}, false>",
-        f"{{{pointer}, {element}(0), {{}}}}",
+        f"{{{pointer}, {element}(0), {distances}}}",
     )
 
 
@@ -361,7 +379,7 @@ def _tile_load(spec: KernelSpec, leaf: str, operand: Operand, c_operand: str | N
     name = f"Load_{leaf}"
     if leaf == c_operand:
         return Node(name, f"fusion::Sm90SrcFetch<{element}>", "{}")
-    layout = f"cutlass::layout::{layout_of(oriented(spec, operand))}"
+    layout = _layout(spec, operand)
     arguments = f"{{o.{leaf}.ptr<{element}>(), {element}(0), cutlass_ops::stride<Stride_{leaf}>(o.{leaf})}}"
     stride = f"using Stride_{leaf} = cutlass::detail::TagToStrideC_t<{layout}>;"
     if operand.aligned:
@@ -413,7 +431,7 @@ def _store(spec: KernelSpec, output: Output, value: int) -> Node:
     index = next(i for i, o in enumerate(spec.epilogue.outputs[1:]) if o.name == output.name)
     operand = spec.outputs[index]
     name, element = output.name, f"Element_{output.name}"
-    layout = f"cutlass::layout::{layout_of(oriented(spec, operand))}"
+    layout = _layout(spec, operand)
     if not operand.aligned:
         return _direct_store(name, element, layout, str(operand.alignment), value)
     descriptor = (

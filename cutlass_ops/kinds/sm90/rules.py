@@ -13,6 +13,7 @@ from cutlass_ops.base import arch
 from cutlass_ops.base.dtypes import f32
 from cutlass_ops.base.mma import BLOCK_K, mma_of
 from cutlass_ops.declare.config import ClusterShape, Sm90Config
+from cutlass_ops.declare.form import BATCHED
 from cutlass_ops.declare.orientation import oriented, reduced_along_m, sides, swapped
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.kinds.rules import Broken, Rule
@@ -251,6 +252,22 @@ def _split_k(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
             yield Broken(f"{what} and output {output.name} is a reduction, which these kernels do not have", (whole,))
 
 
+def _batched(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
+    if spec.form != BATCHED:
+        return
+    if not config.whole_k:
+        yield Broken(
+            f"form is batched with split_k {config.split_k} and scheduler {config.scheduler!r}, and blocks split the K of "
+            "one GEMM",
+            ({"split_k": 1}, {"scheduler": "persistent"}, _WHOLE_K),
+        )
+    if config.realign:
+        yield Broken(
+            "form is batched and realign is True, and operands are copied to aligned lines for one GEMM",
+            advice="pad the leading dimensions of a and b" + (", or use an Sm80Config" if sm80_serves(spec) else ""),
+        )
+
+
 def _cluster_size(_: KernelSpec, config: Sm90Config) -> Iterator[str]:
     cluster = config.cluster
     if cluster.m * cluster.n > arch.MAX_CLUSTER:
@@ -425,6 +442,7 @@ SM90: tuple[Rule[Sm90Config], ...] = (
     Rule("accumulators", "policy", _accumulators),
     Rule("accumulation", "policy", _accumulation),
     Rule("scheduler", "compiler", _scheduler),
+    Rule("batched", "policy", _batched),
     Rule("split_k", "policy", _split_k),
     Rule("cluster_size", "policy", _cluster_size),
     Rule("cluster_shape", "policy", _cluster_shape),

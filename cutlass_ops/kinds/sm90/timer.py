@@ -85,21 +85,21 @@ class Sm90Timer:
         widths = self.traits.element_bytes, self.traits.d_bytes
         cover = model.grid(self.batch, extents, chip)
         usual = np.where(
-            self._launchable(cover), model.times(self.batch, extents, chip, widths, lines, cover=cover), np.inf
+            self._launchable(cover, extents), model.times(self.batch, extents, chip, widths, lines, cover=cover), np.inf
         )
         worth = self.ordered & (cover.waves <= WAVES_BY_GPC)
         if not worth.any():
             return usual, np.full((1, 1), np.inf)
         return usual, np.where(worth, model.times(self.by_gpc, extents, chip, widths, lines, cover=cover), np.inf)
 
-    def _launchable(self, cover: model.Grid) -> Flags:
-        """Return whether the grid's y extent is in range: a kernel that is not persistent has a block per tile."""
+    def _launchable(self, cover: model.Grid, extents: Extents) -> Flags:
+        """Return whether the grid's y and z extents are in range: a kernel that is not persistent has a block per tile."""
         batch = self.batch
         second = np.where(self.swapped, cover.rows, cover.columns)
         # With split K, x is the split, and y and z are the tiles' extents.
         second = np.where(batch.split_k > 1, np.maximum(cover.rows, cover.columns), second)
         persistent = (batch.schedule != model.SCHEDULES.index("warp_specialized")) & (batch.split_k == 1)
-        return np.asarray(persistent | (second <= arch.MAX_GRID_Y))
+        return np.asarray(persistent | ((second <= arch.MAX_GRID_Y) & (extents.gemms <= arch.MAX_GRID_Y)))
 
 
 def realigning(traits: Traits, problems: Problems) -> Floats:

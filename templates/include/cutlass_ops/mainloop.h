@@ -169,6 +169,8 @@ class Mainloop {
   using ElementAccumulator = float;
   using StrideA = cutlass::gemm::TagToStrideA_t<LayoutA>;
   using StrideB = cutlass::gemm::TagToStrideB_t<LayoutB>;
+  // Batches have strides of their own in two dimensions (sm90_batched.h); one GEMM has none.
+  static constexpr bool kBatched = cute::rank_v<cute::remove_cvref_t<decltype(cute::get<2>(StrideA{}))>> == 2;
   using TiledMma = decltype(cute::make_tiled_mma(
       Wgmma<Extent<1>::value / kAcross, ElementA, ElementB, kMajorA, kMajorB>{},
       cute::Layout<cute::Shape<cute::Int<kDown>, cute::Int<kAcross>, cute::_1>>{}));
@@ -300,16 +302,24 @@ class Mainloop {
   }
 
   // Returns what fills a stage with a step along K and counts it at a barrier: called by one thread.
-  template <class Tensors>
-  CUTLASS_DEVICE static auto filler(Params const& params, Tensors const& tensors, int block_m, int block_n,
-                                    uint32_t rank, TensorStorage& storage) {
+  template <class Tensors, class Coord>
+  CUTLASS_DEVICE static auto filler(Params const& params, Tensors const& tensors, Coord const& coord, uint32_t rank,
+                                    TensorStorage& storage) {
     using namespace cute;
+    int const block_m = get<0>(coord), block_n = get<1>(coord);
+    auto const batch = [&] {  // its coordinates
+      if constexpr (kBatched) {
+        return get<3>(coord);
+      } else {
+        return 0;
+      }
+    }();
     constexpr uint32_t kClusterM = size<0>(Cluster{}), kClusterN = size<1>(Cluster{});
     uint32_t const x = rank % kClusterM, y = rank / kClusterM;
     auto const part_a = params.tma_load_a.get_slice(y);
     auto const part_b = params.tma_load_b.get_slice(x);
-    auto const from_a = part_a.partition_S(get<0>(tensors)(_, _, block_m, _, 0));
-    auto const from_b = part_b.partition_S(get<1>(tensors)(_, _, block_n, _, 0));
+    auto const from_a = part_a.partition_S(get<0>(tensors)(_, _, block_m, _, batch));
+    auto const from_b = part_b.partition_S(get<1>(tensors)(_, _, block_n, _, batch));
     uint16_t mask_a = 0, mask_b = 0;
     if constexpr (A::kMulticast) {
       for (uint32_t i = 0; i < kClusterN; ++i) mask_a |= uint16_t(1u << (x + i * kClusterM));
@@ -352,7 +362,7 @@ class Mainloop {
                            Coord const& coord, Steps step, int count, int lane, uint32_t rank, TensorStorage& storage) {
     if constexpr (kScaled) return load_scaled(params, pipeline, state, tensors, coord, step, count, lane, rank, storage);
     if (!cute::elect_one_sync()) return;
-    auto const fill = filler(params, tensors, cute::get<0>(coord), cute::get<1>(coord), rank, storage);
+    auto const fill = filler(params, tensors, coord, rank, storage);
     CUTLASS_PRAGMA_NO_UNROLL
     for (; count > 0; --count, ++step, ++state) {
       pipeline.producer_acquire(state);
@@ -432,7 +442,7 @@ class Mainloop {
                                          uint32_t rank, TensorStorage& storage) {
     bool const elected = cute::elect_one_sync();
     int const tile_m = cute::get<0>(coord), tile_n = cute::get<1>(coord);
-    auto const fill = filler(params, tensors, tile_m, tile_n, rank, storage);
+    auto const fill = filler(params, tensors, coord, rank, storage);
     CUTLASS_PRAGMA_NO_UNROLL
     for (; count > 0; --count, ++step, ++state) {
       pipeline.producer_acquire(state);

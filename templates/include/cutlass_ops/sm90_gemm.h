@@ -176,12 +176,20 @@ struct Sm90Entry {
   using Operands = typename Gemm::Operands;
   using Scheduler = typename GemmKernel::TileScheduler;
   using ClusterShape = typename GemmKernel::DispatchPolicy::ClusterShape;
-  static constexpr bool kOrdered = cute::is_same_v<Scheduler, OrderedTileScheduler>;
+  static constexpr bool kBatched = cute::is_same_v<Scheduler, BatchedTileScheduler>;
+  static constexpr bool kOrdered = cute::is_same_v<Scheduler, OrderedTileScheduler> || kBatched;
   static constexpr int kCluster = cute::size(ClusterShape{});
+  // CUTLASS's kernel that is not persistent has a thread block for each tile; the grid's third side counts batches.
+  static constexpr bool kPersistent =
+      !cute::is_same_v<typename GemmKernel::DispatchPolicy::Schedule, cutlass::gemm::KernelTmaWarpSpecialized>;
+  static constexpr int kMaxGridZ = 65535;
 
   static cudaError_t launch(Call& call, int& status) {
     Operands operands = Gemm::read(call);
     status = call.status();
+    if constexpr (!kPersistent) {
+      if (status == 0 && operands.problem.count > kMaxGridZ) status = int(Reason::kShape);
+    }
     if (status != 0) return cudaSuccess;
     int const device = call.device();
     DeviceGuard const guard(device);

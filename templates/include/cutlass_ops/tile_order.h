@@ -15,19 +15,26 @@ namespace cutlass_ops {
 
 constexpr int kMaxPlaces = 192;  // clusters of one wave, at most, that can be told apart
 
-// Tag of the scheduler below.
+// Tags of the scheduler below: for the tiles of one GEMM, and of one after the other.
 struct OrderedScheduler {};
+struct BatchedScheduler {};
 
 // Tiles in strips: strips of `swizzle` rows of clusters walk along N, or strips of columns along M. A last strip may be
 // narrower, so every tile of the order exists. Each cluster begins with the tile of its own number, or of the number
 // that `places` gives it, and goes on by as many as there are clusters.
 //
 // CUTLASS's kernels take it as a tile scheduler. It inherits what they ask of one that splits no tile along K.
-class OrderedTileScheduler : public cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90 {
+template <bool kBatched>
+class OrderedTileSchedulerOf : public cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90 {
   using Base = cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90;
 
+  struct OneGemm {};
+  struct SeveralGemms {
+    cutlass::FastDivmod gemm;  // clusters of one
+  };
+
   // The order itself: all that a thread keeps.
-  struct Order {
+  struct Order : cute::conditional_t<kBatched, SeveralGemms, OneGemm> {
     cutlass::FastDivmod strip;  // clusters of a whole strip
     cutlass::FastDivmod width;  // clusters across a whole strip
     cutlass::FastDivmod last;   // and across the last one
@@ -70,6 +77,10 @@ class OrderedTileScheduler : public cutlass::gemm::kernel::detail::PersistentTil
     order.last = cutlass::FastDivmod(std::max(1, across % width));
     order.whole_strips = across / width;
     order.clusters = rows * columns;
+    if constexpr (kBatched) {
+      order.gemm = cutlass::FastDivmod(std::max(1, order.clusters));
+      order.clusters *= int(cute::size(cute::get<3>(problem)));
+    }
     order.active = std::min(order.clusters, std::max(1, int(hardware.max_active_clusters)));
     order.along_n = along_n;
     if (order.active <= std::min(arguments.groups.count, kMaxPlaces)) {
@@ -88,7 +99,7 @@ class OrderedTileScheduler : public cutlass::gemm::kernel::detail::PersistentTil
   static bool can_implement(Arguments const&) { return true; }
 
   // `params` is the kernel's own argument: reading one place of it needs no copy of them all.
-  CUTLASS_DEVICE explicit OrderedTileScheduler(Params const& params)
+  CUTLASS_DEVICE explicit OrderedTileSchedulerOf(Params const& params)
       : order_(params.order), next_(int(cute::cluster_id_in_grid().x)) {
     if (params.placed) next_ = params.places[next_];
   }
@@ -130,6 +141,8 @@ class OrderedTileScheduler : public cutlass::gemm::kernel::detail::PersistentTil
  private:
   CUTLASS_DEVICE WorkTileInfo tile(int index) const {
     if (index >= order_.clusters) return WorkTileInfo::invalid_work_tile();
+    int gemm = 0;
+    if constexpr (kBatched) order_.gemm(gemm, index, index);
     int strip, within, along, across;
     order_.strip(strip, within, index);
     if (strip < order_.whole_strips) {
@@ -141,7 +154,7 @@ class OrderedTileScheduler : public cutlass::gemm::kernel::detail::PersistentTil
     int const row = order_.along_n ? across : along, column = order_.along_n ? along : across;
     auto const [x, y, z] = cute::block_id_in_cluster();
     auto const shape = cute::cluster_shape();
-    return {row * int(shape.x) + int(x), column * int(shape.y) + int(y), 0, true};
+    return {row * int(shape.x) + int(x), column * int(shape.y) + int(y), gemm, true};
   }
 
   // `groups` says to which group each cluster belongs: number them group by group.
@@ -160,10 +173,19 @@ class OrderedTileScheduler : public cutlass::gemm::kernel::detail::PersistentTil
   int next_;
 };
 
+using OrderedTileScheduler = OrderedTileSchedulerOf<false>;
+using BatchedTileScheduler = OrderedTileSchedulerOf<true>;
+
 }  // namespace cutlass_ops
 
 template <class TileShape, class ClusterShape, uint32_t kStages>
 struct cutlass::gemm::kernel::detail::TileSchedulerSelector<cutlass_ops::OrderedScheduler, cutlass::arch::Sm90,
                                                             TileShape, ClusterShape, kStages> {
   using Scheduler = cutlass_ops::OrderedTileScheduler;
+};
+
+template <class TileShape, class ClusterShape, uint32_t kStages>
+struct cutlass::gemm::kernel::detail::TileSchedulerSelector<cutlass_ops::BatchedScheduler, cutlass::arch::Sm90,
+                                                            TileShape, ClusterShape, kStages> {
+  using Scheduler = cutlass_ops::BatchedTileScheduler;
 };
