@@ -41,7 +41,7 @@ auto guarded(Body&& body) -> decltype(body()) {
 }
 
 std::string typed(Signature const& signature) {
-  std::string line = signature.epilogue + " with ";
+  std::string line = (signature.form == "dense" ? "" : signature.form + " ") + signature.epilogue + " with ";
   for (Operand const& operand : signature.operands) line += operand.name + " " + operand.type + ", ";
   return line.substr(0, line.size() - 2);
 }
@@ -341,10 +341,11 @@ Bundle::Bundle(std::string const& path, std::string const& manifest_sha256, std:
 
 std::vector<Signature> const& Bundle::signatures() const { return opened_->manifest.signatures; }
 
-Signature const& Bundle::signature(std::string const& epilogue, std::vector<std::string> const& types) const {
+Signature const& Bundle::signature(std::string const& epilogue, std::vector<std::string> const& types,
+                                   std::string const& form) const {
   return *guarded([&] {
     for (Signature const& found : signatures()) {
-      bool fits = found.epilogue == epilogue && types.size() <= found.operands.size();
+      bool fits = found.epilogue == epilogue && found.form == form && types.size() <= found.operands.size();
       for (size_t i = 0; fits && i < types.size(); ++i) fits = found.operands[i].type == types[i];
       if (fits) return &found;
     }
@@ -352,7 +353,7 @@ Signature const& Bundle::signature(std::string const& epilogue, std::vector<std:
     size_t const count = signatures().size();
     for (size_t i = 0; i < std::min(count, kShown); ++i) all += "\n  " + typed(signatures()[i]);
     if (count > kShown) all += "\n  and " + std::to_string(count - kShown) + " more";
-    throw LoadError("bundle " + opened_->path + " has no signature " + epilogue + " with these types; it has" + all);
+    throw LoadError("bundle " + opened_->path + " has no " + form + " signature " + epilogue + " with these types; it has" + all);
   });
 }
 

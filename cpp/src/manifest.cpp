@@ -506,6 +506,8 @@ std::map<std::string, std::string> types(Json& json, char const* what, std::vect
   return found;
 }
 
+constexpr std::string_view kBatched = "batched";
+
 Manifest::Declaration signature(Json& json, Signature& found) {
   Manifest::Declaration declaration;
   size_t begin = json.at();
@@ -521,6 +523,7 @@ Manifest::Declaration signature(Json& json, Signature& found) {
   fields.field("epilogue");
   Graph const epilogue = graph(json);
   found.epilogue = expressions(epilogue);
+  if (fields.has("form")) found.form = one_of(json, "form", {kBatched});  // the dense form is left out
   bool const scaled = std::any_of(epilogue.inputs.begin(), epilogue.inputs.end(),
                                   [](Named const& input) { return has(kBlocks, input.kind); });
   for (size_t i : {0, 1}) {

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from cutlass_ops.base.dtypes import FP8
 from cutlass_ops.base.mma import MmaSpec, mma_of
 from cutlass_ops.declare.spec import KernelSpec, Operand
-from cutlass_ops.epilogue.graph import Graph
+from cutlass_ops.epilogue.graph import Expression
 from cutlass_ops.epilogue.nodes import Input, Kind, Output
 from cutlass_ops.epilogue.operations import REDUCTIONS, UNIFORM
 
@@ -33,7 +33,7 @@ def plain_epilogue(spec: KernelSpec) -> bool:
     return spec.d.aligned and not written and all(name == source_name(spec) for name in read)
 
 
-def why_one_gemm(graph: Graph) -> str | None:
+def why_one_gemm(graph: Expression) -> str | None:
     """Say why a kernel computes an epilogue for one GEMM only, whatever its form; None if also for several batches."""
     if any(output.reduce is not None for output in graph.outputs):
         return "the epilogue reduces D, and a kernel finishes the reductions of one GEMM"

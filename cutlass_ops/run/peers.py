@@ -22,8 +22,8 @@ def peers(graph: Graph, dtype: torch.dtype = torch.bfloat16) -> Mapping[str, Pee
 
     Each returns D, or a mapping of several outputs.
 
-    ``eager`` is torch.mm and one elementwise kernel for each operation. ``cublaslt`` is cuBLASLt's fused epilogue, for
-    the few that it has, in 16 bits. FP16 epilogues with statistics of A are computed in FP32, since the unscaled
+    ``eager`` is torch.mm, for batches torch.matmul, and one elementwise kernel for each operation. ``cublaslt`` is cuBLASLt's fused epilogue, for
+    the few that it has, in 16 bits and two dimensions. FP16 epilogues with statistics of A are computed in FP32, since the unscaled
     product may overflow. So are epilogues with indices or random numbers, which 16 bits do not hold. FP8 operands are
     converted to BF16, times the scales of their blocks.
     """
@@ -37,7 +37,7 @@ def peers(graph: Graph, dtype: torch.dtype = torch.bfloat16) -> Mapping[str, Pee
         x, w = a, b
         if graph.block_scales:
             x, w = reference.dequantised(a, b, *(named[name] for name in graph.block_scales))
-        acc = torch.mm(x.to(dtype), w.to(dtype))
+        acc = torch.mm(x.to(dtype), w.to(dtype)) if x.ndim == 2 else torch.matmul(x.to(dtype), w.to(dtype))
         values = reference.evaluate(graph, acc, named, dtype, a=a)
         values = {o.name: values[o.name] if o.reduce else values[o.name].to(usual) for o in graph.outputs}
         return values if len(graph.outputs) > 1 else values[graph.outputs[0].name]

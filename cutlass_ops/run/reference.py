@@ -17,6 +17,7 @@ from cutlass_ops.base.mma import BLOCK_K
 from cutlass_ops.epilogue.graph import Expression, Graph
 from cutlass_ops.epilogue.nodes import BLOCKS, Input, Kind, Node, Output
 from cutlass_ops.epilogue.operations import GATHERED, INDICES, REDUCTIONS, UNIFORM, to_fp32
+from cutlass_ops.kinds.serving import why_one_gemm
 
 # The terms to average over a row, for each entry of cutlass_ops.epilogue.operations.GATHERED.
 _FP8 = frozenset(getattr(torch, t.torch_name) for t in FP8)
@@ -165,7 +166,9 @@ def evaluate(
     graph : Expression
         The epilogue.
     acc : Tensor
-        The accumulator, shape (M, N), any float dtype: A @ B, or what :func:`accumulator` returns.
+        The accumulator, shape (M, N), any float dtype: A @ B, or what :func:`accumulator` returns. Of batches, with their
+        dimensions before these; each input then has them all, or none. An epilogue that means something else for several
+        GEMMs has no batches (``kinds.serving.why_one_gemm``).
     inputs : mapping of str to Tensor or float
         The inputs by name: (N,) for a row, (M,) for a column, (M, N) for a tile, (K, N) for a product, a number or a
         0-d tensor for a scalar, in any float dtype, and an int or a 0-d INT64 tensor for an integer. Python numbers are
@@ -187,15 +190,18 @@ def evaluate(
     ValueError
         If an input is missing, unknown, or has the wrong shape, or A is missing.
     """
-    if acc.ndim != 2:
+    if acc.ndim < 2:
         raise ValueError(f"acc must have two dimensions (M, N), not shape {tuple(acc.shape)}")
+    why = why_one_gemm(graph) if acc.ndim > 2 else None
+    if why:
+        raise ValueError(f"acc has shape {tuple(acc.shape)}, and {why}")
     of_a = (*graph.gathered, *graph.products)
     if of_a and (a is None or a.ndim != 2 or a.shape[0] != acc.shape[0]):
         given = "none" if a is None else f"one of shape {tuple(a.shape)}"
         raise ValueError(f"the epilogue takes {', '.join(of_a)} of A: pass a=, of shape (M, K), not {given}")
     _check_inputs(graph, acc, inputs, a)
-    if graph.swaps_pairs and acc.shape[1] % 2:
-        raise ValueError(f"the epilogue swaps pairs of columns, and acc has {acc.shape[1]}: N must be even")
+    if graph.swaps_pairs and acc.shape[-1] % 2:
+        raise ValueError(f"the epilogue swaps pairs of columns, and acc has {acc.shape[-1]}: N must be even")
     kinds = {i.name: i.kind for i in graph.inputs}
     values: list[Tensor] = []
     for node in graph.nodes:
@@ -208,7 +214,7 @@ def evaluate(
             values.append(torch.full((), int(node.attr or 0), dtype=dtype, device=acc.device))
         elif node.op in INDICES:
             is_row = node.op == "row_index"
-            index = torch.arange(acc.shape[0 if is_row else 1], dtype=torch.int32, device=acc.device)
+            index = torch.arange(acc.shape[-2 if is_row else -1], dtype=torch.int32, device=acc.device)
             values.append(index[:, None] if is_row else index)
         elif node.op == UNIFORM:
             seed, offset = (values[at] for at in node.args)
@@ -289,7 +295,7 @@ def gemm_reference(
     Parameters
     ----------
     a, b : Tensor
-        A (M, K) and B (K, N), any float dtype and strides.
+        A (M, K) and B (K, N), any float dtype and strides. Of batches, both with all their dimensions before these.
     graph, inputs
         As for :func:`evaluate`.
     d_dtype : torch.dtype
@@ -309,7 +315,7 @@ def gemm_reference(
     ValueError
         If the shapes do not fit, or an input or output is missing or unknown.
     """
-    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
+    if min(a.ndim, b.ndim) < 2 or a.shape[:-2] != b.shape[:-2] or a.shape[-1] != b.shape[-2]:
         raise ValueError(f"a and b must have shapes (M, K) and (K, N), not {tuple(a.shape)} and {tuple(b.shape)}")
     given = dict(output_dtypes or {})
     unknown = set(given) - {o.name for o in graph.outputs[1:]}
@@ -364,12 +370,13 @@ def _check_inputs(graph: Expression, acc: Tensor, inputs: Mapping[str, Tensor | 
 def _check_shape(declared: Input, value: Tensor | float, acc: Tensor, k: int) -> None:
     if declared.kind in BLOCKS:
         return  # of the accumulator
-    m, n = acc.shape
+    *batches, m, n = acc.shape
     shapes = {Kind.ROW: (n,), Kind.COL: (m,), Kind.TILE: (m, n), Kind.SCALAR: (), Kind.PRODUCT: (k, n)}
     shapes[Kind.INTEGER] = ()
     wanted = shapes[declared.kind]
     shape = tuple(value.shape) if isinstance(value, Tensor) else ()
-    if shape != wanted:
+    has_all = batches and wanted and shape == (*batches, *wanted)
+    if shape != wanted and not has_all:
         raise ValueError(
             f"input {declared.name} is a {declared.kind.value} and must have shape {wanted} for an (M, N) of "
             f"({m}, {n}), not {shape}"
@@ -379,7 +386,9 @@ def _check_shape(declared: Input, value: Tensor | float, acc: Tensor, k: int) ->
 def _broadcastable(kind: Kind, value: Tensor | float, device: torch.device) -> Tensor:
     if not isinstance(value, Tensor):
         return _number(value, device)
-    return value[:, None] if kind is Kind.COL else value
+    if kind is Kind.ROW and value.ndim > 1:
+        return value[..., None, :]
+    return value[..., None] if kind is Kind.COL else value
 
 
 def _number(value: float, device: torch.device) -> Tensor:

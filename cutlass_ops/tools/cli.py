@@ -213,6 +213,10 @@ Problems = Annotated[
         help="Problems such as 512x4096x4096. Extents may be lists, such as 1,16,64x4096x4096.",
     ),
 ]
+BatchesOf = Annotated[
+    int | None,
+    typer.Option(min=1, help="Number of batches: A is (batches, M, K), B is (batches, K, N). Default: one B."),
+]
 MajorOf = Annotated[
     str,
     typer.Option(
@@ -373,6 +377,7 @@ def tune(
     ] = ["bf16"],  # noqa: B006
     a: MajorOf = "row",
     b: MajorOf = "col",
+    batches: BatchesOf = None,
     kernels: Annotated[int | None, typer.Option(min=1, help="Most kernels to compile. Default: 48.")] = None,
     candidates: Annotated[
         int | None, typer.Option(min=1, help="Most kernels to race at one problem. Default: 12.")
@@ -412,7 +417,7 @@ def tune(
 
     code = commands.tune(
         spelling.op_of(op), spelling.problems_of(problems), _dtypes(dtypes), spelling.major_of(a), spelling.major_of(b),
-        effort={name: value for name, value in effort.items() if value is not None} | {"refine": refine},
+        batches=batches, effort={name: value for name, value in effort.items() if value is not None} | {"refine": refine},
         folder=folder, again=again, allow_fallback=allow_fallback, deterministic=deterministic, executor=executor,
         as_json=as_json,
     )  # fmt: skip
@@ -428,6 +433,7 @@ def explain(
     ] = "bf16",
     a: MajorOf = "row",
     b: MajorOf = "col",
+    batches: BatchesOf = None,
     device: Annotated[
         str | None,
         typer.Option(
@@ -443,7 +449,7 @@ def explain(
 
     code = commands.explain(
         spelling.op_of(op), spelling.problems_of(problems), spelling.dtype_of(dtype), spelling.major_of(a),
-        spelling.major_of(b), None if device is None else gpus.gpu_named(device), as_json,
+        spelling.major_of(b), batches=batches, device=None if device is None else gpus.gpu_named(device), as_json=as_json,
     )  # fmt: skip
     _end(code)
 

@@ -29,10 +29,12 @@ from cutlass_ops.choose import tables
 from cutlass_ops.compilation.builder import build_many
 from cutlass_ops.declare import chips, spelling
 from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.form import BATCHED, DENSE
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import HasGraph, KernelSpec, Major
 from cutlass_ops.run import gated
 from cutlass_ops.run.call import call_at, device_of
+from cutlass_ops.run.ops import graph_op
 from cutlass_ops.ship import catalog, distributing, packing, shipping, verifying
 from cutlass_ops.tools.doctor import diagnose
 from cutlass_ops.tools.explaining import Explanation, explain_call
@@ -219,6 +221,7 @@ def tune(
     a: Major,
     b: Major,
     *,
+    batches: int | None,
     effort: dict[str, Any],
     folder: Path | None,
     again: bool,
@@ -237,7 +240,7 @@ def tune(
         for each in dict.fromkeys(ops.values()):
             left = limits.seconds - (time.monotonic() - began) if report.tables else limits.seconds
             found = tuning.tune(
-                each, problems, dtypes=[dtype for dtype in ops if ops[dtype] == each], a=a, b=b,
+                each, problems, dtypes=[dtype for dtype in ops if ops[dtype] == each], a=a, b=b, batches=batches,
                 input_dtypes=spelling.INPUT_DTYPES.get(op), effort=replace(limits, seconds=left),
                 folder=where if folder else None, again=again, allow_fallback=allow_fallback,
                 deterministic=deterministic, executor=pool,
@@ -256,7 +259,15 @@ def tune(
 
 
 def explain(
-    op: str, problems: list[Problem], dtype: str, a: Major, b: Major, device: Device | None, as_json: bool
+    op: str,
+    problems: list[Problem],
+    dtype: str,
+    a: Major,
+    b: Major,
+    *,
+    batches: int | None,
+    device: Device | None,
+    as_json: bool,
 ) -> int:
     """Print why problems are served as they are."""
     here = torch.cuda.is_available()
@@ -264,16 +275,20 @@ def explain(
     if device is None:
         device = device_of(torch.device("cuda", torch.cuda.current_device())) if here else USUAL
         note = [] if here else [f"\nno CUDA device here: explained for {device.name} (--device names another)"]
-    found = [_explained(op, problem, dtype, a, b, device) for problem in problems]
+    found = [_explained(op, problem, dtype, a, b, batches, device) for problem in problems]
     _show(as_json, [each.to_json() for each in found], "\n\n".join(map(str, found)), *note)
     return 0
 
 
-def _explained(op: str, problem: Problem, dtype: str, a: Major, b: Major, device: Device) -> Explanation:
-    inputs = spelling.INPUT_DTYPES.get(op)
-    call = call_at(_op(op, dtype).graph, problem, dtype, a, b, input_dtypes=inputs)
-    # Only the op knows that two GEMMs serve calls for which no kernel takes both weights.
-    known = gated.swiglu_op(None) if op == "gemm_swiglu" else None
+def _explained(
+    op: str, problem: Problem, dtype: str, a: Major, b: Major, batches: int | None, device: Device
+) -> Explanation:
+    inputs, graph = spelling.INPUT_DTYPES.get(op), _op(op, dtype).graph
+    form = DENSE if batches is None else BATCHED
+    problem = problem._replace(count=batches or 1)
+    call = call_at(graph, problem, dtype, a, b, input_dtypes=inputs, form=form)
+    # Only the op knows that two GEMMs serve calls for which no kernel takes both weights, or a GEMM for each batch.
+    known = gated.swiglu_op(None) if op == "gemm_swiglu" else graph_op(op, graph) if batches else None
     return explain_call(op, call, device, known)
 
 

@@ -12,6 +12,7 @@ from cutlass_ops.artifacts.loader import LoadedKernel, refusal
 from cutlass_ops.base import mma
 from cutlass_ops.choose.tables import Measured
 from cutlass_ops.declare.config import Config, Ordered
+from cutlass_ops.declare.form import DENSE
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue.nodes import Kind
@@ -113,6 +114,8 @@ class Trial:
     def admit_peers(self) -> None:
         """Enter PyTorch's ways to compute the same."""
         for name, peer in peers(self._signature.epilogue, self._sets[0].a.dtype).items():
+            if self._signature.form != DENSE and name != "eager":
+                continue
             self._watch.add(name, self._run_peer(peer))
             self._peers.append(name)
 
@@ -197,7 +200,9 @@ class Trial:
 
     def _draw(self) -> _Tensors:
         signature, (m, n, k) = self._signature, self._problem.extents
-        extents = {Kind.ROW: (n,), Kind.COL: (m,), Kind.TILE: (m, n), Kind.PRODUCT: (k, n)}
+        # All tiles of batches are their own; they share vectors.
+        lead = () if signature.form == DENSE else (self._problem.count,)
+        extents = {Kind.ROW: (n,), Kind.COL: (m,), Kind.TILE: (*lead, m, n), Kind.PRODUCT: (k, n)}
         scales = {Kind.PRODUCT: k**-0.25}
         graph = signature.epilogue
         steps = -(-k // mma.BLOCK_K)
@@ -211,7 +216,10 @@ class Trial:
         types = (signature.d, *signature.outputs)
         outputs = tuple(_empty(extents[o.kind], t, self._device) for o, t in zip(graph.outputs, types, strict=True))
         return _Tensors(
-            self._normal((m, k), signature.a, k**-0.25), self._normal((k, n), signature.b, k**-0.25), inputs, outputs
+            self._normal((*lead, m, k), signature.a, k**-0.25),
+            self._normal((*lead, k, n), signature.b, k**-0.25),
+            inputs,
+            outputs,
         )
 
     def _normal(self, shape: tuple[int, ...], operand: Operand, scale: float = 1.0) -> Tensor:
@@ -280,12 +288,13 @@ def _empty(shape: tuple[int, ...], operand: Operand, device: torch.device) -> Te
     dtype = getattr(torch, operand.dtype.torch_name)
     if len(shape) == 1:
         return torch.empty(shape, dtype=dtype, device=device)
-    outer, inner = shape if operand.major == "row" else shape[::-1]
+    *lead, rows, columns = shape
+    outer, inner = (rows, columns) if operand.major == "row" else (columns, rows)
     units = -(-inner // operand.alignment)
     if not operand.aligned and units % 2 == 0:
         units += 1  # a leading dimension that no wider access divides
-    matrix = torch.empty(outer, units * operand.alignment, dtype=dtype, device=device)[:, :inner]
-    return matrix if operand.major == "row" else matrix.t()
+    matrix = torch.empty(*lead, outer, units * operand.alignment, dtype=dtype, device=device)[..., :inner]
+    return matrix if operand.major == "row" else matrix.mT
 
 
 def _best_orders(ranked: Sequence[Ordered]) -> list[Ordered]:

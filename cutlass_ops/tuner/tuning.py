@@ -33,6 +33,7 @@ from cutlass_ops.choose.tables import Point, Table
 from cutlass_ops.compilation.builder import building
 from cutlass_ops.declare.config import Config, Ordered
 from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.form import BATCHED, DENSE, Form
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec, Major
 from cutlass_ops.epilogue.graph import Graph
@@ -452,6 +453,7 @@ def tune(
     dtypes: DTypes = ("bf16",),
     a: Major = "row",
     b: Major = "col",
+    batches: int | None = None,
     out_dtype: torch.dtype | None = None,
     input_dtypes: Mapping[str, str] | None = None,
     device: int = 0,
@@ -478,6 +480,8 @@ def tune(
         ``"e5m2"`` these are BF16. Kernels are tuned for the types that calls have: where these differ, say so.
     a, b : {"row", "col"}
         Majors of A (M, K) and B (K, N). ``weight.t()`` of a weight (N, K) is ``"col"``.
+    batches : int, optional
+        Tune calls of so many batches, of A (batches, M, K) and B (batches, K, N); by default, of a single B.
     out_dtype : torch.dtype, optional
         D's dtype; by default that of A.
     input_dtypes : mapping of str to str, optional
@@ -517,7 +521,7 @@ def tune(
     NoDeviceError
         If there is no such device.
     ValueError
-        If a shape, dtype, major or input is none, both `allow_fallback` and `deterministic` are given, or tables cannot
+        If a shape, number of batches, dtype, major or input is none, both `allow_fallback` and `deterministic` are given, or tables cannot
         be written in the folder.
     UnsupportedError
         If no kernel serves the op there.
@@ -546,11 +550,14 @@ def tune(
     graph, effort = called(op).graph, effort or Effort()
     place = _place(device, folder)
     problems: dict[OpSignature, list[Problem]] = {}
-    wanted = [Problem.of(shape) for shape in shapes]
+    form = DENSE if batches is None else BATCHED
+    if batches is not None and (type(batches) is not int or batches < 1):
+        raise ValueError(f"batches is {batches!r}: give a number of batches, 1 or more")
+    wanted = [Problem.of(shape)._replace(count=batches or 1) for shape in shapes]
     for dtype in [dtypes] if isinstance(dtypes, str | torch.dtype) else dtypes:
         for problem in wanted:
             name = element_named(dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch."), OPERANDS).name
-            signature = signature_at(graph, problem, name, a, b, out_dtype, place.device, input_dtypes)
+            signature = signature_at(graph, problem, name, a, b, out_dtype, place.device, input_dtypes, form)
             problems.setdefault(signature, []).append(problem)
     for signature in problems:
         if not dispatch.specs(signature, place.device):
@@ -578,9 +585,10 @@ def signature_at(
     out_dtype: torch.dtype | None,
     device: Device,
     input_dtypes: Mapping[str, str] | None = None,
+    form: Form = DENSE,
 ) -> OpSignature:
     """Return the signature of a call with contiguous tensors of these extents; see :func:`call_at`."""
-    return signature_of(call_at(graph, problem, dtype, a, b, out_dtype, input_dtypes), device)
+    return signature_of(call_at(graph, problem, dtype, a, b, out_dtype, input_dtypes, form), device)
 
 
 def _place(device: int, folder: str | os.PathLike[str] | None) -> Place:

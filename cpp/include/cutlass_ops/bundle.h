@@ -98,6 +98,9 @@ struct Weight {
 struct Signature {
   // The epilogue as expressions, such as "d = relu(add(acc, bias))"; outputs are separated by "; ".
   std::string epilogue;
+  // How the GEMMs of one launch belong together: "dense", one GEMM, or "batched", for which A, B and D have one or two leading
+  // dimensions of batches.
+  std::string form = "dense";
   // In launch order: a, b, out, then the epilogue's inputs, then its further outputs.
   std::vector<Operand> operands;
   std::vector<KernelInfo> kernels;
@@ -179,7 +182,8 @@ class Bundle {
   std::vector<Signature> const& signatures() const;
 
   // The signature of an epilogue whose operand types begin with these.
-  Signature const& signature(std::string const& epilogue, std::vector<std::string> const& types = {}) const;
+  Signature const& signature(std::string const& epilogue, std::vector<std::string> const& types = {},
+                             std::string const& form = "dense") const;
 
   // Loads the kernel whose key begins with this. Its SHA-256 is checked before it is mapped, and exactly the checked bytes
   // run. A kernel with its own library search paths is rejected. The process must have the CUDA runtime that the kernel was

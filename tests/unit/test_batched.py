@@ -1,0 +1,431 @@
+"""Batches: a GEMM for each, of operands whose leading dimensions broadcast, in one launch where a kernel computes that."""
+
+import re
+
+import pytest
+import torch
+from fake_device import fake_device
+from hypothesis import given
+from hypothesis import strategies as st
+from signatures import A100, H100
+
+import cutlass_ops as co
+from cutlass_ops.choose import dispatch
+from cutlass_ops.declare.config import Sm80Config, Sm90Config
+from cutlass_ops.declare.form import BATCHED, DENSE
+from cutlass_ops.declare.problem import Problem
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.kinds import legality
+from cutlass_ops.run import batches, ops
+from cutlass_ops.run.call import call_at, check_call, signature_of
+from cutlass_ops.tools.explaining import explain_call
+from tests.strategies import PATIENT
+
+BF16 = torch.bfloat16
+
+
+@co.epilogue
+def mixed(acc, bias: co.Row, scale: co.Col, residual: co.Tile, factor: co.Scalar):
+    return co.e.relu(acc * scale + bias) * factor + residual
+
+
+@co.epilogue
+def summed(acc):
+    return {"d": acc, "of_rows": co.e.sum(acc, dim=1), "of_columns": co.e.max(acc, dim=0)}
+
+
+@co.epilogue
+def saved(acc):
+    return {"d": co.e.relu(acc), "pre": acc}
+
+
+@co.epilogue
+def dropped(acc, seed: co.Integer):
+    return co.e.where(co.e.uniform(seed) < 0.5, acc, 0.0)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    with fake_device(monkeypatch) as found:
+        yield found
+
+
+def normal(*shape, dtype=BF16):
+    return torch.randn(*shape).to(dtype)
+
+
+def exact(a, b):
+    return torch.matmul(a.double(), b.double())
+
+
+def close(found, wanted):
+    assert found.shape == wanted.shape
+    torch.testing.assert_close(found.double(), wanted.to(found.dtype).double(), rtol=2**-6, atol=2**-4)
+
+
+# ---- Shapes ----------------------------------------------------------------------------------------------------------
+
+SHAPES = {
+    "bmm": ((3, 5, 16), (3, 16, 8)),
+    "one batch": ((1, 5, 16), (1, 16, 8)),
+    "two dimensions": ((2, 3, 5, 16), (2, 3, 16, 8)),
+    "three dimensions": ((2, 2, 3, 5, 16), (2, 2, 3, 16, 8)),
+    "a shared": ((5, 16), (3, 16, 8)),
+    "b shared by some": ((2, 3, 5, 16), (3, 16, 8)),
+    "a shared by some": ((3, 5, 16), (2, 3, 16, 8)),
+    "both broadcast": ((2, 1, 5, 16), (1, 3, 16, 8)),
+    "one row": ((3, 1, 16), (3, 16, 8)),
+    "one column": ((3, 5, 16), (3, 16, 1)),
+    "odd": ((3, 5, 7), (3, 7, 9)),
+    "no batch": ((0, 5, 16), (0, 16, 8)),
+    "no rows": ((3, 0, 16), (3, 16, 8)),
+    "K of 0": ((3, 5, 0), (3, 0, 8)),
+}
+
+
+@pytest.mark.parametrize(("a", "b"), SHAPES.values(), ids=SHAPES)
+def test_leading_dimensions_broadcast_as_those_of_matmul(a, b):
+    a, b = normal(*a), normal(*b)
+    close(co.gemm(a, b), exact(a, b))
+
+
+@pytest.mark.parametrize(("a", "b"), SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
+def test_other_types(a, b, dtype):
+    *lead, k, n = b
+    if dtype.itemsize == 1 and k == 7:
+        pytest.skip("FP8 has lines of multiples of 16")
+    a, b = normal(*a).to(dtype), normal(*lead, n, k).to(dtype).mT
+    close(co.gemm(a, b), exact(a.float(), b.float()))
+
+
+def test_a_single_b_folds_all_of_a_into_rows():
+    call = check_call(builtin.identity.graph, normal(2, 3, 16), normal(16, 8), {}, None, None)
+    assert (call.arguments.form, call.problem) == (DENSE, Problem(6, 8, 16))
+
+
+def test_permuted_views_are_read_where_they_lie():
+    tokens = normal(2, 5, 3, 16)  # (sequences, tokens, heads, K)
+    q, k = tokens.transpose(1, 2), normal(2, 7, 3, 16).transpose(1, 2)
+    call = check_call(builtin.identity.graph, q, k.mT, {}, None, None)
+    assert call.arguments.a.data_ptr() == tokens.data_ptr()
+    assert call.arguments.a.stride() == q.stride()
+    close(co.gemm(q, k.mT), exact(q, k.mT))
+
+
+def test_more_dimensions_are_folded_where_one_stride_leads_through_them():
+    a, b = normal(2, 3, 4, 5, 16), normal(4, 16, 8)
+    call = check_call(builtin.identity.graph, a, b, {}, None, None)
+    assert call.arguments.is_folded
+    assert (call.arguments.a.shape, call.arguments.b.shape) == ((6, 4, 5, 16), (6, 4, 16, 8))
+    assert call.arguments.b.stride()[:2] == (0, 128)
+    a = normal(4, 3, 2, 5, 16).permute(2, 1, 0, 3, 4)
+    with pytest.raises(ValueError, match=re.escape("need 3 strides, and kernels know 2: pass a.expand((2, 3, 4, 5, 16))")):
+        co.gemm(a, b)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "message"),
+    [
+        ((3, 5, 16), (2, 16, 8), "batches, which must be equal or 1"),
+        ((2, 3, 5, 16), (2, 16, 8), "batches, which must be equal or 1"),
+        ((3, 5, 16), (3, 8, 16), "b looks like weights of shape (..., N, K): pass b.mT"),
+        ((3, 5, 16), (3, 17, 8), "a must be (..., M, K) and b (..., K, N) with the same K"),
+        ((16,), (3, 16, 8), "a must be (..., M, K) and b (..., K, N) with the same K"),
+    ],
+)
+def test_operands_that_do_not_fit_are_refused(a, b, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        co.gemm(normal(*a), normal(*b))
+
+
+# ---- Epilogues -------------------------------------------------------------------------------------------------------
+
+ROWS = [((8,), (8,)), ((2, 3, 8), (2, 3, 1, 8)), ((3, 1, 8), (3, 1, 8)), ((2, 1, 1, 8), (2, 1, 1, 8)), ((3, 8), (3, 1, 8))]
+COLUMNS = [((5,), (5, 1)), ((5, 1), (5, 1)), ((2, 3, 5), (2, 3, 5, 1)), ((3, 5, 1), (3, 5, 1)), ((2, 1, 5), (2, 1, 5, 1))]
+TILES = [((5, 8),) * 2, ((2, 3, 5, 8),) * 2, ((3, 5, 8),) * 2, ((2, 1, 5, 8),) * 2, ((3, 5, 1),) * 2, ((1, 1, 1, 8),) * 2]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+@pytest.mark.parametrize("column", COLUMNS, ids=str)
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_inputs_are_shared_or_have_batches(row, column, tile):
+    a, b = normal(2, 3, 5, 16), normal(2, 3, 16, 8)
+    (bias, as_bias), (scale, as_scale), (residual, as_residual) = ((normal(*x), y) for x, y in (row, column, tile))
+    found = co.gemm(a, b, epilogue=mixed, bias=bias, scale=scale, residual=residual, factor=0.5)
+    values = (x.double().reshape(y) for x, y in ((bias, as_bias), (scale, as_scale), (residual, as_residual)))
+    bias, scale, residual = values
+    close(found, torch.relu(exact(a, b) * scale + bias) * 0.5 + residual)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("bias", (2, 8)), ("bias", (2, 3, 9)), ("scale", (2, 5)), ("residual", (8,)), ("residual", (2, 5, 8))]
+)
+def test_an_input_that_fits_no_batch_is_refused(name, shape):
+    given = {"bias": normal(8), "scale": normal(5), "residual": normal(5, 8), name: normal(*shape)}
+    with pytest.raises(ValueError, match=rf"^{name} has shape .*for a result of shape \(2, 3, 5, 8\)"):
+        co.gemm(normal(2, 3, 5, 16), normal(2, 3, 16, 8), epilogue=mixed, factor=1.0, **given)
+
+
+@pytest.mark.parametrize("op", ops.NAMED, ids=lambda op: op.name)
+def test_every_named_op(op):
+    a, b = normal(3, 5, 16), normal(3, 16, 8)
+    given = {i.name: normal(3, 8) if i.kind.name == "ROW" else normal(3, 5, 8) for i in op.graph.inputs}
+    found = op(a, b, **given)
+    for at in range(3):
+        torch.testing.assert_close(found[at], op(a[at], b[at], **{name: x[at] for name, x in given.items()}))
+
+
+def test_epilogues_that_concern_one_gemm_are_computed_batch_by_batch():
+    a, b = normal(2, 3, 5, 16), normal(3, 16, 8)
+    found = co.gemm(a, b, epilogue=summed)
+    assert (found.of_rows.shape, found.of_columns.shape) == ((2, 3, 5), (2, 3, 8))
+    close(found.of_rows, exact(a, b).sum(-1).float())
+    close(found.of_columns, exact(a, b).amax(-2).float())
+    found = ops.called(builtin.rms_norm)(a, b, 1e-5)
+    close(found, exact(torch.nn.functional.rms_norm(a.double(), (16,), eps=1e-5), b))
+    up = normal(3, 16, 8)
+    found = ops.called(builtin.swiglu)(a, b, up)
+    close(found, torch.nn.functional.silu(exact(a, b)) * exact(a, up))
+
+
+def test_random_numbers_would_repeat_in_every_batch():
+    with pytest.raises(ValueError, match="the same for every batch: call the op for each batch with a seed of its own"):
+        co.gemm(normal(3, 5, 16), normal(3, 16, 8), epilogue=dropped, seed=1)
+
+
+# ---- Outputs ---------------------------------------------------------------------------------------------------------
+
+
+def test_d_may_lie_in_permuted_memory():
+    a, b = normal(2, 3, 5, 16), normal(2, 3, 16, 8)
+    out = torch.full((2, 5, 3, 8), torch.nan, dtype=BF16).transpose(1, 2)
+    assert co.gemm(a, b, out=out) is out
+    close(out, exact(a, b))
+
+
+def test_further_tiles_have_batches():
+    a, b = normal(3, 5, 16), normal(3, 16, 8)
+    found = co.gemm(a, b, epilogue=saved)
+    close(found.pre, exact(a, b))
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        (normal(5, 8).expand(3, 5, 8), "by which elements share memory"),
+        (normal(3, 8, 5), "it must have shape (3, 5, 8)"),
+        (normal(5, 8), "it must have shape (3, 5, 8)"),
+    ],
+)
+def test_a_d_that_batches_cannot_write_is_refused(out, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        co.gemm(normal(3, 5, 16), normal(3, 16, 8), out=out)
+
+
+def test_heads_of_one_buffer_may_be_read_and_written():
+    packed = normal(2, 5, 3, 4, 16)  # (sequences, tokens, (q, k, out), heads, head)
+    q, k, out = (packed[:, :, at].transpose(1, 2) for at in range(3))
+    wanted = exact(q, k.mT)
+    assert wanted.shape == (2, 4, 5, 5)
+    a, b = q, normal(2, 4, 16, 16)
+    wanted = exact(a, b)
+    close(co.gemm(a, b, out=out), wanted)
+    with pytest.raises(ValueError, match="out shares memory with a"):
+        co.gemm(a, b, out=packed[:, :, 0].transpose(1, 2))
+
+
+@PATIENT
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.integers(0, 12)), min_size=1, max_size=3),
+    st.lists(st.integers(1, 3), min_size=3, max_size=3),
+    st.integers(0, 20),
+)
+def test_memory_meets_where_an_element_is_in_both(levels, others, offset):
+    buffer = torch.arange(200)
+    x = buffer.as_strided([extent for extent, _ in levels], [stride for _, stride in levels])
+    y = buffer.as_strided(others[: len(levels)], [stride for _, stride in levels], offset)
+    shared = bool(set(x.flatten().tolist()) & set(y.flatten().tolist()))
+    assert batches.is_nested(x) <= (len(set(x.flatten().tolist())) == x.numel())
+    if batches.is_nested(x) and batches.is_nested(y):
+        assert batches.meet(x, y) == shared
+    else:
+        assert batches.meet(x, y)
+
+
+# ---- Kernels ---------------------------------------------------------------------------------------------------------
+
+
+def signature_for(a, b, graph=builtin.identity.graph, device=H100, **inputs):
+    return signature_of(check_call(graph, a, b, inputs, None, None), device)
+
+
+def test_a_signature_says_that_there_are_batches_and_how_they_are_aligned():
+    found = signature_for(normal(3, 64, 64), normal(3, 64, 64).mT)
+    assert found.form == BATCHED
+    assert (str(found.a), str(found.b), str(found.d)) == ("bf16.row", "bf16.col", "bf16.row")
+    # Every batch has to lie as TMA needs it.
+    apart = normal(3, 64 * 64 + 4).as_strided((3, 64, 64), (64 * 64 + 4, 64, 1))
+    assert signature_for(apart, normal(3, 64, 64).mT).a.alignment == 4
+    assert signature_for(normal(64, 64).expand(3, 64, 64), normal(3, 64, 64).mT).a.aligned
+
+
+@pytest.mark.usefixtures("session")
+@pytest.mark.parametrize(
+    ("device", "n", "config"), [(H100, 64, Sm90Config), (H100, 63, Sm80Config), (A100, 64, Sm80Config), (A100, 63, Sm80Config)]
+)
+@pytest.mark.parametrize("problem", [(1000, 64, 64), (8, 2048, 2048), (100_000, 16, 16)], ids=str)
+def test_a_legal_kernel_is_chosen(device, n, config, problem):
+    count, m, k = problem
+    call = call_at(mixed.graph, Problem(m, n, k, count), "bf16", "row", "row", form=BATCHED)
+    found = dispatch.decide(signature_of(call, device), device, call.problem)
+    assert isinstance(found.config, config)
+    for spec in found.specs:
+        assert spec.form == BATCHED
+        assert legality.check(spec) == ()
+    # The grid of a kernel that is not persistent counts to 65535.
+    assert count <= 65535 or getattr(found.config, "schedule", None) != "warp_specialized"
+
+
+def launches(device):
+    return [launch.spec for launch in device.launches]
+
+
+@pytest.mark.parametrize("a", [(3, 48, 64), (2, 3, 48, 64), (48, 64)], ids=str)
+def test_a_call_is_one_launch_and_the_next_one_is_warm(device, a):
+    a, b, bias = normal(*a), normal(3, 64, 32).contiguous(), normal(3, 32)
+    wanted = torch.relu(exact(a, b) + bias.double()[..., None, :])
+    for _ in range(2):
+        close(co.gemm_bias_relu(a, b, bias if a.ndim != 4 else bias.expand(2, 3, 32)), wanted)
+    (first, second) = launches(device)
+    assert first == second
+    assert first.form == BATCHED
+
+
+def test_warm_calls_are_served_warm(device):
+    op = ops.graph_op("fresh", builtin.identity.graph)
+    a, b = normal(3, 48, 64), normal(3, 64, 32)
+    for _ in range(3):
+        close(op(a, b), exact(a, b))
+    assert (op.served_warm, op.refused_warm, len(device.launches)) == (2, 0, 3)
+    # Another number of batches is another problem; the same op still serves one GEMM.
+    close(op(a[:2], b[:2]), exact(a[:2], b[:2]))
+    close(op(a, b[0]), exact(a, b[0]))
+    assert [spec.form for spec in launches(device)] == [BATCHED] * 4 + [DENSE]
+
+
+def test_folded_dimensions_are_launched_once(device):
+    op = ops.graph_op("folded", builtin.bias.graph)
+    a, b, bias = normal(2, 3, 4, 48, 64), normal(4, 64, 32), normal(32)
+    for _ in range(2):
+        close(op(a, b, bias), exact(a, b) + bias.double())
+    assert len(device.launches) == 2
+    assert op.served_warm == 1
+
+
+def test_batches_apart_are_a_launch_each(device):
+    op = ops.graph_op("apart", summed.graph)
+    a, b = normal(3, 48, 64), normal(3, 64, 32)
+    for _ in range(2):
+        close(op(a, b).of_rows, exact(a, b).sum(-1).float())
+    assert [spec.form for spec in launches(device)] == [DENSE] * 6
+    assert op.warm_up(a, b) > 0
+    with pytest.raises(co.UnsupportedError, match="finishes the reductions of one GEMM"):
+        op.plan(a, b)
+    with pytest.raises(co.UnsupportedError, match="a prepared launch is one kernel"):
+        co.prepare_launch(op, a, b)
+
+
+def test_a_prepared_launch_has_batches(device):
+    a, b = normal(3, 48, 64), normal(3, 64, 32)
+    launch = co.prepare_launch(co.gemm, a, b)
+    close(launch(), exact(a, b))
+    assert launches(device)[0].form == BATCHED
+
+
+def spec(config=None, **changes):
+    config = config or Sm90Config(co.ThreadblockShape(128, 128, 64), co.ClusterShape(2, 1))
+    types = {"a": "bf16.row", "b": "bf16.col", "d": "bf16.row", "epilogue": mixed, "form": "batched"}
+    return co.KernelSpec(config=config, **types | changes)
+
+
+def test_an_exact_kernel_serves_its_form_alone(device):
+    kernel = co.build(spec(epilogue=builtin.identity))
+    a, b = normal(3, 48, 64), normal(3, 32, 64).mT
+    close(kernel(a, b), exact(a, b))
+    with pytest.raises(ValueError, match=re.escape("is batched: pass b (..., K, N)")):
+        kernel(a, b[0])
+    with pytest.raises(ValueError, match=re.escape("is dense: pass b (K, N)")):
+        co.build(spec(epilogue=builtin.identity, form="dense"))(a, b)
+
+
+def test_an_exact_kernel_allocates_columns_of_each_batch(device):
+    kernel = co.build(spec(epilogue=builtin.identity, d="bf16.col"))
+    a, b = normal(3, 48, 64), normal(3, 32, 64).mT
+    for _ in range(2):
+        found = kernel(a, b)
+        assert found.stride() == (48 * 32, 1, 48)
+        close(found, exact(a, b))
+
+
+def test_kernels_read_two_distances_of_each_operand():
+    source = co.source(spec())
+    assert "batched.input<ElementA, MajorA, AlignmentA, false>()" in source
+    assert "cute::Shape<int, int, int, cute::Shape<int, int>>" in source
+    assert "using TileScheduler = cutlass_ops::BatchedScheduler;" in source
+    assert "cutlass_ops::BatchedVector<Element_bias> bias;" in source
+    older = Sm80Config(co.ThreadblockShape(64, 64, 64), co.WarpShape(32, 32, 64))
+    source = co.source(spec(older))
+    assert "cutlass_ops::Sm80BatchedEntry<Gemm>" in source
+    assert "sm80::Batched<sm80::RowBroadcast<ThreadMap, Element_bias>" in source
+    assert "atched" not in co.source(spec(form="dense"))
+
+
+# ---- Explanations and programs ---------------------------------------------------------------------------------------
+
+
+def explained(op, problem, device=H100):
+    return explain_call(op.name, call_at(op.graph, problem, "bf16", "row", "col", form=BATCHED), device, op)
+
+
+def test_an_explanation_says_how_many_batches_there_are():
+    found = explained(co.gemm_bias_relu, Problem(1024, 1024, 128, 64))
+    assert (found.problem, found.batches) == ((1024, 1024, 128), 64)
+    assert "M=1024 N=1024 K=128 in 64 batches, on NVIDIA H100" in found.verdict
+    assert "64x1024x1024x128" in repr(found)
+    assert found.to_json()["batches"] == 64
+    one = explained(co.gemm_bias_relu, Problem(1024, 1024, 128, 1))
+    assert one.microseconds < found.microseconds < 64 * one.microseconds
+
+
+def test_an_explanation_says_why_batches_take_a_launch_each():
+    op = ops.called(summed)
+    found = explained(op, Problem(256, 256, 256, 64))
+    assert found.served_by == "64 GEMMs"
+    assert "each batch is a call of its own" in found.why
+    assert len(found.parts) == 1
+    assert found.microseconds == pytest.approx(64 * found.parts[0].microseconds)
+
+
+@pytest.mark.slow
+def test_programs_call_batches():
+    a, b, bias = normal(2, 3, 5, 16), normal(3, 16, 8), normal(8)
+
+    def step(a, b, bias):
+        return co.gemm_bias_relu(a, b, bias), co.gemm(a, b, epilogue=summed).of_columns
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for found, wanted in zip(compiled(a, b, bias), step(a, b, bias), strict=True):
+        torch.testing.assert_close(found, wanted)
+    out = torch.empty(2, 3, 5, 8, dtype=BF16)
+    torch.compile(lambda a, b, out: co.gemm(a, b, out=out), fullgraph=True, backend="aot_eager")(a, b, out)
+    close(out, exact(a, b))
+
+
+def test_fake_tensors_have_batches():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        a, b = torch.empty(2, 3, 5, 16, dtype=BF16), torch.empty(3, 16, 8, dtype=BF16)
+        found = co.gemm(a, b, epilogue=summed)
+    assert [x.shape for x in found] == [(2, 3, 5, 8), (2, 3, 5), (2, 3, 8)]
