@@ -67,7 +67,8 @@ class LoadedKernel:
         Launches on the current stream of the operands' device and returns 0. If it rejects an argument, it launches
         nothing and returns a status for :func:`refusal`.
     workspace_size : callable
-        Takes M, N, K, the number of GEMMs, raster order and swizzle. Returns the bytes of workspace on the current device.
+        Takes M, N, K, the number of GEMMs, raster order and swizzle. Returns the bytes of workspace on the current
+        device.
     prepare : callable
         Takes what `launch` takes, and :func:`stream_api`. Returns a function without arguments that launches with
         exactly these tensors, a status for :func:`refusal`, or None if the kernel needs more than that at each launch.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
 from torch import Tensor
@@ -25,13 +26,13 @@ def require(graph: Graph) -> None:
     """
     if graph.block_scales:
         raise ValueError(
-            f"b has batches, and {' and '.join(graph.block_scales)} are scales of blocks of one A and one B: call the op "
-            "for each batch"
+            f"b has batches, and {' and '.join(graph.block_scales)} are scales of blocks of one A and one B: call "
+            "the op for each batch"
         )
     if any(node.op == UNIFORM for node in graph.nodes):
         raise ValueError(
-            "b has batches, and the epilogue draws random numbers by row and column, the same for every batch: call the op "
-            "for each batch with a seed of its own"
+            "b has batches, and the epilogue draws random numbers by row and column, the same for every batch: call "
+            "the op for each batch with a seed of its own"
         )
 
 
@@ -166,7 +167,7 @@ def folded(tensors: Mapping[str, Tensor], own: Mapping[str, int], shape: tuple[i
 def _groups(tensor: Tensor, shape: tuple[int, ...]) -> int:
     """Return how many strides a tensor by itself needs for its batches."""
     several = [at for at, extent in enumerate(shape) if extent > 1]
-    pairs = zip(several, several[1:], strict=False)
+    pairs = itertools.pairwise(several)
     return 1 + sum(tensor.stride(x) != tensor.stride(y) * shape[y] for x, y in pairs)
 
 
@@ -201,8 +202,6 @@ def meet(x: Tensor, y: Tensor) -> bool:
         if pitch == 0:
             return within(offset, at + 1)
         below = offset // pitch
-        return any(
-            within(offset - steps * pitch, at + 1) for steps in (below, below + 1) if -of_y < steps < of_x
-        )
+        return any(within(offset - steps * pitch, at + 1) for steps in (below, below + 1) if -of_y < steps < of_x)
 
     return within(y.data_ptr() - x.data_ptr(), 0)

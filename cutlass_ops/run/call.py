@@ -152,8 +152,8 @@ def check_call(
     """
     arguments = operands.check_arguments(graph, a, b, inputs)
     if spec is not None and spec.form != arguments.form:
-        wanted = "b (K, N)" if spec.form == DENSE else "b (..., K, N) with dimensions of batches: b[None] has one"
-        raise ValueError(f"b has shape {tuple(b.shape)}, and {spec.slug} is {spec.form}: pass {wanted}")
+        instead = "b (K, N)" if spec.form == DENSE else "b (..., K, N) with dimensions of batches: b[None] has one"
+        raise ValueError(f"b has shape {tuple(b.shape)}, and {spec.slug} is {spec.form}: pass {instead}")
     if out_dtype is not None and out_dtype not in _OUT_DTYPES:
         raise TypeError(f"out_dtype is {out_dtype}: use {', '.join(map(str, _OUT_DTYPES[:-1]))} or {_OUT_DTYPES[-1]}")
     given = given_outputs(graph, out)

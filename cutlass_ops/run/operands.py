@@ -168,8 +168,8 @@ class Arguments(NamedTuple):
     a, b : Tensor
         A (M, K) and B (K, N). Batched, both have all batches, those that they share with a stride of 0.
     inputs : mapping of str to Tensor or float
-        The epilogue's inputs by name: (N,), (M,), (M, N), a product's (K, N), or a scalar. Batched, a tensor is shared by
-        all batches, or has all of them.
+        The epilogue's inputs by name: (N,), (M,), (M, N), a product's (K, N), or a scalar. Batched, a tensor is
+        shared by all batches, or has all of them.
     spread, copied : tuple of str
         The inputs that the caller gave in another shape, and those that were copied since they repeat values.
     """
@@ -482,8 +482,8 @@ def _check_batched_input(declared: Input, value: Tensor, a: Tensor, leading: tup
     found = batches.spread(declared.kind, _as_stored(value), tuple(shape), own)
     if found is None:
         raise ValueError(
-            f"{name} has shape {tuple(value.shape)}: as a {declared.kind.name.capitalize()} it must have shape {own}, or "
-            f"{(*shape, *own)} for a result of shape {(*leading, n)}"
+            f"{name} has shape {tuple(value.shape)}: as a {declared.kind.name.capitalize()} it must have shape {own}, "
+            f"or {(*shape, *own)} for a result of shape {(*leading, n)}"
         )
     if len(own) == 1 and found.shape[-1] > 1 and found.stride(-1) != 1:
         raise ValueError(f"{name} has stride {found.stride(-1)}: call {name}.contiguous() first")

@@ -169,7 +169,8 @@ class Op(Warm):
     def instead_of(self, call: Call) -> list[tuple[Op, Call]]:
         """Return the fallback ops of a checked call, each with its own checked call; an empty list if there are none.
 
-        Nothing is computed: intermediate tensors have no values. Of batches that take a call each, it is the first one's.
+        Nothing is computed: intermediate tensors have no values. Of batches that take a call each, it is the first
+        one's.
         """
         if call.why_apart is not None:
             return [(self, part) for part in itertools.islice(call.parts(), 1)]

@@ -166,9 +166,9 @@ def evaluate(
     graph : Expression
         The epilogue.
     acc : Tensor
-        The accumulator, shape (M, N), any float dtype: A @ B, or what :func:`accumulator` returns. Of batches, with their
-        dimensions before these; each input then has them all, or none. An epilogue that means something else for several
-        GEMMs has no batches (``kinds.serving.why_one_gemm``).
+        The accumulator, shape (M, N), any float dtype: A @ B, or what :func:`accumulator` returns. Of batches, with
+        their dimensions before these; each input then has them all, or none. An epilogue that means something else for
+        several GEMMs has no batches (``kinds.serving.why_one_gemm``).
     inputs : mapping of str to Tensor or float
         The inputs by name: (N,) for a row, (M,) for a column, (M, N) for a tile, (K, N) for a product, a number or a
         0-d tensor for a scalar, in any float dtype, and an int or a 0-d INT64 tensor for an integer. Python numbers are

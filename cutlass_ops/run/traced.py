@@ -234,7 +234,9 @@ class Traced:
         if unknown:
             raise ValueError(f"out names {', '.join(unknown)}: the outputs are {', '.join(self.outputs)}")
         # Batches of A and B broadcast; with a single B, those of A are rows.
-        lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]) if b.ndim > 2 else ()
+        lead: tuple[int, ...] = ()
+        if b.ndim > 2:
+            lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
         m, n = (*lead, a.shape[-2]) if b.ndim > 2 else a.shape[:-1], b.shape[-1:]
         shapes = {"tile": (*m, *n), "col": m, "row": (*lead, *n)}
         d = given.get("d")

@@ -417,7 +417,8 @@ def tune(
 
     code = commands.tune(
         spelling.op_of(op), spelling.problems_of(problems), _dtypes(dtypes), spelling.major_of(a), spelling.major_of(b),
-        batches=batches, effort={name: value for name, value in effort.items() if value is not None} | {"refine": refine},
+        batches=batches,
+        effort={name: value for name, value in effort.items() if value is not None} | {"refine": refine},
         folder=folder, again=again, allow_fallback=allow_fallback, deterministic=deterministic, executor=executor,
         as_json=as_json,
     )  # fmt: skip
@@ -449,7 +450,8 @@ def explain(
 
     code = commands.explain(
         spelling.op_of(op), spelling.problems_of(problems), spelling.dtype_of(dtype), spelling.major_of(a),
-        spelling.major_of(b), batches=batches, device=None if device is None else gpus.gpu_named(device), as_json=as_json,
+        spelling.major_of(b), batches=batches, device=None if device is None else gpus.gpu_named(device),
+        as_json=as_json,
     )  # fmt: skip
     _end(code)
 

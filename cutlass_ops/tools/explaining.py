@@ -68,8 +68,8 @@ class Explanation:
     microseconds : float or None
         Expected time on the device, without the launch from Python; None if unknown.
     parts : tuple of Explanation
-        If several ops serve the call instead of one kernel: an explanation of each. Of batches that take a call each, of
-        the first one's.
+        If several ops serve the call instead of one kernel: an explanation of each. Of batches that take a call each,
+        of the first one's.
     batches : int
         Number of GEMMs of these extents.
 
@@ -107,7 +107,8 @@ class Explanation:
         m, n, k = self.problem
         time = "" if self.microseconds is None else f", expected to take {self.microseconds:.1f} us"
         several = "" if self.batches == 1 else f" in {self.batches} batches"
-        return f"{self.op}, M={m} N={n} K={k}{several}, on {self.device} is served by {self.served_by}{time}: {self.why}."
+        what = f"{self.op}, M={m} N={n} K={k}{several}, on {self.device}"
+        return f"{what} is served by {self.served_by}{time}: {self.why}."
 
     @property
     def achieved(self) -> float | None:

@@ -521,8 +521,8 @@ def tune(
     NoDeviceError
         If there is no such device.
     ValueError
-        If a shape, number of batches, dtype, major or input is none, both `allow_fallback` and `deterministic` are given, or tables cannot
-        be written in the folder.
+        If a shape, number of batches, dtype, major or input is none, both `allow_fallback` and `deterministic` are
+        given, or tables cannot be written in the folder.
     UnsupportedError
         If no kernel serves the op there.
     ConfigError

@@ -42,9 +42,7 @@ def _instruction(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
 
 def _batched(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
     if spec.form == BATCHED and config.stream_k:
-        yield Broken(
-            "form is batched and stream_k is True, and blocks split the K of one GEMM", ({"stream_k": False},)
-        )
+        yield Broken("form is batched and stream_k is True, and blocks split the K of one GEMM", ({"stream_k": False},))
 
 
 def _warp_tile(_: KernelSpec, config: Sm80Config) -> Iterator[str]:

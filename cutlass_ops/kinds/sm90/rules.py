@@ -257,8 +257,8 @@ def _batched(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
         return
     if not config.whole_k:
         yield Broken(
-            f"form is batched with split_k {config.split_k} and scheduler {config.scheduler!r}, and blocks split the K of "
-            "one GEMM",
+            f"form is batched with split_k {config.split_k} and scheduler {config.scheduler!r}, and blocks split "
+            "the K of one GEMM",
             ({"split_k": 1}, {"scheduler": "persistent"}, _WHOLE_K),
         )
     if config.realign:

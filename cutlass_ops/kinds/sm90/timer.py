@@ -93,7 +93,7 @@ class Sm90Timer:
         return usual, np.where(worth, model.times(self.by_gpc, extents, chip, widths, lines, cover=cover), np.inf)
 
     def _launchable(self, cover: model.Grid, extents: Extents) -> Flags:
-        """Return whether the grid's y and z extents are in range: a kernel that is not persistent has a block per tile."""
+        """Return whether the grid's y and z are in range: a kernel that is not persistent has a block per tile."""
         batch = self.batch
         second = np.where(self.swapped, cover.rows, cover.columns)
         # With split K, x is the split, and y and z are the tiles' extents.
