@@ -23,9 +23,9 @@ def peers(graph: Graph, dtype: torch.dtype = torch.bfloat16) -> Mapping[str, Pee
     Each returns D, or a mapping of several outputs.
 
     ``eager`` is torch.mm, for batches torch.matmul, and one elementwise kernel for each operation. ``cublaslt`` is
-    cuBLASLt's fused epilogue, for the few that it has, in 16 bits and two dimensions. FP16 epilogues with statistics of A
-    are computed in FP32, since the unscaled product may overflow. So are epilogues with indices or random numbers, which
-    16 bits do not hold. FP8 operands are converted to BF16, times the scales of their blocks.
+    cuBLASLt's fused epilogue, for the few that it has, in 16 bits and two dimensions. FP16 epilogues with statistics of
+    A are computed in FP32, since the unscaled product may overflow. So are epilogues with indices or random numbers,
+    which 16 bits do not hold. FP8 operands are converted to BF16, times the scales of their blocks.
     """
     names = [i.name for i in graph.inputs]
 

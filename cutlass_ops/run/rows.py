@@ -54,8 +54,8 @@ class Rows:
     def of(cls, name: str, decision: Decision, call: Call) -> Rows | None:
         """Return what plans other calls like a checked one; None if their operands may need other kernels.
 
-        That is where a lower alignment may follow from the number of rows or from the address, where an input is copied,
-        and where there are batches, whose number may differ as well.
+        That is where a lower alignment may follow from the number of rows or from the address, where an input is
+        copied, and where there are batches, whose number may differ as well.
         """
         signature, arguments = decision.signature, call.arguments
         kinds = tuple(o.kind for o in call.graph.outputs)

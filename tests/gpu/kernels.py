@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
@@ -448,6 +449,64 @@ def _rotary(config: Config, d: str) -> KernelSpec:
     )
 
 
+@co.epilogue
+def of_batches(acc, bias: co.Row, scale: co.Col, residual: co.Tile, alpha: co.Scalar):
+    """Every kind of input that batches have or share."""
+    return co.relu(acc * scale + bias) * alpha + residual
+
+
+@co.epilogue
+def tiles_of_batches(acc, bias: co.Row, scale: co.Col, residual: co.Tile, other: co.Tile, alpha: co.Scalar):
+    """Two tiles in, two out: what CUTLASS's epilogue does."""
+    z = acc * scale + bias
+    return {"d": co.relu(z) * alpha + residual - other, "pre": z}
+
+
+BATCHED = {
+    "plain": (ops.graph_op("gemm", builtin.identity.graph), {}),
+    "inputs": (ops.called(of_batches), {}),
+    "tiles": (ops.called(tiles_of_batches), {}),
+    "registers": (ops.called(of_batches), {"d_aligned": False}),
+}
+
+
+def batched() -> dict[str, KernelSpec]:
+    """Kernels of batches: each way in which a kernel finds a batch's operands, tiles and outputs."""
+    tile = co.ThreadblockShape(64, 64, 64)
+    configs: dict[str, Config] = {
+        "warp_specialized": SM90,
+        "pingpong": SM90_REDUCING,
+        "cooperative": co.Sm90Config(co.ThreadblockShape(128, 64, 64), schedule="cooperative"),
+        "swapped": co.Sm90Config(co.ThreadblockShape(128, 32, 64), schedule="cooperative", swap_ab=True),
+        "cluster": co.Sm90Config(tile, co.ClusterShape(2, 1), schedule="pingpong"),
+        "sm80": SM80,
+    }
+    found = {}
+    for (name, config), (what, (op, changes)) in itertools.product(configs.items(), BATCHED.items()):
+        one = spec(op, "bf16", ("row", "col"), config, **changes)
+        found[f"batched-{name}-{what}"] = with_form(one, "batched")
+    for major in ("row", "col"):
+        one = spec(OPS["gemm"], "f16", ("col", "row"), SM90_REDUCING)
+        found[f"batched-majors-{major}"] = with_form(one, "batched", d=f"f16.{major}")
+    found["batched-misaligned"] = with_form(spec(OPS["gemm"], "bf16", ("row", "col"), SM80, aligned=False), "batched")
+    return found
+
+
+def with_form(one: KernelSpec, form: str, d: str | None = None) -> KernelSpec:
+    """Return the same kernel in another form."""
+    return KernelSpec(
+        a=one.a,
+        b=one.b,
+        d=d or one.d,
+        epilogue=one.epilogue,
+        inputs={i.name: operand for i, operand in one.typed_inputs},
+        outputs={o.name: operand for o, operand in one.typed_outputs},
+        config=one.config,
+        target=one.target,
+        form=form,
+    )
+
+
 def unordered() -> dict[str, KernelSpec]:
     """Inputs that are used in another order than they are declared in."""
     op = ops.op(out_of_order)
@@ -565,6 +624,7 @@ def named() -> dict[str, list[KernelSpec]]:
         gathering(),
         realigned(),
         multicast(),
+        batched(),
     )
     found: dict[str, list[KernelSpec]] = {}
     for group in (*groups, edges.specs(), language.specs()):

@@ -73,9 +73,9 @@ def near(one: Sm90Config, other: Sm90Config) -> bool:
 def variants(signature: OpSignature, config: Sm90Config) -> Iterator[Sm90Config]:
     """Yield a configuration and its substitutes for a signature for which it is not legal.
 
-    Those of batches do not split K. Substitutes copy operands that TMA cannot read, compute means of A's rows in another
-    way, or use the pingpong schedule, since CUTLASS's reductions need a persistent kernel. With scales of blocks they add
-    up each step's sums, for which a tile may take two warpgroups.
+    Those of batches do not split K. Substitutes copy operands that TMA cannot read, compute means of A's rows in
+    another way, or use the pingpong schedule, since CUTLASS's reductions need a persistent kernel. With scales of
+    blocks they add up each step's sums, for which a tile may take two warpgroups.
     """
     if signature.epilogue.block_scales:
         config = replace(config, accumulation="promoted", threadblock=replace(config.threadblock, k=BLOCK_K))
