@@ -13,6 +13,7 @@ traces through autograd sees only the calls of ops that forward and backward mak
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -26,7 +27,7 @@ from cutlass_ops.epilogue.derivatives import ACC, Vjp, gathered_leaf
 from cutlass_ops.epilogue.graph import Expression, Graph
 from cutlass_ops.epilogue.graph import expression as expression_of
 from cutlass_ops.epilogue.nodes import Kind
-from cutlass_ops.run import operands, reference, traced
+from cutlass_ops.run import batches, operands, reference, traced
 from cutlass_ops.run.traced import Portable
 
 Values = dict[str, Any]
@@ -106,17 +107,17 @@ class _Recorded(torch.autograd.Function):
             raise NotImplementedError(f"{ctx.called!r} has no gradient: {error}") from None
         inputs = traced.inputs_of(tensors, ctx.numbers, ctx.places)
         values = dict(zip((i.name for i in graph.inputs), inputs, strict=True))
-        step = _Step(ctx.called, a, b, values)
+        step = (_Step if b.ndim == 2 else _BatchedStep)(ctx.called, a, b, values)
         leaves = step.gradients(found, of, kept)
         grad_a = step.of_a(leaves) if ctx.needs_input_grad[6] else None
         grad_b = step.of_weight(leaves.get(ACC), b) if ctx.needs_input_grad[7] else None
-        of_inputs = []
+        of_inputs, kinds = [], {i.name: i.kind for i in graph.inputs}
         for name, x in zip(ctx.names, tensors, strict=True):
             gradient = leaves.get(name) if name in ctx.wrt else None
             if name in graph.products and gradient is not None:
                 of_inputs.append(step.of_weight(gradient, x))
             else:
-                of_inputs.append(None if gradient is None else _alike(gradient, x))
+                of_inputs.append(None if gradient is None else step.alike(kinds[name], gradient, x))
         return *(None,) * 6, grad_a, grad_b, *of_inputs
 
 
@@ -160,17 +161,29 @@ class _Step:
         else:
             for name in expression.products:
                 values[name] = self.product(self.a, values[name])
-            graph = _as_epilogue(expression)
+            graph = _as_epilogue(self.in_tiles(expression))
             if graph is None:  # such as one of too many outputs
                 acc = self.product(self.a, self.b, self.wide)
                 results = self._elementwise(expression, acc, values)
             else:
                 listed = self.run(graph, self.a, self.b, *values.values())
-                results = dict(zip((o.name for o in graph.outputs), listed, strict=True))
+                results = self.summed(expression, dict(zip((o.name for o in graph.outputs), listed, strict=True)))
         leaves = {leaf: of[output] for leaf, output in found.same.items()}
         leaves |= {leaf: results[output] for leaf, output in found.found.items()}
         # What is multiplied has A's dtype.
         return leaves | {leaf: leaves[leaf].to(self.a.dtype) for leaf in self.weights if leaf in leaves}
+
+    def in_tiles(self, expression: Expression) -> Expression:
+        """Return an expression as the op computes it; :meth:`summed` makes of its results what is wanted."""
+        return expression
+
+    def summed(self, expression: Expression, results: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return an expression's results, of those of :meth:`in_tiles`."""
+        return results
+
+    def alike(self, kind: Kind, gradient: Tensor, x: Tensor) -> Tensor:
+        """Return an input's gradient in the input's shape."""
+        return _alike(gradient, x)
 
     def _elementwise(self, expression: Expression, acc: Tensor | None, values: Values) -> dict[str, Tensor]:
         """Compute an expression by PyTorch, for a given accumulator; products are there as tiles.
@@ -230,7 +243,7 @@ class _Step:
             after.append((builtin.plus_scaled.graph, (a.contiguous(), square * (2.0 / k))))
         if not parts:
             return None if not after else self._means_alone(mean, square)
-        if len(parts) == 1 and not after and _is_col_major(a):
+        if len(parts) == 1 and not after and parts[0][1].ndim == 2 and _is_col_major(a):
             d, weight = parts[0]
             return self.product(weight, d.t()).t()
         total: Tensor | None = None
@@ -243,7 +256,7 @@ class _Step:
             graph, inputs = builtin.identity.graph, tuple[Tensor, ...]()
             for following, values in steps:
                 graph, inputs = graph.then(following), (*inputs, *values)
-            (total,) = self.run(graph, d, weight.t(), *inputs, dtype=None if last else self.wide)
+            (total,) = self.run(graph, d, weight.mT, *inputs, dtype=None if last else self.wide)
         return total
 
     def _means_alone(self, mean: Tensor | None, square: Tensor | None) -> Tensor:
@@ -262,6 +275,91 @@ class _Step:
         d, a = gradient.reshape(self.m, self.n), self.a.reshape(self.m, self.k)
         # Of a weight.t(), the gradient is that of the weight, transposed: the weight's has no copy then.
         return self.product(d.t(), a).t() if _is_col_major(weight) else self.product(a.t(), d)
+
+
+class _BatchedStep(_Step):
+    """The backward of a call with batches: what they share gets the sum of their gradients.
+
+    Kernels reduce the D of one GEMM, so the sums of gradients over rows are PyTorch's here.
+    """
+
+    def __init__(self, called: Portable, a: Tensor, b: Tensor, values: Values) -> None:
+        self.called, self.a, self.b, self.values = called, a, b, values
+        self.lead = tuple(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))  # type: ignore[no-untyped-call]
+        (self.m, self.k), self.n = a.shape[-2:], b.shape[-1]
+        self.batch = (*self.lead, self.m)
+        self.weights = {ACC: b, **{name: values[name] for name in called.graph.products}}
+        self.wide = torch.promote_types(a.dtype, torch.float32)
+
+    def in_tiles(self, expression: Expression) -> Expression:
+        outputs = [o._replace(kind=Kind.TILE, reduce=None) for o in expression.outputs]
+        return expression_of(expression.inputs, expression.nodes, outputs)
+
+    def summed(self, expression: Expression, results: dict[str, Tensor]) -> dict[str, Tensor]:
+        dims = {o.name: -1 if o.kind is Kind.COL else -2 for o in expression.outputs if o.reduce is not None}
+        return {name: x.sum(dims[name], dtype=self.wide) if name in dims else x for name, x in results.items()}
+
+    def alike(self, kind: Kind, gradient: Tensor, x: Tensor) -> Tensor:
+        if kind not in (Kind.ROW, Kind.COL, Kind.TILE) or x.numel() == 1:
+            return _alike(gradient, x)
+        own = {Kind.ROW: (self.n,), Kind.COL: (self.m,), Kind.TILE: (self.m, self.n)}[kind]
+        shape = batches.without_ones(kind, x, self.lead, own).shape
+        return self._of_shared(gradient, shape).reshape(x.shape).to(x.device, x.dtype)
+
+    def of_a(self, leaves: Mapping[str, Tensor]) -> Tensor | None:
+        total = super().of_a(leaves)
+        return None if total is None else self._of_shared(total, self.a.shape).to(self.a.dtype)
+
+    def of_weight(self, gradient: Tensor | None, weight: Tensor) -> Tensor | None:
+        if gradient is None:
+            return None
+        # What batches share is added up before it is rounded.
+        dtype = weight.dtype if weight.shape[:-2] == self.lead else self.wide
+        turned = weight.stride(-2) == 1 and weight.stride(-1) != 1
+        a = self.a if self.a.ndim > 2 else self.a[None]  # two dimensions would be a weight
+        found = self.product(gradient.mT, a, dtype).mT if turned else self.product(a.mT, gradient, dtype)
+        return self._of_shared(found, weight.shape).to(weight.dtype)
+
+    def _of_shared(self, gradient: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Add up the gradients of what several batches share."""
+        if gradient.shape == shape:
+            return gradient
+        return gradient.to(torch.promote_types(gradient.dtype, torch.float32)).sum_to_size(shape)
+
+    def _elementwise(self, expression: Expression, acc: Tensor | None, values: Values) -> dict[str, Tensor]:
+        if acc is None:  # no gradient of D, so that the expression does not read it
+            acc = self.a.new_zeros((1, 1), dtype=self.wide)
+        acc = acc.expand(*self.batch, self.n)
+        own = {Kind.ROW: (self.n,), Kind.COL: (self.m,), Kind.TILE: (self.m, self.n), Kind.PRODUCT: (self.m, self.n)}
+        inputs = tuple(i._replace(kind=Kind.TILE) if i.kind is Kind.PRODUCT else i for i in expression.inputs)
+        found = {
+            i.name: batches.spread(i.kind, values[i.name], self.lead, own[i.kind]) if i.kind in own else values[i.name]
+            for i in inputs
+        }
+        if not expression.gathered:
+            tiles = self.in_tiles(expression_of(inputs, expression.nodes, expression.outputs))
+            return self.summed(expression, self._values(tiles, acc, found))
+        # Statistics are of one A's rows.
+        a = self.a.expand(*self.lead, *self.a.shape[-2:])
+        each = []
+        for place in itertools.product(*map(range, self.lead)):
+            of_one = {
+                i.name: x[place] if isinstance(x := found[i.name], Tensor) and x.ndim > len(own.get(i.kind, ())) else x
+                for i in inputs
+            }
+            step = _Step(self.called, a[place], self.b.reshape(-1, self.k, self.n)[0], self.values)
+            each.append(step._elementwise(expression, acc[place], of_one))
+        return {
+            name: torch.stack([one[name] for one in each]).reshape(*self.lead, *each[0][name].shape) for name in each[0]
+        }
+
+    def _values(self, expression: Expression, acc: Tensor, values: Values) -> dict[str, Tensor]:
+        outputs = list(expression.outputs)
+        if outputs[0].name != "d":  # D comes first, even if nobody reads it
+            outputs.insert(0, outputs[0]._replace(name="d"))
+        rest = expression_of(expression.inputs, expression.nodes, outputs)
+        taken = {i.name: values[i.name] for i in rest.inputs}
+        return reference.evaluate(rest, acc, taken, self.wide)
 
 
 def _is_col_major(matrix: Tensor) -> bool:

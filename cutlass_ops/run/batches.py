@@ -70,7 +70,7 @@ def spread(kind: Kind, value: Tensor, shape: tuple[int, ...], own: tuple[int, ..
     own : tuple of int
         The shape for one batch.
     """
-    value = _without_ones(kind, value, shape, own)
+    value = without_ones(kind, value, shape, own)
     if kind is Kind.TILE and value.ndim < 2:
         return None
     lead, last = tuple(value.shape[: -len(own)]), tuple(value.shape[-len(own) :])
@@ -86,10 +86,11 @@ def spread(kind: Kind, value: Tensor, shape: tuple[int, ...], own: tuple[int, ..
 
 def is_copied(kind: Kind, value: Tensor, shape: tuple[int, ...], own: tuple[int, ...]) -> bool:
     """Whether :func:`spread` copies an input that fits."""
-    return _repeats(_without_ones(kind, value, shape, own), own)
+    return _repeats(without_ones(kind, value, shape, own), own)
 
 
-def _without_ones(kind: Kind, value: Tensor, shape: tuple[int, ...], own: tuple[int, ...]) -> Tensor:
+def without_ones(kind: Kind, value: Tensor, shape: tuple[int, ...], own: tuple[int, ...]) -> Tensor:
+    """Return an input without the extent of 1 by which PyTorch would broadcast it: see :func:`spread`."""
     if kind is Kind.ROW and value.ndim > 1 and value.shape[-2] == 1 and _fits(tuple(value.shape[:-2]), shape):
         return value.squeeze(-2)
     if kind is Kind.COL and value.ndim > 1 and tuple(value.shape[-2:]) == (*own, 1):

@@ -432,3 +432,99 @@ def test_fake_tensors_have_batches():
         a, b = torch.empty(2, 3, 5, 16, dtype=BF16), torch.empty(3, 16, 8, dtype=BF16)
         found = co.gemm(a, b, epilogue=summed)
     assert [x.shape for x in found] == [(2, 3, 5, 8), (2, 3, 5), (2, 3, 8)]
+
+
+# ---- Gradients -------------------------------------------------------------------------------------------------------
+
+
+def by_pytorch(a, b, bias, scale, residual, factor):
+    return torch.relu(torch.matmul(a, b) * scale[..., None] + bias) * factor + residual
+
+
+def gradients(function, tensors, weight):
+    leaves = [x.detach().double().requires_grad_() if weight.dtype is torch.float64 else x for x in tensors]
+    for x in leaves:
+        x.grad = None
+    (function(*leaves) * weight).sum().backward()
+    return [x.grad for x in leaves]
+
+
+def near(found, wanted):
+    assert found.shape == wanted.shape
+    error = (found.double() - wanted).norm() / wanted.norm().clamp(min=1e-6)
+    assert error < 0.02, float(error)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "bias", "scale", "residual"),
+    [
+        ((3, 5, 16), (3, 16, 8), (8,), (5,), (5, 8)),
+        ((2, 3, 5, 16), (2, 3, 16, 8), (2, 3, 1, 8), (2, 3, 5), (2, 3, 5, 8)),
+        ((2, 3, 5, 16), (3, 16, 8), (3, 1, 8), (1, 5), (2, 1, 5, 8)),
+        ((5, 16), (3, 16, 8), (1, 8), (3, 5), (3, 5, 1)),
+        ((2, 1, 5, 16), (1, 3, 16, 8), (8,), (5,), (1, 1, 1, 8)),
+    ],
+)
+@pytest.mark.parametrize("turned", [False, True])
+def test_gradients_are_those_of_matmul(a, b, bias, scale, residual, turned):
+    b = normal(*b[:-2], b[-1], b[-2]).mT if turned else normal(*b)
+    tensors = [x.requires_grad_() for x in (normal(*a), b, normal(*bias), normal(*scale), normal(*residual))]
+
+    def ours(a, b, bias, scale, residual):
+        return co.gemm(a, b, epilogue=mixed, bias=bias, scale=scale, residual=residual, factor=0.5)
+
+    with torch.no_grad():
+        weight = torch.randn(ours(*tensors).shape)
+    found = gradients(ours, tensors, weight)
+    wanted = gradients(lambda *x: by_pytorch(*x, 0.5), tensors, weight.double())
+    for one, other in zip(found, wanted, strict=True):
+        near(one, other)
+
+
+@pytest.mark.parametrize("op", ops.NAMED, ids=lambda op: op.name)
+def test_gradients_of_named_ops(op):
+    a, b = normal(3, 5, 16).requires_grad_(), normal(3, 16, 8).requires_grad_()
+    shapes = {"ROW": (8,), "TILE": (3, 5, 8)}
+    given = [normal(*shapes[i.kind.name]).requires_grad_() for i in op.graph.inputs]
+    weight = torch.randn(3, 5, 8)
+    found = gradients(op, [a, b, *given], weight)
+
+    def apart(a, b, *given):
+        rows = [[x if x.ndim == 1 else x[at] for x in given] for at in range(3)]
+        return torch.stack([op(a[at], b[at], *rows[at]) for at in range(3)])
+
+    for one, other in zip(found, gradients(apart, [a, b, *given], weight), strict=True):
+        near(one, other.double())
+
+
+def test_gradients_of_epilogues_of_one_gemm():
+    a, b = normal(2, 3, 5, 16).requires_grad_(), normal(3, 16, 8).requires_grad_()
+    co_norm = ops.called(builtin.rms_norm)
+    weight = torch.randn(2, 3, 5, 8)
+    found = gradients(lambda a, b: co_norm(a, b, 1e-5), [a, b], weight)
+    wanted = gradients(
+        lambda a, b: torch.matmul(torch.nn.functional.rms_norm(a, (16,), eps=1e-5), b), [a, b], weight.double()
+    )
+    for one, other in zip(found, wanted, strict=True):
+        near(one, other)
+    up = normal(3, 16, 8).requires_grad_()
+    found = gradients(ops.called(builtin.swiglu), [a, b, up], weight)
+    wanted = gradients(
+        lambda a, b, up: torch.nn.functional.silu(torch.matmul(a, b)) * torch.matmul(a, up), [a, b, up], weight.double()
+    )
+    for one, other in zip(found, wanted, strict=True):
+        near(one, other)
+
+
+def test_gradients_of_sums():
+    a, b = normal(2, 3, 5, 16).requires_grad_(), normal(3, 16, 8).requires_grad_()
+    weight = torch.randn(2, 3, 5)
+
+    def ours(a, b):
+        return co.gemm(a, b, epilogue=summed).of_rows
+
+    found = gradients(ours, [a, b], weight)
+    for one, other in zip(
+        found, gradients(lambda a, b: torch.matmul(a, b).sum(-1), [a, b], weight.double()), strict=True
+    ):
+        near(one, other)
