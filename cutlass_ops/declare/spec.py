@@ -161,7 +161,8 @@ class KernelSpec:
         The order in which the kernel, if called itself, visits its tiles. A launch argument: specs that differ in it
         alone are equal.
     form : str or Form
-        How the GEMMs of one launch belong together: ``"dense"`` is one GEMM.
+        How the GEMMs of one launch belong together: ``"dense"`` is one GEMM, ``"batched"`` one for each
+        batch, of A (..., M, K), B (..., K, N) and D (..., M, N).
 
     Raises
     ------

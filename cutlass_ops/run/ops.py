@@ -345,7 +345,7 @@ class Kernel(Warm):
         Parameters
         ----------
         a, b : Tensor
-            A (..., M, K) and B (K, N) of the declared types.
+            A (..., M, K) and B (K, N) of the declared types; of the form batched, B (..., K, N).
         *inputs, **named
             The epilogue's inputs, by position or by name.
         out : Tensor or mapping of str to Tensor, optional
@@ -496,7 +496,7 @@ def _docstring(epilogue: Epilogue) -> str:
     outputs = "\n".join(f"{o.name} : {_SHAPES[o.kind]}" for o in epilogue.graph.outputs)
     return (
         f"{epilogue.doc}\n\nParameters\n----------\na : (..., M, K), FP16 or BF16, either major\n"
-        f"b : (K, N), the same dtype, either major\n{inputs}"
+        f"b : (K, N), the same dtype, either major; or (..., K, N), a GEMM for each batch\n{inputs}"
         "out : Tensor or mapping, optional\n    Where to write the outputs.\n"
         "out_dtype : torch.dtype, optional\n    D's dtype; by default that of a.\n\n"
         f"Returns\n-------\n{outputs}\n\n"
@@ -574,9 +574,12 @@ def gemm(
     Parameters
     ----------
     a : Tensor
-        (..., M, K), FP16 or BF16, either major, any stride between lines. Leading dimensions are folded into M.
+        (..., M, K), FP16 or BF16, either major, any stride between lines. If b has two dimensions, leading dimensions are
+        folded into M.
     b : Tensor
-        (K, N), the same dtype. Pass a weight of shape (N, K) as ``weight.t()``.
+        (K, N), the same dtype. Pass a weight of shape (N, K) as ``weight.t()``. With leading dimensions, (..., K, N), there
+        is a GEMM for each batch: leading dimensions of a and b broadcast as those of ``torch.matmul``, and may have two
+        strides.
     epilogue : Epilogue, optional
         A function decorated with :func:`cutlass_ops.epilogue`; by default D = A @ B.
     out : Tensor or mapping of str to Tensor, optional
@@ -585,7 +588,8 @@ def gemm(
         D's dtype, FP16, BF16 or FP32, and on Hopper FP8, which saturates; by default that of ``a``, and BF16 for FP8.
     **inputs
         The epilogue's inputs by name: Row (N,), Col (M,), Tile (M, N), Scalar a number or 0-d tensor, Product (K, N) of
-        ``b``'s dtype and major, Integer an int or a 0-d tensor. A row may have leading dimensions of 1, a column a last
+        ``b``'s dtype and major, Integer an int or a 0-d tensor. With batches, a tensor may have their dimensions before its
+        own, or broadcast to them. A row may have leading dimensions of 1, a column a last
         one, and a tile may have 1 for M or N. Where values repeat in memory, a copy is made at each call.
 
     Returns
@@ -614,6 +618,12 @@ def gemm(
     >>> bias = torch.tensor([0.0, 1.0, 2.0]).bfloat16()
     >>> co.gemm(a, b, epilogue=scaled, bias=bias, scale=0.5, out_dtype=torch.float32).tolist()
     [[4.0, 4.5, 5.0], [4.0, 4.5, 5.0]]
+
+    Batches, of which each has a bias:
+
+    >>> q, k = torch.ones(2, 4, 8).bfloat16(), torch.ones(2, 3, 8).bfloat16()
+    >>> co.gemm(q, k.mT, epilogue=scaled, bias=torch.zeros(2, 3).bfloat16(), scale=0.5).shape
+    torch.Size([2, 4, 3])
 
     An epilogue with further outputs gives a named tuple:
 
