@@ -41,6 +41,7 @@ from cutlass_ops.declare.config import (
     InstructionShape,
     Sm80Config,
     Sm90Config,
+    SmallConfig,
     ThreadblockShape,
     WarpShape,
 )
@@ -148,6 +149,7 @@ __all__ = [
     "Scalar",
     "Sm80Config",
     "Sm90Config",
+    "SmallConfig",
     "StoreError",
     "ThreadblockShape",
     "Tile",

@@ -216,7 +216,7 @@ Config config(Json& json) {
   bool const promoted = fields.has("accumulation");
   if (promoted) one_of(json, "accumulation", {"promoted"});
   fields.field("arch");
-  std::string const arch = one_of(json, "arch", {"gemv", "sm80", "sm90"});
+  std::string const arch = one_of(json, "arch", {"gemv", "sm80", "sm90", "small"});
   if (promoted && arch != "sm90") throw json.error("a configuration has a field that is none of its kind");
   // Returns a field's number, or its default.
   auto const other_than = [&](char const* name, int64_t usual) {
@@ -241,6 +241,13 @@ Config config(Json& json) {
     shape(json, fields, "warp", {"k", "m", "n"});
     fields.end();
     return {Arch::kSm80};
+  }
+  if (arch == "small") {
+    other_than("stages", 3);
+    shape(json, fields, "threadblock", {"k", "m", "n"});
+    other_than("warps", 2);
+    fields.end();
+    return {};
   }
   shape(json, fields, "cluster", {"m", "n"}, {1, 1});
   if (fields.has("means")) one_of(json, "means", {"beside", "ahead"});

@@ -28,6 +28,7 @@ from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.declare.chips import USUAL
 from cutlass_ops.declare.config import Config, Ordered
 from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.form import BATCHED
 from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
@@ -38,6 +39,7 @@ from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.arrays import Extents, Floats
 from cutlass_ops.kinds.gemv import space as gemv
 from cutlass_ops.kinds.sm80 import space as sm80
+from cutlass_ops.kinds.small import space as small
 from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.kinds.traits import Traits
 
@@ -367,12 +369,16 @@ def _of_tables(signature: OpSignature, device: Device, bundled: tuple[Config, ..
     usual: tuple[Config, ...] = (*sm80.UNTUNED, *gemv.UNTUNED)
     if min(signature.alignments) == 1:
         usual = sm80.UNTUNED_UNALIGNED
+    if signature.form == BATCHED:
+        usual = (*usual, *small.UNTUNED)
     if device.has_wgmma:
         known = (*mine, *_borrowed(own, signature, device))
         # Times depend on the operands' majors: prefer kernels from tables with the same majors.
         alike = [t for t in known if t.signature.majors == signature.majors]
         pool = [c for table in alike or known for c in table.kernels]
         # With few rows, reading misaligned operands directly is faster than copying them for TMA.
+        if signature.form == BATCHED:
+            pool += small.UNTUNED
         found = Policy.of(known, signature, device, allowed([*pool, *usual] if signature.realigns else pool))
         if _serves_many_rows(found):
             return found

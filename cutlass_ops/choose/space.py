@@ -10,6 +10,7 @@ import numpy as np
 from cutlass_ops.choose.pool import Pool
 from cutlass_ops.declare.config import Config, GemvConfig, Sm80Config, Sm90Config
 from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.form import BATCHED
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.kinds import legality
@@ -18,7 +19,10 @@ from cutlass_ops.kinds.kind import Kind
 from cutlass_ops.kinds.sm80.kind import SM80
 from cutlass_ops.kinds.sm90 import space as sm90
 from cutlass_ops.kinds.sm90.kind import SM90
+from cutlass_ops.kinds.small.kind import SMALL
 from cutlass_ops.kinds.table import kind_of
+
+_SMALL = 128  # extents of D up to which small kernels are worth a race
 
 
 @lru_cache(maxsize=192)
@@ -47,6 +51,18 @@ def few_rows(signature: OpSignature, problem: Problem, device: Device) -> list[C
     """Return the GEMV configurations that read B once for a problem's rows, and the smallest with Tensor Cores."""
     rows = problem.m
     return [c for c in gemv_configurations(signature, device) if c.rows >= rows and (c.rows < 2 * rows or c.rows == 8)]
+
+
+def small_tiles(signature: OpSignature, problem: Problem, device: Device) -> list[Config]:
+    """Return the small kernels of which a warp's tile is no larger than a batch's D needs, if that is small."""
+    if signature.form != BATCHED or max(problem.m, problem.n) > _SMALL:
+        return []
+
+    def fits(side: int, extent: int) -> bool:
+        return side <= 16 or side < 2 * extent
+
+    every = _legal(SMALL, signature, device.capability)
+    return [c for c in every if fits(c.threadblock.m, problem.m) and fits(c.threadblock.n, problem.n)]
 
 
 def ranked(signature: OpSignature, problem: Problem, limit: int, device: Device) -> list[Config]:

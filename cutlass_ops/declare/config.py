@@ -543,7 +543,58 @@ class GemvConfig(KernelConfig):
         return f"gemv_{self.rows}x{self.warps}_p{self.pieces}"
 
 
-Config = Sm80Config | Sm90Config | GemvConfig
+@hashed_once
+@dataclass(frozen=True, repr=False)
+class SmallConfig(KernelConfig):
+    """A kernel of ``mma.sync`` for batches of small GEMMs, for Sm80 and every later target.
+
+    Each warp computes tiles of its own and loads the operands of its next ones meanwhile. Operands may have any
+    alignment. It serves larger GEMMs too, but reads A and B once for each tile.
+
+    Attributes
+    ----------
+    threadblock : ThreadblockShape
+        Rows and columns of a warp's tile, and how much of K it loads at a time.
+    stages : int
+        How many of these loads a warp has in shared memory, those on their way included.
+    warps : int
+        Warps of a thread block, which share nothing.
+
+    Raises
+    ------
+    ConfigError
+        If a field has a value of another type.
+
+    Examples
+    --------
+    >>> co.SmallConfig(co.ThreadblockShape(32, 32, 32))
+    SmallConfig(ThreadblockShape(32, 32, 32))
+    """
+
+    threadblock: ThreadblockShape
+    stages: int = 3
+    warps: int = 2
+
+    arch: ClassVar[str] = "small"
+    default_target: ClassVar[str] = "sm_80"
+
+    @property
+    def whole_k(self) -> bool:
+        """Whether one warp adds up all of a tile's K, first to last. All such kernels round alike."""
+        return True
+
+    @property
+    def along_problem(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Extents of tile and cluster along the problem's M and N."""
+        return (self.threadblock.m, self.threadblock.n), (1, 1)
+
+    @property
+    def slug(self) -> str:
+        """Short readable name, unique among legal configurations."""
+        return f"small_{self.threadblock}_s{self.stages}_w{self.warps}"
+
+
+Config = Sm80Config | Sm90Config | GemvConfig | SmallConfig
 
 
 @dataclass(frozen=True)
@@ -580,7 +631,7 @@ def config_from_json(data: object) -> Config:
     ConfigError
         If the architecture or a field is unknown, or a value has the wrong type.
     """
-    kinds: dict[str, type[Config]] = {c.arch: c for c in (Sm80Config, Sm90Config, GemvConfig)}
+    kinds: dict[str, type[Config]] = {c.arch: c for c in (Sm80Config, Sm90Config, GemvConfig, SmallConfig)}
     if not isinstance(data, dict):
         raise ConfigError(f"a configuration is a JSON object, not {type(data).__name__}")
     arch = data.get("arch")

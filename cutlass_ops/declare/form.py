@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from cutlass_ops.base import checked_json
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.declare.problem import Problem
+from cutlass_ops.epilogue.graph import Expression
+from cutlass_ops.epilogue.operations import UNIFORM
 
 
 @dataclass(frozen=True, repr=False)
@@ -64,3 +66,18 @@ DENSE = Form("dense", "the count is 1", several=False)
 BATCHED = Form("batched", "the number of batches, each with an A, a B and a D")
 # Every form is a row here. The kinds of kernels say which of them they serve.
 FORMS: dict[str, Form] = {form.name: form for form in (DENSE, BATCHED)}
+
+
+def why_one_gemm(graph: Expression) -> str | None:
+    """Say why a kernel computes an epilogue for one GEMM only, whatever its form; None if also for several batches."""
+    if any(output.reduce is not None for output in graph.outputs):
+        return "the epilogue reduces D, and a kernel finishes the reductions of one GEMM"
+    if graph.products:
+        return "the epilogue has a further product, and a kernel multiplies the A of one GEMM by several matrices"
+    if graph.gathered:
+        return "the epilogue takes statistics of A's rows, and a kernel takes those of one GEMM"
+    if graph.block_scales:
+        return "the epilogue has scales of blocks, and a kernel reads those of one GEMM"
+    if any(node.op == UNIFORM for node in graph.nodes):
+        return "the epilogue draws random numbers by row and column, the same for every batch"
+    return None

@@ -149,7 +149,7 @@ class KernelSpec:
         Types of A (M, K), B (K, N) and D (M, N), such as ``"bf16.row"``.
     epilogue : Graph or traced function
         Function of the FP32 accumulator and the inputs.
-    config : Sm80Config, Sm90Config or GemvConfig
+    config : Sm80Config, Sm90Config, GemvConfig or SmallConfig
         Tile shapes and schedule.
     inputs, outputs : mapping of str to str or Operand, optional
         Types of the epilogue's inputs and other outputs by name. By default inputs have D's dtype (scalars FP32,
@@ -212,7 +212,10 @@ class KernelSpec:
         form: str | Form = DENSE,
     ) -> None:
         if not isinstance(config, Config):
-            raise TypeError(f"config must be an Sm90Config, an Sm80Config or a GemvConfig, not {reprlib.repr(config)}")
+            raise TypeError(
+                "config must be an Sm90Config, an Sm80Config, a GemvConfig or a SmallConfig, not "
+                f"{reprlib.repr(config)}"
+            )
         graph = _graph(epilogue)
         b_type, d_type = _matrix("b", b), _matrix("d", d)
         typed_inputs, typed_outputs = _defaults(graph, b_type, d_type)

@@ -8,12 +8,12 @@ from cutlass_ops.base import arch
 from cutlass_ops.base.dtypes import FP8, INTEGERS, READ, REDUCED, STORED, f32
 from cutlass_ops.base.mma import BLOCK_K, mma_of, pairs
 from cutlass_ops.declare.config import Config
-from cutlass_ops.declare.form import BATCHED
+from cutlass_ops.declare.form import BATCHED, why_one_gemm
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue.nodes import BLOCKS, Kind
 from cutlass_ops.kinds.layout import MAX_STAGES, MIN_STAGES
 from cutlass_ops.kinds.rules import Broken, Rule
-from cutlass_ops.kinds.serving import sm80_serves, sm90_serves, why_one_gemm
+from cutlass_ops.kinds.serving import sm80_serves, sm90_serves
 from cutlass_ops.kinds.table import KINDS, kind_of
 
 # ---- Valid values ---------------------------------------------------------------------------------------------------

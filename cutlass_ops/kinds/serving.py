@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from cutlass_ops.base.dtypes import FP8
 from cutlass_ops.base.mma import MmaSpec, mma_of
 from cutlass_ops.declare.spec import KernelSpec, Operand
-from cutlass_ops.epilogue.graph import Expression
 from cutlass_ops.epilogue.nodes import Input, Kind, Output
-from cutlass_ops.epilogue.operations import REDUCTIONS, UNIFORM
+from cutlass_ops.epilogue.operations import REDUCTIONS
 
 
 def source(spec: KernelSpec) -> tuple[Input, Operand] | None:
@@ -31,21 +30,6 @@ def plain_epilogue(spec: KernelSpec) -> bool:
     read = [i.name for i in spec.epilogue.inputs if i.kind is Kind.TILE]
     written = [o for o in spec.epilogue.outputs[1:] if o.reduce is None]
     return spec.d.aligned and not written and all(name == source_name(spec) for name in read)
-
-
-def why_one_gemm(graph: Expression) -> str | None:
-    """Say why a kernel computes an epilogue for one GEMM only, whatever its form; None if also for several batches."""
-    if any(output.reduce is not None for output in graph.outputs):
-        return "the epilogue reduces D, and a kernel finishes the reductions of one GEMM"
-    if graph.products:
-        return "the epilogue has a further product, and a kernel multiplies the A of one GEMM by several matrices"
-    if graph.gathered:
-        return "the epilogue takes statistics of A's rows, and a kernel takes those of one GEMM"
-    if graph.block_scales:
-        return "the epilogue has scales of blocks, and a kernel reads those of one GEMM"
-    if any(node.op == UNIFORM for node in graph.nodes):
-        return "the epilogue draws random numbers by row and column, the same for every batch"
-    return None
 
 
 def by_wgmma(mma: MmaSpec) -> bool:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from cutlass_ops.declare.form import why_one_gemm
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.epilogue.operations import UNIFORM
-from cutlass_ops.kinds.serving import why_one_gemm
 
 # Leading dimensions that kernels know, each with a stride of its own (batched.h).
 MOST = 2

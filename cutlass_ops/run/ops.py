@@ -574,12 +574,12 @@ def gemm(
     Parameters
     ----------
     a : Tensor
-        (..., M, K), FP16 or BF16, either major, any stride between lines. If b has two dimensions, leading dimensions are
-        folded into M.
+        (..., M, K), FP16 or BF16, either major, any stride between lines. If b has two dimensions, leading
+        dimensions are folded into M.
     b : Tensor
-        (K, N), the same dtype. Pass a weight of shape (N, K) as ``weight.t()``. With leading dimensions, (..., K, N), there
-        is a GEMM for each batch: leading dimensions of a and b broadcast as those of ``torch.matmul``, and may have two
-        strides.
+        (K, N), the same dtype. Pass a weight of shape (N, K) as ``weight.t()``. With leading dimensions, (..., K, N),
+        there is a GEMM for each batch: leading dimensions of a and b broadcast as those of ``torch.matmul``, and may
+        have two strides.
     epilogue : Epilogue, optional
         A function decorated with :func:`cutlass_ops.epilogue`; by default D = A @ B.
     out : Tensor or mapping of str to Tensor, optional
@@ -588,9 +588,9 @@ def gemm(
         D's dtype, FP16, BF16 or FP32, and on Hopper FP8, which saturates; by default that of ``a``, and BF16 for FP8.
     **inputs
         The epilogue's inputs by name: Row (N,), Col (M,), Tile (M, N), Scalar a number or 0-d tensor, Product (K, N) of
-        ``b``'s dtype and major, Integer an int or a 0-d tensor. With batches, a tensor may have their dimensions before its
-        own, or broadcast to them. A row may have leading dimensions of 1, a column a last
-        one, and a tile may have 1 for M or N. Where values repeat in memory, a copy is made at each call.
+        ``b``'s dtype and major, Integer an int or a 0-d tensor. With batches, a tensor may have their dimensions before
+        its own, or broadcast to them. A row may have leading dimensions of 1, a column a last one, and a tile may have
+        1 for M or N. Where values repeat in memory, a copy is made at each call.
 
     Returns
     -------

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from cutlass_ops.base.dtypes import ALL, FP8, INTEGERS, dtype
 from cutlass_ops.base.mma import BLOCK_K
+from cutlass_ops.declare.form import why_one_gemm
 from cutlass_ops.epilogue.graph import Expression, Graph
 from cutlass_ops.epilogue.nodes import BLOCKS, Input, Kind, Node, Output
 from cutlass_ops.epilogue.operations import GATHERED, INDICES, REDUCTIONS, UNIFORM, to_fp32
-from cutlass_ops.kinds.serving import why_one_gemm
 
 # The terms to average over a row, for each entry of cutlass_ops.epilogue.operations.GATHERED.
 _FP8 = frozenset(getattr(torch, t.torch_name) for t in FP8)
@@ -168,7 +168,7 @@ def evaluate(
     acc : Tensor
         The accumulator, shape (M, N), any float dtype: A @ B, or what :func:`accumulator` returns. Of batches, with
         their dimensions before these; each input then has them all, or none. An epilogue that means something else for
-        several GEMMs has no batches (``kinds.serving.why_one_gemm``).
+        several GEMMs has no batches (``declare.form.why_one_gemm``).
     inputs : mapping of str to Tensor or float
         The inputs by name: (N,) for a row, (M,) for a column, (M, N) for a tile, (K, N) for a product, a number or a
         0-d tensor for a scalar, in any float dtype, and an int or a 0-d INT64 tensor for an integer. Python numbers are

@@ -225,6 +225,7 @@ def _considered(policy: Policy, problem: Problem, centres: Sequence[Config], dev
     """Return what may be worth measuring at a problem, and what would be picked now."""
     usual = (*space.few_rows(policy.signature, problem, device), *policy.kernels)
     if not centres:
+        usual = (*space.small_tiles(policy.signature, problem, device), *usual)
         return list(dict.fromkeys([*space.ranked(policy.signature, problem, _CONSIDERED, device), *usual]))
     around = [c for centre in centres for c in (centre, *space.neighbours(policy.signature, centre, device))]
     return list(dict.fromkeys([*around, *usual]))

@@ -480,6 +480,7 @@ def batched() -> dict[str, KernelSpec]:
         "swapped": co.Sm90Config(co.ThreadblockShape(128, 32, 64), schedule="cooperative", swap_ab=True),
         "cluster": co.Sm90Config(tile, co.ClusterShape(2, 1), schedule="pingpong"),
         "sm80": SM80,
+        "small": co.SmallConfig(co.ThreadblockShape(32, 64, 32)),
     }
     found = {}
     for (name, config), (what, (op, changes)) in itertools.product(configs.items(), BATCHED.items()):
@@ -488,6 +489,14 @@ def batched() -> dict[str, KernelSpec]:
     for major in ("row", "col"):
         one = spec(OPS["gemm"], "f16", ("col", "row"), SM90_REDUCING)
         found[f"batched-majors-{major}"] = with_form(one, "batched", d=f"f16.{major}")
+    for majors in MAJORS:
+        for d in ("bf16.row", "bf16.col", "f32.row.align1"):
+            one = spec(OPS["gemm"], "bf16", majors, co.SmallConfig(co.ThreadblockShape(64, 32, 16), 2, 4))
+            found[f"batched-small-{'-'.join(majors)}-{d}"] = with_form(one, "batched", d=d)
+    odd = spec(
+        OPS["gemm"], "bf16", ("row", "row"), co.SmallConfig(co.ThreadblockShape(16, 16, 64), 4, 1), aligned=False
+    )
+    found["batched-small-misaligned"] = with_form(odd, "batched")
     found["batched-misaligned"] = with_form(spec(OPS["gemm"], "bf16", ("row", "col"), SM80, aligned=False), "batched")
     return found
 

@@ -159,7 +159,9 @@ def test_a_residual_in_place():
     oracle.assert_close(residual, wanted)
 
 
-@pytest.mark.parametrize("name", ["batched-warp_specialized-plain", "batched-pingpong-plain", "batched-sm80-plain"])
+@pytest.mark.parametrize(
+    "name", ["batched-warp_specialized-plain", "batched-pingpong-plain", "batched-sm80-plain", "batched-small-plain"]
+)
 def test_more_batches_than_a_grid_has(name):
     spec, count = SPECS[name], 70_000
     a, b = normal(count, 8, 8), normal(count, 8, 8).mT
@@ -192,7 +194,7 @@ def refused(name, a, b, out, *inputs):
     return refusal(status) if status else None
 
 
-@pytest.mark.parametrize("name", ["batched-pingpong-plain", "batched-sm80-plain"])
+@pytest.mark.parametrize("name", ["batched-pingpong-plain", "batched-sm80-plain", "batched-small-plain"])
 def test_a_kernel_refuses_what_it_cannot_address(name):
     a, b, out = normal(3, 64, 64), normal(3, 64, 64).mT, normal(3, 64, 64)
     assert refused(name, a, b, out) is None

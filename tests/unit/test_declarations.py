@@ -23,6 +23,7 @@ from cutlass_ops.declare.config import (
     Means,
     Sm80Config,
     Sm90Config,
+    SmallConfig,
     ThreadblockShape,
     WarpShape,
     config_from_json,
@@ -481,6 +482,7 @@ def test_a_configuration_s_repr_is_python(config):
             "Sm80Config(ThreadblockShape(64, 64, 32), WarpShape(32, 32, 32), stages=4)",
         ),
         (GemvConfig(), "GemvConfig()"),
+        (SmallConfig(ThreadblockShape(32, 32, 16), warps=4), "SmallConfig(ThreadblockShape(32, 32, 16), warps=4)"),
         (Operand.of("f16.col.align2"), "Operand.of('f16.col.align2')"),
         (saved.graph, "<graph bias_relu_scale_residual_pre_total>"),
     ],
@@ -552,7 +554,11 @@ def test_a_configuration_has_fields_of_the_declared_types(make, field, value):
 
 
 def test_every_field_of_every_configuration_is_checked():
-    there = {(cls.__name__, f.name) for cls in (Sm90Config, Sm80Config, GemvConfig, TileOrder) for f in fields(cls)}
+    there = {
+        (cls.__name__, f.name)
+        for cls in (Sm90Config, Sm80Config, GemvConfig, SmallConfig, TileOrder)
+        for f in fields(cls)
+    }
     tried = {field for _, field, _ in WRONG_FIELDS}
     assert {name for _, name in there} == tried
 
@@ -581,7 +587,12 @@ class NoEpilogue:
         ("a", "bf16.rows", ValueError, "^a: operand 'bf16.rows' is not of the form"),
         ("a", "f64.row", ValueError, "^a: unknown dtype 'f64': use one of f16, bf16, f32"),
         ("a", "bf16.row.align0", ValueError, "^a: alignment must be a positive number of elements, not 0"),
-        ("config", "sm90", TypeError, "config must be an Sm90Config, an Sm80Config or a GemvConfig, not 'sm90'"),
+        (
+            "config",
+            "sm90",
+            TypeError,
+            "config must be an Sm90Config, an Sm80Config, a GemvConfig or a SmallConfig, not 'sm90'",
+        ),
         ("config", (128, 128, 64), TypeError, r"config must be .*, not \(128, 128, 64\)"),
         ("config", None, TypeError, "config must be .*, not None"),
         ("config", Sm90Config, TypeError, "config must be .*, not <class"),

@@ -19,6 +19,7 @@ from cutlass_ops.declare.config import (
     InstructionShape,
     Sm80Config,
     Sm90Config,
+    SmallConfig,
     ThreadblockShape,
     WarpShape,
 )
@@ -31,13 +32,14 @@ from cutlass_ops.kinds.gemv.rules import GEMV
 from cutlass_ops.kinds.legality import Violation, check, is_legal, require_legal
 from cutlass_ops.kinds.sm80.rules import SM80
 from cutlass_ops.kinds.sm90.rules import SM90
+from cutlass_ops.kinds.small.rules import SMALL
 from tests.gpu import kernels
 from tests.sampling import sampled
 from tests.strategies import PATIENT
 from tests.unit.test_declarations import specs
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "legality.md"
-RULES = {r.name: r for r in (*VALUES, *COMMON, *SM90, *SM80, *GEMV)}
+RULES = {r.name: r for r in (*VALUES, *COMMON, *SM90, *SM80, *GEMV, *SMALL)}
 
 
 @co.epilogue
@@ -136,6 +138,10 @@ def sm80(threadblock=(128, 128, 32), warp=(64, 64, 32), **changes):
 
 def gemv(rows=1, warps=8, pieces=8, **changes):
     return spec(GemvConfig(rows, warps, pieces), changes)
+
+
+def small(m=32, n=32, k=32, stages=3, warps=2, **changes):
+    return spec(SmallConfig(ThreadblockShape(m, n, k), stages, warps), {"form": "batched", **changes})
 
 
 def cluster(m, n):
@@ -313,6 +319,12 @@ NEIGHBOURS = [
     ("lines", gemv(d="bf16.col.align1"), gemv(a="bf16.col")),
     ("lines", gemv(epilogue=gated, inputs={"r": "bf16.col.align1"}), gemv(b="bf16.col.align4")),
     ("whole_outputs", gemv(epilogue=everything_whole), gemv(epilogue=row_sum)),
+    ("form", small(), small(form="dense")),
+    ("field_values", small(warps=8), small(warps=3)),
+    ("small_tile", small(64, 16, 32), small(128, 16, 32)),
+    ("small_tile", small(a="bf16.col.align1"), small(32, 32, 128)),
+    ("small_pairs", small(epilogue=saved), small(epilogue=turned)),
+    ("shared_memory", small(64, 64, 64, 2, 4, target="sm_90"), small(64, 64, 64, 4, 4, target="sm_90")),
     ("registers", gemv(2, 8, 16, epilogue=swiglu), gemv(2, 16, 16, epilogue=swiglu)),
     ("registers", gemv(16, 8, 8), gemv(8, 8, 16)),
 ]
@@ -420,7 +432,7 @@ def taken(spec, advice):
             config = replace(config, **{field: value})
     inputs, outputs = ({x.name: t for x, t in typed} for typed in (spec.typed_inputs, spec.typed_outputs))
     operands = {name: getattr(spec, name) for name in ("a", "b", "d", "epilogue")}
-    return KernelSpec(**operands, inputs=inputs, outputs=outputs, config=config, target=target)
+    return KernelSpec(**operands, inputs=inputs, outputs=outputs, config=config, target=target, form=spec.form)
 
 
 # Kernels of another kind, as advice names them: those that serve most of what can be declared.

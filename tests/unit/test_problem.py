@@ -16,7 +16,14 @@ from cutlass_ops.choose import policies
 from cutlass_ops.choose.pool import Pool
 from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.declare.chips import USUAL
-from cutlass_ops.declare.config import GemvConfig, Sm80Config, Sm90Config, ThreadblockShape, WarpShape
+from cutlass_ops.declare.config import (
+    GemvConfig,
+    Sm80Config,
+    Sm90Config,
+    SmallConfig,
+    ThreadblockShape,
+    WarpShape,
+)
 from cutlass_ops.declare.form import BATCHED, DENSE, FORMS, Form
 from cutlass_ops.declare.problem import MOST_ELEMENTS, MOST_EXTENT, Problem
 from cutlass_ops.declare.roofline import roofline
@@ -35,8 +42,9 @@ SM90 = Sm90Config(ThreadblockShape(128, 128, 64))
 STREAM_K = replace(SM90, schedule="cooperative", scheduler="stream_k")
 SM80 = Sm80Config(ThreadblockShape(128, 128, 32), WarpShape(64, 64, 32))
 GEMV = GemvConfig(rows=4)
+SMALL = SmallConfig(ThreadblockShape(64, 64, 64), stages=2)
 EXAMPLE = re.escape("is not a problem size: give (M, N, K), positive integers, such as (512, 4096, 4096)")
-CONFIGS = (SM90, STREAM_K, SM80, GEMV)
+CONFIGS = (SM90, STREAM_K, SM80, GEMV, SMALL)
 STACKED = Form("stacked", "the number of stacked GEMMs")  # a form that there is not
 
 
@@ -136,9 +144,10 @@ def test_what_is_no_problem_is_refused_with_an_example(given):
 # ---- Forms -------------------------------------------------------------------------------------------------------
 
 
-def test_every_kind_serves_the_dense_form():
+def test_the_forms_that_kinds_serve():
     assert FORMS == {"dense": DENSE, "batched": BATCHED}
-    assert all(DENSE in kind.forms for kind in KINDS)
+    assert [kind.noun for kind in KINDS if DENSE not in kind.forms] == ["a SmallConfig"]
+    assert [kind.noun for kind in KINDS if BATCHED not in kind.forms] == ["a GemvConfig"]
     assert all(form.name == name and form.count for name, form in FORMS.items())
 
 
@@ -203,7 +212,10 @@ def test_a_kind_that_does_not_serve_a_form_says_which_does(stacked):
     (violation,) = legality.check(spec(SM80, form=stacked))
     assert str(violation) == "form: form is stacked, and an Sm80Config serves dense, batched: use an Sm90Config"
     (violation,) = legality.check(spec(GEMV, form="batched"))
-    assert violation.message == "form is batched, and a GemvConfig serves dense: use an Sm90Config or an Sm80Config"
+    assert (
+        violation.message
+        == "form is batched, and a GemvConfig serves dense: use an Sm90Config or an Sm80Config or a SmallConfig"
+    )
 
 
 def test_a_form_that_no_kind_serves_is_illegal_everywhere(monkeypatch):
@@ -243,7 +255,7 @@ def test_a_form_that_a_kind_serves_is_chosen_for():
     of = replace(signature(), form=BATCHED)
     policy = policies.policy(of, H100)
     assert policy.kernels
-    assert all(isinstance(c, Sm90Config) and c.whole_k for c in policy.kernels)
+    assert all(isinstance(c, Sm90Config | SmallConfig) and c.whole_k for c in policy.kernels)
     one, eight = policy.choose(ONE), policy.choose(EIGHT)
     # What was measured of one GEMM says nothing exact of several.
     assert eight.source != "measured"
@@ -251,7 +263,7 @@ def test_a_form_that_a_kind_serves_is_chosen_for():
     assert eight.config in policies.kept(policy, EIGHT.n, EIGHT.k, EIGHT.count)
     on_ampere = policies.policy(of, A100).kernels
     assert on_ampere
-    assert all(isinstance(c, Sm80Config) and not c.stream_k for c in on_ampere)
+    assert all(isinstance(c, Sm80Config | SmallConfig) and c.whole_k for c in on_ampere)
 
 
 @pytest.mark.usefixtures("session")

@@ -70,6 +70,11 @@ H200 = Numbers(bandwidth=4.81)
 _BY_CHIP = {"NVIDIA H200": H200}
 
 
+def numbers_of(device: Device) -> Numbers:
+    """Return the parameters of a device's chip."""
+    return _BY_CHIP.get(device.name, H100)
+
+
 def predict(
     config: GemvConfig, problem: Problem, multiprocessors: int, widths: tuple[int, int] = _16_BITS, of: Numbers = H100
 ) -> float:
@@ -169,7 +174,7 @@ class GemvTimer:
     def times(self, problems: Problems, device: Device) -> tuple[Floats, Flags]:
         """Return times in microseconds. These kernels cannot order tiles by GPC."""
         widths = self.traits.element_bytes, self.traits.d_bytes
-        found = times(self.blocks, problems, device.multiprocessors, widths, _BY_CHIP.get(device.name, H100))
+        found = times(self.blocks, problems, device.multiprocessors, widths, numbers_of(device))
         return found, np.zeros_like(found, np.bool_)
 
     def besides(self, problems: Problems, _: Device) -> Floats:
