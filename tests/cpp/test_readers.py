@@ -224,6 +224,19 @@ def test_they_agree_on_the_form_of_a_signature(agree, contents, form, known):
     assert agree([good, sealed(data)]) == 1 + known
 
 
+def test_they_agree_on_small_kernels(agree, contents):
+    def small(**fields):
+        def change(data):
+            data["signatures"][0]["kernels"][3]["config"] = {"arch": "small", **fields}
+
+        return changed(contents[0], change)
+
+    tile = {"threadblock": {"k": 64, "m": 64, "n": 32}}
+    assert agree([small(**tile), small(**tile, stages=2), small(**tile, stages=2, warps=4)]) == 3
+    wrong = [{}, {**tile, "stages": 3}, {**tile, "warps": 2}, {**tile, "rows": 1}, {**tile, "stages": "2"}]
+    assert agree([small(**fields) for fields in wrong]) == 0
+
+
 def test_they_agree_on_constants(agree, contents):
     good = contents[0].to_bytes()
     exponents = [-151, -150, -149, -148, -127, -126, -1, 0, 1, 127, 128, 1023]
