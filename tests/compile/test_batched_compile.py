@@ -1,0 +1,29 @@
+"""Kernels of batches compile, and their machine code has the instructions of their kind."""
+
+import pytest
+
+from cutlass_ops.compilation.builder import build_artifact
+from cutlass_ops.tools.inspection import inspect
+from tests.gpu import kernels
+
+pytestmark = pytest.mark.compile
+
+# Each way in which a kernel finds a batch's operands, inputs and outputs.
+NAMES = (
+    "batched-small-tiles",
+    "batched-small-misaligned",
+    "batched-small-col-row-bf16.col",
+    "batched-sm80-registers",
+    "batched-warp_specialized-plain",
+    pytest.param("batched-cluster-inputs", marks=pytest.mark.slow),
+    pytest.param("batched-swapped-inputs", marks=pytest.mark.slow),
+    pytest.param("batched-pingpong-tiles", marks=pytest.mark.slow),
+    pytest.param("batched-cooperative-registers", marks=pytest.mark.slow),
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_kernel_of_batches_compiles(name):
+    spec = kernels.batched()[name]
+    report = inspect(build_artifact(spec))
+    assert report.spill_stores == report.spill_loads == 0
