@@ -25,5 +25,5 @@ SMALL = Kind(
     near=space.near,
     unit=lambda _: ("mma.sync, a warp for each tile, operands loaded ahead by cp.async or registers", None),
     means=lambda _: "by no small kernel",
-    compile_seconds=2.0,
+    compile_seconds=3.0,
 )
