@@ -9,7 +9,8 @@ and "scores" multiply queries by transposed keys. The epilogue is relu(A @ B + b
 
 Each row: {"case", "batches", "m", "n", "k", "dtype", "epilogue", "ours_ms", "peers": {name: ms}, "best_peer",
 "ratio_to_best_peer", "ratio_range", "tflops", "gb_per_s", "error", "peers_error", "kernel"}. Errors are relative, of
-sampled batches, against float64. Bytes are those of all operands and D, once.
+sampled batches, against float64. Bytes are those of all operands and D, once. "small" has the times of small kernels
+(SmallConfig), where D has at most 64 rows and columns, whatever kernel the call chooses.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ from torch import Tensor
 import cutlass_ops as co
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin
+from cutlass_ops.kinds.small.space import UNTUNED
 from cutlass_ops.run import ops
 from cutlass_ops.tuner.timing import expected_us, rotation
 
-_SAMPLED = 4
+_SAMPLED, _SMALL = 4, 64
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,21 @@ def peers(epilogue: str) -> dict[str, Callable[[Inputs], Tensor]]:
     return {"bmm_relu": eager, "baddbmm": baddbmm, "compile": lambda x: compiled(x.a, x.b, x.bias)}
 
 
+def small_kernels(case: Case) -> tuple[co.SmallConfig, ...]:
+    """Return the small kernels that are worth a look at a case."""
+    m, n, *_ = case.problem
+    if max(m, n) > _SMALL:
+        return ()
+    return tuple(c for c in UNTUNED if c.threadblock.m <= max(16, m) and c.threadblock.n <= max(16, n))
+
+
+def run_exact(kernel: Any, epilogue: str, x: Inputs) -> Tensor:
+    """Compute D into its memory by one kernel."""
+    found = kernel(x.a, x.b, *(() if epilogue == "none" else (x.bias,)), out=x.out)
+    assert isinstance(found, Tensor)
+    return found
+
+
 def error(found: Tensor, wanted: Tensor) -> float:
     """Return the relative error in the Frobenius norm."""
     return float((found.double() - wanted).norm() / wanted.norm())
@@ -153,8 +170,14 @@ def run_case(name: str, epilogue: str) -> dict[str, Any]:
     assert not first.out.isnan().any(), "parts of D were not written"
     op = ops.op_of(None) if epilogue == "none" else ops.called(builtin.bias_relu)
     inputs = () if epilogue == "none" else (first.bias,)
-    kernel = op.plan(first.a, first.b, *inputs, out=first.out).spec.config.slug
+    decision = op.plan(first.a, first.b, *inputs, out=first.out)
     variants: dict[str, Callable[[int], object]] = {"ours": lambda index: ours(epilogue, sets[index % len(sets)])}
+    for config in small_kernels(case):
+        kernel = co.build(decision.device.spec(decision.signature, config))
+        first.out.fill_(float("nan"))
+        kernel(first.a, first.b, *inputs, out=first.out)
+        assert error(first.out[batches], wanted) <= 2 * ours_error, f"{config.slug} is wrong"
+        variants[config.slug] = lambda index, f=kernel: run_exact(f, epilogue, sets[index % len(sets)])
     errors: dict[str, float] = {}
     for peer, function in peers(epilogue).items():
         errors[peer] = error(function(first)[batches], wanted)
@@ -162,6 +185,7 @@ def run_case(name: str, epilogue: str) -> dict[str, Any]:
     assert ours_error <= 2 * min(errors.values()), f"error is {ours_error:.2g}, and peers have {errors}"
     times = harness.time_interleaved(variants, expected_us(case.problem, width))
     mine = times.pop("ours")
+    small = {config.slug: round(times.pop(config.slug).median, 5) for config in small_kernels(case)}
     best = min(times, key=lambda peer: times[peer].median)
     ratio = harness.ratios(mine, times[best])
     return {
@@ -181,7 +205,8 @@ def run_case(name: str, epilogue: str) -> dict[str, Any]:
         "gb_per_s": round(moved / mine.median / 1e6, 1),
         "error": round(ours_error, 6),
         "peers_error": {peer: round(each, 6) for peer, each in errors.items()},
-        "kernel": kernel,
+        "kernel": decision.spec.config.slug,
+        "small": small,
     }
 
 

@@ -30,6 +30,13 @@ def test_all_ways_compute_the_same(monkeypatch, name, epilogue):
         assert BENCH.error(function(x)[batches], wanted) <= 4 * rounding, peer
 
 
+def test_small_kernels_are_measured_where_matrices_are_small():
+    tiles = {name: [str(c.threadblock) for c in BENCH.small_kernels(case)] for name, case in BENCH.CASES.items()}
+    assert tiles["small"] == ["64x64x64", "32x64x64", "64x32x64", "32x32x32", "16x16x16"]
+    assert tiles["tiny"] == ["16x16x16"]
+    assert tiles["wide"] == tiles["large"] == []
+
+
 def test_heads_are_views():
     case = smaller(BENCH.CASES["scores"])
     x = BENCH.draw(case, "cpu")

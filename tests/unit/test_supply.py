@@ -129,7 +129,12 @@ def test_where_that_is_the_best_one_nothing_stands_in(device, specs):
 
 
 def test_kinds_are_told_apart_by_what_a_compilation_takes():
-    assert [kind.config.arch for kind in sorted(KINDS, key=lambda k: k.compile_seconds)] == ["gemv", "small", "sm80", "sm90"]
+    assert [kind.config.arch for kind in sorted(KINDS, key=lambda k: k.compile_seconds)] == [
+        "gemv",
+        "small",
+        "sm80",
+        "sm90",
+    ]
 
 
 def test_a_setting_has_calls_wait_for_the_best_kernel(op, device, specs, monkeypatch):
