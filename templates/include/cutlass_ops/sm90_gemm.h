@@ -163,6 +163,15 @@ constexpr bool kWaits = true;
 constexpr bool kWaits = false;
 #endif
 
+// Whether a kernel has a thread block for each tile, and so counts batches by the grid's third side: CUTLASS's that is not
+// persistent.
+template <class DispatchPolicy, class = void>
+struct CountsInGrid : cute::false_type {};
+template <class DispatchPolicy>
+struct CountsInGrid<DispatchPolicy, cute::enable_if_t<cute::is_same_v<typename DispatchPolicy::Schedule,
+                                                                      cutlass::gemm::KernelTmaWarpSpecialized>>>
+    : cute::true_type {};
+
 // `Gemm` is what a rendered file defines:
 //   GemmKernel; static void const* kernel();
 //   struct Operands { Problem problem; ... }; static Operands read(Call&);
@@ -179,15 +188,12 @@ struct Sm90Entry {
   static constexpr bool kBatched = cute::is_same_v<Scheduler, BatchedTileScheduler>;
   static constexpr bool kOrdered = cute::is_same_v<Scheduler, OrderedTileScheduler> || kBatched;
   static constexpr int kCluster = cute::size(ClusterShape{});
-  // CUTLASS's kernel that is not persistent has a thread block for each tile; the grid's third side counts batches.
-  static constexpr bool kPersistent =
-      !cute::is_same_v<typename GemmKernel::DispatchPolicy::Schedule, cutlass::gemm::KernelTmaWarpSpecialized>;
   static constexpr int kMaxGridZ = 65535;
 
   static cudaError_t launch(Call& call, int& status) {
     Operands operands = Gemm::read(call);
     status = call.status();
-    if constexpr (!kPersistent) {
+    if constexpr (CountsInGrid<typename GemmKernel::DispatchPolicy>::value) {
       if (status == 0 && operands.problem.count > kMaxGridZ) status = int(Reason::kShape);
     }
     if (status != 0) return cudaSuccess;
