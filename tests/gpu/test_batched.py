@@ -8,9 +8,12 @@ import torch
 import cutlass_ops as co
 from cutlass_ops.artifacts.loader import Reason, refusal
 from cutlass_ops.choose import dispatch
+from cutlass_ops.declare.config import Ordered
+from cutlass_ops.declare.problem import Problem
 from cutlass_ops.run import ops
 from cutlass_ops.run.call import check_call, device_of, signature_of
-from cutlass_ops.run.registry import Registry
+from cutlass_ops.run.registry import OpSignature, Registry
+from cutlass_ops.tuner.trial import Trial
 from tests.gpu import kernels, oracle, tensors
 
 pytestmark = pytest.mark.gpu
@@ -306,6 +309,17 @@ def test_a_compiled_program():
     compiled = torch.compile(lambda a, b, bias: co.gemm_bias_relu(a, b, bias), fullgraph=True)
     wanted = torch.relu(a.double() @ b.double() + bias.double())
     oracle.assert_close(compiled(a, b, bias), wanted)
+
+
+@pytest.mark.parametrize("name", ["batched-pingpong-inputs", "batched-sm80-inputs", "batched-small-inputs"])
+def test_a_trial_finds_a_kernel_right_and_races_pytorch(name):
+    spec = SPECS[name]
+    trial = Trial(OpSignature.of(spec), Problem(64, 64, 64, 100), torch.device("cuda", torch.cuda.current_device()))
+    assert trial.admit(Ordered(spec.config), Registry.current().kernel(spec)) is None
+    trial.admit_peers()
+    measured, peers = trial.race(3, lambda: None)
+    assert measured[0].microseconds > 0
+    assert [peer for peer, _ in peers] == ["eager"]
 
 
 def drawn(seed):
