@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -177,8 +177,12 @@ def _groups(tensor: Tensor, shape: tuple[int, ...]) -> int:
 
 def is_nested(tensor: Tensor) -> bool:
     """Whether what a dimension repeats ends before it begins again: then no two elements share memory."""
+    return _is_nested(tensor.stride(), tensor.shape)
+
+
+def _is_nested(strides: Sequence[int], extents: Sequence[int]) -> bool:
     below = 1
-    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+    for stride, extent in sorted(zip(strides, extents, strict=True)):
         if extent > 1 and stride < below:
             return False
         below += stride * (extent - 1)
@@ -190,9 +194,10 @@ def meet(x: Tensor, y: Tensor) -> bool:
 
     Slices of one buffer, such as its columns or heads, interleave without sharing an element.
     """
-    if x.stride() != y.stride() or x.dtype != y.dtype or not is_nested(x) or not is_nested(y):
+    if x.stride() != y.stride() or x.dtype != y.dtype or not _is_nested(x.stride(), list(map(max, x.shape, y.shape))):
         return True
-    levels = sorted(zip(x.stride(), x.shape, y.shape, strict=True), reverse=True)
+    every = zip(x.stride(), x.shape, y.shape, strict=True)
+    levels = sorted((level for level in every if max(level[1:]) > 1), reverse=True)
     size = x.element_size()
 
     def within(offset: int, at: int) -> bool:

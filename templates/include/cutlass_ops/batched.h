@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <utility>
 
 #include "cutlass_ops/halves.h"
@@ -225,7 +226,10 @@ class BatchedOperands {
   static bool meet(Span const& x, Span const& y) {
     if (x.width == 0 || y.width == 0) return false;
     if (x.begin + x.bytes() <= y.begin || y.begin + y.bytes() <= x.begin) return false;
-    if (!same_pitches(x, y) || !nested(x) || !nested(y)) return true;
+    Span both = x;  // with the extents of the larger one, at each level
+    both.width = std::max(x.width, y.width);
+    for (int i = 0; i < kLevels; ++i) both.levels[i].count = std::max(x.levels[i].count, y.levels[i].count);
+    if (!same_pitches(x, y) || !nested(both)) return true;
     return meet_within(x, y, int64_t(y.begin) - int64_t(x.begin), kLevels - 1);
   }
 
