@@ -3,12 +3,12 @@
     python benchmarks/bench_serving.py --store cold --out benchmarks/results/serving_cold_h200.json
     python benchmarks/bench_serving.py --store warm --out benchmarks/results/serving_warm_h200.json
     cutlass-ops distribution sm_90a --op gemm_bias_relu --dtype bf16 --out dist
-    python benchmarks/bench_serving.py --store cold --wheel dist/*.whl --out benchmarks/results/serving_installed_h200.json
+    python benchmarks/bench_serving.py --wheel dist/*.whl --out benchmarks/results/serving_installed_h200.json
 
 Each request is one call of gemm_bias_relu with a number of rows drawn with equal probability on each scale, at a weight
 drawn at random. "cold" begins with an empty kernel store, in a folder of its own. "warm" runs the same requests once
-before, in another process, until all that it compiles in the background is there. With a wheel of kernels, the store is
-cold and the wheel is installed: its contents are on the path before the first call. Timed is the host side of each call:
+before, in another process, until all that it compiles in the background is there. A wheel of kernels is installed, in
+effect: what it holds is on the path before the first call, and the store is cold. Timed is the host side of each call:
 until it returns, which is before the GPU is done. Each row: {"m", "weight", "us"}.
 """
 
@@ -80,7 +80,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     """Serve, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--store", choices=["cold", "warm"], required=True)
+    parser.add_argument("--store", choices=["cold", "warm"], default="cold")
     parser.add_argument("--requests", type=int, default=REQUESTS)
     parser.add_argument("--pause", type=float, default=0.01, help="seconds between requests")
     parser.add_argument("--folder", type=Path, help="the kernel store; by default a new one, which is removed")
@@ -108,7 +108,10 @@ def main() -> None:
         Background.current().close()
     print(found)
     if args.out:
-        head = harness.environment() | {"processors": len(os.sched_getaffinity(0)), "store": "installed" if args.wheel else args.store}
+        head = harness.environment() | {
+            "processors": len(os.sched_getaffinity(0)),
+            "store": "installed" if args.wheel else args.store,
+        }
         harness.save(args.out, {**head, "summary": found, "rows": rows})
 
 

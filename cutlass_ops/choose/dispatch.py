@@ -120,11 +120,12 @@ def decide(signature: OpSignature, device: Device, problem: Problem) -> Decision
     UnsupportedError
         If kernels serve the signature, but none can be launched at the problem.
     """
-    bundled = limits.chosen(signature, device.capability, problem)
+    limited = limits.limit(signature, device.capability)
+    bundled = limits.chosen(limited, signature, device.capability, problem)
     if bundled is not None:
         served = bundled.ordered
         return Decision(signature, device, problem, served.config, served.order, bundled.kept, bundled=True)
-    policy = _policy(signature, device)
+    policy = _policy(signature, device, limited)
     if not policy.kernels:
         return None
     best, weight = policy.serves(problem)
@@ -164,7 +165,7 @@ def choose(signature: OpSignature, device: Device, problem: Problem) -> tuple[Ke
 # Imported late: tables and models take as long to import as everything that a bundled call needs.
 
 
-def _policy(signature: OpSignature, device: Device) -> Policy:
+def _policy(signature: OpSignature, device: Device, limited: limits.Limit | None = None) -> Policy:
     from cutlass_ops.choose import policies
 
-    return policies.policy(signature, device)
+    return policies.policy(signature, device, limited)
