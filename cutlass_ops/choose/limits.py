@@ -80,9 +80,7 @@ class Chosen(NamedTuple):
     kept: tuple[Config, ...]
 
 
-def chosen(
-    limited: Limit, signature: OpSignature, capability: tuple[int, int], problem: Problem
-) -> Chosen | None:
+def chosen(limited: Limit, signature: OpSignature, capability: tuple[int, int], problem: Problem) -> Chosen | None:
     """Return what bundles say about a problem, or the only kernel that may be chosen; None if they say nothing."""
     configs, installed, _ = limited
     if len(configs) == 1:

@@ -18,6 +18,7 @@ import numpy as np
 from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.base import arch, env, resources
 from cutlass_ops.base.errors import BundleError, ConfigError, UnsupportedError
+from cutlass_ops.base.garbage import uncollected
 from cutlass_ops.base.session import cached
 from cutlass_ops.base.warned import warn_once
 from cutlass_ops.choose import limits, tables
@@ -345,6 +346,7 @@ def policy(signature: OpSignature, device: Device, limited: Limit | None = None)
 
 
 @cached(maxsize=256)
+@uncollected()
 def _policy(signature: OpSignature, device: Device, bundled: tuple[Config, ...], generation: int) -> Policy:
     if arch.target_for(device.capability, wgmma=False) is None:
         return Policy.of((), signature, device, ())
