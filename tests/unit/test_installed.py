@@ -227,7 +227,7 @@ def other(monkeypatch):
         device.absent.update(s for s in dispatch.specs(signature(), H100) if s != spec)
         monkeypatch.setattr(Bundles, "find_installed", lambda _, wanted: wanted if wanted == spec else None)
         monkeypatch.setattr(Bundles, "configs", lambda *_, installed=False: (spec.config,) if installed else ())
-        monkeypatch.setattr(limits, "limit", lambda *_: limits.Limit(()))
+        monkeypatch.setattr(limits, "limit", lambda *_: limits.Limit((), False, 0))
         yield device, spec
 
 
