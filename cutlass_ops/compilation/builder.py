@@ -140,6 +140,22 @@ def stored(spec: KernelSpec) -> Artifact | None:
         return None
 
 
+def built_before(spec: KernelSpec, key: str) -> Artifact | None:
+    """Return the kernel with a key from the user's store, if it is still there. It was built for this declaration.
+
+    Raises
+    ------
+    StoreError
+        If the store is not private.
+    """
+    found = KernelStore.default().lookup(key)
+    return None if found is None else replace(found, again=functools.partial(_built_again, spec))
+
+
+def _built_again(spec: KernelSpec, use: Callable[[Artifact], T]) -> T:
+    return _again(_job(spec, None, KernelStore.default(), find_toolchain(), None), use)
+
+
 def fetched(spec: KernelSpec) -> Artifact | None:
     """Return the compiled kernel for a declaration if the remote store has it; compile nothing.
 

@@ -81,6 +81,17 @@ class Registry(Part):
             self._add(spec, artifact)
         return self._entries[spec].kernel
 
+    def take(self, spec: KernelSpec, artifact: Artifact) -> None:
+        """Load a kernel that was found or built.
+
+        Raises
+        ------
+        LoadError
+            If it cannot be loaded.
+        """
+        if spec not in self._entries:
+            self._add(spec, artifact)
+
     def fetched(self, spec: KernelSpec) -> LoadedKernel | None:
         """Return a kernel if the remote store has it, within that store's time limit; compile nothing.
 

@@ -7,11 +7,16 @@ import pytest
 from cutlass_ops.base.garbage import uncollected
 
 
+@uncollected()
+def fails():
+    assert not gc.isenabled()
+    raise KeyError
+
+
 def test_nothing_is_collected_inside_and_what_was_on_is_on_again():
     assert gc.isenabled()
-    with pytest.raises(KeyError), uncollected():
-        assert not gc.isenabled()
-        raise KeyError
+    with pytest.raises(KeyError):
+        fails()
     assert gc.isenabled()
 
 
