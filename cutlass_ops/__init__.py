@@ -73,11 +73,13 @@ if TYPE_CHECKING:
 # The command line starts without PyTorch, which takes a second to import. Elsewhere ops are imported at once, since
 # programs saved by torch.export call their operators.
 if TYPE_CHECKING or not _is_command():
+    from cutlass_ops.run.fp8 import Fp8State
     from cutlass_ops.run.gated import gemm_swiglu
     from cutlass_ops.run.launch import Launch
     from cutlass_ops.run.norms import (
         PreparedLayerNormWeight,
         PreparedWeight,
+        QuantisedResidualRms,
         ResidualRms,
         RowStatistic,
         gemm_residual_rms,
@@ -113,7 +115,7 @@ _LATER = {
     "tune": ("tuner.tuning", "tune"),
 }
 # Where the command line, which imports no op at first, finds them.
-_OPS = ("run.ops", "run.norms", "run.gated", "run.scaled", "run.launch")
+_OPS = ("run.ops", "run.norms", "run.gated", "run.scaled", "run.launch", "run.fp8")
 
 __all__ = [
     "Bundle",
@@ -127,6 +129,7 @@ __all__ = [
     "Epilogue",
     "EpilogueError",
     "Explanation",
+    "Fp8State",
     "GemvConfig",
     "InstructionShape",
     "Integer",
@@ -141,6 +144,7 @@ __all__ = [
     "PreparedLayerNormWeight",
     "PreparedWeight",
     "Product",
+    "QuantisedResidualRms",
     "Reduction",
     "ResidualRms",
     "Row",

@@ -137,7 +137,7 @@ def check_call(
             continue
         wanted = None if spec is None else (spec.d, *spec.outputs)[position]
         d_dtype = outputs[0].dtype if outputs else (out_dtype or usual_dtype(arguments.a.dtype, arguments.b.dtype))
-        default = reference.result_dtype(output) or d_dtype
+        default = reference.result_dtype(graph, output) or d_dtype
         dtype = default if wanted is None else getattr(torch, wanted.dtype.torch_name)
         col_major = wanted is not None and output.kind is Kind.TILE and wanted.major == "col"
         outputs.append(_allocate(arguments.flat_shape(output), dtype, arguments.a.device, col_major))

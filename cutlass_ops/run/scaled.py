@@ -25,7 +25,7 @@ def _prepare_scaled(
     if _are_of_blocks(a, b, scale_a, scale_b):
         op = scaled_op(False, False, epilogue, True)
     else:
-        op = scaled_op(_is_vector(scale_a), _is_vector(scale_b), epilogue)
+        op = scaled_op(is_vector(scale_a), is_vector(scale_b), epilogue)
     return op, (a, b, scale_a, scale_b)
 
 
@@ -112,8 +112,29 @@ def scaled_gemm(
     return op(*arguments, out=out, out_dtype=out_dtype, **inputs)
 
 
-def _is_vector(scale: object) -> bool:
+def is_vector(scale: object) -> bool:
+    """Whether a scale is one for each row or column."""
     return isinstance(scale, Tensor) and scale.ndim > 0
+
+
+def scales_of(a: Any, b: Any, scale_a: Any, scale_b: Any) -> Epilogue | None:
+    """Return the epilogue of two scales, which come in this order; None if there is none.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If one of them is missing, or blocks of one operand alone have scales.
+    """
+    if scale_a is None and scale_b is None:
+        return None
+    if scale_a is None or scale_b is None:
+        given, missing = ("scale_b", "scale_a") if scale_a is None else ("scale_a", "scale_b")
+        raise TypeError(
+            f"{missing} is missing, and {given} is given: pass {missing}=, which is 1.0 if there is no scale"
+        )
+    if _are_of_blocks(a, b, scale_a, scale_b):
+        return builtin.scaled_blocks
+    return builtin.SCALED[is_vector(scale_a), is_vector(scale_b)]
 
 
 def _are_of_blocks(a: Any, b: Any, scale_a: Any, scale_b: Any) -> bool:
