@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -367,7 +367,7 @@ def _prepare_residual(
     inputs["scale_out"] = scale_out
     if gamma is not None:
         inputs["gamma"] = gamma
-    copy = _Copy(scaled.is_vector(scale_out), gamma is not None, amax, dtypes.dtype(quantised_dtype).name)
+    copy = scaled.is_vector(scale_out), gamma is not None, amax, dtypes.dtype(quantised_dtype).name
     return _residual_op(_stream_dtype(a.dtype), epilogue, scales, copy), (a, matrix, *factors)
 
 
@@ -677,7 +677,7 @@ def layernorm_op(
     return _composed("layernorm_gemm", norm, epilogue, shifted)
 
 
-def _weight_again(matrix: Tensor, scale: Tensor | None, folded: bool) -> PreparedWeight:
+def _weight_again(folded: bool, matrix: Tensor, scale: Tensor | None) -> PreparedWeight:
     return PreparedWeight(matrix, scale, folded)
 
 
@@ -691,7 +691,7 @@ _pytree.register_pytree_node(
 _pytree.register_pytree_node(
     PreparedWeight,
     lambda x: ([x.matrix, x.scale], x.folded),
-    lambda tensors, folded: _weight_again(*tensors, folded),
+    lambda tensors, folded: _weight_again(folded, *tensors),
     serialized_type_name="cutlass_ops.PreparedWeight",
 )
 _pytree.register_pytree_node(
@@ -751,13 +751,9 @@ def _check_follower(name: str, epilogue: str, graph: Graph, has_scales: bool) ->
         raise ValueError(f"{epilogue} has an input {', '.join(taken)}, and so has {name} itself: rename the input")
 
 
-class _Copy(NamedTuple):
-    """What of a residual's sum is stored in FP8: see :func:`builtin.residual_rms_quantised`."""
-
-    rows: bool
-    with_gamma: bool
-    with_amax: bool
-    element: str
+# How a residual's sum is stored in FP8: what residual_rms_quantised takes after D's type. PyTorch's tracer keeps a plain
+# tuple as it is.
+_Copy: TypeAlias = tuple[bool, bool, bool, str]
 
 
 @traced.remembered

@@ -135,7 +135,8 @@ def check_lines(arguments: Arguments, products: Mapping[str, Tensor]) -> Sequenc
     for name, tensor, along_k in (("a", a, 1), ("b", b, 0), *((n, t, 0) for n, t in products.items())):
         lines = _as_major(tensor, along_k, element_type(name, tensor))
         if lines is None:
-            instead = "pass a row-major matrix" if name == "a" else "pass weight.t() of a contiguous weight (N, K)"
+            once = f"pass weight.t() of a contiguous weight (N, K), or prepare({name}).matrix, which transposes it once"
+            instead = "pass a row-major matrix" if name == "a" else once
             raise ValueError(
                 f"{name} is {tensor.dtype} and has strides {tensor.stride()}, and Tensor Cores read this type along K "
                 f"only: {instead}"
@@ -144,6 +145,7 @@ def check_lines(arguments: Arguments, products: Mapping[str, Tensor]) -> Sequenc
             raise ValueError(
                 f"{name} is {tensor.dtype}, and its lines of K={arguments.problem.k} elements do not begin at "
                 f"multiples of 16 bytes: pad K of a and b with zeros to a multiple of 16"
+                + ("" if name == "a" else f", or pass prepare({name}).matrix, whose lines are longer than K")
             )
     return ("col",)
 
