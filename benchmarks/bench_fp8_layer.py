@@ -5,8 +5,8 @@
     python benchmarks/bench_fp8_layer.py --resume /tmp/r.json --out /tmp/all.json    # only missing rows
 
 The layers are those of examples/fp8_layer.py and examples/transformer_block.py. In `ours`, scales are static, and were
-calibrated on 1024 rows. `bf16` computes each norm's statistic in the norm's own kernel; `bf16_passed` gets it from the GEMM
-before, as `ours` does. `rowwise` quantises rows dynamically, under torch.compile with max-autotune. All run under
+calibrated on 1024 rows. `bf16` computes each norm's statistic in the norm's own kernel; `bf16_passed` gets it from the
+GEMM before, as `ours` does. `rowwise` quantises rows dynamically, under torch.compile with max-autotune. All run under
 torch.compile; `plain` is `ours` without.
 Up to 64 rows are sequences of one position each, over a cache of keys and values; more rows are one sequence.
 Each row: {"phase", "m", "cache", "error", "rowwise_error", "ms": {name: ms}, "over_ours": {name: ratio and range}}.

@@ -115,12 +115,7 @@ LAYER = {
     "residual": (
         _COLUMNS.then(builtin.residual_rms_quantised("bf16", False, True, True, "e4m3")),
         "bf16.row",
-        co.Sm90Config(co.ThreadblockShape(128, 208, 128), co.ClusterShape(2, 1), schedule="pingpong"),
-    ),
-    "down": (
-        _COLUMNS.then(builtin.residual_rms_quantised("bf16", False, True, False, "e4m3")),
-        "bf16.row",
-        co.Sm90Config(co.ThreadblockShape(256, 128, 128), co.ClusterShape(1, 2), schedule="cooperative", swap_ab=True),
+        co.Sm90Config(co.ThreadblockShape(128, 128, 128), co.ClusterShape(1, 2), schedule="pingpong"),
     ),
     "gate": (
         _GATE.then(builtin.quantised(False, False).graph),
