@@ -751,8 +751,8 @@ def _check_follower(name: str, epilogue: str, graph: Graph, has_scales: bool) ->
         raise ValueError(f"{epilogue} has an input {', '.join(taken)}, and so has {name} itself: rename the input")
 
 
-# How a residual's sum is stored in FP8: what residual_rms_quantised takes after D's type. PyTorch's tracer keeps a plain
-# tuple as it is.
+# How a residual's sum is stored in FP8: what residual_rms_quantised takes after D's type. PyTorch's tracer keeps a
+# plain tuple as it is.
 _Copy: TypeAlias = tuple[bool, bool, bool, str]
 
 
