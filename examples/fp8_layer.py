@@ -55,7 +55,7 @@ class Stream(NamedTuple):
 
 def entering(x: Tensor, gamma: Tensor, state: co.Fp8State, eps: float) -> Stream:
     """Return the stream that the first layer reads: no GEMM comes before that, so PyTorch makes its copy."""
-    copy, scale = state.quantise(x * gamma)
+    copy, scale = state.quantize(x * gamma)
     return Stream(x, copy, scale, co.RowStatistic(x.float().square().sum(-1), x.shape[-1], eps))
 
 
@@ -113,7 +113,7 @@ class Fp8Layer(torch.nn.Module):
         """
         rotation = {"epilogue": block.rotary, "position": positions, "frequency": self.frequency}
         qkv = co.rmsnorm_gemm(stream.copy, self.qkv, rstd=stream.statistic, scale_a=stream.scale, **rotation)
-        attended, scale = self.attended.quantise(self._attention(qkv, cache))
+        attended, scale = self.attended.quantize(self._attention(qkv, cache))
         made = self._plus_residual(attended, self.o, scale, stream.y, self.after, self.middle)
         measures = self.hidden.scaling == "delayed"
         hidden = co.gemm_swiglu(
@@ -134,7 +134,7 @@ class Fp8Layer(torch.nn.Module):
         )
         if measures:
             state.record(made.amax)
-        return Stream(made.y, made.quantised, state.scale, made.rstd)
+        return Stream(made.y, made.quantized, state.scale, made.rstd)
 
     def _attention(self, qkv: Tensor, cache: block.Cache | None) -> Tensor:
         every = qkv.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)

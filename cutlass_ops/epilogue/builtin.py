@@ -272,7 +272,7 @@ def residual_rms_quantised(dtype: str, rows: bool, with_gamma: bool, with_amax: 
     copy = quantised(rows, with_amax, element).graph
     copy = times_gamma.graph.then(copy) if with_gamma else copy
     summed = residual.graph.then(_rounded(dtype).graph)
-    return summed.then(_with_squares.graph.beside(copy, "quantised"))
+    return summed.then(_with_squares.graph.beside(copy, "quantized"))
 
 
 @functools.cache

@@ -81,7 +81,7 @@ def _fold(w: Tensor, gamma: Tensor, name: str) -> Tensor:
     return torch.mul(w, gamma[:, None], out=_empty_like(w))
 
 
-def quantise(w: Tensor, gamma: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantize(w: Tensor, gamma: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return w, or diag(gamma) @ w, in FP8 along K, and the scale of each column. Waits for the device.
 
     Parameters

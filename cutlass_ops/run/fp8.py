@@ -23,7 +23,7 @@ Algorithm = Literal["max", "most_recent"]
 _LEAST = torch.finfo(torch.float32).tiny
 
 
-class Quantised(NamedTuple):
+class Quantized(NamedTuple):
     """A tensor in FP8 and the factor that it was divided by.
 
     Attributes
@@ -90,7 +90,7 @@ class Fp8State(torch.nn.Module):
     - ``"delayed"``: a pass uses the scale that earlier passes gave. :meth:`record` notes greatest absolute values, such
       as `co.e.amax` in an epilogue gives. :meth:`step`, once after a pass, computes the next scale from them.
     - ``"static"``: the scale stays. Calibrate with ``"delayed"``, then set ``state.scaling = "static"``.
-    - ``"current"``: the scale follows from the tensor itself, which is read twice: by :meth:`quantise` alone.
+    - ``"current"``: the scale follows from the tensor itself, which is read twice: by :meth:`quantize` alone.
 
     Parameters
     ----------
@@ -141,7 +141,7 @@ class Fp8State(torch.nn.Module):
 
     Current scaling, with a scale for each row:
 
-    >>> data, scale = co.Fp8State("RowWise", scaling="current").quantise(x)
+    >>> data, scale = co.Fp8State("RowWise", scaling="current").quantize(x)
     >>> scale.tolist(), (data.float() * scale[:, None]).tolist()
     ([2.0], [[14.0, -896.0]])
     """
@@ -253,7 +253,7 @@ class Fp8State(torch.nn.Module):
         self.history.copy_(self.history.roll(1))
         self.history[0].zero_()
 
-    def quantise(self, x: Tensor, amax: Tensor | None = None) -> Quantised:
+    def quantize(self, x: Tensor, amax: Tensor | None = None) -> Quantized:
         """Quantise a tensor, such as attention's output: what a GEMM makes is quantised by its epilogue.
 
         Parameters
@@ -278,7 +278,7 @@ class Fp8State(torch.nn.Module):
         Examples
         --------
         >>> x = torch.tensor([[1.0, -448.0], [2.0, 896.0]])
-        >>> co.Fp8State(scaling="current").quantise(x).scale.item()
+        >>> co.Fp8State(scaling="current").quantize(x).scale.item()
         2.0
         """
         _require_floats("x", x)
@@ -291,20 +291,20 @@ class Fp8State(torch.nn.Module):
         with torch.no_grad():
             return self._of_rows(x, amax) if self.recipe == "RowWise" else self._of_tensor(x, amax)
 
-    def _of_rows(self, x: Tensor, amax: Tensor | None) -> Quantised:
+    def _of_rows(self, x: Tensor, amax: Tensor | None) -> Quantized:
         if not x.ndim:
             raise ValueError("x has no dimensions, and so no rows: use the recipe 'TensorWise'")
         rows = _greatest(x, -1) if amax is None else amax.reshape(x.shape[:-1])
         scale = scale_of(rows, self.dtype, self.margin)
-        return Quantised(divided(x, scale.unsqueeze(-1), self.dtype), scale)
+        return Quantized(divided(x, scale.unsqueeze(-1), self.dtype), scale)
 
-    def _of_tensor(self, x: Tensor, amax: Tensor | None) -> Quantised:
+    def _of_tensor(self, x: Tensor, amax: Tensor | None) -> Quantized:
         if amax is None and self.scaling != "static":
             amax = _greatest(x)
         if amax is not None and self.scaling == "current":
             scale = scale_of(_greatest(amax), self.dtype, self.margin)
-            return Quantised(divided(x, scale, self.dtype), scale)
-        found = Quantised(divided(x, self.scale, self.dtype), self.scale)
+            return Quantized(divided(x, scale, self.dtype), scale)
+        found = Quantized(divided(x, self.scale, self.dtype), self.scale)
         if amax is not None:
             self.record(amax)
         return found

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from cutlass_ops.epilogue import Epilogue, builtin
 from cutlass_ops.epilogue.graph import Graph
-from cutlass_ops.run import norms, scaled, traced
-from cutlass_ops.run.norms import PreparedWeight, RowStatistic
+from cutlass_ops.run import norms, scaled, traced, weights
+from cutlass_ops.run.norms import RowStatistic
 from cutlass_ops.run.ops import Instead, Op, graph_op, prepared_by
+from cutlass_ops.run.weights import PreparedWeight
 
 
 def _prepare_swiglu(
@@ -34,9 +35,10 @@ def _prepare_swiglu(
     folded = any(isinstance(w, PreparedWeight) and w.folded for w in (w_gate, w_up))
     if not normed and (gamma is not None or folded):
         raise TypeError("gamma, or a prepared weight, needs a norm: pass eps= or rstd=")
-    norms.require_alike(w_gate, "up", w_up)
-    gate, up = norms.matrix_of(w_gate, gamma, "w"), norms.matrix_of(w_up, gamma, "up")
-    scale_b, scale_up = norms.weight_scale(w_gate, scale_b, "scale_b"), norms.weight_scale(w_up, scale_up, "scale_up")
+    weights.require_alike(w_gate, "up", w_up)
+    gate, up = weights.matrix_of(w_gate, gamma, "w"), weights.matrix_of(w_up, gamma, "up")
+    scale_b = weights.weight_scale(w_gate, scale_b, "scale_b")
+    scale_up = weights.weight_scale(w_up, scale_up, "scale_up")
     quantise = norms.quantise_by(scale_out, amax, out, out_dtype)
     norm, values = norms.rms_values(x, eps, rstd, scale_a) if normed else (None, ())
     given = [scale is not None for scale in (scale_a, scale_b, scale_up)]

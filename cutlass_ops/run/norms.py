@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -16,9 +16,10 @@ from torch.utils import _pytree
 
 from cutlass_ops.base import dtypes
 from cutlass_ops.epilogue import Epilogue, Graph, builtin
-from cutlass_ops.run import folding, fp8, operands, scaled, traced
+from cutlass_ops.run import fp8, operands, scaled, traced, weights
 from cutlass_ops.run.ops import Op, graph_op, op_of, prepared_by
 from cutlass_ops.run.results import usual_dtype
+from cutlass_ops.run.weights import PreparedLayerNormWeight, PreparedWeight
 
 # Whether a result has one scale, or one for each row.
 Quantise = Literal["tensor", "rows"]
@@ -80,7 +81,7 @@ class ResidualRms(NamedTuple):
     rstd: RowStatistic
 
 
-class QuantisedResidualRms(NamedTuple):
+class QuantizedResidualRms(NamedTuple):
     """Result of :func:`gemm_residual_rms` with a copy in FP8.
 
     Attributes
@@ -89,7 +90,7 @@ class QuantisedResidualRms(NamedTuple):
         (..., M, N), FP16 or BF16.
     rstd : RowStatistic
         The statistic of y's rows.
-    quantised : Tensor
+    quantized : Tensor
         y · gamma / scale_out, (..., M, N), in FP8.
     amax : Tensor or None
         Greatest absolute value of each row of y · gamma, (..., M), FP32, if it was asked for.
@@ -98,106 +99,14 @@ class QuantisedResidualRms(NamedTuple):
     --------
     >>> a, b = torch.ones(2, 8).bfloat16(), torch.ones(8, 4).bfloat16()
     >>> made = co.gemm_residual_rms(a, b, torch.zeros(2, 4).bfloat16(), eps=1e-6, scale_out=0.25)
-    >>> made.quantised.dtype, made.quantised.shape, made.amax
+    >>> made.quantized.dtype, made.quantized.shape, made.amax
     (torch.float8_e4m3fn, torch.Size([2, 4]), None)
     """
 
     y: Tensor
     rstd: RowStatistic
-    quantised: Tensor
+    quantized: Tensor
     amax: Tensor | None
-
-
-@dataclass(frozen=True, eq=False)
-class PreparedWeight:
-    """A weight that was brought once to what kernels read, by :func:`prepare`.
-
-    Attributes
-    ----------
-    matrix : Tensor
-        (K, N): diag(gamma) @ w, or w. The leading dimension is a multiple of 16 bytes. FP8 is contiguous along K.
-    scale : Tensor or None
-        (N,), FP32: what each column is to be multiplied by, if :func:`prepare` quantised it.
-    folded : bool
-        Whether gamma is in it.
-
-    Examples
-    --------
-    >>> w, gamma = torch.ones(8, 4).bfloat16(), torch.full((8,), 0.5)
-    >>> co.prepare(w, gamma).matrix.shape
-    torch.Size([8, 4])
-    """
-
-    matrix: Tensor
-    scale: Tensor | None = None
-    folded: bool = True
-
-
-def prepare(w: Tensor, gamma: Tensor | None = None, *, dtype: torch.dtype | None = None) -> PreparedWeight:
-    """Bring a weight to what kernels read, once: fold an RMSNorm's gamma in, quantise to FP8, or transpose FP8.
-
-    Without `dtype`, gamma is folded in. The result takes 2·K·N bytes; w itself is no longer needed. The call reads w
-    three times, writes it once, uses some tens of MiB of temporary memory and waits for the device. Each value of
-    gamma · w is rounded once to w's dtype.
-
-    With `dtype`, w, or gamma · w, is quantised, each column with a scale of its own: its greatest absolute value
-    becomes the type's largest. Each value is rounded once, so gamma can be folded into a weight of 16 bits only.
-
-    A w in FP8 is copied to lines along K that begin at multiples of 16 bytes, as kernels read FP8.
-
-    Parameters
-    ----------
-    w : Tensor
-        (K, N), FP16, BF16 or FP8, either major: ``weight.t()`` of a linear layer.
-    gamma : Tensor, optional
-        (K,), FP16, BF16 or FP32. Not with a w in FP8.
-    dtype : torch.dtype, optional
-        ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``, for a w of 16 bits.
-
-    Returns
-    -------
-    PreparedWeight
-        Pass it to :func:`rmsnorm_gemm` and :func:`gemm_swiglu` instead of w and gamma, or to :func:`gemm_residual_rms`.
-        :func:`scaled_gemm` takes its `matrix` and `scale`.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit, or w's dtype cannot hold gamma · w: it overflows, or a column loses more than one
-        rounding because its values are denormal (in FP16, below 6e-5). With `dtype`, if values are infinite or NaN.
-
-    Examples
-    --------
-    >>> x = torch.tensor([[2.0, -2.0, 2.0, -2.0]]).bfloat16()
-    >>> w, gamma = torch.eye(4).bfloat16(), torch.full((4,), 0.5).bfloat16()
-    >>> prepared = co.prepare(w, gamma)  # once
-    >>> co.rmsnorm_gemm(x, prepared, eps=0.0).tolist()
-    [[0.5, -0.5, 0.5, -0.5]]
-
-    In FP8, with the scale of each column:
-
-    >>> prepared = co.prepare(torch.randn(64, 16).bfloat16(), dtype=torch.float8_e4m3fn)
-    >>> prepared.matrix.dtype, prepared.matrix.stride(), prepared.scale.shape
-    (torch.float8_e4m3fn, (1, 64), torch.Size([16]))
-    """
-    for name, value in (("w", w), ("gamma", gamma)):
-        operands.refuse_differentiated(name, value)
-    operands.require_tensor("w", w)
-    if w.dtype in fp8.DTYPES:
-        if gamma is not None or dtype not in (None, w.dtype):
-            raise TypeError(
-                f"w is {w.dtype}, and {'gamma' if gamma is not None else 'another dtype'} would round it again: pass "
-                "the weight in FP16 or BF16, with dtype="
-            )
-        return PreparedWeight(folding.along_k(w), None, False)
-    if dtype is not None:
-        fp8.require_dtype("dtype", dtype)
-        return PreparedWeight(*folding.quantise(w, gamma, dtype), gamma is not None)
-    if gamma is None:
-        raise TypeError(f"gamma is missing, and w is {w.dtype}: pass gamma, or dtype=torch.float8_e4m3fn to quantise w")
-    folded = folding.fold(w, gamma)
-    folding.check_folded(w, gamma, folded)
-    return PreparedWeight(folded)
 
 
 def _prepare_rms(
@@ -215,15 +124,15 @@ def _prepare_rms(
     out: Any,
     out_dtype: torch.dtype | None,
 ) -> tuple[Op, tuple[Any, ...]]:
-    matrix, scale_b = matrix_of(w, gamma, "w"), weight_scale(w, scale_b, "scale_b")
+    matrix, scale_b = weights.matrix_of(w, gamma, "w"), weights.weight_scale(w, scale_b, "scale_b")
     quantise = quantise_by(scale_out, amax, out, out_dtype)
     norm, values = rms_values(x, eps, rstd, scale_a)
     scales = scaled.scales_of(x, matrix, scale_a, scale_b)
     op = _composed("rmsnorm_gemm", norm, epilogue, False, scales, quantise, amax)
     for name in op.products:
         if name in inputs:
-            require_alike(w, name, inputs[name])
-            inputs[name] = matrix_of(inputs[name], gamma, name)
+            weights.require_alike(w, name, inputs[name])
+            inputs[name] = weights.matrix_of(inputs[name], gamma, name)
     if scale_out is not None:
         inputs["scale_out"] = scale_out
     factors = () if scales is None else (scale_a, scale_b)
@@ -252,7 +161,7 @@ def rmsnorm_gemm(
     rmsnorm(x) = x / √(mean(x², -1) + eps) · gamma, as in ``torch.nn.functional.rms_norm``. Rows are scaled in FP32
     before rounding.
 
-    An x in FP8 is what :func:`gemm_residual_rms` gives as `quantised`: it has been multiplied by gamma, or gamma is in
+    An x in FP8 is what :func:`gemm_residual_rms` gives as `quantized`: it has been multiplied by gamma, or gamma is in
     the weight, and its statistic is that of the stream before it was quantised.
 
     Parameters
@@ -348,12 +257,12 @@ def _prepare_residual(
     gamma: Tensor | None,
     scale_out: Tensor | float | None,
     amax: bool,
-    quantised_dtype: torch.dtype,
+    quantized_dtype: torch.dtype,
     out: Any,
     inputs: dict[str, Any],
 ) -> tuple[Op, tuple[Any, ...]]:
     operands.require_tensor("a", a)
-    matrix, scale_b = matrix_of(b, None, "b"), weight_scale(b, scale_b, "scale_b")
+    matrix, scale_b = weights.matrix_of(b, None, "b"), weights.weight_scale(b, scale_b, "scale_b")
     scales = scaled.scales_of(a, matrix, scale_a, scale_b)
     _check_y(out, a)
     inputs["residual"] = residual
@@ -363,11 +272,11 @@ def _prepare_residual(
             what = "gamma is" if gamma is not None else "amax=True asks for what is"
             raise TypeError(f"{what} of the copy in FP8: pass scale_out=, which divides it")
         return residual_rms_op(a.dtype, epilogue, scales), (a, matrix, *factors)
-    fp8.require_dtype("quantised_dtype", quantised_dtype)
+    fp8.require_dtype("quantized_dtype", quantized_dtype)
     inputs["scale_out"] = scale_out
     if gamma is not None:
         inputs["gamma"] = gamma
-    copy = scaled.is_vector(scale_out), gamma is not None, amax, dtypes.dtype(quantised_dtype).name
+    copy = scaled.is_vector(scale_out), gamma is not None, amax, dtypes.dtype(quantized_dtype).name
     return _residual_op(_stream_dtype(a.dtype), epilogue, scales, copy), (a, matrix, *factors)
 
 
@@ -380,6 +289,18 @@ def _check_y(out: Any, a: Tensor) -> None:
     if y.dtype != wanted:
         whose = "a's dtype" if wanted == a.dtype else f"{wanted}"
         raise TypeError(f"out is {y.dtype} and a is {a.dtype}: pass an out of {whose}")
+
+
+@overload
+def gemm_residual_rms(
+    a: Tensor, b: Tensor | PreparedWeight, residual: Tensor, *, eps: float, scale_out: None = None, **named: Any
+) -> ResidualRms: ...
+
+
+@overload
+def gemm_residual_rms(
+    a: Tensor, b: Tensor | PreparedWeight, residual: Tensor, *, eps: float, scale_out: Tensor | float, **named: Any
+) -> QuantizedResidualRms: ...
 
 
 @prepared_by(_prepare_residual)
@@ -395,7 +316,7 @@ def gemm_residual_rms(
     gamma: Tensor | None = None,
     scale_out: Tensor | float | None = None,
     amax: bool = False,
-    quantised_dtype: torch.dtype = torch.float8_e4m3fn,
+    quantized_dtype: torch.dtype = torch.float8_e4m3fn,
     out: Any = None,
     **inputs: Any,
 ) -> Any:
@@ -430,19 +351,19 @@ def gemm_residual_rms(
         Without it there is no copy.
     amax : bool
         Whether to give the greatest absolute value of each row of y · gamma, for delayed scaling.
-    quantised_dtype : torch.dtype
+    quantized_dtype : torch.dtype
         The copy's: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
     out : Tensor or mapping of str to Tensor, optional
         Where to write y, of a's dtype, or BF16 if that is FP8. It may be the residual. Or the outputs by name: ``d``,
-        ``row_sum_square``, ``quantised`` and ``amax``.
+        ``row_sum_square``, ``quantized`` and ``amax``.
     **inputs
         The epilogue's inputs by name.
 
     Returns
     -------
-    ResidualRms or QuantisedResidualRms
+    ResidualRms or QuantizedResidualRms
         (y, rstd): y of a's dtype, or BF16, and a :class:`RowStatistic`, valid until y changes. With `scale_out`, then
-        `quantised` (..., M, N), and `amax` (..., M) in FP32, or None.
+        `quantized` (..., M, N), and `amax` (..., M) in FP32, or None.
 
     Raises
     ------
@@ -466,17 +387,17 @@ def gemm_residual_rms(
     With a copy in FP8, which the next GEMM reads:
 
     >>> made = co.gemm_residual_rms(a, b, residual, eps=0.0, scale_out=0.5, amax=True)
-    >>> made.quantised.float().tolist(), made.amax.tolist()
+    >>> made.quantized.float().tolist(), made.amax.tolist()
     ([[4.0, 4.0, 4.0, 4.0]], [2.0])
     """
     op, arguments = _prepare_residual(
-        a, b, residual, epilogue, scale_a, scale_b, gamma, scale_out, amax, quantised_dtype, out, inputs
+        a, b, residual, epilogue, scale_a, scale_b, gamma, scale_out, amax, quantized_dtype, out, inputs
     )
     y, sums, *more = op(*arguments, out=out, **inputs)
     statistic = RowStatistic(sums, y.shape[-1], eps)
     if not more:
         return ResidualRms(y, statistic)
-    return QuantisedResidualRms(y, statistic, more[0], more[1] if amax else None)
+    return QuantizedResidualRms(y, statistic, more[0], more[1] if amax else None)
 
 
 def residual_rms_op(dtype: torch.dtype, epilogue: Epilogue | None = None, scales: Epilogue | None = None) -> Op:
@@ -503,70 +424,6 @@ def _stream_dtype(dtype: torch.dtype) -> str:
 # ---- LayerNorm ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class PreparedLayerNormWeight:
-    """A weight with a LayerNorm's gamma and beta folded in, made by :func:`prepare_layernorm`.
-
-    Attributes
-    ----------
-    matrix : Tensor
-        diag(gamma) @ w, (K, N), in w's dtype and major; w itself without gamma.
-    column_sum : Tensor
-        Sum of each column of `matrix`, (N,), FP32.
-    shift : Tensor or None
-        beta @ w, (N,), FP32.
-
-    Examples
-    --------
-    >>> prepared = co.prepare_layernorm(torch.ones(8, 4).bfloat16(), beta=torch.ones(8).bfloat16())
-    >>> prepared.column_sum.tolist(), prepared.shift.tolist()
-    ([8.0, 8.0, 8.0, 8.0], [8.0, 8.0, 8.0, 8.0])
-    """
-
-    matrix: Tensor
-    column_sum: Tensor
-    shift: Tensor | None
-
-
-def prepare_layernorm(w: Tensor, gamma: Tensor | None = None, beta: Tensor | None = None) -> PreparedLayerNormWeight:
-    """Fold a LayerNorm's gamma and beta into the weight that follows it, once.
-
-    The cost is that of :func:`prepare` if gamma is given, plus one read of w for the column sums and one for beta.
-    Column sums use the stored (rounded) weight. They are added in FP64 and rounded to FP32.
-
-    Parameters
-    ----------
-    w : Tensor
-        (K, N), FP16 or BF16, either major.
-    gamma, beta : Tensor, optional
-        (K,), FP16, BF16 or FP32.
-
-    Returns
-    -------
-    PreparedLayerNormWeight
-        Pass it to :func:`layernorm_gemm` instead of w, gamma and beta.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As for :func:`prepare`.
-
-    Examples
-    --------
-    >>> x = torch.tensor([[3.0, 1.0, 3.0, 1.0]]).bfloat16()
-    >>> w, gamma, beta = torch.eye(4).bfloat16(), torch.full((4,), 0.5).bfloat16(), torch.ones(4).bfloat16()
-    >>> prepared = co.prepare_layernorm(w, gamma, beta)  # once
-    >>> co.layernorm_gemm(x, prepared, eps=0.0).tolist()
-    [[1.5, 0.5, 1.5, 0.5]]
-    """
-    for name, value in (("w", w), ("gamma", gamma), ("beta", beta)):
-        operands.refuse_differentiated(name, value)
-    prepared = _fold_layernorm(w, gamma, beta)
-    if gamma is not None:
-        folding.check_folded(w, gamma, prepared.matrix)
-    return prepared
-
-
 def _prepare_layer(
     x: Tensor,
     w: Tensor | PreparedLayerNormWeight,
@@ -582,7 +439,7 @@ def _prepare_layer(
             raise TypeError("w is prepared and already contains gamma and beta: leave them out")
         prepared = w
     else:
-        prepared = _fold_layernorm(w, gamma, beta)
+        prepared = weights.fold_layernorm(w, gamma, beta)
     norm, values = _layer_values(eps, mean, rstd)
     shift = () if prepared.shift is None else (prepared.shift,)
     op = _composed("layernorm_gemm", norm, epilogue, prepared.shift is not None)
@@ -677,10 +534,6 @@ def layernorm_op(
     return _composed("layernorm_gemm", norm, epilogue, shifted)
 
 
-def _weight_again(folded: bool, matrix: Tensor, scale: Tensor | None) -> PreparedWeight:
-    return PreparedWeight(matrix, scale, folded)
-
-
 # Lets traced and saved programs take and return these.
 _pytree.register_pytree_node(
     RowStatistic,
@@ -688,20 +541,8 @@ _pytree.register_pytree_node(
     lambda tensors, numbers: RowStatistic(*tensors, *numbers),
     serialized_type_name="cutlass_ops.RowStatistic",
 )
-_pytree.register_pytree_node(
-    PreparedWeight,
-    lambda x: ([x.matrix, x.scale], x.folded),
-    lambda tensors, folded: _weight_again(folded, *tensors),
-    serialized_type_name="cutlass_ops.PreparedWeight",
-)
-_pytree.register_pytree_node(
-    PreparedLayerNormWeight,
-    lambda x: ([x.matrix, x.column_sum, x.shift], None),
-    lambda tensors, _: PreparedLayerNormWeight(*tensors),
-    serialized_type_name="cutlass_ops.PreparedLayerNormWeight",
-)
 _pytree._register_namedtuple(ResidualRms, serialized_type_name="cutlass_ops.ResidualRms")
-_pytree._register_namedtuple(QuantisedResidualRms, serialized_type_name="cutlass_ops.QuantisedResidualRms")
+_pytree._register_namedtuple(QuantizedResidualRms, serialized_type_name="cutlass_ops.QuantizedResidualRms")
 
 
 # ---- Ops ---------------------------------------------------------------------------------------------------------
@@ -848,62 +689,3 @@ def _statistic(name: str, value: Any) -> Tensor:
             f"{name} is {found.dtype}: pass FP32, since rounding it to 16 bits would affect every element of a row"
         )
     return found
-
-
-# ---- Weights -----------------------------------------------------------------------------------------------------
-
-
-def matrix_of(w: Tensor | PreparedWeight, gamma: Tensor | None, name: str) -> Tensor:
-    """Return w with gamma folded in, folding it now if w is not prepared.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If gamma is given twice, or does not fit.
-    """
-    if isinstance(w, PreparedWeight):
-        if gamma is not None:
-            already = "already contains gamma: leave gamma out" if w.folded else "without gamma: pass gamma to prepare"
-            raise TypeError(f"{name} is prepared {'and ' if w.folded else ''}{already}")
-        return w.matrix
-    if gamma is not None and isinstance(w, Tensor) and w.dtype in fp8.DTYPES:
-        raise TypeError(
-            f"{name} is {w.dtype}, and gamma would round it again: have gemm_residual_rms multiply x by gamma, or pass "
-            "prepare(weight, gamma, dtype=...) of the weight in 16 bits"
-        )
-    return w if gamma is None else folding.fold(w, gamma, name)
-
-
-def weight_scale(w: Tensor | PreparedWeight, given: Tensor | float | None, name: str) -> Tensor | float | None:
-    """Return the scale of a weight: the given one, or that of a prepared weight.
-
-    Raises
-    ------
-    TypeError
-        If there are two.
-    """
-    own = w.scale if isinstance(w, PreparedWeight) else None
-    if own is not None and given is not None:
-        raise TypeError(f"{name} is given, and the prepared weight has its scales: leave {name} out")
-    return given if own is None else own
-
-
-def require_alike(w: Tensor | PreparedWeight, name: str, other: Any) -> None:
-    """Require that both weights are prepared, or neither.
-
-    Raises
-    ------
-    TypeError
-        If only one is.
-    """
-    prepared = isinstance(w, PreparedWeight)
-    if prepared != isinstance(other, PreparedWeight):
-        which, left = ("w", name) if prepared else (name, "w")
-        raise TypeError(f"{which} is prepared and {left} is not: pass prepare({left}, gamma), or two plain weights")
-
-
-def _fold_layernorm(w: Tensor, gamma: Tensor | None, beta: Tensor | None) -> PreparedLayerNormWeight:
-    matrix = w if gamma is None else folding.fold(w, gamma)
-    shift = None if beta is None else folding.row_times("beta", beta, w)
-    # Sum the rounded weight, so that its rounding errors are multiplied by x - mean(x) and not by x.
-    return PreparedLayerNormWeight(matrix, folding.column_sums(matrix), shift)

@@ -130,7 +130,7 @@ def test_a_residual_and_its_copy(shape, a, with_gamma, rows, dtype):
     gamma = 1 + 0.2 * torch.randn(n, device="cuda")
     exact += residual.double()
     scale = ((exact.abs().amax(1) if rows else exact.abs().amax()) / torch.finfo(dtype).max / 2).float()
-    named = {"eps": EPS, **factors, "scale_out": scale, "quantised_dtype": dtype}
+    named = {"eps": EPS, **factors, "scale_out": scale, "quantized_dtype": dtype}
     named |= {"gamma": gamma} if with_gamma else {}
     for amax in (False, True):
         made = co.gemm_residual_rms(x, w.t(), residual, **named, amax=amax)
@@ -139,8 +139,8 @@ def test_a_residual_and_its_copy(shape, a, with_gamma, rows, dtype):
         stood = made.y.float() * gamma if with_gamma else made.y.float()
         # One rounding of what is stored. A reciprocal may be off by its last bit, which moves few values a step.
         copied = stood.double() / scale.double().reshape(-1, 1)
-        assert_near(made.quantised, copied)
-        same = made.quantised.float() == fp8.divided(stood, scale.reshape(-1, 1) if rows else scale, dtype).float()
+        assert_near(made.quantized, copied)
+        same = made.quantized.float() == fp8.divided(stood, scale.reshape(-1, 1) if rows else scale, dtype).float()
         assert same.float().mean() >= 0.999
         assert (made.amax is not None) is amax
         if amax:
@@ -180,7 +180,7 @@ def requested(name, m):
     copy = y * gamma.double()
     of_copy = (copy.abs().amax() / 448).float()
     named = {"eps": EPS, "scale_a": scale, "scale_b": scale_b, "gamma": gamma, "scale_out": of_copy, "amax": True}
-    exact = {"d": y, "quantised": copy / of_copy.double(), "row_sum_square": y.square().sum(1)}
+    exact = {"d": y, "quantized": copy / of_copy.double(), "row_sum_square": y.square().sum(1)}
     return co.gemm_residual_rms, (x, w.t(), residual), named, exact | {"amax": copy.abs().amax(1)}
 
 
@@ -202,7 +202,7 @@ def test_every_kernel_that_a_weight_may_need_is_right(name, m):
         for output, wanted in exact.items():
             if wanted.ndim == 2:
                 # A copy is one of BF16, rounded before.
-                step = 2.0**-9 if output == "quantised" else 0
+                step = 2.0**-9 if output == "quantized" else 0
                 assert oracle.error(found[output], wanted) <= torch.finfo(found[output].dtype).eps / 2 + SUMS + step
             else:
                 torch.testing.assert_close(found[output].double(), wanted, rtol=0.03, atol=0)
@@ -215,7 +215,7 @@ def test_a_second_call_is_served_warm_with_the_same_bits(name):
 
     def call():
         found = function(*arguments, **named)
-        return [found] if isinstance(found, torch.Tensor) else [found.y, found.quantised, found.amax]
+        return [found] if isinstance(found, torch.Tensor) else [found.y, found.quantized, found.amax]
 
     first = [x.clone() for x in call()]
     for mine, theirs in zip(served_warm(op, call), first, strict=True):
@@ -272,7 +272,7 @@ def test_a_captured_graph_updates_its_scales():
         step.x.copy_(x)
         graph.replay()
         wanted = plain()
-        assert torch.equal(made.quantised.float(), wanted.quantised.float())
+        assert torch.equal(made.quantized.float(), wanted.quantized.float())
         assert torch.equal(step.state.scale, plain.state.scale)
         assert torch.equal(step.state.history, plain.state.history)
     assert step.state.scale != 1
@@ -285,8 +285,8 @@ def test_nothing_waits_for_the_device():
 
     def run():
         step()
-        step.state.quantise(x)
-        return rows.quantise(x)
+        step.state.quantize(x)
+        return rows.quantize(x)
 
     run()
     torch.cuda.set_sync_debug_mode("error")

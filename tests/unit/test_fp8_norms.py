@@ -220,7 +220,7 @@ def test_a_residual_with_a_copy_in_fp8(a, with_gamma, rows, amax, dtype):
     scale = torch.rand(M) + 0.01 if rows else torch.tensor(0.03)
     made = co.gemm_residual_rms(
         x, w.t(), residual, eps=EPS, epilogue=biased, bias=bias, **factors, gamma=gamma if with_gamma else None,
-        scale_out=scale, amax=amax, quantised_dtype=dtype,
+        scale_out=scale, amax=amax, quantized_dtype=dtype,
     )  # fmt: skip
     assert_rounded_once(made.y, exact, wide)
     torch.testing.assert_close(made.rstd.sum_square, made.y.float().square().sum(1))
@@ -228,8 +228,8 @@ def test_a_residual_with_a_copy_in_fp8(a, with_gamma, rows, amax, dtype):
     # The copy is of y as it is stored.
     stood = made.y.float() * gamma if with_gamma else made.y.float()
     wanted = reference.rounded(stood * (scale[:, None] if rows else scale).reciprocal(), dtype)
-    assert made.quantised.dtype is dtype
-    assert torch.equal(made.quantised.float(), wanted.float())
+    assert made.quantized.dtype is dtype
+    assert torch.equal(made.quantized.float(), wanted.float())
     assert (made.amax is None) is not amax
     if amax:
         assert torch.equal(made.amax, stood.abs().amax(1))
@@ -241,11 +241,11 @@ def test_outputs_may_be_given_and_y_may_be_the_residual():
     x = x.view(2, M // 2, K)
     named = {"eps": EPS, "scale_a": 0.01, "scale_b": scale, "scale_out": 0.05, "amax": True}
     wanted = co.gemm_residual_rms(x, w.t(), residual, **named)
-    out = {"d": residual, "quantised": torch.empty(2, M // 2, N, dtype=E4M3), "amax": torch.empty(2, M // 2)}
+    out = {"d": residual, "quantized": torch.empty(2, M // 2, N, dtype=E4M3), "amax": torch.empty(2, M // 2)}
     found = co.gemm_residual_rms(x, w.t(), residual, **named, out=out)
     assert found.y is residual
-    assert found.quantised is out["quantised"]
-    for name in ("y", "quantised", "amax"):
+    assert found.quantized is out["quantized"]
+    for name in ("y", "quantized", "amax"):
         mine, theirs = getattr(found, name), getattr(wanted, name)
         assert torch.equal(mine.float(), theirs.float())
         assert mine.shape == theirs.shape
@@ -263,12 +263,12 @@ def test_the_statistic_and_the_copy_are_what_the_next_gemm_takes():
     scale = ((y * gamma).abs().amax() / 448).float()
     made = co.gemm_residual_rms(x, w.t(), residual, eps=EPS, gamma=gamma, scale_out=scale)
     prepared = co.prepare(following.t(), dtype=E4M3)
-    found = co.rmsnorm_gemm(made.quantised, prepared, rstd=made.rstd, scale_a=scale)
+    found = co.rmsnorm_gemm(made.quantized, prepared, rstd=made.rstd, scale_a=scale)
     assert error(found, exact) <= 0.05
     # gamma in the weight instead.
     made = co.gemm_residual_rms(x, w.t(), residual, eps=EPS, scale_out=(y.abs().amax() / 448).float())
     prepared = co.prepare(following.t(), gamma, dtype=E4M3)
-    found = co.rmsnorm_gemm(made.quantised, prepared, rstd=made.rstd, scale_a=(y.abs().amax() / 448).float())
+    found = co.rmsnorm_gemm(made.quantized, prepared, rstd=made.rstd, scale_a=(y.abs().amax() / 448).float())
     assert error(found, exact) <= 0.05
 
 
@@ -361,18 +361,18 @@ def test_graphs_beside_each_other_and_renamed():
         return {
             "d": acc,
             "row_sum_square": co.e.sum_square(acc, dim=1),
-            "quantised": co.e.cast(copy * co.e.reciprocal(scale_out), "e4m3"),
+            "quantized": co.e.cast(copy * co.e.reciprocal(scale_out), "e4m3"),
             "amax": co.e.amax(copy, dim=1),
         }
 
     copy = builtin.times_gamma.graph.then(builtin.quantised(False, True, "e4m3").graph)
-    assert builtin._with_squares.graph.beside(copy, "quantised") == written.graph
+    assert builtin._with_squares.graph.beside(copy, "quantized") == written.graph
     assert [written.graph.stored_type(o) for o in written.graph.outputs] == ["", "f32", "e4m3", "f32"]
     other = builtin.scaled.graph.renamed({"scale_b": "scale_up"})
     assert [i.name for i in other.inputs] == ["scale_a", "scale_up"]
     assert other.renamed({"scale_up": "scale_b"}) == builtin.scaled.graph
     with pytest.raises(ConfigError, match="both epilogues have the name gamma"):
-        builtin.times_gamma.graph.beside(copy, "quantised")
+        builtin.times_gamma.graph.beside(copy, "quantized")
     with pytest.raises(ConfigError, match="is taken"):
         builtin.scaled.graph.renamed({"scale_b": "scale_a"})
 
@@ -476,7 +476,7 @@ def test_a_compiled_layer_gives_the_same():
             amax=True,
         )  # fmt: skip
         states[1].record(made.amax)
-        d = co.rmsnorm_gemm(made.quantised, w_gate, rstd=made.rstd, scale_a=states[1].scale, scale_b=scales[0])
+        d = co.rmsnorm_gemm(made.quantized, w_gate, rstd=made.rstd, scale_a=states[1].scale, scale_b=scales[0])
         for state in states:
             state.step()
         return made, d
@@ -489,7 +489,7 @@ def test_a_compiled_layer_gives_the_same():
     made, d = torch.compile(layer, backend="aot_eager", fullgraph=True)(x, statistic.sum_square, residual)
     assert torch.equal(d, wanted[1])
     assert torch.equal(made.y, wanted[0].y)
-    assert torch.equal(made.quantised.float(), wanted[0].quantised.float())
+    assert torch.equal(made.quantized.float(), wanted[0].quantized.float())
     for state, (scale, history) in zip(states, kept, strict=True):
         assert torch.equal(state.scale, scale)
         assert torch.equal(state.history, history)
@@ -577,8 +577,8 @@ REFUSED = {
         lambda: co.gemm_residual_rms(X, W, TILE, eps=EPS, amax=True), TypeError, "^amax=True asks for .*scale_out=",
     ),
     "a copy in another dtype": (
-        lambda: co.gemm_residual_rms(X, W, TILE, eps=EPS, scale_out=1.0, quantised_dtype=BF16), TypeError,
-        "^quantised_dtype is torch.bfloat16: use",
+        lambda: co.gemm_residual_rms(X, W, TILE, eps=EPS, scale_out=1.0, quantized_dtype=BF16), TypeError,
+        "^quantized_dtype is torch.bfloat16: use",
     ),
     "gamma along K": (
         lambda: co.gemm_residual_rms(X, W, TILE, eps=EPS, gamma=ONES, scale_out=1.0), ValueError,
@@ -619,12 +619,12 @@ def test_errors_say_what_to_do(call, kind, message):
 
 def test_gradients_in_fp8_are_refused():
     x, w = torch.randn(M, K).to(BF16).requires_grad_(), torch.randn(K, N).to(BF16)
-    with pytest.raises(ValueError, match=r"^the output quantised is in FP8, and no gradient .* torch\.no_grad\(\)"):
+    with pytest.raises(ValueError, match=r"^the output quantized is in FP8, and no gradient .* torch\.no_grad\(\)"):
         co.gemm_residual_rms(x, w, TILE, eps=EPS, scale_out=1.0)
     with torch.no_grad():
-        assert co.gemm_residual_rms(x, w, TILE, eps=EPS, scale_out=1.0).quantised.dtype is E4M3
+        assert co.gemm_residual_rms(x, w, TILE, eps=EPS, scale_out=1.0).quantized.dtype is E4M3
     gamma = torch.ones(N, requires_grad=True)
-    with pytest.raises(ValueError, match=r"^gamma requires grad and a is|^the output quantised"):
+    with pytest.raises(ValueError, match=r"^gamma requires grad and a is|^the output quantized"):
         co.gemm_residual_rms(X, W, TILE, eps=EPS, gamma=gamma, scale_a=1.0, scale_b=1.0, scale_out=1.0)
     bias = torch.zeros(N, requires_grad=True)
     with pytest.raises(ValueError, match=r"^bias requires grad and a is torch.float8_e4m3fn: there are no gradients"):
@@ -639,3 +639,16 @@ def test_norms_without_fp8_keep_their_ops():
     assert norms.residual_rms_op(E4M3).graph == builtin.residual_rms_bf16.graph
     found = ops.requested(co.rmsnorm_gemm, TILE, TILE.t(), eps=EPS).op
     assert found is norms.rmsnorm_op()
+
+
+def test_scaled_gemm_takes_a_prepared_weight():
+    (x, scale_a), w = quantised(M, K), torch.randn(K, N).to(BF16)
+    prepared = co.prepare(w, dtype=E4M3)
+    found = co.scaled_gemm(x, prepared, scale_a)
+    assert torch.equal(found, co.scaled_gemm(x, prepared.matrix, scale_a, prepared.scale))
+    with pytest.raises(
+        TypeError, match=r"^scale_b is given, and the prepared weight has its scales: leave scale_b out"
+    ):
+        co.scaled_gemm(x, prepared, scale_a, 1.0)
+    with pytest.raises(TypeError, match=r"^scale_b is missing, and b has no scales of its own: pass scale_b="):
+        co.scaled_gemm(x, prepared.matrix, scale_a)

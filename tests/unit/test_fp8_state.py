@@ -110,7 +110,7 @@ def test_nothing_waits_for_a_value(scaling):
     """Tensors on "meta" have none: reading one would fail."""
     state = co.Fp8State(scaling=scaling, device="meta")
     x = torch.empty(4, 8, device="meta", dtype=BF16)
-    data, scale = state.quantise(x)
+    data, scale = state.quantize(x)
     assert (data.dtype, data.shape, scale.shape) == (E4M3, (4, 8), ())
     if scaling != "current":
         state.record(torch.empty(4, device="meta"))
@@ -128,7 +128,7 @@ def test_current_scaling_of_the_tensor_and_of_rows(dtype, known, of):
     rows = x.abs().amax(-1)
     for recipe, amax in (("TensorWise", rows.amax()), ("RowWise", rows)):
         state = co.Fp8State(recipe, dtype=dtype, scaling="current")
-        data, scale = state.quantise(x, rows if known else None)
+        data, scale = state.quantize(x, rows if known else None)
         assert torch.equal(scale, fp8.scale_of(amax, dtype))
         full = scale.reshape(*scale.shape, *(1,) * (3 - scale.ndim)) if recipe == "RowWise" else scale
         assert torch.equal(data.float(), reference.rounded(x.float() * full.reciprocal(), dtype).float())
@@ -139,7 +139,7 @@ def test_current_scaling_of_the_tensor_and_of_rows(dtype, known, of):
 def test_rows_of_zeros_stay_zeros():
     x = torch.zeros(3, 8)
     x[1] = 5
-    data, scale = co.Fp8State("RowWise", scaling="current").quantise(x)
+    data, scale = co.Fp8State("RowWise", scaling="current").quantize(x)
     assert scale.tolist() == [1.0, pytest.approx(5 / 448), 1.0]
     assert data.float()[0].tolist() == [0.0] * 8
 
@@ -147,14 +147,14 @@ def test_rows_of_zeros_stay_zeros():
 def test_delayed_scaling_quantises_by_the_scale_it_has_and_static_scaling_keeps_it():
     state = co.Fp8State(history=1)
     x = torch.tensor([[896.0, -1.0]])
-    assert state.quantise(x).data.float().tolist() == [[448.0, -1.0]]
+    assert state.quantize(x).data.float().tolist() == [[448.0, -1.0]]
     state.step()
-    found = state.quantise(x / 2)
+    found = state.quantize(x / 2)
     assert found.scale is state.scale
     assert found.data.float().tolist() == [[224.0, -0.25]]
     state.scaling = "static"
     history = state.history.clone()
-    state.quantise(x * 100)
+    state.quantize(x * 100)
     state.record(x.amax(1))
     state.step()
     assert state.scale == 2
@@ -166,7 +166,7 @@ def test_delayed_scaling_quantises_by_the_scale_it_has_and_static_scaling_keeps_
     ("recipe", "scaling"), [("TensorWise", "current"), ("RowWise", "current"), ("TensorWise", "delayed")]
 )
 def test_nothing_is_quantised_to_nothing(shape, recipe, scaling):
-    data, scale = co.Fp8State(recipe, scaling=scaling).quantise(torch.empty(shape))
+    data, scale = co.Fp8State(recipe, scaling=scaling).quantize(torch.empty(shape))
     assert data.shape == shape
     assert (scale == 1).all()
 
@@ -234,7 +234,7 @@ def test_recipes_are_named_as_pytorch_names_them():
 
 def test_a_compiled_function_updates_it():
     def step(state, x):
-        data, scale = state.quantise(x)
+        data, scale = state.quantize(x)
         state.step()
         return data, scale.clone()
 
@@ -252,12 +252,12 @@ def test_inference_mode_and_no_grad():
     state = co.Fp8State()
     x = torch.ones(2, 2, requires_grad=True)
     with torch.inference_mode():
-        state.quantise(torch.ones(2, 2))
+        state.quantize(torch.ones(2, 2))
         state.step()
     with torch.no_grad():
-        assert state.quantise(x).data.dtype is E4M3
+        assert state.quantize(x).data.dtype is E4M3
     with pytest.raises(ValueError, match=r"^x requires grad, and no gradient passes through FP8.* torch\.no_grad\(\)"):
-        state.quantise(x)
+        state.quantize(x)
     state.record(x.abs().amax(1))  # only looked at
     assert not state.history.requires_grad
 
@@ -274,9 +274,9 @@ ERRORS = {
     "step": (lambda: CURRENT.step(), ValueError, r"^step belongs to delayed scaling"),
     "amax": (lambda: STATE.record(3.0), TypeError, r"^amax must be a torch.Tensor, not float"),
     "amax of integers": (lambda: STATE.record(torch.ones(1).int()), TypeError, r"^amax is torch.int32: use torch"),
-    "FP8": (lambda: STATE.quantise(torch.ones(2).to(E4M3)), TypeError, r"^x is torch.float8_e4m3fn: use torch.float32"),
+    "FP8": (lambda: STATE.quantize(torch.ones(2).to(E4M3)), TypeError, r"^x is torch.float8_e4m3fn: use torch.float32"),
     "no rows": (
-        lambda: co.Fp8State("RowWise", scaling="current").quantise(torch.ones(())), ValueError, "^x has no dimensions",
+        lambda: co.Fp8State("RowWise", scaling="current").quantize(torch.ones(())), ValueError, "^x has no dimensions",
     ),
 }  # fmt: skip
 

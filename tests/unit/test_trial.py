@@ -71,7 +71,7 @@ def host(monkeypatch):
 
 
 @pytest.mark.usefixtures("host")
-@pytest.mark.parametrize("wrong", ["", "d", "quantised", "amax", "row_sum_square"])
+@pytest.mark.parametrize("wrong", ["", "d", "quantized", "amax", "row_sum_square"])
 def test_results_in_fp8_are_right_where_they_saturate_and_sums_have_fewer_bits(wrong):
     graph = builtin.residual_rms_quantised("bf16", True, True, True, "e4m3")
     call = call_at(builtin.SCALED[False, True].graph.then(graph), Problem(64, 128, 256), "e4m3", "row", "col")
@@ -88,6 +88,6 @@ def test_results_in_fp8_are_right_where_they_saturate_and_sums_have_fewer_bits(w
         # As if sums had 12 bits.
         off = 1.5 if name == wrong else 1.0 if output.dtype.itemsize == 1 else 1 + 2.0**-11
         output.copy_(reference.rounded(results[name].float() * off, output.dtype))
-    assert (results["quantised"].float().abs() == 448).any()
+    assert (results["quantized"].float().abs() == 448).any()
     said = found._wrong()
     assert said is None if not wrong else said.startswith(f"{wrong} is wrong")
