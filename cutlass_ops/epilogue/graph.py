@@ -168,14 +168,14 @@ class Graph(Expression):
         ConfigError
             If this graph has further outputs, a name stands in both, or the result is beyond the limits.
         """
-        beside = products if isinstance(products, Graph) else self
-        for each in (self, beside):
+        other_way = products if isinstance(products, Graph) else self
+        for each in (self, other_way):
             if len(each.outputs) != 1:
                 further = ", ".join(o.name for o in each.outputs[1:])
                 raise ConfigError(
                     f"an epilogue that another follows has D as its only output, and this one has {further}"
                 )
-        before = tuple(dict.fromkeys((*self.inputs, *beside.inputs)))
+        before = tuple(dict.fromkeys((*self.inputs, *other_way.inputs)))
         _refuse_shared(before, other)
         build = Builder()
         build.kinds = {i.name: i.kind for i in (*before, *other.inputs)}
@@ -183,7 +183,7 @@ class Graph(Expression):
         for name in other.products if products else ():
             product = Node("input", (), name)
             through = {Node("acc"): build.put("input", attr=name)}
-            fed[product] = build.place(beside.nodes, through)[beside.outputs[0].node]
+            fed[product] = build.place(other_way.nodes, through)[other_way.outputs[0].node]
         at = build.place(other.nodes, fed)
         outputs = [o._replace(node=at[o.node]) for o in other.outputs]
         return canonical((*before, *other.inputs), build.nodes, outputs)
