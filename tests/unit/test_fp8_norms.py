@@ -235,6 +235,22 @@ def test_a_residual_with_a_copy_in_fp8(a, with_gamma, rows, amax, dtype):
         assert torch.equal(made.amax, stood.abs().amax(1))
 
 
+def test_scales_of_blocks_come_before_a_residual():
+    x, w = torch.randn(M, 256).to(E4M3), torch.randn(N, 256).to(E4M3)
+    scale_a, scale_b, residual = torch.rand(M, 2) + 0.5, torch.rand(1, 2) + 0.5, torch.randn(M, N).to(BF16)
+    named = {"eps": EPS, "scale_a": scale_a, "scale_b": scale_b, "scale_out": 0.5, "amax": True}
+    made = co.gemm_residual_rms(x, w.t(), residual, **named)
+    first, second = reference.dequantised(x.double(), w.t(), scale_a.double(), scale_b.double())
+    assert_rounded_once(made.y, first @ second + residual.double())
+    assert torch.equal(made.quantized.float(), reference.rounded(made.y.float() * 2, E4M3).float())
+    op, (a, b, *inputs), more = ops.requested(co.gemm_residual_rms, x, w.t(), residual, **named)
+    more.pop("out")
+    values = dict(zip(op.names, op.positional(tuple(inputs), more), strict=True))
+    call = check_call(op.graph, a, b, values, None, None)
+    decision = dispatch.decide(signature_of(call, H100), H100, call.problem)
+    assert all(config.accumulation == "promoted" for config in decision.kept)
+
+
 def test_outputs_may_be_given_and_y_may_be_the_residual():
     (x, _), (w, scale) = quantised(M, K), quantised(N, K)
     residual = torch.randn(2, M // 2, N).to(BF16)
