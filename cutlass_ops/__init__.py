@@ -73,17 +73,15 @@ if TYPE_CHECKING:
 # The command line starts without PyTorch, which takes a second to import. Elsewhere ops are imported at once, since
 # programs saved by torch.export call their operators.
 if TYPE_CHECKING or not _is_command():
+    from cutlass_ops.run.fp8 import Fp8State
     from cutlass_ops.run.gated import gemm_swiglu
     from cutlass_ops.run.launch import Launch
     from cutlass_ops.run.norms import (
-        PreparedLayerNormWeight,
-        PreparedWeight,
+        QuantizedResidualRms,
         ResidualRms,
         RowStatistic,
         gemm_residual_rms,
         layernorm_gemm,
-        prepare,
-        prepare_layernorm,
         rmsnorm_gemm,
     )
     from cutlass_ops.run.ops import (
@@ -101,6 +99,7 @@ if TYPE_CHECKING or not _is_command():
         warm_up,
     )
     from cutlass_ops.run.scaled import scaled_gemm
+    from cutlass_ops.run.weights import PreparedLayerNormWeight, PreparedWeight, prepare, prepare_layernorm
 
 # What of further modules is public, imported when it is first asked for: most calls do not need it.
 _LATER = {
@@ -113,7 +112,7 @@ _LATER = {
     "tune": ("tuner.tuning", "tune"),
 }
 # Where the command line, which imports no op at first, finds them.
-_OPS = ("run.ops", "run.norms", "run.gated", "run.scaled", "run.launch")
+_OPS = ("run.ops", "run.norms", "run.gated", "run.scaled", "run.launch", "run.weights", "run.fp8")
 
 __all__ = [
     "Bundle",
@@ -127,6 +126,7 @@ __all__ = [
     "Epilogue",
     "EpilogueError",
     "Explanation",
+    "Fp8State",
     "GemvConfig",
     "InstructionShape",
     "Integer",
@@ -141,6 +141,7 @@ __all__ = [
     "PreparedLayerNormWeight",
     "PreparedWeight",
     "Product",
+    "QuantizedResidualRms",
     "Reduction",
     "ResidualRms",
     "Row",

@@ -93,6 +93,18 @@ class Expression:
         """Names of the inputs that are multiplied by A: one at most."""
         return tuple(i.name for i in self.inputs if i.kind is Kind.PRODUCT)
 
+    def stored_type(self, output: Output) -> str:
+        """Return the name of the type in which an output is stored where nothing else is said; empty for D's type.
+
+        A reduction has its own. A further tile that is a cast to FP8 is stored in that, since such a cast has no other
+        purpose than a copy in 8 bits beside D.
+        """
+        if output.reduce is not None:
+            return REDUCTIONS[output.reduce].result
+        node = self.nodes[output.node]
+        is_copy = output.name != "d" and node.op == "cast" and any(t.name == node.attr for t in dtypes.FP8)
+        return str(node.attr) if is_copy else ""
+
     @property
     def block_scales(self) -> tuple[str, ...]:
         """Names of the scales of blocks of A and of B, which the accumulator has already; none if it has none."""
@@ -139,41 +151,80 @@ class Graph(Expression):
                 f"scales of blocks are the accumulator's, and {', '.join(unscaled)} would have none of them"
             )
 
-    def then(self, other: Graph, *, products: bool = False) -> Graph:
+    def then(self, other: Graph, *, products: bool | Graph = False) -> Graph:
         """Return the graph that feeds this one's D into another's accumulator.
 
         Parameters
         ----------
         other : Graph
             What follows. Its inputs come after this one's, and its outputs are the result's.
-        products : bool
+        products : bool or Graph
             Whether the other's products of A pass through this graph as its accumulator does: right where this graph
-            stands for an operation on the rows of A.
+            stands for an operation on the rows of A. Or the graph through which they pass instead, where it differs
+            for each weight, as scales do. Inputs that both have are one; the others come after this graph's.
 
         Raises
         ------
         ConfigError
             If this graph has further outputs, a name stands in both, or the result is beyond the limits.
         """
-        if len(self.outputs) != 1:
-            further = ", ".join(o.name for o in self.outputs[1:])
-            raise ConfigError(f"an epilogue that another follows has D as its only output, and this one has {further}")
-        mine = {i.name for i in self.inputs}
-        taken = [
-            name for name in (*(i.name for i in other.inputs), *(o.name for o in other.outputs[1:])) if name in mine
-        ]
-        if taken:
-            raise ConfigError(f"both epilogues have the name {', '.join(taken)}: rename it in one of them")
+        other_way = products if isinstance(products, Graph) else self
+        for each in (self, other_way):
+            if len(each.outputs) != 1:
+                further = ", ".join(o.name for o in each.outputs[1:])
+                raise ConfigError(
+                    f"an epilogue that another follows has D as its only output, and this one has {further}"
+                )
+        before = tuple(dict.fromkeys((*self.inputs, *other_way.inputs)))
+        _refuse_shared(before, other)
         build = Builder()
-        build.kinds = {i.name: i.kind for i in (*self.inputs, *other.inputs)}
+        build.kinds = {i.name: i.kind for i in (*before, *other.inputs)}
         fed = {Node("acc"): build.place(self.nodes, {})[self.outputs[0].node]}
         for name in other.products if products else ():
             product = Node("input", (), name)
             through = {Node("acc"): build.put("input", attr=name)}
-            fed[product] = build.place(self.nodes, through)[self.outputs[0].node]
+            fed[product] = build.place(other_way.nodes, through)[other_way.outputs[0].node]
         at = build.place(other.nodes, fed)
         outputs = [o._replace(node=at[o.node]) for o in other.outputs]
+        return canonical((*before, *other.inputs), build.nodes, outputs)
+
+    def beside(self, other: Graph, d: str) -> Graph:
+        """Return the graph that computes both of one accumulator: this one's outputs, then the other's.
+
+        Parameters
+        ----------
+        other : Graph
+            Its inputs come after this one's.
+        d : str
+            What the other's D is called then.
+
+        Raises
+        ------
+        ConfigError
+            If a name stands in both, or the result is beyond the limits.
+        """
+        _refuse_shared(self.inputs, other)
+        build = Builder()
+        build.kinds = {i.name: i.kind for i in (*self.inputs, *other.inputs)}
+        mine, theirs = build.place(self.nodes, {}), build.place(other.nodes, {})
+        outputs = [o._replace(node=mine[o.node]) for o in self.outputs]
+        outputs += [o._replace(node=theirs[o.node], name=d if o.name == "d" else o.name) for o in other.outputs]
         return canonical((*self.inputs, *other.inputs), build.nodes, outputs)
+
+    def renamed(self, names: Mapping[str, str]) -> Graph:
+        """Return the same graph with other names of inputs.
+
+        Raises
+        ------
+        ConfigError
+            If a new name is no name, or taken.
+        """
+
+        def new(node: Node) -> Node:
+            return Node("input", (), names.get(str(node.attr), node.attr)) if node.op == "input" else node
+
+        inputs = tuple(i._replace(name=names.get(i.name, i.name)) for i in self.inputs)
+        return Graph(inputs, tuple(map(new, self.nodes)), self.outputs)
 
     def to_json(self) -> dict[str, Any]:
         """Return the canonical JSON form: equal graphs give equal values."""
@@ -204,6 +255,13 @@ class Graph(Expression):
                 Output(name, node, _kind(kind), reduce) for name, node, kind, reduce in _rows(data, "outputs", 4)
             ),
         )
+
+
+def _refuse_shared(inputs: Sequence[Input], other: Graph) -> None:
+    mine = {i.name for i in inputs}
+    taken = [name for name in (*(i.name for i in other.inputs), *(o.name for o in other.outputs[1:])) if name in mine]
+    if taken:
+        raise ConfigError(f"both epilogues have the name {', '.join(taken)}: rename it in one of them")
 
 
 def canonical(inputs: Sequence[Input], nodes: Sequence[Node], outputs: Sequence[Output]) -> Graph:

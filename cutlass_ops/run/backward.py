@@ -58,17 +58,39 @@ def _recorded(op, a, b, tensors, numbers, places, out_dtype):  # type: ignore[no
     tensors = list(tensors or ())
     if not traced.is_differentiated(a, b, *tensors):
         return _plain(op, a, b, tensors, numbers, places, out_dtype)
-    if out_dtype is not None and out_dtype.itemsize == 1:
-        raise ValueError(
-            f"out_dtype is {out_dtype}, and no gradient passes through a result in FP8: call under torch.no_grad(), or "
-            "take D in another dtype and quantise it"
-        )
     called = traced.find(op)
     names = tuple(i.name for at, i in enumerate(called.graph.inputs) if at not in (places or ()))
+    _refuse_fp8(called.graph, dict(zip(("a", "b", *names), (a, b, *tensors), strict=True)), out_dtype)
     for name, value in zip(("a", "b", *names), (a, b, *tensors), strict=True):
         operands.require_tensor(name, value)
     called.of(builtin.identity.graph)  # an exact kernel has no backward, which is known before it runs
     return list(_Recorded.apply(called, op, names, numbers, places, out_dtype, a, b, *tensors))  # type: ignore[no-untyped-call]
+
+
+def _refuse_fp8(graph: Graph, given: Mapping[str, Any], out_dtype: torch.dtype | None) -> None:
+    """Refuse gradients of what is in FP8: they would need copies of the operands, transposed, with scales of their own.
+
+    Raises
+    ------
+    ValueError
+        If an operand or a result is in FP8.
+    """
+    outside = "call under torch.no_grad()"
+    if out_dtype is not None and out_dtype.itemsize == 1:
+        raise ValueError(
+            f"out_dtype is {out_dtype}, and no gradient passes through a result in FP8: {outside}, or take D in "
+            "another dtype and quantise it"
+        )
+    copies = [o.name for o in graph.outputs if o.reduce is None and graph.stored_type(o)]
+    if copies:
+        raise ValueError(f"the output {copies[0]} is in FP8, and no gradient passes through it: {outside}")
+    for name in ("a", "b"):
+        if given[name].dtype.itemsize == 1:
+            wrt = next(n for n, x in given.items() if traced.is_differentiated(x))
+            raise ValueError(
+                f"{wrt} requires grad and {name} is {given[name].dtype}: there are no gradients of a product in FP8. "
+                f"{outside[0].upper()}{outside[1:]}, or pass {wrt}.detach()"
+            )
 
 
 class _Recorded(torch.autograd.Function):

@@ -87,9 +87,25 @@ class Call(NamedTuple):
         for name, tensor in self.tensors():
             operands.refuse_differentiated(name, tensor)
 
+    def check_layouts(self) -> None:
+        """Refuse layouts that a kernel cannot address, so that code that runs on the CPU also runs on a GPU.
+
+        Raises
+        ------
+        ValueError
+            If one is such. The message says what to pass.
+        """
+        tiles = {i.name for i in self.graph.inputs if i.kind is Kind.TILE}
+        tiles |= {operands.output_name(o) for o in self.graph.outputs if o.kind is Kind.TILE}
+        for name, tensor in self.tensors():
+            if name == "a" or name in tiles:
+                operands.matrix(name, tensor, operands.element_type(name, tensor))
+        operands.weights(self.arguments.b, _products(self), operands.element_type("b", self.arguments.b))
+        operands.check_lines(self.arguments, _products(self))
+
     def run_reference(self) -> None:
         """Compute the outputs in PyTorch, for operands that a kernel could also address."""
-        _check_layouts(self)
+        self.check_layouts()
         values = reference.gemm_reference(
             self.arguments.a,
             self.arguments.b,
@@ -137,7 +153,7 @@ def check_call(
             continue
         wanted = None if spec is None else (spec.d, *spec.outputs)[position]
         d_dtype = outputs[0].dtype if outputs else (out_dtype or usual_dtype(arguments.a.dtype, arguments.b.dtype))
-        default = reference.result_dtype(output) or d_dtype
+        default = reference.result_dtype(graph, output) or d_dtype
         dtype = default if wanted is None else getattr(torch, wanted.dtype.torch_name)
         col_major = wanted is not None and output.kind is Kind.TILE and wanted.major == "col"
         outputs.append(_allocate(arguments.flat_shape(output), dtype, arguments.a.device, col_major))
@@ -263,17 +279,6 @@ def device_of(device: torch.device) -> Device:
         raise NoDeviceError(arch.no_device(device))
     properties = torch.cuda.get_device_properties(device)
     return Device((properties.major, properties.minor), properties.multi_processor_count, properties.name)
-
-
-def _check_layouts(call: Call) -> None:
-    """Refuse layouts that a kernel cannot address, so that code that runs on the CPU also runs on a GPU."""
-    tiles = {i.name for i in call.graph.inputs if i.kind is Kind.TILE}
-    tiles |= {operands.output_name(o) for o in call.graph.outputs if o.kind is Kind.TILE}
-    for name, tensor in call.tensors():
-        if name == "a" or name in tiles:
-            operands.matrix(name, tensor, operands.element_type(name, tensor))
-    operands.weights(call.arguments.b, _products(call), operands.element_type("b", call.arguments.b))
-    operands.check_lines(call.arguments, _products(call))
 
 
 def _products(call: Call) -> dict[str, Tensor]:

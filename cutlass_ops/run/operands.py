@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from cutlass_ops.base import arch, mma
-from cutlass_ops.base.dtypes import ALL, READ, DType
+from cutlass_ops.base.dtypes import ALL, READ, DType, i32
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import Major, Operand
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import BLOCKS, Input, Kind, Output
-from cutlass_ops.run import reference, traced
+from cutlass_ops.epilogue.operations import REDUCTIONS
+from cutlass_ops.run import traced
 
 _DTYPES: dict[torch.dtype, DType] = {getattr(torch, t.torch_name): t for t in ALL}
 MAJORS: tuple[Major, ...] = ("row", "col")
@@ -134,7 +135,8 @@ def check_lines(arguments: Arguments, products: Mapping[str, Tensor]) -> Sequenc
     for name, tensor, along_k in (("a", a, 1), ("b", b, 0), *((n, t, 0) for n, t in products.items())):
         lines = _as_major(tensor, along_k, element_type(name, tensor))
         if lines is None:
-            instead = "pass a row-major matrix" if name == "a" else "pass weight.t() of a contiguous weight (N, K)"
+            once = f"pass weight.t() of a contiguous weight (N, K), or prepare({name}).matrix, which transposes it once"
+            instead = "pass a row-major matrix" if name == "a" else once
             raise ValueError(
                 f"{name} is {tensor.dtype} and has strides {tensor.stride()}, and Tensor Cores read this type along K "
                 f"only: {instead}"
@@ -143,6 +145,7 @@ def check_lines(arguments: Arguments, products: Mapping[str, Tensor]) -> Sequenc
             raise ValueError(
                 f"{name} is {tensor.dtype}, and its lines of K={arguments.problem.k} elements do not begin at "
                 f"multiples of 16 bytes: pad K of a and b with zeros to a multiple of 16"
+                + ("" if name == "a" else f", or pass prepare({name}).matrix, whose lines are longer than K")
             )
     return ("col",)
 
@@ -466,10 +469,9 @@ def check_out(
     name = output_name(output)
     require_tensor(name, out)
     refuse_differentiated(name, out)
-    result = reference.result_dtype(output)
-    if result is not None and not result.is_floating_point:
-        if out.dtype != result:
-            raise TypeError(f"{name} is {out.dtype}: indices are {result}")
+    if output.reduce is not None and REDUCTIONS[output.reduce].result == i32.name:
+        if out.dtype != torch.int32:
+            raise TypeError(f"{name} is {out.dtype}: indices are {torch.int32}")
     else:
         element_type(name, out, allowed)
     if dtype is not None and out.dtype != dtype:

@@ -28,7 +28,7 @@ from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.run import backward, launch, traced  # noqa: F401 - the first registers an operator
 from cutlass_ops.run.call import Call, check_call, device_of, signature_of
 from cutlass_ops.run.launch import Launch
-from cutlass_ops.run.plan import PeerPlan, Plan, can_fall_back, make_ops_plan, make_peer_plan, make_plan
+from cutlass_ops.run.plan import PeerPlan, Plan, as_out, can_fall_back, make_ops_plan, make_peer_plan, make_plan
 from cutlass_ops.run.registry import OpSignature, Registry
 from cutlass_ops.run.rows import Rows
 from cutlass_ops.run.supply import Supply, supply
@@ -49,8 +49,9 @@ class Instead(NamedTuple):
     why : str
         The reason, for users.
     compute : callable
-        Takes a function that calls an op, then the call's arguments with `out` and `out_dtype`; returns D. It may read
-        only shapes and types of intermediate tensors: `explain` and `warm_up` run it without computing values.
+        Takes a function that calls an op, then the call's arguments with `out` and `out_dtype`; returns the outputs as
+        the op does. It may read only shapes and types of intermediate tensors: `explain` and `warm_up` run it without
+        computing values.
     """
 
     why: str
@@ -235,10 +236,10 @@ class Op(Warm):
                 raise
             _log.info("%s: no single kernel serves, so several ops do: %s", self.name, self._instead.why)
             compute = functools.partial(self._instead.compute, _call)
-            ops = make_ops_plan(compute, (a, b, *inputs), call.outputs[0].dtype)
+            ops = make_ops_plan(compute, (a, b, *inputs), call.outputs[0].dtype, self.outputs)
             self._remember(ops, call, a, b, out_dtype)
             # The same path as later calls take, so that each op remembers its part.
-            return compute(a, b, *inputs, out=call.given[0], out_dtype=call.outputs[0].dtype)
+            return compute(a, b, *inputs, out=as_out(self.outputs, call.given), out_dtype=call.outputs[0].dtype)
         plan.launch_call(call)
         self._remember(plan, call, a, b, out_dtype, rows)
         if supplied is not None:

@@ -242,23 +242,27 @@ class OpsPlan:
     Attributes
     ----------
     compute : callable
-        Computes D from a call's arguments, with `out` and `out_dtype`.
+        Computes the outputs from a call's arguments, with `out` and `out_dtype`.
     operands : tuple
         Layout of a, b and each input of the epilogue, which decides whether a kernel takes it.
     out_dtype : torch.dtype
         D's dtype.
+    names : tuple of str
+        The outputs' names.
     """
 
-    compute: Callable[..., Tensor]
+    compute: Callable[..., Any]
     operands: tuple[tuple[Any, ...] | None, ...]
     out_dtype: torch.dtype
+    names: tuple[str, ...]
 
     def run(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], given: Given) -> tuple[Tensor, ...] | None:
         """Compute a warm call; None if its operands differ from the plan's, since a kernel may take them."""
         if tuple(map(_laid_out, (a, b, *inputs))) != self.operands:
             return None
-        out = None if given is None else given[0]
-        return (self.compute(a, b, *inputs, out=out, out_dtype=self.out_dtype),)
+        out = None if given is None else as_out(self.names, given)
+        found = self.compute(a, b, *inputs, out=out, out_dtype=self.out_dtype)
+        return (found,) if len(self.names) == 1 else tuple(found)
 
     @property
     def alignment(self) -> int:
@@ -273,21 +277,30 @@ class OpsPlan:
 AnyPlan: TypeAlias = Plan | PeerPlan | OpsPlan
 
 
+def as_out(names: Sequence[str], given: Sequence[Tensor | None]) -> Any:
+    """Return the outputs that a caller gave as an op's `out`: None, D, or a mapping."""
+    if len(names) == 1:
+        return given[0]
+    return {name: x for name, x in zip(names, given, strict=True) if x is not None} or None
+
+
 def make_ops_plan(
-    compute: Callable[..., Tensor], operands: Sequence[Tensor | float], out_dtype: torch.dtype
+    compute: Callable[..., Any], operands: Sequence[Tensor | float], out_dtype: torch.dtype, names: tuple[str, ...]
 ) -> OpsPlan:
     """Plan calls like one that no kernel serves.
 
     Parameters
     ----------
     compute : callable
-        Computes D from a call's arguments, with `out` and `out_dtype`.
+        Computes the outputs from a call's arguments, with `out` and `out_dtype`.
     operands : sequence
         The checked call's a, b and inputs.
     out_dtype : torch.dtype
         D's dtype.
+    names : tuple of str
+        The outputs' names.
     """
-    return OpsPlan(compute, tuple(map(_laid_out, operands)), out_dtype)
+    return OpsPlan(compute, tuple(map(_laid_out, operands)), out_dtype, names)
 
 
 def can_fall_back(call: Call, peer: str = "eager") -> bool:

@@ -295,7 +295,7 @@ def gemm_reference(
     d_dtype : torch.dtype
         Element type of D, and of other (M, N) outputs that ``output_dtypes`` does not name.
     output_dtypes : mapping of str to torch.dtype, optional
-        Element types of the other outputs; by default reductions are FP32, and INT32 if they give indices.
+        Element types of the other outputs; by default as :func:`result_dtype` says.
     compute_dtype : torch.dtype
         Precision of the product and of the epilogue.
 
@@ -318,7 +318,7 @@ def gemm_reference(
     # Autocast would compute the products in 16 bits.
     with torch.autocast(a.device.type, enabled=False):
         values = evaluate(graph, accumulator(graph, a, b, inputs, compute_dtype), inputs, compute_dtype, a=a)
-    default = {o.name: result_dtype(o) or d_dtype for o in graph.outputs}
+    default = {o.name: result_dtype(graph, o) or d_dtype for o in graph.outputs}
     # New row-major tensors, since an output may be a broadcast or an input itself.
     found = {}
     for name, value in values.items():
@@ -396,12 +396,13 @@ def _apply(node: Node, args: list[Tensor], compute_dtype: torch.dtype) -> Tensor
     return _FUNCTIONS[node.op](*args)
 
 
-def result_dtype(output: Output) -> torch.dtype | None:
-    """Return the dtype of a reduction's results where nothing says otherwise; None for a tile."""
-    if output.reduce is None:
-        return None
-    found: torch.dtype = getattr(torch, dtype(REDUCTIONS[output.reduce].result, (*ALL, *INTEGERS)).torch_name)
-    return found
+def result_dtype(graph: Expression, output: Output) -> torch.dtype | None:
+    """Return the dtype of an output where nothing says otherwise; None for D's.
+
+    Reductions are FP32, and INT32 if they give indices. A further tile that is a cast to FP8 is in that.
+    """
+    name = graph.stored_type(output)
+    return getattr(torch, dtype(name, (*ALL, *INTEGERS)).torch_name) if name else None
 
 
 # One entry for each of cutlass_ops.epilogue.operations.REDUCTIONS.

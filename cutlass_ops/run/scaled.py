@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from cutlass_ops.epilogue import Epilogue, builtin
-from cutlass_ops.run import operands, traced
+from cutlass_ops.run import operands, traced, weights
 from cutlass_ops.run.ops import Op, graph_op, op_of, prepared_by
+from cutlass_ops.run.weights import PreparedWeight
 
 # Keyword arguments of this module's function: no input of an epilogue may have these names.
 _OWN = frozenset(("scale_a", "scale_b"))
@@ -17,24 +18,27 @@ _OWN = frozenset(("scale_a", "scale_b"))
 
 def _prepare_scaled(
     a: Tensor,
-    b: Tensor,
+    b: Tensor | PreparedWeight,
     scale_a: Tensor | float,
-    scale_b: Tensor | float,
+    scale_b: Tensor | float | None,
     epilogue: Epilogue | None,
 ) -> tuple[Op, tuple[Any, ...]]:
-    if _are_of_blocks(a, b, scale_a, scale_b):
+    matrix, scale_b = weights.matrix_of(b, None, "b"), weights.weight_scale(b, scale_b, "scale_b")
+    if scale_b is None:
+        raise TypeError("scale_b is missing, and b has no scales of its own: pass scale_b=, 1.0 if there is no scale")
+    if _are_of_blocks(a, matrix, scale_a, scale_b):
         op = scaled_op(False, False, epilogue, True)
     else:
-        op = scaled_op(_is_vector(scale_a), _is_vector(scale_b), epilogue)
-    return op, (a, b, scale_a, scale_b)
+        op = scaled_op(is_vector(scale_a), is_vector(scale_b), epilogue)
+    return op, (a, matrix, scale_a, scale_b)
 
 
 @prepared_by(_prepare_scaled)
 def scaled_gemm(
     a: Tensor,
-    b: Tensor,
+    b: Tensor | PreparedWeight,
     scale_a: Tensor | float,
-    scale_b: Tensor | float,
+    scale_b: Tensor | float | None = None,
     *,
     epilogue: Epilogue | None = None,
     out: Any = None,
@@ -53,13 +57,15 @@ def scaled_gemm(
     ----------
     a : Tensor
         (..., M, K), FP8 (``torch.float8_e4m3fn`` or ``torch.float8_e5m2``), row-major. FP16 and BF16 do as well.
-    b : Tensor
-        (K, N), either type of FP8, column-major: ``weight.t()`` of a weight (N, K). FP16 or BF16 if a is.
+    b : Tensor or PreparedWeight
+        (K, N), either type of FP8, column-major: ``weight.t()`` of a weight (N, K), or the result of
+        :func:`cutlass_ops.prepare`. FP16 or BF16 if a is.
     scale_a : Tensor or float
         Of a: a number or a tensor without dimensions, or (..., M), one for each row. FP32, FP16 or BF16.
         Or (..., M, ceil(K / 128)), one for each 1x128: FP32, with any strides.
-    scale_b : Tensor or float
-        Of b: a number or a tensor without dimensions, or (N,), one for each column. FP32, FP16 or BF16.
+    scale_b : Tensor or float, optional
+        Of b: a number or a tensor without dimensions, or (N,), one for each column. FP32, FP16 or BF16. A weight that
+        was prepared in FP8 has its own.
         With blocks of a, of blocks of b: (ceil(N / 128), ceil(K / 128)), one for each 128x128, or (N, ceil(K / 128)),
         one for each 128 of a column. FP32, with any strides.
     epilogue : Epilogue, optional
@@ -112,8 +118,29 @@ def scaled_gemm(
     return op(*arguments, out=out, out_dtype=out_dtype, **inputs)
 
 
-def _is_vector(scale: object) -> bool:
+def is_vector(scale: object) -> bool:
+    """Whether a scale is one for each row or column."""
     return isinstance(scale, Tensor) and scale.ndim > 0
+
+
+def scales_of(a: Any, b: Any, scale_a: Any, scale_b: Any) -> Epilogue | None:
+    """Return the epilogue of two scales, which come in this order; None if there is none.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If one of them is missing, or blocks of one operand alone have scales.
+    """
+    if scale_a is None and scale_b is None:
+        return None
+    if scale_a is None or scale_b is None:
+        given, missing = ("scale_b", "scale_a") if scale_a is None else ("scale_a", "scale_b")
+        raise TypeError(
+            f"{missing} is missing, and {given} is given: pass {missing}=, which is 1.0 if there is no scale"
+        )
+    if _are_of_blocks(a, b, scale_a, scale_b):
+        return builtin.scaled_blocks
+    return builtin.SCALED[is_vector(scale_a), is_vector(scale_b)]
 
 
 def _are_of_blocks(a: Any, b: Any, scale_a: Any, scale_b: Any) -> bool:

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from cutlass_ops.base.dtypes import FP8, REDUCED
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.epilogue import Epilogue
 from cutlass_ops.epilogue.graph import Graph, fits
 from cutlass_ops.epilogue.nodes import Kind
-from cutlass_ops.epilogue.operations import REDUCTIONS
 from cutlass_ops.run.results import Outputs, usual_dtype
 
 if TYPE_CHECKING:
@@ -122,9 +122,7 @@ def register(name: str, graph: Graph, called: Portable, how: str, plain: Any) ->
     """
     op = f"{name} {json.dumps({how: plain}, separators=(',', ':'))}"
     _LIVE.setdefault(op, called)
-    outputs = ",".join(
-        f"{o.name}:{o.kind.value}:{REDUCTIONS[o.reduce].result if o.reduce else ''}" for o in graph.outputs
-    )
+    outputs = ",".join(f"{o.name}:{o.kind.value}:{graph.stored_type(o)}" for o in graph.outputs)
     marks = {Kind.SCALAR: "", Kind.INTEGER: ":integer"}
     scalars = ",".join(i.name + marks[i.kind] for i in graph.inputs if i.kind in marks)
     return ";".join((",".join(i.name for i in graph.inputs), ",".join(graph.products), scalars, outputs, op))
@@ -243,10 +241,13 @@ class Traced:
         for name, kind, dtype in zip(self.outputs, self.kinds, self.dtypes, strict=True):
             tensor = given.get(name)
             if tensor is None:
-                reduced = torch.int32 if dtype == "i32" else torch.float32
-                tensor = a.new_empty(shapes[kind], dtype=d_dtype if kind == "tile" else reduced)
+                tensor = a.new_empty(shapes[kind], dtype=_STORED[dtype] if dtype else d_dtype)
             found.append(tensor)
         return found
+
+
+# What an output may be stored as that is not D's type, by the name in the string.
+_STORED: dict[str, torch.dtype] = {t.name: getattr(torch, t.torch_name) for t in (*REDUCED, *FP8)}
 
 
 def scalar_argument(name: str, value: Any) -> Tensor | float:
@@ -484,9 +485,12 @@ def remembered(make: Callable[..., Made]) -> Callable[..., Made]:
     """
     name, cached = f"{make.__module__}.{make.__qualname__}", functools.lru_cache(maxsize=1024)(make)
     _REMEMBERED[name] = cached
+    defaults, count = make.__defaults__ or (), make.__code__.co_argcount
 
     @functools.wraps(make)
     def made(*args: Any) -> Made:
+        # The cache would take a default that is given for another argument.
+        args = (*args, *defaults[len(defaults) + len(args) - count :]) if len(args) < count else args
         if torch.compiler.is_dynamo_compiling():
             plain: list[Any] = []
             for x in args:

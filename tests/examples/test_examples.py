@@ -33,6 +33,14 @@ def test_transformer_block():
 
 
 @pytest.mark.slow
+def test_fp8_layer():
+    pytest.importorskip("transformers")
+    said = _run("fp8_layer.py")
+    assert "prefill, static scales of tensors, fused" in said
+    assert "decoding, dynamic scales of rows, PyTorch" in said
+
+
+@pytest.mark.slow
 def test_custom_epilogue():
     assert "row_sum_square (256,) torch.float32" in _run("custom_epilogue.py")
 
