@@ -387,6 +387,8 @@ def _read_beside(b: Operand, d: Operand) -> Operand:
 
 
 def _result(output: Output) -> DType:
+    if output.kind is Kind.BLOCKS_D:
+        return f32
     return dtype(REDUCTIONS[output.reduce or ""].result, (f32, i32))
 
 

@@ -16,7 +16,7 @@ from cutlass_ops.base import dtypes
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.epilogue.build import Builder, type_of
 from cutlass_ops.epilogue.names import check_name
-from cutlass_ops.epilogue.nodes import BLOCKS, Input, Kind, Node, Output
+from cutlass_ops.epilogue.nodes import BLOCKS, D_SCALE, Input, Kind, Node, Output
 from cutlass_ops.epilogue.operations import (
     GATHERED,
     INDICES,
@@ -92,6 +92,11 @@ class Expression:
     def products(self) -> tuple[str, ...]:
         """Names of the inputs that are multiplied by A: one at most."""
         return tuple(i.name for i in self.inputs if i.kind is Kind.PRODUCT)
+
+    @property
+    def quantized(self) -> str | None:
+        """The name of D's type of FP8 if the scales of its blocks are an output, else None."""
+        return next((o.reduce for o in self.outputs if o.kind is Kind.BLOCKS_D), None)
 
     @property
     def block_scales(self) -> tuple[str, ...]:
@@ -319,6 +324,8 @@ def _check_names(graph: Expression) -> None:
     for given in graph.inputs:
         if not isinstance(given.kind, Kind):
             raise ConfigError(f"input {given.name!r} has no kind")
+        if given.kind is Kind.BLOCKS_D:
+            raise ConfigError(f"input {given.name!r} is of the kind of D's scales, which are an output")
 
 
 def _check_node(node: Node, index: int, graph: Expression) -> None:
@@ -374,10 +381,24 @@ def _check_output(output: Output, graph: Expression, types: Sequence[Type]) -> N
         return
     if output.name == "d":
         raise ConfigError("output 'd' is the (M, N) result and cannot be a reduction")
+    if output.kind is Kind.BLOCKS_D:
+        _check_scales(output, graph)
+        return
     if not isinstance(output.reduce, str) or output.reduce not in REDUCTIONS:
         raise ConfigError(f"output {output.name!r}: unknown reduction: use one of {', '.join(REDUCTIONS)}")
     if output.kind not in (Kind.ROW, Kind.COL):
         raise ConfigError(f"output {output.name!r} is a reduction, so it must be a row or a column")
+
+
+def _check_scales(output: Output, graph: Expression) -> None:
+    # One place for them, or equal epilogues would be several graphs.
+    d, second = graph.outputs[:2]
+    of_d = output is second and output.name == D_SCALE and output.node == d.node
+    if not of_d or not any(t.name == output.reduce for t in dtypes.FP8):
+        raise ConfigError(
+            f"output {output.name!r} is not the scales of D: these are the second output, called {D_SCALE!r}, of D's "
+            "value, and name a type of FP8"
+        )
 
 
 def _rows(data: Mapping[str, Any], field: str, width: int) -> list[list[Any]]:

@@ -64,6 +64,11 @@ def _recorded(op, a, b, tensors, numbers, places, out_dtype):  # type: ignore[no
             "take D in another dtype and quantise it"
         )
     called = traced.find(op)
+    if called.graph.quantized is not None:
+        raise ValueError(
+            "the epilogue quantises D, and no gradient passes through that: call under torch.no_grad(), or take D in "
+            "another dtype and quantise it by cutlass_ops.quantize"
+        )
     names = tuple(i.name for at, i in enumerate(called.graph.inputs) if at not in (places or ()))
     for name, value in zip(("a", "b", *names), (a, b, *tensors), strict=True):
         operands.require_tensor(name, value)

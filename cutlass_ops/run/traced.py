@@ -20,11 +20,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from cutlass_ops.base.errors import ConfigError
+from cutlass_ops.base.mma import BLOCK_K
 from cutlass_ops.epilogue import Epilogue
 from cutlass_ops.epilogue.graph import Graph, fits
-from cutlass_ops.epilogue.nodes import Kind
+from cutlass_ops.epilogue.nodes import Kind, Output
 from cutlass_ops.epilogue.operations import REDUCTIONS
-from cutlass_ops.run.results import Outputs, usual_dtype
+from cutlass_ops.run.results import FP8, Outputs, scale_strides, usual_dtype
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -122,12 +123,17 @@ def register(name: str, graph: Graph, called: Portable, how: str, plain: Any) ->
     """
     op = f"{name} {json.dumps({how: plain}, separators=(',', ':'))}"
     _LIVE.setdefault(op, called)
-    outputs = ",".join(
-        f"{o.name}:{o.kind.value}:{REDUCTIONS[o.reduce].result if o.reduce else ''}" for o in graph.outputs
-    )
+    outputs = ",".join(f"{o.name}:{o.kind.value}:{_dtype_of(o, graph)}" for o in graph.outputs)
     marks = {Kind.SCALAR: "", Kind.INTEGER: ":integer"}
     scalars = ",".join(i.name + marks[i.kind] for i in graph.inputs if i.kind in marks)
     return ";".join((",".join(i.name for i in graph.inputs), ",".join(graph.products), scalars, outputs, op))
+
+
+def _dtype_of(output: Output, graph: Graph) -> str:
+    """Name the dtype that an output has whatever the call; an empty string where the call decides."""
+    if output.name == "d":
+        return graph.quantized or ""
+    return REDUCTIONS[output.reduction].result if output.reduction else ""
 
 
 def find(op: str) -> Portable:
@@ -234,17 +240,21 @@ class Traced:
         if unknown:
             raise ValueError(f"out names {', '.join(unknown)}: the outputs are {', '.join(self.outputs)}")
         m, n = a.shape[:-1], b.shape[-1:]
-        shapes = {"tile": (*m, *n), "col": m, "row": n}
+        shapes = {"tile": (*m, *n), "col": m, "row": n, "blocks_d": (*m, -(-n[0] // BLOCK_K))}
         d = given.get("d")
         if d is not None and out_dtype is not None and d.dtype != out_dtype:
             raise TypeError(f"out is {d.dtype}, and out_dtype asks for {out_dtype}")
-        d_dtype = d.dtype if d is not None else out_dtype or usual_dtype(a.dtype, b.dtype)
+        quantized = FP8[self.dtypes[0]] if self.dtypes[0] else None
+        d_dtype = d.dtype if d is not None else quantized or out_dtype or usual_dtype(a.dtype, b.dtype)
         found = []
         for name, kind, dtype in zip(self.outputs, self.kinds, self.dtypes, strict=True):
             tensor = given.get(name)
             if tensor is None:
                 reduced = torch.int32 if dtype == "i32" else torch.float32
-                tensor = a.new_empty(shapes[kind], dtype=d_dtype if kind == "tile" else reduced)
+                if kind == "blocks_d":
+                    tensor = a.new_empty_strided(shapes[kind], scale_strides(shapes[kind]), dtype=reduced)
+                else:
+                    tensor = a.new_empty(shapes[kind], dtype=d_dtype if kind == "tile" else reduced)
             found.append(tensor)
         return found
 

@@ -1,0 +1,33 @@
+// How values become FP8 in blocks that have a scale each: one rule for the results of GEMMs and for tensors.
+
+#pragma once
+
+#include "cutlass_ops/epilogue_math.h"
+
+#include "cutlass/float8.h"
+
+namespace cutlass_ops {
+
+constexpr int kQuantizedBlock = 128;  // values of a row that share a scale: those of a step of the next GEMM along K
+
+template <class Element>
+constexpr float kLargest = 0.0f;
+template <>
+inline constexpr float kLargest<cutlass::float_e4m3_t> = 448.0f;
+template <>
+inline constexpr float kLargest<cutlass::float_e5m2_t> = 57344.0f;
+
+// What a block's values are multiplied by, and what gives them back.
+struct BlockScale {
+  float inverse, scale;
+};
+
+// Of a block whose greatest absolute value is `most`. Both numbers are finite and normal for any finite one, 0 among them:
+// 2^-110 / 57344 is at least 2^-126. NaN gives NaN, and infinity an infinite scale.
+template <class Element>
+CUTLASS_DEVICE BlockScale block_scale(float most) {
+  float const least = maximum(most, 0x1p-110f);
+  return {divide(kLargest<Element>, least), divide(least, kLargest<Element>)};
+}
+
+}  // namespace cutlass_ops
