@@ -95,8 +95,8 @@ class Output(NamedTuple):
         ``TILE`` for an (M, N) tensor, ``COL`` for a reduction over each row, shape (M,), ``ROW`` for one over each
         column, shape (N,), ``BLOCKS_D`` for the scales of D's blocks.
     reduce : str or None
-        A name in :data:`cutlass_ops.epilogue.operations.REDUCTIONS` for a reduction, None for a tile, and for scales the
-        type of FP8 in which D is.
+        A name in :data:`cutlass_ops.epilogue.operations.REDUCTIONS` for a reduction, None for a tile, and for scales
+        the type of FP8 in which D is.
     """
 
     name: str

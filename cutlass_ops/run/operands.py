@@ -475,7 +475,7 @@ def check_out(
     else:
         element_type(name, out, allowed)
     if output.kind is Kind.BLOCKS_D:
-        _check_scales(name, out)
+        check_scales(name, out)
     if dtype is not None and out.dtype != dtype:
         raise TypeError(f"{name} is {out.dtype}, and out_dtype asks for {dtype}")
     if out.is_neg():
@@ -487,7 +487,14 @@ def check_out(
     return fold(name, out, flat)
 
 
-def _check_scales(name: str, out: Tensor) -> None:
+def check_scales(name: str, out: Tensor) -> None:
+    """Refuse a tensor that cannot hold the scales of blocks.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is not FP32, or scales would share memory.
+    """
     if out.dtype != torch.float32:
         raise TypeError(f"{name} is {out.dtype}: scales of blocks are torch.float32")
     strides = sorted((stride, extent) for stride, extent in zip(out.stride(), out.shape, strict=True) if extent > 1)

@@ -360,7 +360,7 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 _LEAST = 2.0**-110
 
 
-def quantized(x: Tensor, dtype: torch.dtype, block: int = BLOCK_K) -> tuple[Tensor, Tensor]:
+def quantized(x: Tensor, dtype: torch.dtype, block: int | None = BLOCK_K) -> tuple[Tensor, Tensor]:
     """Scale each block of a row so that its greatest absolute value is the type's largest, as kernels do.
 
     Parameters
@@ -369,16 +369,18 @@ def quantized(x: Tensor, dtype: torch.dtype, block: int = BLOCK_K) -> tuple[Tens
         (M, N), FP32 or FP64.
     dtype : torch.dtype
         The type of FP8.
-    block : int
-        Columns that share a scale.
+    block : int or None
+        Columns that share a scale; None for a whole row.
 
     Returns
     -------
     tuple of Tensor
-        x times the inverse of its block's scale, (M, N), not yet rounded; and the scales, (M, ceil(N / block)).
+        x times the inverse of its block's scale, (M, N), not yet rounded; and the scales, (M, ceil(N / block)) or
+        (M, 1).
     """
     m, n = x.shape
-    steps, largest = -(-n // block), torch.finfo(dtype).max
+    steps = 1 if block is None else -(-n // block)
+    block, largest = block or max(n, 1), torch.finfo(dtype).max
     whole = F.pad(x.abs(), (0, steps * block - n)).view(m, steps, block)
     most = whole.amax(2).clamp(min=_LEAST)
     inverse = (largest / most).repeat_interleave(block, 1)[:, :n]

@@ -150,6 +150,13 @@ class Call {
     return {int(a.rows), int(b.cols), int(a.cols)};
   }
 
+  // M and N of one matrix alone.
+  Problem problem(Matrix const& x) {
+    constexpr int64_t kMax = INT32_MAX;
+    if (x.rows > kMax || x.cols > kMax) fail(0, Reason::kShape);
+    return {int(x.rows), int(x.cols), 0};
+  }
+
   template <class Element, Major kMajor, int kAlignment, bool kAlignedExtent>
   Matrix tile(Problem p) {
     return matrix<Element, kMajor, kAlignment, kAlignedExtent>(next_++, p.m, p.n, false, true);
