@@ -111,7 +111,7 @@ def _quantized(spec: KernelSpec, config: Config) -> Iterator[str | Broken]:
         yield f"d is {spec.d}, and the epilogue quantises it to {wanted}: use '{wanted}.row'"
     for output, operand in spec.typed_outputs:
         if output.kind is Kind.BLOCKS_D and operand.dtype is not f32:
-            yield f"output {output.name} is {operand.dtype}: scales of blocks are f32"
+            yield f"output {output.name} is {operand.dtype}: use f32 for scales of blocks"
     if not config.wgmma:
         yield Broken(
             f"the epilogue quantises d in blocks of 1x{BLOCK_K}, which kernels of this kind do not",

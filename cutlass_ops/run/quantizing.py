@@ -36,11 +36,11 @@ def quantize(
     """Quantise a tensor to FP8, with a scale for each 128 values of a row, or for each row.
 
     Inside an epilogue, `x` is a traced value, and the result is D: see :func:`cutlass_ops.e.quantize`. Both have one
-    rule. Of a block whose greatest absolute value is m, the scale is m / 448 for e4m3 and m / 57344 for e5m2, and D is
-    x times its inverse, rounded to nearest even. A block of zeros has the scale of m = 2⁻¹¹⁰. NaN makes its block's scale
-    NaN, and an infinity makes it infinite: then all of the block is NaN when the scale is applied.
+    rule. Of a block whose greatest absolute value is m, the scale is m / 448 for e4m3 and m / 57344 for e5m2. D is x
+    times its inverse, rounded to nearest even. A block of zeros has the scale of m = 2⁻¹¹⁰. NaN makes its block's scale
+    NaN, and an infinity makes it infinite: all of such a block is NaN once the scale is applied.
 
-    The kernel is compiled at the first call, and stored as the others are. It reads each value once.
+    The kernel is compiled at the first call, and stored as the others are. It reads each value once from global memory.
 
     Parameters
     ----------

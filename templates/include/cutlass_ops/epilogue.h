@@ -131,7 +131,7 @@ struct RowInput : Input<Vector<Element>> {
   struct Callbacks : PerColumn<kPart> {
     Element const* values;
     Element* shared;
-    int count, thread, threads;
+    int count, thread, threads, loaded = -1;
     AfterReading<Element> after;
 
     CUTLASS_DEVICE Callbacks(Element const* values, Element* shared, int count, int thread, int threads,
@@ -155,8 +155,9 @@ struct RowInput : Input<Vector<Element>> {
       }
     }
     CUTLASS_DEVICE bool begin_sync_needed() const { return true; }
-    CUTLASS_DEVICE void begin_loop(int epi_m, int epi_n) {
-      if (epi_m != 0 && kPart == kStepColumns) return;  // the same columns as just before
+    CUTLASS_DEVICE void begin_loop(int, int epi_n) {
+      if (epi_n == loaded) return;  // the same columns as just before
+      loaded = epi_n;
       this->load(shared + epi_n * kPart + Fragment(thread).column);
     }
     CUTLASS_DEVICE void end() { after(thread); }
@@ -575,14 +576,17 @@ class Epilogue : public Collective::Type {
       constexpr int kBlock = Scales::kColumns / kPartN;  // parts
       static_assert(kPartN * kBlock == Scales::kColumns && kParts % kBlock == 0 && Policy::StagesD == kSide * kBlock);
       static_assert(!kReuse && !kSwapped && kProducts * kSide <= 2);
+      // The producer loads what lies below each other first. Without it, rows whose values are stored leave registers free.
+      constexpr int kAtOnce = kHasSource ? kPartsM : 1;
       bool const waits = kHasSource && fusion_.is_producer_load_needed();
       CUTLASS_PRAGMA_UNROLL
-      for (int first = 0; first < kParts; first += kBlock) {
-        float values[kPartsM][kBlock][kValues], most[kPartsM][2] = {};
+      for (int step = 0; step < kParts / kBlock * (kPartsM / kAtOnce); ++step) {
+        int const first = step / (kPartsM / kAtOnce) * kBlock, first_m = step % (kPartsM / kAtOnce);
+        float values[kAtOnce][kBlock][kValues], most[kAtOnce][2] = {};
         int const left = int(n_extent) - (int(n) * kPartsN + side * kParts + first) * kPartN;  // columns from here on
         CUTLASS_PRAGMA_UNROLL
-        for (int at = 0; at < kBlock * kPartsM; ++at) {
-          int const epi_m = at % kPartsM, part = at / kPartsM, epi_n = side * kParts + first + part;
+        for (int at = 0; at < kBlock * kAtOnce; ++at) {
+          int const below = at % kAtOnce, part = at / kAtOnce, epi_m = first_m + below, epi_n = side * kParts + first + part;
           callbacks.begin_loop(epi_m, epi_n);
           if constexpr (kHasSource) {
             if (waits) {
@@ -601,20 +605,23 @@ class Epilogue : public Collective::Type {
           auto const result = computed(epi_m, first + part);
           CUTLASS_PRAGMA_UNROLL
           for (int i = 0; i < kValues; ++i) {
-            values[epi_m][part][i] = result[i];
+            values[below][part][i] = result[i];
             // D's lines are whole pieces of 16 bytes, so that eight columns end where they do, or beyond.
-            if (part * kPartN + i / 4 * 8 < left) most[epi_m][i / 2 % 2] = maximum(most[epi_m][i / 2 % 2], cutlass_ops::abs(result[i]));
+            if (part * kPartN + i / 4 * 8 < left) {
+              most[below][i / 2 % 2] = maximum(most[below][i / 2 % 2], cutlass_ops::abs(result[i]));
+            }
           }
           callbacks.end_loop(epi_m, epi_n);
         }
         CUTLASS_PRAGMA_UNROLL
-        for (int epi_m = 0; epi_m < kPartsM; ++epi_m) {
+        for (int below = 0; below < kAtOnce; ++below) {
+          int const epi_m = first_m + below;
           float inverse[2];
           CUTLASS_PRAGMA_UNROLL
           for (int i = 0; i < 2; ++i) {
             int const row = (int(m) * kPartsM + epi_m) * kPartM + Fragment(own_thread).row + i * 8;
             int const block = ((int(n) * kPartsN + side * kParts + first) * kPartN) / Scales::kColumns;
-            inverse[i] = Scales::template finish<ElementD_>(params_.scales, most[epi_m][i], row, block,
+            inverse[i] = Scales::template finish<ElementD_>(params_.scales, most[below][i], row, block,
                                                             row < int(m_extent) && left > 0);
           }
           if (issues) tma_store_wait<0>();  // D's memory is free again
@@ -623,7 +630,7 @@ class Epilogue : public Collective::Type {
           for (int part = 0; part < kBlock; ++part) {
             cutlass::Array<float, kValues> scaled;
             CUTLASS_PRAGMA_UNROLL
-            for (int i = 0; i < kValues; ++i) scaled[i] = values[epi_m][part][i] * inverse[i / 2 % 2];
+            for (int i = 0; i < kValues; ++i) scaled[i] = values[below][part][i] * inverse[i / 2 % 2];
             put(cutlass::NumericArrayConverter<ElementD_, float, kValues>{}(scaled), side * kBlock + part);
           }
           cutlass::arch::fence_view_async_shared();
