@@ -380,9 +380,11 @@ def quantized(x: Tensor, dtype: torch.dtype, block: int | None = BLOCK_K) -> tup
     """
     m, n = x.shape
     steps = 1 if block is None else -(-n // block)
-    block, largest = block or max(n, 1), torch.finfo(dtype).max
+    block = block or max(n, 1)
     whole = F.pad(x.abs(), (0, steps * block - n)).view(m, steps, block)
     most = whole.amax(2).clamp(min=_LEAST)
+    # Divisions of tensors, since PyTorch multiplies by the inverse of a number.
+    largest = torch.full_like(most, torch.finfo(dtype).max)
     inverse = (largest / most).repeat_interleave(block, 1)[:, :n]
     return x * inverse, most / largest
 

@@ -23,11 +23,12 @@ struct BlockScale {
 };
 
 // Of a block whose greatest absolute value is `most`. Both numbers are finite and normal for any finite one, 0 among them:
-// 2^-110 / 57344 is at least 2^-126. NaN gives NaN, and infinity an infinite scale.
+// 2^-110 / 57344 is at least 2^-126. NaN gives NaN, and infinity an infinite scale. The compiler's own division rounds to
+// nearest, as PyTorch's does; that of epilogue_math.h may be one unit off.
 template <class Element>
 CUTLASS_DEVICE BlockScale block_scale(float most) {
-  float const least = maximum(most, 0x1p-110f);
-  return {divide(kLargest<Element>, least), divide(least, kLargest<Element>)};
+  float const from = most < 0x1p-110f ? 0x1p-110f : most;  // NaN is less than nothing
+  return {kLargest<Element> / from, from / kLargest<Element>};
 }
 
 }  // namespace cutlass_ops
