@@ -8,15 +8,15 @@ A row of the part "gate": {"part", "m", "n", "k", "error", "kernel", "ms": {name
 range}}. Operands are in FP8, with a scale for each row of A and each column of B. D has N columns, in FP8 with a scale
 for each 1x128. The variants:
 
-- "gemm": this library's FP8 GEMM of the same M, 2 N and K, with D in BF16, which is what the multiplication alone takes.
+- "gemm": this library's FP8 GEMM of the same M, 2 N and K, with D in BF16: what the multiplication alone takes.
 - "separate": this library's SwiGLU in BF16, then its kernel that quantises a tensor.
 - "scaled_mm": torch._scaled_mm of both weights at once, then SwiGLU and quantisation by torch.compile.
 
 Errors are those of sampled rows over the error of quantising the exact values.
 
-A row of the part "tensor": {"part", "dtype", "m", "n", "block", "ms", "over_ours", "gb_per_s", "of_copy"}. "copy" copies
-as many bytes as are read and written, and "compile" is the same quantisation by torch.compile. `of_copy` is the copy's
-time over ours.
+A row of the part "tensor": {"part", "dtype", "m", "n", "block", "ms", "over_ours", "gb_per_s", "of_copy"}. "copy"
+copies as many bytes as are read and written, and "compile" is the same quantisation by torch.compile. `of_copy` is the
+copy's time over ours.
 """
 
 from __future__ import annotations

@@ -158,6 +158,19 @@ def test_special_values_as_the_table_says(name, quantize):
     assert_same(found.d_scale, wanted[1])
 
 
+@pytest.mark.parametrize("name", TYPES)
+def test_what_pytorchs_own_division_and_conversion_do(name):
+    """What docs/fp8.md says of it."""
+    dtype, largest = TYPES[name]
+    x = torch.zeros(3, 128)
+    x[1, :2], x[2, :2] = torch.tensor([INF, 5.0]), torch.tensor([NAN, 5.0])
+    found = (x / (x.abs().amax(1, keepdim=True) / largest)).to(dtype).float()
+    assert found[0].isnan().all()
+    assert found[1, 0].isnan()
+    assert (found[1, 1:] == 0).all()
+    assert found[2].isnan().all()
+
+
 def test_the_greatest_value_becomes_the_largest_of_the_type():
     x = drawn(333, 512, seed=3)
     for name, (_, largest) in TYPES.items():

@@ -620,8 +620,8 @@ class Epilogue : public Collective::Type {
           CUTLASS_PRAGMA_UNROLL
           for (int i = 0; i < 2; ++i) {
             int const row = (int(m) * kPartsM + epi_m) * kPartM + Fragment(own_thread).row + i * 8;
-            int const block = ((int(n) * kPartsN + side * kParts + first) * kPartN) / Scales::kColumns;
-            inverse[i] = Scales::template finish<ElementD_>(params_.scales, most[below][i], row, block,
+            int const column = (int(n) * kPartsN + side * kParts + first) * kPartN;
+            inverse[i] = Scales::template finish<ElementD_>(params_.scales, most[below][i], row, column / Scales::kColumns,
                                                             row < int(m_extent) && left > 0);
           }
           if (issues) tma_store_wait<0>();  // D's memory is free again
