@@ -110,6 +110,7 @@ def turned_twice(acc):
 
 rms, swiglu = builtin.rms_norm, builtin.swiglu
 
+
 @co.epilogue
 def quantised(acc, bias: co.Row):
     return co.e.quantize(co.e.relu(acc + bias), "e4m3")
