@@ -560,7 +560,7 @@ def check_overlap(graph: Graph, arguments: Arguments, outputs: Sequence[Tensor])
         others = inputs | dict(zip(names[:position], outputs, strict=False))
         for other_name, other in others.items():
             in_place = other_name in tiles and _same_layout(out, other)
-            if not in_place and _overlap(out, other):
+            if not in_place and overlap(out, other):
                 raise ValueError(
                     f"{name} shares memory with {other_name}: pass a separate tensor"
                     + (" (in place needs the same strides and dtype)" if other_name in tiles else "")
@@ -571,7 +571,8 @@ def _same_layout(x: Tensor, y: Tensor) -> bool:
     return (x.data_ptr(), x.shape, x.stride(), x.dtype) == (y.data_ptr(), y.shape, y.stride(), y.dtype)
 
 
-def _overlap(x: Tensor, y: Tensor) -> bool:
+def overlap(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors share memory."""
     if x.numel() == 0 or y.numel() == 0:
         return False
     (x_begin, x_end), (y_begin, y_end) = _bytes(x), _bytes(y)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,8 +108,7 @@ def _by_operator(x: Tensor, dtype: str, block: int | None, given: Mapping[str, T
         raise ValueError(_NO_GRADIENT)
     if all(each is None for each in given.values()):
         return Outputs(_NAMES, torch.ops.cutlass_ops.quantize(x, dtype, block))
-    made = _empty(x, dtype, block)
-    d, scale = (empty if each is None else each for each, empty in zip(given.values(), made, strict=True))
+    d, scale = _results(x, dtype, block, given)
     torch.ops.cutlass_ops.quantize_out(x, dtype, block, d, scale)
     return Outputs(_NAMES, (d, scale))
 
@@ -119,13 +118,35 @@ _NO_GRADIENT = (
 )
 
 
-def _empty(x: Tensor, dtype: str, block: int | None) -> tuple[Tensor, Tensor]:
-    """Return new results, without values."""
+class _Layout(NamedTuple):
+    """Of one result."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+
+
+def _layouts(x: Tensor, dtype: str, block: int | None) -> tuple[_Layout, _Layout]:
+    """Return the layouts of new results: D's, and its scales'."""
     *batch, n = x.shape
-    d = torch.empty_strided(x.shape, contiguous(x.shape), dtype=FP8[dtype], device=x.device)
     shape = tuple(batch) if block is None else (*batch, -(-n // block))
     strides = contiguous(shape) if block is None else scale_strides(shape)
-    return d, torch.empty_strided(shape, strides, dtype=torch.float32, device=x.device)
+    return _Layout(tuple(x.shape), contiguous(x.shape), FP8[dtype]), _Layout(shape, strides, torch.float32)
+
+
+def _results(x: Tensor, dtype: str, block: int | None, given: Mapping[str, Tensor | None]) -> tuple[Tensor, Tensor]:
+    """Return the caller's tensors, and new ones for those that are missing."""
+    layouts = _layouts(x, dtype, block)
+    d, scale = (o.empty(x.device) if each is None else each for each, o in zip(given.values(), layouts, strict=True))
+    return d, scale
+
+
+def _empty(x: Tensor, dtype: str, block: int | None) -> tuple[Tensor, Tensor]:
+    """Return new results, without values."""
+    return _results(x, dtype, block, dict.fromkeys(_NAMES))
 
 
 def _quantize(
@@ -133,11 +154,10 @@ def _quantize(
 ) -> tuple[Tensor, Tensor]:
     """Quantise a tensor with memory of its own."""
     _check(x)
-    made = _empty(x, dtype.name, block)
-    d, scale = (empty if each is None else each for each, empty in zip(given.values(), made, strict=True))
-    for name, each, wanted in zip(_NAMES, (d, scale), made, strict=True):
-        if given[name] is not None:
+    for (name, each), wanted in zip(given.items(), _layouts(x, dtype.name, block), strict=True):
+        if each is not None:
             _check_out(name, each, wanted, x)
+    d, scale = _results(x, dtype.name, block, given)
     if x.device.type == "cpu" or x.numel() == 0:
         _by_pytorch(x, dtype.name, block, d, scale)
     else:
@@ -163,16 +183,15 @@ def _check(x: Tensor) -> None:
         )
 
 
-def _check_out(name: str, given: Any, wanted: Tensor, x: Tensor) -> None:
+def _check_out(name: str, given: Any, wanted: _Layout, x: Tensor) -> None:
     name = f"out[{name!r}]"
     operands.require_tensor(name, given)
     operands.require_memory(name, given)
     if given.dtype != wanted.dtype:
         raise TypeError(f"{name} is {given.dtype}: it must be {wanted.dtype}")
-    if given.shape != wanted.shape or given.device != wanted.device:
+    if given.shape != wanted.shape or given.device != x.device:
         raise ValueError(
-            f"{name} has shape {tuple(given.shape)} on {given.device}: it must have shape {tuple(wanted.shape)} on "
-            f"{wanted.device}"
+            f"{name} has shape {tuple(given.shape)} on {given.device}: it must have shape {wanted.shape} on {x.device}"
         )
     if given.dtype != torch.float32:
         flat = operands.fold(name, given, (math.prod(x.shape[:-1]), x.shape[-1]))
