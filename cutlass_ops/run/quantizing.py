@@ -158,6 +158,9 @@ def _quantize(
         if each is not None:
             _check_out(name, each, wanted, x)
     d, scale = _results(x, dtype.name, block, given)
+    for name, each, others in ((_NAMES[0], d, (x,)), (_NAMES[1], scale, (x, d))):
+        if given[name] is not None and any(operands.overlap(each, other) for other in others):
+            raise ValueError(f"out[{name!r}] shares memory with another argument: pass a separate tensor")
     if x.device.type == "cpu" or x.numel() == 0:
         _by_pytorch(x, dtype.name, block, d, scale)
     else:
@@ -215,12 +218,7 @@ def _by_kernel(x: Tensor, dtype: dtypes.DType, block: int | None, d: Tensor, sca
     status = Registry.current().kernel(spec).launch(x, d, scale)
     if status != 0:
         position, reason = refusal(status)
-        name = (
-            ("x", "out['d']", f"out[{D_SCALE!r}]")[position] if position < len(_NAMES) + 1 else f"argument {position}"
-        )
-        if reason.name == "OVERLAP":
-            raise ValueError(f"{name} shares memory with another argument: pass a separate tensor")
-        raise LoadError(f"{spec.slug} refused {name} ({reason.name}): a defect of this library")
+        raise LoadError(f"{spec.slug} refused argument {position} ({reason.name}): a defect of this library")
 
 
 @functools.lru_cache(maxsize=64)

@@ -413,6 +413,8 @@ def test_tensors_that_are_refused():
         ({"d": torch.empty(5, 200, dtype=E4M3)}, ValueError, r"^out\['d'\] has shape \(5, 200\)"),
         ({"d": torch.empty(208, 5, dtype=E4M3).t()}, ValueError, r"^out\['d'\] has strides"),
         ({"d_scale": torch.empty(1).expand(5, 2)}, ValueError, r"share memory"),
+        ({"d": x.view(torch.uint8).view(E4M3)[:, :208]}, ValueError, r"^out\['d'\] shares memory with another"),
+        ({"d_scale": x[:, :2]}, ValueError, r"^out\['d_scale'\] shares memory with another"),
     ):
         with pytest.raises(error, match=message):
             co.quantize(x, "e4m3", out=out)
