@@ -98,8 +98,11 @@ if TYPE_CHECKING or not _is_command():
         prepare_launch,
         warm_up,
     )
+    from cutlass_ops.run.quantizing import quantize  # type: ignore[assignment]
     from cutlass_ops.run.scaled import scaled_gemm
     from cutlass_ops.run.weights import PreparedLayerNormWeight, PreparedWeight, prepare, prepare_layernorm
+else:
+    del quantize  # the language's alone: the other one comes when it is asked for
 
 # What of further modules is public, imported when it is first asked for: most calls do not need it.
 _LATER = {
@@ -112,7 +115,7 @@ _LATER = {
     "tune": ("tuner.tuning", "tune"),
 }
 # Where the command line, which imports no op at first, finds them.
-_OPS = ("run.ops", "run.norms", "run.gated", "run.scaled", "run.launch", "run.weights", "run.fp8")
+_OPS = ("run.ops", "run.norms", "run.gated", "run.scaled", "run.launch", "run.weights", "run.fp8", "run.quantizing")
 
 __all__ = [
     "Bundle",
@@ -179,6 +182,7 @@ __all__ = [
     "prepare",
     "prepare_launch",
     "prepare_layernorm",
+    "quantize",
     "registry",
     "rmsnorm_gemm",
     "scaled_gemm",

@@ -47,6 +47,11 @@ def unserved(what: str, signature: OpSignature, device: Device, name: str = "") 
         advice = "these types need wgmma, which sm_90 alone has: convert a and b to BF16"
     elif any(t.dtype in FP8 for t in (signature.d, *signature.outputs)) and device.capability < arch.STORES_FP8:
         advice = "results in FP8 are stored on sm_90 alone: take them in BF16, and convert them"
+    elif signature.epilogue.quantized is not None:
+        advice = (
+            "an epilogue that quantises D reads at most one (M, N) tile, with lines at multiples of 16 bytes, and "
+            "stores no other"
+        )
     return arch.unserved(what, device.capability, name, advice)
 
 

@@ -107,6 +107,8 @@ def vjp(
     if unknown:
         raise ConfigError(f"the epilogue has no {', '.join(unknown)}")
     of = differentiable(graph) if of is None else of
+    if graph.quantized is not None:
+        raise ConfigError(f"d is quantised to {graph.quantized}, through which no gradient passes")
     for name in of:
         reduce = outputs[name].reduce
         if reduce is not None and not REDUCTIONS[reduce].vjp:
@@ -118,12 +120,12 @@ def vjp(
 
 def differentiable(graph: Expression) -> tuple[str, ...]:
     """Return the names of the outputs that can have a gradient: all but indices."""
-    return tuple(o.name for o in graph.outputs if o.reduce is None or REDUCTIONS[o.reduce].result != "i32")
+    return tuple(o.name for o in graph.outputs if o.reduction is None or REDUCTIONS[o.reduction].result != "i32")
 
 
 def supported(graph: Expression) -> tuple[str, ...]:
     """Return the names of the outputs for whose gradients there is a rule."""
-    return tuple(o.name for o in graph.outputs if o.reduce is None or REDUCTIONS[o.reduce].vjp)
+    return tuple(o.name for o in graph.outputs if o.reduction is None or REDUCTIONS[o.reduction].vjp)
 
 
 def _refusal(name: str, reduction: str) -> ConfigError:

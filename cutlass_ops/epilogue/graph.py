@@ -16,7 +16,7 @@ from cutlass_ops.base import dtypes
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.epilogue.build import Builder, type_of
 from cutlass_ops.epilogue.names import check_name
-from cutlass_ops.epilogue.nodes import BLOCKS, Input, Kind, Node, Output
+from cutlass_ops.epilogue.nodes import BLOCKS, D_SCALE, Input, Kind, Node, Output
 from cutlass_ops.epilogue.operations import (
     GATHERED,
     INDICES,
@@ -96,14 +96,23 @@ class Expression:
     def stored_type(self, output: Output) -> str:
         """Return the name of the type in which an output is stored where nothing else is said; empty for D's type.
 
-        A reduction has its own. A further tile that is a cast to FP8 is stored in that, since such a cast has no other
-        purpose than a copy in 8 bits beside D.
+        A reduction has its own, and so has what is quantised. A further tile that is a cast to FP8 is stored in that,
+        since such a cast has no other purpose than a copy in 8 bits beside D.
         """
+        if output.name == "d":
+            return self.quantized or ""
+        if output.kind is Kind.BLOCKS_D:
+            return "f32"
         if output.reduce is not None:
             return REDUCTIONS[output.reduce].result
         node = self.nodes[output.node]
-        is_copy = output.name != "d" and node.op == "cast" and any(t.name == node.attr for t in dtypes.FP8)
+        is_copy = node.op == "cast" and any(t.name == node.attr for t in dtypes.FP8)
         return str(node.attr) if is_copy else ""
+
+    @property
+    def quantized(self) -> str | None:
+        """The name of D's type of FP8 if the scales of its blocks are an output, else None."""
+        return next((o.reduce for o in self.outputs if o.kind is Kind.BLOCKS_D), None)
 
     @property
     def block_scales(self) -> tuple[str, ...]:
@@ -377,6 +386,8 @@ def _check_names(graph: Expression) -> None:
     for given in graph.inputs:
         if not isinstance(given.kind, Kind):
             raise ConfigError(f"input {given.name!r} has no kind")
+        if given.kind is Kind.BLOCKS_D:
+            raise ConfigError(f"input {given.name!r} is of the kind of D's scales, which are an output")
 
 
 def _check_node(node: Node, index: int, graph: Expression) -> None:
@@ -432,10 +443,24 @@ def _check_output(output: Output, graph: Expression, types: Sequence[Type]) -> N
         return
     if output.name == "d":
         raise ConfigError("output 'd' is the (M, N) result and cannot be a reduction")
+    if output.kind is Kind.BLOCKS_D:
+        _check_scales(output, graph)
+        return
     if not isinstance(output.reduce, str) or output.reduce not in REDUCTIONS:
         raise ConfigError(f"output {output.name!r}: unknown reduction: use one of {', '.join(REDUCTIONS)}")
     if output.kind not in (Kind.ROW, Kind.COL):
         raise ConfigError(f"output {output.name!r} is a reduction, so it must be a row or a column")
+
+
+def _check_scales(output: Output, graph: Expression) -> None:
+    # One place for them, or equal epilogues would be several graphs.
+    d, second = graph.outputs[:2]
+    of_d = output is second and output.name == D_SCALE and output.node == d.node
+    if not of_d or not any(t.name == output.reduce for t in dtypes.FP8):
+        raise ConfigError(
+            f"output {output.name!r} is not the scales of D: these are the second output, called {D_SCALE!r}, of D's "
+            "value, and name a type of FP8"
+        )
 
 
 def _rows(data: Mapping[str, Any], field: str, width: int) -> list[list[Any]]:

@@ -59,6 +59,11 @@ def _recorded(op, a, b, tensors, numbers, places, out_dtype):  # type: ignore[no
     if not traced.is_differentiated(a, b, *tensors):
         return _plain(op, a, b, tensors, numbers, places, out_dtype)
     called = traced.find(op)
+    if called.graph.quantized is not None:
+        raise ValueError(
+            "the epilogue quantises D, and no gradient passes through that: call under torch.no_grad(), or take D in "
+            "another dtype and quantise it by cutlass_ops.quantize"
+        )
     names = tuple(i.name for at, i in enumerate(called.graph.inputs) if at not in (places or ()))
     _refuse_fp8(called.graph, dict(zip(("a", "b", *names), (a, b, *tensors), strict=True)), out_dtype)
     for name, value in zip(("a", "b", *names), (a, b, *tensors), strict=True):

@@ -28,7 +28,7 @@ from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.run import operands, reference
 from cutlass_ops.run.operands import Arguments
 from cutlass_ops.run.registry import OpSignature
-from cutlass_ops.run.results import usual_dtype
+from cutlass_ops.run.results import new_strides, quantized_dtype, usual_dtype
 
 _OUT_DTYPES = tuple(getattr(torch, t.torch_name) for t in STORED)
 
@@ -144,8 +144,11 @@ def check_call(
     arguments = operands.check_arguments(graph, a, b, inputs)
     if out_dtype is not None and out_dtype not in _OUT_DTYPES:
         raise TypeError(f"out_dtype is {out_dtype}: use {', '.join(map(str, _OUT_DTYPES[:-1]))} or {_OUT_DTYPES[-1]}")
+    quantized = quantized_dtype(graph)
+    if quantized is not None and out_dtype not in (None, quantized):
+        raise TypeError(f"out_dtype is {out_dtype}, and the epilogue quantises D to {quantized}: omit out_dtype")
     given = given_outputs(graph, out)
-    outputs = []
+    outputs: list[Tensor] = []
     for position, (output, tensor) in enumerate(zip(graph.outputs, given, strict=True)):
         if tensor is not None:
             allowed = STORED if output.reduce is None else READ
@@ -156,7 +159,9 @@ def check_call(
         default = reference.result_dtype(graph, output) or d_dtype
         dtype = default if wanted is None else getattr(torch, wanted.dtype.torch_name)
         col_major = wanted is not None and output.kind is Kind.TILE and wanted.major == "col"
-        outputs.append(_allocate(arguments.flat_shape(output), dtype, arguments.a.device, col_major))
+        outputs.append(_allocate(output.kind, arguments.flat_shape(output), dtype, arguments.a.device, col_major))
+    if quantized is not None:
+        operands.check_quantized(arguments.problem.n, quantized, None if given[0] is None else outputs[0])
     if any(t is not None for t in given):
         operands.check_overlap(graph, arguments, outputs)
     return Call(graph, arguments, tuple(outputs), given)
@@ -260,9 +265,11 @@ def given_outputs(graph: Graph, out: Any) -> tuple[Any, ...]:
     raise TypeError(f"out must be a tensor or a mapping of output names to tensors, not {type(out).__name__}")
 
 
-def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, col_major: bool) -> Tensor:
+def _allocate(kind: Kind, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, col_major: bool) -> Tensor:
     if col_major:
         return torch.empty(shape[::-1], dtype=dtype, device=device).t()
+    if kind is Kind.BLOCKS_D:
+        return torch.empty_strided(shape, new_strides(kind, shape), dtype=dtype, device=device)
     return torch.empty(shape, dtype=dtype, device=device)
 
 

@@ -177,19 +177,21 @@ class Arguments(NamedTuple):
 
     def output_shape(self, output: Output) -> tuple[int, ...]:
         """Return an output's shape for the caller."""
-        if output.kind is Kind.ROW:
-            return (self.problem.n,)
-        return self.batch if output.kind is Kind.COL else (*self.batch, self.problem.n)
+        return shape_of(output.kind, self.batch, self.problem.n)
 
     def flat_shape(self, output: Output) -> tuple[int, ...]:
         """Return an output's shape for the kernel."""
-        m, n, _ = self.problem.extents
-        return {Kind.ROW: (n,), Kind.COL: (m,), Kind.TILE: (m, n)}[output.kind]
+        return shape_of(output.kind, (self.problem.m,), self.problem.n)
 
 
 def blocks(extent: int) -> int:
     """Return how many blocks of 128 an extent has: the last one may be shorter."""
     return -(-extent // mma.BLOCK_K)
+
+
+def shape_of(kind: Kind, batch: tuple[int, ...], n: int) -> tuple[int, ...]:
+    """Return the shape of an output of a kind, for leading dimensions of A and columns of B."""
+    return {Kind.ROW: (n,), Kind.COL: batch, Kind.TILE: (*batch, n), Kind.BLOCKS_D: (*batch, blocks(n))}[kind]
 
 
 def scaling(graph: Graph, arguments: Arguments) -> tuple[mma.Block, mma.Block]:
@@ -469,11 +471,13 @@ def check_out(
     name = output_name(output)
     require_tensor(name, out)
     refuse_differentiated(name, out)
-    if output.reduce is not None and REDUCTIONS[output.reduce].result == i32.name:
+    if output.reduction is not None and REDUCTIONS[output.reduction].result == i32.name:
         if out.dtype != torch.int32:
             raise TypeError(f"{name} is {out.dtype}: indices are {torch.int32}")
     else:
         element_type(name, out, allowed)
+    if output.kind is Kind.BLOCKS_D:
+        check_scales(name, out)
     if dtype is not None and out.dtype != dtype:
         raise TypeError(f"{name} is {out.dtype}, and out_dtype asks for {dtype}")
     if out.is_neg():
@@ -483,6 +487,61 @@ def check_out(
         raise ValueError(f"{name} has shape {tuple(out.shape)}: it must have shape {wanted}")
     _require_same_device(name, out, arguments.a)
     return fold(name, out, flat)
+
+
+def check_scales(name: str, out: Tensor) -> None:
+    """Refuse a tensor that cannot hold the scales of blocks.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is not FP32, or scales would share memory.
+    """
+    if out.dtype != torch.float32:
+        raise TypeError(f"{name} is {out.dtype}: scales of blocks are torch.float32")
+    strides = sorted((stride, extent) for stride, extent in zip(out.stride(), out.shape, strict=True) if extent > 1)
+    reached = 0  # by the dimensions with smaller strides
+    for stride, extent in strides:
+        if stride <= reached:
+            raise ValueError(
+                f"{name} has shape {tuple(out.shape)} and strides {out.stride()}, with which scales share memory: pass "
+                "a tensor from torch.empty, for example"
+            )
+        reached += stride * (extent - 1)
+
+
+def check_quantized(n: int, dtype: torch.dtype, d: Tensor | None) -> None:
+    """Refuse a D that an epilogue cannot quantise.
+
+    Parameters
+    ----------
+    n : int
+        Its columns.
+    dtype : torch.dtype
+        Its type of FP8.
+    d : Tensor, optional
+        The caller's tensor for it, in two dimensions.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is of another type, not row-major, or its lines are not whole pieces of 16 bytes. The message says what
+        to do.
+    """
+    if d is not None and d.dtype != dtype:
+        raise TypeError(f"out is {d.dtype}, and the epilogue quantises D to {dtype}")
+    step = arch.TMA_ALIGNMENT_BYTES
+    if n % step:
+        raise ValueError(
+            f"b has {n} columns, and the epilogue quantises D, whose lines are then multiples of {step} elements: pad "
+            f"b by columns of zeros to {-(-n // step) * step}"
+        )
+    lines = None if d is None else _as_major(d, 1, _DTYPES[d.dtype])
+    if d is not None and (lines is None or not lines.operand.aligned):
+        raise ValueError(
+            f"out has strides {d.stride()}, and the epilogue quantises D: pass a row-major tensor whose lines begin at "
+            f"multiples of {step} bytes"
+        )
 
 
 def check_overlap(graph: Graph, arguments: Arguments, outputs: Sequence[Tensor]) -> None:
@@ -503,7 +562,7 @@ def check_overlap(graph: Graph, arguments: Arguments, outputs: Sequence[Tensor])
         others = inputs | dict(zip(names[:position], outputs, strict=False))
         for other_name, other in others.items():
             in_place = other_name in tiles and _same_layout(out, other)
-            if not in_place and _overlap(out, other):
+            if not in_place and overlap(out, other):
                 raise ValueError(
                     f"{name} shares memory with {other_name}: pass a separate tensor"
                     + (" (in place needs the same strides and dtype)" if other_name in tiles else "")
@@ -514,7 +573,8 @@ def _same_layout(x: Tensor, y: Tensor) -> bool:
     return (x.data_ptr(), x.shape, x.stride(), x.dtype) == (y.data_ptr(), y.shape, y.stride(), y.dtype)
 
 
-def _overlap(x: Tensor, y: Tensor) -> bool:
+def overlap(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors share memory."""
     if x.numel() == 0 or y.numel() == 0:
         return False
     (x_begin, x_end), (y_begin, y_end) = _bytes(x), _bytes(y)

@@ -470,6 +470,7 @@ _SHAPES = {
     Kind.INTEGER: "int or 0-d",
     Kind.BLOCKS_A: "(..., M, K / 128), FP32, rounded up",
     Kind.BLOCKS_B: "(N / 128, K / 128) or (N, K / 128), FP32, rounded up",
+    Kind.BLOCKS_D: "(..., M, N / 128), FP32, rounded up",
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
@@ -21,6 +20,7 @@ from cutlass_ops.run import operands
 from cutlass_ops.run.call import Call
 from cutlass_ops.run.peers import Peer, peers
 from cutlass_ops.run.registry import Registry
+from cutlass_ops.run.results import contiguous, new_strides
 
 _Result = TypeVar("_Result")
 _ANY = 1 << 20  # an alignment above every kernel's
@@ -362,8 +362,8 @@ def make_plan(name: str, spec: KernelSpec, order: TileOrder, call: Call, *, exac
     read = ((spec.a, arguments.a), (spec.b, arguments.b))
     shapes = tuple(map(arguments.output_shape, call.graph.outputs))
     made = tuple(
-        (_by_columns(shape, call.problem.m) if exact and of.major == "col" else contiguous(shape), t.dtype)
-        for shape, t, of in zip(shapes, call.outputs, outputs, strict=True)
+        (_by_columns(shape, call.problem.m) if exact and of.major == "col" else new_strides(o.kind, shape), t.dtype)
+        for o, shape, t, of in zip(call.graph.outputs, shapes, call.outputs, outputs, strict=True)
     )
     misaligned = not exact and any(not of.aligned and _may_have_aligned_lines(of, x) for of, x in read)
     way = make_way(name, spec, order, call.problem, arguments.a.device, made, misaligned)
@@ -399,11 +399,6 @@ def _has_aligned_lines(tensor: Tensor) -> bool:
     return tensor.data_ptr() % arch.TMA_ALIGNMENT_BYTES == 0 and all(
         stride == 1 or stride * size % arch.TMA_ALIGNMENT_BYTES == 0 for stride in tensor.stride()
     )
-
-
-def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a new contiguous tensor."""
-    return tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
 
 
 def _by_columns(shape: tuple[int, ...], rows: int) -> tuple[int, ...]:

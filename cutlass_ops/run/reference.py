@@ -15,8 +15,9 @@ from torch import Tensor
 from cutlass_ops.base.dtypes import ALL, FP8, INTEGERS, dtype
 from cutlass_ops.base.mma import BLOCK_K
 from cutlass_ops.epilogue.graph import Expression, Graph
-from cutlass_ops.epilogue.nodes import BLOCKS, Input, Kind, Node, Output
+from cutlass_ops.epilogue.nodes import BLOCKS, D_SCALE, Input, Kind, Node, Output
 from cutlass_ops.epilogue.operations import GATHERED, INDICES, REDUCTIONS, UNIFORM, to_fp32
+from cutlass_ops.run.results import quantized_dtype
 
 # The terms to average over a row, for each entry of cutlass_ops.epilogue.operations.GATHERED.
 _FP8 = frozenset(getattr(torch, t.torch_name) for t in FP8)
@@ -225,7 +226,11 @@ def evaluate(
             values.append(sums / max(a.shape[1], 1))
         else:
             values.append(_apply(node, [values[a] for a in node.args], compute_dtype))
-    return {o.name: _output(o, values[o.node].expand(acc.shape)) for o in graph.outputs}
+    found = {o.name: _output(o, values[o.node].expand(acc.shape)) for o in graph.outputs}
+    to = quantized_dtype(graph)
+    if to is not None:
+        found["d"], found[D_SCALE] = quantized(found["d"], to)
+    return found
 
 
 def accumulator(
@@ -351,6 +356,39 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
+# The least value of which a block's greatest is taken to be: scale and inverse are then normal numbers of FP32.
+_LEAST = 2.0**-110
+
+
+def quantized(x: Tensor, dtype: torch.dtype, block: int | None = BLOCK_K) -> tuple[Tensor, Tensor]:
+    """Scale each block of a row so that its greatest absolute value is the type's largest, as kernels do.
+
+    Parameters
+    ----------
+    x : Tensor
+        (M, N), FP32 or FP64.
+    dtype : torch.dtype
+        The type of FP8.
+    block : int or None
+        Columns that share a scale; None for a whole row.
+
+    Returns
+    -------
+    tuple of Tensor
+        x times the inverse of its block's scale, (M, N), not yet rounded; and the scales, (M, ceil(N / block)) or
+        (M, 1).
+    """
+    m, n = x.shape
+    steps = 1 if block is None else -(-n // block)
+    block = block or max(n, 1)
+    whole = F.pad(x.abs(), (0, steps * block - n)).view(m, steps, block)
+    most = whole.amax(2).clamp(min=_LEAST)
+    # Divisions of tensors, since PyTorch multiplies by the inverse of a number.
+    largest = torch.full_like(most, torch.finfo(dtype).max)
+    inverse = (largest / most).repeat_interleave(block, 1)[:, :n]
+    return x * inverse, most / largest
+
+
 def _check_inputs(graph: Expression, acc: Tensor, inputs: Mapping[str, Tensor | float], a: Tensor | None) -> None:
     names = [i.name for i in graph.inputs]
     missing, unknown = [n for n in names if n not in inputs], sorted(set(inputs) - set(names))
@@ -418,11 +456,11 @@ _REDUCED: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 
 def _output(output: Output, tile: Tensor) -> Tensor:
-    if output.reduce is None:
+    if output.reduction is None:
         return tile
     dim = 1 if output.kind is Kind.COL else 0
     if not tile.shape[dim]:  # PyTorch refuses the maximum of nothing
-        info = REDUCTIONS[output.reduce]
+        info = REDUCTIONS[output.reduction]
         found = tile.new_full((tile.shape[1 - dim],), info.empty)
         return found.int() if info.result == "i32" else found
-    return _REDUCED[output.reduce](tile, dim)
+    return _REDUCED[output.reduction](tile, dim)

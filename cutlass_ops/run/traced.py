@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from cutlass_ops.base.dtypes import FP8, REDUCED
+from cutlass_ops.base import dtypes
 from cutlass_ops.base.errors import ConfigError
+from cutlass_ops.base.mma import BLOCK_K
 from cutlass_ops.epilogue import Epilogue
 from cutlass_ops.epilogue.graph import Graph, fits
 from cutlass_ops.epilogue.nodes import Kind
-from cutlass_ops.run.results import Outputs, usual_dtype
+from cutlass_ops.run.results import FP8, Outputs, scale_strides, usual_dtype
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -232,22 +233,27 @@ class Traced:
         if unknown:
             raise ValueError(f"out names {', '.join(unknown)}: the outputs are {', '.join(self.outputs)}")
         m, n = a.shape[:-1], b.shape[-1:]
-        shapes = {"tile": (*m, *n), "col": m, "row": n}
+        shapes = {"tile": (*m, *n), "col": m, "row": n, "blocks_d": (*m, -(-n[0] // BLOCK_K))}
         d = given.get("d")
         if d is not None and out_dtype is not None and d.dtype != out_dtype:
             raise TypeError(f"out is {d.dtype}, and out_dtype asks for {out_dtype}")
-        d_dtype = d.dtype if d is not None else out_dtype or usual_dtype(a.dtype, b.dtype)
+        quantized = FP8[self.dtypes[0]] if self.dtypes[0] else None
+        d_dtype = d.dtype if d is not None else quantized or out_dtype or usual_dtype(a.dtype, b.dtype)
         found = []
         for name, kind, dtype in zip(self.outputs, self.kinds, self.dtypes, strict=True):
             tensor = given.get(name)
             if tensor is None:
-                tensor = a.new_empty(shapes[kind], dtype=_STORED[dtype] if dtype else d_dtype)
+                stored = _STORED[dtype] if dtype else d_dtype
+                if kind == "blocks_d":
+                    tensor = a.new_empty_strided(shapes[kind], scale_strides(shapes[kind]), dtype=stored)
+                else:
+                    tensor = a.new_empty(shapes[kind], dtype=stored)
             found.append(tensor)
         return found
 
 
 # What an output may be stored as that is not D's type, by the name in the string.
-_STORED: dict[str, torch.dtype] = {t.name: getattr(torch, t.torch_name) for t in (*REDUCED, *FP8)}
+_STORED: dict[str, torch.dtype] = {t.name: getattr(torch, t.torch_name) for t in (*dtypes.REDUCED, *dtypes.FP8)}
 
 
 def scalar_argument(name: str, value: Any) -> Tensor | float:

@@ -206,6 +206,7 @@ class Trial:
         steps = -(-k // mma.BLOCK_K)
         of_b = (signature.b.scaling or (mma.BLOCK_K, 1))[1]
         extents |= {Kind.BLOCKS_A: (m, steps), Kind.BLOCKS_B: (-(-n // of_b), steps)}
+        extents[Kind.BLOCKS_D] = (m, -(-n // mma.BLOCK_K))
         numbers = {Kind.SCALAR: _SCALAR, Kind.INTEGER: _INTEGER}
         inputs = tuple(
             numbers[i.kind] if i.kind in numbers else self._normal(extents[i.kind], o, scales.get(i.kind, 1.0))
