@@ -101,6 +101,7 @@ if TYPE_CHECKING or not _is_command():
         warm_up,
     )
     from cutlass_ops.run.scaled import scaled_gemm
+    from cutlass_ops.run.traced import recompute
 
 # What of further modules is public, imported when it is first asked for: most calls do not need it.
 _LATER = {
@@ -113,7 +114,7 @@ _LATER = {
     "tune": ("tuner.tuning", "tune"),
 }
 # Where the command line, which imports no op at first, finds them.
-_OPS = ("run.ops", "run.norms", "run.gated", "run.scaled", "run.launch")
+_OPS = ("run.ops", "run.norms", "run.gated", "run.scaled", "run.launch", "run.traced")
 
 __all__ = [
     "Bundle",
@@ -178,6 +179,7 @@ __all__ = [
     "prepare",
     "prepare_launch",
     "prepare_layernorm",
+    "recompute",
     "registry",
     "rmsnorm_gemm",
     "scaled_gemm",

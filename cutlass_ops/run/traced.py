@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -176,6 +177,39 @@ def bind(op: str, names: tuple[str, ...], inputs: Sequence[Any], named: Mapping[
 # ---- Calls ---------------------------------------------------------------------------------------------------------
 
 
+class _Choice(threading.local):
+    """Whether calls that autograd records store values for the backward, in this thread."""
+
+    recompute = False
+
+
+_CHOICE = _Choice()
+
+
+class recompute:  # noqa: N801 - it is used as a function
+    """Have calls inside store nothing for their gradients: the backward then multiplies A @ B again.
+
+    By default, a call that autograd records stores one tile more if that spares its backward a GEMM, such as the
+    pre-activation of a linear layer, as PyTorch does. Inside this context, it stores none, which saves memory.
+
+    Examples
+    --------
+    >>> x, weight = torch.ones(2, 8).bfloat16(), torch.ones(3, 8).bfloat16().requires_grad_()
+    >>> with co.recompute():
+    ...     d = co.gemm_bias_gelu(x, weight.t(), torch.zeros(3).bfloat16())
+    >>> d.sum().backward()
+    >>> weight.grad.shape
+    torch.Size([3, 8])
+    """
+
+    def __enter__(self) -> None:
+        self._before = _CHOICE.recompute
+        _CHOICE.recompute = True
+
+    def __exit__(self, *_: object) -> None:
+        _CHOICE.recompute = self._before
+
+
 class Traced:
     """Stand-in for an op while its caller is traced. It calls the op as an operator."""
 
@@ -215,7 +249,7 @@ class Traced:
                     f"{self._differentiated(a, b, values)} requires grad, and a call with `out` has no backward: omit "
                     "`out`, or call under torch.no_grad()"
                 )
-            results = torch.ops.cutlass_ops.fused_gemm_grad(*arguments, out_dtype)
+            results = torch.ops.cutlass_ops.fused_gemm_grad(*arguments, out_dtype, _CHOICE.recompute)
         elif out is None:
             results = torch.ops.cutlass_ops.fused_gemm(*arguments, out_dtype)
         else:

@@ -1,0 +1,109 @@
+"""Ops that autograd records: a second operator, whose backward calls ops again.
+
+A call without gradients never comes here: :class:`cutlass_ops.run.traced.Traced` chooses the operator. A compiler that
+traces through autograd sees only the calls of ops that forward and backward make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue.derivatives import ACC
+from cutlass_ops.run import operands, traced
+from cutlass_ops.run.backward import Forward, Step, Values, main_grad, refuse_main_grads, wanted
+from cutlass_ops.run.traced import Portable
+
+
+def _plain(op, a, b, tensors, numbers, places, out_dtype, recompute=False):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    return torch.ops.cutlass_ops.fused_gemm(op, a, b, tensors, numbers, places, out_dtype)
+
+
+def _shapes(*arguments):  # type: ignore[no-untyped-def]  # noqa: ANN002, ANN202
+    return traced.shapes(*arguments[:7])  # type: ignore[no-untyped-call]
+
+
+def _recorded(op, a, b, tensors, numbers, places, out_dtype, recompute=False):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    tensors = list(tensors or ())
+    if not traced.is_differentiated(a, b, *tensors):
+        return _plain(op, a, b, tensors, numbers, places, out_dtype)  # type: ignore[no-untyped-call]
+    if out_dtype is not None and out_dtype.itemsize == 1:
+        raise ValueError(
+            f"out_dtype is {out_dtype}, and no gradient passes through a result in FP8: call under torch.no_grad(), or "
+            "take D in another dtype and quantise it"
+        )
+    called = traced.find(op)
+    names = tuple(i.name for at, i in enumerate(called.graph.inputs) if at not in (places or ()))
+    for name, value in zip(("a", "b", *names), (a, b, *tensors), strict=True):
+        operands.require_tensor(name, value)
+    called.of(builtin.identity.graph)  # an exact kernel has no backward, which is known before it runs
+    settings = _Settings(called, names, numbers, places, out_dtype, recompute)
+    return list(_Recorded.apply(settings, a, b, *tensors))  # type: ignore[no-untyped-call]
+
+
+class _Settings(NamedTuple):
+    """What of a call is no tensor."""
+
+    called: Portable
+    names: tuple[str, ...]
+    numbers: Any
+    places: Any
+    out_dtype: torch.dtype | None
+    recompute: bool
+
+    def values(self, tensors: Sequence[Tensor]) -> Values:
+        """Return the epilogue's inputs by name."""
+        inputs = traced.inputs_of(tensors, self.numbers, self.places)
+        return dict(zip((i.name for i in self.called.graph.inputs), inputs, strict=True))
+
+
+class _Recorded(torch.autograd.Function):
+    """A call of an op, as a node of autograd's graph."""
+
+    @staticmethod
+    def forward(ctx, call, a, b, *tensors):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN205
+        ctx.call, ctx.wrt = call, wanted(call.names, tensors)
+        ctx.forward = Forward.of(call.called, ctx.wrt, a.dtype, store=not call.recompute)
+        results, kept = ctx.forward.run(a, b, call.values(tensors), call.out_dtype)
+        weights = {"b": b, **dict(zip(call.names, tensors, strict=True))}
+        ctx.into = {name: main_grad(name, x) for name, x in weights.items() if x.requires_grad}
+        ctx.save_for_backward(a, b, *tensors, *kept)
+        ctx.mark_non_differentiable(*(x for x in results if not x.is_floating_point()))
+        ctx.set_materialize_grads(False)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx, *grads):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN205
+        a, b, *others = ctx.saved_tensors
+        call, count = ctx.call, len(ctx.call.names)
+        graph, tensors = call.called.graph, others[:count]
+        kept = dict(zip(ctx.forward.saving.kept, others[count:], strict=True))
+        if torch.is_grad_enabled():
+            # The gradients are differentiated again: what only this node knows is no function of A and B to autograd.
+            kept = {o.name: kept[o.name] for o in ctx.forward.saving.placed.outputs if o.name in kept}
+            refuse_main_grads(ctx.into)
+        # Kernels read no repeated values, such as those of the gradient of a sum.
+        of = {o.name: g.contiguous() for o, g in zip(graph.outputs, grads, strict=True) if g is not None}
+        if not of:
+            return (None,) * (3 + count)
+        found = ctx.forward.vjp(ctx.wrt, of, kept)
+        step = Step(call.called, a, b, call.values(tensors))
+        leaves = step.gradients(found, of, kept)
+        grad_a = step.of_a(leaves) if ctx.needs_input_grad[1] else None
+        grad_b = step.of_weight(leaves.get(ACC), b, ctx.into["b"]) if ctx.needs_input_grad[2] else None
+        named = dict(zip(call.names, tensors, strict=True))
+        return None, grad_a, grad_b, *step.of_inputs(leaves, named, ctx.wrt, ctx.into)
+
+
+traced.declare(
+    f"fused_gemm_grad({traced.ARGUMENTS}, ScalarType? out_dtype, bool recompute=False) -> Tensor[]",
+    _plain,
+    _shapes,
+)
+# Not by torch.library.register_autograd, which takes no None for an empty list and would refuse only after the call.
+traced.override("fused_gemm_grad", _recorded, "Autograd")
+traced.override("fused_gemm_grad", traced.refuse_vmap, "FuncTorchBatched")
