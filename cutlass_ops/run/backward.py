@@ -228,6 +228,15 @@ class Step:
         # What is multiplied has A's dtype.
         return leaves | {leaf: leaves[leaf].to(self.a.dtype) for leaf in self.weights if leaf in leaves}
 
+    def gradients_behind(self, found: Vjp, a: Tensor, b: Tensor, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the gradient of each leaf, by the GEMM that gives the gradient of D: a @ b."""
+        values = self.values | {name: kept[output] for output, name in found.kept.items()}
+        graph = as_epilogue(found.expression)
+        assert graph is not None
+        listed = self.run(graph, a, b, *(values[i.name] for i in graph.inputs))
+        results = dict(zip((o.name for o in graph.outputs), listed, strict=True))
+        return {leaf: results[output] for leaf, output in found.found.items()}
+
     def _elementwise(self, expression: Expression, acc: Tensor | None, values: Values) -> dict[str, Tensor]:
         """Compute an expression by PyTorch, for a given accumulator; products are there as tiles.
 

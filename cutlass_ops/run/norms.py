@@ -243,6 +243,8 @@ def _prepare_residual(
     a: Tensor, b: Tensor, residual: Tensor, epilogue: Epilogue | None, out: Tensor | None, inputs: dict[str, Any]
 ) -> tuple[Op, tuple[Any, ...]]:
     operands.require_tensor("a", a)
+    dtype = traced.autocast_dtype(a)
+    a, b = traced.autocast_to(dtype, a), traced.autocast_to(dtype, b)
     if out is not None:
         operands.require_tensor("out", out)
         if out.dtype != a.dtype:
@@ -627,7 +629,7 @@ def matrix_of(w: Tensor | PreparedWeight, gamma: Tensor | None, name: str) -> Te
         if gamma is not None:
             raise TypeError(f"{name} is prepared and already contains gamma: leave gamma out")
         return w.matrix
-    return w if gamma is None else folding.fold(w, gamma, name)
+    return w if gamma is None else folding.fold(traced.autocast_to(traced.autocast_dtype(w), w), gamma, name)
 
 
 def require_alike(w: Tensor | PreparedWeight, name: str, other: Any) -> None:
@@ -645,6 +647,7 @@ def require_alike(w: Tensor | PreparedWeight, name: str, other: Any) -> None:
 
 
 def _fold_layernorm(w: Tensor, gamma: Tensor | None, beta: Tensor | None) -> PreparedLayerNormWeight:
+    w = traced.autocast_to(traced.autocast_dtype(w), w)
     matrix = w if gamma is None else folding.fold(w, gamma)
     shift = None if beta is None else folding.row_times("beta", beta, w)
     # Sum the rounded weight, so that its rounding errors are multiplied by x - mean(x) and not by x.

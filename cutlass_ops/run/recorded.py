@@ -6,11 +6,12 @@ traces through autograd sees only the calls of ops that forward and backward mak
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.epilogue.derivatives import ACC
@@ -107,3 +108,55 @@ traced.declare(
 # Not by torch.library.register_autograd, which takes no None for an empty list and would refuse only after the call.
 traced.override("fused_gemm_grad", _recorded, "Autograd")
 traced.override("fused_gemm_grad", traced.refuse_vmap, "FuncTorchBatched")
+
+
+# ---- Kernels of a backward -----------------------------------------------------------------------------------------
+
+
+def calls_of_a_step(op: Portable, arguments: Sequence[Any], named: Mapping[str, Any]) -> list[PlainCall]:
+    """Run a call and its backward, and return the calls of ops that both made.
+
+    Parameters
+    ----------
+    op : Op
+        The op.
+    arguments, named
+        Its arguments. They keep their gradients, and main_grad.
+    """
+    given = [_apart(x) for x in arguments], {name: _apart(x) for name, x in named.items()}
+    with _Noting() as noting, torch.enable_grad():
+        results = op.as_list(*given[0], **given[1])
+        leaves = [x for x in (*given[0], *given[1].values()) if isinstance(x, Tensor) and x.requires_grad]
+        results = [x for x in results if x.requires_grad]
+        if results:
+            torch.autograd.grad(results, leaves, [torch.ones_like(x) for x in results], allow_unused=True)
+    return noting.calls
+
+
+def _apart(x: Any) -> Any:
+    return x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+
+
+class PlainCall(NamedTuple):
+    """A call of an op that no gradient concerns."""
+
+    called: Portable
+    a: Tensor
+    b: Tensor
+    inputs: tuple[Tensor | float, ...]
+    out_dtype: torch.dtype | None
+
+
+class _Noting(TorchDispatchMode):
+    """Notes calls of ops, and lets them run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[PlainCall] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.cutlass_ops.fused_gemm.default:
+            op, a, b, tensors, numbers, places, *rest = args
+            inputs = traced.inputs_of(tensors, numbers, places)
+            self.calls.append(PlainCall(traced.find(op), a, b, inputs, rest[0] if rest else None))
+        return function(*args, **(kwargs or {}))

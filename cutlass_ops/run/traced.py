@@ -186,6 +186,11 @@ class _Choice(threading.local):
 _CHOICE = _Choice()
 
 
+def is_recomputing() -> bool:
+    """Whether :class:`recompute` is active in this thread."""
+    return _CHOICE.recompute
+
+
 class recompute:  # noqa: N801 - it is used as a function
     """Have calls inside store nothing for their gradients: the backward then multiplies A @ B again.
 
@@ -232,6 +237,8 @@ class Traced:
         if torch.compiler.is_dynamo_compiling() and torch._C._functorch.maybe_current_level() is not None:
             raise NotImplementedError(_NO_TRANSFORM)
         values = bind(self.op.partition(" ")[0], self.names, inputs, named)
+        if not self.op.startswith("kernel_"):  # an exact kernel converts nothing
+            a, b, values = autocast(a, b, values, self.names, self.products)
         tensors, numbers, places = [], [], []
         for place, (name, value) in enumerate(zip(self.names, values, strict=True)):
             found = scalar_argument(name, value) if name in self.scalars else value
@@ -372,6 +379,38 @@ def number(name: str, value: Any) -> float:
         raise TypeError(f"{name} must be a number or a tensor of one element, not {type(value).__name__}") from None
 
 
+def autocast(
+    a: Any, b: Any, inputs: tuple[Any, ...], names: Sequence[str], products: Sequence[str]
+) -> tuple[Any, Any, tuple[Any, ...]]:
+    """Return a call's arguments with A, B and products in the dtype that torch.autocast asks for, if any is active.
+
+    What is cast is what F.linear casts of its operands: no FP64, and no FP8. Other inputs stay as they are, since
+    kernels compute with them in FP32.
+    """
+    dtype = autocast_dtype(a)
+    if dtype is None:
+        return a, b, inputs
+    pairs = zip(names, inputs, strict=True)
+    values = tuple(autocast_to(dtype, x) if name in products else x for name, x in pairs)
+    return autocast_to(dtype, a), autocast_to(dtype, b), values
+
+
+def autocast_dtype(tensor: Any) -> torch.dtype | None:
+    """Return the dtype that torch.autocast asks for on a tensor's device; None if it is not active there."""
+    if not isinstance(tensor, Tensor) or not torch.is_autocast_enabled(tensor.device.type):
+        return None
+    return torch.get_autocast_dtype(tensor.device.type)
+
+
+def autocast_to(dtype: torch.dtype | None, x: Any) -> Any:
+    """Return an operand in a dtype, if it is one of those that torch.autocast casts."""
+    if dtype is None or not isinstance(x, Tensor) or x.dtype not in _CAST:
+        return x
+    return x.to(dtype)
+
+
+_CAST = frozenset((torch.float32, torch.bfloat16, torch.float16))
+
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
@@ -411,9 +450,9 @@ def detour(called: Portable, a: Any, b: Any, inputs: Sequence[Any], out: Any, ou
         found = torch.overrides.handle_torch_function(run, overriding, a, b, *inputs, **given)
         return Outputs(entry.outputs, found) if listed else found
     for name, value in zip(("a", "b", *entry.names), (a, b, *inputs), strict=True):
-        _refuse_others(name, value)
+        refuse_others(name, value)
     for value in out.values() if isinstance(out, Mapping) else (out,):
-        _refuse_others("out", value)
+        refuse_others("out", value)
         if isinstance(value, Tensor) and torch._is_functional_tensor(value):
             raise TypeError("out is a functional tensor, which cannot be written to: omit `out`, and copy the result")
     differentiated = is_differentiated(a, b, *inputs)
@@ -437,7 +476,7 @@ def goes_by_operator(**tensors: Any) -> bool:
     if not is_watched() and not special and not _only_shapes(values):
         return False
     for name, value in tensors.items():
-        _refuse_others(name, value)
+        refuse_others(name, value)
     return True
 
 
@@ -486,7 +525,14 @@ def _needs_operator(value: Any) -> bool:
     return others or torch._is_functional_tensor(value)
 
 
-def _refuse_others(name: str, value: Any) -> None:
+def refuse_others(name: str, value: Any) -> None:
+    """Refuse a tensor that no operator can read.
+
+    Raises
+    ------
+    TypeError, NotImplementedError
+        With what to pass.
+    """
     if not isinstance(value, Tensor):
         return
     if hasattr(type(value), "to_local"):

@@ -625,3 +625,24 @@ def test_kernels_compute_the_elementwise_part(name, device, monkeypatch):
     for x, y, like in zip(again, wanted, given, strict=True):
         assert (x.shape, x.dtype, x.stride()) == (like.shape, like.dtype, like.stride())
         assert (x.float() - y.float()).norm() <= 0.01 * y.float().norm()
+
+
+@pytest.mark.parametrize("name", ["gelu", "swiglu", "rmsnorm"])
+def test_warm_up_compiles_the_backward_s_kernels(name, device, monkeypatch):
+    monkeypatch.setattr(backward, "has_kernels", lambda a: True)
+    x, w, other = (torch.randn(s).to(BF16).requires_grad_() for s in ((128, 64), (256, 64), (256, 64)))
+    last = other[:, 0].detach().clone().requires_grad_()
+    call, arguments = {
+        "gelu": (co.gemm_bias_gelu, (x, w.t(), last)),
+        "swiglu": (co.gemm_swiglu, (x, w.t(), other.t())),
+        "rmsnorm": (co.rmsnorm_gemm, (x, w.t(), torch.ones(64).requires_grad_())),
+    }[name]
+    named = {"eps": 1e-5} if name == "rmsnorm" else {}
+    with torch.no_grad():
+        inference = co.warm_up(call, *arguments, **named)
+    assert co.warm_up(call, *arguments, **named) > inference
+    assert w.grad is None
+    device.closed = True
+    for rows in (128, 64):
+        call(x[:rows], *arguments[1:], **named).sum().backward()
+    assert w.grad is not None
