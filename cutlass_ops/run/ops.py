@@ -93,7 +93,7 @@ class Op(Warm):
 
     def of(self, graph: Graph) -> Op:
         """Return the op of another epilogue."""
-        return _of_graph(graph)
+        return op_of_graph(graph)
 
     def results_of(
         self, a: Tensor, b: Tensor, inputs: Sequence[Any], out_dtype: torch.dtype | None = None
@@ -551,7 +551,8 @@ def op(epilogue: Epilogue) -> Op:
 
 
 @functools.lru_cache(maxsize=1024)
-def _of_graph(graph: Graph) -> Op:
+def op_of_graph(graph: Graph) -> Op:
+    """Return the op of a graph. Equal graphs give the same op."""
     return graph_op(graph.title or "gemm", graph)
 
 

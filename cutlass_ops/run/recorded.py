@@ -130,7 +130,8 @@ def calls_of_a_step(op: Portable, arguments: Sequence[Any], named: Mapping[str, 
         results = [x for x in results if x.requires_grad]
         if results:
             torch.autograd.grad(results, leaves, [torch.ones_like(x) for x in results], allow_unused=True)
-    return noting.calls
+    calls: list[PlainCall] = noting.calls
+    return calls
 
 
 def _apart(x: Any) -> Any:
@@ -147,14 +148,14 @@ class PlainCall(NamedTuple):
     out_dtype: torch.dtype | None
 
 
-class _Noting(TorchDispatchMode):
+class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes calls of ops, and lets them run."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[PlainCall] = []
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
         if function is torch.ops.cutlass_ops.fused_gemm.default:
             op, a, b, tensors, numbers, places, *rest = args
             inputs = traced.inputs_of(tensors, numbers, places)
