@@ -80,7 +80,7 @@ class Linear(torch.nn.Linear):
         Returns
         -------
         Tensor
-            (..., N), in x's dtype.
+            (..., N), in x's dtype; in FP32 with an FP32 residual, as in PyTorch.
 
         Raises
         ------
@@ -103,7 +103,7 @@ def apply(op: Op, residual_op: Op, x: Tensor, weight: Tensor, bias: Tensor | Non
     if residual is None:
         found: Tensor = op(x, matrix(weight), *inputs)
         return found
-    with_residual: Tensor = residual_op(x, matrix(weight), *inputs, residual)
+    with_residual: Tensor = residual_op(x, matrix(weight), *inputs, residual, out_dtype=parallel.sum_dtype(x, residual))
     return with_residual
 
 

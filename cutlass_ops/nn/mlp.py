@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cutlass_ops.nn import epilogues
 from cutlass_ops.nn.linear import Linear, is_watched, matrix
-from cutlass_ops.nn.parallel import is_spread
+from cutlass_ops.nn.parallel import is_spread, sum_dtype
 from cutlass_ops.run.chained import chain
 from cutlass_ops.run.gated import gated_op
 
@@ -147,7 +147,7 @@ def two_layers(
     first, second = ([] if bias is None else [bias] for bias in biases)
     if residual is not None:
         second.append(residual)
-    return chain(*ops, x, *matrices, first, second)
+    return chain(*ops, x, *matrices, first, second, out_dtype=sum_dtype(x, residual))
 
 
 def gated_layers(
@@ -160,5 +160,5 @@ def gated_layers(
     """Compute gate, up and down by two ops, whose weights are (N, K)."""
     gate, up, down = map(matrix, weights)
     first = [up, *(bias for bias in biases[:2] if bias is not None)]
-    second = [x for x in (biases[2], residual) if x is not None]
-    return chain(*ops, x, gate, down, first, second)
+    second = [each for each in (biases[2], residual) if each is not None]
+    return chain(*ops, x, gate, down, first, second, out_dtype=sum_dtype(x, residual))

@@ -8,9 +8,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from cutlass_ops.run import traced
 from cutlass_ops.run.ops import gemm
+
+
+def sum_dtype(x: Tensor, residual: Tensor | None) -> torch.dtype | None:
+    """Return the dtype of a layer's result plus a residual, as PyTorch promotes them; None for the layer's own."""
+    if residual is None:
+        return None
+    own = traced.autocast_dtype(x) or x.dtype
+    found = torch.promote_types(own, residual.dtype)
+    return None if found == own else found
 
 
 def is_spread(tensor: Any) -> bool:
@@ -59,21 +70,22 @@ def linear(layer: Any, x: Tensor, residual: Tensor | None) -> Tensor:
     last = Shard(x.ndim - 1)
     if by_rows:
         inputs = [] if layer.bias is None else [_local(layer.bias, mesh, Shard(0))]
-        op = layer._op
+        op, out_dtype = layer._op, sum_dtype(x, residual)
         if residual is not None:
             op, inputs = layer._residual_op, [*inputs, _local(residual, mesh, last)]
-        return DTensor.from_local(op(x, weight.to_local().t(), *inputs), mesh, [last], run_check=False)
+        d = op(x, weight.to_local().t(), *inputs, out_dtype=out_dtype)
+        return DTensor.from_local(d, mesh, [last], run_check=False)
     if layer.activation not in (None, "none"):
         raise NotImplementedError(
             f"the weight is split along K, and {layer.activation} needs the whole sum over it: give this layer no "
             "activation"
         )
-    d: Tensor = DTensor.from_local(gemm(x, weight.to_local().t()), mesh, [Partial()], run_check=False)
+    total: Tensor = DTensor.from_local(gemm(x, weight.to_local().t()), mesh, [Partial()], run_check=False)
     for added in (layer.bias, residual):
         if added is not None:
             whole = added if isinstance(added, DTensor) else DTensor.from_local(added, mesh, [Replicate()])
-            d = d + whole.redistribute(mesh, [Replicate()])
-    return d
+            total = total + whole.redistribute(mesh, [Replicate()])
+    return total
 
 
 def _local(tensor: Tensor, mesh: Any, placement: Any) -> Tensor:

@@ -21,7 +21,14 @@ from cutlass_ops.run.traced import Portable
 
 
 def chain(
-    first: Portable, second: Portable, a: Tensor, b1: Tensor, b2: Tensor, inputs1: Sequence[Tensor], inputs2: Any
+    first: Portable,
+    second: Portable,
+    a: Tensor,
+    b1: Tensor,
+    b2: Tensor,
+    inputs1: Sequence[Tensor],
+    inputs2: Sequence[Tensor],
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return second(first(a, b1, *inputs1), b2, *inputs2), where each op has D as its only output.
 
@@ -35,6 +42,8 @@ def chain(
         B of each.
     inputs1, inputs2 : sequence of Tensor
         The inputs of each, by position.
+    out_dtype : torch.dtype, optional
+        D's dtype; by default A's.
 
     Returns
     -------
@@ -53,8 +62,8 @@ def chain(
         for name, x in zip(("a", "b1", "b2", *of_first.names, *of_second.names), every, strict=True):
             traced.refuse_others(name, x)
     if not traced.is_differentiated(*every) or traced.is_recomputing():
-        return cast("Tensor", second(first(a, b1, *inputs1), b2, *inputs2))
-    arguments = of_first.op, of_second.op, a, b1, b2, list(inputs1), list(inputs2)
+        return cast("Tensor", second(first(a, b1, *inputs1), b2, *inputs2, out_dtype=out_dtype))
+    arguments = of_first.op, of_second.op, a, b1, b2, list(inputs1), list(inputs2), out_dtype
     return cast("Tensor", torch.ops.cutlass_ops.fused_chain_grad(*arguments))
 
 
@@ -62,17 +71,17 @@ def _traced(op: Any) -> traced.Traced:
     return op if isinstance(op, traced.Traced) else traced.Traced(op.about)
 
 
-def _plain(first, second, a, b1, b2, inputs1, inputs2):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def _plain(first, second, a, b1, b2, inputs1, inputs2, out_dtype):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
     between = torch.ops.cutlass_ops.fused_gemm(first, a, b1, inputs1, [], [], None)[0]
-    return torch.ops.cutlass_ops.fused_gemm(second, between, b2, inputs2, [], [], None)[0]
+    return torch.ops.cutlass_ops.fused_gemm(second, between, b2, inputs2, [], [], out_dtype)[0]
 
 
-def _shapes(first, second, a, b1, b2, inputs1, inputs2):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def _shapes(first, second, a, b1, b2, inputs1, inputs2, out_dtype):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
     (between,) = traced.shapes(first, a, b1, inputs1, [], [], None)  # type: ignore[no-untyped-call]
-    return traced.shapes(second, between, b2, inputs2, [], [], None)[0]  # type: ignore[no-untyped-call]
+    return traced.shapes(second, between, b2, inputs2, [], [], out_dtype)[0]  # type: ignore[no-untyped-call]
 
 
-def _recorded(first, second, a, b1, b2, inputs1, inputs2):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def _recorded(first, second, a, b1, b2, inputs1, inputs2, out_dtype):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
     inputs1, inputs2 = list(inputs1 or ()), list(inputs2 or ())
     ops = traced.find(first), traced.find(second)
     names = [i.name for op in ops for i in op.graph.inputs]
@@ -81,8 +90,8 @@ def _recorded(first, second, a, b1, b2, inputs1, inputs2):  # type: ignore[no-un
     pair = _Pair.of(*ops, a.dtype, inputs1, inputs2)
     if pair is None:
         between = ops[0].as_list(a, b1, *inputs1)[0]
-        return ops[1].as_list(between, b2, *inputs2)[0]
-    return _Chained.apply(pair, a, b1, b2, *inputs1, *inputs2)  # type: ignore[no-untyped-call]
+        return ops[1].as_list(between, b2, *inputs2, out_dtype=out_dtype)[0]
+    return _Chained.apply(pair, out_dtype, a, b1, b2, *inputs1, *inputs2)  # type: ignore[no-untyped-call]
 
 
 class _Pair(NamedTuple):
@@ -127,13 +136,13 @@ class _Chained(torch.autograd.Function):
     """A call of two ops, as a node of autograd's graph."""
 
     @staticmethod
-    def forward(ctx, pair, a, b1, b2, *inputs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN205
+    def forward(ctx, pair, out_dtype, a, b1, b2, *inputs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN205
         first, second = pair.first.called.graph, pair.second.called.graph
         count = len(first.inputs)
         values = _named(first, inputs[:count]), _named(second, inputs[count:])
         (between,), kept = pair.first.run(a, b1, values[0], None)
-        (d,), _ = pair.second.run(between, b2, values[1], None)
-        ctx.pair, ctx.count = pair, count
+        (d,), _ = pair.second.run(between, b2, values[1], out_dtype)
+        ctx.pair, ctx.count, ctx.out_dtype = pair, count, out_dtype
         weights = {"b1": b1, "b2": b2, **{name: values[0][name] for name in first.products}}
         ctx.into = {name: main_grad(name, x) for name, x in weights.items() if x.requires_grad}
         ctx.save_for_backward(a, b1, b2, between, *inputs, *kept)
@@ -151,8 +160,8 @@ class _Chained(torch.autograd.Function):
         )
         if torch.is_grad_enabled():
             refuse_main_grads(ctx.into)
-            again = _again(pair, a, b1, b2, inputs, grad, ctx.needs_input_grad[1:])  # type: ignore[no-untyped-call]
-            return None, *again
+            again = _again(pair, a, b1, b2, inputs, grad, ctx)  # type: ignore[no-untyped-call]
+            return None, None, *again
         grad = grad.contiguous()
         after = Step(pair.second.called, between, b2, second)
         leaves2 = after.gradients(pair.second.vjp(pair.wrt2, {"d": grad}, {}), {"d": grad}, {})
@@ -160,22 +169,22 @@ class _Chained(torch.autograd.Function):
         found = pair.first.vjp(pair.wrt1, {"d": grad}, kept)
         leaves1 = before.gradients_behind(found, leaves2[ACC], b2.t(), kept)
         return (
-            None,
-            before.of_a(leaves1) if ctx.needs_input_grad[1] else None,
-            before.of_weight(leaves1.get(ACC), b1, ctx.into.get("b1")) if ctx.needs_input_grad[2] else None,
-            after.of_weight(leaves2.get(ACC), b2, ctx.into.get("b2")) if ctx.needs_input_grad[3] else None,
+            *(None, None),
+            before.of_a(leaves1) if ctx.needs_input_grad[2] else None,
+            before.of_weight(leaves1.get(ACC), b1, ctx.into.get("b1")) if ctx.needs_input_grad[3] else None,
+            after.of_weight(leaves2.get(ACC), b2, ctx.into.get("b2")) if ctx.needs_input_grad[4] else None,
             *before.of_inputs(leaves1, first, pair.wrt1, ctx.into),
             *after.of_inputs(leaves2, second, pair.wrt2, ctx.into),
         )
 
 
-def _again(pair, a, b1, b2, inputs, grad, needed):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def _again(pair, a, b1, b2, inputs, grad, ctx):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
     """Return gradients that can be differentiated again: those of the two ops one after the other."""
-    count = len(pair.first.called.graph.inputs)
+    count, needed = ctx.count, ctx.needs_input_grad[2:]
     every = (a, b1, b2, *inputs)
     with traced.recompute():
         between = pair.first.called.as_list(a, b1, *inputs[:count])[0]
-        d = pair.second.called.as_list(between, b2, *inputs[count:])[0]
+        d = pair.second.called.as_list(between, b2, *inputs[count:], out_dtype=ctx.out_dtype)[0]
     wanted_ones = [x for x, need in zip(every, needed, strict=True) if need]
     found = iter(torch.autograd.grad(d, wanted_ones, grad, create_graph=True, allow_unused=True))
     return [next(found) if need else None for need in needed]
@@ -186,8 +195,8 @@ def _named(graph: Graph, values: Sequence[Tensor]) -> dict[str, Any]:
 
 
 traced.declare(
-    "fused_chain_grad(str first, str second, Tensor a, Tensor b1, Tensor b2, Tensor[] inputs1, Tensor[] inputs2) "
-    "-> Tensor",
+    "fused_chain_grad(str first, str second, Tensor a, Tensor b1, Tensor b2, Tensor[] inputs1, Tensor[] inputs2, "
+    "ScalarType? out_dtype) -> Tensor",
     _plain,
     _shapes,
 )

@@ -546,6 +546,31 @@ def test_forward_mode_and_transforms_are_refused():
         torch.func.grad(lambda bias: co.gemm_bias(A, B, bias).sum())(BIAS)
 
 
+def test_a_compiled_function_notices_whether_it_may_store():
+    graphs = []
+
+    def noted(graph, _):
+        graphs.append([n.args[-1] for n in graph.graph.nodes if "fused_gemm_grad" in str(n.target)])
+        return graph
+
+    function = torch.compile(lambda a, w, bias: co.gemm_bias_gelu(a, w.t(), bias), backend=noted, fullgraph=True)
+    given = [torch.randn(s).to(BF16).requires_grad_() for s in ((7, 16), (8, 16), (8,))]
+    for _ in range(2):
+        function(*given)
+        with co.recompute():
+            function(*given)
+    assert graphs == [[False], [True]]
+
+    def inside(a, w, bias):
+        with co.recompute():
+            d = co.gemm_bias_gelu(a, w.t(), bias)
+        return co.gemm_bias_gelu(d, w, a[:1, :].detach())
+
+    graphs.clear()
+    torch.compile(inside, backend=noted, fullgraph=True)(*given)
+    assert graphs == [[True, False]]
+
+
 # ---- On a device that is made up -------------------------------------------------------------------------------------
 
 

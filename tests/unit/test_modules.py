@@ -265,6 +265,23 @@ def test_autocast_casts_what_f_linear_casts():
         module(x)
 
 
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("name", [n for n, (_, taken) in MODULES.items() if taken])
+def test_an_fp32_residual_stays_one(name, backend):
+    torch._dynamo.reset()
+    module, (x, residual) = made(name)
+    given = x, residual.detach().float().requires_grad_()
+    d, found = step(module if backend is None else torch.compile(module, backend=backend, fullgraph=True), given)
+    assert (d.dtype, found[1].dtype) == (torch.float32, torch.float32)
+    exact_d, exact = step(as_pytorch(module), [v.detach().double().requires_grad_() for v in given])
+    close(d, exact_d)
+    for g, y in zip(found, exact, strict=True):
+        close(g, y)
+    with torch.no_grad(), torch.autocast("cpu", BF16):
+        assert module(x.float(), given[1]).dtype is torch.float32
+        assert module(x, residual).dtype is BF16
+
+
 def test_a_step_with_a_scaler_and_checkpoints():
     torch.manual_seed(0)
     module = nn.Sequential(co.nn.MLP(K, HIDDEN), co.nn.GatedMLP(K, HIDDEN))
