@@ -11,6 +11,7 @@ import cutlass_ops as co
 from cutlass_ops.epilogue import Row, builtin, epilogue, functions
 from cutlass_ops.run import backward
 from cutlass_ops.run.chained import chain
+from tests.modules import BF16, CASES, HIDDEN, MODELS, MODULES, K, N, drawn, made, model_of, model_step, step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,54 +19,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
 ]
-
-BF16 = torch.bfloat16
-K, N, HIDDEN = 128, 192, 320
-DTYPES = pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=["bf16", "f16"])
-
-
-def activated(layer, x):
-    """A layer in PyTorch."""
-    d = F.linear(x, layer.weight, layer.bias)
-    return d if not layer.activation else getattr(F, layer.activation)(d)
-
-
-def gated(m, x):
-    """A gated MLP in PyTorch."""
-    return activated(m.down_proj, activated(m.gate_proj, x) * activated(m.up_proj, x))
-
-
-# A module, and the same in PyTorch.
-MODULES = {
-    "linear": (lambda **k: co.nn.Linear(K, N, **k), activated),
-    "linear_gelu": (lambda **k: co.nn.Linear(K, N, activation="gelu", **k), activated),
-    "mlp": (lambda **k: co.nn.MLP(K, HIDDEN, N, **k), lambda m, x: activated(m.fc2, activated(m.fc1, x))),
-    "mlp_relu": (
-        lambda **k: co.nn.MLP(K, HIDDEN, activation="relu", bias=False, **k),
-        lambda m, x: activated(m.fc2, activated(m.fc1, x)),
-    ),
-    "swiglu": (lambda **k: co.nn.GatedMLP(K, HIDDEN, **k), gated),
-    "geglu": (lambda **k: co.nn.GatedMLP(K, HIDDEN, "gelu", bias=True, **k), gated),
-    "rmsnorm": (lambda **k: co.nn.RMSNormLinear(K, N, **k), lambda m, x: activated(m.linear, m.norm(x))),
-    "layernorm": (lambda **k: co.nn.LayerNormLinear(K, N, **k), lambda m, x: activated(m.linear, m.norm(x))),
-}
-
-
-def made(name, dtype):
-    """A module with parameters of a usual scale."""
-    torch.manual_seed(0)
-    module = MODULES[name][0](device="cuda", dtype=dtype)
-    with torch.no_grad():
-        for x in module.parameters():
-            x.add_(torch.randn_like(x) * 0.1)
-    return module
-
-
-def step(function, module, x, grad=None):
-    """A result and the gradients of x and of the parameters."""
-    d = function(x)
-    grad = torch.linspace(-1, 1, d.numel(), device="cuda").reshape(d.shape).to(BF16) if grad is None else grad
-    return d.detach(), *torch.autograd.grad(d, [x, *module.parameters()], grad.to(d.dtype))
 
 
 def require_as_exact(found, eager, exact, dtype):
@@ -77,13 +30,12 @@ def require_as_exact(found, eager, exact, dtype):
 
 
 @pytest.mark.parametrize("backend", [None, "inductor"])
-@DTYPES
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_a_module_is_as_exact_as_pytorch(name, dtype, backend):
     torch._dynamo.reset()
-    module, plain = made(name, dtype), MODULES[name][1]
+    module, plain = made(name, dtype, "cuda"), MODULES[name][1]
     wide = copy.deepcopy(module).double()
-    x = torch.randn(2, 96, K, device="cuda").to(dtype).requires_grad_()
+    x = drawn(dtype, "cuda")
     function = module if backend is None else torch.compile(module, backend=backend, fullgraph=True)
     found, eager = step(function, module, x), step(lambda x: plain(module, x), module, x)
     exact = step(lambda x: plain(wide, x), wide, x.detach().double().requires_grad_())
@@ -94,8 +46,8 @@ def test_a_module_is_as_exact_as_pytorch(name, dtype, backend):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_recomputing_gives_the_same(name):
-    module = made(name, BF16)
-    x = torch.randn(160, K, device="cuda").to(BF16).requires_grad_()
+    module = made(name, BF16, "cuda")
+    x = drawn(BF16, "cuda")
     stored = step(module, module, x)
     with co.recompute():
         again = step(module, module, x)
@@ -105,8 +57,8 @@ def test_recomputing_gives_the_same(name):
 
 @pytest.mark.parametrize("name", ["linear_gelu", "mlp", "swiglu", "rmsnorm"])
 def test_the_elementwise_part_is_one_kernel_of_ours(name, monkeypatch):
-    module = made(name, BF16)
-    x = torch.randn(160, K, device="cuda").to(BF16).requires_grad_()
+    module = made(name, BF16, "cuda")
+    x = drawn(BF16, "cuda")
     by_kernel = step(module, module, x)
     asked = []
     monkeypatch.setattr(backward, "has_kernels", lambda a: asked.append(a) or False)
@@ -118,8 +70,8 @@ def test_the_elementwise_part_is_one_kernel_of_ours(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["linear_gelu", "mlp", "swiglu"])
 def test_a_captured_step_and_further_steps(name, monkeypatch):
-    module = made(name, BF16)
-    x = torch.randn(160, K, device="cuda").to(BF16).requires_grad_()
+    module = made(name, BF16, "cuda")
+    x = drawn(BF16, "cuda")
     wanted = step(module, module, x)
     monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
     torch.cuda.synchronize()
@@ -144,8 +96,8 @@ def test_a_captured_step_and_further_steps(name, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
 def test_gradients_are_added_to_main_grads(dtype):
-    module = made("mlp", BF16)
-    x = torch.randn(160, K, device="cuda").to(BF16).requires_grad_()
+    module = made("mlp", BF16, "cuda")
+    x = drawn(BF16, "cuda")
     wanted = step(module, module, x)
     weights = [module.fc1.weight, module.fc2.weight]
     for w in weights:
@@ -240,31 +192,13 @@ def test_autocast_with_a_scaler(dtype):
     assert not any(map(torch.equal, before, module.parameters()))
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Mistral", "GPT2"])
+@pytest.mark.parametrize("name", MODELS)
 def test_a_patched_model_is_as_exact(name):
-    transformers = pytest.importorskip("transformers")
-    if name == "GPT2":
-        config = transformers.GPT2Config(
-            n_embd=256, n_head=4, n_layer=2, vocab_size=512, resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0
-        )
-    else:
-        config = getattr(transformers, f"{name}Config")(
-            hidden_size=256, intermediate_size=704, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
-            num_hidden_layers=2, vocab_size=512,
-        )  # fmt: skip
-    torch.manual_seed(0)
-    kind = "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM"
-    model = getattr(transformers, kind)(config).to("cuda", BF16)
-    tokens = torch.randint(512, (2, 64), device="cuda")
-
-    def gradients(m):
-        logits = m(input_ids=tokens, use_cache=False).logits
-        loss = F.cross_entropy(logits.flatten(0, 1).double(), tokens.flatten())
-        return logits.detach(), *torch.autograd.grad(loss, list(m.parameters()))
-
-    exact, theirs = gradients(copy.deepcopy(model).float()), gradients(model)
+    pytest.importorskip("transformers")
+    model = model_of(name, "cuda")
+    exact, theirs = model_step(copy.deepcopy(model).float(), "cuda"), model_step(model, "cuda")
     assert len(co.patch(model).replaced) > 8
-    require_as_exact(gradients(model), theirs, [x.double() for x in exact], BF16)
+    require_as_exact(model_step(model, "cuda"), theirs, [x.double() for x in exact], BF16)
 
 
 def test_double_backward_computes_again():
