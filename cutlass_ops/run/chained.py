@@ -140,8 +140,9 @@ class _Chained(torch.autograd.Function):
         first, second = pair.first.called.graph, pair.second.called.graph
         count = len(first.inputs)
         values = _named(first, inputs[:count]), _named(second, inputs[count:])
-        (between,), kept = pair.first.run(a, b1, values[0], None)
-        (d,), _ = pair.second.run(between, b2, values[1], out_dtype)
+        with traced.without_autocast(a.device):
+            (between,), kept = pair.first.run(a, b1, values[0], None)
+            (d,), _ = pair.second.run(between, b2, values[1], out_dtype)
         ctx.pair, ctx.count, ctx.out_dtype = pair, count, out_dtype
         weights = {"b1": b1, "b2": b2, **{name: values[0][name] for name in first.products}}
         ctx.into = {name: main_grad(name, x) for name, x in weights.items() if x.requires_grad}
@@ -162,20 +163,21 @@ class _Chained(torch.autograd.Function):
             refuse_main_grads(ctx.into)
             again = _again(pair, a, b1, b2, inputs, grad, ctx)  # type: ignore[no-untyped-call]
             return None, None, *again
-        grad = grad.contiguous()
-        after = Step(pair.second.called, between, b2, second)
-        leaves2 = after.gradients(pair.second.vjp(pair.wrt2, {"d": grad}, {}), {"d": grad}, {})
-        before = Step(pair.first.called, a, b1, first)
-        found = pair.first.vjp(pair.wrt1, {"d": grad}, kept)
-        leaves1 = before.gradients_behind(found, leaves2[ACC], b2.t(), kept)
-        return (
-            *(None, None),
-            before.of_a(leaves1) if ctx.needs_input_grad[2] else None,
-            before.of_weight(leaves1.get(ACC), b1, ctx.into.get("b1")) if ctx.needs_input_grad[3] else None,
-            after.of_weight(leaves2.get(ACC), b2, ctx.into.get("b2")) if ctx.needs_input_grad[4] else None,
-            *before.of_inputs(leaves1, first, pair.wrt1, ctx.into),
-            *after.of_inputs(leaves2, second, pair.wrt2, ctx.into),
-        )
+        with traced.without_autocast(a.device):
+            grad = grad.contiguous()
+            after = Step(pair.second.called, between, b2, second)
+            leaves2 = after.gradients(pair.second.vjp(pair.wrt2, {"d": grad}, {}), {"d": grad}, {})
+            before = Step(pair.first.called, a, b1, first)
+            found = pair.first.vjp(pair.wrt1, {"d": grad}, kept)
+            leaves1 = before.gradients_behind(found, leaves2[ACC], b2.t(), kept)
+            return (
+                *(None, None),
+                before.of_a(leaves1) if ctx.needs_input_grad[2] else None,
+                before.of_weight(leaves1.get(ACC), b1, ctx.into.get("b1")) if ctx.needs_input_grad[3] else None,
+                after.of_weight(leaves2.get(ACC), b2, ctx.into.get("b2")) if ctx.needs_input_grad[4] else None,
+                *before.of_inputs(leaves1, first, pair.wrt1, ctx.into),
+                *after.of_inputs(leaves2, second, pair.wrt2, ctx.into),
+            )
 
 
 def _again(pair, a, b1, b2, inputs, grad, ctx):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202

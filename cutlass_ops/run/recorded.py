@@ -69,7 +69,8 @@ class _Recorded(torch.autograd.Function):
     def forward(ctx, call, a, b, *tensors):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN205
         ctx.call, ctx.wrt = call, wanted(call.names, tensors)
         ctx.forward = Forward.of(call.called, ctx.wrt, a.dtype, store=not call.recompute)
-        results, kept = ctx.forward.run(a, b, call.values(tensors), call.out_dtype)
+        with traced.without_autocast(a.device):
+            results, kept = ctx.forward.run(a, b, call.values(tensors), call.out_dtype)
         weights = {"b": b, **dict(zip(call.names, tensors, strict=True))}
         ctx.into = {name: main_grad(name, x) for name, x in weights.items() if x.requires_grad}
         ctx.save_for_backward(a, b, *tensors, *kept)
@@ -92,12 +93,13 @@ class _Recorded(torch.autograd.Function):
         if not of:
             return (None,) * (3 + count)
         found = ctx.forward.vjp(ctx.wrt, of, kept)
-        step = Step(call.called, a, b, call.values(tensors))
-        leaves = step.gradients(found, of, kept)
-        grad_a = step.of_a(leaves) if ctx.needs_input_grad[1] else None
-        grad_b = step.of_weight(leaves.get(ACC), b, ctx.into["b"]) if ctx.needs_input_grad[2] else None
-        named = dict(zip(call.names, tensors, strict=True))
-        return None, grad_a, grad_b, *step.of_inputs(leaves, named, ctx.wrt, ctx.into)
+        with traced.without_autocast(a.device):
+            step = Step(call.called, a, b, call.values(tensors))
+            leaves = step.gradients(found, of, kept)
+            grad_a = step.of_a(leaves) if ctx.needs_input_grad[1] else None
+            grad_b = step.of_weight(leaves.get(ACC), b, ctx.into["b"]) if ctx.needs_input_grad[2] else None
+            named = dict(zip(call.names, tensors, strict=True))
+            return None, grad_a, grad_b, *step.of_inputs(leaves, named, ctx.wrt, ctx.into)
 
 
 traced.declare(

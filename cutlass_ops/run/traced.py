@@ -14,6 +14,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -397,9 +398,22 @@ def autocast(
 
 def autocast_dtype(tensor: Any) -> torch.dtype | None:
     """Return the dtype that torch.autocast asks for on a tensor's device; None if it is not active there."""
-    if not isinstance(tensor, Tensor) or not torch.is_autocast_enabled(tensor.device.type):
+    if not isinstance(tensor, Tensor) or tensor.device.type not in _AUTOCASTING:
+        return None
+    if not torch.is_autocast_enabled(tensor.device.type):
         return None
     return torch.get_autocast_dtype(tensor.device.type)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """Turn torch.autocast off for what computes with operands that are cast already."""
+    if device.type not in _AUTOCASTING:
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+# PyTorch refuses the question for others, such as "meta".
+_AUTOCASTING = ("cpu", "cuda")
 
 
 def autocast_to(dtype: torch.dtype | None, x: Any) -> Any:
