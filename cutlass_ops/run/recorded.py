@@ -71,7 +71,10 @@ class _Recorded(torch.autograd.Function):
         ctx.forward = Forward.of(call.called, ctx.wrt, a.dtype, store=not call.recompute)
         with traced.without_autocast(a.device):
             results, kept = ctx.forward.run(a, b, call.values(tensors), call.out_dtype)
-        weights = {"b": b, **dict(zip(call.names, tensors, strict=True))}
+        weights = {
+            "b": b,
+            **{n: x for n, x in zip(call.names, tensors, strict=True) if n in call.called.graph.products},
+        }
         ctx.into = {name: main_grad(name, x) for name, x in weights.items() if x.requires_grad}
         ctx.save_for_backward(a, b, *tensors, *kept)
         ctx.mark_non_differentiable(*(x for x in results if not x.is_floating_point()))

@@ -394,6 +394,14 @@ def test_a_weight_s_gradient_is_added_to_its_main_grad(dtype, major):
             assert parameter.main_grad.dtype == dtype
 
 
+def test_a_bias_keeps_its_own_gradient():
+    x, w = torch.ones(4, 8, dtype=BF16), torch.nn.Parameter(torch.ones(6, 8, dtype=BF16))
+    bias = torch.nn.Parameter(torch.zeros(6, dtype=BF16))
+    w.main_grad, bias.main_grad = torch.zeros(6, 8), torch.zeros(6)
+    co.gemm_bias(x, w.t(), bias).sum().backward()
+    assert (w.main_grad.sum(), bias.grad.sum(), bias.main_grad.sum()) == (192, 24, 0)
+
+
 def test_a_main_grad_that_does_not_fit_is_refused():
     x, w = torch.ones(4, 8, dtype=BF16), torch.nn.Parameter(torch.ones(6, 8, dtype=BF16))
     for wrong, message in (
