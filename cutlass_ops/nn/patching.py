@@ -98,7 +98,7 @@ def patch(model: nn.Module) -> Patched:
         if isinstance(module, _Fused):
             continue
         rule = _rule_of(module)
-        reason = "no GEMM" if rule is None else rule.refuses(module)
+        reason = _unknown(module) if rule is None else rule.refuses(module)
         if rule is not None and not reason:
             classes[name] = type(module).__name__
             _exchange(module, rule)
@@ -282,6 +282,9 @@ def _gpt2_refuses(module: Any) -> str:
 
 
 def _decoder_refuses(module: Any) -> str:
+    # Before transformers 5, some of these returned a tuple.
+    if type(module).forward.__annotations__.get("return") not in (Tensor, "torch.Tensor"):
+        return "its forward does not say that it returns a tensor, as those of transformers 5 do"
     return "" if isinstance(module.mlp, _GatedMLP) else "its MLP is not fused"
 
 
@@ -367,6 +370,11 @@ def _rule_of(module: nn.Module) -> _Rule | None:
         if name in rule.classes and (kind is nn.Linear if name == "Linear" else home.startswith("transformers.")):
             return rule
     return None
+
+
+def _unknown(module: nn.Module) -> str:
+    name = type(module).__name__
+    return "no GEMM" if "Norm" in name or "Embedding" in name else "a class that patch does not know"
 
 
 def _exchange(module: Any, rule: _Rule) -> None:

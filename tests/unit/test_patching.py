@@ -173,9 +173,19 @@ def test_what_others_changed_is_left_as_it_was(capsys):
     assert found.kept["model.layers.1.mlp"] == "its layers are not all Linear"
     assert found.kept["model.layers.0"] == found.kept["model.layers.1"] == "its MLP is not fused"
     assert found.kept["lm_head"] == "its forward was replaced"
-    assert found.kept["model.layers.1.mlp.gate_proj"] == "no GEMM"
+    assert found.kept["model.layers.1.mlp.gate_proj"] == "a class that patch does not know"
     model(TOKENS)
     assert calls == [1]
+
+
+def test_a_layer_that_returns_a_tuple_is_left_as_it_was(monkeypatch):
+    model = model_of("Llama")
+    kind = type(model.model.layers[0])
+    monkeypatch.setitem(kind.forward.__annotations__, "return", tuple)
+    found = co.patch(model)
+    assert "does not say that it returns a tensor" in found.kept["model.layers.0"]
+    assert found.replaced["model.layers.0.mlp"]
+    assert model(TOKENS).logits.isfinite().all()
 
 
 def test_a_plain_model_and_what_is_no_model():
