@@ -62,11 +62,14 @@ def _is_command() -> bool:
 
 
 if TYPE_CHECKING:
+    from cutlass_ops import nn
+
     registry: _Registry
     """The kernels that this process has loaded. ``registry.entries()`` lists them, with its ``spec`` and ``kernel``."""
 
     from cutlass_ops.kinds.legality import Violation, check
     from cutlass_ops.kinds.render import render as source
+    from cutlass_ops.nn.patching import patch, unpatch
     from cutlass_ops.tools.explaining import Explanation, explain
     from cutlass_ops.tuner.tuning import Effort, tune
 
@@ -100,6 +103,7 @@ if TYPE_CHECKING or not _is_command():
     )
     from cutlass_ops.run.quantizing import quantize  # type: ignore[assignment]
     from cutlass_ops.run.scaled import scaled_gemm
+    from cutlass_ops.run.traced import recompute
     from cutlass_ops.run.weights import PreparedLayerNormWeight, PreparedWeight, prepare, prepare_layernorm
 else:
     del quantize  # the language's alone: the other one comes when it is asked for
@@ -111,11 +115,23 @@ _LATER = {
     "Violation": ("kinds.legality", "Violation"),
     "check": ("kinds.legality", "check"),
     "explain": ("tools.explaining", "explain"),
+    "patch": ("nn.patching", "patch"),
     "source": ("kinds.render", "render"),
     "tune": ("tuner.tuning", "tune"),
+    "unpatch": ("nn.patching", "unpatch"),
 }
 # Where the command line, which imports no op at first, finds them.
-_OPS = ("run.ops", "run.norms", "run.gated", "run.scaled", "run.launch", "run.weights", "run.fp8", "run.quantizing")
+_OPS = (
+    "run.ops",
+    "run.norms",
+    "run.gated",
+    "run.scaled",
+    "run.launch",
+    "run.weights",
+    "run.fp8",
+    "run.traced",
+    "run.quantizing",
+)
 
 __all__ = [
     "Bundle",
@@ -179,15 +195,19 @@ __all__ = [
     "gemm_swiglu",
     "layernorm_gemm",
     "load_bundle",
+    "nn",
+    "patch",
     "prepare",
     "prepare_launch",
     "prepare_layernorm",
     "quantize",
+    "recompute",
     "registry",
     "rmsnorm_gemm",
     "scaled_gemm",
     "source",
     "tune",
+    "unpatch",
     "warm_up",
 ]
 
@@ -202,6 +222,8 @@ if not TYPE_CHECKING:
             raise unknown_name(__name__, name, (*__all__, *e.__all__))
         if name == "registry":
             return _Registry.current()
+        if name == "nn":
+            return import_module("cutlass_ops.nn")
         module, attribute = _LATER.get(name, ("", name))
         modules = [import_module(f"cutlass_ops.{each}") for each in ((module,) if module else _OPS)]
         globals()[name] = found = next(getattr(each, attribute) for each in modules if hasattr(each, attribute))

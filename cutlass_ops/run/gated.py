@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from cutlass_ops.epilogue import Epilogue, builtin
-from cutlass_ops.epilogue.graph import Graph
+from cutlass_ops.epilogue.graph import Graph, canonical
+from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
 from cutlass_ops.run import norms, scaled, traced, weights
 from cutlass_ops.run.norms import RowStatistic
 from cutlass_ops.run.ops import Instead, Op, graph_op, prepared_by
@@ -194,3 +195,51 @@ def _swiglu_again(name: str, plain: Any) -> Op:
         given.get("quantise"),
         given.get("amax", False),
     )
+
+
+@functools.lru_cache(maxsize=64)
+def gated_op(activation: str, *, biased: bool = False) -> Op:
+    """Return the op of activation(a @ b + gate_bias) * (a @ up + up_bias).
+
+    It takes (a, b, up), and with biases (a, b, up, gate_bias, up_bias). Where no kernel multiplies by both weights, two
+    GEMMs serve, as for :func:`gemm_swiglu`.
+
+    Parameters
+    ----------
+    activation : str
+        An operation of one argument; an empty string for none.
+    biased : bool
+        Whether there are biases.
+    """
+    if activation == "silu" and not biased:
+        return swiglu_op(None)
+    of_gate, of_up = [Node("acc")], [Node("input", (), "up")]
+    rows: list[Input] = []
+    if biased:
+        rows = [Input("gate_bias", Kind.ROW), Input("up_bias", Kind.ROW)]
+        of_gate += [Node("input", (), "gate_bias"), Node("add", (0, 1))]
+        of_up += [Node("input", (), "up_bias"), Node("add", (0, 1))]
+    if activation:
+        of_gate.append(Node(activation, (len(of_gate) - 1,)))
+    count = len(of_gate)
+    moved = [Node(n.op, tuple(a + count for a in n.args), n.attr) for n in of_up]
+    product = [*of_gate, *moved, Node("mul", (count - 1, count + len(of_up) - 1))]
+    whole = canonical((Input("up", Kind.PRODUCT), *rows), product, (Output("d", len(product) - 1),))
+    gate = graph_op("gated", canonical(rows[:1], of_gate, (Output("d", count - 1),)))
+    nodes = [*(Node("acc") if n == Node("input", (), "up") else n for n in of_up), Node("input", (), "gate")]
+    nodes.append(Node("mul", (len(of_up) - 1, len(of_up))))
+    inputs = (*rows[1:], Input("gate", Kind.TILE))
+    up = graph_op("gated", canonical(inputs, nodes, (Output("d", len(nodes) - 1),)))
+
+    def two_gemms(call: Any, a: Tensor, b: Tensor, *inputs: Any, out: Any, out_dtype: torch.dtype | None) -> Any:
+        other, *biases = inputs
+        return call(up, a, other, *biases[1:], call(gate, a, b, *biases[:1]), out=out, out_dtype=out_dtype)
+
+    instead = Instead("no kernel takes both weights, so each has a GEMM of its own", two_gemms)
+    return graph_op("gated", whole, "", instead, ("gated", [activation, biased]))
+
+
+@traced.maker("gated")
+def _gated_again(name: str, plain: Any) -> Op:
+    activation, biased = plain
+    return gated_op(activation, biased=biased)

@@ -263,6 +263,8 @@ def _prepare_residual(
 ) -> tuple[Op, tuple[Any, ...]]:
     operands.require_tensor("a", a)
     matrix, scale_b = weights.matrix_of(b, None, "b"), weights.weight_scale(b, scale_b, "scale_b")
+    dtype = traced.autocast_dtype(a)
+    a, matrix = traced.autocast_to(dtype, a), traced.autocast_to(dtype, matrix)
     scales = scaled.scales_of(a, matrix, scale_a, scale_b)
     _check_y(out, a)
     inputs["residual"] = residual

@@ -25,7 +25,7 @@ from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue import Epilogue, builtin
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
-from cutlass_ops.run import backward, launch, traced  # noqa: F401 - the first registers an operator
+from cutlass_ops.run import chained, launch, recorded, traced  # noqa: F401 - two of them register operators
 from cutlass_ops.run.call import Call, check_call, device_of, signature_of
 from cutlass_ops.run.launch import Launch
 from cutlass_ops.run.plan import PeerPlan, Plan, as_out, can_fall_back, make_ops_plan, make_peer_plan, make_plan
@@ -94,7 +94,7 @@ class Op(Warm):
 
     def of(self, graph: Graph) -> Op:
         """Return the op of another epilogue."""
-        return _of_graph(graph)
+        return op_of_graph(graph)
 
     def results_of(
         self, a: Tensor, b: Tensor, inputs: Sequence[Any], out_dtype: torch.dtype | None = None
@@ -133,7 +133,19 @@ class Op(Warm):
         **named: Any,
     ) -> int:
         """Compile and load every kernel that calls of this op with a weight may need: see :func:`warm_up`."""
-        return len(Registry.current().kernels(self._specs_for(self.checked(a, b, inputs, named, out, out_dtype))))
+        return len(Registry.current().kernels(self.specs_of(a, b, *inputs, out=out, out_dtype=out_dtype, **named)))
+
+    def specs_of(
+        self,
+        a: Tensor,
+        b: Tensor,
+        *inputs: Any,
+        out: Any = None,
+        out_dtype: torch.dtype | None = None,
+        **named: Any,
+    ) -> tuple[KernelSpec, ...]:
+        """Return every kernel that calls of this op with a weight may need; none for tensors on the CPU."""
+        return self._specs_for(self.checked(a, b, inputs, named, out, out_dtype))
 
     def prepare_launch(
         self,
@@ -311,6 +323,8 @@ class Kernel(Warm):
     >>> kernel = co.build(spec)  # doctest: +SKIP
     >>> kernel(x, weight.t(), bias=bias, out=d)  # doctest: +SKIP
     """
+
+    _autocasts = False
 
     def __init__(self, spec: KernelSpec, loaded: LoadedKernel) -> None:
         super().__init__(spec.slug, spec.epilogue)
@@ -539,7 +553,8 @@ def op(epilogue: Epilogue) -> Op:
 
 
 @functools.lru_cache(maxsize=1024)
-def _of_graph(graph: Graph) -> Op:
+def op_of_graph(graph: Graph) -> Op:
+    """Return the op of a graph. Equal graphs give the same op."""
     return graph_op(graph.title or "gemm", graph)
 
 
@@ -699,7 +714,8 @@ def warm_up(op: object, /, *arguments: Any, **named: Any) -> int:
 
     Without it, the first call compiles one kernel and background threads compile the others. If other ops serve the
     call, such as two GEMMs for :func:`cutlass_ops.gemm_swiglu` before Hopper, their kernels are compiled. A function's
-    own preparation, such as folding gamma into a weight, does run.
+    own preparation, such as folding gamma into a weight, does run. If an argument requires grad and gradients are
+    enabled, the kernels of the backward are compiled too: for this, the call and its backward run once.
 
     Parameters
     ----------
@@ -729,7 +745,14 @@ def warm_up(op: object, /, *arguments: Any, **named: Any) -> int:
     0
     """
     request = requested(op, *arguments, **named)
-    return request.op.warm_up(*request.arguments, **request.named)
+    specs = list(request.op.specs_of(*request.arguments, **request.named))
+    if specs and traced.is_differentiated(*request.arguments, *request.named.values()):
+        # The first of these calls are the forward's, which may store more than a call without gradients.
+        Registry.current().kernels(specs)
+        for each in recorded.calls_of_a_step(request.op, request.arguments, request.named):
+            if isinstance(each.called, Op):
+                specs += each.called.specs_of(each.a, each.b, *each.inputs, out_dtype=each.out_dtype)
+    return len(Registry.current().kernels(dict.fromkeys(specs)))
 
 
 def prepare_launch(op: object, /, *arguments: Any, **named: Any) -> Launch:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import functools
 import json
 import sys
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -175,6 +177,44 @@ def bind(op: str, names: tuple[str, ...], inputs: Sequence[Any], named: Mapping[
 # ---- Calls ---------------------------------------------------------------------------------------------------------
 
 
+class _Choice(threading.local):
+    """Whether calls that autograd records store values for the backward, in this thread."""
+
+    recompute = False
+
+
+_CHOICE = _Choice()
+
+
+def is_recomputing() -> bool:
+    """Whether :class:`recompute` is active in this thread."""
+    return _CHOICE.recompute
+
+
+class recompute:  # noqa: N801 - it is used as a function
+    """Have calls inside store nothing for their gradients: the backward then multiplies A @ B again.
+
+    By default, a call that autograd records stores one tile more if that spares its backward a GEMM, such as the
+    pre-activation of a linear layer, as PyTorch does. Inside this context, it stores none, which saves memory.
+
+    Examples
+    --------
+    >>> x, weight = torch.ones(2, 8).bfloat16(), torch.ones(3, 8).bfloat16().requires_grad_()
+    >>> with co.recompute():
+    ...     d = co.gemm_bias_gelu(x, weight.t(), torch.zeros(3).bfloat16())
+    >>> d.sum().backward()
+    >>> weight.grad.shape
+    torch.Size([3, 8])
+    """
+
+    def __enter__(self) -> None:
+        self._before = _CHOICE.recompute
+        _CHOICE.recompute = True
+
+    def __exit__(self, *_: object) -> None:
+        _CHOICE.recompute = self._before
+
+
 class Traced:
     """Stand-in for an op while its caller is traced. It calls the op as an operator."""
 
@@ -197,6 +237,8 @@ class Traced:
         if torch.compiler.is_dynamo_compiling() and torch._C._functorch.maybe_current_level() is not None:
             raise NotImplementedError(_NO_TRANSFORM)
         values = bind(self.op.partition(" ")[0], self.names, inputs, named)
+        if not self.op.startswith("kernel_"):  # an exact kernel converts nothing
+            a, b, values = autocast(a, b, values, self.names, self.products)
         tensors, numbers, places = [], [], []
         for place, (name, value) in enumerate(zip(self.names, values, strict=True)):
             found = scalar_argument(name, value) if name in self.scalars else value
@@ -214,7 +256,7 @@ class Traced:
                     f"{self._differentiated(a, b, values)} requires grad, and a call with `out` has no backward: omit "
                     "`out`, or call under torch.no_grad()"
                 )
-            results = torch.ops.cutlass_ops.fused_gemm_grad(*arguments, out_dtype)
+            results = torch.ops.cutlass_ops.fused_gemm_grad(*arguments, out_dtype, _CHOICE.recompute)
         elif out is None:
             results = torch.ops.cutlass_ops.fused_gemm(*arguments, out_dtype)
         else:
@@ -345,6 +387,51 @@ def number(name: str, value: Any) -> float:
         raise TypeError(f"{name} must be a number or a tensor of one element, not {type(value).__name__}") from None
 
 
+def autocast(
+    a: Any, b: Any, inputs: tuple[Any, ...], names: Sequence[str], products: Sequence[str]
+) -> tuple[Any, Any, tuple[Any, ...]]:
+    """Return a call's arguments with A, B and products in the dtype that torch.autocast asks for, if any is active.
+
+    What is cast is what F.linear casts of its operands: no FP64, and no FP8. Other inputs stay as they are, since
+    kernels compute with them in FP32.
+    """
+    dtype = autocast_dtype(a)
+    if dtype is None:
+        return a, b, inputs
+    pairs = zip(names, inputs, strict=True)
+    values = tuple(autocast_to(dtype, x) if name in products else x for name, x in pairs)
+    return autocast_to(dtype, a), autocast_to(dtype, b), values
+
+
+def autocast_dtype(tensor: Any) -> torch.dtype | None:
+    """Return the dtype that torch.autocast asks for on a tensor's device; None if it is not active there."""
+    if not isinstance(tensor, Tensor) or tensor.device.type not in _AUTOCASTING:
+        return None
+    if not torch.is_autocast_enabled(tensor.device.type):
+        return None
+    return torch.get_autocast_dtype(tensor.device.type)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """Turn torch.autocast off for what computes with operands that are cast already."""
+    if device.type not in _AUTOCASTING:
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+# PyTorch refuses the question for others, such as "meta".
+_AUTOCASTING = ("cpu", "cuda")
+
+
+def autocast_to(dtype: torch.dtype | None, x: Any) -> Any:
+    """Return an operand in a dtype, if it is one of those that torch.autocast casts."""
+    if dtype is None or not isinstance(x, Tensor) or x.dtype not in _CAST:
+        return x
+    return x.to(dtype)
+
+
+_CAST = frozenset((torch.float32, torch.bfloat16, torch.float16))
+
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
@@ -384,9 +471,9 @@ def detour(called: Portable, a: Any, b: Any, inputs: Sequence[Any], out: Any, ou
         found = torch.overrides.handle_torch_function(run, overriding, a, b, *inputs, **given)
         return Outputs(entry.outputs, found) if listed else found
     for name, value in zip(("a", "b", *entry.names), (a, b, *inputs), strict=True):
-        _refuse_others(name, value)
+        refuse_others(name, value)
     for value in out.values() if isinstance(out, Mapping) else (out,):
-        _refuse_others("out", value)
+        refuse_others("out", value)
         if isinstance(value, Tensor) and torch._is_functional_tensor(value):
             raise TypeError("out is a functional tensor, which cannot be written to: omit `out`, and copy the result")
     differentiated = is_differentiated(a, b, *inputs)
@@ -410,7 +497,7 @@ def goes_by_operator(**tensors: Any) -> bool:
     if not is_watched() and not special and not _only_shapes(values):
         return False
     for name, value in tensors.items():
-        _refuse_others(name, value)
+        refuse_others(name, value)
     return True
 
 
@@ -459,7 +546,14 @@ def _needs_operator(value: Any) -> bool:
     return others or torch._is_functional_tensor(value)
 
 
-def _refuse_others(name: str, value: Any) -> None:
+def refuse_others(name: str, value: Any) -> None:
+    """Refuse a tensor that no operator can read.
+
+    Raises
+    ------
+    TypeError, NotImplementedError
+        With what to pass.
+    """
     if not isinstance(value, Tensor):
         return
     if hasattr(type(value), "to_local"):

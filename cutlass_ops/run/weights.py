@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from cutlass_ops.run import folding, fp8, operands
+from cutlass_ops.run import folding, fp8, operands, traced
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +186,7 @@ def matrix_of(w: Tensor | PreparedWeight, gamma: Tensor | None, name: str) -> Te
             f"{name} is {w.dtype}, and gamma would round it again: have gemm_residual_rms multiply x by gamma, or pass "
             "prepare(weight, gamma, dtype=...) of the weight in 16 bits"
         )
-    return w if gamma is None else folding.fold(w, gamma, name)
+    return w if gamma is None else folding.fold(traced.autocast_to(traced.autocast_dtype(w), w), gamma, name)
 
 
 def weight_scale(w: Tensor | PreparedWeight, given: Tensor | float | None, name: str) -> Tensor | float | None:
@@ -225,6 +225,7 @@ def fold_layernorm(w: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Prep
     TypeError, ValueError
         If an argument does not fit.
     """
+    w = traced.autocast_to(traced.autocast_dtype(w), w)
     matrix = w if gamma is None else folding.fold(w, gamma)
     shift = None if beta is None else folding.row_times("beta", beta, w)
     # Sum the rounded weight, so that its rounding errors are multiplied by x - mean(x) and not by x.

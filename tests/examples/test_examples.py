@@ -59,6 +59,20 @@ def test_epilogues_that_choose_count_and_draw(name, said):
 
 
 @pytest.mark.slow
+def test_train_gpt2_small(tmp_path):
+    pytest.importorskip("matplotlib")
+    said = _run("train_gpt2_small.py", "--steps", "12", "--plot", str(tmp_path / "losses.svg"))
+    assert "fused and plain differ by" in said
+    assert (tmp_path / "losses.svg").read_text().startswith("<?xml")
+
+
+@pytest.mark.slow
+def test_patch_llama():
+    pytest.importorskip("transformers")
+    assert "co.unpatch gives 19 modules their own forwards again" in _run("patch_llama.py")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("arch", "kernel"), [("sm80", "DefaultGemmWithVisitor"), ("sm90", "GemmUniversal")])
 def test_read_the_source(arch, kernel):
     assert kernel in _run("read_the_source.py", arch)
