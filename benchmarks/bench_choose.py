@@ -2,8 +2,9 @@
 
     python benchmarks/bench_choose.py
 
-Times are of a processor over all threads, so that other programs matter little: the minimum of several tries, each with
-empty caches. The first choice of a process is measured in processes of their own, apart from imports. Needs no GPU.
+Two times of each: what passes, and in parentheses that of processors over all threads, so that other programs matter
+little. Both are the minimum of several tries, each with empty caches. The first choice of a process is measured in
+processes of their own, apart from imports. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable
+from typing import NamedTuple
 
 IMPORTING = time.process_time()
 
@@ -37,11 +39,27 @@ TRIES = 3
 FIRST = "--first"
 
 
-def took(do: Callable[[], object]) -> float:
+class Took(NamedTuple):
+    """Milliseconds: what passes, and those of processors."""
+
+    wall: float
+    processor: float
+
+    def __str__(self) -> str:
+        return f"{self.wall:.3g} ({self.processor:.3g})"
+
+
+def took(do: Callable[[], object]) -> Took:
     """Return the milliseconds that a function takes."""
-    began = time.process_time()
+    wall, processor = time.perf_counter(), time.process_time()
     do()
-    return 1e3 * (time.process_time() - began)
+    return Took(1e3 * (time.perf_counter() - wall), 1e3 * (time.process_time() - processor))
+
+
+def least(runs: list[Took], place: float = 0) -> Took:
+    """Return the smallest of each time, or those at another place of the sorted times, from 0 to 1."""
+    wall, processor = (sorted(each)[int(place * len(runs))] for each in zip(*runs, strict=True))
+    return Took(wall, processor)
 
 
 def signature_of(epilogue: str, device: Device) -> OpSignature:
@@ -57,24 +75,26 @@ def decide(signature: OpSignature, device: Device, problem: Problem) -> None:
     assert decision.spec in decision.specs
 
 
-def first_of_a_process(epilogue: str) -> tuple[float, float]:
+def first_of_a_process(epilogue: str) -> tuple[float, Took]:
     """Return the milliseconds of the imports and of the first decision in a fresh process: the least of some."""
     command = [sys.executable, __file__, FIRST, epilogue]
     runs = [subprocess.run(command, check=True, capture_output=True, text=True).stdout.split() for _ in range(TRIES)]
-    imports, first = (min(map(float, each)) for each in zip(*runs, strict=True))
-    return imports, first
+    found = [tuple(map(float, run)) for run in runs]
+    return min(imports for imports, *_ in found), least([Took(*first) for _, *first in found])
 
 
-def times(signature: OpSignature, device: Device) -> tuple[float, float, float]:
+def times(signature: OpSignature, device: Device) -> tuple[Took, Took, Took]:
     """Return the milliseconds of the first choice of a signature, of a weight's kernels, and of a number of rows."""
-    first, weights, rows = [], [], []
+    first: list[Took] = []
+    weights: list[Took] = []
+    rows: list[Took] = []
     for _ in range(TRIES):
         policies.forget(shipped=True)
         first.append(took(lambda: policies.policy(signature, device)))
         for n, k in WEIGHTS:
             weights.append(took(lambda n=n, k=k: decide(signature, device, Problem(1, n, k))))
             rows += [took(lambda m=m, n=n, k=k: decide(signature, device, Problem(m, n, k))) for m in ROWS]
-    return min(first), min(weights), sorted(rows)[len(rows) // 2]
+    return least(first), least(weights), least(rows, 0.5)
 
 
 def memory(signature: OpSignature, device: Device) -> float:
@@ -98,20 +118,18 @@ def main() -> None:
     if first is not None:
         signature = signature_of(first, H100)
         spent = took(lambda: decide(signature, H100, Problem(100, 4096, 4096)))
-        print(1e3 * (IMPORTED - IMPORTING), spent)
+        print(1e3 * (IMPORTED - IMPORTING), *spent)
         return
     for epilogue in EPILOGUES:
         imports, spent = first_of_a_process(epilogue)
-        print(
-            f"{H100.name}, {epilogue}: the first decision of a process {spent:.0f} ms, after {imports:.0f} of imports"
-        )
+        print(f"{H100.name}, {epilogue}: the first decision of a process {spent} ms, after {imports:.0f} of imports")
     print("milliseconds: the first of a signature, of a weight, of a number of rows (median); MB of eight weights")
     for device in (H100, A100):
         for epilogue in EPILOGUES:
             signature = signature_of(epilogue, device)
             # Tables are read once in a process.
             policies.policy(signature, device)
-            found = ", ".join(f"{ms:.3g}" for ms in times(signature, device))
+            found = ", ".join(map(str, times(signature, device)))
             print(f"{device.name}, {epilogue}: {found}; {memory(signature, device):.2f}")
 
 

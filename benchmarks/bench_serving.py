@@ -2,10 +2,13 @@
 
     python benchmarks/bench_serving.py --store cold --out benchmarks/results/serving_cold_h200.json
     python benchmarks/bench_serving.py --store warm --out benchmarks/results/serving_warm_h200.json
+    cutlass-ops distribution sm_90a --op gemm_bias_relu --dtype bf16 --out dist
+    python benchmarks/bench_serving.py --wheel dist/*.whl --out benchmarks/results/serving_installed_h200.json
 
 Each request is one call of gemm_bias_relu with a number of rows drawn with equal probability on each scale, at a weight
 drawn at random. "cold" begins with an empty kernel store, in a folder of its own. "warm" runs the same requests once
-before, in another process, until all that it compiles in the background is there. Timed is the host side of each call:
+before, in another process, until all that it compiles in the background is there. A wheel of kernels is installed, in
+effect: what it holds is on the path before the first call, and the store is cold. Timed is the host side of each call:
 until it returns, which is before the GPU is done. Each row: {"m", "weight", "us"}.
 """
 
@@ -14,6 +17,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -76,15 +80,20 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     """Serve, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--store", choices=["cold", "warm"], required=True)
+    parser.add_argument("--store", choices=["cold", "warm"], default="cold")
     parser.add_argument("--requests", type=int, default=REQUESTS)
     parser.add_argument("--pause", type=float, default=0.01, help="seconds between requests")
     parser.add_argument("--folder", type=Path, help="the kernel store; by default a new one, which is removed")
+    parser.add_argument("--wheel", type=Path, help="a wheel of kernels to install")
     parser.add_argument("--fill", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["CUTLASS_OPS_CACHE_DIR"] = str(args.folder or folder)
+        os.environ["CUTLASS_OPS_CACHE_DIR"] = str(args.folder or Path(folder, "store"))
+        if args.wheel:
+            site = Path(folder, "site")
+            shutil.unpack_archive(args.wheel, site, "zip")
+            sys.path.append(str(site))
         wanted = requests(args.requests)
         if args.fill:
             serve(wanted, 0.0)
@@ -99,7 +108,10 @@ def main() -> None:
         Background.current().close()
     print(found)
     if args.out:
-        head = harness.environment() | {"processors": len(os.sched_getaffinity(0)), "store": args.store}
+        head = harness.environment() | {
+            "processors": len(os.sched_getaffinity(0)),
+            "store": "installed" if args.wheel else args.store,
+        }
         harness.save(args.out, {**head, "summary": found, "rows": rows})
 
 

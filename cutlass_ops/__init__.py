@@ -63,28 +63,29 @@ def _is_command() -> bool:
 
 
 if TYPE_CHECKING:
+    from cutlass_ops import nn
+
     registry: _Registry
     """The kernels that this process has loaded. ``registry.entries()`` lists them, with its ``spec`` and ``kernel``."""
 
     from cutlass_ops.kinds.legality import Violation, check
     from cutlass_ops.kinds.render import render as source
+    from cutlass_ops.nn.patching import patch, unpatch
     from cutlass_ops.tools.explaining import Explanation, explain
     from cutlass_ops.tuner.tuning import Effort, tune
 
 # The command line starts without PyTorch, which takes a second to import. Elsewhere ops are imported at once, since
 # programs saved by torch.export call their operators.
 if TYPE_CHECKING or not _is_command():
+    from cutlass_ops.run.fp8 import Fp8State
     from cutlass_ops.run.gated import gemm_swiglu
     from cutlass_ops.run.launch import Launch
     from cutlass_ops.run.norms import (
-        PreparedLayerNormWeight,
-        PreparedWeight,
+        QuantizedResidualRms,
         ResidualRms,
         RowStatistic,
         gemm_residual_rms,
         layernorm_gemm,
-        prepare,
-        prepare_layernorm,
         rmsnorm_gemm,
     )
     from cutlass_ops.run.ops import (
@@ -101,7 +102,12 @@ if TYPE_CHECKING or not _is_command():
         prepare_launch,
         warm_up,
     )
+    from cutlass_ops.run.quantizing import quantize  # type: ignore[assignment]
     from cutlass_ops.run.scaled import scaled_gemm
+    from cutlass_ops.run.traced import recompute
+    from cutlass_ops.run.weights import PreparedLayerNormWeight, PreparedWeight, prepare, prepare_layernorm
+else:
+    del quantize  # the language's alone: the other one comes when it is asked for
 
 # What of further modules is public, imported when it is first asked for: most calls do not need it.
 _LATER = {
@@ -110,11 +116,23 @@ _LATER = {
     "Violation": ("kinds.legality", "Violation"),
     "check": ("kinds.legality", "check"),
     "explain": ("tools.explaining", "explain"),
+    "patch": ("nn.patching", "patch"),
     "source": ("kinds.render", "render"),
     "tune": ("tuner.tuning", "tune"),
+    "unpatch": ("nn.patching", "unpatch"),
 }
 # Where the command line, which imports no op at first, finds them.
-_OPS = ("run.ops", "run.norms", "run.gated", "run.scaled", "run.launch")
+_OPS = (
+    "run.ops",
+    "run.norms",
+    "run.gated",
+    "run.scaled",
+    "run.launch",
+    "run.weights",
+    "run.fp8",
+    "run.traced",
+    "run.quantizing",
+)
 
 __all__ = [
     "Bundle",
@@ -128,6 +146,7 @@ __all__ = [
     "Epilogue",
     "EpilogueError",
     "Explanation",
+    "Fp8State",
     "GemvConfig",
     "InstructionShape",
     "Integer",
@@ -142,6 +161,7 @@ __all__ = [
     "PreparedLayerNormWeight",
     "PreparedWeight",
     "Product",
+    "QuantizedResidualRms",
     "Reduction",
     "ResidualRms",
     "Row",
@@ -177,14 +197,19 @@ __all__ = [
     "gemm_swiglu",
     "layernorm_gemm",
     "load_bundle",
+    "nn",
+    "patch",
     "prepare",
     "prepare_launch",
     "prepare_layernorm",
+    "quantize",
+    "recompute",
     "registry",
     "rmsnorm_gemm",
     "scaled_gemm",
     "source",
     "tune",
+    "unpatch",
     "warm_up",
 ]
 
@@ -199,6 +224,8 @@ if not TYPE_CHECKING:
             raise unknown_name(__name__, name, (*__all__, *e.__all__))
         if name == "registry":
             return _Registry.current()
+        if name == "nn":
+            return import_module("cutlass_ops.nn")
         module, attribute = _LATER.get(name, ("", name))
         modules = [import_module(f"cutlass_ops.{each}") for each in ((module,) if module else _OPS)]
         globals()[name] = found = next(getattr(each, attribute) for each in modules if hasattr(each, attribute))

@@ -85,6 +85,13 @@ def in_pairs(heads: Tensor) -> Tensor:
     return heads.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 
+def frequencies(config: LlamaConfig, values: int) -> Tensor:
+    """Return radians per position for each column of QKV: signed in pairs, and zero for values."""
+    inverse = LlamaRotaryEmbedding(config).inv_freq
+    head = torch.stack((-inverse, inverse), dim=1).flatten()
+    return torch.cat([head.repeat(config.num_attention_heads + config.num_key_value_heads), torch.zeros(values)])
+
+
 class Statistic(Enum):
     """The source of a norm's statistic of its rows."""
 
@@ -117,19 +124,12 @@ class FusedLayer:
             config,
             statistic,
             co.prepare(qkv.t(), before),
-            cls._frequency(config, len(attention.v_proj.weight)).to(qkv.device),
+            frequencies(config, len(attention.v_proj.weight)).to(qkv.device),
             attention.o_proj.weight.t(),
             co.prepare(mlp.gate_proj.weight.t(), after),
             co.prepare(mlp.up_proj.weight.t(), after),
             mlp.down_proj.weight.t(),
         )
-
-    @staticmethod
-    def _frequency(config: LlamaConfig, values: int) -> Tensor:
-        """Return radians per position for each column of QKV: signed in pairs, and zero for values."""
-        inverse = LlamaRotaryEmbedding(config).inv_freq
-        head = torch.stack((-inverse, inverse), dim=1).flatten()
-        return torch.cat([head.repeat(config.num_attention_heads + config.num_key_value_heads), torch.zeros(values)])
 
     def __call__(
         self,

@@ -52,7 +52,7 @@ struct Reduction {
   std::string_view result;  // the type of its results, if they have one only
 };
 constexpr Reduction kReductions[] = {{"sum", ""}, {"sum_square", ""}, {"max", ""}, {"min", ""}, {"argmax", "i32"}, {"argmin", "i32"}, {"logsumexp", ""}};
-constexpr std::string_view kKinds[] = {"row", "col", "tile", "scalar", "product", "integer", "blocks_a", "blocks_b"};
+constexpr std::string_view kKinds[] = {"row", "col", "tile", "scalar", "product", "integer", "blocks_a", "blocks_b", "blocks_d"};
 constexpr std::string_view kBlocks[] = {"blocks_a", "blocks_b"};  // scales of blocks, which the accumulator has already
 constexpr std::string_view kOpcodes[] = {"IMMA",     "HMMA",   "DMMA",  "LDL",   "STL",  "LDGSTS", "UTMALDG",
                                          "UTMASTG", "UTMAREDG", "UBLKCP", "HGMMA", "IGMMA", "QGMMA"};
@@ -384,8 +384,14 @@ Output output(Json& json, Graph const& graph) {
   } else {
     found.reduction = json.text("a reduction");
     Reduction const* const reduction = named(kReductions, found.reduction);
-    good = !first && reduction != nullptr && (found.kind == "row" || found.kind == "col");
-    if (good) found.whole = reduction->result;
+    if (found.kind == "blocks_d") {
+      // The scales of D's blocks: the second output, of D's value.
+      bool const second = graph.outputs.size() == 1 && found.name == "d_scale" && found.node == graph.outputs[0].node;
+      good = second && (found.reduction == "e4m3" || found.reduction == "e5m2");
+    } else {
+      good = !first && reduction != nullptr && (found.kind == "row" || found.kind == "col");
+      if (good) found.whole = reduction->result;
+    }
   }
   good = good && graph.nodes[found.node].type == 'f';
   if (!good) throw json.error("an output has a kind or a reduction that it cannot have");
@@ -436,6 +442,7 @@ Graph graph(Json& json) {
     json.expect(",", "the kind of an input");
     found.inputs.push_back({std::move(name), kind(json)});
     json.expect("]", "the end of an input");
+    if (found.inputs.back().kind == "blocks_d") throw json.error("an input is of the kind of D's scales");
     if (found.inputs.back().kind == "integer") found.inputs.back().whole = "i64";
     own(found.inputs.back().name);
     if (found.inputs.back().kind == "product" && ++products > kMaxProducts) throw json.error("an epilogue has one product");
@@ -493,7 +500,8 @@ std::string expressions(Graph const& graph) {
   std::string all;
   for (Output const& output : graph.outputs) {
     all += (all.empty() ? "" : "; ") + output.name + " = ";
-    if (!output.reduction.empty()) all += output.reduction + " for each " + output.kind + " of ";
+    if (output.kind == "blocks_d") all += "scale of each 1x128 in " + output.reduction + " of ";
+    else if (!output.reduction.empty()) all += output.reduction + " for each " + output.kind + " of ";
     all += nodes[output.node];
   }
   return all;

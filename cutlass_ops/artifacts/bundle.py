@@ -368,6 +368,8 @@ def manifest_of(
     flags: dict[str, dict[str, tuple[str, ...]]] = {}
     for artifact in sorted(artifacts, key=lambda a: a.key):
         identity, spec = artifact.manifest["identity"], artifact.spec
+        if not isinstance(spec, KernelSpec):
+            raise BundleError(f"{spec.slug} is no kernel of a GEMM, and a bundle has no others")
         head = {"toolchain": identity["toolchain"], "templates": identity["templates"]}
         heads[checked_json.canonical(head)] = head
         flags[spec.target] = {step: tuple(values) for step, values in identity["flags"].items()}

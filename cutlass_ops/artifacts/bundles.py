@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from cutlass_ops.artifacts.bundle import Bundle, BundledKernel, open_bundle
 from cutlass_ops.artifacts.entry import Artifact
@@ -20,6 +21,24 @@ from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import KernelSpec
+
+
+class State(NamedTuple):
+    """What changes whenever a look into the bundles may find something else.
+
+    Attributes
+    ----------
+    generation : int
+        Counts the changes.
+    aside : bool
+        Whether this thread finds nothing in any bundle.
+    distributions : bool
+        Whether distributions of kernels are installed.
+    """
+
+    generation: int
+    aside: bool
+    distributions: bool
 
 
 class Bundles(Part):
@@ -90,7 +109,7 @@ class Bundles(Part):
                 self.generation += 1
             return self._loaded + self._named
 
-    def state(self) -> tuple[int, bool]:
+    def state(self) -> State:
         """Return what changes whenever a look into the bundles may find something else.
 
         Raises
@@ -99,7 +118,8 @@ class Bundles(Part):
             As for :meth:`asked`.
         """
         self.asked()
-        return self.generation, getattr(self._local, "aside", False)
+        installed = self._installed is not None and bool(self._installed.distributions)
+        return State(self.generation, getattr(self._local, "aside", False), installed)
 
     def installed(self, signature: OpSignature) -> tuple[Bundle, ...]:
         """Return the installed bundles that may have kernels for a signature, by the names of their distributions.
@@ -140,11 +160,6 @@ class Bundles(Part):
         self.asked()
         found = () if self._installed is None else self._installed.distributions
         return [str(each) for each in found]
-
-    def has_distributions(self) -> bool:
-        """Whether distributions of kernels are installed. The errors are those of :meth:`asked`."""
-        self.asked()
-        return self._installed is not None and bool(self._installed.distributions)
 
     def refuse(self, kernel: Artifact, why: BundleError) -> bool:
         """Leave out the installed bundle of a kernel that cannot be read, with a warning.

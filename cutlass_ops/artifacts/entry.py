@@ -15,7 +15,7 @@ from cutlass_ops.artifacts.container import MAX_FILE
 from cutlass_ops.base import checked_json, recency
 from cutlass_ops.base.errors import LoadError
 from cutlass_ops.base.private import read_private, require_private
-from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.declare.quantizing import Declaration, declaration_from_json
 
 FORMAT = 1  # of the manifest
 
@@ -158,7 +158,7 @@ class Artifact:
         return str(self.manifest["identity"]["target"])
 
     @property
-    def spec(self) -> KernelSpec:
+    def spec(self) -> Declaration:
         """The declaration.
 
         Raises
@@ -166,7 +166,7 @@ class Artifact:
         ConfigError
             If this version of the library cannot read it.
         """
-        return KernelSpec.from_json(self.manifest["identity"]["spec"])
+        return declaration_from_json(self.manifest["identity"]["spec"])
 
 
 def open_entry(folder: Path) -> Artifact:

@@ -30,6 +30,7 @@ wait $watch
 exit $status
 """
 
+PIPE = subprocess.PIPE
 _PATIENCE = 0.5  # seconds until SIGKILL; the shell ignores SIGTERM if this process does
 _SHELLS = 10  # the shell uses descriptors below this
 
@@ -146,7 +147,7 @@ def ask(command: Sequence[str], timeout: float, **options: Any) -> tuple[int, st
     program = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
+        stdout=PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
         **options,

@@ -106,6 +106,10 @@ class Cached(Generic[P, T]):
         """Forget all results of the current session."""
         _current.part(self._make).cache_clear()
 
+    def has_any(self) -> bool:
+        """Whether the current session has kept a result."""
+        return bool(_current.part(self._make).cache_info().currsize)
+
 
 def cached(maxsize: int | None) -> Callable[[Callable[P, T]], Cached[P, T]]:
     """Have a session keep a function's results, so many at most."""

@@ -47,6 +47,11 @@ def unserved(what: str, signature: OpSignature, device: Device, name: str = "") 
         advice = "these types need wgmma, which sm_90 alone has: convert a and b to BF16"
     elif any(t.dtype in FP8 for t in (signature.d, *signature.outputs)) and device.capability < arch.STORES_FP8:
         advice = "results in FP8 are stored on sm_90 alone: take them in BF16, and convert them"
+    elif signature.epilogue.quantized is not None:
+        advice = (
+            "an epilogue that quantises D reads at most one (M, N) tile, with lines at multiples of 16 bytes, and "
+            "stores no other"
+        )
     return arch.unserved(what, device.capability, name, advice)
 
 
@@ -120,11 +125,12 @@ def decide(signature: OpSignature, device: Device, problem: Problem) -> Decision
     UnsupportedError
         If kernels serve the signature, but none can be launched at the problem.
     """
-    bundled = limits.chosen(signature, device.capability, problem)
+    limited = limits.limit(signature, device.capability)
+    bundled = limits.chosen(limited, signature, device.capability, problem)
     if bundled is not None:
         served = bundled.ordered
         return Decision(signature, device, problem, served.config, served.order, bundled.kept, bundled=True)
-    policy = _policy(signature, device)
+    policy = _policy(signature, device, limited)
     if not policy.kernels:
         return None
     best, weight = policy.serves(problem)
@@ -164,7 +170,7 @@ def choose(signature: OpSignature, device: Device, problem: Problem) -> tuple[Ke
 # Imported late: tables and models take as long to import as everything that a bundled call needs.
 
 
-def _policy(signature: OpSignature, device: Device) -> Policy:
+def _policy(signature: OpSignature, device: Device, limited: limits.Limit | None = None) -> Policy:
     from cutlass_ops.choose import policies
 
-    return policies.policy(signature, device)
+    return policies.policy(signature, device, limited)

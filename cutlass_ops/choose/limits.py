@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from cutlass_ops.artifacts.bundles import Bundles
+from cutlass_ops.artifacts.bundles import Bundles, State
 from cutlass_ops.base import env
 from cutlass_ops.base.session import cached
 from cutlass_ops.declare.config import Config, Ordered
@@ -34,33 +34,35 @@ class Limit(NamedTuple):
         The kernels that may be chosen; none if the choice is free.
     installed : bool
         Whether they are what is installed, and not what the user asked for.
+    generation : int
+        The bundles' generation.
     """
 
     configs: tuple[Config, ...]
-    installed: bool = False
+    installed: bool
+    generation: int
 
 
 def limit(signature: OpSignature, capability: tuple[int, int]) -> Limit:
     """Return to which kernels of bundles the choice for a signature is limited."""
-    bundles = Bundles.current()
-    state = bundles.state()
+    state = Bundles.current().state()
     # Without a distribution no answer depends on what can be compiled.
-    settings = tuple(os.environ.get(name) for name in _SETTINGS) if bundles.has_distributions() else ()
+    settings = tuple(os.environ.get(name) for name in _SETTINGS) if state.distributions else ()
     return _limit(signature, capability, state, settings)
 
 
 @cached(maxsize=4096)
 def _limit(
-    signature: OpSignature, capability: tuple[int, int], state: tuple[int, bool], settings: tuple[str | None, ...]
+    signature: OpSignature, capability: tuple[int, int], state: State, settings: tuple[str | None, ...]
 ) -> Limit:
     bundles = Bundles.current()
     asked = bundles.of_one_kind(signature, capability)
     if asked:
-        return Limit(asked)
+        return Limit(asked, False, state.generation)
     installed = bundles.of_one_kind(signature, capability, installed=True)
     if not installed or _others_can_be_had():
-        return Limit(())
-    return Limit(installed, installed=True)
+        return Limit((), False, state.generation)
+    return Limit(installed, True, state.generation)
 
 
 class Chosen(NamedTuple):
@@ -78,9 +80,9 @@ class Chosen(NamedTuple):
     kept: tuple[Config, ...]
 
 
-def chosen(signature: OpSignature, capability: tuple[int, int], problem: Problem) -> Chosen | None:
+def chosen(limited: Limit, signature: OpSignature, capability: tuple[int, int], problem: Problem) -> Chosen | None:
     """Return what bundles say about a problem, or the only kernel that may be chosen; None if they say nothing."""
-    configs, installed = limit(signature, capability)
+    configs, installed, _ = limited
     if len(configs) == 1:
         return Chosen(Ordered(configs[0], configs[0].usual_order(problem)), configs)
     choice = Bundles.current().choice(signature, capability, problem, installed=installed) if configs else None

@@ -18,10 +18,12 @@ import numpy as np
 from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.base import arch, env, resources
 from cutlass_ops.base.errors import BundleError, ConfigError, UnsupportedError
+from cutlass_ops.base.garbage import uncollected
 from cutlass_ops.base.session import cached
 from cutlass_ops.base.warned import warn_once
 from cutlass_ops.choose import limits, tables
 from cutlass_ops.choose.knowledge import SOURCES, Candidate, Expected, Knowledge
+from cutlass_ops.choose.limits import Limit
 from cutlass_ops.choose.pool import Pool
 from cutlass_ops.choose.steps import Steps, rows_for
 from cutlass_ops.choose.tables import Measured, Point, Table
@@ -170,6 +172,11 @@ class Policy:
         return weight.serves(problem) or self.choose(problem).ordered, weight
 
     @cached_property
+    def spec(self) -> Callable[[Config], KernelSpec]:
+        """The specification of a kernel: made once for all weights."""
+        return lru_cache(maxsize=None)(partial(self.device.spec, self.signature))
+
+    @cached_property
     def weight_of(self) -> Callable[[int, int, int], Weight]:
         """What so many weights (N, K) need at any number of rows: decided once, and kept as long as the policy."""
         return lru_cache(maxsize=4096)(partial(_weight_of, self))
@@ -246,7 +253,7 @@ class Weight:
     @cached_property
     def specs(self) -> Mapping[Config, KernelSpec]:
         """The specifications of :attr:`kept`."""
-        return {c: self.policy.device.spec(self.policy.signature, c) for c in self.kept}
+        return {c: self.policy.spec(c) for c in self.kept}
 
 
 def kept(policy: Policy, n: int, k: int, count: int) -> tuple[Config, ...]:
@@ -328,18 +335,20 @@ def forget(*, shipped: bool = False) -> None:
         _of_package.cache_clear()
 
 
-def policy(signature: OpSignature, device: Device) -> Policy:
+def policy(signature: OpSignature, device: Device, limited: Limit | None = None) -> Policy:
     """Return the policy for a signature on a device.
 
-    If the choice is limited to kernels of bundles (:mod:`cutlass_ops.choose.limits`), only these may be chosen.
+    If the choice is limited to kernels of bundles (:mod:`cutlass_ops.choose.limits`), only these may be chosen. Without
+    `limited`, that is looked up.
     Measurements come from the bundles, the user's folder and the package. For kernels of Sm90, the package's tables of
     other epilogues fill gaps.
     """
-    bundled = limits.limit(signature, device.capability)
-    return _policy(signature, device, bundled.configs, Bundles.current().generation)
+    found = limits.limit(signature, device.capability) if limited is None else limited
+    return _policy(signature, device, found.configs, found.generation)
 
 
 @cached(maxsize=256)
+@uncollected()
 def _policy(signature: OpSignature, device: Device, bundled: tuple[Config, ...], generation: int) -> Policy:
     if arch.target_for(device.capability, wgmma=False) is None:
         return Policy.of((), signature, device, ())

@@ -10,27 +10,40 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterable
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from cutlass_ops.artifacts.bundles import Bundles
+from cutlass_ops.artifacts.entry import Artifact
 from cutlass_ops.base import env, forks
 from cutlass_ops.base.errors import CompileError
 from cutlass_ops.base.session import Part, Session
 from cutlass_ops.declare.spec import KernelSpec
 
+if TYPE_CHECKING:
+    from cutlass_ops.compilation.apart import Apart
+
 _log = logging.getLogger("cutlass_ops")
 
+
+class _Built(NamedTuple):
+    """A kernel that was built."""
+
+    artifact: Artifact
+
+
 # What becomes of a kernel. An exception is why it cannot be built.
-_State: TypeAlias = Literal["queued", "building", "built"] | Exception
+_State: TypeAlias = Literal["queued", "building"] | _Built | Exception
 
 # How long the interpreter's end waits for compilers to be gone.
 _PATIENCE = 5.0
-# Nice value of the compilers: a kernel that a call waits for is compiled first.
+# Nice value of the threads, and of compilers that they start: a kernel that a call waits for is compiled first.
 _NICE = 10
 
 
 class Background(Part):
-    """Builds kernels in daemon threads, each once, and gives up when the interpreter ends.
+    """Has kernels built, each once, and gives up when the interpreter ends.
+
+    Its daemon threads wait for the process that builds them (:mod:`cutlass_ops.compilation.apart`).
 
     A kernel that cannot be built is left alone: the call that needs it tries again and has the error.
 
@@ -43,7 +56,9 @@ class Background(Part):
         session has goes to the store.
     """
 
-    def __init__(self, session: Session, build: Callable[[KernelSpec, threading.Event], object] | None = None) -> None:
+    def __init__(
+        self, session: Session, build: Callable[[KernelSpec, threading.Event], Artifact] | None = None
+    ) -> None:
         super().__init__(session)
         self._build = build or self._found_or_built
         self._reset()
@@ -57,7 +72,8 @@ class Background(Part):
         self._cancel = threading.Event()
         self._threads: list[threading.Thread] = []
         self._known: dict[KernelSpec, _State] = {}
-        self._waiting: dict[KernelSpec, list[Callable[[], object]]] = {}
+        self._waiting: dict[KernelSpec, list[Callable[[Artifact], object]]] = {}
+        self._apart: Apart | None = None
 
     def add(self, specs: Iterable[KernelSpec], *, first: bool = False) -> None:
         """Have kernels built, those that were not added before.
@@ -86,14 +102,14 @@ class Background(Part):
                 self._threads.append(thread)
                 thread.start()
 
-    def when_built(self, spec: KernelSpec, do: Callable[[], object]) -> None:
-        """Call a function once a kernel that was added is built, at once if it is. If it cannot be built, never."""
+    def when_built(self, spec: KernelSpec, do: Callable[[Artifact], object]) -> None:
+        """Give a kernel that was added to a function once it is built, at once if it is. If it cannot be, never."""
         with self._lock:
-            built = self._known.get(spec) == "built"
-            if not built:
+            known = self._known.get(spec)
+            if not isinstance(known, _Built):
                 self._waiting.setdefault(spec, []).append(do)
-        if built:
-            do()
+        if isinstance(known, _Built):
+            do(known.artifact)
 
     def pending(self, spec: KernelSpec) -> bool:
         """Whether a kernel that was added is not built yet, so that to look for it in the store is no use."""
@@ -111,6 +127,8 @@ class Background(Part):
     def close(self) -> None:
         """Cancel what is running, and wait a little for its end."""
         self._cancel.set()
+        if self._apart is not None:
+            self._apart.close()
         with self._queue.all_tasks_done:
             self._queue.all_tasks_done.wait_for(lambda: not self._queue.unfinished_tasks, _PATIENCE)
 
@@ -137,27 +155,28 @@ class Background(Part):
 
     def _outcome(self, spec: KernelSpec, cancel: threading.Event) -> _State:
         try:
-            self._build(spec, cancel)
+            return _Built(self._build(spec, cancel))
         except Exception as exc:
             return exc
-        return "built"
 
     def _ended(self, spec: KernelSpec, outcome: _State) -> None:
         with self._lock:
             self._known[spec] = outcome
             waiting = self._waiting.pop(spec, [])
-        if outcome == "built":
-            _log.info("compiled in the background: %s", spec.slug)
+        if isinstance(outcome, _Built):
+            _log.info("built in the background: %s", spec.slug)
             for do in waiting:
                 # The thread must live on, whatever is wrong there.
                 with contextlib.suppress(Exception):
-                    do()
+                    do(outcome.artifact)
         else:
             # Without a compiler all fail alike, and the call that needs one says so.
             level = logging.WARNING if isinstance(outcome, CompileError) else logging.INFO
             _log.log(level, "cannot be compiled in the background: %s: %s", spec.slug, outcome)
 
-    def _found_or_built(self, spec: KernelSpec, cancel: threading.Event) -> object:
-        from cutlass_ops.compilation.builder import build_artifact
+    def _found_or_built(self, spec: KernelSpec, cancel: threading.Event) -> Artifact:
+        # Imported late: where a bundle has every kernel, none is built.
+        from cutlass_ops.compilation.apart import Apart
 
-        return self.session.part(Bundles).find(spec) or build_artifact(spec, cancel=cancel)
+        self._apart = self.session.part(Apart)
+        return self.session.part(Bundles).find(spec) or self._apart.build(spec, cancel)

@@ -24,6 +24,7 @@ from cutlass_ops.compilation.compiler import LOG, compile_kernel
 from cutlass_ops.compilation.identity import kernel_identity, source_identity
 from cutlass_ops.compilation.remote import Elsewhere
 from cutlass_ops.compilation.toolchain import Toolchain, find_toolchain
+from cutlass_ops.declare.quantizing import Declaration
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.kinds import legality, render
 from cutlass_ops.kinds.proof import prove_tensor_cores
@@ -39,7 +40,7 @@ _WAITING = 256
 class _Job:
     """One kernel to build, with its store and compilers."""
 
-    spec: KernelSpec
+    spec: Declaration
     source: str
     identity: Mapping[str, Any]
     key: str
@@ -58,7 +59,7 @@ class _Job:
 
 
 def build_artifact(
-    spec: KernelSpec,
+    spec: Declaration,
     *,
     source: str | None = None,
     store: KernelStore | None = None,
@@ -72,7 +73,7 @@ def build_artifact(
 
     Parameters
     ----------
-    spec : KernelSpec
+    spec : KernelSpec or QuantizeSpec
         The declaration.
     source : str, optional
         Its rendered source, if already known.
@@ -104,7 +105,7 @@ def build_artifact(
 
 
 def _built(
-    spec: KernelSpec,
+    spec: Declaration,
     source: str | None,
     store: KernelStore | None,
     toolchain: Toolchain | None,
@@ -122,7 +123,7 @@ def _elsewhere(executor: Executor | None) -> Elsewhere | None:
     return None if executor is None else Elsewhere(executor)
 
 
-def stored(spec: KernelSpec) -> Artifact | None:
+def stored(spec: Declaration) -> Artifact | None:
     """Return the compiled kernel for a declaration if the user's store has it; compile and fetch nothing.
 
     Raises
@@ -140,7 +141,23 @@ def stored(spec: KernelSpec) -> Artifact | None:
         return None
 
 
-def fetched(spec: KernelSpec) -> Artifact | None:
+def built_before(spec: Declaration, key: str) -> Artifact | None:
+    """Return the kernel with a key from the user's store, if it is still there. It was built for this declaration.
+
+    Raises
+    ------
+    StoreError
+        If the store is not private.
+    """
+    found = KernelStore.default().lookup(key)
+    return None if found is None else replace(found, again=functools.partial(_built_again, spec))
+
+
+def _built_again(spec: Declaration, use: Callable[[Artifact], T]) -> T:
+    return _again(_job(spec, None, KernelStore.default(), find_toolchain(), None), use)
+
+
+def fetched(spec: Declaration) -> Artifact | None:
     """Return the compiled kernel for a declaration if the remote store has it; compile nothing.
 
     It is then in the user's store. It takes at most the time limit of the remote store. The errors are those of
@@ -165,7 +182,7 @@ def fetched(spec: KernelSpec) -> Artifact | None:
 
 
 def build_many(
-    specs: Iterable[KernelSpec],
+    specs: Iterable[Declaration],
     *,
     jobs: int | None = None,
     store: KernelStore | None = None,
@@ -180,7 +197,7 @@ def build_many(
 
     Parameters
     ----------
-    specs : iterable of KernelSpec
+    specs : iterable of KernelSpec or QuantizeSpec
         The declarations.
     jobs : int, optional
         Number of kernels compiled at the same time. The default is ``CUTLASS_OPS_JOBS``, or else the number of CPUs;
@@ -215,15 +232,15 @@ def build_many(
 
 @contextlib.contextmanager
 def building(
-    specs: Iterable[KernelSpec], *, jobs: int | None = None, executor: Executor | None = None
-) -> Iterator[dict[KernelSpec, Future[Artifact]]]:
+    specs: Iterable[Declaration], *, jobs: int | None = None, executor: Executor | None = None
+) -> Iterator[dict[Declaration, Future[Artifact]]]:
     """Build kernels in the background, in this order, during the context.
 
     Yields a future for each. Unfinished kernels are cancelled at the end of the context.
 
     Parameters
     ----------
-    specs : iterable of KernelSpec
+    specs : iterable of KernelSpec or QuantizeSpec
         The declarations.
     jobs, executor
         As for :func:`build_many`.
@@ -243,19 +260,20 @@ def _at_once(executor: Executor | None) -> int:
 
 
 def _job(
-    spec: KernelSpec, source: str | None, store: KernelStore, toolchain: Toolchain, elsewhere: Elsewhere | None
+    spec: Declaration, source: str | None, store: KernelStore, toolchain: Toolchain, elsewhere: Elsewhere | None
 ) -> _Job:
     source = _source(spec, source)
     identity = kernel_identity(spec, source, toolchain)
     return _Job(spec, source, identity, identity_key(identity), store, toolchain, elsewhere)
 
 
-def _source(spec: KernelSpec, source: str | None) -> str:
-    legality.require_legal(spec)
+def _source(spec: Declaration, source: str | None) -> str:
+    if isinstance(spec, KernelSpec):  # another one is legal if it is there
+        legality.require_legal(spec)
     return render.render(spec) if source is None else source
 
 
-def _stored(spec: KernelSpec, source: str | None, store: KernelStore | None, *, ask: bool = True) -> Artifact:
+def _stored(spec: Declaration, source: str | None, store: KernelStore | None, *, ask: bool = True) -> Artifact:
     """Find a kernel without a compiler, or ask the remote store. Any compiler's build of the same source will do."""
     identity = source_identity(spec, _source(spec, source))
     remote = RemoteStores.current().store() if ask else None
@@ -277,7 +295,7 @@ def _stored(spec: KernelSpec, source: str | None, store: KernelStore | None, *, 
 
 
 def _stored_remotely(
-    spec: KernelSpec, identity: Mapping[str, Any], store: KernelStore, remote: RemoteStore
+    spec: Declaration, identity: Mapping[str, Any], store: KernelStore, remote: RemoteStore
 ) -> Artifact | None:
     found = remote.fetch_source(identity)
     if found is None:
@@ -286,7 +304,7 @@ def _stored_remotely(
         return store.lookup(found.key) or _taken(found, spec, store)
 
 
-def _stored_again(spec: KernelSpec, source: str | None, store: KernelStore | None, use: Callable[[Artifact], T]) -> T:
+def _stored_again(spec: Declaration, source: str | None, store: KernelStore | None, use: Callable[[Artifact], T]) -> T:
     return use(_stored(spec, source, store))
 
 
@@ -316,7 +334,7 @@ def _made(job: _Job, cancel: threading.Event | None) -> Artifact:
         return compiled
 
 
-def _taken(found: Fetched, spec: KernelSpec, store: KernelStore) -> Artifact | None:
+def _taken(found: Fetched, spec: Declaration, store: KernelStore) -> Artifact | None:
     """Put a fetched kernel into the store; return None if it fails the proofs. The caller holds the kernel's lock."""
     folder = store.workspace(found.key, "")
     try:
@@ -337,7 +355,7 @@ def _taken(found: Fetched, spec: KernelSpec, store: KernelStore) -> Artifact | N
     return published
 
 
-def _proved(library: Path, spec: KernelSpec) -> dict[str, int]:
+def _proved(library: Path, spec: Declaration) -> dict[str, int]:
     """Check a library before it is published, and return its opcode counts."""
     prove_halves_agree(library)
     linkage.require_own_libraries(library.read_bytes(), str(library), CompileError)
@@ -394,7 +412,7 @@ def _explained(job: _Job, folder: Path, exc: CompileError) -> CompileError:
     return CompileError(f"{job.spec.slug}: {reason}\n  source: {kept / SOURCE}{log}")
 
 
-def _build_all(jobs: list[_Job], workers: int) -> dict[KernelSpec, Artifact]:
+def _build_all(jobs: list[_Job], workers: int) -> dict[Declaration, Artifact]:
     cancel = threading.Event()
     with (
         ThreadPoolExecutor(workers, thread_name_prefix="cutlass_ops_build") as pool,
@@ -423,7 +441,7 @@ def _watch(futures: Mapping[Future[Artifact], _Job], steps: Progress) -> None:
             steps.finished(futures[future].spec.slug, failed=error is not None)
 
 
-def _results(futures: Mapping[Future[Artifact], _Job]) -> dict[KernelSpec, Artifact]:
+def _results(futures: Mapping[Future[Artifact], _Job]) -> dict[Declaration, Artifact]:
     failed = {job.spec.slug: error for future, job in futures.items() if (error := future.exception()) is not None}
     if len(failed) == 1:
         raise next(iter(failed.values()))

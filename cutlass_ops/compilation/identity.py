@@ -11,15 +11,15 @@ from cutlass_ops.artifacts.entry import identity_key
 from cutlass_ops.base import arch, resources
 from cutlass_ops.compilation.compiler import IMAGE, compile_flags
 from cutlass_ops.compilation.toolchain import Toolchain
-from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.declare.quantizing import Declaration
 
 
-def kernel_identity(spec: KernelSpec, source: str, toolchain: Toolchain) -> dict[str, Any]:
+def kernel_identity(spec: Declaration, source: str, toolchain: Toolchain) -> dict[str, Any]:
     """Return everything that changes a kernel's binary, as JSON values without paths.
 
     Parameters
     ----------
-    spec : KernelSpec
+    spec : KernelSpec or QuantizeSpec
         The declaration.
     source : str
         Its rendered source.
@@ -29,7 +29,7 @@ def kernel_identity(spec: KernelSpec, source: str, toolchain: Toolchain) -> dict
     return source_identity(spec, source) | {"toolchain": toolchain.identity}
 
 
-def source_identity(spec: KernelSpec, source: str) -> dict[str, Any]:
+def source_identity(spec: Declaration, source: str) -> dict[str, Any]:
     """Return the part of :func:`kernel_identity` that is known without a compiler."""
     return {
         "templates": TEMPLATE_VERSION,
@@ -41,7 +41,7 @@ def source_identity(spec: KernelSpec, source: str) -> dict[str, Any]:
     }
 
 
-def kernel_key(spec: KernelSpec, source: str, toolchain: Toolchain) -> str:
+def kernel_key(spec: Declaration, source: str, toolchain: Toolchain) -> str:
     """Return a kernel's key: the hash of everything that changes its binary.
 
     Parameters

@@ -22,7 +22,7 @@ from cutlass_ops.base.errors import CompileError, CutlassOpsError, ToolchainErro
 from cutlass_ops.compilation.compiler import compile_kernel
 from cutlass_ops.compilation.identity import kernel_identity
 from cutlass_ops.compilation.toolchain import find_toolchain
-from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.declare.quantizing import Declaration, declaration_from_json
 
 _POLL = 0.05  # seconds
 _NAMED = 10  # maximum number of kernels named in an error
@@ -57,7 +57,7 @@ def compile_source(declaration: Mapping[str, Any], source: str, identity: Mappin
     CompileError
         If the compiler rejects the source.
     """
-    spec, toolchain = KernelSpec.from_json(declaration), find_toolchain()
+    spec, toolchain = declaration_from_json(declaration), find_toolchain()
     here = kernel_identity(spec, source, toolchain)
     if here != identity:
         names = sorted(name for name in {*here, *identity} if here.get(name) != identity.get(name))
@@ -92,7 +92,7 @@ class Elsewhere:
         self._left: dict[Future[Product], str] = {}
 
     def compile(
-        self, spec: KernelSpec, source: str, identity: Mapping[str, Any], cancel: threading.Event | None
+        self, spec: Declaration, source: str, identity: Mapping[str, Any], cancel: threading.Event | None
     ) -> Product | None:
         """Compile one kernel on the executor; return None if the executor lost it or takes no more jobs.
 
@@ -140,7 +140,7 @@ class Elsewhere:
         )
 
 
-def _result(future: Future[Product], spec: KernelSpec) -> Product | None:
+def _result(future: Future[Product], spec: Declaration) -> Product | None:
     if future.cancelled():
         _log.warning("compiling %s locally: the executor cancelled it", spec.slug)
         return None

@@ -136,6 +136,11 @@ def find_toolchain() -> Toolchain:
     return found
 
 
+def is_known() -> bool:
+    """Whether compilers were examined already, which takes up to a second: programs are started for it."""
+    return _examine.has_any()
+
+
 @cached(maxsize=8)
 def _examine(nvcc: Path, source: str, host: Path, cutlass: Path | None, path: str | None = None) -> Toolchain:
     path = finding.search_path() if path is None else path

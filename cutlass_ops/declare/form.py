@@ -70,6 +70,8 @@ FORMS: dict[str, Form] = {form.name: form for form in (DENSE, BATCHED)}
 
 def why_one_gemm(graph: Expression) -> str | None:
     """Say why a kernel computes an epilogue for one GEMM only, whatever its form; None if also for several batches."""
+    if graph.quantized is not None:
+        return "the epilogue quantises D, and a kernel writes the scales of one GEMM"
     if any(output.reduce is not None for output in graph.outputs):
         return "the epilogue reduces D, and a kernel finishes the reductions of one GEMM"
     if graph.products:

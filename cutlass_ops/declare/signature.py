@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cutlass_ops.base.errors import ConfigError
+from cutlass_ops.base.hashed import hashed_once
 from cutlass_ops.declare.config import Config, Sm90Config, ThreadblockShape, config_to_json
 from cutlass_ops.declare.form import DENSE, Form
 from cutlass_ops.declare.order import TileOrder
@@ -15,6 +16,7 @@ from cutlass_ops.epilogue.graph import Graph
 _ANY_CONFIG = Sm90Config(ThreadblockShape(128, 128, 64))
 
 
+@hashed_once
 @dataclass(frozen=True)
 class OpSignature:
     """What a call asks for: the epilogue and the type of every operand, without a configuration.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, cast, get_args
 
 from cutlass_ops.base import arch, checked_json
-from cutlass_ops.base.dtypes import ALL, FP8, INTEGERS, NAMES, DType, bf16, dtype, f32, i32, i64
+from cutlass_ops.base.dtypes import ALL, FP8, INTEGERS, NAMES, REDUCED, DType, bf16, dtype, f32, i64
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.base.hashed import hashed_once
 from cutlass_ops.base.mma import mma_of
@@ -20,7 +20,6 @@ from cutlass_ops.declare.form import DENSE, Form
 from cutlass_ops.declare.order import USUAL_ORDER, TileOrder
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import BLOCKS, Input, Kind, Output
-from cutlass_ops.epilogue.operations import REDUCTIONS
 
 Major = Literal["row", "col"]
 
@@ -377,7 +376,7 @@ def _defaults(graph: Graph, b: Operand, d: Operand) -> tuple[Typed, Typed]:
     usual |= dict.fromkeys(BLOCKS, f32)
     read = _read_beside(b, d)
     inputs = {i.name: (i.kind, _normal(i.kind, Operand.of(usual.get(i.kind, read)))) for i in graph.inputs}
-    outputs = {o.name: (o.kind, _normal(o.kind, Operand.of(_result(o) if o.reduce else d))) for o in graph.outputs[1:]}
+    outputs = {o.name: (o.kind, _normal(o.kind, _stored(graph, o, d))) for o in graph.outputs[1:]}
     return inputs, outputs
 
 
@@ -386,12 +385,18 @@ def _read_beside(b: Operand, d: Operand) -> Operand:
     if d.dtype not in FP8:
         return d
     mma = mma_of(b.dtype, b.dtype)
-    usual = bf16 if mma is None else mma.result
-    return Operand(usual, d.major, usual.tma_alignment if d.aligned else min(d.alignment, usual.tma_alignment))
+    return _like(d, bf16 if mma is None else mma.result)
 
 
-def _result(output: Output) -> DType:
-    return dtype(REDUCTIONS[output.reduce or ""].result, (f32, i32))
+def _stored(graph: Graph, output: Output, d: Operand) -> Operand:
+    """Return the type of a further output of which nothing else is said."""
+    name = graph.stored_type(output)
+    return _like(d, dtype(name, (*REDUCED, *FP8))) if name else d
+
+
+def _like(d: Operand, element: DType) -> Operand:
+    """Return D's type with other elements: aligned to 16 bytes if D is."""
+    return Operand(element, d.major, element.tma_alignment if d.aligned else min(d.alignment, element.tma_alignment))
 
 
 def _types(what: str, given: object, usual: Typed) -> tuple[Operand, ...]:

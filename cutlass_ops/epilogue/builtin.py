@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from cutlass_ops.epilogue import (
     Col,
     Epilogue,
@@ -9,12 +11,14 @@ from cutlass_ops.epilogue import (
     Row,
     Scalar,
     Tile,
+    amax,
     cast,
     epilogue,
     gelu,
     maximum,
     mean_of_a,
     mean_square_of_a,
+    reciprocal,
     relu,
     rsqrt,
     silu,
@@ -215,3 +219,72 @@ SCALED: dict[tuple[bool, bool], Epilogue] = {
     (False, True): scaled_columns,
     (True, True): scaled_rows_and_columns,
 }
+
+
+# ---- Results in FP8 --------------------------------------------------------------------------------------------------
+
+
+@epilogue
+def times_gamma(acc, gamma: Row):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """D = (A @ B) * gamma: the next norm's, which runs along its K."""
+    return acc * gamma
+
+
+@functools.cache
+def quantised(rows: bool, with_amax: bool, element: str = "") -> Epilogue:
+    """Return the epilogue D = (A @ B) / scale_out, for a D in FP8.
+
+    Parameters
+    ----------
+    rows : bool
+        Whether each row of D has a scale of its own.
+    with_amax : bool
+        Whether the greatest absolute value of each row is a further output, ``amax``. It is that before the scale.
+    element : str
+        The type that D is rounded to, if D is a further output of something else. Else a call names it.
+    """
+    kind = Col if rows else Scalar
+
+    def quantised(acc, scale_out: kind):  # type: ignore[no-untyped-def, valid-type]  # noqa: ANN001, ANN202
+        """D = (A @ B) / scale_out."""
+        d = acc * reciprocal(scale_out)
+        d = cast(d, element) if element else d
+        return {"d": d, "amax": amax(acc, dim=1)} if with_amax else d
+
+    # The tracer sees the text of an annotation, and no local name in it.
+    quantised.__annotations__["scale_out"] = kind
+    return epilogue(quantised)
+
+
+@functools.cache
+def residual_rms_quantised(dtype: str, rows: bool, with_gamma: bool, with_amax: bool, element: str) -> Graph:
+    """Return the graph of a residual's sum, the squares of its rows, and its copy in FP8 for the next GEMM.
+
+    Parameters
+    ----------
+    dtype : str
+        D's type.
+    rows, with_amax, element
+        As for :func:`quantised`, of the copy.
+    with_gamma : bool
+        Whether the copy is of D times the next norm's gamma.
+    """
+    copy = quantised(rows, with_amax, element).graph
+    copy = times_gamma.graph.then(copy) if with_gamma else copy
+    summed = residual.graph.then(_rounded(dtype).graph)
+    return summed.then(_with_squares.graph.beside(copy, "quantized"))
+
+
+@functools.cache
+def _rounded(dtype: str) -> Epilogue:
+    def rounded(acc):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        """D = A @ B, as it is stored."""
+        return cast(acc, dtype)
+
+    return epilogue(rounded)
+
+
+@epilogue
+def _with_squares(acc):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """D = A @ B, and the sum of squares of each row."""
+    return {"d": acc, "row_sum_square": sum_square(acc, dim=1)}

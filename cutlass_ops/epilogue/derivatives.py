@@ -39,9 +39,9 @@ class Vjp(NamedTuple):
     expression : Expression
         What computes the gradients. Its D is that of the accumulator. What has a gradient of 0 has no output, but D.
     again : bool
-        Whether the expression's accumulator is A @ B once more, and its products and gathered values those of A. If
-        not, its accumulator is the gradient of D: then it needs no GEMM, or can be the epilogue of the one that gives
-        that gradient.
+        Whether the expression's accumulator is A @ B once more, and its products those of A. If not, its accumulator is
+        the gradient of D: then it needs no GEMM, or can be the epilogue of the one that gives that gradient. Gathered
+        values are those of A either way.
     given : dict of str to str
         For outputs of the epilogue, the input with the output's gradient.
     kept : dict of str to str
@@ -79,8 +79,8 @@ def vjp(
     of : collection of str, optional
         The outputs with a gradient; by default all that can have one. The gradients of the others are 0.
     kept : collection of str
-        Tiles among the outputs that are still there. If they make the accumulator, the products and the gathered values
-        unnecessary, the result reads them. Otherwise it computes A @ B again, and reads none.
+        Tiles among the outputs that are still there. If they make the accumulator and the products unnecessary, the
+        result reads them. Otherwise it computes A @ B again, and reads none.
 
     Raises
     ------
@@ -107,10 +107,11 @@ def vjp(
     if unknown:
         raise ConfigError(f"the epilogue has no {', '.join(unknown)}")
     of = differentiable(graph) if of is None else of
+    if graph.quantized is not None:
+        raise ConfigError(f"d is quantised to {graph.quantized}, through which no gradient passes")
     for name in of:
-        reduce = outputs[name].reduce
-        if reduce is not None and not REDUCTIONS[reduce].vjp:
-            raise _refusal(name, reduce)
+        if not _has_rule(graph, outputs[name]):
+            raise _refusal(name, str(outputs[name].reduce))
     found = _derived(graph, wrt, of, kept, again=False) or _derived(graph, wrt, of, (), again=True)
     assert found is not None
     return found
@@ -118,20 +119,36 @@ def vjp(
 
 def differentiable(graph: Expression) -> tuple[str, ...]:
     """Return the names of the outputs that can have a gradient: all but indices."""
-    return tuple(o.name for o in graph.outputs if o.reduce is None or REDUCTIONS[o.reduce].result != "i32")
+    return tuple(o.name for o in graph.outputs if o.reduction is None or REDUCTIONS[o.reduction].result != "i32")
 
 
 def supported(graph: Expression) -> tuple[str, ...]:
     """Return the names of the outputs for whose gradients there is a rule."""
-    return tuple(o.name for o in graph.outputs if o.reduce is None or REDUCTIONS[o.reduce].vjp)
+    return tuple(o.name for o in graph.outputs if _has_rule(graph, o))
+
+
+def needs_place(output: Output) -> bool:
+    """Whether an output's gradient goes to one place, which another reduction must tell: see :func:`place_of`."""
+    return output.reduce is not None and "at" in _reads(REDUCTIONS[output.reduce].vjp)
+
+
+def place_of(graph: Expression, output: Output) -> Output | None:
+    """Return the output that says where an output's value is; None if the epilogue has none."""
+    return next((o for o in graph.outputs if o[1:] == (output.node, output.kind, f"arg{output.reduce}")), None)
+
+
+def _has_rule(graph: Expression, output: Output) -> bool:
+    if output.reduce is None:
+        return True
+    return bool(REDUCTIONS[output.reduce].vjp) and (not needs_place(output) or place_of(graph, output) is not None)
 
 
 def _refusal(name: str, reduction: str) -> ConfigError:
     if REDUCTIONS[reduction].result == "i32":
         return ConfigError(f"output {name!r}: {reduction} gives indices, which have no gradient")
     return ConfigError(
-        f"output {name!r}: {reduction} has no derivative yet, since it is not known which elements equal the result: "
-        f"return the values as a tile, and reduce that by torch.a{reduction}"
+        f"output {name!r}: the gradient of {reduction} goes to the element that is the result, and the epilogue does "
+        f"not say which: return arg{reduction} of the same values as well"
     )
 
 
@@ -143,7 +160,7 @@ def _derived(
     graph: Expression, wrt: Collection[str] | None, of: Collection[str], kept: Collection[str], *, again: bool
 ) -> Vjp | None:
     """Return the gradients; None if they depend on A, and must not."""
-    build, names = Builder(simplify=True), _Names(graph)
+    build, names = Builder(simplify=True), Names(graph)
     inputs = list(graph.inputs)
     build.kinds = {i.name: i.kind for i in inputs}
 
@@ -173,6 +190,11 @@ def _derived(
         values = {"g": build.put("acc") if is_acc else take("grad", output, given), "x": at[output.node]}
         if output.reduce is not None and "r" in _reads(REDUCTIONS[output.reduce].vjp):
             values["r"] = take("kept", output, held)
+        if needs_place(output):
+            index = build.put("column_index" if output.kind is Kind.COL else "row_index")
+            at_output = place_of(graph, output)
+            assert at_output is not None
+            values |= {"place": build.put("to_float", index), "at": take("kept", at_output, held)}
         rule = "g" if output.reduce is None else REDUCTIONS[output.reduce].vjp
         contribute(output.node, _expanded(rule, build, values))
     for index in reversed(range(len(graph.nodes))):
@@ -208,7 +230,7 @@ def _derived(
             outputs[0] = Output("d", totals[index])
 
     nodes, _ = renumbered(build.nodes, outputs)
-    of_a = {_NO_ACC, *(Node(name) for name in GATHERED), *(Node("input", (), name) for name in graph.products)}
+    of_a = {_NO_ACC, *(Node("input", (), name) for name in graph.products)}
     if not again and not of_a.isdisjoint(nodes):
         return None
     used = {node.attr for node in nodes if node.op == "input"}
@@ -218,8 +240,8 @@ def _derived(
 
 def _is_leaf(graph: Expression, output: Output) -> bool:
     """Whether an output is an input or a number, which is there anyway."""
-    op = graph.nodes[output.node].op
-    return op != "acc" and op not in OPS
+    node = graph.nodes[output.node]
+    return node.op != "acc" and node.op not in OPS and not (node.op == "input" and node.attr in graph.products)
 
 
 def _placed(graph: Expression, build: Builder, there: Mapping[int, int], *, again: bool) -> list[int]:
@@ -233,13 +255,14 @@ def _placed(graph: Expression, build: Builder, there: Mapping[int, int], *, agai
     return at
 
 
-class _Names:
+class Names:
     """Names for new inputs and outputs, apart from those of an epilogue."""
 
     def __init__(self, graph: Expression) -> None:
         self._taken = {*(i.name for i in graph.inputs), *(o.name for o in graph.outputs)}
 
     def new(self, prefix: str, name: str) -> str:
+        """Return a name made of two parts, or a numbered one if that is taken or too long."""
         found = f"{prefix}_{name}"
         if found in self._taken or len(found) > MAX_LENGTH:
             numbered = (f"{prefix}{number}" for number in itertools.count(1))

@@ -16,7 +16,7 @@ from cutlass_ops.base import dtypes
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.epilogue.build import Builder, type_of
 from cutlass_ops.epilogue.names import check_name
-from cutlass_ops.epilogue.nodes import BLOCKS, Input, Kind, Node, Output
+from cutlass_ops.epilogue.nodes import BLOCKS, D_SCALE, Input, Kind, Node, Output
 from cutlass_ops.epilogue.operations import (
     GATHERED,
     INDICES,
@@ -93,6 +93,27 @@ class Expression:
         """Names of the inputs that are multiplied by A: one at most."""
         return tuple(i.name for i in self.inputs if i.kind is Kind.PRODUCT)
 
+    def stored_type(self, output: Output) -> str:
+        """Return the name of the type in which an output is stored where nothing else is said; empty for D's type.
+
+        A reduction has its own, and so has what is quantised. A further tile that is a cast to FP8 is stored in that,
+        since such a cast has no other purpose than a copy in 8 bits beside D.
+        """
+        if output.name == "d":
+            return self.quantized or ""
+        if output.kind is Kind.BLOCKS_D:
+            return "f32"
+        if output.reduce is not None:
+            return REDUCTIONS[output.reduce].result
+        node = self.nodes[output.node]
+        is_copy = node.op == "cast" and any(t.name == node.attr for t in dtypes.FP8)
+        return str(node.attr) if is_copy else ""
+
+    @property
+    def quantized(self) -> str | None:
+        """The name of D's type of FP8 if the scales of its blocks are an output, else None."""
+        return next((o.reduce for o in self.outputs if o.kind is Kind.BLOCKS_D), None)
+
     @property
     def block_scales(self) -> tuple[str, ...]:
         """Names of the scales of blocks of A and of B, which the accumulator has already; none if it has none."""
@@ -139,41 +160,80 @@ class Graph(Expression):
                 f"scales of blocks are the accumulator's, and {', '.join(unscaled)} would have none of them"
             )
 
-    def then(self, other: Graph, *, products: bool = False) -> Graph:
+    def then(self, other: Graph, *, products: bool | Graph = False) -> Graph:
         """Return the graph that feeds this one's D into another's accumulator.
 
         Parameters
         ----------
         other : Graph
             What follows. Its inputs come after this one's, and its outputs are the result's.
-        products : bool
+        products : bool or Graph
             Whether the other's products of A pass through this graph as its accumulator does: right where this graph
-            stands for an operation on the rows of A.
+            stands for an operation on the rows of A. Or the graph through which they pass instead, where it differs
+            for each weight, as scales do. Inputs that both have are one; the others come after this graph's.
 
         Raises
         ------
         ConfigError
             If this graph has further outputs, a name stands in both, or the result is beyond the limits.
         """
-        if len(self.outputs) != 1:
-            further = ", ".join(o.name for o in self.outputs[1:])
-            raise ConfigError(f"an epilogue that another follows has D as its only output, and this one has {further}")
-        mine = {i.name for i in self.inputs}
-        taken = [
-            name for name in (*(i.name for i in other.inputs), *(o.name for o in other.outputs[1:])) if name in mine
-        ]
-        if taken:
-            raise ConfigError(f"both epilogues have the name {', '.join(taken)}: rename it in one of them")
+        other_way = products if isinstance(products, Graph) else self
+        for each in (self, other_way):
+            if len(each.outputs) != 1:
+                further = ", ".join(o.name for o in each.outputs[1:])
+                raise ConfigError(
+                    f"an epilogue that another follows has D as its only output, and this one has {further}"
+                )
+        before = tuple(dict.fromkeys((*self.inputs, *other_way.inputs)))
+        _refuse_shared(before, other)
         build = Builder()
-        build.kinds = {i.name: i.kind for i in (*self.inputs, *other.inputs)}
+        build.kinds = {i.name: i.kind for i in (*before, *other.inputs)}
         fed = {Node("acc"): build.place(self.nodes, {})[self.outputs[0].node]}
         for name in other.products if products else ():
             product = Node("input", (), name)
             through = {Node("acc"): build.put("input", attr=name)}
-            fed[product] = build.place(self.nodes, through)[self.outputs[0].node]
+            fed[product] = build.place(other_way.nodes, through)[other_way.outputs[0].node]
         at = build.place(other.nodes, fed)
         outputs = [o._replace(node=at[o.node]) for o in other.outputs]
+        return canonical((*before, *other.inputs), build.nodes, outputs)
+
+    def beside(self, other: Graph, d: str) -> Graph:
+        """Return the graph that computes both of one accumulator: this one's outputs, then the other's.
+
+        Parameters
+        ----------
+        other : Graph
+            Its inputs come after this one's.
+        d : str
+            What the other's D is called then.
+
+        Raises
+        ------
+        ConfigError
+            If a name stands in both, or the result is beyond the limits.
+        """
+        _refuse_shared(self.inputs, other)
+        build = Builder()
+        build.kinds = {i.name: i.kind for i in (*self.inputs, *other.inputs)}
+        mine, theirs = build.place(self.nodes, {}), build.place(other.nodes, {})
+        outputs = [o._replace(node=mine[o.node]) for o in self.outputs]
+        outputs += [o._replace(node=theirs[o.node], name=d if o.name == "d" else o.name) for o in other.outputs]
         return canonical((*self.inputs, *other.inputs), build.nodes, outputs)
+
+    def renamed(self, names: Mapping[str, str]) -> Graph:
+        """Return the same graph with other names of inputs.
+
+        Raises
+        ------
+        ConfigError
+            If a new name is no name, or taken.
+        """
+
+        def new(node: Node) -> Node:
+            return Node("input", (), names.get(str(node.attr), node.attr)) if node.op == "input" else node
+
+        inputs = tuple(i._replace(name=names.get(i.name, i.name)) for i in self.inputs)
+        return Graph(inputs, tuple(map(new, self.nodes)), self.outputs)
 
     def to_json(self) -> dict[str, Any]:
         """Return the canonical JSON form: equal graphs give equal values."""
@@ -204,6 +264,13 @@ class Graph(Expression):
                 Output(name, node, _kind(kind), reduce) for name, node, kind, reduce in _rows(data, "outputs", 4)
             ),
         )
+
+
+def _refuse_shared(inputs: Sequence[Input], other: Graph) -> None:
+    mine = {i.name for i in inputs}
+    taken = [name for name in (*(i.name for i in other.inputs), *(o.name for o in other.outputs[1:])) if name in mine]
+    if taken:
+        raise ConfigError(f"both epilogues have the name {', '.join(taken)}: rename it in one of them")
 
 
 def canonical(inputs: Sequence[Input], nodes: Sequence[Node], outputs: Sequence[Output]) -> Graph:
@@ -319,6 +386,8 @@ def _check_names(graph: Expression) -> None:
     for given in graph.inputs:
         if not isinstance(given.kind, Kind):
             raise ConfigError(f"input {given.name!r} has no kind")
+        if given.kind is Kind.BLOCKS_D:
+            raise ConfigError(f"input {given.name!r} is of the kind of D's scales, which are an output")
 
 
 def _check_node(node: Node, index: int, graph: Expression) -> None:
@@ -374,10 +443,24 @@ def _check_output(output: Output, graph: Expression, types: Sequence[Type]) -> N
         return
     if output.name == "d":
         raise ConfigError("output 'd' is the (M, N) result and cannot be a reduction")
+    if output.kind is Kind.BLOCKS_D:
+        _check_scales(output, graph)
+        return
     if not isinstance(output.reduce, str) or output.reduce not in REDUCTIONS:
         raise ConfigError(f"output {output.name!r}: unknown reduction: use one of {', '.join(REDUCTIONS)}")
     if output.kind not in (Kind.ROW, Kind.COL):
         raise ConfigError(f"output {output.name!r} is a reduction, so it must be a row or a column")
+
+
+def _check_scales(output: Output, graph: Expression) -> None:
+    # One place for them, or equal epilogues would be several graphs.
+    d, second = graph.outputs[:2]
+    of_d = output is second and output.name == D_SCALE and output.node == d.node
+    if not of_d or not any(t.name == output.reduce for t in dtypes.FP8):
+        raise ConfigError(
+            f"output {output.name!r} is not the scales of D: these are the second output, called {D_SCALE!r}, of D's "
+            "value, and name a type of FP8"
+        )
 
 
 def _rows(data: Mapping[str, Any], field: str, width: int) -> list[list[Any]]:

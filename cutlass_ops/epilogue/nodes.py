@@ -14,7 +14,8 @@ class Kind(str, Enum):
     ``TILE`` one value for each element, shape (M, N); ``SCALAR`` a single value. ``PRODUCT`` is an input of shape
     (K, N) whose product with A has one value for each element: that value is what the epilogue computes with.
     ``INTEGER`` is a single whole number of 64 bits: a seed. ``BLOCKS_A`` and ``BLOCKS_B`` are the scales of blocks of A
-    and of B. The main loop applies them to the accumulator, so no operation reads them.
+    and of B. The main loop applies them to the accumulator, so no operation reads them. ``BLOCKS_D`` is an output: the
+    scales of D's blocks of 1x128, shape (M, N / 128), rounded up.
     """
 
     ROW = "row"
@@ -25,10 +26,13 @@ class Kind(str, Enum):
     INTEGER = "integer"
     BLOCKS_A = "blocks_a"
     BLOCKS_B = "blocks_b"
+    BLOCKS_D = "blocks_d"
 
 
 # What the main loop applies.
 BLOCKS = (Kind.BLOCKS_A, Kind.BLOCKS_B)
+# The name of the scales of D.
+D_SCALE = "d_scale"
 
 
 class Input(NamedTuple):
@@ -89,12 +93,18 @@ class Output(NamedTuple):
         Index of the node that holds its value.
     kind : Kind
         ``TILE`` for an (M, N) tensor, ``COL`` for a reduction over each row, shape (M,), ``ROW`` for one over each
-        column, shape (N,).
+        column, shape (N,), ``BLOCKS_D`` for the scales of D's blocks.
     reduce : str or None
-        A name in :data:`cutlass_ops.epilogue.operations.REDUCTIONS` for a reduction, None for a tile.
+        A name in :data:`cutlass_ops.epilogue.operations.REDUCTIONS` for a reduction, None for a tile, and for scales
+        the type of FP8 in which D is.
     """
 
     name: str
     node: int
     kind: Kind = Kind.TILE
     reduce: str | None = None
+
+    @property
+    def reduction(self) -> str | None:
+        """The name of the reduction that it is, or None."""
+        return None if self.kind is Kind.BLOCKS_D else self.reduce

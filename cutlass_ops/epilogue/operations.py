@@ -323,7 +323,8 @@ class ReductionInfo(NamedTuple):
     paired : bool
         Whether it keeps two numbers of each result, and not one FP32 value.
     vjp : str
-        The gradient of x, as in :class:`OpInfo`; without a text there is none.
+        The gradient of x, as in :class:`OpInfo`; without a text there is none. Besides, `place` is where x is along the
+        reduction, and `at` the result of the reduction that says where its result is: ``arg`` and its name.
     """
 
     formula: str
@@ -345,8 +346,16 @@ _REDUCTIONS = "cutlass_ops/reductions.h"
 REDUCTIONS: dict[str, ReductionInfo] = {
     "sum": ReductionInfo("Σ x", "x.sum(dim)", vjp="g"),
     "sum_square": ReductionInfo("Σ x · x", "x.square().sum(dim)", vjp="g * (x + x)"),
-    "max": ReductionInfo("the greatest x; NaN if any is", "x.amax(dim)", empty=-math.inf),
-    "min": ReductionInfo("the least x; NaN if any is", "x.amin(dim)", empty=math.inf, header=_REDUCTIONS),
+    "max": ReductionInfo(
+        "the greatest x; NaN if any is", "x.amax(dim)", empty=-math.inf, vjp="where(place == at, g, 0)"
+    ),
+    "min": ReductionInfo(
+        "the least x; NaN if any is",
+        "x.amin(dim)",
+        empty=math.inf,
+        header=_REDUCTIONS,
+        vjp="where(place == at, g, 0)",
+    ),
     "argmax": ReductionInfo(
         "where the greatest x is, the first if several are; the first NaN if any is",
         "x.argmax(dim).int()",

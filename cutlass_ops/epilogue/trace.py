@@ -18,8 +18,8 @@ from typing import Any
 from cutlass_ops.base.errors import ConfigError, EpilogueError
 from cutlass_ops.epilogue.graph import Graph, canonical
 from cutlass_ops.epilogue.names import check_name
-from cutlass_ops.epilogue.nodes import Input, Kind, Output
-from cutlass_ops.epilogue.values import ANNOTATIONS, TRACER, Computed, Reduction, Tracer, Value
+from cutlass_ops.epilogue.nodes import D_SCALE, Input, Kind, Output
+from cutlass_ops.epilogue.values import ANNOTATIONS, TRACER, Computed, Quantized, Reduction, Tracer, Value
 
 _serials = itertools.count()
 _BY_TOKEN: weakref.WeakValueDictionary[str, Epilogue] = weakref.WeakValueDictionary()
@@ -156,7 +156,8 @@ def epilogue(function: Callable[..., Any]) -> Epilogue:
     :class:`Tile`, :class:`Scalar`, :class:`Product` or :class:`Integer`. The function returns D's value, or a
     dictionary with ``"d"`` and further outputs: values, each an (M, N) tensor, and reductions. It may return a tuple, D
     first. Its further outputs are then called ``output1``, ``output2`` and so on, or as the function's annotation says:
-    a tuple of names, or a NamedTuple.
+    a tuple of names, or a NamedTuple. D may be what :func:`cutlass_ops.e.quantize` gives, with its scales as
+    ``"d_scale"`` after it.
 
     Parameters
     ----------
@@ -296,7 +297,7 @@ def _arguments(tracer: Tracer, inputs: Sequence[Input]) -> tuple[list[Value], di
 
 
 def _outputs(tracer: Tracer, result: object) -> list[Output]:
-    if isinstance(result, Value):
+    if isinstance(result, Value | Quantized):
         result = {"d": result}
     if isinstance(result, (tuple, list)):
         result = _named(tracer, result)
@@ -311,7 +312,15 @@ def _outputs(tracer: Tracer, result: object) -> list[Output]:
         )
     if "d" not in result:
         raise tracer.error_at_def("the returned dictionary lacks 'd', the value of D")
-    return [_output(tracer, name, result[name]) for name in ["d", *(k for k in result if k != "d")]]
+    d = result["d"]
+    if isinstance(d, Quantized):
+        if D_SCALE in result:
+            raise tracer.error_at_def(f"the name {D_SCALE!r} is that of the scales of a quantised D: use another")
+        scales = Output(D_SCALE, d.node, Kind.BLOCKS_D, d.dtype)
+        first = [_output(tracer, "d", Computed(d.tracer, d.node)), scales]
+    else:
+        first = [_output(tracer, "d", d)]
+    return [*first, *(_output(tracer, name, value) for name, value in result.items() if name != "d")]
 
 
 def _named(tracer: Tracer, result: Sequence[object]) -> dict[str, object]:
@@ -348,6 +357,11 @@ def _output(tracer: Tracer, name: str, value: object) -> Output:
             check_name(name, "output")
         except ConfigError as exc:
             raise tracer.error_at_def(str(exc)) from None
+    if isinstance(value, Quantized):
+        raise tracer.error_at_def(
+            f"output {name!r} is quantised with scales of blocks, and only D can be: return it as 'd', or quantise the "
+            "stored tensor by co.quantize"
+        )
     if not isinstance(value, (Value, Reduction)):
         raise tracer.error_at_def(f"output {name!r} is {type(value).__name__}: a traced value or a reduction is needed")
     if value.tracer is not tracer:

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn, cast
 
 from cutlass_ops.base import dtypes
 from cutlass_ops.base.errors import EpilogueError
+from cutlass_ops.base.mma import BLOCK_K
 from cutlass_ops.epilogue.build import Builder
 from cutlass_ops.epilogue.graph import fits
 from cutlass_ops.epilogue.nodes import Kind
@@ -39,6 +40,7 @@ _METHOD = "use + - * / and the functions of cutlass_ops"
 _LOGIC = "the operator {} is not supported for numbers: it takes conditions, such as {}"
 _SEED = "an Integer is a seed or an offset of co.uniform and co.dropout_mask: use a co.Scalar to compute with a number"
 _REDUCED = "a reduction can only be an output, in the returned dictionary: no operation takes it"
+_QUANTIZED = "what co.quantize gives can only be D: compute with the value that it was given instead"
 _TENSOR = (
     "a tensor or array cannot be a constant: give the function a parameter annotated co.Row, co.Col, co.Tile or "
     "co.Scalar and pass it at the call"
@@ -176,8 +178,8 @@ class Tracer(Builder):
                     raise self.error(_SEED)
                 return self.put(TO_FLOAT, x.node)
             return x.node
-        if isinstance(x, Reduction):
-            raise self.error(_REDUCED)
+        if isinstance(x, Reduction | Quantized):
+            raise self.error(type(x).refusal)
         if isinstance(x, numbers.Real) and not isinstance(x, bool):
             if wanted in _BITS and isinstance(x, numbers.Integral):
                 return self.put("seed" if wanted is Type.SEED else "integer", attr=int(x))
@@ -381,6 +383,7 @@ class Reduction(Symbol):
 
     __slots__ = ("function", "kind")
 
+    refusal: ClassVar[str] = _REDUCED
     function: str
     kind: Kind
 
@@ -393,6 +396,32 @@ class Reduction(Symbol):
         return f"<traced reduction {self.function} of %{self.node}>"
 
 
+class Quantized(Symbol):
+    """D in FP8, and a scale for each 1x128 of it: two outputs, and nothing to compute with.
+
+    Examples
+    --------
+    >>> @co.epilogue
+    ... def quantised(acc):
+    ...     found = co.e.quantize(acc, "e4m3")
+    ...     print(found)
+    ...     return found
+    <traced e4m3 of %0>
+    """
+
+    __slots__ = ("dtype",)
+
+    refusal: ClassVar[str] = _QUANTIZED
+    dtype: str
+
+    def __init__(self, tracer: Tracer, node: int, dtype: str) -> None:
+        super().__init__(tracer, node)
+        self.dtype = dtype
+
+    def __repr__(self) -> str:
+        return f"<traced {self.dtype} of %{self.node}>"
+
+
 def _refusal(problem: str) -> Callable[..., NoReturn]:
     def refuse(self: Symbol, *_: object, **__: object) -> NoReturn:
         raise self.tracer.error(problem)
@@ -402,11 +431,14 @@ def _refusal(problem: str) -> Callable[..., NoReturn]:
 
 for _name, _problem in _REFUSED.items():
     setattr(Symbol, _name, _refusal(_problem))
-for _name in _ARITHMETIC:
-    setattr(Reduction, f"__{_name}__", _refusal(_REDUCED))
-    setattr(Reduction, f"__r{_name}__", _refusal(_REDUCED))
-for _name in ("neg", "pos", "abs"):
-    setattr(Reduction, f"__{_name}__", _refusal(_REDUCED))
+for _kind in (Reduction, Quantized):
+    for _name in _ARITHMETIC:
+        setattr(_kind, f"__{_name}__", _refusal(_kind.refusal))
+        setattr(_kind, f"__r{_name}__", _refusal(_kind.refusal))
+    for _name in ("neg", "pos", "abs"):
+        setattr(_kind, f"__{_name}__", _refusal(_kind.refusal))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(Quantized, f"__{_name}__", _refusal(_QUANTIZED))
 
 
 class Row(Value):
@@ -599,6 +631,21 @@ def reduce(function: str, x: object, dim: object, called: str | None = None) -> 
             f"co.{called or function} reduces over a row with dim=1 or over a column with dim=0, not dim={dim!r}{two}"
         )
     return Reduction(tracer, tracer.lift(x), function, kind)
+
+
+def quantize(x: object, dtype: object, block: object) -> Quantized:
+    """Return D as a type of FP8 with a scale for each block of so many columns."""
+    tracer = _current("quantize")
+    try:
+        element = dtypes.dtype(dtype, dtypes.FP8)
+    except ValueError as exc:
+        raise tracer.error(str(exc)) from None
+    if type(block) is not int or block != BLOCK_K:
+        raise tracer.error(
+            f"co.quantize has a scale for each {BLOCK_K} columns, which one tile has, and block is {block!r}: use "
+            f"block={BLOCK_K}, or a co.Scalar or co.Col with the scale of an earlier call"
+        )
+    return Quantized(tracer, tracer.lift(x), element.name)
 
 
 def error(function: str, problem: str) -> EpilogueError:

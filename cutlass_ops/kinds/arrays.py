@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -32,7 +33,9 @@ class Extents(NamedTuple):
         """Return those of some problems."""
         if isinstance(problems, Extents):
             return problems
-        m, *others = np.array(problems, np.float64).reshape(len(problems), len(cls._fields)).T[:, :, None]
+        # Ten times as fast as np.array, which asks each named tuple what it is.
+        flat = np.fromiter(chain.from_iterable(problems), np.float64)
+        m, *others = flat.reshape(len(problems), len(cls._fields)).T[:, :, None]
         return cls(m, *(x[:1] if len(x) == 1 or (len(x) and (x == x[0]).all()) else x for x in others))
 
     @classmethod

@@ -110,6 +110,22 @@ def _fp8_outputs(spec: KernelSpec, config: Config) -> Iterator[Broken]:
             )
 
 
+def _quantized(spec: KernelSpec, config: Config) -> Iterator[str | Broken]:
+    wanted = spec.epilogue.quantized
+    if wanted is None:
+        return
+    if spec.d.dtype.name != wanted:
+        yield f"d is {spec.d}, and the epilogue quantises it to {wanted}: use '{wanted}.row'"
+    for output, operand in spec.typed_outputs:
+        if output.kind is Kind.BLOCKS_D and operand.dtype is not f32:
+            yield f"output {output.name} is {operand.dtype}: use f32 for scales of blocks"
+    if not config.wgmma:
+        yield Broken(
+            f"the epilogue quantises d in blocks of 1x{BLOCK_K}, which kernels of this kind do not",
+            advice="use an Sm90Config" if sm90_serves(spec) else "store d in bf16, and quantise it by co.quantize",
+        )
+
+
 def _scaling(spec: KernelSpec, config: Config) -> Iterator[str | Broken]:
     mma = mma_of(spec.a.dtype, spec.b.dtype)
     if mma is not None and not mma.scales((spec.a.scaling, spec.b.scaling)):
@@ -186,6 +202,7 @@ COMMON: tuple[Rule[Config], ...] = (
     Rule("operand_majors", "hardware", _operand_majors),
     Rule("epilogue_dtypes", "policy", _epilogue_dtypes),
     Rule("fp8_outputs", "policy", _fp8_outputs),
+    Rule("quantized", "policy", _quantized),
     Rule("scaling", "policy", _scaling),
     Rule("alignment", "policy", _alignment),
     Rule("shared_memory", "hardware", _shared_memory),

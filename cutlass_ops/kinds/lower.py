@@ -17,6 +17,7 @@ from itertools import count
 from typing import Any
 
 from cutlass_ops.base.dtypes import i64
+from cutlass_ops.base.mma import BLOCK_K
 from cutlass_ops.declare.form import BATCHED
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue.graph import Graph
@@ -299,7 +300,7 @@ def types(spec: KernelSpec, lowered: Lowered, places: str) -> dict[str, Any]:
     places : str
         The header that this kind of kernel needs where values depend on their place.
     """
-    reductions = (REDUCTIONS[o.reduce].header for o in spec.epilogue.outputs if o.reduce is not None)
+    reductions = (REDUCTIONS[o.reduction].header for o in spec.epilogue.outputs if o.reduction is not None)
     headers = {HEADERS[node.op] for node in spec.epilogue.nodes if node.op in HEADERS} | set(filter(None, reductions))
     headers |= {places} if lowered.places else set()
     operands = (spec.a, spec.b, spec.d, *spec.inputs, *spec.outputs)
@@ -346,7 +347,10 @@ def fields(spec: KernelSpec, whole_accesses: Callable[[Operand, bool], bool]) ->
         for i, operand in spec.typed_inputs
     ]
     return found + [
-        field(o.name, o.kind, operand, whole_accesses(operand, True), "_output") for o, operand in spec.typed_outputs
+        _scales(o.name)
+        if o.kind is Kind.BLOCKS_D
+        else field(o.name, o.kind, operand, whole_accesses(operand, True), "_output")
+        for o, operand in spec.typed_outputs
     ]
 
 
@@ -357,6 +361,12 @@ def _blocks(spec: KernelSpec, given: Input) -> dict[str, str]:
     each, of_k = operand.scaling
     read = f"call.{_READERS[given.kind]}<Element_{given.name}>(o.problem.{extent}, {each}, o.problem.k, {of_k})"
     return {"name": given.name, "type": "cutlass_ops::StridedScales", "read": read}
+
+
+def _scales(name: str) -> dict[str, str]:
+    """Read where the scales of D's blocks go."""
+    read = f"call.blocks_output<Element_{name}>(o.problem.m, 1, o.problem.n, {BLOCK_K})"
+    return {"name": name, "type": "cutlass_ops::WrittenScales", "read": read}
 
 
 def _field(name: str, kind: Kind, operand: Operand, whole: bool, suffix: str = "") -> dict[str, str]:

@@ -7,20 +7,20 @@ from pathlib import Path
 from cutlass_ops.base.errors import CompileError
 from cutlass_ops.base.mma import mma_of, pairs
 from cutlass_ops.base.sass import opcodes
-from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.declare.quantizing import Declaration, QuantizeSpec
 from cutlass_ops.kinds.table import kind_of
 
 
-def prove_tensor_cores(library: Path, spec: KernelSpec) -> dict[str, int]:
+def prove_tensor_cores(library: Path, spec: Declaration) -> dict[str, int]:
     """Call :func:`proved` with a library on disk."""
     return proved(library.read_bytes(), str(library), spec)
 
 
-def proved(library: bytes, where: str, spec: KernelSpec) -> dict[str, int]:
+def proved(library: bytes, where: str, spec: Declaration) -> dict[str, int]:
     """Check that a kernel has the instructions that its configuration requires, and return its opcode counts.
 
     An Sm90 configuration requires ``wgmma`` (HGMMA) and TMA loads (UTMALDG). An Sm80 configuration requires
-    ``mma.sync`` (HMMA), as does a GEMV configuration with eight rows or more.
+    ``mma.sync`` (HMMA), as does a GEMV configuration with eight rows or more. A quantisation multiplies nothing.
 
     Parameters
     ----------
@@ -28,7 +28,7 @@ def proved(library: bytes, where: str, spec: KernelSpec) -> dict[str, int]:
         Contents of the file.
     where : str
         Its path, for messages.
-    spec : KernelSpec
+    spec : KernelSpec or QuantizeSpec
         The declaration.
 
     Raises
@@ -37,6 +37,8 @@ def proved(library: bytes, where: str, spec: KernelSpec) -> dict[str, int]:
         If a required instruction is missing: the kernel would run, but more slowly.
     """
     counts = opcodes(library, where)
+    if isinstance(spec, QuantizeSpec):
+        return counts
     mma = mma_of(spec.a.dtype, spec.b.dtype)
     if mma is None:
         raise CompileError(f"no instruction multiplies {spec.a.dtype} by {spec.b.dtype}: there are {pairs()}")

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from cutlass_ops.base import resources
 from cutlass_ops.base.errors import ToolchainError
+from cutlass_ops.declare.quantizing import Declaration, QuantizeSpec
 from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.kinds import quantizing
 from cutlass_ops.kinds.lower import named_for_cpp
 from cutlass_ops.kinds.table import kind_of
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 _WIDTH = 110
 
 
-def render(spec: KernelSpec) -> str:
+def render(spec: Declaration) -> str:
     """Return the C++ source of a kernel. Equal specs give equal bytes.
 
     Parameters
@@ -53,13 +55,15 @@ def render(spec: KernelSpec) -> str:
     >>> "#include" in co.source(spec)
     True
     """
+    if isinstance(spec, QuantizeSpec):
+        return _environment().get_template(quantizing.TEMPLATE).render(quantizing.context(spec) | _header(spec))
     if not isinstance(spec, KernelSpec):
         raise TypeError(f"spec must be a KernelSpec, not {reprlib.repr(spec)}")
     kind = kind_of(spec.config)
     return _environment().get_template(kind.template).render(kind.context(named_for_cpp(spec)) | _header(spec))
 
 
-def _header(spec: KernelSpec) -> dict[str, Any]:
+def _header(spec: Declaration) -> dict[str, Any]:
     canonical = json.dumps(spec.to_json(), sort_keys=True)
     return {
         "slug": spec.slug,

@@ -32,6 +32,11 @@ def plain_epilogue(spec: KernelSpec) -> bool:
     return spec.d.aligned and not written and all(name == source_name(spec) for name in read)
 
 
+def d_alone(spec: KernelSpec) -> bool:
+    """Return whether the epilogue gives nothing but D, and the scales of its blocks if it has some."""
+    return all(o.kind is Kind.BLOCKS_D for o in spec.epilogue.outputs[1:])
+
+
 def by_wgmma(mma: MmaSpec) -> bool:
     """Return whether kernels of ``wgmma`` multiply a pair of types."""
     return bool(mma.wgmma_opcode)
@@ -58,7 +63,7 @@ def sm80_serves(spec: KernelSpec) -> bool:
     if mma is None or not by_mma_sync(mma) or any(operand.dtype in FP8 for operand in (spec.d, *spec.outputs)):
         return False
     pairs = not spec.epilogue.swaps_pairs or (spec.d.major == "row" and spec.d.alignment > 1)
-    return pairs and not spec.epilogue.products
+    return pairs and not spec.epilogue.products and spec.epilogue.quantized is None
 
 
 def sm90_serves(spec: KernelSpec) -> bool:
@@ -69,14 +74,16 @@ def sm90_serves(spec: KernelSpec) -> bool:
     if (spec.epilogue.gathered and not takes_means(mma)) or not ((spec.a.aligned and spec.b.aligned) or realigns(mma)):
         return False
     plain = plain_epilogue(spec)
-    alone = plain and not spec.outputs and source_name(spec) is None and spec.b.major == "col"
     own = spec.epilogue.swaps_pairs or any(paired(spec))
+    if spec.epilogue.quantized is not None and not (plain and spec.d.major == "row"):
+        return False
+    alone = plain and d_alone(spec) and source_name(spec) is None and spec.b.major == "col"
     return (plain or not own) and (alone or not spec.epilogue.products)
 
 
 def paired(spec: KernelSpec) -> Iterator[str]:
     """Yield the names of the outputs that are reductions that keep two numbers, which CUTLASS's own do not."""
-    return (o.name for o in spec.epilogue.outputs if o.reduce is not None and REDUCTIONS[o.reduce].paired)
+    return (o.name for o in spec.epilogue.outputs if o.reduction is not None and REDUCTIONS[o.reduction].paired)
 
 
 def reduced_together(spec: KernelSpec) -> tuple[tuple[Output, ...], ...]:
@@ -86,7 +93,7 @@ def reduced_together(spec: KernelSpec) -> tuple[tuple[Output, ...], ...]:
     """
     groups: dict[object, list[Output]] = {}
     for output, _ in spec.typed_outputs:
-        if output.reduce is not None:
+        if output.reduction is not None:
             key = (output.node, output.kind) if plain_epilogue(spec) else output.name
             groups.setdefault(key, []).append(output)
     return tuple(map(tuple, groups.values()))

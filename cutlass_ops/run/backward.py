@@ -1,22 +1,17 @@
-"""Gradients of ops: a second operator, for calls that autograd records, whose backward calls ops again.
+"""Gradients of ops, by calls of ops: those of :mod:`cutlass_ops.epilogue.derivatives`, in the following steps.
 
-A call without gradients never comes here: :class:`cutlass_ops.run.traced.Traced` chooses the operator. A compiler that
-traces through autograd sees only the calls of ops that forward and backward make. The gradients are those of
-:mod:`cutlass_ops.epilogue.derivatives`, in the following steps.
-
-1. What the expression of the gradients needs: each product of A by a GEMM of its own, as a tile.
-2. The gradients of the accumulator, of products and of inputs, by one op that computes A @ B again. If they need no
-   accumulator, as those of a bias, elementwise by PyTorch.
-3. dA and dB of each product, by a GEMM each. dB has the layout of B.
+1. The gradients of the accumulator, of products and of inputs, element by element, from what the forward stored
+   (:mod:`cutlass_ops.epilogue.saving`). If it stored nothing, by one op that computes A @ B again, with each product by
+   a GEMM of its own, as a tile.
+2. dA and dB of each product, by a GEMM each. dB has the layout of B. It may be added to a parameter's ``main_grad``.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,10 +19,12 @@ from torch import Tensor
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.epilogue import builtin, derivatives
 from cutlass_ops.epilogue.derivatives import ACC, Vjp, gathered_leaf
-from cutlass_ops.epilogue.graph import Expression, Graph
+from cutlass_ops.epilogue.graph import Expression, Graph, canonical
 from cutlass_ops.epilogue.graph import expression as expression_of
-from cutlass_ops.epilogue.nodes import Kind
-from cutlass_ops.run import batches, operands, reference, traced
+from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
+from cutlass_ops.epilogue.operations import GATHERED
+from cutlass_ops.epilogue.saving import Saving, saving
+from cutlass_ops.run import batches, operands, reference
 from cutlass_ops.run.traced import Portable
 
 Values = dict[str, Any]
@@ -39,7 +36,7 @@ def _vjp(graph: Graph, wrt: frozenset[str], of: frozenset[str], kept: frozenset[
 
 
 @functools.lru_cache(maxsize=1024)
-def _as_epilogue(expression: Expression) -> Graph | None:
+def as_epilogue(expression: Expression) -> Graph | None:
     """Return an expression as the epilogue of a GEMM, its products as tiles; None if it is none."""
     inputs = tuple(i._replace(kind=Kind.TILE) if i.kind is Kind.PRODUCT else i for i in expression.inputs)
     try:
@@ -48,89 +45,147 @@ def _as_epilogue(expression: Expression) -> Graph | None:
         return None
 
 
-# ---- The operator --------------------------------------------------------------------------------------------------
+@functools.lru_cache(maxsize=1024)
+def _as_elementwise(expression: Expression) -> Graph | None:
+    """Return an expression as the epilogue of a GEMM that gives 0: its accumulator and products as tiles.
+
+    None if it is no epilogue. The tile that stands for the accumulator is :data:`_GIVEN`; D is always an output.
+    """
+    if any(i.name == _GIVEN for i in expression.inputs):
+        return None
+    inputs = [i._replace(kind=Kind.TILE) if i.kind is Kind.PRODUCT else i for i in expression.inputs]
+    nodes = [Node("input", (), _GIVEN) if node == Node("acc") else node for node in expression.nodes]
+    if any(node.op == "acc" for node in expression.nodes):
+        inputs.append(Input(_GIVEN, Kind.TILE))
+    d, *others = expression.outputs
+    nodes += [Node("acc"), Node("add", (d.node, len(nodes)))]
+    try:
+        return canonical(inputs, nodes, (Output("d", len(nodes) - 1), *others))
+    except ConfigError:
+        return None
 
 
-def _plain(*arguments: Any) -> Any:
-    return torch.ops.cutlass_ops.fused_gemm(*arguments)
+# The name of the gradient of D where it is an input.
+_GIVEN = "given_d"
 
 
-def _recorded(op, a, b, tensors, numbers, places, out_dtype):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    tensors = list(tensors or ())
-    if not traced.is_differentiated(a, b, *tensors):
-        return _plain(op, a, b, tensors, numbers, places, out_dtype)
-    if out_dtype is not None and out_dtype.itemsize == 1:
-        raise ValueError(
-            f"out_dtype is {out_dtype}, and no gradient passes through a result in FP8: call under torch.no_grad(), or "
-            "take D in another dtype and quantise it"
-        )
-    called = traced.find(op)
-    names = tuple(i.name for at, i in enumerate(called.graph.inputs) if at not in (places or ()))
-    for name, value in zip(("a", "b", *names), (a, b, *tensors), strict=True):
-        operands.require_tensor(name, value)
-    called.of(builtin.identity.graph)  # an exact kernel has no backward, which is known before it runs
-    return list(_Recorded.apply(called, op, names, numbers, places, out_dtype, a, b, *tensors))  # type: ignore[no-untyped-call]
+# ---- The forward of one call ---------------------------------------------------------------------------------------
 
 
-class _Recorded(torch.autograd.Function):
-    """A call of an op, as a node of autograd's graph."""
+def wanted(names: Sequence[str], tensors: Sequence[Tensor]) -> frozenset[str]:
+    """Return the names of the inputs whose gradients are wanted."""
+    pairs = zip(names, tensors, strict=True)
+    return frozenset(name for name, x in pairs if x.requires_grad and x.is_floating_point())
 
-    @staticmethod
-    def forward(ctx, called, op, names, numbers, places, out_dtype, a, b, *tensors):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN205
-        graph = called.graph
-        results = _plain(op, a, b, list(tensors), numbers, places, out_dtype)
-        by_name = {o.name: x for o, x in zip(graph.outputs, results, strict=True)}
-        ctx.called, ctx.names, ctx.numbers, ctx.places = called, names, numbers, places
-        pairs = zip(names, tensors, strict=True)
-        ctx.wrt = frozenset(name for name, x in pairs if x.requires_grad and x.is_floating_point())
-        # Tiles that the epilogue stores beside D are there to be used again; of others, only what must be kept.
-        beside = [o.name for o in graph.outputs[1:] if o.reduce is None]
-        found = _vjp(graph, ctx.wrt, frozenset(derivatives.supported(graph)), frozenset(beside))
-        ctx.kept = tuple(found.kept)
-        ctx.save_for_backward(a, b, *tensors, *(by_name[name] for name in ctx.kept))
-        ctx.mark_non_differentiable(*(x for x in results if not x.is_floating_point()))
-        ctx.set_materialize_grads(False)
-        return tuple(results)
 
-    @staticmethod
-    def backward(ctx, *grads):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN205
-        a, b, *others = ctx.saved_tensors
-        graph, count = ctx.called.graph, len(ctx.names)
-        tensors, kept = others[:count], dict(zip(ctx.kept, others[count:], strict=True))
-        # Kernels read no repeated values, such as those of the gradient of a sum.
-        of = {o.name: g.contiguous() for o, g in zip(graph.outputs, grads, strict=True) if g is not None}
-        if not of:
-            return (None,) * (8 + count)
+class Forward(NamedTuple):
+    """An op that autograd records, with what its backward reads again.
+
+    Attributes
+    ----------
+    called : Portable
+        The op of the user.
+    runs : Portable
+        What runs: the same op, or one with a few outputs more.
+    saving : Saving
+        What it stores.
+    """
+
+    called: Portable
+    runs: Portable
+    saving: Saving
+
+    @classmethod
+    def of(cls, called: Portable, wrt: frozenset[str], dtype: torch.dtype, *, store: bool) -> Forward:
+        """Return how a call is recorded, for the gradients of the accumulator, of products and of the inputs `wrt`."""
+        found = saving(called.graph, wrt, store=store, narrow=dtype is torch.float16)
+        return cls(called, called if found.runs == called.graph else called.of(found.runs), found)
+
+    def run(
+        self, a: Tensor, b: Tensor, values: Values, out_dtype: torch.dtype | None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Run it; return the outputs of the user's op, and what the backward reads."""
+        products = {name: self.product(a, values[name]) for name in self.saving.apart}
+        results = self.runs.as_list(a, b, *(values | products).values(), out_dtype=out_dtype)
+        by_name = {o.name: x for o, x in zip(self.runs.graph.outputs, results, strict=True)}
+        by_name |= {output: products[name] for name, output in self.saving.apart.items()}
+        return results[: len(self.called.graph.outputs)], [by_name[name] for name in self.saving.kept]
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return a @ b, in a's dtype."""
+        return self.called.of(builtin.identity.graph).as_list(a, b, out_dtype=a.dtype)[0]
+
+    def vjp(self, wrt: frozenset[str], of: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> Vjp:
+        """Return the expression of the gradients, which reads what is kept.
+
+        Raises
+        ------
+        NotImplementedError
+            If an output with a gradient has no derivative.
+        """
+        graph = self.saving.graph if set(self.saving.kept) <= set(kept) else self.saving.placed
         try:
-            found = _vjp(graph, ctx.wrt, frozenset(of), frozenset(kept))
+            return _vjp(graph, wrt, frozenset(of), frozenset(kept))
         except ConfigError as error:
-            raise NotImplementedError(f"{ctx.called!r} has no gradient: {error}") from None
-        inputs = traced.inputs_of(tensors, ctx.numbers, ctx.places)
-        values = dict(zip((i.name for i in graph.inputs), inputs, strict=True))
-        step = (_Step if b.ndim == 2 else _BatchedStep)(ctx.called, a, b, values)
-        leaves = step.gradients(found, of, kept)
-        grad_a = step.of_a(leaves) if ctx.needs_input_grad[6] else None
-        grad_b = step.of_weight(leaves.get(ACC), b) if ctx.needs_input_grad[7] else None
-        of_inputs, kinds = [], {i.name: i.kind for i in graph.inputs}
-        for name, x in zip(ctx.names, tensors, strict=True):
-            gradient = leaves.get(name) if name in ctx.wrt else None
-            if name in graph.products and gradient is not None:
-                of_inputs.append(step.of_weight(gradient, x))
-            else:
-                of_inputs.append(None if gradient is None else step.alike(kinds[name], gradient, x))
-        return *(None,) * 6, grad_a, grad_b, *of_inputs
+            raise NotImplementedError(f"{self.called!r} has no gradient: {error}") from None
 
 
-traced.declare(f"fused_gemm_grad({traced.ARGUMENTS}, ScalarType? out_dtype) -> Tensor[]", _plain, traced.shapes)
-# Not by torch.library.register_autograd, which takes no None for an empty list and would refuse only after the call.
-traced.override("fused_gemm_grad", _recorded, "Autograd")
-traced.override("fused_gemm_grad", traced.refuse_vmap, "FuncTorchBatched")
+# ---- Gradients that are added where they belong ----------------------------------------------------------------------
+
+
+def main_grad(name: str, matrix: Tensor) -> Tensor | None:
+    """Return where a matrix's gradient is to be added, as the matrix lies: the ``main_grad`` of its parameter, if any.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is no tensor that a kernel can add to.
+    """
+    parameter = matrix if matrix._base is None else matrix._base
+    found = getattr(parameter, "main_grad", None)
+    if found is None:
+        return None
+    operands.require_tensor(f"main_grad of {name}", found)
+    whole = _lies_as(matrix, parameter)
+    turned = parameter.ndim > 1 and _lies_as(matrix, parameter.mT)
+    if not (whole or turned) or found.shape != parameter.shape or not found.is_contiguous():
+        raise ValueError(
+            f"{name} has shape {tuple(matrix.shape)}, its parameter {tuple(parameter.shape)}, and main_grad "
+            f"{tuple(found.shape)}: pass the parameter or its transpose, and a contiguous main_grad of its shape"
+        )
+    if found.dtype not in (torch.float32, torch.bfloat16, parameter.dtype) or found.device != parameter.device:
+        raise TypeError(
+            f"main_grad of {name} is {found.dtype} on {found.device}: make it torch.float32 or torch.bfloat16 on "
+            f"{parameter.device}"
+        )
+    of_parameter: Tensor = found
+    return of_parameter if whole else of_parameter.mT
+
+
+def _lies_as(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and x.stride() == y.stride()
+
+
+def refuse_main_grads(into: Mapping[str, Tensor | None]) -> None:
+    """Refuse gradients that are to be differentiated again and added somewhere.
+
+    Raises
+    ------
+    NotImplementedError
+        If there are any.
+    """
+    names = [name for name, x in into.items() if x is not None]
+    if names:
+        raise NotImplementedError(
+            f"create_graph=True, and the parameter of {', '.join(names)} has a main_grad, in which a gradient leaves "
+            "autograd: remove main_grad"
+        )
 
 
 # ---- The backward of one call --------------------------------------------------------------------------------------
 
 
-class _Step:
+class Step:
     """The backward of one call: its operands, and the ops that it makes calls of."""
 
     def __init__(self, called: Portable, a: Tensor, b: Tensor, values: Values) -> None:
@@ -153,7 +208,11 @@ class _Step:
         """Return the gradient of each leaf, as far as it is not 0."""
         values = dict(self.values)
         values |= {name: of[output] for output, name in found.given.items()}
-        values |= {name: kept[output] for output, name in found.kept.items()}
+        # An expression computes with FP32 values, and places are whole numbers.
+        values |= {
+            name: kept[output] if kept[output].is_floating_point() else kept[output].to(self.wide)
+            for output, name in found.kept.items()
+        }
         expression = found.expression
         values = {i.name: values[i.name] for i in expression.inputs}
         if not found.again:
@@ -161,7 +220,7 @@ class _Step:
         else:
             for name in expression.products:
                 values[name] = self.product(self.a, values[name])
-            graph = _as_epilogue(self.in_tiles(expression))
+            graph = as_epilogue(self.in_tiles(expression))
             if graph is None:  # such as one of too many outputs
                 acc = self.product(self.a, self.b, self.wide)
                 results = self._elementwise(expression, acc, values)
@@ -181,9 +240,14 @@ class _Step:
         """Return an expression's results, of those of :meth:`in_tiles`."""
         return results
 
-    def alike(self, kind: Kind, gradient: Tensor, x: Tensor) -> Tensor:
-        """Return an input's gradient in the input's shape."""
-        return _alike(gradient, x)
+    def gradients_behind(self, found: Vjp, a: Tensor, b: Tensor, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the gradient of each leaf, by the GEMM that gives the gradient of D: a @ b."""
+        values = self.values | {name: kept[output] for output, name in found.kept.items()}
+        graph = as_epilogue(found.expression)
+        assert graph is not None
+        listed = self.run(graph, a, b, *(values[i.name] for i in graph.inputs))
+        results = dict(zip((o.name for o in graph.outputs), listed, strict=True))
+        return {leaf: results[output] for leaf, output in found.found.items()}
 
     def _elementwise(self, expression: Expression, acc: Tensor | None, values: Values) -> dict[str, Tensor]:
         """Compute an expression by PyTorch, for a given accumulator; products are there as tiles.
@@ -206,13 +270,43 @@ class _Step:
                 others.append(output)
         if not others:
             return self._unfolded(expression, sums)
+        if has_kernels(self.a):
+            found = self._by_kernel(expression, tiles["acc"], flat)
+            if found is not None:
+                return self._unfolded(expression, found)
         # D comes first, even if nobody reads it.
         d = others[0]._replace(name="d", kind=Kind.TILE, reduce=None)
         wanted = others if others[0].name == "d" else [d, *others]
         rest = expression_of(inputs, expression.nodes, wanted)
         taken = {i.name: flat[i.name] for i in rest.inputs}
-        results = reference.evaluate(rest, tiles["acc"], taken, self.wide, a=self.a.reshape(self.m, self.k))
+        a = self._rows_of_a() if rest.gathered else None
+        results = reference.evaluate(rest, tiles["acc"], taken, self.wide, a=a)
         return self._unfolded(expression, sums | {o.name: results[o.name] for o in others})
+
+    def _by_kernel(self, expression: Expression, acc: Tensor, values: Values) -> dict[str, Tensor] | None:
+        """Compute an expression by the epilogue of a GEMM that multiplies zeros; None if it is no epilogue.
+
+        PyTorch would launch a kernel for each operation. This one launches one, which reads and writes each tile once.
+        """
+        means = {name: gathered_leaf(name) for name in expression.gathered}
+        graph = _as_elementwise(_of_columns(expression, tuple(means)))
+        if graph is None:
+            return None
+        values = {**values, _GIVEN: acc, **{_column_of(name): self._flat(Kind.COL, self._mean(name)) for name in means}}
+        a, b = self.a.new_zeros(self.m, _ZEROS), self.a.new_zeros(self.n, _ZEROS).t()
+        listed = self.run(graph, a, b, *(values[i.name] for i in graph.inputs))
+        return dict(zip((o.name for o in graph.outputs), listed, strict=True))
+
+    def _mean(self, name: str) -> Tensor:
+        """Return what is gathered of A's rows, without a copy of A in FP32."""
+        if name == "mean_of_a":
+            return self.a.mean(-1, dtype=self.wide)
+        norms: Tensor = torch.linalg.vector_norm(self.a, dim=-1, dtype=self.wide)
+        return norms.square() / max(self.k, 1)
+
+    def _rows_of_a(self) -> Tensor:
+        """Return A with as many rows as D has."""
+        return self.a.reshape(self.m, self.k)
 
     def _unfolded(self, expression: Expression, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
         shapes = {Kind.TILE: (*self.batch, self.n), Kind.COL: self.batch, Kind.ROW: (self.n,)}
@@ -268,28 +362,80 @@ class _Step:
             total = total + a * (square[..., None] * (2.0 / k))
         return total.to(self.a.dtype)
 
-    def of_weight(self, gradient: Tensor | None, weight: Tensor) -> Tensor | None:
-        """Return the gradient of B or of a product's matrix, in its layout."""
+    def of_inputs(
+        self,
+        leaves: Mapping[str, Tensor],
+        tensors: Mapping[str, Tensor],
+        wrt: frozenset[str],
+        into: Mapping[str, Tensor | None],
+    ) -> list[Tensor | None]:
+        """Return the gradients of the epilogue's tensors."""
+        found: list[Tensor | None] = []
+        for name, x in tensors.items():
+            gradient = leaves.get(name) if name in wrt else None
+            if name in self.weights and gradient is not None:
+                found.append(self.of_weight(gradient, x, into.get(name)))
+            else:
+                found.append(None if gradient is None else self.alike(name, gradient, x))
+        return found
+
+    def alike(self, name: str, gradient: Tensor, x: Tensor) -> Tensor:
+        """Return an input's gradient in the input's shape."""
+        return _alike(gradient, x)
+
+    def of_weight(self, gradient: Tensor | None, weight: Tensor, into: Tensor | None = None) -> Tensor | None:
+        """Return the gradient of B or of a product's matrix, in its layout; None if it is added to `into`."""
         if gradient is None:
             return None
         d, a = gradient.reshape(self.m, self.n), self.a.reshape(self.m, self.k)
+        if into is not None:
+            first, second, total = (a.t(), d, into) if into.is_contiguous() else (d.t(), a, into.t())
+            self.called.of(builtin.residual.graph)(first, second, total, out=total)
+            return None
         # Of a weight.t(), the gradient is that of the weight, transposed: the weight's has no copy then.
         return self.product(d.t(), a).t() if _is_col_major(weight) else self.product(a.t(), d)
 
 
-class _BatchedStep(_Step):
+# The extent of K of a GEMM whose epilogue alone counts: lines of 16 bytes.
+_ZEROS = 8
+
+
+def has_kernels(a: Tensor) -> bool:
+    """Whether kernels serve calls with a tensor like this."""
+    return a.is_cuda and a.dtype in (torch.float16, torch.bfloat16) and 0 not in a.shape
+
+
+def _column_of(name: str) -> str:
+    return f"{name}_column"
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_columns(expression: Expression, gathered: tuple[str, ...]) -> Expression:
+    """Return an expression that takes as columns what it would gather from A."""
+    if not gathered:
+        return expression
+    given = {Node(name): Node("input", (), _column_of(name)) for name in GATHERED}
+    inputs = [*expression.inputs, *(Input(_column_of(name), Kind.COL) for name in gathered)]
+    return expression_of(inputs, [given.get(node, node) for node in expression.nodes], expression.outputs)
+
+
+class _BatchedStep(Step):
     """The backward of a call with batches: what they share gets the sum of their gradients.
 
-    Kernels reduce the D of one GEMM, so the sums of gradients over rows are PyTorch's here.
+    Kernels reduce the D of one GEMM. So a backward that multiplies A @ B again takes its sums of tiles by PyTorch. One
+    that does not sees the rows of all batches as those of one D.
     """
 
     def __init__(self, called: Portable, a: Tensor, b: Tensor, values: Values) -> None:
         self.called, self.a, self.b, self.values = called, a, b, values
         self.lead = tuple(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))  # type: ignore[no-untyped-call]
-        (self.m, self.k), self.n = a.shape[-2:], b.shape[-1]
-        self.batch = (*self.lead, self.m)
+        (rows, self.k), self.n = a.shape[-2:], b.shape[-1]
+        self.batch = (*self.lead, rows)
+        self.m = math.prod(self.batch)
         self.weights = {ACC: b, **{name: values[name] for name in called.graph.products}}
         self.wide = torch.promote_types(a.dtype, torch.float32)
+        self.kinds = {i.name: i.kind for i in called.graph.inputs}
+        self.own = {Kind.ROW: (self.n,), Kind.COL: (rows,), Kind.TILE: (rows, self.n), Kind.PRODUCT: (rows, self.n)}
 
     def in_tiles(self, expression: Expression) -> Expression:
         outputs = [o._replace(kind=Kind.TILE, reduce=None) for o in expression.outputs]
@@ -299,26 +445,35 @@ class _BatchedStep(_Step):
         dims = {o.name: -1 if o.kind is Kind.COL else -2 for o in expression.outputs if o.reduce is not None}
         return {name: x.sum(dims[name], dtype=self.wide) if name in dims else x for name, x in results.items()}
 
-    def alike(self, kind: Kind, gradient: Tensor, x: Tensor) -> Tensor:
-        if kind not in (Kind.ROW, Kind.COL, Kind.TILE) or x.numel() == 1:
+    def alike(self, name: str, gradient: Tensor, x: Tensor) -> Tensor:
+        kind = self.kinds[name]
+        if kind not in (Kind.ROW, Kind.COL, Kind.TILE) or x.numel() in (1, gradient.numel()):
             return _alike(gradient, x)
-        own = {Kind.ROW: (self.n,), Kind.COL: (self.m,), Kind.TILE: (self.m, self.n)}[kind]
-        shape = batches.without_ones(kind, x, self.lead, own).shape
+        shape = batches.without_ones(kind, x, self.lead, self.own[kind]).shape
         return self._of_shared(gradient, shape).reshape(x.shape).to(x.device, x.dtype)
 
     def of_a(self, leaves: Mapping[str, Tensor]) -> Tensor | None:
         total = super().of_a(leaves)
         return None if total is None else self._of_shared(total, self.a.shape).to(self.a.dtype)
 
-    def of_weight(self, gradient: Tensor | None, weight: Tensor) -> Tensor | None:
+    def of_weight(self, gradient: Tensor | None, weight: Tensor, into: Tensor | None = None) -> Tensor | None:
         if gradient is None:
             return None
-        # What batches share is added up before it is rounded.
-        dtype = weight.dtype if weight.shape[:-2] == self.lead else self.wide
-        turned = weight.stride(-2) == 1 and weight.stride(-1) != 1
         a = self.a if self.a.ndim > 2 else self.a[None]  # two dimensions would be a weight
+        is_shared = weight.shape[:-2] != self.lead
+        if into is not None and not is_shared:
+            first, second, total = (a.mT, gradient, into) if into.is_contiguous() else (gradient.mT, a, into.mT)
+            self.called.of(builtin.residual.graph)(first, second, total, out=total)
+            return None
+        # What batches share is added up before it is rounded.
+        dtype = self.wide if is_shared else weight.dtype
+        turned = weight.stride(-2) == 1 and weight.stride(-1) != 1
         found = self.product(gradient.mT, a, dtype).mT if turned else self.product(a.mT, gradient, dtype)
-        return self._of_shared(found, weight.shape).to(weight.dtype)
+        found = self._of_shared(found, weight.shape)
+        if into is not None:
+            into.add_(found)
+            return None
+        return found.to(weight.dtype)
 
     def _of_shared(self, gradient: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Add up the gradients of what several batches share."""
@@ -327,39 +482,57 @@ class _BatchedStep(_Step):
         return gradient.to(torch.promote_types(gradient.dtype, torch.float32)).sum_to_size(shape)
 
     def _elementwise(self, expression: Expression, acc: Tensor | None, values: Values) -> dict[str, Tensor]:
+        if Node("row_index") in expression.nodes:
+            return self._by_batches(expression, acc, values)
+        # A row that differs between batches is a tile of all their rows.
+        apart = {i.name for i in expression.inputs if i.kind is Kind.ROW and values[i.name].numel() != self.n}
+        rows = {name: batches.without_ones(Kind.ROW, values[name], self.lead, self.own[Kind.ROW]) for name in apart}
+        values = values | {name: x.unsqueeze(-2) for name, x in rows.items()}
+        inputs = [i._replace(kind=Kind.TILE) if i.name in apart else i for i in expression.inputs]
+        of_batches = any(
+            self.kinds[name] is Kind.ROW and isinstance(x, Tensor) and x.numel() != self.n
+            for name, x in self.values.items()
+        )
+        sums = {o.name for o in expression.outputs if of_batches and o.kind is Kind.ROW}
+        outputs = [o._replace(kind=Kind.TILE, reduce=None) if o.name in sums else o for o in expression.outputs]
+        found = super()._elementwise(expression_of(inputs, expression.nodes, outputs), acc, values)
+        return {name: x.sum(-2, dtype=self.wide) if name in sums else x for name, x in found.items()}
+
+    def _by_batches(self, expression: Expression, acc: Tensor | None, values: Values) -> dict[str, Tensor]:
+        """Compute an expression by PyTorch that counts the rows of each batch from 0."""
         if acc is None:  # no gradient of D, so that the expression does not read it
             acc = self.a.new_zeros((1, 1), dtype=self.wide)
-        acc = acc.expand(*self.batch, self.n)
-        own = {Kind.ROW: (self.n,), Kind.COL: (self.m,), Kind.TILE: (self.m, self.n), Kind.PRODUCT: (self.m, self.n)}
-        inputs = tuple(i._replace(kind=Kind.TILE) if i.kind is Kind.PRODUCT else i for i in expression.inputs)
-        found = {
-            i.name: batches.spread(i.kind, values[i.name], self.lead, own[i.kind]) if i.kind in own else values[i.name]
-            for i in inputs
-        }
-        if not expression.gathered:
-            tiles = self.in_tiles(expression_of(inputs, expression.nodes, expression.outputs))
-            return self.summed(expression, self._values(tiles, acc, found))
-        # Statistics are of one A's rows.
-        a = self.a.expand(*self.lead, *self.a.shape[-2:])
-        each = []
-        for place in itertools.product(*map(range, self.lead)):
-            of_one = {
-                i.name: x[place] if isinstance(x := found[i.name], Tensor) and x.ndim > len(own.get(i.kind, ())) else x
-                for i in inputs
-            }
-            step = _Step(self.called, a[place], self.b.reshape(-1, self.k, self.n)[0], self.values)
-            each.append(step._elementwise(expression, acc[place], of_one))
-        return {
-            name: torch.stack([one[name] for one in each]).reshape(*self.lead, *each[0][name].shape) for name in each[0]
-        }
-
-    def _values(self, expression: Expression, acc: Tensor, values: Values) -> dict[str, Tensor]:
-        outputs = list(expression.outputs)
+        gathered = expression.gathered
+        values = values | {_column_of(name): self._mean(name) for name in gathered}
+        expression = _of_columns(expression, gathered)
+        inputs = [i._replace(kind=Kind.TILE) if i.kind is Kind.PRODUCT else i for i in expression.inputs]
+        outputs = list(self.in_tiles(expression).outputs)
         if outputs[0].name != "d":  # D comes first, even if nobody reads it
             outputs.insert(0, outputs[0]._replace(name="d"))
-        rest = expression_of(expression.inputs, expression.nodes, outputs)
-        taken = {i.name: values[i.name] for i in rest.inputs}
-        return reference.evaluate(rest, acc, taken, self.wide)
+        rest = expression_of(inputs, expression.nodes, outputs)
+        taken = {i.name: self._spread(i.kind, values[i.name]) for i in rest.inputs}
+        results = reference.evaluate(rest, acc.expand(*self.batch, self.n), taken, self.wide)
+        return self.summed(expression, results)
+
+    def _flat(self, kind: Kind, value: Any) -> Any:
+        if kind not in (Kind.COL, Kind.TILE, Kind.PRODUCT) or not isinstance(value, Tensor):
+            return super()._flat(kind, value)
+        value = batches.without_ones(kind, value, self.lead, self.own[kind])
+        if kind is Kind.COL:
+            return value.expand(self.batch).reshape(self.m)
+        return value.expand(*self.batch, self.n).reshape(self.m, self.n)
+
+    def _spread(self, kind: Kind, value: Any) -> Any:
+        """Return an input as it is shared, or with all batches."""
+        return batches.spread(kind, value, self.lead, self.own[kind]) if kind in self.own else value
+
+    def _rows_of_a(self) -> Tensor:
+        return self.a.expand(*self.batch, self.k).reshape(self.m, self.k)
+
+
+def step_of(called: Portable, a: Tensor, b: Tensor, values: Values) -> Step:
+    """Return the backward of a call, of one GEMM or of batches."""
+    return (Step if b.ndim == 2 else _BatchedStep)(called, a, b, values)
 
 
 def _is_col_major(matrix: Tensor) -> bool:

@@ -29,7 +29,7 @@ from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.run import batches, operands, reference
 from cutlass_ops.run.operands import Arguments
 from cutlass_ops.run.registry import OpSignature
-from cutlass_ops.run.results import usual_dtype
+from cutlass_ops.run.results import new_strides, quantized_dtype, usual_dtype
 
 _OUT_DTYPES = tuple(getattr(torch, t.torch_name) for t in STORED)
 
@@ -88,9 +88,25 @@ class Call(NamedTuple):
         for name, tensor in self.tensors():
             operands.refuse_differentiated(name, tensor)
 
+    def check_layouts(self) -> None:
+        """Refuse layouts that a kernel cannot address, so that code that runs on the CPU also runs on a GPU.
+
+        Raises
+        ------
+        ValueError
+            If one is such. The message says what to pass.
+        """
+        tiles = {i.name for i in self.graph.inputs if i.kind is Kind.TILE}
+        tiles |= {operands.output_name(o) for o in self.graph.outputs if o.kind is Kind.TILE}
+        for name, tensor in self.tensors():
+            if name == "a" or name in tiles:
+                operands.matrix(name, tensor, operands.element_type(name, tensor))
+        operands.weights(self.arguments.b, _products(self), operands.element_type("b", self.arguments.b))
+        operands.check_lines(self.arguments, _products(self))
+
     def run_reference(self) -> None:
         """Compute the outputs in PyTorch, for operands that a kernel could also address."""
-        _check_layouts(self)
+        self.check_layouts()
         for part in [self] if self.why_apart is None else self.parts():
             values = reference.gemm_reference(
                 part.arguments.a,
@@ -156,8 +172,11 @@ def check_call(
         raise ValueError(f"b has shape {tuple(b.shape)}, and {spec.slug} is {spec.form}: pass {instead}")
     if out_dtype is not None and out_dtype not in _OUT_DTYPES:
         raise TypeError(f"out_dtype is {out_dtype}: use {', '.join(map(str, _OUT_DTYPES[:-1]))} or {_OUT_DTYPES[-1]}")
+    quantized = quantized_dtype(graph)
+    if quantized is not None and out_dtype not in (None, quantized):
+        raise TypeError(f"out_dtype is {out_dtype}, and the epilogue quantises D to {quantized}: omit out_dtype")
     given = given_outputs(graph, out)
-    outputs = []
+    outputs: list[Tensor] = []
     for position, (output, tensor) in enumerate(zip(graph.outputs, given, strict=True)):
         if tensor is not None:
             allowed = STORED if output.reduce is None else READ
@@ -165,10 +184,12 @@ def check_call(
             continue
         wanted = None if spec is None else (spec.d, *spec.outputs)[position]
         d_dtype = outputs[0].dtype if outputs else (out_dtype or usual_dtype(arguments.a.dtype, arguments.b.dtype))
-        default = reference.result_dtype(output) or d_dtype
+        default = reference.result_dtype(graph, output) or d_dtype
         dtype = default if wanted is None else getattr(torch, wanted.dtype.torch_name)
         col_major = wanted is not None and output.kind is Kind.TILE and wanted.major == "col"
-        outputs.append(_allocate(arguments.flat_shape(output), dtype, arguments.a.device, col_major))
+        outputs.append(_allocate(output.kind, arguments.flat_shape(output), dtype, arguments.a.device, col_major))
+    if quantized is not None:
+        operands.check_quantized(arguments.problem.n, quantized, None if given[0] is None else outputs[0])
     if any(t is not None for t in given):
         operands.check_overlap(graph, arguments, outputs)
     return Call(graph, arguments, tuple(outputs), given)
@@ -280,10 +301,12 @@ def given_outputs(graph: Graph, out: Any) -> tuple[Any, ...]:
     raise TypeError(f"out must be a tensor or a mapping of output names to tensors, not {type(out).__name__}")
 
 
-def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, col_major: bool) -> Tensor:
+def _allocate(kind: Kind, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, col_major: bool) -> Tensor:
     if col_major:
         *batch, rows, columns = shape
         return torch.empty((*batch, columns, rows), dtype=dtype, device=device).mT
+    if kind is Kind.BLOCKS_D:
+        return torch.empty_strided(shape, new_strides(kind, shape), dtype=dtype, device=device)
     return torch.empty(shape, dtype=dtype, device=device)
 
 
@@ -300,17 +323,6 @@ def device_of(device: torch.device) -> Device:
         raise NoDeviceError(arch.no_device(device))
     properties = torch.cuda.get_device_properties(device)
     return Device((properties.major, properties.minor), properties.multi_processor_count, properties.name)
-
-
-def _check_layouts(call: Call) -> None:
-    """Refuse layouts that a kernel cannot address, so that code that runs on the CPU also runs on a GPU."""
-    tiles = {i.name for i in call.graph.inputs if i.kind is Kind.TILE}
-    tiles |= {operands.output_name(o) for o in call.graph.outputs if o.kind is Kind.TILE}
-    for name, tensor in call.tensors():
-        if name == "a" or name in tiles:
-            operands.matrix(name, tensor, operands.element_type(name, tensor))
-    operands.weights(call.arguments.b, _products(call), operands.element_type("b", call.arguments.b))
-    operands.check_lines(call.arguments, _products(call))
 
 
 def _products(call: Call) -> dict[str, Tensor]:

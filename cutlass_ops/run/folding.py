@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from cutlass_ops.base import arch
 from cutlass_ops.base.dtypes import READ, bf16, f16
-from cutlass_ops.run import operands, traced
+from cutlass_ops.run import fp8, operands, reference, traced
 
 # Columns converted to FP64 at a time, to save memory.
 _COLUMNS = 256
@@ -79,6 +79,66 @@ def _fold(w: Tensor, gamma: Tensor, name: str) -> Tensor:
     _check(name, w, "gamma", gamma)
     operands.matrix(name, w, operands.element_type(name, w))
     return torch.mul(w, gamma[:, None], out=_empty_like(w))
+
+
+def quantize(w: Tensor, gamma: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return w, or diag(gamma) @ w, in FP8 along K, and the scale of each column. Waits for the device.
+
+    Parameters
+    ----------
+    w : Tensor
+        (K, N), FP16 or BF16, either major.
+    gamma : Tensor or None
+        (K,), FP16, BF16 or FP32.
+    dtype : torch.dtype
+        A type of FP8.
+
+    Returns
+    -------
+    tuple of Tensor
+        (K, N) in FP8, and (N,) in FP32. Each value is rounded once: gamma · w is computed in FP64.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit, or values are infinite or NaN.
+    """
+    gamma = torch.ones(w.shape[:1], device=w.device) if gamma is None and w.ndim else gamma
+    assert gamma is not None
+    _check("w", w, "gamma", gamma)
+    found = _along_k(w, dtype)
+    rows, exact = gamma.double()[:, None], torch.float64
+
+    def fill(columns: slice) -> Tensor:
+        values = w[:, columns].to(exact) * rows
+        amax = values.abs().amax(0) if len(w) else values.new_zeros(values.shape[1])
+        scale = fp8.scale_of(amax, dtype)
+        found[:, columns].copy_(reference.rounded(values / scale, dtype))
+        return torch.stack([scale, (~amax.isfinite()).float()])
+
+    scale, unknown = _by_columns(w, fill)
+    if bad := int(unknown.sum().item()):
+        raise ValueError(f"w or gamma is infinite or NaN in {bad} of {w.shape[1]} columns: FP8 has no scale for these")
+    return found, scale.contiguous()
+
+
+def along_k(w: Tensor) -> Tensor:
+    """Return a copy of a weight (K, N) whose lines lie along K and begin at multiples of 16 bytes.
+
+    Raises
+    ------
+    ValueError
+        If it has not two dimensions.
+    """
+    if w.ndim != 2:
+        raise ValueError(f"w has shape {tuple(w.shape)}: it must be (K, N)")
+    return _along_k(w, w.dtype).copy_(w)
+
+
+def _along_k(w: Tensor, dtype: torch.dtype) -> Tensor:
+    k, n = w.shape
+    unit = arch.TMA_ALIGNMENT_BYTES // dtype.itemsize
+    return w.new_empty(n, -(-k // unit) * unit, dtype=dtype)[:, :k].t()
 
 
 def check_folded(w: Tensor, gamma: Tensor, folded: Tensor) -> None:

@@ -6,8 +6,9 @@ the FP32 accumulator before rounding. docs/rmsnorm.md has the algebra and the li
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -15,11 +16,17 @@ from torch.utils import _pytree
 
 from cutlass_ops.base import dtypes
 from cutlass_ops.epilogue import Epilogue, Graph, builtin
-from cutlass_ops.run import folding, operands, traced
+from cutlass_ops.run import fp8, operands, scaled, traced, weights
 from cutlass_ops.run.ops import Op, graph_op, op_of, prepared_by
+from cutlass_ops.run.results import usual_dtype
+from cutlass_ops.run.weights import PreparedLayerNormWeight, PreparedWeight
+
+# Whether a result has one scale, or one for each row.
+Quantise = Literal["tensor", "rows"]
 
 # Keyword arguments of this module's functions: no input of an epilogue may have these names.
 _OWN = frozenset(("x", "w", "gamma", "beta", "eps", "mean", "rstd", "epilogue"))
+_OWN_OF_RMSNORM = frozenset(("scale_a", "scale_b", "scale_out", "amax"))
 
 
 # ---- RMSNorm -----------------------------------------------------------------------------------------------------
@@ -74,62 +81,32 @@ class ResidualRms(NamedTuple):
     rstd: RowStatistic
 
 
-@dataclass(frozen=True, eq=False)
-class PreparedWeight:
-    """A weight with an RMSNorm's gamma folded in, made by :func:`prepare` for :func:`rmsnorm_gemm`.
+class QuantizedResidualRms(NamedTuple):
+    """Result of :func:`gemm_residual_rms` with a copy in FP8.
 
     Attributes
     ----------
-    matrix : Tensor
-        diag(gamma) @ w, (K, N), in w's dtype and major. The leading dimension is a multiple of 16 bytes.
+    y : Tensor
+        (..., M, N), FP16 or BF16.
+    rstd : RowStatistic
+        The statistic of y's rows.
+    quantized : Tensor
+        y · gamma / scale_out, (..., M, N), in FP8.
+    amax : Tensor or None
+        Greatest absolute value of each row of y · gamma, (..., M), FP32, if it was asked for.
 
     Examples
     --------
-    >>> w, gamma = torch.ones(8, 4).bfloat16(), torch.full((8,), 0.5)
-    >>> co.prepare(w, gamma).matrix.shape
-    torch.Size([8, 4])
+    >>> a, b = torch.ones(2, 8).bfloat16(), torch.ones(8, 4).bfloat16()
+    >>> made = co.gemm_residual_rms(a, b, torch.zeros(2, 4).bfloat16(), eps=1e-6, scale_out=0.25)
+    >>> made.quantized.dtype, made.quantized.shape, made.amax
+    (torch.float8_e4m3fn, torch.Size([2, 4]), None)
     """
 
-    matrix: Tensor
-
-
-def prepare(w: Tensor, gamma: Tensor) -> PreparedWeight:
-    """Fold an RMSNorm's gamma into the weight that follows it, once.
-
-    The result takes 2·K·N bytes; w itself is no longer needed. The call reads w three times, writes it once, uses some
-    tens of MiB of temporary memory and waits for the device. Each value of gamma · w is rounded once to w's dtype.
-
-    Parameters
-    ----------
-    w : Tensor
-        (K, N), FP16 or BF16, either major: ``weight.t()`` of a linear layer.
-    gamma : Tensor
-        (K,), FP16, BF16 or FP32.
-
-    Returns
-    -------
-    PreparedWeight
-        Pass it to :func:`rmsnorm_gemm` instead of w and gamma.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument does not fit, or w's dtype cannot hold gamma · w: it overflows, or a column loses more than one
-        rounding because its values are denormal (in FP16, below 6e-5).
-
-    Examples
-    --------
-    >>> x = torch.tensor([[2.0, -2.0, 2.0, -2.0]]).bfloat16()
-    >>> w, gamma = torch.eye(4).bfloat16(), torch.full((4,), 0.5).bfloat16()
-    >>> prepared = co.prepare(w, gamma)  # once
-    >>> co.rmsnorm_gemm(x, prepared, eps=0.0).tolist()
-    [[0.5, -0.5, 0.5, -0.5]]
-    """
-    for name, value in (("w", w), ("gamma", gamma)):
-        operands.refuse_differentiated(name, value)
-    folded = folding.fold(w, gamma)
-    folding.check_folded(w, gamma, folded)
-    return PreparedWeight(folded)
+    y: Tensor
+    rstd: RowStatistic
+    quantized: Tensor
+    amax: Tensor | None
 
 
 def _prepare_rms(
@@ -140,14 +117,26 @@ def _prepare_rms(
     rstd: RowStatistic | Tensor | None,
     epilogue: Epilogue | None,
     inputs: dict[str, Any],
+    scale_a: Tensor | float | None,
+    scale_b: Tensor | float | None,
+    scale_out: Tensor | float | None,
+    amax: bool,
+    out: Any,
+    out_dtype: torch.dtype | None,
 ) -> tuple[Op, tuple[Any, ...]]:
-    norm, values = rms_values(x, eps, rstd)
-    op = _composed("rmsnorm_gemm", norm, epilogue)
+    matrix, scale_b = weights.matrix_of(w, gamma, "w"), weights.weight_scale(w, scale_b, "scale_b")
+    quantise = quantise_by(scale_out, amax, out, out_dtype)
+    norm, values = rms_values(x, eps, rstd, scale_a)
+    scales = scaled.scales_of(x, matrix, scale_a, scale_b)
+    op = _composed("rmsnorm_gemm", norm, epilogue, False, scales, quantise, amax)
     for name in op.products:
         if name in inputs:
-            require_alike(w, name, inputs[name])
-            inputs[name] = matrix_of(inputs[name], gamma, name)
-    return op, (x, matrix_of(w, gamma, "w"), *values)
+            weights.require_alike(w, name, inputs[name])
+            inputs[name] = weights.matrix_of(inputs[name], gamma, name)
+    if scale_out is not None:
+        inputs["scale_out"] = scale_out
+    factors = () if scales is None else (scale_a, scale_b)
+    return op, (x, matrix, *factors, *values)
 
 
 @prepared_by(_prepare_rms)
@@ -159,6 +148,10 @@ def rmsnorm_gemm(
     eps: float | None = None,
     rstd: RowStatistic | Tensor | None = None,
     epilogue: Epilogue | None = None,
+    scale_a: Tensor | float | None = None,
+    scale_b: Tensor | float | None = None,
+    scale_out: Tensor | float | None = None,
+    amax: bool = False,
     out: Any = None,
     out_dtype: torch.dtype | None = None,
     **inputs: Any,
@@ -168,10 +161,14 @@ def rmsnorm_gemm(
     rmsnorm(x) = x / √(mean(x², -1) + eps) · gamma, as in ``torch.nn.functional.rms_norm``. Rows are scaled in FP32
     before rounding.
 
+    An x in FP8 is what :func:`gemm_residual_rms` gives as `quantized`: it has been multiplied by gamma, or gamma is in
+    the weight, and its statistic is that of the stream before it was quantised.
+
     Parameters
     ----------
     x : Tensor
-        (..., K), FP16 or BF16; leading dimensions are folded into M. Messages call it ``a``, and w ``b``.
+        (..., K), FP16, BF16 or on Hopper FP8; leading dimensions are folded into M. Messages call it ``a``, and w
+        ``b``.
     w : Tensor or PreparedWeight
         (K, N), the same dtype: ``weight.t()`` of a linear layer, or the result of :func:`prepare`.
     gamma : Tensor, optional
@@ -184,6 +181,15 @@ def rmsnorm_gemm(
         Without it the kernel computes mean squares from x.
     epilogue : Epilogue, optional
         Applied to the normalised product. A ``Product`` is scaled in the same way; its matrix must be prepared if w is.
+        With scales it takes none: :func:`cutlass_ops.gemm_swiglu` does.
+    scale_a, scale_b : Tensor or float, optional
+        Of x and of w, as for :func:`cutlass_ops.scaled_gemm`; both or none, and with `rstd`. A weight that was prepared
+        in FP8 has its own.
+    scale_out : Tensor or float, optional
+        What the result is divided by: a number, a tensor without dimensions, or one for each row, (...). The result is
+        in FP8, which `out_dtype` or `out` names.
+    amax : bool
+        Whether the greatest absolute value of each row, before `scale_out`, is an output too: ``amax``, (...), FP32.
     out, out_dtype, **inputs
         As for :func:`cutlass_ops.gemm`.
 
@@ -213,7 +219,9 @@ def rmsnorm_gemm(
     >>> co.rmsnorm_gemm(x, w, gamma, eps=0.0, epilogue=biased, bias=torch.ones(4).bfloat16()).tolist()
     [[1.5, 0.5, 1.5, 0.5]]
     """
-    op, arguments = _prepare_rms(x, w, gamma, eps, rstd, epilogue, inputs)
+    op, arguments = _prepare_rms(
+        x, w, gamma, eps, rstd, epilogue, inputs, scale_a, scale_b, scale_out, amax, out, out_dtype
+    )
     return op(*arguments, out=out, out_dtype=out_dtype, **inputs)
 
 
@@ -240,52 +248,124 @@ def rmsnorm_op(epilogue: Epilogue | None = None, *, given: Literal["sums", "rstd
 
 
 def _prepare_residual(
-    a: Tensor, b: Tensor, residual: Tensor, epilogue: Epilogue | None, out: Tensor | None, inputs: dict[str, Any]
+    a: Tensor,
+    b: Tensor | PreparedWeight,
+    residual: Tensor,
+    epilogue: Epilogue | None,
+    scale_a: Tensor | float | None,
+    scale_b: Tensor | float | None,
+    gamma: Tensor | None,
+    scale_out: Tensor | float | None,
+    amax: bool,
+    quantized_dtype: torch.dtype,
+    out: Any,
+    inputs: dict[str, Any],
 ) -> tuple[Op, tuple[Any, ...]]:
     operands.require_tensor("a", a)
-    if out is not None:
-        operands.require_tensor("out", out)
-        if out.dtype != a.dtype:
-            raise TypeError(f"out is {out.dtype} and a is {a.dtype}: pass an out of a's dtype")
+    matrix, scale_b = weights.matrix_of(b, None, "b"), weights.weight_scale(b, scale_b, "scale_b")
+    dtype = traced.autocast_dtype(a)
+    a, matrix = traced.autocast_to(dtype, a), traced.autocast_to(dtype, matrix)
+    scales = scaled.scales_of(a, matrix, scale_a, scale_b)
+    _check_y(out, a)
     inputs["residual"] = residual
-    return residual_rms_op(a.dtype, epilogue), (a, b)
+    factors = () if scales is None else (scale_a, scale_b)
+    if scale_out is None:
+        if gamma is not None or amax:
+            what = "gamma is" if gamma is not None else "amax=True asks for what is"
+            raise TypeError(f"{what} of the copy in FP8: pass scale_out=, which divides it")
+        return residual_rms_op(a.dtype, epilogue, scales), (a, matrix, *factors)
+    fp8.require_dtype("quantized_dtype", quantized_dtype)
+    inputs["scale_out"] = scale_out
+    if gamma is not None:
+        inputs["gamma"] = gamma
+    copy = scaled.is_vector(scale_out), gamma is not None, amax, dtypes.dtype(quantized_dtype).name
+    return _residual_op(_stream_dtype(a.dtype), epilogue, scales, copy), (a, matrix, *factors)
+
+
+def _check_y(out: Any, a: Tensor) -> None:
+    y = out.get("d") if isinstance(out, Mapping) else out
+    if y is None:
+        return
+    operands.require_tensor("out", y)
+    wanted = usual_dtype(a.dtype, a.dtype)
+    if y.dtype != wanted:
+        whose = "a's dtype" if wanted == a.dtype else f"{wanted}"
+        raise TypeError(f"out is {y.dtype} and a is {a.dtype}: pass an out of {whose}")
+
+
+@overload
+def gemm_residual_rms(
+    a: Tensor, b: Tensor | PreparedWeight, residual: Tensor, *, eps: float, scale_out: None = None, **named: Any
+) -> ResidualRms: ...
+
+
+@overload
+def gemm_residual_rms(
+    a: Tensor, b: Tensor | PreparedWeight, residual: Tensor, *, eps: float, scale_out: Tensor | float, **named: Any
+) -> QuantizedResidualRms: ...
 
 
 @prepared_by(_prepare_residual)
 def gemm_residual_rms(
     a: Tensor,
-    b: Tensor,
+    b: Tensor | PreparedWeight,
     residual: Tensor,
     *,
     eps: float,
     epilogue: Epilogue | None = None,
-    out: Tensor | None = None,
+    scale_a: Tensor | float | None = None,
+    scale_b: Tensor | float | None = None,
+    gamma: Tensor | None = None,
+    scale_out: Tensor | float | None = None,
+    amax: bool = False,
+    quantized_dtype: torch.dtype = torch.float8_e4m3fn,
+    out: Any = None,
     **inputs: Any,
-) -> ResidualRms:
+) -> Any:
     """Compute y = epilogue(a @ b, inputs) + residual and the statistic of its rows in one kernel.
 
     The statistic is computed from y rounded to 16 bits, as stored. Pass it as `rstd` to :func:`rmsnorm_gemm`, so that
     no other kernel reads y.
 
+    With `scale_out`, the kernel also stores y · gamma / scale_out in FP8, for the next GEMM. It multiplies by the next
+    norm's gamma because that runs along the next GEMM's K, and its weight in FP8 cannot take it without being rounded
+    again. The next GEMM's epilogue divides by the norm.
+
     Parameters
     ----------
-    a, b : Tensor
-        (..., M, K) and (K, N), as for :func:`cutlass_ops.gemm`.
+    a : Tensor
+        (..., M, K), FP16, BF16 or on Hopper FP8.
+    b : Tensor or PreparedWeight
+        (K, N), as for :func:`cutlass_ops.gemm`, or the result of :func:`prepare`.
     residual : Tensor
         (..., M, N), FP16, BF16 or FP32.
     eps : float
         The next norm's eps.
     epilogue : Epilogue, optional
         Applied to a @ b before the residual is added, such as a bias. It has no output but D.
-    out : Tensor, optional
-        Where to write y, of a's dtype. It may be the residual.
+    scale_a, scale_b : Tensor or float, optional
+        Of a and of b, as for :func:`cutlass_ops.scaled_gemm`; both or none. A weight that was prepared in FP8 has its
+        own.
+    gamma : Tensor, optional
+        (N,): the next norm's, which the copy in FP8 is multiplied by. Without it, prepare the next weight with gamma.
+    scale_out : Tensor or float, optional
+        What the copy in FP8 is divided by: a number, a tensor without dimensions, or one for each row, (..., M).
+        Without it there is no copy.
+    amax : bool
+        Whether to give the greatest absolute value of each row of y · gamma, for delayed scaling.
+    quantized_dtype : torch.dtype
+        The copy's: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+    out : Tensor or mapping of str to Tensor, optional
+        Where to write y, of a's dtype, or BF16 if that is FP8. It may be the residual. Or the outputs by name: ``d``,
+        ``row_sum_square``, ``quantized`` and ``amax``.
     **inputs
         The epilogue's inputs by name.
 
     Returns
     -------
-    ResidualRms
-        (y, rstd): y of a's dtype, and a :class:`RowStatistic`, valid until y changes.
+    ResidualRms or QuantizedResidualRms
+        (y, rstd): y of a's dtype, or BF16, and a :class:`RowStatistic`, valid until y changes. With `scale_out`, then
+        `quantized` (..., M, N), and `amax` (..., M) in FP32, or None.
 
     Raises
     ------
@@ -305,93 +385,45 @@ def gemm_residual_rms(
     [[2.0, 2.0, 2.0, 2.0]]
     >>> co.rmsnorm_gemm(y, torch.eye(4).bfloat16(), rstd=rstd).tolist()
     [[1.0, 1.0, 1.0, 1.0]]
+
+    With a copy in FP8, which the next GEMM reads:
+
+    >>> made = co.gemm_residual_rms(a, b, residual, eps=0.0, scale_out=0.5, amax=True)
+    >>> made.quantized.float().tolist(), made.amax.tolist()
+    ([[4.0, 4.0, 4.0, 4.0]], [2.0])
     """
-    op, arguments = _prepare_residual(a, b, residual, epilogue, out, inputs)
-    y, sums = op(*arguments, out=out, **inputs)
-    return ResidualRms(y, RowStatistic(sums, y.shape[-1], eps))
+    op, arguments = _prepare_residual(
+        a, b, residual, epilogue, scale_a, scale_b, gamma, scale_out, amax, quantized_dtype, out, inputs
+    )
+    y, sums, *more = op(*arguments, out=out, **inputs)
+    statistic = RowStatistic(sums, y.shape[-1], eps)
+    if not more:
+        return ResidualRms(y, statistic)
+    return QuantizedResidualRms(y, statistic, more[0], more[1] if amax else None)
 
 
-def residual_rms_op(dtype: torch.dtype, epilogue: Epilogue | None = None) -> Op:
+def residual_rms_op(dtype: torch.dtype, epilogue: Epilogue | None = None, scales: Epilogue | None = None) -> Op:
     """Return the op behind :func:`gemm_residual_rms`, for ``tune`` and ``plan``.
 
-    It takes (a, b, *inputs, residual) of this dtype and returns (d, row_sum_square).
+    It takes (a, b, *scales, *inputs, residual) of this dtype and returns (d, row_sum_square).
 
     Raises
     ------
     TypeError, ValueError
-        If `epilogue` is not an epilogue, or has an output besides D, or the dtype has not 16 bits.
+        If `epilogue` is not an epilogue, or has an output besides D, or no kernel multiplies this dtype.
     """
-    following = builtin.RESIDUAL_RMS.get(dtypes.dtype(dtype).name)
-    if following is None:
-        raise TypeError(f"a is {dtype}: gemm_residual_rms takes torch.float16 or torch.bfloat16")
-    return _residual_op(following, epilogue)
+    return _residual_op(_stream_dtype(dtype), epilogue, scales, None)
+
+
+def _stream_dtype(dtype: torch.dtype) -> str:
+    """Return the name of the type of the residual's sum, for an A of this dtype."""
+    name: str = dtypes.dtype(usual_dtype(dtype, dtype)).name
+    if name not in builtin.RESIDUAL_RMS:
+        raise TypeError(f"a is {dtype}: gemm_residual_rms takes torch.float16, torch.bfloat16 or FP8")
+    return name
 
 
 # ---- LayerNorm ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class PreparedLayerNormWeight:
-    """A weight with a LayerNorm's gamma and beta folded in, made by :func:`prepare_layernorm`.
-
-    Attributes
-    ----------
-    matrix : Tensor
-        diag(gamma) @ w, (K, N), in w's dtype and major; w itself without gamma.
-    column_sum : Tensor
-        Sum of each column of `matrix`, (N,), FP32.
-    shift : Tensor or None
-        beta @ w, (N,), FP32.
-
-    Examples
-    --------
-    >>> prepared = co.prepare_layernorm(torch.ones(8, 4).bfloat16(), beta=torch.ones(8).bfloat16())
-    >>> prepared.column_sum.tolist(), prepared.shift.tolist()
-    ([8.0, 8.0, 8.0, 8.0], [8.0, 8.0, 8.0, 8.0])
-    """
-
-    matrix: Tensor
-    column_sum: Tensor
-    shift: Tensor | None
-
-
-def prepare_layernorm(w: Tensor, gamma: Tensor | None = None, beta: Tensor | None = None) -> PreparedLayerNormWeight:
-    """Fold a LayerNorm's gamma and beta into the weight that follows it, once.
-
-    The cost is that of :func:`prepare` if gamma is given, plus one read of w for the column sums and one for beta.
-    Column sums use the stored (rounded) weight. They are added in FP64 and rounded to FP32.
-
-    Parameters
-    ----------
-    w : Tensor
-        (K, N), FP16 or BF16, either major.
-    gamma, beta : Tensor, optional
-        (K,), FP16, BF16 or FP32.
-
-    Returns
-    -------
-    PreparedLayerNormWeight
-        Pass it to :func:`layernorm_gemm` instead of w, gamma and beta.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As for :func:`prepare`.
-
-    Examples
-    --------
-    >>> x = torch.tensor([[3.0, 1.0, 3.0, 1.0]]).bfloat16()
-    >>> w, gamma, beta = torch.eye(4).bfloat16(), torch.full((4,), 0.5).bfloat16(), torch.ones(4).bfloat16()
-    >>> prepared = co.prepare_layernorm(w, gamma, beta)  # once
-    >>> co.layernorm_gemm(x, prepared, eps=0.0).tolist()
-    [[1.5, 0.5, 1.5, 0.5]]
-    """
-    for name, value in (("w", w), ("gamma", gamma), ("beta", beta)):
-        operands.refuse_differentiated(name, value)
-    prepared = _fold_layernorm(w, gamma, beta)
-    if gamma is not None:
-        folding.check_folded(w, gamma, prepared.matrix)
-    return prepared
 
 
 def _prepare_layer(
@@ -409,7 +441,7 @@ def _prepare_layer(
             raise TypeError("w is prepared and already contains gamma and beta: leave them out")
         prepared = w
     else:
-        prepared = _fold_layernorm(w, gamma, beta)
+        prepared = weights.fold_layernorm(w, gamma, beta)
     norm, values = _layer_values(eps, mean, rstd)
     shift = () if prepared.shift is None else (prepared.shift,)
     op = _composed("layernorm_gemm", norm, epilogue, prepared.shift is not None)
@@ -511,35 +543,36 @@ _pytree.register_pytree_node(
     lambda tensors, numbers: RowStatistic(*tensors, *numbers),
     serialized_type_name="cutlass_ops.RowStatistic",
 )
-_pytree.register_pytree_node(
-    PreparedWeight,
-    lambda x: ([x.matrix], None),
-    lambda tensors, _: PreparedWeight(*tensors),
-    serialized_type_name="cutlass_ops.PreparedWeight",
-)
-_pytree.register_pytree_node(
-    PreparedLayerNormWeight,
-    lambda x: ([x.matrix, x.column_sum, x.shift], None),
-    lambda tensors, _: PreparedLayerNormWeight(*tensors),
-    serialized_type_name="cutlass_ops.PreparedLayerNormWeight",
-)
 _pytree._register_namedtuple(ResidualRms, serialized_type_name="cutlass_ops.ResidualRms")
+_pytree._register_namedtuple(QuantizedResidualRms, serialized_type_name="cutlass_ops.QuantizedResidualRms")
 
 
 # ---- Ops ---------------------------------------------------------------------------------------------------------
 
 
 @traced.remembered
-def _composed(name: str, norm: Epilogue, epilogue: Epilogue | None, shifted: bool = False) -> Op:
-    graph = norm.graph.then(builtin.shifted.graph) if shifted else norm.graph
-    if epilogue is None:
-        return graph_op(name, graph, norm.doc)
-    after = op_of(epilogue).graph
-    _check_follower(name, epilogue.name, after)
-    return graph_op(name, graph.then(after, products=True), f"{norm.doc} Then {epilogue.name}: {epilogue.doc}")
+def _composed(
+    name: str,
+    norm: Epilogue,
+    epilogue: Epilogue | None,
+    shifted: bool = False,
+    scales: Epilogue | None = None,
+    quantise: Quantise | None = None,
+    amax: bool = False,
+) -> Op:
+    graph = norm.graph if scales is None else scales.graph.then(norm.graph)
+    graph = graph.then(builtin.shifted.graph) if shifted else graph
+    doc = norm.doc
+    if epilogue is not None:
+        after = op_of(epilogue).graph
+        _check_follower(name, epilogue.name, after, scales is not None)
+        graph, doc = graph.then(after, products=True), f"{norm.doc} Then {epilogue.name}: {epilogue.doc}"
+    if quantise is not None:
+        graph = graph.then(builtin.quantised(quantise == "rows", amax).graph)
+    return graph_op(name, graph, doc)
 
 
-def _check_follower(name: str, epilogue: str, graph: Graph) -> None:
+def _check_follower(name: str, epilogue: str, graph: Graph, has_scales: bool) -> None:
     if graph.gathered:
         raise ValueError(
             f"{epilogue} takes {', '.join(graph.gathered)}, which {name} would compute from x before the norm: write "
@@ -550,27 +583,75 @@ def _check_follower(name: str, epilogue: str, graph: Graph) -> None:
             f"{epilogue} has the product {graph.products[0]}, but {name} has column sums only for w: run two GEMMs and "
             "pass the first one's result to the second as a Tile"
         )
-    taken = sorted(_OWN & {i.name for i in graph.inputs})
+    if graph.products and has_scales:
+        raise ValueError(
+            f"{epilogue} has the product {graph.products[0]}, which has scales of its own: write norm and scales into "
+            "the epilogue, and call gemm, or gemm_swiglu if it is that"
+        )
+    own = _OWN | _OWN_OF_RMSNORM if name == "rmsnorm_gemm" else _OWN
+    taken = sorted(own & {i.name for i in graph.inputs})
     if taken:
         raise ValueError(f"{epilogue} has an input {', '.join(taken)}, and so has {name} itself: rename the input")
 
 
+# How a residual's sum is stored in FP8: what residual_rms_quantised takes after D's type. PyTorch's tracer keeps a
+# plain tuple as it is.
+_Copy: TypeAlias = tuple[bool, bool, bool, str]
+
+
 @traced.remembered
-def _residual_op(residual: Epilogue, epilogue: Epilogue | None) -> Op:
-    graph = residual.graph if epilogue is None else op_of(epilogue).graph.then(residual.graph)
-    return graph_op("gemm_residual_rms", graph, residual.doc)
+def _residual_op(dtype: str, epilogue: Epilogue | None, scales: Epilogue | None, copy: _Copy | None) -> Op:
+    plain = builtin.RESIDUAL_RMS[dtype]
+    graph = plain.graph if copy is None else builtin.residual_rms_quantised(dtype, *copy)
+    if epilogue is not None:
+        before = op_of(epilogue).graph
+        if before.products and scales is not None:
+            raise ValueError(
+                f"{epilogue.name} has the product {before.products[0]}, which has scales of its own: write all of it "
+                "as an epilogue for gemm"
+            )
+        graph = before.then(graph)
+    graph = graph if scales is None else scales.graph.then(graph)
+    return graph_op("gemm_residual_rms", graph, plain.doc)
+
+
+def quantise_by(
+    scale_out: Tensor | float | None, amax: bool, out: Any, out_dtype: torch.dtype | None
+) -> Quantise | None:
+    """Return what has a scale of the result in FP8; None if the result is not divided.
+
+    Raises
+    ------
+    TypeError
+        If the result would not be in FP8, or its greatest absolute values are asked for without a scale.
+    """
+    if scale_out is None:
+        if amax:
+            raise TypeError("amax=True is of a result in FP8: pass scale_out=, which divides it")
+        return None
+    d = out.get("d") if isinstance(out, Mapping) else out
+    given = d.dtype if isinstance(d, Tensor) else out_dtype
+    if given not in fp8.DTYPES:
+        raise TypeError(f"scale_out is that of a result in FP8: pass out_dtype={fp8.DTYPES[0]}, not {given}")
+    return "rows" if scaled.is_vector(scale_out) else "tensor"
 
 
 def rms_values(
-    x: Tensor, eps: float | None, rstd: RowStatistic | Tensor | None
+    x: Tensor, eps: float | None, rstd: RowStatistic | Tensor | None, scale_a: Tensor | float | None = None
 ) -> tuple[Epilogue, tuple[Tensor | float, ...]]:
     """Return an RMSNorm's epilogue and the arguments for it.
 
     Raises
     ------
     TypeError, ValueError
-        If both or neither of `eps` and `rstd` are given, or `rstd` does not fit x.
+        If both or neither of `eps` and `rstd` are given, or `rstd` does not fit x, or x is quantised and has none.
     """
+    quantised = scale_a is not None or (isinstance(x, Tensor) and x.dtype in fp8.DTYPES)
+    if rstd is None and quantised:
+        raise TypeError(
+            "rstd is missing, and x is quantised: its norm is that of what it was quantised from. Pass rstd=, which "
+            "gemm_residual_rms gives, or a cutlass_ops.RowStatistic"
+        )
     if rstd is None:
         if eps is None:
             raise TypeError("eps and rstd are missing: pass the norm's eps=, or rstd=, which includes it")
@@ -610,42 +691,3 @@ def _statistic(name: str, value: Any) -> Tensor:
             f"{name} is {found.dtype}: pass FP32, since rounding it to 16 bits would affect every element of a row"
         )
     return found
-
-
-# ---- Weights -----------------------------------------------------------------------------------------------------
-
-
-def matrix_of(w: Tensor | PreparedWeight, gamma: Tensor | None, name: str) -> Tensor:
-    """Return w with gamma folded in, folding it now if w is not prepared.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If gamma is given twice, or does not fit.
-    """
-    if isinstance(w, PreparedWeight):
-        if gamma is not None:
-            raise TypeError(f"{name} is prepared and already contains gamma: leave gamma out")
-        return w.matrix
-    return w if gamma is None else folding.fold(w, gamma, name)
-
-
-def require_alike(w: Tensor | PreparedWeight, name: str, other: Any) -> None:
-    """Require that both weights are prepared, or neither.
-
-    Raises
-    ------
-    TypeError
-        If only one is.
-    """
-    prepared = isinstance(w, PreparedWeight)
-    if prepared != isinstance(other, PreparedWeight):
-        which, left = ("w", name) if prepared else (name, "w")
-        raise TypeError(f"{which} is prepared and {left} is not: pass prepare({left}, gamma), or two plain weights")
-
-
-def _fold_layernorm(w: Tensor, gamma: Tensor | None, beta: Tensor | None) -> PreparedLayerNormWeight:
-    matrix = w if gamma is None else folding.fold(w, gamma)
-    shift = None if beta is None else folding.row_times("beta", beta, w)
-    # Sum the rounded weight, so that its rounding errors are multiplied by x - mean(x) and not by x.
-    return PreparedLayerNormWeight(matrix, folding.column_sums(matrix), shift)

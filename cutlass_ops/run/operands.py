@@ -16,13 +16,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from cutlass_ops.base import arch, mma
-from cutlass_ops.base.dtypes import ALL, READ, DType
+from cutlass_ops.base.dtypes import ALL, READ, DType, i32
 from cutlass_ops.declare.form import BATCHED, DENSE, Form
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import Major, Operand
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import BLOCKS, Input, Kind, Output
-from cutlass_ops.run import batches, reference, traced
+from cutlass_ops.epilogue.operations import REDUCTIONS
+from cutlass_ops.run import batches, traced
 
 _DTYPES: dict[torch.dtype, DType] = {getattr(torch, t.torch_name): t for t in ALL}
 MAJORS: tuple[Major, ...] = ("row", "col")
@@ -143,7 +144,8 @@ def check_lines(arguments: Arguments, products: Mapping[str, Tensor]) -> Sequenc
     for name, tensor, along_k in (("a", a, 1), ("b", b, 0), *((n, t, 0) for n, t in products.items())):
         lines = _as_major(tensor, along_k, element_type(name, tensor))
         if lines is None:
-            instead = "pass a row-major matrix" if name == "a" else "pass weight.t() of a contiguous weight (N, K)"
+            once = f"pass weight.t() of a contiguous weight (N, K), or prepare({name}).matrix, which transposes it once"
+            instead = "pass a row-major matrix" if name == "a" else once
             raise ValueError(
                 f"{name} is {tensor.dtype} and has strides {tensor.stride()}, and Tensor Cores read this type along K "
                 f"only: {instead}"
@@ -152,6 +154,7 @@ def check_lines(arguments: Arguments, products: Mapping[str, Tensor]) -> Sequenc
             raise ValueError(
                 f"{name} is {tensor.dtype}, and its lines of K={arguments.problem.k} elements do not begin at "
                 f"multiples of 16 bytes: pad K of a and b with zeros to a multiple of 16"
+                + ("" if name == "a" else f", or pass prepare({name}).matrix, whose lines are longer than K")
             )
     return ("col",)
 
@@ -185,15 +188,12 @@ class Arguments(NamedTuple):
 
     def output_shape(self, output: Output) -> tuple[int, ...]:
         """Return an output's shape for the caller."""
-        if output.kind is Kind.ROW:
-            return (*self._batches, self.problem.n)
-        return self.leading if output.kind is Kind.COL else (*self.leading, self.problem.n)
+        return shape_of(output.kind, self.leading, self.problem.n, self._batches)
 
     def flat_shape(self, output: Output) -> tuple[int, ...]:
         """Return an output's shape for the kernel."""
-        m, n, _ = self.problem.extents
-        one = {Kind.ROW: (n,), Kind.COL: (m,), Kind.TILE: (m, n)}[output.kind]
-        return (*self.a.shape[:-2], *one)
+        each = tuple(self.a.shape[:-2])
+        return shape_of(output.kind, (*each, self.problem.m), self.problem.n, each)
 
     @property
     def is_folded(self) -> bool:
@@ -208,6 +208,16 @@ class Arguments(NamedTuple):
 def blocks(extent: int) -> int:
     """Return how many blocks of 128 an extent has: the last one may be shorter."""
     return -(-extent // mma.BLOCK_K)
+
+
+def shape_of(kind: Kind, leading: tuple[int, ...], n: int, each: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """Return the shape of an output of a kind, for D's dimensions before N, and those of them that are batches."""
+    return {
+        Kind.ROW: (*each, n),
+        Kind.COL: leading,
+        Kind.TILE: (*leading, n),
+        Kind.BLOCKS_D: (*leading, blocks(n)),
+    }[kind]
 
 
 def scaling(graph: Graph, arguments: Arguments) -> tuple[mma.Block, mma.Block]:
@@ -551,12 +561,13 @@ def check_out(
     name = output_name(output)
     require_tensor(name, out)
     refuse_differentiated(name, out)
-    result = reference.result_dtype(output)
-    if result is not None and not result.is_floating_point:
-        if out.dtype != result:
-            raise TypeError(f"{name} is {out.dtype}: indices are {result}")
+    if output.reduction is not None and REDUCTIONS[output.reduction].result == i32.name:
+        if out.dtype != torch.int32:
+            raise TypeError(f"{name} is {out.dtype}: indices are {torch.int32}")
     else:
         element_type(name, out, allowed)
+    if output.kind is Kind.BLOCKS_D:
+        check_scales(name, out)
     if dtype is not None and out.dtype != dtype:
         raise TypeError(f"{name} is {out.dtype}, and out_dtype asks for {dtype}")
     if out.is_neg():
@@ -568,6 +579,61 @@ def check_out(
     if arguments.form != DENSE and not batches.is_nested(out):
         raise ValueError(f"{name} has strides {out.stride()}, by which elements share memory: pass one of torch.empty")
     return fold(name, out, flat)
+
+
+def check_scales(name: str, out: Tensor) -> None:
+    """Refuse a tensor that cannot hold the scales of blocks.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is not FP32, or scales would share memory.
+    """
+    if out.dtype != torch.float32:
+        raise TypeError(f"{name} is {out.dtype}: scales of blocks are torch.float32")
+    strides = sorted((stride, extent) for stride, extent in zip(out.stride(), out.shape, strict=True) if extent > 1)
+    reached = 0  # by the dimensions with smaller strides
+    for stride, extent in strides:
+        if stride <= reached:
+            raise ValueError(
+                f"{name} has shape {tuple(out.shape)} and strides {out.stride()}, with which scales share memory: pass "
+                "a tensor from torch.empty, for example"
+            )
+        reached += stride * (extent - 1)
+
+
+def check_quantized(n: int, dtype: torch.dtype, d: Tensor | None) -> None:
+    """Refuse a D that an epilogue cannot quantise.
+
+    Parameters
+    ----------
+    n : int
+        Its columns.
+    dtype : torch.dtype
+        Its type of FP8.
+    d : Tensor, optional
+        The caller's tensor for it, in two dimensions.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is of another type, not row-major, or its lines are not whole pieces of 16 bytes. The message says what
+        to do.
+    """
+    if d is not None and d.dtype != dtype:
+        raise TypeError(f"out is {d.dtype}, and the epilogue quantises D to {dtype}")
+    step = arch.TMA_ALIGNMENT_BYTES
+    if n % step:
+        raise ValueError(
+            f"b has {n} columns, and the epilogue quantises D, whose lines are then multiples of {step} elements: pad "
+            f"b by columns of zeros to {-(-n // step) * step}"
+        )
+    lines = None if d is None else _as_major(d, 1, _DTYPES[d.dtype])
+    if d is not None and (lines is None or not lines.operand.aligned):
+        raise ValueError(
+            f"out has strides {d.stride()}, and the epilogue quantises D: pass a row-major tensor whose lines begin at "
+            f"multiples of {step} bytes"
+        )
 
 
 def check_overlap(graph: Graph, arguments: Arguments, outputs: Sequence[Tensor]) -> None:
@@ -588,7 +654,7 @@ def check_overlap(graph: Graph, arguments: Arguments, outputs: Sequence[Tensor])
         others = inputs | dict(zip(names[:position], outputs, strict=False))
         for other_name, other in others.items():
             in_place = other_name in tiles and _same_layout(out, other)
-            if not in_place and _overlap(out, other):
+            if not in_place and overlap(out, other):
                 raise ValueError(
                     f"{name} shares memory with {other_name}: pass a separate tensor"
                     + (" (in place needs the same strides and dtype)" if other_name in tiles else "")
@@ -599,7 +665,8 @@ def _same_layout(x: Tensor, y: Tensor) -> bool:
     return (x.data_ptr(), x.shape, x.stride(), x.dtype) == (y.data_ptr(), y.shape, y.stride(), y.dtype)
 
 
-def _overlap(x: Tensor, y: Tensor) -> bool:
+def overlap(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors share memory."""
     if x.numel() == 0 or y.numel() == 0:
         return False
     (x_begin, x_end), (y_begin, y_end) = _bytes(x), _bytes(y)

@@ -26,10 +26,10 @@ from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue import Epilogue, builtin
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
-from cutlass_ops.run import backward, launch, traced  # noqa: F401 - the first registers an operator
+from cutlass_ops.run import chained, launch, recorded, traced  # noqa: F401 - two of them register operators
 from cutlass_ops.run.call import Call, check_call, device_of, signature_of
 from cutlass_ops.run.launch import Launch
-from cutlass_ops.run.plan import PeerPlan, Plan, can_fall_back, make_ops_plan, make_peer_plan, make_plan
+from cutlass_ops.run.plan import PeerPlan, Plan, as_out, can_fall_back, make_ops_plan, make_peer_plan, make_plan
 from cutlass_ops.run.registry import OpSignature, Registry
 from cutlass_ops.run.rows import Rows
 from cutlass_ops.run.supply import Supply, supply
@@ -50,8 +50,9 @@ class Instead(NamedTuple):
     why : str
         The reason, for users.
     compute : callable
-        Takes a function that calls an op, then the call's arguments with `out` and `out_dtype`; returns D. It may read
-        only shapes and types of intermediate tensors: `explain` and `warm_up` run it without computing values.
+        Takes a function that calls an op, then the call's arguments with `out` and `out_dtype`; returns the outputs as
+        the op does. It may read only shapes and types of intermediate tensors: `explain` and `warm_up` run it without
+        computing values.
     """
 
     why: str
@@ -94,7 +95,7 @@ class Op(Warm):
 
     def of(self, graph: Graph) -> Op:
         """Return the op of another epilogue."""
-        return _of_graph(graph)
+        return op_of_graph(graph)
 
     def results_of(
         self, a: Tensor, b: Tensor, inputs: Sequence[Any], out_dtype: torch.dtype | None = None
@@ -133,7 +134,19 @@ class Op(Warm):
         **named: Any,
     ) -> int:
         """Compile and load every kernel that calls of this op with a weight may need: see :func:`warm_up`."""
-        return len(Registry.current().kernels(self._specs_for(self.checked(a, b, inputs, named, out, out_dtype))))
+        return len(Registry.current().kernels(self.specs_of(a, b, *inputs, out=out, out_dtype=out_dtype, **named)))
+
+    def specs_of(
+        self,
+        a: Tensor,
+        b: Tensor,
+        *inputs: Any,
+        out: Any = None,
+        out_dtype: torch.dtype | None = None,
+        **named: Any,
+    ) -> tuple[KernelSpec, ...]:
+        """Return every kernel that calls of this op with a weight may need; none for tensors on the CPU."""
+        return self._specs_for(self.checked(a, b, inputs, named, out, out_dtype))
 
     def prepare_launch(
         self,
@@ -241,10 +254,10 @@ class Op(Warm):
                 raise
             _log.info("%s: no single kernel serves, so several ops do: %s", self.name, self._instead.why)
             compute = functools.partial(self._instead.compute, _call)
-            ops = make_ops_plan(compute, (a, b, *inputs), call.outputs[0].dtype)
+            ops = make_ops_plan(compute, (a, b, *inputs), call.outputs[0].dtype, self.outputs)
             self._remember(ops, call, a, b, out_dtype)
             # The same path as later calls take, so that each op remembers its part.
-            return compute(a, b, *inputs, out=call.given[0], out_dtype=call.outputs[0].dtype)
+            return compute(a, b, *inputs, out=as_out(self.outputs, call.given), out_dtype=call.outputs[0].dtype)
         plan.launch_call(call)
         self._remember(plan, call, a, b, out_dtype, rows)
         if supplied is not None:
@@ -329,6 +342,8 @@ class Kernel(Warm):
     >>> kernel = co.build(spec)  # doctest: +SKIP
     >>> kernel(x, weight.t(), bias=bias, out=d)  # doctest: +SKIP
     """
+
+    _autocasts = False
 
     def __init__(self, spec: KernelSpec, loaded: LoadedKernel) -> None:
         super().__init__(spec.slug, spec.epilogue)
@@ -488,6 +503,7 @@ _SHAPES = {
     Kind.INTEGER: "int or 0-d",
     Kind.BLOCKS_A: "(..., M, K / 128), FP32, rounded up",
     Kind.BLOCKS_B: "(N / 128, K / 128) or (N, K / 128), FP32, rounded up",
+    Kind.BLOCKS_D: "(..., M, N / 128), FP32, rounded up",
 }
 
 
@@ -556,7 +572,8 @@ def op(epilogue: Epilogue) -> Op:
 
 
 @functools.lru_cache(maxsize=1024)
-def _of_graph(graph: Graph) -> Op:
+def op_of_graph(graph: Graph) -> Op:
+    """Return the op of a graph. Equal graphs give the same op."""
     return graph_op(graph.title or "gemm", graph)
 
 
@@ -726,7 +743,8 @@ def warm_up(op: object, /, *arguments: Any, **named: Any) -> int:
 
     Without it, the first call compiles one kernel and background threads compile the others. If other ops serve the
     call, such as two GEMMs for :func:`cutlass_ops.gemm_swiglu` before Hopper, their kernels are compiled. A function's
-    own preparation, such as folding gamma into a weight, does run.
+    own preparation, such as folding gamma into a weight, does run. If an argument requires grad and gradients are
+    enabled, the kernels of the backward are compiled too: for this, the call and its backward run once.
 
     Parameters
     ----------
@@ -756,7 +774,14 @@ def warm_up(op: object, /, *arguments: Any, **named: Any) -> int:
     0
     """
     request = requested(op, *arguments, **named)
-    return request.op.warm_up(*request.arguments, **request.named)
+    specs = list(request.op.specs_of(*request.arguments, **request.named))
+    if specs and traced.is_differentiated(*request.arguments, *request.named.values()):
+        # The first of these calls are the forward's, which may store more than a call without gradients.
+        Registry.current().kernels(specs)
+        for each in recorded.calls_of_a_step(request.op, request.arguments, request.named):
+            if isinstance(each.called, Op):
+                specs += each.called.specs_of(each.a, each.b, *each.inputs, out_dtype=each.out_dtype)
+    return len(Registry.current().kernels(dict.fromkeys(specs)))
 
 
 def prepare_launch(op: object, /, *arguments: Any, **named: Any) -> Launch:

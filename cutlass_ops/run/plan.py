@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
@@ -22,6 +21,7 @@ from cutlass_ops.run import operands
 from cutlass_ops.run.call import Call
 from cutlass_ops.run.peers import Peer, peers
 from cutlass_ops.run.registry import Registry
+from cutlass_ops.run.results import contiguous, new_strides
 
 _Result = TypeVar("_Result")
 _ANY = 1 << 20  # an alignment above every kernel's
@@ -243,23 +243,27 @@ class OpsPlan:
     Attributes
     ----------
     compute : callable
-        Computes D from a call's arguments, with `out` and `out_dtype`.
+        Computes the outputs from a call's arguments, with `out` and `out_dtype`.
     operands : tuple
         Layout of a, b and each input of the epilogue, which decides whether a kernel takes it.
     out_dtype : torch.dtype
         D's dtype.
+    names : tuple of str
+        The outputs' names.
     """
 
-    compute: Callable[..., Tensor]
+    compute: Callable[..., Any]
     operands: tuple[tuple[Any, ...] | None, ...]
     out_dtype: torch.dtype
+    names: tuple[str, ...]
 
     def run(self, a: Tensor, b: Tensor, inputs: tuple[Any, ...], given: Given) -> tuple[Tensor, ...] | None:
         """Compute a warm call; None if its operands differ from the plan's, since a kernel may take them."""
         if tuple(map(_laid_out, (a, b, *inputs))) != self.operands:
             return None
-        out = None if given is None else given[0]
-        return (self.compute(a, b, *inputs, out=out, out_dtype=self.out_dtype),)
+        out = None if given is None else as_out(self.names, given)
+        found = self.compute(a, b, *inputs, out=out, out_dtype=self.out_dtype)
+        return (found,) if len(self.names) == 1 else tuple(found)
 
     @property
     def alignment(self) -> int:
@@ -274,21 +278,30 @@ class OpsPlan:
 AnyPlan: TypeAlias = Plan | PeerPlan | OpsPlan
 
 
+def as_out(names: Sequence[str], given: Sequence[Tensor | None]) -> Any:
+    """Return the outputs that a caller gave as an op's `out`: None, D, or a mapping."""
+    if len(names) == 1:
+        return given[0]
+    return {name: x for name, x in zip(names, given, strict=True) if x is not None} or None
+
+
 def make_ops_plan(
-    compute: Callable[..., Tensor], operands: Sequence[Tensor | float], out_dtype: torch.dtype
+    compute: Callable[..., Any], operands: Sequence[Tensor | float], out_dtype: torch.dtype, names: tuple[str, ...]
 ) -> OpsPlan:
     """Plan calls like one that no kernel serves.
 
     Parameters
     ----------
     compute : callable
-        Computes D from a call's arguments, with `out` and `out_dtype`.
+        Computes the outputs from a call's arguments, with `out` and `out_dtype`.
     operands : sequence
         The checked call's a, b and inputs.
     out_dtype : torch.dtype
         D's dtype.
+    names : tuple of str
+        The outputs' names.
     """
-    return OpsPlan(compute, tuple(map(_laid_out, operands)), out_dtype)
+    return OpsPlan(compute, tuple(map(_laid_out, operands)), out_dtype, names)
 
 
 def can_fall_back(call: Call, peer: str = "eager") -> bool:
@@ -351,8 +364,8 @@ def make_plan(name: str, spec: KernelSpec, order: TileOrder, call: Call, *, exac
     read = ((spec.a, arguments.a), (spec.b, arguments.b))
     shapes = tuple(map(arguments.output_shape, call.graph.outputs))
     made = tuple(
-        (_by_columns(shape, call) if exact and of.major == "col" else contiguous(shape), t.dtype)
-        for shape, t, of in zip(shapes, call.outputs, outputs, strict=True)
+        (_by_columns(shape, call) if exact and of.major == "col" else new_strides(o.kind, shape), t.dtype)
+        for o, shape, t, of in zip(call.graph.outputs, shapes, call.outputs, outputs, strict=True)
     )
     misaligned = not exact and any(not of.aligned and _may_have_aligned_lines(of, x) for of, x in read)
     way = make_way(name, spec, order, call.problem, arguments.a.device, made, misaligned)
@@ -388,11 +401,6 @@ def _has_aligned_lines(tensor: Tensor) -> bool:
     return tensor.data_ptr() % arch.TMA_ALIGNMENT_BYTES == 0 and all(
         stride == 1 or stride * size % arch.TMA_ALIGNMENT_BYTES == 0 for stride in tensor.stride()
     )
-
-
-def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a new contiguous tensor."""
-    return tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
 
 
 def _by_columns(shape: tuple[int, ...], call: Call) -> tuple[int, ...]:

@@ -16,8 +16,9 @@ from cutlass_ops.base.dtypes import ALL, FP8, INTEGERS, dtype
 from cutlass_ops.base.mma import BLOCK_K
 from cutlass_ops.declare.form import why_one_gemm
 from cutlass_ops.epilogue.graph import Expression, Graph
-from cutlass_ops.epilogue.nodes import BLOCKS, Input, Kind, Node, Output
+from cutlass_ops.epilogue.nodes import BLOCKS, D_SCALE, Input, Kind, Node, Output
 from cutlass_ops.epilogue.operations import GATHERED, INDICES, REDUCTIONS, UNIFORM, to_fp32
+from cutlass_ops.run.results import quantized_dtype
 
 # The terms to average over a row, for each entry of cutlass_ops.epilogue.operations.GATHERED.
 _FP8 = frozenset(getattr(torch, t.torch_name) for t in FP8)
@@ -231,7 +232,11 @@ def evaluate(
             values.append(sums / max(a.shape[1], 1))
         else:
             values.append(_apply(node, [values[a] for a in node.args], compute_dtype))
-    return {o.name: _output(o, values[o.node].expand(acc.shape)) for o in graph.outputs}
+    found = {o.name: _output(o, values[o.node].expand(acc.shape)) for o in graph.outputs}
+    to = quantized_dtype(graph)
+    if to is not None:
+        found["d"], found[D_SCALE] = quantized(found["d"], to)
+    return found
 
 
 def accumulator(
@@ -301,7 +306,7 @@ def gemm_reference(
     d_dtype : torch.dtype
         Element type of D, and of other (M, N) outputs that ``output_dtypes`` does not name.
     output_dtypes : mapping of str to torch.dtype, optional
-        Element types of the other outputs; by default reductions are FP32, and INT32 if they give indices.
+        Element types of the other outputs; by default as :func:`result_dtype` says.
     compute_dtype : torch.dtype
         Precision of the product and of the epilogue.
 
@@ -324,7 +329,7 @@ def gemm_reference(
     # Autocast would compute the products in 16 bits.
     with torch.autocast(a.device.type, enabled=False):
         values = evaluate(graph, accumulator(graph, a, b, inputs, compute_dtype), inputs, compute_dtype, a=a)
-    default = {o.name: result_dtype(o) or d_dtype for o in graph.outputs}
+    default = {o.name: result_dtype(graph, o) or d_dtype for o in graph.outputs}
     # New row-major tensors, since an output may be a broadcast or an input itself.
     found = {}
     for name, value in values.items():
@@ -355,6 +360,39 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
         most = torch.finfo(dtype).max
         x = x.clamp(-most, most)
     return x.to(dtype)
+
+
+# The least value of which a block's greatest is taken to be: scale and inverse are then normal numbers of FP32.
+_LEAST = 2.0**-110
+
+
+def quantized(x: Tensor, dtype: torch.dtype, block: int | None = BLOCK_K) -> tuple[Tensor, Tensor]:
+    """Scale each block of a row so that its greatest absolute value is the type's largest, as kernels do.
+
+    Parameters
+    ----------
+    x : Tensor
+        (M, N), FP32 or FP64.
+    dtype : torch.dtype
+        The type of FP8.
+    block : int or None
+        Columns that share a scale; None for a whole row.
+
+    Returns
+    -------
+    tuple of Tensor
+        x times the inverse of its block's scale, (M, N), not yet rounded; and the scales, (M, ceil(N / block)) or
+        (M, 1).
+    """
+    m, n = x.shape
+    steps = 1 if block is None else -(-n // block)
+    block = block or max(n, 1)
+    whole = F.pad(x.abs(), (0, steps * block - n)).view(m, steps, block)
+    most = whole.amax(2).clamp(min=_LEAST)
+    # Divisions of tensors, since PyTorch multiplies by the inverse of a number.
+    largest = torch.full_like(most, torch.finfo(dtype).max)
+    inverse = (largest / most).repeat_interleave(block, 1)[:, :n]
+    return x * inverse, most / largest
 
 
 def _check_inputs(graph: Expression, acc: Tensor, inputs: Mapping[str, Tensor | float], a: Tensor | None) -> None:
@@ -405,12 +443,13 @@ def _apply(node: Node, args: list[Tensor], compute_dtype: torch.dtype) -> Tensor
     return _FUNCTIONS[node.op](*args)
 
 
-def result_dtype(output: Output) -> torch.dtype | None:
-    """Return the dtype of a reduction's results where nothing says otherwise; None for a tile."""
-    if output.reduce is None:
-        return None
-    found: torch.dtype = getattr(torch, dtype(REDUCTIONS[output.reduce].result, (*ALL, *INTEGERS)).torch_name)
-    return found
+def result_dtype(graph: Expression, output: Output) -> torch.dtype | None:
+    """Return the dtype of an output where nothing says otherwise; None for D's.
+
+    Reductions are FP32, and INT32 if they give indices. A further tile that is a cast to FP8 is in that.
+    """
+    name = graph.stored_type(output)
+    return getattr(torch, dtype(name, (*ALL, *INTEGERS)).torch_name) if name else None
 
 
 # One entry for each of cutlass_ops.epilogue.operations.REDUCTIONS.
@@ -426,11 +465,11 @@ _REDUCED: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 
 def _output(output: Output, tile: Tensor) -> Tensor:
-    if output.reduce is None:
+    if output.reduction is None:
         return tile
     dim = 1 if output.kind is Kind.COL else 0
     if not tile.shape[dim]:  # PyTorch refuses the maximum of nothing
-        info = REDUCTIONS[output.reduce]
+        info = REDUCTIONS[output.reduction]
         found = tile.new_full((tile.shape[1 - dim],), info.empty)
         return found.int() if info.result == "i32" else found
-    return _REDUCED[output.reduce](tile, dim)
+    return _REDUCED[output.reduction](tile, dim)

@@ -16,6 +16,7 @@ from cutlass_ops.artifacts.loader import LoadedKernel
 from cutlass_ops.base import forks
 from cutlass_ops.base.errors import BundleError, MissingKernelError, ToolchainError
 from cutlass_ops.base.session import Part, Session
+from cutlass_ops.declare.quantizing import Declaration
 from cutlass_ops.declare.signature import OpSignature as OpSignature
 from cutlass_ops.declare.spec import KernelSpec
 
@@ -23,7 +24,7 @@ from cutlass_ops.declare.spec import KernelSpec
 class Entry(NamedTuple):
     """One kernel that is loaded."""
 
-    spec: KernelSpec
+    spec: Declaration
     kernel: LoadedKernel
 
     def to_json(self) -> dict[str, Any]:
@@ -37,14 +38,14 @@ class Registry(Part):
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
-        self._entries: dict[KernelSpec, Entry] = {}
+        self._entries: dict[Declaration, Entry] = {}
         self._reset()
         forks.reset_in_child(self._reset)
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
 
-    def kernel(self, spec: KernelSpec) -> LoadedKernel:
+    def kernel(self, spec: Declaration) -> LoadedKernel:
         """Return the kernel for a spec, building it if nothing else has it.
 
         Raises
@@ -81,6 +82,17 @@ class Registry(Part):
             self._add(spec, artifact)
         return self._entries[spec].kernel
 
+    def take(self, spec: KernelSpec, artifact: Artifact) -> None:
+        """Load a kernel that was found or built.
+
+        Raises
+        ------
+        LoadError
+            If it cannot be loaded.
+        """
+        if spec not in self._entries:
+            self._add(spec, artifact)
+
     def fetched(self, spec: KernelSpec) -> LoadedKernel | None:
         """Return a kernel if the remote store has it, within that store's time limit; compile nothing.
 
@@ -101,7 +113,7 @@ class Registry(Part):
         artifact = self.found(spec) if entry is None else entry.kernel.artifact
         return None if artifact is None else artifact.origin
 
-    def kernels(self, specs: Iterable[KernelSpec]) -> list[LoadedKernel]:
+    def kernels(self, specs: Iterable[Declaration]) -> list[LoadedKernel]:
         """Return the kernels for several specs, compiling missing ones in parallel."""
         wanted = list(specs)
         # What an installed bundle has lost is looked for once more, elsewhere.
@@ -110,7 +122,7 @@ class Registry(Part):
                 self._add(spec, artifact)
         return [self._entries[spec].kernel for spec in wanted]
 
-    def _add(self, spec: KernelSpec, artifact: Artifact) -> None:
+    def _add(self, spec: Declaration, artifact: Artifact) -> None:
         """Load a kernel. If it is damaged and was installed, its bundle is left out from now on instead."""
         try:
             entry = Entry(spec, loader.load(artifact))
@@ -127,19 +139,21 @@ class Registry(Part):
             return tuple(self._entries.values())
 
 
-def _found(bundles: Bundles, specs: Sequence[KernelSpec]) -> dict[KernelSpec, Artifact]:
-    bundled = {spec: bundles.find(spec) for spec in specs}
+def _found(bundles: Bundles, specs: Sequence[Declaration]) -> dict[Declaration, Artifact]:
+    # Bundles have kernels of GEMMs alone.
+    bundled = {spec: bundles.find(spec) if isinstance(spec, KernelSpec) else None for spec in specs}
     others = [spec for spec, kernel in bundled.items() if kernel is None]
     try:
         built = _build(others) if others else {}
     except (ToolchainError, MissingKernelError) as exc:
-        if not bundles.all():
+        asked = [spec for spec in others if isinstance(spec, KernelSpec)]
+        if not bundles.all() or not asked:
             raise
-        raise MissingKernelError(f"{exc}. {bundles.missing(others)}") from exc
+        raise MissingKernelError(f"{exc}. {bundles.missing(asked)}") from exc
     return {spec: bundled[spec] or built[spec] for spec in specs}
 
 
-def _build(specs: Sequence[KernelSpec]) -> dict[KernelSpec, Artifact]:
+def _build(specs: Sequence[Declaration]) -> dict[Declaration, Artifact]:
     # What compiles is half of this package, and not needed where a bundle has every kernel.
     from cutlass_ops.compilation.builder import build_many
 

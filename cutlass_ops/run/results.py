@@ -6,13 +6,16 @@ never seen the epilogue.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree
 
-from cutlass_ops.base import mma
+from cutlass_ops.base import dtypes, mma
+from cutlass_ops.epilogue.graph import Expression
+from cutlass_ops.epilogue.nodes import Kind
 
 _USUAL: dict[tuple[torch.dtype, torch.dtype], torch.dtype] = {
     (getattr(torch, m.a.torch_name), getattr(torch, m.b.torch_name)): getattr(torch, m.result.torch_name)
@@ -20,9 +23,38 @@ _USUAL: dict[tuple[torch.dtype, torch.dtype], torch.dtype] = {
 }
 
 
+# PyTorch's types of FP8, by our names.
+FP8: dict[str, torch.dtype] = {t.name: getattr(torch, t.torch_name) for t in dtypes.FP8}
+
+
 def usual_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype:
     """Return D's dtype for operands of these dtypes where a call asks for none: A's, and BF16 for FP8."""
     return _USUAL.get((a, b), a)
+
+
+def quantized_dtype(graph: Expression) -> torch.dtype | None:
+    """Return D's dtype if the epilogue quantises it, else None."""
+    return None if graph.quantized is None else FP8[graph.quantized]
+
+
+def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a new contiguous tensor."""
+    return tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
+
+
+# Scales in 16 bytes: lines of M-major scales are padded to so many, as DeepGEMM pads them.
+_LINE = 4
+
+
+def scale_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of new scales of blocks, (..., M, blocks): M-major, with padded lines."""
+    *batch, _ = shape
+    return *contiguous(batch), -(-math.prod(batch) // _LINE) * _LINE
+
+
+def new_strides(kind: Kind, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a new output: contiguous, but for scales of blocks."""
+    return scale_strides(shape) if kind is Kind.BLOCKS_D else contiguous(shape)
 
 
 class Outputs(tuple[Any, ...]):

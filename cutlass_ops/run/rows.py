@@ -19,8 +19,10 @@ from cutlass_ops.declare.form import DENSE
 from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.run.call import Call
-from cutlass_ops.run.plan import Plan, Way, contiguous, make_way
+from cutlass_ops.run.operands import shape_of
+from cutlass_ops.run.plan import Plan, Way, make_way
 from cutlass_ops.run.registry import Registry
+from cutlass_ops.run.results import new_strides
 
 _log = logging.getLogger("cutlass_ops")
 
@@ -84,8 +86,8 @@ class Rows:
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("%s %s: %s serves", self.name, problem, spec.slug)
         n = problem.n
-        shapes = [(*batch, n) if kind is Kind.TILE else batch if kind is Kind.COL else (n,) for kind in self.kinds]
-        outputs = tuple(zip(map(contiguous, shapes), self.dtypes, strict=True))
+        shapes = [shape_of(kind, batch, n) for kind in self.kinds]
+        outputs = tuple(zip(map(new_strides, self.kinds, shapes), self.dtypes, strict=True))
         way = make_way(self.name, spec, found.order, problem, self.device, outputs)
         # One for all numbers of rows, if it is the same.
         key = id(way.kernel), way.raster, way.swizzle, way.workspace, way.d, way.others

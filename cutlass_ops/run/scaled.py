@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from cutlass_ops.epilogue import Epilogue, builtin
-from cutlass_ops.run import operands, traced
+from cutlass_ops.run import operands, traced, weights
 from cutlass_ops.run.ops import Op, graph_op, op_of, prepared_by
+from cutlass_ops.run.weights import PreparedWeight
 
 # Keyword arguments of this module's function: no input of an epilogue may have these names.
 _OWN = frozenset(("scale_a", "scale_b"))
@@ -17,24 +18,27 @@ _OWN = frozenset(("scale_a", "scale_b"))
 
 def _prepare_scaled(
     a: Tensor,
-    b: Tensor,
+    b: Tensor | PreparedWeight,
     scale_a: Tensor | float,
-    scale_b: Tensor | float,
+    scale_b: Tensor | float | None,
     epilogue: Epilogue | None,
 ) -> tuple[Op, tuple[Any, ...]]:
-    if _are_of_blocks(a, b, scale_a, scale_b):
+    matrix, scale_b = weights.matrix_of(b, None, "b"), weights.weight_scale(b, scale_b, "scale_b")
+    if scale_b is None:
+        raise TypeError("scale_b is missing, and b has no scales of its own: pass scale_b=, 1.0 if there is no scale")
+    if _are_of_blocks(a, matrix, scale_a, scale_b):
         op = scaled_op(False, False, epilogue, True)
     else:
-        op = scaled_op(_is_vector(scale_a), _is_vector(scale_b), epilogue)
-    return op, (a, b, scale_a, scale_b)
+        op = scaled_op(is_vector(scale_a), is_vector(scale_b), epilogue)
+    return op, (a, matrix, scale_a, scale_b)
 
 
 @prepared_by(_prepare_scaled)
 def scaled_gemm(
     a: Tensor,
-    b: Tensor,
+    b: Tensor | PreparedWeight,
     scale_a: Tensor | float,
-    scale_b: Tensor | float,
+    scale_b: Tensor | float | None = None,
     *,
     epilogue: Epilogue | None = None,
     out: Any = None,
@@ -53,13 +57,16 @@ def scaled_gemm(
     ----------
     a : Tensor
         (..., M, K), FP8 (``torch.float8_e4m3fn`` or ``torch.float8_e5m2``), row-major. FP16 and BF16 do as well.
-    b : Tensor
-        (K, N), either type of FP8, column-major: ``weight.t()`` of a weight (N, K). FP16 or BF16 if a is.
+    b : Tensor or PreparedWeight
+        (K, N), either type of FP8, column-major: ``weight.t()`` of a weight (N, K), or the result of
+        :func:`cutlass_ops.prepare`. FP16 or BF16 if a is. Or (..., K, N), a GEMM for each batch, as in
+        :func:`cutlass_ops.gemm`.
     scale_a : Tensor or float
         Of a: a number or a tensor without dimensions, or (..., M), one for each row. FP32, FP16 or BF16.
-        Or (..., M, ceil(K / 128)), one for each 1x128: FP32, with any strides.
-    scale_b : Tensor or float
-        Of b: a number or a tensor without dimensions, or (N,), one for each column. FP32, FP16 or BF16.
+        Or (..., M, ceil(K / 128)), one for each 1x128, if b has no batches: FP32, with any strides.
+    scale_b : Tensor or float, optional
+        Of b: a number or a tensor without dimensions, or (N,), one for each column, or (..., N) with batches. FP32,
+        FP16 or BF16. A weight that was prepared in FP8 has its own.
         With blocks of a, of blocks of b: (ceil(N / 128), ceil(K / 128)), one for each 128x128, or (N, ceil(K / 128)),
         one for each 128 of a column. FP32, with any strides.
     epilogue : Epilogue, optional
@@ -112,14 +119,36 @@ def scaled_gemm(
     return op(*arguments, out=out, out_dtype=out_dtype, **inputs)
 
 
-def _is_vector(scale: object) -> bool:
+def is_vector(scale: object) -> bool:
+    """Whether a scale is one for each row or column."""
     return isinstance(scale, Tensor) and scale.ndim > 0
+
+
+def scales_of(a: Any, b: Any, scale_a: Any, scale_b: Any) -> Epilogue | None:
+    """Return the epilogue of two scales, which come in this order; None if there is none.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If one of them is missing, or blocks of one operand alone have scales.
+    """
+    if scale_a is None and scale_b is None:
+        return None
+    if scale_a is None or scale_b is None:
+        given, missing = ("scale_b", "scale_a") if scale_a is None else ("scale_a", "scale_b")
+        raise TypeError(
+            f"{missing} is missing, and {given} is given: pass {missing}=, which is 1.0 if there is no scale"
+        )
+    if _are_of_blocks(a, b, scale_a, scale_b):
+        return builtin.scaled_blocks
+    return builtin.SCALED[is_vector(scale_a), is_vector(scale_b)]
 
 
 def _are_of_blocks(a: Any, b: Any, scale_a: Any, scale_b: Any) -> bool:
     """Whether the scales are those of blocks: one of the two has a shape that no scales of rows or columns have.
 
-    (..., M, 1) are scales of rows, and (1, N) of columns, as PyTorch has them.
+    (..., M, 1) are scales of rows, and (1, N) of columns, as PyTorch has them. With batches, scales of blocks are those
+    that have all dimensions of an operand; a call with them is refused later.
 
     Raises
     ------
@@ -128,8 +157,12 @@ def _are_of_blocks(a: Any, b: Any, scale_a: Any, scale_b: Any) -> bool:
     """
     if not any(isinstance(scale, Tensor) and scale.ndim > 1 for scale in (scale_a, scale_b)):
         return False
-    if not (isinstance(a, Tensor) and isinstance(b, Tensor) and a.ndim > 1 and b.ndim == 2):
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor) and a.ndim > 1 and b.ndim > 1):
         return False  # refused later
+    if b.ndim > 2:
+        rank = max(a.ndim, b.ndim)
+        pairs = ((scale_a, -1), (scale_b, -2))
+        return any(isinstance(x, Tensor) and x.ndim == rank and x.shape[dim] != 1 for x, dim in pairs)
     (k, n), batch = b.shape, tuple(a.shape[:-1])
     fits_a = isinstance(scale_a, Tensor) and scale_a.ndim == a.ndim
     fits_b = isinstance(scale_b, Tensor) and scale_b.ndim == 2

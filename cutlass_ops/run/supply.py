@@ -1,7 +1,8 @@
-"""Which kernel serves a call now: the best one, or another until the best one is compiled.
+"""Which kernel serves a call now: the best one, or another until the best one is there.
 
-A call must not wait for a compiler where any kernel of its signature can serve it. Such a stand-in serves until the
-best kernel has arrived from the background.
+A call must not wait for a compiler where any kernel of its signature can serve it. Nor must it wait until a kernel is
+found in the store and loaded, which takes some milliseconds, where one that is loaded is almost as fast and gives the
+same bits. Such a stand-in serves until the best kernel has arrived from the background.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from cutlass_ops.artifacts.bundles import Bundles
+from cutlass_ops.artifacts.entry import Artifact
 from cutlass_ops.base import env
 from cutlass_ops.base.errors import CompileError, MissingKernelError, ToolchainError
 from cutlass_ops.choose.dispatch import Decision
@@ -22,6 +24,9 @@ from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.run.registry import Registry
 
 _log = logging.getLogger("cutlass_ops")
+
+# How much longer a call may take on a loaded kernel than it would wait for the best one to be found and loaded.
+_LOADING_US = 1000.0
 
 
 @dataclass(frozen=True)
@@ -48,8 +53,8 @@ class Supply:
         if awaited is None:
             return
 
-        def arrived() -> None:
-            registry.at_hand(awaited)  # here, so that no call has to load it
+        def arrived(found: Artifact) -> None:
+            registry.take(awaited, found)  # here, so that no call has to load it
             forget()
 
         Background.current().when_built(awaited, arrived)
@@ -65,16 +70,23 @@ def supply(decision: Decision) -> Supply:
     CompileError, ToolchainError, StoreError
         If no kernel of the signature can be had.
     """
-    registry = Registry.current()
+    registry, background = Registry.current(), Background.current()
     best = Supply(decision.spec, Ordered(decision.config, decision.order))
     if decision.bundled or not env.stand_in() or registry.has(best.spec):
         return best
+    alike = None if background.failure(best.spec) else _alike(decision)
+    if alike is not None:
+        background.add([best.spec], first=True)
+        _log.info("%s serves until %s is there", alike.spec.slug, best.spec.slug)
+        return Supply(alike.spec, alike.serves, best.spec)
     if not env.jit_enabled():
         return _without_compiling(decision, best)
     captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    if not captured and not Background.current().pending(best.spec) and registry.at_hand(best.spec) is not None:
+    loaded = _at_hand(decision, loaded=True)
+    looks = not captured and (loaded is None or _store_is_quick())
+    if looks and not background.pending(best.spec) and registry.at_hand(best.spec) is not None:
         return best
-    found = _at_hand(decision, loaded=True) or (None if captured else _at_hand(decision, loaded=False))
+    found = loaded or (_at_hand(decision, loaded=False) if looks else None)
     if found is None and captured and registry.at_hand(best.spec) is None:
         raise MissingKernelError(
             f"no kernel for this call is compiled, and the stream is being captured into a CUDA graph: call "
@@ -88,7 +100,6 @@ def supply(decision: Decision) -> Supply:
         found = _quickest(decision)
     if found is None:
         return best
-    background = Background.current()
     why_not = background.failure(best.spec)
     if why_not is not None:
         _log.warning(
@@ -102,7 +113,12 @@ def supply(decision: Decision) -> Supply:
 
 def stand_in(decision: Decision) -> Supply | None:
     """Return what would serve a decided call in place of its best kernel, if that is not there; load nothing."""
-    if not env.stand_in() or _is_there(decision.spec):
+    if decision.bundled or not env.stand_in() or Registry.current().has(decision.spec):
+        return None
+    alike = _alike(decision)
+    if alike is not None:
+        return Supply(alike.spec, alike.serves, decision.spec)
+    if _is_there(decision.spec):
         return None
     if not env.jit_enabled():
         found = _installed(decision)
@@ -113,6 +129,13 @@ def stand_in(decision: Decision) -> Supply | None:
     return None if found is None else Supply(found.spec, found.serves, decision.spec)
 
 
+def _store_is_quick() -> bool:
+    """Whether a look into the store need not examine the compilers first."""
+    from cutlass_ops.compilation import toolchain
+
+    return toolchain.is_known()
+
+
 def _is_there(spec: KernelSpec) -> bool:
     return Registry.current().has(spec) or Registry.current().found(spec) is not None
 
@@ -121,6 +144,31 @@ def _others(decision: Decision) -> Iterator[Supply]:
     """Yield the signature's other kernels that can be launched, the fastest first."""
     for candidate in decision.alternatives():
         yield Supply(decision.device.spec(decision.signature, candidate.config), candidate.ordered)
+
+
+def _alike(decision: Decision) -> Supply | None:
+    """Return a loaded kernel that gives the best one's bits, in not much more time; None if there is none."""
+    if not _sums_in_order(decision, decision.config):
+        return None
+    registry, least = Registry.current(), None
+    for candidate in decision.alternatives():
+        least = candidate.microseconds if least is None else least
+        if candidate.microseconds > least + _LOADING_US:
+            return None
+        spec = decision.device.spec(decision.signature, candidate.config)
+        if registry.has(spec) and _sums_in_order(decision, candidate.config):
+            return Supply(spec, candidate.ordered)
+    return None
+
+
+def _sums_in_order(decision: Decision, config: Config) -> bool:
+    """Whether a kernel's bits are those of all others of which this holds.
+
+    By wgmma, each element of D is summed along K in one order, whatever the tile. Reductions depend on the tile.
+    """
+    graph = decision.signature.epilogue
+    reduces = bool(graph.gathered) or any(output.reduce is not None for output in graph.outputs)
+    return config.wgmma and config.whole_k and not reduces
 
 
 def _at_hand(decision: Decision, *, loaded: bool) -> Supply | None:

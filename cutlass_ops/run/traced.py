@@ -10,21 +10,24 @@ from __future__ import annotations
 import functools
 import json
 import sys
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from cutlass_ops.base import dtypes
 from cutlass_ops.base.errors import ConfigError
+from cutlass_ops.base.mma import BLOCK_K
 from cutlass_ops.epilogue import Epilogue
 from cutlass_ops.epilogue.graph import Graph, fits
 from cutlass_ops.epilogue.nodes import Kind
-from cutlass_ops.epilogue.operations import REDUCTIONS
-from cutlass_ops.run.results import Outputs, usual_dtype
+from cutlass_ops.run.results import FP8, Outputs, scale_strides, usual_dtype
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -122,9 +125,7 @@ def register(name: str, graph: Graph, called: Portable, how: str, plain: Any) ->
     """
     op = f"{name} {json.dumps({how: plain}, separators=(',', ':'))}"
     _LIVE.setdefault(op, called)
-    outputs = ",".join(
-        f"{o.name}:{o.kind.value}:{REDUCTIONS[o.reduce].result if o.reduce else ''}" for o in graph.outputs
-    )
+    outputs = ",".join(f"{o.name}:{o.kind.value}:{graph.stored_type(o)}" for o in graph.outputs)
     marks = {Kind.SCALAR: "", Kind.INTEGER: ":integer"}
     scalars = ",".join(i.name + marks[i.kind] for i in graph.inputs if i.kind in marks)
     return ";".join((",".join(i.name for i in graph.inputs), ",".join(graph.products), scalars, outputs, op))
@@ -176,6 +177,44 @@ def bind(op: str, names: tuple[str, ...], inputs: Sequence[Any], named: Mapping[
 # ---- Calls ---------------------------------------------------------------------------------------------------------
 
 
+class _Choice(threading.local):
+    """Whether calls that autograd records store values for the backward, in this thread."""
+
+    recompute = False
+
+
+_CHOICE = _Choice()
+
+
+def is_recomputing() -> bool:
+    """Whether :class:`recompute` is active in this thread."""
+    return _CHOICE.recompute
+
+
+class recompute:  # noqa: N801 - it is used as a function
+    """Have calls inside store nothing for their gradients: the backward then multiplies A @ B again.
+
+    By default, a call that autograd records stores one tile more if that spares its backward a GEMM, such as the
+    pre-activation of a linear layer, as PyTorch does. Inside this context, it stores none, which saves memory.
+
+    Examples
+    --------
+    >>> x, weight = torch.ones(2, 8).bfloat16(), torch.ones(3, 8).bfloat16().requires_grad_()
+    >>> with co.recompute():
+    ...     d = co.gemm_bias_gelu(x, weight.t(), torch.zeros(3).bfloat16())
+    >>> d.sum().backward()
+    >>> weight.grad.shape
+    torch.Size([3, 8])
+    """
+
+    def __enter__(self) -> None:
+        self._before = _CHOICE.recompute
+        _CHOICE.recompute = True
+
+    def __exit__(self, *_: object) -> None:
+        _CHOICE.recompute = self._before
+
+
 class Traced:
     """Stand-in for an op while its caller is traced. It calls the op as an operator."""
 
@@ -198,6 +237,8 @@ class Traced:
         if torch.compiler.is_dynamo_compiling() and torch._C._functorch.maybe_current_level() is not None:
             raise NotImplementedError(_NO_TRANSFORM)
         values = bind(self.op.partition(" ")[0], self.names, inputs, named)
+        if not self.op.startswith("kernel_"):  # an exact kernel converts nothing
+            a, b, values = autocast(a, b, values, self.names, self.products)
         tensors, numbers, places = [], [], []
         for place, (name, value) in enumerate(zip(self.names, values, strict=True)):
             found = scalar_argument(name, value) if name in self.scalars else value
@@ -215,7 +256,7 @@ class Traced:
                     f"{self._differentiated(a, b, values)} requires grad, and a call with `out` has no backward: omit "
                     "`out`, or call under torch.no_grad()"
                 )
-            results = torch.ops.cutlass_ops.fused_gemm_grad(*arguments, out_dtype)
+            results = torch.ops.cutlass_ops.fused_gemm_grad(*arguments, out_dtype, _CHOICE.recompute)
         elif out is None:
             results = torch.ops.cutlass_ops.fused_gemm(*arguments, out_dtype)
         else:
@@ -238,19 +279,27 @@ class Traced:
         if b.ndim > 2:
             lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
         m, n = (*lead, a.shape[-2]) if b.ndim > 2 else a.shape[:-1], b.shape[-1:]
-        shapes = {"tile": (*m, *n), "col": m, "row": (*lead, *n)}
+        shapes = {"tile": (*m, *n), "col": m, "row": (*lead, *n), "blocks_d": (*m, -(-n[0] // BLOCK_K))}
         d = given.get("d")
         if d is not None and out_dtype is not None and d.dtype != out_dtype:
             raise TypeError(f"out is {d.dtype}, and out_dtype asks for {out_dtype}")
-        d_dtype = d.dtype if d is not None else out_dtype or usual_dtype(a.dtype, b.dtype)
+        quantized = FP8[self.dtypes[0]] if self.dtypes[0] else None
+        d_dtype = d.dtype if d is not None else quantized or out_dtype or usual_dtype(a.dtype, b.dtype)
         found = []
         for name, kind, dtype in zip(self.outputs, self.kinds, self.dtypes, strict=True):
             tensor = given.get(name)
             if tensor is None:
-                reduced = torch.int32 if dtype == "i32" else torch.float32
-                tensor = a.new_empty(shapes[kind], dtype=d_dtype if kind == "tile" else reduced)
+                stored = _STORED[dtype] if dtype else d_dtype
+                if kind == "blocks_d":
+                    tensor = a.new_empty_strided(shapes[kind], scale_strides(shapes[kind]), dtype=stored)
+                else:
+                    tensor = a.new_empty(shapes[kind], dtype=stored)
             found.append(tensor)
         return found
+
+
+# What an output may be stored as that is not D's type, by the name in the string.
+_STORED: dict[str, torch.dtype] = {t.name: getattr(torch, t.torch_name) for t in (*dtypes.REDUCED, *dtypes.FP8)}
 
 
 def scalar_argument(name: str, value: Any) -> Tensor | float:
@@ -342,6 +391,51 @@ def number(name: str, value: Any) -> float:
         raise TypeError(f"{name} must be a number or a tensor of one element, not {type(value).__name__}") from None
 
 
+def autocast(
+    a: Any, b: Any, inputs: tuple[Any, ...], names: Sequence[str], products: Sequence[str]
+) -> tuple[Any, Any, tuple[Any, ...]]:
+    """Return a call's arguments with A, B and products in the dtype that torch.autocast asks for, if any is active.
+
+    What is cast is what F.linear casts of its operands: no FP64, and no FP8. Other inputs stay as they are, since
+    kernels compute with them in FP32.
+    """
+    dtype = autocast_dtype(a)
+    if dtype is None:
+        return a, b, inputs
+    pairs = zip(names, inputs, strict=True)
+    values = tuple(autocast_to(dtype, x) if name in products else x for name, x in pairs)
+    return autocast_to(dtype, a), autocast_to(dtype, b), values
+
+
+def autocast_dtype(tensor: Any) -> torch.dtype | None:
+    """Return the dtype that torch.autocast asks for on a tensor's device; None if it is not active there."""
+    if not isinstance(tensor, Tensor) or tensor.device.type not in _AUTOCASTING:
+        return None
+    if not torch.is_autocast_enabled(tensor.device.type):
+        return None
+    return torch.get_autocast_dtype(tensor.device.type)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """Turn torch.autocast off for what computes with operands that are cast already."""
+    if device.type not in _AUTOCASTING:
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+# PyTorch refuses the question for others, such as "meta".
+_AUTOCASTING = ("cpu", "cuda")
+
+
+def autocast_to(dtype: torch.dtype | None, x: Any) -> Any:
+    """Return an operand in a dtype, if it is one of those that torch.autocast casts."""
+    if dtype is None or not isinstance(x, Tensor) or x.dtype not in _CAST:
+        return x
+    return x.to(dtype)
+
+
+_CAST = frozenset((torch.float32, torch.bfloat16, torch.float16))
+
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
@@ -381,9 +475,9 @@ def detour(called: Portable, a: Any, b: Any, inputs: Sequence[Any], out: Any, ou
         found = torch.overrides.handle_torch_function(run, overriding, a, b, *inputs, **given)
         return Outputs(entry.outputs, found) if listed else found
     for name, value in zip(("a", "b", *entry.names), (a, b, *inputs), strict=True):
-        _refuse_others(name, value)
+        refuse_others(name, value)
     for value in out.values() if isinstance(out, Mapping) else (out,):
-        _refuse_others("out", value)
+        refuse_others("out", value)
         if isinstance(value, Tensor) and torch._is_functional_tensor(value):
             raise TypeError("out is a functional tensor, which cannot be written to: omit `out`, and copy the result")
     differentiated = is_differentiated(a, b, *inputs)
@@ -407,7 +501,7 @@ def goes_by_operator(**tensors: Any) -> bool:
     if not is_watched() and not special and not _only_shapes(values):
         return False
     for name, value in tensors.items():
-        _refuse_others(name, value)
+        refuse_others(name, value)
     return True
 
 
@@ -456,7 +550,14 @@ def _needs_operator(value: Any) -> bool:
     return others or torch._is_functional_tensor(value)
 
 
-def _refuse_others(name: str, value: Any) -> None:
+def refuse_others(name: str, value: Any) -> None:
+    """Refuse a tensor that no operator can read.
+
+    Raises
+    ------
+    TypeError, NotImplementedError
+        With what to pass.
+    """
     if not isinstance(value, Tensor):
         return
     if hasattr(type(value), "to_local"):
@@ -488,9 +589,12 @@ def remembered(make: Callable[..., Made]) -> Callable[..., Made]:
     """
     name, cached = f"{make.__module__}.{make.__qualname__}", functools.lru_cache(maxsize=1024)(make)
     _REMEMBERED[name] = cached
+    defaults, count = make.__defaults__ or (), make.__code__.co_argcount
 
     @functools.wraps(make)
     def made(*args: Any) -> Made:
+        # The cache would take a default that is given for another argument.
+        args = (*args, *defaults[len(defaults) + len(args) - count :]) if len(args) < count else args
         if torch.compiler.is_dynamo_compiling():
             plain: list[Any] = []
             for x in args:

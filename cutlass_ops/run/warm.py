@@ -30,6 +30,8 @@ _grad_enabled = torch.is_grad_enabled
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _transforms, _jit_tracer = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 
+_autocast_enabled = torch._C._is_any_autocast_enabled
+
 # Shapes that an op remembers: enough for every M up to 8192 at a few weights.
 _MAX_PLANS = 1 << 16
 # Plans for one shape: calls may differ in majors, alignments or dtypes of inputs.
@@ -58,6 +60,9 @@ class Warm(traced.Portable):
     copied_inputs : int
         Inputs that were copied because they repeat values, as broadcast ones do. No kernel reads them so.
     """
+
+    # Whether torch.autocast decides the operands' dtype.
+    _autocasts = True
 
     def __init__(self, name: str, graph: Graph) -> None:
         self.name = self.__name__ = name
@@ -101,6 +106,8 @@ class Warm(traced.Portable):
                 x if of is None or type(x) is of[0] is float else of[2](of[1], x)
                 for of, x in zip(self._scalars, inputs, strict=True)
             )
+        if _autocast_enabled() and self._autocasts:
+            a, b, inputs = traced.autocast(a, b, inputs, self.names, self.graph.products)
         # traced.is_watched(), inlined for speed.
         watched = _dispatch_modes() or _transforms() is not None or _jit_tracer() is not None
         if not watched and not (_function_modes() and traced.is_watched()):

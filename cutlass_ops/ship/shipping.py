@@ -28,6 +28,7 @@ from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.gpus import BY_TARGET
 from cutlass_ops.declare.problem import Problem
+from cutlass_ops.declare.quantizing import Declaration, declaration_from_json
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import HasGraph, KernelSpec, Major
 from cutlass_ops.declare.spelling import INPUT_DTYPES, OPS, epilogue_of, problems_of, weights_of
@@ -406,8 +407,8 @@ def _path(value: object, name: str) -> str:
     return checked_json.text(value, name, _MAX_PATH, ascii_only=False)
 
 
-def read_spec(path: Path) -> KernelSpec:
-    """Read a declaration from a JSON file.
+def read_declaration(path: Path) -> Declaration:
+    """Read the declaration of any kernel from a JSON file.
 
     Raises
     ------
@@ -418,9 +419,25 @@ def read_spec(path: Path) -> KernelSpec:
     """
     try:
         with path.open("rb") as file:
-            return checked_json.read(file.read(_MAX_SPEC + 1), "it", _MAX_SPEC, KernelSpec.from_json)
+            return checked_json.read(file.read(_MAX_SPEC + 1), "it", _MAX_SPEC, declaration_from_json)
     except ConfigError as exc:
         raise ConfigError(f"{path}: {checked_json.said(exc)}") from None
+
+
+def read_spec(path: Path) -> KernelSpec:
+    """Read the declaration of a GEMM's kernel from a JSON file.
+
+    Raises
+    ------
+    ConfigError
+        If it is not a valid declaration, or that of another kernel. The message names the file.
+    OSError
+        If the file cannot be read.
+    """
+    found = read_declaration(path)
+    if not isinstance(found, KernelSpec):
+        raise ConfigError(f"{path}: {found.slug} is no kernel of a GEMM, and a catalogue has no others")
+    return found
 
 
 def graph_named(name: str, dtype: str = "bf16") -> HasGraph:

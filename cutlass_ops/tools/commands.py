@@ -31,6 +31,7 @@ from cutlass_ops.declare import chips, spelling
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.form import BATCHED, DENSE
 from cutlass_ops.declare.problem import Problem
+from cutlass_ops.declare.quantizing import Declaration
 from cutlass_ops.declare.spec import HasGraph, KernelSpec, Major
 from cutlass_ops.run import gated
 from cutlass_ops.run.call import call_at, device_of
@@ -69,7 +70,7 @@ def generate(catalogue: str | None, out: Path | None, check: bool, as_json: bool
 
 def build(names: list[str], jobs: int | None, executor: str | None, as_json: bool) -> int:
     """Compile into the store."""
-    specs = dict.fromkeys(spec for name in names for spec in _specs(name))
+    specs = dict.fromkeys(spec for name in names for spec in _declarations(name))
     with _executor(executor) as pool:
         artifacts = build_many(specs, jobs=jobs, executor=pool)
     _show_reports(as_json, [(artifact, inspect_kernel(artifact)) for artifact in artifacts])
@@ -354,6 +355,11 @@ def _op(name: str, dtype: str) -> HasGraph:
     if folder not in sys.path:
         sys.path.insert(0, folder)
     return shipping.graph_named(name, dtype)
+
+
+def _declarations(name: str) -> Sequence[Declaration]:
+    """Return the kernels of one argument of ``build``, which may be those of no GEMM."""
+    return [shipping.read_declaration(Path(name))] if name.endswith(".json") else _specs(name)
 
 
 def _specs(name: str) -> list[KernelSpec]:

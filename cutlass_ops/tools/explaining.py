@@ -222,6 +222,7 @@ def explain(op: object, /, *arguments: Any, **named: Any) -> Explanation:
     out, out_dtype = given.pop("out", None), given.pop("out_dtype", None)
     call = asked.checked(a, b, tuple(inputs), given, out, out_dtype)
     if call.is_reference:
+        call.check_layouts()
         where = "an extent is 0" if 0 in call.problem else "the tensors are on the CPU"
         why = f"{where}, so the reference implementation computes it"
         return Explanation(
@@ -359,6 +360,7 @@ def _contract(signature: OpSignature, device: Device, config: Config | None) -> 
     types = (
         Finding("device", f"compute capability {major}.{minor}, {device.multiprocessors} multiprocessors"),
         Finding("a, b", f"{signature.a} and {signature.b}, accumulated in FP32"),
+        *_lines(signature),
     )
     if config is None:
         return types
@@ -370,6 +372,15 @@ def _contract(signature: OpSignature, device: Device, config: Config | None) -> 
         Finding("d", f"{signature.d}, stored {stored or usual}"),
         Finding("unit", f"{instruction}{reason}"),
     )
+
+
+def _lines(signature: OpSignature) -> tuple[Finding, ...]:
+    """Say how operands lie of which kernels read no other layout, and that none is brought to it at a call."""
+    mma = mma_of(signature.a.dtype, signature.b.dtype)
+    if mma is None or not mma.wgmma_k_major_only:
+        return ()
+    says = "along K, from multiples of 16 bytes, as a call needs of this type: nothing is copied, transposed or padded"
+    return (Finding("lines", says),)
 
 
 def _means(signature: OpSignature, config: Config) -> tuple[Finding, ...]:

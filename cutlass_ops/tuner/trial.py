@@ -28,9 +28,11 @@ from cutlass_ops.tuner.timing import Run, Stopwatch, expected_us, rotation
 # How many kernels are tried with every order of tiles.
 _FINALISTS = 3
 
-# A kernel's error may be twice that of rounding the exact result to the output's type, besides that of FP32 sums.
+# A kernel's error may be twice that of rounding the exact result to the output's type, besides that of FP32 sums. The
+# Tensor Core adds FP8 products up with fewer bits (docs/fp8.md), which a result in FP32 shows.
 _ROUNDING = 2.0
 _SUMS = 1e-4
+_SUMS_OF_8_BITS = 2.0**-9
 
 # Kernels of this many microseconds heat the chip enough to move its clock, by a quarter and for many rounds: it takes
 # more of them to see all clocks. Which kernel is the fastest depends on it. Races know a chip at its limit of power, as
@@ -208,6 +210,7 @@ class Trial:
         steps = -(-k // mma.BLOCK_K)
         of_b = (signature.b.scaling or (mma.BLOCK_K, 1))[1]
         extents |= {Kind.BLOCKS_A: (m, steps), Kind.BLOCKS_B: (-(-n // of_b), steps)}
+        extents[Kind.BLOCKS_D] = (m, -(-n // mma.BLOCK_K))
         numbers = {Kind.SCALAR: _SCALAR, Kind.INTEGER: _INTEGER}
         inputs = tuple(
             numbers[i.kind] if i.kind in numbers else self._normal(extents[i.kind], o, scales.get(i.kind, 1.0))
@@ -240,6 +243,7 @@ class Trial:
 
     def _wrong(self) -> str | None:
         outputs = self._signature.epilogue.outputs
+        sums = _SUMS if self._signature.a.dtype.bits >= 16 else _SUMS_OF_8_BITS
         for output, found, wanted in zip(outputs, self._sets[0].outputs, self._wanted, strict=True):
             if not found.dtype.is_floating_point:
                 others = float((found != wanted).double().mean())
@@ -247,6 +251,9 @@ class Trial:
                     return f"{output.name} is wrong: {others:.2g} of its indices are others"
                 continue
             exact = found.double()
+            if found.dtype.itemsize == 1:  # which saturates
+                most = torch.finfo(found.dtype).max
+                wanted = wanted.clamp(-most, most)
             if not torch.equal(exact.isnan(), wanted.isnan()):
                 return f"{output.name} has NaN where it should not, or parts of it were not written"
             finite = wanted.isfinite()
@@ -254,7 +261,7 @@ class Trial:
             scale = float(wanted.norm()) or 1.0
             rounding = _rounding(wanted, found.dtype)
             error = float((exact - wanted).norm()) / scale
-            if not error <= _ROUNDING * rounding + _SUMS:
+            if not error <= _ROUNDING * rounding + sums:
                 return f"{output.name} is wrong: its relative error is {error:.2g}, and {rounding:.2g} is rounding"
         return None
 

@@ -1,5 +1,5 @@
 // What needs no GPU of a kernel's arithmetic, computed on the host: bits of random numbers, which of two values a reduction
-// keeps, and what FP8 rounds to where a target has no instruction for it. tests/compile/test_on_the_host.py compares it with PyTorch.
+// keeps, what FP8 rounds to where a target has no instruction for it, and the scales of blocks. tests/compile/test_on_the_host.py compares it with PyTorch.
 
 #include <cmath>
 #include <cstdio>
@@ -10,6 +10,7 @@
 
 #include "cutlass_ops/epilogue_math.h"
 #include "cutlass_ops/functions.h"
+#include "cutlass_ops/quantize.h"
 #include "cutlass_ops/reductions.h"
 
 float __int_as_float(int bits) {
@@ -75,6 +76,15 @@ int main(int count, char** arguments) {
       float const x = __int_as_float(int(upper << 16 | lower));
       std::printf("cast %d %d %d\n", __float_as_int(x), __float_as_int(cutlass_ops::cast<cutlass::float_e4m3_t>(x)),
                   __float_as_int(cutlass_ops::cast<cutlass::float_e5m2_t>(x)));
+    }
+  }
+  for (uint32_t upper = 0; upper < 0x8000; ++upper) {
+    for (uint32_t lower : {0u, 1u, 0x5a5au, 0xffffu}) {
+      float const x = __int_as_float(int(upper << 16 | lower));
+      auto const e4m3 = cutlass_ops::block_scale<cutlass::float_e4m3_t>(x);
+      auto const e5m2 = cutlass_ops::block_scale<cutlass::float_e5m2_t>(x);
+      std::printf("scale %d %d %d %d %d\n", __float_as_int(x), __float_as_int(e4m3.inverse), __float_as_int(e4m3.scale),
+                  __float_as_int(e5m2.inverse), __float_as_int(e5m2.scale));
     }
   }
   float const values[] = {1, 3, 3, NAN, NAN, -INFINITY, INFINITY, 0.0f, -0.0f};

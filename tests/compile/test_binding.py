@@ -42,9 +42,9 @@ int main(int, char** argv) {
   Tensor a(1 << 20, 2, 16, 16, 32), b(2 << 20, 2, 16, 32, 8), d(3 << 20, 2, 16, 16, 8), row(4 << 20, 1, 16, 8, 1),
       column(5 << 20, 1, 16, 16, 1), tile(6 << 20, 2, 16, 16, 8), scalar(7 << 20, 0, 32, 1, 1),
       also(8 << 20, 2, 16, 16, 8), sums(9 << 20, 1, 32, 16, 1), workspace(10 << 20, 1, 8, 512, 1),
-      blocks(11 << 20, 2, 32, 16, 3);
-  Tensor* const tensors[] = {&a, &b, &d, &row, &column, &tile, &scalar, &blocks, &also, &sums, &workspace};
-  constexpr int kCount = 11;
+      blocks(11 << 20, 2, 32, 16, 3), scales(12 << 20, 2, 32, 16, 2);
+  Tensor* const tensors[] = {&a, &b, &d, &row, &column, &tile, &scalar, &blocks, &scales, &also, &sums, &workspace};
+  constexpr int kCount = 12;
   TVMFFIAny arguments[kCount]{};
   for (int i = 0; i < kCount; ++i) {
     arguments[i].type_index = kTVMFFIDLTensorPtr;
@@ -57,6 +57,7 @@ int main(int, char** argv) {
     if (std::strcmp(argv[2], "dtype") == 0) t.dtype.code = kDLInt;
     if (std::strcmp(argv[2], "a larger stride") == 0) t.strides[0] = 1000;
     if (std::strcmp(argv[2], "a stride of 0") == 0) t.strides[0] = t.strides[1] = 0;
+    if (std::strcmp(argv[2], "a stride of 1") == 0) t.strides[0] = t.strides[1] = 1;
     if (std::strcmp(argv[2], "the other major") == 0) t.strides[0] = 1, t.strides[1] = t.shape[0];
     if (std::strcmp(argv[2], "another row") == 0) ++t.shape[0];
     if (std::strcmp(argv[2], "another column") == 0) ++t.shape[1];
@@ -74,6 +75,7 @@ int main(int, char** argv) {
   call.tile<Half, Major::kRow, 8, false>(problem);
   call.scalar<float>();
   call.blocks<float>(problem.m, 1, problem.k, 12);
+  call.blocks_output<float>(problem.m, 1, problem.n, 5);
   call.tile_output<Half, Major::kRow, 8, true>(problem);
   call.col_output<float>(problem);
   call.workspace(512);
@@ -81,7 +83,7 @@ int main(int, char** argv) {
 }
 """
 
-BLOCKS, WORKSPACE = 7, 10
+BLOCKS, SCALES, WORKSPACE = 7, 8, 11
 
 
 @pytest.fixture(scope="module")
@@ -140,3 +142,22 @@ def test_scales_of_blocks_have_any_strides(status, change):
 )
 def test_scales_of_blocks_fit_the_problem(status, change, reason):
     assert refusal(status(BLOCKS, change)) == (BLOCKS, reason)
+
+
+@pytest.mark.parametrize("change", ["a larger stride", "the other major"])
+def test_scales_of_d_have_any_strides(status, change):
+    assert status(SCALES, change) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("another row", Reason.SHAPE),
+        ("another column", Reason.SHAPE),
+        ("an odd address", Reason.ALIGNMENT),
+        ("a stride of 0", Reason.MAJOR),
+        ("a stride of 1", Reason.MAJOR),
+    ],
+)
+def test_scales_of_d_fit_the_problem_and_share_no_memory(status, change, reason):
+    assert refusal(status(SCALES, change)) == (SCALES, reason)

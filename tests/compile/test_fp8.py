@@ -105,3 +105,36 @@ def test_a_kernel_stores_8_bits(a, d, epilogue, outputs, config):
     assert ("UTMASTG" in count_opcodes(artifact.library)) == wanted.d.aligned
     assert report.spill_stores == report.spill_loads == 0
     assert report.dynamic_shared_memory + report.static_shared_memory == shared_memory(wanted)
+
+
+# The kernels of a layer in FP8: a copy of the stream beside it and the squares of its rows, and two weights.
+_COLUMNS = builtin.SCALED[False, True].graph
+_NORM = _COLUMNS.then(builtin.rms_norm_of_sums.graph)
+_GATE = _NORM.then(builtin.swiglu.graph, products=_NORM.renamed({"scale_b": "scale_up"}))
+LAYER = {
+    "residual": (
+        _COLUMNS.then(builtin.residual_rms_quantised("bf16", False, True, True, "e4m3")),
+        "bf16.row",
+        co.Sm90Config(co.ThreadblockShape(128, 128, 128), co.ClusterShape(1, 2), schedule="pingpong"),
+        0,
+    ),
+    "gate": (
+        _GATE.then(builtin.quantised(False, False).graph),
+        "e4m3.row",
+        co.Sm90Config(co.ThreadblockShape(128, 208, 128), co.ClusterShape(2, 1), schedule="pingpong", swap_ab=True),
+        20,
+    ),
+}
+
+
+@pytest.mark.parametrize(("graph", "d", "config", "spilled"), LAYER.values(), ids=LAYER)
+def test_a_kernel_of_a_layer(graph, d, config, spilled):
+    """Its most bytes that are spilled: a few registers of as many accumulators as a thread may have."""
+    read = {i.name: "f32" for i in graph.inputs if i.name in ("scale_b", "scale_up", "row_sum_square", "gamma")}
+    wanted = co.KernelSpec(a="e4m3.row", b="e4m3.col", d=d, epilogue=graph, inputs=read, config=config)
+    artifact = build_artifact(wanted)
+    report = inspect(artifact)
+    assert prove_tensor_cores(artifact.library, wanted)["QGMMA"] >= 4
+    assert "UTMASTG" in count_opcodes(artifact.library)
+    assert max(report.spill_stores, report.spill_loads) <= spilled
+    assert report.dynamic_shared_memory + report.static_shared_memory == shared_memory(wanted)

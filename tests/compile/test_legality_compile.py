@@ -76,6 +76,11 @@ def gated(acc, bias: co.Row, r: co.Tile, gate: co.Tile, alpha: co.Scalar):
 
 
 @co.epilogue
+def quantised(acc, bias: co.Row):
+    return co.e.quantize(co.e.relu(acc + bias), "e4m3")
+
+
+@co.epilogue
 def saved(acc, bias: co.Row):
     x = acc + bias
     return {"d": co.gelu(x), "pre": x}
@@ -195,6 +200,7 @@ def gemv(rows, warps, pieces, *, epilogue, d="bf16.row", target="sm_80"):
         sm90(128, 104, 64, epilogue=norm, means="ahead", swap_ab=True, a="f16.row", b="f16.col", d="f16.row"),
         sm90(192, 128, 64, schedule="cooperative", epilogue=both_ways),
         sm90(256, 64, 128, schedule="cooperative", epilogue=swiglu, swap_ab=True, cluster=ClusterShape(2, 1)),
+        sm90(192, 256, 64, schedule="cooperative", epilogue=quantised, d="e4m3.row"),
         sm80((64, 256, 32), (32, 64, 32), epilogue=everything, d="f32.col", stages=2),
         sm80((64, 64, 32), (32, 32, 32), epilogue=norm, a="bf16.col"),
         gemv(16, 8, 4, epilogue=gated, d="f32.col"),
@@ -203,7 +209,7 @@ def gemv(rows, warps, pieces, *, epilogue, d="bf16.row", target="sm_80"):
     ],
     ids=[
         *("sm90", "sm90-stream_k", "sm90-split_k", "sm90-gathered", "sm90-beside-swapped"),
-        *("sm90-beside", "sm90-ahead", "sm90-reductions", "sm90-second_weight", "sm80", "sm80-means"),
+        *("sm90-beside", "sm90-ahead", "sm90-reductions", "sm90-second_weight", "sm90-quantized", "sm80", "sm80-means"),
         *("gemv", "gemv-sm90-second_weight-means", "gemv-sm90-pairs-means"),
     ],
 )

@@ -108,3 +108,23 @@ def test_casts_to_fp8_are_those_of_the_reference(said, at, dtype):
     assert nan.any()
     assert torch.equal(found.isnan(), nan)
     assert torch.equal(found[~nan].view(torch.int32), wanted[~nan].view(torch.int32))
+
+
+@pytest.mark.parametrize(("at", "dtype"), [(1, torch.float8_e4m3fn), (3, torch.float8_e5m2)])
+def test_scales_of_blocks_are_those_of_the_reference(said, at, dtype):
+    """Every exponent, zero, infinity and NaN."""
+    bits = torch.tensor(said["scale"], dtype=torch.int32)
+    most, inverse, scale = (bits[:, column].contiguous().view(torch.float32) for column in (0, at, at + 1))
+    # One value a block: the value times its inverse is the quotient of a block of 1.
+    wanted = reference.quantized(most[:, None], dtype)[1][:, 0]
+    largest = torch.full_like(most, torch.finfo(dtype).max)
+    nan = most.isnan()
+    assert nan.any()
+    assert torch.equal(scale.isnan(), nan)
+    assert torch.equal(inverse.isnan(), nan)
+    assert torch.equal(scale[~nan].view(torch.int32), wanted[~nan].view(torch.int32))
+    assert torch.equal(inverse[~nan], (largest / most.clamp(min=2.0**-110))[~nan])
+    finite = most.isfinite()
+    for each in (inverse[finite], scale[finite]):
+        assert (each >= torch.finfo(torch.float32).tiny).all()
+        assert each.isfinite().all()

@@ -65,6 +65,12 @@ def test_it_lists_what_is_there(probe, bundle, keys, contents):
         "scale_a f32.row.align1",
         "scale_b f32.row.align1",
         *(f"{record.key} {record.spec.target}" for record in contents[0].groups[3].kernels),
+        "d = relu(acc); d_scale = scale of each 1x128 in e4m3 of relu(acc)",
+        "a bf16.row",
+        "b bf16.col",
+        "out e4m3.row",
+        "d_scale f32.row.align1",
+        *(f"{record.key} {record.spec.target}" for record in contents[0].groups[4].kernels),
     ]
 
 
@@ -106,7 +112,7 @@ def test_a_kernel_is_mapped_once(probe, bundle, keys):
     assert probe("load", bundle, key[:9], key) == (0, "mapped\n" + 2 * "loaded, workspace 123145\n")
 
 
-@pytest.mark.parametrize(("key", "found"), [("x", "no kernel"), ("", "8 kernels")])
+@pytest.mark.parametrize(("key", "found"), [("x", "no kernel"), ("", "9 kernels")])
 def test_a_key_that_names_no_kernel_is_said(probe, bundle, key, found):
     code, out = probe("load", bundle, key)
     assert (code, out.splitlines()) == (

@@ -49,6 +49,7 @@ MORE = (
         "e4m3.row.blocks1x128",
         "e4m3.col.blocks128x128",
         "blocks_a",
+        "blocks_d",
         "float16.row",
         "tile",
     ),

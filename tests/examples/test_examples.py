@@ -33,6 +33,14 @@ def test_transformer_block():
 
 
 @pytest.mark.slow
+def test_fp8_layer():
+    pytest.importorskip("transformers")
+    said = _run("fp8_layer.py")
+    assert "prefill, static scales of tensors, fused" in said
+    assert "decoding, dynamic scales of rows, PyTorch" in said
+
+
+@pytest.mark.slow
 def test_custom_epilogue():
     assert "row_sum_square (256,) torch.float32" in _run("custom_epilogue.py")
 
@@ -48,6 +56,20 @@ def test_custom_epilogue():
 )
 def test_epilogues_that_choose_count_and_draw(name, said):
     assert said in _run(name)
+
+
+@pytest.mark.slow
+def test_train_gpt2_small(tmp_path):
+    pytest.importorskip("matplotlib")
+    said = _run("train_gpt2_small.py", "--steps", "12", "--plot", str(tmp_path / "losses.svg"))
+    assert "fused and plain differ by" in said
+    assert (tmp_path / "losses.svg").read_text().startswith("<?xml")
+
+
+@pytest.mark.slow
+def test_patch_llama():
+    pytest.importorskip("transformers")
+    assert "co.unpatch gives 19 modules their own forwards again" in _run("patch_llama.py")
 
 
 @pytest.mark.slow

@@ -644,6 +644,8 @@ def named() -> dict[str, list[KernelSpec]]:
 
 # Tests of these modules call kernels that dispatch chooses.
 DISPATCHING = {"test_calls", "test_launch", "test_overlap", "test_traced", "test_trial"}
+# And these take steps of training.
+TRAINING = {"test_backward", "test_modules"}
 
 
 def build(names: Iterable[str], modules: Iterable[str]) -> int:
@@ -658,9 +660,13 @@ def build(names: Iterable[str], modules: Iterable[str]) -> int:
     if DISPATCHING & set(modules):
         device = call.device_of(torch.device("cuda", 0))
         wanted += [*dispatched(device), *called(device)]
+    if TRAINING & set(modules):
+        from tests.gpu import steps
+
+        wanted += steps.specs(call.device_of(torch.device("cuda", 0)), modules)
     Registry.current().kernels(dict.fromkeys(wanted))
     return len(set(wanted))
 
 
 if __name__ == "__main__":
-    print(build(named(), DISPATCHING), "kernels")
+    print(build(named(), DISPATCHING | TRAINING), "kernels")

@@ -314,7 +314,7 @@ def test_two_weights():
     assert_near(co.gemm_swiglu(a, gate.t(), up.t(), out_dtype=E5M2), exact)
 
 
-@pytest.mark.parametrize(("m", "dtype"), itertools.product((16, 512), NAMES))
+@pytest.mark.parametrize(("m", "dtype"), list(itertools.product((16, 512), NAMES)))
 def test_every_kernel_that_a_weight_may_need_is_right(m, dtype):
     a, b = draw(m, 2048, BF16), draw(512, 2048, BF16).t()
     exact = a.double() @ b.double()

@@ -11,6 +11,7 @@ from cutlass_ops.artifacts import loader
 from cutlass_ops.artifacts.loader import Reason
 from cutlass_ops.base.session import Session
 from cutlass_ops.compilation.background import Background
+from cutlass_ops.epilogue.nodes import BLOCKS, Kind
 from cutlass_ops.run import call, ops, plan
 from cutlass_ops.run.registry import Registry
 from cutlass_ops.tools import explaining
@@ -44,6 +45,10 @@ class FakeDevice:
     def at_hand(self, spec):
         return None if spec in self.absent else self.kernel(spec)
 
+    def take(self, spec, artifact):
+        assert artifact is spec
+        self.kernel(spec)
+
     def fetched(self, spec):
         return self.kernel(spec) if spec in self.remote else None
 
@@ -73,16 +78,17 @@ class FakeDevice:
         """Have a kernel arrive from the background."""
         self.absent.discard(spec)
         for do in self.waiting.pop(spec, ()):
-            do()
+            do(spec)
 
     def _kernel(self, spec):
         graph = spec.epilogue
         count, names = len(graph.inputs), [o.name for o in graph.outputs]
         types = (spec.a, spec.b, spec.d, *spec.inputs, *spec.outputs)
+        kinds = (*(Kind.TILE,) * 3, *(i.kind for i in graph.inputs), *(o.kind for o in graph.outputs[1:]))
 
         def refused(arguments):
-            for position, (tensor, operand) in enumerate(zip(arguments, types, strict=True)):
-                reason = _refusal(tensor, operand)
+            for position, (tensor, operand, kind) in enumerate(zip(arguments, types, kinds, strict=True)):
+                reason = _refusal(tensor, operand, kind)
                 if reason is not None:
                     return 16 * position + reason.value
             return 0
@@ -108,11 +114,13 @@ class FakeDevice:
         return SimpleNamespace(launch=launch, prepare=prepare, workspace_size=lambda *_: self.workspace)
 
 
-def _refusal(tensor, operand):
+def _refusal(tensor, operand, kind):
     if isinstance(tensor, float):
         return None
     if str(tensor.dtype) != f"torch.{operand.dtype.torch_name}":
         return Reason.DTYPE
+    if kind in (*BLOCKS, Kind.BLOCKS_D):  # scales of blocks have any strides
+        return None
     inner = -1 if operand.major == "row" else -2
     if tensor.ndim > 1 and min(tensor.shape[-2:]) > 1 and tensor.stride(inner) != 1:
         return Reason.MAJOR

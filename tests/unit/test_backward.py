@@ -16,7 +16,7 @@ import cutlass_ops as co
 from cutlass_ops.epilogue import Col, Integer, Product, Row, Scalar, Tile, builtin, epilogue, functions
 from cutlass_ops.epilogue.graph import Graph, canonical
 from cutlass_ops.epilogue.nodes import Kind
-from cutlass_ops.run import traced
+from cutlass_ops.run import backward, traced
 from cutlass_ops.run.reference import gemm_reference
 from tests.layers import LAYERS, tuple_of
 from tests.sampling import sampled
@@ -230,8 +230,8 @@ def test_a_compiler_sees_the_operators_of_forward_and_backward_only():
     given = [torch.randn(s).to(BF16).requires_grad_() for s in ((7, 16), (8, 16), (8,))]
     graph = make_fx(step)(*given)
     called = [n.target for n in graph.graph.nodes if "cutlass_ops" in str(n.target)]
-    # Forward, dacc and dbias as one, dA, dW.
-    assert called == [torch.ops.cutlass_ops.fused_gemm.default] * 4
+    # Forward, dA, dW: the elementwise part between them is PyTorch's, which its compiler fuses.
+    assert called == [torch.ops.cutlass_ops.fused_gemm.default] * 3
     assert all(map(torch.equal, graph(*(x.detach() for x in given)), step(*given)))
 
 
@@ -284,10 +284,22 @@ def calls_of(layer, *given):
 
 def test_the_accumulator_is_computed_again_or_was_stored():
     a, w, bias = (torch.randn(s).to(BF16).requires_grad_() for s in ((7, 16), (8, 16), (8,)))
+
+    def again(a, w, bias):
+        with co.recompute():
+            return co.gemm_bias_gelu(a, w.t(), bias)
+
+    assert calls_of(again, a, w, bias) == ["gemm_bias_gelu", "bias_erf_exp_grad_d_grad_bias", "gemm", "gemm"]
+    # The pre-activation is stored by the kernel that computes it.
     assert calls_of(lambda a, w, bias: co.gemm_bias_gelu(a, w.t(), bias), a, w, bias) == [
-        *("gemm_bias_gelu", "bias_erf_exp_grad_d_grad_bias"),
-        *("gemm", "gemm"),
+        *("bias_gelu_saved_0", "gemm", "gemm"),
     ]
+    # A kernel of two products gives D alone, so that they are two GEMMs here. Then dA has two products, and each
+    # weight's gradient one.
+    swiglu = calls_of(lambda a, w, up: co.gemm_swiglu(a, w.t(), up.t()), a, w, (w * 2).detach().requires_grad_())
+    assert swiglu == ["gemm", "silu_up_saved_0", "gemm", "residual", "gemm", "gemm"]
+    # Of ReLU, D is enough: nothing is stored.
+    assert calls_of(lambda a, w, bias: co.gemm_bias_relu(a, w.t(), bias), a, w, bias)[0] == "gemm_bias_relu"
     # The tile beside D has what the gradient needs: no GEMM computes it again.
     assert len(calls_of(lambda a, w, bias: co.gemm(a, w.t(), epilogue=stored, bias=bias), a, w, bias)) == 3
     # Nor does a bias need any.
@@ -301,9 +313,108 @@ def test_a_stored_value_and_a_computed_one_give_the_same_gradients():
     given = [torch.randn(s).to(BF16).requires_grad_() for s in ((7, 16), (8, 16), (8,))]
     g = torch.randn(7, 8).to(BF16)
     first = torch.autograd.grad(co.gemm(given[0], given[1].t(), epilogue=stored, bias=given[2]).d, given, g)
-    second = torch.autograd.grad(co.gemm_bias_gelu(given[0], given[1].t(), given[2]), given, g)
+    with co.recompute():
+        d = co.gemm_bias_gelu(given[0], given[1].t(), given[2])
+    second = torch.autograd.grad(d, given, g)
     for x, y in zip(first, second, strict=True):
         assert (x - y).float().norm() <= 0.01 * y.float().norm()
+
+
+def test_a_product_s_range_is_not_fp16_s_before_a_norm_scales_it():
+    x, w = torch.full((8, 64), 100.0), torch.full((8, 64), 100.0)
+    for dtype in (torch.float16, BF16):
+        given = [v.to(dtype).requires_grad_() for v in (x, w)]  # 64 * 100 * 100 is no FP16 number
+        found = calls_of(lambda x, w: co.rmsnorm_gemm(x, w.t(), eps=1e-5), *given)
+        assert (found[0] == "rmsnorm_gemm") == (dtype is torch.float16)
+        d = co.rmsnorm_gemm(given[0], given[1].t(), eps=1e-5)
+        assert all(g.isfinite().all() for g in torch.autograd.grad(d.sum(), given))
+
+
+@epilogue
+def extrema(acc, bias: Row, scale: Col):
+    z = functions.tanh(acc + bias) * scale
+    return {"d": z, "top": functions.max(z, dim=1), "low": functions.min(acc + bias, dim=0)}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradients_of_extrema_are_pytorch_s(recompute):
+    torch.manual_seed(0)
+    op = InFp64(extrema.graph)
+    given = arguments(op.graph)
+    with torch.enable_grad():
+        z = (given[0] @ given[1] + given[2]).tanh() * given[3][:, None]
+        wanted = z, z.max(1).values, (given[0] @ given[1] + given[2]).min(0).values
+    grads = [torch.randn_like(x) for x in wanted]
+    if recompute:
+        with co.recompute():
+            found = op.as_list(*given)
+    else:
+        found = op.as_list(*given)
+    for x, y in zip(*(torch.autograd.grad(v, given, grads) for v in (found, wanted)), strict=True):
+        torch.testing.assert_close(x, y)
+    assert torch.autograd.gradgradcheck(lambda *x: tuple(op.as_list(*x)), given, atol=1e-4)
+
+
+def test_of_equal_extrema_the_first_has_the_gradient():
+    a, w = torch.ones(2, 8, dtype=BF16), torch.ones(8, 8, dtype=BF16)
+    bias = torch.tensor([0.0, 3, 1, 3, 0, 0, 0, 0], dtype=BF16).requires_grad_()
+
+    @epilogue
+    def with_top(acc, bias: Row):
+        return {"d": acc, "top": functions.max(acc + bias, dim=1)}
+
+    co.gemm(a, w, epilogue=with_top, bias=bias).top.sum().backward()
+    theirs = torch.tensor([0.0, 3, 1, 3, 0, 0, 0, 0], requires_grad=True)
+    (theirs + torch.zeros(2, 8)).max(1).values.sum().backward()
+    assert bias.grad.tolist() == theirs.grad.tolist() == [0, 2, 0, 0, 0, 0, 0, 0]
+
+
+# ---- Gradients that are added where they belong ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("major", ["row", "col"])
+def test_a_weight_s_gradient_is_added_to_its_main_grad(dtype, major):
+    torch.manual_seed(0)
+    x = torch.randn(7, 16).to(BF16).requires_grad_()
+    shape = (8, 16) if major == "col" else (16, 8)
+    w, up = (torch.nn.Parameter(torch.randn(shape).to(BF16)) for _ in range(2))
+    oriented = (lambda p: p.t()) if major == "col" else (lambda p: p)
+    wanted = torch.autograd.grad(co.gemm(x, oriented(w), epilogue=builtin.swiglu, up=oriented(up)).sum(), [x, w, up])
+    before = torch.randn(shape).to(dtype)
+    w.main_grad, up.main_grad = before.clone(), before.clone()
+    for steps in (1, 2):
+        x.grad = None
+        co.gemm(x, oriented(w), epilogue=builtin.swiglu, up=oriented(up)).sum().backward()
+        assert torch.equal(x.grad, wanted[0])
+        assert w.grad is None
+        for parameter, grad in ((w, wanted[1]), (up, wanted[2])):
+            exact = before.float() + steps * grad.float()
+            assert (parameter.main_grad - exact).norm() <= 0.01 * exact.norm()
+            assert parameter.main_grad.dtype == dtype
+
+
+def test_a_bias_keeps_its_own_gradient():
+    x, w = torch.ones(4, 8, dtype=BF16), torch.nn.Parameter(torch.ones(6, 8, dtype=BF16))
+    bias = torch.nn.Parameter(torch.zeros(6, dtype=BF16))
+    w.main_grad, bias.main_grad = torch.zeros(6, 8), torch.zeros(6)
+    co.gemm_bias(x, w.t(), bias).sum().backward()
+    assert (w.main_grad.sum(), bias.grad.sum(), bias.main_grad.sum()) == (192, 24, 0)
+
+
+def test_a_main_grad_that_does_not_fit_is_refused():
+    x, w = torch.ones(4, 8, dtype=BF16), torch.nn.Parameter(torch.ones(6, 8, dtype=BF16))
+    for wrong, message in (
+        (torch.zeros(8, 6), r"b has shape \(8, 6\), its parameter \(6, 8\), and main_grad \(8, 6\): pass the param"),
+        (torch.zeros(6, 8, dtype=F64), r"main_grad of b is torch\.float64 on cpu: make it torch\.float32"),
+        ("nothing", "main_grad of b"),
+    ):
+        w.main_grad = wrong
+        with pytest.raises((ValueError, TypeError), match=message):
+            co.gemm(x, w.t())
+    w.main_grad = torch.zeros(6, 8)
+    with pytest.raises(NotImplementedError, match="create_graph=True, and the parameter of b has a main_grad"):
+        torch.autograd.grad(co.gemm(x, w.t()).sum(), w, create_graph=True)
 
 
 def test_surroundings_of_training():
@@ -405,8 +516,17 @@ def test_what_has_no_gradient_is_refused():
     d, top, at = co.gemm(A, B, epilogue=with_top, bias=GRAD)
     assert not at.requires_grad
     torch.autograd.grad(d.sum(), GRAD, retain_graph=True)
-    with pytest.raises(NotImplementedError, match=r"output 'top': max has no derivative yet, .* torch\.amax"):
-        torch.autograd.grad(top.sum(), GRAD)
+    assert torch.autograd.grad(top.sum(), GRAD)[0].sum() == 4
+
+    @epilogue
+    def full(acc, bias: Row):
+        tops = {f"top{i}": functions.max(acc + bias * float(i), dim=1) for i in range(7)}
+        return {"d": acc, **tops}
+
+    # A kernel has 8 outputs, and none is left for the places.
+    found = co.gemm(A, B, epilogue=full, bias=GRAD)
+    with pytest.raises(NotImplementedError, match=r"output 'top1': the gradient of max goes to the element .* argmax"):
+        torch.autograd.grad(found.top1.sum(), GRAD)
 
 
 def test_a_call_with_out_is_refused():
@@ -432,6 +552,31 @@ def test_forward_mode_and_transforms_are_refused():
         torch.vmap(lambda a: co.gemm_bias(a, B, GRAD))(torch.stack([A, A]))
     with pytest.raises(NotImplementedError, match="does not support"):
         torch.func.grad(lambda bias: co.gemm_bias(A, B, bias).sum())(BIAS)
+
+
+def test_a_compiled_function_notices_whether_it_may_store():
+    graphs = []
+
+    def noted(graph, _):
+        graphs.append([n.args[-1] for n in graph.graph.nodes if "fused_gemm_grad" in str(n.target)])
+        return graph
+
+    function = torch.compile(lambda a, w, bias: co.gemm_bias_gelu(a, w.t(), bias), backend=noted, fullgraph=True)
+    given = [torch.randn(s).to(BF16).requires_grad_() for s in ((7, 16), (8, 16), (8,))]
+    for _ in range(2):
+        function(*given)
+        with co.recompute():
+            function(*given)
+    assert graphs == [[False], [True]]
+
+    def inside(a, w, bias):
+        with co.recompute():
+            d = co.gemm_bias_gelu(a, w.t(), bias)
+        return co.gemm_bias_gelu(d, w, a[:1, :].detach())
+
+    graphs.clear()
+    torch.compile(inside, backend=noted, fullgraph=True)(*given)
+    assert graphs == [[True, False]]
 
 
 # ---- On a device that is made up -------------------------------------------------------------------------------------
@@ -462,7 +607,8 @@ def test_kernels_serve_the_backward_and_further_steps_are_warm(name, gpu, device
 
 def test_what_a_step_launches(device):
     given = [torch.randn(s).to(BF16).requires_grad_() for s in ((128, 64), (256, 64), (256,))]
-    d = co.gemm_bias_gelu(given[0], given[1].t(), given[2])
+    with co.recompute():
+        d = co.gemm_bias_gelu(given[0], given[1].t(), given[2])
     d.backward(torch.ones_like(d))
     declared = [(spec.a.major, spec.b.major, spec.epilogue.title) for spec in device.loaded]
     assert declared == [
@@ -473,3 +619,63 @@ def test_what_a_step_launches(device):
         ("col", "row", ""),  # dW = dY.T @ X
     ]
     assert given[1].grad.is_contiguous()
+
+
+def test_what_a_step_launches_that_stores(device, monkeypatch):
+    monkeypatch.setattr(backward, "has_kernels", lambda a: True)
+    given = [torch.randn(s).to(BF16).requires_grad_() for s in ((128, 64), (256, 64), (256,))]
+    d = co.gemm_bias_gelu(given[0], given[1].t(), given[2])
+    d.backward(torch.ones_like(d))
+    launched = [(x.spec.epilogue.title, [o.name for o in x.spec.epilogue.outputs]) for x in device.launches]
+    assert launched == [
+        ("bias_gelu_saved_0", ["d", "saved_0"]),
+        # The derivative and the sums for the bias, from tiles: its product is of zeros.
+        (launched[1][0], ["d", "grad_bias"]),
+        ("", ["d"]),
+        ("", ["d"]),
+    ]
+    elementwise = device.launches[1].spec.epilogue
+    assert [(i.name, i.kind) for i in elementwise.inputs] == [("kept_saved_0", Kind.TILE), ("given_d", Kind.TILE)]
+    with co.recompute():
+        d = co.gemm_bias_gelu(given[0], given[1].t(), given[2])
+    again = torch.autograd.grad(d, given, torch.ones_like(d))
+    for x, y in zip((x.grad for x in given), again, strict=True):
+        assert (x - y).norm() <= 0.01 * y.norm()
+
+
+@pytest.mark.parametrize("name", sampled(5, LAYERS))
+def test_kernels_compute_the_elementwise_part(name, device, monkeypatch):
+    torch.manual_seed(0)
+    layer, _, shapes = LAYERS[name]
+    given = [torch.randn([8 * x if x > 1 else x for x in s]).to(BF16).requires_grad_() for s in shapes]
+    found = tuple_of(layer(*given))
+    grads = [torch.randn(x.shape).to(x.dtype) for x in found]
+    wanted = torch.autograd.grad(found, given, grads, retain_graph=True)
+    before = len(device.launches)
+    monkeypatch.setattr(backward, "has_kernels", lambda a: True)
+    again = torch.autograd.grad(found, given, grads)
+    assert len(device.launches) > before
+    for x, y, like in zip(again, wanted, given, strict=True):
+        assert (x.shape, x.dtype, x.stride()) == (like.shape, like.dtype, like.stride())
+        assert (x.float() - y.float()).norm() <= 0.01 * y.float().norm()
+
+
+@pytest.mark.parametrize("name", ["gelu", "swiglu", "rmsnorm"])
+def test_warm_up_compiles_the_backward_s_kernels(name, device, monkeypatch):
+    monkeypatch.setattr(backward, "has_kernels", lambda a: True)
+    x, w, other = (torch.randn(s).to(BF16).requires_grad_() for s in ((128, 64), (256, 64), (256, 64)))
+    last = other[:, 0].detach().clone().requires_grad_()
+    call, arguments = {
+        "gelu": (co.gemm_bias_gelu, (x, w.t(), last)),
+        "swiglu": (co.gemm_swiglu, (x, w.t(), other.t())),
+        "rmsnorm": (co.rmsnorm_gemm, (x, w.t(), torch.ones(64).requires_grad_())),
+    }[name]
+    named = {"eps": 1e-5} if name == "rmsnorm" else {}
+    with torch.no_grad():
+        inference = co.warm_up(call, *arguments, **named)
+    assert co.warm_up(call, *arguments, **named) > inference
+    assert w.grad is None
+    device.closed = True
+    for rows in (128, 64):
+        call(x[:rows], *arguments[1:], **named).sum().backward()
+    assert w.grad is not None

@@ -1,6 +1,7 @@
 """Batches: a GEMM for each, of operands whose leading dimensions broadcast, in one launch where a kernel can."""
 
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from cutlass_ops.declare.form import BATCHED, DENSE
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.kinds import legality
-from cutlass_ops.run import batches, ops
+from cutlass_ops.run import backward, batches, chained, ops
 from cutlass_ops.run.call import call_at, check_call, signature_of
 from cutlass_ops.tools.explaining import explain_call
 from tests.strategies import PATIENT
@@ -532,3 +533,207 @@ def test_gradients_of_sums():
         found, gradients(lambda a, b: torch.matmul(a, b).sum(-1), [a, b], weight.double()), strict=True
     ):
         near(one, other)
+
+
+@co.epilogue
+def masked(acc, factor: co.Col):
+    return co.e.gelu(co.e.where(co.e.column_index() <= co.e.row_index(), acc, 0.0) * factor)
+
+
+@co.epilogue
+def greatest(acc):
+    return {"d": acc, "most": co.e.max(acc, dim=0)}
+
+
+# Each with the shapes of its operands, the names of inputs, and the same in PyTorch.
+LAYERS = {
+    "stored": (
+        builtin.bias_gelu,
+        [(2, 3, 48, 64), (3, 64, 32), (32,)],
+        ("bias",),
+        lambda a, b, bias: torch.nn.functional.gelu(a @ b + bias),
+    ),
+    "rows of batches": (
+        builtin.bias_gelu,
+        [(2, 3, 48, 64), (3, 64, 32), (3, 1, 32)],
+        ("bias",),
+        lambda a, b, bias: torch.nn.functional.gelu(a @ b + bias),
+    ),
+    "of D": (
+        mixed,
+        [(2, 1, 48, 64), (1, 3, 64, 32), (3, 32), (3, 48, 1), (1, 1, 1, 32)],
+        ("bias", "scale", "residual"),
+        lambda a, b, bias, scale, residual: torch.relu(a @ b * scale + bias[:, None]) * 0.5 + residual,
+    ),
+    "statistics": (
+        builtin.rms_norm,
+        [(48, 64), (3, 64, 32)],
+        (),
+        lambda a, b: torch.nn.functional.rms_norm(a, (64,), eps=1e-5) @ b,
+    ),
+    "product": (
+        builtin.swiglu,
+        [(2, 3, 48, 64), (3, 64, 32), (64, 32)],
+        ("up",),
+        lambda a, b, up: torch.nn.functional.silu(a @ b) * (a @ up),
+    ),
+    "places": (
+        masked,
+        [(2, 3, 48, 64), (3, 64, 32), (3, 48)],
+        ("factor",),
+        lambda a, b, factor: torch.nn.functional.gelu((a @ b).tril() * factor[..., None]),
+    ),
+}
+
+
+def along_k(matrix):
+    """Return a matrix as it is, its lines along K if it is a B."""
+    return matrix.mT.contiguous().mT if matrix.shape[-2:] == (64, 32) else matrix
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients_of_what_a_forward_stores(device, monkeypatch, name, kernels, recompute):
+    monkeypatch.setattr(backward, "has_kernels", lambda a: kernels)
+    torch.manual_seed(0)
+    epilogue, shapes, names, layer = LAYERS[name]
+    a, b, *inputs = ((torch.randn(s) * 0.5).to(BF16) for s in shapes)
+    tensors = [x.requires_grad_() for x in (a, *map(along_k, (b, *inputs)))]
+    numbers = {"mixed": {"factor": 0.5}, "rms_norm": {"eps": 1e-5}}.get(epilogue.name, {})
+
+    def ours(a, b, *inputs):
+        with co.recompute() if recompute else nullcontext():
+            return co.gemm(a, b, epilogue=epilogue, **dict(zip(names, inputs, strict=True)), **numbers)
+
+    with torch.no_grad():
+        weight = torch.randn(ours(*tensors).shape)
+    found = gradients(ours, tensors, weight)
+    for one, other in zip(found, gradients(layer, tensors, weight.double()), strict=True):
+        near(one, other)
+
+
+def test_what_a_step_of_batches_launches(device, monkeypatch):
+    monkeypatch.setattr(backward, "has_kernels", lambda a: True)
+    a, b, bias = (normal(*s).requires_grad_() for s in ((3, 48, 64), (3, 64, 32), (32,)))
+    co.gemm_bias_gelu(a, b, bias).backward(torch.ones(3, 48, 32, dtype=BF16))
+    launched = [(x.spec.form, [o.name for o in x.spec.epilogue.outputs]) for x in device.launches]
+    assert launched == [
+        (BATCHED, ["d", "saved_0"]),
+        # The rows of all batches are those of one D, whose product is of zeros.
+        (DENSE, ["d", "grad_bias"]),
+        (BATCHED, ["d"]),
+        (BATCHED, ["d"]),
+    ]
+
+
+def test_the_greatest_of_a_column_is_in_its_batch():
+    a, b = normal(2, 3, 5, 16).requires_grad_(), normal(3, 16, 8).requires_grad_()
+    weight = torch.randn(2, 3, 8)
+    found = gradients(lambda a, b: co.gemm(a, b, epilogue=greatest).most, [a, b], weight)
+    wanted = gradients(lambda a, b: torch.matmul(a, b).max(-2).values, [a, b], weight.double())
+    for one, other in zip(found, wanted, strict=True):
+        near(one, other)
+
+
+@pytest.mark.parametrize("shape", [(3, 16, 8), (1, 16, 8)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_gradient_of_batches_is_added_to_its_main_grad(shape, turned):
+    a = normal(2 if shape[0] == 1 else 3, 5, 16)
+    parameter = torch.nn.Parameter(normal(shape[0], 8, 16) if turned else normal(*shape))
+    up = torch.nn.Parameter(normal(*parameter.shape))
+
+    def of(x):
+        return x.mT if turned else x
+
+    def call():
+        co.gemm(a, of(parameter), epilogue=builtin.swiglu, up=of(up)).sum().backward()
+
+    call()
+    wanted = [x.grad.float() for x in (parameter, up)]
+    for x in (parameter, up):
+        x.grad, x.main_grad = None, torch.ones(x.shape)
+    call()
+    for x, gradient in zip((parameter, up), wanted, strict=True):
+        assert x.grad is None
+        near(x.main_grad, gradient.double() + 1)
+    with pytest.raises(ValueError, match="pass the parameter or its transpose"):
+        co.gemm(a, of(parameter)[:, :, 1:])
+
+
+def test_two_layers_of_batches_are_differentiated_one_after_the_other():
+    tensors = [x.requires_grad_() for x in (normal(3, 5, 16), normal(3, 16, 32), normal(3, 32, 8), normal(32))]
+    weight = torch.randn(3, 5, 8)
+
+    def ours(x, up, down, bias):
+        return chained.chain(ops.called(builtin.bias_gelu), ops.called(builtin.identity), x, up, down, [bias], [])
+
+    found = gradients(ours, tensors, weight)
+    wanted = gradients(
+        lambda x, up, down, bias: torch.nn.functional.gelu(x @ up + bias) @ down, tensors, weight.double()
+    )
+    for one, other in zip(found, wanted, strict=True):
+        near(one, other)
+
+
+# ---- FP8 -------------------------------------------------------------------------------------------------------------
+
+E4M3 = torch.float8_e4m3fn
+
+
+@co.epilogue
+def quantised(acc, bias: co.Row):
+    return co.e.quantize(co.e.relu(acc + bias), "e4m3")
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"), [((3, 5), (3, 32)), ((3, 5, 1), (3, 1, 32)), ((5,), (32,)), ((3, 5), (1, 32))]
+)
+def test_scales_of_rows_and_columns_have_batches(rows, columns):
+    a, b = normal(3, 5, 64).to(E4M3), normal(3, 32, 64).to(E4M3).mT
+    scale_a, scale_b = torch.rand(rows) + 0.5, torch.rand(columns) + 0.5
+    found = co.scaled_gemm(a, b, scale_a, scale_b)
+    wanted = exact(a.float(), b.float()) * scale_a.reshape(-1, 5, 1) * scale_b.reshape(-1, 1, 32)
+    near(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("scale_a", "scale_b"),
+    [
+        (torch.ones(3, 5, 2), torch.ones(3, 1, 2)),
+        (torch.ones(3, 5, 2), 1.0),
+        (1.0, torch.ones(3, 1, 2).expand(3, 32, 2)),
+    ],
+)
+def test_scales_of_blocks_have_no_batches(scale_a, scale_b):
+    a, b = normal(3, 5, 256).to(E4M3), normal(3, 32, 256).to(E4M3).mT
+    with pytest.raises(ValueError, match="b has batches, and scale_a and scale_b are scales of blocks of one A and on"):
+        co.scaled_gemm(a, b, scale_a, scale_b)
+
+
+def test_d_is_quantised_batch_by_batch(device):
+    op = ops.graph_op("quantised", quantised.graph)
+    a, b, bias = normal(2, 3, 48, 64), normal(3, 64, 256), normal(3, 1, 256)
+    for _ in range(2):
+        found = op(a, b, bias)
+        assert (found.d.dtype, found.d_scale.shape) == (E4M3, (2, 3, 48, 2))
+        assert found.d_scale.stride() == (3 * 48, 48, 1, 2 * 3 * 48)
+        for at in [(0, 0), (1, 2)]:
+            d, scale = co.gemm(a[at], b[at[1]], epilogue=quantised, bias=bias[at[1], 0])
+            assert torch.equal(found.d[at].float(), d.float())
+            assert torch.equal(found.d_scale[at], scale)
+    assert [spec.form for spec in launches(device)] == [DENSE] * 2 * (6 + 2)
+    out = {"d": torch.empty(2, 3, 48, 256, dtype=E4M3), "d_scale": torch.empty(2, 3, 48, 2)}
+    op(a, b, bias, out=out)
+    assert torch.equal(out["d_scale"], found.d_scale)
+    with pytest.raises(co.UnsupportedError, match="a kernel writes the scales of one GEMM"):
+        op.plan(a, b, bias)
+
+
+def test_programs_quantise_batches():
+    a, b, bias = normal(2, 3, 48, 64), normal(3, 64, 256), normal(256)
+    wanted = co.gemm(a, b, epilogue=quantised, bias=bias)
+    compiled = torch.compile(lambda *x: co.gemm(x[0], x[1], epilogue=quantised, bias=x[2]), backend="aot_eager")
+    found = compiled(a, b, bias)
+    assert torch.equal(found.d_scale, wanted.d_scale)
+    assert found.d_scale.stride() == wanted.d_scale.stride()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import cutlass_ops as co
-from cutlass_ops import e
+from cutlass_ops import e, nn
 from cutlass_ops.base import env
 from cutlass_ops.epilogue import functions
 
@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 PUBLIC = {f"cutlass_ops.{name}": getattr(co, name) for name in co.__all__}
 PUBLIC |= {f"cutlass_ops.e.{name}": getattr(e, name) for name in e.__all__}
+PUBLIC |= {f"cutlass_ops.nn.{name}": getattr(nn, name) for name in nn.__all__}
 # Names of errors, and the version, say all there is to say.
 SHORT = {
     name
@@ -52,7 +53,7 @@ def test_examples_run(name, monkeypatch, tmp_path):
     assert failures.failed == 0, "".join(said)
 
 
-@pytest.mark.parametrize("name", sorted(set(PUBLIC) - SHORT - {"cutlass_ops.registry"}))
+@pytest.mark.parametrize("name", sorted(set(PUBLIC) - SHORT - {"cutlass_ops.registry", "cutlass_ops.nn"}))
 def test_every_public_object_has_an_example(name):
     doc = inspect.getdoc(PUBLIC[name])
     assert ">>>" in doc
@@ -101,7 +102,7 @@ def test_the_reference_has_every_public_object_once():
     assert len(directives) == len(set(directives))
     documented = {id(_resolved(path)) for path in directives}
     assert len(documented) == len(directives)
-    missing = [name for name, value in PUBLIC.items() if id(value) not in documented and value is not e]
+    missing = [name for name, value in PUBLIC.items() if id(value) not in documented and value not in (e, nn)]
     assert missing == []
 
 

@@ -138,8 +138,8 @@ def test_where_only_a_part_is_served_nothing_is(monkeypatch, lost):
     call = call_at(op.graph, Problem(8, 64, 64), "bf16", "row", "col")
     graph = op.instead_of(call)[lost][0].graph
 
-    def without(signature, device):
-        found = policy(signature, device)
+    def without(signature, *others):
+        found = policy(signature, *others)
         return replace(found, kernels=()) if signature.epilogue == graph else found
 
     monkeypatch.setattr(policies, "policy", without)

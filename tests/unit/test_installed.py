@@ -161,7 +161,7 @@ def test_what_the_user_asked_for_comes_before_what_is_installed_by_name(tmp_path
 def test_two_distributions_serve_together(tmp_path):
     install(tmp_path, bundles_of(tmp_path, [sm80_spec(3)]), "a-kernels")
     install(tmp_path, bundles_of(tmp_path, [sm80_spec(4)]), "b-kernels")
-    assert limits.limit(A, (8, 0)) == ((sm80_spec(3).config, sm80_spec(4).config), True)
+    assert limits.limit(A, (8, 0))[:2] == ((sm80_spec(3).config, sm80_spec(4).config), True)
     assert Bundles.current().find(sm80_spec(4)).origin == "installed with b-kernels 1.2"
 
 
@@ -169,20 +169,20 @@ def test_without_a_compiler_only_what_is_installed_is_chosen_among(tmp_path, mon
     install(tmp_path, bundles_of(tmp_path, [sm80_spec(3), sm80_spec(4)]))
     both = Bundles.current().configs(A, (8, 0), installed=True)
     assert set(both) == {sm80_spec(3).config, sm80_spec(4).config}
-    assert limits.limit(A, (8, 0)) == (both, True)
+    assert limits.limit(A, (8, 0))[:2] == (both, True)
     assert set(policies.policy(A, A100).kernels) == set(both)
     packed(tmp_path, [sm80_spec(5)]).write(tmp_path / "mine")
     monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
-    assert limits.limit(A, (8, 0)) == (both, True)
-    assert limits.limit(F16, (8, 0)) == ((), False)
+    assert limits.limit(A, (8, 0))[:2] == (both, True)
+    assert limits.limit(F16, (8, 0))[:2] == ((), False)
     co.load_bundle(tmp_path / "mine")
-    assert limits.limit(A, (8, 0)) == ((sm80_spec(5).config,), False)
+    assert limits.limit(A, (8, 0))[:2] == ((sm80_spec(5).config,), False)
 
 
 def test_with_a_compiler_the_choice_is_free(tmp_path, monkeypatch):
     install(tmp_path, bundles_of(tmp_path, [sm80_spec(3)]))
     monkeypatch.setattr(finding, "can_compile", lambda: True)
-    assert limits.limit(A, (8, 0)) == ((), False)
+    assert limits.limit(A, (8, 0))[:2] == ((), False)
     assert len(policies.policy(A, A100).kernels) > 1
 
 
@@ -193,7 +193,7 @@ def test_with_a_store_the_choice_is_free_even_where_nothing_is_compiled(tmp_path
     build_artifact(sm80_spec(4), store=KernelStore(tmp_path / "store"), toolchain=kit.find())
     monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
     monkeypatch.setenv("CUTLASS_OPS_CACHE_DIR", str(tmp_path / "store"))
-    assert limits.limit(A, (8, 0)) == ((), False)
+    assert limits.limit(A, (8, 0))[:2] == ((), False)
 
 
 def test_a_choice_of_an_installed_bundle_needs_no_table(tmp_path, monkeypatch):
@@ -227,7 +227,7 @@ def other(monkeypatch):
         device.absent.update(s for s in dispatch.specs(signature(), H100) if s != spec)
         monkeypatch.setattr(Bundles, "find_installed", lambda _, wanted: wanted if wanted == spec else None)
         monkeypatch.setattr(Bundles, "configs", lambda *_, installed=False: (spec.config,) if installed else ())
-        monkeypatch.setattr(limits, "limit", lambda *_: limits.Limit(()))
+        monkeypatch.setattr(limits, "limit", lambda *_: limits.Limit((), False, 0))
         yield device, spec
 
 
@@ -272,7 +272,7 @@ def test_a_distribution_for_another_version_is_refused_with_one_warning(tmp_path
         assert Bundles.current().find(sm80_spec(3)) is None
     recwarn.clear()
     assert Bundles.current().find(sm80_spec(4)) is None
-    assert limits.limit(A, (8, 0)) == ((), False)
+    assert limits.limit(A, (8, 0))[:2] == ((), False)
     assert not recwarn
     assert folder.exists()
 

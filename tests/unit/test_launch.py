@@ -56,6 +56,24 @@ def forms():
         "swiglu": (co.gemm_swiglu, (x, w, matrix(N, K).t()), {}),
         "normed swiglu": (co.gemm_swiglu, (x, prepared, co.prepare(matrix(N, K).t(), gamma)), eps),
         "scaled": (co.scaled_gemm, (x, w, torch.rand(M), 0.5), {}),
+        **forms_in_fp8(),
+    }
+
+
+def forms_in_fp8():
+    """What a layer in FP8 calls."""
+    n, k = 528, 272  # lines of FP8 begin at multiples of 16 bytes
+    x, w = (matrix(rows, k, aligned=False).to(torch.float8_e4m3fn) for rows in (M, n))
+    sums, columns, scale = co.RowStatistic(torch.rand(M), k, EPS), torch.rand(n), {"scale_out": 0.1}
+    normed = {"rstd": sums, "scale_a": 0.5, "scale_b": columns}
+    copy = {"eps": EPS, "scale_a": 0.5, "scale_b": columns, "gamma": torch.rand(n), **scale}
+    gate = {**normed, "scale_up": columns, **scale, "out_dtype": torch.float8_e4m3fn}
+    return {
+        "norm of FP8": (co.rmsnorm_gemm, (x, w.t()), normed),
+        "residual with a copy in FP8": (co.gemm_residual_rms, (x, w.t(), matrix(M, n)), copy),
+        "the same with amax": (co.gemm_residual_rms, (x, w.t(), matrix(M, n)), copy | {"amax": True}),
+        "swiglu in FP8": (co.gemm_swiglu, (x, w.t(), w.t()), gate),
+        "prepared in FP8": (co.scaled_gemm, (x, co.prepare(w.float().bfloat16().t(), dtype=x.dtype), 0.5), {}),
     }
 
 
@@ -65,12 +83,15 @@ FORMS = tuple(forms())
 def tensors_of(results):
     if isinstance(results, co.ResidualRms):
         return [results.y, results.rstd.sum_square]
+    if isinstance(results, co.QuantizedResidualRms):
+        more = [] if results.amax is None else [results.amax]
+        return [results.y, results.rstd.sum_square, results.quantized, *more]
     return [results] if isinstance(results, torch.Tensor) else list(results)
 
 
 def equal(first, second):
     pairs = zip(tensors_of(first), tensors_of(second), strict=True)
-    return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
+    return all(x.dtype == y.dtype and torch.equal(x.float(), y.float()) for x, y in pairs)
 
 
 @pytest.fixture

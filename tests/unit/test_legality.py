@@ -112,6 +112,17 @@ def turned_twice(acc):
 
 rms, swiglu = builtin.rms_norm, builtin.swiglu
 
+
+@co.epilogue
+def quantised(acc, bias: co.Row):
+    return co.e.quantize(co.e.relu(acc + bias), "e4m3")
+
+
+@co.epilogue
+def quantised_swiglu(acc, up: co.Product):
+    return co.e.quantize(co.e.silu(acc) * up, "e4m3")
+
+
 TYPES = ("a", "b", "d", "epilogue", "inputs", "outputs", "target", "form")
 
 
@@ -161,6 +172,8 @@ def stacked():
 
 PROMOTED = {"accumulation": "promoted"}
 SAVED = {"epilogue": saved}
+QUANTIZED = {"epilogue": quantised, "d": "e4m3.row"}
+GATED = {"epilogue": quantised_swiglu, "d": "e4m3.row"}
 FP8 = {"a": "e4m3.row", "b": "e4m3.col", "d": "bf16.row"}
 
 
@@ -184,6 +197,7 @@ NEIGHBOURS = [
     ("one_gemm", sm80(epilogue=saved, form="batched"), sm80(epilogue=column_sum, form="batched")),
     ("one_gemm", sm90(form="batched"), sm90(epilogue=rms, means="ahead", form="batched")),
     ("one_gemm", sm90(epilogue=swiglu), sm90(epilogue=swiglu, form="batched")),
+    ("one_gemm", sm90(**QUANTIZED), sm90(**QUANTIZED, form="batched")),
     ("batched", sm90(form="batched", **COOP), sm90(form="batched", scheduler="stream_k", **COOP)),
     ("batched", sm90(form="batched", **COOP), sm90(form="batched", split_k=2, **COOP)),
     ("batched", sm90(a="bf16.row.align4", realign=True), sm90(a="bf16.row.align4", realign=True, form="batched")),
@@ -275,6 +289,16 @@ NEIGHBOURS = [
     ("second_weight", sm80(), sm80(epilogue=swiglu)),
     ("swap_pairs", sm90(epilogue=turned, swap_ab=True), sm90(epilogue=turned, d="bf16.row.align2")),
     ("swap_pairs", sm90(epilogue=turned), sm90(epilogue=turned_twice)),
+    ("quantized", sm90(**QUANTIZED), sm90(**QUANTIZED, swap_ab=True)),
+    ("quantized", sm90(n=256, **QUANTIZED, **COOP), sm90(n=192, **QUANTIZED, **COOP)),
+    ("quantized", sm90(192, 256, **QUANTIZED, **COOP), sm90(192, 128, **QUANTIZED, **COOP)),
+    ("quantized", sm90(**QUANTIZED, **WS), sm90(**QUANTIZED, split_k=2, **WS)),
+    ("quantized", sm90(**QUANTIZED), sm90(epilogue=quantised, d="e5m2.row")),
+    ("quantized", sm90(**QUANTIZED), sm90(epilogue=quantised, d="e4m3.row.align8")),
+    ("quantized", sm90(**QUANTIZED), sm90(epilogue=quantised, d="e4m3.col")),
+    ("quantized", sm90(**QUANTIZED), sm90(**QUANTIZED, outputs={"d_scale": "bf16"})),
+    ("quantized", sm90(n=256, **GATED, **COOP), sm90(n=128, **GATED, **COOP)),
+    ("quantized", gemv(d="e4m3.row", target="sm_90"), gemv(**QUANTIZED, target="sm_90")),
     ("paired_reduction", sm90(epilogue=placed, swap_ab=True), sm90(epilogue=placed, d="bf16.row.align2")),
     ("paired_reduction", sm90(epilogue=placed), sm90(epilogue=placed_and_saved)),
     ("swap_pairs", sm80(epilogue=turned_twice, d="bf16.row.align2"), sm80(epilogue=turned, d="bf16.row.align1")),
@@ -448,6 +472,8 @@ def of_kind(spec, kind):
     if isinstance(config, Sm90Config):
         means = "ahead" if spec.epilogue.gathered else "gathered"
         config = replace(config, means=means, realign=not (spec.a.aligned and spec.b.aligned))
+        if spec.epilogue.quantized is not None:  # whole blocks of 128 columns, of two weights too
+            config = replace(config, threadblock=ThreadblockShape(64, 256, 64))
     inputs, outputs = ({x.name: t for x, t in typed} for typed in (spec.typed_inputs, spec.typed_outputs))
     operands = {name: getattr(spec, name) for name in ("a", "b", "d", "epilogue")}
     broken = check(KernelSpec(**operands, inputs=inputs, outputs=outputs, config=config))

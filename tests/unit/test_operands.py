@@ -506,8 +506,8 @@ def test_sharing_an_element_is_always_found(first, second):
     whole = torch.zeros(12, 16, dtype=BF16)
     x, y = (whole[at].t() if transposed else whole[at] for at, transposed in (first, second))
     if addresses(x) & addresses(y):
-        assert operands._overlap(x, y)
-        assert operands._overlap(y, x)
+        assert operands.overlap(x, y)
+        assert operands.overlap(y, x)
 
 
 @PATIENT
@@ -523,16 +523,16 @@ def test_parts_of_one_buffer_that_share_nothing_are_told_apart(cut, top, transpo
         if swapped:
             x, y = y, x
         assert not addresses(x) & addresses(y)
-        assert not operands._overlap(x, y)
+        assert not operands.overlap(x, y)
 
 
 def test_a_window_that_runs_into_the_next_row_is_found():
     memory = torch.zeros(200, dtype=BF16)
     x, y = memory.as_strided((6, 4), (16, 1)), memory.as_strided((6, 8), (16, 1), 12)
     assert addresses(x) & addresses(y)
-    assert operands._overlap(x, y)
-    assert operands._overlap(y, x)
-    assert not operands._overlap(x, memory.as_strided((6, 8), (16, 1), 8))
+    assert operands.overlap(x, y)
+    assert operands.overlap(y, x)
+    assert not operands.overlap(x, memory.as_strided((6, 8), (16, 1), 8))
 
 
 def overlap_check(out, name="d", **changed):
@@ -590,8 +590,8 @@ def test_one_buffer_can_hold_outputs_side_by_side():
 
 def test_empty_tensors_overlap_nothing():
     empty = torch.zeros(0, 8, dtype=BF16)
-    assert not operands._overlap(empty, empty)
-    assert not operands._overlap(empty, torch.zeros(2, 8, dtype=BF16))
+    assert not operands.overlap(empty, empty)
+    assert not operands.overlap(empty, torch.zeros(2, 8, dtype=BF16))
 
 
 # ---- A product among the inputs -----------------------------------------------------------------------------------

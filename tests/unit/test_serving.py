@@ -50,7 +50,11 @@ def service(monkeypatch, tmp_path):
     monkeypatch.setattr(call.Call, "is_reference", False)
     monkeypatch.setattr(ops, "device_of", lambda device: H100)
     monkeypatch.setattr(plan.torch.cuda, "device", lambda device: contextlib.nullcontext())
-    background = SimpleNamespace(add=lambda specs, first=False: queued.extend(specs), pending=lambda spec: False)
+    background = SimpleNamespace(
+        add=lambda specs, first=False: queued.extend(specs),
+        pending=lambda spec: False,
+        failure=lambda spec: None,
+    )
     with Session({Registry: registry, Background: background}).active():
         yield SimpleNamespace(registry=registry, queued=queued, op=co.gemm_bias_relu)
 

@@ -21,7 +21,8 @@ from cutlass_ops.base import session as sessions
 from cutlass_ops.base.session import Part, Session, cached, current
 from cutlass_ops.choose import policies, tables
 from cutlass_ops.choose.tables import Measured
-from cutlass_ops.compilation import builder, toolchain
+from cutlass_ops.compilation import toolchain
+from cutlass_ops.compilation.apart import Apart
 from cutlass_ops.compilation.background import Background
 from cutlass_ops.compilation.builder import build_artifact
 from cutlass_ops.run.registry import Registry
@@ -163,7 +164,7 @@ def test_a_registry_and_a_background_look_in_their_own_sessions_bundles(bundle, 
     first = current()
     co.load_bundle(bundle)
     asked = []
-    monkeypatch.setattr(builder, "build_artifact", lambda spec, cancel: asked.append(spec))
+    monkeypatch.setattr(Apart, "build", lambda apart, spec, cancel: asked.append(spec))
     with Session().active() as second:
         first.part(Registry).kernel(sm80_spec(3))
         first.part(Background).add([sm80_spec(3)])

@@ -31,6 +31,7 @@ B, BIAS = torch.randn(N, K).to(BF16).t() / 8, torch.randn(N).to(BF16)
 
 @pytest.fixture
 def device(monkeypatch):
+    monkeypatch.setattr(supply, "_store_is_quick", lambda: True)
     with fake_device(monkeypatch) as fake:
         yield fake
 
@@ -73,13 +74,48 @@ def test_a_loaded_kernel_stands_in_until_the_best_one_has_come(op, device, specs
     assert [launch.spec for launch in device.launches] == [other, other]
     assert op.served_warm == 1
     assert device.queued[0] == wanted
-    assert f"{other.slug} serves until {wanted.slug} is compiled" in caplog.text
+    assert f"{other.slug} serves until {wanted.slug} is there" in caplog.text
     device.built(wanted)
     for _ in range(2):
         right(a, op(a, B, BIAS))
     assert [launch.spec for launch in device.launches[2:]] == [wanted, wanted]
     assert op.served_warm == 2
     assert device.waiting == {}
+
+
+def test_a_call_does_not_wait_for_the_store_where_a_loaded_kernel_gives_the_same_bits(device, specs, monkeypatch):
+    decision = best()
+    other = next(c for c in decision.alternatives() if c.config.wgmma and c.config.whole_k)
+    device.absent -= {decision.spec, H100.spec(signature(), other.config)}
+    device.kernel(H100.spec(signature(), other.config))
+    monkeypatch.setattr(device, "at_hand", lambda spec: pytest.fail("a look into the store"))
+    found = supply.supply(decision)
+    assert (found.serves.config, found.awaited) == (other.config, decision.spec)
+    assert device.queued == [decision.spec]
+
+
+def test_a_call_that_can_be_served_does_not_examine_the_compilers(device, specs, monkeypatch):
+    known = []
+    monkeypatch.setattr(supply, "_store_is_quick", lambda: bool(known))
+    many = best(4096)
+    other = H100.spec(signature(), next(c.config for c in many.alternatives() if not c.config.whole_k))
+    device.absent -= {many.spec, other}
+    device.kernel(other)
+    assert supply.supply(many).spec == other
+    known.append(True)
+    assert supply.supply(many).spec == many.spec
+
+
+def test_nor_where_it_would_be_far_slower_or_give_other_bits(device, specs):
+    many = dispatch.decide(signature(), H100, Problem(8192, 28672, 4096))
+    slow = next(c for c in many.alternatives() if c.config.wgmma and c.microseconds > 1e4)
+    for config in (slow.config, next(c.config for c in many.alternatives() if not c.config.whole_k)):
+        spec = H100.spec(signature(), config)
+        device.absent -= {many.spec, spec}
+        device.kernel(spec)
+        found = supply.supply(many)
+        assert (found.spec, found.awaited) == (many.spec, None)
+        device.loaded.clear()
 
 
 def test_the_fastest_of_those_that_are_there_stands_in(op, device, specs):
@@ -268,12 +304,12 @@ def test_what_a_call_awaits_comes_first(session, monkeypatch, specs_of_sm80):
     begun.wait(60)
     background.add([third], first=True)
     background.add([fourth], first=True)
-    background.when_built(third, lambda: arrived.append(list(built)))
+    background.when_built(third, lambda _: arrived.append(list(built)))
     go.set()
     background.wait()
     assert built == [first, third, fourth, second]
     assert arrived == [[first, third]]
-    background.when_built(second, lambda: arrived.append("at once"))
+    background.when_built(second, lambda _: arrived.append("at once"))
     assert arrived[1:] == ["at once"]
 
 
@@ -282,7 +318,7 @@ def test_why_a_kernel_could_not_be_built_is_kept_and_logged(session, specs_of_sm
         raise CompileError("too complex")
 
     background = Background(session, build)
-    background.when_built(specs_of_sm80[0], lambda: pytest.fail("it is not built"))
+    background.when_built(specs_of_sm80[0], lambda _: pytest.fail("it is not built"))
     background.add(specs_of_sm80[:1])
     background.wait()
     assert str(background.failure(specs_of_sm80[0])) == "too complex"

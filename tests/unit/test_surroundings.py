@@ -358,12 +358,29 @@ def test_tangents_are_refused_and_not_lost():
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
-def test_autocast_changes_nothing(dtype):
-    wide = (torch.randn(M, 512) * 40).to(torch.float16), (torch.randn(512, N) * 40).to(torch.float16)
-    wanted = co.gemm(*wide, out_dtype=torch.float32)
+def test_autocast_casts_the_operands_that_f_linear_casts(dtype):
+    wanted = co.gemm_bias_relu(X.to(dtype), W.to(dtype), BIAS)
+    wide = torch.zeros(M, N)
     with torch.autocast("cpu", dtype=dtype):
-        assert torch.equal(co.gemm(*wide, out_dtype=torch.float32), wanted)
-        assert torch.equal(co.gemm_bias_relu(X, W, BIAS), WANTED)
+        for x, w in ((X, W), (X.float(), W), (X.float(), W.float())):
+            for op in (co.gemm_bias_relu, torch.compile(co.gemm_bias_relu, backend="eager", fullgraph=True)):
+                found = op(x, w, BIAS)
+                assert found.dtype is torch.nn.functional.linear(x, w.t()).dtype is dtype
+                assert torch.equal(found, wanted)
+        # What else is added stays as it is, and so does FP64.
+        assert co.gemm_residual(X, W, wide, out_dtype=torch.float32).dtype is torch.float32
+        with pytest.raises(TypeError, match=r"^a is torch\.float64"):
+            co.gemm(X.double(), W.double())
+        meta = co.gemm(X.to("meta"), W.to("meta"))
+    assert meta.dtype is BF16
+    # A backward inside of the context computes with what the forward did.
+    given = [v.clone().requires_grad_() for v in (X, W, BIAS)]
+    outside, inside = [], []
+    for found, context in ((outside, torch.autocast("cpu", enabled=False)), (inside, torch.autocast("cpu", dtype))):
+        d = co.gemm_bias_silu(*given)
+        with context:
+            found += torch.autograd.grad(d.sum(), given)
+    assert all(map(torch.equal, inside, outside))
 
 
 # ---- Copies and pickles --------------------------------------------------------------------------------------------

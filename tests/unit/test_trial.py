@@ -5,12 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from signatures import signature
+from signatures import H100, signature
 
+from cutlass_ops.base.dtypes import e4m3
 from cutlass_ops.declare.chips import USUAL
 from cutlass_ops.declare.config import Ordered, Sm90Config, ThreadblockShape
 from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.problem import Problem
+from cutlass_ops.epilogue import builtin
+from cutlass_ops.run import reference
+from cutlass_ops.run.call import call_at, signature_of
 from cutlass_ops.tuner import timing, trial
 
 FIRST, SECOND = (Sm90Config(ThreadblockShape(128, n, 64)) for n in (128, 192))
@@ -58,3 +62,32 @@ def test_launches_of_a_trial_take_turns_with_the_inputs(monkeypatch):
         run(index)
     assert len(set(read)) == 12
     assert read[:12] == read[12:]
+
+
+@pytest.fixture
+def host(monkeypatch):
+    cached = SimpleNamespace(L2_cache_size=USUAL.l2_bytes)
+    monkeypatch.setattr(trial.torch.cuda, "get_device_properties", lambda device: cached)
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("wrong", ["", "d", "quantized", "amax", "row_sum_square"])
+def test_results_in_fp8_are_right_where_they_saturate_and_sums_have_fewer_bits(wrong):
+    graph = builtin.residual_rms_quantised("bf16", True, True, True, "e4m3")
+    call = call_at(builtin.SCALED[False, True].graph.then(graph), Problem(64, 128, 256), "e4m3", "row", "col")
+    found = trial.Trial(signature_of(call, H100), call.problem, torch.device("cpu"))
+    assert found._signature.a.dtype is e4m3
+    x = found._sets[0]
+    x.inputs[[i.name for i in call.graph.inputs].index("scale_out")][3] = 1e-3  # as one near 0 may be drawn
+    found._wanted = found._exact(x)
+    names = [o.name for o in call.graph.outputs]
+    inputs = dict(zip((i.name for i in call.graph.inputs), x.inputs, strict=True))
+    dtypes = {n: o.dtype for n, o in zip(names[1:], x.outputs[1:], strict=True)}
+    results = reference.gemm_reference(x.a, x.b, call.graph, inputs, d_dtype=x.outputs[0].dtype, output_dtypes=dtypes)
+    for name, output in zip(names, x.outputs, strict=True):
+        # As if sums had 12 bits.
+        off = 1.5 if name == wrong else 1.0 if output.dtype.itemsize == 1 else 1 + 2.0**-11
+        output.copy_(reference.rounded(results[name].float() * off, output.dtype))
+    assert (results["quantized"].float().abs() == 448).any()
+    said = found._wrong()
+    assert said is None if not wrong else said.startswith(f"{wrong} is wrong")

@@ -328,7 +328,7 @@ def test_each_of_two_gemms_is_warm_the_second_time(monkeypatch):
 
 @pytest.mark.usefixtures("device")
 def test_functions_are_warm():
-    residual, w = matrix(M, N), norms.prepare(B, torch.ones(K))
+    residual, w = matrix(M, N), co.prepare(B, torch.ones(K))
     calls = {
         "rmsnorm_gemm": lambda: (norms.rmsnorm_op(), co.rmsnorm_gemm(A, w, eps=EPS)),
         "gemm_residual_rms": lambda: (norms.residual_rms_op(BF16), co.gemm_residual_rms(A, B, residual, eps=EPS)),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from cutlass_ops.base.dtypes import DType
-from cutlass_ops.epilogue.values import Value, apply, apply_cast
+from cutlass_ops.epilogue import values
+from cutlass_ops.epilogue.values import Quantized, Value, apply, apply_cast
 
 
 def floor(x: Value | float) -> Value:
@@ -101,6 +102,55 @@ def cast(x: Value | float, dtype: str | DType) -> Value:
     [[1.0, 52.0]]
     """
     return apply_cast(x, dtype)
+
+
+def quantize(x: Value | float, dtype: str | DType, block: int = 128) -> Quantized:
+    """Return x as D in FP8, with a scale for each 128 columns of each row, which is an output of its own.
+
+    The outputs are ``"d"``, (M, N), and ``"d_scale"``, (M, ceil(N / 128)) in FP32, M-major with lines padded to 16
+    bytes: what :func:`cutlass_ops.scaled_gemm` takes as `a` and `scale_a`. Of a block whose greatest absolute value is
+    m, the scale is m / 448 for ``"e4m3"`` and m / 57344 for ``"e5m2"``, and D is x times its inverse, rounded as by
+    :func:`cast`. A block of zeros has the scale of m = 2⁻¹¹⁰. NaN makes its block's scale NaN, and an infinity makes it
+    infinite. N must be a multiple of 16. It needs Hopper.
+
+    :func:`cutlass_ops.quantize` does the same to a tensor.
+
+    Parameters
+    ----------
+    x : Value
+        What to store.
+    dtype : str or DType
+        ``"e4m3"`` or ``"e5m2"``.
+    block : int
+        Columns that share a scale: 128.
+
+    Returns
+    -------
+    Quantized
+        To be returned as D.
+
+    Raises
+    ------
+    EpilogueError
+        If there is no such type or block, or as for :func:`relu`.
+
+    Examples
+    --------
+    >>> @co.epilogue
+    ... def swiglu(acc, up: co.Product):
+    ...     return co.e.quantize(co.e.silu(acc) * up, "e4m3")
+    >>> x, gate, up = torch.randn(4, 64).bfloat16(), torch.randn(384, 64).bfloat16(), torch.randn(384, 64).bfloat16()
+    >>> h = co.gemm(x, gate.t(), epilogue=swiglu, up=up.t())
+    >>> h.d.dtype, h.d.shape, h.d_scale.shape
+    (torch.float8_e4m3fn, torch.Size([4, 384]), torch.Size([4, 3]))
+
+    The next GEMM takes both:
+
+    >>> down, scale = torch.randn(16, 384).to(torch.float8_e4m3fn), torch.rand(1, 3)
+    >>> co.scaled_gemm(h.d, down.t(), h.d_scale, scale).shape
+    torch.Size([4, 16])
+    """
+    return values.quantize(x, dtype, block)
 
 
 def swap_pairs(x: Value | float) -> Value:

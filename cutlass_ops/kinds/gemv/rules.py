@@ -26,7 +26,7 @@ def _lines(spec: KernelSpec, _: GemvConfig) -> Iterator[str]:
 
 def _whole_outputs(spec: KernelSpec, _: GemvConfig) -> Iterator[str]:
     for output in spec.epilogue.outputs:
-        if output.reduce is not None:
+        if output.reduction is not None:
             kinds = ["an Sm80Config"] * sm80_serves(spec) + ["an Sm90Config"] * sm90_serves(spec)
             other = " or ".join(kinds) or "two GEMMs"
             yield f"output {output.name} is a reduction, and GEMV kernels have none: use {other}"

@@ -48,7 +48,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "reductions": [
             {"output": o.name, "node": f"Reduce_{o.name}", "partial": _partial(o), "kept": _kept(o)}
             for o, _ in spec.typed_outputs
-            if o.reduce is not None
+            if o.reduction is not None
         ],
         "gathers": {
             "mean": str("mean_of_a" in spec.epilogue.gathered).lower(),

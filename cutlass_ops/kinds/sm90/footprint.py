@@ -14,6 +14,7 @@ from math import gcd
 
 from cutlass_ops.base import arch
 from cutlass_ops.base.dtypes import f32
+from cutlass_ops.base.mma import BLOCK_K
 from cutlass_ops.declare.config import Sm90Config, ThreadblockShape
 from cutlass_ops.declare.orientation import along_n, halved, oriented, sides, swapped
 from cutlass_ops.declare.spec import KernelSpec, Operand
@@ -32,6 +33,11 @@ _STAGED_ROWS = 3 * 8 * 32 * 16  # StagedRows in means_beside.h: three warps, eig
 def output_tile(spec: KernelSpec) -> ThreadblockShape:
     """Return the part of D (or D^T) that one thread block finishes at a time."""
     return halved(spec, _sm90(spec).part)
+
+
+def warpgroup_columns(spec: KernelSpec) -> int:
+    """Return how many of D's columns a warpgroup finishes at a time."""
+    return output_tile(spec).n // (2 if _sm90(spec).side_by_side else 1)
 
 
 def gathers(spec: KernelSpec) -> bool:
@@ -99,6 +105,9 @@ def epilogue_stages(spec: KernelSpec) -> tuple[int, int]:
         # epilogue.h: two steps of 32 columns, or of the whole tile if it has fewer.
         across = 2 if _sm90(spec).side_by_side else 1
         stages_d = 2 * across * min(_STEP_COLUMNS // epi_n, tile.n // across // epi_n)
+    if spec.epilogue.quantized is not None:
+        # epilogue.h: the columns that share a scale, of each of the warpgroups side by side.
+        stages_d = (2 if _sm90(spec).side_by_side else 1) * max(1, BLOCK_K // epi_n)
     stages_c = max(min(steps, 4), stages_d + 1) if _same_width(spec) else min(steps, 4)
     return stages_c, stages_d
 

@@ -15,7 +15,7 @@ from cutlass_ops.declare.config import MEANS, Sm90Config
 from cutlass_ops.declare.form import BATCHED
 from cutlass_ops.declare.orientation import along_n, oriented, swapped
 from cutlass_ops.declare.spec import KernelSpec, Operand
-from cutlass_ops.epilogue.nodes import Kind, Output
+from cutlass_ops.epilogue.nodes import D_SCALE, Kind, Output
 from cutlass_ops.epilogue.operations import GATHERED
 from cutlass_ops.kinds import serving
 from cutlass_ops.kinds.lower import ACC, REDUCERS, Lowered, fields, layout_of, lower, types
@@ -92,6 +92,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "second_weight": "".join(spec.epilogue.products),
         "output_tile": [footprint.output_tile(spec).m, footprint.output_tile(spec).n],
         "block_scales": bool(spec.epilogue.block_scales),
+        "quantized": D_SCALE if spec.epilogue.quantized else "",
         "mainloop_options": _mainloop_options(spec),
         "columns": "2 * o.problem.n" if spec.epilogue.products else "o.problem.n",
         "mainloop_arguments": _mainloop_arguments(spec),
@@ -263,17 +264,16 @@ def _nodes(spec: KernelSpec, lowered: Lowered, c_operand: str | None, plain: boo
 
     for leaf in lowered.leaves:
         add(leaf, _load(spec, lowered, leaf, c_operand, plain))
-    d_store, *others = lowered.stores
+    d_store, *others = [s for s in lowered.stores if s.output.kind is not Kind.BLOCKS_D]
+    # The collective itself quantises, once it knows a block's scale.
+    result = "ElementD" if spec.epilogue.quantized is None else "ElementCompute"
     for compute in lowered.computes:
         if compute.swaps_pairs:
             visitor = f"cutlass_ops::SwapPairs<{str(swapped(spec)).lower()}>"
             add(compute.name, Node(f"Swap_{compute.label}", visitor, "{}", tuple(at[a] for a in compute.args)))
             continue
-        final = (
-            "ElementD"
-            if compute.name == d_store.compute and spec.d.aligned and not _reused(lowered)
-            else "ElementCompute"
-        )
+        is_result = compute.name == d_store.compute and spec.d.aligned and not _reused(lowered)
+        final = result if is_result else "ElementCompute"
         add(
             compute.name,
             Node(
@@ -296,7 +296,7 @@ def _nodes(spec: KernelSpec, lowered: Lowered, c_operand: str | None, plain: boo
         nodes.append(
             Node(
                 "Result",
-                "fusion::Sm90Compute<cutlass::epilogue::thread::Identity, ElementD, ElementCompute, Round>",
+                f"fusion::Sm90Compute<cutlass::epilogue::thread::Identity, {result}, ElementCompute, Round>",
                 "{}",
                 (at[d_store.compute],),
             )

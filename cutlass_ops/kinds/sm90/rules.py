@@ -17,7 +17,7 @@ from cutlass_ops.declare.form import BATCHED
 from cutlass_ops.declare.orientation import oriented, reduced_along_m, sides, swapped
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.kinds.rules import Broken, Rule
-from cutlass_ops.kinds.serving import paired, plain_epilogue, realigns, sm80_serves, source_name, takes_means
+from cutlass_ops.kinds.serving import d_alone, paired, plain_epilogue, realigns, sm80_serves, source_name, takes_means
 from cutlass_ops.kinds.sm90.footprint import (
     epilogue_tile,
     gathered_rows,
@@ -26,6 +26,7 @@ from cutlass_ops.kinds.sm90.footprint import (
     output_tile,
     pipeline_stages,
     split_exchange,
+    warpgroup_columns,
 )
 
 # Maximum accumulator registers of a thread. With pingpong and cooperative, consumer threads get 240 registers
@@ -248,7 +249,7 @@ def _split_k(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
             "use a smaller threadblock",
         )
     for output in spec.epilogue.outputs:
-        if output.reduce is not None:
+        if output.reduction is not None:
             yield Broken(f"{what} and output {output.name} is a reduction, which these kernels do not have", (whole,))
 
 
@@ -359,7 +360,7 @@ def _second_weight(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broke
         )
     if spec.b.major != "col":
         yield f"{where}, which lies beside b's K along each line: b is {spec.b}; use a column-major one"
-    if not plain_epilogue(spec) or spec.outputs or source_name(spec) is not None:
+    if not plain_epilogue(spec) or not d_alone(spec) or source_name(spec) is not None:
         yield f"{where}: the epilogue may read no tile and give D alone, aligned; use two GEMMs"
     tile = config.threadblock
     if swapped(spec):
@@ -382,7 +383,7 @@ def _paired_reduction(spec: KernelSpec, _: Sm90Config) -> Iterator[str]:
 
 def _reduction_schedule(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
     for output in spec.epilogue.outputs:
-        if output.reduce is None or plain_epilogue(spec):
+        if output.reduction is None or plain_epilogue(spec):
             continue
         if config.schedule == "warp_specialized":
             yield Broken(
@@ -429,6 +430,31 @@ def _swap_pairs(spec: KernelSpec, _: Sm90Config) -> Iterator[str]:
         )
 
 
+def _quantized(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broken]:
+    if spec.epilogue.quantized is None:
+        return
+    where = f"the epilogue quantises d in blocks of 1x{BLOCK_K}"
+    if not plain_epilogue(spec) or spec.d.major != "row":
+        yield (
+            f"{where}, and d is {spec.d}: use a row-major d with 16 bytes of alignment, and at most one (M, N) tile to "
+            "read, aligned as well"
+        )
+    if swapped(spec):
+        yield Broken(f"{where}, which a kernel that computes D^T has across its warps", ({"swap_ab": False},))
+    if config.split_k != 1:
+        yield Broken(
+            f"{where}, and split_k is {config.split_k}, whose blocks finish parts of a tile", ({"split_k": 1},)
+        )
+    columns = warpgroup_columns(spec)
+    if columns % BLOCK_K:
+        each = config.threadblock.n // columns if columns and config.threadblock.n % columns == 0 else 1
+        yield Broken(
+            f"{where}, and a warpgroup has {columns} columns of d",
+            ({"threadblock.n": each * BLOCK_K},),
+            f"use a multiple of {each * BLOCK_K} for threadblock.n",
+        )
+
+
 SM90: tuple[Rule[Sm90Config], ...] = (
     Rule("tma_alignment", "hardware", _tma_alignment),
     Rule("realign", "policy", _realign),
@@ -451,6 +477,7 @@ SM90: tuple[Rule[Sm90Config], ...] = (
     Rule("gathered", "policy", _gathered),
     Rule("second_weight", "policy", _second_weight),
     Rule("swap_pairs", "policy", _swap_pairs),
+    Rule("quantized", "policy", _quantized),
     Rule("paired_reduction", "policy", _paired_reduction),
     Rule("reduction_schedule", "policy", _reduction_schedule),
     Rule("reduction_tile", "policy", _reduction_tile),

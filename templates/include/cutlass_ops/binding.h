@@ -69,6 +69,12 @@ struct StridedScales {
   int last = 0;  // of the blocks of rows
 };
 
+// The same as an output, of which each row has a line of blocks.
+struct WrittenScales {
+  float* data = nullptr;
+  int64_t stride = 0, step_stride = 0;
+};
+
 template <class Element>
 struct Scalar {
   Element value = Element(0);
@@ -146,6 +152,13 @@ class Call {
     return {int(a.rows), int(b.cols), int(a.cols)};
   }
 
+  // M and N of one matrix alone.
+  Problem problem(Matrix const& x) {
+    constexpr int64_t kMax = INT32_MAX;
+    if (x.rows > kMax || x.cols > kMax) fail(0, Reason::kShape);
+    return {int(x.rows), int(x.cols), 0};
+  }
+
   template <class Element, Major kMajor, int kAlignment, bool kAlignedExtent>
   Matrix tile(Problem p) {
     return matrix<Element, kMajor, kAlignment, kAlignedExtent>(next_++, p.m, p.n, false, true);
@@ -169,23 +182,15 @@ class Call {
   // 0 among them, as scales have that are the same for several blocks.
   template <class Element>
   StridedScales blocks(int64_t extent, int64_t block, int64_t k, int64_t k_block) {
-    static_assert(sizeof(Element) == sizeof(float));
-    int const at = next_++;
-    DLTensor const* t = tensor<Element>(at);
-    if (t == nullptr) return {};
-    if (t->ndim < 2) return fail(at, Reason::kShape), StridedScales{};
-    Dimension const rows = fold(t, t->ndim - 1);
-    int64_t const steps = t->shape[t->ndim - 1], step_stride = t->strides[t->ndim - 1];
-    if (rows.extent != (extent + block - 1) / block || steps != (k + k_block - 1) / k_block) {
-      return fail(at, Reason::kShape), StridedScales{};
-    }
-    if (is_null(t)) return fail(at, Reason::kNull), StridedScales{};
-    if (!rows.uniform || rows.stride < 0 || step_stride < 0) return fail(at, Reason::kMajor), StridedScales{};
-    if (address(t) % sizeof(float) != 0) return fail(at, Reason::kAlignment), StridedScales{};
-    uintptr_t const last = uintptr_t((rows.extent - 1) * rows.stride + (steps - 1) * step_stride);
-    uintptr_t const bytes = (last + 1) * sizeof(float);
-    add({address(t), bytes, bytes, 1, false}, at, false);
-    return {reinterpret_cast<float const*>(address(t)), rows.stride, step_stride, int(rows.extent) - 1};
+    int64_t const rows = (extent + block - 1) / block;
+    auto const [data, stride, step_stride] = scales<Element>(next_++, rows, (k + k_block - 1) / k_block, false);
+    return {data, stride, step_stride, int(rows) - 1};
+  }
+
+  // The same as an output: any strides with which no two scales share memory.
+  template <class Element>
+  WrittenScales blocks_output(int64_t extent, int64_t block, int64_t n, int64_t n_block) {
+    return scales<Element>(next_++, (extent + block - 1) / block, (n + n_block - 1) / n_block, true);
   }
 
   template <class Element>
@@ -315,6 +320,26 @@ class Call {
     // A single run has no leading dimension; give it one that every loader accepts.
     int64_t const ld = (runs == 1) ? (length + kAlignment - 1) / kAlignment * kAlignment : outer.stride;
     return {reinterpret_cast<void*>(address(t)), row.extent, col.extent, ld};
+  }
+
+  template <class Element>
+  WrittenScales scales(int at, int64_t extent, int64_t steps, bool output) {
+    static_assert(sizeof(Element) == sizeof(float));
+    DLTensor const* t = tensor<Element>(at);
+    if (t == nullptr) return {};
+    if (t->ndim < 2) return fail(at, Reason::kShape), WrittenScales{};
+    Dimension const rows = fold(t, t->ndim - 1);
+    int64_t const stride = rows.stride, step_stride = t->strides[t->ndim - 1];
+    if (rows.extent != extent || t->shape[t->ndim - 1] != steps) return fail(at, Reason::kShape), WrittenScales{};
+    if (is_null(t)) return fail(at, Reason::kNull), WrittenScales{};
+    int64_t const along = (extent - 1) * stride, across = (steps - 1) * step_stride;  // from the first to the last
+    bool const apart = (extent == 1 || stride > 0) && (steps == 1 || step_stride > 0) &&
+                       (extent == 1 || steps == 1 || stride > across || step_stride > along);
+    if (!rows.uniform || stride < 0 || step_stride < 0 || (output && !apart)) return fail(at, Reason::kMajor), WrittenScales{};
+    if (address(t) % sizeof(float) != 0) return fail(at, Reason::kAlignment), WrittenScales{};
+    uintptr_t const bytes = uintptr_t(along + across + 1) * sizeof(float);
+    add({address(t), bytes, bytes, 1, false}, at, output);
+    return {reinterpret_cast<float*>(address(t)), stride, step_stride};
   }
 
   // The first `count` dimensions seen as one: a batch folded into M, where its strides allow that.

@@ -131,7 +131,7 @@ struct RowInput : Input<Vector<Element>> {
   struct Callbacks : PerColumn<kPart> {
     Element const* values;
     Element* shared;
-    int count, thread, threads;
+    int count, thread, threads, loaded = -1;
     AfterReading<Element> after;
 
     CUTLASS_DEVICE Callbacks(Element const* values, Element* shared, int count, int thread, int threads,
@@ -155,8 +155,9 @@ struct RowInput : Input<Vector<Element>> {
       }
     }
     CUTLASS_DEVICE bool begin_sync_needed() const { return true; }
-    CUTLASS_DEVICE void begin_loop(int epi_m, int epi_n) {
-      if (epi_m != 0 && kPart == kStepColumns) return;  // the same columns as just before
+    CUTLASS_DEVICE void begin_loop(int, int epi_n) {
+      if (epi_n == loaded) return;  // the same columns as just before
+      loaded = epi_n;
       this->load(shared + epi_n * kPart + Fragment(thread).column);
     }
     CUTLASS_DEVICE void end() { after(thread); }
@@ -451,6 +452,13 @@ struct Collective {
       Atom<ElementD, StrideD>, void, void, void>;
 };
 
+// What an epilogue needs besides, whose D has no scales of its own: nothing. That of others is in quantized.h.
+struct Unscaled {
+  static constexpr bool kAny = false;
+  template <class Parameters>
+  using With = Parameters;
+};
+
 // Whether the kernel waits for the one before it only here: for means of rows that this one took ahead (row_means.h).
 #if defined(CUTLASS_OPS_WAITS_LATE)
 constexpr bool kWaitsLate = true;
@@ -459,8 +467,9 @@ constexpr bool kWaitsLate = false;
 #endif
 
 // CUTLASS's collective epilogue, of which all is kept but the stores. With two products the accumulators have twice D's columns,
-// or its rows where the kernel computes the transposed problem: those of one product, then those of the other.
-template <class Collective, int kProducts = 1, bool kSwapped = false>
+// or its rows where the kernel computes the transposed problem: those of one product, then those of the other. `Scales` says
+// whether D is stored in FP8 in blocks that have scales, and how.
+template <class Collective, int kProducts = 1, bool kSwapped = false, class Scales = Unscaled>
 class Epilogue : public Collective::Type {
   using Base = typename Collective::Type;
 
@@ -472,17 +481,21 @@ class Epilogue : public Collective::Type {
   }
 
  public:
-  using typename Base::Arguments;
+  using Arguments = typename Scales::template With<typename Base::Arguments>;
   using typename Base::LoadPipeline;
   using typename Base::LoadPipelineState;
-  using typename Base::Params;
+  using Params = typename Scales::template With<typename Base::Params>;
   using typename Base::StorePipeline;
   using typename Base::StorePipelineState;
   using typename Base::TensorStorage;
 
   template <class Problem>
   static Params to_underlying_arguments(Problem const& problem, Arguments const& arguments, void* workspace) {
-    return Base::to_underlying_arguments(of_output(problem), arguments, workspace);
+    if constexpr (Scales::kAny) {
+      return {Base::to_underlying_arguments(of_output(problem), arguments, workspace), arguments.scales};
+    } else {
+      return Base::to_underlying_arguments(of_output(problem), arguments, workspace);
+    }
   }
   template <class Problem>
   static size_t get_workspace_size(Problem const& problem, Arguments const& arguments) {
@@ -530,7 +543,7 @@ class Epilogue : public Collective::Type {
     auto callbacks = fusion_.template get_consumer_store_callbacks<true>(
         cutlass::epilogue::fusion::detail::ConsumerStoreArgs(problem, CtaTile{}, coord, mma, EpilogueTile_{}, unused, unused,
                                                              unused, unused, unused, source_tensor, thread));
-    auto const results = [&](int epi_m, int own_n) {
+    auto const computed = [&](int epi_m, int own_n) {
       // Accumulators of 64 rows after those of 64 rows before, each of all columns of the kernel's tile.
       constexpr int kAcrossTile = kSwapped ? kParts : kProducts * kParts;
       constexpr int kNext = (kSwapped ? kPartsM * kParts : kParts) * kValues;
@@ -541,7 +554,10 @@ class Epilogue : public Collective::Type {
         values[i] = accumulators(first + i);
         if constexpr (kProducts == 2) source[i] = accumulators(first + kNext + i);
       }
-      auto const result = callbacks.visit(values, 0, epi_m, side * kParts + own_n);
+      return callbacks.visit(values, 0, epi_m, side * kParts + own_n);
+    };
+    auto const results = [&](int epi_m, int own_n) {
+      auto const result = computed(epi_m, own_n);
       return cutlass::NumericArrayConverter<ElementD_, typename decltype(result)::Element, kValues>{}(result);
     };
     auto const put = [&](auto const& result, int at) {
@@ -555,7 +571,80 @@ class Epilogue : public Collective::Type {
     }
     callbacks.begin();
     if (callbacks.begin_sync_needed()) synchronize();
-    if constexpr (kHasSource) {
+    if constexpr (Scales::kAny) {
+      // The values of a block are computed before any is stored: they take the place of the accumulators that they come from.
+      constexpr int kBlock = Scales::kColumns / kPartN;  // parts
+      static_assert(kPartN * kBlock == Scales::kColumns && kParts % kBlock == 0 && Policy::StagesD == kSide * kBlock);
+      static_assert(!kReuse && !kSwapped && kProducts * kSide <= 2);
+      // The producer loads what lies below each other first. Without it, rows whose values are stored leave registers free.
+      constexpr int kAtOnce = kHasSource ? kPartsM : 1;
+      bool const waits = kHasSource && fusion_.is_producer_load_needed();
+      CUTLASS_PRAGMA_UNROLL
+      for (int step = 0; step < kParts / kBlock * (kPartsM / kAtOnce); ++step) {
+        int const first = step / (kPartsM / kAtOnce) * kBlock, first_m = step % (kPartsM / kAtOnce);
+        float values[kAtOnce][kBlock][kValues], most[kAtOnce][2] = {};
+        int const left = int(n_extent) - (int(n) * kPartsN + side * kParts + first) * kPartN;  // columns from here on
+        CUTLASS_PRAGMA_UNROLL
+        for (int at = 0; at < kBlock * kAtOnce; ++at) {
+          int const below = at % kAtOnce, part = at / kAtOnce, epi_m = first_m + below, epi_n = side * kParts + first + part;
+          callbacks.begin_loop(epi_m, epi_n);
+          if constexpr (kHasSource) {
+            if (waits) {
+              Tensor const shared_c = make_tensor(make_smem_ptr(storage.collective.smem_C.begin()), SharedC{});
+              load_pipeline.consumer_wait(loaded);
+              auto const place = shared_c(_, _, loaded.index());
+              Part<ElementC_, kColumnMajorC, decltype(place)>{place, thread}.get(source);
+            }
+          }
+          callbacks.previsit(epi_m, epi_n, loaded.count(), waits);
+          if (waits) {
+            cutlass::arch::fence_view_async_shared();
+            load_pipeline.consumer_release(loaded);
+            ++loaded;
+          }
+          auto const result = computed(epi_m, first + part);
+          CUTLASS_PRAGMA_UNROLL
+          for (int i = 0; i < kValues; ++i) {
+            values[below][part][i] = result[i];
+            // D's lines are whole pieces of 16 bytes, so that eight columns end where they do, or beyond.
+            if (part * kPartN + i / 4 * 8 < left) {
+              most[below][i / 2 % 2] = maximum(most[below][i / 2 % 2], cutlass_ops::abs(result[i]));
+            }
+          }
+          callbacks.end_loop(epi_m, epi_n);
+        }
+        CUTLASS_PRAGMA_UNROLL
+        for (int below = 0; below < kAtOnce; ++below) {
+          int const epi_m = first_m + below;
+          float inverse[2];
+          CUTLASS_PRAGMA_UNROLL
+          for (int i = 0; i < 2; ++i) {
+            int const row = (int(m) * kPartsM + epi_m) * kPartM + Fragment(own_thread).row + i * 8;
+            int const column = (int(n) * kPartsN + side * kParts + first) * kPartN;
+            inverse[i] = Scales::template finish<ElementD_>(params_.scales, most[below][i], row, column / Scales::kColumns,
+                                                            row < int(m_extent) && left > 0);
+          }
+          if (issues) tma_store_wait<0>();  // D's memory is free again
+          synchronize();
+          CUTLASS_PRAGMA_UNROLL
+          for (int part = 0; part < kBlock; ++part) {
+            cutlass::Array<float, kValues> scaled;
+            CUTLASS_PRAGMA_UNROLL
+            for (int i = 0; i < kValues; ++i) scaled[i] = values[below][part][i] * inverse[i / 2 % 2];
+            put(cutlass::NumericArrayConverter<ElementD_, float, kValues>{}(scaled), side * kBlock + part);
+          }
+          cutlass::arch::fence_view_async_shared();
+          synchronize();
+          if (issues) {
+            CUTLASS_PRAGMA_UNROLL
+            for (int part = 0; part < kBlock; ++part) {
+              copy(params_.tma_store_d, from(_, _, _, side * kBlock + part), to(_, _, _, epi_m, side * kParts + first + part));
+            }
+            tma_store_arrive();
+          }
+        }
+      }
+    } else if constexpr (kHasSource) {
       bool const waits = fusion_.is_producer_load_needed();
       LoadPipelineState waited = loaded;
       if constexpr (kReuse) {

@@ -79,6 +79,12 @@ def placed(acc, lambda_: co.Tile, seed: co.Integer):
     return {"d": value, "at": co.argmax(value > 0.5, dim=1)}
 
 
+@co.epilogue
+def quantised(acc):
+    """Scales of D's blocks."""
+    return co.e.quantize(co.relu(acc), "e4m3")
+
+
 def made(data: Callable[[KernelSpec], bytes] | None = None) -> tuple[Manifest, dict[str, bytes]]:
     """Return a manifest with all that there may be, and its files: kernels that :func:`verify` believes.
 
@@ -97,6 +103,7 @@ def made(data: Callable[[KernelSpec], bytes] | None = None) -> tuple[Manifest, d
         [KernelSpec(**other, epilogue=everything, config=config) for config in (SPLIT, MMA_SYNC)],
         [KernelSpec(a="f16.row", b="f16.col", d="f16.row", epilogue=placed, config=PINGPONG)],
         [KernelSpec(**blocks, d="bf16.row", epilogue=builtin.scaled_blocks, config=PROMOTED)],
+        [KernelSpec(a="bf16.row", b="bf16.col", d="e4m3.row", epilogue=quantised, config=PINGPONG)],
     ]
     targets = sorted({spec.target for group in specs for spec in group})
     flags = {target: {"device": ("-O3", f"-arch={target}"), "host": (), "link": ('-Wl,"x"',)} for target in targets}

@@ -1,0 +1,25 @@
+"""Modules whose forward and backward are fused GEMMs, and :func:`patch`, which gives them to a model that exists.
+
+Parameters have the names and shapes of PyTorch's and Hugging Face's modules, so that their state_dicts load. Nothing
+else in the library imports this room, and importing the library does not import it.
+"""
+
+from __future__ import annotations
+
+from cutlass_ops.nn.block import DecoderBlock
+from cutlass_ops.nn.linear import Linear
+from cutlass_ops.nn.mlp import MLP, GatedMLP
+from cutlass_ops.nn.norms import LayerNormLinear, RMSNormLinear
+from cutlass_ops.nn.patching import Patched, patch, unpatch
+
+__all__ = [
+    "MLP",
+    "DecoderBlock",
+    "GatedMLP",
+    "LayerNormLinear",
+    "Linear",
+    "Patched",
+    "RMSNormLinear",
+    "patch",
+    "unpatch",
+]

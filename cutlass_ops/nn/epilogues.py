@@ -1,0 +1,71 @@
+"""The epilogues and ops of modules, by activation, bias and residual.
+
+Modules look them up when they are made: PyTorch's tracer would compute them again at each trace.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from cutlass_ops.epilogue import Epilogue, Graph, builtin, canonical
+from cutlass_ops.epilogue.nodes import Node, Output
+from cutlass_ops.run import ops
+from cutlass_ops.run.ops import Op
+
+# For each name, the operation of the epilogue language; "none" is no activation.
+ACTIVATIONS = {
+    "none": "",
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_tanh",
+    "silu": "silu",
+    "sigmoid": "sigmoid",
+    "tanh": "tanh",
+    "hardswish": "hardswish",
+    "mish": "mish",
+    "softplus": "softplus",
+}
+
+
+def operation(activation: str | None) -> str:
+    """Return an activation's operation; an empty string for none.
+
+    Raises
+    ------
+    ValueError
+        If there is no such activation.
+    """
+    found = ACTIVATIONS.get("none" if activation is None else activation)
+    if found is None:
+        raise ValueError(f"activation is {activation!r}: use one of {', '.join(ACTIVATIONS)}")
+    return found
+
+
+@functools.lru_cache(maxsize=256)
+def linear_graph(activation: str | None, *, bias: bool, residual: bool = False) -> Graph:
+    """Return D = activation(A @ B + bias) + residual.
+
+    Raises
+    ------
+    ValueError
+        If there is no such activation.
+    """
+    op = operation(activation)
+    graph = builtin.bias.graph if bias else builtin.identity.graph
+    if op:
+        graph = graph.then(canonical((), (Node("acc"), Node(op, (0,))), (Output("d", 1),)))
+    return graph.then(builtin.residual.graph) if residual else graph
+
+
+@functools.lru_cache(maxsize=256)
+def linear_op(activation: str | None, *, bias: bool, residual: bool = False) -> Op:
+    """Return the op of :func:`linear_graph`."""
+    graph = linear_graph(activation, bias=bias, residual=residual)
+    return next((op for op in ops.NAMED if op.graph == graph), None) or ops.op_of_graph(graph)
+
+
+@functools.lru_cache(maxsize=256)
+def after_norm(activation: str | None, *, bias: bool) -> Epilogue | None:
+    """Return what follows a norm's GEMM; None if nothing does."""
+    graph = linear_graph(activation, bias=bias)
+    return None if graph == builtin.identity.graph else Epilogue.of(graph.title, "", graph)

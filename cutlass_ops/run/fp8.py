@@ -1,0 +1,340 @@
+"""Scales of what is quantised to FP8: computed from greatest absolute values, and kept from call to call.
+
+All of it stays on the device. Nothing waits for a value, so a captured graph may hold any of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from cutlass_ops.base.dtypes import FP8
+from cutlass_ops.run import reference, traced
+
+DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, t.torch_name) for t in FP8)
+# Names of torch.nn.functional.ScalingType.
+RECIPES = ("TensorWise", "RowWise")
+Scaling = Literal["delayed", "current", "static"]
+Algorithm = Literal["max", "most_recent"]
+# Its reciprocal is a finite FP32 number, and it is no denormal one, which some instructions take for 0.
+_LEAST = torch.finfo(torch.float32).tiny
+
+
+class Quantized(NamedTuple):
+    """A tensor in FP8 and the factor that it was divided by.
+
+    Attributes
+    ----------
+    data : Tensor
+        In FP8, of the tensor's shape.
+    scale : Tensor
+        FP32: without dimensions, or one for each row.
+    """
+
+    data: Tensor
+    scale: Tensor
+
+
+def require_dtype(name: str, dtype: object) -> None:
+    """Require a type of FP8.
+
+    Raises
+    ------
+    TypeError
+        If it is none.
+    """
+    if dtype not in DTYPES:
+        raise TypeError(f"{name} is {dtype}: use {' or '.join(map(str, DTYPES))}")
+
+
+def scale_of(amax: Tensor, dtype: torch.dtype, margin: float = 0.0) -> Tensor:
+    """Return the scale with which the greatest absolute value becomes the largest of a type.
+
+    Parameters
+    ----------
+    amax : Tensor
+        Greatest absolute values, any shape and float dtype.
+    dtype : torch.dtype
+        A type of FP8.
+    margin : float
+        Powers of two of room above `amax`.
+
+    Returns
+    -------
+    Tensor
+        FP32, of the same shape: amax / largest * 2**margin. It is 1 where amax is 0, infinite or NaN, and no denormal
+        number elsewhere.
+    """
+    amax = amax.float()
+    scale = (amax * (2.0**margin / torch.finfo(dtype).max)).clamp(min=_LEAST)
+    return torch.where((amax > 0) & amax.isfinite(), scale, torch.ones_like(scale))
+
+
+def divided(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x / scale in FP8, rounded as kernels do: by the scale's reciprocal, in FP32, saturating."""
+    return reference.rounded(x.float() * scale.reciprocal(), dtype)
+
+
+class Fp8State(torch.nn.Module):
+    """How one tensor of a network is quantised to FP8: its scale, and the greatest absolute values behind that.
+
+    It is a module without parameters, so that a network that has it as an attribute moves, saves and loads it. Scale
+    and history stay FP32 whatever dtype the network is converted to. It serves inference and forward passes: gradients
+    in FP8 are refused.
+
+    Scalings are those of Transformer Engine:
+
+    - ``"delayed"``: a pass uses the scale that earlier passes gave. :meth:`record` notes greatest absolute values, such
+      as `co.e.amax` in an epilogue gives. :meth:`step`, once after a pass, computes the next scale from them.
+    - ``"static"``: the scale stays. Calibrate with ``"delayed"``, then set ``state.scaling = "static"``.
+    - ``"current"``: the scale follows from the tensor itself, which is read twice: by :meth:`quantize` alone.
+
+    Parameters
+    ----------
+    recipe : str or torch.nn.functional.ScalingType
+        What has a scale of its own, as `torch.nn.functional.scaled_mm` names it: ``"TensorWise"``, or with current
+        scaling ``"RowWise"``.
+    dtype : torch.dtype
+        ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+    scaling : {"delayed", "current", "static"}
+        See above. It may be set later.
+    history : int
+        Passes whose greatest absolute values are kept.
+    margin : float
+        Powers of two of room above the greatest value, for passes to come.
+    algorithm : {"max", "most_recent"}
+        What of the history counts.
+    device : torch.device, optional
+        Where scale and history lie.
+
+    Attributes
+    ----------
+    scale : Tensor
+        What the quantised tensor is to be multiplied by: FP32 without dimensions, 1 at first. Kernels read it on the
+        device: pass it as `scale_out` to what quantises, and as `scale_a` to what reads the result. :meth:`step`
+        changes it in place.
+    history : Tensor
+        (history,), FP32: greatest absolute values of passes, the one that is under way first.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit. The message says what to do.
+
+    Examples
+    --------
+    >>> @co.epilogue
+    ... def quantised(acc, scale: co.Scalar):
+    ...     return {"d": acc * co.e.reciprocal(scale), "amax": co.e.amax(acc, dim=1)}
+    >>> state = co.Fp8State(margin=1)
+    >>> x, w = torch.tensor([[14.0, -896.0]]).bfloat16(), torch.eye(2).bfloat16()
+    >>> for step in range(2):
+    ...     d, amax = co.gemm(x, w, epilogue=quantised, scale=state.scale, out_dtype=torch.float8_e4m3fn)
+    ...     print(d.float().tolist(), state.scale.item())
+    ...     state.record(amax)
+    ...     state.step()
+    [[14.0, -448.0]] 1.0
+    [[3.5, -224.0]] 4.0
+
+    Current scaling, with a scale for each row:
+
+    >>> data, scale = co.Fp8State("RowWise", scaling="current").quantize(x)
+    >>> scale.tolist(), (data.float() * scale[:, None]).tolist()
+    ([2.0], [[14.0, -896.0]])
+    """
+
+    scale: Tensor
+    history: Tensor
+
+    def __init__(
+        self,
+        recipe: Any = "TensorWise",
+        *,
+        dtype: torch.dtype = torch.float8_e4m3fn,
+        scaling: Scaling = "delayed",
+        history: int = 16,
+        margin: float = 0.0,
+        algorithm: Algorithm = "max",
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        require_dtype("dtype", dtype)
+        name = str(getattr(recipe, "name", recipe))
+        if name not in RECIPES:
+            blocks = ": scales of blocks follow from each block and keep nothing" if name.startswith("Block") else ""
+            raise ValueError(f"recipe is {name!r}{blocks}: use {' or '.join(map(repr, RECIPES))}")
+        if algorithm not in get_args(Algorithm):
+            raise ValueError(f"algorithm is {algorithm!r}: use {' or '.join(map(repr, get_args(Algorithm)))}")
+        if isinstance(history, bool) or not isinstance(history, int) or history < 1:
+            raise ValueError(f"history is {history!r}: pass the number of passes to keep, 1 or more")
+        self.recipe, self.dtype, self.margin, self.algorithm = name, dtype, float(margin), algorithm
+        self.scaling = scaling
+        if name == "TensorWise":
+            self.register_buffer("scale", torch.ones((), dtype=torch.float32, device=device))
+            self.register_buffer("history", torch.zeros(history, dtype=torch.float32, device=device))
+
+    @property
+    def scaling(self) -> Scaling:
+        """``"delayed"``, ``"current"`` or ``"static"``."""
+        return self._scaling
+
+    @scaling.setter
+    def scaling(self, value: Scaling) -> None:
+        if value not in get_args(Scaling):
+            raise ValueError(f"scaling is {value!r}: use {', '.join(map(repr, get_args(Scaling)))}")
+        if self.recipe == "RowWise" and value != "current":
+            raise ValueError(
+                f"scaling is {value!r} with the recipe 'RowWise', and rows of another pass are other rows: use "
+                "scaling='current', or 'TensorWise'"
+            )
+        self._scaling: Scaling = value
+
+    @torch.no_grad()
+    def record(self, amax: Tensor) -> None:
+        """Note greatest absolute values of this pass. Several calls in a pass add up to their greatest.
+
+        Nothing happens with static scaling. Infinities and NaN are left out, so that one of them does not undo a scale.
+
+        Parameters
+        ----------
+        amax : Tensor
+            Any shape and float dtype, on the state's device: of rows, as ``co.e.amax(y, dim=1)`` gives them, or of all.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If it is no such tensor, or the scaling is current.
+
+        Examples
+        --------
+        >>> state = co.Fp8State()
+        >>> state.record(torch.tensor([3.0, 448.0]))
+        >>> state.history[0].item(), state.scale.item()
+        (448.0, 1.0)
+        """
+        _require_floats("amax", amax)
+        self._require_kept("record")
+        if self.scaling == "static" or not amax.numel():
+            return
+        known = amax.detach().float()
+        known = torch.where(known.isfinite(), known, torch.zeros_like(known)).amax()
+        self.history[0].copy_(torch.maximum(self.history[0], known))
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Compute the next pass's scale from the history, in place, and begin an empty pass.
+
+        The scale stays as it is if the history has nothing but zeros, and with static scaling.
+
+        Raises
+        ------
+        ValueError
+            If the scaling is current.
+
+        Examples
+        --------
+        >>> state = co.Fp8State(history=2)
+        >>> for amax in (448.0, 224.0, 224.0):
+        ...     state.record(torch.tensor(amax))
+        ...     state.step()
+        ...     print(state.scale.item())
+        1.0
+        1.0
+        0.5
+        """
+        self._require_kept("step")
+        if self.scaling == "static":
+            return
+        known = self.history.amax() if self.algorithm == "max" else self.history[0]
+        self.scale.copy_(torch.where(known > 0, scale_of(known, self.dtype, self.margin), self.scale))
+        self.history.copy_(self.history.roll(1))
+        self.history[0].zero_()
+
+    def quantize(self, x: Tensor, amax: Tensor | None = None) -> Quantized:
+        """Quantise a tensor, such as attention's output: what a GEMM makes is quantised by its epilogue.
+
+        Parameters
+        ----------
+        x : Tensor
+            (..., K), any float dtype.
+        amax : Tensor, optional
+            Greatest absolute values of x, if they are known: of each row, or of all with ``"TensorWise"``. Without it,
+            x is read for them, unless the scaling is static.
+
+        Returns
+        -------
+        tuple of Tensor
+            ``data`` (..., K) in FP8, and ``scale``: without dimensions, or (...) with ``"RowWise"``. With delayed and
+            static scaling it is the state's own, which the next :meth:`step` changes.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument does not fit, or x requires grad.
+
+        Examples
+        --------
+        >>> x = torch.tensor([[1.0, -448.0], [2.0, 896.0]])
+        >>> co.Fp8State(scaling="current").quantize(x).scale.item()
+        2.0
+        """
+        _require_floats("x", x)
+        if traced.is_differentiated(x):
+            raise ValueError(
+                "x requires grad, and no gradient passes through FP8: call under torch.no_grad(), or pass x.detach()"
+            )
+        if amax is not None:
+            _require_floats("amax", amax)
+        with torch.no_grad():
+            return self._of_rows(x, amax) if self.recipe == "RowWise" else self._of_tensor(x, amax)
+
+    def _of_rows(self, x: Tensor, amax: Tensor | None) -> Quantized:
+        if not x.ndim:
+            raise ValueError("x has no dimensions, and so no rows: use the recipe 'TensorWise'")
+        rows = _greatest(x, -1) if amax is None else amax.reshape(x.shape[:-1])
+        scale = scale_of(rows, self.dtype, self.margin)
+        return Quantized(divided(x, scale.unsqueeze(-1), self.dtype), scale)
+
+    def _of_tensor(self, x: Tensor, amax: Tensor | None) -> Quantized:
+        if amax is None and self.scaling != "static":
+            amax = _greatest(x)
+        if amax is not None and self.scaling == "current":
+            scale = scale_of(_greatest(amax), self.dtype, self.margin)
+            return Quantized(divided(x, scale, self.dtype), scale)
+        found = Quantized(divided(x, self.scale, self.dtype), self.scale)
+        if amax is not None:
+            self.record(amax)
+        return found
+
+    def extra_repr(self) -> str:
+        """Return the settings, for the module's text."""
+        return f"{self.recipe}, dtype={self.dtype}, scaling={self.scaling}, margin={self.margin:g}"
+
+    def _require_kept(self, what: str) -> None:
+        if self.scaling == "current":
+            raise ValueError(f"{what} belongs to delayed scaling, and this scaling is current, which keeps nothing")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Fp8State:
+        def moved(x: Tensor) -> Tensor:
+            found = fn(x)
+            # A scale in 16 bits would be another one.
+            return found if found.dtype == x.dtype else x.to(found.device)
+
+        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+def _greatest(x: Tensor, dim: int | None = None) -> Tensor:
+    if not x.numel():
+        return x.new_zeros(x.shape[:-1] if dim is not None else (), dtype=torch.float32)
+    return (x.abs().amax() if dim is None else x.abs().amax(dim)).float()
+
+
+def _require_floats(name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
+    if not value.is_floating_point() or value.dtype in DTYPES:
+        raise TypeError(f"{name} is {value.dtype}: use torch.float32, torch.float16 or torch.bfloat16")

@@ -1,0 +1,251 @@
+"""Weights brought once to what kernels read: a norm's vectors folded in, quantised to FP8, transposed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from cutlass_ops.run import folding, fp8, operands, traced
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedWeight:
+    """A weight that was brought once to what kernels read, by :func:`prepare`.
+
+    Attributes
+    ----------
+    matrix : Tensor
+        (K, N): diag(gamma) @ w, or w. The leading dimension is a multiple of 16 bytes. FP8 is contiguous along K.
+    scale : Tensor or None
+        (N,), FP32: what each column is to be multiplied by, if :func:`prepare` quantised it.
+    folded : bool
+        Whether gamma is in it.
+
+    Examples
+    --------
+    >>> w, gamma = torch.ones(8, 4).bfloat16(), torch.full((8,), 0.5)
+    >>> co.prepare(w, gamma).matrix.shape
+    torch.Size([8, 4])
+    """
+
+    matrix: Tensor
+    scale: Tensor | None = None
+    folded: bool = True
+
+
+def prepare(w: Tensor, gamma: Tensor | None = None, *, dtype: torch.dtype | None = None) -> PreparedWeight:
+    """Bring a weight to what kernels read, once: fold an RMSNorm's gamma in, quantise to FP8, or transpose FP8.
+
+    Without `dtype`, gamma is folded in. The result takes 2·K·N bytes; w itself is no longer needed. The call reads w
+    three times, writes it once, uses some tens of MiB of temporary memory and waits for the device. Each value of
+    gamma · w is rounded once to w's dtype.
+
+    With `dtype`, w, or gamma · w, is quantised, each column with a scale of its own: its greatest absolute value
+    becomes the type's largest. Each value is rounded once, so gamma can be folded into a weight of 16 bits only.
+
+    A w in FP8 is copied to lines along K that begin at multiples of 16 bytes, as kernels read FP8.
+
+    Parameters
+    ----------
+    w : Tensor
+        (K, N), FP16, BF16 or FP8, either major: ``weight.t()`` of a linear layer.
+    gamma : Tensor, optional
+        (K,), FP16, BF16 or FP32. Not with a w in FP8.
+    dtype : torch.dtype, optional
+        ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``, for a w of 16 bits.
+
+    Returns
+    -------
+    PreparedWeight
+        Pass it to :func:`cutlass_ops.rmsnorm_gemm` and :func:`cutlass_ops.gemm_swiglu` instead of w and gamma, or to
+        :func:`cutlass_ops.gemm_residual_rms` and :func:`cutlass_ops.scaled_gemm`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit, or w's dtype cannot hold gamma · w: it overflows, or a column loses more than one
+        rounding because its values are denormal (in FP16, below 6e-5). With `dtype`, if values are infinite or NaN.
+
+    Examples
+    --------
+    >>> x = torch.tensor([[2.0, -2.0, 2.0, -2.0]]).bfloat16()
+    >>> w, gamma = torch.eye(4).bfloat16(), torch.full((4,), 0.5).bfloat16()
+    >>> prepared = co.prepare(w, gamma)  # once
+    >>> co.rmsnorm_gemm(x, prepared, eps=0.0).tolist()
+    [[0.5, -0.5, 0.5, -0.5]]
+
+    In FP8, with the scale of each column:
+
+    >>> prepared = co.prepare(torch.randn(64, 16).bfloat16(), dtype=torch.float8_e4m3fn)
+    >>> prepared.matrix.dtype, prepared.matrix.stride(), prepared.scale.shape
+    (torch.float8_e4m3fn, (1, 64), torch.Size([16]))
+    """
+    for name, value in (("w", w), ("gamma", gamma)):
+        operands.refuse_differentiated(name, value)
+    operands.require_tensor("w", w)
+    if w.dtype in fp8.DTYPES:
+        if gamma is not None or dtype not in (None, w.dtype):
+            raise TypeError(
+                f"w is {w.dtype}, and {'gamma' if gamma is not None else 'another dtype'} would round it again: pass "
+                "the weight in FP16 or BF16, with dtype="
+            )
+        return PreparedWeight(folding.along_k(w), None, False)
+    if dtype is not None:
+        fp8.require_dtype("dtype", dtype)
+        return PreparedWeight(*folding.quantize(w, gamma, dtype), gamma is not None)
+    if gamma is None:
+        raise TypeError(f"gamma is missing, and w is {w.dtype}: pass gamma, or dtype=torch.float8_e4m3fn to quantise w")
+    folded = folding.fold(w, gamma)
+    folding.check_folded(w, gamma, folded)
+    return PreparedWeight(folded)
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedLayerNormWeight:
+    """A weight with a LayerNorm's gamma and beta folded in, made by :func:`prepare_layernorm`.
+
+    Attributes
+    ----------
+    matrix : Tensor
+        diag(gamma) @ w, (K, N), in w's dtype and major; w itself without gamma.
+    column_sum : Tensor
+        Sum of each column of `matrix`, (N,), FP32.
+    shift : Tensor or None
+        beta @ w, (N,), FP32.
+
+    Examples
+    --------
+    >>> prepared = co.prepare_layernorm(torch.ones(8, 4).bfloat16(), beta=torch.ones(8).bfloat16())
+    >>> prepared.column_sum.tolist(), prepared.shift.tolist()
+    ([8.0, 8.0, 8.0, 8.0], [8.0, 8.0, 8.0, 8.0])
+    """
+
+    matrix: Tensor
+    column_sum: Tensor
+    shift: Tensor | None
+
+
+def prepare_layernorm(w: Tensor, gamma: Tensor | None = None, beta: Tensor | None = None) -> PreparedLayerNormWeight:
+    """Fold a LayerNorm's gamma and beta into the weight that follows it, once.
+
+    The cost is that of :func:`prepare` if gamma is given, plus one read of w for the column sums and one for beta.
+    Column sums use the stored (rounded) weight. They are added in FP64 and rounded to FP32.
+
+    Parameters
+    ----------
+    w : Tensor
+        (K, N), FP16 or BF16, either major.
+    gamma, beta : Tensor, optional
+        (K,), FP16, BF16 or FP32.
+
+    Returns
+    -------
+    PreparedLayerNormWeight
+        Pass it to :func:`layernorm_gemm` instead of w, gamma and beta.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for :func:`prepare`.
+
+    Examples
+    --------
+    >>> x = torch.tensor([[3.0, 1.0, 3.0, 1.0]]).bfloat16()
+    >>> w, gamma, beta = torch.eye(4).bfloat16(), torch.full((4,), 0.5).bfloat16(), torch.ones(4).bfloat16()
+    >>> prepared = co.prepare_layernorm(w, gamma, beta)  # once
+    >>> co.layernorm_gemm(x, prepared, eps=0.0).tolist()
+    [[1.5, 0.5, 1.5, 0.5]]
+    """
+    for name, value in (("w", w), ("gamma", gamma), ("beta", beta)):
+        operands.refuse_differentiated(name, value)
+    prepared = fold_layernorm(w, gamma, beta)
+    if gamma is not None:
+        folding.check_folded(w, gamma, prepared.matrix)
+    return prepared
+
+
+def matrix_of(w: Tensor | PreparedWeight, gamma: Tensor | None, name: str) -> Tensor:
+    """Return w with gamma folded in, folding it now if w is not prepared.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If gamma is given twice, or does not fit.
+    """
+    if isinstance(w, PreparedWeight):
+        if gamma is not None:
+            already = "already contains gamma: leave gamma out" if w.folded else "without gamma: pass gamma to prepare"
+            raise TypeError(f"{name} is prepared {'and ' if w.folded else ''}{already}")
+        return w.matrix
+    if gamma is not None and isinstance(w, Tensor) and w.dtype in fp8.DTYPES:
+        raise TypeError(
+            f"{name} is {w.dtype}, and gamma would round it again: have gemm_residual_rms multiply x by gamma, or pass "
+            "prepare(weight, gamma, dtype=...) of the weight in 16 bits"
+        )
+    return w if gamma is None else folding.fold(traced.autocast_to(traced.autocast_dtype(w), w), gamma, name)
+
+
+def weight_scale(w: Tensor | PreparedWeight, given: Tensor | float | None, name: str) -> Tensor | float | None:
+    """Return the scale of a weight: the given one, or that of a prepared weight.
+
+    Raises
+    ------
+    TypeError
+        If there are two.
+    """
+    own = w.scale if isinstance(w, PreparedWeight) else None
+    if own is not None and given is not None:
+        raise TypeError(f"{name} is given, and the prepared weight has its scales: leave {name} out")
+    return given if own is None else own
+
+
+def require_alike(w: Tensor | PreparedWeight, name: str, other: Any) -> None:
+    """Require that both weights are prepared, or neither.
+
+    Raises
+    ------
+    TypeError
+        If only one is.
+    """
+    prepared = isinstance(w, PreparedWeight)
+    if prepared != isinstance(other, PreparedWeight):
+        which, left = ("w", name) if prepared else (name, "w")
+        raise TypeError(f"{which} is prepared and {left} is not: pass prepare({left}, gamma), or two plain weights")
+
+
+def fold_layernorm(w: Tensor, gamma: Tensor | None, beta: Tensor | None) -> PreparedLayerNormWeight:
+    """Return w with a LayerNorm's gamma and beta folded in, without a check of what its dtype holds.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit.
+    """
+    w = traced.autocast_to(traced.autocast_dtype(w), w)
+    matrix = w if gamma is None else folding.fold(w, gamma)
+    shift = None if beta is None else folding.row_times("beta", beta, w)
+    # Sum the rounded weight, so that its rounding errors are multiplied by x - mean(x) and not by x.
+    return PreparedLayerNormWeight(matrix, folding.column_sums(matrix), shift)
+
+
+def _weight_again(folded: bool, matrix: Tensor, scale: Tensor | None) -> PreparedWeight:
+    return PreparedWeight(matrix, scale, folded)
+
+
+# Lets traced and saved programs take and return these.
+_pytree.register_pytree_node(
+    PreparedWeight,
+    lambda x: ([x.matrix, x.scale], x.folded),
+    lambda tensors, folded: _weight_again(folded, *tensors),
+    serialized_type_name="cutlass_ops.PreparedWeight",
+)
+_pytree.register_pytree_node(
+    PreparedLayerNormWeight,
+    lambda x: ([x.matrix, x.column_sum, x.shift], None),
+    lambda tensors, _: PreparedLayerNormWeight(*tensors),
+    serialized_type_name="cutlass_ops.PreparedLayerNormWeight",
+)

@@ -1,0 +1,56 @@
+"""The benchmark of dynamic scales: what its variants compute, its cases and its summary."""
+
+import pytest
+import torch
+
+import cutlass_ops as co
+from tests.scripts import script
+
+BENCH = script("bench_quantize")
+
+
+def test_all_variants_of_a_gate_compute_the_same():
+    case = BENCH.Gate(70, 256, 144, device="cpu")
+    rows = torch.arange(5, 60)
+    exact = case.exact(rows)
+    found = case.ours()
+    assert BENCH.error(found.d[rows], found.d_scale[rows], exact) <= 1.01
+    d, scale = BENCH.gated(case.gemm())
+    back = d[rows].double() * scale[rows].double().repeat_interleave(128, 1)
+    assert (back - exact).norm() <= 0.04 * exact.norm()
+    again = case.separate()
+    assert (again.d[rows].double() * scale[rows].repeat_interleave(128, 1) - exact).norm() <= 0.04 * exact.norm()
+
+
+def test_a_wrong_scale_shows():
+    case = BENCH.Gate(8, 256, 144, device="cpu")
+    found, rows = case.ours(), torch.arange(8)
+    with pytest.raises(AssertionError, match="times that of quantising"):
+        BENCH.error(found.d, found.d_scale.flip(1), case.exact(rows))
+
+
+@pytest.mark.parametrize(("compiled", "block"), [("quantised", 128), ("quantised_rows", None)])
+def test_the_compiled_function_does_what_the_kernel_does(compiled, block):
+    x = torch.randn(9, 384)
+    d, scale = getattr(BENCH, compiled)(x)
+    wanted = co.quantize(x, "e4m3", block)
+    torch.testing.assert_close(scale, wanted.d_scale, rtol=1e-6, atol=0)
+    assert (d.float() != wanted.d.float()).double().mean() < 0.01  # PyTorch divides a number by a tensor in two steps
+
+
+def test_each_case_is_known_by_its_row():
+    found = BENCH.cases(list(BENCH.PARTS), None)
+    assert len(found) == len(set(found)) == 14 + 14
+    assert {each[1] for each in BENCH.cases(["gate"], [16, 64])} == {16, 64}
+    row = {"part": "tensor", "m": 16, "n": 4096, "dtype": "bf16", "block": 128}
+    assert BENCH.key(row) in found
+    assert BENCH.key({"part": "gate", "m": 16, "n": 14336, "k": 4096}) in found
+
+
+def test_the_summary_has_each_peer_of_each_part():
+    def row(part, ratio, m):
+        return {"part": part, "m": m, "n": 2, "over_ours": {"gemm": {"median": ratio}}}
+
+    assert BENCH.summary([row("gate", 2.0, 1), row("gate", 0.5, 4)]) == {
+        "gate gemm": {"geomean": 1.0, "worst": 0.5, "worst_shape": [4, 2], "shapes": 2}
+    }

@@ -1,0 +1,169 @@
+"""Two GEMMs whose backward is one chain: the derivative between them is the epilogue of a GEMM."""
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch.autograd import forward_ad
+
+import cutlass_ops as co
+from cutlass_ops.epilogue import Row, Tile, epilogue, functions
+from cutlass_ops.run import backward, gated, ops
+from cutlass_ops.run.chained import chain
+
+BF16 = torch.bfloat16
+
+
+@epilogue
+def tanh_times(acc, bias: Row, gate: Tile):
+    return functions.gelu(acc + bias, approximate="tanh") * gate
+
+
+# Ops, the same in PyTorch, and what the first and the second take besides.
+X, W1, B1, UP, GATE, W2, B2, RESIDUAL = (
+    *((2, 8, 16), (24, 16), (24,), (24, 16), (2, 8, 24)),
+    *((32, 24), (32,), (2, 8, 32)),
+)
+PAIRS = {
+    "gelu": (
+        lambda x, w1, b1, w2, b2: chain(co.gemm_bias_gelu, co.gemm_bias, x, w1.t(), w2.t(), [b1], [b2]),
+        lambda x, w1, b1, w2, b2: F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2),
+        [X, W1, B1, W2, B2],
+    ),
+    "relu_residual": (
+        lambda x, w1, b1, w2, b2, r: chain(co.gemm_bias_relu, co.gemm_bias_residual, x, w1.t(), w2.t(), [b1], [b2, r]),
+        lambda x, w1, b1, w2, b2, r: F.linear(F.relu(F.linear(x, w1, b1)), w2, b2) + r,
+        [X, W1, B1, W2, B2, RESIDUAL],
+    ),
+    "swiglu": (
+        lambda x, w1, up, w2: chain(gated.swiglu_op(None), ops.op_of(None), x, w1.t(), w2.t(), [up.t()], []),
+        lambda x, w1, up, w2: F.linear(F.silu(F.linear(x, w1)) * F.linear(x, up), w2),
+        [X, W1, UP, W2],
+    ),
+    "tiles": (
+        lambda x, w1, b1, g, w2: chain(ops.op_of(tanh_times), ops.op_of(None), x, w1.t(), w2.t(), [b1, g], []),
+        lambda x, w1, b1, g, w2: F.linear(F.gelu(F.linear(x, w1, b1), approximate="tanh") * g, w2),
+        [X, W1, B1, GATE, W2],
+    ),
+}
+# Nothing to chain: the first is linear, or the second is not.
+APART = {
+    "linear": (
+        lambda x, w1, b1, w2: chain(co.gemm_bias, ops.op_of(None), x, w1.t(), w2.t(), [b1], []),
+        lambda x, w1, b1, w2: F.linear(F.linear(x, w1, b1), w2),
+        [X, W1, B1, W2],
+    ),
+    "activated": (
+        lambda x, w1, b1, w2, b2: chain(co.gemm_bias_gelu, co.gemm_bias_gelu, x, w1.t(), w2.t(), [b1], [b2]),
+        lambda x, w1, b1, w2, b2: F.gelu(F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)),
+        [X, W1, B1, W2, B2],
+    ),
+}
+
+
+def tensors(shapes, *, needed=None):
+    torch.manual_seed(0)
+    needed = needed or [True] * len(shapes)
+    return [torch.randn(s).to(BF16).requires_grad_(n) for s, n in zip(shapes, needed, strict=True)]
+
+
+def step(function, given):
+    d = function(*given)
+    grad = torch.linspace(-1, 1, d.numel(), dtype=torch.float64).reshape(d.shape).to(BF16).to(d.dtype)
+    return d, torch.autograd.grad(d, [x for x in given if x.requires_grad], grad)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("name", PAIRS | APART)
+def test_a_chain_has_pytorch_s_gradients(name, backend):
+    torch._dynamo.reset()
+    mine, theirs, shapes = (PAIRS | APART)[name]
+    given = tensors(shapes)
+    function = mine if backend is None else torch.compile(mine, backend=backend, fullgraph=True)
+    (d, found), (exact_d, exact) = (
+        step(function, given),
+        step(theirs, [x.detach().double().requires_grad_() for x in given]),
+    )
+    assert (d - exact_d).norm() <= 0.01 * exact_d.norm()
+    for x, y, like in zip(found, exact, given, strict=True):
+        assert (x.shape, x.dtype, x.stride()) == (like.shape, like.dtype, like.stride())
+        assert (x - y).norm() <= 0.01 * y.norm()
+
+
+@pytest.mark.parametrize("only", range(5))
+def test_only_what_is_wanted_is_computed(only):
+    mine, _, shapes = PAIRS["gelu"]
+    _, every = step(mine, tensors(shapes))
+    _, (found,) = step(mine, tensors(shapes, needed=[at == only for at in range(5)]))
+    assert torch.equal(found, every[only])
+    with torch.no_grad():
+        assert mine(*tensors(shapes)).grad_fn is None
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_step_of_a_chain_launches_no_elementwise_kernel(name, device, monkeypatch):
+    monkeypatch.setattr(backward, "has_kernels", lambda a: True)
+    mine, _, shapes = PAIRS[name]
+    given = tensors(shapes)
+    first = step(mine, given)[1]
+    launched = len(device.launches)
+    # Forward, the chain, a gradient for each matrix and X; of a product, one more each way.
+    assert launched == (9 if name == "swiglu" else 6)
+    assert not [x for x in device.launches if x.spec.epilogue.title.startswith("given")]
+    device.closed = True
+    again = step(mine, given)[1]
+    assert len(device.launches) == 2 * launched
+    assert all(map(torch.equal, first, again))
+    assert [co.check(spec) for spec in device.loaded] == [()] * len(device.loaded)
+
+
+def test_a_chain_can_be_differentiated_again():
+    mine, theirs, shapes = PAIRS["gelu"]
+
+    def twice(function, given):
+        (grad,) = torch.autograd.grad(function(*given).sum(), given[0], create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), [given[1], given[3]])
+
+    given = tensors(shapes)
+    exact = twice(theirs, [x.detach().double().requires_grad_() for x in given])
+    for x, y in zip(twice(mine, given), exact, strict=True):
+        assert (x - y).norm() <= 0.02 * y.norm()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch's own modules
+def test_what_is_refused():
+    mine, _, shapes = PAIRS["gelu"]
+    given = tensors(shapes)
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(ValueError, match=r"^a has a tangent, and cutlass_ops has no forward-mode"),
+    ):
+        mine(forward_ad.make_dual(given[0].detach(), torch.ones_like(given[0])), *given[1:])
+    with pytest.raises(NotImplementedError, match="does not support"):
+        torch.vmap(lambda x: mine(x, *given[1:]))(given[0].detach()[None])
+    with pytest.raises(ValueError, match=r"^a \(2, 8, 24\) and b \(16, 24\)"):
+        chain(co.gemm_bias_gelu, co.gemm_bias, given[0], given[1].t(), given[1].t(), [given[2]], [given[4]])
+
+
+def test_a_chain_adds_to_main_grads():
+    mine, _, shapes = PAIRS["swiglu"]
+    given = [torch.nn.Parameter(x.detach()) for x in tensors(shapes)]
+    wanted = step(mine, given)[1]
+    for x in given[1:]:
+        x.main_grad = torch.zeros(x.shape)
+    d = mine(*given)
+    d.backward(torch.linspace(-1, 1, d.numel(), dtype=torch.float64).reshape(d.shape).to(BF16))
+    assert torch.equal(given[0].grad, wanted[0])
+    for x, y in zip(given[1:], wanted[1:], strict=True):
+        assert x.grad is None
+        assert (x.main_grad - y).norm() <= 0.01 * y.norm()
+
+
+def test_recomputing_is_no_chain():
+    mine, _, shapes = PAIRS["gelu"]
+    given = tensors(shapes)
+    stored = step(mine, given)
+    with co.recompute():
+        again = step(mine, given)
+    assert torch.equal(stored[0], again[0])
+    for x, y in zip(stored[1], again[1], strict=True):
+        assert (x - y).norm() <= 0.01 * y.norm()

@@ -1,0 +1,287 @@
+"""Fp8State: the scales that greatest absolute values give, what is kept of them, and what is refused."""
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+
+import cutlass_ops as co
+from cutlass_ops.run import fp8, reference
+
+E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
+INF, NAN = math.inf, math.nan
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("margin", [0, 1, -1, 0.5])
+def test_the_greatest_value_becomes_the_largest_of_the_type(dtype, margin):
+    most = torch.finfo(dtype).max
+    amax = torch.tensor([most, 1.0, 3.0, 1e-20, 1e30], dtype=torch.float64)
+    found = fp8.scale_of(amax, dtype, margin)
+    assert found.dtype is torch.float32
+    torch.testing.assert_close(found.double(), amax / most * 2.0**margin, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_special_values(dtype):
+    amax = torch.tensor([0.0, -0.0, INF, NAN, 2.0**-149, 2.0**-126, torch.finfo(torch.float32).max])
+    found = fp8.scale_of(amax, dtype)
+    assert found[:4].tolist() == [1.0] * 4
+    assert (found[4:] >= torch.finfo(torch.float32).tiny).all()
+    # What a kernel multiplies by is finite, so nothing becomes NaN that was none.
+    assert found.reciprocal().isfinite().all()
+    x = torch.tensor([0.0, 2.0**-149, 1.0, -INF])
+    assert fp8.divided(x, found[4], dtype).float().isfinite().all()
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_delayed_scaling_uses_what_earlier_passes_gave(algorithm):
+    state = co.Fp8State(history=3, algorithm=algorithm)
+    given = [448.0, 896.0, 224.0, 0.0, 112.0, 112.0, 112.0]
+    scales = []
+    for amax in given:
+        state.record(torch.tensor([amax / 2, amax]))
+        state.record(torch.tensor(amax / 4, dtype=BF16))  # the greatest of a pass counts
+        state.step()
+        scales.append(state.scale.item())
+    wanted = {
+        "max": [1.0, 2.0, 2.0, 2.0, 0.5, 0.25, 0.25],
+        # Nothing but zeros says nothing.
+        "most_recent": [1.0, 2.0, 0.5, 0.5, 0.25, 0.25, 0.25],
+    }
+    assert scales == wanted[algorithm]
+
+
+@pytest.mark.parametrize("bad", [INF, NAN, -INF])
+def test_a_value_that_is_no_number_does_not_undo_a_scale(bad):
+    state = co.Fp8State(history=2)
+    state.record(torch.tensor([bad, 224.0]))
+    state.step()
+    assert state.scale == 0.5
+    for _ in range(3):
+        state.record(torch.tensor([bad]))
+        state.step()
+    assert state.scale == 0.5
+    assert state.history.isfinite().all()
+
+
+def test_a_pass_without_rows_or_without_a_record_keeps_the_scale():
+    state = co.Fp8State(history=1)
+    state.record(torch.tensor(224.0))
+    state.step()
+    state.record(torch.empty(0))
+    state.step()
+    state.step()
+    assert state.scale == 0.5
+
+
+def test_the_amax_of_an_epilogue_is_what_it_records():
+    @co.epilogue
+    def quantised(acc, scale: co.Scalar):
+        return {"d": acc * co.e.reciprocal(scale), "amax": co.e.amax(acc, dim=1)}
+
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(*shape, generator=generator).to(BF16) for shape in ((32, 64), (64, 48)))
+    state, exact = co.Fp8State(margin=0), x.double() @ w.double()
+    errors = []
+    for _ in range(2):
+        d, amax = co.gemm(x, w, epilogue=quantised, scale=state.scale, out_dtype=E4M3)
+        errors.append(float((d.double() * state.scale - exact).norm() / exact.norm()))
+        state.record(amax)
+        state.step()
+    assert state.scale == fp8.scale_of(exact.float().abs().amax(), E4M3)
+    assert errors[1] <= 0.03
+
+
+def test_no_update_makes_another_tensor():
+    """A captured graph reads scale and history where they lie."""
+    state = co.Fp8State()
+    scale, history = state.scale.data_ptr(), state.history.data_ptr()
+    state.record(torch.tensor(3.0))
+    state.step()
+    state.load_state_dict(co.Fp8State().state_dict())
+    assert (state.scale.data_ptr(), state.history.data_ptr()) == (scale, history)
+
+
+@pytest.mark.parametrize("scaling", ["delayed", "static", "current"])
+def test_nothing_waits_for_a_value(scaling):
+    """Tensors on "meta" have none: reading one would fail."""
+    state = co.Fp8State(scaling=scaling, device="meta")
+    x = torch.empty(4, 8, device="meta", dtype=BF16)
+    data, scale = state.quantize(x)
+    assert (data.dtype, data.shape, scale.shape) == (E4M3, (4, 8), ())
+    if scaling != "current":
+        state.record(torch.empty(4, device="meta"))
+        state.step()
+
+
+# ---- Quantising ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("of", [BF16, torch.float16, torch.float32])
+def test_current_scaling_of_the_tensor_and_of_rows(dtype, known, of):
+    x = (torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(1)) * 3).to(of)
+    rows = x.abs().amax(-1)
+    for recipe, amax in (("TensorWise", rows.amax()), ("RowWise", rows)):
+        state = co.Fp8State(recipe, dtype=dtype, scaling="current")
+        data, scale = state.quantize(x, rows if known else None)
+        assert torch.equal(scale, fp8.scale_of(amax, dtype))
+        full = scale.reshape(*scale.shape, *(1,) * (3 - scale.ndim)) if recipe == "RowWise" else scale
+        assert torch.equal(data.float(), reference.rounded(x.float() * full.reciprocal(), dtype).float())
+        assert (data.double() * full - x.double()).norm() <= torch.finfo(dtype).eps / 2 * x.double().norm()
+        assert data.float().abs().max() == torch.finfo(dtype).max
+
+
+def test_rows_of_zeros_stay_zeros():
+    x = torch.zeros(3, 8)
+    x[1] = 5
+    data, scale = co.Fp8State("RowWise", scaling="current").quantize(x)
+    assert scale.tolist() == [1.0, pytest.approx(5 / 448), 1.0]
+    assert data.float()[0].tolist() == [0.0] * 8
+
+
+def test_delayed_scaling_quantises_by_the_scale_it_has_and_static_scaling_keeps_it():
+    state = co.Fp8State(history=1)
+    x = torch.tensor([[896.0, -1.0]])
+    assert state.quantize(x).data.float().tolist() == [[448.0, -1.0]]
+    state.step()
+    found = state.quantize(x / 2)
+    assert found.scale is state.scale
+    assert found.data.float().tolist() == [[224.0, -0.25]]
+    state.scaling = "static"
+    history = state.history.clone()
+    state.quantize(x * 100)
+    state.record(x.amax(1))
+    state.step()
+    assert state.scale == 2
+    assert torch.equal(state.history, history)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0)])
+@pytest.mark.parametrize(
+    ("recipe", "scaling"), [("TensorWise", "current"), ("RowWise", "current"), ("TensorWise", "delayed")]
+)
+def test_nothing_is_quantised_to_nothing(shape, recipe, scaling):
+    data, scale = co.Fp8State(recipe, scaling=scaling).quantize(torch.empty(shape))
+    assert data.shape == shape
+    assert (scale == 1).all()
+
+
+# ---- As a module -----------------------------------------------------------------------------------------------------
+
+
+class Network(torch.nn.Module):
+    """A network with states among its parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.hidden = co.Fp8State(history=4)
+        self.rows = co.Fp8State("RowWise", scaling="current")
+
+
+def test_a_network_saves_and_loads_it():
+    first, second = Network(), Network()
+    first.hidden.record(torch.tensor(896.0))
+    first.hidden.step()
+    saved = io.BytesIO()
+    torch.save(first.state_dict(), saved)
+    saved.seek(0)
+    loaded = torch.load(saved, weights_only=True)
+    assert {name for name in loaded if "linear" not in name} == {"hidden.scale", "hidden.history"}
+    second.load_state_dict(loaded)
+    assert second.hidden.scale == 2
+    assert second.hidden.history.tolist() == [0.0, 896.0, 0.0, 0.0]
+    assert not list(first.hidden.parameters())
+    other = copy.deepcopy(first)
+    other.hidden.scale.zero_()
+    assert first.hidden.scale == 2
+    with pytest.raises(RuntimeError, match="size mismatch for history"):
+        co.Fp8State(history=2).load_state_dict(first.hidden.state_dict())
+
+
+@pytest.mark.parametrize("convert", [lambda n: n.to(BF16), lambda n: n.half(), lambda n: n.double()])
+def test_another_dtype_of_a_network_is_not_that_of_its_scales(convert):
+    network = Network()
+    network.hidden.scale.fill_(1 / 3)
+    found = convert(network)
+    assert found.linear.weight.dtype is not torch.float32
+    assert found.hidden.scale.dtype is torch.float32
+    assert found.hidden.scale == torch.tensor(1 / 3)
+    assert network.to("meta").hidden.history.device.type == "meta"
+    assert network.to_empty(device="cpu").hidden.scale.device.type == "cpu"
+
+
+def test_it_says_what_it_is():
+    text = str(co.Fp8State(dtype=E5M2, margin=1))
+    assert text == "Fp8State(TensorWise, dtype=torch.float8_e5m2, scaling=delayed, margin=1)"
+
+
+def test_recipes_are_named_as_pytorch_names_them():
+    scaling = getattr(torch.nn.functional, "ScalingType", None)
+    if scaling is None:
+        pytest.skip("this PyTorch has no names for them")
+    assert co.Fp8State(scaling.TensorWise).recipe == "TensorWise"
+    assert co.Fp8State(scaling.RowWise, scaling="current").recipe == "RowWise"
+    assert set(fp8.RECIPES) <= set(scaling.__members__)
+    with pytest.raises(ValueError, match=r"^recipe is 'BlockWise1x128': scales of blocks follow .*: use 'Tensor"):
+        co.Fp8State(scaling.BlockWise1x128)
+
+
+def test_a_compiled_function_updates_it():
+    def step(state, x):
+        data, scale = state.quantize(x)
+        state.step()
+        return data, scale.clone()
+
+    plain, compiled = co.Fp8State(history=2), co.Fp8State(history=2)
+    torch._dynamo.reset()
+    run = torch.compile(step, backend="aot_eager", fullgraph=True)
+    for factor in (1.0, 3.0, 0.5):
+        x = torch.full((2, 3), factor)
+        for found, wanted in zip(run(compiled, x), step(plain, x), strict=True):
+            assert torch.equal(found.float(), wanted.float())
+    assert torch.equal(plain.history, compiled.history)
+
+
+def test_inference_mode_and_no_grad():
+    state = co.Fp8State()
+    x = torch.ones(2, 2, requires_grad=True)
+    with torch.inference_mode():
+        state.quantize(torch.ones(2, 2))
+        state.step()
+    with torch.no_grad():
+        assert state.quantize(x).data.dtype is E4M3
+    with pytest.raises(ValueError, match=r"^x requires grad, and no gradient passes through FP8.* torch\.no_grad\(\)"):
+        state.quantize(x)
+    state.record(x.abs().amax(1))  # only looked at
+    assert not state.history.requires_grad
+
+
+STATE, CURRENT = co.Fp8State(), co.Fp8State(scaling="current")
+ERRORS = {
+    "dtype": (lambda: co.Fp8State(dtype=BF16), TypeError, r"^dtype is torch.bfloat16: use torch.float8_e4m3fn or"),
+    "recipe": (lambda: co.Fp8State("rows"), ValueError, r"^recipe is 'rows': use 'TensorWise' or 'RowWise'$"),
+    "scaling": (lambda: co.Fp8State(scaling="late"), ValueError, r"^scaling is 'late': use 'delayed', 'current', 'st"),
+    "rows, delayed": (lambda: co.Fp8State("RowWise"), ValueError, r"^scaling is 'delayed' with the recipe 'RowWise'"),
+    "history": (lambda: co.Fp8State(history=0), ValueError, r"^history is 0: pass the number of passes"),
+    "algorithm": (lambda: co.Fp8State(algorithm="mean"), ValueError, r"^algorithm is 'mean': use 'max' or"),
+    "record": (lambda: CURRENT.record(torch.ones(1)), ValueError, r"^record belongs to delayed scaling"),
+    "step": (lambda: CURRENT.step(), ValueError, r"^step belongs to delayed scaling"),
+    "amax": (lambda: STATE.record(3.0), TypeError, r"^amax must be a torch.Tensor, not float"),
+    "amax of integers": (lambda: STATE.record(torch.ones(1).int()), TypeError, r"^amax is torch.int32: use torch"),
+    "FP8": (lambda: STATE.quantize(torch.ones(2).to(E4M3)), TypeError, r"^x is torch.float8_e4m3fn: use torch.float32"),
+    "no rows": (
+        lambda: co.Fp8State("RowWise", scaling="current").quantize(torch.ones(())), ValueError, "^x has no dimensions",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), ERRORS.values(), ids=ERRORS)
+def test_errors_say_what_to_do(call, kind, message):
+    with pytest.raises(kind, match=message):
+        call()
