@@ -9,7 +9,8 @@ Each request is one call of gemm_bias_relu with a number of rows drawn with equa
 drawn at random. "cold" begins with an empty kernel store, in a folder of its own. "warm" runs the same requests once
 before, in another process, until all that it compiles in the background is there. A wheel of kernels is installed, in
 effect: what it holds is on the path before the first call, and the store is cold. Timed is the host side of each call:
-until it returns, which is before the GPU is done. Each row: {"m", "weight", "us"}.
+until it returns, which is before the GPU is done; and in its turn PyTorch's linear and relu, which waits for no kernel.
+Each row: {"m", "weight", "us", "pytorch_us"}.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import harness
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 import cutlass_ops as co
 from cutlass_ops.compilation.background import Background
@@ -46,32 +49,42 @@ def requests(count: int, seed: int = 0) -> list[tuple[int, str]]:
 
 def serve(wanted: list[tuple[int, str]], pause: float) -> list[dict[str, Any]]:
     """Serve requests one after the other, with a pause between them; return each one's microseconds on the host."""
+
+    def took(call: Callable[[], object]) -> float:
+        began = time.perf_counter()
+        call()
+        found = round(1e6 * (time.perf_counter() - began), 1)
+        torch.cuda.synchronize()
+        time.sleep(pause)
+        return found
+
     half = torch.bfloat16
     weights = {name: torch.randn(n, k, device="cuda", dtype=half) for name, (n, k) in WEIGHTS.items()}
     biases = {name: torch.randn(n, device="cuda", dtype=half) for name, (n, _) in WEIGHTS.items()}
     inputs = {k: torch.randn(MOST_ROWS, k, device="cuda", dtype=half) for _, k in WEIGHTS.values()}
-    torch.mm(inputs[4096][:16], weights["o"].t())  # PyTorch's own start
+    F.relu(F.linear(inputs[4096][:16], weights["o"], biases["o"]))  # PyTorch's own start
     torch.cuda.synchronize()
     rows = []
     for m, name in wanted:
         a, b, bias = inputs[WEIGHTS[name][1]][:m], weights[name].t(), biases[name]
-        began = time.perf_counter()
-        co.gemm_bias_relu(a, b, bias)
-        rows.append({"m": m, "weight": name, "us": round(1e6 * (time.perf_counter() - began), 1)})
-        torch.cuda.synchronize()
-        time.sleep(pause)
+        us = took(lambda: co.gemm_bias_relu(a, b, bias))  # noqa: B023 - called at once
+        theirs = took(lambda: F.relu(F.linear(a, weights[name], bias)))  # noqa: B023
+        rows.append({"m": m, "weight": name, "us": us, "pytorch_us": theirs})
     return rows
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return how long calls took: the first, those that waited, and the others."""
     first, *others = [row["us"] for row in rows]
-    ordered = sorted(others)
+    found = {"first_us": first, "long_waits": sum(us > LONG_US for us in others)} | _spread(others)
+    return found | {f"pytorch_{name}": us for name, us in _spread([row["pytorch_us"] for row in rows[1:]]).items()}
+
+
+def _spread(times: list[float]) -> dict[str, float]:
+    ordered = sorted(times)
     return {
-        "first_us": first,
-        "long_waits": sum(us > LONG_US for us in others),
-        "longest_us": max(others),
-        "median_us": statistics.median(others),
+        "longest_us": ordered[-1],
+        "median_us": statistics.median(ordered),
         "p99_us": ordered[int(0.99 * len(ordered))],
         "p999_us": ordered[int(0.999 * len(ordered))],
     }
@@ -111,6 +124,7 @@ def main() -> None:
         head = harness.environment() | {
             "processors": len(os.sched_getaffinity(0)),
             "store": "installed" if args.wheel else args.store,
+            "pause": args.pause,
         }
         harness.save(args.out, {**head, "summary": found, "rows": rows})
 

@@ -69,6 +69,13 @@ class Costs:
 
 
 H100 = Costs()
+# Microseconds that a call spares the host, and that the GPU would wait for, if its kernel reads misaligned operands as
+# they are instead of copies: memory for these and a launch (`benchmarks/bench_host.py`). Of a time, at most this part
+# counts: back to back, small problems took 0.3 to 0.45 of the model's times, which are fitted to larger ones. It counts
+# whole up to the first of the following times, where the GPU waits, and not at all from the second. Stream-K needs
+# memory as well.
+_SPARED, _MOST_SPARED = 8.0, 0.6
+_GPU_WAITS, _HOST_WAITS = 12.5, 25.0
 # Bytes of an element of A and of B, and of D, in what the costs were fitted to.
 _16_BITS = (2, 2)
 
@@ -219,6 +226,10 @@ class Sm80Timer:
         alignment = min(self.traits.alignments)
         widths = self.traits.element_bytes, self.traits.d_bytes
         found = times(self.blocks, problems, device.multiprocessors, alignment, H100, widths, target)
+        copies = alignment * self.traits.element_bytes < arch.TMA_ALIGNMENT_BYTES
+        if device.has_wgmma and copies:
+            waits = np.clip((_HOST_WAITS - found) / (_HOST_WAITS - _GPU_WAITS), 0, 1)
+            found = found - waits * np.minimum(_SPARED, _MOST_SPARED * found) * (self.blocks.stream_k == 0)
         return found, np.zeros_like(found, np.bool_)
 
     def besides(self, problems: Problems, _: Device) -> Floats:
