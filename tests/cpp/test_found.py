@@ -103,7 +103,7 @@ def test_signatures_are_found_by_epilogue_and_types(probe, bundle, keys):
     for words in (["d = relu(acc)"], [epilogue, "f16.row"]):
         code, out = probe("find", bundle, *words)
         assert code == 1
-        assert out.startswith(f"LoadError: bundle {bundle} has no signature {words[0]}")
+        assert out.startswith(f"LoadError: bundle {bundle} has no dense signature {words[0]}")
         assert f"\n  {epilogue} with a bf16.row, b bf16.col, out f16.row, bias f32.row.align1, scale" in out
 
 
