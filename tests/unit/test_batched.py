@@ -17,6 +17,8 @@ from cutlass_ops.declare.form import BATCHED, DENSE
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.kinds import legality
+from cutlass_ops.kinds.sm80.model import Sm80Timer
+from cutlass_ops.kinds.traits import Traits
 from cutlass_ops.run import backward, batches, chained, ops
 from cutlass_ops.run.call import call_at, check_call, signature_of
 from cutlass_ops.tools.explaining import explain_call
@@ -277,6 +279,13 @@ def test_a_signature_says_that_there_are_batches_and_how_they_are_aligned():
 
 
 @pytest.mark.usefixtures("session")
+def test_no_copies_are_spared_where_none_are_made():
+    config = Sm80Config(co.ThreadblockShape(128, 128, 32), co.WarpShape(64, 64, 32))
+    timer = Sm80Timer.of([config], Traits(2, 2, alignments=(1, 1)))
+    one, two, eight = (float(timer.times([Problem(64, 64, 63, count)], H100)[0]) for count in (1, 2, 8))
+    assert 2 * one < two == pytest.approx(eight)
+
+
 @pytest.mark.parametrize(
     ("device", "n", "config"),
     [(H100, 64, Sm90Config), (H100, 63, Sm80Config), (A100, 64, Sm80Config), (A100, 63, Sm80Config)],
@@ -637,6 +646,28 @@ def test_what_a_step_of_batches_launches(device, monkeypatch):
         (BATCHED, ["d"]),
         (BATCHED, ["d"]),
     ]
+
+
+def test_warm_up_compiles_the_backward_s_kernels_of_batches(device, monkeypatch):
+    monkeypatch.setattr(backward, "has_kernels", lambda a: True)
+    a, b, bias = (normal(*s).requires_grad_() for s in ((3, 48, 64), (3, 64, 32), (3, 32)))
+    with torch.no_grad():
+        inference = co.warm_up(co.gemm_bias_gelu, a, b, bias)
+    assert co.warm_up(co.gemm_bias_gelu, a, b, bias) > inference
+    device.closed = True
+    co.gemm_bias_gelu(a, b, bias).sum().backward()
+    assert bias.grad.shape == (3, 32)
+
+
+@pytest.mark.slow
+def test_compiled_programs_differentiate_batches():
+    tensors = [x.requires_grad_() for x in (normal(2, 3, 5, 16), normal(3, 16, 8), normal(3, 1, 8))]
+    weight = torch.randn(2, 3, 5, 8)
+    compiled = torch.compile(lambda a, b, bias: co.gemm_bias_gelu(a, b, bias), fullgraph=True, backend="aot_eager")
+    for one, other in zip(
+        gradients(compiled, tensors, weight), gradients(co.gemm_bias_gelu, tensors, weight), strict=True
+    ):
+        torch.testing.assert_close(one, other)
 
 
 def test_the_greatest_of_a_column_is_in_its_batch():

@@ -73,7 +73,7 @@ H100 = Costs()
 # they are instead of copies: memory for these and a launch (`benchmarks/bench_host.py`). Of a time, at most this part
 # counts: back to back, small problems took 0.3 to 0.45 of the model's times, which are fitted to larger ones. It counts
 # whole up to the first of the following times, where the GPU waits, and not at all from the second. Stream-K needs
-# memory as well.
+# memory as well, and operands of batches are never copied.
 _SPARED, _MOST_SPARED = 8.0, 0.6
 _GPU_WAITS, _HOST_WAITS = 12.5, 25.0
 # Bytes of an element of A and of B, and of D, in what the costs were fitted to.
@@ -229,7 +229,8 @@ class Sm80Timer:
         copies = alignment * self.traits.element_bytes < arch.TMA_ALIGNMENT_BYTES
         if device.has_wgmma and copies:
             waits = np.clip((_HOST_WAITS - found) / (_HOST_WAITS - _GPU_WAITS), 0, 1)
-            found = found - waits * np.minimum(_SPARED, _MOST_SPARED * found) * (self.blocks.stream_k == 0)
+            spares = (self.blocks.stream_k == 0) & (Extents.of(problems).gemms == 1)
+            found = found - waits * np.minimum(_SPARED, _MOST_SPARED * found) * spares
         return found, np.zeros_like(found, np.bool_)
 
     def besides(self, problems: Problems, _: Device) -> Floats:
