@@ -53,16 +53,6 @@ import cutlass_ops
 cutlass_ops.gemm_bias_relu(x, w.t(), b); torch.cuda.synchronize()
 print(json.dumps(resident() - before))
 """
-import json, resource, torch
-x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
-w = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
-b = torch.randn(256, device="cuda", dtype=torch.bfloat16)
-torch.relu(torch.nn.functional.linear(x, w, b)); torch.cuda.synchronize()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-import cutlass_ops
-cutlass_ops.gemm_bias_relu(x, w.t(), b); torch.cuda.synchronize()
-print(json.dumps((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024))
-"""
 
 
 # Problems too small to fill the queue: with few rows, with full tiles, and with rows beyond the matrix along M and N,

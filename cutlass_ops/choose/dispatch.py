@@ -6,7 +6,7 @@ candidates.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -115,6 +115,15 @@ class Decision:
         """Yield the signature's other kernels that can be launched, the fastest first, measured or not."""
         policy = _policy(self.signature, self.device)
         return (c for c in policy.every(self.problem) if c.config != self.config)
+
+    def beside(self, has: Callable[[KernelSpec], bool]) -> list[Candidate]:
+        """Return the kernel and those others of the signature of which something holds, the fastest first.
+
+        Of these alone it is computed in what order their tiles are visited, which takes longer than their times.
+        """
+        policy = _policy(self.signature, self.device)
+        others = (c for c in policy.kernels if has(policy.spec(c)))
+        return policy.every(self.problem, {self.config, *others})
 
 
 def decide(signature: OpSignature, device: Device, problem: Problem) -> Decision | None:

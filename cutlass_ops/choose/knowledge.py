@@ -409,11 +409,12 @@ class Knowledge:
         wanted = wanted[times[wanted].argsort(kind="stable")][:count]
         return [self._candidate(problem, places[at], known) for at in wanted.tolist()]
 
-    def every(self, problem: Problem) -> list[Candidate]:
-        """Return all kernels that can be launched at a problem, the fastest first, be they measured or not."""
+    def every(self, problem: Problem, among: Iterable[Config] | None = None) -> list[Candidate]:
+        """Return all kernels, or some, that can be launched at a problem, the fastest first, measured or not."""
         known = self.expected([problem])
         times = known.times[0]
-        places = [at for at in times.argsort(kind="stable").tolist() if np.isfinite(times[at])]
+        wanted = range(len(times)) if among is None else sorted(self._index[c] for c in among)
+        places = sorted((at for at in wanted if np.isfinite(times[at])), key=times.__getitem__)
         return [self._candidate(problem, at, known) for at in places]
 
     def _candidate(self, problem: Problem, place: int, known: Expected) -> Candidate:

@@ -137,9 +137,9 @@ class Policy:
         """Return the best candidates for a problem, best first. If some were measured, only these."""
         return self.knowledge.ranked(problem, self.kernels if among is None else among, count)
 
-    def every(self, problem: Problem) -> list[Candidate]:
-        """Return all kernels that can be launched at a problem, the fastest first, be they measured or not."""
-        return self.knowledge.every(problem)
+    def every(self, problem: Problem, among: Iterable[Config] | None = None) -> list[Candidate]:
+        """Return all kernels, or some, that can be launched at a problem, the fastest first, measured or not."""
+        return self.knowledge.every(problem, among)
 
     def peers(self, problem: Problem) -> Mapping[str, float]:
         """Return the measured microseconds of peers at a problem, by name."""

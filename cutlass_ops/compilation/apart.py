@@ -16,7 +16,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -64,8 +64,10 @@ class Apart(Part):
         self._processes: dict[frozenset[tuple[str, str]], _Builder] = {}
         self._lost = False
 
-    def build(self, spec: KernelSpec, cancel: threading.Event) -> Artifact:
-        """Return the kernel for a declaration, built by the process; built in this one if there is none.
+    def build(self, spec: KernelSpec, cancel: threading.Event) -> Callable[[], Artifact]:
+        """Have the kernel for a declaration built by the process; in this one if there is none.
+
+        Returns a function that finds it: of most kernels nobody asks for it soon.
 
         The errors are those of :func:`cutlass_ops.compilation.builder.build_artifact`.
         """
@@ -80,9 +82,10 @@ class Apart(Part):
             if not self._lost:
                 _log.warning("kernels are built in this process, since the one for them is lost: %s", exc)
             self._lost = True
-            return build_artifact(spec, cancel=cancel)
+            built = build_artifact(spec, cancel=cancel)
+            return lambda: built
         # Whatever was removed meanwhile is built again.
-        return built_before(spec, key) or build_artifact(spec, cancel=cancel)
+        return lambda: built_before(spec, key) or build_artifact(spec, cancel=cancel)
 
     def close(self) -> None:
         """Have the process end, and its compilers with it."""

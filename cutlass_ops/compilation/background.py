@@ -26,9 +26,9 @@ _log = logging.getLogger("cutlass_ops")
 
 
 class _Built(NamedTuple):
-    """A kernel that was built."""
+    """A kernel that was built, and how it is found."""
 
-    artifact: Artifact
+    find: Callable[[], Artifact]
 
 
 # What becomes of a kernel. An exception is why it cannot be built.
@@ -52,12 +52,12 @@ class Background(Part):
     session : Session
         What it builds for.
     build : callable, optional
-        Builds one kernel; takes the specification and an event that cancels it. By default, what no bundle of the
-        session has goes to the store.
+        Builds one kernel; takes the specification and an event that cancels it, and returns a function that finds it.
+        By default, what no bundle of the session has goes to the store.
     """
 
     def __init__(
-        self, session: Session, build: Callable[[KernelSpec, threading.Event], Artifact] | None = None
+        self, session: Session, build: Callable[[KernelSpec, threading.Event], Callable[[], Artifact]] | None = None
     ) -> None:
         super().__init__(session)
         self._build = build or self._found_or_built
@@ -109,7 +109,7 @@ class Background(Part):
             if not isinstance(known, _Built):
                 self._waiting.setdefault(spec, []).append(do)
         if isinstance(known, _Built):
-            do(known.artifact)
+            do(known.find())
 
     def pending(self, spec: KernelSpec) -> bool:
         """Whether a kernel that was added is not built yet, so that to look for it in the store is no use."""
@@ -168,15 +168,16 @@ class Background(Part):
             for do in waiting:
                 # The thread must live on, whatever is wrong there.
                 with contextlib.suppress(Exception):
-                    do(outcome.artifact)
+                    do(outcome.find())
         else:
             # Without a compiler all fail alike, and the call that needs one says so.
             level = logging.WARNING if isinstance(outcome, CompileError) else logging.INFO
             _log.log(level, "cannot be compiled in the background: %s: %s", spec.slug, outcome)
 
-    def _found_or_built(self, spec: KernelSpec, cancel: threading.Event) -> Artifact:
+    def _found_or_built(self, spec: KernelSpec, cancel: threading.Event) -> Callable[[], Artifact]:
         # Imported late: where a bundle has every kernel, none is built.
         from cutlass_ops.compilation.apart import Apart
 
         self._apart = self.session.part(Apart)
-        return self.session.part(Bundles).find(spec) or self._apart.build(spec, cancel)
+        bundled = self.session.part(Bundles).find(spec)
+        return self._apart.build(spec, cancel) if bundled is None else lambda: bundled

@@ -77,16 +77,17 @@ def supply(decision: Decision) -> Supply:
     alike = None if background.failure(best.spec) else _alike(decision)
     if alike is not None:
         background.add([best.spec], first=True)
-        _log.info("%s serves until %s is there", alike.spec.slug, best.spec.slug)
+        if _log.isEnabledFor(logging.INFO):  # a slug takes longer than the choice
+            _log.info("%s serves until %s is there", alike.spec.slug, best.spec.slug)
         return Supply(alike.spec, alike.serves, best.spec)
     if not env.jit_enabled():
         return _without_compiling(decision, best)
     captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    loaded = _at_hand(decision, loaded=True)
+    loaded = _loaded(decision)
     looks = not captured and (loaded is None or _store_is_quick())
     if looks and not background.pending(best.spec) and registry.at_hand(best.spec) is not None:
         return best
-    found = loaded or (_at_hand(decision, loaded=False) if looks else None)
+    found = loaded or (_at_hand(decision) if looks else None)
     if found is None and captured and registry.at_hand(best.spec) is None:
         raise MissingKernelError(
             f"no kernel for this call is compiled, and the stream is being captured into a CUDA graph: call "
@@ -123,9 +124,8 @@ def stand_in(decision: Decision) -> Supply | None:
     if not env.jit_enabled():
         found = _installed(decision)
         return None if found is None else Supply(found.spec, found.serves, decision.spec)
-    loaded = (each for each in _others(decision) if Registry.current().has(each.spec))
     stored = (each for each in _others(decision) if _may_be_there(each, decision) and _is_there(each.spec))
-    found = next(loaded, None) or next(stored, None)
+    found = _loaded(decision) or next(stored, None)
     return None if found is None else Supply(found.spec, found.serves, decision.spec)
 
 
@@ -150,14 +150,12 @@ def _alike(decision: Decision) -> Supply | None:
     """Return a loaded kernel that gives the best one's bits, in not much more time; None if there is none."""
     if not _sums_in_order(decision, decision.config):
         return None
-    registry, least = Registry.current(), None
-    for candidate in decision.alternatives():
-        least = candidate.microseconds if least is None else least
-        if candidate.microseconds > least + _LOADING_US:
-            return None
-        spec = decision.device.spec(decision.signature, candidate.config)
-        if registry.has(spec) and _sums_in_order(decision, candidate.config):
-            return Supply(spec, candidate.ordered)
+    found = decision.beside(Registry.current().has)
+    best = next((c.microseconds for c in found if c.config == decision.config), 0.0)
+    for candidate in found:
+        near = candidate.microseconds <= best + _LOADING_US
+        if near and candidate.config != decision.config and _sums_in_order(decision, candidate.config):
+            return Supply(decision.device.spec(decision.signature, candidate.config), candidate.ordered)
     return None
 
 
@@ -171,19 +169,23 @@ def _sums_in_order(decision: Decision, config: Config) -> bool:
     return config.wgmma and config.whole_k and not reduces
 
 
-def _at_hand(decision: Decision, *, loaded: bool) -> Supply | None:
-    """Return the fastest other kernel that is loaded, or else could be without a compiler.
+def _loaded(decision: Decision) -> Supply | None:
+    """Return the fastest other kernel that is loaded."""
+    others = (c for c in decision.beside(Registry.current().has) if c.config != decision.config)
+    found = next(others, None)
+    if found is None:
+        return None
+    return Supply(decision.device.spec(decision.signature, found.config), found.ordered)
+
+
+def _at_hand(decision: Decision) -> Supply | None:
+    """Return the fastest other kernel that could be loaded without a compiler.
 
     A look into the store takes milliseconds, so only kernels of the call's weight are looked for there.
     """
     registry = Registry.current()
-
-    def is_there(each: Supply) -> bool:
-        if loaded:
-            return registry.has(each.spec)
-        return _may_be_there(each, decision) and registry.at_hand(each.spec) is not None
-
-    return next(filter(is_there, _others(decision)), None)
+    others = (each for each in _others(decision) if _may_be_there(each, decision))
+    return next((each for each in others if registry.at_hand(each.spec) is not None), None)
 
 
 def _may_be_there(each: Supply, decision: Decision) -> bool:

@@ -34,10 +34,6 @@ def process():
     found.close()
 
 
-def never():
-    return threading.Event()
-
-
 def child(shell):
     """Return the process that a shell supervises."""
     children = Path(f"/proc/{shell}/task/{shell}/children").read_text().split()
@@ -45,18 +41,23 @@ def child(shell):
     return int(found)
 
 
+def build(process, spec):
+    """Build, and find what was built."""
+    return process.build(spec, threading.Event())()
+
+
 def pids(process):
     return [child(each._program._shell.pid) for each in process._processes.values()]
 
 
 def test_it_builds_into_the_store_of_this_process(toolkit, process, monkeypatch):
-    first = process.build(sm80_spec(3), never())
+    first = build(process, sm80_spec(3))
     assert first.library.is_file()
     assert toolkit.compilations == 1
     # Nothing was compiled here.
     monkeypatch.setattr("cutlass_ops.compilation.builder._compile", lambda *_: pytest.fail("compiled here"))
     with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(lambda stages: process.build(sm80_spec(stages), never()), (2, 4, 3)))
+        found = list(pool.map(lambda stages: build(process, sm80_spec(stages)), (2, 4, 3)))
     assert len({each.key for each in found}) == 3
     assert found[2].key == first.key
     assert toolkit.compilations == 3
@@ -64,7 +65,7 @@ def test_it_builds_into_the_store_of_this_process(toolkit, process, monkeypatch)
 
 
 def test_what_was_removed_since_is_built_again(toolkit, process):
-    found = process.build(sm80_spec(3), never())
+    found = build(process, sm80_spec(3))
     for file in found.folder.iterdir():
         file.unlink()
     found.folder.rmdir()
@@ -75,16 +76,16 @@ def test_what_was_removed_since_is_built_again(toolkit, process):
 def test_its_errors_are_those_of_building_here(toolkit, process, monkeypatch):
     toolkit.does("echo no such register; exit 1")
     with pytest.raises(CompileError, match="no such register"):
-        process.build(sm80_spec(3), never())
+        build(process, sm80_spec(3))
     monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
     with pytest.raises(MissingKernelError, match="CUTLASS_OPS_JIT=0"):
-        process.build(sm80_spec(3), never())
+        build(process, sm80_spec(3))
     # It was started with other settings, so there are two.
     assert len(pids(process)) == 2
 
 
 def test_it_needs_no_pytorch_and_gives_way(toolkit, process):
-    process.build(sm80_spec(3), never())
+    build(process, sm80_spec(3))
     (pid,) = pids(process)
     assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
     assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
@@ -93,7 +94,7 @@ def test_it_needs_no_pytorch_and_gives_way(toolkit, process):
 def test_if_it_is_lost_this_process_builds(toolkit, process, caplog):
     toolkit.does("sleep 60")
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(process.build, sm80_spec(3), never())
+        asked = pool.submit(build, process, sm80_spec(3))
         while not pids(process) or not toolkit.compilations:
             time.sleep(0.01)
         toolkit.makes((toolkit.root / "library").read_bytes())
@@ -101,17 +102,17 @@ def test_if_it_is_lost_this_process_builds(toolkit, process, caplog):
         assert asked.result().library.is_file()
     assert "kernels are built in this process" in caplog.text
     caplog.clear()
-    process.build(sm80_spec(2), never())
+    build(process, sm80_spec(2))
     assert caplog.text == ""  # once said
 
 
 def test_a_program_that_only_embeds_python_builds_in_its_own_process(toolkit, process, monkeypatch, caplog):
     monkeypatch.setattr(sys, "executable", "/usr/bin/blender")
-    assert process.build(sm80_spec(3), never()).library.is_file()
+    assert build(process, sm80_spec(3)).library.is_file()
     assert not process._processes
     monkeypatch.setattr(sys, "executable", "/nowhere/python3")
     other = Apart(Session())
-    assert other.build(sm80_spec(2), never()).library.is_file()
+    assert build(other, sm80_spec(2)).library.is_file()
 
 
 def test_closing_ends_it_and_its_compilers(toolkit, process):
@@ -162,5 +163,5 @@ def test_it_ends_with_this_process(toolkit, how):
 
 def test_what_prints_at_its_start_is_no_answer(toolkit, process, monkeypatch, caplog):
     monkeypatch.setattr(apart, "_PROGRAM", "print('hello', flush=True)" + apart._PROGRAM)
-    process.build(sm80_spec(3), never())
+    build(process, sm80_spec(3))
     assert caplog.text == ""

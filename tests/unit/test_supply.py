@@ -297,6 +297,7 @@ def test_what_a_call_awaits_comes_first(session, monkeypatch, specs_of_sm80):
         begun.set()
         go.wait(60)
         built.append(spec)
+        return lambda: spec
 
     background, arrived = Background(session, build), []
     first, second, third, fourth = specs_of_sm80
