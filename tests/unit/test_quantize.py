@@ -535,7 +535,8 @@ def test_declarations_that_are_refused():
             declaration_from_json(data)
 
 
-def test_a_missing_kernel_says_how_to_build_it(monkeypatch):
+def test_a_missing_kernel_says_how_to_build_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUTLASS_OPS_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CUTLASS_OPS_JIT", "0")
     declared = QuantizeSpec(bf16, e4m3, 128, "sm_90")
     with pytest.raises(MissingKernelError, match=r"build SPEC.json.*\"quantize\""):
