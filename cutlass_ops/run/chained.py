@@ -72,17 +72,20 @@ def _traced(op: Any) -> traced.Traced:
     return op if isinstance(op, traced.Traced) else traced.Traced(op.about)
 
 
-def _plain(first, second, a, b1, b2, inputs1, inputs2, out_dtype):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def plain(first, second, a, b1, b2, inputs1, inputs2, out_dtype) -> Any:  # type: ignore[no-untyped-def]  # noqa: ANN001
+    """Return what the ops give without gradients."""
     between = torch.ops.cutlass_ops.fused_gemm(first, a, b1, inputs1, [], [], None)[0]
     return torch.ops.cutlass_ops.fused_gemm(second, between, b2, inputs2, [], [], out_dtype)[0]
 
 
-def _shapes(first, second, a, b1, b2, inputs1, inputs2, out_dtype):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def shapes(first, second, a, b1, b2, inputs1, inputs2, out_dtype) -> Any:  # type: ignore[no-untyped-def]  # noqa: ANN001
+    """Return empty tensors like the results."""
     (between,) = traced.shapes(first, a, b1, inputs1, [], [], None)  # type: ignore[no-untyped-call]
     return traced.shapes(second, between, b2, inputs2, [], [], out_dtype)[0]  # type: ignore[no-untyped-call]
 
 
-def _recorded(first, second, a, b1, b2, inputs1, inputs2, out_dtype):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def record(first, second, a, b1, b2, inputs1, inputs2, out_dtype) -> Any:  # type: ignore[no-untyped-def]  # noqa: ANN001
+    """Return the results, with what their backward needs if there are gradients."""
     inputs1, inputs2 = list(inputs1 or ()), list(inputs2 or ())
     ops = traced.find(first), traced.find(second)
     names = [i.name for op in ops for i in op.graph.inputs]
@@ -195,13 +198,3 @@ def _again(pair, a, b1, b2, inputs, grad, ctx):  # type: ignore[no-untyped-def] 
 
 def _named(graph: Graph, values: Sequence[Tensor]) -> dict[str, Any]:
     return dict(zip((i.name for i in graph.inputs), values, strict=True))
-
-
-traced.declare(
-    "fused_chain_grad(str first, str second, Tensor a, Tensor b1, Tensor b2, Tensor[] inputs1, Tensor[] inputs2, "
-    "ScalarType? out_dtype) -> Tensor",
-    _plain,
-    _shapes,
-)
-traced.override("fused_chain_grad", _recorded, "Autograd")
-traced.override("fused_chain_grad", traced.refuse_vmap, "FuncTorchBatched")

@@ -26,7 +26,7 @@ from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue import Epilogue, builtin
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
-from cutlass_ops.run import chained, launch, recorded, traced  # noqa: F401 - two of them register operators
+from cutlass_ops.run import autograd, launch, traced  # noqa: F401 - the first registers operators
 from cutlass_ops.run.call import Call, check_call, device_of, signature_of
 from cutlass_ops.run.launch import Launch
 from cutlass_ops.run.plan import PeerPlan, Plan, as_out, can_fall_back, make_ops_plan, make_peer_plan, make_plan
@@ -776,6 +776,8 @@ def warm_up(op: object, /, *arguments: Any, **named: Any) -> int:
     request = requested(op, *arguments, **named)
     specs = list(request.op.specs_of(*request.arguments, **request.named))
     if specs and traced.is_differentiated(*request.arguments, *request.named.values()):
+        from cutlass_ops.run import recorded  # late, as gradients are
+
         # The first of these calls are the forward's, which may store more than a call without gradients.
         Registry.current().kernels(specs)
         for each in recorded.calls_of_a_step(request.op, request.arguments, request.named):

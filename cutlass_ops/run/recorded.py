@@ -1,4 +1,4 @@
-"""Ops that autograd records: a second operator, whose backward calls ops again.
+"""Calls that autograd records, and their backward, which calls ops again: what an operator does (`autograd.py`).
 
 A call without gradients never comes here: :class:`cutlass_ops.run.traced.Traced` chooses the operator. A compiler that
 traces through autograd sees only the calls of ops that forward and backward make.
@@ -21,18 +21,21 @@ from cutlass_ops.run.backward import Forward, Values, main_grad, refuse_main_gra
 from cutlass_ops.run.traced import Portable
 
 
-def _plain(op, a, b, tensors, numbers, places, out_dtype, recompute=False):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def plain(op, a, b, tensors, numbers, places, out_dtype, recompute=False) -> Any:  # type: ignore[no-untyped-def]  # noqa: ANN001
+    """Return what the ops give without gradients."""
     return torch.ops.cutlass_ops.fused_gemm(op, a, b, tensors, numbers, places, out_dtype)
 
 
-def _shapes(*arguments):  # type: ignore[no-untyped-def]  # noqa: ANN002, ANN202
+def shapes(*arguments) -> Any:  # type: ignore[no-untyped-def]  # noqa: ANN002
+    """Return empty tensors like the results."""
     return traced.shapes(*arguments[:7])  # type: ignore[no-untyped-call]
 
 
-def _recorded(op, a, b, tensors, numbers, places, out_dtype, recompute=False):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def record(op, a, b, tensors, numbers, places, out_dtype, recompute=False) -> Any:  # type: ignore[no-untyped-def]  # noqa: ANN001
+    """Return the results, with what their backward needs if there are gradients."""
     tensors = list(tensors or ())
     if not traced.is_differentiated(a, b, *tensors):
-        return _plain(op, a, b, tensors, numbers, places, out_dtype)  # type: ignore[no-untyped-call]
+        return plain(op, a, b, tensors, numbers, places, out_dtype)
     called = traced.find(op)
     if called.graph.quantized is not None:
         raise ValueError(
@@ -131,16 +134,6 @@ class _Recorded(torch.autograd.Function):
             grad_b = step.of_weight(leaves.get(ACC), b, ctx.into["b"]) if ctx.needs_input_grad[2] else None
             named = dict(zip(call.names, tensors, strict=True))
             return None, grad_a, grad_b, *step.of_inputs(leaves, named, ctx.wrt, ctx.into)
-
-
-traced.declare(
-    f"fused_gemm_grad({traced.ARGUMENTS}, ScalarType? out_dtype, bool recompute=False) -> Tensor[]",
-    _plain,
-    _shapes,
-)
-# Not by torch.library.register_autograd, which takes no None for an empty list and would refuse only after the call.
-traced.override("fused_gemm_grad", _recorded, "Autograd")
-traced.override("fused_gemm_grad", traced.refuse_vmap, "FuncTorchBatched")
 
 
 # ---- Kernels of a backward -----------------------------------------------------------------------------------------

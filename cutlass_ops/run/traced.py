@@ -180,7 +180,9 @@ def bind(op: str, names: tuple[str, ...], inputs: Sequence[Any], named: Mapping[
 class _Choice(threading.local):
     """Whether calls that autograd records store values for the backward, in this thread."""
 
-    recompute = False
+    # An attribute of the object from the start: of one that comes later, compiled functions would not notice.
+    def __init__(self) -> None:
+        self.recompute = False
 
 
 _CHOICE = _Choice()

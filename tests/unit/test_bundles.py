@@ -112,7 +112,7 @@ def test_a_bad_path_in_the_environment_is_an_error_when_a_kernel_is_asked_for(mo
 def test_nothing_in_a_bundle_is_compiled_in_the_background(write, no_compiler):
     co.load_bundle(write("a", 3))
     background = Background.current()
-    assert background._build(sm80_spec(3), None).spec == sm80_spec(3)
+    assert background._build(sm80_spec(3), None)().spec == sm80_spec(3)
     with pytest.raises(ToolchainError):
         background._build(sm80_spec(4), None)
 
