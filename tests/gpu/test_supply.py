@@ -6,6 +6,7 @@ import torch
 import cutlass_ops as co
 from cutlass_ops.base.errors import MissingKernelError
 from cutlass_ops.base.session import Session
+from cutlass_ops.choose import policies
 from cutlass_ops.compilation.background import Background
 from cutlass_ops.declare.config import GemvConfig
 from cutlass_ops.run import ops
@@ -54,6 +55,36 @@ def test_a_cold_call_is_right_on_the_kernel_that_compiles_fastest_and_then_on_th
     served = op.served_warm
     assert near(op(*operands, out=out), *operands)
     assert op.served_warm == served + 1
+
+
+def some_of(configs):
+    """Return a configuration for each orientation, schedule and depth of a tile."""
+    found = {(c.swap_ab, c.schedule, c.threadblock.k): c for c in configs if c.wgmma and c.whole_k}
+    return list(found.values())
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "e4m3"])
+def test_kernels_that_may_serve_until_another_is_loaded_give_its_bits(dtype):
+    if dtype == "e4m3":
+        a, b = ((torch.randn(rows, K, device="cuda") * 8).to(torch.float8_e4m3fn) for rows in (M, N))
+        bias = tensors.vector(N, "bf16")
+    else:
+        a, b, bias = tensors.matrix(M, K, dtype), tensors.matrix(N, K, dtype), tensors.vector(N, dtype)
+    op, given = ops.Op("relu", co.gemm_bias_relu.epilogue), (a, b.t(), bias)
+    decision = op.plan(*given)
+    configs = some_of(policies.policy(decision.signature, decision.device).kernels)
+    assert len(configs) > 3
+    kernels = Registry.current().kernels([decision.device.spec(decision.signature, c) for c in configs])
+    found = []
+    for config, kernel in zip(configs, kernels, strict=True):
+        d = torch.full((M, N), float("nan"), device="cuda", dtype=bias.dtype)
+        raster, swizzle = config.usual_order(decision.problem).numbers
+        workspace = torch.empty(kernel.workspace_size(M, N, K, 1, raster, swizzle), device="cuda", dtype=torch.uint8)
+        assert kernel.launch(a, b.t(), d, bias, raster, swizzle, workspace) == 0
+        found.append(d)
+    assert near(found[0], a.to(bias.dtype), b.t().to(bias.dtype), bias)
+    for config, d in zip(configs, found, strict=True):
+        assert torch.equal(d, found[0]), config.slug
 
 
 @pytest.mark.usefixtures("cold")
