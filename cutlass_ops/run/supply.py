@@ -40,7 +40,7 @@ class Supply:
     serves : Ordered
         Its configuration, with the order of its tiles.
     awaited : KernelSpec or None
-        The best kernel, if this one stands in for it until it is compiled.
+        The best kernel, if this one stands in for it until it is there.
     """
 
     spec: KernelSpec
