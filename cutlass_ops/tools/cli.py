@@ -215,7 +215,11 @@ Problems = Annotated[
 ]
 BatchesOf = Annotated[
     int | None,
-    typer.Option(min=1, help="Number of batches: A is (batches, M, K), B is (batches, K, N). Default: one B."),
+    typer.Option(
+        min=1,
+        max=MOST_EXTENT,
+        help="Number of batches: A is (batches, M, K), B is (batches, K, N). Default: one B.",
+    ),
 ]
 MajorOf = Annotated[
     str,

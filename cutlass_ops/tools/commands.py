@@ -233,6 +233,8 @@ def tune(
 ) -> int:
     """Measure; 1 if a problem was not measured."""
     where = folder.absolute() if folder else env.tuning_dir()
+    for problem in problems:
+        _of_batches(problem, batches)
     limits = Effort(**effort)
     report, began = Report(), time.monotonic()
     # One op is tuned for all dtypes at once. Norms have another op for each dtype.
@@ -257,6 +259,17 @@ def tune(
     summary = f"{report.measured} problems measured, {report.known} known before, {report.left} left"
     _show(as_json, counts | {"failed": report.failed}, *lines, summary)
     return 1 if report.measured + report.known < len(problems) * len(ops) else 0
+
+
+def _of_batches(problem: Problem, batches: int | None) -> Problem:
+    """Return a problem of so many batches.
+
+    Raises
+    ------
+    ConfigError
+        If it is larger than any memory.
+    """
+    return Problem.from_json([*problem.extents, batches or 1])
 
 
 def explain(
@@ -286,7 +299,7 @@ def _explained(
 ) -> Explanation:
     inputs, graph = spelling.INPUT_DTYPES.get(op), _op(op, dtype).graph
     form = DENSE if batches is None else BATCHED
-    problem = problem._replace(count=batches or 1)
+    problem = _of_batches(problem, batches)
     call = call_at(graph, problem, dtype, a, b, input_dtypes=inputs, form=form)
     # Only the op knows that two GEMMs serve calls for which no kernel takes both weights, or a GEMM for each batch.
     known = gated.swiglu_op(None) if op == "gemm_swiglu" else graph_op(op, graph) if batches else None
