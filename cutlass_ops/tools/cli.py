@@ -33,6 +33,7 @@ from cutlass_ops.base.errors import (
     ToolchainError,
 )
 from cutlass_ops.declare import gpus, spelling
+from cutlass_ops.declare.problem import MOST_EXTENT
 
 app = typer.Typer(
     name="cutlass-ops",
