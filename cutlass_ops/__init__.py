@@ -71,6 +71,8 @@ if TYPE_CHECKING:
     from cutlass_ops.kinds.legality import Violation, check
     from cutlass_ops.kinds.render import render as source
     from cutlass_ops.nn.patching import patch, unpatch
+    from cutlass_ops.run.launch import Launch
+    from cutlass_ops.run.quantizing import quantize  # type: ignore[assignment]
     from cutlass_ops.tools.explaining import Explanation, explain
     from cutlass_ops.tuner.tuning import Effort, tune
 
@@ -79,7 +81,6 @@ if TYPE_CHECKING:
 if TYPE_CHECKING or not _is_command():
     from cutlass_ops.run.fp8 import Fp8State
     from cutlass_ops.run.gated import gemm_swiglu
-    from cutlass_ops.run.launch import Launch
     from cutlass_ops.run.norms import (
         QuantizedResidualRms,
         ResidualRms,
@@ -102,37 +103,29 @@ if TYPE_CHECKING or not _is_command():
         prepare_launch,
         warm_up,
     )
-    from cutlass_ops.run.quantizing import quantize  # type: ignore[assignment]
     from cutlass_ops.run.scaled import scaled_gemm
     from cutlass_ops.run.traced import recompute
     from cutlass_ops.run.weights import PreparedLayerNormWeight, PreparedWeight, prepare, prepare_layernorm
-else:
-    del quantize  # the language's alone: the other one comes when it is asked for
+
+if not TYPE_CHECKING:
+    del quantize  # the language's alone: the other one, which takes tensors too, comes when it is asked for
 
 # What of further modules is public, imported when it is first asked for: most calls do not need it.
 _LATER = {
     "Effort": ("tuner.tuning", "Effort"),
     "Explanation": ("tools.explaining", "Explanation"),
+    "Launch": ("run.launch", "Launch"),
     "Violation": ("kinds.legality", "Violation"),
     "check": ("kinds.legality", "check"),
     "explain": ("tools.explaining", "explain"),
     "patch": ("nn.patching", "patch"),
+    "quantize": ("run.quantizing", "quantize"),
     "source": ("kinds.render", "render"),
     "tune": ("tuner.tuning", "tune"),
     "unpatch": ("nn.patching", "unpatch"),
 }
 # Where the command line, which imports no op at first, finds them.
-_OPS = (
-    "run.ops",
-    "run.norms",
-    "run.gated",
-    "run.scaled",
-    "run.launch",
-    "run.weights",
-    "run.fp8",
-    "run.traced",
-    "run.quantizing",
-)
+_OPS = tuple(f"run.{name}" for name in ("ops", "norms", "gated", "scaled", "weights", "fp8", "traced"))
 
 __all__ = [
     "Bundle",

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import FunctionType
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,14 +26,16 @@ from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue import Epilogue, builtin
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
-from cutlass_ops.run import autograd, launch, traced  # noqa: F401 - the first registers operators
+from cutlass_ops.run import operators, traced  # noqa: F401 - the first registers operators
 from cutlass_ops.run.call import Call, check_call, device_of, signature_of
-from cutlass_ops.run.launch import Launch
 from cutlass_ops.run.plan import PeerPlan, Plan, as_out, can_fall_back, make_ops_plan, make_peer_plan, make_plan
 from cutlass_ops.run.registry import OpSignature, Registry
 from cutlass_ops.run.rows import Rows
 from cutlass_ops.run.supply import Supply, supply
 from cutlass_ops.run.warm import Warm
+
+if TYPE_CHECKING:
+    from cutlass_ops.run.launch import Launch
 
 _log = logging.getLogger("cutlass_ops")
 
@@ -158,6 +160,8 @@ class Op(Warm):
         **named: Any,
     ) -> Launch:
         """Prepare calls with these tensors: see :func:`prepare_launch`."""
+        from cutlass_ops.run import launch  # late: few programs prepare launches
+
         values = self.positional(inputs, named)
         launch.check(self, a, b, values, out)
         call = self.checked_call(a, b, values, out, out_dtype)
@@ -402,6 +406,8 @@ class Kernel(Warm):
 
     def prepare_launch(self, a: Tensor, b: Tensor, *inputs: Any, out: Any = None, **named: Any) -> Launch:
         """Prepare calls with these tensors: see :func:`prepare_launch`."""
+        from cutlass_ops.run import launch  # late: few programs prepare launches
+
         values = self.positional(inputs, named)
         launch.check(self, a, b, values, out)
         call = self.checked_call(a, b, values, out)
@@ -829,6 +835,8 @@ def prepare_launch(op: object, /, *arguments: Any, **named: Any) -> Launch:
     >>> d.tolist()
     [[8.0, 8.0, 8.0], [8.0, 8.0, 8.0]]
     """
+    from cutlass_ops.run import launch
+
     if isinstance(op, Kernel):
         return op.prepare_launch(*arguments, **named)
     request = requested(op, *arguments, **named)

@@ -144,11 +144,6 @@ def _results(x: Tensor, dtype: str, block: int | None, given: Mapping[str, Tenso
     return d, scale
 
 
-def _empty(x: Tensor, dtype: str, block: int | None) -> tuple[Tensor, Tensor]:
-    """Return new results, without values."""
-    return _results(x, dtype, block, dict.fromkeys(_NAMES))
-
-
 def _quantize(
     x: Tensor, dtype: dtypes.DType, block: int | None, given: Mapping[str, Tensor | None]
 ) -> tuple[Tensor, Tensor]:
@@ -230,19 +225,19 @@ def _spec(x: dtypes.DType, d: dtypes.DType, block: int | None, capability: tuple
     return QuantizeSpec(x, d, block, target.name)
 
 
-# ---- The operators -------------------------------------------------------------------------------------------------
+# ---- What the operators do (operators.py) ---------------------------------------------------------------------------
 
 
-def _run(x, dtype, block):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def shapes(x: Tensor, dtype: str, block: int | None) -> tuple[Tensor, Tensor]:
+    """Return new results, without values."""
+    return _results(x, dtype, block, dict.fromkeys(_NAMES))
+
+
+def run(x: Tensor, dtype: str, block: int | None) -> tuple[Tensor, Tensor]:
+    """Return the quantised tensor and its scales."""
     return _quantize(x, dtypes.dtype(dtype, dtypes.FP8), block, dict.fromkeys(_NAMES))
 
 
-def _run_out(x, dtype, block, d, scale):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def run_out(x: Tensor, dtype: str, block: int | None, d: Tensor, scale: Tensor) -> None:
+    """Write them."""
     _quantize(x, dtypes.dtype(dtype, dtypes.FP8), block, {"d": d, D_SCALE: scale})
-
-
-_OF = "Tensor x, str dtype, int? block"
-traced.declare(f"quantize({_OF}) -> (Tensor, Tensor)", _run, _empty)
-traced.declare(f"quantize_out({_OF}, Tensor(a!) d, Tensor(b!) scale) -> ()", _run_out, lambda *_: None)
-for _name in ("quantize", "quantize_out"):
-    traced.override(_name, traced.refuse_vmap, "FuncTorchBatched")

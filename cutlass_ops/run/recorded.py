@@ -1,4 +1,4 @@
-"""Calls that autograd records, and their backward, which calls ops again: what an operator does (`autograd.py`).
+"""Calls that autograd records, and their backward, which calls ops again: what an operator does (`operators.py`).
 
 A call without gradients never comes here: :class:`cutlass_ops.run.traced.Traced` chooses the operator. A compiler that
 traces through autograd sees only the calls of ops that forward and backward make.
