@@ -353,7 +353,7 @@ class Kernel(Warm):
         super().__init__(spec.slug, spec.epilogue)
         self.spec = spec
         self.loaded = loaded
-        self.about = traced.register(f"kernel_{spec.slug}", spec.epilogue, self, "kernel", spec.to_json())
+        self.about = traced.register(f"kernel_{spec.slug}", spec.epilogue, self, traced.EXACT, spec.to_json())
 
     def __repr__(self) -> str:
         return f"<kernel {self.spec.slug}>"
@@ -489,7 +489,7 @@ def _op_again(name: str, plain: Any) -> Op:
     return graph_op(name, Graph.from_json(plain))
 
 
-@traced.maker("kernel")
+@traced.maker(traced.EXACT)
 def _kernel_again(name: str, plain: Any) -> Kernel:
     return build(KernelSpec.from_json(plain))
 

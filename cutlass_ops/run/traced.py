@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+# How an exact kernel is made again; everything else is an op.
+EXACT = "kernel"
+
+
 class Portable(ABC):
     """An op or exact kernel that programs can call. It is immutable, so copies are the same object.
 
@@ -222,6 +226,7 @@ class Traced:
 
     def __init__(self, about: str) -> None:
         names, products, scalars, outputs, self.op = about.split(";", 4)
+        self.is_exact = f' {{"{EXACT}":' in self.op[: self.op.find(":") + 1]
         self.names = tuple(names.split(",")) if names else ()
         self.products = tuple(products.split(",")) if products else ()
         marked = [scalar.partition(":") for scalar in scalars.split(",")] if scalars else []
@@ -239,7 +244,7 @@ class Traced:
         if torch.compiler.is_dynamo_compiling() and torch._C._functorch.maybe_current_level() is not None:
             raise NotImplementedError(_NO_TRANSFORM)
         values = bind(self.op.partition(" ")[0], self.names, inputs, named)
-        if not self.op.startswith("kernel_"):  # an exact kernel converts nothing
+        if not self.is_exact:  # an exact kernel converts nothing
             a, b, values = autocast(a, b, values, self.names, self.products)
         tensors, numbers, places = [], [], []
         for place, (name, value) in enumerate(zip(self.names, values, strict=True)):

@@ -357,6 +357,20 @@ def test_tangents_are_refused_and_not_lost():
             co.gemm_bias_relu(forward_ad.make_dual(X, X), W, BIAS)
 
 
+def test_autocast_reaches_an_epilogue_whatever_its_name_in_a_compiled_function():
+    @co.epilogue
+    def kernel_of_mine(acc, bias: co.Row):
+        return acc + bias
+
+    a, b, bias = torch.randn(3, 16), torch.randn(16, 8), torch.randn(8)
+
+    def call():
+        return co.gemm(a, b, epilogue=kernel_of_mine, bias=bias)
+
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(torch.compile(call, backend="aot_eager", fullgraph=True)(), call())
+
+
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 def test_autocast_casts_the_operands_that_f_linear_casts(dtype):
     wanted = co.gemm_bias_relu(X.to(dtype), W.to(dtype), BIAS)
