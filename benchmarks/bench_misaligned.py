@@ -1,9 +1,9 @@
-"""Measures small problems whose operands TMA cannot read: the chosen kernel, others that copy nothing, and torch.mm.
+"""Measures small problems whose operands TMA cannot read: kernels that copy them, that read them as they are, torch.mm.
 
     python benchmarks/bench_misaligned.py --out benchmarks/results/misaligned_h100.json
 
-Each row: {"problem", "kernel", "model_us", "graph_us", "host_us"}. "graph_us" is a launch's time on the GPU, replayed in
-a chain from a CUDA graph; "host_us" what enqueueing it takes, with the memory for its copies. Both are medians.
+Each row: {"problem", "kernel", "model_us", "graph_us", "host_us"}. "graph_us" is a launch's time on the GPU, replayed
+in a chain from a CUDA graph; "host_us" what enqueueing it takes, with the memory for its copies. Both are medians.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from cutlass_ops.choose.dispatch import decide
 from cutlass_ops.compilation.builder import build_many
-from cutlass_ops.declare.config import Sm80Config
+from cutlass_ops.declare.config import Sm80Config, Sm90Config
 from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec
@@ -37,19 +37,19 @@ PROBLEMS = [
         (1000, 1002, 1006),
     )
 ]  # fmt: skip
-OTHERS = 3  # kernels that copy nothing
+EACH = 2  # kernels that copy operands, and as many that do not
 CHAIN, ROUNDS = 50, 15
 
 
 def kernels(problem: Problem) -> list[tuple[KernelSpec, TileOrder, float]]:
-    """Return the chosen kernel and the best that copy nothing, each with its order of tiles and its expected time."""
+    """Return the best kernels that copy operands and that do not, with their orders of tiles and expected times."""
     device = device_of(torch.device("cuda", 0))
     signature = signature_at(builtin.identity.graph, problem, "bf16", "row", "col", None, device)
     decision = decide(signature, device, problem)
     assert decision is not None
-    found = [c for c in decision.alternatives() if isinstance(c.config, Sm80Config)][:OTHERS]
-    chosen = decision.candidates()[0]
-    return [(device.spec(signature, c.config), c.order, c.microseconds) for c in (chosen, *found)]
+    every = [decision.candidates()[0], *decision.alternatives()]
+    found = [c for kind in (Sm90Config, Sm80Config) for c in [c for c in every if isinstance(c.config, kind)][:EACH]]
+    return [(device.spec(signature, c.config), c.order, c.microseconds) for c in found]
 
 
 def launch(spec: KernelSpec, order: TileOrder, problem: Problem, *matrices: torch.Tensor) -> None:
