@@ -7,6 +7,7 @@ same bits. Such a stand-in serves until the best kernel has arrived from the bac
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -47,14 +48,22 @@ class Supply:
     serves: Ordered
     awaited: KernelSpec | None = None
 
-    def until_it_is_there(self, forget: Callable[[], object]) -> None:
-        """Have a function called once the best kernel is there, so that the stand-in serves no further call."""
+    def until_it_is_there(self, device: torch.device, forget: Callable[[], object]) -> None:
+        """Have a function called once the best kernel is there, so that the stand-in serves no further call.
+
+        Parameters
+        ----------
+        device : torch.device
+            Where calls run.
+        forget : callable
+            The function.
+        """
         awaited, registry = self.awaited, Registry.current()
         if awaited is None:
             return
 
         def arrived(found: Artifact) -> None:
-            registry.take(awaited, found)  # here, so that no call has to load it
+            registry.take(awaited, found, device)  # here, so that no call has to load it
             forget()
 
         Background.current().when_built(awaited, arrived)
@@ -110,6 +119,24 @@ def supply(decision: Decision) -> Supply:
     background.add([best.spec], first=True)
     _log.info("%s serves until %s is compiled", found.spec.slug, best.spec.slug)
     return Supply(found.spec, found.serves, best.spec)
+
+
+def supply_others(decision: Decision, device: torch.device) -> None:
+    """Have what other numbers of rows may need built and loaded meanwhile, so that no later call waits for it.
+
+    Parameters
+    ----------
+    decision : Decision
+        What was decided for a call.
+    device : torch.device
+        Where it runs.
+    """
+    registry, bundles = Registry.current(), Bundles.current()
+    missing = [spec for spec in decision.specs if not registry.has(spec)]
+    if decision.bundled or not env.jit_enabled():
+        missing = [spec for spec in missing if bundles.find(spec) is not None]
+    if missing:
+        Background.current().add(missing, then=functools.partial(registry.take, device=device))
 
 
 def stand_in(decision: Decision) -> Supply | None:
