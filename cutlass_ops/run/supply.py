@@ -26,9 +26,6 @@ from cutlass_ops.run.registry import Registry
 
 _log = logging.getLogger("cutlass_ops")
 
-# How much longer a call may take on a loaded kernel than it would wait for the best one to be found and loaded.
-_LOADING_US = 1000.0
-
 
 @dataclass(frozen=True)
 class Supply:
@@ -177,12 +174,10 @@ def _alike(decision: Decision) -> Supply | None:
     """Return a loaded kernel that gives the best one's bits, in not much more time; None if there is none."""
     if not _sums_in_order(decision, decision.config):
         return None
-    found = decision.beside(Registry.current().has)
-    best = next((c.microseconds for c in found if c.config == decision.config), 0.0)
-    for candidate in found:
-        near = candidate.microseconds <= best + _LOADING_US
-        if near and candidate.config != decision.config and _sums_in_order(decision, candidate.config):
-            return Supply(decision.device.spec(decision.signature, candidate.config), candidate.ordered)
+    registry = Registry.current()
+    for spec, each in decision.near():
+        if each.config != decision.config and _sums_in_order(decision, each.config) and registry.has(spec):
+            return Supply(spec, each)
     return None
 
 

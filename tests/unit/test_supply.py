@@ -67,7 +67,8 @@ def test_where_the_best_kernel_is_there_it_serves(op, device):
 
 def test_a_loaded_kernel_stands_in_until_the_best_one_has_come(op, device, specs, caplog):
     caplog.set_level(logging.INFO, "cutlass_ops")
-    wanted, other = best().spec, next(s for s in best().specs if s != best().spec)
+    wanted = best().spec
+    other = next(spec for spec, each in best().near() if spec != wanted and each.config.wgmma and each.config.whole_k)
     device.absent.discard(other)
     device.kernel(other)
     a = rows(M)
@@ -88,12 +89,14 @@ def test_a_loaded_kernel_stands_in_until_the_best_one_has_come(op, device, specs
 
 def test_a_call_does_not_wait_for_the_store_where_a_loaded_kernel_gives_the_same_bits(device, specs, monkeypatch):
     decision = best()
-    other = next(c for c in decision.alternatives() if c.config.wgmma and c.config.whole_k)
-    device.absent -= {decision.spec, H100.spec(signature(), other.config)}
-    device.kernel(H100.spec(signature(), other.config))
+    spec, other = next(x for x in decision.near() if x[1].config.wgmma and x[0] != decision.spec)
+    device.absent -= {decision.spec, spec}
+    device.kernel(spec)
+    for name in ("alternatives", "beside"):
+        monkeypatch.setattr(dispatch.Decision, name, lambda *_: pytest.fail("the model of every kernel"))
     monkeypatch.setattr(device, "at_hand", lambda spec: pytest.fail("a look into the store"))
     found = supply.supply(decision)
-    assert (found.serves.config, found.awaited) == (other.config, decision.spec)
+    assert (found.serves, found.awaited) == (other, decision.spec)
     assert device.queued == [decision.spec]
 
 
@@ -111,8 +114,10 @@ def test_a_call_that_can_be_served_does_not_examine_the_compilers(device, specs,
 
 def test_nor_where_it_would_be_far_slower_or_give_other_bits(device, specs):
     many = dispatch.decide(signature(), H100, Problem(8192, 28672, 4096))
-    slow = next(c for c in many.alternatives() if c.config.wgmma and c.microseconds > 1e4)
-    for config in (slow.config, next(c.config for c in many.alternatives() if not c.config.whole_k)):
+    few = dispatch.decide(signature(), H100, Problem(64, 28672, 4096))
+    assert few.config.wgmma
+    assert few.config in many.kept
+    for config in (few.config, next(c.config for c in many.alternatives() if not c.config.whole_k)):
         spec = H100.spec(signature(), config)
         device.absent -= {many.spec, spec}
         device.kernel(spec)
