@@ -19,9 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
+from cutlass_ops.artifacts.store import KernelStore
 from cutlass_ops.base import checked_json, env, resources
 from cutlass_ops.base.atomic import replacing
-from cutlass_ops.base.errors import ConfigError, LoadError
+from cutlass_ops.base.errors import ConfigError, LoadError, StoreError
 from cutlass_ops.base.private import read_private
 from cutlass_ops.choose.weight import Weight
 from cutlass_ops.declare.device import Device
@@ -55,8 +56,9 @@ def remember(weight: Weight, n: int, k: int, count: int) -> None:
     path = _path(weight.signature, weight.device, n, k, count)
     if path is None:
         return
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, StoreError):
         is_new = not path.parent.is_dir()
+        KernelStore.default().folder(*path.parts[-3:-1])  # private, as the store has to be
         with replacing(path) as aside, open(aside, "x", opener=_private) as file:
             json.dump(weight.to_json(), file, separators=(",", ":"))
         if is_new:
