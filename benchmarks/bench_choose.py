@@ -80,8 +80,10 @@ def decide(signature: OpSignature, device: Device, problem: Problem) -> None:
 
 
 def first_of_a_process(epilogue: str) -> tuple[float, list[Took]]:
-    """Return milliseconds in fresh processes, the least of some: the imports; and the first decision and one about
-    another weight, where nothing is kept in files, and where both are."""
+    """Return the milliseconds of imports and decisions in fresh processes: the least of some.
+
+    The decisions are the first one and that about another weight, where nothing is kept in files, and where both are.
+    """
     command = [sys.executable, __file__, FIRST, epilogue]
     imports, found = [], []
     for _ in range(TRIES):

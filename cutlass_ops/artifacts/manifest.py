@@ -297,7 +297,9 @@ class Manifest:
 def sealed(fields: Mapping[str, Any]) -> bytes:
     """Return the canonical text of a manifest's fields with their own SHA-256: a change by accident is seen."""
     # As canonical() of them all, whose largest value then is written once.
-    parts = {name: checked_json.canonical(name) + b":" + checked_json.canonical(value) for name, value in fields.items()}
+    parts = {
+        name: checked_json.canonical(name) + b":" + checked_json.canonical(value) for name, value in fields.items()
+    }
 
     def whole() -> bytes:
         return b"{" + b",".join(parts[name] for name in sorted(parts)) + b"}"

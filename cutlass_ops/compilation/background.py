@@ -37,7 +37,6 @@ _State: TypeAlias = Literal["queued", "building"] | _Built | Exception
 _PATIENCE = 5.0
 
 
-
 class Background(Part):
     """Has kernels built, each once, and gives up when the interpreter ends.
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from cutlass_ops.artifacts import loader
 from cutlass_ops.artifacts.loader import LoadedKernel
-from cutlass_ops.base import env
 from cutlass_ops.base.errors import NoDeviceError, UnsupportedError
 from cutlass_ops.choose import dispatch
 from cutlass_ops.choose.dispatch import Decision
