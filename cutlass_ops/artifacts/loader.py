@@ -115,7 +115,7 @@ class LoadedKernel:
         """
         import torch
 
-        if not torch.cuda.is_initialized():  # nor is it in a forked process
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # nor is it in a forked process
             return
         try:
             self.load(device.index)

@@ -297,15 +297,12 @@ class Manifest:
 def sealed(fields: Mapping[str, Any]) -> bytes:
     """Return the canonical text of a manifest's fields with their own SHA-256: a change by accident is seen."""
     # As canonical() of them all, whose largest value then is written once.
-    parts = {
-        name: checked_json.canonical(name) + b":" + checked_json.canonical(value) for name, value in fields.items()
-    }
+    parts = {name: checked_json.canonical(value) for name, value in fields.items()}
 
     def whole() -> bytes:
-        return b"{" + b",".join(parts[name] for name in sorted(parts)) + b"}"
+        return b"{" + b",".join(b'"%s":%s' % (name.encode(), parts[name]) for name in sorted(parts)) + b"}"
 
-    digest = hashlib.sha256(whole()).hexdigest()
-    parts["sha256"] = checked_json.canonical("sha256") + b":" + checked_json.canonical(digest)
+    parts["sha256"] = checked_json.canonical(hashlib.sha256(whole()).hexdigest())
     return whole()
 
 

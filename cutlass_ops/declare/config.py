@@ -619,7 +619,7 @@ class Ordered:
 def config_to_json(config: Config) -> dict[str, Any]:
     """Return the canonical JSON form of a configuration. Defaults are left out, so that a new field renames nothing."""
     found: dict[str, Any] = {"arch": config.arch}
-    for name, default in _defaults(type(config)):
+    for name, default in _defaults(typing.cast(type, type(config))):
         value = getattr(config, name)
         if value != default:
             found[name] = dict(vars(value)) if isinstance(value, _Shape) else value
