@@ -198,8 +198,8 @@ class Background(Part):
                     for do in waiting:
                         do(found)
             except Exception as exc:
-                # The thread must live on, whatever is wrong there. A call that needs the kernel has the error.
-                _log.info("cannot be loaded in the background: %s: %s", spec.slug, exc)
+                # The thread must live on, whatever is wrong there.
+                _log.warning("cannot be loaded in the background: %s: %s", spec.slug, exc)
             finally:
                 work.task_done()
 
