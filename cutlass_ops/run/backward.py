@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cutlass_ops.base.errors import ConfigError
-from cutlass_ops.epilogue import builtin, derivatives
+from cutlass_ops.epilogue import builtin, composed, derivatives
 from cutlass_ops.epilogue.derivatives import ACC, Vjp, gathered_leaf
 from cutlass_ops.epilogue.graph import Expression, Graph, canonical
 from cutlass_ops.epilogue.graph import expression as expression_of
@@ -332,9 +332,9 @@ class Step:
         after: list[tuple[Graph, tuple[Tensor, ...]]] = []
         mean, square = (leaves.get(gathered_leaf(name)) for name in ("mean_of_a", "mean_square_of_a"))
         if mean is not None:
-            after.append((builtin.plus_column.graph, (mean / k,)))
+            after.append((composed.plus_column.graph, (mean / k,)))
         if square is not None:
-            after.append((builtin.plus_scaled.graph, (a.contiguous(), square * (2.0 / k))))
+            after.append((composed.plus_scaled.graph, (a.contiguous(), square * (2.0 / k))))
         if not parts:
             return None if not after else self._means_alone(mean, square)
         if len(parts) == 1 and not after and parts[0][1].ndim == 2 and _is_col_major(a):

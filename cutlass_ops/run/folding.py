@@ -55,7 +55,7 @@ def fold(w: Tensor, gamma: Tensor, name: str = "w") -> Tensor:
         return (w * gamma[:, None]).to(w.dtype)
     if traced.goes_by_operator(w=w, gamma=gamma):
         return cast("Tensor", torch.ops.cutlass_ops.fold(w, gamma, name))
-    found = _fold(w, gamma, name)
+    found = fold_checked(w, gamma, name)
     if layout is not None:
         if len(_KNOWN) >= _MOST_KNOWN:
             _KNOWN.clear()
@@ -75,7 +75,8 @@ def _layout(w: Tensor, gamma: Tensor) -> _Layout | None:
         return None
 
 
-def _fold(w: Tensor, gamma: Tensor, name: str) -> Tensor:
+def fold_checked(w: Tensor, gamma: Tensor, name: str) -> Tensor:
+    """Check the arguments of :func:`fold`, and compute its result."""
     _check(name, w, "gamma", gamma)
     operands.matrix(name, w, operands.element_type(name, w))
     return torch.mul(w, gamma[:, None], out=_empty_like(w))
@@ -180,13 +181,14 @@ def column_sums(matrix: Tensor) -> Tensor:
         If `matrix` is not a tensor of two dimensions.
     """
     if traced.is_differentiated(matrix):
-        return _column_sums(matrix)
+        return column_sums_checked(matrix)
     if traced.goes_by_operator(w=matrix):
         return cast("Tensor", torch.ops.cutlass_ops.column_sums(matrix))
-    return _column_sums(matrix)
+    return column_sums_checked(matrix)
 
 
-def _column_sums(matrix: Tensor) -> Tensor:
+def column_sums_checked(matrix: Tensor) -> Tensor:
+    """Check the argument of :func:`column_sums`, and compute its result."""
     operands.require_tensor("w", matrix)
     if matrix.ndim != 2:
         raise ValueError(f"w has shape {tuple(matrix.shape)}: it must be (K, N)")
@@ -202,13 +204,14 @@ def row_times(name: str, row: Tensor, w: Tensor) -> Tensor:
         If an argument does not fit.
     """
     if traced.is_differentiated(row, w):
-        return _row_times(name, row, w)
+        return row_times_checked(name, row, w)
     if traced.goes_by_operator(row=row, w=w):
         return cast("Tensor", torch.ops.cutlass_ops.row_times(name, row, w))
-    return _row_times(name, row, w)
+    return row_times_checked(name, row, w)
 
 
-def _row_times(name: str, row: Tensor, w: Tensor) -> Tensor:
+def row_times_checked(name: str, row: Tensor, w: Tensor) -> Tensor:
+    """Check the arguments of :func:`row_times`, and compute its result."""
     _check("w", w, name, row)
     exact = row.double()
     return _by_columns(w, lambda columns: exact @ w[:, columns].double()).float()
@@ -248,23 +251,21 @@ def _require_one_device(name: str, w: Tensor, vector_name: str, vector: Tensor) 
         raise ValueError(f"{vector_name} is on {vector.device} and {name} is on {w.device}: move them to one device")
 
 
-# ---- The operators -------------------------------------------------------------------------------------------------
+# ---- What the operators of run/operators.py return, without data ----------------------------------------------------
 
 
-def _a_value_a_column(w: Tensor) -> Tensor:
+def a_value_a_column(w: Tensor) -> Tensor:
+    """Return the result of :func:`column_sums`."""
     return w.new_empty(w.shape[1], dtype=torch.float32)
 
 
-def _folded_shape(w: Tensor, gamma: Tensor, name: str) -> Tensor:
+def folded_shape(w: Tensor, gamma: Tensor, name: str) -> Tensor:
+    """Return the result of :func:`fold`."""
     _require_one_device(name, w, "gamma", gamma)
     return _empty_like(w)
 
 
-def _row_times_shape(name: str, row: Tensor, w: Tensor) -> Tensor:
+def row_times_shape(name: str, row: Tensor, w: Tensor) -> Tensor:
+    """Return the result of :func:`row_times`."""
     _require_one_device("w", w, name, row)
-    return _a_value_a_column(w)
-
-
-traced.declare("fold(Tensor w, Tensor gamma, str name) -> Tensor", _fold, _folded_shape)
-traced.declare("column_sums(Tensor matrix) -> Tensor", _column_sums, _a_value_a_column)
-traced.declare("row_times(str name, Tensor row, Tensor w) -> Tensor", _row_times, _row_times_shape)
+    return a_value_a_column(w)

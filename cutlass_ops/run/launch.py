@@ -34,6 +34,10 @@ _dispatch_modes, _jit_tracer = torch._C._len_torch_dispatch_stack, torch._C._get
 
 _PLAIN = (Tensor, Parameter)
 
+# What to do about an argument that a prepared launch would not read where it lies.
+COPY = "pass a contiguous tensor of the full shape and of a dtype that kernels read"
+FOLD = "prepare the weight once, with cutlass_ops.prepare or cutlass_ops.prepare_layernorm, and pass the result"
+
 
 # A launch reads these: slots take less than half the time of other attributes.
 @dataclass(frozen=True, eq=False, slots=True, repr=False)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from cutlass_ops.artifacts.bundles import Bundles
-from cutlass_ops.artifacts.entry import Artifact
 from cutlass_ops.base import env
 from cutlass_ops.base.errors import CompileError, MissingKernelError, ToolchainError
 from cutlass_ops.choose.dispatch import Decision
@@ -22,6 +22,9 @@ from cutlass_ops.compilation.background import Background
 from cutlass_ops.declare.config import Config, Ordered
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.run.registry import Registry
+
+if TYPE_CHECKING:
+    from cutlass_ops.artifacts.entry import Artifact
 
 _log = logging.getLogger("cutlass_ops")
 

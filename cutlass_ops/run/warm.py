@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,9 @@ from cutlass_ops.run import operands, traced
 from cutlass_ops.run.call import Call
 from cutlass_ops.run.plan import AnyPlan, Given, Plan
 from cutlass_ops.run.results import Outputs
-from cutlass_ops.run.rows import Rows
+
+if TYPE_CHECKING:
+    from cutlass_ops.run.rows import Rows
 
 # Bound here for warm calls: looking them up in their modules takes as long as calling them.
 _is_traced = torch.compiler.is_dynamo_compiling

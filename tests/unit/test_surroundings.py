@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import cutlass_ops as co
-from cutlass_ops.run import call, gated, norms, operands, ops, plan, traced
+from cutlass_ops.run import call, gated, kernels, norms, operands, ops, plan, traced
 from cutlass_ops.run.results import Outputs
 from tests.sampling import sampled
 
@@ -411,7 +411,7 @@ OPS = {
 }
 
 
-@pytest.mark.parametrize("op", [*OPS.values(), ops.Kernel(KERNEL, None), several], ids=[*OPS, "kernel", "epilogue"])
+@pytest.mark.parametrize("op", [*OPS.values(), kernels.Kernel(KERNEL, None), several], ids=[*OPS, "kernel", "epilogue"])
 def test_copies_are_the_same_object(op):
     assert copy.copy(op) is op
     assert copy.deepcopy({"op": op})["op"] is op
