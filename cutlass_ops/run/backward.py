@@ -24,7 +24,8 @@ from cutlass_ops.epilogue.graph import expression as expression_of
 from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
 from cutlass_ops.epilogue.operations import GATHERED
 from cutlass_ops.epilogue.saving import Saving, saving
-from cutlass_ops.run import batches, operands, reference
+from cutlass_ops.run import batches, reference
+from cutlass_ops.run.tensors import require_tensor
 from cutlass_ops.run.traced import Portable
 
 Values = dict[str, Any]
@@ -145,7 +146,7 @@ def main_grad(name: str, matrix: Tensor) -> Tensor | None:
     found = getattr(parameter, "main_grad", None)
     if found is None:
         return None
-    operands.require_tensor(f"main_grad of {name}", found)
+    require_tensor(f"main_grad of {name}", found)
     whole = _lies_as(matrix, parameter)
     turned = parameter.ndim > 1 and _lies_as(matrix, parameter.mT)
     if not (whole or turned) or found.shape != parameter.shape or not found.is_contiguous():

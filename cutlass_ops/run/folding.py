@@ -16,7 +16,8 @@ from torch.nn import Parameter
 
 from cutlass_ops.base import arch
 from cutlass_ops.base.dtypes import READ, bf16, f16
-from cutlass_ops.run import fp8, operands, reference, traced
+from cutlass_ops.run import fp8, matrices, reference, traced
+from cutlass_ops.run.tensors import element_type, require_tensor
 
 # Columns converted to FP64 at a time, to save memory.
 _COLUMNS = 256
@@ -78,7 +79,7 @@ def _layout(w: Tensor, gamma: Tensor) -> _Layout | None:
 def fold_checked(w: Tensor, gamma: Tensor, name: str) -> Tensor:
     """Check the arguments of :func:`fold`, and compute its result."""
     _check(name, w, "gamma", gamma)
-    operands.matrix(name, w, operands.element_type(name, w))
+    matrices.matrix(name, w, element_type(name, w))
     return torch.mul(w, gamma[:, None], out=_empty_like(w))
 
 
@@ -189,7 +190,7 @@ def column_sums(matrix: Tensor) -> Tensor:
 
 def column_sums_checked(matrix: Tensor) -> Tensor:
     """Check the argument of :func:`column_sums`, and compute its result."""
-    operands.require_tensor("w", matrix)
+    require_tensor("w", matrix)
     if matrix.ndim != 2:
         raise ValueError(f"w has shape {tuple(matrix.shape)}: it must be (K, N)")
     return matrix.sum(0, dtype=torch.float64).float()
@@ -225,7 +226,7 @@ def _by_columns(w: Tensor, function: Callable[[slice], Tensor]) -> Tensor:
 
 def _empty_like(w: Tensor) -> Tensor:
     # Uses only shape and strides, which a compiler knows before there is a tensor.
-    by_rows = operands.has_lines_along(w, 1)
+    by_rows = matrices.has_lines_along(w, 1)
     lines, length = w.shape if by_rows else w.shape[::-1]
     unit = arch.TMA_ALIGNMENT_BYTES // w.element_size()
     found = w.new_empty(lines, -(-length // unit) * unit)[:, :length]
@@ -233,10 +234,10 @@ def _empty_like(w: Tensor) -> Tensor:
 
 
 def _check(name: str, w: Tensor, vector_name: str, vector: Tensor) -> None:
-    operands.require_tensor(name, w)
-    operands.require_tensor(vector_name, vector)
-    operands.element_type(name, w, (f16, bf16))
-    operands.element_type(vector_name, vector, READ)
+    require_tensor(name, w)
+    require_tensor(vector_name, vector)
+    element_type(name, w, (f16, bf16))
+    element_type(vector_name, vector, READ)
     if w.ndim != 2 or tuple(vector.shape) != (w.shape[0],):
         transposed = w.ndim == 2 and tuple(vector.shape) == (w.shape[1],)
         raise ValueError(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cutlass_ops.base import dtypes
 from cutlass_ops.epilogue import Epilogue, Graph, composed
-from cutlass_ops.run import fp8, operands, scaled, traced, weights
+from cutlass_ops.run import fp8, scaled, traced, weights
 from cutlass_ops.run.ops import Op, graph_op, op_of
 from cutlass_ops.run.requests import prepared_by
 from cutlass_ops.run.results import (
@@ -25,6 +25,7 @@ from cutlass_ops.run.results import (
     RowStatistic,
     usual_dtype,
 )
+from cutlass_ops.run.tensors import require_tensor
 
 # Whether a result has one scale, or one for each row.
 Quantise = Literal["tensor", "rows"]
@@ -189,7 +190,7 @@ def _prepare_residual(
     out: Any,
     inputs: dict[str, Any],
 ) -> tuple[Op, tuple[Any, ...]]:
-    operands.require_tensor("a", a)
+    require_tensor("a", a)
     matrix, scale_b = weights.matrix_of(b, None, "b"), weights.weight_scale(b, scale_b, "scale_b")
     dtype = traced.autocast_dtype(a)
     a, matrix = traced.autocast_to(dtype, a), traced.autocast_to(dtype, matrix)
@@ -214,7 +215,7 @@ def _check_y(out: Any, a: Tensor) -> None:
     y = out.get("d") if isinstance(out, Mapping) else out
     if y is None:
         return
-    operands.require_tensor("out", y)
+    require_tensor("out", y)
     wanted = usual_dtype(a.dtype, a.dtype)
     if y.dtype != wanted:
         whose = "a's dtype" if wanted == a.dtype else f"{wanted}"
@@ -601,7 +602,7 @@ def _layer_values(
 
 
 def _statistic(name: str, value: Any) -> Tensor:
-    operands.require_tensor(name, value)
+    require_tensor(name, value)
     found: Tensor = value
     if found.dtype != torch.float32:
         raise TypeError(

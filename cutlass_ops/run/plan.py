@@ -17,8 +17,8 @@ from cutlass_ops.declare.form import DENSE
 from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec, Operand
-from cutlass_ops.run import operands
 from cutlass_ops.run.call import Call
+from cutlass_ops.run.outputs import output_name
 from cutlass_ops.run.registry import Registry
 from cutlass_ops.run.results import contiguous, new_strides
 
@@ -276,7 +276,7 @@ def _explain(status: int, spec: KernelSpec, arguments: Sequence[Any]) -> Excepti
     """Return a readable error for a kernel's refusal."""
     position, reason = refusal(status)
     inputs, outputs = spec.epilogue.inputs, spec.epilogue.outputs[1:]
-    names = ["a", "b", "out", *(i.name for i in inputs), *map(operands.output_name, outputs)]
+    names = ["a", "b", "out", *(i.name for i in inputs), *map(output_name, outputs)]
     types = [spec.a, spec.b, spec.d, *spec.inputs, *spec.outputs]
     if position >= len(names):
         return LoadError(f"{spec.slug} refused argument {position} ({reason.name}): a defect of this library")

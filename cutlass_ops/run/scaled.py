@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutlass_ops.base import mma
 from cutlass_ops.epilogue import Epilogue, composed
-from cutlass_ops.run import operands, traced, weights
+from cutlass_ops.run import traced, weights
 from cutlass_ops.run.ops import Op, graph_op, op_of
 from cutlass_ops.run.requests import prepared_by
 from cutlass_ops.run.results import PreparedWeight
@@ -169,11 +170,11 @@ def _are_of_blocks(a: Any, b: Any, scale_a: Any, scale_b: Any) -> bool:
     fits_b = isinstance(scale_b, Tensor) and scale_b.ndim == 2
     of_a = fits_a and scale_a.shape[-1] != 1
     of_b = fits_b and tuple(scale_b.shape) != (1, n)
-    steps = operands.blocks(k)
+    steps = mma.blocks(k)
     if of_a and not fits_b:
         raise ValueError(
             f"scale_a has shape {tuple(scale_a.shape)}, as scales of blocks do, and scale_b has none for blocks of b: "
-            f"pass ({operands.blocks(n)}, {steps}) or ({n}, {steps}) as well. The same scale along K takes no copy, as "
+            f"pass ({mma.blocks(n)}, {steps}) or ({n}, {steps}) as well. The same scale along K takes no copy, as "
             f"in scale_b[:, None].expand({n}, {steps})"
         )
     if of_b and not fits_a:

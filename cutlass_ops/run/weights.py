@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutlass_ops.run import folding, fp8, operands, traced
+from cutlass_ops.run import folding, fp8, traced
 from cutlass_ops.run.results import PreparedLayerNormWeight, PreparedWeight
+from cutlass_ops.run.tensors import refuse_differentiated, require_tensor
 
 
 def prepare(w: Tensor, gamma: Tensor | None = None, *, dtype: torch.dtype | None = None) -> PreparedWeight:
@@ -59,8 +60,8 @@ def prepare(w: Tensor, gamma: Tensor | None = None, *, dtype: torch.dtype | None
     (torch.float8_e4m3fn, (1, 64), torch.Size([16]))
     """
     for name, value in (("w", w), ("gamma", gamma)):
-        operands.refuse_differentiated(name, value)
-    operands.require_tensor("w", w)
+        refuse_differentiated(name, value)
+    require_tensor("w", w)
     if w.dtype in fp8.DTYPES:
         if gamma is not None or dtype not in (None, w.dtype):
             raise TypeError(
@@ -110,7 +111,7 @@ def prepare_layernorm(w: Tensor, gamma: Tensor | None = None, beta: Tensor | Non
     [[1.5, 0.5, 1.5, 0.5]]
     """
     for name, value in (("w", w), ("gamma", gamma), ("beta", beta)):
-        operands.refuse_differentiated(name, value)
+        refuse_differentiated(name, value)
     prepared = fold_layernorm(w, gamma, beta)
     if gamma is not None:
         folding.check_folded(w, gamma, prepared.matrix)
