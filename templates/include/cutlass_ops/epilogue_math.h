@@ -54,9 +54,9 @@ CUTLASS_DEVICE float near_inverse_root(float x) {
 #endif
 }
 
-// The compiler's own division and square root branch, for operands that are very large or small. Across a branch no two elements'
-// instructions overlap, and one warp alone cannot fill the gaps: that takes ten times as long. These have no branch. Operands far
-// from 1 are scaled by powers of two, and the remainder corrects the approximation.
+// The compiler's own division and square root branch for very large and very small operands. Instructions of two elements do
+// not overlap across a branch, and one warp alone cannot fill the gaps. That takes ten times as long. These have no branch.
+// Operands far from 1 are scaled by powers of two, and the remainder corrects the approximation.
 CUTLASS_DEVICE float divide(float x, float y) {
   bool const small = fabsf(x) < 0x1p-62f, tiny = fabsf(y) < 0x1p-64f, huge = fabsf(y) > 0x1p64f;
   float const scale = tiny ? 0x1p64f : huge ? 0x1p-64f : 1.0f, by = y * scale, of = small ? x * 0x1p64f : x;
