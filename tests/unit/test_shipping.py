@@ -144,9 +144,9 @@ def test_norms_and_gates():
 
 def test_what_no_kernel_serves_is_named():
     with pytest.raises(
-        ConfigError, match=r"^cutlass_ops\.epilogue\.builtin:swiglu: no kernel supports a bf16\.row, .* on NVIDIA A100"
+        ConfigError, match=r"^cutlass_ops\.epilogue\.composed:swiglu: no kernel supports a bf16\.row, .* on NVIDIA A100"
     ):
-        shipment(Catalogue(kernels=(kernels(ops=("gemm", "cutlass_ops.epilogue.builtin:swiglu")),)))
+        shipment(Catalogue(kernels=(kernels(ops=("gemm", "cutlass_ops.epilogue.composed:swiglu")),)))
 
 
 def test_exact_declarations_and_the_default():
