@@ -237,7 +237,7 @@ def main() -> None:
     parser.add_argument("--resume", nargs="+", type=Path, default=[], help="result with rows to keep")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    environment = harness.environment()
+    environment = harness.begin()
     begin, rows = time.monotonic(), harness.measured(args.resume, environment)
     done = {(r["case"], r["epilogue"]) for r in rows}
     for name, epilogue in product(args.cases, args.epilogues):

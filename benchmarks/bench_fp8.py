@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("--resume", nargs="+", type=Path, default=[], help="result with rows to keep")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    environment = harness.environment()
+    environment = harness.begin()
     begin, rows = time.monotonic(), harness.measured(args.resume, environment)
     done = {(r["scales"], r["m"], r["n"], r["k"]) for r in rows}
     for scales, (m, n, k) in product(args.scales, problems(args.rows)):

@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--resume", nargs="+", type=Path, default=[], help="result with rows to keep")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    head = harness.environment()
+    head = harness.begin()
     rows = harness.measured(args.resume, head)
     done = {row["m"] for row in rows if row["cache"] in (0, args.cache)}
     cases = [m for m in args.rows if m not in done]

@@ -325,7 +325,7 @@ def main() -> None:
     parser.add_argument("--resume", nargs="+", type=Path, default=[], help="result with rows to keep")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    environment = harness.environment()
+    environment = harness.begin()
     begin, rows = time.monotonic(), harness.measured(args.resume, environment)
     done = {tuple(r[name] for name in Case.__dataclass_fields__) for r in rows}
     bandwidth = copy_bandwidth()

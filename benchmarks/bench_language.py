@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    head, rows = harness.environment(), []
+    head, rows = harness.begin(), []
     calls: list[tuple[ops.Op, tuple[Any, ...]]] = []
     for program in PROGRAMS.values():
         for m in args.rows:

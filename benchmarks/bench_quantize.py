@@ -258,7 +258,7 @@ def main() -> None:
     parser.add_argument("--resume", nargs="+", type=Path, default=[], help="result with rows to keep")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    environment = harness.environment()
+    environment = harness.begin()
     begin, rows = time.monotonic(), harness.measured(args.resume, environment)
     done = set(map(key, rows))
     peers = [name for name in PEERS if name not in args.skip]

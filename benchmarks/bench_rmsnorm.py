@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--skip", nargs="+", default=[], choices=PEERS, help="variants to leave out")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    head, rows, peers = harness.environment(), [], [p for p in PEERS if p not in args.skip]
+    head, rows, peers = harness.begin(), [], [p for p in PEERS if p not in args.skip]
     problems = [p for p in SETS[args.set] if args.rows is None or p[0] in args.rows]
     build_ahead(args.dtypes, problems, peers)
     with torch.no_grad():

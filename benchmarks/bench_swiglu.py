@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--skip", nargs="+", default=[], choices=PEERS, help="variants to leave out")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    head, rows = harness.environment(), []
+    head, rows = harness.begin(), []
     problems = [p for p in SETS[args.set] if args.rows is None or p[0] in args.rows]
     build_ahead(args.dtypes, problems)
     with torch.no_grad():

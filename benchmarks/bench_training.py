@@ -216,7 +216,7 @@ def main() -> None:
     parser.add_argument("--resume", nargs="+", type=Path, default=[], help="result with rows to keep")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    head = harness.environment()
+    head = harness.begin()
     rows = harness.measured(args.resume, head)
     done = {(row["layer"], row["m"], row["n"], row["k"]) for row in rows}
     wanted = None if args.shapes is None else {tuple(map(int, shape.split("x"))) for shape in args.shapes}

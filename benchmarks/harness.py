@@ -24,6 +24,7 @@ import torch
 import torch._inductor.config
 from torch import Tensor
 
+from cutlass_ops.base import env
 from cutlass_ops.choose import dispatch
 from cutlass_ops.compilation.background import Background
 from cutlass_ops.compilation.builder import build_many
@@ -35,9 +36,6 @@ from cutlass_ops.run.registry import OpSignature
 from cutlass_ops.tuner.timing import Run, Stopwatch
 
 ROUNDS = 25
-
-# Timed is the kernel that a call chooses, and none that stands in for it. What measures first calls takes this back.
-os.environ.setdefault("CUTLASS_OPS_STAND_IN", "0")
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,14 @@ def time_interleaved(variants: Mapping[str, Run], expected_us: float, rounds: in
         Rough time of one call, to decide the number of calls in a replay.
     rounds : int
         Rounds that count; one more warms up.
+
+    Raises
+    ------
+    RuntimeError
+        If a kernel may stand in for the one that a call chooses.
     """
+    if env.stand_in():
+        raise RuntimeError("a kernel that stands in may be timed: call harness.begin() first")
     # Compilers of kernels that other numbers of rows may need would take processors from what is timed.
     Background.current().close()
     watch = Stopwatch(expected_us)
@@ -145,6 +150,12 @@ def check(found: Tensor, exact: Tensor, eager: Tensor) -> float:
 def geomean(values: list[float]) -> float:
     """Return the geometric mean."""
     return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def begin() -> dict[str, Any]:
+    """Have calls wait for the kernels that they choose, so that no stand-in is timed; return :func:`environment`."""
+    os.environ[env.STAND_IN.name] = "0"
+    return environment()
 
 
 def environment() -> dict[str, Any]:

@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=1e9, help="stop after this many seconds")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    begin = time.monotonic()
+    head, begin = harness.begin(), time.monotonic()
     pool = POOLS[args.pool]()
     kernels = dict(zip(pool, Registry.current().kernels([spec_of(c) for c in pool]), strict=True))
     print(f"{len(kernels)} kernels after {time.monotonic() - begin:.0f} s", flush=True)
@@ -174,7 +174,7 @@ def main() -> None:
         firsts = [next(b for b in best if b.split("|")[0] == kind) for kind in kinds]
         shown = " ".join(f"{b} {times[b] * 1e3:.1f}" for b in firsts)
         print(f"{m}x{n}x{k}: peer {peer_ms * 1e3:.1f} us, {shown}", flush=True)
-        harness.save(args.out, {**harness.environment(), "pool": args.pool, "rows": rows})
+        harness.save(args.out, {**head, "pool": args.pool, "rows": rows})
 
 
 if __name__ == "__main__":

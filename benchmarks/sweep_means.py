@@ -109,7 +109,7 @@ def main() -> None:
     device = device_of(torch.device("cuda", 0))
     wanted = {problem: kernels(problem, device, args.tiles, args.ways) for problem in shapes.MEANS}
     build_many(list(dict.fromkeys(s for tiles in wanted.values() for _, specs in tiles for s in specs.values())))
-    head, rows = harness.environment(), []
+    head, rows = harness.begin(), []
     with torch.no_grad():
         for problem, tiles in wanted.items():
             rows += run_problem(problem, tiles)

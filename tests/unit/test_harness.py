@@ -1,5 +1,6 @@
 """What the benchmarks share: what they time has the processors to itself."""
 
+import pytest
 from fake_toolkit import sm80_spec
 
 from cutlass_ops.base.session import Session
@@ -29,6 +30,9 @@ def test_nothing_is_compiled_in_the_background_of_what_is_timed(monkeypatch):
         return 1000.0 + len(built)
 
     monkeypatch.setattr(HARNESS, "Stopwatch", Watch)
+    with pytest.raises(RuntimeError, match="stands in"):
+        HARNESS.time_interleaved({"ours": timed}, 10.0)
+    monkeypatch.setenv("CUTLASS_OPS_STAND_IN", "0")
 
     assert timed(0) == 1001.0
     with Session({Background: background}).active():

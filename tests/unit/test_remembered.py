@@ -11,7 +11,7 @@ from cutlass_ops.base.session import Session
 from cutlass_ops.choose import dispatch, policies, remembered, tables
 from cutlass_ops.choose.weight import NEAR
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import composed
 
 N, K = 4096, 1024
 ROWS = (1, 3, 16, 17, 100, 128, 1000, 4096, 8192, 20_000)
@@ -45,7 +45,7 @@ def no_policy(monkeypatch):
 
 @pytest.mark.parametrize(
     ("of", "device"),
-    [(signature(), H100), (signature(builtin.rms_norm, "f16"), H100), (signature(), A100)],
+    [(signature(), H100), (signature(composed.rms_norm, "f16"), H100), (signature(), A100)],
     ids=["bias + ReLU", "RMSNorm", "A100"],
 )
 def test_another_process_decides_the_same_without_a_policy(of, device, folder, no_policy):
