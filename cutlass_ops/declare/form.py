@@ -64,8 +64,11 @@ class Form:
 
 DENSE = Form("dense", "the count is 1", several=False)
 BATCHED = Form("batched", "the number of batches, each with an A, a B and a D")
+GROUPED = Form(
+    "grouped", "the number of groups of A's rows, each with a B of its own, and M the rows that a group is taken to have"
+)
 # Every form is a row here. The kinds of kernels say which of them they serve.
-FORMS: dict[str, Form] = {form.name: form for form in (DENSE, BATCHED)}
+FORMS: dict[str, Form] = {form.name: form for form in (DENSE, BATCHED, GROUPED)}
 
 
 def why_one_gemm(graph: Expression) -> str | None:
