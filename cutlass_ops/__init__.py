@@ -81,6 +81,7 @@ if TYPE_CHECKING:
 if TYPE_CHECKING or not _is_command():
     from cutlass_ops.run.fp8 import Fp8State
     from cutlass_ops.run.gated import gemm_swiglu
+    from cutlass_ops.run.grouped import grouped_gemm
     from cutlass_ops.run.norms import (
         QuantizedResidualRms,
         ResidualRms,
@@ -125,7 +126,7 @@ _LATER = {
     "unpatch": ("nn.patching", "unpatch"),
 }
 # Where the command line, which imports no op at first, finds them.
-_OPS = tuple(f"run.{name}" for name in ("ops", "norms", "gated", "scaled", "weights", "fp8", "traced"))
+_OPS = tuple(f"run.{name}" for name in ("ops", "norms", "gated", "grouped", "scaled", "weights", "fp8", "traced"))
 
 __all__ = [
     "Bundle",
@@ -188,6 +189,7 @@ __all__ = [
     "gemm_residual",
     "gemm_residual_rms",
     "gemm_swiglu",
+    "grouped_gemm",
     "layernorm_gemm",
     "load_bundle",
     "nn",

@@ -24,11 +24,14 @@ class Form:
         What a problem's count means, in words.
     several : bool
         Whether a problem may have a count above 1.
+    operands : tuple of str
+        Tensors of a call between A and B and the epilogue's inputs.
     """
 
     name: str
     count: str
     several: bool = True
+    operands: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, given: object) -> Form:
@@ -65,7 +68,9 @@ class Form:
 DENSE = Form("dense", "the count is 1", several=False)
 BATCHED = Form("batched", "the number of batches, each with an A, a B and a D")
 GROUPED = Form(
-    "grouped", "the number of groups of A's rows, each with a B of its own, and M the rows that a group is taken to have"
+    "grouped",
+    "the number of groups of A's rows, each with a B of its own; M is the rows that a group is taken to have",
+    operands=("offsets",),
 )
 # Every form is a row here. The kinds of kernels say which of them they serve.
 FORMS: dict[str, Form] = {form.name: form for form in (DENSE, BATCHED, GROUPED)}

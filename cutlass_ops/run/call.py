@@ -21,12 +21,12 @@ from cutlass_ops.base.dtypes import READ, STORED, f32, i32, i64
 from cutlass_ops.base.dtypes import dtype as element_named
 from cutlass_ops.base.errors import NoDeviceError
 from cutlass_ops.declare.device import Device
-from cutlass_ops.declare.form import BATCHED, DENSE, Form
+from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED, Form
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec, Major, Operand
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
-from cutlass_ops.run import batches, operands, reference
+from cutlass_ops.run import batches, groups, operands, reference
 from cutlass_ops.run.operands import Arguments
 from cutlass_ops.run.registry import OpSignature
 from cutlass_ops.run.results import new_strides, quantized_dtype, usual_dtype
@@ -63,6 +63,14 @@ class Call(NamedTuple):
     def problem(self) -> Problem:
         """The extents of the product."""
         return self.arguments.problem
+
+    @property
+    def chosen_for(self) -> Problem:
+        """The problem for which a kernel is chosen: that of groups is made up, as the host does not know them."""
+        problem = self.problem
+        if self.arguments.form != GROUPED or 0 in problem:
+            return problem
+        return groups.typical(problem.m, problem.n, problem.k, problem.count)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor of the call with its name in messages."""
@@ -107,7 +115,8 @@ class Call(NamedTuple):
     def run_reference(self) -> None:
         """Compute the outputs in PyTorch, for operands that a kernel could also address."""
         self.check_layouts()
-        for part in [self] if self.why_apart is None else self.parts():
+        several = self.why_apart is not None or self.arguments.form == GROUPED
+        for part in self.parts() if several else [self]:
             values = reference.gemm_reference(
                 part.arguments.a,
                 part.arguments.b,
@@ -125,6 +134,9 @@ class Call(NamedTuple):
         if arguments.form == DENSE:
             yield self
             return
+        if arguments.form == GROUPED:
+            yield from self._groups()
+            return
         problem = arguments.problem._replace(count=1)
         own = {i.name: 1 if i.kind in (Kind.ROW, Kind.COL) else 2 for i in self.graph.inputs}
 
@@ -135,6 +147,32 @@ class Call(NamedTuple):
             inputs = {name: at(name, value, place) for name, value in arguments.inputs.items()}
             outputs = tuple(x[place] for x in self.outputs)
             of_one = Arguments(problem, (problem.m,), arguments.a[place], arguments.b[place], inputs)
+            yield Call(self.graph, of_one, outputs, outputs)
+
+    def _groups(self) -> Iterator[Call]:
+        """Yield a dense call for each group that has rows: it reads where they end."""
+        arguments = self.arguments
+        if 0 in self.problem:
+            return
+        inputs = {i.name: (i.kind, arguments.inputs[i.name]) for i in self.graph.inputs}
+        ends = arguments.inputs["offsets"]
+        assert isinstance(ends, Tensor)
+        for expert, rows in enumerate(groups.ends(ends, self.problem.m)):
+
+            def of_group(kind: Kind, value: Tensor | float, expert: int = expert, rows: slice = rows) -> Tensor | float:
+                if not isinstance(value, Tensor) or kind is Kind.SCALAR or kind is Kind.INTEGER:
+                    return value
+                if kind is Kind.ROW:
+                    return value[expert] if value.ndim > 1 else value
+                return value[rows]
+
+            size = rows.stop - rows.start
+            if not size:
+                continue
+            own = {name: of_group(kind, value) for name, (kind, value) in inputs.items()}
+            problem = self.problem._replace(m=size, count=1)
+            outputs = tuple(x[rows] for x in self.outputs)
+            of_one = Arguments(problem, (size,), arguments.a[rows], arguments.b[expert], own)
             yield Call(self.graph, of_one, outputs, outputs)
 
     @property
@@ -151,6 +189,7 @@ def check_call(
     out: Any,
     out_dtype: torch.dtype | None,
     spec: KernelSpec | None = None,
+    offsets: Any = None,
 ) -> Call:
     """Check a call's arguments and allocate missing outputs.
 
@@ -160,13 +199,18 @@ def check_call(
         The call.
     spec : KernelSpec, optional
         The kernel, if it is fixed. It then decides the outputs' types.
+    offsets : Tensor, optional
+        Where groups of A's rows end, if each has a matrix of its own.
 
     Raises
     ------
     TypeError, ValueError
         If an argument does not fit. The message names it.
     """
-    arguments = operands.check_arguments(graph, a, b, inputs)
+    if offsets is None:
+        arguments = operands.check_arguments(graph, a, b, inputs)
+    else:
+        arguments = operands.check_grouped(graph, a, b, offsets, inputs)
     if spec is not None and spec.form != arguments.form:
         instead = "b (K, N)" if spec.form == DENSE else "b (..., K, N) with dimensions of batches: b[None] has one"
         raise ValueError(f"b has shape {tuple(b.shape)}, and {spec.slug} is {spec.form}: pass {instead}")
@@ -381,7 +425,8 @@ def signature_of(call: Call, device: Device) -> OpSignature:
     if graph.block_scales:
         of_a, of_b = operands.scaling(graph, arguments)
         load_a, load_b = replace(load_a, scaling=of_a), replace(load_b, scaling=of_b)
-    return OpSignature(graph, load_a, load_b, d, tuple(others[:count]), tuple(others[count:]), arguments.form)
+    found = OpSignature(graph, load_a, load_b, d, tuple(others[:count]), tuple(others[count:]), arguments.form)
+    return groups.read_by_registers(found) if arguments.form == GROUPED else found
 
 
 def _alike(found: tuple[Operand, ...], is_tile: list[bool] | None = None) -> tuple[Operand, ...]:

@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from cutlass_ops.base import arch, mma
-from cutlass_ops.base.dtypes import ALL, READ, DType, i32
-from cutlass_ops.declare.form import BATCHED, DENSE, Form
+from cutlass_ops.base.dtypes import ALL, READ, DType, bf16, f16, i32
+from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED, Form
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import Major, Operand
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import BLOCKS, Input, Kind, Output
 from cutlass_ops.epilogue.operations import REDUCTIONS
-from cutlass_ops.run import batches, traced
+from cutlass_ops.run import batches, groups, traced
 
 _DTYPES: dict[torch.dtype, DType] = {getattr(torch, t.torch_name): t for t in ALL}
 MAJORS: tuple[Major, ...] = ("row", "col")
@@ -138,6 +138,8 @@ def check_lines(arguments: Arguments, products: Mapping[str, Tensor]) -> Sequenc
         If a matrix is not contiguous along K, or not aligned to 16 bytes. The message says what to pass.
     """
     a, b = arguments.a, arguments.b
+    if arguments.form == GROUPED:
+        _check_group_lines(arguments)
     found = mma.mma_of(element_type("a", a), element_type("b", b))
     if found is None or not found.wgmma_k_major_only:
         return MAJORS
@@ -159,8 +161,31 @@ def check_lines(arguments: Arguments, products: Mapping[str, Tensor]) -> Sequenc
     return ("col",)
 
 
+def _check_group_lines(arguments: Arguments) -> None:
+    """Refuse operands of groups that TMA cannot read: there are no other kernels."""
+    if 0 in arguments.problem:
+        return
+    x, w = arguments.a, arguments.b
+    rows = _as_major(x, 1, element_type("x", x))
+    step = arch.TMA_ALIGNMENT_BYTES // x.element_size()
+    if rows is None:
+        raise ValueError(f"x has strides {x.stride()}, and groups are rows in memory: pass x.contiguous()")
+    if not rows.operand.aligned:
+        raise ValueError(
+            f"x has shape {tuple(x.shape)} and strides {x.stride()}, and its rows do not begin at multiples of "
+            f"{arch.TMA_ALIGNMENT_BYTES} bytes: pad K of x and w with zeros to a multiple of {step}"
+        )
+    if not matrix("w", w, element_type("w", w)).operand.aligned:
+        raise ValueError(
+            f"w has shape {tuple(w.shape)} and strides {w.stride()}, and its lines do not begin at multiples of "
+            f"{arch.TMA_ALIGNMENT_BYTES} bytes: pass weights (E, N, K) as w.mT, or pad N to a multiple of {step}"
+        )
+
+
 class Arguments(NamedTuple):
     """One call's checked arguments, in two dimensions; batched ones with one or two leading dimensions of batches.
+
+    Grouped ones have A in two dimensions, B in three, and where groups end as the first of the inputs.
 
     Attributes
     ----------
@@ -192,17 +217,17 @@ class Arguments(NamedTuple):
 
     def flat_shape(self, output: Output) -> tuple[int, ...]:
         """Return an output's shape for the kernel."""
-        each = tuple(self.a.shape[:-2])
+        each = () if self.form == GROUPED else tuple(self.a.shape[:-2])
         return shape_of(output.kind, (*each, self.problem.m), self.problem.n, each)
 
     @property
     def is_folded(self) -> bool:
         """Whether there are more dimensions of batches than a kernel knows, and some were folded into one."""
-        return len(self._batches) > self.a.ndim - 2
+        return self.form == BATCHED and len(self._batches) > self.a.ndim - 2
 
     @property
     def _batches(self) -> tuple[int, ...]:
-        return () if self.form == DENSE else self.leading[:-1]
+        return self.leading[:-1] if self.form == BATCHED else ()
 
 
 def blocks(extent: int) -> int:
@@ -314,6 +339,81 @@ def _check_batched(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Any]
     flat_a, flat_b = folded.pop("a"), folded.pop("b")
     problem = Problem(m, n, k, math.prod(shape))
     return Arguments(problem, (*shape, m), flat_a, flat_b, {**checked, **folded}, spread, copied, BATCHED)
+
+
+def check_grouped(graph: Graph, x: Any, w: Any, offsets: Any, inputs: Mapping[str, Any]) -> Arguments:
+    """Check the operands and inputs of groups of rows against each other.
+
+    Raises
+    ------
+    TypeError
+        If an argument is not a tensor, has the wrong dtype, or is missing or unknown.
+    ValueError
+        If shapes or devices differ, or the epilogue has no meaning for groups.
+    """
+    for name, value, shape in (("x", x, "(T, K)"), ("w", w, "(E, K, N)"), ("offsets", offsets, "(E,)")):
+        require_tensor(name, value)
+        if value.ndim != shape.count(",") + (name != "offsets"):
+            raise ValueError(f"{name} has shape {tuple(value.shape)}: it must be {shape}")
+    if element_type("x", x, _GROUPED) != element_type("w", w, _GROUPED):
+        raise TypeError(f"w is {w.dtype} and x is {x.dtype}: x and w must have the same dtype")
+    if x.shape[1] != w.shape[1]:
+        hint = ". w looks like weights of shape (E, N, K): pass w.mT" if x.shape[1] == w.shape[2] else ""
+        raise ValueError(f"x {tuple(x.shape)} and w {tuple(w.shape)}: they must be (T, K) and (E, K, N){hint}")
+    if not w.shape[0] or not w.shape[1]:
+        raise ValueError(f"w has shape {tuple(w.shape)}: it must have at least one expert, and K above 0")
+    if offsets.dtype != torch.int32:
+        raise TypeError(f"offsets is {offsets.dtype}: pass offsets.int()")
+    if offsets.shape[0] != w.shape[0]:
+        raise ValueError(
+            f"offsets has {offsets.shape[0]} elements and w has {w.shape[0]} experts: it must say where the rows of each "
+            "end, as torch.cumsum(rows_of_each, 0) does"
+        )
+    if offsets.shape[0] > 1 and offsets.stride(0) != 1:
+        raise ValueError(f"offsets has stride {offsets.stride(0)}: call offsets.contiguous() first")
+    groups.require(graph)
+    _require_same_device("w", w, x, "x")
+    _require_same_device("offsets", offsets, x, "x")
+    x, w = _as_stored(x), _as_stored(w)
+    (rows, k), (experts, _, n) = x.shape, w.shape
+    if graph.swaps_pairs and n % 2:
+        raise ValueError(f"w has {n} columns, and the epilogue swaps pairs of them: N must be even, so pad w by one")
+    # A row for each expert is no input of one GEMM, and its first row is.
+    each = {i.name: _as_stored(value) for i in graph.inputs if _is_of_experts(i, value := inputs.get(i.name), experts, n)}
+    checked = _check_inputs(graph, {**inputs, **{name: value[0] for name, value in each.items()}}, x, w[0], (rows,))
+    for declared in graph.inputs:
+        value = checked[declared.name]
+        if declared.kind is Kind.TILE and isinstance(value, Tensor) and not has_lines_along(value, 1):
+            raise ValueError(
+                f"{declared.name} has strides {value.stride()}, and groups are rows in memory: pass "
+                f"{declared.name}.contiguous()"
+            )
+    found = {"offsets": offsets, **{i.name: each.get(i.name, checked[i.name]) for i in graph.inputs}}
+    given = [(i.name, inputs[i.name]) for i in graph.inputs if i.kind in _VECTORS]
+    spread = tuple(name for name, value in given if found[name].shape != value.shape)
+    copied = tuple(name for name, value in given if name not in each and _repeats(value))
+    return Arguments(Problem(rows, n, k, experts), (rows,), x, w, found, spread, copied, GROUPED)
+
+
+_GROUPED = (f16, bf16)
+
+
+def _is_of_experts(declared: Input, value: Any, experts: int, n: int) -> bool:
+    """Whether an input has a row for each expert.
+
+    Raises
+    ------
+    ValueError
+        If it has two dimensions and is neither that nor one row for all.
+    """
+    if declared.kind is not Kind.ROW or not isinstance(value, Tensor) or value.ndim < 2 or value.numel() == n:
+        return declared.kind is Kind.ROW and isinstance(value, Tensor) and tuple(value.shape) == (experts, n)
+    if tuple(value.shape) != (experts, n):
+        raise ValueError(
+            f"{declared.name} has shape {tuple(value.shape)}: as a Row it must have shape {(experts, n)}, a row for each "
+            f"expert, or {(n,)} for all"
+        )
+    return True
 
 
 def _own_shapes(m: int, n: int, k: int) -> dict[Kind, tuple[int, ...]]:
@@ -578,6 +678,8 @@ def check_out(
     _require_same_device(name, out, arguments.a)
     if arguments.form != DENSE and not batches.is_nested(out):
         raise ValueError(f"{name} has strides {out.stride()}, by which elements share memory: pass one of torch.empty")
+    if arguments.form == GROUPED and not has_lines_along(out, 1):
+        raise ValueError(f"{name} has strides {out.stride()}, and groups are rows in memory: pass a row-major tensor")
     return fold(name, out, flat)
 
 
@@ -739,6 +841,6 @@ def require_memory(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} has no memory, since its storage was freed or resized to 0: pass another tensor")
 
 
-def _require_same_device(name: str, tensor: Tensor, a: Tensor) -> None:
+def _require_same_device(name: str, tensor: Tensor, a: Tensor, name_of_a: str = "a") -> None:
     if tensor.device != a.device:
-        raise ValueError(f"{name} is on {tensor.device} and a is on {a.device}: move them to one device")
+        raise ValueError(f"{name} is on {tensor.device} and {name_of_a} is on {a.device}: move them to one device")

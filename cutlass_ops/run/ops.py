@@ -22,6 +22,7 @@ from cutlass_ops.choose import dispatch
 from cutlass_ops.choose.dispatch import Decision
 from cutlass_ops.compilation.background import Background
 from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.form import DENSE, Form
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue import Epilogue, builtin
 from cutlass_ops.epilogue.graph import Graph
@@ -77,6 +78,8 @@ class Op(Warm):
         default rebuilds an op from its epilogue.
     """
 
+    form: Form = DENSE  # of calls whose B has two dimensions
+
     def __init__(
         self,
         name: str,
@@ -84,12 +87,13 @@ class Op(Warm):
         instead: Instead | None = None,
         made_by: tuple[str, Any] | None = None,
     ) -> None:
-        super().__init__(name, epilogue.graph)
+        super().__init__(name, epilogue.graph, self.form)
         self.epilogue = epilogue
         self.products = self.graph.products
         self.__doc__ = _docstring(epilogue)
         self._instead = instead
-        self.about = traced.register(name, self.graph, self, *(made_by or ("epilogue", self.graph.to_json())))
+        how, plain = made_by or ("epilogue", self.graph.to_json())
+        self.about = traced.register(name, self.graph, self, how, plain, self.form)
         self.__signature__ = _signature(self.names)
 
     def __repr__(self) -> str:
@@ -321,7 +325,7 @@ def decide(signature: OpSignature, device: Device, call: Call) -> Decision | Non
     UnsupportedError
         If no kernel of the signature can be launched at this problem.
     """
-    found = dispatch.decide(signature, device, call.problem)
+    found = dispatch.decide(signature, device, call.chosen_for)
     if found is None or found.peer is None or can_fall_back(call, found.peer):
         return found
     return replace(found, peer=None)
@@ -350,10 +354,11 @@ class Kernel(Warm):
     _autocasts = False
 
     def __init__(self, spec: KernelSpec, loaded: LoadedKernel) -> None:
-        super().__init__(spec.slug, spec.epilogue)
+        super().__init__(spec.slug, spec.epilogue, spec.form)
         self.spec = spec
         self.loaded = loaded
-        self.about = traced.register(f"kernel_{spec.slug}", spec.epilogue, self, traced.EXACT, spec.to_json())
+        name = f"kernel_{spec.slug}"
+        self.about = traced.register(name, spec.epilogue, self, traced.EXACT, spec.to_json(), spec.form)
 
     def __repr__(self) -> str:
         return f"<kernel {self.spec.slug}>"
@@ -364,9 +369,10 @@ class Kernel(Warm):
         Parameters
         ----------
         a, b : Tensor
-            A (..., M, K) and B (K, N) of the declared types; of the form batched, B (..., K, N).
+            A (..., M, K) and B (K, N) of the declared types; of the form batched, B (..., K, N); of the form grouped,
+            A (T, K) and B (E, K, N).
         *inputs, **named
-            The epilogue's inputs, by position or by name.
+            The epilogue's inputs, by position or by name. Of the form grouped, offsets come before them.
         out : Tensor or mapping of str to Tensor, optional
             Where to write the outputs.
 
@@ -437,7 +443,8 @@ class Kernel(Warm):
         self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None = None
     ) -> Call:
         values = dict(zip(self.names, inputs, strict=True))
-        return check_call(self.graph, a, b, values, out, out_dtype, self.spec)
+        offsets = [values.pop(name) for name in self.spec.form.operands]
+        return check_call(self.graph, a, b, values, out, out_dtype, self.spec, *offsets)
 
 
 def build(spec: KernelSpec) -> Kernel:

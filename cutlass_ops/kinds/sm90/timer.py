@@ -42,7 +42,7 @@ class Sm90Timer:
     def of(cls, configs: Sequence[Sm90Config], traits: Traits) -> Sm90Timer:
         """Return the model of some configurations."""
         batches = model.Batch.of(configs), model.Batch.of(configs, by_gpc=True)
-        flags = np.array([(c.ordered, c.realign, c.swap_ab) for c in configs], np.bool_).reshape(1, -1, 3)
+        flags = np.array([(c.ordered and not traits.grouped, c.realign, c.swap_ab) for c in configs], np.bool_).reshape(1, -1, 3)
         return cls(traits, *batches, *np.moveaxis(flags, 2, 0))
 
     def take(self, places: Places) -> Sm90Timer:
