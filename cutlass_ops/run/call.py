@@ -277,7 +277,8 @@ def call_at(
     input_dtypes : mapping of str to str, optional
         Dtypes of inputs by name, if they are others.
     form : Form
-        How the GEMMs belong together. Batched tensors have all batches in one dimension, and vectors are shared.
+        How the GEMMs belong together. Batched tensors have all batches in one dimension, and vectors are shared. Of
+        groups, each has M rows.
 
     Raises
     ------
@@ -298,8 +299,12 @@ def call_at(
     usual = usual_dtype(of_a, of_a)
 
     lead = (problem.count,) if form == BATCHED else ()
+    of_b = () if form == DENSE else (problem.count,)
+    m *= problem.count if form == GROUPED else 1
 
-    def empty(rows: int, columns: int, major: Major, element: torch.dtype = of_a) -> Tensor:
+    def empty(
+        rows: int, columns: int, major: Major, element: torch.dtype = of_a, lead: tuple[int, ...] = lead
+    ) -> Tensor:
         shape = (rows, columns) if major == "row" else (columns, rows)
         tensor = torch.empty((*lead, *shape), dtype=element, device="meta")
         return tensor if major == "row" else tensor.mT
@@ -321,7 +326,8 @@ def call_at(
         Kind.BLOCKS_B: lambda name: empty(operands.blocks(n), operands.blocks(k), "row", torch.float32),
     }
     inputs = {i.name: drawn[i.kind](i.name) for i in graph.inputs}
-    return check_call(graph, empty(m, k, a), empty(k, n, b), inputs, None, out_dtype)
+    offsets = torch.empty(of_b, dtype=torch.int32, device="meta") if form == GROUPED else None
+    return check_call(graph, empty(m, k, a), empty(k, n, b, lead=of_b), inputs, None, out_dtype, offsets=offsets)
 
 
 def given_outputs(graph: Graph, out: Any) -> tuple[Any, ...]:
