@@ -1,4 +1,4 @@
-"""Grouped GEMMs: groups of rows that follow each other, each multiplied by a weight of its own, as in mixtures of experts."""
+"""Grouped GEMMs: groups of rows, each multiplied by a weight of its own, as in mixtures of experts."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ def grouped_gemm(
 ) -> Any:
     """Multiply groups of rows by a weight each, in one kernel: D[rows of e] = epilogue(x[rows of e] @ w[e], inputs).
 
-    Expert e has the rows from ``offsets[e - 1]``, or 0 for the first, up to ``offsets[e]``. Only the kernel reads offsets:
-    the call does not wait for the device, and in a CUDA graph they may change from one replay to the next. A group may be
-    empty. Rows from ``offsets[-1]`` on belong to no expert, and are not written.
+    Expert e has the rows from ``offsets[e - 1]``, or 0 for the first, up to ``offsets[e]``. Only the kernel reads
+    offsets: the call does not wait for the device, and in a CUDA graph they may change from one replay to the next. An
+    expert may have no rows. Rows from ``offsets[-1]`` on belong to no expert, and are not written.
 
     On the device, offsets that fall, are negative or above T give wrong rows, but no access outside of the tensors. On
     the CPU they are an error.
@@ -89,8 +89,8 @@ def grouped_gemm(
     x : Tensor
         (T, K), FP16 or BF16, row-major. Rows begin at multiples of 16 bytes: K is a multiple of 8, or rows are padded.
     w : Tensor
-        (E, K, N), the same dtype, either major, any stride between experts, lines at multiples of 16 bytes. Pass weights
-        of shape (E, N, K) as ``weights.mT``.
+        (E, K, N), the same dtype, either major, any stride between experts, lines at multiples of 16 bytes. Pass
+        weights of shape (E, N, K) as ``weights.mT``.
     offsets : Tensor
         (E,), INT32, on the device of x: the row at which each expert's rows end, as
         ``torch.cumsum(rows_of_each, 0, dtype=torch.int32)`` has it.
@@ -102,8 +102,8 @@ def grouped_gemm(
     out_dtype : torch.dtype, optional
         D's dtype, FP16, BF16 or FP32, or FP8, which saturates; by default that of ``x``.
     **inputs
-        The epilogue's inputs by name: Row (E, N), a row for each expert, or (N,) for all; Col (T,); Tile (T, N); Scalar a
-        number or 0-d tensor; Integer an int or a 0-d tensor.
+        The epilogue's inputs by name: Row (E, N), a row for each expert, or (N,) for all; Col (T,); Tile (T, N); Scalar
+        a number or 0-d tensor; Integer an int or a 0-d tensor.
 
     Returns
     -------

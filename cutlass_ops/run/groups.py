@@ -55,8 +55,8 @@ def ends(offsets: Tensor, rows: int) -> Iterator[slice]:
 def typical(rows: int, n: int, k: int, groups: int) -> Problem:
     """Return the problem for which a kernel is chosen, since the host does not know the groups.
 
-    All groups are taken to have as many rows: the mean and one standard deviation, as if each row took one of the groups
-    at random. A tile of exactly the mean would leave every second group a second one.
+    All groups are taken to have as many rows: the mean and one standard deviation, as if each row took one of the
+    groups at random. A tile of exactly the mean would leave every second group a second one.
     """
     mean = rows / groups
     return Problem(max(1, min(rows, math.ceil(mean + math.sqrt(mean)))), n, k, groups)

@@ -366,8 +366,8 @@ def check_grouped(graph: Graph, x: Any, w: Any, offsets: Any, inputs: Mapping[st
         raise TypeError(f"offsets is {offsets.dtype}: pass offsets.int()")
     if offsets.shape[0] != w.shape[0]:
         raise ValueError(
-            f"offsets has {offsets.shape[0]} elements and w has {w.shape[0]} experts: it must say where the rows of each "
-            "end, as torch.cumsum(rows_of_each, 0) does"
+            f"offsets has {offsets.shape[0]} elements and w has {w.shape[0]} experts: it must say where the rows of "
+            "each end, as torch.cumsum(rows_of_each, 0) does"
         )
     if offsets.shape[0] > 1 and offsets.stride(0) != 1:
         raise ValueError(f"offsets has stride {offsets.stride(0)}: call offsets.contiguous() first")
@@ -379,7 +379,7 @@ def check_grouped(graph: Graph, x: Any, w: Any, offsets: Any, inputs: Mapping[st
     if graph.swaps_pairs and n % 2:
         raise ValueError(f"w has {n} columns, and the epilogue swaps pairs of them: N must be even, so pad w by one")
     # A row for each expert is no input of one GEMM, and its first row is.
-    each = {i.name: _as_stored(value) for i in graph.inputs if _is_of_experts(i, value := inputs.get(i.name), experts, n)}
+    each = {i.name: _as_stored(inputs[i.name]) for i in graph.inputs if _is_of_experts(i, inputs, experts, n)}
     checked = _check_inputs(graph, {**inputs, **{name: value[0] for name, value in each.items()}}, x, w[0], (rows,))
     for declared in graph.inputs:
         value = checked[declared.name]
@@ -398,7 +398,7 @@ def check_grouped(graph: Graph, x: Any, w: Any, offsets: Any, inputs: Mapping[st
 _GROUPED = (f16, bf16)
 
 
-def _is_of_experts(declared: Input, value: Any, experts: int, n: int) -> bool:
+def _is_of_experts(declared: Input, inputs: Mapping[str, Any], experts: int, n: int) -> bool:
     """Whether an input has a row for each expert.
 
     Raises
@@ -406,12 +406,13 @@ def _is_of_experts(declared: Input, value: Any, experts: int, n: int) -> bool:
     ValueError
         If it has two dimensions and is neither that nor one row for all.
     """
-    if declared.kind is not Kind.ROW or not isinstance(value, Tensor) or value.ndim < 2 or value.numel() == n:
-        return declared.kind is Kind.ROW and isinstance(value, Tensor) and tuple(value.shape) == (experts, n)
+    value = inputs.get(declared.name)
+    if declared.kind is not Kind.ROW or not isinstance(value, Tensor) or value.ndim < 2:
+        return False
     if tuple(value.shape) != (experts, n):
         raise ValueError(
-            f"{declared.name} has shape {tuple(value.shape)}: as a Row it must have shape {(experts, n)}, a row for each "
-            f"expert, or {(n,)} for all"
+            f"{declared.name} has shape {tuple(value.shape)}: as a Row it must have shape {(experts, n)}, a row for "
+            f"each expert, or {(n,)} for all"
         )
     return True
 

@@ -65,7 +65,8 @@ class Rows:
         matrices = [signature.a, signature.d]
         matrices += [x for i, x in zip(call.graph.inputs, signature.inputs, strict=True) if i.kind is Kind.TILE]
         matrices += [x for kind, x in zip(kinds[1:], signature.outputs, strict=True) if kind is Kind.TILE]
-        if arguments.form == BATCHED or arguments.copied or not signature.b.aligned or not all(map(_is_usual, matrices)):
+        several = arguments.form == BATCHED
+        if several or arguments.copied or not signature.b.aligned or not all(map(_is_usual, matrices)):
             return None
         return cls(name, decision, arguments.a.device, kinds, tuple(t.dtype for t in call.outputs))
 

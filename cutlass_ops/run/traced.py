@@ -314,8 +314,8 @@ class Traced:
 
 
 NO_GROUPED_GRADIENT = (
-    "{} requires grad, and grouped_gemm has no backward: call it under torch.no_grad(), or in a torch.autograd.Function. "
-    "The gradient of x is grouped_gemm(gradient, w.mT, offsets)"
+    "{} requires grad, and grouped_gemm has no backward: call it under torch.no_grad(), or in a "
+    "torch.autograd.Function. The gradient of x is grouped_gemm(gradient, w.mT, offsets)"
 )
 
 # What an output may be stored as that is not D's type, by the name in the string.

@@ -194,9 +194,8 @@ def test_a_compiled_program_calls_it_as_an_operator():
     x, w, bias, scale, residual = normal(6, 16), normal(2, 16, 8), normal(2, 8), normal(6), normal(6, 8)
 
     def program(x, w, offsets, bias, scale, residual):
-        return co.grouped_gemm(
-            x, w, offsets, epilogue=mixed, bias=bias, scale=scale, residual=residual, factor=2.0, out_dtype=torch.float32
-        )
+        inputs = {"bias": bias, "scale": scale, "residual": residual, "factor": 2.0}
+        return co.grouped_gemm(x, w, offsets, epilogue=mixed, out_dtype=torch.float32, **inputs)
 
     compiled = torch.compile(program, fullgraph=True, backend="aot_eager")
     for offsets in (ends(2, 6), ends(0, 6), ends(6, 6)):

@@ -13,7 +13,7 @@ from cutlass_ops.base import arch
 from cutlass_ops.base.dtypes import f32
 from cutlass_ops.base.mma import BLOCK_K, mma_of
 from cutlass_ops.declare.config import ClusterShape, Sm90Config
-from cutlass_ops.declare.form import DENSE, GROUPED
+from cutlass_ops.declare.form import BATCHED, GROUPED
 from cutlass_ops.declare.orientation import oriented, reduced_along_m, sides, swapped
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue.nodes import Kind
@@ -255,7 +255,7 @@ def _split_k(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
 
 
 def _batched(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
-    if spec.form == DENSE:
+    if spec.form not in (BATCHED, GROUPED):
         return
     if not config.whole_k:
         yield Broken(
@@ -282,22 +282,22 @@ def _grouped(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broken]:
     if spec.a.dtype.bits != 16:
         yield f"form is grouped, and a is {spec.a}: use bf16 or f16"
     if spec.a.major != "row" or spec.d.major != "row":
-        yield f"form is grouped, whose groups are rows in memory, and a is {spec.a} and d is {spec.d}: use row-major ones"
+        yield f"form is grouped, of rows in memory, and a is {spec.a} and d is {spec.d}: use row-major ones"
     tiles = [(f"input {i.name}", t) for i, t in spec.typed_inputs if i.kind is Kind.TILE]
     tiles += [(f"output {o.name}", t) for o, t in spec.typed_outputs if o.kind is Kind.TILE]
     for name, operand in tiles:
         if operand.major != "row":
-            yield f"form is grouped, whose groups are rows in memory, and {name} is {operand}: use a row-major one"
+            yield f"form is grouped, of rows in memory, and {name} is {operand}: use a row-major one"
         if operand.aligned and not plain_epilogue(spec):
             yield (
-                f"form is grouped, and {name} is {operand}: beside another (M, N) tensor, or where d is not aligned to 16 "
-                f"bytes, it is read and stored from registers; declare a lower alignment, as in "
+                f"form is grouped, and {name} is {operand}: beside another (M, N) tensor, or where d is not aligned to "
+                f"16 bytes, it goes through registers; use a lower alignment, such as "
                 f"'{operand.dtype}.row.align{operand.alignment // 2}'"
             )
     if spec.d.aligned and not plain_epilogue(spec):
         yield (
-            f"form is grouped, and d is {spec.d}: beside other (M, N) tensors it is stored from registers; declare a "
-            f"lower alignment, as in '{spec.d.dtype}.row.align{spec.d.alignment // 2}'"
+            f"form is grouped, and d is {spec.d}: beside other (M, N) tensors it goes through registers; use a "
+            f"lower alignment, such as '{spec.d.dtype}.row.align{spec.d.alignment // 2}'"
         )
 
 

@@ -42,7 +42,7 @@ class Sm90Timer:
     def of(cls, configs: Sequence[Sm90Config], traits: Traits) -> Sm90Timer:
         """Return the model of some configurations."""
         batches = model.Batch.of(configs), model.Batch.of(configs, by_gpc=True)
-        flags = np.array([(c.ordered and not traits.grouped, c.realign, c.swap_ab) for c in configs], np.bool_).reshape(1, -1, 3)
+        flags = np.array([(c.ordered, c.realign, c.swap_ab) for c in configs], np.bool_).reshape(1, -1, 3)
         return cls(traits, *batches, *np.moveaxis(flags, 2, 0))
 
     def take(self, places: Places) -> Sm90Timer:
@@ -87,7 +87,7 @@ class Sm90Timer:
         usual = np.where(
             self._launchable(cover, extents), model.times(self.batch, extents, chip, widths, lines, cover=cover), np.inf
         )
-        worth = self.ordered & (cover.waves <= WAVES_BY_GPC)
+        worth = self.ordered & (not self.traits.grouped) & (cover.waves <= WAVES_BY_GPC)
         if not worth.any():
             return usual, np.full((1, 1), np.inf)
         return usual, np.where(worth, model.times(self.by_gpc, extents, chip, widths, lines, cover=cover), np.inf)
