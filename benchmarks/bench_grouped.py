@@ -4,20 +4,20 @@
     python benchmarks/bench_grouped.py --experts 8 --tokens 64 1024 --groups zipf --out /tmp/few.json
     python benchmarks/bench_grouped.py --resume /tmp/few.json --out /tmp/all.json    # only missing rows
 
-x is (tokens, K), and weights (experts, N, K) are multiplied as their transposes. Tokens are spread over the experts evenly
-("balanced"), by 1 / rank ("zipf"), or are all of one ("one_hot"). Calls rotate through other experts of the same sizes, so
-that no weight is still in the L2 cache.
+x is (tokens, K), and weights (experts, N, K) are multiplied as their transposes. Tokens are spread over the experts
+evenly ("balanced"), by 1 / rank ("zipf"), or are all of one ("one_hot"). Calls rotate through other experts of the same
+sizes, so that no weight is still in the L2 cache.
 
 Each row: {"experts", "tokens", "n", "k", "groups", "active", "epilogue", "ours_ms", "peers": {name: ms}, "best_peer",
-"ratio_to_best_peer", "ratio_range", "tflops", "gb_per_s", "error", "peers_error", "kernel"}. Errors are relative, of the
-whole D, against float64 expert by expert. Bytes are those of x, D and the weights of experts that have tokens, once.
+"ratio_to_best_peer", "ratio_range", "tflops", "gb_per_s", "error", "peers_error", "kernel"}. Errors are relative, of
+the whole D, against float64 expert by expert. Bytes are those of x, D and the weights of experts with tokens, once.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate, product
 from pathlib import Path
@@ -29,7 +29,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 import cutlass_ops as co
+from cutlass_ops.choose import dispatch
+from cutlass_ops.compilation.builder import build_many
 from cutlass_ops.declare.problem import Problem
+from cutlass_ops.run.call import device_of, signature_of
 from cutlass_ops.run.grouped import grouped_op
 from cutlass_ops.tuner.timing import expected_us, rotation
 
@@ -133,6 +136,19 @@ def peers(epilogue: str) -> dict[str, Callable[[Inputs], Tensor]]:
     return {"grouped_mm_silu": eager, "compile": lambda x: compiled(x.x, x.w, x.offsets)}
 
 
+def build_ahead(cases: Iterable[tuple[Case, str]]) -> None:
+    """Compile what the cases need, as many kernels at a time as there are processors."""
+    device, specs = device_of(torch.device("cuda", 0)), {}
+    for case, epilogue in cases:
+        n, k = WEIGHTS[case.experts]
+        x = torch.empty(case.tokens, k, dtype=DTYPE, device="meta")
+        w = torch.empty(case.experts, n, k, dtype=DTYPE, device="meta").mT
+        offsets = torch.empty(case.experts, dtype=torch.int32, device="meta")
+        call = grouped_op(EPILOGUE[epilogue]).checked(x, w, (offsets,), {}, None, None)
+        specs[dispatch.choose(signature_of(call, device), device, call.chosen_for)[0]] = None
+    build_many(list(specs))
+
+
 def run_case(case: Case, epilogue: str) -> dict[str, Any]:
     """Check and time one case.
 
@@ -214,9 +230,10 @@ def main() -> None:
     environment = harness.environment()
     begin, rows = time.monotonic(), harness.measured(args.resume, environment)
     done = {(r["experts"], r["tokens"], r["groups"], r["epilogue"]) for r in rows}
-    for experts, tokens, groups, epilogue in product(args.experts, args.tokens, args.groups, args.epilogues):
-        if (experts, tokens, groups, epilogue) in done:
-            continue
+    every = product(args.experts, args.tokens, args.groups, args.epilogues)
+    left = [each for each in every if each not in done]
+    build_ahead((Case(experts, tokens, groups), epilogue) for experts, tokens, groups, epilogue in left)
+    for experts, tokens, groups, epilogue in left:
         if time.monotonic() - begin > args.limit:
             print(f"stopped at the limit before {experts} experts, {tokens} tokens, {groups}, {epilogue}")
             break
