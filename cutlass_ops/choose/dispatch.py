@@ -46,6 +46,11 @@ def unserved(what: str, signature: OpSignature, device: Device, name: str = "") 
     advice = ""
     if signature.form == GROUPED:
         advice = "groups of rows need wgmma, which sm_90 alone has: call gemm for each expert's rows"
+        if device.has_wgmma and signature.epilogue.products:
+            advice = (
+                "with a Product, weights (E, N, K) are passed as w.mT, N is a multiple of 8, and the epilogue reads no "
+                "(M, N) tile and stores D alone"
+            )
     elif mma is not None and not mma.shapes and not device.has_wgmma:
         advice = "these types need wgmma, which sm_90 alone has: convert a and b to BF16"
     elif any(t.dtype in FP8 for t in (signature.d, *signature.outputs)) and device.capability < arch.STORES_FP8:

@@ -76,13 +76,13 @@ GROUPED = Form(
 FORMS: dict[str, Form] = {form.name: form for form in (DENSE, BATCHED, GROUPED)}
 
 
-def why_one_gemm(graph: Expression) -> str | None:
-    """Say why a kernel computes an epilogue for one GEMM only, whatever its form; None if also for several batches."""
+def why_one_gemm(graph: Expression, form: Form = BATCHED) -> str | None:
+    """Say why a kernel computes an epilogue for one GEMM only; None if also for several of a form."""
     if graph.quantized is not None:
         return "the epilogue quantises D, and a kernel writes the scales of one GEMM"
     if any(output.reduce is not None for output in graph.outputs):
         return "the epilogue reduces D, and a kernel finishes the reductions of one GEMM"
-    if graph.products:
+    if graph.products and form != GROUPED:
         return "the epilogue has a further product, and a kernel multiplies the A of one GEMM by several matrices"
     if graph.gathered:
         return "the epilogue takes statistics of A's rows, and a kernel takes those of one GEMM"

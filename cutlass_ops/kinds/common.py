@@ -55,7 +55,7 @@ def _form(spec: KernelSpec, config: Config) -> Iterator[Broken]:
 
 
 def _one_gemm(spec: KernelSpec, _: Config) -> Iterator[str]:
-    why = why_one_gemm(spec.epilogue) if spec.form in (BATCHED, GROUPED) else None
+    why = why_one_gemm(spec.epilogue, spec.form) if spec.form in (BATCHED, GROUPED) else None
     if why is not None:
         yield f"form is {spec.form}, and {why}: use form dense for each {'group' if spec.form == GROUPED else 'batch'}"
 

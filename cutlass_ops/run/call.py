@@ -162,7 +162,7 @@ class Call(NamedTuple):
             def of_group(kind: Kind, value: Tensor | float, expert: int = expert, rows: slice = rows) -> Tensor | float:
                 if not isinstance(value, Tensor) or kind is Kind.SCALAR or kind is Kind.INTEGER:
                     return value
-                if kind is Kind.ROW:
+                if kind is Kind.ROW or kind is Kind.PRODUCT:
                     return value[expert] if value.ndim > 1 else value
                 return value[rows]
 

@@ -95,15 +95,16 @@ def grouped_gemm(
         (E,), INT32, on the device of x: the row at which each expert's rows end, as
         ``torch.cumsum(rows_of_each, 0, dtype=torch.int32)`` has it.
     epilogue : Epilogue, optional
-        A function decorated with :func:`cutlass_ops.epilogue`; by default D = x @ w. It neither reduces D nor takes a
-        ``Product``. ``row_index()`` counts from the first row of the expert.
+        A function decorated with :func:`cutlass_ops.epilogue`; by default D = x @ w. It does not reduce D.
+        ``row_index()`` counts from the first row of the expert.
     out : Tensor or mapping of str to Tensor, optional
         Where to write D, or the outputs by name: (T, N), row-major.
     out_dtype : torch.dtype, optional
         D's dtype, FP16, BF16 or FP32, or FP8, which saturates; by default that of ``x``.
     **inputs
-        The epilogue's inputs by name: Row (E, N), a row for each expert, or (N,) for all; Col (T,); Tile (T, N); Scalar
-        a number or 0-d tensor; Integer an int or a 0-d tensor.
+        The epilogue's inputs by name: Row (E, N), a row for each expert, or (N,) for all; Col (T,); Tile (T, N);
+        Product (E, K, N), a further weight for each expert; Scalar a number or 0-d tensor; Integer an int or a 0-d
+        tensor.
 
     Returns
     -------

@@ -25,7 +25,7 @@ def require(graph: Graph) -> None:
     ValueError
         If it is one. The message says what to do.
     """
-    why = why_one_gemm(graph)
+    why = why_one_gemm(graph, GROUPED)
     if why:
         raise ValueError(f"{why}: call gemm for each expert, or leave that out of the epilogue")
     taken = sorted(set(GROUPED.operands) & {i.name for i in graph.inputs})

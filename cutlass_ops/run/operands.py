@@ -139,7 +139,7 @@ def check_lines(arguments: Arguments, products: Mapping[str, Tensor]) -> Sequenc
     """
     a, b = arguments.a, arguments.b
     if arguments.form == GROUPED:
-        _check_group_lines(arguments)
+        _check_group_lines(arguments, products)
     found = mma.mma_of(element_type("a", a), element_type("b", b))
     if found is None or not found.wgmma_k_major_only:
         return MAJORS
@@ -161,11 +161,11 @@ def check_lines(arguments: Arguments, products: Mapping[str, Tensor]) -> Sequenc
     return ("col",)
 
 
-def _check_group_lines(arguments: Arguments) -> None:
+def _check_group_lines(arguments: Arguments, products: Mapping[str, Tensor]) -> None:
     """Refuse operands of groups that TMA cannot read: there are no other kernels."""
     if 0 in arguments.problem:
         return
-    x, w = arguments.a, arguments.b
+    x = arguments.a
     rows = _as_major(x, 1, element_type("x", x))
     step = arch.TMA_ALIGNMENT_BYTES // x.element_size()
     if rows is None:
@@ -175,11 +175,12 @@ def _check_group_lines(arguments: Arguments) -> None:
             f"x has shape {tuple(x.shape)} and strides {x.stride()}, and its rows do not begin at multiples of "
             f"{arch.TMA_ALIGNMENT_BYTES} bytes: pad K of x and w with zeros to a multiple of {step}"
         )
-    if not matrix("w", w, element_type("w", w)).operand.aligned:
-        raise ValueError(
-            f"w has shape {tuple(w.shape)} and strides {w.stride()}, and its lines do not begin at multiples of "
-            f"{arch.TMA_ALIGNMENT_BYTES} bytes: pass weights (E, N, K) as w.mT, or pad N to a multiple of {step}"
-        )
+    for name, w in {"w": arguments.b, **products}.items():
+        if not matrix(name, w, element_type(name, w)).operand.aligned:
+            raise ValueError(
+                f"{name} has shape {tuple(w.shape)} and strides {w.stride()}, and its lines do not begin at multiples of "
+                f"{arch.TMA_ALIGNMENT_BYTES} bytes: pass weights (E, N, K) as {name}.mT, or pad N to a multiple of {step}"
+            )
 
 
 class Arguments(NamedTuple):
@@ -378,8 +379,8 @@ def check_grouped(graph: Graph, x: Any, w: Any, offsets: Any, inputs: Mapping[st
     (rows, k), (experts, _, n) = x.shape, w.shape
     if graph.swaps_pairs and n % 2:
         raise ValueError(f"w has {n} columns, and the epilogue swaps pairs of them: N must be even, so pad w by one")
-    # A row for each expert is no input of one GEMM, and its first row is.
-    each = {i.name: _as_stored(inputs[i.name]) for i in graph.inputs if _is_of_experts(i, inputs, experts, n)}
+    # A row or a matrix for each expert is no input of one GEMM, and the first one is.
+    each = {i.name: _as_stored(inputs[i.name]) for i in graph.inputs if _is_of_experts(i, inputs, w)}
     checked = _check_inputs(graph, {**inputs, **{name: value[0] for name, value in each.items()}}, x, w[0], (rows,))
     for declared in graph.inputs:
         value = checked[declared.name]
@@ -398,15 +399,22 @@ def check_grouped(graph: Graph, x: Any, w: Any, offsets: Any, inputs: Mapping[st
 _GROUPED = (f16, bf16)
 
 
-def _is_of_experts(declared: Input, inputs: Mapping[str, Any], experts: int, n: int) -> bool:
-    """Whether an input has a row for each expert.
+def _is_of_experts(declared: Input, inputs: Mapping[str, Any], w: Tensor) -> bool:
+    """Whether an input has a row, or a further weight, for each expert.
 
     Raises
     ------
     ValueError
-        If it has two dimensions and is neither that nor one row for all.
+        If it has another shape, and is not one row for all.
     """
-    value = inputs.get(declared.name)
+    value, (experts, k, n) = inputs.get(declared.name), w.shape
+    if declared.kind is Kind.PRODUCT and isinstance(value, Tensor):
+        if value.shape != w.shape:
+            raise ValueError(
+                f"{declared.name} has shape {tuple(value.shape)}: as a Product it must have w's shape (E, K, N), "
+                f"{(experts, k, n)}"
+            )
+        return True
     if declared.kind is not Kind.ROW or not isinstance(value, Tensor) or value.ndim < 2:
         return False
     if tuple(value.shape) != (experts, n):

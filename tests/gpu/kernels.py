@@ -531,6 +531,12 @@ def grouped() -> dict[str, KernelSpec]:
         for what in whats:
             op, changes = GROUPED[what]
             found[f"grouped-{name}-{what}"] = with_form(spec(op, "bf16", ("row", "col"), config, **changes), "grouped")
+    gate = ops.called(builtin.swiglu)
+    for name, config in (
+        ("pingpong", configs["pingpong"][0]),
+        ("swapped", co.Sm90Config(co.ThreadblockShape(128, 16, 64), schedule="pingpong", swap_ab=True)),
+    ):
+        found[f"grouped-{name}-gated"] = with_form(spec(gate, "bf16", ("row", "col"), config), "grouped")
     for name in ("pingpong", "swapped"):
         one = spec(OPS["gemm"], "f16", ("row", "row"), configs[name][0])
         found[f"grouped-{name}-majors"] = with_form(one, "grouped", d="f32.row")

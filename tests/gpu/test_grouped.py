@@ -5,6 +5,7 @@ import torch
 
 import cutlass_ops as co
 from cutlass_ops.artifacts.loader import Reason, refusal
+from cutlass_ops.epilogue import builtin
 from cutlass_ops.run import ops
 from cutlass_ops.run.grouped import grouped_op
 from tests.gpu import kernels, oracle, tensors
@@ -46,7 +47,7 @@ def exact(graph, x, w, sizes, inputs):
         given = {}
         for declared in graph.inputs:
             value = inputs[declared.name]
-            if declared.kind.name == "ROW" and value.ndim == 2:
+            if declared.kind.name == "PRODUCT" or (declared.kind.name == "ROW" and value.ndim == 2):
                 value = value[expert]
             elif declared.kind.name in ("COL", "TILE"):
                 value = value[rows]
@@ -83,13 +84,15 @@ def operands(spec, rows, experts, n, k):
     return x, w if spec.b.major == "row" else w.mT
 
 
-def inputs_of(spec, rows, experts, n):
+def inputs_of(spec, rows, experts, n, k):
     shapes = {"ROW": (experts, n), "COL": (rows,), "TILE": (rows, n)}
     found = {}
     for declared, operand in spec.typed_inputs:
         dtype = tensors.DTYPES[operand.dtype.name]
         if declared.kind.name == "SCALAR":
             found[declared.name] = ALPHA
+        elif declared.kind.name == "PRODUCT":
+            found[declared.name] = normal(experts, n, k, dtype=dtype, scale=k**-0.25).mT
         elif declared.kind.name == "TILE" and operand.aligned:
             found[declared.name] = normal(rows, -(-n // 8) * 8 + 8, dtype=dtype)[:, :n]
         else:
@@ -103,7 +106,7 @@ def run(spec, sizes, n, k, unused=0, shared=()):
     rows = max(1, used + unused)
     x, w = operands(spec, rows, len(sizes), n, k)
     x[used:] = torch.nan
-    inputs = inputs_of(spec, rows, len(sizes), n)
+    inputs = inputs_of(spec, rows, len(sizes), n, k)
     inputs |= {name: inputs[name][0] for name in shared if name in inputs}
     types = (spec.d, *spec.outputs)
     framed = [Framed(rows, n, tensors.DTYPES[of.dtype.name], aligned=of.aligned) for of in types]
@@ -166,7 +169,7 @@ FALSE = {
 def test_false_offsets_reach_nothing_outside(name, offsets):
     spec, rows, n = SPECS[name], 300, 136
     x, w = operands(spec, rows, len(offsets), n, 72)
-    inputs = inputs_of(spec, rows, len(offsets), n)
+    inputs = inputs_of(spec, rows, len(offsets), n, 72)
     types = (spec.d, *spec.outputs)
     framed = [Framed(rows, n, tensors.DTYPES[of.dtype.name], aligned=of.aligned) for of in types]
     names = [o.name for o in spec.epilogue.outputs]
@@ -276,6 +279,14 @@ def test_a_further_output():
     oracle.assert_close(found.pre, wanted["pre"])
 
 
+def test_two_weights_of_each_expert():
+    x, (w, up) = normal(90, 64, scale=0.3), (normal(3, 136, 64, scale=0.3).mT for _ in range(2))
+    swiglu = builtin.swiglu
+    for sizes in ([30, 0, 60], [0, 90, 0]):
+        found = co.grouped_gemm(x, w, offsets_of(sizes), epilogue=swiglu, up=up)
+        oracle.assert_close(found, exact(swiglu.graph, x, w, sizes, {"up": up})["d"])
+
+
 def test_a_residual_in_place():
     x, w, out = normal(90, 64, scale=0.3), normal(3, 136, 64, scale=0.3).mT, normal(90, 136)
     sizes, inputs = [30, 0, 50], {"residual": out.clone()}
@@ -315,7 +326,7 @@ def test_nothing_waits_for_the_device():
 def test_offsets_change_between_replays(name):
     spec, rows, experts, n = SPECS[name], 300, 9, 136
     x, w = operands(spec, rows, experts, n, 72)
-    inputs = inputs_of(spec, rows, experts, n)
+    inputs = inputs_of(spec, rows, experts, n, 72)
     kernel, ends = co.build(spec), offsets_of([300] + [0] * 8)
     out = torch.empty(rows, n, device="cuda", dtype=BF16)
     kernel(x, w, ends, *inputs.values(), out=out)

@@ -118,6 +118,13 @@ def test_further_outputs_have_rows():
     close(found.d, torch.relu(exact(x, w, ends(2, 6)) + bias.double()[[0, 0, 1, 1, 1, 1]]))
 
 
+def test_each_expert_may_have_two_weights():
+    x, w, up = normal(6, 16), normal(2, 8, 16).mT, normal(2, 8, 16).mT
+    found = co.grouped_gemm(x, w, ends(2, 6), epilogue=builtin.swiglu, up=up)
+    for expert, rows in enumerate((slice(0, 2), slice(2, 6))):
+        torch.testing.assert_close(found[rows], co.gemm_swiglu(x[rows], w[expert], up[expert]))
+
+
 def test_rows_are_numbered_from_the_first_of_their_expert():
     found = co.grouped_gemm(normal(6, 16), normal(2, 16, 8), ends(2, 6), epilogue=numbered)
     assert found[:, 0].tolist() == [0, 1, 0, 1, 2, 3]
@@ -165,6 +172,12 @@ def wrong(**changes):
         ({"epilogue": summed}, ValueError, "the epilogue reduces D, and a kernel finishes the reductions of one GEMM"),
         ({"epilogue": clash}, ValueError, "the epilogue has an input offsets, and so has grouped_gemm"),
         ({"epilogue": builtin.bias}, TypeError, "bias is missing"),
+        (
+            {"epilogue": builtin.swiglu, "up": normal(16, 8)},
+            ValueError,
+            "as a Product it must have w's shape (E, K, N)",
+        ),
+        ({"epilogue": builtin.swiglu, "up": normal(2, 8, 16).mT}, ValueError, "both weights need the same major"),
         ({"epilogue": builtin.bias, "bias": normal(3, 8)}, ValueError, "as a Row it must have shape (2, 8)"),
         ({"epilogue": builtin.bias, "bias": normal(7)}, ValueError, "bias has shape (7,)"),
         (
@@ -262,6 +275,24 @@ def test_a_legal_kernel_is_chosen(rows, n, k):
     for spec in found.specs:
         assert legality.check(spec) == ()
     assert not found.order.by_gpc
+
+
+@pytest.mark.usefixtures("session")
+@pytest.mark.parametrize(("n", "served"), [(64, True), (65, False)])
+def test_kernels_of_two_weights_need_an_aligned_result(n, served):
+    call = made(builtin.swiglu.graph, n=n, up=(4, n, 64))
+    call = call._replace(
+        arguments=call.arguments._replace(
+            inputs={**call.arguments.inputs, "up": torch.empty(4, n, 64, dtype=BF16, device="meta").mT}
+        )
+    )
+    signature = signature_of(call, H100)
+    found = dispatch.decide(signature, H100, call.chosen_for)
+    assert (found is not None) == served
+    if found is not None:
+        assert all(legality.check(spec) == () for spec in found.specs)
+    else:
+        assert "with a Product, weights (E, N, K) are passed as w.mT" in dispatch.unserved("x", signature, H100)
 
 
 def test_tiles_beside_others_go_through_registers():

@@ -55,6 +55,14 @@ class GroupedOperands : BatchedOperands {
     return by_group(matrix<Element, kMajor, kAlignment, kAlignedExtent>(-1, -1, Use::kOperand));
   }
 
+  // Further ones, of the first ones' shape.
+  template <class Element, Major kMajor, int kAlignment>
+  BatchedMatrix second(Problem p) {
+    if (p.n > INT32_MAX / 2) fail_shape(kWeights);  // both together are counted in 32 bits
+    expect(count_);
+    return by_group(matrix<Element, kMajor, kAlignment, false>(p.k, p.n, Use::kOperand));
+  }
+
   template <class Element, Major kMajor, int kAlignment, bool kAlignedExtent>
   BatchedMatrix result() {
     expect_none();
