@@ -178,8 +178,9 @@ def _check_group_lines(arguments: Arguments, products: Mapping[str, Tensor]) -> 
     for name, w in {"w": arguments.b, **products}.items():
         if not matrix(name, w, element_type(name, w)).operand.aligned:
             raise ValueError(
-                f"{name} has shape {tuple(w.shape)} and strides {w.stride()}, and its lines do not begin at multiples of "
-                f"{arch.TMA_ALIGNMENT_BYTES} bytes: pass weights (E, N, K) as {name}.mT, or pad N to a multiple of {step}"
+                f"{name} has shape {tuple(w.shape)} and strides {w.stride()}, and its lines do not begin at multiples "
+                f"of {arch.TMA_ALIGNMENT_BYTES} bytes: pass weights (E, N, K) as {name}.mT, or pad N to a multiple of "
+                f"{step}"
             )
 
 

@@ -172,11 +172,7 @@ def wrong(**changes):
         ({"epilogue": summed}, ValueError, "the epilogue reduces D, and a kernel finishes the reductions of one GEMM"),
         ({"epilogue": clash}, ValueError, "the epilogue has an input offsets, and so has grouped_gemm"),
         ({"epilogue": builtin.bias}, TypeError, "bias is missing"),
-        (
-            {"epilogue": builtin.swiglu, "up": normal(16, 8)},
-            ValueError,
-            "as a Product it must have w's shape (E, K, N)",
-        ),
+        ({"epilogue": builtin.swiglu, "up": normal(16, 8)}, ValueError, "must have w's shape (E, K, N), (2, 16, 8)"),
         ({"epilogue": builtin.swiglu, "up": normal(2, 8, 16).mT}, ValueError, "both weights need the same major"),
         ({"epilogue": builtin.bias, "bias": normal(3, 8)}, ValueError, "as a Row it must have shape (2, 8)"),
         ({"epilogue": builtin.bias, "bias": normal(7)}, ValueError, "bias has shape (7,)"),
@@ -259,7 +255,8 @@ def test_a_kernel_is_chosen_for_groups_of_one_size(rows, experts, m):
 def made(graph, rows=512, experts=4, n=64, k=64, **inputs):
     x, w = torch.empty(rows, k, dtype=BF16, device="meta"), torch.empty(experts, n, k, dtype=BF16, device="meta").mT
     offsets = torch.empty(experts, dtype=torch.int32, device="meta")
-    inputs = {name: torch.empty(*shape, dtype=BF16, device="meta") for name, shape in inputs.items()}
+    drawn = {name: torch.empty(*x, dtype=BF16, device="meta") for name, x in inputs.items() if isinstance(x, tuple)}
+    inputs |= drawn
     return check_call(graph, x, w, inputs, None, None, offsets=offsets)
 
 
@@ -280,12 +277,7 @@ def test_a_legal_kernel_is_chosen(rows, n, k):
 @pytest.mark.usefixtures("session")
 @pytest.mark.parametrize(("n", "served"), [(64, True), (65, False)])
 def test_kernels_of_two_weights_need_an_aligned_result(n, served):
-    call = made(builtin.swiglu.graph, n=n, up=(4, n, 64))
-    call = call._replace(
-        arguments=call.arguments._replace(
-            inputs={**call.arguments.inputs, "up": torch.empty(4, n, 64, dtype=BF16, device="meta").mT}
-        )
-    )
+    call = made(builtin.swiglu.graph, n=n, up=torch.empty(4, n, 64, dtype=BF16, device="meta").mT)
     signature = signature_of(call, H100)
     found = dispatch.decide(signature, H100, call.chosen_for)
     assert (found is not None) == served
