@@ -360,10 +360,11 @@ def _why(policy: Policy, problem: Problem, best: Candidate, count: int) -> str:
     mine, others = "this epilogue on this kind of device", "another epilogue, element type or device"
     measured_for = mine if policy.own and policy.own.at(problem) else others
     corrected_for = " and ".join(dict.fromkeys(mine if table is policy.own else others for table in policy.tables))
+    measure = "" if policy.signature.form == GROUPED else " (run cutlass_ops.tune() to measure)"
     how = {
         "measured": f"measured fastest at exactly this shape, for {measured_for}",
         "interpolated": f"predicted by the cost model, corrected by measurements at similar shapes for {corrected_for}",
-        "model": "predicted by the cost model, since nothing similar was measured (run cutlass_ops.tune() to measure)",
+        "model": f"predicted by the cost model, since nothing similar was measured{measure}",
     }[best.source]
     bound = policy.own is not None and policy.own.deterministic
     only = ", all with bit-identical results (deterministic tuning)" if bound else ""

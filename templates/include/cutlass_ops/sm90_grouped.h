@@ -113,9 +113,11 @@ class GroupedTileScheduler : public cutlass::gemm::kernel::detail::PersistentTil
   CUTLASS_DEVICE static void fixup(Params const&, WorkTileInfo const&, Fragment&, uint32_t, uint32_t) {}
 
  private:
-  // Goes on to the group of the next tile. Returns how many clusters its rows take, 0 where no tile is left. RowGroups that end
+  // Goes on to the group of the next tile. Returns how many clusters its rows take, 0 where no tile is left. Groups that end
   // before an earlier one does count as empty, so that there are never more tiles than rows take.
   CUTLASS_DEVICE int find() {
+    if (next_ - first_ < rows_ * params_.columns) return rows_;  // the same group's
+    rows_ = 0;
     constexpr unsigned kWarp = 0xffffffff;
     int const lane = int(threadIdx.x % 32);
     RowGroups const& groups = params_.groups;
@@ -177,7 +179,8 @@ class GroupedTileScheduler : public cutlass::gemm::kernel::detail::PersistentTil
       group_ += owner * kEach + __shfl_sync(kWarp, group, owner);
       first_ += __shfl_sync(kWarp, start, owner);
       reached_ = __shfl_sync(kWarp, before, owner);
-      return __shfl_sync(kWarp, rows, owner);
+      rows_ = __shfl_sync(kWarp, rows, owner);
+      return rows_;
     }
     return 0;
   }
@@ -186,6 +189,7 @@ class GroupedTileScheduler : public cutlass::gemm::kernel::detail::PersistentTil
   int next_;         // tile, counted in clusters
   int group_ = 0;    // of the last tile
   int first_ = 0;    // tile of that group
+  int rows_ = 0;     // clusters that its rows take
   int reached_ = 0;  // row at which the groups before it end
 };
 
