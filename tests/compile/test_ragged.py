@@ -1,0 +1,22 @@
+"""Descriptors that end where a group of rows does, by the host's compiler: every element's address, and what is cut off."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from cutlass_ops.base import resources
+from cutlass_ops.compilation.toolchain import find_toolchain
+
+pytestmark = [pytest.mark.compile, pytest.mark.slow]
+
+
+def test_tiles_are_stored_where_their_group_lies_and_end_with_it(tmp_path):
+    found, program = find_toolchain(), tmp_path / "program"
+    folders = [resources.templates() / "include", found.tvm_ffi_dir / "include", found.cutlass_dir / "include"]
+    folders += [found.cutlass_dir / "tools/util/include", *found.include_dirs]
+    flags = ["-std=c++17", "-O1", "-DNDEBUG", "-w", "-fpermissive"]
+    source = Path(__file__).with_name("ragged.cpp")
+    command = [found.host_compiler, *flags, *(f"-I{folder}" for folder in folders), source, "-o", program]
+    subprocess.run([str(part) for part in command], check=True)
+    assert subprocess.run([program], check=True, capture_output=True, text=True).stdout == "ok\n"
