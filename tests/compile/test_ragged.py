@@ -1,4 +1,4 @@
-"""Descriptors that end where a group of rows does, by the host's compiler: where each element goes, and what is cut off."""
+"""Descriptors that end where a group of rows does, by the host's compiler: where elements go, and what is cut off."""
 
 import subprocess
 from pathlib import Path
