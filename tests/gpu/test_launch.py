@@ -2,8 +2,6 @@
 
 import threading
 import time
-import warnings
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ import cutlass_ops as co
 from cutlass_ops.artifacts.loader import Reason, refusal
 from cutlass_ops.run import ops
 from cutlass_ops.run.registry import Registry
-from tests.gpu import edges, kernels, placement
+from tests.gpu import edges, kernels, placement, tensors
 from tests.gpu.placement import whole
 from tests.gpu.warm import served_warm
 
@@ -58,17 +56,6 @@ def exact(a, b, bias, dtype=BF16):
 
 def nan_like(*shape, dtype=BF16):
     return torch.full(shape, NAN, device=placement.DEVICE, dtype=dtype)
-
-
-@contextmanager
-def without_synchronisation():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def allocations():
@@ -178,7 +165,7 @@ def test_a_warm_call_neither_allocates_nor_synchronises():
     for call in calls.values():
         call(), call(out=out)
     torch.cuda.synchronize()
-    with without_synchronisation():
+    with tensors.without_synchronisation():
         for name, call in calls.items():
             before = allocations()
             for _ in range(5):
@@ -188,7 +175,7 @@ def test_a_warm_call_neither_allocates_nor_synchronises():
             assert allocations() == before + 1, name
     # The same memory holds for a shape that the op sees for the first time.
     a, out = whole(73, 128).to(BF16), nan_like(73, 256)
-    with without_synchronisation():
+    with tensors.without_synchronisation():
         before = allocations()
         co.gemm_bias_relu(a, b, bias, out=out)
         assert allocations() == before
