@@ -5,9 +5,12 @@ import torch
 
 import cutlass_ops as co
 from cutlass_ops.artifacts.loader import Reason, refusal
+from cutlass_ops.choose import dispatch
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.run import ops
+from cutlass_ops.run.call import device_of, signature_of
 from cutlass_ops.run.grouped import grouped_op
+from cutlass_ops.run.registry import Registry
 from tests.gpu import kernels, oracle, tensors
 
 pytestmark = [
@@ -245,6 +248,45 @@ CALLS = [
 ]
 
 
+# What the tests below call besides: the epilogue, and how many rows and experts, N and K.
+OTHERS = [
+    *((epilogue, 90, 3, 136, 64) for epilogue in (saved, builtin.swiglu, builtin.residual)),
+    *((None, rows, 8, 136, 64) for rows in (100, 101, 64, 333)),
+    *((epilogue, rows, 3, 136, 64) for epilogue, rows in ((None, 96), (None, 50), (builtin.bias, 96))),
+]
+
+
+def chosen(epilogue, rows, experts, n, k, dtype=BF16, out_dtype=None, *, turned=False):
+    """Return the kernel that serves a call with tensors of these extents."""
+
+    def empty(*shape):
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    op = grouped_op(epilogue)
+    w = empty(experts, k, n) if turned else empty(experts, n, k).mT
+    drawn = {"ROW": (experts, n), "TILE": (rows, n)}
+    inputs = {i.name: empty(*drawn[i.kind.name]) for i in op.graph.inputs if i.kind.name in drawn}
+    inputs |= {i.name: empty(experts, n, k).mT for i in op.graph.inputs if i.kind.name == "PRODUCT"}
+    inputs |= {i.name: torch.empty(rows, device="meta") for i in op.graph.inputs if i.kind.name == "COL"}
+    inputs |= {i.name: ALPHA for i in op.graph.inputs if i.kind.name == "SCALAR"}
+    offsets = torch.empty(experts, dtype=torch.int32, device="meta")
+    call = op.checked(empty(rows, k), w, (), {"offsets": offsets, **inputs}, None, out_dtype)
+    device = device_of(torch.device("cuda", torch.cuda.current_device()))
+    return dispatch.choose(signature_of(call, device), device, call.chosen_for)[0]
+
+
+@pytest.fixture(scope="module")
+def built():
+    """Compile what serves the calls below, side by side."""
+    wanted = [chosen(*each) for each in OTHERS]
+    for dtype, experts, rows, n, k in CALLS:
+        for turned in (False, True) if n % 8 == 0 else (False,):
+            wanted.append(chosen(routed, rows, experts, n, k, dtype, turned=turned))
+            wanted += [chosen(None, rows, experts, n, k, dtype, out, turned=turned) for out in (dtype, torch.float32)]
+    Registry.current().kernels(dict.fromkeys(wanted))
+
+
+@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize(("dtype", "experts", "rows", "n", "k"), CALLS, ids=str)
 @pytest.mark.parametrize("turned", [False, True], ids=["E,N,K", "E,K,N"])
 def test_calls(dtype, experts, rows, n, k, turned):
@@ -271,6 +313,7 @@ def test_calls(dtype, experts, rows, n, k, turned):
         oracle.assert_close(found, exact(ops.op_of(None).graph, x, w, sizes, {})["d"])
 
 
+@pytest.mark.usefixtures("built")
 def test_a_further_output():
     x, w, bias = normal(90, 64, scale=0.3), normal(3, 136, 64, scale=0.3).mT, normal(3, 136)
     found = co.grouped_gemm(x, w, offsets_of([30, 0, 60]), epilogue=saved, bias=bias)
@@ -279,6 +322,7 @@ def test_a_further_output():
     oracle.assert_close(found.pre, wanted["pre"])
 
 
+@pytest.mark.usefixtures("built")
 def test_two_weights_of_each_expert():
     x, (w, up) = normal(90, 64, scale=0.3), (normal(3, 136, 64, scale=0.3).mT for _ in range(2))
     swiglu = builtin.swiglu
@@ -287,10 +331,11 @@ def test_two_weights_of_each_expert():
         oracle.assert_close(found, exact(swiglu.graph, x, w, sizes, {"up": up})["d"])
 
 
+@pytest.mark.usefixtures("built")
 def test_a_residual_in_place():
     x, w, out = normal(90, 64, scale=0.3), normal(3, 136, 64, scale=0.3).mT, normal(90, 136)
     sizes, inputs = [30, 0, 50], {"residual": out.clone()}
-    op = ops.gemm_residual.epilogue
+    op = builtin.residual
     assert co.grouped_gemm(x, w, offsets_of(sizes), epilogue=op, residual=out, out=out) is out
     oracle.assert_close(out[:80], exact(op.graph, x, w, sizes, inputs)["d"])
     assert torch.equal(out[80:], inputs["residual"][80:])
@@ -302,6 +347,7 @@ def test_no_rows():
     assert co.grouped_gemm(normal(0, 64), w, ends).shape == (0, 136)
 
 
+@pytest.mark.usefixtures("built")
 def test_other_numbers_of_rows():
     w, op = normal(8, 136, 64, scale=0.3).mT, grouped_op()
     for rows in (100, 101, 64, 333):
@@ -311,15 +357,13 @@ def test_other_numbers_of_rows():
         oracle.assert_close(found[: sum(sizes)], exact(op.graph, x, w, sizes, {})["d"])
 
 
+@pytest.mark.usefixtures("built")
 def test_nothing_waits_for_the_device():
     x, w, ends = normal(96, 64), normal(3, 136, 64).mT, offsets_of([10, 20, 60])
     co.grouped_gemm(x, w, ends)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with tensors.without_synchronisation():
         co.grouped_gemm(x, w, ends)
         co.grouped_gemm(x[:50], w, ends)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("name", ["grouped-narrow-vectors", "grouped-swapped-inputs", "grouped-pingpong-plain"])
@@ -343,6 +387,7 @@ def test_offsets_change_between_replays(name):
             oracle.assert_close(out[:used], exact(spec.epilogue, x, w, sizes, inputs)["d"])
 
 
+@pytest.mark.usefixtures("built")
 def test_a_prepared_launch():
     x, w, ends = normal(96, 64, scale=0.3), normal(3, 136, 64, scale=0.3).mT, offsets_of([10, 20, 66])
     launch = co.prepare_launch(co.grouped_gemm, x, w, ends)
@@ -350,6 +395,7 @@ def test_a_prepared_launch():
     oracle.assert_close(launch(), x.double() @ w[0].double())
 
 
+@pytest.mark.usefixtures("built")
 def test_a_compiled_program():
     x, w, bias = normal(96, 64, scale=0.3), normal(3, 136, 64, scale=0.3).mT, normal(3, 136)
     compiled = torch.compile(
