@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -110,7 +110,7 @@ class Call(NamedTuple):
             if name == "a" or name in tiles:
                 operands.matrix(name, tensor, operands.element_type(name, tensor))
         operands.weights(self.arguments.b, _products(self), operands.element_type("b", self.arguments.b))
-        operands.check_lines(self.arguments, _products(self))
+        _check_lines(self)
 
     def run_reference(self) -> None:
         """Compute the outputs in PyTorch, for operands that a kernel could also address."""
@@ -210,7 +210,7 @@ def check_call(
     if offsets is None:
         arguments = operands.check_arguments(graph, a, b, inputs)
     else:
-        arguments = operands.check_grouped(graph, a, b, offsets, inputs)
+        arguments = groups.check_arguments(graph, a, b, offsets, inputs)
     if spec is not None and spec.form != arguments.form:
         instead = "b (K, N)" if spec.form == DENSE else "b (..., K, N) with dimensions of batches: b[None] has one"
         raise ValueError(f"b has shape {tuple(b.shape)}, and {spec.slug} is {spec.form}: pass {instead}")
@@ -375,6 +375,13 @@ def device_of(device: torch.device) -> Device:
     return Device((properties.major, properties.minor), properties.multi_processor_count, properties.name)
 
 
+def _check_lines(call: Call) -> Sequence[Major]:
+    """Return the majors that B may have; refuse operands that no kernel for their types or form reads."""
+    if call.arguments.form == GROUPED:
+        groups.check_lines(call.arguments, _products(call))
+    return operands.check_lines(call.arguments, _products(call))
+
+
 def _products(call: Call) -> dict[str, Tensor]:
     return {n: t for n in call.graph.products if isinstance(t := call.arguments.inputs[n], Tensor)}
 
@@ -391,7 +398,7 @@ def signature_of(call: Call, device: Device) -> OpSignature:
     graph, arguments = call.graph, call.arguments
     for name, tensor in call.tensors():
         operands.require_memory(name, tensor)
-    majors = operands.check_lines(arguments, _products(call))
+    majors = _check_lines(call)
     a = operands.matrix("a", arguments.a, operands.element_type("a", arguments.a))
     b, *_ = operands.weights(arguments.b, _products(call), operands.element_type("b", arguments.b), majors)
     by_tma = device.loads_by_tma(a.operand, b.operand)

@@ -1,20 +1,27 @@
-"""Groups of rows: which epilogues have a meaning for them, where they end, and what a kernel is chosen for."""
+"""Groups of rows: the checks of a call's tensors, where groups end, and what a kernel is chosen for."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from cutlass_ops.base import arch
+from cutlass_ops.base.dtypes import bf16, f16
 from cutlass_ops.declare.form import GROUPED, why_one_gemm
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue.graph import Graph
-from cutlass_ops.epilogue.nodes import Kind
+from cutlass_ops.epilogue.nodes import Input, Kind
+from cutlass_ops.run import operands
+from cutlass_ops.run.operands import Arguments
+
+_DTYPES = (f16, bf16)
 
 
 def require(graph: Graph) -> None:
@@ -31,6 +38,121 @@ def require(graph: Graph) -> None:
     taken = sorted(set(GROUPED.operands) & {i.name for i in graph.inputs})
     if taken:
         raise ValueError(f"the epilogue has an input {taken[0]}, and so has grouped_gemm: rename the input")
+
+
+def check_arguments(graph: Graph, x: Any, w: Any, offsets: Any, inputs: Mapping[str, Any]) -> Arguments:
+    """Check the operands and inputs of a call against each other.
+
+    Raises
+    ------
+    TypeError
+        If an argument is not a tensor, has the wrong dtype, or is missing or unknown.
+    ValueError
+        If shapes or devices differ, or the epilogue has no meaning for groups.
+    """
+    _check_operands(x, w, offsets)
+    require(graph)
+    x, w = operands.as_stored(x), operands.as_stored(w)
+    (rows, k), (experts, _, n) = x.shape, w.shape
+    if graph.swaps_pairs and n % 2:
+        raise ValueError(f"w has {n} columns, and the epilogue swaps pairs of them: N must be even, so pad w by one")
+    # A row or a matrix for each expert is no input of one GEMM, and the first one is.
+    each = {i.name: operands.as_stored(inputs[i.name]) for i in graph.inputs if _is_of_experts(i, inputs, w)}
+    checked = operands.check_inputs(
+        graph, {**inputs, **{name: value[0] for name, value in each.items()}}, x, w[0], (rows,)
+    )
+    for declared in graph.inputs:
+        value = checked[declared.name]
+        if declared.kind is Kind.TILE and isinstance(value, Tensor) and not operands.has_lines_along(value, 1):
+            raise ValueError(
+                f"{declared.name} has strides {value.stride()}, and groups are rows in memory: pass "
+                f"{declared.name}.contiguous()"
+            )
+    found = {"offsets": offsets, **{i.name: each.get(i.name, checked[i.name]) for i in graph.inputs}}
+    given = [(i.name, inputs[i.name]) for i in graph.inputs if i.kind in operands.VECTORS]
+    spread = tuple(name for name, value in given if found[name].shape != value.shape)
+    copied = tuple(name for name, value in given if name not in each and operands.repeats(value))
+    return Arguments(Problem(rows, n, k, experts), (rows,), x, w, found, spread, copied, GROUPED)
+
+
+def _check_operands(x: Any, w: Any, offsets: Any) -> None:
+    for name, value, shape in (("x", x, "(T, K)"), ("w", w, "(E, K, N)"), ("offsets", offsets, "(E,)")):
+        operands.require_tensor(name, value)
+        if value.ndim != shape.count(",") + (name != "offsets"):
+            raise ValueError(f"{name} has shape {tuple(value.shape)}: it must be {shape}")
+    if operands.element_type("x", x, _DTYPES) != operands.element_type("w", w, _DTYPES):
+        raise TypeError(f"w is {w.dtype} and x is {x.dtype}: x and w must have the same dtype")
+    if x.shape[1] != w.shape[1]:
+        hint = ". w looks like weights of shape (E, N, K): pass w.mT" if x.shape[1] == w.shape[2] else ""
+        raise ValueError(f"x {tuple(x.shape)} and w {tuple(w.shape)}: they must be (T, K) and (E, K, N){hint}")
+    if not w.shape[0] or not w.shape[1]:
+        raise ValueError(f"w has shape {tuple(w.shape)}: it must have at least one expert, and K above 0")
+    if offsets.dtype != torch.int32:
+        raise TypeError(f"offsets is {offsets.dtype}: pass offsets.int()")
+    if offsets.shape[0] != w.shape[0]:
+        raise ValueError(
+            f"offsets has {offsets.shape[0]} elements and w has {w.shape[0]} experts: it must say where the rows of "
+            "each end, as torch.cumsum(rows_of_each, 0) does"
+        )
+    if offsets.shape[0] > 1 and offsets.stride(0) != 1:
+        raise ValueError(f"offsets has stride {offsets.stride(0)}: call offsets.contiguous() first")
+    operands.require_same_device("w", w, x, "x")
+    operands.require_same_device("offsets", offsets, x, "x")
+
+
+def _is_of_experts(declared: Input, inputs: Mapping[str, Any], w: Tensor) -> bool:
+    """Whether an input has a row, or a further weight, for each expert.
+
+    Raises
+    ------
+    ValueError
+        If it has another shape, and is not one row for all.
+    """
+    value, (experts, k, n) = inputs.get(declared.name), w.shape
+    if declared.kind is Kind.PRODUCT and isinstance(value, Tensor):
+        if value.shape != w.shape:
+            raise ValueError(
+                f"{declared.name} has shape {tuple(value.shape)}: as a Product it must have w's shape (E, K, N), "
+                f"{(experts, k, n)}"
+            )
+        return True
+    if declared.kind is not Kind.ROW or not isinstance(value, Tensor) or value.ndim < 2:
+        return False
+    if tuple(value.shape) != (experts, n):
+        raise ValueError(
+            f"{declared.name} has shape {tuple(value.shape)}: as a Row it must have shape {(experts, n)}, a row for "
+            f"each expert, or {(n,)} for all"
+        )
+    return True
+
+
+def check_lines(arguments: Arguments, products: Mapping[str, Tensor]) -> None:
+    """Refuse operands that TMA cannot read: there are no other kernels.
+
+    Raises
+    ------
+    ValueError
+        If a matrix is not aligned to 16 bytes, or x is not row-major. The message says what to pass.
+    """
+    if 0 in arguments.problem:
+        return
+    x = arguments.a
+    rows = operands.as_major(x, 1, operands.element_type("x", x))
+    step = arch.TMA_ALIGNMENT_BYTES // x.element_size()
+    if rows is None:
+        raise ValueError(f"x has strides {x.stride()}, and groups are rows in memory: pass x.contiguous()")
+    if not rows.operand.aligned:
+        raise ValueError(
+            f"x has shape {tuple(x.shape)} and strides {x.stride()}, and its rows do not begin at multiples of "
+            f"{arch.TMA_ALIGNMENT_BYTES} bytes: pad K of x and w with zeros to a multiple of {step}"
+        )
+    for name, w in {"w": arguments.b, **products}.items():
+        if not operands.matrix(name, w, operands.element_type(name, w)).operand.aligned:
+            raise ValueError(
+                f"{name} has shape {tuple(w.shape)} and strides {w.stride()}, and its lines do not begin at multiples "
+                f"of {arch.TMA_ALIGNMENT_BYTES} bytes: pass weights (E, N, K) as {name}.mT, or pad N to a multiple of "
+                f"{step}"
+            )
 
 
 def ends(offsets: Tensor, rows: int) -> Iterator[slice]:

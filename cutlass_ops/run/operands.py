@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from cutlass_ops.base import arch, mma
-from cutlass_ops.base.dtypes import ALL, READ, DType, bf16, f16, i32
+from cutlass_ops.base.dtypes import ALL, READ, DType, i32
 from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED, Form
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import Major, Operand
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import BLOCKS, Input, Kind, Output
 from cutlass_ops.epilogue.operations import REDUCTIONS
-from cutlass_ops.run import batches, groups, traced
+from cutlass_ops.run import batches, traced
 
 _DTYPES: dict[torch.dtype, DType] = {getattr(torch, t.torch_name): t for t in ALL}
 MAJORS: tuple[Major, ...] = ("row", "col")
@@ -96,7 +96,7 @@ def weights(
 
 
 def _readings(name: str, tensor: Tensor, dtype: DType) -> list[Matrix]:
-    found = [m for inner in (1, 0) if (m := _as_major(tensor, inner, dtype)) is not None]
+    found = [m for inner in (1, 0) if (m := as_major(tensor, inner, dtype)) is not None]
     if not found:
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}: one dimension must have stride 1, "
@@ -115,7 +115,8 @@ def has_lines_along(tensor: Tensor, inner: int) -> bool:
     return (length <= 1 or tensor.stride(along) == 1) and (runs <= 1 or tensor.stride(across) >= length)
 
 
-def _as_major(tensor: Tensor, inner: int, dtype: DType) -> Matrix | None:
+def as_major(tensor: Tensor, inner: int, dtype: DType) -> Matrix | None:
+    """Return the type of a matrix whose lines are along one of its dimensions, 0 or 1; None if they are not."""
     if not has_lines_along(tensor, inner):
         return None
     along, across = inner - 2, -1 - inner
@@ -138,13 +139,11 @@ def check_lines(arguments: Arguments, products: Mapping[str, Tensor]) -> Sequenc
         If a matrix is not contiguous along K, or not aligned to 16 bytes. The message says what to pass.
     """
     a, b = arguments.a, arguments.b
-    if arguments.form == GROUPED:
-        _check_group_lines(arguments, products)
     found = mma.mma_of(element_type("a", a), element_type("b", b))
     if found is None or not found.wgmma_k_major_only:
         return MAJORS
     for name, tensor, along_k in (("a", a, 1), ("b", b, 0), *((n, t, 0) for n, t in products.items())):
-        lines = _as_major(tensor, along_k, element_type(name, tensor))
+        lines = as_major(tensor, along_k, element_type(name, tensor))
         if lines is None:
             once = f"pass weight.t() of a contiguous weight (N, K), or prepare({name}).matrix, which transposes it once"
             instead = "pass a row-major matrix" if name == "a" else once
@@ -159,29 +158,6 @@ def check_lines(arguments: Arguments, products: Mapping[str, Tensor]) -> Sequenc
                 + ("" if name == "a" else f", or pass prepare({name}).matrix, whose lines are longer than K")
             )
     return ("col",)
-
-
-def _check_group_lines(arguments: Arguments, products: Mapping[str, Tensor]) -> None:
-    """Refuse operands of groups that TMA cannot read: there are no other kernels."""
-    if 0 in arguments.problem:
-        return
-    x = arguments.a
-    rows = _as_major(x, 1, element_type("x", x))
-    step = arch.TMA_ALIGNMENT_BYTES // x.element_size()
-    if rows is None:
-        raise ValueError(f"x has strides {x.stride()}, and groups are rows in memory: pass x.contiguous()")
-    if not rows.operand.aligned:
-        raise ValueError(
-            f"x has shape {tuple(x.shape)} and strides {x.stride()}, and its rows do not begin at multiples of "
-            f"{arch.TMA_ALIGNMENT_BYTES} bytes: pad K of x and w with zeros to a multiple of {step}"
-        )
-    for name, w in {"w": arguments.b, **products}.items():
-        if not matrix(name, w, element_type(name, w)).operand.aligned:
-            raise ValueError(
-                f"{name} has shape {tuple(w.shape)} and strides {w.stride()}, and its lines do not begin at multiples "
-                f"of {arch.TMA_ALIGNMENT_BYTES} bytes: pass weights (E, N, K) as {name}.mT, or pad N to a multiple of "
-                f"{step}"
-            )
 
 
 class Arguments(NamedTuple):
@@ -291,23 +267,24 @@ def check_arguments(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any]) -> 
             f"a {tuple(a.shape)} and b {tuple(b.shape)}: a must be (..., M, K) and b (K, N) with the same K"
             + (". b looks like a weight of shape (N, K): pass b.t()" if transposed else "")
         )
-    _require_same_device("b", b, a)
-    a, b = _as_stored(a), _as_stored(b)
+    require_same_device("b", b, a)
+    a, b = as_stored(a), as_stored(b)
     batch, (k, n) = tuple(a.shape[:-1]), b.shape
     if graph.swaps_pairs and n % 2:
         raise ValueError(f"b has {n} columns, and the epilogue swaps pairs of them: N must be even, so pad b by one")
     m = math.prod(batch)
     flat_a = fold("a", a, (m, k))
-    checked = _check_inputs(graph, inputs, a, b, batch)
-    pairs = [(i.name, checked[i.name], inputs[i.name]) for i in graph.inputs if i.kind in _VECTORS]
+    checked = check_inputs(graph, inputs, a, b, batch)
+    pairs = [(i.name, checked[i.name], inputs[i.name]) for i in graph.inputs if i.kind in VECTORS]
     spread = tuple(name for name, x, given in pairs if isinstance(x, Tensor) and x.shape != given.shape)
     copied = tuple(
-        name for name, x, given in pairs if isinstance(x, Tensor) and (_repeats(given) or x.numel() > given.numel())
+        name for name, x, given in pairs if isinstance(x, Tensor) and (repeats(given) or x.numel() > given.numel())
     )
     return Arguments(Problem(m, n, k), batch, flat_a, b, checked, spread, copied)
 
 
-_VECTORS = (Kind.ROW, Kind.COL, Kind.TILE)
+# Inputs that may be spread over what they are given for.
+VECTORS = (Kind.ROW, Kind.COL, Kind.TILE)
 
 
 def _check_batched(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Any]) -> Arguments:
@@ -325,17 +302,17 @@ def _check_batched(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Any]
             "equal or 1"
         )
     batches.require(graph)
-    _require_same_device("b", b, a)
-    a, b = _as_stored(a), _as_stored(b)
+    require_same_device("b", b, a)
+    a, b = as_stored(a), as_stored(b)
     (m, k), n = a.shape[-2:], b.shape[-1]
     if graph.swaps_pairs and n % 2:
         raise ValueError(f"b has {n} columns, and the epilogue swaps pairs of them: N must be even, so pad b by one")
-    checked = _check_inputs(graph, inputs, a, b, (*shape, m))
+    checked = check_inputs(graph, inputs, a, b, (*shape, m))
     own = _own_shapes(m, n, k)
     tensors = {i.name: x for i in graph.inputs if i.kind in own and isinstance(x := checked[i.name], Tensor)}
     dimensions = {i.name: len(own[i.kind]) for i in graph.inputs if i.name in tensors}
     folded = batches.folded({"a": a, "b": b, **tensors}, {"a": 2, "b": 2, **dimensions}, shape)
-    given = [(i, inputs[i.name]) for i in graph.inputs if i.kind in _VECTORS]
+    given = [(i, inputs[i.name]) for i in graph.inputs if i.kind in VECTORS]
     copied = tuple(i.name for i, x in given if batches.is_copied(i.kind, x, shape, own[i.kind]))
     spread = tuple(i.name for i, x in given if folded[i.name].shape != x.shape)
     flat_a, flat_b = folded.pop("a"), folded.pop("b")
@@ -343,97 +320,21 @@ def _check_batched(graph: Graph, a: Tensor, b: Tensor, inputs: Mapping[str, Any]
     return Arguments(problem, (*shape, m), flat_a, flat_b, {**checked, **folded}, spread, copied, BATCHED)
 
 
-def check_grouped(graph: Graph, x: Any, w: Any, offsets: Any, inputs: Mapping[str, Any]) -> Arguments:
-    """Check the operands and inputs of groups of rows against each other.
-
-    Raises
-    ------
-    TypeError
-        If an argument is not a tensor, has the wrong dtype, or is missing or unknown.
-    ValueError
-        If shapes or devices differ, or the epilogue has no meaning for groups.
-    """
-    for name, value, shape in (("x", x, "(T, K)"), ("w", w, "(E, K, N)"), ("offsets", offsets, "(E,)")):
-        require_tensor(name, value)
-        if value.ndim != shape.count(",") + (name != "offsets"):
-            raise ValueError(f"{name} has shape {tuple(value.shape)}: it must be {shape}")
-    if element_type("x", x, _GROUPED) != element_type("w", w, _GROUPED):
-        raise TypeError(f"w is {w.dtype} and x is {x.dtype}: x and w must have the same dtype")
-    if x.shape[1] != w.shape[1]:
-        hint = ". w looks like weights of shape (E, N, K): pass w.mT" if x.shape[1] == w.shape[2] else ""
-        raise ValueError(f"x {tuple(x.shape)} and w {tuple(w.shape)}: they must be (T, K) and (E, K, N){hint}")
-    if not w.shape[0] or not w.shape[1]:
-        raise ValueError(f"w has shape {tuple(w.shape)}: it must have at least one expert, and K above 0")
-    if offsets.dtype != torch.int32:
-        raise TypeError(f"offsets is {offsets.dtype}: pass offsets.int()")
-    if offsets.shape[0] != w.shape[0]:
-        raise ValueError(
-            f"offsets has {offsets.shape[0]} elements and w has {w.shape[0]} experts: it must say where the rows of "
-            "each end, as torch.cumsum(rows_of_each, 0) does"
-        )
-    if offsets.shape[0] > 1 and offsets.stride(0) != 1:
-        raise ValueError(f"offsets has stride {offsets.stride(0)}: call offsets.contiguous() first")
-    groups.require(graph)
-    _require_same_device("w", w, x, "x")
-    _require_same_device("offsets", offsets, x, "x")
-    x, w = _as_stored(x), _as_stored(w)
-    (rows, k), (experts, _, n) = x.shape, w.shape
-    if graph.swaps_pairs and n % 2:
-        raise ValueError(f"w has {n} columns, and the epilogue swaps pairs of them: N must be even, so pad w by one")
-    # A row or a matrix for each expert is no input of one GEMM, and the first one is.
-    each = {i.name: _as_stored(inputs[i.name]) for i in graph.inputs if _is_of_experts(i, inputs, w)}
-    checked = _check_inputs(graph, {**inputs, **{name: value[0] for name, value in each.items()}}, x, w[0], (rows,))
-    for declared in graph.inputs:
-        value = checked[declared.name]
-        if declared.kind is Kind.TILE and isinstance(value, Tensor) and not has_lines_along(value, 1):
-            raise ValueError(
-                f"{declared.name} has strides {value.stride()}, and groups are rows in memory: pass "
-                f"{declared.name}.contiguous()"
-            )
-    found = {"offsets": offsets, **{i.name: each.get(i.name, checked[i.name]) for i in graph.inputs}}
-    given = [(i.name, inputs[i.name]) for i in graph.inputs if i.kind in _VECTORS]
-    spread = tuple(name for name, value in given if found[name].shape != value.shape)
-    copied = tuple(name for name, value in given if name not in each and _repeats(value))
-    return Arguments(Problem(rows, n, k, experts), (rows,), x, w, found, spread, copied, GROUPED)
-
-
-_GROUPED = (f16, bf16)
-
-
-def _is_of_experts(declared: Input, inputs: Mapping[str, Any], w: Tensor) -> bool:
-    """Whether an input has a row, or a further weight, for each expert.
-
-    Raises
-    ------
-    ValueError
-        If it has another shape, and is not one row for all.
-    """
-    value, (experts, k, n) = inputs.get(declared.name), w.shape
-    if declared.kind is Kind.PRODUCT and isinstance(value, Tensor):
-        if value.shape != w.shape:
-            raise ValueError(
-                f"{declared.name} has shape {tuple(value.shape)}: as a Product it must have w's shape (E, K, N), "
-                f"{(experts, k, n)}"
-            )
-        return True
-    if declared.kind is not Kind.ROW or not isinstance(value, Tensor) or value.ndim < 2:
-        return False
-    if tuple(value.shape) != (experts, n):
-        raise ValueError(
-            f"{declared.name} has shape {tuple(value.shape)}: as a Row it must have shape {(experts, n)}, a row for "
-            f"each expert, or {(n,)} for all"
-        )
-    return True
-
-
 def _own_shapes(m: int, n: int, k: int) -> dict[Kind, tuple[int, ...]]:
     """Return the shape of each kind of tensor for one GEMM."""
     return {Kind.ROW: (n,), Kind.COL: (m,), Kind.TILE: (m, n), Kind.PRODUCT: (k, n)}
 
 
-def _check_inputs(
+def check_inputs(
     graph: Graph, inputs: Mapping[str, Any], a: Tensor, b: Tensor, leading: tuple[int, ...]
 ) -> dict[str, Tensor | float]:
+    """Check an epilogue's inputs, and return them as kernels take them. `leading` are D's dimensions before N.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If one is missing, unknown or does not fit. The message names it.
+    """
     declared = {i.name: i for i in graph.inputs}
     missing = [name for name in declared if name not in inputs]
     unknown = [name for name in inputs if name not in declared]
@@ -508,13 +409,13 @@ def _check_input(declared: Input, value: Any, a: Tensor, b: Tensor, leading: tup
     if declared.kind is Kind.SCALAR:
         found = _scalar_tensor(declared.name, value) if isinstance(value, Tensor) else value
         if isinstance(found, Tensor):
-            _require_same_device(declared.name, found, a)
+            require_same_device(declared.name, found, a)
             return found
         return traced.number(declared.name, found)
     if declared.kind is Kind.INTEGER:
         whole = _integer_tensor(declared.name, value) if isinstance(value, Tensor) else value
         if isinstance(whole, Tensor):
-            _require_same_device(declared.name, whole, a)
+            require_same_device(declared.name, whole, a)
             return whole
         return traced.integer(declared.name, whole)
     require_tensor(declared.name, value)
@@ -534,8 +435,8 @@ def _check_product(name: str, value: Tensor, b: Tensor) -> Tensor:
             f"{name} has shape {tuple(value.shape)}: as a Product it must have b's shape (K, N), {(k, n)}"
             + (f". It looks like a weight of shape (N, K): pass {name}.t()" if tuple(value.shape) == (n, k) else "")
         )
-    _require_same_device(name, value, b)
-    return _as_stored(value)
+    require_same_device(name, value, b)
+    return as_stored(value)
 
 
 def _check_blocks(declared: Input, value: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -561,12 +462,12 @@ def _check_blocks(declared: Input, value: Tensor, a: Tensor, b: Tensor) -> Tenso
             + what
             + (f". It looks transposed: pass {name}.t()" if transposed else "")
         )
-    _require_same_device(name, value, a)
-    value = _as_stored(value)
+    require_same_device(name, value, a)
+    value = as_stored(value)
     return value if declared.kind is Kind.BLOCKS_B else fold(name, value, shapes[1])
 
 
-def _as_stored(tensor: Tensor) -> Tensor:
+def as_stored(tensor: Tensor) -> Tensor:
     """Return a tensor without a lazy negation, since kernels read memory as it is."""
     return tensor.resolve_neg()
 
@@ -587,8 +488,8 @@ def _check_input_tensor(
             f"{name} has shape {tuple(value.shape)}: as a {declared.kind.name.capitalize()} it must have shape "
             f"{shapes[declared.kind]} for a result of shape {(*batch, n)}"
         )
-    _require_same_device(name, value, a)
-    folded = fold(name, _as_stored(value), flat)
+    require_same_device(name, value, a)
+    folded = fold(name, as_stored(value), flat)
     if folded.ndim == 1 and folded.shape[0] > 1 and folded.stride(0) != 1:
         raise ValueError(f"{name} has stride {folded.stride(0)}: call {name}.contiguous() first")
     return folded
@@ -597,9 +498,9 @@ def _check_input_tensor(
 def _check_batched_input(declared: Input, value: Tensor, a: Tensor, leading: tuple[int, ...], n: int) -> Tensor:
     """Return an input that all batches share without their dimensions, or one with all of them."""
     name, (*shape, m) = declared.name, leading
-    _require_same_device(name, value, a)
+    require_same_device(name, value, a)
     own = _own_shapes(m, n, a.shape[-1])[declared.kind]
-    found = batches.spread(declared.kind, _as_stored(value), tuple(shape), own)
+    found = batches.spread(declared.kind, as_stored(value), tuple(shape), own)
     if found is None:
         raise ValueError(
             f"{name} has shape {tuple(value.shape)}: as a {declared.kind.name.capitalize()} it must have shape {own}, "
@@ -626,10 +527,10 @@ def _spread(kind: Kind, value: Tensor, wanted: tuple[int, ...], flat: tuple[int,
             if len(shape) == len(full) and all(x in (1, y) for x, y in zip(shape, full, strict=True)):
                 value = value.expand(full)
                 break
-    return value.contiguous() if _repeats(value) else value
+    return value.contiguous() if repeats(value) else value
 
 
-def _repeats(tensor: Tensor) -> bool:
+def repeats(tensor: Tensor) -> bool:
     """Whether one place in memory is several elements."""
     return any(extent > 1 and stride == 0 for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
@@ -685,7 +586,7 @@ def check_out(
     wanted, flat = arguments.output_shape(output), arguments.flat_shape(output)
     if tuple(out.shape) not in (wanted, flat):
         raise ValueError(f"{name} has shape {tuple(out.shape)}: it must have shape {wanted}")
-    _require_same_device(name, out, arguments.a)
+    require_same_device(name, out, arguments.a)
     if arguments.form != DENSE and not batches.is_nested(out):
         raise ValueError(f"{name} has strides {out.stride()}, by which elements share memory: pass one of torch.empty")
     if arguments.form == GROUPED and not has_lines_along(out, 1):
@@ -740,7 +641,7 @@ def check_quantized(n: int, dtype: torch.dtype, d: Tensor | None) -> None:
             f"b has {n} columns, and the epilogue quantises D, whose lines are then multiples of {step} elements: pad "
             f"b by columns of zeros to {-(-n // step) * step}"
         )
-    lines = None if d is None else _as_major(d, 1, _DTYPES[d.dtype])
+    lines = None if d is None else as_major(d, 1, _DTYPES[d.dtype])
     if d is not None and (lines is None or not lines.operand.aligned):
         raise ValueError(
             f"out has strides {d.stride()}, and the epilogue quantises D: pass a row-major tensor whose lines begin at "
@@ -851,6 +752,13 @@ def require_memory(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} has no memory, since its storage was freed or resized to 0: pass another tensor")
 
 
-def _require_same_device(name: str, tensor: Tensor, a: Tensor, name_of_a: str = "a") -> None:
+def require_same_device(name: str, tensor: Tensor, a: Tensor, name_of_a: str = "a") -> None:
+    """Require that a tensor is where another one is.
+
+    Raises
+    ------
+    ValueError
+        If it is not.
+    """
     if tensor.device != a.device:
         raise ValueError(f"{name} is on {tensor.device} and {name_of_a} is on {a.device}: move them to one device")
