@@ -15,6 +15,7 @@ from cutlass_ops.base.errors import UnsupportedError
 from cutlass_ops.choose import dispatch
 from cutlass_ops.declare.form import GROUPED
 from cutlass_ops.declare.problem import Problem
+from cutlass_ops.declare.signature import OpSignature, signature_from_json, signature_to_json
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.kinds import legality
 from cutlass_ops.run import groups, ops
@@ -375,6 +376,14 @@ def test_a_kernel_finds_its_groups_on_the_device(schedule, swapped):
     assert "arguments.scheduler.groups = o.groups;" in source
     assert "o.groups = groups.groups(o.problem);" in source
     assert '#include "cutlass_ops/ragged.h"' in source
+
+
+def test_a_declaration_keeps_its_form():
+    declared = spec()
+    assert co.KernelSpec.from_json(declared.to_json()) == declared
+    of = OpSignature.of(declared)
+    assert signature_from_json(signature_to_json(of)) == of
+    assert declared.slug.startswith("gemm_grouped_bias_relu_")
 
 
 def test_what_is_not_aligned_is_stored_from_registers():
