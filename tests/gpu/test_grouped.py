@@ -199,6 +199,27 @@ def test_offsets_are_what_the_kernel_before_computes(name):
         oracle.assert_close(d, exact(SPECS[name].epilogue, x, w, counted.tolist(), {})["d"])
 
 
+@pytest.mark.parametrize("name", ["grouped-pingpong-plain", "grouped-swapped-plain"])
+def test_kernels_in_a_row_wait_for_each_other(name):
+    """Each may start while the one before it ends, which writes what it reads and reads what it writes."""
+    kernel, experts, rows = co.build(SPECS[name]), 12, 500
+    down, up = (normal(experts, n, k, scale=0.15).mT for n, k in ((64, 256), (256, 64)))
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.bincount(torch.randint(0, experts, (rows,), generator=generator), minlength=experts).tolist()
+    ends, wide = offsets_of(sizes), torch.full((rows, 256), torch.nan, device="cuda", dtype=BF16)
+    given = [normal(rows, 64) for _ in range(30)]
+    found = [torch.full((rows, 64), torch.nan, device="cuda", dtype=BF16) for _ in given]
+    torch.cuda.synchronize()
+    for x, out in zip(given, found, strict=True):
+        kernel(x, up, ends, out=wide)
+        kernel(wide, down, ends, out=out)
+    torch.cuda.synchronize()
+    for x, out in zip(given, found, strict=True):
+        kernel(x, up, ends, out=wide)
+        torch.cuda.synchronize()
+        assert torch.equal(out, kernel(wide, down, ends))
+
+
 # ---- Refusals of kernels, which a warm call relies on ----------------------------------------------------------------
 
 
