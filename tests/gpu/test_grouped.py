@@ -304,6 +304,7 @@ def built():
         for turned in (False, True) if n % 8 == 0 else (False,):
             wanted.append(chosen(routed, rows, experts, n, k, dtype, turned=turned))
             wanted += [chosen(None, rows, experts, n, k, dtype, out, turned=turned) for out in (dtype, torch.float32)]
+    wanted.append(chosen(None, 96, 3, 144, 64, BF16, torch.float8_e4m3fn))
     Registry.current().kernels(dict.fromkeys(wanted))
 
 
@@ -332,6 +333,14 @@ def test_calls(dtype, experts, rows, n, k, turned):
     for out_dtype in (dtype, torch.float32):
         found = co.grouped_gemm(x, w, offsets_of(sizes), out_dtype=out_dtype)
         oracle.assert_close(found, exact(ops.op_of(None).graph, x, w, sizes, {})["d"])
+
+
+@pytest.mark.usefixtures("built")
+def test_a_result_in_fp8():
+    x, w = normal(96, 64, scale=0.3), normal(3, 144, 64, scale=0.3).mT
+    found = co.grouped_gemm(x, w, offsets_of([30, 0, 66]), out_dtype=torch.float8_e4m3fn)
+    wanted = exact(ops.op_of(None).graph, x, w, [30, 0, 66], {})["d"]
+    assert oracle.error(found, wanted) <= 2.0**-4
 
 
 @pytest.mark.usefixtures("built")
