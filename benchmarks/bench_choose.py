@@ -4,14 +4,18 @@
 
 Two times of each: what passes, and in parentheses that of processors over all threads, so that other programs matter
 little. Both are the minimum of several tries, each with empty caches. The first choice of a process is measured in
-processes of their own, apart from imports. Needs no GPU.
+processes of their own, apart from imports: one that finds nothing in files, and one after it that finds what that
+one decided. Needs no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import os
 import subprocess
 import sys
+import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -75,12 +79,22 @@ def decide(signature: OpSignature, device: Device, problem: Problem) -> None:
     assert decision.spec in decision.specs
 
 
-def first_of_a_process(epilogue: str) -> tuple[float, Took]:
-    """Return the milliseconds of the imports and of the first decision in a fresh process: the least of some."""
+def first_of_a_process(epilogue: str) -> tuple[float, list[Took]]:
+    """Return the milliseconds of imports and decisions in fresh processes: the least of some.
+
+    The decisions are the first one and that about another weight, where nothing is kept in files, and where both are.
+    """
     command = [sys.executable, __file__, FIRST, epilogue]
-    runs = [subprocess.run(command, check=True, capture_output=True, text=True).stdout.split() for _ in range(TRIES)]
-    found = [tuple(map(float, run)) for run in runs]
-    return min(imports for imports, *_ in found), least([Took(*first) for _, *first in found])
+    imports, found = [], []
+    for _ in range(TRIES):
+        with tempfile.TemporaryDirectory() as folder:
+            kept = os.environ | {"CUTLASS_OPS_CACHE_DIR": folder, "CUTLASS_OPS_CHOICES": "1"}
+            runs = [subprocess.run(command, env=kept, check=True, capture_output=True, text=True) for _ in range(2)]
+        (importing, *before), (_, *after) = (list(map(float, run.stdout.split())) for run in runs)
+        imports.append(importing)
+        both = before + after
+        found.append([Took(*both[at : at + 2]) for at in range(0, len(both), 2)])
+    return min(imports), [least(list(each)) for each in zip(*found, strict=True)]
 
 
 def times(signature: OpSignature, device: Device) -> tuple[Took, Took, Took]:
@@ -117,12 +131,16 @@ def main() -> None:
     first = parser.parse_args().first
     if first is not None:
         signature = signature_of(first, H100)
-        spent = took(lambda: decide(signature, H100, Problem(100, 4096, 4096)))
-        print(1e3 * (IMPORTED - IMPORTING), *spent)
+        spent = [took(lambda n=n: decide(signature, H100, Problem(100, n, 4096))) for n in (4096, 28672)]
+        print(1e3 * (IMPORTED - IMPORTING), *itertools.chain.from_iterable(spent))
         return
+    os.environ["CUTLASS_OPS_CHOICES"] = "0"
     for epilogue in EPILOGUES:
-        imports, spent = first_of_a_process(epilogue)
-        print(f"{H100.name}, {epilogue}: the first decision of a process {spent} ms, after {imports:.0f} of imports")
+        imports, (first, weight, first_kept, weight_kept) = first_of_a_process(epilogue)
+        print(
+            f"{H100.name}, {epilogue}: the first decision of a process {first} ms, after {imports:.0f} of imports; "
+            f"a weight {weight}; both kept in files, {first_kept} and {weight_kept}"
+        )
     print("milliseconds: the first of a signature, of a weight, of a number of rows (median); MB of eight weights")
     for device in (H100, A100):
         for epilogue in EPILOGUES:

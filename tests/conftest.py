@@ -16,6 +16,10 @@ settings.register_profile("all", deadline=None)
 settings.register_profile("quick", deadline=None, max_examples=15)
 
 
+# Tests change what decisions follow from.
+os.environ[env.CHOICES.name] = "0"
+
+
 def pytest_configure(config):
     settings.load_profile("quick" if "not slow" in config.option.markexpr else "all")
     if getattr(config.option, "numprocesses", None):

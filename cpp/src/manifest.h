@@ -13,7 +13,7 @@
 namespace cutlass_ops {
 
 // As in cutlass_ops/artifacts/loader.py, _version.py, container.py and manifest.py.
-constexpr int64_t kAbi = 4;
+constexpr int64_t kAbi = 5;
 constexpr int64_t kTemplates = 4;
 constexpr int64_t kMaxFile = 64 << 20;
 constexpr int64_t kMaxManifest = 4 << 20;

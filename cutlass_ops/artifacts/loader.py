@@ -18,14 +18,18 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from cutlass_ops.artifacts.entry import Artifact
 from cutlass_ops.base import arch, env, forks, linkage
 from cutlass_ops.base.errors import LoadError
 
+if TYPE_CHECKING:
+    import torch
+
 # Version of a kernel library's interface. Raise it when the arguments or results of these functions change.
-ABI = 4
-SYMBOLS = ("launch", "workspace_size", "describe", "prepare")
+ABI = 5
+SYMBOLS = ("launch", "workspace_size", "describe", "prepare", "load")
 
 
 class Reason(IntEnum):
@@ -72,6 +76,9 @@ class LoadedKernel:
     prepare : callable
         Takes what `launch` takes, and :func:`stream_api`. Returns a function without arguments that launches with
         exactly these tensors, a status for :func:`refusal`, or None if the kernel needs more than that at each launch.
+    load : callable
+        Takes a device's number and has its driver load the kernel, which it would otherwise do at the first launch
+        there. Safe while another thread captures a graph. :meth:`load_on` says when to call it.
     """
 
     artifact: Artifact
@@ -79,6 +86,7 @@ class LoadedKernel:
     workspace_size: Callable[[int, int, int, int, int, int], int]
     _describe: Callable[[], str]
     prepare: Callable[..., Callable[[], None] | int | None]
+    load: Callable[[int], None]
 
     # A copy would share the library's memory and free it twice.
     def __copy__(self) -> LoadedKernel:
@@ -89,6 +97,30 @@ class LoadedKernel:
 
     def __reduce__(self) -> tuple[object, ...]:
         raise TypeError("a loaded kernel cannot be pickled: pickle its specification, or the result of build()")
+
+    def load_on(self, device: torch.device) -> None:
+        """Have a device's driver load the kernel, so that its first launch there takes no longer than any other.
+
+        Nothing is done in a process that does not use CUDA, or cannot since it was forked.
+
+        Parameters
+        ----------
+        device : torch.device
+            The device.
+
+        Raises
+        ------
+        LoadError
+            If the driver cannot load it.
+        """
+        import torch
+
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # nor is it in a forked process
+            return
+        try:
+            self.load(device.index)
+        except RuntimeError as exc:
+            raise LoadError(f"{self.artifact.where} cannot be loaded on {device}: {exc}") from None
 
     def describe(self) -> dict[str, int]:
         """Return the kernel's ``stages``, ``threads`` and ``shared_memory`` (dynamic, in bytes)."""

@@ -296,8 +296,14 @@ class Manifest:
 
 def sealed(fields: Mapping[str, Any]) -> bytes:
     """Return the canonical text of a manifest's fields with their own SHA-256: a change by accident is seen."""
-    digest = hashlib.sha256(checked_json.canonical(fields)).hexdigest()
-    return checked_json.canonical({**fields, "sha256": digest})
+    # As canonical() of them all, whose largest value then is written once.
+    parts = {name: checked_json.canonical(value) for name, value in fields.items()}
+
+    def whole() -> bytes:
+        return b"{" + b",".join(b'"%s":%s' % (name.encode(), parts[name]) for name in sorted(parts)) + b"}"
+
+    parts["sha256"] = checked_json.canonical(hashlib.sha256(whole()).hexdigest())
+    return whole()
 
 
 def table_name(table: File) -> str:
@@ -386,38 +392,33 @@ def _row(data: object, orders: _Orders, capability: tuple[int, int]) -> tuple[in
     if len(row) != 3:
         raise ConfigError("a row of a choice has a number of rows, a kernel and an order of tiles")
     most = checked_json.integer(row[0], "rows", 1, MOST_EXTENT)
-    place = checked_json.integer(row[1], "rows", 0, len(orders.kernels) - 1)
-    chosen = orders.chosen(place, checked_json.mapping(row[2], "an order of tiles", None))
-    orders.require(place, capability)
-    return most, chosen
+    return most, orders.chosen(row[1], row[2], capability)
 
 
 class _Orders:
     """Kernels in orders of their tiles: each is read once, however many rows name it."""
 
     def __init__(self, kernels: Sequence[KernelRecord]) -> None:
-        self.kernels = kernels
-        self._known: dict[tuple[int, str], Ordered] = {}
-        self._runs: set[tuple[int, tuple[int, int]]] = set()
+        self._kernels = kernels
+        self._known: dict[tuple[str, str, tuple[int, int]], Ordered] = {}
 
-    def require(self, place: int, capability: tuple[int, int]) -> None:
-        if (place, capability) in self._runs:
-            return
-        record = self.kernels[place]
+    def chosen(self, place: object, given: object, capability: tuple[int, int]) -> Ordered:
+        """Return what a row names, for a compute capability."""
+        # Unlike equality, its text tells True from 1; and it takes a tenth of the time of JSON.
+        key = repr(place), repr(given), capability
+        if key not in self._known:
+            self._known[key] = self._read(place, given, capability)
+        return self._known[key]
+
+    def _read(self, place: object, given: object, capability: tuple[int, int]) -> Ordered:
+        record = self._kernels[checked_json.integer(place, "rows", 0, len(self._kernels) - 1)]
+        order = TileOrder.from_json(checked_json.mapping(given, "an order of tiles", None))
+        refusal = record.spec.config.refuses(order)
+        if refusal:
+            raise ConfigError(f"a choice has an order of tiles that {record.spec.config.slug} does not take: {refusal}")
         if not record.runs_on(capability):
             raise ConfigError(f"a choice for compute capability {capability} names a kernel for {record.spec.target}")
-        self._runs.add((place, capability))
-
-    def chosen(self, place: int, given: Mapping[str, Any]) -> Ordered:
-        # Unlike equality, it tells True from 1; and it takes a tenth of the time of JSON.
-        key = place, repr(given)
-        if key not in self._known:
-            config, order = self.kernels[place].spec.config, TileOrder.from_json(given)
-            refusal = config.refuses(order)
-            if refusal:
-                raise ConfigError(f"a choice has an order of tiles that {config.slug} does not take: {refusal}")
-            self._known[key] = Ordered(config, order)
-        return self._known[key]
+        return Ordered(record.spec.config, order)
 
 
 def _flags(data: object) -> dict[str, dict[str, tuple[str, ...]]]:

@@ -192,7 +192,7 @@ class KernelStore:
         """
         env.cache_size()  # report a wrong value before compiling
         with self.writing():
-            folder = self._folder("tmp") / key
+            folder = self.folder("tmp") / key
             self.discard(folder)
             self._sweep(held=key)
             folder.mkdir(mode=0o700)
@@ -248,7 +248,7 @@ class KernelStore:
             _keep_only(folder, (LIBRARY, SOURCE, MANIFEST))
             # Open it before the rename: afterwards, a process that shrinks the store may remove it at any time.
             artifact = replace(open_entry(folder), folder=entry)
-            self._folder(f"v{FORMAT}", entry.parent.name)
+            self.folder(f"v{FORMAT}", entry.parent.name)
             # An existing entry is incomplete, otherwise nothing would have been built.
             self.discard(entry)
             recency.touch(folder)
@@ -272,7 +272,7 @@ class KernelStore:
             If the store cannot be written.
         """
         with self.writing():
-            kept = self._folder("failed") / folder.name
+            kept = self.folder("failed") / folder.name
             self.discard(kept)
             shutil.rmtree(folder / "tmp", ignore_errors=True)
             recency.touch(folder)
@@ -290,7 +290,7 @@ class KernelStore:
         OSError
             If it cannot be moved away.
         """
-        aside = self._folder("tmp") / f"{folder.name}.{uuid.uuid4().hex}"
+        aside = self.folder("tmp") / f"{folder.name}.{uuid.uuid4().hex}"
         with contextlib.suppress(FileNotFoundError):
             folder.rename(aside)
             _remove(aside)
@@ -414,8 +414,16 @@ class KernelStore:
                 f"{env.CACHE_DIR.name} to a folder"
             )
 
-    def _folder(self, *names: str) -> Path:
-        """Return a folder of the store; create it if missing."""
+    def folder(self, *names: str) -> Path:
+        """Return a folder of the store; create it if missing.
+
+        Raises
+        ------
+        StoreError
+            If others may write it.
+        OSError
+            If it cannot be created.
+        """
         folder = self.root
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._require_private_root()
@@ -432,11 +440,11 @@ class KernelStore:
         return folder
 
     def _lock_file(self, key: str) -> Path:
-        return self._folder("locks") / self._entry(key).name
+        return self.folder("locks") / self._entry(key).name
 
     def _sweep(self, held: str | None = None) -> None:
         """Remove abandoned builds: those whose lock is free or held by this caller."""
-        for folder in self._folder("tmp").glob(f"{_KEY}*"):
+        for folder in self.folder("tmp").glob(f"{_KEY}*"):
             key = folder.name[:64]
             if key == held:
                 _remove(folder)
@@ -447,7 +455,7 @@ class KernelStore:
 
     def _sweep_locks(self) -> None:
         """Remove the files of free locks, by taking and releasing each."""
-        for path in self._folder("locks").glob(_KEY):
+        for path in self.folder("locks").glob(_KEY):
             if path.is_symlink() or not path.is_file():
                 _remove(path)
                 continue

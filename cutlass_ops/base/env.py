@@ -66,6 +66,7 @@ LINEINFO = Variable(
 STAND_IN = Variable(
     "CUTLASS_OPS_STAND_IN", "1", "0: a call waits until its best kernel is compiled, and no other kernel serves it"
 )
+CHOICES = Variable("CUTLASS_OPS_CHOICES", "1", "0: what is decided for a weight is not kept in the store's folder")
 NVTX = Variable("CUTLASS_OPS_NVTX", "0", "1: mark each call as an NVTX range with the op's name, for profilers")
 PROGRESS = Variable("CUTLASS_OPS_PROGRESS", "auto", "0: silent, 1: a bar, auto: a bar on a terminal, else plain lines")
 
@@ -123,6 +124,7 @@ VARIABLES = (
     XDG_CACHE_HOME,
     JIT,
     STAND_IN,
+    CHOICES,
     NVCC,
     CUDA_HOME,
     CUDA_PATH,
@@ -372,6 +374,17 @@ def stand_in() -> bool:
         If the variable is neither 0 nor 1.
     """
     return _choice(STAND_IN, {"0": False, "1": True}, True)
+
+
+def remembers_choices() -> bool:
+    """Whether decisions about weights are kept from one process to the next.
+
+    Raises
+    ------
+    ValueError
+        If ``CUTLASS_OPS_CHOICES`` is neither 0 nor 1.
+    """
+    return _choice(CHOICES, {"0": False, "1": True}, True)
 
 
 def nvtx_enabled() -> bool:

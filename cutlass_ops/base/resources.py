@@ -14,6 +14,11 @@ def library_version() -> str:
     return __version__
 
 
+def package() -> Path:
+    """Return the folder of the package."""
+    return _PACKAGE
+
+
 def templates() -> Path:
     """Return the folder of the Jinja templates.
 

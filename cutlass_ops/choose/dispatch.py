@@ -15,7 +15,7 @@ from cutlass_ops.base.dtypes import FP8
 from cutlass_ops.base.errors import UnsupportedError
 from cutlass_ops.base.mma import mma_of
 from cutlass_ops.choose import limits
-from cutlass_ops.declare.config import Config
+from cutlass_ops.declare.config import Config, Ordered
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.form import GROUPED
 from cutlass_ops.declare.order import TileOrder
@@ -25,7 +25,8 @@ from cutlass_ops.declare.spec import KernelSpec
 
 if TYPE_CHECKING:
     from cutlass_ops.choose.knowledge import Candidate
-    from cutlass_ops.choose.policies import Policy, Weight
+    from cutlass_ops.choose.policies import Policy
+    from cutlass_ops.choose.weight import Weight
 
 
 def unserved(what: str, signature: OpSignature, device: Device, name: str = "") -> str:
@@ -110,6 +111,11 @@ class Decision:
             return tuple(self._weight.specs.values())
         return tuple(self.device.spec(self.signature, c) for c in self.kept)
 
+    def near(self) -> list[tuple[KernelSpec, Ordered]]:
+        """Return the weight's kernels that serve numbers of rows near the problem's, the nearest first."""
+        weight = self._weight
+        return [] if weight is None else [(weight.specs[each.config], each) for each in weight.near(self.problem)]
+
     def candidates(self) -> tuple[Candidate, ...]:
         """Return the kernels considered with their times, the one that serves first."""
         policy = _policy(self.signature, self.device)
@@ -147,10 +153,14 @@ def decide(signature: OpSignature, device: Device, problem: Problem) -> Decision
     if bundled is not None:
         served = bundled.ordered
         return Decision(signature, device, problem, served.config, served.order, bundled.kept, bundled=True)
-    policy = _policy(signature, device, limited)
-    if not policy.kernels:
-        return None
-    best, weight = policy.serves(problem)
+    weight = _recalled(signature, device, limited, problem)
+    if weight is None:
+        policy = _policy(signature, device, limited)
+        if not policy.kernels:
+            return None
+        best, weight = policy.serves(problem)
+    else:
+        best = weight.serves(problem) or _policy(signature, device, limited).choose(problem, weight.kept).ordered
     peer = weight.peers.get(problem.m)
     kept = weight.kept
     return Decision(signature, device, problem, best.config, best.order, kept, bundled=False, peer=peer, _weight=weight)
@@ -185,6 +195,12 @@ def choose(signature: OpSignature, device: Device, problem: Problem) -> tuple[Ke
 
 
 # Imported late: tables and models take as long to import as everything that a bundled call needs.
+
+
+def _recalled(signature: OpSignature, device: Device, limited: limits.Limit, problem: Problem) -> Weight | None:
+    from cutlass_ops.choose import policies
+
+    return policies.recalled(signature, device, limited, problem)
 
 
 def _policy(signature: OpSignature, device: Device, limited: limits.Limit | None = None) -> Policy:

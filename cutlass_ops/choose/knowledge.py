@@ -19,6 +19,7 @@ from cutlass_ops.declare.problem import Problem
 from cutlass_ops.kinds.arrays import Extents, Flags, Floats, Places, Problems
 from cutlass_ops.kinds.sm90.model import costs_of
 from cutlass_ops.kinds.table import kind_of
+from cutlass_ops.kinds.traits import Traits
 
 Source = Literal["model", "interpolated", "measured"]
 SOURCES: tuple[Source, ...] = ("model", "interpolated", "measured")
@@ -426,9 +427,7 @@ class Knowledge:
 
     def order(self, config: Config, problem: Problem, *, by_gpc: bool) -> TileOrder:
         """Return the order of a kernel's tiles at a problem where none was measured."""
-        whole = self.pool.traits.whole(problem)
-        orders = kind_of(config).orders_by_gpc(config, whole, self.device) if by_gpc else ()
-        return orders[0] if orders else config.usual_order(whole)
+        return order_of(config, problem, self.pool.traits, self.device, by_gpc=by_gpc)
 
     @cached_property
     def _handicaps(self) -> Floats:
@@ -450,6 +449,13 @@ class Knowledge:
     @cached_property
     def _index(self) -> dict[Config, int]:
         return {c: at for at, c in enumerate(self.pool.configs)}
+
+
+def order_of(config: Config, problem: Problem, traits: Traits, device: Device, *, by_gpc: bool) -> TileOrder:
+    """Return the order of a kernel's tiles at a problem of a signature with some traits, where none was measured."""
+    whole = traits.whole(problem)
+    orders = kind_of(config).orders_by_gpc(config, whole, device) if by_gpc else ()
+    return orders[0] if orders else config.usual_order(whole)
 
 
 def _reads(config: Config) -> float:

@@ -21,17 +21,17 @@ from cutlass_ops.base.errors import BundleError, ConfigError, UnsupportedError
 from cutlass_ops.base.garbage import uncollected
 from cutlass_ops.base.session import cached
 from cutlass_ops.base.warned import warn_once
-from cutlass_ops.choose import limits, tables
+from cutlass_ops.choose import limits, remembered, tables
 from cutlass_ops.choose.knowledge import SOURCES, Candidate, Expected, Knowledge
 from cutlass_ops.choose.limits import Limit
 from cutlass_ops.choose.pool import Pool
 from cutlass_ops.choose.steps import Steps, rows_for
 from cutlass_ops.choose.tables import Measured, Point, Table
+from cutlass_ops.choose.weight import Weight, spec_of
 from cutlass_ops.declare.chips import USUAL
 from cutlass_ops.declare.config import Config, Ordered
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.form import BATCHED
-from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import KernelSpec, Operand
@@ -88,6 +88,8 @@ class Policy:
         or device with similar times.
     knowledge : Knowledge
         What they say of the kernels.
+    of_package : bool
+        Whether all of it comes from this package, so that each process decides alike.
     """
 
     signature: OpSignature
@@ -95,6 +97,7 @@ class Policy:
     kernels: tuple[Config, ...]
     tables: tuple[Table, ...]
     knowledge: Knowledge = field(repr=False)
+    of_package: bool = False
 
     @classmethod
     def of(cls, known: Iterable[Table], signature: OpSignature, device: Device, pool: Iterable[Config]) -> Policy:
@@ -154,9 +157,9 @@ class Policy:
         name, microseconds = min(point.peers, key=lambda peer: peer[1])
         return name if microseconds < _CLEARLY * point.measured[0].microseconds else None
 
-    def best(self, problem: Problem) -> Candidate | None:
+    def best(self, problem: Problem, among: Sequence[Config] | None = None) -> Candidate | None:
         """Return the best of the kernels kept for the problem's weight; None if none can be launched there."""
-        among = kept(self, problem.n, problem.k, problem.count)
+        among = kept(self, problem.n, problem.k, problem.count) if among is None else among
         found = self.ranked(problem, among, count=1) if among else []
         return found[0] if found and math.isfinite(found[0].microseconds) else None
 
@@ -173,8 +176,8 @@ class Policy:
 
     @cached_property
     def spec(self) -> Callable[[Config], KernelSpec]:
-        """The specification of a kernel: made once for all weights."""
-        return lru_cache(maxsize=None)(partial(self.device.spec, self.signature))
+        """The specification of a kernel."""
+        return partial(spec_of, self.signature, self.device)
 
     @cached_property
     def weight_of(self) -> Callable[[int, int, int], Weight]:
@@ -189,15 +192,15 @@ class Policy:
             found.setdefault((n, k, count), set()).add(m)
         return {weight: frozenset(rows) for weight, rows in found.items()}
 
-    def choose(self, problem: Problem) -> Candidate:
-        """Return the result of :meth:`best`.
+    def choose(self, problem: Problem, among: Sequence[Config] | None = None) -> Candidate:
+        """Return the result of :meth:`best`; `among` are the kernels that are kept, where that is known.
 
         Raises
         ------
         UnsupportedError
             If none of the kernels can be launched at the problem.
         """
-        found = self.best(problem)
+        found = self.best(problem, among)
         if found is None:
             m, n, k = problem.extents
             raise UnsupportedError(
@@ -208,54 +211,6 @@ class Policy:
         return found
 
 
-@dataclass(frozen=True, eq=False)
-class Weight:
-    """What is decided once for a weight.
-
-    Attributes
-    ----------
-    policy : Policy
-        The policy.
-    kept : tuple of Config
-        The kernels that it may need at any number of rows.
-    steps : Steps
-        Which of them serves at each number of rows, by what is foretold.
-    measured : mapping of int to Ordered
-        The fastest of them by number of rows, where any was measured.
-    peers : mapping of int to str
-        The peer that serves instead, by number of rows.
-    """
-
-    policy: Policy
-    kept: tuple[Config, ...]
-    steps: Steps
-    measured: Mapping[int, Ordered]
-    peers: Mapping[int, str]
-    _by_gpc: dict[int, TileOrder] = field(default_factory=dict, repr=False)
-
-    def serves(self, problem: Problem) -> Ordered | None:
-        """Return the kernel that serves one of the weight's problems; None if that was not decided."""
-        known = self.measured.get(problem.m)
-        if known is not None:
-            return known
-        found = self.steps.at(problem.m)
-        if found is None:
-            return None
-        place, by_gpc = found
-        config = self.kept[place]
-        if not by_gpc:
-            return Ordered(config, self.policy.knowledge.order(config, problem, by_gpc=False))
-        # Where a kernel has an order by GPC, it is the same.
-        if place not in self._by_gpc:
-            self._by_gpc[place] = self.policy.knowledge.order(config, problem, by_gpc=True)
-        return Ordered(config, self._by_gpc[place])
-
-    @cached_property
-    def specs(self) -> Mapping[Config, KernelSpec]:
-        """The specifications of :attr:`kept`."""
-        return {c: self.policy.spec(c) for c in self.kept}
-
-
 def kept(policy: Policy, n: int, k: int, count: int) -> tuple[Config, ...]:
     """Return the kernels that so many weights (N, K) may need at any number of rows."""
     return policy.weight_of(n, k, count).kept
@@ -264,7 +219,7 @@ def kept(policy: Policy, n: int, k: int, count: int) -> tuple[Config, ...]:
 def _weight_of(policy: Policy, n: int, k: int, count: int) -> Weight:
     """Decide what so many weights (N, K) need at any number of rows."""
     if not policy.kernels:
-        return Weight(policy, (), Steps((1,), (-1,)), {}, {})
+        return Weight(policy.signature, policy.device, (), Steps((1,), (-1,)), {}, {})
     tuned = policy.measured_rows.get((n, k, count), frozenset())
     needed = {*ROWS, *tuned}
     rows = sorted({*needed, *rows_for(policy.knowledge)})
@@ -281,7 +236,11 @@ def _weight_of(policy: Policy, n: int, k: int, count: int) -> Weight:
         place = chosen[int(times[at].argmin())]
         measured[problems[at].m] = knowledge.measured[problems[at]][policy.kernels[place]].ordered
     peers = {p.m: peer for p in problems if p.m in tuned and (peer := policy.fallback(p)) is not None}
-    return Weight(policy, kept, Steps.of(knowledge, chosen, foretold, extents), measured, peers)
+    steps = Steps.of(knowledge, chosen, foretold, extents)
+    found = Weight(policy.signature, policy.device, kept, steps, measured, peers)
+    if policy.of_package:
+        remembered.remember(found, n, k, count)
+    return found
 
 
 def _needed(known: Expected) -> list[int]:
@@ -329,7 +288,7 @@ def forget(*, shipped: bool = False) -> None:
         Also forget what follows from the package's tables alone. Nothing changes them while a process runs, so only
         those who measure or test a first choice need it.
     """
-    for each in (_policy, warn_once):
+    for each in (_policy, _recalled, warn_once):
         each.cache_clear()
     if shipped:
         _of_package.cache_clear()
@@ -347,6 +306,32 @@ def policy(signature: OpSignature, device: Device, limited: Limit | None = None)
     return _policy(signature, device, found.configs, found.generation)
 
 
+def recalled(signature: OpSignature, device: Device, limited: Limit, problem: Problem) -> Weight | None:
+    """Return what an earlier process decided for a problem's weight, without a policy; None if that is not known."""
+    if limited.configs:
+        return None
+    return _recalled(signature, device, limited.generation, problem.n, problem.k, problem.count)
+
+
+@cached(maxsize=4096)
+def _recalled(signature: OpSignature, device: Device, generation: int, n: int, k: int, count: int) -> Weight | None:
+    if remembered.folder() is None or _has_tables_of_its_own(signature, device):
+        return None
+    return remembered.recalled(signature, device, n, k, count)
+
+
+def _has_tables_of_its_own(signature: OpSignature, device: Device) -> bool:
+    """Whether the user or a bundle may have a table about a signature on a device."""
+    if next(Bundles.current().tables(signature), None) is not None:
+        return True
+    try:
+        return os.path.lexists(tables.path_of(env.tuning_dir(), device.name, signature))
+    except env.NoHomeError:
+        return False
+    except ValueError:  # the policy warns of it
+        return True
+
+
 @cached(maxsize=256)
 @uncollected()
 def _policy(signature: OpSignature, device: Device, bundled: tuple[Config, ...], generation: int) -> Policy:
@@ -361,7 +346,7 @@ def _policy(signature: OpSignature, device: Device, bundled: tuple[Config, ...],
 @lru_cache(maxsize=256)
 def _of_package(signature: OpSignature, device: Device) -> Policy:
     """Return the policy of the package's tables alone: the same in every session."""
-    return _of_tables(signature, device, (), _shipped(device.name, signature))
+    return replace(_of_tables(signature, device, (), _shipped(device.name, signature)), of_package=True)
 
 
 def _of_tables(signature: OpSignature, device: Device, bundled: tuple[Config, ...], own: Table | None) -> Policy:

@@ -82,6 +82,9 @@ class Apart(Part):
             if not self._lost:
                 _log.warning("kernels are built in this process, since the one for them is lost: %s", exc)
             self._lost = True
+            # On Linux a thread has a priority of its own, and the compilers that it starts inherit it.
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
             built = build_artifact(spec, cancel=cancel)
             return lambda: built
         # Whatever was removed meanwhile is built again.

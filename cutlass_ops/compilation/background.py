@@ -1,12 +1,11 @@
-"""Kernels that will be needed, compiled while the caller goes on."""
+"""Kernels that will be needed, compiled and loaded while the caller goes on."""
 
 from __future__ import annotations
 
 import atexit
-import contextlib
+import functools
 import itertools
 import logging
-import os
 import queue
 import threading
 from collections.abc import Callable, Iterable
@@ -36,14 +35,14 @@ _State: TypeAlias = Literal["queued", "building"] | _Built | Exception
 
 # How long the interpreter's end waits for compilers to be gone.
 _PATIENCE = 5.0
-# Nice value of the threads, and of compilers that they start: a kernel that a call waits for is compiled first.
-_NICE = 10
 
 
 class Background(Part):
     """Has kernels built, each once, and gives up when the interpreter ends.
 
-    Its daemon threads wait for the process that builds them (:mod:`cutlass_ops.compilation.apart`).
+    Its daemon threads wait for the process that builds them (:mod:`cutlass_ops.compilation.apart`). One more gives what
+    is built to those who asked for it, one kernel after the other: to load kernels at the same time would keep the
+    interpreter's lock from calls.
 
     A kernel that cannot be built is left alone: the call that needs it tries again and has the error.
 
@@ -68,14 +67,22 @@ class Background(Part):
     def _reset(self) -> None:
         self._lock = threading.Lock()
         self._queue: queue.PriorityQueue[tuple[int, int, KernelSpec]] = queue.PriorityQueue()
+        self._arrivals: queue.PriorityQueue[tuple[int, int, KernelSpec]] = queue.PriorityQueue()
         self._count = itertools.count()
         self._cancel = threading.Event()
         self._threads: list[threading.Thread] = []
         self._known: dict[KernelSpec, _State] = {}
         self._waiting: dict[KernelSpec, list[Callable[[Artifact], object]]] = {}
+        self._first: set[KernelSpec] = set()
         self._apart: Apart | None = None
 
-    def add(self, specs: Iterable[KernelSpec], *, first: bool = False) -> None:
+    def add(
+        self,
+        specs: Iterable[KernelSpec],
+        *,
+        first: bool = False,
+        then: Callable[[KernelSpec, Artifact], object] | None = None,
+    ) -> None:
         """Have kernels built, those that were not added before.
 
         Parameters
@@ -84,6 +91,8 @@ class Background(Part):
             The kernels, in this order.
         first : bool
             Whether they come before those that wait, as a call runs on another kernel until they are there.
+        then : callable, optional
+            Is given each of these kernels that was not added before, once it is built, in a thread of its own.
         """
         with self._lock:
             if self._cancel.is_set():
@@ -91,6 +100,11 @@ class Background(Part):
             wanted = dict.fromkeys(specs)
             fresh = [s for s in wanted if s not in self._known]
             self._known.update(dict.fromkeys(fresh, "queued"))
+            if then is not None:
+                for spec in fresh:
+                    self._waiting.setdefault(spec, []).append(functools.partial(then, spec))
+            if first:
+                self._first.update(wanted)
             # One that waits already is queued once more: whoever takes it second finds that it is done.
             earlier = [s for s in wanted if s not in fresh and self._known[s] == "queued"] if first else []
             for spec in (*earlier, *fresh):
@@ -98,18 +112,17 @@ class Background(Part):
             for _ in range(min(len(fresh), env.jobs() - len(self._threads))):
                 if not self._threads:
                     atexit.register(self.close)
+                    threading.Thread(target=self._deliver, name="cutlass_ops_arrivals", daemon=True).start()
                 thread = threading.Thread(target=self._work, name="cutlass_ops_background", daemon=True)
                 self._threads.append(thread)
                 thread.start()
 
     def when_built(self, spec: KernelSpec, do: Callable[[Artifact], object]) -> None:
-        """Give a kernel that was added to a function once it is built, at once if it is. If it cannot be, never."""
+        """Give a kernel that was added to a function once it is built, in another thread. If it cannot be, never."""
         with self._lock:
-            known = self._known.get(spec)
-            if not isinstance(known, _Built):
-                self._waiting.setdefault(spec, []).append(do)
-        if isinstance(known, _Built):
-            do(known.find())
+            self._waiting.setdefault(spec, []).append(do)
+            if isinstance(self._known.get(spec), _Built):
+                self._arrivals.put((0, next(self._count), spec))
 
     def pending(self, spec: KernelSpec) -> bool:
         """Whether a kernel that was added is not built yet, so that to look for it in the store is no use."""
@@ -121,22 +134,22 @@ class Background(Part):
         return state if isinstance(state, Exception) else None
 
     def wait(self) -> None:
-        """Wait until all that was added is done."""
+        """Wait until all that was added is done, and given to those who asked for it."""
         self._queue.join()
+        self._arrivals.join()
 
     def close(self) -> None:
         """Cancel what is running, and wait a little for its end."""
         self._cancel.set()
         if self._apart is not None:
             self._apart.close()
-        with self._queue.all_tasks_done:
-            self._queue.all_tasks_done.wait_for(lambda: not self._queue.unfinished_tasks, _PATIENCE)
+        for work in (self._queue, self._arrivals):
+            with work.all_tasks_done:
+                work.all_tasks_done.wait_for(lambda work=work: not work.unfinished_tasks, _PATIENCE)  # type: ignore[misc]
 
     def _work(self) -> None:
+        # Its priority is the callers': a thread that has to wait for a processor may hold the interpreter's lock.
         work, cancel = self._queue, self._cancel
-        # On Linux a thread has a priority of its own, and the processes that it starts inherit it.
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while True:
             _, _, spec = work.get()
             try:
@@ -162,22 +175,40 @@ class Background(Part):
     def _ended(self, spec: KernelSpec, outcome: _State) -> None:
         with self._lock:
             self._known[spec] = outcome
-            waiting = self._waiting.pop(spec, [])
+            if not isinstance(outcome, _Built):
+                self._waiting.pop(spec, None)
+            elif spec in self._waiting:
+                self._arrivals.put((0 if spec in self._first else 1, next(self._count), spec))
         if isinstance(outcome, _Built):
             _log.info("built in the background: %s", spec.slug)
-            for do in waiting:
-                # The thread must live on, whatever is wrong there.
-                with contextlib.suppress(Exception):
-                    do(outcome.find())
         else:
             # Without a compiler all fail alike, and the call that needs one says so.
             level = logging.WARNING if isinstance(outcome, CompileError) else logging.INFO
             _log.log(level, "cannot be compiled in the background: %s: %s", spec.slug, outcome)
 
+    def _deliver(self) -> None:
+        work, cancel = self._arrivals, self._cancel
+        while True:
+            _, _, spec = work.get()
+            try:
+                with self._lock:
+                    waiting, built = self._waiting.pop(spec, []), self._known[spec]
+                if waiting and isinstance(built, _Built) and not cancel.is_set():
+                    found = built.find()
+                    for do in waiting:
+                        do(found)
+            except Exception as exc:
+                # The thread must live on, whatever is wrong there.
+                _log.warning("cannot be loaded in the background: %s: %s", spec.slug, exc)
+            finally:
+                work.task_done()
+
     def _found_or_built(self, spec: KernelSpec, cancel: threading.Event) -> Callable[[], Artifact]:
+        bundled = self.session.part(Bundles).find(spec)
+        if bundled is not None:
+            return lambda: bundled
         # Imported late: where a bundle has every kernel, none is built.
         from cutlass_ops.compilation.apart import Apart
 
         self._apart = self.session.part(Apart)
-        bundled = self.session.part(Bundles).find(spec)
-        return self._apart.build(spec, cancel) if bundled is None else lambda: bundled
+        return self._apart.build(spec, cancel)

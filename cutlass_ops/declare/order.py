@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from cutlass_ops.base import checked_json
@@ -68,8 +68,7 @@ class TileOrder:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields that differ from their default."""
-        usual = asdict(TileOrder())
-        return {name: value for name, value in asdict(self).items() if value != usual[name]}
+        return {name: value for name in _FIELDS if (value := getattr(self, name)) != getattr(USUAL_ORDER, name)}
 
     @classmethod
     def from_json(cls, data: object) -> TileOrder:
@@ -81,10 +80,11 @@ class TileOrder:
             If a field is unknown or has another value.
         """
         given = checked_json.mapping(data, "an order of tiles", None)
-        unknown = given.keys() - asdict(cls()).keys()
+        unknown = given.keys() - {*_FIELDS}
         if unknown:
             raise ConfigError(f"an order of tiles has no {checked_json.shown(min(unknown))}")
         return cls(**given)
 
 
 USUAL_ORDER = TileOrder()
+_FIELDS = tuple(f.name for f in fields(TileOrder))

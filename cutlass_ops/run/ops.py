@@ -16,11 +16,9 @@ from torch import Tensor
 
 from cutlass_ops.artifacts import loader
 from cutlass_ops.artifacts.loader import LoadedKernel
-from cutlass_ops.base import env
 from cutlass_ops.base.errors import NoDeviceError, UnsupportedError
 from cutlass_ops.choose import dispatch
 from cutlass_ops.choose.dispatch import Decision
-from cutlass_ops.compilation.background import Background
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.form import DENSE, Form
 from cutlass_ops.declare.spec import KernelSpec
@@ -32,7 +30,7 @@ from cutlass_ops.run.call import Call, check_call, device_of, signature_of
 from cutlass_ops.run.plan import PeerPlan, Plan, as_out, can_fall_back, make_ops_plan, make_peer_plan, make_plan
 from cutlass_ops.run.registry import OpSignature, Registry
 from cutlass_ops.run.rows import Rows
-from cutlass_ops.run.supply import Supply, supply
+from cutlass_ops.run.supply import Supply, supply, supply_others
 from cutlass_ops.run.warm import Warm
 
 if TYPE_CHECKING:
@@ -140,7 +138,8 @@ class Op(Warm):
         **named: Any,
     ) -> int:
         """Compile and load every kernel that calls of this op with a weight may need: see :func:`warm_up`."""
-        return len(Registry.current().kernels(self.specs_of(a, b, *inputs, out=out, out_dtype=out_dtype, **named)))
+        call = self.checked(a, b, inputs, named, out, out_dtype)
+        return Registry.current().ready(self._specs_for(call), call.arguments.a.device)
 
     def specs_of(
         self,
@@ -269,7 +268,7 @@ class Op(Warm):
         plan.launch_call(call)
         self._remember(plan, call, a, b, out_dtype, rows)
         if supplied is not None:
-            supplied.until_it_is_there(functools.partial(self._forget, plan))
+            supplied.until_it_is_there(call.arguments.a.device, functools.partial(self._forget, plan))
         return self.wrap(call)
 
     def _run_parts(self, call: Call) -> Any:
@@ -293,9 +292,7 @@ class Op(Warm):
         if _log.isEnabledFor(logging.DEBUG):  # a slug takes longer than the choice
             _log.debug("%s %s: %s serves", self.name, decision.problem, supplied.spec.slug)
         plan = make_plan(self.name, supplied.spec, supplied.serves.order, call)
-        # What other numbers of rows may need is compiled meanwhile, so that no later batch has to wait for it.
-        if env.jit_enabled() and not decision.bundled:
-            Background.current().add(decision.specs)
+        supply_others(decision, call.arguments.a.device)
         return plan, supplied, Rows.of(self.name, decision, call)
 
     def _decide(self, call: Call) -> Decision:
@@ -796,7 +793,7 @@ def warm_up(op: object, /, *arguments: Any, **named: Any) -> int:
         for each in recorded.calls_of_a_step(request.op, request.arguments, request.named):
             if isinstance(each.called, Op):
                 specs += each.called.specs_of(each.a, each.b, *each.inputs, out_dtype=each.out_dtype)
-    return len(Registry.current().kernels(dict.fromkeys(specs)))
+    return Registry.current().ready(dict.fromkeys(specs), request.arguments[0].device) if specs else 0
 
 
 def prepare_launch(op: object, /, *arguments: Any, **named: Any) -> Launch:

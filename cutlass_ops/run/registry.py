@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cutlass_ops.artifacts import loader
 from cutlass_ops.artifacts.bundles import Bundles
@@ -19,6 +19,9 @@ from cutlass_ops.base.session import Part, Session
 from cutlass_ops.declare.quantizing import Declaration
 from cutlass_ops.declare.signature import OpSignature as OpSignature
 from cutlass_ops.declare.spec import KernelSpec
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Entry(NamedTuple):
@@ -82,8 +85,8 @@ class Registry(Part):
             self._add(spec, artifact)
         return self._entries[spec].kernel
 
-    def take(self, spec: KernelSpec, artifact: Artifact) -> None:
-        """Load a kernel that was found or built.
+    def take(self, spec: KernelSpec, artifact: Artifact, device: torch.device) -> None:
+        """Load a kernel that was found or built, also on a device, before any call is given it.
 
         Raises
         ------
@@ -91,7 +94,7 @@ class Registry(Part):
             If it cannot be loaded.
         """
         if spec not in self._entries:
-            self._add(spec, artifact)
+            self._add(spec, artifact, device)
 
     def fetched(self, spec: KernelSpec) -> LoadedKernel | None:
         """Return a kernel if the remote store has it, within that store's time limit; compile nothing.
@@ -113,6 +116,16 @@ class Registry(Part):
         artifact = self.found(spec) if entry is None else entry.kernel.artifact
         return None if artifact is None else artifact.origin
 
+    def ready(self, specs: Iterable[KernelSpec], device: torch.device) -> int:
+        """Load kernels, also on a device, compiling missing ones in parallel. Return how many there are.
+
+        The errors are those of :meth:`kernel`.
+        """
+        kernels = self.kernels(specs)
+        for kernel in kernels:
+            kernel.load_on(device)
+        return len(kernels)
+
     def kernels(self, specs: Iterable[Declaration]) -> list[LoadedKernel]:
         """Return the kernels for several specs, compiling missing ones in parallel."""
         wanted = list(specs)
@@ -122,10 +135,12 @@ class Registry(Part):
                 self._add(spec, artifact)
         return [self._entries[spec].kernel for spec in wanted]
 
-    def _add(self, spec: Declaration, artifact: Artifact) -> None:
+    def _add(self, spec: Declaration, artifact: Artifact, device: torch.device | None = None) -> None:
         """Load a kernel. If it is damaged and was installed, its bundle is left out from now on instead."""
         try:
             entry = Entry(spec, loader.load(artifact))
+            if device is not None:
+                entry.kernel.load_on(device)
         except BundleError as exc:
             if not self.session.part(Bundles).refuse(artifact, exc):
                 raise

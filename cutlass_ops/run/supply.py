@@ -7,6 +7,7 @@ same bits. Such a stand-in serves until the best kernel has arrived from the bac
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,9 +25,6 @@ from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.run.registry import Registry
 
 _log = logging.getLogger("cutlass_ops")
-
-# How much longer a call may take on a loaded kernel than it would wait for the best one to be found and loaded.
-_LOADING_US = 1000.0
 
 
 @dataclass(frozen=True)
@@ -47,14 +45,22 @@ class Supply:
     serves: Ordered
     awaited: KernelSpec | None = None
 
-    def until_it_is_there(self, forget: Callable[[], object]) -> None:
-        """Have a function called once the best kernel is there, so that the stand-in serves no further call."""
+    def until_it_is_there(self, device: torch.device, forget: Callable[[], object]) -> None:
+        """Have a function called once the best kernel is there, so that the stand-in serves no further call.
+
+        Parameters
+        ----------
+        device : torch.device
+            Where calls run.
+        forget : callable
+            The function.
+        """
         awaited, registry = self.awaited, Registry.current()
         if awaited is None:
             return
 
         def arrived(found: Artifact) -> None:
-            registry.take(awaited, found)  # here, so that no call has to load it
+            registry.take(awaited, found, device)  # here, so that no call has to load it
             forget()
 
         Background.current().when_built(awaited, arrived)
@@ -112,6 +118,24 @@ def supply(decision: Decision) -> Supply:
     return Supply(found.spec, found.serves, best.spec)
 
 
+def supply_others(decision: Decision, device: torch.device) -> None:
+    """Have what other numbers of rows may need built and loaded meanwhile, so that no later call waits for it.
+
+    Parameters
+    ----------
+    decision : Decision
+        What was decided for a call.
+    device : torch.device
+        Where it runs.
+    """
+    registry, bundles = Registry.current(), Bundles.current()
+    missing = [spec for spec in decision.specs if not registry.has(spec)]
+    if decision.bundled or not env.jit_enabled():
+        missing = [spec for spec in missing if bundles.find(spec) is not None]
+    if missing:
+        Background.current().add(missing, then=functools.partial(registry.take, device=device))
+
+
 def stand_in(decision: Decision) -> Supply | None:
     """Return what would serve a decided call in place of its best kernel, if that is not there; load nothing."""
     if decision.bundled or not env.stand_in() or Registry.current().has(decision.spec):
@@ -150,12 +174,10 @@ def _alike(decision: Decision) -> Supply | None:
     """Return a loaded kernel that gives the best one's bits, in not much more time; None if there is none."""
     if not _sums_in_order(decision, decision.config):
         return None
-    found = decision.beside(Registry.current().has)
-    best = next((c.microseconds for c in found if c.config == decision.config), 0.0)
-    for candidate in found:
-        near = candidate.microseconds <= best + _LOADING_US
-        if near and candidate.config != decision.config and _sums_in_order(decision, candidate.config):
-            return Supply(decision.device.spec(decision.signature, candidate.config), candidate.ordered)
+    registry = Registry.current()
+    for spec, each in decision.near():
+        if each.config != decision.config and _sums_in_order(decision, each.config) and registry.has(spec):
+            return Supply(spec, each)
     return None
 
 

@@ -26,6 +26,7 @@ PROGRAM = r"""
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <set>
 #include <string>
 #include <thread>
 
@@ -38,6 +39,10 @@ static uintptr_t const a_data = 1 << 20;
 static std::string boxes_of_a;  // their rows
 static std::string launched;    // parameters of the last kernel, without what it is launched on
 static cudaStream_t stream;     // of the last launch
+static std::set<void const*> loaded;  // kernels
+static bool loads = true;
+static int prepared_for = 0;  // how often the runtime was asked for what a launch needs
+static cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
 
 static CUresult encode(CUtensorMap* map, CUtensorMapDataType, cuuint32_t, void* data, cuuint64_t const*,
                        cuuint64_t const*, cuuint32_t const* box, cuuint32_t const*, CUtensorMapInterleave,
@@ -58,7 +63,16 @@ cudaError_t cudaMemsetAsync(void*, int, size_t, cudaStream_t) { return ++cleared
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, void const*, int, size_t) {
   return *blocks = 1, cudaSuccess;
 }
-cudaError_t cudaFuncSetAttribute(void const*, cudaFuncAttribute, int) { return cudaSuccess; }
+cudaError_t cudaFuncSetAttribute(void const*, cudaFuncAttribute, int) { return ++prepared_for, cudaSuccess; }
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* other) {
+  return std::swap(mode, *other), cudaSuccess;
+}
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, void const* kernel) {
+  if (!has_context) return cudaErrorDeviceUninitialized;
+  if (mode != cudaStreamCaptureModeRelaxed) return cudaErrorStreamCaptureUnsupported;
+  if (!loads) return cudaErrorMemoryAllocation;
+  return loaded.insert(kernel), cudaSuccess;
+}
 cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, void const*, cudaLaunchConfig_t const*) {
   return *clusters = 132, cudaSuccess;
 }
@@ -90,7 +104,7 @@ static int64_t m = 64;
 static bool needs_workspace = false;
 static int64_t const n = 128, k = 256;
 using Launch = int (*)(void*, TVMFFIAny const*, int32_t, TVMFFIAny*);
-static Launch launch, prepare;
+static Launch launch, prepare, load_kernels;
 
 // Which stream is current, as PyTorch says it.
 static void* current = nullptr;
@@ -161,6 +175,20 @@ static std::string error() {
 #define REQUIRE(...) \
   if (!(__VA_ARGS__)) return std::printf("line %d: %s\n", __LINE__, #__VA_ARGS__), 1
 
+// Has the driver load the kernels, in another thread than that of the launches; or says something else than a device.
+static int load(int32_t type, int64_t device) {
+  TVMFFIAny argument{}, result{};
+  argument.type_index = type;
+  argument.v_int64 = device;
+  result.type_index = kTVMFFIInt;
+  int failed = -1;
+  std::thread([&] {
+    failed = load_kernels(nullptr, &argument, 1, &result);
+    if (failed != 0) (void)error();
+  }).join();
+  return failed != 0 || mode != cudaStreamCaptureModeGlobal || result.type_index != kTVMFFINone;
+}
+
 // A kernel that needs a workspace: its prepared launch is so many kernels, or none if it gives its recording up.
 static int with_workspace(int kernels) {
   needs_workspace = true;
@@ -186,9 +214,19 @@ int main(int count, char** argv) {
   if (library == nullptr) return std::puts(dlerror()), 1;
   launch = reinterpret_cast<Launch>(dlsym(library, "__tvm_ffi_launch"));
   prepare = reinterpret_cast<Launch>(dlsym(library, "__tvm_ffi_prepare"));
-  if (count > 2) return with_workspace(std::atoi(argv[2]));
+  load_kernels = reinterpret_cast<Launch>(dlsym(library, "__tvm_ffi_load"));
+
+  // All of its kernels, and nothing is left to be asked at the first launch.
+  loads = false;
+  REQUIRE(load(kTVMFFIInt, 0) != 0);
+  loads = true;
+  REQUIRE(load(kTVMFFIInt, 64) != 0 && load(kTVMFFIInt, -1) != 0 && load(kTVMFFINone, 0) != 0 && prepared_for == 0);
+  REQUIRE(load(kTVMFFIInt, 0) == 0 && int(loaded.size()) == std::atoi(argv[2]) && launches == 0);
+  int const before = prepared_for;
+  if (count > 3) return with_workspace(std::atoi(argv[3])) || prepared_for != before;
 
   REQUIRE(call() == 0 && launches == 1 && encoded == 4);  // A, its last rows, B and D
+  REQUIRE(before == 1 && prepared_for == before);
   REQUIRE(boxes_of_a == " 128 64");
   has_context = false;                                    // as if that had been done behind its back: not launched
   REQUIRE(call() != 0 && launches == 1 && error().find("cudaErrorDeviceUninitialized") != std::string::npos);
@@ -252,20 +290,20 @@ def run(tmp_path, spec, *arguments):
 
 
 def test_every_thread_has_a_context_and_what_cannot_be_encoded_is_not_launched(tmp_path):
-    run(tmp_path, ENTRIES["sm_90a/gemm_bias_relu_bf16.cu"].spec)
+    run(tmp_path, ENTRIES["sm_90a/gemm_bias_relu_bf16.cu"].spec, 2)  # it, and what finds where clusters are
 
 
 @pytest.mark.parametrize(
-    ("alignment", "config", "count"),
+    ("alignment", "config", "kernels", "launched"),
     [
-        (".align1", co.Sm90Config(co.ThreadblockShape(64, 64, 64), schedule="warp_specialized", realign=True), 2),
-        ("", co.Sm80Config(co.ThreadblockShape(64, 64, 32), co.WarpShape(32, 32, 32), stages=3, stream_k=True), 0),
+        (".align1", co.Sm90Config(co.ThreadblockShape(64, 64, 64), schedule="warp_specialized", realign=True), 3, 2),
+        ("", co.Sm80Config(co.ThreadblockShape(64, 64, 32), co.WarpShape(32, 32, 32), stages=3, stream_k=True), 1, 0),
     ],
     ids=["copies of operands", "stream-K"],
 )
-def test_a_prepared_launch_repeats_every_kernel_or_is_given_up(tmp_path, alignment, config, count):
+def test_a_prepared_launch_repeats_every_kernel_or_is_given_up(tmp_path, alignment, config, kernels, launched):
     types = {"a": f"bf16.row{alignment}", "b": f"bf16.col{alignment}", "d": "bf16.row", "inputs": {"bias": "bf16"}}
-    run(tmp_path, co.KernelSpec(**types, epilogue=builtin.bias_relu.graph, config=config), count)
+    run(tmp_path, co.KernelSpec(**types, epilogue=builtin.bias_relu.graph, config=config), kernels, launched)
 
 
 def test_cute_cannot_be_included_first(tmp_path):

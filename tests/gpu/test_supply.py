@@ -1,5 +1,10 @@
 """With an empty store: a call runs on a stand-in, and on its best kernel once that is compiled."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -85,6 +90,94 @@ def test_kernels_that_may_serve_until_another_is_loaded_give_its_bits(dtype):
     assert near(found[0], a.to(bias.dtype), b.t().to(bias.dtype), bias)
     for config, d in zip(configs, found, strict=True):
         assert torch.equal(d, found[0]), config.slug
+
+
+# A process counts the modules that the driver loads, by CUPTI's callbacks: PyTorch for GPUs has that library loaded.
+COUNTED = """
+import ctypes, threading
+import torch
+from cutlass_ops.compilation.builder import build_artifact
+from cutlass_ops.run.registry import Registry
+from tests.gpu.test_supply import LOADED, N, K, M, launched
+
+modules = 0
+@ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p)
+def noticed(user, domain, which, data):
+    global modules
+    modules += 1
+
+a = torch.randn(M, K, device="cuda").bfloat16()
+paths = {line.split()[-1] for line in open("/proc/self/maps") if "libcupti.so" in line}
+cupti, subscriber = ctypes.CDLL(paths.pop()), ctypes.c_void_p()
+assert cupti.cuptiSubscribe(ctypes.byref(subscriber), noticed, None) == 0
+RESOURCE, MODULE_LOADED = 3, 6
+assert cupti.cuptiEnableCallback(1, subscriber, RESOURCE, MODULE_LOADED) == 0
+
+def count(do):
+    before = modules
+    result = do()
+    torch.cuda.synchronize()
+    return modules - before, result
+
+b, bias = torch.randn(N, K, device="cuda").bfloat16().t(), torch.randn(N, device="cuda").bfloat16()
+wanted = torch.relu(torch.addmm(bias, a, b))
+d = torch.empty_like(wanted)
+registry, (ahead, at_launch, captured) = Registry.current(), LOADED
+artifacts = {spec: build_artifact(spec) for spec in LOADED}
+launched(registry.kernel(at_launch), a, b, d, bias)  # whatever any first launch loads
+
+loads, _ = count(lambda: registry.take(ahead, artifacts[ahead], a.device))
+assert loads > 0, "CUPTI does not say what is loaded"
+loads, _ = count(lambda: launched(registry.kernel(ahead), a, b, d.zero_(), bias))
+assert loads == 0, f"the first launch loads {loads} modules"
+torch.testing.assert_close(d, wanted)
+
+# While this thread captures a graph, which that thread has no part in.
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph, capture_error_mode="global"):
+    launched(registry.kernel(ahead), a, b, d, bias)
+    failed = []
+    def take():
+        try:
+            registry.take(captured, artifacts[captured], a.device)
+        except Exception as exc:
+            failed.append(exc)
+    thread = threading.Thread(target=take)
+    thread.start(), thread.join()
+assert not failed, failed
+d.zero_()
+graph.replay()
+torch.cuda.synchronize()
+torch.testing.assert_close(d, wanted)
+loads, _ = count(lambda: launched(registry.kernel(captured), a, b, d.zero_(), bias))
+assert loads == 0, f"the first launch loads {loads} modules"
+torch.testing.assert_close(d, wanted)
+print("counted")
+"""
+
+LOADED = [
+    co.KernelSpec(
+        a="bf16.row",
+        b="bf16.col",
+        d="bf16.row",
+        inputs={"bias": "bf16"},
+        epilogue=co.gemm_bias_relu.epilogue.graph,
+        config=config,
+        target="sm_90",
+    )
+    for config in (GemvConfig(rows=16), GemvConfig(rows=8), GemvConfig(rows=16, warps=4))
+]
+
+
+def launched(kernel, a, b, d, bias):
+    assert kernel.launch(a, b, d, bias, 0, 0, None) == 0
+
+
+def test_the_first_launch_of_a_kernel_that_came_in_the_background_loads_nothing():
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n{COUNTED}"
+    environment = os.environ | {"CUDA_MODULE_LOADING": "LAZY"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "counted\n"), done.stderr
 
 
 @pytest.mark.usefixtures("cold")

@@ -33,7 +33,9 @@ class FakeDevice:
     absent: set = field(default_factory=set)  # kernels that only a compiler has
     remote: set = field(default_factory=set)  # absent ones that the remote store has
     waiting: dict = field(default_factory=dict)
+    then: dict = field(default_factory=dict)
     failed: dict = field(default_factory=dict)
+    on_device: set = field(default_factory=set)  # kernels that the driver has loaded, each with the device
 
     def kernel(self, spec):
         return self.kernels([spec])[0]
@@ -47,9 +49,15 @@ class FakeDevice:
     def at_hand(self, spec):
         return None if spec in self.absent else self.kernel(spec)
 
-    def take(self, spec, artifact):
+    def take(self, spec, artifact, device):
         assert artifact is spec
-        self.kernel(spec)
+        self.ready([spec], device)
+
+    def ready(self, specs, device):
+        specs = list(specs)
+        self.kernels(specs)
+        self.on_device |= {(spec, device) for spec in specs}
+        return len(specs)
 
     def fetched(self, spec):
         return self.kernel(spec) if spec in self.remote else None
@@ -70,15 +78,23 @@ class FakeDevice:
     def background(self):
         """Queues what is added, and builds nothing until a test calls :meth:`built`."""
         return SimpleNamespace(
-            add=lambda specs, first=False: self.queued.extend(specs),
+            add=self._add,
             when_built=lambda spec, do: self.waiting.setdefault(spec, []).append(do),
             failure=self.failed.get,
             pending=self.waiting.__contains__,
         )
 
+    def _add(self, specs, first=False, then=None):
+        self.queued += (specs := list(specs))
+        if then is not None:
+            for spec in specs:
+                self.then.setdefault(spec, then)
+
     def built(self, spec):
         """Have a kernel arrive from the background."""
         self.absent.discard(spec)
+        if spec in self.then:
+            self.then.pop(spec)(spec, spec)
         for do in self.waiting.pop(spec, ()):
             do(spec)
 

@@ -99,7 +99,7 @@ def linkage(exports: tuple[str, ...], needed: tuple[str, ...], search: dict[int,
     return {".dynsym": bytes(24) + symbols, ".dynstr": names, ".dynamic": entries}
 
 
-EXPORTS = ("__tvm_ffi_launch", "__tvm_ffi_workspace_size", "__tvm_ffi_describe", "__tvm_ffi_prepare")
+EXPORTS = ("__tvm_ffi_launch", "__tvm_ffi_workspace_size", "__tvm_ffi_describe", "__tvm_ffi_prepare", "__tvm_ffi_load")
 NEEDED = ("libcudart.so.13", "libtvm_ffi.so", "libstdc++.so.6", "libc.so.6")
 
 

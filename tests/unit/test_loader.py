@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from fake_toolkit import HMMA, FakeToolkit, library, sm80_spec
 from processes import run_with_pytorch
 
@@ -41,6 +42,12 @@ EXPORT __tvm_ffi_workspace_size(void*, TVMFFIAny const* args, int32_t, TVMFFIAny
 EXPORT __tvm_ffi_prepare(void*, TVMFFIAny const* args, int32_t count, TVMFFIAny* result) {
   auto const* const api = reinterpret_cast<DLPackExchangeAPI const*>(args[count - 1].v_int64);
   return integer(result, api->header.version.major);
+}
+// The number of the device is the error.
+EXPORT __tvm_ffi_load(void*, TVMFFIAny const* args, int32_t, TVMFFIAny* result) {
+  if (args[0].v_int64 == 0) return result->type_index = kTVMFFINone, 0;
+  TVMFFIErrorSetRaisedFromCStr("RuntimeError", "out of memory");
+  return -1;
 }
 #ifndef NO_DESCRIBE
 EXPORT __tvm_ffi_describe(void*, TVMFFIAny const*, int32_t, TVMFFIAny* result) {
@@ -107,6 +114,21 @@ def test_a_kernel_is_callable(put, host_library):
     assert kernel.describe() == {"stages": 3, "threads": 128, "shared_memory": 49152}
     assert kernel.prepare(loader.stream_api()) == 1  # the major version of DLPack's interface
     assert load(artifact) is kernel
+
+
+@pytest.mark.usefixtures("_cudart")
+def test_a_driver_loads_a_kernel_where_cuda_is_used(put, host_library, monkeypatch):
+    kernel = load(put(host_library()))
+    devices = [torch.device("cuda", number) for number in (0, 3)]
+    asked = []
+    object.__setattr__(kernel, "load", lambda number, load=kernel.load: (asked.append(number), load(number)))
+    kernel.load_on(devices[0])  # CUDA is not used here, as in a forked process
+    assert asked == []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    kernel.load_on(devices[0])
+    assert asked == [0]
+    with pytest.raises(LoadError, match=r"cannot be loaded on cuda:3: out of memory"):
+        kernel.load_on(devices[1])
 
 
 @pytest.mark.usefixtures("_cudart")

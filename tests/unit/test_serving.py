@@ -30,6 +30,12 @@ class Kernels:
 
     at_hand = kernel
 
+    def ready(self, specs, device):
+        return len(self.kernels(specs))
+
+    def take(self, spec, artifact, device):
+        pytest.fail("nothing is built here")
+
     def kernels(self, specs):
         for spec in specs:
             if spec not in self.loaded:
@@ -51,7 +57,7 @@ def service(monkeypatch, tmp_path):
     monkeypatch.setattr(ops, "device_of", lambda device: H100)
     monkeypatch.setattr(plan.torch.cuda, "device", lambda device: contextlib.nullcontext())
     background = SimpleNamespace(
-        add=lambda specs, first=False: queued.extend(specs),
+        add=lambda specs, first=False, then=None: queued.extend(specs),
         pending=lambda spec: False,
         failure=lambda spec: None,
     )
@@ -72,8 +78,9 @@ def test_the_first_call_compiles_its_kernel_and_queues_the_others(service, weigh
     b, bias = weight
     d = service.op(rows(48), b, bias)
     torch.testing.assert_close(d, torch.relu(rows(48).float() @ b.float() + bias.float()).bfloat16())
-    assert len(service.registry.loaded) == 1
-    assert set(service.registry.loaded) < set(service.queued)
+    (loaded,) = service.registry.loaded
+    assert loaded not in service.queued
+    assert len(service.queued) > 5
     # Warm: no further kernel, no further look.
     queued = len(service.queued)
     assert torch.equal(service.op(rows(48), b, bias), d)

@@ -1,6 +1,8 @@
 """No call waits for a compiler where another kernel of its signature can serve."""
 
 import logging
+import threading
+import time
 
 import pytest
 import torch
@@ -65,7 +67,8 @@ def test_where_the_best_kernel_is_there_it_serves(op, device):
 
 def test_a_loaded_kernel_stands_in_until_the_best_one_has_come(op, device, specs, caplog):
     caplog.set_level(logging.INFO, "cutlass_ops")
-    wanted, other = best().spec, next(s for s in best().specs if s != best().spec)
+    wanted = best().spec
+    other = next(spec for spec, each in best().near() if spec != wanted and each.config.wgmma and each.config.whole_k)
     device.absent.discard(other)
     device.kernel(other)
     a = rows(M)
@@ -76,6 +79,7 @@ def test_a_loaded_kernel_stands_in_until_the_best_one_has_come(op, device, specs
     assert device.queued[0] == wanted
     assert f"{other.slug} serves until {wanted.slug} is there" in caplog.text
     device.built(wanted)
+    assert (wanted, a.device) in device.on_device
     for _ in range(2):
         right(a, op(a, B, BIAS))
     assert [launch.spec for launch in device.launches[2:]] == [wanted, wanted]
@@ -85,12 +89,14 @@ def test_a_loaded_kernel_stands_in_until_the_best_one_has_come(op, device, specs
 
 def test_a_call_does_not_wait_for_the_store_where_a_loaded_kernel_gives_the_same_bits(device, specs, monkeypatch):
     decision = best()
-    other = next(c for c in decision.alternatives() if c.config.wgmma and c.config.whole_k)
-    device.absent -= {decision.spec, H100.spec(signature(), other.config)}
-    device.kernel(H100.spec(signature(), other.config))
+    spec, other = next(x for x in decision.near() if x[1].config.wgmma and x[0] != decision.spec)
+    device.absent -= {decision.spec, spec}
+    device.kernel(spec)
+    for name in ("alternatives", "beside"):
+        monkeypatch.setattr(dispatch.Decision, name, lambda *_: pytest.fail("the model of every kernel"))
     monkeypatch.setattr(device, "at_hand", lambda spec: pytest.fail("a look into the store"))
     found = supply.supply(decision)
-    assert (found.serves.config, found.awaited) == (other.config, decision.spec)
+    assert (found.serves, found.awaited) == (other, decision.spec)
     assert device.queued == [decision.spec]
 
 
@@ -108,8 +114,10 @@ def test_a_call_that_can_be_served_does_not_examine_the_compilers(device, specs,
 
 def test_nor_where_it_would_be_far_slower_or_give_other_bits(device, specs):
     many = dispatch.decide(signature(), H100, Problem(8192, 28672, 4096))
-    slow = next(c for c in many.alternatives() if c.config.wgmma and c.microseconds > 1e4)
-    for config in (slow.config, next(c.config for c in many.alternatives() if not c.config.whole_k)):
+    few = dispatch.decide(signature(), H100, Problem(64, 28672, 4096))
+    assert few.config.wgmma
+    assert few.config in many.kept
+    for config in (few.config, next(c.config for c in many.alternatives() if not c.config.whole_k)):
         spec = H100.spec(signature(), config)
         device.absent -= {many.spec, spec}
         device.kernel(spec)
@@ -237,6 +245,31 @@ def test_a_captured_call_takes_only_what_is_loaded(op, device, specs, monkeypatc
     assert device.launches[0].spec == other
 
 
+def test_what_a_weight_needs_is_loaded_meanwhile_on_the_call_s_device(op, device):
+    a = rows(M)
+    op(a, B, BIAS)
+    decision = best()
+    others = [spec for spec in decision.specs if spec != decision.spec]
+    assert set(device.queued) == set(others)
+    assert set(device.loaded) == {decision.spec}
+    for spec in others:
+        device.built(spec)
+    assert set(device.loaded) == {decision.spec, *others}
+    assert device.on_device == {(spec, a.device) for spec in others}
+    # So calls with other numbers of rows find their best kernels.
+    device.queued.clear()
+    for m in (1, 17, 300, 4000):
+        op(rows(m), B, BIAS)
+        assert device.launches[-1].spec == best(m).spec
+    assert device.queued == []
+
+
+def test_warm_up_loads_on_the_device(device):
+    a = rows(M)
+    assert co.warm_up(co.gemm_bias_relu, a, B, BIAS) == len(best().specs)
+    assert device.on_device == {(spec, a.device) for spec in best().specs}
+
+
 def test_explain_says_what_serves_meanwhile(device, specs):
     other = next(s for s in best().specs if s != best().spec)
     a = rows(M)
@@ -288,8 +321,6 @@ def test_the_log_has_the_kernel_of_each_new_shape(op, device, caplog):
 
 
 def test_what_a_call_awaits_comes_first(session, monkeypatch, specs_of_sm80):
-    import threading
-
     monkeypatch.setenv("CUTLASS_OPS_JOBS", "1")
     begun, go, built = threading.Event(), threading.Event(), []
 
@@ -305,13 +336,63 @@ def test_what_a_call_awaits_comes_first(session, monkeypatch, specs_of_sm80):
     begun.wait(60)
     background.add([third], first=True)
     background.add([fourth], first=True)
-    background.when_built(third, lambda _: arrived.append(list(built)))
+    background.when_built(third, arrived.append)
     go.set()
     background.wait()
     assert built == [first, third, fourth, second]
-    assert arrived == [[first, third]]
-    background.when_built(second, lambda _: arrived.append("at once"))
-    assert arrived[1:] == ["at once"]
+    assert arrived == [third]
+
+
+def test_kernels_are_given_away_by_a_thread_that_calls_do_not_wait_for(session, specs_of_sm80, caplog):
+    caplog.set_level(logging.INFO, "cutlass_ops")
+    first, second, third, fourth = specs_of_sm80
+    taken, released = [], threading.Event()
+
+    def then(spec, artifact):
+        assert (artifact, threading.current_thread().name) == (spec, "cutlass_ops_arrivals")
+        released.wait(60)
+        taken.append(spec)
+        if spec == second:
+            raise RuntimeError("no memory for it")
+
+    background = Background(session, lambda spec, cancel: lambda: spec)
+    background.add([first, second], then=then)
+    background.add([second, third], then=then)  # each once
+    background.add([fourth])
+    background.when_built(fourth, lambda artifact: then(fourth, artifact))
+    assert taken == []
+    released.set()
+    background.wait()
+    assert sorted(taken, key=specs_of_sm80.index) == specs_of_sm80
+    assert "no memory for it" in caplog.text
+    # What was built before is given away by that thread as well.
+    background.when_built(first, lambda artifact: then(first, artifact))
+    background.wait()
+    assert taken[4:] == [first]
+
+
+def test_what_a_call_awaits_is_given_away_before_the_others(session, specs_of_sm80):
+    first, second, third, fourth = specs_of_sm80
+    taken, released = [], threading.Event()
+
+    def then(spec, artifact):
+        released.wait(60)
+        taken.append(spec)
+
+    background = Background(session, lambda spec, cancel: lambda: spec)
+    background.add([first], then=then)
+    while background._queue.unfinished_tasks:
+        time.sleep(0.001)
+    background.add([second, third], then=then)
+    while background._queue.unfinished_tasks:
+        time.sleep(0.001)
+    background.add([fourth], first=True, then=then)
+    background.when_built(third, lambda artifact: None)  # one that was built already
+    while background._queue.unfinished_tasks:
+        time.sleep(0.001)
+    released.set()
+    background.wait()
+    assert (taken[0], {*taken[1:3]}, taken[3]) == (first, {third, fourth}, second)
 
 
 def test_why_a_kernel_could_not_be_built_is_kept_and_logged(session, specs_of_sm80, caplog):

@@ -459,7 +459,7 @@ def test_results_go_through_pickle_and_copies():
 def test_a_loaded_kernel_is_not_copied():
     from cutlass_ops.artifacts.loader import LoadedKernel
 
-    kernel = LoadedKernel(None, None, None, None, None)
+    kernel = LoadedKernel(*[None] * 6)
     assert copy.deepcopy(kernel) is kernel
     with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(kernel)

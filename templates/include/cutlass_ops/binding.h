@@ -8,6 +8,8 @@
 // `prepare` takes the same, and the address of a DLPackExchangeAPI, which says what stream is current. It launches nothing and
 // returns a function without arguments that launches with exactly these tensors, a status, or None where more would have to be
 // done at each launch. The caller keeps the tensors and the workspace.
+//
+// `load` takes a device's number, and has its driver load the kernels, which it would otherwise do at their first launch.
 
 #pragma once
 
@@ -405,9 +407,9 @@ inline int raise(char const* kind, char const* what) {
   return -1;
 }
 
-inline int raise_cuda(cudaError_t error, char const* kernel) {
+inline int raise_cuda(cudaError_t error, char const* kernel, char const* what = "launch") {
   char text[512];
-  std::snprintf(text, sizeof(text), "%s: launch failed: %s (%s)", kernel, cudaGetErrorString(error),
+  std::snprintf(text, sizeof(text), "%s: %s failed: %s (%s)", kernel, what, cudaGetErrorString(error),
                 cudaGetErrorName(error));
   return raise("RuntimeError", text);
 }
@@ -430,9 +432,10 @@ struct Description {
   int shared_memory;
 };
 
-// Exports a kernel under the four names that the loader looks up. `Entry` offers
+// Exports a kernel under the five names that the loader looks up. `Entry` offers
 //   static cudaError_t launch(Call&, int& status);
 //   static int64_t workspace_size(Problem, int raster, int swizzle);
+//   static cudaError_t load(int device);  does what is done once for the current device, which has this number
 //   static Description describe();
 template <class Entry>
 int export_launch(TVMFFIAny const* args, int32_t count, TVMFFIAny* result, char const* name) {
@@ -479,6 +482,33 @@ int export_prepare(TVMFFIAny const* args, int32_t count, TVMFFIAny* result, char
   return 0;
 }
 
+// Also while another thread captures a graph, which this has no part in.
+template <class Entry>
+cudaError_t load_all(int device) {
+  DeviceGuard const guard(device);
+  auto mode = cudaStreamCaptureModeRelaxed;
+  cudaError_t error = cudaThreadExchangeStreamCaptureMode(&mode);
+  if (error != cudaSuccess) return error;
+  for (Listed const* each = Listed::first(); each != nullptr && error == cudaSuccess; each = each->next) {
+    cudaFuncAttributes attributes;  // nobody can say these of a kernel that is not loaded
+    error = cudaFuncGetAttributes(&attributes, each->kernel);
+  }
+  if (error == cudaSuccess) error = Entry::load(device);
+  (void)cudaThreadExchangeStreamCaptureMode(&mode);
+  return error;
+}
+
+template <class Entry>
+int export_load(TVMFFIAny const* args, int32_t count, TVMFFIAny* result, char const* name) {
+  bool const is_device = count == 1 && args[0].type_index == kTVMFFIInt && args[0].v_int64 >= 0 && args[0].v_int64 < kMaxDevices;
+  if (!is_device) return raise("TypeError", "load takes the number of a device");
+  if (cudaError_t const error = load_all<Entry>(int(args[0].v_int64)); error != cudaSuccess) {
+    return raise_cuda(error, name, "loading");
+  }
+  result->type_index = kTVMFFINone;
+  return 0;
+}
+
 template <class Entry>
 int export_workspace_size(TVMFFIAny const* args, int32_t count, TVMFFIAny* result) {
   Call call(args, count);
@@ -514,6 +544,10 @@ int export_describe(TVMFFIAny* result) {
   extern "C" __attribute__((visibility("default"))) int __tvm_ffi_prepare(void*, TVMFFIAny const* args, int32_t count, \
                                                                           TVMFFIAny* result) {                        \
     return cutlass_ops::export_prepare<Entry>(args, count, result, #name);                                            \
+  }                                                                                                                   \
+  extern "C" __attribute__((visibility("default"))) int __tvm_ffi_load(void*, TVMFFIAny const* args, int32_t count,   \
+                                                                       TVMFFIAny* result) {                           \
+    return cutlass_ops::export_load<Entry>(args, count, result, #name);                                               \
   }                                                                                                                   \
   extern "C" __attribute__((visibility("default"))) int __tvm_ffi_workspace_size(void*, TVMFFIAny const* args,        \
                                                                                  int32_t count, TVMFFIAny* result) {  \

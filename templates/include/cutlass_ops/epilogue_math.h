@@ -58,13 +58,16 @@ CUTLASS_DEVICE float near_inverse_root(float x) {
 // instructions overlap, and one warp alone cannot fill the gaps: that takes ten times as long. These have no branch. Operands far
 // from 1 are scaled by powers of two, and the remainder corrects the approximation.
 CUTLASS_DEVICE float divide(float x, float y) {
-  bool const small = fabsf(x) < 0x1p-62f, tiny = fabsf(y) < 0x1p-64f, huge = fabsf(y) > 0x1p64f;
-  float const scale = tiny ? 0x1p64f : huge ? 0x1p-64f : 1.0f, by = y * scale, of = small ? x * 0x1p64f : x;
-  float const inverse = near_inverse(by), near = of * inverse, rest = fmaf(-near, by, of);
+  // What depends on y alone is computed once where y is a scalar. Such a y is scaled that its inverse or a quotient would be below
+  // 2^-126 without need.
+  bool const tiny = fabsf(y) < 0x1p-100f, huge = fabsf(y) > 0x1p100f;
+  float const scale = tiny ? 0x1p32f : huge ? 0x1p-32f : 1.0f, by = y * scale, inverse = near_inverse(by);
+  float const near = x * inverse, rest = fmaf(-near, by, x);
   // The remainder is not finite where x or the result is infinite, y is zero or infinite, or one is NaN. Where it is zero, a
-  // correction would take the sign from a zero.
+  // correction would take the sign from a zero. It is below 2^-149, and lost, where x is below 2^-102: there the quotient is
+  // within two units in the last place.
   bool const corrects = (rest != 0.0f) & (fabsf(rest) <= 0x1.fffffep127f);
-  return (corrects ? fmaf(rest, inverse, near) : near) * (small ? scale * 0x1p-64f : scale);
+  return (corrects ? fmaf(rest, inverse, near) : near) * scale;
 }
 
 CUTLASS_DEVICE float sqrt(float x) {

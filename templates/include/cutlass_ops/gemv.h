@@ -433,6 +433,8 @@ struct GemvEntry {
 
   static int64_t workspace_size(Problem, int, int) { return 0; }
 
+  static cudaError_t load(int) { return cudaSuccess; }
+
   static Description describe() { return {1, Kernel::kThreads, 0}; }
 
  private:

@@ -31,6 +31,26 @@ void const* handle(Kernel* kernel) {
   return reinterpret_cast<void const*>(kernel);
 }
 
+#if CUTLASS_OPS_HOST
+// The kernels of this library, each in the list before any function of the library can be called.
+struct Listed {
+  explicit Listed(void const* kernel) : kernel(kernel), next(first()) { first() = this; }
+  Listed(Listed const&) = delete;
+
+  static Listed const*& first() {
+    static Listed const* listed = nullptr;
+    return listed;
+  }
+
+  void const* kernel;
+  Listed const* next;
+};
+#define CUTLASS_OPS_LIST(name) \
+  [[maybe_unused]] static cutlass_ops::Listed const name##_is_listed(cutlass_ops::handle(&name));
+#else
+#define CUTLASS_OPS_LIST(name)
+#endif
+
 }  // namespace cutlass_ops
 
 // CUTLASS_OPS_KERNEL(name, Kernel) defines a kernel, for the device, and its handle `&name`, for the runtime. `Kernel` offers
@@ -42,7 +62,8 @@ void const* handle(Kernel* kernel) {
   extern "C" __global__ void __launch_bounds__(__VA_ARGS__::kThreads, 1) \
       name(__grid_constant__ __VA_ARGS__::Params const params) {          \
     __VA_ARGS__::run(params);                                             \
-  }
+  }                                                                       \
+  CUTLASS_OPS_LIST(name)
 #define CUTLASS_OPS_COMPLETE_IMAGE()
 
 #else
@@ -50,6 +71,7 @@ void const* handle(Kernel* kernel) {
 #define CUTLASS_OPS_KERNEL(name, ...)                                                                                  \
   static char const name = 0;                                                                                          \
   [[maybe_unused]] static bool const name##_is_known = cutlass_ops::Image::get().add(&name, #name);                    \
+  CUTLASS_OPS_LIST(name)                                                                                               \
   /* Read by cutlass_ops/compilation/abi_check.py: bytes of the kernel's parameters, which both halves must agree about. */     \
   __attribute__((used, section(".cutlass_ops." #name))) static unsigned const name##_bytes = sizeof(__VA_ARGS__::Params);
 #define CUTLASS_OPS_COMPLETE_IMAGE() \

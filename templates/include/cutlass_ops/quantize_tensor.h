@@ -229,6 +229,8 @@ struct QuantizeEntry {
 
   static int64_t workspace_size(Problem, int, int) { return 0; }
 
+  static cudaError_t load(int) { return cudaSuccess; }
+
   static Description describe() { return {1, Kernel::kThreads, 0}; }
 };
 

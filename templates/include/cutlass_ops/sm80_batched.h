@@ -127,6 +127,8 @@ struct Sm80BatchedEntry {
 
   static int64_t workspace_size(Problem, int, int) { return 0; }
 
+  static cudaError_t load(int device) { return Sm80Entry<Gemm>::load(device); }
+
   static Description describe() { return Sm80Entry<Gemm>::describe(); }
 };
 

@@ -239,6 +239,8 @@ struct Sm80Entry {
     return workspace_size(operands, device);
   }
 
+  static cudaError_t load(int device) { return sm80::prepared<GemmKernel>(Gemm::kernel(), device).error; }
+
   static Description describe() {
     return {GemmKernel::kStages, GemmKernel::kThreadCount, int(sizeof(typename GemmKernel::SharedStorage))};
   }

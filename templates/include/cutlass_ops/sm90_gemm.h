@@ -251,6 +251,11 @@ struct Sm90Entry {
     return Gemm::scratch_bytes(problem) + int64_t(GemmKernel::get_workspace_size(arguments));
   }
 
+  static cudaError_t load(int device) {
+    cutlass::KernelHardwareInfo hardware;
+    return prepare(device, hardware);
+  }
+
   static Description describe() {
     return {GemmKernel::CollectiveMainloop::DispatchPolicy::Stages, int(GemmKernel::MaxThreadsPerBlock),
             int(GemmKernel::SharedStorageSize)};

@@ -306,6 +306,11 @@ struct SmallEntry {
 
   static int64_t workspace_size(Problem, int, int) { return 0; }
 
+  static cudaError_t load(int device) {
+    int blocks = 0;
+    return most_blocks(device, blocks);
+  }
+
   static Description describe() { return {Kernel::kStages, Kernel::kThreads, Kernel::kSharedMemory}; }
 
  private:
