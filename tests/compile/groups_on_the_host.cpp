@@ -94,6 +94,7 @@ struct Encoded {
   uint64_t extents[5], strides[5];  // bytes
 };
 Encoded encoded;
+std::vector<Encoded> every;
 
 CUresult encode(CUtensorMap*, CUtensorMapDataType type, cuuint32_t rank, void* base, cuuint64_t const* extents,
                 cuuint64_t const* strides, cuuint32_t const*, cuuint32_t const*, CUtensorMapInterleave, CUtensorMapSwizzle,
@@ -102,6 +103,7 @@ CUresult encode(CUtensorMap*, CUtensorMapDataType type, cuuint32_t rank, void* b
   encoded.strides[0] = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : 2;
   std::memcpy(encoded.extents, extents, rank * sizeof(*extents));
   std::memcpy(encoded.strides + 1, strides, (rank - 1) * sizeof(*strides));
+  every.push_back(encoded);
   bool legal = true;  // what the driver asks of strides and extents
   for (unsigned i = 0; i < rank; ++i) {
     legal = legal && extents[i] >= 1 && extents[i] <= 1ull << 32;
@@ -191,6 +193,73 @@ bool stores_each_group() {
   return encoded.rank == 4;
 }
 
+// Where a descriptor and coordinates lead to; 0 where that is outside of it.
+template <class Place>
+uint64_t address_of(Encoded const& descriptor, Place const& place) {
+  int64_t const at[] = {int64_t(get<0>(place)), int64_t(get<1>(place)), int64_t(get<2>(place)), int64_t(get<3>(place))};
+  uint64_t address = descriptor.base;
+  for (int d = 0; d < 4; ++d) {
+    if (at[d] < 0 || uint64_t(at[d]) >= descriptor.extents[d]) return 0;
+    address += uint64_t(at[d]) * descriptor.strides[d];
+  }
+  return address;
+}
+
+// The rows of A from a group's first one on, and the group's B: both may have any distances.
+template <bool kSwapped>
+bool loads_each_group() {
+  using Element = cutlass::bfloat16_t;
+  using Row = cutlass::layout::RowMajor;
+  using Column = cutlass::layout::ColumnMajor;
+  using Tile = cute::Shape<_64, _64, _64>;
+  // A is row-major and B column-major. Swapped, the kernel's first operand is B^T, and the second A^T.
+  using Grouped = cutlass_ops::GroupedMainloop<
+      cutlass_ops::Mainloop<Element, cutlass_ops::BatchedA<Row>, Element, cutlass_ops::BatchedB<Column>, Tile,
+                            cute::Shape<_1, _1, _1>, 2, cutlass::gemm::KernelTmaWarpSpecializedPingpong>,
+      kSwapped>;
+  int const rows = 1000, n = 200, k = 136, experts = 5;
+  int64_t const ld = 144, line = 152, apart = 200 * 152 + 8;
+  auto* const x = reinterpret_cast<Element*>(1ull << 40);
+  auto* const w = reinterpret_cast<Element*>(1ull << 41);
+  typename Grouped::Arguments arguments{};
+  auto const give = [&](auto& pointer, auto& stride, Element* data, int64_t lines, int64_t between) {
+    pointer = data;
+    cute::get<0>(stride) = lines;
+    cute::get<2>(stride) = cute::make_stride(int64_t(0), between);
+  };
+  give(arguments.ptr_A, arguments.dA, kSwapped ? w : x, kSwapped ? line : ld, kSwapped ? apart : 0);
+  give(arguments.ptr_B, arguments.dB, kSwapped ? x : w, kSwapped ? ld : line, kSwapped ? 0 : apart);
+  every.clear();
+  cutlass_ops::descriptor_error() = CUDA_SUCCESS;
+  auto const problem = make_shape(kSwapped ? n : rows, kSwapped ? rows : n, k, make_shape(1, experts));
+  auto const params = Grouped::to_underlying_arguments(problem, arguments, nullptr);
+  auto const of = [](void const* data) {
+    return *std::find_if(every.begin(), every.end(), [&](Encoded const& e) { return e.base == uintptr_t(data); });
+  };
+  Encoded const of_x = of(x), of_w = of(w);
+  if (cutlass_ops::descriptor_error() != CUDA_SUCCESS) return std::puts("operands are refused"), false;
+  for (int group = 0; group < experts; ++group) {
+    int const first = group * 137;
+    auto const tensors = Grouped::at_row(Grouped{}.load_init(problem, params), first);
+    auto const& [a, b] = tensors;
+    for (int tile = 0; tile < 4; ++tile) {
+      for (int step = 0; step < 3; ++step) {
+        for (int i = 0; i < 64; ++i) {
+          for (int j = 0; j < 64; ++j) {
+            auto const at = make_coord(i, j, tile, step, make_coord(0, group));
+            auto const of_rows = address_of(of_x, kSwapped ? b(at) : a(at)), of_b = address_of(of_w, kSwapped ? a(at) : b(at));
+            int const row = first + tile * 64 + i, column = tile * 64 + i, along = step * 64 + j;
+            uint64_t const wanted_x = row < rows && along < k ? uint64_t(x + row * ld + along) : 0;
+            uint64_t const wanted_w = column < n && along < k ? uint64_t(w + group * apart + column * line + along) : 0;
+            if (of_rows != wanted_x || of_b != wanted_w) return std::printf("operands of group %d\n", group), false;
+          }
+        }
+      }
+    }
+  }
+  return true;
+}
+
 // ---- Tiles -----------------------------------------------------------------------------------------------------------
 
 using Tiles = std::vector<std::tuple<int, int, int>>;  // kernel's row and column of tiles, group
@@ -271,6 +340,7 @@ bool finds_groups() {
 int main() {
   bool const right = stores_each_group<cutlass::bfloat16_t, false>() && stores_each_group<cutlass::bfloat16_t, true>() &&
                      stores_each_group<float, false>() && stores_each_group<float, true>() &&
+                     loads_each_group<false>() && loads_each_group<true>() &&
                      finds_groups<false, cute::Shape<_1, _1, _1>>() && finds_groups<true, cute::Shape<_1, _1, _1>>() &&
                      finds_groups<false, cute::Shape<_2, _1, _1>>() && finds_groups<true, cute::Shape<_4, _2, _1>>();
   std::puts(right ? "ok" : "wrong");

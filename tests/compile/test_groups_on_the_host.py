@@ -1,4 +1,4 @@
-"""Groups of rows by the host's compiler: where TMA stores elements and cuts them off, and which tiles there are."""
+"""Groups of rows by the host's compiler: what TMA loads and stores, where it cuts off, and which tiles there are."""
 
 import subprocess
 from pathlib import Path

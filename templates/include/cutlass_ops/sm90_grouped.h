@@ -219,16 +219,20 @@ class GroupedMainloop : public Base {
   template <class Tensors, class Coord, class Steps>
   CUTLASS_DEVICE void load(Params const& params, MainloopPipeline pipeline, PipelineState state, Tensors const& tensors,
                            Coord const& coord, Steps step, int count, int lane, uint32_t rank, TensorStorage& storage) {
+    int const first = params.groups.of(cute::get<1>(cute::get<3>(coord))).first;
+    Base::load(params, pipeline, state, at_row(tensors, first), coord, step, count, lane, rank, storage);
+  }
+
+  // What load_init returns, with A from a row on: (rows, K of a tile, tile's row, tile along K, batch).
+  template <class Tensors>
+  CUTLASS_DEVICE static auto at_row(Tensors const& tensors, int first) {
     using namespace cute;
-    int const first = params.groups.of(get<1>(get<3>(coord))).first;
-    auto const at_group = [&](auto const& rows) {  // (rows, K of a tile, tile's row, tile along K, batch)
-      return domain_offset(make_coord(first, _0{}, _0{}, _0{}, make_coord(_0{}, _0{})), rows);
-    };
     auto const& [a, b] = tensors;
+    auto const from = make_coord(first, _0{}, _0{}, _0{}, make_coord(_0{}, _0{}));
     if constexpr (kSwapped) {
-      Base::load(params, pipeline, state, make_tuple(a, at_group(b)), coord, step, count, lane, rank, storage);
+      return make_tuple(a, domain_offset(from, b));
     } else {
-      Base::load(params, pipeline, state, make_tuple(at_group(a), b), coord, step, count, lane, rank, storage);
+      return make_tuple(domain_offset(from, a), b);
     }
   }
 };
