@@ -5,7 +5,9 @@ import re
 
 import pytest
 import torch
+from bundles import packed
 from fake_device import fake_device
+from fake_toolkit import HGMMA, UTMALDG, library
 from hypothesis import given
 from hypothesis import strategies as st
 from signatures import A100, H100
@@ -21,6 +23,7 @@ from cutlass_ops.kinds import legality
 from cutlass_ops.run import groups, ops
 from cutlass_ops.run.call import call_at, check_call, signature_of
 from cutlass_ops.run.grouped import GroupedOp, grouped_op
+from cutlass_ops.ship.verifying import verify
 from cutlass_ops.tools.explaining import explain_call
 from tests.strategies import PATIENT
 
@@ -384,6 +387,21 @@ def test_a_declaration_keeps_its_form():
     of = OpSignature.of(declared)
     assert signature_from_json(signature_to_json(of)) == of
     assert declared.slug.startswith("gemm_grouped_bias_relu_")
+
+
+@pytest.mark.usefixtures("session")
+def test_a_bundle_serves_groups(tmp_path):
+    """With a bundle, its kernels alone are chosen among, and those of one GEMM serve no groups."""
+    types = {"a": "bf16.row", "b": "bf16.col", "d": "bf16.row"}
+    one = co.KernelSpec(epilogue=builtin.bias_relu, config=spec().config, **types)
+    packed(tmp_path, [one, spec()], library(HGMMA, UTMALDG, sm=90)).write(tmp_path / "bundle")
+    bundle = co.load_bundle(tmp_path / "bundle")
+    assert {record.spec.form.name for record in bundle.manifest.kernels} == {"dense", "grouped"}
+    assert verify(tmp_path / "bundle").problems == ()
+    call = made(builtin.bias_relu.graph, bias=(4, 64))
+    found = dispatch.decide(signature_of(call, H100), H100, call.chosen_for)
+    assert found is not None
+    assert found.spec == spec()
 
 
 def test_what_is_not_aligned_is_stored_from_registers():
