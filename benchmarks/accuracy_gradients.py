@@ -26,7 +26,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import builtin, composed
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.run import ops, reference
@@ -41,7 +41,7 @@ M, N, K = 192, 160, 256
 def named() -> dict[str, Graph]:
     """Return the epilogues of the named ops, and of norms and gates."""
     found = {f"gemm_{each.name}": each.graph for each in builtin.BY_OP.values()}
-    return found | {each.name: each.graph for each in (builtin.rms_norm, builtin.swiglu)}
+    return found | {each.name: each.graph for each in (composed.rms_norm, composed.swiglu)}
 
 
 def drawn(count: int) -> dict[str, Graph]:

@@ -31,7 +31,7 @@ import cutlass_ops as co
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.kinds.small.space import UNTUNED
-from cutlass_ops.run import ops
+from cutlass_ops.run import ops, requests
 from cutlass_ops.tuner.timing import expected_us, rotation
 
 _SAMPLED, _SMALL = 4, 64
@@ -168,7 +168,7 @@ def run_case(name: str, epilogue: str) -> dict[str, Any]:
     first.out.fill_(float("nan"))
     ours_error = error(ours(epilogue, first)[batches], wanted)
     assert not first.out.isnan().any(), "parts of D were not written"
-    op = ops.op_of(None) if epilogue == "none" else ops.called(builtin.bias_relu)
+    op = ops.op_of(None) if epilogue == "none" else requests.called(builtin.bias_relu)
     inputs = () if epilogue == "none" else (first.bias,)
     decision = op.plan(first.a, first.b, *inputs, out=first.out)
     variants: dict[str, Callable[[int], object]] = {"ours": lambda index: ours(epilogue, sets[index % len(sets)])}

@@ -27,14 +27,14 @@ from cutlass_ops.choose import dispatch, policies  # noqa: E402
 from cutlass_ops.declare.device import Device  # noqa: E402
 from cutlass_ops.declare.problem import Problem  # noqa: E402
 from cutlass_ops.declare.signature import OpSignature  # noqa: E402
-from cutlass_ops.epilogue import builtin  # noqa: E402
+from cutlass_ops.epilogue import builtin, composed  # noqa: E402
 from cutlass_ops.tuner.tuning import signature_at  # noqa: E402
 
 IMPORTED = time.process_time()
 
 H100 = Device((9, 0), 132, "NVIDIA H100 80GB HBM3")
 A100 = Device((8, 0), 108, "NVIDIA A100-SXM4-80GB")
-EPILOGUES = {e.name: e for e in (builtin.bias_relu, builtin.rms_norm)}
+EPILOGUES = {e.name: e for e in (builtin.bias_relu, composed.rms_norm)}
 WEIGHTS = ((4096, 4096), (28672, 8192), (5000, 3000))
 ROWS = (1, 17, 100, 513, 3000, 7777)
 # Of the memory.

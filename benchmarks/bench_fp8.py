@@ -31,7 +31,7 @@ import cutlass_ops as co
 from cutlass_ops.base.dtypes import e4m3
 from cutlass_ops.base.mma import BLOCK_K
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.run import ops, reference
+from cutlass_ops.run import reference, requests
 from cutlass_ops.tuner.timing import expected_us, rotation
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -150,7 +150,7 @@ def run_case(scales: str, m: int, n: int, k: int, names: list[str]) -> dict[str,
     first.out.fill_(float("nan"))
     co.scaled_gemm(first.a, first.b, first.scale_a, first.scale_b, out=first.out)
     ours_error = error(first.out[rows], wanted)
-    op, arguments, _ = ops.requested(co.scaled_gemm, first.a, first.b, first.scale_a, first.scale_b)
+    op, arguments, _ = requests.requested(co.scaled_gemm, first.a, first.b, first.scale_a, first.scale_b)
     kernel = op.plan(*arguments).spec.config.slug
 
     def ours(index: int) -> object:

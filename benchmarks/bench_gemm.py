@@ -39,7 +39,7 @@ from cutlass_ops.compilation.builder import build_many
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec
-from cutlass_ops.run import ops
+from cutlass_ops.run import named, ops
 from cutlass_ops.run.call import device_of
 from cutlass_ops.run.registry import OpSignature
 from cutlass_ops.tuner.timing import expected_us, rotation
@@ -82,10 +82,10 @@ class Benchmark:
 BENCHMARKS = {
     "gemm": Benchmark(ops.op_of(None), (), lambda x: torch.mm(x.a, x.b)),
     "bias_relu": Benchmark(
-        ops.gemm_bias_relu, ("bias",), lambda x: F.relu(_linear(x)),
+        named.gemm_bias_relu, ("bias",), lambda x: F.relu(_linear(x)),
         lambda x: torch._addmm_activation(x.bias, x.a, x.b, use_gelu=False),
     ),
-    "bias_silu": Benchmark(ops.gemm_bias_silu, ("bias",), lambda x: F.silu(_linear(x))),
+    "bias_silu": Benchmark(named.gemm_bias_silu, ("bias",), lambda x: F.silu(_linear(x))),
     "bias_gelu_residual": Benchmark(
         ops.op(bias_gelu_residual), ("bias", "residual"),
         lambda x: F.gelu(_linear(x), approximate="tanh") + x.residual,

@@ -26,7 +26,7 @@ import cutlass_ops as co
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.epilogue.trace import Epilogue
-from cutlass_ops.run import ops, reference
+from cutlass_ops.run import named, ops, reference
 from cutlass_ops.tuner.timing import expected_us, rotation
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -34,7 +34,7 @@ from cross_entropy import masked_statistics
 from dropout_residual import SEED, P, dropout_residual
 from gpt_oss_gate import ALPHA, LIMIT, gpt_oss_gate, in_pytorch
 
-GEMM = next(op for op in ops.NAMED if op.name == "gemm")
+GEMM = next(op for op in named.NAMED if op.name == "gemm")
 ROWS = (16, 1024, 4096)
 HIDDEN, GATES, PADDED, VOCABULARY = 4096, 14336, 32768, 32000
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import cutlass_ops as co
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import composed
 from cutlass_ops.run import ops
 from cutlass_ops.tuner.timing import expected_us, rotation
 
@@ -48,8 +48,8 @@ def one_linear(x: Tensor, both: Tensor) -> Tensor:
 def two_gemms(x: Tensor, both: Tensor, out: Tensor) -> Tensor:
     """Compute the same with two GEMMs, the fallback of :func:`cutlass_ops.gemm_swiglu`."""
     gate, up = both.chunk(2)
-    gated = co.gemm(x, gate.t(), epilogue=builtin.swiglu_gate)
-    return co.gemm(x, up.t(), epilogue=builtin.swiglu_up, gate=gated, out=out)
+    gated = co.gemm(x, gate.t(), epilogue=composed.swiglu_gate)
+    return co.gemm(x, up.t(), epilogue=composed.swiglu_up, gate=gated, out=out)
 
 
 def build_ahead(dtypes: list[str], problems: list[shapes.Shape]) -> None:
@@ -58,9 +58,9 @@ def build_ahead(dtypes: list[str], problems: list[shapes.Shape]) -> None:
     for dtype, (m, n, k) in product(dtypes, problems):
         x, w, gate = (torch.empty(s, device="meta", dtype=DTYPES[dtype]) for s in ((m, k), (n, k), (m, n)))
         calls += [
-            (ops.op(builtin.swiglu), (x, w.t(), w.t())),
-            (ops.op(builtin.swiglu_gate), (x, w.t())),
-            (ops.op(builtin.swiglu_up), (x, w.t(), gate)),
+            (ops.op(composed.swiglu), (x, w.t(), w.t())),
+            (ops.op(composed.swiglu_gate), (x, w.t())),
+            (ops.op(composed.swiglu_up), (x, w.t(), gate)),
         ]
     harness.build_ahead(calls)
 
@@ -94,7 +94,7 @@ def run_case(dtype: str, m: int, n: int, k: int, peers: list[str]) -> dict[str, 
     }
     variants = {name: known[name] for name in ("ours", *peers)}
     gate, up = both.chunk(2)
-    plan = ops.op(builtin.swiglu).plan(x, gate.t(), up.t())
+    plan = ops.op(composed.swiglu).plan(x, gate.t(), up.t())
     return {
         "dtype": dtype, "m": m, "n": n, "k": k,
         "error_over_eager": round(error, 3),

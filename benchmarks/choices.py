@@ -29,7 +29,7 @@ from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature, signature_from_json, signature_to_json
 from cutlass_ops.declare.spec import Operand
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import builtin, composed
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.run import norms
 from cutlass_ops.tuner.tuning import signature_at
@@ -134,12 +134,12 @@ def _kinds() -> Iterator[Kind]:
     usual = ("row", "col", EVEN)
     graphs = [e.graph for e in (*builtin.BY_OP.values(), statistics, geglu)]
     graphs += [norms.rmsnorm_op(given=given).graph for given in (None, "sums", "rstd")]
-    graphs += [norms.layernorm_op().graph, norms.rmsnorm_op(builtin.swiglu).graph, norms.rmsnorm_op(geglu).graph]
-    graphs += [builtin.swiglu.graph, builtin.residual_rms_bf16.graph]
+    graphs += [norms.layernorm_op().graph, norms.rmsnorm_op(composed.swiglu).graph, norms.rmsnorm_op(geglu).graph]
+    graphs += [composed.swiglu.graph, composed.residual_rms_bf16.graph]
     for at, graph in enumerate(graphs):
         yield H100, graph, "bf16", *usual
         yield (H100, H200, PCIE)[at % 3], graph, "f16", *usual
-    relu, norm = builtin.bias_relu.graph, builtin.rms_norm.graph
+    relu, norm = builtin.bias_relu.graph, composed.rms_norm.graph
     for a, b in (("row", "row"), ("col", "col"), ("col", "row")):
         for graph in (builtin.identity.graph, relu, norm):
             yield H100, graph, "bf16", a, b, EVEN
@@ -147,7 +147,7 @@ def _kinds() -> Iterator[Kind]:
     for extents in (ODD_N, ODD_K, *UNALIGNED):
         for graph in (relu, norm, statistics.graph):
             yield H100, graph, "bf16", "row", "col", extents
-        yield H200, builtin.swiglu.graph, "f16", "row", "col", extents
+        yield H200, composed.swiglu.graph, "f16", "row", "col", extents
         yield PCIE, builtin.residual.graph, "bf16", "row", "row", extents
     for device in (A100, A10, L40S):
         for graph, dtype in ((relu, "bf16"), (builtin.bias_residual.graph, "f16"), (norm, "bf16")):

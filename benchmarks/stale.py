@@ -24,7 +24,7 @@ from bench_gemm import Case, Part, halves
 from cutlass_ops.choose import dispatch
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import composed
 from cutlass_ops.run import norms, ops
 from cutlass_ops.run.registry import OpSignature
 
@@ -48,7 +48,7 @@ def asked(kind: str, row: Row, device: Device) -> tuple[OpSignature, Problem]:
     x, weight = (torch.empty(shape, device="meta", dtype=dtype) for shape in ((m, k), (n, k)))
     if kind == "rmsnorm":
         return harness.asked(norms.rmsnorm_op(), (x, weight.t(), 1e-5), device)
-    return harness.asked(ops.op(builtin.swiglu), (x, weight.t(), weight.t()), device)
+    return harness.asked(ops.op(composed.swiglu), (x, weight.t(), weight.t()), device)
 
 
 def _case(row: Row) -> Case:

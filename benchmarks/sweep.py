@@ -23,7 +23,7 @@ from cutlass_ops.artifacts.loader import LoadedKernel
 from cutlass_ops.declare.config import ClusterShape, Schedule, Sm90Config, ThreadblockShape
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec
-from cutlass_ops.run import ops
+from cutlass_ops.run import named
 from cutlass_ops.run.registry import Registry
 from cutlass_ops.tuner.timing import expected_us
 
@@ -83,7 +83,7 @@ SHAPES: dict[str, Sequence[tuple[int, int, int]]] = {
 
 def spec_of(config: Sm90Config) -> KernelSpec:
     """Return the kernel of a configuration."""
-    return KernelSpec(a="bf16.row", b="bf16.col", d="bf16.row", epilogue=ops.gemm_bias_relu.graph, config=config)
+    return KernelSpec(a="bf16.row", b="bf16.col", d="bf16.row", epilogue=named.gemm_bias_relu.graph, config=config)
 
 
 # Runs a kernel over a set of inputs and returns its status.

@@ -30,7 +30,7 @@ from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.sm90 import model
 from cutlass_ops.run import norms
 from cutlass_ops.run.call import device_of
-from cutlass_ops.run.ops import build
+from cutlass_ops.run.kernels import build
 from cutlass_ops.tuner.timing import expected_us, rotation
 from cutlass_ops.tuner.tuning import signature_at
 

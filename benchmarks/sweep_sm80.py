@@ -20,7 +20,7 @@ from cutlass_ops.declare.config import Sm80Config, ThreadblockShape, WarpShape
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.kinds import legality
-from cutlass_ops.run import ops
+from cutlass_ops.run import named
 from cutlass_ops.run.call import device_of
 from cutlass_ops.run.registry import OpSignature, Registry
 from cutlass_ops.tuner.timing import expected_us
@@ -65,7 +65,7 @@ def main() -> None:
     args = parser.parse_args()
     begin, rows = time.monotonic(), []
     device = device_of(torch.device("cuda", 0))
-    graph = ops.gemm_bias_relu.graph
+    graph = named.gemm_bias_relu.graph
     for alignment, k in LINES.items():
         signature = signature_at(graph, Problem(64, COLUMNS[0], k), "bf16", "row", "col", None, device)
         configs = pool(signature, device, alignment)

@@ -16,10 +16,10 @@ import torch
 
 from cutlass_ops.choose import tables
 from cutlass_ops.declare.config import Config, config_from_json
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import composed
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.kinds.gemv import space as space_gemv
-from cutlass_ops.run import norms, ops
+from cutlass_ops.run import named, norms, ops
 from cutlass_ops.tuner.tuning import Effort, tune
 
 _SETS = ("grid", "tuning", "norms", "gates", "residuals", "few", "few_grid", "few_gates", "majors", "lines", "means")
@@ -29,13 +29,13 @@ SHAPES = {name: getattr(shapes, name.upper()) for name in _SETS}
 
 def main() -> None:
     """Tune, and print failures."""
-    named = {op.name: op for op in ops.NAMED}
+    named = {op.name: op for op in named.NAMED}
     named |= {
         "rmsnorm": norms.rmsnorm_op(),
-        "swiglu": ops.op(builtin.swiglu),
-        "rmsnorm_swiglu": norms.rmsnorm_op(builtin.swiglu),
+        "swiglu": ops.op(composed.swiglu),
+        "rmsnorm_swiglu": norms.rmsnorm_op(composed.swiglu),
         "rmsnorm_sums": norms.rmsnorm_op(given="sums"),
-        "rmsnorm_swiglu_sums": norms.rmsnorm_op(builtin.swiglu, given="sums"),
+        "rmsnorm_swiglu_sums": norms.rmsnorm_op(composed.swiglu, given="sums"),
         "residual_rms": norms.residual_rms_op(torch.bfloat16),
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -19,8 +19,6 @@ if _platform == "win32":
 
 from cutlass_ops import e
 from cutlass_ops._version import __version__
-from cutlass_ops.artifacts.bundle import Bundle
-from cutlass_ops.artifacts.bundles import load_bundle
 from cutlass_ops.base.errors import (
     BundleError,
     CompileError,
@@ -50,7 +48,6 @@ from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue import Col, Epilogue, Integer, Product, Reduction, Row, Scalar, Tile, Value, epilogue
 from cutlass_ops.epilogue.functions import *  # noqa: F403
 from cutlass_ops.epilogue.unknown import unknown_name
-from cutlass_ops.run.registry import Registry as _Registry
 
 
 def _is_command() -> bool:
@@ -64,36 +61,17 @@ def _is_command() -> bool:
 
 if TYPE_CHECKING:
     from cutlass_ops import nn
-
-    registry: _Registry
-    """The kernels that this process has loaded. ``registry.entries()`` lists them, with its ``spec`` and ``kernel``."""
-
+    from cutlass_ops.artifacts.bundle import Bundle
+    from cutlass_ops.artifacts.bundles import load_bundle
     from cutlass_ops.kinds.legality import Violation, check
     from cutlass_ops.kinds.render import render as source
     from cutlass_ops.nn.patching import patch, unpatch
-    from cutlass_ops.run.launch import Launch
-    from cutlass_ops.run.quantizing import quantize  # type: ignore[assignment]
-    from cutlass_ops.tools.explaining import Explanation, explain
-    from cutlass_ops.tuner.tuning import Effort, tune
-
-# The command line starts without PyTorch, which takes a second to import. Elsewhere ops are imported at once, since
-# programs saved by torch.export call their operators.
-if TYPE_CHECKING or not _is_command():
     from cutlass_ops.run.fp8 import Fp8State
     from cutlass_ops.run.gated import gemm_swiglu
     from cutlass_ops.run.grouped import grouped_gemm
-    from cutlass_ops.run.norms import (
-        QuantizedResidualRms,
-        ResidualRms,
-        RowStatistic,
-        gemm_residual_rms,
-        layernorm_gemm,
-        rmsnorm_gemm,
-    )
-    from cutlass_ops.run.ops import (
-        Kernel,
-        build,
-        gemm,
+    from cutlass_ops.run.kernels import Kernel, build
+    from cutlass_ops.run.launch import Launch
+    from cutlass_ops.run.named import (
         gemm_bias,
         gemm_bias_gelu,
         gemm_bias_relu,
@@ -101,32 +79,75 @@ if TYPE_CHECKING or not _is_command():
         gemm_bias_residual,
         gemm_bias_silu,
         gemm_residual,
-        prepare_launch,
-        warm_up,
     )
+    from cutlass_ops.run.norms import gemm_residual_rms, layernorm_gemm, rmsnorm_gemm
+    from cutlass_ops.run.preparing import prepare_launch, warm_up
+    from cutlass_ops.run.quantizing import quantize  # type: ignore[assignment]
+    from cutlass_ops.run.registry import Registry
     from cutlass_ops.run.scaled import scaled_gemm
+    from cutlass_ops.run.weights import prepare, prepare_layernorm
+    from cutlass_ops.tools.explaining import Explanation, explain
+    from cutlass_ops.tuner.tuning import Effort, tune
+
+    registry: Registry
+    """The kernels that this process has loaded. ``registry.entries()`` lists them, with its ``spec`` and ``kernel``."""
+
+# The command line starts without PyTorch, which takes a second to import. Elsewhere these come at once: programs saved
+# by torch.export call our operators and have our classes in them.
+if TYPE_CHECKING or not _is_command():
+    from cutlass_ops.run.ops import gemm
+    from cutlass_ops.run.results import (
+        PreparedLayerNormWeight,
+        PreparedWeight,
+        QuantizedResidualRms,
+        ResidualRms,
+        RowStatistic,
+    )
     from cutlass_ops.run.traced import recompute
-    from cutlass_ops.run.weights import PreparedLayerNormWeight, PreparedWeight, prepare, prepare_layernorm
 
 if not TYPE_CHECKING:
     del quantize  # the language's alone: the other one, which takes tensors too, comes when it is asked for
 
-# What of further modules is public, imported when it is first asked for: most calls do not need it.
-_LATER = {
-    "Effort": ("tuner.tuning", "Effort"),
-    "Explanation": ("tools.explaining", "Explanation"),
-    "Launch": ("run.launch", "Launch"),
-    "Violation": ("kinds.legality", "Violation"),
-    "check": ("kinds.legality", "check"),
-    "explain": ("tools.explaining", "explain"),
-    "patch": ("nn.patching", "patch"),
-    "quantize": ("run.quantizing", "quantize"),
-    "source": ("kinds.render", "render"),
-    "tune": ("tuner.tuning", "tune"),
-    "unpatch": ("nn.patching", "unpatch"),
+# What is public of other modules. It is imported when it is first asked for, since no program needs all of it.
+_MODULES = {
+    "artifacts.bundle": ("Bundle",),
+    "artifacts.bundles": ("load_bundle",),
+    "kinds.legality": ("Violation", "check"),
+    "nn.patching": ("patch", "unpatch"),
+    "run.fp8": ("Fp8State",),
+    "run.gated": ("gemm_swiglu",),
+    "run.grouped": ("grouped_gemm",),
+    "run.kernels": ("Kernel", "build"),
+    "run.launch": ("Launch",),
+    "run.named": (
+        "gemm_bias",
+        "gemm_bias_gelu",
+        "gemm_bias_relu",
+        "gemm_bias_relu_residual",
+        "gemm_bias_residual",
+        "gemm_bias_silu",
+        "gemm_residual",
+    ),
+    "run.norms": ("gemm_residual_rms", "layernorm_gemm", "rmsnorm_gemm"),
+    "run.ops": ("gemm",),
+    "run.preparing": ("prepare_launch", "warm_up"),
+    "run.quantizing": ("quantize",),
+    "run.results": (
+        "PreparedLayerNormWeight",
+        "PreparedWeight",
+        "QuantizedResidualRms",
+        "ResidualRms",
+        "RowStatistic",
+    ),
+    "run.scaled": ("scaled_gemm",),
+    "run.traced": ("recompute",),
+    "run.weights": ("prepare", "prepare_layernorm"),
+    "tools.explaining": ("Explanation", "explain"),
+    "tuner.tuning": ("Effort", "tune"),
 }
-# Where the command line, which imports no op at first, finds them.
-_OPS = tuple(f"run.{name}" for name in ("ops", "norms", "gated", "grouped", "scaled", "weights", "fp8", "traced"))
+# By the public name: the module, and the name there.
+_LATER = {name: (module, name) for module, names in _MODULES.items() for name in names}
+_LATER["source"] = ("kinds.render", "render")
 
 __all__ = [
     "Bundle",
@@ -218,12 +239,11 @@ if not TYPE_CHECKING:
         if name not in __all__:
             raise unknown_name(__name__, name, (*__all__, *e.__all__))
         if name == "registry":
-            return _Registry.current()
+            return import_module("cutlass_ops.run.registry").Registry.current()
         if name == "nn":
             return import_module("cutlass_ops.nn")
-        module, attribute = _LATER.get(name, ("", name))
-        modules = [import_module(f"cutlass_ops.{each}") for each in ((module,) if module else _OPS)]
-        globals()[name] = found = next(getattr(each, attribute) for each in modules if hasattr(each, attribute))
+        module, attribute = _LATER[name]
+        globals()[name] = found = getattr(import_module(f"cutlass_ops.{module}"), attribute)
         return found
 
 

@@ -11,7 +11,8 @@ import griffe
 
 import cutlass_ops
 from cutlass_ops import e
-from cutlass_ops.run.ops import NAMED, Op
+from cutlass_ops.run.named import NAMED
+from cutlass_ops.run.ops import Op
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -43,8 +44,8 @@ class Docstrings(griffe.Extension):
         """Put functions in the place of ops, which are instances: they write their own signatures and docstrings."""
         if pkg.path == "cutlass_ops":
             for op in NAMED:
-                if op.name in pkg["run.ops"].members and not pkg["run.ops"][op.name].is_function:
-                    pkg["run.ops"].set_member(op.name, _function(op))
+                if op.name in pkg["run.named"].members and not pkg["run.named"][op.name].is_function:
+                    pkg["run.named"].set_member(op.name, _function(op))
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Turn roles into references."""

@@ -7,20 +7,23 @@ import os
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from cutlass_ops.artifacts.bundle import Bundle, BundledKernel, open_bundle
-from cutlass_ops.artifacts.entry import Artifact
-from cutlass_ops.artifacts.installed import Installed
-from cutlass_ops.artifacts.manifest import Choice
-from cutlass_ops.artifacts.signing import PublicKeys
 from cutlass_ops.base import env, forks
-from cutlass_ops.base.errors import BundleError
 from cutlass_ops.base.session import Part, Session
-from cutlass_ops.declare.config import Config
-from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
-from cutlass_ops.declare.spec import KernelSpec
+
+if TYPE_CHECKING:
+    # What reads bundles is imported when there is one.
+    from cutlass_ops.artifacts.bundle import Bundle, BundledKernel
+    from cutlass_ops.artifacts.entry import Artifact
+    from cutlass_ops.artifacts.installed import Installed
+    from cutlass_ops.artifacts.manifest import Choice
+    from cutlass_ops.artifacts.signing import PublicKeys
+    from cutlass_ops.base.errors import BundleError
+    from cutlass_ops.declare.config import Config
+    from cutlass_ops.declare.problem import Problem
+    from cutlass_ops.declare.spec import KernelSpec
 
 
 class State(NamedTuple):
@@ -80,7 +83,7 @@ class Bundles(Part):
         """
         keys = env.bundle_keys() if public_key is None else public_key
         least = env.bundle_version() if minimum_version is None else minimum_version
-        bundle = open_bundle(path, keys, minimum_version=least)
+        bundle = _open(path, keys, least)
         with self._lock:
             others = tuple(b for b in self._loaded if b.path != bundle.path)
             self._loaded = (bundle, *others)
@@ -103,8 +106,8 @@ class Bundles(Part):
         with self._lock:
             if self._named is None or text != self._text:
                 key, least = env.bundle_keys(), env.bundle_version()
-                self._named = tuple(open_bundle(path, key, minimum_version=least) for path in env.bundles())
-                self._installed = Installed(key, least)
+                self._named = tuple(_open(path, key, least) for path in env.bundles())
+                self._installed = _installed(key, least)
                 self._text = text
                 self.generation += 1
             return self._loaded + self._named
@@ -254,6 +257,18 @@ class Bundles(Part):
             f"The loaded bundles ({', '.join(names)}) have no kernel for a {wanted.a}, "
             f"b {wanted.b}, d {wanted.d} on {wanted.target}: {there}. Add it to their catalogue and make them again"
         )
+
+
+def _open(path: str | os.PathLike[str], keys: PublicKeys | None, least: int | None) -> Bundle:
+    from cutlass_ops.artifacts.bundle import open_bundle
+
+    return open_bundle(path, keys, minimum_version=least)
+
+
+def _installed(keys: tuple[Path, ...] | None, least: int | None) -> Installed:
+    from cutlass_ops.artifacts.installed import Installed
+
+    return Installed(keys, least)
 
 
 def load_bundle(

@@ -20,12 +20,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from cutlass_ops.artifacts.entry import Artifact
-from cutlass_ops.base import arch, env, forks, linkage
+from cutlass_ops.base import arch, env, forks
 from cutlass_ops.base.errors import LoadError
 
 if TYPE_CHECKING:
     import torch
+
+    from cutlass_ops.artifacts.entry import Artifact
 
 # Version of a kernel library's interface. Raise it when the arguments or results of these functions change.
 ABI = 5
@@ -178,6 +179,8 @@ def prepare() -> None:
 
 
 def _load(artifact: Artifact) -> LoadedKernel:
+    from cutlass_ops.base import linkage  # late, as all that only a kernel's load needs
+
     if arch.other_platform():
         raise LoadError(arch.other_platform())
     data = artifact.read_library()

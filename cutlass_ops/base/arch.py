@@ -98,12 +98,12 @@ def target(name: str) -> Target:
     raise ValueError(f"target {name!r} is not supported: {_instead(name)}")
 
 
-_SM = re.compile(r"sm_?(?P<number>[0-9]{2,3})[af]?")
+_SM = r"sm_?(?P<number>[0-9]{2,3})[af]?"  # compiled when it is first needed, as re does with texts
 
 
 def _instead(name: object) -> str:
     """Say what to use instead of an unknown target."""
-    match = _SM.fullmatch(name) if isinstance(name, str) else None
+    match = re.fullmatch(_SM, name) if isinstance(name, str) else None
     if match is None:
         return f"use one of {', '.join(TARGETS)}"
     major, minor = divmod(int(match["number"]), 10)

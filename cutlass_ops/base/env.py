@@ -14,8 +14,9 @@ from cutlass_ops.base import units
 
 T = TypeVar("T")
 
-_POSITIVE = re.compile(r"0*[1-9][0-9]{0,14}")
-_URL = re.compile(r"[a-z][a-z0-9+.-]*://[!\"$->@-~]+")
+# Compiled when they are first needed, as re does with texts.
+_POSITIVE = r"0*[1-9][0-9]{0,14}"
+_URL = r"[a-z][a-z0-9+.-]*://[!\"$->@-~]+"
 _DAY = 86_400.0  # seconds
 
 
@@ -271,7 +272,7 @@ def remote_store() -> RemoteStore | None:
     if url is None:
         return None
     # The paths of kernels are appended. "::" would have fsspec chain file systems.
-    if not _URL.fullmatch(url) or "::" in url:
+    if not re.fullmatch(_URL, url) or "::" in url:
         raise ValueError(
             f"{REMOTE_STORE.name} must be the URL of a folder, such as s3://bucket/kernels, without ?, # and ::, not "
             f"{reprlib.repr(url)}"
@@ -419,7 +420,7 @@ def _choice(variable: Variable, choices: Mapping[str, T], default: T) -> T:
 
 
 def _positive(variable: Variable, text: str) -> int:
-    if not _POSITIVE.fullmatch(text):
+    if not re.fullmatch(_POSITIVE, text):
         raise ValueError(f"{variable.name} must be a positive integer of at most 15 digits, not {reprlib.repr(text)}")
     return int(text)
 

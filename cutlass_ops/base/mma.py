@@ -95,3 +95,8 @@ def mma_of(a: DType, b: DType) -> MmaSpec | None:
 def pairs() -> str:
     """Return the supported pairs of types, for messages."""
     return ", ".join(f"{mma.a} with {mma.b}" for mma in MMAS)
+
+
+def blocks(extent: int) -> int:
+    """Return how many blocks of 128 an extent has: the last one may be shorter."""
+    return -(-extent // BLOCK_K)

@@ -11,7 +11,8 @@ _BYTES = {
     **{f"{prefix}IB": 1024**i for i, prefix in enumerate("KMGT", 1)},
 }  # fmt: skip
 _SECONDS = {"S": 1, "M": 60, "H": 3600, "D": 86400, "W": 7 * 86400}
-_QUANTITY = re.compile(r"(\d{1,15}(?:\.\d{1,15})?) ?([A-Za-z]*)", re.ASCII)
+# Compiled when it is first needed, as re does with texts.
+_QUANTITY = r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?([A-Za-z]*)"
 
 
 def size(text: str, name: str) -> int:
@@ -55,6 +56,6 @@ def duration(text: str, name: str) -> float:
 
 
 def _quantity(text: str, units: dict[str, int]) -> float:
-    match = _QUANTITY.fullmatch(text.strip())
+    match = re.fullmatch(_QUANTITY, text.strip())
     unit = None if match is None else units.get(match[2].upper())
     return math.nan if match is None or unit is None else float(match[1]) * unit

@@ -35,7 +35,7 @@ from cutlass_ops.declare.form import BATCHED
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import KernelSpec, Operand
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import builtin, composed
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.arrays import Extents, Floats
@@ -492,9 +492,9 @@ def _like(signature: OpSignature) -> OpSignature | None:
     The rest of the epilogue costs little in comparison.
     """
     norm, gate = bool(signature.epilogue.gathered), bool(signature.epilogue.products)
-    graph = builtin.rms_norm.graph if norm else builtin.swiglu.graph
+    graph = composed.rms_norm.graph if norm else composed.swiglu.graph
     if norm and gate:
-        graph = graph.then(builtin.swiglu.graph, products=True)
+        graph = graph.then(composed.swiglu.graph, products=True)
     if not norm and not gate:
         return None
     operand = Operand.of("bf16.row")

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from cutlass_ops.artifacts.bundles import Bundles
-from cutlass_ops.artifacts.entry import Artifact
 from cutlass_ops.base import env, forks
 from cutlass_ops.base.errors import CompileError
 from cutlass_ops.base.session import Part, Session
 from cutlass_ops.declare.spec import KernelSpec
 
 if TYPE_CHECKING:
+    from cutlass_ops.artifacts.entry import Artifact
     from cutlass_ops.compilation.apart import Apart
 
 _log = logging.getLogger("cutlass_ops")

@@ -152,7 +152,7 @@ class _Extents(_Shape):
     k: int
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)  # its base's comparison tells classes apart
 class ThreadblockShape(_Extents):
     """Tile of the (M, N, K) problem that one thread block (CTA) computes, in elements.
 
@@ -168,7 +168,7 @@ class ThreadblockShape(_Extents):
     """
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)  # its base's comparison tells classes apart
 class WarpShape(_Extents):
     """Part of the threadblock tile that one warp computes (Sm80), in elements.
 
@@ -184,7 +184,7 @@ class WarpShape(_Extents):
     """
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)  # its base's comparison tells classes apart
 class InstructionShape(_Extents):
     """Shape of one ``mma.sync`` Tensor Core instruction (Sm80), in elements.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,10 @@ from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.spec import KernelSpec, Major, Operand
 from cutlass_ops.epilogue.graph import Graph
 
-_ANY_CONFIG = Sm90Config(ThreadblockShape(128, 128, 64))
+
+@functools.cache
+def _any_config() -> Sm90Config:
+    return Sm90Config(ThreadblockShape(128, 128, 64))
 
 
 @hashed_once
@@ -79,7 +83,7 @@ class OpSignature:
 
 def signature_to_json(signature: OpSignature) -> dict[str, Any]:
     """Return a signature as plain values."""
-    spec = signature.spec(_ANY_CONFIG).to_json()
+    spec = signature.spec(_any_config()).to_json()
     return {name: value for name, value in spec.items() if name not in ("config", "target")}
 
 
@@ -95,5 +99,6 @@ def signature_from_json(data: object) -> OpSignature:
         raise ConfigError(f"signature must be an object, not {type(data).__name__}")
     if data.keys() & {"config", "target"}:
         raise ConfigError("a signature must not have config or target")
-    spec = KernelSpec.from_json({**data, "config": config_to_json(_ANY_CONFIG), "target": _ANY_CONFIG.default_target})
+    config = _any_config()
+    spec = KernelSpec.from_json({**data, "config": config_to_json(config), "target": config.default_target})
     return OpSignature.of(spec)

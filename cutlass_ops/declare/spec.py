@@ -23,12 +23,13 @@ from cutlass_ops.epilogue.nodes import BLOCKS, Input, Kind, Output
 
 Major = Literal["row", "col"]
 
-_OPERAND = re.compile(
+# Compiled when they are first needed, as re does with texts.
+_OPERAND = (
     r"(?P<dtype>[a-z0-9]+)(\.(?P<major>row|col))?(\.align(?P<alignment>[0-9]{1,4}))?"
     r"(\.blocks(?P<rows>[1-9][0-9]{0,4})x(?P<columns>[1-9][0-9]{0,4}))?"
 )
 _INTEGERS = tuple(t.name for t in INTEGERS)
-_MAJOR = re.compile(r"\.(row|col)")
+_MAJOR = r"\.(row|col)"
 _FORM = "DTYPE[.row|.col][.alignN][.blocksRxC], such as 'bf16.row'"
 
 
@@ -96,7 +97,7 @@ class Operand:
             return cls(text, "row", text.tma_alignment)
         if not isinstance(text, str):
             raise TypeError(f"an operand must be a text of the form {_FORM}, not {text!r}")
-        match = _OPERAND.fullmatch(text)
+        match = re.fullmatch(_OPERAND, text)
         if match is None:
             raise ValueError(f"operand {checked_json.shown(text)} is not of the form {_FORM}")
         element = dtype(match["dtype"], (*ALL, *INTEGERS) if match["dtype"] in _INTEGERS else ALL)
@@ -348,7 +349,7 @@ def _graph(epilogue: object) -> Graph:
 def _matrix(name: str, given: object) -> Operand:
     """Parse the type of A, B or D. The major is required: no default suits both A and a linear layer's weight."""
     operand = _operand(name, given)
-    if not isinstance(given, Operand) and not _MAJOR.search(str(given)):
+    if not isinstance(given, Operand) and not re.search(_MAJOR, str(given)):
         either = f"'{operand.dtype}.row' or '{operand.dtype}.col'"
         raise ValueError(f"{name} is {str(given)!r}, which has no major: use {either}")
     if operand.dtype not in ALL:

@@ -16,7 +16,7 @@ from cutlass_ops.base import dtypes, mma
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.declare.problem import MOST_ELEMENTS, Problem
 from cutlass_ops.declare.spec import Major
-from cutlass_ops.epilogue import Epilogue, builtin
+from cutlass_ops.epilogue import Epilogue, builtin, composed
 from cutlass_ops.epilogue.unknown import alike
 
 # Most problems for one text.
@@ -28,10 +28,10 @@ _WEIGHT = "Give NxK, such as 4096x4096; each may be a list, such as 4096,8192x40
 # The default epilogues of the functions in norms.py and gated.py, by the dtype of A and B.
 _16_BITS = tuple(t.name for t in mma.OPERANDS if t.bits == 16)
 NORMS: dict[str, Mapping[str, Epilogue]] = {
-    "rmsnorm_gemm": dict.fromkeys(_16_BITS, builtin.rms_norm),
-    "layernorm_gemm": dict.fromkeys(_16_BITS, builtin.layer_norm),
-    "gemm_residual_rms": builtin.RESIDUAL_RMS,
-    "gemm_swiglu": dict.fromkeys(map(str, mma.OPERANDS), builtin.swiglu),
+    "rmsnorm_gemm": dict.fromkeys(_16_BITS, composed.rms_norm),
+    "layernorm_gemm": dict.fromkeys(_16_BITS, composed.layer_norm),
+    "gemm_residual_rms": composed.RESIDUAL_RMS,
+    "gemm_swiglu": dict.fromkeys(map(str, mma.OPERANDS), composed.swiglu),
 }
 OPS = (*builtin.BY_OP, *NORMS)
 # Dtypes of these functions' inputs that differ from A's.

@@ -39,8 +39,9 @@ IN_KERNELS = frozenset(_TAKEN.split())
 # What a call has besides the epilogue's inputs: an input of such a name could not be told from it.
 RESERVED = frozenset(("a", "b", "out", "out_dtype", "epilogue", "self"))
 
-_IDENTIFIER = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
-_STEP = re.compile(r"v[0-9]+")
+# Compiled when they are first needed, as re does with texts.
+_IDENTIFIER = r"[A-Za-z][A-Za-z0-9_]*"
+_STEP = r"v[0-9]+"
 
 
 def check_name(name: object, what: str) -> None:
@@ -68,7 +69,7 @@ def _problem(name: object) -> str | None:
         return "is not a string"
     if len(name) > MAX_LENGTH:
         return f"has {len(name)} characters, more than {MAX_LENGTH}"
-    if not _IDENTIFIER.fullmatch(name):
+    if not re.fullmatch(_IDENTIFIER, name):
         return "must be ASCII letters, digits and underscores, starting with a letter"
     if keyword.iskeyword(name):
         return "is a Python keyword"
@@ -84,5 +85,5 @@ def is_plain(name: str) -> bool:
     be a macro or belongs to the compiler, and "v0", "v1" and so on: with an underscore, functions call their steps so.
     """
     shouted = len(name) > 1 and name.upper() == name
-    own = name.endswith("_") or name in IN_KERNELS or _STEP.fullmatch(name)
+    own = name.endswith("_") or name in IN_KERNELS or re.fullmatch(_STEP, name)
     return not (shouted or "__" in name or own or name in CPP_KEYWORDS)

@@ -9,7 +9,7 @@ import functools
 
 from cutlass_ops.epilogue import Epilogue, Graph, builtin, canonical
 from cutlass_ops.epilogue.nodes import Node, Output
-from cutlass_ops.run import ops
+from cutlass_ops.run import named, ops
 from cutlass_ops.run.ops import Op
 
 # For each name, the operation of the epilogue language; "none" is no activation.
@@ -61,7 +61,7 @@ def linear_graph(activation: str | None, *, bias: bool, residual: bool = False) 
 def linear_op(activation: str | None, *, bias: bool, residual: bool = False) -> Op:
     """Return the op of :func:`linear_graph`."""
     graph = linear_graph(activation, bias=bias, residual=residual)
-    return next((op for op in ops.NAMED if op.graph == graph), None) or ops.op_of_graph(graph)
+    return next((op for op in named.NAMED if op.graph == graph), None) or ops.op_of_graph(graph)
 
 
 @functools.lru_cache(maxsize=256)

@@ -10,7 +10,7 @@ from torch import Tensor
 from cutlass_ops.nn import epilogues
 from cutlass_ops.nn.linear import Linear, matrix
 from cutlass_ops.run import norms, weights
-from cutlass_ops.run.weights import PreparedLayerNormWeight, PreparedWeight
+from cutlass_ops.run.results import PreparedLayerNormWeight, PreparedWeight
 
 
 class _NormLinear(torch.nn.Module):

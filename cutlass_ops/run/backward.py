@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 
 from cutlass_ops.base.errors import ConfigError
-from cutlass_ops.epilogue import builtin, derivatives
+from cutlass_ops.epilogue import builtin, composed, derivatives
 from cutlass_ops.epilogue.derivatives import ACC, Vjp, gathered_leaf
 from cutlass_ops.epilogue.graph import Expression, Graph, canonical
 from cutlass_ops.epilogue.graph import expression as expression_of
 from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
 from cutlass_ops.epilogue.operations import GATHERED
 from cutlass_ops.epilogue.saving import Saving, saving
-from cutlass_ops.run import batches, operands, reference
+from cutlass_ops.run import batches, reference
+from cutlass_ops.run.tensors import require_tensor
 from cutlass_ops.run.traced import Portable
 
 Values = dict[str, Any]
@@ -145,7 +146,7 @@ def main_grad(name: str, matrix: Tensor) -> Tensor | None:
     found = getattr(parameter, "main_grad", None)
     if found is None:
         return None
-    operands.require_tensor(f"main_grad of {name}", found)
+    require_tensor(f"main_grad of {name}", found)
     whole = _lies_as(matrix, parameter)
     turned = parameter.ndim > 1 and _lies_as(matrix, parameter.mT)
     if not (whole or turned) or found.shape != parameter.shape or not found.is_contiguous():
@@ -332,9 +333,9 @@ class Step:
         after: list[tuple[Graph, tuple[Tensor, ...]]] = []
         mean, square = (leaves.get(gathered_leaf(name)) for name in ("mean_of_a", "mean_square_of_a"))
         if mean is not None:
-            after.append((builtin.plus_column.graph, (mean / k,)))
+            after.append((composed.plus_column.graph, (mean / k,)))
         if square is not None:
-            after.append((builtin.plus_scaled.graph, (a.contiguous(), square * (2.0 / k))))
+            after.append((composed.plus_scaled.graph, (a.contiguous(), square * (2.0 / k))))
         if not parts:
             return None if not after else self._means_alone(mean, square)
         if len(parts) == 1 and not after and parts[0][1].ndim == 2 and _is_col_major(a):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cutlass_ops.base import arch
+from cutlass_ops.base import arch, mma
 from cutlass_ops.base.dtypes import READ, STORED, f32, i32, i64
 from cutlass_ops.base.dtypes import dtype as element_named
 from cutlass_ops.base.errors import NoDeviceError
@@ -26,10 +26,12 @@ from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec, Major, Operand
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
-from cutlass_ops.run import batches, groups, operands, reference
+from cutlass_ops.run import batches, groups, matrices, operands, reference
 from cutlass_ops.run.operands import Arguments
+from cutlass_ops.run.outputs import check_out, check_overlap, check_quantized, output_name
 from cutlass_ops.run.registry import OpSignature
 from cutlass_ops.run.results import new_strides, quantized_dtype, usual_dtype
+from cutlass_ops.run.tensors import element_type, refuse_differentiated, require_memory
 
 _OUT_DTYPES = tuple(getattr(torch, t.torch_name) for t in STORED)
 
@@ -76,7 +78,7 @@ class Call(NamedTuple):
         """Yield every tensor of the call with its name in messages."""
         yield from (("a", self.arguments.a), ("b", self.arguments.b))
         yield from ((name, value) for name, value in self.arguments.inputs.items() if isinstance(value, Tensor))
-        yield from zip(map(operands.output_name, self.graph.outputs), self.outputs, strict=True)
+        yield from zip(map(output_name, self.graph.outputs), self.outputs, strict=True)
 
     def results(self) -> list[Tensor]:
         """Return the outputs as the caller sees them."""
@@ -94,7 +96,7 @@ class Call(NamedTuple):
             If a tensor requires grad. The message names it.
         """
         for name, tensor in self.tensors():
-            operands.refuse_differentiated(name, tensor)
+            refuse_differentiated(name, tensor)
 
     def check_layouts(self) -> None:
         """Refuse layouts that a kernel cannot address, so that code that runs on the CPU also runs on a GPU.
@@ -105,11 +107,11 @@ class Call(NamedTuple):
             If one is such. The message says what to pass.
         """
         tiles = {i.name for i in self.graph.inputs if i.kind is Kind.TILE}
-        tiles |= {operands.output_name(o) for o in self.graph.outputs if o.kind is Kind.TILE}
+        tiles |= {output_name(o) for o in self.graph.outputs if o.kind is Kind.TILE}
         for name, tensor in self.tensors():
             if name == "a" or name in tiles:
-                operands.matrix(name, tensor, operands.element_type(name, tensor))
-        operands.weights(self.arguments.b, _products(self), operands.element_type("b", self.arguments.b))
+                matrices.matrix(name, tensor, element_type(name, tensor))
+        matrices.weights(self.arguments.b, _products(self), element_type("b", self.arguments.b))
         _check_lines(self)
 
     def run_reference(self) -> None:
@@ -224,7 +226,7 @@ def check_call(
     for position, (output, tensor) in enumerate(zip(graph.outputs, given, strict=True)):
         if tensor is not None:
             allowed = STORED if output.reduce is None else READ
-            outputs.append(operands.check_out(arguments, output, tensor, allowed, out_dtype if position == 0 else None))
+            outputs.append(check_out(arguments, output, tensor, allowed, out_dtype if position == 0 else None))
             continue
         wanted = None if spec is None else (spec.d, *spec.outputs)[position]
         d_dtype = outputs[0].dtype if outputs else (out_dtype or usual_dtype(arguments.a.dtype, arguments.b.dtype))
@@ -233,9 +235,9 @@ def check_call(
         col_major = wanted is not None and output.kind is Kind.TILE and wanted.major == "col"
         outputs.append(_allocate(output.kind, arguments.flat_shape(output), dtype, arguments.a.device, col_major))
     if quantized is not None:
-        operands.check_quantized(arguments.problem.n, quantized, None if given[0] is None else outputs[0])
+        check_quantized(arguments.problem.n, quantized, None if given[0] is None else outputs[0])
     if any(t is not None for t in given):
-        operands.check_overlap(graph, arguments, outputs)
+        check_overlap(graph, arguments, outputs)
     return Call(graph, arguments, tuple(outputs), given)
 
 
@@ -322,8 +324,8 @@ def call_at(
         Kind.SCALAR: lambda name: 1.0,
         Kind.INTEGER: lambda name: 0,
         Kind.PRODUCT: lambda name: empty(k, n, b),
-        Kind.BLOCKS_A: lambda name: empty(m, operands.blocks(k), "row", torch.float32),
-        Kind.BLOCKS_B: lambda name: empty(operands.blocks(n), operands.blocks(k), "row", torch.float32),
+        Kind.BLOCKS_A: lambda name: empty(m, mma.blocks(k), "row", torch.float32),
+        Kind.BLOCKS_B: lambda name: empty(mma.blocks(n), mma.blocks(k), "row", torch.float32),
     }
     inputs = {i.name: drawn[i.kind](i.name) for i in graph.inputs}
     offsets = torch.empty(of_b, dtype=torch.int32, device="meta") if form == GROUPED else None
@@ -397,14 +399,14 @@ def signature_of(call: Call, device: Device) -> OpSignature:
     """
     graph, arguments = call.graph, call.arguments
     for name, tensor in call.tensors():
-        operands.require_memory(name, tensor)
+        require_memory(name, tensor)
     majors = _check_lines(call)
-    a = operands.matrix("a", arguments.a, operands.element_type("a", arguments.a))
-    b, *_ = operands.weights(arguments.b, _products(call), operands.element_type("b", arguments.b), majors)
+    a = matrices.matrix("a", arguments.a, element_type("a", arguments.a))
+    b, *_ = matrices.weights(arguments.b, _products(call), element_type("b", arguments.b), majors)
     by_tma = device.loads_by_tma(a.operand, b.operand)
 
     def tile(name: str, tensor: Tensor, *, is_output: bool) -> Operand:
-        found = operands.matrix(name, tensor, operands.element_type(name, tensor))
+        found = matrices.matrix(name, tensor, element_type(name, tensor))
         # TMA reads zeros beyond an extent. Its stores were seen to write beyond extents that are not a multiple of
         # 16 bytes (benchmarks/NOTES.md).
         if by_tma and found.operand.aligned and not is_output:
@@ -420,7 +422,7 @@ def signature_of(call: Call, device: Device) -> OpSignature:
             return tile(name, value, is_output=is_output)
         if kind is Kind.PRODUCT:
             return load_b
-        return Operand(operands.element_type(name, value), "row", 1)
+        return Operand(element_type(name, value), "row", 1)
 
     load_a, load_b = (a.operand, b.operand) if by_tma else _alike((a.for_vector_access(), b.for_vector_access()))
     d, *others = _alike(

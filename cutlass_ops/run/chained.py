@@ -15,8 +15,9 @@ from torch import Tensor
 
 from cutlass_ops.epilogue.derivatives import ACC
 from cutlass_ops.epilogue.graph import Graph
-from cutlass_ops.run import operands, traced
+from cutlass_ops.run import traced
 from cutlass_ops.run.backward import Forward, Step, as_epilogue, main_grad, refuse_main_grads, wanted
+from cutlass_ops.run.tensors import require_tensor
 from cutlass_ops.run.traced import Portable
 
 
@@ -90,7 +91,7 @@ def record(first, second, a, b1, b2, inputs1, inputs2, out_dtype) -> Any:  # typ
     ops = traced.find(first), traced.find(second)
     names = [i.name for op in ops for i in op.graph.inputs]
     for name, x in zip(("a", "b1", "b2", *names), (a, b1, b2, *inputs1, *inputs2), strict=True):
-        operands.require_tensor(name, x)
+        require_tensor(name, x)
     pair = _Pair.of(*ops, a.dtype, inputs1, inputs2)
     if pair is None:
         between = ops[0].as_list(a, b1, *inputs1)[0]

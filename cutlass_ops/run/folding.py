@@ -16,7 +16,8 @@ from torch.nn import Parameter
 
 from cutlass_ops.base import arch
 from cutlass_ops.base.dtypes import READ, bf16, f16
-from cutlass_ops.run import fp8, operands, reference, traced
+from cutlass_ops.run import fp8, matrices, reference, traced
+from cutlass_ops.run.tensors import element_type, require_tensor
 
 # Columns converted to FP64 at a time, to save memory.
 _COLUMNS = 256
@@ -55,7 +56,7 @@ def fold(w: Tensor, gamma: Tensor, name: str = "w") -> Tensor:
         return (w * gamma[:, None]).to(w.dtype)
     if traced.goes_by_operator(w=w, gamma=gamma):
         return cast("Tensor", torch.ops.cutlass_ops.fold(w, gamma, name))
-    found = _fold(w, gamma, name)
+    found = fold_checked(w, gamma, name)
     if layout is not None:
         if len(_KNOWN) >= _MOST_KNOWN:
             _KNOWN.clear()
@@ -75,9 +76,10 @@ def _layout(w: Tensor, gamma: Tensor) -> _Layout | None:
         return None
 
 
-def _fold(w: Tensor, gamma: Tensor, name: str) -> Tensor:
+def fold_checked(w: Tensor, gamma: Tensor, name: str) -> Tensor:
+    """Check the arguments of :func:`fold`, and compute its result."""
     _check(name, w, "gamma", gamma)
-    operands.matrix(name, w, operands.element_type(name, w))
+    matrices.matrix(name, w, element_type(name, w))
     return torch.mul(w, gamma[:, None], out=_empty_like(w))
 
 
@@ -180,14 +182,15 @@ def column_sums(matrix: Tensor) -> Tensor:
         If `matrix` is not a tensor of two dimensions.
     """
     if traced.is_differentiated(matrix):
-        return _column_sums(matrix)
+        return column_sums_checked(matrix)
     if traced.goes_by_operator(w=matrix):
         return cast("Tensor", torch.ops.cutlass_ops.column_sums(matrix))
-    return _column_sums(matrix)
+    return column_sums_checked(matrix)
 
 
-def _column_sums(matrix: Tensor) -> Tensor:
-    operands.require_tensor("w", matrix)
+def column_sums_checked(matrix: Tensor) -> Tensor:
+    """Check the argument of :func:`column_sums`, and compute its result."""
+    require_tensor("w", matrix)
     if matrix.ndim != 2:
         raise ValueError(f"w has shape {tuple(matrix.shape)}: it must be (K, N)")
     return matrix.sum(0, dtype=torch.float64).float()
@@ -202,13 +205,14 @@ def row_times(name: str, row: Tensor, w: Tensor) -> Tensor:
         If an argument does not fit.
     """
     if traced.is_differentiated(row, w):
-        return _row_times(name, row, w)
+        return row_times_checked(name, row, w)
     if traced.goes_by_operator(row=row, w=w):
         return cast("Tensor", torch.ops.cutlass_ops.row_times(name, row, w))
-    return _row_times(name, row, w)
+    return row_times_checked(name, row, w)
 
 
-def _row_times(name: str, row: Tensor, w: Tensor) -> Tensor:
+def row_times_checked(name: str, row: Tensor, w: Tensor) -> Tensor:
+    """Check the arguments of :func:`row_times`, and compute its result."""
     _check("w", w, name, row)
     exact = row.double()
     return _by_columns(w, lambda columns: exact @ w[:, columns].double()).float()
@@ -222,7 +226,7 @@ def _by_columns(w: Tensor, function: Callable[[slice], Tensor]) -> Tensor:
 
 def _empty_like(w: Tensor) -> Tensor:
     # Uses only shape and strides, which a compiler knows before there is a tensor.
-    by_rows = operands.has_lines_along(w, 1)
+    by_rows = matrices.has_lines_along(w, 1)
     lines, length = w.shape if by_rows else w.shape[::-1]
     unit = arch.TMA_ALIGNMENT_BYTES // w.element_size()
     found = w.new_empty(lines, -(-length // unit) * unit)[:, :length]
@@ -230,10 +234,10 @@ def _empty_like(w: Tensor) -> Tensor:
 
 
 def _check(name: str, w: Tensor, vector_name: str, vector: Tensor) -> None:
-    operands.require_tensor(name, w)
-    operands.require_tensor(vector_name, vector)
-    operands.element_type(name, w, (f16, bf16))
-    operands.element_type(vector_name, vector, READ)
+    require_tensor(name, w)
+    require_tensor(vector_name, vector)
+    element_type(name, w, (f16, bf16))
+    element_type(vector_name, vector, READ)
     if w.ndim != 2 or tuple(vector.shape) != (w.shape[0],):
         transposed = w.ndim == 2 and tuple(vector.shape) == (w.shape[1],)
         raise ValueError(
@@ -248,23 +252,21 @@ def _require_one_device(name: str, w: Tensor, vector_name: str, vector: Tensor) 
         raise ValueError(f"{vector_name} is on {vector.device} and {name} is on {w.device}: move them to one device")
 
 
-# ---- The operators -------------------------------------------------------------------------------------------------
+# ---- What the operators of run/operators.py return, without data ----------------------------------------------------
 
 
-def _a_value_a_column(w: Tensor) -> Tensor:
+def a_value_a_column(w: Tensor) -> Tensor:
+    """Return the result of :func:`column_sums`."""
     return w.new_empty(w.shape[1], dtype=torch.float32)
 
 
-def _folded_shape(w: Tensor, gamma: Tensor, name: str) -> Tensor:
+def folded_shape(w: Tensor, gamma: Tensor, name: str) -> Tensor:
+    """Return the result of :func:`fold`."""
     _require_one_device(name, w, "gamma", gamma)
     return _empty_like(w)
 
 
-def _row_times_shape(name: str, row: Tensor, w: Tensor) -> Tensor:
+def row_times_shape(name: str, row: Tensor, w: Tensor) -> Tensor:
+    """Return the result of :func:`row_times`."""
     _require_one_device("w", w, name, row)
-    return _a_value_a_column(w)
-
-
-traced.declare("fold(Tensor w, Tensor gamma, str name) -> Tensor", _fold, _folded_shape)
-traced.declare("column_sums(Tensor matrix) -> Tensor", _column_sums, _a_value_a_column)
-traced.declare("row_times(str name, Tensor row, Tensor w) -> Tensor", _row_times, _row_times_shape)
+    return a_value_a_column(w)

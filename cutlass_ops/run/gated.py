@@ -8,13 +8,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from cutlass_ops.epilogue import Epilogue, builtin
+from cutlass_ops.epilogue import Epilogue, composed
 from cutlass_ops.epilogue.graph import Graph, canonical
 from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
 from cutlass_ops.run import norms, scaled, traced, weights
-from cutlass_ops.run.norms import RowStatistic
-from cutlass_ops.run.ops import Instead, Op, graph_op, prepared_by
-from cutlass_ops.run.weights import PreparedWeight
+from cutlass_ops.run.ops import Instead, Op, graph_op
+from cutlass_ops.run.requests import prepared_by
+from cutlass_ops.run.results import PreparedWeight, RowStatistic
 
 
 def _prepare_swiglu(
@@ -156,20 +156,20 @@ def swiglu_op(
 
     def before(weight: int, name: str) -> Graph | None:
         """Return what a product goes through ahead of the gate."""
-        steps = [] if scales is None else [builtin.SCALED[scales[0], scales[weight]].graph.renamed({"scale_b": name})]
+        steps = [] if scales is None else [composed.SCALED[scales[0], scales[weight]].graph.renamed({"scale_b": name})]
         steps += [] if norm is None else [norm.graph]
         return functools.reduce(Graph.then, steps) if steps else None
 
     gate, up = before(1, "scale_b"), before(2, "scale_up")
-    after = None if quantise is None else builtin.quantised(quantise == "rows", amax).graph
+    after = None if quantise is None else composed.quantised(quantise == "rows", amax).graph
 
     def whole(first: Graph | None, middle: Epilogue, last: Graph | None, products: Graph | None = None) -> Graph:
         graph = middle.graph if first is None else first.then(middle.graph, products=products or False)
         return graph if last is None else graph.then(last)
 
-    both = whole(gate, builtin.swiglu, after, up)
-    gate_op = graph_op("gemm_swiglu", whole(gate, builtin.swiglu_gate, None))
-    up_op = graph_op("gemm_swiglu", whole(up, builtin.swiglu_up, after))
+    both = whole(gate, composed.swiglu, after, up)
+    gate_op = graph_op("gemm_swiglu", whole(gate, composed.swiglu_gate, None))
+    up_op = graph_op("gemm_swiglu", whole(up, composed.swiglu_up, after))
 
     def two_gemms(call: Any, a: Tensor, b: Tensor, *inputs: Any, out: Any, out_dtype: torch.dtype | None) -> Any:
         values = dict(zip((i.name for i in both.inputs), inputs, strict=True))
@@ -182,11 +182,11 @@ def swiglu_op(
     more = {"scales": scales and list(scales), "quantise": quantise, "amax": amax}
     # What older programs have stays as it was.
     made_by = "gemm_swiglu", {"norm": plain, **more} if any(more.values()) else plain
-    return graph_op("gemm_swiglu", both, builtin.swiglu.doc, instead, made_by)
+    return graph_op("gemm_swiglu", both, composed.swiglu.doc, instead, made_by)
 
 
-@traced.maker("gemm_swiglu")
-def _swiglu_again(name: str, plain: Any) -> Op:
+def swiglu_again(name: str, plain: Any) -> Op:
+    """Return the op that a program names, by :func:`cutlass_ops.run.traced.find`."""
     given = plain if plain is not None and "norm" in plain else {"norm": plain}
     norm, scales = given["norm"], given.get("scales")
     return swiglu_op(
@@ -239,7 +239,7 @@ def gated_op(activation: str, *, biased: bool = False) -> Op:
     return graph_op("gated", whole, "", instead, ("gated", [activation, biased]))
 
 
-@traced.maker("gated")
-def _gated_again(name: str, plain: Any) -> Op:
+def gated_again(name: str, plain: Any) -> Op:
+    """Return the op that a program names, by :func:`cutlass_ops.run.traced.find`."""
     activation, biased = plain
     return gated_op(activation, biased=biased)

@@ -13,7 +13,8 @@ from cutlass_ops.epilogue import Epilogue
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.run import groups, traced
 from cutlass_ops.run.call import Call, check_call
-from cutlass_ops.run.ops import Op, op_of, prepared_by
+from cutlass_ops.run.ops import Op, op_of
+from cutlass_ops.run.requests import prepared_by
 
 
 class GroupedOp(Op):
@@ -55,8 +56,8 @@ def grouped_op(epilogue: Epilogue | None = None) -> GroupedOp:
     return GroupedOp(op_of(epilogue).epilogue)
 
 
-@traced.maker("grouped")
-def _op_again(name: str, plain: Any) -> GroupedOp:
+def op_again(name: str, plain: Any) -> GroupedOp:
+    """Make an op again from what :class:`GroupedOp` registers: see ``traced.MAKERS``."""
     return GroupedOp(Epilogue.of(name, "", Graph.from_json(plain)))
 
 

@@ -18,8 +18,10 @@ from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Input, Kind
-from cutlass_ops.run import operands
+from cutlass_ops.run.inputs import VECTORS, check_inputs, repeats
+from cutlass_ops.run.matrices import as_major, has_lines_along, matrix
 from cutlass_ops.run.operands import Arguments
+from cutlass_ops.run.tensors import as_stored, element_type, require_same_device, require_tensor
 
 _DTYPES = (f16, bf16)
 
@@ -52,35 +54,33 @@ def check_arguments(graph: Graph, x: Any, w: Any, offsets: Any, inputs: Mapping[
     """
     _check_operands(x, w, offsets)
     require(graph)
-    x, w = operands.as_stored(x), operands.as_stored(w)
+    x, w = as_stored(x), as_stored(w)
     (rows, k), (experts, _, n) = x.shape, w.shape
     if graph.swaps_pairs and n % 2:
         raise ValueError(f"w has {n} columns, and the epilogue swaps pairs of them: N must be even, so pad w by one")
     # A row or a matrix for each expert is no input of one GEMM, and the first one is.
-    each = {i.name: operands.as_stored(inputs[i.name]) for i in graph.inputs if _is_of_experts(i, inputs, w)}
-    checked = operands.check_inputs(
-        graph, {**inputs, **{name: value[0] for name, value in each.items()}}, x, w[0], (rows,)
-    )
+    each = {i.name: as_stored(inputs[i.name]) for i in graph.inputs if _is_of_experts(i, inputs, w)}
+    checked = check_inputs(graph, {**inputs, **{name: value[0] for name, value in each.items()}}, x, w[0], (rows,))
     for declared in graph.inputs:
         value = checked[declared.name]
-        if declared.kind is Kind.TILE and isinstance(value, Tensor) and not operands.has_lines_along(value, 1):
+        if declared.kind is Kind.TILE and isinstance(value, Tensor) and not has_lines_along(value, 1):
             raise ValueError(
                 f"{declared.name} has strides {value.stride()}, and groups are rows in memory: pass "
                 f"{declared.name}.contiguous()"
             )
     found = {"offsets": offsets, **{i.name: each.get(i.name, checked[i.name]) for i in graph.inputs}}
-    given = [(i.name, inputs[i.name]) for i in graph.inputs if i.kind in operands.VECTORS]
+    given = [(i.name, inputs[i.name]) for i in graph.inputs if i.kind in VECTORS]
     spread = tuple(name for name, value in given if found[name].shape != value.shape)
-    copied = tuple(name for name, value in given if name not in each and operands.repeats(value))
+    copied = tuple(name for name, value in given if name not in each and repeats(value))
     return Arguments(Problem(rows, n, k, experts), (rows,), x, w, found, spread, copied, GROUPED)
 
 
 def _check_operands(x: Any, w: Any, offsets: Any) -> None:
     for name, value, shape in (("x", x, "(T, K)"), ("w", w, "(E, K, N)"), ("offsets", offsets, "(E,)")):
-        operands.require_tensor(name, value)
+        require_tensor(name, value)
         if value.ndim != shape.count(",") + (name != "offsets"):
             raise ValueError(f"{name} has shape {tuple(value.shape)}: it must be {shape}")
-    if operands.element_type("x", x, _DTYPES) != operands.element_type("w", w, _DTYPES):
+    if element_type("x", x, _DTYPES) != element_type("w", w, _DTYPES):
         raise TypeError(f"w is {w.dtype} and x is {x.dtype}: x and w must have the same dtype")
     if x.shape[1] != w.shape[1]:
         hint = ". w looks like weights of shape (E, N, K): pass w.mT" if x.shape[1] == w.shape[2] else ""
@@ -96,8 +96,8 @@ def _check_operands(x: Any, w: Any, offsets: Any) -> None:
         )
     if offsets.shape[0] > 1 and offsets.stride(0) != 1:
         raise ValueError(f"offsets has stride {offsets.stride(0)}: call offsets.contiguous() first")
-    operands.require_same_device("w", w, x, "x")
-    operands.require_same_device("offsets", offsets, x, "x")
+    require_same_device("w", w, x, "x")
+    require_same_device("offsets", offsets, x, "x")
 
 
 def _is_of_experts(declared: Input, inputs: Mapping[str, Any], w: Tensor) -> bool:
@@ -137,7 +137,7 @@ def check_lines(arguments: Arguments, products: Mapping[str, Tensor]) -> None:
     if 0 in arguments.problem:
         return
     x = arguments.a
-    rows = operands.as_major(x, 1, operands.element_type("x", x))
+    rows = as_major(x, 1, element_type("x", x))
     step = arch.TMA_ALIGNMENT_BYTES // x.element_size()
     if rows is None:
         raise ValueError(f"x has strides {x.stride()}, and groups are rows in memory: pass x.contiguous()")
@@ -147,7 +147,7 @@ def check_lines(arguments: Arguments, products: Mapping[str, Tensor]) -> None:
             f"{arch.TMA_ALIGNMENT_BYTES} bytes: pad K of x and w with zeros to a multiple of {step}"
         )
     for name, w in {"w": arguments.b, **products}.items():
-        if not operands.matrix(name, w, operands.element_type(name, w)).operand.aligned:
+        if not matrix(name, w, element_type(name, w)).operand.aligned:
             raise ValueError(
                 f"{name} has shape {tuple(w.shape)} and strides {w.stride()}, and its lines do not begin at multiples "
                 f"of {arch.TMA_ALIGNMENT_BYTES} bytes: pass weights (E, N, K) as {name}.mT, or pad N to a multiple of "

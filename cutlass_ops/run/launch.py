@@ -20,10 +20,11 @@ from cutlass_ops.base import env
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.run import call as calls
-from cutlass_ops.run import operands, traced
+from cutlass_ops.run import traced
 from cutlass_ops.run.call import Call
 from cutlass_ops.run.plan import Plan, in_range
 from cutlass_ops.run.results import Outputs
+from cutlass_ops.run.tensors import refuse_differentiated, require_memory, require_tensor
 
 if TYPE_CHECKING:
     from cutlass_ops.run.warm import Warm
@@ -33,6 +34,10 @@ _is_traced, _grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_en
 _dispatch_modes, _jit_tracer = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
 
 _PLAIN = (Tensor, Parameter)
+
+# What to do about an argument that a prepared launch would not read where it lies.
+COPY = "pass a contiguous tensor of the full shape and of a dtype that kernels read"
+FOLD = "prepare the weight once, with cutlass_ops.prepare or cutlass_ops.prepare_layernorm, and pass the result"
 
 
 # A launch reads these: slots take less than half the time of other attributes.
@@ -182,7 +187,7 @@ class _Ordinary:
         """Refuse tensors of the preparation whose use autograd would record."""
         names = (*self.names, *map(_output, self.op.outputs))
         for name, x in zip(names, (*self.arguments, *self.outputs), strict=True):
-            operands.refuse_differentiated(name, x)
+            refuse_differentiated(name, x)
 
     def _run(self, arguments: Sequence[Any], outputs: tuple[Tensor, ...]) -> Any:
         op = self.op
@@ -210,7 +215,7 @@ class _Ordinary:
         name = called(name)
         if shape is None and not isinstance(value, Tensor):
             return  # a number
-        operands.require_tensor(name, value)
+        require_tensor(name, value)
         _require_plain(name, value)
         if shape is not None and value.shape != shape:
             raise ValueError(
@@ -327,9 +332,9 @@ def _output(name: str) -> str:
 def _require_plain(name: str, value: Tensor) -> None:
     """Require a tensor whose memory has its values."""
     if type(value) not in _PLAIN:
-        operands.require_memory(name, value)
+        require_memory(name, value)
     if value.requires_grad:
-        operands.refuse_differentiated(name, value)
+        refuse_differentiated(name, value)
     if value.is_neg():
         raise ValueError(f"{name} is a lazy negation, which would be copied at each call: pass {name}.resolve_neg()")
 

@@ -7,19 +7,25 @@ the FP32 accumulator before rounding. docs/rmsnorm.md has the algebra and the li
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias, overload
+from typing import Any, Literal, TypeAlias, overload
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
 from cutlass_ops.base import dtypes
-from cutlass_ops.epilogue import Epilogue, Graph, builtin
-from cutlass_ops.run import fp8, operands, scaled, traced, weights
-from cutlass_ops.run.ops import Op, graph_op, op_of, prepared_by
-from cutlass_ops.run.results import usual_dtype
-from cutlass_ops.run.weights import PreparedLayerNormWeight, PreparedWeight
+from cutlass_ops.epilogue import Epilogue, Graph, composed
+from cutlass_ops.run import fp8, scaled, traced, weights
+from cutlass_ops.run.ops import Op, graph_op, op_of
+from cutlass_ops.run.requests import prepared_by
+from cutlass_ops.run.results import (
+    PreparedLayerNormWeight,
+    PreparedWeight,
+    QuantizedResidualRms,
+    ResidualRms,
+    RowStatistic,
+    usual_dtype,
+)
+from cutlass_ops.run.tensors import require_tensor
 
 # Whether a result has one scale, or one for each row.
 Quantise = Literal["tensor", "rows"]
@@ -30,83 +36,6 @@ _OWN_OF_RMSNORM = frozenset(("scale_a", "scale_b", "scale_out", "amax"))
 
 
 # ---- RMSNorm -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class RowStatistic:
-    """The RMSNorm statistic of a tensor's rows, computed by a GEMM's epilogue.
-
-    Attributes
-    ----------
-    sum_square : Tensor
-        Sum of squares of each row, FP32, (...): the tensor's shape without the last dimension.
-    count : int
-        Elements in a row.
-    eps : float
-        Added to the mean of squares, inside the square root.
-
-    Examples
-    --------
-    >>> a, b = torch.ones(1, 8).bfloat16(), torch.ones(8, 4).bfloat16()
-    >>> residual = torch.full((1, 4), -6.0).bfloat16()
-    >>> y, rstd = co.gemm_residual_rms(a, b, residual, eps=0.0)
-    >>> y.tolist()
-    [[2.0, 2.0, 2.0, 2.0]]
-    >>> rstd.sum_square.tolist(), rstd.count, rstd.rstd.tolist()
-    ([16.0], 4, [0.5])
-    """
-
-    sum_square: Tensor
-    count: int
-    eps: float
-
-    @property
-    def rstd(self) -> Tensor:
-        """1 / √(mean of squares + eps) of each row, FP32. Reading it launches kernels; `rmsnorm_gemm` does without."""
-        return (self.sum_square / max(self.count, 1) + self.eps).rsqrt()
-
-
-class ResidualRms(NamedTuple):
-    """Result of :func:`gemm_residual_rms`: y (..., M, N) and the statistic of its rows.
-
-    Examples
-    --------
-    >>> a, b = torch.ones(2, 8).bfloat16(), torch.ones(8, 4).bfloat16()
-    >>> made = co.gemm_residual_rms(a, b, torch.zeros(2, 4).bfloat16(), eps=1e-6)
-    >>> made.y.shape, made.rstd.sum_square.shape
-    (torch.Size([2, 4]), torch.Size([2]))
-    """
-
-    y: Tensor
-    rstd: RowStatistic
-
-
-class QuantizedResidualRms(NamedTuple):
-    """Result of :func:`gemm_residual_rms` with a copy in FP8.
-
-    Attributes
-    ----------
-    y : Tensor
-        (..., M, N), FP16 or BF16.
-    rstd : RowStatistic
-        The statistic of y's rows.
-    quantized : Tensor
-        y · gamma / scale_out, (..., M, N), in FP8.
-    amax : Tensor or None
-        Greatest absolute value of each row of y · gamma, (..., M), FP32, if it was asked for.
-
-    Examples
-    --------
-    >>> a, b = torch.ones(2, 8).bfloat16(), torch.ones(8, 4).bfloat16()
-    >>> made = co.gemm_residual_rms(a, b, torch.zeros(2, 4).bfloat16(), eps=1e-6, scale_out=0.25)
-    >>> made.quantized.dtype, made.quantized.shape, made.amax
-    (torch.float8_e4m3fn, torch.Size([2, 4]), None)
-    """
-
-    y: Tensor
-    rstd: RowStatistic
-    quantized: Tensor
-    amax: Tensor | None
 
 
 def _prepare_rms(
@@ -225,7 +154,7 @@ def rmsnorm_gemm(
     return op(*arguments, out=out, out_dtype=out_dtype, **inputs)
 
 
-_GIVEN = {None: builtin.rms_norm, "sums": builtin.rms_norm_of_sums, "rstd": builtin.rms_norm_of_rstd}
+_GIVEN = {None: composed.rms_norm, "sums": composed.rms_norm_of_sums, "rstd": composed.rms_norm_of_rstd}
 
 
 def rmsnorm_op(epilogue: Epilogue | None = None, *, given: Literal["sums", "rstd"] | None = None) -> Op:
@@ -261,7 +190,7 @@ def _prepare_residual(
     out: Any,
     inputs: dict[str, Any],
 ) -> tuple[Op, tuple[Any, ...]]:
-    operands.require_tensor("a", a)
+    require_tensor("a", a)
     matrix, scale_b = weights.matrix_of(b, None, "b"), weights.weight_scale(b, scale_b, "scale_b")
     dtype = traced.autocast_dtype(a)
     a, matrix = traced.autocast_to(dtype, a), traced.autocast_to(dtype, matrix)
@@ -286,7 +215,7 @@ def _check_y(out: Any, a: Tensor) -> None:
     y = out.get("d") if isinstance(out, Mapping) else out
     if y is None:
         return
-    operands.require_tensor("out", y)
+    require_tensor("out", y)
     wanted = usual_dtype(a.dtype, a.dtype)
     if y.dtype != wanted:
         whose = "a's dtype" if wanted == a.dtype else f"{wanted}"
@@ -418,7 +347,7 @@ def residual_rms_op(dtype: torch.dtype, epilogue: Epilogue | None = None, scales
 def _stream_dtype(dtype: torch.dtype) -> str:
     """Return the name of the type of the residual's sum, for an A of this dtype."""
     name: str = dtypes.dtype(usual_dtype(dtype, dtype)).name
-    if name not in builtin.RESIDUAL_RMS:
+    if name not in composed.RESIDUAL_RMS:
         raise TypeError(f"a is {dtype}: gemm_residual_rms takes torch.float16, torch.bfloat16 or FP8")
     return name
 
@@ -532,19 +461,8 @@ def layernorm_op(
     """
     if given not in (None, "moments"):
         raise ValueError(f'given is {given!r}: use "moments" or None')
-    norm = builtin.layer_norm if given is None else builtin.layer_norm_of_moments
+    norm = composed.layer_norm if given is None else composed.layer_norm_of_moments
     return _composed("layernorm_gemm", norm, epilogue, shifted)
-
-
-# Lets traced and saved programs take and return these.
-_pytree.register_pytree_node(
-    RowStatistic,
-    lambda x: ([x.sum_square], [x.count, x.eps]),
-    lambda tensors, numbers: RowStatistic(*tensors, *numbers),
-    serialized_type_name="cutlass_ops.RowStatistic",
-)
-_pytree._register_namedtuple(ResidualRms, serialized_type_name="cutlass_ops.ResidualRms")
-_pytree._register_namedtuple(QuantizedResidualRms, serialized_type_name="cutlass_ops.QuantizedResidualRms")
 
 
 # ---- Ops ---------------------------------------------------------------------------------------------------------
@@ -561,14 +479,14 @@ def _composed(
     amax: bool = False,
 ) -> Op:
     graph = norm.graph if scales is None else scales.graph.then(norm.graph)
-    graph = graph.then(builtin.shifted.graph) if shifted else graph
+    graph = graph.then(composed.shifted.graph) if shifted else graph
     doc = norm.doc
     if epilogue is not None:
         after = op_of(epilogue).graph
         _check_follower(name, epilogue.name, after, scales is not None)
         graph, doc = graph.then(after, products=True), f"{norm.doc} Then {epilogue.name}: {epilogue.doc}"
     if quantise is not None:
-        graph = graph.then(builtin.quantised(quantise == "rows", amax).graph)
+        graph = graph.then(composed.quantised(quantise == "rows", amax).graph)
     return graph_op(name, graph, doc)
 
 
@@ -601,8 +519,8 @@ _Copy: TypeAlias = tuple[bool, bool, bool, str]
 
 @traced.remembered
 def _residual_op(dtype: str, epilogue: Epilogue | None, scales: Epilogue | None, copy: _Copy | None) -> Op:
-    plain = builtin.RESIDUAL_RMS[dtype]
-    graph = plain.graph if copy is None else builtin.residual_rms_quantised(dtype, *copy)
+    plain = composed.RESIDUAL_RMS[dtype]
+    graph = plain.graph if copy is None else composed.residual_rms_quantised(dtype, *copy)
     if epilogue is not None:
         before = op_of(epilogue).graph
         if before.products and scales is not None:
@@ -655,18 +573,18 @@ def rms_values(
     if rstd is None:
         if eps is None:
             raise TypeError("eps and rstd are missing: pass the norm's eps=, or rstd=, which includes it")
-        return builtin.rms_norm, (eps,)
+        return composed.rms_norm, (eps,)
     if eps is not None:
         raise TypeError("eps and rstd are both given, and rstd already includes eps: pass one of them")
     if not isinstance(rstd, RowStatistic):
-        return builtin.rms_norm_of_rstd, (_statistic("rstd", rstd),)
+        return composed.rms_norm_of_rstd, (_statistic("rstd", rstd),)
     if isinstance(x, Tensor) and x.ndim and rstd.count != x.shape[-1]:
         raise ValueError(
             f"rstd is the statistic of rows of {rstd.count} elements, and x has {x.shape[-1]}: pass the one that came "
             "with x"
         )
     # Reshaping x's leading dimensions keeps the order of rows.
-    return builtin.rms_norm_of_sums, (rstd.sum_square.flatten(), 1.0 / max(rstd.count, 1), rstd.eps)
+    return composed.rms_norm_of_sums, (rstd.sum_square.flatten(), 1.0 / max(rstd.count, 1), rstd.eps)
 
 
 def _layer_values(
@@ -675,16 +593,16 @@ def _layer_values(
     if mean is None and rstd is None:
         if eps is None:
             raise TypeError("eps, mean and rstd are missing: pass the norm's eps=, or mean= and rstd=")
-        return builtin.layer_norm, (eps,)
+        return composed.layer_norm, (eps,)
     if mean is None or rstd is None:
         raise TypeError(f"{'rstd' if mean is None else 'mean'} is given alone: pass both mean and rstd, or neither")
     if eps is not None:
         raise TypeError("eps and rstd are both given, and rstd already includes eps: pass one of them")
-    return builtin.layer_norm_of_moments, (_statistic("mean", mean), _statistic("rstd", rstd))
+    return composed.layer_norm_of_moments, (_statistic("mean", mean), _statistic("rstd", rstd))
 
 
 def _statistic(name: str, value: Any) -> Tensor:
-    operands.require_tensor(name, value)
+    require_tensor(name, value)
     found: Tensor = value
     if found.dtype != torch.float32:
         raise TypeError(

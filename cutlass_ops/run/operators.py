@@ -44,3 +44,19 @@ traced.declare(
 )
 for _name in ("quantize", "quantize_out"):
     traced.override(_name, traced.refuse_vmap, "FuncTorchBatched")
+
+traced.declare(
+    "fold(Tensor w, Tensor gamma, str name) -> Tensor",
+    _late("folding", "fold_checked"),
+    _late("folding", "folded_shape"),
+)
+traced.declare(
+    "column_sums(Tensor matrix) -> Tensor",
+    _late("folding", "column_sums_checked"),
+    _late("folding", "a_value_a_column"),
+)
+traced.declare(
+    "row_times(str name, Tensor row, Tensor w) -> Tensor",
+    _late("folding", "row_times_checked"),
+    _late("folding", "row_times_shape"),
+)

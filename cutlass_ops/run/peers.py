@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import builtin, composed
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.run import reference
 from cutlass_ops.run.results import usual_dtype
@@ -50,8 +50,8 @@ def peers(graph: Graph, dtype: torch.dtype = torch.bfloat16) -> Mapping[str, Pee
 
 
 _NORMS: Mapping[Graph, Peer] = {
-    builtin.rms_norm.graph: lambda a, b, inputs: F.rms_norm(a, a.shape[1:], eps=float(inputs[0])) @ b,
-    builtin.layer_norm.graph: lambda a, b, inputs: F.layer_norm(a, a.shape[1:], eps=float(inputs[1])) @ b,
+    composed.rms_norm.graph: lambda a, b, inputs: F.rms_norm(a, a.shape[1:], eps=float(inputs[0])) @ b,
+    composed.layer_norm.graph: lambda a, b, inputs: F.layer_norm(a, a.shape[1:], eps=float(inputs[1])) @ b,
 }
 
 _FUSED: Mapping[Graph, Peer] = {

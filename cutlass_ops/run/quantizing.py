@@ -22,10 +22,12 @@ from cutlass_ops.declare.quantizing import QuantizeSpec
 from cutlass_ops.epilogue import functions
 from cutlass_ops.epilogue.nodes import D_SCALE
 from cutlass_ops.epilogue.values import TRACER
-from cutlass_ops.run import operands, reference, traced
+from cutlass_ops.run import matrices, reference, traced
 from cutlass_ops.run.call import device_of
+from cutlass_ops.run.outputs import check_scales
 from cutlass_ops.run.registry import Registry
 from cutlass_ops.run.results import FP8, Outputs, contiguous, scale_strides
+from cutlass_ops.run.tensors import element_type, fold, overlap, require_memory, require_tensor
 
 _NAMES = ("d", D_SCALE)
 
@@ -154,7 +156,7 @@ def _quantize(
             _check_out(name, each, wanted, x)
     d, scale = _results(x, dtype.name, block, given)
     for name, each, others in ((_NAMES[0], d, (x,)), (_NAMES[1], scale, (x, d))):
-        if given[name] is not None and any(operands.overlap(each, other) for other in others):
+        if given[name] is not None and any(overlap(each, other) for other in others):
             raise ValueError(f"out[{name!r}] shares memory with another argument: pass a separate tensor")
     if x.device.type == "cpu" or x.numel() == 0:
         _by_pytorch(x, dtype.name, block, d, scale)
@@ -164,17 +166,17 @@ def _quantize(
 
 
 def _check(x: Tensor) -> None:
-    operands.require_tensor("x", x)
+    require_tensor("x", x)
     if traced.is_differentiated(x):
         raise ValueError(_NO_GRADIENT)
-    operands.element_type("x", x, READ)
+    element_type("x", x, READ)
     if x.ndim < 1:
         raise ValueError("x has no dimensions: pass a tensor (..., M, N), whose rows are quantised")
-    operands.require_memory("x", x)
+    require_memory("x", x)
     if x.is_neg():
         raise ValueError("x is a lazy negation: pass x.resolve_neg()")
-    flat = operands.fold("x", x, (math.prod(x.shape[:-1]), x.shape[-1]))
-    if not operands.has_lines_along(flat, 1):
+    flat = fold("x", x, (math.prod(x.shape[:-1]), x.shape[-1]))
+    if not matrices.has_lines_along(flat, 1):
         raise ValueError(
             f"x has shape {tuple(x.shape)} and strides {x.stride()}, and rows are read along the last dimension: call "
             "x.contiguous() first"
@@ -183,8 +185,8 @@ def _check(x: Tensor) -> None:
 
 def _check_out(name: str, given: Any, wanted: _Layout, x: Tensor) -> None:
     name = f"out[{name!r}]"
-    operands.require_tensor(name, given)
-    operands.require_memory(name, given)
+    require_tensor(name, given)
+    require_memory(name, given)
     if given.dtype != wanted.dtype:
         raise TypeError(f"{name} is {given.dtype}: it must be {wanted.dtype}")
     if given.shape != wanted.shape or given.device != x.device:
@@ -192,11 +194,11 @@ def _check_out(name: str, given: Any, wanted: _Layout, x: Tensor) -> None:
             f"{name} has shape {tuple(given.shape)} on {given.device}: it must have shape {wanted.shape} on {x.device}"
         )
     if given.dtype != torch.float32:
-        flat = operands.fold(name, given, (math.prod(x.shape[:-1]), x.shape[-1]))
-        if not operands.has_lines_along(flat, 1):
+        flat = fold(name, given, (math.prod(x.shape[:-1]), x.shape[-1]))
+        if not matrices.has_lines_along(flat, 1):
             raise ValueError(f"{name} has strides {given.stride()}: it must be contiguous along the last dimension")
     elif given.ndim == x.ndim:
-        operands.check_scales(name, given)
+        check_scales(name, given)
     elif not given.is_contiguous():
         raise ValueError(f"{name} has strides {given.stride()}: scales of rows must be contiguous")
 
@@ -209,7 +211,7 @@ def _by_pytorch(x: Tensor, dtype: str, block: int | None, d: Tensor, scale: Tens
 
 
 def _by_kernel(x: Tensor, dtype: dtypes.DType, block: int | None, d: Tensor, scale: Tensor) -> None:
-    spec = _spec(operands.element_type("x", x), dtype, block, device_of(x.device).capability)
+    spec = _spec(element_type("x", x), dtype, block, device_of(x.device).capability)
     status = Registry.current().kernel(spec).launch(x, d, scale)
     if status != 0:
         position, reason = refusal(status)

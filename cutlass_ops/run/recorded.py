@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.epilogue.derivatives import ACC
 from cutlass_ops.epilogue.graph import Graph
-from cutlass_ops.run import operands, traced
+from cutlass_ops.run import traced
 from cutlass_ops.run.backward import Forward, Values, main_grad, refuse_main_grads, step_of, wanted
+from cutlass_ops.run.tensors import require_tensor
 from cutlass_ops.run.traced import Portable
 
 
@@ -45,7 +46,7 @@ def record(op, a, b, tensors, numbers, places, out_dtype, recompute=False) -> An
     names = tuple(i.name for at, i in enumerate(called.graph.inputs) if at not in (places or ()))
     _refuse_fp8(called.graph, dict(zip(("a", "b", *names), (a, b, *tensors), strict=True)), out_dtype)
     for name, value in zip(("a", "b", *names), (a, b, *tensors), strict=True):
-        operands.require_tensor(name, value)
+        require_tensor(name, value)
     called.of(builtin.identity.graph)  # an exact kernel has no backward, which is known before it runs
     settings = _Settings(called, names, numbers, places, out_dtype, recompute)
     return list(_Recorded.apply(settings, a, b, *tensors))  # type: ignore[no-untyped-call]

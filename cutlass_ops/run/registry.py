@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cutlass_ops.artifacts import loader
 from cutlass_ops.artifacts.bundles import Bundles
-from cutlass_ops.artifacts.entry import Artifact
 from cutlass_ops.artifacts.loader import LoadedKernel
 from cutlass_ops.base import forks
 from cutlass_ops.base.errors import BundleError, MissingKernelError, ToolchainError
 from cutlass_ops.base.session import Part, Session
-from cutlass_ops.declare.quantizing import Declaration
 from cutlass_ops.declare.signature import OpSignature as OpSignature
 from cutlass_ops.declare.spec import KernelSpec
 
 if TYPE_CHECKING:
     import torch
+
+    from cutlass_ops.artifacts.entry import Artifact
+    from cutlass_ops.declare.quantizing import Declaration
 
 
 class Entry(NamedTuple):

@@ -1,16 +1,18 @@
-"""The results of an epilogue with several outputs: a tuple with named elements.
+"""What calls take and return besides tensors: results with names, a norm's statistic, prepared weights.
 
-One class serves all epilogues, so that PyTorch can save programs that return it and load them in a process that has
-never seen the epilogue.
+PyTorch's tracers must know these classes before they meet one, and so must a process that loads a saved program. So
+this module comes with the library. The modules that compute with its classes come when they are needed.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree
 
 from cutlass_ops.base import dtypes, mma
@@ -60,6 +62,8 @@ def new_strides(kind: Kind, shape: Sequence[int]) -> tuple[int, ...]:
 class Outputs(tuple[Any, ...]):
     """The results of a call with several outputs.
 
+    One class serves all epilogues, so that a process that loads a program needs not to have seen its epilogue.
+
     Parameters
     ----------
     fields : iterable of str
@@ -102,6 +106,138 @@ class Outputs(tuple[Any, ...]):
         return f"Outputs({', '.join(f'{name}={value!r}' for name, value in self._asdict().items())})"
 
 
+@dataclass(frozen=True, eq=False)
+class RowStatistic:
+    """The RMSNorm statistic of a tensor's rows, computed by a GEMM's epilogue.
+
+    Attributes
+    ----------
+    sum_square : Tensor
+        Sum of squares of each row, FP32, (...): the tensor's shape without the last dimension.
+    count : int
+        Elements in a row.
+    eps : float
+        Added to the mean of squares, inside the square root.
+
+    Examples
+    --------
+    >>> a, b = torch.ones(1, 8).bfloat16(), torch.ones(8, 4).bfloat16()
+    >>> residual = torch.full((1, 4), -6.0).bfloat16()
+    >>> y, rstd = co.gemm_residual_rms(a, b, residual, eps=0.0)
+    >>> y.tolist()
+    [[2.0, 2.0, 2.0, 2.0]]
+    >>> rstd.sum_square.tolist(), rstd.count, rstd.rstd.tolist()
+    ([16.0], 4, [0.5])
+    """
+
+    sum_square: Tensor
+    count: int
+    eps: float
+
+    @property
+    def rstd(self) -> Tensor:
+        """1 / √(mean of squares + eps) of each row, FP32. Reading it launches kernels; `rmsnorm_gemm` does without."""
+        return (self.sum_square / max(self.count, 1) + self.eps).rsqrt()
+
+
+class ResidualRms(NamedTuple):
+    """Result of :func:`cutlass_ops.gemm_residual_rms`: y (..., M, N) and the statistic of its rows.
+
+    Examples
+    --------
+    >>> a, b = torch.ones(2, 8).bfloat16(), torch.ones(8, 4).bfloat16()
+    >>> made = co.gemm_residual_rms(a, b, torch.zeros(2, 4).bfloat16(), eps=1e-6)
+    >>> made.y.shape, made.rstd.sum_square.shape
+    (torch.Size([2, 4]), torch.Size([2]))
+    """
+
+    y: Tensor
+    rstd: RowStatistic
+
+
+class QuantizedResidualRms(NamedTuple):
+    """Result of :func:`cutlass_ops.gemm_residual_rms` with a copy in FP8.
+
+    Attributes
+    ----------
+    y : Tensor
+        (..., M, N), FP16 or BF16.
+    rstd : RowStatistic
+        The statistic of y's rows.
+    quantized : Tensor
+        y · gamma / scale_out, (..., M, N), in FP8.
+    amax : Tensor or None
+        Greatest absolute value of each row of y · gamma, (..., M), FP32, if it was asked for.
+
+    Examples
+    --------
+    >>> a, b = torch.ones(2, 8).bfloat16(), torch.ones(8, 4).bfloat16()
+    >>> made = co.gemm_residual_rms(a, b, torch.zeros(2, 4).bfloat16(), eps=1e-6, scale_out=0.25)
+    >>> made.quantized.dtype, made.quantized.shape, made.amax
+    (torch.float8_e4m3fn, torch.Size([2, 4]), None)
+    """
+
+    y: Tensor
+    rstd: RowStatistic
+    quantized: Tensor
+    amax: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedWeight:
+    """A weight that was brought once to what kernels read, by :func:`cutlass_ops.prepare`.
+
+    Attributes
+    ----------
+    matrix : Tensor
+        (K, N): diag(gamma) @ w, or w. The leading dimension is a multiple of 16 bytes. FP8 is contiguous along K.
+    scale : Tensor or None
+        (N,), FP32: what each column is to be multiplied by, if :func:`cutlass_ops.prepare` quantised it.
+    folded : bool
+        Whether gamma is in it.
+
+    Examples
+    --------
+    >>> w, gamma = torch.ones(8, 4).bfloat16(), torch.full((8,), 0.5)
+    >>> co.prepare(w, gamma).matrix.shape
+    torch.Size([8, 4])
+    """
+
+    matrix: Tensor
+    scale: Tensor | None = None
+    folded: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedLayerNormWeight:
+    """A weight with a LayerNorm's gamma and beta folded in, made by :func:`cutlass_ops.prepare_layernorm`.
+
+    Attributes
+    ----------
+    matrix : Tensor
+        diag(gamma) @ w, (K, N), in w's dtype and major; w itself without gamma.
+    column_sum : Tensor
+        Sum of each column of `matrix`, (N,), FP32.
+    shift : Tensor or None
+        beta @ w, (N,), FP32.
+
+    Examples
+    --------
+    >>> prepared = co.prepare_layernorm(torch.ones(8, 4).bfloat16(), beta=torch.ones(8).bfloat16())
+    >>> prepared.column_sum.tolist(), prepared.shift.tolist()
+    ([8.0, 8.0, 8.0, 8.0], [8.0, 8.0, 8.0, 8.0])
+    """
+
+    matrix: Tensor
+    column_sum: Tensor
+    shift: Tensor | None
+
+
+def _prepared(folded: bool, matrix: Tensor, scale: Tensor | None) -> PreparedWeight:
+    return PreparedWeight(matrix, scale, folded)
+
+
+# Lets traced and saved programs take and return these.
 _pytree.register_pytree_node(
     Outputs,
     lambda outputs: (list(outputs), outputs._fields),
@@ -109,4 +245,24 @@ _pytree.register_pytree_node(
     serialized_type_name="cutlass_ops.Outputs",
     to_dumpable_context=list,
     from_dumpable_context=tuple,
+)
+_pytree.register_pytree_node(
+    RowStatistic,
+    lambda x: ([x.sum_square], [x.count, x.eps]),
+    lambda tensors, numbers: RowStatistic(*tensors, *numbers),
+    serialized_type_name="cutlass_ops.RowStatistic",
+)
+_pytree._register_namedtuple(ResidualRms, serialized_type_name="cutlass_ops.ResidualRms")
+_pytree._register_namedtuple(QuantizedResidualRms, serialized_type_name="cutlass_ops.QuantizedResidualRms")
+_pytree.register_pytree_node(
+    PreparedWeight,
+    lambda x: ([x.matrix, x.scale], x.folded),
+    lambda tensors, folded: _prepared(folded, *tensors),
+    serialized_type_name="cutlass_ops.PreparedWeight",
+)
+_pytree.register_pytree_node(
+    PreparedLayerNormWeight,
+    lambda x: ([x.matrix, x.column_sum, x.shift], None),
+    lambda tensors, _: PreparedLayerNormWeight(*tensors),
+    serialized_type_name="cutlass_ops.PreparedLayerNormWeight",
 )

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutlass_ops.epilogue import Epilogue, builtin
-from cutlass_ops.run import operands, traced, weights
-from cutlass_ops.run.ops import Op, graph_op, op_of, prepared_by
-from cutlass_ops.run.weights import PreparedWeight
+from cutlass_ops.base import mma
+from cutlass_ops.epilogue import Epilogue, composed
+from cutlass_ops.run import traced, weights
+from cutlass_ops.run.ops import Op, graph_op, op_of
+from cutlass_ops.run.requests import prepared_by
+from cutlass_ops.run.results import PreparedWeight
 
 # Keyword arguments of this module's function: no input of an epilogue may have these names.
 _OWN = frozenset(("scale_a", "scale_b"))
@@ -140,8 +142,8 @@ def scales_of(a: Any, b: Any, scale_a: Any, scale_b: Any) -> Epilogue | None:
             f"{missing} is missing, and {given} is given: pass {missing}=, which is 1.0 if there is no scale"
         )
     if _are_of_blocks(a, b, scale_a, scale_b):
-        return builtin.scaled_blocks
-    return builtin.SCALED[is_vector(scale_a), is_vector(scale_b)]
+        return composed.scaled_blocks
+    return composed.SCALED[is_vector(scale_a), is_vector(scale_b)]
 
 
 def _are_of_blocks(a: Any, b: Any, scale_a: Any, scale_b: Any) -> bool:
@@ -168,11 +170,11 @@ def _are_of_blocks(a: Any, b: Any, scale_a: Any, scale_b: Any) -> bool:
     fits_b = isinstance(scale_b, Tensor) and scale_b.ndim == 2
     of_a = fits_a and scale_a.shape[-1] != 1
     of_b = fits_b and tuple(scale_b.shape) != (1, n)
-    steps = operands.blocks(k)
+    steps = mma.blocks(k)
     if of_a and not fits_b:
         raise ValueError(
             f"scale_a has shape {tuple(scale_a.shape)}, as scales of blocks do, and scale_b has none for blocks of b: "
-            f"pass ({operands.blocks(n)}, {steps}) or ({n}, {steps}) as well. The same scale along K takes no copy, as "
+            f"pass ({mma.blocks(n)}, {steps}) or ({n}, {steps}) as well. The same scale along K takes no copy, as "
             f"in scale_b[:, None].expand({n}, {steps})"
         )
     if of_b and not fits_a:
@@ -202,7 +204,7 @@ def scaled_op(rows: bool = False, columns: bool = False, epilogue: Epilogue | No
     TypeError, ValueError
         If `epilogue` is not an epilogue or cannot follow.
     """
-    scaled = builtin.scaled_blocks if blocks else builtin.SCALED[rows, columns]
+    scaled = composed.scaled_blocks if blocks else composed.SCALED[rows, columns]
     if epilogue is None:
         return graph_op("scaled_gemm", scaled.graph, scaled.doc)
     after = op_of(epilogue).graph

@@ -11,11 +11,11 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from cutlass_ops.artifacts.bundles import Bundles
-from cutlass_ops.artifacts.entry import Artifact
 from cutlass_ops.base import env
 from cutlass_ops.base.errors import CompileError, MissingKernelError, ToolchainError
 from cutlass_ops.choose.dispatch import Decision
@@ -23,6 +23,9 @@ from cutlass_ops.compilation.background import Background
 from cutlass_ops.declare.config import Config, Ordered
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.run.registry import Registry
+
+if TYPE_CHECKING:
+    from cutlass_ops.artifacts.entry import Artifact
 
 _log = logging.getLogger("cutlass_ops")
 

@@ -8,6 +8,7 @@ during tracing and become constants of the graph.
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import sys
 import threading
@@ -99,17 +100,15 @@ Made = TypeVar("Made", bound=Portable)
 # ---- Strings that stand for ops ------------------------------------------------------------------------------------
 
 _LIVE: weakref.WeakValueDictionary[str, Portable] = weakref.WeakValueDictionary()
-_MAKERS: dict[str, Callable[[str, Any], Portable]] = {}
-
-
-def maker(how: str) -> Callable[[Callable[[str, Any], Portable]], Callable[[str, Any], Portable]]:
-    """Register a function that makes the objects of one kind of string, from a name and plain values."""
-
-    def register_maker(make: Callable[[str, Any], Portable]) -> Callable[[str, Any], Portable]:
-        _MAKERS[how] = make
-        return make
-
-    return register_maker
+# By the kind of a string: the module and the function in it that make an object again from a name and plain values. The
+# module is imported when a program names such an object: most programs name none of most kinds.
+MAKERS = {
+    "epilogue": ("cutlass_ops.run.named", "op_again"),
+    EXACT: ("cutlass_ops.run.kernels", "kernel_again"),
+    "gemm_swiglu": ("cutlass_ops.run.gated", "swiglu_again"),
+    "gated": ("cutlass_ops.run.gated", "gated_again"),
+    "grouped": ("cutlass_ops.run.grouped", "op_again"),
+}
 
 
 def register(name: str, graph: Graph, called: Portable, how: str, plain: Any, form: Form = DENSE) -> str:
@@ -124,7 +123,7 @@ def register(name: str, graph: Graph, called: Portable, how: str, plain: Any, fo
     called : Portable
         The op or kernel.
     how : str
-        The :func:`maker` that makes it again in another process.
+        What makes it again in another process: a key of `MAKERS`.
     plain
         The maker's argument, as plain values.
     form : Form
@@ -155,11 +154,12 @@ def _made(op: str) -> Portable:
     name, _, text = op.partition(" ")
     try:
         ((how, plain),) = json.loads(text).items()
-        make = _MAKERS[how]
+        module, function = MAKERS[how]
     except (ValueError, AttributeError, KeyError):
         raise ConfigError(
             f"the program calls {op[:60]!r}, which this version of cutlass_ops cannot read: export it again"
         ) from None
+    make: Callable[[str, Any], Portable] = getattr(importlib.import_module(module), function)
     return make(name, plain)
 
 

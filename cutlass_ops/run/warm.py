@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,11 +19,14 @@ from cutlass_ops.base import arch, session
 from cutlass_ops.declare.form import DENSE, Form
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
-from cutlass_ops.run import operands, traced
+from cutlass_ops.run import traced
 from cutlass_ops.run.call import Call
+from cutlass_ops.run.inputs import integer, scalar
 from cutlass_ops.run.plan import AnyPlan, Given, Plan
 from cutlass_ops.run.results import Outputs
-from cutlass_ops.run.rows import Rows
+
+if TYPE_CHECKING:
+    from cutlass_ops.run.rows import Rows
 
 # Bound here for warm calls: looking them up in their modules takes as long as calling them.
 _is_traced = torch.compiler.is_dynamo_compiling
@@ -73,7 +76,7 @@ class Warm(traced.Portable):
         self.names = (*form.operands, *(i.name for i in graph.inputs))
         self.outputs = tuple(o.name for o in graph.outputs)
         self.served_warm = self.refused_warm = self.copied_inputs = 0
-        readers = {Kind.SCALAR: operands.scalar, Kind.INTEGER: operands.integer}
+        readers = {Kind.SCALAR: scalar, Kind.INTEGER: integer}
         # Of inputs that are numbers: the type that needs no look, the name, and what looks at others.
         self._scalars = (None,) * len(form.operands) + tuple(
             (int if i.kind is Kind.INTEGER else float, i.name, readers[i.kind]) if i.kind in readers else None

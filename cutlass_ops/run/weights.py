@@ -2,39 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
-from cutlass_ops.run import folding, fp8, operands, traced
-
-
-@dataclass(frozen=True, eq=False)
-class PreparedWeight:
-    """A weight that was brought once to what kernels read, by :func:`prepare`.
-
-    Attributes
-    ----------
-    matrix : Tensor
-        (K, N): diag(gamma) @ w, or w. The leading dimension is a multiple of 16 bytes. FP8 is contiguous along K.
-    scale : Tensor or None
-        (N,), FP32: what each column is to be multiplied by, if :func:`prepare` quantised it.
-    folded : bool
-        Whether gamma is in it.
-
-    Examples
-    --------
-    >>> w, gamma = torch.ones(8, 4).bfloat16(), torch.full((8,), 0.5)
-    >>> co.prepare(w, gamma).matrix.shape
-    torch.Size([8, 4])
-    """
-
-    matrix: Tensor
-    scale: Tensor | None = None
-    folded: bool = True
+from cutlass_ops.run import folding, fp8, traced
+from cutlass_ops.run.results import PreparedLayerNormWeight, PreparedWeight
+from cutlass_ops.run.tensors import refuse_differentiated, require_tensor
 
 
 def prepare(w: Tensor, gamma: Tensor | None = None, *, dtype: torch.dtype | None = None) -> PreparedWeight:
@@ -85,8 +60,8 @@ def prepare(w: Tensor, gamma: Tensor | None = None, *, dtype: torch.dtype | None
     (torch.float8_e4m3fn, (1, 64), torch.Size([16]))
     """
     for name, value in (("w", w), ("gamma", gamma)):
-        operands.refuse_differentiated(name, value)
-    operands.require_tensor("w", w)
+        refuse_differentiated(name, value)
+    require_tensor("w", w)
     if w.dtype in fp8.DTYPES:
         if gamma is not None or dtype not in (None, w.dtype):
             raise TypeError(
@@ -102,31 +77,6 @@ def prepare(w: Tensor, gamma: Tensor | None = None, *, dtype: torch.dtype | None
     folded = folding.fold(w, gamma)
     folding.check_folded(w, gamma, folded)
     return PreparedWeight(folded)
-
-
-@dataclass(frozen=True, eq=False)
-class PreparedLayerNormWeight:
-    """A weight with a LayerNorm's gamma and beta folded in, made by :func:`prepare_layernorm`.
-
-    Attributes
-    ----------
-    matrix : Tensor
-        diag(gamma) @ w, (K, N), in w's dtype and major; w itself without gamma.
-    column_sum : Tensor
-        Sum of each column of `matrix`, (N,), FP32.
-    shift : Tensor or None
-        beta @ w, (N,), FP32.
-
-    Examples
-    --------
-    >>> prepared = co.prepare_layernorm(torch.ones(8, 4).bfloat16(), beta=torch.ones(8).bfloat16())
-    >>> prepared.column_sum.tolist(), prepared.shift.tolist()
-    ([8.0, 8.0, 8.0, 8.0], [8.0, 8.0, 8.0, 8.0])
-    """
-
-    matrix: Tensor
-    column_sum: Tensor
-    shift: Tensor | None
 
 
 def prepare_layernorm(w: Tensor, gamma: Tensor | None = None, beta: Tensor | None = None) -> PreparedLayerNormWeight:
@@ -161,7 +111,7 @@ def prepare_layernorm(w: Tensor, gamma: Tensor | None = None, beta: Tensor | Non
     [[1.5, 0.5, 1.5, 0.5]]
     """
     for name, value in (("w", w), ("gamma", gamma), ("beta", beta)):
-        operands.refuse_differentiated(name, value)
+        refuse_differentiated(name, value)
     prepared = fold_layernorm(w, gamma, beta)
     if gamma is not None:
         folding.check_folded(w, gamma, prepared.matrix)
@@ -230,22 +180,3 @@ def fold_layernorm(w: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Prep
     shift = None if beta is None else folding.row_times("beta", beta, w)
     # Sum the rounded weight, so that its rounding errors are multiplied by x - mean(x) and not by x.
     return PreparedLayerNormWeight(matrix, folding.column_sums(matrix), shift)
-
-
-def _weight_again(folded: bool, matrix: Tensor, scale: Tensor | None) -> PreparedWeight:
-    return PreparedWeight(matrix, scale, folded)
-
-
-# Lets traced and saved programs take and return these.
-_pytree.register_pytree_node(
-    PreparedWeight,
-    lambda x: ([x.matrix, x.scale], x.folded),
-    lambda tensors, folded: _weight_again(folded, *tensors),
-    serialized_type_name="cutlass_ops.PreparedWeight",
-)
-_pytree.register_pytree_node(
-    PreparedLayerNormWeight,
-    lambda x: ([x.matrix, x.column_sum, x.shift], None),
-    lambda tensors, _: PreparedLayerNormWeight(*tensors),
-    serialized_type_name="cutlass_ops.PreparedLayerNormWeight",
-)

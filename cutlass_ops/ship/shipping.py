@@ -35,7 +35,7 @@ from cutlass_ops.declare.spelling import INPUT_DTYPES, OPS, epilogue_of, problem
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.kinds import legality
 from cutlass_ops.run.call import call_at, signature_of
-from cutlass_ops.run.ops import called
+from cutlass_ops.run.requests import called
 from cutlass_ops.ship import catalog
 
 if sys.version_info >= (3, 11):

@@ -25,8 +25,10 @@ from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.kinds.traits import Traits
 from cutlass_ops.run.call import Call, device_of, signature_of, without_modes
-from cutlass_ops.run.ops import Op, decide, requested
+from cutlass_ops.run.ops import Op
 from cutlass_ops.run.registry import OpSignature, Registry
+from cutlass_ops.run.requests import requested
+from cutlass_ops.run.serving import decide
 from cutlass_ops.run.supply import Supply, stand_in
 
 

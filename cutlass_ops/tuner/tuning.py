@@ -41,8 +41,8 @@ from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.kind import Kind
 from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.run.call import call_at, device_of, signature_of
-from cutlass_ops.run.ops import called
 from cutlass_ops.run.registry import OpSignature
+from cutlass_ops.run.requests import called
 from cutlass_ops.tuner.measuring import Measurer, Outcome
 
 # At least so many are measured all the same: what it puts far ahead of all others is often what it errs on.

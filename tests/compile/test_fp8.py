@@ -5,7 +5,7 @@ import pytest
 import cutlass_ops as co
 from cutlass_ops.base.sass import count_opcodes
 from cutlass_ops.compilation.builder import build_artifact
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import composed
 from cutlass_ops.kinds.proof import prove_tensor_cores
 from cutlass_ops.kinds.table import shared_memory
 from cutlass_ops.tools.inspection import inspect
@@ -64,7 +64,7 @@ def test_a_kernel_scales_its_sums(b, tile, cluster, config):
         a="e4m3.row.blocks1x128",
         b=f"e4m3.col.blocks{b}",
         d="bf16.row",
-        epilogue=builtin.scaled_blocks.graph.then(bias.graph),
+        epilogue=composed.scaled_blocks.graph.then(bias.graph),
         config=made,
     )
     artifact = build_artifact(wanted)
@@ -108,18 +108,18 @@ def test_a_kernel_stores_8_bits(a, d, epilogue, outputs, config):
 
 
 # The kernels of a layer in FP8: a copy of the stream beside it and the squares of its rows, and two weights.
-_COLUMNS = builtin.SCALED[False, True].graph
-_NORM = _COLUMNS.then(builtin.rms_norm_of_sums.graph)
-_GATE = _NORM.then(builtin.swiglu.graph, products=_NORM.renamed({"scale_b": "scale_up"}))
+_COLUMNS = composed.SCALED[False, True].graph
+_NORM = _COLUMNS.then(composed.rms_norm_of_sums.graph)
+_GATE = _NORM.then(composed.swiglu.graph, products=_NORM.renamed({"scale_b": "scale_up"}))
 LAYER = {
     "residual": (
-        _COLUMNS.then(builtin.residual_rms_quantised("bf16", False, True, True, "e4m3")),
+        _COLUMNS.then(composed.residual_rms_quantised("bf16", False, True, True, "e4m3")),
         "bf16.row",
         co.Sm90Config(co.ThreadblockShape(128, 128, 128), co.ClusterShape(1, 2), schedule="pingpong"),
         0,
     ),
     "gate": (
-        _GATE.then(builtin.quantised(False, False).graph),
+        _GATE.then(composed.quantised(False, False).graph),
         "e4m3.row",
         co.Sm90Config(co.ThreadblockShape(128, 208, 128), co.ClusterShape(2, 1), schedule="pingpong", swap_ab=True),
         20,

@@ -32,7 +32,7 @@ from cutlass_ops.declare.config import (
     WarpShape,
 )
 from cutlass_ops.declare.spec import KernelSpec
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import composed
 from cutlass_ops.kinds.common import COMMON, VALUES
 from cutlass_ops.kinds.gemv.rules import GEMV
 from cutlass_ops.kinds.legality import check
@@ -111,7 +111,7 @@ def everything(acc, bias: co.Row, scale: co.Col, r: co.Tile, gate: co.Tile, alph
     return {"d": y, "pre": x, "squares": co.sum_square(y, dim=1), "total": co.sum(y, dim=0)}
 
 
-norm, centred, swiglu = builtin.rms_norm, builtin.layer_norm, builtin.swiglu
+norm, centred, swiglu = composed.rms_norm, composed.layer_norm, composed.swiglu
 
 
 @co.epilogue

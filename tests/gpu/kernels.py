@@ -16,16 +16,16 @@ from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec, Operand
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import builtin, composed
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.kinds.legality import is_legal
-from cutlass_ops.run import call, norms, ops
+from cutlass_ops.run import call, named, norms, ops, requests
 from cutlass_ops.run.registry import OpSignature, Registry
 from tests.strategies import Program, programs
 
 DTYPES = ("bf16", "f16")
 MAJORS = (("row", "col"), ("row", "row"), ("col", "col"), ("col", "row"))
-OPS = {op.name: op for op in ops.NAMED}
+OPS = {op.name: op for op in named.NAMED}
 
 # Small tiles: quick to compile, and problems of a few hundred have edges in every direction.
 SM90 = co.Sm90Config(co.ThreadblockShape(64, 64, 64), schedule="warp_specialized")
@@ -239,8 +239,8 @@ def gathering() -> dict[str, KernelSpec]:
         co.Sm90Config(shape(128, 128, 64), schedule="cooperative", scheduler="stream_k"),
         co.Sm90Config(shape(64, 64, 128), schedule="warp_specialized", split_k=4, swap_ab=True),
     )
-    norm, centred, gate = (ops.op(e) for e in (builtin.rms_norm, builtin.layer_norm, builtin.swiglu))
-    normed_gate = norms.rmsnorm_op(builtin.swiglu)
+    norm, centred, gate = (ops.op(e) for e in (composed.rms_norm, composed.layer_norm, composed.swiglu))
+    normed_gate = norms.rmsnorm_op(composed.swiglu)
     beside = tuple(replace(c, means="beside") for c in whole)
     ahead = tuple(replace(c, means="ahead") for c in (*whole[:2], whole[4], *split))
     found = {f"norm-{c.slug}": spec(norm, "bf16", ("row", "col"), c) for c in (*gathered, *beside, *ahead)}
@@ -278,7 +278,7 @@ def realigned() -> dict[str, KernelSpec]:
         co.Sm90Config(shape(64, 64, 128), schedule="warp_specialized", split_k=4, swap_ab=True, realign=True),
     )
     usual = configs[0]
-    norm, gate, normed_gate = (ops.op(builtin.rms_norm), ops.op(builtin.swiglu), norms.rmsnorm_op(builtin.swiglu))
+    norm, gate, normed_gate = (ops.op(composed.rms_norm), ops.op(composed.swiglu), norms.rmsnorm_op(composed.swiglu))
     found = {f"both-{c.slug}": spec(OPS["gemm_bias_relu"], "bf16", ("row", "col"), c, aligned=False) for c in configs}
     for (a, b), left, right in zip(MAJORS, (8, 1, 2, 1), (1, 8, 8, 4), strict=True):
         found[f"{a}_{left}-{b}_{right}"] = KernelSpec(
@@ -387,8 +387,8 @@ GEMV = co.GemvConfig(4, 8, 8)
 def few_rows() -> dict[str, KernelSpec]:
     """Kernels of ordinary loads: every op, and every epilogue that they have, in several shapes of thread block."""
     configs = (co.GemvConfig(1), co.GemvConfig(2, 4, 16), GEMV, co.GemvConfig(8, 16, 2), co.GemvConfig(16, 4, 4))
-    norm, centred = ops.op(builtin.rms_norm), ops.op(builtin.layer_norm)
-    gate, normed_gate = ops.op(builtin.swiglu), norms.rmsnorm_op(builtin.swiglu)
+    norm, centred = ops.op(composed.rms_norm), ops.op(composed.layer_norm)
+    gate, normed_gate = ops.op(composed.swiglu), norms.rmsnorm_op(composed.swiglu)
     found = {f"{name}-{d}-gemv": spec(op, d, ("row", "col"), GEMV) for name, op in OPS.items() for d in DTYPES}
     found["d-f32-from-f16"] = spec(OPS["gemm_bias_relu"], "f16", ("row", "col"), GEMV, d="f32")
     for c in configs:
@@ -464,9 +464,9 @@ def tiles_of_batches(acc, bias: co.Row, scale: co.Col, residual: co.Tile, other:
 
 BATCHED = {
     "plain": (ops.graph_op("gemm", builtin.identity.graph), {}),
-    "inputs": (ops.called(of_batches), {}),
-    "tiles": (ops.called(tiles_of_batches), {}),
-    "registers": (ops.called(of_batches), {"d_aligned": False}),
+    "inputs": (requests.called(of_batches), {}),
+    "tiles": (requests.called(tiles_of_batches), {}),
+    "registers": (requests.called(of_batches), {"d_aligned": False}),
 }
 
 
@@ -507,7 +507,7 @@ def of_groups(acc, bias: co.Row, scale: co.Col, alpha: co.Scalar):
     return co.relu(acc * scale + bias) * alpha
 
 
-GROUPED = {**BATCHED, "vectors": (ops.called(of_groups), {}), "tiles": (BATCHED["tiles"][0], {"d_aligned": False})}
+GROUPED = {**BATCHED, "vectors": (requests.called(of_groups), {}), "tiles": (BATCHED["tiles"][0], {"d_aligned": False})}
 
 
 def grouped() -> dict[str, KernelSpec]:
@@ -531,7 +531,7 @@ def grouped() -> dict[str, KernelSpec]:
         for what in whats:
             op, changes = GROUPED[what]
             found[f"grouped-{name}-{what}"] = with_form(spec(op, "bf16", ("row", "col"), config, **changes), "grouped")
-    gate = ops.called(builtin.swiglu)
+    gate = requests.called(composed.swiglu)
     for name, config in (
         ("pingpong", configs["pingpong"][0]),
         ("swapped", co.Sm90Config(co.ThreadblockShape(128, 16, 64), schedule="pingpong", swap_ab=True)),

@@ -10,7 +10,7 @@ from cutlass_ops.artifacts.loader import Reason, refusal
 from cutlass_ops.choose import dispatch
 from cutlass_ops.declare.config import Ordered
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.run import ops
+from cutlass_ops.run import named, ops, requests
 from cutlass_ops.run.call import check_call, device_of, signature_of
 from cutlass_ops.run.registry import OpSignature, Registry
 from cutlass_ops.tuner.trial import Trial
@@ -254,7 +254,7 @@ SHAPES = [
 def test_calls(of_a, of_b, dtype):
     k = of_a[-1]
     a, b = normal(*of_a, dtype=dtype, scale=k**-0.25), normal(*of_b, dtype=dtype, scale=k**-0.25)
-    op = ops.graph_op(f"calls_{dtype}", ops.called(co.gemm).graph)
+    op = ops.graph_op(f"calls_{dtype}", requests.called(co.gemm).graph)
     wanted = a.double() @ b.double()
     for _ in range(2):
         oracle.assert_close(op(a, b), wanted, a @ b)
@@ -263,7 +263,7 @@ def test_calls(of_a, of_b, dtype):
 
 def test_every_named_op():
     a, b = normal(3, 200, 128, scale=0.3), normal(3, 128, 136, scale=0.3)
-    for op in ops.NAMED:
+    for op in named.NAMED:
         given = {i.name: normal(3, 136) if i.kind.name == "ROW" else normal(3, 200, 136) for i in op.graph.inputs}
         oracle.assert_close(op(a, b, **given), exact(op.graph, a, b, given)["d"])
 
@@ -353,7 +353,7 @@ SEEDS = range(40)
 @pytest.fixture(scope="module")
 def built():
     """Compile what serves the calls below, side by side."""
-    op, device = ops.called(kernels.of_batches), device_of(torch.device("cuda", torch.cuda.current_device()))
+    op, device = requests.called(kernels.of_batches), device_of(torch.device("cuda", torch.cuda.current_device()))
     calls = [check_call(op.graph, a, b, inputs, None, None) for a, b, inputs in map(drawn, SEEDS)]
     specs = [dispatch.choose(signature_of(each, device), device, each.problem)[0] for each in calls]
     Registry.current().kernels(dict.fromkeys(specs))
@@ -365,4 +365,4 @@ def test_drawn_batches(seed):
     """By whatever kernel serves."""
     a, b, inputs = drawn(seed)
     found = co.gemm(a, b, epilogue=kernels.of_batches, **inputs)
-    oracle.assert_close(found, exact(ops.called(kernels.of_batches).graph, a, b, inputs)["d"])
+    oracle.assert_close(found, exact(requests.called(kernels.of_batches).graph, a, b, inputs)["d"])

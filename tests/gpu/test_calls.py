@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 import cutlass_ops as co
 from cutlass_ops.artifacts.loader import Reason, refusal
 from cutlass_ops.compilation.background import Background
-from cutlass_ops.run import ops
+from cutlass_ops.run import named
 from tests.gpu import kernels, oracle, tensors
 
 pytestmark = pytest.mark.gpu
@@ -339,5 +339,5 @@ def test_one_shape_with_several_kernels_stays_warm():
     for _ in range(3):
         for x in (a.contiguous(), odd):
             oracle.assert_close(co.gemm_bias_relu(x, b, bias), bias_relu_exact(x, b, bias))
-    weights = [weight for key, weight in ops.gemm_bias_relu._plans.items() if key[0] == (k, n)]
+    weights = [weight for key, weight in named.gemm_bias_relu._plans.items() if key[0] == (k, n)]
     assert [len(weight.plans[m, k]) for weight in weights if (m, k) in weight.plans] == [2]

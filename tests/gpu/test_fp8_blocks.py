@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 
 import cutlass_ops as co
 from cutlass_ops.choose import dispatch
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import composed
 from cutlass_ops.run import reference
 from cutlass_ops.run.call import check_call, device_of, signature_of
 from cutlass_ops.run.scaled import scaled_op
@@ -79,7 +79,7 @@ def assert_close(found, wanted):
     assert worst <= 8 * (unit + SUMS) * max(wanted.abs().max().item(), 1e-30)
 
 
-def kernel(of_b, tile, cluster=(1, 1), graph=builtin.scaled_blocks, d="f32.row", **config):
+def kernel(of_b, tile, cluster=(1, 1), graph=composed.scaled_blocks, d="f32.row", **config):
     made = co.Sm90Config(
         co.ThreadblockShape(*tile, 128), co.ClusterShape(*cluster), **{"accumulation": "promoted", **config}
     )
@@ -180,7 +180,7 @@ def test_scales_that_are_not_usual(of_b, scale):
         changed[place] = scale
         scales["scale_a" if of is scale_a else "scale_b"] = changed
         found = co.scaled_gemm(x, w, out_dtype=torch.float32, **scales)
-        exact = reference.accumulator(builtin.scaled_blocks.graph, x, w, scales, torch.float64)
+        exact = reference.accumulator(composed.scaled_blocks.graph, x, w, scales, torch.float64)
         wanted = exact.float()
         assert torch.equal(found.isnan(), wanted.isnan())
         assert torch.equal(found.isinf(), wanted.isinf())

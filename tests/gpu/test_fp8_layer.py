@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 
 import cutlass_ops as co
 from cutlass_ops.choose import dispatch
-from cutlass_ops.run import fp8, ops
+from cutlass_ops.run import fp8, requests
 from cutlass_ops.run.call import check_call, device_of, signature_of
 from cutlass_ops.run.registry import Registry
 from tests.gpu import oracle, tensors
@@ -71,7 +71,7 @@ def calls():
 
 def decided(function, arguments, named):
     """Return what serves a call: a decision, or several if two GEMMs do."""
-    op, (a, b, *inputs), more = ops.requested(function, *arguments, **named)
+    op, (a, b, *inputs), more = requests.requested(function, *arguments, **named)
     out_dtype = more.pop("out_dtype", None)
     more.pop("out", None)
     inputs = op.positional(tuple(inputs), more)
@@ -258,7 +258,7 @@ def every_spec(function, arguments, named):
 @pytest.mark.parametrize(("name", "m"), EVERY)
 def test_every_kernel_that_a_weight_may_need_is_right(name, m):
     function, arguments, named, exact = requested(name, m)
-    op, (a, b, *inputs), more = ops.requested(function, *arguments, **named)
+    op, (a, b, *inputs), more = requests.requested(function, *arguments, **named)
     more = {n: x for n, x in more.items() if n not in ("out", "out_dtype")}
     inputs = op.positional(tuple(inputs), more)
     for spec in every_spec(function, arguments, named):
@@ -277,7 +277,7 @@ def test_every_kernel_that_a_weight_may_need_is_right(name, m):
 @pytest.mark.parametrize("name", ["gate", "residual"])
 def test_a_second_call_is_served_warm_with_the_same_bits(name):
     function, arguments, named, _ = requested(name, 200)
-    op = ops.requested(function, *arguments, **named).op
+    op = requests.requested(function, *arguments, **named).op
 
     def call():
         found = function(*arguments, **named)

@@ -6,8 +6,8 @@ import torch
 import cutlass_ops as co
 from cutlass_ops.artifacts.loader import Reason, refusal
 from cutlass_ops.choose import dispatch
-from cutlass_ops.epilogue import builtin
-from cutlass_ops.run import ops
+from cutlass_ops.epilogue import builtin, composed
+from cutlass_ops.run import named, ops
 from cutlass_ops.run.call import device_of, signature_of
 from cutlass_ops.run.grouped import grouped_op
 from cutlass_ops.run.registry import Registry
@@ -271,7 +271,7 @@ CALLS = [
 
 # What the tests below call besides: the epilogue, and how many rows and experts, N and K.
 OTHERS = [
-    *((epilogue, 90, 3, 136, 64) for epilogue in (saved, builtin.swiglu, builtin.residual)),
+    *((epilogue, 90, 3, 136, 64) for epilogue in (saved, composed.swiglu, builtin.residual)),
     *((None, rows, 8, 136, 64) for rows in (100, 101, 64, 333)),
     *((epilogue, rows, 3, 136, 64) for epilogue, rows in ((None, 96), (None, 50), (builtin.bias, 96))),
 ]
@@ -355,7 +355,7 @@ def test_a_further_output():
 @pytest.mark.usefixtures("built")
 def test_two_weights_of_each_expert():
     x, (w, up) = normal(90, 64, scale=0.3), (normal(3, 136, 64, scale=0.3).mT for _ in range(2))
-    swiglu = builtin.swiglu
+    swiglu = composed.swiglu
     for sizes in ([30, 0, 60], [0, 90, 0]):
         found = co.grouped_gemm(x, w, offsets_of(sizes), epilogue=swiglu, up=up)
         oracle.assert_close(found, exact(swiglu.graph, x, w, sizes, {"up": up})["d"])
@@ -430,11 +430,11 @@ def test_a_compiled_program():
     x, w, bias = normal(96, 64, scale=0.3), normal(3, 136, 64, scale=0.3).mT, normal(3, 136)
     compiled = torch.compile(
         lambda x, w, counts, bias: co.grouped_gemm(
-            x * 2, w, counts.cumsum(0, dtype=torch.int32), epilogue=ops.gemm_bias.epilogue, bias=bias
+            x * 2, w, counts.cumsum(0, dtype=torch.int32), epilogue=named.gemm_bias.epilogue, bias=bias
         ),
         fullgraph=True,
     )
     for sizes in ([10, 20, 66], [0, 96, 0]):
         found = compiled(x, w, torch.tensor(sizes, device="cuda"), bias)
-        wanted = exact(ops.gemm_bias.graph, x * 2, w, sizes, {"bias": bias})["d"]
+        wanted = exact(named.gemm_bias.graph, x * 2, w, sizes, {"bias": bias})["d"]
         oracle.assert_close(found, wanted)

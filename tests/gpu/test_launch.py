@@ -8,7 +8,7 @@ import torch
 
 import cutlass_ops as co
 from cutlass_ops.artifacts.loader import Reason, refusal
-from cutlass_ops.run import ops
+from cutlass_ops.run import named
 from cutlass_ops.run.registry import Registry
 from tests.gpu import edges, kernels, placement, tensors
 from tests.gpu.placement import whole
@@ -556,4 +556,4 @@ def test_all_kernels_use_the_tensor_cores():
         counts = co.build(spec).loaded.artifact.manifest["sass"]
         expected = ("HGMMA", "UTMALDG") if spec.sm90 else ("HMMA",)
         assert all(counts.get(opcode, 0) > 0 for opcode in expected), f"{name}: {counts}"
-    assert {op.name for op in ops.NAMED} == {name.split("-")[0] for name in kernels.matrix()}
+    assert {op.name for op in named.NAMED} == {name.split("-")[0] for name in kernels.matrix()}

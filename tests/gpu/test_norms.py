@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 
 import cutlass_ops as co
 from cutlass_ops.choose import dispatch
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import composed
 from cutlass_ops.run import norms, ops
 from cutlass_ops.run.call import check_call, device_of, signature_of
 from cutlass_ops.run.registry import Registry
@@ -67,10 +67,10 @@ def _plain_calls(shape, x, w, tile, empty):
         (partial(norms.rmsnorm_op, given="rstd"), (empty(m, dtype=f32),)),
     ):
         if shape == MISALIGNED:  # two GEMMs
-            yield op(builtin.swiglu_gate), (x, w, *values)
-            yield op(builtin.swiglu_up), (x, w, *values, tile)
+            yield op(composed.swiglu_gate), (x, w, *values)
+            yield op(composed.swiglu_up), (x, w, *values, tile)
         else:
-            yield op(builtin.swiglu), (x, w, *values, w)
+            yield op(composed.swiglu), (x, w, *values, w)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -273,6 +273,6 @@ def test_swiglus_weights_need_one_major():
 
 def test_aligned_gates_are_one_kernel():
     x, gate, _ = draw("bf16", SHAPES[1])
-    plan = ops.op(builtin.swiglu).plan(x, gate.t(), gate.t())
+    plan = ops.op(composed.swiglu).plan(x, gate.t(), gate.t())
     assert plan.spec.epilogue.products == ("up",)
     assert plan.spec.inputs[0] == plan.spec.b

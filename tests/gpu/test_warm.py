@@ -10,6 +10,7 @@ import cutlass_ops as co
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.run import gated, ops
 from cutlass_ops.run.registry import Registry
+from cutlass_ops.run.requests import requested
 from tests.gpu import kernels, tensors
 from tests.gpu.warm import served_warm
 
@@ -117,7 +118,7 @@ def _built():
     asked.append(ops.op(several).plan(a, b, tensors.vector(N, "bf16"), 0.5))
     asked += [kernels.OPS["gemm"].plan(*odd_operands(*case)) for case in ODD]
     for function, arguments, named in requests().values():
-        request = ops.requested(function, *arguments, **named)
+        request = requested(function, *arguments, **named)
         asked.append(request.op.plan(*request.arguments, **request.named))
     Registry.current().kernels(choice.spec for choice in asked)
 
@@ -178,7 +179,7 @@ def test_functions(name):
         found = function(*arguments, **named)
         return (found.y, found.rstd.sum_square) if isinstance(found, co.ResidualRms) else found
 
-    again(ops.requested(function, *arguments, **named).op, run)
+    again(requested(function, *arguments, **named).op, run)
 
 
 def test_every_function_is_among_them():

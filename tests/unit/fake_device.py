@@ -14,7 +14,7 @@ from cutlass_ops.base.session import Session
 from cutlass_ops.compilation.background import Background
 from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue.nodes import BLOCKS, Kind
-from cutlass_ops.run import call, ops, plan
+from cutlass_ops.run import call, kernels, plan, serving
 from cutlass_ops.run.registry import Registry
 from cutlass_ops.tools import explaining
 
@@ -158,8 +158,8 @@ def fake_device(monkeypatch, device=H100):
     """Have ops take CPU tensors for those of a device, and queue what they would compile in the background."""
     fake = FakeDevice(device)
     monkeypatch.setattr(call.Call, "is_reference", False)
-    monkeypatch.setattr(ops.Kernel, "_require_device", lambda kernel, tensor: None)
-    for module in (ops, explaining):
+    monkeypatch.setattr(kernels.Kernel, "_require_device", lambda kernel, tensor: None)
+    for module in (serving, explaining):
         monkeypatch.setattr(module, "device_of", lambda _: fake.device)
     monkeypatch.setattr(plan.torch.cuda, "device", lambda _: contextlib.nullcontext())
     with Session({Registry: fake, Background: fake.background}).active():

@@ -15,11 +15,11 @@ from cutlass_ops.choose import dispatch
 from cutlass_ops.declare.config import Sm80Config, Sm90Config, SmallConfig
 from cutlass_ops.declare.form import BATCHED, DENSE
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import builtin, composed
 from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.sm80.model import Sm80Timer
 from cutlass_ops.kinds.traits import Traits
-from cutlass_ops.run import backward, batches, chained, ops
+from cutlass_ops.run import backward, batches, chained, named, ops, requests
 from cutlass_ops.run.call import call_at, check_call, signature_of
 from cutlass_ops.tools.explaining import explain_call
 from tests.strategies import PATIENT
@@ -172,7 +172,7 @@ def test_an_input_that_fits_no_batch_is_refused(name, shape):
         co.gemm(normal(2, 3, 5, 16), normal(2, 3, 16, 8), epilogue=mixed, factor=1.0, **given)
 
 
-@pytest.mark.parametrize("op", ops.NAMED, ids=lambda op: op.name)
+@pytest.mark.parametrize("op", named.NAMED, ids=lambda op: op.name)
 def test_every_named_op(op):
     a, b = normal(3, 5, 16), normal(3, 16, 8)
     given = {i.name: normal(3, 8) if i.kind.name == "ROW" else normal(3, 5, 8) for i in op.graph.inputs}
@@ -187,10 +187,10 @@ def test_epilogues_that_concern_one_gemm_are_computed_batch_by_batch():
     assert (found.of_rows.shape, found.of_columns.shape) == ((2, 3, 5), (2, 3, 8))
     close(found.of_rows, exact(a, b).sum(-1).float())
     close(found.of_columns, exact(a, b).amax(-2).float())
-    found = ops.called(builtin.rms_norm)(a, b, 1e-5)
+    found = requests.called(composed.rms_norm)(a, b, 1e-5)
     close(found, exact(torch.nn.functional.rms_norm(a.double(), (16,), eps=1e-5), b))
     up = normal(3, 16, 8)
-    found = ops.called(builtin.swiglu)(a, b, up)
+    found = requests.called(composed.swiglu)(a, b, up)
     close(found, torch.nn.functional.silu(exact(a, b)) * exact(a, up))
 
 
@@ -416,7 +416,7 @@ def test_an_explanation_says_how_many_batches_there_are():
 
 
 def test_an_explanation_says_why_batches_take_a_launch_each():
-    op = ops.called(summed)
+    op = requests.called(summed)
     found = explained(op, Problem(256, 256, 256, 64))
     assert found.served_by == "64 GEMMs"
     assert "each batch is a call of its own" in found.why
@@ -507,7 +507,7 @@ def test_gradients_are_those_of_matmul(a, b, bias, scale, residual, turned):
         near(one, other)
 
 
-@pytest.mark.parametrize("op", ops.NAMED, ids=lambda op: op.name)
+@pytest.mark.parametrize("op", named.NAMED, ids=lambda op: op.name)
 def test_gradients_of_named_ops(op):
     a, b = normal(3, 5, 16).requires_grad_(), normal(3, 16, 8).requires_grad_()
     shapes = {"ROW": (8,), "TILE": (3, 5, 8)}
@@ -525,7 +525,7 @@ def test_gradients_of_named_ops(op):
 
 def test_gradients_of_epilogues_of_one_gemm():
     a, b = normal(2, 3, 5, 16).requires_grad_(), normal(3, 16, 8).requires_grad_()
-    co_norm = ops.called(builtin.rms_norm)
+    co_norm = requests.called(composed.rms_norm)
     weight = torch.randn(2, 3, 5, 8)
     found = gradients(lambda a, b: co_norm(a, b, 1e-5), [a, b], weight)
     wanted = gradients(
@@ -534,7 +534,7 @@ def test_gradients_of_epilogues_of_one_gemm():
     for one, other in zip(found, wanted, strict=True):
         near(one, other)
     up = normal(3, 16, 8).requires_grad_()
-    found = gradients(ops.called(builtin.swiglu), [a, b, up], weight)
+    found = gradients(requests.called(composed.swiglu), [a, b, up], weight)
     wanted = gradients(
         lambda a, b, up: torch.nn.functional.silu(torch.matmul(a, b)) * torch.matmul(a, up), [a, b, up], weight.double()
     )
@@ -587,13 +587,13 @@ LAYERS = {
         lambda a, b, bias, scale, residual: torch.relu(a @ b * scale + bias[:, None]) * 0.5 + residual,
     ),
     "statistics": (
-        builtin.rms_norm,
+        composed.rms_norm,
         [(48, 64), (3, 64, 32)],
         (),
         lambda a, b: torch.nn.functional.rms_norm(a, (64,), eps=1e-5) @ b,
     ),
     "product": (
-        builtin.swiglu,
+        composed.swiglu,
         [(2, 3, 48, 64), (3, 64, 32), (64, 32)],
         ("up",),
         lambda a, b, up: torch.nn.functional.silu(a @ b) * (a @ up),
@@ -690,7 +690,7 @@ def test_a_gradient_of_batches_is_added_to_its_main_grad(shape, turned):
         return x.mT if turned else x
 
     def call():
-        co.gemm(a, of(parameter), epilogue=builtin.swiglu, up=of(up)).sum().backward()
+        co.gemm(a, of(parameter), epilogue=composed.swiglu, up=of(up)).sum().backward()
 
     call()
     wanted = [x.grad.float() for x in (parameter, up)]
@@ -709,7 +709,9 @@ def test_two_layers_of_batches_are_differentiated_one_after_the_other():
     weight = torch.randn(3, 5, 8)
 
     def ours(x, up, down, bias):
-        return chained.chain(ops.called(builtin.bias_gelu), ops.called(builtin.identity), x, up, down, [bias], [])
+        return chained.chain(
+            requests.called(builtin.bias_gelu), requests.called(builtin.identity), x, up, down, [bias], []
+        )
 
     found = gradients(ours, tensors, weight)
     wanted = gradients(

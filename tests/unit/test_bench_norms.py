@@ -9,7 +9,7 @@ from signatures import H100, signature
 
 from cutlass_ops.declare.config import GemvConfig, Sm90Config, ThreadblockShape
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import composed
 from tests.scripts import script
 
 BF16 = torch.bfloat16
@@ -50,7 +50,7 @@ def test_a_kernel_of_ordinary_loads_takes_means_in_one_way(monkeypatch, session)
     bench = script("bench_rmsnorm")
     monkeypatch.setattr(bench, "device_of", lambda device: H100)
     x, w = (torch.empty(shape, device="meta", dtype=BF16) for shape in ((1, 4096), (4096, 4096)))
-    chosen, _ = bench.dispatch.choose(signature(builtin.rms_norm), H100, Problem(1, 4096, 4096))
+    chosen, _ = bench.dispatch.choose(signature(composed.rms_norm), H100, Problem(1, 4096, 4096))
     assert isinstance(chosen.config, GemvConfig)
     assert bench.ways(x, w.t()) == {}
 

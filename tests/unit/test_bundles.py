@@ -26,7 +26,7 @@ from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue import builtin
-from cutlass_ops.run import ops
+from cutlass_ops.run import serving
 from cutlass_ops.run.call import call_at
 from cutlass_ops.run.ops import Op
 from cutlass_ops.run.registry import Registry
@@ -264,8 +264,8 @@ def test_an_op_is_planned_from_a_bundle(linear, monkeypatch, no_compiler):
     path, contents = linear
     co.load_bundle(path)
     asked = []
-    monkeypatch.setattr(ops, "device_of", lambda _: A100)
-    monkeypatch.setattr(ops, "make_plan", lambda name, spec, config, call: asked.append((spec, config)) or asked)
+    monkeypatch.setattr(serving, "device_of", lambda _: A100)
+    monkeypatch.setattr(serving, "make_plan", lambda name, spec, config, call: asked.append((spec, config)) or asked)
     op = Op("gemm_bias_relu", builtin.bias_relu)
     assert op._plan(call_at(op.graph, Problem(16, 4096, 4096), "bf16", "row", "col", torch.bfloat16))[0] is asked
     ((spec, _),) = asked

@@ -4,7 +4,7 @@ import torch
 import cutlass_ops as co
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import builtin, composed
 from cutlass_ops.run.call import call_at, check_call, signature_of
 
 H100, A100 = Device((9, 0), 132), Device((8, 0), 108)
@@ -103,7 +103,7 @@ def test_further_tiles_take_the_dtype_of_a_given_d():
 
 
 def gated_signature(b, up, k, device=H100):
-    return signature_of(check_call(builtin.swiglu.graph, matrix(64, k), b, {"up": up}, None, None), device)
+    return signature_of(check_call(composed.swiglu.graph, matrix(64, k), b, {"up": up}, None, None), device)
 
 
 def test_a_product_is_typed_as_b_is():
@@ -139,7 +139,7 @@ def test_weights_that_can_be_read_either_way_take_the_major_of_the_other():
 
 def test_a_spec_types_a_product_as_b_unless_told_otherwise():
     config = co.Sm90Config(co.ThreadblockShape(64, 64, 64))
-    declared = {"a": "bf16.row", "b": "bf16.col", "d": "f32.row", "epilogue": builtin.swiglu, "config": config}
+    declared = {"a": "bf16.row", "b": "bf16.col", "d": "f32.row", "epilogue": composed.swiglu, "config": config}
     spec = co.KernelSpec(**declared)
     assert [str(t) for t in spec.inputs] == ["bf16.col"]
     assert co.KernelSpec.from_json(spec.to_json()) == spec
@@ -149,7 +149,7 @@ def test_a_spec_types_a_product_as_b_unless_told_otherwise():
 
 @pytest.mark.parametrize("major", ["row", "col"])
 def test_a_call_without_data_has_a_product_of_bs_major(major):
-    call = call_at(builtin.swiglu.graph, Problem(64, 128, 256), "bf16", "row", major)
+    call = call_at(composed.swiglu.graph, Problem(64, 128, 256), "bf16", "row", major)
     assert call.arguments.inputs["up"].shape == (256, 128)
     assert call.arguments.inputs["up"].stride() == call.arguments.b.stride()
     assert signature_of(call, H100).inputs[0].major == major

@@ -11,12 +11,12 @@ from cutlass_ops.base import atomic
 from cutlass_ops.base.errors import ToolchainError
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.kinds import legality
-from cutlass_ops.run import ops
+from cutlass_ops.run import named
 from cutlass_ops.ship import catalog
 
 
 def test_every_named_op_is_there_for_both_architectures():
-    assert {op.name: op.epilogue for op in ops.NAMED} == builtin.BY_OP
+    assert {op.name: op.epilogue for op in named.NAMED} == builtin.BY_OP
     shipped = {(e.op, e.spec.a.dtype.name, e.spec.target) for e in catalog.default()}
     assert {(op, "bf16", target) for op in builtin.BY_OP for target in ("sm_80", "sm_90a")} <= shipped
     assert {("gemm_bias_relu", "f16", target) for target in ("sm_80", "sm_90a")} <= shipped

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cutlass_ops.base.session import Session
 from cutlass_ops.choose import dispatch, policies, space
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import builtin, composed
 from cutlass_ops.run.call import call_at
 from cutlass_ops.tools.explaining import explain_call
 from cutlass_ops.tuner import tuning
@@ -70,7 +70,7 @@ SURROUNDINGS = {
 # Measured and not, a norm, operands that are copied, and a device of which no table ships.
 CALLS = [
     (H100, builtin.bias_relu.graph, "bf16", Problem(4096, 4096, 4096)),
-    (H200, builtin.rms_norm.graph, "f16", Problem(333, 5000, 4096)),
+    (H200, composed.rms_norm.graph, "f16", Problem(333, 5000, 4096)),
     (H100, builtin.residual.graph, "bf16", Problem(100, 4096, 4097)),
     (A100, builtin.bias_relu.graph, "f16", Problem(333, 5000, 4096)),
 ]
@@ -119,7 +119,7 @@ def test_the_first_choice_of_a_process_may_be_made_under_any_default():
 import torch
 torch.set_default_dtype(torch.float16)
 torch.set_default_device("meta")
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import builtin, composed
 from cutlass_ops.choose import dispatch
 from cutlass_ops.tuner import tuning
 from cutlass_ops.declare.device import Device

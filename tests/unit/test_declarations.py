@@ -31,7 +31,7 @@ from cutlass_ops.declare.config import (
 )
 from cutlass_ops.declare.order import SWIZZLES, Raster, TileOrder
 from cutlass_ops.declare.spec import KernelSpec, Operand
-from cutlass_ops.epilogue import builtin, title
+from cutlass_ops.epilogue import builtin, composed, title
 from cutlass_ops.kinds.legality import check
 from tests.strategies import PATIENT, epilogues
 
@@ -419,8 +419,8 @@ def test_a_slug_can_be_read():
 
 
 EPILOGUE_TITLES = [(e.graph, op.removeprefix("gemm").removeprefix("_")) for op, e in builtin.BY_OP.items()] + [
-    (builtin.swiglu.graph, "silu_up"),
-    (builtin.residual_rms_bf16.graph, "residual_bf16_row_sum_square"),
+    (composed.swiglu.graph, "silu_up"),
+    (composed.residual_rms_bf16.graph, "residual_bf16_row_sum_square"),
     (saved.graph, "bias_relu_scale_residual_pre_total"),
 ]
 

@@ -20,13 +20,14 @@ from cutlass_ops.declare.config import ClusterShape, GemvConfig, Sm80Config, Sm9
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import builtin, composed
 from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.sm80 import space as space_sm80
 from cutlass_ops.kinds.sm90 import model, timer
 from cutlass_ops.kinds.table import kind_of
 from cutlass_ops.kinds.traits import Traits
 from cutlass_ops.run import norms, ops
+from cutlass_ops.run.named import gemm_residual
 from cutlass_ops.tuner.tuning import signature_at
 from tests.sampling import sampled
 from tests.scripts import script
@@ -66,7 +67,7 @@ def test_every_table_that_ships_is_whole_and_where_it_is_looked_for(monkeypatch)
         epilogue = table.signature.epilogue
         of_rows = epilogue.gathered or epilogue == norms.rmsnorm_op(given="sums").graph
         wanted = SHAPES.GATES if epilogue.products else SHAPES.NORMS if of_rows else SHAPES.GRID
-        if epilogue in (ops.gemm_residual.graph, norms.residual_rms_op(torch.bfloat16).graph):
+        if epilogue in (gemm_residual.graph, norms.residual_rms_op(torch.bfloat16).graph):
             wanted = SHAPES.RESIDUALS
         if table.signature.a.major == "col":
             wanted = sorted({*SHAPES.GRID} & {*SHAPES.MAJORS})
@@ -251,8 +252,8 @@ def geglu(acc, up: co.Product):
         (
             (norms.rmsnorm_op(builtin.bias_silu), norms.rmsnorm_op(), Problem(4096, 6144, 4096)),
             (norms.layernorm_op(), norms.rmsnorm_op(), Problem(4096, 6144, 4096)),
-            (ops.op(geglu), ops.op(builtin.swiglu), Problem(4096, 14336, 4096)),
-            (norms.rmsnorm_op(geglu), norms.rmsnorm_op(builtin.swiglu), Problem(4096, 14336, 4096)),
+            (ops.op(geglu), ops.op(composed.swiglu), Problem(4096, 14336, 4096)),
+            (norms.rmsnorm_op(geglu), norms.rmsnorm_op(composed.swiglu), Problem(4096, 14336, 4096)),
         ),
         ("bf16", "f16"),
     ),
@@ -270,7 +271,7 @@ def test_what_follows_a_norm_or_gates_borrows_from_what_was_measured_of_these(ca
     ("epilogue", "dtype", "majors"),
     sampled(
         5,
-        (builtin.bias_relu, builtin.bias_gelu, builtin.rms_norm),
+        (builtin.bias_relu, builtin.bias_gelu, composed.rms_norm),
         ("bf16", "f16"),
         [m for m in MAJORS if m != ("row", "col")],
     ),
@@ -383,7 +384,7 @@ def test_what_reads_operands_that_tma_cannot(a, b):
 
 @pytest.mark.parametrize(
     ("epilogue", "alignments"),
-    sampled(2, (builtin.identity, builtin.bias_relu, builtin.swiglu, builtin.rms_norm), ((1, 1), (8, 1), (2, 8))),
+    sampled(2, (builtin.identity, builtin.bias_relu, composed.swiglu, composed.rms_norm), ((1, 1), (8, 1), (2, 8))),
     ids=named,
 )
 def test_operands_that_tma_cannot_read_are_copied_where_that_is_little(epilogue, alignments):
@@ -403,7 +404,7 @@ def test_operands_that_tma_cannot_read_are_copied_where_that_is_little(epilogue,
 
 
 def test_copies_leave_the_columns_of_a_table_as_they_are():
-    aligned, odd = (policies.policy(signature(builtin.swiglu, b=b), H100).tables[0] for b in (8, 1))
+    aligned, odd = (policies.policy(signature(composed.swiglu, b=b), H100).tables[0] for b in (8, 1))
     assert {p.problem for p in odd.points} == {p.problem for p in aligned.points}
     assert len(odd.points) > 10
 

@@ -13,7 +13,7 @@ from cutlass_ops.choose.tables import Measured
 from cutlass_ops.declare.config import Means, Sm90Config
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import Operand
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import builtin, composed
 from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.sm90 import model, timer
 from cutlass_ops.tuner.tuning import signature_at
@@ -30,7 +30,7 @@ def signature_of_graph(graph, problem, **changes):
 def test_kernels_with_a_norm_have_the_times_of_those_without_and_what_means_take(m, means):
     problem = Problem(m, 4096, 4096)
     usual = policies.policy(signature_of_graph(builtin.bias_relu.graph, problem), H100)
-    norm = policies.policy(signature_of_graph(builtin.layer_norm.graph, problem), H100)
+    norm = policies.policy(signature_of_graph(composed.layer_norm.graph, problem), H100)
     best = next(c for c in usual.ranked(problem) if isinstance(c.config, Sm90Config) and c.config.whole_k)
     again = next(c for c in norm.ranked(problem) if c.config == replace(best.config, means=means))
     assert again.source == best.source == "measured"
@@ -42,7 +42,7 @@ def test_kernels_with_a_norm_have_the_times_of_those_without_and_what_means_take
 
 
 def test_measured_kernels_take_means_in_the_way_that_costs_their_tile_least():
-    signature = signature_of_graph(builtin.layer_norm.graph, Problem(1024, 4096, 4096))
+    signature = signature_of_graph(composed.layer_norm.graph, Problem(1024, 4096, 4096))
     borrowed = policies._as_if_about(policies.reference(), signature, H100)
     kernels = [c for c in borrowed.kernels if isinstance(c, Sm90Config)]
     assert {c.means for c in kernels} == {"gathered", "beside", "ahead"}
@@ -56,7 +56,7 @@ def test_measured_kernels_take_means_in_the_way_that_costs_their_tile_least():
 @pytest.mark.parametrize("means", get_args(Means))
 def test_a_table_about_a_norm_itself_is_taken_at_its_word(means):
     """Any way that was the fastest serves, at the time that was measured and no other."""
-    of = signature(builtin.rms_norm)
+    of = signature(composed.rms_norm)
     ways = [replace(SLOW, means=means), *(replace(SLOW, means=way) for way in get_args(Means) if way != means)]
     times = [Measured(config, 10.0 + i, i / 10) for i, config in enumerate(ways)]
     user_table(*times, of=of)
@@ -67,12 +67,12 @@ def test_a_table_about_a_norm_itself_is_taken_at_its_word(means):
 
 def test_where_neither_main_loop_nor_idle_warps_can_a_kernel_before_does_and_counts():
     problem = Problem(1024, 4096, 4096)
-    misaligned = signature_of_graph(builtin.rms_norm.graph, problem, d=Operand.of("bf16.row.align1"))
+    misaligned = signature_of_graph(composed.rms_norm.graph, problem, d=Operand.of("bf16.row.align1"))
     policy = policies.policy(misaligned, H100)
     assert policy.kernels
     assert {c.means for c in policy.kernels if isinstance(c, Sm90Config)} == {"ahead"}
     ahead = policy.ranked(problem, count=1)[0]
-    usual = policies.policy(signature_of_graph(builtin.rms_norm.graph, problem), H100).ranked(problem, count=1)[0]
+    usual = policies.policy(signature_of_graph(composed.rms_norm.graph, problem), H100).ranked(problem, count=1)[0]
     assert usual.config.means == "beside"
     assert ahead.microseconds > usual.microseconds + 1
 
@@ -95,7 +95,7 @@ def test_two_weights_take_as_long_as_one_of_twice_the_columns():
 
 
 def test_two_weights_between_measured_shapes_are_predicted_as_one_twice_as_wide():
-    policy = policies.policy(signature_of_graph(builtin.swiglu.graph, Problem(300, 5000, 4096)), H100)
+    policy = policies.policy(signature_of_graph(composed.swiglu.graph, Problem(300, 5000, 4096)), H100)
     wide = policy.ranked(Problem(300, 5000, 4096), count=1)[0].microseconds
     half = policy.ranked(Problem(300, 2504, 4096), count=1)[0].microseconds
     assert 1.5 * half < wide < 2.6 * half
@@ -103,7 +103,7 @@ def test_two_weights_between_measured_shapes_are_predicted_as_one_twice_as_wide(
 
 def test_a_pool_for_two_weights_counts_the_columns_of_both():
     one, two = Problem(1000, 5008, 4096), Problem(1000, 2504, 4096)
-    gate = policies.policy(signature_of_graph(builtin.swiglu.graph, two), H100)
+    gate = policies.policy(signature_of_graph(composed.swiglu.graph, two), H100)
     both = pool.Pool.of(gate.kernels, gate.signature)
     single = replace(both, traits=replace(both.traits, weights=1))
     assert both.traits.weights == 2
@@ -113,7 +113,7 @@ def test_a_pool_for_two_weights_counts_the_columns_of_both():
 
 def test_sm80_serves_norms_and_refuses_two_weights():
     problem = Problem(256, 1024, 1024)
-    norm = signature_at(builtin.rms_norm.graph, problem, "bf16", "row", "col", None, A100)
+    norm = signature_at(composed.rms_norm.graph, problem, "bf16", "row", "col", None, A100)
     assert dispatch.specs(norm, A100)
-    gate = signature_at(builtin.swiglu.graph, problem, "bf16", "row", "col", None, A100)
+    gate = signature_at(composed.swiglu.graph, problem, "bf16", "row", "col", None, A100)
     assert not dispatch.specs(gate, A100)

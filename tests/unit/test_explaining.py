@@ -13,8 +13,8 @@ from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.declare.config import Sm90Config, ThreadblockShape
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.epilogue import builtin
-from cutlass_ops.run import gated, norms, ops
+from cutlass_ops.epilogue import builtin, composed
+from cutlass_ops.run import gated, named, norms, ops
 from cutlass_ops.run.call import call_at, signature_of
 from cutlass_ops.tools.explaining import explain_call
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("session")
 USUAL = Problem(512, 4096, 4096)
 
 
-def explained(problem=USUAL, op=ops.gemm_bias_relu, device=H100, dtype="bf16", majors=("row", "col")):
+def explained(problem=USUAL, op=named.gemm_bias_relu, device=H100, dtype="bf16", majors=("row", "col")):
     return explain_call(op.name, call_at(op.graph, problem, dtype, *majors), device, op)
 
 
@@ -32,7 +32,7 @@ def explained(problem=USUAL, op=ops.gemm_bias_relu, device=H100, dtype="bf16", m
 def test_it_agrees_with_the_choice(extents):
     problem = Problem(*extents)
     found = explained(problem)
-    signature = signature_of(call_at(ops.gemm_bias_relu.graph, problem, "bf16", "row", "col"), H100)
+    signature = signature_of(call_at(named.gemm_bias_relu.graph, problem, "bf16", "row", "col"), H100)
     spec, order = dispatch.choose(signature, H100, problem)
     assert found.served_by == spec.slug
     assert (found.candidates[0].config, found.candidates[0].order) == (spec.config, order)
@@ -47,7 +47,7 @@ def test_it_says_what_was_measured_and_what_was_not():
     assert "for this epilogue on this kind of device" in here.why
     assert here.peers["cublaslt"] > 0
     assert "measured     cublaslt" in str(here)
-    other = explained(op=ops.gemm_bias_gelu)
+    other = explained(op=named.gemm_bias_gelu)
     assert "another epilogue" in other.why
     assert other.peers == {}
     assert "run cutlass_ops.tune() to measure" in explained(Problem(64, 4097, 4097)).why
@@ -116,11 +116,11 @@ def test_gates_where_no_kernel_takes_two_weights():
         assert part.verdict in str(found)
     assert json.loads(json.dumps(found.to_json()))["parts"] == [part.to_json() for part in found.parts]
     # Without the op nothing says what runs instead, as for the same epilogue of a user's own.
-    alone = explained(Problem(8, 64, 64), ops.op(builtin.swiglu), A100)
+    alone = explained(Problem(8, 64, 64), ops.op(composed.swiglu), A100)
     assert (alone.served_by, alone.parts) == ("nothing", ())
 
 
-@pytest.mark.parametrize("norm", [None, builtin.rms_norm])
+@pytest.mark.parametrize("norm", [None, composed.rms_norm])
 def test_the_parts_are_what_then_runs(device, norm):
     device.device = A100
     x, w, up = (torch.randn(s).bfloat16() for s in ((8, 64), (128, 64), (128, 64)))
@@ -190,7 +190,7 @@ def functions():
         (co.gemm_residual_rms, (x, w, residual), {"eps": EPS}, residual_op),
         (co.gemm_residual_rms, (x, w), {"residual": residual, "eps": EPS, "out": residual}, residual_op),
         (co.gemm_swiglu, (x, w, w), {}, gated.swiglu_op(None)),
-        (co.gemm_swiglu, (x, w, w, gamma), {"eps": EPS, "out": residual}, gated.swiglu_op(builtin.rms_norm)),
+        (co.gemm_swiglu, (x, w, w, gamma), {"eps": EPS, "out": residual}, gated.swiglu_op(composed.rms_norm)),
     ]  # fmt: skip
 
 
@@ -304,7 +304,7 @@ def test_warming_up_on_the_cpu_is_nothing():
 
 def test_it_says_that_tuning_was_deterministic():
     assert "deterministic" not in explained().why
-    of = signature_of(call_at(ops.gemm_bias_relu.graph, Problem(512, 4096, 4096), "bf16", "row", "col"), H100)
+    of = signature_of(call_at(named.gemm_bias_relu.graph, Problem(512, 4096, 4096), "bf16", "row", "col"), H100)
     table = Table(H100.name, 132, of, deterministic=True)
     tables.update(tables.path_of(policies.env.tuning_dir(), H100.name, of), table)
     policies.forget()
@@ -317,7 +317,7 @@ def test_it_says_that_tuning_was_deterministic():
 def test_it_says_for_what_a_time_was_measured():
     """A signature's own table speaks for its shapes; elsewhere what is borrowed does."""
     problem, elsewhere = Problem(640, 5120, 4096), Problem(4096, 4096, 4096)
-    op = ops.gemm_bias_gelu
+    op = named.gemm_bias_gelu
     of = signature_of(call_at(op.graph, problem, "bf16", "row", "col"), H100)
     config = policies.policy(of, H100).kernels[0]
     point = Point(problem, "2026-11-21", (Measured(config, 10.0, 0.0),))

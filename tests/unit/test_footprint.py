@@ -9,7 +9,7 @@ import cutlass_ops as co
 from cutlass_ops.base import arch
 from cutlass_ops.declare.config import InstructionShape, Means
 from cutlass_ops.declare.spec import KernelSpec
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import composed
 from cutlass_ops.kinds.legality import check
 from cutlass_ops.kinds.serving import source_name
 from cutlass_ops.kinds.sm90.footprint import epilogue_smem, epilogue_stages, means_smem, pipeline_stages
@@ -130,10 +130,10 @@ def test_means_from_elsewhere_lie_in_shared_memory_along_the_kernels_columns(mea
     """As a given column does, which the compiler was asked about (tests/compile)."""
     sizes = {}
     for changes in ({"n": 208, "swap_ab": True}, {"n": 208}):
-        gathered = sm90(epilogue=builtin.layer_norm, stages=2, **changes)
-        taken = sm90(epilogue=builtin.layer_norm, stages=2, means=means, **changes)
+        gathered = sm90(epilogue=composed.layer_norm, stages=2, **changes)
+        taken = sm90(epilogue=composed.layer_norm, stages=2, means=means, **changes)
         moments = {"mean": "f32", "rstd": "f32"}
-        given = sm90(epilogue=builtin.layer_norm_of_moments, inputs=moments, stages=2, **changes)
+        given = sm90(epilogue=composed.layer_norm_of_moments, inputs=moments, stages=2, **changes)
         assert epilogue_smem(taken) == epilogue_smem(given)
         sizes[taken.config.swap_ab] = epilogue_smem(taken) - epilogue_smem(gathered)
     # Two of 832 bytes, in whole KiB; one KiB is there anyhow.

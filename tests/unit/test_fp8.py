@@ -16,10 +16,10 @@ from cutlass_ops.declare.chips import USUAL
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.roofline import roofline
 from cutlass_ops.declare.spelling import epilogue_of
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import builtin, composed
 from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.sm90 import model
-from cutlass_ops.run import ops
+from cutlass_ops.run import requests
 from cutlass_ops.run.call import call_at, signature_of
 from cutlass_ops.run.peers import peers
 from cutlass_ops.run.scaled import scaled_op
@@ -203,7 +203,7 @@ def test_inputs_have_the_type_of_d():
     assert of.inputs[0].dtype.name == "bf16"
 
 
-@pytest.mark.parametrize("epilogue", [builtin.identity, builtin.bias, builtin.swiglu])
+@pytest.mark.parametrize("epilogue", [builtin.identity, builtin.bias, composed.swiglu])
 @pytest.mark.parametrize("m", [1, 16, 512, 8192])
 def test_every_problem_is_served_by_a_legal_kernel_with_tiles_as_wide_as_those_of_16_bits(epilogue, m):
     of = signature(graph=epilogue.graph)
@@ -367,7 +367,7 @@ def test_a_compiled_function_calls_it(call):
 def test_explain_and_warm_up_take_it(call):
     x, w, *_ = call()
     scale_a, scale_b = scales(True, False)
-    op, arguments, named = ops.requested(co.scaled_gemm, x, w, scale_a, scale_b, out_dtype=torch.float32)
+    op, arguments, named = requests.requested(co.scaled_gemm, x, w, scale_a, scale_b, out_dtype=torch.float32)
     assert op is scaled_op(True, False, None)
     assert arguments == (x, w, scale_a, scale_b)
     assert named == {"out": None, "out_dtype": torch.float32}

@@ -13,12 +13,12 @@ from cutlass_ops.base.dtypes import dtype as element_named
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.choose import dispatch, policies, space
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.epilogue import builtin, derivatives
+from cutlass_ops.epilogue import builtin, composed, derivatives
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Input, Kind, Node, Output
 from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.sm90 import footprint, model
-from cutlass_ops.run import ops, reference
+from cutlass_ops.run import reference, requests
 from cutlass_ops.run.call import call_at, check_call, signature_of
 from cutlass_ops.run.peers import peers
 from cutlass_ops.run.scaled import scaled_op
@@ -40,7 +40,7 @@ def gate(acc, up: co.Product):
     return acc * up
 
 
-def spec(b="128x128", tile=(128, 128, 128), cluster=(1, 1), graph=builtin.scaled_blocks, a="1x128", **config):
+def spec(b="128x128", tile=(128, 128, 128), cluster=(1, 1), graph=composed.scaled_blocks, a="1x128", **config):
     config = {"accumulation": "promoted", "schedule": "cooperative", **config}
     made = co.Sm90Config(co.ThreadblockShape(*tile), co.ClusterShape(*cluster), **config)
     types = {"a": f"e4m3.row.blocks{a}" if a else "e4m3.row", "b": f"e5m2.col.blocks{b}" if b else "e5m2.col"}
@@ -83,7 +83,7 @@ def test_a_declaration_survives_json(b):
 
 
 ACC = (Node("acc"),)
-INPUTS = builtin.scaled_blocks.graph.inputs
+INPUTS = composed.scaled_blocks.graph.inputs
 WRONG = {
     "one": (INPUTS[:1], ACC, "of A and of B, each once"),
     "twice": ((*INPUTS, Input("more", Kind.BLOCKS_B)), ACC, "of A and of B, each once"),
@@ -108,7 +108,7 @@ def test_graphs_without_sense_are_refused(inputs, nodes, message):
 
 
 def test_an_epilogue_follows():
-    found = builtin.scaled_blocks.graph.then(relu_and_sum.graph)
+    found = composed.scaled_blocks.graph.then(relu_and_sum.graph)
     assert [i.name for i in found.inputs] == ["scale_a", "scale_b", "bias"]
     assert found.block_scales == ("scale_a", "scale_b")
     assert co.check(spec(graph=found)) == ()
@@ -117,7 +117,7 @@ def test_an_epilogue_follows():
 
 def test_there_is_no_derivative():
     with pytest.raises(ConfigError, match=r"scale_a and scale_b are scales of blocks.* torch\.no_grad"):
-        derivatives.vjp(builtin.scaled_blocks.graph)
+        derivatives.vjp(composed.scaled_blocks.graph)
 
 
 SM80 = co.Sm80Config(co.ThreadblockShape(128, 128, 64), co.WarpShape(64, 64, 64))
@@ -149,7 +149,7 @@ def test_other_kinds_refuse_them():
             a="e4m3.row.blocks1x128",
             b="e4m3.col.blocks128x128",
             d="bf16.row",
-            epilogue=builtin.scaled_blocks,
+            epilogue=composed.scaled_blocks,
             config=config,
         )
         assert any("use an Sm90Config with accumulation='promoted'" in str(v) for v in co.check(declared))
@@ -157,7 +157,7 @@ def test_other_kinds_refuse_them():
 
 def test_scales_are_fp32():
     declared = co.KernelSpec(
-        a="e4m3.row.blocks1x128", b="e4m3.col.blocks128x128", d="bf16.row", epilogue=builtin.scaled_blocks,
+        a="e4m3.row.blocks1x128", b="e4m3.col.blocks128x128", d="bf16.row", epilogue=composed.scaled_blocks,
         inputs={"scale_a": "bf16"}, config=spec().config,
     )  # fmt: skip
     assert [str(v) for v in co.check(declared)] == ["epilogue_dtypes: input scale_a is bf16: use f32"]
@@ -342,7 +342,7 @@ def test_a_compiled_function_calls_it():
 
 def test_explain_and_warm_up_take_it():
     x, w, scale_a, scale_b, _ = draw()
-    op, arguments, _ = ops.requested(co.scaled_gemm, x, w, scale_a, scale_b)
+    op, arguments, _ = requests.requested(co.scaled_gemm, x, w, scale_a, scale_b)
     assert op is scaled_op(False, False, None, True)
     assert arguments == (x, w, scale_a, scale_b)
     assert co.warm_up(co.scaled_gemm, x, w, scale_a, scale_b) == 0  # the CPU needs no kernel
@@ -350,7 +350,7 @@ def test_explain_and_warm_up_take_it():
 
 def test_pytorchs_way_is_right():
     x, w, scale_a, scale_b, exact = draw()
-    found = peers(builtin.scaled_blocks.graph, E4M3)
+    found = peers(composed.scaled_blocks.graph, E4M3)
     assert set(found) == {"eager"}
     assert (found["eager"](x, w, [scale_a, scale_b]).double() - exact).norm() <= 0.02 * exact.norm()
 
@@ -360,9 +360,9 @@ def test_pytorchs_way_is_right():
 
 def signature(of_b="128x128", n=4096, device=H100):
     if of_b == "128x128":
-        return signature_of(call_at(builtin.scaled_blocks.graph, Problem(512, n, 4096), "e4m3", "row", "col"), device)
+        return signature_of(call_at(composed.scaled_blocks.graph, Problem(512, n, 4096), "e4m3", "row", "col"), device)
     x, w, scale_a, scale_b, _ = draw(16, n, 256, of_b)
-    call = check_call(builtin.scaled_blocks.graph, x, w, {"scale_a": scale_a, "scale_b": scale_b}, None, None)
+    call = check_call(composed.scaled_blocks.graph, x, w, {"scale_a": scale_a, "scale_b": scale_b}, None, None)
     return signature_of(call, device)
 
 

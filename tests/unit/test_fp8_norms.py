@@ -12,11 +12,12 @@ import cutlass_ops as co
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.choose import dispatch
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import builtin, composed
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.kinds import legality
 from cutlass_ops.run import fp8, gated, norms, ops, reference, traced
 from cutlass_ops.run.call import call_at, check_call, signature_of
+from cutlass_ops.run.requests import requested
 from cutlass_ops.tools.explaining import explain_call
 
 E4M3, E5M2, BF16, F16, F32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16, torch.float32
@@ -162,7 +163,7 @@ def test_two_gemms_compute_the_same():
     w_gate, w_up, scales, full = gates()
     exact = F.silu(exact_x @ full[0].t()) * (exact_x @ full[1].t())
     scale = float(exact.abs().max()) / 400
-    op, arguments, _ = ops.requested(
+    op, arguments, _ = requested(
         co.gemm_swiglu, x, w_gate, w_up, rstd=statistic, scale_a=0.01, scale_b=scales[0], scale_up=scales[1],
         scale_out=scale, amax=True, out_dtype=E4M3,
     )  # fmt: skip
@@ -179,7 +180,7 @@ def test_a_call_with_amax_has_two_gemms_and_every_other_one_kernel():
     w_gate, w_up, scales, _ = gates()
     served = {}
     for amax in (False, True):
-        op, arguments, named = ops.requested(
+        op, arguments, named = requested(
             co.gemm_swiglu, x, w_gate, w_up, rstd=statistic, scale_a=0.01, scale_b=scales[0], scale_up=scales[1],
             scale_out=0.02, amax=amax, out_dtype=E4M3,
         )  # fmt: skip
@@ -243,7 +244,7 @@ def test_scales_of_blocks_come_before_a_residual():
     first, second = reference.dequantised(x.double(), w.t(), scale_a.double(), scale_b.double())
     assert_rounded_once(made.y, first @ second + residual.double())
     assert torch.equal(made.quantized.float(), reference.rounded(made.y.float() * 2, E4M3).float())
-    op, (a, b, *inputs), more = ops.requested(co.gemm_residual_rms, x, w.t(), residual, **named)
+    op, (a, b, *inputs), more = requested(co.gemm_residual_rms, x, w.t(), residual, **named)
     more.pop("out")
     values = dict(zip(op.names, op.positional(tuple(inputs), more), strict=True))
     call = check_call(op.graph, a, b, values, None, None)
@@ -381,16 +382,16 @@ def test_graphs_beside_each_other_and_renamed():
             "amax": co.e.amax(copy, dim=1),
         }
 
-    copy = builtin.times_gamma.graph.then(builtin.quantised(False, True, "e4m3").graph)
-    assert builtin._with_squares.graph.beside(copy, "quantized") == written.graph
+    copy = composed.times_gamma.graph.then(composed.quantised(False, True, "e4m3").graph)
+    assert composed._with_squares.graph.beside(copy, "quantized") == written.graph
     assert [written.graph.stored_type(o) for o in written.graph.outputs] == ["", "f32", "e4m3", "f32"]
-    other = builtin.scaled.graph.renamed({"scale_b": "scale_up"})
+    other = composed.scaled.graph.renamed({"scale_b": "scale_up"})
     assert [i.name for i in other.inputs] == ["scale_a", "scale_up"]
-    assert other.renamed({"scale_up": "scale_b"}) == builtin.scaled.graph
+    assert other.renamed({"scale_up": "scale_b"}) == composed.scaled.graph
     with pytest.raises(ConfigError, match="both epilogues have the name gamma"):
-        builtin.times_gamma.graph.beside(copy, "quantized")
+        composed.times_gamma.graph.beside(copy, "quantized")
     with pytest.raises(ConfigError, match="is taken"):
-        builtin.scaled.graph.renamed({"scale_b": "scale_a"})
+        composed.scaled.graph.renamed({"scale_b": "scale_a"})
 
 
 def test_products_may_pass_through_a_graph_of_their_own():
@@ -398,8 +399,8 @@ def test_products_may_pass_through_a_graph_of_their_own():
     def written(acc, scale_a: co.Col, scale_b: co.Row, scale_up: co.Row, up: co.Product):
         return co.e.silu(acc * scale_a * scale_b) * (up * scale_a * scale_up)
 
-    scaled = builtin.SCALED[True, True].graph
-    assert scaled.then(builtin.swiglu.graph, products=scaled.renamed({"scale_b": "scale_up"})) == written.graph
+    scaled = composed.SCALED[True, True].graph
+    assert scaled.then(composed.swiglu.graph, products=scaled.renamed({"scale_b": "scale_up"})) == written.graph
 
 
 def test_an_epilogue_that_casts_a_further_output_to_fp8_stores_it_so():
@@ -457,7 +458,7 @@ CALLS = tuple(requests(1))
 @pytest.mark.parametrize("m", [1, 16, 1024, 4096])
 def test_every_call_of_a_layer_is_one_legal_kernel(name, m):
     function, arguments, named = requests(m)[name]
-    op, (a, b, *inputs), more = ops.requested(function, *arguments, **named)
+    op, (a, b, *inputs), more = requested(function, *arguments, **named)
     out_dtype = more.pop("out_dtype", None)
     more.pop("out", None)
     values = dict(zip(op.names, op.positional(tuple(inputs), more), strict=True))
@@ -512,7 +513,7 @@ def test_a_compiled_layer_gives_the_same():
 
 
 def test_a_saved_op_is_made_again():
-    op = gated.swiglu_op(builtin.rms_norm_of_sums, (False, True, True), "tensor", True)
+    op = gated.swiglu_op(composed.rms_norm_of_sums, (False, True, True), "tensor", True)
     assert pickle.loads(pickle.dumps(op)) is op
     traced._LIVE.pop(op.about.split(";", 4)[4])
     again = traced._made.__wrapped__(op.about.split(";", 4)[4])
@@ -650,10 +651,10 @@ def test_gradients_in_fp8_are_refused():
 
 
 def test_norms_without_fp8_keep_their_ops():
-    assert norms.rmsnorm_op(given="sums").graph == builtin.rms_norm_of_sums.graph
-    assert norms.residual_rms_op(BF16).graph == builtin.residual_rms_bf16.graph
-    assert norms.residual_rms_op(E4M3).graph == builtin.residual_rms_bf16.graph
-    found = ops.requested(co.rmsnorm_gemm, TILE, TILE.t(), eps=EPS).op
+    assert norms.rmsnorm_op(given="sums").graph == composed.rms_norm_of_sums.graph
+    assert norms.residual_rms_op(BF16).graph == composed.residual_rms_bf16.graph
+    assert norms.residual_rms_op(E4M3).graph == composed.residual_rms_bf16.graph
+    found = requested(co.rmsnorm_gemm, TILE, TILE.t(), eps=EPS).op
     assert found is norms.rmsnorm_op()
 
 

@@ -20,7 +20,7 @@ from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.sm90.footprint import epilogue_tile
 from cutlass_ops.run import reference
 from cutlass_ops.run.call import call_at, check_call, signature_of
-from cutlass_ops.run.plan import can_fall_back
+from cutlass_ops.run.fallbacks import can_fall_back
 from cutlass_ops.ship.shipping import Kernels, _calls
 from cutlass_ops.tools.explaining import explain_call
 

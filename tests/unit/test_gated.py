@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 import cutlass_ops as co
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import composed
 from cutlass_ops.run import gated, norms, ops
 from cutlass_ops.run.call import Call
 
@@ -109,13 +109,13 @@ def test_leading_dimensions_and_outputs(out_dtype):
 
 
 def test_it_is_the_op_of_one_epilogue():
-    assert builtin.swiglu.graph.products == ("up",)
-    assert ops.op(builtin.swiglu) is ops.op_of(builtin.swiglu)
-    assert gated.swiglu_op(None).graph == builtin.swiglu.graph
-    both = norms.rmsnorm_op(builtin.swiglu).graph
-    assert gated.swiglu_op(builtin.rms_norm).graph == both
-    assert both == builtin.rms_norm.graph.then(builtin.swiglu.graph, products=True)
-    assert both != builtin.rms_norm.graph.then(builtin.swiglu.graph)
+    assert composed.swiglu.graph.products == ("up",)
+    assert ops.op(composed.swiglu) is ops.op_of(composed.swiglu)
+    assert gated.swiglu_op(None).graph == composed.swiglu.graph
+    both = norms.rmsnorm_op(composed.swiglu).graph
+    assert gated.swiglu_op(composed.rms_norm).graph == both
+    assert both == composed.rms_norm.graph.then(composed.swiglu.graph, products=True)
+    assert both != composed.rms_norm.graph.then(composed.swiglu.graph)
 
 
 @pytest.mark.usefixtures("refused")
@@ -134,7 +134,7 @@ def test_another_error_is_not_taken_for_a_missing_kernel(monkeypatch):
 def test_other_ops_with_a_product_are_refused():
     x, gate, up, _ = tensors(BF16)
     with pytest.raises(co.UnsupportedError):
-        co.gemm(x, gate.t(), epilogue=builtin.swiglu, up=up.t())
+        co.gemm(x, gate.t(), epilogue=composed.swiglu, up=up.t())
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.declare.config import GemvConfig, Sm80Config, Sm90Config, config_from_json, config_to_json
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import composed
 from cutlass_ops.kinds.gemv import model as model_gemv
 from cutlass_ops.kinds.gemv import space as space_gemv
 from cutlass_ops.kinds.gemv.lowering import context
@@ -226,16 +226,16 @@ def test_what_was_measured_for_it_serves_another_epilogue():
     measured = (Measured(kernels[0], 10.0, 0.0), Measured(kernels[1], 12.0, 0.2))
     points = (Point(Problem(1, 8192, 4096), "", measured, ()),)
     table = Table(H100.name, 132, signature(), kernels=kernels, points=points)
-    gated = policies._as_if_about(table, signature(builtin.swiglu), H100)
+    gated = policies._as_if_about(table, signature(composed.swiglu), H100)
     assert gated.kernels[0] == GemvConfig(1)
     (point,) = gated.points
     assert (point.problem, point.measured[0].config) == (Problem(1, 4096, 4096), GemvConfig(1))
-    reduction = signature(builtin.residual_rms_bf16)
+    reduction = signature(composed.residual_rms_bf16)
     assert policies._legal(reduction, GemvConfig(1), H100) is None
 
 
 def test_they_serve_nothing_alone():
     """A second weight is legal for them, and not for kernels of Sm80: any number of rows would come to them."""
-    gate = signature(builtin.swiglu)
+    gate = signature(composed.swiglu)
     assert space.gemv_configurations(gate, A100)
     assert policies.policy(gate, A100).kernels == ()

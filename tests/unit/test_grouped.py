@@ -18,9 +18,9 @@ from cutlass_ops.choose import dispatch
 from cutlass_ops.declare.form import GROUPED
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature, signature_from_json, signature_to_json
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import builtin, composed
 from cutlass_ops.kinds import legality
-from cutlass_ops.run import groups, ops
+from cutlass_ops.run import groups, named, requests
 from cutlass_ops.run.call import call_at, check_call, signature_of
 from cutlass_ops.run.grouped import GroupedOp, grouped_op
 from cutlass_ops.ship.verifying import verify
@@ -124,7 +124,7 @@ def test_further_outputs_have_rows():
 
 def test_each_expert_may_have_two_weights():
     x, w, up = normal(6, 16), normal(2, 8, 16).mT, normal(2, 8, 16).mT
-    found = co.grouped_gemm(x, w, ends(2, 6), epilogue=builtin.swiglu, up=up)
+    found = co.grouped_gemm(x, w, ends(2, 6), epilogue=composed.swiglu, up=up)
     for expert, rows in enumerate((slice(0, 2), slice(2, 6))):
         torch.testing.assert_close(found[rows], co.gemm_swiglu(x[rows], w[expert], up[expert]))
 
@@ -142,7 +142,7 @@ def test_there_may_be_no_rows_and_no_columns():
 def test_a_residual_may_be_overwritten_in_place():
     x, w, out = normal(6, 16), normal(2, 16, 8), normal(6, 8)
     wanted = exact(x, w, ends(2, 6)) + out.double()
-    assert co.grouped_gemm(x, w, ends(2, 6), epilogue=ops.gemm_residual.epilogue, residual=out, out=out) is out
+    assert co.grouped_gemm(x, w, ends(2, 6), epilogue=named.gemm_residual.epilogue, residual=out, out=out) is out
     close(out, wanted)
 
 
@@ -176,8 +176,8 @@ def wrong(**changes):
         ({"epilogue": summed}, ValueError, "the epilogue reduces D, and a kernel finishes the reductions of one GEMM"),
         ({"epilogue": clash}, ValueError, "the epilogue has an input offsets, and so has grouped_gemm"),
         ({"epilogue": builtin.bias}, TypeError, "bias is missing"),
-        ({"epilogue": builtin.swiglu, "up": normal(16, 8)}, ValueError, "must have w's shape (E, K, N), (2, 16, 8)"),
-        ({"epilogue": builtin.swiglu, "up": normal(2, 8, 16).mT}, ValueError, "both weights need the same major"),
+        ({"epilogue": composed.swiglu, "up": normal(16, 8)}, ValueError, "must have w's shape (E, K, N), (2, 16, 8)"),
+        ({"epilogue": composed.swiglu, "up": normal(2, 8, 16).mT}, ValueError, "both weights need the same major"),
         ({"epilogue": builtin.bias, "bias": normal(3, 8)}, ValueError, "as a Row it must have shape (2, 8)"),
         ({"epilogue": builtin.bias, "bias": normal(7)}, ValueError, "bias has shape (7,)"),
         (
@@ -236,7 +236,7 @@ def test_tensors_without_data_give_shapes():
 def test_an_op_is_found_again_by_its_string():
     op = grouped_op(mixed)
     assert pickle.loads(pickle.dumps(op)) is op
-    again = GroupedOp(ops.called(mixed).epilogue)
+    again = GroupedOp(requests.called(mixed).epilogue)
     assert (again.names, again.about) == (op.names, op.about)
     assert op.names == ("offsets", "bias", "scale", "residual", "factor")
 
@@ -281,7 +281,7 @@ def test_a_legal_kernel_is_chosen(rows, n, k):
 @pytest.mark.usefixtures("session")
 @pytest.mark.parametrize(("n", "served"), [(64, True), (65, False)])
 def test_kernels_of_two_weights_need_an_aligned_result(n, served):
-    call = made(builtin.swiglu.graph, n=n, up=torch.empty(4, n, 64, dtype=BF16, device="meta").mT)
+    call = made(composed.swiglu.graph, n=n, up=torch.empty(4, n, 64, dtype=BF16, device="meta").mT)
     signature = signature_of(call, H100)
     found = dispatch.decide(signature, H100, call.chosen_for)
     assert (found is not None) == served
@@ -327,7 +327,7 @@ def test_a_call_is_explained():
 
 
 def test_warm_calls_are_served_warm(device):
-    op = GroupedOp(ops.called(mixed).epilogue)
+    op = GroupedOp(requests.called(mixed).epilogue)
     w, bias = normal(3, 64, 32).mT.contiguous().mT, normal(3, 32)
     for rows in (48, 48, 40):
         x, scale, residual = normal(rows, 64), normal(rows), normal(rows, 32)

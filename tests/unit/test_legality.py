@@ -26,7 +26,7 @@ from cutlass_ops.declare.config import (
 from cutlass_ops.declare.form import FORMS, Form
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import KernelSpec
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import composed
 from cutlass_ops.kinds.common import COMMON, VALUES
 from cutlass_ops.kinds.gemv.rules import GEMV
 from cutlass_ops.kinds.legality import Violation, check, is_legal, require_legal
@@ -110,7 +110,7 @@ def turned_twice(acc):
     return {"d": co.swap_pairs(acc), "pre": acc}
 
 
-rms, swiglu = builtin.rms_norm, builtin.swiglu
+rms, swiglu = composed.rms_norm, composed.swiglu
 
 
 @co.epilogue
@@ -424,7 +424,7 @@ def test_a_message_says_what_it_is_and_what_to_do(broken):
             "split_k=1",
         ),
         (
-            sm90(64, epilogue=builtin.layer_norm, d="bf16.row.align2"),
+            sm90(64, epilogue=composed.layer_norm, d="bf16.row.align2"),
             "means is 'gathered': mean_of_a, mean_square_of_a of rows need an epilogue that stores an aligned D alone "
             "and reads at most one aligned tile: use means='ahead'",
         ),

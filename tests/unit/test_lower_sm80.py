@@ -8,7 +8,7 @@ import pytest
 import cutlass_ops as co
 from cutlass_ops.declare.config import InstructionShape, Sm80Config, ThreadblockShape, WarpShape
 from cutlass_ops.declare.spec import KernelSpec
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import composed
 from cutlass_ops.kinds.render import render
 from cutlass_ops.kinds.sm80.lowering import context
 
@@ -216,7 +216,7 @@ def test_targets_differ_only_in_their_limit():
 
 @pytest.mark.parametrize(("d", "side"), [("bf16.row", "Col"), ("bf16.col", "Row")])
 def test_means_of_rows_are_vectors_that_a_kernel_before_writes(d, side):
-    s = spec(d=d, epilogue=builtin.layer_norm)
+    s = spec(d=d, epilogue=composed.layer_norm)
     found = nodes(s)
     assert found["Load_mean_of_a"]["type"] == f"sm80::{side}Broadcast<ThreadMap, float>"
     assert found["Load_mean_of_a"]["arguments"] == "o.rows.means"

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 
 import cutlass_ops as co
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import builtin, composed
 from cutlass_ops.kinds import serving
 from cutlass_ops.kinds.sm90 import footprint
 from cutlass_ops.run import norms
@@ -280,7 +280,7 @@ def normed_and_reduced(acc):
     return {"d": d, "norm": co.sum_square(d, dim=1)}
 
 
-normed_gate = norms.rmsnorm_op(builtin.swiglu).epilogue
+normed_gate = norms.rmsnorm_op(composed.swiglu).epilogue
 
 
 @pytest.mark.parametrize(
@@ -351,7 +351,7 @@ def test_means_taken_beside_are_awaited_and_need_neither_a_kernel_nor_workspace(
 def test_the_two_means_are_numbered_as_they_are_stored():
     """Means first, then means of squares, of those that there are (row_means.h)."""
     assert both_means.graph.gathered == ("mean_of_a", "mean_square_of_a")
-    text = source(builtin.rms_norm, means="beside")
+    text = source(composed.rms_norm, means="beside")
     assert "WhichMeans<false, true>" in text
     assert "awaited(o.rows, 0)},  // Load_mean_square_of_a" in text
     assert "awaited(o.rows, 1)" not in text
@@ -378,7 +378,7 @@ def test_means_taken_ahead_are_vectors_of_the_workspace_and_waited_for_late():
     ("swap", "shape", "stride"), [(False, "128, cute::Int<64>", "B"), (True, "64, cute::Int<128>", "A")]
 )
 def test_a_second_weight_has_half_of_the_tile(swap, shape, stride):
-    text = source(builtin.swiglu, swap_ab=swap)
+    text = source(composed.swiglu, swap_ab=swap)
     assert f"using OutputShape = cute::Shape<cute::_{shape}, cute::Int<64>>;" in text
     assert "Collective<\n    OutputShape," in text
     assert f"EpilogueCallbacks>, 2, {str(swap).lower()}>;" in text
@@ -401,7 +401,7 @@ def test_a_functions_parameters_are_the_visitors_whose_values_it_is_passed(drawn
     _parameters_are_visitors(drawn)
 
 
-@pytest.mark.parametrize("epilogue", [builtin.layer_norm, builtin.swiglu], ids=str)
+@pytest.mark.parametrize("epilogue", [composed.layer_norm, composed.swiglu], ids=str)
 def test_gathered_means_and_products_are_passed_in_order(epilogue):
     _parameters_are_visitors(epilogue)
 

@@ -17,7 +17,7 @@ from cutlass_ops.choose import knowledge, policies, pool, space, tables
 from cutlass_ops.choose.pool import Pool
 from cutlass_ops.declare.config import GemvConfig, Means, Sm90Config, ThreadblockShape
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import composed
 from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.sm90 import model, timer
 from tests.scripts import BENCHMARKS, script
@@ -175,7 +175,7 @@ def test_a_pool_counts_what_means_take():
         config("sm90_64x64x64_1x1_pp"),
         *(Sm90Config(ThreadblockShape(64, 64, 64), means=w) for w in ("beside", "ahead")),
     ]
-    norm, plain = signature(builtin.rms_norm), signature()
+    norm, plain = signature(composed.rms_norm), signature()
     problems = [Problem(64, 4096, 4096), Problem(4096, 4096, 4096)]
     norms = Pool.of(ways, norm)
     alone = Pool.of([replace(c, means="gathered") for c in ways], plain).times(problems, H100)
@@ -276,8 +276,8 @@ def test_the_space_is_legal_and_large_and_its_parts_are_whole():
 def test_the_space_has_every_way_to_means_for_norms_and_the_usual_one_else():
     """Each kernel of a norm can take means ahead, and beside its main loop if that sees all of K and there is room."""
     assert {c.means for c in space.configurations(signature())} == {"gathered"}
-    assert {c.means for c in space.configurations(signature(builtin.swiglu))} == {"gathered"}
-    norm = space.configurations(signature(builtin.rms_norm))
+    assert {c.means for c in space.configurations(signature(composed.swiglu))} == {"gathered"}
+    norm = space.configurations(signature(composed.rms_norm))
     found = {way: {replace(c, means="gathered") for c in norm if c.means == way} for way in get_args(Means)}
     assert set() < found["gathered"] < found["ahead"]
     assert found["beside"] < found["ahead"]
@@ -287,7 +287,7 @@ def test_the_space_has_every_way_to_means_for_norms_and_the_usual_one_else():
     assert found["gathered"] - found["beside"] <= set(full)
     assert len(full) < 200
     for config in full:
-        broken = legality.check(H100.spec(signature(builtin.rms_norm), replace(config, means="beside")))
+        broken = legality.check(H100.spec(signature(composed.rms_norm), replace(config, means="beside")))
         assert [v.rule for v in broken] == ["shared_memory"], config.slug
 
 
@@ -370,12 +370,12 @@ def test_what_is_compared_in_parts_is_compared_alike(monkeypatch):
     policy = policies.policy(signature(), H100)
     problems = [Problem(m, 6144, 4096) for m in (1, 100, 512, 3000)]
     together = policy.expected(problems)
-    besides = Pool.of(policy.kernels, signature(builtin.rms_norm)).besides(problems, H100)
+    besides = Pool.of(policy.kernels, signature(composed.rms_norm)).besides(problems, H100)
     monkeypatch.setattr(pool, "AT_ONCE", 1)
     apart = policy.expected(problems)
     assert len(Pool.of(policy.kernels, signature()).parts(problems)) == len(problems)
     assert np.allclose(apart.times, together.times, rtol=1e-12, atol=0)
     assert (apart.sources == together.sources).all()
     assert (apart.by_gpc == together.by_gpc).all()
-    again = Pool.of(policy.kernels, signature(builtin.rms_norm)).besides(problems, H100)
+    again = Pool.of(policy.kernels, signature(composed.rms_norm)).besides(problems, H100)
     assert np.allclose(again, besides, rtol=1e-12, atol=0)

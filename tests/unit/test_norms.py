@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cutlass_ops as co
 from cutlass_ops.declare.device import Device
-from cutlass_ops.epilogue import builtin
-from cutlass_ops.run import folding, norms, ops
+from cutlass_ops.epilogue import builtin, composed
+from cutlass_ops.run import folding, norms, serving
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DTYPES = pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
@@ -85,7 +85,7 @@ def test_eps_is_inside_the_root_and_a_launch_argument(eps):
     x, (weight, _) = rows("normal", BF16), weights(BF16)
     found = co.rmsnorm_gemm(x, weight.t(), eps=eps, out_dtype=F32)
     assert error(found, exact_rms(x, weight, eps=float(eps))) <= 1e-5
-    assert norms.rmsnorm_op().graph == builtin.rms_norm.graph  # and no constant in it
+    assert norms.rmsnorm_op().graph == composed.rms_norm.graph  # and no constant in it
 
 
 @DTYPES
@@ -164,7 +164,7 @@ def test_any_epilogue_follows_the_norm():
     names = {None: ["eps"], "sums": ["row_sum_square", "inverse_count", "eps"], "rstd": ["rstd"]}
     for given, first in names.items():
         assert [i.name for i in norms.rmsnorm_op(bias_gelu, given=given).graph.inputs] == [*first, "bias", "residual"]
-    assert norms.rmsnorm_op(bias_gelu).graph == builtin.rms_norm.graph.then(bias_gelu.graph)
+    assert norms.rmsnorm_op(bias_gelu).graph == composed.rms_norm.graph.then(bias_gelu.graph)
     assert norms.rmsnorm_op(bias_gelu).positional((EPS,), inputs) == (EPS, *inputs.values())
 
 
@@ -458,8 +458,8 @@ def test_nothing_is_changed_but_the_output():
 
 
 def test_on_a_device_the_norms_own_op_is_asked_for_a_kernel(monkeypatch):
-    monkeypatch.setattr(ops, "device_of", lambda device: Device((9, 0), 132))
-    monkeypatch.setattr(ops.dispatch, "decide", lambda *_: None)
+    monkeypatch.setattr(serving, "device_of", lambda device: Device((9, 0), 132))
+    monkeypatch.setattr(serving.dispatch, "decide", lambda *_: None)
     with pytest.raises(co.UnsupportedError, match=r"no kernel supports rmsnorm_gemm with a bf16\.row"):
         norms.rmsnorm_op().plan(X, W, EPS)
 
@@ -474,7 +474,7 @@ def test_a_second_fold_looks_at_nothing_and_is_the_same(major, k, n, monkeypatch
     w = torch.randn(k, n).to(BF16) if major == "row" else torch.randn(n, k).to(BF16).t()
     gamma = torch.rand(k).to(BF16)
     first = folding.fold(w, gamma)
-    monkeypatch.setattr(folding, "_fold", None)
+    monkeypatch.setattr(folding, "fold_checked", None)
     second = folding.fold(w, gamma)
     assert torch.equal(first, second)
     assert first.stride() == second.stride()

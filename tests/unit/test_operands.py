@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 import cutlass_ops as co
 from cutlass_ops.base.dtypes import bf16, e4m3, e5m2, f16, f32
 from cutlass_ops.declare.device import Device
-from cutlass_ops.run import operands
 from cutlass_ops.run.call import check_call, given_outputs, signature_of
-from cutlass_ops.run.operands import check_arguments, check_overlap, element_type, fold, matrix
+from cutlass_ops.run.inputs import integer
+from cutlass_ops.run.matrices import matrix, weights
+from cutlass_ops.run.operands import check_arguments
+from cutlass_ops.run.outputs import check_overlap
+from cutlass_ops.run.tensors import element_type, fold, overlap, refuse_differentiated
 from tests.strategies import PATIENT
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -145,14 +148,14 @@ def test_other_element_types_are_refused_by_name(dtype):
 def test_weights_share_major_and_alignment(b, up, operand):
     for one, two in ((b, up), (up, b)):
         tensors = [strided((64, 64), *x) for x in (one, two)]
-        found = operands.weights(tensors[0], {"up": tensors[1]}, bf16)
+        found = weights(tensors[0], {"up": tensors[1]}, bf16)
         assert [str(m.operand) for m in found] == [operand] * 2
-    assert operands.weights(tensors[0], {}, bf16) == (matrix("b", tensors[0], bf16),)
+    assert weights(tensors[0], {}, bf16) == (matrix("b", tensors[0], bf16),)
 
 
 def test_a_products_matrix_that_no_kernel_can_address_is_refused_by_name():
     with pytest.raises(ValueError, match=r"^up has shape \(64, 64\) and strides .*up\.contiguous\(\)"):
-        operands.weights(strided((64, 64), (64, 1)), {"up": strided((64, 64), (128, 2))}, bf16)
+        weights(strided((64, 64), (64, 1)), {"up": strided((64, 64), (128, 2))}, bf16)
 
 
 # ---- The problem --------------------------------------------------------------------------------------------------
@@ -308,8 +311,8 @@ def test_a_batch_is_broadcast_as_well():
     ],
 )
 def test_an_integer_is_any_whole_number_of_64_bits(value, found):
-    assert operands.integer("seed", value) == found
-    assert type(operands.integer("seed", value)) is int
+    assert integer("seed", value) == found
+    assert type(integer("seed", value)) is int
 
 
 @pytest.mark.parametrize(
@@ -326,7 +329,7 @@ def test_an_integer_is_any_whole_number_of_64_bits(value, found):
 )
 def test_what_is_no_whole_number_is_refused(value, error, message):
     with pytest.raises(error, match=message):
-        operands.integer("seed", value)
+        integer("seed", value)
 
 
 @pytest.mark.parametrize("name", ["a", "b", "bias", "scale", "residual", "alpha"])
@@ -339,10 +342,10 @@ def test_what_requires_grad_is_checked_as_anything_else_is(name):
 def test_where_nothing_is_recorded_gradients_are_refused_by_name_unless_they_are_off():
     value = torch.zeros(3, requires_grad=True)
     with pytest.raises(ValueError, match=r"^bias requires grad.*torch\.no_grad\(\).*bias\.detach\(\)"):
-        operands.refuse_differentiated("bias", value)
+        refuse_differentiated("bias", value)
     with torch.no_grad():
-        operands.refuse_differentiated("bias", value)
-    operands.refuse_differentiated("bias", value.detach())
+        refuse_differentiated("bias", value)
+    refuse_differentiated("bias", value.detach())
 
 
 def test_folding_needs_no_copy_or_is_refused():
@@ -506,8 +509,8 @@ def test_sharing_an_element_is_always_found(first, second):
     whole = torch.zeros(12, 16, dtype=BF16)
     x, y = (whole[at].t() if transposed else whole[at] for at, transposed in (first, second))
     if addresses(x) & addresses(y):
-        assert operands.overlap(x, y)
-        assert operands.overlap(y, x)
+        assert overlap(x, y)
+        assert overlap(y, x)
 
 
 @PATIENT
@@ -523,16 +526,16 @@ def test_parts_of_one_buffer_that_share_nothing_are_told_apart(cut, top, transpo
         if swapped:
             x, y = y, x
         assert not addresses(x) & addresses(y)
-        assert not operands.overlap(x, y)
+        assert not overlap(x, y)
 
 
 def test_a_window_that_runs_into_the_next_row_is_found():
     memory = torch.zeros(200, dtype=BF16)
     x, y = memory.as_strided((6, 4), (16, 1)), memory.as_strided((6, 8), (16, 1), 12)
     assert addresses(x) & addresses(y)
-    assert operands.overlap(x, y)
-    assert operands.overlap(y, x)
-    assert not operands.overlap(x, memory.as_strided((6, 8), (16, 1), 8))
+    assert overlap(x, y)
+    assert overlap(y, x)
+    assert not overlap(x, memory.as_strided((6, 8), (16, 1), 8))
 
 
 def overlap_check(out, name="d", **changed):
@@ -590,8 +593,8 @@ def test_one_buffer_can_hold_outputs_side_by_side():
 
 def test_empty_tensors_overlap_nothing():
     empty = torch.zeros(0, 8, dtype=BF16)
-    assert not operands.overlap(empty, empty)
-    assert not operands.overlap(empty, torch.zeros(2, 8, dtype=BF16))
+    assert not overlap(empty, empty)
+    assert not overlap(empty, torch.zeros(2, 8, dtype=BF16))
 
 
 # ---- A product among the inputs -----------------------------------------------------------------------------------

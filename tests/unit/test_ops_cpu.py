@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 
 import cutlass_ops as co
 from cutlass_ops.declare.device import Device
-from cutlass_ops.run import ops
+from cutlass_ops.run import kernels, named, ops, serving
 from cutlass_ops.run.call import device_of
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -374,10 +374,10 @@ def test_an_op_describes_itself():
         "out_dtype",
     ]
     assert "D = relu(A @ B + bias)." in co.gemm_bias_relu.__doc__
-    for op in ops.NAMED:
+    for op in named.NAMED:
         for name in ("Parameters", "Returns", "Raises", *(i.name for i in op.graph.inputs)):
             assert name in op.__doc__
-    assert {op.name for op in ops.NAMED} == {op.__name__ for op in COMPOSED}
+    assert {op.name for op in named.NAMED} == {op.__name__ for op in COMPOSED}
 
 
 SPEC = co.KernelSpec(
@@ -391,7 +391,7 @@ SPEC = co.KernelSpec(
 
 
 def test_an_exact_kernel_needs_a_device():
-    kernel = ops.Kernel(SPEC, None)
+    kernel = kernels.Kernel(SPEC, None)
     with pytest.raises(co.NoDeviceError, match=r"a is on cpu, and .* runs only on CUDA devices"):
         kernel(matrix(9, 20, BF16), matrix(20, 14, BF16), **everything_inputs())
     with pytest.raises(TypeError, match="alpha is missing"):
@@ -399,8 +399,8 @@ def test_an_exact_kernel_needs_a_device():
 
 
 def test_a_device_that_no_kernel_serves_is_said_to_be_that(monkeypatch):
-    monkeypatch.setattr(ops, "device_of", lambda device: Device((9, 0), 132))
-    monkeypatch.setattr(ops.dispatch, "decide", lambda *_: None)
+    monkeypatch.setattr(serving, "device_of", lambda device: Device((9, 0), 132))
+    monkeypatch.setattr(serving.dispatch, "decide", lambda *_: None)
     with pytest.raises(co.UnsupportedError, match=r"no kernel supports gemm_bias with a bf16\.row.* capability 9\.0"):
         co.gemm_bias.plan(A, B, BIAS)
 
@@ -416,7 +416,7 @@ def test_a_device_that_no_kernel_serves_is_said_to_be_that(monkeypatch):
     ],
 )
 def test_a_device_of_another_generation_says_what_there_is_and_what_to_do(monkeypatch, capability, says):
-    monkeypatch.setattr(ops, "device_of", lambda device: Device(capability, 40, "Some GPU"))
+    monkeypatch.setattr(serving, "device_of", lambda device: Device(capability, 40, "Some GPU"))
     with pytest.raises(co.UnsupportedError) as error:
         co.gemm_bias.plan(A, B, BIAS)
     major, minor = capability

@@ -35,7 +35,7 @@ from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.kinds import legality
 from cutlass_ops.run.call import call_at
-from cutlass_ops.run.plan import can_fall_back
+from cutlass_ops.run.fallbacks import can_fall_back
 from cutlass_ops.ship import catalog, shipping
 from cutlass_ops.ship.verifying import verify
 from cutlass_ops.tools.explaining import explain_call

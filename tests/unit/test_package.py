@@ -1,5 +1,6 @@
 """What ``import cutlass_ops`` must not do, seen from a fresh interpreter."""
 
+import pickle
 import platform
 import re
 import runpy
@@ -12,7 +13,9 @@ import pytest
 from processes import run_with_pytorch
 
 import cutlass_ops as co
+from cutlass_ops.epilogue import builtin
 from cutlass_ops.kinds import legality, render
+from cutlass_ops.run.ops import PLAIN
 from cutlass_ops.tools import explaining
 from cutlass_ops.tuner import tuning
 
@@ -79,6 +82,10 @@ rooms = ("kinds", "compilation", "tuner", "ship", "tools")
 early = {"cutlass_ops.compilation", "cutlass_ops.compilation.background"}
 names = {"cutlass_ops.choose." + name for name in ("knowledge", "policies", "pool", "space", "tables")}
 names |= {name for name in sys.modules if name.startswith(tuple(f"cutlass_ops.{room}" for room in rooms))}
+# What not every program calls, and what reads bundles.
+names |= {"cutlass_ops.run." + name for name in ("norms", "gated", "scaled", "fp8", "weights", "folding", "named")}
+names |= {"cutlass_ops.run." + name for name in ("kernels", "backward", "launch", "quantizing", "fallbacks", "serving")}
+names |= {"cutlass_ops.artifacts." + name for name in ("bundle", "manifest", "installed", "entry")}
 print(sorted((names & set(sys.modules)) - early))
 """
 
@@ -121,6 +128,39 @@ exec("from cutlass_ops import *", names)
 print(set(co.__all__) - set(names))
 """
     assert _run(script) == "set()"
+
+
+@pytest.mark.slow
+def test_what_comes_later_may_first_be_named_while_a_function_is_compiled():
+    script = """
+import torch
+import cutlass_ops as co
+
+x, w, up = (torch.randn(8, 8).bfloat16() for _ in range(3))
+gamma, one = torch.ones(8), torch.ones(())
+
+def layer(x):
+    y, statistic = co.gemm_residual_rms(x, w, x, eps=1e-6)
+    gated = co.gemm_swiglu(co.rmsnorm_gemm(y, w, gamma, rstd=statistic), w, up)
+    return co.gemm_residual(co.scaled_gemm(gated, w, one, one), co.layernorm_gemm(x, w, eps=1e-6), x)
+
+found = torch.compile(layer, backend="eager", fullgraph=True)(x)
+print(torch.equal(found, layer(x)))
+"""
+    assert _run(script) == "True"
+
+
+def test_a_named_op_is_the_same_object_whichever_comes_first():
+    pickles = pickle.dumps((co.gemm_bias_relu, co.gemm))
+    script = f"""
+import pickle, torch
+import cutlass_ops as co
+first, plain = pickle.loads({pickles!r})
+print(first is co.gemm_bias_relu, first.name, plain is co.gemm)
+"""
+    assert _run(script) == "True gemm_bias_relu True"
+    assert PLAIN.epilogue == builtin.identity
+    assert PLAIN.epilogue.doc == builtin.identity.doc
 
 
 # What other systems lack of Linux.

@@ -12,11 +12,11 @@ import cutlass_ops as co
 from cutlass_ops.choose import policies, tables
 from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.epilogue import builtin
-from cutlass_ops.run import ops
+from cutlass_ops.epilogue import builtin, composed
+from cutlass_ops.run import named, serving
 from cutlass_ops.run.call import check_call, signature_of
+from cutlass_ops.run.fallbacks import PeerPlan, can_fall_back, make_peer_plan
 from cutlass_ops.run.peers import peers
-from cutlass_ops.run.plan import PeerPlan, can_fall_back, make_peer_plan
 from cutlass_ops.tools import explaining
 
 M, N, K = 24, 40, 16
@@ -89,7 +89,7 @@ def test_which_calls_a_peer_can_serve():
 
 def test_an_op_takes_the_peer_that_tuning_allowed(tmp_path, monkeypatch, session):
     monkeypatch.setenv("CUTLASS_OPS_TUNING_DIR", str(tmp_path))
-    monkeypatch.setattr(ops, "device_of", lambda device: H100)
+    monkeypatch.setattr(serving, "device_of", lambda device: H100)
     call = call_of(builtin.bias_relu)
     signature = signature_of(call, H100)
     (kernel, *_) = policies.policy(signature, H100).kernels
@@ -97,7 +97,7 @@ def test_an_op_takes_the_peer_that_tuning_allowed(tmp_path, monkeypatch, session
     table = Table(H100.name, 132, signature, (point,), fallback=True).select()
     tables.update(tables.path_of(tmp_path, H100.name, signature), table)
     policies.forget()
-    plan, *_ = ops.gemm_bias_relu._plan(call)
+    plan, *_ = named.gemm_bias_relu._plan(call)
     assert isinstance(plan, PeerPlan)
     assert plan.name == "cublaslt"
     found = explaining.explain_call("gemm_bias_relu", call, H100)
@@ -115,10 +115,10 @@ def test_peers_of_norms_normalise_before_they_round(eps):
     centred = x - x.mean(1, keepdim=True)
     layer = centred * (centred.square().mean(1, keepdim=True) + eps).rsqrt() @ b.double()
     assert (a @ b).isinf().any()
-    followed = builtin.rms_norm.graph.then(builtin.residual.graph)
+    followed = composed.rms_norm.graph.then(builtin.residual.graph)
     for graph, inputs, wanted in (
-        (builtin.rms_norm.graph, [eps], rms),
-        (builtin.layer_norm.graph, [columns, eps], layer),
+        (composed.rms_norm.graph, [eps], rms),
+        (composed.layer_norm.graph, [columns, eps], layer),
         (followed, [eps, residual], rms + residual.double()),
     ):
         for peer in peers(graph).values():
@@ -153,7 +153,7 @@ def scaled_rows(acc, alpha: co.Scalar):
     return acc * co.rsqrt(co.mean_square_of_a() + alpha)
 
 
-@pytest.mark.parametrize("epilogue", [numbers, scaled_rows, builtin.rms_norm, builtin.layer_norm], ids=str)
+@pytest.mark.parametrize("epilogue", [numbers, scaled_rows, composed.rms_norm, composed.layer_norm], ids=str)
 def test_peers_can_be_captured_with_numbers_among_their_inputs(epilogue):
     with FakeTensorMode(), Crossings() as crossings:
         half = {"device": "cuda", "dtype": torch.float16}

@@ -29,7 +29,7 @@ from cutlass_ops.declare.problem import MOST_ELEMENTS, MOST_EXTENT, Problem
 from cutlass_ops.declare.roofline import roofline
 from cutlass_ops.declare.signature import OpSignature, signature_from_json, signature_to_json
 from cutlass_ops.declare.spec import KernelSpec
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import builtin, composed
 from cutlass_ops.kinds import legality
 from cutlass_ops.kinds.sm90 import model
 from cutlass_ops.kinds.table import KINDS, kind_of
@@ -331,7 +331,7 @@ def test_no_time_is_below_what_memory_and_tensor_cores_allow(config, m, n, k, co
 def test_what_kernels_do_besides_counts_for_each_gemm():
     ahead = replace(SM90, means="ahead")
     for config, of in (
-        (ahead, signature(builtin.rms_norm)),
+        (ahead, signature(composed.rms_norm)),
         (replace(SM90, realign=True), signature(a=1)),
         (SM90, signature(d=1)),
     ):

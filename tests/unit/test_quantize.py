@@ -20,7 +20,7 @@ from cutlass_ops.kinds import legality, render
 from cutlass_ops.kinds.sm90.footprint import epilogue_stages
 from cutlass_ops.run import quantizing, reference
 from cutlass_ops.run.call import call_at, check_call, signature_of
-from cutlass_ops.run.plan import can_fall_back
+from cutlass_ops.run.fallbacks import can_fall_back
 from cutlass_ops.run.registry import Registry
 from cutlass_ops.run.results import scale_strides
 from cutlass_ops.run.scaled import scaled_op

@@ -8,7 +8,7 @@ import torch
 
 import cutlass_ops as co
 from cutlass_ops.base import env, errors
-from cutlass_ops.run import ops
+from cutlass_ops.run import named
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -53,7 +53,7 @@ def test_five_minutes_are_enough():
 
 
 def test_it_names_every_op():
-    assert [op.name for op in ops.NAMED if f"`{op.name}`" not in README] == []
+    assert [op.name for op in named.NAMED if f"`{op.name}`" not in README] == []
 
 
 def test_every_error_is_documented():

@@ -10,7 +10,7 @@ from signatures import H100
 import cutlass_ops as co
 from cutlass_ops.base.session import Session
 from cutlass_ops.compilation.background import Background
-from cutlass_ops.run import call, ops, plan
+from cutlass_ops.run import call, plan, serving
 from cutlass_ops.run.registry import Registry
 
 N, K = 520, 264
@@ -54,7 +54,7 @@ def service(monkeypatch, tmp_path):
     monkeypatch.setenv("CUTLASS_OPS_TUNING_DIR", str(tmp_path))
     registry, queued = Kernels(), []
     monkeypatch.setattr(call.Call, "is_reference", False)
-    monkeypatch.setattr(ops, "device_of", lambda device: H100)
+    monkeypatch.setattr(serving, "device_of", lambda device: H100)
     monkeypatch.setattr(plan.torch.cuda, "device", lambda device: contextlib.nullcontext())
     background = SimpleNamespace(
         add=lambda specs, first=False, then=None: queued.extend(specs),

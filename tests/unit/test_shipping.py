@@ -13,7 +13,7 @@ from cutlass_ops.choose import dispatch, policies
 from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.declare.config import Sm80Config, Sm90Config
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import builtin, composed
 from cutlass_ops.run import norms
 from cutlass_ops.ship import catalog, shipping
 from cutlass_ops.ship.shipping import Catalogue, Kernels, shipment
@@ -133,7 +133,7 @@ def test_a_catalogue_of_something_else(fields):
 
 
 def test_norms_and_gates():
-    normed = norms.rmsnorm_op(builtin.swiglu, given="sums")
+    normed = norms.rmsnorm_op(composed.swiglu, given="sums")
     wanted = kernels(
         ops=(normed,), archs=("sm_90a",), input_dtypes=(("row_sum_square", "f32"),), shapes=("512x4096x4096",)
     )
@@ -144,9 +144,9 @@ def test_norms_and_gates():
 
 def test_what_no_kernel_serves_is_named():
     with pytest.raises(
-        ConfigError, match=r"^cutlass_ops\.epilogue\.builtin:swiglu: no kernel supports a bf16\.row, .* on NVIDIA A100"
+        ConfigError, match=r"^cutlass_ops\.epilogue\.composed:swiglu: no kernel supports a bf16\.row, .* on NVIDIA A100"
     ):
-        shipment(Catalogue(kernels=(kernels(ops=("gemm", "cutlass_ops.epilogue.builtin:swiglu")),)))
+        shipment(Catalogue(kernels=(kernels(ops=("gemm", "cutlass_ops.epilogue.composed:swiglu")),)))
 
 
 def test_exact_declarations_and_the_default():

@@ -15,7 +15,7 @@ from cutlass_ops.choose import dispatch, knowledge, policies, steps, tables
 from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.declare.config import ClusterShape, Sm90Config, ThreadblockShape
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import builtin, composed
 from cutlass_ops.kinds.arrays import Extents
 from cutlass_ops.tuner.tuning import signature_at
 from tests.sampling import in_turn
@@ -26,10 +26,13 @@ PCIE = replace(H100, multiprocessors=114, name="NVIDIA H100 PCIe")
 SIGNATURES = {
     "bias_relu": (signature(), H100),
     "bias_gelu of a smaller chip": (signature(builtin.bias_gelu), PCIE),
-    "rms_norm": (signature_at(builtin.rms_norm.graph, Problem(64, 4096, 4096), "bf16", "row", "col", None, H200), H200),
-    "swiglu": (signature_at(builtin.swiglu.graph, Problem(64, 4096, 4096), "f16", "row", "col", None, H100), H100),
+    "rms_norm": (
+        signature_at(composed.rms_norm.graph, Problem(64, 4096, 4096), "bf16", "row", "col", None, H200),
+        H200,
+    ),
+    "swiglu": (signature_at(composed.swiglu.graph, Problem(64, 4096, 4096), "f16", "row", "col", None, H100), H100),
     "lines of A along M": (signature(builtin.identity, majors=("col", "row")), H100),
-    "a norm of such lines": (signature(builtin.rms_norm, majors=("col", "col")), H100),
+    "a norm of such lines": (signature(composed.rms_norm, majors=("col", "col")), H100),
     "misaligned": (signature(a=1, b=1, d=1), H100),
     "mma.sync": (signature(), A100),
 }

@@ -24,8 +24,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import cutlass_ops as co
-from cutlass_ops.run import call, gated, norms, operands, ops, plan, traced
+from cutlass_ops.run import call, gated, kernels, norms, ops, plan, traced
 from cutlass_ops.run.results import Outputs
+from cutlass_ops.run.tensors import require_memory
 from tests.sampling import sampled
 
 BF16 = torch.bfloat16
@@ -179,9 +180,9 @@ def test_a_tensor_without_memory_never_reaches_a_kernel():
     freed = torch.empty(M, K, dtype=BF16)
     freed.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="a has no memory, since its storage was freed"):
-        operands.require_memory("a", freed)
+        require_memory("a", freed)
     with pytest.raises(TypeError, match="a is a TwoTensor, which has no memory of its own"):
-        operands.require_memory("a", TwoTensor(X, X))
+        require_memory("a", TwoTensor(X, X))
     checked = call.check_call(ops.op_of(None).graph, X, W, {}, None, None)
     assert [name for name, _ in checked.tensors()] == ["a", "b", "out"]
 
@@ -249,7 +250,7 @@ def test_a_fake_tensor_is_not_planned_for():
     with FakeTensorMode() as mode:
         a = mode.from_tensor(X)
     with pytest.raises((TypeError, ValueError), match=r"FakeTensor|memory|device"):
-        operands.require_memory("a", a)
+        require_memory("a", a)
 
 
 @pytest.mark.parametrize("before_dispatch", [False, True])
@@ -411,7 +412,7 @@ OPS = {
 }
 
 
-@pytest.mark.parametrize("op", [*OPS.values(), ops.Kernel(KERNEL, None), several], ids=[*OPS, "kernel", "epilogue"])
+@pytest.mark.parametrize("op", [*OPS.values(), kernels.Kernel(KERNEL, None), several], ids=[*OPS, "kernel", "epilogue"])
 def test_copies_are_the_same_object(op):
     assert copy.copy(op) is op
     assert copy.deepcopy({"op": op})["op"] is op

@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_leaves
 
 import cutlass_ops as co
 from cutlass_ops.epilogue import builtin
-from cutlass_ops.run import folding, ops, traced
+from cutlass_ops.run import folding, kernels, ops, traced
 from tests.sampling import in_turn
 
 BF16 = torch.bfloat16
@@ -145,7 +145,7 @@ def test_a_kernel_gives_what_its_declaration_says():
         a="bf16.row", b="bf16.col", d="f32.col", epilogue=several, inputs={"bias": "bf16"}, outputs={"pre": "bf16.row"},
         config=co.Sm90Config(co.ThreadblockShape(64, 64, 64), schedule="pingpong"),
     )  # fmt: skip
-    kernel = ops.Kernel(spec, loaded=None)
+    kernel = kernels.Kernel(spec, loaded=None)
     d, pre, square = kernel.results_of(X.to("meta"), W.t().to("meta"), [BIAS.to("meta"), 0.5])
     assert [t.dtype for t in (d, pre, square)] == [torch.float32, BF16, torch.float32]
     assert (d.shape, d.stride(), pre.stride(), square.shape) == ((M, N), (1, M), (N, 1), (M,))

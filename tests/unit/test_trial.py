@@ -12,7 +12,7 @@ from cutlass_ops.declare.chips import USUAL
 from cutlass_ops.declare.config import Ordered, Sm90Config, ThreadblockShape
 from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import composed
 from cutlass_ops.run import reference
 from cutlass_ops.run.call import call_at, signature_of
 from cutlass_ops.tuner import timing, trial
@@ -73,8 +73,8 @@ def host(monkeypatch):
 @pytest.mark.usefixtures("host")
 @pytest.mark.parametrize("wrong", ["", "d", "quantized", "amax", "row_sum_square"])
 def test_results_in_fp8_are_right_where_they_saturate_and_sums_have_fewer_bits(wrong):
-    graph = builtin.residual_rms_quantised("bf16", True, True, True, "e4m3")
-    call = call_at(builtin.SCALED[False, True].graph.then(graph), Problem(64, 128, 256), "e4m3", "row", "col")
+    graph = composed.residual_rms_quantised("bf16", True, True, True, "e4m3")
+    call = call_at(composed.SCALED[False, True].graph.then(graph), Problem(64, 128, 256), "e4m3", "row", "col")
     found = trial.Trial(signature_of(call, H100), call.problem, torch.device("cpu"))
     assert found._signature.a.dtype is e4m3
     x = found._sets[0]

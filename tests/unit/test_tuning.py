@@ -23,7 +23,7 @@ from cutlass_ops.declare.config import ClusterShape, Means, Sm80Config, Sm90Conf
 from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import Operand
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import builtin, composed
 from cutlass_ops.run import norms
 from cutlass_ops.run.call import check_call, signature_of
 from cutlass_ops.tuner import tuning
@@ -252,7 +252,7 @@ def test_neighbours_are_one_step_away():
 @pytest.mark.slow
 @pytest.mark.parametrize("means", get_args(Means))
 def test_the_other_ways_to_means_are_one_step_away(means):
-    norm = signature(builtin.rms_norm)
+    norm = signature(composed.rms_norm)
     centre = Sm90Config(ThreadblockShape(64, 128, 64), ClusterShape(2, 1), means=means)
     found = space.neighbours(norm, centre, H100)
     others = [way for way in get_args(Means) if way != means]
@@ -266,7 +266,7 @@ def test_the_other_ways_to_means_are_one_step_away(means):
 
 @pytest.mark.slow
 def test_ways_that_are_illegal_are_no_neighbours():
-    norm = signature(builtin.rms_norm)
+    norm = signature(composed.rms_norm)
     centre = Sm90Config(ThreadblockShape(128, 128, 64), means="beside")
     assert {c.means for c in space.neighbours(norm, centre, H100)} == {"beside", "ahead"}
 

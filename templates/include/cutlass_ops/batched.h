@@ -1,6 +1,6 @@
 // Operands of several GEMMs of the same extents: A (..., M, K), B (..., K, N) and D (..., M, N), with one or two leading
-// dimensions. Each operand has its own distance between neighbours along each of them, 0 where batches share it: permuted
-// views need no copy. Kernels count batches with one number, along the last leading dimension first.
+// dimensions. Each operand has its own stride along each of these, 0 if batches share it. So permuted views need no copy.
+// Kernels count batches with one number, along the last leading dimension first.
 
 #pragma once
 
@@ -13,12 +13,12 @@
 
 namespace cutlass_ops {
 
-// Distances in elements between batches that are neighbours along the last leading dimension, and along the one before it.
+// Strides in elements along the last leading dimension, and along the one before it.
 struct Batches {
   int64_t inner = 0;
   int64_t outer = 0;
 
-  // From the first batch to another one. The last leading dimension has `extent` of them.
+  // The offset of a batch from the first one. The last leading dimension has `extent` batches.
   CUTLASS_HOST_DEVICE int64_t offset(int batch, int extent) const {
     return batch / extent * outer + batch % extent * inner;
   }
@@ -94,7 +94,7 @@ class BatchedOperands {
     return p;
   }
 
-  // Refuses outputs that share memory with another argument, or in which batches do with each other. Called last.
+  // Refuses an output that shares memory with another argument, or whose batches share memory. Called last.
   void check() {
     if (call_.status_ != 0) return;
     for (int at = 0; at < call_.next_ && at < call_.count_; ++at) {
@@ -150,7 +150,7 @@ class BatchedOperands {
 
   int64_t count() const { return extents_[0] * extents_[1]; }
 
-  // The distances between batches of a tensor whose own last dimensions are `own`. False if it does not keep the contract.
+  // The strides between batches of a tensor whose last dimensions are `own`. False if the tensor breaks the contract.
   template <class Element>
   bool read_batches(int at, DLTensor const* t, int own, Use use, int alignment, Batches& batches) {
     int const leading = t->ndim - own;
@@ -207,7 +207,7 @@ class BatchedOperands {
     auto const level = [](int64_t distance, int64_t count) {
       return distance == 0 ? Level{} : Level{uintptr_t(distance) * kBytes, uintptr_t(count)};
     };
-    // An output in which batches share memory is refused: it keeps its distance of 0.
+    // An output keeps a stride of 0, so that it is refused: its batches share memory.
     auto const batch_level = [&](int64_t distance, int64_t count) {
       return use == Use::kOutput ? Level{uintptr_t(distance) * kBytes, uintptr_t(count)} : level(distance, count);
     };
@@ -219,7 +219,7 @@ class BatchedOperands {
     for (int i = 0; i < kLevels; ++i) span.levels[i] = all[i];
   }
 
-  // Whether what a level repeats ends before it begins again: then no two elements share memory.
+  // Whether each repetition of a level ends before the next one begins. Then no two elements share memory.
   static bool nested(Span const& x) {
     uintptr_t below = x.width;
     for (Level const& level : x.levels) {
@@ -252,8 +252,8 @@ class BatchedOperands {
     return meet_within(x, y, int64_t(y.begin) - int64_t(x.begin), kLevels - 1);
   }
 
-  // Heads of one tensor interleave without sharing a byte: whether any run of y that begins `offset` bytes behind one of x,
-  // or a run that the levels up to this one repeat, meets it.
+  // Whether runs of x and y meet, if a run of y begins `offset` bytes after one of x, with all repetitions of the levels up
+  // to this one. Bounds are not enough: heads of one tensor interleave without sharing a byte.
   static bool meet_within(Span const& x, Span const& y, int64_t offset, int level) {
     if (level < 0) return offset < int64_t(x.width) && -offset < int64_t(y.width);
     int64_t const pitch = int64_t(x.levels[level].pitch);

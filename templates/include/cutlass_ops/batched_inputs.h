@@ -7,7 +7,7 @@
 
 namespace cutlass_ops {
 
-// A visitor of epilogue.h that reads a vector of each batch.
+// A visitor of epilogue.h that reads one vector for each batch.
 template <class Node, class Element>
 struct BatchedInput : Input<BatchedVector<Element>> {
   using SharedStorage = typename Node::SharedStorage;

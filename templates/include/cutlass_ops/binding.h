@@ -71,7 +71,7 @@ struct StridedScales {
   int last = 0;  // of the blocks of rows
 };
 
-// The same as an output, of which each row has a line of blocks.
+// The same as an output. Each of its rows has a line of blocks.
 struct WrittenScales {
   float* data = nullptr;
   int64_t stride = 0, step_stride = 0;
@@ -83,7 +83,7 @@ struct Scalar {
   Element const* ptr = nullptr;  // on the device; if set, the value is read there
 };
 
-// What DLPack calls an element type: a kernel's source says so of each of its types.
+// What DLPack calls an element type. A kernel's source has a name for each of its types.
 template <class Element>
 struct DataType;
 
@@ -180,8 +180,8 @@ class Call {
   template <class Element>
   Element* col_output(Problem p) { return vector<Element>(next_++, p.m, kAnyDimensions, true); }
 
-  // Scales of blocks along the last dimension, K: a row for each `block` of `extent` rows of an operand. They may have any strides,
-  // 0 among them, as scales have that are the same for several blocks.
+  // Scales of blocks along the last dimension, K: one row of scales for each `block` of an operand's `extent` rows. They may
+  // have any strides. A stride of 0 means that several blocks share a scale.
   template <class Element>
   StridedScales blocks(int64_t extent, int64_t block, int64_t k, int64_t k_block) {
     int64_t const rows = (extent + block - 1) / block;
@@ -253,7 +253,7 @@ class Call {
 
   static uintptr_t address(DLTensor const* t) { return reinterpret_cast<uintptr_t>(t->data) + t->byte_offset; }
 
-  // Whether a tensor only stands for others, as a wrapper of PyTorch's does: it says a type and a shape, and has no memory.
+  // Whether a tensor only stands for others, as PyTorch's wrappers do. It has a type and a shape, but no memory.
   static bool is_null(DLTensor const* t) { return t->data == nullptr; }
 
   static DLTensor const* as_tensor(TVMFFIAny const& arg) {
@@ -303,7 +303,7 @@ class Call {
     bool uniform;  // whether one stride leads through all of it
   };
 
-  // A tensor's matrix, given its dimensions; one without data where it does not keep the contract.
+  // A tensor's matrix, given its dimensions. It has no data if the tensor breaks the contract.
   template <class Element, Major kMajor, int kAlignment, bool kAlignedExtent>
   Matrix lines(int at, DLTensor const* t, Dimension row, Dimension col, int64_t rows, int64_t cols) {
     if ((rows >= 0 && row.extent != rows) || (cols >= 0 && col.extent != cols) || row.extent < 1 || col.extent < 1) {
@@ -344,7 +344,7 @@ class Call {
     return {reinterpret_cast<float*>(address(t)), stride, step_stride};
   }
 
-  // The first `count` dimensions seen as one: a batch folded into M, where its strides allow that.
+  // The first `count` dimensions folded into one, such as batches into M, if the strides allow it.
   static Dimension fold(DLTensor const* t, int count) {
     Dimension d{1, 0, true};
     for (int i = count - 1; i >= 0; --i) {

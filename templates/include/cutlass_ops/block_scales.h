@@ -1,7 +1,7 @@
-// Scales of blocks of FP8 operands: each step of the main loop along K has scales of its own. The producer's warp copies those
-// of a tile's rows and columns into the step's stage, beside what TMA brings, and they arrive at the same barrier. TMA does
-// not bring them: it would want lines of scales at multiples of 16 bytes, and they may have any strides here. A consumer
-// multiplies each sum of a step by the two scales that are its own as it adds it up in FP32.
+// Scales of blocks of FP8 operands: each step of the main loop along K has scales of its own. The producer's warp copies
+// those of a tile's rows and columns into the step's stage, beside what TMA brings. They arrive at the same barrier. TMA
+// does not bring them, since it wants lines of scales at multiples of 16 bytes, and scales may have any strides. A consumer
+// multiplies each sum of a step by its two scales and adds it up in FP32.
 //
 // "Row" and "column" are the kernel's, as everywhere: rows are A's of the kernel, which are B's columns in one that computes
 // the transposed problem.
@@ -24,7 +24,7 @@ namespace cutlass_ops {
 template <int kTile, int kBlock_, int kPart>
 struct ScaledSide {
   static constexpr int kBlock = kBlock_;
-  // A block can end within a tile, but never within so many rows from a multiple of them on. Each has an entry in a stage.
+  // A block can end within a tile, but never within a run of `kRun` rows. Each run has an entry in a stage.
   static constexpr int kRun = std::gcd(std::gcd(kTile, kPart), kBlock);
   static constexpr int kCount = kTile / kRun;
   static_assert(kTile % kPart == 0);
@@ -52,10 +52,10 @@ struct BlockScales {
     using Rows = ScaledSide<kTileM, kBlockA, 64>;
     using Columns = ScaledSide<kTileN, kBlockB, kTileN / kAcross>;
     static constexpr int kColumns = kTileN / kAcross;  // of a warpgroup
-    // Columns come first, and in pairs where each has its own.
+    // Columns come first, in pairs if each column has its own scale.
     static constexpr int kOfStage = (Columns::kCount + Rows::kCount + 1) / 2 * 2;
-    // Few scales of columns wait in registers, like those of rows. More are read as they are needed, out of a stage that is
-    // still this warpgroup's.
+    // A few scales of columns wait in registers, as those of rows do. More are read when they are needed, from a stage that
+    // this warpgroup has not released.
     static constexpr int kRuns = Columns::kBlock == 1 ? kColumns : kColumns / Columns::kRun;
     static constexpr bool kReadsLate = kRuns > 4;
     static constexpr int kKept = kReadsLate ? 1 : kRuns;
@@ -90,7 +90,7 @@ struct BlockScales {
             index_(Mma{}.get_slice(thread).partition_C(
                 cute::make_identity_tensor(cute::Shape<cute::Int<kTileM>, cute::Int<kTileN>>{}))) {}
 
-      // Reads what is kept of a stage that has arrived: before its products, so that no thread can be late.
+      // Reads the scales of a stage that has arrived. It comes before the products, so that no thread can be late.
       CUTLASS_DEVICE void begin(int stage) {
         stage_ = values_ + uint32_t(stage * kOfStage * int(sizeof(float)));
         CUTLASS_PRAGMA_UNROLL
@@ -108,7 +108,7 @@ struct BlockScales {
         }
       }
 
-      // Adds the sums of the stage that was begun. `release` gives it back to the producer, once nothing is read of it.
+      // Adds the sums of the stage that was begun. `release` gives the stage back to the producer once it has been read.
       template <class Tensor, class Release>
       CUTLASS_DEVICE void add(Tensor& sums, Tensor const& of_step, Release const& release) {
         if constexpr (!kReadsLate) release();

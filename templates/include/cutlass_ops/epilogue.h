@@ -1,7 +1,7 @@
-// From accumulators to D: the epilogue of Sm90 kernels whose D is stored by TMA and whose inputs are rows, columns,
-// scalars, at most one tile, and a second product. It takes CUTLASS's place where thread blocks spend time: CUTLASS's own does the same for
-// any operation, and derives where every value lies through a dozen tiled copies, which is a large part of compilation.
-// Here each thread computes where its own values lie. The tree of visitors, the loads and all types are still CUTLASS's.
+// From accumulators to D: the epilogue of Sm90 kernels whose D is stored by TMA and whose inputs are rows, columns, scalars,
+// at most one tile, and a second product. It takes the place of CUTLASS's collective, which serves any operation, and
+// derives through a dozen tiled copies where every value lies. That is a large part of compilation. Here each thread
+// computes where its own values lie. The tree of visitors, the loads and all types are still CUTLASS's.
 
 #pragma once
 
@@ -25,8 +25,7 @@ struct Fragment {
       : row(thread / 32 * 16 + thread % 32 / 4), column(thread % 4 * 2) {}
 };
 
-// Columns that go to memory at a time. Parts of the tile are narrower where it does not divide by so many; then several go
-// together.
+// Columns that go to memory at a time. If they do not divide the tile, its parts are narrower, and several go together.
 constexpr int kStepColumns = 32;
 
 // Warpgroups side by side: each has all rows of the tile and its own columns.
@@ -67,8 +66,8 @@ struct Vector {
   Element const* values = nullptr;
 };
 
-// Reading a value takes two steps, so that several are on their way at once: one may have to be waited for. Elements of which
-// that is so have overloads of their own (means_beside.h).
+// Reading a value takes two steps, so that several can be on their way at once. Elements that may have to be waited for have
+// overloads of their own (means_beside.h).
 template <class Element>
 CUTLASS_DEVICE Element peek(Element const* at) {
   return *at;
@@ -76,7 +75,7 @@ CUTLASS_DEVICE Element peek(Element const* at) {
 template <class Element>
 CUTLASS_DEVICE void settle(Element&, Element const*) {}
 
-// What follows when a tile has been read: nothing, but for means that may have been the last to be.
+// What follows when a tile has been read. Only means need something: this tile may have been their last reader.
 template <class Element>
 struct AfterReading {
   CUTLASS_DEVICE AfterReading(Vector<Element> const&, int, int, int) {}
@@ -224,8 +223,8 @@ struct ColInput : Input<Vector<Element>> {
   Vector<Element> const* params_;
 };
 
-// What the main loop gathered of the problem's rows: one value for each of the kernel's rows. `Values` says where they lie;
-// they are there when the threads that work on the tile have met.
+// What the main loop gathered of the problem's rows: one value for each of the kernel's rows. `Values` says where they lie.
+// They are there once the threads that work on the tile have met.
 template <class Tile, class EpilogueTile, class Values>
 struct ColGathered : Input<NoArguments> {
   static constexpr int kPart = cute::size<0>(EpilogueTile{}), kParts = cute::size<0>(Tile{}) / kPart;
@@ -255,7 +254,7 @@ struct ColGathered : Input<NoArguments> {
   }
 };
 
-// The same for each of the kernel's columns, which are the problem's rows where it computes the transposed problem.
+// The same for each of the kernel's columns. In a kernel that computes the transposed problem these are the problem's rows.
 template <class Tile, class EpilogueTile, class Values>
 struct RowGathered : Input<NoArguments> {
   static constexpr int kPart = cute::size<1>(EpilogueTile{});
@@ -385,8 +384,8 @@ struct Part {
   }
 
  private:
-  // Where this lane's eight values of a matrix begin, for the matrices whose first column is `column`: matrices are those
-  // of rows 0 to 7, of rows 8 to 15, and of the next eight columns the same.
+  // Where this lane's eight values of a matrix begin, for the matrices whose first column is `column`. The matrices are rows
+  // 0 to 7, rows 8 to 15, and the same rows of the next eight columns.
   CUTLASS_DEVICE uint32_t matrix(int column) const {
     int const lane = thread % 32, rows = thread / 32 * 16;
     int const row = rows + (kColumnMajor ? lane / 8 % 2 * 8 : lane % 16);
@@ -394,8 +393,8 @@ struct Part {
     return cute::cast_smem_ptr_to_uint(cute::raw_pointer_cast(&shared(row, column + first)));
   }
 
-  // Values of 8 bits, two neighbours in memory at a time. A thread has neighbours in a row. Neighbours in a column are of two
-  // threads, whose rows are beside each other: of two columns, the thread of the even row then stores the first.
+  // Values of 8 bits, two neighbours in memory at a time. A thread has neighbours in a row. Neighbours in a column belong to
+  // two threads of adjacent rows. Of two columns, the thread of the even row stores the first.
   template <int kValues>
   CUTLASS_DEVICE void put_pairs(cutlass::Array<Element, kValues> const& values) const {
     Fragment const mine(thread);
@@ -452,23 +451,23 @@ struct Collective {
       Atom<ElementD, StrideD>, void, void, void>;
 };
 
-// What an epilogue needs besides, whose D has no scales of its own: nothing. That of others is in quantized.h.
+// What an epilogue needs for scales of D: nothing, if D has none. quantized.h has the other case.
 struct Unscaled {
   static constexpr bool kAny = false;
   template <class Parameters>
   using With = Parameters;
 };
 
-// Whether the kernel waits for the one before it only here: for means of rows that this one took ahead (row_means.h).
+// Whether the kernel waits for the one before it only here, in the epilogue: that one takes means of rows (row_means.h).
 #if defined(CUTLASS_OPS_WAITS_LATE)
 constexpr bool kWaitsLate = true;
 #else
 constexpr bool kWaitsLate = false;
 #endif
 
-// CUTLASS's collective epilogue, of which all is kept but the stores. With two products the accumulators have twice D's columns,
-// or its rows where the kernel computes the transposed problem: those of one product, then those of the other. `Scales` says
-// whether D is stored in FP8 in blocks that have scales, and how.
+// CUTLASS's collective epilogue with other stores. With two products, the accumulators have twice D's columns, first one
+// product's, then the other's. In a kernel that computes the transposed problem they have twice D's rows. `Scales` says
+// whether and how D is stored in FP8 with scales of blocks.
 template <class Collective, int kProducts = 1, bool kSwapped = false, class Scales = Unscaled>
 class Epilogue : public Collective::Type {
   using Base = typename Collective::Type;
@@ -544,7 +543,7 @@ class Epilogue : public Collective::Type {
         cutlass::epilogue::fusion::detail::ConsumerStoreArgs(problem, CtaTile{}, coord, mma, EpilogueTile_{}, unused, unused,
                                                              unused, unused, unused, source_tensor, thread));
     auto const computed = [&](int epi_m, int own_n) {
-      // Accumulators of 64 rows after those of 64 rows before, each of all columns of the kernel's tile.
+      // Accumulators come 64 rows after 64 rows, each with all columns of the kernel's tile.
       constexpr int kAcrossTile = kSwapped ? kParts : kProducts * kParts;
       constexpr int kNext = (kSwapped ? kPartsM * kParts : kParts) * kValues;
       int const first = (epi_m * kAcrossTile + own_n) * kValues;
@@ -576,7 +575,8 @@ class Epilogue : public Collective::Type {
       constexpr int kBlock = Scales::kColumns / kPartN;  // parts
       static_assert(kPartN * kBlock == Scales::kColumns && kParts % kBlock == 0 && Policy::StagesD == kSide * kBlock);
       static_assert(!kReuse && !kSwapped && kProducts * kSide <= 2);
-      // The producer loads what lies below each other first. Without it, rows whose values are stored leave registers free.
+      // The producer loads parts from top to bottom first, so with it all of them are computed together. Without it, one
+      // part at a time: values that are stored free their registers.
       constexpr int kAtOnce = kHasSource ? kPartsM : 1;
       bool const waits = kHasSource && fusion_.is_producer_load_needed();
       CUTLASS_PRAGMA_UNROLL
@@ -606,7 +606,7 @@ class Epilogue : public Collective::Type {
           CUTLASS_PRAGMA_UNROLL
           for (int i = 0; i < kValues; ++i) {
             values[below][part][i] = result[i];
-            // D's lines are whole pieces of 16 bytes, so that eight columns end where they do, or beyond.
+            // Lines of D are whole pieces of 16 bytes, so a group of eight columns is all inside D or all outside.
             if (part * kPartN + i / 4 * 8 < left) {
               most[below][i / 2 % 2] = maximum(most[below][i / 2 % 2], cutlass_ops::abs(result[i]));
             }

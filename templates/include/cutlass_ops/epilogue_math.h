@@ -54,9 +54,9 @@ CUTLASS_DEVICE float near_inverse_root(float x) {
 #endif
 }
 
-// The compiler's own division and square root branch, for operands that are very large or small. Across a branch no two elements'
-// instructions overlap, and one warp alone cannot fill the gaps: that takes ten times as long. These have no branch. Operands far
-// from 1 are scaled by powers of two, and the remainder corrects the approximation.
+// The compiler's own division and square root branch for very large and very small operands. Instructions of two elements do
+// not overlap across a branch, and one warp alone cannot fill the gaps. That takes ten times as long. These have no branch.
+// Operands far from 1 are scaled by powers of two, and the remainder corrects the approximation.
 CUTLASS_DEVICE float divide(float x, float y) {
   // What depends on y alone is computed once where y is a scalar. Such a y is scaled that its inverse or a quotient would be below
   // 2^-126 without need.

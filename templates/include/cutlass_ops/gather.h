@@ -1,6 +1,5 @@
-// Values of A's rows gathered while the Tensor Cores multiply them: the sum of a row's elements, and of their squares. The
-// threads that issue wgmma read each stage of A from shared memory as well, between issuing one step and waiting for the
-// one before.
+// The sums of each row of A, and of its squares, gathered while the Tensor Cores multiply. The threads that issue wgmma also
+// read each stage of A from shared memory, after they issued one step and before they wait for the step before.
 
 #pragma once
 
@@ -16,9 +15,9 @@ namespace cutlass_ops {
 // Warpgroups are counted from the first that multiplies. To be called by whole warps.
 CUTLASS_DEVICE int consumer_group() { return cutlass::canonical_warp_group_idx() - 1; }
 
-// Where the means of a tile's rows lie until its epilogue reads them, for as many tiles as are under way in a thread block.
-// Main loop and epilogue both know the type and so the address, which CUTLASS's kernels have no way to pass on. The size
-// keeps the shared memory behind it, where TMA writes, aligned.
+// Where the means of a tile's rows lie until its epilogue reads them, for all tiles that are under way in a thread block.
+// Main loop and epilogue both know the type, and so the address: CUTLASS's kernels cannot pass it on. The size keeps the
+// shared memory behind it aligned, where TMA writes.
 template <class What_, int kRows_, int kTiles>
 struct TileMeans {
   using What = What_;

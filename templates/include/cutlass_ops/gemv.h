@@ -1,6 +1,6 @@
-// A kernel of ordinary loads for few rows of A. Such a GEMM takes as long as reading B does, and here many small thread
-// blocks begin and end while others read: a pipeline that every multiprocessor has to fill and to drain would leave the
-// memory idle meanwhile. It runs on Sm80 and everything later.
+// A kernel of ordinary loads for few rows of A. Such a GEMM takes as long as reading B. Many small thread blocks begin and
+// end while others read. A pipeline would leave the memory idle while each multiprocessor fills and drains it. It runs on
+// Sm80 and everything later.
 
 #pragma once
 
@@ -24,8 +24,8 @@ CUTLASS_DEVICE float value(Scalar<Element> const& scalar) {
   return float(scalar.ptr == nullptr ? scalar.value : *scalar.ptr);
 }
 
-// Sixteen bytes that are read once, and so not kept in the L1 cache. They may have been written while this kernel had begun
-// and waited, so they are no constants.
+// Sixteen bytes that are read once, and so not kept in the L1 cache. They are no constants: the kernel before may write them
+// after this one has begun.
 CUTLASS_DEVICE uint4 read_once(uint4 const* at) {
   uint4 piece;
   asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -92,7 +92,7 @@ struct ByColumn {
     int const lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32, column = int(blockIdx.x) * kColumns + warp;
     int const rows = least(params.problem.m - first, kRows), k = params.problem.k;
     bool const stores = lane < rows && column < params.problem.n;
-    // A warp without a column of its own repeats another's, for the others wait for it below.
+    // A warp without a column repeats another's, since the others wait for it below.
     int const read = least(column, params.problem.n - 1);
     typename Gemv::Inputs inputs[kSides];
     CUTLASS_PRAGMA_UNROLL
@@ -111,7 +111,7 @@ struct ByColumn {
     int at = lane;
     for (; at + 32 * (kPieces - 1) < whole; at += 32 * kPieces) step<true>(sums, x, w, at, whole, warp);
     if (at < whole) step<false>(sums, x, w, at, whole, warp);
-    // What fills no piece, one element a lane. Nothing is read beyond a line's end.
+    // The rest, which fills no piece, one element a lane. Nothing is read beyond a line's end.
     if (int const rest = whole * kElements + lane; rest < k) last(sums, x, w, rest, warp);
     finish(params, first, column, stores, inputs, sums);
   }
@@ -221,8 +221,8 @@ struct ByColumn {
 };
 
 // Eight rows or sixteen: a thread block has sixteen columns of B, its warps share K, and mma.sync multiplies what lanes have
-// read. Which of a step's K are which is the same for both operands, and so does not matter: a lane's piece of eight
-// neighbours is, by fours, its share of two instructions.
+// read. The order of K within a step does not matter, as it is the same for both operands. So a lane's piece of eight
+// neighbours is its share of two instructions, four each.
 template <class Gemv>
 struct ByTile {
   using Params = typename Gemv::Operands;
@@ -275,7 +275,7 @@ struct ByTile {
     CUTLASS_DEVICE explicit Place(int number) : row(number / kColumns), column(number % kColumns) {}
   };
 
-  // What a lane has added up: of two columns and two rows that mma.sync says, and of the rows whose pieces it has read.
+  // What a lane has added up: products of two columns and two rows, as mma.sync has them, and sums of the rows that it read.
   struct Sums {
     float products[kWeights][kEights][4] = {};
     RowSums<What> rows[kEights];

@@ -1,9 +1,9 @@
 // The two halves of a rendered file, and what joins them.
 //
 // A rendered file is an ordinary CUDA source: `nvcc -shared` makes a library of it. cutlass_ops compiles its halves at the
-// same time instead: the device's by nvcc, the host's by the C++ compiler alone. That one reads the kernels, since their
-// types say what a launch needs, but compiles none; here is what lets it read them. image.S puts the machine code into
-// the library, and what nvcc would do to make it known to the CUDA runtime is done here.
+// same time instead: nvcc the device's, the C++ compiler alone the host's. The latter reads the kernels, since their types
+// say what a launch needs, but compiles none. This header lets it read them. image.S puts the machine code into the library.
+// This header makes it known to the CUDA runtime, as nvcc would.
 
 #pragma once
 

@@ -1,13 +1,12 @@
 // The main loop of Sm90 kernels: both operands by TMA into shared memory, from there by wgmma. It is what CUTLASS's
-// CollectiveMma for MainloopSm90TmaGmmaWarpSpecialized is to CUTLASS's kernels, with three differences. A stage of an operand
-// is a layout of its own, at a multiple of its size: CuTe cannot take a stage out of a layout of all of them where rows are
-// not a multiple of 16. One wgmma covers the tile's whole N, for any multiple of 8. And rows of a tile beyond the matrix are
-// not loaded: TMA would write zeros for them, and takes several times as long as for rows that there are. What lies in
-// their place is multiplied into sums that nobody stores.
+// CollectiveMma for MainloopSm90TmaGmmaWarpSpecialized is to CUTLASS's kernels, with three differences. First, each stage of
+// an operand has its own layout, at a multiple of its size: CuTe cannot take a stage out of a layout of all stages unless
+// rows are a multiple of 16. Second, one wgmma covers the tile's whole N, for any multiple of 8. Third, rows of a tile
+// beyond the matrix are not loaded: TMA takes several times as long for a row of zeros as for a real one. What lies in their
+// place only reaches sums that nobody stores.
 //
-// Two things more, where an epilogue asks for them. A tile of the weight may be half one matrix and half another: its two
-// products with A then lie in one thread, a fixed number of registers apart. And the rows of the problem's A can be
-// gathered (gather.h).
+// An epilogue may ask for two things more. A tile of the weight can be half one matrix and half another. Then one thread has
+// both products, a fixed number of registers apart. And sums of A's rows can be gathered (gather.h).
 
 #pragma once
 
@@ -23,7 +22,8 @@
 
 namespace cutlass_ops {
 
-// One operand: its tile has `Rows` along the problem's M or N, and `Columns` along K; as many for each of several matrices.
+// One operand: its tile has `Rows` along the problem's M or N, and `Columns` along K. Several matrices share the rows
+// evenly.
 template <class Element, cute::GMMA::Major kMajor, class Rows, class Columns, int kStages, class Blocks, int kMatrices>
 struct Operand {
   // One stage; TMA boxes are as large as the layout allows.
@@ -35,8 +35,9 @@ struct Operand {
   static constexpr int kElements = cute::cosize_v<Stage>;  // of a stage
   static constexpr uint32_t kBytes = kElements * sizeof(Element);
   static constexpr bool kMulticast = Blocks::value > 1;
-  // Of a matrix: rows of a tile, and of what one block loads. K along lines, TMA brings any number of rows, and blocks that
-  // multicast bring some of them each. Else it brings whole boxes, and such a block brings all rows of its part of K.
+  // Of one matrix: the rows of a tile, and those that one block loads. If lines lie along K, TMA brings any number of rows,
+  // and multicasting blocks bring some of them each. Otherwise it brings whole boxes, and a multicasting block brings all
+  // rows of its part of K.
   static constexpr bool kAnyRows = kMajor == cute::GMMA::Major::K;
   static constexpr int kRows = Rows::value / kMatrices, kSlice = kAnyRows ? kRows / Blocks::value : kRows;
   static_assert(kAnyRows || Columns::value % Blocks::value == 0);
@@ -103,7 +104,7 @@ struct Filler {
     }
   }
 
-  // Bytes that a stage has fewer, in a tile from which on the matrix has so many rows.
+  // How many bytes a stage lacks, if the matrix has `rows` rows from the tile's first one on.
   CUTLASS_DEVICE static uint32_t missing(int rows) {
     constexpr int kUnit = Operand::kAnyRows ? 1 : kBox;
     int const there = rows < 0 ? 0 : rows < Operand::kRows ? rows : Operand::kRows;
@@ -126,8 +127,8 @@ struct NoScales {
   };
 };
 
-// The producer's threads that arrive at a stage's barrier: one, for what TMA brings, or all of its warp as well. CUTLASS's
-// kernel that is not persistent knows of one only.
+// How many of the producer's threads arrive at a stage's barrier: one, for what TMA brings, or the whole warp as well.
+// CUTLASS's kernel without persistence counts only one.
 template <int kStages, int kProducers>
 struct MainloopPipeline : cutlass::PipelineTmaAsync<kStages> {
   using Base = cutlass::PipelineTmaAsync<kStages>;
@@ -142,10 +143,11 @@ struct MainloopPipeline : cutlass::PipelineTmaAsync<kStages> {
   }
 };
 
-// With `kProducts` of 2, the weight's tile is half of a second matrix; the problem's M or N counts both. The weight is B, or A
-// in a kernel that computes the transposed problem, `kSwapped`. `Means` says what is gathered of the other operand's rows and
-// where it goes; void, nothing is. `Rows` says what idle warps take of A's rows beside the main loop (means_beside.h). With
-// `kPromotes`, the products of each stage are added up by themselves, and these sums in FP32: times the scales of `Scaling`.
+// If `kProducts` is 2, half of the weight's tile is a second matrix, and the problem's M or N counts both. The weight is B.
+// In a kernel that computes the transposed problem, `kSwapped`, it is A. `Means` says what is gathered of the other
+// operand's rows and where it goes; if it is void, nothing is. `Rows` says what idle warps take of A's rows beside the main
+// loop (means_beside.h). With `kPromotes`, each stage's products are added up separately. Their sums, times the scales of
+// `Scaling`, are added in FP32.
 template <class ElementA_, class LayoutA, class ElementB_, class LayoutB, class Tile, class Cluster, int kStages,
           class Schedule, bool kSwapped = false, int kProducts = 1, class Means = void, class Rows = NoRows,
           bool kPromotes = false, class Scaling = NoScales>
@@ -180,7 +182,7 @@ class Mainloop {
                     kMatricesA>;
   using B = Operand<ElementB, kMajorB, Extent<1>, Extent<2>, kStages, cute::remove_cvref_t<decltype(cute::get<0>(Cluster{}))>,
                     kMatricesB>;
-  // What one load of an operand brings, of one matrix.
+  // The part of one matrix that one load of an operand brings.
   using Part = cute::Shape<cute::Int<Extent<0>::value / kMatricesA>, cute::Int<Extent<1>::value / kMatricesB>, Extent<2>>;
   // Rows are gathered from shared memory as they lie there, K along each.
   static_assert(cute::is_void_v<Means> || (kSwapped ? kMajorB : kMajorA) == cute::GMMA::Major::K);
@@ -452,7 +454,7 @@ class Mainloop {
     }
   }
 
-  // Leaves nothing unfinished. While a warpgroup waits for its products and adds them up, the other one multiplies.
+  // Leaves nothing unfinished. While one warpgroup waits for its products and adds them up, the other multiplies.
   template <class Multiply, class Sums>
   CUTLASS_DEVICE static void promote(Multiply const& multiply, MainloopPipeline& pipeline, PipelineState state, Sums& sums,
                                      int steps, int thread, TensorStorage& storage) {

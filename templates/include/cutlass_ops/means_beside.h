@@ -1,4 +1,4 @@
-// Means of A's rows taken by warps of the GEMM that would be idle, beside its main loop on Sm90: each row once in the whole
+// Means of A's rows, taken beside the main loop of Sm90 kernels by warps that would be idle: each row once in the whole
 // grid. An epilogue waits for the rows of its tile.
 
 #pragma once
@@ -18,7 +18,7 @@ struct Awaited {
   CUTLASS_HOST_DEVICE explicit Awaited(float mean) : bits(~__builtin_bit_cast(uint32_t, mean)) {}
   CUTLASS_HOST_DEVICE explicit operator float() const { return __builtin_bit_cast(float, ~bits); }
 
-  // NaN comes out of arithmetic with other bits than those that mean nothing; if it should not, it does here.
+  // The NaN of arithmetic has other bits than those that mean nothing. This makes sure of it.
   CUTLASS_DEVICE static void store(float* at, float mean) {
     uint32_t const bits = Awaited(mean).bits;
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(bits == 0 ? 0x80000000u : bits) : "memory");
@@ -30,7 +30,7 @@ CUTLASS_DEVICE Awaited peek(Awaited const* at) {
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(found.bits) : "l"(at) : "memory");
   return found;
 }
-// Whoever claimed the row is running, and waits for nobody.
+// The warp that claimed the row is running, and waits for nobody.
 CUTLASS_DEVICE void settle(Awaited& found, Awaited const* at) {
   while (found.bits == 0) {
     asm volatile("nanosleep.u32 20;");
@@ -73,8 +73,8 @@ struct AfterReading<Awaited> {
 
 // How the blocks of a grid share the rows and their means. All of the memory is zero before a kernel, and after it.
 struct Sharing {
-  unsigned* claimed;  // rows that warps have taken, and one for each warp that there is not
-  unsigned* seen;     // for each tile of rows and each of the means: by how many tiles of D
+  unsigned* claimed;  // rows that warps have claimed, and a last claim of each warp
+  unsigned* seen;     // how many tiles of D have read each tile of rows, for each of the means
   int tiles;          // of rows
   int readers;        // tiles of D that a tile of rows has
 };
@@ -178,9 +178,9 @@ struct SharedRows {
     Sharing beside;
   };
 
-  // The work of idle warps, `kWarps` of each thread block: they claim row after row, and so does whoever comes later. None
-  // waits for another, so all rows are taken even if parts of the grid have yet to start. A warp's next row is on its way to
-  // the L2 cache while it adds up one. Where registers do not hold a segment's pieces, shared memory does.
+  // The work of idle warps, `kWarps` of each thread block. They claim row after row, as do the warps of blocks that start
+  // later. None waits for another, so all rows are taken even if parts of the grid have yet to start. While a warp adds up
+  // one row, its next one is on its way to the L2 cache. Where registers do not hold a segment's pieces, shared memory does.
   template <int kWarps, int kAtOnce>
   CUTLASS_DEVICE static void take(Params const& params) {
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -205,15 +205,15 @@ struct SharedRows {
       row = next;
     }
     reading.end();
-    // Each warp of the grid claims one row that there is not: the last one has made the last claim.
+    // In the end each warp of the grid claims one row beyond the last. The last of these claims resets the counter.
     if (lane == 0 && row == rows + kWarps * gridDim.x * gridDim.y - 1) *params.beside.claimed = 0;
   }
 };
 
 #if CUTLASS_OPS_HOST
 
-// Finds memory for a launch. Each tile of rows is read by as many tiles of D as there are along the other side, which clusters
-// fill up.
+// Finds memory for a launch. A tile of rows has as many readers as there are tiles of D along the other side, rounded up to
+// whole clusters.
 template <class GemmKernel, class Rows>
 cudaError_t share_rows(typename Rows::Params& rows, typename GemmKernel::Arguments const& arguments,
                        Preparing const& preparing) {

@@ -1,9 +1,8 @@
 // Which of a device's GPCs (graphics processing clusters) a launch's thread block clusters land on.
 //
-// Reads of one line by several multiprocessors of a GPC are merged before the L2 cache if they come at nearly the same
-// time; across GPCs they are not (benchmarks/NOTES.md). The runtime has no name for a GPC, but thread block clusters
-// never span two: those that large clusters connect belong together. What is found here decides how fast a kernel is,
-// never what it computes.
+// Reads of one line by several multiprocessors of a GPC are merged before the L2 cache if they come at nearly the same time;
+// across GPCs they are not (benchmarks/NOTES.md). The runtime has no name for a GPC, but thread block clusters never span
+// two: those that large clusters connect belong together. What is found here affects a kernel's speed, never its results.
 
 #pragma once
 
@@ -103,7 +102,7 @@ class Observer {
  private:
   static void const* kernel() { return handle(&cutlass_ops_placement); }
 
-  // Another kernel may hold the device for ever, waiting for this very thread: so this waits a while and no longer.
+  // This waits a limited time: another kernel may hold the device until this very thread goes on.
   bool finished() {
     auto const deadline = std::chrono::steady_clock::now() + kPatience;
     cudaError_t state;

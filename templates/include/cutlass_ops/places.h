@@ -1,7 +1,7 @@
 // Rows and columns of D as values of an epilogue.
 //
-// Visitors of CUTLASS's pass FP32 values from one to the next, and these hold no whole number beyond 2^24. So an index
-// travels as the bits of one, and functions take it back.
+// CUTLASS's visitors pass FP32 values, which do not hold all whole numbers beyond 2^24. So an index travels as the bits of
+// an FP32 value, and functions take it back.
 
 #pragma once
 
@@ -22,8 +22,8 @@ struct Quad {
   float at[2][2];  // by row and column
 };
 
-// What a value is made of that only depends on its place: a functor of row and column of D, and one of a row and a column
-// with an even number of eights before them, for a quad that begins there.
+// A value that only depends on its place. It has two functors: one of a row and a column of D, and one of a row and a column
+// that begin a quad, which have an even number of eights before them.
 struct RowOfPlace {
   CUTLASS_DEVICE float operator()(int row, int) const { return index_bits(row); }
   CUTLASS_DEVICE Quad quad(int row, int) const {

@@ -1,5 +1,5 @@
-// Tensors in FP8 with a scale for each 128 values of a row, or for each row: kernels of their own, for what no GEMM produces. They
-// read each value once from global memory and are as fast as a copy where they read and write whole pieces of 16 and 8 bytes.
+// Kernels that quantise a tensor to FP8, for what no GEMM produces. Each 128 values of a row have a scale, or each row. They
+// read each value once from global memory, and are as fast as a copy if they read and write whole pieces of 16 and 8 bytes.
 
 #pragma once
 
@@ -29,7 +29,7 @@ struct QuantizedPieces {
     bool whole = false;  // whether all lines begin and end with whole pieces
   };
 
-  // A piece of a row, with zeros beyond its end, which change no block's greatest value.
+  // A piece of a row, with zeros beyond its end. Zeros change no block's greatest absolute value.
   CUTLASS_DEVICE static Piece load(Params const& params, int64_t row, int64_t column) {
     Piece found;
     Element const* const at = params.from + row * params.ld_from + column;
@@ -69,7 +69,7 @@ struct QuantizedPieces {
     return most;
   }
 
-  // Joins what lanes have seen whose numbers differ in bits below `kLanes`.
+  // Joins the greatest values of lanes whose numbers differ in bits below `kLanes`.
   template <int kLanes>
   CUTLASS_DEVICE static float joined(float most) {
 #if defined(__CUDACC__)

@@ -18,8 +18,8 @@ struct Quantized {
     WrittenScales scales;
   };
 
-  // Finishes a row's block, of which each of four lanes has seen a part: stores the scale, if the block is `there`, and returns
-  // its inverse.
+  // Finishes a row's block, of which four lanes have seen a part each. Stores the scale if the block is `there`, and returns
+  // the scale's inverse.
   template <class Element>
   CUTLASS_DEVICE static float finish(WrittenScales const& scales, float most, int row, int block, bool there) {
 #if defined(__CUDACC__)

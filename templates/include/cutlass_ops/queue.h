@@ -15,8 +15,8 @@ namespace cutlass_ops {
 
 constexpr int kMaxDevices = 64;
 
-// Makes the operands' device current for the duration of a call, and its context: a thread that has called nothing of CUDA
-// yet has a current device without one, and the driver encodes no descriptor there.
+// Makes the operands' device and its context current for a call. A thread that has not called CUDA yet has a current device
+// without a context, and the driver encodes no descriptor there.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {
@@ -46,7 +46,7 @@ class Recording {
   // `kernel` is a name for messages.
   explicit Recording(char const* kernel) : kernel_(kernel) {}
 
-  // Launches of these kernels need more than their parameters, such as a memset: the recording is of no use.
+  // A launch of these kernels needs more than their parameters, such as a memset. So the recording is of no use.
   void give_up() { given_up_ = true; }
   bool given_up() const { return given_up_; }
   char const* kernel() const { return kernel_; }

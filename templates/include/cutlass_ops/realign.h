@@ -1,5 +1,6 @@
-// Operands that TMA cannot read, since their address or leading dimension is no multiple of 16 bytes: one small kernel copies
-// them to lines that are aligned, ahead of the GEMM. Both read and write whole 16 bytes, but for the ends of lines.
+// Operands that TMA cannot read, since their address or leading dimension is no multiple of 16 bytes. One small kernel
+// copies them to aligned lines, ahead of the GEMM. It reads and writes whole pieces of 16 bytes, except at the ends of
+// lines.
 
 #pragma once
 
@@ -75,7 +76,7 @@ struct Realign {
     }
   }
 
-  // Whether the aligned words that a piece is a part of hold nothing but elements of its line.
+  // Whether the aligned words around a piece hold only elements of its line.
   CUTLASS_DEVICE static bool is_inside(Lines const& lines, int piece, unsigned off) {
     int64_t const end = (int64_t(piece) + 1) * kPiece;
     return off == 0 ? end <= lines.length : piece > 0 && end + kPiece <= lines.length;
@@ -126,7 +127,7 @@ int64_t realigned_bytes(int64_t rows, int64_t cols) {
 // What one launch copies.
 class Realigned {
  public:
-  // Lets a matrix be the copy that there will be of it.
+  // Replaces a matrix by its copy, which is not there yet.
   template <class Element, Major kMajor, class Preparing>
   void add(Matrix& matrix, Preparing& preparing) {
     static_assert(sizeof(Element) == sizeof(*Realign::Lines::from));

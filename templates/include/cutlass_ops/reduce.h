@@ -1,5 +1,5 @@
-// What reductions do with values: for each, what it keeps, that of nothing, what one element counts as, which has a place
-// along the row or column that is reduced, and how two join.
+// What each reduction does with values: the state that it keeps, the state of no elements, that of one element at a place
+// along the reduced row or column, and how two states join.
 
 #pragma once
 
@@ -38,8 +38,8 @@ struct Max {
 
 }  // namespace reduce
 
-// What several elements of one result keep together: their values, their places along the row or column, which grow, and
-// whether they are there at all. A reduction of two numbers has a way of its own.
+// The state of several elements of one result, from their values, their growing places along the row or column, and whether
+// they are there at all. A reduction with two numbers does it in its own way.
 template <class Reduce, int kCount>
 CUTLASS_DEVICE typename Reduce::State fold(float const (&x)[kCount], int const (&at)[kCount], bool const (&there)[kCount]) {
   if constexpr (sizeof(typename Reduce::State) > sizeof(float)) {

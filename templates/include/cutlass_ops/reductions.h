@@ -1,5 +1,5 @@
 // Further reductions, for kernels that have one of them: the minimum, where the greatest and the least value are, and the
-// logarithm of a sum of exponentials. Those of several tiles join whatever their order, and give the same bits.
+// logarithm of a sum of exponentials. States of several tiles may join in any order and give the same bits.
 
 #pragma once
 

@@ -1,6 +1,6 @@
 // Means of A's rows read from global memory, where the main loop does not gather them (gather.h): the same sums in the same
-// order. Either a small kernel takes them ahead of the GEMM; on Sm90 the GEMM starts while it runs, and waits for it before
-// its first epilogue only. Or, on Sm90, idle warps take them beside the main loop (means_beside.h).
+// order. Either a small kernel takes them ahead of the GEMM. On Sm90, the GEMM starts while that kernel runs, and waits for
+// it only before its first epilogue. Or, on Sm90, idle warps take them beside the main loop (means_beside.h).
 
 #pragma once
 
@@ -54,7 +54,8 @@ struct RowReader {
     return result;
   }
 
-  // Ends a warp's segments, the first of which begins there: what no whole piece has is added, and they to the row's sums.
+  // Ends a warp's segments from the given first one on: adds the elements that fill no whole piece, and the segments to the
+  // row's sums.
   CUTLASS_DEVICE static void close(Params const& params, int64_t row, unsigned first, RowSums<What>& segment,
                                    RowSums<What>& sums) {
     int const own = int(threadIdx.x) % kRowLanes, group = int(threadIdx.x) % 32 / kRowLanes;

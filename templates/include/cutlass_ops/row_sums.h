@@ -1,7 +1,7 @@
 // Sums of a row's elements, and of their squares.
 //
-// A row's elements are added up in one order, wherever it is read: kRowLanes lanes share a row, each takes every
-// kRowLanes-th piece of kRowPiece elements, segment after segment, and the lanes' sums are added up in a tree.
+// A row's elements are added up in one order, wherever the row is read. kRowLanes lanes share a row. Each takes every
+// kRowLanes-th piece of kRowPiece elements, segment after segment. The lanes' sums are added up in a tree.
 
 #pragma once
 

@@ -36,7 +36,7 @@ struct Batched : Visitor<Given> {
   }
 };
 
-// CUTLASS's GemmWithEpilogueVisitor knows one distance between batches. This does what that does for one GEMM.
+// CUTLASS's GemmWithEpilogueVisitor knows one stride between batches. This does the same for batches with two.
 template <class GemmKernel>
 struct BatchedKernel {
   static constexpr int kThreads = GemmKernel::kThreadCount;

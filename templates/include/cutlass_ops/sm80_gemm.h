@@ -24,18 +24,17 @@
 namespace cutlass_ops {
 namespace sm80 {
 
-// The output type by which CUTLASS chooses how accumulators pass through shared memory; the visitors convert and store.
-// For half_t there is a way without bank conflicts, which serves every 16-bit type, but mixes columns up where a warp
-// is wider than 64 (TileIteratorTensorOpMixed picks one pointer for the whole warp there).
+// The output type by which CUTLASS chooses how accumulators pass through shared memory; the visitors convert and store. For
+// half_t there is a way without bank conflicts, which serves every 16-bit type. But it mixes columns up if a warp is wider
+// than 64: there TileIteratorTensorOpMixed picks one pointer for the whole warp.
 template <class Element, class WarpShape>
 using ExchangeElement =
     std::conditional_t<sizeof(Element) == 2,
                        std::conditional_t<WarpShape::kN <= 64, cutlass::half_t, cutlass::bfloat16_t>, Element>;
 
-// Order of thread blocks: columns of `1 << log_tile` tiles along N are finished before the next ones, so that
-// neighbouring blocks share operand tiles in cache. CUTLASS's identity swizzle does the same with a width fixed at
-// compile time and with N on grid.y, which ends at 65535 tiles; here the width is a launch argument and N continues on
-// grid.z.
+// Order of thread blocks: columns of `1 << log_tile` tiles along N are finished before the next ones, so that neighbouring
+// blocks share operand tiles in cache. CUTLASS's identity swizzle does the same, but its width is fixed at compile time, and
+// its N is on grid.y, which ends at 65535 tiles. Here the width is a launch argument, and N continues on grid.z.
 struct ThreadblockSwizzle {
   static constexpr int kMaxGridY = 65535;
 
@@ -225,7 +224,7 @@ struct Sm80Entry {
     return error == cudaSuccess ? Gemm::finish(operands, queue) : error;
   }
 
-  // Stream-K's share depends on how many thread blocks the current device holds; the rest needs no device.
+  // Stream-K's share depends on how many thread blocks the current device holds. The rest needs no device.
   static int64_t workspace_size(Problem problem, int, int) {
     if (problem.m < 1 || problem.n < 1 || problem.k < 1) return 0;
     Operands operands{};

@@ -1,7 +1,7 @@
-// Reductions of the (M, N) result to one value for each row or each column, in two steps that always give the same
-// bits: each thread block writes the partial value of its tile, and a second kernel combines those in a fixed order.
-// Atomic additions would need no second kernel, but an output initialised beforehand, and their order would be that in
-// which the thread blocks happen to finish.
+// Reductions of the (M, N) result to one value for each row or each column, in two steps that always give the same bits:
+// each thread block writes the partial value of its tile, and a second kernel combines those in a fixed order. Atomic
+// additions would need no second kernel, but they need an output that is initialised beforehand. Their order would be that
+// in which thread blocks happen to finish.
 
 #pragma once
 

@@ -1,9 +1,9 @@
 // Nodes for CUTLASS's 2.x epilogue visitor tree: loads, stores and reductions.
 //
-// CUTLASS has nodes of the same names. They are not used, because they give every tensor D's vector length, so that a
-// bias at an odd address or a residual with an odd leading dimension faults; and because their reductions are atomic
-// additions, in no fixed order. Here each tensor has its own alignment, all addresses are computed in 64 bits, and a
-// tensor may be column-major. How a node is called: cutlass/epilogue/threadblock/fusion/visitor_2x.hpp.
+// CUTLASS has nodes of the same names. They are not used for two reasons. They give every tensor D's vector length, so a
+// bias at an odd address or a residual with an odd leading dimension faults. And their reductions are atomic additions, in
+// no fixed order. Here each tensor has its own alignment, all addresses are computed in 64 bits, and a tensor may be
+// column-major. How a node is called: cutlass/epilogue/threadblock/fusion/visitor_2x.hpp.
 
 #pragma once
 

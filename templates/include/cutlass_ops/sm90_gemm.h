@@ -89,8 +89,8 @@ struct Sm90Kernel {
     extern __shared__ char shared_memory[];
     GemmKernel kernel;
     kernel(params, shared_memory);
-    // CUTLASS's kernels have nothing to do for the second and the fourth warp, nor for the third where no tile is read.
-    // Where one is, it comes here when all are.
+    // CUTLASS's kernels leave the second and the fourth warp idle, and the third if no tile is read. If one is, the third
+    // comes here once all tiles are read.
     using Rows = typename GemmKernel::CollectiveMainloop::RowsBeside;
     if constexpr (!cute::is_same_v<Rows, NoRows>) {
       int const warp = cutlass::canonical_warp_idx_sync();
@@ -99,7 +99,7 @@ struct Sm90Kernel {
   }
 
  private:
-  // Persistent kernels give most of these warps' registers away: what they read at once has to fit in the rest.
+  // Persistent kernels give most of these warps' registers away. What they read at once has to fit in the rest.
   static constexpr int pieces_at_once() {
     using Schedule = typename GemmKernel::DispatchPolicy::Schedule;
     if constexpr (cute::is_same_v<Schedule, cutlass::gemm::KernelTmaWarpSpecialized>) {
@@ -163,8 +163,8 @@ constexpr bool kWaits = true;
 constexpr bool kWaits = false;
 #endif
 
-// Whether a kernel has a thread block for each tile, and so counts batches by the grid's third side: CUTLASS's that is not
-// persistent.
+// Whether a kernel has a thread block for each tile, and so counts batches by the grid's third side. CUTLASS's kernel
+// without persistence does.
 template <class DispatchPolicy, class = void>
 struct CountsInGrid : cute::false_type {};
 template <class DispatchPolicy>
@@ -305,9 +305,9 @@ struct Sm90Entry {
   }
 
   // With `overlap`, thread blocks start while the kernel before in the stream is still ending (programmatic dependent
-  // launch). Each waits for the end of that kernel before its first load, and nothing is written but what depends on a
-  // load. Two cases must not overlap: scalars on the device are read before the wait, and CUTLASS's own workspace is cleared
-  // by a memset that this launch has to follow.
+  // launch). Each waits for the end of that kernel before its first load, and every write depends on a load. Two cases must
+  // not overlap. Scalars on the device are read before the wait. CUTLASS's own workspace is cleared by a memset, which this
+  // launch has to follow.
   static cudaError_t enqueue(typename GemmKernel::Params& params, Queue const& queue, bool overlap) {
     Launch const launch(grid(params), overlap);
     return queue.launch(launch.config, Gemm::kernel(), params);

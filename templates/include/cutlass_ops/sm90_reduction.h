@@ -1,7 +1,7 @@
-// Reductions of D to one value for each row or each column, for the epilogue of epilogue.h: visitors that pass on what they
-// see. Each tile leaves its part of a result in memory, and whichever tile comes last joins the parts, in an order that does
-// not depend on which one that is: the same bits at each launch. There is neither a second kernel nor memory to clear
-// before this one, so launches overlap as others do.
+// Reductions of D to one value for each row or each column, for the epilogue of epilogue.h. They are visitors that pass on
+// what they see. Each tile leaves its part of a result in memory. The tile that comes last joins the parts, always in the
+// same order, so each launch gives the same bits. There is no second kernel, and no memory to clear before this one, so
+// launches overlap as others do.
 
 #pragma once
 
@@ -26,7 +26,7 @@ struct Reduced {
 
 #if defined(__CUDACC__)
 
-// Called by a warp that has stored its part of some results, of which there are `each`: whether all others are there too.
+// Called by a warp that has stored its part of some results. Returns whether all `each` parts of them are there.
 CUTLASS_DEVICE bool all_arrived(unsigned* arrived, int each) {
   __syncwarp();
   bool last = false;
@@ -97,10 +97,10 @@ CUTLASS_DEVICE void leave(Reduced<Element> const& reduced, int result, int part,
 
 #endif
 
-// Joins several results over the lanes that differ in bits kLane to 16 of their number. Two lanes share the work while the number
-// of results is even: each sends the half that it does not go on with, so that eight results over eight lanes take seven
-// exchanges and not twenty-four. `kLeft` results are left for a lane, from the one with the number that `join` returns on;
-// lanes that differ in bits of `kSame` alone have the same ones.
+// Joins several results over the lanes that differ in bits kLane to 16 of their number. Two lanes share the work while the
+// number of results is even: each sends the half that the other one goes on with. So eight results over eight lanes take
+// seven exchanges instead of twenty-four. `kLeft` results are left for a lane, from the one with the number that `join`
+// returns on; lanes that differ in bits of `kSame` alone have the same ones.
 template <class Reduce, int kCount, int kLane>
 struct Shared {
   static constexpr bool kHalves = kCount % 2 == 0;

@@ -1,7 +1,6 @@
-// A kernel for many small GEMMs, such as a thousand of 64x64x64: each warp computes tiles of its own, and waits for no other
-// warp. While it multiplies one, the operands of its next ones are on their way to shared memory, so all multiprocessors have
-// most of a problem's batches on their way at a time. Operands and outputs may have any alignment. It runs on Sm80 and
-// everything later.
+// A kernel for many small GEMMs, such as a thousand of 64x64x64. Each warp computes tiles of its own, and waits for no other
+// warp. While it multiplies one, the operands of its next ones are on their way to shared memory. So most of a problem's
+// batches are on their way at a time. Operands and outputs may have any alignment. It runs on Sm80 and everything later.
 
 #pragma once
 
@@ -101,7 +100,7 @@ CUTLASS_DEVICE void mma(float (&sums)[4], uint32_t const (&a)[4], uint32_t b0, u
 
 // ---- Kernel ---------------------------------------------------------------------------------------------------------
 
-// Rows and columns of a warp's tile, how much of K it loads at a time, how often ahead, and warps of a thread block.
+// Rows and columns of a warp's tile, K of a step, steps that it loads ahead, and warps of a thread block.
 template <int kRows_, int kColumns_, int kDepth_, int kStages_, int kWarps_>
 struct Shape {
   static constexpr int kRows = kRows_, kColumns = kColumns_, kDepth = kDepth_, kStages = kStages_, kWarps = kWarps_;

@@ -227,9 +227,9 @@ class SplitKernel {
     return i / kSlice * kColumns + to * kSlice + i % kSlice;
   }
 
-  // Sends the parts that other blocks finish to them, and adds theirs to the own one, always in the same order. Whole
-  // parts go by bulk copy: stores of single threads to another block's memory are slower. Blocks meet without ordering
-  // memory, which would cost a microsecond: before they meet they only read, and have what they read.
+  // Sends the parts that other blocks finish to them, and adds theirs to the own one, always in the same order. Whole parts
+  // go by bulk copy: stores of single threads to another block's memory are slower. Blocks meet without ordering memory,
+  // which would cost a microsecond. That is enough: before they meet they only read, and what they read has arrived.
   template <class Sums, class Part>
   CUTLASS_DEVICE static void add_up(SharedStorage& storage, Sums const& sums, Part& part, int thread, int rank) {
     auto* const outgoing = reinterpret_cast<float4*>(&storage.tensors.mainloop) + thread;

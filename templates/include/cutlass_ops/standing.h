@@ -17,7 +17,7 @@
 namespace cutlass_ops {
 
 // One stream's launches follow each other and share a block. A captured launch has one of its own for good, since its graph
-// may run beside anything. Nothing is freed that a launch was given.
+// may run beside anything. Memory that a launch was given is never freed.
 class Standing {
  public:
   // At least `bytes` for a launch on a stream of the current device, in which each `User` has its own.
@@ -66,7 +66,7 @@ class Standing {
     return cudaSuccess;
   }
 
-  // Also while this thread or another one captures a graph, which this has no part in.
+  // This also works while a thread captures a graph: the capture does not see it.
   static cudaError_t zeroed(int64_t bytes, char** result) {
     auto mode = cudaStreamCaptureModeRelaxed;
     if (cudaError_t const error = cudaThreadExchangeStreamCaptureMode(&mode); error != cudaSuccess) return error;

@@ -19,9 +19,9 @@ constexpr int kMaxPlaces = 192;  // clusters of one wave, at most, that can be t
 struct OrderedScheduler {};
 struct BatchedScheduler {};
 
-// Tiles in strips: strips of `swizzle` rows of clusters walk along N, or strips of columns along M. A last strip may be
-// narrower, so every tile of the order exists. Each cluster begins with the tile of its own number, or of the number
-// that `places` gives it, and goes on by as many as there are clusters.
+// Tiles in strips: strips of `swizzle` rows of clusters walk along N, or strips of columns along M. The last strip may be
+// narrower, so every tile of the order exists. Each cluster begins with the tile of its own number, or of the number that
+// `places` gives it, and steps by the number of clusters.
 //
 // CUTLASS's kernels take it as a tile scheduler. It inherits what they ask of one that splits no tile along K.
 template <bool kBatched>

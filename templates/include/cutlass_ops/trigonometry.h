@@ -6,8 +6,8 @@
 
 namespace cutlass_ops {
 
-// x less whole turns, within half a turn of zero: 2 pi as a sum of two FP32 numbers, by Cody and Waite. What is left of x
-// is rounded once, to half a unit in the last place of pi.
+// x without whole turns, within half a turn of zero. 2 pi is a sum of two FP32 numbers, by Cody and Waite. The rest of x is
+// rounded once, to half a unit in the last place of pi.
 CUTLASS_DEVICE float within_a_turn(float x) {
   float const turns = rintf(x * 0.15915494309189535f);
   return fmaf(turns, 1.7484555e-7f, fmaf(turns, -6.28318548202514648f, x));

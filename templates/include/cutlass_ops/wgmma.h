@@ -1,5 +1,5 @@
 // wgmma.mma_async with both operands in shared memory, for every N that the hardware has (PTX ISA, wgmma.mma_async). CuTe
-// has them as well, but all types and forms of them at once, which doubles the time that a kernel takes to compile.
+// has them as well, but all types and forms in one header, which doubles a kernel's compile time.
 
 #pragma once
 
@@ -81,8 +81,8 @@ struct WgmmaIssue;
 #define CUTLASS_OPS_OPERANDS_248 CUTLASS_OPS_OPERANDS_240, "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123])
 #define CUTLASS_OPS_OPERANDS_256 CUTLASS_OPS_OPERANDS_248, "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
 
-// The numbers of the operands that say whether A and B are adjacent in memory along their free dimension instead of along K.
-// Types that lie along K only have none.
+// The numbers of the operands that say whether A and B are contiguous along M or N instead of K. Types that lie along K only
+// have none.
 #define CUTLASS_OPS_WGMMA_MAJORS_true(TA, TB) ", %" #TA ", %" #TB
 #define CUTLASS_OPS_WGMMA_MAJORS_false(TA, TB) ""
 

@@ -27,7 +27,7 @@ from cutlass_ops.declare.config import Config, GemvConfig, Ordered, Sm80Config, 
 from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import KernelSpec
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import composed
 
 SOURCE = b"// not compiled\n"
 TABLE = b"[]"
@@ -102,7 +102,7 @@ def made(data: Callable[[KernelSpec], bytes] | None = None) -> tuple[Manifest, d
         [KernelSpec(**types, epilogue=several, config=config) for config in CONFIGS],
         [KernelSpec(**other, epilogue=everything, config=config) for config in (SPLIT, MMA_SYNC)],
         [KernelSpec(a="f16.row", b="f16.col", d="f16.row", epilogue=placed, config=PINGPONG)],
-        [KernelSpec(**blocks, d="bf16.row", epilogue=builtin.scaled_blocks, config=PROMOTED)],
+        [KernelSpec(**blocks, d="bf16.row", epilogue=composed.scaled_blocks, config=PROMOTED)],
         [KernelSpec(a="bf16.row", b="bf16.col", d="e4m3.row", epilogue=quantised, config=PINGPONG)],
     ]
     targets = sorted({spec.target for group in specs for spec in group})

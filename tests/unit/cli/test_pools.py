@@ -16,7 +16,7 @@ from cutlass_ops.base import resources
 from cutlass_ops.choose import policies, tables
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import composed
 from cutlass_ops.ship import distributing, pools
 
 TABLES = [tables.load_ours(path) for path in sorted(resources.tuned().glob("*.json"))]
@@ -115,8 +115,8 @@ def test_devices_are_those_with_tables_else_all():
 
 def test_where_two_gemms_serve_an_op_these_are_in_it():
     assert [part.pool.signature.epilogue for part in distributing.parts("sm_80", ["gemm_swiglu"], ["bf16"])] == [
-        builtin.swiglu_gate.graph,
-        builtin.swiglu_up.graph,
+        composed.swiglu_gate.graph,
+        composed.swiglu_up.graph,
     ]
 
 

@@ -10,7 +10,7 @@ from cutlass_ops.base import env
 from cutlass_ops.choose import policies, tables
 from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.declare.problem import Problem
-from cutlass_ops.epilogue import builtin
+from cutlass_ops.epilogue import builtin, composed
 from cutlass_ops.run.call import call_at
 from cutlass_ops.tools import commands
 from cutlass_ops.tools.explaining import explain_call
@@ -169,10 +169,10 @@ def test_tune_takes_norms_by_name_and_types_as_people_write_them(kit, run, monke
     assert run("tune", "layernorm_gemm", "1x2x3")[0] == 0
     assert run("tune", "gemm_residual_rms", "1x2x3", "--dtype", "bf16,f16")[0] == 0
     assert calls == [
-        (builtin.rms_norm, ["f16", "bf16"], None),
-        (builtin.layer_norm, ["bf16"], {"column_sum": "f32"}),
-        (builtin.residual_rms_bf16, ["bf16"], None),
-        (builtin.residual_rms_f16, ["f16"], None),
+        (composed.rms_norm, ["f16", "bf16"], None),
+        (composed.layer_norm, ["bf16"], {"column_sum": "f32"}),
+        (composed.residual_rms_bf16, ["bf16"], None),
+        (composed.residual_rms_f16, ["f16"], None),
     ]
 
 

@@ -1,0 +1,230 @@
+"""Checks of what an epilogue reads besides A @ B: numbers, vectors, tiles, further weights, scales of blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutlass_ops.base import mma
+from cutlass_ops.base.dtypes import READ
+from cutlass_ops.epilogue.graph import Graph
+from cutlass_ops.epilogue.nodes import BLOCKS, Input, Kind
+from cutlass_ops.run import batches, traced
+from cutlass_ops.run.tensors import as_stored, element_type, fold, is_read, require_same_device, require_tensor
+
+# Inputs that may come in other shapes than a kernel takes.
+VECTORS = (Kind.ROW, Kind.COL, Kind.TILE)
+
+
+def own_shapes(m: int, n: int, k: int) -> dict[Kind, tuple[int, ...]]:
+    """Return the shape of each kind of tensor for one GEMM."""
+    return {Kind.ROW: (n,), Kind.COL: (m,), Kind.TILE: (m, n), Kind.PRODUCT: (k, n)}
+
+
+def check_inputs(
+    graph: Graph, inputs: Mapping[str, Any], a: Tensor, b: Tensor, leading: tuple[int, ...]
+) -> dict[str, Tensor | float]:
+    """Check all inputs of an epilogue against A and B, whose leading dimensions are `leading`; return them by name.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If one is missing, unknown, or does not fit. The message names it.
+    """
+    declared = {i.name: i for i in graph.inputs}
+    missing = [name for name in declared if name not in inputs]
+    unknown = [name for name in inputs if name not in declared]
+    if missing or unknown:
+        wrong = [f"{name} is missing" for name in missing] + [f"{name} is unknown" for name in unknown]
+        raise TypeError(f"the epilogue takes ({', '.join(declared)}): {', '.join(wrong)}")
+    return {name: _check_input(i, inputs[name], a, b, leading) for name, i in declared.items()}
+
+
+def _check_input(declared: Input, value: Any, a: Tensor, b: Tensor, leading: tuple[int, ...]) -> Tensor | float:
+    if declared.kind is Kind.SCALAR:
+        found = _scalar_tensor(declared.name, value) if isinstance(value, Tensor) else value
+        if isinstance(found, Tensor):
+            require_same_device(declared.name, found, a)
+            return found
+        return traced.number(declared.name, found)
+    if declared.kind is Kind.INTEGER:
+        whole = _integer_tensor(declared.name, value) if isinstance(value, Tensor) else value
+        if isinstance(whole, Tensor):
+            require_same_device(declared.name, whole, a)
+            return whole
+        return traced.integer(declared.name, whole)
+    require_tensor(declared.name, value)
+    if declared.kind in BLOCKS:
+        return _check_blocks(declared, value, a, b)
+    if declared.kind is Kind.PRODUCT:
+        return _check_product(declared.name, value, b)
+    return _check_input_tensor(declared, value, a, leading, b.shape[-1], b_batches=b.ndim > 2)
+
+
+def scalar(name: str, value: Any) -> Any:
+    """Convert a scalar for a kernel: a float, or a 0-d FP32, FP16 or BF16 tensor on a GPU.
+
+    Eager, warm and compiled calls accept a real number of Python or NumPy, or a tensor of one element of any real
+    dtype. Values that only PyTorch's dispatcher can read are returned unchanged.
+
+    Raises
+    ------
+    TypeError
+        If the value is not a real number, or a bool or complex tensor.
+    ValueError
+        If it is beyond the range of a double, or a tensor of several elements.
+    """
+    if isinstance(value, (torch.SymInt, torch.SymFloat)) or traced.is_special(value):
+        return value
+    if not isinstance(value, Tensor):
+        return traced.number(name, value)
+    return value if traced.is_watched() else _scalar_tensor(name, value)
+
+
+def _scalar_tensor(name: str, value: Tensor) -> Tensor | float:
+    require_tensor(name, value)
+    if value.dtype == torch.bool or value.is_complex():
+        raise TypeError(f"{name} is {value.dtype}: a Scalar must be a real number")
+    if value.numel() != 1:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}: a Scalar must have one element")
+    # A number on the host needs no copy at launch.
+    if value.device.type == "cpu":
+        return float(value.item())
+    one = value.reshape(())
+    return one if is_read(one) else one.float()
+
+
+def integer(name: str, value: Any) -> Any:
+    """Return a whole number of 64 bits as kernels take it: an int, or an INT64 tensor without dimensions on a GPU.
+
+    What only PyTorch's dispatcher can read is returned as it is.
+
+    Raises
+    ------
+    TypeError
+        If it is no int and no tensor of an integer dtype.
+    ValueError
+        If it has more bits, or is a tensor of several elements.
+    """
+    if isinstance(value, torch.SymInt) or traced.is_special(value):
+        return value
+    if not isinstance(value, Tensor):
+        return traced.integer(name, value)
+    return value if traced.is_watched() else _integer_tensor(name, value)
+
+
+def _integer_tensor(name: str, value: Tensor) -> Tensor | int:
+    require_tensor(name, value)
+    if value.dtype == torch.bool or value.is_floating_point() or value.is_complex():
+        raise TypeError(f"{name} is {value.dtype}: an Integer is a whole number")
+    if value.numel() != 1:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}: an Integer has one element")
+    return int(value.item()) if value.device.type == "cpu" else value.reshape(()).long()
+
+
+def _check_product(name: str, value: Tensor, b: Tensor) -> Tensor:
+    if value.dtype != b.dtype:
+        raise TypeError(f"{name} is {value.dtype} and b is {b.dtype}: a Product must have b's dtype")
+    k, n = b.shape[-2:]
+    if tuple(value.shape) not in ((k, n), tuple(b.shape)):
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)}: as a Product it must have b's shape (K, N), {(k, n)}"
+            + (f". It looks like a weight of shape (N, K): pass {name}.t()" if tuple(value.shape) == (n, k) else "")
+        )
+    require_same_device(name, value, b)
+    return as_stored(value)
+
+
+def _check_blocks(declared: Input, value: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Return scales of blocks in two dimensions, with any strides."""
+    name = declared.name
+    if value.dtype != torch.float32:
+        raise TypeError(f"{name} is {value.dtype}: scales of blocks are torch.float32, so pass {name}.float()")
+    k, n = b.shape
+    batch, steps = tuple(a.shape[:-1]), mma.blocks(k)
+    if declared.kind is Kind.BLOCKS_A:
+        shapes = [(*batch, steps), (math.prod(batch), steps)]
+        what = f"{shapes[0]}, a scale for each 1x{mma.BLOCK_K} of a"
+    else:
+        shapes = [(mma.blocks(n), steps), (n, steps)]
+        what = (
+            f"{shapes[0]}, a scale for each {mma.BLOCK_K}x{mma.BLOCK_K} of b, or {shapes[1]}, one for each "
+            f"{mma.BLOCK_K} of a column"
+        )
+    if tuple(value.shape) not in shapes:
+        transposed = value.ndim == 2 and tuple(value.shape[::-1]) in shapes
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)}: with M={math.prod(batch)}, N={n} and K={k} it must have shape "
+            + what
+            + (f". It looks transposed: pass {name}.t()" if transposed else "")
+        )
+    require_same_device(name, value, a)
+    value = as_stored(value)
+    return value if declared.kind is Kind.BLOCKS_B else fold(name, value, shapes[1])
+
+
+def _check_input_tensor(
+    declared: Input, value: Tensor, a: Tensor, batch: tuple[int, ...], n: int, *, b_batches: bool
+) -> Tensor:
+    name = declared.name
+    element_type(name, value, READ)
+    if b_batches:
+        return _check_batched_input(declared, value, a, batch, n)
+    m = math.prod(batch)
+    shapes = {Kind.ROW: (n,), Kind.COL: batch, Kind.TILE: (*batch, n)}
+    flat = {Kind.ROW: (n,), Kind.COL: (m,), Kind.TILE: (m, n)}[declared.kind]
+    value = _spread(declared.kind, value, shapes[declared.kind], flat)
+    if tuple(value.shape) not in (shapes[declared.kind], flat):
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)}: as a {declared.kind.name.capitalize()} it must have shape "
+            f"{shapes[declared.kind]} for a result of shape {(*batch, n)}"
+        )
+    require_same_device(name, value, a)
+    folded = fold(name, as_stored(value), flat)
+    if folded.ndim == 1 and folded.shape[0] > 1 and folded.stride(0) != 1:
+        raise ValueError(f"{name} has stride {folded.stride(0)}: call {name}.contiguous() first")
+    return folded
+
+
+def _check_batched_input(declared: Input, value: Tensor, a: Tensor, leading: tuple[int, ...], n: int) -> Tensor:
+    """Return an input that all batches share without their dimensions, or one with all of them."""
+    name, (*shape, m) = declared.name, leading
+    require_same_device(name, value, a)
+    own = own_shapes(m, n, a.shape[-1])[declared.kind]
+    found = batches.spread(declared.kind, as_stored(value), tuple(shape), own)
+    if found is None:
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)}: as a {declared.kind.name.capitalize()} it must have shape {own}, "
+            f"or {(*shape, *own)} for a result of shape {(*leading, n)}"
+        )
+    if len(own) == 1 and found.shape[-1] > 1 and found.stride(-1) != 1:
+        raise ValueError(f"{name} has stride {found.stride(-1)}: call {name}.contiguous() first")
+    return found
+
+
+def _spread(kind: Kind, value: Tensor, wanted: tuple[int, ...], flat: tuple[int, ...]) -> Tensor:
+    """Return an input that PyTorch would broadcast in its full shape, and any other as it is.
+
+    That is a row with leading dimensions of 1, a column with a last one of 1, and a tile with any of 1. What has a
+    stride of 0 is copied.
+    """
+    shape = tuple(value.shape)
+    if kind is Kind.ROW and value.ndim > 1 and shape[-1:] == wanted and value.numel() == wanted[0]:
+        value = value.reshape(wanted)
+    elif kind is Kind.COL and shape in ((*wanted, 1), (*flat, 1)):
+        value = value.squeeze(-1)
+    elif kind is Kind.TILE:
+        for full in (wanted, flat):
+            if len(shape) == len(full) and all(x in (1, y) for x, y in zip(shape, full, strict=True)):
+                value = value.expand(full)
+                break
+    return value.contiguous() if repeats(value) else value
+
+
+def repeats(tensor: Tensor) -> bool:
+    """Whether one place in memory is several elements."""
+    return any(extent > 1 and stride == 0 for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))

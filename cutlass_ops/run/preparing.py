@@ -1,0 +1,113 @@
+"""What users prepare ahead of calls: every kernel that calls may need, or the launch of one call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cutlass_ops.run import launch, traced
+from cutlass_ops.run.kernels import Kernel
+from cutlass_ops.run.launch import Launch
+from cutlass_ops.run.ops import Op
+from cutlass_ops.run.registry import Registry
+from cutlass_ops.run.requests import requested
+
+
+def warm_up(op: object, /, *arguments: Any, **named: Any) -> int:
+    """Compile and load every kernel that calls with this weight may need, at any number of rows.
+
+    Without it, the first call compiles one kernel and background threads compile the others. If other ops serve the
+    call, such as two GEMMs for :func:`cutlass_ops.gemm_swiglu` before Hopper, their kernels are compiled. A function's
+    own preparation, such as folding gamma into a weight, does run. If an argument requires grad and gradients are
+    enabled, the kernels of the backward are compiled too: for this, the call and its backward run once.
+
+    Parameters
+    ----------
+    op : Op, Epilogue or function
+        A named op such as ``cutlass_ops.gemm_bias_relu``, a decorated function, ``cutlass_ops.gemm`` with ``epilogue``,
+        or a function such as ``cutlass_ops.rmsnorm_gemm``.
+    *arguments, **named
+        The arguments of a call. Only K matters among A's extents.
+
+    Returns
+    -------
+    int
+        Number of kernels; 0 for tensors on the CPU.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError
+        As the call itself.
+    MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
+        If a kernel cannot be compiled, stored or loaded.
+
+    Examples
+    --------
+    >>> a = torch.ones(2, 8).bfloat16()  # (M, K)
+    >>> b = torch.ones(3, 8).bfloat16().t()  # (K, N), from a weight (N, K)
+    >>> co.warm_up(co.gemm_bias_relu, a, b, bias=torch.zeros(3).bfloat16())
+    0
+    """
+    request = requested(op, *arguments, **named)
+    specs = list(request.op.specs_of(*request.arguments, **request.named))
+    if specs and traced.is_differentiated(*request.arguments, *request.named.values()):
+        from cutlass_ops.run import recorded  # late, as gradients are
+
+        # The first of these calls are the forward's, which may store more than a call without gradients.
+        Registry.current().kernels(specs)
+        for each in recorded.calls_of_a_step(request.op, request.arguments, request.named):
+            if isinstance(each.called, Op):
+                specs += each.called.specs_of(each.a, each.b, *each.inputs, out_dtype=each.out_dtype)
+    return Registry.current().ready(dict.fromkeys(specs), request.arguments[0].device) if specs else 0
+
+
+def prepare_launch(op: object, /, *arguments: Any, **named: Any) -> Launch:
+    """Prepare a call for callers who repeat it: at the call, hardly more than CUDA's own launch is left to do.
+
+    The best kernel is compiled if it is not there, as by :func:`warm_up`. No stand-in serves, and no peer of PyTorch's
+    that the tuner found. Some kernels clear memory ahead of each launch (stream-K), or share it with other launches of
+    their stream (reductions of D on Hopper; the means of a norm beside the main loop). They take an ordinary launch's
+    time, without the look-up.
+
+    Parameters
+    ----------
+    op : Op, Kernel, Epilogue or function
+        As for :func:`warm_up`, or the result of :func:`build`. Weights of norms must be prepared, by
+        :func:`cutlass_ops.prepare` or :func:`cutlass_ops.prepare_layernorm`.
+    *arguments, **named
+        The arguments of a call. An output that is not in `out` is allocated here, once. The launch keeps all tensors.
+
+    Returns
+    -------
+    Launch
+        Its documentation has its contract. That of a function is its op's: `x` is called ``a`` and `w` ``b``, and that
+        of :func:`cutlass_ops.gemm_residual_rms` returns D and the sums of squares.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As the call itself. Also if an argument requires grad, or would be copied or computed at each call, such as a
+        broadcast input.
+    NotImplementedError
+        If PyTorch traces, a mode is active, or the stream is being captured into a CUDA graph.
+    UnsupportedError
+        If no single kernel serves the call.
+    MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
+        If the kernel cannot be compiled, stored or loaded.
+
+    Examples
+    --------
+    >>> x, weight, bias = torch.ones(2, 8).bfloat16(), torch.ones(3, 8).bfloat16(), torch.zeros(3).bfloat16()
+    >>> launch = co.prepare_launch(co.gemm_bias_relu, x, weight.t(), bias, out=torch.empty(2, 3).bfloat16())
+    >>> for step in range(3):
+    ...     d = launch()  # reads what x has now
+    >>> d.tolist()
+    [[8.0, 8.0, 8.0], [8.0, 8.0, 8.0]]
+    """
+    if isinstance(op, Kernel):
+        return op.prepare_launch(*arguments, **named)
+    request = requested(op, *arguments, **named)
+    found = request.op
+    launch.require_untraced(found.name)
+    pairs = zip(("a", "b", *found.names), request.arguments, strict=False)
+    launch.require_given(found, (*pairs, *request.named.items()), (arguments, named), launch.FOLD)
+    return found.prepare_launch(*request.arguments, **request.named)
