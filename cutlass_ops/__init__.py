@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from cutlass_ops.nn.patching import patch, unpatch
     from cutlass_ops.run.fp8 import Fp8State
     from cutlass_ops.run.gated import gemm_swiglu
+    from cutlass_ops.run.grouped import grouped_gemm
     from cutlass_ops.run.kernels import Kernel, build
     from cutlass_ops.run.launch import Launch
     from cutlass_ops.run.named import (
@@ -115,6 +116,7 @@ _MODULES = {
     "nn.patching": ("patch", "unpatch"),
     "run.fp8": ("Fp8State",),
     "run.gated": ("gemm_swiglu",),
+    "run.grouped": ("grouped_gemm",),
     "run.kernels": ("Kernel", "build"),
     "run.launch": ("Launch",),
     "run.named": (
@@ -208,6 +210,7 @@ __all__ = [
     "gemm_residual",
     "gemm_residual_rms",
     "gemm_swiglu",
+    "grouped_gemm",
     "layernorm_gemm",
     "load_bundle",
     "nn",

@@ -24,11 +24,14 @@ class Form:
         What a problem's count means, in words.
     several : bool
         Whether a problem may have a count above 1.
+    operands : tuple of str
+        Tensors of a call between A and B and the epilogue's inputs.
     """
 
     name: str
     count: str
     several: bool = True
+    operands: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, given: object) -> Form:
@@ -64,17 +67,22 @@ class Form:
 
 DENSE = Form("dense", "the count is 1", several=False)
 BATCHED = Form("batched", "the number of batches, each with an A, a B and a D")
+GROUPED = Form(
+    "grouped",
+    "the number of groups of A's rows, each with a B of its own; M is the rows that a group is taken to have",
+    operands=("offsets",),
+)
 # Every form is a row here. The kinds of kernels say which of them they serve.
-FORMS: dict[str, Form] = {form.name: form for form in (DENSE, BATCHED)}
+FORMS: dict[str, Form] = {form.name: form for form in (DENSE, BATCHED, GROUPED)}
 
 
-def why_one_gemm(graph: Expression) -> str | None:
-    """Say why a kernel computes an epilogue for one GEMM only, whatever its form; None if also for several batches."""
+def why_one_gemm(graph: Expression, form: Form = BATCHED) -> str | None:
+    """Say why a kernel computes an epilogue for one GEMM only; None if also for several of a form."""
     if graph.quantized is not None:
         return "the epilogue quantises D, and a kernel writes the scales of one GEMM"
     if any(output.reduce is not None for output in graph.outputs):
         return "the epilogue reduces D, and a kernel finishes the reductions of one GEMM"
-    if graph.products:
+    if graph.products and form != GROUPED:
         return "the epilogue has a further product, and a kernel multiplies the A of one GEMM by several matrices"
     if graph.gathered:
         return "the epilogue takes statistics of A's rows, and a kernel takes those of one GEMM"

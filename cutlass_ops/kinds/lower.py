@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from cutlass_ops.base.dtypes import i64
+from cutlass_ops.base.dtypes import i32, i64
 from cutlass_ops.base.mma import BLOCK_K
-from cutlass_ops.declare.form import BATCHED
+from cutlass_ops.declare.form import DENSE, GROUPED
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.names import is_plain
@@ -307,6 +307,8 @@ def types(spec: KernelSpec, lowered: Lowered, places: str) -> dict[str, Any]:
     elements = dict.fromkeys(operand.dtype for operand in operands)
     if HEADERS[UNIFORM] in headers:
         elements.pop(i64, None)  # a seed's type: this header, which reads seeds, says it
+    if spec.form == GROUPED:
+        elements[i32] = None  # of where groups end
     return {
         "element_types": [{"cpp": t.cpp, "dl_code": t.dl_code} for t in elements],
         "a": _operand(spec.a),
@@ -321,7 +323,9 @@ def types(spec: KernelSpec, lowered: Lowered, places: str) -> dict[str, Any]:
         ],
         "headers": sorted(headers),
         "swaps_pairs": spec.epilogue.swaps_pairs,
-        "batched": spec.form == BATCHED,
+        # Groups are found by their first row and number where a batch is found by its place.
+        "batched": spec.form != DENSE,
+        "grouped": spec.form == GROUPED,
     }
 
 
@@ -341,7 +345,7 @@ def fields(spec: KernelSpec, whole_accesses: Callable[[Operand, bool], bool]) ->
         Whether the kernel moves an (M, N) tensor, given its type and whether it is an output, in whole accesses that
         must divide its extent.
     """
-    field = _batched_field if spec.form == BATCHED else _field
+    field = {DENSE: _field, GROUPED: _grouped_field}.get(spec.form, _batched_field)
     found = [
         _blocks(spec, i) if i.kind in BLOCKS else field(i.name, i.kind, operand, whole_accesses(operand, False))
         for i, operand in spec.typed_inputs
@@ -393,6 +397,12 @@ def _batched_field(name: str, kind: Kind, operand: Operand, whole: bool, suffix:
     vector = kind in (Kind.ROW, Kind.COL)
     batched = f"cutlass_ops::BatchedVector<Element_{name}>" if vector else "cutlass_ops::BatchedMatrix"
     return {**found, "type": batched, "read": found["read"].replace("call.", "batched.")}
+
+
+def _grouped_field(name: str, kind: Kind, operand: Operand, whole: bool, suffix: str = "") -> dict[str, str]:
+    """As a launch argument of batches, but read with the distances between rows and between groups."""
+    found = _batched_field(name, kind, operand, whole, suffix)
+    return {**found, "read": found["read"].replace("batched.", "groups.")}
 
 
 def _operand(operand: Operand) -> dict[str, Any]:

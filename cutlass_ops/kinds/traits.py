@@ -8,6 +8,7 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from cutlass_ops.base import arch
+from cutlass_ops.declare.form import GROUPED
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import Major
@@ -37,6 +38,8 @@ class Traits:
         Whether the epilogue uses means of A's rows.
     blocks : bool
         Whether blocks of A and of B have scales.
+    grouped : bool
+        Whether rows belong to groups, whose tiles have one order.
     """
 
     element_bytes: int
@@ -47,6 +50,7 @@ class Traits:
     scatters: bool = False
     gathers: bool = False
     blocks: bool = False
+    grouped: bool = False
 
     @classmethod
     def of(cls, signature: OpSignature) -> Traits:
@@ -60,6 +64,7 @@ class Traits:
             scatters=signature.d.alignment == 1,
             gathers=bool(signature.epilogue.gathered),
             blocks=bool(signature.epilogue.block_scales),
+            grouped=signature.form == GROUPED,
         )
 
     @property

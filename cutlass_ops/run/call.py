@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -21,12 +21,12 @@ from cutlass_ops.base.dtypes import READ, STORED, f32, i32, i64
 from cutlass_ops.base.dtypes import dtype as element_named
 from cutlass_ops.base.errors import NoDeviceError
 from cutlass_ops.declare.device import Device
-from cutlass_ops.declare.form import BATCHED, DENSE, Form
+from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED, Form
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import KernelSpec, Major, Operand
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
-from cutlass_ops.run import batches, matrices, operands, reference
+from cutlass_ops.run import batches, groups, matrices, operands, reference
 from cutlass_ops.run.operands import Arguments
 from cutlass_ops.run.outputs import check_out, check_overlap, check_quantized, output_name
 from cutlass_ops.run.registry import OpSignature
@@ -66,6 +66,14 @@ class Call(NamedTuple):
         """The extents of the product."""
         return self.arguments.problem
 
+    @property
+    def chosen_for(self) -> Problem:
+        """The problem for which a kernel is chosen: that of groups is made up, as the host does not know them."""
+        problem = self.problem
+        if self.arguments.form != GROUPED or 0 in problem:
+            return problem
+        return groups.typical(problem.m, problem.n, problem.k, problem.count)
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor of the call with its name in messages."""
         yield from (("a", self.arguments.a), ("b", self.arguments.b))
@@ -104,12 +112,13 @@ class Call(NamedTuple):
             if name == "a" or name in tiles:
                 matrices.matrix(name, tensor, element_type(name, tensor))
         matrices.weights(self.arguments.b, _products(self), element_type("b", self.arguments.b))
-        operands.check_lines(self.arguments, _products(self))
+        _check_lines(self)
 
     def run_reference(self) -> None:
         """Compute the outputs in PyTorch, for operands that a kernel could also address."""
         self.check_layouts()
-        for part in [self] if self.why_apart is None else self.parts():
+        several = self.why_apart is not None or self.arguments.form == GROUPED
+        for part in self.parts() if several else [self]:
             values = reference.gemm_reference(
                 part.arguments.a,
                 part.arguments.b,
@@ -127,6 +136,9 @@ class Call(NamedTuple):
         if arguments.form == DENSE:
             yield self
             return
+        if arguments.form == GROUPED:
+            yield from self._groups()
+            return
         problem = arguments.problem._replace(count=1)
         own = {i.name: 1 if i.kind in (Kind.ROW, Kind.COL) else 2 for i in self.graph.inputs}
 
@@ -137,6 +149,32 @@ class Call(NamedTuple):
             inputs = {name: at(name, value, place) for name, value in arguments.inputs.items()}
             outputs = tuple(x[place] for x in self.outputs)
             of_one = Arguments(problem, (problem.m,), arguments.a[place], arguments.b[place], inputs)
+            yield Call(self.graph, of_one, outputs, outputs)
+
+    def _groups(self) -> Iterator[Call]:
+        """Yield a dense call for each group that has rows: it reads where they end."""
+        arguments = self.arguments
+        if 0 in self.problem:
+            return
+        inputs = {i.name: (i.kind, arguments.inputs[i.name]) for i in self.graph.inputs}
+        ends = arguments.inputs["offsets"]
+        assert isinstance(ends, Tensor)
+        for expert, rows in enumerate(groups.ends(ends, self.problem.m)):
+
+            def of_group(kind: Kind, value: Tensor | float, expert: int = expert, rows: slice = rows) -> Tensor | float:
+                if not isinstance(value, Tensor) or kind is Kind.SCALAR or kind is Kind.INTEGER:
+                    return value
+                if kind is Kind.ROW or kind is Kind.PRODUCT:
+                    return value[expert] if value.ndim > 1 else value
+                return value[rows]
+
+            size = rows.stop - rows.start
+            if not size:
+                continue
+            own = {name: of_group(kind, value) for name, (kind, value) in inputs.items()}
+            problem = self.problem._replace(m=size, count=1)
+            outputs = tuple(x[rows] for x in self.outputs)
+            of_one = Arguments(problem, (size,), arguments.a[rows], arguments.b[expert], own)
             yield Call(self.graph, of_one, outputs, outputs)
 
     @property
@@ -153,6 +191,7 @@ def check_call(
     out: Any,
     out_dtype: torch.dtype | None,
     spec: KernelSpec | None = None,
+    offsets: Any = None,
 ) -> Call:
     """Check a call's arguments and allocate missing outputs.
 
@@ -162,13 +201,18 @@ def check_call(
         The call.
     spec : KernelSpec, optional
         The kernel, if it is fixed. It then decides the outputs' types.
+    offsets : Tensor, optional
+        Where groups of A's rows end, if each has a matrix of its own.
 
     Raises
     ------
     TypeError, ValueError
         If an argument does not fit. The message names it.
     """
-    arguments = operands.check_arguments(graph, a, b, inputs)
+    if offsets is None:
+        arguments = operands.check_arguments(graph, a, b, inputs)
+    else:
+        arguments = groups.check_arguments(graph, a, b, offsets, inputs)
     if spec is not None and spec.form != arguments.form:
         instead = "b (K, N)" if spec.form == DENSE else "b (..., K, N) with dimensions of batches: b[None] has one"
         raise ValueError(f"b has shape {tuple(b.shape)}, and {spec.slug} is {spec.form}: pass {instead}")
@@ -235,7 +279,8 @@ def call_at(
     input_dtypes : mapping of str to str, optional
         Dtypes of inputs by name, if they are others.
     form : Form
-        How the GEMMs belong together. Batched tensors have all batches in one dimension, and vectors are shared.
+        How the GEMMs belong together. Batched tensors have all batches in one dimension, and vectors are shared. Of
+        groups, each has M rows.
 
     Raises
     ------
@@ -256,8 +301,12 @@ def call_at(
     usual = usual_dtype(of_a, of_a)
 
     lead = (problem.count,) if form == BATCHED else ()
+    of_b = () if form == DENSE else (problem.count,)
+    m *= problem.count if form == GROUPED else 1
 
-    def empty(rows: int, columns: int, major: Major, element: torch.dtype = of_a) -> Tensor:
+    def empty(
+        rows: int, columns: int, major: Major, element: torch.dtype = of_a, lead: tuple[int, ...] = lead
+    ) -> Tensor:
         shape = (rows, columns) if major == "row" else (columns, rows)
         tensor = torch.empty((*lead, *shape), dtype=element, device="meta")
         return tensor if major == "row" else tensor.mT
@@ -279,7 +328,8 @@ def call_at(
         Kind.BLOCKS_B: lambda name: empty(mma.blocks(n), mma.blocks(k), "row", torch.float32),
     }
     inputs = {i.name: drawn[i.kind](i.name) for i in graph.inputs}
-    return check_call(graph, empty(m, k, a), empty(k, n, b), inputs, None, out_dtype)
+    offsets = torch.empty(of_b, dtype=torch.int32, device="meta") if form == GROUPED else None
+    return check_call(graph, empty(m, k, a), empty(k, n, b, lead=of_b), inputs, None, out_dtype, offsets=offsets)
 
 
 def given_outputs(graph: Graph, out: Any) -> tuple[Any, ...]:
@@ -327,6 +377,13 @@ def device_of(device: torch.device) -> Device:
     return Device((properties.major, properties.minor), properties.multi_processor_count, properties.name)
 
 
+def _check_lines(call: Call) -> Sequence[Major]:
+    """Return the majors that B may have; refuse operands that no kernel for their types or form reads."""
+    if call.arguments.form == GROUPED:
+        groups.check_lines(call.arguments, _products(call))
+    return operands.check_lines(call.arguments, _products(call))
+
+
 def _products(call: Call) -> dict[str, Tensor]:
     return {n: t for n in call.graph.products if isinstance(t := call.arguments.inputs[n], Tensor)}
 
@@ -343,7 +400,7 @@ def signature_of(call: Call, device: Device) -> OpSignature:
     graph, arguments = call.graph, call.arguments
     for name, tensor in call.tensors():
         require_memory(name, tensor)
-    majors = operands.check_lines(arguments, _products(call))
+    majors = _check_lines(call)
     a = matrices.matrix("a", arguments.a, element_type("a", arguments.a))
     b, *_ = matrices.weights(arguments.b, _products(call), element_type("b", arguments.b), majors)
     by_tma = device.loads_by_tma(a.operand, b.operand)
@@ -383,7 +440,8 @@ def signature_of(call: Call, device: Device) -> OpSignature:
     if graph.block_scales:
         of_a, of_b = operands.scaling(graph, arguments)
         load_a, load_b = replace(load_a, scaling=of_a), replace(load_b, scaling=of_b)
-    return OpSignature(graph, load_a, load_b, d, tuple(others[:count]), tuple(others[count:]), arguments.form)
+    found = OpSignature(graph, load_a, load_b, d, tuple(others[:count]), tuple(others[count:]), arguments.form)
+    return groups.read_by_registers(found) if arguments.form == GROUPED else found
 
 
 def _alike(found: tuple[Operand, ...], is_tile: list[bool] | None = None) -> tuple[Operand, ...]:

@@ -41,10 +41,11 @@ class Kernel(Warm):
     _autocasts = False
 
     def __init__(self, spec: KernelSpec, loaded: LoadedKernel) -> None:
-        super().__init__(spec.slug, spec.epilogue)
+        super().__init__(spec.slug, spec.epilogue, spec.form)
         self.spec = spec
         self.loaded = loaded
-        self.about = traced.register(f"kernel_{spec.slug}", spec.epilogue, self, traced.EXACT, spec.to_json())
+        name = f"kernel_{spec.slug}"
+        self.about = traced.register(name, spec.epilogue, self, traced.EXACT, spec.to_json(), spec.form)
 
     def __repr__(self) -> str:
         return f"<kernel {self.spec.slug}>"
@@ -55,9 +56,10 @@ class Kernel(Warm):
         Parameters
         ----------
         a, b : Tensor
-            A (..., M, K) and B (K, N) of the declared types; of the form batched, B (..., K, N).
+            A (..., M, K) and B (K, N) of the declared types; of the form batched, B (..., K, N); of the form grouped,
+            A (T, K) and B (E, K, N).
         *inputs, **named
-            The epilogue's inputs, by position or by name.
+            The epilogue's inputs, by position or by name. Of the form grouped, offsets come before them.
         out : Tensor or mapping of str to Tensor, optional
             Where to write the outputs.
 
@@ -128,7 +130,8 @@ class Kernel(Warm):
         self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None = None
     ) -> Call:
         values = dict(zip(self.names, inputs, strict=True))
-        return check_call(self.graph, a, b, values, out, out_dtype, self.spec)
+        offsets = [values.pop(name) for name in self.spec.form.operands]
+        return check_call(self.graph, a, b, values, out, out_dtype, self.spec, *offsets)
 
 
 def build(spec: KernelSpec) -> Kernel:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from cutlass_ops.base import mma
-from cutlass_ops.declare.form import BATCHED, DENSE, Form
+from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED, Form
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import Major
 from cutlass_ops.epilogue.graph import Graph
@@ -26,6 +26,8 @@ from cutlass_ops.run.tensors import as_stored, element_type, fold, require_same_
 
 class Arguments(NamedTuple):
     """One call's checked arguments, in two dimensions; batched ones with one or two leading dimensions of batches.
+
+    Grouped ones have A in two dimensions, B in three, and where groups end as the first of the inputs.
 
     Attributes
     ----------
@@ -57,17 +59,17 @@ class Arguments(NamedTuple):
 
     def flat_shape(self, output: Output) -> tuple[int, ...]:
         """Return an output's shape for the kernel."""
-        each = tuple(self.a.shape[:-2])
+        each = () if self.form == GROUPED else tuple(self.a.shape[:-2])
         return shape_of(output.kind, (*each, self.problem.m), self.problem.n, each)
 
     @property
     def is_folded(self) -> bool:
         """Whether there are more dimensions of batches than a kernel knows, and some were folded into one."""
-        return len(self._batches) > self.a.ndim - 2
+        return self.form == BATCHED and len(self._batches) > self.a.ndim - 2
 
     @property
     def _batches(self) -> tuple[int, ...]:
-        return () if self.form == DENSE else self.leading[:-1]
+        return self.leading[:-1] if self.form == BATCHED else ()
 
 
 def shape_of(kind: Kind, leading: tuple[int, ...], n: int, each: tuple[int, ...] = ()) -> tuple[int, ...]:

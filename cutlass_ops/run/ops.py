@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cutlass_ops.artifacts import loader
 from cutlass_ops.base.errors import UnsupportedError
+from cutlass_ops.declare.form import DENSE, Form
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue import Epilogue
 from cutlass_ops.epilogue.graph import Graph
@@ -67,6 +68,8 @@ class Op(Warm):
         an op from its epilogue.
     """
 
+    form: Form = DENSE  # of calls whose B has two dimensions
+
     def __init__(
         self,
         name: str,
@@ -74,12 +77,13 @@ class Op(Warm):
         instead: Instead | None = None,
         made_by: tuple[str, Any] | None = None,
     ) -> None:
-        super().__init__(name, epilogue.graph)
+        super().__init__(name, epilogue.graph, self.form)
         self.epilogue = epilogue
         self.products = self.graph.products
         self.__doc__ = described.docstring(epilogue)
         self._instead = instead
-        self.about = traced.register(name, self.graph, self, *(made_by or ("epilogue", self.graph.to_json())))
+        how, plain = made_by or ("epilogue", self.graph.to_json())
+        self.about = traced.register(name, self.graph, self, how, plain, self.form)
         self.__signature__ = described.signature(self.names)
 
     def __repr__(self) -> str:

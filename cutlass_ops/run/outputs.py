@@ -10,12 +10,12 @@ from torch import Tensor
 
 from cutlass_ops.base import arch
 from cutlass_ops.base.dtypes import DType, i32
-from cutlass_ops.declare.form import DENSE
+from cutlass_ops.declare.form import DENSE, GROUPED
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind, Output
 from cutlass_ops.epilogue.operations import REDUCTIONS
 from cutlass_ops.run import batches
-from cutlass_ops.run.matrices import as_major
+from cutlass_ops.run.matrices import as_major, has_lines_along
 from cutlass_ops.run.operands import Arguments
 from cutlass_ops.run.tensors import (
     element_type,
@@ -62,6 +62,8 @@ def check_out(
     require_same_device(name, out, arguments.a)
     if arguments.form != DENSE and not batches.is_nested(out):
         raise ValueError(f"{name} has strides {out.stride()}, by which elements share memory: pass one of torch.empty")
+    if arguments.form == GROUPED and not has_lines_along(out, 1):
+        raise ValueError(f"{name} has strides {out.stride()}, and groups are rows in memory: pass a row-major tensor")
     return fold(name, out, flat)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from cutlass_ops.artifacts import loader
 from cutlass_ops.artifacts.loader import LoadedKernel, Reason, refusal
 from cutlass_ops.base import arch, env
+from cutlass_ops.base.dtypes import i32
 from cutlass_ops.base.errors import LoadError
 from cutlass_ops.declare.form import DENSE
 from cutlass_ops.declare.order import TileOrder
@@ -276,8 +277,9 @@ def _explain(status: int, spec: KernelSpec, arguments: Sequence[Any]) -> Excepti
     """Return a readable error for a kernel's refusal."""
     position, reason = refusal(status)
     inputs, outputs = spec.epilogue.inputs, spec.epilogue.outputs[1:]
-    names = ["a", "b", "out", *(i.name for i in inputs), *map(output_name, outputs)]
-    types = [spec.a, spec.b, spec.d, *spec.inputs, *spec.outputs]
+    of_form = spec.form.operands
+    names = ["a", "b", "out", *of_form, *(i.name for i in inputs), *map(output_name, outputs)]
+    types = [spec.a, spec.b, spec.d, *(Operand(i32, "row", 1) for _ in of_form), *spec.inputs, *spec.outputs]
     if position >= len(names):
         return LoadError(f"{spec.slug} refused argument {position} ({reason.name}): a defect of this library")
     name, wanted, value = names[position], types[position], arguments[position]

@@ -15,9 +15,10 @@ import torch
 from cutlass_ops.base.errors import UnsupportedError
 from cutlass_ops.choose import dispatch
 from cutlass_ops.choose.dispatch import Decision
-from cutlass_ops.declare.form import DENSE
+from cutlass_ops.declare.form import BATCHED, GROUPED
 from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue.nodes import Kind
+from cutlass_ops.run import groups
 from cutlass_ops.run.call import Call
 from cutlass_ops.run.operands import shape_of
 from cutlass_ops.run.plan import Plan, Way, make_way
@@ -64,16 +65,23 @@ class Rows:
         matrices = [signature.a, signature.d]
         matrices += [x for i, x in zip(call.graph.inputs, signature.inputs, strict=True) if i.kind is Kind.TILE]
         matrices += [x for kind, x in zip(kinds[1:], signature.outputs, strict=True) if kind is Kind.TILE]
-        if arguments.form != DENSE or arguments.copied or not signature.b.aligned or not all(map(_is_usual, matrices)):
+        several = arguments.form == BATCHED
+        if several or arguments.copied or not signature.b.aligned or not all(map(_is_usual, matrices)):
             return None
         return cls(name, decision, arguments.a.device, kinds, tuple(t.dtype for t in call.outputs))
 
     def plan(self, shape: tuple[int, ...]) -> Plan | None:
         """Return a plan for an A of this shape; None if its best kernel is not loaded, or is none of this library."""
         batch, problem = shape[:-1], self.decision.problem
-        problem = problem._replace(m=math.prod(batch))
-        if not batch or shape[-1] != problem.k or not problem.m:
+        rows = math.prod(batch)
+        if not batch or shape[-1] != problem.k or not rows:
             return None
+        if self.decision.signature.form == GROUPED:
+            if len(batch) != 1:
+                return None
+            problem = groups.typical(rows, problem.n, problem.k, problem.count)
+        else:
+            problem = problem._replace(m=rows)
         try:
             found = dispatch.decide(self.decision.signature, self.decision.device, problem)
         except UnsupportedError:

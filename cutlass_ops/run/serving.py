@@ -73,7 +73,7 @@ def decide(signature: OpSignature, device: Device, call: Call) -> Decision | Non
     UnsupportedError
         If no kernel of the signature can be launched at this problem.
     """
-    found = dispatch.decide(signature, device, call.problem)
+    found = dispatch.decide(signature, device, call.chosen_for)
     if found is None or found.peer is None:
         return found
     from cutlass_ops.run import fallbacks  # late: tuning seldom allows PyTorch

@@ -93,7 +93,7 @@ def require_memory(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} has no memory, since its storage was freed or resized to 0: pass another tensor")
 
 
-def require_same_device(name: str, tensor: Tensor, a: Tensor) -> None:
+def require_same_device(name: str, tensor: Tensor, a: Tensor, name_of_a: str = "a") -> None:
     """Require a tensor to be on A's device.
 
     Raises
@@ -102,7 +102,7 @@ def require_same_device(name: str, tensor: Tensor, a: Tensor) -> None:
         If it is on another. The message names it.
     """
     if tensor.device != a.device:
-        raise ValueError(f"{name} is on {tensor.device} and a is on {a.device}: move them to one device")
+        raise ValueError(f"{name} is on {tensor.device} and {name_of_a} is on {a.device}: move them to one device")
 
 
 def as_stored(tensor: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from torch.nn import Parameter
 from cutlass_ops.base import dtypes
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.base.mma import BLOCK_K
+from cutlass_ops.declare.form import DENSE, GROUPED, Form
 from cutlass_ops.epilogue import Epilogue
 from cutlass_ops.epilogue.graph import Graph, fits
 from cutlass_ops.epilogue.nodes import Kind
@@ -106,10 +107,11 @@ MAKERS = {
     EXACT: ("cutlass_ops.run.kernels", "kernel_again"),
     "gemm_swiglu": ("cutlass_ops.run.gated", "swiglu_again"),
     "gated": ("cutlass_ops.run.gated", "gated_again"),
+    "grouped": ("cutlass_ops.run.grouped", "op_again"),
 }
 
 
-def register(name: str, graph: Graph, called: Portable, how: str, plain: Any) -> str:
+def register(name: str, graph: Graph, called: Portable, how: str, plain: Any, form: Form = DENSE) -> str:
     """Register an object for programs; return the string that describes and names it.
 
     Parameters
@@ -124,13 +126,16 @@ def register(name: str, graph: Graph, called: Portable, how: str, plain: Any) ->
         What makes it again in another process: a key of `MAKERS`.
     plain
         The maker's argument, as plain values.
+    form : Form
+        How the GEMMs of a call belong together.
     """
     op = f"{name} {json.dumps({how: plain}, separators=(',', ':'))}"
     _LIVE.setdefault(op, called)
     outputs = ",".join(f"{o.name}:{o.kind.value}:{graph.stored_type(o)}" for o in graph.outputs)
     marks = {Kind.SCALAR: "", Kind.INTEGER: ":integer"}
     scalars = ",".join(i.name + marks[i.kind] for i in graph.inputs if i.kind in marks)
-    return ";".join((",".join(i.name for i in graph.inputs), ",".join(graph.products), scalars, outputs, op))
+    names = ",".join((*(f"{name}:{form}" for name in form.operands), *(i.name for i in graph.inputs)))
+    return ";".join((names, ",".join(graph.products), scalars, outputs, op))
 
 
 def find(op: str) -> Portable:
@@ -226,7 +231,9 @@ class Traced:
     def __init__(self, about: str) -> None:
         names, products, scalars, outputs, self.op = about.split(";", 4)
         self.is_exact = f' {{"{EXACT}":' in self.op[: self.op.find(":") + 1]
-        self.names = tuple(names.split(",")) if names else ()
+        of_forms = [name.partition(":") for name in names.split(",")] if names else []
+        self.names = tuple(name for name, _, _ in of_forms)
+        self.grouped = any(form == GROUPED.name for _, _, form in of_forms)
         self.products = tuple(products.split(",")) if products else ()
         marked = [scalar.partition(":") for scalar in scalars.split(",")] if scalars else []
         self.scalars = tuple(name for name, _, mark in marked if not mark)
@@ -257,6 +264,8 @@ class Traced:
                 tensors.append(found)
         arguments = (self.op, a, b, tensors, numbers, places)
         if is_differentiated(a, b, *tensors):
+            if self.grouped:
+                raise NotImplementedError(NO_GROUPED_GRADIENT.format(self._differentiated(a, b, values)))
             if out is not None:
                 raise ValueError(
                     f"{self._differentiated(a, b, values)} requires grad, and a call with `out` has no backward: omit "
@@ -282,7 +291,7 @@ class Traced:
             raise ValueError(f"out names {', '.join(unknown)}: the outputs are {', '.join(self.outputs)}")
         # Batches of A and B broadcast; with a single B, those of A are rows.
         lead: tuple[int, ...] = ()
-        if b.ndim > 2:
+        if b.ndim > 2 and not self.grouped:
             lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
         m, n = (*lead, a.shape[-2]) if b.ndim > 2 else a.shape[:-1], b.shape[-1:]
         shapes = {"tile": (*m, *n), "col": m, "row": (*lead, *n), "blocks_d": (*m, -(-n[0] // BLOCK_K))}
@@ -303,6 +312,11 @@ class Traced:
             found.append(tensor)
         return found
 
+
+NO_GROUPED_GRADIENT = (
+    "{} requires grad, and grouped_gemm has no backward: call it under torch.no_grad(), or in a "
+    "torch.autograd.Function. The gradient of x is grouped_gemm(gradient, w.mT, offsets)"
+)
 
 # What an output may be stored as that is not D's type, by the name in the string.
 _STORED: dict[str, torch.dtype] = {t.name: getattr(torch, t.torch_name) for t in (*dtypes.REDUCED, *dtypes.FP8)}

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from cutlass_ops.base import arch, session
+from cutlass_ops.declare.form import DENSE, Form
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.run import traced
@@ -52,6 +53,8 @@ class Warm(traced.Portable):
         Name in messages.
     graph : Graph
         The epilogue.
+    form : Form
+        How the GEMMs of a call belong together. Its operands are taken as inputs before the epilogue's.
 
     Attributes
     ----------
@@ -67,15 +70,15 @@ class Warm(traced.Portable):
     # Whether torch.autocast decides the operands' dtype.
     _autocasts = True
 
-    def __init__(self, name: str, graph: Graph) -> None:
+    def __init__(self, name: str, graph: Graph, form: Form = DENSE) -> None:
         self.name = self.__name__ = name
         self.graph = graph
-        self.names = tuple(i.name for i in graph.inputs)
+        self.names = (*form.operands, *(i.name for i in graph.inputs))
         self.outputs = tuple(o.name for o in graph.outputs)
         self.served_warm = self.refused_warm = self.copied_inputs = 0
         readers = {Kind.SCALAR: scalar, Kind.INTEGER: integer}
         # Of inputs that are numbers: the type that needs no look, the name, and what looks at others.
-        self._scalars = tuple(
+        self._scalars = (None,) * len(form.operands) + tuple(
             (int if i.kind is Kind.INTEGER else float, i.name, readers[i.kind]) if i.kind in readers else None
             for i in graph.inputs
         )

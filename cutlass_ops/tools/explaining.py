@@ -18,6 +18,7 @@ from cutlass_ops.choose.policies import Policy
 from cutlass_ops.declare.chips import CHIPS
 from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.device import Device
+from cutlass_ops.declare.form import GROUPED
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.roofline import Roofline, roofline
 from cutlass_ops.declare.spec import KernelSpec
@@ -73,7 +74,9 @@ class Explanation:
         If several ops serve the call instead of one kernel: an explanation of each. Of batches that take a call each,
         of the first one's.
     batches : int
-        Number of GEMMs of these extents.
+        Number of GEMMs of these extents, or of groups of M rows together.
+    grouped : bool
+        Whether these are groups.
 
     Examples
     --------
@@ -97,6 +100,7 @@ class Explanation:
     microseconds: float | None = None
     parts: tuple[Explanation, ...] = ()
     batches: int = 1
+    grouped: bool = False
 
     @property
     def is_served(self) -> bool:
@@ -108,7 +112,8 @@ class Explanation:
         """What serves the call, its expected time, and why, in a sentence."""
         m, n, k = self.problem
         time = "" if self.microseconds is None else f", expected to take {self.microseconds:.1f} us"
-        several = "" if self.batches == 1 else f" in {self.batches} batches"
+        several = f" in {self.batches} groups" if self.grouped else f" in {self.batches} batches"
+        several = "" if self.batches == 1 else several
         what = f"{self.op}, M={m} N={n} K={k}{several}, on {self.device}"
         return f"{what} is served by {self.served_by}{time}: {self.why}."
 
@@ -124,7 +129,7 @@ class Explanation:
         return {
             "op": self.op,
             "problem": list(self.problem),
-            **({} if self.batches == 1 else {"batches": self.batches}),
+            **({} if self.batches == 1 else {"groups" if self.grouped else "batches": self.batches}),
             "device": self.device,
             "verdict": self.verdict,
             "served_by": self.served_by,
@@ -227,8 +232,10 @@ def explain(op: object, /, *arguments: Any, **named: Any) -> Explanation:
         call.check_layouts()
         where = "an extent is 0" if 0 in call.problem else "the tensors are on the CPU"
         why = f"{where}, so the reference implementation computes it"
+        grouped = call.arguments.form == GROUPED
+        batches = call.problem.count
         return Explanation(
-            asked.name, call.problem.extents, "PyTorch", why, device=_name(a.device), batches=call.problem.count
+            asked.name, call.problem.extents, "PyTorch", why, device=_name(a.device), batches=batches, grouped=grouped
         )
     return explain_call(asked.name, call, device_of(a.device), asked)
 
@@ -248,7 +255,8 @@ def explain_call(name: str, call: Call, device: Device, op: Op | None = None) ->
     op : Op, optional
         The op. It knows which other ops serve the call if no single kernel does.
     """
-    problem = call.problem
+    # Of groups, that for which a kernel is chosen: how many rows each has, the host does not know.
+    problem, grouped = call.chosen_for, call.arguments.form == GROUPED
     if call.why_apart is not None:
         return _otherwise(name, call, device, op, call.why_apart)
     signature = signature_of(call, device)
@@ -275,16 +283,23 @@ def explain_call(name: str, call: Call, device: Device, op: Op | None = None) ->
     moved = sum(t.numel() * t.element_size() for t in _tensors(call))
     return Explanation(
         name,
-        problem.extents,
+        call.problem.extents,
         served_by,
         why,
-        (*_contract(signature, device, ranked[0].config), *_means(signature, ranked[0].config), *origin, *_now(now)),
+        (
+            *_contract(signature, device, ranked[0].config),
+            *_means(signature, ranked[0].config),
+            *_groups(problem, grouped),
+            *origin,
+            *_now(now),
+        ),
         ranked,
         roofline(whole, moved, chip, mma.rate if mma else 1.0) if chip else None,
         peers,
         _called(device),
         expected,
         batches=problem.count,
+        grouped=grouped,
     )
 
 
@@ -347,10 +362,11 @@ def _why(policy: Policy, problem: Problem, best: Candidate, count: int) -> str:
     mine, others = "this epilogue on this kind of device", "another epilogue, element type or device"
     measured_for = mine if policy.own and policy.own.at(problem) else others
     corrected_for = " and ".join(dict.fromkeys(mine if table is policy.own else others for table in policy.tables))
+    measure = "" if policy.signature.form == GROUPED else " (run cutlass_ops.tune() to measure)"
     how = {
         "measured": f"measured fastest at exactly this shape, for {measured_for}",
         "interpolated": f"predicted by the cost model, corrected by measurements at similar shapes for {corrected_for}",
-        "model": "predicted by the cost model, since nothing similar was measured (run cutlass_ops.tune() to measure)",
+        "model": f"predicted by the cost model, since nothing similar was measured{measure}",
     }[best.source]
     bound = policy.own is not None and policy.own.deterministic
     only = ", all with bit-identical results (deterministic tuning)" if bound else ""
@@ -390,6 +406,14 @@ def _means(signature: OpSignature, config: Config) -> tuple[Finding, ...]:
     if not signature.epilogue.gathered:
         return ()
     return (Finding("rows of a", kind_of(config).means(config)),)
+
+
+def _groups(problem: Problem, grouped: bool) -> tuple[Finding, ...]:
+    """Say for which groups a kernel is chosen, if there are groups."""
+    if not grouped:
+        return ()
+    says = f"chosen for {problem.m} rows in each of {problem.count}, since only the device knows how many they have"
+    return (Finding("groups", says),)
 
 
 def _misaligned(signature: OpSignature, config: Config | None) -> str:

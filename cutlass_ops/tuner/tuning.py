@@ -548,7 +548,12 @@ def tune(
     for name, major in (("a", a), ("b", b)):
         if major not in get_args(Major):
             raise ValueError(f"{name} is {major!r}: say row or col, its major")
-    graph, effort = called(op).graph, effort or Effort()
+    asked, effort = called(op), effort or Effort()
+    if asked.form != DENSE:
+        raise ValueError(
+            f"{asked.name} multiplies groups of rows, of which no sizes can be measured: tune a plain GEMM"
+        )
+    graph = asked.graph
     place = _place(device, folder)
     problems: dict[OpSignature, list[Problem]] = {}
     form = DENSE if batches is None else BATCHED

@@ -59,6 +59,13 @@ def test_epilogues_that_choose_count_and_draw(name, said):
 
 
 @pytest.mark.slow
+def test_experts():
+    said = _run("experts.py")
+    assert "96 tokens, 4 of 16 experts each" in said
+    assert "error against float64" in said
+
+
+@pytest.mark.slow
 def test_train_gpt2_small(tmp_path):
     pytest.importorskip("matplotlib")
     said = _run("train_gpt2_small.py", "--steps", "12", "--plot", str(tmp_path / "losses.svg"))

@@ -501,6 +501,48 @@ def batched() -> dict[str, KernelSpec]:
     return found
 
 
+@co.epilogue
+def of_groups(acc, bias: co.Row, scale: co.Col, alpha: co.Scalar):
+    """Every kind of vector, and no tile."""
+    return co.relu(acc * scale + bias) * alpha
+
+
+GROUPED = {**BATCHED, "vectors": (requests.called(of_groups), {}), "tiles": (BATCHED["tiles"][0], {"d_aligned": False})}
+
+
+def grouped() -> dict[str, KernelSpec]:
+    """Kernels of groups of rows: each way in which a tile finds its group, and in which what it stores ends there."""
+    tile, narrow = co.ThreadblockShape(64, 64, 64), co.ThreadblockShape(64, 16, 64)
+    rows, columns = co.ClusterShape(2, 1), co.ClusterShape(1, 2)
+    every, own = ("plain", "inputs", "tiles", "registers"), ("vectors", "inputs")
+    configs = {
+        "pingpong": (co.Sm90Config(tile, schedule="pingpong"), every),
+        "swapped": (co.Sm90Config(co.ThreadblockShape(128, 32, 64), schedule="cooperative", swap_ab=True), every),
+        "narrow": (co.Sm90Config(narrow, schedule="pingpong", swap_ab=True), own),
+        "cooperative": (co.Sm90Config(co.ThreadblockShape(128, 64, 64), schedule="cooperative"), own),
+        "side_by_side": (co.Sm90Config(co.ThreadblockShape(192, 64, 64), schedule="cooperative"), own[:1]),
+        "rows": (co.Sm90Config(tile, rows, schedule="pingpong"), own),
+        "columns": (co.Sm90Config(tile, columns, schedule="pingpong"), own[:1]),
+        "swapped_rows": (co.Sm90Config(narrow, columns, schedule="pingpong", swap_ab=True), own[:1]),
+        "swapped_columns": (co.Sm90Config(narrow, co.ClusterShape(4, 1), schedule="pingpong", swap_ab=True), own[:1]),
+    }
+    found = {}
+    for name, (config, whats) in configs.items():
+        for what in whats:
+            op, changes = GROUPED[what]
+            found[f"grouped-{name}-{what}"] = with_form(spec(op, "bf16", ("row", "col"), config, **changes), "grouped")
+    gate = requests.called(composed.swiglu)
+    for name, config in (
+        ("pingpong", configs["pingpong"][0]),
+        ("swapped", co.Sm90Config(co.ThreadblockShape(128, 16, 64), schedule="pingpong", swap_ab=True)),
+    ):
+        found[f"grouped-{name}-gated"] = with_form(spec(gate, "bf16", ("row", "col"), config), "grouped")
+    for name in ("pingpong", "swapped"):
+        one = spec(OPS["gemm"], "f16", ("row", "row"), configs[name][0])
+        found[f"grouped-{name}-majors"] = with_form(one, "grouped", d="f32.row")
+    return found
+
+
 def with_form(one: KernelSpec, form: str, d: str | None = None) -> KernelSpec:
     """Return the same kernel in another form."""
     return KernelSpec(
@@ -634,6 +676,7 @@ def named() -> dict[str, list[KernelSpec]]:
         realigned(),
         multicast(),
         batched(),
+        grouped(),
     )
     found: dict[str, list[KernelSpec]] = {}
     for group in (*groups, edges.specs(), language.specs()):

@@ -9,8 +9,10 @@ from signatures import H100
 
 from cutlass_ops.artifacts import loader
 from cutlass_ops.artifacts.loader import Reason
+from cutlass_ops.base.dtypes import i32
 from cutlass_ops.base.session import Session
 from cutlass_ops.compilation.background import Background
+from cutlass_ops.declare.spec import Operand
 from cutlass_ops.epilogue.nodes import BLOCKS, Kind
 from cutlass_ops.run import call, kernels, plan, serving
 from cutlass_ops.run.registry import Registry
@@ -98,9 +100,11 @@ class FakeDevice:
 
     def _kernel(self, spec):
         graph = spec.epilogue
-        count, names = len(graph.inputs), [o.name for o in graph.outputs]
-        types = (spec.a, spec.b, spec.d, *spec.inputs, *spec.outputs)
-        kinds = (*(Kind.TILE,) * 3, *(i.kind for i in graph.inputs), *(o.kind for o in graph.outputs[1:]))
+        count, names = len(graph.inputs) + len(spec.form.operands), [o.name for o in graph.outputs]
+        of_form = [Operand(i32, "row", 1) for _ in spec.form.operands]
+        types = (spec.a, spec.b, spec.d, *of_form, *spec.inputs, *spec.outputs)
+        of_inputs = (*(Kind.ROW for _ in of_form), *(i.kind for i in graph.inputs))
+        kinds = (*(Kind.TILE,) * 3, *of_inputs, *(o.kind for o in graph.outputs[1:]))
 
         def refused(arguments):
             for position, (tensor, operand, kind) in enumerate(zip(arguments, types, kinds, strict=True)):
@@ -113,9 +117,11 @@ class FakeDevice:
             inputs, others, (raster, swizzle, workspace) = rest[:count], rest[count:-3], rest[-3:]
             if status := refused((a, b, d, *inputs, *others)):
                 return status
+            offsets, inputs = inputs[: len(of_form)], inputs[len(of_form) :]
             named = dict(zip((i.name for i in graph.inputs), inputs, strict=True))
+            out = dict(zip(names, (d, *others), strict=True))
             with torch.no_grad():  # a kernel sees memory, and refuses no gradient
-                call.check_call(graph, a, b, named, dict(zip(names, (d, *others), strict=True)), None).run_reference()
+                call.check_call(graph, a, b, named, out, None, None, *offsets).run_reference()
             self.launches.append(
                 SimpleNamespace(spec=spec, raster=raster, swizzle=swizzle, workspace=workspace, outputs=(d, *others))
             )

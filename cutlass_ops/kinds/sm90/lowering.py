@@ -12,7 +12,7 @@ from cutlass_ops.base import arch
 from cutlass_ops.base.dtypes import DType, f32
 from cutlass_ops.base.mma import mma_of
 from cutlass_ops.declare.config import MEANS, Sm90Config
-from cutlass_ops.declare.form import BATCHED
+from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED
 from cutlass_ops.declare.orientation import along_n, oriented, swapped
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue.nodes import D_SCALE, Kind, Output
@@ -100,6 +100,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "overlaps": config.scheduler != "stream_k",
         "stages": footprint.pipeline_stages(spec),
         "swap_ab": swapped(spec),
+        "swapped": str(swapped(spec)).lower(),
         "element_c": f"Element_{c_operand}" if c_operand else "void",
         "layout_c": _layout(spec, c_type or spec.d),
         "alignment_c": (c_type or spec.d).alignment,
@@ -122,7 +123,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
         "copies": copies,
         "batches_inputs": plain and any(i.kind in (Kind.ROW, Kind.COL) for i in spec.epilogue.inputs),
         "alignment_of_rows": spec.a.dtype.tma_alignment if config.realign else spec.a.alignment,
-        "prepares": takes_means or bool(reductions) or bool(copies),
+        "prepares": takes_means or bool(reductions) or bool(copies) or spec.form == GROUPED,
         "scratch": " + ".join(scratch),
         "c_pointer": f"o.{c_operand}.ptr<Element_{c_operand}>()" if c_operand else "nullptr",
         "c_stride": f"cutlass_ops::stride<typename GemmKernel::StrideC>(o.{c_operand})" if c_operand else "{}",
@@ -227,6 +228,8 @@ def _scheduler(spec: KernelSpec) -> str:
     # CUTLASS's third kernel is not persistent: each thread block takes the tile of its own index.
     if not config.ordered:
         return "cutlass::gemm::PersistentScheduler"
+    if spec.form == GROUPED:
+        return f"cutlass_ops::GroupedScheduler<{str(swapped(spec)).lower()}>"
     return "cutlass_ops::BatchedScheduler" if spec.form == BATCHED else "cutlass_ops::OrderedScheduler"
 
 
@@ -242,7 +245,7 @@ def _input_index(spec: KernelSpec, name: str) -> int:
 def _layout(spec: KernelSpec, operand: Operand) -> str:
     """Spell the layout of an (M, N) tensor in the kernel's orientation, or its stride where there are batches."""
     layout = f"cutlass::layout::{layout_of(oriented(spec, operand))}"
-    return f"cutlass_ops::BatchedC<{layout}>" if spec.form == BATCHED else layout
+    return layout if spec.form == DENSE else f"cutlass_ops::BatchedC<{layout}>"
 
 
 def _in_whole_accesses(operand: Operand, is_output: bool) -> bool:
@@ -342,12 +345,12 @@ def _vector_load(
     shape = _part_shape(spec)
     if plain:
         visitor = f"cutlass_ops::{'RowInput' if along_n(spec, kind) else 'ColInput'}<{shape}, EpilogueTile, {element}>"
-        if spec.form == BATCHED:
+        if spec.form != DENSE:
             return Node(name, f"cutlass_ops::BatchedInput<{visitor}, {element}>", pointer)
         return Node(name, visitor, f"{{{pointer}}}")
     visitor, stride = ("Sm90RowBroadcast", "_0, _1, _0") if along_n(spec, kind) else ("Sm90ColBroadcast", "_1, _0, _0")
     distances = "{}"
-    if spec.form == BATCHED:
+    if spec.form != DENSE:
         own = stride.removesuffix(", _0")
         distances = f"{{{own.replace(',', '{},')}{{}}, cutlass_ops::batch_strides({pointer}.batches)}}"
         stride, pointer = f"{own}, cute::Stride<int64_t, int64_t>", f"{pointer}.values"

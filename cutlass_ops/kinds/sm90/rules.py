@@ -13,9 +13,10 @@ from cutlass_ops.base import arch
 from cutlass_ops.base.dtypes import f32
 from cutlass_ops.base.mma import BLOCK_K, mma_of
 from cutlass_ops.declare.config import ClusterShape, Sm90Config
-from cutlass_ops.declare.form import BATCHED
+from cutlass_ops.declare.form import BATCHED, GROUPED
 from cutlass_ops.declare.orientation import oriented, reduced_along_m, sides, swapped
 from cutlass_ops.declare.spec import KernelSpec
+from cutlass_ops.epilogue.nodes import Kind
 from cutlass_ops.kinds.rules import Broken, Rule
 from cutlass_ops.kinds.serving import d_alone, paired, plain_epilogue, realigns, sm80_serves, source_name, takes_means
 from cutlass_ops.kinds.sm90.footprint import (
@@ -254,18 +255,49 @@ def _split_k(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
 
 
 def _batched(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
-    if spec.form != BATCHED:
+    if spec.form not in (BATCHED, GROUPED):
         return
     if not config.whole_k:
         yield Broken(
-            f"form is batched with split_k {config.split_k} and scheduler {config.scheduler!r}, and blocks split "
+            f"form is {spec.form} with split_k {config.split_k} and scheduler {config.scheduler!r}, and blocks split "
             "the K of one GEMM",
             ({"split_k": 1}, {"scheduler": "persistent"}, _WHOLE_K),
         )
     if config.realign:
         yield Broken(
-            "form is batched and realign is True, and operands are copied to aligned lines for one GEMM",
+            f"form is {spec.form} and realign is True, and operands are copied to aligned lines for one GEMM",
             advice="pad the leading dimensions of a and b" + (", or use an Sm80Config" if sm80_serves(spec) else ""),
+        )
+
+
+def _grouped(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broken]:
+    if spec.form != GROUPED:
+        return
+    if config.schedule == "warp_specialized":
+        yield Broken(
+            "form is grouped with schedule 'warp_specialized', which has a thread block for each tile, and how many "
+            "tiles there are is known on the device alone",
+            _PERSISTENT,
+        )
+    if spec.a.dtype.bits != 16:
+        yield f"form is grouped, and a is {spec.a}: use bf16 or f16"
+    if spec.a.major != "row" or spec.d.major != "row":
+        yield f"form is grouped, of rows in memory, and a is {spec.a} and d is {spec.d}: use row-major ones"
+    tiles = [(f"input {i.name}", t) for i, t in spec.typed_inputs if i.kind is Kind.TILE]
+    tiles += [(f"output {o.name}", t) for o, t in spec.typed_outputs if o.kind is Kind.TILE]
+    for name, operand in tiles:
+        if operand.major != "row":
+            yield f"form is grouped, of rows in memory, and {name} is {operand}: use a row-major one"
+        if operand.aligned and not plain_epilogue(spec):
+            yield (
+                f"form is grouped, and {name} is {operand}: beside another (M, N) tensor, or where d is not aligned to "
+                f"16 bytes, it goes through registers; use a lower alignment, such as "
+                f"'{operand.dtype}.row.align{operand.alignment // 2}'"
+            )
+    if spec.d.aligned and not plain_epilogue(spec):
+        yield (
+            f"form is grouped, and d is {spec.d}: beside other (M, N) tensors it goes through registers; use a "
+            f"lower alignment, such as '{spec.d.dtype}.row.align{spec.d.alignment // 2}'"
         )
 
 
@@ -469,6 +501,7 @@ SM90: tuple[Rule[Sm90Config], ...] = (
     Rule("accumulation", "policy", _accumulation),
     Rule("scheduler", "compiler", _scheduler),
     Rule("batched", "policy", _batched),
+    Rule("grouped", "policy", _grouped),
     Rule("split_k", "policy", _split_k),
     Rule("cluster_size", "policy", _cluster_size),
     Rule("cluster_shape", "policy", _cluster_shape),

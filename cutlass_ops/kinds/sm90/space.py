@@ -10,7 +10,7 @@ from typing import get_args
 from cutlass_ops.base import arch
 from cutlass_ops.base.mma import BLOCK_K
 from cutlass_ops.declare.config import ClusterShape, Means, Schedule, Sm90Config, ThreadblockShape
-from cutlass_ops.declare.form import BATCHED
+from cutlass_ops.declare.form import DENSE
 from cutlass_ops.declare.signature import OpSignature
 
 _TILES_M: dict[Schedule, tuple[int, ...]] = {
@@ -73,7 +73,7 @@ def near(one: Sm90Config, other: Sm90Config) -> bool:
 def variants(signature: OpSignature, config: Sm90Config) -> Iterator[Sm90Config]:
     """Yield a configuration and its substitutes for a signature for which it is not legal.
 
-    Those of batches do not split K. Substitutes copy operands that TMA cannot read, compute means of A's rows in
+    Those of several GEMMs do not split K. Substitutes copy operands that TMA cannot read, compute means of A's rows in
     another way, or use the pingpong schedule, since CUTLASS's reductions need a persistent kernel. With scales of
     blocks they add up each step's sums, for which a tile may take two warpgroups.
     """
@@ -82,7 +82,7 @@ def variants(signature: OpSignature, config: Sm90Config) -> Iterator[Sm90Config]
         yield config
         yield replace(config, schedule="cooperative")
         return
-    if signature.form == BATCHED:
+    if signature.form != DENSE:
         config = replace(config, split_k=1, scheduler="persistent")
     elif signature.realigns:
         config = replace(config, realign=True)

@@ -36,7 +36,8 @@ struct BatchedVector {
 
 #if CUTLASS_OPS_HOST
 
-// Reads the arguments of one call, in their order, as `Call` does for one GEMM.
+// Reads the arguments of one call, in their order, as `Call` does for one GEMM. What reads groups of rows (grouped.h) builds on
+// it.
 class BatchedOperands {
  public:
   // D's leading dimensions are those of the call.
@@ -107,9 +108,27 @@ class BatchedOperands {
     }
   }
 
- private:
+ protected:
   enum class Use { kNone, kOperand, kTile, kOutput };
   static constexpr int kMostLeading = 2, kResult = 2, kLevels = kMostLeading + 1;
+
+  // The number of batches is the first extent of argument `at`, which has three.
+  BatchedOperands(Call& call, int at) : call_(call), rank_(1) {
+    DLTensor const* const t = at < call.count_ ? Call::as_tensor(call.args_[at]) : nullptr;
+    bool const legal = t != nullptr && t->ndim == 3 && 1 <= t->shape[0] && t->shape[0] <= INT32_MAX;
+    if (legal) extents_[0] = t->shape[0];
+    if (!legal) call.fail(at, t == nullptr ? Reason::kKind : Reason::kShape);
+  }
+
+  // From here on, tensors have so many batches in one leading dimension; or none.
+  void expect(int64_t batches) {
+    rank_ = 1;
+    extents_[0] = batches;
+  }
+  void expect_none() {
+    rank_ = 0;
+    extents_[0] = 1;
+  }
 
   // Runs of `width` bytes. Each level repeats what is before it, `pitch` bytes apart.
   struct Level {

@@ -1,0 +1,254 @@
+"""Measures groups of rows, as experts have them, against torch._grouped_mm, and with SiLU against it and torch.compile.
+
+    python benchmarks/bench_grouped.py --out benchmarks/results/grouped_h100.json
+    python benchmarks/bench_grouped.py --experts 8 --tokens 64 1024 --groups zipf --out /tmp/few.json
+    python benchmarks/bench_grouped.py --resume /tmp/few.json --out /tmp/all.json    # only missing rows
+
+x is (tokens, K), and weights (experts, N, K) are multiplied as their transposes. Tokens are spread over the experts
+evenly ("balanced"), by 1 / rank ("zipf"), or are all of one ("one_hot"). Calls rotate through other experts of the same
+sizes, so that no weight is still in the L2 cache.
+
+Each row: {"experts", "tokens", "n", "k", "groups", "active", "epilogue", "ours_ms", "peers": {name: ms}, "best_peer",
+"ratio_to_best_peer", "ratio_range", "tflops", "gb_per_s", "error", "peers_error", "kernel"}. Errors are relative, of
+the whole D, against float64 expert by expert. Bytes are those of x, D and the weights of experts with tokens, once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import accumulate, product
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+import cutlass_ops as co
+from cutlass_ops.choose import dispatch
+from cutlass_ops.compilation.builder import build_many
+from cutlass_ops.declare.problem import Problem
+from cutlass_ops.run.call import device_of, signature_of
+from cutlass_ops.run.grouped import grouped_op
+from cutlass_ops.tuner.timing import expected_us, rotation
+
+# N and K of the weights, by the number of experts.
+WEIGHTS = {8: (14336, 4096), 64: (2048, 2048), 128: (1536, 4096), 256: (4096, 7168)}
+TOKENS = (64, 1024, 8192, 32768)
+GROUPS = ("balanced", "zipf", "one_hot")
+EPILOGUES = ("none", "silu")
+DTYPE = torch.bfloat16
+
+
+@co.epilogue
+def silu(acc):  # noqa: ANN001, ANN201, D103
+    return co.e.silu(acc)
+
+
+EPILOGUE = {"none": None, "silu": silu}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One number of experts and tokens, and how the tokens are spread."""
+
+    experts: int
+    tokens: int
+    groups: str
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many tokens each expert has."""
+        shares = {
+            "balanced": [1.0] * self.experts,
+            "zipf": [1 / rank for rank in range(1, self.experts + 1)],
+            "one_hot": [1.0] + [0.0] * (self.experts - 1),
+        }[self.groups]
+        # Each takes its tokens up to where its share of the sum ends.
+        ends = [round(self.tokens * share / sum(shares)) for share in accumulate(shares)]
+        return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One set of a case's tensors; the sets have one weight."""
+
+    x: Tensor
+    w: Tensor
+    offsets: Tensor
+    out: Tensor
+
+
+def draw(case: Case, n: int, k: int, sets: int, device: str = "cuda") -> list[Inputs]:
+    """Draw sets of inputs, such that D's variance is 1: in each, other experts have the tokens."""
+    weights = torch.empty(case.experts, n, k, dtype=DTYPE, device=device)
+    for each in weights:  # by one, since a random tensor of all takes twice their memory
+        each.copy_(torch.randn(n, k, device=device) * k**-0.25)
+    found = []
+    for at in range(sets):
+        step = at * max(1, case.experts // sets) % case.experts
+        sizes = case.sizes[-step:] + case.sizes[:-step] if step else case.sizes
+        x = (torch.randn(case.tokens, k, device=device) * k**-0.25).to(DTYPE)
+        offsets = torch.tensor(list(accumulate(sizes)), dtype=torch.int32, device=device)
+        out = torch.empty(case.tokens, n, dtype=DTYPE, device=device)
+        found.append(Inputs(x, weights.mT, offsets, out))
+    return found
+
+
+def exact_errors(epilogue: str, x: Inputs, results: dict[str, Tensor]) -> dict[str, float]:
+    """Return the relative error of each result in the Frobenius norm, computed expert by expert."""
+    begin, wrong, whole = 0, dict.fromkeys(results, 0.0), 0.0
+    for expert, end in enumerate(x.offsets.tolist()):
+        for first in range(begin, end, 4096):  # parts that float64 has room for
+            rows = slice(first, min(end, first + 4096))
+            wanted = x.x[rows].double() @ x.w[expert].double()
+            wanted = wanted if epilogue == "none" else F.silu(wanted)
+            whole += float(wanted.square().sum())
+            for name, found in results.items():
+                wrong[name] += float((found[rows].double() - wanted).square().sum())
+        begin = end
+    return {name: (value / whole) ** 0.5 for name, value in wrong.items()}
+
+
+def ours(epilogue: str, x: Inputs) -> Tensor:
+    """Compute D into its memory by this library."""
+    found = co.grouped_gemm(x.x, x.w, x.offsets, epilogue=EPILOGUE[epilogue], out=x.out)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def peers(epilogue: str) -> dict[str, Callable[[Inputs], Tensor]]:
+    """Return PyTorch's ways to compute D, by name."""
+
+    def grouped_mm(x: Inputs) -> Tensor:
+        return torch._grouped_mm(x.x, x.w, offs=x.offsets)
+
+    def eager(x: Inputs) -> Tensor:
+        return F.silu(grouped_mm(x))
+
+    if epilogue == "none":
+        return {"grouped_mm": grouped_mm}
+    compiled = harness.compiled(lambda x, w, offsets: F.silu(torch._grouped_mm(x, w, offs=offsets)))
+    return {"grouped_mm_silu": eager, "compile": lambda x: compiled(x.x, x.w, x.offsets)}
+
+
+def build_ahead(cases: Iterable[tuple[Case, str]]) -> None:
+    """Compile what the cases need, as many kernels at a time as there are processors."""
+    device, specs = device_of(torch.device("cuda", 0)), {}
+    for case, epilogue in cases:
+        n, k = WEIGHTS[case.experts]
+        x = torch.empty(case.tokens, k, dtype=DTYPE, device="meta")
+        w = torch.empty(case.experts, n, k, dtype=DTYPE, device="meta").mT
+        offsets = torch.empty(case.experts, dtype=torch.int32, device="meta")
+        call = grouped_op(EPILOGUE[epilogue]).checked(x, w, (offsets,), {}, None, None)
+        specs[dispatch.choose(signature_of(call, device), device, call.chosen_for)[0]] = None
+    build_many(list(specs))
+
+
+def run_case(case: Case, epilogue: str) -> dict[str, Any]:
+    """Check and time one case.
+
+    Raises
+    ------
+    AssertionError
+        If our result is more than twice as far from float64 as the best peer's, or parts of it were not written.
+    """
+    n, k = WEIGHTS[case.experts]
+    active = sum(size > 0 for size in case.sizes)
+    moved = (case.tokens * (k + n) + active * n * k) * DTYPE.itemsize
+    sets = draw(case, n, k, rotation(moved))
+    first = sets[0]
+    first.out.fill_(float("nan"))
+    results = {"ours": ours(epilogue, first), **{name: peer(first) for name, peer in peers(epilogue).items()}}
+    assert not first.out.isnan().any(), "parts of D were not written"
+    errors = exact_errors(epilogue, first, results)
+    mine = errors.pop("ours")
+    assert mine <= 2 * min(errors.values()), f"error is {mine:.2g}, and peers have {errors}"
+    decision = grouped_op(EPILOGUE[epilogue]).plan(first.x, first.w, first.offsets, out=first.out)
+    variants: dict[str, Callable[[int], object]] = {"ours": lambda index: ours(epilogue, sets[index % len(sets)])}
+    for name, function in peers(epilogue).items():
+        variants[name] = lambda index, f=function: f(sets[index % len(sets)])
+    problem = Problem(max(1, case.tokens // active), n, k, active)
+    times = harness.time_interleaved(variants, expected_us(problem, DTYPE.itemsize))
+    own = times.pop("ours")
+    best = min(times, key=lambda peer: times[peer].median)
+    ratio = harness.ratios(own, times[best])
+    return {
+        "experts": case.experts,
+        "tokens": case.tokens,
+        "n": n,
+        "k": k,
+        "groups": case.groups,
+        "active": active,
+        "epilogue": epilogue,
+        "ours_ms": round(own.median, 5),
+        "peers": {peer: round(each.median, 5) for peer, each in times.items()},
+        "best_peer": best,
+        "ratio_to_best_peer": ratio["median"],
+        "ratio_range": [ratio["min"], ratio["max"]],
+        "tflops": round(2 * case.tokens * n * k / own.median / 1e9, 1),
+        "gb_per_s": round(moved / own.median / 1e6, 1),
+        "error": round(mine, 6),
+        "peers_error": {peer: round(each, 6) for peer, each in errors.items()},
+        "kernel": decision.spec.config.slug,
+    }
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Summarise the ratios by epilogue and by how tokens are spread."""
+    result = {}
+    for epilogue, groups in product(EPILOGUES, GROUPS):
+        members = [r for r in rows if (r["epilogue"], r["groups"]) == (epilogue, groups)]
+        if not members:
+            continue
+        worst = min(members, key=lambda r: r["ratio_to_best_peer"])
+        result[f"{epilogue}, {groups}"] = {
+            "geomean": round(harness.geomean([r["ratio_to_best_peer"] for r in members]), 4),
+            "worst": worst["ratio_to_best_peer"],
+            "worst_case": f"{worst['experts']} experts, {worst['tokens']} tokens",
+            "losses": sum(r["ratio_to_best_peer"] < 1 for r in members),
+            "cases": len(members),
+        }
+    return result
+
+
+def main() -> None:
+    """Run the cases and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--experts", nargs="+", type=int, default=list(WEIGHTS), choices=WEIGHTS)
+    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    parser.add_argument("--groups", nargs="+", default=list(GROUPS), choices=GROUPS)
+    parser.add_argument("--epilogues", nargs="+", default=list(EPILOGUES), choices=EPILOGUES)
+    parser.add_argument("--limit", type=float, default=1e9, help="stop after this many seconds")
+    parser.add_argument("--resume", nargs="+", type=Path, default=[], help="result with rows to keep")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    environment = harness.environment()
+    begin, rows = time.monotonic(), harness.measured(args.resume, environment)
+    done = {(r["experts"], r["tokens"], r["groups"], r["epilogue"]) for r in rows}
+    every = product(args.experts, args.tokens, args.groups, args.epilogues)
+    left = [each for each in every if each not in done]
+    build_ahead((Case(experts, tokens, groups), epilogue) for experts, tokens, groups, epilogue in left)
+    for experts, tokens, groups, epilogue in left:
+        if time.monotonic() - begin > args.limit:
+            print(f"stopped at the limit before {experts} experts, {tokens} tokens, {groups}, {epilogue}")
+            break
+        rows.append(run_case(Case(experts, tokens, groups), epilogue))
+        row = rows[-1]
+        others = " ".join(f"{peer} {ms * 1e3:.1f}" for peer, ms in row["peers"].items())
+        print(
+            f"{experts} experts {tokens} tokens {groups} {epilogue}: ours {row['ours_ms'] * 1e3:.1f} us, {others}, "
+            f"ratio {row['ratio_to_best_peer']} {row['kernel']}",
+            flush=True,
+        )
+        harness.save(args.out, {**environment, "summary": summary(rows), "rows": rows})
+        torch.cuda.empty_cache()
+    print(summary(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""Groups of rows: the checks of a call's tensors, where groups end, and what a kernel is chosen for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutlass_ops.base import arch
+from cutlass_ops.base.dtypes import bf16, f16
+from cutlass_ops.declare.form import GROUPED, why_one_gemm
+from cutlass_ops.declare.problem import Problem
+from cutlass_ops.declare.signature import OpSignature
+from cutlass_ops.declare.spec import Operand
+from cutlass_ops.epilogue.graph import Graph
+from cutlass_ops.epilogue.nodes import Input, Kind
+from cutlass_ops.run.inputs import VECTORS, check_inputs, repeats
+from cutlass_ops.run.matrices import as_major, has_lines_along, matrix
+from cutlass_ops.run.operands import Arguments
+from cutlass_ops.run.tensors import as_stored, element_type, require_same_device, require_tensor
+
+_DTYPES = (f16, bf16)
+
+
+def require(graph: Graph) -> None:
+    """Refuse an epilogue that no kernel computes for groups.
+
+    Raises
+    ------
+    ValueError
+        If it is one. The message says what to do.
+    """
+    why = why_one_gemm(graph, GROUPED)
+    if why:
+        raise ValueError(f"{why}: call gemm for each expert, or leave that out of the epilogue")
+    taken = sorted(set(GROUPED.operands) & {i.name for i in graph.inputs})
+    if taken:
+        raise ValueError(f"the epilogue has an input {taken[0]}, and so has grouped_gemm: rename the input")
+
+
+def check_arguments(graph: Graph, x: Any, w: Any, offsets: Any, inputs: Mapping[str, Any]) -> Arguments:
+    """Check the operands and inputs of a call against each other.
+
+    Raises
+    ------
+    TypeError
+        If an argument is not a tensor, has the wrong dtype, or is missing or unknown.
+    ValueError
+        If shapes or devices differ, or the epilogue has no meaning for groups.
+    """
+    _check_operands(x, w, offsets)
+    require(graph)
+    x, w = as_stored(x), as_stored(w)
+    (rows, k), (experts, _, n) = x.shape, w.shape
+    if graph.swaps_pairs and n % 2:
+        raise ValueError(f"w has {n} columns, and the epilogue swaps pairs of them: N must be even, so pad w by one")
+    # A row or a matrix for each expert is no input of one GEMM, and the first one is.
+    each = {i.name: as_stored(inputs[i.name]) for i in graph.inputs if _is_of_experts(i, inputs, w)}
+    checked = check_inputs(graph, {**inputs, **{name: value[0] for name, value in each.items()}}, x, w[0], (rows,))
+    for declared in graph.inputs:
+        value = checked[declared.name]
+        if declared.kind is Kind.TILE and isinstance(value, Tensor) and not has_lines_along(value, 1):
+            raise ValueError(
+                f"{declared.name} has strides {value.stride()}, and groups are rows in memory: pass "
+                f"{declared.name}.contiguous()"
+            )
+    found = {"offsets": offsets, **{i.name: each.get(i.name, checked[i.name]) for i in graph.inputs}}
+    given = [(i.name, inputs[i.name]) for i in graph.inputs if i.kind in VECTORS]
+    spread = tuple(name for name, value in given if found[name].shape != value.shape)
+    copied = tuple(name for name, value in given if name not in each and repeats(value))
+    return Arguments(Problem(rows, n, k, experts), (rows,), x, w, found, spread, copied, GROUPED)
+
+
+def _check_operands(x: Any, w: Any, offsets: Any) -> None:
+    for name, value, shape in (("x", x, "(T, K)"), ("w", w, "(E, K, N)"), ("offsets", offsets, "(E,)")):
+        require_tensor(name, value)
+        if value.ndim != shape.count(",") + (name != "offsets"):
+            raise ValueError(f"{name} has shape {tuple(value.shape)}: it must be {shape}")
+    if element_type("x", x, _DTYPES) != element_type("w", w, _DTYPES):
+        raise TypeError(f"w is {w.dtype} and x is {x.dtype}: x and w must have the same dtype")
+    if x.shape[1] != w.shape[1]:
+        hint = ". w looks like weights of shape (E, N, K): pass w.mT" if x.shape[1] == w.shape[2] else ""
+        raise ValueError(f"x {tuple(x.shape)} and w {tuple(w.shape)}: they must be (T, K) and (E, K, N){hint}")
+    if not w.shape[0] or not w.shape[1]:
+        raise ValueError(f"w has shape {tuple(w.shape)}: it must have at least one expert, and K above 0")
+    if offsets.dtype != torch.int32:
+        raise TypeError(f"offsets is {offsets.dtype}: pass offsets.int()")
+    if offsets.shape[0] != w.shape[0]:
+        raise ValueError(
+            f"offsets has {offsets.shape[0]} elements and w has {w.shape[0]} experts: it must say where the rows of "
+            "each end, as torch.cumsum(rows_of_each, 0) does"
+        )
+    if offsets.shape[0] > 1 and offsets.stride(0) != 1:
+        raise ValueError(f"offsets has stride {offsets.stride(0)}: call offsets.contiguous() first")
+    require_same_device("w", w, x, "x")
+    require_same_device("offsets", offsets, x, "x")
+
+
+def _is_of_experts(declared: Input, inputs: Mapping[str, Any], w: Tensor) -> bool:
+    """Whether an input has a row, or a further weight, for each expert.
+
+    Raises
+    ------
+    ValueError
+        If it has another shape, and is not one row for all.
+    """
+    value, (experts, k, n) = inputs.get(declared.name), w.shape
+    if declared.kind is Kind.PRODUCT and isinstance(value, Tensor):
+        if value.shape != w.shape:
+            raise ValueError(
+                f"{declared.name} has shape {tuple(value.shape)}: as a Product it must have w's shape (E, K, N), "
+                f"{(experts, k, n)}"
+            )
+        return True
+    if declared.kind is not Kind.ROW or not isinstance(value, Tensor) or value.ndim < 2:
+        return False
+    if tuple(value.shape) != (experts, n):
+        raise ValueError(
+            f"{declared.name} has shape {tuple(value.shape)}: as a Row it must have shape {(experts, n)}, a row for "
+            f"each expert, or {(n,)} for all"
+        )
+    return True
+
+
+def check_lines(arguments: Arguments, products: Mapping[str, Tensor]) -> None:
+    """Refuse operands that TMA cannot read: there are no other kernels.
+
+    Raises
+    ------
+    ValueError
+        If a matrix is not aligned to 16 bytes, or x is not row-major. The message says what to pass.
+    """
+    if 0 in arguments.problem:
+        return
+    x = arguments.a
+    rows = as_major(x, 1, element_type("x", x))
+    step = arch.TMA_ALIGNMENT_BYTES // x.element_size()
+    if rows is None:
+        raise ValueError(f"x has strides {x.stride()}, and groups are rows in memory: pass x.contiguous()")
+    if not rows.operand.aligned:
+        raise ValueError(
+            f"x has shape {tuple(x.shape)} and strides {x.stride()}, and its rows do not begin at multiples of "
+            f"{arch.TMA_ALIGNMENT_BYTES} bytes: pad K of x and w with zeros to a multiple of {step}"
+        )
+    for name, w in {"w": arguments.b, **products}.items():
+        if not matrix(name, w, element_type(name, w)).operand.aligned:
+            raise ValueError(
+                f"{name} has shape {tuple(w.shape)} and strides {w.stride()}, and its lines do not begin at multiples "
+                f"of {arch.TMA_ALIGNMENT_BYTES} bytes: pass weights (E, N, K) as {name}.mT, or pad N to a multiple of "
+                f"{step}"
+            )
+
+
+def ends(offsets: Tensor, rows: int) -> Iterator[slice]:
+    """Yield the rows of each group, from offsets that the host may read.
+
+    Raises
+    ------
+    ValueError
+        If they fall, or are beyond the last row.
+    """
+    first = 0
+    for at, end in enumerate(offsets.tolist()):
+        if not first <= end <= rows:
+            raise ValueError(
+                f"offsets[{at}] is {end}, after {first}, and x has {rows} rows: offsets are where groups end, so they "
+                "must not fall, nor be above the number of rows"
+            )
+        yield slice(first, end)
+        first = end
+
+
+def typical(rows: int, n: int, k: int, groups: int) -> Problem:
+    """Return the problem for which a kernel is chosen, since the host does not know the groups.
+
+    All groups are taken to have as many rows: the mean and one standard deviation, as if each row took one of the
+    groups at random. A tile of exactly the mean would leave every second group a second one.
+    """
+    mean = rows / groups
+    return Problem(max(1, min(rows, math.ceil(mean + math.sqrt(mean)))), n, k, groups)
+
+
+def read_by_registers(signature: OpSignature) -> OpSignature:
+    """Return the types of kernels that serve a call of groups.
+
+    TMA stops at the end of a group for D and one input (M, N). Where there are more such tensors, or one is not
+    aligned, all of them go through registers, which a lower alignment says.
+    """
+    graph = signature.epilogue
+    read = [i.kind is Kind.TILE for i in graph.inputs]
+    written = [o.kind is Kind.TILE for o in graph.outputs[1:]]
+    tiles = [signature.d]
+    tiles += [t for t, is_tile in zip(signature.inputs, read, strict=True) if is_tile]
+    tiles += [t for t, is_tile in zip(signature.outputs, written, strict=True) if is_tile]
+    if all(t.aligned for t in tiles) and sum(read) <= 1 and not any(written):
+        return signature
+    lowest = min(min(t.alignment, arch.TMA_ALIGNMENT_BYTES // t.dtype.bytes // 2) for t in tiles)
+
+    def lower(operand: Operand, is_tile: bool) -> Operand:
+        return replace(operand, alignment=lowest) if is_tile else operand
+
+    return replace(
+        signature,
+        d=lower(signature.d, True),
+        inputs=tuple(map(lower, signature.inputs, read)),
+        outputs=tuple(map(lower, signature.outputs, written)),
+    )

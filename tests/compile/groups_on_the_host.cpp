@@ -1,0 +1,347 @@
+// What needs no GPU of kernels for groups of rows. Where TMA would store elements: the descriptors of ragged.h, encoded by a
+// driver that keeps what it is asked for, with coordinates computed by the host. And which tiles the scheduler of
+// sm90_grouped.h hands out, to a warp of 32 contexts that take turns. tests/compile/test_groups_on_the_host.py compiles it. It
+// says "ok", or what is wrong.
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <set>
+#include <tuple>
+#include <vector>
+
+// ---- A warp, whose lanes run until they exchange something ---------------------------------------------------------
+
+namespace warp {
+
+constexpr int kLanes = 32;
+ucontext_t program, lanes[kLanes];
+int lane, left;
+int said[2][kLanes], phase[kLanes];  // what lanes said last, and before
+void (*task)();
+
+void set_index();
+
+void go_on(int to) {
+  int const from = lane;
+  lane = to;
+  set_index();
+  swapcontext(&lanes[from], &lanes[to]);
+}
+
+// Says a value, and returns what all lanes have said.
+int const* meet(int value) {
+  int const at = phase[lane]++ % 2;
+  said[at][lane] = value;
+  go_on((lane + 1) % kLanes);
+  return said[at];
+}
+
+void run_lane() {
+  task();
+  // All end in turn: the last one goes back to the program.
+  if (--left > 0) go_on((lane + 1) % kLanes);
+  setcontext(&program);
+}
+
+void run(void (*each)()) {
+  constexpr size_t kStack = 1 << 18;
+  static auto const stacks = std::make_unique<char[]>(kLanes * kStack);
+  task = each, lane = 0, left = kLanes;
+  set_index();
+  for (int i = 0; i < kLanes; ++i) {
+    getcontext(&lanes[i]);
+    lanes[i].uc_stack.ss_sp = stacks.get() + i * kStack, lanes[i].uc_stack.ss_size = kStack, lanes[i].uc_link = nullptr;
+    phase[i] = 0;
+    makecontext(&lanes[i], run_lane, 0);
+  }
+  swapcontext(&program, &lanes[0]);
+}
+
+}  // namespace warp
+
+int __shfl_sync(unsigned, int value, int from) { return warp::meet(value)[from]; }
+int __shfl_up_sync(unsigned, int value, int by) {
+  int const lane = warp::lane, *const all = warp::meet(value);
+  return all[lane < by ? lane : lane - by];
+}
+unsigned __ballot_sync(unsigned, int value) {
+  int const* const all = warp::meet(value != 0);
+  unsigned found = 0;
+  for (int i = 0; i < warp::kLanes; ++i) found |= unsigned(all[i]) << i;
+  return found;
+}
+int __ffs(int value) { return __builtin_ffs(value); }
+
+#include "cutlass_ops/sm90_gemm.h"  // before CuTe: it has the driver's place there
+
+#include "cutlass_ops/epilogue.h"
+#include "cutlass_ops/ragged.h"
+#include "cutlass_ops/sm90_grouped.h"
+
+uint3 index_of_lane asm("threadIdx");  // as the lane that runs has it; to the headers it is a constant
+void warp::set_index() { index_of_lane.x = unsigned(lane); }
+
+namespace {
+
+struct Encoded {
+  unsigned rank;
+  uintptr_t base;
+  uint64_t extents[5], strides[5];  // bytes
+};
+Encoded encoded;
+std::vector<Encoded> every;
+
+CUresult encode(CUtensorMap*, CUtensorMapDataType type, cuuint32_t rank, void* base, cuuint64_t const* extents,
+                cuuint64_t const* strides, cuuint32_t const*, cuuint32_t const*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+  encoded = {rank, reinterpret_cast<uintptr_t>(base), {}, {}};
+  encoded.strides[0] = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : 2;
+  std::memcpy(encoded.extents, extents, rank * sizeof(*extents));
+  std::memcpy(encoded.strides + 1, strides, (rank - 1) * sizeof(*strides));
+  every.push_back(encoded);
+  bool legal = true;  // what the driver asks of strides and extents
+  for (unsigned i = 0; i < rank; ++i) {
+    legal = legal && extents[i] >= 1 && extents[i] <= 1ull << 32;
+    if (i > 0) legal = legal && encoded.strides[i] % 16 == 0 && encoded.strides[i] < 1ull << 40;
+  }
+  return legal ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+}  // namespace
+
+// No machine code is made known to a runtime, and of the runtime only one function is called.
+extern "C" {
+char const cutlass_ops_image[] = "";
+void** __cudaRegisterFatBinary(void*) { return nullptr; }
+void __cudaRegisterFatBinaryEnd(void**) {}
+void __cudaUnregisterFatBinary(void**) {}
+void __cudaRegisterFunction(void**, char const*, char*, char const*, int, uint3*, uint3*, dim3*, dim3*, int*) {}
+
+cudaError_t cudaGetDriverEntryPointByVersion(char const*, void** entry, unsigned, unsigned long long,
+                                             cudaDriverEntryPointQueryResult* result) {
+  *entry = reinterpret_cast<void*>(&encode);
+  *result = cudaDriverEntryPointSuccess;
+  return cudaSuccess;
+}
+}
+
+namespace {
+
+using namespace cute;
+namespace fusion = cutlass::epilogue::fusion;
+using Identity = fusion::Sm90EVT<fusion::Sm90Compute<cutlass::epilogue::thread::Identity, cutlass::bfloat16_t, float,
+                                                     cutlass::FloatRoundStyle::round_to_nearest>,
+                                 fusion::Sm90AccFetch>;
+
+// Every element of every tile of some groups, of which the last rows lie beyond the group.
+template <class Element, bool kSwapped>
+bool stores_each_group() {
+  using Layout = conditional_t<kSwapped, cutlass::layout::ColumnMajor, cutlass::layout::RowMajor>;
+  using Stride = cutlass_ops::BatchedC<Layout>;
+  using Tile = cute::Shape<_64, _32, _64>;
+  using Collective = cutlass_ops::RaggedCollective<
+      cutlass_ops::Collective<Tile, cute::Shape<_64, _32>, void, Stride, Element, Stride, 4, 2, Identity>, kSwapped>;
+  using Type = typename Collective::Type;
+  constexpr int kRows = kSwapped ? 32 : 64, kColumns = kSwapped ? 64 : 32;
+  int64_t const ld = 1096;
+  int const n = 1000, rows = 100'000;
+  uintptr_t const base = 1ull << 40;
+
+  typename Type::Arguments arguments{};
+  arguments.ptr_D = reinterpret_cast<Element*>(base);
+  cute::get<kSwapped ? 1 : 0>(arguments.dD) = ld;
+  cute::get<2>(arguments.dD) = cute::make_stride(ld, int64_t(0));
+  int const m_extent = kSwapped ? n : rows, n_extent = kSwapped ? rows : n;
+  cutlass_ops::descriptor_error() = CUDA_SUCCESS;
+  auto const params = Type::to_underlying_arguments(make_shape(m_extent, n_extent, 64, make_shape(1, 5)), arguments, nullptr);
+  if (cutlass_ops::descriptor_error() != CUDA_SUCCESS || encoded.base != base) return std::puts("it is refused"), false;
+
+  int const groups[][2] = {{0, 1}, {1, 63}, {64, 200}, {99'000, 1000}, {99'999, 1}};  // first row and size
+  for (int group = 0; group < 5; ++group) {
+    int const first = groups[group][0], size = groups[group][1];
+    auto const whole = params.tma_store_d.get_tma_tensor(
+        make_shape(kSwapped ? n : size, kSwapped ? size : n, make_shape(1, 5)));
+    for (int at = 0; at <= (size + kRows - 1) / kRows; ++at) {  // one tile more than there are, as a cluster may have
+      for (int across : {0, (n + kColumns - 1) / kColumns - 1}) {
+        auto const tile = local_tile(whole, take<0, 2>(Tile{}),
+                                     make_coord(kSwapped ? across : at, kSwapped ? at : across, make_coord(first, group)));
+        for (int i = 0; i < 64; ++i) {
+          for (int j = 0; j < 32; ++j) {
+            int64_t const place[] = {int64_t(get<0>(tile(i, j))), int64_t(get<1>(tile(i, j))), int64_t(get<2>(tile(i, j))),
+                                     int64_t(get<3>(tile(i, j)))};
+            bool inside = true;
+            uint64_t address = base;
+            for (int d = 0; d < 4; ++d) {
+              inside = inside && place[d] >= 0 && uint64_t(place[d]) < encoded.extents[d];
+              if (place[d] != int32_t(place[d])) return std::puts("a coordinate has more than 32 bits"), false;
+              address += uint64_t(place[d]) * encoded.strides[d];
+            }
+            int const row = at * kRows + (kSwapped ? j : i), column = across * kColumns + (kSwapped ? i : j);
+            if (inside != (row < size && column < n)) return std::printf("group %d: row %d\n", group, row), false;
+            uint64_t const wanted = base + sizeof(Element) * (uint64_t(first + row) * ld + column);
+            if (inside && address != wanted) return std::printf("group %d: row %d is elsewhere\n", group, row), false;
+          }
+        }
+      }
+    }
+  }
+  return encoded.rank == 4;
+}
+
+// Where a descriptor and coordinates lead to; 0 where that is outside of it.
+template <class Place>
+uint64_t address_of(Encoded const& descriptor, Place const& place) {
+  int64_t const at[] = {int64_t(get<0>(place)), int64_t(get<1>(place)), int64_t(get<2>(place)), int64_t(get<3>(place))};
+  uint64_t address = descriptor.base;
+  for (int d = 0; d < 4; ++d) {
+    if (at[d] < 0 || uint64_t(at[d]) >= descriptor.extents[d]) return 0;
+    address += uint64_t(at[d]) * descriptor.strides[d];
+  }
+  return address;
+}
+
+// The rows of A from a group's first one on, and the group's B: both may have any distances.
+template <bool kSwapped>
+bool loads_each_group() {
+  using Element = cutlass::bfloat16_t;
+  using Row = cutlass::layout::RowMajor;
+  using Column = cutlass::layout::ColumnMajor;
+  using Tile = cute::Shape<_64, _64, _64>;
+  // A is row-major and B column-major. Swapped, the kernel's first operand is B^T, and the second A^T.
+  using Grouped = cutlass_ops::GroupedMainloop<
+      cutlass_ops::Mainloop<Element, cutlass_ops::BatchedA<Row>, Element, cutlass_ops::BatchedB<Column>, Tile,
+                            cute::Shape<_1, _1, _1>, 2, cutlass::gemm::KernelTmaWarpSpecializedPingpong>,
+      kSwapped>;
+  int const rows = 1000, n = 200, k = 136, experts = 5;
+  int64_t const ld = 144, line = 152, apart = 200 * 152 + 8;
+  auto* const x = reinterpret_cast<Element*>(1ull << 40);
+  auto* const w = reinterpret_cast<Element*>(1ull << 41);
+  typename Grouped::Arguments arguments{};
+  auto const give = [&](auto& pointer, auto& stride, Element* data, int64_t lines, int64_t between) {
+    pointer = data;
+    cute::get<0>(stride) = lines;
+    cute::get<2>(stride) = cute::make_stride(int64_t(0), between);
+  };
+  give(arguments.ptr_A, arguments.dA, kSwapped ? w : x, kSwapped ? line : ld, kSwapped ? apart : 0);
+  give(arguments.ptr_B, arguments.dB, kSwapped ? x : w, kSwapped ? ld : line, kSwapped ? 0 : apart);
+  every.clear();
+  cutlass_ops::descriptor_error() = CUDA_SUCCESS;
+  auto const problem = make_shape(kSwapped ? n : rows, kSwapped ? rows : n, k, make_shape(1, experts));
+  auto const params = Grouped::to_underlying_arguments(problem, arguments, nullptr);
+  auto const of = [](void const* data) {
+    return *std::find_if(every.begin(), every.end(), [&](Encoded const& e) { return e.base == uintptr_t(data); });
+  };
+  Encoded const of_x = of(x), of_w = of(w);
+  if (cutlass_ops::descriptor_error() != CUDA_SUCCESS) return std::puts("operands are refused"), false;
+  for (int group = 0; group < experts; ++group) {
+    int const first = group * 137;
+    auto const tensors = Grouped::at_row(Grouped{}.load_init(problem, params), first);
+    auto const& [a, b] = tensors;
+    for (int tile = 0; tile < 4; ++tile) {
+      for (int step = 0; step < 3; ++step) {
+        for (int i = 0; i < 64; ++i) {
+          for (int j = 0; j < 64; ++j) {
+            auto const at = make_coord(i, j, tile, step, make_coord(0, group));
+            auto const of_rows = address_of(of_x, kSwapped ? b(at) : a(at)), of_b = address_of(of_w, kSwapped ? a(at) : b(at));
+            int const row = first + tile * 64 + i, column = tile * 64 + i, along = step * 64 + j;
+            uint64_t const wanted_x = row < rows && along < k ? uint64_t(x + row * ld + along) : 0;
+            uint64_t const wanted_w = column < n && along < k ? uint64_t(w + group * apart + column * line + along) : 0;
+            if (of_rows != wanted_x || of_b != wanted_w) return std::printf("operands of group %d\n", group), false;
+          }
+        }
+      }
+    }
+  }
+  return true;
+}
+
+// ---- Tiles -----------------------------------------------------------------------------------------------------------
+
+using Tiles = std::vector<std::tuple<int, int, int>>;  // kernel's row and column of tiles, group
+struct {
+  cutlass_ops::RowGroups groups;
+  int columns, active;
+  Tiles found;
+} asked;
+
+// What one lane finds, if it is the first; all must find the same.
+template <bool kSwapped, class Cluster>
+void find_tiles() {
+  using Scheduler = cutlass_ops::GroupedTileScheduler<kSwapped, cute::Shape<_64, _32, _64>, Cluster>;
+  typename Scheduler::Params params{};
+  params.groups = asked.groups, params.columns = asked.columns, params.active = asked.active;
+  Tiles mine;
+  Scheduler scheduler(params);
+  auto tile = scheduler.initial_work_tile_info(Cluster{});
+  while (tile.is_valid()) {
+    mine.emplace_back(tile.M_idx, tile.N_idx, tile.L_idx);
+    tile = cute::get<0>(scheduler.fetch_next_work(tile));
+  }
+  for (int i = 0; i < 3; ++i) {  // behind the end it stays there
+    scheduler.advance_to_next_work();
+    if (scheduler.get_current_work().is_valid()) mine.clear();
+  }
+  if (warp::lane == 0) asked.found = mine;
+  if (asked.found != mine) asked.found.clear(), asked.found.emplace_back(-1, -1, -1);
+}
+
+template <bool kSwapped, class Cluster>
+bool hands_out_each_tile_once(std::vector<int32_t> const& ends, int rows) {
+  constexpr int kRowsOfCluster = kSwapped ? 32 * int(size<1>(Cluster{})) : 64 * int(size<0>(Cluster{}));
+  constexpr int kM = size<0>(Cluster{}), kN = size<1>(Cluster{});
+  asked = {{ends.data(), int(ends.size()), rows}, 3, 1, {}};
+  warp::run(find_tiles<kSwapped, Cluster>);
+  Tiles const all = asked.found;
+  std::set<std::tuple<int, int, int>> wanted;
+  for (int group = 0, reached = 0; group < int(ends.size()); ++group) {
+    int const end = std::clamp(ends[group], 0, rows);
+    auto const own = asked.groups.of(group);
+    int const clusters = std::max(0, end - reached + kRowsOfCluster - 1) / kRowsOfCluster;
+    if (clusters > (own.size + kRowsOfCluster - 1) / kRowsOfCluster || own.first + own.size > rows) return false;
+    for (int row = 0; row < clusters; ++row) {
+      for (int column = 0; column < 3; ++column) {
+        wanted.emplace(kM * (kSwapped ? column : row), kN * (kSwapped ? row : column), group);
+      }
+    }
+    reached = std::max(reached, end);
+  }
+  if (all.size() != wanted.size() || std::set(all.begin(), all.end()) != wanted) return false;
+  // A cluster that is not alone takes every so many-th.
+  asked.active = 7;
+  warp::run(find_tiles<kSwapped, Cluster>);
+  Tiles some;
+  for (size_t i = 0; i < all.size(); i += 7) some.push_back(all[i]);
+  return asked.found == some;
+}
+
+template <bool kSwapped, class Cluster>
+bool finds_groups() {
+  std::mt19937 random(kSwapped);
+  for (int trial = 0; trial < 60; ++trial) {
+    int const counts[] = {1, 3, 40, 128, 129, 500, 1100}, count = counts[trial % 7], rows = trial % 3 == 0 ? 50 : 3000;
+    std::vector<int32_t> ends(count);
+    for (int32_t& end : ends) end = int32_t(random() % unsigned(rows + 1));
+    if (trial % 4 != 3) std::sort(ends.begin(), ends.end());  // else they fall
+    if (trial % 5 == 4) ends[count / 2] = INT32_MAX, ends[0] = INT32_MIN;
+    if (trial % 6 == 5) std::fill(ends.begin(), ends.end(), rows);  // all rows are the first group's
+    if (trial == 1) std::fill(ends.begin(), ends.end(), 0);
+    if (!hands_out_each_tile_once<kSwapped, Cluster>(ends, rows)) return std::printf("tiles of trial %d\n", trial), false;
+  }
+  return true;
+}
+
+}  // namespace
+
+int main() {
+  bool const right = stores_each_group<cutlass::bfloat16_t, false>() && stores_each_group<cutlass::bfloat16_t, true>() &&
+                     stores_each_group<float, false>() && stores_each_group<float, true>() &&
+                     loads_each_group<false>() && loads_each_group<true>() &&
+                     finds_groups<false, cute::Shape<_1, _1, _1>>() && finds_groups<true, cute::Shape<_1, _1, _1>>() &&
+                     finds_groups<false, cute::Shape<_2, _1, _1>>() && finds_groups<true, cute::Shape<_4, _2, _1>>();
+  std::puts(right ? "ok" : "wrong");
+}

@@ -1,0 +1,228 @@
+"""How a launch finds groups of rows (``grouped.h``), and what it refuses, without a kernel and without a GPU."""
+
+import subprocess
+
+import pytest
+import torch
+
+from cutlass_ops.artifacts.loader import Reason, refusal
+from cutlass_ops.base import resources
+from cutlass_ops.compilation.toolchain import find_toolchain
+
+pytestmark = pytest.mark.compile
+
+# Reads calls from standard input, a line each: of every tensor its place in bytes, its DLPack type, its number of
+# dimensions, its shape and its strides. Prints the status, the problem, and of every tensor where it begins and its
+# distances between rows and between groups.
+PROGRAM = r"""
+#include "cutlass_ops/grouped.h"
+
+#include <iostream>
+#include <sstream>
+#include <string>
+
+CUTLASS_OPS_TYPE(cutlass::half_t, kDLFloat)
+CUTLASS_OPS_TYPE(int32_t, kDLInt)
+
+using namespace cutlass_ops;
+using Half = cutlass::half_t;
+constexpr int kCount = 8;
+constexpr uintptr_t kBase = 1 << 20;
+
+struct Given {
+  int64_t shape[8], strides[8];
+  DLTensor tensor{};
+};
+
+void print(void const* data, Batches const& x) {
+  std::cout << " " << reinterpret_cast<uintptr_t>(data) - kBase << " " << x.inner << " " << x.outer;
+}
+
+int main() {
+  std::string line;
+  while (std::getline(std::cin, line)) {
+    std::istringstream in(line);
+    Given given[kCount];
+    TVMFFIAny arguments[kCount]{};
+    for (int i = 0; i < kCount; ++i) {
+      DLTensor& t = given[i].tensor;
+      int64_t at = 0, code = 0, bits = 0;
+      in >> at >> code >> bits >> t.ndim;
+      for (int d = 0; d < t.ndim; ++d) in >> given[i].shape[d];
+      for (int d = 0; d < t.ndim; ++d) in >> given[i].strides[d];
+      t.data = reinterpret_cast<void*>(kBase + uintptr_t(at));
+      t.device = {kDLCUDA, 0};
+      t.dtype = {uint8_t(code), uint8_t(bits), 1};
+      t.shape = given[i].shape;
+      t.strides = given[i].strides;
+      arguments[i].type_index = kTVMFFIDLTensorPtr;
+      arguments[i].v_ptr = &t;
+    }
+    Call call(arguments, kCount);
+    GroupedOperands groups(call);
+    auto const a = groups.rows<Half, Major::kRow, 2, false>();
+    auto const b = groups.weights<Half, Major::kCol, 2, false>();
+    auto const d = groups.result<Half, Major::kRow, 2, true>();
+    auto const p = groups.problem(a, b, d);
+    auto const ends = groups.groups(p);
+    auto const row = groups.row<Half>(p);
+    auto const col = groups.col<Half>(p);
+    auto const tile = groups.tile<Half, Major::kRow, 1, false>(p);
+    auto const second = groups.second<Half, Major::kCol, 2>(p);
+    groups.check();
+    std::cout << call.status();
+    if (call.status() == 0) {
+      for (int x : {p.m, p.n, p.k, p.count, p.inner, ends.count, ends.rows}) std::cout << " " << x;
+      for (BatchedMatrix const& x : {a, b, d}) print(x.data, x.batches);
+      print(ends.ends, {});
+      for (auto const& x : {row, col}) print(x.values, x.batches);
+      for (BatchedMatrix const& x : {tile, second}) print(x.data, x.batches);
+    }
+    std::cout << std::endl;
+  }
+}
+"""
+
+T, E, N, K = 10, 3, 6, 8
+NAMES = ("a", "b", "out", "offsets", "row", "col", "tile", "second")
+SHAPES = {
+    "a": (T, K),
+    "b": (E, N, K),
+    "out": (T, N),
+    "offsets": (E,),
+    "row": (E, N),
+    "col": (T,),
+    "tile": (T, N),
+    "second": (E, N, K),
+}
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    """Compile the program, and keep it running."""
+    toolchain, folder = find_toolchain(), tmp_path_factory.mktemp("binding")
+    source, path = folder / "binding.cpp", folder / "binding"
+    source.write_text(PROGRAM)
+    folders = (resources.include(), toolchain.cutlass_dir / "include", toolchain.tvm_ffi_dir / "include")
+    include = [*(f"-I{p}" for p in folders), *(f"-isystem{p}" for p in toolchain.include_dirs)]
+    # What is not called here, a stream and a device, needs no library: only the functions above are linked.
+    flags = ["-std=c++17", "-w", "-fpermissive", "-ffunction-sections", "-Wl,--gc-sections"]
+    command = [toolchain.host_compiler, *flags, *include, source, "-o", path]
+    subprocess.run([str(part) for part in command], check=True)
+    with subprocess.Popen([str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
+        yield running
+        running.stdin.close()
+
+
+def tensors(**changes):
+    """Return tensors of a call, each far from the others, or as given."""
+    buffer = torch.empty(1 << 20, dtype=torch.float16)
+    found = {}
+    for at, name in enumerate(NAMES):
+        x = buffer[at << 16 :][: torch.Size(SHAPES[name]).numel()].view(SHAPES[name])
+        found[name] = x.mT if name in ("b", "second") else x
+    found["offsets"] = buffer[3 << 16 :][: 2 * E].view(torch.int32)
+    return buffer, found | {name: change(found, buffer) for name, change in changes.items()}
+
+
+def ask(program, buffer, given):
+    words = []
+    for name in NAMES:
+        x = given[name]
+        code = 0 if x.dtype in (torch.int32, torch.int64) else 2
+        words += [x.data_ptr() - buffer.data_ptr(), code, 8 * x.element_size(), x.ndim, *x.shape, *x.stride()]
+    program.stdin.write(" ".join(map(str, words)) + "\n")
+    program.stdin.flush()
+    status, *rest = map(int, program.stdout.readline().split())
+    return refusal(status) if status else rest
+
+
+def by_group(x):
+    return 0, x.stride(0) if x.shape[0] > 1 else 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"b": lambda found, _: found["b"][:1].expand(E, K, N)},
+        {"a": lambda _, buffer: buffer[: T * 2 * K].view(T, 2 * K)[:, :K]},
+        {"out": lambda _, buffer: buffer[2 << 16 :][: T * 4 * N].view(T, 4 * N)[:, N : 2 * N]},
+        {"row": lambda _, buffer: buffer[4 << 16 :][:N]},
+        {"row": lambda _, buffer: buffer[4 << 16 :][: 2 * E * N].view(E, 2 * N)[:, :N]},
+        {"tile": lambda found, _: found["out"]},
+    ],
+    ids=lambda changes: " ".join(changes),
+)
+def test_rows_and_groups_lie_where_their_strides_say(program, changes):
+    buffer, given = tensors(**changes)
+    wanted = [T, N, K, E, 1, E, T]
+    distances = {
+        "a": (0, 0),
+        "b": by_group(given["b"]),
+        "out": (given["out"].stride(0), 0),
+        "offsets": (0, 0),
+        "row": (0, given["row"].stride(0) if given["row"].ndim > 1 else 0),
+        "col": (1, 0),
+        "tile": (given["tile"].stride(0), 0),
+        "second": by_group(given["second"]),
+    }
+    for name, both in distances.items():
+        wanted += [given[name].data_ptr() - buffer.data_ptr(), *both]
+    assert ask(program, buffer, given) == wanted
+
+
+@pytest.mark.parametrize(
+    ("changes", "position", "reason"),
+    [
+        ({"a": lambda found, _: found["a"][:, :6]}, 1, Reason.SHAPE),
+        ({"a": lambda found, _: found["a"][:0]}, 0, Reason.SHAPE),
+        ({"a": lambda found, _: found["a"][None]}, 0, Reason.SHAPE),
+        ({"a": lambda found, _: found["a"].t().contiguous().t()}, 0, Reason.MAJOR),
+        ({"a": lambda _, buffer: buffer[1 : 1 + T * K].view(T, K)}, 0, Reason.ALIGNMENT),
+        ({"b": lambda found, _: found["b"][0]}, 1, Reason.SHAPE),
+        ({"b": lambda found, _: found["b"].contiguous()}, 1, Reason.MAJOR),
+        ({"b": lambda _, buffer: buffer[1 << 16 :].as_strided((E, K, N), (N * K + 1, 1, K))}, 1, Reason.ALIGNMENT),
+        ({"out": lambda found, _: found["out"][:-1]}, 2, Reason.SHAPE),
+        ({"out": lambda found, _: found["out"][:1].expand(T, N)}, 2, Reason.MAJOR),
+        ({"out": lambda found, _: found["a"][:, :N]}, 2, Reason.OVERLAP),
+        ({"offsets": lambda found, _: found["offsets"][:-1]}, 3, Reason.SHAPE),
+        ({"offsets": lambda found, _: found["offsets"][None]}, 3, Reason.SHAPE),
+        ({"offsets": lambda found, _: found["offsets"].long()}, 3, Reason.DTYPE),
+        ({"offsets": lambda found, _: torch.stack([found["offsets"]] * 2, 1)[:, 0]}, 3, Reason.MAJOR),
+        ({"offsets": lambda _, buffer: buffer[2 << 16 :][: 2 * E].view(torch.int32)}, 2, Reason.OVERLAP),
+        ({"row": lambda found, _: found["row"][:-1]}, 4, Reason.SHAPE),
+        ({"row": lambda found, _: found["row"].t().contiguous().t()}, 4, Reason.MAJOR),
+        ({"col": lambda found, _: found["col"][:-1]}, 5, Reason.SHAPE),
+        ({"col": lambda found, _: found["col"][None]}, 5, Reason.SHAPE),
+        ({"tile": lambda found, _: found["tile"][None]}, 6, Reason.SHAPE),
+        ({"tile": lambda found, buffer: buffer[(2 << 16) + 2 :][: T * N].view(T, N)}, 2, Reason.OVERLAP),
+        ({"second": lambda found, _: found["second"][:, :, :-1]}, 7, Reason.SHAPE),
+        ({"second": lambda found, _: found["second"][:-1]}, 7, Reason.SHAPE),
+    ],
+)
+def test_what_does_not_fit_is_refused(program, changes, position, reason):
+    assert ask(program, *tensors(**changes)) == (position, reason)
+
+
+def test_more_rows_than_a_descriptor_counts_are_refused(program):
+    many = (1 << 30) + 2
+    buffer, given = tensors()
+
+    class Large:  # tensors of so many rows, without memory
+        def __init__(self, x, *shape):
+            self.dtype, self.shape, self.ndim, self._x = x.dtype, shape, len(shape), x
+            self._strides = tuple(torch.empty(shape, device="meta").stride())
+
+        def data_ptr(self):
+            return self._x.data_ptr()
+
+        def element_size(self):
+            return 2
+
+        def stride(self):
+            return self._strides
+
+    for name, shape in (("a", (many, K)), ("out", (many, N)), ("tile", (many, N)), ("col", (many,))):
+        given[name] = Large(given[name], *shape)
+    assert ask(program, buffer, given) == (0, Reason.SHAPE)

@@ -1,0 +1,22 @@
+"""Kernels of groups of rows compile, and their machine code has the instructions of their kind."""
+
+import pytest
+
+from cutlass_ops.compilation.builder import build_artifact
+from cutlass_ops.tools.inspection import inspect
+from tests.gpu import kernels
+
+pytestmark = pytest.mark.compile
+
+NAMES = (
+    "grouped-swapped-inputs",
+    pytest.param("grouped-pingpong-inputs", marks=pytest.mark.slow),
+    pytest.param("grouped-swapped-tiles", marks=pytest.mark.slow),
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_kernel_of_groups_compiles(name):
+    spec = kernels.grouped()[name]
+    report = inspect(build_artifact(spec))
+    assert report.spill_stores == report.spill_loads == 0

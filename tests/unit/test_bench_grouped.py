@@ -1,0 +1,49 @@
+"""The benchmark of groups of rows: its cases, its tensors and its summary."""
+
+import pytest
+import torch
+
+from tests.scripts import script
+
+BENCH = script("bench_grouped")
+
+
+@pytest.mark.parametrize("groups", BENCH.GROUPS)
+@pytest.mark.parametrize("experts", BENCH.WEIGHTS)
+@pytest.mark.parametrize("tokens", BENCH.TOKENS)
+def test_all_tokens_have_an_expert(experts, tokens, groups):
+    sizes = BENCH.Case(experts, tokens, groups).sizes
+    assert (len(sizes), sum(sizes)) == (experts, tokens)
+    assert min(sizes) >= 0
+    if groups == "balanced":
+        assert max(sizes) - min(sizes) <= 1
+    if groups == "one_hot":
+        assert max(sizes) == tokens
+    if groups == "zipf" and tokens >= 8192:
+        assert max(sizes) == sizes[0] > 2 * tokens / experts
+
+
+@pytest.mark.parametrize("epilogue", BENCH.EPILOGUES)
+@pytest.mark.parametrize("groups", BENCH.GROUPS)
+def test_all_ways_compute_the_same(monkeypatch, groups, epilogue):
+    monkeypatch.setattr(BENCH.harness, "compiled", lambda function: function)
+    for x in BENCH.draw(BENCH.Case(6, 40, groups), 16, 32, 3, "cpu"):
+        x.out.fill_(torch.nan)
+        results = {"ours": BENCH.ours(epilogue, x)}
+        results |= {name: peer(x) for name, peer in BENCH.peers(epilogue).items()}
+        errors = BENCH.exact_errors(epilogue, x, results)
+        assert len(errors) == (2 if epilogue == "none" else 3)
+        assert max(errors.values()) <= 2.0**-7, errors
+
+
+def test_sets_rotate_through_the_experts():
+    sets = BENCH.draw(BENCH.Case(6, 40, "one_hot"), 16, 32, 3, "cpu")
+    assert len({tuple(x.offsets.tolist()) for x in sets}) == 3
+    assert len({x.w.data_ptr() for x in sets}) == 1
+
+
+def test_a_summary_has_each_way_to_spread_tokens():
+    row = {"experts": 8, "tokens": 64, "groups": "zipf", "epilogue": "none", "ratio_to_best_peer": 2.0}
+    found = BENCH.summary([row, {**row, "tokens": 1024, "ratio_to_best_peer": 0.5}])
+    worst = {"worst": 0.5, "worst_case": "8 experts, 1024 tokens", "losses": 1}
+    assert found == {"none, zipf": {"geomean": 1.0, **worst, "cases": 2}}
