@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("--resume", nargs="+", type=Path, default=[], help="result with rows to keep")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    environment = harness.environment()
+    environment = harness.begin()
     begin, rows = time.monotonic(), harness.measured(args.resume, environment)
     done = {(r["experts"], r["tokens"], r["groups"], r["epilogue"]) for r in rows}
     every = product(args.experts, args.tokens, args.groups, args.epilogues)
