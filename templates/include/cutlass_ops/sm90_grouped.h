@@ -284,9 +284,12 @@ class GroupedEpilogue : public Base {
     return cute::get<1>(cute::get<3>(coord));
   }
 
+  // CUTLASS's own loads and stores of tiles also compare the batch's coordinates with the problem's, and a group's first row,
+  // which is one of them, lies beyond any number of batches.
   template <class Problem>
   CUTLASS_DEVICE static Problem with_rows(Problem problem, RowGroups::Rows rows) {
     cute::get<kSwapped ? 1 : 0>(problem) = rows.size;
+    cute::get<0>(cute::get<3>(problem)) = INT32_MAX;
     return problem;
   }
 
