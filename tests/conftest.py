@@ -5,8 +5,8 @@ import signal
 import pytest
 from hypothesis import settings
 
-# PyTorch and this library are imported by what uses them: workers wait for the process that hands out tests, which needs
-# neither.
+# PyTorch and this library are imported by what uses them: workers wait for the process that hands out tests, and it
+# needs neither.
 
 # A case may take as long as it takes. Where the slow tests are left out, tests of properties try fewer cases.
 settings.register_profile("all", deadline=None)

@@ -63,7 +63,7 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s*["<](cutlass_ops/[^">]+)[">]', re.MULT
 
 @lru_cache(maxsize=256)
 def _included(header: bytes) -> list[str]:
-    """Return the names of this library's headers that a header includes: to look for them takes longer than to read it."""
+    """Return the names of this library's headers that a header includes: looking for them takes longer than reading."""
     return _INCLUDE.findall(header.decode())
 
 
