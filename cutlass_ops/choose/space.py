@@ -114,4 +114,11 @@ def usual(signature: OpSignature) -> Pool:
 def neighbours(signature: OpSignature, config: Config, device: Device) -> list[Config]:
     """Return the legal configurations one step away; the kind defines a step."""
     kind = kind_of(config)
-    return [c for c in _legal(kind, signature, device.capability) if c != config and kind.near(c, config)]
+    near = (c for c in _every(kind, signature) if c != config and kind.near(c, config))
+    return list(_only_legal(near, signature, device.capability))
+
+
+@lru_cache(maxsize=4)
+def _every(kind: Kind[Any], signature: OpSignature) -> tuple[Any, ...]:
+    """Return every configuration of a kind, legal or not. Of several megabytes, few are kept."""
+    return tuple(kind.candidates(signature))
