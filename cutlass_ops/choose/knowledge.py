@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -429,6 +429,11 @@ class Knowledge:
         whole = self.pool.traits.whole(problem)
         orders = kind_of(config).orders_by_gpc(config, whole, self.device) if by_gpc else ()
         return orders[0] if orders else config.usual_order(whole)
+
+    @cached_property
+    def decided(self) -> dict[Hashable, Any]:
+        """What others decided by it alone, by key: kept as long as it is."""
+        return {}
 
     @cached_property
     def _handicaps(self) -> Floats:

@@ -68,6 +68,8 @@ _ROUNDING = 1e-9
 _MISSED = 4.0
 
 
+# Weights of which decisions are kept.
+_WEIGHTS = 4096
 # A peer is faster if it takes less than this part of the best kernel's time.
 _CLEARLY = 0.99
 
@@ -181,7 +183,7 @@ class Policy:
     @cached_property
     def weight_of(self) -> Callable[[int, int, int], Weight]:
         """What so many weights (N, K) need at any number of rows: decided once, and kept as long as the policy."""
-        return lru_cache(maxsize=4096)(partial(_weight_of, self))
+        return lru_cache(maxsize=_WEIGHTS)(partial(_weight_of, self))
 
     @cached_property
     def measured_rows(self) -> Mapping[tuple[int, int, int], frozenset[int]]:
@@ -263,7 +265,11 @@ def kept(policy: Policy, n: int, k: int, count: int) -> tuple[Config, ...]:
     return policy.weight_of(n, k, count).kept
 
 
-@lru_cache(maxsize=256)
+# What is known takes megabytes, and one who tunes makes new tables again and again.
+_SHARED = 32
+
+
+@lru_cache(maxsize=_SHARED)
 def _knowledge(
     known: tuple[Itself[Table], ...],
     same: frozenset[Config],
@@ -281,14 +287,21 @@ def _weight_of(policy: Policy, n: int, k: int, count: int) -> Weight:
         return Weight(policy, (), Steps((1,), (-1,)), {}, {})
     tuned = policy.measured_rows.get((n, k, count), frozenset())
     peers = {m: peer for m in tuned if (peer := policy.fallback(Problem(m, n, k, count))) is not None}
-    return Weight(policy, *_decided(policy.knowledge, tuned, n, k, count), peers)
+    # Policies that share what is known share what follows from it.
+    decided = policy.knowledge.decided
+    found = decided.get((tuned, n, k, count))
+    if found is None:
+        if len(decided) >= _WEIGHTS:
+            decided.clear()
+        found = decided[tuned, n, k, count] = _decide(policy.knowledge, tuned, n, k, count)
+    kept, steps, measured = found
+    return Weight(policy, kept, steps, measured, peers)
 
 
-@lru_cache(maxsize=4096)
-def _decided(
+def _decide(
     knowledge: Knowledge, tuned: frozenset[int], n: int, k: int, count: int
 ) -> tuple[tuple[Config, ...], Steps, Mapping[int, Ordered]]:
-    """Decide which kernels so many weights (N, K) need: the same for all signatures of which the same is known."""
+    """Return which kernels so many weights (N, K) need, which serves at each number of rows, and the measured ones."""
     needed = {*ROWS, *tuned}
     rows = sorted({*needed, *rows_for(knowledge)})
     extents = Extents.of_rows(rows, n, k, count)
@@ -353,7 +366,7 @@ def forget(*, shipped: bool = False) -> None:
     for each in (_policy, warn_once):
         each.cache_clear()
     if shipped:
-        for kept in (_of_package, _knowledge, _restated, _decided):
+        for kept in (_of_package, _knowledge, _restated):
             kept.cache_clear()
 
 
@@ -568,7 +581,7 @@ def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
     return _restated(Itself(table), Traits.of(signature), forms, device)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=_SHARED)
 def _restated(
     known: Itself[Table], mine: Traits, forms: tuple[tuple[Config, Config | None], ...], device: Device
 ) -> Table:
