@@ -3,13 +3,10 @@ import os
 import signal
 
 import pytest
-import torch
 from hypothesis import settings
 
-from cutlass_ops.artifacts import installed
-from cutlass_ops.base import env
-from cutlass_ops.base.session import Session
-from cutlass_ops.choose import policies
+# PyTorch and this library are imported by what uses them: workers wait for the process that hands out tests, and it
+# needs neither.
 
 # A case may take as long as it takes. Where the slow tests are left out, tests of properties try fewer cases.
 settings.register_profile("all", deadline=None)
@@ -17,7 +14,7 @@ settings.register_profile("quick", deadline=None, max_examples=15)
 
 
 # Tests change what decisions follow from.
-os.environ[env.CHOICES.name] = "0"
+os.environ["CUTLASS_OPS_CHOICES"] = "0"
 
 
 def pytest_configure(config):
@@ -27,6 +24,8 @@ def pytest_configure(config):
         # other busily.
         for library in ("OMP", "OPENBLAS", "MKL"):
             os.environ.setdefault(f"{library}_NUM_THREADS", "1")
+    # Little of what imports and collecting make is garbage. Looking for it took a third of their time.
+    gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_collection_finish():
@@ -36,7 +35,6 @@ def pytest_collection_finish():
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture
@@ -53,6 +51,8 @@ def write(tmp_path):
 
 @pytest.fixture(scope="module")
 def _of_this_file():
+    from cutlass_ops.base.session import Session
+
     return Session()
 
 
@@ -63,6 +63,11 @@ def session(request, tmp_path):
     The first choices of a session take a second. Where a whole file is marked to use this, those of its tests that
     patch nothing have one in common.
     """
+    from cutlass_ops.artifacts import installed
+    from cutlass_ops.base import env
+    from cutlass_ops.base.session import Session
+    from cutlass_ops.choose import policies
+
     mark = request.node.getparent(pytest.Module).get_closest_marker("usefixtures")
     shared = mark is not None and "session" in mark.args and "monkeypatch" not in request.fixturenames
     own = request.getfixturevalue("_of_this_file") if shared else Session()
@@ -86,6 +91,8 @@ def interruptible():
 
 
 def pytest_collection_modifyitems(items):
+    import torch
+
     if torch.cuda.is_available():
         return
     for item in items:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -26,3 +27,16 @@ def hashed_once(cls: type[T]) -> type[T]:
     cls.__hash__ = kept  # type: ignore[method-assign]
     cls.__getstate__ = state  # type: ignore[attr-defined]
     return cls
+
+
+@dataclass(frozen=True, eq=False)
+class Itself(Generic[T]):
+    """An object as a key that equals no other object's, however alike: for values that take long to hash or compare."""
+
+    value: T
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Itself) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)

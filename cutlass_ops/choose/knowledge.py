@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -428,6 +428,11 @@ class Knowledge:
     def order(self, config: Config, problem: Problem, *, by_gpc: bool) -> TileOrder:
         """Return the order of a kernel's tiles at a problem where none was measured."""
         return order_of(config, problem, self.pool.traits, self.device, by_gpc=by_gpc)
+
+    @cached_property
+    def decided(self) -> dict[Hashable, Any]:
+        """What others decided by it alone, by key: kept as long as it is."""
+        return {}
 
     @cached_property
     def _handicaps(self) -> Floats:

@@ -19,6 +19,7 @@ from cutlass_ops.artifacts.bundles import Bundles
 from cutlass_ops.base import arch, env, resources
 from cutlass_ops.base.errors import BundleError, ConfigError, UnsupportedError
 from cutlass_ops.base.garbage import uncollected
+from cutlass_ops.base.hashed import Itself
 from cutlass_ops.base.session import cached
 from cutlass_ops.base.warned import warn_once
 from cutlass_ops.choose import limits, remembered, tables
@@ -67,6 +68,8 @@ _ROUNDING = 1e-9
 _MISSED = 4.0
 
 
+# Weights of which decisions are kept.
+_WEIGHTS = 4096
 # A peer is faster if it takes less than this part of the best kernel's time.
 _CLEARLY = 0.99
 
@@ -119,7 +122,8 @@ class Policy:
         # A measurement counts for the kernel itself, not for its legal replacement.
         same = {c for c, found in legal.items() if found == c}
         known = tuple(known)
-        return cls(signature, device, kernels, known, Knowledge.of(known, same, Pool.of(kernels, signature), device))
+        knowledge = _knowledge(tuple(map(Itself, known)), frozenset(same), kernels, Traits.of(signature), device)
+        return cls(signature, device, kernels, known, knowledge)
 
     def with_further(self, kernels: Iterable[Config]) -> Policy:
         """Return the policy with more kernels."""
@@ -182,7 +186,7 @@ class Policy:
     @cached_property
     def weight_of(self) -> Callable[[int, int, int], Weight]:
         """What so many weights (N, K) need at any number of rows: decided once, and kept as long as the policy."""
-        return lru_cache(maxsize=4096)(partial(_weight_of, self))
+        return lru_cache(maxsize=_WEIGHTS)(partial(_weight_of, self))
 
     @cached_property
     def measured_rows(self) -> Mapping[tuple[int, int, int], frozenset[int]]:
@@ -216,31 +220,60 @@ def kept(policy: Policy, n: int, k: int, count: int) -> tuple[Config, ...]:
     return policy.weight_of(n, k, count).kept
 
 
+# What is known takes megabytes, and one who tunes makes new tables again and again.
+_SHARED = 32
+
+
+@lru_cache(maxsize=_SHARED)
+def _knowledge(
+    known: tuple[Itself[Table], ...],
+    same: frozenset[Config],
+    kernels: tuple[Config, ...],
+    traits: Traits,
+    device: Device,
+) -> Knowledge:
+    """Return what tables say of kernels: the same for all signatures with the same traits and legal kernels."""
+    return Knowledge.of([table.value for table in known], same, Pool(kernels, traits), device)
+
+
 def _weight_of(policy: Policy, n: int, k: int, count: int) -> Weight:
     """Decide what so many weights (N, K) need at any number of rows."""
     if not policy.kernels:
         return Weight(policy.signature, policy.device, (), Steps((1,), (-1,)), {}, {})
     tuned = policy.measured_rows.get((n, k, count), frozenset())
+    peers = {m: peer for m in tuned if (peer := policy.fallback(Problem(m, n, k, count))) is not None}
+    # Policies that share what is known share what follows from it.
+    decided = policy.knowledge.decided
+    found = decided.get((tuned, n, k, count))
+    if found is None:
+        if len(decided) >= _WEIGHTS:
+            decided.clear()
+        found = decided[tuned, n, k, count] = _decide(policy.knowledge, tuned, n, k, count)
+    kept, steps, measured = found
+    weight = Weight(policy.signature, policy.device, kept, steps, measured, peers)
+    if policy.of_package:
+        remembered.remember(weight, n, k, count)
+    return weight
+
+
+def _decide(
+    knowledge: Knowledge, tuned: frozenset[int], n: int, k: int, count: int
+) -> tuple[tuple[Config, ...], Steps, Mapping[int, Ordered]]:
+    """Return which kernels so many weights (N, K) need, which serves at each number of rows, and the measured ones."""
     needed = {*ROWS, *tuned}
-    rows = sorted({*needed, *rows_for(policy.knowledge)})
+    rows = sorted({*needed, *rows_for(knowledge)})
     extents = Extents.of_rows(rows, n, k, count)
-    knowledge = policy.knowledge
     foretold = knowledge.foretold(extents)
     problems = [Problem(m, n, k, count) for m in rows if m in needed]
     known = knowledge.with_measured(problems, foretold.part(np.array([m in needed for m in rows])))
     chosen = _needed(known)
-    kept = tuple(policy.kernels[at] for at in chosen)
+    configs = knowledge.pool.configs
     measured = {}
     times = known.decisive()[:, chosen]
     for at in np.flatnonzero((known.sources[:, chosen] == SOURCES.index("measured")).any(1)).tolist():
         place = chosen[int(times[at].argmin())]
-        measured[problems[at].m] = knowledge.measured[problems[at]][policy.kernels[place]].ordered
-    peers = {p.m: peer for p in problems if p.m in tuned and (peer := policy.fallback(p)) is not None}
-    steps = Steps.of(knowledge, chosen, foretold, extents)
-    found = Weight(policy.signature, policy.device, kept, steps, measured, peers)
-    if policy.of_package:
-        remembered.remember(found, n, k, count)
-    return found
+        measured[problems[at].m] = knowledge.measured[problems[at]][configs[place]].ordered
+    return tuple(configs[at] for at in chosen), Steps.of(knowledge, chosen, foretold, extents), measured
 
 
 def _needed(known: Expected) -> list[int]:
@@ -291,7 +324,8 @@ def forget(*, shipped: bool = False) -> None:
     for each in (_policy, _recalled, warn_once):
         each.cache_clear()
     if shipped:
-        _of_package.cache_clear()
+        for kept in (_of_package, _knowledge, _restated):
+            kept.cache_clear()
 
 
 def policy(signature: OpSignature, device: Device, limited: Limit | None = None) -> Policy:
@@ -519,26 +553,37 @@ def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
     theirs = table.signature
     if _kind(signature) == _kind(theirs):
         return table
-    weights = Traits.of(signature).weights // Traits.of(theirs).weights
     gathers = bool(signature.epilogue.gathered) and not theirs.epilogue.gathered
-    before, after = theirs.a.dtype.bytes, signature.a.dtype.bytes
-    # A table's thousands of measurements share some hundred configurations; to compare objects is enough.
-    shared: dict[int, Config | None] = {}
 
     def form(config: Config) -> Config | None:
-        if id(config) not in shared:
-            wanted = kind_of(config).gathering(config) if gathers else config
-            wanted = kind_of(config).of_width(wanted, before, after)
-            # Kernels of Sm80 were measured beside those of Sm90 for few problems: they would seem better than they are.
-            shared[id(config)] = _legal(signature, wanted, device) if config.wgmma or config.few_rows else None
-        return shared[id(config)]
+        wanted = kind_of(config).gathering(config) if gathers else config
+        wanted = kind_of(config).of_width(wanted, theirs.a.dtype.bytes, signature.a.dtype.bytes)
+        # Kernels of Sm80 were measured beside those of Sm90 for few problems: they would seem better than they are.
+        return _legal(signature, wanted, device) if config.wgmma or config.few_rows else None
+
+    forms = tuple((config, form(config)) for config in table.configs)
+    return _restated(Itself(table), Traits.of(signature), forms, device)
+
+
+@lru_cache(maxsize=_SHARED)
+def _restated(
+    known: Itself[Table], mine: Traits, forms: tuple[tuple[Config, Config | None], ...], device: Device
+) -> Table:
+    """Convert a table to a signature's traits, with the form that takes each kernel's place, if any."""
+    table = known.value
+    theirs = Traits.of(table.signature)
+    weights = mine.weights // theirs.weights
+    before, after = theirs.element_bytes, mine.element_bytes
+    of = dict(forms)
+    # A table's thousands of measurements share some hundred configurations; to compare objects is enough.
+    shared = {id(m.config): of[m.config] for p in table.points for m in p.measured}
 
     def restated(point: Point) -> Point:
         best = point.measured[0].microseconds
         times = [
             (best * (1 + measured.behind) + next(more), config, measured.order)
             for measured in point.measured
-            if (config := form(measured.config)) is not None
+            if (config := shared[id(measured.config)]) is not None
         ]
         times.sort(key=lambda time: time[0])
         ranked = tuple(Measured(config, us, us / times[0][0] - 1, order) for us, config, order in times)
@@ -549,26 +594,26 @@ def _as_if_about(table: Table, signature: OpSignature, device: Device) -> Table:
         return Problem(m, n // weights, k * before // after, count)
 
     whole = [p for p in table.points if p.problem.n % weights == 0 and p.problem.k * before % after == 0]
-    kernels = tuple(found for c in table.kernels if (found := form(c)) is not None)
-    raced = [(p.problem, found) for p in whole for m in p.measured if (found := form(m.config)) is not None]
-    more = iter(_later(theirs, signature, raced, ours, device).tolist())
+    kernels = tuple(found for c in table.kernels if (found := of[c]) is not None)
+    raced = [(p.problem, found) for p in whole for m in p.measured if (found := shared[id(m.config)]) is not None]
+    more = iter(_later(theirs, mine, raced, ours, device).tolist())
     points = map(restated, whole)
     return replace(table, points=tuple(p for p in points if p.measured), kernels=kernels)
 
 
 def _later(
-    theirs: OpSignature,
-    mine: OpSignature,
+    theirs: Traits,
+    mine: Traits,
     raced: Sequence[tuple[Problem, Config]],
     ours: Callable[[Problem], Problem],
     device: Device,
 ) -> Floats:
-    """Return the extra microseconds of one signature's kernels over another's, for work besides the GEMM.
+    """Return the extra microseconds of kernels with one signature's traits over another's, besides the GEMM.
 
     Problems are the first one's, each with the second one's.
     """
     index = {config: at for at, config in enumerate(dict.fromkeys(config for _, config in raced))}
-    pools = Pool.of(index, theirs), Pool.of(index, mine)
+    pools = Pool(tuple(index), theirs), Pool(tuple(index), mine)
     places = np.array([index[config] for _, config in raced], np.int64)
     problems = [problem for problem, _ in raced]
     translated = {problem: ours(problem) for problem in dict.fromkeys(problems)}

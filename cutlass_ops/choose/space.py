@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -28,8 +29,11 @@ _SMALL = 128  # extents of D up to which small kernels are worth a race
 @lru_cache(maxsize=192)
 def _legal(kind: Kind[Any], signature: OpSignature, capability: tuple[int, int]) -> tuple[Any, ...]:
     """Return every legal configuration of a kind, without tile orders, which are launch arguments."""
-    every = kind.candidates(signature)
-    return tuple(c for c in every if legality.is_legal(signature.spec(c, c.target_on(capability))))
+    return tuple(_only_legal(kind.candidates(signature), signature, capability))
+
+
+def _only_legal(every: Iterable[Any], signature: OpSignature, capability: tuple[int, int]) -> Iterator[Any]:
+    return (c for c in every if legality.is_legal(signature.spec(c, c.target_on(capability))))
 
 
 def configurations(signature: OpSignature) -> tuple[Sm90Config, ...]:
@@ -102,10 +106,19 @@ def _pool(signature: OpSignature, device: Device) -> Pool:
 @lru_cache(maxsize=64)
 def usual(signature: OpSignature) -> Pool:
     """Return the Sm90 configurations that the model can distinguish, each with the usual K extent and orientation."""
-    return Pool.of((c for c in configurations(signature) if sm90.is_usual(c, signature.a.dtype.bytes)), signature)
+    # Most are not usual, which is found out sooner than whether they are legal.
+    every = (c for c in SM90.candidates(signature) if sm90.is_usual(c, signature.a.dtype.bytes))
+    return Pool.of(_only_legal(every, signature, (9, 0)), signature)
 
 
 def neighbours(signature: OpSignature, config: Config, device: Device) -> list[Config]:
     """Return the legal configurations one step away; the kind defines a step."""
     kind = kind_of(config)
-    return [c for c in _legal(kind, signature, device.capability) if c != config and kind.near(c, config)]
+    near = (c for c in _every(kind, signature) if c != config and kind.near(c, config))
+    return list(_only_legal(near, signature, device.capability))
+
+
+@lru_cache(maxsize=4)
+def _every(kind: Kind[Any], signature: OpSignature) -> tuple[Any, ...]:
+    """Return every configuration of a kind, legal or not. Of several megabytes, few are kept."""
+    return tuple(kind.candidates(signature))

@@ -8,6 +8,7 @@ import re
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, Protocol, cast, get_args
 
 from cutlass_ops.base import arch, checked_json
@@ -303,12 +304,12 @@ class KernelSpec:
         types = "_".join(str(t).replace(".", "") for t in (self.a, self.b, self.d))
         return f"{what}_{types}_{self.config.slug}_{self.target}_{digest}"
 
-    @property
+    @cached_property
     def typed_inputs(self) -> tuple[tuple[Input, Operand], ...]:
         """The epilogue's inputs with their types."""
         return tuple(zip(self.epilogue.inputs, self.inputs, strict=True))
 
-    @property
+    @cached_property
     def typed_outputs(self) -> tuple[tuple[Output, Operand], ...]:
         """The outputs after D with their types."""
         return tuple(zip(self.epilogue.outputs[1:], self.outputs, strict=True))

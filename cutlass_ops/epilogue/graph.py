@@ -10,6 +10,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from cutlass_ops.base import dtypes
@@ -67,28 +68,28 @@ class Expression:
     def __repr__(self) -> str:
         return f"<graph {self.title or 'acc'}>"
 
-    @property
+    @cached_property
     def gathered(self) -> tuple[str, ...]:
         """What it takes of A's rows, in the order of :data:`cutlass_ops.epilogue.operations.GATHERED`."""
         used = {node.op for node in self.nodes}
         return tuple(name for name in GATHERED if name in used)
 
-    @property
+    @cached_property
     def swaps_pairs(self) -> bool:
         """Whether it takes a value of the column beside."""
         return any(node.op == SWAP_PAIRS for node in self.nodes)
 
-    @property
+    @cached_property
     def knows_places(self) -> bool:
         """Whether a value depends on the row or the column where it is."""
         return any(node.op in INDICES or node.op == UNIFORM for node in self.nodes)
 
-    @property
+    @cached_property
     def types(self) -> tuple[Type, ...]:
         """The type of each node's value."""
         return value_types(self.inputs, self.nodes)
 
-    @property
+    @cached_property
     def products(self) -> tuple[str, ...]:
         """Names of the inputs that are multiplied by A: one at most."""
         return tuple(i.name for i in self.inputs if i.kind is Kind.PRODUCT)
@@ -109,12 +110,12 @@ class Expression:
         is_copy = node.op == "cast" and any(t.name == node.attr for t in dtypes.FP8)
         return str(node.attr) if is_copy else ""
 
-    @property
+    @cached_property
     def quantized(self) -> str | None:
         """The name of D's type of FP8 if the scales of its blocks are an output, else None."""
         return next((o.reduce for o in self.outputs if o.kind is Kind.BLOCKS_D), None)
 
-    @property
+    @cached_property
     def block_scales(self) -> tuple[str, ...]:
         """Names of the scales of blocks of A and of B, which the accumulator has already; none if it has none."""
         return tuple(i.name for kind in BLOCKS for i in self.inputs if i.kind is kind)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from cutlass_ops.artifacts.manifest import Choice
 from cutlass_ops.choose import policies
+from cutlass_ops.choose.knowledge import Knowledge
 from cutlass_ops.choose.policies import ROWS, Policy
 from cutlass_ops.declare.config import Config, Ordered
 from cutlass_ops.declare.device import Device
@@ -73,7 +75,7 @@ def pool(signature: OpSignature, devices: Sequence[Device], behind: float, most:
     most : int, optional
         Maximum number of kernels. Those that help at most problems are kept.
     """
-    known = [_losses(policies.policy(signature, device)) for device in devices]
+    known = [_losses(policies.policy(signature, device).knowledge) for device in devices]
     kernels = tuple(dict.fromkeys(config for configs, _, _ in known for config in configs))
     place = {config: at for at, config in enumerate(kernels)}
     losses = np.full((sum(len(each) for _, each, _ in known), len(kernels)), np.inf)
@@ -100,15 +102,20 @@ def is_served(signature: OpSignature, device: Device) -> bool:
     return bool(policies.policy(signature, device).kernels)
 
 
-def _losses(policy: Policy) -> tuple[tuple[Config, ...], Floats, int]:
-    """Return a policy's kernels, their losses to the fastest at each problem, and how many problems were measured."""
-    problems = [p for p, known in policy.knowledge.measured.items() if known]
+@lru_cache(maxsize=16)
+def _losses(knowledge: Knowledge) -> tuple[tuple[Config, ...], Floats, int]:
+    """Return the known kernels, their losses to the fastest at each problem, and how many problems were measured.
+
+    Signatures often share what is known: FP16 and BF16 do, and activations.
+    """
+    kernels = knowledge.pool.configs
+    problems = [p for p, known in knowledge.measured.items() if known]
     measured = len(problems)
     if not problems:
         problems = [point.problem for point in policies.reference().points]
-    times = policy.expected(problems).decisive() if policy.kernels else np.empty((0, 0))
+    times = knowledge.expected(problems).decisive() if kernels else np.empty((0, 0))
     possible = times[np.isfinite(times).any(1)] if times.size else times
-    return policy.kernels, possible / possible.min(1, keepdims=True) - 1 if possible.size else possible, measured
+    return kernels, possible / possible.min(1, keepdims=True) - 1 if possible.size else possible, measured
 
 
 def cover(near: Flags, most: int | None = None) -> list[int]:

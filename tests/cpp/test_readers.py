@@ -28,7 +28,7 @@ from tests.faults.fuzz import seeds
 # To build the program takes fifteen seconds.
 pytestmark = pytest.mark.slow
 
-SEEDS = int(os.environ.get("CUTLASS_OPS_SEEDS", "4"))
+SEEDS = int(os.environ.get("CUTLASS_OPS_SEEDS", "2"))
 
 # What a forger would try in place of a value of the same kind.
 MORE = (

@@ -4,9 +4,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_toolkit import FakeToolkit
-
-from cutlass_ops.artifacts.store import KernelStore
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -19,11 +16,15 @@ def _quiet(monkeypatch):
 
 @pytest.fixture
 def toolkit(tmp_path):
+    from fake_toolkit import FakeToolkit
+
     return FakeToolkit(tmp_path / "toolkit")
 
 
 @pytest.fixture
 def store(tmp_path):
+    from cutlass_ops.artifacts.store import KernelStore
+
     return KernelStore(tmp_path / "store")
 
 

@@ -2,6 +2,7 @@
 
 import re
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from cutlass_ops.kinds.traits import Traits
 from cutlass_ops.run import backward, batches, chained, named, ops, requests
 from cutlass_ops.run.call import call_at, check_call, signature_of
 from cutlass_ops.tools.explaining import explain_call
+from tests.sampling import in_turn
 from tests.strategies import PATIENT
 
 BF16 = torch.bfloat16
@@ -612,10 +614,9 @@ def along_k(matrix):
     return matrix.mT.contiguous().mT if matrix.shape[-2:] == (64, 32) else matrix
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("kernels", [False, True])
-@pytest.mark.parametrize("name", LAYERS)
-def test_gradients_of_what_a_forward_stores(device, monkeypatch, name, kernels, recompute):
+@pytest.mark.parametrize(("name", "way"), in_turn(LAYERS, [*product((False, True), repeat=2)]))
+def test_gradients_of_what_a_forward_stores(device, monkeypatch, name, way):
+    kernels, recompute = way
     monkeypatch.setattr(backward, "has_kernels", lambda a: kernels)
     torch.manual_seed(0)
     epilogue, shapes, names, layer = LAYERS[name]

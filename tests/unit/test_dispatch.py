@@ -123,6 +123,21 @@ def test_an_h200_has_its_own_grid_and_an_h100s_kernels_elsewhere():
     assert other.choose(GRID[0]).microseconds == pytest.approx(best.microseconds)
 
 
+def test_signatures_of_the_same_traits_and_kernels_share_what_is_known_and_each_has_its_own_kernels():
+    first, other = (policies.policy(signature(of), H100) for of in (builtin.bias_gelu, builtin.bias))
+    assert first.knowledge is other.knowledge
+    assert first.weight_of(4096, 4096, 1).steps is other.weight_of(4096, 4096, 1).steps
+    for policy in (first, other):
+        (spec,) = {s.epilogue for s in policy.weight_of(4096, 4096, 1).specs.values()}
+        assert spec == policy.signature.epilogue
+    # A wider D takes longer, as does a smaller chip.
+    wide = policies.policy(signature(builtin.bias, d_dtype="f32"), H100)
+    small = policies.policy(signature(builtin.bias), replace(H100, multiprocessors=114))
+    assert len({id(p.knowledge) for p in (first, wide, small)}) == 3
+    policies.forget(shipped=True)
+    assert policies.policy(signature(builtin.bias), H100).knowledge is not first.knowledge
+
+
 # ---- What is measured decides ------------------------------------------------------------------------------------
 
 FAST = Sm90Config(ThreadblockShape(128, 192, 64), ClusterShape(2, 1))

@@ -17,6 +17,7 @@ from cutlass_ops.epilogue import builtin, composed
 from cutlass_ops.run import gated, named, norms, ops
 from cutlass_ops.run.call import call_at, signature_of
 from cutlass_ops.tools.explaining import explain_call
+from tests.sampling import in_turn
 
 pytestmark = pytest.mark.usefixtures("session")
 
@@ -194,8 +195,7 @@ def functions():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("on", [H100, A100], ids=["H100", "A100"])
-@pytest.mark.parametrize("at", range(len(functions())))
+@pytest.mark.parametrize(("at", "on"), in_turn(range(len(functions())), (H100, A100)))
 def test_every_function_is_explained_and_warmed_up_as_it_is_called(device, monkeypatch, at, on):
     device.device = on
     function, arguments, named, op = functions()[at]

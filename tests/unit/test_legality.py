@@ -501,6 +501,7 @@ def take_all_advice(spec):
         for kind in OTHER_KINDS:
             # The rule `target` names the kind that the declaration has.
             assert violation.rule == "target" or kind not in violation.message or not of_kind(spec, kind), violation
+    return found
 
 
 GRID = [
@@ -524,9 +525,8 @@ def test_advice_about_sm90_can_be_taken(epilogue):
             "split_k": split,
             "realign": n == 24,
         }
-        one = sm90(m, n, 64, epilogue=epilogue, **config)
-        take_all_advice(one)
-        advised |= {v.rule for v in check(one) if _CHANGE.search(v.message)}
+        found = take_all_advice(sm90(m, n, 64, epilogue=epilogue, **config))
+        advised |= {v.rule for v in found if _CHANGE.search(v.message)}
     assert advised >= {"scheduler", "split_k", "accumulators", "realign"}
 
 

@@ -13,6 +13,7 @@ from torch import nn
 import cutlass_ops as co
 from cutlass_ops.nn import epilogues
 from cutlass_ops.run.gated import gated_op
+from tests.sampling import in_turn
 
 BF16 = torch.bfloat16
 K, N, HIDDEN = 16, 24, 32
@@ -122,8 +123,12 @@ def test_every_activation(activation, biased):
             close(module(x), as_pytorch(module)(x.double()))
 
 
+# The quick tests compile each forward once: a bias and another activation are the same to a compiler.
+FORWARDS = ("linear", "mlp", "swiglu", "rmsnorm", "layernorm", "block")
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", [n if n in FORWARDS else pytest.param(n, marks=pytest.mark.slow) for n in MODULES])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own
 def test_modules_compile_as_one_graph_forward_and_backward(name, backend):
     torch._dynamo.reset()
@@ -138,8 +143,7 @@ def test_modules_compile_as_one_graph_forward_and_backward(name, backend):
         close(torch.compile(module, backend=backend, fullgraph=True)(*given), d.double(), 0.01)
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(("name", "strict"), in_turn(MODULES, (False, True)))
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PyTorch's own
 def test_modules_are_exported(name, strict, tmp_path):
     module, given = made(name)
@@ -265,8 +269,9 @@ def test_autocast_casts_what_f_linear_casts():
         module(x)
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
-@pytest.mark.parametrize("name", [n for n, (_, taken) in MODULES.items() if taken])
+@pytest.mark.parametrize(
+    ("name", "backend"), in_turn([n for n, (_, taken) in MODULES.items() if taken], ("aot_eager", None))
+)
 def test_an_fp32_residual_stays_one(name, backend):
     torch._dynamo.reset()
     module, (x, residual) = made(name)
@@ -322,8 +327,7 @@ def test_what_is_refused():
         co.nn.Linear(K, N, dtype=BF16)(torch.zeros(8, 15, dtype=BF16))
 
 
-@pytest.mark.parametrize("gpu", [H100, A100])
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(("name", "gpu"), in_turn(MODULES, (H100, A100)))
 def test_kernels_serve_a_module_s_step(name, gpu, device):
     device.device = gpu
     module, given = made(name, rows=(8, 8))

@@ -129,7 +129,9 @@ def pipeline_stages(spec: KernelSpec) -> int:
     limit = arch.target(spec.target).shared_memory
     stage = (config.threadblock.m + config.threadblock.n) * config.threadblock.k * spec.a.dtype.bytes
     most = min(MAX_STAGES, limit // stage)
-    return next((s for s in range(most, 0, -1) if shared_memory(spec, config, s) <= limit), 0)
+    means, epilogue = means_smem(spec), _epilogue(spec)
+    sizes = ((s, means + _shared_storage(spec, config, s, epilogue)) for s in range(most, 0, -1))
+    return next((s for s, size in sizes if size <= limit), 0)
 
 
 def mainloop_smem(spec: KernelSpec, stages: int) -> int:
@@ -174,13 +176,13 @@ def _same_width(spec: KernelSpec) -> bool:
 
 def shared_memory(spec: KernelSpec, config: Sm90Config, stages: int | None = None) -> int:
     """Return one thread block's shared memory in bytes, for given stages or the configuration's own."""
-    return means_smem(spec) + _shared_storage(spec, config, pipeline_stages(spec) if stages is None else stages)
+    stages = pipeline_stages(spec) if stages is None else stages
+    return means_smem(spec) + _shared_storage(spec, config, stages, _epilogue(spec))
 
 
-def _shared_storage(spec: KernelSpec, config: Sm90Config, stages: int) -> int:
+def _shared_storage(spec: KernelSpec, config: Sm90Config, stages: int, epilogue: Block) -> int:
     """``GemmKernel::SharedStorage`` in ``gemm/kernel/sm90_gemm_tma_warpspecialized*.hpp``."""
     mainloop = _mainloop(spec, config, stages)
-    epilogue = _epilogue(spec)
     full_and_empty = 2 * _MBARRIER_BYTES
     barriers = [Block(stages * full_and_empty), Block(epilogue_stages(spec)[0] * full_and_empty)]
     if config.split_k > 1:  # templates/include/cutlass_ops/split_k.h

@@ -61,7 +61,7 @@ def of_width(config: Sm90Config, before: int, after: int) -> Sm90Config:
 def near(one: Sm90Config, other: Sm90Config) -> bool:
     """Return whether two configurations differ in one of: tile K, cluster, schedule, orientation, N ± 16, means."""
     its, mine = one.threadblock, other.threadblock
-    if replace(one, threadblock=replace(its, n=mine.n)) == other:
+    if (its.m, its.k) == (mine.m, mine.k) and replace(one, threadblock=replace(its, n=mine.n)) == other:
         return abs(mine.n - its.n) <= 16
     tiles, clusters = zip(one.along_problem, other.along_problem, strict=True)
     kinds = ((c.schedule, c.scheduler, c.split_k) for c in (one, other))

@@ -2,9 +2,11 @@
 
 import json
 import sys
+from functools import lru_cache
 
 import pytest
 import torch
+import typer.main
 from fake_toolkit import FakeToolkit
 
 from cutlass_ops.base import env
@@ -24,9 +26,14 @@ def kit(tmp_path, monkeypatch):
     return kit
 
 
+# Typer makes all commands anew, in 50 ms, whenever one runs.
+_command = lru_cache(maxsize=None)(typer.main.get_command)
+
+
 @pytest.fixture
 def run(monkeypatch, capsys):
     """Run a command; return its exit code, and what it wrote to standard output and to standard error."""
+    monkeypatch.setattr(typer.main, "get_command", _command)
 
     def run(*args):
         monkeypatch.setattr(sys, "argv", ["cutlass-ops", *map(str, args)])
