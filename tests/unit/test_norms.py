@@ -506,6 +506,15 @@ def test_what_was_not_folded_before_is_still_checked():
             folding.fold(dual, gamma)
 
 
+def test_without_data_the_errors_are_the_same():
+    with FakeTensorMode():
+        x, w, gamma = (torch.ones(shape, dtype=torch.bfloat16) for shape in ((4, 64), (64, 48), (64,)))
+        with pytest.raises(ValueError, match=r"\(K, N\) and \(K,\) with the same K"):
+            co.rmsnorm_gemm(x, gamma, w, eps=1e-5)
+        with pytest.raises(ValueError, match=r"\(K, N\) and \(K,\) with the same K"):
+            co.layernorm_gemm(x, w, gamma, gamma[:3], eps=1e-5)
+
+
 def test_a_fold_of_known_layout_keeps_gradients_and_is_seen_by_modes():
     w, gamma = torch.randn(K, N).to(BF16), torch.rand(K).to(BF16)
     folding.fold(w, gamma)
