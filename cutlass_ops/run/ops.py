@@ -66,6 +66,8 @@ class Op(Warm):
     made_by : pair of str and plain value, optional
         What makes this op again in another process, a key of ``traced.MAKERS``, and its argument. The default rebuilds
         an op from its epilogue.
+    called : mapping of str to str, optional
+        What a function that calls this op calls its arguments, for messages.
     """
 
     form: Form = DENSE  # of calls whose B has two dimensions
@@ -76,12 +78,13 @@ class Op(Warm):
         epilogue: Epilogue,
         instead: Instead | None = None,
         made_by: tuple[str, Any] | None = None,
+        called: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(name, epilogue.graph, self.form)
         self.epilogue = epilogue
         self.products = self.graph.products
         self.__doc__ = described.docstring(epilogue)
-        self._instead = instead
+        self._instead, self._called = instead, called or {}
         how, plain = made_by or ("epilogue", self.graph.to_json())
         self.about = traced.register(name, self.graph, self, how, plain, self.form)
         self.__signature__ = described.signature(self.names)
@@ -223,7 +226,13 @@ class Op(Warm):
     def checked_call(  # noqa: D102
         self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None = None
     ) -> Call:
-        return check_call(self.graph, a, b, dict(zip(self.names, inputs, strict=True)), out, out_dtype)
+        try:
+            return check_call(self.graph, a, b, dict(zip(self.names, inputs, strict=True)), out, out_dtype)
+        except (TypeError, ValueError) as exc:
+            known = [f"{ours} is {theirs}" for ours, theirs in self._called.items()]
+            if not known or type(exc) not in (TypeError, ValueError):
+                raise
+            raise type(exc)(f"{exc} ({self.name}: {', '.join(known)})") from None
 
     def _specs_for(self, call: Call) -> tuple[KernelSpec, ...]:
         """Return every kernel that a call's weight may need, each once, including those of fallback ops."""
@@ -311,9 +320,10 @@ def graph_op(
     doc: str = "",
     instead: Instead | None = None,
     made_by: tuple[str, Any] | None = None,
+    called: Mapping[str, str] | None = None,
 ) -> Op:
     """Return the op of a composed graph. Other parameters as for :class:`Op`."""
-    return Op(name, Epilogue.of(name, doc, graph), instead, made_by)
+    return Op(name, Epilogue.of(name, doc, graph), instead, made_by, called)
 
 
 @traced.remembered
