@@ -45,10 +45,10 @@ class Projections:
         """Return queries, keys and values of x, which the norm has not seen."""
         if not torch.compiler.is_compiling() and self._folded_from != _state(layer):
             self._fold(layer)
-        inputs = {} if self._bias is None else {"bias": self._bias}
+        inputs: dict[str, Any] = {} if self._bias is None else {"bias": self._bias}
         eps = layer.input_layernorm.variance_epsilon
         d: Tensor = norms.rmsnorm_gemm(x, self._folded, eps=eps, epilogue=self._epilogue, **inputs)
-        return tuple(d.split(self._sizes, -1))
+        return torch.split(d, self._sizes, -1)
 
     def _fold(self, layer: Any) -> None:
         layers = _layers(layer)
