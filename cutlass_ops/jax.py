@@ -41,6 +41,7 @@ except ImportError as exc:
 from cutlass_ops.base.errors import NoDeviceError, UnsupportedError
 from cutlass_ops.base.session import cached
 from cutlass_ops.choose import dispatch
+from cutlass_ops.choose.dispatch import Decision
 from cutlass_ops.declare.order import TileOrder
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue import Epilogue
@@ -303,9 +304,7 @@ def _chosen(name: str, call: Call) -> tuple[KernelSpec, TileOrder]:
     if decision is None:
         what = f"{name} with a {signature.a}, b {signature.b} and d {signature.d}"
         raise UnsupportedError(dispatch.unserved(what, signature, of))
-    first = (decision.spec, decision.order)
-    others = ((of.spec(signature, c.config), c.order) for c in (*decision.candidates(), *decision.alternatives()))
-    for spec, order in _distinct(itertools.chain((first,), others)):
+    for spec, order in itertools.islice(_choices(decision), _ATTEMPTS):
         kernel = Registry.current().kernel(spec)
         with torch.cuda.device(device):
             if not kernel.workspace_size(*call.problem, *order.numbers):
@@ -316,14 +315,15 @@ def _chosen(name: str, call: Call) -> tuple[KernelSpec, TileOrder]:
     )
 
 
-def _distinct(choices: Iterator[tuple[KernelSpec, TileOrder]]) -> Iterator[tuple[KernelSpec, TileOrder]]:
-    seen: set[KernelSpec] = set()
-    for spec, order in choices:
-        if spec not in seen:
-            seen.add(spec)
-            yield spec, order
-        if len(seen) == _ATTEMPTS:
-            return
+def _choices(decision: Decision) -> Iterator[tuple[KernelSpec, TileOrder]]:
+    """Yield the kernels that could serve, the best one first, each once. Others than that take a model to rank."""
+    yield decision.spec, decision.order
+    seen = {decision.config}
+    for candidates in (decision.candidates, decision.alternatives):
+        for found in candidates():
+            if found.config not in seen:
+                seen.add(found.config)
+                yield decision.device.spec(decision.signature, found.config), found.order
 
 
 def _device() -> torch.device:
@@ -346,7 +346,7 @@ def _target(spec: KernelSpec) -> str:
             "JAX calls kernels on a GPU by jax-tvm-ffi, which is not installed: pip install jax-tvm-ffi"
         ) from exc
     kernel = Registry.current().kernel(spec)
-    kernel.load_on(_device())  # now: XLA may capture the first launch into a graph
+    kernel.load_on(_device())  # now, so that the first call does not wait for the driver
     # A name is registered for good, and another session may have another build of the kernel.
     name = f"cutlass_ops.{next(_serials)}.{spec.slug}"
     order = ["args", "attrs.raster", "attrs.swizzle"]

@@ -1,5 +1,6 @@
 """Ops for JAX arrays on the CPU: shapes, errors, results of the reference, and what a kernel would be passed."""
 
+import doctest
 import sys
 from types import SimpleNamespace
 
@@ -74,6 +75,14 @@ def test_an_epilogue_with_outputs_and_what_broadcasts(jax, cj):
     assert torch.equal(tensor(found.d), wanted.d)
     assert torch.equal(tensor(found.top), wanted.top)
     assert np.array_equal(above, found.top + 1)
+
+
+def test_the_examples_of_its_documentation_run(jax, cj):
+    globs = {"jax": jax, "jnp": jax.numpy, "co": co}
+    example = doctest.DocTestParser().get_doctest(cj.gemm.__doc__, globs, "gemm", None, 0)
+    said = []
+    assert doctest.DocTestRunner().run(example, out=said.append).failed == 0, "".join(said)
+    assert all("as for :func:`gemm`" in getattr(cj, name).__doc__ for name in cj.__all__ if name != "gemm")
 
 
 def test_shapes_and_dtypes_need_no_device(jax, cj):
@@ -171,6 +180,24 @@ def test_xla_calls_the_chosen_kernel(jax, cj, kernels):
     assert len(kernels.loaded) == 2
     assert len(kernels.launches) == 4
     assert {x.spec.b.major for x in kernels.launches} == {"row"}
+
+
+def test_a_program_for_a_gpu_is_lowered_without_one(jax, cj, kernels):
+    shapes = [(2, 128, 512), (512, 256), (256,), (2, 128, 256)]
+
+    def call(a, b, bias, residual):
+        return cj.gemm(a, b, epilogue=scaled, bias=bias, residual=residual, scale=0.5)
+
+    traced = jax.jit(call).trace(*(jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    (spec,) = kernels.loaded
+    assert spec.slug in text
+    # Both outputs take over memory that nothing fills: the third operand's, and the last one's.
+    assert text.count("@AllocateBuffer()") == text.count("output_operand_alias<") == 2
+    assert "output_tuple_indices = [0], operand_index = 2," in text
+    assert "output_tuple_indices = [1], operand_index = 6," in text
+    assert "broadcast" not in text
+    assert "transpose" not in text
 
 
 def test_a_kernel_with_a_workspace_is_passed_over(jax, cj, kernels):
