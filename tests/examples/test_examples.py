@@ -80,6 +80,12 @@ def test_patch_llama():
 
 
 @pytest.mark.slow
+def test_jax_layer():
+    pytest.importorskip("jax")
+    assert "errors against FP32, of d and of amax: fused" in _run("jax_layer.py")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("arch", "kernel"), [("sm80", "DefaultGemmWithVisitor"), ("sm90", "GemmUniversal")])
 def test_read_the_source(arch, kernel):
     assert kernel in _run("read_the_source.py", arch)
