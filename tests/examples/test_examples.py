@@ -76,7 +76,13 @@ def test_train_gpt2_small(tmp_path):
 @pytest.mark.slow
 def test_patch_llama():
     pytest.importorskip("transformers")
-    assert "co.unpatch gives 19 modules their own forwards again" in _run("patch_llama.py")
+    assert "co.unpatch gives 21 modules their own forwards again" in _run("patch_llama.py")
+
+
+@pytest.mark.slow
+def test_jax_layer():
+    pytest.importorskip("jax")
+    assert "errors against FP32, of d and of amax: fused" in _run("jax_layer.py")
 
 
 @pytest.mark.slow
