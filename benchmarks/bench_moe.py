@@ -5,15 +5,16 @@
     python benchmarks/bench_moe.py --resume /tmp/r.json --out /tmp/all.json    # only missing rows
 
 The layer is that of examples/moe_layer.py, router included. `ours` runs under torch.compile, `plain` without.
-`compile` is transformers' block with torch.nn.functional.grouped_mm, its default, under torch.compile with max-autotune;
-`eager` is the same without. `batched` is transformers' other way to compute experts without waiting for the device,
-torch.bmm with a copy of each row's weights, under torch.compile with max-autotune, of at most 16 tokens.
+`compile` is transformers' block with torch.nn.functional.grouped_mm, its default, under torch.compile with
+max-autotune; `eager` is the same without. `batched` is transformers' other way to compute experts without waiting for
+the device, torch.bmm with a copy of each row's weights, under torch.compile with max-autotune, of at most 16 tokens.
 Up to 64 tokens are sequences of one position each; more are one sequence. Calls rotate through other tokens, which
 choose other experts, so that no weight is still in the L2 cache.
 
-Each row: {"model", "phase", "tokens", "active", "error", "peers_error": {name: error}, "ms": {name: ms}, "over_ours":
-{name: ratio and range}}. Active experts have tokens, in the first of the calls. Its errors are relative, against float64
-with the experts that the router chooses in BF16.
+Each row: {"model", "phase", "tokens", "active", "errors": {name: error}, "elsewhere": {name: tokens},
+"ms": {name: ms}, "over_ours": {name: ratio and range}}. Active experts have tokens, in the first of the calls. Errors
+are relative, against float64 with the experts that the router chooses in BF16. A compiled router rounds otherwise, and
+may choose another expert where two are about as likely. Such tokens are counted as elsewhere, and are in no error.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ PEERS = ("plain", "compile", "batched", "eager")
 _DECODED = 64
 # Each token's copies of weights would fill the memory with more.
 _BATCHED = 16
+# The relative error of a token from which on it had other experts. BF16's rounding gives a tenth of it.
+_ELSEWHERE = 2.0**-4
 
 
 def draw(layer: MoeLayer, tokens: int, sets: int) -> list[Tensor]:
@@ -87,19 +90,31 @@ def variants(
     return {name: known[name] for name in ("ours", *names) if name != "batched" or tokens <= _BATCHED}
 
 
-def errors(block: torch.nn.Module, x: Tensor, results: dict[str, Tensor]) -> dict[str, Any]:
+def compared(found: Tensor, exact: Tensor) -> tuple[float, int]:
+    """Return a result's error, and the number of tokens left out of it: those far off, or not written."""
+    wrong, size = (t.flatten(0, -2).norm(dim=-1) for t in (found.double() - exact, exact))
+    near = wrong <= _ELSEWHERE * size
+    return round(float(wrong[near].norm() / size[near].norm()), 6), int((~near).sum())
+
+
+def errors(block: torch.nn.Module, x: Tensor, results: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
     """Return the errors of results.
 
     Raises
     ------
     AssertionError
-        If ours is more than 1.5 times that of transformers' block, or an element was not written.
+        If more than 1% of our tokens are far off, or the error of the others is more than 1.5 times that of
+        transformers' block.
     """
-    exact = moe_layer.exact_output(block, x)
-    found = {name: moe_layer.error(result, exact) for name, result in results.items()}
-    mine, theirs = found.pop("ours"), moe_layer.error(block(x), exact)
+    exact, tokens = moe_layer.exact_output(block, x), x.shape[:-1].numel()
+    found = {name: compared(result, exact) for name, result in results.items()}
+    (mine, elsewhere), (theirs, _) = found["ours"], compared(block(x), exact)
+    assert elsewhere <= tokens // 100, f"{elsewhere} of {tokens} tokens are far off"
     assert mine <= 1.5 * theirs, f"error is {mine:.2g}, and transformers' is {theirs:.2g}"
-    return {"error": round(mine, 6), "peers_error": {name: round(each, 6) for name, each in found.items()}}
+    return {
+        "errors": {name: error for name, (error, _) in found.items()},
+        "elsewhere": {name: count for name, (_, count) in found.items() if count},
+    }
 
 
 def run_case(name: str, layer: MoeLayer, block: torch.nn.Module, tokens: int, peers: list[str]) -> dict[str, Any]:

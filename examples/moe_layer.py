@@ -2,7 +2,7 @@
 
 The layer is made from a block of transformers, without a copy of its weights: `gate_up_proj` (experts, 2 x inner,
 hidden) has the gates' rows before the others, so that each half is a view, as is the transpose of `down_proj` (experts,
-hidden, inner). Only weights whose rows alternate, as gpt-oss has them, would have to be copied once.
+hidden, inner). Only columns that alternate, such as gpt-oss's, would have to be copied once.
 
 1. The router: softmax and top-k, as the block has it. Tokens are sorted by expert.
 2. Gate and up of each row's expert, multiplied in one kernel.
