@@ -244,25 +244,31 @@ def _check(name: str, w: Tensor, vector_name: str, vector: Tensor) -> None:
             f"{name} {tuple(w.shape)} and {vector_name} {tuple(vector.shape)}: they must be (K, N) and (K,) with the "
             f"same K" + (f". {name} looks like a weight of shape (N, K): pass {name}.t()" if transposed else "")
         )
+    _require_one_device(name, w, vector_name, vector)
+
+
+def _require_one_device(name: str, w: Tensor, vector_name: str, vector: Tensor) -> None:
     if vector.device != w.device:
         raise ValueError(f"{vector_name} is on {vector.device} and {name} is on {w.device}: move them to one device")
 
 
 # ---- What the operators of run/operators.py return, without data ----------------------------------------------------
+#
+# Wrong shapes pass here, and are refused where the program runs: a compiler would wrap the error in one of its own.
 
 
 def a_value_a_column(w: Tensor) -> Tensor:
     """Return the result of :func:`column_sums`."""
-    return w.new_empty(w.shape[1], dtype=torch.float32)
+    return w.new_empty(w.shape[1:], dtype=torch.float32)
 
 
 def folded_shape(w: Tensor, gamma: Tensor, name: str) -> Tensor:
     """Return the result of :func:`fold`."""
-    _check(name, w, "gamma", gamma)
-    return _empty_like(w)
+    _require_one_device(name, w, "gamma", gamma)
+    return _empty_like(w) if w.ndim == 2 else w
 
 
 def row_times_shape(name: str, row: Tensor, w: Tensor) -> Tensor:
     """Return the result of :func:`row_times`."""
-    _check("w", w, name, row)
+    _require_one_device("w", w, name, row)
     return a_value_a_column(w)
