@@ -256,6 +256,18 @@ def test_a_kernel_is_chosen_for_groups_of_one_size(rows, experts, m):
     assert groups.typical(rows, 64, 32, experts) == Problem(m, 64, 32, experts)
 
 
+@pytest.mark.parametrize("epilogue", [composed.swiglu, mixed])
+def test_one_kernel_computes_all_groups(epilogue):
+    given = {"up": torch.empty(4, 64, 64, dtype=BF16, device="meta").mT}
+    given |= {
+        "bias": torch.empty(64, dtype=BF16, device="meta"),
+        "residual": torch.empty(512, 64, dtype=BF16, device="meta"),
+    }
+    given |= {"scale": torch.empty(512, device="meta"), "factor": 2.0}
+    inputs = {i.name: given[i.name] for i in epilogue.graph.inputs}
+    assert made(epilogue.graph, **inputs).why_apart is None
+
+
 def made(graph, rows=512, experts=4, n=64, k=64, **inputs):
     x, w = torch.empty(rows, k, dtype=BF16, device="meta"), torch.empty(experts, n, k, dtype=BF16, device="meta").mT
     offsets = torch.empty(experts, dtype=torch.int32, device="meta")
