@@ -107,7 +107,7 @@ def dtype_of(text: str) -> str:
     *others, last = map(str, mma.OPERANDS)
     known = f"{', '.join(others)} or {last}"
     try:
-        found = dtypes.dtype(text)
+        found = dtypes.dtype(text, dtypes.DECLARED)
     except ValueError:
         raise ConfigError(f"{reprlib.repr(text)} is not an element type of A and B: use {known}") from None
     if found not in mma.OPERANDS:
