@@ -67,6 +67,8 @@ def sm80_serves(spec: KernelSpec) -> bool:
     mma = mma_of(spec.a.dtype, spec.b.dtype)
     if mma is None or not by_mma_sync(mma) or any(operand.dtype in FP8 for operand in (spec.d, *spec.outputs)):
         return False
+    if not mma.takes_majors(spec.a.major, spec.b.major, wgmma=False):
+        return False
     if spec.epilogue.gathered and not takes_means(mma):
         return False
     pairs = not spec.epilogue.swaps_pairs or (spec.d.major == "row" and spec.d.alignment > 1)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from cutlass_ops.base import mma
-from cutlass_ops.base.dtypes import DType, f32
+from cutlass_ops.base.dtypes import FP8, DType, f32
 from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED, Form
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import Major
@@ -115,9 +115,11 @@ def check_lines(arguments: Arguments, products: Mapping[str, Tensor]) -> Sequenc
     if found is None or not found.along_k_only:
         return MAJORS
     for name, tensor, along_k in (("a", a, 1), ("b", b, 0), *((n, t, 0) for n, t in products.items())):
-        lines = as_major(tensor, along_k, element_type(name, tensor))
+        element = element_type(name, tensor)
+        lines, by_prepare = as_major(tensor, along_k, element), name != "a" and element in FP8
         if lines is None:
-            once = f"pass weight.t() of a contiguous weight (N, K), or prepare({name}).matrix, which transposes it once"
+            once = "pass weight.t() of a contiguous weight (N, K)"
+            once += f", or prepare({name}).matrix, which transposes it once" if by_prepare else ""
             instead = "pass a row-major matrix" if name == "a" else once
             raise ValueError(
                 f"{name} is {tensor.dtype} and has strides {tensor.stride()}, and Tensor Cores read this type along K "
@@ -127,7 +129,11 @@ def check_lines(arguments: Arguments, products: Mapping[str, Tensor]) -> Sequenc
             raise ValueError(
                 f"{name} is {tensor.dtype}, and its lines of K={arguments.problem.k} elements do not begin at "
                 f"multiples of 16 bytes: pad K of a and b with zeros to a multiple of 16"
-                + ("" if name == "a" else f", or pass prepare({name}).matrix, whose lines are longer than K")
+                + (
+                    ""
+                    if name == "a" or not by_prepare
+                    else f", or pass prepare({name}).matrix, whose lines are longer than K"
+                )
             )
     return ("col",)
 

@@ -415,8 +415,8 @@ def gemm(
     Parameters
     ----------
     a : Tensor
-        (..., M, K), FP16 or BF16, or FP32 with `math`, either major, any stride between lines. If b has two dimensions,
-        leading dimensions are folded into M.
+        (..., M, K), FP16 or BF16, FP32 with `math`, or FP8 or INT8, which are row-major; either major otherwise, any
+        stride between lines. If b has two dimensions, leading dimensions are folded into M.
     b : Tensor
         (K, N), the same dtype. Pass a weight of shape (N, K) as ``weight.t()``. With leading dimensions, (..., K, N),
         there is a GEMM for each batch: leading dimensions of a and b broadcast as those of ``torch.matmul``, and may
@@ -426,7 +426,8 @@ def gemm(
     out : Tensor or mapping of str to Tensor, optional
         Where to write D, or the outputs by name.
     out_dtype : torch.dtype, optional
-        D's dtype, FP16, BF16 or FP32, and on Hopper FP8, which saturates; by default that of ``a``, and BF16 for FP8.
+        D's dtype, FP16, BF16 or FP32, and on Hopper FP8, which saturates; by default that of ``a``, and BF16 for FP8
+        and INT8.
     math : {"tf32"}, optional
         What the Tensor Cores make of FP32 operands, which they do not multiply as they are: ``"tf32"`` rounds them to
         10 bits of fraction. Of no other operands.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cutlass_ops.base import env
+from cutlass_ops.base.dtypes import f32
 from cutlass_ops.base.errors import CutlassOpsError, UnsupportedError
 from cutlass_ops.base.mma import mma_of
 from cutlass_ops.choose import policies
@@ -377,7 +378,7 @@ def _contract(signature: OpSignature, device: Device, config: Config | None) -> 
     major, minor = device.capability
     types = (
         Finding("device", f"compute capability {major}.{minor}, {device.multiprocessors} multiprocessors"),
-        Finding("a, b", f"{signature.a} and {signature.b}, accumulated in FP32"),
+        Finding("a, b", f"{signature.a} and {signature.b}, accumulated in {_sums(signature)}"),
         *_lines(signature),
     )
     if config is None:
@@ -392,6 +393,12 @@ def _contract(signature: OpSignature, device: Device, config: Config | None) -> 
         Finding("d", f"{signature.d}, stored {stored or usual}"),
         Finding("unit", f"{instruction}{reason}"),
     )
+
+
+def _sums(signature: OpSignature) -> str:
+    """Name the type of the accumulator."""
+    mma = mma_of(signature.a.dtype, signature.b.dtype)
+    return "FP32" if mma is None or mma.accumulator is f32 else "INT32, and brought to FP32 for the epilogue"
 
 
 def _read_by_mma_sync(signature: OpSignature) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cutlass_ops.artifacts.loader import LoadedKernel, refusal
 from cutlass_ops.base import mma
-from cutlass_ops.base.dtypes import tf32
+from cutlass_ops.base.dtypes import i8, tf32
 from cutlass_ops.choose.tables import Measured
 from cutlass_ops.declare.config import Config, Ordered
 from cutlass_ops.declare.form import DENSE
@@ -232,6 +232,8 @@ class Trial:
         tensor = _empty(shape, operand, self._device)
         if operand.dtype.bits >= 16:
             return tensor.normal_(0, scale, generator=self._generator)
+        if operand.dtype is i8:
+            return tensor.random_(-128, 128, generator=self._generator)
         drawn = torch.empty(shape, device=self._device).normal_(0, scale, generator=self._generator)
         return tensor.copy_(drawn)
 

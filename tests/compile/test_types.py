@@ -43,6 +43,22 @@ KERNELS = {
         ("HMMA", 4 * 8 * 4),
         r"HMMA\.1688\.F32\.TF32",
     ),
+    # 64x128x32 each.
+    "int8 by wgmma": (
+        {"a": "i8.row", "b": "i8.col", "d": "bf16.row"},
+        co.Sm90Config(co.ThreadblockShape(128, 128, 128), co.ClusterShape(2, 1)),
+        ("IGMMA", 2 * 4 * 2),
+        r"IGMMA\.64x128x32\.S8\.S8",
+    ),
+    # 16x8x32 each, two along K.
+    "int8 by mma.sync": (
+        {"a": "i8.row", "b": "i8.col", "d": "bf16.row.align1"},
+        co.Sm80Config(
+            co.ThreadblockShape(128, 128, 64), co.WarpShape(64, 64, 64), co.InstructionShape(16, 8, 32), stages=3
+        ),
+        ("IMMA", 4 * 8 * 2),
+        r"IMMA\.16832\.S8\.S8",
+    ),
 }
 
 

@@ -119,3 +119,71 @@ def test_gradients_in_tf32():
     d.backward(g)
     assert oracle.error(x.grad, product(g, w.detach())) <= SUMS
     assert oracle.error(w.grad, product(g.t(), x.detach())) <= SUMS
+
+
+# ---- INT8 ------------------------------------------------------------------------------------------------------------
+
+
+def whole(rows, columns):
+    return torch.randint(-128, 128, (rows, columns), dtype=torch.int8, device="cuda")
+
+
+def exact(x, w):
+    """Return sums of whole numbers: float64 has them all."""
+    return x.double() @ w.double()
+
+
+# K in multiples of 16 bytes; sums below and above 2**24, up to which FP32 has every whole number.
+INT8_SHAPES = [(1, 256, 512), (65, 264, 528), (333, 512, 4096), (129, 251, 1040), (17, 33, 16)]
+
+
+@pytest.mark.parametrize("shape", INT8_SHAPES, ids=str)
+def test_int8_is_exact_before_the_epilogue(shape):
+    m, n, k = shape
+    x, w = whole(m, k), whole(n, k)
+    found = co.gemm(x, w.t(), out_dtype=torch.float32)
+    assert torch.equal(found, exact(x, w.t()).float())
+    assert torch.equal(co.gemm(x, w.t()), exact(x, w.t()).float().bfloat16())
+
+
+@pytest.mark.parametrize("m", [16, 512])
+def test_the_greatest_sums_of_int8_are_exact(m):
+    k = 65536
+    x, w = torch.full((m, k), -128, dtype=torch.int8, device="cuda"), whole(64, k)
+    w[0] = -128
+    w[1, 1:] = -128
+    assert torch.equal(co.gemm(x, w.t(), out_dtype=torch.float32), exact(x, w.t()).float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", INT8_SHAPES, ids=str)
+def test_scales_and_an_epilogue_follow_int8(shape, dtype):
+    @co.epilogue
+    def bias_relu_sum(acc, bias: co.Row):
+        d = co.e.relu(acc + bias)
+        return {"d": d, "row": co.e.sum(d, dim=1)}
+
+    m, n, k = shape
+    x, w = whole(m, k), whole(n, k)
+    scale_x, scale_w = (torch.rand(extent, device="cuda") / k**0.5 / 64 for extent in (m, n))
+    bias = torch.randn(n, device="cuda")
+    d, row = co.scaled_gemm(x, w.t(), scale_x, scale_w * 64, epilogue=bias_relu_sum, bias=bias, out_dtype=dtype)
+    wanted = (exact(x, w.t()) * scale_x[:, None].double() * scale_w.double() * 64 + bias.double()).relu()
+    oracle.assert_close(d, wanted)
+    assert oracle.error(row, wanted.sum(1)) <= 2e-5
+
+
+def test_int8_in_batches():
+    x, w = whole(3 * 65, 144).view(3, 65, 144), whole(3 * 72, 144).view(3, 72, 144)
+    found = co.gemm(x, w.mT, out_dtype=torch.float32)
+    assert torch.equal(found, exact(x, w.mT).float())
+
+
+@pytest.mark.parametrize("m", [16, 512])
+def test_every_kernel_that_an_int8_weight_may_need_is_exact(m):
+    x, w = whole(m, 2048), whole(512, 2048)
+    bias = torch.zeros(512, device="cuda")
+    call = check_call(co.gemm_bias_relu.graph, x, w.t(), {"bias": bias}, None, torch.float32)
+    device = device_of(x.device)
+    for spec in dispatch.decide(signature_of(call, device), device, call.problem).specs[:6]:
+        assert torch.equal(co.build(spec)(x, w.t(), bias=bias), exact(x, w.t()).relu().float())

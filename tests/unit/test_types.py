@@ -9,7 +9,7 @@ from signatures import A100, H100
 import cutlass_ops as co
 from cutlass_ops.base import mma
 from cutlass_ops.base.dtypes import dtype as element_named
-from cutlass_ops.base.dtypes import f32, tf32
+from cutlass_ops.base.dtypes import f32, i8, tf32
 from cutlass_ops.base.errors import EpilogueError
 from cutlass_ops.choose import dispatch, policies, space
 from cutlass_ops.declare.device import Device
@@ -247,3 +247,93 @@ def test_the_spaces_have_tf32():
     assert {c.threadblock.k for c in every} == {16, 32}
     assert {str(c.instruction) for c in every} == {"16x8x8"}
     assert policies.policy(of, A100).kernels
+
+
+# ---- INT8 ------------------------------------------------------------------------------------------------------------
+
+
+def whole(rows, columns, seed=0):
+    return torch.randint(-128, 128, (rows, columns), dtype=torch.int8, generator=torch.Generator().manual_seed(seed))
+
+
+X, Y = whole(24, 64), whole(40, 64, 1)
+
+
+def test_int8_is_a_row_of_the_table():
+    found = mma.mma_of(i8, i8)
+    assert (found.wgmma_types, found.wgmma_opcode, found.opcode) == ("k32.s32.s8.s8", "IGMMA", "IMMA")
+    assert found.shapes == ((16, 8, 32),)
+    assert [n for n in range(8, 257, 8) if not found.takes_n(n)] == list(range(40, 257, 16))
+    assert element_named("int8", (i8,)) is i8
+
+
+def test_sums_of_int8_are_exact_and_rounded_to_fp32_once():
+    exact = X.long() @ Y.t().long()
+    found = co.gemm(X, Y.t(), out_dtype=torch.float32)
+    assert torch.equal(found.double(), exact.double())
+    assert co.gemm(X, Y.t()).dtype is torch.bfloat16
+    # Beyond 2**24, FP32 does not have every number: 2**24 + 1 is a tie, and rounds to even.
+    long = torch.full((1, 1041), -128, dtype=torch.int8)
+    long[0, 1024:] = torch.tensor([1] + [0] * 16, dtype=torch.int8)
+    ones = torch.full((1, 1041), -128, dtype=torch.int8)
+    ones[0, 1024:] = 1
+    padded = [torch.nn.functional.pad(x, (0, 15)) for x in (long, ones)]
+    assert co.gemm(padded[0], padded[1].t(), out_dtype=torch.float32).item() == 2**24
+
+
+def test_scales_dequantise_int8():
+    scale_x, scale_y, bias = torch.rand(24), torch.rand(40), torch.randn(40)
+    wanted = (X.double() @ Y.t().double()) * scale_x[:, None] * scale_y + bias
+    found = co.scaled_gemm(X, Y.t(), scale_x, scale_y, epilogue=relu_bias, bias=bias, out_dtype=torch.float32)
+    assert torch.allclose(found.double(), wanted.relu(), rtol=1e-6, atol=1e-3)
+
+
+INT8_REFUSED = {
+    "b along N": (lambda: co.gemm(X, Y.t().contiguous()), ValueError, r"read this type along K only: pass weight\.t"),
+    "K": (
+        lambda: co.gemm(X[:, :40].clone(), Y[:, :40].clone().t()),
+        ValueError,
+        "pad K of a and b with zeros",
+    ),
+    "math": (lambda: co.gemm(X, Y.t(), math="tf32"), TypeError, "math='tf32' is of torch.float32 operands"),
+    "BF16": (lambda: co.gemm(X, Y.t().bfloat16()), TypeError, "A and B must have the same dtype"),
+    "INT32": (lambda: co.gemm(X, Y.t(), out_dtype=torch.int32), TypeError, "^out_dtype is torch.int32: use"),
+    "INT8": (lambda: co.gemm(X, Y.t(), out_dtype=torch.int8), TypeError, "^out_dtype is torch.int8: use"),
+    "an input": (lambda: co.gemm_bias(X, Y.t(), Y[:, 0].clone()), TypeError, r"^bias is torch\.int8: use one of"),
+    "gradients": (
+        lambda: co.gemm_bias(X, Y.t(), torch.zeros(40).requires_grad_()),
+        ValueError,
+        "products in 8 bits have no gradients",
+    ),
+    "means": (lambda: co.gemm(X, Y.t(), epilogue=centred), TypeError, "takes mean_of_a of its rows, as of 16 bits"),
+}
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), INT8_REFUSED.values(), ids=INT8_REFUSED)
+def test_what_is_refused_of_int8_says_what_to_do(call, kind, message):
+    with pytest.raises(kind, match=message):
+        call()
+
+
+@pytest.mark.parametrize("device", [A100, L40S, H100], ids=lambda d: f"sm_{d.capability[0]}{d.capability[1]}")
+@pytest.mark.parametrize("problem", [(1, 4096, 4096), (4096, 4096, 4096), (77, 4099, 4112), (511, 33, 80)])
+def test_each_device_serves_int8_by_its_own_instruction(device, problem):
+    of = signature("i8", device=device, problem=problem)
+    assert (str(of.a), str(of.b), of.d.dtype.name) == ("i8.row", "i8.col", "bf16")
+    decision = dispatch.decide(of, device, Problem(*problem))
+    for spec in decision.specs:
+        assert spec.config.wgmma == device.has_wgmma
+        assert legality.check(spec) == ()
+    said = str(explain_call("gemm", call_at(builtin.bias.graph, Problem(*problem), "i8", "row", "col"), device))
+    assert "accumulated in INT32, and brought to FP32 for the epilogue" in said
+
+
+def test_sources_of_int8():
+    types = {"a": "i8.row", "b": "i8.col", "d": "bf16.row"}
+    config = co.Sm90Config(co.ThreadblockShape(128, 128, 128))
+    text = co.source(co.KernelSpec(**types, epilogue=relu_bias, config=config))
+    assert 'CUTLASS_OPS_INTEGER_WGMMA(int8_t, int8_t, "k32.s32.s8.s8", false)' in text
+    assert "CUTLASS_OPS_TYPE(int8_t, 0)" in text
+    text = co.source(co.KernelSpec(**types, epilogue=relu_bias, config=sm80(64, instruction=(16, 8, 32))))
+    assert "using ElementAccumulator = int32_t;" in text
+    assert "OpMultiplyAddSaturate" in text

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cutlass_ops.base import arch
-from cutlass_ops.base.dtypes import DType, f32, tf32
+from cutlass_ops.base.dtypes import DType, f32, i8, tf32
 from cutlass_ops.declare.config import Sm80Config
 from cutlass_ops.declare.form import BATCHED
 from cutlass_ops.declare.orientation import along_n, oriented, reduced_along_m, swapped
@@ -37,6 +37,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
     lowered = lower(spec.epilogue)
     t, w, i = config.threadblock, config.warp, config.instruction
     return types(spec, lowered, "cutlass_ops/sm80_places.h", _loaded) | {
+        "integers": spec.a.dtype is i8,
         "threadblock": f"{t.m}, {t.n}, {t.k}",
         "warp": f"{w.m}, {w.n}, {w.k}",
         "instruction": f"{i.m}, {i.n}, {i.k}",

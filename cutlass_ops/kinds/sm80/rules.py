@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cutlass_ops.base import arch
-from cutlass_ops.base.dtypes import tf32
+from cutlass_ops.base.dtypes import i8, tf32
 from cutlass_ops.base.mma import mma_of
 from cutlass_ops.declare.config import InstructionShape, Sm80Config
 from cutlass_ops.declare.form import BATCHED
@@ -185,6 +185,16 @@ def _two_stages(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
             f"stages is 2 and a is {spec.a}, and CUTLASS's main loop of two stages multiplies FP32 in FP16",
             ({"stages": 3},),
         )
+    if spec.a.dtype is i8 and config.stages == 2:
+        yield Broken(f"stages is 2 and a is {spec.a}, of which no test has run two stages", ({"stages": 3},))
+
+
+def _integer_sums(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
+    if spec.a.dtype is i8 and config.stream_k:
+        yield Broken(
+            f"a is {spec.a} and stream_k is True, and no test has added up parts of integer sums",
+            ({"stream_k": False},),
+        )
 
 
 def _means(spec: KernelSpec, _: Sm80Config) -> Iterator[str]:
@@ -261,6 +271,7 @@ SM80: tuple[Rule[Sm80Config], ...] = (
     Rule("store_map", "compiler", _store_map),
     Rule("cp_async", "hardware", _cp_async),
     Rule("two_stages", "compiler", _two_stages),
+    Rule("integer_sums", "policy", _integer_sums),
     Rule("means_of_rows", "policy", _means),
     Rule("second_weight", "policy", _second_weight),
     Rule("swap_pairs", "policy", _swap_pairs),

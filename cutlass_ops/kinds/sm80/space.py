@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
+from cutlass_ops.base.dtypes import i8
 from cutlass_ops.base.mma import mma_of
 from cutlass_ops.declare.config import InstructionShape, Sm80Config, ThreadblockShape, WarpShape
 from cutlass_ops.declare.device import Device
@@ -62,9 +63,9 @@ def _instructions(signature: OpSignature) -> tuple[InstructionShape, ...]:
 
 
 def variants(signature: OpSignature, config: Sm80Config) -> Iterator[Sm80Config]:
-    """Yield a configuration, for batches without stream-K, and for other types than those of 16 bits as their own.
+    """Yield a configuration, for batches and integers without stream-K.
 
-    The latter has as many bytes along K, an instruction for the types, and three stages or more.
+    For types of other than 16 bits it has as many bytes along K, an instruction for them, and three stages or more.
     """
     known = _instructions(signature)
     if config.instruction not in known:
@@ -76,7 +77,8 @@ def variants(signature: OpSignature, config: Sm80Config) -> Iterator[Sm80Config]
             instruction=known[0],
             stages=max(3, config.stages),
         )
-    yield replace(config, stream_k=False) if signature.form == BATCHED else config
+    whole = signature.form == BATCHED or signature.a.dtype is i8
+    yield replace(config, stream_k=False) if whole else config
 
 
 def near(one: Sm80Config, other: Sm80Config) -> bool:
