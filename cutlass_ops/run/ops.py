@@ -367,8 +367,8 @@ def op_in_math(op: str, math: Math) -> Op:
     assert isinstance(found, Op)
     if found.math is not None:
         raise TypeError(f"math is {math!r}, and {found.name} has math {found.math!r}: omit math")
-    how, plain = traced.maker_of(op)
-    return Op(found.name, found.epilogue, found._instead, (how, plain), math)
+    # Of calls that several ops serve, those are of 16 bits.
+    return Op(found.name, found.epilogue, None, traced.maker_of(op), math)
 
 
 def in_math_again(name: str, plain: Any) -> Op:
