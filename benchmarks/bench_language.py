@@ -180,19 +180,20 @@ def run_case(name: str, m: int) -> dict[str, Any]:
 def main() -> None:
     """Run all and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--programs", nargs="+", default=list(PROGRAMS), choices=PROGRAMS)
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     head, rows = harness.begin(), []
     calls: list[tuple[ops.Op, tuple[Any, ...]]] = []
-    for program in PROGRAMS.values():
+    for program in (PROGRAMS[name] for name in args.programs):
         for m in args.rows:
             x, w, given = draw(program, m, "meta")
             calls.append((ops.op(program.epilogue), (x, w.t(), *program.inputs(given))))
             calls.append((GEMM, (x, w.t())))
     harness.build_ahead(calls)
     with torch.no_grad():
-        for name in PROGRAMS:
+        for name in args.programs:
             for m in args.rows:
                 rows.append(run_case(name, m))
                 print(rows[-1], flush=True)

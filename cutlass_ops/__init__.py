@@ -148,6 +148,8 @@ _MODULES = {
 # By the public name: the module, and the name there.
 _LATER = {name: (module, name) for module, names in _MODULES.items() for name in names}
 _LATER["source"] = ("kinds.render", "render")
+# Ops for arrays of other packages. Not in __all__: `import *` must not replace the packages of these names.
+_FOR_OTHERS = ("cupy", "jax")
 
 __all__ = [
     "Bundle",
@@ -236,6 +238,8 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         from importlib import import_module
 
+        if name in _FOR_OTHERS:
+            return import_module(f"cutlass_ops.{name}")
         if name not in __all__:
             raise unknown_name(__name__, name, (*__all__, *e.__all__))
         if name == "registry":

@@ -1,4 +1,4 @@
-"""A Llama of Hugging Face's transformers with fused forwards, in one line, and a training step with both.
+"""A Llama of Hugging Face's transformers with fused forwards, in one line, and a training step and inference with both.
 
 The model has random weights, since this example downloads nothing. Yours comes from
 ``AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)``. On a GPU the layers have the size of
@@ -55,6 +55,13 @@ def main() -> None:
     print(f"errors against FP32, of logits and gradients: plain {theirs[0]:.2e}, {theirs[1]:.2e}")
     print(f"fused {ours[0]:.2e}, {ours[1]:.2e}")
     if any(x > 2 * y for x, y in zip(ours, theirs, strict=True)):
+        sys.exit("the result is wrong")
+    co.patch(model, fold_norms=True)  # for inference: the norm before an attention, q, k and v in one GEMM
+    with torch.no_grad():
+        logits = model(input_ids=tokens, use_cache=False).logits
+    folded = ((logits.double() - exact[0].double()).norm() / exact[0].double().norm()).item()
+    print(f"with folded norms, logits {folded:.2e}")
+    if folded > 2 * theirs[0]:
         sys.exit("the result is wrong")
     print(f"co.unpatch gives {co.unpatch(model)} modules their own forwards again")
 

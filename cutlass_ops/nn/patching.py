@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from cutlass_ops.nn import epilogues
 from cutlass_ops.nn.linear import apply, is_watched
 from cutlass_ops.nn.mlp import gated_layers, two_layers
+from cutlass_ops.nn.projections import Handing, Projections
 from cutlass_ops.run.gated import gated_op
 
 
@@ -57,7 +58,7 @@ class Patched(NamedTuple):
         return "\n".join(lines) or "the model has no parameters"
 
 
-def patch(model: nn.Module) -> Patched:
+def patch(model: nn.Module, *, fold_norms: bool = False) -> Patched:
     """Give a model's linear layers and MLPs fused forwards, and print what was replaced and what not.
 
     It knows ``torch.nn.Linear``, and the MLPs and decoder layers of Hugging Face's Llama, Mistral, Qwen2, Qwen3 and
@@ -70,6 +71,11 @@ def patch(model: nn.Module) -> Patched:
     ----------
     model : Module
         The model. It is changed in place.
+    fold_norms : bool
+        Whether decoder layers also compute their input norm, queries, keys and values in one GEMM where no gradients
+        are recorded. Each layer then keeps a copy of these weights, with the norm's folded in, which takes as much
+        memory as they do. In eager mode, parameters that changed are copied again at the next call; a compiled program
+        takes the copy as it is. Qwen3's ``q_norm`` and ``k_norm`` stay PyTorch's.
 
     Returns
     -------
@@ -106,6 +112,8 @@ def patch(model: nn.Module) -> Patched:
         elif any(True for _ in module.parameters(recurse=False)) or rule is not None:
             kept[name] = reason
             classes[name] = type(module).__name__
+    if fold_norms:
+        _fold_norms(model, replaced, kept, classes)
     order = [name for name, _ in model.named_modules()]
     inside = {f"{name}." for name, what in replaced.items() if what in _WHOLE}
     kept = {n: why for n, why in kept.items() if not any(n.startswith(prefix) for prefix in inside)}
@@ -196,15 +204,26 @@ class _Gpt2MLP(_Fused):
 
 
 class _DecoderLayer(_Fused):
-    """A layer whose MLP is fused, and adds the residual."""
+    """A layer whose MLP is fused, and adds the residual. It may have its projections as one GEMM."""
 
     def forward(self: Any, hidden_states: Tensor, attention_mask: Any = None, **named: Any) -> Tensor:
-        attended, _ = self.self_attn(
-            hidden_states=self.input_layernorm(hidden_states), attention_mask=attention_mask, **named
-        )
+        (projections,) = self._fused_ops
+        if projections is not None and projections.serves(hidden_states):
+            x, named = hidden_states, {**named, "projected": projections(self, hidden_states)}
+        else:
+            x = self.input_layernorm(hidden_states)
+        attended, _ = self.self_attn(hidden_states=x, attention_mask=attention_mask, **named)
         y = hidden_states + attended
         found: Tensor = self.mlp(self.post_attention_layernorm(y), residual=y)
         return found
+
+
+class _Attention(_Fused):
+    """An attention that may be given its queries, keys and values. All else is its own class's."""
+
+    def forward(self: Any, *arguments: Any, projected: tuple[Tensor, ...] | None = None, **named: Any) -> Any:
+        attention = self if projected is None else Handing(self, projected)
+        return self._original.forward(attention, *arguments, **named)
 
 
 # ---- Which modules ---------------------------------------------------------------------------------------------------
@@ -288,6 +307,40 @@ def _decoder_refuses(module: Any) -> str:
     return "" if isinstance(module.mlp, _GatedMLP) else "its MLP is not fused"
 
 
+def _projections_refuse(layer: Any) -> str:
+    norm, attention = layer.input_layernorm, layer.self_attn
+    if type(attention).__name__ not in _ATTENTIONS:
+        return "a class that patch does not know"
+    if "forward" in vars(attention) or "forward" in vars(norm) or is_watched(norm):
+        return "it or the norm before it has hooks or another forward"
+    if type(norm).__name__ not in _NORMS or norm.weight.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return "the norm before it is not one that patch knows"
+    layers = (attention.q_proj, attention.k_proj, attention.v_proj)
+    if any(isinstance(each.weight, Tensor) and each.weight.dtype is torch.float32 for each in layers):
+        return "its weights are torch.float32, which are folded in 16 bits only"
+    return _layers_refuse("Linear", layers)
+
+
+def _fold_norms(model: nn.Module, replaced: dict[str, str], kept: dict[str, str], classes: dict[str, str]) -> None:
+    """Give fused decoder layers their projections as one GEMM, and note it."""
+    for name, layer in model.named_modules():
+        if not isinstance(layer, _DecoderLayer) or layer._fused_ops != (None,):
+            continue
+        module: Any = layer
+        attention = module.self_attn
+        inside = f"{name}." if name else ""
+        classes[f"{inside}self_attn"] = type(attention).__name__
+        reason = _projections_refuse(module)
+        if reason:
+            kept[f"{inside}self_attn"] = reason
+            continue
+        layer._fused_ops = (Projections(module),)
+        own = "; q_norm and k_norm stay PyTorch's" if hasattr(attention, "q_norm") else ""
+        replaced[f"{inside}self_attn"] = f"norm, q, k and v in one GEMM without gradients{own}"
+        kept.pop(f"{inside}input_layernorm", None)
+        _exchange(attention, _BY_NAME["Attention"])
+
+
 def _activation(module: Any) -> str | None:
     """Return the name in :data:`epilogues.ACTIVATIONS` of an activation's module; None if it has none."""
     if isinstance(module, nn.GELU):
@@ -322,6 +375,8 @@ def _ops_of_gpt2(module: Any) -> tuple[Any, ...]:
 
 
 _HUGGING_FACE = ("Llama", "Mistral", "Qwen2", "Qwen3")
+_ATTENTIONS = tuple(f"{name}Attention" for name in _HUGGING_FACE)
+_NORMS = tuple(f"{name}RMSNorm" for name in _HUGGING_FACE)
 
 _RULES = (
     _Rule("Linear", ("Linear",), "a GEMM with its bias", _Linear, _linear_refuses, _ops_of_linear),
@@ -355,8 +410,10 @@ _RULES = (
         "the residual in the epilogue of the MLP's last GEMM",
         _DecoderLayer,
         _decoder_refuses,
-        lambda module: (),
+        lambda module: (None,),  # its projections, which fold_norms makes
     ),
+    # Of no class by itself: a decoder layer decides.
+    _Rule("Attention", (), "", _Attention, lambda module: "", lambda module: ()),
 )
 _BY_NAME = {rule.name: rule for rule in _RULES}
 # What is said of an MLP holds for its layers.

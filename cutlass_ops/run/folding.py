@@ -253,17 +253,19 @@ def _require_one_device(name: str, w: Tensor, vector_name: str, vector: Tensor) 
 
 
 # ---- What the operators of run/operators.py return, without data ----------------------------------------------------
+#
+# Wrong shapes pass here, and are refused where the program runs: a compiler would wrap the error in one of its own.
 
 
 def a_value_a_column(w: Tensor) -> Tensor:
     """Return the result of :func:`column_sums`."""
-    return w.new_empty(w.shape[1], dtype=torch.float32)
+    return w.new_empty(w.shape[1:], dtype=torch.float32)
 
 
 def folded_shape(w: Tensor, gamma: Tensor, name: str) -> Tensor:
     """Return the result of :func:`fold`."""
     _require_one_device(name, w, "gamma", gamma)
-    return _empty_like(w)
+    return _empty_like(w) if w.ndim == 2 else w
 
 
 def row_times_shape(name: str, row: Tensor, w: Tensor) -> Tensor:

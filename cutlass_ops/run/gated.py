@@ -182,7 +182,8 @@ def swiglu_op(
     more = {"scales": scales and list(scales), "quantise": quantise, "amax": amax}
     # What older programs have stays as it was.
     made_by = "gemm_swiglu", {"norm": plain, **more} if any(more.values()) else plain
-    return graph_op("gemm_swiglu", both, composed.swiglu.doc, instead, made_by)
+    called = {"a": "x", "b": "w_gate", "up": "w_up"}
+    return graph_op("gemm_swiglu", both, composed.swiglu.doc, instead, made_by, called=called)
 
 
 def swiglu_again(name: str, plain: Any) -> Op:

@@ -487,7 +487,7 @@ def _composed(
         graph, doc = graph.then(after, products=True), f"{norm.doc} Then {epilogue.name}: {epilogue.doc}"
     if quantise is not None:
         graph = graph.then(composed.quantised(quantise == "rows", amax).graph)
-    return graph_op(name, graph, doc)
+    return graph_op(name, graph, doc, called={"a": "x", "b": "w"})
 
 
 def _check_follower(name: str, epilogue: str, graph: Graph, has_scales: bool) -> None:

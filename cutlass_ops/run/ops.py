@@ -69,6 +69,8 @@ class Op(Warm):
         an op from its epilogue.
     math : str, optional
         What the Tensor Cores make of FP32 operands. The default takes none.
+    called : mapping of str to str, optional
+        What a function that calls this op calls its arguments, for messages.
     """
 
     form: Form = DENSE  # of calls whose B has two dimensions
@@ -80,13 +82,14 @@ class Op(Warm):
         instead: Instead | None = None,
         made_by: tuple[str, Any] | None = None,
         math: Math | None = None,
+        called: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(name, epilogue.graph, self.form)
         self.epilogue = epilogue
         self.math = math
         self.products = self.graph.products
         self.__doc__ = described.docstring(epilogue)
-        self._instead = instead
+        self._instead, self._called = instead, called or {}
         how, plain = made_by or ("epilogue", self.graph.to_json())
         if math is not None:
             how, plain = "math", {"math": math, how: plain}
@@ -246,7 +249,13 @@ class Op(Warm):
         self, a: Any, b: Any, inputs: Sequence[Any], out: Any, out_dtype: torch.dtype | None = None
     ) -> Call:
         named = dict(zip(self.names, inputs, strict=True))
-        return check_call(self.graph, a, b, named, out, out_dtype, math=self.math)
+        try:
+            return check_call(self.graph, a, b, named, out, out_dtype, math=self.math)
+        except (TypeError, ValueError) as exc:
+            known = [f"{ours} is {theirs}" for ours, theirs in self._called.items()]
+            if not known or type(exc) not in (TypeError, ValueError):
+                raise
+            raise type(exc)(f"{exc} ({self.name}: {', '.join(known)})") from None
 
     def _specs_for(self, call: Call) -> tuple[KernelSpec, ...]:
         """Return every kernel that a call's weight may need, each once, including those of fallback ops."""
@@ -335,9 +344,10 @@ def graph_op(
     instead: Instead | None = None,
     made_by: tuple[str, Any] | None = None,
     math: Math | None = None,
+    called: Mapping[str, str] | None = None,
 ) -> Op:
     """Return the op of a composed graph. Other parameters as for :class:`Op`."""
-    return Op(name, Epilogue.of(name, doc, graph), instead, made_by, math)
+    return Op(name, Epilogue.of(name, doc, graph), instead, made_by, math, called)
 
 
 @traced.remembered

@@ -59,10 +59,12 @@ def test_epilogues_that_choose_count_and_draw(name, said):
 
 
 @pytest.mark.slow
-def test_experts():
-    said = _run("experts.py")
-    assert "96 tokens, 4 of 16 experts each" in said
-    assert "error against float64" in said
+def test_moe_layer():
+    pytest.importorskip("transformers")
+    said = _run("moe_layer.py")
+    assert "qwen3: 8 of 32 experts a token" in said
+    assert "mixtral: 2 of 8 experts a token" in said
+    assert said.count("and transformers'") == 4
 
 
 @pytest.mark.slow
@@ -76,7 +78,13 @@ def test_train_gpt2_small(tmp_path):
 @pytest.mark.slow
 def test_patch_llama():
     pytest.importorskip("transformers")
-    assert "co.unpatch gives 19 modules their own forwards again" in _run("patch_llama.py")
+    assert "co.unpatch gives 21 modules their own forwards again" in _run("patch_llama.py")
+
+
+@pytest.mark.slow
+def test_jax_layer():
+    pytest.importorskip("jax")
+    assert "errors against FP32, of d and of amax: fused" in _run("jax_layer.py")
 
 
 @pytest.mark.slow

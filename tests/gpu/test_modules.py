@@ -204,6 +204,23 @@ def test_a_patched_model_is_as_exact(name):
     require_as_exact(model_step(model, "cuda"), theirs, [x.double() for x in exact], BF16)
 
 
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "GPT2"])
+def test_folded_norms_are_as_exact(name):
+    pytest.importorskip("transformers")
+    model = model_of(name, "cuda")
+    tokens = torch.arange(128, device="cuda").reshape(2, 64) * 7 % 512
+
+    @torch.no_grad()
+    def logits(model):
+        return [model(input_ids=tokens, use_cache=False).logits]
+
+    exact, theirs = logits(copy.deepcopy(model).double()), logits(model)
+    found = co.patch(model, fold_norms=True)
+    assert [n for n in found.replaced if n.endswith("self_attn")]
+    for _ in range(2):
+        require_as_exact(logits(model), theirs, exact, BF16)
+
+
 def test_double_backward_computes_again():
     x, w, bias = (torch.randn(s, device="cuda").to(BF16).requires_grad_() for s in ((96, K), (N, K), (N,)))
 

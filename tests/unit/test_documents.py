@@ -1,6 +1,7 @@
 """What documents link to and name is there."""
 
 import importlib
+import importlib.util
 import re
 from pathlib import Path
 
@@ -49,6 +50,8 @@ def _is_there(name):
         return True
     if parts[-1] == "fused_gemm":  # an operator of PyTorch's
         return True
+    if parts[1:] in (["cupy"], ["jax"]):  # their import needs these packages
+        return importlib.util.find_spec(name) is not None
     for end in range(len(parts), 0, -1):
         try:
             found = importlib.import_module(".".join(parts[:end]))

@@ -209,7 +209,7 @@ ERRORS = {
     "weights of two shapes": (
         lambda: co.gemm_swiglu(X, W, W[:, :5]), ValueError, r"^up has shape \(8, 5\): as a Product",
     ),
-    "a weight (N, K)": (lambda: co.gemm_swiglu(X, W, W.t()), ValueError, r"pass up\.t\(\)$"),
+    "a weight (N, K)": (lambda: co.gemm_swiglu(X, W, W.t()), ValueError, r"pass up\.t\(\) .*up is w_up"),
     "weights of two dtypes": (lambda: co.gemm_swiglu(X, W, W.half()), TypeError, r"^up is torch\.float16 and b is"),
     "one weight prepared": (
         lambda: co.gemm_swiglu(X, W, co.prepare(W, GAMMA), eps=EPS), TypeError, "^up is prepared and w is not",
@@ -221,3 +221,13 @@ ERRORS = {
 def test_errors_name_the_argument_and_say_what_to_do(call, kind, message):
     with pytest.raises(kind, match=message):
         call()
+
+
+def test_an_error_says_what_the_caller_calls_the_arguments():
+    x, w = torch.ones(4, 64).bfloat16(), torch.ones(64, 48).bfloat16()
+    with pytest.raises(ValueError, match=r"up has shape \(64, 40\).* \(gemm_swiglu: a is x, b is w_gate, up is w_up\)"):
+        co.gemm_swiglu(x, w, w[:, :40])
+    with pytest.raises(TypeError, match=r"b is torch.float32.* \(rmsnorm_gemm: a is x, b is w\)"):
+        co.rmsnorm_gemm(x, w.float(), eps=1e-5)
+    with pytest.raises(ValueError, match=r"same K$"):  # the op's own names
+        co.gemm(x, w[:, 0])

@@ -85,6 +85,97 @@ def test_what_is_replaced_and_what_is_not(name):
     assert "x Linear: a GEMM with its bias" in text
 
 
+FOLDING = ["Llama", "Mistral", "Qwen2", "Qwen3"]
+
+
+@torch.no_grad()
+def logits_of(model, **named):
+    return model(TOKENS, **named).logits
+
+
+@pytest.mark.parametrize("name", FOLDING)
+def test_norm_and_projections_are_one_gemm_without_gradients(name):
+    model = model_of(name)
+    exact = logits_of(copy.deepcopy(model).double())
+    theirs, trained = logits_of(model), step(model)
+    keys, parameters = list(model.state_dict()), list(model.parameters())
+    found = co.patch(model, fold_norms=True)
+    what = "norm, q, k and v in one GEMM without gradients"
+    if name == "Qwen3":
+        what += "; q_norm and k_norm stay PyTorch's"
+    assert found.replaced["model.layers.0.self_attn"] == found.replaced["model.layers.1.self_attn"] == what
+    assert f"2 x {name}Attention: {what}" in str(found)
+    assert "model.layers.0.input_layernorm" not in found.kept
+    called = []
+    for layer in model.model.layers:
+        for module in (layer.input_layernorm, layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
+            module.register_forward_hook(lambda module, *_: called.append(module))
+    mine = logits_of(model)
+    assert called == []
+    assert (mine - exact).norm() <= 2 * (theirs - exact).norm() + 0.01 * exact.norm()
+    assert list(model.state_dict()) == keys
+    assert all(x is y for x, y in zip(model.parameters(), parameters, strict=True))
+    # With gradients, it is the norm and three GEMMs.
+    for x, y in zip(step(model)[1], trained[1], strict=True):
+        assert (x - y).norm() <= 0.05 * y.norm()
+    assert len(called) == 8
+    assert co.unpatch(model) == len(found.replaced)
+    assert torch.equal(logits_of(model), theirs)
+    assert not [m for m in model.modules() if "_fused_ops" in vars(m)]
+
+
+def test_a_folded_model_follows_its_parameters_and_its_copies():
+    model = model_of("Qwen3")
+    co.patch(model)
+    assert len(co.patch(model, fold_norms=True).replaced) == 2
+    assert co.patch(model, fold_norms=True).replaced == {}
+    first = logits_of(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(logits_of(other), first)
+    with torch.no_grad():
+        model.model.layers[0].input_layernorm.weight.mul_(1.5)
+        model.model.layers[1].self_attn.k_proj.weight.mul_(-1)
+    changed = logits_of(model)
+    plain = copy.deepcopy(model)
+    co.unpatch(plain)
+    wanted = logits_of(plain)
+    assert (changed - wanted).norm() <= 0.03 * wanted.norm()
+    assert (changed - first).norm() > 0.03 * first.norm()
+
+
+def test_a_folded_model_generates_with_a_cache():
+    model = model_of("Qwen3").eval()
+    co.patch(model, fold_norms=True)
+    assert model.generate(TOKENS, max_new_tokens=4, do_sample=False, pad_token_id=0).shape == (2, 16)
+    with torch.no_grad():
+        logits = model(TOKENS).logits
+        last = model(TOKENS[:, -1:], cache=model(TOKENS[:, :-1], use_cache=True).cache).logits
+    assert (last[:, 0] - logits[:, -1]).norm() <= 0.03 * logits[:, -1].norm()
+
+
+def test_a_layer_whose_projections_do_not_fit_says_why():
+    model = model_of("Llama")
+    hooked, other = (layer.self_attn for layer in model.model.layers)
+    hooked.k_proj.register_forward_hook(lambda *_: None)
+    forward = other.forward
+    other.forward = lambda *arguments, **named: forward(*arguments, **named)
+    found = co.patch(model, fold_norms=True)
+    assert found.kept["model.layers.0.self_attn"] == "its layers have hooks or other forwards"
+    assert found.kept["model.layers.1.self_attn"] == "it or the norm before it has hooks or another forward"
+    assert logits_of(model).isfinite().all()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")  # not ours
+def test_a_folded_model_compiles_as_one_graph():
+    torch._dynamo.reset()
+    model = model_of("Qwen3")
+    co.patch(model, fold_norms=True)
+    wanted = logits_of(model, use_cache=False)
+    found = logits_of(torch.compile(model, backend="aot_eager", fullgraph=True), use_cache=False)
+    assert (found - wanted).norm() <= 0.02 * wanted.norm()
+
+
 @pytest.mark.parametrize("name", ["Llama", "GPT2"])
 def test_copies_pickles_and_a_second_patch(name, capsys):
     model = model_of(name)
@@ -217,3 +308,19 @@ def test_kernels_serve_a_patched_model(name, gpu, device):
     # Forward and backward of each linear layer have three GEMMs.
     layers = [m for m in model.modules() if isinstance(m, nn.Linear) or type(m).__name__.endswith("Conv1D")]
     assert launched >= 3 * len(layers)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
+def test_folded_norms_launch_fewer_kernels(name, device):
+    model = model_of(name)
+    co.patch(model)
+    logits_of(model)
+    launched = len(device.launches)
+    assert co.patch(model, fold_norms=True).replaced
+    logits_of(model)
+    # Of each of two layers, one kernel where three were, besides the norm's own.
+    assert len(device.launches) - launched == launched - 2 * 2
+    device.closed = True
+    served = [launch.spec.slug for launch in device.launches]
+    logits_of(model)
+    assert [launch.spec.slug for launch in device.launches[len(served) :]] == served[launched:]

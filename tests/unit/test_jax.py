@@ -1,0 +1,231 @@
+"""Ops for JAX arrays on the CPU: shapes, errors, results of the reference, and what a kernel would be passed."""
+
+import doctest
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import cutlass_ops as co
+
+
+def test_without_jax_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax", None)
+    monkeypatch.delitem(sys.modules, "cutlass_ops.jax", raising=False)
+    monkeypatch.delitem(vars(co), "jax", raising=False)
+    with pytest.raises(ImportError, match=r"pip install \"jax\[cuda13\]\" jax-tvm-ffi"):
+        co.jax  # noqa: B018
+
+
+@pytest.fixture
+def jax():
+    return pytest.importorskip("jax")
+
+
+@pytest.fixture
+def cj(jax):
+    import cutlass_ops.jax
+
+    return cutlass_ops.jax
+
+
+@co.epilogue
+def scaled(acc, bias: co.Row, residual: co.Tile, scale: co.Scalar):
+    return {"d": (acc + bias) * scale + residual, "top": co.e.max(acc, dim=1)}
+
+
+def arrays(jax, dtype, *shapes):
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return [
+        jax.random.uniform(key, shape, "float32", -1, 1).astype(dtype) for key, shape in zip(keys, shapes, strict=True)
+    ]
+
+
+def tensor(array):
+    return torch.from_numpy(np.array(array.astype("float32"))).to(getattr(torch, array.dtype.name))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_results_are_those_of_the_op(jax, cj, dtype):
+    a, b, bias, residual = arrays(jax, dtype, (2, 3, 16), (16, 8), (8,), (2, 3, 8))
+    for name in (n for n in cj.__all__ if n != "gemm"):
+        inputs = [{"bias": bias, "residual": residual}[n] for n in getattr(co, name).names]
+        found = jax.jit(getattr(cj, name))(a, b, *inputs)
+        wanted = getattr(co, name)(tensor(a), tensor(b), *map(tensor, inputs))
+        assert (found.shape, found.dtype.name) == ((2, 3, 8), dtype)
+        assert torch.equal(tensor(found), wanted)
+    assert torch.equal(
+        tensor(cj.gemm(a, b, out_dtype="float32")), co.gemm(tensor(a), tensor(b), out_dtype=torch.float32)
+    )
+
+
+def test_an_epilogue_with_outputs_and_what_broadcasts(jax, cj):
+    a, b, bias, residual = arrays(jax, "bfloat16", (6, 16), (16, 8), (1, 8), (1, 8))
+
+    @jax.jit
+    def call(a, b, bias, residual):
+        found = cj.gemm(a, b, epilogue=scaled, bias=bias, residual=residual, scale=0.5)
+        return found, found.top + 1
+
+    found, above = call(a, b, bias, residual)
+    wanted = co.gemm(tensor(a), tensor(b), epilogue=scaled, bias=tensor(bias), residual=tensor(residual), scale=0.5)
+    assert found._fields == ("d", "top")
+    assert torch.equal(tensor(found.d), wanted.d)
+    assert torch.equal(tensor(found.top), wanted.top)
+    assert np.array_equal(above, found.top + 1)
+
+
+def test_the_examples_of_its_documentation_run(jax, cj):
+    globs = {"jax": jax, "jnp": jax.numpy, "co": co}
+    example = doctest.DocTestParser().get_doctest(cj.gemm.__doc__, globs, "gemm", None, 0)
+    said = []
+    assert doctest.DocTestRunner().run(example, out=said.append).failed == 0, "".join(said)
+    assert all("as for :func:`gemm`" in getattr(cj, name).__doc__ for name in cj.__all__ if name != "gemm")
+
+
+def test_shapes_and_dtypes_need_no_device(jax, cj):
+    def shaped(*shape, dtype="bfloat16"):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    found = jax.eval_shape(cj.gemm_bias, shaped(4096, 2, 8192), shaped(8192, 512), shaped(512))
+    assert (found.shape, found.dtype) == ((4096, 2, 512), "bfloat16")
+    found = jax.eval_shape(lambda a, b: cj.gemm(a, b, out_dtype="float32"), shaped(8, 16), shaped(16, 4))
+    assert (found.shape, found.dtype) == ((8, 4), "float32")
+
+
+def test_mistakes_are_told(jax, cj):
+    a, b, bias = arrays(jax, "bfloat16", (4, 16), (16, 8), (8,))
+
+    @co.epilogue
+    def dropped(acc, seed: co.Integer):
+        return acc * co.e.dropout_mask(0.1, seed)
+
+    cases = [
+        (lambda: cj.gemm(a, b.T), ValueError, "b looks like a weight of shape"),
+        (lambda: cj.gemm(a, b[None]), ValueError, r"takes one matrix \(K, N\)"),
+        (lambda: cj.gemm(a[:0], b), ValueError, "no extent of 0"),
+        (
+            lambda: cj.gemm(a.astype("float32"), b),
+            TypeError,
+            "a is float32: cutlass_ops.jax takes float16 and bfloat16",
+        ),
+        (lambda: cj.gemm(a, b.astype("int32")), TypeError, "b is int32"),
+        (lambda: cj.gemm(a, b.astype("float16")), TypeError, "must have the same dtype"),
+        (lambda: cj.gemm(torch.ones(4, 16), b), TypeError, "a must be a jax.Array, not Tensor"),
+        (lambda: cj.gemm_bias(a, b), TypeError, "bias is missing"),
+        (lambda: cj.gemm_bias(a, b, bias[:4]), ValueError, r"bias has shape \(4,\)"),
+        (lambda: cj.gemm(a, b, out_dtype="int32"), TypeError, "out_dtype is int32: use float16"),
+        (lambda: cj.gemm(a, b, epilogue=dropped, seed=1), TypeError, "an Integer of 64 bits"),
+        (lambda: jax.grad(lambda x: cj.gemm(x, b).sum())(a), NotImplementedError, "has no gradients"),
+        (lambda: jax.vmap(lambda x: cj.gemm(x, b))(a[None]), NotImplementedError, r"not mapped by jax\.vmap"),
+    ]
+    for call, error, match in cases:
+        with pytest.raises(error, match=match):
+            call()
+
+
+@pytest.fixture
+def kernels(jax, cj, device, monkeypatch):
+    """Have XLA call a made-up device's kernels, on the CPU, by the functions that a GPU's are called by."""
+    pytest.importorskip("jax_tvm_ffi")
+    from jax.interpreters import mlir
+
+    make = device._kernel
+
+    def exported(spec):
+        kernel = make(spec)
+
+        def launch(*arguments):
+            *arguments, raster, swizzle = (torch.from_dlpack(x) if hasattr(x, "__dlpack__") else x for x in arguments)
+            # XLA would not see a refusal.
+            assert kernel.launch(*arguments, raster, swizzle, None) == 0
+            device.launches[-1].outputs = ()  # memory that is XLA's again
+
+        return SimpleNamespace(launch=launch, workspace_size=kernel.workspace_size, load_on=lambda _: None)
+
+    monkeypatch.setattr(device, "_kernel", exported)
+    monkeypatch.setattr(cj, "_PLATFORM", "cpu")
+    monkeypatch.setattr(cj, "_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(cj, "device_of", lambda _: device.device)
+    register = sys.modules["jax_tvm_ffi"].register_ffi_target
+    monkeypatch.setattr(
+        "jax_tvm_ffi.register_ffi_target", lambda *x, **named: register(*x, **named, pass_owned_tensor=True)
+    )
+    jax.clear_caches()
+    mlir.register_lowering(cj._GEMM, mlir.lower_fun(cj._by_kernel, multiple_results=True), platform="cpu")
+    yield device
+    mlir.register_lowering(cj._GEMM, mlir.lower_fun(cj._by_reference, multiple_results=True), platform="cpu")
+    jax.clear_caches()
+
+
+def test_xla_calls_the_chosen_kernel(jax, cj, kernels):
+    a, b, bias, residual = arrays(jax, "bfloat16", (2, 3, 64), (64, 32), (32,), (2, 1, 32))
+
+    @jax.jit
+    def call(a, b, bias, residual):
+        one = cj.gemm(a, b, epilogue=scaled, bias=bias, residual=residual, scale=0.5)
+        return one, cj.gemm_bias_relu(a, b, bias)
+
+    for _ in range(2):
+        found, relu = jax.block_until_ready(call(a, b, bias, residual))
+    product = tensor(a).float() @ tensor(b).float()
+    exact = (product + tensor(bias).float()) * 0.5 + tensor(residual).float()
+    assert (tensor(found.d).float() - exact).norm() <= 0.01 * exact.norm()
+    assert (tensor(found.top) - product.amax(-1)).norm() <= 0.01 * product.norm()
+    exact = (product + tensor(bias).float()).relu()
+    assert (tensor(relu).float() - exact).norm() <= 0.01 * exact.norm()
+    # Two kernels, each chosen once, called twice each.
+    assert len(kernels.loaded) == 2
+    assert len(kernels.launches) == 4
+    assert {x.spec.b.major for x in kernels.launches} == {"row"}
+
+
+def test_a_program_for_a_gpu_is_lowered_without_one(jax, cj, kernels):
+    shapes = [(2, 128, 512), (512, 256), (256,), (2, 128, 256)]
+
+    def call(a, b, bias, residual):
+        return cj.gemm(a, b, epilogue=scaled, bias=bias, residual=residual, scale=0.5)
+
+    traced = jax.jit(call).trace(*(jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    (spec,) = kernels.loaded
+    assert spec.slug in text
+    # Both outputs take over memory that nothing fills: the third operand's, and the last one's.
+    assert text.count("@AllocateBuffer()") == text.count("output_operand_alias<") == 2
+    assert "output_tuple_indices = [0], operand_index = 2," in text
+    assert "output_tuple_indices = [1], operand_index = 6," in text
+    assert "broadcast" not in text
+    assert "transpose" not in text
+
+
+def test_a_kernel_with_a_workspace_is_passed_over(jax, cj, kernels):
+    a, b = arrays(jax, "bfloat16", (4, 64), (64, 32))
+    sizes = iter((1024, 0))
+    make = kernels._kernel
+
+    def with_workspace(spec):
+        kernel, size = make(spec), next(sizes)
+        kernel.workspace_size = lambda *_: size
+        return kernel
+
+    kernels._kernel = with_workspace
+    cj.gemm(a, b).block_until_ready()
+    first, second = kernels.loaded
+    assert [x.spec for x in kernels.launches] == [second]
+    assert first != second
+
+
+def test_where_every_kernel_needs_a_workspace_it_says_so(jax, cj, kernels):
+    a, b = arrays(jax, "bfloat16", (4, 64), (64, 32))
+    kernels.workspace = 1024
+    with pytest.raises(co.UnsupportedError, match="need a workspace"):
+        cj.gemm(a, b)
+    assert len(kernels.loaded) == cj._ATTEMPTS
+
+
+def test_without_jax_tvm_ffi_it_says_what_to_install(jax, cj, kernels, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax_tvm_ffi", None)
+    with pytest.raises(ImportError, match="pip install jax-tvm-ffi"):
+        cj.gemm(*arrays(jax, "bfloat16", (4, 64), (64, 32)))
