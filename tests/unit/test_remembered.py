@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 from signatures import A100, H100, signature
@@ -61,6 +62,20 @@ def test_another_process_decides_the_same_without_a_policy(of, device, folder, n
     assert decided(of, device, rows) == wanted
     with Session().active():
         assert decided(of, device, rows) == wanted
+
+
+def test_each_device_has_decisions_of_its_own(folder):
+    devices = (H100, replace(H100, multiprocessors=114), replace(H100, name="NVIDIA H200"), A100)
+    alone = []
+    for device in devices:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(env.CHOICES.name, "0")
+            policies.forget(shipped=True)
+            alone.append(decided(of=signature(), device=device))
+    for _ in range(2):  # computed, then read
+        policies.forget(shipped=True)
+        assert [decided(of=signature(), device=device) for device in devices] == alone
+    assert len(files(folder)) == len(devices)
 
 
 def test_a_number_of_rows_that_is_not_decided_is_left_to_the_policy():

@@ -10,7 +10,9 @@ from fake_device import fake_device
 from signatures import H100, signature
 
 import cutlass_ops as co
+from cutlass_ops.artifacts import loader
 from cutlass_ops.base.errors import CompileError, MissingKernelError
+from cutlass_ops.base.session import Session
 from cutlass_ops.choose import dispatch, policies
 from cutlass_ops.choose.tables import Measured, Point, Table
 from cutlass_ops.compilation.background import Background
@@ -19,6 +21,7 @@ from cutlass_ops.declare.problem import Problem
 from cutlass_ops.epilogue import builtin
 from cutlass_ops.kinds.table import KINDS
 from cutlass_ops.run import ops, supply
+from cutlass_ops.run.registry import Registry
 
 M, N, K = 48, 520, 264
 BF16 = torch.bfloat16
@@ -413,3 +416,23 @@ def specs_of_sm80():
     from fake_toolkit import sm80_spec
 
     return [sm80_spec(stages) for stages in (2, 3, 4, 5)]
+
+
+def test_what_is_ready_and_what_arrives_is_loaded_on_the_device(monkeypatch):
+    gpu, found = torch.device("cuda", 1), []
+
+    class Loaded:
+        def __init__(self, name):
+            self.name = name
+
+        def load_on(self, device):
+            found.append((self.name, device))
+
+    registry = Registry(Session())
+    monkeypatch.setattr(registry, "kernels", lambda specs: [Loaded(each) for each in specs])
+    assert registry.ready(["one", "two"], gpu) == 2
+    monkeypatch.setattr(loader, "load", Loaded)
+    registry.take("three", "artifact", gpu)
+    registry.take("three", "artifact", gpu)  # is there already
+    assert found == [("one", gpu), ("two", gpu), ("artifact", gpu)]
+    assert registry.has("three")
