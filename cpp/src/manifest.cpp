@@ -69,7 +69,7 @@ constexpr Target kTargets[] = {
 constexpr std::string_view kReserved[] = {
     // clang-format off
     "a", "and", "as", "assert", "async", "await", "b", "break", "class", "continue", "def", "del", "elif", "else",
-    "epilogue", "except", "False", "finally", "for", "from", "global", "if", "import", "in", "is", "lambda", "None",
+    "epilogue", "except", "False", "finally", "for", "from", "global", "if", "import", "in", "is", "lambda", "math", "None",
     "nonlocal", "not", "or", "out", "out_dtype", "pass", "raise", "return", "self", "True", "try", "while", "with",
     "yield"
     // clang-format on

@@ -365,7 +365,7 @@ def _operand(name: str, given: object) -> Operand:
         # A torch.dtype has a known name, but no major.
         element = str(given).removeprefix("torch.")
         known = type(given).__name__ == "dtype" and element in NAMES
-        advice = f"; use '{dtype(element)}.row' or '{dtype(element)}.col'" if known else ""
+        advice = f"; use '{NAMES[element]}.row' or '{NAMES[element]}.col'" if known else ""
         raise type(exc)(f"{name}: {exc}{advice}") from None
 
 

@@ -153,8 +153,9 @@ def multiplied(name: str, tensor: Tensor, math: mma.Math | None) -> DType:
         return found
     if math is None:
         raise TypeError(
-            f"{name} is {tensor.dtype}, which no Tensor Core multiplies as it is: pass math='tf32' to round a and b to "
-            "TF32, which has the range of FP32 and 10 bits of fraction, or multiply in FP32 by torch.matmul"
+            f"{name} is {tensor.dtype}, which no Tensor Core multiplies as it is: convert a and b to torch.bfloat16 or "
+            "torch.float16; or pass math='tf32' to an op that takes it, as cutlass_ops.gemm does, to round them to "
+            "TF32, which has the range of FP32 and 10 bits of fraction; or multiply in FP32 by torch.matmul"
         )
     return mma.MATHS[math]
 
@@ -181,7 +182,7 @@ def check_arguments(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any], mat
     if graph.gathered and found.bits != 16:
         raise TypeError(
             f"a is {a.dtype}, and the epilogue takes {', '.join(graph.gathered)} of its rows, as of 16 bits only: "
-            f"compute it before, and pass it as a Col"
+            "compute it before, and pass it as a Col, or as rstd= where a function takes that"
         )
     if graph.block_scales and not found.scalings:
         raise TypeError(

@@ -377,8 +377,17 @@ def op_in_math(op: str, math: Math) -> Op:
     assert isinstance(found, Op)
     if found.math is not None:
         raise TypeError(f"math is {math!r}, and {found.name} has math {found.math!r}: omit math")
-    # Of calls that several ops serve, those are of 16 bits.
-    return Op(found.name, found.epilogue, None, traced.maker_of(op), math)
+    instead = None if found._instead is None else _instead_in_math(found._instead, math)
+    return Op(found.name, found.epilogue, instead, traced.maker_of(op), math, found._called)
+
+
+def _instead_in_math(instead: Instead, math: Math) -> Instead:
+    """Return other ops that multiply FP32 operands in a type as well."""
+
+    def compute(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        return instead.compute(lambda op, *given, **more: call(op.in_math(math), *given, **more), *arguments, **named)
+
+    return Instead(instead.why, compute)
 
 
 def in_math_again(name: str, plain: Any) -> Op:

@@ -132,8 +132,8 @@ def test_gradients_are_multiplied_in_tf32_as_well():
 
 
 REFUSED = {
-    "no math": (lambda: co.gemm(A, W.t()), r"^a is torch\.float32, .*: pass math='tf32' .*, or .* by torch\.matmul"),
-    "b alone": (lambda: co.gemm(A.bfloat16(), W.t()), r"^b is torch\.float32, .*: pass math='tf32'"),
+    "no math": (lambda: co.gemm(A, W.t()), r"^a is torch\.float32, .* pass math='tf32' .* or .* by torch\.matmul"),
+    "b alone": (lambda: co.gemm(A.bfloat16(), W.t()), r"^b is torch\.float32, .* pass math='tf32'"),
     "BF16": (lambda: co.gemm(A.bfloat16(), W.bfloat16().t(), math="tf32"), "^a is .*, and math='tf32' is of torch.fl"),
     "another math": (lambda: co.gemm(A, W.t(), math="3xtf32"), "^math is '3xtf32': use 'tf32'"),
     "twice": (lambda: co.gemm_bias.in_math("tf32")(A, W.t(), BIAS, math="tf32"), "and gemm_bias has math 'tf32'"),
@@ -142,6 +142,17 @@ REFUSED = {
         lambda: co.grouped_gemm(A, W.t()[None], torch.tensor([24]), math="tf32"),
         "grouped_gemm takes no math",
     ),
+    "RMSNorm": (lambda: co.rmsnorm_gemm(A, W.t(), eps=1e-6, math="tf32"), "^rmsnorm_gemm takes no math: .* Convert"),
+    "LayerNorm": (lambda: co.layernorm_gemm(A, W.t(), eps=1e-6, math="tf32"), "^layernorm_gemm takes no math: "),
+    "residual": (
+        lambda: co.gemm_residual_rms(A, W.t(), torch.randn(24, 16), eps=1e-6, math="tf32"),
+        "^gemm_residual_rms takes no math: ",
+    ),
+    "residual without math": (
+        lambda: co.gemm_residual_rms(A, W.t(), torch.randn(24, 16), eps=1e-6),
+        r"^a is torch\.float32: gemm_residual_rms takes .* Convert a and b, or write",
+    ),
+    "gated with a norm": (lambda: co.gemm_swiglu(A, W.t(), W.t(), eps=1e-6, math="tf32"), "pass it as .* rstd="),
 }
 
 
@@ -149,6 +160,21 @@ REFUSED = {
 def test_what_is_refused_says_what_to_do(call, message):
     with pytest.raises(TypeError, match=message):
         call()
+
+
+def test_a_gate_in_tf32_is_one_kernel_or_two():
+    gate, up = W.t(), torch.randn(16, 40).t()
+    a, b, c = (reference.as_multiplied(x, tf32).double() for x in (A, gate, up))
+    found = co.gemm_swiglu(A, gate, up, math="tf32")
+    assert torch.allclose(found.double(), torch.nn.functional.silu(a @ b) * (a @ c), rtol=1e-5, atol=1e-5)
+    op = requests.requested(co.gemm_swiglu, A, gate, up, math="tf32").op
+    call = call_at(op.graph, Problem(512, 4096, 4096), "tf32", "row", "col")
+    assert [spec.a.dtype for spec in dispatch.decide(signature_of(call, H100), H100, call.problem).specs[:1]] == [tf32]
+    # Before Hopper a GEMM for each weight, in TF32 as well.
+    parts = op.instead_of(call)
+    assert [part.math for part, _ in parts] == ["tf32", "tf32"]
+    for _, part in parts:
+        assert dispatch.decide(signature_of(part, A100), A100, part.problem).specs[0].a.dtype is tf32
 
 
 def test_math_is_no_name_of_an_input():
