@@ -38,24 +38,18 @@ struct alignas(16) Eight {
   __device__ const uint4& bits() const { return *reinterpret_cast<const uint4*>(values); }
 };
 
-// Read eight halves of a row, zeros beyond the matrix, in one load if every row begins at a multiple of 16 bytes.
+// Read eight halves of a row, zeros beyond the matrix. Columns are a multiple of eight.
 __device__ inline Eight load_eight(const half* matrix, int rows, int columns, int row, int column) {
   Eight eight;
   eight.bits() = make_uint4(0, 0, 0, 0);
-  if (row >= rows) return eight;
-  const half* from = matrix + static_cast<size_t>(row) * columns + column;
-  if (columns % 8 == 0) {
-    if (column < columns) eight.bits() = *reinterpret_cast<const uint4*>(from);
-  } else {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (column + i < columns) eight.values[i] = from[i];
-    }
+  if (row < rows && column < columns) {
+    eight.bits() = *reinterpret_cast<const uint4*>(matrix + static_cast<size_t>(row) * columns + column);
   }
   return eight;
 }
 
-// Write eight halves of a row, as far as they lie in the matrix.
+// Write eight halves of a row, as far as they lie in the matrix: in one store if every row begins at a multiple of 16
+// bytes.
 __device__ inline void store_eight(half* matrix, int rows, int columns, int row, int column, const Eight& eight) {
   if (row >= rows) return;
   half* to = matrix + static_cast<size_t>(row) * columns + column;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import struct
 import subprocess
@@ -101,20 +102,10 @@ _SHOWN = re.compile(
 
 
 def outline(loop: list[Instruction]) -> list[str]:
-    """Return a loop as lines: instructions of the kinds that matter, runs of one kind once, and the others counted."""
-    lines: list[str] = []
-    at = 0
-    while at < len(loop):
-        shown = bool(_SHOWN.match(loop[at].opcode))
-        end = at
-        while end < len(loop) and (
-            loop[end].opcode == loop[at].opcode if shown else not _SHOWN.match(loop[end].opcode)
-        ):
-            end += 1
-        if shown:
-            lines.append(loop[at].text)
-            lines += [f"    and {end - at - 1} more {loop[at].opcode}"] if end - at > 1 else []
-        else:
-            lines.append(f"    ({end - at} others)")
-        at = end
-    return lines
+    """Return a loop as lines: the instructions that matter, the first of each run of one kind, and what is left out."""
+    shown = [i for i in loop if _SHOWN.match(i.opcode)]
+    lines = []
+    for opcode, found in itertools.groupby(shown, lambda i: i.opcode):
+        run = list(found)
+        lines.append(run[0].text if len(run) == 1 else f"{run[0].text}    ... {len(run)} {opcode}")
+    return [*lines, f"({len(loop) - len(shown)} other instructions)"]

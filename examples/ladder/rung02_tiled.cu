@@ -1,7 +1,7 @@
 // Rung 2: tiles in shared memory, still on the CUDA cores.
 //
 // A block of 256 threads computes 128x128 of D. Each value of A and B is read once a block from global memory, and kept in
-// FP32 in shared memory. A thread keeps 8x8 sums in registers, so that 16 values from shared memory serve 64 products.
+// FP32 in shared memory. A thread keeps 8x8 sums in registers, so that 16 values from shared memory serve 64 products. K is a multiple of eight (the driver pads it).
 #include "common.cuh"
 
 constexpr int kTile = 128;

@@ -1,7 +1,8 @@
 // Rung 4: WMMA from shared memory. Eight warps compute 128x128 of D, 64x32 each.
 //
 // Rows of a shared tile have 32 halves and eight of padding: without it, the eight rows of a fragment would begin in the
-// same banks. Two buffers take turns. The next step's values come from global memory through registers meanwhile.
+// same banks. Two buffers take turns. The next step's values come from global memory through registers meanwhile. K
+// is a multiple of eight (the driver pads it).
 #include <mma.h>
 
 #include "common.cuh"

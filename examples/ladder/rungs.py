@@ -76,8 +76,8 @@ class Rung:
     literature : Literature or None
         What to compare with.
     edges : bool
-        Whether it is checked at :data:`problem.EDGES` as well. Where the library chooses, each would be another kernel to
-        compile, and the library's own tests check them.
+        Whether it is checked at :data:`problem.EDGES` as well. Where the library chooses, each would be another kernel
+        to compile, and the library's own tests check them.
     """
 
     name: str
@@ -142,11 +142,9 @@ _WMMA = Literature("WMMA by hand", (71,))
 
 RUNGS: tuple[Rung, ...] = (
     Rung("1", "naive, FP32 on the CUDA cores", "rung01_naive.cu", _cuda("rung01_naive.cu", ANY), "FFMA"),
-    Rung("2", "tiles in shared memory, FP32", "rung02_tiled.cu", _cuda("rung02_tiled.cu", ANY), "FFMA"),
+    Rung("2", "tiles in shared memory, FP32", "rung02_tiled.cu", _cuda("rung02_tiled.cu"), "FFMA"),
     Rung("3", "WMMA, a warp a tile", "rung03_wmma.cu", _cuda("rung03_wmma.cu", Shape(16, 16, 16)), "HMMA", _WMMA),
-    Rung(
-        "4", "WMMA, shared memory, 8 warps", "rung04_wmma_shared.cu", _cuda("rung04_wmma_shared.cu", ANY), "HMMA", _WMMA
-    ),
+    Rung("4", "WMMA, shared memory, 8 warps", "rung04_wmma_shared.cu", _cuda("rung04_wmma_shared.cu"), "HMMA", _WMMA),
     Rung("5", "mma.sync, ldmatrix, cp.async", "rung05_mma_sync.cu", _cuda("rung05_mma_sync.cu"), "HMMA"),
     Rung(
         "6",
