@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from examples.documents import insert
 
 from .problem import Shape
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "ladder_h100.json"
 DOCUMENT = ROOT / "docs" / "ladder.md"
+BY = "examples/ladder/report.py"
 PLOT = ROOT / "docs" / "performance" / "ladder.svg"
 
 _WIDTH = 46  # of a title in the printed table
@@ -137,22 +139,6 @@ def loops(libraries: Mapping[str, Path], cuobjdump: Path) -> str:
     return "\n".join(lines).rstrip()
 
 
-def insert(document: str, part: str, text: str) -> str:
-    """Replace what lies between a part's two marks.
-
-    Raises
-    ------
-    ValueError
-        If the document lacks the marks.
-    """
-    mark = f"<!-- {part}: written by examples/ladder/report.py -->"
-    end = f"<!-- {part} ends -->"
-    pattern = re.compile(f"{re.escape(mark)}.*?{re.escape(end)}", re.DOTALL)
-    if not pattern.search(document):
-        raise ValueError(f"the document has no {mark} with a later {end}")
-    return pattern.sub(lambda _: f"{mark}\n\n{text}\n\n{end}", document)
-
-
 def main() -> None:
     """Write docs/ladder.md's numbers and loops."""
     from cutlass_ops.compilation.toolchain import find_toolchain
@@ -166,7 +152,7 @@ def main() -> None:
     if args.result.exists():
         result = json.loads(args.result.read_text())
         draw(result, PLOT)
-        text = insert(text, "numbers", numbers(result))
+        text = insert(text, "numbers", numbers(result), BY)
     else:
         print(f"{args.result} does not exist: the numbers stay as they are")
     cuobjdump = find_toolchain().cuobjdump
@@ -175,7 +161,7 @@ def main() -> None:
     else:
         by_hand = [rung for rung in rungs.RUNGS if rung.source.endswith(".cu")]
         libraries = {rung.name: rungs.build(rung).library for rung in by_hand}
-        text = insert(text, "loops", loops(libraries, cuobjdump))
+        text = insert(text, "loops", loops(libraries, cuobjdump), BY)
     DOCUMENT.write_text(text)
 
 

@@ -217,19 +217,10 @@ def test_numbers_say_what_is_beaten():
     assert "| 11 | cuBLAS | 713 | 705 | not beaten |" in text
 
 
-def test_parts_are_replaced_between_their_marks():
-    before = "a\n<!-- x: written by examples/ladder/report.py -->\nold\n<!-- x ends -->\nb\n"
-    after = report.insert(before, "x", r"new \1")
-    assert "old" not in after
-    assert report.insert(after, "x", r"new \1") == after
-    with pytest.raises(ValueError, match="no <!-- y"):
-        report.insert(before, "y", "new")
-
-
 def test_the_document_has_both_parts():
     text = report.DOCUMENT.read_text()
     for part in ("numbers", "loops"):
-        assert report.insert(text, part, "found") != text
+        assert report.insert(text, part, "found", report.BY) != text
 
 
 @pytest.mark.slow
