@@ -33,7 +33,7 @@ from examples.documents import insert
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = {"cpu": "precision_cpu.json", "h100": "precision_h100.json"}
 DOCUMENT = ROOT / "docs" / "precision.md"
-PLOTS = ROOT / "docs" / "performance"
+PLOTS = ROOT / "docs" / "precision"
 BY = "examples/precision.py"
 
 KS = tuple(2**power for power in range(6, 18))  # 64 to 131072
@@ -460,9 +460,9 @@ def write(folder: Path = ROOT / "benchmarks" / "results") -> None:
         lines = [f"{_head(result)}", ""]
         for distribution in DISTRIBUTIONS:
             lines += [f"Operands {distribution}:", "", *error_table(result["rows"], distribution), ""]
-        lines.append(f"![Errors over K](performance/precision_{where}.svg)")
+        lines.append(f"![Errors over K](precision/{where}.svg)")
         text = insert(text, f"errors, {where}", "\n".join(lines), BY)
-        draw(result, PLOTS / f"precision_{where}.svg")
+        draw(result, PLOTS / f"{where}.svg")
         if result["pipelines"]:
             text = insert(text, "pipeline", "\n".join(pipeline_table(result["pipelines"])), BY)
     if results:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "ladder_h100.json"
 DOCUMENT = ROOT / "docs" / "ladder.md"
 BY = "examples/ladder/report.py"
-PLOT = ROOT / "docs" / "performance" / "ladder.svg"
+PLOT = ROOT / "docs" / "ladder" / "rungs.svg"
 
 _WIDTH = 46  # of a title in the printed table
 # A loop of thousands of FFMA says nothing that its beginning does not.
@@ -119,7 +119,7 @@ def numbers(result: Mapping[str, Any]) -> str:
     lines = [f"{result['chip']}, {result['date']}; {versions}.", ""]
     for shape in dict.fromkeys(Shape(*row["shape"]) for row in result["rows"]):
         lines += [f"M×N×K = {'×'.join(map(str, shape))}:", "", *table(result, shape), ""]
-    lines += ["![Every rung at every shape](performance/ladder.svg)", ""]
+    lines += ["![Every rung at every shape](ladder/rungs.svg)", ""]
     lines += ["| Rung | Literature | reported | here | |", "| --- | --- | ---: | ---: | --- |"]
     for name, what, here, reported in compared(result):
         lines.append(f"| {name} | {what} | {reported} | {here:.0f} | {'beaten' if here > reported else 'not beaten'} |")
