@@ -1,6 +1,7 @@
 """examples/ladder: what needs no GPU. The rungs compile into the instructions that they promise."""
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -221,6 +222,13 @@ def test_the_document_has_both_parts():
     text = report.DOCUMENT.read_text()
     for part in ("numbers", "loops"):
         assert report.insert(text, part, "found", report.BY) != text
+
+
+@pytest.mark.skipif(not report.RESULT.exists(), reason="no result is committed")
+def test_the_document_is_of_the_committed_result():
+    text = report.DOCUMENT.read_text()
+    found = report.insert(text, "numbers", report.numbers(json.loads(report.RESULT.read_text())), report.BY)
+    assert found == text, "run python -m examples.ladder.report"
 
 
 @pytest.mark.slow
