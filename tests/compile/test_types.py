@@ -50,6 +50,13 @@ KERNELS = {
         ("IGMMA", 2 * 4 * 2),
         r"IGMMA\.64x128x32\.S8\.S8",
     ),
+    # As above, 64x64x32 each, and by CUTLASS's own epilogue, as TMA cannot store D.
+    "int8 by wgmma, odd lines": (
+        {"a": "i8.row", "b": "i8.col", "d": "f16.row.align1"},
+        co.Sm90Config(co.ThreadblockShape(64, 64, 128), schedule="warp_specialized"),
+        ("IGMMA", 4 * 2),
+        r"IGMMA\.64x64x32\.S8\.S8",
+    ),
     # 16x8x32 each, two along K.
     "int8 by mma.sync": (
         {"a": "i8.row", "b": "i8.col", "d": "bf16.row.align1"},
