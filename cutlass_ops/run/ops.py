@@ -434,8 +434,9 @@ def gemm(
     Parameters
     ----------
     a : Tensor
-        (..., M, K), FP16 or BF16, FP32 with `math`, or FP8 or INT8, which are row-major; either major otherwise, any
-        stride between lines. If b has two dimensions, leading dimensions are folded into M.
+        (..., M, K), FP16, BF16 or FP64, FP32 with `math`, or FP8 or INT8, which are row-major; either major otherwise,
+        any stride between lines. If b has two dimensions, leading dimensions are folded into M. The epilogue computes
+        in FP32, and in FP64 for FP64.
     b : Tensor
         (K, N), the same dtype. Pass a weight of shape (N, K) as ``weight.t()``. With leading dimensions, (..., K, N),
         there is a GEMM for each batch: leading dimensions of a and b broadcast as those of ``torch.matmul``, and may
@@ -446,7 +447,7 @@ def gemm(
         Where to write D, or the outputs by name.
     out_dtype : torch.dtype, optional
         D's dtype, FP16, BF16 or FP32, and on Hopper FP8, which saturates; by default that of ``a``, and BF16 for FP8
-        and INT8.
+        and INT8. Of FP64 operands it is FP64.
     math : {"tf32"}, optional
         What the Tensor Cores make of FP32 operands, which they do not multiply as they are: ``"tf32"`` rounds them to
         10 bits of fraction. Of no other operands.

@@ -78,6 +78,9 @@ _SPARED, _MOST_SPARED = 8.0, 0.6
 _GPU_WAITS, _HOST_WAITS = 12.5, 25.0
 # Bytes of an element of A and of B, and of D, in what the costs were fitted to.
 _16_BITS = (2, 2)
+# Elements of so many bytes of A and B are FP64, of which sums have twice the size. By NVIDIA's peak of 67 TFLOP/s, an
+# H100 has a fifth of the products that the costs have of 16 bits. Nothing was fitted to FP64.
+_FP64, _SLOWER = 8, 5.0
 
 
 def predict(
@@ -158,7 +161,8 @@ def times(
     # Costs are those of 16 bits. Elements of twice the size count as two, and alignment counts in bytes.
     width = element_bytes / _16_BITS[0]
     alignment = max(1, alignment * element_bytes // _16_BITS[0])
-    compute = width * tile_m * tile_n * tile_k / costs.products * (1 + costs.small_warps * 32 * 32 / warp)
+    slower = _SLOWER if element_bytes == _FP64 else width
+    compute = slower * tile_m * tile_n * tile_k / costs.products * (1 + costs.small_warps * 32 * 32 / warp)
     loads = costs.loads if alignment == 1 else costs.wide_loads * alignment / 2
     step = _soft_max(compute, width * (tile_m + tile_n) * tile_k / loads)
     hidden = np.maximum(1, stages - 1) ** costs.stages
@@ -195,7 +199,7 @@ def _resident(blocks: Blocks, costs: Costs, element_bytes: int, target: str) -> 
     machine = arch.target(target)
     threads = blocks.warps * arch.WARP
     shared = blocks.stages * (blocks.tile_m + blocks.tile_n) * blocks.tile_k * element_bytes
-    accumulators = blocks.warp // arch.WARP
+    accumulators = blocks.warp // arch.WARP * (2 if element_bytes == _FP64 else 1)
     registers = np.minimum(arch.MAX_REGISTERS_PER_THREAD, accumulators + int(costs.registers))
     by_memory = machine.shared_memory_per_sm // (shared + arch.KIB)
     by_registers = arch.REGISTERS_PER_SM // (threads * registers)
