@@ -110,7 +110,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def side_by_side(calls: Iterable[Callable[[], object]]) -> None:
     """Make calls in parallel, so that their kernels are compiled in parallel."""
     waiting = list(calls)
-    with ThreadPoolExecutor(len(waiting)) as pool:
+    with ThreadPoolExecutor(max(1, len(waiting))) as pool:
         for future in [pool.submit(call) for call in waiting]:
             future.result()
 

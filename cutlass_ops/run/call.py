@@ -182,7 +182,7 @@ class Call(NamedTuple):
     @property
     def why_apart(self) -> str | None:
         """Why the call's GEMMs take a launch each, in words; None if one kernel computes them all."""
-        return None if self.arguments.form == DENSE else batches.why_apart(self.graph)
+        return batches.why_apart(self.graph) if self.arguments.form == BATCHED else None
 
 
 def check_call(

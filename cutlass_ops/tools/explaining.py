@@ -430,7 +430,10 @@ def _groups(problem: Problem, grouped: bool) -> tuple[Finding, ...]:
     """Say for which groups a kernel is chosen, if there are groups."""
     if not grouped:
         return ()
-    says = f"chosen for {problem.m} rows in each of {problem.count}, since only the device knows how many they have"
+    says = (
+        f"chosen for {problem.count} with a mean of {problem.m} rows, spread in several ways, since only the device "
+        "knows how many each has"
+    )
     return (Finding("groups", says),)
 
 
