@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cutlass_ops.base.arch import WGMMA_K_BYTES
-from cutlass_ops.base.dtypes import READ, STORED, DType, bf16, e4m3, e5m2, f16, f32, f64, i8, i32, tf32
+from cutlass_ops.base.dtypes import READ, STORED, DType, bf16, e4m3, e5m2, f16, f32, f64, i8, i32, tf32, tf32x3
 
 Block = tuple[int, int]
 
@@ -115,6 +115,7 @@ MMAS: tuple[MmaSpec, ...] = (
     MmaSpec(f16, f16, f32, _16_BITS, "HMMA", "HGMMA", f16),
     # FP32, of which a call says so: MATHS.
     MmaSpec(tf32, tf32, f32, ((16, 8, 8),), "HMMA", "HGMMA", f32, wgmma_k_major_only=True, rate=0.5),
+    MmaSpec(tf32x3, tf32x3, f32, ((16, 8, 8),), "HMMA", "", f32, rate=1 / 6),
     # PTX ISA, mma: m8n8k4 from sm_80 on, the larger ones from sm_90 on.
     MmaSpec(f64, f64, f64, ((8, 8, 4),), "DMMA", "", f64, hopper_shapes=((16, 8, 4),), rate=1 / 16),
     # Whole numbers, whose sums are exact.
@@ -130,8 +131,8 @@ MMAS: tuple[MmaSpec, ...] = (
 OPERANDS: tuple[DType, ...] = tuple(dict.fromkeys(t for mma in MMAS for t in (mma.a, mma.b)))
 
 # What the Tensor Cores make of FP32 operands, by the name that a call gives.
-Math = Literal["tf32"]
-MATHS: dict[Math, DType] = {"tf32": tf32}
+Math = Literal["tf32", "3xtf32"]
+MATHS: dict[Math, DType] = {"tf32": tf32, "3xtf32": tf32x3}
 
 _BY_TYPES = {(mma.a, mma.b): mma for mma in MMAS}
 

@@ -156,7 +156,8 @@ def multiplied(name: str, tensor: Tensor, math: mma.Math | None) -> DType:
         raise TypeError(
             f"{name} is {tensor.dtype}, which no Tensor Core multiplies as it is: convert a and b to torch.bfloat16 or "
             "torch.float16; or pass math='tf32' to an op that takes it, as cutlass_ops.gemm does, to round them to "
-            "TF32, which has the range of FP32 and 10 bits of fraction; or multiply in FP32 by torch.matmul"
+            "TF32, which has the range of FP32 and 10 bits of fraction, or math='3xtf32' for three such products, of "
+            "nearly FP32's accuracy; or multiply in FP32 by torch.matmul"
         )
     return mma.MATHS[math]
 

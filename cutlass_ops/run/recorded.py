@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cutlass_ops.epilogue import builtin, doubles
+from cutlass_ops.epilogue import builtin
 from cutlass_ops.epilogue.derivatives import ACC
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.run import traced
@@ -47,7 +47,7 @@ def record(op, a, b, tensors, numbers, places, out_dtype, recompute=False) -> An
     _refuse_fp8(called.graph, dict(zip(("a", "b", *names), (a, b, *tensors), strict=True)), out_dtype)
     for name, value in zip(("a", "b", *names), (a, b, *tensors), strict=True):
         require_tensor(name, value)
-    why = doubles.why_no_gradient(called.graph) if a.dtype == torch.float64 else None
+    why = called.why_no_gradient(a.dtype)
     if why is not None:
         raise ValueError(f"a is {a.dtype}, and {why}; or call under torch.no_grad()")
     called.of(builtin.identity.graph)  # an exact kernel has no backward, which is known before it runs

@@ -43,6 +43,19 @@ KERNELS = {
         ("HMMA", 4 * 8 * 4),
         r"HMMA\.1688\.F32\.TF32",
     ),
+    # As many, three times.
+    "3xtf32 by mma.sync": (
+        {"a": "tf32x3.row", "b": "tf32x3.col"},
+        co.Sm80Config(
+            co.ThreadblockShape(128, 128, 16),
+            co.WarpShape(64, 32, 16),
+            co.InstructionShape(16, 8, 8),
+            stages=3,
+            stream_k=True,
+        ),
+        ("HMMA", 4 * 4 * 2 * 3),
+        r"HMMA\.1688\.F32\.TF32",
+    ),
     # 16x8x4 each: a warp's tile has two along M, eight along N and four along K.
     "fp64 by mma.sync of Hopper": (
         {"a": "f64.col", "b": "f64.row.align1", "d": "f64.row.align1"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -125,6 +126,16 @@ def _of_mma_sync() -> dict[str, KernelSpec]:
                 config=config(32, 8),
                 target="sm_90",
             )
+    for a, b, tail in (("row", "col", ""), ("row", "row", ".align1"), ("col", "row", "")):
+        found[f"tf32x3-{a}-{b}{tail}"] = KernelSpec(
+            a=f"tf32x3.{a}{tail}",
+            b=f"tf32x3.{b}{tail}",
+            d=f"f32.row{tail}",
+            epilogue=fused,
+            inputs=_inputs(fused, tail),
+            config=replace(config(16, 8, stages=4), warp=co.WarpShape(32, 32, 16)),
+            target="sm_90",
+        )
     found["tf32-mma_sync-stream_k"] = KernelSpec(
         a="tf32.row",
         b="tf32.row",
@@ -218,16 +229,16 @@ def whole(*shape: int) -> Tensor:
     return torch.randint(-128, 128, (*others, padded), dtype=torch.int8, device="cuda")[..., :columns]
 
 
-def exact(x: Tensor, w: Tensor) -> Tensor:
+def exact(x: Tensor, w: Tensor, math: str | None = "tf32") -> Tensor:
     """Return what the Tensor Cores multiply, in float64, which has every sum of INT8."""
-    if x.dtype in (torch.int8, torch.float64):
+    if x.dtype in (torch.int8, torch.float64) or math == "3xtf32":
         return x.double() @ w.double()
     return reference.as_multiplied(x, tf32).double() @ reference.as_multiplied(w, tf32).double()
 
 
-def _tf32(m: int, n: int, k: int, a: str, b: str, *, aligned: bool = True) -> requests.Request:
+def _fp32(m: int, n: int, k: int, a: str, b: str, *, aligned: bool = True, math: str = "tf32") -> requests.Request:
     x, w = floats(m, k, a, aligned=aligned), floats(k, n, b, aligned=aligned)
-    return requests.requested(co.gemm, x, w, epilogue=bias_relu, bias=torch.randn(n, device="cuda"), math="tf32")
+    return requests.requested(co.gemm, x, w, epilogue=bias_relu, bias=torch.randn(n, device="cuda"), math=math)
 
 
 def _fp64(m: int, n: int, k: int, a: str, b: str, *, aligned: bool = True) -> requests.Request:
@@ -249,13 +260,15 @@ def _batches(x: Tensor, w: Tensor, math: str | None) -> requests.Request:
 
 # What a caller writes: odd extents and addresses, one row, every pair of majors, batches.
 CALLS: dict[str, Callable[[], requests.Request]] = {
-    "tf32 one row": lambda: _tf32(1, 256, 512, "row", "col"),
-    "tf32 several tiles": lambda: _tf32(333, 512, 1024, "row", "col"),
-    "tf32 lines across K": lambda: _tf32(333, 512, 1024, "col", "row"),
-    "tf32 odd": lambda: _tf32(129, 251, 1037, "row", "col", aligned=False),
-    "tf32 odd across K": lambda: _tf32(65, 33, 13, "col", "row", aligned=False),
+    "tf32 one row": lambda: _fp32(1, 256, 512, "row", "col"),
+    "tf32 several tiles": lambda: _fp32(333, 512, 1024, "row", "col"),
+    "tf32 lines across K": lambda: _fp32(333, 512, 1024, "col", "row"),
+    "tf32 odd": lambda: _fp32(129, 251, 1037, "row", "col", aligned=False),
+    "tf32 odd across K": lambda: _fp32(65, 33, 13, "col", "row", aligned=False),
     "tf32 batches": lambda: _batches(several(65, 136), several(136, 72), "tf32"),
     "tf32 batches along K": lambda: _batches(several(65, 136), several(72, 136).mT, "tf32"),
+    "3xtf32 several tiles": lambda: _fp32(333, 512, 1024, "row", "col", math="3xtf32"),
+    "3xtf32 odd": lambda: _fp32(129, 251, 1037, "col", "row", aligned=False, math="3xtf32"),
     "f64 one row": lambda: _fp64(1, 256, 512, "row", "col"),
     "f64 several tiles": lambda: _fp64(333, 512, 1024, "row", "row"),
     "f64 odd": lambda: _fp64(129, 251, 1037, "col", "row", aligned=False),

@@ -167,6 +167,8 @@ INT8 = {**INT8_90, "instruction": InstructionShape(16, 8, 32), "stages": 3, "thr
 INT8["warp"] = (64, 64, 64)
 FP64 = {"a": "f64.row", "b": "f64.col", "d": "f64.row", "instruction": InstructionShape(16, 8, 4), "stages": 3}
 FP64 |= {"threadblock": (64, 64, 16), "warp": (32, 32, 16), "target": "sm_90"}
+TF32X3 = {"a": "tf32x3.row", "b": "tf32x3.col", "instruction": InstructionShape(16, 8, 8), "stages": 3}
+TF32X3 |= {"threadblock": (128, 128, 16), "warp": (64, 32, 16)}
 FP64_OF_SM80 = {**FP64, "instruction": InstructionShape(8, 8, 4)}
 WS, COOP = {"schedule": "warp_specialized"}, {"schedule": "cooperative"}
 
@@ -368,6 +370,8 @@ NEIGHBOURS = [
     ("warps", sm80(**FP64), sm80(**FP64 | {"threadblock": (32, 32, 16)})),
     ("warp_accumulators", sm80(**FP64), sm80(**FP64 | {"threadblock": (128, 128, 16), "warp": (64, 64, 16)})),
     ("load_map", sm80(**FP64), sm80(**FP64 | {"threadblock": (96, 64, 16), "warp": (32, 32, 16)})),
+    ("two_stages", sm80(**TF32X3), sm80(**TF32X3 | {"stages": 2})),
+    ("warp_accumulators", sm80(**TF32X3), sm80(**TF32X3 | {"warp": (64, 64, 16)})),
     ("fp64_epilogue", sm80(**FP64), sm80(**FP64, epilogue=row_sum)),
     ("epilogue_dtypes", sm80(**FP64), sm80(**FP64 | {"d": "f32.row"})),
     ("operand_dtypes", sm80(**FP64), sm90(64, 64, 32, a="f64.row", b="f64.col", d="f64.row")),

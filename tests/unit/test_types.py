@@ -10,7 +10,7 @@ from signatures import A100, H100
 import cutlass_ops as co
 from cutlass_ops.base import mma, resources
 from cutlass_ops.base.dtypes import dtype as element_named
-from cutlass_ops.base.dtypes import f32, f64, i8, tf32
+from cutlass_ops.base.dtypes import f32, f64, i8, tf32, tf32x3
 from cutlass_ops.base.errors import EpilogueError
 from cutlass_ops.choose import dispatch, policies, space
 from cutlass_ops.declare.device import Device
@@ -139,7 +139,7 @@ REFUSED = {
     "no math": (lambda: co.gemm(A, W.t()), r"^a is torch\.float32, .* pass math='tf32' .* or .* by torch\.matmul"),
     "b alone": (lambda: co.gemm(A.bfloat16(), W.t()), r"^b is torch\.float32, .* pass math='tf32'"),
     "BF16": (lambda: co.gemm(A.bfloat16(), W.bfloat16().t(), math="tf32"), "^a is .*, and math='tf32' is of torch.fl"),
-    "another math": (lambda: co.gemm(A, W.t(), math="3xtf32"), "^math is '3xtf32': use 'tf32'"),
+    "another math": (lambda: co.gemm(A, W.t(), math="fp32"), "^math is 'fp32': use 'tf32' or '3xtf32'$"),
     "twice": (lambda: co.gemm_bias.in_math("tf32")(A, W.t(), BIAS, math="tf32"), "and gemm_bias has math 'tf32'"),
     "means": (lambda: co.gemm(A, W.t(), epilogue=centred, math="tf32"), "takes mean_of_a of its rows, as of 16 bits"),
     "groups": (
@@ -266,7 +266,7 @@ def test_kernels_name_the_type():
 def test_the_model_of_sm80_knows_the_width_and_the_rate():
     large = Problem(8192, 8192, 8192)
     wide, narrow = sm80(k=16), co.Sm80Config(co.ThreadblockShape(128, 128, 32), co.WarpShape(64, 64, 32), stages=3)
-    ratio = model.predict(wide, large, 132, 4, widths=(4, 4)) / model.predict(narrow, large, 132, 8)
+    ratio = model.predict(wide, large, 132, 4, widths=(4, 4), rate=0.5) / model.predict(narrow, large, 132, 8)
     assert 1.8 < ratio < 2.2
 
 
@@ -277,6 +277,37 @@ def test_the_spaces_have_tf32():
     assert {c.threadblock.k for c in every} == {16, 32}
     assert {str(c.instruction) for c in every} == {"16x8x8"}
     assert policies.policy(of, A100).kernels
+
+
+# ---- 3xTF32 ----------------------------------------------------------------------------------------------------------
+
+
+def test_3xtf32_is_nearly_fp32():
+    exact = A.double() @ W.double().t()
+    found = co.gemm(A, W.t(), math="3xtf32")
+    assert found.dtype is torch.float32
+    assert ((found - exact).norm() / exact.norm()).item() < 2.0**-21
+    assert co.gemm_bias_relu.in_math("3xtf32").math == "3xtf32"
+    compiled = torch.compile(
+        lambda a: co.gemm_bias_relu(a, W.t(), BIAS, math="3xtf32"), backend="eager", fullgraph=True
+    )
+    assert torch.equal(compiled(A), co.gemm_bias_relu(A, W.t(), BIAS, math="3xtf32"))
+    a = A.clone().requires_grad_()
+    co.gemm(a, W.t(), math="3xtf32").sum().backward()
+    assert torch.allclose(a.grad, torch.ones(24, 16) @ W, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", [A100, L40S, H100], ids=lambda d: f"sm_{d.capability[0]}{d.capability[1]}")
+@pytest.mark.parametrize(("a", "b"), [("row", "row"), ("col", "row"), ("row", "col")])
+@pytest.mark.parametrize("problem", [(16, 4096, 4096), (4096, 4096, 4096), (77, 33, 1037)])
+def test_mma_sync_serves_3xtf32(device, a, b, problem):
+    of = signature("tf32x3", a, b, device, problem)
+    assert (str(of.d), of.a.dtype) == ("f32.row" if problem[1] > 33 else "f32.row.align1", tf32x3)
+    for spec in dispatch.decide(of, device, Problem(*problem)).specs:
+        assert legality.check(spec) == ()
+        assert (spec.config.arch, spec.config.warp.m * spec.config.warp.n <= 2048) == ("sm80", True)
+        assert "OpMultiplyAddFastF32>" in co.source(spec)
+    assert len(space.sm80_configurations(of, device)) > 20
 
 
 # ---- INT8 ------------------------------------------------------------------------------------------------------------

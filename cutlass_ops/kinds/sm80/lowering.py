@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cutlass_ops.base import arch
-from cutlass_ops.base.dtypes import f32, f64, tf32
+from cutlass_ops.base.dtypes import DType, f32, f64, i8, tf32, tf32x3
 from cutlass_ops.base.mma import mma_of
 from cutlass_ops.declare.config import Sm80Config
 from cutlass_ops.declare.form import BATCHED
@@ -40,6 +40,7 @@ def context(spec: KernelSpec) -> dict[str, Any]:
     lowered = lower(spec.epilogue, mma.compute)
     t, w, i = config.threadblock, config.warp, config.instruction
     return types(spec, lowered, "cutlass_ops/sm80_places.h", _loaded) | {
+        "operator": _operator(spec.a.dtype),
         "accumulator": mma.accumulator.cpp,
         "compute": mma.compute.cpp,
         "threadblock": f"{t.m}, {t.n}, {t.k}",
@@ -74,7 +75,12 @@ def _loaded(operand: Operand) -> Operand:
     """
     if operand.dtype is f64:
         return replace(operand, alignment=1)
-    return replace(operand, dtype=f32) if operand.dtype is tf32 else operand
+    return replace(operand, dtype=f32) if operand.dtype in (tf32, tf32x3) else operand
+
+
+def _operator(dtype: DType) -> str:
+    """Return CUTLASS's name of what a product of two elements is."""
+    return {i8: "OpMultiplyAddSaturate", tf32x3: "OpMultiplyAddFastF32"}.get(dtype, "OpMultiplyAdd")
 
 
 def _swizzle(spec: KernelSpec, config: Sm80Config) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cutlass_ops.base import arch
-from cutlass_ops.base.dtypes import f32, f64, i8, tf32
+from cutlass_ops.base.dtypes import f32, f64, i8, tf32, tf32x3
 from cutlass_ops.base.mma import mma_of
 from cutlass_ops.declare.config import InstructionShape, Sm80Config
 from cutlass_ops.declare.form import BATCHED
@@ -18,8 +18,10 @@ from cutlass_ops.epilogue import doubles
 from cutlass_ops.kinds.rules import Broken, Rule
 from cutlass_ops.kinds.serving import sm90_serves, takes_means
 
-# Accumulators may use one half of a thread's registers. Operands and the epilogue need the rest.
-_MAX_ACCUMULATOR_SHARE = 2
+# Accumulators may use one half of a thread's registers. Operands and the epilogue need the rest. Operands in two parts
+# take twice as many.
+_MAX_ACCUMULATOR_SHARE = {tf32x3: 4}
+_USUAL_SHARE = 2
 _MAX_PREDICATES = 64  # transform/threadblock/predicated_tile_access_iterator.h: 4 words of 16
 _EPILOGUE_ROWS = 8
 # gemm/warp/mma_tensor_op_tile_iterator.h: lines of 16, 32 and 64 elements of 16 bits, and of 32 elements of 32 bits;
@@ -97,11 +99,12 @@ def _warp_accumulators(spec: KernelSpec, config: Sm80Config) -> Iterator[str]:
     registers = min(arch.MAX_REGISTERS_PER_THREAD + 1, arch.REGISTERS_PER_SM // threads)
     mma = mma_of(spec.a.dtype, spec.b.dtype)
     each = 1 if mma is None else mma.accumulator.bytes // f32.bytes
-    used, limit = warp.m * warp.n * each // arch.WARP, registers // _MAX_ACCUMULATOR_SHARE
+    share = _MAX_ACCUMULATOR_SHARE.get(spec.a.dtype, _USUAL_SHARE)
+    used, limit = warp.m * warp.n * each // arch.WARP, registers // share
     if used > limit:
         # If the thread block needs all registers of an SM, smaller warp tiles do not help: more warps share them.
         tile = config.threadblock
-        too_large = tile.m * tile.n * each > arch.REGISTERS_PER_SM // _MAX_ACCUMULATOR_SHARE
+        too_large = tile.m * tile.n * each > arch.REGISTERS_PER_SM // share
         yield (
             f"warp {warp} takes {used} accumulator registers a thread, and more than {limit} of the {registers} that "
             f"{threads} threads can each have spill: use a smaller {'threadblock' if too_large else 'warp tile'}"
@@ -199,7 +202,7 @@ def _cp_async(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
 
 def _two_stages(spec: KernelSpec, config: Sm80Config) -> Iterator[Broken]:
     # DefaultMma<float, ..., 2, ...> in gemm/threadblock/default_mma.h: OpMultiplyAddFastF16.
-    if spec.a.dtype is tf32 and config.stages == 2:
+    if spec.a.dtype in (tf32, tf32x3) and config.stages == 2:
         yield Broken(
             f"stages is 2 and a is {spec.a}, and CUTLASS's main loop of two stages multiplies FP32 in FP16",
             ({"stages": 3},),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from cutlass_ops.base.dtypes import f64, i8
+from cutlass_ops.base.dtypes import f64, i8, tf32x3
 from cutlass_ops.base.mma import mma_of
 from cutlass_ops.declare.config import InstructionShape, Sm80Config, ThreadblockShape, WarpShape
 from cutlass_ops.declare.device import Device
@@ -85,7 +85,8 @@ def _instructions(signature: OpSignature) -> tuple[InstructionShape, ...]:
 def variants(signature: OpSignature, config: Sm80Config) -> Iterator[Sm80Config]:
     """Yield a configuration, for batches and integers without stream-K.
 
-    For types of other than 16 bits it has as many bytes along K, an instruction for them, and three stages or more.
+    For types of other than 16 bits it has as many bytes along K, an instruction for them, and three stages or more. For
+    3xTF32 warps' tiles are smaller, which leaves registers for both parts of operands.
     """
     known = _instructions(signature)
     if config.instruction not in known:
@@ -97,6 +98,8 @@ def variants(signature: OpSignature, config: Sm80Config) -> Iterator[Sm80Config]
             instruction=known[0],
             stages=max(3, config.stages),
         )
+    if signature.a.dtype is tf32x3 and config.warp.m * config.warp.n > 64 * 32 and config.warps <= 4:
+        config = replace(config, warp=replace(config.warp, n=config.warp.n // 2))
     whole = signature.form == BATCHED or signature.a.dtype in (i8, f64)
     config = replace(config, stream_k=False) if whole else config
     yield config
