@@ -581,6 +581,16 @@ def test_batches_of_fp64_and_their_space():
     assert {str(c.instruction) for c in space.sm80_configurations(signature("f64", device=A100), A100)} == {"8x8x4"}
 
 
+@pytest.mark.parametrize("device", [A100, H100], ids=["sm_80", "sm_90"])
+def test_a_gate_in_fp64_is_two_gemms(device):
+    op = requests.requested(co.gemm_swiglu, P, Q.t(), Q.t()).op
+    call = call_at(op.graph, Problem(512, 4096, 4096), "f64", "row", "col")
+    parts = op.instead_of(call)
+    assert len(parts) == 2
+    for _, part in parts:
+        assert dispatch.decide(signature_of(part, device), device, part.problem).specs[0].a.dtype is f64
+
+
 def test_sources_of_fp64():
     config = sm80(16, instruction=(16, 8, 4), tile=(64, 64), warp=(32, 32))
     types = {"a": "f64.row", "b": "f64.col", "d": "f64.row"}
