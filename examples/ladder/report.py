@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from examples.documents import insert
 
 from .problem import Shape
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "ladder_h100.json"
 DOCUMENT = ROOT / "docs" / "ladder.md"
-PLOT = ROOT / "docs" / "performance" / "ladder.svg"
+BY = "examples/ladder/report.py"
+PLOT = ROOT / "docs" / "ladder" / "rungs.svg"
 
 _WIDTH = 46  # of a title in the printed table
 # A loop of thousands of FFMA says nothing that its beginning does not.
@@ -117,7 +119,7 @@ def numbers(result: Mapping[str, Any]) -> str:
     lines = [f"{result['chip']}, {result['date']}; {versions}.", ""]
     for shape in dict.fromkeys(Shape(*row["shape"]) for row in result["rows"]):
         lines += [f"M×N×K = {'×'.join(map(str, shape))}:", "", *table(result, shape), ""]
-    lines += ["![Every rung at every shape](performance/ladder.svg)", ""]
+    lines += ["![Every rung at every shape](ladder/rungs.svg)", ""]
     lines += ["| Rung | Literature | reported | here | |", "| --- | --- | ---: | ---: | --- |"]
     for name, what, here, reported in compared(result):
         lines.append(f"| {name} | {what} | {reported} | {here:.0f} | {'beaten' if here > reported else 'not beaten'} |")
@@ -137,22 +139,6 @@ def loops(libraries: Mapping[str, Path], cuobjdump: Path) -> str:
     return "\n".join(lines).rstrip()
 
 
-def insert(document: str, part: str, text: str) -> str:
-    """Replace what lies between a part's two marks.
-
-    Raises
-    ------
-    ValueError
-        If the document lacks the marks.
-    """
-    mark = f"<!-- {part}: written by examples/ladder/report.py -->"
-    end = f"<!-- {part} ends -->"
-    pattern = re.compile(f"{re.escape(mark)}.*?{re.escape(end)}", re.DOTALL)
-    if not pattern.search(document):
-        raise ValueError(f"the document has no {mark} with a later {end}")
-    return pattern.sub(lambda _: f"{mark}\n\n{text}\n\n{end}", document)
-
-
 def main() -> None:
     """Write docs/ladder.md's numbers and loops."""
     from cutlass_ops.compilation.toolchain import find_toolchain
@@ -166,7 +152,7 @@ def main() -> None:
     if args.result.exists():
         result = json.loads(args.result.read_text())
         draw(result, PLOT)
-        text = insert(text, "numbers", numbers(result))
+        text = insert(text, "numbers", numbers(result), BY)
     else:
         print(f"{args.result} does not exist: the numbers stay as they are")
     cuobjdump = find_toolchain().cuobjdump
@@ -175,7 +161,7 @@ def main() -> None:
     else:
         by_hand = [rung for rung in rungs.RUNGS if rung.source.endswith(".cu")]
         libraries = {rung.name: rungs.build(rung).library for rung in by_hand}
-        text = insert(text, "loops", loops(libraries, cuobjdump))
+        text = insert(text, "loops", loops(libraries, cuobjdump), BY)
     DOCUMENT.write_text(text)
 
 
