@@ -144,7 +144,11 @@ std::string operand(Json& json, char const* what, bool is_matrix, std::string_vi
     return is;
   };
   // Elements in 16 bytes.
-  int const widest = take("f32") || take("tf32") ? 4 : take("f16") || take("bf16") ? 8 : take("e4m3") || take("e5m2") || take("i8") ? 16 : 0;
+  int const widest = take("f64")                                   ? 2
+                     : take("f32") || take("tf32x3") || take("tf32") ? 4
+                     : take("f16") || take("bf16")                 ? 8
+                     : take("e4m3") || take("e5m2") || take("i8") ? 16
+                                                                  : 0;
   bool good = widest > 0;
   for (std::string_view each : blocks) {
     bool const ends = rest.size() >= each.size() && rest.substr(rest.size() - each.size()) == each;

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cutlass_ops.base import arch
-from cutlass_ops.base.dtypes import FP8, INTEGERS, READ, REDUCED, STORED, f32
-from cutlass_ops.base.mma import BLOCK_K, mma_of, pairs
+from cutlass_ops.base.dtypes import FP8, INTEGERS, REDUCED, f32
+from cutlass_ops.base.mma import BLOCK_K, MMAS, mma_of, pairs
 from cutlass_ops.declare.config import Config
 from cutlass_ops.declare.form import BATCHED, GROUPED, why_one_gemm
 from cutlass_ops.declare.spec import KernelSpec, Operand
@@ -84,9 +84,10 @@ def _operand_majors(spec: KernelSpec, config: Config) -> Iterator[str]:
 
 def _epilogue_dtypes(spec: KernelSpec, _: Config) -> Iterator[str]:
     read = {Kind.PRODUCT: (spec.b.dtype,), Kind.INTEGER: INTEGERS, **dict.fromkeys(BLOCKS, (f32,))}
-    found = [("d", spec.d, STORED)]
-    found += [(f"input {i.name}", operand, read.get(i.kind, READ)) for i, operand in spec.typed_inputs]
-    found += [(f"output {o.name}", t, STORED if o.reduce is None else REDUCED) for o, t in spec.typed_outputs]
+    mma = mma_of(spec.a.dtype, spec.b.dtype) or MMAS[0]  # the rule operand_dtypes reports the others
+    found = [("d", spec.d, mma.stored)]
+    found += [(f"input {i.name}", operand, read.get(i.kind, mma.read)) for i, operand in spec.typed_inputs]
+    found += [(f"output {o.name}", t, mma.stored if o.reduce is None else REDUCED) for o, t in spec.typed_outputs]
     for name, operand, allowed in found:
         if operand.dtype not in allowed:
             yield f"{name} is {operand.dtype}: use {' or '.join(map(str, allowed))}"

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from cutlass_ops.base import arch, mma
-from cutlass_ops.base.dtypes import READ, STORED, f32, i32, i64
 from cutlass_ops.base.dtypes import dtype as element_named
+from cutlass_ops.base.dtypes import f32, f64, i32, i64
 from cutlass_ops.base.errors import NoDeviceError
 from cutlass_ops.declare.device import Device
 from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED, Form
@@ -32,8 +32,6 @@ from cutlass_ops.run.outputs import check_out, check_overlap, check_quantized, o
 from cutlass_ops.run.registry import OpSignature
 from cutlass_ops.run.results import new_strides, quantized_dtype, usual_dtype
 from cutlass_ops.run.tensors import element_type, refuse_differentiated, require_memory
-
-_OUT_DTYPES = tuple(getattr(torch, t.torch_name) for t in STORED)
 
 
 class Call(NamedTuple):
@@ -126,6 +124,7 @@ class Call(NamedTuple):
                 self.graph,
                 inputs,
                 d_dtype=self.outputs[0].dtype,
+                compute_dtype=torch.float64 if a.dtype == torch.float64 else torch.float32,
                 output_dtypes={o.name: t.dtype for o, t in zip(self.graph.outputs[1:], self.outputs[1:], strict=True)},
             )
             for output, tensor in zip(self.graph.outputs, part.outputs, strict=True):
@@ -222,8 +221,12 @@ def check_call(
     if spec is not None and spec.form != arguments.form:
         instead = "b (K, N)" if spec.form == DENSE else "b (..., K, N) with dimensions of batches: b[None] has one"
         raise ValueError(f"b has shape {tuple(b.shape)}, and {spec.slug} is {spec.form}: pass {instead}")
-    if out_dtype is not None and out_dtype not in _OUT_DTYPES:
-        raise TypeError(f"out_dtype is {out_dtype}: use {', '.join(map(str, _OUT_DTYPES[:-1]))} or {_OUT_DTYPES[-1]}")
+    multiplied = mma.mma_of(*arguments.types)
+    assert multiplied is not None  # the check of A and B found it
+    known = [getattr(torch, t.torch_name) for t in multiplied.stored]
+    if out_dtype is not None and out_dtype not in known:
+        *others, last = map(str, known)
+        raise TypeError(f"out_dtype is {out_dtype}: use {', '.join(others)}{' or ' if others else ''}{last}")
     quantized = quantized_dtype(graph)
     if quantized is not None and out_dtype not in (None, quantized):
         raise TypeError(f"out_dtype is {out_dtype}, and the epilogue quantises D to {quantized}: omit out_dtype")
@@ -231,7 +234,7 @@ def check_call(
     outputs: list[Tensor] = []
     for position, (output, tensor) in enumerate(zip(graph.outputs, given, strict=True)):
         if tensor is not None:
-            allowed = STORED if output.reduce is None else READ
+            allowed = multiplied.stored if output.reduce is None else multiplied.read
             outputs.append(check_out(arguments, output, tensor, allowed, out_dtype if position == 0 else None))
             continue
         wanted = None if spec is None else (spec.d, *spec.outputs)[position]
@@ -406,7 +409,10 @@ def _as_multiplied(call: Call) -> tuple[Tensor, Tensor, dict[str, Tensor | float
     type_a, type_b = arguments.types
     products = {name: reference.as_multiplied(x, type_b) for name, x in _products(call).items()}
     a, b = reference.as_multiplied(arguments.a, type_a), reference.as_multiplied(arguments.b, type_b)
-    return a, b, {**arguments.inputs, **products}
+    inputs = {**arguments.inputs, **products}
+    if type_a is f64:  # of numbers, the reference takes those of FP32
+        inputs = {n: x if isinstance(x, Tensor) else torch.tensor(x, dtype=a.dtype) for n, x in inputs.items()}
+    return a, b, inputs
 
 
 def _products(call: Call) -> dict[str, Tensor]:
@@ -430,6 +436,7 @@ def signature_of(call: Call, device: Device) -> OpSignature:
     a = matrices.matrix("a", arguments.a, type_a)
     b, *_ = matrices.weights(arguments.b, _products(call), type_b, majors)
     by_tma = device.loads_by_tma(a.operand, b.operand)
+    scalar = f64 if type_a is f64 else f32
 
     def tile(name: str, tensor: Tensor, *, is_output: bool) -> Operand:
         found = matrices.matrix(name, tensor, element_type(name, tensor))
@@ -441,7 +448,7 @@ def signature_of(call: Call, device: Device) -> OpSignature:
 
     def typed(name: str, kind: Kind, value: Tensor | float, *, is_output: bool = False) -> Operand:
         if kind is Kind.INTEGER or not isinstance(value, Tensor):
-            return Operand(i64 if kind is Kind.INTEGER else f32, "row", 1)
+            return Operand(i64 if kind is Kind.INTEGER else scalar, "row", 1)
         if value.dtype is torch.int32:
             return Operand(i32, "row", 1)
         if kind is Kind.TILE:

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from cutlass_ops.base import mma
-from cutlass_ops.base.dtypes import FP8, DType, f32
+from cutlass_ops.base.dtypes import FP8, DType, f32, f64
 from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED, Form
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import Major
+from cutlass_ops.epilogue import doubles
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.nodes import Kind, Output
 from cutlass_ops.run import batches
@@ -155,7 +156,8 @@ def multiplied(name: str, tensor: Tensor, math: mma.Math | None) -> DType:
         raise TypeError(
             f"{name} is {tensor.dtype}, which no Tensor Core multiplies as it is: convert a and b to torch.bfloat16 or "
             "torch.float16; or pass math='tf32' to an op that takes it, as cutlass_ops.gemm does, to round them to "
-            "TF32, which has the range of FP32 and 10 bits of fraction; or multiply in FP32 by torch.matmul"
+            "TF32, which has the range of FP32 and 10 bits of fraction, or math='3xtf32' for three such products, of "
+            "nearly FP32's accuracy; or multiply in FP32 by torch.matmul"
         )
     return mma.MATHS[math]
 
@@ -179,6 +181,9 @@ def check_arguments(graph: Graph, a: Any, b: Any, inputs: Mapping[str, Any], mat
     found = mma.mma_of(multiplied("a", a, math), multiplied("b", b, math))
     if found is None:
         raise TypeError(f"b is {b.dtype} and a is {a.dtype}: A and B must have the same dtype, or both FP8")
+    why = doubles.why_not(graph) if found.compute is f64 else None
+    if why is not None:
+        raise TypeError(f"a is {a.dtype}, so the epilogue computes in FP64, and {why}")
     if graph.gathered and found.bits != 16:
         raise TypeError(
             f"a is {a.dtype}, and the epilogue takes {', '.join(graph.gathered)} of its rows, as of 16 bits only: "

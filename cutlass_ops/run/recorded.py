@@ -47,6 +47,9 @@ def record(op, a, b, tensors, numbers, places, out_dtype, recompute=False) -> An
     _refuse_fp8(called.graph, dict(zip(("a", "b", *names), (a, b, *tensors), strict=True)), out_dtype)
     for name, value in zip(("a", "b", *names), (a, b, *tensors), strict=True):
         require_tensor(name, value)
+    why = called.why_no_gradient(a.dtype)
+    if why is not None:
+        raise ValueError(f"a is {a.dtype}, and {why}; or call under torch.no_grad()")
     called.of(builtin.identity.graph)  # an exact kernel has no backward, which is known before it runs
     settings = _Settings(called, names, numbers, places, out_dtype, recompute)
     return list(_Recorded.apply(settings, a, b, *tensors))  # type: ignore[no-untyped-call]

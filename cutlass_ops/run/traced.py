@@ -79,6 +79,10 @@ class Portable(ABC):
             If nothing does.
         """
 
+    def why_no_gradient(self, dtype: torch.dtype) -> str | None:
+        """Return why operands of a dtype have no gradients and what to do, or None if they have."""
+        return None
+
     def as_list(self, a: Tensor, b: Tensor, *inputs: Any, **given: Any) -> list[Tensor]:
         """Run it and return its outputs as a list."""
         found = self(a, b, *inputs, **given)

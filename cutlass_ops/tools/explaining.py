@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cutlass_ops.base import env
-from cutlass_ops.base.dtypes import f32
+from cutlass_ops.base.dtypes import f32, f64, i32
 from cutlass_ops.base.errors import CutlassOpsError, UnsupportedError
 from cutlass_ops.base.mma import mma_of
 from cutlass_ops.choose import policies
@@ -398,7 +398,10 @@ def _contract(signature: OpSignature, device: Device, config: Config | None) -> 
 def _sums(signature: OpSignature) -> str:
     """Name the type of the accumulator."""
     mma = mma_of(signature.a.dtype, signature.b.dtype)
-    return "FP32" if mma is None or mma.accumulator is f32 else "INT32, and brought to FP32 for the epilogue"
+    sums = f32 if mma is None else mma.accumulator
+    return {f32: "FP32", f64: "FP64, as the epilogue is computed", i32: "INT32, and brought to FP32 for the epilogue"}[
+        sums
+    ]
 
 
 def _read_by_mma_sync(signature: OpSignature) -> bool:

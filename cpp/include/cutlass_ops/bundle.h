@@ -117,6 +117,8 @@ struct Signature {
 constexpr DLDataType kF16{kDLFloat, 16, 1};
 constexpr DLDataType kBF16{kDLBfloat, 16, 1};
 constexpr DLDataType kF32{kDLFloat, 32, 1};
+constexpr DLDataType kF64{kDLFloat, 64, 1};
+constexpr DLDataType kI8{kDLInt, 8, 1};
 
 // Device memory that the caller owns. Strides are in elements.
 struct Tensor {
