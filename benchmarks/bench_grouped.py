@@ -1,16 +1,23 @@
 """Measures groups of rows, as experts have them, against torch._grouped_mm, and with SiLU against it and torch.compile.
 
+With `--form wgrad` it measures the product of each group's rows instead, the gradient of the weights.
+
     python benchmarks/bench_grouped.py --out benchmarks/results/grouped_h100.json
     python benchmarks/bench_grouped.py --experts 8 --tokens 64 1024 --groups zipf --out /tmp/few.json
     python benchmarks/bench_grouped.py --resume /tmp/few.json --out /tmp/all.json    # only missing rows
+    python benchmarks/bench_grouped.py --form wgrad --out benchmarks/results/wgrad_h100.json
 
 x is (tokens, K), and weights (experts, N, K) are multiplied as their transposes. Tokens are spread over the experts
 evenly ("balanced"), by 1 / rank ("zipf"), or are all of one ("one_hot"). Calls rotate through other experts of the same
 sizes, so that no weight is still in the L2 cache.
 
+For the gradient, x (tokens, K) and the gradient (tokens, N) give (experts, K, N), and calls rotate through tensors of
+the same sizes.
+
 Each row: {"experts", "tokens", "n", "k", "groups", "active", "epilogue", "ours_ms", "peers": {name: ms}, "best_peer",
 "ratio_to_best_peer", "ratio_range", "tflops", "gb_per_s", "error", "peers_error", "kernel"}. Errors are relative, of
 the whole D, against float64 expert by expert. Bytes are those of x, D and the weights of experts with tokens, once.
+Rows of the gradient have {"form": "wgrad"} besides, and bytes of x, the gradient and D.
 """
 
 from __future__ import annotations
@@ -33,7 +40,7 @@ from cutlass_ops.choose import dispatch
 from cutlass_ops.compilation.builder import build_many
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.run.call import device_of, signature_of
-from cutlass_ops.run.grouped import grouped_op
+from cutlass_ops.run.grouped import grouped_op, wgrad_op
 from cutlass_ops.tuner.timing import expected_us, rotation
 
 # N and K of the weights, by the number of experts.
@@ -41,6 +48,7 @@ WEIGHTS = {8: (14336, 4096), 64: (2048, 2048), 128: (1536, 4096), 256: (4096, 71
 TOKENS = (64, 1024, 8192, 32768)
 GROUPS = ("balanced", "zipf", "one_hot")
 EPILOGUES = ("none", "silu")
+FORMS = ("rows", "wgrad")
 DTYPE = torch.bfloat16
 
 
@@ -136,15 +144,122 @@ def peers(epilogue: str) -> dict[str, Callable[[Inputs], Tensor]]:
     return {"grouped_mm_silu": eager, "compile": lambda x: compiled(x.x, x.w, x.offsets)}
 
 
-def build_ahead(cases: Iterable[tuple[Case, str]]) -> None:
+# ---- The gradient of the weights ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """One set of the tensors of a weight's gradient. All sets have one D, which no cache keeps."""
+
+    x: Tensor
+    gradient: Tensor
+    offsets: Tensor
+    out: Tensor
+
+
+def draw_gradients(case: Case, n: int, k: int, sets: int, device: str = "cuda") -> list[Gradient]:
+    """Draw sets of inputs: in each, other experts have the tokens."""
+    out, found = torch.empty(case.experts, k, n, dtype=DTYPE, device=device), []
+    for at in range(sets):
+        step = at * max(1, case.experts // sets) % case.experts
+        sizes = case.sizes[step:] + case.sizes[:step]
+        x, gradient = (torch.randn(case.tokens, extent, device=device).to(DTYPE) for extent in (k, n))
+        offsets = torch.tensor(list(accumulate(sizes)), dtype=torch.int32, device=device)
+        found.append(Gradient(x, gradient, offsets, out))
+    return found
+
+
+def our_gradient(x: Gradient) -> Tensor:
+    """Compute D into its memory by this library."""
+    found = co.grouped_gemm_wgrad(x.x, x.gradient, x.offsets, out=x.out)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def their_gradient(x: Gradient) -> Tensor:
+    """Compute D by PyTorch."""
+    return torch._grouped_mm(x.x.t(), x.gradient, offs=x.offsets)
+
+
+def gradient_errors(x: Gradient, results: dict[str, Tensor]) -> dict[str, float]:
+    """Return the relative error of each result in the Frobenius norm, of the experts that have tokens."""
+    begin, wrong, whole = 0, dict.fromkeys(results, 0.0), 0.0
+    for expert, end in enumerate(x.offsets.tolist()):
+        if end > begin:
+            wanted = x.x[begin:end].double().mT @ x.gradient[begin:end].double()
+            whole += float(wanted.square().sum())
+            for name, found in results.items():
+                wrong[name] += float((found[expert].double() - wanted).square().sum())
+        begin = end
+    return {name: (value / whole) ** 0.5 for name, value in wrong.items()}
+
+
+def run_gradient(case: Case) -> dict[str, Any]:
+    """Check and time the gradient of the weights in one case.
+
+    Raises
+    ------
+    AssertionError
+        If our result is more than twice as far from float64 as PyTorch's, or is not zero where an expert has no tokens.
+    """
+    n, k = WEIGHTS[case.experts]
+    moved = (case.tokens * (k + n) + case.experts * n * k) * DTYPE.itemsize
+    sets = draw_gradients(case, n, k, rotation(moved))
+    first = sets[0]
+    first.out.fill_(float("nan"))
+    results = {"ours": our_gradient(first), "grouped_mm": their_gradient(first)}
+    empty = [expert for expert, size in enumerate(case.sizes) if size == 0]
+    assert not any(bool(first.out[expert].any()) for expert in empty), "experts without tokens have a gradient"
+    errors = gradient_errors(first, results)
+    del results
+    assert errors["ours"] <= 2 * errors["grouped_mm"], f"errors are {errors}"
+    decision = wgrad_op().plan(first.x.mT, first.gradient, first.offsets, out=first.out)
+    variants = {
+        "ours": lambda index: our_gradient(sets[index % len(sets)]),
+        "grouped_mm": lambda index: their_gradient(sets[index % len(sets)]),
+    }
+    problem = Problem(k, n, max(1, case.tokens // case.experts), case.experts)
+    times = harness.time_interleaved(variants, expected_us(problem, DTYPE.itemsize))
+    own, peer = times["ours"], times["grouped_mm"]
+    ratio = harness.ratios(own, peer)
+    return {
+        "form": "wgrad",
+        "experts": case.experts,
+        "tokens": case.tokens,
+        "n": n,
+        "k": k,
+        "groups": case.groups,
+        "active": case.experts - len(empty),
+        "epilogue": "none",
+        "ours_ms": round(own.median, 5),
+        "peers": {"grouped_mm": round(peer.median, 5)},
+        "best_peer": "grouped_mm",
+        "ratio_to_best_peer": ratio["median"],
+        "ratio_range": [ratio["min"], ratio["max"]],
+        "tflops": round(2 * case.tokens * n * k / own.median / 1e9, 1),
+        "gb_per_s": round(moved / own.median / 1e6, 1),
+        "error": round(errors["ours"], 6),
+        "peers_error": {"grouped_mm": round(errors["grouped_mm"], 6)},
+        "kernel": decision.spec.config.slug,
+    }
+
+
+# ---- All cases -------------------------------------------------------------------------------------------------------
+
+
+def build_ahead(cases: Iterable[tuple[Case, str]], form: str) -> None:
     """Compile what the cases need, as many kernels at a time as there are processors."""
     device, specs = device_of(torch.device("cuda", 0)), {}
     for case, epilogue in cases:
         n, k = WEIGHTS[case.experts]
         x = torch.empty(case.tokens, k, dtype=DTYPE, device="meta")
-        w = torch.empty(case.experts, n, k, dtype=DTYPE, device="meta").mT
         offsets = torch.empty(case.experts, dtype=torch.int32, device="meta")
-        call = grouped_op(EPILOGUE[epilogue]).checked(x, w, (offsets,), {}, None, None)
+        if form == "wgrad":
+            gradient = torch.empty(case.tokens, n, dtype=DTYPE, device="meta")
+            call = wgrad_op().checked(x.mT, gradient, (offsets,), {}, None, None)
+        else:
+            w = torch.empty(case.experts, n, k, dtype=DTYPE, device="meta").mT
+            call = grouped_op(EPILOGUE[epilogue]).checked(x, w, (offsets,), {}, None, None)
         specs[dispatch.choose(signature_of(call, device), device, call.chosen_for)[0]] = None
     build_many(list(specs))
 
@@ -201,12 +316,12 @@ def run_case(case: Case, epilogue: str) -> dict[str, Any]:
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Summarise the ratios by epilogue and by how tokens are spread."""
     result = {}
-    for epilogue, groups in product(EPILOGUES, GROUPS):
-        members = [r for r in rows if (r["epilogue"], r["groups"]) == (epilogue, groups)]
+    for what, groups in product((*EPILOGUES, "wgrad"), GROUPS):
+        members = [r for r in rows if (_what(r), r["groups"]) == (what, groups)]
         if not members:
             continue
         worst = min(members, key=lambda r: r["ratio_to_best_peer"])
-        result[f"{epilogue}, {groups}"] = {
+        result[f"{what}, {groups}"] = {
             "geomean": round(harness.geomean([r["ratio_to_best_peer"] for r in members]), 4),
             "worst": worst["ratio_to_best_peer"],
             "worst_case": f"{worst['experts']} experts, {worst['tokens']} tokens",
@@ -216,6 +331,11 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return result
 
 
+def _what(row: dict[str, Any]) -> str:
+    """Return what a row measures: an epilogue, or the gradient."""
+    return str(row.get("form") or row["epilogue"])
+
+
 def main() -> None:
     """Run the cases and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -223,21 +343,23 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--groups", nargs="+", default=list(GROUPS), choices=GROUPS)
     parser.add_argument("--epilogues", nargs="+", default=list(EPILOGUES), choices=EPILOGUES)
+    parser.add_argument("--form", default="rows", choices=FORMS)
     parser.add_argument("--limit", type=float, default=1e9, help="stop after this many seconds")
     parser.add_argument("--resume", nargs="+", type=Path, default=[], help="result with rows to keep")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     environment = harness.begin()
     begin, rows = time.monotonic(), harness.measured(args.resume, environment)
-    done = {(r["experts"], r["tokens"], r["groups"], r["epilogue"]) for r in rows}
-    every = product(args.experts, args.tokens, args.groups, args.epilogues)
+    done = {(r["experts"], r["tokens"], r["groups"], _what(r)) for r in rows}
+    every = product(args.experts, args.tokens, args.groups, ["wgrad"] if args.form == "wgrad" else args.epilogues)
     left = [each for each in every if each not in done]
-    build_ahead((Case(experts, tokens, groups), epilogue) for experts, tokens, groups, epilogue in left)
+    build_ahead(((Case(experts, tokens, groups), epilogue) for experts, tokens, groups, epilogue in left), args.form)
     for experts, tokens, groups, epilogue in left:
         if time.monotonic() - begin > args.limit:
             print(f"stopped at the limit before {experts} experts, {tokens} tokens, {groups}, {epilogue}")
             break
-        rows.append(run_case(Case(experts, tokens, groups), epilogue))
+        case = Case(experts, tokens, groups)
+        rows.append(run_gradient(case) if args.form == "wgrad" else run_case(case, epilogue))
         row = rows[-1]
         others = " ".join(f"{peer} {ms * 1e3:.1f}" for peer, ms in row["peers"].items())
         print(

@@ -8,7 +8,7 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from cutlass_ops.base import arch
-from cutlass_ops.declare.form import GROUPED
+from cutlass_ops.declare.form import GROUPED, RAGGED_K
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import Major
@@ -40,6 +40,8 @@ class Traits:
         Whether blocks of A and of B have scales.
     grouped : bool
         Whether rows belong to groups, whose tiles have one order.
+    ragged_k : bool
+        Whether K belongs to groups, whose tiles are not ordered by GPC.
     """
 
     element_bytes: int
@@ -51,6 +53,7 @@ class Traits:
     gathers: bool = False
     blocks: bool = False
     grouped: bool = False
+    ragged_k: bool = False
 
     @classmethod
     def of(cls, signature: OpSignature) -> Traits:
@@ -65,6 +68,7 @@ class Traits:
             gathers=bool(signature.epilogue.gathered),
             blocks=bool(signature.epilogue.block_scales),
             grouped=signature.form == GROUPED,
+            ragged_k=signature.form == RAGGED_K,
         )
 
     @property

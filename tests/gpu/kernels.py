@@ -543,6 +543,34 @@ def grouped() -> dict[str, KernelSpec]:
     return found
 
 
+def ragged_k() -> dict[str, KernelSpec]:
+    """Kernels of groups of K: each way in which a tile finds the steps of its group, and in which D is stored."""
+    tile, narrow = co.ThreadblockShape(64, 64, 64), co.ThreadblockShape(128, 32, 128)
+    rows, columns = co.ClusterShape(2, 1), co.ClusterShape(1, 2)
+    every, own = ("plain", "inputs", "tiles", "registers"), ("plain",)
+    configs = {
+        "pingpong": (co.Sm90Config(tile, schedule="pingpong"), every),
+        "cooperative": (co.Sm90Config(co.ThreadblockShape(128, 64, 64), schedule="cooperative"), ("plain", "inputs")),
+        "side_by_side": (co.Sm90Config(co.ThreadblockShape(192, 64, 64), schedule="cooperative"), own),
+        "rows": (co.Sm90Config(tile, rows, schedule="pingpong"), own),
+        "columns": (co.Sm90Config(co.ThreadblockShape(128, 64, 64), columns, schedule="cooperative"), own),
+        "short": (co.Sm90Config(co.ThreadblockShape(64, 128, 32), rows, schedule="pingpong"), own),
+        "swapped": (co.Sm90Config(narrow, schedule="pingpong", swap_ab=True), ("plain", "inputs")),
+        "swapped_columns": (co.Sm90Config(tile, columns, schedule="pingpong", swap_ab=True), own),
+    }
+    found = {}
+    for name, (config, whats) in configs.items():
+        for what in whats:
+            op, changes = BATCHED[what]
+            found[f"ragged_k-{name}-{what}"] = with_form(
+                spec(op, "bf16", ("col", "row"), config, **changes), "ragged_k"
+            )
+    for d in ("f32.row", "f16.col"):
+        one = spec(OPS["gemm"], "f16", ("col", "row"), configs["pingpong"][0])
+        found[f"ragged_k-pingpong-{d}"] = with_form(one, "ragged_k", d=d)
+    return found
+
+
 def with_form(one: KernelSpec, form: str, d: str | None = None) -> KernelSpec:
     """Return the same kernel in another form."""
     return KernelSpec(
@@ -677,6 +705,7 @@ def named() -> dict[str, list[KernelSpec]]:
         multicast(),
         batched(),
         grouped(),
+        ragged_k(),
     )
     found: dict[str, list[KernelSpec]] = {}
     for group in (*groups, edges.specs(), language.specs()):

@@ -13,7 +13,7 @@ from cutlass_ops.base import arch
 from cutlass_ops.base.dtypes import f32
 from cutlass_ops.base.mma import BLOCK_K, mma_of
 from cutlass_ops.declare.config import ClusterShape, Sm90Config
-from cutlass_ops.declare.form import BATCHED, GROUPED
+from cutlass_ops.declare.form import BATCHED, GROUPED, RAGGED_K
 from cutlass_ops.declare.orientation import oriented, reduced_along_m, sides, swapped
 from cutlass_ops.declare.spec import KernelSpec
 from cutlass_ops.epilogue.nodes import Kind
@@ -255,7 +255,7 @@ def _split_k(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
 
 
 def _batched(spec: KernelSpec, config: Sm90Config) -> Iterator[Broken]:
-    if spec.form not in (BATCHED, GROUPED):
+    if spec.form not in (BATCHED, GROUPED, RAGGED_K):
         return
     if not config.whole_k:
         yield Broken(
@@ -298,6 +298,23 @@ def _grouped(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broken]:
         yield (
             f"form is grouped, and d is {spec.d}: beside other (M, N) tensors it goes through registers; use a "
             f"lower alignment, such as '{spec.d.dtype}.row.align{spec.d.alignment // 2}'"
+        )
+
+
+def _ragged_k(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broken]:
+    if spec.form != RAGGED_K:
+        return
+    if config.schedule == "warp_specialized":
+        yield Broken(
+            "form is ragged_k with schedule 'warp_specialized', whose thread blocks have equally many steps along K",
+            _PERSISTENT,
+        )
+    if spec.a.dtype.bits != 16:
+        yield f"form is ragged_k, and a is {spec.a}: use bf16 or f16"
+    if (spec.a.major, spec.b.major) != ("col", "row"):
+        yield (
+            f"form is ragged_k, whose groups are lines in memory, and a is {spec.a} and b is {spec.b}: use a "
+            "column-major a and a row-major b"
         )
 
 
@@ -502,6 +519,7 @@ SM90: tuple[Rule[Sm90Config], ...] = (
     Rule("scheduler", "compiler", _scheduler),
     Rule("batched", "policy", _batched),
     Rule("grouped", "policy", _grouped),
+    Rule("ragged_k", "policy", _ragged_k),
     Rule("split_k", "policy", _split_k),
     Rule("cluster_size", "policy", _cluster_size),
     Rule("cluster_shape", "policy", _cluster_shape),
