@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -27,16 +28,6 @@ class _OfGroups(Op):
         named = dict(zip(self.names[1:], others, strict=True))
         return check_call(self.graph, a, b, named, out, out_dtype, offsets=offsets, form=self.form)
 
-    def of(self, graph: Graph) -> NoReturn:
-        """Refuse gradients.
-
-        Raises
-        ------
-        NotImplementedError
-            Always.
-        """
-        raise NotImplementedError(traced.NO_GRADIENT_OF_GROUPS[self.form.name].format("an argument"))
-
 
 class GroupedOp(_OfGroups):
     """An epilogue of a grouped GEMM: called as ``op(x, w, offsets, *inputs)``."""
@@ -47,6 +38,12 @@ class GroupedOp(_OfGroups):
         groups.require(epilogue.graph)
         super().__init__("grouped_gemm", epilogue, made_by=("grouped", epilogue.graph.to_json()))
 
+    def of(self, graph: Graph) -> GroupedOp:  # noqa: D102
+        return _grouped_op_of(graph)
+
+    def of_weights(self, graph: Graph) -> WgradOp:  # noqa: D102
+        return _wgrad_op_of(graph)
+
 
 class WgradOp(_OfGroups):
     """An epilogue of the products of each group's rows: called as ``op(x.mT, gradient, offsets, *inputs)``."""
@@ -56,6 +53,29 @@ class WgradOp(_OfGroups):
     def __init__(self, epilogue: Epilogue) -> None:
         groups.require(epilogue.graph, RAGGED_K)
         super().__init__("grouped_gemm_wgrad", epilogue, made_by=("wgrad", epilogue.graph.to_json()))
+
+    def of(self, graph: Graph) -> NoReturn:
+        """Refuse gradients.
+
+        Raises
+        ------
+        NotImplementedError
+            Always.
+        """
+        raise NotImplementedError(traced.NO_SECOND_GRADIENT.format("an argument"))
+
+
+# Equal graphs give the same op.
+
+
+@functools.lru_cache(maxsize=1024)
+def _grouped_op_of(graph: Graph) -> GroupedOp:
+    return GroupedOp(Epilogue.of(graph.title or "identity", "", graph))
+
+
+@functools.lru_cache(maxsize=1024)
+def _wgrad_op_of(graph: Graph) -> WgradOp:
+    return WgradOp(Epilogue.of(graph.title or "identity", "", graph))
 
 
 @traced.remembered
@@ -149,8 +169,6 @@ def grouped_gemm(
         If an argument does not fit. The message names it and says what to do.
     UnsupportedError
         If the device is not of compute capability 9.0 (Hopper).
-    NotImplementedError
-        If an argument requires grad.
     MissingKernelError, CompileError, ToolchainError, StoreError, LoadError
         If the kernel cannot be compiled, stored or loaded.
 

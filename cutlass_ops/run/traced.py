@@ -25,7 +25,7 @@ from torch.nn import Parameter
 from cutlass_ops.base import dtypes
 from cutlass_ops.base.errors import ConfigError
 from cutlass_ops.base.mma import BLOCK_K
-from cutlass_ops.declare.form import DENSE, GROUPED, RAGGED_K, Form
+from cutlass_ops.declare.form import DENSE, RAGGED_K, Form
 from cutlass_ops.epilogue import Epilogue
 from cutlass_ops.epilogue.graph import Graph, fits
 from cutlass_ops.epilogue.nodes import Kind
@@ -50,10 +50,13 @@ class Portable(ABC):
         The result of :func:`register`.
     graph : Graph
         The epilogue.
+    form : Form
+        How the GEMMs of a call belong together.
     """
 
     about: str
     graph: Graph
+    form: Form = DENSE
 
     @abstractmethod
     def __call__(self, a: Tensor, b: Tensor, *inputs: Any, **given: Any) -> Any:
@@ -78,6 +81,21 @@ class Portable(ABC):
         NotImplementedError
             If nothing does.
         """
+
+    def of_weights(self, graph: Graph) -> Portable:
+        """Return what multiplies each group's rows of two matrices: the op of a gradient of weights.
+
+        Raises
+        ------
+        NotImplementedError
+            If calls have no groups.
+        """
+        raise NotImplementedError(f"{self!r} has no groups")
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of what a call takes besides A and B, in order."""
+        return (*self.form.operands, *(i.name for i in self.graph.inputs))
 
     def as_list(self, a: Tensor, b: Tensor, *inputs: Any, **given: Any) -> list[Tensor]:
         """Run it and return its outputs as a list."""
@@ -265,8 +283,8 @@ class Traced:
                 tensors.append(found)
         arguments = (self.op, a, b, tensors, numbers, places)
         if is_differentiated(a, b, *tensors):
-            if self.form:
-                raise NotImplementedError(NO_GRADIENT_OF_GROUPS[self.form].format(self._differentiated(a, b, values)))
+            if self.form == RAGGED_K.name:
+                raise NotImplementedError(NO_SECOND_GRADIENT.format(self._differentiated(a, b, values)))
             if out is not None:
                 raise ValueError(
                     f"{self._differentiated(a, b, values)} requires grad, and a call with `out` has no backward: omit "
@@ -316,13 +334,10 @@ class Traced:
         return found
 
 
-_UNDER = "call it under torch.no_grad(), or in a torch.autograd.Function"
-# By the form.
-NO_GRADIENT_OF_GROUPS = {
-    GROUPED.name: f"{{}} requires grad, and grouped_gemm has no backward: {_UNDER}. The gradient of x is "
-    "grouped_gemm(gradient, w.mT, offsets), and that of w grouped_gemm_wgrad(x, gradient, offsets)",
-    RAGGED_K.name: f"{{}} requires grad, and grouped_gemm_wgrad has no backward: {_UNDER}",
-}
+NO_SECOND_GRADIENT = (
+    "{} requires grad, and grouped_gemm_wgrad has no backward: call it under torch.no_grad(), or in a "
+    "torch.autograd.Function. Gradients of grouped_gemm's weights are not differentiated again"
+)
 
 # What an output may be stored as that is not D's type, by the name in the string.
 _STORED: dict[str, torch.dtype] = {t.name: getattr(torch, t.torch_name) for t in (*dtypes.REDUCED, *dtypes.FP8)}
