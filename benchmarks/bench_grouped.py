@@ -1,11 +1,14 @@
 """Measures groups of rows, as experts have them, against torch._grouped_mm, and with SiLU against it and torch.compile.
 
-With `--form wgrad` it measures the product of each group's rows instead, the gradient of the weights.
+With `--form wgrad` it measures the product of each group's rows instead, the gradient of the weights. With `--form fp8`
+x and the weights are e4m3, with a scale for each row and for each column of each expert, against
+torch._scaled_grouped_mm.
 
     python benchmarks/bench_grouped.py --out benchmarks/results/grouped_h100.json
     python benchmarks/bench_grouped.py --experts 8 --tokens 64 1024 --groups zipf --out /tmp/few.json
     python benchmarks/bench_grouped.py --resume /tmp/few.json --out /tmp/all.json    # only missing rows
     python benchmarks/bench_grouped.py --form wgrad --out benchmarks/results/wgrad_h100.json
+    python benchmarks/bench_grouped.py --form fp8 --out benchmarks/results/grouped_fp8_h100.json
 
 x is (tokens, K), and weights (experts, N, K) are multiplied as their transposes. Tokens are spread over the experts
 evenly ("balanced"), by 1 / rank ("zipf"), or are all of one ("one_hot"). Calls rotate through other experts of the same
@@ -17,14 +20,14 @@ the same sizes.
 Each row: {"experts", "tokens", "n", "k", "groups", "active", "epilogue", "ours_ms", "peers": {name: ms}, "best_peer",
 "ratio_to_best_peer", "ratio_range", "tflops", "gb_per_s", "error", "peers_error", "kernel"}. Errors are relative, of
 the whole D, against float64 expert by expert. Bytes are those of x, D and the weights of experts with tokens, once.
-Rows of the gradient have {"form": "wgrad"} besides, and bytes of x, the gradient and D.
+Rows of the other forms have {"form": "wgrad" or "fp8"} besides. Bytes of a gradient are those of x, the gradient and D.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, product
 from pathlib import Path
@@ -41,6 +44,7 @@ from cutlass_ops.compilation.builder import build_many
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.run.call import device_of, signature_of
 from cutlass_ops.run.grouped import grouped_op, wgrad_op
+from cutlass_ops.run.grouped_scaled import scaled_grouped_op
 from cutlass_ops.tuner.timing import expected_us, rotation
 
 # N and K of the weights, by the number of experts.
@@ -48,8 +52,8 @@ WEIGHTS = {8: (14336, 4096), 64: (2048, 2048), 128: (1536, 4096), 256: (4096, 71
 TOKENS = (64, 1024, 8192, 32768)
 GROUPS = ("balanced", "zipf", "one_hot")
 EPILOGUES = ("none", "silu")
-FORMS = ("rows", "wgrad")
-DTYPE = torch.bfloat16
+FORMS = ("rows", "wgrad", "fp8")
+DTYPE, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
 
 @co.epilogue
@@ -220,16 +224,24 @@ def run_gradient(case: Case) -> dict[str, Any]:
     }
     problem = Problem(k, n, max(1, case.tokens // case.experts), case.experts)
     times = harness.time_interleaved(variants, expected_us(problem, DTYPE.itemsize))
+    return row_of("wgrad", case, times, errors, moved, decision.spec.config.slug)
+
+
+def row_of(
+    form: str, case: Case, times: Mapping[str, harness.Timing], errors: Mapping[str, float], moved: int, kernel: str
+) -> dict[str, Any]:
+    """Return the row of a case with one peer."""
     own, peer = times["ours"], times["grouped_mm"]
+    n, k = WEIGHTS[case.experts]
     ratio = harness.ratios(own, peer)
     return {
-        "form": "wgrad",
+        "form": form,
         "experts": case.experts,
         "tokens": case.tokens,
         "n": n,
         "k": k,
         "groups": case.groups,
-        "active": case.experts - len(empty),
+        "active": sum(size > 0 for size in case.sizes),
         "epilogue": "none",
         "ours_ms": round(own.median, 5),
         "peers": {"grouped_mm": round(peer.median, 5)},
@@ -240,8 +252,102 @@ def run_gradient(case: Case) -> dict[str, Any]:
         "gb_per_s": round(moved / own.median / 1e6, 1),
         "error": round(errors["ours"], 6),
         "peers_error": {"grouped_mm": round(errors["grouped_mm"], 6)},
-        "kernel": decision.spec.config.slug,
+        "kernel": kernel,
     }
+
+
+# ---- FP8 -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Narrow:
+    """One set of tensors in FP8. All sets have one weight, of whose experts others have the tokens."""
+
+    x: Tensor
+    w: Tensor
+    offsets: Tensor
+    scale_a: Tensor
+    scale_b: Tensor
+    out: Tensor
+
+
+def draw_narrow(case: Case, n: int, k: int, sets: int, device: str = "cuda") -> list[Narrow]:
+    """Draw sets of inputs, quantised by row, and by column of each expert."""
+    plain, found = draw(case, n, k, sets, device), []
+    weights = torch.empty(case.experts, n, k, dtype=E4M3, device=device)
+    scale_b = torch.empty(case.experts, n, device=device)
+    for expert in range(case.experts):  # by one, since FP32 of all takes four times their memory
+        weights[expert], scale_b[expert] = quantised(plain[0].w[expert].mT)
+    for each in plain:
+        x, scale_a = quantised(each.x)
+        found.append(Narrow(x, weights.mT, each.offsets, scale_a, scale_b, each.out))
+    return found
+
+
+def quantised(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a matrix in e4m3, and the scale of each row."""
+    scale = matrix.float().abs().amax(-1) / torch.finfo(E4M3).max
+    return (matrix.float() / scale[:, None]).to(E4M3), scale
+
+
+def our_narrow(x: Narrow) -> Tensor:
+    """Compute D into its memory by this library."""
+    found = co.scaled_grouped_gemm(x.x, x.w, x.offsets, x.scale_a, x.scale_b, out=x.out)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def their_narrow(x: Narrow) -> Tensor:
+    """Compute D by PyTorch, which also adds up in the Tensor Cores alone."""
+    return torch._scaled_grouped_mm(
+        x.x, x.w, x.scale_a, x.scale_b, offs=x.offsets, out_dtype=DTYPE, use_fast_accum=True
+    )
+
+
+def narrow_errors(x: Narrow, results: dict[str, Tensor]) -> dict[str, float]:
+    """Return the relative error of each result in the Frobenius norm, for the quantised operands."""
+    begin, wrong, whole = 0, dict.fromkeys(results, 0.0), 0.0
+    for expert, end in enumerate(x.offsets.tolist()):
+        for first in range(begin, end, 4096):
+            rows = slice(first, min(end, first + 4096))
+            wanted = (
+                (x.x[rows].double() @ x.w[expert].double())
+                * x.scale_a[rows, None].double()
+                * x.scale_b[expert].double()
+            )
+            whole += float(wanted.square().sum())
+            for name, found in results.items():
+                wrong[name] += float((found[rows].double() - wanted).square().sum())
+        begin = end
+    return {name: (value / whole) ** 0.5 for name, value in wrong.items()}
+
+
+def run_narrow(case: Case) -> dict[str, Any]:
+    """Check and time one case in FP8.
+
+    Raises
+    ------
+    AssertionError
+        If our result is more than twice as far from float64 as PyTorch's, or parts of it were not written.
+    """
+    n, k = WEIGHTS[case.experts]
+    active = sum(size > 0 for size in case.sizes)
+    moved = case.tokens * k + active * n * k + case.tokens * n * DTYPE.itemsize
+    sets = draw_narrow(case, n, k, rotation(moved))
+    first = sets[0]
+    first.out.fill_(float("nan"))
+    results = {"ours": our_narrow(first), "grouped_mm": their_narrow(first)}
+    assert not first.out.isnan().any(), "parts of D were not written"
+    errors = narrow_errors(first, results)
+    assert errors["ours"] <= 2 * errors["grouped_mm"], f"errors are {errors}"
+    arguments = first.x, first.w, first.offsets, first.scale_a, first.scale_b
+    decision = scaled_grouped_op(True, True).plan(*arguments, out=first.out)
+    variants = {
+        "ours": lambda index: our_narrow(sets[index % len(sets)]),
+        "grouped_mm": lambda index: their_narrow(sets[index % len(sets)]),
+    }
+    times = harness.time_interleaved(variants, expected_us(Problem(max(1, case.tokens // active), n, k, active), 1))
+    return row_of("fp8", case, times, errors, moved, decision.spec.config.slug)
 
 
 # ---- All cases -------------------------------------------------------------------------------------------------------
@@ -257,6 +363,10 @@ def build_ahead(cases: Iterable[tuple[Case, str]], form: str) -> None:
         if form == "wgrad":
             gradient = torch.empty(case.tokens, n, dtype=DTYPE, device="meta")
             call = wgrad_op().checked(x.mT, gradient, (offsets,), {}, None, None)
+        elif form == "fp8":
+            w = torch.empty(case.experts, n, k, dtype=E4M3, device="meta").mT
+            scales = torch.empty(case.tokens, device="meta"), torch.empty(case.experts, n, device="meta")
+            call = scaled_grouped_op(True, True).checked(x.to(E4M3), w, (offsets, *scales), {}, None, None)
         else:
             w = torch.empty(case.experts, n, k, dtype=DTYPE, device="meta").mT
             call = grouped_op(EPILOGUE[epilogue]).checked(x, w, (offsets,), {}, None, None)
@@ -316,7 +426,7 @@ def run_case(case: Case, epilogue: str) -> dict[str, Any]:
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Summarise the ratios by epilogue and by how tokens are spread."""
     result = {}
-    for what, groups in product((*EPILOGUES, "wgrad"), GROUPS):
+    for what, groups in product((*EPILOGUES, *FORMS[1:]), GROUPS):
         members = [r for r in rows if (_what(r), r["groups"]) == (what, groups)]
         if not members:
             continue
@@ -332,7 +442,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _what(row: dict[str, Any]) -> str:
-    """Return what a row measures: an epilogue, or the gradient."""
+    """Return what a row measures: an epilogue, or another form."""
     return str(row.get("form") or row["epilogue"])
 
 
@@ -351,7 +461,7 @@ def main() -> None:
     environment = harness.begin()
     begin, rows = time.monotonic(), harness.measured(args.resume, environment)
     done = {(r["experts"], r["tokens"], r["groups"], _what(r)) for r in rows}
-    every = product(args.experts, args.tokens, args.groups, ["wgrad"] if args.form == "wgrad" else args.epilogues)
+    every = product(args.experts, args.tokens, args.groups, args.epilogues if args.form == "rows" else [args.form])
     left = [each for each in every if each not in done]
     build_ahead(((Case(experts, tokens, groups), epilogue) for experts, tokens, groups, epilogue in left), args.form)
     for experts, tokens, groups, epilogue in left:
@@ -359,7 +469,8 @@ def main() -> None:
             print(f"stopped at the limit before {experts} experts, {tokens} tokens, {groups}, {epilogue}")
             break
         case = Case(experts, tokens, groups)
-        rows.append(run_gradient(case) if args.form == "wgrad" else run_case(case, epilogue))
+        runs = {"wgrad": run_gradient, "fp8": run_narrow}
+        rows.append(run_case(case, epilogue) if args.form == "rows" else runs[args.form](case))
         row = rows[-1]
         others = " ".join(f"{peer} {ms * 1e3:.1f}" for peer, ms in row["peers"].items())
         print(

@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from cutlass_ops.run.fp8 import Fp8State
     from cutlass_ops.run.gated import gemm_swiglu
     from cutlass_ops.run.grouped import grouped_gemm, grouped_gemm_wgrad
+    from cutlass_ops.run.grouped_scaled import scaled_grouped_gemm
     from cutlass_ops.run.kernels import Kernel, build
     from cutlass_ops.run.launch import Launch
     from cutlass_ops.run.named import (
@@ -117,6 +118,7 @@ _MODULES = {
     "run.fp8": ("Fp8State",),
     "run.gated": ("gemm_swiglu",),
     "run.grouped": ("grouped_gemm", "grouped_gemm_wgrad"),
+    "run.grouped_scaled": ("scaled_grouped_gemm",),
     "run.kernels": ("Kernel", "build"),
     "run.launch": ("Launch",),
     "run.named": (
@@ -226,6 +228,7 @@ __all__ = [
     "registry",
     "rmsnorm_gemm",
     "scaled_gemm",
+    "scaled_grouped_gemm",
     "source",
     "tune",
     "unpatch",

@@ -139,10 +139,11 @@ def grouped_gemm(
     Parameters
     ----------
     x : Tensor
-        (T, K), FP16 or BF16, row-major. Rows begin at multiples of 16 bytes: K is a multiple of 8, or rows are padded.
+        (T, K), FP16, BF16 or FP8, row-major. Rows begin at multiples of 16 bytes: K is a multiple of 8, in FP8 of 16,
+        or rows are padded. :func:`scaled_grouped_gemm` applies scales of FP8.
     w : Tensor
-        (E, K, N), the same dtype, either major, any stride between experts, lines at multiples of 16 bytes. Pass
-        weights of shape (E, N, K) as ``weights.mT``.
+        (E, K, N), the same dtype, either major (FP8 along K only), any stride between experts, lines at multiples of 16
+        bytes. Pass weights of shape (E, N, K) as ``weights.mT``.
     offsets : Tensor
         (E,), INT32, on the device of x: the row at which each expert's rows end, as
         ``torch.cumsum(rows_of_each, 0, dtype=torch.int32)`` has it.

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutlass_ops.base import arch
-from cutlass_ops.base.dtypes import bf16, f16
+from cutlass_ops.base import arch, mma
+from cutlass_ops.base.dtypes import FP8, bf16, f16
 from cutlass_ops.declare.form import GROUPED, RAGGED_K, Form, why_one_gemm
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.rows import nearest
@@ -82,8 +82,8 @@ def _check_operands(x: Any, w: Any, offsets: Any) -> None:
         require_tensor(name, value)
         if value.ndim != shape.count(",") + (name != "offsets"):
             raise ValueError(f"{name} has shape {tuple(value.shape)}: it must be {shape}")
-    if element_type("x", x, _DTYPES) != element_type("w", w, _DTYPES):
-        raise TypeError(f"w is {w.dtype} and x is {x.dtype}: x and w must have the same dtype")
+    if mma.mma_of(element_type("x", x, mma.OPERANDS), element_type("w", w, mma.OPERANDS)) is None:
+        raise TypeError(f"w is {w.dtype} and x is {x.dtype}: x and w must have the same dtype, or both FP8")
     if x.shape[1] != w.shape[1]:
         hint = ". w looks like weights of shape (E, N, K): pass w.mT" if x.shape[1] == w.shape[2] else ""
         raise ValueError(f"x {tuple(x.shape)} and w {tuple(w.shape)}: they must be (T, K) and (E, K, N){hint}")
@@ -214,6 +214,11 @@ def check_lines(arguments: Arguments, products: Mapping[str, Tensor]) -> None:
             f"{arch.TMA_ALIGNMENT_BYTES} bytes: pad K of x and w with zeros to a multiple of {step}"
         )
     for name, w in {"w": arguments.b, **products}.items():
+        if element_type(name, w) in FP8 and as_major(w, 0, element_type(name, w)) is None:
+            raise ValueError(
+                f"{name} is {w.dtype} and has strides {w.stride()}, and Tensor Cores read this type along K only: pass "
+                f"weights (E, N, K) as {name}.mT"
+            )
         if not matrix(name, w, element_type(name, w)).operand.aligned:
             raise ValueError(
                 f"{name} has shape {tuple(w.shape)} and strides {w.stride()}, and its lines do not begin at multiples "

@@ -537,6 +537,19 @@ def grouped() -> dict[str, KernelSpec]:
         ("swapped", co.Sm90Config(co.ThreadblockShape(128, 16, 64), schedule="pingpong", swap_ab=True)),
     ):
         found[f"grouped-{name}-gated"] = with_form(spec(gate, "bf16", ("row", "col"), config), "grouped")
+    for name, narrow_tile in (
+        ("pingpong", co.ThreadblockShape(64, 64, 128)),
+        ("swapped", co.ThreadblockShape(128, 32, 128)),
+    ):
+        found[f"grouped-{name}-fp8"] = KernelSpec(
+            a="e4m3.row",
+            b="e4m3.col",
+            d="bf16.row",
+            epilogue=composed.SCALED[True, True].graph,
+            inputs={"scale_a": "f32", "scale_b": "f32"},
+            config=replace(configs[name][0], threadblock=narrow_tile),
+            form="grouped",
+        )
     for name in ("pingpong", "swapped"):
         one = spec(OPS["gemm"], "f16", ("row", "row"), configs[name][0])
         found[f"grouped-{name}-majors"] = with_form(one, "grouped", d="f32.row")

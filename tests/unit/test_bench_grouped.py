@@ -58,6 +58,22 @@ def test_the_gradient_is_checked_against_float64(groups):
     assert BENCH.gradient_errors(first, {"ours": found})["ours"] > 2.0**-5
 
 
+@pytest.mark.parametrize("groups", BENCH.GROUPS)
+def test_fp8_is_checked_against_float64(groups):
+    first, second = BENCH.draw_narrow(BENCH.Case(6, 40, groups), 16, 32, 2, "cpu")
+    assert (first.x.dtype, first.w.dtype) == (torch.float8_e4m3fn,) * 2
+    assert first.w is not second.w or first.w.data_ptr() == second.w.data_ptr()
+    plain = BENCH.draw(BENCH.Case(6, 40, groups), 16, 32, 1, "cpu")[0]
+    assert plain.x.shape == first.x.shape
+    found = BENCH.our_narrow(first)
+    assert BENCH.narrow_errors(first, {"ours": found})["ours"] <= 2.0**-7
+    found[3] += 1
+    assert BENCH.narrow_errors(first, {"ours": found})["ours"] > 2.0**-5
+    matrix = torch.randn(4, 32)
+    narrow, scale = BENCH.quantised(matrix)
+    torch.testing.assert_close(narrow.float() * scale[:, None], matrix, rtol=2**-3, atol=1e-2)
+
+
 def test_sets_rotate_through_the_experts():
     sets = BENCH.draw(BENCH.Case(6, 40, "one_hot"), 16, 32, 3, "cpu")
     assert len({tuple(x.offsets.tolist()) for x in sets}) == 3

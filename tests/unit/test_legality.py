@@ -209,7 +209,6 @@ NEIGHBOURS = [
     ("grouped", sm90(form="grouped"), sm90(a="bf16.col", form="grouped")),
     ("grouped", sm90(form="grouped", swap_ab=True), sm90(d="bf16.col", form="grouped", swap_ab=True)),
     ("grouped", sm90(epilogue=saved), sm90(epilogue=saved, form="grouped")),
-    ("grouped", fp8(), fp8(form="grouped")),
     ("ragged_k", sm90(**OF_K), sm90(**OF_K, **WS)),
     ("ragged_k", sm90(**OF_K), sm90(**{**OF_K, "a": "bf16.row"})),
     ("ragged_k", sm90(**OF_K), sm90(**{**OF_K, "b": "bf16.col"})),

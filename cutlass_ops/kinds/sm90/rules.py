@@ -279,8 +279,6 @@ def _grouped(spec: KernelSpec, config: Sm90Config) -> Iterator[str | Broken]:
             "tiles there are is known on the device alone",
             _PERSISTENT,
         )
-    if spec.a.dtype.bits != 16:
-        yield f"form is grouped, and a is {spec.a}: use bf16 or f16"
     if spec.a.major != "row" or spec.d.major != "row":
         yield f"form is grouped, of rows in memory, and a is {spec.a} and d is {spec.d}: use row-major ones"
     tiles = [(f"input {i.name}", t) for i, t in spec.typed_inputs if i.kind is Kind.TILE]
