@@ -525,7 +525,7 @@ std::map<std::string, std::string> types(Json& json, char const* what, std::vect
   return found;
 }
 
-constexpr std::string_view kBatched = "batched", kGrouped = "grouped";
+constexpr std::string_view kBatched = "batched", kGrouped = "grouped", kRaggedK = "ragged_k";
 
 Manifest::Declaration signature(Json& json, Signature& found) {
   Manifest::Declaration declaration;
@@ -542,8 +542,8 @@ Manifest::Declaration signature(Json& json, Signature& found) {
   fields.field("epilogue");
   Graph const epilogue = graph(json);
   found.epilogue = expressions(epilogue);
-  if (fields.has("form")) found.form = one_of(json, "form", {kBatched, kGrouped});  // the dense form is left out
-  if (found.form == kGrouped) found.operands.push_back({"offsets", "i32.row.align1"});
+  if (fields.has("form")) found.form = one_of(json, "form", {kBatched, kGrouped, kRaggedK});  // the dense form is left out
+  if (found.form == kGrouped || found.form == kRaggedK) found.operands.push_back({"offsets", "i32.row.align1"});
   bool const scaled = std::any_of(epilogue.inputs.begin(), epilogue.inputs.end(),
                                   [](Named const& input) { return has(kBlocks, input.kind); });
   for (size_t i : {0, 1}) {

@@ -8,7 +8,7 @@ from cutlass_ops.base import arch
 from cutlass_ops.base.dtypes import FP8, INTEGERS, REDUCED, f32
 from cutlass_ops.base.mma import BLOCK_K, MMAS, mma_of, pairs
 from cutlass_ops.declare.config import Config
-from cutlass_ops.declare.form import BATCHED, GROUPED, why_one_gemm
+from cutlass_ops.declare.form import BATCHED, GROUPED, RAGGED_K, why_one_gemm
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue.nodes import BLOCKS, Kind
 from cutlass_ops.kinds.layout import MAX_STAGES, MIN_STAGES
@@ -55,9 +55,9 @@ def _form(spec: KernelSpec, config: Config) -> Iterator[Broken]:
 
 
 def _one_gemm(spec: KernelSpec, _: Config) -> Iterator[str]:
-    why = why_one_gemm(spec.epilogue, spec.form) if spec.form in (BATCHED, GROUPED) else None
+    why = why_one_gemm(spec.epilogue, spec.form) if spec.form in (BATCHED, GROUPED, RAGGED_K) else None
     if why is not None:
-        yield f"form is {spec.form}, and {why}: use form dense for each {'group' if spec.form == GROUPED else 'batch'}"
+        yield f"form is {spec.form}, and {why}: use form dense for each {'batch' if spec.form == BATCHED else 'group'}"
 
 
 def _operand_dtypes(spec: KernelSpec, config: Config) -> Iterator[Broken]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from cutlass_ops.base.dtypes import DType, f32, f64, i32, i64
 from cutlass_ops.base.mma import BLOCK_K
-from cutlass_ops.declare.form import DENSE, GROUPED
+from cutlass_ops.declare.form import DENSE, GROUPED, RAGGED_K
 from cutlass_ops.declare.spec import KernelSpec, Operand
 from cutlass_ops.epilogue.graph import Graph
 from cutlass_ops.epilogue.names import is_plain
@@ -322,7 +322,7 @@ def types(
     elements = dict.fromkeys(operand.dtype for operand in operands)
     if HEADERS[UNIFORM] in headers:
         elements.pop(i64, None)  # a seed's type: this header, which reads seeds, says it
-    if spec.form == GROUPED:
+    if spec.form in (GROUPED, RAGGED_K):
         elements[i32] = None  # of where groups end
     return {
         "element_types": [{"cpp": t.cpp, "dl_code": t.dl_code} for t in elements],
@@ -341,6 +341,7 @@ def types(
         # Groups are found by their first row and number where a batch is found by its place.
         "batched": spec.form != DENSE,
         "grouped": spec.form == GROUPED,
+        "ragged_k": spec.form == RAGGED_K,
     }
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from cutlass_ops.base import arch
 from cutlass_ops.base.mma import mma_of
-from cutlass_ops.declare.form import GROUPED
+from cutlass_ops.declare.form import GROUPED, RAGGED_K
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.signature import OpSignature
 from cutlass_ops.declare.spec import Major
@@ -43,6 +43,8 @@ class Traits:
         Whether rows belong to groups, whose tiles have one order.
     rate : float
         Peak throughput of products relative to BF16.
+    ragged_k : bool
+        Whether K belongs to groups, whose tiles are not ordered by GPC.
     """
 
     element_bytes: int
@@ -55,6 +57,7 @@ class Traits:
     blocks: bool = False
     grouped: bool = False
     rate: float = 1.0
+    ragged_k: bool = False
 
     @classmethod
     def of(cls, signature: OpSignature) -> Traits:
@@ -71,6 +74,7 @@ class Traits:
             blocks=bool(signature.epilogue.block_scales),
             grouped=signature.form == GROUPED,
             rate=1.0 if mma is None else mma.rate,
+            ragged_k=signature.form == RAGGED_K,
         )
 
     @property

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cutlass_ops.base import mma
 from cutlass_ops.base.dtypes import FP8, DType, f32, f64
-from cutlass_ops.declare.form import BATCHED, DENSE, GROUPED, Form
+from cutlass_ops.declare.form import BATCHED, DENSE, RAGGED_K, Form
 from cutlass_ops.declare.problem import Problem
 from cutlass_ops.declare.spec import Major
 from cutlass_ops.epilogue import doubles
@@ -29,7 +29,8 @@ from cutlass_ops.run.tensors import as_stored, element_type, fold, require_same_
 class Arguments(NamedTuple):
     """One call's checked arguments, in two dimensions; batched ones with one or two leading dimensions of batches.
 
-    Grouped ones have A in two dimensions, B in three, and where groups end as the first of the inputs.
+    Grouped ones have A in two dimensions, B in three, and where groups end as the first of the inputs. Those of groups
+    of K have A and B in two dimensions, and others as batched ones have them.
 
     Attributes
     ----------
@@ -69,7 +70,7 @@ class Arguments(NamedTuple):
 
     def flat_shape(self, output: Output) -> tuple[int, ...]:
         """Return an output's shape for the kernel."""
-        each = () if self.form == GROUPED else tuple(self.a.shape[:-2])
+        each = (self.problem.count,) if self.form == RAGGED_K else tuple(self.a.shape[:-2])
         return shape_of(output.kind, (*each, self.problem.m), self.problem.n, each)
 
     @property
@@ -79,7 +80,7 @@ class Arguments(NamedTuple):
 
     @property
     def _batches(self) -> tuple[int, ...]:
-        return self.leading[:-1] if self.form == BATCHED else ()
+        return self.leading[:-1] if self.form.stacked else ()
 
 
 def shape_of(kind: Kind, leading: tuple[int, ...], n: int, each: tuple[int, ...] = ()) -> tuple[int, ...]:

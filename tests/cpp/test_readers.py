@@ -220,7 +220,9 @@ def test_they_agree_on_every_field(agree, contents):
     agree(texts[:: max(1, len(texts) // 1000)])
 
 
-@pytest.mark.parametrize(("form", "known"), [("dense", 0), ("batched", 1), ("grouped", 1), ("stacked", 0), (None, 0)])
+@pytest.mark.parametrize(
+    ("form", "known"), [("dense", 0), ("batched", 1), ("grouped", 1), ("ragged_k", 1), ("stacked", 0), (None, 0)]
+)
 def test_they_agree_on_the_form_of_a_signature(agree, contents, form, known):
     """The dense form is left out."""
     good = contents[0].to_bytes()

@@ -171,6 +171,7 @@ TF32X3 = {"a": "tf32x3.row", "b": "tf32x3.col", "instruction": InstructionShape(
 TF32X3 |= {"threadblock": (128, 128, 16), "warp": (64, 32, 16)}
 FP64_OF_SM80 = {**FP64, "instruction": InstructionShape(8, 8, 4)}
 WS, COOP = {"schedule": "warp_specialized"}, {"schedule": "cooperative"}
+OF_K = {"a": "bf16.col", "b": "bf16.row", "form": "ragged_k"}
 
 
 def stacked():
@@ -218,7 +219,11 @@ NEIGHBOURS = [
     ("grouped", sm90(form="grouped"), sm90(a="bf16.col", form="grouped")),
     ("grouped", sm90(form="grouped", swap_ab=True), sm90(d="bf16.col", form="grouped", swap_ab=True)),
     ("grouped", sm90(epilogue=saved), sm90(epilogue=saved, form="grouped")),
-    ("grouped", fp8(), fp8(form="grouped")),
+    ("ragged_k", sm90(**OF_K), sm90(**OF_K, **WS)),
+    ("ragged_k", sm90(**OF_K), sm90(**{**OF_K, "a": "bf16.row"})),
+    ("ragged_k", sm90(**OF_K), sm90(**{**OF_K, "b": "bf16.col"})),
+    ("one_gemm", sm90(**OF_K), sm90(epilogue=row_sum, **OF_K)),
+    ("batched", sm90(**OF_K, **COOP), sm90(**OF_K, split_k=2, **COOP)),
     ("batched_stream_k", sm80(form="batched"), sm80(form="batched", stream_k=True)),
     ("operand_dtypes", sm90(a="f16.row", b="f16.col"), sm90(a="f16.row", b="bf16.col")),
     ("operand_dtypes", sm90(d="f32.row"), sm90(a="f32.row", b="f32.col")),
