@@ -122,7 +122,7 @@ class FakeDevice:
             out = dict(zip(names, (d, *others), strict=True))
             with torch.no_grad():  # a kernel sees memory, and refuses no gradient
                 (given,) = offsets or [None]
-                call.check_call(graph, a, b, named, out, None, None, given, spec.form).run_reference()
+                call.check_call(graph, a, b, named, out, None, offsets=given, form=spec.form).run_reference()
             self.launches.append(
                 SimpleNamespace(spec=spec, raster=raster, swizzle=swizzle, workspace=workspace, outputs=(d, *others))
             )
