@@ -83,6 +83,10 @@ class Portable(ABC):
         """Return why operands of a dtype have no gradients and what to do, or None if they have."""
         return None
 
+    def why_not(self, graph: Graph, dtype: torch.dtype) -> str | None:
+        """Return why an epilogue cannot follow a product of operands of a dtype, or None if it can."""
+        return None
+
     def as_list(self, a: Tensor, b: Tensor, *inputs: Any, **given: Any) -> list[Tensor]:
         """Run it and return its outputs as a list."""
         found = self(a, b, *inputs, **given)
