@@ -223,7 +223,8 @@ class Step:
             for name in expression.products:
                 values[name] = self.product(self.a, values[name])
             graph = as_epilogue(self.in_tiles(expression))
-            if graph is None:  # such as one of too many outputs
+            # Such as one of too many outputs, or in FP64 one with reductions.
+            if graph is None or self.called.why_not(graph, self.a.dtype) is not None:
                 acc = self.product(self.a, self.b, self.wide)
                 results = self._elementwise(expression, acc, values)
             else:
@@ -282,8 +283,14 @@ class Step:
         rest = expression_of(inputs, expression.nodes, wanted)
         taken = {i.name: flat[i.name] for i in rest.inputs}
         a = self._rows_of_a() if rest.gathered else None
-        results = reference.evaluate(rest, tiles["acc"], taken, self.wide, a=a)
+        results = reference.evaluate(rest, tiles["acc"], self._unrounded(taken), self.wide, a=a)
         return self._unfolded(expression, sums | {o.name: results[o.name] for o in others})
+
+    def _unrounded(self, values: Values) -> Values:
+        """Return inputs with numbers as kernels for A's dtype take them: of others, the reference takes FP32."""
+        if self.a.dtype != torch.float64:
+            return values
+        return {n: self.a.new_full((), x) if isinstance(x, float) else x for n, x in values.items()}
 
     def _by_kernel(self, expression: Expression, acc: Tensor, values: Values) -> dict[str, Tensor] | None:
         """Compute an expression by the epilogue of a GEMM that multiplies zeros; None if it is no epilogue.
@@ -517,7 +524,7 @@ class _BatchedStep(Step):
             outputs.insert(0, outputs[0]._replace(name="d"))
         rest = expression_of(inputs, expression.nodes, outputs)
         taken = {i.name: self._spread(i.kind, values[i.name]) for i in rest.inputs}
-        results = reference.evaluate(rest, acc.expand(*self.batch, self.n), taken, self.wide)
+        results = reference.evaluate(rest, acc.expand(*self.batch, self.n), self._unrounded(taken), self.wide)
         return self.summed(expression, results)
 
     def _flat(self, kind: Kind, value: Any) -> Any:

@@ -132,7 +132,8 @@ class _Pair(NamedTuple):
         found = forward.vjp(wrt1, {"d": None}, kept1)  # type: ignore[dict-item, arg-type]
         passed = after.vjp(wrt2, {"d": None}, {})  # type: ignore[dict-item]
         linear = not passed.again and passed.same.get(ACC) == "d"
-        if found.again or found.same or not linear or as_epilogue(found.expression) is None:
+        behind = as_epilogue(found.expression)
+        if found.again or found.same or not linear or behind is None or first.why_not(behind, dtype) is not None:
             return None
         return cls(forward, after, wrt1, wrt2)
 

@@ -106,6 +106,9 @@ class Op(Warm):
     def why_no_gradient(self, dtype: torch.dtype) -> str | None:  # noqa: D102
         return doubles.why_no_gradient(self.graph) if dtype == torch.float64 else None
 
+    def why_not(self, graph: Graph, dtype: torch.dtype) -> str | None:  # noqa: D102
+        return doubles.why_not(graph) if dtype == torch.float64 else None
+
     def in_math(self, math: Math) -> Op:  # noqa: D102
         return op_in_math(self.about.split(";", 4)[4], math)
 

@@ -86,6 +86,10 @@ class Portable(ABC):
         """Return why operands of a dtype have no gradients and what to do, or None if they have."""
         return None
 
+    def why_not(self, graph: Graph, dtype: torch.dtype) -> str | None:
+        """Return why an epilogue cannot follow a product of operands of a dtype, or None if it can."""
+        return None
+
     def of_weights(self, graph: Graph) -> Portable:
         """Return what multiplies each group's rows of two matrices: the op of a gradient of weights.
 
