@@ -25,6 +25,7 @@ from cutlass_ops.run.operands import Arguments
 from cutlass_ops.run.tensors import as_stored, element_type, require_same_device, require_tensor
 
 _DTYPES = (f16, bf16)
+_OF_ROWS = (*_DTYPES, *FP8)
 
 
 def require(graph: Graph, form: Form = GROUPED) -> None:
@@ -82,7 +83,7 @@ def _check_operands(x: Any, w: Any, offsets: Any) -> None:
         require_tensor(name, value)
         if value.ndim != shape.count(",") + (name != "offsets"):
             raise ValueError(f"{name} has shape {tuple(value.shape)}: it must be {shape}")
-    if mma.mma_of(element_type("x", x, mma.OPERANDS), element_type("w", w, mma.OPERANDS)) is None:
+    if mma.mma_of(element_type("x", x, _OF_ROWS), element_type("w", w, _OF_ROWS)) is None:
         raise TypeError(f"w is {w.dtype} and x is {x.dtype}: x and w must have the same dtype, or both FP8")
     if x.shape[1] != w.shape[1]:
         hint = ". w looks like weights of shape (E, N, K): pass w.mT" if x.shape[1] == w.shape[2] else ""

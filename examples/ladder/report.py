@@ -2,7 +2,7 @@
 
     python -m examples.ladder.report    # writes docs/ladder.md and its plot from the committed result
 
-The table comes from benchmarks/results/ladder_h100.json, which `python -m examples.ladder --out` writes. The inner
+The table comes from benchmarks/results/ladder_h200.json, which `python -m examples.ladder --out` writes. The inner
 loops are read from rungs that are compiled for it: they need the toolkit with cuobjdump, and no GPU.
 """
 
@@ -19,7 +19,7 @@ from examples.documents import insert
 from .problem import Shape
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULT = ROOT / "benchmarks" / "results" / "ladder_h100.json"
+RESULT = ROOT / "benchmarks" / "results" / "ladder_h200.json"
 DOCUMENT = ROOT / "docs" / "ladder.md"
 BY = "examples/ladder/report.py"
 PLOT = ROOT / "docs" / "ladder" / "rungs.svg"
