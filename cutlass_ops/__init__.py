@@ -86,6 +86,8 @@ if TYPE_CHECKING:
     from cutlass_ops.run.registry import Registry
     from cutlass_ops.run.scaled import scaled_gemm
     from cutlass_ops.run.weights import prepare, prepare_layernorm
+    from cutlass_ops.tools.contract.predicting import contract
+    from cutlass_ops.tools.contract.result import Contract
     from cutlass_ops.tools.explaining import Explanation, explain
     from cutlass_ops.tuner.tuning import Effort, tune
 
@@ -142,6 +144,8 @@ _MODULES = {
     "run.scaled": ("scaled_gemm",),
     "run.traced": ("recompute",),
     "run.weights": ("prepare", "prepare_layernorm"),
+    "tools.contract.predicting": ("contract",),
+    "tools.contract.result": ("Contract",),
     "tools.explaining": ("Explanation", "explain"),
     "tuner.tuning": ("Effort", "tune"),
 }
@@ -158,6 +162,7 @@ __all__ = [
     "Col",
     "CompileError",
     "ConfigError",
+    "Contract",
     "CutlassOpsError",
     "Effort",
     "Epilogue",
@@ -199,6 +204,7 @@ __all__ = [
     "__version__",
     "build",
     "check",
+    "contract",
     "e",
     "epilogue",
     "explain",

@@ -461,6 +461,52 @@ def explain(
     _end(code)
 
 
+@app.command()
+def contract(
+    problems: Problems,
+    a: Annotated[
+        str, typer.Option(metavar="OPERAND", help="A (M, K): type and major, such as f16.row or bf16.row.align4.")
+    ] = "bf16.row",
+    b: Annotated[
+        str, typer.Option(metavar="OPERAND", help="B (K, N). A weight (N, K) passed as weight.t() is col.")
+    ] = "bf16.col",
+    arch: Annotated[
+        str | None,
+        typer.Option(help="sm_70 to sm_120, or a GPU such as H200. Default: this machine's GPU, else sm_90."),
+    ] = None,
+    program: Annotated[
+        str | None,
+        typer.Option(help="Whose rules: library (CUTLASS, cuBLAS, this library), triton or wmma. Default: library."),
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="What becomes of FP32: ieee, tf32 or tf32x3. Default: ieee.")
+    ] = None,
+    block: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MxNxK",
+            callback=_readable(spelling.problems_of),
+            help="BLOCK_M, BLOCK_N and BLOCK_K of a Triton kernel, such as 128x128x64.",
+        ),
+    ] = None,
+    num_warps: Annotated[int, typer.Option(min=1, help="num_warps of a Triton kernel.")] = 4,
+    num_stages: Annotated[int, typer.Option(min=1, help="num_stages of a Triton kernel.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Predict which instruction multiplies, and what to change for a faster one. Nothing is compiled.
+
+    Exit code 1 if a condition of the fastest instruction is broken.
+    """
+    from cutlass_ops.tools import commands
+
+    code = commands.contract(
+        spelling.problems_of(problems), a, b, arch=arch, program=program, precision=precision,
+        block=None if block is None else spelling.problems_of(block)[0], num_warps=num_warps, num_stages=num_stages,
+        as_json=as_json,
+    )  # fmt: skip
+    _end(code)
+
+
 @app.command(name="list")
 def list_kernels(
     in_bundle: FromBundle = None,

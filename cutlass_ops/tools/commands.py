@@ -37,6 +37,7 @@ from cutlass_ops.run import gated
 from cutlass_ops.run.call import call_at, device_of
 from cutlass_ops.run.ops import graph_op
 from cutlass_ops.ship import catalog, distributing, packing, shipping, verifying
+from cutlass_ops.tools.contract import predicting
 from cutlass_ops.tools.doctor import diagnose
 from cutlass_ops.tools.explaining import Explanation, explain_call
 from cutlass_ops.tools.inspection import KernelReport
@@ -304,6 +305,32 @@ def _explained(
     # Only the op knows that two GEMMs serve calls for which no kernel takes both weights, or a GEMM for each batch.
     known = gated.swiglu_op(None) if op == "gemm_swiglu" else graph_op(op, graph) if batches else None
     return explain_call(op, call, device, known)
+
+
+def contract(
+    problems: Sequence[Problem],
+    a: str,
+    b: str,
+    *,
+    arch: str | None,
+    program: str | None,
+    precision: str | None,
+    block: Problem | None,
+    num_warps: int,
+    num_stages: int,
+    as_json: bool,
+) -> int:
+    """Print what problems will run on; 1 if one breaks a condition."""
+    tile = {} if block is None else {"block_m": block.m, "block_n": block.n, "block_k": block.k}
+    found = [
+        predicting.contract(
+            a, b, m=problem.m, n=problem.n, k=problem.k, arch=arch, program=program, precision=precision, **tile,
+            num_warps=num_warps, num_stages=num_stages,
+        )
+        for problem in problems
+    ]  # fmt: skip
+    _show(as_json, [each.to_json() for each in found], "\n\n".join(map(str, found)))
+    return 0 if all(each.kept for each in found) else 1
 
 
 def list_kernels(
