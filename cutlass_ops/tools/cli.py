@@ -507,6 +507,57 @@ def contract(
     _end(code)
 
 
+@app.command(context_settings={"allow_interspersed_args": False})
+def profile(
+    target: Annotated[
+        str | None,
+        typer.Argument(metavar="SCRIPT|OP", help="A Python script, or an op and its problem. Options come first."),
+    ] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGUMENT|MxNxK]...", help="The script's arguments, or the problem.")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(metavar="DTYPE", callback=_readable(spelling.dtype_of), help="Of an op: dtype of A and B.")
+    ] = "bf16",
+    kernels: Annotated[
+        str | None, typer.Option(metavar="REGEX", help="Only kernels whose name has this. Fewer take less time.")
+    ] = None,
+    launches: Annotated[int | None, typer.Option(min=1, help="Most launches to count.")] = None,
+    skip: Annotated[int | None, typer.Option(min=0, help="Launches to skip first.")] = None,
+    counters: Annotated[
+        Path | None,
+        typer.Option("--csv", metavar="FILE", help="Read this CSV of ncu, recorded elsewhere, and run nothing."),
+    ] = None,
+    device: Annotated[str | None, typer.Option(metavar="GPU", help="With --csv: the GPU, for the roofline.")] = None,
+    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Keep ncu's CSV in this file.")] = None,
+    plot: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="Draw the roofline: .svg or .png. May be repeated.")
+    ] = None,
+    no_ncu: Annotated[bool, typer.Option("--no-ncu", help="Take times by torch.profiler only.")] = False,
+    no_trace: Annotated[bool, typer.Option("--no-trace", help="Take no times by torch.profiler.")] = False,
+    timeout: Annotated[
+        float, typer.Option(callback=_readable(_require_time), help="Seconds until a run is ended.")
+    ] = 1800.0,
+    as_json: Json = False,
+) -> None:
+    """Count what the kernels of a program do, with Nsight Compute, and say what limits each.
+
+    Works with any PyTorch script. Exit code 4 if there are no counters: times by torch.profiler are printed then.
+    """
+    if no_ncu and no_trace:
+        raise typer.BadParameter("--no-ncu and --no-trace exclude each other: nothing would be measured")
+    if (target is None) == (counters is None):
+        raise typer.BadParameter("give a script or an op to run, or --csv with counters that ncu wrote; not both")
+    from cutlass_ops.tools import commands
+
+    code = commands.profile(
+        target, arguments or [], dtype=spelling.dtype_of(dtype), kernels=kernels, launches=launches, skip=skip,
+        counters=counters, device=device, save=save, plots=plot or [], ncu=not no_ncu, traced=not no_trace,
+        timeout=timeout, as_json=as_json,
+    )  # fmt: skip
+    _end(code)
+
+
 @app.command(name="list")
 def list_kernels(
     in_bundle: FromBundle = None,
