@@ -86,6 +86,8 @@ if TYPE_CHECKING:
     from cutlass_ops.run.registry import Registry
     from cutlass_ops.run.scaled import scaled_gemm
     from cutlass_ops.run.weights import prepare, prepare_layernorm
+    from cutlass_ops.tools.bench.benching import bench
+    from cutlass_ops.tools.bench.result import Benchmark
     from cutlass_ops.tools.contract.predicting import contract
     from cutlass_ops.tools.contract.result import Contract
     from cutlass_ops.tools.explaining import Explanation, explain
@@ -144,6 +146,8 @@ _MODULES = {
     "run.scaled": ("scaled_gemm",),
     "run.traced": ("recompute",),
     "run.weights": ("prepare", "prepare_layernorm"),
+    "tools.bench.benching": ("bench",),
+    "tools.bench.result": ("Benchmark",),
     "tools.contract.predicting": ("contract",),
     "tools.contract.result": ("Contract",),
     "tools.explaining": ("Explanation", "explain"),
@@ -156,6 +160,7 @@ _LATER["source"] = ("kinds.render", "render")
 _FOR_OTHERS = ("cupy", "jax")
 
 __all__ = [
+    "Benchmark",
     "Bundle",
     "BundleError",
     "ClusterShape",
@@ -202,6 +207,7 @@ __all__ = [
     "Violation",
     "WarpShape",
     "__version__",
+    "bench",
     "build",
     "check",
     "contract",

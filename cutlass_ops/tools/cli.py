@@ -558,6 +558,37 @@ def profile(
     _end(code)
 
 
+@app.command()
+def bench(
+    op: OpName,
+    problems: Problems,
+    dtype: Annotated[
+        str, typer.Option(metavar="DTYPE", callback=_readable(spelling.dtype_of), help="Dtype of A and B: bf16 or f16.")
+    ] = "bf16",
+    a: MajorOf = "row",
+    b: MajorOf = "col",
+    against: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="eager, cublaslt, compile, triton or quack. May be repeated. Default: all."),
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds that count. Default: 25.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the result as JSON to this file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write one HTML page with plots to this file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Time an op against cuBLASLt, eager PyTorch, torch.compile, Triton and quack on this GPU.
+
+    All are interleaved, in CUDA graphs and as single launches between other kernels.
+    """
+    from cutlass_ops.tools import commands
+
+    code = commands.bench(
+        spelling.op_of(op), spelling.problems_of(problems), spelling.dtype_of(dtype), spelling.major_of(a),
+        spelling.major_of(b), against=against, rounds=rounds, out=out, html=html, as_json=as_json,
+    )  # fmt: skip
+    _end(code)
+
+
 @app.command(name="list")
 def list_kernels(
     in_bundle: FromBundle = None,

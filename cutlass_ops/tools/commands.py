@@ -36,6 +36,7 @@ from cutlass_ops.run import gated
 from cutlass_ops.run.call import call_at, device_of
 from cutlass_ops.run.ops import graph_op
 from cutlass_ops.ship import catalog, distributing, packing, shipping, verifying
+from cutlass_ops.tools.bench import benching, rivals
 from cutlass_ops.tools.contract import predicting
 from cutlass_ops.tools.doctor import diagnose
 from cutlass_ops.tools.explaining import Explanation, explain_call
@@ -43,7 +44,7 @@ from cutlass_ops.tools.inspection import KernelReport
 from cutlass_ops.tools.inspection import inspect as inspect_kernel
 from cutlass_ops.tools.profile import plotting, profiling
 from cutlass_ops.tools.workload import epilogue_named
-from cutlass_ops.tuner import tuning
+from cutlass_ops.tuner import comparing, tuning
 from cutlass_ops.tuner.tuning import Effort, Report
 
 # The device for `explain` if there is no GPU and none was named.
@@ -366,6 +367,36 @@ def profile(
     value = report.to_json() | ({"refusal": refusal.why, "command": list(refusal.command)} if refusal else {})
     _show(as_json, value, *report.lines(), *(["", str(refusal)] if refusal else []))
     return 4 if refusal else 0
+
+
+def bench(
+    op: str,
+    problems: Sequence[Problem],
+    dtype: str,
+    a: Major,
+    b: Major,
+    *,
+    against: Sequence[str] | None,
+    rounds: int | None,
+    out: Path | None,
+    html: Path | None,
+    as_json: bool,
+) -> int:
+    """Time an op against other ways, and print tables."""
+    for path in (out, html):
+        if path is not None:
+            writable.require_file(path)
+    found = benching.bench(
+        op, [p.extents for p in problems], dtype=dtype, a=a, b=b, against=against or rivals.NAMES,
+        rounds=comparing.ROUNDS if rounds is None else rounds,
+    )  # fmt: skip
+    value = found.to_json()
+    if out is not None:
+        out.write_text(json.dumps(value, indent=1) + "\n")
+    if html is not None:
+        html.write_text(found.html())
+    _show(as_json, value, *found.lines())
+    return 0
 
 
 def list_kernels(
