@@ -92,11 +92,11 @@ def _ratios(found: Numbers, method: str) -> str:
             if x is None:
                 continue
             at = middle + (j - (len(names) - 1) / 2) * min(12.0, step / (len(names) + 1))
-            colour = _COLOURS[j % len(_COLOURS)]
+            colour = _colour(found, name)
             said = f"{name} at {row.name}: {x.ratio:.3f} ({x.least:.3f} to {x.most:.3f})"
             ends = f'x1="{at:.1f}" x2="{at:.1f}" y1="{y(x.least):.1f}" y2="{y(x.most):.1f}"'
             parts += [f'<line {ends} stroke="{colour}"/>', _dot(at, y(x.ratio), colour, said)]
-    return _svg("Time of others over ours", [*parts, *_legend(names)])
+    return _svg("Time of others over ours", [*parts, *_legend(found, names)])
 
 
 def _roofline(found: Numbers, chip: Chip) -> str:
@@ -119,12 +119,13 @@ def _roofline(found: Numbers, chip: Chip) -> str:
         *(_label(x(tick), _HEIGHT - _BOTTOM + 14, f"{tick:g}") for tick in _ticks(low, high)),
         f'<polyline points="{path}" fill="none" stroke="#555"/>',
         _label(_WIDTH - _RIGHT - 70, y(chip.tflops) - 5, f"{chip.tflops:.0f} TFLOP/s"),
+        _label(_LEFT - 20, _TOP - 6, "TFLOP/s"),
         _label((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 30, f"FLOP for each byte ({chip.gb_per_s:.0f} GB/s)"),
     ]
     for name, problem, intensity, tflops in points:
-        colour = _COLOURS[found.ways.index(name) % len(_COLOURS)]
+        colour = _colour(found, name)
         parts.append(_dot(x(intensity), y(tflops), colour, f"{name} at {problem}: {tflops:.0f} TFLOP/s"))
-    return _svg(f"Roofline of {chip.name}", [*parts, *_legend(found.ways)])
+    return _svg(f"Roofline of {chip.name}", [*parts, *_legend(found, found.ways)])
 
 
 def _dot(x: float, y: float, colour: str, says: str) -> str:
@@ -173,10 +174,15 @@ def _label(x: float, y: float, text: str, *, turned: bool = False) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{turn}>{escape(text)}</text>'
 
 
-def _legend(names: Sequence[str]) -> list[str]:
+def _legend(found: Numbers, names: Sequence[str]) -> list[str]:
     left = _WIDTH - _RIGHT + 14
     return [
-        f'<circle cx="{left}" cy="{_TOP + 8 + 18 * i}" r="4" fill="{_COLOURS[i % len(_COLOURS)]}"/>'
+        f'<circle cx="{left}" cy="{_TOP + 8 + 18 * i}" r="4" fill="{_colour(found, name)}"/>'
         f'<text x="{left + 10}" y="{_TOP + 12 + 18 * i}">{escape(name)}</text>'
         for i, name in enumerate(names)
     ]
+
+
+def _colour(found: Numbers, name: str) -> str:
+    """Return the colour of a way, which it has in every picture."""
+    return _COLOURS[found.ways.index(name) % len(_COLOURS)]
